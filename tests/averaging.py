@@ -55,6 +55,16 @@ def train(model: nn.Module, optimizer: Any, rank: int, steps: range) -> None:
         optimizer.step()
 
 
+def train_side_by_side(rank: int, steps: range, *sides: tuple[Any, ...], **tolerance: float) -> None:
+    """Each side is a model, its optimizer, and maybe what is called after a step; in each step they are the same."""
+    for step in steps:
+        for model, optimizer, *after in sides:
+            train(model, optimizer, rank, range(step, step + 1))
+            for call in after:
+                call()
+        assert_close(sides[0][0], sides[1][0], **tolerance)
+
+
 def assert_same_on_all_ranks(model: nn.Module) -> None:
     """Bit for bit."""
     for name, param in model.named_parameters():
@@ -75,6 +85,24 @@ def through_a_file(value: Any) -> Any:
     torch.save(value, file)
     file.seek(0)
     return torch.load(file, weights_only=True)
+
+
+def assert_resumes_exactly(rank: int, make: Callable[[], tuple[nn.Module, Any]], saved_after: list[int]) -> None:
+    """A run that saves, one that goes on from there, and one that never saves, end in the same bits."""
+    undisturbed, optimizer = make()
+    train(undisturbed, optimizer, rank, range(15))
+    for steps in saved_after:
+        model, optimizer = make()
+        train(model, optimizer, rank, range(steps))
+        saved = through_a_file((model.state_dict(), optimizer.state_dict()))
+        train(model, optimizer, rank, range(steps, 15))
+        assert_close(model, undisturbed, **EXACT)
+
+        again, resumed = make()
+        again.load_state_dict(saved[0])
+        resumed.load_state_dict(saved[1])
+        train(again, resumed, rank, range(steps, 15))
+        assert_close(again, undisturbed, **EXACT)
 
 
 class Simulation:

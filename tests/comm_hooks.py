@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -38,9 +38,18 @@ def given(rank: int, step: int, shapes: dict[str, tuple[int, ...]] | None = None
     return {name: torch.randn(shape, generator=generator) for name, shape in (shapes or SHAPES).items()}
 
 
-def average(step: int, make: Callable[[int, int], Gradients] = given) -> Gradients:
-    """Over all ranks, in fp64."""
-    all_of_them = [make(rank, step) for rank in range(dist.get_world_size())]
+def zeros() -> Gradients:
+    return {name: torch.zeros(shape, dtype=torch.float64) for name, shape in SHAPES.items()}
+
+
+def add(total: Gradients, values: Gradients) -> None:
+    for name, value in values.items():
+        total[name] += value
+
+
+def average(step: int, make: Callable[[int, int], Gradients] = given, ranks: Sequence[int] | None = None) -> Gradients:
+    """Over these ranks, by default all, in fp64."""
+    all_of_them = [make(rank, step) for rank in ranks or range(dist.get_world_size())]
     return {name: sum(g[name].double() for g in all_of_them) / len(all_of_them) for name in all_of_them[0]}
 
 
@@ -58,11 +67,12 @@ def hooked(hook: CommHook, module: nn.Module | None = None, **options: Any) -> t
 
 
 def step_of(model: nn.Module, gradients: Gradients) -> Gradients:
-    """One backward; the averages that came of it, in fp64, the same on all ranks."""
+    """One backward; the averages that came of it, in fp64, the same on all ranks (as looked at if all take part)."""
     model.zero_grad()
     model(gradients).backward()
     grads = {name: p.grad for name, p in model.module.named_parameters() if p.grad is not None}
-    assert same_on_all_ranks([_bits(grad) for grad in grads.values()])
+    if model.process_group.size() == dist.get_world_size():
+        assert same_on_all_ranks([_bits(grad) for grad in grads.values()])
     return {name: grad.double() for name, grad in grads.items()}
 
 
@@ -71,22 +81,44 @@ def _bits(value: Tensor) -> Tensor:
     return value.contiguous().view(torch.int16 if value.element_size() == 2 else torch.int32)
 
 
-def sum_over_ranks(tensors: Gradients) -> Gradients:
+def sum_over(group: dist.ProcessGroup | None, tensors: Gradients) -> Gradients:
     """Collective."""
     sums = {name: value.double() for name, value in tensors.items()}
     for name in sorted(sums):
-        dist.all_reduce(sums[name])
+        dist.all_reduce(sums[name], group=group)
     return sums
 
 
-def left_out(hook: CommHook) -> Gradients:
-    """Collective: all that the ranks hold back, as part of the average."""
-    state = hook.state_dict()
-    total = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in SHAPES.items()}
-    for kind in ("residual", "server_residual"):
-        for name, value in sum_over_ranks(state.get(kind, {})).items():
-            total[name] += value
+def held_back(hook: CommHook) -> Gradients:
+    """All that this rank keeps for later, as part of the average."""
+    total = zeros()
+
+    def add_of(state: dict[str, Any]) -> None:
+        for kind in ("residual", "server_residual"):
+            add(total, state.get(kind, {}))
+        for inner in [*state.get("hooks", ()), *([state["inner"]] if "inner" in state else [])]:
+            add_of(inner)
+
+    add_of(hook.state_dict())
     return total
+
+
+def assert_nothing_gets_lost(
+    model: nn.Module, hook: CommHook, steps: range, rtol: float = 1e-5, ranks: Sequence[int] | None = None
+) -> Gradients:
+    """What comes out of steps is what went in, with what was held back before and after; that after it is returned.
+
+    Collective over the model's group, of these ranks.
+    """
+    rank, group = dist.get_rank(), model.process_group
+    wanted, sent = sum_over(group, held_back(hook)), zeros()
+    for step in steps:
+        add(sent, step_of(model, given(rank, step)))
+        add(wanted, average(step, ranks=ranks))
+    kept = sum_over(group, held_back(hook))
+    add(sent, kept)
+    assert_near(sent, wanted, rtol, f"{type(hook).__name__}, rank {rank}:")
+    return kept
 
 
 def assert_near(mine: Gradients, theirs: Gradients, rtol: float, what: str = "") -> None:

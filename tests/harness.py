@@ -20,6 +20,7 @@ import gc
 import importlib
 import inspect
 import itertools
+import logging
 import multiprocessing
 import os
 import pickle
@@ -153,6 +154,45 @@ def run_outcomes(
             for rank in ranks:
                 rank.end()
     return [rank.outcome for rank in ranks]
+
+
+def gathered(value: Any) -> list[Any]:
+    """The values of all ranks, in their order (a collective)."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def stay(rank: int) -> None:
+    """The others keep their connections until rank 0 has come here."""
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 0:
+        store.set("rank 0 is done", "")
+    else:
+        store.wait(["rank 0 is done"])
+
+
+def status_bytes(field: str) -> int:
+    """Of /proc/self/status."""
+    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{field}:")]
+    return int(line.split()[1]) * 1024
+
+
+def logged(logger: str = "torchddp") -> list[str]:
+    """A list to which each message is added that this process logs from now on."""
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger(logger).addHandler(handler)
+    return messages
+
+
+def assert_each_raises(*cases: tuple[Callable[[], Any], type[Exception], str]) -> None:
+    """Each case is a call, the class of its error, and words in its text."""
+    for number, (call, kind, words) in enumerate(cases):
+        with pytest.raises(kind) as caught:
+            call()
+        assert type(caught.value) is kind and words in str(caught.value), f"case {number}: {caught.value!r}"
 
 
 @dataclass

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import functools
 from typing import Any
 
 import torch
@@ -26,26 +26,25 @@ def loss(model: nn.Module, rank: int, step: int, micro: int, dtype: torch.dtype)
     return model(torch.randn(5, 30).to(dtype)).square().sum()
 
 
-def local_grads(
-    make: Callable[[torch.dtype], nn.Module], rank: int, step: int, micro: int, dtype: torch.dtype
-) -> list[Tensor]:
-    """What autograd makes of one microbatch, in fp32."""
-    model = make(dtype)
-    loss(model, rank, step, micro, dtype).backward()
-    return [p.grad.float() for p in model.parameters()]
-
-
-def expected(world_size: int, step: int, dtype: torch.dtype, micro: int = MICRO) -> list[Tensor]:
-    """Sums in the order of microbatches, then of ranks, all in fp32."""
-    total: list[Tensor] = []
+def sums(model: nn.Module, world_size: int, step: int, dtype: torch.dtype, micro: int = MICRO) -> list[Tensor]:
+    """Of what autograd makes in this process, in the order of microbatches, then of ranks, all in fp32."""
+    total = [torch.zeros(p.shape) for p in model.parameters()]
     for rank in range(world_size):
-        mine: list[Tensor] = []
+        mine = [torch.zeros(p.shape) for p in model.parameters()]
         for i in range(micro):
-            grads = local_grads(layers, rank, step, i, dtype)
-            mine = [a + b for a, b in zip(mine, grads, strict=True)] if mine else grads
-        mine = [g * (1 / world_size) for g in mine]
-        total = [a + b for a, b in zip(total, mine, strict=True)] if total else mine
+            model.zero_grad()
+            loss(model, rank, step, i, dtype).backward()
+            for t, p in zip(mine, model.parameters(), strict=True):
+                t += p.grad.float()
+        for t, m in zip(total, mine, strict=True):
+            t += m * (1 / world_size)
     return total
+
+
+@functools.cache
+def expected(world_size: int, step: int, dtype: torch.dtype, micro: int = MICRO) -> list[Tensor]:
+    """The sums of the model that `layers` makes."""
+    return sums(layers(dtype), world_size, step, dtype, micro)
 
 
 def run_step(ddp: Any, rank: int, step: int, dtype: torch.dtype, micro: int = MICRO) -> None:

@@ -174,6 +174,17 @@ def assert_trains(ddp: nn.Module, rank: int, width: int = 8, steps: Iterable[int
         assert_grads(grads_of(ddp), expected_grads(ddp.module, run), what=f"step {step}:")
 
 
+def assert_steps(
+    ddp: Any, rank: int, steps: Iterable[int], run: Callable[[Any, int, int], Any] = step_on, rtol: float = 1e-9
+) -> None:
+    """`run(model, rank, step)` on `ddp` gives the means over the ranks of what it gives alone, in each of the steps."""
+    for step in steps:
+        ddp.zero_grad()
+        want = expected_grads(ddp.module, lambda model, r, step=step: run(model, r, step))
+        run(ddp, rank, step)
+        assert_grads(grads_of(ddp), want, rtol, f"step {step}:")
+
+
 def dense(value: Tensor) -> Tensor:
     """A dense copy of a sparse gradient, others as they are."""
     return value.to_dense() if value.is_sparse else value

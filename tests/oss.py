@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 import torchddp
+from tests.harness import gathered
 from tests.models import Mlp, batch, loss_of, seeded
 from torchddp.optim import OSS
 
@@ -63,6 +64,12 @@ def twins(
     plain = optim(groups(models[1]), **copy.deepcopy(options or {}))
     wrapped = [torchddp.DistributedDataParallel(model) for model in models]
     return Twins(wrapped[0], oss, wrapped[1], plain)
+
+
+def whole_state(oss: OSS) -> dict[str, Any]:
+    """On all ranks (a collective)."""
+    oss.consolidate_state_dict(0)
+    return gathered(oss.state_dict() if oss.rank == 0 else None)[0]
 
 
 def two_groups(model: torch.nn.Module) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from tests.harness import run_ranks
+from tests.harness import on_ranks
 from torchddp import DistributedDataParallel as AnyDDP
 
 DistributedDataParallel: Any = None  # over the transport of the test
@@ -57,85 +57,47 @@ def _run(model: nn.Module, rank: int, steps: int, *, set_to_none: bool = True, a
     return seen
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("how", [{}, {"set_to_none": False}, {"accumulate": 3}], ids=str)
-def test_equal_to_torch(world_size, how):
-    def work(rank):
-        theirs = _run(TorchDDP(Mixed()), rank, 4, **how)
-        ours = _run(DistributedDataParallel(Mixed()), rank, 4, **how)
+@on_ranks(1, 2)
+def test_equal_to_torch(rank):
+    for how in ({}, {"set_to_none": False}, {"accumulate": 3}):
+        theirs = _run(TorchDDP(Mixed()), rank, 3, **how)
+        ours = _run(DistributedDataParallel(Mixed()), rank, 3, **how)
         for step, (a, b) in enumerate(zip(ours, theirs, strict=True)):
             for i, (x, y) in enumerate(zip(a, b, strict=True)):
-                assert torch.equal(x, y), f"step {step}, parameter {i}"
-                assert x.stride() == y.stride()
-
-    run_ranks(work, world_size)
+                assert torch.equal(x, y) and x.stride() == y.stride(), f"{how}, step {step}, parameter {i}"
 
 
-def test_the_gradient_is_the_tensor_that_autograd_made():
-    def work(rank):
-        ddp = DistributedDataParallel(Mixed())
-        made = {}
-        ddp.module.large.register_post_accumulate_grad_hook(lambda p: made.update(large=p.grad.data_ptr()))
-        ddp.module.first.register_post_accumulate_grad_hook(lambda p: made.update(first=p.grad.data_ptr()))
-        for _ in range(3):
-            ddp.zero_grad()
-            ddp(torch.tensor(1.0)).backward()
-        assert ddp.module.large.grad.data_ptr() == made["large"]  # not copied
-        assert ddp.module.first.grad.data_ptr() != made["first"]  # small: copied into a bucket
-
-    run_ranks(work, 2)
-
-
-def test_a_kept_gradient_is_not_overwritten_by_the_next_step():
-    def work(rank):
-        ddp = DistributedDataParallel(Mixed())
-        ddp(torch.tensor(1.0 + rank)).backward()
-        kept = ddp.module.large.grad
-        copy = kept.clone()
-        ddp.zero_grad(set_to_none=True)
-        ddp(torch.tensor(5.0 + rank)).backward()
-        assert torch.equal(kept, copy)
-        assert not torch.equal(ddp.module.large.grad, copy)
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_the_gradient_is_the_tensor_that_autograd_made(rank):
+    ddp = DistributedDataParallel(Mixed())
+    made = {}
+    ddp.module.large.register_post_accumulate_grad_hook(lambda p: made.update(large=p.grad.data_ptr()))
+    ddp.module.first.register_post_accumulate_grad_hook(lambda p: made.update(first=p.grad.data_ptr()))
+    for _ in range(3):
+        ddp.zero_grad()
+        ddp(torch.tensor(1.0)).backward()
+    assert ddp.module.large.grad.data_ptr() == made["large"]  # not copied
+    assert ddp.module.first.grad.data_ptr() != made["first"]  # small: copied into a bucket
 
 
 @pytest.mark.parametrize("options", [{"find_unused_parameters": True}, {"static_graph": True}], ids=str)
-def test_unused_large_parameters(options):
-    def work(rank):
-        ours, theirs = DistributedDataParallel(Mixed(), **options), TorchDDP(Mixed(), **options)
-        dynamic = "find_unused_parameters" in options
-        for step in range(4):
-            use_other = dynamic and (step + rank) % 2 == 0
-            for model in (ours, theirs):
-                model.zero_grad(set_to_none=step % 2 == 0)
-                model(torch.tensor(1.0 + rank + step), use_other).backward()
-            for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
-                assert (p.grad is None) == (q.grad is None)
-                assert p.grad is None or torch.equal(p.grad, q.grad)
-
-    run_ranks(work, 2)
-
-
-def test_user_code_that_repoints_or_replaces_large_gradients():
-    def work(rank):
-        ours, theirs = DistributedDataParallel(Mixed()), TorchDDP(Mixed())
-        for step in range(4):
-            for model in (ours, theirs):
-                model(torch.tensor(1.0 + rank + step)).backward()
-                for p in model.parameters():
-                    if step == 0:
-                        p.grad.data = p.grad.data * 2
-                    elif step == 1:
-                        p.grad = p.grad.clone()
-            for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
-                assert torch.equal(p.grad, q.grad), step
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_unused_large_parameters(rank, options):
+    ours, theirs = DistributedDataParallel(Mixed(), **options), TorchDDP(Mixed(), **options)
+    dynamic = "find_unused_parameters" in options
+    for step in range(4):
+        use_other = dynamic and (step + rank) % 2 == 0
+        for model in (ours, theirs):
+            model.zero_grad(set_to_none=step % 2 == 0)
+            model(torch.tensor(1.0 + rank + step), use_other).backward()
+        for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+            assert (p.grad is None) == (q.grad is None)
+            assert p.grad is None or torch.equal(p.grad, q.grad)
 
 
 @pytest.mark.parametrize("order", ["param_first", "param_last"])
-def test_memory_that_another_branch_still_reads_is_left_alone(order):
+@on_ranks(2)
+def test_memory_that_another_branch_still_reads_is_left_alone(rank, order):
     """One gradient tensor flows to a parameter (through a view) and to another branch: autograd shares its memory."""
 
     class Shared(nn.Module):
@@ -152,22 +114,17 @@ def test_memory_that_another_branch_still_reads_is_left_alone(order):
             mixed = scaled + position if order == "param_last" else position + scaled
             return (mixed + self.other).sin()
 
-    def work(rank):
-        ours, theirs = DistributedDataParallel(Shared()), TorchDDP(Shared())
-        for step in range(4):
-            for model in (ours, theirs):
-                model.zero_grad()
-                torch.manual_seed(10 * step + rank)
-                (model(torch.randn(1, 300, 1000)) * torch.randn(1, 300, 1000)).sum().backward()
-            for (name, p), q in zip(ours.named_parameters(), theirs.parameters(), strict=True):
-                assert torch.equal(p.grad, q.grad), (step, name)
-
-    run_ranks(work, 2)
+    ours, theirs = DistributedDataParallel(Shared()), TorchDDP(Shared())
+    for step in range(4):
+        for model in (ours, theirs):
+            model.zero_grad()
+            torch.manual_seed(10 * step + rank)
+            (model(torch.randn(1, 300, 1000)) * torch.randn(1, 300, 1000)).sum().backward()
+        for (name, p), q in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+            assert torch.equal(p.grad, q.grad), (step, name)
 
 
-def test_own_bucket_sizes_turn_it_off():
-    def work(rank):
-        assert len(DistributedDataParallel(Mixed()).reducer.plan) == 3
-        assert len(DistributedDataParallel(Mixed(), bucket_cap_mb=25).reducer.plan) == 1
-
-    run_ranks(work, 1)
+@on_ranks(1)
+def test_own_bucket_sizes_turn_it_off(rank):
+    assert len(DistributedDataParallel(Mixed()).reducer.plan) == 3
+    assert len(DistributedDataParallel(Mixed(), bucket_cap_mb=25).reducer.plan) == 1

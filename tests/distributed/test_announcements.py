@@ -1,11 +1,9 @@
 """What is announced is announced once in a job, whoever started its ranks, and only where it took effect."""
 
-import logging
 import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -14,25 +12,14 @@ from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 
 import torchddp
 from tests import framework
-from tests.harness import run_ranks
+from tests.harness import gathered, logged, on_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 CLAIM = "torch.nn.parallel.DistributedDataParallel makes torchddp's class in this process"
 
 
-class Said(logging.Handler):
-    """What the package has logged as warnings in this process."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.messages: list[str] = []
-        logging.getLogger("torchddp").addHandler(self)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.messages.append(record.getMessage())
-
-    def count(self, words: str) -> int:
-        return sum(words in message for message in self.messages)
+def count(messages: list[str], words: str = CLAIM) -> int:
+    return sum(words in message for message in messages)
 
 
 def net() -> nn.Module:
@@ -46,95 +33,79 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_once_in_a_job_by_the_rank_0_of_its_first_model(world_size: int) -> None:
-    def work(rank: int) -> tuple[int, int]:
-        said = Said()
-        torchddp.install()
-        before = said.count(CLAIM)
-        for _ in range(2):
-            framework.wrap(net())
-        return before, said.count(CLAIM)
-
-    assert run_ranks(work, world_size) == [(0, int(rank == 0)) for rank in range(world_size)]
+@on_ranks(1, 2, 4)
+def test_once_in_a_job_by_the_rank_0_of_its_first_model(rank, world_size):
+    said = logged()
+    torchddp.install()
+    before = count(said)
+    for _ in range(2):
+        framework.wrap(net())
+    assert gathered((before, count(said))) == [(0, int(rank == 0)) for rank in range(world_size)]
 
 
-def test_models_of_several_groups_are_one_job() -> None:
-    def work(rank: int) -> int:
-        said = Said()
-        torchddp.install()
-        groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-        framework.wrap(net(), process_group=groups[rank // 2])
-        return said.count(CLAIM)
-
-    counts = run_ranks(work, 4)
+@on_ranks(4)
+def test_models_of_several_groups_are_one_job(rank):
+    said = logged()
+    torchddp.install()
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    framework.wrap(net(), process_group=groups[rank // 2])
+    counts = gathered(count(said))
     assert sum(counts) == 1 and counts[1] == counts[3] == 0
 
 
-def test_where_rank_0_has_no_model() -> None:
-    def work(rank: int) -> int:
-        said = Said()
-        torchddp.install()
-        group = dist.new_group([1, 2])
-        if rank > 0:
-            framework.wrap(net(), process_group=group)
-        return said.count(CLAIM)
-
-    assert run_ranks(work, 3) == [0, 1, 0]
+@on_ranks(3)
+def test_where_rank_0_has_no_model(rank):
+    said = logged()
+    torchddp.install()
+    group = dist.new_group([1, 2])
+    if rank > 0:
+        framework.wrap(net(), process_group=group)
+    assert gathered(count(said)) == [0, 1, 0]
 
 
-def test_a_derived_class_is_announced_with_its_first_model() -> None:
-    def work(rank: int) -> tuple[int, list[str]]:
-        said = Said()
-        with torchddp.install():
+@on_ranks(2)
+def test_a_derived_class_is_announced_with_its_first_model(rank):
+    said = logged()
+    with torchddp.install():
 
-            class Derived(TorchDDP):
-                pass
+        class Derived(TorchDDP):
+            pass
 
-            before = len(said.messages)
-            for _ in range(2):
-                Derived(net())
-            framework.wrap(net())
-        return before, said.messages
-
-    (before, messages), (_, others) = run_ranks(work, 2)
+        before = len(said)
+        for _ in range(2):
+            Derived(net())
+        framework.wrap(net())
+    (before, messages), (_, others) = gathered((before, said))
     assert before == 0 and len(messages) == 1 and others == []
     assert f"{CLAIM}, first for {__name__}." in messages[0] and "Derived, which is derived from it" in messages[0]
 
 
-def test_a_class_that_keeps_torchs_reducer_claims_nothing_and_says_why() -> None:
-    def work(rank: int) -> tuple[int, int]:
-        said = Said()
-        torchddp.install()
-        for _ in range(2):
-            assert not isinstance(framework.DerivedBefore(net()), torchddp.DDP)
-        early = said.count("tests.framework.DerivedBefore was derived from torch's DistributedDataParallel before")
-        return said.count(CLAIM), early
-
-    assert run_ranks(work, 2) == [(0, 1), (0, 0)]
+@on_ranks(2)
+def test_a_class_that_keeps_torchs_reducer_claims_nothing_and_says_why(rank):
+    said = logged()
+    torchddp.install()
+    for _ in range(2):
+        assert not isinstance(framework.DerivedBefore(net()), torchddp.DDP)
+    early = count(said, "tests.framework.DerivedBefore was derived from torch's DistributedDataParallel before")
+    assert gathered((count(said), early)) == [(0, 1), (0, 0)]
 
 
-def test_nothing_is_claimed_where_the_model_could_not_be_made() -> None:
-    def work(rank: int) -> int:
-        said = Said()
-        torchddp.install()
-        with pytest.raises(RuntimeError):
-            framework.wrap(nn.Identity())
-        return said.count(CLAIM)
-
-    assert run_ranks(work, 2) == [0, 0]
+@on_ranks(2)
+def test_nothing_is_claimed_where_the_model_could_not_be_made(rank):
+    said = logged()
+    torchddp.install()
+    with pytest.raises(RuntimeError):
+        framework.wrap(nn.Identity())
+    assert gathered(count(said)) == [0, 0]
 
 
-def test_a_transport_that_can_not_be_had_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+@on_ranks(4)
+def test_a_transport_that_can_not_be_had_is_said_once(rank, monkeypatch):
     monkeypatch.setenv("TORCHDDP_SHM_LIMIT_MB", "-1")
-
-    def work(rank: int) -> tuple[int, list[str]]:
-        said = Said()
-        pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-        names = [torchddp.DDP(net(), process_group=group).reducer.transport.name for group in (None, pairs[rank // 2])]
-        return said.count("transport 'shm' is impossible"), names
-
-    found = run_ranks(work, 4)
+    said = logged()
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    names = [torchddp.DDP(net(), process_group=group).reducer.transport.name for group in (None, pairs[rank // 2])]
+    found = gathered((count(said, "transport 'shm' is impossible"), names))
     assert sum(count for count, _ in found) <= 2  # what the world has against it, and what a pair has: other ranks
     assert {name for _, names in found for name in names} == {"c10d"}
 
@@ -154,23 +125,19 @@ def work(rank, size, file, model):
 if __name__ == "__main__":
     import torchddp
     torchddp.install()
-    torch.multiprocessing.spawn(work, (2, sys.argv[1], sys.argv[2] == "model"), nprocs=2)
+    for model in (False, True):
+        print("with models" if model else "without", file=sys.stderr, flush=True)
+        torch.multiprocessing.spawn(work, (2, f"{sys.argv[1]}{model}", model), nprocs=2)
 """
 
 
-@pytest.mark.parametrize(("model", "announced"), [("model", 1), ("none", 0)])
-def test_under_spawn(tmp_path: Path, model: str, announced: int) -> None:
+def test_under_spawn(tmp_path):
     (tmp_path / "program.py").write_text(SPAWNED)
-    environment: dict[str, Any] = {k: v for k, v in os.environ.items() if not k.startswith(("TORCHDDP_", "PYTHON"))}
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("TORCHDDP_", "PYTHON"))}
     environment |= {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "program.py", str(tmp_path / "store"), model],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=110,
-    )
+    command = [sys.executable, "program.py", str(tmp_path / "store")]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.split() == ["torchddp.ddp.module"] * 2 * announced
-    assert done.stderr.count(CLAIM) == announced and done.stderr.count("torchddp") <= 4 * announced, done.stderr
+    assert done.stdout.split() == ["torchddp.ddp.module"] * 2
+    without, with_models = done.stderr.split("with models\n")
+    assert "torchddp" not in without and with_models.count(CLAIM) == 1 and with_models.count("torchddp") <= 4

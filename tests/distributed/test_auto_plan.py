@@ -2,7 +2,6 @@
 
 import copy
 import json
-import logging
 import pickle
 import time
 
@@ -11,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.harness import run_ranks
+from tests.harness import gathered, logged, on_ranks
 from torchddp import _C, DistributedDataParallel
 from torchddp.plan import auto_plan, plan_cache
 from torchddp.plan.auto_plan import RECORDED_STEPS, WARMUP_STEPS, plan_key
@@ -21,8 +20,6 @@ from torchddp.plan.step_profile import LinearCost
 from torchddp.transport import message_cost
 
 PLANNING_STEPS = WARMUP_STEPS + RECORDED_STEPS
-# Dear messages: whatever was measured, one bucket is best.
-DEAR = LinearCost(10.0, 0.0)
 
 
 @pytest.fixture(autouse=True)
@@ -35,8 +32,10 @@ def layers(count=4, width=16):
     return nn.Sequential(*(nn.Linear(width, width) for _ in range(count)))
 
 
-def fixed_cost(monkeypatch, cost=DEAR):
-    monkeypatch.setattr(auto_plan, "measure_cost", lambda *_: cost)
+@pytest.fixture
+def dear_messages(monkeypatch):
+    """Whatever was measured, one bucket is best."""
+    monkeypatch.setattr(auto_plan, "measure_cost", lambda *_: LinearCost(10.0, 0.0))
 
 
 def planning_of(ddp):
@@ -59,12 +58,22 @@ def step(model, rank, index):
     return [p.grad.clone() for p in model.parameters()]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@pytest.mark.parametrize("transport", ["c10d", "shm"])
-def test_results_stay_and_buckets_change_once(monkeypatch, world_size, transport):
-    fixed_cost(monkeypatch)
+def steps(model, rank, count):
+    for index in range(count):
+        step(model, rank, index)
 
-    def work(rank):
+
+def launches_before_the_last_gradient(ddp, rank):
+    """Whether a bucket is on its way while gradients still come, in a further step."""
+    ddp.reducer.enable_timeline(1000)
+    step(ddp, rank, 50)
+    kinds = [event.kind for event in ddp.reducer.timeline()]
+    return kinds.index("launched") < max(i for i, kind in enumerate(kinds) if kind == "grad_ready")
+
+
+@on_ranks(1, 2, 3, 4)
+def test_results_stay_and_buckets_change_once(rank, dear_messages, world_size):
+    for transport in ("c10d", "shm") if world_size > 1 else ("c10d",):
         auto = DistributedDataParallel(layers(), bucket_cap_mb="auto", transport=transport)
         fixed = DistributedDataParallel(layers(), bucket_cap_mb=0.001, transport=transport)
         small_buckets(auto)
@@ -76,189 +85,126 @@ def test_results_stay_and_buckets_change_once(monkeypatch, world_size, transport
                 torch.testing.assert_close(mine, theirs, **({"rtol": 0, "atol": 0} if exact else {}))
             counts.append(len(auto.reducer.plan))
         assert planning_of(auto) is None
-        return counts, buckets_of(auto.reducer.plan)
-
-    if world_size == 1 and transport == "shm":
-        pytest.skip("one rank shares nothing")
-    results = run_ranks(work, world_size)
-    counts, buckets = results[0]
-    assert all(result == (counts, buckets) for result in results)
-    assert counts[:PLANNING_STEPS] == [8] * PLANNING_STEPS
-    assert set(counts[PLANNING_STEPS:]) == ({8} if world_size == 1 else {1})
+        buckets = buckets_of(auto.reducer.plan)
+        assert gathered((counts, buckets)) == [(counts, buckets)] * world_size
+        assert counts[:PLANNING_STEPS] == [8] * PLANNING_STEPS, transport
+        assert set(counts[PLANNING_STEPS:]) == ({8} if world_size == 1 else {1}), transport
 
 
-def test_what_is_measured_decides():
-    def work(rank):
-        ddp = DistributedDataParallel(layers(), bucket_cap_mb="auto", transport="c10d")
-        for index in range(PLANNING_STEPS):
-            step(ddp, rank, index)
-        plan = planning_of(ddp)
-        step(ddp, rank, 99)
-        decision = plan.decision
-        assert 0 < decision.cost.alpha_s < 1 and 0 < decision.cost.beta_s_per_byte < 1e-6
-        assert all(ready_s > 0 for ready_s in decision.times.ready_s)
-        assert decision.times.forward_s > 0
-        assert decision.after_s <= decision.before_s
-        return decision.cost, decision.times
-
-    results = run_ranks(work, 3)
-    assert results[0] == results[1] == results[2]
+@on_ranks(3)
+def test_what_is_measured_decides(rank):
+    ddp = DistributedDataParallel(layers(), bucket_cap_mb="auto", transport="c10d")
+    steps(ddp, rank, PLANNING_STEPS)
+    plan = planning_of(ddp)
+    step(ddp, rank, 99)
+    decision = plan.decision
+    assert 0 < decision.cost.alpha_s < 1 and 0 <= decision.cost.beta_s_per_byte < 1e-6
+    assert all(ready_s > 0 for ready_s in decision.times.ready_s)
+    assert decision.times.forward_s > 0
+    assert decision.after_s <= decision.before_s
+    assert gathered((decision.cost, decision.times)) == [(decision.cost, decision.times)] * 3
 
 
-def test_poor_buckets_are_mended():
+@on_ranks(2)
+def test_poor_buckets_are_mended(rank):
     """Nothing made up here: eighty messages through gloo take several times as long as the computation."""
-
-    def work(rank):
-        ddp = DistributedDataParallel(layers(40), transport="c10d")
-        small_buckets(ddp)
-        ddp.replan()
-        for index in range(PLANNING_STEPS + 1):
-            step(ddp, rank, index)
-        assert planning_of(ddp) is None
-        return len(ddp.reducer.plan)
-
-    first, second = run_ranks(work, 2)
+    ddp = DistributedDataParallel(layers(40), transport="c10d")
+    small_buckets(ddp)
+    ddp.replan()
+    steps(ddp, rank, PLANNING_STEPS + 1)
+    assert planning_of(ddp) is None
+    first, second = gathered(len(ddp.reducer.plan))
     assert first == second < 40
 
 
-def test_while_measured_nothing_overlaps():
-    def work(rank):
-        ddp = DistributedDataParallel(layers(), bucket_cap_mb="auto", transport="c10d")
-        small_buckets(ddp)
-        for index in range(WARMUP_STEPS):
-            step(ddp, rank, index)
-        ddp.reducer.enable_timeline(1000)
-        step(ddp, rank, 50)
-        kinds = [event.kind for event in ddp.reducer.timeline()]
-        assert kinds.index("launched") > max(i for i, kind in enumerate(kinds) if kind == "grad_ready")
-        assert [e.id for e in ddp.reducer.timeline() if e.kind == "launched"] == list(range(8))
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_while_measured_nothing_overlaps(rank):
+    ddp = DistributedDataParallel(layers(), bucket_cap_mb="auto", transport="c10d")
+    small_buckets(ddp)
+    steps(ddp, rank, WARMUP_STEPS)
+    assert not launches_before_the_last_gradient(ddp, rank)
+    assert [e.id for e in ddp.reducer.timeline() if e.kind == "launched"] == list(range(8))
 
 
 @pytest.mark.parametrize("options", [{"find_unused_parameters": True}, {"static_graph": True}, {}])
-def test_with_options_and_accumulation(monkeypatch, options):
-    fixed_cost(monkeypatch)
-
-    def work(rank):
-        auto = DistributedDataParallel(layers(), bucket_cap_mb="auto", **options)
-        plain = nn.parallel.DistributedDataParallel(layers(), **options)
-        for index in range(PLANNING_STEPS + 2):
-            grads = []
-            for model in (auto, plain):
-                model.zero_grad()
-                if not options:
-                    with model.no_sync():  # such steps count for nothing
-                        model(torch.full((1, 16), float(rank + index))).sum().backward()
-                torch.manual_seed(100 * rank + index)
-                model(torch.randn(4, 16)).sum().backward()
-                grads.append([p.grad.clone() for p in model.parameters()])
-            for mine, theirs in zip(*grads, strict=True):
-                torch.testing.assert_close(mine, theirs)
-        assert planning_of(auto) is None and len(auto.reducer.plan) == 1
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_with_options_and_accumulation(rank, dear_messages, options):
+    auto = DistributedDataParallel(layers(), bucket_cap_mb="auto", **options)
+    plain = nn.parallel.DistributedDataParallel(layers(), **options)
+    for index in range(PLANNING_STEPS + 2):
+        grads = []
+        for model in (auto, plain):
+            model.zero_grad()
+            if not options:
+                with model.no_sync():  # such steps count for nothing
+                    model(torch.full((1, 16), float(rank + index))).sum().backward()
+            torch.manual_seed(100 * rank + index)
+            model(torch.randn(4, 16)).sum().backward()
+            grads.append([p.grad.clone() for p in model.parameters()])
+        for mine, theirs in zip(*grads, strict=True):
+            torch.testing.assert_close(mine, theirs)
+    assert planning_of(auto) is None and len(auto.reducer.plan) == 1
 
 
-def test_a_kept_plan_is_taken_at_once(caplog):
-    def work(rank):
-        probe = DistributedDataParallel(layers())
-        key = plan_key(probe.session)
-        assert (key.world_size, key.ranks_per_host, key.transport, key.backend) == (2, 2, "shm", "gloo")
-        path = key.path
-        wanted = ((7, 6, 5), (4, 3, 2, 1, 0))
-        if rank == 0:
-            plan_cache.save_plan(path, wanted, key, None)
-        dist.barrier()
-        ddp = DistributedDataParallel(layers(), bucket_cap_mb="auto")
-        assert planning_of(ddp) is None and buckets_of(ddp.reducer.plan) == wanted
-        for index in range(PLANNING_STEPS + 1):
-            step(ddp, rank, index)
-        assert buckets_of(ddp.reducer.plan) == wanted
+@on_ranks(2)
+def test_a_kept_plan_is_taken_at_once(rank):
+    probe = DistributedDataParallel(layers())
+    key = plan_key(probe.session)
+    assert (key.world_size, key.ranks_per_host, key.transport, key.backend) == (2, 2, "shm", "gloo")
+    path = key.path
+    wanted = ((7, 6, 5), (4, 3, 2, 1, 0))
+    if rank == 0:
+        plan_cache.save_plan(path, wanted, key, None)
+    dist.barrier()
+    ddp = DistributedDataParallel(layers(), bucket_cap_mb="auto")
+    assert planning_of(ddp) is None and buckets_of(ddp.reducer.plan) == wanted
+    steps(ddp, rank, PLANNING_STEPS + 1)
+    assert buckets_of(ddp.reducer.plan) == wanted
 
-        if rank == 0:  # one that does not fit is a warning, and measuring begins
-            document = json.loads(path.read_text())
-            path.write_text(json.dumps({**document, "world_size": 5}))
-        dist.barrier()
-        with _Records() as records:
-            ddp = DistributedDataParallel(layers(), bucket_cap_mb="auto")
-        assert planning_of(ddp) is not None
-        assert [("world_size is 5" in r, "measures anew" in r) for r in records] == [(True, True)] * (rank == 0)
-
-    run_ranks(work, 2)
+    if rank == 0:  # one that does not fit is a warning, and measuring begins
+        document = json.loads(path.read_text())
+        path.write_text(json.dumps({**document, "world_size": 5}))
+    dist.barrier()
+    records = logged()
+    ddp = DistributedDataParallel(layers(), bucket_cap_mb="auto")
+    assert planning_of(ddp) is not None
+    assert [("world_size is 5" in r, "measures anew" in r) for r in records] == [(True, True)] * (rank == 0)
 
 
-class _Records(logging.Handler):
-    """Messages of the package's logger."""
-
-    def __enter__(self):
-        self.messages = []
-        logging.getLogger("torchddp").addHandler(self)
-        return self.messages
-
-    def __exit__(self, *_):
-        logging.getLogger("torchddp").removeHandler(self)
-
-    def emit(self, record):
-        self.messages.append(record.getMessage())
+@on_ranks(2)
+def test_replan_measures_again(rank, dear_messages):
+    ddp = DistributedDataParallel(layers())
+    small_buckets(ddp)
+    steps(ddp, rank, PLANNING_STEPS + 2)
+    assert len(ddp.reducer.plan) == 8  # nobody asked
+    ddp.replan()
+    step(ddp, rank, 0)
+    ddp.replan()  # again, in the middle of it
+    steps(ddp, rank, PLANNING_STEPS + 1)
+    assert len(ddp.reducer.plan) == 1 and planning_of(ddp) is None
 
 
-def test_replan_measures_again(monkeypatch):
-    fixed_cost(monkeypatch)
-
-    def work(rank):
-        ddp = DistributedDataParallel(layers())
-        small_buckets(ddp)
-        for index in range(PLANNING_STEPS + 2):
-            step(ddp, rank, index)
-        assert len(ddp.reducer.plan) == 8  # nobody asked
-        ddp.replan()
-        step(ddp, rank, 0)
-        ddp.replan()  # again, in the middle of it
-        for index in range(PLANNING_STEPS + 1):
-            step(ddp, rank, index)
-        assert len(ddp.reducer.plan) == 1 and planning_of(ddp) is None
-
-    run_ranks(work, 2)
-
-
-def test_copies_plan_for_themselves(monkeypatch):
-    fixed_cost(monkeypatch)
-
-    def work(rank):
-        ddp = DistributedDataParallel(layers(), bucket_cap_mb="auto")
-        for index in range(PLANNING_STEPS - 1):
-            step(ddp, rank, index)
-        for twin in (copy.deepcopy(ddp), pickle.loads(pickle.dumps(ddp))):
-            small_buckets(twin)
-            for index in range(PLANNING_STEPS + 1):
-                step(twin, rank, index)
-            assert len(twin.reducer.plan) == 1 and planning_of(twin) is None
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_copies_plan_for_themselves(rank, dear_messages):
+    ddp = DistributedDataParallel(layers(), bucket_cap_mb="auto")
+    steps(ddp, rank, PLANNING_STEPS - 1)
+    for twin in (copy.deepcopy(ddp), pickle.loads(pickle.dumps(ddp))):
+        small_buckets(twin)
+        steps(twin, rank, PLANNING_STEPS + 1)
+        assert len(twin.reducer.plan) == 1 and planning_of(twin) is None
 
 
 @pytest.mark.parametrize("steps_before", [0, PLANNING_STEPS - 2])
-def test_join_ends_planning(monkeypatch, steps_before):
-    fixed_cost(monkeypatch)
-
-    def work(rank):
-        ddp = DistributedDataParallel(layers(), bucket_cap_mb="auto")
-        small_buckets(ddp)
-        for index in range(steps_before):
-            step(ddp, rank, index)
-        with ddp.join():
-            for index in range(PLANNING_STEPS + 2 + 3 * rank):
-                step(ddp, rank, index)
-        ddp.reducer.enable_timeline(1000)
-        for index in range(PLANNING_STEPS + 1):
-            step(ddp, rank, index)
-        assert len(ddp.reducer.plan) == 8 and planning_of(ddp) is None
-        kinds = [event.kind for event in ddp.reducer.timeline()]
-        kinds = kinds[: kinds.index("backward_end")]
-        assert kinds.index("launched") < max(i for i, kind in enumerate(kinds) if kind == "grad_ready")  # they overlap
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_join_ends_planning(rank, dear_messages, steps_before):
+    ddp = DistributedDataParallel(layers(), bucket_cap_mb="auto")
+    small_buckets(ddp)
+    steps(ddp, rank, steps_before)
+    with ddp.join():
+        steps(ddp, rank, PLANNING_STEPS + 2 + 3 * rank)
+    steps(ddp, rank, PLANNING_STEPS)
+    assert len(ddp.reducer.plan) == 8 and planning_of(ddp) is None
+    assert launches_before_the_last_gradient(ddp, rank)
 
 
 def hook(state, bucket):
@@ -266,130 +212,87 @@ def hook(state, bucket):
     return work.get_future().then(lambda future: future.value()[0] / dist.get_world_size())
 
 
-def test_a_hook_keeps_its_buckets(monkeypatch):
-    fixed_cost(monkeypatch)
-
-    def work(rank):
-        ddp = DistributedDataParallel(layers(), bucket_cap_mb="auto")
-        small_buckets(ddp)
-        ddp.register_comm_hook(None, hook)
-        with _Records() as records:
-            for index in range(PLANNING_STEPS + 1):
-                step(ddp, rank, index)
-        assert len(ddp.reducer.plan) == 8 and planning_of(ddp) is None
-        assert sum("communication hook" in record for record in records) == (rank == 0)  # once per job
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_a_hook_keeps_its_buckets(rank, dear_messages):
+    ddp = DistributedDataParallel(layers(), bucket_cap_mb="auto")
+    small_buckets(ddp)
+    ddp.register_comm_hook(None, hook)
+    records = logged()
+    steps(ddp, rank, PLANNING_STEPS + 1)
+    assert len(ddp.reducer.plan) == 8 and planning_of(ddp) is None
+    assert sum("communication hook" in record for record in records) == (rank == 0)  # once per job
 
 
-def test_planning_that_fails_is_over(monkeypatch):
+@on_ranks(2)
+def test_planning_that_fails_is_over(rank, monkeypatch):
     def fail(*_):
         raise RuntimeError("no luck")
 
     monkeypatch.setattr(auto_plan, "measure_cost", fail)
 
-    def work(rank):
-        ddp = DistributedDataParallel(layers(), bucket_cap_mb="auto")
-        for index in range(PLANNING_STEPS):
-            step(ddp, rank, index)
-        with pytest.raises(RuntimeError, match="no luck"):
-            step(ddp, rank, 0)
-        assert planning_of(ddp) is None
+    ddp = DistributedDataParallel(layers(), bucket_cap_mb="auto")
+    steps(ddp, rank, PLANNING_STEPS)
+    with pytest.raises(RuntimeError, match="no luck"):
         step(ddp, rank, 0)
+    assert planning_of(ddp) is None
+    step(ddp, rank, 0)
 
-    run_ranks(work, 2)
 
-
-def test_without_room_for_messages_buckets_stay(monkeypatch):
+@on_ranks(2)
+def test_without_room_for_messages_buckets_stay(rank, monkeypatch):
     monkeypatch.setattr(message_cost, "_LAST_SHARED_BYTES", 64 << 20)
     monkeypatch.setenv("TORCHDDP_SHM_LIMIT_MB", "32")
-
-    def work(rank):
-        ddp = DistributedDataParallel(layers(), bucket_cap_mb="auto", transport="shm")
-        before = buckets_of(ddp.reducer.plan)
-        for index in range(PLANNING_STEPS + 2):
-            step(ddp, rank, index)
-        assert planning_of(ddp) is None and buckets_of(ddp.reducer.plan) == before
-
-    run_ranks(work, 2)
+    ddp = DistributedDataParallel(layers(), bucket_cap_mb="auto", transport="shm")
+    before = buckets_of(ddp.reducer.plan)
+    steps(ddp, rank, PLANNING_STEPS + 2)
+    assert planning_of(ddp) is None and buckets_of(ddp.reducer.plan) == before
 
 
-def test_a_group_that_changes_while_recording(monkeypatch):
-    fixed_cost(monkeypatch)
+@on_ranks(2)
+def test_another_group(rank, dear_messages):
+    """It is planned for if that was asked for with the model, and not if only the old one's buckets were."""
+    ddp = DistributedDataParallel(layers())
+    ddp.replan()
+    steps(ddp, rank, WARMUP_STEPS + 2)  # in the midst of recording
+    ddp._update_process_group(dist.new_group([0, 1]))
+    assert planning_of(ddp) is None
+    small_buckets(ddp)
+    assert launches_before_the_last_gradient(ddp, rank)
 
-    def work(rank):
-        ddp = DistributedDataParallel(layers())
-        ddp.replan()
-        for index in range(WARMUP_STEPS + 2):
-            step(ddp, rank, index)
-        ddp._update_process_group(dist.new_group([0, 1]))
-        assert planning_of(ddp) is None  # nobody asked for planning on the new one
-        ddp.reducer.enable_timeline(1000)
-        small_buckets(ddp)
-        step(ddp, rank, 0)
-        kinds = [event.kind for event in ddp.reducer.timeline()]
-        assert kinds.index("launched") < max(i for i, kind in enumerate(kinds) if kind == "grad_ready")
-
-    run_ranks(work, 2)
-
-
-def test_another_group_is_planned_for(monkeypatch):
-    fixed_cost(monkeypatch)
-
-    def work(rank):
-        ddp = DistributedDataParallel(layers(), bucket_cap_mb="auto")
-        for index in range(PLANNING_STEPS + 1):
-            step(ddp, rank, index)
-        assert planning_of(ddp) is None
-        ddp._update_process_group(dist.new_group([0, 1]))
-        assert planning_of(ddp) is not None
-        small_buckets(ddp)
-        for index in range(PLANNING_STEPS + 1):
-            step(ddp, rank, index)
-        assert len(ddp.reducer.plan) == 1
-
-    run_ranks(work, 2)
+    ddp = DistributedDataParallel(layers(), bucket_cap_mb="auto")
+    steps(ddp, rank, PLANNING_STEPS + 1)
+    assert planning_of(ddp) is None
+    ddp._update_process_group(dist.new_group([0, 1]))
+    assert planning_of(ddp) is not None
+    small_buckets(ddp)
+    steps(ddp, rank, PLANNING_STEPS + 1)
+    assert len(ddp.reducer.plan) == 1
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ({"bucket_cap_mb": "best"}, "'auto', got 'best'"),
-        ({"bucket_cap_mb": "auto", "bucket_cap_mb_list": [1]}, "leave bucket_cap_mb_list out"),
-    ],
-)
-def test_other_words_are_refused(arguments, words):
-    def work(rank):
-        with pytest.raises((TypeError, ValueError), match=words):
-            DistributedDataParallel(layers(), **arguments)
-
-    run_ranks(work, 1)
+@on_ranks(1)
+def test_bad_input(rank):
+    with pytest.raises((TypeError, ValueError), match="'auto', got 'best'"):
+        DistributedDataParallel(layers(), bucket_cap_mb="best")
+    with pytest.raises((TypeError, ValueError), match="leave bucket_cap_mb_list out"):
+        DistributedDataParallel(layers(), bucket_cap_mb="auto", bucket_cap_mb_list=[1])
+    ddp = DistributedDataParallel(layers(2))
+    other = [_C.ParamSpec(f"p{i}", 3, 4) for i in range(4)]
+    with pytest.raises(ValueError, match="0.weight.*256 elements, its slot in bucket 0 has 3"):
+        ddp.reducer.adopt_plan(_C.make_bucket_plan(other, [0, 1, 2, 3], [1]))
+    before = buckets_of(ddp.reducer.plan)
+    step(ddp, rank, 0)
+    assert buckets_of(ddp.reducer.plan) == before
 
 
 @pytest.mark.parametrize("transport", ["c10d", "shm"])
-def test_calibration_is_short_and_agreed(transport):
-    def work(rank):
-        ddp = DistributedDataParallel(layers(), transport=transport)
-        begin_s = time.monotonic()
-        agreed = ddp.reducer.transport
-        cost = measure_cost(agreed, torch.device("cpu"), host_too=True)
-        assert time.monotonic() - begin_s < 5  # 0.6 on a quiet machine
-        assert _C.agree_on_memory(agreed, ddp.session.wait_limit) is agreed  # no rank has lost memory
-        assert cost.host_s_per_byte > 0
-        return cost
-
-    first, second = run_ranks(work, 2)
+@on_ranks(2)
+def test_calibration_is_short_and_agreed(rank, transport):
+    ddp = DistributedDataParallel(layers(), transport=transport)
+    begin_s = time.monotonic()
+    agreed = ddp.reducer.transport
+    cost = measure_cost(agreed, torch.device("cpu"), host_too=True)
+    assert time.monotonic() - begin_s < 5  # 0.6 on a quiet machine
+    assert _C.agree_on_memory(agreed, ddp.session.wait_limit) is agreed  # no rank has lost memory
+    assert cost.host_s_per_byte > 0
+    first, second = gathered(cost)
     assert first == second
-
-
-def test_plans_of_no_use_are_refused():
-    def work(rank):
-        ddp = DistributedDataParallel(layers(2))
-        other = [_C.ParamSpec(f"p{i}", 3, 4) for i in range(4)]
-        with pytest.raises(ValueError, match="0.weight.*256 elements, its slot in bucket 0 has 3"):
-            ddp.reducer.adopt_plan(_C.make_bucket_plan(other, [0, 1, 2, 3], [1]))
-        before = buckets_of(ddp.reducer.plan)
-        step(ddp, rank, 0)
-        assert buckets_of(ddp.reducer.plan) == before
-
-    run_ranks(work, 1)

@@ -14,14 +14,16 @@ from tests.averaging import (
     ROUNDING,
     Simulation,
     assert_close,
+    assert_resumes_exactly,
     assert_same_on_all_ranks,
     batch_of,
     local_backward,
     make_net,
     through_a_file,
     train,
+    train_side_by_side,
 )
-from tests.harness import run_ranks
+from tests.harness import on_ranks
 from torchddp.averaging import HierarchicalAverager, PeriodicAverager, PostLocalSGD, SlowMo
 
 
@@ -29,304 +31,237 @@ def sgd(params):
     return torch.optim.SGD(params, lr=0.05, momentum=0.9)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_periodic_average_is_torchs(world_size):
-    def work(rank):
-        mine, theirs = make_net(rank), make_net(rank)
-        PeriodicAverager(mine, 1).average_now()
-        for param in theirs.parameters():
-            param.grad = torch.zeros_like(param)
-        PeriodicModelAverager(2).average_parameters(theirs.parameters())
-        # Two ranks' sums have one order; those of more don't, through gloo.
-        assert_close(mine, theirs, **(EXACT if world_size <= 2 else {"rtol": 1e-6, "atol": 1e-7}))
+@on_ranks(1, 2, 3, 4)
+def test_periodic_average_is_torchs(rank, world_size):
+    mine, theirs = make_net(rank), make_net(rank)
+    PeriodicAverager(mine, 1).average_now()
+    for param in theirs.parameters():
+        param.grad = torch.zeros_like(param)
+    PeriodicModelAverager(2).average_parameters(theirs.parameters())
+    # Two ranks' sums have one order; those of more don't, through gloo.
+    assert_close(mine, theirs, **(EXACT if world_size <= 2 else {"rtol": 1e-6, "atol": 1e-7}))
 
-        # torch's puts weights elsewhere in memory, where products may round otherwise.
-        mine, theirs = make_net(rank, torch.float64), make_net(rank, torch.float64)
-        averager = PeriodicAverager(mine, period=3, warmup_steps=2, bucket_cap_mb=0.001)
-        reference = PeriodicModelAverager(period=3, warmup_steps=2)
-        optimizers = [sgd(mine.parameters()), sgd(theirs.parameters())]
-        for step in range(9):
-            train(mine, optimizers[0], rank, range(step, step + 1))
-            train(theirs, optimizers[1], rank, range(step, step + 1))
-            averager.average_parameters()
-            reference.average_parameters(theirs.parameters())
-            assert_close(mine, theirs, **ROUNDING)
-            if step in (2, 5, 8):
-                assert_same_on_all_ranks(mine)
-        assert averager.step == reference.step == 9
-        with pytest.raises(AssertionError):  # the last average was not the end
-            train(mine, optimizers[0], rank, range(9, 10))
-            assert_close(mine, theirs, **ROUNDING)
-        payload = sum(p.nbytes for p in mine.parameters() if p.requires_grad)
-        assert averager.traffic.payload_bytes == payload
-        assert averager.traffic.wire_bytes == 2 * (world_size - 1) * payload // world_size
-
-    run_ranks(work, world_size)
-
-
-def test_sixteen_bits_wide_parameters_complex_ones_and_buffers():
-    def work(rank):
-        module = torch.nn.Module()
-        size = dist.get_world_size()
-        module.low = torch.nn.Parameter(torch.full((700,), 1.0 + rank, dtype=torch.bfloat16))
-        module.narrow = torch.nn.Parameter(torch.full((9,), 40000.0, dtype=torch.float16))  # its sum overflows
-        module.wide = torch.nn.Parameter(torch.full((2, 3), rank / 3, dtype=torch.float64))
-        module.spin = torch.nn.Parameter(torch.full((4,), complex(rank, 1), dtype=torch.complex64))
-        module.register_buffer("seen", torch.tensor(float(rank)))
-        module.register_buffer("count", torch.tensor(rank))
-        averager = PeriodicAverager(module, 1, buffers=True)
-        averager.average_parameters()
-        mean = (size - 1) / 2
-        assert torch.equal(module.low, torch.full_like(module.low, 1 + mean))
-        assert torch.equal(module.narrow, torch.full_like(module.narrow, 40000.0))
-        torch.testing.assert_close(module.wide, torch.full_like(module.wide, mean / 3))
-        torch.testing.assert_close(module.spin, torch.full_like(module.spin, complex(mean, 1)))
-        assert module.seen == mean and module.count == rank
-        assert_same_on_all_ranks(module)
-
-    for world_size in (2, 3):
-        run_ranks(work, world_size)
-
-
-def test_hierarchical_average_is_torchs():
-    def work(rank):
-        mine, theirs = make_net(rank, torch.float64), make_net(rank, torch.float64)
-        levels = {2: 2, 4: 4}
-        averager = HierarchicalAverager(mine, levels, warmup_steps=1)
-        reference = HierarchicalModelAverager(levels, warmup_steps=1)
-        optimizers = [sgd(mine.parameters()), sgd(theirs.parameters())]
-        for step in range(9):
-            train(mine, optimizers[0], rank, range(step, step + 1))
-            train(theirs, optimizers[1], rank, range(step, step + 1))
-            averager.average_parameters()
-            reference.average_parameters(theirs.parameters())
-            assert_close(mine, theirs, **ROUNDING)
-        assert_same_on_all_ranks(mine)  # step 8 is one of all ranks
-        pairs = HierarchicalAverager(mine, list(averager.period_process_group_dict.items()))
-        pairs.step = 2
-        with torch.no_grad():
-            mine.embed.bias.fill_(rank)
-        pairs.average_parameters()
-        assert torch.equal(mine.embed.bias, torch.full_like(mine.embed.bias, rank // 2 * 2 + 0.5))
-
-    run_ranks(work, 4)
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_post_local_sgd_with_period_1_is_ddp(world_size):
-    def work(rank):
-        mine, theirs = make_net(0, torch.float64), make_net(0, torch.float64)
-        ddp = torch.nn.parallel.DistributedDataParallel(theirs)
-        optimizer = PostLocalSGD(sgd(mine.parameters()), PeriodicAverager(mine, 1))
-        plain = sgd(theirs.parameters())
-        for step in range(12):
-            train(mine, optimizer, rank, range(step, step + 1))
-            local_backward(ddp, rank, step)
-            plain.step()
-        assert_close(mine, theirs, **ROUNDING)
+    # torch's puts weights elsewhere in memory, where products may round otherwise.
+    mine, theirs = make_net(rank, torch.float64), make_net(rank, torch.float64)
+    averager = PeriodicAverager(mine, period=3, warmup_steps=2, bucket_cap_mb=0.001)
+    reference = PeriodicModelAverager(period=3, warmup_steps=2)
+    ours = mine, sgd(mine.parameters()), averager.average_parameters
+    other = theirs, sgd(theirs.parameters()), lambda: reference.average_parameters(theirs.parameters())
+    for start in (0, 3, 6):
+        train_side_by_side(rank, range(start, start + 3), ours, other, **ROUNDING)
         assert_same_on_all_ranks(mine)
-
-    run_ranks(work, world_size)
-
-
-def test_post_local_sgd_and_torchs_classes_take_each_others_place():
-    def work(rank):
-        models = [make_net(rank, torch.float64) for _ in range(4)]
-        optimizers = [
-            PostLocalSGD(sgd(models[0].parameters()), PeriodicAverager(models[0], 4)),
-            PostLocalSGDOptimizer(sgd(models[1].parameters()), PeriodicAverager(models[1], 4)),
-            PostLocalSGD(sgd(models[2].parameters()), PeriodicModelAverager(4)),
-            PostLocalSGDOptimizer(sgd(models[3].parameters()), PeriodicModelAverager(4)),
-        ]
-        for model, optimizer in zip(models, optimizers, strict=True):
-            train(model, optimizer, rank, range(6))
-        for model in models[1:]:
-            assert_close(models[0], model, **ROUNDING)
-        # A checkpoint of one goes on in the other.
-        optimizers[0].load_state_dict(through_a_file(optimizers[3].state_dict()))
-        optimizers[3].load_state_dict(through_a_file(optimizers[0].state_dict()))
-        assert optimizers[0].averager.step == optimizers[3].averager.step == 6
-        for model, optimizer in zip(models[::3], optimizers[::3], strict=True):
-            train(model, optimizer, rank, range(6, 10))
-        assert_close(models[0], models[3], **ROUNDING)
-        with pytest.warns(UserWarning, match="no 'step'"):
-            optimizers[0].load_state_dict(sgd(models[0].parameters()).state_dict())
-        assert optimizers[0].averager.step == 0
-
-    run_ranks(work, 2)
+    assert averager.step == reference.step == 9
+    payload = sum(p.nbytes for p in mine.parameters() if p.requires_grad)
+    assert averager.traffic.payload_bytes == payload
+    assert averager.traffic.wire_bytes == 2 * (world_size - 1) * payload // world_size
 
 
-def test_post_local_sgd_after_ddp_with_torchs_hook():
-    def work(rank):
-        subgroup = [dist.new_group([r]) for r in range(2)][rank]
-        results = []
-        for ddp_class in (torchddp.DistributedDataParallel, torch.nn.parallel.DistributedDataParallel):
-            net = make_net(0)
-            model = ddp_class(net)
-            model.register_comm_hook(PostLocalSGDState(None, subgroup, start_localSGD_iter=3), post_localSGD_hook)
-            optimizer = PostLocalSGD(sgd(model.parameters()), PeriodicAverager(model, 4, warmup_steps=3))
-            for step in range(7):
-                local_backward(model, rank, step)
-                optimizer.step()
-                if step == 2:
-                    assert_same_on_all_ranks(net)  # by the hook
-                if step == 5:
-                    with pytest.raises(AssertionError):
-                        assert_same_on_all_ranks(net)
-            train(model, optimizer, rank, range(7, 8))
-            assert_same_on_all_ranks(net)
-            results.append(net)
-        assert_close(*results, rtol=1e-6, atol=1e-7)
-
-    run_ranks(work, 2)
+@on_ranks(2, 3)
+def test_sixteen_bits_wide_parameters_complex_ones_and_buffers(rank):
+    module = torch.nn.Module()
+    size = dist.get_world_size()
+    module.low = torch.nn.Parameter(torch.full((700,), 1.0 + rank, dtype=torch.bfloat16))
+    module.narrow = torch.nn.Parameter(torch.full((9,), 40000.0, dtype=torch.float16))  # its sum overflows
+    module.wide = torch.nn.Parameter(torch.full((2, 3), rank / 3, dtype=torch.float64))
+    module.spin = torch.nn.Parameter(torch.full((4,), complex(rank, 1), dtype=torch.complex64))
+    module.register_buffer("seen", torch.tensor(float(rank)))
+    module.register_buffer("count", torch.tensor(rank))
+    averager = PeriodicAverager(module, 1, buffers=True)
+    averager.average_parameters()
+    mean = (size - 1) / 2
+    assert torch.equal(module.low, torch.full_like(module.low, 1 + mean))
+    assert torch.equal(module.narrow, torch.full_like(module.narrow, 40000.0))
+    torch.testing.assert_close(module.wide, torch.full_like(module.wide, mean / 3))
+    torch.testing.assert_close(module.spin, torch.full_like(module.spin, complex(mean, 1)))
+    assert module.seen == mean and module.count == rank
+    assert_same_on_all_ranks(module)
 
 
-def test_a_loss_scaler_that_leaves_out_a_step_on_one_rank():
-    def work(rank):
-        model = make_net(0)
-        optimizer = PostLocalSGD(sgd(model.parameters()), PeriodicAverager(model, 2))
-        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-        before = model.embed.weight.detach().clone()
-        for step in range(3):
-            model.zero_grad()
-            scaler.scale(model(batch_of(rank, step)).square().mean()).backward()
-            if step == 0 and rank == 1:
-                model.embed.bias.grad[0] = float("inf")
-            scaler.step(optimizer.optim)
-            assert step > 0 or torch.equal(before, model.embed.weight) == (rank == 1)
-            optimizer.after_step()
-            scaler.update()
-        assert_same_on_all_ranks(model)
-
-    run_ranks(work, 2)
+@on_ranks(4)
+def test_hierarchical_average_is_torchs(rank):
+    mine, theirs = make_net(rank, torch.float64), make_net(rank, torch.float64)
+    levels = {2: 2, 4: 4}
+    averager = HierarchicalAverager(mine, levels, warmup_steps=1)
+    reference = HierarchicalModelAverager(levels, warmup_steps=1)
+    ours = mine, sgd(mine.parameters()), averager.average_parameters
+    other = theirs, sgd(theirs.parameters()), lambda: reference.average_parameters(theirs.parameters())
+    train_side_by_side(rank, range(9), ours, other, **ROUNDING)
+    assert_same_on_all_ranks(mine)  # step 8 is one of all ranks
+    pairs = HierarchicalAverager(mine, list(averager.period_process_group_dict.items()))
+    pairs.step = 2
+    with torch.no_grad():
+        mine.embed.bias.fill_(rank)
+    pairs.average_parameters()
+    assert torch.equal(mine.embed.bias, torch.full_like(mine.embed.bias, rank // 2 * 2 + 0.5))
 
 
-def test_schedulers_closures_and_hooks_work_on_the_wrapper():
-    def work(rank):
-        model = make_net(0)
-        inner = sgd(model.parameters())
-        optimizer = PostLocalSGD(inner, PeriodicAverager(model, 2))
-        assert isinstance(optimizer, torch.optim.Optimizer)
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
-        seen = []
-        optimizer.register_step_post_hook(lambda *_: seen.append(inner.param_groups[0]["lr"]))
-
-        def closure():
-            local_backward(model, rank, 0)
-            return 7
-
-        for _ in range(4):
-            assert optimizer.step(closure) == 7
-            scheduler.step()
-        assert seen == [0.05, 0.05, 0.025, 0.025]
-        optimizer.zero_grad()
-        assert all(p.grad is None for p in model.parameters())
-
-    run_ranks(work, 2)
+@on_ranks(2, 3)
+def test_post_local_sgd_with_period_1_is_ddp(rank):
+    mine, theirs = make_net(0, torch.float64), make_net(0, torch.float64)
+    ddp = torch.nn.parallel.DistributedDataParallel(theirs)
+    optimizer = PostLocalSGD(sgd(mine.parameters()), PeriodicAverager(mine, 1))
+    train_side_by_side(rank, range(12), (mine, optimizer), (ddp, sgd(theirs.parameters())), **ROUNDING)
+    assert_same_on_all_ranks(mine)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_slowmo_follows_the_paper(world_size):
+@on_ranks(2)
+def test_post_local_sgd_and_torchs_classes_take_each_others_place(rank):
+    models = [make_net(rank, torch.float64) for _ in range(4)]
+    optimizers = [
+        PostLocalSGD(sgd(models[0].parameters()), PeriodicAverager(models[0], 4)),
+        PostLocalSGDOptimizer(sgd(models[1].parameters()), PeriodicAverager(models[1], 4)),
+        PostLocalSGD(sgd(models[2].parameters()), PeriodicModelAverager(4)),
+        PostLocalSGDOptimizer(sgd(models[3].parameters()), PeriodicModelAverager(4)),
+    ]
+    for model, optimizer in zip(models, optimizers, strict=True):
+        train(model, optimizer, rank, range(6))
+    for model in models[1:]:
+        assert_close(models[0], model, **ROUNDING)
+    # A checkpoint of one goes on in the other.
+    optimizers[0].load_state_dict(through_a_file(optimizers[3].state_dict()))
+    optimizers[3].load_state_dict(through_a_file(optimizers[0].state_dict()))
+    assert optimizers[0].averager.step == optimizers[3].averager.step == 6
+    for model, optimizer in zip(models[::3], optimizers[::3], strict=True):
+        train(model, optimizer, rank, range(6, 10))
+    assert_close(models[0], models[3], **ROUNDING)
+    with pytest.warns(UserWarning, match="no 'step'"):
+        optimizers[0].load_state_dict(sgd(models[0].parameters()).state_dict())
+    assert optimizers[0].averager.step == 0
+
+
+@on_ranks(2)
+def test_post_local_sgd_after_ddp_with_torchs_hook(rank):
+    subgroup = [dist.new_group([r]) for r in range(2)][rank]
+    results = []
+    for ddp_class in (torchddp.DistributedDataParallel, torch.nn.parallel.DistributedDataParallel):
+        net = make_net(0)
+        model = ddp_class(net)
+        model.register_comm_hook(PostLocalSGDState(None, subgroup, start_localSGD_iter=3), post_localSGD_hook)
+        optimizer = PostLocalSGD(sgd(model.parameters()), PeriodicAverager(model, 4, warmup_steps=3))
+        for step in range(7):
+            local_backward(model, rank, step)
+            optimizer.step()
+            if step == 2:
+                assert_same_on_all_ranks(net)  # by the hook
+            if step == 5:
+                with pytest.raises(AssertionError):
+                    assert_same_on_all_ranks(net)
+        train(model, optimizer, rank, range(7, 8))
+        assert_same_on_all_ranks(net)
+        results.append(net)
+    assert_close(*results, rtol=1e-6, atol=1e-7)
+
+
+@on_ranks(2)
+def test_a_loss_scaler_that_leaves_out_a_step_on_one_rank(rank):
+    model = make_net(0)
+    optimizer = PostLocalSGD(sgd(model.parameters()), PeriodicAverager(model, 2))
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    before = model.embed.weight.detach().clone()
+    for step in range(3):
+        model.zero_grad()
+        scaler.scale(model(batch_of(rank, step)).square().mean()).backward()
+        if step == 0 and rank == 1:
+            model.embed.bias.grad[0] = float("inf")
+        scaler.step(optimizer.optim)
+        assert step > 0 or torch.equal(before, model.embed.weight) == (rank == 1)
+        optimizer.after_step()
+        scaler.update()
+    assert_same_on_all_ranks(model)
+
+
+@on_ranks(2)
+def test_schedulers_closures_and_hooks_work_on_the_wrapper(rank):
+    model = make_net(0)
+    inner = sgd(model.parameters())
+    optimizer = PostLocalSGD(inner, PeriodicAverager(model, 2))
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    seen = []
+    optimizer.register_step_post_hook(lambda *_: seen.append(inner.param_groups[0]["lr"]))
+
+    def closure():
+        local_backward(model, rank, 0)
+        return 7
+
+    for _ in range(4):
+        assert optimizer.step(closure) == 7
+        scheduler.step()
+    assert seen == [0.05, 0.05, 0.025, 0.025]
+    optimizer.zero_grad()
+    assert all(p.grad is None for p in model.parameters())
+
+
+@on_ranks(1, 2, 3)
+def test_slowmo_follows_the_paper(rank, world_size):
     beta, alpha, period = 0.6, 0.8, 3
 
-    def work(rank):
-        model = make_net(rank, torch.float64)  # rank 0's is taken
-        optimizer = SlowMo(sgd(model.parameters()), period, slow_momentum=beta, slow_lr=alpha)
-        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-        simulation = Simulation(world_size, sgd, torch.float64)
-        begin = [p.detach().clone() for p in simulation.trained()[0]]
-        slow = [torch.zeros_like(p) for p in begin]
-        for step in range(9):
-            train(model, optimizer, rank, range(step, step + 1))
-            simulation.train(range(step, step + 1))
-            lr = simulation.optimizers[0].param_groups[0]["lr"]
-            if (step + 1) % period == 0:
-                slow = [beta * u + (x0 - x) / lr for u, x0, x in zip(slow, begin, simulation.means(), strict=True)]
-                begin = [x0 - alpha * lr * u for x0, u in zip(begin, slow, strict=True)]
-                simulation.write(begin)
-                assert_same_on_all_ranks(model)
-            assert_close(model, simulation.models[rank], **ROUNDING)
-            scheduler.step()
-            for inner in simulation.optimizers:
-                inner.param_groups[0]["lr"] = optimizer.param_groups[0]["lr"]
-
-    run_ranks(work, world_size)
+    model = make_net(rank, torch.float64)  # rank 0's is taken
+    optimizer = SlowMo(sgd(model.parameters()), period, slow_momentum=beta, slow_lr=alpha)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    simulation = Simulation(world_size, sgd, torch.float64)
+    begin = [p.detach().clone() for p in simulation.trained()[0]]
+    slow = [torch.zeros_like(p) for p in begin]
+    for step in range(9):
+        train(model, optimizer, rank, range(step, step + 1))
+        simulation.train(range(step, step + 1))
+        lr = simulation.optimizers[0].param_groups[0]["lr"]
+        if (step + 1) % period == 0:
+            slow = [beta * u + (x0 - x) / lr for u, x0, x in zip(slow, begin, simulation.means(), strict=True)]
+            begin = [x0 - alpha * lr * u for x0, u in zip(begin, slow, strict=True)]
+            simulation.write(begin)
+            assert_same_on_all_ranks(model)
+        assert_close(model, simulation.models[rank], **ROUNDING)
+        scheduler.step()
+        for inner in simulation.optimizers:
+            inner.param_groups[0]["lr"] = optimizer.param_groups[0]["lr"]
 
 
-def test_slowmo_without_momentum_is_periodic_averaging():
-    def work(rank):
-        one, other = make_net(0, torch.float64), make_net(0, torch.float64)
-        slowmo = SlowMo(sgd(one.parameters()), PeriodicAverager(one, 4, warmup_steps=2), slow_momentum=0.0)
-        periodic = PostLocalSGD(sgd(other.parameters()), PeriodicAverager(other, 4, warmup_steps=1))
-        train(one, slowmo, rank, range(14))
-        train(other, periodic, rank, range(14))
-        assert_close(one, other, **ROUNDING)
-        assert_same_on_all_ranks(one)  # 2 steps and 3 rounds of 4
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_slowmo_without_momentum_is_periodic_averaging(rank):
+    one, other = make_net(0, torch.float64), make_net(0, torch.float64)
+    slowmo = SlowMo(sgd(one.parameters()), PeriodicAverager(one, 4, warmup_steps=2), slow_momentum=0.0)
+    periodic = PostLocalSGD(sgd(other.parameters()), PeriodicAverager(other, 4, warmup_steps=1))
+    train(one, slowmo, rank, range(14))
+    train(other, periodic, rank, range(14))
+    assert_close(one, other, **ROUNDING)
+    assert_same_on_all_ranks(one)  # 2 steps and 3 rounds of 4
 
 
-def test_slowmo_with_a_learning_rate_that_ends_at_zero():
-    def work(rank):
+@on_ranks(2)
+def test_slowmo_resumes_exactly_and_bears_a_learning_rate_of_zero(rank):
+    def make():
         model = make_net(0)
-        optimizer = SlowMo(sgd(model.parameters()), 2)
-        train(model, optimizer, rank, range(3))
-        optimizer.param_groups[0]["lr"] = 0.0
-        train(model, optimizer, rank, range(3, 4))
-        assert all(bool(p.isfinite().all()) for p in model.parameters())
-        assert_same_on_all_ranks(model)
+        return model, SlowMo(torch.optim.AdamW(model.parameters(), lr=0.01), 2)
 
-    run_ranks(work, 2)
-
-
-def test_slowmo_resumes_exactly():
-    def work(rank):
-        for steps in (4, 5):  # at the end of a round, and within one
-            resume(rank, steps)
-
-    def resume(rank, steps):
-        def make():
-            model = make_net(0)
-            return model, SlowMo(torch.optim.AdamW(model.parameters(), lr=0.01), 2)
-
-        model, optimizer = make()
-        train(model, optimizer, rank, range(steps))
-        saved = {k: v.clone() for k, v in model.state_dict().items()}, optimizer.state_dict()
-        saved = through_a_file(saved)
-        train(model, optimizer, rank, range(steps, 9))
-
-        again, resumed = make()
-        again.load_state_dict(saved[0])
-        resumed.load_state_dict(saved[1])
-        train(again, resumed, rank, range(steps, 9))
-        assert_close(model, again, **EXACT)
-
-    run_ranks(work, 2)
+    assert_resumes_exactly(rank, make, [4, 5])  # at the end of a round, and within one
+    model, optimizer = make()
+    train(model, optimizer, rank, range(3))
+    optimizer.param_groups[0]["lr"] = 0.0  # what slow momentum is divided by
+    train(model, optimizer, rank, range(3, 4))
+    assert all(bool(p.isfinite().all()) for p in model.parameters())
+    assert_same_on_all_ranks(model)
 
 
-def test_nan_is_seen_on_all_ranks():
-    def work(rank):
-        model = make_net(0)
-        averager = PeriodicAverager(model, 1)
-        if rank == 1:
-            with torch.no_grad():
-                model.blocks[1].bias[3] = float("nan")
-        averager.average_parameters()
-        assert model.blocks[1].bias.isnan().sum() == 1
-        assert all(bool(p.isfinite().all()) for name, p in model.named_parameters() if name != "blocks.1.bias")
-
-    run_ranks(work, 3)
+@on_ranks(3)
+def test_nan_is_seen_on_all_ranks(rank):
+    model = make_net(0)
+    averager = PeriodicAverager(model, 1)
+    if rank == 1:
+        with torch.no_grad():
+            model.blocks[1].bias[3] = float("nan")
+    averager.average_parameters()
+    assert model.blocks[1].bias.isnan().sum() == 1
+    assert all(bool(p.isfinite().all()) for name, p in model.named_parameters() if name != "blocks.1.bias")
 
 
-def test_model_under_no_sync():
-    def work(rank):
-        net, bare = make_net(rank), make_net(0)
-        model = torchddp.DistributedDataParallel(net)
-        optimizer = PostLocalSGD(sgd(model.parameters()), PeriodicAverager(model, 3))
-        reference = PostLocalSGD(sgd(bare.parameters()), PeriodicAverager(bare, 3))
-        with model.no_sync():
-            train(model, optimizer, rank, range(5))
-        train(bare, reference, rank, range(5))
-        assert_close(net, bare, **EXACT)
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_model_under_no_sync(rank):
+    net, bare = make_net(rank), make_net(0)
+    model = torchddp.DistributedDataParallel(net)
+    optimizer = PostLocalSGD(sgd(model.parameters()), PeriodicAverager(model, 3))
+    reference = PostLocalSGD(sgd(bare.parameters()), PeriodicAverager(bare, 3))
+    with model.no_sync():
+        train(model, optimizer, rank, range(5))
+    train(bare, reference, rank, range(5))
+    assert_close(net, bare, **EXACT)

@@ -12,13 +12,15 @@ from tests.averaging import (
     ROUNDING,
     Simulation,
     assert_close,
+    assert_resumes_exactly,
     assert_same_on_all_ranks,
     local_backward,
     make_net,
-    through_a_file,
     train,
+    train_side_by_side,
 )
-from tests.harness import run_ranks
+from tests.harness import on_ranks
+from tests.models import same_on_all_ranks
 from torchddp.averaging import DiLoCo, HierarchicalAverager, StreamingDiLoCo
 from torchddp.averaging.streaming import fragment_starts, plan_fragments
 
@@ -32,80 +34,63 @@ def adamw(params):
 
 
 def assert_same_global_weights(optimizer):
-    flat = torch.cat([w.reshape(-1) for w in optimizer.global_weights.values()]).view(torch.uint8)
-    theirs = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
-    dist.all_gather(theirs, flat)
-    assert all(torch.equal(other, flat) for other in theirs)
+    assert same_on_all_ranks(optimizer.global_weights.values())
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_one_inner_step_and_a_plain_outer_one_are_ddp(world_size):
-    def work(rank):
-        mine, theirs = make_net(rank, torch.float64), make_net(0, torch.float64)
-        ddp = torch.nn.parallel.DistributedDataParallel(theirs)
-        optimizer = DiLoCo(mine, sgd(mine.parameters()), sync_every=1, outer_lr=1.0, outer_momentum=0.0)
-        plain = sgd(theirs.parameters())
-        for step in range(10):
-            train(mine, optimizer, rank, range(step, step + 1))
-            local_backward(ddp, rank, step)
-            plain.step()
-            assert_close(mine, theirs, **ROUNDING)
-        assert_same_on_all_ranks(mine)
-
-    run_ranks(work, world_size)
+@on_ranks(2, 3)
+def test_one_inner_step_and_a_plain_outer_one_are_ddp(rank):
+    mine, theirs = make_net(rank, torch.float64), make_net(0, torch.float64)
+    ddp = torch.nn.parallel.DistributedDataParallel(theirs)
+    optimizer = DiLoCo(mine, sgd(mine.parameters()), sync_every=1, outer_lr=1.0, outer_momentum=0.0)
+    train_side_by_side(rank, range(10), (mine, optimizer), (ddp, sgd(theirs.parameters())), **ROUNDING)
+    assert_same_on_all_ranks(mine)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_outer_steps_are_those_of_a_simulation(world_size):
+@on_ranks(1, 2, 3, 4)
+def test_outer_steps_are_those_of_a_simulation(rank, world_size):
     def outer(params):
         return torch.optim.SGD(params, lr=0.7, momentum=0.9, nesterov=True)
 
-    def work(rank):
-        model = make_net(rank, torch.float64)
-        optimizer = DiLoCo(model, adamw(model.parameters()), sync_every=4, bucket_cap_mb=0.002)
-        simulation = Simulation(world_size, adamw, torch.float64)
-        weights = [torch.nn.Parameter(p.detach().clone()) for p in simulation.trained()[0]]
-        outer_optimizer = outer(weights)
-        for start in range(0, 12, 4):
-            train(model, optimizer, rank, range(start, start + 4))
-            simulation.train(range(start, start + 4))
-            for weight, mean in zip(weights, simulation.means(), strict=True):
-                weight.grad = weight.detach() - mean
-            outer_optimizer.step()
-            simulation.write([w.detach() for w in weights])
-            assert_close(model, simulation.models[rank], **ROUNDING)
-            assert_same_on_all_ranks(model)
-        assert optimizer.steps == 12
-
-    run_ranks(work, world_size)
-
-
-def test_another_outer_optimizer_and_its_scheduler():
-    def work(rank):
-        model = make_net(0)
-        optimizer = DiLoCo(
-            model, sgd(model.parameters()), 2, outer_optimizer=lambda params: torch.optim.Adam(params, lr=0.01)
-        )
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer.outer_optimizer, 1, 0.0)
-        train(model, optimizer, rank, range(2))
-        scheduler.step()
-        before = {name: w.clone() for name, w in optimizer.global_weights.items()}
-        train(model, optimizer, rank, range(2, 4))
-        assert all(torch.equal(before[name], w) for name, w in optimizer.global_weights.items())  # no learning rate
+    model = make_net(rank, torch.float64)
+    optimizer = DiLoCo(model, adamw(model.parameters()), sync_every=4, bucket_cap_mb=0.002)
+    simulation = Simulation(world_size, adamw, torch.float64)
+    weights = [torch.nn.Parameter(p.detach().clone()) for p in simulation.trained()[0]]
+    outer_optimizer = outer(weights)
+    for start in range(0, 12, 4):
+        train(model, optimizer, rank, range(start, start + 4))
+        simulation.train(range(start, start + 4))
+        for weight, mean in zip(weights, simulation.means(), strict=True):
+            weight.grad = weight.detach() - mean
+        outer_optimizer.step()
+        simulation.write([w.detach() for w in weights])
+        assert_close(model, simulation.models[rank], **ROUNDING)
         assert_same_on_all_ranks(model)
+    assert optimizer.steps == 12
 
-    run_ranks(work, 2)
+
+@on_ranks(2)
+def test_another_outer_optimizer_and_its_scheduler(rank):
+    model = make_net(0)
+    optimizer = DiLoCo(
+        model, sgd(model.parameters()), 2, outer_optimizer=lambda params: torch.optim.Adam(params, lr=0.01)
+    )
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer.outer_optimizer, 1, 0.0)
+    train(model, optimizer, rank, range(2))
+    scheduler.step()
+    before = {name: w.clone() for name, w in optimizer.global_weights.items()}
+    train(model, optimizer, rank, range(2, 4))
+    assert all(torch.equal(before[name], w) for name, w in optimizer.global_weights.items())  # no learning rate
+    assert_same_on_all_ranks(model)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_wires(world_size):
+# By wire: the width of a step between codes, and the bits of a number.
+WIRES = {"fp32": (1e-6, 32), "bf16": (2**-8, 16), "fp16": (2**-11, 16), "int8": (1 / 127, 8.125), "int4": (1 / 7, 4.5)}
+
+
+@on_ranks(2, 3)
+def test_wires(rank, world_size):
     """What travels is rounded, and no more than its format rounds; all ranks get the same bits."""
-
-    def work(rank):
-        for wire in ("fp32", "bf16", "fp16", "int8", "int4"):
-            over(wire, rank)
-
-    def over(wire, rank):
+    for wire, (step, bits) in WIRES.items():
         model = make_net(0)
         optimizer = DiLoCo(model, sgd(model.parameters()), 3, 1.0, 0.0, wire=wire)
         weights = {name: w.clone() for name, w in optimizer.global_weights.items()}
@@ -119,187 +104,142 @@ def test_wires(world_size):
         optimizer.after_step()
         assert_same_on_all_ranks(model)
         # Twice half a code's width at worst: on the way to the sum, and back.
-        steps = {"fp32": 1e-6, "bf16": 2**-8, "fp16": 2**-11, "int8": 1 / 127, "int4": 1 / 7}[wire]
         for name, weight in optimizer.global_weights.items():
-            expected = weights[name] - moved[name] / dist.get_world_size()
-            assert float((weight - expected).abs().max()) <= 1.2 * peak * steps + 1e-6, name
-        bits = {"fp32": 32, "bf16": 16, "fp16": 16, "int8": 8.125, "int4": 4.5}[wire]
+            expected = weights[name] - moved[name] / world_size
+            assert float((weight - expected).abs().max()) <= 1.2 * peak * step + 1e-6, (wire, name)
         if wire != "fp32":
-            messages = optimizer.traffic.payload_bytes / 4 * bits / 8 * (1 if dist.get_world_size() == 2 else 4 / 3)
-            assert 0.98 * messages <= optimizer.traffic.wire_bytes <= 1.2 * messages + 64
-
-    run_ranks(work, world_size)
+            messages = optimizer.traffic.payload_bytes / 4 * bits / 8 * (1 if world_size == 2 else 4 / 3)
+            assert 0.98 * messages <= optimizer.traffic.wire_bytes <= 1.2 * messages + 64, wire
 
 
-def test_parameters_of_16_bits_have_global_weights_in_fp32():
-    def work(rank):
-        param = torch.nn.Parameter(torch.full((40,), 256.0, dtype=torch.bfloat16))
-        optimizer = DiLoCo([param], sgd([param]), 1, outer_lr=0.25, outer_momentum=0.0)
-        for _ in range(4):
-            param.grad = torch.full_like(param, 2 / 0.05)  # a step of 2, the spacing of bfloat16 just below 256 being 1
-            optimizer.step()
-            assert_same_global_weights(optimizer)
-        (weight,) = optimizer.global_weights.values()
-        assert torch.equal(weight, torch.full_like(weight, 254.0)), weight  # four times 2 / 4
-        assert torch.equal(param, torch.full_like(param, 254.0))
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_parameters_of_16_bits_have_global_weights_in_fp32(rank):
+    param = torch.nn.Parameter(torch.full((40,), 256.0, dtype=torch.bfloat16))
+    optimizer = DiLoCo([param], sgd([param]), 1, outer_lr=0.25, outer_momentum=0.0)
+    for _ in range(4):
+        param.grad = torch.full_like(param, 2 / 0.05)  # a step of 2, the spacing of bfloat16 just below 256 being 1
+        optimizer.step()
+        assert_same_global_weights(optimizer)
+    (weight,) = optimizer.global_weights.values()
+    assert torch.equal(weight, torch.full_like(weight, 254.0)), weight  # four times 2 / 4
+    assert torch.equal(param, torch.full_like(param, 254.0))
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_streaming_with_one_fragment_is_diloco(world_size):
-    def work(rank):
-        one, other = make_net(rank), make_net(rank)
-        streaming = StreamingDiLoCo(one, adamw(one.parameters()), 4, wire=None, fragments=1)
-        plain = DiLoCo(other, adamw(other.parameters()), 4)
-        for step in range(12):
-            train(one, streaming, rank, range(step, step + 1))
-            train(other, plain, rank, range(step, step + 1))
-            assert_close(one, other, **EXACT)
-        assert streaming.traffic == plain.traffic
-
-    run_ranks(work, world_size)
+@on_ranks(1, 3)
+def test_streaming_with_one_fragment_is_diloco(rank):
+    one, other = make_net(rank), make_net(rank)
+    streaming = StreamingDiLoCo(one, adamw(one.parameters()), 4, wire=None, fragments=1)
+    plain = DiLoCo(other, adamw(other.parameters()), 4)
+    train_side_by_side(rank, range(12), (one, streaming), (other, plain), **EXACT)
+    assert streaming.traffic == plain.traffic
 
 
-@pytest.mark.parametrize("world_size", [2, 3, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 4))])
-def test_streaming_is_that_of_a_simulation(world_size):
+@on_ranks(2, 3, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 4)))
+def test_streaming_is_that_of_a_simulation(rank, world_size):
     every, fragments, overlap, alpha = 6, 3, 1, 0.4
 
-    def work(rank):
-        model = make_net(rank, torch.float64)
-        optimizer = StreamingDiLoCo(
-            model, adamw(model.parameters()), every, wire=None, fragments=fragments, overlap_steps=overlap, alpha=alpha
-        )
-        simulation = Simulation(world_size, adamw, torch.float64)
-        names = [name for name, p in model.named_parameters() if p.requires_grad]
-        local = [dict(m.named_parameters()) for m in simulation.models]
-        weights = {name: torch.nn.Parameter(local[0][name].detach().clone()) for name in names}
-        outer = torch.optim.SGD(weights.values(), lr=0.7, momentum=0.9, nesterov=True)
-        due = {}
-        for step in range(1, 20):
-            train(model, optimizer, rank, range(step, step + 1))
-            simulation.train(range(step, step + 1))
-            with torch.no_grad():
-                for name, grad in due.pop(step, {}).items():
-                    weights[name].grad = grad
-                outer.step()
-                for name, weight in weights.items():
-                    if weight.grad is None:
-                        continue
-                    weight.grad = None
-                    for params in local:
-                        params[name].copy_(alpha * params[name] + (1 - alpha) * weight)
-                starts = fragment_starts(every, fragments)
-                if (in_round := (step - 1) % every + 1) in starts:
-                    fragment = plan_fragments(names, fragments)[starts.index(in_round)]
-                    due[step + overlap] = {
-                        name: weights[name].detach() - torch.stack([params[name] for params in local]).mean(0)
-                        for name in fragment
-                    }
-            assert_close(model, simulation.models[rank], **ROUNDING)
-        assert_same_global_weights(optimizer)
-        optimizer.finish()
-        assert_same_global_weights(optimizer)
-
-    run_ranks(work, world_size)
+    model = make_net(rank, torch.float64)
+    optimizer = StreamingDiLoCo(
+        model, adamw(model.parameters()), every, wire=None, fragments=fragments, overlap_steps=overlap, alpha=alpha
+    )
+    simulation = Simulation(world_size, adamw, torch.float64)
+    names = [name for name, p in model.named_parameters() if p.requires_grad]
+    local = [dict(m.named_parameters()) for m in simulation.models]
+    weights = {name: torch.nn.Parameter(local[0][name].detach().clone()) for name in names}
+    outer = torch.optim.SGD(weights.values(), lr=0.7, momentum=0.9, nesterov=True)
+    due = {}
+    for step in range(1, 20):
+        train(model, optimizer, rank, range(step, step + 1))
+        simulation.train(range(step, step + 1))
+        with torch.no_grad():
+            for name, grad in due.pop(step, {}).items():
+                weights[name].grad = grad
+            outer.step()
+            for name, weight in weights.items():
+                if weight.grad is None:
+                    continue
+                weight.grad = None
+                for params in local:
+                    params[name].copy_(alpha * params[name] + (1 - alpha) * weight)
+            starts = fragment_starts(every, fragments)
+            if (in_round := (step - 1) % every + 1) in starts:
+                fragment = plan_fragments(names, fragments)[starts.index(in_round)]
+                due[step + overlap] = {
+                    name: weights[name].detach() - torch.stack([params[name] for params in local]).mean(0)
+                    for name in fragment
+                }
+        assert_close(model, simulation.models[rank], **ROUNDING)
+    assert_same_global_weights(optimizer)
+    optimizer.finish()
+    assert_same_global_weights(optimizer)
 
 
-def test_streaming_over_a_narrow_wire_while_steps_go_on():
-    def work(rank):
-        model = make_net(0)
-        optimizer = StreamingDiLoCo(
-            model, adamw(model.parameters()), 9, fragments=3, overlap_steps=2, alpha=0.5, outer_lr=0.5
-        )
-        start = {name: w.clone() for name, w in optimizer.global_weights.items()}
-        train(model, optimizer, rank, range(40))
-        optimizer.finish()
-        assert_same_global_weights(optimizer)
-        weights = optimizer.global_weights
-        assert all(not torch.equal(start[name], w) for name, w in weights.items())
-        assert all(bool(w.isfinite().all()) for w in weights.values())
-        assert 0 < optimizer.traffic.wire_bytes < 0.25 * optimizer.traffic.payload_bytes
-
-    run_ranks(work, 3)
+@on_ranks(3)
+def test_streaming_over_a_narrow_wire_while_steps_go_on(rank):
+    model = make_net(0)
+    optimizer = StreamingDiLoCo(
+        model, adamw(model.parameters()), 9, fragments=3, overlap_steps=2, alpha=0.5, outer_lr=0.5
+    )
+    start = {name: w.clone() for name, w in optimizer.global_weights.items()}
+    train(model, optimizer, rank, range(40))
+    optimizer.finish()
+    assert_same_global_weights(optimizer)
+    weights = optimizer.global_weights
+    assert all(not torch.equal(start[name], w) for name, w in weights.items())
+    assert all(bool(w.isfinite().all()) for w in weights.values())
+    assert 0 < optimizer.traffic.wire_bytes < 0.25 * optimizer.traffic.payload_bytes
 
 
-def test_inner_steps_do_not_wait_for_a_fragment_on_the_way():
-    def work(rank):
-        model = make_net(0)
-        optimizer = StreamingDiLoCo(model, sgd(model.parameters()), 8, fragments=2, overlap_steps=3)
-        train(model, optimizer, rank, range(3))
-        if rank == 1:
-            time.sleep(1.0)  # nobody has its part of the fragment that starts with step 4
-        begin = time.monotonic()
-        train(model, optimizer, rank, range(3, 6))
-        took = time.monotonic() - begin
-        train(model, optimizer, rank, range(6, 7))
-        assert_same_global_weights(optimizer)
-        return took
-
-    took, _ = run_ranks(work, 2)
-    assert took < 0.7
+@on_ranks(2)
+def test_inner_steps_do_not_wait_for_a_fragment_on_the_way(rank):
+    model = make_net(0)
+    optimizer = StreamingDiLoCo(model, sgd(model.parameters()), 8, fragments=2, overlap_steps=3)
+    train(model, optimizer, rank, range(3))
+    if rank == 1:
+        time.sleep(1.0)  # nobody has its part of the fragment that starts with step 4
+    begin = time.monotonic()
+    train(model, optimizer, rank, range(3, 6))
+    assert rank == 1 or time.monotonic() - begin < 0.7
+    train(model, optimizer, rank, range(6, 7))
+    assert_same_global_weights(optimizer)
 
 
-def test_diloco_resumes_exactly():
-    def make():
+@on_ranks(2)
+def test_resumes_exactly(rank):
+    def plain():
         model = make_net(0)
         return model, DiLoCo(model, adamw(model.parameters()), 4, wire="int8")
 
-    run_ranks(_resume, 2, make, [4, 6])
-
-
-def test_streaming_diloco_resumes_exactly():
-    def make():
+    def streaming():
         model = make_net(0)
-        return model, StreamingDiLoCo(
-            model, adamw(model.parameters()), 8, fragments=2, overlap_steps=2, alpha=0.3, wire="int8"
-        )
+        options = {"fragments": 2, "overlap_steps": 2, "alpha": 0.3, "wire": "int8"}
+        return model, StreamingDiLoCo(model, adamw(model.parameters()), 8, **options)
 
-    run_ranks(_resume, 2, make, [7, 8, 9])  # a fragment starts after 8, and is merged after 10
-
-
-def _resume(rank, make, all_steps):
-    """A run that saves, one that goes on from there, and one that never saves, end in the same bits."""
-    undisturbed, optimizer = make()
-    train(undisturbed, optimizer, rank, range(15))
-    for steps in all_steps:
-        model, optimizer = make()
-        train(model, optimizer, rank, range(steps))
-        saved = through_a_file((model.state_dict(), optimizer.state_dict()))
-        train(model, optimizer, rank, range(steps, 15))
-        assert_close(model, undisturbed, **EXACT)
-
-        again, resumed = make()
-        again.load_state_dict(saved[0])
-        resumed.load_state_dict(saved[1])
-        assert resumed.steps == steps
-        train(again, resumed, rank, range(steps, 15))
-        assert_close(again, undisturbed, **EXACT)
+    assert_resumes_exactly(rank, plain, [4, 6])
+    assert_resumes_exactly(rank, streaming, [7, 8, 9])  # a fragment starts after 8, and is merged after 10
 
 
-def test_rank_0_alone_saves_while_a_fragment_is_on_the_way():
-    def work(rank):
-        model = make_net(0)
-        optimizer = StreamingDiLoCo(model, sgd(model.parameters()), 4, fragments=1, overlap_steps=3)
-        train(model, optimizer, rank, range(5))
-        if rank == 0:
-            state = optimizer.state_dict()
-            assert "on_the_way" in state["streaming_diloco"]
-        dist.barrier()
-        train(model, optimizer, rank, range(5, 7))
-        assert_same_on_all_ranks(model)
-        other = StreamingDiLoCo(model, sgd(model.parameters()), 4, fragments=2)
-        if rank == 0:
-            with pytest.raises(ValueError, match="fragments are others now"):
-                other.load_state_dict(state)
-            assert other.steps == 0  # nothing was loaded
-
-    run_ranks(work, 3)
+@on_ranks(3)
+def test_rank_0_alone_saves_while_a_fragment_is_on_the_way(rank):
+    model = make_net(0)
+    optimizer = StreamingDiLoCo(model, sgd(model.parameters()), 4, fragments=1, overlap_steps=3)
+    train(model, optimizer, rank, range(5))
+    if rank == 0:
+        state = optimizer.state_dict()
+        assert "on_the_way" in state["streaming_diloco"]
+    dist.barrier()
+    train(model, optimizer, rank, range(5, 7))
+    assert_same_on_all_ranks(model)
+    other = StreamingDiLoCo(model, sgd(model.parameters()), 4, fragments=2)
+    if rank == 0:
+        with pytest.raises(ValueError, match="fragments are others now"):
+            other.load_state_dict(state)
+        assert other.steps == 0  # nothing was loaded
 
 
-@pytest.mark.parametrize("wire", [None, "int8"])
-def test_nan_is_seen_on_all_ranks(wire):
-    def work(rank):
+@on_ranks(2, 3)
+def test_nan_is_seen_on_all_ranks(rank):
+    for wire in (None, "int8"):
         model = make_net(0)
         optimizer = DiLoCo(model, sgd(model.parameters()), 1, wire=wire)
         if rank == 1:
@@ -311,68 +251,59 @@ def test_nan_is_seen_on_all_ranks(wire):
         lost = sum(int(p.isnan().sum()) for p in model.parameters())
         assert lost == 1 if wire is None else 1 <= lost <= 512
 
-    for world_size in (2, 3):
-        run_ranks(work, world_size)
+
+@on_ranks(2)
+def test_buffers(rank):
+    model = make_net(0)
+    optimizer = DiLoCo(model, sgd(model.parameters()), 2, buffers=True)
+    train(model, optimizer, rank, range(1))
+    local_backward(model, rank, 1)
+    mean = model.norm.running_mean.clone()
+    dist.all_reduce(mean)
+    optimizer.step()
+    torch.testing.assert_close(model.norm.running_mean, mean / 2)
+    assert model.norm.num_batches_tracked == 2
 
 
-def test_buffers():
-    def work(rank):
-        model = make_net(0)
-        optimizer = DiLoCo(model, sgd(model.parameters()), 2, buffers=True)
-        train(model, optimizer, rank, range(1))
-        local_backward(model, rank, 1)
-        mean = model.norm.running_mean.clone()
-        dist.all_reduce(mean)
-        optimizer.step()
-        torch.testing.assert_close(model.norm.running_mean, mean / 2)
-        assert model.norm.num_batches_tracked == 2
-
-    run_ranks(work, 2)
-
-
-def test_two_hosts(monkeypatch):
+@on_ranks(4)
+def test_two_hosts(rank, monkeypatch):
     """The ranks of a host are summed exactly, and only what is sent between hosts is rounded."""
     monkeypatch.setenv("TORCHDDP_HOST_ID", "")  # put back afterwards
 
-    def work(rank):
-        os.environ["TORCHDDP_HOST_ID"] = f"host{rank // 2}"
-        model = make_net(rank)
-        optimizer = DiLoCo(model, sgd(model.parameters()), 2, 1.0, 0.0, wire="int8")
-        streaming_model = make_net(rank)
-        streaming = StreamingDiLoCo(
-            streaming_model, sgd(streaming_model.parameters()), 4, wire="int8", fragments=2, overlap_steps=1, alpha=0.5
-        )
+    os.environ["TORCHDDP_HOST_ID"] = f"host{rank // 2}"
+    model = make_net(rank)
+    optimizer = DiLoCo(model, sgd(model.parameters()), 2, 1.0, 0.0, wire="int8")
+    streaming_model = make_net(rank)
+    streaming = StreamingDiLoCo(
+        streaming_model, sgd(streaming_model.parameters()), 4, wire="int8", fragments=2, overlap_steps=1, alpha=0.5
+    )
+    train(model, optimizer, rank, range(2))
+    assert_same_on_all_ranks(model)
+    train(streaming_model, streaming, rank, range(8))
+    streaming.finish()
+    assert_same_global_weights(streaming)
+    # What one rank of a host has moved and the other has moved back is no movement.
+    before = {name: w.clone() for name, w in optimizer.global_weights.items()}
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(1.0 - 2 * (rank % 2))
+    optimizer.synchronize()
+    for name, weight in optimizer.global_weights.items():
+        torch.testing.assert_close(weight, before[name], rtol=0, atol=1e-6)
+
+
+@on_ranks(3)
+def test_a_process_group_of_some_ranks(rank):
+    group = dist.new_group([1, 2])
+    model = make_net(rank)
+    before = model.embed.weight.detach().clone()
+    if rank > 0:
+        optimizer = DiLoCo(model, sgd(model.parameters()), 2, wire="int8", process_group=group)
+        assert_close(model, make_net(1), **EXACT)  # rank 0 of the group
         train(model, optimizer, rank, range(2))
-        assert_same_on_all_ranks(model)
-        train(streaming_model, streaming, rank, range(8))
-        streaming.finish()
-        assert_same_global_weights(streaming)
-        # What one rank of a host has moved and the other has moved back is no movement.
-        before = {name: w.clone() for name, w in optimizer.global_weights.items()}
-        with torch.no_grad():
-            for param in model.parameters():
-                param.add_(1.0 - 2 * (rank % 2))
-        optimizer.synchronize()
-        for name, weight in optimizer.global_weights.items():
-            torch.testing.assert_close(weight, before[name], rtol=0, atol=1e-6)
-
-    run_ranks(work, 4)
-
-
-def test_a_process_group_of_some_ranks():
-    def work(rank):
-        group = dist.new_group([1, 2])
-        model = make_net(rank)
-        before = model.embed.weight.detach().clone()
-        if rank > 0:
-            optimizer = DiLoCo(model, sgd(model.parameters()), 2, wire="int8", process_group=group)
-            assert_close(model, make_net(1), **EXACT)  # rank 0 of the group
-            train(model, optimizer, rank, range(2))
-        theirs = [torch.empty_like(before) for _ in range(3)]
-        dist.all_gather(theirs, model.embed.weight.detach())
-        assert torch.equal(theirs[1], theirs[2]) and not torch.equal(theirs[0], theirs[1])
-        assert torch.equal(theirs[0], before) == (rank == 0)
-        with pytest.raises(ValueError, match="must divide the 3 ranks of the process group, got 2"):
-            HierarchicalAverager(model, {1: 2, 2: 3})
-
-    run_ranks(work, 3)
+    theirs = [torch.empty_like(before) for _ in range(3)]
+    dist.all_gather(theirs, model.embed.weight.detach())
+    assert torch.equal(theirs[1], theirs[2]) and not torch.equal(theirs[0], theirs[1])
+    assert torch.equal(theirs[0], before) == (rank == 0)
+    with pytest.raises(ValueError, match="must divide the 3 ranks of the process group, got 2"):
+        HierarchicalAverager(model, {1: 2, 2: 3})

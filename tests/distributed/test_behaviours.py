@@ -1,13 +1,9 @@
-"""The class under test passes every named check, alone and at other world sizes where the check allows it."""
+"""The class under test passes every named check."""
 
 import pytest
 
 from tests.behaviours import BEHAVIOURS
-from tests.harness import run_ranks
-
-
-def _one(rank: int, check: object, ddp_class: type) -> None:
-    check(ddp_class, rank)  # type: ignore[operator]
+from tests.harness import on_ranks
 
 
 def _params() -> list:
@@ -18,5 +14,6 @@ def _params() -> list:
 
 
 @pytest.mark.parametrize("behaviour", _params())
-def test_behaviour(behaviour, ddp_class):
-    run_ranks(_one, 2, behaviour.check, ddp_class)
+@on_ranks(2)
+def test_behaviour(rank, behaviour, ddp_class):
+    behaviour.check(ddp_class, rank)

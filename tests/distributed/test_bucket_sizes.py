@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.harness import run_ranks
+from tests.harness import gathered, on_ranks
 from torchddp import DistributedDataParallel
 from torchddp.ddp import bucket_sizes
 from torchddp.ddp.bucket_sizes import default_sizes
@@ -41,55 +41,46 @@ def gradients(ddp, rank):
     return [p.grad.clone() for p in ddp.parameters()]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_all_ranks_have_the_same_sizes(world_size):
-    def work(rank):
-        ddp = DistributedDataParallel(layers(), transport="shm")
-        (cap,) = ddp.session.bucket_caps_bytes
-        assert cap in {*(MIB << step for step in range(5)), 25 * MIB}
-        logged = ddp._get_ddp_logging_data()
-        assert logged["bucket_caps_bytes"] == str(cap) and logged["bucket_cap_bytes"] == 25 * MIB
-        gradients(ddp, rank)
-        return cap, [bucket.nbytes for bucket in ddp.reducer.plan.buckets]
-
-    ranks = run_ranks(work, world_size)
+@on_ranks(1, 2, 3, 4)
+def test_all_ranks_have_the_same_sizes(rank):
+    ddp = DistributedDataParallel(layers(), transport="shm")
+    (cap,) = ddp.session.bucket_caps_bytes
+    assert cap in {*(MIB << step for step in range(5)), 25 * MIB}
+    logged = ddp._get_ddp_logging_data()
+    assert logged["bucket_caps_bytes"] == str(cap) and logged["bucket_cap_bytes"] == 25 * MIB
+    gradients(ddp, rank)
+    ranks = gathered((cap, [bucket.nbytes for bucket in ddp.reducer.plan.buckets]))
     assert all(rank == ranks[0] for rank in ranks)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_a_group_is_measured_once_and_by_rank_0(monkeypatch, world_size):
+@on_ranks(2, 3)
+def test_a_group_is_measured_once_and_by_rank_0(rank, monkeypatch, world_size):
     calls = count_calls(monkeypatch)
-
-    def work(rank):
-        first = DistributedDataParallel(layers(), transport="shm").session
-        assert len(calls) == 1
-        if rank > 0:
-            bucket_sizes._lines[dist.group.WORLD] = DEAR  # not asked
-        if rank == world_size - 1:
-            bucket_sizes._lines.clear()  # not missed
-        second = DistributedDataParallel(layers(), transport="shm").session
-        assert len(calls) == 1 and second.bucket_caps_bytes == first.bucket_caps_bytes
-        other = dist.new_group(range(world_size))
-        DistributedDataParallel(layers(), transport="shm", process_group=other)
-        assert len(calls) == 2
-
-    run_ranks(work, world_size)
+    first = DistributedDataParallel(layers(), transport="shm").session
+    assert len(calls) == 1
+    if rank > 0:
+        bucket_sizes._lines[dist.group.WORLD] = DEAR  # not asked
+    if rank == world_size - 1:
+        bucket_sizes._lines.clear()  # not missed
+    second = DistributedDataParallel(layers(), transport="shm").session
+    assert len(calls) == 1 and second.bucket_caps_bytes == first.bucket_caps_bytes
+    other = dist.new_group(range(world_size))
+    DistributedDataParallel(layers(), transport="shm", process_group=other)
+    assert len(calls) == 2
 
 
-def test_dear_messages_make_fewer_buckets_with_the_same_sums(monkeypatch):
-    def work(rank):
-        found = []
-        for line in (CHEAP, DEAR):
-            count_calls(monkeypatch, line)
-            bucket_sizes._lines.clear()
-            ddp = DistributedDataParallel(layers(), transport="shm")
-            found.append((gradients(ddp, rank), ddp.session.bucket_caps_bytes, len(ddp.reducer.plan)))
-        (small, small_caps, many), (large, large_caps, few) = found
-        assert (small_caps, large_caps) == ([MIB], [25 * MIB])
-        assert (many, few) == (13, 1)  # a bucket for each weight, and one for the biases
-        assert all(torch.equal(a, b) for a, b in zip(small, large, strict=True))
-
-    run_ranks(work, 3)
+@on_ranks(3)
+def test_dear_messages_make_fewer_buckets_with_the_same_sums(rank, monkeypatch):
+    found = []
+    for line in (CHEAP, DEAR):
+        count_calls(monkeypatch, line)
+        bucket_sizes._lines.clear()
+        ddp = DistributedDataParallel(layers(), transport="shm")
+        found.append((gradients(ddp, rank), ddp.session.bucket_caps_bytes, len(ddp.reducer.plan)))
+    (small, small_caps, many), (large, large_caps, few) = found
+    assert (small_caps, large_caps) == ([MIB], [25 * MIB])
+    assert (many, few) == (13, 1)  # a bucket for each weight, and one for the biases
+    assert all(torch.equal(a, b) for a, b in zip(small, large, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -101,46 +92,27 @@ def test_dear_messages_make_fewer_buckets_with_the_same_sums(monkeypatch):
         (12, {"transport": "c10d"}, [MIB, 8 * MIB]),
     ],
 )
-def test_what_does_not_depend_on_messages_is_not_measured(monkeypatch, count, arguments, caps):
+@on_ranks(2)
+def test_what_does_not_depend_on_messages_is_not_measured(rank, monkeypatch, count, arguments, caps):
     calls = count_calls(monkeypatch)
-
-    def work(rank):
-        ddp = DistributedDataParallel(layers(count), **{"transport": "shm", **arguments})
-        assert not calls and ddp.session.bucket_caps_bytes == caps
-
-    run_ranks(work, 2)
+    ddp = DistributedDataParallel(layers(count), **{"transport": "shm", **arguments})
+    assert not calls and ddp.session.bucket_caps_bytes == caps
 
 
-def test_without_room_to_measure_the_sizes_are_the_smallest(monkeypatch):
+@on_ranks(3)
+def test_the_line_is_rank_0s_and_memory_is_returned(rank):
+    transport = select.open_transport("shm", dist.group.WORLD)
+    line = measure_line(transport, torch.device("cpu"), torch.distributed.default_pg_timeout, 0.001)
+    assert line.alpha_s > 0 or line.beta_s_per_byte > 0
+    assert gathered(line) == [line] * 3
+
+
+@on_ranks(3)
+def test_without_room_on_one_rank_all_have_the_smallest_sizes(rank, monkeypatch):
     monkeypatch.setattr(message_cost, "_LAST_SHARED_BYTES", 64 * MIB)
-    monkeypatch.setenv("TORCHDDP_SHM_LIMIT_MB", "32")
-
-    def work(rank):
-        transport = select.open_transport("shm", dist.group.WORLD)
-        assert default_sizes(list(layers().parameters()), transport, dist.group.WORLD) == ([MIB], MIB // 4)
-        assert not bucket_sizes._lines
-
-    run_ranks(work, 2)
-
-
-def test_the_line_is_rank_0s_and_memory_is_returned():
-    def work(rank):
-        transport = select.open_transport("shm", dist.group.WORLD)
-        line = measure_line(transport, torch.device("cpu"), torch.distributed.default_pg_timeout, 0.001)
-        assert line.alpha_s > 0 or line.beta_s_per_byte > 0
-        return line
-
-    first, *others = run_ranks(work, 3)
-    assert all(line == first for line in others)
-
-
-def test_no_room_is_said_on_all_ranks(monkeypatch):
-    monkeypatch.setattr(message_cost, "_LAST_SHARED_BYTES", 64 * MIB)
-
-    def work(rank):
-        monkeypatch.setenv("TORCHDDP_SHM_LIMIT_MB", "32" if rank == 1 else "128")
-        transport = select.open_transport("shm", dist.group.WORLD)
-        with pytest.raises(NoRoomError, match="67108864 bytes"):
-            measure_line(transport, torch.device("cpu"), torch.distributed.default_pg_timeout, 0.001)
-
-    run_ranks(work, 3)
+    monkeypatch.setenv("TORCHDDP_SHM_LIMIT_MB", "32" if rank == 1 else "128")
+    transport = select.open_transport("shm", dist.group.WORLD)
+    with pytest.raises(NoRoomError, match="67108864 bytes"):
+        measure_line(transport, torch.device("cpu"), torch.distributed.default_pg_timeout, 0.001)
+    assert default_sizes(list(layers().parameters()), transport, dist.group.WORLD) == ([MIB], MIB // 4)
+    assert not bucket_sizes._lines

@@ -12,7 +12,7 @@ from torch.func import functional_call
 from torch.nn.utils import parametrizations, prune
 
 import torchddp
-from tests.harness import run_ranks
+from tests.harness import on_ranks
 from tests.models import Mlp, batch, loss_of, seeded
 
 pytestmark = pytest.mark.beyond_torch("goes on in silence")
@@ -30,51 +30,55 @@ def train(model, steps=4, dtype=torch.float32):
         model(torch.full((2, 4), 1.0 + step, dtype=dtype)).sum().backward()
 
 
-def converted(model):
-    model.double()
-    return torch.float64
-
-
-def converted_inside(model):
-    model.module.bfloat16()
-    return torch.bfloat16
+def copied(model):
+    return {name: value.clone() for name, value in model.state_dict().items()}
 
 
 def converted_and_back(model):
     model.double()
     model.float()
-    return torch.float32
 
 
-def loaded(model):
-    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
-    return torch.float32
-
-
-def loaded_inside(model):
-    state = {name: value.clone() for name, value in model.module.state_dict().items()}
-    model.module.load_state_dict(state, assign=True)
-    return torch.float32
-
-
-WORDS = {
-    converted: r"0\.weight \(torch\.float32 to torch\.float64\), .* were converted to another dtype or device",
-    converted_inside: r"\(torch\.float32 to torch\.bfloat16\), .* were converted to another dtype or device",
-    converted_and_back: r"0\.weight, 0\.bias, .* were converted to another dtype or device",
-    loaded: r"0\.weight, 0\.bias, .* were replaced by other parameters \(load_state_dict with assign=True",
-    loaded_inside: r"were replaced by other parameters",
+# By what is done: the dtype after it, and the words.
+CHANGES = {
+    "converted": (
+        lambda model: model.double(),
+        torch.float64,
+        r"0\.weight \(torch\.float32 to torch\.float64\), .* were converted to another dtype or device",
+    ),
+    "converted_inside": (
+        lambda model: model.module.bfloat16(),
+        torch.bfloat16,
+        r"\(torch\.float32 to torch\.bfloat16\), .* were converted to another dtype or device",
+    ),
+    "converted_and_back": (
+        converted_and_back,
+        torch.float32,
+        r"0\.weight, 0\.bias, .* were converted to another dtype or device",
+    ),
+    "loaded": (
+        lambda model: model.load_state_dict(copied(model), assign=True),
+        torch.float32,
+        r"0\.weight, 0\.bias, .* were replaced by other parameters \(load_state_dict with assign=True",
+    ),
+    "loaded_inside": (
+        lambda model: model.module.load_state_dict(copied(model.module), assign=True),
+        torch.float32,
+        r"were replaced by other parameters",
+    ),
 }
 
 
-@pytest.mark.parametrize("change", WORDS)
-@pytest.mark.parametrize("old_steps", [0, OLD_STEPS])
-@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}], ids=str)
-def test_lost_parameters_are_named_once(change, old_steps, options):
-    def work(rank):
+@pytest.mark.parametrize("name", CHANGES)
+@on_ranks(2)
+def test_lost_parameters_are_named_once(rank, name):
+    change, dtype, words = CHANGES[name]
+    cases = [(o, n) for o in ({}, {"find_unused_parameters": True}) for n in (0, OLD_STEPS)]
+    for options, old_steps in [*cases, *([({"static_graph": True}, OLD_STEPS)] if name == "loaded_inside" else [])]:
         model = torchddp.DDP(net(), **options)
         train(model, old_steps)
-        dtype = change(model)
-        with pytest.warns(UserWarning, match=WORDS[change]) as caught:
+        change(model)
+        with pytest.warns(UserWarning, match=words) as caught:
             train(model, dtype=dtype)
         (told,) = [w for w in caught if "was changed after it was wrapped" in str(w.message)]
         assert f"rank {rank}" in str(told.message) and told.filename == __file__
@@ -82,41 +86,21 @@ def test_lost_parameters_are_named_once(change, old_steps, options):
             warnings.simplefilter("error")
             train(model, 8, dtype)
 
-    run_ranks(work, 2)
 
-
-def test_a_static_graph_that_was_recorded_loses_its_parameters():
-    def work(rank):
-        model = torchddp.DDP(net(), static_graph=True)
-        train(model, OLD_STEPS)
-        loaded_inside(model)
-        with pytest.warns(UserWarning, match=WORDS[loaded_inside]):
-            train(model)
-
-    run_ranks(work, 2)
-
-
-def test_one_layer_is_named_by_itself():
-    def work(rank):
-        model = torchddp.DDP(seeded(Mlp), find_unused_parameters=True)
-        model.module.last.load_state_dict(copy.deepcopy(model.module.last.state_dict()), assign=True)
-        with pytest.warns(UserWarning, match=r": last\.weight was replaced by other parameters"):
-            loss_of(model(batch(rank))).backward()
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_one_layer_is_named_by_itself(rank):
+    model = torchddp.DDP(seeded(Mlp), find_unused_parameters=True)
+    model.module.last.load_state_dict(copied(model.module.last), assign=True)
+    with pytest.warns(UserWarning, match=r": last\.weight was replaced by other parameters"):
+        loss_of(model(batch(rank))).backward()
 
 
 # --- nothing is lost ---
 
 
-def plain(model):
-    train(model, 10)
-
-
 def without_backward(model):
     for _ in range(9):
         model(torch.ones(2, 4))
-    train(model)
 
 
 def two_forwards_a_backward(model):
@@ -133,41 +117,22 @@ def with_other_tensors(model):
     ):
         for _ in range(5):
             functional_call(model, {name: kind(p) for name, p in own.items()}, (torch.ones(2, 4),)).sum().backward()
-    train(model)
 
 
 def frozen_for_a_while(model):
     model.requires_grad_(False)
     model(torch.ones(2, 4))
     model.requires_grad_(True)
-    train(model)
-
-
-def loaded_in_place(model):
-    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
-    train(model)
-
-
-def moved_to_the_same(model):
-    model.float().to("cpu")
-    train(model)
 
 
 def new_data(model):
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()
-    train(model)
-
-
-def pruned(model):
-    prune.l1_unstructured(model.module[0], "weight", 0.5)
-    train(model)
 
 
 def under_no_sync(model):
     with model.no_sync():
         train(model)
-    train(model)
 
 
 def as_a_copy(model):
@@ -180,28 +145,38 @@ def in_evaluation(model):
     with torch.no_grad():
         model(torch.ones(2, 4))
     model.train()
+
+
+def nothing(model):
     train(model)
 
 
-SILENT = [
-    plain, without_backward, two_forwards_a_backward, with_other_tensors, frozen_for_a_while, loaded_in_place,
-    moved_to_the_same, new_data, pruned, under_no_sync, as_a_copy, in_evaluation,
-]  # fmt: skip
+SILENT = {
+    use.__name__: use
+    for use in (
+        nothing, without_backward, two_forwards_a_backward, with_other_tensors, frozen_for_a_while, new_data,
+        under_no_sync, as_a_copy, in_evaluation,
+    )
+} | {
+    "loaded_in_place": lambda model: model.load_state_dict(copied(model)),
+    "moved_to_the_same": lambda model: model.float().to("cpu"),
+    "pruned": lambda model: prune.l1_unstructured(model.module[0], "weight", 0.5),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("use", SILENT)
-def test_no_word_where_nothing_is_lost(use):
-    def work(rank):
-        model = torchddp.DDP(net())
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", UserWarning)
-            warnings.simplefilter("ignore", torchddp.UsageWarning)  # tests/distributed/test_traps.py
-            use(model)
+@on_ranks(2)
+def test_no_word_where_nothing_is_lost(rank, use):
+    model = torchddp.DDP(net())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        warnings.simplefilter("ignore", torchddp.UsageWarning)  # tests/distributed/test_traps.py
+        SILENT[use](model)
+        train(model, 10)
 
-    run_ranks(work, 2)
 
-
-def test_no_word_about_parameters_that_are_elsewhere():
+@on_ranks(2)
+def test_no_word_about_parameters_that_are_elsewhere(rank):
     """Parametrised, left out, averaged late, sharded by FSDP2, replicated, and cast for the forward."""
 
     def parametrised():
@@ -228,17 +203,9 @@ def test_no_word_about_parameters_that_are_elsewhere():
         torchddp.DDP._set_params_and_buffers_to_ignore_for_model(module, ["0.weight", "0.bias"])
         return torchddp.DDP(module)
 
-    def replicated():
-        return torchddp.replicate(net())
-
-    def replicated_and_cast():
-        policy = dist.fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-        return torchddp.replicate(net(), mp_policy=policy)
-
-    def work(rank):
-        for make in (parametrised, left_out, averaged_late, in_parts, replicated, replicated_and_cast):
-            with warnings.catch_warnings():
-                warnings.filterwarnings("error", message=".*changed after it was wrapped")
-                train(make(), 5)
-
-    run_ranks(work, 2)
+    cast = {"mp_policy": dist.fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16)}
+    replicated = [lambda options=options: torchddp.replicate(net(), **options) for options in ({}, cast)]
+    for make in (parametrised, left_out, averaged_late, in_parts, *replicated):
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message=".*changed after it was wrapped")
+            train(make(), 5)

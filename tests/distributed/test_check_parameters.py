@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 import torchddp
-from tests.harness import run_ranks
+from tests.harness import gathered, on_ranks
 from tests.models import Mlp, NormNet, batch, loss_of, seeded
 from tests.sharded import batch_of, small_net
 from tests.sharded import loss_of as sharded_loss
@@ -39,185 +39,161 @@ def caught(call):
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_one_bit_on_one_rank_is_named_on_all(world_size, transport):
+@on_ranks(2, 3, 4)
+def test_one_bit_on_one_rank_is_named_on_all(rank, world_size, transport):
     odd = world_size - 1
-
-    def work(rank):
-        ddp = torchddp.DistributedDataParallel(
-            seeded(Mlp), check_parameters_every=2, transport="auto" if world_size == 1 else transport
-        )
-        train(ddp, 7, rank)
-        torchddp.check_parameters(ddp)
-        if rank == odd:
-            flip(ddp.module.middle.bias, 5, 51)
-        if world_size == 1:
-            return train(ddp, 4, rank)
-        train(ddp, 1, rank)  # the eighth: the next check is before the ninth
-        error = caught(lambda: train(ddp, 1, rank))
-        assert (error.step, error.parameter, error.num_parameters) == (8, "middle.bias", 1)
-        assert error.ranks == (odd,)
-        mine = float(ddp.module.middle.bias[5])
-        values = [None] * world_size
-        dist.all_gather_object(values, mine)
-        assert error.max_difference == pytest.approx(abs(values[odd] - values[0]), rel=1e-12) and error.max_difference
-        assert f"rank {odd} in 1 element," in str(error)
-        if world_size > 2:
-            assert "most of the ranks" in str(error)
-        for parameter in ddp.parameters():  # and on it goes
-            dist.broadcast(parameter.data, 0)
-        train(ddp, 5, rank)
-        return str(error)
-
-    texts = run_ranks(work, world_size)
-    assert len(set(texts)) == 1
+    ddp = torchddp.DistributedDataParallel(seeded(Mlp), check_parameters_every=2, transport=transport)
+    train(ddp, 7, rank)
+    torchddp.check_parameters(ddp)
+    if rank == odd:
+        flip(ddp.module.middle.bias, 5, 51)
+    train(ddp, 1, rank)  # the eighth: the next check is before the ninth
+    error = caught(lambda: train(ddp, 1, rank))
+    assert (error.step, error.parameter, error.num_parameters) == (8, "middle.bias", 1)
+    assert error.ranks == (odd,)
+    values = gathered(float(ddp.module.middle.bias[5]))
+    assert error.max_difference == pytest.approx(abs(values[odd] - values[0]), rel=1e-12) and error.max_difference
+    assert f"rank {odd} in 1 element," in str(error) and ("most of the ranks" in str(error)) >= (world_size > 2)
+    assert gathered(str(error)) == [str(error)] * world_size
+    for parameter in ddp.parameters():  # and on it goes
+        dist.broadcast(parameter.data, 0)
+    train(ddp, 5, rank)
 
 
-def test_what_counts_and_what_does_not():
-    def work(rank):
-        def model_of(*values):
-            module = torch.nn.Module()
-            for index, value in enumerate(values):
-                module.register_parameter(f"p{index}", torch.nn.Parameter(value.clone()))
-            module.register_parameter("frozen", torch.nn.Parameter(torch.ones(2), requires_grad=False))
-            module.register_parameter("same", module.p0)
-            module.register_buffer("mean", torch.zeros(3))
-            return torchddp.DistributedDataParallel(module)
+@on_ranks(1)
+def test_one_rank_has_nobody_to_differ_from(rank):
+    ddp = torchddp.DistributedDataParallel(seeded(Mlp), check_parameters_every=2)
+    flip(ddp.module.middle.bias)
+    train(ddp, 4, rank)
+    torchddp.check_parameters(ddp)
 
-        dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64)
-        ddp = model_of(*(torch.arange(6.0).to(dtype).view(2, 3) for dtype in dtypes), torch.empty(0), torch.zeros(()))
-        torchddp.check_parameters(ddp)
+
+@on_ranks(2)
+def test_what_counts_and_what_does_not(rank):
+    def model_of(*values):
+        module = torch.nn.Module()
+        for index, value in enumerate(values):
+            module.register_parameter(f"p{index}", torch.nn.Parameter(value.clone()))
+        module.register_parameter("frozen", torch.nn.Parameter(torch.ones(2), requires_grad=False))
+        module.register_parameter("same", module.p0)
+        module.register_buffer("mean", torch.zeros(3))
+        return torchddp.DistributedDataParallel(module)
+
+    dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64)
+    ddp = model_of(*(torch.arange(6.0).to(dtype).view(2, 3) for dtype in dtypes), torch.empty(0), torch.zeros(()))
+    torchddp.check_parameters(ddp)
+    if rank == 1:
+        ddp.module.mean += 1  # a buffer
+    torchddp.check_parameters(ddp)
+    for index, dtype in enumerate(dtypes):
+        parameter = getattr(ddp.module, f"p{index}")
+        real = torch.view_as_real(parameter.data) if parameter.is_complex() else parameter.data
         if rank == 1:
-            ddp.module.mean += 1  # a buffer
+            real.view(-1)[3] += 0.5
+        error = caught(lambda: torchddp.check_parameters(ddp))
+        assert (error.parameter, error.ranks, error.num_parameters) == (f"p{index}", (1,), 1)
+        assert error.max_difference == 0.5 and f"{dtype} [2, 3]" in str(error)
+        if rank == 1:
+            real.view(-1)[3] -= 0.5
+    with torch.no_grad():
+        ddp.module.frozen[1] = 1 + rank
+        assert caught(lambda: torchddp.check_parameters(ddp)).parameter == "frozen"
+        ddp.module.frozen.fill_(1)
+        ddp.module.p6.fill_(-0.0 if rank else 0.0)
+        error = caught(lambda: torchddp.check_parameters(ddp))
+        assert (error.parameter, error.max_difference) == ("p6", 0.0)
+        ddp.module.p6.fill_(math.nan)
         torchddp.check_parameters(ddp)
-        for index, dtype in enumerate(dtypes):
-            parameter = getattr(ddp.module, f"p{index}")
-            real = torch.view_as_real(parameter.data) if parameter.is_complex() else parameter.data
-            if rank == 1:
-                real.view(-1)[3] += 0.5
-            error = caught(lambda: torchddp.check_parameters(ddp))
-            assert (error.parameter, error.ranks, error.num_parameters) == (f"p{index}", (1,), 1)
-            assert error.max_difference == 0.5 and f"{dtype} [2, 3]" in str(error)
-            if rank == 1:
-                real.view(-1)[3] -= 0.5
-        with torch.no_grad():
-            ddp.module.frozen[1] = 1 + rank
-            assert caught(lambda: torchddp.check_parameters(ddp)).parameter == "frozen"
-            ddp.module.frozen.fill_(1)
-            ddp.module.p6.fill_(-0.0 if rank else 0.0)
-            error = caught(lambda: torchddp.check_parameters(ddp))
-            assert (error.parameter, error.max_difference) == ("p6", 0.0)
-            ddp.module.p6.fill_(math.nan)
-            torchddp.check_parameters(ddp)
-            flip(ddp.module.p6, 0, rank)  # another NaN
-            assert caught(lambda: torchddp.check_parameters(ddp)).parameter == "p6"
-            ddp.module.p6.fill_(math.inf if rank else 1.0)
-            assert caught(lambda: torchddp.check_parameters(ddp)).max_difference == 0.0
-
-    run_ranks(work, 2)
+        flip(ddp.module.p6, 0, rank)  # another NaN
+        assert caught(lambda: torchddp.check_parameters(ddp)).parameter == "p6"
+        ddp.module.p6.fill_(math.inf if rank else 1.0)
+        assert caught(lambda: torchddp.check_parameters(ddp)).max_difference == 0.0
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_ranks_that_differ_in_different_parameters(transport):
-    def work(rank):
-        ddp = torchddp.DistributedDataParallel(seeded(Mlp), transport=transport)
-        if rank == 0:
-            flip(ddp.module.last.weight)
-        if rank == 2:
-            flip(ddp.module.first.bias)
-        error = caught(lambda: torchddp.check_parameters(ddp))
-        assert (error.parameter, error.ranks, error.num_parameters) == ("first.bias", (2,), 2)
-        if rank == 2:
-            flip(ddp.module.first.bias)
-        error = caught(lambda: torchddp.check_parameters(ddp))
-        assert (error.parameter, error.ranks, error.num_parameters) == ("last.weight", (0,), 1)
-        if rank == 1:
-            ddp.module.register_parameter("more", torch.nn.Parameter(torch.ones(1)))
-        error = caught(lambda: torchddp.check_parameters(ddp))
-        assert error.ranks == (1,) and "rank 0: 5, rank 1: 6, rank 2: 5" in str(error)
-
-    run_ranks(work, 3)
+@on_ranks(3)
+def test_ranks_that_differ_in_different_parameters(rank, transport):
+    ddp = torchddp.DistributedDataParallel(seeded(Mlp), transport=transport)
+    if rank == 0:
+        flip(ddp.module.last.weight)
+    if rank == 2:
+        flip(ddp.module.first.bias)
+    error = caught(lambda: torchddp.check_parameters(ddp))
+    assert (error.parameter, error.ranks, error.num_parameters) == ("first.bias", (2,), 2)
+    if rank == 2:
+        flip(ddp.module.first.bias)
+    error = caught(lambda: torchddp.check_parameters(ddp))
+    assert (error.parameter, error.ranks, error.num_parameters) == ("last.weight", (0,), 1)
+    if rank == 1:
+        ddp.module.register_parameter("more", torch.nn.Parameter(torch.ones(1)))
+    error = caught(lambda: torchddp.check_parameters(ddp))
+    assert error.ranks == (1,) and "rank 0: 5, rank 1: 6, rank 2: 5" in str(error)
 
 
-def test_modes_of_a_model():
+@on_ranks(2)
+def test_modes_of_a_model(rank):
     """no_sync, evaluation, static_graph, unused parameters, copies, join: checks come on all ranks or on none."""
-
-    def work(rank):
-        for options in ({"static_graph": True}, {"find_unused_parameters": True}, {"transport": "c10d"}):
-            ddp = torchddp.DistributedDataParallel(seeded(Mlp), check_parameters_every=1, **options)
-            train(ddp, 2, rank)
-            flip(ddp.module.first.weight, bit=rank)
-            with ddp.no_sync():
-                loss_of(ddp(batch(rank))).backward()
-            if rank == 0:
-                with torch.no_grad():
-                    ddp(batch(rank))
-            assert caught(lambda ddp=ddp: train(ddp, 1, rank)).parameter == "first.weight"
-        ddp = torchddp.DistributedDataParallel(seeded(Mlp), check_parameters_every=2)
-        train(ddp, 3, rank)
-        other = copy.deepcopy(ddp)
-        flip(other.module.first.weight, bit=rank)
-        train(other, 2, rank)
-        assert caught(lambda: train(other, 1, rank)).step == 2
-        with ddp.join():
-            train(ddp, 2 + 3 * rank, rank)
-        torchddp.check_parameters(ddp)
+    for options in ({"static_graph": True}, {"find_unused_parameters": True}, {"transport": "c10d"}):
+        ddp = torchddp.DistributedDataParallel(seeded(Mlp), check_parameters_every=1, **options)
+        train(ddp, 2, rank)
         flip(ddp.module.first.weight, bit=rank)
-        train(ddp, 3, rank, first=50)  # torch leaves join() switched on
-        assert caught(lambda: torchddp.check_parameters(ddp)).parameter == "first.weight"
+        with ddp.no_sync():
+            loss_of(ddp(batch(rank))).backward()
+        if rank == 0:
+            with torch.no_grad():
+                ddp(batch(rank))
+        assert caught(lambda ddp=ddp: train(ddp, 1, rank)).parameter == "first.weight"
+    ddp = torchddp.DistributedDataParallel(seeded(Mlp), check_parameters_every=2)
+    train(ddp, 3, rank)
+    other = copy.deepcopy(ddp)
+    flip(other.module.first.weight, bit=rank)
+    train(other, 2, rank)
+    assert caught(lambda: train(other, 1, rank)).step == 2
+    with ddp.join():
+        train(ddp, 2 + 3 * rank, rank)
+    torchddp.check_parameters(ddp)
+    flip(ddp.module.first.weight, bit=rank)
+    train(ddp, 3, rank, first=50)  # torch leaves join() switched on
+    assert caught(lambda: torchddp.check_parameters(ddp)).parameter == "first.weight"
 
-    run_ranks(work, 2)
 
-
-def test_reduce_and_batch_norm():
-    def work(rank):
-        ddp = torchddp.DistributedDataParallel(seeded(NormNet), check_parameters_every=1, broadcast_buffers=False)
-        for step in range(3):
-            with ddp.no_sync():
-                loss_of(ddp(batch(rank, step, 2, 3, 5, 5))).backward()
-            ddp.reduce()
-        flip(ddp.module.head.bias, bit=rank)
-        assert caught(ddp.reduce).parameter == "head.bias"
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_reduce_batch_norm_and_no_check_unless_asked_for(rank):
+    ddp = torchddp.DistributedDataParallel(seeded(NormNet), check_parameters_every=1, broadcast_buffers=False)
+    for step in range(3):
+        with ddp.no_sync():
+            loss_of(ddp(batch(rank, step, 2, 3, 5, 5))).backward()
+        ddp.reduce()
+    flip(ddp.module.head.bias, bit=rank)
+    assert caught(ddp.reduce).parameter == "head.bias"
+    ddp = torchddp.DistributedDataParallel(seeded(Mlp))
+    flip(ddp.module.first.weight, bit=rank)
+    train(ddp, 5, rank)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_updates_that_are_under_way_are_waited_for(transport):
-    def work(rank):
-        sharded_net = seeded(small_net)
-        optimizer = torchddp.optim.OSS(sharded_net.parameters(), torch.optim.SGD, lr=0.1)
-        sharded = torchddp.ShardedDataParallel(sharded_net, optimizer, transport=transport)
-        for step in range(4):
-            sharded_loss(sharded(batch_of(rank, step))).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            torchddp.check_parameters(sharded)
-        flip(next(iter(sharded.module.parameters())), bit=rank)
-        assert caught(lambda: torchddp.check_parameters(sharded)).ranks == (1,)
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_updates_that_are_under_way_are_waited_for(rank, transport):
+    sharded_net = seeded(small_net)
+    optimizer = torchddp.optim.OSS(sharded_net.parameters(), torch.optim.SGD, lr=0.1)
+    sharded = torchddp.ShardedDataParallel(sharded_net, optimizer, transport=transport)
+    for step in range(4):
+        sharded_loss(sharded(batch_of(rank, step))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        torchddp.check_parameters(sharded)
+    flip(next(iter(sharded.module.parameters())), bit=rank)
+    assert caught(lambda: torchddp.check_parameters(sharded)).ranks == (1,)
 
 
-def test_another_process_group_counts_anew():
-    def work(rank):
-        ddp = torchddp.DistributedDataParallel(seeded(Mlp), check_parameters_every=2, transport="c10d")
-        train(ddp, 3, rank)
-        group = dist.new_group([0, 1])
-        if rank == 2:
-            return
-        ddp._update_process_group(group)
-        flip(ddp.module.last.weight, bit=rank)
-        train(ddp, 2, rank)
-        assert caught(lambda: train(ddp, 1, rank)).step == 5
-
-    run_ranks(work, 3)
-
-
-def test_no_check_is_made_unless_asked_for():
-    def work(rank):
-        ddp = torchddp.DistributedDataParallel(seeded(Mlp))
-        flip(ddp.module.first.weight, bit=rank)
-        train(ddp, 5, rank)
-
-    run_ranks(work, 2)
+@on_ranks(3)
+def test_another_process_group_counts_anew(rank):
+    ddp = torchddp.DistributedDataParallel(seeded(Mlp), check_parameters_every=2, transport="c10d")
+    train(ddp, 3, rank)
+    group = dist.new_group([0, 1])
+    if rank == 2:
+        return
+    ddp._update_process_group(group)
+    flip(ddp.module.last.weight, bit=rank)
+    train(ddp, 2, rank)
+    assert caught(lambda: train(ddp, 1, rank)).step == 5

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from tests.comm_hooks import SHAPES, Given, assert_near, average, given, hooked, step_of
-from tests.harness import run_outcomes, run_ranks
+from tests.harness import on_ranks, stay
 from torchddp import comm_hooks
 from torchddp.comm_hooks import FP16, Cast, CastAround, Int8, PerParameter, PowerSGD, TopK, resolve
 from torchddp.transport.worker import Worker
@@ -27,47 +27,40 @@ class Sparse(nn.Module):
         self.words = nn.Embedding(10, 4, sparse=True)
 
 
-def test_models_that_hooks_do_not_take():
-    def refuses(hook, module, error, match):
+@on_ranks(2)
+def test_models_that_hooks_do_not_take(rank):
+    hook = Int8()
+    hooked(hook)
+    for used, module, error, match in (
+        (Int8(), Given(torch.float64), TypeError, "'embed' is torch.float64"),
+        (Int8(), Given(torch.complex64), TypeError, "'embed' is torch.complex64"),
+        (TopK(), Sparse(), RuntimeError, "embedding 'words' has sparse=True"),
+        (PowerSGD(26), Given(), ValueError, r"'wide' of shape \(24, 3, 9\) is a matrix of 24 x 27.*at most 24"),
+        (PerParameter(Int8(), [("nothing.*", None)]), Given(), ValueError, "fits no parameter.*embed"),
+        (hook, Given(), RuntimeError, "Int8 hook belongs to another model"),
+    ):
         with pytest.raises(error, match=match):
-            hooked(hook, module)
-
-    def work(rank):
-        refuses(Int8(), Given(torch.float64), TypeError, "'embed' is torch.float64")
-        refuses(Int8(), Given(torch.complex64), TypeError, "'embed' is torch.complex64")
-        refuses(TopK(), Sparse(), RuntimeError, "embedding 'words' has sparse=True")
-        refuses(PowerSGD(26), Given(), ValueError, r"'wide' of shape \(24, 3, 9\) is a matrix of 24 x 27.*at most 24")
-        refuses(PerParameter(Int8(), [("nothing.*", None)]), Given(), ValueError, "fits no parameter.*embed")
-        step_of(hooked(PowerSGD(26, clamp_rank=True, min_compression_rate=0.1)), given(rank, 0))
-        hook = Int8()
-        hooked(hook)
-        with pytest.raises(RuntimeError, match="Int8 hook belongs to another model"):
-            hooked(hook)
-
-    run_ranks(work, 2)
+            hooked(used, module)
+    step_of(hooked(PowerSGD(26, clamp_rank=True, min_compression_rate=0.1)), given(rank, 0))
 
 
 def test_arguments():
-    for make, match in [
-        (lambda: PowerSGD(0), "rank must be 1 or more, got 0"),
-        (lambda: PowerSGD(start_step=-1), "start_step must not be negative"),
-        (lambda: TopK(ratio=0), "ratio must be above 0"),
-        (lambda: TopK(ratio=0.1, k=3), "ratio or k, not both"),
-        (lambda: TopK(k=0), "k must be 1 or more"),
-        (lambda: Cast("int8"), "'fp16' or 'bf16', got 'int8'"),
-        (lambda: CastAround(Int8(), torch.float32), "float16 or torch.bfloat16"),
-        (lambda: resolve("int3"), "'fp16', .*'sign' or a hook, got 'int3'"),
+    for make, error, match in [
+        (lambda: PowerSGD(0), ValueError, "rank must be 1 or more, got 0"),
+        (lambda: PowerSGD(start_step=-1), ValueError, "start_step must not be negative"),
+        (lambda: TopK(ratio=0), ValueError, "ratio must be above 0"),
+        (lambda: TopK(ratio=0.1, k=3), ValueError, "ratio or k, not both"),
+        (lambda: TopK(k=0), ValueError, "k must be 1 or more"),
+        (lambda: Cast("int8"), ValueError, "'fp16' or 'bf16', got 'int8'"),
+        (lambda: CastAround(Int8(), torch.float32), ValueError, "float16 or torch.bfloat16"),
+        (lambda: resolve("int3"), ValueError, "'fp16', .*'sign' or a hook, got 'int3'"),
+        (lambda: CastAround(print), TypeError, "CastAround takes a hook"),
+        (lambda: PerParameter(print, []), TypeError, "PerParameter takes hooks"),
+        (lambda: PerParameter(None, [(3, None)]), TypeError, "a rule is a glob"),
+        (lambda: resolve(Int8), TypeError, r"write Int8\(\)"),
+        (lambda: resolve(3), TypeError, "got 3"),
     ]:
-        with pytest.raises(ValueError, match=match):
-            make()
-    for make, match in [
-        (lambda: CastAround(print), "CastAround takes a hook"),
-        (lambda: PerParameter(print, []), "PerParameter takes hooks"),
-        (lambda: PerParameter(None, [(3, None)]), "a rule is a glob"),
-        (lambda: resolve(Int8), r"write Int8\(\)"),
-        (lambda: resolve(3), "got 3"),
-    ]:
-        with pytest.raises(TypeError, match=match):
+        with pytest.raises(error, match=match):
             make()
 
 
@@ -81,85 +74,76 @@ def test_resolve():
     assert resolve(("state", print)) == ("state", print)
 
 
-def test_states_that_do_not_fit():
-    def work(rank):
-        hook = Int8()
-        with pytest.raises(RuntimeError, match="attach Int8 to a model"):
-            hook.load_state_dict({})
-        step_of(hooked(hook), given(rank, 0))
-        state = hook.state_dict()
-        assert {name: tuple(value.shape) for name, value in state["residual"].items()} == SHAPES
-        with pytest.raises(ValueError, match="state of a 'Int8' hook, not of 'TopK'"):
-            other = TopK()
-            hooked(other)
-            other.load_state_dict(state)
-        for residual, match in [
-            ({"other": torch.zeros(3)}, "'other', which the model has not"),
-            ({"norm": torch.zeros(3)}, r"'norm' has shape \(3,\), the parameter \(30,\)"),
-        ]:
-            with pytest.raises(ValueError, match=match):
-                hook.load_state_dict({**state, "residual": residual})
-        low = PowerSGD(2)
-        step_of(hooked(low), given(rank, 0))
-        high = PowerSGD(3)
-        hooked(high)
-        with pytest.raises(ValueError, match=r"a factor of \(\d+, 2\), this hook \(\d+, 3\)"):
-            high.load_state_dict(low.state_dict())
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_states_that_do_not_fit(rank):
+    hook = Int8()
+    with pytest.raises(RuntimeError, match="attach Int8 to a model"):
+        hook.load_state_dict({})
+    step_of(hooked(hook), given(rank, 0))
+    state = hook.state_dict()
+    assert {name: tuple(value.shape) for name, value in state["residual"].items()} == SHAPES
+    other, low, high = TopK(), PowerSGD(2), PowerSGD(3)
+    hooked(other)
+    hooked(high)
+    step_of(hooked(low), given(rank, 0))
+    for loads, wrong, match in [
+        (other, state, "state of a 'Int8' hook, not of 'TopK'"),
+        (hook, {**state, "residual": {"other": torch.zeros(3)}}, "'other', which the model has not"),
+        (hook, {**state, "residual": {"norm": torch.zeros(3)}}, r"'norm' has shape \(3,\), the parameter \(30,\)"),
+        (high, low.state_dict(), r"a factor of \(\d+, 2\), this hook \(\d+, 3\)"),
+    ]:
+        with pytest.raises(ValueError, match=match):
+            loads.load_state_dict(wrong)
 
 
-def test_not_attached():
-    def work(rank):
-        model = torch.nn.parallel.DistributedDataParallel(Given())
-        hook = Int8()
+@on_ranks(2)
+def test_with_torchs_class(rank):
+    """Whose hook must be attached to the model, and bound anew to another process group of it."""
+
+    def made():
+        model, hook = TorchDDP(Given()), Int8()
         model.register_comm_hook(None, hook.__call__)
-        with pytest.raises(RuntimeError, match=r"call hook.attach\(model\) on all ranks"):
-            model(given(rank, 0)).backward()
+        return model, hook
 
-    def with_torchs_class(rank):
-        model = torch.nn.parallel.DistributedDataParallel(Given())
-        hook = Int8()
-        hook.attach(model)
-        model.register_comm_hook(None, hook.__call__)
-        step_of(model, given(rank, 0))
+    model, _ = made()
+    with pytest.raises(RuntimeError, match=r"call hook.attach\(model\) on all ranks"):
+        model(given(rank, 0)).backward()
+    model, hook = made()
+    hook.attach(model)
+    step_of(model, given(rank, 0))
+    model._update_process_group(dist.new_group([0, 1]))
+    with pytest.raises(RuntimeError, match=r"the model has another one now: call hook.rebind\(model\)"):
+        model(given(rank, 1)).backward()
+    model.reducer._reset_state()
+    hook.rebind(model)
+    assert_near(step_of(model, given(rank, 2)), average(2), 0.05)
+    with pytest.raises(RuntimeError, match="not attached to the model"):
+        hook.rebind(TorchDDP(Given()))
 
-    run_ranks(work, 1)
-    run_ranks(with_torchs_class, 2)
 
-
-def test_a_rank_that_is_gone():
+@on_ranks(2, needed_ranks=[0])
+def test_a_rank_that_is_gone(rank):
     """The others get an error that names bucket and parameters, in time; later steps fail at once."""
-
-    def work(rank):
-        model = hooked(Int8())
-        step_of(model, given(rank, 0))
-        if rank == 1:
-            os._exit(3)
-        with pytest.raises(RuntimeError, match=r"Int8 on rank 0, step 2, bucket 0 \("):
-            model(given(rank, 1)).backward()
-        began_s = time.monotonic()
-        with pytest.raises(RuntimeError, match="not reduced, for before it"):
-            model(given(rank, 2)).backward()
-        return time.monotonic() - began_s
-
-    survivor, dead = run_outcomes(work, 2, needed_ranks=[0])
-    assert survivor.ok, survivor.error
-    assert survivor.value < 2.0
-    assert dead.exit_code == 3
+    model = hooked(Int8())
+    step_of(model, given(rank, 0))
+    if rank == 1:
+        os._exit(3)
+    with pytest.raises(RuntimeError, match=r"Int8 on rank 0, step 2, bucket 0 \("):
+        model(given(rank, 1)).backward()
+    began_s = time.monotonic()
+    with pytest.raises(RuntimeError, match="not reduced, for before it"):
+        model(given(rank, 2)).backward()
+    assert time.monotonic() - began_s < 2.0
 
 
-def test_the_time_limit_of_the_hook():
-    def work(rank):
-        model = hooked(Int8(timeout=datetime.timedelta(seconds=0.5)))
-        step_of(model, given(rank, 0))
-        if rank == 1:
-            time.sleep(2)
-            return
+@on_ranks(2)
+def test_the_time_limit_of_the_hook(rank):
+    model = hooked(Int8(timeout=datetime.timedelta(seconds=0.5)))
+    step_of(model, given(rank, 0))
+    if rank == 0:
         with pytest.raises(RuntimeError, match="Int8 on rank 0, step 2"):
             model(given(rank, 1)).backward()
-
-    run_ranks(work, 2)
+    stay(rank)
 
 
 def test_worker_keeps_the_order_and_ends():
@@ -207,33 +191,12 @@ def test_worker_in_the_child_of_a_fork():
     assert answer() == 3.0
 
 
-def test_another_process_group_of_torchs_class():
-    def work(rank):
-        hook = Int8()
-        model = TorchDDP(Given())
-        hook.attach(model)
-        model.register_comm_hook(None, hook.__call__)
-        step_of(model, given(rank, 0))
-        model._update_process_group(dist.new_group([0, 1]))
-        with pytest.raises(RuntimeError, match=r"the model has another one now: call hook.rebind\(model\)"):
-            model(given(rank, 1)).backward()
-        model.reducer._reset_state()
-        hook.rebind(model)
-        assert_near(step_of(model, given(rank, 2)), average(2), 0.05)
-        with pytest.raises(RuntimeError, match="not attached to the model"):
-            hook.rebind(TorchDDP(Given()))
-
-    run_ranks(work, 2)
-
-
-def test_a_group_of_some_ranks():
-    def work(rank):
-        pair = dist.new_group([0, 2])
-        if rank == 1:
-            return
-        model = hooked(Int8(), process_group=pair)
-        model(given(rank, 0)).backward()
-        wanted = (given(0, 0)["embed"] + given(2, 0)["embed"]) / 2
-        assert (model.module.embed.grad - wanted).norm() < 0.02 * wanted.norm()
-
-    run_ranks(work, 3)
+@on_ranks(3)
+def test_a_group_of_some_ranks(rank):
+    pair = dist.new_group([0, 2])
+    if rank == 1:
+        return
+    model = hooked(Int8(), process_group=pair)
+    model(given(rank, 0)).backward()
+    wanted = (given(0, 0)["embed"] + given(2, 0)["embed"]) / 2
+    assert (model.module.embed.grad - wanted).norm() < 0.02 * wanted.norm()

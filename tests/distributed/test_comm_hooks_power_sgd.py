@@ -2,13 +2,12 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_power_sgd
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from tests.comm_hooks import SHAPES, Given, assert_near, average, given, hooked, live_on, step_of
-from tests.harness import run_ranks
+from tests.comm_hooks import SHAPES, Given, add, assert_near, average, given, hooked, live_on, step_of, zeros
+from tests.harness import on_ranks
 from torchddp.comm_hooks import BF16, FP16, CastAround, PowerSGD, cast_around_torch
 from torchddp.comm_hooks.power_sgd import orthonormal
 
@@ -32,81 +31,68 @@ def low_rank(rank, step):
 
 
 @pytest.mark.parametrize(("world_size", "hosts"), PLACES)
-def test_matrices_of_that_rank_are_sent_exactly(world_size, hosts):
-    def work(rank):
-        live_on(hosts, rank)
-        for hook in (PowerSGD(2), PowerSGD(5, warm_start=False, error_feedback=False), PowerSGD(3, start_step=1)):
-            model = hooked(hook)
-            for step in range(3):
-                assert_near(step_of(model, low_rank(rank, step)), average(step, low_rank), 1e-3, f"step {step}")
-        for cast in (torch.float16, torch.bfloat16):
-            model = hooked(CastAround(PowerSGD(2), cast))
-            assert_near(step_of(model, low_rank(rank, 0)), average(0, low_rank), 2e-2)
-
-    run_ranks(work, world_size)
+@on_ranks()
+def test_matrices_of_that_rank_are_sent_exactly(rank, hosts):
+    live_on(hosts, rank)
+    for hook in (PowerSGD(2), PowerSGD(5, warm_start=False, error_feedback=False), PowerSGD(3, start_step=1)):
+        model = hooked(hook)
+        for step in range(3):
+            assert_near(step_of(model, low_rank(rank, step)), average(step, low_rank), 1e-3, f"step {step}")
+    for cast in (torch.float16, torch.bfloat16):
+        model = hooked(CastAround(PowerSGD(2), cast))
+        assert_near(step_of(model, low_rank(rank, 0)), average(0, low_rank), 2e-2)
 
 
 def worth(hook, rows, columns):
     return (rows + columns) * hook.rank * hook.min_compression_rate < rows * columns
 
 
-def test_bytes():
-    def work(rank):
-        exact, cast = PowerSGD(2), CastAround(PowerSGD(2))
-        for hook in (exact, cast):
-            step_of(hooked(hook, bucket_cap_mb=100), low_rank(rank, 0))
-        numbers = sum((rows + columns) * 2 for rows, columns in ((40, 30), (24, 27), (40, 30)))
-        numbers += sum(torch.Size(SHAPES[name]).numel() for name in VECTORS)
-        assert exact.traffic.wire_bytes == 4 * numbers
-        assert 0 <= cast.traffic.wire_bytes - 2 * numbers < 32
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_bytes(rank):
+    exact, cast = PowerSGD(2), CastAround(PowerSGD(2))
+    for hook in (exact, cast):
+        step_of(hooked(hook, bucket_cap_mb=100), low_rank(rank, 0))
+    numbers = sum((rows + columns) * 2 for rows, columns in ((40, 30), (24, 27), (40, 30)))
+    numbers += sum(torch.Size(SHAPES[name]).numel() for name in VECTORS)
+    assert exact.traffic.wire_bytes == 4 * numbers
+    assert 0 <= cast.traffic.wire_bytes - 2 * numbers < 32
 
 
 @pytest.mark.slow
-def test_repeated_gradients_arrive_in_the_end():
+@on_ranks(2)
+def test_repeated_gradients_arrive_in_the_end(rank):
     """The same gradients again and again: what a step leaves out comes later, so that the mean comes near them."""
-
-    def work(rank):
-        for warm in (True, False):
-            model = hooked(PowerSGD(4, warm_start=warm))
-            total = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in SHAPES.items()}
-            for _ in range(30):
-                for name, value in step_of(model, given(rank, 0)).items():
-                    total[name] += value
-            wanted = {name: 30 * value for name, value in average(0).items()}
-            assert_near(total, wanted, 0.2)
-
-    run_ranks(work, 2)
+    for warm in (True, False):
+        model = hooked(PowerSGD(4, warm_start=warm))
+        total = zeros()
+        for _ in range(30):
+            add(total, step_of(model, given(rank, 0)))
+        wanted = {name: 30 * value for name, value in average(0).items()}
+        assert_near(total, wanted, 0.2)
 
 
-def test_as_good_as_torchs():
+@on_ranks(2)
+def test_as_good_as_torchs(rank):
     """Power iterations on one gradient, no error feedback: both come near the best approximation there is."""
 
-    def torch_model():
-        model = TorchDDP(Given())
-        state = torch_power_sgd.PowerSGDState(
-            None, matrix_approximation_rank=3, start_powerSGD_iter=2, use_error_feedback=False, min_compression_rate=2
-        )
-        model.register_comm_hook(state, torch_power_sgd.powerSGD_hook)
-        return model
-
-    def work(rank):
-        ours, theirs = hooked(PowerSGD(3, error_feedback=False)), torch_model()
-        for _ in range(15):
-            mine, other = step_of(ours, given(rank, 0)), step_of(theirs, given(rank, 0))
-        for name in MATRICES:
-            exact = average(0)[name].flatten(1)
-            if not worth(PowerSGD(3), *exact.shape):
-                continue
-            best = torch.linalg.svdvals(exact)[3:].square().sum().sqrt()
-            for value in (mine, other):
-                assert best * 0.999 <= (value[name].flatten(1) - exact).norm() <= best * 1.03, name
-
-    run_ranks(work, 2)
+    ours, theirs = hooked(PowerSGD(3, error_feedback=False)), TorchDDP(Given())
+    state = torch_power_sgd.PowerSGDState(
+        None, matrix_approximation_rank=3, start_powerSGD_iter=2, use_error_feedback=False, min_compression_rate=2
+    )
+    theirs.register_comm_hook(state, torch_power_sgd.powerSGD_hook)
+    for _ in range(15):
+        mine, other = step_of(ours, given(rank, 0)), step_of(theirs, given(rank, 0))
+    for name in MATRICES:
+        exact = average(0)[name].flatten(1)
+        if not worth(PowerSGD(3), *exact.shape):
+            continue
+        best = torch.linalg.svdvals(exact)[3:].square().sum().sqrt()
+        for value in (mine, other):
+            assert best * 0.999 <= (value[name].flatten(1) - exact).norm() <= best * 1.03, name
 
 
-def test_zero_dependent_and_tiny_gradients():
+@on_ranks(2)
+def test_zero_dependent_and_tiny_gradients(rank):
     def odd(rank, step):
         gradients = given(rank, step)
         gradients["embed"] = torch.zeros(SHAPES["embed"]) if step < 2 else gradients["embed"] * 1e-30
@@ -114,16 +100,13 @@ def test_zero_dependent_and_tiny_gradients():
         gradients["narrow"] = gradients["narrow"] * (1e-42 if step else 1.0)
         return gradients
 
-    def work(rank):
-        model = hooked(PowerSGD(2))
-        for step in range(5):
-            averages = step_of(model, odd(rank, step))
-            assert all(torch.isfinite(value).all() for value in averages.values())
-            torch.testing.assert_close(averages["wide"], torch.ones(SHAPES["wide"]).double(), rtol=1e-5, atol=1e-5)
-            assert step != 1 or (averages["embed"] == 0).all()
-        assert averages["embed"].norm() > 1e-31  # zeros did not stop it for good
-
-    run_ranks(work, 2)
+    model = hooked(PowerSGD(2))
+    for step in range(5):
+        averages = step_of(model, odd(rank, step))
+        assert all(torch.isfinite(value).all() for value in averages.values())
+        torch.testing.assert_close(averages["wide"], torch.ones(SHAPES["wide"]).double(), rtol=1e-5, atol=1e-5)
+        assert step != 1 or (averages["embed"] == 0).all()
+    assert averages["embed"].norm() > 1e-31  # zeros did not stop it for good
 
 
 def test_orthonormal_columns_of_anything():
@@ -139,28 +122,22 @@ def test_orthonormal_columns_of_anything():
 
 
 @pytest.mark.parametrize(
-    ("make", "torch_hook"),
+    ("make", "dtype", "torch_hook"),
     [
-        (FP16, default_hooks.fp16_compress_hook),
-        (BF16, cast_around_torch(default_hooks.allreduce_hook, torch.bfloat16)),
-        (FP16, cast_around_torch(default_hooks.allreduce_hook)),
+        (FP16, torch.float16, default_hooks.fp16_compress_hook),
+        (BF16, torch.bfloat16, cast_around_torch(default_hooks.allreduce_hook, torch.bfloat16)),
+        (FP16, torch.float16, cast_around_torch(default_hooks.allreduce_hook)),
     ],
     ids=["fp16", "bf16", "fp16 wrapper"],
 )
-def test_casts_are_torchs_within_a_rounding(make, torch_hook):
-    step_size = {FP16: 2**-10, BF16: 2**-7}[make]
-
-    def work(rank):
-        ours, theirs = hooked(make(), Given()), TorchDDP(Given())
-        theirs.register_comm_hook(None, torch_hook)
-        dtype = torch.float16 if make is FP16 else torch.bfloat16
-        for step in range(2):
-            mine, other = step_of(ours, given(rank, step)), step_of(theirs, given(rank, step))
-            parts = [given(r, step) for r in range(dist.get_world_size())]
-            for name, value in mine.items():
-                rounded = [(part[name] / 2).to(dtype).float() for part in parts]
-                assert torch.equal(value, (rounded[0] + rounded[1]).double()), name  # summed in fp32
-                largest = rounded[0].abs() + rounded[1].abs()
-                assert ((value - other[name]).abs() <= 2 * step_size * largest + 1e-7).all(), name
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_casts_are_torchs_within_a_rounding(rank, make, dtype, torch_hook):
+    ours, theirs = hooked(make()), TorchDDP(Given())
+    theirs.register_comm_hook(None, torch_hook)
+    for step in range(2):
+        mine, other = step_of(ours, given(rank, step)), step_of(theirs, given(rank, step))
+        for name, value in mine.items():
+            first, second = ((given(r, step)[name] / 2).to(dtype).float() for r in range(2))
+            assert torch.equal(value, (first + second).double()), name  # summed in fp32
+            allowed = 2 * torch.finfo(dtype).eps * (first.abs() + second.abs()) + 1e-7
+            assert ((value - other[name]).abs() <= allowed).all(), name

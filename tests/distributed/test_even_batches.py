@@ -7,11 +7,10 @@ import torch
 import torch.distributed as dist
 
 import torchddp
-from tests.harness import run_outcomes, run_ranks
+from tests.harness import on_ranks, run_outcomes
 from tests.models import Mlp, batch, loss_of, seeded
 from torchddp.sync import even_batches
 
-WORLD_SIZES = [1, 2, 3, 4]
 # By rank: the number of batches.
 LENGTHS = [(5, 5, 5, 5), (3, 5, 4, 6), (6, 4, 5, 3), (1, 2, 9, 9), (4, 0, 2, 1), (0, 0, 0, 0)]
 
@@ -21,80 +20,71 @@ def numbers(count, rank):
         yield 100 * rank + number
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_all_ranks_get_as_many_batches_in_their_own_order(world_size):
-    def work(rank):
-        counts = []
-        for lengths in LENGTHS:
-            own = list(numbers(lengths[rank], rank))
-            got = list(even_batches(numbers(lengths[rank], rank)))
-            assert got == own[: len(got)]
-            assert len(got) == min(lengths[:world_size])
-            counts.append(len(got))
-            # A list is iterated anew each time; the group may be named.
-            assert list(even_batches(own, dist.group.WORLD)) == got
-        return counts
-
-    run_ranks(work, world_size)
+@on_ranks(1, 2, 3, 4)
+def test_all_ranks_get_as_many_batches_in_their_own_order(rank, world_size):
+    for lengths in LENGTHS:
+        own = list(numbers(lengths[rank], rank))
+        got = list(even_batches(numbers(lengths[rank], rank)))
+        assert got == own[: len(got)]
+        assert len(got) == min(lengths[:world_size])
+        # A list is iterated anew each time; the group may be named.
+        assert list(even_batches(own, dist.group.WORLD)) == got
 
 
 @pytest.mark.parametrize(("transport", "world_size"), [("c10d", 3), ("shm", 2), ("shm", 4)])
-def test_training_with_uneven_loaders(transport, world_size):
+@on_ranks()
+def test_training_with_uneven_loaders(rank, transport, world_size):
     """Steps equal those of loaders that are cut to the shortest, with buffers and nested loops beside."""
 
-    def work(rank):
-        def trained(batches_of):
-            torch.manual_seed(0)
-            module = torch.nn.Sequential(torch.nn.BatchNorm1d(8), Mlp(dtype=torch.float32))
-            model = torchddp.DistributedDataParallel(module, transport=transport, bucket_cap_mb=0.001)
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-            steps = 0
-            for epoch in range(3):
-                for inputs in batches_of(model, epoch):
-                    loss_of(model(inputs)).backward()
-                    optimizer.step()
-                    optimizer.zero_grad()
-                    steps += 1
-            return steps, [p.detach().clone() for p in model.parameters()]
+    def trained(batches_of):
+        torch.manual_seed(0)
+        module = torch.nn.Sequential(torch.nn.BatchNorm1d(8), Mlp(dtype=torch.float32))
+        model = torchddp.DistributedDataParallel(module, transport=transport, bucket_cap_mb=0.001)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        steps = 0
+        for epoch in range(3):
+            for inputs in batches_of(model, epoch):
+                loss_of(model(inputs)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                steps += 1
+        return steps, [p.detach().clone() for p in model.parameters()]
 
-        def length(of_rank, epoch):
-            return 3 + (2 * of_rank + epoch) % 4
+    def length(of_rank, epoch):
+        return 3 + (2 * of_rank + epoch) % 4
 
-        def uneven(model, epoch):
-            loader = (batch(rank, 10 * epoch + i, dtype=torch.float32) for i in range(length(rank, epoch)))
-            for inputs in even_batches(loader, model):
-                assert len(list(even_batches(range(2 + rank), model))) == 2
-                yield inputs
+    def uneven(model, epoch):
+        loader = (batch(rank, 10 * epoch + i, dtype=torch.float32) for i in range(length(rank, epoch)))
+        for inputs in even_batches(loader, model):
+            assert len(list(even_batches(range(2 + rank), model))) == 2
+            yield inputs
 
-        def cut(model, epoch):
-            shortest = min(length(r, epoch) for r in range(world_size))
-            return (batch(rank, 10 * epoch + i, dtype=torch.float32) for i in range(shortest))
+    def cut(model, epoch):
+        shortest = min(length(r, epoch) for r in range(world_size))
+        return (batch(rank, 10 * epoch + i, dtype=torch.float32) for i in range(shortest))
 
-        steps, parameters = trained(uneven)
-        wanted_steps, wanted = trained(cut)
-        assert steps == wanted_steps
-        for mine, theirs in zip(parameters, wanted, strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
-
-    run_ranks(work, world_size)
+    steps, parameters = trained(uneven)
+    wanted_steps, wanted = trained(cut)
+    assert steps == wanted_steps
+    for mine, theirs in zip(parameters, wanted, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
 
 
-def test_models_of_torchs_and_groups_of_some_ranks():
-    def work(rank):
-        plain = torch.nn.parallel.DistributedDataParallel(seeded(Mlp))
-        assert len(list(even_batches(range(2 + rank), plain))) == 2
-        pair = dist.new_group([1, 2])
-        if rank > 0:
-            assert len(list(even_batches(range(2 * rank), pair))) == 2
-        for wrong in (seeded(Mlp), 7, "model"):
-            with pytest.raises(TypeError, match="model_or_group must be"):
-                even_batches([], wrong)
-
-    run_ranks(work, 3)
+@on_ranks(3)
+def test_models_of_torchs_and_groups_of_some_ranks(rank):
+    plain = torch.nn.parallel.DistributedDataParallel(seeded(Mlp))
+    assert len(list(even_batches(range(2 + rank), plain))) == 2
+    pair = dist.new_group([1, 2])
+    if rank > 0:
+        assert len(list(even_batches(range(2 * rank), pair))) == 2
+    for wrong in (seeded(Mlp), 7, "model"):
+        with pytest.raises(TypeError, match="model_or_group must be"):
+            even_batches([], wrong)
 
 
 @pytest.mark.parametrize("place", ["first", "middle", "iter"])
-def test_an_exception_in_one_loader_ends_all_loops(place):
+@on_ranks(3)
+def test_an_exception_in_one_loader_ends_all_loops(rank, place):
     class Broken:
         def __iter__(self):
             if place == "iter":
@@ -107,36 +97,27 @@ def test_an_exception_in_one_loader_ends_all_loops(place):
                 yield 1
             raise OSError("no such file")
 
-    def work(rank):
+    got = []
+    at = 2 if place == "middle" else 0
+    kind, words = (OSError, "^no such file$") if rank == 1 else (RuntimeError, f"rank {rank} ends at batch {at}")
+    with pytest.raises(kind, match=words) as caught:
+        for value in even_batches(Broken() if rank == 1 else range(9)):
+            got.append(value)
+    assert got == list(range(at)) and (rank == 1 or "on rank 1" in str(caught.value))
+    # All are ready for the next loop.
+    assert list(even_batches(range(3 + rank))) == [0, 1, 2]
+
+
+@on_ranks(2)
+def test_loops_left_by_all_at_the_same_batch(rank):
+    for stop in (0, 2, 1):
         got = []
-        with pytest.raises((OSError, RuntimeError)) as caught:
-            for value in even_batches(Broken() if rank == 1 else range(9)):
-                got.append(value)
-        # All are ready for the next loop.
-        assert list(even_batches(range(3 + rank))) == [0, 1, 2]
-        return got, type(caught.value).__name__, str(caught.value)
-
-    results = run_ranks(work, 3)
-    got = [0, 1] if place == "middle" else []
-    assert [r[0] for r in results] == [got] * 3
-    assert results[1][1:] == ("OSError", "no such file")
-    for rank in (0, 2):
-        assert results[rank][1] == "RuntimeError"
-        assert "on rank 1" in results[rank][2] and f"loop of rank {rank} ends at batch {len(got)}" in results[rank][2]
-
-
-def test_loops_left_by_all_at_the_same_batch():
-    def work(rank):
-        for stop in (0, 2, 1):
-            got = []
-            for value in even_batches(range(5 + rank)):
-                got.append(value)
-                if value == stop:
-                    break
-            assert got == list(range(stop + 1))
-        assert len(list(even_batches(range(4 + rank)))) == 4
-
-    run_ranks(work, 2)
+        for value in even_batches(range(5 + rank)):
+            got.append(value)
+            if value == stop:
+                break
+        assert got == list(range(stop + 1))
+    assert len(list(even_batches(range(4 + rank)))) == 4
 
 
 @pytest.mark.slow
@@ -153,43 +134,36 @@ def test_a_loop_left_by_one_rank_alone_is_an_error_of_the_others():
     assert "could not agree on batch 4" in outcomes[0].error and "has left" in outcomes[0].error
 
 
-def test_fail_together_ends_a_loop_that_waits():
-    def work(rank):
-        list(even_batches(range(2)))
-        try:
-            with torchddp.fail_together():
-                for value in even_batches(range(1000)):
-                    if rank == 1 and value == 3:
-                        raise ValueError("bad batch")
-        except (torchddp.PeerFailedError, ValueError) as error:
-            return str(error)
-
-    said = run_ranks(work, 2)
-    assert said[1] == "bad batch" and said[0].startswith("rank 1 failed: ValueError: bad batch"), said
+@on_ranks(2)
+def test_fail_together_ends_a_loop_that_waits(rank):
+    list(even_batches(range(2)))
+    said = "bad batch" if rank == 1 else "rank 1 failed: ValueError: bad batch"
+    with pytest.raises((torchddp.PeerFailedError, ValueError), match=f"^{said}"), torchddp.fail_together():
+        for value in even_batches(range(1000)):
+            if rank == 1 and value == 3:
+                raise ValueError("bad batch")
 
 
-def test_the_next_batch_is_got_in_advance_and_the_message_travels_during_the_step():
-    def work(rank):
-        log = []
+@on_ranks(2)
+def test_the_next_batch_is_got_in_advance_and_the_message_travels_during_the_step(rank):
+    log = []
 
-        def loader():
-            for number in range(3):
-                log.append(("got", number))
-                yield number
+    def loader():
+        for number in range(3):
+            log.append(("got", number))
+            yield number
 
-        for value in even_batches(loader()):
-            log.append(("step", value))
-        order = [("got", 0), ("got", 1), ("step", 0), ("got", 2), ("step", 1), ("step", 2)]
-        assert log == order
-        # A rank that is late for its step does not hold up the others in theirs.
-        since_s = time.monotonic()
-        for value in even_batches(range(2)):
-            if rank == 1 and value == 0:
-                time.sleep(1.0)
-            elif value == 0:
-                assert time.monotonic() - since_s < 0.8
-
-    run_ranks(work, 2)
+    for value in even_batches(loader()):
+        log.append(("step", value))
+    order = [("got", 0), ("got", 1), ("step", 0), ("got", 2), ("step", 1), ("step", 2)]
+    assert log == order
+    # A rank that is late for its step does not hold up the others in theirs.
+    since_s = time.monotonic()
+    for value in even_batches(range(2)):
+        if rank == 1 and value == 0:
+            time.sleep(1.0)
+        elif value == 0:
+            assert time.monotonic() - since_s < 0.8
 
 
 def test_one_rank_or_none_gets_its_batches():

@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch import nn
 
 import torchddp
-from tests.harness import run_ranks
+from tests.harness import on_ranks
 from tests.managers import FakeManager
+from tests.models import Branches, assert_steps, batch, seeded
 from tests.sharded import batch_of, loss_of, small_net
 from torchddp import TransportError
 from torchddp.fault_tolerance.averager import PeriodicAverager
@@ -21,62 +22,50 @@ from torchddp.fault_tolerance.pure import PureDistributedDataParallel
 from torchddp.fault_tolerance.replica_state import bucket_names, check_buckets, load_state_dict, state_dict
 
 SMALL = 0.001  # MiB: several buckets
+MODES = [{}, {"find_unused_parameters": True}, {"static_graph": True}]
 
 
 def net():
-    torch.manual_seed(3)
-    return small_net()
+    return seeded(small_net, 3)
 
 
-def average_of(module, step, rank=None, microbatches=1):
-    """Gradients by name, from all ranks' batches computed here."""
+def assert_averages(module, step, microbatches=1, ranks=None):
+    """Of all ranks' batches, or of these ranks', computed here."""
     reference = copy.deepcopy(module)
     reference.zero_grad(set_to_none=True)
-    world = dist.get_world_size()
-    for other in range(world):
+    ranks = ranks or range(dist.get_world_size())
+    for other in ranks:
         for part in range(microbatches):
-            (loss_of(reference(batch_of(other, step + 1000 * part))) / world).backward()
-    return {name: p.grad for name, p in reference.named_parameters()}
+            (loss_of(reference(batch_of(other, step + 1000 * part))) / len(ranks)).backward()
+    for (name, mine), wanted in zip(module.named_parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, wanted.grad, rtol=1e-5, atol=1e-6, msg=lambda t, n=name: f"{n}: {t}")
 
 
-def assert_averages(module, step, **options):
-    for name, grad in average_of(module, step, **options).items():
-        torch.testing.assert_close(dict(module.named_parameters())[name].grad, grad, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_gradients_are_averages_over_participants(world_size):
-    def work(rank):
-        for options in (
-            {},
-            {"gradient_as_bucket_view": False},
-            {"static_graph": True},
-            {"find_unused_parameters": True},
-        ):
-            module, manager = net(), FakeManager()
-            model = DistributedDataParallel(manager, module, bucket_cap_mb=SMALL, **options)
-            assert isinstance(model, nn.parallel.DistributedDataParallel)
-            assert isinstance(model, torchddp.DistributedDataParallel)
-            buckets = len(model.reducer.plan)
-            assert buckets > 2
-            for step in range(4):
-                manager.start_quorum()
-                model.zero_grad(set_to_none=step % 2 == 0)
-                loss_of(model(batch_of(rank, step))).backward()
-                assert manager.should_commit()
-                assert_averages(module, step)
-                assert sum(floating for _, floating in manager.calls) == buckets
-
+@on_ranks(1, 2, 3, 4)
+def test_gradients_are_averages_over_participants(rank):
+    for options in (*MODES, {"gradient_as_bucket_view": False}):
+        module, manager = net(), FakeManager()
+        model = DistributedDataParallel(manager, module, bucket_cap_mb=SMALL, **options)
+        assert isinstance(model, nn.parallel.DistributedDataParallel)
+        assert isinstance(model, torchddp.DistributedDataParallel)
+        buckets = len(model.reducer.plan)
+        assert buckets > 2
+        for step in range(4):
             manager.start_quorum()
-            model.zero_grad()
-            with model.no_sync():
-                loss_of(model(batch_of(rank, 7))).backward()
-            assert manager.calls == []
-            loss_of(model(batch_of(rank, 1007))).backward()
-            assert_averages(module, 7, microbatches=2)
-            assert model._get_ddp_logging_data()["backend_name"] == "torchft"
+            model.zero_grad(set_to_none=step % 2 == 0)
+            loss_of(model(batch_of(rank, step))).backward()
+            assert manager.should_commit()
+            assert_averages(module, step)
+            assert sum(floating for _, floating in manager.calls) == buckets
 
-    run_ranks(work, world_size)
+        manager.start_quorum()
+        model.zero_grad()
+        with model.no_sync():
+            loss_of(model(batch_of(rank, 7))).backward()
+        assert manager.calls == []
+        loss_of(model(batch_of(rank, 1007))).backward()
+        assert_averages(module, 7, microbatches=2)
+        assert model._get_ddp_logging_data()["backend_name"] == "torchft"
 
 
 class Backwards(nn.Module):
@@ -92,184 +81,150 @@ class Backwards(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"static_graph": True}], ids=str)
-def test_buckets_are_never_rebuilt(options):
-    def work(rank):
+@on_ranks(2)
+def test_buckets_are_never_rebuilt(rank):
+    for options in MODES:
         manager = FakeManager()
         model = DistributedDataParallel(manager, Backwards(), bucket_cap_mb=SMALL, **options)
         ordinary = torchddp.DistributedDataParallel(Backwards(), bucket_cap_mb=SMALL, **options)
         buckets = bucket_names(model)
         assert bucket_names(ordinary) == buckets
-        for step in range(4):
+        for step in range(3):
             for each in (model, ordinary):
                 manager.start_quorum()
                 loss_of(each(batch_of(rank, step))).backward()
-        assert bucket_names(ordinary) != buckets
-        assert bucket_names(model) == buckets
-
-    run_ranks(work, 2)
+        assert bucket_names(ordinary) != buckets, options
+        assert bucket_names(model) == buckets, options
 
 
-def test_pure_averages_every_gradient_before_backward_returns():
-    def work(rank):
-        module, manager = net(), FakeManager()
-        model = PureDistributedDataParallel(manager, module)
-        for step in range(3):
-            manager.start_quorum()
-            model.zero_grad()
-            if step == 1:  # a backward that ends with an error leaves nothing behind
-                output = loss_of(model(batch_of(rank, step)))
-                handle = module.first.weight.register_hook(_raise)
-                with pytest.raises(ArithmeticError):
-                    output.backward()
-                handle.remove()
-                model.zero_grad()
-            loss_of(model(batch_of(rank, step))).backward()
-            assert_averages(module, step)
+@on_ranks(2)
+def test_pure_averages_every_gradient_before_backward_returns(rank):
+    module, manager = net(), FakeManager()
+    model = PureDistributedDataParallel(manager, module)
+    for step in range(3):
         manager.start_quorum()
-        manager.fails_at = 2
-        loss_of(model(batch_of(rank, 4))).backward()
-        assert not manager.should_commit()
-
-    run_ranks(work, 2)
+        model.zero_grad()
+        if step == 1:  # a backward that ends with an error leaves nothing behind
+            output = loss_of(model(batch_of(rank, step)))
+            handle = module.first.weight.register_hook(_raise)
+            with pytest.raises(ArithmeticError):
+                output.backward()
+            handle.remove()
+            model.zero_grad()
+        loss_of(model(batch_of(rank, step))).backward()
+        assert_averages(module, step)
+    manager.start_quorum()
+    manager.fails_at = 2
+    loss_of(model(batch_of(rank, 4))).backward()
+    assert not manager.should_commit()
 
 
 def _raise(grad):
     raise ArithmeticError("in a hook")
 
 
-def test_buckets_start_during_backward_and_are_waited_for_at_its_end():
-    def work(rank):
-        model = DistributedDataParallel(FakeManager(), net(), bucket_cap_mb=SMALL)
-        model.reducer.enable_timeline(1000)
-        loss_of(model(batch_of(rank, 0))).backward()
-        kinds = [event.kind for event in model.reducer.timeline()]
-        last = {kind: max(i for i, k in enumerate(kinds) if k == kind) for kind in ("launched", "grad_ready")}
-        assert kinds.index("launched") < last["grad_ready"]
-        # torchft's own class waits for each before the next may start
-        assert kinds.index("wait_begin") > last["launched"] > kinds.index("launched")
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_buckets_start_during_backward_and_are_waited_for_at_its_end(rank):
+    model = DistributedDataParallel(FakeManager(), net(), bucket_cap_mb=SMALL)
+    model.reducer.enable_timeline(1000)
+    loss_of(model(batch_of(rank, 0))).backward()
+    kinds = [event.kind for event in model.reducer.timeline()]
+    last = {kind: max(i for i, k in enumerate(kinds) if k == kind) for kind in ("launched", "grad_ready")}
+    assert kinds.index("launched") < last["grad_ready"]
+    # torchft's own class waits for each before the next may start
+    assert kinds.index("wait_begin") > last["launched"] > kinds.index("launched")
 
 
-@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"static_graph": True}], ids=str)
-def test_a_failed_step_is_survived_and_the_next_is_right(options):
-    def work(rank):
-        module, manager = net(), FakeManager()
-        model = DistributedDataParallel(manager, module, bucket_cap_mb=SMALL, **options)
-        for step in range(8):
-            manager.start_quorum()
-            manager.fails_at = {2: 1, 4: 3}.get(step)
-            model.zero_grad()
-            before = [p.data_ptr() for p in module.parameters()]
-            loss_of(model(batch_of(rank, step))).backward()
-            assert manager.should_commit() == (step not in (2, 4))
-            if manager.should_commit():
-                assert_averages(module, step)
-            assert [p.data_ptr() for p in module.parameters()] == before
-
-    run_ranks(work, 2)
-
-
-def test_what_failed_can_write_to_no_later_gradient():
-    def work(rank):
-        module, manager = net(), FakeManager()
-        model = DistributedDataParallel(manager, module, bucket_cap_mb=SMALL)
-
-        def step(number):
-            manager.start_quorum()
-            loss_of(model(batch_of(rank, number))).backward()
-            return [p.grad.untyped_storage().data_ptr() for p in module.parameters()]
-
-        first = step(0)
-        assert step(1) == first
-        manager.fails_at = 1
-        lost = [p.grad for p in module.parameters()]  # kept, so that the allocator can't give the memory out again
-        step(2)
-        manager.fails_at = None
+@pytest.mark.parametrize("options", MODES, ids=str)
+@on_ranks(2)
+def test_a_failed_step_is_survived_and_the_next_is_right(rank, options):
+    module, manager = net(), FakeManager()
+    model = DistributedDataParallel(manager, module, bucket_cap_mb=SMALL, **options)
+    for step in range(8):
+        manager.start_quorum()
+        manager.fails_at = {2: 1, 4: 3}.get(step)
         model.zero_grad()
-        assert not set(step(3)) & set(first), lost
-
-    run_ranks(work, 2)
-
-
-class Branches(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.parts = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
-
-    def forward(self, x, index):
-        return self.parts[index](x)
+        before = [p.data_ptr() for p in module.parameters()]
+        loss_of(model(batch_of(rank, step))).backward()
+        assert manager.should_commit() == (step not in (2, 4))
+        if manager.should_commit():
+            assert_averages(module, step)
+        assert [p.data_ptr() for p in module.parameters()] == before
 
 
-def test_a_parameter_is_used_if_any_replica_used_it():
-    def work(rank):
-        torch.manual_seed(0)
-        module, manager = Branches(), FakeManager()
-        model = DistributedDataParallel(manager, module, find_unused_parameters=True)
-        for _ in range(2):
-            manager.start_quorum()
-            model.zero_grad()
-            model(torch.ones(2, 4), rank).sum().backward()
-            for part in module.parts[:2]:  # each used by one of two ranks: half of its gradient
-                torch.testing.assert_close(part.weight.grad, torch.ones(4, 4))
-            assert module.parts[2].weight.grad is None
+@on_ranks(2)
+def test_what_failed_can_write_to_no_later_gradient(rank):
+    module, manager = net(), FakeManager()
+    model = DistributedDataParallel(manager, module, bucket_cap_mb=SMALL)
 
-    run_ranks(work, 2)
+    def step(number):
+        manager.start_quorum()
+        loss_of(model(batch_of(rank, number))).backward()
+        return [p.grad.untyped_storage().data_ptr() for p in module.parameters()]
+
+    first = step(0)
+    assert step(1) == first
+    manager.fails_at = 1
+    lost = [p.grad for p in module.parameters()]  # kept, so that the allocator can't give the memory out again
+    step(2)
+    manager.fails_at = None
+    model.zero_grad()
+    assert not set(step(3)) & set(first), lost
 
 
-def test_one_that_heals_gets_the_others_average():
-    def work(rank):
-        module, manager = net(), FakeManager()
-        model = DistributedDataParallel(manager, module)
-        manager.heals = rank == 1  # torchft sends zeros for it, and divides by those that take part
-        manager.num_participants = lambda: 1
+@on_ranks(2)
+def test_a_parameter_is_used_if_any_replica_used_it(rank):
+    module, manager = seeded(Branches), FakeManager()
+    model = DistributedDataParallel(manager, module, find_unused_parameters=True)
+    branches = ("left", "right")
+    for step in range(2):
+        manager.start_quorum()
+        assert_steps(model, rank, [step], lambda m, r, step: m(batch(r, step, 2, 4), branches[r]).sum().backward())
+        assert module.left.weight.grad is not None and module.never.weight.grad is None
+
+
+@on_ranks(2)
+def test_one_that_heals_gets_the_others_average(rank):
+    module, manager = net(), FakeManager()
+    model = DistributedDataParallel(manager, module)
+    manager.heals = rank == 1  # torchft sends zeros for it, and divides by those that take part
+    manager.num_participants = lambda: 1
+    loss_of(model(batch_of(rank, 0))).backward()
+    assert_averages(module, 0, ranks=[0])
+
+
+@on_ranks(2)
+def test_reduce_and_gradient_stats(rank):
+    module, manager = net(), FakeManager()
+    model = DistributedDataParallel(manager, module, bucket_cap_mb=SMALL, gradient_stats=True)
+    with model.no_sync():
+        loss_of(model(batch_of(rank, 3))).backward()
+    model.reduce()
+    assert_averages(module, 3)
+    total = sum(p.grad.double().square().sum() for p in module.parameters())
+    torch.testing.assert_close(model.gradient_stats()[:, 0].sum(), total, rtol=1e-5, atol=0)
+
+
+@on_ranks(1)
+def test_without_a_quorum_backward_says_so(rank):
+    manager = FakeManager()
+    model = DistributedDataParallel(manager, net())
+    manager.quorum = False
+    for each in (model, PureDistributedDataParallel(manager, net())):
+        with pytest.raises(RuntimeError, match="before manager.start_quorum"):
+            loss_of(each(batch_of(rank, 0))).backward()
+
+    def none():
+        raise TimeoutError("deadline has elapsed")
+
+    manager.num_participants = none
+    with pytest.raises(TransportError, match="found no quorum: deadline has elapsed.*Restart the lighthouse"):
         loss_of(model(batch_of(rank, 0))).backward()
-        reference = copy.deepcopy(module)
-        reference.zero_grad()
-        loss_of(reference(batch_of(0, 0))).backward()
-        for mine, theirs in zip(module.parameters(), reference.parameters(), strict=True):
-            torch.testing.assert_close(mine.grad, theirs.grad)
-
-    run_ranks(work, 2)
-
-
-def test_reduce_and_gradient_stats():
-    def work(rank):
-        module, manager = net(), FakeManager()
-        model = DistributedDataParallel(manager, module, bucket_cap_mb=SMALL, gradient_stats=True)
-        with model.no_sync():
-            loss_of(model(batch_of(rank, 3))).backward()
-        model.reduce()
-        assert_averages(module, 3)
-        total = sum(p.grad.double().square().sum() for p in module.parameters())
-        torch.testing.assert_close(model.gradient_stats()[:, 0].sum(), total, rtol=1e-5, atol=0)
-
-    run_ranks(work, 2)
-
-
-def test_without_a_quorum_backward_says_so():
-    def work(rank):
-        manager = FakeManager()
-        model = DistributedDataParallel(manager, net())
-        manager.quorum = False
-        for each in (model, PureDistributedDataParallel(manager, net())):
-            with pytest.raises(RuntimeError, match="before manager.start_quorum"):
-                loss_of(each(batch_of(rank, 0))).backward()
-
-        def none():
-            raise TimeoutError("deadline has elapsed")
-
-        manager.num_participants = none
-        with pytest.raises(TransportError, match="found no quorum: deadline has elapsed.*Restart the lighthouse"):
-            loss_of(model(batch_of(rank, 0))).backward()
-        del manager.num_participants
-        manager.quorum = True
-        model.zero_grad()
-        loss_of(model(batch_of(rank, 0))).backward()
-        assert_averages(model.module, 0)
-
-    run_ranks(work, 1)
+    del manager.num_participants
+    manager.quorum = True
+    model.zero_grad()
+    loss_of(model(batch_of(rank, 0))).backward()
+    assert_averages(model.module, 0)
 
 
 REFUSED = {
@@ -284,72 +239,61 @@ REFUSED = {
 }
 
 
-def test_bad_input():
-    def work(rank):
-        manager = FakeManager()
-        for name, value in REFUSED.items():
-            with pytest.raises(ValueError, match=f"{name}=.*does not go with a torchft Manager: "):
-                DistributedDataParallel(manager, net(), **{name: value})
-        with pytest.raises(ValueError, match="embedding '0' has sparse=True"):
-            DistributedDataParallel(manager, nn.Sequential(nn.Embedding(4, 4, sparse=True)))
-        for wrong in (net(), FakeManager, None):
-            for wrapper in (DistributedDataParallel, PureDistributedDataParallel):
-                with pytest.raises(TypeError, match=r"manager must be a torchft.Manager, got (a|the class) "):
-                    wrapper(wrong, net())
-        bare = FakeManager()
-        bare._pg = None
-        with pytest.raises(ValueError, match="no process group.*ProcessGroupGloo"):
-            DistributedDataParallel(bare, net())
-        with pytest.raises(
-            RuntimeError, match="Int8 sends messages between fixed ranks.*all-reduces only: use .*PowerSGD"
-        ):
-            DistributedDataParallel(manager, net().float(), comm_hook="int8")
-        with pytest.raises(RuntimeError, match="would send over the process group over which unused"):
-            DistributedDataParallel(manager, net().float(), comm_hook="powersgd", find_unused_parameters=True)
-        model = DistributedDataParallel(manager, net())
-        attempts = [
-            lambda: model.register_comm_hook(None, lambda state, bucket: None),
-            lambda: model.replan(),
-            lambda: model.join_hook(),
-            lambda: model._update_process_group(None),
-            lambda: copy.deepcopy(model),
-            lambda: pickle.dumps(model),
-        ]
-        for attempt in attempts:
-            with pytest.raises(RuntimeError, match="is not for a model under a torchft Manager|are not for"):
-                attempt()
-
-    run_ranks(work, 1)
+@on_ranks(1)
+def test_bad_input(rank):
+    manager = FakeManager()
+    for name, value in REFUSED.items():
+        with pytest.raises(ValueError, match=f"{name}=.*does not go with a torchft Manager: "):
+            DistributedDataParallel(manager, net(), **{name: value})
+    with pytest.raises(ValueError, match="embedding '0' has sparse=True"):
+        DistributedDataParallel(manager, nn.Sequential(nn.Embedding(4, 4, sparse=True)))
+    for wrong in (net(), FakeManager, None):
+        for wrapper in (DistributedDataParallel, PureDistributedDataParallel):
+            with pytest.raises(TypeError, match=r"manager must be a torchft.Manager, got (a|the class) "):
+                wrapper(wrong, net())
+    bare = FakeManager()
+    bare._pg = None
+    with pytest.raises(ValueError, match="no process group.*ProcessGroupGloo"):
+        DistributedDataParallel(bare, net())
+    with pytest.raises(RuntimeError, match="Int8 sends messages between fixed ranks.*all-reduces only: use .*PowerSGD"):
+        DistributedDataParallel(manager, net().float(), comm_hook="int8")
+    with pytest.raises(RuntimeError, match="would send over the process group over which unused"):
+        DistributedDataParallel(manager, net().float(), comm_hook="powersgd", find_unused_parameters=True)
+    model = DistributedDataParallel(manager, net())
+    for attempt in (
+        lambda: model.register_comm_hook(None, lambda state, bucket: None),
+        lambda: model.replan(),
+        lambda: model.join_hook(),
+        lambda: model._update_process_group(None),
+        lambda: copy.deepcopy(model),
+        lambda: pickle.dumps(model),
+    ):
+        with pytest.raises(RuntimeError, match="is not for a model under a torchft Manager|are not for"):
+            attempt()
 
 
-def test_averages_of_parameters_are_of_who_takes_part():
-    def work(rank):
-        torch.manual_seed(rank)
-        module, manager = small_net(), FakeManager()
-        averager = PeriodicAverager(manager, module, period=3, warmup_steps=1, bucket_cap_mb=SMALL)
-        everyone = []
-        for other in range(2):
-            torch.manual_seed(other)
-            everyone.append(small_net())
-        mean = [(a + b) / 2 for a, b in zip(*(m.parameters() for m in everyone), strict=True)]
-        assert [averager.average_parameters() for _ in range(6)] == [False, True, False, False, True, False]
-        for mine, expected in zip(module.parameters(), mean, strict=True):
-            torch.testing.assert_close(mine.detach(), expected.detach())
-        assert len(manager.calls) > 1
+@on_ranks(2)
+def test_averages_of_parameters_are_of_who_takes_part(rank):
+    module, manager = seeded(small_net, rank), FakeManager()
+    averager = PeriodicAverager(manager, module, period=3, warmup_steps=1, bucket_cap_mb=SMALL)
+    everyone = [seeded(small_net, other) for other in range(2)]
+    mean = [(a + b) / 2 for a, b in zip(*(m.parameters() for m in everyone), strict=True)]
+    assert [averager.average_parameters() for _ in range(6)] == [False, True, False, False, True, False]
+    for mine, expected in zip(module.parameters(), mean, strict=True):
+        torch.testing.assert_close(mine.detach(), expected.detach())
+    assert len(manager.calls) > 1
 
-        before = [p.detach().clone() for p in module.parameters()]
-        manager.fails_at = 2
-        averager.step = 1
-        assert not averager.average_parameters()
-        assert all(torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True))
+    before = [p.detach().clone() for p in module.parameters()]
+    manager.fails_at = 2
+    averager.step = 1
+    assert not averager.average_parameters()
+    assert all(torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True))
 
-        with pytest.raises(ValueError, match="period must be at least 1 step, got 0"):
-            PeriodicAverager(manager, module, 0)
-        model = DistributedDataParallel(manager, net())
-        with pytest.raises(RuntimeError, match="only its gradients can go through it"):
-            torchddp.averaging.PeriodicAverager(model, 2, process_group=model.process_group)
-
-    run_ranks(work, 2)
+    with pytest.raises(ValueError, match="period must be at least 1 step, got 0"):
+        PeriodicAverager(manager, module, 0)
+    model = DistributedDataParallel(manager, net())
+    with pytest.raises(RuntimeError, match="only its gradients can go through it"):
+        torchddp.averaging.PeriodicAverager(model, 2, process_group=model.process_group)
 
 
 class Registering(FakeManager):
@@ -362,27 +306,25 @@ class Registering(FakeManager):
         self.functions[key] = (load_state_dict, state_dict)
 
 
-def test_state_for_replicas_that_heal():
-    def work(rank):
-        manager = Registering()
-        models = [DistributedDataParallel(manager, net(), bucket_cap_mb=SMALL, carry_weights=c) for c in (False, True)]
-        other = DistributedDataParallel(manager, net(), bucket_cap_mb=10 * SMALL)
-        plain, weights, differs = manager.functions.values()
-        assert set(plain[1]()) == {"buckets", "hooks"} and set(weights[1]()) == {"buckets", "hooks", "module"}
-        healed = DistributedDataParallel(Registering(), small_net(), bucket_cap_mb=SMALL, carry_weights=True)
-        ((load, _),) = healed.manager.functions.values()
-        load(weights[1]())
-        for mine, theirs in zip(healed.module.parameters(), models[1].module.parameters(), strict=True):
-            assert torch.equal(mine, theirs)
-        load_state_dict(healed, state_dict(models[0]))
-        with pytest.raises(RuntimeError, match="replicas differ in bucket 1: here it has last.weight"):
-            plain[0](differs[1]())
-        with pytest.raises(RuntimeError, match="no such bucket"):
-            check_buckets(healed, state_dict(healed)["buckets"][:-1])
-        alive = weakref.ref(other)
-        del other
-        gc.collect()
-        assert alive() is None  # the manager keeps no model alive
-        assert set(differs[1]()) == {"buckets", "hooks"}
-
-    run_ranks(work, 1)
+@on_ranks(1)
+def test_state_for_replicas_that_heal(rank):
+    manager = Registering()
+    models = [DistributedDataParallel(manager, net(), bucket_cap_mb=SMALL, carry_weights=c) for c in (False, True)]
+    other = DistributedDataParallel(manager, net(), bucket_cap_mb=10 * SMALL)
+    plain, weights, differs = manager.functions.values()
+    assert set(plain[1]()) == {"buckets", "hooks"} and set(weights[1]()) == {"buckets", "hooks", "module"}
+    healed = DistributedDataParallel(Registering(), small_net(), bucket_cap_mb=SMALL, carry_weights=True)
+    ((load, _),) = healed.manager.functions.values()
+    load(weights[1]())
+    for mine, theirs in zip(healed.module.parameters(), models[1].module.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+    load_state_dict(healed, state_dict(models[0]))
+    with pytest.raises(RuntimeError, match="replicas differ in bucket 1: here it has last.weight"):
+        plain[0](differs[1]())
+    with pytest.raises(RuntimeError, match="no such bucket"):
+        check_buckets(healed, state_dict(healed)["buckets"][:-1])
+    alive = weakref.ref(other)
+    del other
+    gc.collect()
+    assert alive() is None  # the manager keeps no model alive
+    assert set(differs[1]()) == {"buckets", "hooks"}

@@ -1,37 +1,25 @@
 """The examples of docs/fault_tolerance.md run, and do what the page says."""
 
 import re
-import textwrap
-from pathlib import Path
 
 import pytest
 import torch
 
 from examples.gpt.processes import torchrun
-from tests.harness import run_ranks
+from tests.harness import gathered, on_ranks, run_ranks
 from tests.models import same_on_all_ranks
-
-PAGE = Path(__file__).parents[2] / "docs" / "fault_tolerance.md"
+from tests.pages import code_of, run_code
 
 pytestmark = pytest.mark.beyond_torch("examples of what only torchddp does")
 
 
-def code_of(section):
-    text = PAGE.read_text().split(f"\n## {section}\n")[1].split("\n## ")[0]
-    lines = [line for line in text.splitlines() if line.startswith("    ") or not line]
-    return textwrap.dedent("\n".join(lines))
-
-
-def test_another_process_group():
-    def work(rank):
-        names = {}
-        exec(compile(code_of("Another process group"), str(PAGE), "exec"), names)
-        model, optimizer = names["model"], names["optimizer"]
-        assert model.process_group.size() == 3
-        assert same_on_all_ranks([p.detach() for p in model.parameters()])
-        return [state["step"].item() for state in optimizer.state.values()]
-
-    assert run_ranks(work, 3) == [[40.0, 40.0]] * 3
+@on_ranks(3)
+def test_another_process_group(rank):
+    names = run_code("fault_tolerance.md", "Another process group")
+    model, optimizer = names["model"], names["optimizer"]
+    assert model.process_group.size() == 3
+    assert same_on_all_ranks([p.detach() for p in model.parameters()])
+    assert gathered([state["step"].item() for state in optimizer.state.values()]) == [[40.0, 40.0]] * 3
 
 
 @pytest.mark.rest_is_thorough("True")
@@ -40,7 +28,7 @@ def test_another_process_group():
 def test_restart_with_torchrun(dies, tmp_path, monkeypatch):
     """Rank 1 dies in step 25 of the first attempt; the end is that of the closed form: what one process computes."""
     monkeypatch.chdir(tmp_path)
-    code = code_of("Restart with torchrun")
+    code = code_of("fault_tolerance.md", "Restart with torchrun")
     fault = "    if step == 25 and rank == 1 and attempt == '0': os.kill(os.getpid(), 9)\n"
     if dies:
         code, count = re.subn(r"(?m)^    optimizer\.zero_grad\(\)$", fault.rstrip() + r"\n\g<0>", code)

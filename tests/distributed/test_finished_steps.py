@@ -4,32 +4,21 @@ import pytest
 import torch
 
 import torchddp
-from tests.harness import run_ranks
-from tests.models import Mlp, batch, loss_of, seeded, step_on
+from tests.harness import on_ranks
+from tests.models import Mlp, seeded, step_on
 
 pytestmark = pytest.mark.beyond_torch("counts nothing")
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_each_synchronised_backward_counts(world_size):
-    def work(rank):
-        before = torchddp.finished_steps()
-        ddp = torchddp.DistributedDataParallel(seeded(Mlp))
-        for step in range(3):
-            step_on(ddp, rank, step)
-        with ddp.no_sync():
-            step_on(ddp, rank, 3)
-        del ddp  # those of models that are gone count too
-        loss_of(seeded(Mlp)(batch(rank, 0))).backward()
-        return torchddp.finished_steps() - before
-
-    assert run_ranks(work, world_size) == [3] * world_size
-
-
-def test_torchs_class_does_not_count():
-    def work(rank):
-        before = torchddp.finished_steps()
-        step_on(torch.nn.parallel.DistributedDataParallel(seeded(Mlp)), rank, 0)
-        return torchddp.finished_steps() - before
-
-    assert run_ranks(work, 2) == [0, 0]
+@on_ranks(1, 2)
+def test_each_synchronised_backward_of_ours_counts(rank):
+    before = torchddp.finished_steps()
+    ddp = torchddp.DistributedDataParallel(seeded(Mlp))
+    for step in range(3):
+        step_on(ddp, rank, step)
+    with ddp.no_sync():
+        step_on(ddp, rank, 3)
+    del ddp  # those of models that are gone count too
+    step_on(seeded(Mlp), rank)
+    step_on(torch.nn.parallel.DistributedDataParallel(seeded(Mlp)), rank)
+    assert torchddp.finished_steps() - before == 3

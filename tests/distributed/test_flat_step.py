@@ -1,7 +1,6 @@
 """Small parameters stepped as flat ones: the same bits as a step tensor by tensor, with fewer tensors."""
 
 import copy
-import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,9 +10,9 @@ import torch.distributed as dist
 from torch import nn
 
 import torchddp
-from tests.harness import run_ranks
+from tests.harness import gathered, on_ranks, run_ranks
 from tests.models import Branches, batch, seeded
-from tests.oss import assert_same_state
+from tests.oss import assert_same_state, whole_state
 from torchddp.optim import OSS
 from torchddp.sharded import flat_step
 
@@ -123,219 +122,179 @@ def make_flat(optim, options, make=Deep, groups=lambda model: model.parameters()
 
 
 @pytest.mark.rest_is_thorough("*-2", "SGD-*", "AdamW-*")
-@pytest.mark.parametrize("world_size", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
+@on_ranks(1, 2, pytest.param(3, marks=pytest.mark.slow))
 @pytest.mark.parametrize(("optim", "options"), OPTIMIZERS, ids=IDS)
-def test_the_same_bits_with_fewer_tensors(optim, options, world_size):
-    def work(rank):
-        pair = make_flat(optim, options)
-        for step in range(8):
-            flat, single = pair.train(range(step, step + 1))
-            pair.assert_equal()
-        pair.optimizers[0].consolidate_state_dict(0)
-        pair.optimizers[1].consolidate_state_dict(0)
-        if rank == 0:
-            assert_same_state(*(optimizer.state_dict() for optimizer in pair.optimizers))
-        return flat, single
-
-    for flat, single in run_ranks(work, world_size):
-        # Large ones, a run of small ones, and those of another dtype.
-        assert flat <= LARGE // world_size + 2 < 12 < single if world_size > 1 else flat == single == 50
+def test_the_same_bits_with_fewer_tensors(rank, optim, options, world_size):
+    pair = make_flat(optim, options)
+    for step in range(5):
+        flat, single = pair.train(range(step, step + 1))
+        pair.assert_equal()
+    assert_same_state(*(whole_state(optimizer) for optimizer in pair.optimizers))
+    # Large ones, a run of small ones, and those of another dtype.
+    assert flat <= LARGE // world_size + 2 < 12 < single if world_size > 1 else flat == single == 50
 
 
-@pytest.mark.parametrize("optim", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad])
-def test_fused_kernels_round_last_elements_in_another_way(optim):
-    def work(rank):
+@on_ranks(2)
+def test_fused_kernels_round_last_elements_in_another_way(rank):
+    for optim in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad):
         pair = make_flat(optim, {"lr": 0.01, "fused": True})
-        for step in range(8):
+        for step in range(4):
             flat, single = pair.train(range(step, step + 1))
             assert flat < single
             for mine, other in zip(*(model.module.parameters() for model in pair.models), strict=True):
                 torch.testing.assert_close(mine, other, rtol=1e-6, atol=1e-7)
-
-    run_ranks(work, 2)
 
 
 class Derived(torch.optim.SGD):
     """May do anything, for all we know."""
 
 
-@pytest.mark.parametrize("optim", [torch.optim.Adafactor, torch.optim.ASGD, Derived])
-def test_other_optimizers_step_tensor_by_tensor(optim):
-    def work(rank):
+@on_ranks(2)
+def test_other_optimizers_and_dtypes_step_tensor_by_tensor(rank):
+    for optim in (torch.optim.Adafactor, torch.optim.ASGD, Derived):
         pair = make_flat(optim, {"lr": 0.01})
         flat, single = pair.train(range(3))
         pair.assert_equal()
-        assert flat == single
-
-    run_ranks(work, 2)
-
-
-def test_sixteen_bits_on_the_cpu_step_tensor_by_tensor():
-    """There the last elements of a tensor are rounded more often than the others."""
-
-    def work(rank):
-        pair = make_flat(torch.optim.SGD, {"lr": 0.05}, lambda: Branches(torch.bfloat16), find_unused_parameters=True)
-        for _ in range(3):
-            for model in pair.models:
-                model(batch(rank, 0, 3, 4, dtype=torch.bfloat16), "left").square().mean().backward()
-            flat, single = pair.step()
-        assert flat == single
-        pair.assert_equal()
-
-    run_ranks(work, 2)
+        assert flat == single, optim
+    # 16 bits on the CPU: there the last elements of a tensor are rounded more often than the others.
+    pair = make_flat(torch.optim.SGD, {"lr": 0.05}, lambda: Branches(torch.bfloat16), find_unused_parameters=True)
+    for _ in range(3):
+        for model in pair.models:
+            model(batch(rank, 0, 3, 4, dtype=torch.bfloat16), "left").square().mean().backward()
+        flat, single = pair.step()
+    assert flat == single
+    pair.assert_equal()
 
 
-def test_groups_schedulers_closures_and_clipping():
+@on_ranks(2)
+def test_groups_schedulers_closures_and_clipping(rank):
     def two_groups(model):
         return [
             {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 0.1},
             {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0, "lr": 0.02},
         ]
 
-    def work(rank):
-        pair = make_flat(torch.optim.AdamW, {"lr": 0.01}, groups=two_groups)
-        schedulers = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5) for optimizer in pair.optimizers]
-        called = [0, 0]
-        for which, optimizer in enumerate(pair.optimizers):
-            optimizer.register_step_pre_hook(lambda *_, i=which: called.__setitem__(i, called[i] + 1))
-            optimizer.register_step_post_hook(lambda *_, i=which: called.__setitem__(i, called[i] + 1))
-        for step in range(5):
-            pair.backward(step)
-            norms = [optimizer.clip_grad_norm(0.01) for optimizer in pair.optimizers]
-            assert torch.equal(*norms)
-            flat, single = pair.step()
-            for scheduler in schedulers:
-                scheduler.step()
-            pair.assert_equal()
-            assert flat <= LARGE // 2 + 4 < single
-        assert called == [10, 10]
-
-    run_ranks(work, 2)
-
-
-def test_a_hook_of_the_inner_optimizer_sees_the_parameters_it_knows():
-    def work(rank):
-        pair = make_flat(torch.optim.AdamW, {"lr": 0.01})
-        flat, single = pair.train(range(3))
-        assert flat < single
-        mine = pair.optimizers[0]
-        seen = []
-        handle = mine.optim.register_step_post_hook(
-            lambda inner, *_: seen.extend(p for group in inner.param_groups for p in group["params"])
-        )
-        pair.train(range(3, 5))
-        handle.remove()
-        assert {*seen} == {p for p, owner in mine.param_to_rank.items() if owner == rank}
-        flat, single = pair.train(range(5, 8))  # runs again: steps are still equal
-        assert flat < single
+    pair = make_flat(torch.optim.AdamW, {"lr": 0.01}, groups=two_groups)
+    schedulers = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5) for optimizer in pair.optimizers]
+    called = [0, 0]
+    for which, optimizer in enumerate(pair.optimizers):
+        optimizer.register_step_pre_hook(lambda *_, i=which: called.__setitem__(i, called[i] + 1))
+        optimizer.register_step_post_hook(lambda *_, i=which: called.__setitem__(i, called[i] + 1))
+    for step in range(5):
+        pair.backward(step)
+        norms = [optimizer.clip_grad_norm(0.01) for optimizer in pair.optimizers]
+        assert torch.equal(*norms)
+        flat, single = pair.step()
+        for scheduler in schedulers:
+            scheduler.step()
         pair.assert_equal()
+        assert flat <= LARGE // 2 + 4 < single
+    assert called == [10, 10]
 
-    run_ranks(work, 2)
+
+@on_ranks(2)
+def test_a_hook_of_the_inner_optimizer_sees_the_parameters_it_knows(rank):
+    pair = make_flat(torch.optim.AdamW, {"lr": 0.01})
+    flat, single = pair.train(range(3))
+    assert flat < single
+    mine = pair.optimizers[0]
+    seen = []
+    handle = mine.optim.register_step_post_hook(
+        lambda inner, *_: seen.extend(p for group in inner.param_groups for p in group["params"])
+    )
+    pair.train(range(3, 5))
+    handle.remove()
+    assert {*seen} == {p for p, owner in mine.param_to_rank.items() if owner == rank}
+    flat, single = pair.train(range(5, 8))  # runs again: steps are still equal
+    assert flat < single
+    pair.assert_equal()
 
 
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_unused_parameters(set_to_none):
-    def work(rank):
-        pair = make_flat(
-            torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.5}, Branches, find_unused_parameters=True, transport="shm"
-        )
-        counts = []
-        for step in range(12):
-            branch = ("right", "left", "left")[step % 3]
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                for model in pair.models:
-                    model(batch(rank, step, 3, 4), branch).square().mean().backward()
-            counts.append(pair.step(zero_grad=False))
-            for optimizer in pair.optimizers:
-                optimizer.zero_grad(set_to_none=set_to_none)
-            pair.assert_equal()
-        steps = {int(entry["step"]) for entry in pair.optimizers[0].state.values()}
-        return counts[-1], steps
-
-    results = run_ranks(work, 2)
-    assert any(flat < single for (flat, single), _ in results)
+@on_ranks(2)
+def test_unused_parameters(rank, set_to_none):
+    options = {"find_unused_parameters": True, "transport": "shm"}
+    pair = make_flat(torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.5}, Branches, **options)
+    for step in range(12):
+        for model in pair.models:
+            model(batch(rank, step, 3, 4), ("right", "left", "left")[step % 3]).square().mean().backward()
+        flat, single = pair.step(zero_grad=False)
+        for optimizer in pair.optimizers:
+            optimizer.zero_grad(set_to_none=set_to_none)
+        pair.assert_equal()
+    assert any(gathered(flat < single))
     if set_to_none:
-        assert {step for _, steps in results for step in steps} == {4, 8, 12}  # right, left, trunk
+        steps = {int(entry["step"]) for entry in pair.optimizers[0].state.values()}
+        assert set.union(*gathered(steps)) == {4, 8, 12}  # right, left, trunk
 
 
-def test_frozen_thawed_and_added():
+@on_ranks(2)
+def test_frozen_thawed_and_added(rank):
     def make():
         net = Deep()
         net.wide.requires_grad_(False)
         return net
 
-    def work(rank):
-        pair = make_flat(
-            torch.optim.Adam, {"lr": 0.01}, make, lambda net: [p for p in net.parameters() if p.requires_grad]
-        )
-        pair.train(range(3))
-        for frozen in (True, False):
-            for model in pair.models:
-                for layer in model.module.layers[3:6]:
-                    layer.requires_grad_(not frozen)
-            pair.train(range(3) if frozen else range(3, 6))
-            pair.assert_equal()
-        for model, optimizer in zip(pair.models, pair.optimizers, strict=True):
-            optimizer.add_param_group({"params": list(model.module.wide.parameters()), "lr": 0.3})
-        pair.train(range(6, 9))
+    pair = make_flat(torch.optim.Adam, {"lr": 0.01}, make, lambda net: [p for p in net.parameters() if p.requires_grad])
+    pair.train(range(3))
+    for frozen in (True, False):
         for model in pair.models:
-            model.module.wide.requires_grad_(True)
-        flat, single = pair.train(range(9, 12))
+            for layer in model.module.layers[3:6]:
+                layer.requires_grad_(not frozen)
+        pair.train(range(3) if frozen else range(3, 6))
         pair.assert_equal()
-        assert flat < single
-        return {int(entry["step"]) for entry in pair.optimizers[0].state.values()}
+    for model, optimizer in zip(pair.models, pair.optimizers, strict=True):
+        optimizer.add_param_group({"params": list(model.module.wide.parameters()), "lr": 0.3})
+    pair.train(range(6, 9))
+    for model in pair.models:
+        model.module.wide.requires_grad_(True)
+    flat, single = pair.train(range(9, 12))
+    pair.assert_equal()
+    assert flat < single
+    assert set.union(*gathered({int(entry["step"]) for entry in pair.optimizers[0].state.values()})) == {3, 12, 15}
 
-    # Added late, frozen for a while, and all others.
-    assert set.union(*run_ranks(work, 2)) == {3, 12, 15}
 
-
-def test_gradients_kept_as_zeros():
-    def work(rank):
-        pair = make_flat(torch.optim.SGD, {"lr": 0.05, "momentum": 0.9})
-        for step in range(5):
-            pair.backward(step)
-            pair.step(zero_grad=False)
-            for optimizer in pair.optimizers:
-                optimizer.zero_grad(set_to_none=False)
-            pair.assert_equal()
-
-    run_ranks(work, 3)
+@on_ranks(3)
+def test_gradients_kept_as_zeros(rank):
+    pair = make_flat(torch.optim.SGD, {"lr": 0.05, "momentum": 0.9})
+    for step in range(3):
+        pair.backward(step)
+        pair.step(zero_grad=False)
+        for optimizer in pair.optimizers:
+            optimizer.zero_grad(set_to_none=False)
+        pair.assert_equal()
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_resume_on_another_number_of_ranks(world_size, tmp_path):
     """Through a file, with the same batch on all ranks, so that gradients depend on their number by rounding alone."""
 
-    def one_step(model, optimizer, step):
-        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step))
-        model(x).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    def train(model, optimizer, steps):
+        for step in steps:
+            x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step))
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
 
     def save(rank):
         pair = make_flat(torch.optim.NAdam, {"lr": 0.01})
-        for step in range(4):
-            one_step(pair.models[0], pair.optimizers[0], step)
-        whole = pair.optimizers[0]
-        whole.consolidate_state_dict(0)
+        train(pair.models[0], pair.optimizers[0], range(4))
+        state = {"model": pair.models[0].module.state_dict(), "optim": whole_state(pair.optimizers[0])}
         if rank == 0:
-            torch.save({"model": pair.models[0].module.state_dict(), "optim": whole.state_dict()}, tmp_path / "saved")
+            torch.save(state, tmp_path / "saved")
 
     def resume(rank):
         saved = torch.load(tmp_path / "saved")
         pair = make_flat(torch.optim.NAdam, {"lr": 0.5})
         net = seeded(Deep)
-        net.load_state_dict(saved["model"])
         plain = torch.optim.NAdam(net.parameters(), lr=0.7)
-        plain.load_state_dict(copy.deepcopy(saved["optim"]))
         pair.train(range(2))
-        for model, optimizer in zip(pair.models, pair.optimizers, strict=True):
-            model.module.load_state_dict(saved["model"])
+        for model, optimizer in ((net, plain), (pair.models[0].module, pair.optimizers[0])):
+            model.load_state_dict(saved["model"])
             optimizer.load_state_dict(copy.deepcopy(saved["optim"]))
-        for step in range(4, 8):
-            one_step(net, plain, step)
-            one_step(pair.models[0], pair.optimizers[0], step)
+        train(net, plain, range(4, 8))
+        train(pair.models[0], pair.optimizers[0], range(4, 8))
         for mine, other in zip(pair.models[0].module.parameters(), net.parameters(), strict=True):
             torch.testing.assert_close(mine, other, **({} if world_size == 1 else {"rtol": 1e-4, "atol": 1e-5}))
         assert {int(entry["step"]) for entry in pair.optimizers[0].state.values()} == {8}
@@ -344,23 +303,20 @@ def test_resume_on_another_number_of_ranks(world_size, tmp_path):
     run_ranks(resume, world_size)
 
 
-def test_local_state_that_another_optimizer_takes():
+@on_ranks(2)
+def test_local_state_that_another_optimizer_takes(rank):
     """Each parameter has a count of steps of its own: a plain optimizer that loads them counts right."""
-
-    def work(rank):
-        pair = make_flat(torch.optim.AdamW, {"lr": 0.01}, lambda: nn.Linear(WIDTH, 3))
-        pair.train(range(2))
-        mine = pair.optimizers[0]
-        params = [p for p, owner in mine.param_to_rank.items() if owner == rank]
-        plain = torch.optim.AdamW(params)
-        state = {index: mine.state[param] for index, param in enumerate(params)}
-        plain.load_state_dict({"state": state, "param_groups": plain.state_dict()["param_groups"]})
-        for param in params:
-            param.grad = torch.ones_like(param)
-        plain.step()
-        assert {int(entry["step"]) for entry in plain.state.values()} == {3}
-
-    run_ranks(work, 2)
+    pair = make_flat(torch.optim.AdamW, {"lr": 0.01}, lambda: nn.Linear(WIDTH, 3))
+    pair.train(range(2))
+    mine = pair.optimizers[0]
+    params = [p for p, owner in mine.param_to_rank.items() if owner == rank]
+    plain = torch.optim.AdamW(params)
+    state = {index: mine.state[param] for index, param in enumerate(params)}
+    plain.load_state_dict({"state": state, "param_groups": plain.state_dict()["param_groups"]})
+    for param in params:
+        param.grad = torch.ones_like(param)
+    plain.step()
+    assert {int(entry["step"]) for entry in plain.state.values()} == {3}
 
 
 def one_of(optimizer):
@@ -369,123 +325,81 @@ def one_of(optimizer):
     return mine[4]
 
 
-def set_to_nothing(optimizer):
-    optimizer.state.clear()
+def entry_of(optimizer):
+    return optimizer.state[one_of(optimizer)]
 
 
-def start_one_again(optimizer):
-    del optimizer.state[one_of(optimizer)]
+CHANGES = {
+    "set_to_nothing": lambda optimizer: optimizer.state.clear(),
+    "start_one_again": lambda optimizer: optimizer.state.pop(one_of(optimizer)),
+    "count_one_more": lambda optimizer: entry_of(optimizer)["step"].add_(1),
+    "exchange_a_tensor": lambda optimizer: entry_of(optimizer).update(exp_avg=torch.full((WIDTH, WIDTH), 0.25)),
+    "write_to_a_tensor": lambda optimizer: entry_of(optimizer)["exp_avg"].fill_(0.25),
+    "count_in_another_dtype": lambda optimizer: entry_of(optimizer).update(step=entry_of(optimizer)["step"].double()),
+}
 
 
-def count_one_more(optimizer):
-    optimizer.state[one_of(optimizer)]["step"] += 1
+@pytest.mark.parametrize("change", CHANGES)
+@on_ranks(2)
+def test_state_that_users_change_or_load_is_what_the_next_step_starts_from(rank, change):
+    pair = make_flat(torch.optim.Adam, {"lr": 0.01})
+    before, _ = pair.train(range(3))
+    saved = [copy.deepcopy(optimizer.local_state_dict()) for optimizer in pair.optimizers]
+    for optimizer in pair.optimizers:
+        CHANGES[change](optimizer)
+    changed, single = pair.train(range(3, 6))
+    pair.assert_equal()
+    assert changed < single
+    for optimizer, state in zip(pair.optimizers, saved, strict=True):
+        optimizer.load_state_dict(state)
+    after, _ = pair.train(range(6, 9))
+    pair.assert_equal()
+    assert before == after and (after < changed or change != "count_one_more")
 
 
-def exchange_a_tensor(optimizer):
-    entry = optimizer.state[one_of(optimizer)]
-    entry["exp_avg"] = torch.full_like(entry["exp_avg"], 0.25)
+@on_ranks(2)
+def test_parameters_given_other_memory_by_users(rank):
+    pair = make_flat(torch.optim.Adam, {"lr": 0.01})
+    pair.train(range(3))
+    for model in pair.models:
+        model.module.layers[2].weight.data = torch.full((WIDTH, WIDTH), 0.125)
+    pair.backward(3)
+    early, _ = pair.step()
+    late, _ = pair.train(range(4, 6))
+    pair.assert_equal()
+    assert sorted(early - late for early, late in gathered((early, late))) in ([0, 1], [0, 2])
 
 
-def write_to_a_tensor(optimizer):
-    optimizer.state[one_of(optimizer)]["exp_avg"].fill_(0.25)
+@on_ranks(2)
+def test_a_graph_that_saved_the_old_values_is_refused(rank):
+    pair = make_flat(torch.optim.SGD, {"lr": 0.1})
+    pair.train(range(2))
+    model, optimizer = pair.models[0], pair.optimizers[0]
+    pair.backward(2)
+    loss = model.module.layers[1](torch.ones(2, WIDTH, requires_grad=True)).square().sum()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
 
 
-def count_in_another_dtype(optimizer):
-    entry = optimizer.state[one_of(optimizer)]
-    entry["step"] = entry["step"].double()
-
-
-CHANGES = [
-    set_to_nothing,
-    start_one_again,
-    count_one_more,
-    exchange_a_tensor,
-    write_to_a_tensor,
-    count_in_another_dtype,
-]
-
-
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-def test_state_that_users_change_is_what_the_next_step_starts_from(change):
-    def work(rank):
-        pair = make_flat(torch.optim.Adam, {"lr": 0.01})
-        pair.train(range(3))
-        for optimizer in pair.optimizers:
-            change(optimizer)
-        flat, single = pair.train(range(3, 6))
-        pair.assert_equal()
-        assert flat < single
-
-    run_ranks(work, 2)
-
-
-def test_loaded_state_is_stepped_in_long_runs_again():
-    def work(rank):
-        pair = make_flat(torch.optim.Adam, {"lr": 0.01})
-        before, _ = pair.train(range(3))
-        saved = [copy.deepcopy(optimizer.local_state_dict()) for optimizer in pair.optimizers]
-        for optimizer in pair.optimizers:
-            count_one_more(optimizer)
-        cut, _ = pair.train(range(3, 5))
-        for optimizer, state in zip(pair.optimizers, saved, strict=True):
-            optimizer.load_state_dict(state)
-        after, _ = pair.train(range(5, 8))
-        pair.assert_equal()
-        assert before == after < cut
-
-    run_ranks(work, 2)
-
-
-def test_parameters_given_other_memory_by_users():
-    def work(rank):
-        pair = make_flat(torch.optim.Adam, {"lr": 0.01})
-        pair.train(range(3))
-        for model in pair.models:
-            model.module.layers[2].weight.data = torch.full((WIDTH, WIDTH), 0.125)
-        pair.backward(3)
-        early, _ = pair.step()
-        late, _ = pair.train(range(4, 6))
-        pair.assert_equal()
-        return early, late
-
-    # The owner steps it alone once, then it is back in its run.
-    assert sorted(early - late for early, late in run_ranks(work, 2)) in ([0, 1], [0, 2])
-
-
-def test_a_graph_that_saved_the_old_values_is_refused():
-    def work(rank):
-        pair = make_flat(torch.optim.SGD, {"lr": 0.1})
-        pair.train(range(2))
-        model, optimizer = pair.models[0], pair.optimizers[0]
-        pair.backward(2)
-        loss = model.module.layers[1](torch.ones(2, WIDTH, requires_grad=True)).square().sum()
+@on_ranks(2)
+def test_a_step_that_fails_leaves_parameters_and_state_in_place(rank):
+    pair = make_flat(torch.optim.Adam, {"lr": 0.01})
+    pair.train(range(2))
+    optimizer = pair.optimizers[0]
+    params = [list(group["params"]) for group in optimizer.optim.param_groups]
+    before = copy.deepcopy(optimizer.local_state_dict())
+    optimizer.optim.step = lambda: 1 / 0
+    pair.backward(2)
+    with pytest.raises(ZeroDivisionError):
         optimizer.step()
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            loss.backward()
-
-    run_ranks(work, 2)
-
-
-def test_a_step_that_fails_leaves_parameters_and_state_in_place():
-    def work(rank):
-        pair = make_flat(torch.optim.Adam, {"lr": 0.01})
-        pair.train(range(2))
-        optimizer = pair.optimizers[0]
-        params = [list(group["params"]) for group in optimizer.optim.param_groups]
-        before = copy.deepcopy(optimizer.local_state_dict())
-        optimizer.optim.step = lambda: 1 / 0
-        pair.backward(2)
-        with pytest.raises(ZeroDivisionError):
-            optimizer.step()
-        del optimizer.optim.step
-        assert all(
-            a is b
-            for group, known in zip(optimizer.optim.param_groups, params, strict=True)
-            for a, b in zip(group["params"], known, strict=True)
-        )
-        assert_same_state(optimizer.local_state_dict(), before)
-        pair.step()
-        pair.train(range(3, 5))
-        pair.assert_equal()
-
-    run_ranks(work, 2)
+    del optimizer.optim.step
+    assert all(
+        a is b
+        for group, known in zip(optimizer.optim.param_groups, params, strict=True)
+        for a, b in zip(group["params"], known, strict=True)
+    )
+    assert_same_state(optimizer.local_state_dict(), before)
+    pair.step()
+    pair.train(range(3, 5))
+    pair.assert_equal()

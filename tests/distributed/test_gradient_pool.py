@@ -5,11 +5,10 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
 import torch
 from torch import nn
 
-from tests.harness import run_ranks
+from tests.harness import on_ranks, status_bytes
 from torchddp import DistributedDataParallel
 
 WIDTH = 512  # a weight of 1 MiB: large enough for a bucket of its own
@@ -30,42 +29,35 @@ def _in_segment(tensor: torch.Tensor) -> bool:
     return False
 
 
-def _resident_shared_bytes() -> int:
-    """Pages of shared mappings that this process has touched, its peers' included."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("RssShmem:"):
-            return int(line.split()[1]) * 1024
-    raise LookupError("RssShmem")
+def _step(ddp: nn.Module) -> None:
+    ddp.zero_grad()
+    ddp(torch.randn(3, WIDTH)).sum().backward()
 
 
-def test_large_gradients_are_born_in_the_segment():
-    def work(rank):
-        ddp = DistributedDataParallel(_layers(), transport="shm")
-        born = {}
-        for name, p in ddp.module.named_parameters():
-            p.register_hook(lambda grad, name=name: born.update({name: _in_segment(grad)}))
-        for _ in range(4):
-            ddp.zero_grad()
-            ddp(torch.randn(3, WIDTH)).sum().backward()
-            assert born == dict.fromkeys(dict(ddp.module.named_parameters()), True)
-            assert all(_in_segment(p.grad) for p in ddp.parameters())
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_large_gradients_are_born_in_the_segment(rank):
+    ddp = DistributedDataParallel(_layers(), transport="shm")
+    born = {}
+    for name, p in ddp.module.named_parameters():
+        p.register_hook(lambda grad, name=name: born.update({name: _in_segment(grad)}))
+    for _ in range(4):
+        _step(ddp)
+        assert born == dict.fromkeys(dict(ddp.module.named_parameters()), True)
+        assert all(_in_segment(p.grad) for p in ddp.parameters())
 
 
-def test_nothing_is_taken_outside_of_backward():
-    def work(rank):
-        ddp = DistributedDataParallel(_layers(), transport="shm")
-        ddp(torch.randn(3, WIDTH)).sum().backward()
-        assert not _in_segment(torch.empty(WIDTH, WIDTH))
-        with torch.no_grad():
-            ddp(torch.randn(3, WIDTH))
-        assert not _in_segment(torch.empty(WIDTH, WIDTH))
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_nothing_is_taken_outside_of_backward(rank):
+    ddp = DistributedDataParallel(_layers(), transport="shm")
+    _step(ddp)
+    assert not _in_segment(torch.empty(WIDTH, WIDTH))
+    with torch.no_grad():
+        ddp(torch.randn(3, WIDTH))
+    assert not _in_segment(torch.empty(WIDTH, WIDTH))
 
 
-def test_other_tensors_of_the_size_live_and_die_as_anywhere():
+@on_ranks(2)
+def test_other_tensors_of_the_size_live_and_die_as_anywhere(rank):
     """A tensor of a gradient's size that is made in backward is kept for ever by the user: nobody may write to it."""
 
     class Keep(torch.autograd.Function):
@@ -79,51 +71,42 @@ def test_other_tensors_of_the_size_live_and_die_as_anywhere():
             return grad
 
     kept: list[torch.Tensor] = []
-
-    def work(rank):
-        model = _layers()
-        ddp = DistributedDataParallel(nn.Sequential(model[0], model[1]), transport="shm")
-        for step in range(12):
-            ddp.zero_grad()
-            (Keep.apply(ddp(torch.randn(3, WIDTH))) * (step + rank)).sum().backward()
-        assert _in_segment(kept[0])  # the pool can't tell it from a gradient
-        assert not _in_segment(kept[-1])  # and has no more than a few to spare
-        for i, tensor in enumerate(kept):
-            assert torch.equal(tensor, torch.full((WIDTH, WIDTH), float(i)))
-        del ddp
-        assert torch.equal(kept[0], torch.zeros(WIDTH, WIDTH))
-
-    run_ranks(work, 2)
+    model = _layers()
+    ddp = DistributedDataParallel(nn.Sequential(model[0], model[1]), transport="shm")
+    for step in range(12):
+        ddp.zero_grad()
+        (Keep.apply(ddp(torch.randn(3, WIDTH))) * (step + rank)).sum().backward()
+    assert _in_segment(kept[0])  # the pool can't tell it from a gradient
+    assert not _in_segment(kept[-1])  # and has no more than a few to spare
+    for i, tensor in enumerate(kept):
+        assert torch.equal(tensor, torch.full((WIDTH, WIDTH), float(i)))
+    del ddp
+    assert torch.equal(kept[0], torch.zeros(WIDTH, WIDTH))
 
 
-def test_memory_is_bounded_and_goes_with_the_model():
-    def work(rank):
-        before = _resident_shared_bytes()
-        ddp = DistributedDataParallel(_layers(8), transport="shm")
-        gradient_bytes = sum(p.nbytes for p in ddp.parameters())
-        for _ in range(20):
-            ddp.zero_grad()
-            ddp(torch.randn(3, WIDTH)).sum().backward()
-        # Its own pages and, mapped as well, the peer's: the gradients, up to three more of the size, and the header.
-        assert _resident_shared_bytes() - before <= 2 * (gradient_bytes + 3 * MIB + MIB)
-        del ddp
-        assert _resident_shared_bytes() - before < MIB
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_memory_is_bounded_and_goes_with_the_model(rank):
+    before = status_bytes("RssShmem")
+    ddp = DistributedDataParallel(_layers(8), transport="shm")
+    gradient_bytes = sum(p.nbytes for p in ddp.parameters())
+    for _ in range(20):
+        _step(ddp)
+    # Its own pages and, mapped as well, the peer's: the gradients, up to three more of the size, and the header.
+    assert status_bytes("RssShmem") - before <= 2 * (gradient_bytes + 3 * MIB + MIB)
+    del ddp
+    assert status_bytes("RssShmem") - before < MIB
 
 
-def test_gradients_outlive_the_model_and_the_peer():
-    def work(rank):
-        ddp = DistributedDataParallel(_layers(), transport="shm")
-        ddp(torch.full((3, WIDTH), float(rank))).sum().backward()
-        grads = [p.grad for p in ddp.parameters()]
-        copies = [g.clone() for g in grads]
-        del ddp
-        assert all(torch.equal(g, c) for g, c in zip(grads, copies, strict=True))
-        grads[0].add_(1)  # still ordinary memory
-        assert torch.equal(grads[0], copies[0] + 1)
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_gradients_outlive_the_model_and_the_peer(rank):
+    ddp = DistributedDataParallel(_layers(), transport="shm")
+    ddp(torch.full((3, WIDTH), float(rank))).sum().backward()
+    grads = [p.grad for p in ddp.parameters()]
+    copies = [g.clone() for g in grads]
+    del ddp
+    assert all(torch.equal(g, c) for g, c in zip(grads, copies, strict=True))
+    grads[0].add_(1)  # still ordinary memory
+    assert torch.equal(grads[0], copies[0] + 1)
 
 
 def _status_of_child(body: Callable[[], bool]) -> int:
@@ -145,81 +128,68 @@ def _at_first_gradient(ddp: nn.Module, call: Callable[[], None]) -> None:
     pending = [call]
     for p in ddp.parameters():
         p.register_hook(lambda _grad: pending.pop()() if pending else None)
-    ddp.zero_grad()
-    ddp(torch.randn(3, WIDTH)).sum().backward()
+    _step(ddp)
     assert not pending
 
 
-def test_a_child_forked_in_backward_gets_none_of_it():
+@on_ranks(2)
+def test_a_child_forked_in_backward_gets_none_of_it(rank):
     """It would write to memory that its parent, and the parent's peers, hold for free."""
+    ddp = DistributedDataParallel(_layers(), transport="shm")
+    ddp(torch.randn(3, WIDTH)).sum().backward()
+    statuses: list[int] = []
 
-    def work(rank):
-        ddp = DistributedDataParallel(_layers(), transport="shm")
-        ddp(torch.randn(3, WIDTH)).sum().backward()
-        statuses: list[int] = []
+    def fork() -> None:
+        lent = torch.empty(WIDTH, WIDTH)
+        assert _in_segment(lent)  # the pool is active
 
-        def fork() -> None:
-            lent = torch.empty(WIDTH, WIDTH)
-            assert _in_segment(lent)  # the pool is active
+        def in_child() -> bool:
+            nonlocal lent
+            fresh = [torch.empty(WIDTH, WIDTH) for _ in range(4)]
+            del lent  # the parent's: nobody gets it
+            fresh.append(torch.empty(WIDTH, WIDTH))
+            return not any(map(_in_segment, fresh))
 
-            def in_child() -> bool:
-                nonlocal lent
-                fresh = [torch.empty(WIDTH, WIDTH) for _ in range(4)]
-                del lent  # the parent's: nobody gets it
-                fresh.append(torch.empty(WIDTH, WIDTH))
-                return not any(map(_in_segment, fresh))
+        statuses.append(_status_of_child(in_child))
 
-            statuses.append(_status_of_child(in_child))
-
-        _at_first_gradient(ddp, fork)
-        assert statuses == [0]
-        assert all(_in_segment(p.grad) for p in ddp.parameters())
-
-    run_ranks(work, 2)
+    _at_first_gradient(ddp, fork)
+    assert statuses == [0]
+    assert all(_in_segment(p.grad) for p in ddp.parameters())
 
 
-def test_raw_allocations_pass_through():
+@on_ranks(1)
+def test_raw_allocations_pass_through(rank):
     """Some operators allocate below tensors; their memory is freed by address alone."""
-
-    def work(rank):
-        ddp = DistributedDataParallel(_layers(), transport="shm")
-        for _ in range(3):
-            ddp.zero_grad()
-            loss = ddp(torch.randn(64, WIDTH)).sort(dim=0).values.cumsum(0).sum()
-            loss.backward()
-            torch.randperm(WIDTH * WIDTH).sort()
-            torch.linalg.svd(torch.randn(128, 128))
-        assert all(_in_segment(p.grad) for p in ddp.parameters())
-
-    run_ranks(work, 1)
+    ddp = DistributedDataParallel(_layers(), transport="shm")
+    for _ in range(3):
+        ddp.zero_grad()
+        loss = ddp(torch.randn(64, WIDTH)).sort(dim=0).values.cumsum(0).sum()
+        loss.backward()
+        torch.randperm(WIDTH * WIDTH).sort()
+        torch.linalg.svd(torch.randn(128, 128))
+    assert all(_in_segment(p.grad) for p in ddp.parameters())
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_a_rank_that_copies_and_one_that_does_not_agree(world_size):
+@on_ranks(2, 3)
+def test_a_rank_that_copies_and_one_that_does_not_agree(rank, world_size):
     """Scaling is done in the sum for a gradient in the segment, while packing for one that is not: same bits."""
-
-    def work(rank):
-        ddp = DistributedDataParallel(_layers(), transport="shm")
-        plain = _layers()
-        for step in range(3):
-            ddp.zero_grad()
-            if rank == 0:  # a hook that replaces the gradient by one in ordinary memory
-                handles = [
-                    p.register_hook(lambda g: torch.from_numpy(g.clone().numpy().copy())) for p in ddp.parameters()
-                ]
-            torch.manual_seed(10 * step + rank)
-            ddp(torch.randn(3, WIDTH)).square().sum().backward()
-            if rank == 0:
-                for handle in handles:
-                    handle.remove()
-            want = [torch.zeros_like(p) for p in plain.parameters()]
-            for r in range(world_size):
-                plain.zero_grad()
-                torch.manual_seed(10 * step + r)
-                plain(torch.randn(3, WIDTH)).square().sum().backward()
-                for total, p in zip(want, plain.parameters(), strict=True):
-                    total += p.grad * (1 / world_size)
-            for p, total in zip(ddp.parameters(), want, strict=True):
-                assert torch.equal(p.grad, total)
-
-    run_ranks(work, world_size)
+    ddp = DistributedDataParallel(_layers(), transport="shm")
+    plain = _layers()
+    for step in range(3):
+        ddp.zero_grad()
+        if rank == 0:  # a hook that replaces the gradient by one in ordinary memory
+            handles = [p.register_hook(lambda g: torch.from_numpy(g.clone().numpy().copy())) for p in ddp.parameters()]
+        torch.manual_seed(10 * step + rank)
+        ddp(torch.randn(3, WIDTH)).square().sum().backward()
+        if rank == 0:
+            for handle in handles:
+                handle.remove()
+        want = [torch.zeros_like(p) for p in plain.parameters()]
+        for r in range(world_size):
+            plain.zero_grad()
+            torch.manual_seed(10 * step + r)
+            plain(torch.randn(3, WIDTH)).square().sum().backward()
+            for total, p in zip(want, plain.parameters(), strict=True):
+                total += p.grad * (1 / world_size)
+        for p, total in zip(ddp.parameters(), want, strict=True):
+            assert torch.equal(p.grad, total)

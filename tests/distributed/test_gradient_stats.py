@@ -1,12 +1,13 @@
 """gradient_stats=True: norm and non-finite values of the averaged gradients, by bucket."""
 
+import math
+
 import pytest
 import torch
-import torch.distributed as dist
 
 import torchddp
-from tests.harness import run_ranks
-from tests.models import Mlp, grads_of, seeded, step_on
+from tests.harness import on_ranks
+from tests.models import Mlp, grads_of, same_on_all_ranks, seeded, step_on
 from tests.whole_buckets import WholeBuckets
 
 pytestmark = pytest.mark.beyond_torch("does not measure gradients")
@@ -32,49 +33,45 @@ def measured_vector(numel, dtype):
     return torchddp.DistributedDataParallel(module, gradient_stats=True)
 
 
+@on_ranks(1, 2, 3)
 @pytest.mark.parametrize("ddp_class", CLASSES)
-@pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("options", [{}, {"transport": "c10d"}, {"gradient_as_bucket_view": False}], ids=str)
-def test_stats_are_those_of_the_averages(ddp_class, world_size, options):
-    def work(rank):
-        ddp = ddp_class(seeded(Mlp), gradient_stats=True, bucket_cap_mb=0.001, **options)
-        for step in range(3):
-            ddp.zero_grad()
-            with ddp.no_sync():
-                step_on(ddp, rank, 10 + step)
-            step_on(ddp, rank, step)
-            stats = ddp.gradient_stats()
-            assert stats.shape == (len(ddp.reducer.plan.buckets), 2) and len(stats) > 1
-            torch.testing.assert_close(stats, expected_stats(ddp), rtol=1e-12, atol=0)
-            norm = torch.nn.utils.clip_grad_norm_(ddp.parameters(), 1e9)
-            torch.testing.assert_close(stats[:, 0].sum().sqrt(), norm.double(), rtol=1e-5, atol=0)
-        return stats
-
-    results = run_ranks(work, world_size)
-    assert all(torch.equal(result, results[0]) for result in results)
+def test_stats_are_those_of_the_averages(rank, ddp_class, options):
+    ddp = ddp_class(seeded(Mlp), gradient_stats=True, bucket_cap_mb=0.001, **options)
+    for step in range(3):
+        ddp.zero_grad()
+        with ddp.no_sync():
+            step_on(ddp, rank, 10 + step)
+        step_on(ddp, rank, step)
+        stats = ddp.gradient_stats()
+        assert stats.shape == (len(ddp.reducer.plan.buckets), 2) and len(stats) > 1
+        torch.testing.assert_close(stats, expected_stats(ddp), rtol=1e-12, atol=0)
+        norm = torch.nn.utils.clip_grad_norm_(ddp.parameters(), 1e9)
+        torch.testing.assert_close(stats[:, 0].sum().sqrt(), norm.double(), rtol=1e-5, atol=0)
+    assert same_on_all_ranks([stats])
 
 
 @pytest.mark.parametrize("ddp_class", CLASSES)
-@pytest.mark.parametrize("value", [float("inf"), float("nan")])
-def test_one_bad_value_on_one_rank_is_counted_on_all(ddp_class, value):
-    def work(rank):
+@on_ranks(2)
+def test_one_bad_value_on_one_rank_is_counted_on_all(rank, ddp_class):
+    for value in (float("inf"), float("nan")):
         ddp = ddp_class(seeded(Mlp), gradient_stats=True)
-        bad = rank == 1
-        handle = ddp.module.last.weight.register_hook(lambda g: g.index_fill(0, torch.tensor([0]), value) if bad else g)
+        weight = ddp.module.last.weight
+        handle = weight.register_hook(
+            lambda g, value=value: g.index_fill(0, torch.tensor([0]), value) if rank == 1 else g
+        )
         step_on(ddp, rank)
-        stats = ddp.gradient_stats().clone()
+        squares, bad = ddp.gradient_stats().sum(0).tolist()
+        assert bad == weight.shape[1] and not math.isfinite(squares)
         handle.remove()
         ddp.zero_grad()
         step_on(ddp, rank)
-        return stats[:, 1].sum().item(), bool(stats[:, 0].sum().isfinite()), ddp.gradient_stats()[:, 1].sum().item()
-
-    width = seeded(Mlp).last.weight.shape[1]
-    assert run_ranks(work, 2) == [(width, False, 0)] * 2
+        assert ddp.gradient_stats()[:, 1].sum() == 0
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16, torch.complex64])
-def test_every_floating_dtype(dtype):
-    def work(rank):
+@on_ranks(2)
+def test_every_floating_dtype(rank):
+    for dtype in (torch.float64, torch.bfloat16, torch.float16, torch.complex64):
         ddp = measured_vector(5003, dtype)
         ddp(torch.linspace(-1, 1, 5003).to(dtype)).backward()
         want = grads_of(ddp)["weight"]
@@ -82,42 +79,28 @@ def test_every_floating_dtype(dtype):
         torch.testing.assert_close(ddp.gradient_stats()[0, 0], want.double().square().sum(), rtol=1e-12, atol=0)
         assert ddp.gradient_stats()[0, 1] == 0
 
-    run_ranks(work, 2)
 
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_infinities_and_nans_anywhere_are_counted(dtype):
-    def work(rank):
+@on_ranks(1)
+def test_values_far_out(rank):
+    """Infinities and NaNs are counted wherever they are, and squares are summed in double."""
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
         gradient = torch.ones(5003, dtype=dtype)
         gradient[7] = float("inf")
-        rows = []
-        for last in (1.0, float("nan")):
+        for last, row in ((1.0, "[inf, 1.0]"), (float("nan"), "[nan, 2.0]")):
             gradient[5002] = last
             ddp = measured_vector(5003, dtype)
             ddp(gradient).backward()
-            rows.append(ddp.gradient_stats()[0].tolist())
-        return str(rows)
-
-    assert run_ranks(work, 1) == ["[[inf, 1.0], [nan, 2.0]]"]
-
-
-@pytest.mark.parametrize(("dtype", "value"), [(torch.float32, 3e38), (torch.bfloat16, 3e38), (torch.float64, 1e150)])
-def test_squares_are_summed_in_double(dtype, value):
-    def work(rank):
+            assert str(ddp.gradient_stats()[0].tolist()) == row, dtype
+    for dtype, value in ((torch.float32, 3e38), (torch.bfloat16, 3e38), (torch.float64, 1e150)):
         ddp = measured_vector(2000, dtype)
         ddp(torch.full([2000], value, dtype=dtype)).backward()
-        return ddp.gradient_stats()[0].tolist()
-
-    exact = torch.tensor(value, dtype=dtype).item() ** 2 * 2000
-    assert run_ranks(work, 1) == [[pytest.approx(exact, rel=1e-12), 0]]
+        exact = torch.tensor(value, dtype=dtype).item() ** 2 * 2000
+        assert ddp.gradient_stats()[0].tolist() == [pytest.approx(exact, rel=1e-12), 0], dtype
 
 
-def test_without_the_option_it_is_an_error():
-    def work(rank):
-        ddp = torchddp.DistributedDataParallel(seeded(Mlp))
-        step_on(ddp, rank)
-        with pytest.raises(RuntimeError, match="gradient_stats=True"):
-            ddp.gradient_stats()
-        dist.barrier()
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_without_the_option_it_is_an_error(rank):
+    ddp = torchddp.DistributedDataParallel(seeded(Mlp))
+    step_on(ddp, rank)
+    with pytest.raises(RuntimeError, match="gradient_stats=True"):
+        ddp.gradient_stats()

@@ -1,5 +1,6 @@
 """One regression test for each known bug of torch DDP and its kin that concerns DDP itself."""
 
+import contextlib
 import subprocess
 import sys
 import textwrap
@@ -12,13 +13,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from tests.harness import CLASS_ENV, OWN_CLASS, is_own_class, run_ranks
+from tests.harness import gathered, is_own_class, on_ranks
 from tests.models import (
     Branches,
     Mlp,
     NormNet,
     TwoHeads,
     assert_grads,
+    assert_steps,
     batch,
     expected_grads,
     grads_of,
@@ -43,165 +45,108 @@ SCHEDULES = {
 
 
 @pytest.mark.beyond_torch("miscounts a static graph with accumulation")
-@pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_static_graph_with_accumulation(ddp_class, schedule, set_to_none):
-    def work(rank):
-        model = seeded(Mlp)
-        ddp = ddp_class(model, static_graph=True, bucket_cap_mb=0.001)
+@on_ranks(2)
+def test_static_graph_with_accumulation(rank, ddp_class, schedule):
+    for set_to_none in (True, False):
+        ddp = ddp_class(seeded(Mlp), static_graph=True, bucket_cap_mb=0.001)
         pending: list[int] = []
         for step, local in enumerate(SCHEDULES[schedule]):
             pending.append(step)
-            if local:
-                with ddp.no_sync():
-                    step_on(ddp, rank, step)
-                continue
-            step_on(ddp, rank, step)
-            want = expected_grads(seeded(Mlp), lambda m, r, steps=tuple(pending): [step_on(m, r, s) for s in steps])
-            assert_grads(grads_of(ddp), want, what=f"{schedule}, step {step}:")
-            ddp.zero_grad(set_to_none=set_to_none)
-            pending.clear()
-
-    run_ranks(work, 2)
-
-
-def test_static_graph_with_accumulation_and_unused_parameters(ddp_class):
-    def run(model, rank, step):
-        loss_of(model(batch(rank, step, 3, 4), "left")).backward()
-
-    def work(rank):
-        ddp = ddp_class(seeded(Branches), static_graph=True)
-        for step in range(0, 6, 2):
-            ddp.zero_grad()
-            run(ddp, rank, step)
-            want = expected_grads(seeded(Branches), lambda m, r, step=step: run(m, r, step))
-            assert_grads({"trunk.weight": grads_of(ddp)["trunk.weight"]}, {"trunk.weight": want["trunk.weight"]})
-
-    run_ranks(work, 2)
+            with ddp.no_sync() if local else contextlib.nullcontext():
+                step_on(ddp, rank, step)
+            if not local:
+                want = expected_grads(seeded(Mlp), lambda m, r, steps=tuple(pending): [step_on(m, r, s) for s in steps])
+                assert_grads(grads_of(ddp), want, what=f"set_to_none={set_to_none}, step {step}:")
+                ddp.zero_grad(set_to_none=set_to_none)
+                pending.clear()
 
 
 # --- static_graph with an output that the loss leaves out: reduced nothing after the first step
 
 
 @pytest.mark.beyond_torch("waits for parameters that only the first step's sink leads to")
-def test_static_graph_with_an_output_that_the_loss_leaves_out(ddp_class):
-    def run(model, rank, step):
-        left, _ = model(batch(rank, step, 3, 4))
-        loss_of(left).backward()
-
-    def work(rank):
-        ddp = ddp_class(seeded(TwoHeads), static_graph=True, bucket_cap_mb=0.0001)
-        for step in range(4):
-            ddp.zero_grad()
-            run(ddp, rank, step)
-            want = expected_grads(seeded(TwoHeads), lambda m, r, step=step: run(m, r, step))
-            assert_grads(grads_of(ddp), want, what=f"step {step}:")
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_static_graph_with_an_output_that_the_loss_leaves_out(rank, ddp_class):
+    ddp = ddp_class(seeded(TwoHeads), static_graph=True, bucket_cap_mb=0.0001)
+    assert_steps(ddp, rank, range(4), lambda m, r, step: loss_of(m(batch(r, step, 3, 4))[0]).backward())
 
 
 # --- two forwards before a backward with batch norm: the in-place broadcast of buffers broke it (pytorch 175024)
 
 
-def test_two_forwards_before_one_backward_with_batch_norm(ddp_class):
+@on_ranks(2)
+def test_two_forwards_before_one_backward_with_batch_norm(rank, ddp_class):
     def run(model, rank, step):
-        first, second = model(batch(rank, 2 * step, 4, 3, 6, 6)), model(batch(rank, 2 * step + 1, 4, 3, 6, 6))
-        (loss_of(first) + loss_of(second)).backward()
+        outputs = [model(batch(rank, 2 * step + i, 4, 3, 6, 6)) for i in range(2)]
+        loss_of(outputs).backward()
 
-    def work(rank):
-        ddp = ddp_class(seeded(NormNet))
-        for step in range(3):
-            ddp.zero_grad()
-            run(ddp, rank, step)
-            assert_grads(grads_of(ddp), expected_grads(seeded(NormNet), lambda m, r, s=step: run(m, r, s)))
-
-    run_ranks(work, 2)
+    assert_steps(ddp_class(seeded(NormNet)), rank, range(3), run)
 
 
 @pytest.mark.parametrize("mode", ["train", "eval"])
-def test_buffer_broadcast_between_forward_and_backward(ddp_class, mode):
+@on_ranks(2)
+def test_buffer_broadcast_between_forward_and_backward(rank, ddp_class, mode):
     """In eval the running statistics themselves are saved for backward."""
-
-    def work(rank):
-        ddp = ddp_class(seeded(NormNet).train(mode == "train"))
-        first = ddp(batch(rank, 0, 4, 3, 6, 6))
-        ddp(batch(rank, 1, 4, 3, 6, 6))
-        loss_of(first).backward()
-
-    run_ranks(work, 2)
+    ddp = ddp_class(seeded(NormNet).train(mode == "train"))
+    first = ddp(batch(rank, 0, 4, 3, 6, 6))
+    ddp(batch(rank, 1, 4, 3, 6, 6))
+    loss_of(first).backward()
 
 
 # --- 'finished reduction' though the user did nothing wrong, and without the parameters' names (pytorch 43259)
 
 
 @pytest.mark.beyond_torch("names parameters only with a debug variable set")
-def test_unfinished_reduction_names_the_parameters(ddp_class, monkeypatch):
+@on_ranks(2)
+def test_unfinished_reduction_names_the_parameters(rank, ddp_class, monkeypatch):
     monkeypatch.delenv("TORCH_DISTRIBUTED_DEBUG", raising=False)
-
-    def work(rank):
-        ddp = ddp_class(seeded(Branches))
-        loss_of(ddp(batch(rank, 0, 3, 4), "left")).backward()
-        with pytest.raises(RuntimeError, match="find_unused_parameters") as caught:
-            ddp(batch(rank, 1, 3, 4), "left")
-        return str(caught.value)
-
-    for rank, text in enumerate(run_ranks(work, 2)):
-        for name in ("right.weight", "right.bias", "never.weight", "never.bias"):
-            assert name in text, text
-        assert "left.weight" not in text and "trunk.weight" not in text
-        assert f"rank {rank}" in text.lower()
+    ddp = ddp_class(seeded(Branches))
+    loss_of(ddp(batch(rank, 0, 3, 4), "left")).backward()
+    with pytest.raises(RuntimeError, match=rf"(?i)(?s)(?=.*rank {rank})(?=.*find_unused_parameters)") as caught:
+        ddp(batch(rank, 1, 3, 4), "left")
+    named = {n for n, _ in ddp.module.named_parameters() if n in str(caught.value)}
+    assert named == {"right.weight", "right.bias", "never.weight", "never.bias"}, caught.value
 
 
-def _assert_two_good_steps(ddp, rank):
-    for step in (7, 8):
-        ddp.zero_grad()
-        step_on(ddp, rank, step)
-        assert_grads(grads_of(ddp), expected_grads(seeded(Mlp), lambda m, r, s=step: step_on(m, r, s)))
+def _forwards_without_backward(ddp, rank):
+    ddp(batch(rank, 0))
+    ddp(batch(rank, 1))
 
 
-@pytest.mark.parametrize("steps_before", [0, 1, 3])
-def test_forward_without_backward_is_no_alarm(ddp_class, steps_before):
-    def work(rank):
-        ddp = ddp_class(seeded(Mlp))
-        for step in range(steps_before):
-            step_on(ddp, rank, step)
-        ddp(batch(rank, 0))
-        ddp(batch(rank, 1))
-        _assert_two_good_steps(ddp, rank)
-
-    run_ranks(work, 2)
+def _error_in_the_loss(ddp, rank):
+    """All ranks skip a bad batch between forward and backward."""
+    with pytest.raises(ZeroDivisionError):
+        (loss_of(ddp(batch(rank, 5))) * (1 / 0)).backward()
 
 
-@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}], ids=str)
-@pytest.mark.parametrize("steps_before", [0, 1, 3])
-def test_exception_in_the_users_loss_is_no_alarm(ddp_class, steps_before, options):
-    """All ranks skip a bad batch between forward and backward, and go on."""
+def _evaluation_with_gradients(ddp, rank):
+    ddp.eval()
+    ddp(batch(rank, 0))
+    ddp.train()
+    step_on(ddp, rank)
 
-    def work(rank):
-        ddp = ddp_class(seeded(Mlp), **options)
-        for step in range(steps_before):
-            step_on(ddp, rank, step)
-        with pytest.raises(ZeroDivisionError):
-            loss = loss_of(ddp(batch(rank, 5)))
-            (loss * (1 / 0)).backward()
-        _assert_two_good_steps(ddp, rank)
 
-    run_ranks(work, 2)
+@pytest.mark.parametrize("event", [_forwards_without_backward, _error_in_the_loss, _evaluation_with_gradients])
+@on_ranks(2)
+def test_no_alarm_where_nothing_is_wrong(rank, ddp_class, event):
+    for options in ({}, {"find_unused_parameters": True}):
+        for steps_before in (0, 1, 3):
+            ddp = ddp_class(seeded(Mlp), **options)
+            for step in range(steps_before):
+                step_on(ddp, rank, step)
+            event(ddp, rank)
+            assert_steps(ddp, rank, (7, 8))
 
 
 @pytest.mark.beyond_torch("blames unused parameters only")
 @pytest.mark.parametrize("steps_before", [0, 2])
-def test_exception_within_backward_is_told_for_what_it_is(ddp_class, steps_before):
+@on_ranks(2)
+def test_exception_within_backward_is_told_for_what_it_is(rank, ddp_class, steps_before):
     """The user's own error comes out of backward, the next forward tells that it was cut short, a new wrapper works."""
 
-    class Fails(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, grad):
-            raise ZeroDivisionError("the user's own")
+    def fail(grad):
+        raise ZeroDivisionError("the user's own")
 
     class Failing(Mlp):
         fails = False
@@ -209,37 +154,19 @@ def test_exception_within_backward_is_told_for_what_it_is(ddp_class, steps_befor
         def forward(self, x):
             x = self.first(x)
             if self.fails:
-                x = Fails.apply(x)
+                x.register_hook(fail)
             return self.last(torch.tanh(self.middle(torch.tanh(x))))
 
-    def work(rank):
-        ddp = ddp_class(seeded(Failing), bucket_cap_mb=0.001)
-        for step in range(steps_before):
-            step_on(ddp, rank, step)
-        ddp.module.fails = True
-        with pytest.raises(ZeroDivisionError, match="the user's own"):
-            step_on(ddp, rank, 5)
-        ddp.module.fails = False
-        with pytest.raises(RuntimeError, match="backward ended with an exception"):
-            ddp(batch(rank, 6))
-        _assert_two_good_steps(ddp_class(seeded(Mlp)), rank)
-
-    run_ranks(work, 2)
-
-
-@pytest.mark.parametrize("grad_enabled", [True, False])
-def test_evaluation_in_between_is_no_alarm(ddp_class, grad_enabled):
-    def work(rank):
-        ddp = ddp_class(seeded(Mlp))
-        for step in range(3):
-            ddp.eval()
-            with torch.set_grad_enabled(grad_enabled):
-                ddp(batch(rank, step))
-            ddp.train()
-            step_on(ddp, rank, step)
-        _assert_two_good_steps(ddp, rank)
-
-    run_ranks(work, 2)
+    ddp = ddp_class(seeded(Failing), bucket_cap_mb=0.001)
+    for step in range(steps_before):
+        step_on(ddp, rank, step)
+    ddp.module.fails = True
+    with pytest.raises(ZeroDivisionError, match="the user's own"):
+        step_on(ddp, rank, 5)
+    ddp.module.fails = False
+    with pytest.raises(RuntimeError, match="backward ended with an exception"):
+        ddp(batch(rank, 6))
+    assert_steps(ddp_class(seeded(Mlp)), rank, (7, 8))
 
 
 # --- with find_unused_parameters buckets were never rebuilt
@@ -257,58 +184,56 @@ class Reversed(Mlp):
 
 
 @pytest.mark.beyond_torch("never rebuilds buckets with find_unused_parameters")
-def test_buckets_are_rebuilt_with_find_unused_parameters(ddp_class):
-    def work(rank):
-        orders = []
+@on_ranks(2)
+def test_buckets_are_rebuilt_with_find_unused_parameters(rank, ddp_class):
+    orders = []
 
-        def note(state, bucket):
-            orders[-1] += [names[id(p)] for p in bucket.parameters()]
-            return default_hooks.allreduce_hook(None, bucket)
+    def note(state, bucket):
+        orders[-1] += [names[id(p)] for p in bucket.parameters()]
+        return default_hooks.allreduce_hook(None, bucket)
 
-        ddp = ddp_class(seeded(Reversed), find_unused_parameters=True, bucket_cap_mb=0.0001)
-        names = {id(p): name for name, p in ddp.module.named_parameters()}
-        ddp.register_comm_hook(None, note)
-        for step in range(3):
-            orders.append([])
-            step_on(ddp, rank, step)
-        return orders
-
-    orders, other = run_ranks(work, 2)
-    assert orders == other
+    ddp = ddp_class(seeded(Reversed), find_unused_parameters=True, bucket_cap_mb=0.0001)
+    names = {id(p): name for name, p in ddp.module.named_parameters()}
+    ddp.register_comm_hook(None, note)
+    for step in range(3):
+        orders.append([])
+        step_on(ddp, rank, step)
+    assert gathered(orders) == [orders] * 2
     assert orders[0][0].startswith("last"), "registration order, reversed, at first"
     assert orders[2][0].startswith("first"), f"ready order after a step, got {orders[2]}"
 
 
-def test_rebuild_is_agreed_between_ranks_that_see_another_order(ddp_class):
+@on_ranks(3)
+def test_rebuild_is_agreed_between_ranks_that_see_another_order(rank, ddp_class):
     """Ranks may use layers in another order: all must still send the same buckets."""
 
     class Crossed(Mlp):
-        def forward(self, x, swap):
-            a, b = (self.middle, self.other) if swap else (self.other, self.middle)
-            return self.last(torch.tanh(b(torch.tanh(a(torch.tanh(self.first(x)))))))
-
         def __init__(self):
             super().__init__()
             self.first, self.middle, self.other, self.last = (nn.Linear(8, 8, dtype=torch.float64) for _ in range(4))
 
-    def run(model, rank, step):
-        loss_of(model(batch(rank, step), rank % 2 == 0)).backward()
+        def forward(self, x, swap):
+            a, b = (self.middle, self.other) if swap else (self.other, self.middle)
+            return self.last(torch.tanh(b(torch.tanh(a(torch.tanh(self.first(x)))))))
 
-    def work(rank):
-        ddp = ddp_class(seeded(Crossed), bucket_cap_mb=0.0001)
-        for step in range(4):
-            ddp.zero_grad()
-            run(ddp, rank, step)
-            assert_grads(grads_of(ddp), expected_grads(seeded(Crossed), lambda m, r, s=step: run(m, r, s)))
-
-    run_ranks(work, 3)
+    ddp = ddp_class(seeded(Crossed), bucket_cap_mb=0.0001)
+    assert_steps(ddp, rank, range(4), lambda m, r, step: loss_of(m(batch(r, step), r % 2 == 0)).backward())
 
 
 # --- bucket_cap_mb given explicitly differs from the default although it names the default's value
 
 
-def _bucket_bytes(ddp_class, rank, **options):
-    """Sizes of the buckets of 12 layers of a quarter MiB, in the third step: torch sends a single one in the first."""
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        pytest.param({}, [1 * MIB, 2 * MIB], id="default: a first bucket of 1 MiB, the rest after it"),
+        pytest.param({"bucket_cap_mb": 25}, [3 * MIB], id="25 given: it holds for the first bucket too"),
+        pytest.param({"bucket_cap_mb": 2}, [2 * MIB, 1 * MIB], id="2 given: it holds for the first bucket too"),
+    ],
+)
+@on_ranks(2)
+def test_bucket_cap_means_what_is_documented(rank, ddp_class, options, wanted):
+    """For 12 layers of a quarter MiB, in the third step: torch sends a single bucket in the first."""
     sizes = []
 
     def note(state, bucket):
@@ -322,20 +247,7 @@ def _bucket_bytes(ddp_class, rank, **options):
     for _ in range(3):
         sizes.clear()
         ddp(torch.ones(1, 256)).sum().backward()
-    return sizes
-
-
-@pytest.mark.parametrize(
-    ("options", "first", "second"),
-    [
-        pytest.param({}, 1 * MIB, 2 * MIB, id="default: a first bucket of 1 MiB, the rest after it"),
-        pytest.param({"bucket_cap_mb": 25}, 3 * MIB, None, id="25 given: it holds for the first bucket too"),
-        pytest.param({"bucket_cap_mb": 2}, 2 * MIB, 1 * MIB, id="2 given: it holds for the first bucket too"),
-    ],
-)
-def test_bucket_cap_means_what_is_documented(ddp_class, options, first, second):
-    sizes, other = run_ranks(lambda rank: _bucket_bytes(ddp_class, rank, **options), 2)
-    assert sizes == other == [size for size in (first, second) if size is not None]
+    assert sizes == wanted
 
 
 @pytest.mark.beyond_torch("does not say it")
@@ -347,87 +259,67 @@ def test_bucket_cap_is_documented(ddp_class):
 # --- gradients made with create_graph are not synchronised, and nothing said so (pytorch 63812)
 
 
-@pytest.mark.beyond_torch("says nothing")
-def test_create_graph_warns_that_higher_orders_are_not_synchronised(ddp_class):
-    def work(rank):
-        ddp = ddp_class(seeded(Mlp))
-        loss = loss_of(ddp(batch(rank)))
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            loss.backward(create_graph=True)
-        first_order = grads_of(ddp)
-        assert_grads(first_order, expected_grads(seeded(Mlp), step_on))
-        return [str(w.message) for w in caught]
-
-    for texts in run_ranks(work, 2):
-        assert any("create_graph" in t and "synchroni" in t for t in texts), texts
-
-
-def test_no_such_warning_without_create_graph(ddp_class):
-    def work(rank):
-        ddp = ddp_class(seeded(Mlp))
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            step_on(ddp, rank)
-        return [str(w.message) for w in caught]
-
-    for texts in run_ranks(work, 2):
-        assert not any("create_graph" in t for t in texts), texts
+@pytest.mark.parametrize("create_graph", [pytest.param(True, marks=pytest.mark.beyond_torch("says nothing")), False])
+@on_ranks(2)
+def test_create_graph_warns_that_higher_orders_are_not_synchronised(rank, ddp_class, create_graph):
+    ddp = ddp_class(seeded(Mlp))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        loss_of(ddp(batch(rank))).backward(create_graph=create_graph)
+    assert_grads(grads_of(ddp), expected_grads(seeded(Mlp), step_on))
+    texts = [str(w.message) for w in caught if "create_graph" in str(w.message)]
+    assert any("synchroni" in text for text in texts) == bool(texts) == create_graph, texts
 
 
 # --- optimizer overlap lacked no_sync and accumulation (pytorch 71595)
 
 
-def test_fused_optimizer_with_no_sync(ddp_class):
-    def work(rank):
-        ddp, plain = ddp_class(seeded(Mlp)), seeded(Mlp)
-        ddp._register_fused_optim(torch.optim.SGD, 0.01)
-        optimizer = torch.optim.SGD(plain.parameters(), lr=0.01)
-        for step in range(0, 6, 2):
-            before = [p.detach().clone() for p in ddp.parameters()]
-            ddp.zero_grad()
-            with ddp.no_sync():
-                step_on(ddp, rank, step)
-            kept = all(torch.equal(a, b) for a, b in zip(before, ddp.parameters(), strict=True))
-            assert kept, "the optimizer stepped within no_sync"
-            step_on(ddp, rank, step + 1)
-            want = expected_grads(plain, lambda m, r, s=step: (step_on(m, r, s), step_on(m, r, s + 1)))
-            for name, p in plain.named_parameters():
-                p.grad = want[name]
-            optimizer.step()
-        for (name, p), q in zip(plain.named_parameters(), ddp.parameters(), strict=True):
-            torch.testing.assert_close(q, p, msg=lambda text, name=name: f"{name}: {text}")
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_fused_optimizer_with_no_sync(rank, ddp_class):
+    ddp, plain = ddp_class(seeded(Mlp)), seeded(Mlp)
+    ddp._register_fused_optim(torch.optim.SGD, 0.01)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.01)
+    for step in range(0, 6, 2):
+        before = [p.detach().clone() for p in ddp.parameters()]
+        ddp.zero_grad()
+        with ddp.no_sync():
+            step_on(ddp, rank, step)
+        kept = all(torch.equal(a, b) for a, b in zip(before, ddp.parameters(), strict=True))
+        assert kept, "the optimizer stepped within no_sync"
+        step_on(ddp, rank, step + 1)
+        want = expected_grads(plain, lambda m, r, s=step: (step_on(m, r, s), step_on(m, r, s + 1)))
+        for name, p in plain.named_parameters():
+            p.grad = want[name]
+        optimizer.step()
+    for (name, p), q in zip(plain.named_parameters(), ddp.parameters(), strict=True):
+        torch.testing.assert_close(q, p, msg=lambda text, name=name: f"{name}: {text}")
 
 
 # --- bf16_compress_hook was refused on CPU
 
 
 @pytest.mark.beyond_torch("refuses bf16 hooks without CUDA")
-@pytest.mark.parametrize("wrapped", [False, True])
-def test_bf16_compress_hook_works_on_cpu(ddp_class, wrapped):
+@on_ranks(2)
+def test_bf16_compress_hook_works_on_cpu(rank, ddp_class):
     def run(model, rank):
         loss_of(model(batch(rank, 0, 5, 8, dtype=torch.float32))).backward()
 
-    def work(rank):
+    want = expected_grads(seeded(lambda: Mlp(dtype=torch.float32)), run)
+    for hook in (
+        default_hooks.bf16_compress_hook,
+        default_hooks.bf16_compress_wrapper(default_hooks.allreduce_hook),
+    ):
         ddp = ddp_class(seeded(lambda: Mlp(dtype=torch.float32)))
-        hook = default_hooks.bf16_compress_hook
-        if wrapped:
-            hook = default_hooks.bf16_compress_wrapper(default_hooks.allreduce_hook)
         ddp.register_comm_hook(None, hook)
         run(ddp, rank)
-        want = expected_grads(seeded(lambda: Mlp(dtype=torch.float32)), run)
         for name, grad in grads_of(ddp).items():
             assert torch.equal(grad.bfloat16().float(), grad), f"'{name}' was not cast"
             torch.testing.assert_close(grad, want[name], rtol=2e-2, atol=2e-1)
 
-    run_ranks(work, 2)
-
 
 # --- 'terminate called without an active exception' at interpreter exit, after all went well
 
-TRAININGS = 5
+TRAININGS = 3
 EXIT_SCRIPT = """
     import os, sys, tempfile
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -479,43 +371,14 @@ def test_clean_exit_at_interpreter_end(ddp_class):
 
 
 @pytest.mark.beyond_torch("may wait for ever: its Reducer drops the last reference to the group with the GIL held")
-def test_model_may_outlive_its_process_group(ddp_class):
-    def work(rank):
-        store = dist.distributed_c10d._get_default_store()
+@on_ranks(2, timeout=30)
+def test_model_may_outlive_its_process_group(rank, ddp_class):
+    store = dist.distributed_c10d._get_default_store()
+    dist.destroy_process_group()
+    for number in range(25):
+        dist.init_process_group("gloo", store=dist.PrefixStore(str(number), store), rank=rank, world_size=2)
+        ddp = ddp_class(seeded(Mlp))
+        step_on(ddp, rank)
+        dist.barrier()
         dist.destroy_process_group()
-        for number in range(25):
-            dist.init_process_group("gloo", store=dist.PrefixStore(str(number), store), rank=rank, world_size=2)
-            ddp = ddp_class(seeded(Mlp))
-            step_on(ddp, rank)
-            dist.barrier()
-            dist.destroy_process_group()
-            del ddp
-
-    run_ranks(work, 2, timeout=30)
-
-
-# --- fairscale ShardedDDP: zero_grad(set_to_none=True) silently gave wrong updates from the second step
-
-
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_zero_grad_of_the_optimizer_keeps_updates_right(ddp_class, set_to_none):
-    def work(rank):
-        ddp, plain = ddp_class(seeded(Mlp)), seeded(Mlp)
-        ours, theirs = (torch.optim.Adam(m.parameters(), lr=0.01) for m in (ddp, plain))
-        for step in range(5):
-            want = expected_grads(plain, lambda m, r, s=step: step_on(m, r, s))
-            for name, p in plain.named_parameters():
-                p.grad = want[name]
-            theirs.step()
-            step_on(ddp, rank, step)
-            ours.step()
-            ours.zero_grad(set_to_none=set_to_none)
-        for p, q in zip(plain.parameters(), ddp.parameters(), strict=True):
-            torch.testing.assert_close(q, p)
-
-    run_ranks(work, 2)
-
-
-def test_class_variable_is_spelled_as_documented():
-    """The tests above run on torchddp's class unless told otherwise by the documented variable."""
-    assert CLASS_ENV == "TORCHDDP_TEST_CLASS" and OWN_CLASS == "torchddp.DistributedDataParallel"
+        del ddp

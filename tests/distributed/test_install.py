@@ -16,7 +16,7 @@ from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 
 import torchddp
 from tests import framework
-from tests.harness import run_ranks
+from tests.harness import on_ranks
 from tests.models import Mlp, seeded
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,111 +43,94 @@ WAYS = {
 }
 
 
-def test_every_way_to_the_class_makes_ours_with_torchs_weights():
-    def work(rank):
-        expected = framework.train(TorchDDP(net()), rank)
-        for name, wrap in WAYS.items():
-            before = torchddp.finished_steps()
-            with torchddp.install():
-                model = wrap(net())
-                assert type(model) is torchddp.DDP, name
-                assert same(framework.train(model, rank), expected), name
-            assert torchddp.finished_steps() == before + 3, name
-            assert type(wrap(net())) is TorchDDP, name
-
-    run_ranks(work, 2)
-
-
-def test_models_of_both_kinds_go_on_across_the_switch():
-    def work(rank):
-        torchs = TorchDDP(net())
-        first = framework.train(torchs, rank)
-        with torchddp.install():
-            assert isinstance(torchs, framework.DDP) and type(torchs) is TorchDDP
-            ours = framework.wrap(net())
-            for made in (copy.deepcopy(torchs), pickle.loads(pickle.dumps(torchs))):
-                assert type(made) is TorchDDP  # what it is, is what its copy is
-            file = io.BytesIO()
-            torch.save(ours, file)
-        assert isinstance(ours, TorchDDP) and same(framework.train(ours, rank), first)
-        file.seek(0)
-        loaded = torch.load(file, weights_only=False)
-        assert type(loaded) is torchddp.DDP and same(framework.train(loaded, rank), first)
-
-    run_ranks(work, 2)
-
-
-def test_defaults_reach_the_class_and_the_callers_words_win():
-    def work(rank):
-        with torchddp.install(transport="c10d", comm_hook="bf16"):
-            for _ in range(2):  # each model has a hook of its own
-                model = framework.wrap(net(torch.float32))
-                assert model.session.options.transport == "c10d" and len(model._comm_hooks) == 1
-            model = framework.wrap(net(), transport="shm", comm_hook=None)
-            assert model.session.options.transport == "shm" and not model._comm_hooks
-
-            class Derived(TorchDDP):
-                pass
-
-            assert Derived(net(torch.float32)).session.options.transport == "c10d"
-
-    run_ranks(work, 2)
-
-
-def test_torchs_arguments_have_defaults_too():
-    def work(rank):
-        with torchddp.install(gradient_as_bucket_view=True, bucket_cap_mb=3, device_ids=None, dim=0):
-            model = framework.wrap(net())
-            assert model.session.options.gradient_as_bucket_view
-            assert model.bucket_bytes_cap == 3 * 2**20
-            assert framework.wrap(net(), bucket_cap_mb=7).bucket_bytes_cap == 7 * 2**20
-            by_place = torch.nn.parallel.DistributedDataParallel(net(), None, None, 0)
-            assert by_place.session.options.gradient_as_bucket_view
-            assert not framework.wrap(net(), gradient_as_bucket_view=False).session.options.gradient_as_bucket_view
-
-    run_ranks(work, 2)
-
-
-def test_classes_derived_from_torchs():
-    def work(rank):
-        expected = framework.train(TorchDDP(net()), rank)
-        with torchddp.install():
-
-            class Meanwhile(TorchDDP):
-                def __init__(self, module, answer):
-                    super().__init__(module)
-                    self.answer = answer
-
-            class ByName(TorchDDP):
-                def __init__(self, module):
-                    TorchDDP.__init__(self, module)
-
-            with pytest.raises(TypeError, match=r"ByName was derived.*call super\(\).__init__"):
-                ByName(net())
-            assert not isinstance(framework.DerivedBefore(net()), torchddp.DDP)
-        before = torchddp.finished_steps()
-        model = Meanwhile(net(), 42)
-        assert model.answer == 42 and isinstance(model, torchddp.DDP)
-        assert same(framework.train(model, rank), expected) and torchddp.finished_steps() == before + 3
-
-    run_ranks(work, 2)
-
-
-def test_what_torch_makes_of_its_class_itself():
-    def work(rank):
-        def train_replicated():
-            module = replicate(net())
-            for _ in range(2):
-                module(torch.full((3, 8), float(rank + 1), dtype=torch.float64)).sum().backward()
-            return [parameter.grad.clone() for parameter in module.parameters()]
-
-        expected = train_replicated()
+@on_ranks(2)
+def test_every_way_to_the_class_makes_ours_with_torchs_weights(rank):
+    expected = framework.train(TorchDDP(net()), rank)
+    for name, wrap in WAYS.items():
         before = torchddp.finished_steps()
         with torchddp.install():
-            assert same(train_replicated(), expected)
-        assert torchddp.finished_steps() == before + 2
+            model = wrap(net())
+            assert type(model) is torchddp.DDP, name
+            assert same(framework.train(model, rank), expected), name
+        assert torchddp.finished_steps() == before + 3, name
+        assert type(wrap(net())) is TorchDDP, name
 
-    run_ranks(work, 2)
+
+@on_ranks(2)
+def test_models_of_both_kinds_go_on_across_the_switch(rank):
+    torchs = TorchDDP(net())
+    first = framework.train(torchs, rank)
+    with torchddp.install():
+        assert isinstance(torchs, framework.DDP) and type(torchs) is TorchDDP
+        ours = framework.wrap(net())
+        for made in (copy.deepcopy(torchs), pickle.loads(pickle.dumps(torchs))):
+            assert type(made) is TorchDDP  # what it is, is what its copy is
+        file = io.BytesIO()
+        torch.save(ours, file)
+    assert isinstance(ours, TorchDDP) and same(framework.train(ours, rank), first)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    assert type(loaded) is torchddp.DDP and same(framework.train(loaded, rank), first)
+
+
+@on_ranks(2)
+def test_defaults_reach_the_class_and_the_callers_words_win(rank):
+    with torchddp.install(transport="c10d", comm_hook="bf16"):
+        for _ in range(2):  # each model has a hook of its own
+            model = framework.wrap(net(torch.float32))
+            assert model.session.options.transport == "c10d" and len(model._comm_hooks) == 1
+        model = framework.wrap(net(), transport="shm", comm_hook=None)
+        assert model.session.options.transport == "shm" and not model._comm_hooks
+
+        class Derived(TorchDDP):
+            pass
+
+        assert Derived(net(torch.float32)).session.options.transport == "c10d"
+
+    with torchddp.install(gradient_as_bucket_view=True, bucket_cap_mb=3, device_ids=None, dim=0):
+        model, by_place = framework.wrap(net()), torch.nn.parallel.DistributedDataParallel(net(), None, None, 0)
+        assert model.session.options.gradient_as_bucket_view and by_place.session.options.gradient_as_bucket_view
+        assert model.bucket_bytes_cap == 3 * 2**20
+        assert framework.wrap(net(), bucket_cap_mb=7).bucket_bytes_cap == 7 * 2**20
+        assert not framework.wrap(net(), gradient_as_bucket_view=False).session.options.gradient_as_bucket_view
+
+
+@on_ranks(2)
+def test_classes_derived_from_torchs(rank):
+    expected = framework.train(TorchDDP(net()), rank)
+    with torchddp.install():
+
+        class Meanwhile(TorchDDP):
+            def __init__(self, module, answer):
+                super().__init__(module)
+                self.answer = answer
+
+        class ByName(TorchDDP):
+            def __init__(self, module):
+                TorchDDP.__init__(self, module)
+
+        with pytest.raises(TypeError, match=r"ByName was derived.*call super\(\).__init__"):
+            ByName(net())
+        assert not isinstance(framework.DerivedBefore(net()), torchddp.DDP)
+    before = torchddp.finished_steps()
+    model = Meanwhile(net(), 42)
+    assert model.answer == 42 and isinstance(model, torchddp.DDP)
+    assert same(framework.train(model, rank), expected) and torchddp.finished_steps() == before + 3
+
+
+@on_ranks(2)
+def test_what_torch_makes_of_its_class_itself(rank):
+    def train_replicated():
+        module = replicate(net())
+        for _ in range(2):
+            module(torch.full((3, 8), float(rank + 1), dtype=torch.float64)).sum().backward()
+        return [parameter.grad.clone() for parameter in module.parameters()]
+
+    expected = train_replicated()
+    before = torchddp.finished_steps()
+    with torchddp.install():
+        assert same(train_replicated(), expected)
+    assert torchddp.finished_steps() == before + 2
 
 
 # --- whole programs, under torchrun ---
@@ -183,16 +166,9 @@ def torchrun(folder, *command, **environment):
     out = folder / "parameters.pt"
     launcher = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2"]
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("TORCHDDP_", "PYTHON"))}
-    clean |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    clean["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(folder)])
-    done = subprocess.run(
-        [sys.executable, *launcher, *command, "--out", str(out)],
-        capture_output=True,
-        text=True,
-        timeout=170,
-        env=clean | environment,
-        cwd=folder,
-    )
+    clean |= {"PYTHONPATH": os.pathsep.join([str(ROOT), str(folder)]), "GLOO_SOCKET_IFNAME": "lo", **environment}
+    command = [sys.executable, *launcher, *command, "--out", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=170, env=clean, cwd=folder)
     assert done.returncode == 0, done.stdout + done.stderr
     return done, torch.load(out)
 

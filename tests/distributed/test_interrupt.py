@@ -7,9 +7,10 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 import torchddp
-from tests.harness import run_ranks
+from tests.harness import on_ranks, stay
 from tests.models import Mlp, batch, loss_of, seeded
 from torchddp import TransportError
 from torchddp.comm_hooks.exchange import Exchange
@@ -19,163 +20,128 @@ REASON = "rank 1 failed: ValueError: no such file"
 SOON_S = 3.0
 
 
-def soon(call) -> threading.Thread:
-    """Calls it in a moment, from a thread of its own."""
-    thread = threading.Timer(0.1, call)
-    thread.start()
-    return thread
-
-
 def timed(call):
-    """What a call raises, and after how long."""
+    """What a call raises, within a time that is no one's limit."""
     since_s = time.monotonic()
     with pytest.raises(RuntimeError) as caught:
         call()
-    return caught.value, time.monotonic() - since_s
+    assert time.monotonic() - since_s < SOON_S
+    return caught.value
+
+
+def interrupted(waits, *calls):
+    """What the calls raise while `waits` is interrupted in a moment, from another thread."""
+    interrupter = threading.Timer(0.1, lambda: waits.interrupt(REASON))
+    interrupter.start()
+    errors = [timed(call) for call in calls]
+    interrupter.join()
+    return errors
 
 
 def step_on(model, rank, step):
     loss_of(model(batch(rank, step, dtype=torch.float32))).backward()
 
 
-def stay(rank):
-    """The others keep their connections until rank 0 has come here."""
-    store = dist.distributed_c10d._get_default_store()
-    if rank == 0:
-        store.set("rank 0 is done", "")
-    else:
-        store.wait(["rank 0 is done"])
-
-
 @pytest.mark.parametrize("choice", ["c10d", "shm"])
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_a_wait_ends_and_later_operations_fail(choice, world_size):
-    def work(rank):
-        transport = open_transport(choice, dist.group.WORLD)
-        handle = transport.make_work()
-        tensor = torch.ones(100_000)
+@on_ranks(2, 3)
+def test_a_wait_ends_and_later_operations_fail(rank, choice, world_size):
+    transport = open_transport(choice, dist.group.WORLD)
+    handle = transport.make_work()
+    tensor = torch.ones(100_000)
+    transport.all_reduce(tensor, handle)
+    handle.wait()
+    if rank == 0:
+        transport.all_reduce(tensor, handle)
+        (error,) = interrupted(transport, handle.wait)
+        assert isinstance(error, TransportError) and str(error) == REASON
+        handle.abandon()
+        for operation in (
+            lambda: transport.all_reduce(tensor, handle),
+            lambda: transport.broadcast(tensor, 0, handle),
+            lambda: transport.barrier(transport.make_work()),
+            lambda: transport.all_gather(torch.ones(100 * world_size), torch.ones(100), handle),
+            lambda: transport.reduce_scatter(torch.ones(100), torch.ones(100 * world_size), handle),
+        ):
+            with pytest.raises(TransportError, match=REASON):
+                operation()
+        transport.interrupt("a second reason")
+        with pytest.raises(TransportError, match=REASON):
+            transport.all_reduce(tensor, handle)
+    elif choice == "shm":
+        dist.distributed_c10d._get_default_store().wait(["rank 0 is done"])
+
+        def go_on():
+            for _ in range(2):  # rank 0 has begun the first of them
+                transport.all_reduce(tensor, handle)
+                handle.wait()
+
+        assert "rank 0 gave up" in str(timed(go_on))
+    stay(rank)
+
+
+@on_ranks(2)
+def test_time_limits_and_results_are_what_they_were(rank):
+    transport = open_transport("c10d", dist.group.WORLD)
+    handle = transport.make_work()
+    for numel in (0, 1, 1000, 300_000):
+        tensor = torch.full((numel,), float(rank))
+        time.sleep(0.05 * rank)
         transport.all_reduce(tensor, handle)
         handle.wait()
-        if rank == 0:
-            transport.all_reduce(tensor, handle)
-            interrupter = soon(lambda: transport.interrupt(REASON))
-            error, seconds = timed(handle.wait)
-            interrupter.join()
-            assert isinstance(error, TransportError) and str(error) == REASON
-            assert seconds < SOON_S
-            handle.abandon()
-            for operation in (
-                lambda: transport.all_reduce(tensor, handle),
-                lambda: transport.broadcast(tensor, 0, handle),
-                lambda: transport.barrier(transport.make_work()),
-                lambda: transport.all_gather(torch.ones(100 * world_size), torch.ones(100), handle),
-                lambda: transport.reduce_scatter(torch.ones(100), torch.ones(100 * world_size), handle),
-            ):
-                with pytest.raises(TransportError, match=REASON):
-                    operation()
-            transport.interrupt("a second reason")
-            with pytest.raises(TransportError, match=REASON):
-                transport.all_reduce(tensor, handle)
-        elif choice == "shm":
-            dist.distributed_c10d._get_default_store().wait(["rank 0 is done"])
-
-            def go_on():
-                for _ in range(2):  # rank 0 has begun the first of them
-                    transport.all_reduce(tensor, handle)
-                    handle.wait()
-
-            error, seconds = timed(go_on)
-            assert "rank 0 gave up" in str(error), error
-            assert seconds < SOON_S
-        stay(rank)
-
-    run_ranks(work, world_size)
-
-
-def test_time_limits_and_results_are_what_they_were():
-    def work(rank):
-        transport = open_transport("c10d", dist.group.WORLD)
-        handle = transport.make_work()
-        for numel in (0, 1, 1000, 300_000):
-            tensor = torch.full((numel,), float(rank))
-            time.sleep(0.05 * rank)
-            transport.all_reduce(tensor, handle)
-            handle.wait()
-            assert torch.equal(tensor, torch.ones(numel))
-        if rank == 0:
-            transport.all_reduce(torch.ones(10), handle)
-            error, seconds = timed(lambda: handle.wait(datetime.timedelta(seconds=0.3)))
-            assert isinstance(error, TransportError) and "timed out" in str(error).lower(), error
-            assert 0.25 < seconds < SOON_S
-        stay(rank)
-
-    run_ranks(work, 2)
+        assert torch.equal(tensor, torch.ones(numel))
+    if rank == 0:
+        transport.all_reduce(torch.ones(10), handle)
+        since_s = time.monotonic()
+        error = timed(lambda: handle.wait(datetime.timedelta(seconds=0.3)))
+        assert isinstance(error, TransportError) and "timed out" in str(error).lower(), error
+        assert time.monotonic() - since_s > 0.25
+    stay(rank)
 
 
 @pytest.mark.parametrize("hook", [None, "torch", "ours"])
 @pytest.mark.parametrize("choice", ["c10d", "shm"])
-def test_backward_ends(choice, hook):
+@on_ranks(2)
+def test_backward_ends(rank, choice, hook):
     """The reducer's wait for a bucket, or for the future of a hook, names the bucket as other errors do."""
-
-    def work(rank):
-        options = {"comm_hook": "int8"} if hook == "ours" else {}
-        model = torchddp.DistributedDataParallel(seeded(Mlp).float(), transport=choice, bucket_cap_mb=0.001, **options)
-        if hook == "torch":
-            from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-
-            model.register_comm_hook(None, allreduce_hook)
-        for step in range(3):
-            step_on(model, rank, step)
-        if rank == 0:
-            interrupter = soon(lambda: model.interrupt(REASON))
-            error, seconds = timed(lambda: step_on(model, rank, 3))
-            interrupter.join()
-            assert isinstance(error, TransportError), error
-            assert REASON in str(error) and "bucket 0" in str(error), error
-            assert seconds < SOON_S
-            with pytest.raises(TransportError, match=REASON):
-                step_on(model, rank, 4)
-        stay(rank)
-
-    run_ranks(work, 2)
+    options = {"comm_hook": "int8"} if hook == "ours" else {}
+    model = torchddp.DistributedDataParallel(seeded(Mlp).float(), transport=choice, bucket_cap_mb=0.001, **options)
+    if hook == "torch":
+        model.register_comm_hook(None, allreduce_hook)
+    for step in range(3):
+        step_on(model, rank, step)
+    if rank == 0:
+        (error,) = interrupted(model, lambda: step_on(model, rank, 3))
+        assert isinstance(error, TransportError) and REASON in str(error) and "bucket 0" in str(error), error
+        with pytest.raises(TransportError, match=REASON):
+            step_on(model, rank, 4)
+    stay(rank)
 
 
 @pytest.mark.parametrize("hierarchical", [False, True])
-def test_an_exchange_ends(hierarchical):
-    def work(rank):
-        exchange = Exchange(dist.group.WORLD, torch.device("cpu"), hierarchical)
-        exchange.sum_(torch.ones(10))
-        if rank == 1:
-            stay(rank)
-            return
-        waits = {
-            "sum": lambda: exchange.sum_(torch.ones(10)),
-            "shards": lambda: exchange.sum_to_shards(torch.ones(5000)),
-            "gather": lambda: exchange.gather(torch.ones(64, dtype=torch.uint8)),
-            "swap": lambda: exchange.swap(torch.ones(2, 64, dtype=torch.uint8)),
-        }
-        names = ["sum", "shards"] if hierarchical else ["gather", "swap", "sum"]
-        interrupter = soon(lambda: exchange.interrupt(REASON))
-        for name in names:
-            error, seconds = timed(waits[name])
-            assert REASON in str(error), (name, error)
-            assert seconds < SOON_S
-        interrupter.join()
+@on_ranks(2)
+def test_an_exchange_ends(rank, hierarchical):
+    exchange = Exchange(dist.group.WORLD, torch.device("cpu"), hierarchical)
+    exchange.sum_(torch.ones(10))
+    if rank == 1:
         stay(rank)
+        return
+    waits = {
+        "sum": lambda: exchange.sum_(torch.ones(10)),
+        "shards": lambda: exchange.sum_to_shards(torch.ones(5000)),
+        "gather": lambda: exchange.gather(torch.ones(64, dtype=torch.uint8)),
+        "swap": lambda: exchange.swap(torch.ones(2, 64, dtype=torch.uint8)),
+    }
+    names = ["sum", "shards"] if hierarchical else ["gather", "swap", "sum"]
+    for name, error in zip(names, interrupted(exchange, *(waits[name] for name in names)), strict=True):
+        assert REASON in str(error), (name, error)
+    stay(rank)
 
-    run_ranks(work, 2)
 
-
-def test_a_group_of_torchs_whose_backend_is_ours_is_aborted():
-    def work(rank):
-        transport = open_transport("c10d", dist.group.WORLD)
-        handle = transport.make_work()
-        if rank == 0:
-            transport.all_reduce(torch.ones(10), handle)
-            interrupter = soon(lambda: transport.interrupt(REASON))
-            error, seconds = timed(handle.wait)
-            interrupter.join()
-            assert str(error) == REASON and seconds < SOON_S
-        stay(rank)
-
-    run_ranks(work, 2, backend="torchddp_shm")
+@on_ranks(2, backend="torchddp_shm")
+def test_a_group_of_torchs_whose_backend_is_ours_is_aborted(rank):
+    transport = open_transport("c10d", dist.group.WORLD)
+    handle = transport.make_work()
+    if rank == 0:
+        transport.all_reduce(torch.ones(10), handle)
+        assert [str(error) for error in interrupted(transport, handle.wait)] == [REASON]
+    stay(rank)

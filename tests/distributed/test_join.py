@@ -1,7 +1,6 @@
 """join() with each of its options, alone and with other joinables, over shared memory and the process group."""
 
 import re
-import time
 from datetime import timedelta
 
 import pytest
@@ -10,7 +9,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import torchddp
-from tests.harness import run_ranks
+from tests.harness import on_ranks, stay
 from tests.models import Mlp, batch, loss_of, seeded
 
 TRANSPORTS = ["c10d", "shm"]
@@ -38,77 +37,60 @@ def trained(wrap, rank, steps, **options):
 
 
 @pytest.mark.parametrize(("transport", "world_size"), [("c10d", 3), ("shm", 2), ("shm", 3)])
-def test_several_joinables_and_who_is_divided_by(transport, world_size):
-    def work(rank):
-        ours, theirs = wrappers(transport)
-        for divide in (True, False):
+@on_ranks()
+def test_several_joinables_and_who_is_divided_by(rank, transport):
+    """Also where a rank has no input at all."""
+    ours, theirs = wrappers(transport)
+    for divide in (True, False):
+        for steps in (1 + 2 * rank, 2 * rank):
             options = {"divide_by_initial_world_size": divide}
-            mine = trained(ours, rank, 1 + 2 * rank, **options)
-            for a, b in zip(mine, trained(theirs, rank, 1 + 2 * rank, **options), strict=True):
+            mine = trained(ours, rank, steps, **options)
+            for a, b in zip(mine, trained(theirs, rank, steps, **options), strict=True):
                 torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
-    run_ranks(work, world_size)
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@on_ranks(3)
+def test_early_termination_is_of_all_ranks_at_once(rank, transport):
+    ours, _ = wrappers(transport)
+    with pytest.raises(RuntimeError, match="exhausted"):
+        trained(ours, rank, 2 + rank, throw_on_early_termination=True)
+    # The group can be used again.
+    model = ours(seeded(Mlp))
+    loss_of(model(batch(rank))).backward()
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_early_termination_is_of_all_ranks_at_once(transport):
-    def work(rank):
-        ours, _ = wrappers(transport)
-        with pytest.raises(RuntimeError, match="exhausted"):
-            trained(ours, rank, 2 + rank, throw_on_early_termination=True)
-        # The group can be used again.
-        model = ours(seeded(Mlp))
+@on_ranks(2)
+def test_a_join_that_is_switched_off_sends_nothing(rank, transport):
+    ours, _ = wrappers(transport)
+    on = trained(ours, rank, 3)
+    off = trained(ours, rank, 3, enable=False)
+    for a, b in zip(on, off, strict=True):
+        assert torch.equal(a, b)
+    model = ours(seeded(Mlp))
+    with model.join(enable=False):
+        assert not model._join_config.enable
         loss_of(model(batch(rank))).backward()
-
-    run_ranks(work, 3)
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_join_that_is_switched_off_sends_nothing(transport):
-    def work(rank):
-        ours, _ = wrappers(transport)
-        on = trained(ours, rank, 3)
-        off = trained(ours, rank, 3, enable=False)
-        for a, b in zip(on, off, strict=True):
-            assert torch.equal(a, b)
-        model = ours(seeded(Mlp))
-        with model.join(enable=False):
-            assert not model._join_config.enable
-            loss_of(model(batch(rank))).backward()
-
-    run_ranks(work, 2)
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_rank_without_any_input(transport):
-    def work(rank):
-        ours, theirs = wrappers(transport)
-        for a, b in zip(trained(ours, rank, 2 * rank), trained(theirs, rank, 2 * rank), strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
-
-    run_ranks(work, 2)
 
 
 @pytest.mark.beyond_torch("its error is that of the process group")
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("buffers", [False, True])
-def test_uneven_batches_without_join_name_it_first(transport, buffers):
+@on_ranks(2)
+def test_uneven_inputs_without_join_are_named_first(rank, transport, buffers):
     """Before what is for ranks that died."""
-
-    def work(rank):
-        layers = [torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4)] if buffers else [torch.nn.Linear(4, 4)]
-        model = torchddp.DDP(torch.nn.Sequential(*layers), transport=transport, timeout=timedelta(seconds=1.5))
-        for _ in range(2):
-            model(torch.randn(4, 4)).sum().backward()
-        if rank == 1:
-            time.sleep(3)
-            return
-        with pytest.raises(torchddp.TransportError) as caught:
-            model(torch.randn(4, 4)).sum().backward()
-            model(torch.randn(4, 4)).sum().backward()
-        advice = re.findall(r"join\(\)|even_batches|drop_last=True|has died|_update_process_group", str(caught.value))
-        first, rest = advice[:3], advice[3:]
-        assert sorted(first) == ["drop_last=True", "even_batches", "join()"], caught.value
-        assert rest in (["has died"], ["has died", "_update_process_group"]), caught.value
-
-    run_ranks(work, 2)
+    layers = [torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4)] if buffers else [torch.nn.Linear(4, 4)]
+    model = torchddp.DDP(torch.nn.Sequential(*layers), transport=transport, timeout=timedelta(seconds=1.5))
+    for _ in range(2):
+        model(torch.randn(4, 4)).sum().backward()
+    if rank == 1:
+        return stay(rank)
+    with pytest.raises(torchddp.TransportError) as caught:
+        model(torch.randn(4, 4)).sum().backward()
+        model(torch.randn(4, 4)).sum().backward()
+    advice = re.findall(r"join\(\)|even_batches|drop_last=True|has died|_update_process_group", str(caught.value))
+    first, rest = advice[:3], advice[3:]
+    assert sorted(first) == ["drop_last=True", "even_batches", "join()"], caught.value
+    assert rest in (["has died"], ["has died", "_update_process_group"]), caught.value
+    stay(rank)

@@ -12,58 +12,71 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from tests.harness import run_ranks
-from tests.main_grads import HALVES, MICRO, expected, kept, layers, loss, run_step, wrapped
+from tests.harness import on_ranks
+from tests.main_grads import HALVES, MICRO, expected, kept, layers, loss, run_step, sums, wrapped
+from tests.models import Branches, seeded
 from tests.whole_buckets import LargeApart, WholeBuckets
 from torchddp import DistributedDataParallel, comm_hooks
+from torchddp.composable import replicate
 from torchddp.sync import accumulate
 
 BF16, FP32 = torch.bfloat16, torch.float32
 PLACES = ["main_grad", "grad"]
+EACH_PLACE = pytest.mark.parametrize("place", PLACES)
 
 
-def _assert_equal(got: list[Tensor], want: list[Tensor], *, exact: bool) -> None:
+def _grad(p: Tensor) -> Tensor | None:
+    """The fp32 gradient, wherever it is."""
+    return p.grad if getattr(p, "main_grad", None) is None else p.main_grad
+
+
+def _assert_equal(got: list[Tensor], want: list[Tensor], what: Any = "", *, exact: bool = True) -> None:
     for index, (mine, theirs) in enumerate(zip(got, want, strict=True)):
         if exact:
-            assert torch.equal(mine, theirs), (index, (mine - theirs).abs().max())
+            assert torch.equal(mine, theirs), (what, index, (mine - theirs).abs().max())
         else:
-            torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-6 * theirs.abs().max().item())
+            torch.testing.assert_close(
+                mine, theirs, rtol=1e-6, atol=1e-6 * theirs.abs().max().item(), msg=lambda text: f"{what}: {text}"
+            )
 
 
-@pytest.mark.rest_is_thorough("*shm-bfloat16-[1234]", "*c10d-float16-[23]")
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@pytest.mark.parametrize("dtype", HALVES, ids=lambda d: str(d).removeprefix("torch."))
-@pytest.mark.parametrize("transport", ["shm", "c10d"])
-def test_equal_to_sums_in_fp32(transport, dtype, world_size):
+@on_ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("shm_dtype", [BF16, pytest.param(torch.float16, marks=pytest.mark.thorough)], ids=str)
+def test_equal_to_sums_in_fp32(rank, shm_dtype, world_size):
     """Bit for bit where ranks are summed in their order: gloo's depends on the place in the bucket."""
-
-    def work(rank):
+    (c10d_dtype,) = {*HALVES} - {shm_dtype}
+    for transport, dtype in (("shm", shm_dtype), ("c10d", c10d_dtype)):
         exact = transport == "shm" or world_size <= 2
-        models = [
-            wrapped(layers(dtype), cls, transport=transport, main_grads_as=place, bucket_cap_mb=cap)
-            for place in PLACES
-            for cls, cap in ((DistributedDataParallel, None), (WholeBuckets, 0.01))
-        ]
-        for step in range(3):  # buckets are rebuilt after the first
-            want = expected(world_size, step, dtype)
-            for ddp in models:
-                run_step(ddp, rank, step, dtype)
-                _assert_equal(kept(ddp), want, exact=exact)
-                ddp.zero_grad()
-
-    run_ranks(work, world_size)
+        for place in PLACES:
+            for cls, cap in ((DistributedDataParallel, None), (WholeBuckets, 0.01)):
+                ddp = wrapped(layers(dtype), cls, transport=transport, main_grads_as=place, bucket_cap_mb=cap)
+                for step in range(2):  # buckets are rebuilt between them
+                    run_step(ddp, rank, step, dtype)
+                    want = expected(world_size, step, dtype)
+                    _assert_equal(kept(ddp), want, (transport, place, cls, step), exact=exact)
+                    ddp.zero_grad()
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_gradients_that_are_reduced_apart(place):
-    def work(rank):
-        ddp = wrapped(layers(BF16), LargeApart, transport="c10d", main_grads_as=place)
-        for step in range(3):
-            run_step(ddp, rank, step, BF16)
-            _assert_equal(kept(ddp), expected(2, step, BF16), exact=True)
+OPTIONS = [
+    (LargeApart, {"transport": "c10d"}),
+    (DistributedDataParallel, {"gradient_as_bucket_view": True}),
+    (DistributedDataParallel, {"static_graph": True}),
+    (DistributedDataParallel, {"sync": "forced_sync"}),
+    (DistributedDataParallel, {"sync": "multi_auto_sync"}),
+]
+
+
+@EACH_PLACE
+@on_ranks(2)
+def test_with_other_options(rank, place):
+    cases = [*OPTIONS, *([(DistributedDataParallel, {"gradient_as_bucket_view": False})] if place == "grad" else [])]
+    for cls, options in cases:
+        ddp = wrapped(layers(BF16), cls, main_grads_as=place, **options)
+        for step in range(2):
+            for i in accumulate(ddp, MICRO):
+                loss(ddp, rank, step, i, BF16).backward()
+            _assert_equal(kept(ddp), expected(2, step, BF16), (cls, options), exact="sync" not in options)
             ddp.zero_grad()
-
-    run_ranks(work, 2)
 
 
 class _Weight(nn.Module):
@@ -78,218 +91,184 @@ class _Weight(nn.Module):
 
 
 @pytest.mark.beyond_torch
-def test_small_microbatches_are_not_swamped():
+@on_ranks(2)
+def test_small_microbatches_are_not_swamped(rank):
     """In bf16 1 + 2**-9 is 1, however often 2**-9 is added."""
     values = [1.0] + [2.0**-9] * 64
 
-    def grads_of(ddp: Any) -> Tensor:
-        for _ in accumulate(ddp, 1):
-            for value in values[:-1]:
-                with ddp.no_sync():
-                    ddp(value).backward()
-            ddp(values[-1]).backward()
-        grad = ddp.module.weight.grad
-        return ddp.module.weight.main_grad if grad is None else grad
+    def sum_in(cls: type = DistributedDataParallel, **options: Any) -> list[float]:
+        ddp = cls(_Weight(), **options)
+        for value in values[:-1]:
+            with ddp.no_sync():
+                ddp(value).backward()
+        ddp(values[-1]).backward()
+        return _grad(ddp.module.weight).tolist()
 
-    def work(rank):
-        for plain in (TorchDDP(_Weight()), DistributedDataParallel(_Weight())):
-            assert grads_of(plain).tolist() == [1.0] * 4
-        only_reduced = DistributedDataParallel(_Weight(), reduce_dtype=FP32)
-        assert grads_of(only_reduced).tolist() == [1.0] * 4
-        for place in PLACES:
-            assert grads_of(wrapped(_Weight(), main_grads_as=place)).tolist() == [sum(values)] * 4
-
-    run_ranks(work, 2)
+    assert sum_in(TorchDDP) == sum_in() == sum_in(reduce_dtype=FP32) == [1.0] * 4
+    for place in PLACES:
+        assert sum_in(main_grads=FP32, main_grads_as=place) == [sum(values)] * 4
 
 
-@pytest.mark.parametrize("transport", ["shm", "c10d"])
-def test_a_rank_with_small_gradients_is_not_swamped(transport):
+@on_ranks(4)
+def test_a_rank_with_small_gradients_is_not_swamped(rank):
     """Also without accumulation: the sum over ranks is made in fp32, and rounded once."""
     values = [1.0, 2.0**-8, 2.0**-8, 2.0**-8]
 
-    def work(rank):
-        def grad_of(**options: Any) -> float:
-            ddp = DistributedDataParallel(_Weight(), transport=transport, **options)
-            ddp(values[rank] * 4).backward()
-            weight = ddp.module.weight
-            return (weight.main_grad if weight.grad is None else weight.grad)[0].item()
+    def grad_of(**options: Any) -> float:
+        ddp = DistributedDataParallel(_Weight(), **options)
+        ddp(values[rank] * 4).backward()
+        return _grad(ddp.module.weight)[0].item()
 
-        exact = sum(values)
-        rounded = torch.tensor(exact).to(BF16).item()
-        assert grad_of(main_grads=FP32) == grad_of(main_grads=FP32, main_grads_as="grad") == exact
-        assert grad_of(reduce_dtype=FP32) == rounded
-        assert grad_of() != exact
-
-    run_ranks(work, 4)
+    exact = sum(values)
+    for transport in ({"transport": "shm"}, {"transport": "c10d"}):
+        for place in PLACES:
+            assert grad_of(main_grads=FP32, main_grads_as=place, **transport) == exact
+        assert grad_of(reduce_dtype=FP32, **transport) == torch.tensor(exact).to(BF16).item()
+        assert grad_of(**transport) != exact
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_reduced_as_by_a_hook_that_casts(world_size):
+@on_ranks(1, 2, 3)
+def test_reduced_as_by_a_hook_that_casts(rank, world_size):
     """What torch's class can do by a communication hook; here without the copies, and over every transport."""
 
     def in_fp32(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         wide = bucket.buffer().float().mul_(1 / world_size)
         return dist.all_reduce(wide, async_op=True).get_future().then(lambda f: f.value()[0].to(bucket.buffer().dtype))
 
-    def work(rank):
-        for dtype in HALVES:
-            theirs = TorchDDP(layers(dtype))
-            theirs.register_comm_hook(None, in_fp32)
-            ours = [
-                DistributedDataParallel(layers(dtype), transport=transport, reduce_dtype=FP32, **options)
-                for transport in ("shm", "c10d")
-                for options in ({}, {"gradient_as_bucket_view": False})
-            ]
-            ours += [WholeBuckets(layers(dtype), reduce_dtype=FP32), LargeApart(layers(dtype), reduce_dtype=FP32)]
-            for step in range(3):
-                run_step(theirs, rank, step, dtype)
-                want = [p.grad for p in theirs.parameters()]
-                for ddp in ours:
-                    run_step(ddp, rank, step, dtype)
-                    got = [p.grad for p in ddp.parameters()]
-                    assert [g.dtype for g in got] == [dtype] * len(got)
+    for dtype in HALVES:
+        theirs = TorchDDP(layers(dtype))
+        theirs.register_comm_hook(None, in_fp32)
+        ours = [
+            DistributedDataParallel(layers(dtype), transport=transport, reduce_dtype=FP32, **options)
+            for transport in ("shm", "c10d")
+            for options in ({}, {"gradient_as_bucket_view": False})
+        ]
+        ours += [WholeBuckets(layers(dtype), reduce_dtype=FP32), LargeApart(layers(dtype), reduce_dtype=FP32)]
+        for step in range(2):
+            for ddp in (theirs, *ours):
+                ddp.zero_grad()
+                run_step(ddp, rank, step, dtype)
+                for p, want in zip(ddp.parameters(), theirs.parameters(), strict=True):
+                    assert p.grad.dtype == dtype
                     if world_size <= 2:
-                        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+                        assert torch.equal(p.grad, want.grad)
                     else:
-                        torch.testing.assert_close(got, want)
-                    ddp.zero_grad()
-                theirs.zero_grad()
-
-    run_ranks(work, world_size)
+                        torch.testing.assert_close(p.grad, want.grad)
 
 
 # --- memory ---
 
 
-@pytest.mark.parametrize("transport", ["shm", "c10d"])
-def test_memory(transport):
-    """4 bytes a parameter, which main_grad is a view of; what autograd made is gone after its hook."""
-
-    def work(rank):
-        numel = sum(p.numel() for p in layers(BF16).parameters())
-        plain = DistributedDataParallel(layers(BF16), transport=transport)
-        assert plain.reducer.bucket_memory_bytes == 2 * numel
-        reduced = DistributedDataParallel(layers(BF16), transport=transport, reduce_dtype=FP32)
-        assert reduced.reducer.bucket_memory_bytes == 4 * numel
-        for place in PLACES:
-            ddp = wrapped(layers(BF16), transport=transport, main_grads_as=place)
-            assert ddp.reducer.bucket_memory_bytes == 4 * numel
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_memory(rank):
+    """4 bytes a parameter, which main_grad is a view of."""
+    numel = sum(p.numel() for p in layers(BF16).parameters())
+    for transport in ("shm", "c10d"):
+        for size, options in (
+            (2, {}),
+            (4, {"reduce_dtype": FP32}),
+            *((4, {"main_grads": FP32, "main_grads_as": place}) for place in PLACES),
+        ):
+            ddp = DistributedDataParallel(layers(BF16), transport=transport, **options)
+            assert ddp.reducer.bucket_memory_bytes == size * numel, (transport, options)
 
 
 @pytest.mark.parametrize("cls", [DistributedDataParallel, WholeBuckets])
-def test_main_grad_is_the_bucket(cls):
-    def work(rank):
-        ranges: list[tuple[int, int]] = []
+@on_ranks(2)
+def test_main_grad_is_the_bucket(rank, cls):
+    """And what autograd made is gone after its hook."""
+    ranges: list[tuple[int, int]] = []
 
-        def note(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-            buffer = bucket.buffer()
-            assert buffer.dtype == FP32
-            ranges.append((buffer.data_ptr(), buffer.data_ptr() + buffer.nbytes))
-            return dist.all_reduce(buffer.div_(2), async_op=True).get_future().then(lambda f: f.value()[0])
+    def note(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        buffer = bucket.buffer()
+        assert buffer.dtype == FP32
+        ranges.append((buffer.data_ptr(), buffer.data_ptr() + buffer.nbytes))
+        return dist.all_reduce(buffer.div_(2), async_op=True).get_future().then(lambda f: f.value()[0])
 
-        ddp = wrapped(layers(BF16), cls, comm_hook=note, bucket_cap_mb=0.01)
-        born: list[Any] = []
-        for p in ddp.parameters():
-            p.register_post_accumulate_grad_hook(lambda p: born.append(weakref.ref(p.grad)))
-        shown = [p.main_grad for p in ddp.parameters()]
-        for step in range(3):
-            ranges.clear()
-            run_step(ddp, rank, step, BF16)
-            for p, main in zip(ddp.parameters(), shown, strict=True):
-                assert p.main_grad is main
-                assert p.grad is None
-                assert sum(begin <= main.data_ptr() < end for begin, end in ranges) == 1
-            _assert_equal(shown, expected(2, step, BF16), exact=True)
-            ddp.zero_grad()
-        assert len(ranges) > 1
-        assert len(born) == 3 * MICRO * len(shown)
-        assert not any(ref() for ref in born)
-
-    run_ranks(work, 2)
+    ddp = wrapped(layers(BF16), cls, comm_hook=note, bucket_cap_mb=0.01)
+    born: list[Any] = []
+    for p in ddp.parameters():
+        p.register_post_accumulate_grad_hook(lambda p: born.append(weakref.ref(p.grad)))
+    shown = [p.main_grad for p in ddp.parameters()]
+    for step in range(3):
+        ranges.clear()
+        run_step(ddp, rank, step, BF16)
+        for p, main in zip(ddp.parameters(), shown, strict=True):
+            assert p.main_grad is main and p.grad is None
+            assert sum(begin <= main.data_ptr() < end for begin, end in ranges) == 1
+        _assert_equal(shown, expected(2, step, BF16))
+        ddp.zero_grad()
+    assert len(ranges) > 1
+    assert len(born) == 3 * MICRO * len(shown) and not any(ref() for ref in born)
 
 
 # --- who clears ---
 
 
-def test_what_clears_main_grad():
-    def work(rank):
-        ddp = wrapped(_Weight())
-        weight, main = ddp.module.weight, ddp.module.weight.main_grad
-        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.0)
-        assert main.tolist() == [0.0] * 4
+@on_ranks(2)
+def test_what_clears_main_grad(rank):
+    ddp = wrapped(_Weight())
+    weight, main = ddp.module.weight, ddp.module.weight.main_grad
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.0)
+    assert main.tolist() == [0.0] * 4
 
-        def after(value: float) -> float:
-            ddp(value).backward()
-            assert weight.main_grad is main
-            assert weight.grad is None
-            return main[0].item()
+    def after(value: float) -> float:
+        ddp(value).backward()
+        assert weight.main_grad is main and weight.grad is None
+        return main[0].item()
 
-        assert after(1.0) == 1.0
-        assert after(2.0) == 3.0
-        optimizer.step()
+    assert after(1.0) == 1.0
+    assert after(2.0) == 3.0
+    optimizer.step()
+    optimizer.zero_grad()
+    ddp.module.zero_grad()
+    assert after(1.0) == 4.0  # those know nothing of it
+    ddp.zero_grad()
+    assert main.tolist() == [0.0] * 4
+    assert after(5.0) == 5.0
+    ddp.zero_grad(set_to_none=False)
+    assert after(6.0) == 6.0
+    weight.main_grad = None
+    assert after(7.0) == 7.0
+    del weight.main_grad
+    assert after(8.0) == 8.0
+    main.zero_()
+    assert after(9.0) == 9.0
+    weight.main_grad = torch.full((4,), 0.5)  # as an assignment to .grad
+    assert after(1.0) == 1.5
+    main.fill_(0.25)
+    assert after(1.0) == 1.25
+    main.mul_(2)
+    assert after(1.0) == 3.5
+    weight.main_grad = None
+    with ddp.no_sync():
+        ddp(float(rank)).backward()
+    assert main[0].item() == rank
+    assert after(float(rank)) == 1.0
+    for wrong in (3.0, torch.zeros(3)):
+        weight.main_grad = wrong
+        with pytest.raises(ValueError, match=r"'weight': main_grad must be None, or a tensor of shape \[4\]; got"):
+            ddp(1.0)
+
+
+@on_ranks(2)
+def test_fp32_grad_is_cleared_as_ever_also_by_a_scaler(rank):
+    ddp = wrapped(_Weight(torch.float16), main_grads_as="grad")
+    weight = ddp.module.weight
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.5, momentum=0.9)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    assert weight.grad is None
+    for _ in range(2):
+        scaler.scale(ddp(2.0 + rank)).backward()
+        scaler.unscale_(optimizer)
+        assert weight.grad.dtype == FP32 and weight.grad.tolist() == [2.5] * 4
+        scaler.step(optimizer)
+        scaler.update()
         optimizer.zero_grad()
-        ddp.module.zero_grad()
-        assert after(1.0) == 4.0  # those know nothing of it
-        ddp.zero_grad()
-        assert main.tolist() == [0.0] * 4
-        assert after(5.0) == 5.0
-        ddp.zero_grad(set_to_none=False)
-        assert after(6.0) == 6.0
-        weight.main_grad = None
-        assert after(7.0) == 7.0
-        del weight.main_grad
-        assert after(8.0) == 8.0
-        main.zero_()
-        assert after(9.0) == 9.0
-        weight.main_grad = torch.full((4,), 0.5)  # as an assignment to .grad
-        assert after(1.0) == 1.5
-        ddp.zero_grad()
-        main.fill_(0.25)
-        assert after(1.0) == 1.25
-        main.mul_(2)
-        assert after(1.0) == 3.5
-        weight.main_grad = None
-        with ddp.no_sync():
-            ddp(float(rank)).backward()
-        assert main[0].item() == rank
-        assert after(float(rank)) == 1.0
-
-    run_ranks(work, 2)
-
-
-def test_fp32_grad_is_cleared_as_ever():
-    def work(rank):
-        ddp = wrapped(_Weight(), main_grads_as="grad")
-        weight = ddp.module.weight
-        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.5, momentum=0.9)
         assert weight.grad is None
-        for _ in range(2):
-            ddp(1.0).backward()
-            assert (weight.grad.dtype, weight.grad[0].item()) == (FP32, 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-            assert weight.grad is None
-
-    run_ranks(work, 2)
 
 
-# --- with other options ---
-
-
-class _Branches(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.trunk, self.left, self.right, self.never = (nn.Linear(4, 4, dtype=BF16) for _ in range(4))
-
-    def forward(self, x: Tensor, branch: str) -> Tensor:
-        return getattr(self, branch)(torch.tanh(self.trunk(x))).float().sum()
-
-
-def _branches() -> _Branches:
-    torch.manual_seed(0)
-    return _Branches()
+# --- models ---
 
 
 def _input(rank: int, step: int) -> Tensor:
@@ -297,77 +276,58 @@ def _input(rank: int, step: int) -> Tensor:
     return torch.randn(3, 4).to(BF16)
 
 
-def _branch_grads(world_size: int, steps: range, branches: list[list[str]]) -> dict[str, Tensor | None]:
-    total: dict[str, Tensor | None] = {}
-    for rank in range(world_size):
+def _backward(model: nn.Module, rank: int, step: int, branch: str) -> None:
+    model(_input(rank, step), branch).float().sum().backward()
+
+
+def _branch_grads(steps: range, branches: list[list[str]]) -> dict[str, Tensor]:
+    """What both ranks make of two steps; no entry where no branch leads to a parameter."""
+    total: dict[str, Tensor] = {}
+    for rank in range(2):
         for step in steps:
-            model = _branches()
-            model(_input(rank, step), branches[rank][step % 2]).backward()
+            model = seeded(lambda: Branches(BF16))
+            _backward(model, rank, step, branches[rank][step % 2])
             for name, p in model.named_parameters():
                 if p.grad is not None:
-                    before = total.get(name)
-                    mine = p.grad.float() / world_size
-                    total[name] = mine if before is None else before + mine
+                    total[name] = total.get(name, 0) + p.grad.float() / 2
     return total
 
 
 @pytest.mark.parametrize("cls", [DistributedDataParallel, WholeBuckets])
-@pytest.mark.parametrize("place", PLACES)
-def test_unused_parameters(place, cls):
-    """Ranks use different ones; what nobody used keeps its gradient."""
+@EACH_PLACE
+@on_ranks(2)
+def test_unused_parameters(rank, place, cls):
+    """Ranks use different ones; what nobody used keeps its gradient, here one that has come from elsewhere."""
     branches = [["left", "left"], ["left", "right"]]
-
-    def work(rank):
-        ddp = wrapped(_branches(), cls, main_grads_as=place, find_unused_parameters=True)
-        never = ddp.module.never.weight
-
-        def grad(p: Tensor) -> Tensor | None:
-            return p.main_grad if place == "main_grad" else p.grad
-
-        # A gradient that has come from elsewhere.
-        if place == "main_grad":
-            never.main_grad = torch.full((4, 4), 3.0)
-        else:
-            never.grad = torch.full((4, 4), 3.0)
-        for first in (0, 2):
-            with ddp.no_sync():
-                ddp(_input(rank, first), branches[rank][0]).backward()
-            ddp(_input(rank, first + 1), branches[rank][1]).backward()
-            want = _branch_grads(2, range(first, first + 2), branches)
-            for name, p in ddp.module.named_parameters():
-                if name in want:
-                    torch.testing.assert_close(grad(p), want[name], rtol=1e-5, atol=1e-6)
-                elif name == "never.weight":
-                    assert grad(p).tolist() == [[3.0] * 4] * 4
-                else:
-                    assert grad(p) is None or not grad(p).any(), name
-            for name, p in ddp.module.named_parameters():
-                if name != "never.weight":
-                    p.grad = None
-                    if place == "main_grad":
-                        p.main_grad = None
-
-    run_ranks(work, 2)
+    ddp = wrapped(seeded(lambda: Branches(BF16)), cls, main_grads_as=place, find_unused_parameters=True)
+    setattr(ddp.module.never.weight, place, torch.full((4, 4), 3.0))
+    for first in (0, 2):
+        with ddp.no_sync():
+            _backward(ddp, rank, first, branches[rank][0])
+        _backward(ddp, rank, first + 1, branches[rank][1])
+        want = _branch_grads(range(first, first + 2), branches)
+        for name, p in ddp.module.named_parameters():
+            grad = getattr(p, place)
+            if name in want:
+                torch.testing.assert_close(grad, want[name], rtol=1e-5, atol=1e-6)
+            elif name == "never.weight":
+                assert grad.tolist() == [[3.0] * 4] * 4
+                continue
+            else:
+                assert grad is None or not grad.any(), name
+            setattr(p, place, None)
+    ddp = wrapped(seeded(lambda: Branches(BF16)), cls, main_grads_as=place, sync="forced_sync")
+    for i in accumulate(ddp, 2):
+        _backward(ddp, rank, i, "left")
+    want = _branch_grads(range(2), [["left"] * 2] * 2)
+    for name, p in ddp.module.named_parameters():
+        torch.testing.assert_close(getattr(p, place), want.get(name, torch.zeros_like(p, dtype=FP32)))
+        assert place == "grad" or p.grad is None
 
 
-@pytest.mark.parametrize(
-    "options", [{"static_graph": True}, {"sync": "forced_sync"}, {"sync": "multi_auto_sync"}], ids=str
-)
-@pytest.mark.parametrize("place", PLACES)
-def test_strategies(place, options):
-    def work(rank):
-        ddp = wrapped(layers(BF16), main_grads_as=place, **options)
-        for step in range(3):
-            for i in accumulate(ddp, MICRO):
-                loss(ddp, rank, step, i, BF16).backward()
-            _assert_equal(kept(ddp), expected(2, step, BF16), exact="sync" not in options)
-            ddp.zero_grad()
-
-    run_ranks(work, 2)
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_a_parameter_used_by_two_checkpoints_in_a_static_graph(place):
+@EACH_PLACE
+@on_ranks(2)
+def test_a_parameter_used_by_two_checkpoints_in_a_static_graph(rank, place):
     """Its hook fires twice in a step, and the first gradient is not complete."""
 
     class Twice(nn.Module):
@@ -381,77 +341,57 @@ def test_a_parameter_used_by_two_checkpoints_in_a_static_graph(place):
                 x = torch.utils.checkpoint.checkpoint(self.layer, x, use_reentrant=True)
             return x.float().square().sum()
 
-    def x(rank: int, step: int) -> Tensor:
-        return _input(rank, step).requires_grad_()
+    ddp = wrapped(Twice(), main_grads_as=place, static_graph=True)
+    for step in range(3):
+        ddp(_input(rank, step).requires_grad_()).backward()
+        want = [torch.zeros_like(p, dtype=FP32) for p in ddp.parameters()]
+        for r in range(2):
+            # What autograd hands over one by one, as no wrapper adds them up in bf16.
+            model, came = Twice(), []
+            for p in model.parameters():
+                p.register_hook(lambda g, came=came: came.append(g.float()))
+            model(_input(r, step).requires_grad_()).backward()
+            for g in came:
+                next(w for w in want if w.shape == g.shape).add_(g / 2)
+        for got, w in zip(kept(ddp), want, strict=True):
+            torch.testing.assert_close(got, w, rtol=1e-6, atol=1e-5)
+        ddp.zero_grad()
 
-    def work(rank):
-        ddp = wrapped(Twice(), main_grads_as=place, static_graph=True)
-        for step in range(3):
-            ddp(x(rank, step)).backward()
-            want = [torch.zeros_like(p, dtype=FP32) for p in ddp.parameters()]
-            for r in range(2):
-                # What autograd hands over one by one, as no wrapper adds them up in bf16.
-                model, came = Twice(), []
-                for p in model.parameters():
-                    p.register_hook(lambda g, came=came: came.append(g.float()))
-                model(x(r, step)).backward()
-                for g in came:
-                    next(w for w in want if w.shape == g.shape).add_(g / 2)
-            for got, w in zip(kept(ddp), want, strict=True):
-                torch.testing.assert_close(got, w, rtol=1e-6, atol=1e-5)
+
+@EACH_PLACE
+@on_ranks(2)
+def test_join_stats_and_nonfinite(rank, place):
+    ddp = wrapped(_Weight(), main_grads_as=place)
+    with ddp.join():
+        for step in range(1 + rank):
+            ddp.zero_grad()
+            ddp(4.0 + rank).backward()
+            assert [g[0].item() for g in kept(ddp)] == [[4.5, 2.5][step]]
+    ddp = wrapped(_Weight(), main_grads_as=place, gradient_stats=True, find_nonfinite=True)
+    ddp(1.0 + rank).backward()
+    assert ddp.gradient_stats().tolist() == [[4 * 1.5**2, 0.0]]
+    ddp.zero_grad()
+    ddp(float("inf") if rank == 1 else 1.0).backward()
+    assert ddp.gradient_stats()[0, 1].item() == 4
+    ddp(0.0)  # what was found is published with a forward
+    found = [(f.rank, f.parameter) for f in ddp.nonfinite()]
+    assert found == [(1, "weight")] or (rank == 0 and not found)
+
+
+@EACH_PLACE
+@on_ranks(2)
+def test_hooks_and_wire_dtypes_see_fp32(rank, place):
+    for options in ({"comm_hook": "bf16"}, {"comm_hook": comm_hooks.FP16()}, {"transport": "shm", "wire_dtype": BF16}):
+        ddp = wrapped(layers(BF16), main_grads_as=place, **options)
+        for step in range(2):
+            run_step(ddp, rank, step, BF16)
+            for got, want in zip(kept(ddp), expected(2, step, BF16), strict=True):
+                torch.testing.assert_close(got, want, rtol=0.02, atol=0.02 * want.abs().max().item())
             ddp.zero_grad()
 
-    run_ranks(work, 2)
 
-
-@pytest.mark.parametrize("place", PLACES)
-def test_join(place):
-    def work(rank):
-        ddp = wrapped(_Weight(), main_grads_as=place)
-        seen = []
-        with ddp.join():
-            for _ in range(1 + rank):
-                ddp.zero_grad()
-                ddp(4.0 + rank).backward()
-                seen += [g[0].item() for g in kept(ddp)]
-        assert seen == [4.5, 2.5][: 1 + rank]
-
-    run_ranks(work, 2)
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_hooks_and_wire_dtypes_see_fp32(place):
-    def work(rank):
-        for options in (
-            {"comm_hook": "bf16"},
-            {"comm_hook": comm_hooks.FP16()},
-            {"transport": "shm", "wire_dtype": BF16},
-        ):
-            ddp = wrapped(layers(BF16), main_grads_as=place, **options)
-            for step in range(2):
-                run_step(ddp, rank, step, BF16)
-                for got, want in zip(kept(ddp), expected(2, step, BF16), strict=True):
-                    torch.testing.assert_close(got, want, rtol=0.02, atol=0.02 * want.abs().max().item())
-                ddp.zero_grad()
-
-    run_ranks(work, 2)
-
-
-@pytest.mark.parametrize("views", [None, True, False])
-def test_gradient_as_bucket_view(views):
-    def work(rank):
-        ddp = wrapped(layers(BF16), main_grads_as="grad", gradient_as_bucket_view=views)
-        run_step(ddp, rank, 0, BF16)
-        _assert_equal(kept(ddp), expected(2, 0, BF16), exact=True)
-        if views is not False:
-            ddp = wrapped(layers(BF16), gradient_as_bucket_view=views)
-            run_step(ddp, rank, 0, BF16)
-            _assert_equal(kept(ddp), expected(2, 0, BF16), exact=True)
-
-    run_ranks(work, 2)
-
-
-def test_models_of_several_dtypes():
+@on_ranks(2)
+def test_models_of_several_dtypes(rank):
     """One rule: 16 bits are kept in fp32, the others in their own dtype; and in the same place."""
 
     class Mixed(nn.Module):
@@ -464,338 +404,189 @@ def test_models_of_several_dtypes():
             self.fp64 = nn.Linear(4, 1, dtype=torch.float64)
 
         def forward(self, x: Tensor) -> Tensor:
-            x = self.norm(self.bf16(self.fp16(x).to(BF16)).float())
+            x = self.norm(self.bf16(self.fp16(x.half()).to(BF16)).float())
             return self.fp64(x.double()).sum()
 
-    def grads(model: nn.Module, rank: int, step: int) -> None:
-        torch.manual_seed(10 * step + rank)
-        model(torch.randn(3, 4).half()).backward()
-
-    def work(rank):
-        want: dict[str, Tensor] = {}
-        for r in range(2):
-            model = Mixed()
-            grads(model, r, 0)
-            for name, p in model.named_parameters():
-                wide = p.grad.float() if p.dtype.itemsize == 2 else p.grad
-                want[name] = want.get(name, 0) + wide / 2
-        main, grad, reduced = (
-            wrapped(Mixed()),
-            wrapped(Mixed(), main_grads_as="grad"),
-            DistributedDataParallel(Mixed(), reduce_dtype=FP32),
-        )
-        for ddp in (main, grad, reduced):
-            for _ in range(2):
-                ddp.zero_grad()
-                grads(ddp, rank, 0)
-            for name, p in ddp.module.named_parameters():
-                got = p.main_grad if ddp is main else p.grad
-                wide = p.dtype if ddp is reduced or p.dtype.itemsize > 2 else FP32
-                assert got.dtype == wide, name
-                assert torch.equal(got, want[name].to(wide)), name
-                assert (p.grad is None) == (ddp is main)
-        sizes = [p.numel() * max(4, p.dtype.itemsize) for p in main.parameters()]
-        assert main.reducer.bucket_memory_bytes == sum(sizes)
-
-    run_ranks(work, 2)
-
-
-def test_layouts_that_are_not_row_major():
-    def work(rank):
-        for place in PLACES:
-            torch.manual_seed(0)
-            conv = nn.Conv2d(3, 4, 3).to(BF16, memory_format=torch.channels_last)
-            ddp = wrapped(conv, main_grads_as=place)
-            want = 0
-            for r in range(2):
-                for micro in range(2):
-                    torch.manual_seed(10 * r + micro)
-                    plain = copy.deepcopy(conv)
-                    plain(torch.randn(2, 3, 8, 8).to(BF16)).float().square().sum().backward()
-                    want = want + plain.weight.grad.float() / 2
-            for micro in range(2):
-                torch.manual_seed(10 * rank + micro)
-                x = torch.randn(2, 3, 8, 8).to(BF16)
-                if micro == 0:
-                    with ddp.no_sync():
-                        ddp(x).float().square().sum().backward()
-                else:
-                    ddp(x).float().square().sum().backward()
-            got = ddp.module.weight.main_grad if place == "main_grad" else ddp.module.weight.grad
-            assert got.is_contiguous(memory_format=torch.channels_last)
-            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-4)
-
-    run_ranks(work, 2)
-
-
-def test_buckets_that_change_keep_what_was_accumulated():
-    def work(rank):
-        for place in PLACES:
-            ddp = wrapped(layers(BF16), main_grads_as=place, bucket_cap_mb=0.01)
-            run_step(ddp, rank, 0, BF16)
-            total = [g.clone() for g in kept(ddp)]
-            assert not ddp.reducer.has_rebuilt_buckets
-            run_step(ddp, rank, 1, BF16, micro=1)  # buckets are rebuilt before it
-            assert ddp.reducer.has_rebuilt_buckets
-            want = [a + b for a, b in zip(total, expected(2, 1, BF16, micro=1), strict=True)]
-            for got, w in zip(kept(ddp), want, strict=True):
-                torch.testing.assert_close(got, w, rtol=1e-5, atol=1e-5 * w.abs().max().item())
-
-    run_ranks(work, 2)
-
-
-def test_stats_and_nonfinite():
-    def work(rank):
-        for place in PLACES:
-            ddp = wrapped(_Weight(), main_grads_as=place, gradient_stats=True, find_nonfinite=True)
-            ddp(1.0 + rank).backward()
-            assert ddp.gradient_stats().tolist() == [[4 * 1.5**2, 0.0]]
+    want: dict[str, Tensor] = {}
+    for r in range(2):
+        model = Mixed()
+        model(_input(r, 0)).backward()
+        for name, p in model.named_parameters():
+            wide = p.grad.float() if p.dtype.itemsize == 2 else p.grad
+            want[name] = want.get(name, 0) + wide / 2
+    main, reduced = wrapped(Mixed()), DistributedDataParallel(Mixed(), reduce_dtype=FP32)
+    for ddp in (main, wrapped(Mixed(), main_grads_as="grad"), reduced):
+        for _ in range(2):
             ddp.zero_grad()
-            ddp(float("inf") if rank == 1 else 1.0).backward()
-            assert ddp.gradient_stats()[0, 1].item() == 4
-            ddp(0.0)  # what was found is published with a forward
-            found = ddp.nonfinite()
-            assert [(f.rank, f.parameter) for f in found] in ([], [(1, "weight")])
-            if rank == 1:
-                assert found
-
-    run_ranks(work, 2)
-
-
-def test_frozen_after_wrapping_and_forced_sync():
-    def work(rank):
-        ddp = wrapped(_branches(), sync="forced_sync")
-        for i in accumulate(ddp, 2):
-            ddp(_input(rank, i), "left").backward()
-        want = _branch_grads(2, range(2), [["left"] * 2] * 2)
+            ddp(_input(rank, 0)).backward()
         for name, p in ddp.module.named_parameters():
-            torch.testing.assert_close(p.main_grad, want.get(name, torch.zeros_like(p, dtype=FP32)))
-            assert p.grad is None
-
-    run_ranks(work, 2)
-
-
-def test_over_another_group():
-    def work(rank):
-        for place in PLACES:
-            ddp = wrapped(layers(BF16), main_grads_as=place, transport="shm")
-            shown = [getattr(p, "main_grad", None) for p in ddp.parameters()]
-            with ddp.no_sync():
-                loss(ddp, rank, 0, 0, BF16).backward()
-            ddp._update_process_group(dist.new_group())
-            loss(ddp, rank, 0, 1, BF16).backward()
-            _assert_equal(kept(ddp), expected(2, 0, BF16, micro=2), exact=True)
-            assert all(getattr(p, "main_grad", None) is s for p, s in zip(ddp.parameters(), shown, strict=True))
-
-    run_ranks(work, 2)
+            got = p.main_grad if ddp is main else p.grad
+            dtype = p.dtype if ddp is reduced or p.dtype.itemsize > 2 else FP32
+            assert got.dtype == dtype and torch.equal(got, want[name].to(dtype)), name
+            assert (p.grad is None) == (ddp is main)
+    assert main.reducer.bucket_memory_bytes == sum(p.numel() * max(4, p.dtype.itemsize) for p in main.parameters())
 
 
-def test_create_graph_keeps_values():
-    def work(rank):
-        ddp = wrapped(_Weight())
-        ddp.module.weight.main_grad = torch.ones(4)
-        with pytest.warns(UserWarning, match="nothing can be differentiated through them"):
-            (ddp(1.0 + rank) ** 2).backward(create_graph=True)
-        grad = ddp.module.weight.main_grad
-        assert not grad.requires_grad
-        assert grad.tolist() == [1 + (2 * 4 * 1 + 2 * 8 * 2) / 2] * 4
+@EACH_PLACE
+@on_ranks(2)
+def test_layouts_that_are_not_row_major(rank, place):
+    def backward(model: nn.Module, rank: int, micro: int) -> None:
+        torch.manual_seed(10 * rank + micro)
+        model(torch.randn(2, 3, 8, 8).to(BF16)).float().square().sum().backward()
 
-    run_ranks(work, 2)
-
-
-def test_grad_scaler_with_fp32_grad():
-    def work(rank):
-        ddp = wrapped(_Weight(torch.float16), main_grads_as="grad")
-        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.0)
-        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-        scaler.scale(ddp(2.0 + rank)).backward()
-        scaler.unscale_(optimizer)
-        assert ddp.module.weight.grad.tolist() == [2.5] * 4
-        scaler.step(optimizer)
-
-    run_ranks(work, 2)
+    torch.manual_seed(0)
+    conv = nn.Conv2d(3, 4, 3).to(BF16, memory_format=torch.channels_last)
+    want = 0
+    for r in range(2):
+        for micro in range(2):
+            plain = copy.deepcopy(conv)
+            backward(plain, r, micro)
+            want = want + plain.weight.grad.float() / 2
+    ddp = wrapped(conv, main_grads_as=place)
+    with ddp.no_sync():
+        backward(ddp, rank, 0)
+    backward(ddp, rank, 1)
+    got = getattr(ddp.module.weight, place)
+    assert got.is_contiguous(memory_format=torch.channels_last)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-4)
 
 
-def test_what_main_grad_can_be():
-    def work(rank):
-        ddp = wrapped(_Weight())
-        for wrong in (3.0, torch.zeros(3)):
-            ddp.module.weight.main_grad = wrong
-            with pytest.raises(ValueError, match=r"'weight': main_grad must be None, or a tensor of shape \[4\]; got"):
-                ddp(1.0)
-
-    run_ranks(work, 1)
+# --- what goes on elsewhere ---
 
 
-# --- copies, and wrapping again ---
+@EACH_PLACE
+@on_ranks(2)
+def test_accumulated_gradients_stay_in_other_buckets_and_over_another_group(rank, place):
+    ddp = wrapped(layers(BF16), main_grads_as=place, bucket_cap_mb=0.01)
+    run_step(ddp, rank, 0, BF16)
+    total = [g.clone() for g in kept(ddp)]
+    assert not ddp.reducer.has_rebuilt_buckets
+    run_step(ddp, rank, 1, BF16, micro=1)  # buckets are rebuilt before it
+    assert ddp.reducer.has_rebuilt_buckets
+    for got, a, b in zip(kept(ddp), total, expected(2, 1, BF16, micro=1), strict=True):
+        torch.testing.assert_close(got, a + b, rtol=1e-5, atol=1e-5 * (a + b).abs().max().item())
+    ddp = wrapped(layers(BF16), main_grads_as=place, transport="shm")
+    shown = [getattr(p, "main_grad", None) for p in ddp.parameters()]
+    with ddp.no_sync():
+        loss(ddp, rank, 0, 0, BF16).backward()
+    ddp._update_process_group(dist.new_group())
+    loss(ddp, rank, 0, 1, BF16).backward()
+    _assert_equal(kept(ddp), expected(2, 0, BF16, micro=2))
+    assert all(getattr(p, "main_grad", None) is s for p, s in zip(ddp.parameters(), shown, strict=True))
 
 
-def test_copies():
-    def work(rank):
-        ddp = wrapped(_Weight())
-        ddp(2.0).backward()
-        for other in (
-            copy.deepcopy(ddp),
-            pickle.loads(pickle.dumps(ddp)),
-            torch.load(_saved(ddp), weights_only=False),
-        ):
-            assert other.module.weight.main_grad is not ddp.module.weight.main_grad
-            other.zero_grad()
-            other(float(rank)).backward()
-            assert other.module.weight.main_grad.tolist() == [0.5] * 4
-            assert other.module.weight.grad is None
-        assert ddp.module.weight.main_grad.tolist() == [2.0] * 4
-        wide = wrapped(_Weight(), main_grads_as="grad")
-        wide(2.0).backward()
-        for other in (copy.deepcopy(wide), pickle.loads(pickle.dumps(wide))):
-            other.zero_grad()
-            other(float(rank)).backward()
-            assert other.module.weight.grad.tolist() == [0.5] * 4
-            assert other.module.weight.grad.dtype == FP32
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_create_graph_keeps_values(rank):
+    ddp = wrapped(_Weight())
+    ddp.module.weight.main_grad = torch.ones(4)
+    with pytest.warns(UserWarning, match="nothing can be differentiated through them"):
+        (ddp(1.0 + rank) ** 2).backward(create_graph=True)
+    grad = ddp.module.weight.main_grad
+    assert not grad.requires_grad
+    assert grad.tolist() == [1 + (2 * 4 * 1 + 2 * 8 * 2) / 2] * 4
 
 
-def _saved(ddp: nn.Module) -> io.BytesIO:
+@EACH_PLACE
+@on_ranks(2)
+def test_copies(rank, place):
+    ddp = wrapped(_Weight(), main_grads_as=place)
+    ddp(2.0).backward()
     file = io.BytesIO()
     torch.save(ddp, file)
     file.seek(0)
-    return file
+    for other in (copy.deepcopy(ddp), pickle.loads(pickle.dumps(ddp)), torch.load(file, weights_only=False)):
+        assert _grad(other.module.weight) is not _grad(ddp.module.weight)
+        other.zero_grad()
+        other(float(rank)).backward()
+        grad = getattr(other.module.weight, place)
+        assert grad.dtype == FP32 and grad.tolist() == [0.5] * 4
+        assert place == "grad" or other.module.weight.grad is None
+    assert _grad(ddp.module.weight).tolist() == [2.0] * 4
 
 
-def test_wrapped_again_it_is_kept_as_grad_is():
-    def work(rank):
-        module = _Weight()
-        first = wrapped(module)
-        first(2.0).backward()
-        del first
-        assert module.weight.main_grad.tolist() == [2.0] * 4  # outlives its wrapper
-        again = wrapped(module)
-        again(1.0).backward()
-        assert module.weight.main_grad.tolist() == [3.0] * 4
-        wide = _Weight()
-        wide.weight.grad = torch.full((4,), 2.0, dtype=BF16)
-        wrapped(wide, main_grads_as="grad")(1.0).backward()
-        assert wide.weight.grad.tolist() == [3.0] * 4
-        assert wide.weight.grad.dtype == FP32
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_wrapped_again_it_is_kept_as_grad_is(rank):
+    module = _Weight()
+    first = wrapped(module)
+    first(2.0).backward()
+    del first
+    assert module.weight.main_grad.tolist() == [2.0] * 4  # outlives its wrapper
+    again = wrapped(module)
+    again(1.0).backward()
+    assert module.weight.main_grad.tolist() == [3.0] * 4
+    wide = _Weight()
+    wide.weight.grad = torch.full((4,), 2.0, dtype=BF16)
+    wrapped(wide, main_grads_as="grad")(1.0).backward()
+    assert wide.weight.grad.dtype == FP32 and wide.weight.grad.tolist() == [3.0] * 4
 
 
-# --- training ---
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_adamw_on_masters(place):
+@EACH_PLACE
+@on_ranks(2)
+def test_adamw_on_masters(rank, place):
     """The loop of docs/main_grads.md, beside one process that does the same with plain autograd."""
-    world_size, steps = 2, 6
-
-    def step_of(masters: list[Tensor], grads: list[Tensor], optimizer: Any, module: nn.Module) -> None:
-        for master, grad in zip(masters, grads, strict=True):
-            master.grad = grad
-        torch.nn.utils.clip_grad_norm_(masters, 1.0)
-        optimizer.step()
-        with torch.no_grad():
-            for p, master in zip(module.parameters(), masters, strict=True):
-                p.copy_(master)
 
     def masters_of(module: nn.Module) -> tuple[list[Tensor], Any]:
         masters = [p.detach().float().requires_grad_() for p in module.parameters()]
         return masters, torch.optim.AdamW(masters, lr=1e-2)
 
-    def work(rank):
-        ddp = wrapped(layers(BF16), main_grads_as=place, transport="shm")
-        masters, optimizer = masters_of(ddp.module)
-        alone = layers(BF16)
-        alone_masters, alone_optimizer = masters_of(alone)
-        for step in range(steps):
-            run_step(ddp, rank, step, BF16)
-            step_of(masters, kept(ddp), optimizer, ddp.module)
-            ddp.zero_grad()
-            total = [torch.zeros_like(m) for m in alone_masters]
-            for r in range(world_size):
-                mine = [torch.zeros_like(m) for m in alone_masters]
-                for i in range(MICRO):
-                    alone.zero_grad()
-                    loss(alone, r, step, i, BF16).backward()
-                    for t, p in zip(mine, alone.parameters(), strict=True):
-                        t += p.grad.float()
-                for t, m in zip(total, mine, strict=True):
-                    t += m / world_size
-            step_of(alone_masters, total, alone_optimizer, alone)
-        start = list(layers(BF16).parameters())
-        for p, q, s in zip(ddp.module.parameters(), alone.parameters(), start, strict=True):
-            assert torch.equal(p, q)
-            assert not torch.equal(p, s)
-
-    run_ranks(work, world_size)
+    ddp, alone = wrapped(layers(BF16), main_grads_as=place, transport="shm"), layers(BF16)
+    sides = [(ddp.module, *masters_of(ddp.module)), (alone, *masters_of(alone))]
+    for step in range(6):
+        run_step(ddp, rank, step, BF16)
+        for (module, masters, optimizer), grads in zip(sides, (kept(ddp), sums(alone, 2, step, BF16)), strict=True):
+            for master, grad in zip(masters, grads, strict=True):
+                master.grad = grad
+            torch.nn.utils.clip_grad_norm_(masters, 1.0)
+            optimizer.step()
+            with torch.no_grad():
+                for p, master in zip(module.parameters(), masters, strict=True):
+                    p.copy_(master)
+        ddp.zero_grad()
+    for p, q, start in zip(ddp.module.parameters(), alone.parameters(), layers(BF16).parameters(), strict=True):
+        assert torch.equal(p, q) and not torch.equal(p, start)
 
 
 # --- what does not go together ---
 
+REFUSED = [
+    ({"reduce_dtype": torch.float64}, r"reduce_dtype must be torch.float32 or None, got torch.float64.*wire_dtype"),
+    ({"reduce_dtype": BF16}, r"reduce_dtype must be torch.float32 or None, got torch.bfloat16"),
+    ({"main_grads": BF16}, r"main_grads must be torch.float32 or None, got torch.bfloat16"),
+    ({"main_grads": True}, r"main_grads must be torch.float32 or None, got True"),
+    ({"main_grads": FP32, "main_grads_as": "x"}, r"main_grads_as must be one of 'main_grad', 'grad', got 'x'"),
+    ({"main_grads_as": "grad"}, r"main_grads_as='grad' says where main_grads= are kept"),
+    ({"main_grads": FP32, "gradient_as_bucket_view": False}, r"gradient_as_bucket_view=False: main_grad is memory"),
+    ({"reduce_dtype": FP32, "gradient_as_bucket_view": True}, r"gradient_as_bucket_view=True: a 16-bit .grad"),
+    ({"main_grads": FP32, "mixed_precision": "fp16"}, r"main_grads=torch.float32 does not go with mixed_precision"),
+    ({"reduce_dtype": FP32, "delay_all_reduce_named_params": [("a", None)]}, r"not go with delay_all_reduce_named"),
+]
 
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"reduce_dtype": torch.float64}, r"reduce_dtype must be torch.float32 or None, got torch.float64.*wire_dtype"),
-        ({"reduce_dtype": BF16}, r"reduce_dtype must be torch.float32 or None, got torch.bfloat16"),
-        ({"main_grads": BF16}, r"main_grads must be torch.float32 or None, got torch.bfloat16"),
-        ({"main_grads": True}, r"main_grads must be torch.float32 or None, got True"),
-        ({"main_grads": FP32, "main_grads_as": "x"}, r"main_grads_as must be one of 'main_grad', 'grad', got 'x'"),
-        ({"main_grads_as": "grad"}, r"main_grads_as='grad' says where main_grads= are kept"),
-        ({"main_grads": FP32, "gradient_as_bucket_view": False}, r"gradient_as_bucket_view=False: main_grad is memory"),
-        ({"reduce_dtype": FP32, "gradient_as_bucket_view": True}, r"gradient_as_bucket_view=True: a 16-bit .grad"),
-        (
-            {"main_grads": FP32, "mixed_precision": "fp16"},
-            r"main_grads=torch.float32 does not go with mixed_precision",
-        ),
-        (
-            {"reduce_dtype": FP32, "delay_all_reduce_named_params": [("a", None)]},
-            r"reduce_dtype=torch.float32 does not go with delay_all_reduce_named_params",
-        ),
-    ],
-    ids=str,
-)
-def test_options_that_do_not_go(options, text):
-    def work(rank):
+
+@on_ranks(1)
+def test_options_and_models_that_do_not_go(rank):
+    for options, text in REFUSED:
         with pytest.raises(ValueError, match=text):
             DistributedDataParallel(_Weight(), **options)
 
-    run_ranks(work, 1)
+    def embedding(dtype):
+        return nn.Embedding(4, 4, sparse=True, dtype=dtype)
+
+    for dtype in (BF16, FP32):
+        with pytest.raises(ValueError, match=r"main_grads=torch.float32 needs dense gradients.*'weight'"):
+            wrapped(embedding(dtype))
+    DistributedDataParallel(embedding(FP32), reduce_dtype=FP32)(torch.tensor([1])).sum().backward()
+    with pytest.raises(ValueError, match=r"reduce_dtype=torch.float32 needs dense gradients.*'weight'"):
+        DistributedDataParallel(embedding(BF16), reduce_dtype=FP32)
+    with pytest.raises(ValueError, match=r"already wrapped with main_grads"):
+        DistributedDataParallel(wrapped(_Weight()))
+    with pytest.raises(ValueError, match=r"main_grads=torch.float32 does not go with a model that is wrapped twice"):
+        wrapped(DistributedDataParallel(_Weight()))
+    with pytest.raises(TypeError, match=r"replicate\(\) has no argument 'main_grads': use torchddp.Dist"):
+        replicate(_Weight(), main_grads=FP32)
 
 
-def test_models_that_do_not_go():
-    def work(rank):
-        for dtype, sparse_ok in ((BF16, False), (FP32, True)):
-            make = lambda dtype=dtype: nn.Embedding(4, 4, sparse=True, dtype=dtype)  # noqa: E731
-            with pytest.raises(ValueError, match=r"main_grads=torch.float32 needs dense gradients.*'weight'"):
-                wrapped(make())
-            if sparse_ok:
-                DistributedDataParallel(make(), reduce_dtype=FP32)(torch.tensor([1])).sum().backward()
-            else:
-                with pytest.raises(ValueError, match=r"reduce_dtype=torch.float32 needs dense gradients.*'weight'"):
-                    DistributedDataParallel(make(), reduce_dtype=FP32)
-        inner = wrapped(_Weight())
-        with pytest.raises(ValueError, match=r"already wrapped with main_grads"):
-            DistributedDataParallel(inner)
-        with pytest.raises(
-            ValueError, match=r"main_grads=torch.float32 does not go with a model that is wrapped twice"
-        ):
-            wrapped(DistributedDataParallel(_Weight()))
-        with pytest.raises(TypeError, match=r"replicate\(\) has no argument 'main_grads': use torchddp.Dist"):
-            from torchddp.composable import replicate
-
-            replicate(_Weight(), main_grads=FP32)
-
-    run_ranks(work, 1)
-
-
-def test_ranks_that_differ():
-    def work(rank):
-        text = (
-            r"\[1\]: params\[0\] \('weight'\) in this process has dtype bfloat16 \(reduced in float32\), in process 0"
-        )
-        with pytest.raises(RuntimeError, match=text):
-            DistributedDataParallel(_Weight(), main_grads=FP32 if rank == 1 else None)
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_ranks_that_differ(rank):
+    text = r"\[1\]: params\[0\] \('weight'\) in this process has dtype bfloat16 \(reduced in float32\), in process 0"
+    with pytest.raises(RuntimeError, match=text):
+        DistributedDataParallel(_Weight(), main_grads=FP32 if rank == 1 else None)

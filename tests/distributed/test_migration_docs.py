@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import torchddp
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.migration_page import PAGE, code, sections
 from tests.models import Mlp, batch, loss_of, same_on_all_ranks, seeded
 
@@ -45,30 +45,27 @@ SETTINGS = [(True, 1.0, False), (True, 4.0, True), (False, 1.0, False), (False, 
 
 
 @pytest.mark.parametrize(("average", "predivide", "always_fp32"), SETTINGS)
-def test_the_hook_reduces_as_apex(average, predivide, always_fp32):
+@on_ranks(2)
+def test_the_hook_reduces_as_apex(rank, average, predivide, always_fp32):
     """Divided before, summed, and multiplied back by predivide / world_size, the last only if it averages."""
-
-    def work(rank):
-        names = {"dist": torch.distributed}
-        source = code(sections()["From apex.parallel"])
-        function = source[source.index("def reduce_as_apex") : source.index("settings = ")]
-        exec(function, names)
-        dtype = torch.bfloat16 if always_fp32 else torch.float64
-        settings = (torch.distributed.group.WORLD, average, predivide, always_fp32)
-        model = seeded(lambda: Mlp(dtype=dtype))
-        ddp = torchddp.DDP(model, comm_hook=(settings, names["reduce_as_apex"]), bucket_cap_mb=0.001)
-        alone = []
-        for peer in range(2):
-            twin = seeded(lambda: Mlp(dtype=dtype))
-            loss_of(twin(batch(peer, dtype=dtype))).backward()
-            alone.append([p.grad for p in twin.parameters()])
-        loss_of(ddp(batch(rank, dtype=dtype))).backward()
-        factor = predivide / 2 if average else 1.0
-        for p, a, b in zip(ddp.parameters(), *alone, strict=True):
-            if always_fp32:
-                want = ((a.float() / predivide + b.float() / predivide) * factor).to(dtype)
-            else:
-                want = (a / predivide + b / predivide) * factor
-            assert torch.equal(p.grad, want)
-
-    run_ranks(work, 2)
+    names = {"dist": torch.distributed}
+    source = code(sections()["From apex.parallel"])
+    function = source[source.index("def reduce_as_apex") : source.index("settings = ")]
+    exec(function, names)
+    dtype = torch.bfloat16 if always_fp32 else torch.float64
+    settings = (torch.distributed.group.WORLD, average, predivide, always_fp32)
+    model = seeded(lambda: Mlp(dtype=dtype))
+    ddp = torchddp.DDP(model, comm_hook=(settings, names["reduce_as_apex"]), bucket_cap_mb=0.001)
+    alone = []
+    for peer in range(2):
+        twin = seeded(lambda: Mlp(dtype=dtype))
+        loss_of(twin(batch(peer, dtype=dtype))).backward()
+        alone.append([p.grad for p in twin.parameters()])
+    loss_of(ddp(batch(rank, dtype=dtype))).backward()
+    factor = predivide / 2 if average else 1.0
+    for p, a, b in zip(ddp.parameters(), *alone, strict=True):
+        if always_fp32:
+            want = ((a.float() / predivide + b.float() / predivide) * factor).to(dtype)
+        else:
+            want = (a / predivide + b / predivide) * factor
+        assert torch.equal(p.grad, want)

@@ -1,7 +1,6 @@
 """find_nonfinite: NaNs and infinities are traced to the rank, the parameters and the step they came from."""
 
 import copy
-import logging
 import math
 import time
 
@@ -11,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import torchddp
-from tests.harness import run_ranks
+from tests.harness import assert_each_raises, gathered, logged, on_ranks
 from tests.models import Branches, Mlp, batch, loss_of, seeded
 from tests.whole_buckets import WholeBuckets
 from torchddp.ddp import bucket_sizes
@@ -28,15 +27,12 @@ UPSTREAM = ["first.bias", "first.weight", "middle.bias", "middle.weight"]
 def spoil_gradient(layer, value):
     """From now on the gradient of the layer's output has one such value; returns what ends it."""
 
-    def hook(module, inputs, output):
-        def spoil(gradient):
-            gradient = gradient.clone()
-            gradient.view(-1)[0] = value
-            return gradient
+    def spoil(gradient):
+        gradient = gradient.clone()
+        gradient.view(-1)[0] = value
+        return gradient
 
-        output.register_hook(spoil)
-
-    return layer.register_forward_hook(hook)
+    return layer.register_forward_hook(lambda module, inputs, output: output.register_hook(spoil) and None)
 
 
 def spoil_output(layer, value):
@@ -53,51 +49,43 @@ def found_on_all(ddp):
     ddp.nonfinite()
     dist.barrier()
     found = ddp.nonfinite()
-    everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, found)
-    assert all(other == found for other in everyone)
+    assert gathered(found) == [found] * dist.get_world_size()
     return found
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_rank_step_and_the_parameters_upstream_are_named(world_size, transport):
+@on_ranks(1, 2, 3, 4)
+def test_rank_step_and_the_parameters_upstream_are_named(rank, world_size, transport):
     bad = min(1, world_size - 1)
 
-    def work(rank):
-        ddp = torchddp.DistributedDataParallel(
-            seeded(Mlp),
-            find_nonfinite=True,
-            bucket_cap_mb=0.001,
-            transport="auto" if world_size == 1 else transport,
-        )
-        for step in (1, 2):
-            run_step(ddp, rank, step)
-        assert found_on_all(ddp) == []
-        handle = spoil_gradient(ddp.module.middle, math.nan) if rank == bad else None
-        run_step(ddp, rank, 3)
-        if handle:
-            handle.remove()
-        found = found_on_all(ddp)
-        assert {(one.step, one.rank) for one in found} == {(3, bad)}
-        assert sorted(one.parameter for one in found) == UPSTREAM
-        counts = {one.parameter: one.count for one in found}
-        # Row 0 of the middle layer; one row of the batch, and with it all of the first layer.
-        assert counts == {"middle.bias": 1, "middle.weight": 16, "first.bias": 16, "first.weight": 128}
-        assert ddp.module.last.weight.grad.isfinite().all() and not ddp.module.middle.bias.grad[0].isfinite()
-        for step in (4, 5):
-            run_step(ddp, rank, step)
-        assert found_on_all(ddp) == found
-        handle = spoil_output(ddp.module.middle, math.nan) if rank == 0 else None
-        run_step(ddp, rank, 6)
-        if handle:
-            handle.remove()
-        again = found_on_all(ddp)
-        mine = [one for one in again if one.rank == 0]
-        assert {one.step for one in mine} == {6} and {"last.weight"} <= {one.parameter for one in mine}
-        assert [one for one in again if one.rank != 0] == ([] if bad == 0 else found)
-
-    run_ranks(work, world_size)
+    ddp = torchddp.DistributedDataParallel(
+        seeded(Mlp), find_nonfinite=True, bucket_cap_mb=0.001, transport="auto" if world_size == 1 else transport
+    )
+    for step in (1, 2):
+        run_step(ddp, rank, step)
+    assert found_on_all(ddp) == []
+    handle = spoil_gradient(ddp.module.middle, math.nan) if rank == bad else None
+    run_step(ddp, rank, 3)
+    if handle:
+        handle.remove()
+    found = found_on_all(ddp)
+    assert {(one.step, one.rank) for one in found} == {(3, bad)}
+    assert sorted(one.parameter for one in found) == UPSTREAM
+    counts = {one.parameter: one.count for one in found}
+    # Row 0 of the middle layer; one row of the batch, and with it all of the first layer.
+    assert counts == {"middle.bias": 1, "middle.weight": 16, "first.bias": 16, "first.weight": 128}
+    assert ddp.module.last.weight.grad.isfinite().all() and not ddp.module.middle.bias.grad[0].isfinite()
+    for step in (4, 5):
+        run_step(ddp, rank, step)
+    assert found_on_all(ddp) == found
+    handle = spoil_output(ddp.module.middle, math.nan) if rank == 0 else None
+    run_step(ddp, rank, 6)
+    if handle:
+        handle.remove()
+    again = found_on_all(ddp)
+    mine = [one for one in again if one.rank == 0]
+    assert {one.step for one in mine} == {6} and {"last.weight"} <= {one.parameter for one in mine}
+    assert [one for one in again if one.rank != 0] == ([] if bad == 0 else found)
 
 
 class Wide(nn.Module):
@@ -105,9 +93,9 @@ class Wide(nn.Module):
 
     def __init__(self, dtype=torch.float32):
         super().__init__()
-        self.first = nn.Linear(8, 1024, dtype=dtype)
-        self.middle = nn.Linear(1024, 768, dtype=dtype)
-        self.last = nn.Linear(768, 8, bias=False, dtype=dtype)
+        self.first = nn.Linear(8, 512, dtype=dtype)
+        self.middle = nn.Linear(512, 600, dtype=dtype)
+        self.last = nn.Linear(600, 8, bias=False, dtype=dtype)
 
     def forward(self, x):
         return self.last(torch.tanh(self.middle(torch.tanh(self.first(x)))))
@@ -122,23 +110,23 @@ def expected_counts(ddp):
     return {name: count for name, count in counts.items() if count}
 
 
-@pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_gradients_that_are_not_copied(monkeypatch, transport, threads):
+@on_ranks(2, 3)
+def test_gradients_that_are_not_copied(rank, monkeypatch, transport):
+    """They are counted over shared memory by whoever sums them, elsewhere by a pass over them."""
     quick = MessageLine(2e-6, 1e-10)  # on a busy machine messages are dear, and one bucket holds all
     monkeypatch.setattr(bucket_sizes, "measure_line", lambda *arguments: quick)
-
-    def work(rank):
+    for threads in (1, 2):
         torch.set_num_threads(threads)
         ddp = torchddp.DistributedDataParallel(seeded(Wide), find_nonfinite=True, transport=transport)
         assert 1 in [len(bucket.params) for bucket in ddp.reducer.plan.buckets]
-        for step in (1, 2, 3):
+        for step in (1, 2):
             run_step(ddp, rank, step, torch.float32)
         handle = spoil_gradient(ddp.module.middle, -math.inf) if rank == 1 else None
-        run_step(ddp, rank, 4, torch.float32)
+        run_step(ddp, rank, 3, torch.float32)
         found = found_on_all(ddp)
-        assert {one.parameter: one.count for one in found} == expected_counts(ddp)
-        assert sorted(one.parameter for one in found) == UPSTREAM and {(o.step, o.rank) for o in found} == {(4, 1)}
+        assert {one.parameter: one.count for one in found} == expected_counts(ddp), threads
+        assert sorted(one.parameter for one in found) == UPSTREAM and {(o.step, o.rank) for o in found} == {(3, 1)}
         if handle:
             handle.remove()
         with ddp.no_sync():  # accumulated in the bucket
@@ -146,273 +134,212 @@ def test_gradients_that_are_not_copied(monkeypatch, transport, threads):
         if rank == 0:
             ddp.module.middle.weight.grad[3, 3] = math.nan
         loss_of(ddp(batch(rank, 6, dtype=torch.float32))).backward()
-        assert [one for one in found_on_all(ddp) if one.rank == 0] == [NonFinite(5, 0, "middle.weight", 1)]
+        assert [one for one in found_on_all(ddp) if one.rank == 0] == [NonFinite(4, 0, "middle.weight", 1)]
 
-    run_ranks(work, 2)
+
+class Given(nn.Module):
+    """The gradients of some parameters are the inputs; those of the others are ones, in another layout of memory."""
+
+    def __init__(self, dtype=torch.float32, **shapes):
+        super().__init__()
+        self.p = nn.ParameterDict({name: torch.ones(shape, dtype=dtype) for name, shape in shapes.items()})
+
+    def forward(self, factors):
+        rest = sum(p.t().contiguous().sum() for name, p in self.p.items() if name not in factors)
+        return (sum((self.p[name] * factor).sum() for name, factor in factors.items()) + rest).real.float()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.complex64], ids=str)
-def test_dtypes_copies_and_layouts(dtype):
-    def work(rank):
-        for views in (True, False):
-            module = nn.ParameterDict({"a": torch.ones(3, 70, dtype=dtype), "b": torch.ones(4, 5, dtype=dtype)})
-            ddp = torchddp.DistributedDataParallel(
-                Product(module), find_nonfinite=True, gradient_as_bucket_view=views, transport="c10d"
-            )
-            ddp(torch.ones(3, 70, dtype=dtype)).backward()
-            assert found_on_all(ddp) == []
-            factor = torch.ones(3, 70, dtype=dtype)
-            if rank == 0:
-                factor[1, 3:5] = math.nan
-            ddp.zero_grad()
-            ddp(factor).backward()
-            assert [(one.parameter, one.count) for one in found_on_all(ddp)] == [
-                ("p.a", expected_counts(ddp)["p.a"])
-            ] and expected_counts(ddp)["p.a"] in (2, 4)
-
-    run_ranks(work, 2)
-
-
-class Product(nn.Module):
-    """The gradient of one parameter is the input; the other's is transposed in memory."""
-
-    def __init__(self, p):
-        super().__init__()
-        self.p = p
-
-    def forward(self, factor):
-        return ((self.p["a"] * factor).sum() + self.p["b"].t().contiguous().sum()).real.float()
-
-
-def test_whole_buckets_and_other_modes():
-    """As devices do it: known later, uncounted. Unused parameters, a static graph, sparse gradients, copies."""
-
-    def work(rank):
-        for cls, options in (
-            (WholeBuckets, {}),
-            (WholeBuckets, {"gradient_as_bucket_view": False}),
-            (torchddp.DistributedDataParallel, {"static_graph": True}),
-        ):
-            ddp = cls(seeded(Mlp), find_nonfinite=True, **options)
-            if rank == 1:
-                spoil_gradient(ddp.module.middle, math.nan)
-            for step in (1, 2):
-                run_step(ddp, rank, step)
-            found = found_on_all(ddp)
-            assert sorted(one.parameter for one in found) == UPSTREAM and {(o.step, o.rank) for o in found} == {(1, 1)}
-            assert (found[0].count is None) == (cls is WholeBuckets)
-            other = copy.deepcopy(ddp)
-            run_step(other, rank, 1)
-            assert [one.rank for one in other.nonfinite()] == ([1] * 4 if rank == 1 else [])
-
-        ddp = torchddp.DistributedDataParallel(seeded(Branches), find_unused_parameters=True, find_nonfinite=True)
+@on_ranks(2)
+def test_dtypes_copies_and_layouts(rank, dtype):
+    for views in (True, False):
+        module = Given(dtype, a=(3, 70), b=(4, 5))
+        ddp = torchddp.DistributedDataParallel(
+            module, find_nonfinite=True, gradient_as_bucket_view=views, transport="c10d"
+        )
+        factor = torch.ones(3, 70, dtype=dtype)
+        ddp({"a": factor}).backward()
+        assert found_on_all(ddp) == []
         if rank == 0:
-            spoil_gradient(ddp.module.left, math.inf)
-        loss_of(ddp(batch(rank, 0, 2, 4), "left" if rank == 0 else "right")).backward()
-        assert {o.parameter for o in found_on_all(ddp)} == {"left.weight", "left.bias", "trunk.weight", "trunk.bias"}
-
-        embedding = nn.Embedding(5, 3, sparse=True)
-        ddp = torchddp.DistributedDataParallel(embedding, find_nonfinite=True)
-        factor = torch.tensor([[1.0, 1.0, math.nan if rank == 1 else 1.0]])
-        (ddp(torch.tensor([2])) * factor).sum().backward()
-        assert found_on_all(ddp) == [NonFinite(1, 1, "weight", 1)]
-
-    run_ranks(work, 2)
+            factor[1, 3:5] = math.nan
+        ddp.zero_grad()
+        ddp({"a": factor}).backward()
+        counts = expected_counts(ddp)
+        assert {one.parameter: one.count for one in found_on_all(ddp)} == counts
+        assert counts.keys() == {"p.a"} and counts["p.a"] in (2, 4)
 
 
-def listen():
-    """What the module logs from now on."""
-    lines = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    logging.getLogger("torchddp.distributed").addHandler(handler)
-    return lines
-
-
-def test_who_has_it_warns_once_and_rank_0_tells_of_all():
-    def work(rank):
-        lines = listen()
-        ddp = torchddp.DistributedDataParallel(seeded(Mlp), find_nonfinite=True)
-        optimizer = torch.optim.SGD(ddp.parameters(), 0.01)
-        for step in range(1, 7):
-            if step == 3 and rank in (1, 2):
-                spoil_gradient([None, ddp.module.first, ddp.module.middle][rank], math.nan)
+@on_ranks(2)
+def test_whole_buckets_and_other_modes(rank):
+    """As devices do it: known later, uncounted. Unused parameters, a static graph, sparse gradients, copies."""
+    for cls, options in (
+        (WholeBuckets, {}),
+        (WholeBuckets, {"gradient_as_bucket_view": False}),
+        (torchddp.DistributedDataParallel, {"static_graph": True}),
+    ):
+        ddp = cls(seeded(Mlp), find_nonfinite=True, **options)
+        if rank == 1:
+            spoil_gradient(ddp.module.middle, math.nan)
+        for step in (1, 2):
             run_step(ddp, rank, step)
-            optimizer.step()  # from here on the weights of all ranks are NaN
         found = found_on_all(ddp)
-        assert {(one.step, one.rank) for one in found if one.step == 3} == {(3, 1), (3, 2)}
-        assert found[0].step == 3 and {one.rank for one in found} == {0, 1, 2}
-        own = [line for line in lines if line.startswith(f"rank {rank}, step")]
-        assert len(own) == 1 and f"step {3 if rank else 4}: gradients of {[5, 2, 4][rank]} parameters" in own[0]
-        until_s = time.monotonic() + SOON_S
-        while rank == 0 and time.monotonic() < until_s and not [li for li in lines if li.startswith("Infinite")]:
-            time.sleep(0.05)
-        dist.barrier()
-        return [line for line in lines if line.startswith("Infinite")]
+        assert sorted(one.parameter for one in found) == UPSTREAM and {(o.step, o.rank) for o in found} == {(1, 1)}
+        assert (found[0].count is None) == (cls is WholeBuckets)
+        other = copy.deepcopy(ddp)
+        run_step(other, rank, 1)
+        assert [one.rank for one in other.nonfinite()] == ([1] * 4 if rank == 1 else [])
 
-    told = run_ranks(work, 3)
+    ddp = torchddp.DistributedDataParallel(seeded(Branches), find_unused_parameters=True, find_nonfinite=True)
+    if rank == 0:
+        spoil_gradient(ddp.module.left, math.inf)
+    loss_of(ddp(batch(rank, 0, 2, 4), "left" if rank == 0 else "right")).backward()
+    assert {o.parameter for o in found_on_all(ddp)} == {"left.weight", "left.bias", "trunk.weight", "trunk.bias"}
+
+    embedding = nn.Embedding(5, 3, sparse=True)
+    ddp = torchddp.DistributedDataParallel(embedding, find_nonfinite=True)
+    factor = torch.tensor([[1.0, 1.0, math.nan if rank == 1 else 1.0]])
+    (ddp(torch.tensor([2])) * factor).sum().backward()
+    assert found_on_all(ddp) == [NonFinite(1, 1, "weight", 1)]
+
+
+@on_ranks(3)
+def test_who_has_it_warns_once_and_rank_0_tells_of_all(rank):
+    lines = logged("torchddp.distributed")
+    ddp = torchddp.DistributedDataParallel(seeded(Mlp), find_nonfinite=True)
+    optimizer = torch.optim.SGD(ddp.parameters(), 0.01)
+    for step in range(1, 7):
+        if step == 3 and rank in (1, 2):
+            spoil_gradient([None, ddp.module.first, ddp.module.middle][rank], math.nan)
+        run_step(ddp, rank, step)
+        optimizer.step()  # from here on the weights of all ranks are NaN
+    found = found_on_all(ddp)
+    assert {(one.step, one.rank) for one in found if one.step == 3} == {(3, 1), (3, 2)}
+    assert found[0].step == 3 and {one.rank for one in found} == {0, 1, 2}
+    own = [line for line in lines if line.startswith(f"rank {rank}, step")]
+    assert len(own) == 1 and f"step {3 if rank else 4}: gradients of {[5, 2, 4][rank]} parameters" in own[0]
+    until_s = time.monotonic() + SOON_S
+    while rank == 0 and time.monotonic() < until_s and not [li for li in lines if li.startswith("Infinite")]:
+        time.sleep(0.05)
+    dist.barrier()
+    told = gathered([line for line in lines if line.startswith("Infinite")])
     assert told[1:] == [[], []]
     (line,) = told[0]
     assert "began in step 3. rank 1: 'first" in line and "; rank 2: '" in line and "on rank 0" in line
 
 
 @pytest.mark.parametrize(("cls", "transport"), [*((torchddp.DDP, t) for t in TRANSPORTS), (WholeBuckets, "c10d")])
-def test_raise_on_all_ranks_at_the_end_of_that_backward(cls, transport):
-    def work(rank):
-        ddp = cls(seeded(Mlp), find_nonfinite="raise", transport=transport, bucket_cap_mb=0.001)
-        run_step(ddp, rank, 1)
-        handle = spoil_gradient(ddp.module.middle, math.nan) if rank == 1 else None
-        with pytest.raises(FloatingPointError) as info:
-            run_step(ddp, rank, 2)
-        text = str(info.value)
-        for words in (f"rank {rank}, step 2:", "of 4 parameters are infinite or NaN", "'first.bias'", "zero_grad"):
-            assert words in text
-        assert "'last.weight'" not in text
-        assert ("own gradients were not finite for 4" in text) == (rank == 1)
-        assert ("own gradients were finite" in text) == (rank != 1)
-        assert {(one.step, one.rank) for one in found_on_all(ddp)} == {(2, 1)}
-        if handle:
-            handle.remove()
-        for step in (3, 4):  # and on it goes
-            run_step(ddp, rank, step)
-        assert all(p.grad.isfinite().all() for p in ddp.parameters())
-        with ddp.no_sync():
-            run_step(ddp, rank, 5)
-        if rank == 0:
-            ddp.module.first.bias.grad[0] = math.inf
-        with pytest.raises(FloatingPointError, match=r"of 1 parameters .*'first\.bias'"):
-            ddp.reduce()
-
-    run_ranks(work, 3)
+@on_ranks(3)
+def test_raise_on_all_ranks_at_the_end_of_that_backward(rank, cls, transport):
+    ddp = cls(seeded(Mlp), find_nonfinite="raise", transport=transport, bucket_cap_mb=0.001)
+    run_step(ddp, rank, 1)
+    handle = spoil_gradient(ddp.module.middle, math.nan) if rank == 1 else None
+    with pytest.raises(FloatingPointError) as info:
+        run_step(ddp, rank, 2)
+    text = str(info.value)
+    for words in (f"rank {rank}, step 2:", "of 4 parameters are infinite or NaN", "'first.bias'", "zero_grad"):
+        assert words in text
+    assert "'last.weight'" not in text
+    assert ("own gradients were not finite for 4" in text) == (rank == 1)
+    assert ("own gradients were finite" in text) == (rank != 1)
+    assert {(one.step, one.rank) for one in found_on_all(ddp)} == {(2, 1)}
+    if handle:
+        handle.remove()
+    for step in (3, 4):  # and on it goes
+        run_step(ddp, rank, step)
+    assert all(p.grad.isfinite().all() for p in ddp.parameters())
+    with ddp.no_sync():
+        run_step(ddp, rank, 5)
+    if rank == 0:
+        ddp.module.first.bias.grad[0] = math.inf
+    with pytest.raises(FloatingPointError, match=r"of 1 parameters .*'first\.bias'"):
+        ddp.reduce()
 
 
-class Inner(nn.Module):
-    """The gradients are the inputs: of one parameter that is a bucket of its own, and of two that share one."""
-
-    SIZES = {"large": 300_000, "a": 5_000, "b": 6_000}
-
-    def __init__(self):
-        super().__init__()
-        self.p = nn.ParameterDict({name: torch.ones(size) for name, size in self.SIZES.items()})
-
-    def forward(self, factors):
-        return sum((self.p[name] * factor).sum() for name, factor in factors.items())
+SIZES = {"large": 300_000, "a": 5_000, "b": 6_000}
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_large_averages_are_looked_at_on_all_ranks(transport):
-    """Over shared memory by whoever sums them, in whichever shard. All ranks raise, in that step alone."""
+@on_ranks(3)
+def test_large_averages_are_looked_at_on_all_ranks(rank, transport):
+    """Over shared memory by whoever sums them, in whichever shard. All ranks raise, in that step alone.
 
-    def work(rank):
-        ddp = torchddp.DistributedDataParallel(Inner(), find_nonfinite="raise", transport=transport)
+    One parameter is a bucket of its own, and two share one.
+    """
+    ddp = torchddp.DistributedDataParallel(Given(**SIZES), find_nonfinite="raise", transport=transport)
 
-        def step(name="", place=0, culprit=0, value=math.nan):
-            ddp.zero_grad()
-            factors = {key: torch.full((size,), 1.0 + rank) for key, size in Inner.SIZES.items()}
-            if name and rank == culprit:
-                factors[name][place] = value
-            ddp(factors).backward()
+    def step(name="", place=0, culprit=0, value=math.nan):
+        ddp.zero_grad()
+        factors = {key: torch.full((size,), 1.0 + rank) for key, size in SIZES.items()}
+        if name and rank == culprit:
+            factors[name][place] = value
+        ddp(factors).backward()
 
-        step()
-        for turn, (name, size) in enumerate(Inner.SIZES.items()):
-            for place in (0, size // 2, size - 1):
-                value = math.nan if turn % 2 else math.inf
-                with pytest.raises(FloatingPointError, match=rf"of 1 parameters .*'p\.{name}'") as info:
-                    step(name, place, place % 3, value)
-                assert ("own gradients were finite" in str(info.value)) == (rank != place % 3)
-                step()
-                assert all((p.grad == 2).all() for p in ddp.parameters())
-
-    run_ranks(work, 3)
+    step()
+    for turn, (name, size) in enumerate(SIZES.items()):
+        for place in (0, size // 2, size - 1):
+            value = math.nan if turn % 2 else math.inf
+            with pytest.raises(FloatingPointError, match=rf"of 1 parameters .*'p\.{name}'") as info:
+                step(name, place, place % 3, value)
+            assert ("own gradients were finite" in str(info.value)) == (rank != place % 3)
+            step()
+            assert all((p.grad == 2).all() for p in ddp.parameters())
 
 
-def test_a_sum_that_overflows_is_raised_too():
-    def work(rank):
-        module = nn.ParameterDict({"a": torch.ones(4, dtype=torch.float16), "b": torch.ones(1, dtype=torch.float16)})
-        ddp = torchddp.DistributedDataParallel(Product(module), find_nonfinite="raise", transport="c10d")
-        ddp.register_comm_hook(None, sum_hook)
-        with pytest.raises(FloatingPointError, match=r"own gradients were finite: .* or the sum overflowed"):
-            ddp(torch.full((4,), 4e4, dtype=torch.float16)).backward()
-        assert found_on_all(ddp) == []
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_a_sum_that_overflows_is_raised_too(rank):
+    ddp = torchddp.DistributedDataParallel(Given(torch.float16, a=4), find_nonfinite="raise", transport="c10d")
+    ddp.register_comm_hook(None, sum_hook)
+    with pytest.raises(FloatingPointError, match=r"own gradients were finite: .* or the sum overflowed"):
+        ddp({"a": torch.full((4,), 4e4, dtype=torch.float16)}).backward()
+    assert found_on_all(ddp) == []
 
 
 def sum_hook(state, bucket):
     return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda f: f.value()[0])
 
 
-def test_grad_scaler_goes_on_and_is_reported_once():
-    def work(rank):
-        ddp = torchddp.DistributedDataParallel(seeded(lambda: Mlp(dtype=torch.float32)), find_nonfinite=True)
-        optimizer = torch.optim.SGD(ddp.parameters(), 1e-7)
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, growth_interval=1000)
-        for step in range(1, 30):
-            optimizer.zero_grad()
-            scaler.scale(1000 * loss_of(ddp(batch(rank, step, dtype=torch.float32)))).backward()
-            scaler.step(optimizer)
-            scaler.update()
-        assert all(p.isfinite().all() for p in ddp.parameters()) and scaler.get_scale() < 2.0**127
-        found = found_on_all(ddp)
-        assert found and found[0].step == 1
-        run_step(ddp, rank, 30, torch.float32)
-        ddp.module.first.weight.data[0, 0] = math.nan
-        run_step(ddp, rank, 31, torch.float32)
-        assert {one.step for one in found_on_all(ddp)} == {31}  # an episode of its own
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_grad_scaler_goes_on_and_is_reported_once(rank):
+    ddp = torchddp.DistributedDataParallel(seeded(lambda: Mlp(dtype=torch.float32)), find_nonfinite=True)
+    optimizer = torch.optim.SGD(ddp.parameters(), 1e-7)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, growth_interval=1000)
+    for step in range(1, 30):
+        optimizer.zero_grad()
+        scaler.scale(1000 * loss_of(ddp(batch(rank, step, dtype=torch.float32)))).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert all(p.isfinite().all() for p in ddp.parameters()) and scaler.get_scale() < 2.0**127
+    found = found_on_all(ddp)
+    assert found and found[0].step == 1
+    run_step(ddp, rank, 30, torch.float32)
+    ddp.module.first.weight.data[0, 0] = math.nan
+    run_step(ddp, rank, 31, torch.float32)
+    assert {one.step for one in found_on_all(ddp)} == {31}  # an episode of its own
 
 
-def test_another_group_has_a_board_of_its_own():
-    def work(rank):
-        ddp = torchddp.DistributedDataParallel(seeded(Mlp), find_nonfinite=True, transport="c10d")
-        run_step(ddp, rank, 1)
-        group = dist.new_group([0, 1])
-        if rank == 2:
-            return
-        ddp._update_process_group(group)
-        if rank == 1:
-            spoil_gradient(ddp.module.middle, math.nan)
-        run_step(ddp, rank, 2)
-        ddp.nonfinite()
-        dist.barrier(group)
-        assert {(one.step, one.rank) for one in ddp.nonfinite()} == {(2, 1)}
-
-    run_ranks(work, 3)
+@on_ranks(3)
+def test_another_group_has_a_board_of_its_own(rank):
+    ddp = torchddp.DistributedDataParallel(seeded(Mlp), find_nonfinite=True, transport="c10d")
+    run_step(ddp, rank, 1)
+    group = dist.new_group([0, 1])
+    if rank == 2:
+        return
+    ddp._update_process_group(group)
+    if rank == 1:
+        spoil_gradient(ddp.module.middle, math.nan)
+    run_step(ddp, rank, 2)
+    ddp.nonfinite()
+    dist.barrier(group)
+    assert {(one.step, one.rank) for one in ddp.nonfinite()} == {(2, 1)}
 
 
-def test_what_is_refused():
-    def work(rank):
-        def wrap(**options):
-            return torchddp.DistributedDataParallel(seeded(Mlp), **options)
+@on_ranks(2)
+def test_what_is_refused(rank):
+    def wrap(**options):
+        return torchddp.DistributedDataParallel(seeded(Mlp), **options)
 
-        with pytest.raises(ValueError, match='must be False, True or "raise"'):
-            wrap(find_nonfinite="all")
-        with pytest.raises(RuntimeError, match="with find_nonfinite=True"):
-            wrap().nonfinite()
-        with pytest.raises(RuntimeError, match=r"can't be used with join\(\)"), wrap(find_nonfinite="raise").join():
-            pass
-
-    run_ranks(work, 2)
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_large_gradients_that_are_not_copied_are_counted(world_size, transport):
-    """Over shared memory by whoever sums them, elsewhere by a pass over them."""
-
-    def work(rank):
-        model = nn.Sequential(nn.Linear(600, 700), nn.ReLU(), nn.Linear(700, 3))
-        ddp = torchddp.DistributedDataParallel(model, find_nonfinite=True, transport=transport)
-        for step in (1, 2, 3, 4):
-            if step == 3 and rank == 1:
-                # One row of the weight's gradient.
-                spoil_gradient(model[0], math.inf if world_size == 2 else math.nan)
-            ddp.zero_grad()
-            ddp(torch.ones(1, 600) + rank).sum().backward()
-            if step < 3:
-                assert found_on_all(ddp) == []
-        counts = {(one.step, one.rank, one.parameter): one.count for one in found_on_all(ddp)}
-        assert counts == {(3, 1, "0.weight"): 600, (3, 1, "0.bias"): 1}
-
-    run_ranks(work, world_size)
+    assert_each_raises(
+        (lambda: wrap(find_nonfinite="all"), ValueError, 'must be False, True or "raise"'),
+        (lambda: wrap().nonfinite(), RuntimeError, "with find_nonfinite=True"),
+        (lambda: wrap(find_nonfinite="raise").join().__enter__(), RuntimeError, "can't be used with join()"),
+    )

@@ -5,8 +5,9 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
+from torch.optim import lr_scheduler
 
-from tests.harness import RankError, run_outcomes, run_ranks
+from tests.harness import gathered, on_ranks, run_outcomes
 from tests.models import Mlp, same_on_all_ranks, seeded
 from tests.oss import float_mlp, twins, two_groups
 from torchddp.optim import OSS
@@ -24,32 +25,27 @@ IDS = [f"{optim.__name__}{'-fused' if 'fused' in options else ''}" for optim, op
 
 
 @pytest.mark.rest_is_thorough("*-2", "AdamW-1", "Adam-3", "SGD-4")
-@pytest.mark.parametrize("world_size", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
+@on_ranks(1, 2, 3, pytest.param(4, marks=pytest.mark.slow))
 @pytest.mark.parametrize(("optim", "options"), OPTIMIZERS, ids=IDS)
-def test_twenty_steps_are_those_of_the_plain_optimizer(optim, options, world_size):
-    def work(rank):
-        pair = twins(optim, options, two_groups)
-        start = [p.detach().clone() for p in pair.ddp.parameters()]
-        for step in range(20):
-            pair.train(range(step, step + 1))
-            pair.assert_equal()
-        assert not any(torch.equal(a, b) for a, b in zip(start, pair.ddp.parameters(), strict=True))
-
-    run_ranks(work, world_size)
-
-
-def test_more_ranks_than_parameters():
-    def work(rank):
-        pair = twins(make=lambda: torch.nn.Linear(8, 2))
-        pair.train(range(5))
+def test_twenty_steps_are_those_of_the_plain_optimizer(rank, optim, options):
+    pair = twins(optim, options, two_groups)
+    start = [p.detach().clone() for p in pair.ddp.parameters()]
+    for step in range(20):
+        pair.train(range(step, step + 1))
         pair.assert_equal()
-        return len(pair.oss.state)
-
-    assert sorted(run_ranks(work, 4)) == [0, 0, 1, 1]
+    assert not any(torch.equal(a, b) for a, b in zip(start, pair.ddp.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("size", [1, 100, 500])
-def test_small_messages_and_other_layouts_of_memory(size):
+@on_ranks(4)
+def test_more_ranks_than_parameters(rank):
+    pair = twins(make=lambda: torch.nn.Linear(8, 2))
+    pair.train(range(5))
+    pair.assert_equal()
+    assert sorted(gathered(len(pair.oss.state))) == [0, 0, 1, 1]
+
+
+@on_ranks(3)
+def test_small_messages_and_other_layouts_of_memory(rank):
     def transposed():
         model = Mlp(dtype=torch.float32)
         for layer in (model.first, model.last):
@@ -57,66 +53,57 @@ def test_small_messages_and_other_layouts_of_memory(size):
         assert not model.first.weight.is_contiguous()
         return model
 
-    def work(rank):
+    for size in (1, 100, 500):
         pair = twins(make=transposed, broadcast_buffer_size=size)
         pair.train(range(3))
         pair.assert_equal()
 
-    run_ranks(work, 3)
+
+@on_ranks(2)
+def test_every_message_is_started_before_one_is_waited_for(rank, monkeypatch):
+    pair = twins(broadcast_buffer_size=100)
+    events = []
+    broadcast = dist.broadcast
+
+    class Watched:
+        def __init__(self, work):
+            self.work = work
+
+        def wait(self):
+            events.append("wait")
+            return self.work.wait()
+
+    def watched(*args, **kwargs):
+        events.append("start")
+        assert kwargs["async_op"]
+        return Watched(broadcast(*args, **kwargs))
+
+    pair.backward(0)
+    monkeypatch.setattr(dist, "broadcast", watched)
+    pair.oss.step()
+    count = events.count("start")
+    assert count > 2 and events == ["start"] * count + ["wait"] * count
 
 
-def test_every_message_is_started_before_one_is_waited_for(monkeypatch):
-    def work(rank):
-        pair = twins(broadcast_buffer_size=100)
-        events = []
-        broadcast = dist.broadcast
-
-        class Watched:
-            def __init__(self, work):
-                self.work = work
-
-            def wait(self):
-                events.append("wait")
-                return self.work.wait()
-
-        def watched(*args, **kwargs):
-            events.append("start")
-            assert kwargs["async_op"]
-            return Watched(broadcast(*args, **kwargs))
-
-        pair.backward(0)
-        monkeypatch.setattr(dist, "broadcast", watched)
-        pair.oss.step()
-        return events
-
-    for events in run_ranks(work, 2):
-        count = events.count("start")
-        assert count > 2 and events == ["start"] * count + ["wait"] * count
+@on_ranks(2)
+def test_dtypes_that_no_backend_has(rank):
+    params = [torch.nn.Parameter(torch.ones(5, dtype=t)) for t in (torch.bfloat16, torch.complex64, torch.float64)]
+    oss = OSS(params, torch.optim.SGD, lr=0.5)
+    for param in params:
+        param.grad = torch.ones_like(param)
+    oss.step()
+    assert all(torch.equal(p, torch.full_like(p, 0.5)) for p in params)
 
 
-def test_dtypes_that_no_backend_has():
-    def work(rank):
-        params = [torch.nn.Parameter(torch.ones(5, dtype=t)) for t in (torch.bfloat16, torch.complex64, torch.float64)]
-        oss = OSS(params, torch.optim.SGD, lr=0.5)
-        for param in params:
-            param.grad = torch.ones_like(param)
-        oss.step()
-        return all(torch.equal(p, torch.full_like(p, 0.5)) for p in params)
-
-    assert run_ranks(work, 2) == [True, True]
-
-
-def test_fp16_broadcast_leaves_all_replicas_with_the_same_rounded_values():
-    def work(rank):
-        pair = twins(broadcast_fp16=True)
-        pair.train(range(4))
-        values = torch.cat([p.detach().flatten() for p in pair.ddp.parameters()])
-        plain = torch.cat([p.detach().flatten() for p in pair.plain_ddp.parameters()])
-        assert torch.equal(values, values.half().float()) and not torch.equal(values, plain)
-        torch.testing.assert_close(values, plain, rtol=0.02, atol=0.005)
-        assert same_on_all_ranks([values])
-
-    run_ranks(work, 3)
+@on_ranks(3)
+def test_fp16_broadcast_leaves_all_replicas_with_the_same_rounded_values(rank):
+    pair = twins(broadcast_fp16=True)
+    pair.train(range(4))
+    values = torch.cat([p.detach().flatten() for p in pair.ddp.parameters()])
+    plain = torch.cat([p.detach().flatten() for p in pair.plain_ddp.parameters()])
+    assert torch.equal(values, values.half().float()) and not torch.equal(values, plain)
+    torch.testing.assert_close(values, plain, rtol=0.02, atol=0.005)
+    assert same_on_all_ranks([values])
 
 
 def test_the_shm_backend():
@@ -131,104 +118,83 @@ def test_the_shm_backend():
     assert [outcome.value for outcome in outcomes] == [0, 5], outcomes
 
 
-def test_a_group_of_some_ranks():
-    def work(rank):
-        group = dist.new_group([2, 0])
-        param = torch.nn.Parameter(torch.ones(3))
-        if rank == 1:
-            with pytest.raises(ValueError, match="rank 1 is not in the process group"):
-                OSS([param], group=group)
-            return None
-        oss = OSS([param, torch.nn.Parameter(torch.ones(2))], torch.optim.SGD, group=group, lr=1.0)
-        param.grad = torch.ones(3)
-        oss.step()
-        return oss.rank, oss.world_size, oss.param_to_rank[param], param.tolist()
-
-    results = run_ranks(work, 3)
-    assert results == [(0, 2, 0, [0.0] * 3), None, (1, 2, 0, [0.0] * 3)]
+@on_ranks(3)
+def test_a_group_of_some_ranks(rank):
+    group = dist.new_group([2, 0])
+    param = torch.nn.Parameter(torch.ones(3))
+    if rank == 1:
+        with pytest.raises(ValueError, match="rank 1 is not in the process group"):
+            OSS([param], group=group)
+        return
+    oss = OSS([param, torch.nn.Parameter(torch.ones(2))], torch.optim.SGD, group=group, lr=1.0)
+    param.grad = torch.ones(3)
+    oss.step()
+    assert (oss.rank, oss.world_size, oss.param_to_rank[param], param.tolist()) == (rank // 2, 2, 0, [0.0] * 3)
 
 
-def test_state_is_held_once():
-    def work(rank):
-        pair = twins()
-        pair.train(range(2))
-        owned = {p for p, owner in pair.oss.param_to_rank.items() if owner == rank}
-        assert set(pair.oss.state) == owned
-        mine = sum(value.numel() for entry in pair.oss.state.values() for value in entry.values())
-        whole = sum(value.numel() for entry in pair.plain.state.values() for value in entry.values())
-        with pytest.raises(TypeError):
-            pair.oss.param_to_rank[next(iter(owned))] = 5
-        return mine, whole
-
-    results = run_ranks(work, 3)
-    assert sum(mine for mine, _ in results) == results[0][1]
-    assert max(mine for mine, _ in results) < 0.7 * results[0][1]
+@on_ranks(3)
+def test_state_is_held_once(rank):
+    pair = twins()
+    pair.train(range(2))
+    owned = {p for p, owner in pair.oss.param_to_rank.items() if owner == rank}
+    assert set(pair.oss.state) == owned
+    mine, whole = (
+        sum(value.numel() for entry in optimizer.state.values() for value in entry.values())
+        for optimizer in (pair.oss, pair.plain)
+    )
+    assert sum(gathered(mine)) == whole and mine < 0.7 * whole
+    with pytest.raises(TypeError):
+        pair.oss.param_to_rank[next(iter(owned))] = 5
 
 
-@pytest.mark.parametrize("kind", ["step", "cosine", "one_cycle", "plateau"])
-def test_schedulers(kind):
-    def scheduler(optimizer):
-        schedulers = torch.optim.lr_scheduler
-        if kind == "step":
-            return schedulers.StepLR(optimizer, 2, 0.5)
-        if kind == "cosine":
-            return schedulers.CosineAnnealingWarmRestarts(optimizer, 4)
-        if kind == "one_cycle":
-            return schedulers.OneCycleLR(optimizer, 0.1, total_steps=20)  # changes betas as well
-        return schedulers.ReduceLROnPlateau(optimizer, patience=1)
-
-    def work(rank):
-        pair = twins(groups=two_groups)
-        both = [scheduler(pair.oss), scheduler(pair.plain)]
-        seen = set()
-        for step in range(12):
-            pair.train(range(step, step + 1))
-            for each in both:
-                each.step(*([1.0] if kind == "plateau" else []))
-            assert [g["lr"] for g in pair.oss.param_groups] == [g["lr"] for g in pair.plain.param_groups]
-            seen.add(pair.oss.param_groups[1]["lr"])
-        pair.assert_equal()
-        return len(seen)
-
-    assert min(run_ranks(work, 2)) > 1
+SCHEDULERS = {
+    "step": lambda optimizer: lr_scheduler.StepLR(optimizer, 2, 0.5),
+    "cosine": lambda optimizer: lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 4),
+    "one_cycle": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=20),  # changes betas as well
+    "plateau": lambda optimizer: lr_scheduler.ReduceLROnPlateau(optimizer, patience=1),
+}
 
 
-def test_closures_and_hooks():
-    def work(rank):
-        pair = twins()
-        calls = []
-        pair.oss.register_step_post_hook(lambda *args: calls.append("hook"))
-
-        def closure():
-            calls.append("closure")
-            assert torch.is_grad_enabled()
-            pair.backward(0)
-            return torch.tensor(3.5)
-
-        loss = pair.oss.step(closure)
-        pair.plain.step()
-        pair.assert_equal()
-        return calls, loss.item()
-
-    assert run_ranks(work, 2) == [(["closure", "hook"], 3.5)] * 2
+@pytest.mark.parametrize("kind", SCHEDULERS)
+@on_ranks(2)
+def test_schedulers(rank, kind):
+    pair = twins(groups=two_groups)
+    both = [SCHEDULERS[kind](pair.oss), SCHEDULERS[kind](pair.plain)]
+    seen = set()
+    for step in range(12):
+        pair.train(range(step, step + 1))
+        for each in both:
+            each.step(*([1.0] if kind == "plateau" else []))
+        assert [g["lr"] for g in pair.oss.param_groups] == [g["lr"] for g in pair.plain.param_groups]
+        seen.add(pair.oss.param_groups[1]["lr"])
+    pair.assert_equal()
+    assert len(seen) > 1
 
 
-def test_zero_grad():
-    def work(rank):
-        pair = twins()
+@on_ranks(2)
+def test_closures_hooks_and_zero_grad(rank):
+    pair = twins()
+    calls = []
+    pair.oss.register_step_post_hook(lambda *args: calls.append("hook"))
+
+    def closure():
+        calls.append("closure")
+        assert torch.is_grad_enabled()
         pair.backward(0)
-        pair.oss.zero_grad(set_to_none=False)
-        assert all(p.grad is not None and not p.grad.any() for p in pair.ddp.parameters())
-        pair.oss.zero_grad()
-        assert all(p.grad is None for p in pair.ddp.parameters())
+        return torch.tensor(3.5)
 
-    run_ranks(work, 2)
+    assert pair.oss.step(closure).item() == 3.5 and calls == ["closure", "hook"]
+    pair.plain.step()
+    pair.assert_equal()
+    pair.oss.zero_grad(set_to_none=False)
+    assert all(p.grad is not None and not p.grad.any() for p in pair.ddp.parameters())
+    pair.oss.zero_grad()
+    assert all(p.grad is None for p in pair.ddp.parameters())
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-@pytest.mark.parametrize("norm_type", [1.0, 2, 3.0, math.inf])
-def test_clipping_is_that_of_all_gradients(norm_type, world_size):
-    def work(rank):
+@on_ranks(1, 3)
+def test_clipping_is_that_of_all_gradients(rank):
+    for norm_type in (1.0, 2, 3.0, math.inf):
         pair = twins()
         for step, max_norm in enumerate([0.1, 1e9]):
             pair.backward(step)
@@ -237,102 +203,72 @@ def test_clipping_is_that_of_all_gradients(norm_type, world_size):
             mine = pair.oss.clip_grad_norm(max_norm, norm_type)
             other = torch.nn.utils.clip_grad_norm_(pair.plain_ddp.parameters(), max_norm, norm_type)
             torch.testing.assert_close(mine, other)
+            assert len(set(gathered(mine.item()))) == 1
             for p, q in zip(pair.ddp.parameters(), pair.plain_ddp.parameters(), strict=True):
                 torch.testing.assert_close(p.grad, q.grad) if q.grad is not None else None
-        return mine.item()
-
-    assert len(set(run_ranks(work, world_size))) == 1
 
 
 @pytest.mark.parametrize("norm_type", [2.0, math.inf])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_norm_that_is_not_finite_is_known_to_all_ranks(norm_type, value):
-    def work(rank):
-        params = [torch.nn.Parameter(torch.ones(4)) for _ in range(3)]
-        oss = OSS(params, torch.optim.SGD, lr=1.0)
-        for param in params:
-            param.grad = torch.ones(4)
-        params[0].grad[1] = value
-        with pytest.raises(RuntimeError, match="can't be clipped"):
-            oss.clip_grad_norm(1.0, norm_type, error_if_nonfinite=True)
-        assert torch.equal(params[1].grad, torch.ones(4))
-        with pytest.raises(ValueError, match="norm_type"):
-            oss.clip_grad_norm(1.0, 0.0)
-        return str(oss.clip_grad_norm(1.0, norm_type).item())
-
-    assert run_ranks(work, 3) == [str(value)] * 3
+@on_ranks(3)
+def test_a_norm_that_is_not_finite_is_known_to_all_ranks(rank, norm_type, value):
+    params = [torch.nn.Parameter(torch.ones(4)) for _ in range(3)]
+    oss = OSS(params, torch.optim.SGD, lr=1.0)
+    for param in params:
+        param.grad = torch.ones(4)
+    params[0].grad[1] = value
+    with pytest.raises(RuntimeError, match="can't be clipped"):
+        oss.clip_grad_norm(1.0, norm_type, error_if_nonfinite=True)
+    assert torch.equal(params[1].grad, torch.ones(4))
+    with pytest.raises(ValueError, match="norm_type"):
+        oss.clip_grad_norm(1.0, 0.0)
+    assert str(oss.clip_grad_norm(1.0, norm_type).item()) == str(value)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@on_ranks(1, 2)
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("clip", [False, True])
-def test_grad_scaler(world_size, fused, clip):
-    def work(rank):
-        pair = twins(torch.optim.Adam, {"fused": fused})
-        scalers = [torch.amp.GradScaler("cpu", init_scale=1000.0, growth_interval=2) for _ in range(2)]
-        scales = []
-        for step in range(6):
-            for scaler, (ddp, optimizer) in zip(scalers, pair.pairs(), strict=True):
-                optimizer.zero_grad()
-                loss = ddp(torch.randn(4, 8, generator=torch.Generator().manual_seed(step))).square().sum()
-                scaler.scale(loss * (math.inf if step == 3 else 1.0)).backward()
-                if clip:
-                    scaler.unscale_(optimizer)
-                    torch.nn.utils.clip_grad_norm_(ddp.parameters(), 1.0)
-                scaler.step(optimizer)
-                scaler.update()
-            assert scalers[0].get_scale() == scalers[1].get_scale()
-            scales.append(scalers[0].get_scale())
-            if fused and not clip:  # the fused kernel divides by the scale in its own way
-                for p, q in zip(pair.ddp.parameters(), pair.plain_ddp.parameters(), strict=True):
-                    torch.testing.assert_close(p, q)
-            else:
-                pair.assert_equal()
-        return scales
-
-    results = run_ranks(work, world_size)
-    assert results[0] == [1000.0, 2000.0, 2000.0, 1000.0, 1000.0, 2000.0]
-    assert all(scales == results[0] for scales in results)
+def test_grad_scaler(rank, fused, clip):
+    pair = twins(torch.optim.Adam, {"fused": fused})
+    scalers = [torch.amp.GradScaler("cpu", init_scale=1000.0, growth_interval=2) for _ in range(2)]
+    for step, scale in enumerate([1000.0, 2000.0, 2000.0, 1000.0, 1000.0, 2000.0]):
+        for scaler, (ddp, optimizer) in zip(scalers, pair.pairs(), strict=True):
+            optimizer.zero_grad()
+            loss = ddp(torch.randn(4, 8, generator=torch.Generator().manual_seed(step))).square().sum()
+            scaler.scale(loss * (math.inf if step == 3 else 1.0)).backward()
+            if clip:
+                scaler.unscale_(optimizer)
+                torch.nn.utils.clip_grad_norm_(ddp.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+        assert [scaler.get_scale() for scaler in scalers] == [scale, scale]
+        if fused and not clip:  # the fused kernel divides by the scale in its own way
+            for p, q in zip(pair.ddp.parameters(), pair.plain_ddp.parameters(), strict=True):
+                torch.testing.assert_close(p, q)
+        else:
+            pair.assert_equal()
 
 
-def test_grad_scaler_ranks_that_disagree():
-    def work(rank):
-        params = [torch.nn.Parameter(torch.ones(4)) for _ in range(2)]
-        oss = OSS(params, torch.optim.SGD, lr=1.0)
-        scaler = torch.amp.GradScaler("cpu")
-        scaler.scale(torch.ones(()))
-        for param in params:
-            param.grad = torch.full((4,), math.inf if rank == 1 else 1.0)
-        with pytest.raises(RuntimeError, match="not finite on rank 1 only, of 3 ranks"):
-            scaler.step(oss)
-        assert torch.equal(params[0], torch.ones(4))
-
-    run_ranks(work, 3)
+@on_ranks(3)
+def test_grad_scaler_ranks_that_disagree(rank):
+    params = [torch.nn.Parameter(torch.ones(4)) for _ in range(2)]
+    oss = OSS(params, torch.optim.SGD, lr=1.0)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    for param in params:
+        param.grad = torch.full((4,), math.inf if rank == 1 else 1.0)
+    with pytest.raises(RuntimeError, match="not finite on rank 1 only, of 3 ranks"):
+        scaler.step(oss)
+    assert torch.equal(params[0], torch.ones(4))
 
 
-def test_a_change_of_one_bit_would_be_seen():
-    """The parity tests above can fail."""
-
-    def work(rank):
-        pair = twins()
-        with torch.no_grad():
-            pair.ddp.module.last.weight[0, 0] += 1e-3
-        pair.train(range(1))
-        pair.assert_equal()
-
-    with pytest.raises(RankError, match="first.weight"):
-        run_ranks(work, 1)
-
-
-def test_an_optimizer_without_backward_of_some_parameters():
-    def work(rank):
-        model = seeded(float_mlp)
-        oss = OSS(model.named_parameters(), torch.optim.AdamW)
-        model.first.weight.grad = torch.ones_like(model.first.weight)
-        before = model.last.weight.detach().clone()
-        oss.step()
-        assert torch.equal(model.last.weight, before)
-        return model.first.weight.detach().sum().item(), oss.param_groups[0]["param_names"][0]
-
-    results = run_ranks(work, 2)
-    assert results[0] == results[1] and results[0][1] == "first.weight"
+@on_ranks(2)
+def test_named_parameters_of_which_some_have_no_gradient(rank):
+    model = seeded(float_mlp)
+    oss = OSS(model.named_parameters(), torch.optim.AdamW)
+    model.first.weight.grad = torch.ones_like(model.first.weight)
+    before = [p.detach().clone() for p in model.parameters()]
+    oss.step()
+    changed = [not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)]
+    assert changed == [True, *[False] * 4] and same_on_all_ranks([model.first.weight])
+    assert oss.param_groups[0]["param_names"][0] == "first.weight"

@@ -7,10 +7,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import nn
 from torch.distributed.checkpoint import state_dict_loader
 
-from tests.harness import run_ranks
-from tests.oss import assert_same_state, float_mlp, twins, two_groups
+from tests.harness import assert_each_raises, gathered, on_ranks, run_ranks
+from tests.models import seeded
+from tests.oss import assert_same_state, float_mlp, twins, two_groups, whole_state
 from torchddp.optim import OSS, load_checkpoint
 
 OPTIMIZERS = [
@@ -47,285 +49,239 @@ def test_resumed_on_any_world_size_as_if_never_stopped(optim, options, tmp_path)
     path = tmp_path / "state.pt"
     trained_on_two(optim, options, path)
 
-    def work(rank, way):
-        pair = twins(optim, options, two_groups)
+    def work(rank):
         saved = torch.load(path)
-        pair.ddp.module.load_state_dict(saved["model"])
-        if way == "whole":
-            pair.oss.load_state_dict(saved["optim"])
-        else:
-            load_checkpoint(pair.oss, checkpoint_id=f"{path}.dcp")
-        held = sum(1 for entry in pair.oss.state.values() if entry)
-        # The other twin goes all the way.
-        for step in range(20):
-            pair.backward(step, same_batch=True)
-            if step >= 10:
-                pair.oss.step()
-            pair.plain.step()
-        pair.assert_equal()
-        return held
+        for way in ("whole", "checkpoint"):
+            pair = twins(optim, options, two_groups)
+            pair.ddp.module.load_state_dict(saved["model"])
+            if way == "whole":
+                pair.oss.load_state_dict(saved["optim"])
+            else:
+                load_checkpoint(pair.oss, checkpoint_id=f"{path}.dcp")
+            assert sum(gathered(sum(1 for entry in pair.oss.state.values() if entry))) == 5, way
+            # The other twin goes all the way.
+            for step in range(20):
+                pair.backward(step, same_batch=True)
+                if step >= 10:
+                    pair.oss.step()
+                pair.plain.step()
+            pair.assert_equal()
 
     for world_size in (1, 2, 3, 4):
-        for way in ("whole", "checkpoint"):
-            assert sum(run_ranks(work, world_size, way)) == 5
+        run_ranks(work, world_size)
 
 
 @EACH_OPTIMIZER
-def test_the_plain_optimizer_and_oss_take_each_others_state(optim, options):
-    def work(rank):
-        first = twins(optim, options, two_groups)
-        first.train(range(5))
-        first.oss.consolidate_state_dict(0)
-        box = [first.oss.state_dict() if rank == 0 else None]
-        dist.broadcast_object_list(box)
-        first.oss.load_state_dict(copy.deepcopy(first.plain.state_dict()))
-        first.plain.load_state_dict(box[0])
-        first.train(range(5, 10))
-        first.assert_equal()
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_the_plain_optimizer_and_oss_take_each_others_state(rank, optim, options):
+    first = twins(optim, options, two_groups)
+    first.train(range(5))
+    whole = whole_state(first.oss)
+    first.oss.load_state_dict(copy.deepcopy(first.plain.state_dict()))
+    first.plain.load_state_dict(whole)
+    first.train(range(5, 10))
+    first.assert_equal()
 
 
-def test_state_is_brought_to_one_rank_only_and_goes_stale():
-    def work(rank):
-        pair = twins()
-        with pytest.raises(RuntimeError, match=rf"recipient_rank={rank}\) on all ranks first"):
-            pair.oss.state_dict()
-        pair.train(range(2))
-        for recipient in (0, 2):
-            pair.oss.consolidate_state_dict(recipient)
-            if rank != recipient:
-                with pytest.raises(RuntimeError, match="has no consolidated state"):
-                    pair.oss.state_dict()
-                continue
-            pair.oss.param_groups[0]["lr"] = pair.plain.param_groups[0]["lr"] = 0.5  # told as it is when asked
-            whole = pair.oss.state_dict()
-            assert_same_state(whole, pair.plain.state_dict())
-            live = pair.oss.state.values()
-            held = {value.data_ptr() for entry in whole["state"].values() for value in entry.values()}
-            assert not held & {value.data_ptr() for entry in live for value in entry.values()}
-        pair.train(range(2, 3))
-        with pytest.raises(RuntimeError, match="has no consolidated state"):
-            pair.oss.state_dict()
-        with pytest.raises(ValueError, match="recipient_rank must be a rank of the group"):
-            pair.oss.consolidate_state_dict(3)
-
-    run_ranks(work, 3)
+@on_ranks(3)
+def test_state_is_brought_to_one_rank_only_and_goes_stale(rank):
+    pair = twins()
+    with pytest.raises(RuntimeError, match=rf"recipient_rank={rank}\) on all ranks first"):
+        pair.oss.state_dict()
+    pair.train(range(2))
+    for recipient in (0, 2):
+        pair.oss.consolidate_state_dict(recipient)
+        if rank != recipient:
+            with pytest.raises(RuntimeError, match="has no consolidated state"):
+                pair.oss.state_dict()
+            continue
+        pair.oss.param_groups[0]["lr"] = pair.plain.param_groups[0]["lr"] = 0.5  # told as it is when asked
+        whole = pair.oss.state_dict()
+        assert_same_state(whole, pair.plain.state_dict())
+        live = pair.oss.state.values()
+        held = {value.data_ptr() for entry in whole["state"].values() for value in entry.values()}
+        assert not held & {value.data_ptr() for entry in live for value in entry.values()}
+    pair.train(range(2, 3))
+    with pytest.raises(RuntimeError, match="has no consolidated state"):
+        pair.oss.state_dict()
+    with pytest.raises(ValueError, match="recipient_rank must be a rank of the group"):
+        pair.oss.consolidate_state_dict(3)
 
 
-def test_one_rank_needs_no_consolidation():
-    def work(rank):
-        pair = twins()
-        pair.train(range(2))
-        assert_same_state(pair.oss.state_dict(), pair.plain.state_dict())
-
-    run_ranks(work, 1)
-
-
-def test_parts_make_the_whole_and_each_rank_takes_its_own_back():
-    def work(rank):
-        pair = twins()
-        pair.train(range(3))
-        part = pickle.loads(pickle.dumps(pair.oss.local_state_dict()))
-        assert list(part["state"]) == part["sharded_params"]
-        other = [None] * 2
-        dist.all_gather_object(other, part)
-        together = {index: entry for each in other for index, entry in each["state"].items()}
-        assert_same_state(together, pair.plain.state_dict()["state"])
-        fresh = twins()
-        before = fresh.oss.local_state_dict()
-        with pytest.raises(ValueError, match="another rank's part of the state: parameter . of group 0 is not in it"):
-            fresh.oss.load_state_dict(other[1 - rank])
-        assert_same_state(before, fresh.oss.local_state_dict())
-        fresh.oss.load_state_dict(part)
-        assert_same_state(part, fresh.oss.local_state_dict())
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_parts_make_the_whole_and_each_rank_takes_its_own_back(rank):
+    pair = twins()
+    pair.train(range(3))
+    part = pickle.loads(pickle.dumps(pair.oss.local_state_dict()))
+    assert list(part["state"]) == part["sharded_params"]
+    other = gathered(part)
+    together = {index: entry for each in other for index, entry in each["state"].items()}
+    assert_same_state(together, pair.plain.state_dict()["state"])
+    fresh = twins()
+    before = fresh.oss.local_state_dict()
+    with pytest.raises(ValueError, match="another rank's part of the state: parameter . of group 0 is not in it"):
+        fresh.oss.load_state_dict(other[1 - rank])
+    assert_same_state(before, fresh.oss.local_state_dict())
+    fresh.oss.load_state_dict(part)
+    assert_same_state(part, fresh.oss.local_state_dict())
 
 
-def test_the_state_of_another_model_changes_nothing():
-    def work(rank):
-        pair = twins(groups=two_groups)
-        pair.train(range(2))
-        good = pair.plain.state_dict()
-        before = copy.deepcopy(pair.oss.local_state_dict())
-        groups = good["param_groups"]
-        wrong_shape = copy.deepcopy(good)
-        wrong_shape["state"][4]["exp_avg"] = torch.zeros(3, 3)
-        short = [groups[0], {**groups[1], "params": [2, 3]}]
-        cases = [
-            ({"param_groups": groups}, "it has no 'state'"),
-            ({**good, "param_groups": groups[:1]}, "it has 1 parameter groups, the optimizer 2"),
-            ({**good, "param_groups": short}, "parameter group 1 has 2 parameters, the optimizer's 3"),
-            (wrong_shape, r"'exp_avg' for parameter 2 of group 1 has shape \[3, 3\]"),
-            ({**good, "state": {0: 5}}, "entry for parameter 0 of group 0 is a int"),
-        ]
-        for state, message in cases:
-            for oss in (pair.oss, twins(groups=two_groups).oss):
-                with pytest.raises(ValueError, match=message):
-                    oss.load_state_dict(state)
-        assert_same_state(before, pair.oss.local_state_dict())
-
-    run_ranks(work, 2)
-
-
-def test_a_checkpoint_of_another_model(tmp_path):
-    trained_on_two(torch.optim.AdamW, {}, tmp_path / "state")
-
-    def work(rank):
-        fresh = twins(groups=two_groups, make=lambda: float_mlp(width=4)).oss
-        for key, message in (("optim", "'exp_avg' for parameter 0 of group 0 has shape"), ("x", "no optimizer under")):
+@on_ranks(2)
+def test_the_state_of_another_model_changes_nothing(rank):
+    pair = twins(groups=two_groups)
+    pair.train(range(2))
+    good = pair.plain.state_dict()
+    before = copy.deepcopy(pair.oss.local_state_dict())
+    groups = good["param_groups"]
+    wrong_shape = copy.deepcopy(good)
+    wrong_shape["state"][4]["exp_avg"] = torch.zeros(3, 3)
+    short = [groups[0], {**groups[1], "params": [2, 3]}]
+    cases = [
+        ({"param_groups": groups}, "it has no 'state'"),
+        ({**good, "param_groups": groups[:1]}, "it has 1 parameter groups, the optimizer 2"),
+        ({**good, "param_groups": short}, "parameter group 1 has 2 parameters, the optimizer's 3"),
+        (wrong_shape, r"'exp_avg' for parameter 2 of group 1 has shape \[3, 3\]"),
+        ({**good, "state": {0: 5}}, "entry for parameter 0 of group 0 is a int"),
+    ]
+    for state, message in cases:
+        for oss in (pair.oss, twins(groups=two_groups).oss):
             with pytest.raises(ValueError, match=message):
-                load_checkpoint(fresh, key, checkpoint_id=tmp_path / "state.dcp")
-        with pytest.raises(ValueError, match="needs checkpoint_id"):
-            load_checkpoint(fresh)
-        assert not fresh.local_state_dict()["state"]
-
-    run_ranks(work, 2)
+                oss.load_state_dict(state)
+    assert_same_state(before, pair.oss.local_state_dict())
 
 
-def test_each_rank_reads_its_own_part_of_a_checkpoint(tmp_path, monkeypatch):
+def test_parts_of_a_checkpoint(tmp_path, monkeypatch):
+    """Each rank reads its own; that of another model is refused."""
     trained_on_two(torch.optim.SGD, {"momentum": 0.9}, tmp_path / "state")
 
     def work(rank):
+        small = twins(torch.optim.SGD, {"momentum": 0.9}, two_groups, make=lambda: float_mlp(width=4)).oss
+        path = tmp_path / "state.dcp"
+        assert_each_raises(
+            (
+                lambda: load_checkpoint(small, "optim", checkpoint_id=path),
+                ValueError,
+                "parameter 0 of group 0 has sh",
+            ),
+            (lambda: load_checkpoint(small, "x", checkpoint_id=path), ValueError, "no optimizer under"),
+            (lambda: load_checkpoint(small), ValueError, "needs checkpoint_id"),
+        )
+        assert not small.local_state_dict()["state"]
+
         fresh = twins(torch.optim.SGD, {"momentum": 0.9}, two_groups).oss
         read = []
         load = state_dict_loader.load
         monkeypatch.setattr(state_dict_loader, "load", lambda values, **k: (read.extend(values), load(values, **k)))
-        load_checkpoint(fresh, storage_reader=dcp.FileSystemReader(tmp_path / "state.dcp"))
+        load_checkpoint(fresh, storage_reader=dcp.FileSystemReader(path))
         part = fresh.local_state_dict()["sharded_params"]
         assert [n for n in sorted(read) if ".state." in n] == [f"optim.state.{i}.momentum_buffer" for i in part]
-        return part
+        assert sorted(sum(gathered(part), [])) == [0, 1, 2, 3, 4]
 
-    assert sorted(sum(run_ranks(work, 3), [])) == [0, 1, 2, 3, 4]
+    run_ranks(work, 3)
 
 
-def test_state_dict_hooks():
-    def work(rank):
-        oss = twins().oss
-        oss.register_state_dict_post_hook(lambda optimizer, state: {**state, "epoch": 3})
-        seen = []
-        oss.register_load_state_dict_pre_hook(lambda optimizer, state: seen.append(state.pop("epoch")))
-        oss.register_load_state_dict_post_hook(lambda optimizer: seen.append("loaded"))
-        oss.load_state_dict(oss.state_dict())
-        assert seen == [3, "loaded"]
-        with pytest.raises(TypeError, match="can't be copied or pickled"):
-            pickle.dumps(oss)
-
-    run_ranks(work, 1)
+@on_ranks(1)
+def test_one_rank_needs_no_consolidation_and_has_hooks(rank):
+    pair = twins()
+    pair.train(range(2))
+    assert_same_state(pair.oss.state_dict(), pair.plain.state_dict())
+    oss = pair.oss
+    oss.register_state_dict_post_hook(lambda optimizer, state: {**state, "epoch": 3})
+    seen = []
+    oss.register_load_state_dict_pre_hook(lambda optimizer, state: seen.append(state.pop("epoch")))
+    oss.register_load_state_dict_post_hook(lambda optimizer: seen.append("loaded"))
+    oss.load_state_dict(oss.state_dict())
+    assert seen == [3, "loaded"]
+    with pytest.raises(TypeError, match="can't be copied or pickled"):
+        pickle.dumps(oss)
 
 
 # --- frozen and new parameters ---
 
 
-def average_by_hand(params, step):
+def train_by_hand(params, others, oss, plain, steps):
     """Gradients as DDP would leave them; no wrapper, which has its own idea of what is trainable."""
-    for index, param in enumerate(params):
-        generator = torch.Generator().manual_seed(100 * step + index)
-        param.grad = torch.randn(param.shape, generator=generator) if param.requires_grad else None
+    for step in steps:
+        for index, pair in enumerate(zip(params, others, strict=True)):
+            for param in pair:
+                generator = torch.Generator().manual_seed(100 * step + index)
+                param.grad = torch.randn(param.shape, generator=generator) if param.requires_grad else None
+        oss.step()
+        plain.step()
+        assert all(torch.equal(a, b) for a, b in zip(params, others, strict=True)), step
 
 
 @EACH_OPTIMIZER
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_parameters_frozen_and_thawed(optim, options, world_size):
-    def work(rank):
-        model, other = (torch.nn.Sequential(*[torch.nn.Linear(3, n) for n in (7, 2, 9, 4)]) for _ in range(2))
-        other.load_state_dict(model.state_dict())
-        box = [model.state_dict()]
-        dist.broadcast_object_list(box)
+@on_ranks(1, 3)
+def test_parameters_frozen_and_thawed(rank, optim, options):
+    model, other = (seeded(lambda: nn.Sequential(*[nn.Linear(3, n) for n in (7, 2, 9, 4)])) for _ in range(2))
+
+    def set_trainable(index, trainable):
         for each in (model, other):
-            each.load_state_dict(box[0])
-            each[1].requires_grad_(False)
-        params, others = list(model.parameters()), list(other.parameters())
-        oss, plain = OSS(params, optim, **options), optim(others, **options)
-        assert not {p for p in model[1].parameters()} & set(oss.param_to_rank)
+            each[index].requires_grad_(trainable)
 
-        def train(steps):
-            for step in steps:
-                average_by_hand(params, step)
-                average_by_hand(others, step)
-                oss.step()
-                plain.step()
-                assert all(torch.equal(a, b) for a, b in zip(params, others, strict=True)), step
-
-        train(range(3))
-        first_owners = dict(oss.param_to_rank)
-        for each in (model, other):
-            each[1].requires_grad_(True)
-            each[2].requires_grad_(False)
-        average_by_hand(params, 3)
-        with pytest.raises(RuntimeError, match="parameter 2 of group 0 has a gradient.*refresh_trainable"):
-            oss.step()
-        oss.refresh_trainable()
-        assert set(oss.param_to_rank) == set(params)
-        assert all(oss.param_to_rank[p] == owner for p, owner in first_owners.items())
-        train(range(3, 6))
-        oss.consolidate_state_dict(0)
-        if rank == 0:
-            assert_same_state(oss.state_dict(), plain.state_dict())
-        box = [oss.state_dict() if rank == 0 else None]
-        dist.broadcast_object_list(box)
-        # A new start with the same layer frozen: its state waits for the day it is thawed.
-        oss = OSS(params, optim, **options)
-        oss.load_state_dict(box[0])
-        train(range(6, 8))
-        for each in (model, other):
-            each[2].requires_grad_(True)
-        oss.refresh_trainable()
-        train(range(8, 10))
-
-    run_ranks(work, world_size)
-
-
-def test_a_frozen_parameter_is_not_sent_and_a_gradient_left_on_it_not_applied(monkeypatch):
-    def work(rank):
-        params = [torch.nn.Parameter(torch.ones(n)) for n in (3, 2)]
-        oss = OSS(params, torch.optim.SGD, lr=1.0)
-        params[0].requires_grad_(False)
-        oss.refresh_trainable()
-        for param in params:
-            param.grad = torch.ones_like(param)
-        sent = []
-        broadcast = dist.broadcast
-        monkeypatch.setattr(dist, "broadcast", lambda t, **k: (sent.append(t.numel()), broadcast(t, **k))[1])
+    set_trainable(1, False)
+    params, others = list(model.parameters()), list(other.parameters())
+    oss, plain = OSS(params, optim, **options), optim(others, **options)
+    assert not set(model[1].parameters()) & set(oss.param_to_rank)
+    train_by_hand(params, others, oss, plain, range(3))
+    first_owners = dict(oss.param_to_rank)
+    set_trainable(1, True)
+    set_trainable(2, False)
+    params[2].grad = torch.ones_like(params[2])
+    with pytest.raises(RuntimeError, match="parameter 2 of group 0 has a gradient.*refresh_trainable"):
         oss.step()
-        assert params[0].grad is not None
-        return params[0].tolist(), params[1].tolist(), sent
+    oss.refresh_trainable()
+    assert set(oss.param_to_rank) == set(params)
+    assert all(oss.param_to_rank[p] == owner for p, owner in first_owners.items())
+    train_by_hand(params, others, oss, plain, range(3, 6))
+    whole = whole_state(oss)
+    assert_same_state(whole, plain.state_dict())
+    # A new start with the same layer frozen: its state waits for the day it is thawed.
+    oss = OSS(params, optim, **options)
+    oss.load_state_dict(whole)
+    train_by_hand(params, others, oss, plain, range(6, 8))
+    set_trainable(2, True)
+    oss.refresh_trainable()
+    train_by_hand(params, others, oss, plain, range(8, 10))
 
-    assert run_ranks(work, 2) == [([1.0] * 3, [0.0] * 2, [2 * 4])] * 2
+
+@on_ranks(2)
+def test_a_frozen_parameter_is_not_sent_and_a_gradient_left_on_it_not_applied(rank, monkeypatch):
+    params = [nn.Parameter(torch.ones(n)) for n in (3, 2)]
+    oss = OSS(params, torch.optim.SGD, lr=1.0)
+    params[0].requires_grad_(False)
+    oss.refresh_trainable()
+    for param in params:
+        param.grad = torch.ones_like(param)
+    sent = []
+    broadcast = dist.broadcast
+    monkeypatch.setattr(dist, "broadcast", lambda t, **k: (sent.append(t.numel()), broadcast(t, **k))[1])
+    oss.step()
+    assert params[0].grad is not None
+    assert gathered((params[0].tolist(), params[1].tolist(), sent)) == [([1.0] * 3, [0.0] * 2, [2 * 4])] * 2
 
 
 @pytest.mark.parametrize(("optim", "options"), OPTIMIZERS[:2], ids=["SGD", "AdamW"])
-def test_a_parameter_group_added_later(optim, options):
-    def work(rank):
-        model = [torch.nn.Parameter(torch.linspace(0, 1, n)) for n in (5, 9, 4)]
-        other = [torch.nn.Parameter(p.detach().clone()) for p in model]
-        oss, plain = OSS(model, optim, **options), optim(other, **options)
+@on_ranks(2)
+def test_a_parameter_group_added_later(rank, optim, options):
+    def made(*lengths):
+        return [nn.Parameter(torch.linspace(0, 1, n)) for n in lengths]
 
-        def train(steps):
-            for step in steps:
-                average_by_hand(model, step)
-                average_by_hand(other, step)
-                oss.step()
-                plain.step()
-                assert all(torch.equal(a, b) for a, b in zip(model, other, strict=True)), step
-
-        train(range(3))
-        owners = dict(oss.param_to_rank)
-        new = [torch.nn.Parameter(torch.linspace(1, 2, n)) for n in (6, 2)]
-        copies = [torch.nn.Parameter(p.detach().clone()) for p in new]
-        oss.add_param_group({"params": new, "lr": 0.3})
-        plain.add_param_group({"params": copies, "lr": 0.3})
-        other += copies
-        model += new
-        train(range(3, 6))
-        assert all(oss.param_to_rank[p] == owner for p, owner in owners.items())
-        assert len(oss.param_groups) == 2 and oss.param_groups[1]["lr"] == 0.3
-        with pytest.raises(ValueError, match="more than one parameter group"):
-            oss.add_param_group({"params": [model[0]]})
-        assert len(oss.param_groups) == 2
-
-    run_ranks(work, 2)
+    model, other = made(5, 9, 4), made(5, 9, 4)
+    oss, plain = OSS(model, optim, **options), optim(other, **options)
+    train_by_hand(model, other, oss, plain, range(3))
+    owners = dict(oss.param_to_rank)
+    for params, optimizer in ((model, oss), (other, plain)):
+        new = made(6, 2)
+        optimizer.add_param_group({"params": new, "lr": 0.3})
+        params += new
+    train_by_hand(model, other, oss, plain, range(3, 6))
+    assert all(oss.param_to_rank[p] == owner for p, owner in owners.items())
+    assert len(oss.param_groups) == 2 and oss.param_groups[1]["lr"] == 0.3
+    with pytest.raises(ValueError, match="more than one parameter group"):
+        oss.add_param_group({"params": [model[0]]})
+    assert len(oss.param_groups) == 2
 
 
 # --- optimizers that are not torch's ---
@@ -350,30 +306,24 @@ class Preconditioned(torch.optim.Optimizer):
                 param -= group["lr"] * torch.linalg.solve(state["matrix"], grad).view_as(param)
 
 
-def test_an_optimizer_with_state_of_any_shape():
-    def work(rank):
-        pair = twins(Preconditioned, groups=two_groups)
-        pair.train(range(2))
-        pair.oss.consolidate_state_dict(0)
-        early = pair.oss.state_dict() if rank == 0 else {"state": {}}
-        pair.train(range(2, 4))
-        assert all(len(entry["history"]) == 2 for key, entry in early["state"].items() if key != "seen")
-        pair.assert_equal()
-        assert [group["steps"] for group in pair.oss.param_groups] == [4, 4]
-        pair.oss.consolidate_state_dict(0)
-        box = [pair.oss.state_dict() if rank == 0 else None]
-        dist.broadcast_object_list(box)
-        assert_same_state(box[0], pair.plain.state_dict())
-        pair.oss.load_state_dict(box[0])
-        pair.train(range(4, 6))
-        pair.assert_equal()
-        wrong = copy.deepcopy(box[0])
-        wrong["state"][0]["matrix"] = torch.eye(3)
-        if 0 in pair.oss.local_state_dict()["sharded_params"]:
-            with pytest.raises(ValueError, match="'matrix' for parameter 0 of group 0"):
-                pair.oss.load_state_dict(wrong)
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_an_optimizer_with_state_of_any_shape(rank):
+    pair = twins(Preconditioned, groups=two_groups)
+    pair.train(range(2))
+    early = whole_state(pair.oss)
+    pair.train(range(2, 4))
+    assert all(len(entry["history"]) == 2 for key, entry in early["state"].items() if key != "seen")
+    pair.assert_equal()
+    assert [group["steps"] for group in pair.oss.param_groups] == [4, 4]
+    whole = whole_state(pair.oss)
+    assert_same_state(whole, pair.plain.state_dict())
+    pair.oss.load_state_dict(copy.deepcopy(whole))
+    pair.train(range(4, 6))
+    pair.assert_equal()
+    whole["state"][0]["matrix"] = torch.eye(3)
+    if 0 in pair.oss.local_state_dict()["sharded_params"]:
+        with pytest.raises(ValueError, match="'matrix' for parameter 0 of group 0"):
+            pair.oss.load_state_dict(whole)
 
 
 def test_a_checkpoint_with_state_of_any_shape(tmp_path):
@@ -409,41 +359,31 @@ class Eager(torch.optim.Optimizer):
                     param -= group["lr"] * self.state[param]["sum"].add_(param.grad)
 
 
-def test_an_optimizer_that_makes_state_only_at_the_start():
-    def work(rank):
-        params = [torch.nn.Parameter(torch.ones(n)) for n in (4, 3, 2)]
-        others = [torch.nn.Parameter(p.detach().clone()) for p in params]
-        params[1].requires_grad_(False)
-        oss, plain = OSS(params[:2], Eager), Eager(others)
-        assert_same_state(oss.local_state_dict()["state"], {0: {"sum": torch.full((4,), 0.5)}} if rank == 0 else {})
-        params[1].requires_grad_(True)
-        oss.refresh_trainable()
-        oss.add_param_group({"params": params[2]})
-        for step in range(3):
-            average_by_hand(params, step)
-            average_by_hand(others, step)
-            oss.step()
-            plain.step()
-        assert all(torch.equal(a, b) for a, b in zip(params, others, strict=True))
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_an_optimizer_that_makes_state_only_at_the_start(rank):
+    params, others = ([nn.Parameter(torch.ones(n)) for n in (4, 3, 2)] for _ in range(2))
+    params[1].requires_grad_(False)
+    oss, plain = OSS(params[:2], Eager), Eager(others)
+    assert_same_state(oss.local_state_dict()["state"], {0: {"sum": torch.full((4,), 0.5)}} if rank == 0 else {})
+    params[1].requires_grad_(True)
+    oss.refresh_trainable()
+    oss.add_param_group({"params": params[2]})
+    train_by_hand(params, others, oss, plain, range(3))
 
 
-def test_a_learning_rate_in_a_tensor_and_a_state_of_another_dtype():
-    def work(rank):
-        pair = twins(torch.optim.Adam, {"lr": torch.tensor(0.01)})
-        schedulers = [torch.optim.lr_scheduler.ExponentialLR(each, 0.5) for each in (pair.oss, pair.plain)]
-        for step in range(3):
-            pair.train(range(step, step + 1))
-            for scheduler in schedulers:
-                scheduler.step()
-        saved = copy.deepcopy(pair.plain.state_dict())
-        for entry in saved["state"].values():
-            entry["exp_avg"] = entry["exp_avg"].double()
-        pair.oss.load_state_dict(saved)
-        assert {entry["exp_avg"].dtype for entry in pair.oss.state.values()} == {torch.float32}
-        pair.train(range(3, 5))
-        pair.assert_equal()
-        return pair.oss.param_groups[0]["lr"].item()
-
-    assert run_ranks(work, 2) == [pytest.approx(0.01 / 8)] * 2
+@on_ranks(2)
+def test_a_learning_rate_in_a_tensor_and_a_state_of_another_dtype(rank):
+    pair = twins(torch.optim.Adam, {"lr": torch.tensor(0.01)})
+    schedulers = [torch.optim.lr_scheduler.ExponentialLR(each, 0.5) for each in (pair.oss, pair.plain)]
+    for step in range(3):
+        pair.train(range(step, step + 1))
+        for scheduler in schedulers:
+            scheduler.step()
+    saved = copy.deepcopy(pair.plain.state_dict())
+    for entry in saved["state"].values():
+        entry["exp_avg"] = entry["exp_avg"].double()
+    pair.oss.load_state_dict(saved)
+    assert {entry["exp_avg"].dtype for entry in pair.oss.state.values()} == {torch.float32}
+    pair.train(range(3, 5))
+    pair.assert_equal()
+    assert gathered(pair.oss.param_groups[0]["lr"].item()) == [pytest.approx(0.01 / 8)] * 2

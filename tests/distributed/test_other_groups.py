@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-import tempfile
 from datetime import timedelta
 
 import pytest
@@ -12,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from tests.harness import run_outcomes, run_ranks
+from tests.harness import gathered, on_ranks
 from tests.models import Branches, Mlp, NormNet, assert_grads, batch, grads_of, loss_of, seeded, step_on
 from torchddp import DistributedDataParallel
 from torchddp.errors import TransportError
@@ -40,36 +39,36 @@ def wrap(group, **options):
     return DistributedDataParallel(seeded(Mlp), process_group=group, **{"bucket_cap_mb": 0.001, **options})
 
 
-def assert_as_fresh(model, group, rank, steps=2):
-    """The gradients of torch's class over the group, with the same parameters."""
-    reference = seeded(Mlp)
-    reference.load_state_dict(model.module.state_dict())
-    reference = TorchDDP(reference, process_group=group, init_sync=False)
+def assert_steps_of(reference, model, rank, run=step_on, steps=2):
     for step in range(steps):
         for each in (model, reference):
             each.zero_grad()
-            step_on(each, rank, step)
-        assert_grads(grads_of(model), grads_of(reference), what=f"rank {rank} of {group.size()}, step {step}:")
+            run(each, rank, step)
+        assert_grads(grads_of(model), grads_of(reference), what=f"rank {rank}, step {step}:")
+
+
+def assert_as_fresh(model, group, rank):
+    """The gradients of torch's class over the group, with the same parameters."""
+    reference = seeded(Mlp)
+    reference.load_state_dict(model.module.state_dict())
+    assert_steps_of(TorchDDP(reference, process_group=group, init_sync=False), model, rank)
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_ranks_join_and_leave(mode):
+@on_ranks(4)
+def test_ranks_join_and_leave(rank, mode):
     """Two ranks, then three, four, two, one, three; who joins has not measured any order of buckets."""
-
-    def work(rank):
-        members = [[0, 1], [0, 1, 2], [0, 1, 2, 3], [3, 1], [1], [1, 2, 3]]
-        groups = [dist.new_group(ranks) for ranks in members]
-        model = wrap(groups[0] if rank < 2 else alone(rank), **MODES[mode])
-        for step in range(3):
-            step_on(model, rank, step)
-        for ranks, group in zip(members, groups, strict=True):
-            if rank in ranks:
-                model._update_process_group(group)
-                assert_as_fresh(model, group, rank)
-        return model.reducer.transport_name
-
+    members = [[0, 1], [0, 1, 2], [0, 1, 2, 3], [3, 1], [1], [1, 2, 3]]
+    groups = [dist.new_group(ranks) for ranks in members]
+    model = wrap(groups[0] if rank < 2 else alone(rank), **MODES[mode])
+    for step in range(3):
+        step_on(model, rank, step)
+    for ranks, group in zip(members, groups, strict=True):
+        if rank in ranks:
+            model._update_process_group(group)
+            assert_as_fresh(model, group, rank)
     transport = "c10d" if mode == "c10d" else "shm"
-    names = run_ranks(work, 4)
+    names = gathered(model.reducer.transport_name)
     assert names[1:] == [transport] * 3
 
 
@@ -86,179 +85,145 @@ class Shuffled(nn.Module):
         return self.last(torch.tanh(self.middle(torch.tanh(self.first(x)))))
 
 
-def test_who_joins_takes_the_buckets_that_the_others_have_measured():
-    def work(rank):
-        def train(model, step):
-            model.zero_grad()
-            loss_of(model(batch(rank, step, 5, 4))).backward()
+@on_ranks(3)
+def test_who_joins_takes_the_buckets_that_the_others_have_measured(rank):
+    def run(model, rank, step):
+        loss_of(model(batch(rank, step, 5, 4))).backward()
 
-        group = among([0, 1]) if rank < 2 else alone(rank)
-        model = DistributedDataParallel(seeded(Shuffled), process_group=group, bucket_cap_mb=0.001)
-        if rank < 2:
-            for step in range(3):
-                train(model, step)
-        model._update_process_group(dist.group.WORLD)
-        plans = [None] * 3
-        dist.all_gather_object(plans, [list(bucket.params) for bucket in model.reducer.plan.buckets])
-        assert plans == [plans[0]] * 3
-        reference = TorchDDP(seeded(Shuffled))
+    group = among([0, 1]) if rank < 2 else alone(rank)
+    model = DistributedDataParallel(seeded(Shuffled), process_group=group, bucket_cap_mb=0.001)
+    if rank < 2:
         for step in range(3):
-            train(model, step)
-            train(reference, step)
-            assert_grads(grads_of(model), grads_of(reference), what=f"step {step}:")
-
-    run_ranks(work, 3)
+            run(model, rank, step)
+    model._update_process_group(dist.group.WORLD)
+    plans = gathered([list(bucket.params) for bucket in model.reducer.plan.buckets])
+    assert plans == [plans[0]] * 3
+    assert_steps_of(TorchDDP(seeded(Shuffled)), model, rank, run, 3)
 
 
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
-def test_ranks_die(transport):
+@on_ranks(4, needed_ranks=[0], timeout=40, straggler_s=20)
+def test_ranks_die(rank, transport):
     """Four, three, two, one: those that are left raise, and go on in a group of theirs."""
-
-    def work(rank):
-        alive = [0, 1, 2, 3]
-        model = wrap(dist.group.WORLD, timeout=timedelta(seconds=2), transport=transport)
-        step_on(model, rank)
-        while len(alive) > 1:
-            dead = alive.pop(len(alive) // 2)
-            if rank == dead:
-                model.module.first.weight.register_hook(lambda grad: os.kill(os.getpid(), signal.SIGKILL))
-            with pytest.raises(TransportError):
-                for step in range(3):
-                    step_on(model, rank, step)
-            group = among(alive)
-            model._update_process_group(group)
-            assert_as_fresh(model, group, rank)
-
-    outcomes = run_outcomes(work, 4, needed_ranks=[0], timeout=40, straggler_s=20)
-    assert outcomes[0].ok, outcomes[0].error
+    alive = [0, 1, 2, 3]
+    model = wrap(dist.group.WORLD, timeout=timedelta(seconds=2), transport=transport)
+    step_on(model, rank)
+    while len(alive) > 1:
+        dead = alive.pop(len(alive) // 2)
+        if rank == dead:
+            model.module.first.weight.register_hook(lambda grad: os.kill(os.getpid(), signal.SIGKILL))
+        with pytest.raises(TransportError):
+            for step in range(3):
+                step_on(model, rank, step)
+        group = among(alive)
+        model._update_process_group(group)
+        assert_as_fresh(model, group, rank)
 
 
-def test_who_joins_gets_parameters_and_buffers():
-    def work(rank):
-        whole = dist.group.WORLD
-        model = seeded(NormNet, seed=rank)
-        start = among([1, 2]) if rank else alone(0)
-        model = DistributedDataParallel(model, process_group=start, forward_sync_buffers=False)
-        wanted = [None]
-        if rank == 2:
-            wanted = [{name: value.clone() for name, value in model.module.state_dict().items()}]
-        model._update_process_group(whole)
-        held = [p.data_ptr() for p in model.parameters()]
-        model.sync_module_states(src=2)
-        dist.broadcast_object_list(wanted, src=2)
-        for name, value in model.module.state_dict().items():
-            assert torch.equal(value, wanted[0][name]), name
-        assert held == [p.data_ptr() for p in model.parameters()]
-        for src in (-1, 3):
-            with pytest.raises(ValueError, match=f"0 to 2, got {src}"):
-                model.sync_module_states(src)
-
-    run_ranks(work, 3)
+@on_ranks(3)
+def test_who_joins_gets_parameters_and_buffers(rank):
+    whole = dist.group.WORLD
+    model = seeded(NormNet, seed=rank)
+    start = among([1, 2]) if rank else alone(0)
+    model = DistributedDataParallel(model, process_group=start, forward_sync_buffers=False)
+    wanted = gathered({name: value.clone() for name, value in model.module.state_dict().items()})[2]
+    model._update_process_group(whole)
+    held = [p.data_ptr() for p in model.parameters()]
+    model.sync_module_states(src=2)
+    for name, value in model.module.state_dict().items():
+        assert torch.equal(value, wanted[name]), name
+    assert held == [p.data_ptr() for p in model.parameters()]
+    for src in (-1, 3):
+        with pytest.raises(ValueError, match=f"0 to 2, got {src}"):
+            model.sync_module_states(src)
 
 
-def test_parameters_that_can_not_travel_as_bytes():
+@on_ranks(2)
+def test_parameters_that_can_not_travel_as_bytes(rank):
     """Of a class of their own: they go by torch's way."""
 
     class Special(nn.Parameter):
         pass
 
-    def work(rank):
-        module = nn.Linear(2, 2, bias=False)
-        module.weight = Special(torch.full((2, 2), float(rank)))
-        model = DistributedDataParallel(module, process_group=alone(rank))
+    module = nn.Linear(2, 2, bias=False)
+    module.weight = Special(torch.full((2, 2), float(rank)))
+    model = DistributedDataParallel(module, process_group=alone(rank))
+    model._update_process_group(dist.group.WORLD)
+    model.sync_module_states(src=1)
+    assert gathered(model.module.weight.sum().item()) == [4.0, 4.0]
+
+
+@on_ranks(3)
+def test_unused_parameters_after_a_rank_has_joined(rank):
+    def run(model, rank, step):
+        loss_of(model(batch(rank, step, 5, 4), ("left", "right")[(rank + step) % 2])).backward()
+
+    start = among([0, 1]) if rank < 2 else alone(rank)
+    model = DistributedDataParallel(
+        seeded(Branches), process_group=start, find_unused_parameters=True, bucket_cap_mb=0.0001
+    )
+    for step in range(0, 6, 2):
+        run(model, rank, step)
+    model._update_process_group(dist.group.WORLD)
+    assert_steps_of(TorchDDP(seeded(Branches), find_unused_parameters=True), model, rank, run, 3)
+
+
+@on_ranks(3)
+def test_groups_without_this_rank_are_refused_by_the_next_step(rank):
+    model = wrap(dist.group.WORLD)
+    step_on(model, rank)
+    pair = dist.new_group([0, 1])
+    model._update_process_group(pair)
+    if rank == 2:
+        with pytest.raises(RuntimeError, match="rank 2 of its old process group.*this rank is not in"):
+            step_on(model, rank)
+        with model.no_sync():
+            step_on(model, rank)
+    else:
+        assert_as_fresh(model, pair, rank)
+    whole = dist.new_group([0, 1, 2])
+    model._update_process_group(whole)
+    assert_as_fresh(model, whole, rank)
+
+
+@on_ranks(2)
+def test_what_is_no_group_for_the_model_is_refused_and_the_old_one_kept(rank):
+    model = wrap(dist.group.WORLD)
+    gone = dist.new_group([0, 1])
+    dist.destroy_process_group(gone)
+    with pytest.raises(RuntimeError, match="was destroyed"):
+        model._update_process_group(gone)
+    for wrong in (None, [0, 1], "gloo"):
+        with pytest.raises(TypeError, match=f"takes a process group, got {type(wrong).__name__}"):
+            model._update_process_group(wrong)
+    elsewhere = dist.new_group([0, 1], backend="cuda:gloo")
+    with pytest.raises(ValueError, match="no backend for cpu tensors, and the model is on cpu.*one for cuda"):
+        model._update_process_group(elsewhere)
+    assert_as_fresh(model, dist.group.WORLD, rank)
+
+
+@on_ranks(2)
+def test_models_that_differ_are_named(rank):
+    model = DistributedDataParallel(nn.Linear(3, 3 + rank), process_group=alone(rank))
+    with pytest.raises(RuntimeError, match="not the same on all ranks") as caught:
         model._update_process_group(dist.group.WORLD)
-        model.sync_module_states(src=1)
-        return model.module.weight.sum().item()
-
-    assert run_ranks(work, 2) == [4.0, 4.0]
-
-
-def test_unused_parameters_after_a_rank_has_joined():
-    def work(rank):
-        start = among([0, 1]) if rank < 2 else alone(rank)
-        make = seeded(lambda: Branches(torch.float64))
-        model = DistributedDataParallel(make, process_group=start, find_unused_parameters=True, bucket_cap_mb=0.0001)
-        for step in range(3):
-            model.zero_grad()
-            loss_of(model(batch(rank, step, 5, 4), ("left", "right")[rank % 2])).backward()
-        model._update_process_group(dist.group.WORLD)
-        reference = TorchDDP(seeded(lambda: Branches(torch.float64)), find_unused_parameters=True)
-        for step in range(3):
-            for each in (model, reference):
-                each.zero_grad()
-                loss_of(each(batch(rank, step, 5, 4), ("left", "right")[(rank + step) % 2])).backward()
-            assert_grads(grads_of(model), grads_of(reference), what=f"step {step}:")
-
-    run_ranks(work, 3)
+    assert re.search(r"\[1\].*'bias'\) .* sizes \[4\].*process 0 \('bias', \[3\]\)", str(caught.value))
+    assert model.process_group.size() == 1
+    model(torch.ones(1, 3)).sum().backward()
 
 
-def test_groups_without_this_rank_are_refused_by_the_next_step():
-    def work(rank):
-        model = wrap(dist.group.WORLD)
-        step_on(model, rank)
-        pair = dist.new_group([0, 1])
-        model._update_process_group(pair)
-        if rank == 2:
-            with pytest.raises(RuntimeError, match="rank 2 of its old process group.*this rank is not in"):
-                step_on(model, rank)
-            with model.no_sync():
-                step_on(model, rank)
-        else:
-            assert_as_fresh(model, pair, rank)
-        whole = dist.new_group([0, 1, 2])
-        model._update_process_group(whole)
-        assert_as_fresh(model, whole, rank)
-
-    run_ranks(work, 3)
-
-
-def test_what_is_no_group_for_the_model_is_refused_and_the_old_one_kept():
-    def work(rank):
-        model = wrap(dist.group.WORLD)
-        gone = dist.new_group([0, 1])
-        dist.destroy_process_group(gone)
-        with pytest.raises(RuntimeError, match="was destroyed"):
-            model._update_process_group(gone)
-        for wrong in (None, [0, 1], "gloo"):
-            with pytest.raises(TypeError, match=f"takes a process group, got {type(wrong).__name__}"):
-                model._update_process_group(wrong)
-        elsewhere = dist.new_group([0, 1], backend="cuda:gloo")
-        with pytest.raises(ValueError, match="no backend for cpu tensors, and the model is on cpu.*one for cuda"):
-            model._update_process_group(elsewhere)
-        assert_as_fresh(model, dist.group.WORLD, rank)
-
-    run_ranks(work, 2)
-
-
-def test_models_that_differ_are_named():
-    def work(rank):
-        model = DistributedDataParallel(nn.Linear(3, 3 + rank), process_group=alone(rank))
-        with pytest.raises(RuntimeError, match="not the same on all ranks") as caught:
-            model._update_process_group(dist.group.WORLD)
-        assert re.search(r"\[1\].*'bias'\) .* sizes \[4\].*process 0 \('bias', \[3\]\)", str(caught.value))
-        assert model.process_group.size() == 1
-        model(torch.ones(1, 3)).sum().backward()
-
-    run_ranks(work, 2)
-
-
-def test_a_new_store():
+@on_ranks(3)
+def test_a_new_store(rank, tmp_path):
     """Everything is made anew, as a program does that lets ranks join which were started later."""
-
-    def work(rank, folder):
-        model = None
-        for number, ranks in enumerate(([0, 1], [0, 1, 2], [1, 2])):
-            if rank in ranks:
-                if dist.is_initialized():
-                    dist.destroy_process_group()
-                store = dist.FileStore(f"{folder}/{number}", len(ranks))
-                dist.init_process_group("gloo", store=store, rank=ranks.index(rank), world_size=len(ranks))
-                group = dist.group.WORLD
-                if model is None:
-                    model = wrap(alone(ranks.index(rank)))
-                model._update_process_group(group)
-                assert_as_fresh(model, group, rank)
-                assert model.reducer.transport_name == "shm"
-
-    with tempfile.TemporaryDirectory() as folder:
-        run_ranks(work, 3, folder)
+    model = None
+    for number, ranks in enumerate(([0, 1], [0, 1, 2], [1, 2])):
+        if rank in ranks:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            store = dist.FileStore(f"{tmp_path}/{number}", len(ranks))
+            dist.init_process_group("gloo", store=store, rank=ranks.index(rank), world_size=len(ranks))
+            if model is None:
+                model = wrap(alone(ranks.index(rank)))
+            model._update_process_group(dist.group.WORLD)
+            assert_as_fresh(model, dist.group.WORLD, rank)
+            assert model.reducer.transport_name == "shm"

@@ -1,0 +1,25 @@
+"""The Python code of the pages in docs/, and its run."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from pathlib import Path
+from typing import Any
+
+DOCS = Path(__file__).parents[1] / "docs"
+
+
+def code_of(page: str, section: str | None = None) -> str:
+    """All indented blocks below a heading, by default all before the first, as one program."""
+    parts = ("\n" + (DOCS / page).read_text()).split("\n## ")
+    (text,) = [part for part in parts[1:] if part.startswith(f"{section}\n")] if section else parts[:1]
+    return textwrap.dedent("\n".join(line for line in text.splitlines() if line.startswith("    ") or not line))
+
+
+def run_code(page: str, section: str | None = None) -> dict[str, Any]:
+    """Runs it in the process group of the test, and returns the names that it has defined."""
+    code = re.sub(r'(torch\.)?dist\w*\.init_process_group\("gloo"\)\n', "", code_of(page, section))
+    names: dict[str, Any] = {}
+    exec(compile(code, page, "exec"), names)
+    return names
