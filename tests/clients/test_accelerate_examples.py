@@ -11,15 +11,14 @@ import pytest
 
 pytest.importorskip("transformers", reason="transformers is not installed: make test-clients")
 
-from tests.clients.accelerate_ranks import torchrun
+from tests.clients.common import launch
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.beyond_torch("is not tested here")]
 
 
 def _ends(*arguments: str) -> list[dict[str, Any]]:
     """What the ranks print last."""
-    done = torchrun(*arguments)
-    assert done.returncode == 0, done.stderr[-4000:]
+    done = launch(*arguments, ranks=2)
     found = [
         json.loads(text) for text in re.findall(r"\{[^{}]*reduced_steps[^{}]*\}", done.stdout)
     ]  # maybe on one line

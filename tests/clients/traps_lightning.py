@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import lightning.pytorch as pl
@@ -10,6 +9,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import torchddp
+from tests.clients.common import tell_traps
 
 
 class Module(pl.LightningModule):
@@ -41,8 +41,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        main()
-    told = [str(w.message) for w in caught if issubclass(w.category, torchddp.UsageWarning)]
-    print(f"told {told}\n", end="", flush=True)
+    tell_traps(main)
