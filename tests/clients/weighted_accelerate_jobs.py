@@ -397,10 +397,10 @@ JOBS: Jobs = {
     "trainer_counts": counted,
     "trainer_averages": lambda kind: trained(kind, llama, shifted),  # "torch": the trainer's own average over ranks
     "trainer_means": lambda kind: trained(kind, Net if kind.ours else no_nan(Net)),
-    "trainer_syncs_each_batch": partial(counted, accelerator_config=in_config(sync_each_batch=True)),
+    "trainer_syncs_each_batch": lambda kind: counted(kind, accelerator_config=in_config(sync_each_batch=True)),
     # Where the accelerator divides too.
-    "trainer_num_steps": partial(
-        counted, gradient_accumulation_steps=1, accelerator_config=in_config(num_steps=ACCUMULATED)
+    "trainer_num_steps": lambda kind: counted(
+        kind, gradient_accumulation_steps=1, accelerator_config=in_config(num_steps=ACCUMULATED)
     ),
     # Rank 0 has no label in the first step.
     "trainer_idle_rank": lambda kind: (
