@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import torchddp
 from tests.clients.common import tell_traps
+from tests.clients.lightning_matrix import QUIET
 
 
 class Module(pl.LightningModule):
@@ -30,12 +31,9 @@ class Module(pl.LightningModule):
 def main() -> None:
     torchddp.install()
     loader = DataLoader(TensorDataset(torch.randn(64, 8)), 4)
-    quiet: dict[str, Any] = dict.fromkeys(
-        ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
-    )
     before = torchddp.finished_steps()
     for settings in ({}, {"accumulate_grad_batches": 3, "gradient_clip_val": 0.1}):
-        trainer = pl.Trainer(accelerator="cpu", devices=2, strategy="ddp", max_epochs=2, **quiet, **settings)
+        trainer = pl.Trainer(strategy="ddp", max_epochs=2, **QUIET, **settings)
         trainer.fit(Module(), loader, loader)
     assert torchddp.finished_steps() > before
 
