@@ -1,6 +1,7 @@
 """Checks of the options and of what the class tells about itself: hooks, static graph, unused search, logging."""
 
 import pickle
+from collections.abc import Callable
 from io import BytesIO
 from typing import Any
 
@@ -11,7 +12,18 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.utils.checkpoint import checkpoint
 
-from tests.models import Branches, Mlp, assert_grads, batch, expected_grads, grads_of, loss_of, seeded, step_on
+from tests.models import (
+    Branches,
+    Mlp,
+    assert_grads,
+    batch,
+    expected_grads,
+    grads_of,
+    loss_of,
+    seeded,
+    step_on,
+    train_and_compare,
+)
 
 TensorFuture = torch.futures.Future[Tensor]
 
@@ -62,32 +74,27 @@ def check_comm_hook_sees_each_gradient_once(ddp_class: type, rank: int) -> None:
     assert all(given is state for given in states)
 
 
-def check_fp16_hook_rounds_the_gradients(ddp_class: type, rank: int) -> None:
+def _check_rounded(ddp_class: type, rank: int, register: Callable[[Any], None]) -> None:
+    def step(model: nn.Module, r: int) -> None:
+        loss_of(model(batch(r, dtype=torch.float32))).backward()
+
     model = seeded(lambda: Mlp(dtype=torch.float32))
-    exact = expected_grads(model, _step32)
+    exact = expected_grads(model, step)
     ddp = ddp_class(model)
-    ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
-    _step32(ddp, rank)
-    _assert_rounded(grads_of(ddp), exact)
+    register(ddp)
+    step(ddp, rank)
+    for name, grad in grads_of(ddp).items():
+        assert torch.equal(grad.half().float(), grad), f"'{name}' was not cast to fp16"
+        torch.testing.assert_close(grad, exact[name], rtol=4e-3, atol=2e-2)
+
+
+def check_fp16_hook_rounds_the_gradients(ddp_class: type, rank: int) -> None:
+    _check_rounded(ddp_class, rank, lambda ddp: ddp.register_comm_hook(None, default_hooks.fp16_compress_hook))
 
 
 def check_builtin_fp16_hook_rounds_the_gradients(ddp_class: type, rank: int) -> None:
-    model = seeded(lambda: Mlp(dtype=torch.float32))
-    exact = expected_grads(model, _step32)
-    ddp = ddp_class(model)
-    ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
-    _step32(ddp, rank)
-    _assert_rounded(grads_of(ddp), exact)
-
-
-def _step32(model: nn.Module, rank: int) -> None:
-    loss_of(model(batch(rank, 0, 5, 8, dtype=torch.float32))).backward()
-
-
-def _assert_rounded(got: dict[str, Any], exact: dict[str, Any]) -> None:
-    for name, grad in got.items():
-        assert torch.equal(grad.half().float(), grad), f"'{name}' was not cast to fp16"
-        torch.testing.assert_close(grad, exact[name], rtol=4e-3, atol=2e-2)
+    kind = dist.BuiltinCommHookType.FP16_COMPRESS
+    _check_rounded(ddp_class, rank, lambda ddp: ddp._register_builtin_comm_hook(kind))
 
 
 def check_unused_parameter_without_search_is_an_error(ddp_class: type, rank: int) -> None:
@@ -137,53 +144,31 @@ def check_bucket_view_option_is_shown(ddp_class: type, rank: int) -> None:
 class _Checkpointed(nn.Module):
     """One layer used in two reentrant checkpoints: its hooks fire twice a step."""
 
-    def __init__(self, times: int = 2) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(4, 4, dtype=torch.float64)
         self.second = nn.Linear(4, 4, dtype=torch.float64)
-        self.times = times
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
-        for _ in range(self.times):
+        for _ in range(2):
             x = checkpoint(self.second, x, use_reentrant=True)
         return x
-
-
-def _static_steps(ddp_class: type, rank: int, model: nn.Module, run: Any) -> None:
-    want = [expected_grads(model, lambda m, r, step=step: run(m, r, step)) for step in range(3)]
-    ddp = ddp_class(model, static_graph=True)
-    got = []
-    for step in range(3):
-        ddp.zero_grad()
-        run(ddp, rank, step)
-        got.append(grads_of(ddp))
-    for step in range(3):
-        assert_grads(got[step], want[step], what=f"step {step}:")
 
 
 def check_static_graph_allows_repeated_checkpoints(ddp_class: type, rank: int) -> None:
     def run(model: nn.Module, r: int, step: int) -> None:
         loss_of(model(batch(r, step, 3, 4))).backward()
 
-    _static_steps(ddp_class, rank, seeded(_Checkpointed), run)
+    train_and_compare(ddp_class, rank, seeded(_Checkpointed), run, 3, static_graph=True)
 
 
 def check_static_graph_allows_unused_parameters(ddp_class: type, rank: int) -> None:
     def run(model: nn.Module, r: int, step: int) -> None:
         loss_of(model(batch(r, step, 3, 4), "left")).backward()
 
-    model = seeded(Branches)
-    want = [expected_grads(model, lambda m, r, step=step: run(m, r, step)) for step in range(3)]
-    ddp = ddp_class(model, static_graph=True)
-    got = []
-    for step in range(3):
-        ddp.zero_grad()
-        run(ddp, rank, step)
-        got.append(grads_of(ddp))
-    for step in range(3):
-        for name in ("trunk.weight", "left.weight", "left.bias"):
-            assert_grads({name: got[step][name]}, {name: want[step][name]}, what=f"step {step}:")
+    used = ("trunk.weight", "left.weight", "left.bias")
+    train_and_compare(ddp_class, rank, seeded(Branches), run, 3, *used, static_graph=True)
 
 
 def check_static_graph_allows_unused_checkpoints(ddp_class: type, rank: int) -> None:
@@ -194,14 +179,10 @@ def check_static_graph_allows_unused_checkpoints(ddp_class: type, rank: int) -> 
             super().__init__()
             self.spare = nn.Linear(4, 4, dtype=torch.float64)
 
-    model = seeded(Spare)
-    ddp = ddp_class(model, static_graph=True)
-    for step in range(2):
-        ddp.zero_grad()
-        loss_of(ddp(batch(rank, step, 3, 4))).backward()
-    want = expected_grads(model, lambda m, r: loss_of(m(batch(r, 1, 3, 4))).backward())
-    for name in ("first.weight", "second.weight"):
-        assert_grads({name: grads_of(ddp)[name]}, {name: want[name]})
+    def run(model: nn.Module, r: int, step: int) -> None:
+        loss_of(model(batch(r, step, 3, 4))).backward()
+
+    train_and_compare(ddp_class, rank, seeded(Spare), run, 2, "first.weight", "second.weight", static_graph=True)
 
 
 def check_static_graph_is_logged(ddp_class: type, rank: int) -> None:

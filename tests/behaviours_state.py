@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -12,21 +13,24 @@ from torch import Tensor, nn
 from tests.models import Mlp, NormNet, assert_grads, batch, grads_of, local_grads, loss_of, seeded, step_on
 
 
-def _gather(values: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+def _assert_ranks_agree(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    mine = {name: value.detach().clone() for name, value in named}
     gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, {name: value.detach().clone() for name, value in values.items()})
-    return gathered
+    dist.all_gather_object(gathered, mine)
+    for other in gathered[1:]:
+        _assert_same(other, gathered[0])
+    return mine
 
 
-def _assert_same(got: dict[str, Tensor], want: dict[str, Tensor], what: str) -> None:
+def _assert_same(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
     for name in want:
-        assert torch.equal(got[name], want[name]), f"{what} '{name}' is {got[name]} instead of {want[name]}"
+        assert torch.equal(got[name], want[name]), f"'{name}' is {got[name]} instead of {want[name]}"
 
 
 def check_parameters_start_as_on_rank_zero(ddp_class: type, rank: int) -> None:
     want = dict(seeded(Mlp, seed=0).named_parameters())
     ddp = ddp_class(seeded(Mlp, seed=rank))
-    _assert_same(dict(ddp.module.named_parameters()), want, "parameter")
+    _assert_same(dict(ddp.module.named_parameters()), want)
 
 
 def check_buffers_start_as_on_rank_zero(ddp_class: type, rank: int) -> None:
@@ -45,9 +49,7 @@ def check_training_from_different_seeds_ends_equal(ddp_class: type, rank: int) -
         optimizer.zero_grad()
         step_on(ddp, rank, step)
         optimizer.step()
-    ranks = _gather(dict(ddp.module.named_parameters()))
-    for other in ranks[1:]:
-        _assert_same(other, ranks[0], "parameter")
+    _assert_ranks_agree(ddp.module.named_parameters())
 
 
 def check_different_shapes_are_refused(ddp_class: type, rank: int) -> None:
@@ -204,10 +206,8 @@ def check_join_ends_with_the_last_ranks_model(ddp_class: type, rank: int) -> Non
             optimizer.zero_grad()
             step_on(ddp, rank, step)
             optimizer.step()
-    ranks = _gather(dict(ddp.module.named_parameters()))
-    for other in ranks[1:]:
-        _assert_same(other, ranks[0], "parameter")
-    assert not torch.equal(ranks[0]["last.weight"], seeded(Mlp).last.weight)
+    last = _assert_ranks_agree(ddp.module.named_parameters())["last.weight"]
+    assert not torch.equal(last, seeded(Mlp).last.weight)
 
 
 def check_join_shadows_buffers(ddp_class: type, rank: int) -> None:
@@ -215,7 +215,5 @@ def check_join_shadows_buffers(ddp_class: type, rank: int) -> None:
     with ddp.join():
         for step in range(1 + 2 * rank):
             loss_of(ddp(batch(rank, step, 4, 3, 6, 6))).backward()
-    ranks = _gather(dict(ddp.module.named_buffers()))
-    for other in ranks[1:]:
-        _assert_same(other, ranks[0], "buffer")
+    _assert_ranks_agree(ddp.module.named_buffers())
     assert ddp.module.norm.num_batches_tracked.item() == 3

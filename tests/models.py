@@ -124,7 +124,7 @@ def mean_grads(per_rank: Iterable[Grads]) -> Grads:
     ranks = list(per_rank)
     mean: Grads = {}
     for name in ranks[0]:
-        present = [grad for grads in ranks if (grad := grads[name]) is not None]
+        present = [dense(grad) for grads in ranks if (grad := grads[name]) is not None]
         mean[name] = torch.stack(present).sum(0) / len(ranks) if present else None
     return mean
 
@@ -183,6 +183,32 @@ def assert_steps(
         want = expected_grads(ddp.module, lambda model, r, step=step: run(model, r, step))
         run(ddp, rank, step)
         assert_grads(grads_of(ddp), want, rtol, f"step {step}:")
+
+
+def train_and_compare(
+    ddp_class: type,
+    rank: int,
+    model: nn.Module,
+    run: Callable[[nn.Module, int, int], Any],
+    steps: int,
+    *only: str,
+    **options: Any,
+) -> nn.Module:
+    """Some steps of `run(model, rank, step)` on a wrapper of the model must give the mean gradients (`only` these).
+
+    They are compared when all steps are done, so that a wrong one leaves no other rank waiting.
+    """
+    want = [expected_grads(model, lambda m, r, step=step: run(m, r, step)) for step in range(steps)]
+    ddp = ddp_class(model, **options)
+    got = []
+    for step in range(steps):
+        ddp.zero_grad()
+        run(ddp, rank, step)
+        got.append({name: grad if grad is None else dense(grad) for name, grad in grads_of(ddp).items()})
+    for step in range(steps):
+        names = only or want[step].keys()
+        assert_grads({n: got[step][n] for n in names}, {n: want[step][n] for n in names}, what=f"step {step}:")
+    return ddp
 
 
 def dense(value: Tensor) -> Tensor:

@@ -8,15 +8,18 @@ Accelerate's own Accelerator after torchddp.install().
 
 from __future__ import annotations
 
-import hashlib
 import json
 import sys
 import traceback
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+if not __package__:  # started by path, as torchrun does: make `tests` importable
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import accelerate
 import torch
@@ -30,6 +33,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.data import DataLoader, TensorDataset
 
 import torchddp
+from tests.clients.common import digest, said
 from torchddp.integrations.accelerate import Accelerator, TorchDDPKwargs, adopt
 
 LENGTH, BATCH = 40, 4  # five batches a rank
@@ -60,15 +64,19 @@ class Kind:
         self.ours = name == "ours" and plug_in
         self.folder = folder
 
-    def accelerator(self, handler: Any = None, **options: Any) -> Any:
-        AcceleratorState._reset_state()
-        GradientState._reset_state()
+    def accelerator(self, handler: Any = None, cls: Any = None, **options: Any) -> Any:
+        reset()
         handlers = [handler] if handler is not None else None
-        cls = Accelerator if self.ours else accelerate.Accelerator
+        cls = cls or (Accelerator if self.ours else accelerate.Accelerator)
         return cls(kwargs_handlers=handlers, **options)
 
     def handler(self, **options: Any) -> Any:
         return (TorchDDPKwargs if self.ours else DistributedDataParallelKwargs)(**options)
+
+
+def reset() -> None:
+    AcceleratorState._reset_state()
+    GradientState._reset_state()
 
 
 def data(length: int = LENGTH) -> DataLoader:
@@ -84,18 +92,10 @@ def prepared(accelerator: Any, length: int = LENGTH) -> tuple[Any, Any, Any]:
     return accelerator.prepare(model, optimizer, data(length))
 
 
-def digest(tensors: dict[str, torch.Tensor]) -> str:
-    bits = hashlib.sha256()
-    for name, value in sorted(tensors.items()):
-        bits.update(name.encode())
-        bits.update(value.detach().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
-    return bits.hexdigest()
-
-
 def model_of(model: nn.Module) -> dict[str, str]:
     """Bit for bit. Ranks agree on weights, not on the statistics that BatchNorm keeps of its own batches."""
     bare = extract_model_from_parallel(model, keep_torch_compile=False)
-    return {"weights": digest(dict(bare.named_parameters())), "own buffers": digest(dict(bare.named_buffers()))}
+    return {"weights": digest(bare.named_parameters()), "own buffers": digest(bare.named_buffers())}
 
 
 def fit(accelerator: Any, model: Any, optimizer: Any, loader: Any, epochs: int = 2, **forward: Any) -> None:
@@ -110,75 +110,30 @@ def fit(accelerator: Any, model: Any, optimizer: Any, loader: Any, epochs: int =
                 optimizer.zero_grad()
 
 
+def results_of(model: Any, before: int) -> dict[str, Any]:
+    name = type(getattr(model, "_orig_mod", model)).__module__.partition(".")[0]
+    return {"class": name, **model_of(model), "steps": torchddp.finished_steps() - before}
+
+
 def trained(
-    kind: Kind, handler: Any = None, *, forward: dict[str, Any] | None = None, **options: Any
+    kind: Kind, handler: Any = None, *, own: Any = None, forward: Any = None, both: Any = None, **options: Any
 ) -> dict[str, Any]:
+    """Options of the wrapper: `handler` is Accelerate's, `both` are of either class's, `own` are of ours alone."""
     before = torchddp.finished_steps()
+    if both is not None:
+        handler = kind.handler(**both)
+    if own is not None and kind.ours:
+        handler = TorchDDPKwargs(**own)
     accelerator = kind.accelerator(handler, **options)
     model, optimizer, loader = prepared(accelerator)
     fit(accelerator, model, optimizer, loader, **(forward or {}))
-    return {
-        "class": f"{type(getattr(model, '_orig_mod', model)).__module__.partition('.')[0]}",
-        **model_of(model),
-        "steps": torchddp.finished_steps() - before,
-    }
-
-
-def plain(kind: Kind) -> dict[str, Any]:
-    return trained(kind)
-
-
-def accumulation(kind: Kind) -> dict[str, Any]:
-    return trained(kind, gradient_accumulation_steps=2)
-
-
-def bf16(kind: Kind) -> dict[str, Any]:
-    return trained(kind, mixed_precision="bf16")
-
-
-def unused(kind: Kind) -> dict[str, Any]:
-    return trained(kind, kind.handler(find_unused_parameters=True), forward={"spare": False})
-
-
-def torchs_options(kind: Kind) -> dict[str, Any]:
-    return trained(kind, DistributedDataParallelKwargs(bucket_cap_mb=1, gradient_as_bucket_view=True))
-
-
-def fp16_hook(kind: Kind) -> dict[str, Any]:
-    return trained(kind, kind.handler(comm_hook=DDPCommunicationHookType.FP16))
-
-
-def power_sgd_hook(kind: Kind) -> dict[str, Any]:
-    state = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 3}
-    hook = {"comm_hook": DDPCommunicationHookType.POWER_SGD, "comm_state_option": state}
-    return trained(kind, kind.handler(**hook, comm_wrapper=DDPCommunicationHookType.FP16))
-
-
-def compiled(kind: Kind) -> dict[str, Any]:
-    return trained(kind, dynamo_backend="eager")
-
-
-def own_options(kind: Kind) -> dict[str, Any]:
-    """Options that only ours has and that change no bit; torch's result is the one without them."""
-    handler = None
-    if kind.ours:
-        handler = TorchDDPKwargs(bucket_cap_mb="auto", transport="c10d", stall_report_s=5, find_nonfinite=True)
-    return trained(kind, handler)
-
-
-def static_graph_accumulation(kind: Kind) -> dict[str, Any]:
-    """torch's class fails here or stops reducing; its result is the one without static_graph."""
-    return trained(kind, TorchDDPKwargs(static_graph=True) if kind.ours else None, gradient_accumulation_steps=2)
+    return results_of(model, before)
 
 
 def named_hooks(kind: Kind) -> dict[str, Any]:
     """Ours only: what torch's class refuses on CPU, and hooks by name."""
-    if not kind.ours:
-        return {}
-    bf16_hook = trained(kind, TorchDDPKwargs(comm_hook=DDPCommunicationHookType.BF16))
-    named = trained(kind, TorchDDPKwargs(comm_hook="bf16"))
-    int8 = trained(kind, TorchDDPKwargs(comm_hook="int8"))
-    return {"bf16": bf16_hook, "named": named, "int8": int8}
+    hooks = {"bf16": DDPCommunicationHookType.BF16, "named": "bf16", "int8": "int8"}
+    return {name: trained(kind, own={"comm_hook": hook}) for name, hook in hooks.items()} if kind.ours else {}
 
 
 def adopted(kind: Kind) -> dict[str, Any]:
@@ -188,17 +143,14 @@ def adopted(kind: Kind) -> dict[str, Any]:
     class Theirs(accelerate.Accelerator):
         pass
 
-    AcceleratorState._reset_state()
-    GradientState._reset_state()
-    accelerator: Any = Theirs(kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)])
+    accelerator = kind.accelerator(DistributedDataParallelKwargs(find_unused_parameters=True), Theirs)
     if kind.ours:
         assert adopt(accelerator, {"transport": "c10d"}) is accelerator
         assert isinstance(accelerator, Theirs) and accelerator.ddp_handler.find_unused_parameters
     model, optimizer, loader = prepared(accelerator)
     fit(accelerator, model, optimizer, loader, spare=False)
     assert model.find_unused_parameters
-    steps = torchddp.finished_steps() - before
-    return {"class": type(model).__module__.partition(".")[0], **model_of(model), "steps": steps}
+    return results_of(model, before)
 
 
 def local_sgd(kind: Kind) -> dict[str, Any]:
@@ -310,44 +262,50 @@ def uneven(kind: Kind) -> dict[str, Any]:
 def wrapped_before(kind: Kind) -> dict[str, Any]:
     if not kind.ours:
         return {}
-    said = {}
-    for name, cls in (("torch", TorchDDP), ("ours", torchddp.DistributedDataParallel)):
-        accelerator = kind.accelerator()
-        try:
-            accelerator.prepare(cls(Net()))
-        except ValueError as error:
-            said[name] = str(error)
     model = Net().requires_grad_(False)
     assert kind.accelerator().prepare(model) is model  # nothing to average
-    return said
+    classes = {"torch": TorchDDP, "ours": torchddp.DistributedDataParallel}
+    return {name: said(lambda cls=cls: kind.accelerator().prepare(cls(Net()))) for name, cls in classes.items()}
 
 
-JOBS: list[Callable[[Kind], dict[str, Any]]] = [
-    plain,
-    accumulation,
-    bf16,
-    unused,
-    torchs_options,
-    fp16_hook,
-    power_sgd_hook,
-    compiled,
-    own_options,
-    static_graph_accumulation,
-    named_hooks,
-    adopted,
-    local_sgd,
-    states,
-    skipping,
-    metrics,
-    unwrapping,
-    synced_late,
-    uneven,
-    wrapped_before,
-]
+HOOK = DDPCommunicationHookType
+Jobs = dict[str, Callable[[Kind], dict[str, Any]]]
+JOBS: Jobs = {
+    "plain": trained,
+    "accumulation": partial(trained, gradient_accumulation_steps=2),
+    "bf16": partial(trained, mixed_precision="bf16"),
+    "unused": partial(trained, both={"find_unused_parameters": True}, forward={"spare": False}),
+    "torchs_options": partial(
+        trained, handler=DistributedDataParallelKwargs(bucket_cap_mb=1, gradient_as_bucket_view=True)
+    ),
+    "fp16_hook": partial(trained, both={"comm_hook": HOOK.FP16}),
+    "power_sgd_hook": partial(
+        trained,
+        both={
+            "comm_hook": HOOK.POWER_SGD,
+            "comm_wrapper": HOOK.FP16,
+            "comm_state_option": {"matrix_approximation_rank": 2, "start_powerSGD_iter": 3},
+        },
+    ),
+    "compiled": partial(trained, dynamo_backend="eager"),
+    # Of the next two, torch's result is that without the options: they change no bit, and torch's class fails with a
+    # static graph here, or stops reducing.
+    "own_options": partial(
+        trained,
+        own={"bucket_cap_mb": "auto", "transport": "c10d", "stall_report_s": 5, "find_nonfinite": True},
+    ),
+    "static_graph_accumulation": partial(trained, own={"static_graph": True}, gradient_accumulation_steps=2),
+    **{
+        job.__name__: job
+        for job in (
+            named_hooks, adopted, local_sgd, states, skipping, metrics, unwrapping, synced_late, uneven, wrapped_before
+        )
+    },
+}  # fmt: skip
 
 
-def run_jobs(jobs: list[Callable[[Kind], dict[str, Any]]]) -> None:
-    """The command line of this file and of transformers_jobs.py."""
+def run_jobs(jobs: Jobs) -> None:
+    """The command line of the files of jobs."""
     folder = Path(sys.argv[1])
     install = "--install" in sys.argv
     names = [name for name in sys.argv[2:] if name != "--install"]
@@ -355,14 +313,12 @@ def run_jobs(jobs: list[Callable[[Kind], dict[str, Any]]]) -> None:
     accelerate.PartialState(cpu=True)
     results: dict[str, Any] = {}
     try:
-        for job in jobs:
-            if names and job.__name__ not in names:
-                continue
-            results[job.__name__] = {"torch": job(Kind("torch", folder))}
+        for name in names or jobs:
+            results[name] = {"torch": jobs[name](Kind("torch", folder))}
             with torchddp.install() if install else nullcontext():
-                results[job.__name__]["ours"] = job(Kind("ours", folder, plug_in=not install))
+                results[name]["ours"] = jobs[name](Kind("ours", folder, plug_in=not install))
     except Exception:
-        results["error"] = f"in {job.__name__}:\n{traceback.format_exc()}"
+        results["error"] = f"in {name}:\n{traceback.format_exc()}"
         raise
     finally:
         (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(results))

@@ -1,37 +1,19 @@
-"""Starts the jobs of accelerate_jobs.py and transformers_jobs.py, or an example, on two ranks by torchrun."""
+"""Starts the jobs of a file on two ranks."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-
-
-def torchrun(*arguments: str, timeout_s: float = 140) -> subprocess.CompletedProcess[str]:
-    """Two ranks on CPU, one thread each, without a network."""
-    environment = {
-        **os.environ,
-        "ACCELERATE_USE_CPU": "true",
-        "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(ROOT),
-    }
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    return subprocess.run(
-        [*launcher, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout_s
-    )
+from tests.clients.common import launch
 
 
 class Results:
     """What the ranks found in each job, with torch's class and ours."""
 
     def __init__(self, script: str, folder: Path, *arguments: str, timeout_s: float = 140) -> None:
-        done = torchrun(f"tests/clients/{script}", str(folder), *arguments, timeout_s=timeout_s)
+        done = launch(f"tests/clients/{script}", folder, *arguments, ranks=2, timeout_s=timeout_s, check=False)
         files = [folder / f"rank{rank}.json" for rank in range(2)]
         self.ranks: list[dict[str, Any]] = [json.loads(f.read_text()) for f in files if f.exists()]
         errors = "\n".join(result["error"] for result in self.ranks if "error" in result)

@@ -32,74 +32,53 @@ class HookedDDPStrategy(pl.strategies.DDPStrategy):
         _register_ddp_comm_hook(self.model, self._ddp_comm_state, self._ddp_comm_hook, self._ddp_comm_wrapper)
 
 
-# name: (module, options of the module, options of the Trainer, strategies: the first is Lightning's)
-PAIR = ("ddp", "torchddp")
+def local_sgd(kind: Any) -> Any:
+    state = PostLocalSGDState(None, None, 2)
+    return kind(ddp_comm_state=state, ddp_comm_hook=post_localSGD_hook, model_averaging_period=2)
+
+
 ALL = ("ddp", "torchddp", "torchddp_sharded")
 UNUSED = ("ddp_find_unused_parameters_true", "torchddp_find_unused_parameters_true")
-CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any], tuple[Any, ...]]] = {
-    "default": (Plain, {}, {}, ALL),
-    "two_epochs_adamw": (Plain, {"optimizer": torch.optim.AdamW}, {"max_epochs": 2}, ALL),
-    "accumulate": (Plain, {}, {"accumulate_grad_batches": 2}, ALL),
-    "clip_norm": (Plain, {}, {"gradient_clip_val": 0.1}, ALL),
-    "clip_value": (Plain, {}, {"gradient_clip_val": 0.02, "gradient_clip_algorithm": "value"}, ALL),
-    "bf16_mixed": (Plain, {}, {"precision": "bf16-mixed"}, ALL),
-    "bf16_mixed_clip": (Plain, {}, {"precision": "bf16-mixed", "gradient_clip_val": 0.1}, ALL),
-    "schedule": (Plain, {"schedule": True}, {}, ALL),
-    "batch_norm": (Plain, {"batch_norm": True}, {}, ALL),
-    "manual": (Manual, {}, {}, ALL),
-    "manual_accumulate": (Manual, {"accumulate": True}, {}, ALL),
-    "manual_static": (
-        Manual,
-        {},
-        {},
-        (pl.strategies.DDPStrategy(static_graph=True), TorchDDPStrategy(static_graph=True)),
+
+
+def case(kind: Any = Plain, of_trainer: Any = None, strategies: tuple[Any, ...] = ALL, **options: Any) -> Any:
+    """A module with its options, options of the Trainer, and strategies, of which the first is Lightning's."""
+    return kind, options, of_trainer or {}, strategies
+
+
+CASES = {
+    "default": case(),
+    "two_epochs_adamw": case(of_trainer={"max_epochs": 2}, optimizer=torch.optim.AdamW),
+    "accumulate": case(of_trainer={"accumulate_grad_batches": 2}),
+    "clip_norm": case(of_trainer={"gradient_clip_val": 0.1}),
+    "clip_value": case(of_trainer={"gradient_clip_val": 0.02, "gradient_clip_algorithm": "value"}),
+    "bf16_mixed": case(of_trainer={"precision": "bf16-mixed"}),
+    "bf16_mixed_clip": case(of_trainer={"precision": "bf16-mixed", "gradient_clip_val": 0.1}),
+    "schedule": case(schedule=True),
+    "batch_norm": case(batch_norm=True),
+    "manual": case(Manual),
+    "manual_accumulate": case(Manual, accumulate=True),
+    "manual_static": case(
+        Manual, strategies=(pl.strategies.DDPStrategy(static_graph=True), TorchDDPStrategy(static_graph=True))
     ),
-    "two_optimizers": (
-        TwoOptimizers,
-        {},
-        {},
-        (*UNUSED, TorchDDPShardedStrategy(find_unused_parameters=True)),
+    "two_optimizers": case(
+        TwoOptimizers, strategies=(*UNUSED, TorchDDPShardedStrategy(find_unused_parameters=True))
     ),
-    "unused_false": (
-        Plain,
-        {},
-        {},
-        ("ddp_find_unused_parameters_false", "torchddp_find_unused_parameters_false"),
+    "unused_false": case(
+        strategies=("ddp_find_unused_parameters_false", "torchddp_find_unused_parameters_false")
     ),
-    "unused_true": (Plain, {"unused": "always"}, {}, UNUSED),
-    "unused_sometimes": (Plain, {"unused": "sometimes"}, {}, UNUSED),
-    "comm_hook": (
-        Plain,
-        {},
-        {},
-        (
-            HookedDDPStrategy(ddp_comm_hook=fp16_compress_hook),
-            TorchDDPStrategy(ddp_comm_hook=fp16_compress_hook),
+    "unused_true": case(strategies=UNUSED, unused="always"),
+    "unused_sometimes": case(strategies=UNUSED, unused="sometimes"),
+    "comm_hook": case(
+        strategies=(
+            HookedDDPStrategy(ddp_comm_hook=fp16_compress_hook), TorchDDPStrategy(ddp_comm_hook=fp16_compress_hook),
             TorchDDPStrategy(comm_hook=(None, fp16_compress_hook)),
-        ),
+        )
     ),
-    "post_local_sgd": (
-        LocalSGD,
-        {},
-        {},
-        tuple(
-            kind(
-                ddp_comm_state=PostLocalSGDState(None, None, 2),
-                ddp_comm_hook=post_localSGD_hook,
-                model_averaging_period=2,
-            )
-            for kind in (HookedDDPStrategy, TorchDDPStrategy)
-        ),
-    ),
-}
-QUIET = dict(
-    accelerator="cpu",
-    devices=2,
-    logger=False,
-    enable_checkpointing=False,
-    enable_progress_bar=False,
-    enable_model_summary=False,
-)
+    "post_local_sgd": case(LocalSGD, strategies=(local_sgd(HookedDDPStrategy), local_sgd(TorchDDPStrategy))),
+}  # fmt: skip
+SILENT = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+QUIET: dict[str, Any] = {"accelerator": "cpu", "devices": 2, **dict.fromkeys(SILENT, False)}
 
 
 def run(name: str) -> list[dict[str, Any]]:

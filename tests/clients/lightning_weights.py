@@ -9,7 +9,6 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,8 @@ from lightning.fabric import Fabric
 from torch.utils.data import DataLoader
 
 import torchddp
+from tests.clients.common import blocks, distance, said
 from tests.clients.lightning_matrix import QUIET
-from tests.clients.page import blocks
 from torchddp.integrations.lightning import TorchDDPShardedStrategy, TorchDDPStrategy, weigh
 
 SAMPLES = [[3, 1, 0, 5, 2], [2, 6, 4, 1, 3]]  # by rank and microbatch
@@ -141,12 +140,6 @@ def one_process_of_two_optimizers() -> torch.nn.Module:
     return module
 
 
-def compared(model: torch.nn.Module, start: torch.nn.Module, reference: torch.nn.Module) -> float:
-    """How far the weights are from the reference, in parts of how far that has moved."""
-    flat = [torch.nn.utils.parameters_to_vector(m.parameters()).detach() for m in (model, start, reference)]
-    return float((flat[0] - flat[2]).abs().max() / (flat[2] - flat[1]).abs().max())
-
-
 def rank() -> int:
     return int(os.environ.get("LOCAL_RANK", "0"))
 
@@ -170,7 +163,7 @@ def fabric_training(fabric: Any, weighs: bool) -> float:
                 fabric.backward(loss if weighs else loss / len(step))
         optimizer.step()
         optimizer.zero_grad()
-    return compared(start, net(), one_process())
+    return distance(start, net(), one_process())
 
 
 def page() -> float:
@@ -178,9 +171,9 @@ def page() -> float:
     options = {"max_epochs": 2, "use_distributed_sampler": False, **QUIET}
     del options["devices"]
     names = {"pl": pl, "torch": torch, "net": net, "batches": batches(rank()), "options": options}
-    exec(blocks("Lightning")[0], names)
+    exec(blocks("weighted_means.md", "Lightning")[0], names)
     trained: Any = names["trainer"]
-    return compared(trained.lightning_module.net, net(), one_process())
+    return distance(trained.lightning_module.net, net(), one_process())
 
 
 def page_of_fabric(fabric: Any) -> float:
@@ -190,24 +183,16 @@ def page_of_fabric(fabric: Any) -> float:
         for index in step:
             x, y, mask = batch(rank(), index)
             names = {"fabric": fabric, "model": model, "accumulating": index != step[-1], "x": x, "y": y, "mask": mask}
-            exec(blocks("Lightning")[1], {**names, "weigh": weigh})
+            exec(blocks("weighted_means.md", "Lightning")[1], {**names, "weigh": weigh})
         optimizer.step()
         optimizer.zero_grad()
-    return compared(start, net(), one_process())
+    return distance(start, net(), one_process())
 
 
 def misuse_of_fabric(fabric: Any) -> str:
     module = Weighted()
     fabric.setup(module)
     return said(lambda: weigh(module, 1))
-
-
-def said(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except (RuntimeError, TypeError, ValueError) as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 def main(folder: Path) -> None:
@@ -233,24 +218,24 @@ def main(folder: Path) -> None:
             module = make(weighs)
             plain = "torchddp_sharded" if "sharded" in name else "torchddp"
             fit(module, strategy if weighs else plain, **options)
-            results[name, weighs] = compared(module.net, net(), reference)
+            results[name, weighs] = distance(module.net, net(), reference)
     for weighs in (True, False):
         module = TwoOptimizersWeighted(weighs)
         fit(module, "torchddp_find_unused_parameters_true")
-        results["two optimizers", weighs] = compared(module, TwoOptimizersWeighted(), one_process_of_two_optimizers())
+        results["two optimizers", weighs] = distance(module, TwoOptimizersWeighted(), one_process_of_two_optimizers())
         runner = Fabric(accelerator="cpu", devices=2, strategy="torchddp")
         results["fabric", weighs] = runner.launch(fabric_training, weighs)
     with torchddp.install():
         module = Weighted()
         fit(module, "ddp", **accumulated)
-        results["installed"] = compared(module.net, net(), reference)
+        results["installed"] = distance(module.net, net(), reference)
     results["lightning's"] = said(lambda: fit(Weighted(), "ddp"))
     results["under fabric"] = Fabric(accelerator="cpu", devices=2, strategy="torchddp").launch(misuse_of_fabric)
     results["page"] = page()
     results["page of fabric"] = Fabric(accelerator="cpu", devices=2, strategy="torchddp").launch(page_of_fabric)
     module = Weighted()
     fit(torch.compile(module, backend="eager"), "torchddp", **accumulated)
-    results["compiled"] = compared(module.net, net(), reference)
+    results["compiled"] = distance(module.net, net(), reference)
     torch.save(results, folder / f"rank{rank()}.pt")
 
 

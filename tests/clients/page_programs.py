@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tests.clients.accelerate_ranks import torchrun
+from tests.clients.common import launch
 
 WITHOUT = ("torchddp.install()", "")
 
@@ -17,8 +17,7 @@ class Run:
     def __init__(self, heading: str, folder: Path, *replaced: tuple[str, str], under: tuple[str, ...] = ()) -> None:
         folder.mkdir()
         options = [word for change in replaced for word in ("--replace", *change)]
-        done = torchrun(*under, "-m", "tests.clients.page_rank", heading, str(folder), *options, timeout_s=280)
-        assert done.returncode == 0, done.stderr[-6000:]
+        done = launch(*under, "-m", "tests.clients.page_rank", heading, folder, *options, ranks=2)
         self.said = done.stdout + done.stderr
         self.ranks: list[dict[str, Any]] = [json.loads((folder / f"rank{r}.json").read_text()) for r in range(2)]
 

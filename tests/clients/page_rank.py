@@ -8,11 +8,9 @@ The program runs in FOLDER, where each rank writes rank<N>.json. ``--replace`` c
 from __future__ import annotations
 
 import argparse
-import hashlib
 import importlib.util
 import json
 import os
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +20,9 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 
 import torchddp
+from tests.clients.common import blocks, digest
 
-PAGE = Path(__file__).parents[2] / "docs" / "engines.md"
 CLASSES = ("torch", "torchddp")
-
-
-def program(heading: str) -> str:
-    text = PAGE.read_text().split(f"\n## {heading}\n")[1].split("\n## ")[0]
-    lines = [line for line in text.splitlines() if line.startswith("    ") or not line]
-    return textwrap.dedent("\n".join(lines))
 
 
 class Seen:
@@ -41,15 +33,7 @@ class Seen:
 
     def look(self, module: nn.Module, args: Any) -> None:
         if self.model is None and isinstance(module, TorchDDP):
-            self.model, self.start = module, digest(module)
-
-
-def digest(model: nn.Module) -> str:
-    bits = hashlib.sha256()
-    for name, parameter in model.named_parameters():
-        bits.update(name.encode())
-        bits.update(parameter.detach().contiguous().view(torch.uint8).numpy().tobytes())
-    return bits.hexdigest()
+            self.model, self.start = module, digest(module.named_parameters())
 
 
 def define_operators_of_torchvision() -> None:
@@ -67,7 +51,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--replace", nargs=2, action="append", default=[])
     given = parser.parse_args()
-    code = program(given.heading)
+    code = "\n".join(blocks("engines.md", given.heading))
     for old, new in given.replace:
         assert code.count(old) == 1, f"{code.count(old)} times in the program: {old}"
         code = code.replace(old, new)
@@ -76,13 +60,13 @@ def main() -> None:
     os.chdir(given.folder)
     seen = Seen()
     register_module_forward_pre_hook(seen.look)
-    exec(compile(code, str(PAGE), "exec"), {"__name__": "__main__"})
+    exec(compile(code, "engines.md", "exec"), {"__name__": "__main__"})
     rooms = [cls.__module__.partition(".")[0] for cls in type(seen.model).__mro__]
     found = {
         "made": type(seen.model).__qualname__,
         "class": next(room for room in rooms if room in CLASSES),
         "start": seen.start,
-        "weights": digest(seen.model),
+        "weights": digest(seen.model.named_parameters()),
         "steps": torchddp.finished_steps(),
         "transport": seen.model.session.options.transport if isinstance(seen.model, torchddp.DDP) else "torch's",
     }

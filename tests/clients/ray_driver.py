@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,9 @@ from ray.train.torch import TorchTrainer
 
 import torchddp
 from tests.clients import ray_training
+from tests.clients.common import blocks
 
-MARK = "TORCHDDP_TEST_RAY"  # in the environment of every process of the run
-PAGE = Path(__file__).parents[2] / "docs" / "ray.md"
+MARK = "TEST_RAY_OF_TORCHDDP"  # in the environment of every process of the run
 VARIABLE = {"env_vars": {"TORCHDDP_INSTALL": "1"}}
 ONCE_MORE = {"failure_config": FailureConfig(max_failures=1)}
 # What the training function is told, and what its run is given.
@@ -57,10 +56,8 @@ def fit(folder: Path, case: str, told: dict[str, Any], given: dict[str, Any]) ->
 
 
 def run_page() -> dict[str, Any]:
-    text = PAGE.read_text().split("\n## ")[0]
-    lines = [line for line in text.splitlines() if line.startswith("    ") or not line]
     names: dict[str, Any] = {"__name__": "__main__"}
-    exec(compile(textwrap.dedent("\n".join(lines)), str(PAGE), "exec"), names)
+    exec(compile("\n".join(blocks("ray.md", "Ray Train")), "ray.md", "exec"), names)
     return names["result"].metrics
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import signal
@@ -16,6 +15,8 @@ import ray.train.torch
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+
+from tests.clients.common import digest
 
 EPOCHS, SAMPLES, BATCH = 4, 48, 4
 STEPS = SAMPLES // BATCH // 2  # of each of two workers in an epoch
@@ -68,7 +69,7 @@ def fit(config: dict[str, Any]) -> dict[str, Any]:
 
     return {
         "class": f"{type(model).__module__}.{type(model).__qualname__}",
-        "weights": digest(model),
+        "weights": digest(model.named_parameters()),
         "first epoch": first,
         "steps": torchddp.finished_steps(),
         "transport": model.session.options.transport if isinstance(model, torchddp.DDP) else "torch's",
@@ -79,13 +80,6 @@ def samples() -> TensorDataset:
     generator = torch.Generator().manual_seed(5)
     x = torch.randn(SAMPLES, 5, generator=generator)
     return TensorDataset(x, torch.randint(3, (SAMPLES,), generator=generator))
-
-
-def digest(model: nn.Module) -> str:
-    bits = hashlib.sha256()
-    for parameter in model.parameters():
-        bits.update(parameter.detach().numpy().tobytes())
-    return bits.hexdigest()
 
 
 def save(model: nn.Module, optimizer: torch.optim.Optimizer, epoch: int, rank: int) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -19,7 +17,8 @@ import accelerate
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
 
-from tests.clients.accelerate_ranks import ROOT, Results
+from tests.clients.accelerate_ranks import Results
+from tests.clients.common import ROOT, assert_hears_of_no_trap, launch
 from torchddp.integrations.accelerate import Accelerator, TorchDDPKwargs, adopt
 from torchddp.integrations.accelerate.options import merge
 
@@ -106,6 +105,10 @@ def test_wrapping_twice_is_refused(results: Results) -> None:
     for text in said.values():
         assert "already" in text and "model.module" in text
     assert "torchddp." in said["ours"]
+
+
+def test_right_loops_hear_of_no_trap() -> None:
+    assert_hears_of_no_trap("tests.clients.traps_accelerate")
 
 
 # --- bad input, in one process
@@ -200,16 +203,7 @@ def test_alone_nothing_is_wrapped() -> None:
 
 
 def _python(code: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=110,
-        env={"PYTHONPATH": str(ROOT)},
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+    return launch("-c", code, timeout_s=110).stdout.strip()
 
 
 def test_importing_torchddp_imports_no_client() -> None:

@@ -1,12 +1,18 @@
-"""The transformers Trainer over our engine: the bits of torch's class, by our reducer, on two ranks."""
+"""The transformers Trainer over our engine, both after torchddp.install(), and the examples: torch's bits on two ranks."""
 
 from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 pytest.importorskip("transformers", reason="transformers is not installed: make test-clients")
 
 from tests.clients.accelerate_ranks import Results
+from tests.clients.common import launch
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.beyond_torch("is not tested here")]
 
@@ -43,3 +49,50 @@ def test_a_hook_by_its_name(results: Results) -> None:
 def test_wrapping_twice_is_refused(results: Results) -> None:
     said = results.ours("wrapped_before")
     assert said.keys() == {"torch", "ours"} and all("model.module" in text for text in said.values())
+
+
+# --- as they are, after torchddp.install()
+
+
+def test_accelerate_under_install(tmp_path: Path) -> None:
+    jobs = {"plain": 10, "accumulation": 6, "bf16": 10, "power_sgd_hook": 10, "compiled": 10, "synced_late": 1}
+    results = Results("accelerate_jobs.py", tmp_path, "--install", *jobs)
+    for job, steps in jobs.items():
+        results.assert_same(job, steps)
+
+
+def test_the_trainer_under_install(tmp_path: Path) -> None:
+    results = Results("transformers_jobs.py", tmp_path, "--install", "plain", "unused")
+    for job in ("plain", "unused"):
+        results.assert_same(job, steps=6)
+
+
+# --- examples
+
+
+def _ends(*arguments: str) -> list[dict[str, Any]]:
+    """What the ranks print last."""
+    done = launch(*arguments, ranks=2)
+    found = [
+        json.loads(text) for text in re.findall(r"\{[^{}]*reduced_steps[^{}]*\}", done.stdout)
+    ]  # maybe on one line
+    assert len(found) == 2 and found[0] == found[1], done.stdout[-2000:]
+    return found
+
+
+def test_train_accelerate() -> None:
+    ours = _ends("examples/train_accelerate.py")[0]
+    torchs = _ends("examples/train_accelerate.py", "--torch-ddp")[0]
+    assert (ours.pop("reduced_steps"), torchs.pop("reduced_steps")) == (3 * 32, 0)
+    assert ours == torchs
+    assert ours["accuracy"] > 0.8
+
+
+def test_train_transformers(tmp_path: Path) -> None:
+    short = ("examples/train_transformers.py", "--steps", "10")
+    ours = _ends(*short, "--output", str(tmp_path))[0]
+    torchs = _ends(*short, "--torch-ddp")[0]
+    assert (ours.pop("reduced_steps"), torchs.pop("reduced_steps")) == (10, 0)
+    assert ours == torchs
+    assert ours["eval_loss"] < 5.3  # of 256 bytes, untrained: 5.55
+    assert (tmp_path / "checkpoint-10" / "model.safetensors").is_file()

@@ -4,47 +4,30 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.clients.common import OURS, TORCHS, launch
 
 # Not pytest.importorskip: Composer imports torchvision, which the worker stands in for.
 if importlib.util.find_spec("composer") is None:
     pytest.skip("Composer is not installed: make test-clients", allow_module_level=True)
 
-ROOT = Path(__file__).resolve().parents[2]
-OURS = "torchddp.ddp.module.DistributedDataParallel"
-TORCHS = "torch.nn.parallel.distributed.DistributedDataParallel"
 STEPS = 4  # two epochs of two
 TIMEOUT_S = 240
 
 
-def torchrun(*command: str) -> subprocess.CompletedProcess[str]:
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2"]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("TORCHDDP_")}
-    environment |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, *launcher, *command],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S - 10,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done
+def torchrun(*command: object) -> subprocess.CompletedProcess[str]:
+    return launch(*command, ranks=2, timeout_s=TIMEOUT_S - 10)
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """All that the worker has found, in one run: importing Composer costs more than the training."""
     path = tmp_path_factory.mktemp("composer") / "found.json"
-    torchrun("-m", "tests.clients.composer_worker", str(path))
+    torchrun("-m", "tests.clients.composer_worker", path)
     return json.loads(path.read_text())
 
 

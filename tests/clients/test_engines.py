@@ -6,14 +6,11 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.clients.accelerate_ranks import ROOT
+from tests.clients.common import launch
 from tests.clients.page_programs import WITHOUT, Run, assert_same_as_torch
 
 # Not pytest.importorskip: timm can't be imported here, only in page_rank.py.
@@ -47,10 +44,7 @@ def test_ignite_passes_our_options_on(tmp_path: Path) -> None:
 
 
 def test_processes_that_ignite_starts(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.clients.ignite_spawns", str(tmp_path)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stderr[-6000:]
+    launch("-m", "tests.clients.ignite_spawns", tmp_path)
     found = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
     for rank in found:
         assert rank["ours"]["class"] == "torchddp.ddp.module" and rank["ours"]["steps"] == 3

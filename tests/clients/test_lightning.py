@@ -10,10 +10,12 @@ import torch
 
 pytest.importorskip("lightning", reason="Lightning is not installed: make test-clients")
 
-from tests.clients.lightning_launch import launch
+from tests.clients.common import assert_hears_of_no_trap, launch
 from tests.clients.lightning_matrix import CASES
 
 pytestmark = pytest.mark.timeout(600)
+
+LIMIT_S = 500  # of two ranks, each importing Lightning, on a machine that does other things too
 
 # Each rank's buffers and, between two averages, its parameters are its own.
 RANKS_DIFFER = {"batch_norm", "post_local_sgd"}
@@ -25,8 +27,7 @@ RESUMED += [("torchddp_sharded", "torchddp_sharded")]
 
 
 def _of_ranks(module: str, folder: Path) -> list[dict[str, Any]]:
-    ended = launch(module, folder)
-    assert ended.returncode == 0, ended.stderr[-6000:]
+    launch("-m", module, folder, timeout_s=LIMIT_S)
     return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
 
 
@@ -109,6 +110,10 @@ def test_fabric(lived: list[dict[str, Any]], strategy: str, accumulate: bool) ->
 
 
 def test_example() -> None:
-    ended = launch("examples.train_lightning", "--strategy", "torchddp", "--epochs", "2", "--points", "512")
-    assert ended.returncode == 0, ended.stderr[-6000:]
+    ended = launch("-m", "examples.train_lightning", "--strategy", "torchddp", "--epochs", "2", "--points", "512")
     assert "strategy torchddp: " in ended.stdout and "of 512 points after 2 epochs" in ended.stdout
+
+
+@pytest.mark.beyond_torch("tells of no traps")
+def test_right_loops_hear_of_no_trap() -> None:
+    assert_hears_of_no_trap("tests.clients.traps_lightning")

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("lightning", reason="Lightning is not installed: make test-clients")
 
-from tests.clients.lightning_launch import launch
+from tests.clients.common import launch
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -18,7 +18,7 @@ WHY = "ValueError: the loss is not a number"
 
 
 def _fail(folder: Path, strategy: str, rank: int) -> str:
-    ended = launch("tests.clients.lightning_failure", folder, strategy, rank)
+    ended = launch("-m", "tests.clients.lightning_failure", folder, strategy, rank, timeout_s=500, check=False)
     assert ended.returncode != 0
     return ended.stderr
 

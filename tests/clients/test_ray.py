@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import tempfile
 import time
 import uuid
@@ -17,11 +15,9 @@ import pytest
 pytest.importorskip("ray", reason="ray is not installed: make test-clients")
 
 from tests.clients import ray_driver
+from tests.clients.common import OURS, TORCHS, launch
 from tests.clients.ray_training import EPOCHS, STEPS
 
-ROOT = Path(__file__).resolve().parents[2]
-OURS = "torchddp.ddp.module.DistributedDataParallel"
-TORCHS = "torch.nn.parallel.distributed.DistributedDataParallel"
 LIMIT_S = 900  # seven runs, each of which starts its own processes, on a machine that may do other things too
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(LIMIT_S), pytest.mark.beyond_torch("is not tested here")]
@@ -63,17 +59,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")
         patch.setenv("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "300")
-        patch.setenv("PYTHONPATH", str(ROOT))
-        patch.delenv("TORCHDDP_INSTALL", raising=False)
         before = set(os.listdir("/dev/shm"))
-        done = subprocess.run(
-            [sys.executable, "-m", "tests.clients.ray_driver", str(folder)],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            timeout=LIMIT_S - 60,
-        )
-        assert done.returncode == 0, (done.stdout + done.stderr)[-8000:]
+        launch("-m", "tests.clients.ray_driver", folder, timeout_s=LIMIT_S - 60)
         yield Found(folder, before)
 
 

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.clients.common import launch
 
 if importlib.util.find_spec("pyspark") is None:
     pytest.skip("Spark is not installed: make test-clients", allow_module_level=True)
 if shutil.which("java") is None:
     pytest.skip("Spark needs a JVM: apt-get install default-jre-headless", allow_module_level=True)
 
-ROOT = Path(__file__).resolve().parents[2]
 CLAIM = "makes torchddp's class in this process"
 DRIVER = "torchddp.install() here changes this process alone, and none of Spark's workers"
 TIMEOUT_S = 240
@@ -28,19 +26,10 @@ pytestmark = pytest.mark.timeout(TIMEOUT_S)
 
 def run(where: str, ranks: int, folder: Path, *options: str, **more: str) -> tuple[str, list[dict[str, Any]]]:
     """What driver and ranks said, and what the ranks found."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("TORCHDDP_")}
-    environment |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "SPARK_LOCAL_IP": "127.0.0.1", **more}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.clients.spark_job", where, str(ranks), str(folder), *options],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S - 10,
-    )
+    command = ("-m", "tests.clients.spark_job", where, ranks, folder, *options)
+    done = launch(*command, timeout_s=TIMEOUT_S - 10, SPARK_LOCAL_IP="127.0.0.1", **more)
     said = done.stdout + done.stderr
-    assert done.returncode == 0 and "done by rank" in said, said
+    assert "done by rank" in said, said
     return said, [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
 
 

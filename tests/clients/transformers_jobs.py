@@ -6,6 +6,7 @@ ACCELERATE_USE_CPU=true torchrun --nproc-per-node 2 tests/clients/transformers_j
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,13 @@ if not __package__:  # started by path, as torchrun does: make `tests` importabl
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
-from accelerate.state import AcceleratorState, GradientState
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 import torchddp
-from tests.clients.accelerate_jobs import Kind, model_of, run_jobs
+from tests.clients.accelerate_jobs import Jobs, Kind, model_of, reset, run_jobs
+from tests.clients.common import said
 from torchddp.integrations.accelerate import TorchDDPTrainer, adopt
 
 TOKENS, LENGTH = 48, 12
@@ -61,8 +62,7 @@ def llama() -> nn.Module:
 
 
 def trainer(kind: Kind, model: nn.Module | None = None, ddp_kwargs: Any = None, **options: Any) -> Trainer:
-    AcceleratorState._reset_state()
-    GradientState._reset_state()
+    reset()
     defaults: dict[str, Any] = {
         "output_dir": str(kind.folder / "trainer"),
         "max_steps": 6,
@@ -107,23 +107,9 @@ def trained(kind: Kind, *args: Any, resume: str | None = None, **options: Any) -
 LOSSES = ("loss", "eval_loss", "grad_norm")
 
 
-def plain(kind: Kind) -> dict[str, Any]:
-    """Accumulation, clipping, and evaluation in between."""
-    return trained(kind, eval_strategy="steps", eval_steps=2)
-
-
-def bf16(kind: Kind) -> dict[str, Any]:
-    return trained(kind, bf16=True, ddp_find_unused_parameters=False)
-
-
-def unused(kind: Kind) -> dict[str, Any]:
+def branches(kind: Kind, **options: Any) -> dict[str, Any]:
     torch.manual_seed(0)
-    return trained(kind, Branches(), ddp_find_unused_parameters=True, ddp_broadcast_buffers=False)
-
-
-def unused_by_default(kind: Kind) -> dict[str, Any]:
-    torch.manual_seed(0)
-    return trained(kind, Branches())
+    return trained(kind, Branches(), **options)
 
 
 def checkpoints(kind: Kind) -> dict[str, Any]:
@@ -144,10 +130,6 @@ def own_options(kind: Kind) -> dict[str, Any]:
     return trained(kind, None, options if kind.ours else None, ddp_bucket_cap_mb=1)
 
 
-def hook_by_name(kind: Kind) -> dict[str, Any]:
-    return trained(kind, None, {"comm_hook": "bf16"}) if kind.ours else {}
-
-
 def adopted(kind: Kind) -> dict[str, Any]:
     """Somebody else's trainer, whose accelerator ours takes over."""
     before = torchddp.finished_steps()
@@ -162,26 +144,19 @@ def adopted(kind: Kind) -> dict[str, Any]:
 def wrapped_before(kind: Kind) -> dict[str, Any]:
     if not kind.ours:
         return {}
-    said = {}
-    for name, cls in (("torch", TorchDDP), ("ours", torchddp.DistributedDataParallel)):
-        try:
-            trainer(kind, cls(llama())).train()
-        except ValueError as error:
-            said[name] = str(error)
-    return said
+    classes = {"torch": TorchDDP, "ours": torchddp.DistributedDataParallel}
+    return {name: said(lambda cls=cls: trainer(kind, cls(llama())).train()) for name, cls in classes.items()}
 
 
-JOBS = [
-    plain,
-    bf16,
-    unused,
-    unused_by_default,
-    checkpoints,
-    own_options,
-    hook_by_name,
-    adopted,
-    wrapped_before,
-]
+JOBS: Jobs = {
+    # Accumulation, clipping, and evaluation in between.
+    "plain": partial(trained, eval_strategy="steps", eval_steps=2),
+    "bf16": partial(trained, bf16=True, ddp_find_unused_parameters=False),
+    "unused": partial(branches, ddp_find_unused_parameters=True, ddp_broadcast_buffers=False),
+    "unused_by_default": branches,
+    "hook_by_name": lambda kind: trained(kind, None, {"comm_hook": "bf16"}) if kind.ours else {},
+    **{job.__name__: job for job in (checkpoints, own_options, adopted, wrapped_before)},
+}
 
 if __name__ == "__main__":
     run_jobs(JOBS)

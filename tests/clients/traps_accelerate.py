@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
-
 import torch
 from accelerate import Accelerator
 from torch.utils.data import DataLoader, TensorDataset
 
 import torchddp
+from tests.clients.common import tell_traps
 
 
 def main() -> None:
@@ -42,8 +41,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        main()
-    told = [str(w.message) for w in caught if issubclass(w.category, torchddp.UsageWarning)]
-    print(f"told {told}\n", end="", flush=True)
+    tell_traps(main)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import lightning.pytorch as pl
@@ -10,6 +9,8 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import torchddp
+from tests.clients.common import tell_traps
+from tests.clients.lightning_matrix import QUIET
 
 
 class Module(pl.LightningModule):
@@ -30,19 +31,12 @@ class Module(pl.LightningModule):
 def main() -> None:
     torchddp.install()
     loader = DataLoader(TensorDataset(torch.randn(64, 8)), 4)
-    quiet: dict[str, Any] = dict.fromkeys(
-        ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
-    )
     before = torchddp.finished_steps()
     for settings in ({}, {"accumulate_grad_batches": 3, "gradient_clip_val": 0.1}):
-        trainer = pl.Trainer(accelerator="cpu", devices=2, strategy="ddp", max_epochs=2, **quiet, **settings)
+        trainer = pl.Trainer(strategy="ddp", max_epochs=2, **QUIET, **settings)
         trainer.fit(Module(), loader, loader)
     assert torchddp.finished_steps() > before
 
 
 if __name__ == "__main__":
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        main()
-    told = [str(w.message) for w in caught if issubclass(w.category, torchddp.UsageWarning)]
-    print(f"told {told}\n", end="", flush=True)
+    tell_traps(main)

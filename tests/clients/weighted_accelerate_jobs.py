@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,13 @@ if not __package__:  # started by path, as torchrun does: make `tests` importabl
 import accelerate
 import torch
 import torch.distributed as dist
-from accelerate.state import AcceleratorState, GradientState
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 import torchddp
-from tests.clients.accelerate_jobs import Kind, run_jobs
-from tests.clients.page import blocks
+from tests.clients.accelerate_jobs import Jobs, Kind, reset, run_jobs
+from tests.clients.common import blocks, distance, said
 from torchddp.integrations.accelerate import Accelerator, TorchDDPKwargs, TorchDDPTrainer, adopt, weigh
 
 TOKENS, LENGTH, SIZE, BATCH = 32, 10, 19, 2  # ten batches, of which the last has one sample
@@ -100,12 +100,6 @@ def one_process(model: nn.Module, steps: Steps, shift: Callable = lambda labels:
     return losses
 
 
-def compared(model: nn.Module, start: nn.Module, reference: nn.Module) -> float:
-    """How far the weights are from the reference, in parts of how far that has moved."""
-    flat = [nn.utils.parameters_to_vector(m.parameters()).detach() for m in (model, start, reference)]
-    return float((flat[0] - flat[2]).abs().max() / (flat[2] - flat[1]).abs().max())
-
-
 # --- Accelerate
 
 
@@ -113,11 +107,6 @@ def prepared(accelerator: Any) -> tuple[Any, Any, Any]:
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     return accelerator.prepare(model, optimizer, DataLoader(Texts(), batch_size=BATCH))
-
-
-def reset() -> None:
-    AcceleratorState._reset_state()
-    GradientState._reset_state()
 
 
 def loop(kind: Kind, accelerator: Any, loss_kind: str = "mean", function: bool = False) -> dict[str, Any]:
@@ -128,9 +117,7 @@ def loop(kind: Kind, accelerator: Any, loss_kind: str = "mean", function: bool =
             with accelerator.accumulate(model):
                 n = tokens(batch["labels"])
                 if kind.ours:
-                    weigh(accelerator, model, n, loss=loss_kind) if function else accelerator.weigh(
-                        model, n, loss=loss_kind
-                    )
+                    (partial(weigh, accelerator) if function else accelerator.weigh)(model, n, loss=loss_kind)
                 loss = loss_of(model(batch["input_ids"])["logits"], batch["labels"], loss_kind)
                 # Without weights a microbatch without tokens must be left out by hand, or all is NaN.
                 accelerator.backward(loss if kind.ours else loss.nan_to_num())
@@ -141,7 +128,7 @@ def loop(kind: Kind, accelerator: Any, loss_kind: str = "mean", function: bool =
     reference = Net()
     one_process(reference, [batches[:6], batches[6:]] * 2)
     return {
-        "error": compared(accelerator.unwrap_model(model, keep_torch_compile=False), Net(), reference),
+        "error": distance(accelerator.unwrap_model(model, keep_torch_compile=False), Net(), reference),
         "steps": torchddp.finished_steps() - before,
     }
 
@@ -161,23 +148,11 @@ def accelerate_means(kind: Kind) -> dict[str, Any]:
     return loop(kind, accelerator_of(TorchDDPKwargs(weighted=kind.ours)))
 
 
-def accelerate_sums(kind: Kind) -> dict[str, Any]:
-    return loop(kind, accelerator_of(), "sum")
-
-
-def accelerate_compiled(kind: Kind) -> dict[str, Any]:
-    return loop(kind, accelerator_of(dynamo_backend="eager"))
-
-
 def accelerate_scaled(kind: Kind) -> dict[str, Any]:
     """With a GradScaler, as for fp16."""
     accelerator = accelerator_of()
     accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     return loop(kind, accelerator)
-
-
-def accelerate_adopted(kind: Kind) -> dict[str, Any]:
-    return loop(kind, adopt(accelerator_of(cls=accelerate.Accelerator)))
 
 
 def accelerate_installed(kind: Kind) -> dict[str, Any]:
@@ -189,20 +164,16 @@ def misuse(kind: Kind) -> dict[str, Any]:
     if not kind.ours:
         return {}
 
-    def said(accelerator: Any, model: Any, weight: Any = 1) -> str:
-        try:
-            weigh(accelerator, model, weight)
-        except (RuntimeError, TypeError, ValueError) as error:
-            return f"{type(error).__name__}: {error}"
-        return ""
-
     accelerator = accelerator_of()
     model = prepared(accelerator)[0]
-    found = {"bare": said(accelerator, model.module), "negative": said(accelerator, model, -1)}
+    found = {
+        "bare": said(lambda: weigh(accelerator, model.module, 1)),
+        "negative": said(lambda: weigh(accelerator, model, -1)),
+    }
     plain = accelerator_of(cls=accelerate.Accelerator)
-    found["torch's"] = said(plain, prepared(plain)[0])
+    found["torch's"] = said(lambda: weigh(plain, prepared(plain)[0], 1))
     accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = True
-    found["each batch"] = said(accelerator, model)
+    found["each batch"] = said(lambda: weigh(accelerator, model, 1))
     return found
 
 
@@ -292,7 +263,7 @@ def trained(kind: Kind, make: Callable[[], nn.Module], shift: Callable = lambda 
     losses = one_process(reference, together, shift)
     logged = [entry["loss"] for entry in job.state.log_history if "loss" in entry]
     return {
-        "error": compared(job.model, start, reference),
+        "error": distance(job.model, start, reference),
         "loss error": max(abs(a - b) / b for a, b in zip(logged, losses, strict=True)),
         "mean loss error": abs(job.state.log_history[-1]["train_loss"] / (sum(losses) / len(losses)) - 1),
         "steps": torchddp.finished_steps() - before,
@@ -300,32 +271,6 @@ def trained(kind: Kind, make: Callable[[], nn.Module], shift: Callable = lambda 
         "microbatches": [len(step) for step in job.seen],
         "averages across devices": job.args.average_tokens_across_devices,
     }
-
-
-def trainer_counts(kind: Kind) -> dict[str, Any]:
-    """The model takes num_items_in_batch; "torch": the trainer does not average over ranks either."""
-    return trained(kind, llama, shifted, average_tokens_across_devices=kind.ours)
-
-
-def trainer_averages(kind: Kind) -> dict[str, Any]:
-    """ "torch": the trainer's own average over ranks."""
-    return trained(kind, llama, shifted)
-
-
-def trainer_means(kind: Kind) -> dict[str, Any]:
-    return trained(kind, no_nan(Net) if not kind.ours else Net)
-
-
-def trainer_syncs_each_batch(kind: Kind) -> dict[str, Any]:
-    config = {"even_batches": False, "gradient_accumulation_kwargs": {"sync_each_batch": True}}
-    return trained(kind, llama, shifted, accelerator_config=config, average_tokens_across_devices=kind.ours)
-
-
-def trainer_num_steps(kind: Kind) -> dict[str, Any]:
-    """Where the accelerator divides too."""
-    config = {"even_batches": False, "gradient_accumulation_kwargs": {"num_steps": ACCUMULATED}}
-    options = {"gradient_accumulation_steps": 1, "accelerator_config": config}
-    return trained(kind, llama, shifted, average_tokens_across_devices=kind.ours, **options)
 
 
 def trainer_function(kind: Kind) -> dict[str, Any]:
@@ -338,12 +283,6 @@ def trainer_function(kind: Kind) -> dict[str, Any]:
     return trained(kind, Net, **options)
 
 
-def trainer_idle_rank(kind: Kind) -> dict[str, Any]:
-    """Rank 0 has no label in the first step."""
-    data = Texts(0, 1, 4, 5, 8, 9)
-    return trained(kind, llama, shifted, data=data) if kind.ours else {}
-
-
 class Shifting(Net):
     """Predicts the next token, which the trainer does not know of a model that is not its own."""
 
@@ -354,11 +293,6 @@ class Shifting(Net):
 class Counting(Sequential):
     def count_items(self, inputs: Any) -> torch.Tensor:
         return tokens(shifted(inputs["labels"]))
-
-
-def trainer_counts_itself(kind: Kind) -> dict[str, Any]:
-    make = Shifting if kind.ours else no_nan(Shifting)
-    return trained(kind, make, shifted, cls=Counting)
 
 
 def trainer_folds(kind: Kind) -> dict[str, Any]:
@@ -399,16 +333,12 @@ def nothing_at_all(kind: Kind) -> dict[str, Any]:
 
     unlabelled = Texts(*range(SIZE))
     job = trainer(kind, llama, data=unlabelled)
-    try:
-        job.train()
-        said = ""
-    except ValueError as error:
-        said = str(error)
+    error = said(job.train)
     other = trainer(kind, llama, {"zero_weights": "zeros"}, data=unlabelled)
     start = copy.deepcopy(other.model)
     other.train()
     same = all(torch.equal(a, b) for a, b in zip(other.model.parameters(), start.parameters(), strict=True))
-    return {"said": said, "stays": same, "losses": [e["loss"] for e in other.state.log_history if "loss" in e]}
+    return {"said": error, "stays": same, "losses": [e["loss"] for e in other.state.log_history if "loss" in e]}
 
 
 # --- docs/weighted_means.md
@@ -424,10 +354,10 @@ def of_the_page(kind: Kind, section: str, make: Callable[[], nn.Module], shift: 
     reset()
     data, model, reference = torch.utils.data.Subset(Texts(), range(EVEN)), make(), make()
     names = {"model": model, "data": data, **{name: value(model, data) for name, value in names.items()}}
-    exec(blocks(section)[0], names)
+    exec(blocks("weighted_means.md", section)[0], names)
     batches = [Texts()[i : i + BATCH] for i in range(0, EVEN, BATCH)]
     one_process(reference, [batches[:6], batches[6:]], shift)
-    return {"error": compared(model, make(), reference)}
+    return {"error": distance(model, make(), reference)}
 
 
 def page_accelerate(kind: Kind) -> dict[str, Any]:
@@ -446,33 +376,47 @@ def page_trainer(kind: Kind) -> dict[str, Any]:
     args = arguments(kind, num_train_epochs=1)
     found = of_the_page(kind, "transformers Trainer", llama, shifted, args=lambda *_: args)
     names: dict[str, Any] = {"TorchDDPTrainer": TorchDDPTrainer}
-    exec(blocks("transformers Trainer")[1], names)
+    exec(blocks("weighted_means.md", "transformers Trainer")[1], names)
     pairs = torch.tensor([3, 4])
     return {**found, "items": int(names["Ranked"].count_items(None, {"pairs": pairs})), "pairs": int(pairs.sum())}
 
 
-JOBS: list[Callable[[Kind], dict[str, Any]]] = [
-    accelerate_means,
-    accelerate_sums,
-    accelerate_compiled,
-    accelerate_scaled,
-    accelerate_adopted,
-    accelerate_installed,
-    misuse,
-    trainer_counts,
-    trainer_averages,
-    trainer_means,
-    trainer_syncs_each_batch,
-    trainer_num_steps,
-    trainer_function,
-    trainer_idle_rank,
-    trainer_counts_itself,
-    trainer_folds,
-    trainer_evaluates,
-    nothing_at_all,
-    page_accelerate,
-    page_trainer,
-]
+def counted(kind: Kind, **options: Any) -> dict[str, Any]:
+    """The model takes num_items_in_batch; "torch": the trainer does not average over ranks either."""
+    return trained(kind, llama, shifted, average_tokens_across_devices=kind.ours, **options)
+
+
+def in_config(**accumulation: Any) -> dict[str, Any]:
+    return {"even_batches": False, "gradient_accumulation_kwargs": accumulation}
+
+
+JOBS: Jobs = {
+    "accelerate_sums": lambda kind: loop(kind, accelerator_of(), "sum"),
+    "accelerate_compiled": lambda kind: loop(kind, accelerator_of(dynamo_backend="eager")),
+    "accelerate_adopted": lambda kind: loop(kind, adopt(accelerator_of(cls=accelerate.Accelerator))),
+    "trainer_counts": counted,
+    "trainer_averages": lambda kind: trained(kind, llama, shifted),  # "torch": the trainer's own average over ranks
+    "trainer_means": lambda kind: trained(kind, Net if kind.ours else no_nan(Net)),
+    "trainer_syncs_each_batch": lambda kind: counted(kind, accelerator_config=in_config(sync_each_batch=True)),
+    # Where the accelerator divides too.
+    "trainer_num_steps": lambda kind: counted(
+        kind, gradient_accumulation_steps=1, accelerator_config=in_config(num_steps=ACCUMULATED)
+    ),
+    # Rank 0 has no label in the first step.
+    "trainer_idle_rank": lambda kind: (
+        trained(kind, llama, shifted, data=Texts(0, 1, 4, 5, 8, 9)) if kind.ours else {}
+    ),
+    "trainer_counts_itself": lambda kind: trained(
+        kind, Shifting if kind.ours else no_nan(Shifting), shifted, cls=Counting
+    ),
+    **{
+        job.__name__: job
+        for job in (
+            accelerate_means, accelerate_scaled, accelerate_installed, misuse, trainer_function, trainer_folds,
+            trainer_evaluates, nothing_at_all, page_accelerate, page_trainer,
+        )
+    },
+}  # fmt: skip
 
 if __name__ == "__main__":
     run_jobs(JOBS)

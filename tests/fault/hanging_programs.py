@@ -72,68 +72,47 @@ def draw(seed: int) -> HangingProgram:
     kind = KINDS[seed % len(KINDS)]
     backend = dice.choice(["gloo", "torchddp_shm"]) if kind in MEET_NOWHERE else "gloo"
     world_size = dice.randint(3 if kind == "other group" else 2, 4)
-    culprit = dice.randrange(world_size)
-    lines = _Lines()
-    inner = sorted(dice.sample(range(world_size), dice.randint(2, world_size)))
+    everybody = list(range(world_size))
+    culprit = dice.choice(everybody)
+    peer = dice.choice([rank for rank in everybody if rank != culprit])
+    inner = sorted(dice.sample(everybody, dice.randint(2, world_size)))
     if kind == "other group":
-        others = [rank for rank in range(world_size) if rank != culprit]
-        inner = sorted([culprit, dice.choice(others)])
-    lines.add(f"inner = dist.new_group({inner})")
-    common = [name for name in CALLS if name not in ("recv", "new_group")]
-    for _ in range(dice.randint(0, 4)):  # what fits together
-        on_inner = dice.random() < 0.4
-        lines.add(f"if rank in {inner if on_inner else list(range(world_size))}:")
-        lines.call(dice, dice.choice(common), "inner" if on_inner else "None", inner if on_inner else range(world_size))
-    first, second = (dice.choice(alike) for alike in dice.sample(SYMMETRIC, 2))
-    again = first if first != "barrier" else second
-    everybody = range(world_size)
-    lines.add(f"if rank == {culprit}:")
-    if kind == "other function":
-        lines.call(dice, second, "None", everybody)
-    elif kind == "missing":
-        lines.add("    enter(''); time.sleep(1000)")
-    elif kind == "one more":
-        lines.call(dice, second, "None", everybody)
-        lines.call(dice, first, "None", everybody)
-    elif kind == "other group":
-        lines.call(dice, first, "inner", inner)
-    elif kind == "once again":  # where the others are at the barrier, another line
-        lines.call(dice, again, "None", everybody, numel=3)
-        lines.call(dice, again, "None", everybody, numel=3)
-    elif kind == "asynchronous":
-        started = "all_reduce" if first == "barrier" else "barrier"
-        lines.add(f"    work = dist.{started}({'torch.ones(3), ' if started == 'all_reduce' else ''}async_op=True)")
-        lines.waits(started)
-    elif kind == "receives":
-        peer = dice.choice([rank for rank in everybody if rank != culprit])
-        lines.add(f"    peer = {peer}")
-        lines.call(dice, "recv", "None", everybody)
-    else:
-        lines.call(dice, "new_group", "None", everybody)
-    lines.add("else:")
-    lines.call(dice, again if kind == "once again" else first, "None", everybody, numel=3)
-    lines.add("enter('barrier'); dist.barrier(); leave()")
-    return HangingProgram(seed, kind, backend, world_size, "\n".join(lines.text) + "\n")
+        inner = sorted([culprit, peer])
+    lines = ["# enter() notes where the rank is: what a report must say", f"inner = dist.new_group({inner})"]
 
-
-class _Lines:
-    def __init__(self) -> None:
-        self.text = ["# enter() notes where the rank is: the truth that a report is held against"]
-
-    def add(self, line: str) -> None:
-        self.text.append(line)
-
-    def call(self, dice: random.Random, name: str, group: str, ranks: range | list[int], numel: int = 0) -> None:
-        for _ in range(dice.randint(0, 2)):
-            self.add("    rank += 0")
+    def add(name: str, group: str = "None", ranks: list[int] = everybody, numel: int = 0) -> None:
         call = CALLS[name]
         if name in BY_NAME and dice.random() < 0.5:
             call = call.removeprefix("dist.")
-        self.add(f"    g, n, root, t = {group}, {len(ranks)}, {ranks[0]}, torch.ones({numel or dice.randint(1, 5)})")
-        self.add(f"    enter({name!r}); {call}; leave()")
+        lines.extend(["    rank += 0"] * dice.randint(0, 2))
+        size = numel or dice.randint(1, 5)
+        lines.append(f"    g, n, root, t, peer = {group}, {len(ranks)}, {ranks[0]}, torch.ones({size}), {peer}")
+        lines.append(f"    enter({name!r}); {call}; leave()")
 
-    def waits(self, name: str) -> None:
-        self.add(f"    enter({name!r}, {len(self.text)}); work.wait(); leave()")
+    for _ in range(dice.randint(0, 4)):  # what fits together
+        group, ranks = ("inner", inner) if dice.random() < 0.4 else ("None", everybody)
+        lines.append(f"if rank in {ranks}:")
+        add(dice.choice([name for name in CALLS if name not in ("recv", "new_group")]), group, ranks)
+    first, second = (dice.choice(alike) for alike in dice.sample(SYMMETRIC, 2))
+    if kind == "once again" and first == "barrier":  # where the others are at the barrier, another line
+        first, second = second, first
+    started = "all_reduce" if first == "barrier" else "barrier"
+    lines.append(f"if rank == {culprit}:")
+    if kind == "missing":
+        lines.append("    enter(''); time.sleep(1000)")
+    elif kind == "asynchronous":
+        lines.append(f"    work = dist.{started}({'torch.ones(3), ' if started == 'all_reduce' else ''}async_op=True)")
+        lines.append(f"    enter({started!r}, {len(lines)}); work.wait(); leave()")
+    elif kind == "other group":
+        add(first, "inner", inner)
+    else:
+        calls = {"other function": [second], "one more": [second, first], "once again": [first, first]}
+        for name in calls.get(kind, ["recv" if kind == "receives" else "new_group"]):
+            add(name, numel=3)
+    lines.append("else:")
+    add(first, numel=3)
+    lines.append("enter('barrier'); dist.barrier(); leave()")
+    return HangingProgram(seed, kind, backend, world_size, "\n".join(lines) + "\n")
 
 
 # --- running ---

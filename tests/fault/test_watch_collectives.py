@@ -1,6 +1,5 @@
 """Ranks that hang in collectives of the program: one report names each of them with its function and its line."""
 
-import os
 import threading
 import time
 from datetime import timedelta
@@ -15,7 +14,7 @@ from tests.fault.hanging_programs import KINDS, draw, named_in
 from tests.fault.test_hang_reports import Reports, step_on
 from tests.harness import run_outcomes, run_ranks
 from tests.models import Mlp, seeded
-from torchddp.diagnose import collectives, diagnosis, rank_state
+from torchddp.diagnose import collectives, rank_state
 
 pytestmark = pytest.mark.beyond_torch("torch waits in silence")
 
@@ -58,9 +57,9 @@ def headlines(outcomes):
 
 def watching(folder, timeout_s=TIMEOUT_S):
     """This rank watches, over a group of its own that gives up soon."""
-    os.environ[diagnosis.FOLDER_ENV] = str(folder)
+    reports = Reports(folder)
     torchddp.watch_collectives(stall_report_s=STALL_S)
-    return Reports(), dist.new_group(timeout=timedelta(seconds=timeout_s))
+    return reports, dist.new_group(timeout=timedelta(seconds=timeout_s))
 
 
 @pytest.mark.parametrize("transport", ["shm", "c10d"])

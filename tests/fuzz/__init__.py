@@ -4,5 +4,5 @@
 
 program: what a program is (plain data). draw: a program from a seed. model: the module it describes. side: one class
 working on it. run: both classes in turn. compare: the first difference. wanted: differences that are there by intent.
-batches: many programs on forked ranks. report: what is printed.
+batches: many programs on forked ranks.
 """

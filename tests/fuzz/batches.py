@@ -33,6 +33,16 @@ class Result:
     def failed(self) -> bool:
         return self.difference is not None and self.wanted is None
 
+    def text(self) -> str:
+        """All that is known of a failed trial."""
+        assert self.difference is not None
+        lines = [f"trial {self.trial}: {self.difference.text()}", self.program.text()]
+        if not self.alone:
+            lines.append(
+                "  fails after other trials in the same processes, and not alone: run all of them to repeat it"
+            )
+        return "\n".join(lines)
+
 
 def run_trials(programs: dict[int, Program], ddp_class: type, limit_s: float = TRIAL_LIMIT_S) -> Iterator[Result]:
     """A result for each trial, as they come; not in order, for those of one world size run together."""
@@ -60,16 +70,8 @@ def _run(trials: Sequence[int], programs: Sequence[Program], ddp_class: type, li
     """Results of the first so many: up to the first with a difference."""
     world_size = programs[0].world_size
     marks = torch.full((world_size, 3), -1).share_memory_()
-    outcomes = run_outcomes(
-        run_batch,
-        world_size,
-        programs,
-        ddp_class,
-        marks,
-        timeout=limit_s,
-        straggler_s=STRAGGLER_S,
-        group_timeout_s=AGREEMENT_TIMEOUT_S,
-    )
+    limits = {"timeout": limit_s, "straggler_s": STRAGGLER_S, "group_timeout_s": AGREEMENT_TIMEOUT_S}
+    outcomes = run_outcomes(run_batch, world_size, programs, ddp_class, marks, **limits)
     if all(outcome.ok for outcome in outcomes):
         columns = zip(*(outcome.value for outcome in outcomes), strict=True)
         firsts = [_earliest(program, column) for program, column in zip(programs, columns, strict=False)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -146,25 +147,12 @@ class Norm(nn.Module):
 
 
 class Embedded(nn.Module):
-    """An embedding."""
+    """An embedding, or a bag of one."""
 
     def __init__(self, part: Part) -> None:
         super().__init__()
-        rows, columns = part.shape
-        self.table = nn.Embedding(rows, columns, sparse=part.sparse, dtype=getattr(torch, part.dtype))
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows = (x.abs() * 1000).long() % self.table.num_embeddings
-        return torch.sin(self.table(rows))
-
-
-class Bag(nn.Module):
-    """An embedding bag."""
-
-    def __init__(self, part: Part) -> None:
-        super().__init__()
-        rows, columns = part.shape
-        self.table = nn.EmbeddingBag(rows, columns, sparse=part.sparse, mode="sum", dtype=getattr(torch, part.dtype))
+        kind: Any = nn.Embedding if part.kind == "embedding" else functools.partial(nn.EmbeddingBag, mode="sum")
+        self.table = kind(*part.shape, sparse=part.sparse, dtype=getattr(torch, part.dtype))
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.sin(self.table((x.abs() * 1000).long() % self.table.num_embeddings))
@@ -206,7 +194,7 @@ KINDS: dict[str, type[nn.Module]] = {
     "convolution": Convolution,
     "norm": Norm,
     "embedding": Embedded,
-    "bag": Bag,
+    "bag": Embedded,
     "buffered": Buffered,
 }
 

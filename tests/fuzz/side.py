@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -83,7 +83,8 @@ class Side:
     def do(self, op: Op, step: int) -> None:
         when = When(self.rank, self.program.world_size, step, op.micro if isinstance(op, Train) else 0)
         if isinstance(op, Do):
-            getattr(self, f"{op.what}_{op.how}" if op.how else op.what)(when)
+            method = getattr(self, f"{op.what}_{op.how}" if op.how else op.what, None)
+            method(when) if method is not None else getattr(self, op.what)(op.how, when)
             return
         with contextlib.ExitStack() as stack:
             if not op.sync:
@@ -227,119 +228,64 @@ class Side:
     def zero_optimizer_zeros(self, when: When) -> None:
         self.optimizer.zero_grad(set_to_none=False)
 
-    def zero_by_hand(self, when: When) -> None:
-        for p in self.ddp.parameters():
-            p.grad = None
-
-    def zero_some(self, when: When) -> None:
+    def zero(self, how: str, when: When) -> None:
+        assert how in ("new", "by_hand", "some", "in_place", "data"), how
         for i, p in enumerate(self.ddp.parameters()):
-            if i % 2 == when.step % 2:
+            if how == "new":
+                p.grad = torch.zeros_like(p)
+            elif how == "by_hand" or (how == "some" and i % 2 == when.step % 2):
                 p.grad = None
+            elif how == "in_place" and p.grad is not None:
+                p.grad.zero_()
+            elif how == "data" and p.grad is not None and not p.grad.is_sparse:
+                p.grad.data = torch.zeros_like(p.grad)
 
-    def zero_in_place(self, when: When) -> None:
-        for _, p in self._with_grad():
-            p.grad.zero_()
-
-    def zero_data(self, when: When) -> None:
-        for _, p in self._with_grad(dense=True):
-            p.grad.data = torch.zeros_like(p.grad)
-
-    def zero_new(self, when: When) -> None:
-        for p in self.ddp.parameters():
-            p.grad = torch.zeros_like(p)
-
-    def _with_grad(self, dense: bool = False) -> Iterator[tuple[str, Any]]:
-        for name, p in self.parameters().items():
-            if p.grad is not None and not (dense and p.grad.is_sparse):
-                yield name, p
+    def _with_grad(self, dense: bool = True) -> list[tuple[str, Any]]:
+        named = self.parameters().items()
+        return [(name, p) for name, p in named if p.grad is not None and not (dense and p.grad.is_sparse)]
 
     # --- gradients that are kept ---
 
-    def _keep(self, how: str, when: When, values: Iterator[tuple[str, Tensor]]) -> None:
+    def _keep(self, how: str, when: When, values: Iterable[tuple[str, Tensor]]) -> None:
         self.kept += [
             (f"{name} of step {when.step} ({how}, {self.ever_kept + i})", v) for i, (name, v) in enumerate(values)
         ]
         self.ever_kept += len(self.parameters())
         del self.kept[: -KEPT_STEPS * len(self.parameters())]
 
-    def keep_grad(self, when: When) -> None:
-        self._keep("grad", when, ((n, p.grad) for n, p in self._with_grad()))
-
-    def keep_some(self, when: When) -> None:
-        self._keep("grad", when, ((n, p.grad) for i, (n, p) in enumerate(self._with_grad()) if i % 3 == 0))
-
-    def keep_clone(self, when: When) -> None:
-        self._keep("clone", when, ((n, p.grad.clone()) for n, p in self._with_grad()))
-
-    def keep_detach(self, when: When) -> None:
-        self._keep("detach", when, ((n, p.grad.detach()) for n, p in self._with_grad()))
-
-    def keep_data(self, when: When) -> None:
-        self._keep("data", when, ((n, p.grad.data) for n, p in self._with_grad()))
-
-    def keep_view(self, when: When) -> None:
-        self._keep("view", when, ((n, p.grad[...]) for n, p in self._with_grad(dense=True)))
-
-    def keep_piece(self, when: When) -> None:
-        with_rows = ((n, p) for n, p in self._with_grad(dense=True) if p.dim() and p.shape[0] > 1)
-        self._keep("piece", when, ((n, p.grad.select(0, -1)) for n, p in with_rows))
-
-    def keep_numpy(self, when: When) -> None:
-        """An array of numpy's over the same memory."""
-        of_numpy = ((n, p) for n, p in self._with_grad(dense=True) if p.dtype is not torch.bfloat16)
-        self._keep("numpy", when, ((n, torch.from_numpy(p.grad.numpy())) for n, p in of_numpy))
+    def keep(self, how: str, when: When) -> None:
+        dense = how in ("view", "piece", "numpy")
+        values = ((name, KEPT[how](i, p.grad)) for i, (name, p) in enumerate(self._with_grad(dense)))
+        self._keep(how, when, ((name, value) for name, value in values if value is not None))
 
     def keep_forget(self, when: When) -> None:
         self.kept.clear()
 
     # --- gradients that are changed ---
 
-    def edit_mul(self, when: When) -> None:
-        for _, p in self._with_grad():
-            p.grad.mul_(0.5)
-
-    def edit_add(self, when: When) -> None:
-        for _, p in self._with_grad(dense=True):
-            p.grad.add_(0.125)
+    def edit(self, how: str, when: When) -> None:
+        for i, (_, p) in enumerate(self._with_grad(dense=how not in ("mul", "assign"))):
+            EDITED[how](i, p, self.rank)
 
     def edit_foreach(self, when: When) -> None:
-        torch._foreach_mul_([p.grad for _, p in self._with_grad(dense=True)], 0.75)
+        torch._foreach_mul_([p.grad for _, p in self._with_grad()], 0.75)
 
     def edit_clip_norm(self, when: When) -> None:
-        norm = nn.utils.clip_grad_norm_([p for _, p in self._with_grad(dense=True)], 0.5)
+        norm = nn.utils.clip_grad_norm_([p for _, p in self._with_grad()], 0.5)
         self.seen.append(("norm", norm.detach().clone()))
 
     def edit_clip_value(self, when: When) -> None:
-        nn.utils.clip_grad_value_([p for _, p in self._with_grad(dense=True) if not p.is_complex()], 0.25)
-
-    def edit_assign(self, when: When) -> None:
-        for _, p in self._with_grad():
-            p.grad = p.grad * 2
-
-    def edit_assign_some(self, when: When) -> None:
-        for i, (_, p) in enumerate(self._with_grad(dense=True)):
-            if i % 2:
-                p.grad = torch.ones_like(p, memory_format=torch.contiguous_format)
-
-    def edit_data(self, when: When) -> None:
-        for _, p in self._with_grad(dense=True):
-            p.grad.data.add_(0.25)
+        nn.utils.clip_grad_value_([p for _, p in self._with_grad() if not p.is_complex()], 0.25)
 
     def edit_assign_flat(self, when: When) -> None:
         """Gradients in one memory of the program's own for each dtype, as programs with flat gradients have them."""
         flat: dict[torch.dtype, Tensor] = {}
-        for dtype in {p.dtype for _, p in self._with_grad(dense=True)}:
-            mine = [p for _, p in self._with_grad(dense=True) if p.dtype is dtype]
+        for dtype in {p.dtype for _, p in self._with_grad()}:
+            mine = [p for _, p in self._with_grad() if p.dtype is dtype]
             flat[dtype] = torch.cat([p.grad.reshape(-1) for p in mine])
             for p, piece in zip(mine, flat[dtype].split([p.numel() for p in mine]), strict=True):
                 p.grad = piece.view(p.shape)
         self._keep("flat", when, ((str(dtype), flat[dtype]) for dtype in sorted(flat, key=str)))
-
-    def edit_poison(self, when: When) -> None:
-        """Not numbers, in one gradient of one rank."""
-        for i, (_, p) in enumerate(self._with_grad(dense=True)):
-            if i == self.rank:
-                p.grad.fill_(float("nan"))
 
     def edit_assign_kept(self, when: When) -> None:
         """Puts gradients of before in the place of today's."""
@@ -348,6 +294,35 @@ class Side:
             value = kept.get(name)
             if value is not None and value.shape == p.shape and value.dtype == p.dtype and not value.is_sparse:
                 p.grad = value
+
+
+# What a program keeps of the gradient of parameter i; nothing for None.
+KEPT: dict[str, Callable[[int, Tensor], Tensor | None]] = {
+    "grad": lambda i, grad: grad,
+    "some": lambda i, grad: grad if i % 3 == 0 else None,
+    "clone": lambda i, grad: grad.clone(),
+    "detach": lambda i, grad: grad.detach(),
+    "data": lambda i, grad: grad.data,
+    "view": lambda i, grad: grad[...],
+    "piece": lambda i, grad: grad.select(0, -1) if grad.dim() and grad.shape[0] > 1 else None,
+    "numpy": lambda i, grad: torch.from_numpy(grad.numpy()) if grad.dtype is not torch.bfloat16 else None,
+}
+
+
+def assign_some(i: int, p: Any, rank: int) -> None:
+    if i % 2:
+        p.grad = torch.ones_like(p, memory_format=torch.contiguous_format)
+
+
+# What a program does to parameter i's gradient.
+EDITED: dict[str, Callable[[int, Any, int], Any]] = {
+    "mul": lambda i, p, rank: p.grad.mul_(0.5),
+    "add": lambda i, p, rank: p.grad.add_(0.125),
+    "assign": lambda i, p, rank: setattr(p, "grad", p.grad * 2),
+    "assign_some": assign_some,
+    "data": lambda i, p, rank: p.grad.data.add_(0.25),
+    "poison": lambda i, p, rank: p.grad.fill_(float("nan")) if i == rank else None,
+}
 
 
 def register_comm_hook(ddp: Any, name: str, group: dist.ProcessGroup) -> None:

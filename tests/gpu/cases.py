@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,11 +20,14 @@ from torch.nn.parallel.distributed import _MixedPrecision
 
 from tests.gpu.device import chosen_device
 from tests.models import Branches, Mlp, NormNet, batch, loss_of
-from tests.parity.compare import Run, compare_on_rank
+from tests.parity.compare import compare_on_rank
 from tests.parity.test_training import Checkpointed
 
 FLOAT = torch.float32
 WIDTH = 32
+
+
+Step = Callable[[torch.device, Any, int, int], None]  # (device, model, rank, step)
 
 
 @dataclass(frozen=True)
@@ -31,7 +35,7 @@ class Case:
     """A model and what is done with it in a step."""
 
     make: Callable[[], nn.Module]
-    run: Callable[[torch.device], Run]
+    run: Step
     options: dict[str, Any] = field(default_factory=dict)
     prepare: Callable[[nn.Module], None] | None = None
     optimizer: Callable[[Iterable[Tensor]], torch.optim.Optimizer] | None = None
@@ -52,16 +56,13 @@ def mlp(dtype: torch.dtype = FLOAT) -> Callable[[], nn.Module]:
     return lambda: Mlp(WIDTH, dtype)
 
 
-def plain(*shape: int, dtype: torch.dtype = FLOAT) -> Callable[[torch.device], Run]:
+def plain(*shape: int, dtype: torch.dtype = FLOAT) -> Step:
     """Forward and backward on a batch of this shape."""
 
-    def on(device: torch.device) -> Run:
-        def run(model: nn.Module, rank: int, step: int) -> None:
-            loss_of(model(batch(rank, step, *(shape or (6, WIDTH)), dtype=dtype).to(device))).backward()
+    def run(device: torch.device, model: Any, rank: int, step: int) -> None:
+        loss_of(model(batch(rank, step, *(shape or (6, WIDTH)), dtype=dtype).to(device))).backward()
 
-        return run
-
-    return on
+    return run
 
 
 IMAGES = (4, 3, 8, 8)
@@ -117,70 +118,49 @@ def with_own_optimizer() -> nn.Module:
     return model
 
 
-def branches(device: torch.device) -> Run:
-    def run(model: nn.Module, rank: int, step: int) -> None:
-        branch = ("left", "right", "never")[(rank + step) % 3]
-        loss_of(model(batch(rank, step, 3, 4, dtype=FLOAT).to(device), branch)).backward()
-
-    return run
+def branches(device: torch.device, model: Any, rank: int, step: int) -> None:
+    branch = ("left", "right", "never")[(rank + step) % 3]
+    loss_of(model(batch(rank, step, 3, 4, dtype=FLOAT).to(device), branch)).backward()
 
 
-def accumulated(device: torch.device) -> Run:
-    def run(model: Any, rank: int, step: int) -> None:
-        one = plain()(device)
-        with model.no_sync():
-            one(model, rank, 10 * step)
-            one(model, rank, 10 * step + 1)
-        one(model, rank, 10 * step + 2)
-
-    return run
+def accumulated(device: torch.device, model: Any, rank: int, step: int) -> None:
+    with model.no_sync():
+        plain()(device, model, rank, 10 * step)
+        plain()(device, model, rank, 10 * step + 1)
+    plain()(device, model, rank, 10 * step + 2)
 
 
-def several_forwards(device: torch.device) -> Run:
-    def run(model: nn.Module, rank: int, step: int) -> None:
-        batches = [batch(rank, 10 * step + i, 6, WIDTH, dtype=FLOAT).to(device) for i in range(3)]
-        torch.stack([loss_of(model(x)) for x in batches]).sum().backward()
-
-    return run
+def several_forwards(device: torch.device, model: Any, rank: int, step: int) -> None:
+    batches = [batch(rank, 10 * step + i, 6, WIDTH, dtype=FLOAT).to(device) for i in range(3)]
+    torch.stack([loss_of(model(x)) for x in batches]).sum().backward()
 
 
-def clipped(device: torch.device) -> Run:
-    def run(model: nn.Module, rank: int, step: int) -> None:
-        plain()(device)(model, rank, step)
-        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-
-    return run
+def clipped(device: torch.device, model: Any, rank: int, step: int) -> None:
+    plain()(device, model, rank, step)
+    nn.utils.clip_grad_norm_(model.parameters(), 0.5)
 
 
-def autocast(dtype: torch.dtype) -> Callable[[torch.device], Run]:
-    def on(device: torch.device) -> Run:
-        def run(model: nn.Module, rank: int, step: int) -> None:
-            with torch.autocast(device.type, dtype):
-                loss = loss_of(model(batch(rank, step, 6, WIDTH, dtype=FLOAT).to(device)).float())
-            loss.backward()
-
-        return run
-
-    return on
+def loss_under_autocast(device: torch.device, model: Any, rank: int, step: int, dtype: torch.dtype) -> Tensor:
+    with torch.autocast(device.type, dtype):
+        return loss_of(model(batch(rank, step, 6, WIDTH, dtype=FLOAT).to(device)).float())
 
 
-def scaled(device: torch.device) -> Run:
+def autocast_bf16(device: torch.device, model: Any, rank: int, step: int) -> None:
+    loss_under_autocast(device, model, rank, step, torch.bfloat16).backward()
+
+
+def scaled(device: torch.device, model: Any, rank: int, step: int) -> None:
     """fp16 with a loss scale; the second step overflows and must be skipped."""
-
-    def run(model: Any, rank: int, step: int) -> None:
-        scaler, optimizer = model.scaler_and_optimizer
-        with torch.autocast(device.type, torch.float16):
-            loss = loss_of(model(batch(rank, step, 6, WIDTH, dtype=FLOAT).to(device)).float())
-        scaler.scale(loss * (float("inf") if step == 1 else 1.0)).backward()
-        scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        scaler.step(optimizer)
-        scaler.update()
-        if step == 1:
-            assert scaler.get_scale() < INITIAL_SCALE, "the overflow was not seen"
-            model.zero_grad(set_to_none=True)  # nan, which is not equal to itself
-
-    return run
+    scaler, optimizer = model.scaler_and_optimizer
+    loss = loss_under_autocast(device, model, rank, step, torch.float16)
+    scaler.scale(loss * (float("inf") if step == 1 else 1.0)).backward()
+    scaler.unscale_(optimizer)
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+    if step == 1:
+        assert scaler.get_scale() < INITIAL_SCALE, "the overflow was not seen"
+        model.zero_grad(set_to_none=True)  # nan, which is not equal to itself
 
 
 INITIAL_SCALE = 1024.0
@@ -191,12 +171,9 @@ def prepare_scaler(ddp: Any) -> None:
     ddp.scaler_and_optimizer = (torch.amp.GradScaler(device.type, init_scale=INITIAL_SCALE), sgd(ddp.parameters()))
 
 
-def channels_last_images(device: torch.device) -> Run:
-    def run(model: nn.Module, rank: int, step: int) -> None:
-        images = batch(rank, step, *IMAGES, dtype=FLOAT).to(device)
-        loss_of(model(images.contiguous(memory_format=torch.channels_last))).backward()
-
-    return run
+def channels_last_images(device: torch.device, model: Any, rank: int, step: int) -> None:
+    images = batch(rank, step, *IMAGES, dtype=FLOAT).to(device)
+    loss_of(model(images.contiguous(memory_format=torch.channels_last))).backward()
 
 
 def hook(function: Any) -> Callable[[Any], None]:
@@ -254,7 +231,7 @@ CASES: dict[str, Case] = {
     "clip_grad_norm": Case(mlp(), clipped, SMALL_BUCKETS, optimizer=sgd),
     "adamw": Case(mlp(), plain(), SMALL_BUCKETS, optimizer=adamw(False)),
     "adamw_fused": Case(mlp(), plain(), SMALL_BUCKETS, optimizer=adamw(True)),
-    "autocast_bf16": Case(mlp(), autocast(torch.bfloat16), SMALL_BUCKETS, optimizer=sgd),
+    "autocast_bf16": Case(mlp(), autocast_bf16, SMALL_BUCKETS, optimizer=sgd),
     "grad_scaler": Case(mlp(), scaled, SMALL_BUCKETS, prepare=prepare_scaler),
     "hook_allreduce": Case(mlp(), plain(), prepare=hook(default_hooks.allreduce_hook)),
     "hook_fp16": Case(mlp(), plain(), prepare=hook(default_hooks.fp16_compress_hook)),
@@ -294,10 +271,6 @@ def run_case(name: str, device: torch.device, rank: int, ddp_class: Any, *, devi
     options = dict(case.options)
     if device.type == "cuda" and device_ids:
         options["device_ids"] = [device.index]
-    settings = {
-        "options": options,
-        "prepare": case.prepare,
-        "optimizer": case.optimizer,
-        "set_to_none": case.set_to_none,
-    }
-    compare_on_rank(rank, ddp_class, lambda: case.make().to(device), case.run(device), case.steps, case.rtol, settings)
+    settings = {name: getattr(case, name) for name in ("prepare", "optimizer", "set_to_none")} | {"options": options}
+    run = partial(case.run, device)
+    compare_on_rank(rank, ddp_class, lambda: case.make().to(device), run, case.steps, case.rtol, settings)

@@ -33,6 +33,16 @@ def train_eagerly(model, device):
     return plain
 
 
+@contextlib.contextmanager
+def side_stream():
+    """Another stream, that waits for the current one, and is waited for."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        yield side
+    torch.cuda.synchronize()
+
+
 def make_model(device):
     return seeded(lambda: Mlp(WIDTH, torch.float32)).to(device)
 
@@ -56,10 +66,8 @@ def test_captured_step_equals_eager_steps(gpu, options, optimizer_inside, limit_
     want = train_eagerly(model, gpu)
     batches = inputs(gpu)
     static = batches[0].clone()
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.stream(side):
+    with side_stream() as side:
         with large_from(limit_bytes):
             ddp = DistributedDataParallel(model, **options)
         optimizer = sgd(ddp.parameters())
@@ -74,7 +82,6 @@ def test_captured_step_equals_eager_steps(gpu, options, optimizer_inside, limit_
             optimizer.step()
         # Without a gradient, backward writes one; with it, each replay would add to the last one's.
         optimizer.zero_grad(set_to_none=True)
-    torch.cuda.synchronize()
     with torch.cuda.graph(graph, stream=side):
         forward_backward()
     for x in batches[1:]:
@@ -91,13 +98,10 @@ def test_a_step_that_leaves_parameters_out_is_not_captured(gpu):
     """What becomes of their gradients depends on other ranks, which the host can't ask then."""
     model = seeded(lambda: Branches(torch.float32)).to(gpu)
     static = batch(0, 0, 2, 4, dtype=torch.float32).to(gpu)
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
+    with side_stream() as side:
         ddp = DistributedDataParallel(model, find_unused_parameters=True)
         loss_of(ddp(static, "left")).backward()
         ddp.zero_grad(set_to_none=True)
-    torch.cuda.synchronize()
     # The capture can't end well: collectives were left running.
     with contextlib.suppress(RuntimeError), torch.cuda.graph(torch.cuda.CUDAGraph(), stream=side):
         output = loss_of(ddp(static, "left"))
@@ -110,13 +114,10 @@ def test_a_step_that_leaves_parameters_out_is_not_captured(gpu):
 def test_eager_steps_go_on_after_a_capture(gpu):
     model = make_model(gpu)
     static = inputs(gpu)[0]
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
+    with side_stream() as side:
         ddp = DistributedDataParallel(model)
         loss_of(ddp(static)).backward()
         ddp.zero_grad(set_to_none=True)
-    torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=side):
         loss_of(ddp(static)).backward()

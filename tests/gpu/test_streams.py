@@ -92,6 +92,16 @@ def reference(model, device, optimizer_of=None):
     return seen, plain
 
 
+def steps_of(ddp, device):
+    """Gradients of each step, copied on the current stream, which nobody has waited for."""
+    got = []
+    for step in range(STEPS):
+        ddp.zero_grad(set_to_none=True)
+        loss_of(ddp(inputs(device, step))).backward()
+        got.append(grads_of(ddp))
+    return got
+
+
 def assert_steps(got, want):
     torch.cuda.synchronize()
     for step, (ours, theirs) in enumerate(zip(got, want, strict=True)):
@@ -103,12 +113,7 @@ def test_late_gradients_are_waited_for(gpu, views):
     model = seeded(Late).to(gpu)
     want, _ = reference(model, gpu)
     ddp = DistributedDataParallel(model, bucket_cap_mb=0.5, gradient_as_bucket_view=views)
-    got = []
-    for step in range(STEPS):
-        ddp.zero_grad(set_to_none=True)
-        loss_of(ddp(inputs(gpu, step))).backward()
-        got.append(grads_of(ddp))  # copied on the current stream, which nobody has waited for
-    assert_steps(got, want)
+    assert_steps(steps_of(ddp, gpu), want)
 
 
 @pytest.mark.parametrize("options", [{}, {"static_graph": True}, {"gradient_as_bucket_view": False}], ids=str)
@@ -116,25 +121,17 @@ def test_gradients_from_two_backward_streams(gpu, options):
     model = seeded(lambda: OnTwoStreams((torch.cuda.Stream(), torch.cuda.Stream()))).to(gpu)
     want, _ = reference(model, gpu)
     ddp = DistributedDataParallel(model, bucket_cap_mb=25, **options)  # one bucket gets gradients of three streams
-    got = []
-    for step in range(STEPS):
-        ddp.zero_grad(set_to_none=True)
-        loss_of(ddp(inputs(gpu, step))).backward()
-        got.append(grads_of(ddp))
-    assert_steps(got, want)
+    assert_steps(steps_of(ddp, gpu), want)
 
 
 def test_a_whole_step_on_a_side_stream(gpu):
     model = seeded(Late).to(gpu)
     want, _ = reference(model, gpu)
     ddp = DistributedDataParallel(model, bucket_cap_mb=0.5)
-    side, got = torch.cuda.Stream(), []
+    side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        for step in range(STEPS):
-            ddp.zero_grad(set_to_none=True)
-            loss_of(ddp(inputs(gpu, step))).backward()
-            got.append(grads_of(ddp))
+        got = steps_of(ddp, gpu)
     assert_steps(got, want)
 
 
@@ -181,13 +178,9 @@ def step_behind_a_busy_device(gpu, **options):
 
 
 @pytest.mark.parametrize("transport", ["nccl", "c10d"])
-def test_the_host_does_not_wait_for_the_device(gpu, transport):
-    step_behind_a_busy_device(gpu, transport=transport)
-
-
-@pytest.mark.parametrize("transport", ["nccl", "c10d"])
 @pytest.mark.filterwarnings("ignore:find_unused_parameters=True was specified")
-def test_used_parameters_are_told_without_waiting(gpu, transport):
-    """The host's map is cleared for the next step before the device has read what ranks are told."""
+def test_the_host_does_not_wait_for_the_device(gpu, transport):
+    """Nor to be told which parameters are used: its map is cleared for the next step before the device has read it."""
+    step_behind_a_busy_device(gpu, transport=transport)
     ddp = step_behind_a_busy_device(gpu, transport=transport, find_unused_parameters=True)
     assert ddp.reducer._get_local_used_map().tolist() == [1] * len(list(ddp.parameters()))

@@ -1,0 +1,90 @@
+"""What the tests of several clients share: how programs are started, and how trained models are compared."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import subprocess
+import sys
+import textwrap
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+ROOT = Path(__file__).resolve().parents[2]
+OURS = "torchddp.ddp.module.DistributedDataParallel"
+TORCHS = "torch.nn.parallel.distributed.DistributedDataParallel"
+# What a launcher or a user's shell may have set, and a program of the tests must not see.
+DROPPED = ("TORCHDDP_", "LOCAL_RANK", "MASTER_PORT", "NODE_RANK", "WORLD_SIZE")
+
+
+def launch(
+    *arguments: object, ranks: int = 0, timeout_s: float = 280, check: bool = True, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """`python arguments` to its end, or that under torchrun with `ranks` > 0: on CPU, one thread each, no network."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(DROPPED)}
+    own = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node"]
+    done = subprocess.run(
+        [sys.executable, *([*torchrun, str(ranks)] if ranks else []), *map(str, arguments)],
+        cwd=ROOT,
+        env={**inherited, **own, "ACCELERATE_USE_CPU": "true", **environment},
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        start_new_session=True,
+    )
+    assert not check or done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    return done
+
+
+def blocks(page: str, section: str) -> list[str]:
+    """The indented code under a heading of a page of docs/."""
+    text = re.split(r"^#+ ", Path(ROOT, "docs", page).read_text(), flags=re.MULTILINE)
+    body = next(part for part in text if part.partition("\n")[0] == section).partition("\n")[2]
+    found = re.findall(r"(?:^    [^\n]*\n(?:\n+(?=    ))?)+", body, flags=re.MULTILINE)
+    return [textwrap.dedent(block) for block in found]
+
+
+def digest(named: Any) -> str:
+    """The bits of all tensors of (name, tensor) pairs."""
+    bits = hashlib.sha256()
+    for name, value in named:
+        bits.update(name.encode())
+        bits.update(value.detach().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
+    return bits.hexdigest()
+
+
+def distance(model: nn.Module, start: nn.Module, reference: nn.Module) -> float:
+    """How far the weights are from the reference, in parts of how far that has moved."""
+    flat = [nn.utils.parameters_to_vector(m.parameters()).detach() for m in (model, start, reference)]
+    return float((flat[0] - flat[2]).abs().max() / (flat[2] - flat[1]).abs().max())
+
+
+def said(call: Callable[[], Any]) -> str:
+    """The error of a call."""
+    try:
+        call()
+    except (RuntimeError, TypeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def tell_traps(main: Callable[[], Any]) -> None:
+    """Prints the warnings about traps (docs/traps.md) that a program hears."""
+    import torchddp
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        main()
+    told = [str(w.message) for w in caught if issubclass(w.category, torchddp.UsageWarning)]
+    print(f"told {told}\n", end="", flush=True)
+
+
+def assert_hears_of_no_trap(module: str) -> None:
+    assert launch("-m", module, ranks=2).stdout.count("told []\n") == 2
