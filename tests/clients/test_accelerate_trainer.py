@@ -1,4 +1,4 @@
-"""The transformers Trainer over our engine, both after torchddp.install(), and the examples: torch's bits on two ranks."""
+"""The transformers Trainer over our engine, after torchddp.install(), and its examples: torch's bits on two ranks."""
 
 from __future__ import annotations
 

@@ -166,7 +166,7 @@ def test_worker_keeps_the_order_and_ends():
     assert [future.wait().item() for future in futures[:5]] == [0, 1, 2, 3, 4]
     with pytest.raises(RuntimeError, match="job 5: KeyError: 'five'"):
         futures[5].wait()
-    with pytest.raises(RuntimeError, match="job 7: not reduced, for before it job 5: KeyError: 'five'"):
+    with pytest.raises(RuntimeError, match="job 7: not reduced after job 5: KeyError: 'five'"):
         futures[7].wait()
     assert done == list(range(6)) and "order of jobs" in names()
     del worker

@@ -557,8 +557,8 @@ REFUSED = [
     ({"main_grads_as": "grad"}, r"main_grads_as='grad' says where main_grads= are kept"),
     ({"main_grads": FP32, "gradient_as_bucket_view": False}, r"gradient_as_bucket_view=False: main_grad is memory"),
     ({"reduce_dtype": FP32, "gradient_as_bucket_view": True}, r"gradient_as_bucket_view=True: a 16-bit .grad"),
-    ({"main_grads": FP32, "mixed_precision": "fp16"}, r"main_grads=torch.float32 does not go with mixed_precision"),
-    ({"reduce_dtype": FP32, "delay_all_reduce_named_params": [("a", None)]}, r"not go with delay_all_reduce_named"),
+    ({"main_grads": FP32, "mixed_precision": "fp16"}, r"main_grads=torch.float32 conflicts with mixed_precision"),
+    ({"reduce_dtype": FP32, "delay_all_reduce_named_params": [("a", None)]}, r"conflicts with delay_all_reduce_named"),
 ]
 
 
@@ -579,7 +579,7 @@ def test_options_and_models_that_do_not_go(rank):
         DistributedDataParallel(embedding(BF16), reduce_dtype=FP32)
     with pytest.raises(ValueError, match=r"already wrapped with main_grads"):
         DistributedDataParallel(wrapped(_Weight()))
-    with pytest.raises(ValueError, match=r"main_grads=torch.float32 does not go with a model that is wrapped twice"):
+    with pytest.raises(ValueError, match=r"main_grads=torch.float32 conflicts with a model that is wrapped twice"):
         wrapped(DistributedDataParallel(_Weight()))
     with pytest.raises(TypeError, match=r"replicate\(\) has no argument 'main_grads': use torchddp.Dist"):
         replicate(_Weight(), main_grads=FP32)

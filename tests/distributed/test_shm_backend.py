@@ -326,7 +326,7 @@ def test_other_groups_are_as_they_were_without_this_backend():
 @on_ranks(2)
 def test_a_rank_that_never_comes_is_named(rank):
     if rank == 0:
-        with pytest.raises(RuntimeError, match="rank 0: the torchddp_shm backend heard nothing from rank 1"):
+        with pytest.raises(RuntimeError, match="rank 0: the torchddp_shm backend got no answer from rank 1"):
             shm_group(timeout=timedelta(seconds=1))
     dist.barrier()
 

@@ -112,7 +112,7 @@ def test_a_store_names_the_rank_that_does_not_come(size, missing):
         if rank == missing:
             return
         exchange = StoreExchange(store, rank, size, SECOND, "the test")
-        text = rf"rank {rank}: the test heard nothing from rank {missing} within 0:00:01: "
+        text = rf"rank {rank}: the test got no answer from rank {missing} within 0:00:01: "
         raises_within(SOON_S, RuntimeError, text, lambda: exchange.gather(rank))
         found.append(rank)
 

@@ -67,9 +67,9 @@ CASES = [
     ),
     (
         other(3, "forward", step=40),
-        "is at step 40 (ranks 0-2 are at 41), in forward: it is late, or has begun one batch less",
+        "is at step 40 (ranks 0-2 are at 41), in forward: it is late, or has begun one batch fewer",
     ),
-    (other(3, "forward", step=42), "is at step 42 (ranks 0-2 are at 41): it runs a batch more"),
+    (other(3, "forward", step=42), "is at step 42 (ranks 0-2 are at 41): it runs one more batch"),
     (waits(3, step=40, bucket=0), "and waits there for the reduction of bucket 0 of 9 (step 40)"),
     (
         RankState(3, WHO, step=41, phase="waiting", waits_for="the broadcast of buffers", digest="d"),
@@ -80,7 +80,7 @@ CASES = [
         "has left step 41, which failed there: rank 3: the reduction failed",
     ),
     (other(3, "idle"), "has left step 41, as if all were reduced"),
-    (other(3), "has all gradients of step 41, and is not through with them"),
+    (other(3), "has all gradients of step 41, but has not finished reducing them"),
     (RankState(3), "does not answer"),
     (RankState(3, WHO, alive="running"), "does not answer: its Python threads don't run (process 17 on node1)"),
     (RankState(3, WHO, alive="gone"), "is dead: its process is gone (process 17 on node1)"),

@@ -296,7 +296,7 @@ def test_a_rank_asks_a_store_once_for_what_all_have_said_and_names_who_has_not(t
     reads = {"multi_get": 1} if store.has_extended_api() else {"get": 3}
     assert counted.calls == {"set": 1, "wait": 1, **reads}
     exchange = StoreExchange(store, 0, 5, datetime.timedelta(seconds=0.3), "this test")
-    with pytest.raises(RuntimeError, match=r"rank 0: this test heard nothing from rank 3, 4 within 0:00:00\.3"):
+    with pytest.raises(RuntimeError, match=r"rank 0: this test got no answer from rank 3, 4 within 0:00:00\.3"):
         exchange.gather(0)
 
 

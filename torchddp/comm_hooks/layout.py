@@ -173,7 +173,7 @@ def check_names(state: Mapping[str, Tensor], shapes: Mapping[str, Any]) -> None:
     """ValueError unless each tensor belongs to a parameter, and has its shape."""
     for name, value in state.items():
         if name not in shapes:
-            raise ValueError(f"the state has parameter {name!r}, which the model has not (or does not train)")
+            raise ValueError(f"the state has parameter {name!r}, which the model does not have (or does not train)")
         if value.shape != shapes[name]:
             raise ValueError(
                 f"the state of {name!r} has shape {tuple(value.shape)}, the parameter {tuple(shapes[name])}"

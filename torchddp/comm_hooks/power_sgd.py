@@ -239,7 +239,7 @@ class PowerSGD(CommHook):
         check_names(state["residual"], self._shapes)
         for name, factor in state["factors"].items():
             if name not in self._shapes:
-                raise ValueError(f"the state has parameter {name!r}, which the model has not (or does not train)")
+                raise ValueError(f"the state has parameter {name!r}, which the model does not have (or does not train)")
             if tuple(factor.shape) != (expected := self._as_matrix(self._shapes[name])[1:]):
                 raise ValueError(f"the state of {name!r} has a factor of {tuple(factor.shape)}, this hook {expected}")
         self._residuals.load_state_dict(state["residual"], self._device)

@@ -199,7 +199,7 @@ def _check_options(options: Mapping[str, Any]) -> None:
 
 def _check_module(module: Any) -> None:
     if not isinstance(module, torch.nn.Module):
-        raise TypeError(f"replicate() wants one torch.nn.Module, got {type(module).__name__}")
+        raise TypeError(f"replicate() needs a torch.nn.Module, got {type(module).__name__}")
     kind = type(module).__name__
     if isinstance(module, ReplicateModule):
         raise RuntimeError(f"this {kind} is already replicated. torchddp.composable.unreplicate() undoes it.")
@@ -225,7 +225,7 @@ def _group_of(mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
     if mesh.ndim != 1:
         names = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
         raise ValueError(
-            f"replicate() wants a mesh of one dimension, the one that it replicates over; got one of shape "
+            f"replicate() needs a mesh of one dimension, the one that it replicates over; got one of shape "
             f"{tuple(mesh.mesh.shape)} with dimensions {', '.join(names)}. Pass one of them, e.g. "
             f"mesh[{names[0]!r}]"
             + ("." if mesh.mesh_dim_names else ", after giving them names with init_device_mesh(mesh_dim_names=...).")
@@ -291,6 +291,6 @@ def _check_wire_dtype(wire_dtype: torch.dtype | None, options: Mapping[str, Any]
     for name in ("comm_hook", "wire_dtype") if wire_dtype is not None else ():
         if options.get(name):
             raise ValueError(
-                f"mp_policy reduces gradients in {wire_dtype} by a communication hook, which does not go with {name}=. "
+                f"mp_policy reduces gradients in {wire_dtype} by a communication hook, which conflicts with {name}=. "
                 "Give it a reduce_dtype= equal to the parameters' own dtype, which needs no hook."
             )

@@ -95,8 +95,8 @@ class ReplicateEngine(DistributedDataParallel):
 
     def join(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise RuntimeError(
-            f"rank {self.session.rank}: a module of torchddp.replicate() can't be used with join(), which wants to "
-            "stand around the loop with a wrapper in hand. Give all ranks the same number of batches (torchddp.sync "
+            f"rank {self.session.rank}: a module of torchddp.replicate() can't be used with join(), which needs "
+            "a wrapper around the training loop. Give all ranks the same number of batches (torchddp.sync "
             "has even_batches for that), or wrap the model in torchddp.DistributedDataParallel."
         )
 

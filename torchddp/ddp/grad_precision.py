@@ -65,12 +65,12 @@ class ReducedWide(GradPrecision):
                 )
         if ddp._use_python_reducer:
             raise RuntimeError(
-                f"{self.asked_by} does not go with torch._dynamo.config.optimize_ddp='python_reducer', under which "
-                "torch reduces each gradient by itself, in its own dtype: choose another mode, or leave it out"
+                f"{self.asked_by} conflicts with torch._dynamo.config.optimize_ddp='python_reducer', under which "
+                "torch reduces each gradient separately, in its own dtype: choose another mode, or leave it out"
             )
         if any(hasattr(p, "_in_backward_optimizers") for p in parameters):
             raise RuntimeError(
-                f"{self.asked_by} does not go with optimizers that run in backward (_apply_optimizer_in_backward), "
+                f"{self.asked_by} conflicts with optimizers that run in backward (_apply_optimizer_in_backward), "
                 "which take gradients of the parameters' dtype out of the buckets: step after backward"
             )
 
@@ -114,7 +114,7 @@ class MainGrads(ReducedWide):
         self._names = names
         if not ddp.gradient_as_bucket_view:  # the explicitly requested value would give this
             raise ValueError(
-                f"{self.asked_by} does not go with a model that is wrapped twice: both wrappers would take the same "
+                f"{self.asked_by} conflicts with a model that is wrapped twice: both wrappers would take the same "
                 "gradients. Wrap once"
             )
 

@@ -162,8 +162,8 @@ def reason_against_reducing(ddp: TorchDDP) -> str:
     if ddp._delay_all_reduce_params:
         return "parameters of delay_all_reduce_named_params are reduced by a hook in backward"
     if ddp._use_python_reducer:
-        return "torch._dynamo.config.optimize_ddp='python_reducer' reduces each gradient by itself in backward"
-    return "under join(), ranks that have run out of inputs can't know of it" if ddp._join_config.enable else ""
+        return "torch._dynamo.config.optimize_ddp='python_reducer' reduces each gradient separately in backward"
+    return "under join(), ranks that have run out of inputs would not know" if ddp._join_config.enable else ""
 
 
 def through_sink(ddp: TorchDDP, output: Any) -> Any:
@@ -278,7 +278,7 @@ class ParameterWatch:
         found = [f"{listed(names)} {what}" for names, what in kinds if names]
         warn_user(
             f"The model of this DistributedDataParallel (rank {ddp.session.rank}) was changed after it was wrapped: "
-            f"{'; '.join(found)}. Their gradients are not averaged: each rank trains them for itself. To go on with "
+            f"{'; '.join(found)}. Their gradients are not averaged: each rank trains them on its own. To go on with "
             f"them, {REFRESH} (auto_refresh_trainable=True does), or wrap the module itself (.module) again; a state "
             "dict loaded without assign=True keeps the parameters."
         )

@@ -514,7 +514,7 @@ class DistributedDataParallel(TorchDDP):
         """
         finder = self.observers.get("find_nonfinite")
         if finder is None:
-            raise RuntimeError("gradients are only looked at by a DistributedDataParallel with find_nonfinite=True")
+            raise RuntimeError("gradients are only checked by a DistributedDataParallel with find_nonfinite=True")
         return list(finder.found())
 
     def traffic(self) -> dict[str, Traffic]:

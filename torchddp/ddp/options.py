@@ -252,11 +252,11 @@ class DDPOptions:
         for name in ("mixed_precision", "delay_all_reduce_named_params"):
             if getattr(self, name) is not None:
                 raise ValueError(
-                    f"{precision.asked_by} does not go with {name}=, whose hooks cast or reduce by themselves"
+                    f"{precision.asked_by} conflicts with {name}=, whose hooks cast or reduce by themselves"
                 )
         if self.gradient_as_bucket_view not in precision.views_allowed:
             raise ValueError(
-                f"{precision.asked_by} does not go with gradient_as_bucket_view={self.gradient_as_bucket_view}: "
+                f"{precision.asked_by} conflicts with gradient_as_bucket_view={self.gradient_as_bucket_view}: "
                 f"{precision.why_views}"
             )
 

@@ -88,9 +88,7 @@ def _reason_against(ddp: Any) -> str:
     if ddp._use_python_reducer:
         return "torch._dynamo.config.optimize_ddp='python_reducer' reduces its gradients: wrap the model again"
     if ddp.session.is_joining:
-        return (
-            "the model is in a join() context, and ranks that have run out of inputs don't hear of it: leave it first"
-        )
+        return "the model is in a join() context, and ranks that have run out of inputs would miss it: leave it first"
     return "" if ddp.session.is_in_group else "it is not in the process group that the model was given"
 
 

@@ -299,12 +299,12 @@ class ReducerSession:
         if not self._is_open:
             raise RuntimeError(
                 f"This DistributedDataParallel (rank {self.rank}) reduces no gradients any more: it was taken apart, "
-                "or refresh_trainable() has failed in the middle. Call that again on all ranks, or wrap anew."
+                "or refresh_trainable() has failed in the middle. Call that again on all ranks, or wrap it again."
             )
         if not self.is_in_group and ddp.require_backward_grad_sync:
             raise RuntimeError(
                 f"This DistributedDataParallel (rank {self.rank} of its old process group) was given a process "
-                "group that this rank is not in: it has nobody to reduce gradients with. Pass a group with this rank "
+                "group that this rank is not in: it has no ranks to reduce gradients with. Pass a group with this rank "
                 "to _update_process_group(), or train under no_sync()."
             )
         if ddp.require_backward_grad_sync:
@@ -324,7 +324,7 @@ class ReducerSession:
         if self.joins and not self.options.weighted:
             raise RuntimeError(
                 f"weigh() on rank {self.rank}: under join() the model must be made with weighted=True, so that a rank "
-                "which has run out of inputs knows that the others send weights"
+                "that has run out of inputs knows that the others send weights"
             )
         self.precision.before_forward()  # main gradients that were set to None are dropped, and their weights with them
         self.reducer.weigh(weight, count, goes_on)

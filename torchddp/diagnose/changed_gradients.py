@@ -133,7 +133,7 @@ def describe(changes: Sequence[str | None], names: Sequence[str]) -> str:
     more = len(differ) - 1 - len(others)
     listed = ", ".join(others) + (f" and {more} more" if more > 0 else "")
     also = f"; ranks also differ on {listed}" if listed else ""
-    return f"Ranks do not do the same to averaged gradients: that of '{names[differ[0]]}' was {told}{also}"
+    return f"Ranks treat averaged gradients differently: that of '{names[differ[0]]}' was {told}{also}"
 
 
 def _key(step: int) -> str:

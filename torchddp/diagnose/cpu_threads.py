@@ -95,7 +95,7 @@ def advice(ranks: Sequence[RankThreads]) -> str:
         return (
             f"{who} {'have' if count > 1 else 'has'} 1 thread{' each' if count > 1 else ''} for {usable} processors: "
             f"most of them idle. torchrun sets {VARIABLE}=1 if it is not set. Set {VARIABLE}={share} before it starts, "
-            f"or call torch.set_num_threads({share}), unless the model's operators are too small to gain by it."
+            f"or call torch.set_num_threads({share}), unless the model's operators are too small to benefit."
         )
     return ""
 

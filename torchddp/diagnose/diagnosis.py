@@ -117,7 +117,7 @@ def _why(state: RankState, first: RankState, states: list[RankState], model: str
     if not state.answered:
         return _silent(state)
     if state.model != first.model:
-        return f"has no such model: it was deleted, or never wrapped{_activity(state)}"
+        return f"does not have this model: it was deleted, or never wrapped{_activity(state)}"
     if state.digest and state.digest != model:
         return _other_model(state, next(other for other in states if other.digest == model))
     if state.step != first.step:
@@ -163,9 +163,9 @@ def _other_step(state: RankState, first: RankState, states: list[RankState]) -> 
     elif state.step < first.step and state.phase == "idle":
         text += ", which it has finished: it is late, has skipped a batch, or has none left"
     elif state.step < first.step:
-        text += f", in {state.phase}: it is late, or has begun one batch less"
+        text += f", in {state.phase}: it is late, or has begun one batch fewer"
     else:
-        text += ": it runs a batch more"
+        text += ": it runs one more batch"
     return text + _exception(state, first.waited_s) + _activity(state)
 
 
@@ -184,7 +184,7 @@ def _same_step(state: RankState, first: RankState) -> str:
     if state.phase == "forward":
         return f"has not ended the forward of step {state.step}{_exception(state, first.waited_s)}{_activity(state)}"
     if state.phase == "backward":
-        return f"has all gradients of step {state.step}, and is not through with them{_activity(state)}"
+        return f"has all gradients of step {state.step}, but has not finished reducing them{_activity(state)}"
     failed = f", which failed there: {_first_line(state.error)}" if state.error and state.phase == "idle" else ""
     if state.phase == "idle" and not failed:
         failed = ", as if all were reduced"

@@ -126,8 +126,8 @@ class ForwardTraps:
                 UNREDUCED,
                 f"Parameters were changed by gradients that were not averaged, on rank {self._teller.rank}: the "
                 f"forward at {place(where)} was inside no_sync(), its backward outside, and no_sync() counts when "
-                "forward is called. Each rank has trained for itself. To average these gradients, put the forward "
-                "outside too; if ranks are to train for themselves, put the backward inside too.",
+                "forward is called. Each rank has trained on its own. To average these gradients, put the forward "
+                "outside too; if ranks should train on their own, put the backward inside too.",
                 where,
             )
 

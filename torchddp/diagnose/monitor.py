@@ -167,7 +167,7 @@ class HangMonitor:
             self._look_once()
         except Exception:
             # An error of the monitor itself: training continues without it.
-            logger.debug("rank %d: a look at the rank's waits failed", self._board.rank, exc_info=True)
+            logger.debug("rank %d: checking the rank's waits failed", self._board.rank, exc_info=True)
         busy = self._round is not None or not self._knows_all
         self._task.every_s = min(_QUICK_S, self._poll_s) if busy else self._poll_s
 

@@ -107,7 +107,7 @@ class _Finds:
         sources = [one for one in self._own if one.step == first]
         logger.warning(
             "rank %d, step %d: gradients of %d parameters are infinite or NaN on this rank before they are averaged: "
-            "%s. Later steps are not reported until a step was free of them.",
+            "%s. Later steps are not reported until a step is free of them.",
             self._rank,
             first,
             len(sources),

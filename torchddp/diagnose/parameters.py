@@ -69,7 +69,7 @@ def check_parameters(model: TorchDDP) -> None:
     """
     session: Any = getattr(model, "session", None)
     if not hasattr(getattr(session, "reducer", None), "finished_steps"):
-        raise TypeError(f"check_parameters() wants a torchddp.DistributedDataParallel, got {type(model).__name__}")
+        raise TypeError(f"check_parameters() needs a torchddp.DistributedDataParallel, got {type(model).__name__}")
     _check(session)
 
 

@@ -69,7 +69,7 @@ class DistributedDataParallel(DDP):
 
     Raises:
         TypeError: ``manager`` is none.
-        ValueError: a manager without process group, an option that does not go with one, sparse gradients.
+        ValueError: a manager without process group, an option that conflicts with one, sparse gradients.
         RuntimeError: backward before ``manager.start_quorum()``.
         TransportError: in backward: there was no quorum within the manager's time limits; says whether the lighthouse
             can be reached.
@@ -122,7 +122,7 @@ class DistributedDataParallel(DDP):
 
     def refresh_trainable(self) -> None:
         """RuntimeError: buckets can't change."""
-        self._refuse("refresh_trainable()", "a replica that heals must have the buckets of the others; wrap anew")
+        self._refuse("refresh_trainable()", "a replica that heals must have the buckets of the others; wrap it again")
 
     def _update_process_group(self, new_process_group: Any) -> None:
         self._refuse("_update_process_group()", "the manager reconfigures its own group at each change of the quorum")
@@ -141,10 +141,10 @@ def _check_options(options: Mapping[str, Any], module: torch.nn.Module) -> None:
             continue
         allowed, reason = _REFUSED[name]
         if not any(value is a or (type(value) is type(a) and value == a) for a in allowed):
-            raise ValueError(f"{name}={value!r} does not go with a torchft Manager: {reason}")
+            raise ValueError(f"{name}={value!r} conflicts with a torchft Manager: {reason}")
     if options.get("bucket_cap_mb") == "auto":
         raise ValueError(
-            "bucket_cap_mb='auto' does not go with a torchft Manager: a replica that heals has measured nothing, and "
+            "bucket_cap_mb='auto' conflicts with a torchft Manager: a replica that heals has measured nothing, and "
             "must have the buckets of the others. Give a number of MiB, or None."
         )
     for name, part in module.named_modules():

@@ -88,7 +88,7 @@ def check_state(
     """
     missing = [key for key in ("state", "param_groups") if key not in saved]
     if missing:
-        raise ValueError(f"this is no state dict of an optimizer: it has no {missing[0]!r}")
+        raise ValueError(f"this is not an optimizer's state dict: it has no {missing[0]!r}")
     sizes = [len(group["params"]) for group in saved["param_groups"]]
     if len(sizes) != len(param_groups):
         raise ValueError(

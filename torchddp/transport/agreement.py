@@ -97,7 +97,7 @@ class StoreExchange:
             if silent:
                 shown = ", ".join(map(str, silent[:_SHOWN_RANKS])) + ("..." if len(silent) > _SHOWN_RANKS else "")
                 raise RuntimeError(
-                    f"rank {self.rank}: {self._who} heard nothing from rank {shown} within {self._timeout}: {error}"
+                    f"rank {self.rank}: {self._who} got no answer from rank {shown} within {self._timeout}: {error}"
                 ) from error
         if self._store.has_extended_api():  # type: ignore[attr-defined]  # torch's stubs lack it
             return [json.loads(value) for value in self._store.multi_get(keys)]

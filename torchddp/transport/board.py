@@ -35,7 +35,7 @@ class Board:
             # torch's stubs lack clone().
             self._store = part_of_store(group, purpose).clone()  # type: ignore[attr-defined]
         except Exception as error:
-            raise RuntimeError(f"the process group of rank {self.rank} has no store to talk over: {error}") from error
+            raise RuntimeError(f"the process group of rank {self.rank} has no store to use: {error}") from error
         self._store.set_timeout(_STORE_TIMEOUT)
         self._calls = BoundedCalls(_STORE_TIMEOUT.total_seconds())
 

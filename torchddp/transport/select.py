@@ -122,13 +122,13 @@ def _reason_for_c10d(process_group: dist.ProcessGroup, devices: Sequence[torch.d
     if kind is None:
         return f"there are parameters on {devices[0]}"
     if not collective:
-        return "the ranks were told not to talk to each other here (init_sync=False, or a copy of a module)"
+        return "the ranks may not communicate here (init_sync=False, or a copy of a module)"
     if reason := kind.reason_against(process_group):
         return reason
     # A process group written in Python, or a wrapper around one, may do more than reduce.
     backend = backend_of(process_group, kind.device_type)
     if type(process_group) is not dist.ProcessGroup or process_group not in _world.pg_map or backend is None:
-        return "the process group is none of torch's own"
+        return "the process group is not one of torch's own"
     if backend.name() not in kind.stands_in_for or "Wrapper" in type(backend).__name__:
         return f"the process group's backend is {type(backend).__name__}"
     return kind.misfit(devices)

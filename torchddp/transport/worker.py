@@ -106,7 +106,7 @@ class _Failure:
     """The result of a failed job. (An exception set on a torch future is lost on its way to C++.)"""
 
     def __init__(self, label: str, error: BaseException, first: _Failure | None = None) -> None:
-        cause = f"{type(error).__name__}: {error}" if first is None else f"not reduced, for before it {first.message}"
+        cause = f"{type(error).__name__}: {error}" if first is None else f"not reduced after {first.message}"
         self.message: str = f"{label}: {cause}"
         self.error = error.with_traceback(None)  # its frames hold the model
 
