@@ -57,7 +57,7 @@ setup: $(VENV)/.installed
 build: setup
 	@$(PY) setup.py -q build_ext --inplace
 
-# The tests of the torch-free rooms: optimised as shipped, under AddressSanitizer and UndefinedBehaviorSanitizer, and, those
+# The tests of the torch-free folders: optimised as shipped, under AddressSanitizer and UndefinedBehaviorSanitizer, and, those
 # with several threads, under ThreadSanitizer.
 CPP_SANITIZERS ?= none address,undefined thread
 cpp-tests: setup

@@ -1,4 +1,4 @@
-"""Who runs, what is held against what, and how much faster to a loss we hold ourselves to be. Pure."""
+"""Who runs, what is compared with what, and the speed-ups to a loss that we require. Pure."""
 
 from __future__ import annotations
 

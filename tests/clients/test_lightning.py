@@ -1,4 +1,4 @@
-"""The Trainer under torchddp's strategies, held against Lightning's own: two ranks, started by Lightning."""
+"""The Trainer under torchddp's strategies, compared with Lightning's own: two ranks, started by Lightning."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """What test_accelerate_weights.py runs on two ranks: unequal tokens, microbatches and last batches under Accelerate and
-the Trainer. "ours" weighs, "torch" does the same without; both are held against one process with all tokens.
+the Trainer. "ours" weighs, "torch" does the same without; both are compared with one process with all tokens.
 
 ACCELERATE_USE_CPU=true torchrun --nproc-per-node 2 tests/clients/weighted_accelerate_jobs.py FOLDER
 """

@@ -1,4 +1,4 @@
-"""The rooms of csrc and of the package include only what stands below them (docs/architecture.md)."""
+"""The folders of csrc and of the package include only what stands below them (docs/architecture.md)."""
 
 import ast
 import graphlib
@@ -9,7 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Lower rooms first; rooms of equal rank do not know each other.
+# Lower folders first; folders of equal rank do not know each other.
 RANK = {
     "common": 0,
     "plan": 1,
@@ -34,33 +34,33 @@ INCLUDE = re.compile(r'^\s*#\s*include\s*(?:"([^"]+)"|<([^>]+)>)', re.MULTILINE)
 SUFFIXES = {".h", ".hpp", ".cuh", ".cpp", ".cc", ".cu"}
 
 
-def room_of(path: Path) -> str:
+def folder_of(path: Path) -> str:
     """The innermost folder that has a rank, else the outermost."""
     folders = [folder.as_posix() for folder in path.parents if folder.as_posix() in RANK]
     return folders[0] if folders else path.parts[0]
 
 
 def include_problems(csrc: Path) -> list[str]:
-    """Every include in `csrc` that goes upwards, sideways, nowhere, or from a torch-free room to torch."""
+    """Every include in `csrc` that goes upwards, sideways, nowhere, or from a torch-free folder to torch."""
     problems = []
     for path in sorted(p for p in csrc.rglob("*") if p.suffix in SUFFIXES):
         where = path.relative_to(csrc)
-        room = room_of(where)
-        if room not in RANK:
-            problems.append(f"{where}: '{room}' is no room of csrc")
+        folder = folder_of(where)
+        if folder not in RANK:
+            problems.append(f"{where}: '{folder}' is no folder of csrc")
             continue
         for quoted, angled in INCLUDE.findall(path.read_text()):
             name = quoted or angled
-            if room in TORCH_FREE and TORCH_HEADER.match(name):
-                problems.append(f"{where}: room '{room}' is free of torch, but includes {name}")
+            if folder in TORCH_FREE and TORCH_HEADER.match(name):
+                problems.append(f"{where}: folder '{folder}' is free of torch, but includes {name}")
             if not quoted:
                 continue
             if not (csrc / name).is_file():
                 problems.append(f"{where}: '{name}' is no file of csrc (paths start at csrc; <> for other headers)")
                 continue
-            target = room_of(Path(name))
-            if target != room and not RANK.get(target, 99) < RANK[room]:
-                problems.append(f"{where}: room '{room}' may not include '{target}' ({name})")
+            target = folder_of(Path(name))
+            if target != folder and not RANK.get(target, 99) < RANK[folder]:
+                problems.append(f"{where}: folder '{folder}' may not include '{target}' ({name})")
     return problems
 
 
@@ -71,7 +71,7 @@ def test_includes_and_imports_follow_the_rooms() -> None:
     assert import_problems(ROOT / "torchddp") == []
 
 
-# Modules and rooms of the package, lower ones first: each may import those before it.
+# Modules and folders of the package, lower ones first: each may import those before it.
 PACKAGE = (
     "_import_check",
     "errors",
@@ -136,7 +136,7 @@ def imports_of(package: Path) -> dict[str, set[str]]:
 
 
 def import_problems(package: Path) -> list[str]:
-    """Circles between modules, rooms without a place in `PACKAGE`, and imports of what stands above."""
+    """Circles between modules, folders without a place in `PACKAGE`, and imports of what stands above."""
     graph = imports_of(package)
     problems = []
     try:
@@ -144,11 +144,11 @@ def import_problems(package: Path) -> list[str]:
     except graphlib.CycleError as error:
         problems.append(f"a circle of imports: {' -> '.join(reversed(error.args[1]))}")
     for module, names in sorted(graph.items()):
-        room = module.split(".")[1]
-        if room not in PACKAGE:
-            problems.append(f"{module}: '{room}' is no room of the package")
+        folder = module.split(".")[1]
+        if folder not in PACKAGE:
+            problems.append(f"{module}: '{folder}' is no folder of the package")
             continue
-        above = [name for name in sorted(names) if name.split(".")[1] not in PACKAGE[: PACKAGE.index(room) + 1]]
+        above = [name for name in sorted(names) if name.split(".")[1] not in PACKAGE[: PACKAGE.index(folder) + 1]]
         problems += [f"{module} may not import {name}" for name in above]
     return problems
 
