@@ -88,6 +88,8 @@ class Manual(Plain):
 class TwoOptimizers(pl.LightningModule):
     """As adversarial networks train: one optimizer after the other, the other one's parameters frozen meanwhile."""
 
+    signs, rate = (1.0, -0.5), 0.05
+
     def __init__(self, **options: Any) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -95,18 +97,20 @@ class TwoOptimizers(pl.LightningModule):
         self.maker, self.judge = torch.nn.Linear(8, 8), torch.nn.Linear(8, 1)
         self.seen: list[float] = []
 
-    def training_step(self, batch: Any, index: int) -> None:
+    def loss(self, batch: Any) -> torch.Tensor:
         x, y = batch
-        for optimizer, sign in zip(self.optimizers(), (1.0, -0.5), strict=True):
+        return (self.judge(self.maker(x).tanh()) - y).square().mean()
+
+    def training_step(self, batch: Any, index: int) -> None:
+        for optimizer, sign in zip(self.optimizers(), self.signs, strict=True):
             self.toggle_optimizer(optimizer)
-            loss = sign * (self.judge(self.maker(x).tanh()) - y).square().mean()
-            self.manual_backward(loss)
+            self.manual_backward(sign * self.loss(batch))
             optimizer.step()
             optimizer.zero_grad()
             self.untoggle_optimizer(optimizer)
 
     def configure_optimizers(self) -> Any:
-        return [torch.optim.SGD(part.parameters(), lr=0.05) for part in (self.maker, self.judge)]
+        return [torch.optim.SGD(part.parameters(), lr=self.rate) for part in (self.maker, self.judge)]
 
 
 class LocalSGD(Plain):

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 import torchddp
 from tests.clients.common import blocks, distance, said
 from tests.clients.lightning_matrix import QUIET
+from tests.clients.lightning_models import TwoOptimizers
 from torchddp.integrations.lightning import TorchDDPShardedStrategy, TorchDDPStrategy, weigh
 
 SAMPLES = [[3, 1, 0, 5, 2], [2, 6, 4, 1, 3]]  # by rank and microbatch
@@ -91,28 +92,19 @@ class ManuallyWeighted(Weighted):
             optimizer.zero_grad()
 
 
-class TwoOptimizersWeighted(pl.LightningModule):
-    """One after the other, each with a backward of its own; a step is one microbatch."""
+class TwoOptimizersWeighted(TwoOptimizers):
+    """A step is one microbatch."""
+
+    rate = RATE
 
     def __init__(self, weighs: bool = True) -> None:
         super().__init__()
-        self.automatic_optimization, self.weighs = False, weighs
-        torch.manual_seed(0)
-        self.maker, self.judge = torch.nn.Linear(8, 8), torch.nn.Linear(8, 1)
+        self.weighs = weighs
 
-    def training_step(self, of: Batch, index: int) -> None:
-        for optimizer, sign in zip(self.optimizers(), (1.0, -0.5), strict=True):
-            self.toggle_optimizer(optimizer)
-            if self.weighs:
-                weigh(self.trainer, of[2].sum())
-            out = self.judge(self.maker(of[0]).tanh())
-            self.manual_backward(sign * mean_of(out, of, least=0 if self.weighs else 1))
-            optimizer.step()
-            optimizer.zero_grad()
-            self.untoggle_optimizer(optimizer)
-
-    def configure_optimizers(self) -> Any:
-        return [torch.optim.SGD(part.parameters(), lr=RATE) for part in (self.maker, self.judge)]
+    def loss(self, of: Batch) -> torch.Tensor:
+        if self.weighs:
+            weigh(self.trainer, of[2].sum())
+        return mean_of(self.judge(self.maker(of[0]).tanh()), of, least=0 if self.weighs else 1)
 
 
 def one_process() -> torch.nn.Module:
@@ -132,7 +124,7 @@ def one_process_of_two_optimizers() -> torch.nn.Module:
     optimizers = module.configure_optimizers()
     for index in [*range(5)] * 2:
         together = [batch(rank, index) for rank in range(2)]
-        for optimizer, sign in zip(optimizers, (1.0, -0.5), strict=True):
+        for optimizer, sign in zip(optimizers, module.signs, strict=True):
             sums = torch.stack([sum_of(module.judge(module.maker(of[0]).tanh()), of) for of in together]).sum()
             optimizer.zero_grad()
             (sign * sums / sum(of[2].sum() for of in together)).backward()

@@ -1,4 +1,4 @@
-"""The transformers Trainer over our engine, after torchddp.install(), and its examples: torch's bits on two ranks."""
+"""The transformers Trainer, both clients after torchddp.install(), and the examples: the bits of torch's class."""
 
 from __future__ import annotations
 

@@ -55,32 +55,34 @@ class Branches(nn.Module):
         return {"loss": loss, "logits": logits}
 
 
-def llama() -> nn.Module:
+def llama(tokens: int = TOKENS, length: int = LENGTH, layers: int = 2) -> nn.Module:
     torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=TOKENS, max_position_embeddings=LENGTH, **sizes))
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": layers, "num_attention_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=tokens, max_position_embeddings=length, **sizes))
 
 
-def trainer(kind: Kind, model: nn.Module | None = None, ddp_kwargs: Any = None, **options: Any) -> Trainer:
-    reset()
+def arguments(kind: Kind, **options: Any) -> TrainingArguments:
     defaults: dict[str, Any] = {
         "output_dir": str(kind.folder / "trainer"),
-        "max_steps": 6,
         "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 2,
-        "learning_rate": 0.01,
-        "max_grad_norm": 0.5,
         "save_strategy": "no",
         "report_to": [],
-        "logging_steps": 3,
         "disable_tqdm": True,
         "use_cpu": True,
         "dataloader_pin_memory": False,
     }
+    return TrainingArguments(**{**defaults, **options})
+
+
+STEPS = {"max_steps": 6, "gradient_accumulation_steps": 2, "learning_rate": 0.01, "max_grad_norm": 0.5}
+
+
+def trainer(kind: Kind, model: nn.Module | None = None, ddp_kwargs: Any = None, **options: Any) -> Trainer:
+    reset()
     cls, own = (TorchDDPTrainer, {"ddp_kwargs": ddp_kwargs}) if kind.ours else (Trainer, {})
     return cls(
         model=model if model is not None else llama(),
-        args=TrainingArguments(**{**defaults, **options}),
+        args=arguments(kind, **{**STEPS, "logging_steps": 3, **options}),
         train_dataset=Texts(64),
         eval_dataset=Texts(10),
         **own,

@@ -21,9 +21,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader
-from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
+from transformers import TrainingArguments
 
 import torchddp
+from tests.clients import transformers_jobs
 from tests.clients.accelerate_jobs import Jobs, Kind, reset, run_jobs
 from tests.clients.common import blocks, distance, said
 from torchddp.integrations.accelerate import Accelerator, TorchDDPKwargs, TorchDDPTrainer, adopt, weigh
@@ -202,16 +203,12 @@ class Sequential(TorchDDPTrainer):
 
 
 def llama() -> nn.Module:
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=TOKENS, max_position_embeddings=LENGTH, **sizes))
+    return transformers_jobs.llama(TOKENS, LENGTH, layers=1)
 
 
 def arguments(kind: Kind, **options: Any) -> TrainingArguments:
     defaults: dict[str, Any] = {
-        "output_dir": str(kind.folder / "trainer"),
         "num_train_epochs": 2,
-        "per_device_train_batch_size": BATCH,
         "gradient_accumulation_steps": ACCUMULATED,
         "learning_rate": RATE,
         "lr_scheduler_type": "constant",
@@ -219,15 +216,10 @@ def arguments(kind: Kind, **options: Any) -> TrainingArguments:
         "max_grad_norm": 1000.0,
         "train_sampling_strategy": "sequential",
         "accelerator_config": {"even_batches": False},
-        "save_strategy": "no",
-        "report_to": [],
         "logging_steps": 1,
-        "disable_tqdm": True,
-        "use_cpu": True,
-        "dataloader_pin_memory": False,
         "ddp_find_unused_parameters": False,
     }
-    return TrainingArguments(**{**defaults, **options})
+    return transformers_jobs.arguments(kind, **{**defaults, **options})
 
 
 def trainer(

@@ -213,7 +213,7 @@ BAD = {
     "no hook": registered(1, "TypeError", "callable"),
     "bucket annotation": registered(wrong_bucket, "ValueError", "bucket annotation", "GradBucket"),
     "return annotation": registered(wrong_result, "ValueError", "return annotation", "Future"),
-    "second hook": registered(lambda *_: None, "RuntimeError", "register_comm_hook", "once|already", times=2),
+    "second hook": registered(raising, "RuntimeError", "register_comm_hook", "once|already", times=2),
     "raising hook": hooked(raising, "ZeroDivisionError|RuntimeError", "the hook's own words"),
     **{
         f"hook returns {type(value).__name__}": hooked(

@@ -38,16 +38,8 @@ def test_a_random_program_that_hangs(seed, tmp_path):
     assert ("they differ from call" in headline) == (program.kind in KINDS[:4] or program.kind == "new group"), told
 
 
-def test_the_programs_are_of_all_kinds():
-    programs = [draw(seed) for seed in range(50)]
-    assert {program.kind for program in programs} == set(KINDS)
-    assert {program.world_size for program in programs} == {2, 3, 4}
-    assert {program.backend for program in programs} == {"gloo", "torchddp_shm"}
-    assert len({program.source for program in programs}) == 50
-
-
 STALL_S = 0.5
-TIMEOUT_S = 4.0  # of the process group: all raise then
+TIMEOUT_S = 2.5  # of the process group: all raise then
 
 
 def headlines(outcomes):
@@ -67,9 +59,9 @@ def test_a_reduction_and_a_barrier(transport, tmp_path):
     """With a wrapped model there is one report: of the step, with the call of the rank that holds it up."""
 
     def work(rank):
-        reports, group = watching(tmp_path)
+        reports, group = watching(tmp_path, timeout_s=4.0)
         ddp = torchddp.DistributedDataParallel(
-            seeded(Mlp), transport=transport, timeout=timedelta(seconds=TIMEOUT_S - 0.5), stall_report_s=STALL_S
+            seeded(Mlp), transport=transport, timeout=timedelta(seconds=3.5), stall_report_s=STALL_S
         )
         for step in range(3):
             step_on(ddp, rank, step)
@@ -166,7 +158,7 @@ def test_a_rank_whose_program_has_ended(tmp_path):
             time.sleep(TIMEOUT_S)
             return []
         with pytest.raises(RuntimeError):
-            dist.monitored_barrier(timeout=timedelta(seconds=3))
+            dist.monitored_barrier(timeout=timedelta(seconds=2))
         return reports.texts
 
     (headline, *_), _ = headlines(run_outcomes(work, 2, timeout=60))

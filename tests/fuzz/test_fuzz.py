@@ -84,11 +84,3 @@ def test_a_failure_tells_how_to_repeat_it_and_the_command_does(monkeypatch, capf
     assert capfd.readouterr().out == "1 trials, 1 failed (seed 5)\n"
     monkeypatch.setenv(CLASS_ENV, "torch.nn.parallel.DistributedDataParallel")
     assert main(command.split()[3:]) == 0
-
-
-def test_programs_depend_on_seed_and_trial_alone():
-    assert draw(3, 4) == draw(3, 4) != replace(draw(4, 4), key="3:4")
-    assert len({draw(3, trial).text() for trial in range(50)}) == 50
-    for trial in range(30):
-        told = draw(3, trial, world_size=2, transport="c10d")
-        assert replace(told, world_size=0, transport="") == replace(draw(3, trial), world_size=0, transport="")
