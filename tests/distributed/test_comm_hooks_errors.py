@@ -88,7 +88,7 @@ def test_states_that_do_not_fit(rank):
     step_of(hooked(low), given(rank, 0))
     for loads, wrong, match in [
         (other, state, "state of a 'Int8' hook, not of 'TopK'"),
-        (hook, {**state, "residual": {"other": torch.zeros(3)}}, "'other', which the model has not"),
+        (hook, {**state, "residual": {"other": torch.zeros(3)}}, "'other', which the model does not have"),
         (hook, {**state, "residual": {"norm": torch.zeros(3)}}, r"'norm' has shape \(3,\), the parameter \(30,\)"),
         (high, low.state_dict(), r"a factor of \(\d+, 2\), this hook \(\d+, 3\)"),
     ]:
@@ -131,7 +131,7 @@ def test_a_rank_that_is_gone(rank):
     with pytest.raises(RuntimeError, match=r"Int8 on rank 0, step 2, bucket 0 \("):
         model(given(rank, 1)).backward()
     began_s = time.monotonic()
-    with pytest.raises(RuntimeError, match="not reduced, for before it"):
+    with pytest.raises(RuntimeError, match="not reduced after"):
         model(given(rank, 2)).backward()
     assert time.monotonic() - began_s < 2.0
 

@@ -362,7 +362,7 @@ def on_meta():
 
 
 WRONG_MODULES = [
-    (lambda: [Mlp()], TypeError, "wants one torch.nn.Module, got list"),
+    (lambda: [Mlp()], TypeError, "needs a torch.nn.Module, got list"),
     (lambda: seeded(Mlp).requires_grad_(False), RuntimeError, "no parameter that requires grad .*rank 0"),
     (nn.ReLU, RuntimeError, "this ReLU has no parameter"),
     (on_meta, RuntimeError, r"5 parameters of this Mlp are on the meta device.*first.weight.*to_empty"),

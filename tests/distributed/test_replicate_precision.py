@@ -180,7 +180,7 @@ def test_recurrent_layers_and_copies(rank):
 def test_what_does_not_go_together(rank):
     for options in ({"comm_hook": "fp16"}, {"wire_dtype": BF16}):
         model = Net()
-        with pytest.raises(ValueError, match=f"does not go with {next(iter(options))}="):
+        with pytest.raises(ValueError, match=f"conflicts with {next(iter(options))}="):
             torchddp.replicate(model, mp_policy=POLICIES[0], **options)
         assert not isinstance(model, ReplicateModule)
     with pytest.raises(TypeError, match="must be a torch.distributed.fsdp.MixedPrecisionPolicy, got dtype"):

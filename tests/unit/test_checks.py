@@ -91,5 +91,5 @@ def test_wrong_choices():
         DDPOptions(find_nonfinite=choice)
     with pytest.raises(ValueError, match="find_nonfinite must be False, True or \"raise\", got 'warn'"):
         DDPOptions(find_nonfinite="warn")
-    with pytest.raises(TypeError, match=r"wants a torchddp\.DistributedDataParallel, got Linear"):
+    with pytest.raises(TypeError, match=r"needs a torchddp\.DistributedDataParallel, got Linear"):
         check_parameters(torch.nn.Linear(1, 1))

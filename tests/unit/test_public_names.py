@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -108,6 +109,7 @@ def test_an_editable_install_is_a_path_that_type_checkers_follow(tmp_path: Path)
     extension = 'ext_modules=[Extension("torchddp._C", sources=[])],'
     assert extension in setup
     (project / "setup.py").write_text(setup.replace(extension, ""))  # compiling it is no part of the question
+    shutil.copytree(ROOT / "cmake", project / "cmake")
     (project / "torchddp").mkdir()
     (project / "torchddp" / "__init__.py").touch()
     run(f"from setuptools import build_meta\nbuild_meta.build_editable({str(wheels)!r})", cwd=project)

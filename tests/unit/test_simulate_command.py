@@ -21,6 +21,11 @@ from torchddp.plan.step_profile import LinearCost
 ROW = r"^(\d+) +[\d.]+ +[\d.]+ +[\d.]+%"
 
 
+@pytest.fixture(autouse=True)
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+
+
 @pytest.fixture
 def profile(tmp_path: Path) -> str:
     path = tmp_path / "toy.json"
