@@ -60,7 +60,9 @@ def extract_from_wheel(requirement: str, wanted: str, folder: Path) -> str:
     """Downloads a wheel, extracts what begins with the pattern, and returns the wheel's METADATA."""
     with tempfile.TemporaryDirectory() as downloads:
         command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:", "-d", downloads]
-        done = subprocess.run([*command, requirement], capture_output=True, text=True)
+        # A machine's constraints are on what gets installed, which this is not.
+        unconstrained = os.environ | {"PIP_CONSTRAINT": os.devnull}
+        done = subprocess.run([*command, requirement], env=unconstrained, capture_output=True, text=True)
         if done.returncode:
             sys.exit(f"compat: pip can't download {requirement}: {done.stderr.strip()}")
         (wheel,) = Path(downloads).glob("*.whl")
