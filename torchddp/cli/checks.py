@@ -181,7 +181,7 @@ _CHECKS: dict[str, Callable[[str], object] | None] = {
     "TORCHDDP_TOPOLOGY": lambda _: import_module("torchddp.transport.shm").topology(),
     "TORCHDDP_TRANSPORT": lambda _: import_module("torchddp.transport.select").check_choice("auto"),
 }
-READ_BY_THE_BUILD = frozenset({"TORCHDDP_CUDA", "TORCHDDP_WERROR"})
+READ_BY_THE_BUILD = frozenset({"TORCHDDP_CUDA", "TORCHDDP_UNITY", "TORCHDDP_WERROR"})
 KNOWN = _CHECKS.keys() | READ_BY_THE_BUILD
 
 
