@@ -162,18 +162,6 @@ def assert_grads(got: Grads, want: Grads, rtol: float = 1e-9, what: str = "") ->
         assert error <= rtol * scale, f"{what} gradient of '{name}' is off by {error:g} at scale {scale:g}"
 
 
-def assert_trains(ddp: nn.Module, rank: int, width: int = 8, steps: Iterable[int] = range(3)) -> None:
-    """An Mlp of this width, whose gradients must be the means over all ranks after each step."""
-    for step in steps:
-
-        def run(model: nn.Module, r: int, step: int = step) -> None:
-            loss_of(model(batch(r, step, 5, width))).backward()
-
-        ddp.zero_grad()
-        run(ddp, rank)
-        assert_grads(grads_of(ddp), expected_grads(ddp.module, run), what=f"step {step}:")
-
-
 def assert_steps(
     ddp: Any, rank: int, steps: Iterable[int], run: Callable[[Any, int, int], Any] = step_on, rtol: float = 1e-9
 ) -> None:
@@ -183,6 +171,11 @@ def assert_steps(
         want = expected_grads(ddp.module, lambda model, r, step=step: run(model, r, step))
         run(ddp, rank, step)
         assert_grads(grads_of(ddp), want, rtol, f"step {step}:")
+
+
+def assert_trains(ddp: nn.Module, rank: int, width: int = 8, steps: Iterable[int] = range(3)) -> None:
+    """An Mlp of this width, whose gradients must be the means over all ranks after each step."""
+    assert_steps(ddp, rank, steps, lambda model, r, step: loss_of(model(batch(r, step, 5, width))).backward())
 
 
 def train_and_compare(
