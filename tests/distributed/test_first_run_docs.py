@@ -20,7 +20,8 @@ def test_the_first_run(tmp_path, monkeypatch):
     (program,), (_, printed) = code_of("first_run.md", "python"), code_of("first_run.md", "text")
     (tmp_path / "train.py").write_text(program)
     with (tmp_path / "log").open("w+") as log:
-        torchrun(tmp_path / "train.py", [], ranks=2, timeout_seconds=100, output=log, errors=log)
+        buffered = {"PYTHONUNBUFFERED": ""}  # else a line is written in parts, and those of two ranks mix
+        torchrun(tmp_path / "train.py", [], ranks=2, timeout_seconds=100, output=log, errors=log, environment=buffered)
         log.seek(0)
         lines = [line for line in log.read().splitlines() if line.startswith(("rank ", "weights "))]
     losses = re.compile(r"loss ([\d.]+)")

@@ -148,6 +148,8 @@ parameters = framework.train(model, dist.get_rank())
 if dist.get_rank() == 0:
     torch.save(parameters, sys.argv[2])
     print(type(model).__module__)
+# With torch's class the last work dies on gloo's thread, and needs Python for it: at exit that would be too late.
+dist.barrier()
 dist.destroy_process_group()
 """
 

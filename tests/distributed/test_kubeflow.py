@@ -108,14 +108,15 @@ def test_a_pod_has_what_its_ranks_need_and_no_more(pods: Pods) -> None:
 
 
 PROGRAM = """
-import torch, torch.distributed as dist
+import sys, torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as D
 torch.set_num_threads(1)
 dist.init_process_group("gloo")
 model = D(torch.nn.Linear(2, 2))
 model(torch.full((1, 2), float(dist.get_rank()))).sum().backward()
-print("rank", dist.get_rank(), "of", dist.get_world_size(), type(model).__module__, model.reducer.transport.name,
-      "mean", float(model.module.weight.grad[0, 0]), flush=True)
+line = f"rank {dist.get_rank()} of {dist.get_world_size()} {type(model).__module__} {model.reducer.transport.name}"
+# In one write, for the pods' Python is unbuffered: print() writes in parts, and lines of two ranks mix.
+sys.stdout.write(f"{line} mean {float(model.module.weight.grad[0, 0])}\\n")
 dist.destroy_process_group()
 """
 

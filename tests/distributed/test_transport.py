@@ -186,9 +186,11 @@ class Recorder(dist.ProcessGroup):
     def __init__(self):
         super().__init__(0, 1)
         self.limits = []
+        self.objects = []  # whether a work could have captured one of the thread's Python objects
 
     def _start(self, *_):
         group = self
+        self.objects.append(torch._C._is_key_in_tls("context"))
 
         class Started(dist._Work):
             def wait(self, timeout=timedelta(0)):
@@ -215,6 +217,24 @@ def test_operations_of_a_device_are_waited_for_by_its_stream():
         handle.wait(limit)
     none = timedelta(0)
     assert group.limits == [none, limit, none, limit, limit, limit, none, limit, none]
+
+
+def test_works_capture_no_python_object():
+    """A backward hands one to its threads. gloo drops works late: an object of theirs kills a process that exits."""
+    group = Recorder()
+    transport = _C.C10dTransport(group)
+    handle = transport.make_work()
+
+    def reduce(gradient):
+        assert torch._C._is_key_in_tls("context")
+        transport.all_reduce(gradient.contiguous(), handle)
+        handle.wait(timedelta(seconds=7))
+        assert torch._C._is_key_in_tls("context")
+
+    leaf = torch.ones(4, requires_grad=True)
+    leaf.register_hook(reduce)
+    leaf.sum().backward()
+    assert group.objects == [False]
 
 
 def views_made(run):

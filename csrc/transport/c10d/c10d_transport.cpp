@@ -66,6 +66,7 @@ class C10dWork final : public Work {
     TDDP_INTERNAL(works_.empty(), operation, " on a Work whose last operation was not waited for");
     interruption_.check();
     is_queued_ = !device.is_cpu();
+    const WithoutPythonObjects without_python_objects;
     try {
       launch(works_);
     } catch (const std::exception& error) {

@@ -1,6 +1,7 @@
 // Operations of torch's process groups on flat tensors, across torch's renamings, and waits that another thread can end.
 #pragma once
 
+#include <ATen/ThreadLocalPythonObjects.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include "common/signals.h"
@@ -28,6 +29,21 @@ auto wait_or_keep(const GroupPtr& group, Wait&& wait) {
 // Like work.wait(timeout) for an operation of `group`, which is gloo's; throws TransportError when `interruption` is raised.
 bool wait_interruptibly(c10d::Work& work, const GroupPtr& group, const Interruption& interruption,
                         std::chrono::milliseconds timeout = kNoTimeout);
+
+// What starts while one lives captures no Python object of this thread. gloo's threads drop a work some time after its end, with
+// the state captured at its start, in a backward pass a contextvars.Context. To drop that they take the GIL, which kills a
+// process whose interpreter is shutting down by then; torch's own DDP ends so when a program leaves right after a backward.
+class WithoutPythonObjects {
+ public:
+  WithoutPythonObjects() : kept_(Objects::get_state()) { Objects::set_state({}); }
+  ~WithoutPythonObjects() { Objects::set_state(std::move(kept_)); }
+  WithoutPythonObjects(const WithoutPythonObjects&) = delete;
+  WithoutPythonObjects& operator=(const WithoutPythonObjects&) = delete;
+
+ private:
+  using Objects = at::impl::ThreadLocalPythonObjects;
+  Objects kept_;
+};
 
 // How long an operation of the group may take.
 std::chrono::milliseconds timeout_of(c10d::ProcessGroup& group, at::Device device);

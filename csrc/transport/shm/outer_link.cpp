@@ -19,6 +19,7 @@ class C10dOuterLink final : public shm::OuterLink {
 
   void start(void* data, kernels::DType type, int64_t numel, std::optional<kernels::DType> wire) override {
     const c10::NoGradGuard no_grad;
+    const WithoutPythonObjects without_python_objects;
     Running running;
     running.data =
         at::from_blob(data, {numel}, [segment = segment_](void*) {}, at::TensorOptions().dtype(scalar_type(type)));
