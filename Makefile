@@ -14,7 +14,7 @@ PIP := pip==26.3
 ARGS ?=
 
 CMAKE := $(VENV)/bin/cmake
-CTEST := $(VENV)/bin/ctest --output-on-failure --no-tests=error
+CTEST := $(VENV)/bin/ctest --output-on-failure --no-tests=error --parallel 2
 CPP_FILES = $(shell find csrc tests/cpp -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 
 # In CI warnings are errors (setup.py and the C++ tests read this).

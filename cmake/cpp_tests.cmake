@@ -26,5 +26,10 @@ if(TORCHDDP_SANITIZE)
   set_source_files_properties(${CMAKE_SOURCE_DIR}/tests/cpp/test_pack_device.cpp PROPERTIES COMPILE_OPTIONS -O0)
 endif()
 
-add_test(NAME torchddp_cpp_tests COMMAND torchddp_cpp_tests)
-set_tests_properties(torchddp_cpp_tests PROPERTIES TIMEOUT 300)
+# A process for each file, so that ctest runs files side by side.
+list(FILTER test_sources EXCLUDE REGEX "/main\\.cpp$")
+foreach(source IN LISTS test_sources)
+  cmake_path(GET source STEM name)
+  add_test(NAME ${name} COMMAND torchddp_cpp_tests /${name}.cpp)
+  set_tests_properties(${name} PROPERTIES TIMEOUT 300)
+endforeach()

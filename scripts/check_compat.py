@@ -164,6 +164,8 @@ def failures(check: Check) -> dict[Path, str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--torches", nargs="+", default=list(TORCHES), help="versions of torch")
+    newest = "only the newest; `make dry-run` builds with the oldest"
+    parser.add_argument("--newest", dest="torches", action="store_const", const=TORCHES[1:], help=newest)
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="compilers that run at the same time")
     args = parser.parse_args()
     checks = plan(args.torches)

@@ -12,6 +12,7 @@
 namespace torchddp::testing {
 
 struct Test {
+  const char* file;
   const char* name;
   void (*body)();
 };
@@ -22,7 +23,7 @@ inline std::vector<Test>& tests() {
 }
 
 struct Registration {
-  Registration(const char* name, void (*body)()) { tests().push_back({name, body}); }
+  Registration(const char* file, const char* name, void (*body)()) { tests().push_back({file, name, body}); }
 };
 
 // Of the test that is running. A broken kernel fails in a million places: only the first few are printed.
@@ -84,9 +85,9 @@ void check_throws(const Call& call, const std::vector<std::string_view>& parts, 
 
 }  // namespace torchddp::testing
 
-#define TEST(name)                                                          \
-  static void name();                                                       \
-  static const ::torchddp::testing::Registration name##_test(#name, &name); \
+#define TEST(name)                                                                    \
+  static void name();                                                                 \
+  static const ::torchddp::testing::Registration name##_test(__FILE__, #name, &name); \
   static void name()
 
 #define CHECK(condition) ::torchddp::testing::check_true((condition), #condition, __FILE__, __LINE__)

@@ -1,4 +1,4 @@
-// Runs every registered test, or those whose name contains the first argument.
+// Runs every registered test, or those whose name, or whose file's path, contains the first argument.
 #include <cstdio>
 #include <string_view>
 
@@ -37,7 +37,8 @@ int main(int argc, char** argv) {
   int num_passed = 0;
   int num_failed = 0;
   for (const auto& test : torchddp::testing::tests()) {
-    if (std::string_view(test.name).find(filter) == std::string_view::npos) continue;
+    const auto matches = [&](std::string_view text) { return text.find(filter) != std::string_view::npos; };
+    if (!matches(test.name) && !matches(test.file)) continue;
     ++(torchddp::testing::run(test) ? num_passed : num_failed);
   }
   std::printf("%d passed, %d failed\n", num_passed, num_failed);

@@ -140,6 +140,7 @@ fi
 build_extension() {
   local options=()
   if command -v ninja >/dev/null; then options+=(-G Ninja); else options+=(-G "Unix Makefiles"); fi
+  options+=(-DTORCHDDP_WERROR="${TORCHDDP_WERROR:-0}")
   if $dry_run && ! "$python" tests/gpu/environment.py --builds-cuda; then
     options+=(-DTORCHDDP_CUDA=OFF)
   else
