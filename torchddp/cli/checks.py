@@ -182,7 +182,11 @@ _CHECKS: dict[str, Callable[[str], object] | None] = {
     "TORCHDDP_TRANSPORT": lambda _: import_module("torchddp.transport.select").check_choice("auto"),
 }
 READ_BY_THE_BUILD = frozenset({"TORCHDDP_CUDA", "TORCHDDP_UNITY", "TORCHDDP_WERROR"})
-KNOWN = _CHECKS.keys() | READ_BY_THE_BUILD
+READ_BY_TESTS_AND_BENCHMARKS = frozenset(
+    {"TORCHDDP_COMMIT", "TORCHDDP_COUNTS_FILE", "TORCHDDP_TEST_CLASS", "TORCHDDP_TEST_DEVICE", "TORCHDDP_TEST_NCCL"}
+)
+READ_WHILE_TRAINING = frozenset(_CHECKS)
+KNOWN = READ_WHILE_TRAINING | READ_BY_THE_BUILD | READ_BY_TESTS_AND_BENCHMARKS
 
 
 if __name__ == "__main__":

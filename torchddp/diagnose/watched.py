@@ -103,13 +103,13 @@ def {name}({parameters}):
 """
 
 _WAIT_TEMPLATE = """
-def wait(self, *args, **kwargs):
+def wait(self, timeout=...):
     me = get_ident()
     if me in active:  # of most calls that wait by themselves
-        return bare(self, *args, **kwargs) if args or kwargs else bare(self)
+        return bare(self) if timeout is ... else bare(self, timeout)
     active[me] = (0, 'wait', None, None, ref(self), *caller(), me, None)
     try:
-        return bare(self, *args, **kwargs)
+        return bare(self) if timeout is ... else bare(self, timeout)
     finally:
         del active[me]
 """
