@@ -26,8 +26,10 @@ def loss(model: nn.Module, rank: int, step: int, micro: int, dtype: torch.dtype)
     return model(torch.randn(5, 30).to(dtype)).square().sum()
 
 
-def sums(model: nn.Module, world_size: int, step: int, dtype: torch.dtype, micro: int = MICRO) -> list[Tensor]:
-    """Of what autograd makes in this process, in the order of microbatches, then of ranks, all in fp32."""
+@functools.cache
+def expected(world_size: int, step: int, dtype: torch.dtype, micro: int = MICRO) -> list[Tensor]:
+    """Sums of what autograd makes in this process, in the order of microbatches, then of ranks, all in fp32."""
+    model = layers(dtype)
     total = [torch.zeros(p.shape) for p in model.parameters()]
     for rank in range(world_size):
         mine = [torch.zeros(p.shape) for p in model.parameters()]
@@ -41,21 +43,19 @@ def sums(model: nn.Module, world_size: int, step: int, dtype: torch.dtype, micro
     return total
 
 
-@functools.cache
-def expected(world_size: int, step: int, dtype: torch.dtype, micro: int = MICRO) -> list[Tensor]:
-    """The sums of the model that `layers` makes."""
-    return sums(layers(dtype), world_size, step, dtype, micro)
-
-
 def run_step(ddp: Any, rank: int, step: int, dtype: torch.dtype, micro: int = MICRO) -> None:
     for i in range(micro):
         with ddp.no_sync() if i < micro - 1 else contextlib.nullcontext():
             loss(ddp, rank, step, i, dtype).backward()
 
 
+def grad_of(p: Tensor) -> Tensor | None:
+    """The fp32 gradient, wherever it is."""
+    return p.grad if getattr(p, "main_grad", None) is None else p.main_grad
+
+
 def kept(ddp: nn.Module) -> list[Tensor]:
-    """The fp32 gradients, wherever they are."""
-    found = [p.grad if getattr(p, "main_grad", None) is None else p.main_grad for p in ddp.parameters()]
+    found = [grad_of(p) for p in ddp.parameters()]
     assert all(g.dtype == torch.float32 for g in found), [g.dtype for g in found]
     return found
 
