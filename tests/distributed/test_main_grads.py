@@ -8,6 +8,7 @@ import io
 import pickle
 import re
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from tests.harness import each, on_ranks
-from tests.main_grads import HALVES, MICRO, expected, grad_of, kept, layers, loss, run_step, wrapped
+from tests.main_grads import HALVES, MICRO, expected, grad_of, kept, layers, loss, run_step, sums, wrapped
 from tests.models import Branches, batch, loss_of, same_on_all_ranks, seeded
 from tests.pages import DOCS, run_code
 from tests.whole_buckets import LargeApart, WholeBuckets
@@ -249,49 +250,32 @@ def _backward(model, rank, step, branch):
     model(_input(rank, step), branch).float().sum().backward()
 
 
-def _branch_grads(steps, branches):
-    """What both ranks make of two steps; no entry where no branch leads to a parameter."""
-    total = {}
-    for rank in range(2):
-        for step in steps:
-            model = seeded(lambda: Branches(BF16))
-            _backward(model, rank, step, branches[rank][step % 2])
-            for name, p in model.named_parameters():
-                if p.grad is not None:
-                    total[name] = total.get(name, 0) + p.grad.float() / 2
-    return total
-
-
 @pytest.mark.parametrize("cls", [DistributedDataParallel, WholeBuckets])
 @EACH_PLACE
 @on_ranks(2)
 def test_unused_parameters(rank, place, cls):
     """Ranks use different ones; what nobody used keeps its gradient, here one that has come from elsewhere."""
+    make = partial(seeded, partial(Branches, BF16))
     branches = [["left", "left"], ["left", "right"]]
-    ddp = wrapped(seeded(lambda: Branches(BF16)), cls, main_grads_as=place, find_unused_parameters=True)
+    ddp = wrapped(make(), cls, main_grads_as=place, find_unused_parameters=True)
     setattr(ddp.module.never.weight, place, torch.full((4, 4), 3.0))
     for first in (0, 2):
         with ddp.no_sync():
             _backward(ddp, rank, first, branches[rank][0])
         _backward(ddp, rank, first + 1, branches[rank][1])
-        want = _branch_grads(range(first, first + 2), branches)
-        for name, p in ddp.module.named_parameters():
+        wants = sums(make(), 2, 2, lambda m, r, i, first=first: _backward(m, r, first + i, branches[r][i]))
+        for (name, p), want in zip(ddp.module.named_parameters(), wants, strict=True):
             grad = getattr(p, place)
-            if name in want:
-                torch.testing.assert_close(grad, want[name], rtol=1e-5, atol=1e-6)
-            elif name == "never.weight":
+            if name == "never.weight":
                 assert grad.tolist() == [[3.0] * 4] * 4
                 continue
-            else:
-                assert grad is None or not grad.any(), name
+            torch.testing.assert_close(torch.zeros_like(want) if grad is None else grad, want, rtol=1e-5, atol=1e-6)
             setattr(p, place, None)
-    ddp = wrapped(seeded(lambda: Branches(BF16)), cls, main_grads_as=place, sync="forced_sync")
+    ddp = wrapped(make(), cls, main_grads_as=place, sync="forced_sync")
     for i in accumulate(ddp, 2):
         _backward(ddp, rank, i, "left")
-    want = _branch_grads(range(2), [["left"] * 2] * 2)
-    for name, p in ddp.module.named_parameters():
-        torch.testing.assert_close(getattr(p, place), want.get(name, torch.zeros_like(p, dtype=FP32)))
-        assert place == "grad" or p.grad is None
+    torch.testing.assert_close(kept(ddp), sums(make(), 2, 2, lambda m, r, i: _backward(m, r, i, "left")))
+    assert place == "grad" or all(p.grad is None for p in ddp.parameters())
 
 
 @EACH_PLACE
@@ -374,22 +358,15 @@ def test_models_of_several_dtypes(rank):
             x = self.norm(self.bf16(self.fp16(x.half()).to(BF16)).float())
             return self.fp64(x.double()).sum()
 
-    want = {}
-    for r in range(2):
-        model = Mixed()
-        model(_input(r, 0)).backward()
-        for name, p in model.named_parameters():
-            wide = p.grad.float() if p.dtype.itemsize == 2 else p.grad
-            want[name] = want.get(name, 0) + wide / 2
+    wants = sums(Mixed(), 2, 1, lambda model, r, i: model(_input(r, 0)).backward())
     main, reduced = wrapped(Mixed()), DistributedDataParallel(Mixed(), reduce_dtype=FP32)
     for ddp in (main, wrapped(Mixed(), main_grads_as="grad"), reduced):
         for _ in range(2):
             ddp.zero_grad()
             ddp(_input(rank, 0)).backward()
-        for name, p in ddp.module.named_parameters():
+        for p, want in zip(ddp.parameters(), wants, strict=True):
             got = p.main_grad if ddp is main else p.grad
-            dtype = p.dtype if ddp is reduced or p.dtype.itemsize > 2 else FP32
-            assert got.dtype == dtype and torch.equal(got, want[name].to(dtype)), name
+            torch.testing.assert_close(got, want.to(p.dtype) if ddp is reduced else want, rtol=0, atol=0)
             assert (p.grad is None) == (ddp is main)
     assert main.reducer.bucket_memory_bytes == sum(p.numel() * max(4, p.dtype.itemsize) for p in main.parameters())
 
@@ -402,12 +379,7 @@ def test_layouts_that_are_not_row_major(rank, place):
 
     torch.manual_seed(0)
     conv = nn.Conv2d(3, 4, 3).to(BF16, memory_format=torch.channels_last)
-    want = 0
-    for r in range(2):
-        for micro in range(2):
-            plain = copy.deepcopy(conv)
-            backward(plain, r, micro)
-            want = want + plain.weight.grad.float() / 2
+    want, _ = sums(copy.deepcopy(conv), 2, 2, backward)
     ddp = wrapped(conv, main_grads_as=place)
     with ddp.no_sync():
         backward(ddp, rank, 0)
