@@ -3,6 +3,7 @@
 import copy
 import functools
 import warnings
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 
@@ -26,6 +27,7 @@ from tests.models import (
     batch,
     expected_grads,
     grads_of,
+    local_grads,
     loss_of,
     seeded,
     step_on,
@@ -177,14 +179,11 @@ def test_forced_sync_and_gradients_nobody_touched(rank):
 
 @on_ranks(2, 3)
 def test_one_reduction_gives_the_same_bits_in_backward_and_after_it(rank):
-    grads = []
-    for strategy in (SINGLE, FORCED):
-        model = torchddp.DDP(seeded(lambda: Mlp(dtype=torch.float32)), transport="shm")
-        for step in range(3):
-            for micro in accumulate(model, 3, strategy):
-                loss_of(model(batch(rank, 3 * step + micro, dtype=torch.float32))).backward()
-        grads.append(grads_of(model))
-    assert_grads(*grads, rtol=0)
+    models = [torchddp.DDP(seeded(Mlp), transport="shm") for _ in range(2)]
+    for step in range(3):
+        for model, strategy in zip(models, (SINGLE, FORCED), strict=True):
+            run_mlp(model, rank, 3, strategy, step)
+    assert_grads(*map(grads_of, models), rtol=0)
 
 
 @on_ranks(2)
@@ -245,26 +244,22 @@ def test_loops_left_early(rank):
         model.zero_grad()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            try:
+            with pytest.raises(KeyError, match="of the user's") if how == "raise" else nullcontext():
                 for micro in accumulate(model, 3, strategy):
                     step_on(model, rank, micro)
                     if micro == at and how == "break":
                         break
                     if micro == at:
                         raise KeyError("of the user's")
-            except KeyError as error:
-                assert how != "break" and "of the user's" in str(error)
         assert model.require_backward_grad_sync
         texts = [str(w.message) for w in caught if "accumulate" in str(w.message)]
         assert all(f"left in microbatch {at} of 0 to 2: with {strategy.name}" in text for text in texts)
         return len(texts)
 
-    for how in ("break", "raise"):
-        assert leave(SINGLE, 1, how) == 1
-        assert leave(SINGLE, 2, how) == 0  # reduced by then
-        assert leave(FORCED, 1, how) == 1
-        assert leave(FORCED, 2, how) == 1
-        assert leave(MULTI, 1, how) == 0
+    # All is reduced with the last microbatch of SINGLE, and with each of MULTI.
+    told = {(SINGLE, 1): 1, (SINGLE, 2): 0, (FORCED, 1): 1, (FORCED, 2): 1, (MULTI, 1): 0}
+    for how in each(["break", "raise"]):
+        assert {case: leave(*case, how) for case in told} == told
     # And the model goes on.
     model.zero_grad()
     run_mlp(model, rank, 2, FORCED)
@@ -299,10 +294,7 @@ def test_loops_that_reduce_nothing_and_planned_buckets(rank):
             run_mlp(model, rank, 2, strategy)
             assert not model.require_backward_grad_sync
         assert model.reducer.stats()["finished"] == 0
-        plain = seeded(Mlp)
-        for micro in range(2):
-            step_on(plain, rank, micro)
-        assert_grads(grads_of(model), grads_of(plain))
+        assert_grads(grads_of(model), local_grads(seeded(Mlp), lambda plain: run_mlp(plain, rank, 2)))
 
     # Planned buckets stay as they are.
     model = torchddp.DDP(seeded(Mlp), bucket_cap_mb="auto", transport="c10d")
