@@ -59,7 +59,7 @@ def run_step(ddp: Any, rank: int, step: int, dtype: torch.dtype, micro: int = MI
             loss(ddp, rank, step, i, dtype).backward()
 
 
-def grad_of(p: Tensor) -> Tensor | None:
+def grad_of(p: Any) -> Any:
     """The fp32 gradient, wherever it is."""
     return p.grad if getattr(p, "main_grad", None) is None else p.main_grad
 
