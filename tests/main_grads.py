@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,16 +27,21 @@ def loss(model: nn.Module, rank: int, step: int, micro: int, dtype: torch.dtype)
     return model(torch.randn(5, 30).to(dtype)).square().sum()
 
 
-def sums(model: nn.Module, world_size: int, step: int, dtype: torch.dtype, micro: int = MICRO) -> list[Tensor]:
-    """Of what autograd makes in this process, in the order of microbatches, then of ranks, all in fp32."""
-    total = [torch.zeros(p.shape) for p in model.parameters()]
+def sums(model: nn.Module, world_size: int, micro: int, run: Callable[[nn.Module, int, int], Any]) -> list[Tensor]:
+    """Of what autograd makes in this process, in the order of microbatches, then of ranks, all in fp32 (or fp64)."""
+
+    def zeros() -> list[Tensor]:
+        return [torch.zeros(p.shape, dtype=max(p.dtype, torch.float32, key=lambda d: d.itemsize)) for p in parameters]
+
+    parameters = list(model.parameters())
+    total = zeros()
     for rank in range(world_size):
-        mine = [torch.zeros(p.shape) for p in model.parameters()]
+        mine = zeros()
         for i in range(micro):
             model.zero_grad()
-            loss(model, rank, step, i, dtype).backward()
-            for t, p in zip(mine, model.parameters(), strict=True):
-                t += p.grad.float()
+            run(model, rank, i)
+            for t, p in zip(mine, parameters, strict=True):
+                t += 0 if p.grad is None else p.grad
         for t, m in zip(total, mine, strict=True):
             t += m * (1 / world_size)
     return total
@@ -44,7 +50,7 @@ def sums(model: nn.Module, world_size: int, step: int, dtype: torch.dtype, micro
 @functools.cache
 def expected(world_size: int, step: int, dtype: torch.dtype, micro: int = MICRO) -> list[Tensor]:
     """The sums of the model that `layers` makes."""
-    return sums(layers(dtype), world_size, step, dtype, micro)
+    return sums(layers(dtype), world_size, micro, lambda model, r, i: loss(model, r, step, i, dtype).backward())
 
 
 def run_step(ddp: Any, rank: int, step: int, dtype: torch.dtype, micro: int = MICRO) -> None:
@@ -53,9 +59,13 @@ def run_step(ddp: Any, rank: int, step: int, dtype: torch.dtype, micro: int = MI
             loss(ddp, rank, step, i, dtype).backward()
 
 
+def grad_of(p: Any) -> Any:
+    """The fp32 gradient, wherever it is."""
+    return p.grad if getattr(p, "main_grad", None) is None else p.main_grad
+
+
 def kept(ddp: nn.Module) -> list[Tensor]:
-    """The fp32 gradients, wherever they are."""
-    found = [p.grad if getattr(p, "main_grad", None) is None else p.main_grad for p in ddp.parameters()]
+    found = [grad_of(p) for p in ddp.parameters()]
     assert all(g.dtype == torch.float32 for g in found), [g.dtype for g in found]
     return found
 

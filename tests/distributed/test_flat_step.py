@@ -3,6 +3,7 @@
 import copy
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import torchddp
-from tests.harness import gathered, on_ranks, run_ranks
+from tests.harness import gathered, on_ranks
 from tests.models import Branches, batch, seeded
 from tests.oss import assert_same_state, whole_state
 from torchddp.optim import OSS
@@ -64,8 +65,7 @@ class Flat:
 
     def backward(self, step: int) -> None:
         for model in self.models:
-            x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(100 * step + dist.get_rank()))
-            model(x).square().mean().backward()
+            model(batch(dist.get_rank(), step, 4, WIDTH, dtype=torch.float32)).square().mean().backward()
 
     def step(self, zero_grad: bool = True) -> list[int]:
         """The number of tensors that each inner optimizer was given."""
@@ -82,10 +82,7 @@ class Flat:
         return counts[-1]
 
     def assert_equal(self) -> None:
-        for (name, mine), other in zip(
-            self.models[0].module.named_parameters(), self.models[1].module.parameters(), strict=True
-        ):
-            assert bool(mine.isfinite().all()) and torch.equal(mine, other), name
+        torch.testing.assert_close(*(dict(model.module.named_parameters()) for model in self.models), rtol=0, atol=0)
         assert_same_state(*(optimizer.local_state_dict() for optimizer in self.optimizers))
 
 
@@ -98,20 +95,14 @@ def step_and_count(optimizer: OSS) -> int:
         seen.append(sum(p.grad is not None for group in inner.param_groups for p in group["params"]))
         plain()
 
-    inner.step = counted
-    try:
+    with mock.patch.object(inner, "step", counted):
         optimizer.step()
-    finally:
-        del inner.step
     return seen[0]
 
 
 def tensor_by_tensor(optimizer: OSS) -> int:
-    limit, flat_step.SMALL_NUMEL = flat_step.SMALL_NUMEL, 0
-    try:
+    with mock.patch.object(flat_step, "SMALL_NUMEL", 0):
         return step_and_count(optimizer)
-    finally:
-        flat_step.SMALL_NUMEL = limit
 
 
 def make_flat(optim, options, make=Deep, groups=lambda model: model.parameters(), **more) -> Flat:
@@ -141,8 +132,7 @@ def test_fused_kernels_round_last_elements_in_another_way(rank):
         for step in range(4):
             flat, single = pair.train(range(step, step + 1))
             assert flat < single
-            for mine, other in zip(*(model.module.parameters() for model in pair.models), strict=True):
-                torch.testing.assert_close(mine, other, rtol=1e-6, atol=1e-7)
+            torch.testing.assert_close(*([*m.module.parameters()] for m in pair.models), rtol=1e-6, atol=1e-7)
 
 
 class Derived(torch.optim.SGD):
@@ -176,10 +166,10 @@ def test_groups_schedulers_closures_and_clipping(rank):
 
     pair = make_flat(torch.optim.AdamW, {"lr": 0.01}, groups=two_groups)
     schedulers = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5) for optimizer in pair.optimizers]
-    called = [0, 0]
-    for which, optimizer in enumerate(pair.optimizers):
-        optimizer.register_step_pre_hook(lambda *_, i=which: called.__setitem__(i, called[i] + 1))
-        optimizer.register_step_post_hook(lambda *_, i=which: called.__setitem__(i, called[i] + 1))
+    hooks = [mock.Mock(return_value=None) for _ in pair.optimizers]
+    for optimizer, hook in zip(pair.optimizers, hooks, strict=True):
+        optimizer.register_step_pre_hook(hook)
+        optimizer.register_step_post_hook(hook)
     for step in range(5):
         pair.backward(step)
         norms = [optimizer.clip_grad_norm(0.01) for optimizer in pair.optimizers]
@@ -189,7 +179,7 @@ def test_groups_schedulers_closures_and_clipping(rank):
             scheduler.step()
         pair.assert_equal()
         assert flat <= LARGE // 2 + 4 < single
-    assert called == [10, 10]
+    assert [hook.call_count for hook in hooks] == [10, 10]
 
 
 @on_ranks(2)
@@ -255,54 +245,6 @@ def test_frozen_thawed_and_added(rank):
     assert set.union(*gathered({int(entry["step"]) for entry in pair.optimizers[0].state.values()})) == {3, 12, 15}
 
 
-@on_ranks(3)
-def test_gradients_kept_as_zeros(rank):
-    pair = make_flat(torch.optim.SGD, {"lr": 0.05, "momentum": 0.9})
-    for step in range(3):
-        pair.backward(step)
-        pair.step(zero_grad=False)
-        for optimizer in pair.optimizers:
-            optimizer.zero_grad(set_to_none=False)
-        pair.assert_equal()
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_resume_on_another_number_of_ranks(world_size, tmp_path):
-    """Through a file, with the same batch on all ranks, so that gradients depend on their number by rounding alone."""
-
-    def train(model, optimizer, steps):
-        for step in steps:
-            x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step))
-            model(x).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    def save(rank):
-        pair = make_flat(torch.optim.NAdam, {"lr": 0.01})
-        train(pair.models[0], pair.optimizers[0], range(4))
-        state = {"model": pair.models[0].module.state_dict(), "optim": whole_state(pair.optimizers[0])}
-        if rank == 0:
-            torch.save(state, tmp_path / "saved")
-
-    def resume(rank):
-        saved = torch.load(tmp_path / "saved")
-        pair = make_flat(torch.optim.NAdam, {"lr": 0.5})
-        net = seeded(Deep)
-        plain = torch.optim.NAdam(net.parameters(), lr=0.7)
-        pair.train(range(2))
-        for model, optimizer in ((net, plain), (pair.models[0].module, pair.optimizers[0])):
-            model.load_state_dict(saved["model"])
-            optimizer.load_state_dict(copy.deepcopy(saved["optim"]))
-        train(net, plain, range(4, 8))
-        train(pair.models[0], pair.optimizers[0], range(4, 8))
-        for mine, other in zip(pair.models[0].module.parameters(), net.parameters(), strict=True):
-            torch.testing.assert_close(mine, other, **({} if world_size == 1 else {"rtol": 1e-4, "atol": 1e-5}))
-        assert {int(entry["step"]) for entry in pair.optimizers[0].state.values()} == {8}
-
-    run_ranks(save, 2)
-    run_ranks(resume, world_size)
-
-
 @on_ranks(2)
 def test_local_state_that_another_optimizer_takes(rank):
     """Each parameter has a count of steps of its own: a plain optimizer that loads them counts right."""
@@ -342,7 +284,7 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES)
 @on_ranks(2)
 def test_state_that_users_change_or_load_is_what_the_next_step_starts_from(rank, change):
-    pair = make_flat(torch.optim.Adam, {"lr": 0.01})
+    pair = make_flat(torch.optim.NAdam, {"lr": 0.01})
     before, _ = pair.train(range(3))
     saved = [copy.deepcopy(optimizer.local_state_dict()) for optimizer in pair.optimizers]
     for optimizer in pair.optimizers:
@@ -387,18 +329,15 @@ def test_a_step_that_fails_leaves_parameters_and_state_in_place(rank):
     pair = make_flat(torch.optim.Adam, {"lr": 0.01})
     pair.train(range(2))
     optimizer = pair.optimizers[0]
-    params = [list(group["params"]) for group in optimizer.optim.param_groups]
-    before = copy.deepcopy(optimizer.local_state_dict())
-    optimizer.optim.step = lambda: 1 / 0
+
+    def known():
+        return [[id(p) for p in group["params"]] for group in optimizer.optim.param_groups]
+
+    ids, before = known(), copy.deepcopy(optimizer.local_state_dict())
     pair.backward(2)
-    with pytest.raises(ZeroDivisionError):
+    with mock.patch.object(optimizer.optim, "step", lambda: 1 / 0), pytest.raises(ZeroDivisionError):
         optimizer.step()
-    del optimizer.optim.step
-    assert all(
-        a is b
-        for group, known in zip(optimizer.optim.param_groups, params, strict=True)
-        for a, b in zip(group["params"], known, strict=True)
-    )
+    assert known() == ids
     assert_same_state(optimizer.local_state_dict(), before)
     pair.step()
     pair.train(range(3, 5))

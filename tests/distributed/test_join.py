@@ -9,25 +9,17 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import torchddp
-from tests.harness import on_ranks, stay
-from tests.models import Mlp, batch, loss_of, seeded
+from tests.harness import each, on_ranks, stay
+from tests.models import Mlp, batch, loss_of, seeded, step_on
 
-TRANSPORTS = ["c10d", "shm"]
-
-
-def wrappers(transport):
-    """torchddp's class over a transport, and torch's."""
-    return (
-        lambda module: torchddp.DistributedDataParallel(module, transport=transport, bucket_cap_mb=0.001),
-        lambda module: TorchDDP(module, bucket_cap_mb=0.001),
-    )
+over_both = pytest.mark.parametrize("transport", ["c10d", "shm"])
 
 
-def trained(wrap, rank, steps, **options):
+def trained(cls, rank, steps, options, **join_options):
     """Two models in one join; their parameters in the end."""
-    models = [wrap(seeded(Mlp, seed)) for seed in (0, 1)]
+    models = [cls(seeded(Mlp, seed), bucket_cap_mb=0.001, **options) for seed in (0, 1)]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.01) for model in models]
-    with Join(models, **options):
+    with Join(models, **join_options):
         for step in range(steps):
             for model, optimizer in zip(models, optimizers, strict=True):
                 optimizer.zero_grad()
@@ -40,42 +32,36 @@ def trained(wrap, rank, steps, **options):
 @on_ranks()
 def test_several_joinables_and_who_is_divided_by(rank, transport):
     """Also where a rank has no input at all."""
-    ours, theirs = wrappers(transport)
-    for divide in (True, False):
-        for steps in (1 + 2 * rank, 2 * rank):
-            options = {"divide_by_initial_world_size": divide}
-            mine = trained(ours, rank, steps, **options)
-            for a, b in zip(mine, trained(theirs, rank, steps, **options), strict=True):
-                torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    for divide, steps in each([True, False], [1 + 2 * rank, 2 * rank]):
+        ours, theirs = (
+            trained(cls, rank, steps, options, divide_by_initial_world_size=divide)
+            for cls, options in ((torchddp.DDP, {"transport": transport}), (TorchDDP, {}))
+        )
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@over_both
 @on_ranks(3)
 def test_early_termination_is_of_all_ranks_at_once(rank, transport):
-    ours, _ = wrappers(transport)
     with pytest.raises(RuntimeError, match="exhausted"):
-        trained(ours, rank, 2 + rank, throw_on_early_termination=True)
+        trained(torchddp.DDP, rank, 2 + rank, {"transport": transport}, throw_on_early_termination=True)
     # The group can be used again.
-    model = ours(seeded(Mlp))
-    loss_of(model(batch(rank))).backward()
+    step_on(torchddp.DDP(seeded(Mlp), transport=transport), rank)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@over_both
 @on_ranks(2)
 def test_a_join_that_is_switched_off_sends_nothing(rank, transport):
-    ours, _ = wrappers(transport)
-    on = trained(ours, rank, 3)
-    off = trained(ours, rank, 3, enable=False)
-    for a, b in zip(on, off, strict=True):
-        assert torch.equal(a, b)
-    model = ours(seeded(Mlp))
+    on, off = (trained(torchddp.DDP, rank, 3, {"transport": transport}, enable=enable) for enable in (True, False))
+    torch.testing.assert_close(on, off, rtol=0, atol=0)
+    model = torchddp.DDP(seeded(Mlp), transport=transport)
     with model.join(enable=False):
         assert not model._join_config.enable
-        loss_of(model(batch(rank))).backward()
+        step_on(model, rank)
 
 
 @pytest.mark.beyond_torch("its error is that of the process group")
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@over_both
 @pytest.mark.parametrize("buffers", [False, True])
 @on_ranks(2)
 def test_uneven_inputs_without_join_are_named_first(rank, transport, buffers):

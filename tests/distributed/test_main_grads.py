@@ -1,20 +1,25 @@
-"""main_grads=torch.float32: gradients of 16-bit parameters add up in fp32, over microbatches and ranks."""
+"""main_grads=torch.float32: gradients of 16-bit parameters add up in fp32, over microbatches and ranks.
+
+Also the examples of docs/main_grads.md.
+"""
 
 import copy
 import io
 import pickle
+import re
 import weakref
-from typing import Any
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from tests.harness import on_ranks
-from tests.main_grads import HALVES, MICRO, expected, kept, layers, loss, run_step, sums, wrapped
-from tests.models import Branches, seeded
+from tests.harness import each, on_ranks
+from tests.main_grads import HALVES, MICRO, expected, grad_of, kept, layers, loss, run_step, sums, wrapped
+from tests.models import Branches, batch, loss_of, same_on_all_ranks, seeded
+from tests.pages import DOCS, run_code
 from tests.whole_buckets import LargeApart, WholeBuckets
 from torchddp import DistributedDataParallel, comm_hooks
 from torchddp.composable import replicate
@@ -25,19 +30,10 @@ PLACES = ["main_grad", "grad"]
 EACH_PLACE = pytest.mark.parametrize("place", PLACES)
 
 
-def _grad(p: Tensor) -> Tensor | None:
-    """The fp32 gradient, wherever it is."""
-    return p.grad if getattr(p, "main_grad", None) is None else p.main_grad
-
-
-def _assert_equal(got: list[Tensor], want: list[Tensor], what: Any = "", *, exact: bool = True) -> None:
-    for index, (mine, theirs) in enumerate(zip(got, want, strict=True)):
-        if exact:
-            assert torch.equal(mine, theirs), (what, index, (mine - theirs).abs().max())
-        else:
-            torch.testing.assert_close(
-                mine, theirs, rtol=1e-6, atol=1e-6 * theirs.abs().max().item(), msg=lambda text: f"{what}: {text}"
-            )
+def _assert_equal(got, want, share=0.0):
+    """Or off by this share of an element, and of the largest of its tensor."""
+    for mine, theirs in zip(got, want, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=share, atol=share * theirs.abs().max().item())
 
 
 @on_ranks(1, 2, 3, 4)
@@ -45,16 +41,14 @@ def _assert_equal(got: list[Tensor], want: list[Tensor], what: Any = "", *, exac
 def test_equal_to_sums_in_fp32(rank, shm_dtype, world_size):
     """Bit for bit where ranks are summed in their order: gloo's depends on the place in the bucket."""
     (c10d_dtype,) = {*HALVES} - {shm_dtype}
-    for transport, dtype in (("shm", shm_dtype), ("c10d", c10d_dtype)):
-        exact = transport == "shm" or world_size <= 2
-        for place in PLACES:
-            for cls, cap in ((DistributedDataParallel, None), (WholeBuckets, 0.01)):
-                ddp = wrapped(layers(dtype), cls, transport=transport, main_grads_as=place, bucket_cap_mb=cap)
-                for step in range(2):  # buckets are rebuilt between them
-                    run_step(ddp, rank, step, dtype)
-                    want = expected(world_size, step, dtype)
-                    _assert_equal(kept(ddp), want, (transport, place, cls, step), exact=exact)
-                    ddp.zero_grad()
+    classes = [(DistributedDataParallel, None), (WholeBuckets, 0.01)]
+    for (transport, dtype), place, (cls, cap) in each([("shm", shm_dtype), ("c10d", c10d_dtype)], PLACES, classes):
+        ddp = wrapped(layers(dtype), cls, transport=transport, main_grads_as=place, bucket_cap_mb=cap)
+        for step in range(2):  # buckets are rebuilt between them
+            run_step(ddp, rank, step, dtype)
+            exact = transport == "shm" or world_size <= 2
+            _assert_equal(kept(ddp), expected(world_size, step, dtype), 0 if exact else 1e-6)
+            ddp.zero_grad()
 
 
 OPTIONS = [
@@ -70,43 +64,24 @@ OPTIONS = [
 @on_ranks(2)
 def test_with_other_options(rank, place):
     cases = [*OPTIONS, *([(DistributedDataParallel, {"gradient_as_bucket_view": False})] if place == "grad" else [])]
-    for cls, options in cases:
+    for cls, options in each(cases):
         ddp = wrapped(layers(BF16), cls, main_grads_as=place, **options)
         for step in range(2):
             for i in accumulate(ddp, MICRO):
                 loss(ddp, rank, step, i, BF16).backward()
-            _assert_equal(kept(ddp), expected(2, step, BF16), (cls, options), exact="sync" not in options)
+            _assert_equal(kept(ddp), expected(2, step, BF16), 1e-6 if "sync" in options else 0)
             ddp.zero_grad()
 
 
 class _Weight(nn.Module):
     """Its gradient is what forward is given."""
 
-    def __init__(self, dtype: torch.dtype = BF16) -> None:
+    def __init__(self, dtype=BF16):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(4, dtype=dtype))
 
-    def forward(self, x: float) -> Tensor:
+    def forward(self, x):
         return (self.weight * x).sum()
-
-
-@pytest.mark.beyond_torch
-@on_ranks(2)
-def test_small_microbatches_are_not_swamped(rank):
-    """In bf16 1 + 2**-9 is 1, however often 2**-9 is added."""
-    values = [1.0] + [2.0**-9] * 64
-
-    def sum_in(cls: type = DistributedDataParallel, **options: Any) -> list[float]:
-        ddp = cls(_Weight(), **options)
-        for value in values[:-1]:
-            with ddp.no_sync():
-                ddp(value).backward()
-        ddp(values[-1]).backward()
-        return _grad(ddp.module.weight).tolist()
-
-    assert sum_in(TorchDDP) == sum_in() == sum_in(reduce_dtype=FP32) == [1.0] * 4
-    for place in PLACES:
-        assert sum_in(main_grads=FP32, main_grads_as=place) == [sum(values)] * 4
 
 
 @on_ranks(4)
@@ -114,24 +89,23 @@ def test_a_rank_with_small_gradients_is_not_swamped(rank):
     """Also without accumulation: the sum over ranks is made in fp32, and rounded once."""
     values = [1.0, 2.0**-8, 2.0**-8, 2.0**-8]
 
-    def grad_of(**options: Any) -> float:
-        ddp = DistributedDataParallel(_Weight(), **options)
+    def mean(transport, **options):
+        ddp = DistributedDataParallel(_Weight(), transport=transport, **options)
         ddp(values[rank] * 4).backward()
-        return _grad(ddp.module.weight)[0].item()
+        return grad_of(ddp.module.weight)[0].item()
 
     exact = sum(values)
-    for transport in ({"transport": "shm"}, {"transport": "c10d"}):
-        for place in PLACES:
-            assert grad_of(main_grads=FP32, main_grads_as=place, **transport) == exact
-        assert grad_of(reduce_dtype=FP32, **transport) == torch.tensor(exact).to(BF16).item()
-        assert grad_of(**transport) != exact
+    for transport in each(["shm", "c10d"]):
+        assert [mean(transport, main_grads=FP32, main_grads_as=place) for place in PLACES] == [exact] * 2
+        assert mean(transport, reduce_dtype=FP32) == torch.tensor(exact).to(BF16).item()
+        assert mean(transport) != exact
 
 
 @on_ranks(1, 2, 3)
 def test_reduced_as_by_a_hook_that_casts(rank, world_size):
     """What torch's class can do by a communication hook; here without the copies, and over every transport."""
 
-    def in_fp32(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    def in_fp32(group: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         wide = bucket.buffer().float().mul_(1 / world_size)
         return dist.all_reduce(wide, async_op=True).get_future().then(lambda f: f.value()[0].to(bucket.buffer().dtype))
 
@@ -148,12 +122,9 @@ def test_reduced_as_by_a_hook_that_casts(rank, world_size):
             for ddp in (theirs, *ours):
                 ddp.zero_grad()
                 run_step(ddp, rank, step, dtype)
-                for p, want in zip(ddp.parameters(), theirs.parameters(), strict=True):
-                    assert p.grad.dtype == dtype
-                    if world_size <= 2:
-                        assert torch.equal(p.grad, want.grad)
-                    else:
-                        torch.testing.assert_close(p.grad, want.grad)
+                got, want = ([p.grad for p in model.parameters()] for model in (ddp, theirs))
+                torch.testing.assert_close(got, want, **({"rtol": 0, "atol": 0} if world_size <= 2 else {}))
+                assert {grad.dtype for grad in got} == {dtype}
 
 
 # --- memory ---
@@ -177,16 +148,16 @@ def test_memory(rank):
 @on_ranks(2)
 def test_main_grad_is_the_bucket(rank, cls):
     """And what autograd made is gone after its hook."""
-    ranges: list[tuple[int, int]] = []
+    ranges = []
 
-    def note(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    def note(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         buffer = bucket.buffer()
         assert buffer.dtype == FP32
         ranges.append((buffer.data_ptr(), buffer.data_ptr() + buffer.nbytes))
         return dist.all_reduce(buffer.div_(2), async_op=True).get_future().then(lambda f: f.value()[0])
 
     ddp = wrapped(layers(BF16), cls, comm_hook=note, bucket_cap_mb=0.01)
-    born: list[Any] = []
+    born = []
     for p in ddp.parameters():
         p.register_post_accumulate_grad_hook(lambda p: born.append(weakref.ref(p.grad)))
     shown = [p.main_grad for p in ddp.parameters()]
@@ -212,7 +183,7 @@ def test_what_clears_main_grad(rank):
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.0)
     assert main.tolist() == [0.0] * 4
 
-    def after(value: float) -> float:
+    def after(value):
         ddp(value).backward()
         assert weight.main_grad is main and weight.grad is None
         return main[0].item()
@@ -271,26 +242,12 @@ def test_fp32_grad_is_cleared_as_ever_also_by_a_scaler(rank):
 # --- models ---
 
 
-def _input(rank: int, step: int) -> Tensor:
-    torch.manual_seed(10 * step + rank)
-    return torch.randn(3, 4).to(BF16)
+def _input(rank, step):
+    return batch(rank, step, 3, 4, dtype=BF16)
 
 
-def _backward(model: nn.Module, rank: int, step: int, branch: str) -> None:
+def _backward(model, rank, step, branch):
     model(_input(rank, step), branch).float().sum().backward()
-
-
-def _branch_grads(steps: range, branches: list[list[str]]) -> dict[str, Tensor]:
-    """What both ranks make of two steps; no entry where no branch leads to a parameter."""
-    total: dict[str, Tensor] = {}
-    for rank in range(2):
-        for step in steps:
-            model = seeded(lambda: Branches(BF16))
-            _backward(model, rank, step, branches[rank][step % 2])
-            for name, p in model.named_parameters():
-                if p.grad is not None:
-                    total[name] = total.get(name, 0) + p.grad.float() / 2
-    return total
 
 
 @pytest.mark.parametrize("cls", [DistributedDataParallel, WholeBuckets])
@@ -298,31 +255,27 @@ def _branch_grads(steps: range, branches: list[list[str]]) -> dict[str, Tensor]:
 @on_ranks(2)
 def test_unused_parameters(rank, place, cls):
     """Ranks use different ones; what nobody used keeps its gradient, here one that has come from elsewhere."""
+    make = partial(seeded, partial(Branches, BF16))
     branches = [["left", "left"], ["left", "right"]]
-    ddp = wrapped(seeded(lambda: Branches(BF16)), cls, main_grads_as=place, find_unused_parameters=True)
+    ddp = wrapped(make(), cls, main_grads_as=place, find_unused_parameters=True)
     setattr(ddp.module.never.weight, place, torch.full((4, 4), 3.0))
     for first in (0, 2):
         with ddp.no_sync():
             _backward(ddp, rank, first, branches[rank][0])
         _backward(ddp, rank, first + 1, branches[rank][1])
-        want = _branch_grads(range(first, first + 2), branches)
-        for name, p in ddp.module.named_parameters():
+        wants = sums(make(), 2, 2, lambda m, r, i, first=first: _backward(m, r, first + i, branches[r][i]))
+        for (name, p), want in zip(ddp.module.named_parameters(), wants, strict=True):
             grad = getattr(p, place)
-            if name in want:
-                torch.testing.assert_close(grad, want[name], rtol=1e-5, atol=1e-6)
-            elif name == "never.weight":
+            if name == "never.weight":
                 assert grad.tolist() == [[3.0] * 4] * 4
                 continue
-            else:
-                assert grad is None or not grad.any(), name
+            torch.testing.assert_close(torch.zeros_like(want) if grad is None else grad, want, rtol=1e-5, atol=1e-6)
             setattr(p, place, None)
-    ddp = wrapped(seeded(lambda: Branches(BF16)), cls, main_grads_as=place, sync="forced_sync")
+    ddp = wrapped(make(), cls, main_grads_as=place, sync="forced_sync")
     for i in accumulate(ddp, 2):
         _backward(ddp, rank, i, "left")
-    want = _branch_grads(range(2), [["left"] * 2] * 2)
-    for name, p in ddp.module.named_parameters():
-        torch.testing.assert_close(getattr(p, place), want.get(name, torch.zeros_like(p, dtype=FP32)))
-        assert place == "grad" or p.grad is None
+    torch.testing.assert_close(kept(ddp), sums(make(), 2, 2, lambda m, r, i: _backward(m, r, i, "left")))
+    assert place == "grad" or all(p.grad is None for p in ddp.parameters())
 
 
 @EACH_PLACE
@@ -331,12 +284,12 @@ def test_a_parameter_used_by_two_checkpoints_in_a_static_graph(rank, place):
     """Its hook fires twice in a step, and the first gradient is not complete."""
 
     class Twice(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             torch.manual_seed(0)
             self.layer = nn.Linear(4, 4, dtype=BF16)
 
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             for _ in range(2):
                 x = torch.utils.checkpoint.checkpoint(self.layer, x, use_reentrant=True)
             return x.float().square().sum()
@@ -353,8 +306,7 @@ def test_a_parameter_used_by_two_checkpoints_in_a_static_graph(rank, place):
             model(_input(r, step).requires_grad_()).backward()
             for g in came:
                 next(w for w in want if w.shape == g.shape).add_(g / 2)
-        for got, w in zip(kept(ddp), want, strict=True):
-            torch.testing.assert_close(got, w, rtol=1e-6, atol=1e-5)
+        torch.testing.assert_close(kept(ddp), want, rtol=1e-6, atol=1e-5)
         ddp.zero_grad()
 
 
@@ -385,8 +337,7 @@ def test_hooks_and_wire_dtypes_see_fp32(rank, place):
         ddp = wrapped(layers(BF16), main_grads_as=place, **options)
         for step in range(2):
             run_step(ddp, rank, step, BF16)
-            for got, want in zip(kept(ddp), expected(2, step, BF16), strict=True):
-                torch.testing.assert_close(got, want, rtol=0.02, atol=0.02 * want.abs().max().item())
+            _assert_equal(kept(ddp), expected(2, step, BF16), 0.02)
             ddp.zero_grad()
 
 
@@ -395,7 +346,7 @@ def test_models_of_several_dtypes(rank):
     """One rule: 16 bits are kept in fp32, the others in their own dtype; and in the same place."""
 
     class Mixed(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             torch.manual_seed(0)
             self.fp16 = nn.Linear(4, 4, dtype=torch.float16)
@@ -403,26 +354,19 @@ def test_models_of_several_dtypes(rank):
             self.norm = nn.LayerNorm(4)
             self.fp64 = nn.Linear(4, 1, dtype=torch.float64)
 
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             x = self.norm(self.bf16(self.fp16(x.half()).to(BF16)).float())
             return self.fp64(x.double()).sum()
 
-    want: dict[str, Tensor] = {}
-    for r in range(2):
-        model = Mixed()
-        model(_input(r, 0)).backward()
-        for name, p in model.named_parameters():
-            wide = p.grad.float() if p.dtype.itemsize == 2 else p.grad
-            want[name] = want.get(name, 0) + wide / 2
+    wants = sums(Mixed(), 2, 1, lambda model, r, i: model(_input(r, 0)).backward())
     main, reduced = wrapped(Mixed()), DistributedDataParallel(Mixed(), reduce_dtype=FP32)
     for ddp in (main, wrapped(Mixed(), main_grads_as="grad"), reduced):
         for _ in range(2):
             ddp.zero_grad()
             ddp(_input(rank, 0)).backward()
-        for name, p in ddp.module.named_parameters():
+        for p, want in zip(ddp.parameters(), wants, strict=True):
             got = p.main_grad if ddp is main else p.grad
-            dtype = p.dtype if ddp is reduced or p.dtype.itemsize > 2 else FP32
-            assert got.dtype == dtype and torch.equal(got, want[name].to(dtype)), name
+            torch.testing.assert_close(got, want.to(p.dtype) if ddp is reduced else want, rtol=0, atol=0)
             assert (p.grad is None) == (ddp is main)
     assert main.reducer.bucket_memory_bytes == sum(p.numel() * max(4, p.dtype.itemsize) for p in main.parameters())
 
@@ -430,18 +374,12 @@ def test_models_of_several_dtypes(rank):
 @EACH_PLACE
 @on_ranks(2)
 def test_layouts_that_are_not_row_major(rank, place):
-    def backward(model: nn.Module, rank: int, micro: int) -> None:
-        torch.manual_seed(10 * rank + micro)
-        model(torch.randn(2, 3, 8, 8).to(BF16)).float().square().sum().backward()
+    def backward(model, rank, micro):
+        loss_of(model(batch(rank, micro, 2, 3, 8, 8, dtype=BF16)).float()).backward()
 
     torch.manual_seed(0)
     conv = nn.Conv2d(3, 4, 3).to(BF16, memory_format=torch.channels_last)
-    want = 0
-    for r in range(2):
-        for micro in range(2):
-            plain = copy.deepcopy(conv)
-            backward(plain, r, micro)
-            want = want + plain.weight.grad.float() / 2
+    want, _ = sums(copy.deepcopy(conv), 2, 2, backward)
     ddp = wrapped(conv, main_grads_as=place)
     with ddp.no_sync():
         backward(ddp, rank, 0)
@@ -463,8 +401,7 @@ def test_accumulated_gradients_stay_in_other_buckets_and_over_another_group(rank
     assert not ddp.reducer.has_rebuilt_buckets
     run_step(ddp, rank, 1, BF16, micro=1)  # buckets are rebuilt before it
     assert ddp.reducer.has_rebuilt_buckets
-    for got, a, b in zip(kept(ddp), total, expected(2, 1, BF16, micro=1), strict=True):
-        torch.testing.assert_close(got, a + b, rtol=1e-5, atol=1e-5 * (a + b).abs().max().item())
+    _assert_equal(kept(ddp), [a + b for a, b in zip(total, expected(2, 1, BF16, micro=1), strict=True)], 1e-5)
     ddp = wrapped(layers(BF16), main_grads_as=place, transport="shm")
     shown = [getattr(p, "main_grad", None) for p in ddp.parameters()]
     with ddp.no_sync():
@@ -495,13 +432,13 @@ def test_copies(rank, place):
     torch.save(ddp, file)
     file.seek(0)
     for other in (copy.deepcopy(ddp), pickle.loads(pickle.dumps(ddp)), torch.load(file, weights_only=False)):
-        assert _grad(other.module.weight) is not _grad(ddp.module.weight)
+        assert grad_of(other.module.weight) is not grad_of(ddp.module.weight)
         other.zero_grad()
         other(float(rank)).backward()
         grad = getattr(other.module.weight, place)
         assert grad.dtype == FP32 and grad.tolist() == [0.5] * 4
         assert place == "grad" or other.module.weight.grad is None
-    assert _grad(ddp.module.weight).tolist() == [2.0] * 4
+    assert grad_of(ddp.module.weight).tolist() == [2.0] * 4
 
 
 @on_ranks(2)
@@ -520,30 +457,30 @@ def test_wrapped_again_it_is_kept_as_grad_is(rank):
     assert wide.weight.grad.dtype == FP32 and wide.weight.grad.tolist() == [3.0] * 4
 
 
-@EACH_PLACE
+@pytest.mark.parametrize("section", ["In main_grad", "In .grad"])
 @on_ranks(2)
-def test_adamw_on_masters(rank, place):
-    """The loop of docs/main_grads.md, beside one process that does the same with plain autograd."""
+def test_example(rank, section):
+    torch.manual_seed(rank)
+    names = run_code("main_grads.md", section)
+    assert names["model"].reducer.finished_steps == 5
+    assert same_on_all_ranks([p.detach() for p in names["module"].parameters()])
+    for p in names["module"].parameters():
+        assert p.dtype == BF16 and p.grad is None
+        if section == "In main_grad":
+            assert p.main_grad.dtype == FP32
+            assert not p.main_grad.any()  # zero_grad()
+        else:
+            assert p.grad_dtype == FP32
 
-    def masters_of(module: nn.Module) -> tuple[list[Tensor], Any]:
-        masters = [p.detach().float().requires_grad_() for p in module.parameters()]
-        return masters, torch.optim.AdamW(masters, lr=1e-2)
 
-    ddp, alone = wrapped(layers(BF16), main_grads_as=place, transport="shm"), layers(BF16)
-    sides = [(ddp.module, *masters_of(ddp.module)), (alone, *masters_of(alone))]
-    for step in range(6):
-        run_step(ddp, rank, step, BF16)
-        for (module, masters, optimizer), grads in zip(sides, (kept(ddp), sums(alone, 2, step, BF16)), strict=True):
-            for master, grad in zip(masters, grads, strict=True):
-                master.grad = grad
-            torch.nn.utils.clip_grad_norm_(masters, 1.0)
-            optimizer.step()
-            with torch.no_grad():
-                for p, master in zip(module.parameters(), masters, strict=True):
-                    p.copy_(master)
-        ddp.zero_grad()
-    for p, q, start in zip(ddp.module.parameters(), alone.parameters(), layers(BF16).parameters(), strict=True):
-        assert torch.equal(p, q) and not torch.equal(p, start)
+def test_torchs_adamw_takes_no_fp32_gradient_of_a_16_bit_parameter():
+    text = re.search(r'raise\s+"(expected\s+dtype\s+c10::BFloat16)"', (DOCS / "main_grads.md").read_text())
+    parameter = nn.Parameter(torch.ones(2, dtype=BF16))
+    parameter.grad_dtype = FP32
+    parameter.grad = torch.ones(2)
+    torch.optim.SGD([parameter], lr=0.1, momentum=0.9).step()
+    with pytest.raises(RuntimeError, match=" ".join(text[1].split())):
+        torch.optim.AdamW([parameter]).step()
 
 
 # --- what does not go together ---

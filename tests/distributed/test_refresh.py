@@ -1,16 +1,15 @@
 """refresh_trainable(): after any change of parameters, training goes on as with a wrapper made anew.
 
 Random schedules of freezing, thawing, adding and accumulating, on a model that is refreshed and on one wrapped anew.
+Also the example of docs/freeze_and_thaw.md, and what the page names.
 """
 
 from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable
-from dataclasses import dataclass
+import re
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -20,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 import torchddp
 from tests.harness import each, on_ranks
 from tests.models import batch, same_on_all_ranks, seeded
+from tests.pages import DOCS, run_code
 
 pytestmark = pytest.mark.beyond_torch("has no refresh_trainable()")
 
@@ -32,40 +32,35 @@ UNUSED = {"find_unused_parameters": True}
 class Tower(nn.Module):
     """Layers of unlike sizes, one after the other; some have batch norm. It can grow."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layers = nn.ModuleList(make_layer(number) for number in range(3))
         self.head = nn.Linear(WIDTH, 3, dtype=torch.float64)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         for layer in self.layers:
             x = x + layer(x)
         return self.head(x)
 
 
-def make_layer(number: int) -> nn.Sequential:
+def make_layer(number):
     inner = 4 + 3 * number
-    norm: list[nn.Module] = [nn.BatchNorm1d(inner, dtype=torch.float64)] if number % 2 else []
+    norm = [nn.BatchNorm1d(inner, dtype=torch.float64)] if number % 2 else []
     return nn.Sequential(
         nn.Linear(WIDTH, inner, dtype=torch.float64), *norm, nn.Tanh(), nn.Linear(inner, WIDTH, dtype=torch.float64)
     )
 
 
-@dataclass
 class Side:
     """A model in training; after a change it is refreshed, or wrapped in another wrapper (`is_wrapped_anew`)."""
 
-    make: Callable[[nn.Module], Any]
-    module: Tower
-    make_optimizer: Callable[..., torch.optim.Optimizer]
-    is_told: bool  # of changes, at once
-    is_wrapped_anew: bool = False
+    def __init__(self, make, module, make_optimizer, is_told, is_wrapped_anew=False):
+        self.make, self.module = make, module
+        self.is_told, self.is_wrapped_anew = is_told, is_wrapped_anew  # of changes, at once
+        self.model = make(module)
+        self.optimizer = make_optimizer(module.parameters())
 
-    def __post_init__(self) -> None:
-        self.model = self.make(self.module)
-        self.optimizer = self.make_optimizer(self.module.parameters())
-
-    def changed(self) -> None:
+    def changed(self):
         if not self.is_wrapped_anew:
             if self.is_told:
                 self.model.refresh_trainable()
@@ -75,26 +70,20 @@ class Side:
             torchddp.composable.unreplicate(self.module)
         self.model = self.make(self.module)
 
-    def backward(self, rank: int, number: int) -> None:
+    def backward(self, rank, number):
         self.model(batch(rank, number, 5, WIDTH)).square().mean().backward()
 
-    def accumulate(self, rank: int, number: int) -> None:
-        with self.model.no_sync():
-            self.backward(rank, number)
-
-    def step(self, rank: int, number: int, *, keeps_gradients: bool = False) -> None:
-        self.backward(rank, number)
-        self.optimizer.step()
-        if not keeps_gradients:
-            self.optimizer.zero_grad()
-
-    def act(self, action: str, which: int, rank: int, number: int) -> None:
+    def act(self, action, which, rank, number):
         parts = [*self.module.layers, self.module.head]
         part = parts[which % len(parts)]
         if action in ("accumulate", "step of two"):
-            self.accumulate(rank, number)
+            with self.model.no_sync():
+                self.backward(rank, number)
         if action in ("step", "step of two", "kept"):
-            self.step(rank, number + 1, keeps_gradients=action == "kept")
+            self.backward(rank, number + 1)
+            self.optimizer.step()
+            if action != "kept":
+                self.optimizer.zero_grad()
         if action == "thaw":
             part.requires_grad_(True)
             self.changed()
@@ -112,23 +101,19 @@ class Side:
             self.changed()
             self.optimizer.add_param_group({"params": list(layer.parameters())})
 
-
-def assert_equal(ours: Side, fresh: Side, *, buffers: bool) -> None:
-    """Parameters, gradients, what the optimizers hold, and buffers: bit for bit."""
-    for (name, mine), theirs in zip(ours.module.named_parameters(), fresh.module.parameters(), strict=True):
-        assert torch.equal(mine, theirs), name
-        assert (mine.grad is None) == (theirs.grad is None), name
-        assert mine.grad is None or torch.equal(mine.grad, theirs.grad), f"gradient of {name}"
-        one, other = ours.optimizer.state[mine], fresh.optimizer.state[theirs]
-        assert one.keys() == other.keys()
-        for key, value in one.items():
-            assert not isinstance(value, torch.Tensor) or torch.equal(value, other[key]), f"{key} of {name}"
-    for (name, mine), theirs in zip(ours.module.named_buffers(), fresh.module.buffers(), strict=True):
-        assert not buffers or torch.equal(mine, theirs), name
+    def values(self, buffers):
+        """All that it holds: parameters, gradients, state of the optimizer, and perhaps buffers."""
+        held = {n: (p, p.grad, dict(self.optimizer.state[p])) for n, p in self.module.named_parameters()}
+        return held | dict(self.module.named_buffers() if buffers else ())
 
 
-def play(rank: int, make: Any, fresh: Any = None, *, seeds: range, is_told: bool = True, buffers: bool = True):
-    """Does the same to both sides, which must never differ; buffers are the same after a forward."""
+def play(rank, make, fresh=None, *, seeds, is_told=True, buffers=True):
+    """Does the same to both sides, which must never differ by a bit; buffers are the same after a forward."""
+
+    def assert_equal(buffers):
+        ours, anew = (side.values(buffers) for side in sides)
+        torch.testing.assert_close(ours, anew, rtol=0, atol=0)
+
     changes = 0
     for seed in seeds:
         draw, module = random.Random(seed), seeded(Tower)
@@ -142,10 +127,10 @@ def play(rank: int, make: Any, fresh: Any = None, *, seeds: range, is_told: bool
             changes += is_change
             for side in sides:
                 side.act(action, which, rank, 10 * number)
-            assert_equal(*sides, buffers=buffers and not is_change)
+            assert_equal(buffers and not is_change)
         for side in sides:
-            side.step(rank, 1000)
-        assert_equal(*sides, buffers=buffers)
+            side.act("step", 0, rank, 1000)
+        assert_equal(buffers)
         assert same_on_all_ranks([torch.cat([p.detach().reshape(-1) for p in module.parameters()])])
     assert changes > 2 * len(seeds)
 
@@ -180,3 +165,22 @@ def test_options_go_on(rank, kind):
 def test_noticed_in_forward(rank, kind, transport):
     automatic, fresh = (partial(kind, transport=transport, **more) for more in ({"auto_refresh_trainable": True}, {}))
     play(rank, automatic, fresh, seeds=range(4), is_told=False, buffers=False)
+
+
+@on_ranks(1, 2)
+def test_the_example(rank):
+    before = torchddp.finished_steps()
+    torch.manual_seed(rank)
+    names = run_code("freeze_and_thaw.md")
+    assert torchddp.finished_steps() - before == 30
+    module, optimizer = names["module"], names["optimizer"]
+    assert same_on_all_ranks(list(module.parameters()))
+    steps = [int(optimizer.state[module[place].weight]["step"]) for place in (0, 2, 3)]
+    assert steps == [20, 30, 10]
+
+
+def test_files_are_there_and_the_class_says_what_it_sees():
+    text = (DOCS / "freeze_and_thaw.md").read_text()
+    for name in re.findall(r"examples/\w+\.py", text):
+        assert (DOCS.parent / name).exists(), name
+    assert f"within {torchddp.ddp.model.LOOK_EVERY} steps" in text

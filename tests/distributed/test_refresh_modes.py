@@ -1,6 +1,5 @@
 """refresh_trainable() with all that a wrapper can hold: hooks, modes, observers, gradients on their way; its errors."""
 
-import contextlib
 import copy
 import pickle
 import warnings
@@ -20,7 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import torchddp
 from tests.harness import each, on_ranks
-from tests.models import Branches, Mlp, batch, loss_of, same_on_all_ranks, seeded
+from tests.models import Branches, Mlp, batch, loss_of, same_on_all_ranks, seeded, step_on
 from torchddp.comm_hooks import BF16, CastAround, Int8, PerParameter, PowerSGD, TopK
 
 pytestmark = pytest.mark.beyond_torch("has no refresh_trainable()")
@@ -31,6 +30,10 @@ KINDS = [DDP, torchddp.replicate]
 
 def mlp():
     return Mlp(dtype=torch.float32)
+
+
+def backward(rank, model):
+    loss_of(model(batch(rank).float())).backward()
 
 
 def train(model, rank, steps=3, optimizer=None, dtype=torch.float32):
@@ -66,6 +69,21 @@ def frozen_then_thawed(model, rank, **kwargs):
     set_first(True, model)
     train(model, rank, **kwargs)
     assert not torch.equal(before, weight)
+
+
+def assert_same_gradients(models, modules, step, **tolerance):
+    """`step` on the last two models, of these two modules, while the first layer is frozen and thawed again."""
+    for on in (True, False, True):
+        for module in modules:
+            module.first.requires_grad_(on)
+        for model in models:
+            model.refresh_trainable()
+        for model in models[-2:]:
+            step(model)
+        grads = [[getattr(p.grad, "full_tensor", lambda p=p: p.grad)() for p in m.parameters()] for m in modules]
+        torch.testing.assert_close(*grads, **tolerance)
+        for module in modules:
+            module.zero_grad()
 
 
 def names_of(model):
@@ -143,18 +161,11 @@ HOOKS = [
 ]
 
 
-def held_by(hook):
+def held_by(state):
     """What a hook holds back, by parameter."""
-    found = {}
-
-    def add(state):
-        for kind in ("residual", "factors"):
-            for name, value in state.get(kind, {}).items():
-                found[kind, name] = value
-        for inner in [*state.get("hooks", ()), *([state["inner"]] if "inner" in state else [])]:
-            add(inner)
-
-    add(hook.state_dict())
+    found = {(kind, name): value for kind in ("residual", "factors") for name, value in state.get(kind, {}).items()}
+    for inner in [*state.get("hooks", ()), state.get("inner", {})]:
+        found |= held_by(inner) if inner else {}
     return found
 
 
@@ -164,12 +175,12 @@ def test_hooks_keep_what_they_hold_of_parameters_that_stay(rank):
         hook, module = make(), seeded(mlp)
         model = DDP(module, comm_hook=hook)
         train(model, rank)
-        before, steps = held_by(hook), hook.state_dict()["step"]
+        before, steps = held_by(hook.state_dict()), hook.state_dict()["step"]
         assert any(parameter == "last.weight" for _, parameter in before)
         module.first.requires_grad_(False)
         grow(module)
         model.refresh_trainable()
-        after = held_by(hook)
+        after = held_by(hook.state_dict())
         assert after and after.keys() == {k for k in before if not k[1].startswith("first.")}
         assert all(torch.equal(after[key], before[key]) for key in after)
         assert hook.state_dict()["step"] == steps == 3
@@ -177,31 +188,14 @@ def test_hooks_keep_what_they_hold_of_parameters_that_stay(rank):
         assert hook.state_dict()["step"] == 6
 
 
-class Stream(contextlib.nullcontext):
-    """In the place of torch's streams and events, which CPUs have not: all is done in order anyhow."""
-
-    def __init__(self, *args):
-        super().__init__()
-
-    def record(self, *args, **kwargs):
-        pass
-
-    wait = wait_stream = record
-
-
-@contextlib.contextmanager
-def streams():
-    with (
-        mock.patch.object(torch, "Stream", Stream),
-        mock.patch.object(torch, "Event", Stream),
-        mock.patch.object(torch.accelerator, "current_stream", Stream),
-    ):
-        yield
+def do_without_streams():
+    """A CPU has none: all is done in order anyhow."""
+    torch.Stream = torch.Event = torch.accelerator.current_stream = mock.MagicMock()
 
 
 @on_ranks(2)
-@streams()
 def test_optimizers_in_backward(rank):
+    do_without_streams()
     module, plain = seeded(mlp), seeded(mlp)
     _apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 0.1, "momentum": 0.9})
     model = DDP(module)
@@ -241,7 +235,7 @@ def test_options_go_on(rank):
     before = model.module.last.weight.clone()
     for frozen in (False, True, False):
         set_first(not frozen, model)
-        loss_of(model(batch(rank).float())).backward()
+        backward(rank, model)
         assert same_on_all_ranks(list(model.parameters()))
     assert not torch.equal(before, model.module.last.weight)
 
@@ -272,8 +266,8 @@ def test_options_go_on(rank):
 
 
 @on_ranks(2)
-@streams()
 def test_torchs_mixed_precision(rank):
+    do_without_streams()
     precision = torch.nn.parallel.distributed._MixedPrecision(
         param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16
     )
@@ -312,19 +306,16 @@ def test_parameters_that_are_averaged_late_ignored_or_shared(rank):
     assert not same_on_all_ranks([module.own.weight])
 
     # Two wrappers of the same parameters.
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        inner = DDP(seeded(mlp))
+    inner, reference = DDP(seeded(mlp)), DDP(seeded(mlp))
+    with pytest.warns(UserWarning, match="already wrapped"):
         outer = DDP(inner)
-    reference = DDP(seeded(mlp))
-    for on in (True, False, True):
-        set_first(on, inner, reference)
-        outer.refresh_trainable()
-        for side in (outer, reference):
-            loss_of(side(batch(rank).float())).backward()
-        for mine, theirs in zip(inner.module.parameters(), reference.module.parameters(), strict=True):
-            assert mine.grad is theirs.grad or torch.equal(mine.grad, theirs.grad)
-            mine.grad = theirs.grad = None
+    modules = inner.module, reference.module
+    assert_same_gradients([inner, outer, reference], modules, partial(backward, rank), rtol=0, atol=0)
+
+    # What is compiled inside.
+    modules = seeded(mlp), seeded(mlp)
+    models = DDP(torch.compile(modules[0], backend="eager")), DDP(modules[1])
+    assert_same_gradients(models, modules, partial(backward, rank), rtol=0, atol=0)
 
 
 @on_ranks(2)
@@ -347,11 +338,10 @@ def test_gradients_on_their_way(rank):
         (0 * model(x, "never")).sum().backward()
         for name, gradient in own.items():
             dist.all_reduce(gradient)
-            assert torch.allclose(dict(module.named_parameters())[name].grad, gradient / 2), name
+            torch.testing.assert_close(module.get_parameter(name).grad, gradient / 2)
 
     # The backward of a forward before the change is reduced, by the reducer that is there then.
-    module = seeded(Mlp)
-    model = DDP(module)
+    model = DDP(seeded(Mlp))
     output = model(batch(rank))
     model.refresh_trainable()
     loss_of(output).backward()
@@ -361,7 +351,7 @@ def test_gradients_on_their_way(rank):
     module = seeded(Mlp)
     model = DDP(module, gradient_as_bucket_view=True)
     for step in range(3):
-        loss_of(model(batch(rank, step))).backward()
+        step_on(model, rank, step)
         kept = [(p.grad, p.grad.clone()) for p in module.parameters()]
         model.refresh_trainable()
         assert all(torch.equal(grad, values) for grad, values in kept)
@@ -436,20 +426,13 @@ def test_replicate_with_dtensors(rank):
     plan = {"first": ColwiseParallel(), "middle": RowwiseParallel()}
     parallelize_module(module, mesh["tp"], plan)
     torchddp.replicate(module, mesh=mesh["dp"])
-    reference = DDP(plain)
-    data = rank // 2
-    for on in (True, False, True):
-        set_first(on, module, reference)
-        for model in (module, reference):
-            with model.no_sync():
-                loss_of(model(batch(data, 7))).backward()
-            loss_of(model(batch(data))).backward()
-        for mine, theirs in zip(module.parameters(), plain.parameters(), strict=True):
-            assert (mine.grad is None) == (theirs.grad is None)
-            if mine.grad is not None:
-                grad = mine.grad.full_tensor() if hasattr(mine.grad, "full_tensor") else mine.grad
-                torch.testing.assert_close(grad, theirs.grad)
-            mine.grad = theirs.grad = None
+
+    def step(model):
+        with model.no_sync():
+            step_on(model, rank // 2, 7)
+        step_on(model, rank // 2)
+
+    assert_same_gradients([module, DDP(plain)], [module, plain], step)
 
 
 @on_ranks(2)
@@ -458,7 +441,7 @@ def test_what_is_said(rank):
     model = DDP(seeded(mlp))
     train(model, rank)
     model.module.first.requires_grad_(False)
-    loss_of(model(batch(rank).float())).backward()
+    backward(rank, model)
     with pytest.raises(RuntimeError, match=r"no longer require grad: first\.weight.*refresh_trainable\(\) on all"):
         model(batch(rank).float())
 
@@ -489,45 +472,34 @@ def error_of(call):
     return str(caught.value)
 
 
-def freeze(module):
-    module.first.weight.requires_grad_(False)
-
-
-def add(module):
-    module.extra = nn.Linear(3, 2, dtype=torch.float64)
-
-
-def remove(module):
-    module.first.bias = None
-
-
 def replace(module):
     module.last.weight = nn.Parameter(module.last.weight.detach().clone())
-
-
-def freeze_all(module):
-    module.requires_grad_(False)
 
 
 def reorder(module):
     module._modules["first"] = module._modules.pop("first")
 
 
-DIFFERENCES = {
-    freeze: "'first.weight' is trained (float64[16, 8]) on rank {others}, frozen (float64[16, 8]) on rank {last}",
-    add: "'extra.weight' is missing on rank {others}, trained (float64[2, 3]), new on rank {last}",
-    remove: "'first.bias' is trained (float64[16]) on rank {others}, missing on rank {last}",
-    replace: "'last.weight' is trained (float64[8, 24]) on rank {others}, trained (float64[8, 24]), new on rank {last}",
-    freeze_all: "'last.weight' is trained (float64[8, 24]) on rank {others}, frozen (float64[8, 24]) on rank {last}",
-    reorder: "rank {last} has its parameters in another order than rank 0",
-}
+def told(name, others, last):
+    return f"'{name}' is {others} on rank {{others}}, {last} on rank {{last}}"
+
+
+FIRST, LAST, EXTRA = "(float64[16, 8])", "(float64[8, 24])", "(float64[2, 3])"
+DIFFERENCES = [
+    (lambda m: m.first.weight.requires_grad_(False), told("first.weight", f"trained {FIRST}", f"frozen {FIRST}")),
+    (lambda m: setattr(m, "extra", nn.Linear(3, 2).double()), told("extra.weight", "missing", f"trained {EXTRA}, new")),
+    (lambda m: setattr(m.first, "bias", None), told("first.bias", "trained (float64[16])", "missing")),
+    (lambda m: m.requires_grad_(False), told("last.weight", f"trained {LAST}", f"frozen {LAST}")),
+    (replace, told("last.weight", f"trained {LAST}", f"trained {LAST}, new")),
+    (reorder, "rank {last} has its parameters in another order than rank 0"),
+]
 
 
 @pytest.mark.parametrize("auto", [False, True])
 @pytest.mark.parametrize(("transport", "world_size"), [("shm", 2), ("c10d", 3)])
 @on_ranks()
 def test_ranks_that_disagree_all_hear_of_it(rank, world_size, transport, auto):
-    for kind, (change, words) in each(KINDS, DIFFERENCES.items()):
+    for kind, (change, words) in each(KINDS, DIFFERENCES):
         if auto and change is reorder and world_size > 2:
             continue
         module = seeded(Mlp)
@@ -606,11 +578,11 @@ def test_nothing_to_train_join_and_what_can_not_be_refreshed(rank):
         DDP(seeded(Mlp), auto_refresh_trainable="yes")
 
     # The model reduces nothing until it is refreshed with success: and says so.
-    module = seeded(lambda: Mlp(dtype=torch.float32))
+    module = seeded(mlp)
     model = DDP(module, comm_hook=torchddp.comm_hooks.PowerSGD(4))
 
     def step():
-        loss_of(model(batch(rank).float())).backward()
+        backward(rank, model)
         assert same_on_all_ranks([p.grad for p in module.parameters()])
 
     step()

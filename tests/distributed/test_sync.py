@@ -1,11 +1,11 @@
 """Accumulated microbatches give the gradients of the plain loop on one process, whatever each of them uses."""
 
 import copy
-import re
-import textwrap
+import functools
 import warnings
+from contextlib import nullcontext
 from datetime import timedelta
-from pathlib import Path
+from functools import partial
 
 import pytest
 import torch
@@ -13,35 +13,66 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
     allreduce_hook,
-    bf16_compress_hook,
     fp16_compress_hook,
 )
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import torchddp
-from tests.harness import each, on_ranks
-from tests.microbatches import (
-    FORCED,
-    MULTI,
-    SINGLE,
-    USAGES,
-    assert_equal_on_all_ranks,
-    assert_same,
-    backward,
-    expected,
-    make_branches,
-    run_step,
-    with_zeros,
+from tests.harness import each, gathered, on_ranks
+from tests.models import (
+    Branches,
+    Mlp,
+    assert_grads,
+    assert_steps,
+    batch,
+    expected_grads,
+    grads_of,
+    local_grads,
+    loss_of,
+    seeded,
+    step_on,
 )
-from tests.models import Mlp, batch, grads_of, loss_of, seeded, step_on
 from tests.sharded import batch_of, small_net
 from tests.sharded import loss_of as sharded_loss_of
 from tests.sharded import make_pair as make_sharded_pair
 from tests.whole_buckets import WholeBuckets
 from torchddp.comm_hooks import FP16
-from torchddp.sync import accumulate, prepare_ddp_module, sync_context
+from torchddp.sync import DDPSyncStrategy, accumulate, prepare_ddp_module, sync_context
 
+SINGLE, MULTI, FORCED = DDPSyncStrategy
+# By rank and microbatch, the branch of `Branches` it takes: only in earlier microbatches; on one rank only; here first
+# and there last.
+USAGES = [
+    (("left", "left", "right"),) * 4,
+    (("left", "left"), ("right", "left"), ("left", "left"), ("left", "right")),
+    (("left", "right"), ("right", "left"), ("right", "right"), ("left", "left")),
+]
+LEFT, BOTH = (("left", "left"),) * 4, (("left", "right"),) * 4
 EVERYTHING_IN_SMALL_BUCKETS = {"bucket_cap_mb": 1e-4}
+
+
+make_branches = partial(seeded, Branches)
+
+
+def backward(model, rank, micro, branch, step=0):
+    loss_of(model(batch(rank, 10 * step + micro, 3, 4), branch)).backward()
+
+
+def run_step(model, rank, usage, strategy=None, step=0):
+    """What a user writes, but for the optimizer."""
+    for micro in accumulate(model, len(usage[rank]), strategy):
+        backward(model, rank, micro, usage[rank][micro], step)
+
+
+@functools.cache
+def expected(usage, world_size, step=0):
+    """The plain loop on one process: sums over microbatches, averages over ranks; None where nobody has a gradient."""
+    return expected_grads(make_branches(), lambda model, r: run_step(model, r, usage, step=step), world_size)
+
+
+def assert_equal_on_all_ranks(model):
+    mine = grads_of(model)
+    assert_grads(mine, gathered(mine)[0], rtol=0)
 
 
 def run_mlp(model, rank, count, strategy=None, step=0):
@@ -53,7 +84,9 @@ def run_mlp(model, rank, count, strategy=None, step=0):
 def check_step(model, rank, usage, strategy, step=0, zeros=False):
     run_step(model, rank, usage, strategy, step)
     want = expected(usage, dist.get_world_size(), step)
-    assert_same(grads_of(model), with_zeros(want, model.module) if zeros else want, rtol=1e-10, atol=1e-12)
+    if zeros:
+        want = {n: torch.zeros_like(p) if want[n] is None else want[n] for n, p in model.module.named_parameters()}
+    assert_grads(grads_of(model), want)
     assert_equal_on_all_ranks(model)
     model.zero_grad(set_to_none=step % 2 == 0 or not zeros)
 
@@ -89,22 +122,22 @@ def test_other_modes(rank):
         options = {"find_unused_parameters": True, "skip_all_reduce_unused_params": True, **EVERYTHING_IN_SMALL_BUCKETS}
         model = torchddp.DDP(make_branches(), **options)
         for step in range(2):
-            check_step(model, rank, [["left", "right"]] * 2, strategy, step)
+            check_step(model, rank, BOTH, strategy, step)
 
     # Static graphs.
     model = torchddp.DDP(make_branches(), static_graph=True, find_unused_parameters=True)
     for step, strategy in enumerate((FORCED, FORCED, SINGLE, FORCED, SINGLE)):
-        check_step(model, rank, [["left", "left"]] * 2, strategy, step)
+        check_step(model, rank, LEFT, strategy, step)
 
     # Frozen parameters.
     module = make_branches()
     module.left.weight.requires_grad_(False)  # at wrapping: unknown to the reducer
     model = torchddp.DDP(module)
-    run_step(model, rank, [["left", "right"]] * 2, FORCED)
+    run_step(model, rank, BOTH, FORCED)
     assert module.left.weight.grad is None and module.left.bias.grad is not None
     model.zero_grad()
     module.right.requires_grad_(False)  # later, as GANs do
-    run_step(model, rank, [["left", "right"]] * 2, FORCED)
+    run_step(model, rank, BOTH, FORCED)
     assert module.right.weight.grad is None and module.right.bias.grad is None
     assert torch.count_nonzero(module.left.bias.grad) > 0
     assert_equal_on_all_ranks(model)
@@ -113,7 +146,7 @@ def test_other_modes(rank):
     models = [torchddp.DDP(seeded(Mlp), comm_hook=(None, fp16_compress_hook)) for _ in range(2)]
     for model, strategy in zip(models, (SINGLE, FORCED), strict=True):
         run_mlp(model, rank, 2, strategy)
-    assert_same(*map(grads_of, models), rtol=0, atol=0)
+    assert_grads(*map(grads_of, models), rtol=0)
     assert_equal_on_all_ranks(model)
 
 
@@ -128,8 +161,7 @@ def test_forced_sync_and_gradients_nobody_touched(rank):
     for micro in accumulate(model, 2, FORCED):
         if rank != 1:
             backward(model, rank, micro, "left")
-    usage = [["left", "left"], [], ["left", "left"]]
-    assert_same(grads_of(model), expected(usage, 3), rtol=1e-10, atol=1e-12)
+    assert_grads(grads_of(model), expected_grads(model.module, lambda m, r: r == 1 or run_step(m, r, LEFT)))
     assert_equal_on_all_ranks(model)
 
     # Gradients nobody touched keep their bits.
@@ -137,24 +169,21 @@ def test_forced_sync_and_gradients_nobody_touched(rank):
         model = ddp_class(make_branches(), find_unused_parameters=True)
         run_step(model, rank, [["right", "left"]] * 3, strategy)
         before = grads_of(model)
-        run_step(model, rank, [["left", "left"]] * 3, strategy, step=1)
+        run_step(model, rank, LEFT, strategy, step=1)
         after = grads_of(model)
         assert torch.equal(before["right.weight"], after["right.weight"])
         assert after["never.weight"] is None
-        added = expected([["left", "left"]] * 3, 3, 1)["left.weight"]
+        added = expected(LEFT, 3, 1)["left.weight"]
         torch.testing.assert_close(after["left.weight"], before["left.weight"] + added, rtol=1e-10, atol=1e-12)
 
 
 @on_ranks(2, 3)
 def test_one_reduction_gives_the_same_bits_in_backward_and_after_it(rank):
-    grads = []
-    for strategy in (SINGLE, FORCED):
-        model = torchddp.DDP(seeded(lambda: Mlp(dtype=torch.float32)), transport="shm")
-        for step in range(3):
-            for micro in accumulate(model, 3, strategy):
-                loss_of(model(batch(rank, 3 * step + micro, dtype=torch.float32))).backward()
-        grads.append(grads_of(model))
-    assert all(torch.equal(grads[0][name], grads[1][name]) for name in grads[0])
+    models = [torchddp.DDP(seeded(Mlp), transport="shm") for _ in range(2)]
+    for step in range(3):
+        for model, strategy in zip(models, (SINGLE, FORCED), strict=True):
+            run_mlp(model, rank, 3, strategy, step)
+    assert_grads(*map(grads_of, models), rtol=0)
 
 
 @on_ranks(2)
@@ -183,31 +212,15 @@ def test_how_often_gradients_are_reduced(rank):
     assert copy.deepcopy(model).sync_strategy is MULTI
 
 
-class Words(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.table = nn.Embedding(7, 3, sparse=True, dtype=torch.float64)
-        self.head = nn.Linear(3, 2, dtype=torch.float64)
-
-    def forward(self, ids):
-        return self.head(self.table(ids))
-
-
 @on_ranks(2)
 def test_sparse_gradients(rank):
-    def ids(of_rank, micro):
-        return torch.tensor([of_rank, micro + 2, 6])
+    def run(model, r, step):
+        for micro in accumulate(model, 2, FORCED):
+            loss_of(model(torch.tensor([r, micro + 2, 6]))).backward()
 
-    model = torchddp.DDP(seeded(Words))
-    for micro in accumulate(model, 2, FORCED):
-        loss_of(model(ids(rank, micro))).backward()
-    total = seeded(Words)
-    for of_rank in range(2):
-        for micro in range(2):
-            loss_of(total(ids(of_rank, micro))).backward()
-    for name, parameter in total.named_parameters():
-        mine = model.module.get_parameter(name).grad.to_dense()
-        torch.testing.assert_close(mine, parameter.grad.to_dense() / 2)
+    table = partial(nn.Embedding, 7, 3, sparse=True, dtype=torch.float64)
+    model = torchddp.DDP(seeded(lambda: nn.Sequential(table(), nn.Linear(3, 2, dtype=torch.float64))))
+    assert_steps(model, rank, [0], run)
 
 
 @on_ranks(2, 3)
@@ -231,26 +244,22 @@ def test_loops_left_early(rank):
         model.zero_grad()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            try:
+            with pytest.raises(KeyError, match="of the user's") if how == "raise" else nullcontext():
                 for micro in accumulate(model, 3, strategy):
                     step_on(model, rank, micro)
                     if micro == at and how == "break":
                         break
                     if micro == at:
                         raise KeyError("of the user's")
-            except KeyError as error:
-                assert how != "break" and "of the user's" in str(error)
         assert model.require_backward_grad_sync
         texts = [str(w.message) for w in caught if "accumulate" in str(w.message)]
         assert all(f"left in microbatch {at} of 0 to 2: with {strategy.name}" in text for text in texts)
         return len(texts)
 
-    for how in ("break", "raise"):
-        assert leave(SINGLE, 1, how) == 1
-        assert leave(SINGLE, 2, how) == 0  # reduced by then
-        assert leave(FORCED, 1, how) == 1
-        assert leave(FORCED, 2, how) == 1
-        assert leave(MULTI, 1, how) == 0
+    # All is reduced with the last microbatch of SINGLE, and with each of MULTI.
+    told = {(SINGLE, 1): 1, (SINGLE, 2): 0, (FORCED, 1): 1, (FORCED, 2): 1, (MULTI, 1): 0}
+    for how in each(["break", "raise"]):
+        assert {case: leave(*case, how) for case in told} == told
     # And the model goes on.
     model.zero_grad()
     run_mlp(model, rank, 2, FORCED)
@@ -285,10 +294,7 @@ def test_loops_that_reduce_nothing_and_planned_buckets(rank):
             run_mlp(model, rank, 2, strategy)
             assert not model.require_backward_grad_sync
         assert model.reducer.stats()["finished"] == 0
-        plain = seeded(Mlp)
-        for micro in range(2):
-            step_on(plain, rank, micro)
-        assert_same(grads_of(model), grads_of(plain))
+        assert_grads(grads_of(model), local_grads(seeded(Mlp), lambda plain: run_mlp(plain, rank, 2)))
 
     # Planned buckets stay as they are.
     model = torchddp.DDP(seeded(Mlp), bucket_cap_mb="auto", transport="c10d")
@@ -304,7 +310,7 @@ def test_gradients_that_would_be_dropped(rank):
     for ddp_class, missing in ((torchddp.DDP, r"left\.weight, left\.bias"), (TorchDDP, "2 3 6 7")):
         model = ddp_class(make_branches())
         with pytest.raises(RuntimeError, match=rf"last microbatch .* SINGLE_AUTO_SYNC .*FORCED_SYNC[\s\S]*{missing}"):
-            run_step(model, rank, [["left", "right"]] * 2)
+            run_step(model, rank, BOTH)
     model = torchddp.DDP(seeded(Mlp))
     with pytest.warns(UserWarning, match="ended without a backward"):
         for micro in accumulate(model, 2):
@@ -373,8 +379,8 @@ def test_arguments(rank):
     assert another.models == (other,) and other._comm_hooks == [(another, state)]
     for ddp in (model, other, plain):
         ddp(torch.full((4, 8), 1.0 + rank)).sum().backward()
-    assert_same(grads_of(model), grads_of(other), rtol=0, atol=0)
-    assert_same(grads_of(model), grads_of(plain), rtol=1e-2, atol=1e-4)
+    assert_grads(grads_of(model), grads_of(other), rtol=0)
+    assert_grads(grads_of(model), grads_of(plain), rtol=1e-2)
     with pytest.raises(TypeError, match="comm_hook must be"):
         torchddp.DDP(seeded(Mlp), comm_hook=3)
     with pytest.raises(ValueError, match="unknown sync strategy 'never': .*'single_auto_sync'"):
@@ -385,25 +391,3 @@ def test_arguments(rank):
     assert type(model) is torchddp.DDP and model.find_unused_parameters
     frozen = seeded(Mlp).requires_grad_(False)
     assert prepare_ddp_module(frozen, False) is frozen
-
-
-@on_ranks(2)
-def test_the_examples_of_the_documentation(rank):
-    page = (Path(__file__).resolve().parents[2] / "docs" / "sync.md").read_text()
-    indented = re.findall(r"(?:^(?: {4}.*)?\n)+", page, re.MULTILINE)
-    blocks = [textwrap.dedent(block) for block in indented if block.strip()]
-    assert len(blocks) == 4
-    module = seeded(lambda: Mlp(dtype=torch.float32))
-    data = [batch(rank, micro, dtype=torch.float32) for micro in range(3)]
-    names = {
-        "module": module,
-        "steps": [data, data],
-        "microbatches": data,
-        "loader": data[: 2 + rank],
-        "loss_of": loss_of,
-        "optimizer": torch.optim.SGD(module.parameters(), 0.01),
-        "bf16_compress_hook": bf16_compress_hook,
-    }
-    for block in blocks:
-        exec(block, names)
-        assert_equal_on_all_ranks(names["model"])

@@ -1,4 +1,4 @@
-"""Traps: each is told of once, with its line, by one rank; programs that are right hear nothing."""
+"""Traps: each is told of once, by one rank; programs that are right hear nothing. Messages: test_traps_docs.py."""
 
 import contextlib
 import copy
@@ -20,14 +20,12 @@ import torchddp
 import torchddp.diagnose.traps
 import torchddp.optim
 import torchddp.sync
-from tests.harness import on_ranks
-from tests.models import Branches, Mlp, NormNet, batch, loss_of, seeded
+from tests.harness import each, gathered, on_ranks
+from tests.models import Mlp, batch, loss_of, seeded
 from torchddp.diagnose.changed_gradients import next_look
 from torchddp.diagnose.needless_search import LOOKED_AT
 
 pytestmark = pytest.mark.beyond_torch("tells of no traps")
-PLACES = [("auto", 1), ("shm", 2), ("c10d", 3)]
-at_places = pytest.mark.parametrize(("transport", "world_size"), PLACES)
 over_both = pytest.mark.parametrize("transport", ["shm", "c10d"])
 
 
@@ -45,8 +43,7 @@ def heard():
 
 def only_one(told, by=None):
     """Collective: what one rank alone (`by`, or any) was told, and once."""
-    by_rank = [None] * dist.get_world_size()
-    dist.all_gather_object(by_rank, told)
+    by_rank = gathered(told)
     (found,) = ((rank, one) for rank, all_of_it in enumerate(by_rank) for one in all_of_it)
     assert by in (None, found[0]), by_rank
     return found[1]
@@ -74,78 +71,19 @@ def train(ddp, optimizer, rank, count=6):
         loss_of(ddp(batch(rank, step))).backward()
 
 
-@at_places
-@on_ranks()
-def test_no_sync_around_one_of_forward_and_backward(rank, transport):
-    ddp, optimizer = made(transport)
-    with heard() as told:
-        for step in steps(optimizer, 3):
-            loss = loss_of(ddp(batch(rank, step)))
-            here = line() - 1
-            with ddp.no_sync():
-                loss.backward()
-    text, at = only_one(told)
-    assert f"test_traps.py:{here}, outside" in text and at == here + 2
-    assert "averaged inside no_sync()" in text and "put its forward inside too" in text
-
-    ddp, optimizer = made(transport)
-    with heard() as told:
-        for step in steps(optimizer, 3):
-            with ddp.no_sync():
-                loss = loss_of(ddp(batch(rank, step)))
-                here = line() - 1
-            loss.backward()
-    text, at = only_one(told)
-    assert "gradients that were not averaged" in text and f"test_traps.py:{here} was inside no_sync()" in text
-    assert "put the forward outside too" in text and at == here
-
-
-def throw_away_at_once(ddp, rank):
-    ddp(batch(rank))
-    return line() - 1
-
-
-def skip_the_batch(ddp, rank):
-    for step in range(3):
-        loss = loss_of(ddp(batch(rank, step)))
-        here = line() - 1
-        if step == 0:
-            continue
-        loss.backward()
-    return here
-
-
-def catch_the_exception(ddp, rank):
-    for step in range(3):
-        try:
-            output = ddp(batch(rank, step))
-            here = line() - 1
-            if step == 0:
-                raise ValueError("a bad batch")
-            loss_of(output).backward()
-        except ValueError:
-            continue
-    return here
-
-
-@at_places
-@on_ranks()
-def test_a_forward_that_is_left(rank, transport):
-    for leave in (throw_away_at_once, skip_the_batch, catch_the_exception):
-        ddp, optimizer = made(transport)
-        with heard() as told:
-            train(ddp, optimizer, rank, 2)
-            here = leave(ddp, rank)
-            train(ddp, optimizer, rank, 2)
-            leave(ddp, rank)
-            train(ddp, optimizer, rank, 2)
-        text, at = only_one(told)
-        assert at == here and f"test_traps.py:{here} " in text, leave
-        assert "No backward has followed the forward" in text and "torch.no_grad()" in text
-
-
+@over_both
 @on_ranks(2)
-def test_who_tells_and_who_switches_it_off(rank):
+def test_a_forward_that_is_thrown_away(rank, transport):
+    ddp, optimizer = made(transport)
+    with heard() as told:
+        for _ in range(2):
+            train(ddp, optimizer, rank, 2)
+            ddp(batch(rank))
+            here = line() - 1
+        train(ddp, optimizer, rank, 2)
+    text, at = only_one(told)
+    assert at == here and f"test_traps.py:{here} " in text
+
     # Rank 1 leaves one out that it makes up for, so that nobody waits.
     ddp, optimizer = made(forward_sync_buffers=False)
     with heard() as told:
@@ -155,49 +93,25 @@ def test_who_tells_and_who_switches_it_off(rank):
         train(ddp, optimizer, rank, 2)
     assert "on rank 1" in only_one(told, by=1)[0]
 
-    # Warnings are switched off by their category.
-    ddp, optimizer = made()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("ignore", torchddp.UsageWarning)
-        ddp(batch(rank))
-        train(ddp, optimizer, rank, 3)
-    assert caught == []
-
 
 def clip(parameters):
     torch.nn.utils.clip_grad_norm_(parameters, 0.1)
 
 
-def drop_one(parameters):
-    parameters[0].grad = None
-
-
-def double(parameters):
-    parameters[0].grad *= 2
-
-
-def double_data(parameters):
-    parameters[0].grad.data.mul_(2)
-
-
-def replace(parameters):
-    parameters[0].grad = parameters[0].grad * 2
-
-
-WORDS = {
-    clip: "changed",
-    drop_one: "set to None",
-    double: "changed",
-    double_data: "changed",
-    replace: "replaced by another tensor",
-}
+CHANGES = [
+    (clip, "changed"),
+    (lambda parameters: setattr(parameters[0], "grad", None), "set to None"),
+    (lambda parameters: parameters[0].grad.mul_(2), "changed"),
+    (lambda parameters: parameters[0].grad.data.mul_(2), "changed"),
+    (lambda parameters: setattr(parameters[0], "grad", parameters[0].grad * 2), "replaced by another tensor"),
+]
 
 
 @pytest.mark.parametrize("views", [None, False, True])
 @over_both
 @on_ranks(3)
 def test_gradients_changed_on_one_rank(rank, transport, views):
-    for change, words in WORDS.items():
+    for change, words in each(CHANGES):
         ddp, optimizer = made(transport, gradient_as_bucket_view=views)
         with heard() as told:
             for step in range(4):
@@ -209,8 +123,8 @@ def test_gradients_changed_on_one_rank(rank, transport, views):
                 here = line() - 1
         text, at = only_one(told, by=0)
         assert at == here
-        assert f"'first.weight' was {words} on rank 1; left as backward gave it on ranks 0 and 2" in text, change
-        assert ("also differ on 'first.bias', 'middle.weight' and 2 more" in text) == (change is clip), change
+        assert f"'first.weight' was {words} on rank 1; left as backward gave it on ranks 0 and 2" in text
+        assert ("also differ on 'first.bias', 'middle.weight' and 2 more" in text) == (change is clip)
 
 
 @on_ranks(2)
@@ -269,19 +183,6 @@ def test_looking_at_gradients_leaves_nothing_behind(rank, monkeypatch):
     assert len(calls) > sent
 
 
-@at_places
-@on_ranks()
-def test_a_needless_search(rank, transport):
-    ddp, optimizer = made(transport, find_unused_parameters=True)
-    with heard() as told:
-        train(ddp, optimizer, rank, LOOKED_AT)
-    assert told == []
-    with heard() as told:
-        train(ddp, optimizer, rank, 5)
-    text, _ = only_one(told, by=0)
-    assert f"first {LOOKED_AT} synchronised steps. Leave out find_unused_parameters=True" in text
-
-
 class Head(nn.Module):
     def __init__(self):
         super().__init__()
@@ -292,39 +193,14 @@ class Head(nn.Module):
 
 
 @on_ranks(2)
-def test_searches_that_are_needed_and_errors(rank):
-    # A search that is needed.
-    for unused_on in ("all", "rank 1", "step 7"):
+def test_searches_that_are_needed(rank):
+    for unused_on in each(["all", "rank 1", "step 7"]):
         ddp, optimizer = made(make=Head, find_unused_parameters=True)
         with heard() as told:
             for step in steps(optimizer, LOOKED_AT + 5):
                 left_out = {"all": True, "rank 1": rank == 1, "step 7": step == 7}[unused_on]
                 loss_of(ddp(batch(rank, step), not left_out)).backward()
-        assert told == [], unused_on
-
-    # Errors name the parameter, and what to pass.
-    ddp = torchddp.DDP(seeded(Branches))
-    loss_of(ddp(batch(rank, 0, 3, 4), "left")).backward()
-    with pytest.raises(RuntimeError, match="wrap the model with find_unused_parameters=True") as error:
-        ddp(batch(rank, 1, 3, 4), "left")
-    assert f"for rank {rank}: right.weight, right.bias, never.weight, never.bias\n" in str(error.value)
-    ddp = torchddp.DDP(seeded(Twice))
-    with pytest.raises(RuntimeError, match=r"parameter 'layer\.") as error:
-        loss_of(ddp(batch(rank))).backward()
-    assert "pass use_reentrant=False to torch.utils.checkpoint" in str(error.value)
-    assert "static_graph=True to DistributedDataParallel" in str(error.value)
-
-
-class Twice(nn.Module):
-    """A layer in two reentrant checkpoints."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.layer = (nn.Linear(8, 8, dtype=torch.float64) for _ in range(2))
-
-    def forward(self, x):
-        x = self.first(x)
-        return checkpoint(self.layer, checkpoint(self.layer, x, use_reentrant=True), use_reentrant=True)
+        assert told == []
 
 
 class Right:
@@ -380,11 +256,6 @@ class Right:
                 with torch.no_grad():
                     ddp.module(batch(rank))
                 ddp.train()
-
-    def two_forwards(ddp, optimizer, rank):
-        for step in steps(optimizer, 4):
-            first, second = ddp(batch(rank, step)), ddp(batch(rank, step + 1))
-            (loss_of(first) + loss_of(second)).backward()
 
     def gan(ddp, optimizer, rank):
         """As the usual loops: the discriminator on real and fake, the generator through it."""
@@ -485,15 +356,6 @@ class Right:
             loss_of(ddp(batch(rank, i))).backward()
             step()
 
-    def in_functions(ddp, optimizer, rank):
-        """Outputs and losses die as soon as they can."""
-
-        def loss(step):
-            return loss_of(ddp(batch(rank, step)))
-
-        for step in steps(optimizer):
-            loss(step).backward()
-
     def retained_graph(ddp, optimizer, rank):
         for step in steps(optimizer, 4):
             loss_of(ddp(batch(rank, step))).backward(retain_graph=True)
@@ -510,7 +372,7 @@ class Right:
         train(ddp, torch.optim.SGD(ddp.module.first.parameters(), 0.01), rank)
 
     def gradients_changed_on_all_ranks(ddp, optimizer, rank):
-        for change in WORDS:
+        for change, _ in CHANGES:
             ddp, optimizer = made(ddp.reducer.transport_name)
             for step in steps(optimizer, 10):
                 loss_of(ddp(batch(rank, step))).backward()
@@ -535,14 +397,6 @@ class Right:
         train(torchddp.ShardedDataParallel(module, optimizer), optimizer, rank)
         replicated = torchddp.replicate(seeded(Mlp))
         train(replicated, torch.optim.SGD(replicated.parameters(), 0.01), rank)
-
-    def two_forwards_with_batch_norm(ddp, optimizer, rank):
-        """torch's class breaks: the broadcast of buffers changes what backward needs (pytorch#175024)."""
-        ddp, optimizer = made(ddp.reducer.transport_name, make=NormNet)
-        for step in steps(optimizer, 3):
-            outputs = [ddp(batch(rank, 10 * step + i, 4, 3, 6, 6)) for i in range(2)]
-            sum(map(loss_of, outputs)).backward()
-        torchddp.check_parameters(ddp)
 
 
 @over_both

@@ -17,7 +17,13 @@ from torchddp.diagnose.cpu_threads import RankThreads, advice
 pytestmark = pytest.mark.beyond_torch("tells of no traps")
 PAGE = Path(__file__).parents[2] / "docs" / "traps.md"
 SECTIONS = dict(re.findall(r"^## (.*)\n([\s\S]*?)(?=^## |\Z)", PAGE.read_text(), re.MULTILINE))
-TRAPS = [name for name, text in SECTIONS.items() if "```python" in text and "```text" in text]
+LINES = {  # of the page's programs, which the warnings point at
+    "no_sync() around backward alone": 4,
+    "no_sync() around forward alone": 4,
+    "A forward without a backward": 3,
+    "Gradients changed on some ranks": 6,
+    "find_unused_parameters": 5,
+}
 
 
 def block(section, language):
@@ -34,20 +40,24 @@ def run_section(rank, section):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         exec(compile(block(section, "python"), "train.py", "exec"), names)
-    return [(str(w.message), w.filename) for w in caught if w.category is torchddp.UsageWarning]
+    return [(str(w.message), w.filename, w.lineno, rank) for w in caught if w.category is torchddp.UsageWarning]
 
 
-@pytest.mark.parametrize("section", TRAPS)
-def test_the_messages(section):
-    told = [one for by_rank in run_ranks(run_section, 2, section) for one in by_rank]
-    assert len(told) == 1, told
-    text, file = told[0]
+@pytest.mark.parametrize(("transport", "world_size"), [("auto", 1), ("shm", 2), ("c10d", 3)])
+@pytest.mark.parametrize("section", LINES)
+def test_the_messages(section, transport, world_size, monkeypatch):
+    """Each is told of once, with its line, by one rank."""
+    monkeypatch.setenv("TORCHDDP_TRANSPORT", transport)
+    told = run_ranks(run_section, 2 if section.startswith("Gradients") else world_size, section)
+    ((text, *place, rank),) = [one for by_rank in told for one in by_rank]
     shown = block(section, "text").strip().removeprefix("UsageWarning: ")
-    assert file == "train.py" and text.replace("on rank 1:", "on rank 0:").startswith(shown), (text, shown)
+    assert place == ["train.py", LINES[section]]
+    assert re.sub(r"on rank \d:", "on rank 0:", text).startswith(shown), (text, shown)
+    assert rank == 0 or "no_sync()" in section or "forward" in section
 
 
 def test_batch_norm_hears_nothing():
-    assert len(TRAPS) == 5
+    assert list(LINES) == [name for name, text in SECTIONS.items() if "```python" in text and "```text" in text]
     assert run_ranks(run_section, 2, "Batch norm in two forwards") == [[], []]
 
 

@@ -1,9 +1,12 @@
-"""weigh(): gradients of ranks with unequal numbers of samples are those of one process with all of them."""
+"""weigh(): gradients of ranks with unequal numbers of samples are those of one process with all of them.
+
+Also the examples of docs/weighted_means.md.
+"""
 
 import copy
 import functools
 from contextlib import nullcontext
-from itertools import product
+from functools import partial
 
 import pytest
 import torch
@@ -13,8 +16,10 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.utils.checkpoint import checkpoint
 
 import torchddp
-from tests.harness import each, on_ranks
+from tests.harness import assert_each_raises, each, gathered, on_ranks
 from tests.managers import FakeManager
+from tests.models import assert_grads, batch, same_on_all_ranks
+from tests.pages import run_code
 from torchddp import DistributedDataParallel as DDP
 from torchddp.sync import accumulate
 
@@ -48,8 +53,7 @@ class Net(nn.Module):
 
 
 def samples(rank, micro, count, dtype=torch.float32):
-    generator = torch.Generator().manual_seed(100 * micro + rank)
-    return torch.randn(count, 6, generator=generator, dtype=torch.float64).to(dtype)
+    return batch(rank, micro, count, 6, dtype=dtype)
 
 
 def mean_loss(output):
@@ -83,30 +87,21 @@ def run_step(model, rank, counts, dtype=torch.float32, step=0, loss="mean", scal
             (mean_loss if loss == "mean" else sum_loss)(output).backward()
 
 
-def grads_of(model):
-    return {name.removeprefix("module."): p.grad for name, p in model.named_parameters()}
+def grads_of(model, where="grad"):
+    return {name.removeprefix("module."): getattr(p, where) for name, p in model.named_parameters()}
 
 
-def assert_same(model, want, dtype=torch.float32, **tolerance):
-    got = grads_of(model)
-    assert got.keys() == want.keys()
-    for name, grad in want.items():
-        tolerances = tolerance or TOLERANCE[dtype]
-        torch.testing.assert_close(got[name], grad, msg=lambda text, name=name: f"{name}: {text}", **tolerances)
+def assert_same(model, want, dtype=torch.float32, where="grad", **tolerance):
+    torch.testing.assert_close(grads_of(model, where), want, **(tolerance or TOLERANCE[dtype]))
 
 
-def assert_close(model, want, tolerance):
-    """Within this share of the largest element."""
-    for name, grad in want.items():
-        error = (grads_of(model)[name] - grad).abs().max()
-        assert error <= tolerance * max(grad.abs().max(), 1e-3), name
-
-
-def check_steps(model, rank, counts=MICROBATCHES, dtype=torch.float32, steps=2, **options):
+def check_steps(model, rank, counts=MICROBATCHES, dtype=torch.float32, steps=2, share=None, **options):
+    """With `share`, errors may be as large as this share of the largest element."""
     for step in range(steps):
         model.zero_grad()
         run_step(model, rank, counts, dtype, step, **options)
-        assert_same(model, reference(counts, dtype, step), dtype)
+        want = reference(counts, dtype, step)
+        assert_grads(grads_of(model), want, share) if share else assert_same(model, want, dtype)
 
 
 @pytest.mark.rest_is_thorough("*torch.float32-*", "4-*bfloat16-shm", "3-*float16-c10d")
@@ -146,9 +141,7 @@ def test_ways_to_train(rank, transport):
     check_steps(torchddp.replicate(Net(), transport=transport), rank)
     for options in each([{"find_unused_parameters": True}, {"static_graph": True}]):
         check_steps(DDP(Net(), transport=transport, bucket_cap_mb=SMALL, **options), rank, steps=3)
-    for make, strategy in each(
-        product([DDP, torchddp.replicate], ["single_auto_sync", "multi_auto_sync", "forced_sync"])
-    ):
+    for make, strategy in each([DDP, torchddp.replicate], ["single_auto_sync", "multi_auto_sync", "forced_sync"]):
         model = make(Net(), transport=transport, bucket_cap_mb=SMALL)
         for step in range(3):
             model.zero_grad()
@@ -175,16 +168,9 @@ def test_hooks_and_narrow_sums(rank):
             model._register_builtin_comm_hook(hook)
         elif not isinstance(hook, str):
             model.register_comm_hook(None, hook)
-        for step in range(2):
-            model.zero_grad()
-            run_step(model, rank, MICROBATCHES, step=step, scale=30_000)
-            assert_close(model, reference(MICROBATCHES, step=step), tolerance)
+        check_steps(model, rank, share=tolerance, scale=30_000)
     for dtype in each([torch.bfloat16, torch.float16]):
-        model = DDP(Net(), transport="shm", wire_dtype=dtype)
-        for step in range(2):
-            model.zero_grad()
-            run_step(model, rank, MICROBATCHES, step=step)
-            assert_close(model, reference(MICROBATCHES, step=step), 0.02)
+        check_steps(DDP(Net(), transport="shm", wire_dtype=dtype), rank, share=0.02)
 
 
 @over_both
@@ -202,8 +188,7 @@ def test_sharded(rank, transport):
         run_step(model, rank, MICROBATCHES, step=step)
         optimizer.step()
     model.synchronize()
-    for a, b in zip(module.parameters(), whole.parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close([*module.parameters()], [*whole.parameters()], rtol=1e-4, atol=1e-5)
     with pytest.raises(RuntimeError, match="take SINGLE_AUTO_SYNC"):
         accumulate(model, 1, "multi_auto_sync", weights=[1])
 
@@ -240,14 +225,19 @@ def test_managers_calls_and_copies(rank):
         assert_same(model, reference(MICROBATCHES, step=step))
 
     # The last call counts, and a microbatch that the program has thought better of does not.
-    model = DDP(Net())
-    with model.no_sync():
-        model.weigh(50)
-        mean_loss(model(samples(rank, 7, 5))).backward()
-    model.zero_grad()
-    model.weigh(99)
-    run_step(model, rank, MICROBATCHES)
-    assert_same(model, reference(MICROBATCHES))
+    for where in each(["grad", "main_grad"]):
+        model = DDP(Net(), main_grads=torch.float32 if where == "main_grad" else None)
+        with model.no_sync():
+            model.weigh(50)
+            mean_loss(model(samples(rank, 7, 5))).backward()
+        if where == "grad":
+            model.zero_grad()
+        else:
+            for p in model.parameters():
+                p.main_grad = None
+        model.weigh(99)
+        run_step(model, rank, MICROBATCHES)
+        assert_same(model, reference(MICROBATCHES), where=where)
     check_steps(copy.deepcopy(DDP(Net(), weighted=True)), rank, steps=1)
 
     # Steps with and without weights.
@@ -275,10 +265,8 @@ def test_no_weight_at_all(rank, transport):
             ddp.zero_grad()
             ddp.weigh(0 if nothing else 1 + rank)
             loss = mean_loss(ddp(samples(rank, 10 * step, 0 if nothing else 1 + rank)))
-            if nothing and ddp is model:
-                with pytest.raises(ValueError, match=rf"rank {rank}, step {step + 1}: no rank .*weight above 0"):
-                    loss.backward()
-            else:
+            words = rf"rank {rank}, step {step + 1}: no rank .*weight above 0"
+            with pytest.raises(ValueError, match=words) if nothing and ddp is model else nullcontext():
                 loss.backward()
             if nothing:
                 assert all(not grad.any() for grad in grads_of(ddp).values())
@@ -309,23 +297,18 @@ def test_missing_and_wrong_weights(rank):
         model.weigh(1)
 
     model = DDP(Net())
-    for bad in (-1, float("nan"), float("inf")):
-        with pytest.raises(ValueError, match=f"the weight on rank {rank} must be 0 or more, and finite"):
-            model.weigh(bad)
-    for bad in ("many", "3", b"3", None, torch.ones(2)):
-        with pytest.raises(TypeError, match=f"the weight on rank {rank} must be a number"):
-            model.weigh(bad)
-    with pytest.raises(ValueError, match='loss must be "mean" or "sum"'):
-        model.weigh(1, loss="max")
-    with pytest.raises(ValueError, match='zero_weights must be "raise" or "zeros"'):
-        DDP(Net(), zero_weights="skip")
-    with pytest.raises(ValueError, match="a weight for each of the 3 microbatches, got 2"):
-        accumulate(model, 3, weights=[1, 2])
-    with pytest.raises(ValueError, match=f"rank {rank} must be 0 or more"):
-        accumulate(model, 1, weights=[-1])
-    for other in (model.module, nn.parallel.DistributedDataParallel(Net())):
-        with pytest.raises(RuntimeError, match="weights= needs torchddp.DistributedDataParallel"):
-            accumulate(other, 1, weights=[1])
+    wrong, no_numbers = (-1, float("nan"), float("inf")), ("many", "3", b"3", None, torch.ones(2))
+    others = (model.module, nn.parallel.DistributedDataParallel(Net()))
+    weight = f"the weight on rank {rank} must be"
+    assert_each_raises(
+        *((partial(model.weigh, bad), ValueError, f"{weight} 0 or more, and finite") for bad in wrong),
+        *((partial(model.weigh, bad), TypeError, f"{weight} a number") for bad in no_numbers),
+        (partial(model.weigh, 1, loss="max"), ValueError, 'loss must be "mean" or "sum"'),
+        (partial(DDP, Net(), zero_weights="skip"), ValueError, 'zero_weights must be "raise" or "zeros"'),
+        (partial(accumulate, model, 3, weights=[1, 2]), ValueError, "a weight for each of the 3 microbatches, got 2"),
+        (partial(accumulate, model, 1, weights=[-1]), ValueError, f"rank {rank} must be 0 or more"),
+        *((partial(accumulate, m, 1, weights=[1]), RuntimeError, "weights= needs torchddp.Dist") for m in others),
+    )
     model.weigh(torch.tensor([3]))
     mean_loss(model(samples(rank, 0, 3))).backward()
 
@@ -352,9 +335,7 @@ def test_weights_travel_beside_the_first_bucket_of_the_group(rank, transport):
     pair = dist.new_group([0, 1])
     if rank < 2:
         model._update_process_group(pair)
-        model.zero_grad()
-        run_step(model, rank, SAMPLES[:2], step=1)
-        assert_same(model, reference(SAMPLES[:2], step=1))
+        check_steps(model, rank, SAMPLES[:2], steps=1)
 
 
 @functools.cache
@@ -367,7 +348,7 @@ def exact_means(step):
                 single = Net(torch.bfloat16)
                 mean_loss(single(samples(rank, 10 * step + micro, count, torch.bfloat16))).backward()
                 total = [t + count * p.grad.double() for t, p in zip(total, single.parameters(), strict=True)]
-    return [t / sum(map(sum, MICROBATCHES)) for t in total]
+    return [(t / sum(map(sum, MICROBATCHES))).float() for t in total]
 
 
 @over_both
@@ -380,10 +361,8 @@ def test_in_fp32_beside_16_bit_parameters(rank, transport):
         for step in range(2):
             model.zero_grad()
             run_step(model, rank, MICROBATCHES, torch.bfloat16, step)
-            for p, want in zip(model.parameters(), exact_means(step), strict=True):
-                got = getattr(p, where)
-                assert got.dtype == torch.float32
-                torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-7)
+            got = [getattr(p, where) for p in model.parameters()]
+            torch.testing.assert_close(got, exact_means(step), rtol=1e-5, atol=1e-7)
 
 
 @over_both
@@ -399,10 +378,9 @@ def test_thawed_in_the_middle_of_a_step(rank, transport):
             with model.no_sync() if micro < 2 else nullcontext():
                 model.weigh(count)
                 mean_loss(model(samples(rank, micro, count))).backward()
-        for name, want in reference(MICROBATCHES).items():
-            if not name.startswith("other"):
-                p = model.module.get_parameter(name)
-                torch.testing.assert_close(p.main_grad if options else p.grad, want, **TOLERANCE[torch.float32])
+        want = {name: grad for name, grad in reference(MICROBATCHES).items() if not name.startswith("other")}
+        got = grads_of(model, "main_grad" if options else "grad")
+        torch.testing.assert_close({name: got[name] for name in want}, want, **TOLERANCE[torch.float32])
 
 
 @on_ranks(2)
@@ -443,19 +421,6 @@ def test_gradients_without_a_weight_that_were_cleared_or_averaged(rank):
     model.weigh(1)
 
 
-@on_ranks(4)
-def test_main_gradients_that_were_dropped(rank):
-    model = DDP(Net(), main_grads=torch.float32)
-    with model.no_sync():
-        model.weigh(50)
-        mean_loss(model(samples(rank, 7, 5))).backward()
-    for p in model.parameters():
-        p.main_grad = None
-    run_step(model, rank, MICROBATCHES)
-    for name, want in reference(MICROBATCHES).items():
-        torch.testing.assert_close(model.module.get_parameter(name).main_grad, want, **TOLERANCE[torch.float32])
-
-
 @on_ranks(2)
 def test_totals_that_grow_far_beyond_the_first(rank):
     """float16 ends at 65504, and has nothing below 6e-8."""
@@ -465,7 +430,7 @@ def test_totals_that_grow_far_beyond_the_first(rank):
             model.zero_grad()
             model.weigh(times * (1 + rank))
             mean_loss(model(samples(rank, 10 * step, 1 + rank))).backward()
-        assert_close(model, reference([[1], [2]], step=2), 0.02)
+        assert_grads(grads_of(model), reference([[1], [2]], step=2), 0.02)
 
 
 class SharedLast(nn.Module):
@@ -493,3 +458,22 @@ def test_a_parameter_in_several_checkpoints_of_a_static_graph(rank, transport):
         whole = SharedLast()
         mean_loss(whole(of_all_ranks(SAMPLES[:2], step))).backward()
         assert_same(model, grads_of(whole))
+
+
+@on_ranks(4)
+def test_the_example_of_one_backward(rank):
+    torch.manual_seed(rank)
+    names = run_code("weighted_means.md")
+    inputs, labels = (torch.cat(parts) for parts in zip(*gathered((names["inputs"], names["labels"])), strict=True))
+    whole = copy.deepcopy(names["model"].module)
+    whole.zero_grad()
+    nn.functional.cross_entropy(whole(inputs), labels).backward()
+    assert_same(names["model"], grads_of(whole))
+    assert len(labels) == 15
+
+
+@on_ranks(2)
+def test_the_example_of_several_microbatches():
+    model = run_code("weighted_means.md", "Three traps")["model"]
+    assert same_on_all_ranks([p.detach() for p in model.parameters()])
+    assert all(p.isfinite().all() for p in model.parameters())

@@ -205,10 +205,14 @@ BAD = {
     ),
     "requires_grad differs": differs(lambda rank: Mlp() if rank else freeze_a_layer(Mlp()), "rank 1"),
     "used twice": Bad(
-        used_twice, "RuntimeError", (r"shared\.(weight|bias)", "twice", "static_graph|checkpoint"), NAMES_NONE,
+        used_twice, "RuntimeError",
+        (r"parameter 'shared\.(weight|bias)", "twice", "pass use_reentrant=False to torch", "static_graph=True to D"),
+        NAMES_NONE,
     ),
     "not used": Bad(
-        partly_used, "RuntimeError", ("never.weight", "right.bias", "find_unused_parameters"), NAMES_NONE
+        partly_used, "RuntimeError",
+        ("right.weight, right.bias, never.weight, never.bias\n", "wrap the model with find_unused_parameters=True"),
+        NAMES_NONE,
     ),
     "no hook": registered(1, "TypeError", "callable"),
     "bucket annotation": registered(wrong_bucket, "ValueError", "bucket annotation", "GradBucket"),
