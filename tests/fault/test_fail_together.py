@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import torchddp
 from tests.distributed.test_reducer_status import Branching
-from tests.harness import run_outcomes, run_ranks
+from tests.harness import on_ranks, run_outcomes, run_ranks
 from tests.models import Mlp, batch, loss_of, seeded
 from torchddp.averaging import PeriodicAverager
 from torchddp.diagnose.fail_together import PeerFailedError
@@ -230,23 +230,20 @@ def test_what_ends_a_loop_and_what_does_not():
     assert good == ["", "SystemExit"]
 
 
-def test_nothing_arrives_after_the_end():
+@on_ranks(2)
+def test_nothing_arrives_after_the_end(rank):
     """Ranks leave at the moment at which another fails: the error comes out of the context, or never."""
-
-    def work(rank):
-        for attempt in range(4):
-            with contextlib.suppress(PeerFailedError, ValueError), torchddp.fail_together():
-                if rank == 1:
-                    raise ValueError(TEXT)
-                until_s = time.monotonic() + 0.2 + 0.04 * attempt
-                while time.monotonic() < until_s:
-                    pass
-            for _ in range(20_000):  # Python code, in which it would be raised
-                sum(range(3))
-            dist.barrier()
-        time.sleep(0.5)
-
-    run_ranks(work, 2)
+    for attempt in range(4):
+        with contextlib.suppress(PeerFailedError, ValueError), torchddp.fail_together():
+            if rank == 1:
+                raise ValueError(TEXT)
+            until_s = time.monotonic() + 0.2 + 0.04 * attempt
+            while time.monotonic() < until_s:
+                pass
+        for _ in range(20_000):  # Python code, in which it would be raised
+            sum(range(3))
+        dist.barrier()
+    time.sleep(0.5)
 
 
 def test_a_peer_that_dies_is_named_as_ever():
@@ -388,12 +385,10 @@ def test_a_grace_that_is_none(grace_s):
         torchddp.fail_together(grace_s=grace_s)
 
 
-def test_a_context_is_entered_once():
-    def work(rank):
-        context = torchddp.fail_together()
-        with context:
-            pass
-        with pytest.raises(RuntimeError, match="once"), context:
-            pass
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_a_context_is_entered_once(rank):
+    context = torchddp.fail_together()
+    with context:
+        pass
+    with pytest.raises(RuntimeError, match="once"), context:
+        pass

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.models import batch, loss_of, seeded
 from tests.parity.compare import TorchDDP
 from tests.whole_buckets import LargeApart, WholeBuckets
@@ -159,33 +159,27 @@ def _level(inner: tuple[nn.Module, nn.Module], kept: tuple[Kept, Kept]) -> None:
 
 
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
-def test_gradients_kept_from_every_step(ddp_class, transport):
+@on_ranks(2)
+def test_gradients_kept_from_every_step(ddp_class, transport, rank):
     """More of them than the transport has memory for."""
-
-    def work(rank):
-        ours, theirs = ddp_class(seeded(Mixed), transport=transport), TorchDDP(seeded(Mixed))
-        kept: list[list[Tensor]] = [[], []]
-        for step in range(12):
-            for ddp, mine in zip((ours, theirs), kept, strict=True):
-                ddp.zero_grad()
-                loss_of(ddp(batch(rank, step, 2, 4, dtype=torch.float32), True)).backward()
-                mine.extend(p.grad for p in ddp.parameters())
-        for index, (got, want) in enumerate(zip(*kept, strict=True)):
-            assert torch.equal(got, want), f"gradient {index}"
-
-    run_ranks(work, 2)
-
-
-def test_nothing_is_copied_where_nothing_is_kept(ddp_class):
-    """The view of a gradient is the same tensor in every step: no memory, no Python object is made."""
-
-    def work(rank):
-        ddp = ddp_class(seeded(Mixed), bucket_cap_mb=25, transport="c10d")
-        seen = []
-        for step in range(5):
+    ours, theirs = ddp_class(seeded(Mixed), transport=transport), TorchDDP(seeded(Mixed))
+    kept: list[list[Tensor]] = [[], []]
+    for step in range(12):
+        for ddp, mine in zip((ours, theirs), kept, strict=True):
             ddp.zero_grad()
             loss_of(ddp(batch(rank, step, 2, 4, dtype=torch.float32), True)).backward()
-            seen.append([(id(p.grad), p.grad.data_ptr()) for p in ddp.parameters() if p.nbytes < 2**20])
-        assert seen[2] == seen[3] == seen[4]
+            mine.extend(p.grad for p in ddp.parameters())
+    for index, (got, want) in enumerate(zip(*kept, strict=True)):
+        assert torch.equal(got, want), f"gradient {index}"
 
-    run_ranks(work, 2)
+
+@on_ranks(2)
+def test_nothing_is_copied_where_nothing_is_kept(ddp_class, rank):
+    """The view of a gradient is the same tensor in every step: no memory, no Python object is made."""
+    ddp = ddp_class(seeded(Mixed), bucket_cap_mb=25, transport="c10d")
+    seen = []
+    for step in range(5):
+        ddp.zero_grad()
+        loss_of(ddp(batch(rank, step, 2, 4, dtype=torch.float32), True)).backward()
+        seen.append([(id(p.grad), p.grad.data_ptr()) for p in ddp.parameters() if p.nbytes < 2**20])
+    assert seen[2] == seen[3] == seen[4]
