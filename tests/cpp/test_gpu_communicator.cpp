@@ -34,9 +34,7 @@ TEST(gpu_operations_under_way_have_events_of_their_own_which_come_back) {
   const auto comm = f.make();
   f.device->idle = false;
   std::array<Ticket, 3> tickets;
-  for (auto& ticket : tickets) {
-    f.all_reduce(*comm, ticket);
-  }
+  for (auto& ticket : tickets) f.all_reduce(*comm, ticket);
   f.diary.take();
   comm->join(tickets[2]);
   comm->join(tickets[0]);
@@ -341,13 +339,7 @@ TEST(gpu_a_spoilt_graph_does_not_break_the_communicator) {
   f.device->captures = true;
   f.device->spoilt_graph = true;
   Ticket ticket;
-  bool thrown = false;
-  try {
-    f.all_reduce(*comm, ticket);
-  } catch (const CaptureError&) {
-    thrown = true;
-  }
-  CHECK(thrown);
+  CHECK_THROWS(CaptureError, f.all_reduce(*comm, ticket), "the graph is spoilt");
   f.device->captures = false;
   f.device->spoilt_graph = false;
   f.all_reduce(*comm, ticket);

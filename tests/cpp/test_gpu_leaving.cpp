@@ -96,11 +96,8 @@ TEST(gpu_an_abort_that_hangs_holds_nobody_up) {
   const auto since = std::chrono::steady_clock::now();
   comm.reset();
   CHECK(std::chrono::steady_clock::now() - since < 2s);
-  // The thread it was left to needs table and device until it is through.
-  const std::weak_ptr<RecordingNccl> nccl = f.nccl;
-  f.nccl->let_go(f.nccl->abort_hangs);
-  f.device.reset();
-  CHECK(soon([&] { return nccl.use_count() == 1; }));
+  f.device.reset();  // the thread that the abort was left to has one of its own
+  CHECK(f.ends_without(f.nccl->abort_hangs));
 }
 
 TEST(gpu_leaving_with_operations_under_way_aborts_in_time) {
@@ -139,9 +136,7 @@ TEST(gpu_neither_a_stuck_leaving_nor_a_stuck_abort_holds_anybody_up) {
   const auto since = std::chrono::steady_clock::now();
   comm.reset();
   CHECK(std::chrono::steady_clock::now() - since < 3s);
-  const std::weak_ptr<RecordingNccl> nccl = f.nccl;
-  f.nccl->let_go(f.nccl->abort_hangs);
-  CHECK(soon([&] { return nccl.use_count() == 1; }));
+  CHECK(f.ends_without(f.nccl->abort_hangs));
 }
 
 // In the child there is neither the watchdog nor a driver, and a lock that some thread held stays locked.
@@ -183,10 +178,10 @@ TEST(gpu_a_communicator_that_can_not_be_made_says_why_and_leaves_nothing) {
   Fixture f;
   f.config.connect_timeout = 20ms;
   f.nccl->init_result = 3;
-  CHECK(has(error_of([&] { f.make(); }), {"rank 1 of 4: could not make a NCCL communicator", "error 3"}));
-  f.nccl->refuse_comm = true;
-  CHECK(has(error_of([&] { f.make(); }), {"rank 1 of 4: could not make a NCCL communicator", "error 3"}));
-  f.nccl->refuse_comm = false;
+  for (const bool refuses : {true, false}) {
+    f.nccl->refuse_comm = refuses;
+    CHECK(has(error_of([&] { f.make(); }), {"rank 1 of 4: could not make a NCCL communicator", "error 3"}));
+  }
   f.nccl->init_result = kNcclInProgress;
   f.nccl->async = kNcclInProgress;
   CHECK(has(error_of([&] { f.make(); }), {"could not make a NCCL communicator within 20 ms"}));
@@ -200,9 +195,7 @@ TEST(gpu_a_rank_that_waits_for_the_others_to_connect_is_left_behind) {
   f.nccl->init_hangs = true;
   CHECK(has(error_of([&] { f.make(); }), {"rank 1 of 4", "within 20 ms", "Some rank has not come to it"}));
   CHECK_EQ(f.diary.count("abort"), 0);  // there is nothing yet
-  const std::weak_ptr<RecordingNccl> nccl = f.nccl;
-  f.nccl->let_go(f.nccl->init_hangs);
-  CHECK(soon([&] { return nccl.use_count() == 1; }));
+  CHECK(f.ends_without(f.nccl->init_hangs));
   CHECK_EQ(f.diary.count("abort"), 1);  // what came too late
 }
 
@@ -242,12 +235,7 @@ TEST(gpu_handlers_of_signals_run_while_a_call_is_in_progress) {
     if (++calls == 2) throw Raised("KeyboardInterrupt");
   };
   Ticket ticket;
-  std::string raised;
-  try {
-    f.all_reduce(*comm, ticket, 8, 2);
-  } catch (const Raised& error) {
-    raised = error.what();
-  }
+  const auto raised = testing::thrown_by<Raised>([&] { f.all_reduce(*comm, ticket, 8, 2); });
   signal_check = nullptr;
   CHECK_EQ(raised, "KeyboardInterrupt");
   CHECK_EQ(calls, 2);
@@ -272,10 +260,7 @@ TEST(gpu_a_handler_of_a_signal_can_t_wait_for_the_call_that_it_interrupts) {
     throw Raised("enough");
   };
   Ticket ticket;
-  try {
-    f.all_reduce(*made, ticket, 8, 2);
-  } catch (const Raised&) {
-  }
+  CHECK_THROWS(Raised, f.all_reduce(*made, ticket, 8, 2), "enough");
   signal_check = nullptr;
   CHECK(has(nested,
             {"rank 1 of 4", "broadcast of 3 elements", "handler of a signal", "all_reduce of 8 elements (bucket 2)"}));
@@ -291,17 +276,10 @@ TEST(gpu_handlers_of_signals_run_while_a_communicator_is_made) {
   signal_check = [] {
     if (++calls == 2) throw Raised("KeyboardInterrupt");
   };
-  std::string raised;
-  try {
-    f.make();
-  } catch (const Raised& error) {
-    raised = error.what();
-  }
+  const auto raised = testing::thrown_by<Raised>([&] { f.make(); });
   signal_check = nullptr;
   CHECK_EQ(raised, "KeyboardInterrupt");
-  const std::weak_ptr<RecordingNccl> nccl = f.nccl;
-  f.nccl->let_go(f.nccl->init_hangs);
-  CHECK(soon([&] { return nccl.use_count() == 1; }));
+  CHECK(f.ends_without(f.nccl->init_hangs));
 }
 
 }  // namespace

@@ -15,12 +15,6 @@ using reference::kFloatTypes;
 // Around one round of vectors, one chunk and several.
 constexpr int64_t kSizes[] = {0, 1, 2, 7, 8, 31, 32, 33, 63, 64, 65, 127, 128, 129, 2047, 2048, 2049, 5003};
 
-Bytes shifted_by(const Bytes& data, size_t misalignment) {
-  Bytes shifted(misalignment);
-  shifted.insert(shifted.end(), data.begin(), data.end());
-  return shifted;
-}
-
 TEST(non_finite_elements_are_counted) {
   for (const DType dtype : kFloatTypes) {
     for (const int64_t numel : kSizes) {
@@ -29,7 +23,7 @@ TEST(non_finite_elements_are_counted) {
       for (int64_t i = 0; i < numel; ++i) expected += std::isfinite(reference::get(data.data(), dtype, i)) ? 0 : 1;
       for_each_capability([&] {
         for (const size_t misalignment : {0u, 2u, 6u, 33u}) {
-          const Bytes shifted = shifted_by(data, misalignment);
+          const Bytes shifted = reference::shifted_by(data, misalignment);
           CHECK_EQ(count_non_finite(shifted.data() + misalignment, dtype, numel), expected);
         }
       });
