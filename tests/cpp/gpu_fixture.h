@@ -55,6 +55,20 @@ struct Fixture {
   }
 };
 
+// One that is there from the beginning, and an operation of it.
+struct Joined : Fixture {
+  using Fixture::all_reduce;
+  void all_reduce(int64_t numel = 8, int64_t bucket = -1, std::shared_ptr<void> keep = nullptr) {
+    all_reduce(*comm, ticket, numel, bucket, std::move(keep));
+  }
+  void check_aborts_once() {
+    CHECK(soon([&] { return diary.count("abort") == 1; }));
+  }
+
+  std::unique_ptr<Communicator> comm = make();
+  Ticket ticket;
+};
+
 template <typename Body>
 std::string error_of(const Body& body) {
   return testing::thrown_by<TransportError>(body);
