@@ -7,6 +7,7 @@
 #include <limits>
 #include <numeric>
 #include <random>
+#include <utility>
 #include <vector>
 
 #include "kernels/kernel_table.h"
@@ -21,6 +22,15 @@ inline constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 inline constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 inline constexpr DType kFloatTypes[] = {DType::kF64, DType::kF32, DType::kF16, DType::kBF16};
+
+// Each with each.
+inline std::vector<std::pair<DType, DType>> float_pairs() {
+  std::vector<std::pair<DType, DType>> pairs;
+  for (const DType one : kFloatTypes) {
+    for (const DType other : kFloatTypes) pairs.emplace_back(one, other);
+  }
+  return pairs;
+}
 
 // A 16-bit format: sign, exponent, `mantissa_bits` of mantissa.
 struct Format {

@@ -61,18 +61,16 @@ TEST(the_largest_numbers_are_finite) {
 
 TEST(scale_cast_counting_casts_and_counts_the_source) {
   for_each_capability([] {
-    for (const DType dst_type : kFloatTypes) {
-      for (const DType src_type : kFloatTypes) {
-        for (const int64_t numel : kSizes) {
-          for (const double scale : {1.0, 1.0 / 3}) {
-            const Bytes source = reference::random_elements(src_type, numel, static_cast<uint32_t>(numel + 5));
-            Bytes expected(static_cast<size_t>(numel * item_size(dst_type)));
-            Bytes actual(expected.size());
-            scale_cast(expected.data(), dst_type, source.data(), src_type, numel, scale);
-            const int64_t count = scale_cast_counting(actual.data(), dst_type, source.data(), src_type, numel, scale);
-            CHECK(actual == expected);
-            CHECK_EQ(count, count_non_finite(source.data(), src_type, numel));
-          }
+    for (const auto& [dst_type, src_type] : reference::float_pairs()) {
+      for (const int64_t numel : kSizes) {
+        for (const double scale : {1.0, 1.0 / 3}) {
+          const Bytes source = reference::random_elements(src_type, numel, static_cast<uint32_t>(numel + 5));
+          Bytes expected(static_cast<size_t>(numel * item_size(dst_type)));
+          Bytes actual(expected.size());
+          scale_cast(expected.data(), dst_type, source.data(), src_type, numel, scale);
+          const int64_t count = scale_cast_counting(actual.data(), dst_type, source.data(), src_type, numel, scale);
+          CHECK(actual == expected);
+          CHECK_EQ(count, count_non_finite(source.data(), src_type, numel));
         }
       }
     }

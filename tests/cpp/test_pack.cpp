@@ -61,11 +61,9 @@ std::vector<int64_t> interesting_sizes() {
 
 TEST(scale_cast_agrees_with_the_reference_for_all_types_sizes_and_scales) {
   for_each_capability([] {
-    for (const DType dst_type : kFloatTypes) {
-      for (const DType src_type : kFloatTypes) {
-        for (const int64_t numel : interesting_sizes()) {
-          for (const double scale : kScales) check_call(dst_type, src_type, numel, scale, 0);
-        }
+    for (const auto& [dst_type, src_type] : reference::float_pairs()) {
+      for (const int64_t numel : interesting_sizes()) {
+        for (const double scale : kScales) check_call(dst_type, src_type, numel, scale, 0);
       }
     }
   });
@@ -73,11 +71,9 @@ TEST(scale_cast_agrees_with_the_reference_for_all_types_sizes_and_scales) {
 
 TEST(scale_cast_takes_any_alignment) {
   for_each_capability([] {
-    for (const DType dst_type : kFloatTypes) {
-      for (const DType src_type : kFloatTypes) {
-        for (const int64_t misalignment : {1, 2, 4, 6, 8, 12, 31, 33}) {
-          for (const int64_t numel : {1, 7, 16, 37, 129}) check_call(dst_type, src_type, numel, 0.25, misalignment);
-        }
+    for (const auto& [dst_type, src_type] : reference::float_pairs()) {
+      for (const int64_t misalignment : {1, 2, 4, 6, 8, 12, 31, 33}) {
+        for (const int64_t numel : {1, 7, 16, 37, 129}) check_call(dst_type, src_type, numel, 0.25, misalignment);
       }
     }
   });
@@ -161,19 +157,17 @@ TEST(nan_keeps_sign_and_upper_payload_and_becomes_quiet) {
 }
 
 TEST(instruction_sets_agree_bit_for_bit_on_random_patterns) {
-  for (const DType dst_type : kFloatTypes) {
-    for (const DType src_type : kFloatTypes) {
-      constexpr int64_t kNumel = 5003;
-      const Bytes source = reference::random_elements(src_type, kNumel, 11);
-      Bytes generic(static_cast<size_t>(kNumel * item_size(dst_type)));
-      CHECK(set_cpu_capability("generic"));
-      scale_cast(generic.data(), dst_type, source.data(), src_type, kNumel, 0.3);
-      for_each_capability([&] {
-        Bytes actual(generic.size());
-        scale_cast(actual.data(), dst_type, source.data(), src_type, kNumel, 0.3);
-        CHECK(actual == generic);
-      });
-    }
+  for (const auto& [dst_type, src_type] : reference::float_pairs()) {
+    constexpr int64_t kNumel = 5003;
+    const Bytes source = reference::random_elements(src_type, kNumel, 11);
+    Bytes generic(static_cast<size_t>(kNumel * item_size(dst_type)));
+    CHECK(set_cpu_capability("generic"));
+    scale_cast(generic.data(), dst_type, source.data(), src_type, kNumel, 0.3);
+    for_each_capability([&] {
+      Bytes actual(generic.size());
+      scale_cast(actual.data(), dst_type, source.data(), src_type, kNumel, 0.3);
+      CHECK(actual == generic);
+    });
   }
 }
 
@@ -204,9 +198,8 @@ TEST(opaque_elements_are_not_scaled_or_cast) {
 TEST(no_elements_need_no_memory) {
   scale_cast(nullptr, DType::kF32, nullptr, DType::kF32, 0, 1.0);
   for_each_capability([] {
-    for (const DType dst_type : kFloatTypes) {
-      for (const DType src_type : kFloatTypes) scale_cast(nullptr, dst_type, nullptr, src_type, 0, 0.5);
-    }
+    for (const auto& [dst_type, src_type] : reference::float_pairs())
+      scale_cast(nullptr, dst_type, nullptr, src_type, 0, 0.5);
   });
 }
 

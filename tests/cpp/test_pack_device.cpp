@@ -131,13 +131,11 @@ std::vector<int64_t> interesting_numels(DType a, DType b) {
 }
 
 TEST(device_bodies_agree_with_scale_cast_for_all_types_and_sizes) {
-  for (const DType flat_type : kFloatTypes) {
-    for (const DType outside_type : kFloatTypes) {
-      for (const int64_t numel : interesting_numels(flat_type, outside_type)) {
-        for (const double scale : {1.0, 1.0 / 3}) {
-          for (const Direction direction : {Direction::kPack, Direction::kUnpack}) {
-            check_case({direction, flat_type, outside_type, scale, 0, {numel}, {0}, {0}});
-          }
+  for (const auto& [flat_type, outside_type] : reference::float_pairs()) {
+    for (const int64_t numel : interesting_numels(flat_type, outside_type)) {
+      for (const double scale : {1.0, 1.0 / 3}) {
+        for (const Direction direction : {Direction::kPack, Direction::kUnpack}) {
+          check_case({direction, flat_type, outside_type, scale, 0, {numel}, {0}, {0}});
         }
       }
     }
@@ -145,13 +143,11 @@ TEST(device_bodies_agree_with_scale_cast_for_all_types_and_sizes) {
 }
 
 TEST(device_bodies_take_any_alignment_of_both_ends) {
-  for (const DType flat_type : kFloatTypes) {
-    for (const DType outside_type : kFloatTypes) {
-      for (int64_t in_flat = 0; in_flat < 16; in_flat += item_size(flat_type)) {
-        for (int64_t outside = 0; outside < 16; outside += item_size(outside_type)) {
-          const int64_t numel = (in_flat + outside) % 3 == 0 ? 5000 : 61;
-          check_case({Direction::kPack, flat_type, outside_type, 0.3, in_flat, {numel}, {0}, {outside}});
-        }
+  for (const auto& [flat_type, outside_type] : reference::float_pairs()) {
+    for (int64_t in_flat = 0; in_flat < 16; in_flat += item_size(flat_type)) {
+      for (int64_t outside = 0; outside < 16; outside += item_size(outside_type)) {
+        const int64_t numel = (in_flat + outside) % 3 == 0 ? 5000 : 61;
+        check_case({Direction::kPack, flat_type, outside_type, 0.3, in_flat, {numel}, {0}, {outside}});
       }
     }
   }

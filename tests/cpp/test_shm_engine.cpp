@@ -57,27 +57,6 @@ TEST(shm_several_chunks_and_shards_with_tails) {
   }
 }
 
-TEST(shm_results_are_the_same_bits_in_every_run) {
-  constexpr int kSize = 4;
-  for (const int64_t numel : {1000, 100'003}) {
-    Bytes first;
-    for (int run = 0; run < 6; ++run) {
-      Host host(kSize);
-      std::vector<Bytes> results(kSize);
-      check_ranks(kSize, [&](int rank) {
-        const auto engine = host.engine(rank);
-        // Another rank is late in each run.
-        if (rank == run % kSize) std::this_thread::sleep_for(milliseconds(3));
-        Exchange exchange(host, rank, {.numel = numel}, *engine);
-        exchange.finish(*engine);
-        results[static_cast<size_t>(rank)] = exchange.result();
-      });
-      if (run == 0) first = results[0];
-      for (const Bytes& result : results) CHECK(result == first);
-    }
-  }
-}
-
 Spec random_spec(std::mt19937& random, int size) {
   const auto below = [&](uint32_t end) { return random() % end; };
   Spec spec;

@@ -77,22 +77,17 @@ def stop_for(seconds):
 
 
 @pytest.mark.parametrize("late_s", [0.0, 0.4 * LIMIT_S])
-def test_all_who_wait_for_a_stopped_rank_name_it_and_it_errs_when_it_wakes(ddp_class, late_s):
+@on_ranks(3, timeout=20)
+def test_all_who_wait_for_a_stopped_rank_name_it_and_it_errs_when_it_wakes(ddp_class, late_s, rank):
     """Also a rank that began to wait later, and sees another give up first."""
-
-    def work(rank):
-        ddp = trained(ddp_class, rank, timeout=timedelta(seconds=LIMIT_S))
-        if rank == 1:
-            stop_for(2.5 * LIMIT_S)
-        if rank == 2:
-            time.sleep(late_s)
-        return error_of_steps(ddp, rank)
-
-    told = run_ranks(work, 3, timeout=20)
-    for rank in (0, 2):
-        assert_names(told[rank], 1, at_most_s=LIMIT_S + NOTICED_S)
-    assert told[0][2] > 0.9 * LIMIT_S, "nobody knew before the timeout"
-    assert_names(told[1], "[02]")
+    ddp = trained(ddp_class, rank, timeout=timedelta(seconds=LIMIT_S))
+    if rank == 1:
+        stop_for(2.5 * LIMIT_S)
+        return assert_names(error_of_steps(ddp, rank), "[02]")
+    time.sleep(late_s if rank == 2 else 0)
+    told = error_of_steps(ddp, rank)
+    assert_names(told, 1, at_most_s=LIMIT_S + NOTICED_S)
+    assert rank == 2 or told[2] > 0.9 * LIMIT_S, "nobody knew before the timeout"
 
 
 def test_rank_that_leaves_in_good_order(ddp_class):
@@ -109,22 +104,17 @@ def test_rank_that_leaves_in_good_order(ddp_class):
     assert any("has left" in told[rank][1] for rank in (0, 2)), told
 
 
-def test_exception_in_the_forward_of_one_rank(ddp_class):
+@on_ranks(2, timeout=20)
+def test_exception_in_the_forward_of_one_rank(ddp_class, rank):
     """It lives, and says nothing: the others are held up no longer than `timeout`."""
-
-    def work(rank):
-        ddp = trained(ddp_class, rank, timeout=timedelta(seconds=LIMIT_S))
-        if rank == 1:
-            handle = ddp.module.middle.register_forward_hook(lambda *_: 1 / 0)
-            with pytest.raises(ZeroDivisionError):
-                step_on(ddp, rank, STEPS_BEFORE)
-            handle.remove()
-            time.sleep(LIMIT_S + NOTICED_S)
-        return error_of_steps(ddp, rank)
-
-    told = run_ranks(work, 2, timeout=20)
-    assert_names(told[0], 1, at_most_s=LIMIT_S + NOTICED_S)
-    assert_names(told[1], 0)
+    ddp = trained(ddp_class, rank, timeout=timedelta(seconds=LIMIT_S))
+    if rank == 1:
+        handle = ddp.module.middle.register_forward_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            step_on(ddp, rank, STEPS_BEFORE)
+        handle.remove()
+        time.sleep(LIMIT_S + NOTICED_S)
+    assert_names(error_of_steps(ddp, rank), 1 - rank, at_most_s=NOTICED_S + LIMIT_S * (rank == 0))
 
 
 def test_death_of_a_rank_whose_child_lives_on(ddp_class, tmp_path):
@@ -231,7 +221,8 @@ def test_wrapping_again_and_again_leaves_no_file_open(ddp_class, rank):
     assert not segments_of()
 
 
-def test_late_writes_of_a_stopped_rank_reach_nobody(ddp_class):
+@on_ranks(3, timeout=30)
+def test_late_writes_of_a_stopped_rank_reach_nobody(ddp_class, rank):
     """It wakes with a piece of an old sum in its hands, while the others train on without it."""
     peers = [0, 2]
     width = 128  # gradients of several chunks, which ranks take from each other
@@ -239,21 +230,17 @@ def test_late_writes_of_a_stopped_rank_reach_nobody(ddp_class):
     def train(ddp, rank, step):
         loss_of(ddp(batch(rank, step, 5, width))).backward()
 
-    def work(rank):
-        ddp = ddp_class(seeded(lambda: Mlp(width)), transport="shm", timeout=timedelta(seconds=0.5 * LIMIT_S))
-        if rank == 1:
-            threading.Timer(0.1, stop_for, [1.2 * LIMIT_S]).start()
-        told = error_of(lambda: [train(ddp, rank, step) for step in range(100_000)])
-        if rank in peers:
-            started_s = time.monotonic()
-            group = dist.new_group(peers, use_local_synchronization=True)
-            ddp._update_process_group(group)
-            enough = torch.zeros(())
-            while enough.item() == 0:
-                assert_steps_of(ddp, rank, peers, run=train)
-                enough.fill_(time.monotonic() - started_s > LIMIT_S)
-                dist.all_reduce(enough, group=group)
-        return told
-
-    for types, text, _ in run_ranks(work, 3, timeout=30):
-        assert "TransportError" in types, text
+    ddp = ddp_class(seeded(lambda: Mlp(width)), transport="shm", timeout=timedelta(seconds=0.5 * LIMIT_S))
+    if rank == 1:
+        threading.Timer(0.1, stop_for, [1.2 * LIMIT_S]).start()
+    types, text, _ = error_of(lambda: [train(ddp, rank, step) for step in range(100_000)])
+    assert "TransportError" in types, text
+    if rank in peers:
+        started_s = time.monotonic()
+        group = dist.new_group(peers, use_local_synchronization=True)
+        ddp._update_process_group(group)
+        enough = torch.zeros(())
+        while enough.item() == 0:
+            assert_steps_of(ddp, rank, peers, run=train)
+            enough.fill_(time.monotonic() - started_s > LIMIT_S)
+            dist.all_reduce(enough, group=group)
