@@ -1,12 +1,14 @@
 // A test framework in one header: TEST registers a function, CHECK* report and go on, main.cpp runs them all.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <exception>
 #include <ostream>
 #include <sstream>
 #include <string>
 #include <string_view>
+#include <type_traits>
 #include <vector>
 
 namespace torchddp::testing {
@@ -81,6 +83,36 @@ void check_throws(const Call& call, const std::vector<std::string_view>& parts, 
     return;
   }
   report_failure(file, line, "nothing was thrown");
+}
+
+// The text of the exception of this type that the call throws, or "".
+template <class Exception, class Call>
+std::string thrown_by(const Call& call) {
+  try {
+    call();
+  } catch (const Exception& error) {
+    return error.what();
+  }
+  return "";
+}
+
+inline bool has(const std::string& text, const std::vector<std::string_view>& words) {
+  return std::ranges::all_of(words, [&](const auto& word) { return text.find(word) != std::string::npos; });
+}
+
+// The parts one after the other; handles as the numbers that they are.
+template <class... Parts>
+std::string line_of(const Parts&... parts) {
+  std::ostringstream line;
+  const auto add = [&](const auto& part) {
+    if constexpr (std::is_same_v<std::decay_t<decltype(part)>, void*>) {
+      line << reinterpret_cast<intptr_t>(part);
+    } else {
+      line << part;
+    }
+  };
+  (add(parts), ...);
+  return line.str();
 }
 
 }  // namespace torchddp::testing

@@ -1,7 +1,6 @@
 // A communicator over the recorders, and what its tests ask.
 #pragma once
 
-#include <algorithm>
 #include <functional>
 #include <memory>
 #include <string>
@@ -17,9 +16,19 @@ namespace torchddp::gpu {
 
 using namespace std::chrono_literals;
 using testing::Diary;
+using testing::has;
 using testing::RecordingDevice;
 using testing::RecordingNccl;
 using Lines = std::vector<std::string>;
+
+inline bool soon(const std::function<bool()>& condition) {
+  const auto deadline = std::chrono::steady_clock::now() + 5s;
+  while (!condition()) {
+    if (std::chrono::steady_clock::now() > deadline) return false;
+    std::this_thread::sleep_for(1ms);
+  }
+  return true;
+}
 
 struct Fixture {
   Diary diary;
@@ -38,21 +47,31 @@ struct Fixture {
         },
         std::move(keep));
   }
+  // Whether the thread that the table was left to ends once it is let go.
+  bool ends_without(std::atomic<bool>& hangs) {
+    const std::weak_ptr<RecordingNccl> alive = nccl;
+    nccl->let_go(hangs);
+    return soon([&] { return alive.use_count() == 1; });
+  }
+};
+
+// One that is there from the beginning, and an operation of it.
+struct Joined : Fixture {
+  using Fixture::all_reduce;
+  void all_reduce(int64_t numel = 8, int64_t bucket = -1, std::shared_ptr<void> keep = nullptr) {
+    all_reduce(*comm, ticket, numel, bucket, std::move(keep));
+  }
+  void check_aborts_once() {
+    CHECK(soon([&] { return diary.count("abort") == 1; }));
+  }
+
+  std::unique_ptr<Communicator> comm = make();
+  Ticket ticket;
 };
 
 template <typename Body>
-std::string error_of(Body&& body) {
-  try {
-    body();
-  } catch (const TransportError& error) {
-    return error.what();
-  }
-  return "";
-}
-
-inline bool has(const std::string& text, std::initializer_list<const char*> words) {
-  return std::all_of(words.begin(), words.end(),
-                     [&](const char* word) { return text.find(word) != std::string::npos; });
+std::string error_of(const Body& body) {
+  return testing::thrown_by<TransportError>(body);
 }
 
 // Calls NCCL as another thread does.
@@ -66,14 +85,5 @@ struct Caller {
   std::string error;
   std::thread thread;
 };
-
-inline bool soon(const std::function<bool()>& condition) {
-  const auto deadline = std::chrono::steady_clock::now() + 5s;
-  while (!condition()) {
-    if (std::chrono::steady_clock::now() > deadline) return false;
-    std::this_thread::sleep_for(1ms);
-  }
-  return true;
-}
 
 }  // namespace torchddp::gpu

@@ -16,24 +16,10 @@
 
 #include <cstdio>
 
+#include "check.h"
 #include "gpu/communicator.h"
 
 namespace torchddp::testing {
-
-// Of the parts, one after the other; handles as the numbers that they are.
-template <typename... Parts>
-std::string line_of(const Parts&... parts) {
-  std::ostringstream line;
-  const auto add = [&](const auto& part) {
-    if constexpr (std::is_same_v<std::decay_t<decltype(part)>, void*>) {
-      line << reinterpret_cast<intptr_t>(part);
-    } else {
-      line << part;
-    }
-  };
-  (add(parts), ...);
-  return line.str();
-}
 
 // One diary for both, so that the order between them shows.
 class Diary {

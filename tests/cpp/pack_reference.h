@@ -5,7 +5,9 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <numeric>
 #include <random>
+#include <utility>
 #include <vector>
 
 #include "kernels/kernel_table.h"
@@ -14,8 +16,21 @@
 namespace torchddp::kernels::reference {
 
 using Bytes = std::vector<unsigned char>;
+using Floats = std::vector<float>;
+
+inline constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+inline constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 inline constexpr DType kFloatTypes[] = {DType::kF64, DType::kF32, DType::kF16, DType::kBF16};
+
+// Each with each.
+inline std::vector<std::pair<DType, DType>> float_pairs() {
+  std::vector<std::pair<DType, DType>> pairs;
+  for (const DType one : kFloatTypes) {
+    for (const DType other : kFloatTypes) pairs.emplace_back(one, other);
+  }
+  return pairs;
+}
 
 // A 16-bit format: sign, exponent, `mantissa_bits` of mantissa.
 struct Format {
@@ -115,12 +130,44 @@ inline int64_t first_difference(const unsigned char* actual, const unsigned char
   return -1;
 }
 
+inline bool same_bits(const Floats& a, const Floats& b) {
+  return a.size() == b.size() && (a.empty() || std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0);
+}
+
+inline Bytes random_bytes(int64_t size, uint32_t seed) {
+  std::mt19937 random(seed);
+  Bytes data(static_cast<size_t>(size));
+  for (unsigned char& byte : data) byte = static_cast<unsigned char>(random());
+  return data;
+}
+
+// The data behind so many bytes, in memory that ends with it: ASan sees a read past it.
+inline Bytes shifted_by(const Bytes& data, size_t misalignment) {
+  Bytes shifted(misalignment);
+  shifted.insert(shifted.end(), data.begin(), data.end());
+  shifted.shrink_to_fit();
+  return shifted;
+}
+
+// Every number of 16 bits.
+inline std::vector<uint16_t> all_halves() {
+  std::vector<uint16_t> halves(65536);
+  std::iota(halves.begin(), halves.end(), uint16_t{0});
+  return halves;
+}
+
+// What `scale_cast` must write.
+inline Bytes scale_cast(DType dst_type, const unsigned char* source, DType src_type, int64_t numel, double scale) {
+  Bytes expected(static_cast<size_t>(numel * item_size(dst_type)));
+  for (int64_t i = 0; i < numel; ++i) scale_cast_one(expected.data(), dst_type, i, source, src_type, i, scale);
+  return expected;
+}
+
 // Ordinary values with special ones and random bit patterns strewn in.
 inline Bytes random_elements(DType dtype, int64_t numel, uint32_t seed) {
-  std::mt19937 random(seed);
-  Bytes data(static_cast<size_t>(numel * item_size(dtype)));
-  for (unsigned char& byte : data) byte = static_cast<unsigned char>(random());
+  Bytes data = random_bytes(numel * item_size(dtype), seed);
   if (!is_float(dtype)) return data;
+  std::mt19937 random(seed + 1);
   const double specials[] = {
       0.0,      -0.0,    INFINITY,  -INFINITY, NAN,      65504,    65519,    65520,
       0x1p-24,  0x1p-25, 0x1.8p-25, 0x1p-14,   0x1p-126, 0x1p-133, 0x1p-149, 3.4028234663852886e38,

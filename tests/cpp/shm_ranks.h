@@ -2,6 +2,7 @@
 // inputs of a closed form and their expected results.
 #pragma once
 
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -9,9 +10,12 @@
 #include <atomic>
 #include <bit>
 #include <chrono>
+#include <csignal>
+#include <cstdio>
 #include <cstring>
 #include <functional>
 #include <memory>
+#include <source_location>
 #include <stdexcept>
 #include <string>
 #include <thread>
@@ -48,7 +52,7 @@ std::vector<std::string> run_ranks(int size, const Body& body) {
       try {
         body(rank);
       } catch (const std::exception& error) {
-        errors[static_cast<size_t>(rank)] = std::string("threw ") + error.what();
+        errors[static_cast<size_t>(rank)] = error.what();
       }
     });
   }
@@ -61,27 +65,76 @@ void check_ranks(int size, const Body& body) {
   for (const std::string& error : run_ranks(size, body)) CHECK_EQ(error, "");
 }
 
+using testing::has;
+
 // What a call throws, "" if nothing.
 template <class Call>
 std::string error_of(const Call& call) {
-  try {
-    call();
-  } catch (const TransportError& error) {
-    return error.what();
-  }
-  return "";
-}
-
-inline bool contains_all(const std::string& text, const std::vector<std::string>& parts) {
-  for (const auto& part : parts) {
-    if (text.find(part) == std::string::npos) return false;
-  }
-  return true;
+  return testing::thrown_by<TransportError>(call);
 }
 
 inline int64_t ms_since(Clock::time_point start) {
   return std::chrono::duration_cast<milliseconds>(Clock::now() - start).count();
 }
+
+// Checks that what follows in its scope is over quickly.
+class Quickly {
+ public:
+  explicit Quickly(std::source_location place = std::source_location::current()) : place_(place) {}
+  ~Quickly() {
+    testing::check_true(ms_since(since_) < kQuickly.count(), "over quickly", place_.file_name(),
+                        static_cast<int>(place_.line()));
+  }
+  Quickly(const Quickly&) = delete;
+  Quickly& operator=(const Quickly&) = delete;
+
+ private:
+  const std::source_location place_;
+  const Clock::time_point since_ = Clock::now();
+};
+
+// Makes a call in a moment, from a thread of its own.
+class Later {
+ public:
+  explicit Later(std::function<void()> call, milliseconds delay = milliseconds(40))
+      : thread_([call = std::move(call), delay] {
+          std::this_thread::sleep_for(delay);
+          call();
+        }) {}
+  ~Later() { thread_.join(); }
+
+ private:
+  std::thread thread_;
+};
+
+// Runs `body` in a child, whose exit status is what that returns, 99 if it throws.
+class Process {
+ public:
+  template <class Body>
+  explicit Process(const Body& body) : pid_(fork()) {
+    if (pid_ != 0) return;
+    int status = 99;
+    try {
+      status = body();
+    } catch (const std::exception& error) {
+      std::fprintf(stderr, "child: %s\n", error.what());
+    }
+    _exit(status);
+  }
+  Process(const Process&) = delete;
+  Process& operator=(const Process&) = delete;
+
+  void kill() const { ::kill(pid_, SIGKILL); }
+  // Waits; -1 if it was killed.
+  int end() const {
+    int status = 0;
+    waitpid(pid_, &status, 0);
+    return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
+  }
+
+ private:
+  const pid_t pid_;
+};
 
 // Called group rank 10, 11, ... in errors, so that they can't be taken for places on this host.
 class Host {
@@ -146,6 +199,9 @@ struct Spec {
   int root = 0;
   uint32_t salt = 0;
 };
+
+constexpr OpKind kKinds[] = {OpKind::kAllReduce, OpKind::kReduceScatter, OpKind::kAllGather, OpKind::kBroadcast,
+                             OpKind::kScatter,   OpKind::kAllToAll,      OpKind::kReduce};
 
 inline bool is_split(OpKind kind) {
   return kind == OpKind::kReduceScatter || kind == OpKind::kScatter || kind == OpKind::kAllToAll;
@@ -298,6 +354,7 @@ class Exchange {
     input_ = stamped(spec, rank, operation_.numel);
     output_.resize(expected_.size());
   }
+  Exchange(Host& host, int rank, const Spec& spec, Engine& engine) : Exchange(host, rank, spec) { start(engine); }
   ~Exchange() {
     if (block_ != nullptr) segment_.release(block_);
   }
@@ -361,9 +418,15 @@ class Exchange {
 };
 
 inline void run_one(Host& host, Engine& engine, int rank, const Spec& spec) {
-  Exchange exchange(host, rank, spec);
-  exchange.start(engine);
-  exchange.finish(engine);
+  Exchange(host, rank, spec, engine).finish(engine);
+}
+
+// Every rank runs every operation and waits for it.
+inline void run_all(Host& host, const std::vector<Spec>& specs) {
+  check_ranks(host.size(), [&](int rank) {
+    const auto engine = host.engine(rank);
+    for (const Spec& spec : specs) run_one(host, *engine, rank, spec);
+  });
 }
 
 }  // namespace torchddp::shm

@@ -34,9 +34,7 @@ TEST(gpu_operations_under_way_have_events_of_their_own_which_come_back) {
   const auto comm = f.make();
   f.device->idle = false;
   std::array<Ticket, 3> tickets;
-  for (auto& ticket : tickets) {
-    f.all_reduce(*comm, ticket);
-  }
+  for (auto& ticket : tickets) f.all_reduce(*comm, ticket);
   f.diary.take();
   comm->join(tickets[2]);
   comm->join(tickets[0]);
@@ -57,60 +55,55 @@ TEST(gpu_operations_under_way_have_events_of_their_own_which_come_back) {
 }
 
 TEST(gpu_what_an_operation_uses_goes_when_it_is_joined) {
-  Fixture f;
-  const auto comm = f.make();
+  Joined f;
   f.device->idle = false;
   auto memory = std::make_shared<int>(3);
   const std::weak_ptr<int> alive = memory;
-  Ticket ticket;
-  f.all_reduce(*comm, ticket, 8, 0, std::move(memory));
+  f.all_reduce(8, 0, std::move(memory));
   CHECK(!alive.expired());
   f.diary.take();
-  comm->join(ticket);  // what is queued behind this wait may use the memory
+  f.comm->join(f.ticket);  // what is queued behind this wait may use the memory
   CHECK(f.diary.take() == (Lines{"s1 waits e2"}));
   CHECK(alive.expired());
-  comm->join(ticket);
+  f.comm->join(f.ticket);
   f.device->idle = true;
 }
 
 TEST(gpu_what_an_abandoned_operation_uses_lives_until_the_device_is_done) {
-  Fixture f;
-  const auto comm = f.make();
+  Joined f;
   f.device->idle = false;
   auto memory = std::make_shared<int>(3);
   const std::weak_ptr<int> alive = memory;
   Ticket abandoned;
   Ticket next;
-  f.all_reduce(*comm, abandoned, 8, 0, std::move(memory));
+  f.all_reduce(*f.comm, abandoned, 8, 0, std::move(memory));
   std::this_thread::sleep_for(20ms);
   CHECK(!alive.expired());
   f.device->idle = true;
   // Not on the watchdog's thread: at the next call.
   CHECK(soon([&] {
-    f.all_reduce(*comm, next);
-    comm->join(next);
+    f.all_reduce(*f.comm, next);
+    f.comm->join(next);
     return alive.expired();
   }));
 }
 
 TEST(gpu_an_operation_in_a_graph_is_joined_by_its_own_event_and_not_watched) {
-  Fixture f;
+  Joined f;
   f.timeout = 5ms;
-  const auto comm = f.make();
   f.device->captures = true;
   f.device->idle = false;  // an event of a graph is never seen to finish
-  Ticket ticket;
   f.diary.take();
-  f.all_reduce(*comm, ticket);
-  comm->join(ticket);
+  f.all_reduce();
+  f.comm->join(f.ticket);
   CHECK(f.diary.take() == (Lines{"record e1 s1", "s2 waits e1", "all_reduce 8 s2", "record e2 s2", "s1 waits e2"}));
-  CHECK(comm->ended(ticket));
+  CHECK(f.comm->ended(f.ticket));
   std::this_thread::sleep_for(30ms);
-  CHECK_EQ(error_of([&] { comm->check(); }), "");
+  CHECK_EQ(error_of([&] { f.comm->check(); }), "");
   const auto alive = f.device->alive.load();
-  f.all_reduce(*comm, ticket);  // the same event again
+  f.all_reduce();  // the same event again
   CHECK_EQ(f.device->alive.load(), alive);
-  comm->forget(ticket);
+  f.comm->forget(f.ticket);
   CHECK_EQ(f.device->alive.load(), alive - 1);
 }
 
@@ -146,43 +139,38 @@ TEST(gpu_a_peer_that_is_late_for_the_first_call_has_the_time_of_an_operation) {
 }
 
 TEST(gpu_a_call_that_stays_in_progress_runs_into_the_time_limit) {
-  Fixture f;
+  Joined f;
   f.timeout = 20ms;
-  const auto comm = f.make();
   f.nccl->call_result = kNcclInProgress;
   f.nccl->async = kNcclInProgress;
-  Ticket ticket;
-  const auto message = error_of([&] { f.all_reduce(*comm, ticket, 8, 2); });
+  const auto message = error_of([&] { f.all_reduce(8, 2); });
   CHECK(has(message, {"rank 1 of 4", "all_reduce of 8 elements (bucket 2)", "did not get under way within 20 ms"}));
   f.nccl->async = kNcclSuccess;
-  CHECK(soon([&] { return f.diary.count("abort") == 1; }));
+  f.check_aborts_once();
 }
 
 // The abort frees it.
 TEST(gpu_a_call_that_is_stuck_inside_runs_into_the_time_limit) {
-  Fixture f;
-  auto comm = f.make();
+  Joined f;
   f.nccl->connect_hangs = true;
   f.timeout = 20ms;
   Ticket stuck;
-  CHECK(has(error_of([&] { f.all_reduce(*comm, stuck, 8, 2); }),
+  CHECK(has(error_of([&] { f.all_reduce(*f.comm, stuck, 8, 2); }),
             {"rank 1 of 4", "all_reduce of 8 elements (bucket 2)", "did not get under way within 20 ms"}));
-  CHECK(has(error_of([&] { comm->check(); }), {"bucket 2"}));
+  CHECK(has(error_of([&] { f.comm->check(); }), {"bucket 2"}));
   CHECK_EQ(f.diary.count("abort"), 1);
-  comm.reset();
+  f.comm.reset();
   CHECK(!f.nccl->used_after_abort);
   CHECK_EQ(f.device->alive.load(), 0);
 }
 
 TEST(gpu_a_group_that_is_stuck_leaves_an_aborted_communicator_alone) {
-  Fixture f;
-  const auto comm = f.make();
+  Joined f;
   f.nccl->connect_hangs = true;
   std::array<Memory, 1> others{{{&f, 8}}};
-  Ticket ticket;
   const auto message = error_of([&] {
-    comm->start(
-        ticket, {"all_reduce", 8, 2, 20ms},
+    f.comm->start(
+        f.ticket, {"all_reduce", 8, 2, 20ms},
         [&](Comm handle, Stream stream) {
           return all_reduce_together(*f.nccl, handle, stream, kernels::DType::kF32, {&f, 4}, others, 0.25, 4);
         },
@@ -194,20 +182,18 @@ TEST(gpu_a_group_that_is_stuck_leaves_an_aborted_communicator_alone) {
 }
 
 TEST(gpu_an_operation_that_does_not_end_breaks_the_communicator) {
-  Fixture f;
+  Joined f;
   f.timeout = 20ms;
-  auto comm = f.make();
   f.device->idle = false;
-  Ticket ticket;
-  f.all_reduce(*comm, ticket, 1000, 3);
-  comm->join(ticket);  // queues a wait: does not block, does not throw
-  CHECK(soon([&] { return f.diary.count("abort") == 1; }));
-  const auto message = error_of([&] { comm->check(); });
+  f.all_reduce(1000, 3);
+  f.comm->join(f.ticket);  // queues a wait: does not block, does not throw
+  f.check_aborts_once();
+  const auto message = error_of([&] { f.comm->check(); });
   CHECK(has(message, {"rank 1 of 4", "all_reduce of 1000 elements (bucket 3)", "20 ms", "aborted"}));
-  CHECK_EQ(error_of([&] { comm->join(ticket); }), message);
-  CHECK_EQ(error_of([&] { f.all_reduce(*comm, ticket); }), message);
-  CHECK(comm->ended(ticket));
-  comm.reset();
+  CHECK_EQ(error_of([&] { f.comm->join(f.ticket); }), message);
+  CHECK_EQ(error_of([&] { f.all_reduce(); }), message);
+  CHECK(f.comm->ended(f.ticket));
+  f.comm.reset();
   CHECK_EQ(f.diary.count("abort"), 1);
   CHECK_EQ(f.diary.count("finalize") + f.diary.count("destroy"), 0);
   CHECK_EQ(f.device->alive.load(), 0);
@@ -228,66 +214,57 @@ TEST(gpu_the_longest_of_timeouts_is_waited_for) {
 }
 
 TEST(gpu_time_counts_from_the_end_of_the_operation_before) {
-  Fixture f;
+  Joined f;
   f.timeout = 1000ms;
-  const auto comm = f.make();
   std::array<Ticket, 2> tickets;
   for (int i = 0; i < 5; ++i) {  // 1.5 s in all, none of it too long
     f.device->idle = false;
-    f.all_reduce(*comm, tickets[0]);
+    f.all_reduce(*f.comm, tickets[0]);
     std::this_thread::sleep_for(300ms);
     const int before = f.device->seen_idle;
     f.device->idle = true;
     CHECK(soon([&] { return f.device->seen_idle > before; }));
   }
-  CHECK_EQ(error_of([&] { comm->check(); }), "");
+  CHECK_EQ(error_of([&] { f.comm->check(); }), "");
 }
 
 TEST(gpu_an_asynchronous_error_breaks_the_communicator) {
-  Fixture f;
-  auto comm = f.make();
+  Joined f;
   f.device->idle = false;
-  Ticket ticket;
-  f.all_reduce(*comm, ticket, 10, 1);
+  f.all_reduce(10, 1);
   f.nccl->async = 6;
-  CHECK(soon([&] { return f.diary.count("abort") == 1; }));
-  CHECK(
-      has(error_of([&] { comm->check(); }), {"rank 1 of 4", "error 6", "during all_reduce of 10 elements (bucket 1)"}));
+  f.check_aborts_once();
+  CHECK(has(error_of([&] { f.comm->check(); }),
+            {"rank 1 of 4", "error 6", "during all_reduce of 10 elements (bucket 1)"}));
 }
 
 TEST(gpu_a_call_that_fails_breaks_the_communicator_at_once) {
-  Fixture f;
-  const auto comm = f.make();
+  Joined f;
   f.nccl->call_result = 5;
-  Ticket ticket;
-  CHECK(has(error_of([&] { f.all_reduce(*comm, ticket); }), {"all_reduce of 8 elements failed", "error 5"}));
+  CHECK(has(error_of([&] { f.all_reduce(); }), {"all_reduce of 8 elements failed", "error 5"}));
   f.nccl->call_result = kNcclSuccess;
-  CHECK(has(error_of([&] { f.all_reduce(*comm, ticket); }), {"error 5"}));
-  CHECK(soon([&] { return f.diary.count("abort") == 1; }));
+  CHECK(has(error_of([&] { f.all_reduce(); }), {"error 5"}));
+  f.check_aborts_once();
 }
 
 TEST(gpu_a_device_that_fails_is_a_transport_error) {
-  Fixture f;
-  const auto comm = f.make();
+  Joined f;
   f.device->broken = true;
-  Ticket ticket;
-  CHECK(has(error_of([&] { f.all_reduce(*comm, ticket); }), {"could not be queued", "fallen off the bus"}));
+  CHECK(has(error_of([&] { f.all_reduce(); }), {"could not be queued", "fallen off the bus"}));
 }
 
 TEST(gpu_a_communicator_in_a_graph_is_left_behind) {
-  Fixture f;
-  auto comm = f.make();
-  auto memory = comm->allocate(4096);
-  comm->memory_state();
-  comm->commit_memory(1s);
+  Joined f;
+  auto memory = f.comm->allocate(4096);
+  f.comm->memory_state();
+  f.comm->commit_memory(1s);
   f.device->captures = true;
-  Ticket ticket;
-  f.all_reduce(*comm, ticket);
-  comm->join(ticket);
-  comm->forget(ticket);
+  f.all_reduce();
+  f.comm->join(f.ticket);
+  f.comm->forget(f.ticket);
   f.device->captures = false;
   f.diary.take();
-  comm.reset();  // NCCL's own leaving waits for the graph
+  f.comm.reset();  // NCCL's own leaving waits for the graph
   CHECK_EQ(f.diary.count("finalize") + f.diary.count("destroy") + f.diary.count("abort"), 0);
   CHECK_EQ(f.device->alive.load(), 0);
   memory.reset();
@@ -296,23 +273,21 @@ TEST(gpu_a_communicator_in_a_graph_is_left_behind) {
 
 // Nothing is in flight when graphs are replayed, and nobody calls.
 TEST(gpu_errors_are_looked_for_once_something_was_captured) {
-  Fixture f;
-  const auto comm = f.make();
+  Joined f;
   std::this_thread::sleep_for(20ms);
   CHECK_EQ(f.nccl->asked.load(), 0);
   f.device->captures = true;
-  Ticket ticket;
-  f.all_reduce(*comm, ticket);
-  comm->join(ticket);
+  f.all_reduce();
+  f.comm->join(f.ticket);
   f.device->captures = false;
   CHECK(soon([&] { return f.nccl->asked > 2; }));
   const testing::StderrInto captured;
   f.nccl->async = 6;
-  CHECK(soon([&] { return f.diary.count("abort") == 1; }));
+  f.check_aborts_once();
   CHECK(has(captured.text(), {"torchddp: rank 1 of 4: NCCL reports: error 6"}));
-  CHECK(has(error_of([&] { comm->check(); }), {"error 6"}));
-  CHECK(has(error_of([&] { f.all_reduce(*comm, ticket); }), {"error 6"}));
-  comm->forget(ticket);
+  CHECK(has(error_of([&] { f.comm->check(); }), {"error 6"}));
+  CHECK(has(error_of([&] { f.all_reduce(); }), {"error 6"}));
+  f.comm->forget(f.ticket);
 }
 
 TEST(gpu_communicators_of_one_device_launch_in_the_order_of_the_host) {
@@ -336,23 +311,15 @@ TEST(gpu_communicators_of_one_device_launch_in_the_order_of_the_host) {
 }
 
 TEST(gpu_a_spoilt_graph_does_not_break_the_communicator) {
-  Fixture f;
-  const auto comm = f.make();
+  Joined f;
   f.device->captures = true;
   f.device->spoilt_graph = true;
-  Ticket ticket;
-  bool thrown = false;
-  try {
-    f.all_reduce(*comm, ticket);
-  } catch (const CaptureError&) {
-    thrown = true;
-  }
-  CHECK(thrown);
+  CHECK_THROWS(CaptureError, f.all_reduce(), "the graph is spoilt");
   f.device->captures = false;
   f.device->spoilt_graph = false;
-  f.all_reduce(*comm, ticket);
-  comm->join(ticket);
-  CHECK_EQ(error_of([&] { comm->check(); }), "");
+  f.all_reduce();
+  f.comm->join(f.ticket);
+  CHECK_EQ(error_of([&] { f.comm->check(); }), "");
 }
 
 }  // namespace

@@ -15,51 +15,46 @@ struct Raised final : std::runtime_error, SignalInterrupt {
 };
 
 TEST(gpu_an_interrupt_aborts_and_every_later_call_says_why) {
-  Fixture f;
-  auto comm = f.make();
+  Joined f;
   f.device->idle = false;
-  Ticket ticket;
-  f.all_reduce(*comm, ticket);
-  comm->interrupt("rank 3 failed");
-  comm->interrupt("a second reason");
-  CHECK(soon([&] { return f.diary.count("abort") == 1; }));
-  CHECK_EQ(error_of([&] { comm->check(); }), "rank 3 failed");
-  CHECK_EQ(error_of([&] { comm->join(ticket); }), "rank 3 failed");
-  CHECK_EQ(error_of([&] { f.all_reduce(*comm, ticket); }), "rank 3 failed");
-  CHECK_EQ(error_of([&] { comm->allocate(64); }), "rank 3 failed");
-  comm.reset();
+  f.all_reduce();
+  f.comm->interrupt("rank 3 failed");
+  f.comm->interrupt("a second reason");
+  f.check_aborts_once();
+  CHECK_EQ(error_of([&] { f.comm->check(); }), "rank 3 failed");
+  CHECK_EQ(error_of([&] { f.comm->join(f.ticket); }), "rank 3 failed");
+  CHECK_EQ(error_of([&] { f.all_reduce(); }), "rank 3 failed");
+  CHECK_EQ(error_of([&] { f.comm->allocate(64); }), "rank 3 failed");
+  f.comm.reset();
   CHECK_EQ(f.diary.count("abort"), 1);
   CHECK_EQ(f.device->alive.load(), 0);
 }
 
 TEST(gpu_an_interrupt_ends_a_call_that_is_in_progress) {
-  Fixture f;
-  const auto comm = f.make();
+  Joined f;
   f.nccl->call_result = kNcclInProgress;
   f.nccl->in_progress = 1'000'000'000;
-  Ticket ticket;
-  Caller caller([&] { f.all_reduce(*comm, ticket); });
+  Caller caller([&] { f.all_reduce(); });
   std::this_thread::sleep_for(30ms);
-  comm->interrupt("rank 3 failed");
+  f.comm->interrupt("rank 3 failed");
   CHECK_EQ(caller.end(), "rank 3 failed");
   f.nccl->in_progress = 0;
-  CHECK(soon([&] { return f.diary.count("abort") == 1; }));
+  f.check_aborts_once();
 }
 
 TEST(gpu_nobody_waits_for_a_call_that_is_stuck_inside_and_an_interrupt_ends_it) {
-  Fixture f;
-  const auto comm = f.make();
+  Joined f;
   f.device->idle = false;
   Ticket queued;
-  f.all_reduce(*comm, queued);
+  f.all_reduce(*f.comm, queued);
   f.nccl->connect_hangs = true;
   Ticket stuck;
-  Caller caller([&] { f.all_reduce(*comm, stuck); });
+  Caller caller([&] { f.all_reduce(*f.comm, stuck); });
   CHECK(soon([&] { return f.nccl->inside == 1; }));
-  comm->check();
-  comm->join(queued);
-  CHECK(!comm->ended(queued));
-  comm->interrupt("rank 3 failed");
+  f.comm->check();
+  f.comm->join(queued);
+  CHECK(!f.comm->ended(queued));
+  f.comm->interrupt("rank 3 failed");
   CHECK_EQ(caller.end(), "rank 3 failed");
   CHECK(!f.nccl->used_after_abort);
 }
@@ -96,11 +91,8 @@ TEST(gpu_an_abort_that_hangs_holds_nobody_up) {
   const auto since = std::chrono::steady_clock::now();
   comm.reset();
   CHECK(std::chrono::steady_clock::now() - since < 2s);
-  // The thread it was left to needs table and device until it is through.
-  const std::weak_ptr<RecordingNccl> nccl = f.nccl;
-  f.nccl->let_go(f.nccl->abort_hangs);
-  f.device.reset();
-  CHECK(soon([&] { return nccl.use_count() == 1; }));
+  f.device.reset();  // the thread that the abort was left to has one of its own
+  CHECK(f.ends_without(f.nccl->abort_hangs));
 }
 
 TEST(gpu_leaving_with_operations_under_way_aborts_in_time) {
@@ -139,35 +131,31 @@ TEST(gpu_neither_a_stuck_leaving_nor_a_stuck_abort_holds_anybody_up) {
   const auto since = std::chrono::steady_clock::now();
   comm.reset();
   CHECK(std::chrono::steady_clock::now() - since < 3s);
-  const std::weak_ptr<RecordingNccl> nccl = f.nccl;
-  f.nccl->let_go(f.nccl->abort_hangs);
-  CHECK(soon([&] { return nccl.use_count() == 1; }));
+  CHECK(f.ends_without(f.nccl->abort_hangs));
 }
 
 // In the child there is neither the watchdog nor a driver, and a lock that some thread held stays locked.
 TEST(gpu_a_forked_child_drops_its_copies_and_nothing_else) {
-  Fixture f;
-  auto comm = f.make();
-  auto memory = comm->allocate(64);
-  auto left = comm->allocate(64);
+  Joined f;
+  auto memory = f.comm->allocate(64);
+  auto left = f.comm->allocate(64);
   f.device->captures = true;
   Ticket captured;
-  f.all_reduce(*comm, captured);
+  f.all_reduce(*f.comm, captured);
   f.device->captures = false;
   auto clock = std::make_unique<ReadyClock>(f.device, 3);
-  Ticket ticket;
   f.nccl->connect_hangs = true;
-  Caller caller([&] { f.all_reduce(*comm, ticket, 8, -1, std::move(left)); });
+  Caller caller([&] { f.all_reduce(8, -1, std::move(left)); });
   CHECK(soon([&] { return f.nccl->inside == 1; }));
   f.diary.take();
   const auto events = f.device->alive.load();
   const auto child = fork();
   if (child == 0) {
     alarm(20);
-    comm->forget(captured);
+    f.comm->forget(captured);
     memory.reset();
     clock.reset();
-    comm.reset();
+    f.comm.reset();
     _exit(f.diary.take().empty() && f.device->alive == events && f.nccl->blocks == 2 ? 0 : 1);
   }
   int status = -1;
@@ -175,18 +163,18 @@ TEST(gpu_a_forked_child_drops_its_copies_and_nothing_else) {
   CHECK_EQ(status, 0);
   f.nccl->let_go(f.nccl->connect_hangs);
   CHECK_EQ(caller.end(), "");
-  comm->forget(captured);
-  comm->check();
+  f.comm->forget(captured);
+  f.comm->check();
 }
 
 TEST(gpu_a_communicator_that_can_not_be_made_says_why_and_leaves_nothing) {
   Fixture f;
   f.config.connect_timeout = 20ms;
   f.nccl->init_result = 3;
-  CHECK(has(error_of([&] { f.make(); }), {"rank 1 of 4: could not make a NCCL communicator", "error 3"}));
-  f.nccl->refuse_comm = true;
-  CHECK(has(error_of([&] { f.make(); }), {"rank 1 of 4: could not make a NCCL communicator", "error 3"}));
-  f.nccl->refuse_comm = false;
+  for (const bool refuses : {true, false}) {
+    f.nccl->refuse_comm = refuses;
+    CHECK(has(error_of([&] { f.make(); }), {"rank 1 of 4: could not make a NCCL communicator", "error 3"}));
+  }
   f.nccl->init_result = kNcclInProgress;
   f.nccl->async = kNcclInProgress;
   CHECK(has(error_of([&] { f.make(); }), {"could not make a NCCL communicator within 20 ms"}));
@@ -200,9 +188,7 @@ TEST(gpu_a_rank_that_waits_for_the_others_to_connect_is_left_behind) {
   f.nccl->init_hangs = true;
   CHECK(has(error_of([&] { f.make(); }), {"rank 1 of 4", "within 20 ms", "Some rank has not come to it"}));
   CHECK_EQ(f.diary.count("abort"), 0);  // there is nothing yet
-  const std::weak_ptr<RecordingNccl> nccl = f.nccl;
-  f.nccl->let_go(f.nccl->init_hangs);
-  CHECK(soon([&] { return nccl.use_count() == 1; }));
+  CHECK(f.ends_without(f.nccl->init_hangs));
   CHECK_EQ(f.diary.count("abort"), 1);  // what came too late
 }
 
@@ -231,9 +217,8 @@ TEST(gpu_a_library_older_than_the_header_is_refused) {
 TEST(gpu_handlers_of_signals_run_while_a_call_is_in_progress) {
   static std::shared_ptr<void> block;
   static int calls = 0;
-  Fixture f;
-  const auto comm = f.make();
-  block = comm->allocate(64);
+  Joined f;
+  block = f.comm->allocate(64);
   calls = 0;
   f.nccl->call_result = kNcclInProgress;
   f.nccl->async = kNcclInProgress;
@@ -242,17 +227,12 @@ TEST(gpu_handlers_of_signals_run_while_a_call_is_in_progress) {
     if (++calls == 2) throw Raised("KeyboardInterrupt");
   };
   Ticket ticket;
-  std::string raised;
-  try {
-    f.all_reduce(*comm, ticket, 8, 2);
-  } catch (const Raised& error) {
-    raised = error.what();
-  }
+  const auto raised = testing::thrown_by<Raised>([&] { f.all_reduce(*f.comm, ticket, 8, 2); });
   signal_check = nullptr;
   CHECK_EQ(raised, "KeyboardInterrupt");
   CHECK_EQ(calls, 2);
-  CHECK(has(error_of([&] { comm->check(); }), {"handler of a signal", "all_reduce of 8 elements (bucket 2)"}));
-  CHECK(soon([&] { return f.diary.count("abort") == 1; }));
+  CHECK(has(error_of([&] { f.comm->check(); }), {"handler of a signal", "all_reduce of 8 elements (bucket 2)"}));
+  f.check_aborts_once();
   f.nccl->async = kNcclSuccess;
 }
 
@@ -272,10 +252,7 @@ TEST(gpu_a_handler_of_a_signal_can_t_wait_for_the_call_that_it_interrupts) {
     throw Raised("enough");
   };
   Ticket ticket;
-  try {
-    f.all_reduce(*made, ticket, 8, 2);
-  } catch (const Raised&) {
-  }
+  CHECK_THROWS(Raised, f.all_reduce(*made, ticket, 8, 2), "enough");
   signal_check = nullptr;
   CHECK(has(nested,
             {"rank 1 of 4", "broadcast of 3 elements", "handler of a signal", "all_reduce of 8 elements (bucket 2)"}));
@@ -291,17 +268,10 @@ TEST(gpu_handlers_of_signals_run_while_a_communicator_is_made) {
   signal_check = [] {
     if (++calls == 2) throw Raised("KeyboardInterrupt");
   };
-  std::string raised;
-  try {
-    f.make();
-  } catch (const Raised& error) {
-    raised = error.what();
-  }
+  const auto raised = testing::thrown_by<Raised>([&] { f.make(); });
   signal_check = nullptr;
   CHECK_EQ(raised, "KeyboardInterrupt");
-  const std::weak_ptr<RecordingNccl> nccl = f.nccl;
-  f.nccl->let_go(f.nccl->init_hangs);
-  CHECK(soon([&] { return nccl.use_count() == 1; }));
+  CHECK(f.ends_without(f.nccl->init_hangs));
 }
 
 }  // namespace

@@ -21,6 +21,11 @@ struct Fixture {
     }
   }
 
+  void pack() {
+    streams.begin_packing();
+    streams.end_packing();
+  }
+
   Diary diary;
   std::shared_ptr<RecordingDevice> device = std::make_shared<RecordingDevice>(diary);
   BucketStreams streams{device};
@@ -28,8 +33,7 @@ struct Fixture {
 
 TEST(gpu_one_stream_needs_no_event) {
   Fixture f{1, 1};
-  f.streams.begin_packing();
-  f.streams.end_packing();
+  f.pack();
   f.streams.follow();
   f.streams.finish();
   CHECK(f.diary.take().empty());
@@ -46,8 +50,7 @@ TEST(gpu_the_packing_stream_waits_for_all_others_and_they_for_it) {
 TEST(gpu_a_packing_stream_that_made_no_gradient_waits_for_all) {
   Fixture f{3};
   f.device->current = 1;
-  f.streams.begin_packing();
-  f.streams.end_packing();
+  f.pack();
   CHECK(f.diary.take() == (Lines{"record e1 s3", "s1 waits e1", "record e1 s1", "s3 waits e1"}));
   f.streams.begin_step();  // knows none of them any more
   f.streams.begin_packing();
@@ -56,8 +59,7 @@ TEST(gpu_a_packing_stream_that_made_no_gradient_waits_for_all) {
 
 TEST(gpu_a_launch_on_another_stream_waits_for_the_packing) {
   Fixture f{3};
-  f.streams.begin_packing();
-  f.streams.end_packing();
+  f.pack();
   f.device->current = 5;
   f.streams.follow();
   CHECK(f.diary.take() == (Lines{"record e1 s3", "s5 waits e1"}));
@@ -65,8 +67,7 @@ TEST(gpu_a_launch_on_another_stream_waits_for_the_packing) {
 
 TEST(gpu_memory_of_gradients_that_were_reduced_in_place_is_used_again_after_the_reduction) {
   Fixture f{3, 4};
-  f.streams.begin_packing();
-  f.streams.end_packing();
+  f.pack();
   f.diary.take();
   f.device->current = 1;  // where the end of backward has waited for the reduction
   f.streams.finish();

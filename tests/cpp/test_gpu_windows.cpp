@@ -6,23 +6,22 @@ namespace torchddp::gpu {
 namespace {
 
 TEST(gpu_memory_is_registered_and_given_back_where_ranks_agree) {
-  Fixture f;
-  auto comm = f.make();
+  Joined f;
   f.diary.take();
-  auto first = comm->allocate(4096);
-  auto second = comm->allocate(64);
+  auto first = f.comm->allocate(4096);
+  auto second = f.comm->allocate(64);
   CHECK(f.diary.take().empty());
-  CHECK(comm->memory_state() != 0);
-  comm->commit_memory(1s);
+  CHECK(f.comm->memory_state() != 0);
+  f.comm->commit_memory(1s);
   CHECK(f.diary.take() == (Lines{"register 4096", "register 64"}));
   first.reset();
-  auto third = comm->allocate(128);
+  auto third = f.comm->allocate(128);
   CHECK(f.diary.take().empty());
-  comm->memory_state();
-  comm->commit_memory(1s);
+  f.comm->memory_state();
+  f.comm->commit_memory(1s);
   CHECK(f.diary.take() == (Lines{"synchronize", "deregister", "free", "register 128"}));
   third.reset();
-  comm.reset();
+  f.comm.reset();
   CHECK(f.diary.take() == (Lines{"finalize", "destroy", "synchronize", "free"}));
   second.reset();  // outlived the communicator
   CHECK(f.diary.take() == (Lines{"synchronize", "free"}));
@@ -93,17 +92,16 @@ TEST(gpu_the_order_in_which_memory_is_let_go_of_does_not_matter) {
 }
 
 TEST(gpu_what_comes_after_ranks_told_waits_for_the_next_time) {
-  Fixture f;
-  const auto comm = f.make();
-  auto told = comm->allocate(64);
-  comm->memory_state();
+  Joined f;
+  auto told = f.comm->allocate(64);
+  f.comm->memory_state();
   told.reset();  // by another thread
-  const auto later = comm->allocate(128);
+  const auto later = f.comm->allocate(128);
   f.diary.take();
-  comm->commit_memory(1s);
+  f.comm->commit_memory(1s);
   CHECK(f.diary.take() == (Lines{"register 64"}));
-  comm->memory_state();
-  comm->commit_memory(1s);
+  f.comm->memory_state();
+  f.comm->commit_memory(1s);
   CHECK(f.diary.take() == (Lines{"synchronize", "deregister", "free", "register 128"}));
 }
 
@@ -126,25 +124,23 @@ TEST(gpu_memory_in_use_is_waited_for_before_ranks_tell) {
 }
 
 TEST(gpu_a_registration_that_the_peers_do_not_come_to_is_a_transport_error) {
-  Fixture f;
-  const auto comm = f.make();
-  const auto memory = comm->allocate(64);
-  comm->memory_state();
+  Joined f;
+  const auto memory = f.comm->allocate(64);
+  f.comm->memory_state();
   f.nccl->async = kNcclInProgress;
-  CHECK(has(error_of([&] { comm->commit_memory(20ms); }), {"rank 1 of 4", "registering memory", "within 20 ms"}));
+  CHECK(has(error_of([&] { f.comm->commit_memory(20ms); }), {"rank 1 of 4", "registering memory", "within 20 ms"}));
 }
 
 TEST(gpu_memory_of_torch_makes_room) {
-  Fixture f;
-  const auto comm = f.make();
+  Joined f;
   f.diary.take();
   f.nccl->allocs_that_fail = 1;
-  CHECK(comm->allocate(123) != nullptr);
+  CHECK(f.comm->allocate(123) != nullptr);
   CHECK_EQ(f.diary.count("release_cache"), 1);
   f.nccl->allocs_that_fail = 2;
-  CHECK(comm->allocate(123) == nullptr);  // this rank alone: no error, and nobody was called
+  CHECK(f.comm->allocate(123) == nullptr);  // this rank alone: no error, and nobody was called
   CHECK_EQ(f.diary.count("release_cache"), 2);
-  comm->check();
+  f.comm->check();
 }
 
 TEST(gpu_a_rank_alone_has_no_windows) {
@@ -155,12 +151,11 @@ TEST(gpu_a_rank_alone_has_no_windows) {
 }
 
 TEST(gpu_an_old_library_has_no_windows) {
-  Fixture f;
-  const auto comm = f.make();
-  CHECK(comm->uses_windows());
+  Joined f;
+  CHECK(f.comm->uses_windows());
   // Built against one that has them, so this can't be loaded; but what decides is the lower of the two.
   f.nccl->running = kWindowsVersion - 1;
-  CHECK(!comm->uses_windows());
+  CHECK(!f.comm->uses_windows());
 }
 
 }  // namespace

@@ -13,16 +13,10 @@ namespace torchddp::kernels {
 namespace {
 
 using reference::Bytes;
+using reference::random_bytes;
 
 // Around a word, a stripe, a block and several.
 constexpr int64_t kSizes[] = {0, 1, 7, 8, 9, 63, 64, 65, 127, 1000, 1023, 1024, 1025, 2048, 3000, 5003, 70001};
-
-Bytes random_bytes(int64_t size, uint32_t seed) {
-  std::mt19937 random(seed);
-  Bytes data(static_cast<size_t>(size));
-  for (auto& byte : data) byte = static_cast<unsigned char>(random());
-  return data;
-}
 
 uint64_t hash_of(const Bytes& data) { return hash_bytes(data.data(), static_cast<int64_t>(data.size())); }
 
@@ -58,9 +52,7 @@ TEST(hash_is_the_same_on_every_instruction_set_and_alignment) {
     const uint64_t expected = plain_hash(data);
     for_each_capability([&] {
       for (const size_t misalignment : {0u, 1u, 2u, 6u, 12u, 33u}) {
-        Bytes shifted(misalignment);
-        shifted.insert(shifted.end(), data.begin(), data.end());
-        CHECK_EQ(hash_bytes(shifted.data() + misalignment, size), expected);
+        CHECK_EQ(hash_bytes(reference::shifted_by(data, misalignment).data() + misalignment, size), expected);
       }
     });
   }

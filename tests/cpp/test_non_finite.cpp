@@ -15,12 +15,6 @@ using reference::kFloatTypes;
 // Around one round of vectors, one chunk and several.
 constexpr int64_t kSizes[] = {0, 1, 2, 7, 8, 31, 32, 33, 63, 64, 65, 127, 128, 129, 2047, 2048, 2049, 5003};
 
-Bytes shifted_by(const Bytes& data, size_t misalignment) {
-  Bytes shifted(misalignment);
-  shifted.insert(shifted.end(), data.begin(), data.end());
-  return shifted;
-}
-
 TEST(non_finite_elements_are_counted) {
   for (const DType dtype : kFloatTypes) {
     for (const int64_t numel : kSizes) {
@@ -29,7 +23,7 @@ TEST(non_finite_elements_are_counted) {
       for (int64_t i = 0; i < numel; ++i) expected += std::isfinite(reference::get(data.data(), dtype, i)) ? 0 : 1;
       for_each_capability([&] {
         for (const size_t misalignment : {0u, 2u, 6u, 33u}) {
-          const Bytes shifted = shifted_by(data, misalignment);
+          const Bytes shifted = reference::shifted_by(data, misalignment);
           CHECK_EQ(count_non_finite(shifted.data() + misalignment, dtype, numel), expected);
         }
       });
@@ -67,18 +61,16 @@ TEST(the_largest_numbers_are_finite) {
 
 TEST(scale_cast_counting_casts_and_counts_the_source) {
   for_each_capability([] {
-    for (const DType dst_type : kFloatTypes) {
-      for (const DType src_type : kFloatTypes) {
-        for (const int64_t numel : kSizes) {
-          for (const double scale : {1.0, 1.0 / 3}) {
-            const Bytes source = reference::random_elements(src_type, numel, static_cast<uint32_t>(numel + 5));
-            Bytes expected(static_cast<size_t>(numel * item_size(dst_type)));
-            Bytes actual(expected.size());
-            scale_cast(expected.data(), dst_type, source.data(), src_type, numel, scale);
-            const int64_t count = scale_cast_counting(actual.data(), dst_type, source.data(), src_type, numel, scale);
-            CHECK(actual == expected);
-            CHECK_EQ(count, count_non_finite(source.data(), src_type, numel));
-          }
+    for (const auto& [dst_type, src_type] : reference::float_pairs()) {
+      for (const int64_t numel : kSizes) {
+        for (const double scale : {1.0, 1.0 / 3}) {
+          const Bytes source = reference::random_elements(src_type, numel, static_cast<uint32_t>(numel + 5));
+          Bytes expected(static_cast<size_t>(numel * item_size(dst_type)));
+          Bytes actual(expected.size());
+          scale_cast(expected.data(), dst_type, source.data(), src_type, numel, scale);
+          const int64_t count = scale_cast_counting(actual.data(), dst_type, source.data(), src_type, numel, scale);
+          CHECK(actual == expected);
+          CHECK_EQ(count, count_non_finite(source.data(), src_type, numel));
         }
       }
     }

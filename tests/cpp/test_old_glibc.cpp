@@ -15,12 +15,10 @@ using std::chrono::milliseconds;
 using Clock = std::chrono::steady_clock;
 
 TEST(OldGlibc_CalendarDeadlineIsAsFarAway) {
-  const auto later = calendar_deadline({.tv_sec = 107, .tv_nsec = 200'000'000}, {.tv_sec = 100, .tv_nsec = 900'000'000},
-                                       {.tv_sec = 5'000, .tv_nsec = 0});
+  const auto later = calendar_deadline({107, 200'000'000}, {100, 900'000'000}, {5'000, 0});
   CHECK_EQ(later.tv_sec, 5'006);
   CHECK_EQ(later.tv_nsec, 300'000'000);
-  const auto carried = calendar_deadline({.tv_sec = 100, .tv_nsec = 900'000'000}, {.tv_sec = 100, .tv_nsec = 0},
-                                         {.tv_sec = 5'000, .tv_nsec = 999'999'999});
+  const auto carried = calendar_deadline({100, 900'000'000}, {100, 0}, {5'000, 999'999'999});
   CHECK_EQ(carried.tv_sec, 5'001);
   CHECK_EQ(carried.tv_nsec, 899'999'999);
 }

@@ -1,5 +1,5 @@
 // Contiguous kernels: every type pair, instruction set, size and alignment against the reference.
-#include <bit>
+#include <algorithm>
 #include <cmath>
 #include <stdexcept>
 #include <string>
@@ -21,37 +21,35 @@ constexpr unsigned char kCanary = 0xA5;
 constexpr int64_t kCanaryBytes = 128;
 
 std::string describe(DType dst_type, DType src_type, int64_t numel, double scale, int64_t at) {
-  return std::string(cpu_capability()) + ": type " + std::to_string(static_cast<int>(src_type)) + " -> " +
-         std::to_string(static_cast<int>(dst_type)) + ", numel " + std::to_string(numel) + ", scale " +
-         std::to_string(scale) + ", element " + std::to_string(at);
+  return testing::line_of(cpu_capability(), ": type ", static_cast<int>(src_type), " -> ", static_cast<int>(dst_type),
+                          ", numel ", numel, ", scale ", scale, ", element ", at);
 }
 
 bool is_canary(const unsigned char* begin, const unsigned char* end) {
-  for (; begin != end; ++begin) {
-    if (*begin != kCanary) return false;
-  }
-  return true;
+  return std::all_of(begin, end, [](unsigned char byte) { return byte == kCanary; });
 }
 
-// One call into the middle of a guarded buffer, both ends `misalignment` bytes off.
+// One call into the middle of a guarded buffer, both ends `misalignment` bytes off, and one in place.
 void check_call(DType dst_type, DType src_type, int64_t numel, double scale, int64_t misalignment) {
   const Bytes elements = reference::random_elements(src_type, numel, static_cast<uint32_t>(numel + 1));
-  // Exactly as large as the source, so that ASan sees a read past its end.
-  Bytes source(static_cast<size_t>(misalignment));
-  source.insert(source.end(), elements.begin(), elements.end());
+  Bytes source = reference::shifted_by(elements, static_cast<size_t>(misalignment));
   const int64_t dst_bytes = numel * item_size(dst_type);
   Bytes guarded(static_cast<size_t>(2 * kCanaryBytes + misalignment + dst_bytes), kCanary);
   unsigned char* dst = guarded.data() + kCanaryBytes + misalignment;
   scale_cast(dst, dst_type, source.data() + misalignment, src_type, numel, scale);
 
-  Bytes expected(static_cast<size_t>(dst_bytes) + 1);
-  for (int64_t i = 0; i < numel; ++i) {
-    reference::scale_cast_one(expected.data(), dst_type, i, elements.data(), src_type, i, scale);
-  }
-  const int64_t at = reference::first_difference(dst, expected.data(), dst_type, numel);
-  CHECK_EQ(at < 0 ? "" : describe(dst_type, src_type, numel, scale, at), "");
+  const Bytes expected = reference::scale_cast(dst_type, elements.data(), src_type, numel, scale);
+  const auto check = [&](const unsigned char* actual) {
+    const int64_t at = reference::first_difference(actual, expected.data(), dst_type, numel);
+    CHECK_EQ(at < 0 ? "" : describe(dst_type, src_type, numel, scale, at), "");
+  };
+  check(dst);
   CHECK(is_canary(guarded.data(), dst));
   CHECK(is_canary(dst + dst_bytes, guarded.data() + guarded.size()));
+  if (dst_type != src_type) return;
+  auto* both = source.data() + misalignment;
+  scale_cast(both, dst_type, both, src_type, numel, scale);
+  check(both);
 }
 
 std::vector<int64_t> interesting_sizes() {
@@ -63,11 +61,9 @@ std::vector<int64_t> interesting_sizes() {
 
 TEST(scale_cast_agrees_with_the_reference_for_all_types_sizes_and_scales) {
   for_each_capability([] {
-    for (const DType dst_type : kFloatTypes) {
-      for (const DType src_type : kFloatTypes) {
-        for (const int64_t numel : interesting_sizes()) {
-          for (const double scale : kScales) check_call(dst_type, src_type, numel, scale, 0);
-        }
+    for (const auto& [dst_type, src_type] : reference::float_pairs()) {
+      for (const int64_t numel : interesting_sizes()) {
+        for (const double scale : kScales) check_call(dst_type, src_type, numel, scale, 0);
       }
     }
   });
@@ -75,51 +71,10 @@ TEST(scale_cast_agrees_with_the_reference_for_all_types_sizes_and_scales) {
 
 TEST(scale_cast_takes_any_alignment) {
   for_each_capability([] {
-    for (const DType dst_type : kFloatTypes) {
-      for (const DType src_type : kFloatTypes) {
-        for (const int64_t misalignment : {1, 2, 4, 6, 8, 12, 31, 33}) {
-          for (const int64_t numel : {1, 7, 16, 37, 129}) check_call(dst_type, src_type, numel, 0.25, misalignment);
-        }
+    for (const auto& [dst_type, src_type] : reference::float_pairs()) {
+      for (const int64_t misalignment : {1, 2, 4, 6, 8, 12, 31, 33}) {
+        for (const int64_t numel : {1, 7, 16, 37, 129}) check_call(dst_type, src_type, numel, 0.25, misalignment);
       }
-    }
-  });
-}
-
-TEST(scale_cast_works_in_place) {
-  for_each_capability([] {
-    for (const DType dtype : kFloatTypes) {
-      for (const int64_t numel : interesting_sizes()) {
-        for (const double scale : kScales) {
-          const Bytes source = reference::random_elements(dtype, numel, 7);
-          Bytes actual = source;
-          Bytes expected(source.size());
-          scale_cast(actual.data(), dtype, actual.data(), dtype, numel, scale);
-          for (int64_t i = 0; i < numel; ++i) {
-            reference::scale_cast_one(expected.data(), dtype, i, source.data(), dtype, i, scale);
-          }
-          CHECK_EQ(reference::first_difference(actual.data(), expected.data(), dtype, numel), -1);
-        }
-      }
-    }
-  });
-}
-
-TEST(every_16_bit_number_is_widened_exactly) {
-  for_each_capability([] {
-    for (const DType src_type : {DType::kF16, DType::kBF16}) {
-      std::vector<uint16_t> source(65536);
-      for (size_t i = 0; i < source.size(); ++i) source[i] = static_cast<uint16_t>(i);
-      std::vector<float> widened(source.size());
-      scale_cast(widened.data(), DType::kF32, source.data(), src_type, 65536, 1.0);
-      int64_t num_wrong = 0;
-      for (size_t i = 0; i < source.size(); ++i) {
-        const double expected = reference::decode(source[i], reference::format_of(src_type));
-        const bool same = std::isnan(expected)
-                              ? std::isnan(widened[i])
-                              : expected == widened[i] && std::signbit(expected) == std::signbit(widened[i]);
-        num_wrong += same ? 0 : 1;
-      }
-      CHECK_EQ(num_wrong, 0);
     }
   });
 }
@@ -165,22 +120,21 @@ TEST(narrowing_rounds_to_nearest_even_at_every_boundary) {
   }
 }
 
-TEST(every_16_bit_number_scales_as_in_float) {
-  for_each_capability([] {
-    for (const DType dtype : {DType::kF16, DType::kBF16}) {
-      std::vector<uint16_t> source(65536);
-      for (size_t i = 0; i < source.size(); ++i) source[i] = static_cast<uint16_t>(i);
-      for (const double scale : {1.0 / 3, 0.125, 7e-4, 1.5}) {
-        std::vector<uint16_t> actual(source.size());
-        std::vector<uint16_t> expected(source.size());
-        scale_cast(actual.data(), dtype, source.data(), dtype, 65536, scale);
-        const auto* src = reinterpret_cast<const unsigned char*>(source.data());
-        auto* dst = reinterpret_cast<unsigned char*>(expected.data());
-        for (int64_t i = 0; i < 65536; ++i) reference::scale_cast_one(dst, dtype, i, src, dtype, i, scale);
-        CHECK_EQ(reference::first_difference(reinterpret_cast<unsigned char*>(actual.data()), dst, dtype, 65536), -1);
+TEST(every_16_bit_number_is_widened_exactly_and_scaled_as_in_float) {
+  const std::vector<uint16_t> source = reference::all_halves();
+  const auto* src = reinterpret_cast<const unsigned char*>(source.data());
+  for (const DType src_type : {DType::kF16, DType::kBF16}) {
+    for (const DType dst_type : {DType::kF32, src_type}) {
+      for (const double scale : {1.0, 1.0 / 3, 0.125, 7e-4, 1.5}) {
+        const Bytes expected = reference::scale_cast(dst_type, src, src_type, 65536, scale);
+        for_each_capability([&] {
+          Bytes actual(expected.size());
+          scale_cast(actual.data(), dst_type, source.data(), src_type, 65536, scale);
+          CHECK_EQ(reference::first_difference(actual.data(), expected.data(), dst_type, 65536), -1);
+        });
       }
     }
-  });
+  }
 }
 
 TEST(nan_keeps_sign_and_upper_payload_and_becomes_quiet) {
@@ -203,19 +157,17 @@ TEST(nan_keeps_sign_and_upper_payload_and_becomes_quiet) {
 }
 
 TEST(instruction_sets_agree_bit_for_bit_on_random_patterns) {
-  for (const DType dst_type : kFloatTypes) {
-    for (const DType src_type : kFloatTypes) {
-      constexpr int64_t kNumel = 5003;
-      const Bytes source = reference::random_elements(src_type, kNumel, 11);
-      Bytes generic(static_cast<size_t>(kNumel * item_size(dst_type)));
-      CHECK(set_cpu_capability("generic"));
-      scale_cast(generic.data(), dst_type, source.data(), src_type, kNumel, 0.3);
-      for_each_capability([&] {
-        Bytes actual(generic.size());
-        scale_cast(actual.data(), dst_type, source.data(), src_type, kNumel, 0.3);
-        CHECK(actual == generic);
-      });
-    }
+  for (const auto& [dst_type, src_type] : reference::float_pairs()) {
+    constexpr int64_t kNumel = 5003;
+    const Bytes source = reference::random_elements(src_type, kNumel, 11);
+    Bytes generic(static_cast<size_t>(kNumel * item_size(dst_type)));
+    CHECK(set_cpu_capability("generic"));
+    scale_cast(generic.data(), dst_type, source.data(), src_type, kNumel, 0.3);
+    for_each_capability([&] {
+      Bytes actual(generic.size());
+      scale_cast(actual.data(), dst_type, source.data(), src_type, kNumel, 0.3);
+      CHECK(actual == generic);
+    });
   }
 }
 
@@ -223,20 +175,11 @@ TEST(plain_copies_keep_every_bit) {
   for (int type = 0; type < kNumDTypes; ++type) {
     const auto dtype = static_cast<DType>(type);
     for (const int64_t numel : interesting_sizes()) {
-      Bytes source(static_cast<size_t>(numel * item_size(dtype)));
-      std::mt19937 random(3);
-      for (unsigned char& byte : source) byte = static_cast<unsigned char>(random());
+      const Bytes source = reference::random_bytes(numel * item_size(dtype), 3);
       Bytes actual(source.size());
       scale_cast(actual.data(), dtype, source.data(), dtype, numel, 1.0);
       CHECK(actual == source);
     }
-  }
-}
-
-TEST(item_sizes) {
-  const int64_t expected[] = {8, 4, 2, 2, 1, 1, 2, 4, 8};
-  for (int type = 0; type < kNumDTypes; ++type) {
-    CHECK_EQ(item_size(static_cast<DType>(type)), expected[type]);
   }
 }
 
@@ -255,19 +198,17 @@ TEST(opaque_elements_are_not_scaled_or_cast) {
 TEST(no_elements_need_no_memory) {
   scale_cast(nullptr, DType::kF32, nullptr, DType::kF32, 0, 1.0);
   for_each_capability([] {
-    for (const DType dst_type : kFloatTypes) {
-      for (const DType src_type : kFloatTypes) scale_cast(nullptr, dst_type, nullptr, src_type, 0, 0.5);
-    }
+    for (const auto& [dst_type, src_type] : reference::float_pairs())
+      scale_cast(nullptr, dst_type, nullptr, src_type, 0, 0.5);
   });
 }
 
 TEST(capability_can_be_lowered_and_never_raised) {
   const std::vector<std::string_view> supported = supported_capabilities();
   CHECK_EQ(supported.back(), "generic");
-  CHECK_EQ(std::string_view(choose_capability(nullptr)), supported.front());
-  CHECK_EQ(std::string_view(choose_capability("")), supported.front());
-  CHECK_EQ(std::string_view(choose_capability("avx512")), supported.front());
-  CHECK_EQ(std::string_view(choose_capability("no such set")), supported.front());
+  for (const char* wish : {static_cast<const char*>(nullptr), "", "avx512", "no such set"}) {
+    CHECK_EQ(std::string_view(choose_capability(wish)), supported.front());
+  }
   for (const std::string_view capability : supported) {
     CHECK_EQ(std::string_view(choose_capability(std::string(capability).c_str())), capability);
   }

@@ -67,14 +67,13 @@ struct Case {
   std::vector<int64_t> numels;
   std::vector<int64_t> gaps;           // elements of flat memory before each piece
   std::vector<int64_t> misalignments;  // bytes, of each tensor
-  Schedule schedule;
+  Schedule schedule = {};
   uint32_t seed = 1;
 
   std::string describe() const {
-    return "direction " + std::to_string(static_cast<int>(direction)) + ", flat type " +
-           std::to_string(static_cast<int>(flat_type)) + ", outside type " +
-           std::to_string(static_cast<int>(outside_type)) + ", scale " + std::to_string(scale) + ", " +
-           std::to_string(numels.size()) + " pieces, seed " + std::to_string(seed);
+    return testing::line_of("direction ", static_cast<int>(direction), ", flat type ", static_cast<int>(flat_type),
+                            ", outside type ", static_cast<int>(outside_type), ", scale ", scale, ", ", numels.size(),
+                            " pieces, seed ", seed);
   }
 };
 
@@ -93,15 +92,12 @@ void check_case(const Case& c) {
   for (size_t i = 0; i < pieces.size(); ++i) pieces[i].outside = tensors[i].data();
 
   // Sources hold numbers, destinations a pattern that is not the result.
-  if (pack) {
-    for (size_t i = 0; i < tensors.size(); ++i) {
-      tensors[i].set(reference::random_elements(c.outside_type, c.numels[i], c.seed + static_cast<uint32_t>(i)));
-    }
-    flat.set(Bytes(static_cast<size_t>(flat.bytes()), 0x5A));
-  } else {
-    flat.set(reference::random_elements(c.flat_type, flat_numel, c.seed));
-    for (Tensor& tensor : tensors) tensor.set(Bytes(static_cast<size_t>(tensor.bytes()), 0x5A));
-  }
+  const auto fill = [&](Tensor& tensor, DType dtype, int64_t numel, bool is_source, size_t salt) {
+    tensor.set(is_source ? reference::random_elements(dtype, numel, c.seed + static_cast<uint32_t>(salt))
+                         : Bytes(static_cast<size_t>(tensor.bytes()), 0x5A));
+  };
+  fill(flat, c.flat_type, flat_numel, !pack, 0);
+  for (size_t i = 0; i < tensors.size(); ++i) fill(tensors[i], c.outside_type, c.numels[i], pack, i);
   Bytes expected_flat = flat.get();
   std::vector<Bytes> expected_tensors;
   for (size_t i = 0; i < tensors.size(); ++i) {
@@ -128,17 +124,6 @@ void check_case(const Case& c) {
   }
 }
 
-Case one_tensor(DType flat_type, DType outside_type, double scale, int64_t numel) {
-  Case c;
-  c.flat_type = flat_type;
-  c.outside_type = outside_type;
-  c.scale = scale;
-  c.numels = {numel};
-  c.gaps = {0};
-  c.misalignments = {0};
-  return c;
-}
-
 // Around a vector, a row of vectors and a tile.
 std::vector<int64_t> interesting_numels(DType a, DType b) {
   const int64_t tile = tile_elements(std::max(item_size(a), item_size(b)));
@@ -146,15 +131,11 @@ std::vector<int64_t> interesting_numels(DType a, DType b) {
 }
 
 TEST(device_bodies_agree_with_scale_cast_for_all_types_and_sizes) {
-  for (const DType flat_type : kFloatTypes) {
-    for (const DType outside_type : kFloatTypes) {
-      for (const int64_t numel : interesting_numels(flat_type, outside_type)) {
-        for (const double scale : {1.0, 1.0 / 3}) {
-          for (const Direction direction : {Direction::kPack, Direction::kUnpack}) {
-            Case c = one_tensor(flat_type, outside_type, scale, numel);
-            c.direction = direction;
-            check_case(c);
-          }
+  for (const auto& [flat_type, outside_type] : reference::float_pairs()) {
+    for (const int64_t numel : interesting_numels(flat_type, outside_type)) {
+      for (const double scale : {1.0, 1.0 / 3}) {
+        for (const Direction direction : {Direction::kPack, Direction::kUnpack}) {
+          check_case({direction, flat_type, outside_type, scale, 0, {numel}, {0}, {0}});
         }
       }
     }
@@ -162,15 +143,11 @@ TEST(device_bodies_agree_with_scale_cast_for_all_types_and_sizes) {
 }
 
 TEST(device_bodies_take_any_alignment_of_both_ends) {
-  for (const DType flat_type : kFloatTypes) {
-    for (const DType outside_type : kFloatTypes) {
-      for (int64_t in_flat = 0; in_flat < 16; in_flat += item_size(flat_type)) {
-        for (int64_t outside = 0; outside < 16; outside += item_size(outside_type)) {
-          Case c = one_tensor(flat_type, outside_type, 0.3, (in_flat + outside) % 3 == 0 ? 5000 : 61);
-          c.flat_misalignment = in_flat;
-          c.misalignments = {outside};
-          check_case(c);
-        }
+  for (const auto& [flat_type, outside_type] : reference::float_pairs()) {
+    for (int64_t in_flat = 0; in_flat < 16; in_flat += item_size(flat_type)) {
+      for (int64_t outside = 0; outside < 16; outside += item_size(outside_type)) {
+        const int64_t numel = (in_flat + outside) % 3 == 0 ? 5000 : 61;
+        check_case({Direction::kPack, flat_type, outside_type, 0.3, in_flat, {numel}, {0}, {outside}});
       }
     }
   }
@@ -181,10 +158,7 @@ TEST(device_bodies_copy_opaque_words_of_any_size_and_alignment) {
     for (const int64_t numel : interesting_numels(dtype, dtype)) {
       for (int64_t in_flat = 0; in_flat < 16; in_flat += item_size(dtype)) {
         for (const int64_t outside : {int64_t{0}, 8 - item_size(dtype), int64_t{8}}) {
-          Case c = one_tensor(dtype, dtype, 1.0, numel);
-          c.flat_misalignment = in_flat;
-          c.misalignments = {outside};
-          check_case(c);
+          check_case({Direction::kPack, dtype, dtype, 1.0, in_flat, {numel}, {0}, {outside}});
         }
       }
     }
@@ -280,8 +254,7 @@ TEST(device_bodies_work_in_place) {
 
 TEST(every_16_bit_number_and_nan_goes_through_the_device_bodies_as_through_the_cpu) {
   for (const DType src_type : {DType::kF16, DType::kBF16}) {
-    std::vector<uint16_t> source(65536);
-    for (size_t i = 0; i < source.size(); ++i) source[i] = static_cast<uint16_t>(i);
+    std::vector<uint16_t> source = reference::all_halves();
     for (const DType dst_type : kFloatTypes) {
       for (const double scale : {1.0, 1.0 / 3, 7e-4}) {
         Bytes expected(static_cast<size_t>(65536 * item_size(dst_type)));

@@ -206,11 +206,10 @@ TEST(what_cannot_be_done_is_refused_before_anything_is_launched) {
     check_refused(pack_job(pieces));
   }
   Job bad = job;
-  bad.flat = nullptr;
-  check_refused(bad);
-  bad = job;
-  bad.flat = address(4098);
-  check_refused(bad);
+  for (void* flat : {address(0), address(4098)}) {
+    bad.flat = flat;
+    check_refused(bad);
+  }
   bad = job;
   bad.count = -1;
   check_refused(bad);

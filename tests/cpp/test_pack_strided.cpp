@@ -141,24 +141,19 @@ TEST(strided_takes_the_most_dimensions_and_no_more) {
   Longs sizes(kMaxDims, 1);
   for (const size_t dim : {0, 9, 30, 63}) sizes[dim] = 3;
   check_layout(sizes, contiguous_strides(sizes), contiguous_strides(sizes));
-  Longs reversed(sizes.size());
-  int64_t step = 1;
-  for (size_t i = 0; i < sizes.size(); step *= sizes[i++]) reversed[i] = step;
-  check_layout(sizes, contiguous_strides(sizes), reversed);
+  std::vector<size_t> backwards(sizes.size());
+  std::iota(backwards.rbegin(), backwards.rend(), size_t{0});
+  check_layout(sizes, contiguous_strides(sizes), permuted_strides(sizes, backwards));
 
-  const Longs too_many(kMaxDims + 1, 1);
-  float element = 0;
-  CHECK_THROWS(std::invalid_argument,
-               scale_cast_strided(&element, DType::kF32, too_many, &element, DType::kF32, too_many, too_many, 0.5),
-               "65 sizes", "at most 64");
-  const Longs two = {1, 1};
-  const Longs one = {1};
-  CHECK_THROWS(std::invalid_argument,
-               scale_cast_strided(&element, DType::kF32, one, &element, DType::kF32, two, two, 0.5), "2 sizes",
-               "1 destination strides", "2 source strides");
-  CHECK_THROWS(std::invalid_argument,
-               scale_cast_strided(&element, DType::kF32, two, &element, DType::kF32, one, two, 0.5),
-               "1 source strides");
+  const Longs too_many(kMaxDims + 1, 1), two = {1, 1}, one = {1};
+  const auto call = [](const Longs& dst_strides, const Longs& src_strides, const Longs& of) {
+    float element = 0;
+    scale_cast_strided(&element, DType::kF32, dst_strides, &element, DType::kF32, src_strides, of, 0.5);
+  };
+  using Error = std::invalid_argument;
+  CHECK_THROWS(Error, call(too_many, too_many, too_many), "65 sizes", "at most 64");
+  CHECK_THROWS(Error, call(one, two, two), "2 sizes", "1 destination strides", "2 source strides");
+  CHECK_THROWS(Error, call(two, one, two), "1 source strides");
 }
 
 TEST(strided_in_place_scales_each_element_once) {

@@ -10,20 +10,9 @@ namespace {
 using kernels::DType;
 using kernels::ReduceOp;
 
-constexpr OpKind kKinds[] = {OpKind::kAllReduce, OpKind::kReduceScatter, OpKind::kAllGather, OpKind::kBroadcast,
-                             OpKind::kScatter,   OpKind::kAllToAll,      OpKind::kReduce};
 constexpr int kSizes[] = {1, 2, 3, 4, 7};
 // In float: nothing, one, odd ones, around what travels in the slot, and around one chunk and one unit of a shard.
 constexpr int64_t kNumels[] = {0, 1, 5, 127, 2047, 2048, 2049, 2311, 16'384, 16'385, 50'003};
-
-// Every rank runs every operation and waits for it.
-void run_all(int size, const std::vector<Spec>& specs) {
-  Host host(size);
-  check_ranks(size, [&](int rank) {
-    const auto engine = host.engine(rank);
-    for (const Spec& spec : specs) run_one(host, *engine, rank, spec);
-  });
-}
 
 TEST(shm_every_kind_size_and_number_of_ranks_gives_the_expected_bits) {
   for (const int size : kSizes) {
@@ -33,7 +22,8 @@ TEST(shm_every_kind_size_and_number_of_ranks_gives_the_expected_bits) {
         specs.push_back({.kind = kind, .numel = numel, .root = static_cast<int>(numel % size), .salt = 1});
       }
     }
-    run_all(size, specs);
+    Host host(size);
+    run_all(host, specs);
   }
 }
 
@@ -49,7 +39,8 @@ TEST(shm_every_type_and_reduction) {
         }
       }
     }
-    run_all(size, specs);
+    Host host(size);
+    run_all(host, specs);
   }
 }
 
@@ -61,29 +52,8 @@ TEST(shm_several_chunks_and_shards_with_tails) {
     }
     specs.push_back({.kind = OpKind::kReduceScatter, .numel = 300'001});
     specs.push_back({.kind = OpKind::kAllGather, .numel = 300'001, .type = DType::kU8});
-    run_all(size, specs);
-  }
-}
-
-TEST(shm_results_are_the_same_bits_in_every_run) {
-  constexpr int kSize = 4;
-  for (const int64_t numel : {1000, 100'003}) {
-    Bytes first;
-    for (int run = 0; run < 6; ++run) {
-      Host host(kSize);
-      std::vector<Bytes> results(kSize);
-      check_ranks(kSize, [&](int rank) {
-        const auto engine = host.engine(rank);
-        // Another rank is late in each run.
-        if (rank == run % kSize) std::this_thread::sleep_for(milliseconds(3));
-        Exchange exchange(host, rank, {.numel = numel});
-        exchange.start(*engine);
-        exchange.finish(*engine);
-        results[static_cast<size_t>(rank)] = exchange.result();
-      });
-      if (run == 0) first = results[0];
-      for (const Bytes& result : results) CHECK(result == first);
-    }
+    Host host(size);
+    run_all(host, specs);
   }
 }
 
@@ -107,8 +77,7 @@ TEST(shm_more_operations_in_flight_than_slots_are_waited_for_in_any_order) {
       std::mt19937 own(static_cast<uint32_t>(100 + rank));
       std::vector<std::unique_ptr<Exchange>> exchanges;
       for (uint64_t i = 0; i < 2 * kSlots + 40; ++i) {
-        exchanges.push_back(std::make_unique<Exchange>(host, rank, random_spec(same, size)));
-        exchanges.back()->start(*engine);
+        exchanges.push_back(std::make_unique<Exchange>(host, rank, random_spec(same, size), *engine));
         require(exchanges.back()->seq() == i, "operations are numbered from 0");
       }
       std::shuffle(exchanges.begin(), exchanges.end(), own);
@@ -130,8 +99,7 @@ TEST(shm_random_streams_with_random_waits) {
     std::mt19937 own(static_cast<uint32_t>(rank));
     std::vector<std::unique_ptr<Exchange>> open;
     for (int i = 0; i < 600; ++i) {
-      open.push_back(std::make_unique<Exchange>(host, rank, random_spec(same, kSize)));
-      open.back()->start(*engine);
+      open.push_back(std::make_unique<Exchange>(host, rank, random_spec(same, kSize), *engine));
       while (!open.empty() && own() % 8 >= 5) {
         std::swap(open[own() % open.size()], open.back());
         if (own() % 2 == 0) {
@@ -159,23 +127,19 @@ TEST(shm_progress_from_another_thread) {
         std::this_thread::yield();
       }
     });
-    std::string error;
-    try {
+    const auto errors = run_ranks(1, [&](int) {
       std::mt19937 same(11);
       for (int round = 0; round < 12; ++round) {
         std::vector<std::unique_ptr<Exchange>> exchanges;
         for (int i = 0; i < 10; ++i) {
-          exchanges.push_back(std::make_unique<Exchange>(host, rank, random_spec(same, kSize)));
-          exchanges.back()->start(*engine);
+          exchanges.push_back(std::make_unique<Exchange>(host, rank, random_spec(same, kSize), *engine));
         }
         for (const auto& exchange : exchanges) exchange->finish(*engine);
       }
-    } catch (const std::exception& caught) {
-      error = caught.what();
-    }
+    });
     stop.store(true);
     helper.join();
-    require(error.empty(), error);
+    require(errors[0].empty(), errors[0]);
   });
 }
 
@@ -187,8 +151,7 @@ TEST(shm_two_threads_of_a_rank_wait) {
     const auto engine = host.engine(rank);
     std::vector<std::unique_ptr<Exchange>> exchanges;
     for (uint32_t i = 0; i < 20; ++i) {
-      exchanges.push_back(std::make_unique<Exchange>(host, rank, Spec{.numel = 1000 + 300 * i, .salt = i}));
-      exchanges.back()->start(*engine);
+      exchanges.push_back(std::make_unique<Exchange>(host, rank, Spec{.numel = 1000 + 300 * i, .salt = i}, *engine));
     }
     const auto errors = run_ranks(2, [&](int part) {
       for (size_t i = static_cast<size_t>(part); i < exchanges.size(); i += 2) exchanges[i]->finish(*engine);
@@ -205,22 +168,16 @@ TEST(shm_a_rank_that_sleeps_holds_nobody_up) {
   std::atomic<int> finished{0};
   check_ranks(kSize, [&](int rank) {
     const auto engine = host.engine(rank);
-    Exchange exchange(host, rank, {.numel = 300'007});
-    if (rank == 0) {
-      exchange.start(*engine);
-      started.store(true);
-      const auto since = Clock::now();
-      while (finished.load() < kSize - 1 && ms_since(since) < kPatience.count()) {
-        std::this_thread::sleep_for(milliseconds(1));
-      }
-      require(finished.load() == kSize - 1, "the others waited for a rank that sleeps");
-      exchange.finish(*engine);
-    } else {
-      while (!started.load()) std::this_thread::yield();
-      exchange.start(*engine);
-      exchange.finish(*engine);
-      finished.fetch_add(1);
+    while (rank != 0 && !started.load()) std::this_thread::yield();
+    Exchange exchange(host, rank, {.numel = 300'007}, *engine);
+    started.store(true);
+    const auto since = Clock::now();
+    while (rank == 0 && finished.load() < kSize - 1 && ms_since(since) < kPatience.count()) {
+      std::this_thread::sleep_for(milliseconds(1));
     }
+    require(rank != 0 || finished.load() == kSize - 1, "the others waited for a rank that sleeps");
+    exchange.finish(*engine);
+    finished.fetch_add(1);
   });
 }
 
@@ -329,7 +286,7 @@ TEST(shm_splits_that_disagree_are_an_error) {
                               .expected = {3, rank == 0 ? 3 : 4}};
     engine->wait(engine->start(operation), kPatience);
   });
-  CHECK(contains_all(errors[1], {"rank 10 has 4 bytes for rank 11, which expects 3"}));
+  CHECK(has(errors[1], {"rank 10 has 4 bytes for rank 11, which expects 3"}));
 }
 
 // Two threads of a rank wait, a third starts what they wait for: none keeps another from its work, or asleep.
@@ -338,11 +295,9 @@ TEST(shm_threads_of_a_rank_wait_side_by_side) {
   check_ranks(2, [&](int rank) {
     const auto engine = host.engine(rank);
     for (int round = 0; round < 20; ++round) {
-      Exchange small(host, rank, {.numel = 10});
-      Exchange large(host, rank, {.kind = OpKind::kAllGather, .numel = 10'000});
+      Exchange small(host, rank, {.numel = 10}, *engine);
+      Exchange large(host, rank, {.kind = OpKind::kAllGather, .numel = 10'000}, *engine);
       Exchange last(host, rank, {.numel = 50'000});
-      small.start(*engine);
-      large.start(*engine);
       std::thread first([&] { engine->wait(small.seq(), kPatience); });
       std::thread second([&] {
         while (!engine->wait_for(large.seq(), milliseconds(5), false)) {
@@ -361,13 +316,11 @@ TEST(shm_threads_of_a_rank_wait_side_by_side) {
 TEST(shm_a_wait_with_an_end_leaves_the_operation_alone) {
   Host host(2);
   const auto early = host.engine(0);
-  Exchange mine(host, 0, {.numel = 10});
-  mine.start(*early);
+  Exchange mine(host, 0, {.numel = 10}, *early);
   CHECK(!early->wait_for(mine.seq(), milliseconds(30), true));
   CHECK(!early->wait_for(mine.seq(), milliseconds(0), false));
   const auto late = host.engine(1);
-  Exchange other(host, 1, {.numel = 10});
-  other.start(*late);
+  Exchange other(host, 1, {.numel = 10}, *late);
   CHECK(early->wait_for(mine.seq(), milliseconds(10'000), false));
   mine.finish(*early);
   other.finish(*late);
@@ -377,8 +330,7 @@ TEST(shm_an_abort_is_told_to_all) {
   Host host(2);
   const auto first = host.engine(0);
   const auto second = host.engine(1);
-  Exchange exchange(host, 1, {.numel = 10});
-  exchange.start(*second);
+  Exchange exchange(host, 1, {.numel = 10}, *second);
   CHECK_THROWS(TransportError, first->give_up("nobody wants it any more"), "nobody wants it any more");
   CHECK_THROWS(TransportError, first->start({}), "nobody wants it any more");
   CHECK_THROWS(TransportError, second->wait(exchange.seq(), kPatience), "rank 10 gave up");
@@ -388,13 +340,11 @@ TEST(shm_an_abort_is_told_to_all) {
 TEST(shm_the_root_of_a_small_broadcast_does_not_wait) {
   Host host(2);
   const auto root = host.engine(0);
-  Exchange sent(host, 0, {.kind = OpKind::kBroadcast, .numel = 100});
-  sent.start(*root);
+  Exchange sent(host, 0, {.kind = OpKind::kBroadcast, .numel = 100}, *root);
   CHECK(root->poll(sent.seq()));
   sent.finish(*root);
   const auto other = host.engine(1);
-  Exchange received(host, 1, {.kind = OpKind::kBroadcast, .numel = 100});
-  received.start(*other);
+  Exchange received(host, 1, {.kind = OpKind::kBroadcast, .numel = 100}, *other);
   CHECK(other->poll(received.seq()));
   received.finish(*other);
 }
@@ -406,8 +356,7 @@ TEST(shm_a_reduction_holds_up_who_gave_until_the_root_has_read) {
   const Spec spec{.kind = OpKind::kReduce, .numel = 50'003, .root = 1};
   std::array<std::unique_ptr<Exchange>, 3> parts;
   const auto start = [&](size_t rank) {
-    parts[rank] = std::make_unique<Exchange>(host, static_cast<int>(rank), spec);
-    parts[rank]->start(*engines[rank]);
+    parts[rank] = std::make_unique<Exchange>(host, static_cast<int>(rank), spec, *engines[rank]);
   };
   start(0);
   CHECK(!engines[0]->poll(parts[0]->seq()));
@@ -434,8 +383,7 @@ TEST(shm_the_threads_of_a_root_share_a_large_reduction) {
 TEST(shm_a_root_that_died_is_named) {
   Host host(2);
   const auto giver = host.engine(0);
-  Exchange part(host, 0, {.kind = OpKind::kReduce, .numel = 50'003, .root = 1});
-  part.start(*giver);
+  Exchange part(host, 0, {.kind = OpKind::kReduce, .numel = 50'003, .root = 1}, *giver);
   host.gone[1].store(true);
   CHECK_THROWS(TransportError, giver->wait(part.seq(), kPatience), "rank 11 died");
 }

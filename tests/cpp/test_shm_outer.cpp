@@ -61,9 +61,8 @@ TEST(shm_the_outer_link_sees_each_element_once) {
         Engine engine(std::move(config));
         for (const int64_t numel : {0, 1, 100, 2048, 50'003}) {
           const Spec spec{.numel = numel};
-          Exchange exchange(host, rank, spec);
+          Exchange exchange(host, rank, spec, engine);
           exchange.expect(plus(expected_result(spec, size, rank), 1000));
-          exchange.start(engine);
           exchange.finish(engine);
         }
       });
@@ -85,9 +84,8 @@ TEST(shm_many_outer_operations_in_flight_among_others) {
       Spec spec{.numel = 100 + 37 * i, .salt = i};
       // Runs of one kind as long as the ring: the place in the outer operations must keep up with those that have none.
       if (i / kSlots == 1) spec = {.kind = OpKind::kBroadcast, .numel = 10, .salt = i};
-      exchanges.push_back(std::make_unique<Exchange>(host, rank, spec));
+      exchanges.push_back(std::make_unique<Exchange>(host, rank, spec, engine));
       if (spec.kind == OpKind::kAllReduce) exchanges.back()->expect(plus(expected_result(spec, kSize, rank), -7));
-      exchanges.back()->start(engine);
     }
     for (const auto& exchange : exchanges) exchange->finish(engine);
   });
@@ -102,9 +100,8 @@ TEST(shm_a_ring_of_small_operations_before_an_outer_one) {
   Engine engine(std::move(config));
   for (uint32_t i = 0; i < kSlots; ++i) engine.start({.kind = OpKind::kAllGather});
   const Spec spec{.numel = 1000};
-  Exchange exchange(host, 0, spec);
+  Exchange exchange(host, 0, spec, engine);
   exchange.expect(plus(expected_result(spec, 1, 0), 5));
-  exchange.start(engine);
   exchange.finish(engine);
   CHECK(engine.poll(exchange.seq()));
 }
@@ -181,9 +178,8 @@ void check_two_hosts(const std::array<int, 2>& sizes, int owners) {
       const Spec spec{.numel = i % 10 == 0 ? 40'003 : i * 31 % 700, .salt = i};
       Spec mine = spec;
       mine.salt += 1000 * which;
-      exchanges.push_back(std::make_unique<Exchange>(host, rank, mine));
+      exchanges.push_back(std::make_unique<Exchange>(host, rank, mine, engine));
       exchanges.back()->expect(two_host_sum(sizes, spec));
-      exchanges.back()->start(engine);
       if (i % 16 == 15) exchanges[i - 3]->finish(engine);
     }
     for (const auto& exchange : exchanges) exchange->finish(engine);
@@ -198,7 +194,14 @@ TEST(shm_two_hosts_sum_with_each_other) {
 
 // --- and when it breaks -------------------------------------------------------------------------------------------------
 
-class BrokenLink final : public OuterLink {
+// Finishes nothing.
+class SilentLink : public OuterLink {
+ public:
+  void start(void* /*data*/, DType /*type*/, int64_t /*numel*/, std::optional<DType> /*wire*/) override {}
+  bool finish_oldest() override { return false; }
+};
+
+class BrokenLink final : public SilentLink {
  public:
   explicit BrokenLink(bool at_start) : at_start_(at_start) {}
   void start(void* /*data*/, DType /*type*/, int64_t /*numel*/, std::optional<DType> /*wire*/) override {
@@ -213,33 +216,23 @@ class BrokenLink final : public OuterLink {
 TEST(shm_a_broken_outer_link_ends_the_operation_on_all_ranks) {
   for (const bool at_start : {true, false}) {
     Host host(2);
-    std::array<std::string, 2> messages;
-    std::array<std::string, 2> later;
-    check_ranks(2, [&](int rank) {
+    const auto messages = run_ranks(2, [&](int rank) {
       AddingLink good(1, milliseconds(0));
       BrokenLink broken(at_start);
       auto config = host.config(rank);
       config.outer = rank == 0 ? static_cast<OuterLink*>(&good) : &broken;
       Engine engine(std::move(config));
-      Exchange exchange(host, rank, {.numel = 1000});
-      messages[static_cast<size_t>(rank)] = error_of([&] {
-        exchange.start(engine);
-        exchange.finish(engine);
-      });
-      later[static_cast<size_t>(rank)] = error_of([&] { engine.start({}); });
+      try {
+        run_one(host, engine, rank, {.numel = 1000});
+      } catch (const TransportError&) {
+        require(has(error_of([&] { engine.start({}); }), {"out of order since"}), "goes on");
+        throw;
+      }
     });
-    CHECK(contains_all(messages[0], {"rank 11", "gave up", "all_reduce of 4000 bytes"}));
-    CHECK(contains_all(messages[1], {"the all-reduce with the other hosts failed", "the cable is cut"}));
-    for (const std::string& message : later) CHECK(contains_all(message, {"out of order since"}));
+    CHECK(has(messages[0], {"rank 11", "gave up", "all_reduce of 4000 bytes"}));
+    CHECK(has(messages[1], {"the all-reduce with the other hosts failed", "the cable is cut"}));
   }
 }
-
-// Finishes nothing.
-class SilentLink final : public OuterLink {
- public:
-  void start(void* /*data*/, DType /*type*/, int64_t /*numel*/, std::optional<DType> /*wire*/) override {}
-  bool finish_oldest() override { return false; }
-};
 
 TEST(shm_a_silent_outer_link_times_out) {
   Host host(1);
@@ -247,8 +240,7 @@ TEST(shm_a_silent_outer_link_times_out) {
   auto config = host.config(0);
   config.outer = &link;
   Engine engine(std::move(config));
-  Exchange exchange(host, 0, {.numel = 1000});
-  exchange.start(engine);
+  Exchange exchange(host, 0, {.numel = 1000}, engine);
   CHECK_THROWS(TransportError, exchange.finish(engine, milliseconds(50)), "timed out after 50 ms", "the other hosts");
 }
 

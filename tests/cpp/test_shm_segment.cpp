@@ -4,10 +4,8 @@
 #include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
-#include <sys/wait.h>
 
 #include <cerrno>
-#include <csignal>
 #include <fstream>
 #include <map>
 #include <random>
@@ -59,17 +57,18 @@ bool is_filled(const void* memory, int64_t bytes, int value) {
 
 TEST(shm_segment_blocks_are_aligned_to_their_size) {
   Segment segment(0, 1, 0);
-  for (const auto& [bytes, alignment] : std::map<int64_t, int64_t>{{0, 64},
-                                                                   {1, 64},
-                                                                   {64, 64},
-                                                                   {65, 64},
-                                                                   {4000, 64},
-                                                                   {4096, kPage},
-                                                                   {4097, kPage},
-                                                                   {100'000, kPage},
-                                                                   {kHuge - 1, kHuge},
-                                                                   {kHuge, kHuge},
-                                                                   {3 * kHuge + 1, kHuge}}) {
+  const std::pair<int64_t, int64_t> cases[] = {{0, 64},
+                                               {1, 64},
+                                               {64, 64},
+                                               {65, 64},
+                                               {4000, 64},
+                                               {4096, kPage},
+                                               {4097, kPage},
+                                               {100'000, kPage},
+                                               {kHuge - 1, kHuge},
+                                               {kHuge, kHuge},
+                                               {3 * kHuge + 1, kHuge}};
+  for (const auto& [bytes, alignment] : cases) {
     auto* block = segment.allocate(bytes);
     CHECK(block != nullptr);
     CHECK_EQ(segment.offset_of(block) % alignment, 0);
@@ -123,21 +122,14 @@ TEST(shm_segment_without_room_says_so) {
 }
 
 TEST(shm_segment_contains_what_can_be_allocated_and_no_more) {
-  Segment segment(0, 1, 0);
-  auto* base = segment.base();
-  auto* end = base + segment.bytes();
-  CHECK(!segment.contains(base, 1));
-  CHECK(!segment.contains(base + kDataOffset - 1, 1));
-  CHECK(segment.contains(base + kDataOffset, 1));
-  CHECK(segment.contains(base + kDataOffset, segment.bytes() - kDataOffset));
-  CHECK(!segment.contains(base + kDataOffset, segment.bytes() - kDataOffset + 1));
-  CHECK(segment.contains(end - 1, 1));
-  CHECK(!segment.contains(end - 1, 2));
-  CHECK(segment.contains(end, 0));
-  CHECK(!segment.contains(end, 1));
-  CHECK(!segment.contains(base + kDataOffset, -1));
-  CHECK(!segment.contains(base + kDataOffset, INT64_MAX));
-  int elsewhere = 0;
+  const Segment segment(0, 1, 0);
+  const int64_t all = segment.bytes(), room = all - kDataOffset;
+  const std::pair<int64_t, int64_t> inside[] = {{kDataOffset, 1}, {kDataOffset, room}, {all - 1, 1}, {all, 0}};
+  const std::pair<int64_t, int64_t> outside[] = {{0, 1},   {kDataOffset - 1, 1}, {kDataOffset, room + 1}, {all - 1, 2},
+                                                 {all, 1}, {kDataOffset, -1},    {kDataOffset, INT64_MAX}};
+  for (const auto& [offset, bytes] : inside) CHECK(segment.contains(segment.base() + offset, bytes));
+  for (const auto& [offset, bytes] : outside) CHECK(!segment.contains(segment.base() + offset, bytes));
+  const int elsewhere = 0;
   CHECK(!segment.contains(&elsewhere, 4));
   CHECK(!segment.contains(nullptr, 0));
 }
@@ -355,21 +347,10 @@ TEST(shm_segment_threads_allocate_at_the_same_time) {
 
 #ifndef __SANITIZE_THREAD__  // it does not know fork()
 
-// Runs `body` in a child; whether it returned true.
+// Whether `body` returns true in a child.
 template <class Body>
 bool in_child(const Body& body) {
-  const pid_t child = fork();
-  if (child == 0) {
-    bool good = false;
-    try {
-      good = body();
-    } catch (const std::exception&) {
-    }
-    _exit(good ? 0 : 1);
-  }
-  int status = -1;
-  waitpid(child, &status, 0);
-  return WIFEXITED(status) && WEXITSTATUS(status) == 0;
+  return Process([&] { return body() ? 0 : 1; }).end() == 0;
 }
 
 bool limit_files_to(int64_t bytes) {
@@ -387,13 +368,8 @@ TEST(shm_segment_keeps_below_the_limit_on_file_sizes) {
     return segment.allocate(60 << 20) == nullptr;
   }));
   CHECK(in_child([] {
-    if (!limit_files_to(1 << 20)) return false;
-    try {
-      const Segment segment(0, 1, 0);
-    } catch (const Unavailable& error) {
-      return std::string(error.what()).find("ulimit -f") != std::string::npos;
-    }
-    return false;
+    return limit_files_to(1 << 20) &&
+           has(testing::thrown_by<Unavailable>([] { const Segment segment(0, 1, 0); }), {"ulimit -f"});
   }));
 }
 

@@ -20,7 +20,6 @@ using reference::Bytes;
 
 constexpr DType kTypes[] = {DType::kF64, DType::kF32, DType::kF16, DType::kBF16, DType::kI8,
                             DType::kU8,  DType::kI16, DType::kI32, DType::kI64};
-constexpr DType kFloats[] = {DType::kF64, DType::kF32, DType::kF16, DType::kBF16};
 constexpr ReduceOp kOps[] = {ReduceOp::kSum, ReduceOp::kProduct, ReduceOp::kMin, ReduceOp::kMax};
 // From thirteen on by way of a tile.
 constexpr int64_t kRanks[] = {1, 2, 3, 4, 7, 12, 13, 17};
@@ -87,11 +86,6 @@ Bytes reference_reduce(const std::vector<Bytes>& sources, DType type, ReduceOp o
   return result;
 }
 
-// Any NaN equals any other; integers are compared as bits.
-int64_t first_difference(const unsigned char* actual, const unsigned char* expected, DType type, int64_t numel) {
-  return reference::first_difference(actual, expected, type, numel);
-}
-
 std::vector<Bytes> random_sources(DType type, int64_t num_ranks, int64_t numel) {
   std::vector<Bytes> sources;
   for (int64_t rank = 0; rank < num_ranks; ++rank) {
@@ -137,10 +131,9 @@ struct Call {
 };
 
 std::string describe(const Call& call, const char* what, int64_t at) {
-  return std::string(cpu_capability()) + ": type " + std::to_string(static_cast<int>(call.type)) + ", op " +
-         std::to_string(static_cast<int>(call.op)) + ", numel " + std::to_string(call.numel) + ", ranks " +
-         std::to_string(call.num_ranks) + ", in place " + std::to_string(call.in_place) + ", separate " +
-         std::to_string(call.num_separate) + ": " + what + ", element " + std::to_string(at);
+  return testing::line_of(cpu_capability(), ": type ", static_cast<int>(call.type), ", op ", static_cast<int>(call.op),
+                          ", numel ", call.numel, ", ranks ", call.num_ranks, ", in place ", call.in_place,
+                          ", separate ", call.num_separate, ": ", what, ", element ", at);
 }
 
 void check_call(const Call& call) {
@@ -168,7 +161,7 @@ void check_call(const Call& call) {
     Buffer& buffer = buffers[static_cast<size_t>(i)];
     const bool is_source_only = i < call.num_ranks && !is_in_place(i);
     const Bytes& wanted = is_source_only ? sources[static_cast<size_t>(i)] : expected;
-    const int64_t at = first_difference(buffer.data(), wanted.data(), call.type, call.numel);
+    const int64_t at = reference::first_difference(buffer.data(), wanted.data(), call.type, call.numel);
     CHECK_EQ(at < 0 ? "" : describe(call, is_source_only ? "source changed" : "wrong result", at), "");
     CHECK_EQ(buffer.is_guarded() ? "" : describe(call, "wrote outside", i), "");
   }
@@ -226,28 +219,32 @@ TEST(reduce_ranks_takes_any_set_of_destinations_at_any_alignment) {
   });
 }
 
+// The sources from element `begin` on, to memory of their own.
+Bytes reduced(const std::vector<Bytes>& sources, DType type, ReduceOp op, int64_t begin, int64_t numel) {
+  std::vector<const void*> srcs;
+  for (const Bytes& source : sources) srcs.push_back(source.data() + begin * item_size(type));
+  Bytes result(static_cast<size_t>(numel * item_size(type)));
+  void* const dsts[] = {result.data()};
+  reduce_ranks(dsts, srcs, type, op, numel);
+  return result;
+}
+
 TEST(reduce_ranks_does_not_depend_on_the_instruction_set_or_the_split) {
   constexpr int64_t kNumel = 2003;
   for (const DType type : kTypes) {
     for (const ReduceOp op : kOps) {
       for (const int64_t num_ranks : {2, 3, 8, 16}) {
-        std::vector<Bytes> sources = random_sources(type, num_ranks, kNumel);
-        std::vector<const void*> srcs;
-        for (const Bytes& source : sources) srcs.push_back(source.data());
-        Bytes whole(sources[0].size());
+        const std::vector<Bytes> sources = random_sources(type, num_ranks, kNumel);
         CHECK(set_cpu_capability("generic"));
-        void* const whole_dst[] = {whole.data()};
-        reduce_ranks(whole_dst, srcs, type, op, kNumel);
+        const Bytes whole = reduced(sources, type, op, 0, kNumel);
         for_each_capability([&] {
           for (const int64_t piece : {int64_t{1}, int64_t{7}, int64_t{64}, int64_t{999}, kNumel}) {
-            Bytes actual(whole.size());
+            Bytes actual;
             for (int64_t start = 0; start < kNumel; start += piece) {
-              std::vector<const void*> part_srcs;
-              for (const Bytes& source : sources) part_srcs.push_back(source.data() + start * item_size(type));
-              void* const dst[] = {actual.data() + start * item_size(type)};
-              reduce_ranks(dst, part_srcs, type, op, std::min(piece, kNumel - start));
+              const Bytes part = reduced(sources, type, op, start, std::min(piece, kNumel - start));
+              actual.insert(actual.end(), part.begin(), part.end());
             }
-            CHECK_EQ(first_difference(actual.data(), whole.data(), type, kNumel), -1);
+            CHECK_EQ(reference::first_difference(actual.data(), whole.data(), type, kNumel), -1);
           }
         });
       }
@@ -259,15 +256,11 @@ TEST(reduce_ranks_does_not_depend_on_the_instruction_set_or_the_split) {
 double reduce_values(DType type, ReduceOp op, const std::vector<double>& values) {
   constexpr int64_t kNumel = 293;
   std::vector<Bytes> sources;
-  std::vector<const void*> srcs;
   for (const double value : values) {
     Bytes& source = sources.emplace_back(static_cast<size_t>(kNumel * item_size(type)));
     for (int64_t i = 0; i < kNumel; ++i) reference::set(source.data(), type, i, value);
   }
-  for (const Bytes& source : sources) srcs.push_back(source.data());
-  Bytes result(sources[0].size());
-  void* const dsts[] = {result.data()};
-  reduce_ranks(dsts, srcs, type, op, kNumel);
+  const Bytes result = reduced(sources, type, op, 0, kNumel);
   const double first = reference::get(result.data(), type, 0);
   for (int64_t i = 1; i < kNumel; ++i) {
     const double other = reference::get(result.data(), type, i);
@@ -278,7 +271,7 @@ double reduce_values(DType type, ReduceOp op, const std::vector<double>& values)
 
 TEST(a_nan_of_any_rank_reaches_the_result) {
   for_each_capability([] {
-    for (const DType type : kFloats) {
+    for (const DType type : reference::kFloatTypes) {
       for (const ReduceOp op : kOps) {
         for (const size_t num_ranks : {2, 3, 5, 19}) {
           for (size_t rank = 0; rank < num_ranks; ++rank) {
@@ -296,7 +289,7 @@ TEST(a_nan_of_any_rank_reaches_the_result) {
 
 TEST(infinities_and_zeros_are_reduced_as_ieee_754_says) {
   for_each_capability([] {
-    for (const DType type : kFloats) {
+    for (const DType type : reference::kFloatTypes) {
       using enum ReduceOp;
       CHECK_EQ(reduce_values(type, kSum, {1, INFINITY, 2}), INFINITY);
       CHECK(std::isnan(reduce_values(type, kSum, {INFINITY, 1, -INFINITY})));
@@ -403,28 +396,21 @@ TEST(scaled_sums_are_those_of_sources_scaled_beforehand) {
           const auto bytes = static_cast<size_t>(numel * item_size(type));
           std::vector<Bytes> sources, scaled;
           std::vector<double> scales;
-          std::vector<const void*> plain_pointers, scaled_pointers;
+          std::vector<const void*> srcs;
           for (int64_t rank = 0; rank < ranks; ++rank) {
-            Bytes source(bytes);
+            Bytes& source = sources.emplace_back(bytes);
             for (int64_t i = 0; i < numel; ++i) {
-              const double value = static_cast<double>((i * 37 + rank * 101) % 97) / 7.0 - 5.0;
-              const auto narrow = static_cast<float>(value);
-              std::memcpy(source.data() + i * item_size(type),
-                          type == DType::kF64 ? static_cast<const void*>(&value) : &narrow,
-                          static_cast<size_t>(item_size(type)));
+              reference::set(source.data(), type, i, static_cast<double>((i * 37 + rank * 101) % 97) / 7.0 - 5.0);
             }
             scales.push_back(rank == 1 ? 1.0 : 1.0 / static_cast<double>(ranks));
             scaled.emplace_back(bytes);
             scale_cast(scaled.back().data(), type, source.data(), type, numel, scales.back());
-            sources.push_back(std::move(source));
           }
-          for (const auto& source : sources) plain_pointers.push_back(source.data());
-          for (const auto& source : scaled) scaled_pointers.push_back(source.data());
-          Bytes want(bytes), first(bytes), second(bytes);
-          void* const one[] = {want.data()};
-          void* const two[] = {first.data(), second.data()};
-          reduce_ranks(one, scaled_pointers, type, ReduceOp::kSum, numel);
-          scaled_sum_ranks(two, plain_pointers, scales, type, numel);
+          for (const auto& source : sources) srcs.push_back(source.data());
+          const Bytes want = reduced(scaled, type, ReduceOp::kSum, 0, numel);
+          Bytes first(bytes), second(bytes);
+          void* const dsts[] = {first.data(), second.data()};
+          scaled_sum_ranks(dsts, srcs, scales, type, numel);
           CHECK(first == want && second == want);
         }
       }

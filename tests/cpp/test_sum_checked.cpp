@@ -16,7 +16,7 @@ namespace {
 
 using reference::Bytes;
 
-constexpr DType kFloats[] = {DType::kF64, DType::kF32, DType::kF16, DType::kBF16};
+using reference::kFloatTypes;
 constexpr int64_t kRanks[] = {1, 2, 3, 5, 13};
 
 // Small whole numbers: no sum of them is anything but finite.
@@ -61,10 +61,7 @@ class Call {
  private:
   std::vector<Bytes> shifted() const {
     std::vector<Bytes> memory;
-    for (const Bytes& source : sources_) {
-      memory.emplace_back(misalignment_).insert(memory.back().end(), source.begin(), source.end());
-      memory.back().shrink_to_fit();
-    }
+    for (const Bytes& source : sources_) memory.push_back(reference::shifted_by(source, misalignment_));
     return memory;
   }
 
@@ -109,7 +106,7 @@ std::vector<Bytes> finite_sources(DType type, int64_t num_ranks, int64_t numel) 
 
 TEST(checked_sums_of_anything_are_the_plain_ones) {
   for_each_capability([] {
-    for (const DType type : kFloats) {
+    for (const DType type : kFloatTypes) {
       for (const int64_t num_ranks : kRanks) {
         for (int64_t numel = 0; numel <= 300; numel += numel < 70 ? 1 : 23) {
           std::vector<Bytes> sources;
@@ -126,7 +123,7 @@ TEST(checked_sums_of_anything_are_the_plain_ones) {
 TEST(checked_sums_find_one_in_any_place_of_any_source) {
   const double values[] = {NAN, INFINITY, -INFINITY};
   for_each_capability([&] {
-    for (const DType type : kFloats) {
+    for (const DType type : kFloatTypes) {
       for (const int64_t num_ranks : {1, 2, 3}) {
         for (const int64_t numel : {1, 13, 64, 150}) {
           std::vector<Bytes> sources = finite_sources(type, num_ranks, numel);
@@ -149,7 +146,7 @@ TEST(checked_sums_of_many_ranks_find_one_anywhere_in_a_tile) {
   constexpr int64_t kTile = 4096;  // 2048 of kF64
   constexpr int64_t kNumel = 2 * kTile + 100;
   for_each_capability([&] {
-    for (const DType type : kFloats) {
+    for (const DType type : kFloatTypes) {
       for (const int64_t rank : {0, 7, 8, 19}) {
         std::vector<Bytes> sources = finite_sources(type, kNumRanks, kNumel);
         for (const int64_t place : {0L, kTile - 1, kTile, kTile + 70, 2 * kTile, kNumel - 1}) {

@@ -1,22 +1,21 @@
 // Top-k against a sort.
 #include <algorithm>
 #include <cmath>
-#include <cstring>
-#include <limits>
 #include <numeric>
 #include <random>
 #include <vector>
 
 #include "check.h"
 #include "kernels/top_k.h"
+#include "pack_reference.h"
 
 namespace torchddp::kernels {
 namespace {
 
-using Floats = std::vector<float>;
-
-constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
-constexpr float kInfinity = std::numeric_limits<float>::infinity();
+using reference::Floats;
+using reference::kInfinity;
+using reference::kNan;
+using reference::same_bits;
 
 struct Selected {
   std::vector<int32_t> indices;
@@ -44,10 +43,6 @@ Selected reference_top_k(const Floats& values, size_t k) {
   return result;
 }
 
-bool same_bits(const Floats& a, const Floats& b) {
-  return a.size() == b.size() && (a.empty() || std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0);
-}
-
 Selected run_top_k(const Floats& source, size_t k, const Floats* residual, float scale) {
   Selected result{std::vector<int32_t>(k, -1), Floats(k), residual != nullptr ? *residual : Floats()};
   select_top_k(source.data(), static_cast<int64_t>(source.size()), static_cast<int64_t>(k), result.indices.data(),
@@ -71,35 +66,27 @@ Floats make_values(int64_t numel, uint32_t seed, int kind) {
   return values;
 }
 
-TEST(top_k_agrees_with_a_sort) {
+void check_top_k(const Floats& source, const Floats* residual, float scale, std::initializer_list<size_t> counts) {
+  Floats values = source;
+  for (size_t i = 0; residual != nullptr && i < values.size(); ++i) values[i] = source[i] * scale + (*residual)[i];
+  for (const size_t k : counts) {
+    const Selected expected = reference_top_k(values, k);
+    const Selected actual = run_top_k(source, k, residual, scale);
+    CHECK(actual.indices == expected.indices);
+    CHECK(same_bits(actual.values, expected.values));
+    if (residual != nullptr) CHECK(same_bits(actual.residual, expected.residual));
+  }
+}
+
+TEST(top_k_agrees_with_a_sort_and_keeps_what_it_does_not_send) {
   for (const int64_t numel : {1, 2, 31, 32, 33, 100, 1023, 1025, 5000, 70001}) {
     for (int kind = 0; kind < 4; ++kind) {
       const Floats source = make_values(numel, static_cast<uint32_t>(numel), kind);
       const auto all = static_cast<size_t>(numel);
-      for (const size_t k : {size_t{0}, size_t{1}, all / 100, all / 10, all / 2, all - 1, all}) {
-        const Selected expected = reference_top_k(source, k);
-        const Selected actual = run_top_k(source, k, nullptr, 1.0f);
-        CHECK(actual.indices == expected.indices);
-        CHECK(same_bits(actual.values, expected.values));
-      }
-    }
-  }
-}
-
-TEST(top_k_keeps_what_it_does_not_send) {
-  for (const int64_t numel : {1, 33, 1025, 5000, 70001}) {
-    for (int kind = 0; kind < 4; ++kind) {
+      check_top_k(source, nullptr, 1.0f, {0, 1, all / 100, all / 10, all / 2, all - 1, all});
+      const Floats residual = make_values(numel, 6, kind == 3 ? 0 : kind);
       for (const float scale : {1.0f, 1.0f / 3.0f}) {
-        const Floats source = make_values(numel, 5, kind), residual = make_values(numel, 6, kind == 3 ? 0 : kind);
-        Floats values(source.size());
-        for (size_t i = 0; i < values.size(); ++i) values[i] = source[i] * scale + residual[i];
-        for (const size_t k : {size_t{0}, source.size() / 20, source.size() / 2, source.size()}) {
-          const Selected expected = reference_top_k(values, k);
-          const Selected actual = run_top_k(source, k, &residual, scale);
-          CHECK(actual.indices == expected.indices);
-          CHECK(same_bits(actual.values, expected.values));
-          CHECK(same_bits(actual.residual, expected.residual));
-        }
+        check_top_k(source, &residual, scale, {0, all / 20, all / 2, all});
       }
     }
   }
@@ -118,14 +105,8 @@ TEST(top_k_is_exact_where_its_sample_misleads) {
   for (size_t i = 0; i < 8192; ++i) source[i * 32 + i * 7919 % 32] = -2.0f;
   source[1000] = 1.5f, source[70] = kNan;
   const Floats residual(source.size(), 0.25f);
-  Floats values;
-  for (const float value : source) values.push_back(value + 0.25f);
-  for (const size_t k : {size_t{7000}, size_t{9000}}) {
-    const Selected expected = reference_top_k(values, k), actual = run_top_k(source, k, &residual, 1.0f);
-    CHECK(actual.indices == expected.indices);
-    CHECK(same_bits(actual.residual, expected.residual));
-    CHECK(run_top_k(values, k, nullptr, 1.0f).indices == expected.indices);
-  }
+  check_top_k(source, &residual, 1.0f, {7000, 9000});
+  check_top_k(source, nullptr, 1.0f, {7000, 9000});
 }
 
 TEST(top_k_of_nothing) {

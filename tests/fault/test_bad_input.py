@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.checkpoint import checkpoint
 
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.models import Branches, Mlp, assert_grads, batch, expected_grads, grads_of, loss_of, seeded, step_on
 
 
@@ -267,83 +267,58 @@ def test_is_refused_on_every_rank(ddp_class, bad):
 
 
 @pytest.mark.beyond_torch("is left in mid-step")
-def test_training_goes_on_after_a_hook_has_raised(ddp_class):
+@on_ranks(2)
+def test_training_goes_on_after_a_hook_has_raised(ddp_class, rank):
     """The error is told once; the next step is a good one."""
+    fails = [True]
 
-    def work(rank):
-        fails = [True]
+    def hook(state, bucket):
+        if fails[0]:
+            raise ZeroDivisionError("once")
+        return dist.all_reduce(bucket.buffer().div_(2), async_op=True).get_future().then(lambda f: f.value()[0])
 
-        def hook(state, bucket):
-            if fails[0]:
-                raise ZeroDivisionError("once")
-            return dist.all_reduce(bucket.buffer().div_(2), async_op=True).get_future().then(lambda f: f.value()[0])
-
-        ddp = ddp_class(seeded(Mlp))
-        ddp.register_comm_hook(None, hook)
-        with pytest.raises(Exception, match="once"):
-            step_on(ddp, rank)
-        fails[0] = False
-        ddp.zero_grad()
-        step_on(ddp, rank, 1)
-        assert_grads(grads_of(ddp), expected_grads(seeded(Mlp), lambda m, r: step_on(m, r, 1)))
-
-    run_ranks(work, 2)
+    ddp = ddp_class(seeded(Mlp))
+    ddp.register_comm_hook(None, hook)
+    with pytest.raises(Exception, match="once"):
+        step_on(ddp, rank)
+    fails[0] = False
+    ddp.zero_grad()
+    step_on(ddp, rank, 1)
+    assert_grads(grads_of(ddp), expected_grads(seeded(Mlp), lambda m, r: step_on(m, r, 1)))
 
 
 # --- a model that is wrapped already, or was changed after wrapping
 
 
-@pytest.mark.beyond_torch("says nothing")
-def test_wrapping_a_wrapped_model_warns_and_works(ddp_class):
-    def work(rank):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            ddp = ddp_class(ddp_class(seeded(Mlp)))
-        step_on(ddp, rank)
-        assert_grads(grads_of(ddp), expected_grads(seeded(Mlp), step_on))
-        return [str(w.message) for w in caught]
-
-    for texts in run_ranks(work, 2):
-        assert any("already wrapped" in text for text in texts), texts
+@pytest.mark.beyond_torch("gives wrong gradients")
+@on_ranks(2)
+def test_wrapping_what_torchs_class_with_views_has_wrapped_is_refused(ddp_class, rank):
+    inner = TorchDDP(seeded(Mlp), gradient_as_bucket_view=True)
+    with pytest.raises(ValueError, match="Wrap once"):
+        ddp_class(inner)
+    with pytest.raises(ValueError, match="Wrap once"):
+        ddp_class(nn.Sequential(inner, nn.Linear(1, 1)))
 
 
 @pytest.mark.beyond_torch("gives wrong gradients")
-def test_wrapping_what_torchs_class_with_views_has_wrapped_is_refused(ddp_class):
-    def work(rank):
-        inner = TorchDDP(seeded(Mlp), gradient_as_bucket_view=True)
-        with pytest.raises(ValueError, match="Wrap once"):
-            ddp_class(inner)
-        with pytest.raises(ValueError, match="Wrap once"):
-            ddp_class(nn.Sequential(inner, nn.Linear(1, 1)))
-
-    run_ranks(work, 2)
-
-
-@pytest.mark.beyond_torch("gives wrong gradients")
-def test_a_wrapper_of_torchs_class_around_ours_is_noticed(ddp_class):
+@on_ranks(2)
+def test_a_wrapper_of_torchs_class_around_ours_is_noticed(ddp_class, rank):
     """With views two reducers write to one memory: an error. Without them the averages are right."""
-
-    def work(rank):
-        with pytest.raises(RuntimeError, match="averaged twice, in the same memory"):
-            step_on(TorchDDP(ddp_class(seeded(Mlp))), rank)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            ddp = TorchDDP(ddp_class(seeded(Mlp), gradient_as_bucket_view=False))
-            for step in range(2):
-                ddp.zero_grad()
-                step_on(ddp, rank, step)
-        assert_grads(grads_of(ddp), expected_grads(seeded(Mlp), lambda m, r: step_on(m, r, 1)))
-        return sum("already wrapped by torchddp" in str(w.message) for w in caught)
-
-    assert run_ranks(work, 2) == [1, 1]
+    with pytest.raises(RuntimeError, match="averaged twice, in the same memory"):
+        step_on(TorchDDP(ddp_class(seeded(Mlp))), rank)
+    with pytest.warns(UserWarning) as caught:
+        ddp = TorchDDP(ddp_class(seeded(Mlp), gradient_as_bucket_view=False))
+        for step in range(2):
+            ddp.zero_grad()
+            step_on(ddp, rank, step)
+    assert_grads(grads_of(ddp), expected_grads(seeded(Mlp), lambda m, r: step_on(m, r, 1)))
+    assert sum("already wrapped by torchddp" in str(w.message) for w in caught) == 1
 
 
-def test_wrapping_once_warns_of_nothing(ddp_class):
-    def work(rank):
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            ddp = ddp_class(seeded(Mlp))
-            for step in range(3):
-                step_on(ddp, rank, step)
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_wrapping_once_warns_of_nothing(ddp_class, rank):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ddp = ddp_class(seeded(Mlp))
+        for step in range(3):
+            step_on(ddp, rank, step)

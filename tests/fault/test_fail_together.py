@@ -3,8 +3,9 @@
 import contextlib
 import logging
 import os
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ import torch.distributed as dist
 
 import torchddp
 from tests.distributed.test_reducer_status import Branching
-from tests.harness import run_outcomes, run_ranks
+from tests.harness import on_ranks, run_outcomes, run_ranks
 from tests.models import Mlp, batch, loss_of, seeded
 from torchddp.averaging import PeriodicAverager
 from torchddp.diagnose.fail_together import PeerFailedError
@@ -62,32 +63,23 @@ def train(rank, culprit, where, **options):
 
 
 def ending(body, *args, **kwargs):
-    """How a body ended: the type, the text, attributes of the error, and when (a clock that all processes share)."""
+    """How a body ended: type, text, cause and attributes of the error, and when (a clock that all processes share)."""
+    kind, said, cause, about = "", "", "", {}
     try:
         body(*args, **kwargs)
     except BaseException as error:
-        about = {
-            "is_peer": isinstance(error, PeerFailedError),
-            "rank": getattr(error, "rank", None),
-            "exception_type": getattr(error, "exception_type", None),
-            "message": getattr(error, "message", None),
-            "trace": getattr(error, "remote_traceback", ""),
-            "cause": type(error.__cause__).__name__,
-        }
-        return type(error).__name__, str(error), about, time.monotonic()
-    return "", "", {}, time.monotonic()
+        kind, said, cause, about = type(error).__name__, str(error), type(error.__cause__).__name__, vars(error)
+    return SimpleNamespace(kind=kind, said=said, cause=cause, at_s=time.monotonic(), **about)
 
 
-def assert_told(endings, culprit, text=TEXT, kind="ValueError", since_s=None):
-    name, said, _, raised_s = endings[culprit]
-    assert name == kind and text in said, endings[culprit]
-    for rank, (name, said, about, ended_s) in enumerate(endings):
-        if rank == culprit:
-            continue
-        assert about.get("is_peer"), f"rank {rank}: {name}: {said}"
-        assert (about["rank"], about["exception_type"]) == (culprit, kind), about
-        assert text in about["message"] and f"rank {culprit} failed" in said and text in said, said
-        assert ended_s - (since_s or raised_s) < LIMIT_S, f"rank {rank}: {ended_s - raised_s:.1f} s"
+def assert_told(endings, culprit, text=TEXT, kind="ValueError"):
+    first = endings[culprit]
+    assert first.kind == kind and text in first.said, first
+    for end in (end for rank, end in enumerate(endings) if rank != culprit):
+        assert end.kind == "PeerFailedError", end
+        assert (end.rank, end.exception_type) == (culprit, kind), end
+        assert text in end.message and f"rank {culprit} failed" in end.said and text in end.said, end
+        assert end.at_s - first.at_s < LIMIT_S, end
 
 
 WHERE = ["forward", "backward", "optimizer", "between", "loader"]
@@ -104,11 +96,10 @@ def test_an_exception_anywhere_ends_all(transport, hook, world_size, where):
     endings = run_ranks(lambda rank: ending(train, rank, culprit, where, **options), world_size)
     kind, text = ("TypeError", "") if where == "optimizer" else ("ValueError", TEXT)
     assert_told(endings, culprit, text, kind)
-    for rank in range(culprit):
-        about = endings[rank][2]
-        assert about["cause"] in ("TransportError", "PeerFailedError", "RuntimeError"), about
-        assert kind in about["trace"] and "test_fail_together.py" in about["trace"]
-        assert "at step" in endings[rank][1]
+    for end in endings[:culprit]:
+        assert end.cause in ("TransportError", "PeerFailedError", "RuntimeError"), end
+        assert kind in end.remote_traceback and "test_fail_together.py" in end.remote_traceback
+        assert "at step" in end.said
 
 
 def spin_in_python():
@@ -142,7 +133,7 @@ def test_peers_that_run_or_average(body):
 
     endings = run_ranks(lambda rank: ending(loop, rank), 3)
     assert_told(endings, 1)
-    assert endings[0][2]["cause"] == ("TransportError" if body is average_for_ever else "PeerFailedError")
+    assert endings[0].cause == ("TransportError" if body is average_for_ever else "PeerFailedError")
 
 
 def swallow_everything():
@@ -175,7 +166,7 @@ def test_who_can_not_be_interrupted_is_ended(body, capfd):
     outcomes = run_outcomes(work, 2, timeout=20, straggler_s=10)
     assert time.monotonic() - since_s < 0.3 + LIMIT_S + 2.5
     assert outcomes[0].exit_code == 1 and "died without a word" in outcomes[0].error, outcomes[0]
-    assert outcomes[1].value[0] == "ValueError", outcomes[1]
+    assert outcomes[1].value.kind == "ValueError", outcomes[1]
     said = capfd.readouterr().err
     for part in ("rank 0 ends with exit code 1", "rank 1 failed", TEXT, body.__name__):
         assert part in said, said
@@ -191,10 +182,10 @@ def test_two_ranks_that_fail_at_once():
             spin_in_python()
 
     endings = run_ranks(lambda rank: ending(loop, rank), 4)
-    assert [endings[rank][0] for rank in (1, 2)] == ["ValueError"] * 2
-    named = {endings[rank][2]["rank"] for rank in (0, 3)}
+    assert [end.kind for end in endings[1:3]] == ["ValueError"] * 2
+    named = {endings[rank].rank for rank in (0, 3)}
     assert len(named) == 1 and named <= {1, 2}, endings
-    assert f"{TEXT} of rank {named.pop()}" in endings[0][1]
+    assert f"{TEXT} of rank {named.pop()}" in endings[0].said
 
 
 def test_what_ends_a_loop_and_what_does_not():
@@ -224,29 +215,26 @@ def test_what_ends_a_loop_and_what_does_not():
         return found
 
     found = run_ranks(work, 2)
-    good = [ranks.pop("good exit")[0] for ranks in found]
+    good = [ranks.pop("good exit").kind for ranks in found]
     for error in found[0]:
         assert_told([ranks[error] for ranks in found], 1, "", error.partition("(")[0])
     assert good == ["", "SystemExit"]
 
 
-def test_nothing_arrives_after_the_end():
+@on_ranks(2)
+def test_nothing_arrives_after_the_end(rank):
     """Ranks leave at the moment at which another fails: the error comes out of the context, or never."""
-
-    def work(rank):
-        for attempt in range(4):
-            with contextlib.suppress(PeerFailedError, ValueError), torchddp.fail_together():
-                if rank == 1:
-                    raise ValueError(TEXT)
-                until_s = time.monotonic() + 0.2 + 0.04 * attempt
-                while time.monotonic() < until_s:
-                    pass
-            for _ in range(20_000):  # Python code, in which it would be raised
-                sum(range(3))
-            dist.barrier()
-        time.sleep(0.5)
-
-    run_ranks(work, 2)
+    for attempt in range(4):
+        with contextlib.suppress(PeerFailedError, ValueError), torchddp.fail_together():
+            if rank == 1:
+                raise ValueError(TEXT)
+            until_s = time.monotonic() + 0.2 + 0.04 * attempt
+            while time.monotonic() < until_s:
+                pass
+        for _ in range(20_000):  # Python code, in which it would be raised
+            sum(range(3))
+        dist.barrier()
+    time.sleep(0.5)
 
 
 def test_a_peer_that_dies_is_named_as_ever():
@@ -260,11 +248,9 @@ def test_a_peer_that_dies_is_named_as_ever():
                     spin_in_python()
                 loss_of(model(batch(rank, step, dtype=torch.float32))).backward()
 
-    outcomes = run_outcomes(lambda rank: ending(loop, rank), 3, needed_ranks=[0, 2], timeout=30)
-    name, said, _, _ = outcomes[0].value
-    assert name == "TransportError" and "rank 1 died" in said, outcomes[0]
-    name, said, about, _ = outcomes[2].value
-    assert about["is_peer"] and "rank 1 died" in said and about["rank"] == 0, outcomes[2]
+    first, _, last = run_ranks(lambda rank: ending(loop, rank), 3, needed_ranks=[0, 2], timeout=30)
+    assert first.kind == "TransportError" and "rank 1 died" in first.said, first
+    assert last.kind == "PeerFailedError" and "rank 1 died" in last.said and last.rank == 0, last
 
 
 def test_nested_and_in_another_thread():
@@ -279,11 +265,8 @@ def test_nested_and_in_another_thread():
                 time.sleep(0.05)
 
     def work(rank):
-        found = []
-        thread = threading.Thread(target=lambda: found.append(ending(loop, rank)))
-        thread.start()
-        thread.join(LIMIT_S + 3)
-        return found[0]
+        with ThreadPoolExecutor() as thread:
+            return thread.submit(ending, loop, rank).result(LIMIT_S + 3)
 
     assert_told(run_ranks(work, 3), 0)
 
@@ -334,21 +317,13 @@ def test_a_body_that_makes_the_process_group_itself():
     assert_told(run_ranks(work, 2, timeout=LONG_S), 0)
 
 
-def test_a_good_end_waits_for_nobody():
-    def work(rank):
-        if rank == 1:
-            with torchddp.fail_together():
-                time.sleep(1.0)
-            dist.barrier()
-            return 0.0
-        since_s = time.monotonic()
-        with torchddp.fail_together():
-            pass
-        seconds = time.monotonic() - since_s
-        dist.barrier()
-        return seconds
-
-    assert max(run_ranks(work, 2)) < 0.5
+@on_ranks(2)
+def test_a_good_end_waits_for_nobody(rank):
+    since_s = time.monotonic()
+    with torchddp.fail_together():
+        time.sleep(rank)
+    assert rank == 1 or time.monotonic() - since_s < 0.5
+    dist.barrier()
 
 
 def test_a_store_that_is_down_is_told_once(caplog):
@@ -388,12 +363,10 @@ def test_a_grace_that_is_none(grace_s):
         torchddp.fail_together(grace_s=grace_s)
 
 
-def test_a_context_is_entered_once():
-    def work(rank):
-        context = torchddp.fail_together()
-        with context:
-            pass
-        with pytest.raises(RuntimeError, match="once"), context:
-            pass
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_a_context_is_entered_once(rank):
+    context = torchddp.fail_together()
+    with context:
+        pass
+    with pytest.raises(RuntimeError, match="once"), context:
+        pass

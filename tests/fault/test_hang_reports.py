@@ -16,8 +16,9 @@ import torch.distributed as dist
 
 import torchddp
 from tests.distributed.test_reducer_status import Branching
-from tests.harness import keep_until_exit, run_outcomes, run_ranks
+from tests.harness import keep_until_exit, on_ranks, run_ranks
 from tests.models import Mlp, batch, loss_of, seeded, step_on
+from tests.unit.helpers import wait_until
 from torchddp.diagnose import diagnosis
 
 STALL_S = 0.5
@@ -134,13 +135,11 @@ def _rank(rank, culprit, case, transport, folder):
 
 def run_case(case, transport, world_size, culprit, folder):
     needed = [rank for rank in range(world_size) if rank != culprit or case not in (died, stopped)]
-    outcomes = run_outcomes(
+    found = run_ranks(
         _rank, world_size, culprit, case, transport, folder,
         timeout=SECONDS, needed_ranks=needed, group_timeout_s=20.0,
     )  # fmt: skip
-    for rank in needed:
-        assert outcomes[rank].error is None, f"rank {rank}: {outcomes[rank].error}"
-    return [outcomes[rank].value for rank in needed]
+    return [found[rank] for rank in needed]
 
 
 def check_report(values, case, culprit, folder):
@@ -220,16 +219,11 @@ def test_no_report_without_a_stall(tmp_path):
             step_on(ddp, rank, step)
         assert len(monitor._sources) == 1
         del ddp
-        until_s = time.monotonic() + 5
-        while monitor._sources and time.monotonic() < until_s:
-            time.sleep(0.02)
-        assert not monitor._sources
-        for options in ({"stall_report_s": 0}, {"init_sync": True}):
-            other = torchddp.DistributedDataParallel(seeded(Mlp), **options)
-            assert (monitor_of(other) is None) == ("stall_report_s" in options)
-            if monitor_of(other) is not None:
-                assert monitor_of(other) is monitor  # one for all models of the process
-                assert stall_limit_of(other) == 10.0  # a third of the group's timeout
+        assert wait_until(lambda: not monitor._sources, 5)
+        assert monitor_of(torchddp.DistributedDataParallel(seeded(Mlp), stall_report_s=0)) is None
+        other = torchddp.DistributedDataParallel(seeded(Mlp))
+        assert monitor_of(other) is monitor  # one for all models of the process
+        assert stall_limit_of(other) == 10.0  # a third of the group's timeout
         dist.barrier()
         dist.destroy_process_group()
         time.sleep(0.3)
@@ -333,9 +327,7 @@ def test_the_process_with_the_store_is_stopped(tmp_path):
             seeded(Mlp), transport="c10d", timeout=timedelta(seconds=9), stall_report_s=STALL_S
         )
         step_on(ddp, rank)
-        until_s = time.monotonic() + 5
-        while len(monitor_of(ddp)._known) < 3 and time.monotonic() < until_s:
-            time.sleep(0.02)
+        wait_until(lambda: len(monitor_of(ddp)._known) == 3, 5)
         dist.barrier()
         if rank == 0:
             os.kill(os.getpid(), signal.SIGSTOP)
@@ -344,26 +336,23 @@ def test_the_process_with_the_store_is_stopped(tmp_path):
                 step_on(ddp, rank, 1 + step)
         return reports.texts
 
-    outcomes = run_outcomes(work, 3, timeout=SECONDS, needed_ranks=[1, 2])
+    found = run_ranks(work, 3, timeout=SECONDS, needed_ranks=[1, 2])
     for rank in (1, 2):
-        assert outcomes[rank].error is None, outcomes[rank].error
-        (text,) = outcomes[rank].value
+        (text,) = found[rank]
         assert re.search(rf"rank 0 is stopped, .* \(process \d+ on .*\); rank {rank} has waited [\d.]+ s\n", text), text
         assert f"rank {rank} can't ask the other ranks: the process group's store does not answer" in text
 
 
-def test_wrong_limits():
-    def work(rank):
-        for limit, error in ((-1, ValueError), (float("nan"), ValueError), (31.0, ValueError), ("a", TypeError)):
-            with pytest.raises(error, match="stall_report_s"):
-                torchddp.DistributedDataParallel(seeded(Mlp), stall_report_s=limit)
-        with pytest.raises(ValueError, match="stall_report_s is 3 s, but a reduction fails after 2 s"):
-            torchddp.DistributedDataParallel(seeded(Mlp), stall_report_s=3, timeout=timedelta(seconds=2))
-        os.environ["TORCHDDP_STALL_REPORT_S"] = "soon"
-        with pytest.raises(ValueError, match="TORCHDDP_STALL_REPORT_S must hold seconds"):
-            torchddp.DistributedDataParallel(seeded(Mlp))
-        os.environ["TORCHDDP_STALL_REPORT_S"] = "7"
-        assert stall_limit_of(torchddp.DistributedDataParallel(seeded(Mlp))) == 7
-        assert stall_limit_of(torchddp.DistributedDataParallel(seeded(Mlp), stall_report_s=5)) == 5
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_wrong_limits(rank):
+    for limit, error in ((-1, ValueError), (float("nan"), ValueError), (31.0, ValueError), ("a", TypeError)):
+        with pytest.raises(error, match="stall_report_s"):
+            torchddp.DistributedDataParallel(seeded(Mlp), stall_report_s=limit)
+    with pytest.raises(ValueError, match="stall_report_s is 3 s, but a reduction fails after 2 s"):
+        torchddp.DistributedDataParallel(seeded(Mlp), stall_report_s=3, timeout=timedelta(seconds=2))
+    os.environ["TORCHDDP_STALL_REPORT_S"] = "soon"
+    with pytest.raises(ValueError, match="TORCHDDP_STALL_REPORT_S must hold seconds"):
+        torchddp.DistributedDataParallel(seeded(Mlp))
+    os.environ["TORCHDDP_STALL_REPORT_S"] = "7"
+    assert stall_limit_of(torchddp.DistributedDataParallel(seeded(Mlp))) == 7
+    assert stall_limit_of(torchddp.DistributedDataParallel(seeded(Mlp), stall_report_s=5)) == 5

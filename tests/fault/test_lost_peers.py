@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from tests.harness import run_outcomes, run_ranks
-from tests.models import Mlp, batch, loss_of, seeded, step_on
+from tests.fault.test_shm_faults import error_of
+from tests.harness import on_ranks, run_ranks
+from tests.models import Mlp, assert_steps, seeded, step_on
 
 GROUP_TIMEOUT_S = 2.0
 DEATH_NOTICED_S = 5.0  # a closed connection is seen at once; the rest is for a busy machine
@@ -22,29 +23,16 @@ FAULT_STEP = 2
 pytestmark = pytest.mark.beyond_torch("names neither the bucket nor its parameters")
 
 
-class Fault(torch.autograd.Function):
-    """Sends a signal to its own process half-way through backward."""
-
-    @staticmethod
-    def forward(ctx, x, number):
-        ctx.number = number
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        os.kill(os.getpid(), ctx.number)
-        return grad, None
-
-
 class Fragile(Mlp):
-    """An Mlp whose backward can be hit between its layers."""
+    """An Mlp that sends a signal to its own process half-way through backward."""
 
     signal_number = 0
 
     def forward(self, x):
-        x = torch.tanh(self.first(x.to(self.first.weight.dtype)))
-        x = torch.tanh(self.middle(x))
-        return self.last(Fault.apply(x, self.signal_number) if self.signal_number else x)
+        hidden = torch.tanh(self.middle(torch.tanh(self.first(x.to(self.first.weight.dtype)))))
+        if self.signal_number:
+            hidden.register_hook(lambda grad: os.kill(os.getpid(), self.signal_number))
+        return self.last(hidden)
 
 
 def _train_until_fault(rank, ddp_class, number, options, settle_s):
@@ -61,23 +49,16 @@ def _train_until_fault(rank, ddp_class, number, options, settle_s):
 
 
 def _error_of(ddp, rank, first, steps=1):
-    """(names of the error's classes, its text, after how many seconds) of some steps."""
-    started_s = time.monotonic()
-    with pytest.raises(RuntimeError) as caught:
-        for step in range(steps):
-            step_on(ddp, rank, first + step)
-    return [cls.__name__ for cls in type(caught.value).__mro__], str(caught.value), time.monotonic() - started_s
+    return error_of(lambda: [step_on(ddp, rank, first + step) for step in range(steps)])
 
 
 def _survivors(ddp_class, number, world_size, options, settle_s=0.0):
     needed = [rank for rank in range(world_size) if rank != 1]
-    outcomes = run_outcomes(
+    found = run_ranks(
         _train_until_fault, world_size, ddp_class, number, options, settle_s,
         timeout=45, group_timeout_s=GROUP_TIMEOUT_S, straggler_s=20.0, needed_ranks=needed,
     )  # fmt: skip
-    for rank in needed:
-        assert outcomes[rank].error is None, f"rank {rank}: {outcomes[rank].error}"
-    return [(rank, *outcomes[rank].value) for rank in needed]
+    return [(rank, *found[rank]) for rank in needed]
 
 
 def _assert_tells(rank, types, text):
@@ -124,68 +105,41 @@ def test_stopped_rank_is_noticed_within_the_groups_timeout(ddp_class, options):
         assert GROUP_TIMEOUT_S * 0.5 < seconds < GROUP_TIMEOUT_S + MARGIN_S, f"rank {rank} took {seconds:.1f} s"
 
 
-def test_rank_that_leaves_its_training_loop_early(ddp_class):
-    """One rank makes a step less: the other must not wait for ever."""
-
-    def work(rank):
-        ddp = ddp_class(seeded(Mlp))
-        for step in range(2):
-            step_on(ddp, rank, step)
-        if rank == 1:
-            time.sleep(GROUP_TIMEOUT_S + 1)
-            return None
-        return _error_of(ddp, rank, 2)
-
-    types, text, _ = run_ranks(work, 2, group_timeout_s=GROUP_TIMEOUT_S, timeout=40)[0]
-    _assert_tells(0, types, text)
-
-
-def test_training_goes_on_alone_after_a_peer_has_died(ddp_class):
+@on_ranks(2, group_timeout_s=GROUP_TIMEOUT_S, straggler_s=20.0, needed_ranks=[0], timeout=40)
+def test_training_goes_on_alone_after_a_peer_has_died(ddp_class, rank):
     """The error leaves the process able to go on without the group: a new group of one, a new wrapper."""
-
-    def work(rank):
-        model = seeded(Fragile)
-        ddp = ddp_class(model)
-        step_on(ddp, rank)
-        if rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        with pytest.raises(RuntimeError):
-            for step in range(3):
-                step_on(ddp, rank, step)
-        del ddp
-        dist.destroy_process_group()
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        alone = ddp_class(model)
-        alone.zero_grad()
-        step_on(alone, rank, 5)
-        plain = seeded(Fragile)
-        loss_of(plain(batch(rank, 5))).backward()
-        return all(torch.equal(p.grad, q.grad) for p, q in zip(alone.parameters(), plain.parameters(), strict=True))
-
-    outcomes = run_outcomes(work, 2, group_timeout_s=GROUP_TIMEOUT_S, straggler_s=20.0, needed_ranks=[0], timeout=40)
-    assert outcomes[0].error is None, outcomes[0].error
-    assert outcomes[0].value is True
+    model = seeded(Fragile)
+    ddp = ddp_class(model)
+    step_on(ddp, rank)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(RuntimeError):
+        for step in range(3):
+            step_on(ddp, rank, step)
+    del ddp
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    assert_steps(ddp_class(model), rank, [5], rtol=0)
 
 
 # Before its second step a rank agrees with the others on new buckets: that is bounded too, and has no bucket to name.
-@pytest.mark.rest_is_thorough("3")
-@pytest.mark.parametrize("steps_before", [1, 3])
-def test_own_timeout_is_shorter_than_the_groups(ddp_class, steps_before):
-    """`timeout=` bounds what DDP waits for; the group may wait for longer."""
-    limit_s = 1.0
+@pytest.mark.rest_is_thorough("None-2", "1.0-3")
+@pytest.mark.parametrize(("limit_s", "steps_before"), [(None, 2), (1.0, 1), (1.0, 3)])
+def test_rank_that_makes_a_step_less(ddp_class, limit_s, steps_before):
+    """The other must not wait for ever: for the group's timeout, or `timeout=` where that is shorter."""
 
     def work(rank):
-        ddp = ddp_class(seeded(Mlp), timeout=timedelta(seconds=limit_s))
+        ddp = ddp_class(seeded(Mlp), **({"timeout": timedelta(seconds=limit_s)} if limit_s else {}))
         for step in range(steps_before):
             step_on(ddp, rank, step)
         dist.barrier()
         if rank == 1:
-            time.sleep(2.5 * limit_s)
+            time.sleep(GROUP_TIMEOUT_S + 1)
             return None
         return _error_of(ddp, rank, steps_before)
 
-    types, text, seconds = run_ranks(work, 2, timeout=40)[0]
-    assert seconds < 2 * limit_s, f"{seconds:.1f} s: {text}"
+    types, text, seconds = run_ranks(work, 2, timeout=40, group_timeout_s=30.0 if limit_s else GROUP_TIMEOUT_S)[0]
+    assert seconds < (2 * limit_s if limit_s else GROUP_TIMEOUT_S + MARGIN_S), f"{seconds:.1f} s: {text}"
     assert "TransportError" in types and "rank 0" in text.lower(), f"{types}: {text}"
     if steps_before > 1:
         _assert_tells(0, types, text)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.chaos.leaks import holders_of, segments_of
-from tests.harness import run_outcomes, run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.models import Branches, Mlp, assert_grads, batch, grads_of, local_grads, loss_of, mean_grads, seeded, step_on
 from torchddp.transport import shm
 
@@ -64,12 +64,6 @@ def assert_names(told, culprit, at_most_s=NOTICED_S):
     assert seconds < at_most_s, f"{seconds:.1f} s: {text}"
 
 
-def values_of(outcomes, ranks):
-    for rank in ranks:
-        assert outcomes[rank].ok, f"rank {rank}: {outcomes[rank].error}"
-    return [outcomes[rank].value for rank in ranks]
-
-
 def stop_for(seconds):
     """SIGSTOP to this process; a child wakes it up again."""
     parent = os.getpid()
@@ -83,22 +77,17 @@ def stop_for(seconds):
 
 
 @pytest.mark.parametrize("late_s", [0.0, 0.4 * LIMIT_S])
-def test_all_who_wait_for_a_stopped_rank_name_it_and_it_errs_when_it_wakes(ddp_class, late_s):
+@on_ranks(3, timeout=20)
+def test_all_who_wait_for_a_stopped_rank_name_it_and_it_errs_when_it_wakes(ddp_class, late_s, rank):
     """Also a rank that began to wait later, and sees another give up first."""
-
-    def work(rank):
-        ddp = trained(ddp_class, rank, timeout=timedelta(seconds=LIMIT_S))
-        if rank == 1:
-            stop_for(2.5 * LIMIT_S)
-        if rank == 2:
-            time.sleep(late_s)
-        return error_of_steps(ddp, rank)
-
-    told = run_ranks(work, 3, timeout=20)
-    for rank in (0, 2):
-        assert_names(told[rank], 1, at_most_s=LIMIT_S + NOTICED_S)
-    assert told[0][2] > 0.9 * LIMIT_S, "nobody knew before the timeout"
-    assert_names(told[1], "[02]")
+    ddp = trained(ddp_class, rank, timeout=timedelta(seconds=LIMIT_S))
+    if rank == 1:
+        stop_for(2.5 * LIMIT_S)
+        return assert_names(error_of_steps(ddp, rank), "[02]")
+    time.sleep(late_s if rank == 2 else 0)
+    told = error_of_steps(ddp, rank)
+    assert_names(told, 1, at_most_s=LIMIT_S + NOTICED_S)
+    assert rank == 2 or told[2] > 0.9 * LIMIT_S, "nobody knew before the timeout"
 
 
 def test_rank_that_leaves_in_good_order(ddp_class):
@@ -115,22 +104,17 @@ def test_rank_that_leaves_in_good_order(ddp_class):
     assert any("has left" in told[rank][1] for rank in (0, 2)), told
 
 
-def test_exception_in_the_forward_of_one_rank(ddp_class):
+@on_ranks(2, timeout=20)
+def test_exception_in_the_forward_of_one_rank(ddp_class, rank):
     """It lives, and says nothing: the others are held up no longer than `timeout`."""
-
-    def work(rank):
-        ddp = trained(ddp_class, rank, timeout=timedelta(seconds=LIMIT_S))
-        if rank == 1:
-            handle = ddp.module.middle.register_forward_hook(lambda *_: 1 / 0)
-            with pytest.raises(ZeroDivisionError):
-                step_on(ddp, rank, STEPS_BEFORE)
-            handle.remove()
-            time.sleep(LIMIT_S + NOTICED_S)
-        return error_of_steps(ddp, rank)
-
-    told = run_ranks(work, 2, timeout=20)
-    assert_names(told[0], 1, at_most_s=LIMIT_S + NOTICED_S)
-    assert_names(told[1], 0)
+    ddp = trained(ddp_class, rank, timeout=timedelta(seconds=LIMIT_S))
+    if rank == 1:
+        handle = ddp.module.middle.register_forward_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            step_on(ddp, rank, STEPS_BEFORE)
+        handle.remove()
+        time.sleep(LIMIT_S + NOTICED_S)
+    assert_names(error_of_steps(ddp, rank), 1 - rank, at_most_s=NOTICED_S + LIMIT_S * (rank == 0))
 
 
 def test_death_of_a_rank_whose_child_lives_on(ddp_class, tmp_path):
@@ -151,7 +135,7 @@ def test_death_of_a_rank_whose_child_lives_on(ddp_class, tmp_path):
         return told
 
     try:
-        for told in values_of(run_outcomes(work, 3, needed_ranks=[0, 2], timeout=20), [0, 2]):
+        for told in run_ranks(work, 3, needed_ranks=[0, 2], timeout=20)[::2]:
             assert_names(told, 1)
             assert "died" in told[1], told[1]
     finally:
@@ -172,90 +156,73 @@ def test_survivors_go_on_in_a_group_of_their_own(ddp_class, options):
         assert_steps_of(ddp, rank, survivors, steps=3)
         return told, segments_of()
 
-    outcomes = run_outcomes(work, 4, needed_ranks=survivors, timeout=30, straggler_s=20)
+    found = run_ranks(work, 4, needed_ranks=survivors, timeout=30, straggler_s=20)
     segments = set()
-    for told, mapped in values_of(outcomes, survivors):
+    for told, mapped in (found[rank] for rank in survivors):
         assert_names(told, 1)
         segments |= mapped
     assert segments and not holders_of(segments)
 
 
-def test_survivors_are_halved_twice(ddp_class):
+@on_ranks(4, needed_ranks=[0], timeout=30, straggler_s=20)
+def test_survivors_are_halved_twice(ddp_class, rank):
     """Four ranks, then two, then one."""
-
-    def work(rank):
-        ddp = trained(ddp_class, rank)
-        alive = [0, 1, 2, 3]
-        while len(alive) > 1:
-            dead, alive = alive[len(alive) // 2 :], alive[: len(alive) // 2]
-            if rank in dead:
-                os.kill(os.getpid(), signal.SIGKILL)
-            assert_names(error_of_steps(ddp, rank, steps=1), f"[{dead[0]}-{dead[-1]}]")
-            ddp._update_process_group(dist.new_group(alive, use_local_synchronization=True))
-            assert_steps_of(ddp, rank, alive)
-        return alive
-
-    assert values_of(run_outcomes(work, 4, needed_ranks=[0], timeout=30, straggler_s=20), [0]) == [[0]]
+    ddp = trained(ddp_class, rank)
+    for alive, dead in (([0, 1], [2, 3]), ([0], [1])):
+        if rank in dead:
+            os.kill(os.getpid(), signal.SIGKILL)
+        assert_names(error_of_steps(ddp, rank, steps=1), f"[{dead[0]}-{dead[-1]}]")
+        ddp._update_process_group(dist.new_group(alive, use_local_synchronization=True))
+        assert_steps_of(ddp, rank, alive)
 
 
-def test_death_while_parameters_are_unused(ddp_class):
+@on_ranks(2, needed_ranks=[0], timeout=20)
+def test_death_while_parameters_are_unused(ddp_class, rank):
     """The map of used parameters travels too: its reduction is as mortal as a bucket's."""
-
-    def work(rank):
-        ddp = wrap(ddp_class, seeded(Branches), find_unused_parameters=True)
-        x = batch(rank, 0, 5, 4)
-        for step in range(4):
-            if (rank, step) == (1, 2):
-                ddp.module.trunk.weight.register_hook(lambda grad: os.kill(os.getpid(), signal.SIGKILL))
-            if rank == 0 and step == 2:
-                return error_of(lambda: [loss_of(ddp(x, "left")).backward() for _ in range(2)])
-            loss_of(ddp(x, ("left", "right")[(rank + step) % 2])).backward()
-
-    outcomes = run_outcomes(work, 2, needed_ranks=[0], timeout=20)
-    assert_names(values_of(outcomes, [0])[0], 1)
+    ddp = wrap(ddp_class, seeded(Branches), find_unused_parameters=True)
+    x = batch(rank, 0, 5, 4)
+    for step in range(2):
+        loss_of(ddp(x, ("left", "right")[(rank + step) % 2])).backward()
+    if rank == 1:
+        ddp.module.trunk.weight.register_hook(lambda grad: os.kill(os.getpid(), signal.SIGKILL))
+    assert_names(error_of(lambda: [loss_of(ddp(x, "left")).backward() for _ in range(2)]), 1)
 
 
-def test_death_before_the_ranks_have_met(ddp_class):
+@on_ranks(3, needed_ranks=[0, 2], timeout=30, straggler_s=25)
+def test_death_before_the_ranks_have_met(ddp_class, rank):
     """Between the exchange of addresses and that of memory: there is nobody yet to be seen dying."""
-
-    def work(rank):
-        if rank == 1:
-            shm._C.ShmEndpoint.connect = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
-        return error_of(lambda: wrap(ddp_class))
-
-    for told in values_of(run_outcomes(work, 3, needed_ranks=[0, 2], timeout=30, straggler_s=25), [0, 2]):
-        assert told[2] < NOTICED_S, f"{told[2]:.1f} s: {told[1]}"
+    if rank == 1:
+        shm._C.ShmEndpoint.connect = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+    _, text, seconds = error_of(lambda: wrap(ddp_class))
+    assert seconds < NOTICED_S, f"{seconds:.1f} s: {text}"
 
 
-def test_nothing_is_mapped_once_model_and_gradients_are_gone(ddp_class):
-    def work(rank):
-        ddp = trained(ddp_class, rank)
-        assert len(segments_of()) == 3
-        held = ddp.module.first.weight.grad
-        ddp.zero_grad()
-        del ddp
-        mine = segments_of()
-        kept = held.clone()
-        values = bool((held == kept).all())
-        del held
-        return len(mine), values, len(segments_of())
-
-    assert run_ranks(work, 3) == [(1, True, 0)] * 3
+@on_ranks(3)
+def test_nothing_is_mapped_once_model_and_gradients_are_gone(ddp_class, rank):
+    ddp = trained(ddp_class, rank)
+    assert len(segments_of()) == 3
+    held = ddp.module.first.weight.grad
+    ddp.zero_grad()
+    del ddp
+    assert len(segments_of()) == 1
+    kept = held.clone()
+    assert torch.equal(held, kept)
+    del held
+    assert not segments_of()
 
 
-def test_wrapping_again_and_again_leaves_no_file_open(ddp_class):
-    def work(rank):
-        wrap(ddp_class)
-        before = os.listdir("/proc/self/fd")
-        for _ in range(5):
-            step_on(wrap(ddp_class), rank)
-        assert len(os.listdir("/proc/self/fd")) <= len(before)
-        return segments_of()
-
-    assert run_ranks(work, 2) == [set(), set()]
+@on_ranks(2)
+def test_wrapping_again_and_again_leaves_no_file_open(ddp_class, rank):
+    wrap(ddp_class)
+    before = os.listdir("/proc/self/fd")
+    for _ in range(5):
+        step_on(wrap(ddp_class), rank)
+    assert len(os.listdir("/proc/self/fd")) <= len(before)
+    assert not segments_of()
 
 
-def test_late_writes_of_a_stopped_rank_reach_nobody(ddp_class):
+@on_ranks(3, timeout=30)
+def test_late_writes_of_a_stopped_rank_reach_nobody(ddp_class, rank):
     """It wakes with a piece of an old sum in its hands, while the others train on without it."""
     peers = [0, 2]
     width = 128  # gradients of several chunks, which ranks take from each other
@@ -263,21 +230,17 @@ def test_late_writes_of_a_stopped_rank_reach_nobody(ddp_class):
     def train(ddp, rank, step):
         loss_of(ddp(batch(rank, step, 5, width))).backward()
 
-    def work(rank):
-        ddp = ddp_class(seeded(lambda: Mlp(width)), transport="shm", timeout=timedelta(seconds=0.5 * LIMIT_S))
-        if rank == 1:
-            threading.Timer(0.1, stop_for, [1.2 * LIMIT_S]).start()
-        told = error_of(lambda: [train(ddp, rank, step) for step in range(100_000)])
-        if rank in peers:
-            started_s = time.monotonic()
-            group = dist.new_group(peers, use_local_synchronization=True)
-            ddp._update_process_group(group)
-            enough = torch.zeros(())
-            while enough.item() == 0:
-                assert_steps_of(ddp, rank, peers, run=train)
-                enough.fill_(time.monotonic() - started_s > LIMIT_S)
-                dist.all_reduce(enough, group=group)
-        return told
-
-    for types, text, _ in run_ranks(work, 3, timeout=30):
-        assert "TransportError" in types, text
+    ddp = ddp_class(seeded(lambda: Mlp(width)), transport="shm", timeout=timedelta(seconds=0.5 * LIMIT_S))
+    if rank == 1:
+        threading.Timer(0.1, stop_for, [1.2 * LIMIT_S]).start()
+    types, text, _ = error_of(lambda: [train(ddp, rank, step) for step in range(100_000)])
+    assert "TransportError" in types, text
+    if rank in peers:
+        started_s = time.monotonic()
+        group = dist.new_group(peers, use_local_synchronization=True)
+        ddp._update_process_group(group)
+        enough = torch.zeros(())
+        while enough.item() == 0:
+            assert_steps_of(ddp, rank, peers, run=train)
+            enough.fill_(time.monotonic() - started_s > LIMIT_S)
+            dist.all_reduce(enough, group=group)

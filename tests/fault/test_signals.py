@@ -1,5 +1,6 @@
 """Handlers of signals run while a rank waits: what they raise ends the wait, and otherwise it goes on."""
 
+import functools
 import os
 import signal
 import subprocess
@@ -16,7 +17,7 @@ import torch.distributed as dist
 
 import torchddp
 from benchmarks.chaos.leaks import holders_of, segments_of
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.models import Mlp, assert_grads, batch, grads_of, loss_of, seeded, step_on
 from torchddp import _C, TransportError
 from torchddp.averaging import StreamingDiLoCo
@@ -57,59 +58,53 @@ def hear(what: str) -> None:
     dist.distributed_c10d._get_default_store().wait([what])
 
 
-def run(work, world_size=2, **options):
-    return run_ranks(work, world_size, timeout=90, group_timeout_s=LIMIT_S, **options)
+on_waiting_ranks = functools.partial(on_ranks, timeout=90, group_timeout_s=LIMIT_S)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_an_interrupt_ends_a_backward_and_leaves_the_reducer_idle(transport):
-    def work(rank):
-        ddp = torchddp.DistributedDataParallel(seeded(Mlp), bucket_cap_mb=0.001, transport=transport)
-        for step in range(2):
-            step_on(ddp, rank, step)
+@on_waiting_ranks(2)
+def test_an_interrupt_ends_a_backward_and_leaves_the_reducer_idle(transport, rank):
+    ddp = torchddp.DistributedDataParallel(seeded(Mlp), bucket_cap_mb=0.001, transport=transport)
+    for step in range(2):
+        step_on(ddp, rank, step)
+    ddp.zero_grad()
+    if rank == 0:
+        hit()
+        raises_soon(KeyboardInterrupt, lambda: step_on(ddp, rank, 2))
+        status = ddp.reducer.status()
+        assert status["phase"] == "idle" and not status["armed"], status
         ddp.zero_grad()
-        if rank == 0:
-            hit()
-            raises_soon(KeyboardInterrupt, lambda: step_on(ddp, rank, 2))
-            status = ddp.reducer.status()
-            assert status["phase"] == "idle" and not status["armed"], status
-            ddp.zero_grad()
-            with ddp.no_sync():
-                step_on(ddp, rank, 3)
-            plain = seeded(Mlp)
-            loss_of(plain(batch(rank, 3))).backward()
-            assert_grads(grads_of(ddp), grads_of(plain))
-            tell("rank 0 was interrupted")
-        else:
-            hear("rank 0 was interrupted")
-            if transport == "shm":
-                gives_up_soon(lambda: step_on(ddp, rank, 2))
-            tell("rank 1 is done")
-        if rank == 0:
-            hear("rank 1 is done")
-
-    run(work)
+        with ddp.no_sync():
+            step_on(ddp, rank, 3)
+        plain = seeded(Mlp)
+        loss_of(plain(batch(rank, 3))).backward()
+        assert_grads(grads_of(ddp), grads_of(plain))
+        tell("rank 0 was interrupted")
+    else:
+        hear("rank 0 was interrupted")
+        if transport == "shm":
+            gives_up_soon(lambda: step_on(ddp, rank, 2))
+        tell("rank 1 is done")
+    if rank == 0:
+        hear("rank 1 is done")
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_what_follows_an_interrupt_is_an_error_at_once(transport):
+@on_waiting_ranks(2)
+def test_what_follows_an_interrupt_is_an_error_at_once(transport, rank):
     """In the forward that rebuilds buckets. Another collective would meet one that the peers have not come to yet."""
-
-    def work(rank):
-        ddp = torchddp.DistributedDataParallel(seeded(Mlp), bucket_cap_mb=0.001, transport=transport)
-        step_on(ddp, rank, 0)
-        if rank == 0:
-            hit()
-            raises_soon(KeyboardInterrupt, lambda: step_on(ddp, rank, 1))
-            with ddp.no_sync():
-                step_on(ddp, rank, 2)
-            error = raises_soon(TransportError, lambda: step_on(ddp, rank, 3))
-            assert "gave up" in str(error), error
-            tell("rank 0 was interrupted")
-        else:
-            hear("rank 0 was interrupted")
-
-    run(work)
+    ddp = torchddp.DistributedDataParallel(seeded(Mlp), bucket_cap_mb=0.001, transport=transport)
+    step_on(ddp, rank, 0)
+    if rank == 0:
+        hit()
+        raises_soon(KeyboardInterrupt, lambda: step_on(ddp, rank, 1))
+        with ddp.no_sync():
+            step_on(ddp, rank, 2)
+        error = raises_soon(TransportError, lambda: step_on(ddp, rank, 3))
+        assert "gave up" in str(error), error
+        tell("rank 0 was interrupted")
+    else:
+        hear("rank 0 was interrupted")
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -124,7 +119,7 @@ def test_a_handler_that_returns_lets_the_wait_go_on(transport):
         step_on(ddp, rank)
         return grads_of(ddp)
 
-    first, second = run(work)
+    first, second = run_ranks(work, 2, timeout=90, group_timeout_s=LIMIT_S)
     assert_grads(first, second, rtol=0)
 
 
@@ -139,15 +134,13 @@ class Promised:
         return self.futures[-1]
 
 
-def test_an_interrupt_ends_the_wait_for_a_hook():
-    def work(rank):
-        ddp = torchddp.DistributedDataParallel(seeded(Mlp), transport="c10d")
-        ddp.register_comm_hook(None, Promised())
-        hit()
-        raises_soon(KeyboardInterrupt, lambda: step_on(ddp, rank))
-        assert ddp.reducer.status()["phase"] == "idle"
-
-    run(work, 1)
+@on_waiting_ranks(1)
+def test_an_interrupt_ends_the_wait_for_a_hook(rank):
+    ddp = torchddp.DistributedDataParallel(seeded(Mlp), transport="c10d")
+    ddp.register_comm_hook(None, Promised())
+    hit()
+    raises_soon(KeyboardInterrupt, lambda: step_on(ddp, rank))
+    assert ddp.reducer.status()["phase"] == "idle"
 
 
 @pytest.mark.parametrize("own", [True, False], ids=["its own timeout", "the group's"])
@@ -170,70 +163,62 @@ def test_a_hook_that_never_completes_its_future_is_waited_for_no_longer_than_the
     run_ranks(work, 1, timeout=90, group_timeout_s=LIMIT_S if own else 1.0)
 
 
-def test_an_interrupt_ends_a_collective_of_the_shared_memory_backend():
-    def work(rank):
-        dist.all_reduce(torch.ones(3))
-        if rank == 0:
-            hit()
-            raises_soon(KeyboardInterrupt, lambda: dist.all_reduce(torch.ones(100_000)))
-            tell("rank 0 was interrupted")
-            hear("rank 1 is done")
-        else:
-            hear("rank 0 was interrupted")
-            gives_up_soon(lambda: dist.all_reduce(torch.ones(100_000)))
-            tell("rank 1 is done")
-
-    run(work, backend="torchddp_shm")
-
-
-def test_an_interrupt_ends_the_wait_for_ranks_to_connect():
-    def work(rank):
-        own, other = _C.ShmEndpoint(0), _C.ShmEndpoint(0)  # the other listens, and never connects
+@on_waiting_ranks(2, backend="torchddp_shm")
+def test_an_interrupt_ends_a_collective_of_the_shared_memory_backend(rank):
+    dist.all_reduce(torch.ones(3))
+    if rank == 0:
         hit()
-        raises_soon(
-            KeyboardInterrupt,
-            lambda: own.connect(
-                None, local_ranks=[0, 1], addresses=[own.address, other.address], outer_group=None, places=[0, 1],
-                outer_ranks=[], owners=2, spans=False, node=None,
-                connect_timeout=timedelta(seconds=LIMIT_S), timeout=timedelta(seconds=LIMIT_S),
-            ),
-        )  # fmt: skip
-
-    run(work, 1)
+        raises_soon(KeyboardInterrupt, lambda: dist.all_reduce(torch.ones(100_000)))
+        tell("rank 0 was interrupted")
+        hear("rank 1 is done")
+    else:
+        hear("rank 0 was interrupted")
+        gives_up_soon(lambda: dist.all_reduce(torch.ones(100_000)))
+        tell("rank 1 is done")
 
 
-def test_an_interrupt_ends_waits_for_the_store_and_for_jobs_of_a_thread():
-    def work(rank):
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        hit(after_s=0.6)  # it has begun to wait anew
-        raises_soon(KeyboardInterrupt, lambda: wait_for_keys(store, ["never"], timedelta(seconds=LIMIT_S)))
-        raises_soon(RuntimeError, lambda: wait_for_keys(store, ["never"], timedelta(seconds=0.6)))
-        store.set("there", "x")
-        wait_for_keys(store, ["there"], timedelta(seconds=LIMIT_S))
-        future = torch.futures.Future()
+@on_waiting_ranks(1)
+def test_an_interrupt_ends_the_wait_for_ranks_to_connect(rank):
+    own, other = _C.ShmEndpoint(0), _C.ShmEndpoint(0)  # the other listens, and never connects
+    hit()
+    raises_soon(
+        KeyboardInterrupt,
+        lambda: own.connect(
+            None, local_ranks=[0, 1], addresses=[own.address, other.address], outer_group=None, places=[0, 1],
+            outer_ranks=[], owners=2, spans=False, node=None,
+            connect_timeout=timedelta(seconds=LIMIT_S), timeout=timedelta(seconds=LIMIT_S),
+        ),
+    )  # fmt: skip
+
+
+@on_waiting_ranks(1)
+def test_an_interrupt_ends_waits_for_the_store_and_for_jobs_of_a_thread(rank):
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    hit(after_s=0.6)  # it has begun to wait anew
+    raises_soon(KeyboardInterrupt, lambda: wait_for_keys(store, ["never"], timedelta(seconds=LIMIT_S)))
+    raises_soon(RuntimeError, lambda: wait_for_keys(store, ["never"], timedelta(seconds=0.6)))
+    store.set("there", "x")
+    wait_for_keys(store, ["there"], timedelta(seconds=LIMIT_S))
+    future = torch.futures.Future()
+    hit()
+    raises_soon(KeyboardInterrupt, lambda: wait_for_future(future, LIMIT_S))
+    assert not wait_for_future(future, 0.01)
+    future.set_result(1)
+    assert wait_for_future(future, LIMIT_S)
+
+
+@on_waiting_ranks(2)
+def test_an_interrupt_ends_the_wait_for_an_average(rank):
+    model = seeded(Mlp).float()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = StreamingDiLoCo(model, sgd, sync_every=1, fragments=1)
+    loss_of(model(batch(rank, dtype=torch.float32))).backward()
+    if rank == 0:
         hit()
-        raises_soon(KeyboardInterrupt, lambda: wait_for_future(future, LIMIT_S))
-        assert not wait_for_future(future, 0.01)
-        future.set_result(1)
-        assert wait_for_future(future, LIMIT_S)
-
-    run(work, 1)
-
-
-def test_an_interrupt_ends_the_wait_for_an_average():
-    def work(rank):
-        model = seeded(Mlp).float()
-        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-        optimizer = StreamingDiLoCo(model, sgd, sync_every=1, fragments=1)
-        loss_of(model(batch(rank, dtype=torch.float32))).backward()
-        if rank == 0:
-            hit()
-            raises_soon(KeyboardInterrupt, optimizer.step)
-            tell("rank 0 was interrupted")
-        else:
-            hear("rank 0 was interrupted")
-
-    run(work)
+        raises_soon(KeyboardInterrupt, optimizer.step)
+        tell("rank 0 was interrupted")
+    else:
+        hear("rank 0 was interrupted")
 
 
 @pytest.mark.parametrize(

@@ -42,8 +42,9 @@ STALL_S = 0.5
 TIMEOUT_S = 2.5  # of the process group: all raise then
 
 
-def headlines(outcomes):
-    texts = [text for outcome in outcomes if outcome.value for text in outcome.value]
+def headlines(work, world_size=2):
+    """Of the reports that `work(rank)` returns, and the reports."""
+    texts = [text for outcome in run_outcomes(work, world_size, timeout=60) for text in outcome.value or []]
     return [text.partition("\n")[0] for text in texts], texts
 
 
@@ -74,7 +75,7 @@ def test_a_reduction_and_a_barrier(transport, tmp_path):
         time.sleep(1.0)
         return reports.texts
 
-    (headline, *more), texts = headlines(run_outcomes(work, 3, timeout=60))
+    (headline, *more), texts = headlines(work, 3)
     assert not [text for text in more if "waited 2" not in text and "waited 3" not in text], texts
     assert "rank 1 is at step 3 (ranks 0 and 2 are at 4), which it has finished" in headline
     assert "it is in barrier at test_watch_collectives.py:" in headline and '(1st on group "1"' in headline
@@ -115,7 +116,7 @@ def test_a_loop_in_a_thread_and_its_exception(tmp_path):
         loop.join()
         return reports.texts
 
-    (headline, *_), texts = headlines(run_outcomes(work, 2, timeout=60))
+    (headline, *_), texts = headlines(work)
     assert "rank 0 waits in all_reduce at test_watch_collectives.py:" in headline
     assert "rank 1 is at test_watch_collectives.py:" in headline and " in train_loop_per_worker" in headline, texts
     assert "it handles ValueError: no more data" in headline
@@ -140,7 +141,7 @@ def test_a_loop_whose_thread_has_ended(tmp_path):
         time.sleep(TIMEOUT_S if rank == 1 else 0)
         return reports.texts
 
-    (headline, *_), _ = headlines(run_outcomes(work, 2, timeout=60))
+    (headline, *_), _ = headlines(work)
     assert (
         "rank 1 is elsewhere: the thread that trained has ended; it left its thread with KeyError: 'label'" in headline
     )
@@ -161,6 +162,6 @@ def test_a_rank_whose_program_has_ended(tmp_path):
             dist.monitored_barrier(timeout=timedelta(seconds=2))
         return reports.texts
 
-    (headline, *_), _ = headlines(run_outcomes(work, 2, timeout=60))
+    (headline, *_), _ = headlines(work)
     assert "rank 1 has left the training (process " in headline
     assert "its program has ended after ValueError: wrong label" in headline

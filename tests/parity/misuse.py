@@ -1,4 +1,4 @@
-"""Everything that can be done wrong with a DistributedDataParallel: each case raises what its class raises for it."""
+"""What can be done wrong with a DistributedDataParallel, with what is in tests/fault/test_bad_input.py."""
 
 import copy
 import functools
@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.join import Join
-from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 Case = Callable[[Any, int], Any]
@@ -48,18 +47,7 @@ def trained(model: Any, steps: int = 3) -> Any:
 
 CASES: dict[str, Case] = {
     # arguments of the constructor
-    "a_group_and_a_mesh": lambda cls, rank: cls(
-        linear(), process_group=dist.group.WORLD, device_mesh=init_device_mesh("cpu", (2,))
-    ),
-    "a_mesh_of_two_dimensions": lambda cls, rank: cls(linear(), device_mesh=init_device_mesh("cpu", (2, 1))),
     "a_mesh_that_is_none": lambda cls, rank: cls(linear(), device_mesh="cpu"),
-    "no_parameter_that_requires_grad": lambda cls, rank: cls(linear().requires_grad_(False)),
-    "no_parameter": lambda cls, rank: cls(nn.ReLU()),
-    "two_device_ids": lambda cls, rank: cls(linear(), device_ids=[0, 1]),
-    "a_device_id_for_a_module_on_the_cpu": lambda cls, rank: cls(linear(), device_ids=[0]),
-    "an_output_device_for_a_module_on_the_cpu": lambda cls, rank: cls(linear(), output_device=1),
-    "devices_of_two_types": lambda cls, rank: cls(nn.Sequential(linear(), nn.Linear(4, 4, device="meta"))),
-    "a_lazy_module": lambda cls, rank: cls(nn.Sequential(linear(), nn.LazyLinear(4))),
     "a_group_without_this_rank": lambda cls, rank: cls(linear(), process_group=dist.new_group([0])),
     "a_group_that_is_none": lambda cls, rank: cls(linear(), process_group="gloo"),
     "a_module_that_is_none": lambda cls, rank: cls(torch.ones(2)),
@@ -79,7 +67,6 @@ CASES: dict[str, Case] = {
     "mixed_precision_that_is_none": lambda cls, rank: cls(linear(), mixed_precision="bf16"),
     "models_of_other_shapes": lambda cls, rank: cls(nn.Linear(4, 4 + rank)),
     "models_of_other_lengths": lambda cls, rank: cls(nn.Sequential(*(linear() for _ in range(1 + rank)))),
-    "a_delay_without_its_hook": lambda cls, rank: cls(m := linear(), delay_all_reduce_named_params=[("bias", m.bias)]),
     "a_hook_for_a_delay_without_one": lambda cls, rank: cls(m := linear(), param_to_hook_all_reduce=m.weight),
     # hooks
     "registers_a_builtin_that_is_none": lambda cls, rank: cls(linear())._register_builtin_comm_hook("allreduce"),
@@ -125,12 +112,6 @@ def all_parameters_ignored(cls, rank):
 
 
 @case
-def no_process_group(cls, rank):
-    dist.destroy_process_group()
-    cls(linear())
-
-
-@case
 def python_reducer_with_a_list_of_caps(cls, rank):
     with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
         cls(linear(), bucket_cap_mb_list=[1])
@@ -169,14 +150,6 @@ def registering(name: str, hook: Any, *more: Any) -> None:
     CASES[f"registers_{name}"] = register
 
 
-def wrong_bucket(state, bucket: int):
-    pass
-
-
-def wrong_return(state, bucket) -> int:
-    pass
-
-
 def right_text(state: "Any", bucket: "dist.GradBucket") -> "torch.futures.Future[torch.Tensor]":
     return all_reduced(state, bucket)
 
@@ -185,10 +158,7 @@ def wrong_text(state: "Any", bucket: "int") -> "int":
     pass
 
 
-registering("what_is_no_hook", 3)
 registering("none", None)
-registering("a_wrong_bucket_annotation", wrong_bucket)
-registering("a_wrong_return_annotation", wrong_return)
 registering("right_annotations_as_text", right_text)
 registering("wrong_annotations_as_text", wrong_text)
 registering("another_name_for_the_bucket", lambda state, b: all_reduced(state, b))
@@ -197,7 +167,6 @@ registering("a_hook_of_three", lambda state, bucket, more: None)
 registering("a_partial", functools.partial(all_reduced))
 registering("a_class", dict)
 registering("a_builtin_function", max)
-registering("two_hooks", all_reduced, all_reduced)
 registering("a_hook_after_a_builtin", dist.BuiltinCommHookType.ALLREDUCE, all_reduced)
 registering("a_builtin_after_a_hook", all_reduced, dist.BuiltinCommHookType.ALLREDUCE)
 registering("two_builtins", dist.BuiltinCommHookType.ALLREDUCE, dist.BuiltinCommHookType.FP16_COMPRESS)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.harness import run_ranks
+from tests.harness import on_ranks
 from tests.models import Mlp, NormNet, batch, loss_of
 from tests.parity.compare import RTOL, assert_same_as_torch
 
@@ -48,20 +48,16 @@ def test_channels_last_convolution(ddp_class, world_size, set_to_none):
     assert_same_as_torch(ddp_class, make, run, world_size, dtype=torch.float32, set_to_none=set_to_none)
 
 
-def test_gradients_keep_the_strides_torch_gives(ddp_class):
+@on_ranks(2)
+def test_gradients_keep_the_strides_torch_gives(ddp_class, rank):
     """Fused optimizers and `foreach` paths depend on gradients laid out as their parameters."""
-
-    def strides(rank):
-        model = NormNet(torch.float32).to(memory_format=torch.channels_last)
-        ddp = ddp_class(model)
-        for step in range(2):
-            ddp.zero_grad()
-            x = batch(rank, step, 4, 3, 6, 6, dtype=torch.float32)
-            loss_of(ddp(x.to(memory_format=torch.channels_last))).backward()
-        return [(name, p.stride(), p.grad.stride()) for name, p in ddp.named_parameters()]
-
-    for name, param, grad in run_ranks(strides, 2)[0]:
-        assert param == grad, name
+    ddp = ddp_class(NormNet(torch.float32).to(memory_format=torch.channels_last))
+    for step in range(2):
+        ddp.zero_grad()
+        x = batch(rank, step, 4, 3, 6, 6, dtype=torch.float32)
+        loss_of(ddp(x.to(memory_format=torch.channels_last))).backward()
+    for name, p in ddp.named_parameters():
+        assert p.stride() == p.grad.stride(), name
 
 
 class Transposed(nn.Module):

@@ -9,7 +9,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power_sgd
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 
-from tests.harness import run_ranks
+from tests.harness import on_ranks
 from tests.models import Mlp, NormNet, assert_grads, batch, grads_of, loss_of, seeded
 from tests.parity.compare import TorchDDP, assert_same_as_torch
 
@@ -22,23 +22,26 @@ def _step(model, rank, step):
     loss_of(model(batch(rank, step, 5, 16, dtype=torch.float32))).backward()
 
 
+def _trained(ddp, **zeroing):
+    for step in range(4):
+        ddp.zero_grad(**zeroing)
+        _step(ddp, dist.get_rank(), step)
+    return ddp
+
+
 def _power_sgd(ddp, hook):
     options = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 2, "min_compression_rate": 0.5}
     ddp.register_comm_hook(power_sgd.PowerSGDState(None, **options, use_error_feedback=True), hook)
 
 
-def assert_same_weights(train, cls):
-    """That `train(rank, class)` leaves the same weights in both classes, and not those of the start."""
-
-    def both(rank):
-        ours, theirs = (
-            {name: p.detach().clone() for name, p in train(rank, one).module.named_parameters()}
-            for one in (cls, TorchDDP)
-        )
-        assert_grads(ours, theirs, rtol=0.0)
-        assert not torch.equal(ours["last.weight"], seeded(_make).last.weight)
-
-    run_ranks(both, 2)
+def assert_same_weights(cls, make, **zeroing):
+    """That four steps of `make(class)` leave the same weights in both classes, and not those of the start."""
+    ours, theirs = (
+        {name: p.detach().clone() for name, p in ddp.module.named_parameters()}
+        for ddp in (_trained(make(one), **zeroing) for one in (cls, TorchDDP))
+    )
+    assert_grads(ours, theirs, rtol=0.0)
+    assert not torch.equal(ours["last.weight"], seeded(_make).last.weight)
 
 
 # Not here: in torch 2.13 batched_powerSGD_hook fails an assertion of its own and the quantization hooks cannot index
@@ -84,24 +87,22 @@ def test_hook_on_complex_parameters(ddp_class, name, transport, monkeypatch):
 
 
 @pytest.mark.beyond_torch("gives the gradients of complex parameters as real tensors of the parameters' shapes")
-def test_gradients_of_a_complex_bucket_are_pairs(ddp_class):
-    def work(rank):
-        ddp = ddp_class(Mlp(4, torch.complex64))
-        buckets = []
+@on_ranks(2)
+def test_gradients_of_a_complex_bucket_are_pairs(ddp_class, rank):
+    ddp = ddp_class(Mlp(4, torch.complex64))
+    buckets = []
 
-        def keep(state, bucket):
-            buckets.append(bucket)
-            return default_hooks.allreduce_hook(None, bucket)
+    def keep(state, bucket):
+        buckets.append(bucket)
+        return default_hooks.allreduce_hook(None, bucket)
 
-        ddp.register_comm_hook(None, keep)
-        for step in range(2):
-            ddp.zero_grad()
-            loss_of(ddp(batch(rank, step, 5, 4, dtype=torch.complex64))).backward()
-        (bucket,) = buckets[1:]
-        for grad, param in zip(bucket.gradients(), bucket.parameters(), strict=True):
-            assert torch.equal(torch.view_as_complex(grad), param.grad)
-
-    run_ranks(work, 2)
+    ddp.register_comm_hook(None, keep)
+    for step in range(2):
+        ddp.zero_grad()
+        loss_of(ddp(batch(rank, step, 5, 4, dtype=torch.complex64))).backward()
+    (bucket,) = buckets[1:]
+    for grad, param in zip(bucket.gradients(), bucket.parameters(), strict=True):
+        assert torch.equal(torch.view_as_complex(grad), param.grad)
 
 
 @pytest.mark.parametrize(
@@ -141,34 +142,29 @@ def test_hook_with_futures_chained_in_python(ddp_class):
     torch.backends.cuda.is_built() and not torch.cuda.is_available(),
     reason="with a CUDA build torch makes a CUDA stream for these optimizers, for models on the CPU too",
 )
-@pytest.mark.parametrize("set_grads_to_none", [False, True])
-def test_optimizer_in_backward(ddp_class, set_grads_to_none):
+@pytest.mark.parametrize("set_to_none", [False, True])
+@on_ranks(2)
+def test_optimizer_in_backward(ddp_class, set_to_none):
     from torch.distributed.optim import _apply_optimizer_in_backward
 
-    def train(rank, cls):
+    def make(cls):
         # torch's hook asks for an accelerator's stream, which a CPU build has not got.
         torch.accelerator.current_stream = lambda *_: SimpleNamespace(wait_stream=lambda stream: None)
         model = seeded(_make)
         _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.01})
-        ddp = cls(model, gradient_as_bucket_view=True)
-        for step in range(4):
-            ddp.zero_grad(set_to_none=set_grads_to_none)
-            _step(ddp, rank, step)
-        return ddp
+        return cls(model, gradient_as_bucket_view=True)
 
-    assert_same_weights(train, ddp_class)
+    assert_same_weights(ddp_class, make, set_to_none=set_to_none)
 
 
+@on_ranks(2)
 def test_fused_optimizer(ddp_class):
-    def train(rank, cls):
+    def make(cls):
         ddp = cls(seeded(_make))
         ddp._register_fused_optim(torch.optim.Adam, 0.01)
-        for step in range(4):
-            ddp.zero_grad()
-            _step(ddp, rank, step)
         return ddp
 
-    assert_same_weights(train, ddp_class)
+    assert_same_weights(ddp_class, make)
 
 
 def test_buffer_comm_hook(ddp_class):
@@ -188,10 +184,11 @@ def test_buffer_comm_hook(ddp_class):
     assert_same_as_torch(ddp_class, NormNet, run, 2, prepare=register)
 
 
-def test_delayed_all_reduce(ddp_class):
+@on_ranks(2)
+def test_delayed_all_reduce(ddp_class, rank):
     """Named parameters reduced in one go once the hooked parameter's gradient is there."""
 
-    def train_with(rank, cls):
+    def grads(cls):
         model = seeded(_make)
         delayed = [(f"middle.{name}", p) for name, p in model.middle.named_parameters()]
         ddp = cls(model, delay_all_reduce_named_params=delayed, param_to_hook_all_reduce=model.first.bias)
@@ -199,34 +196,26 @@ def test_delayed_all_reduce(ddp_class):
         dist.barrier()
         return grads_of(ddp)
 
-    def both(rank):
-        ours, theirs = train_with(rank, ddp_class), train_with(rank, TorchDDP)
-        for name in ("first.bias", "last.weight"):
-            assert_grads({name: ours[name]}, {name: theirs[name]}, rtol=0.0)
-        assert ours.keys() == theirs.keys()
-
-    run_ranks(both, 2)
+    ours, theirs = grads(ddp_class), grads(TorchDDP)
+    for name in ("first.bias", "last.weight"):
+        assert_grads({name: ours[name]}, {name: theirs[name]}, rtol=0.0)
+    assert ours.keys() == theirs.keys()
 
 
-def test_update_of_the_process_group(ddp_class):
+@on_ranks(3)
+def test_update_of_the_process_group(ddp_class, rank):
     """The group shrinks from three ranks to two between steps."""
-
-    def work(rank, cls):
+    grads = []
+    for cls in (ddp_class, TorchDDP):
         group = dist.new_group([0, 1])
         ddp = cls(seeded(_make))
         _step(ddp, rank, 0)
         if rank == 2:
-            return None
+            continue
         ddp._update_process_group(group)
-        ddp.zero_grad()
         for step in (1, 2):
             ddp.zero_grad()
             _step(ddp, rank, step)
-        return grads_of(ddp)
-
-    def both(rank):
-        ours, theirs = work(rank, ddp_class), work(rank, TorchDDP)
-        if rank != 2:
-            assert_grads(ours, theirs, rtol=0.0)
-
-    run_ranks(both, 3)
+        grads.append(grads_of(ddp))
+    if rank != 2:
+        assert_grads(*grads, rtol=0.0)

@@ -3,10 +3,16 @@
 import pytest
 import torch.distributed as dist
 
+from tests.fault.test_bad_input import BAD
 from tests.harness import run_outcomes
 from tests.parity.compare import TorchDDP
 from tests.parity.misuse import CASES
 
+# Those whose words are compared there: (what is called, the number of ranks).
+ALL = {
+    **{name: (case, 2) for name, case in CASES.items()},
+    **{name: (bad.build, bad.world_size) for name, bad in BAD.items() if not bad.beyond_torch},
+}
 CRASH = "crash"  # not tried
 # By case, what torch's class raises and what ours does; None: nothing. Each is in docs/migration.md.
 DIFFERENCES = {
@@ -26,26 +32,28 @@ DIFFERENCES = {
 def raised_by(name, cls):
     """On each rank the names of the exception's type and those it is derived from; [None] if none was raised."""
 
+    case, world_size = ALL[name]
+
     def work(rank):
         dist.barrier()  # a rank that is done leaves; the others must have connected by then
         try:
-            CASES[name](cls, rank)
+            case(cls, rank)
         except BaseException as error:
             return [base.__name__ for base in type(error).__mro__ if base is not object]
         return [None]
 
-    outcomes = run_outcomes(work, 2, group_timeout_s=10.0)
+    outcomes = run_outcomes(work, world_size, group_timeout_s=10.0)
     return [outcome.value or [outcome.error] for outcome in outcomes]
 
 
 @pytest.mark.beyond_torch("compares both")
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ALL)
 def test_ours_raises_what_torchs_does(name, ddp_class):
     expected = DIFFERENCES.get(name)
     theirs = [[CRASH]] * 2 if expected and expected[0] == CRASH else raised_by(name, TorchDDP)
     ours = raised_by(name, ddp_class)
-    for rank in range(2):
+    for their, our in zip(theirs, ours, strict=True):
         if expected:
-            assert (theirs[rank][0], ours[rank][0]) == expected
+            assert (their[0], our[0]) == expected
         else:
-            assert theirs[rank][0] in ours[rank], (theirs[rank], ours[rank])
+            assert their[0] in our, (their, our)

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import torchddp
-from tests.harness import is_own_class, run_ranks
+from tests.harness import is_own_class, on_ranks
 from tests.models import Mlp, NormNet, TwoHeads, assert_grads, batch, expected_grads, grads_of, loss_of, seeded, step_on
 from tests.parity.compare import TorchDDP, assert_same_as_torch
 
@@ -59,30 +59,27 @@ def derived(base):
     ],
     ids=str,
 )
-def test_warnings_of_the_constructor_point_at_the_line_that_torchs_do(ddp_class, options):
-    def work(rank):
-        for make_class in (lambda base: base, derived, lambda base: type("Inherits", (derived(base),), {})):
-            ours, theirs = (
-                place_of_warnings(lambda made=made: made(seeded(Mlp), **options))
-                for made in (make_class(ddp_class), make_class(TorchDDP))
-            )
-            assert ours == theirs
-            assert {file for _, file, _ in ours} <= {__file__}
-        plain = ddp_class(seeded(NormNet), **options)
-        assert plain.forward_sync_buffers == TorchDDP(seeded(NormNet), **options).forward_sync_buffers
-
-    run_ranks(work, 1)
+@on_ranks(1)
+def test_warnings_of_the_constructor_point_at_the_line_that_torchs_do(ddp_class, options, rank):
+    for make_class in (lambda base: base, derived, lambda base: type("Inherits", (derived(base),), {})):
+        ours, theirs = (
+            place_of_warnings(lambda made=made: made(seeded(Mlp), **options))
+            for made in (make_class(ddp_class), make_class(TorchDDP))
+        )
+        assert ours == theirs
+        assert {file for _, file, _ in ours} <= {__file__}
+    plain = ddp_class(seeded(NormNet), **options)
+    assert plain.forward_sync_buffers == TorchDDP(seeded(NormNet), **options).forward_sync_buffers
 
 
 @pytest.mark.beyond_torch("wraps without a word")
-def test_a_warning_about_two_wrappers_points_at_the_users_line(ddp_class):
-    def work(rank):
-        inner = ddp_class(seeded(Mlp))
-        for made in (ddp_class, derived(ddp_class)):
-            ((category, file, _),) = place_of_warnings(lambda made=made: made(inner))
-            assert (category, file) == (UserWarning, __file__)
-
-    run_ranks(work, 1)
+@on_ranks(1)
+def test_a_warning_about_two_wrappers_points_at_the_users_line(ddp_class, rank):
+    inner = ddp_class(seeded(Mlp))
+    for made in (ddp_class, derived(ddp_class)):
+        with pytest.warns(UserWarning, match="already wrapped") as caught:
+            made(inner)
+        assert [warning.filename for warning in caught] == [__file__]
 
 
 def assert_averages(ddp, rank, call=None):
@@ -95,31 +92,27 @@ def assert_averages(ddp, rank, call=None):
         assert_grads(got, want[step], what=f"step {step}:")
 
 
-def test_is_a_subclass_of_torchs(ddp_class):
+@on_ranks(1)
+def test_is_a_subclass_of_torchs(ddp_class, rank):
     if is_own_class():
         assert torchddp.DDP is torchddp.DistributedDataParallel is ddp_class
 
-    def work(rank):
-        ddp = ddp_class(seeded(Mlp))
-        assert isinstance(ddp, TorchDDP) and isinstance(ddp.module, Mlp)
-        assert ddp.process_group is dist.group.WORLD and ddp.device == torch.device("cpu")
-
-    run_ranks(work, 1)
+    ddp = ddp_class(seeded(Mlp))
+    assert isinstance(ddp, TorchDDP) and isinstance(ddp.module, Mlp)
+    assert ddp.process_group is dist.group.WORLD and ddp.device == torch.device("cpu")
 
 
-def test_state_dict_has_torchs_keys_and_loads_both_ways(ddp_class):
-    def work(rank):
-        ours, theirs, plain = ddp_class(seeded(NormNet)), TorchDDP(seeded(NormNet, 1)), seeded(NormNet, 2)
-        assert list(ours.state_dict()) == list(theirs.state_dict())
-        assert [n for n, _ in ours.named_parameters()] == [n for n, _ in theirs.named_parameters()]
-        theirs.load_state_dict(ours.state_dict())
-        plain.load_state_dict(ours.module.state_dict())
-        ours.load_state_dict(theirs.state_dict())
-        for a, b in zip(ours.state_dict().values(), plain.state_dict().values(), strict=True):
-            assert torch.equal(a, b)
-        loss_of(ours(batch(rank, 0, 4, 3, 6, 6))).backward()
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_state_dict_has_torchs_keys_and_loads_both_ways(ddp_class, rank):
+    ours, theirs, plain = ddp_class(seeded(NormNet)), TorchDDP(seeded(NormNet, 1)), seeded(NormNet, 2)
+    assert list(ours.state_dict()) == list(theirs.state_dict())
+    assert [n for n, _ in ours.named_parameters()] == [n for n, _ in theirs.named_parameters()]
+    theirs.load_state_dict(ours.state_dict())
+    plain.load_state_dict(ours.module.state_dict())
+    ours.load_state_dict(theirs.state_dict())
+    for a, b in zip(ours.state_dict().values(), plain.state_dict().values(), strict=True):
+        assert torch.equal(a, b)
+    loss_of(ours(batch(rank, 0, 4, 3, 6, 6))).backward()
 
 
 def test_load_state_dict_between_steps(ddp_class):
@@ -134,44 +127,34 @@ def test_load_state_dict_between_steps(ddp_class):
     "static_graph",
     [False, pytest.param(True, marks=pytest.mark.beyond_torch("a loaded static graph is never recorded again"))],
 )
-def test_pickled_and_loaded_model_trains_on(ddp_class, static_graph):
-    def work(rank):
-        ddp = ddp_class(seeded(Mlp), static_graph=static_graph)
-        for step in range(2):
-            step_on(ddp, rank, step)
-        file = io.BytesIO()
-        torch.save(ddp, file)
-        file.seek(0)
-        loaded = torch.load(file, weights_only=False)
-        assert type(loaded) is ddp_class and loaded.static_graph is static_graph
-        assert_averages(loaded, rank)
-        assert_averages(pickle.loads(pickle.dumps(loaded)), rank)
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_pickled_and_loaded_model_trains_on(ddp_class, static_graph, rank):
+    ddp = ddp_class(seeded(Mlp), static_graph=static_graph)
+    for step in range(2):
+        step_on(ddp, rank, step)
+    file = io.BytesIO()
+    torch.save(ddp, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    assert type(loaded) is ddp_class and loaded.static_graph is static_graph
+    assert_averages(loaded, rank)
+    assert_averages(pickle.loads(pickle.dumps(loaded)), rank)
 
 
-def test_deepcopy_trains_apart_from_the_original(ddp_class):
-    def work(rank):
-        ddp = ddp_class(seeded(Mlp))
-        step_on(ddp, rank)
-        before = grads_of(ddp)
-        twin = copy.deepcopy(ddp)
-        twin.zero_grad()
-        step_on(twin, rank, 1)
-        assert_grads(grads_of(ddp), before, rtol=0)
-        assert_grads(grads_of(twin), expected_grads(seeded(Mlp), lambda m, r: step_on(m, r, 1)))
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_deepcopy_trains_apart_from_the_original(ddp_class, rank):
+    ddp = ddp_class(seeded(Mlp))
+    step_on(ddp, rank)
+    before = grads_of(ddp)
+    twin = copy.deepcopy(ddp)
+    twin.zero_grad()
+    step_on(twin, rank, 1)
+    assert_grads(grads_of(ddp), before, rtol=0)
+    assert_grads(grads_of(twin), expected_grads(seeded(Mlp), lambda m, r: step_on(m, r, 1)))
 
 
-def test_device_mesh(ddp_class):
-    def work(rank):
-        assert_averages(ddp_class(seeded(Mlp), device_mesh=init_device_mesh("cpu", (2,))), rank)
-
-    run_ranks(work, 2)
-
-
-def test_device_mesh_with_tensor_parallel(ddp_class):
+@on_ranks(4)
+def test_device_mesh_with_tensor_parallel(ddp_class, rank):
     """Two dimensions: tensor parallel inside, data parallel outside, against torch's class."""
 
     def feed():
@@ -183,104 +166,86 @@ def test_device_mesh_with_tensor_parallel(ddp_class):
         loss_of(ddp(batch(data_rank, 0, 3, 4, dtype=torch.float32))).backward()
         return {name: p.grad.to_local().clone() for name, p in ddp.named_parameters()}
 
-    def work(rank):
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        data_rank = mesh["dp"].get_local_rank()
-        assert_grads(grads(ddp_class, mesh, data_rank), grads(TorchDDP, mesh, data_rank), rtol=1e-6)
-
-    run_ranks(work, 4)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    data_rank = mesh["dp"].get_local_rank()
+    assert_grads(grads(ddp_class, mesh, data_rank), grads(TorchDDP, mesh, data_rank), rtol=1e-6)
 
 
-def test_wrapped_twice_gives_the_same_gradients(ddp_class):
-    def work(rank):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            ddp = ddp_class(ddp_class(seeded(Mlp)))
-        assert_averages(ddp, rank)
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_wrapped_twice_gives_the_same_gradients(ddp_class, rank):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        ddp = ddp_class(ddp_class(seeded(Mlp)))
+    assert_averages(ddp, rank)
 
 
-def test_ddp_inside_ddp_with_ignored_parameters(ddp_class):
+@on_ranks(2)
+def test_ddp_inside_ddp_with_ignored_parameters(ddp_class, rank):
     """An inner DDP over another group, whose parameters the outer one leaves alone."""
-
-    def work(rank):
-        model = seeded(lambda: nn.Sequential(Mlp(), nn.Linear(8, 2, dtype=torch.float64)))
-        want = expected_grads(model, step_on)
-        model[0] = ddp_class(model[0], process_group=dist.new_group([0, 1]))
-        inner = [name for name, _ in model.named_parameters() if name.startswith("0.")]
-        ddp_class._set_params_and_buffers_to_ignore_for_model(model, inner)
-        ddp = ddp_class(model)
-        step_on(ddp, rank)
-        assert_grads(grads_of(ddp), want)
-
-    run_ranks(work, 2)
+    model = seeded(lambda: nn.Sequential(Mlp(), nn.Linear(8, 2, dtype=torch.float64)))
+    want = expected_grads(model, step_on)
+    model[0] = ddp_class(model[0], process_group=dist.new_group([0, 1]))
+    inner = [name for name, _ in model.named_parameters() if name.startswith("0.")]
+    ddp_class._set_params_and_buffers_to_ignore_for_model(model, inner)
+    ddp = ddp_class(model)
+    step_on(ddp, rank)
+    assert_grads(grads_of(ddp), want)
 
 
 @pytest.mark.rest_is_thorough("aot_eager")
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_compile_around_the_wrapped_model(ddp_class, backend):
-    def work(rank):
-        ddp = ddp_class(seeded(Mlp), bucket_cap_mb=1)  # the least that torch's compiler accepts
-        assert_averages(ddp, rank, torch.compile(ddp, backend=backend))
-
-    run_ranks(work, 2, timeout=120)
+@on_ranks(2, timeout=120)
+def test_compile_around_the_wrapped_model(ddp_class, backend, rank):
+    ddp = ddp_class(seeded(Mlp), bucket_cap_mb=1)  # the least that torch's compiler accepts
+    assert_averages(ddp, rank, torch.compile(ddp, backend=backend))
 
 
 @pytest.mark.rest_is_thorough("{}")
 @pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"static_graph": True}], ids=str)
-def test_compile_inside_the_wrapped_model(ddp_class, options):
-    def work(rank):
-        assert_averages(ddp_class(torch.compile(seeded(Mlp), backend="aot_eager"), **options), rank)
-
-    run_ranks(work, 2, timeout=120)
+@on_ranks(2, timeout=120)
+def test_compile_inside_the_wrapped_model(ddp_class, options, rank):
+    assert_averages(ddp_class(torch.compile(seeded(Mlp), backend="aot_eager"), **options), rank)
 
 
-def test_active_module_is_told_while_forward_runs(ddp_class):
+@on_ranks(1)
+def test_active_module_is_told_while_forward_runs(ddp_class, rank):
     """Dynamo asks for it, and reads its bucket cap."""
+    seen = []
 
-    def work(rank):
-        seen = []
+    class Asks(Mlp):
+        def forward(self, x):
+            seen.append(TorchDDP._get_active_ddp_module())
+            return super().forward(x)
 
-        class Asks(Mlp):
-            def forward(self, x):
-                seen.append(TorchDDP._get_active_ddp_module())
-                return super().forward(x)
-
-        ddp = ddp_class(seeded(Asks), bucket_cap_mb=3)
-        step_on(ddp, rank)
-        assert seen == [ddp] and seen[0].bucket_bytes_cap == 3 * 1024 * 1024
-        assert TorchDDP._get_active_ddp_module() is None
-
-    run_ranks(work, 1)
+    ddp = ddp_class(seeded(Asks), bucket_cap_mb=3)
+    step_on(ddp, rank)
+    assert seen == [ddp] and seen[0].bucket_bytes_cap == 3 * 1024 * 1024
+    assert TorchDDP._get_active_ddp_module() is None
 
 
-def test_data_parallel_params_leave_out_ignored_ones(ddp_class):
-    def work(rank):
-        model = seeded(Mlp)
-        ddp_class._set_params_and_buffers_to_ignore_for_model(model, ["middle.weight"])
-        ids = [id(p) for p in ddp_class._get_data_parallel_params(ddp_class(model))]
-        assert id(model.middle.weight) not in ids and id(model.middle.bias) in ids
-
-    run_ranks(work, 1)
+@on_ranks(1)
+def test_data_parallel_params_leave_out_ignored_ones(ddp_class, rank):
+    model = seeded(Mlp)
+    ddp_class._set_params_and_buffers_to_ignore_for_model(model, ["middle.weight"])
+    ids = [id(p) for p in ddp_class._get_data_parallel_params(ddp_class(model))]
+    assert id(model.middle.weight) not in ids and id(model.middle.bias) in ids
 
 
-def test_hooks_on_the_module_and_on_tensors_still_fire(ddp_class):
-    def work(rank):
-        fired = []
-        ddp = ddp_class(seeded(Mlp))
-        ddp.register_forward_hook(lambda *_: fired.append("forward"))
-        ddp.module.last.register_full_backward_hook(lambda *_: fired.append("backward"))
-        ddp.module.last.weight.register_hook(lambda grad: fired.append("grad"))
-        ddp.module.last.weight.register_post_accumulate_grad_hook(lambda p: fired.append("accumulated"))
-        step_on(ddp, rank)
-        assert sorted(fired) == ["accumulated", "backward", "forward", "grad"]
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_hooks_on_the_module_and_on_tensors_still_fire(ddp_class, rank):
+    fired = []
+    ddp = ddp_class(seeded(Mlp))
+    ddp.register_forward_hook(lambda *_: fired.append("forward"))
+    ddp.module.last.register_full_backward_hook(lambda *_: fired.append("backward"))
+    ddp.module.last.weight.register_hook(lambda grad: fired.append("grad"))
+    ddp.module.last.weight.register_post_accumulate_grad_hook(lambda p: fired.append("accumulated"))
+    step_on(ddp, rank)
+    assert sorted(fired) == ["accumulated", "backward", "forward", "grad"]
 
 
 @pytest.mark.parametrize("sync", [True, False])
-def test_hooks_of_outputs_that_the_loss_leaves_out_fire_as_with_torch(ddp_class, sync):
+@on_ranks(2)
+def test_hooks_of_outputs_that_the_loss_leaves_out_fire_as_with_torch(ddp_class, sync, rank):
     """With the search for unused parameters they fire, without a gradient: .grad is what it was before."""
 
     def fired(cls, rank):
@@ -293,27 +258,22 @@ def test_hooks_of_outputs_that_the_loss_leaves_out_fire_as_with_torch(ddp_class,
             loss_of(left).backward()
         return sorted(names)
 
-    def work(rank):
-        want = fired(TorchDDP, rank)
-        assert ("right.weight", True) in want
-        assert fired(ddp_class, rank) == want
-
-    run_ranks(work, 2)
+    want = fired(TorchDDP, rank)
+    assert ("right.weight", True) in want
+    assert fired(ddp_class, rank) == want
 
 
-def test_keyword_and_nested_inputs_and_outputs(ddp_class):
+@on_ranks(2)
+def test_keyword_and_nested_inputs_and_outputs(ddp_class, rank):
     class Keyed(TwoHeads):
         def forward(self, *, data):
             left, right = super().forward(data["x"])
             return {"out": [left, (right, None, 3)]}
 
-    def work(rank):
-        ddp = ddp_class(seeded(Keyed), find_unused_parameters=True)
-        out = ddp(data={"x": batch(rank, 0, 3, 4)})
-        left, (right, nothing, three) = out["out"]
-        assert nothing is None and three == 3
-        (loss_of(left) + loss_of(right)).backward()
-        want = expected_grads(seeded(TwoHeads), lambda m, r: loss_of(m(batch(r, 0, 3, 4))).backward())
-        assert_grads(grads_of(ddp), want)
-
-    run_ranks(work, 2)
+    ddp = ddp_class(seeded(Keyed), find_unused_parameters=True)
+    out = ddp(data={"x": batch(rank, 0, 3, 4)})
+    left, (right, nothing, three) = out["out"]
+    assert nothing is None and three == 3
+    (loss_of(left) + loss_of(right)).backward()
+    want = expected_grads(seeded(TwoHeads), lambda m, r: loss_of(m(batch(r, 0, 3, 4))).backward())
+    assert_grads(grads_of(ddp), want)

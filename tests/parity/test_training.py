@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.models import Branches, Mlp, NormNet, assert_grads, batch, grads_of, loss_of, seeded
 from tests.parity.compare import TorchDDP, assert_same_as_torch
 
@@ -149,7 +149,8 @@ def test_join_with_uneven_inputs(ddp_class, world_size, divide):
 
 
 @pytest.mark.parametrize("find_unused", [False, True])
-def test_join_with_accumulation_and_unused_search(ddp_class, find_unused):
+@on_ranks(2)
+def test_join_with_accumulation_and_unused_search(ddp_class, find_unused, rank):
     def uneven(rank, cls):
         ddp = cls(seeded(Mlp), find_unused_parameters=find_unused)
         seen = []
@@ -161,11 +162,8 @@ def test_join_with_accumulation_and_unused_search(ddp_class, find_unused):
                 seen.append(ddp.module.last.weight.grad.clone())
         return seen
 
-    def both(rank):
-        for ours, theirs in zip(uneven(rank, ddp_class), uneven(rank, TorchDDP), strict=True):
-            assert torch.equal(ours, theirs)
-
-    run_ranks(both, 2)
+    for ours, theirs in zip(uneven(rank, ddp_class), uneven(rank, TorchDDP), strict=True):
+        assert torch.equal(ours, theirs)
 
 
 def test_autocast_to_bfloat16(ddp_class):
@@ -198,7 +196,8 @@ def test_gradient_clipping_and_scaling_between_steps(ddp_class):
 
 
 @pytest.mark.parametrize(("transport", "steps_before"), [("c10d", 0), ("c10d", 3), ("shm", 1), ("shm", 3)])
-def test_training_goes_on_after_the_group_was_destroyed(ddp_class, transport, steps_before, monkeypatch):
+@on_ranks(2)
+def test_training_goes_on_after_the_group_was_destroyed(ddp_class, transport, steps_before, monkeypatch, rank):
     """Buffers, buckets that are rebuilt, no_sync and the search for unused parameters: over the group that is held."""
     monkeypatch.setenv("TORCHDDP_TRANSPORT", transport)
 
@@ -209,38 +208,29 @@ def test_training_goes_on_after_the_group_was_destroyed(ddp_class, transport, st
         loss_of(model(batch(rank, step + 10, 4, 3, 6, 6))).backward()
         return grads_of(model), {name: value.clone() for name, value in model.named_buffers()}
 
-    def work(rank):
-        models = [c(seeded(NormNet), find_unused_parameters=True) for c in (ddp_class, TorchDDP)]
-        for step in range(steps_before):
-            for model in models:
-                step_on(model, rank, step)
-        within = [loss_of(model(batch(rank, 9, 4, 3, 6, 6))) for model in models]
-        dist.destroy_process_group()
-        for loss in within:
-            loss.backward()
-        for step in range(steps_before, steps_before + 4):
-            (ours, our_buffers), (theirs, their_buffers) = [step_on(model, rank, step) for model in models]
-            assert_grads(ours, theirs, 0.0, what=f"rank {rank}, step {step}:")
-            assert_grads(our_buffers, their_buffers, 0.0, what=f"rank {rank}, step {step}:")
-
-    run_ranks(work, 2)
+    models = [c(seeded(NormNet), find_unused_parameters=True) for c in (ddp_class, TorchDDP)]
+    for step in range(steps_before):
+        for model in models:
+            step_on(model, rank, step)
+    within = [loss_of(model(batch(rank, 9, 4, 3, 6, 6))) for model in models]
+    dist.destroy_process_group()
+    for loss in within:
+        loss.backward()
+    for step in range(steps_before, steps_before + 4):
+        (ours, our_buffers), (theirs, their_buffers) = [step_on(model, rank, step) for model in models]
+        assert_grads(ours, theirs, 0.0, what=f"rank {rank}, step {step}:")
+        assert_grads(our_buffers, their_buffers, 0.0, what=f"rank {rank}, step {step}:")
 
 
-def test_subgroup(ddp_class):
+@on_ranks(3)
+def test_subgroup(ddp_class, rank):
     """Three ranks, DDP over two of them."""
-
-    def work(rank):
-        group = torch.distributed.new_group([0, 2])
-        if rank == 1:
-            torch.distributed.barrier()  # stays until the others are done: they still connect to each other through it
-            return None
-        grads = []
-        for cls in (ddp_class, TorchDDP):
-            ddp = cls(seeded(Mlp), process_group=group)
-            _step(ddp, rank, 0)
-            grads.append({name: p.grad for name, p in ddp.named_parameters()})
+    group = dist.new_group([0, 2])
+    grads = []
+    for cls in (ddp_class, TorchDDP) if rank != 1 else ():
+        ddp = cls(seeded(Mlp), process_group=group)
+        _step(ddp, rank, 0)
+        grads.append(grads_of(ddp))
+    if rank != 1:
         assert_grads(*grads, rtol=0.0)
-        torch.distributed.barrier()
-        return True
-
-    assert run_ranks(work, 3) == [True, None, True]
+    dist.barrier()  # the one outside stays until the others are done: they still connect to each other through it
