@@ -174,9 +174,7 @@ def lasts(*ranks: int, wait_ms: float = 10.0) -> MergedProfile:
         ([0] * 20, 0.5, False, "none that matters; rank 0 was last in 20 of 20 steps (p < 0.001), but each other"),
     ],
 )
-def test_a_straggler_is_named_only_where_it_is_significant(
-    ranks: list[int], wait_ms: float, is_straggler: bool, words: str
-) -> None:
+def test_a_straggler_is_named_only_where_it_is_significant(ranks, wait_ms, is_straggler, words):
     profile = lasts(*ranks, wait_ms=wait_ms)
     last = profile.last_rank()
     assert last is not None and last.is_straggler is is_straggler

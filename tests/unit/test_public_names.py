@@ -83,9 +83,7 @@ def test_modules_are_imported_as_ever() -> None:
         (options.MainGradsAs, "main_grads_as", ("grad",)),  # needs main_grads
     ],
 )
-def test_what_a_type_checker_allows_is_what_the_constructor_accepts(
-    choices: object, option: str, others: tuple[str, ...]
-) -> None:
+def test_what_a_type_checker_allows_is_what_the_constructor_accepts(choices, option, others):
     for value in get_args(choices):
         if value not in others:
             DDPOptions(**{option: value})

@@ -65,9 +65,7 @@ def test_a_model_that_fits_is_no_warning(tmp_path: Path, capsys: pytest.CaptureF
 
 
 @pytest.mark.parametrize("step_s", [0.100, 0.025])
-def test_a_model_that_is_far_off_predicts_nothing_unless_forced(
-    step_s: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_that_is_far_off_predicts_nothing_unless_forced(step_s, tmp_path, capsys):
     profile, page = recorded(tmp_path / "p.json", step_s), tmp_path / "page.html"
     assert simulate(profile, "--html", str(page)) == 3
     said = capsys.readouterr()
@@ -97,9 +95,7 @@ def test_messages_slowed_down_by_other_work_are_told_of(tmp_path: Path, capsys: 
 
 
 @pytest.mark.parametrize("columns", [60, 80])
-def test_tables_fit(
-    columns: int, profile: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tables_fit(columns, profile, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", str(columns))
     assert simulate(profile, "--ranks-per-host", "8", "--link", "100mbit,20ms", "--link", "nvlink") == 0
     rows = [line for line in capsys.readouterr().out.splitlines() if re.match(rf"ranks|─|{ROW}", line)]
@@ -198,9 +194,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["--links", "eth1"], "No such option"),
     ],
 )
-def test_mistakes_are_one_sentence(
-    profile: str, arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_mistakes_are_one_sentence(profile, arguments, said, capsys):
     assert said in refused(capsys, profile, *arguments)
 
 
@@ -220,9 +214,7 @@ def _changed(**fields: Any) -> str:
         (_changed(forward_s=-1.0), "negative or not finite"),
     ],
 )
-def test_what_is_no_profile_is_refused(
-    text: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_no_profile_is_refused(text, said, tmp_path, capsys):
     path = tmp_path / "bad.json"
     path.write_text(text)
     assert said in refused(capsys, str(path))
@@ -233,9 +225,7 @@ def test_a_missing_profile_is_refused(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "Missing argument" in refused(capsys)
 
 
-def test_no_extension_is_a_failure_that_names_the_doctor(
-    profile: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_extension_is_a_failure_that_names_the_doctor(profile, capsys, monkeypatch):
     monkeypatch.setattr(torchddp, "import_error", ImportError("built for another torch"))
     assert simulate(profile) == 1
     assert "see `torchddp doctor`: built for another torch" in capsys.readouterr().err

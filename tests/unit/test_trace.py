@@ -71,9 +71,7 @@ def test_a_factory_that_fails_is_one_sentence(tmp_path: Path, capsys: pytest.Cap
     ],
 )
 @pytest.mark.thorough
-def test_a_plan_that_does_not_fit_is_one_sentence(
-    text: str | None, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_plan_that_does_not_fit_is_one_sentence(text, words, tmp_path, capsys):
     path = tmp_path / "plan.json"
     if text is not None:
         path.write_text(text)

@@ -3,7 +3,6 @@
 import io
 import json
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -182,9 +181,7 @@ def run_tune(*arguments: str) -> int:
 
 @pytest.mark.thorough
 @pytest.mark.timeout(300)
-def test_a_run_keeps_what_it_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_keeps_what_it_found(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("TORCHDDP_CACHE_DIR", str(tmp_path / "cache"))
     paths = {f"--{name}": tmp_path / f"t.{name}" for name in ("json", "html", "plot", "profile")}
     written = [text for option, path in paths.items() for text in (option, str(path))]
@@ -223,9 +220,7 @@ def test_a_run_keeps_what_it_found(
         (["--what"], "No such option"),
     ],
 )
-def test_bad_input_is_one_sentence_and_exit_code_2(
-    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_input_is_one_sentence_and_exit_code_2(arguments, words, capsys):
     assert run_tune(*arguments) == 2
     printed = capsys.readouterr()
     assert words in printed.err and printed.err.count("\n") == 1 and printed.out.strip() == ""
