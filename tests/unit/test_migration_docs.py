@@ -105,9 +105,7 @@ def test_values_that_are_named_exist():
 
 
 @pytest.mark.parametrize("page", [PAGE, TORCH_FEATURES], ids=lambda page: page.name)
-def test_links_and_files_lead_somewhere(page):
-    for target in re.findall(r"\]\(([^)#]+)", page.read_text()):
-        assert (page.parent / target).exists(), target
+def test_files_that_are_named_exist(page):
     for name in re.findall(r"(?:tests|examples)/[\w/]+\.py", page.read_text()):
         assert (page.parents[1] / name).exists(), name
 
