@@ -122,14 +122,10 @@ def test_text_and_file(tmp_path, monkeypatch):
     finding = diagnose(states)
     content = diagnosis.report_json(finding, states, 0)
     path = diagnosis.write_report(content)
-    assert path is not None and json.loads(path.read_text()) == json.loads(json.dumps(content))
+    assert json.loads(path.read_text()) == json.loads(json.dumps(content))
     lines = diagnosis.report_text(finding, states, path).splitlines()
-    assert lines[0] == f"torchddp hang report: {finding.headline}"
-    assert lines[1:4] == [
-        "  rank 1: process 17 on node1",
-        "    /home/me/train.py:88 in load",
-        "    /home/me/train.py:88 in validate",
-    ]
+    where = [f"    /home/me/train.py:88 in {function}" for function in ("load", "validate")]
+    assert lines[:4] == [f"torchddp hang report: {finding.headline}", "  rank 1: process 17 on node1", *where]
     assert lines[-1] == f"  all of it: {path}"
     (tmp_path / "file").touch()
     monkeypatch.setenv(diagnosis.FOLDER_ENV, str(tmp_path / "file" / "no folder"))
@@ -154,26 +150,12 @@ def test_processes_as_the_kernel_sees_them():
     assert rank_state.look_up(who) == "gone" and rank_state.look_up(None) is None
 
 
-def test_stack_of_a_thread():
-    entered, leaves = threading.Event(), threading.Event()
-
-    def named_so():
-        entered.set()
-        leaves.wait()
-
-    thread = threading.Thread(target=named_so)
-    thread.start()
-    entered.wait()
-    stack = rank_state.stack_of(thread.ident)
-    leaves.set()
-    thread.join()
-    assert "named_so" in [frame.function for frame in rank_state.user_part(stack)]
-    assert {frame.part for frame in stack} == {"user", "python"} and rank_state.stack_of(0) == []
+def test_collectives_in_a_stack():
     assert rank_state.collective_in(IN_BARRIER) == "barrier, called from train.py:88"
     assert rank_state.collective_in([TRAIN]) is None and rank_state.collective_in([*IN_BARRIER, TRAIN]) is None
 
 
-def test_exceptions_are_remembered_as_text_for_each_thread():
+def test_threads_have_stacks_and_their_exceptions_are_remembered_as_text():
     handles, goes_on = threading.Event(), threading.Event()
 
     def handle():
@@ -191,9 +173,11 @@ def test_exceptions_are_remembered_as_text_for_each_thread():
         raise ValueError("of this one")
     except ValueError as error:
         rank_state.note_exception(error, "backward")
-    handled = rank_state.last_exception(thread.ident)
+    handled, stack = rank_state.last_exception(thread.ident), rank_state.stack_of(thread.ident)
     goes_on.set()
     thread.join()
+    assert "handle" in [frame.function for frame in rank_state.user_part(stack)]
+    assert {frame.part for frame in stack} == {"user", "python"} and rank_state.stack_of(0) == []
     told, here = rank_state.last_exception(thread.ident), rank_state.last_exception(threading.get_ident())
     expected = [
         ("KeyError", "'of another thread'", "handled"),
