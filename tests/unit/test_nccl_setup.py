@@ -207,25 +207,20 @@ def options(is_high_priority_stream=False, **fields):
     return SimpleNamespace(config=config, is_high_priority_stream=is_high_priority_stream)
 
 
-@pytest.mark.parametrize(
-    ("given", "settings", "net_name", "high_priority"),
-    [
+def test_the_options_of_the_group_reach_nccl():
+    for given, settings, net_name, high_priority in (
         (None, {}, "", False),
         (options(), {}, "", False),
         (SimpleNamespace(), {}, "", False),  # of a group that is none of NCCL's
         (options(True, min_ctas=4, net_name="IB"), {"min_ctas": 4}, "IB", True),
         (options(blocking=0), {"blocking": 0}, "", False),
-    ],
-)
-def test_the_options_of_the_group_reach_nccl(given, settings, net_name, high_priority):
-    made = factory()
-    with replaced(NcclTransport=made):
-        connect(Group(size=1, options=given))
-    told = made.call_args.kwargs
-    assert (told["settings"], told["net_name"], told["high_priority"]) == (settings, net_name, high_priority)
-
-
-def test_torch_decides_whether_the_calls_of_a_bound_group_block():
+    ):
+        made = factory()
+        with replaced(NcclTransport=made):
+            connect(Group(size=1, options=given))
+        told = made.call_args.kwargs
+        assert (told["settings"], told["net_name"], told["high_priority"]) == (settings, net_name, high_priority)
+    # Torch decides whether the calls of a bound group block.
     group = Group(size=1, options=options(blocking=0))
     group.bound_device_id = CUDA
     with replaced():

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -78,26 +79,36 @@ def metadata(folder: Path, **variables: str) -> email.message.Message:
 # --- what a wheel says ---
 
 
-@pytest.mark.parametrize(
-    ("release", "cuda", "variables", "version", "requirement"),
-    [
+def test_a_build_requires_the_torch_that_it_is_built_for(checkout: Path, tmp_path: Path) -> None:
+    for release, cuda, variables, version, requirement in (
         ("2.13.0+cpu", None, {}, "+cpu.torch2.13", "torch==2.13.*"),
         ("2.11.1", "13.0", {"TORCHDDP_CUDA": "1"}, "+cu130.torch2.11", "torch==2.11.*"),
         ("2.15.0a0+git1234", "13.2", {}, "+cpu.torch2.15", "torch==2.15.*"),
-    ],
-)
-def test_a_build_requires_the_torch_that_it_is_built_for(
-    checkout, tmp_path, release, cuda, variables, version, requirement
-):
-    said = metadata(checkout, **write_torch(tmp_path / "other", release, cuda), **variables)
-    assert said["Version"].endswith(version)
-    assert [line for line in said.get_all("Requires-Dist", []) if "extra" not in line] == [requirement]
+    ):
+        said = metadata(checkout, **write_torch(tmp_path / release, release, cuda), **variables)
+        assert said["Version"].endswith(version)
+        assert [line for line in said.get_all("Requires-Dist", []) if "extra" not in line] == [requirement]
 
 
 def test_a_workflow_names_its_repository(checkout: Path) -> None:
     assert metadata(checkout).get_all("Project-URL") is None
     said = metadata(checkout, GITHUB_SERVER_URL="https://example.org", GITHUB_REPOSITORY="some/where")
     assert "Source, https://example.org/some/where" in said.get_all("Project-URL", [])
+
+
+def test_an_editable_install_is_a_path_that_type_checkers_follow(checkout: Path, tmp_path: Path) -> None:
+    script = checkout / "setup.py"
+    extension = 'ext_modules=[Extension("torchddp._C", sources=[])],'
+    assert extension in script.read_text()
+    script.write_text(script.read_text().replace(extension, ""))  # compiling it is no part of the question
+    code = f"from setuptools import build_meta\nbuild_meta.build_editable({str(tmp_path)!r})"
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=100, cwd=checkout)
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        (path,) = [name for name in archive.namelist() if name.endswith(".pth")]
+        assert archive.read(path).decode().strip() == str(checkout)
+        assert not any(name.endswith("_finder.py") for name in archive.namelist())
+    assert (ROOT / "torchddp" / "py.typed").is_file()
 
 
 # --- what stops a build ---
