@@ -25,27 +25,21 @@ def test_small_hosts_counted_by_hand() -> None:
     assert flat(Host(4, 2), 1 << 20).block_bytes == Count(6 << 20, 4 << 20)
 
 
-@pytest.mark.parametrize(
-    ("file", "name", "value"),
-    [
-        ("layout.h", "kEagerBytes", model.EAGER_BYTES),
-        ("layout.h", "kChainBytes", model.CHAIN_BYTES),
-        ("layout.h", "kSlots", model.SLOTS),
-        ("operation.cpp", "kFlatRanks", model.FLAT_RANKS),
-        ("groups.cpp", "kSmall", model.GROUP_RANKS),
-    ],
-)
-def test_the_limits_are_those_of_the_engine(file: str, name: str, value: int) -> None:
-    source = (Path(__file__).parents[2] / "csrc" / "shm" / file).read_text()
-    (found,) = re.findall(rf"constexpr \w+ {name} = (\d+);", source)
-    assert int(found) == value
+def test_the_limits_are_those_of_the_engine() -> None:
+    sources = [
+        (Path(__file__).parents[2] / "csrc" / "shm" / name).read_text()
+        for name in ("layout.h", "operation.cpp", "groups.cpp")
+    ]
+    found = dict(re.findall(r"constexpr \w+ (k\w+) = (\d+);", "".join(sources)))
+    names = ("kEagerBytes", "kChainBytes", "kSlots", "kFlatRanks", "kSmall")
+    limits = [model.EAGER_BYTES, model.CHAIN_BYTES, model.SLOTS, model.FLAT_RANKS, model.GROUP_RANKS]
+    assert [int(found[name]) for name in names] == limits
 
 
 def test_schemes_change_at_the_limits() -> None:
-    assert grouped(Host(4, 1), 8192).in_a_row is not None
-    assert grouped(Host(4, 1), 8193).in_a_row is None
-    assert grouped(Host(5, 1), 1024).in_a_row is not None
-    assert grouped(Host(5, 1), 1025).in_a_row is None
+    for ranks, limit_bytes in ((4, 8192), (5, 1024)):
+        assert grouped(Host(ranks, 1), limit_bytes).in_a_row is not None
+        assert grouped(Host(ranks, 1), limit_bytes + 1).in_a_row is None
 
 
 ROW = {"ranks": 16, "nodes": 2, "message_bytes": 64, "lines": 64, "far_lines": 6, "bytes": 0, "far_bytes": 0}

@@ -33,7 +33,6 @@ def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[s
 
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
-    assert not torchddp.installed()
     yield
     torchddp.uninstall()
 
@@ -67,32 +66,24 @@ def test_the_end_of_a_with_brings_back_what_was_before() -> None:
     assert type(TorchDDP) is PLAIN
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"transprot": "shm"}, r"install\(\) got 'transprot'; allowed are .*transport.*comm_hook.*sync"),
-        ({"module": None}, "'module'; allowed are the arguments of DistributedDataParallel: device_ids"),
-    ],
-)
-def test_wrong_defaults_are_refused_at_once(options: dict[str, object], words: str) -> None:
-    with pytest.raises(TypeError, match=words):
-        torchddp.install(**options)
+def test_wrong_defaults_are_refused_at_once() -> None:
+    with pytest.raises(TypeError, match=r"install\(\) got 'transprot'; allowed are .*transport.*comm_hook.*sync"):
+        torchddp.install(transprot="shm")
+    with pytest.raises(TypeError, match="'module'; allowed are the arguments of DistributedDataParallel: device_ids"):
+        torchddp.install(module=None)
     assert not torchddp.installed()
 
 
-def test_classes_stay_what_they_are() -> None:
+def test_classes_stay_what_they_are_and_the_signature_is_that_of_what_a_call_makes() -> None:
+    own = list(inspect.signature(TorchDDP).parameters)
     with torchddp.install():
+        names = list(inspect.signature(TorchDDP).parameters)
         assert issubclass(torchddp.DDP, TorchDDP) and not issubclass(torch.nn.Linear, TorchDDP)
         assert isinstance(object.__new__(TorchDDP), TorchDDP) and isinstance(object.__new__(torchddp.DDP), TorchDDP)
         assert pickle.loads(pickle.dumps(TorchDDP)) is TorchDDP
         assert torch.nn.parallel.DistributedDataParallel is TorchDDP
         assert TorchDDP._get_active_ddp_module() is None
 
-
-def test_the_signature_is_that_of_what_a_call_makes() -> None:
-    own = list(inspect.signature(TorchDDP).parameters)
-    with torchddp.install():
-        names = list(inspect.signature(TorchDDP).parameters)
     assert names == list(inspect.signature(torchddp.DDP).parameters)
     assert names[: len(own)] == own and "transport" in names
     assert list(inspect.signature(TorchDDP).parameters) == own
@@ -131,24 +122,12 @@ def test_classes_derived_meanwhile_are_derived_from_ours_and_those_of_before_get
 
 # --- what is said. When models are made: tests/distributed/test_announcements.py. ---
 
-GROUP = (
-    "import torch, torch.distributed as dist; from torch.nn.parallel import DistributedDataParallel as D; "
-    "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1); "
-)
 CLAIM = "torch.nn.parallel.DistributedDataParallel makes torchddp's class in this process"
 ELSEWHERE = "torchddp.install() here changes this process alone, and none of"
 
 
-@pytest.mark.parametrize(
-    ("made", "claims", "derived"),
-    [
-        ([], 0, ""),
-        (["torch's"], 1, "Derived from torch's before, and so without it"),
-        (["own"] * 2, 0, "was derived from"),
-    ],
-)
-def test_nothing_is_claimed_before_a_model_and_classes_derived_before_are_named(caplog, made, claims, derived):
-    def work(rank: int) -> str:
+def test_nothing_is_claimed_before_a_model_and_classes_derived_before_are_named(caplog):
+    def work(rank: int, made: list[str]) -> str:
         class Before(TorchDDP):
             pass
 
@@ -157,10 +136,14 @@ def test_nothing_is_claimed_before_a_model_and_classes_derived_before_are_named(
             (Before if kind == "own" else TorchDDP)(torch.nn.Linear(2, 2))
         return caplog.text
 
-    (said,) = run_ranks(work, 1)
-    assert said.count(CLAIM) == claims and (not made) == (not said), said
-    named = [line for line in said.splitlines() if "Before" in line]
-    assert [derived in line for line in named] == [True] * bool(made), said
+    for made, claims, derived in (
+        ([], 0, ""),
+        (["torch's"], 1, "Derived from torch's before, and so without it"),
+        (["own"] * 2, 0, "was derived from"),
+    ):
+        (said,) = run_ranks(work, 1, made)
+        assert said.count(CLAIM) == claims and (not made) == (not said), said
+        assert [derived in line for line in said.splitlines() if "Before" in line] == [True] * bool(made), said
 
 
 RAY = """
@@ -202,7 +185,11 @@ def test_a_driver_is_told_that_its_workers_are_elsewhere(tmp_path: Path, module:
         begun_afterwards = "import torchddp; torchddp.install(); import ray; "
         assert said(begun_afterwards, mode="") == (1, 0)
         assert said(driver, mode="", RANK="0", WORLD_SIZE="1") == (0, 0)  # torchrun's
-        with_a_model = f"{GROUP}import torchddp; torchddp.install(); D(torch.nn.Linear(1, 1)); import ray; "
+        with_a_model = (
+            "import torch, torch.distributed as dist, torchddp; torchddp.install(); "
+            "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1); "
+            "torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1)); import ray; "
+        )
         assert said(with_a_model, mode="") == (0, 0)
 
 
@@ -216,32 +203,22 @@ def test_a_missing_client_is_one_line_that_names_its_package(tmp_path: Path, mon
         require("some_client", "composer")
 
 
-USE = "import torchddp, torch; from torch.nn.parallel import DistributedDataParallel as D; "
-
-
-def test_the_variable_installs_when_torchddp_is_imported() -> None:
-    made = "print(type(D(torch.nn.Linear(2, 2))).__module__)"
-    done = python("-c", f"import torchddp; {GROUP}{made}", TORCHDDP_INSTALL="1")
-    assert done.returncode == 0 and done.stdout.strip() == "torchddp.ddp.module", done.stdout + done.stderr
-    assert done.stderr.count(CLAIM) == 1
-
-
-@pytest.mark.parametrize("value", ["yes", "2", " 1"])
-def test_another_value_is_an_error_of_import_torchddp(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCHDDP_INSTALL", value)
-    with pytest.raises(ValueError, match=f"TORCHDDP_INSTALL must be 1 .* got '{value}'"):
+def test_the_variable_installs_and_another_value_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    for wrong in ("yes", "2", " 1"):
+        monkeypatch.setenv("TORCHDDP_INSTALL", wrong)
+        with pytest.raises(ValueError, match=f"TORCHDDP_INSTALL must be 1 .* got '{wrong}'"):
+            install_module.install_by_variable()
+    for given in ("", "0", "1"):
+        monkeypatch.setenv("TORCHDDP_INSTALL", given)
         install_module.install_by_variable()
-    for off in ("", "0"):
-        monkeypatch.setenv("TORCHDDP_INSTALL", off)
-        install_module.install_by_variable()
-        assert not torchddp.installed()
+        assert torchddp.installed() == (given == "1")
 
 
 @pytest.mark.thorough
 def test_the_torchddp_command_compares_with_torchs_class() -> None:
-    code = "import sys; sys.argv = ['/bin/torchddp', 'doctor']; import torchddp; print(torchddp.installed()); "
-    done = python("-c", code + USE + "print(type(D).__name__)", TORCHDDP_INSTALL="1")
-    assert done.stdout == f"False\n{PLAIN.__name__}\n", done.stdout + done.stderr
+    code = "import sys; sys.argv = ['/bin/torchddp', 'doctor']; import torchddp; print(torchddp.installed())"
+    done = python("-c", code, TORCHDDP_INSTALL="1")
+    assert done.stdout == "False\n", done.stdout + done.stderr
 
 
 REGISTRY = """
@@ -321,18 +298,15 @@ def test_an_error_ends_it_with_the_scripts_traceback(program, monkeypatch, how):
     assert f'{program}/{"module" if how[0] == "-m" else "script"}.py", line {line}, in <module>' in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "words"),
-    [
+def test_wrong_usage_is_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHDDP_INSTALL", "")  # set by main, and put back by this
+    for arguments, code, words in (
         ([], 2, "which program?"),
         (["--fast", "script.py"], 2, "unknown option --fast"),
         (["-m"], 2, "which program?"),
         (["nowhere.py"], 2, "can't open file"),
         (["-m", "no_such_module_anywhere"], 1, "No module named"),
-    ],
-)
-def test_wrong_usage_is_one_line(arguments, code, words, capsys, monkeypatch):
-    monkeypatch.setenv("TORCHDDP_INSTALL", "")  # set by main, and put back by this
-    with pytest.raises(SystemExit) as ended:
-        run.main(arguments)
-    assert ended.value.code == code and words in capsys.readouterr().err
+    ):
+        with pytest.raises(SystemExit) as ended:
+            run.main(arguments)
+        assert ended.value.code == code and words in capsys.readouterr().err

@@ -8,30 +8,23 @@ import pytest
 from benchmarks.links.field import LOCALHOST, PLANNED, make_field
 from benchmarks.links.results import PAYLOAD_SHARE, place_result, predictions
 from tests.simulated import make_profile, with_host
+from tests.unit.benchmark_results import MODEL
 from torchddp.plan.step_profile import LinearCost
 
 MBIT, GBIT = 10**6, 10**9
 VARIANTS = make_field((1, 25))
 
 
-def raw(step_ms: dict[str, float], rounds: int = 9) -> dict[str, Any]:
-    """Steps without noise."""
-    steps = np.array([[step_ms.get(variant.name, 50.0)] * rounds for variant in VARIANTS])
-    return {
-        "model": "toy",
-        "title": "toy model",
-        "parameters": 3,
-        "gradient_bytes": 12_000_000,
-        "transport": "c10d",
-        "planned_bytes": [4_000_000, 8_000_000],
-        "profile": make_profile(device="cpu"),
-        "step_ms": steps,
-    }
+def result_of(place: str, step_ms: dict[str, float]) -> dict[str, Any]:
+    """Of steps without noise."""
+    steps = np.array([[step_ms.get(variant.name, 50.0)] * 9 for variant in VARIANTS])
+    raw = {**MODEL, "transport": "c10d", "planned_bytes": [], "profile": make_profile(), "step_ms": steps}
+    return place_result(place, VARIANTS, raw)
 
 
 def test_the_planned_buckets_stand_last_and_are_not_part_of_the_sweep() -> None:
     assert VARIANTS[-1].name == PLANNED
-    result = place_result("1 Gbit/s", VARIANTS, raw({PLANNED: 40.0, "torchddp, cap 1": 44.0, "torch default": 80.0}))
+    result = result_of("1 Gbit/s", {PLANNED: 40.0, "torchddp, cap 1": 44.0, "torch default": 80.0})
     assert result["best_of_sweep"] == "torchddp, cap 1"
     assert result["planned_to_best"]["median"] == pytest.approx(40 / 44)
     assert result["planned_to_torch_default"]["median"] == pytest.approx(0.5)
@@ -42,14 +35,11 @@ def test_each_link_is_predicted_from_the_others() -> None:
     profiles, results = {}, []
     for place, rate in (("1 Gbit/s", GBIT), ("100 Mbit/s", 100 * MBIT), (LOCALHOST, None)):
         profile = make_profile(device="cpu", cost=LinearCost(0.0, 1e-9 if rate is None else 8 / rate / PAYLOAD_SHARE))
-        profiles[place, "toy"] = with_host(profile, 1e-10)
-        # As slow as the link makes it: 10 ms of forward, the first gradient at once, and then 12 MB.
-        results.append({**place_result(place, VARIANTS, raw({})), "ours_ms": 100.0})
+        profiles[place, MODEL["model"]] = with_host(profile, 1e-10)
+        results.append({**result_of(place, {}), "ours_ms": 100.0})
     rows = predictions(results, profiles, {"1 Gbit/s": GBIT, "100 Mbit/s": 100 * MBIT})
-    assert [(row["recorded_over"], row["predicted_for"]) for row in rows] == [
-        ("100 Mbit/s", "1 Gbit/s"),
-        ("1 Gbit/s", "100 Mbit/s"),
-    ]
+    ways = [("100 Mbit/s", "1 Gbit/s"), ("1 Gbit/s", "100 Mbit/s")]
+    assert [(row["recorded_over"], row["predicted_for"]) for row in rows] == ways
     fast, slow = (row["predicted_ms"] for row in rows)
     assert slow > 5 * fast
     assert rows[0]["error"] == pytest.approx(fast / 100.0 - 1)

@@ -1,5 +1,6 @@
 """The planner: known small cases, every error, and brute force over all ways to cut random models."""
 
+import itertools
 import math
 import random
 
@@ -91,29 +92,16 @@ def all_plans(params):
         yield plan
 
 
+GRADIENT = st.tuples(st.integers(0, 10_000), st.floats(0, 1), st.integers(0, 2), st.sampled_from([False] * 6 + [True]))
+COST = st.builds(cost, st.floats(0, 2), st.floats(0, 1e-4), st.sampled_from([0.0, 1e-6, 1e-4]))
+
+
 @settings(deadline=None, max_examples=150)
-@given(
-    st.lists(
-        st.tuples(st.integers(0, 10_000), st.floats(0, 1), st.integers(0, 2), st.sampled_from([False] * 6 + [True])),
-        min_size=1,
-        max_size=11,
-    ),
-    st.integers(1, 3),
-    st.floats(0, 2),
-    st.floats(0, 1e-4),
-    st.sampled_from([0.0, 1e-6, 1e-4]),
-)
-def test_brute_force_finds_nothing_better(gradients, kinds, alpha, beta, pack):
-    params = specs(
-        [numel for numel, *_ in gradients],
-        [dtype % kinds for *_, dtype, _ in gradients],
-        [i for i, (*_, is_sparse) in enumerate(gradients) if is_sparse],
-    )
-    ready_s, now_s = [], 0.0
-    for _, gap_s, *_ in gradients:
-        now_s += gap_s
-        ready_s.append(now_s)
-    this = cost(alpha, beta, pack)
+@given(st.lists(GRADIENT, min_size=1, max_size=11), st.integers(1, 3), COST)
+def test_brute_force_finds_nothing_better(gradients, kinds, this):
+    numels, gaps_s, dtypes, sparse = zip(*gradients, strict=True)
+    params = specs(numels, [dtype % kinds for dtype in dtypes], [i for i, is_sparse in enumerate(sparse) if is_sparse])
+    ready_s = list(itertools.accumulate(gaps_s))
     buckets = planned(params, ready_s, this)
     assert len(_C.BucketPlan(buckets, params)) == len(buckets)
     best_s = min(finish(plan, params, ready_s, this) for plan in all_plans(params))

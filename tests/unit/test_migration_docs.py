@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
+import pkgutil
 import re
 
 import pytest
@@ -41,19 +41,15 @@ def named_in(section, heading):
     return {re.split(r"[=(]", span)[0] for first, _ in rows(table) for span in spans(first)}
 
 
-@pytest.mark.parametrize(
-    ("section", "heading", "arguments"),
-    [
+def test_every_argument_has_a_row():
+    for section, heading, arguments in (
         ("From torch.nn.parallel.DistributedDataParallel", "| argument |", arguments_of(TorchDDP)),
         ("From apex.parallel", "| argument of DistributedDataParallel |", set(APEX.split())),
         ("From FairScale", "| argument of ShardedDataParallel |", set(SHARDED.split())),
         ("From FairScale", "| argument of OSS |", set(OSS_ARGUMENTS.split())),
         ("From Horovod", "| argument of DistributedOptimizer |", set(HOROVOD.split())),
-    ],
-)
-def test_every_argument_has_a_row(section, heading, arguments):
-    named = named_in(section, heading)
-    assert arguments <= named, f"missing: {arguments - named}"
+    ):
+        assert arguments - named_in(section, heading) == set(), section
 
 
 def test_arguments_that_are_said_to_be_the_same_are_ours():
@@ -86,17 +82,6 @@ def test_keyword_arguments_exist():
     assert {"comm_hook", "sync", "bucket_cap_mb", "transport", "process_group"} <= seen
 
 
-def resolve(dotted):
-    """The object of a dotted name, modules imported as needed."""
-    parts = dotted.split(".")
-    value = importlib.import_module(parts[0])
-    for i, part in enumerate(parts[1:], 1):
-        if not hasattr(value, part):
-            importlib.import_module(".".join(parts[: i + 1]))
-        value = getattr(value, part)
-    return value
-
-
 def test_dotted_names_exist():
     names = set()
     for span in spans(PAGE.read_text()):
@@ -105,7 +90,7 @@ def test_dotted_names_exist():
             assert hasattr(torchddp.DDP, method), method
     assert len(names) > 20
     for name in sorted(names):
-        resolve(name)
+        pkgutil.resolve_name(name)
 
 
 def test_values_that_are_named_exist():
@@ -120,9 +105,7 @@ def test_values_that_are_named_exist():
 
 
 @pytest.mark.parametrize("page", [PAGE, TORCH_FEATURES], ids=lambda page: page.name)
-def test_links_and_files_lead_somewhere(page):
-    for target in re.findall(r"\]\(([^)#]+)", page.read_text()):
-        assert (page.parent / target).exists(), target
+def test_files_that_are_named_exist(page):
     for name in re.findall(r"(?:tests|examples)/[\w/]+\.py", page.read_text()):
         assert (page.parents[1] / name).exists(), name
 

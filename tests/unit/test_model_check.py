@@ -29,7 +29,7 @@ def test_shapes_order_and_number_name_parameters_and_ranks():
 
 
 def test_dtype_and_strides():
-    reference = describe([torch.zeros(2, 3), torch.zeros(2, 3)], ["a", "b"])
+    reference = _model(a=(2, 3), b=(2, 3))
     other = describe([torch.zeros(2, 3, dtype=torch.float64), torch.zeros(3, 2).t()], ["a", "b"])
     dtype, strides = find_differences([reference, reference, other])
     assert dtype.startswith("[2]: params[0] ('a')") and "float64" in dtype and "float32" in dtype

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.harness import run_ranks
+from tests.harness import on_ranks
 from torchddp import _C
 from torchddp.transport import nccl, once
 from torchddp.transport.agreement import StoreExchange, connect_all
@@ -26,10 +26,8 @@ ALONE = SimpleNamespace(gather=lambda value: [value])  # the exchange of a group
 
 def peers(count, **changes):
     """What each rank tells of itself, all sound; `changes`: by rank."""
-    sound = [
-        NcclPeer(size=count, device=f"gpu{rank}", version=22907, shares_gpu=False, shared="") for rank in range(count)
-    ]
-    return [dataclasses.replace(peer, **changes.get(f"rank{rank}", {})) for rank, peer in enumerate(sound)]
+    sound = {"size": count, "version": 22907, "shares_gpu": False, "shared": ""}
+    return [NcclPeer(**{**sound, "device": f"gpu{r}", **changes.get(f"rank{r}", {})}) for r in range(count)]
 
 
 class Told:
@@ -48,19 +46,16 @@ def reason_against(told):
     return connect_all(exchange, told[0], nccl.reason_against, lambda _: "")
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"rank1": {"problem": "no driver"}}, ["rank 1: no driver"]),
-        ({"rank0": {"problem": "x"}, "rank2": {"problem": "x"}}, ["rank 0, 2: x"]),
-        ({"rank2": {"size": 4}}, ["rank 2 counts 4 ranks", "which has 3"]),
-        ({"rank1": {"version": 22809}}, ["rank 0 runs NCCL 2.29.7", "rank 1 2.28.9"]),
-        ({"rank2": {"device": "gpu0"}}, ["ranks 0 and 2 are on the same GPU (gpu0)", "NCCL_MULTI_RANK_GPU_ENABLE=1"]),
-    ],
-)
-def test_ranks_that_can_not_are_told_why(changes, words):
-    reason = reason_against(peers(3, **changes))
-    assert all(word in reason for word in words), reason
+def test_ranks_that_can_not_are_told_why():
+    for changes, *words in (
+        ({"rank1": {"problem": "no driver"}}, "rank 1: no driver"),
+        ({"rank0": {"problem": "x"}, "rank2": {"problem": "x"}}, "rank 0, 2: x"),
+        ({"rank2": {"size": 4}}, "rank 2 counts 4 ranks", "which has 3"),
+        ({"rank1": {"version": 22809}}, "rank 0 runs NCCL 2.29.7", "rank 1 2.28.9"),
+        ({"rank2": {"device": "gpu0"}}, "ranks 0 and 2 are on the same GPU (gpu0)", "NCCL_MULTI_RANK_GPU_ENABLE=1"),
+    ):
+        reason = reason_against(peers(3, **changes))
+        assert all(word in reason for word in words), reason
 
 
 def test_ranks_that_agree_may_and_a_gpu_is_shared_only_if_nccl_can_and_was_told_to():
@@ -140,7 +135,7 @@ def test_a_rank_connects_with_the_id_of_rank_0():
     ids = ["ab" * 128, ""]
     exchange = Told(lambda own: [{**own, "device": "gpu7"}, own], lambda own: [ids, own], lambda own: [own, own])
     with replaced(NcclTransport=made):
-        assert isinstance(nccl.connect(Group(rank=1), CUDA, MINUTE, exchange), FakeTransport)
+        assert isinstance(connect(Group(rank=1), exchange=exchange), FakeTransport)
     args, kwargs = made.call_args
     assert args == (b"\xab" * 128,)
     assert (kwargs["rank"], kwargs["size"], kwargs["device_index"], kwargs["timeout"]) == (1, 2, 0, MINUTE)
@@ -155,45 +150,36 @@ def test_a_rank_that_fails_to_connect_tells_the_others():
         )
 
     with replaced(NcclTransport=factory()):
-        assert nccl.connect(Group(), CUDA, MINUTE, exchange()) == "rank 1: the network is down"
+        assert connect(Group(), exchange=exchange()) == "rank 1: the network is down"
     with replaced(NcclTransport=mock.Mock(side_effect=RuntimeError("out of memory"))):
-        assert nccl.connect(Group(), CUDA, MINUTE, exchange()) == "rank 0: out of memory; rank 1: the network is down"
+        assert connect(Group(), exchange=exchange()) == "rank 0: out of memory; rank 1: the network is down"
 
 
 def test_without_an_id_or_with_an_option_that_can_not_be_honoured_nobody_connects():
     made = factory()
     with replaced(NcclTransport=made, make_nccl_id=mock.Mock(side_effect=RuntimeError("no socket"))):
-        assert nccl.connect(Group(size=1), CUDA, MINUTE, ALONE) == "rank 0: no id from rank 0: no socket"
-    made.assert_not_called()
-    made = factory()
+        assert connect(Group(size=1)) == "rank 0: no id from rank 0: no socket"
     with replaced(NcclTransport=made):
-        reason = nccl.connect(Group(size=1, options=options(max_ctas=8)), CUDA, MINUTE, ALONE)
+        reason = connect(Group(size=1, options=options(max_ctas=8)))
     assert reason.startswith("rank 0: the process group's NCCL options have max_ctas=8, which this torchddp can't set")
     made.assert_not_called()
 
 
-def test_models_over_one_group_share_a_communicator():
+def test_models_over_one_group_share_a_communicator_unless_it_is_gone_or_broken():
     made, group, other = factory(), Group(size=1), Group(size=1)
     with replaced(NcclTransport=made):
         first, second = connect(group), connect(group)
         assert first.communicator is second.communicator
         assert made.call_count == 1
         elsewhere = connect(group, torch.device("cuda", 1)), connect(other)
-    assert len({id(t.communicator) for t in (first, *elsewhere)}) == made.call_count == 3
-
-
-def test_a_communicator_that_is_gone_or_broken_is_not_shared():
-    made, group = factory(), Group(size=1)
-    with replaced(NcclTransport=made):
-        first = connect(group)
+        assert len({id(t.communicator) for t in (first, *elsewhere)}) == made.call_count == 3
         alive = weakref.ref(first.communicator)
-        del first
+        del first, second
         assert alive() is None  # nobody but transports keeps it
-        second = connect(group)
-        second.communicator.is_sound = False
-        third = connect(group)
-    assert third.communicator is not second.communicator
-    assert made.call_count == 3
+        again = connect(group)
+        again.communicator.is_sound = False
+        assert connect(group).communicator is not again.communicator
+    assert made.call_count == 5
 
 
 @pytest.mark.parametrize("theirs", ["", "cd" * 128])
@@ -208,8 +194,8 @@ def test_a_communicator_is_shared_only_if_all_ranks_have_it(theirs):
         )
 
     with replaced(NcclTransport=made):
-        first = nccl.connect(group, CUDA, MINUTE, exchange("ab" * 128))
-        second = nccl.connect(group, CUDA, MINUTE, exchange("ef" * 128, shared=theirs))
+        first = connect(group, exchange=exchange("ab" * 128))
+        second = connect(group, exchange=exchange("ef" * 128, shared=theirs))
     assert first.communicator is not second.communicator
     assert [call.args for call in made.call_args_list] == [(b"\xab" * 128,), (b"\xef" * 128,)]
 
@@ -221,56 +207,39 @@ def options(is_high_priority_stream=False, **fields):
     return SimpleNamespace(config=config, is_high_priority_stream=is_high_priority_stream)
 
 
-@pytest.mark.parametrize(
-    ("given", "settings", "net_name", "high_priority"),
-    [
+def test_the_options_of_the_group_reach_nccl():
+    for given, settings, net_name, high_priority in (
         (None, {}, "", False),
         (options(), {}, "", False),
         (SimpleNamespace(), {}, "", False),  # of a group that is none of NCCL's
         (options(True, min_ctas=4, net_name="IB"), {"min_ctas": 4}, "IB", True),
         (options(blocking=0), {"blocking": 0}, "", False),
-    ],
-)
-def test_the_options_of_the_group_reach_nccl(given, settings, net_name, high_priority):
-    made = factory()
-    with replaced(NcclTransport=made):
-        nccl.connect(Group(size=1, options=given), CUDA, MINUTE, ALONE)
-    told = made.call_args.kwargs
-    assert (told["settings"], told["net_name"], told["high_priority"]) == (settings, net_name, high_priority)
-
-
-def test_torch_decides_whether_the_calls_of_a_bound_group_block():
+    ):
+        made = factory()
+        with replaced(NcclTransport=made):
+            connect(Group(size=1, options=given))
+        told = made.call_args.kwargs
+        assert (told["settings"], told["net_name"], told["high_priority"]) == (settings, net_name, high_priority)
+    # Torch decides whether the calls of a bound group block.
     group = Group(size=1, options=options(blocking=0))
     group.bound_device_id = CUDA
     with replaced():
         assert nccl.NcclOptions.of(group, CUDA).settings == {}
 
 
-@pytest.mark.parametrize(
-    ("bound", "functions", "words"),
-    [
+def test_what_a_rank_lacks_is_its_problem():
+    for bound, functions, words in (
         (None, {"nccl_versions": lambda: None}, "built without CUDA"),
         (None, {"nccl_versions": lambda: (22809, 22907)}, "built with NCCL 2.29.7, but NCCL 2.28.9 is loaded"),
         (None, {"device_identity": mock.Mock(side_effect=RuntimeError("no device"))}, "no device"),
         (torch.device("cuda", 1), {}, "bound to cuda:1, but the model is on cuda:0"),
         (CUDA, {}, ""),
-    ],
-)
-def test_what_a_rank_lacks_is_its_problem(bound, functions, words):
-    group = Group()
-    group.bound_device_id = bound
-    with replaced(**functions):
-        problem = NcclPeer.of_this_rank(group, CUDA, "").problem
-    assert words in problem and bool(problem) == bool(words)
-
-
-def stores(tmp_path):
-    return {
-        "hash": dist.HashStore(),
-        "file": dist.FileStore(str(tmp_path / "store"), 3),
-        "tcp": dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False),
-        "prefix": dist.PrefixStore("a", dist.PrefixStore("b", dist.HashStore())),
-    }
+    ):
+        group = Group()
+        group.bound_device_id = bound
+        with replaced(**functions):
+            problem = NcclPeer.of_this_rank(group, CUDA, "").problem
+        assert words in problem and bool(problem) == bool(words)
 
 
 class Counted:
@@ -284,40 +253,39 @@ class Counted:
         return getattr(self._store, name)
 
 
-@pytest.mark.parametrize("kind", ["hash", "file", "tcp", "prefix"])
-def test_a_rank_asks_a_store_once_for_what_all_have_said_and_names_who_has_not(tmp_path, kind):
-    store = stores(tmp_path)[kind]
-    for rank in (1, 2):
-        store.set(f"0/{rank}", json.dumps({"rank": rank}))
-    counted = Counted(store)
-    told = StoreExchange(counted, 0, 3, MINUTE, "this test").gather({"rank": 0})
-    assert told == [{"rank": rank} for rank in range(3)]
-    del counted.calls["has_extended_api"]
-    reads = {"multi_get": 1} if store.has_extended_api() else {"get": 3}
-    assert counted.calls == {"set": 1, "wait": 1, **reads}
+def test_a_rank_asks_a_store_once_for_what_all_have_said_and_names_who_has_not(tmp_path):
+    for store in (
+        dist.HashStore(),
+        dist.FileStore(str(tmp_path / "store"), 3),
+        dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False),
+        dist.PrefixStore("a", dist.PrefixStore("b", dist.HashStore())),
+    ):
+        for rank in (1, 2):
+            store.set(f"0/{rank}", json.dumps({"rank": rank}))
+        counted = Counted(store)
+        told = StoreExchange(counted, 0, 3, MINUTE, "this test").gather({"rank": 0})
+        assert told == [{"rank": rank} for rank in range(3)]
+        del counted.calls["has_extended_api"]
+        reads = {"multi_get": 1} if store.has_extended_api() else {"get": 3}
+        assert counted.calls == {"set": 1, "wait": 1, **reads}, store
     exchange = StoreExchange(store, 0, 5, datetime.timedelta(seconds=0.3), "this test")
     with pytest.raises(RuntimeError, match=r"rank 0: this test got no answer from rank 3, 4 within 0:00:00\.3"):
         exchange.gather(0)
 
 
 @pytest.mark.skipif(_C.with_cuda, reason="this build has CUDA")
+@on_ranks(2)
 def test_without_cuda_all_ranks_hear_the_same():
-    def work(rank):
-        reason = nccl.connect(dist.group.WORLD, CUDA, MINUTE)
-        with pytest.raises(RuntimeError, match="transport='nccl' is impossible: rank 0, 1: .*without CUDA"):
-            open_transport("nccl", dist.group.WORLD, device=CUDA)
-        # auto takes the process group without asking anybody.
-        return reason, open_transport("auto", dist.group.WORLD, device=CUDA).name
-
-    reason = "rank 0, 1: this torchddp was built without CUDA"
-    assert run_ranks(work, 2) == [(reason, "c10d")] * 2
+    assert nccl.connect(dist.group.WORLD, CUDA, MINUTE) == "rank 0, 1: this torchddp was built without CUDA"
+    with pytest.raises(RuntimeError, match="transport='nccl' is impossible: rank 0, 1: .*without CUDA"):
+        open_transport("nccl", dist.group.WORLD, device=CUDA)
+    # auto takes the process group without asking anybody.
+    assert open_transport("auto", dist.group.WORLD, device=CUDA).name == "c10d"
 
 
 @pytest.mark.skipif(_C.with_cuda, reason="this build has CUDA")
 def test_without_cuda_the_extension_says_so():
-    assert _C.nccl_versions() is None
-    assert _C.device_identity(0) == ""
-    assert _C.nccl_settings() == ["net_name"]
+    assert (_C.nccl_versions(), _C.device_identity(0), _C.nccl_settings()) == (None, "", ["net_name"])
     with pytest.raises(RuntimeError, match="built without CUDA"):
         _C.make_nccl_id()
     named = {"settings": {}, "net_name": "", "high_priority": False, "connect_timeout": MINUTE, "timeout": MINUTE}
@@ -329,11 +297,8 @@ def fake_group(backend_name):
     """What `auto` looks at, with a backend for CUDA of this name."""
     group = dist.ProcessGroup(dist.HashStore(), 0, 2)
     backend = SimpleNamespace(name=lambda: backend_name)
-    return (
-        group,
-        mock.patch("torchddp.transport.select.backend_of", return_value=backend),
-        mock.patch.dict("torchddp.transport.select._world.pg_map", {group: (backend_name, None)}),
-    )
+    known = mock.patch.dict("torchddp.transport.select._world.pg_map", {group: (backend_name, None)})
+    return group, mock.patch("torchddp.transport.select.backend_of", return_value=backend), known
 
 
 @pytest.mark.parametrize(
@@ -366,8 +331,8 @@ def test_a_model_on_a_gpu_is_told_once_that_the_build_has_no_cuda(monkeypatch, c
     assert record.levelname == "WARNING" and "built without CUDA, which is slow. Install the wheel" in record.message
 
 
-@pytest.mark.parametrize("devices", [[torch.device("cpu")], [CUDA, torch.device("cuda", 1)]])
-def test_nccl_is_for_one_gpu(monkeypatch, devices):
+def test_nccl_is_for_one_gpu(monkeypatch):
     monkeypatch.delenv("TORCHDDP_TRANSPORT", raising=False)
-    with pytest.raises(ValueError, match="one CUDA device, but there are parameters on (cpu|cuda:0 and )"):
-        intended_transport("nccl", Group(), devices, collective=True)
+    for devices, words in (([torch.device("cpu")], "cpu"), ([CUDA, torch.device("cuda", 1)], "cuda:0 and ")):
+        with pytest.raises(ValueError, match=f"one CUDA device, but there are parameters on {words}"):
+            intended_transport("nccl", Group(), devices, collective=True)

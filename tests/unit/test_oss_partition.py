@@ -11,19 +11,11 @@ from torchddp.sharded.partition import partition
 NUMELS = st.lists(st.integers(0, 10_000), max_size=40)
 
 
-def loads_of(numels, owners, world_size):
-    loads = [0] * world_size
-    for numel, owner in zip(numels, owners, strict=True):
-        if owner is not None:
-            loads[owner] += numel
-    return loads
-
-
 @given(numels=NUMELS, world_size=st.integers(1, 9))
 def test_every_parameter_has_one_owner_and_loads_are_balanced(numels, world_size):
     owners = partition(numels, ["cpu"] * len(numels), world_size)
     assert len(owners) == len(numels) and all(0 <= owner < world_size for owner in owners)
-    loads = loads_of(numels, owners, world_size)
+    loads = [sum(n for n, owner in zip(numels, owners, strict=True) if owner == rank) for rank in range(world_size)]
     assert max(loads) - min(loads) <= max(numels, default=0)
     assert owners == partition(list(numels), ("cpu",) * len(numels), world_size)
 

@@ -19,15 +19,9 @@ from torchddp.cli import checks
 ROOT = Path(__file__).resolve().parents[2]
 
 
-NAMES = [
-    "torchddp/__init__.py",
-    "torchddp/py.typed",
-    "torchddp/_C.pyi",
-    "torchddp/_C.cpython-311-x86_64-linux-gnu.so",
-    "torchddp/cli/__init__.py",
-    "torchddp-0.1.0+cpu.torch2.13.dist-info/METADATA",
-    "torchddp-0.1.0+cpu.torch2.13.dist-info/licenses/LICENSE",
-]
+FILES = ("__init__.py", "py.typed", "_C.pyi", "_C.cpython-311-x86_64-linux-gnu.so", "cli/__init__.py")
+INFO = "torchddp-0.1.0+cpu.torch2.13.dist-info"
+NAMES = [*(f"torchddp/{name}" for name in FILES), f"{INFO}/METADATA", f"{INFO}/licenses/LICENSE"]
 METADATA = """Metadata-Version: 2.4
 Name: torchddp
 Version: 0.1.0+cpu.torch2.13
@@ -51,26 +45,19 @@ def test_a_whole_wheel_has_no_problems() -> None:
     assert tag_problems("torchddp-0.1.0+cpu.torch2.13-cp311-cp311-manylinux_2_28_aarch64.whl", PLATFORM_OF_ARM) == []
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "words"),
-    [
+def test_wrong_metadata_tags_files_and_library_paths_are_found() -> None:
+    for old, new, words in (
         ("torch==2.13.*", "torch>=2.11,<2.16", "the only requirement must be torch==2.13.*"),
         ("0.1.0+cpu.torch2.13", "0.1.0", "the version must end in +cpu.torch2.13"),
         ("Provides-Extra: cli\n", "", "extra 'cli'"),
-    ],
-)
-def test_wrong_metadata_is_found(old: str, new: str, words: str) -> None:
-    (problem,) = metadata_problems(email.message_from_string(METADATA.replace(old, new)), "cpu", "2.13")
-    assert words in problem
-
-
-def test_wrong_tags_files_and_library_paths_are_found() -> None:
+    ):
+        (problem,) = metadata_problems(email.message_from_string(METADATA.replace(old, new)), "cpu", "2.13")
+        assert words in problem
     assert "the library path must be" in runpath_problems(DYNAMIC.replace("RUNPATH", "SONAME"), "cpu")[0]
     assert "nvidia/cu13/lib" in runpath_problems(DYNAMIC, "cu130")[0]
     assert "nvidia/cuda_runtime/lib" in runpath_problems(DYNAMIC, "cu126")[0]
-    assert runpath_problems(DYNAMIC.replace("libgomp.so.1", "libgomp-a34b3233.so.1.0.0"), "cpu") == [
-        "libgomp-a34b3233.so.1.0.0 is bundled"
-    ]
+    bundled = DYNAMIC.replace("libgomp.so.1", "libgomp-a34b3233.so.1.0.0")
+    assert runpath_problems(bundled, "cpu") == ["libgomp-a34b3233.so.1.0.0 is bundled"]
     for tag in ("linux_aarch64", "manylinux_2_28_x86_64", "manylinux_2_34_aarch64"):
         (problem,) = tag_problems(f"torchddp-0.1.0+cpu.torch2.13-cp311-cp311-{tag}.whl", PLATFORM_OF_ARM)
         assert problem == "the name must end in -manylinux_2_28_aarch64.whl"
@@ -108,9 +95,8 @@ def test_a_symbol_must_be_there_in_its_version() -> None:
 )
 def test_nvcc_is_not_newer_than_torchs_cuda(tmp_path: Path, nvcc: str, torch_cuda: str, fits: bool) -> None:
     script = tmp_path / "check.cmake"
-    script.write_text(
-        f"include({ROOT}/cmake/cuda_version.cmake)\ntorchddp_check_cuda_version({nvcc} {torch_cuda} 2.13.0)\n"
-    )
+    call = f"torchddp_check_cuda_version({nvcc} {torch_cuda} 2.13.0)"
+    script.write_text(f"include({ROOT}/cmake/cuda_version.cmake)\n{call}\n")
     cmake = Path(sys.executable).parent / "cmake"
     done = subprocess.run([str(cmake), "-P", str(script)], capture_output=True, text=True)
     told = f"nvcc is CUDA {nvcc}, torch 2.13.0 was built with CUDA {torch_cuda}."
@@ -124,18 +110,15 @@ def elf_list(*archs: str) -> str:
 PTX_LIST = "PTX file    1: pack_cuda.1.sm_100.ptx\n"
 
 
-@pytest.mark.parametrize(
-    ("archs", "ptx", "words"),
-    [
+def test_missing_code_is_found() -> None:
+    for archs, ptx, words in (
         (ARCHS[:-1], PTX_LIST, "machine code for sm_100: 0 files"),
         ((*ARCHS, "sm_75", "sm_80", "sm_100"), PTX_LIST * 2, "machine code for sm_90: 1 files"),
         (ARCHS, "", "PTX of sm_100"),
         (ARCHS, PTX_LIST.replace("sm_100", "sm_80"), "PTX of sm_100"),
-    ],
-)
-def test_missing_code_is_found(archs: tuple[str, ...], ptx: str, words: str) -> None:
-    problems = code_problems(elf_list(*archs), ptx)
-    assert len(problems) == 1 and words in problems[0]
+    ):
+        (problem,) = code_problems(elf_list(*archs), ptx)
+        assert words in problem
     assert code_problems(elf_list(*ARCHS * 2), PTX_LIST * 2) == []
 
 
@@ -220,8 +203,7 @@ def test_only_what_differs_in_the_cuda_build_is_checked_again(tmp_path: Path) ->
 
 
 def test_doctor_knows_every_variable_that_is_read() -> None:
-    texts = [path.read_text() for path in [*(ROOT / "csrc").rglob("*.cpp"), *(ROOT / "torchddp").rglob("*.py")]]
-    read = {
-        name for text in texts for name in re.findall(r'(?:getenv\(|\b(?:[A-Z]+_)?ENV = )"(TORCHDDP_[A-Z_]+)"', text)
-    }
+    paths = [*(ROOT / "csrc").rglob("*.cpp"), *(ROOT / "torchddp").rglob("*.py")]
+    reading = r'(?:getenv\(|\b(?:[A-Z]+_)?ENV = )"(TORCHDDP_[A-Z_]+)"'
+    read = {name for path in paths for name in re.findall(reading, path.read_text())}
     assert read == checks.READ_WHILE_TRAINING

@@ -6,25 +6,22 @@ import dataclasses
 import datetime
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-import torchddp
+from tests.harness import assert_each_raises
 from torchddp.parallel.config import DTYPES, STRATEGIES, ParallelConfig
 from torchddp.parallel.fully import blocks_of
 from torchddp.parallel.groups import plan_layout
 
 pytestmark = pytest.mark.beyond_torch("has no ParallelConfig")
-
-
-def test_the_package_offers_it():
-    assert torchddp.parallelize is torchddp.parallel.parallelize
-    assert {"ParallelConfig", "parallelize", "parallel_group_info"} <= {*torchddp.__all__}
 
 
 @pytest.mark.parametrize(
@@ -73,19 +70,11 @@ def test_a_config_is_frozen_hashable_and_plain():
     assert ParallelConfig(use_fsdp=True, param_dtype=torch.bfloat16).param_dtype == "bfloat16"
 
 
-TOML = """
-[model]
-width = 4
-[train.parallel]
-use_fsdp = true
-sharding_strategy = "SHARD_GRAD_OP"
-wrap = ["Block"]
-"""
-
-
 def test_a_section_of_a_file(tmp_path: Path):
     path = tmp_path / "train.toml"
-    path.write_text(TOML)
+    path.write_text(
+        'model = {}\n[train.parallel]\nuse_fsdp = true\nsharding_strategy = "SHARD_GRAD_OP"\nwrap = ["Block"]'
+    )
     (tmp_path / "empty.yaml").write_text("")
     assert ParallelConfig.from_file(tmp_path / "empty.yaml") == ParallelConfig()
     expected = ParallelConfig(use_fsdp=True, sharding_strategy="SHARD_GRAD_OP", wrap=("Block",))
@@ -96,9 +85,8 @@ def test_a_section_of_a_file(tmp_path: Path):
         ParallelConfig.from_file(path)
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "error", "words"),
-    [
+def test_a_wrong_file_is_named_with_its_option(tmp_path: Path):
+    for name, text, error, words in (
         ("a.toml", "use_fsdp = 1", TypeError, "a.toml: use_fsdp: got 1 (int), allowed: true or false"),
         ("a.toml", "use_fsdp = ", ValueError, "a.toml: "),
         ("a.json", "{", ValueError, "a.json: "),
@@ -107,24 +95,18 @@ def test_a_section_of_a_file(tmp_path: Path):
         ("a.yml", "3: 4", TypeError, "a.yml: option 3 is no string"),
         ("a.yml", "ddp: {3: 4}", ValueError, "a.yml: ddp.3: unknown option"),
         ("a.ini", "", ValueError, "got the suffix '.ini', allowed: .toml, .yaml, .yml, .json"),
-    ],
-)
-def test_a_wrong_file_is_named_with_its_option(tmp_path: Path, name: str, text: str, error: type, words: str):
-    path = tmp_path / name
-    path.write_text(text)
-    with pytest.raises(error) as caught:
-        ParallelConfig.from_file(path)
-    assert words in str(caught.value)
+    ):
+        (tmp_path / name).write_text(text)
+        assert_each_raises((lambda path=tmp_path / name: ParallelConfig.from_file(path), error, words))
 
 
-@pytest.mark.parametrize(("name", "package"), [("a.yaml", "PyYAML"), ("a.toml", "tomli")])
-def test_a_missing_parser_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, package: str):
-    path = tmp_path / name
-    path.write_text("")
+def test_a_missing_parser_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     for module in ("yaml", "tomllib", "tomli"):
         monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(ImportError, match=package):
-        ParallelConfig.from_file(path)
+    for name, package in (("a.yaml", "PyYAML"), ("a.toml", "tomli")):
+        (tmp_path / name).touch()
+        with pytest.raises(ImportError, match=package):
+            ParallelConfig.from_file(tmp_path / name)
 
 
 def test_the_forms_of_arguments():
@@ -140,21 +122,16 @@ def test_the_forms_of_arguments():
     assert ParallelConfig.from_cli(["use_fsdp=false", "wrap=none"], base=ParallelConfig(use_fsdp=True)).wrap is None
 
 
-@pytest.mark.parametrize(
-    ("args", "error", "words"),
-    [
+def test_wrong_arguments():
+    cases = (
         (["--use-fdsp"], ValueError, "--use-fdsp has no value"),
         (["--use-fdsp=true"], ValueError, "command line: unknown option 'use_fdsp'; did you mean 'use_fsdp'?"),
         (["fsdp"], ValueError, "command line: got 'fsdp', allowed: --option"),
         (["--model-parallel", "two"], TypeError, "model_parallel: got 'two' (str), allowed: a whole number"),
         (["use_fsdp=maybe"], TypeError, "use_fsdp: got 'maybe'"),
         (["kind.x=3"], ValueError, "unknown option 'kind.x'"),
-    ],
-)
-def test_wrong_arguments(args, error, words):
-    with pytest.raises(error) as caught:
-        ParallelConfig.from_cli(args)
-    assert words in str(caught.value)
+    )
+    assert_each_raises(*((partial(ParallelConfig.from_cli, args), *expected) for args, *expected in cases))
 
 
 _SIZES = st.none() | st.integers(1, 64)
@@ -192,8 +169,6 @@ def test_arguments_round_trip(config: ParallelConfig):
 
 @given(config=CONFIGS, suffix=st.sampled_from([".json", ".yaml", ".toml"]))
 def test_files_round_trip(tmp_path_factory: pytest.TempPathFactory, config: ParallelConfig, suffix: str):
-    import yaml
-
     values = config.as_dict()
     if suffix == ".toml":
         ddp = {name: value for name, value in config.ddp.items() if value is not None}  # TOML has no null
@@ -228,9 +203,8 @@ def layout(world_size: int, host: int = 4, tensor_parallel: bool = False, **opti
     return plan_layout(ParallelConfig(**options), world_size, host, tensor_parallel)
 
 
-@pytest.mark.parametrize(
-    ("world_size", "options", "expected"),
-    [
+def test_layouts():
+    for world_size, options, expected in (
         (1, {}, ("none", 1, 1)),
         (1, {"kind": "sharded"}, ("none", 1, 1)),
         (8, {}, ("ddp", 8, 1)),
@@ -244,12 +218,9 @@ def layout(world_size: int, host: int = 4, tensor_parallel: bool = False, **opti
         (8, {"model_parallel": 4, "tensor_parallel": True}, ("ddp", 2, 4)),
         (8, {"model_parallel": 8, "tensor_parallel": True}, ("none", 1, 8)),
         (8, {"use_fsdp": True, "model_parallel": 2, "tensor_parallel": True}, ("fsdp", 4, 2)),
-    ],
-)
-def test_layouts(world_size, options, expected):
-    found = layout(world_size, **options)
-    assert (found.kind, found.data_parallel, found.model_parallel) == expected
-    assert found.world_size == world_size
+    ):
+        found = layout(world_size, **options)
+        assert (found.world_size, found.kind, found.data_parallel, found.model_parallel) == (world_size, *expected)
 
 
 def test_strategies():
@@ -260,9 +231,8 @@ def test_strategies():
     assert [one.kind for one in found] == ["fsdp"] * 4 + ["hsdp"] * 2
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
+def test_impossible_layouts():
+    for options, words in (
         ({"data_parallel": 3}, "data_parallel 3 x model_parallel 1 is 3, but there are 4 ranks"),
         ({"kind": "hsdp", "model_parallel": 3}, "data_parallel 1 x model_parallel 3 is 3"),
         ({"model_parallel": 2}, "without a tensor parallel plan"),
@@ -270,12 +240,8 @@ def test_strategies():
         ({"tensor_parallel": True}, "DTensors, but model_parallel is 1"),
         ({"kind": "hsdp", "model_parallel": 2, "tensor_parallel": True}, "DTensors already"),
         ({"kind": "sharded", "tensor_parallel": True}, "DTensors already"),
-    ],
-)
-def test_impossible_layouts(options, words):
-    with pytest.raises(ValueError) as caught:
-        layout(4, **options)
-    assert words in str(caught.value)
+    ):
+        assert_each_raises((partial(layout, 4, **options), ValueError, words))
 
 
 @given(st.integers(1, 64), st.integers(1, 8), _SIZES, _SIZES, st.sampled_from(["hsdp", "ddp"]))
@@ -290,27 +256,24 @@ def test_sizes_multiply_or_are_refused(world_size, host, model_parallel, data_pa
     assert model_parallel in (None, found.model_parallel) and data_parallel in (None, found.data_parallel)
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = nn.ModuleList(nn.Linear(2, 2) for _ in range(2))
+class Block(nn.Sequential):
+    pass
 
 
-class Blocks(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(2, 2)
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
-        self.head = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.LayerNorm(2), nn.ReLU())
+class Blocks(nn.Sequential):
+    pass
 
 
 def test_repeated_blocks_are_found():
-    model = Blocks()
-    assert blocks_of(model, None) == list(model.blocks)  # not what is in them, not the head's one Linear
+    blocks = [Block(nn.ModuleList(nn.Linear(2, 2) for _ in range(2))) for _ in range(3)]
+    norm = nn.LayerNorm(2)
+    head = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), norm, nn.ReLU())
+    model = Blocks(nn.Embedding(2, 2), nn.ModuleList(blocks), head)
+    assert blocks_of(model, None) == blocks  # not what is in them, not the head's one Linear
     assert blocks_of(model, ()) == []
-    assert blocks_of(model, ("Block", nn.LayerNorm)) == [*model.blocks, model.head[2]]
-    assert blocks_of(model, (Blocks, Block)) == list(model.blocks)  # never the model itself
+    assert blocks_of(model, ("Block", nn.LayerNorm)) == [*blocks, norm]
+    assert blocks_of(model, (Blocks, Block)) == blocks  # never the model itself
     both = blocks_of(model, ("Linear", "Block"))
-    assert both.index(model.blocks[0]) < both.index(model.blocks[0].experts[0])  # outer ones first
+    assert both.index(blocks[0]) < both.index(blocks[0][0][0])  # outer ones first
     with pytest.raises(ValueError, match=r"no module of class 'Blok'; did you mean 'Block'\? .*allowed: Blocks, "):
         blocks_of(model, ("Blok",))

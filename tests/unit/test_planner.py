@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.simulated import make_profile
 from torchddp import _C
 from torchddp.plan.auto_plan import StepTimes, decide
 from torchddp.plan.buckets import buckets_of
 from torchddp.plan.plan_cache import PlanCacheError, PlanKey, fingerprint, kept_plan, load_plan, save_plan
-from torchddp.plan.step_profile import Gradient, LinearCost, ProfileError, StepProfile, load_profile, profile_from_dict
+from torchddp.plan.step_profile import Gradient, LinearCost, ProfileError, load_profile, profile_from_dict
 from torchddp.transport.message_cost import fit_line, misfit
 
 SIZES = [4096.0 * 4**i for i in range(7)]
@@ -39,73 +40,57 @@ def test_a_line_is_never_below_zero(samples):
         fit_line([*samples, (1.0, 0.0)])
 
 
-def profile(**changes) -> StepProfile:
-    gradients = tuple(Gradient(f"p{i}", 1000, 4, 0, 0, False, (3 - i) * 0.01) for i in range(4))
-    of_run = {"model": "test", "fingerprint": "0123", "world_size": 2, "ranks_per_host": 2, "transport": "c10d"}
-    plan = {"gradients": gradients, "order": (3, 2, 1, 0), "buckets": ((3, 2, 1, 0),), "device": "cpu"}
-    times = {"forward_s": 0.01, "backward_s": 0.03, "step_s": 0.05, "cost": LinearCost(1e-3, 1e-9, 1e-10, 1e-4, 0.01)}
-    return StepProfile(**{**of_run, **plan, **times, "torchddp_version": "0", "torch_version": "0", **changes})
-
-
 def test_a_profile_survives_the_disk(tmp_path: Path):
     path = tmp_path / "p.json"
-    profile().save(path)
-    assert load_profile(path) == profile()
+    profile = make_profile(cost=LinearCost(1e-3, 1e-9, 1e-10, 1e-4, 0.01), step_s=0.05)
+    profile.save(path)
+    assert load_profile(path) == profile
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("{", "not JSON"),
-        ("[]", "not a step profile"),
+def test_a_wrong_profile_is_one_sentence(tmp_path: Path):
+    path = tmp_path / "p.json"
+    for text, words in (
+        (None, "Cannot read the profile"),
+        ("{", "is not JSON"),
+        ("[]", "This is not a step profile"),
+        ('{"kind": "torchddp benchmark"}', "This is not a step profile"),
         (
-            '{"kind": "torchddp step profile", "format": 99, "torchddp_version": "9.9"}',
-            "format 99 .written by torchddp",
+            '{"kind": "torchddp step profile", "format": 99, "torchddp_version": "9"}',
+            "format 99 .written by torchddp 9",
         ),
         ('{"kind": "torchddp step profile", "format": 1}', "damaged"),
-        (None, "Cannot read the profile"),
-    ],
-)
-def test_a_wrong_profile_is_one_sentence(tmp_path: Path, text: str | None, words: str):
-    path = tmp_path / "p.json"
-    if text is not None:
-        path.write_text(text)
-    with pytest.raises(ProfileError, match=words) as caught:
-        load_profile(path)
-    assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+    ):
+        if text is not None:
+            path.write_text(text)
+        with pytest.raises(ProfileError, match=words) as caught:
+            load_profile(path)
+        assert str(path) in str(caught.value) and "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"order": (0, 1, 2, 2)},
-        {"buckets": ((0, 1), (1, 2, 3))},
-        {"forward_s": math.nan},
-        {"world_size": 0},
-        {"gradients": ()},
-        {"order": (0, 1, 2, 3.5)},
-        {"cost": LinearCost(0.0, 0.0, pack_s_per_byte=-1.0)},
-        {"gradients": (Gradient("p", -1, 4, 0, 0, False, 0.0),), "order": (0,), "buckets": ((0,),)},
-        {"gradients": (Gradient("p", 1, 4, 0, 0, False, "x"),), "order": (0,), "buckets": ((0,),)},
-    ],
-)
-def test_a_profile_holds_together(change):
-    with pytest.raises(ProfileError):
-        profile(**change)
-    if list(change) in (["order"], ["buckets"], ["world_size"]):
-        data = json.loads(json.dumps({**profile().to_dict(), **change}))
-        with pytest.raises(ProfileError):
-            profile_from_dict(data)
-
-
-def times(ready_s):
-    return StepTimes(tuple(ready_s), 0.01)
+def test_a_profile_holds_together():
+    for change, words in (
+        ({"order": (0, 1, 1)}, "not a permutation"),
+        ({"buckets": ((0, 1), (1, 2))}, "do not hold each of its 3 gradients once"),
+        ({"forward_s": math.nan}, "negative or not finite"),
+        ({"forward_s": -1.0}, "negative or not finite"),
+        ({"world_size": 0}, "says 0 ranks"),
+        ({"gradients": ()}, "not a permutation"),
+        ({"order": (0, 1, 2.5)}, "not a number"),
+        ({"cost": LinearCost(0.0, 0.0, pack_s_per_byte=-1.0)}, "negative or not finite"),
+        ({"gradients": (Gradient("p", -1, 4, 0, 0, False, 0.0),), "order": (0,), "buckets": ((0,),)}, "below 0"),
+        ({"gradients": (Gradient("p", 1, 4, 0, 0, False, "x"),), "order": (0,), "buckets": ((0,),)}, "not a number"),
+    ):
+        with pytest.raises(ProfileError, match=words):
+            replace(make_profile(), **change)
+        if list(change) in (["order"], ["buckets"], ["world_size"]):
+            with pytest.raises(ProfileError, match=words):
+                profile_from_dict(json.loads(json.dumps({**make_profile().to_dict(), **change})))
 
 
 def test_buckets_change_only_for_a_gain():
     params = specs([1000] * 4)
     current = _C.make_bucket_plan(params, [0, 1, 2, 3], [1])  # one each
-    ready = times([0.0, 0.01, 0.02, 0.03])
+    ready = StepTimes((0.0, 0.01, 0.02, 0.03), 0.01)
     dear = decide(params, ready, LinearCost(0.02, 0.0), current)
     assert len(dear.plan) < len(current) and dear.after_s < dear.before_s
     cheap = decide(params, ready, LinearCost(1e-6, 0.0), current)
@@ -152,23 +137,15 @@ def test_without_a_home_there_is_no_place(monkeypatch: pytest.MonkeyPatch):
     assert kept_plan(specs([1]), KEY) is None
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "{",
-        "[]",
-        '{"kind": "torchddp bucket plan", "format": 7}',
-        json.dumps({"kind": "torchddp bucket plan", "format": 1, **asdict(KEY), "buckets": [[1e999]]}),
-        json.dumps({"kind": "torchddp bucket plan", "format": 1, **asdict(KEY), "buckets": [[10**30]]}),
-        json.dumps({"kind": "torchddp bucket plan", "format": 1, **asdict(KEY)}),
-    ],
-)
-def test_a_damaged_plan_is_one_sentence(tmp_path: Path, text: str):
+def test_a_damaged_plan_is_one_sentence(tmp_path: Path):
     path = tmp_path / "plan.json"
-    path.write_text(text)
-    with pytest.raises(PlanCacheError) as caught:
-        load_plan(path, KEY)
-    assert "\n" not in str(caught.value) and str(path) in str(caught.value)
+    head = {"kind": "torchddp bucket plan", "format": 1, **asdict(KEY)}
+    wrong = [{**head, "format": 7}, head, {**head, "buckets": [[1e999]]}, {**head, "buckets": [[10**30]]}]
+    for text in ("{", "[]", *map(json.dumps, wrong)):
+        path.write_text(text)
+        with pytest.raises(PlanCacheError) as caught:
+            load_plan(path, KEY)
+        assert "\n" not in str(caught.value) and str(path) in str(caught.value)
 
 
 def test_a_fingerprint_knows_what_matters():

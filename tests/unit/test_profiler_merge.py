@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from decimal import Decimal
 
 import pytest
@@ -14,15 +14,7 @@ from tests.profiler_events import LAYOUT, MS, NAMES, one_step, record, step_even
 from torchddp.harness.tables import adding_up
 from torchddp.profiler import report
 from torchddp.profiler.export import bars
-from torchddp.profiler.ranks import (
-    Clock,
-    MergedProfile,
-    align,
-    chance_to_be_last,
-    clock_identity,
-    merge,
-    merge_step,
-)
+from torchddp.profiler.ranks import Clock, MergedProfile, align, chance_to_be_last, clock_identity, merge, merge_step
 from torchddp.profiler.session import merged_trace
 from torchddp.profiler.steps import read_steps
 
@@ -39,14 +31,17 @@ def late_profile(clock_ahead_ms: float = 0.0) -> MergedProfile:
     return merge(ranks, [Clock(), Clock(-ahead_ns, 5)])
 
 
+def six_late_steps() -> MergedProfile:
+    profile = late_profile()
+    return MergedProfile(profile.records, profile.clocks, profile.steps[:1] * 6)
+
+
 def test_offsets_of_clocks() -> None:
     assert align(["a", "a"], [(), ()]) == [Clock(), Clock()]
     assert clock_identity() == clock_identity() != ""
     # Rank 1's clock shows 1000 more. Round 1 takes 100, round 2 takes 20: the second says most.
-    first = [(0, 100), (200, 220)]
-    second = [(1000, 1100), (1200, 1220)]
-    (_, clock) = align(["a", "b"], [first, second])
-    assert clock == Clock(-1000, 20)
+    readings = [[(0, 100), (200, 220)], [(1000, 1100), (1200, 1220)]]
+    assert align(["a", "b"], readings)[1] == Clock(-1000, 20)
     with pytest.raises(ValueError, match="without readings"):
         align(["a", "b"], [(), ()])
 
@@ -67,11 +62,9 @@ def test_the_true_offset_is_within_the_uncertainty(offset: int, rounds: list[tup
 @pytest.mark.parametrize("clock_ahead_ms", [0.0, 12345.0, -7.0])
 def test_the_straggler_is_named_with_its_wait_and_its_parameter(clock_ahead_ms: float) -> None:
     step = late_profile(clock_ahead_ms).steps[0]
-    straggler = step.straggler
-    assert straggler is not None and straggler.rank == 1
     # Rank 0 began to wait for bucket 1 at 16 ms, rank 1 launched it at 64.
-    assert straggler.wait_ns == straggler.total_wait_ns == 48 * MS
-    assert (straggler.where, straggler.parameter, straggler.lost_ns) == ("backward", 1, 50 * MS)
+    expected = {"rank": 1, "wait_ns": 48 * MS, "total_wait_ns": 48 * MS, "lost_ns": 50 * MS}
+    assert asdict(step.straggler) == {**expected, "where": "backward", "parameter": 1}
     assert step.waits_ns == (0, 48 * MS)
     first, second = step.buckets
     assert (second.last_rank, second.late_ns, second.holder) == (1, 50 * MS, 0)
@@ -92,12 +85,11 @@ def test_only_steps_of_all_ranks_are_merged() -> None:
 
 def test_a_rank_that_starts_late_is_told_from_one_that_is_slow() -> None:
     late = merge_step([waiting_step(LATE_MS), one_step(1, begin_ms=LATE_MS)]).straggler
-    assert late is not None
     assert (late.rank, late.where, late.parameter, late.lost_ns) == (1, "start", None, 50 * MS)
     slow_forward = [e if e.kind == "forward_begin" else e._replace(time_ns=e.time_ns + 50 * MS) for e in step_events()]
     slow = read_steps(slow_forward, lambda _: LAYOUT).complete[0]
     slower = merge_step([waiting_step(LATE_MS), slow]).straggler
-    assert slower is not None and (slower.rank, slower.where, slower.lost_ns) == (1, "forward", 50 * MS)
+    assert (slower.rank, slower.where, slower.lost_ns) == (1, "forward", 50 * MS)
 
 
 def test_a_bucket_that_all_skipped_has_no_last_rank() -> None:
@@ -118,13 +110,11 @@ def test_whoever_comes_last_caused_all_waits(late_ms: list[int]) -> None:
     step = merge_step([read_steps(e, lambda _: LAYOUT).complete[0] for e in events])
     expected = sum(max(0, 14 + last - (16 + late)) for late in late_ms) * MS
     assert sum(step.waits_ns) == expected
-    if expected:
-        assert step.straggler is not None and late_ms[step.straggler.rank] == last
+    assert not expected or late_ms[step.straggler.rank] == last
 
 
 def test_the_report_says_it_in_80_columns() -> None:
-    profile = late_profile()
-    profile = MergedProfile(profile.records, profile.clocks, profile.steps[:1] * 6)
+    profile = six_late_steps()
     text = report.as_text(report.merged_report(profile))
     assert all(len(line) <= 80 for line in text.splitlines())
     words = " ".join(text.split())
@@ -147,22 +137,18 @@ def test_printed_parts_add_up_to_the_printed_sum(values: list[float]) -> None:
     total, parts = adding_up(values)
     assert sum(map(Decimal, parts)) == Decimal(total)
     tolerance = float(Decimal(1).scaleb(Decimal(total).as_tuple().exponent))
-    assert all(
-        float(part) == pytest.approx(value, abs=1.01 * tolerance) for part, value in zip(parts, values, strict=True)
-    )
+    assert [float(part) for part in parts] == pytest.approx(values, abs=1.01 * tolerance)
 
 
 def lasts(*ranks: int, wait_ms: float = 10.0) -> MergedProfile:
     """Steps of 100 ms, in each of which the given rank was last."""
-    profile, step = late_profile(), late_profile().steps[0]
-    assert step.straggler is not None
+    profile, wait_ns = late_profile(), round(wait_ms * MS)
     steps = []
     for index, rank in enumerate(ranks):
-        wait_ns = round(wait_ms * MS)
-        straggler = replace(step.straggler, rank=rank, wait_ns=wait_ns, total_wait_ns=wait_ns)
-        waits = tuple(wait_ns if rank == each else 0 for each in (0, 1))
-        steps.append(replace(step, index=index, waits_ns=waits, straggler=straggler))
-    return MergedProfile(profile.records, profile.clocks, tuple(steps))
+        straggler = replace(profile.steps[0].straggler, rank=rank, wait_ns=wait_ns, total_wait_ns=wait_ns)
+        waits_ns = (wait_ns * (rank == 0), wait_ns * (rank == 1))
+        steps.append(replace(profile.steps[0], index=index, waits_ns=waits_ns, straggler=straggler))
+    return replace(profile, steps=tuple(steps))
 
 
 @pytest.mark.parametrize(
@@ -174,12 +160,10 @@ def lasts(*ranks: int, wait_ms: float = 10.0) -> MergedProfile:
         ([0] * 20, 0.5, False, "none that matters; rank 0 was last in 20 of 20 steps (p < 0.001), but each other"),
     ],
 )
-def test_a_straggler_is_named_only_where_it_is_significant(
-    ranks: list[int], wait_ms: float, is_straggler: bool, words: str
-) -> None:
+def test_a_straggler_is_named_only_where_it_is_significant(ranks, wait_ms, is_straggler, words):
     profile = lasts(*ranks, wait_ms=wait_ms)
     last = profile.last_rank()
-    assert last is not None and last.is_straggler is is_straggler
+    assert last.is_straggler is is_straggler
     assert words in report.straggler_lines(profile, profile.median_step())[0]
     assert ("is a straggler" in report.verdict(profile, profile.median_step())) is is_straggler
     data = report.merged_dict(profile, profile.median_step())
@@ -203,28 +187,19 @@ def test_a_rank_alone_has_a_report_without_others() -> None:
 
 
 def test_many_small_delays_are_not_blamed_on_one_parameter() -> None:
-    profile = late_profile()
-    step = profile.steps[0]
-    assert step.straggler is not None
+    step = late_profile().steps[0]
     step = replace(step, straggler=replace(step.straggler, lost_ns=MS))
-    profile = MergedProfile(profile.records, profile.clocks, (step,) * 6)
+    profile = replace(late_profile(), steps=(step,) * 6)
     assert "it was slower throughout: it lost no more than 1.00 ms" in report.straggler_lines(profile, step)[1]
 
 
 def test_json_has_names_and_numbers() -> None:
-    profile = late_profile()
-    profile = MergedProfile(profile.records, profile.clocks, profile.steps[:1] * 6)
+    profile = six_late_steps()
     data = json.loads(json.dumps(report.merged_dict(profile, profile.steps[0]), allow_nan=False))
     assert data["straggler"]["rank"] == 1 and data["straggler"]["parameter"] == "first.bias"
     assert data["straggler"]["wait_us"] == 48000 and data["slowest_rank"] == 0
-    assert data["last_rank"] == {
-        "rank": 1,
-        "steps": 6,
-        "of": 6,
-        "p_value": 0.03125,
-        "wait_us": 48000,
-        "share_of_step": pytest.approx(48 / 70),
-    }
+    last = {"rank": 1, "steps": 6, "of": 6, "p_value": 0.03125, "wait_us": 48000}
+    assert data["last_rank"] == {**last, "share_of_step": pytest.approx(48 / 70)}
     assert data["buckets"][1]["held_back_by"] == "first.weight" and data["buckets"][1]["last_rank"] == 1
     assert data["buckets"][0]["first_ready_us"] == 5000 and data["ranks"][0]["exposed_us"] == 56000
 
@@ -232,12 +207,10 @@ def test_json_has_names_and_numbers() -> None:
 def test_a_chrome_trace_has_ranks_threads_and_lengths() -> None:
     trace = json.loads(json.dumps(merged_trace(late_profile(), only_step=1)))
     events = trace["traceEvents"]
-    names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    assert names == {(rank, i): n for rank in (0, 1) for i, n in enumerate(("autograd", "bucket 0", "bucket 1"))}
-    assert {e["args"]["name"] for e in events if e["name"] == "process_name"} == {
-        "rank 0 (host-one)",
-        "rank 1 (host-two)",
-    }
+    threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert threads == {(rank, i): n for rank in (0, 1) for i, n in enumerate(("autograd", "bucket 0", "bucket 1"))}
+    processes = {e["args"]["name"] for e in events if e["name"] == "process_name"}
+    assert processes == {"rank 0 (host-one)", "rank 1 (host-two)"}
     (flight,) = [e for e in events if e["name"] == "in flight" and (e["pid"], e["tid"]) == (1, 2)]
     assert (flight["ph"], flight["ts"], flight["dur"]) == ("X", 64000.0, 6000.0)
     assert flight["args"]["held back by"] == "first.weight" and flight["args"]["bytes"] == 400

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 from torchddp.profiler.monitor import Monitor, values_of
 from torchddp.traffic import Traffic
 
@@ -38,27 +40,10 @@ def test_unknown_bytes_are_left_out_and_nothing_communicated_is_all_hidden() -> 
     assert values_of(still, SENT)["ddp/overlap_ratio"] == 1.0
 
 
-class CountingModule:
-    """A module whose reducer counts how often it is asked."""
-
-    def __init__(self) -> None:
-        self.asked = 0
-        self.finished = 0
-        self.reducer = self
-        self.plan = type("Plan", (), {"buckets": ()})
-
-    def stats(self) -> dict[str, int]:
-        self.asked += 1
-        return {**STATS, "finished": self.finished}
-
-    def traffic(self) -> dict[str, Traffic]:
-        return SENT
-
-
 def test_a_copy_that_counts_from_zero_is_told_of_too() -> None:
-    module, told = CountingModule(), []
+    told: list[int] = []
     watching = Monitor(lambda step, values: told.append(step), 2, 500)
-    for _ in range(8):
-        watching(module, ())
-        module.finished += 1
+    for finished in range(8):
+        reducer = mock.Mock(**{"stats.return_value": STATS | {"finished": finished}})
+        watching(mock.Mock(**{"reducer": reducer, "traffic.return_value": SENT}), ())
     assert told and told[0] <= 4

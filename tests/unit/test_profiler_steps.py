@@ -12,8 +12,7 @@ from torchddp.profiler.steps import BucketLayout, Layouts, read_steps
 
 def test_a_step_is_read() -> None:
     step = one_step(index=7)
-    assert step.index == 7
-    assert (step.duration_ns, step.exposed_ns) == (20 * MS, 6 * MS)
+    assert (step.index, step.duration_ns, step.exposed_ns) == (7, 20 * MS, 6 * MS)
     assert (step.backward_begin_ns, step.compute_end_ns, step.backward_end_ns) == (4 * MS, 14 * MS, 20 * MS)
     assert [param for param, _ in step.gradients] == [3, 2, 1, 0]
     first, second = step.buckets
@@ -22,10 +21,7 @@ def test_a_step_is_read() -> None:
     assert (first.holder, second.holder) == (2, 0)
     assert (first.nbytes, first.params) == (800, (3, 2))
     assert first.sent and first.behind is None and second.behind is None
-
-
-def test_communication_is_the_union_and_overlap_its_share_before_the_last_gradient() -> None:
-    step = one_step()
+    # The union of the buckets' times, and its share before the last gradient.
     assert step.comm_ns == 12 * MS  # 8 to 16 and 14 to 20
     assert step.overlap_ratio == pytest.approx(6 / 12)  # 8 to 14
 
@@ -62,15 +58,10 @@ def test_steps_that_are_cut_off_or_never_ended_are_counted() -> None:
     assert {step.duration_ns for step in read.complete} == {20 * MS}
     broken = step_events(1)[:6]  # an error in backward
     forward_only = [FakeEvent("forward_begin", 2, 30 * MS)]
-    read = read_steps([*broken, *forward_only, *step_events(3, begin_ms=60.0)], lambda _: LAYOUT)
-    assert [step.index for step in read.complete] == [3] and read.incomplete == 2
-
-
-def test_events_of_threads_may_lie_out_of_order() -> None:
-    events = step_events()
-    events[2], events[3] = events[3], events[2]
-    (step,) = read_steps(events, lambda _: LAYOUT).complete
-    assert step == one_step()
+    out_of_order = step_events(3, begin_ms=60.0)  # as those of several threads may lie
+    out_of_order[2], out_of_order[3] = out_of_order[3], out_of_order[2]
+    read = read_steps([*broken, *forward_only, *out_of_order], lambda _: LAYOUT)
+    assert read.complete == (one_step(3, begin_ms=60.0),) and read.incomplete == 2
 
 
 def test_each_step_has_the_buckets_of_its_time() -> None:
@@ -79,7 +70,7 @@ def test_each_step_has_the_buckets_of_its_time() -> None:
     layouts.note(0, other)
     layouts.note(1, other)
     layouts.note(2, LAYOUT)
-    assert [layouts.of(step) for step in (0, 1, 2, 3)] == [other, other, LAYOUT, LAYOUT]
+    assert [layouts.of(step) for step in range(4)] == [other, other, LAYOUT, LAYOUT]
 
 
 @given(st.integers(-(10**15), 10**15))

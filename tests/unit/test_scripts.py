@@ -7,7 +7,7 @@ from types import ModuleType
 
 import pytest
 
-from scripts.check_conformance import WORLD_SIZES, Outcome, expected_tests, read_outcome
+from scripts.check_conformance import WORLD_SIZES, expected_tests, read_outcome
 from scripts.check_stubs import built_names, compare, stub_names
 from scripts.count_tests import count
 
@@ -38,12 +38,9 @@ def problems(module: ModuleType) -> list[str]:
     return compare(stub_names(ast.parse(STUB).body), built_names(module))
 
 
-def test_a_true_stub_has_no_problems() -> None:
-    assert problems(built_module()) == []
-
-
 def test_stub_check_sees_both_directions_and_members() -> None:
     module = built_module()
+    assert problems(module) == []
     del module.add, module.Reducer._rebuild
     module.extra = 1
     module.Reducer.State.more = 2
@@ -55,14 +52,10 @@ def test_stub_check_sees_both_directions_and_members() -> None:
     ]
 
 
-def write_results(path: Path, statuses: dict[str, str]) -> Path:
-    path.write_text(json.dumps({"results": {name: {"status": status} for name, status in statuses.items()}}))
-    return path
-
-
 def test_conformance_outcome(tmp_path: Path) -> None:
-    results = write_results(tmp_path / "results.json", {"a": "pass", "b": "fail", "d": "pass"})
-    outcome: Outcome = read_outcome(results, expected=frozenset({"a", "b", "gone"}))
+    path, statuses = tmp_path / "results.json", {"a": "pass", "b": "fail", "d": "pass"}
+    path.write_text(json.dumps({"results": {name: {"status": status} for name, status in statuses.items()}}))
+    outcome = read_outcome(path, expected=frozenset({"a", "b", "gone"}))
     assert outcome.missed == ["b", "gone"]
     assert outcome.passed == {"a", "d"} and outcome.reasons["b"].startswith("fail")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import json
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 
 import torchddp
 from tests.simulated import make_profile, with_host
+from tests.unit.helpers import assert_refused
 from torchddp.cli.app import app
 from torchddp.harness.command import run_app
 from torchddp.plan.step_profile import LinearCost
@@ -35,13 +37,23 @@ def profile(tmp_path: Path) -> str:
     return str(path)
 
 
-def simulate(*arguments: str) -> int:
+def simulate(arguments: list[str]) -> int:
     return run_app(app, "torchddp", ["simulate", *arguments])
 
 
-def test_every_link_and_power_of_two_is_shown(profile: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert simulate(profile) == 0
-    out = capsys.readouterr().out
+@pytest.fixture
+def shown(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """What the command prints with these arguments."""
+
+    def run(*arguments: str) -> str:
+        assert simulate([*arguments]) == 0
+        return capsys.readouterr().out
+
+    return run
+
+
+def test_every_link_and_power_of_two_is_shown(profile, shown):
+    out = shown(profile)
     for name in ("measured", "ib400", "eth100", "eth10", "eth1"):
         assert re.search(rf"^{name} · ", out, re.MULTILINE), out
         assert re.search(rf"^{name}, 4096 ranks: ", out, re.MULTILINE), out
@@ -58,69 +70,55 @@ def recorded(path: Path, step_s: float, **changes: Any) -> str:
     return str(path)
 
 
-def test_a_model_that_fits_is_no_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert simulate(recorded(tmp_path / "p.json", 0.040), "--link", "eth1") == 0
-    out = capsys.readouterr().out
+def test_a_model_that_fits_is_no_warning_and_what_a_profile_lacks_or_slowed_messages_are_told_of(tmp_path, shown):
+    out = shown(recorded(tmp_path / "p.json", 0.040), "--link", "eth1")
     assert out.splitlines()[1].startswith("Check: ") and "warning" not in out
+    assert "has no cost of the transport's software" in out
+    out = shown(recorded(tmp_path / "p.json", 0.040, message_slowdown=5.0), "--link", "eth1")
+    assert "Messages in a step took 5.0 times as long as messages alone" in out
 
 
 @pytest.mark.parametrize("step_s", [0.100, 0.025])
-def test_a_model_that_is_far_off_predicts_nothing_unless_forced(
-    step_s: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_that_is_far_off_predicts_nothing_unless_forced(step_s, tmp_path, capsys, shown):
     profile, page = recorded(tmp_path / "p.json", step_s), tmp_path / "page.html"
-    assert simulate(profile, "--html", str(page)) == 3
+    assert simulate([profile, "--html", str(page)]) == 3
     said = capsys.readouterr()
     assert said.out == "" and said.err.count("\n") == 1 and not page.exists()
     assert "can be trusted. Record it again on an idle machine, or predict anyway with --force." in said.err
-    assert simulate(profile, "--force", "--html", str(page)) == 0
-    assert "warning: Check: " in capsys.readouterr().out and "Can it be trusted?" in page.read_text()
+    assert "warning: Check: " in shown(profile, "--force", "--html", str(page))
+    assert "Can it be trusted?" in page.read_text()
 
 
-def test_the_profiles_own_number_of_ranks_comes_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert simulate(recorded(tmp_path / "p.json", 0.040), "--link", "measured", "--link", "eth1") == 0
-    out = capsys.readouterr().out
+def test_the_profiles_own_number_of_ranks_comes_first(tmp_path, shown):
+    out = shown(recorded(tmp_path / "p.json", 0.040), "--link", "measured", "--link", "eth1")
     assert re.findall(ROW, out, re.MULTILINE) == 2 * ["3", *(str(2**power) for power in range(13))]
     assert out.splitlines()[2].startswith("measured, 3 ranks: ")
     # Of each link its own number of ranks, then the largest; what stands on top is not repeated.
-    assert re.findall(r"^(\w+, \d+ ranks): ", out, re.MULTILINE) == [
-        "measured, 3 ranks",
-        "measured, 4096 ranks",
-        "eth1, 3 ranks",
-        "eth1, 4096 ranks",
-    ]
-
-
-def test_messages_slowed_down_by_other_work_are_told_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert simulate(recorded(tmp_path / "p.json", 0.040, message_slowdown=5.0), "--link", "eth1") == 0
-    assert "Messages in a step took 5.0 times as long as messages alone" in capsys.readouterr().out
+    named = re.findall(r"^(\w+), (\d+) ranks: ", out, re.MULTILINE)
+    assert named == [("measured", "3"), ("measured", "4096"), ("eth1", "3"), ("eth1", "4096")]
 
 
 @pytest.mark.parametrize("columns", [60, 80])
-def test_tables_fit(
-    columns: int, profile: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tables_fit(columns, profile, shown, monkeypatch):
     monkeypatch.setenv("COLUMNS", str(columns))
-    assert simulate(profile, "--ranks-per-host", "8", "--link", "100mbit,20ms", "--link", "nvlink") == 0
-    rows = [line for line in capsys.readouterr().out.splitlines() if re.match(rf"ranks|─|{ROW}", line)]
+    out = shown(profile, "--ranks-per-host", "8", "--link", "100mbit,20ms", "--link", "nvlink")
+    rows = [line for line in out.splitlines() if re.match(rf"ranks|─|{ROW}", line)]
     assert len(rows) == 2 * 15 and max(len(row.rstrip()) for row in rows) <= columns
 
 
-def test_the_advice_names_what_to_do(profile: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert simulate(profile, "--link", "eth1", "--ranks", "1024") == 0
-    out = " ".join(capsys.readouterr().out.split())
+def test_the_advice_names_what_to_do(profile, shown):
+    out = " ".join(shown(profile, "--link", "eth1", "--ranks", "1024").split())
     assert "eth1, 1024 ranks: 1 bucket (0.600 MB in launch order) instead of 6 save " in out
     assert 'bucket_cap_mb="auto" plans such buckets there, bucket_cap_mb=0.5 gives ' in out
-    assert simulate(profile, "--link", "measured", "--ranks", "2") == 0
-    assert "measured, 2 ranks: keep the recorded 6 buckets" in capsys.readouterr().out
-    assert simulate(profile, "--ranks", "1", "--link", "eth1") == 0
-    assert "eth1, 1 rank: nothing is sent" in capsys.readouterr().out
+    out = shown(profile, "--link", "measured", "--ranks", "2")
+    assert "measured, 2 ranks: keep the recorded 6 buckets" in out
+    assert "eth1, 1 rank: nothing is sent" in shown(profile, "--ranks", "1", "--link", "eth1")
 
 
-def test_json_plot_and_page(profile: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_plot_and_page(profile, tmp_path, shown):
     data, png, page = tmp_path / "all.json", tmp_path / "plot.png", tmp_path / "page.html"
     asked = ["--link", "eth10", "--link", "5gbit", "--link", "eth10", "--ranks", "64,2,64"]
-    assert simulate(profile, *asked, "--json", str(data), "--plot", str(png), "--html", str(page)) == 0
+    out = shown(profile, *asked, "--json", str(data), "--plot", str(png), "--html", str(page))
     document = json.loads(data.read_text())
     points = document["points"]
     assert document["date"] and document["verdict"].startswith("eth10, 2 ranks: ")
@@ -139,45 +137,27 @@ def test_json_plot_and_page(profile: str, tmp_path: Path, capsys: pytest.Capture
     assert "data:image/png;base64," in text and "eth10, 64 ranks: " in text
     kept = re.search(r'id="data">(.*?)</script>', text, re.DOTALL)
     assert kept is not None and json.loads(kept[1]) == document
-    out = capsys.readouterr().out.replace("\n", "")
-    assert all(f"wrote {path}" in out for path in (data, png, page))
+    assert all(f"wrote {path}" in out.replace("\n", "") for path in (data, png, page))
 
 
-def test_ranks_of_a_host_go_over_the_inner_link(profile: str, tmp_path: Path) -> None:
+def test_ranks_of_a_host_go_over_the_inner_link(profile, tmp_path, shown):
     steps = []
     for inner in ("nvlink", "10mbit"):
         path = tmp_path / f"{inner}.json"
         asked = ["--link", "eth1", "--ranks", "4", "--ranks-per-host", "4", "--inner-link", inner]
-        assert simulate(profile, *asked, "--json", str(path)) == 0
+        shown(profile, *asked, "--json", str(path))
         document = json.loads(path.read_text())
         assert document["inner_link"] == inner and document["ranks_per_host"] == 4
         steps.append(document["points"][0]["recorded_plan"]["step_s"])
     assert steps[1] > 2 * steps[0]
 
 
-def test_a_profile_of_one_rank_has_no_recorded_link(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_profile_of_one_rank_has_no_recorded_link(tmp_path, shown, capsys):
     path = tmp_path / "alone.json"
     make_profile(world_size=1).save(path)
-    assert simulate(str(path), "--ranks", "2") == 0
-    out = capsys.readouterr().out
+    out = shown(str(path), "--ranks", "2")
     assert "measured ·" not in out and "Recorded with one rank" in out and "Check: none" in out
-    assert simulate(str(path), "--link", "measured") == 2
-    assert "recorded with 1 rank" in capsys.readouterr().err
-
-
-def test_a_profile_without_the_transports_work_is_told_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "bare.json"
-    make_profile().save(path)
-    assert simulate(str(path), "--ranks", "2") == 0
-    assert "has no cost of the transport's software" in capsys.readouterr().out
-
-
-def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    assert simulate(*arguments) == 2
-    captured = capsys.readouterr()
-    assert captured.out == "" and captured.err.count("\n") == 1
-    assert captured.err.startswith("error: ") and captured.err.endswith(".\n")
-    return captured.err
+    assert_refused(simulate, [str(path), "--link", "measured"], "recorded with 1 rank", capsys)
 
 
 @pytest.mark.parametrize(
@@ -198,58 +178,25 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["--links", "eth1"], "No such option"),
     ],
 )
-def test_mistakes_are_one_sentence(
-    profile: str, arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert said in refused(capsys, profile, *arguments)
+def test_mistakes_are_one_sentence(profile, arguments, said, capsys):
+    assert_refused(simulate, [profile, *arguments], said, capsys)
 
 
-def _changed(**fields: Any) -> str:
-    return json.dumps({**make_profile().to_dict(), **fields})
-
-
-@pytest.mark.parametrize(
-    "text, said",
-    [
-        ("no json {", "is not JSON"),
-        ("[]", "This is not a step profile"),
-        (_changed(kind="torchddp benchmark"), "This is not a step profile"),
-        (_changed(format=99, torchddp_version="9.9"), "has format 99 (written by torchddp 9.9)"),
-        (_changed(order=[0, 0, 1]), "not a permutation"),
-        (_changed(gradients=None), "damaged"),
-        (_changed(forward_s=-1.0), "negative or not finite"),
-    ],
-)
-def test_what_is_no_profile_is_refused(
-    text: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_no_profile_is_refused(tmp_path, capsys):
     path = tmp_path / "bad.json"
-    path.write_text(text)
-    assert said in refused(capsys, str(path))
+    path.write_text(json.dumps({**make_profile().to_dict(), "gradients": None}))
+    assert_refused(simulate, [str(path)], "The profile is damaged", capsys)
+    assert_refused(simulate, [str(tmp_path / "nothing.json")], "Cannot read the profile", capsys)
+    assert_refused(simulate, [], "Missing argument", capsys)
 
 
-def test_a_missing_profile_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "Cannot read the profile" in refused(capsys, str(tmp_path / "nothing.json"))
-    assert "Missing argument" in refused(capsys)
-
-
-def test_no_extension_is_a_failure_that_names_the_doctor(
-    profile: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_extension_is_a_failure_that_names_the_doctor(profile, capsys, monkeypatch):
     monkeypatch.setattr(torchddp, "import_error", ImportError("built for another torch"))
-    assert simulate(profile) == 1
+    assert simulate([profile]) == 1
     assert "see `torchddp doctor`: built for another torch" in capsys.readouterr().err
 
 
-def test_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
-    assert simulate("--help") == 0
-    out = capsys.readouterr().out
-    assert "torchddp simulate gpt.json --link ib400 --ranks-per-host 8" in out and "--inner-link" in out
-
-
-def test_steps_of_no_time_are_perfect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_steps_of_no_time_are_perfect(tmp_path, shown):
     path = tmp_path / "empty.json"
-    nothing = replace(make_profile([1], [0]), forward_s=0.0, backward_s=0.0)
-    nothing.save(path)
-    assert simulate(str(path), "--ranks", "1", "--link", "eth1") == 0
-    assert "100.0%" in capsys.readouterr().out
+    replace(make_profile([1], [0]), forward_s=0.0, backward_s=0.0).save(path)
+    assert "100.0%" in shown(str(path), "--ranks", "1", "--link", "eth1")

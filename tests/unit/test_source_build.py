@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -35,11 +36,11 @@ def checkout(tmp_path: Path) -> Path:
     return folder
 
 
-def setup(folder: Path, *arguments: str, python: str = sys.executable, **variables: str) -> tuple[int, str]:
+def setup(folder: Path, *arguments: str, flags: tuple[str, ...] = (), **variables: str) -> tuple[int, str]:
     """The exit status and all that was printed."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("TORCHDDP_", "PYTHON"))}
     done = subprocess.run(
-        [python, "setup.py", "-q", *arguments],
+        [sys.executable, *flags, "setup.py", "-q", *arguments],
         cwd=folder,
         env=inherited | variables,
         stdout=subprocess.PIPE,
@@ -78,32 +79,36 @@ def metadata(folder: Path, **variables: str) -> email.message.Message:
 # --- what a wheel says ---
 
 
-@pytest.mark.parametrize(
-    ("release", "cuda", "variables", "version", "requirement"),
-    [
+def test_a_build_requires_the_torch_that_it_is_built_for(checkout: Path, tmp_path: Path) -> None:
+    for release, cuda, variables, version, requirement in (
         ("2.13.0+cpu", None, {}, "+cpu.torch2.13", "torch==2.13.*"),
         ("2.11.1", "13.0", {"TORCHDDP_CUDA": "1"}, "+cu130.torch2.11", "torch==2.11.*"),
         ("2.15.0a0+git1234", "13.2", {}, "+cpu.torch2.15", "torch==2.15.*"),
-    ],
-)
-def test_a_build_requires_the_torch_that_it_is_built_for(
-    checkout: Path,
-    tmp_path: Path,
-    release: str,
-    cuda: str | None,
-    variables: dict[str, str],
-    version: str,
-    requirement: str,
-) -> None:
-    said = metadata(checkout, **write_torch(tmp_path / "other", release, cuda), **variables)
-    assert said["Version"].endswith(version)
-    assert [line for line in said.get_all("Requires-Dist", []) if "extra" not in line] == [requirement]
+    ):
+        said = metadata(checkout, **write_torch(tmp_path / release, release, cuda), **variables)
+        assert said["Version"].endswith(version)
+        assert [line for line in said.get_all("Requires-Dist", []) if "extra" not in line] == [requirement]
 
 
 def test_a_workflow_names_its_repository(checkout: Path) -> None:
     assert metadata(checkout).get_all("Project-URL") is None
     said = metadata(checkout, GITHUB_SERVER_URL="https://example.org", GITHUB_REPOSITORY="some/where")
     assert "Source, https://example.org/some/where" in said.get_all("Project-URL", [])
+
+
+def test_an_editable_install_is_a_path_that_type_checkers_follow(checkout: Path, tmp_path: Path) -> None:
+    script = checkout / "setup.py"
+    extension = 'ext_modules=[Extension("torchddp._C", sources=[])],'
+    assert extension in script.read_text()
+    script.write_text(script.read_text().replace(extension, ""))  # compiling it is no part of the question
+    code = f"from setuptools import build_meta\nbuild_meta.build_editable({str(tmp_path)!r})"
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=100, cwd=checkout)
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        (path,) = [name for name in archive.namelist() if name.endswith(".pth")]
+        assert archive.read(path).decode().strip() == str(checkout)
+        assert not any(name.endswith("_finder.py") for name in archive.namelist())
+    assert (ROOT / "torchddp" / "py.typed").is_file()
 
 
 # --- what stops a build ---
@@ -114,16 +119,7 @@ def test_without_torch_one_sentence_says_how_to_build(checkout: Path, tmp_path: 
     (tmp_path / "only").mkdir()
     for name in ("setuptools", "_distutils_hack"):
         (tmp_path / "only" / name).symlink_to(Path(setuptools.__file__).parents[1] / name)
-    done = subprocess.run(
-        [sys.executable, "-S", "setup.py", "-q", "egg_info"],
-        cwd=checkout,
-        env=os.environ | {"PYTHONPATH": str(tmp_path / "only")},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=60,
-    )
-    line = refusal((done.returncode, done.stdout))
+    line = refusal(setup(checkout, "egg_info", flags=("-S",), PYTHONPATH=str(tmp_path / "only")))
     assert line.startswith("torchddp: this build sees no torch in ") and "`pip install --no-build-isolation .`" in line
 
 
@@ -135,9 +131,8 @@ def test_pip_downloads_no_torch_to_build() -> None:
 def test_a_torch_that_is_not_supported_is_refused(checkout: Path, tmp_path: Path) -> None:
     for release in ("2.10.1", "2.16.0+cu132"):
         said = refusal(setup(checkout, "egg_info", **write_torch(tmp_path / release, release, None)))
-        assert re.fullmatch(
-            rf"torchddp: torch {re.escape(release)} is installed, and torchddp \S+ supports torch \S+", said
-        )
+        installed = rf"torchddp: torch {re.escape(release)} is installed"
+        assert re.fullmatch(rf"{installed}, and torchddp \S+ supports torch \S+", said)
 
 
 def test_an_old_setuptools_is_refused(checkout: Path, tmp_path: Path) -> None:
@@ -162,10 +157,9 @@ def test_without_pythons_headers_one_sentence_names_the_package(checkout: Path, 
         "sysconfig.get_paths = lambda *args: paths | {'include': '/nowhere/include'}\n"
     )
     version = ".".join(map(str, sys.version_info[:2]))
-    assert refusal(build(checkout, PYTHONPATH=str(tmp_path))) == (
-        f"torchddp: /nowhere/include/Python.h is missing; on Debian and Ubuntu install the headers of Python {version} "
-        f"with: apt-get install python{version}-dev"
-    )
+    said = refusal(build(checkout, PYTHONPATH=str(tmp_path)))
+    assert said.startswith("torchddp: /nowhere/include/Python.h is missing; on Debian and Ubuntu install the headers")
+    assert said.endswith(f" of Python {version} with: apt-get install python{version}-dev")
 
 
 # --- what was built before ---
@@ -178,26 +172,26 @@ def built_version(folder: Path) -> str:
 
 @pytest.mark.slow
 def test_a_stale_build_folder_is_no_error(checkout: Path, tmp_path: Path) -> None:
-    again = "it is built again from the start"
-    code, printed = build(checkout)
-    assert code == 0 and again not in printed, printed
+    def is_built_from_the_start(folder: Path, **variables: str) -> bool:
+        code, printed = build(folder, **variables)
+        assert code == 0, printed
+        return "it is built again from the start" in printed
+
+    assert not is_built_from_the_start(checkout)
     version = built_version(checkout)
     copy = tmp_path / "copy"
     shutil.copytree(checkout, copy)
-    code, printed = build(copy)
-    assert code == 0 and again in printed, printed
+    assert is_built_from_the_start(copy)
     cache = copy / "build" / "cpu" / "CMakeCache.txt"
     assert f"CMAKE_HOME_DIRECTORY:INTERNAL={copy}\n" in cache.read_text()
     # A compiler that has been removed, or was found on another machine.
     text, replaced = re.subn(r"(?m)^(CMAKE_CXX_COMPILER:\w+)=.*$", r"\1=/gone/c++", cache.read_text())
     assert replaced == 1
     cache.write_text(text)
-    code, printed = build(copy)
-    assert code == 0 and again in printed, printed
+    assert is_built_from_the_start(copy)
     # Another torch: compiled again, in the same folder.
     variables = write_torch(tmp_path / "other", "2.12.0+cpu", None)
     for name in ("lib", "include"):
         (tmp_path / "other" / "torch" / name).symlink_to(Path(torch.__file__).parent / name)
-    code, printed = build(copy, **variables)
-    assert code == 0 and again not in printed, printed
+    assert not is_built_from_the_start(copy, **variables)
     assert built_version(copy) == version.replace(f"torch{version.rpartition('torch')[2]}", "torch2.12")

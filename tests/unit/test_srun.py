@@ -31,16 +31,10 @@ def test_a_task_learns_what_torchrun_says() -> None:
     assert tasks_by_node("4") == [4] and tasks_by_node("") == []
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"SLURM_STEP_NUM_TASKS": "1"},  # of one task: torchrun inside of it starts the ranks
-        {"SLURM_STEP_ID": ""},  # a batch script
-        {"SLURM_PROCID": ""},
-    ],
-)
-def test_elsewhere_nothing_is_told(changes: dict[str, str]) -> None:
-    assert torchrun_variables({**TASK, **changes}) == {}
+def test_elsewhere_nothing_is_told() -> None:
+    # In a step of one task (torchrun inside of it starts the ranks), and in a batch script.
+    for changes in ({"SLURM_STEP_NUM_TASKS": "1"}, {"SLURM_STEP_ID": ""}, {"SLURM_PROCID": ""}):
+        assert torchrun_variables({**TASK, **changes}) == {}
     assert torchrun_variables({}) == {}
 
 
@@ -59,15 +53,6 @@ def test_what_is_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (os.environ["RANK"], os.environ["MASTER_ADDR"]) == ("2", "10.0.0.1")
 
 
-@pytest.mark.parametrize(
-    ("nodes", "host"),
-    [
-        ("vm", "vm"),
-        ("a,b[1-2]", "a"),
-        ("node[08-11,20],login", "node08"),
-        ("rack[1-2]n[3,4]", "rack1n3"),
-        ("n[7]-ib", "n7-ib"),
-    ],
-)
-def test_the_first_host_of_a_list(nodes: str, host: str) -> None:
-    assert first_host(nodes) == host
+def test_the_first_host_of_a_list() -> None:
+    lists = ("vm", "a,b[1-2]", "node[08-11,20],login", "rack[1-2]n[3,4]", "n[7]-ib")
+    assert [first_host(nodes) for nodes in lists] == ["vm", "a", "node08", "rack1n3", "n7-ib"]

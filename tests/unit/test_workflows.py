@@ -68,13 +68,9 @@ def test_wheels_are_built_for_supported_versions() -> None:
     named = {line.rpartition(" ")[2] for line in PROJECT["project"]["classifiers"] if "Python :: 3." in line}
     assert {job["python"] for job in wheel_jobs()} < named
     assert f">={min(named, key=lambda version: int(version[2:]))}" == PROJECT["project"]["requires-python"]
-
-
-def test_compat_checks_the_ends_of_the_range() -> None:
+    # `make compat` checks the ends of the range.
     assert [version.rpartition(".")[0] for version in TORCHES] == list(torch_range())
-
-
-def test_every_wheel_has_an_image_with_its_nvcc() -> None:
+    # Each has an image with its nvcc.
     for job in wheel_jobs():
         assert "manylinux2_28" in job["image"] or "manylinux_2_28" in job["image"]
         variant = job["variant"]
@@ -97,12 +93,6 @@ def test_a_tag_publishes_the_wheels_that_were_built_and_an_index() -> None:
     assert publish["permissions"] == {"contents": "write"}
 
 
-@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
-def test_actions_are_pinned(path: Path) -> None:
-    uses = re.findall(r"uses: (\S+)", path.read_text())
-    assert uses and all(re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40}", action) for action in uses), uses
-
-
 def test_ci_runs_targets_of_the_makefile() -> None:
     targets = load("ci.yml")["jobs"]["check"]["strategy"]["matrix"]["target"]
     makefile = (ROOT / "Makefile").read_text()
@@ -112,17 +102,15 @@ def test_ci_runs_targets_of_the_makefile() -> None:
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
-def test_scripts_and_groups_that_are_used_exist(path: Path) -> None:
+def test_actions_and_pip_are_pinned_and_scripts_and_groups_exist(path: Path) -> None:
     text = path.read_text()
+    uses = re.findall(r"uses: (\S+)", text)
+    assert uses and all(re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40}", action) for action in uses), uses
     for module in re.findall(r"-m (scripts\.\w+)", text):
         assert (ROOT / f"{module.replace('.', '/')}.py").is_file(), module
-    for group in re.findall(r"--group (\S+)", text):
-        assert group in PROJECT["dependency-groups"], group
-
-
-def test_workflows_install_the_pip_of_the_makefile() -> None:
+    assert set(re.findall(r"--group (\S+)", text)) <= PROJECT["dependency-groups"].keys()
     (pinned,) = re.findall(r"^PIP := (pip==\S+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    assert set(re.findall(r"pip==\S+", "".join(path.read_text() for path in WORKFLOWS))) <= {pinned}
+    assert set(re.findall(r"pip==\S+", text)) <= {pinned}
 
 
 def test_groups_are_pinned_and_those_of_the_makefile_exist() -> None:
@@ -147,11 +135,9 @@ def test_pre_commit_runs_pinned_tools_of_make_lint() -> None:
     assert {entry.removeprefix("python -m ").split()[0] for entry in entries} == pinned - {"pre-commit"}
 
 
-@pytest.mark.parametrize(
-    "path", sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml")), ids=lambda path: path.name
-)
-def test_issue_forms_are_what_github_takes(path: Path) -> None:
-    form = yaml.safe_load(path.read_text())
-    assert {"name", "description", "body"} <= form.keys()
-    ids = [field["id"] for field in form["body"]]
-    assert len(set(ids)) == len(ids) and all(field["attributes"]["label"] for field in form["body"])
+def test_issue_forms_are_what_github_takes() -> None:
+    for path in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"):
+        form = yaml.safe_load(path.read_text())
+        assert {"name", "description", "body"} <= form.keys(), path
+        ids = [field["id"] for field in form["body"]]
+        assert len(set(ids)) == len(ids) and all(field["attributes"]["label"] for field in form["body"]), path
