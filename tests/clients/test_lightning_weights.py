@@ -14,7 +14,7 @@ import lightning.pytorch as pl
 from lightning.fabric import Fabric
 
 from tests.clients.common import launch
-from tests.clients.lightning_matrix import QUIET
+from tests.clients.lightning_models import QUIET
 from tests.clients.lightning_weights import Weighted, batches
 from torchddp.integrations.lightning import weigh
 

@@ -40,7 +40,6 @@ USES: dict[str, Callable[[When], bool]] = {
     "one_micro": lambda when: when.micro == 1,
     "mixed": lambda when: (3 * when.rank + 5 * when.step + when.micro) % 4 < 2,
 }
-SAME_ON_ALL_RANKS = {"always", "never", "even_steps", "later_steps", "one_micro"}
 
 
 def inputs(key: str, when: When) -> Tensor:

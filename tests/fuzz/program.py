@@ -50,7 +50,7 @@ class Train(_Short):
 
 @dataclass(frozen=True, repr=False)
 class Do(_Short):
-    """Anything else: `Do("zero", "model_none")` is `Side.zero_model_none()`."""
+    """Anything else: `Do("edit", "clip_norm")` is `Side.edit_clip_norm()`, `Do("edit", "mul")` is `Side.edit("mul")`."""
 
     what: str
     how: str = ""
