@@ -58,9 +58,8 @@ def test_trainer(results: Results, how: str) -> None:
 
 
 def test_a_rank_without_a_label_in_a_step(results: Results) -> None:
-    for rank in range(2):
-        found = results.ours("trainer_idle_rank", rank)
-        assert found["error"] < ROUNDING and found["loss error"] < ROUNDING
+    found = [results.ours("trainer_idle_rank", rank) for rank in range(2)]
+    assert all(rank["error"] < ROUNDING and rank["loss error"] < ROUNDING for rank in found)
 
 
 def test_nothing_is_gathered_in_a_step(results: Results) -> None:

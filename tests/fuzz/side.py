@@ -39,7 +39,6 @@ class Side:
         return dict(self.ddp.module.named_parameters())
 
     def visible(self) -> dict[str, Named]:
-        """Everything a program can see, by kind and name."""
         parameters = self.parameters()
         return {
             "parameter": {name: p.detach() for name, p in parameters.items()},
@@ -318,7 +317,6 @@ EDITED: dict[str, Callable[[int, Any, int], Any]] = {
 
 
 def register_comm_hook(ddp: Any, name: str, group: dist.ProcessGroup) -> None:
-    """The hook of this name; none for "none"."""
     if name == "builtin_allreduce":
         ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
     elif name == "builtin_fp16":

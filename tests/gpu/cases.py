@@ -25,6 +25,7 @@ from tests.parity.test_training import Checkpointed
 
 FLOAT = torch.float32
 WIDTH = 32
+LARGE_BYTES = 64  # gradients of these models are small; from here on they count as large
 
 
 Step = Callable[[torch.device, Any, int, int], None]  # (device, model, rank, step)
