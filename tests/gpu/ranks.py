@@ -31,7 +31,7 @@ def run_all_cases(
     make_deterministic(device)
     if want_nccl and loaded_nccl() < want_nccl:
         raise RuntimeError(f"NCCL {loaded_nccl()} is loaded, {want_nccl} or newer was meant to be")
-    outcomes: dict[str, str | None] = dict.fromkeys(names(device=device, slow=False), NOT_RUN)
+    outcomes: dict[str, str | None] = dict.fromkeys(names(device), NOT_RUN)
     for name in outcomes:
         ours = partial(DistributedDataParallel, transport=transport)
         with large_from(limit_bytes):
