@@ -375,17 +375,15 @@ JOBS: Jobs = {
     # The loss of an evaluation is the trainer's own affair.
     "trainer_evaluates": lambda kind: {"loss": trainer(kind, llama, accelerator_config={}).evaluate()["eval_loss"]},
     # Rank 0 has no label in the first step.
-    "trainer_idle_rank": lambda kind: (
-        trained(kind, llama, shifted, data=Texts(0, 1, 4, 5, 8, 9)) if kind.ours else {}
-    ),
+    "trainer_idle_rank": lambda kind: trained(kind, llama, shifted, data=Texts(0, 1, 4, 5, 8, 9)) if kind.ours else {},
     "trainer_counts_itself": lambda kind: trained(
         kind, Shifting if kind.ours else no_nan(Shifting), shifted, cls=Counting
     ),
     **{
         job.__name__: job
         for job in (
-            accelerate_scaled, accelerate_installed, misuse, trainer_folds,
-            nothing_at_all, page_accelerate, page_trainer,
+            accelerate_scaled, accelerate_installed, misuse, trainer_folds, nothing_at_all,
+            page_accelerate, page_trainer,
         )
     },
 }  # fmt: skip
