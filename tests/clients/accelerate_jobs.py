@@ -1,6 +1,6 @@
 """What test_accelerate.py runs on two ranks: each job with torch's class and ours, in the same processes.
 
-    ACCELERATE_USE_CPU=true torchrun --nproc-per-node 2 tests/clients/accelerate_jobs.py FOLDER [--install] [JOB ...]
+    ACCELERATE_USE_CPU=true torchrun --nproc-per-node 2 -m tests.clients.accelerate_jobs FOLDER [--install] [JOB ...]
 
 Each rank writes FOLDER/rank<N>.json: job -> {"torch": result, "ours": result}. With --install "ours" is
 Accelerate's own Accelerator after torchddp.install().
@@ -17,9 +17,6 @@ from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-if not __package__:  # started by path, as torchrun does: make `tests` importable
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import accelerate
 import torch

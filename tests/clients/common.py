@@ -43,6 +43,12 @@ def launch(
     return done
 
 
+def saved_by_ranks(module: str, folder: Path, timeout_s: float = 500) -> list[dict[Any, Any]]:
+    """Runs a module that starts its two ranks itself; what each has saved."""
+    launch("-m", module, folder, timeout_s=timeout_s)
+    return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
+
+
 def blocks(page: str, section: str) -> list[str]:
     """The indented code under a heading of a page of docs/."""
     text = re.split(r"^#+ ", Path(ROOT, "docs", page).read_text(), flags=re.MULTILINE)
@@ -67,7 +73,6 @@ def distance(model: nn.Module, start: nn.Module, reference: nn.Module) -> float:
 
 
 def said(call: Callable[[], Any]) -> str:
-    """The error of a call."""
     try:
         call()
     except (RuntimeError, TypeError, ValueError) as error:

@@ -1,15 +1,8 @@
-"""What comes before, after and between fits, on two ranks started by Lightning; writes FOLDER/rankN.pt.
-
-python -m tests.clients.lightning_life FOLDER
-"""
+"""What comes before, after and between fits."""
 
 from __future__ import annotations
 
 import gc
-import logging
-import os
-import sys
-import warnings
 import weakref
 from pathlib import Path
 from typing import Any
@@ -20,8 +13,8 @@ from lightning.fabric import Fabric
 from torch.nn.modules.batchnorm import SyncBatchNorm
 
 import torchddp
-from tests.clients.lightning_matrix import QUIET
-from tests.clients.lightning_models import Plain, batches
+from tests.clients.common import said
+from tests.clients.lightning_models import QUIET, Plain, batches, save_results
 from torchddp.integrations.lightning import TorchDDPFabricStrategy
 
 
@@ -88,12 +81,8 @@ def sync_batch_norm(strategy: str) -> dict[str, Any]:
         on_train_start=lambda trainer, module: kinds.append(isinstance(module.net[1], SyncBatchNorm))
     )
     trainer = pl.Trainer(strategy=strategy, max_epochs=1, sync_batchnorm=True, callbacks=[watching], **QUIET)
-    try:
-        trainer.fit(module, batches())
-        said = ""
-    except Exception as error:
-        said = f"{type(error).__name__}: {error}"
-    return {"converted": kinds, "said": said, "after": isinstance(module.net[1], SyncBatchNorm)}
+    error = said(lambda: trainer.fit(module, batches()))
+    return {"converted": kinds, "said": error, "after": isinstance(module.net[1], SyncBatchNorm)}
 
 
 def _fabric_training(fabric: Any, accumulate: bool) -> dict[str, torch.Tensor]:
@@ -119,10 +108,7 @@ def fabric(strategy: Any, accumulate: bool) -> dict[str, Any]:
     return {"state": state, "finished": torchddp.finished_steps() - before}
 
 
-def main(folder: Path) -> None:
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+def find(folder: Path) -> dict[str, Any]:
     results: dict[str, Any] = {}
     for strategy in ("ddp", "torchddp", "torchddp_sharded"):
         results[f"twice {strategy}"] = fit_twice_and_test(strategy)
@@ -141,8 +127,8 @@ def main(folder: Path) -> None:
         for choice in ("ddp", "torchddp", TorchDDPFabricStrategy(static_graph=not accumulate)):
             name = choice if isinstance(choice, str) else "instance"
             results[f"fabric {name} {accumulate}"] = fabric(choice, accumulate)
-    torch.save(results, folder / f"rank{os.environ.get('LOCAL_RANK', '0')}.pt")
+    return results
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    save_results(find)

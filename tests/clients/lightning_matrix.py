@@ -1,17 +1,7 @@
-"""Trains each case with Lightning's strategy and with ours, on two ranks started by Lightning.
-
-    python -m tests.clients.lightning_matrix FOLDER
-
-Each rank writes FOLDER/rankN.pt: by case and strategy what the module's state_dict was, losses, and how many steps our
-reducers finished.
-"""
+"""Cases, each trained with Lightning's strategy and with ours: weights in the end, losses, steps that we reduced."""
 
 from __future__ import annotations
 
-import logging
-import os
-import sys
-import warnings
 from typing import Any
 
 import lightning.pytorch as pl
@@ -21,7 +11,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 
 import torchddp
-from tests.clients.lightning_models import LocalSGD, Manual, Plain, TwoOptimizers, batches
+from tests.clients.lightning_models import QUIET, LocalSGD, Manual, Plain, TwoOptimizers, batches, save_results
 from torchddp.integrations.lightning import TorchDDPShardedStrategy, TorchDDPStrategy
 
 
@@ -77,8 +67,6 @@ CASES = {
     ),
     "post_local_sgd": case(LocalSGD, strategies=(local_sgd(HookedDDPStrategy), local_sgd(TorchDDPStrategy))),
 }  # fmt: skip
-SILENT = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
-QUIET: dict[str, Any] = {"accelerator": "cpu", "devices": 2, **dict.fromkeys(SILENT, False)}
 
 
 def run(name: str) -> list[dict[str, Any]]:
@@ -102,15 +90,5 @@ def run(name: str) -> list[dict[str, Any]]:
     return results
 
 
-def main(folder: str) -> None:
-    torch.set_num_threads(1)
-    os.environ["OMP_NUM_THREADS"] = "1"
-    warnings.simplefilter("ignore")
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    results = {name: run(name) for name in CASES}
-    rank = int(os.environ.get("LOCAL_RANK", "0"))
-    torch.save(results, os.path.join(folder, f"rank{rank}.pt"))
-
-
 if __name__ == "__main__":
-    main(sys.argv[1])
+    save_results(lambda folder: {name: run(name) for name in CASES})

@@ -1,7 +1,13 @@
-"""LightningModules of the tests, and what they are trained on."""
+"""LightningModules of the tests, what they are trained on, and the command line of the modules with cases."""
 
 from __future__ import annotations
 
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -11,6 +17,25 @@ from torch.utils.data import DataLoader, TensorDataset
 
 SAMPLES = 48
 BATCH = 4
+SILENT = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+QUIET: dict[str, Any] = {"accelerator": "cpu", "devices": 2, **dict.fromkeys(SILENT, False)}
+
+
+def quiet() -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+
+
+def rank() -> int:
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def save_results(find: Callable[[Path], dict[Any, Any]]) -> None:
+    """`python -m MODULE FOLDER`: each of two ranks, started by Lightning, writes FOLDER/rankN.pt."""
+    quiet()
+    folder = Path(sys.argv[1])
+    torch.save(find(folder), folder / f"rank{rank()}.pt")
 
 
 def batches() -> DataLoader:

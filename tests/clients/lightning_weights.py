@@ -1,14 +1,8 @@
-"""Two ranks with unequal samples, started by Lightning, against one process with all of them; writes FOLDER/rankN.pt.
-
-python -m tests.clients.lightning_weights FOLDER
-"""
+"""Two ranks with unequal samples against one process with all of them."""
 
 from __future__ import annotations
 
-import logging
-import os
-import sys
-import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +13,7 @@ from torch.utils.data import DataLoader
 
 import torchddp
 from tests.clients.common import blocks, distance, said
-from tests.clients.lightning_matrix import QUIET
-from tests.clients.lightning_models import TwoOptimizers
+from tests.clients.lightning_models import QUIET, TwoOptimizers, rank, save_results
 from torchddp.integrations.lightning import TorchDDPShardedStrategy, TorchDDPStrategy, weigh
 
 SAMPLES = [[3, 1, 0, 5, 2], [2, 6, 4, 1, 3]]  # by rank and microbatch
@@ -132,30 +125,32 @@ def one_process_of_two_optimizers() -> torch.nn.Module:
     return module
 
 
-def rank() -> int:
-    return int(os.environ.get("LOCAL_RANK", "0"))
-
-
 def fit(module: pl.LightningModule, strategy: Any, **options: Any) -> None:
     defaults = dict(strategy=strategy, max_epochs=2, use_distributed_sampler=False, **QUIET)
     pl.Trainer(**{**defaults, **options}).fit(module, batches(rank()))
 
 
-def fabric_training(fabric: Any, weighs: bool) -> float:
+def fabric_training(fabric: Any, microbatch: Callable[..., None]) -> float:
+    """`microbatch(fabric, model, batch, accumulating, microbatches)` in a loop of the user's own."""
     start = net()
-    optimizer = torch.optim.SGD(start.parameters(), lr=RATE)
-    model, optimizer = fabric.setup(start, optimizer)
+    model, optimizer = fabric.setup(start, torch.optim.SGD(start.parameters(), lr=RATE))
     for step in STEPS * 2:
         for index in step:
-            of = batch(rank(), index)
-            with fabric.no_backward_sync(model, enabled=index != step[-1]):
-                if weighs:
-                    weigh(model, of[2].sum())
-                loss = mean_of(model(of[0]), of, least=0 if weighs else 1)
-                fabric.backward(loss if weighs else loss / len(step))
+            microbatch(fabric, model, batch(rank(), index), index != step[-1], len(step))
         optimizer.step()
         optimizer.zero_grad()
     return distance(start, net(), one_process())
+
+
+def weighed(fabric: Any, model: Any, of: Batch, accumulating: bool, _: int) -> None:
+    with fabric.no_backward_sync(model, enabled=accumulating):
+        weigh(model, of[2].sum())
+        fabric.backward(mean_of(model(of[0]), of))
+
+
+def not_weighed(fabric: Any, model: Any, of: Batch, accumulating: bool, microbatches: int) -> None:
+    with fabric.no_backward_sync(model, enabled=accumulating):
+        fabric.backward(mean_of(model(of[0]), of, least=1) / microbatches)
 
 
 def page() -> float:
@@ -168,17 +163,10 @@ def page() -> float:
     return distance(trained.lightning_module.net, net(), one_process())
 
 
-def page_of_fabric(fabric: Any) -> float:
-    start = net()
-    model, optimizer = fabric.setup(start, torch.optim.SGD(start.parameters(), lr=RATE))
-    for step in STEPS * 2:
-        for index in step:
-            x, y, mask = batch(rank(), index)
-            names = {"fabric": fabric, "model": model, "accumulating": index != step[-1], "x": x, "y": y, "mask": mask}
-            exec(blocks("weighted_means.md", "Lightning")[1], {**names, "weigh": weigh})
-        optimizer.step()
-        optimizer.zero_grad()
-    return distance(start, net(), one_process())
+def page_of_fabric(fabric: Any, model: Any, of: Batch, accumulating: bool, _: int) -> None:
+    x, y, mask = of
+    names = {"fabric": fabric, "model": model, "accumulating": accumulating, "x": x, "y": y, "mask": mask}
+    exec(blocks("weighted_means.md", "Lightning")[1], {**names, "weigh": weigh})
 
 
 def misuse_of_fabric(fabric: Any) -> str:
@@ -187,10 +175,12 @@ def misuse_of_fabric(fabric: Any) -> str:
     return said(lambda: weigh(module, 1))
 
 
-def main(folder: Path) -> None:
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+def under_fabric(function: Callable[..., Any], *arguments: Any) -> Any:
+    return Fabric(accelerator="cpu", devices=2, strategy="torchddp").launch(function, *arguments)
+
+
+def find(folder: Path) -> dict[Any, Any]:
+    scheduler = pl.callbacks.GradientAccumulationScheduler({0: ACCUMULATED})
     accumulated = {"accumulate_grad_batches": ACCUMULATED}
     reference, results = one_process(), {}
     cases: dict[str, tuple[Any, Any, dict[str, Any]]] = {
@@ -199,11 +189,7 @@ def main(folder: Path) -> None:
         "sharded": (Weighted, TorchDDPShardedStrategy(weighted=True), accumulated),
         "manual": (ManuallyWeighted, "torchddp", {}),
         "manual sharded": (ManuallyWeighted, "torchddp_sharded", {}),
-        "scheduled": (
-            Weighted,
-            "torchddp",
-            {"callbacks": [pl.callbacks.GradientAccumulationScheduler({0: ACCUMULATED})]},
-        ),
+        "scheduled": (Weighted, "torchddp", {"callbacks": [scheduler]}),
     }
     for name, (make, strategy, options) in cases.items():
         for weighs in (True, False):
@@ -215,21 +201,20 @@ def main(folder: Path) -> None:
         module = TwoOptimizersWeighted(weighs)
         fit(module, "torchddp_find_unused_parameters_true")
         results["two optimizers", weighs] = distance(module, TwoOptimizersWeighted(), one_process_of_two_optimizers())
-        runner = Fabric(accelerator="cpu", devices=2, strategy="torchddp")
-        results["fabric", weighs] = runner.launch(fabric_training, weighs)
+        results["fabric", weighs] = under_fabric(fabric_training, weighed if weighs else not_weighed)
     with torchddp.install():
         module = Weighted()
         fit(module, "ddp", **accumulated)
         results["installed"] = distance(module.net, net(), reference)
     results["lightning's"] = said(lambda: fit(Weighted(), "ddp"))
-    results["under fabric"] = Fabric(accelerator="cpu", devices=2, strategy="torchddp").launch(misuse_of_fabric)
+    results["under fabric"] = under_fabric(misuse_of_fabric)
     results["page"] = page()
-    results["page of fabric"] = Fabric(accelerator="cpu", devices=2, strategy="torchddp").launch(page_of_fabric)
+    results["page of fabric"] = under_fabric(fabric_training, page_of_fabric)
     module = Weighted()
     fit(torch.compile(module, backend="eager"), "torchddp", **accumulated)
     results["compiled"] = distance(module.net, net(), reference)
-    torch.save(results, folder / f"rank{rank()}.pt")
+    return results
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    save_results(find)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -14,20 +13,21 @@ import torch
 pytest.importorskip("accelerate", reason="accelerate is not installed: make test-clients")
 
 import accelerate
-from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
 
-from tests.clients.accelerate_ranks import Results
+from tests.clients.accelerate_ranks import Results, alone  # noqa: F401
 from tests.clients.common import ROOT, assert_hears_of_no_trap, launch
+from tests.harness import assert_each_raises
 from torchddp.integrations.accelerate import Accelerator, TorchDDPKwargs, adopt
 from torchddp.integrations.accelerate.options import merge
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.beyond_torch("is not tested here")]
+pytestmark += [pytest.mark.usefixtures("alone")]
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    return Results("accelerate_jobs.py", tmp_path_factory.mktemp("accelerate"))
+    return Results("tests.clients.accelerate_jobs", tmp_path_factory.mktemp("accelerate"))
 
 
 @pytest.mark.parametrize(
@@ -114,19 +114,10 @@ def test_right_loops_hear_of_no_trap() -> None:
 # --- bad input, in one process
 
 
-@pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    yield
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
-
-
 @pytest.mark.parametrize("argument", ["fsdp_plugin", "deepspeed_plugin", "deepspeed_plugins", "megatron_lm_plugin"])
 def test_other_ways_to_distribute_are_refused(argument: str) -> None:
-    given: dict[str, Any] = {argument: object()}
     with pytest.raises(ValueError, match=rf"distributes them itself \({argument} was given\)"):
-        Accelerator(**given)
+        Accelerator(**{argument: object()})
 
 
 def test_another_way_by_the_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,25 +134,18 @@ def test_an_accelerator_with_another_plug_in_is_not_adopted() -> None:
     assert type(accelerator) is accelerate.Accelerator
 
 
-def test_only_an_accelerator_is_adopted() -> None:
-    with pytest.raises(TypeError, match="adopt\\(\\) takes an accelerate.Accelerator, got Linear"):
-        adopt(torch.nn.Linear(1, 1))
-
-
-def test_two_handlers_are_refused() -> None:
-    with pytest.raises(ValueError, match="one handler"):
-        Accelerator(kwargs_handlers=[TorchDDPKwargs(), DistributedDataParallelKwargs()])
-
-
-def test_an_unknown_option_is_named() -> None:
+def test_wrong_arguments_are_named() -> None:
+    accelerator = accelerate.Accelerator()
+    two_handlers = [TorchDDPKwargs(), DistributedDataParallelKwargs()]
+    assert_each_raises(
+        (lambda: adopt(torch.nn.Linear(1, 1)), TypeError, "adopt() takes an accelerate.Accelerator, got Linear"),
+        (lambda: adopt(accelerator, {"transprot": "shm"}), TypeError, "no option 'transprot'"),
+        (lambda: adopt(accelerator, "shm"), TypeError, "got str"),
+        (lambda: Accelerator(kwargs_handlers=two_handlers), ValueError, "one handler"),
+        (lambda: Accelerator(transport="shm"), TypeError, "unexpected keyword argument 'transport'"),
+    )
     with pytest.raises(TypeError, match="no option 'transprot': it takes .*transport"):
         TorchDDPKwargs(transprot="shm")
-    with pytest.raises(TypeError, match="no option 'transprot'"):
-        adopt(accelerate.Accelerator(), {"transprot": "shm"})
-    with pytest.raises(TypeError, match="got str"):
-        adopt(accelerate.Accelerator(), "shm")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="unexpected keyword argument 'transport'"):
-        Accelerator(transport="shm")
 
 
 @pytest.mark.parametrize(
@@ -218,12 +202,7 @@ def test_an_absent_client_is_named_in_one_line(absent: str, name: str) -> None:
     lines = f"""
 import sys
 
-class Absent:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] == {absent!r}:
-            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
-
-sys.meta_path.insert(0, Absent())
+sys.modules[{absent!r}] = None
 try:
     from torchddp.integrations.accelerate import {name}
 except ImportError as error:

@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.beyond_tor
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    return Results("transformers_jobs.py", tmp_path_factory.mktemp("transformers"))
+    return Results("tests.clients.transformers_jobs", tmp_path_factory.mktemp("transformers"))
 
 
 @pytest.mark.parametrize("job", ["plain", "bf16", "unused", "unused_by_default", "own_options", "adopted"])
@@ -46,23 +46,18 @@ def test_a_hook_by_its_name(results: Results) -> None:
     assert hooked["weights"] == results.ours("hook_by_name", 1)["weights"] != results.ours("plain")["weights"]
 
 
-def test_wrapping_twice_is_refused(results: Results) -> None:
-    said = results.ours("wrapped_before")
-    assert said.keys() == {"torch", "ours"} and all("model.module" in text for text in said.values())
-
-
 # --- as they are, after torchddp.install()
 
 
 def test_accelerate_under_install(tmp_path: Path) -> None:
     jobs = {"plain": 10, "accumulation": 6, "bf16": 10, "power_sgd_hook": 10, "compiled": 10, "synced_late": 1}
-    results = Results("accelerate_jobs.py", tmp_path, "--install", *jobs)
+    results = Results("tests.clients.accelerate_jobs", tmp_path, "--install", *jobs)
     for job, steps in jobs.items():
         results.assert_same(job, steps)
 
 
 def test_the_trainer_under_install(tmp_path: Path) -> None:
-    results = Results("transformers_jobs.py", tmp_path, "--install", "plain", "unused")
+    results = Results("tests.clients.transformers_jobs", tmp_path, "--install", "plain", "unused")
     for job in ("plain", "unused"):
         results.assert_same(job, steps=6)
 
@@ -70,29 +65,25 @@ def test_the_trainer_under_install(tmp_path: Path) -> None:
 # --- examples
 
 
-def _ends(*arguments: str) -> list[dict[str, Any]]:
-    """What the ranks print last."""
-    done = launch(*arguments, ranks=2)
-    found = [
-        json.loads(text) for text in re.findall(r"\{[^{}]*reduced_steps[^{}]*\}", done.stdout)
-    ]  # maybe on one line
-    assert len(found) == 2 and found[0] == found[1], done.stdout[-2000:]
-    return found
+def _ours_and_torchs(*arguments: str, own: tuple[str, ...] = (), steps: int) -> dict[str, Any]:
+    """What the ranks of an example print last, which is the same with both classes."""
+    found = []
+    for options, reduced in ((own, steps), (("--torch-ddp",), 0)):
+        printed = launch(*arguments, *options, ranks=2).stdout
+        ends = [json.loads(text) for text in re.findall(r"\{[^{}]*reduced_steps[^{}]*\}", printed)]  # maybe on one line
+        assert len(ends) == 2 and ends[0] == ends[1], printed[-2000:]
+        assert ends[0].pop("reduced_steps") == reduced
+        found.append(ends[0])
+    assert found[0] == found[1]
+    return found[0]
 
 
 def test_train_accelerate() -> None:
-    ours = _ends("examples/train_accelerate.py")[0]
-    torchs = _ends("examples/train_accelerate.py", "--torch-ddp")[0]
-    assert (ours.pop("reduced_steps"), torchs.pop("reduced_steps")) == (3 * 32, 0)
-    assert ours == torchs
-    assert ours["accuracy"] > 0.8
+    assert _ours_and_torchs("examples/train_accelerate.py", steps=3 * 32)["accuracy"] > 0.8
 
 
 def test_train_transformers(tmp_path: Path) -> None:
     short = ("examples/train_transformers.py", "--steps", "10")
-    ours = _ends(*short, "--output", str(tmp_path))[0]
-    torchs = _ends(*short, "--torch-ddp")[0]
-    assert (ours.pop("reduced_steps"), torchs.pop("reduced_steps")) == (10, 0)
-    assert ours == torchs
-    assert ours["eval_loss"] < 5.3  # of 256 bytes, untrained: 5.55
+    end = _ours_and_torchs(*short, own=("--output", str(tmp_path)), steps=10)
+    assert end["eval_loss"] < 5.3  # of 256 bytes, untrained: 5.55
     assert (tmp_path / "checkpoint-10" / "model.safetensors").is_file()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,9 +11,7 @@ import torch
 
 pytest.importorskip("transformers", reason="transformers is not installed: make test-clients")
 
-from accelerate.state import AcceleratorState, GradientState, PartialState
-
-from tests.clients.accelerate_ranks import Results
+from tests.clients.accelerate_ranks import Results, alone  # noqa: F401
 from torchddp.integrations.accelerate import Accelerator, TorchDDPKwargs, weigh
 from torchddp.integrations.accelerate.token_weights import StepLosses, TokenWeights, count_items
 
@@ -26,7 +23,7 @@ ANOTHER_MEAN = 0.01
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    return Results("weighted_accelerate_jobs.py", tmp_path_factory.mktemp("weighted"), timeout_s=300)
+    return Results("tests.clients.weighted_accelerate_jobs", tmp_path_factory.mktemp("weighted"), timeout_s=300)
 
 
 @pytest.mark.parametrize("how", ["means", "sums", "compiled", "scaled", "adopted", "installed"])
@@ -61,9 +58,8 @@ def test_trainer(results: Results, how: str) -> None:
 
 
 def test_a_rank_without_a_label_in_a_step(results: Results) -> None:
-    for rank in range(2):
-        found = results.ours("trainer_idle_rank", rank)
-        assert found["error"] < ROUNDING and found["loss error"] < ROUNDING
+    found = [results.ours("trainer_idle_rank", rank) for rank in range(2)]
+    assert all(rank["error"] < ROUNDING and rank["loss error"] < ROUNDING for rank in found)
 
 
 def test_nothing_is_gathered_in_a_step(results: Results) -> None:
@@ -100,14 +96,6 @@ def test_the_page(results: Results, example: str) -> None:
 # --- in one process
 
 
-@pytest.fixture
-def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    yield
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
-
-
 @pytest.mark.usefixtures("alone")
 def test_alone_nothing_is_weighted_and_microbatches_are_warned_of() -> None:
     accelerator = Accelerator()
@@ -121,10 +109,8 @@ def test_alone_nothing_is_weighted_and_microbatches_are_warned_of() -> None:
 
 
 def test_options() -> None:
-    assert TorchDDPKwargs(weighted=True, zero_weights="zeros").to_kwargs() == {
-        "weighted": True,
-        "zero_weights": "zeros",
-    }
+    options = {"weighted": True, "zero_weights": "zeros"}
+    assert TorchDDPKwargs(**options).to_kwargs() == options
     with pytest.raises(ValueError, match='zero_weights must be "raise" or "zeros"'):
         TorchDDPKwargs(zero_weights="ignore")
 

@@ -34,26 +34,28 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 pytestmark = pytest.mark.timeout(TIMEOUT_S)
 
 
+def assert_trained(found: dict[str, Any], case: str, torchs: str, steps: int = STEPS, **more: Any) -> None:
+    """By our reducer in so many steps, with the weights of a run of torch's class."""
+    expected = {"class": OURS, "weights": found[f"torch {torchs}"]["weights"], "steps": steps, **more}
+    assert {name: found[case][name] for name in expected} == expected
+
+
 def test_without_enable_it_is_torchs_class(found: dict[str, Any]) -> None:
-    assert found["torch"] == {"class": TORCHS, "enabled": False}
+    assert found["torch forced_sync 1"]["class"] == TORCHS and not found["enabled before"]
 
 
 @pytest.mark.parametrize("microbatches", [1, 4])
 @pytest.mark.parametrize("strategy", ["single_auto_sync", "multi_auto_sync", "forced_sync"])
 def test_the_weights_are_those_of_torchs_class(found: dict[str, Any], strategy: str, microbatches: int) -> None:
-    case = found[f"{strategy} {microbatches}"]
-    assert case["same"] and case["class"] == OURS
-    assert case["steps"] == STEPS * (microbatches if strategy == "multi_auto_sync" else 1)  # in our reducer
+    case = f"{strategy} {microbatches}"
+    assert_trained(found, case, case, STEPS * (microbatches if strategy == "multi_auto_sync" else 1))
 
 
-@pytest.mark.parametrize("transport", ["shm", "c10d"])
-def test_options_reach_the_class_and_go_with_the_with(found: dict[str, Any], transport: str) -> None:
-    case = found[transport]
-    assert case["same"] and case["class"] == OURS and case["transport"] == transport and case["steps"] == STEPS
-
-
-def test_what_an_algorithm_says_of_unused_parameters_reaches_the_class(found: dict[str, Any]) -> None:
-    assert [found[case]["find_unused_parameters"] for case in ("shm", "c10d")] == [True, False]
+def test_options_reach_the_class_and_go_with_the_with(found: dict[str, Any]) -> None:
+    """So does what an algorithm says of unused parameters."""
+    for transport, finds_unused in (("shm", True), ("c10d", False)):
+        of_options = {"transport": transport, "find_unused_parameters": finds_unused}
+        assert_trained(found, transport, "single_auto_sync 1", **of_options)
 
 
 def test_afterwards_composer_is_as_it_was(found: dict[str, Any]) -> None:
@@ -61,11 +63,12 @@ def test_afterwards_composer_is_as_it_was(found: dict[str, Any]) -> None:
 
 
 def test_install_reaches_composer_too(found: dict[str, Any]) -> None:
-    assert found["install"]["same"] and found["install"]["class"] == OURS and found["install"]["steps"] == STEPS
+    assert_trained(found, "install", "single_auto_sync 4")
 
 
 def test_an_unknown_option_is_named(found: dict[str, Any]) -> None:
-    assert "'transprot'" in found["unknown"] and "transport" in found["unknown"]
+    assert found["unknown"].startswith("TypeError") and "'transprot'" in found["unknown"]
+    assert "transport" in found["unknown"]
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,44 +9,35 @@ import torch
 
 pytest.importorskip("lightning", reason="Lightning is not installed: make test-clients")
 
-from tests.clients.common import assert_hears_of_no_trap, launch
+from tests.clients.common import assert_hears_of_no_trap, launch, saved_by_ranks
 from tests.clients.lightning_matrix import CASES
 
 pytestmark = pytest.mark.timeout(600)
-
-LIMIT_S = 500  # of two ranks, each importing Lightning, on a machine that does other things too
 
 # Each rank's buffers and, between two averages, its parameters are its own.
 RANKS_DIFFER = {"batch_norm", "post_local_sgd"}
 # The norm of a step is a sum of the ranks' sums of squares, which rounds otherwise than one sum over all parameters.
 OTHER_ORDER = {("clip_norm", "torchddp_sharded"), ("bf16_mixed_clip", "torchddp_sharded")}
-STRATEGIES = ("ddp", "torchddp", "torchddp_sharded")
 RESUMED = [("torchddp", "ddp"), ("torchddp_sharded", "ddp"), ("ddp", "torchddp"), ("ddp", "torchddp_sharded")]
 RESUMED += [("torchddp_sharded", "torchddp_sharded")]
-
-
-def _of_ranks(module: str, folder: Path) -> list[dict[str, Any]]:
-    launch("-m", module, folder, timeout_s=LIMIT_S)
-    return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """All cases, trained in one launch; by rank."""
-    return _of_ranks("tests.clients.lightning_matrix", tmp_path_factory.mktemp("matrix"))
+    return saved_by_ranks("tests.clients.lightning_matrix", tmp_path_factory.mktemp("matrix"))
 
 
 @pytest.fixture(scope="module")
 def lived(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return _of_ranks("tests.clients.lightning_life", tmp_path_factory.mktemp("life"))
+    return saved_by_ranks("tests.clients.lightning_life", tmp_path_factory.mktemp("life"))
 
 
 def _assert_equal(state: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float = 0.0) -> None:
     assert list(state) == list(expected)
     for name, value in expected.items():
-        torch.testing.assert_close(
-            state[name], value, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
-        )
+        close = {"rtol": tolerance, "atol": tolerance}
+        torch.testing.assert_close(state[name], value, **close, msg=lambda m, n=name: f"{n}: {m}")
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -75,7 +65,7 @@ def test_only_synchronised_steps_are_reduced(trained: list[dict[str, Any]]) -> N
         assert [result["finished"] for result in trained[0][case][1:]] == [steps] * (len(trained[0][case]) - 1)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES[1:])
+@pytest.mark.parametrize("strategy", ["torchddp", "torchddp_sharded"])
 def test_fit_twice_then_test(lived: list[dict[str, Any]], strategy: str) -> None:
     for rank in range(2):
         result, theirs = lived[rank][f"twice {strategy}"], lived[rank]["twice ddp"]

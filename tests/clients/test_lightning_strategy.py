@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -21,8 +19,8 @@ from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 
-from tests.clients.lightning_matrix import QUIET
-from tests.clients.lightning_models import Plain, batches
+from tests.clients.common import launch
+from tests.clients.lightning_models import QUIET, Plain, batches
 from torchddp.integrations import lightning as ours
 from torchddp.integrations.lightning.sharded import follow, shard
 from torchddp.optim import OSS
@@ -55,11 +53,9 @@ def test_every_name_of_lightnings_ddp_has_one_of_ours() -> None:
     def of(registry: Any, prefix: str) -> set[str]:
         return {name[len(prefix) :] for name in registry if name.split("_")[0] == prefix}
 
-    assert of(StrategyRegistry, "torchddp") == of(StrategyRegistry, "ddp") | {
-        "_sharded",
-        "_sharded_spawn",
-        "_sharded_fork",
-    }
+    sharded = {"_sharded", "_sharded_spawn", "_sharded_fork"}
+    assert of(StrategyRegistry, "torchddp") == of(StrategyRegistry, "ddp") | sharded
+    assert issubclass(ours.TorchDDPShardedStrategy, DDPStrategy)
     assert of(STRATEGY_REGISTRY, "ddp") <= of(STRATEGY_REGISTRY, "torchddp")
     ours.register()  # a second time
 
@@ -79,13 +75,12 @@ print(type(Fabric(strategy="torchddp", **quiet).strategy).__name__)
 
 
 def test_torchddp_that_is_imported_after_lightning_is_known_by_name() -> None:
-    done = subprocess.run([sys.executable, "-c", BY_NAME], capture_output=True, text=True, timeout=250)
-    assert done.stdout.splitlines() == [
+    assert launch("-c", BY_NAME, timeout_s=250).stdout.splitlines() == [
         "torchddp.integrations.lightning.strategy TorchDDPStrategy True",
         "torchddp.integrations.lightning.sharded TorchDDPShardedStrategy None",
         "torchddp.integrations.lightning.strategy TorchDDPStrategy None",
         "TorchDDPFabricStrategy",
-    ], done.stdout + done.stderr
+    ]
 
 
 @pytest.mark.parametrize(
@@ -113,10 +108,6 @@ def test_what_sharding_does_not_take() -> None:
         ours.TorchDDPShardedStrategy(gradient_as_bucket_view=True)
     with pytest.raises(TypeError, match="transprt.*transport"):
         ours.TorchDDPFabricStrategy(transprt="shm")
-
-
-def test_is_lightnings_ddp_strategy() -> None:
-    assert issubclass(ours.TorchDDPShardedStrategy, DDPStrategy)
 
 
 class NoOptimizer(Plain):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +12,8 @@ pytest.importorskip("lightning", reason="Lightning is not installed: make test-c
 import lightning.pytorch as pl
 from lightning.fabric import Fabric
 
-from tests.clients.common import launch
-from tests.clients.lightning_matrix import QUIET
+from tests.clients.common import saved_by_ranks
+from tests.clients.lightning_models import QUIET
 from tests.clients.lightning_weights import Weighted, batches
 from torchddp.integrations.lightning import weigh
 
@@ -26,15 +25,12 @@ ANOTHER_MEAN = 0.01
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
-    folder = tmp_path_factory.mktemp("weighted")
-    launch("-m", "tests.clients.lightning_weights", folder, timeout_s=500)
-    return [torch.load(Path(folder, f"rank{rank}.pt"), weights_only=False) for rank in range(2)]
+    return saved_by_ranks("tests.clients.lightning_weights", tmp_path_factory.mktemp("weighted"))
 
 
-CASES = ["automatic", "sums", "sharded", "manual", "manual sharded", "scheduled", "two optimizers", "fabric"]
-
-
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", ["automatic", "sums", "sharded", "manual", "manual sharded", "scheduled", "two optimizers", "fabric"]
+)
 def test_as_one_process(results: list[dict[Any, Any]], case: str) -> None:
     """Microbatches are accumulated, the last step of an epoch has fewer, and one has no sample at all."""
     for of_rank in results:
@@ -42,20 +38,11 @@ def test_as_one_process(results: list[dict[Any, Any]], case: str) -> None:
         assert of_rank[case, False] > ANOTHER_MEAN  # what weigh() is for
 
 
-@pytest.mark.parametrize("case", ["page", "page of fabric", "compiled"])
-def test_the_page_and_compiled(results: list[dict[Any, Any]], case: str) -> None:
+def test_the_page_compiled_and_misuse(results: list[dict[Any, Any]]) -> None:
     for of_rank in results:
-        assert of_rank[case] < ROUNDING
-
-
-def test_lightnings_own_strategy(results: list[dict[Any, Any]]) -> None:
-    for of_rank in results:
-        assert of_rank["installed"] < ROUNDING
+        assert all(of_rank[case] < ROUNDING for case in ("page", "page of fabric", "compiled", "installed"))
         assert "DistributedDataParallel: take strategy='torchddp'" in of_rank["lightning's"]
-
-
-def test_a_module_under_fabric(results: list[dict[Any, Any]]) -> None:
-    assert "give weigh() the module that fabric.setup() returned" in results[0]["under fabric"]
+        assert "give weigh() the module that fabric.setup() returned" in of_rank["under fabric"]
 
 
 def test_alone() -> None:

@@ -1,29 +1,20 @@
-"""What test_accelerate_trainer.py runs on two ranks: a tiny model under the Trainer, with torch's class and ours.
-
-ACCELERATE_USE_CPU=true torchrun --nproc-per-node 2 tests/clients/transformers_jobs.py FOLDER
-"""
+"""What test_accelerate_trainer.py runs on two ranks: a tiny model under the Trainer, with torch's class and ours."""
 
 from __future__ import annotations
 
-import sys
 from functools import partial
-from pathlib import Path
 from typing import Any
-
-if not __package__:  # started by path, as torchrun does: make `tests` importable
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 import torchddp
 from tests.clients.accelerate_jobs import Jobs, Kind, model_of, reset, run_jobs
-from tests.clients.common import said
 from torchddp.integrations.accelerate import TorchDDPTrainer, adopt
 
 TOKENS, LENGTH = 48, 12
+LOSSES = ("loss", "eval_loss", "grad_norm")
 
 
 class Texts(torch.utils.data.Dataset):
@@ -96,17 +87,13 @@ def trained(kind: Kind, *args: Any, resume: str | None = None, **options: Any) -
     steps = torchddp.finished_steps() - before
     wrapped = job.model_wrapped
     history = enumerate(job.state.log_history)
-    losses = {f"{i} {k}": entry[k] for i, entry in history for k in entry if k in LOSSES}
     return {
         "class": type(wrapped).__module__.partition(".")[0],
         "finds unused": wrapped.find_unused_parameters,
-        "losses": losses,
+        "losses": {f"{i} {k}": entry[k] for i, entry in history for k in entry if k in LOSSES},
         **model_of(job.model),
         "steps": steps,
     }
-
-
-LOSSES = ("loss", "eval_loss", "grad_norm")
 
 
 def branches(kind: Kind, **options: Any) -> dict[str, Any]:
@@ -143,13 +130,6 @@ def adopted(kind: Kind) -> dict[str, Any]:
     return {"class": type(job.model_wrapped).__module__.partition(".")[0], **model_of(job.model), "steps": steps}
 
 
-def wrapped_before(kind: Kind) -> dict[str, Any]:
-    if not kind.ours:
-        return {}
-    classes = {"torch": TorchDDP, "ours": torchddp.DistributedDataParallel}
-    return {name: said(lambda cls=cls: trainer(kind, cls(llama())).train()) for name, cls in classes.items()}
-
-
 JOBS: Jobs = {
     # Accumulation, clipping, and evaluation in between.
     "plain": partial(trained, eval_strategy="steps", eval_steps=2),
@@ -157,7 +137,7 @@ JOBS: Jobs = {
     "unused": partial(branches, ddp_find_unused_parameters=True, ddp_broadcast_buffers=False),
     "unused_by_default": branches,
     "hook_by_name": lambda kind: trained(kind, None, {"comm_hook": "bf16"}) if kind.ours else {},
-    **{job.__name__: job for job in (checkpoints, own_options, adopted, wrapped_before)},
+    **{job.__name__: job for job in (checkpoints, own_options, adopted)},
 }
 
 if __name__ == "__main__":

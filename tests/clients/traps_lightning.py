@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import torchddp
 from tests.clients.common import tell_traps
-from tests.clients.lightning_matrix import QUIET
+from tests.clients.lightning_models import QUIET
 
 
 class Module(pl.LightningModule):

@@ -1,20 +1,13 @@
 """What test_accelerate_weights.py runs on two ranks: unequal tokens, microbatches and last batches under Accelerate and
 the Trainer. "ours" weighs, "torch" does the same without; both are compared with one process with all tokens.
-
-ACCELERATE_USE_CPU=true torchrun --nproc-per-node 2 tests/clients/weighted_accelerate_jobs.py FOLDER
 """
 
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
-
-if not __package__:  # started by path, as torchrun does: make `tests` importable
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import accelerate
 import torch
@@ -137,16 +130,8 @@ def loop(kind: Kind, accelerator: Any, loss_kind: str = "mean", function: bool =
 def accelerator_of(*handlers: Any, cls: Any = Accelerator, **options: Any) -> Any:
     reset()
     config = accelerate.DataLoaderConfiguration(even_batches=False)
-    return cls(
-        gradient_accumulation_steps=ACCUMULATED,
-        kwargs_handlers=list(handlers),
-        dataloader_config=config,
-        **options,
-    )
-
-
-def accelerate_means(kind: Kind) -> dict[str, Any]:
-    return loop(kind, accelerator_of(TorchDDPKwargs(weighted=kind.ours)))
+    given = {"gradient_accumulation_steps": ACCUMULATED, "dataloader_config": config, **options}
+    return cls(kwargs_handlers=list(handlers), **given)
 
 
 def accelerate_scaled(kind: Kind) -> dict[str, Any]:
@@ -265,14 +250,8 @@ def trained(kind: Kind, make: Callable[[], nn.Module], shift: Callable = lambda 
     }
 
 
-def trainer_function(kind: Kind) -> dict[str, Any]:
-    """compute_loss_func."""
-
-    def compute(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any) -> torch.Tensor:
-        return loss_of(outputs["logits"], labels, "sum") / num_items_in_batch
-
-    options = {"of_trainer": {"compute_loss_func": compute}, "average_tokens_across_devices": kind.ours}
-    return trained(kind, Net, **options)
+def compute_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any) -> torch.Tensor:
+    return loss_of(outputs["logits"], labels, "sum") / num_items_in_batch
 
 
 class Shifting(Net):
@@ -298,11 +277,6 @@ def trainer_folds(kind: Kind) -> dict[str, Any]:
     finally:
         token_weights._FOLD_STEPS = before
     return {"losses": [entry["loss"] for entry in job.state.log_history if "loss" in entry]}
-
-
-def trainer_evaluates(kind: Kind) -> dict[str, Any]:
-    """The loss of an evaluation is the trainer's own affair."""
-    return {"loss": trainer(kind, llama, accelerator_config={}).evaluate()["eval_loss"]}
 
 
 def no_nan(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
@@ -383,29 +357,33 @@ def in_config(**accumulation: Any) -> dict[str, Any]:
 
 
 JOBS: Jobs = {
+    "accelerate_means": lambda kind: loop(kind, accelerator_of(TorchDDPKwargs(weighted=kind.ours))),
     "accelerate_sums": lambda kind: loop(kind, accelerator_of(), "sum"),
     "accelerate_compiled": lambda kind: loop(kind, accelerator_of(dynamo_backend="eager")),
     "accelerate_adopted": lambda kind: loop(kind, adopt(accelerator_of(cls=accelerate.Accelerator))),
     "trainer_counts": counted,
     "trainer_averages": lambda kind: trained(kind, llama, shifted),  # "torch": the trainer's own average over ranks
+    "trainer_function": lambda kind: trained(
+        kind, Net, of_trainer={"compute_loss_func": compute_loss}, average_tokens_across_devices=kind.ours
+    ),
     "trainer_means": lambda kind: trained(kind, Net if kind.ours else no_nan(Net)),
     "trainer_syncs_each_batch": lambda kind: counted(kind, accelerator_config=in_config(sync_each_batch=True)),
     # Where the accelerator divides too.
     "trainer_num_steps": lambda kind: counted(
         kind, gradient_accumulation_steps=1, accelerator_config=in_config(num_steps=ACCUMULATED)
     ),
+    # The loss of an evaluation is the trainer's own affair.
+    "trainer_evaluates": lambda kind: {"loss": trainer(kind, llama, accelerator_config={}).evaluate()["eval_loss"]},
     # Rank 0 has no label in the first step.
-    "trainer_idle_rank": lambda kind: (
-        trained(kind, llama, shifted, data=Texts(0, 1, 4, 5, 8, 9)) if kind.ours else {}
-    ),
+    "trainer_idle_rank": lambda kind: trained(kind, llama, shifted, data=Texts(0, 1, 4, 5, 8, 9)) if kind.ours else {},
     "trainer_counts_itself": lambda kind: trained(
         kind, Shifting if kind.ours else no_nan(Shifting), shifted, cls=Counting
     ),
     **{
         job.__name__: job
         for job in (
-            accelerate_means, accelerate_scaled, accelerate_installed, misuse, trainer_function, trainer_folds,
-            trainer_evaluates, nothing_at_all, page_accelerate, page_trainer,
+            accelerate_scaled, accelerate_installed, misuse, trainer_folds, nothing_at_all,
+            page_accelerate, page_trainer,
         )
     },
 }  # fmt: skip

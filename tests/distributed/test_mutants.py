@@ -4,14 +4,13 @@ import pytest
 
 from tests.behaviours import BEHAVIOURS, read_logs, run_behaviours
 from tests.harness import is_own_class, run_outcomes
-from tests.mutants import MUTANTS, load_conformance_mutants
+from tests.mutants import MUTANTS
 
 WORLD_SIZE = 2
 LEAST_FAILURES = 3
 ENOUGH_FAILURES = 6  # after so many there is no need to go on
 # A mutant may make a rank wait for one that never comes; the true class gets the harness's usual patience.
 MUTANT_TIMEOUT_S = 4.0
-ALL_MUTANTS = {**MUTANTS, **load_conformance_mutants()}
 # A mutant is only evidence if it still does something right: it must fail for its bug, not because it cannot be built.
 CONTROLS = ["second_comm_hook_is_refused", "explicit_copy_is_honoured", "bucket_view_option_is_shown"]
 
@@ -45,12 +44,12 @@ def test_true_class_passes_all_checks_in_one_process(ddp_class, tmp_path):
     assert not _failures(results), "\n".join(f"{n}:\n{error}" for n, error in results.items() if error)
 
 
-@pytest.mark.parametrize("name", ALL_MUTANTS)
+@pytest.mark.parametrize("name", MUTANTS)
 @pytest.mark.thorough
 def test_mutant_is_caught(name, tmp_path):
     names = CONTROLS + [n for n in BEHAVIOURS if n not in CONTROLS]
     options = {"timeout_s": MUTANT_TIMEOUT_S, "enough_failures": ENOUGH_FAILURES}
-    results = _run(ALL_MUTANTS[name], names, tmp_path, **options)
+    results = _run(MUTANTS[name], names, tmp_path, **options)
     failed = _failures(results)
     assert len(failed) >= LEAST_FAILURES, f"only {sorted(failed)} notice {name}"
     assert not set(CONTROLS) <= failed, f"{name} fails everything: it is no test of the suite"

@@ -16,14 +16,10 @@ from tests.fuzz.draw import TRANSPORTS, draw  # noqa: E402
 from tests.harness import class_under_test  # noqa: E402
 
 EPILOG = """examples:
-  python -m tests.fuzz
-      60 trials
   python -m tests.fuzz --trials 1000 --seed 7
       more, and other ones
   python -m tests.fuzz --seed 7 --trial 41
       one of them again
-  python -m tests.fuzz --world-size 2 --transport c10d
-      all with two ranks, through the process group
   TORCHDDP_TEST_CLASS=torch.nn.parallel.DistributedDataParallel python -m tests.fuzz
       torch's class against itself: nothing may fail
 

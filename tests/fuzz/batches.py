@@ -21,8 +21,6 @@ STRAGGLER_S = 6.0
 
 @dataclass(frozen=True)
 class Result:
-    """How a trial ended."""
-
     trial: int
     program: Program
     difference: Difference | None = None
@@ -34,13 +32,10 @@ class Result:
         return self.difference is not None and self.wanted is None
 
     def text(self) -> str:
-        """All that is known of a failed trial."""
         assert self.difference is not None
         lines = [f"trial {self.trial}: {self.difference.text()}", self.program.text()]
         if not self.alone:
-            lines.append(
-                "  fails after other trials in the same processes, and not alone: run all of them to repeat it"
-            )
+            lines.append("  fails after other trials in the same processes, not alone: run all of them to repeat it")
         return "\n".join(lines)
 
 

@@ -40,7 +40,6 @@ USES: dict[str, Callable[[When], bool]] = {
     "one_micro": lambda when: when.micro == 1,
     "mixed": lambda when: (3 * when.rank + 5 * when.step + when.micro) % 4 < 2,
 }
-SAME_ON_ALL_RANKS = {"always", "never", "even_steps", "later_steps", "one_micro"}
 
 
 def inputs(key: str, when: When) -> Tensor:
@@ -75,17 +74,13 @@ class Dense(nn.Module):
 class Checkpointed(Dense):
     """The same, computed anew in backward."""
 
-    reentrant = False
+    def __init__(self, part: Part) -> None:
+        super().__init__(part)
+        self.reentrant = part.kind == "checkpointed_reentrant"
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.clone().requires_grad_() if self.reentrant else x
         return checkpoint(super().forward, x, use_reentrant=self.reentrant)
-
-
-class CheckpointedReentrant(Checkpointed):
-    """The same, as torch did it first."""
-
-    reentrant = True
 
 
 class Raw(nn.Module):
@@ -121,8 +116,6 @@ def laid_out(shape: tuple[int, ...], dtype: torch.dtype, layout: str) -> Tensor:
 
 
 class Convolution(nn.Module):
-    """A convolution and its normalisation."""
-
     def __init__(self, part: Part) -> None:
         super().__init__()
         self.conv = nn.Conv2d(2, 4, 3, bias=False)
@@ -136,8 +129,6 @@ class Convolution(nn.Module):
 
 
 class Norm(nn.Module):
-    """Batch normalisation."""
-
     def __init__(self, part: Part) -> None:
         super().__init__()
         self.norm = nn.BatchNorm1d(WIDTH, dtype=getattr(torch, part.dtype), momentum=None if part.calls > 1 else 0.1)
@@ -189,7 +180,7 @@ class Buffered(nn.Module):
 KINDS: dict[str, type[nn.Module]] = {
     "dense": Dense,
     "checkpointed": Checkpointed,
-    "checkpointed_reentrant": CheckpointedReentrant,
+    "checkpointed_reentrant": Checkpointed,
     "raw": Raw,
     "convolution": Convolution,
     "norm": Norm,
@@ -201,8 +192,6 @@ KINDS: dict[str, type[nn.Module]] = {
 
 @dataclass
 class Outputs:
-    """Outputs in a structure of the user's own."""
-
     numbers: list[Tensor]
     note: str = ""
 

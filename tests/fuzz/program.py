@@ -50,7 +50,7 @@ class Train(_Short):
 
 @dataclass(frozen=True, repr=False)
 class Do(_Short):
-    """Anything else: `Do("zero", "model_none")` is `Side.zero_model_none()`."""
+    """Anything else: `Do("edit", "clip_norm")` is `Side.edit_clip_norm()`, or else `Side.edit("clip_norm")`."""
 
     what: str
     how: str = ""
@@ -64,8 +64,6 @@ Op = Train | Do
 
 @dataclass(frozen=True, repr=False)
 class Optimizer(_Short):
-    """Which optimizer, and how."""
-
     kind: str = "SGD"
     momentum: float = 0.0
     foreach: bool | None = None
@@ -73,8 +71,6 @@ class Optimizer(_Short):
 
 @dataclass(frozen=True, repr=False)
 class Program(_Short):
-    """All of it."""
-
     key: str
     world_size: int
     transport: str

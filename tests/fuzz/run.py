@@ -45,7 +45,6 @@ def run_batch(rank: int, programs: Sequence[Program], ddp_class: type, marks: Te
 
 
 def run_program(rank: int, program: Program, ddp_class: type, mark: Mark) -> Difference | None:
-    """This rank's first difference."""
     groups = [dist.new_group(timeout=timedelta(seconds=GROUP_TIMEOUT_S)) for _ in SIDES]
     sides = [Side(program, c, rank, group) for c, group in zip((TorchDDP, ddp_class), groups, strict=True)]
     try:
@@ -104,7 +103,6 @@ def _compare(
 
 
 def attempt(side: Side, op: Op, step: int) -> Raised | None:
-    """How the operation ended."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:

@@ -39,7 +39,6 @@ class Side:
         return dict(self.ddp.module.named_parameters())
 
     def visible(self) -> dict[str, Named]:
-        """Everything a program can see, by kind and name."""
         parameters = self.parameters()
         return {
             "parameter": {name: p.detach() for name, p in parameters.items()},
@@ -216,19 +215,11 @@ class Side:
 
     # --- zeroing ---
 
-    def zero_model_none(self, when: When) -> None:
-        self.ddp.zero_grad(set_to_none=True)
-
-    def zero_model_zeros(self, when: When) -> None:
-        self.ddp.zero_grad(set_to_none=False)
-
-    def zero_optimizer_none(self, when: When) -> None:
-        self.optimizer.zero_grad()
-
-    def zero_optimizer_zeros(self, when: When) -> None:
-        self.optimizer.zero_grad(set_to_none=False)
-
     def zero(self, how: str, when: When) -> None:
+        target, _, to = how.partition("_")
+        if target in ("model", "optimizer"):
+            (self.ddp if target == "model" else self.optimizer).zero_grad(set_to_none=to == "none")
+            return
         assert how in ("new", "by_hand", "some", "in_place", "data"), how
         for i, p in enumerate(self.ddp.parameters()):
             if how == "new":
@@ -326,7 +317,6 @@ EDITED: dict[str, Callable[[int, Any, int], Any]] = {
 
 
 def register_comm_hook(ddp: Any, name: str, group: dist.ProcessGroup) -> None:
-    """The hook of this name; none for "none"."""
     if name == "builtin_allreduce":
         ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
     elif name == "builtin_fp16":
@@ -338,33 +328,26 @@ def register_comm_hook(ddp: Any, name: str, group: dist.ProcessGroup) -> None:
         ddp.register_comm_hook(group, COMM_HOOKS[name])
 
 
-def sum_hook(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """The sum, not the average, through torch's own collective."""
+# Hooks have no annotations: torch's class looks at them, and takes texts for wrong types.
+def sum_hook(group, bucket):
     return dist.all_reduce(bucket.buffer(), group=group, async_op=True).get_future().then(lambda f: f.value()[0])
 
 
-def copying_hook(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+def copying_hook(group, bucket):
     """Averages in memory of its own."""
-    summed = bucket.buffer().clone()
-    work = dist.all_reduce(summed, group=group, async_op=True)
+    work = dist.all_reduce(bucket.buffer().clone(), group=group, async_op=True)
     return work.get_future().then(lambda f: f.value()[0] / group.size())
 
 
-def local_hook(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+def local_hook(group, bucket):
     """Each rank keeps its own."""
     future: torch.futures.Future[Tensor] = torch.futures.Future()
     future.set_result(bucket.buffer())
     return future
 
 
-def failing_hook(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """Raises."""
+def failing_hook(group, bucket):
     raise KeyError("a communication hook's own fault")
-
-
-def wrong_hook(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """Gives a tensor where a future is due."""
-    return bucket.buffer()  # type: ignore[return-value]
 
 
 COMM_HOOKS = {
@@ -374,10 +357,8 @@ COMM_HOOKS = {
     "copying": copying_hook,
     "local": local_hook,
     "failing": failing_hook,
-    "wrong": wrong_hook,
+    "wrong": lambda group, bucket: bucket.buffer(),  # a tensor where a future is due
 }
-for hook in (sum_hook, copying_hook, local_hook, failing_hook, wrong_hook):
-    hook.__annotations__.clear()  # torch's class looks at them, and takes texts for wrong types
 
 
 def register_tensor_hooks(module: nn.Module, how: str, seen: list[tuple[str, Tensor]]) -> None:

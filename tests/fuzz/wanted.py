@@ -1,13 +1,11 @@
 """Where ours is to differ from torch's class, one by one and with reasons. Everything else is a failure.
 
-Two kinds: what torch's class does is undefined or wrong, and the difference is accepted (`ACCEPTED`), or the program
-could not be judged at all (`NOT_DRAWN`: told here, seen to in tests/fuzz/draw.py).
+What torch's class does in these is undefined or wrong; draw.py does not draw what could not be judged at all.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from tests.fuzz.compare import Difference, Strictness
 from tests.fuzz.program import Do, Part, Program, Train
@@ -18,103 +16,62 @@ from tests.fuzz.program import Do, Part, Program, Train
 TOLERANCE = {"float64": 1e-9, "complex128": 1e-9, "float32": 2e-4, "complex64": 2e-4, "float16": 3e-2, "bfloat16": 2e-1}
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """A difference by intent."""
-
-    name: str
-    reason: str
-    applies: Callable[[Program, Difference], bool]
-
-
 def _part_of(program: Program, difference: Difference) -> Part:
     return program.parts[int(difference.name.split(".")[1])]  # "parts.3.weight"
 
 
 ENDED_ITSELF = "end of torch's class"  # the kind of such a difference
 
-ACCEPTED: tuple[Wanted, ...] = (
-    Wanted(
-        "torch's class ends",
-        "torch's class itself ends the process, or does not come back: there is nothing to compare with",
-        lambda program, difference: difference.kind == ENDED_ITSELF,
+# By reason.
+ACCEPTED: dict[str, Callable[[Program, Difference], bool]] = {
+    "torch's class itself ends the process, or does not come back: there is nothing to compare with": (
+        lambda program, difference: difference.kind == ENDED_ITSELF
     ),
-    Wanted(
-        "sparse gradients of parameters that a rank has not used",
-        "torch's class has no sparse zeros to send for it and raises; ours trains on",
+    "torch's class has no sparse zeros to send for parameters that a rank has not used, and raises; ours trains on": (
         lambda program, difference: (
             "Expected sparse gradient to be defined" in difference.want and difference.got == "goes on"
-        ),
+        )
     ),
-    Wanted(
-        "what torch's class calls a bug of its own",
-        "with unused parameters, over accumulation or a retained graph; ours trains on",
+    "torch's class meets a bug of its own: unused parameters, over accumulation or a retained graph; ours trains on": (
         lambda program, difference: (
             "This indicates a bug in DDP implementation" in difference.want
             # A hook of the program's own may not take the None that either class hands it for outputs without a loss.
             and (difference.got == "goes on" or "'NoneType'" in difference.got)
-        ),
+        )
     ),
-    Wanted(
-        "two faults in one backward",
-        "a hook that raises, and a dense gradient where sparse ones were promised: which bucket comes first is layout",
+    "a hook that raises, and a dense gradient where sparse ones were promised: which bucket comes first is layout": (
         lambda program, difference: (
             program.comm_hook == "failing" and "own fault" in difference.want and "sparse gradient" in difference.got
-        ),
+        )
     ),
-    Wanted(
-        "torch's class waits in vain",
-        "another of its ranks has met one of its own errors; ours trains on",
+    "torch's class waits in vain: another of its ranks has met one of its own errors; ours trains on": (
         lambda program, difference: (
             any(words in difference.want for words in ("Timed out waiting", "pair closure"))
             and difference.got == "goes on"
-        ),
+        )
     ),
-    Wanted(
-        "gradients of earlier steps, of parameters that no rank uses, under a hook that does not average",
-        "with gradient_as_bucket_view=True torch's class leaves in them what the hook made of them; ours leaves them",
+    "torch's class leaves in the gradients of unused parameters what a hook that does not average made of them": (
         lambda program, difference: (
             difference.kind == "gradient"
             and program.comm_hook == "sum"
             and program.options.get("gradient_as_bucket_view") is True
             and program.options.get("find_unused_parameters", False)
             and _part_of(program, difference).used != "always"
-        ),
+        )
     ),
-    Wanted(
-        "complex gradients that overflow",
-        "torch's class multiplies by 1 / world_size as a complex number, whose zero makes nan of inf",
+    "torch's class multiplies by 1 / world_size as a complex number, whose zero makes nan of inf": (
         lambda program, difference: (
             any(part.dtype.startswith("complex") for part in program.parts)
             and difference.want.startswith("nan ")
             and difference.got in ("inf", "-inf")
-        ),
+        )
     ),
-)
-
-NOT_DRAWN = {
-    "no_sync with static_graph": "torch's class may crash or stop reducing; ours works in any step",
-    "static_graph with outputs that the loss leaves out": (
-        "torch's class counts their parameters as used in the first step, waits for them in later ones, and reduces "
-        "nothing; the next forward raises"
-    ),
-    "a forward without a backward, then no_sync, with unused parameters": (
-        "torch's class then reduces under no_sync, and takes the unused parameters of the other forward for this one's"
-    ),
-    "bucket caps that are not positive": "ours raises ValueError",
-    "PowerSGD with several buckets": "its random matrices are drawn for each bucket, and layouts differ",
-    "p.grad.data = ... with gradient_as_bucket_view=True": (
-        "in torch's class p.grad is the tensor through which it looks at its bucket: it then reduces the old gradients "
-        "again, and loses the new ones"
-    ),
-    "kept gradients put back into p.grad with gradient_as_bucket_view=True": "what they show is a matter of layout",
-    "torch's bf16_compress_hook": "torch's class refuses it on CPU models, ours does not",
 }
 
 
 def reason_for(program: Program, difference: Difference) -> str | None:
     """Why this difference is as it should be; None: it should not be."""
-    return next((wanted.reason for wanted in ACCEPTED if wanted.applies(program, difference)), None)
+    return next((reason for reason, applies in ACCEPTED.items() if applies(program, difference)), None)
 
 
 OTHER_LAYOUT = (Do("edit", "assign_some"), Do("edit", "assign_flat"))

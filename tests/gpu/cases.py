@@ -25,6 +25,7 @@ from tests.parity.test_training import Checkpointed
 
 FLOAT = torch.float32
 WIDTH = 32
+LARGE_BYTES = 64  # gradients of these models are small; from here on they count as large
 
 
 Step = Callable[[torch.device, Any, int, int], None]  # (device, model, rank, step)
@@ -67,6 +68,7 @@ def plain(*shape: int, dtype: torch.dtype = FLOAT) -> Step:
 
 IMAGES = (4, 3, 8, 8)
 SMALL_BUCKETS = {"bucket_cap_mb": 0.004}
+BF16 = _MixedPrecision(torch.bfloat16, torch.bfloat16, torch.bfloat16)  # parameters, reduction, buffers
 
 
 class ManyParameters(nn.Module):
@@ -99,10 +101,6 @@ class ChannelsLast(NormNet):
     def __init__(self) -> None:
         super().__init__(FLOAT)
         self.to(memory_format=torch.channels_last)
-
-
-def large() -> nn.Module:
-    return nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(4)))
 
 
 def frozen() -> nn.Module:
@@ -191,11 +189,6 @@ def chained(state, bucket):  # type: ignore[no-untyped-def]  # torch refuses oth
     return future.then(lambda f: f.value()[0] / (2 * dist.get_world_size()))
 
 
-def mixed_precision() -> Any:
-    half = torch.bfloat16
-    return _MixedPrecision(param_dtype=half, reduce_dtype=half, buffer_dtype=half)
-
-
 def adamw(fused: bool) -> Callable[[Iterable[Tensor]], torch.optim.Optimizer]:
     return lambda params: torch.optim.AdamW(params, lr=1e-3, fused=fused)
 
@@ -206,7 +199,10 @@ CASES: dict[str, Case] = {
     "bf16": Case(mlp(torch.bfloat16), plain(dtype=torch.bfloat16), SMALL_BUCKETS, optimizer=sgd),
     "fp16": Case(mlp(torch.float16), plain(dtype=torch.float16), SMALL_BUCKETS),
     "default_buckets": Case(mlp(), plain(), optimizer=sgd),
-    "large": Case(large, plain(8, 1024), {"bucket_cap_mb": 5}, optimizer=sgd),
+    "large": Case(
+        lambda: nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(4))), plain(8, 1024), {"bucket_cap_mb": 5},
+        optimizer=sgd,
+    ),
     "many_parameters": Case(ManyParameters, plain(1), optimizer=sgd),
     "mixed_types": Case(MixedTypes, plain(), optimizer=sgd),
     "views": Case(mlp(), plain(), {**SMALL_BUCKETS, "gradient_as_bucket_view": True}, optimizer=sgd),
@@ -243,7 +239,7 @@ CASES: dict[str, Case] = {
     ),
     # torch sums in the reduced precision, we in that of the buckets.
     "mixed_precision": Case(
-        mlp(), plain(), {"mixed_precision": mixed_precision()}, optimizer=sgd, rtol=1e-2, gpu_only=True
+        mlp(), plain(), {"mixed_precision": BF16}, optimizer=sgd, rtol=1e-2, gpu_only=True
     ),
     "optimizer_in_backward": Case(
         with_own_optimizer, plain(), {"gradient_as_bucket_view": True}, gpu_only=True
@@ -255,11 +251,9 @@ CASES: dict[str, Case] = {
 }  # fmt: skip
 
 
-def names(*, device: torch.device, slow: bool) -> list[str]:
-    """The cases for this device."""
-    return [
-        name for name, case in CASES.items() if (device.type == "cuda" or not case.gpu_only) and (slow or not case.slow)
-    ]
+def names(device: torch.device) -> list[str]:
+    """The cases for this device, but for slow ones."""
+    return [name for name, case in CASES.items() if (device.type == "cuda" or not case.gpu_only) and not case.slow]
 
 
 def run_case(name: str, device: torch.device, rank: int, ddp_class: Any, *, device_ids: bool = True) -> None:

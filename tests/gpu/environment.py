@@ -51,7 +51,6 @@ def architecture() -> str:
 
 
 def nvcc() -> str:
-    """The one that CMake takes."""
     return os.environ.get("CUDACXX") or "nvcc"
 
 
@@ -86,7 +85,6 @@ def missing(found: dict[str, bool], *, on_gpu: bool, builds: bool) -> list[str]:
 
 
 def look() -> dict[str, bool]:
-    """What is there."""
     absent = lacks(PACKAGES)
     found = {f"Python package {name}": name not in absent for name in PACKAGES}
     found |= {name: shutil.which(tool) is not None for name, tool in {"cmake": "cmake", "nvcc": nvcc()}.items()}
@@ -102,7 +100,6 @@ def look() -> dict[str, bool]:
 
 
 def lacks(packages: Iterable[str]) -> list[str]:
-    """Those that are not there."""
     return [name for name in packages if importlib.util.find_spec(name) is None]
 
 
@@ -123,17 +120,14 @@ def version_line(text: str) -> str:
 def report() -> None:
     """Versions, line by line."""
     print(f"python      {platform.python_version()} {sys.executable}")
+    query = ("nvidia-smi", "--query-gpu=name,driver_version,memory.total,clocks.sm", "--format=csv,noheader")
     for name, command in {
         "cmake": ("cmake", "--version"),
         "ninja": ("ninja", "--version"),
         "c++": ("c++", "-dumpfullversion"),
         "nvcc": (nvcc(), "--version"),
         "sanitizer": ("compute-sanitizer", "--version"),
-        "GPU, driver": (
-            "nvidia-smi",
-            "--query-gpu=name,driver_version,memory.total,clocks.sm",
-            "--format=csv,noheader",
-        ),
+        "GPU, driver": query,
     }.items():
         print(f"{name:<11} {_output_of(*command)}")
     print(f"cores       {len(os.sched_getaffinity(0))}")
@@ -151,29 +145,31 @@ def report() -> None:
 
 
 def main(arguments: list[str]) -> int:
-    if arguments == ["--tool-path"]:
-        print(os.pathsep.join(tool_path()))
-        return 0
-    if arguments == ["--architecture"]:
-        print(architecture())
-        return 0
-    if arguments == ["--builds-cuda"]:
-        return 1 if reason_against_cuda() else 0
-    if arguments[:1] == ["--lacks"]:
-        print(*lacks(arguments[1:]))
-        return 0
+    match arguments:
+        case ["--tool-path"]:
+            print(os.pathsep.join(tool_path()))
+        case ["--architecture"]:
+            print(architecture())
+        case ["--builds-cuda"]:
+            return int(bool(reason_against_cuda()))
+        case ["--lacks", *packages]:
+            print(*lacks(packages))
+        case _:
+            return check(on_gpu="--cpu" not in arguments, builds="--no-build" not in arguments)
+    return 0
+
+
+def check(*, on_gpu: bool, builds: bool) -> int:
     report()
-    on_gpu, builds = "--cpu" not in arguments, "--no-build" not in arguments
     found = look()
     lacking = missing(found, on_gpu=on_gpu, builds=builds)
     if lacking:
         print(f"This machine lacks: {', '.join(lacking)}.")
-    reason = ""
-    if on_gpu and builds and found["nvcc"] and found["Python package torch"]:
-        reason = reason_against_cuda()
+    asked = on_gpu and builds and found["nvcc"] and found["Python package torch"]
+    reason = reason_against_cuda() if asked else ""
     if reason:
         print(f"This machine can't build the CUDA extension: {reason}.")
-    return 1 if lacking or reason else 0
+    return int(bool(lacking or reason))
 
 
 if __name__ == "__main__":

@@ -10,13 +10,12 @@ import time
 from functools import partial
 
 import torch
-import torch.distributed as dist
 
 from benchmarks.gpu import trace
+from benchmarks.gpu.large import large_from
 from tests.gpu.cases import names, run_case
 from tests.gpu.device import chosen_device, make_deterministic
-from tests.gpu.ways import large_from
-from tests.harness import attempt
+from tests.harness import attempt, gathered
 from tests.models import loss_of
 from torchddp import _C, DistributedDataParallel
 
@@ -27,21 +26,17 @@ FAULT_TIMEOUT_S = 5.0
 def run_all_cases(
     rank: int, transport: str, want_nccl: tuple[int, ...] = (), limit_bytes: int = 0
 ) -> dict[str, str | None]:
-    """Every case by name: None, or what went wrong on this rank.
-
-    Args:
-        limit_bytes: from which size on gradients count as large (`large_from`).
-    """
+    """Every case by name: None, or what went wrong on this rank; gradients of `limit_bytes` count as large."""
     device = chosen_device()
     make_deterministic(device)
     if want_nccl and loaded_nccl() < want_nccl:
         raise RuntimeError(f"NCCL {loaded_nccl()} is loaded, {want_nccl} or newer was meant to be")
-    outcomes: dict[str, str | None] = dict.fromkeys(names(device=device, slow=False), NOT_RUN)
+    outcomes: dict[str, str | None] = dict.fromkeys(names(device), NOT_RUN)
     for name in outcomes:
         ours = partial(DistributedDataParallel, transport=transport)
         with large_from(limit_bytes):
             _, outcomes[name] = attempt(run_case, name, device, rank, ours)
-        if lost_step(_of_all_ranks(outcomes[name])):
+        if lost_step(gathered(outcomes[name])):
             break
     return outcomes
 
@@ -67,10 +62,9 @@ def lost_step(errors: list[str | None]) -> bool:
     return len(types - {"AssertionError", ""}) > 0 and len(types) > 1
 
 
-def _of_all_ranks(value: str | None) -> list[str | None]:
-    by_rank: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(by_rank, value)
-    return by_rank
+def assert_same_as_torch(outcomes: list[dict[str, str | None]], name: str) -> None:
+    errors = [f"rank {rank}: {of_rank[name]}" for rank, of_rank in enumerate(outcomes) if of_rank[name] is not None]
+    assert not errors, "\n".join(errors)
 
 
 def overlap_of_a_step(rank: int, transport: str, layers: int = 8, width: int = 4096) -> trace.Overlap:

@@ -6,16 +6,13 @@ import copy
 import pytest
 import torch
 
-from tests.gpu.ways import LARGE_BYTES, large_from
+from benchmarks.gpu.large import large_from
+from tests.gpu.cases import LARGE_BYTES, sgd
 from tests.models import Branches, Mlp, batch, loss_of, seeded
 from torchddp import DistributedDataParallel
 
 WIDTH = 128
 REPLAYS = 6
-
-
-def sgd(params):
-    return torch.optim.SGD(params, lr=0.01, momentum=0.9)
 
 
 def inputs(device):

@@ -6,8 +6,8 @@ from functools import partial
 import pytest
 import torch
 
-from tests.gpu.cases import CASES, run_case
-from tests.gpu.ways import LARGE_BYTES, large_from
+from benchmarks.gpu.large import large_from
+from tests.gpu.cases import CASES, LARGE_BYTES, run_case
 from torchddp import _C, DistributedDataParallel
 
 

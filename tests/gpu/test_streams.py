@@ -1,11 +1,13 @@
 """Streams: gradients are complete before they are packed, averages before they are read, and the host never waits."""
 
+import contextlib
 import copy
 
 import pytest
 import torch
 from torch import nn
 
+from tests.gpu.test_graph import side_stream
 from tests.models import assert_grads, batch, grads_of, loss_of, seeded
 from torchddp import DistributedDataParallel
 
@@ -108,12 +110,15 @@ def assert_steps(got, want):
         assert_grads(ours, theirs, rtol=0.0, what=f"step {step}:")
 
 
-@pytest.mark.parametrize("views", [None, True, False])
-def test_late_gradients_are_waited_for(gpu, views):
+@pytest.mark.parametrize(("views", "aside"), [(None, False), (True, False), (False, False), (None, True)])
+def test_late_gradients_are_waited_for(gpu, views, aside):
+    """Also where the whole step is on a side stream."""
     model = seeded(Late).to(gpu)
     want, _ = reference(model, gpu)
     ddp = DistributedDataParallel(model, bucket_cap_mb=0.5, gradient_as_bucket_view=views)
-    assert_steps(steps_of(ddp, gpu), want)
+    with side_stream() if aside else contextlib.nullcontext():
+        got = steps_of(ddp, gpu)
+    assert_steps(got, want)
 
 
 @pytest.mark.parametrize("options", [{}, {"static_graph": True}, {"gradient_as_bucket_view": False}], ids=str)
@@ -122,17 +127,6 @@ def test_gradients_from_two_backward_streams(gpu, options):
     want, _ = reference(model, gpu)
     ddp = DistributedDataParallel(model, bucket_cap_mb=25, **options)  # one bucket gets gradients of three streams
     assert_steps(steps_of(ddp, gpu), want)
-
-
-def test_a_whole_step_on_a_side_stream(gpu):
-    model = seeded(Late).to(gpu)
-    want, _ = reference(model, gpu)
-    ddp = DistributedDataParallel(model, bucket_cap_mb=0.5)
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        got = steps_of(ddp, gpu)
-    assert_steps(got, want)
 
 
 def sgd(params):

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpu.cases import CASES
+from tests.gpu.cases import CASES, LARGE_BYTES
 from tests.gpu.device import chosen_device
-from tests.gpu.ranks import FAULT_TIMEOUT_S, overlap_of_a_step, run_all_cases, train_until_fault
-from tests.gpu.ways import LARGE_BYTES
+from tests.gpu.ranks import FAULT_TIMEOUT_S, assert_same_as_torch, overlap_of_a_step, run_all_cases, train_until_fault
 from tests.harness import run_outcomes, run_ranks
 
 LIBRARY_ENV = "TORCHDDP_TEST_NCCL"
@@ -51,8 +50,7 @@ def outcomes(two_ranks_a_gpu, request):
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.slow])
 def test_same_as_torch(outcomes, name):
-    errors = [f"rank {rank}: {of_rank[name]}" for rank, of_rank in enumerate(outcomes) if of_rank[name] is not None]
-    assert not errors, "\n".join(errors)
+    assert_same_as_torch(outcomes, name)
 
 
 @pytest.mark.profiler
