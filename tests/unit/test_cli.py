@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -14,15 +15,17 @@ import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
+from tests.unit.helpers import wait_until
 from torchddp.cli import doctor
 from torchddp.cli.app import app
 from torchddp.harness import models
 from torchddp.harness.command import CONTEXT, check_output, run_app
 from torchddp.harness.launch import Inbox, LaunchError, RankJob, follow
-from torchddp.harness.models import find_factory, load_factory, prove
+from torchddp.harness.models import find_factory, prove
 from torchddp.harness.variants import ArgumentError
 
 ROOT = Path(__file__).resolve().parents[2]
+UNUSED = "tests.unit.benchmark_models:unused"
 COMMANDS = ["doctor", "trace", "tune", "simulate", "bench"]
 
 # --- help and completion ---------------------------------------------------------------------------------------------
@@ -80,27 +83,8 @@ def make():
 def broken():
     torch.nn.Linear("eight", 2)
 
-class Forward(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(8, 2)
-
-    def forward(self, inputs):
-        return self.layer(inputs[:, :3])
-
-def wrong_shape():
-    return Forward(), torch.ones(3, 8)
-
-class Idle(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.used, self.idle = torch.nn.Linear(8, 2), torch.nn.Linear(8, 2)
-
-    def forward(self, inputs):
-        return self.used(inputs)
-
-def unused():
-    return Idle(), torch.ones(3, 8)
+def wrong_loss():
+    return torch.nn.Linear(8, 2), torch.ones(3, 8), lambda output: output.view(99)
 """
 
 
@@ -124,15 +108,15 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(models.dist, "get_rank", lambda: 0)
 
 
-def line_of(code: str) -> int:
-    return next(number for number, line in enumerate(MODEL.splitlines(), 1) if code in line)
-
-
 @pytest.mark.parametrize(
     ("factory", "code", "said"),
     [
         ("broken", 'torch.nn.Linear("eight", 2)', "the factory raised TypeError: "),
-        ("wrong_shape", "return self.layer(inputs[:, :3])", "forward or loss raised RuntimeError: mat1 and mat2"),
+        (
+            "wrong_loss",
+            "return torch.nn.Linear(8, 2), ",
+            "forward or loss raised RuntimeError: shape '[99]' is invalid",
+        ),
     ],
 )
 def test_an_error_of_the_users_code_names_its_last_line(
@@ -142,7 +126,8 @@ def test_an_error_of_the_users_code_names_its_last_line(
         prove(f"{model_file}:{factory}", 0)
     message = str(caught.value)
     assert said in message and message.count("\n") == 0
-    assert message.endswith(f", at {model_file}:{line_of(code)}: {code}.")
+    (line,) = [(number, line) for number, line in enumerate(MODEL.splitlines(), 1) if code in line]
+    assert message.endswith(f", at {model_file}:{line[0]}: {line[1].strip()}.")
 
 
 @pytest.mark.parametrize(
@@ -181,20 +166,19 @@ def test_a_model_that_is_not_there_is_one_sentence(
     assert line.startswith("error: --model ") and said in line
 
 
-def test_an_unused_parameter_needs_the_option(model_file: Path, alone: None) -> None:
+def test_an_unused_parameter_needs_the_option(alone: None) -> None:
     with pytest.raises(ArgumentError, match="'idle.weight' got no gradient.*add --find-unused-parameters"):
-        prove(f"{model_file}:unused", 0)
-    prove(f"{model_file}:unused", 0, find_unused_parameters=True)
-    load_factory.cache_clear()
+        prove(UNUSED, 0)
+    prove(UNUSED, 0, find_unused_parameters=True)
 
 
 @pytest.mark.rest_is_thorough("command0")
 @pytest.mark.parametrize("command", [["trace", "--steps", "2"], ["bench", "--case", "exposed", "--quick"]])
 def test_a_model_with_unused_parameters_runs(
-    command: list[str], model_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = ["--out", str(tmp_path / "trace.json")] if command[0] == "trace" else ["--seconds", "0.1"]
-    model = ["--model", f"{model_file}:unused", "--find-unused-parameters"]
+    model = ["--model", UNUSED, "--find-unused-parameters"]
     assert run_app(app, "torchddp", [*command, *model, *out]) == 0, capsys.readouterr().err
 
 
@@ -292,25 +276,20 @@ def group_members(group: int) -> list[int]:
     """Processes of a session that are alive."""
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
+        with contextlib.suppress(OSError):
             state, _, _, session = path.read_text().rpartition(")")[2].split()[:4]
-        except OSError:
-            continue
-        if int(session) == group and state != "Z":
-            found.append(int(path.parent.name))
+            if int(session) == group and state != "Z":
+                found.append(int(path.parent.name))
     return found
 
 
-def probes() -> list[str]:
-    """Processes of the doctor that try a transport."""
-    found = []
+def probes(folder: Path) -> int:
+    """How many processes of the doctor try a transport with a store in this folder."""
+    found = 0
     for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
+        with contextlib.suppress(OSError):
             words = path.read_bytes().split(b"\0")
-        except OSError:
-            continue
-        if b"torchddp.cli.checks" in words:
-            found.append(words[-2].decode())
+            found += b"torchddp.cli.checks" in words and str(folder).encode() in words[-2]
     return found
 
 
@@ -345,25 +324,19 @@ def test_ctrl_c_is_one_line_and_leaves_nothing(command: list[str] | None, when: 
 
     def is_reached() -> bool:
         if command == ["doctor"]:
-            return any(str(scratch) in store for store in probes())
+            return probes(scratch) == 4  # two ranks over each of two transports
         return (tmp_path / "reached").exists()
 
     try:
-        deadline_s = time.monotonic() + 90
-        while not is_reached() and process.poll() is None and time.monotonic() < deadline_s:
-            time.sleep(0.05)
+        wait_until(lambda: is_reached() or process.poll() is not None, 90)
         assert is_reached(), process.communicate(timeout=1)
         os.killpg(process.pid, signal.SIGINT)
         output, errors = process.communicate(timeout=30)
         assert (process.returncode, errors) == (130, "interrupted\n"), (output, errors)
         assert "Traceback" not in output
-        deadline_s = time.monotonic() + 10  # multiprocessing's tracker ends with the command
-        while group_members(process.pid) and time.monotonic() < deadline_s:
-            time.sleep(0.05)
+        assert wait_until(lambda: not group_members(process.pid), 10)  # multiprocessing's tracker ends with the command
         # Shared memory is anonymous (memfd_create), and gone with them.
-        assert group_members(process.pid) == []
-        assert not any(str(scratch) in store for store in probes())
-        assert list(scratch.iterdir()) == []
+        assert probes(scratch) == 0 and list(scratch.iterdir()) == []
     finally:
         for pid in group_members(process.pid):
             os.kill(pid, signal.SIGKILL)
