@@ -152,7 +152,7 @@ def test_what_is_not_asked_for_is_left_to_the_case() -> None:
         (["--case", "exposed", "--world-size", "1"], "conv", ["step_ms"]),
         (["--case", "overlap"], "conv", ["step_ms", "replay_ms"]),
         (["--case", "startup"], f"{OWN}:with_dict", ["first_step_ms", "second_step_ms", "total_ms"]),
-        (["--case", "memory"], f"{OWN}:with_tuple", []),
+        (["--case", "memory", "--world-size", "1"], f"{OWN}:with_tuple", []),
     ],
 )
 @pytest.mark.thorough
