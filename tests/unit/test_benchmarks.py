@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -210,9 +211,16 @@ def test_cases_are_a_few_by_default_and_all_on_request() -> None:
     assert check_names(["exposed", "memory", "exposed"], []) == ("exposed", "memory")
 
 
-def test_an_extension_that_does_not_load_says_how_to_build_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torchddp", None)
-    with pytest.raises(ArgumentError, match=r"Cannot import 'torchddp'.*make build"):
+@pytest.mark.parametrize(
+    ("package", "words"),
+    [
+        (None, r"Cannot import 'torchddp'.*make build"),
+        (SimpleNamespace(import_error=ImportError("no libtorch")), "does not load here; `torchddp doctor` says why"),
+    ],
+)
+def test_a_package_that_does_not_load_says_what_to_do(package, words, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchddp", package)
+    with pytest.raises(ArgumentError, match=words):
         load_class("torchddp.DistributedDataParallel")
 
 
