@@ -17,7 +17,6 @@ from torchddp.bench.registry import CASES
 from torchddp.harness import models
 from torchddp.harness.command import MODEL_NAMES
 from torchddp.harness.models import MODELS, describe_model, load_factory, make_batch, make_model, prove, run_forward
-from torchddp.harness.networks import rotate
 from torchddp.harness.variants import TORCH_DDP, ArgumentError
 
 OWN = benchmark_models.__name__
@@ -37,16 +36,6 @@ def test_the_names_known_without_torch_are_those_of_cases_and_models() -> None:
 def test_models_are_as_large_as_their_names_say(name: str, tensors: int, numel: int) -> None:
     found = describe_model(name, make_model(name, 0))
     assert (found["parameters"], found["gradient_bytes"]) == (tensors, 4 * numel)
-
-
-def test_rotary_attention_sees_distances_not_places() -> None:
-    torch.manual_seed(0)
-    query, key = (torch.randn(8).expand(1, 1, 6, 8) for _ in range(2))
-    scores = rotate(query)[0, 0] @ rotate(key)[0, 0].T
-    for distance in range(-5, 6):
-        along = scores.diagonal(distance)
-        torch.testing.assert_close(along, along[:1].expand_as(along), atol=1e-5, rtol=1e-5)
-    assert not torch.allclose(scores[0, 0], scores[0, 1])
 
 
 @pytest.mark.parametrize("factory", ["with_tuple", "with_dict", "with_generator"])

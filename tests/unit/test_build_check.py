@@ -18,12 +18,6 @@ RUNNING = {"python": "3.11.9", "torch": "2.13.1+cu130", "cuda": "13.0"}
 OWN_SUFFIX, OTHER_SUFFIX = sysconfig.get_config_var("EXT_SUFFIX"), ".cpython-30-x86_64-linux-gnu.so"
 
 
-def test_minor_of_versions():
-    assert minor("2.13.0+cpu") == (2, 13)
-    assert minor("2.9.1") == (2, 9)
-    assert minor("2.15.0a0+git1234") == (2, 15)
-
-
 @pytest.mark.parametrize("running", [{}, {"cuda": "13.2"}, {"torch": "2.13.0", "python": "3.11.0"}])
 @pytest.mark.parametrize("built", [CPU, CUDA], ids=["cpu", "cuda"])
 def test_what_fits_is_accepted(built, running):

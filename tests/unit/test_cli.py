@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
-from tests.unit.helpers import wait_until
+from tests.unit.helpers import assert_refused, wait_until
 from torchddp.cli import doctor
 from torchddp.cli.app import app
 from torchddp.harness import models
@@ -38,6 +38,7 @@ def test_h_is_help_with_examples_and_the_exit_is_clean(command: str) -> None:
     assert "Examples:\n" in short.output and f"torchddp {command}" in short.output
     paragraphs = short.output.split("Options:")[0]
     assert max(map(len, paragraphs.splitlines())) <= 80
+    assert ("--find-unused-parameters" in short.output) is (command in ("trace", "tune", "bench"))
 
 
 def test_the_list_of_commands_fits_60_columns() -> None:
@@ -45,11 +46,6 @@ def test_the_list_of_commands_fits_60_columns() -> None:
     lines = [line for line in shown.splitlines() if line.split()[:1] and line.split()[0] in COMMANDS]
     assert [line.split()[0] for line in lines] == COMMANDS
     assert all(len(line) <= 60 and line.endswith(".") and not line.endswith("...") for line in lines)
-
-
-@pytest.mark.parametrize("command", ["trace", "tune", "bench"])
-def test_commands_that_run_a_model_take_unused_parameters(command: str) -> None:
-    assert "--find-unused-parameters" in CliRunner().invoke(app, [command, "-h"]).output
 
 
 @pytest.mark.parametrize(
@@ -65,9 +61,6 @@ def test_commands_that_run_a_model_take_unused_parameters(command: str) -> None:
 def test_the_shell_completes_commands_and_values(words: str, completed: set[str]) -> None:
     variables = {"_TORCHDDP_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
     assert set(CliRunner().invoke(app, [], prog_name="torchddp", env=variables).output.split()) == completed
-
-
-def test_completion_can_be_installed() -> None:
     assert "--install-completion" in CliRunner().invoke(app, ["-h"]).output
 
 
@@ -119,9 +112,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
     ],
 )
-def test_an_error_of_the_users_code_names_its_last_line(
-    factory: str, code: str, said: str, model_file: Path, alone: None
-) -> None:
+def test_an_error_of_the_users_code_names_its_last_line(factory, code, said, model_file, alone):
     with pytest.raises(ArgumentError) as caught:
         prove(f"{model_file}:{factory}", 0)
     message = str(caught.value)
@@ -130,40 +121,39 @@ def test_an_error_of_the_users_code_names_its_last_line(
     assert message.endswith(f", at {model_file}:{line[0]}: {line[1].strip()}.")
 
 
+def torchddp(arguments: list[str]) -> int:
+    return run_app(app, "torchddp", arguments)
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
         ("import torch\n\nraise ValueError('no\\ndata')\n", "ValueError: no data, at {path}:3: raise ValueError("),
         ("def make(:\n", "SyntaxError: invalid syntax, at {path}:1: def make(:."),
-        ("import no_such_package\n", "No module named 'no_such_package', at {path}:1: import no_such_package."),
+        (
+            "import no_such_package\n",
+            "ModuleNotFoundError: No module named 'no_such_package', at {path}:1: import no_such_package.",
+        ),
     ],
 )
-def test_a_file_that_does_not_load_is_refused_before_any_rank_starts(
-    text: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_that_does_not_load_is_refused_before_any_rank_starts(text, said, tmp_path, capsys):
     path = tmp_path / "wrong.py"
     path.write_text(text)
-    assert run_app(app, "torchddp", ["trace", "--model", f"{path}:make", "--out", str(tmp_path / "t.json")]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"error: --model {path}:make: cannot import '{path}': ")
-    assert said.format(path=path) in line and "Traceback" not in line
+    words = f"error: --model {path}:make: cannot import '{path}': {said.format(path=path)}"
+    assert_refused(torchddp, ["trace", "--model", f"{path}:make", "--out", str(tmp_path / "t.json")], words, capsys)
 
 
 @pytest.mark.parametrize(
     ("model", "said"),
     [
-        ("train.py", "name the function that makes the model too, like train.py:make."),
-        ("nowhere.py:make", "there is no file 'nowhere.py'."),
+        ("train.py", "train.py: name the function that makes the model too, like train.py:make."),
+        ("nowhere.py:make", "nowhere.py:make: there is no file 'nowhere.py'."),
         (":make", "wants a built-in model, package.module:factory or file.py:factory"),
     ],
 )
 @pytest.mark.parametrize("command", ["trace", "tune", "bench"])
-def test_a_model_that_is_not_there_is_one_sentence(
-    command: str, model: str, said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run_app(app, "torchddp", [command, "--model", model]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: --model ") and said in line
+def test_a_model_that_is_not_there_is_one_sentence(command, model, said, capsys):
+    assert_refused(torchddp, [command, "--model", model], f"error: --model {said}", capsys)
 
 
 def test_an_unused_parameter_needs_the_option(alone: None) -> None:
@@ -174,12 +164,9 @@ def test_an_unused_parameter_needs_the_option(alone: None) -> None:
 
 @pytest.mark.rest_is_thorough("command0")
 @pytest.mark.parametrize("command", [["trace", "--steps", "2"], ["bench", "--case", "exposed", "--quick"]])
-def test_a_model_with_unused_parameters_runs(
-    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_with_unused_parameters_runs(command, tmp_path, capsys):
     out = ["--out", str(tmp_path / "trace.json")] if command[0] == "trace" else ["--seconds", "0.1"]
-    model = ["--model", UNUSED, "--find-unused-parameters"]
-    assert run_app(app, "torchddp", [*command, *model, *out]) == 0, capsys.readouterr().err
+    assert torchddp([*command, "--model", UNUSED, "--find-unused-parameters", *out]) == 0, capsys.readouterr().err
 
 
 # --- outputs ---------------------------------------------------------------------------------------------------------
