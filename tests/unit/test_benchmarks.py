@@ -1,7 +1,5 @@
 """The benchmark command: its arithmetic, its tables, its errors, and that it leaves no process behind."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """step_time, overlap, startup and scaling: their arithmetic, their tables, their refusals and one launch each."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The benchmark of single collectives: its formulas, its checks, its table, and implementations that are not there."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The GPU benchmarks without a GPU: their arithmetic, their tables, and the whole program on the CPU."""
 
-from __future__ import annotations
-
 import io
 import json
 from typing import Any

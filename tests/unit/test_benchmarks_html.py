@@ -1,7 +1,5 @@
 """The HTML report of the benchmark, and the command behind both doors."""
 
-from __future__ import annotations
-
 import base64
 import html
 import json

@@ -1,7 +1,5 @@
 """The models of the benchmark: built-in ones, and the user's own."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Other packages' all-reduces in the benchmark of collectives: their companion processes, and what is said of them."""
 
-from __future__ import annotations
-
 import importlib.util
 import multiprocessing
 import os

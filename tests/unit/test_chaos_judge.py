@@ -1,7 +1,5 @@
 """Plans of chaos runs, and the judge of their trials: what it passes, and mutants of every column that it must not."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

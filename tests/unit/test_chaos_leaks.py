@@ -1,7 +1,5 @@
 """What chaos trials look at after a job, and the fault that needs care: connections that are closed."""
 
-from __future__ import annotations
-
 import os
 import socket
 import time

@@ -1,7 +1,5 @@
 """What every command does alike: help, completion, models by file, errors of the user's code, outputs, Ctrl-C."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -1,7 +1,5 @@
 """What the formats of compressed numbers promise; the compiled kernels against the operators that GPUs use."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

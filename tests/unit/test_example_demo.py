@@ -1,7 +1,5 @@
 """The demo without training: figures, comparison of losses, exit codes, and child processes that never outlive it."""
 
-from __future__ import annotations
-
 import json
 import math
 import subprocess

@@ -1,7 +1,5 @@
 """The parts of the GPT example that need no second rank: data, sampling, options, model, checkpoints."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

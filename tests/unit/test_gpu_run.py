@@ -1,7 +1,5 @@
 """tests/gpu/run.sh without a GPU: a dry run of all of it, and that failures are shown and stop nothing."""
 
-from __future__ import annotations
-
 import json
 import lzma
 import os
