@@ -25,6 +25,10 @@ def constant(*values_ms: float) -> np.ndarray:
     return np.array(values_ms)[:, None] + np.zeros((1, ROUNDS))
 
 
+def by_name(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    return {row["name"]: row for row in rows}
+
+
 def step_time() -> dict[str, Any]:
     return step_time_result(FIELD, {**MODEL, "step_ms": constant(10, 20, 16, 12)}, 2)
 

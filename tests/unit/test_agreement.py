@@ -5,12 +5,13 @@ import os
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.harness import run_ranks
+from tests.harness import gathered, on_ranks, stay
 from torchddp import _C, TransportError
 from torchddp.transport import agreement
 from torchddp.transport.agreement import (
@@ -35,23 +36,13 @@ SOON_S = 15.0
 SECOND, MINUTE = datetime.timedelta(seconds=1), datetime.timedelta(minutes=1)
 BIG = 2**62 + 1  # no fp64 number
 
-at_each_world_size = pytest.mark.parametrize("world_size", [1, 3])
 over_each_transport = pytest.mark.parametrize("transport", ["c10d", "shm"])
 
 
 def on_threads(work, size):
     """Runs `work(rank)` on a thread for each rank; their results."""
-    results = [None] * size
-
-    def run(rank):
-        results[rank] = work(rank)
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(SOON_S)
-    return results
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(work, range(size)))
 
 
 def raises_within(seconds, kind, match, call):
@@ -61,31 +52,19 @@ def raises_within(seconds, kind, match, call):
     assert time.monotonic() - begun_s < seconds
 
 
-@at_each_world_size
-def test_a_group_carries_any_value(world_size):
-    def work(rank):
-        exchange = GroupExchange(dist.group.WORLD)
-        assert (exchange.rank, exchange.size) == (rank, world_size)
-        told = exchange.gather({"rank": rank, "text": "x" * (rank * 20_000)})
-        return told, exchange.gather((rank, None)), exchange.gather_integer(BIG - rank)
-
-    values = [{"rank": rank, "text": "x" * (rank * 20_000)} for rank in range(world_size)]
-    pairs, integers = [(rank, None) for rank in range(world_size)], [BIG - rank for rank in range(world_size)]
-    assert run_ranks(work, world_size) == [(values, pairs, integers)] * world_size
-
-
-def test_a_group_waits_no_longer_than_its_limit():
-    def work(rank):
-        if rank == 0:
-            raises_within(SOON_S, RuntimeError, "", lambda: GroupExchange(dist.group.WORLD).gather("alone"))
-            part_of_store(dist.group.WORLD, "done").set("0", "")
-        else:
-            part_of_store(dist.group.WORLD, "done").wait(["0"], MINUTE)
-
-    run_ranks(work, 2, group_timeout_s=1.0)
+@on_ranks(1, 3)
+def test_a_group_carries_any_value(rank, world_size):
+    exchange = GroupExchange(dist.group.WORLD)
+    assert (exchange.rank, exchange.size) == (rank, world_size)
+    for values in (
+        [{"rank": rank, "text": "x" * (rank * 20_000)} for rank in range(world_size)],
+        [(rank, None) for rank in range(world_size)],
+    ):
+        assert exchange.gather(values[rank]) == values
+    assert exchange.gather_integer(BIG - rank) == [BIG - rank for rank in range(world_size)]
 
 
-@at_each_world_size
+@pytest.mark.parametrize("world_size", [1, 3])
 def test_a_store_carries_values_of_json_and_is_as_before(world_size):
     store = dist.HashStore()
     before = store.num_keys()
@@ -106,7 +85,6 @@ def test_a_store_carries_values_of_json_and_is_as_before(world_size):
 @pytest.mark.parametrize(("size", "missing"), [(2, 1), (3, 0)])
 def test_a_store_names_the_rank_that_does_not_come(size, missing):
     store = dist.HashStore()
-    found = []
 
     def work(rank):
         if rank == missing:
@@ -114,75 +92,62 @@ def test_a_store_names_the_rank_that_does_not_come(size, missing):
         exchange = StoreExchange(store, rank, size, SECOND, "the test")
         text = rf"rank {rank}: the test got no answer from rank {missing} within 0:00:01: "
         raises_within(SOON_S, RuntimeError, text, lambda: exchange.gather(rank))
-        found.append(rank)
 
     on_threads(work, size)
-    assert sorted(found) == [rank for rank in range(size) if rank != missing]
 
 
+@on_ranks(1)
 def test_an_interrupt_ends_the_wait_over_a_store():
-    def work(rank):
-        exchange = StoreExchange(dist.HashStore(), 0, 2, MINUTE, "the test")
-        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
-        raises_within(SOON_S, KeyboardInterrupt, "", lambda: exchange.gather(0))
-
-    run_ranks(work, 1)
+    exchange = StoreExchange(dist.HashStore(), 0, 2, MINUTE, "the test")
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+    raises_within(SOON_S, KeyboardInterrupt, "", lambda: exchange.gather(0))
 
 
-def test_parts_of_a_store_have_keys_of_their_own_and_a_restarted_job_has_others(monkeypatch):
-    def work(rank):
-        group = dist.group.WORLD
-        parts = [part_of_store(group, name) for name in "aab"]
-        parts[0].set(f"key{rank}", "")
-        dist.barrier()
-        for attempt in "01":
-            agreement._parts.clear()  # as in a new process
-            monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
-            parts.append(part_of_store(group, "a"))
-        return [part.check([f"key{1 - rank}"]) for part in parts]
-
-    monkeypatch = pytest.MonkeyPatch()  # the ranks have an environment of their own
-    assert run_ranks(work, 2) == [[True, False, False, True, False]] * 2
+@on_ranks(2)
+def test_parts_of_a_store_have_keys_of_their_own_and_a_restarted_job_has_others(rank, monkeypatch):
+    parts = [part_of_store(dist.group.WORLD, name) for name in "aab"]
+    parts[0].set(f"key{rank}", "")
+    dist.barrier()
+    for attempt in "01":
+        agreement._parts.clear()  # as in a new process
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
+        parts.append(part_of_store(dist.group.WORLD, "a"))
+    assert [part.check([f"key{1 - rank}"]) for part in parts] == [True, False, False, True, False]
 
 
 @over_each_transport
-@at_each_world_size
-def test_a_transport_carries_numbers_of_one_kind(world_size, transport):
-    def work(rank):
-        own = open_transport(transport, dist.group.WORLD)
-        whole, real = TransportExchange(own, int, CPU), TransportExchange(own, float, CPU)
-        assert (whole.rank, whole.size) == (rank, world_size)
-        # On rank 0 a whole number, elsewhere none: all are sent alike.
-        told = real.gather([rank * 0.5, float("inf")]), real.of_rank_0([1 if rank == 0 else 0.25])
-        with pytest.raises(TypeError):
-            whole.gather([0.5])
-        return whole.gather([BIG - rank, -rank]), whole.of_rank_0([BIG - rank]), told
-
-    ranks = range(world_size)
-    expected = [[BIG - r, -r] for r in ranks], [BIG], ([[r * 0.5, float("inf")] for r in ranks], [1.0])
-    assert run_ranks(work, world_size) == [expected] * world_size
+@on_ranks(1, 3)
+def test_a_transport_carries_numbers_of_one_kind(rank, world_size, transport):
+    own, ranks = open_transport(transport, dist.group.WORLD), range(world_size)
+    whole, real = TransportExchange(own, int, CPU), TransportExchange(own, float, CPU)
+    assert (whole.rank, whole.size) == (rank, world_size)
+    assert real.gather([rank * 0.5, float("inf")]) == [[r * 0.5, float("inf")] for r in ranks]
+    assert real.of_rank_0([1 if rank == 0 else 0.25]) == [1.0]  # whole on rank 0 only: all are sent alike
+    with pytest.raises(TypeError):
+        whole.gather([0.5])
+    assert whole.gather([BIG - rank, -rank]) == [[BIG - r, -r] for r in ranks]
+    assert whole.of_rank_0([BIG - rank]) == [BIG]
 
 
-@over_each_transport
-def test_a_transport_waits_no_longer_than_it_is_told(transport):
-    def work(rank):
-        own = open_transport(transport, dist.group.WORLD)
-        if rank == 0:
-            exchange = TransportExchange(own, int, CPU, SECOND)
-            raises_within(SOON_S, TransportError, "rank 1" if transport == "shm" else "", lambda: exchange.gather([1]))
-            part_of_store(dist.group.WORLD, "done").set("0", "")
-        else:
-            part_of_store(dist.group.WORLD, "done").wait(["0"], MINUTE)
+@pytest.mark.parametrize(
+    ("over", "error", "words"),
+    [("group", RuntimeError, ""), ("c10d", TransportError, ""), ("shm", TransportError, "rank 1")],
+)
+@on_ranks(2)
+def test_nobody_waits_longer_than_the_limit(rank, over, error, words):
+    if over == "group":
+        exchange = GroupExchange(dist.new_group(timeout=SECOND))
+    else:
+        exchange = TransportExchange(open_transport(over, dist.group.WORLD), int, CPU, SECOND)
+    if rank == 0:
+        raises_within(SOON_S, error, words, lambda: exchange.gather([1]))
+    stay(rank)
 
-    run_ranks(work, 2)
 
-
-def test_ranks_of_the_fullest_host(monkeypatch):
-    def work(rank):
-        monkeypatch.setenv("TORCHDDP_HOST_ID", "ab"[rank // 2])
-        return ranks_per_host(TransportExchange(_C.C10dTransport(dist.group.WORLD), int, CPU))
-
-    assert run_ranks(work, 3) == [2] * 3
+@on_ranks(3)
+def test_ranks_of_the_fullest_host(rank, monkeypatch):
+    monkeypatch.setenv("TORCHDDP_HOST_ID", "ab"[rank // 2])
+    assert ranks_per_host(TransportExchange(_C.C10dTransport(dist.group.WORLD), int, CPU)) == 2
 
 
 def test_problems_name_their_ranks():
@@ -201,54 +166,36 @@ class Counted(GroupExchange):
         return super()._all_gather(own)
 
 
-@at_each_world_size
-def test_values_travel_only_where_they_differ(world_size):
-    def work(rank):
-        exchange = Counted(dist.group.WORLD)
-        assert gather_if_different(["the same", (1, 2)], exchange) is None
-        assert exchange.sent == (world_size > 1)
-        return gather_if_different(["differs on the last", rank == world_size - 1], exchange), exchange.sent
-
+@on_ranks(1, 3)
+def test_values_travel_only_where_they_differ(rank, world_size):
+    exchange = Counted(dist.group.WORLD)
+    assert gather_if_different(["the same", (1, 2)], exchange) is None
+    assert exchange.sent == (world_size > 1)
+    told = gather_if_different(["differs on the last", rank == world_size - 1], exchange)
     values = [["differs on the last", rank == world_size - 1] for rank in range(world_size)]
-    expected = (values, 4) if world_size > 1 else (None, 0)
-    assert run_ranks(work, world_size) == [expected] * world_size
+    assert (told, exchange.sent) == ((values, 4) if world_size > 1 else (None, 0))
 
 
-def test_the_first_difference_is_told_on_all_ranks():
-    def work(rank):
-        group = dist.group.WORLD
-        verify_agreement(["a", "b"], None, group)
-        with pytest.raises(RuntimeError) as caught:
-            verify_agreement(["a", "c" if rank == 2 else "b"], None, group, "The test")
-        return str(caught.value)
-
-    text = "The test needs the same parameters on all ranks. On rank 2 it is c, on rank 0 b."
-    assert run_ranks(work, 3) == [text] * 3
+@on_ranks(3)
+def test_the_first_difference_is_told_on_all_ranks(rank):
+    verify_agreement(["a", "b"], None, dist.group.WORLD)
+    with pytest.raises(RuntimeError) as caught:
+        verify_agreement(["a", "c" if rank == 2 else "b"], None, dist.group.WORLD, "The test")
+    assert str(caught.value) == "The test needs the same parameters on all ranks. On rank 2 it is c, on rank 0 b."
     assert "only rank 1 has is b" in first_difference([["a"], ["a", "b"]])
 
 
 @pytest.mark.parametrize("failing", [(0,), (1,), (0, 1), (0, 1, 2)], ids=str)
-def test_an_error_of_some_ranks_is_one_of_all(failing):
-    def work(rank):
-        error = ValueError("no such thing") if rank in failing else None
-        with pytest.raises((ValueError, RuntimeError)) as caught:
-            verify_agreement([f"rank {rank}"], error, dist.group.WORLD)
-        return type(caught.value), str(caught.value)
-
+@on_ranks(3)
+def test_an_error_of_some_ranks_is_one_of_all(rank, failing):
+    own = ValueError("no such thing") if rank in failing else None
     ranks = ", ".join(map(str, failing))
     quoted = RuntimeError, f"OSS failed on other ranks: rank {ranks}: ValueError: no such thing"
-    own = ValueError, "no such thing"
-    assert run_ranks(work, 3) == [own if rank in failing else quoted for rank in range(3)]
-
-
-def test_the_same_error_everywhere_needs_no_more_messages():
-    def work(rank):
-        for _ in range(2):  # ranks that had gathered more would meet others' next message
-            with pytest.raises(ValueError, match="no such thing"):
-                verify_agreement(["a"], ValueError("no such thing"), dist.group.WORLD)
-        return GroupExchange(dist.group.WORLD).gather(rank)
-
-    assert run_ranks(work, 2) == [[0, 1]] * 2
+    for _ in range(2):  # ranks that had gathered more than others would meet their next message
+        with pytest.raises((ValueError, RuntimeError)) as caught:
+            verify_agreement(["a"], own, dist.group.WORLD)
+        assert (type(caught.value), str(caught.value)) == (quoted if own is None else (ValueError, str(own)))
+    assert GroupExchange(dist.group.WORLD).gather(rank) == [0, 1, 2]
 
 
 @pytest.mark.parametrize(
@@ -277,15 +224,12 @@ def test_all_ranks_connect_or_hear_the_same_reason(problems, against, failing, o
     assert on_threads(work, 3) == outcome
 
 
-@at_each_world_size
-def test_groups_of_ranks_from_elsewhere_have_the_same_name(world_size):
-    def work(rank):
-        for _ in range(rank):
-            dist.new_group([rank], use_local_synchronization=True)
-        align_group_counts(dist.group.WORLD)
-        ranks = list(range(world_size))
-        group = dist.new_group(ranks, use_local_synchronization=True, timeout=datetime.timedelta(seconds=10))
-        return group.group_name, GroupExchange(group).gather(rank)
-
-    names, values = zip(*run_ranks(work, world_size), strict=True)
-    assert len(set(names)) == 1 and list(values) == [list(range(world_size))] * world_size
+@on_ranks(1, 3)
+def test_groups_of_ranks_from_elsewhere_have_the_same_name(rank, world_size):
+    for _ in range(rank):
+        dist.new_group([rank], use_local_synchronization=True)
+    align_group_counts(dist.group.WORLD)
+    ranks = list(range(world_size))
+    group = dist.new_group(ranks, use_local_synchronization=True, timeout=datetime.timedelta(seconds=10))
+    assert GroupExchange(group).gather(rank) == ranks
+    assert len(set(gathered(group.group_name))) == 1

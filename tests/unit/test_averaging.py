@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-import torchddp
 from tests.averaging import make_net
 from torchddp.averaging.flat import FlatBucket, plan_buckets, wire_of
 from torchddp.averaging.parameters import memory_of, named_parameters, problem_of
@@ -85,4 +84,3 @@ def test_views_have_the_strides_of_the_tensors_and_wires_their_dtype():
     low = FlatBucket.of({"a": torch.ones(5, dtype=torch.bfloat16)})
     plain = FlatBucket.of({"a": torch.ones(5)})
     assert (wire_of(None, low), wire_of("fp32", low), wire_of(None, plain)) == ("bf16", "fp32", "fp32")
-    assert torchddp.averaging.DiLoCo.__name__ == "DiLoCo"

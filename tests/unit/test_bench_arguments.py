@@ -1,7 +1,5 @@
 """The commands in benchmarks/: a wrong argument is one sentence that names it, and exit code 2."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import os

@@ -1,7 +1,5 @@
 """The benchmark of single collectives: its formulas, its checks, its table, and implementations that are not there."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 
@@ -9,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.harness import run_ranks
+from tests.harness import gathered, on_ranks
+from tests.unit.benchmark_results import by_name
 from tests.unit.helpers import printed
 from torchddp.bench.cases import MAX_ROUNDS, MIN_ROUNDS, Job
 from torchddp.bench.collective import implementations, operations
@@ -62,33 +61,15 @@ def test_every_call_finds_its_input_as_it_was() -> None:
     assert len(found) == 4 and all(torch.equal(one, operations.stamp(0, 1000)) for one in found)
 
 
-def test_nobody_leaves_a_meeting_before_the_last_has_come() -> None:
-    def work(rank: int) -> list[tuple[float, float]]:
-        meet = open_meeting()
-        times = []
-        for late in (0, 2, 1):
-            time.sleep(0.05 * (rank == late))
-            came_s = time.monotonic()
-            meet()
-            times.append((came_s, time.monotonic()))
-        return times
-
-    for meeting in zip(*run_ranks(work, 3), strict=True):
-        assert max(came_s for came_s, _ in meeting) <= min(left_s for _, left_s in meeting)
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_expected_outputs_are_those_of_the_stamped_inputs(world_size: int) -> None:
-    numel = 600 * world_size
-    inputs = [operations.stamp(rank, numel) for rank in range(world_size)]
-    total = torch.stack(inputs).sum(0)
-    for rank in range(world_size):
-        mine = slice(rank * 600, (rank + 1) * 600)
-        assert torch.equal(operations.expected("all_reduce", rank, world_size, numel), total)
-        assert torch.equal(operations.expected("reduce_scatter", rank, world_size, numel), total[mine])
-        assert torch.equal(operations.expected("broadcast", rank, world_size, numel), inputs[-1])
-        gathered = operations.expected("all_gather", rank, world_size, numel)
-        assert torch.equal(gathered[mine], operations.stamp(rank, 600))
+@on_ranks(3)
+def test_nobody_leaves_a_meeting_before_the_last_has_come(rank: int) -> None:
+    meet = open_meeting()
+    for late in (0, 2, 1):
+        time.sleep(0.05 * (rank == late))
+        came_s = time.monotonic()
+        meet()
+        left_s = time.monotonic()
+        assert max(gathered(came_s)) <= left_s
 
 
 def test_a_wrong_result_is_named() -> None:
@@ -103,21 +84,17 @@ def test_a_wrong_result_is_named() -> None:
         check.compare(right)
 
 
-def brief_job(*names: str) -> Job:
-    return Job("collective", (), (), 2, seconds=0.02, operations=names, sizes_bytes=(1024, 4096))
+def timed(operation: str) -> dict[str, Any]:
+    job = Job("collective", (), (), 2, seconds=0.02, operations=(operation,), sizes_bytes=(1024, 4096))
+    return time_operation(job, operation, lambda done, total: None)
 
 
-def without_progress(done: float, total: float) -> None:
-    assert 0 <= done <= total
-
-
-@pytest.mark.rest_is_thorough("all_reduce")
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_every_implementation_that_opens_is_timed(name: str) -> None:
-    def work(rank: int) -> dict[str, Any]:
-        return time_operation(brief_job(name), name, without_progress)
-
-    raw = run_ranks(work, 2)[0]
+@on_ranks(2)
+def test_every_implementation_that_opens_is_timed(rank: int, name: str) -> None:
+    raw = timed(name)
+    if rank != 0:
+        return
     here = [one for one in IMPLEMENTATIONS if one not in raw["unavailable"]]
     assert {"gloo", "c10d", "torchddp_shm"} <= set(here)
     for size, size_bytes in zip(raw["sizes"], (1024, 4096), strict=True):
@@ -126,37 +103,36 @@ def test_every_implementation_that_opens_is_timed(name: str) -> None:
         assert (size["time_us"] > 0).all() and (size["slowest_us"] >= size["time_us"]).all()
 
 
-def test_what_does_not_open_on_one_rank_is_left_out_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    def work(rank: int) -> tuple[list[str], dict[str, str]]:
-        real = implementations.open_transport
+@on_ranks(2)
+def test_what_does_not_open_on_one_rank_is_left_out_on_all(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = implementations.open_transport
 
-        def open_transport(choice: str, group: Any) -> Any:
-            if choice == "shm" and rank == 1:
-                raise RuntimeError("no room on this host\nand a long trace")
-            return real("c10d", group)
+    def open_transport(choice: str, group: Any) -> Any:
+        if choice == "shm" and rank == 1:
+            raise RuntimeError("no room on this host\nand a long trace")
+        return real("c10d", group)
 
-        monkeypatch.setattr(implementations, "open_transport", open_transport)
-        opened, reasons = open_all(OPENINGS, lambda: None)
-        return [one.name for one in opened], reasons
+    monkeypatch.setattr(implementations, "open_transport", open_transport)
+    opened, reasons = open_all(OPENINGS, lambda: None)
+    assert [one.name for one in opened] == ["gloo", "c10d", "torchddp_shm"]
+    assert reasons == {"shm": "no room on this host"}
 
-    assert run_ranks(work, 2) == [(["gloo", "c10d", "torchddp_shm"], {"shm": "no room on this host"})] * 2
 
+@on_ranks(2)
+def test_what_cannot_allocate_one_size_is_left_out_there(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Ours.allocate
 
-def test_what_cannot_allocate_one_size_is_left_out_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    def work(rank: int) -> dict[str, Any]:
-        real = Ours.allocate
+    def allocate(self: Ours, numel: int) -> torch.Tensor:
+        if numel == 1024:
+            raise RuntimeError("too large")
+        return real(self, numel)
 
-        def allocate(self: Ours, numel: int) -> torch.Tensor:
-            if numel == 1024:
-                raise RuntimeError("too large")
-            return real(self, numel)
-
-        monkeypatch.setattr(Ours, "allocate", allocate)
-        return time_operation(brief_job("all_reduce"), "all_reduce", without_progress)
-
-    small, large = run_ranks(work, 2)[0]["sizes"]
-    assert small["unavailable"] == {} and "c10d" in small["names"]
-    assert large["unavailable"]["c10d"] == "too large" and large["names"] == ["gloo", "torchddp_shm"]
+    monkeypatch.setattr(Ours, "allocate", allocate)
+    raw = timed("all_reduce")
+    if rank == 0:
+        small, large = raw["sizes"]
+        assert small["unavailable"] == {} and "c10d" in small["names"]
+        assert large["unavailable"]["c10d"] == "too large" and large["names"] == ["gloo", "torchddp_shm"]
 
 
 def raw_size(size_bytes: int, times_us: dict[str, float], memory_gb_per_s: float | None = None) -> dict[str, Any]:
@@ -184,23 +160,19 @@ def without_shm() -> dict[str, Any]:
     return collective_result(raw_result("broadcast", sizes, unavailable={"shm": REASON}), world_size=2)
 
 
-def rows_of(size: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    return {row["name"]: row for row in size["implementations"]}
-
-
 def test_results_hold_times_bandwidths_and_ratios() -> None:
     small, large = fake_result()["sizes"]
-    assert rows_of(small)["gloo"]["ratio_to_gloo"] is None
-    assert rows_of(small)["shm"]["ratio_to_gloo"]["median"] == pytest.approx(0.05)
-    assert rows_of(small)["shm"]["slowest_rank_us"]["median"] == pytest.approx(10.0)
-    assert rows_of(large)["shm"]["time_us"]["p99"] == pytest.approx(4000.0)
-    assert rows_of(large)["shm"]["algbw_gb_per_s"] == pytest.approx(16 * MB / 4e-3 / 1e9)
-    gathered = rows_of(fake_result("all_gather")["sizes"][1])["shm"]
-    assert gathered["busbw_gb_per_s"] == pytest.approx(gathered["algbw_gb_per_s"] / 2)
-    small, large = fake_result()["sizes"]
     assert (small["roofline_us"], large["roofline_us"]) == (None, pytest.approx(2000.0))
-    over = {name: row["over_roofline"] for name, row in rows_of(large).items()}
+    small, large = (by_name(size["implementations"]) for size in (small, large))
+    assert small["gloo"]["ratio_to_gloo"] is None
+    assert small["shm"]["ratio_to_gloo"]["median"] == pytest.approx(0.05)
+    assert small["shm"]["slowest_rank_us"]["median"] == pytest.approx(10.0)
+    assert large["shm"]["time_us"]["p99"] == pytest.approx(4000.0)
+    assert large["shm"]["algbw_gb_per_s"] == pytest.approx(16 * MB / 4e-3 / 1e9)
+    over = {name: row["over_roofline"] for name, row in large.items()}
     assert over == {"gloo": None, "c10d": None, "shm": pytest.approx(2.0), "torchddp_shm": None}
+    other = by_name(fake_result("all_gather")["sizes"][1]["implementations"])["shm"]
+    assert other["busbw_gb_per_s"] == pytest.approx(other["algbw_gb_per_s"] / 2)
 
 
 def test_the_table_has_all_and_says_what_is_missing() -> None:

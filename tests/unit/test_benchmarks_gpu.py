@@ -1,10 +1,7 @@
 """The GPU benchmarks without a GPU: their arithmetic, their tables, and the whole program on the CPU."""
 
-from __future__ import annotations
-
 import io
 import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,7 +17,7 @@ from benchmarks.gpu.given import GivenStep
 from benchmarks.gpu.results import duel_result, model_result
 from benchmarks.gpu.run import Settings, Stage
 from benchmarks.gpu.variants import known_options, make_field
-from tests.harness import run_ranks
+from tests.harness import on_ranks
 from tests.unit.benchmark_results import document
 from tests.unit.helpers import printed
 from torchddp.harness.launch import LaunchError
@@ -65,6 +62,9 @@ def test_overlap_counts_what_lies_in_the_computation() -> None:
     assert trace.overlap(events) == trace.Overlap(
         collectives=2, on_their_own_stream=1, begun_before_the_end=1, overlapped_us=6.0, total_us=14.0
     )
+    of_one_rank = "void (anonymous namespace)::oneRankReduce<FuncPreMulSum<float> >(void*, void*, unsigned long)"
+    (event,) = parsed(device_event("kernel", of_one_rank, 7, 0.0, 1.0))
+    assert trace.is_collective(event) and not trace.is_computation(event)
 
 
 def test_options_that_torch_does_not_know_are_left_out() -> None:
@@ -140,40 +140,29 @@ def test_kernels_are_summed_by_call_and_compared_with_the_first_way() -> None:
     assert ours["values"]["us"]["median"] == 5.0 and ours["values"]["GB/s"]["median"] == pytest.approx(200.0)
 
 
-def test_nccls_kernel_for_one_rank_is_a_collective() -> None:
-    name = "void (anonymous namespace)::oneRankReduce<FuncPreMulSum<float> >(void*, void*, unsigned long)"
-    (event,) = parsed(device_event("kernel", name, 7, 0.0, 1.0))
-    assert trace.is_collective(event) and not trace.is_computation(event)
-
-
-def given_averages(rank: int) -> list[float]:
+@on_ranks(2)
+def test_given_gradients_are_averaged_and_checked() -> None:
     step = GivenStep([torch.full((5,), 8.0), torch.full((40_000,), 2.0)], divisor=4)
     step.check(2)
     assert len(step.model.reducer.plan.buckets) == 1
     step.model.reducer.set_divisor(lambda: 2)
     with pytest.raises(RuntimeError, match="gradient 0 of 2"):
         step.check(2)
-    return [weight.grad[0].item() for weight in step.model.module.weights]
+    assert [weight.grad[0].item() for weight in step.model.module.weights] == [8.0, 2.0]
 
 
-def test_given_gradients_are_averaged_and_checked() -> None:
-    assert run_ranks(given_averages, 2) == [[8.0, 2.0], [8.0, 2.0]]
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(("world_size", "models"), [(1, ["small", "resnet50", "gpt2"]), (2, ["resnet50"])])
 @pytest.mark.thorough
-def test_the_whole_program_runs_on_the_cpu(world_size: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_whole_program_runs_on_the_cpu(world_size, models, tmp_path, capsys):
     path = tmp_path / "result.json"
     arguments = ["--device", "cpu", "--backend", "gloo", "--quick", "--seconds", "0.5", "--json", str(path)]
     arguments += ["--part", "models", "--world-size", str(world_size)]
-    arguments += [] if world_size == 1 else ["--model", "resnet50"]
+    arguments += [] if world_size == 1 else ["--model", *models]
     assert cli.main(arguments) == 0
     assert "nothing about a GPU" in capsys.readouterr().out
     saved = json.loads(path.read_text())
     assert saved["machine"]["gpu"] is None
-    assert [result["model"] for result in saved["results"]] == (
-        ["small", "resnet50", "gpt2"] if world_size == 1 else ["resnet50"]
-    )
+    assert [result["model"] for result in saved["results"]] == models
     for result in saved["results"]:
         assert result["world_size"] == world_size
         for row in result["variants"]:

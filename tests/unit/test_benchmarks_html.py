@@ -1,7 +1,5 @@
 """The HTML report of the benchmark, and the command behind both doors."""
 
-from __future__ import annotations
-
 import base64
 import html
 import json
@@ -11,7 +9,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,10 +16,8 @@ from tests.unit.benchmark_results import document, exposed, overlap, scaling, st
 from torchddp.bench.gradients import summary_table
 from torchddp.bench.registry import CASES
 from torchddp.bench.report import write_report
-from torchddp.cli.app import app
-from torchddp.harness.command import run_app
 from torchddp.harness.page import page_table
-from torchddp.harness.variants import TORCH_DDP, ArgumentError, load_class
+from torchddp.harness.variants import TORCH_DDP
 
 CHROMIUM = shutil.which("chromium")
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -115,27 +110,9 @@ def test_torchddp_bench_finds_a_model_beside_it_and_writes_a_page(tmp_path: Path
     assert sorted(path.suffix for path in (tmp_path / "kept").iterdir()) == [".json", ".png"]
 
 
-def test_torchddp_bench_says_what_it_can_do(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_app(app, "torchddp", ["bench", "--help"]) == 0
-    described = capsys.readouterr().out
-    for words in ("torchddp bench --case step_time --model train.py:make", "--html", "--world-sizes"):
-        assert words in described
-    assert run_app(app, "torchddp", ["bench", "--bogus"]) == 2
-    assert capsys.readouterr().err.endswith("see torchddp bench --help.\n")
-
-
 @pytest.mark.thorough
 def test_the_command_starts_where_numpy_is_missing() -> None:
     code = "import sys; sys.modules['numpy'] = None; sys.argv = ['torchddp', '--help']\n"
     code += "from torchddp.cli import main; main()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and "doctor" in done.stdout, done.stderr
-
-
-def test_a_class_whose_package_does_not_load_leads_to_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Broken:
-        import_error: Any = ImportError("no libtorch")
-
-    monkeypatch.setitem(sys.modules, "torchddp", Broken)
-    with pytest.raises(ArgumentError, match=r"does not load here; `torchddp doctor` says why\."):
-        load_class("torchddp.DistributedDataParallel")

@@ -1,8 +1,5 @@
 """The models of the benchmark: built-in ones, and the user's own."""
 
-from __future__ import annotations
-
-import json
 import re
 from typing import Any
 
@@ -15,13 +12,12 @@ from torchddp.bench import cli
 from torchddp.bench.cases import DEFAULT_CASES
 from torchddp.bench.collective.operations import OPERATIONS
 from torchddp.bench.registry import CASES
+from torchddp.harness import models
 from torchddp.harness.command import MODEL_NAMES
-from torchddp.harness.models import MODELS, describe_model, load_factory, make_batch, make_model, run_forward
-from torchddp.harness.networks import rotate
-from torchddp.harness.variants import TORCH_DDP
+from torchddp.harness.models import MODELS, describe_model, load_factory, make_batch, make_model, prove, run_forward
+from torchddp.harness.variants import TORCH_DDP, ArgumentError
 
 OWN = benchmark_models.__name__
-BRIEF = ["--seconds", "0.1", "--caps", "25", "--quick", "--ours", TORCH_DDP]
 
 
 def test_the_names_known_without_torch_are_those_of_cases_and_models() -> None:
@@ -40,16 +36,6 @@ def test_models_are_as_large_as_their_names_say(name: str, tensors: int, numel: 
     assert (found["parameters"], found["gradient_bytes"]) == (tensors, 4 * numel)
 
 
-def test_rotary_attention_sees_distances_not_places() -> None:
-    torch.manual_seed(0)
-    query, key = (torch.randn(8).expand(1, 1, 6, 8) for _ in range(2))
-    scores = rotate(query)[0, 0] @ rotate(key)[0, 0].T
-    for distance in range(-5, 6):
-        along = scores.diagonal(distance)
-        torch.testing.assert_close(along, along[:1].expand_as(along), atol=1e-5, rtol=1e-5)
-    assert not torch.allclose(scores[0, 0], scores[0, 1])
-
-
 @pytest.mark.parametrize("factory", ["with_tuple", "with_dict", "with_generator"])
 def test_batches_of_any_kind_reach_the_module(factory: str) -> None:
     name = f"{OWN}:{factory}"
@@ -63,20 +49,12 @@ def test_batches_of_any_kind_reach_the_module(factory: str) -> None:
         assert not torch.equal(make_batch(name, 0, rank=0, index=0), make_batch(name, 0, rank=1, index=0))
 
 
-def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    code = cli.main([*arguments, *BRIEF])
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
-
-
-@pytest.mark.rest_is_thorough("no_such*", "*:missing*", "*-wants*", "*:raising*", "*:unused*")
 @pytest.mark.parametrize(
     ("model", "words"),
     [
         ("no_such_package:x", "--model no_such_package:x: cannot import 'no_such_package'"),
         (f"{OWN}:missing", "has no function or class named 'missing'"),
         (f"{OWN}:", "wants a built-in model, package.module:factory or file.py:factory"),
-        (":make", "wants a built-in model, package.module:factory or file.py:factory"),
         (f"{OWN}:raising", "the factory raised RuntimeError: no weights here, at "),
         (f"{OWN}:returning_rubbish", "the factory returned an int; it must return (module, batch)"),
         (f"{OWN}:no_batch", "the factory's batch is an int; it must return"),
@@ -86,24 +64,20 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
         (f"{OWN}:unused", "parameter 'idle.weight' got no gradient"),
     ],
 )
-def test_a_bad_model_is_one_sentence_and_exit_code_2(model, words, capsys):
-    code, out, err = run(capsys, "--case", "step_time", "--world-size", "1", "--model", model)
-    assert code == 2 and out.strip() == ""
-    assert err.startswith("error: --model ") and err.count("\n") == 1
-    assert words in err
+def test_what_is_wrong_with_a_model_is_one_sentence(model, words, monkeypatch):
+    monkeypatch.setattr(models.dist, "get_rank", lambda: 0)
+    with pytest.raises(ArgumentError) as caught:
+        prove(model, 0)
+    message = str(caught.value)
+    assert message.startswith("--model ") and "\n" not in message and words in message
 
 
-@pytest.mark.parametrize(
-    ("case", "factory"),
-    [("step_time", "with_tuple"), ("overlap", "with_dict"), ("startup", "with_dict"), ("memory", "with_tuple")],
-)
-@pytest.mark.thorough
-def test_cases_run_the_users_own_model(case, factory, tmp_path, capsys):
-    name, path = f"{OWN}:{factory}", tmp_path / "result.json"
-    code, out, err = run(capsys, "--case", case, "--model", name, "--json", str(path))
-    assert code == 0, err
-    (result,) = json.loads(path.read_text())["results"]
-    assert (result["case"], result["model"], result["title"], result["parameters"]) == (case, name, name, 6)
+def test_a_model_that_fails_in_a_rank_ends_the_command_with_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    brief = ["--case", "step_time", "--seconds", "0.1", "--quick", "--ours", TORCH_DDP, "--world-size", "1"]
+    assert cli.main([*brief, "--model", f"{OWN}:raising"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out.strip() == "" and captured.err.startswith("error: --model ") and captured.err.count("\n") == 1
+    assert "the factory raised RuntimeError: no weights here" in captured.err
 
 
 def test_a_factory_with_a_seed_gives_all_ranks_one_model(monkeypatch: pytest.MonkeyPatch) -> None:

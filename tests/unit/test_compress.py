@@ -1,13 +1,11 @@
 """What the formats of compressed numbers promise; the compiled kernels against the operators that GPUs use."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -96,7 +94,6 @@ def test_kernels_agree_with_the_operators(source: Tensor, bad: float | None, sca
         torch.testing.assert_close(total, expected + 1, rtol=0, atol=0, equal_nan=True)
 
 
-@settings(deadline=None)
 @given(vectors)
 def test_the_error_is_at_most_half_a_step(source: Tensor) -> None:
     for name, most in MOST.items():
@@ -108,7 +105,6 @@ def test_the_error_is_at_most_half_a_step(source: Tensor) -> None:
         assert (error <= allowed).all()
 
 
-@settings(deadline=None, max_examples=30)
 @given(st.sampled_from(FORMATS), st.integers(1, 1500), st.integers(0, 2**31))
 def test_error_feedback_telescopes(name: str, numel: int, seed: int) -> None:
     """What was sent over all steps and what is kept make up the sum of all gradients."""
@@ -145,11 +141,8 @@ def test_a_broken_number_stays_visible_and_out_of_the_residual(name: str) -> Non
     source = torch.tensor([1.0, math.nan, math.inf, -math.inf, 3.4e38, 0.3])
     residual = torch.full((6,), 0.125)
     decoded = decode(name, encode(name, source, residual), 6)
-    assert decoded[1].isnan()
-    assert decoded[2] == math.inf
-    assert decoded[3] == -math.inf
-    assert residual.isfinite().all()
-    assert (residual[1:4] == 0).all()
+    assert decoded[1].isnan() and decoded[2:4].tolist() == [math.inf, -math.inf]
+    assert residual.isfinite().all() and (residual[1:4] == 0).all()
 
 
 @pytest.mark.parametrize("name", FORMATS)

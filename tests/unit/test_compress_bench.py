@@ -7,21 +7,10 @@ import numpy as np
 import pytest
 
 from benchmarks.compress import cli
-from benchmarks.compress.measure import COPY, FORMATS, make_calls, measure
+from benchmarks.compress.measure import COPY, FORMATS
 from benchmarks.compress.results import size_result
 
 NAMES = [(COPY, ""), ("int8", "compress"), ("int8", "decompress")]
-
-
-def test_every_kernel_is_timed_in_every_round() -> None:
-    calls = make_calls(4096, FORMATS, 0.01, seed=0)
-    assert next(iter(calls)) == (COPY, "")
-    assert len(calls) == 1 + 4 * len(FORMATS) + 2
-    ticks: list[None] = []
-    seconds = measure(calls, 4096, rounds=2, seed=0, advance=lambda: ticks.append(None))
-    assert seconds.shape == (len(calls), 2)
-    assert (seconds > 0).all()
-    assert len(ticks) == 3  # one to warm up
 
 
 def test_speeds_are_of_the_fp32_side_and_ratios_of_one_round() -> None:
@@ -35,9 +24,11 @@ def test_speeds_are_of_the_fp32_side_and_ratios_of_one_round() -> None:
     assert fast["to_memcpy"]["q25"] == pytest.approx(2.0)
 
 
-def test_the_command_writes_what_it_measured(tmp_path: Path) -> None:
+def test_the_command_times_every_kernel_and_writes_it(tmp_path: Path) -> None:
     path = tmp_path / "compress.json"
-    assert cli.main(["--kib", "4", "--format", "int8", "--rounds", "1", "--output", str(path)]) == 0
+    assert cli.main(["--kib", "4", "--rounds", "1", "--output", str(path)]) == 0
     (result,) = json.loads(path.read_text())["results"]
     assert result["nbytes"] == 4096
-    assert [kernel["what"] for kernel in result["kernels"]] == [COPY, *["int8"] * 4, *["top-k"] * 2]
+    kernels = [kernel["what"] for kernel in result["kernels"]]
+    assert kernels == [COPY, *(name for name in FORMATS for _ in range(4)), *["top-k"] * 2]
+    assert all(kernel["gb_per_s"]["median"] > 0 for kernel in result["kernels"])

@@ -1,6 +1,7 @@
 """Threads of ranks against processors: what is told, and what to set."""
 
 import os
+import re
 
 import pytest
 
@@ -41,8 +42,6 @@ def ranks(count, threads, processors=16, *, bound=None, quota=0, by_variable=Fal
     ],
 )
 def test_what_does_not_fit(told, words):
-    import re
-
     assert re.search(words, advice(told)), advice(told)
 
 

@@ -9,8 +9,6 @@ Python without such a comment runs here, on one rank: all blocks of a page in tu
 Commands are not run, but their subcommands, options, targets, modules and extras must exist.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import shlex
@@ -143,12 +141,12 @@ def options_in(words):
 
 
 def wrong_with_ours(words):
-    if words and not words[0].startswith("-"):
-        if words[0] not in COMMANDS:
-            return f"no command {words[0]}"
-        known = {name for one in COMMANDS[words[0]].params for name in (*one.opts, *one.secondary_opts)} | {"--help"}
-        return "; ".join(f"no option {word}" for word in options_in(words) if word not in known)
-    return ""
+    if not words or words[0].startswith("-"):
+        return ""
+    if words[0] not in COMMANDS:
+        return f"no command {words[0]}"
+    known = {name for one in COMMANDS[words[0]].params for name in (*one.opts, *one.secondary_opts)} | {"--help"}
+    return "; ".join(f"no option {word}" for word in options_in(words) if word not in known)
 
 
 def wrong_with_make(words):
@@ -186,7 +184,6 @@ def names():
     """What a block may use without saying where it is from."""
     batches = [torch.randn(4, 8) for _ in range(3)]
     module = fresh_module()
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
 
     def train(model=None, steps=2):
         model = model or torchddp.DDP(fresh_module())
@@ -194,18 +191,12 @@ def names():
             model(batches[step % 3]).square().mean().backward()
 
     return {
-        "torch": torch,
-        "dist": dist,
-        "torchddp": torchddp,
-        "DDP": torchddp.DDP,
+        **{"torch": torch, "dist": dist, "torchddp": torchddp, "DDP": torchddp.DDP},
         "bf16_compress_hook": bf16_compress_hook,
         "model": module,
-        "optimizer": optimizer,
-        "x": batches[0],
-        "batch": batches[0],
-        "batches": batches,
-        "loader": batches,
-        "microbatches": batches,
+        "optimizer": torch.optim.SGD(module.parameters(), lr=0.01),
+        **dict.fromkeys(("x", "batch"), batches[0]),
+        **dict.fromkeys(("batches", "loader", "microbatches"), batches),
         "steps": [batches, batches],
         "loss_of": lambda output: output.square().mean(),
         "train": train,

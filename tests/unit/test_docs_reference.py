@@ -1,7 +1,5 @@
 """The reference in docs/ is whole: public names, the command, environment variables, tables of results."""
 
-from __future__ import annotations
-
 import ast
 import re
 import shlex

@@ -5,13 +5,13 @@ import json
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
 from torchddp import _C
 from torchddp._import_check import is_command, parse_build_info
 from torchddp.cli import checks
-from torchddp.cli import doctor as doctor_command
 from torchddp.cli.checks import set_variables
 from torchddp.cli.doctor import (
     Built,
@@ -20,6 +20,7 @@ from torchddp.cli.doctor import (
     Transport,
     has_kernels_for,
     hints,
+    installed_version,
     reason_against_nccl,
     verdict,
 )
@@ -53,15 +54,12 @@ def test_all_is_well_here() -> None:
     done = doctor("--json")
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout)
-    assert found["problems"] == []
-    assert (
-        found["verdict"]
-        == f"torchddp works here, over {', '.join(t['name'] for t in found['transports'] if t['works'])}."
-    )
+    works = {transport["name"]: transport["works"] for transport in found["transports"]}
+    assert found["problems"] == [] and works.items() >= {"c10d": True, "shm": True}.items()
+    assert found["verdict"] == f"torchddp works here, over {', '.join(name for name in works if works[name])}."
     assert found["date"].startswith("20") and found["date"].endswith("+00:00")
     assert found["built"]["version"] == _C.version and found["built"]["compiler"].startswith(("GNU", "Clang"))
     assert found["running"]["cpu_capability"] == _C.cpu_capability()
-    assert {t["name"]: t["works"] for t in found["transports"] if t["name"] != "nccl"} == {"c10d": True, "shm": True}
 
 
 @pytest.mark.thorough
@@ -88,27 +86,12 @@ def test_an_extension_that_does_not_load_is_a_problem_that_is_told() -> None:
     assert f"for torch       {built['torch']}" in done.stdout and built["compiler"] in done.stdout
 
 
-@pytest.mark.thorough
-def test_wrong_variables_are_problems() -> None:
-    done = doctor("--json", environ={"TORCHDDP_TRANSPORT": "carrier-pigeon", "TORCHDDP_SHM_LIMIT_MB": "-1"})
-    assert done.returncode == 1
-    problems = " ".join(json.loads(done.stdout)["problems"])
-    assert "'carrier-pigeon'" in problems and "TORCHDDP_SHM_LIMIT_MB must be a positive number of MiB" in problems
-
-
 def test_without_the_extra_one_sentence_says_what_to_install() -> None:
     done = doctor(before="sys.modules['typer'] = None")
     assert done.returncode == 1
     assert done.stderr.strip().splitlines() == [
         "torchddp: the command line needs typer and rich; install them with: pip install typer rich"
     ]
-
-
-@pytest.mark.thorough
-def test_only_the_command_survives_a_failing_import() -> None:
-    code = "import sys; sys.argv = ['train.py']; import torch; torch.__version__ = '2.10.0'; import torchddp"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 1 and "ImportError: torchddp was built for torch" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -125,13 +108,6 @@ def test_only_the_command_survives_a_failing_import() -> None:
 )
 def test_the_command_is_recognised(argv: list[str], orig_argv: list[str], expected: bool) -> None:
     assert is_command(argv, orig_argv) is expected
-
-
-def test_module_and_help_have_examples() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "torchddp", "doctor", "--help"], capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 0 and "torchddp doctor --json" in done.stdout
 
 
 def test_the_verdict_is_one_sentence() -> None:
@@ -162,56 +138,53 @@ def test_a_cpu_build_beside_a_cuda_build_of_torch_gets_a_hint() -> None:
 
 
 @pytest.mark.parametrize(
-    ("archs", "capability", "expected"),
+    ("archs", "with_kernels", "without"),
     [
-        ("80-real 90-real 100", "8.0", True),
-        ("80-real 90-real 100", "8.9", True),
-        ("80-real 90-real 100", "10.3", True),
-        ("80-real 90-real 100", "12.0", True),
-        ("80-real 90-real 100", "7.5", False),
-        ("75-real 80-real 90-real 100", "7.5", True),
-        ("86-real", "8.0", False),
-        ("80-real", "9.0", False),
-        ("80-virtual", "9.0", True),
-        ("100-virtual", "9.0", False),
-        ("", "9.0", False),
+        ("80-real 90-real 100", ("8.0", "8.9", "10.3", "12.0"), ("7.5",)),
+        ("75-real 80-real 90-real 100", ("7.5",), ()),
+        ("86-real", (), ("8.0",)),
+        ("80-real", (), ("9.0",)),
+        ("80-virtual", ("9.0",), ()),
+        ("100-virtual", (), ("9.0",)),
+        ("", (), ("9.0",)),
     ],
 )
-def test_which_gpus_have_kernels(archs: str, capability: str, expected: bool) -> None:
-    assert has_kernels_for(archs, capability) is expected
+def test_which_gpus_have_kernels(archs: str, with_kernels: tuple[str, ...], without: tuple[str, ...]) -> None:
+    assert [gpu for gpu in (*with_kernels, *without) if has_kernels_for(archs, gpu)] == list(with_kernels)
 
 
 @pytest.mark.parametrize(
-    ("built", "running", "words"),
+    ("built", "changes", "words"),
     [
-        (Built(), CUDA_RUNNING, "built without CUDA"),
-        (CUDA_BUILT, dataclasses.replace(CUDA_RUNNING, nccl=""), "has no NCCL"),
-        (CUDA_BUILT, CUDA_RUNNING, "torch sees no GPU (there is no driver)"),
-        (CUDA_BUILT, dataclasses.replace(CUDA_RUNNING, driver="CUDA 12.2"), "torch sees no GPU (CUDA 12.2)"),
+        (Built(), {}, "built without CUDA"),
+        (CUDA_BUILT, {"nccl": ""}, "has no NCCL"),
+        (CUDA_BUILT, {}, "torch sees no GPU (there is no driver)"),
+        (CUDA_BUILT, {"driver": "CUDA 12.2"}, "torch sees no GPU (CUDA 12.2)"),
+        (CUDA_BUILT, {"gpus": [Gpu("NVIDIA H200", "9.0")]}, ""),
     ],
 )
-def test_why_nccl_is_not_tried(built: Built, running: Running, words: str) -> None:
-    assert words in reason_against_nccl(built, running)
-
-
-def test_nccl_is_tried_where_a_gpu_is() -> None:
-    running = dataclasses.replace(CUDA_RUNNING, gpus=[Gpu("NVIDIA H200", "9.0")])
-    assert reason_against_nccl(CUDA_BUILT, running) == ""
+def test_why_nccl_is_not_tried(built: Built, changes: dict[str, Any], words: str) -> None:
+    reason = reason_against_nccl(built, dataclasses.replace(CUDA_RUNNING, **changes))
+    assert words in reason and bool(words) is bool(reason)
 
 
 def test_an_extension_says_what_the_doctor_shows() -> None:
     info = parse_build_info(_C.build_info)
     assert info.keys() == {field.name for field in dataclasses.fields(Built)} - {"files"}
     assert bool(info["cuda"]) is _C.with_cuda is bool(info["archs"])
+    assert installed_version() == _C.version
 
 
 # --- transports and variables ---
 
 
 @pytest.mark.thorough
-def test_a_transport_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCHDDP_SHM_LIMIT_MB", "nonsense")
-    assert "TORCHDDP_SHM_LIMIT_MB must be a positive number of MiB" in checks.failures(["shm"])["shm"]
+def test_a_transport_that_fails_says_why() -> None:
+    done = doctor("--json", environ={"TORCHDDP_TRANSPORT": "carrier-pigeon", "TORCHDDP_SHM_LIMIT_MB": "-1"})
+    assert done.returncode == 1
+    problems = " ".join(json.loads(done.stdout)["problems"])
+    assert "'carrier-pigeon'" in problems and "TORCHDDP_SHM_LIMIT_MB must be a positive number of MiB" in problems
+    assert "TORCHDDP_SHM_LIMIT_MB must be" in str(json.loads(done.stdout)["transports"])
 
 
 def test_a_transport_that_hangs_is_told() -> None:
@@ -247,10 +220,6 @@ def test_variables_are_judged(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "'0,-1'" in wrong["TORCHDDP_TOPOLOGY"]
     assert "'sse2'" in wrong["TORCHDDP_CPU_CAPABILITY"] and "'soon'" in wrong["TORCHDDP_STALL_REPORT_S"]
     assert [name for name, variable in judged.items() if variable.note] == ["TORCHDDP_TRANSPROT"]
-
-
-def test_installed_version_is_the_extensions() -> None:
-    assert doctor_command.installed_version() == _C.version
 
 
 # --- threads

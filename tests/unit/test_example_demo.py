@@ -1,7 +1,5 @@
 """The demo without training: figures, comparison of losses, exit codes, and child processes that never outlive it."""
 
-from __future__ import annotations
-
 import json
 import math
 import subprocess
@@ -34,53 +32,39 @@ def _record(losses: list[float], first_step: int = 1, step_ms: float = 10.0, ddp
 
 
 def test_step_times_leave_out_warm_up_and_probed_steps() -> None:
-    summary = metrics.summarise([_record([1.0] * 8)])
-    assert summary["step_ms_p50"] == 16.5  # steps 4, 6, 7, 8
     summary = metrics.summarise([_record([1.0] * 9)])
     assert summary["step_ms_p50"] == 17.0  # steps 4, 6, 7, 8, 9
     assert summary["exposed_communication_ms_p50"] == 5.0
 
 
 def test_one_rounding_apart_is_equal_and_no_losses_are_not() -> None:
-    comparison = compare_losses(_record([3.0, 2.0, 1.0]), _record([3.0, 2.0, 1.0]))
-    assert comparison.equal and comparison.bitwise_equal
-    comparison = compare_losses(_record([3.0, 2.0, 1.0]), _record([3.0, math.nextafter(2.0, 3.0), 1.0]))
+    losses = _record([3.0, 2.0, 1.0])
+    assert compare_losses(losses, losses).bitwise_equal
+    comparison = compare_losses(losses, _record([3.0, math.nextafter(2.0, 3.0), 1.0]))
     assert comparison.equal and not comparison.bitwise_equal
-    assert "within the tolerance" in comparison.words()
-    assert "training step 2" in comparison.words()
-    assert not compare_losses(_record([math.nan]), _record([math.nan])).equal
-    nothing = {"steps": [], "validation": []}
-    assert not compare_losses(nothing, nothing).equal
-
-
-@pytest.mark.parametrize(
-    "other",
-    [[3.0, 2.0 + 3 * LOSS_TOLERANCE, 1.0], [3.0, 2.0], [3.0, 2.0, 1.0, 1.0], [3.0, math.nan, 1.0]],
-    ids=["too far", "a step less", "a step more", "not a number"],
-)
-def test_different_losses_are_different(other: list[float]) -> None:
-    comparison = compare_losses(_record([3.0, 2.0, 1.0]), _record(other))
-    assert not comparison.equal
-    assert "MORE THAN the tolerance" in comparison.words()
-
-
-def _fake_torchrun(losses_of: dict[str, list[float]]) -> Any:
-    """Stands in for training: writes the metrics file that `train_gpt.py` would have written."""
-
-    def run(script: Path, arguments: list[str], **_: Any) -> None:
-        options = dict(zip(arguments, arguments[1:], strict=False))
-        Path(options["--json"]).write_text(json.dumps(_record(losses_of[options["--ddp"]], ddp=options["--ddp"])))
-
-    return run
+    assert "within the tolerance" in comparison.words() and "training step 2" in comparison.words()
+    for none in ({"steps": [], "validation": []}, _record([math.nan])):
+        assert not compare_losses(none, none).equal
+    for other in ([3.0, 2.0 + 3 * LOSS_TOLERANCE, 1.0], [3.0, 2.0], [3.0, 2.0, 1.0, 1.0], [3.0, math.nan, 1.0]):
+        comparison = compare_losses(losses, _record(other))
+        assert not comparison.equal and "MORE THAN the tolerance" in comparison.words(), other
 
 
 def _run_demo(monkeypatch: pytest.MonkeyPatch, out: Path, losses_of: dict[str, list[float]]) -> Any:
+    """With the metrics files that `train_gpt.py` would have written; without losses the run fails."""
+
+    def torchrun(script: Path, arguments: list[str], **_: Any) -> None:
+        options = dict(zip(arguments, arguments[1:], strict=False))
+        if options["--ddp"] not in losses_of:
+            raise ExampleError("the run failed (torchrun ended with 1)")
+        Path(options["--json"]).write_text(json.dumps(_record(losses_of[options["--ddp"]], ddp=options["--ddp"])))
+
     monkeypatch.setattr(demo, "ddp_class", lambda name: None)
-    monkeypatch.setattr(demo, "torchrun", _fake_torchrun(losses_of))
+    monkeypatch.setattr(demo, "torchrun", torchrun)
     return CliRunner().invoke(demo.app, ["--quick", "--json", "--out", str(out)])
 
 
-def test_demo_fails_if_losses_differ(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_demo_fails_if_losses_differ_or_a_run_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     result = _run_demo(monkeypatch, tmp_path / "out", {"torch": [3.0, 2.0], "torchddp": [3.0, 2.0]})
     assert result.exit_code == 0, result.stderr
     assert json.loads(result.stdout)["losses"]["bitwise_equal"] is True
@@ -90,20 +74,9 @@ def test_demo_fails_if_losses_differ(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert result.exit_code == 1
     assert "error: the losses of torch and torchddp are not the same" in result.stderr
     assert json.loads((tmp_path / "result.json").read_text())["losses"]["equal"] is False
-
-
-def test_demo_passes_on_that_a_run_failed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "result.json").write_text("of yesterday")
-
-    def fail(*args: Any, **options: Any) -> None:
-        raise ExampleError("the run failed (torchrun ended with 1)")
-
-    monkeypatch.setattr(demo, "ddp_class", lambda name: None)
-    monkeypatch.setattr(demo, "torchrun", fail)
-    result = CliRunner().invoke(demo.app, ["--quick", "--out", str(tmp_path)])
-    assert result.exit_code == 1
-    assert "error: --ddp torch: the run failed" in result.stderr
-    assert list(tmp_path.iterdir()) == []  # nothing left over that looks like a result
+    result = _run_demo(monkeypatch, tmp_path / "out", {})
+    assert result.exit_code == 1 and "error: --ddp torch: the run failed" in result.stderr
+    assert list((tmp_path / "out").iterdir()) == []  # nothing left over that looks like a result
 
 
 # Stands in for torchrun: its child has a session of its own, as torchrun's workers have, and both ignore SIGTERM.
@@ -131,20 +104,20 @@ def test_stubborn_children_are_ended_with_the_block(tmp_path: Path, monkeypatch:
     assert wait_until(lambda: not is_running(worker))
 
 
-def test_children_do_not_outlive_a_parent_that_is_killed_outright(tmp_path: Path) -> None:
-    said = tmp_path / "said"
-    parent_code = (
-        "import sys, time\nfrom examples.gpt.processes import _child\n"
-        "with _child([sys.executable, '-c', 'import time; time.sleep(60)'], sys.stdout) as child:\n"
-        "    print(child.pid, flush=True)\n    time.sleep(60)\n"
-    )
-    with said.open("w") as output:
-        parent = subprocess.Popen([sys.executable, "-c", parent_code], stdout=output, cwd=demo.ROOT)
-        assert wait_until(lambda: said.read_text().endswith("\n"))
-        child = int(said.read_text())
+_PARENT = """
+import sys, time
+from examples.gpt.processes import _child
+with _child([sys.executable, "-c", "import time; time.sleep(60)"], sys.stdout) as child:
+    print(child.pid, flush=True)
+    time.sleep(60)
+"""
+
+
+def test_children_do_not_outlive_a_parent_that_is_killed_outright() -> None:
+    with subprocess.Popen([sys.executable, "-c", _PARENT], stdout=subprocess.PIPE, cwd=demo.ROOT) as parent:
+        child = int(parent.stdout.readline())  # type: ignore[union-attr]
         assert is_running(child)
         parent.kill()
-        parent.wait()
     assert wait_until(lambda: not is_running(child))
 
 
