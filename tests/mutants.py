@@ -3,22 +3,16 @@
 A suite that passes on one of these would not have noticed the bug in the real class either.
 """
 
-import importlib.util
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.parallel.distributed as torch_ddp
 from torch import Tensor, nn
+from torch.distributed.algorithms.join import JoinHook
 
 from tests.harness import class_under_test
-
-CONF_MUTANTS_PATH = Path(__file__).resolve().parent / "conformance" / "conf_mutants.py"
 
 Base: Any = class_under_test()
 
@@ -178,8 +172,6 @@ class NoJoinShadow(Base):
     """A rank that has joined no longer takes part in what the others still send."""
 
     def join_hook(self, **kwargs: Any) -> Any:
-        from torch.distributed.algorithms.join import JoinHook
-
         return JoinHook()
 
 
@@ -213,18 +205,3 @@ MUTANTS |= {
     "AlwaysBucketView": _with(gradient_as_bucket_view=True),
     "NoUnusedSearch": _with(find_unused_parameters=False),
 }
-
-
-def load_conformance_mutants(path: Path = CONF_MUTANTS_PATH) -> dict[str, Any]:
-    """The mutants that show what the conformance tests can't see, derived from the class under test."""
-    spec = importlib.util.spec_from_file_location("conf_mutants", path)
-    assert spec is not None and spec.loader is not None
-    module: ModuleType = importlib.util.module_from_spec(spec)
-    sys.modules["conf_mutants"] = module
-    original = torch_ddp.DistributedDataParallel
-    torch_ddp.DistributedDataParallel = Base  # type: ignore[misc]
-    try:
-        spec.loader.exec_module(module)
-    finally:
-        torch_ddp.DistributedDataParallel = original  # type: ignore[misc]
-    return {name: getattr(module, name) for name in module.MUTANTS}
