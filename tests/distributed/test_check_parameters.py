@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 import torchddp
-from tests.harness import gathered, on_ranks
+from tests.harness import each, gathered, on_ranks
 from tests.models import Mlp, NormNet, batch, loss_of, seeded
 from tests.sharded import batch_of, small_net
 from tests.sharded import loss_of as sharded_loss
@@ -106,24 +106,24 @@ def test_what_counts_and_what_does_not(rank):
         assert caught(lambda: torchddp.check_parameters(ddp)).max_difference == 0.0
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
 @on_ranks(3)
-def test_ranks_that_differ_in_different_parameters(rank, transport):
-    ddp = torchddp.DistributedDataParallel(seeded(Mlp), transport=transport)
-    if rank == 0:
-        flip(ddp.module.last.weight)
-    if rank == 2:
-        flip(ddp.module.first.bias)
-    error = caught(lambda: torchddp.check_parameters(ddp))
-    assert (error.parameter, error.ranks, error.num_parameters) == ("first.bias", (2,), 2)
-    if rank == 2:
-        flip(ddp.module.first.bias)
-    error = caught(lambda: torchddp.check_parameters(ddp))
-    assert (error.parameter, error.ranks, error.num_parameters) == ("last.weight", (0,), 1)
-    if rank == 1:
-        ddp.module.register_parameter("more", torch.nn.Parameter(torch.ones(1)))
-    error = caught(lambda: torchddp.check_parameters(ddp))
-    assert error.ranks == (1,) and "rank 0: 5, rank 1: 6, rank 2: 5" in str(error)
+def test_ranks_that_differ_in_different_parameters(rank):
+    for transport in each(TRANSPORTS):
+        ddp = torchddp.DistributedDataParallel(seeded(Mlp), transport=transport)
+        if rank == 0:
+            flip(ddp.module.last.weight)
+        if rank == 2:
+            flip(ddp.module.first.bias)
+        error = caught(lambda ddp=ddp: torchddp.check_parameters(ddp))
+        assert (error.parameter, error.ranks, error.num_parameters) == ("first.bias", (2,), 2)
+        if rank == 2:
+            flip(ddp.module.first.bias)
+        error = caught(lambda ddp=ddp: torchddp.check_parameters(ddp))
+        assert (error.parameter, error.ranks, error.num_parameters) == ("last.weight", (0,), 1)
+        if rank == 1:
+            ddp.module.register_parameter("more", torch.nn.Parameter(torch.ones(1)))
+        error = caught(lambda ddp=ddp: torchddp.check_parameters(ddp))
+        assert error.ranks == (1,) and "rank 0: 5, rank 1: 6, rank 2: 5" in str(error)
 
 
 @on_ranks(2)
