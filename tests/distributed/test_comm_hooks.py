@@ -251,21 +251,13 @@ def test_16_bit_gradients(rank):
 
 @on_ranks(2)
 def test_rules_choose_by_name_kind_and_order(rank):
-    class Block(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.embed = torch.nn.Embedding(20, 8)
-            self.linear = torch.nn.Linear(8, 8)
-            self.norm = torch.nn.LayerNorm(8)
-            self.head = torch.nn.Linear(8, 8)
-
-        def forward(self, tokens):
-            return self.head(self.norm(self.linear(self.embed(tokens))))
-
+    block = torch.nn.Sequential()
+    block.embed, block.linear = torch.nn.Embedding(20, 8), torch.nn.Linear(8, 8)
+    block.norm, block.head = torch.nn.LayerNorm(8), torch.nn.Linear(8, 8)
     default, heads, embeddings = Int8(), Sign(), TopK()
     rules = [("norms", None), ("head.*", heads), ("biases", None), (torch.nn.Embedding, embeddings)]
     hook = PerParameter(default, [*rules, (lambda name, parameter: parameter.dim() == 1, heads)])
-    model = hooked(hook, Block())
+    model = hooked(hook, block)
     chosen = {name: type(used).__name__ for name, used in hook._hook_of.items()}
     plain = dict.fromkeys(("linear.bias", "norm.weight", "norm.bias"), "NoneType")
     compressed = {"embed.weight": "TopK", "linear.weight": "Int8", "head.weight": "Sign", "head.bias": "Sign"}

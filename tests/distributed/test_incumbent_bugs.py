@@ -76,21 +76,14 @@ def test_static_graph_with_an_output_that_the_loss_leaves_out(rank, ddp_class):
 
 @on_ranks(2)
 def test_two_forwards_before_one_backward_with_batch_norm(rank, ddp_class):
+    """In eval the running statistics themselves are saved for backward."""
+
     def run(model, rank, step):
         outputs = [model(batch(rank, 2 * step + i, 4, 3, 6, 6)) for i in range(2)]
         loss_of(outputs).backward()
 
-    assert_steps(ddp_class(seeded(NormNet)), rank, range(3), run)
-
-
-@on_ranks(2)
-def test_buffer_broadcast_between_forward_and_backward(rank, ddp_class):
-    """In eval the running statistics themselves are saved for backward."""
     for train in each((True, False)):
-        ddp = ddp_class(seeded(NormNet).train(train))
-        first = ddp(batch(rank, 0, 4, 3, 6, 6))
-        ddp(batch(rank, 1, 4, 3, 6, 6))
-        loss_of(first).backward()
+        assert_steps(ddp_class(seeded(NormNet).train(train)), rank, range(3), run)
 
 
 # --- 'finished reduction' though the user did nothing wrong, and without the parameters' names (pytorch 43259)
@@ -145,23 +138,14 @@ def test_exception_within_backward_is_told_for_what_it_is(rank, ddp_class):
     def fail(grad):
         raise ZeroDivisionError("the user's own")
 
-    class Failing(Mlp):
-        fails = False
-
-        def forward(self, x):
-            x = self.first(x)
-            if self.fails:
-                x.register_hook(fail)
-            return self.last(torch.tanh(self.middle(torch.tanh(x))))
-
     for steps_before in each((0, 2)):
-        ddp = ddp_class(seeded(Failing), bucket_cap_mb=0.001)
+        ddp = ddp_class(seeded(Mlp), bucket_cap_mb=0.001)
         for step in range(steps_before):
             step_on(ddp, rank, step)
-        ddp.module.fails = True
+        hook = ddp.module.first.register_forward_hook(lambda layer, x, output: output.register_hook(fail) and None)
         with pytest.raises(ZeroDivisionError, match="the user's own"):
             step_on(ddp, rank, 5)
-        ddp.module.fails = False
+        hook.remove()
         with pytest.raises(RuntimeError, match="backward ended with an exception"):
             ddp(batch(rank, 6))
         assert_steps(ddp_class(seeded(Mlp)), rank, (7, 8))
@@ -170,15 +154,17 @@ def test_exception_within_backward_is_told_for_what_it_is(rank, ddp_class):
 # --- with find_unused_parameters buckets were never rebuilt
 
 
-class Reversed(Mlp):
-    """Used in the opposite of the order in which the layers are registered."""
+class InOrder(nn.ModuleList):
+    """Layers that are used in the order given."""
 
-    def __init__(self):
-        super().__init__()
-        self.first, self.middle, self.last = (nn.Linear(8, 8, dtype=torch.float64) for _ in range(3))
+    def forward(self, x, order):
+        for index in order:
+            x = torch.tanh(self[index](x))
+        return x
 
-    def forward(self, x):
-        return self.first(torch.tanh(self.middle(torch.tanh(self.last(x)))))
+
+def layers(count):
+    return seeded(lambda: InOrder(nn.Linear(8, 8, dtype=torch.float64) for _ in range(count)))
 
 
 @pytest.mark.beyond_torch("never rebuilds buckets with find_unused_parameters")
@@ -190,32 +176,25 @@ def test_buckets_are_rebuilt_with_find_unused_parameters(rank, ddp_class):
         orders[-1] += [names[id(p)] for p in bucket.parameters()]
         return default_hooks.allreduce_hook(None, bucket)
 
-    ddp = ddp_class(seeded(Reversed), find_unused_parameters=True, bucket_cap_mb=0.0001)
+    ddp = ddp_class(layers(3), find_unused_parameters=True, bucket_cap_mb=0.0001)
     names = {id(p): name for name, p in ddp.module.named_parameters()}
     ddp.register_comm_hook(None, note)
     for step in range(3):
         orders.append([])
-        step_on(ddp, rank, step)
+        loss_of(ddp(batch(rank, step), (2, 1, 0))).backward()
     assert gathered(orders) == [orders] * 2
-    assert orders[0][0].startswith("last"), "registration order, reversed, at first"
-    assert orders[2][0].startswith("first"), f"ready order after a step, got {orders[2]}"
+    assert orders[0][0].startswith("2"), "registration order, reversed, at first"
+    assert orders[2][0].startswith("0"), f"ready order after a step, got {orders[2]}"
 
 
 @on_ranks(3)
 def test_rebuild_is_agreed_between_ranks_that_see_another_order(rank, ddp_class):
     """Ranks may use layers in another order: all must still send the same buckets."""
 
-    class Crossed(Mlp):
-        def __init__(self):
-            super().__init__()
-            self.first, self.middle, self.other, self.last = (nn.Linear(8, 8, dtype=torch.float64) for _ in range(4))
+    def run(model, rank, step):
+        loss_of(model(batch(rank, step), (0, 1, 2, 3) if rank % 2 else (0, 2, 1, 3))).backward()
 
-        def forward(self, x, swap):
-            a, b = (self.middle, self.other) if swap else (self.other, self.middle)
-            return self.last(torch.tanh(b(torch.tanh(a(torch.tanh(self.first(x)))))))
-
-    ddp = ddp_class(seeded(Crossed), bucket_cap_mb=0.0001)
-    assert_steps(ddp, rank, range(4), lambda m, r, step: loss_of(m(batch(r, step), r % 2 == 0)).backward())
+    assert_steps(ddp_class(layers(4), bucket_cap_mb=0.0001), rank, range(4), run)
 
 
 # --- bucket_cap_mb given explicitly differs from the default although it names the default's value
