@@ -8,87 +8,78 @@ ranks in step when a check fails, a check makes its collective calls first and a
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from tests import behaviours_grads, behaviours_options, behaviours_state
-from tests.harness import GROUP_TIMEOUT_S, attempt, keep_until_exit, process_group
+from tests.harness import GROUP_TIMEOUT_S, attempt, keep_until_exit, process_group, run_outcomes
 
-Check = Callable[[type, int], None]
-
-
-@dataclass(frozen=True)
-class Behaviour:
-    """A check with its name; `beyond_torch` says what torch's own class lacks for it."""
-
-    name: str
-    check: Check
-    beyond_torch: str | None = None
-
-
-def _collect_behaviours() -> dict[str, Behaviour]:
-    found = {}
-    for module in (behaviours_grads, behaviours_options, behaviours_state):
-        for name, check in vars(module).items():
-            if name.startswith("check_"):
-                short = name.removeprefix("check_")
-                found[short] = Behaviour(short, check, getattr(check, "beyond_torch", None))
-    return found
+WORLD_SIZE = 2
+BEHAVIOURS = {
+    name.removeprefix("check_"): check
+    for module in (behaviours_grads, behaviours_options, behaviours_state)
+    for name, check in vars(module).items()
+    if name.startswith("check_")
+}
+# What torch's own class does not do.
+BEYOND_TORCH = {"logging_tells_whether_the_graph_is_static"}
 
 
-BEHAVIOURS = _collect_behaviours()
-
-
-def run_behaviours(
-    rank: int,
+def results_of(
     ddp_class: type,
     names: Iterable[str],
-    log_path: Path,
+    folder: Path,
     timeout_s: float = GROUP_TIMEOUT_S,
     enough_failures: int | None = None,
-) -> None:
-    """Runs checks one after the other, each in a process group of its own, until `enough_failures` have failed.
+) -> dict[str, str | None]:
+    """Check -> traceback of the first rank it failed on, or None.
 
-    To be called on all ranks by `run_ranks`, whose own group is replaced by those of the checks. Each rank writes to a
-    log of its own as it goes, because a broken class can take its process down (gloo terminates on mismatched
-    collectives).
+    One launch runs all of them, until `enough_failures` have failed. After a check that took a rank down (gloo
+    terminates on mismatched collectives) another one goes on with the next.
     """
+    results: dict[str, str | None] = {}
+    while left := [name for name in names if name not in results]:
+        log = folder / f"log_{len(left)}_"
+        options = (ddp_class, left, log, timeout_s, enough_failures)
+        outcomes = run_outcomes(_run_on_rank, WORLD_SIZE, *options, timeout=110.0, straggler_s=2.0)
+        found = _read_logs(log)
+        results |= found
+        if all(outcome.ok for outcome in outcomes):
+            break
+        assert found, "\n".join(f"rank {outcome.rank}: {outcome.error}" for outcome in outcomes)
+    return results
+
+
+def _run_on_rank(
+    rank: int, ddp_class: type, names: list[str], log_path: Path, timeout_s: float, enough_failures: int | None
+) -> None:
+    """Each check in a process group of its own. Each rank writes a log as it goes."""
     store = dist.distributed_c10d._get_default_store()
-    world_size = dist.get_world_size()
     dist.destroy_process_group()
     failures = 0
     with open(f"{log_path}{rank}", "w", buffering=1) as log:
         for name in names:
             log.write(json.dumps([name, "died in this check"]) + "\n")
-            error = _run_one(rank, world_size, ddp_class, BEHAVIOURS[name], store, timeout_s)
+            torch.manual_seed(0)
+            with process_group(dist.PrefixStore(name, store), rank, WORLD_SIZE, timeout_s) as group:
+                _, error = attempt(BEHAVIOURS[name], ddp_class, rank)
+                if error is None:
+                    keep_until_exit(group)
             log.write(json.dumps([name, error]) + "\n")
             # No rank starts the next check before all are done with this one, and all know whether one failed.
             store.set(f"{name}/{rank}", "failed" if error else "ok")
-            failures += b"failed" in [store.get(f"{name}/{peer}") for peer in range(world_size)]
-            if enough_failures is not None and failures >= enough_failures:
+            failures += b"failed" in [store.get(f"{name}/{peer}") for peer in range(WORLD_SIZE)]
+            if failures == enough_failures:
                 return
 
 
-def read_logs(log_path: Path, world_size: int) -> dict[str, str | None]:
-    """What the ranks wrote: check -> traceback of the first rank it failed on, or None; only checks that were begun."""
+def _read_logs(log_path: Path) -> dict[str, str | None]:
     merged: dict[str, str | None] = {}
-    for rank in range(world_size):
+    for rank in range(WORLD_SIZE):
         lines = Path(f"{log_path}{rank}").read_text().splitlines()
         for name, error in dict(map(json.loads, lines)).items():
             merged[name] = merged.get(name) or error
     return merged
-
-
-def _run_one(
-    rank: int, world_size: int, ddp_class: type, behaviour: Behaviour, store: dist.Store, timeout_s: float
-) -> str | None:
-    torch.manual_seed(0)
-    with process_group(dist.PrefixStore(behaviour.name, store), rank, world_size, timeout_s) as group:
-        _, error = attempt(behaviour.check, ddp_class, rank)
-        if error is None:
-            keep_until_exit(group)
-    return error

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from tests.models import (
     Branches,
@@ -17,7 +17,6 @@ from tests.models import (
     grads_of,
     local_grads,
     loss_of,
-    same_on_all_ranks,
     seeded,
     step_on,
     storage_of,
@@ -27,18 +26,8 @@ from tests.models import (
 TINY_BUCKETS_MB = 0.001  # about one parameter a bucket
 
 
-def check_gradients_are_averaged(ddp_class: type, rank: int) -> None:
-    train_and_compare(ddp_class, rank, seeded(Mlp), step_on, 1)
-
-
 def check_gradients_are_averaged_in_each_of_several_steps(ddp_class: type, rank: int) -> None:
     train_and_compare(ddp_class, rank, seeded(Mlp), step_on, 4, bucket_cap_mb=TINY_BUCKETS_MB)
-
-
-def check_gradients_are_the_same_on_all_ranks(ddp_class: type, rank: int) -> None:
-    ddp = ddp_class(seeded(Mlp))
-    step_on(ddp, rank)
-    assert same_on_all_ranks(p.grad for p in ddp.parameters()), "gradients differ between ranks"
 
 
 def check_gradients_accumulate_without_zero_grad(ddp_class: type, rank: int) -> None:
@@ -67,32 +56,36 @@ def check_training_equals_one_process(ddp_class: type, rank: int) -> None:
         torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}")
 
 
-def check_model_that_returns_no_bare_tensor(ddp_class: type, rank: int) -> None:
-    """Outputs in a tuple, a dict, a list of dicts and a dataclass all take part, two steps each."""
-    for wrap in (lambda a, b: (a, b), lambda a, b: {"a": a, "b": b}, lambda a, b: [{"a": a}, {"b": b}], Pair):
-        _check_structure(ddp_class, rank, wrap)
+def _check_structures(*wraps: Any, **options: Any) -> Any:
+    """The check that outputs in these structures take part, two steps each."""
 
-
-def check_dict_output_with_unused_search(ddp_class: type, rank: int) -> None:
-    _check_structure(ddp_class, rank, lambda a, b: {"a": a, "b": b}, find_unused_parameters=True)
-
-
-def check_dataclass_output_with_unused_search(ddp_class: type, rank: int) -> None:
-    _check_structure(ddp_class, rank, Pair, find_unused_parameters=True)
-
-
-def check_tuple_output_with_static_graph(ddp_class: type, rank: int) -> None:
-    _check_structure(ddp_class, rank, lambda a, b: (a, b), static_graph=True)
-
-
-def _check_structure(ddp_class: type, rank: int, wrap: Any, **options: Any) -> None:
     def run(model: nn.Module, r: int, step: int) -> None:
         output = model(batch(r, step, 3, 4))
         if isinstance(output, list):
             output = [value for part in output for value in part.values()]
         loss_of(output).backward()
 
-    train_and_compare(ddp_class, rank, seeded(lambda: TwoHeads(wrap)), run, 2, **options)
+    def check(ddp_class: type, rank: int) -> None:
+        for wrap in wraps:
+            train_and_compare(ddp_class, rank, seeded(lambda wrap=wrap: TwoHeads(wrap)), run, 2, **options)
+
+    return check
+
+
+def _as_tuple(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    return a, b
+
+
+def _as_dict(a: Tensor, b: Tensor) -> dict[str, Tensor]:
+    return {"a": a, "b": b}
+
+
+check_model_that_returns_no_bare_tensor = _check_structures(
+    _as_tuple, _as_dict, lambda a, b: [{"a": a}, {"b": b}], Pair
+)
+check_dict_output_with_unused_search = _check_structures(_as_dict, find_unused_parameters=True)
+check_dataclass_output_with_unused_search = _check_structures(Pair, find_unused_parameters=True)
+check_tuple_output_with_static_graph = _check_structures(_as_tuple, static_graph=True)
 
 
 def check_partial_use_of_the_outputs(ddp_class: type, rank: int) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-import textwrap
-from pathlib import Path
 
-PAGE = Path(__file__).parents[1] / "docs" / "migration.md"
+from tests.pages import DOCS
+from tests.pages import code_in as code  # noqa: F401  # for the tests
+
+PAGE = DOCS / "migration.md"
 
 
 def sections() -> dict[str, str]:
@@ -28,9 +29,3 @@ def rows(text: str) -> list[tuple[str, str]]:
 def spans(text: str) -> list[str]:
     """What stands in backticks."""
     return re.findall(r"`([^`]+)`", text)
-
-
-def code(text: str) -> str:
-    """All indented blocks of a section, as one program."""
-    lines = [line for line in text.splitlines() if line.startswith("    ") or not line.strip()]
-    return textwrap.dedent("\n".join(lines))

@@ -4,22 +4,17 @@ A suite that passes on one of these would not have noticed the bug in the real c
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.join import JoinHook
 
 from tests.harness import class_under_test
 
 Base: Any = class_under_test()
-
-
-def _on_each_grad(module: nn.Module, change: Any) -> None:
-    for p in module.parameters():
-        if p.requires_grad:
-            p.register_hook(change)
 
 
 class DoubleGrad(Base):
@@ -27,25 +22,26 @@ class DoubleGrad(Base):
 
     def __init__(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
         super().__init__(module, *args, **kwargs)
-        _on_each_grad(module, lambda grad: grad * 2)
+        for p in module.parameters():
+            if p.requires_grad:
+                p.register_hook(lambda grad: grad * self.factor())
+
+    def factor(self) -> float:
+        return 2
 
 
-class SumNotMean(Base):
+class SumNotMean(DoubleGrad):
     """The sum over ranks instead of their mean."""
 
-    def __init__(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
-        super().__init__(module, *args, **kwargs)
-        world_size = dist.get_world_size(self.process_group)
-        _on_each_grad(module, lambda grad: grad * world_size if self.require_backward_grad_sync else grad)
+    def factor(self) -> float:
+        return dist.get_world_size(self.process_group) if self.require_backward_grad_sync else 1
 
 
-class SlightlyOff(Base):
+class SlightlyOff(DoubleGrad):
     """A millionth too much on one rank."""
 
-    def __init__(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
-        super().__init__(module, *args, **kwargs)
-        if dist.get_rank(self.process_group) == 1:
-            _on_each_grad(module, lambda grad: grad * (1 + 1e-6))
+    def factor(self) -> float:
+        return 1 + 1e-6 if dist.get_rank(self.process_group) == 1 else 1
 
 
 class NoAllReduce(Base):
@@ -63,9 +59,7 @@ class OnlyFirstStep(Base):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self.forwards += 1
-        if self.forwards == 1:
-            return super().forward(*args, **kwargs)
-        with self.no_sync():
+        with self.no_sync() if self.forwards > 1 else nullcontext():
             return super().forward(*args, **kwargs)
 
 
@@ -98,8 +92,9 @@ class NoBufferSync(Base):
 class BuffersFromLastRank(Base):
     """Buffers follow the last rank instead of rank 0."""
 
-    def _sync_module_buffers(self, authoritative_rank: int) -> None:
-        super()._sync_module_buffers(dist.get_world_size(self.process_group) - 1)
+    def _default_broadcast_coalesced(self, *args: Any, **kwargs: Any) -> None:
+        last = dist.get_world_size(self.process_group) - 1
+        super()._default_broadcast_coalesced(*args, **{**kwargs, "authoritative_rank": last})
 
 
 class AlwaysSyncsBuffers(Base):
@@ -157,22 +152,10 @@ class AlwaysUnusedSearch(Base):
         super().__init__(*args, **{**kwargs, "find_unused_parameters": not kwargs.get("static_graph", False)})
 
 
-class NoStaticGraph(Base):
-    """static_graph does nothing."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **{**kwargs, "static_graph": False})
-
-    def _set_static_graph(self) -> None:
-        pass
-
-
 class NoJoinShadow(Base):
     """A rank that has joined no longer takes part in what the others still send."""
 
     def join_hook(self, **kwargs: Any) -> Any:
-        from torch.distributed.algorithms.join import JoinHook
-
         return JoinHook()
 
 
@@ -205,4 +188,5 @@ MUTANTS |= {
     "NoBucketView": _with(gradient_as_bucket_view=False),
     "AlwaysBucketView": _with(gradient_as_bucket_view=True),
     "NoUnusedSearch": _with(find_unused_parameters=False),
+    "NoStaticGraph": _with(static_graph=False),
 }

@@ -10,11 +10,16 @@ from typing import Any
 DOCS = Path(__file__).parents[1] / "docs"
 
 
+def code_in(text: str) -> str:
+    """All indented blocks, as one program."""
+    return textwrap.dedent("\n".join(line for line in text.splitlines() if line.startswith("    ") or not line))
+
+
 def code_of(page: str, section: str | None = None) -> str:
-    """All indented blocks below a heading, by default all before the first, as one program."""
+    """The code below a heading, by default all before the first."""
     parts = ("\n" + (DOCS / page).read_text()).split("\n## ")
     (text,) = [part for part in parts[1:] if part.startswith(f"{section}\n")] if section else parts[:1]
-    return textwrap.dedent("\n".join(line for line in text.splitlines() if line.startswith("    ") or not line))
+    return code_in(text)
 
 
 def run_code(page: str, section: str | None = None) -> dict[str, Any]:

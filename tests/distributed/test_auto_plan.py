@@ -4,13 +4,15 @@ import copy
 import json
 import pickle
 import time
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from tests.harness import gathered, logged, on_ranks
+from tests.harness import each, gathered, logged, on_ranks
 from torchddp import _C, DistributedDataParallel
 from torchddp.plan import auto_plan, plan_cache
 from torchddp.plan.auto_plan import RECORDED_STEPS, WARMUP_STEPS, plan_key
@@ -46,9 +48,8 @@ def planning_of(ddp):
 
 def small_buckets(ddp):
     """Another start than one bucket, so that planning has something to do."""
-    ddp.reducer.adopt_plan(
-        _C.BucketPlan([[index] for index in reversed(range(len(ddp.session.specs)))], ddp.session.specs)
-    )
+    specs = ddp.session.specs
+    ddp.reducer.adopt_plan(_C.BucketPlan([[index] for index in reversed(range(len(specs)))], specs))
 
 
 def step(model, rank, index):
@@ -113,8 +114,8 @@ def test_poor_buckets_are_mended(rank):
     ddp.replan()
     steps(ddp, rank, PLANNING_STEPS + 1)
     assert planning_of(ddp) is None
-    first, second = gathered(len(ddp.reducer.plan))
-    assert first == second < 40
+    count = len(ddp.reducer.plan)
+    assert gathered(count) == [count] * 2 and count < 40
 
 
 @on_ranks(2)
@@ -126,24 +127,22 @@ def test_while_measured_nothing_overlaps(rank):
     assert [e.id for e in ddp.reducer.timeline() if e.kind == "launched"] == list(range(8))
 
 
-@pytest.mark.parametrize("options", [{"find_unused_parameters": True}, {"static_graph": True}, {}])
 @on_ranks(2)
-def test_with_options_and_accumulation(rank, dear_messages, options):
-    auto = DistributedDataParallel(layers(), bucket_cap_mb="auto", **options)
-    plain = nn.parallel.DistributedDataParallel(layers(), **options)
-    for index in range(PLANNING_STEPS + 2):
-        grads = []
-        for model in (auto, plain):
-            model.zero_grad()
-            if not options:
-                with model.no_sync():  # such steps count for nothing
-                    model(torch.full((1, 16), float(rank + index))).sum().backward()
-            torch.manual_seed(100 * rank + index)
-            model(torch.randn(4, 16)).sum().backward()
-            grads.append([p.grad.clone() for p in model.parameters()])
-        for mine, theirs in zip(*grads, strict=True):
-            torch.testing.assert_close(mine, theirs)
-    assert planning_of(auto) is None and len(auto.reducer.plan) == 1
+def test_with_options_and_accumulation(rank, dear_messages):
+    for options in each([{"find_unused_parameters": True}, {"static_graph": True}, {}]):
+        auto = DistributedDataParallel(layers(), bucket_cap_mb="auto", **options)
+        plain = nn.parallel.DistributedDataParallel(layers(), **options)
+        for index in range(PLANNING_STEPS + 2):
+            for model in (auto, plain):
+                model.zero_grad()
+                if not options:
+                    with model.no_sync():  # such steps count for nothing
+                        model(torch.full((1, 16), float(rank + index))).sum().backward()
+                torch.manual_seed(100 * rank + index)
+                model(torch.randn(4, 16)).sum().backward()
+            for mine, theirs in zip(auto.parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(mine.grad, theirs.grad)
+        assert planning_of(auto) is None and len(auto.reducer.plan) == 1
 
 
 @on_ranks(2)
@@ -151,10 +150,9 @@ def test_a_kept_plan_is_taken_at_once(rank):
     probe = DistributedDataParallel(layers())
     key = plan_key(probe.session)
     assert (key.world_size, key.ranks_per_host, key.transport, key.backend) == (2, 2, "shm", "gloo")
-    path = key.path
     wanted = ((7, 6, 5), (4, 3, 2, 1, 0))
     if rank == 0:
-        plan_cache.save_plan(path, wanted, key, None)
+        plan_cache.save_plan(key.path, wanted, key, None)
     dist.barrier()
     ddp = DistributedDataParallel(layers(), bucket_cap_mb="auto")
     assert planning_of(ddp) is None and buckets_of(ddp.reducer.plan) == wanted
@@ -162,8 +160,8 @@ def test_a_kept_plan_is_taken_at_once(rank):
     assert buckets_of(ddp.reducer.plan) == wanted
 
     if rank == 0:  # one that does not fit is a warning, and measuring begins
-        document = json.loads(path.read_text())
-        path.write_text(json.dumps({**document, "world_size": 5}))
+        document = json.loads(key.path.read_text())
+        key.path.write_text(json.dumps({**document, "world_size": 5}))
     dist.barrier()
     records = logged()
     ddp = DistributedDataParallel(layers(), bucket_cap_mb="auto")
@@ -194,29 +192,24 @@ def test_copies_plan_for_themselves(rank, dear_messages):
         assert len(twin.reducer.plan) == 1 and planning_of(twin) is None
 
 
-@pytest.mark.parametrize("steps_before", [0, PLANNING_STEPS - 2])
 @on_ranks(2)
-def test_join_ends_planning(rank, dear_messages, steps_before):
-    ddp = DistributedDataParallel(layers(), bucket_cap_mb="auto")
-    small_buckets(ddp)
-    steps(ddp, rank, steps_before)
-    with ddp.join():
-        steps(ddp, rank, PLANNING_STEPS + 2 + 3 * rank)
-    steps(ddp, rank, PLANNING_STEPS)
-    assert len(ddp.reducer.plan) == 8 and planning_of(ddp) is None
-    assert launches_before_the_last_gradient(ddp, rank)
-
-
-def hook(state, bucket):
-    work = dist.all_reduce(bucket.buffer(), async_op=True)
-    return work.get_future().then(lambda future: future.value()[0] / dist.get_world_size())
+def test_join_ends_planning(rank, dear_messages):
+    for steps_before in each([0, PLANNING_STEPS - 2]):
+        ddp = DistributedDataParallel(layers(), bucket_cap_mb="auto")
+        small_buckets(ddp)
+        steps(ddp, rank, steps_before)
+        with ddp.join():
+            steps(ddp, rank, PLANNING_STEPS + 2 + 3 * rank)
+        steps(ddp, rank, PLANNING_STEPS)
+        assert len(ddp.reducer.plan) == 8 and planning_of(ddp) is None
+        assert launches_before_the_last_gradient(ddp, rank)
 
 
 @on_ranks(2)
 def test_a_hook_keeps_its_buckets(rank, dear_messages):
     ddp = DistributedDataParallel(layers(), bucket_cap_mb="auto")
     small_buckets(ddp)
-    ddp.register_comm_hook(None, hook)
+    ddp.register_comm_hook(None, default_hooks.allreduce_hook)
     records = logged()
     steps(ddp, rank, PLANNING_STEPS + 1)
     assert len(ddp.reducer.plan) == 8 and planning_of(ddp) is None
@@ -225,11 +218,7 @@ def test_a_hook_keeps_its_buckets(rank, dear_messages):
 
 @on_ranks(2)
 def test_planning_that_fails_is_over(rank, monkeypatch):
-    def fail(*_):
-        raise RuntimeError("no luck")
-
-    monkeypatch.setattr(auto_plan, "measure_cost", fail)
-
+    monkeypatch.setattr(auto_plan, "measure_cost", mock.Mock(side_effect=RuntimeError("no luck")))
     ddp = DistributedDataParallel(layers(), bucket_cap_mb="auto")
     steps(ddp, rank, PLANNING_STEPS)
     with pytest.raises(RuntimeError, match="no luck"):
@@ -284,15 +273,14 @@ def test_bad_input(rank):
     assert buckets_of(ddp.reducer.plan) == before
 
 
-@pytest.mark.parametrize("transport", ["c10d", "shm"])
 @on_ranks(2)
-def test_calibration_is_short_and_agreed(rank, transport):
-    ddp = DistributedDataParallel(layers(), transport=transport)
-    begin_s = time.monotonic()
-    agreed = ddp.reducer.transport
-    cost = measure_cost(agreed, torch.device("cpu"), host_too=True)
-    assert time.monotonic() - begin_s < 5  # 0.6 on a quiet machine
-    assert _C.agree_on_memory(agreed, ddp.session.wait_limit) is agreed  # no rank has lost memory
-    assert cost.host_s_per_byte > 0
-    first, second = gathered(cost)
-    assert first == second
+def test_calibration_is_short_and_agreed(rank):
+    for transport in each(["c10d", "shm"]):
+        ddp = DistributedDataParallel(layers(), transport=transport)
+        begin_s = time.monotonic()
+        agreed = ddp.reducer.transport
+        cost = measure_cost(agreed, torch.device("cpu"), host_too=True)
+        assert time.monotonic() - begin_s < 5  # 0.6 on a quiet machine
+        assert _C.agree_on_memory(agreed, ddp.session.wait_limit) is agreed  # no rank has lost memory
+        assert cost.host_s_per_byte > 0
+        assert gathered(cost) == [cost] * 2

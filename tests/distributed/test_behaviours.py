@@ -1,19 +1,19 @@
-"""The class under test passes every named check."""
+"""The class under test passes every named check; so does the way of devices, where a whole bucket is packed at once."""
 
 import pytest
 
-from tests.behaviours import BEHAVIOURS
-from tests.harness import on_ranks
+from tests.behaviours import BEHAVIOURS, BEYOND_TORCH, results_of
+from tests.harness import class_under_test, is_own_class
+from tests.whole_buckets import LargeApart, WholeBuckets
+
+OWN_WAY = pytest.mark.beyond_torch("packs whole buckets in its own way")
 
 
-def _params() -> list:
-    return [
-        pytest.param(b, id=b.name, marks=[pytest.mark.beyond_torch(b.beyond_torch)] if b.beyond_torch else [])
-        for b in BEHAVIOURS.values()
-    ]
-
-
-@pytest.mark.parametrize("behaviour", _params())
-@on_ranks(2)
-def test_behaviour(rank, behaviour, ddp_class):
-    behaviour.check(ddp_class, rank)
+@pytest.mark.parametrize(
+    "kind", [class_under_test(), *(pytest.param(kind, marks=OWN_WAY) for kind in (WholeBuckets, LargeApart))]
+)
+def test_behaviours(kind, tmp_path):
+    names = [name for name in BEHAVIOURS if is_own_class() or name not in BEYOND_TORCH]
+    results = results_of(kind, names, tmp_path)
+    failed = "\n".join(f"{name}: {error}" for name, error in results.items() if error)
+    assert not failed and list(results) == names, failed

@@ -15,7 +15,6 @@ from torchddp.transport.message_cost import MessageLine, NoRoomError, measure_li
 MIB = 1024 * 1024
 CHEAP, DEAR = MessageLine(0.0, 1e-9), MessageLine(1.0, 1e-9)
 WIDTH = 256
-MODEL_BYTES = 12 * 4 * (WIDTH * WIDTH + WIDTH)  # 3 MiB
 
 
 def layers(count=12):
@@ -49,8 +48,8 @@ def test_all_ranks_have_the_same_sizes(rank):
     logged = ddp._get_ddp_logging_data()
     assert logged["bucket_caps_bytes"] == str(cap) and logged["bucket_cap_bytes"] == 25 * MIB
     gradients(ddp, rank)
-    ranks = gathered((cap, [bucket.nbytes for bucket in ddp.reducer.plan.buckets]))
-    assert all(rank == ranks[0] for rank in ranks)
+    sizes = (cap, [bucket.nbytes for bucket in ddp.reducer.plan.buckets])
+    assert gathered(sizes) == [sizes] * dist.get_world_size()
 
 
 @on_ranks(2, 3)
@@ -83,26 +82,26 @@ def test_dear_messages_make_fewer_buckets_with_the_same_sums(rank, monkeypatch):
     assert all(torch.equal(a, b) for a, b in zip(small, large, strict=True))
 
 
-@pytest.mark.parametrize(
-    ("count", "arguments", "caps"),
-    [
+@on_ranks(2)
+def test_what_does_not_depend_on_messages_is_not_measured(rank, monkeypatch):
+    calls = count_calls(monkeypatch)
+    for count, arguments, caps in (
         (3, {}, [MIB]),  # 0.75 MiB: one bucket, whatever it costs
         (12, {"bucket_cap_mb": 0.5}, [MIB // 2]),
         (12, {"bucket_cap_mb_list": [1, 2]}, [MIB, 2 * MIB]),
         (12, {"transport": "c10d"}, [MIB, 8 * MIB]),
-    ],
-)
-@on_ranks(2)
-def test_what_does_not_depend_on_messages_is_not_measured(rank, monkeypatch, count, arguments, caps):
-    calls = count_calls(monkeypatch)
-    ddp = DistributedDataParallel(layers(count), **{"transport": "shm", **arguments})
-    assert not calls and ddp.session.bucket_caps_bytes == caps
+    ):
+        ddp = DistributedDataParallel(layers(count), **{"transport": "shm", **arguments})
+        assert not calls and ddp.session.bucket_caps_bytes == caps, arguments
+
+
+def measure(transport):
+    return measure_line(transport, torch.device("cpu"), dist.default_pg_timeout, 0.001)
 
 
 @on_ranks(3)
-def test_the_line_is_rank_0s_and_memory_is_returned(rank):
-    transport = select.open_transport("shm", dist.group.WORLD)
-    line = measure_line(transport, torch.device("cpu"), torch.distributed.default_pg_timeout, 0.001)
+def test_the_line_is_rank_0s(rank):
+    line = measure(select.open_transport("shm", dist.group.WORLD))
     assert line.alpha_s > 0 or line.beta_s_per_byte > 0
     assert gathered(line) == [line] * 3
 
@@ -113,6 +112,6 @@ def test_without_room_on_one_rank_all_have_the_smallest_sizes(rank, monkeypatch)
     monkeypatch.setenv("TORCHDDP_SHM_LIMIT_MB", "32" if rank == 1 else "128")
     transport = select.open_transport("shm", dist.group.WORLD)
     with pytest.raises(NoRoomError, match="67108864 bytes"):
-        measure_line(transport, torch.device("cpu"), torch.distributed.default_pg_timeout, 0.001)
+        measure(transport)
     assert default_sizes(list(layers().parameters()), transport, dist.group.WORLD) == ([MIB], MIB // 4)
     assert not bucket_sizes._lines

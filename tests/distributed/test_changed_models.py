@@ -12,7 +12,7 @@ from torch.func import functional_call
 from torch.nn.utils import parametrizations, prune
 
 import torchddp
-from tests.harness import on_ranks
+from tests.harness import each, on_ranks
 from tests.models import Mlp, batch, loss_of, seeded
 
 pytestmark = pytest.mark.beyond_torch("goes on in silence")
@@ -39,33 +39,27 @@ def converted_and_back(model):
     model.float()
 
 
+def load(model):
+    model.load_state_dict(copied(model), assign=True)
+
+
+CONVERTED = "were converted to another dtype or device"
+REPLACED = "were replaced by other parameters"
 # By what is done: the dtype after it, and the words.
 CHANGES = {
     "converted": (
         lambda model: model.double(),
         torch.float64,
-        r"0\.weight \(torch\.float32 to torch\.float64\), .* were converted to another dtype or device",
+        rf"0\.weight \(torch\.float32 to torch\.float64\), .* {CONVERTED}",
     ),
     "converted_inside": (
         lambda model: model.module.bfloat16(),
         torch.bfloat16,
-        r"\(torch\.float32 to torch\.bfloat16\), .* were converted to another dtype or device",
+        rf"\(torch\.float32 to torch\.bfloat16\), .* {CONVERTED}",
     ),
-    "converted_and_back": (
-        converted_and_back,
-        torch.float32,
-        r"0\.weight, 0\.bias, .* were converted to another dtype or device",
-    ),
-    "loaded": (
-        lambda model: model.load_state_dict(copied(model), assign=True),
-        torch.float32,
-        r"0\.weight, 0\.bias, .* were replaced by other parameters \(load_state_dict with assign=True",
-    ),
-    "loaded_inside": (
-        lambda model: model.module.load_state_dict(copied(model.module), assign=True),
-        torch.float32,
-        r"were replaced by other parameters",
-    ),
+    "converted_and_back": (converted_and_back, torch.float32, rf"0\.weight, 0\.bias, .* {CONVERTED}"),
+    "loaded": (load, torch.float32, rf"0\.weight, 0\.bias, .* {REPLACED} \(load_state_dict with assign=True"),
+    "loaded_inside": (lambda model: load(model.module), torch.float32, REPLACED),
 }
 
 
@@ -73,8 +67,8 @@ CHANGES = {
 @on_ranks(2)
 def test_lost_parameters_are_named_once(rank, name):
     change, dtype, words = CHANGES[name]
-    cases = [(o, n) for o in ({}, {"find_unused_parameters": True}) for n in (0, OLD_STEPS)]
-    for options, old_steps in [*cases, *([({"static_graph": True}, OLD_STEPS)] if name == "loaded_inside" else [])]:
+    cases = list(each([{}, {"find_unused_parameters": True}], [0, OLD_STEPS]))
+    for options, old_steps in cases + [({"static_graph": True}, OLD_STEPS)] * (name == "loaded_inside"):
         model = torchddp.DDP(net(), **options)
         train(model, old_steps)
         change(model)
@@ -90,7 +84,7 @@ def test_lost_parameters_are_named_once(rank, name):
 @on_ranks(2)
 def test_one_layer_is_named_by_itself(rank):
     model = torchddp.DDP(seeded(Mlp), find_unused_parameters=True)
-    model.module.last.load_state_dict(copied(model.module.last), assign=True)
+    load(model.module.last)
     with pytest.warns(UserWarning, match=r": last\.weight was replaced by other parameters"):
         loss_of(model(batch(rank))).backward()
 
@@ -147,32 +141,33 @@ def in_evaluation(model):
     model.train()
 
 
-def nothing(model):
-    train(model)
+def loaded_in_place(model):
+    model.load_state_dict(copied(model))
 
 
-SILENT = {
-    use.__name__: use
-    for use in (
-        nothing, without_backward, two_forwards_a_backward, with_other_tensors, frozen_for_a_while, new_data,
-        under_no_sync, as_a_copy, in_evaluation,
-    )
-} | {
-    "loaded_in_place": lambda model: model.load_state_dict(copied(model)),
-    "moved_to_the_same": lambda model: model.float().to("cpu"),
-    "pruned": lambda model: prune.l1_unstructured(model.module[0], "weight", 0.5),
-}  # fmt: skip
+def moved_to_the_same(model):
+    model.float().to("cpu")
 
 
-@pytest.mark.parametrize("use", SILENT)
+def pruned(model):
+    prune.l1_unstructured(model.module[0], "weight", 0.5)
+
+
+SILENT = (
+    train, without_backward, two_forwards_a_backward, with_other_tensors, frozen_for_a_while, new_data, under_no_sync,
+    as_a_copy, in_evaluation, loaded_in_place, moved_to_the_same, pruned,
+)  # fmt: skip
+
+
 @on_ranks(2)
-def test_no_word_where_nothing_is_lost(rank, use):
-    model = torchddp.DDP(net())
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
-        warnings.simplefilter("ignore", torchddp.UsageWarning)  # tests/distributed/test_traps.py
-        SILENT[use](model)
-        train(model, 10)
+def test_no_word_where_nothing_is_lost(rank):
+    for use in each(SILENT):
+        model = torchddp.DDP(net())
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)
+            warnings.simplefilter("ignore", torchddp.UsageWarning)  # tests/distributed/test_traps.py
+            use(model)
+            train(model, 10)
 
 
 @on_ranks(2)

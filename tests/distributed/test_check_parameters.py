@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 import torchddp
-from tests.harness import gathered, on_ranks
+from tests.harness import each, gathered, on_ranks
 from tests.models import Mlp, NormNet, batch, loss_of, seeded
 from tests.sharded import batch_of, small_net
 from tests.sharded import loss_of as sharded_loss
@@ -63,7 +63,6 @@ def test_one_bit_on_one_rank_is_named_on_all(rank, world_size, transport):
 @on_ranks(1)
 def test_one_rank_has_nobody_to_differ_from(rank):
     ddp = torchddp.DistributedDataParallel(seeded(Mlp), check_parameters_every=2)
-    flip(ddp.module.middle.bias)
     train(ddp, 4, rank)
     torchddp.check_parameters(ddp)
 
@@ -82,19 +81,16 @@ def test_what_counts_and_what_does_not(rank):
     dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64)
     ddp = model_of(*(torch.arange(6.0).to(dtype).view(2, 3) for dtype in dtypes), torch.empty(0), torch.zeros(()))
     torchddp.check_parameters(ddp)
-    if rank == 1:
-        ddp.module.mean += 1  # a buffer
+    ddp.module.mean += rank  # a buffer
     torchddp.check_parameters(ddp)
     for index, dtype in enumerate(dtypes):
         parameter = getattr(ddp.module, f"p{index}")
         real = torch.view_as_real(parameter.data) if parameter.is_complex() else parameter.data
-        if rank == 1:
-            real.view(-1)[3] += 0.5
+        real.view(-1)[3] += 0.5 * rank
         error = caught(lambda: torchddp.check_parameters(ddp))
         assert (error.parameter, error.ranks, error.num_parameters) == (f"p{index}", (1,), 1)
         assert error.max_difference == 0.5 and f"{dtype} [2, 3]" in str(error)
-        if rank == 1:
-            real.view(-1)[3] -= 0.5
+        real.view(-1)[3] -= 0.5 * rank
     with torch.no_grad():
         ddp.module.frozen[1] = 1 + rank
         assert caught(lambda: torchddp.check_parameters(ddp)).parameter == "frozen"
@@ -110,24 +106,24 @@ def test_what_counts_and_what_does_not(rank):
         assert caught(lambda: torchddp.check_parameters(ddp)).max_difference == 0.0
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
 @on_ranks(3)
-def test_ranks_that_differ_in_different_parameters(rank, transport):
-    ddp = torchddp.DistributedDataParallel(seeded(Mlp), transport=transport)
-    if rank == 0:
-        flip(ddp.module.last.weight)
-    if rank == 2:
-        flip(ddp.module.first.bias)
-    error = caught(lambda: torchddp.check_parameters(ddp))
-    assert (error.parameter, error.ranks, error.num_parameters) == ("first.bias", (2,), 2)
-    if rank == 2:
-        flip(ddp.module.first.bias)
-    error = caught(lambda: torchddp.check_parameters(ddp))
-    assert (error.parameter, error.ranks, error.num_parameters) == ("last.weight", (0,), 1)
-    if rank == 1:
-        ddp.module.register_parameter("more", torch.nn.Parameter(torch.ones(1)))
-    error = caught(lambda: torchddp.check_parameters(ddp))
-    assert error.ranks == (1,) and "rank 0: 5, rank 1: 6, rank 2: 5" in str(error)
+def test_ranks_that_differ_in_different_parameters(rank):
+    for transport in each(TRANSPORTS):
+        ddp = torchddp.DistributedDataParallel(seeded(Mlp), transport=transport)
+        if rank == 0:
+            flip(ddp.module.last.weight)
+        if rank == 2:
+            flip(ddp.module.first.bias)
+        error = caught(lambda ddp=ddp: torchddp.check_parameters(ddp))
+        assert (error.parameter, error.ranks, error.num_parameters) == ("first.bias", (2,), 2)
+        if rank == 2:
+            flip(ddp.module.first.bias)
+        error = caught(lambda ddp=ddp: torchddp.check_parameters(ddp))
+        assert (error.parameter, error.ranks, error.num_parameters) == ("last.weight", (0,), 1)
+        if rank == 1:
+            ddp.module.register_parameter("more", torch.nn.Parameter(torch.ones(1)))
+        error = caught(lambda ddp=ddp: torchddp.check_parameters(ddp))
+        assert error.ranks == (1,) and "rank 0: 5, rank 1: 6, rank 2: 5" in str(error)
 
 
 @on_ranks(2)

@@ -5,7 +5,6 @@ import pickle
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import torchddp
 from tests.comm_hooks import (
@@ -21,6 +20,7 @@ from tests.comm_hooks import (
     step_of,
 )
 from tests.harness import each, on_ranks
+from tests.models import grads_of
 from torchddp.comm_hooks import (
     BF16,
     FP16,
@@ -99,10 +99,11 @@ def test_bytes_on_the_wire(rank, world_size):
         hook = TopK(k=k)
         model = hooked(hook, bucket_cap_mb=100)
         step_of(model, given(rank, 0))
-        assert hook.traffic.wire_bytes == 8 * k * (world_size - 1) * len(model.reducer.plan)
+        sent = 8 * k * (world_size - 1) * len(model.reducer.plan)
+        assert hook.traffic.wire_bytes == sent
         with model.no_sync():
             model(given(rank, 1)).backward()
-        assert hook.traffic.wire_bytes == 8 * k * (world_size - 1) * len(model.reducer.plan)
+        assert hook.traffic.wire_bytes == sent
 
 
 @pytest.mark.parametrize(("hosts", "auto"), [("aabb", (2, 2)), ("aaab", (4, 1)), ("abcd", (4, 1)), ("aaaa", (4, 1))])
@@ -154,6 +155,10 @@ def test_resume_is_exact_also_into_other_buckets(rank, hosts):
             assert_nothing_gets_lost(third, third_hook, range(4, 5))
 
 
+def assert_finite(values):
+    assert [name for name, value in values.items() if not torch.isfinite(value).all()] == []
+
+
 @pytest.mark.rest_is_thorough("2")
 @on_ranks(pytest.param(2, marks=SLOW), 3)
 def test_a_bad_number_is_seen_everywhere_and_gone_in_the_next_step(rank):
@@ -164,20 +169,18 @@ def test_a_bad_number_is_seen_everywhere_and_gone_in_the_next_step(rank):
             gradients["long"][7] = float("inf")
         return gradients
 
-    for make in COMPRESSORS:
+    for make in each(COMPRESSORS):
         hook = make()
         model = hooked(hook)
         for step in range(4):
             averages = step_of(model, spoilt(rank, step))
             if step == 1:
-                assert not torch.isfinite(averages["embed"]).all(), hook
-                assert not torch.isfinite(averages["long"]).all(), hook
+                assert not torch.isfinite(averages["embed"]).all()
+                assert not torch.isfinite(averages["long"]).all()
             else:
-                for name, value in averages.items():
-                    assert torch.isfinite(value).all(), (hook, step, name)
-        held = hook.state_dict()
+                assert_finite(averages)
         for kind in ("residual", "server_residual", "factors"):
-            assert all(torch.isfinite(value).all() for value in held.get(kind, {}).values())
+            assert_finite(hook.state_dict().get(kind, {}))
 
 
 @on_ranks(pytest.param(2, marks=SLOW), 3)
@@ -197,34 +200,29 @@ def test_accumulation_and_unused_parameters(rank):
             assert hook.state_dict()["step"] == step
             model(some(rank, step)).backward()
             assert model.module.wide.grad is None
-        one_of_two = model.module.embed.grad.double()
-        exact = sum(given(r, s)["embed"].double() for r in range(dist.get_world_size()) for s in (2, 12))
-        exact = exact / dist.get_world_size()
         if not isinstance(hook, PowerSGD):
-            assert (one_of_two - exact).norm() < 0.4 * exact.norm()
+            exact = average(2)["embed"] + average(12)["embed"]
+            assert (model.module.embed.grad - exact).norm() < 0.4 * exact.norm()
 
 
 @on_ranks(2)
 def test_options_of_the_model(rank):
-    for options in ({"static_graph": True}, {"gradient_as_bucket_view": False}):
-        for transport in ("shm", "c10d"):
-            model = hooked(Int8(), transport=transport, **options)
-            for step in range(3):
-                assert_near(step_of(model, given(rank, step)), average(step), 3e-2, f"{options}, {transport}")
+    for options, transport in each([{"static_graph": True}, {"gradient_as_bucket_view": False}], ["shm", "c10d"]):
+        model = hooked(Int8(), transport=transport, **options)
+        for step in range(3):
+            assert_near(step_of(model, given(rank, step)), average(step), 3e-2)
 
 
 @on_ranks(2)
 def test_ranks_that_run_out_of_inputs(rank):
-    hook = Int8()
-    model = hooked(hook)
+    model = hooked(Int8())
     with model.join():
         for step in range(3 + 2 * rank):
             model.zero_grad()
             model(given(rank, step)).backward()
             if step >= 3:  # rank 0 has gone: zeros from it
                 wanted = {name: value.double() / 2 for name, value in given(1, step).items()}
-                grads = {name: p.grad.double() for name, p in model.module.named_parameters()}
-                assert_near(grads, wanted, 5e-2)
+                assert_near(grads_of(model), wanted, 5e-2)
 
 
 @on_ranks(3)
@@ -244,7 +242,7 @@ def test_16_bit_gradients(rank):
         model = hooked(make(), Given(dtype))
         gradients = {name: value.to(dtype) for name, value in given(rank, 0).items()}
         averages = step_of(model, gradients)
-        assert all(torch.isfinite(value).all() for value in averages.values())
+        assert_finite(averages)
         assert averages["embed"].norm() > 0
         assert model.module.embed.grad.dtype == dtype
         if make in (BF16, Int8):
@@ -253,31 +251,17 @@ def test_16_bit_gradients(rank):
 
 @on_ranks(2)
 def test_rules_choose_by_name_kind_and_order(rank):
-    class Block(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.embed = torch.nn.Embedding(20, 8)
-            self.linear = torch.nn.Linear(8, 8)
-            self.norm = torch.nn.LayerNorm(8)
-            self.head = torch.nn.Linear(8, 8)
-
-        def forward(self, tokens):
-            return self.head(self.norm(self.linear(self.embed(tokens))))
-
+    block = torch.nn.Sequential()
+    block.embed, block.linear = torch.nn.Embedding(20, 8), torch.nn.Linear(8, 8)
+    block.norm, block.head = torch.nn.LayerNorm(8), torch.nn.Linear(8, 8)
     default, heads, embeddings = Int8(), Sign(), TopK()
     rules = [("norms", None), ("head.*", heads), ("biases", None), (torch.nn.Embedding, embeddings)]
     hook = PerParameter(default, [*rules, (lambda name, parameter: parameter.dim() == 1, heads)])
-    model = hooked(hook, Block())
+    model = hooked(hook, block)
     chosen = {name: type(used).__name__ for name, used in hook._hook_of.items()}
-    assert chosen == {
-        "embed.weight": "TopK",
-        "linear.weight": "Int8",
-        "linear.bias": "NoneType",
-        "norm.weight": "NoneType",
-        "norm.bias": "NoneType",
-        "head.weight": "Sign",
-        "head.bias": "Sign",
-    }
+    plain = dict.fromkeys(("linear.bias", "norm.weight", "norm.bias"), "NoneType")
+    compressed = {"embed.weight": "TopK", "linear.weight": "Int8", "head.weight": "Sign", "head.bias": "Sign"}
+    assert chosen == plain | compressed
     reference = torchddp.DistributedDataParallel(copy.deepcopy(model.module))
     for step in range(2):
         tokens = torch.randint(20, (6,), generator=torch.Generator().manual_seed(10 * step + rank))
@@ -300,9 +284,8 @@ def test_two_models_in_one_backward(rank):
         for model in models:
             model.zero_grad()
         sum(model(given(rank, step)) for model in models).backward()
-        first = {name: p.grad.double() for name, p in models[0].module.named_parameters()}
-        assert_near(first, average(step), 3e-2)
-        assert all(torch.isfinite(p.grad).all() for p in models[1].parameters())
+        assert_near(grads_of(models[0]), average(step), 3e-2)
+        assert_finite(grads_of(models[1]))
 
 
 @on_ranks(2)

@@ -13,7 +13,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from tests.comm_hooks import SHAPES, Given, assert_near, average, given, hooked, step_of
-from tests.harness import on_ranks, stay
+from tests.harness import assert_each_raises, on_ranks, stay
+from tests.unit.helpers import wait_until
 from torchddp import comm_hooks
 from torchddp.comm_hooks import FP16, Cast, CastAround, Int8, PerParameter, PowerSGD, TopK, resolve
 from torchddp.transport.worker import Worker
@@ -21,20 +22,14 @@ from torchddp.transport.worker import Worker
 pytestmark = pytest.mark.beyond_torch("hooks of its own")
 
 
-class Sparse(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.words = nn.Embedding(10, 4, sparse=True)
-
-
 @on_ranks(2)
 def test_models_that_hooks_do_not_take(rank):
-    hook = Int8()
+    hook, sparse = Int8(), nn.ModuleDict({"words": nn.Embedding(10, 4, sparse=True)})
     hooked(hook)
     for used, module, error, match in (
         (Int8(), Given(torch.float64), TypeError, "'embed' is torch.float64"),
         (Int8(), Given(torch.complex64), TypeError, "'embed' is torch.complex64"),
-        (TopK(), Sparse(), RuntimeError, "embedding 'words' has sparse=True"),
+        (TopK(), sparse, RuntimeError, "embedding 'words' has sparse=True"),
         (PowerSGD(26), Given(), ValueError, r"'wide' of shape \(24, 3, 9\) is a matrix of 24 x 27.*at most 24"),
         (PerParameter(Int8(), [("nothing.*", None)]), Given(), ValueError, "fits no parameter.*embed"),
         (hook, Given(), RuntimeError, "Int8 hook belongs to another model"),
@@ -45,7 +40,7 @@ def test_models_that_hooks_do_not_take(rank):
 
 
 def test_arguments():
-    for make, error, match in [
+    assert_each_raises(
         (lambda: PowerSGD(0), ValueError, "rank must be 1 or more, got 0"),
         (lambda: PowerSGD(start_step=-1), ValueError, "start_step must not be negative"),
         (lambda: TopK(ratio=0), ValueError, "ratio must be above 0"),
@@ -53,15 +48,13 @@ def test_arguments():
         (lambda: TopK(k=0), ValueError, "k must be 1 or more"),
         (lambda: Cast("int8"), ValueError, "'fp16' or 'bf16', got 'int8'"),
         (lambda: CastAround(Int8(), torch.float32), ValueError, "float16 or torch.bfloat16"),
-        (lambda: resolve("int3"), ValueError, "'fp16', .*'sign' or a hook, got 'int3'"),
+        (lambda: resolve("int3"), ValueError, "'sign' or a hook, got 'int3'"),
         (lambda: CastAround(print), TypeError, "CastAround takes a hook"),
         (lambda: PerParameter(print, []), TypeError, "PerParameter takes hooks"),
         (lambda: PerParameter(None, [(3, None)]), TypeError, "a rule is a glob"),
-        (lambda: resolve(Int8), TypeError, r"write Int8\(\)"),
+        (lambda: resolve(Int8), TypeError, "write Int8()"),
         (lambda: resolve(3), TypeError, "got 3"),
-    ]:
-        with pytest.raises(error, match=match):
-            make()
+    )
 
 
 def test_resolve():
@@ -170,10 +163,7 @@ def test_worker_keeps_the_order_and_ends():
         futures[7].wait()
     assert done == list(range(6)) and "order of jobs" in names()
     del worker
-    deadline = time.monotonic() + 10
-    while "order of jobs" in names():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    assert wait_until(lambda: "order of jobs" not in names())
 
 
 def test_worker_in_the_child_of_a_fork():
@@ -189,14 +179,3 @@ def test_worker_in_the_child_of_a_fork():
     assert child.exitcode == 1  # True
     worker.close()
     assert answer() == 3.0
-
-
-@on_ranks(3)
-def test_a_group_of_some_ranks(rank):
-    pair = dist.new_group([0, 2])
-    if rank == 1:
-        return
-    model = hooked(Int8(), process_group=pair)
-    model(given(rank, 0)).backward()
-    wanted = (given(0, 0)["embed"] + given(2, 0)["embed"]) / 2
-    assert (model.module.embed.grad - wanted).norm() < 0.02 * wanted.norm()

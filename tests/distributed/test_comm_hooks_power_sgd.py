@@ -43,10 +43,6 @@ def test_matrices_of_that_rank_are_sent_exactly(rank, hosts):
         assert_near(step_of(model, low_rank(rank, 0)), average(0, low_rank), 2e-2)
 
 
-def worth(hook, rows, columns):
-    return (rows + columns) * hook.rank * hook.min_compression_rate < rows * columns
-
-
 @on_ranks(2)
 def test_bytes(rank):
     exact, cast = PowerSGD(2), CastAround(PowerSGD(2))
@@ -74,7 +70,6 @@ def test_repeated_gradients_arrive_in_the_end(rank):
 @on_ranks(2)
 def test_as_good_as_torchs(rank):
     """Power iterations on one gradient, no error feedback: both come near the best approximation there is."""
-
     ours, theirs = hooked(PowerSGD(3, error_feedback=False)), TorchDDP(Given())
     state = torch_power_sgd.PowerSGDState(
         None, matrix_approximation_rank=3, start_powerSGD_iter=2, use_error_feedback=False, min_compression_rate=2
@@ -84,8 +79,6 @@ def test_as_good_as_torchs(rank):
         mine, other = step_of(ours, given(rank, 0)), step_of(theirs, given(rank, 0))
     for name in MATRICES:
         exact = average(0)[name].flatten(1)
-        if not worth(PowerSGD(3), *exact.shape):
-            continue
         best = torch.linalg.svdvals(exact)[3:].square().sum().sqrt()
         for value in (mine, other):
             assert best * 0.999 <= (value[name].flatten(1) - exact).norm() <= best * 1.03, name
@@ -121,23 +114,19 @@ def test_orthonormal_columns_of_anything():
         torch.testing.assert_close(projected, scaled, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("make", "dtype", "torch_hook"),
-    [
+@on_ranks(2)
+def test_casts_are_torchs_within_a_rounding(rank):
+    for make, dtype, torch_hook in (
         (FP16, torch.float16, default_hooks.fp16_compress_hook),
         (BF16, torch.bfloat16, cast_around_torch(default_hooks.allreduce_hook, torch.bfloat16)),
         (FP16, torch.float16, cast_around_torch(default_hooks.allreduce_hook)),
-    ],
-    ids=["fp16", "bf16", "fp16 wrapper"],
-)
-@on_ranks(2)
-def test_casts_are_torchs_within_a_rounding(rank, make, dtype, torch_hook):
-    ours, theirs = hooked(make()), TorchDDP(Given())
-    theirs.register_comm_hook(None, torch_hook)
-    for step in range(2):
-        mine, other = step_of(ours, given(rank, step)), step_of(theirs, given(rank, step))
-        for name, value in mine.items():
-            first, second = ((given(r, step)[name] / 2).to(dtype).float() for r in range(2))
-            assert torch.equal(value, (first + second).double()), name  # summed in fp32
-            allowed = 2 * torch.finfo(dtype).eps * (first.abs() + second.abs()) + 1e-7
-            assert ((value - other[name]).abs() <= allowed).all(), name
+    ):
+        ours, theirs = hooked(make()), TorchDDP(Given())
+        theirs.register_comm_hook(None, torch_hook)
+        for step in range(2):
+            mine, other = step_of(ours, given(rank, step)), step_of(theirs, given(rank, step))
+            for name, value in mine.items():
+                first, second = ((given(r, step)[name] / 2).to(dtype).float() for r in range(2))
+                assert torch.equal(value, (first + second).double()), (torch_hook, name)  # summed in fp32
+                allowed = 2 * torch.finfo(dtype).eps * (first.abs() + second.abs()) + 1e-7
+                assert ((value - other[name]).abs() <= allowed).all(), (torch_hook, name)

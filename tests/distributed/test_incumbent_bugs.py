@@ -3,7 +3,6 @@
 import contextlib
 import subprocess
 import sys
-import textwrap
 import warnings
 from pathlib import Path
 
@@ -13,7 +12,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from tests.harness import gathered, is_own_class, on_ranks
+from tests.behaviours_options import assert_rounded
+from tests.harness import each, gathered, is_own_class, on_ranks
 from tests.models import (
     Branches,
     Mlp,
@@ -36,28 +36,27 @@ MIB = 1024 * 1024
 # --- static_graph with accumulation crashed, or silently stopped all-reducing (pytorch 187732, accelerate 3679)
 
 # True: within no_sync. Each list is a training run of micro-batches; gradients are zeroed after each synchronised one.
-SCHEDULES = {
-    "no_sync_first": [True, False, True, False, True, False],
-    "no_sync_later": [False, False, True, False, True, False],
-    "no_sync_in_between": [False, True, False, False, True, True, False],
-    "long_accumulation_first": [True, True, True, False, False, True, True, False],
-}
+SCHEDULES = [
+    [True, False, True, False, True, False],
+    [False, False, True, False, True, False],
+    [False, True, False, False, True, True, False],
+    [True, True, True, False, False, True, True, False],
+]
 
 
 @pytest.mark.beyond_torch("miscounts a static graph with accumulation")
-@pytest.mark.parametrize("schedule", SCHEDULES)
 @on_ranks(2)
-def test_static_graph_with_accumulation(rank, ddp_class, schedule):
-    for set_to_none in (True, False):
+def test_static_graph_with_accumulation(rank, ddp_class):
+    for schedule, set_to_none in each(SCHEDULES, (True, False)):
         ddp = ddp_class(seeded(Mlp), static_graph=True, bucket_cap_mb=0.001)
         pending: list[int] = []
-        for step, local in enumerate(SCHEDULES[schedule]):
+        for step, local in enumerate(schedule):
             pending.append(step)
             with ddp.no_sync() if local else contextlib.nullcontext():
                 step_on(ddp, rank, step)
             if not local:
                 want = expected_grads(seeded(Mlp), lambda m, r, steps=tuple(pending): [step_on(m, r, s) for s in steps])
-                assert_grads(grads_of(ddp), want, what=f"set_to_none={set_to_none}, step {step}:")
+                assert_grads(grads_of(ddp), want, what=f"step {step}:")
                 ddp.zero_grad(set_to_none=set_to_none)
                 pending.clear()
 
@@ -77,21 +76,14 @@ def test_static_graph_with_an_output_that_the_loss_leaves_out(rank, ddp_class):
 
 @on_ranks(2)
 def test_two_forwards_before_one_backward_with_batch_norm(rank, ddp_class):
+    """In eval the running statistics themselves are saved for backward."""
+
     def run(model, rank, step):
         outputs = [model(batch(rank, 2 * step + i, 4, 3, 6, 6)) for i in range(2)]
         loss_of(outputs).backward()
 
-    assert_steps(ddp_class(seeded(NormNet)), rank, range(3), run)
-
-
-@pytest.mark.parametrize("mode", ["train", "eval"])
-@on_ranks(2)
-def test_buffer_broadcast_between_forward_and_backward(rank, ddp_class, mode):
-    """In eval the running statistics themselves are saved for backward."""
-    ddp = ddp_class(seeded(NormNet).train(mode == "train"))
-    first = ddp(batch(rank, 0, 4, 3, 6, 6))
-    ddp(batch(rank, 1, 4, 3, 6, 6))
-    loss_of(first).backward()
+    for train in each((True, False)):
+        assert_steps(ddp_class(seeded(NormNet).train(train)), rank, range(3), run)
 
 
 # --- 'finished reduction' though the user did nothing wrong, and without the parameters' names (pytorch 43259)
@@ -127,60 +119,52 @@ def _evaluation_with_gradients(ddp, rank):
     step_on(ddp, rank)
 
 
-@pytest.mark.parametrize("event", [_forwards_without_backward, _error_in_the_loss, _evaluation_with_gradients])
 @on_ranks(2)
-def test_no_alarm_where_nothing_is_wrong(rank, ddp_class, event):
-    for options in ({}, {"find_unused_parameters": True}):
-        for steps_before in (0, 1, 3):
-            ddp = ddp_class(seeded(Mlp), **options)
-            for step in range(steps_before):
-                step_on(ddp, rank, step)
-            event(ddp, rank)
-            assert_steps(ddp, rank, (7, 8))
+def test_no_alarm_where_nothing_is_wrong(rank, ddp_class):
+    events = (_forwards_without_backward, _error_in_the_loss, _evaluation_with_gradients)
+    for event, options, steps_before in each(events, ({}, {"find_unused_parameters": True}), (0, 1, 3)):
+        ddp = ddp_class(seeded(Mlp), **options)
+        for step in range(steps_before):
+            step_on(ddp, rank, step)
+        event(ddp, rank)
+        assert_steps(ddp, rank, (7, 8))
 
 
 @pytest.mark.beyond_torch("blames unused parameters only")
-@pytest.mark.parametrize("steps_before", [0, 2])
 @on_ranks(2)
-def test_exception_within_backward_is_told_for_what_it_is(rank, ddp_class, steps_before):
+def test_exception_within_backward_is_told_for_what_it_is(rank, ddp_class):
     """The user's own error comes out of backward, the next forward tells that it was cut short, a new wrapper works."""
 
     def fail(grad):
         raise ZeroDivisionError("the user's own")
 
-    class Failing(Mlp):
-        fails = False
-
-        def forward(self, x):
-            x = self.first(x)
-            if self.fails:
-                x.register_hook(fail)
-            return self.last(torch.tanh(self.middle(torch.tanh(x))))
-
-    ddp = ddp_class(seeded(Failing), bucket_cap_mb=0.001)
-    for step in range(steps_before):
-        step_on(ddp, rank, step)
-    ddp.module.fails = True
-    with pytest.raises(ZeroDivisionError, match="the user's own"):
-        step_on(ddp, rank, 5)
-    ddp.module.fails = False
-    with pytest.raises(RuntimeError, match="backward ended with an exception"):
-        ddp(batch(rank, 6))
-    assert_steps(ddp_class(seeded(Mlp)), rank, (7, 8))
+    for steps_before in each((0, 2)):
+        ddp = ddp_class(seeded(Mlp), bucket_cap_mb=0.001)
+        for step in range(steps_before):
+            step_on(ddp, rank, step)
+        hook = ddp.module.first.register_forward_hook(lambda layer, x, output: output.register_hook(fail) and None)
+        with pytest.raises(ZeroDivisionError, match="the user's own"):
+            step_on(ddp, rank, 5)
+        hook.remove()
+        with pytest.raises(RuntimeError, match="backward ended with an exception"):
+            ddp(batch(rank, 6))
+        assert_steps(ddp_class(seeded(Mlp)), rank, (7, 8))
 
 
 # --- with find_unused_parameters buckets were never rebuilt
 
 
-class Reversed(Mlp):
-    """Used in the opposite of the order in which the layers are registered."""
+class InOrder(nn.ModuleList):
+    """Layers that are used in the order given."""
 
-    def __init__(self):
-        super().__init__()
-        self.first, self.middle, self.last = (nn.Linear(8, 8, dtype=torch.float64) for _ in range(3))
+    def forward(self, x, order):
+        for index in order:
+            x = torch.tanh(self[index](x))
+        return x
 
-    def forward(self, x):
-        return self.first(torch.tanh(self.middle(torch.tanh(self.last(x)))))
+
+def layers(count):
+    return seeded(lambda: InOrder(nn.Linear(8, 8, dtype=torch.float64) for _ in range(count)))
 
 
 @pytest.mark.beyond_torch("never rebuilds buckets with find_unused_parameters")
@@ -192,47 +176,32 @@ def test_buckets_are_rebuilt_with_find_unused_parameters(rank, ddp_class):
         orders[-1] += [names[id(p)] for p in bucket.parameters()]
         return default_hooks.allreduce_hook(None, bucket)
 
-    ddp = ddp_class(seeded(Reversed), find_unused_parameters=True, bucket_cap_mb=0.0001)
+    ddp = ddp_class(layers(3), find_unused_parameters=True, bucket_cap_mb=0.0001)
     names = {id(p): name for name, p in ddp.module.named_parameters()}
     ddp.register_comm_hook(None, note)
     for step in range(3):
         orders.append([])
-        step_on(ddp, rank, step)
+        loss_of(ddp(batch(rank, step), (2, 1, 0))).backward()
     assert gathered(orders) == [orders] * 2
-    assert orders[0][0].startswith("last"), "registration order, reversed, at first"
-    assert orders[2][0].startswith("first"), f"ready order after a step, got {orders[2]}"
+    assert orders[0][0].startswith("2"), "registration order, reversed, at first"
+    assert orders[2][0].startswith("0"), f"ready order after a step, got {orders[2]}"
 
 
 @on_ranks(3)
 def test_rebuild_is_agreed_between_ranks_that_see_another_order(rank, ddp_class):
     """Ranks may use layers in another order: all must still send the same buckets."""
 
-    class Crossed(Mlp):
-        def __init__(self):
-            super().__init__()
-            self.first, self.middle, self.other, self.last = (nn.Linear(8, 8, dtype=torch.float64) for _ in range(4))
+    def run(model, rank, step):
+        loss_of(model(batch(rank, step), (0, 1, 2, 3) if rank % 2 else (0, 2, 1, 3))).backward()
 
-        def forward(self, x, swap):
-            a, b = (self.middle, self.other) if swap else (self.other, self.middle)
-            return self.last(torch.tanh(b(torch.tanh(a(torch.tanh(self.first(x)))))))
-
-    ddp = ddp_class(seeded(Crossed), bucket_cap_mb=0.0001)
-    assert_steps(ddp, rank, range(4), lambda m, r, step: loss_of(m(batch(r, step), r % 2 == 0)).backward())
+    assert_steps(ddp_class(layers(4), bucket_cap_mb=0.0001), rank, range(4), run)
 
 
 # --- bucket_cap_mb given explicitly differs from the default although it names the default's value
 
 
-@pytest.mark.parametrize(
-    ("options", "wanted"),
-    [
-        pytest.param({}, [1 * MIB, 2 * MIB], id="default: a first bucket of 1 MiB, the rest after it"),
-        pytest.param({"bucket_cap_mb": 25}, [3 * MIB], id="25 given: it holds for the first bucket too"),
-        pytest.param({"bucket_cap_mb": 2}, [2 * MIB, 1 * MIB], id="2 given: it holds for the first bucket too"),
-    ],
-)
 @on_ranks(2)
-def test_bucket_cap_means_what_is_documented(rank, ddp_class, options, wanted):
+def test_bucket_cap_means_what_is_documented(rank, ddp_class):
     """For 12 layers of a quarter MiB, in the third step: torch sends a single bucket in the first."""
     sizes = []
 
@@ -240,20 +209,19 @@ def test_bucket_cap_means_what_is_documented(rank, ddp_class, options, wanted):
         sizes.append(bucket.buffer().nbytes)
         return default_hooks.allreduce_hook(None, bucket)
 
-    if is_own_class():
-        options = {"transport": "c10d", **options}  # over shared memory the default is 1 MiB throughout
-    ddp = ddp_class(nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(12))), **options)
-    ddp.register_comm_hook(None, note)
-    for _ in range(3):
-        sizes.clear()
-        ddp(torch.ones(1, 256)).sum().backward()
-    assert sizes == wanted
-
-
-@pytest.mark.beyond_torch("does not say it")
-def test_bucket_cap_is_documented(ddp_class):
-    text = " ".join(ddp_class.__doc__.split())
-    assert "bucket_cap_mb" in text and "first bucket" in text
+    for options, wanted in (
+        ({}, [1 * MIB, 2 * MIB]),  # a first bucket of 1 MiB
+        ({"bucket_cap_mb": 25}, [3 * MIB]),  # if given, it holds for the first bucket too
+        ({"bucket_cap_mb": 2}, [2 * MIB, 1 * MIB]),
+    ):
+        if is_own_class():
+            options["transport"] = "c10d"  # over shared memory the default is 1 MiB throughout
+        ddp = ddp_class(nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(12))), **options)
+        ddp.register_comm_hook(None, note)
+        for _ in range(3):
+            sizes.clear()
+            ddp(torch.ones(1, 256)).sum().backward()
+        assert sizes == wanted, options
 
 
 # --- gradients made with create_graph are not synchronised, and nothing said so (pytorch 63812)
@@ -301,69 +269,42 @@ def test_fused_optimizer_with_no_sync(rank, ddp_class):
 @pytest.mark.beyond_torch("refuses bf16 hooks without CUDA")
 @on_ranks(2)
 def test_bf16_compress_hook_works_on_cpu(rank, ddp_class):
-    def run(model, rank):
-        loss_of(model(batch(rank, 0, 5, 8, dtype=torch.float32))).backward()
-
-    want = expected_grads(seeded(lambda: Mlp(dtype=torch.float32)), run)
-    for hook in (
-        default_hooks.bf16_compress_hook,
-        default_hooks.bf16_compress_wrapper(default_hooks.allreduce_hook),
-    ):
-        ddp = ddp_class(seeded(lambda: Mlp(dtype=torch.float32)))
-        ddp.register_comm_hook(None, hook)
-        run(ddp, rank)
-        for name, grad in grads_of(ddp).items():
-            assert torch.equal(grad.bfloat16().float(), grad), f"'{name}' was not cast"
-            torch.testing.assert_close(grad, want[name], rtol=2e-2, atol=2e-1)
+    wrapped = default_hooks.bf16_compress_wrapper(default_hooks.allreduce_hook)
+    for hook in (default_hooks.bf16_compress_hook, wrapped):
+        assert_rounded(ddp_class, rank, lambda ddp, hook=hook: ddp.register_comm_hook(None, hook), torch.bfloat16)
 
 
 # --- 'terminate called without an active exception' at interpreter exit, after all went well
 
-TRAININGS = 3
 EXIT_SCRIPT = """
-    import os, sys, tempfile
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    import torch, torch._dynamo
-    import torch.distributed as dist
-    from tests.harness import class_under_test
+import os, sys, tempfile
+import torch, torch._dynamo
+import torch.distributed as dist
+from tests.harness import class_under_test
 
-    ddp_class = class_under_test()
-
-    def train(rank, path):
-        torch.set_num_threads(1)
-        dist.init_process_group("gloo", store=dist.FileStore(path, 2), rank=rank, world_size=2)
-        model = ddp_class(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4)))
-        for _ in range(4):
-            model.zero_grad()
-            model(torch.randn(5, 4)).sum().backward()
-        if destroys:
-            dist.destroy_process_group()
-        return model
-
-    for number in range(int(sys.argv[1])):
-        destroys = number % 2 == 0
-        path = tempfile.mktemp()
-        children = []
-        for rank in range(2):
-            pid = os.fork()
-            if pid == 0:
-                model = train(rank, path)  # kept to the very end of the interpreter
-                sys.exit(0)
-            children.append(pid)
-        codes = [os.waitpid(pid, 0)[1] for pid in children]
-        print("exit", *codes, flush=True)
+for destroys in (True, False, True):
+    path = tempfile.mktemp()
+    children = []
+    for rank in range(2):
+        children.append(os.fork())
+        if children[-1] == 0:
+            dist.init_process_group("gloo", store=dist.FileStore(path, 2), rank=rank, world_size=2)
+            model = class_under_test()(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4)))
+            for _ in range(4):
+                model.zero_grad()
+                model(torch.randn(5, 4)).sum().backward()
+            if destroys:
+                dist.destroy_process_group()
+            sys.exit(0)  # with the model
+    print("exit", *(os.waitpid(pid, 0)[1] for pid in children), flush=True)
 """
 
 
 @pytest.mark.slow
-def test_clean_exit_at_interpreter_end(ddp_class):
+def test_clean_exit_at_interpreter_end():
     """Trainings whose model lives until the interpreter ends, with and without destroy_process_group."""
-    run = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(EXIT_SCRIPT), str(TRAININGS)],
-        cwd=ROOT, capture_output=True, text=True, timeout=90,
-    )  # fmt: skip
-    assert run.returncode == 0, run.stderr
-    assert run.stdout.split("\n")[:-1] == ["exit 0 0"] * TRAININGS, run.stdout + run.stderr
+    run = subprocess.run([sys.executable, "-c", EXIT_SCRIPT], cwd=ROOT, capture_output=True, text=True, timeout=90)
+    assert (run.returncode, run.stdout) == (0, "exit 0 0\n" * 3), run.stdout + run.stderr
     assert "terminate called" not in run.stderr and "Fatal" not in run.stderr, run.stderr
 
 

@@ -7,14 +7,17 @@ import torch
 from torch import nn
 
 import torchddp
-from tests.harness import on_ranks, run_ranks
-from tests.migration_page import PAGE, code, sections
+from tests.harness import on_ranks
+from tests.migration_page import sections
 from tests.models import Mlp, batch, loss_of, same_on_all_ranks, seeded
+from tests.pages import code_of
 
 pytestmark = pytest.mark.beyond_torch("examples of what only torchddp does")
 
 
-def run_section(rank, section):
+@pytest.mark.parametrize("section", sections())
+@on_ranks(1, 2)
+def test_the_examples(rank, section):
     names = {
         "torch": torch,
         "loss_of": loss_of,
@@ -24,7 +27,7 @@ def run_section(rank, section):
     if section == "From apex.parallel":
         names["module"] = nn.Linear(8, 2, dtype=torch.float64)
     before = torchddp.finished_steps()
-    exec(compile(code(sections()[section]), f"{PAGE.name}: {section}", "exec"), names)
+    exec(code_of("migration.md", section), names)
     if section != "From FairScale":
         assert torchddp.finished_steps() > before
     for _ in range(2):
@@ -35,12 +38,6 @@ def run_section(rank, section):
     assert same_on_all_ranks([p.detach() for p in names["model"].parameters()])
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("section", sections())
-def test_the_examples(section, world_size):
-    run_ranks(run_section, world_size, section)
-
-
 SETTINGS = [(True, 1.0, False), (True, 4.0, True), (False, 1.0, False), (False, 1.0, True), (False, 2.0, False)]
 
 
@@ -49,7 +46,7 @@ SETTINGS = [(True, 1.0, False), (True, 4.0, True), (False, 1.0, False), (False, 
 def test_the_hook_reduces_as_apex(rank, average, predivide, always_fp32):
     """Divided before, summed, and multiplied back by predivide / world_size, the last only if it averages."""
     names = {"dist": torch.distributed}
-    source = code(sections()["From apex.parallel"])
+    source = code_of("migration.md", "From apex.parallel")
     function = source[source.index("def reduce_as_apex") : source.index("settings = ")]
     exec(function, names)
     dtype = torch.bfloat16 if always_fp32 else torch.float64
@@ -64,8 +61,5 @@ def test_the_hook_reduces_as_apex(rank, average, predivide, always_fp32):
     loss_of(ddp(batch(rank, dtype=dtype))).backward()
     factor = predivide / 2 if average else 1.0
     for p, a, b in zip(ddp.parameters(), *alone, strict=True):
-        if always_fp32:
-            want = ((a.float() / predivide + b.float() / predivide) * factor).to(dtype)
-        else:
-            want = (a / predivide + b / predivide) * factor
-        assert torch.equal(p.grad, want)
+        a, b = (grad.float() if always_fp32 else grad for grad in (a, b))
+        assert torch.equal(p.grad, ((a / predivide + b / predivide) * factor).to(dtype))

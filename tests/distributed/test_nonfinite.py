@@ -1,8 +1,8 @@
 """find_nonfinite: NaNs and infinities are traced to the rank, the parameters and the step they came from."""
 
+import contextlib
 import copy
 import math
-import time
 
 import pytest
 import torch
@@ -11,7 +11,8 @@ from torch import nn
 
 import torchddp
 from tests.harness import assert_each_raises, gathered, logged, on_ranks
-from tests.models import Branches, Mlp, batch, loss_of, seeded
+from tests.models import Branches, Mlp, batch, grads_of, loss_of, seeded
+from tests.unit.helpers import wait_until
 from tests.whole_buckets import WholeBuckets
 from torchddp.ddp import bucket_sizes
 from torchddp.diagnose.nonfinite import NonFinite
@@ -19,7 +20,6 @@ from torchddp.transport.message_cost import MessageLine
 
 pytestmark = pytest.mark.beyond_torch("does not look for non-finite gradients")
 
-SOON_S = 10.0
 TRANSPORTS = ["shm", "c10d"]
 UPSTREAM = ["first.bias", "first.weight", "middle.bias", "middle.weight"]
 
@@ -35,8 +35,12 @@ def spoil_gradient(layer, value):
     return layer.register_forward_hook(lambda module, inputs, output: output.register_hook(spoil) and None)
 
 
-def spoil_output(layer, value):
-    return layer.register_forward_hook(lambda module, inputs, output: output * value)
+@contextlib.contextmanager
+def spoilt(layer, value, here):
+    handle = spoil_gradient(layer, value) if here else None
+    yield
+    if handle:
+        handle.remove()
 
 
 def run_step(ddp, rank, step, dtype=torch.float64):
@@ -57,17 +61,14 @@ def found_on_all(ddp):
 @on_ranks(1, 2, 3, 4)
 def test_rank_step_and_the_parameters_upstream_are_named(rank, world_size, transport):
     bad = min(1, world_size - 1)
-
     ddp = torchddp.DistributedDataParallel(
         seeded(Mlp), find_nonfinite=True, bucket_cap_mb=0.001, transport="auto" if world_size == 1 else transport
     )
     for step in (1, 2):
         run_step(ddp, rank, step)
     assert found_on_all(ddp) == []
-    handle = spoil_gradient(ddp.module.middle, math.nan) if rank == bad else None
-    run_step(ddp, rank, 3)
-    if handle:
-        handle.remove()
+    with spoilt(ddp.module.middle, math.nan, rank == bad):
+        run_step(ddp, rank, 3)
     found = found_on_all(ddp)
     assert {(one.step, one.rank) for one in found} == {(3, bad)}
     assert sorted(one.parameter for one in found) == UPSTREAM
@@ -78,36 +79,27 @@ def test_rank_step_and_the_parameters_upstream_are_named(rank, world_size, trans
     for step in (4, 5):
         run_step(ddp, rank, step)
     assert found_on_all(ddp) == found
-    handle = spoil_output(ddp.module.middle, math.nan) if rank == 0 else None
+    if rank == 0:
+        ddp.module.middle.register_forward_hook(lambda module, inputs, output: output * math.nan)
     run_step(ddp, rank, 6)
-    if handle:
-        handle.remove()
     again = found_on_all(ddp)
     mine = [one for one in again if one.rank == 0]
     assert {one.step for one in mine} == {6} and {"last.weight"} <= {one.parameter for one in mine}
     assert [one for one in again if one.rank != 0] == ([] if bad == 0 else found)
 
 
-class Wide(nn.Module):
+def wide():
     """Layers whose gradients have a bucket each, and are not copied into it."""
-
-    def __init__(self, dtype=torch.float32):
-        super().__init__()
-        self.first = nn.Linear(8, 512, dtype=dtype)
-        self.middle = nn.Linear(512, 600, dtype=dtype)
-        self.last = nn.Linear(600, 8, bias=False, dtype=dtype)
-
-    def forward(self, x):
-        return self.last(torch.tanh(self.middle(torch.tanh(self.first(x)))))
+    module = Mlp(8, torch.float32)
+    module.first, module.middle = nn.Linear(8, 512), nn.Linear(512, 600)
+    module.last = nn.Linear(600, 8, bias=False)
+    return module
 
 
 def expected_counts(ddp):
     """Of the averages: in these tests where one rank's own gradient is not finite, and nowhere else."""
-    counts = {}
-    for name, parameter in ddp.module.named_parameters():
-        grad = torch.view_as_real(parameter.grad) if parameter.grad.is_complex() else parameter.grad
-        counts[name] = int((~grad.isfinite()).sum())
-    return {name: count for name, count in counts.items() if count}
+    grads = {name: torch.view_as_real(g) if g.is_complex() else g for name, g in grads_of(ddp).items()}
+    return {name: int((~grad.isfinite()).sum()) for name, grad in grads.items() if not grad.isfinite().all()}
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -118,17 +110,15 @@ def test_gradients_that_are_not_copied(rank, monkeypatch, transport):
     monkeypatch.setattr(bucket_sizes, "measure_line", lambda *arguments: quick)
     for threads in (1, 2):
         torch.set_num_threads(threads)
-        ddp = torchddp.DistributedDataParallel(seeded(Wide), find_nonfinite=True, transport=transport)
+        ddp = torchddp.DistributedDataParallel(seeded(wide), find_nonfinite=True, transport=transport)
         assert 1 in [len(bucket.params) for bucket in ddp.reducer.plan.buckets]
         for step in (1, 2):
             run_step(ddp, rank, step, torch.float32)
-        handle = spoil_gradient(ddp.module.middle, -math.inf) if rank == 1 else None
-        run_step(ddp, rank, 3, torch.float32)
+        with spoilt(ddp.module.middle, -math.inf, rank == 1):
+            run_step(ddp, rank, 3, torch.float32)
         found = found_on_all(ddp)
         assert {one.parameter: one.count for one in found} == expected_counts(ddp), threads
         assert sorted(one.parameter for one in found) == UPSTREAM and {(o.step, o.rank) for o in found} == {(3, 1)}
-        if handle:
-            handle.remove()
         with ddp.no_sync():  # accumulated in the bucket
             run_step(ddp, rank, 5, torch.float32)
         if rank == 0:
@@ -217,9 +207,7 @@ def test_who_has_it_warns_once_and_rank_0_tells_of_all(rank):
     assert found[0].step == 3 and {one.rank for one in found} == {0, 1, 2}
     own = [line for line in lines if line.startswith(f"rank {rank}, step")]
     assert len(own) == 1 and f"step {3 if rank else 4}: gradients of {[5, 2, 4][rank]} parameters" in own[0]
-    until_s = time.monotonic() + SOON_S
-    while rank == 0 and time.monotonic() < until_s and not [li for li in lines if li.startswith("Infinite")]:
-        time.sleep(0.05)
+    assert rank > 0 or wait_until(lambda: any(line.startswith("Infinite") for line in lines))
     dist.barrier()
     told = gathered([line for line in lines if line.startswith("Infinite")])
     assert told[1:] == [[], []]
@@ -232,8 +220,7 @@ def test_who_has_it_warns_once_and_rank_0_tells_of_all(rank):
 def test_raise_on_all_ranks_at_the_end_of_that_backward(rank, cls, transport):
     ddp = cls(seeded(Mlp), find_nonfinite="raise", transport=transport, bucket_cap_mb=0.001)
     run_step(ddp, rank, 1)
-    handle = spoil_gradient(ddp.module.middle, math.nan) if rank == 1 else None
-    with pytest.raises(FloatingPointError) as info:
+    with spoilt(ddp.module.middle, math.nan, rank == 1), pytest.raises(FloatingPointError) as info:
         run_step(ddp, rank, 2)
     text = str(info.value)
     for words in (f"rank {rank}, step 2:", "of 4 parameters are infinite or NaN", "'first.bias'", "zero_grad"):
@@ -242,8 +229,6 @@ def test_raise_on_all_ranks_at_the_end_of_that_backward(rank, cls, transport):
     assert ("own gradients were not finite for 4" in text) == (rank == 1)
     assert ("own gradients were finite" in text) == (rank != 1)
     assert {(one.step, one.rank) for one in found_on_all(ddp)} == {(2, 1)}
-    if handle:
-        handle.remove()
     for step in (3, 4):  # and on it goes
         run_step(ddp, rank, step)
     assert all(p.grad.isfinite().all() for p in ddp.parameters())

@@ -4,6 +4,7 @@ import importlib
 import re
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -70,30 +71,13 @@ class Told(StepObserver):
         self.told.append("closed")
 
 
-class Only:
-    """All that is needed of one that derives from nothing."""
-
-    def __init__(self, session):
-        self.steps = 0
-
-    def before_step(self):
-        self.steps += 1
-
-    def on_error(self, error):
-        pass
-
-    def on_group_change(self):
-        self.steps = 0
-
-    def close(self):
-        self.steps = -1
-
-
 @on_ranks(2)
 def test_what_observers_are_told(rank):
     """Steps of both kinds, errors, groups, the end of a group; nothing in evaluation."""
+    # All that is needed of one that derives from nothing.
+    only = mock.Mock(spec_set=["before_step", "on_error", "on_group_change", "close"])
     observers.register("told", Told)
-    observers.register("only", Only)
+    observers.register("only", lambda session: only)
     model = DistributedDataParallel(nn.Linear(3, 2))
     told = model.observers.get("told").told
     step_on(model)
@@ -103,7 +87,8 @@ def test_what_observers_are_told(rank):
         model(torch.ones(1, 3))
     with pytest.raises(RuntimeError):
         model(torch.ones(1, 5))
-    assert told == ["reduced", "kept", "reduced", "RuntimeError"] and model.observers.get("only").steps == 3
+    assert told == ["reduced", "kept", "reduced", "RuntimeError"]
+    assert (only.before_step.call_count, only.on_error.call_count) == (3, 1)
     told.clear()
     step_on(model)
     alone = [dist.new_group([each]) for each in range(2)]
@@ -112,35 +97,24 @@ def test_what_observers_are_told(rank):
     model._update_process_group(dist.group.WORLD)
     model._update_process_group(alone[1 - rank])
     assert told == ["reduced", "group of 1", "reduced", "group of 2", "closed"]
-    assert model.observers.get("only").steps == -1
+    assert (only.on_group_change.call_count, only.close.call_count) == (2, 1)
     observers.unregister("told")
     assert DistributedDataParallel(nn.Linear(3, 2)).observers.get("told") is None
-
-
-class Strict(StepObserver):
-    def __init__(self, session):
-        self.steps = 0
-
-    def before_step(self):
-        self.steps += 1
-        if self.steps == 2:
-            raise ValueError("two steps are enough")
 
 
 @on_ranks(2)
 def test_errors(rank):
     """Those of an observer end the forward. One that can't be loaded is left out only if it comes by itself."""
-    observers.register("strict", Strict)
+    strict = mock.Mock(spec_set=StepObserver)
+    strict.before_step.side_effect = [None, ValueError("two steps are enough"), None]
+    observers.register("strict", lambda session: strict)
     model = DistributedDataParallel(nn.Linear(3, 2))
     step_on(model)
     with pytest.raises(ValueError, match="two steps are enough"):
         step_on(model)
     step_on(model)
-    assert model.observers.get("strict").steps == 3
-
-    def fail(session):
-        raise OSError(24, "Too many open files")
-
+    assert strict.before_step.call_count == 3
+    fail = mock.Mock(side_effect=OSError(24, "Too many open files"))
     observers.register("hang_reports", fail, is_optional=True)
     assert DistributedDataParallel(nn.Linear(3, 2)).observers.get("hang_reports") is None
     observers.register("hang_reports", fail)

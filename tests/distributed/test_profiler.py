@@ -1,22 +1,17 @@
 """The timeline of a step, the times that the logging fields are filled from, and `torchddp.profiler` on real ranks."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import time
 from collections import defaultdict
-from pathlib import Path
 from statistics import median, mode
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from tests.harness import each, on_ranks
+from tests.harness import each, gathered, on_ranks
 from torchddp import DistributedDataParallel
 from torchddp.profiler import monitor, profile, ranks
 from torchddp.profiler.ranks import Clock
@@ -24,13 +19,13 @@ from torchddp.profiler.ranks import Clock
 SLEEP_S = 0.1
 
 
-def model(count: int = 4, **options: Any) -> DistributedDataParallel:
+def model(count=4, **options):
     torch.manual_seed(0)
     layers = nn.Sequential(*(nn.Linear(16, 16) for _ in range(count)))
     return DistributedDataParallel(layers, bucket_cap_mb=0.001, **options)
 
 
-def steps(ddp: nn.Module, count: int) -> None:
+def steps(ddp, count):
     for _ in range(count):
         ddp(torch.randn(2, 16)).sum().backward()
 
@@ -91,7 +86,7 @@ def test_torchs_profiler_shows_buckets_by_name_and_logging_times_add_up():
 
 @pytest.mark.parametrize(("transport", "world_size"), [("shm", 2), ("c10d", 3)])
 @on_ranks()
-def test_a_rank_that_sleeps_in_backward_is_the_straggler(rank: int, transport: str, world_size: int):
+def test_a_rank_that_sleeps_in_backward_is_the_straggler(rank, transport, world_size):
     ddp = model(transport=transport)
     steps(ddp, 3)
     if rank == 1:  # before layer 1's own gradients
@@ -105,8 +100,8 @@ def test_a_rank_that_sleeps_in_backward_is_the_straggler(rank: int, transport: s
     blamed = [step for step in merged.steps if step.straggler is not None and step.straggler.rank == 1]
     assert len(blamed) >= 3
     found = [step.straggler for step in blamed]
-    assert 0.5 * SLEEP_S < median(straggler.wait_ns for straggler in found) / 1e9 < 3 * SLEEP_S
-    assert 0.5 * SLEEP_S < median(straggler.lost_ns for straggler in found) / 1e9 < 3 * SLEEP_S
+    for delay in ("wait_ns", "lost_ns"):
+        assert 0.5 * SLEEP_S < median(getattr(straggler, delay) for straggler in found) / 1e9 < 3 * SLEEP_S, delay
     assert mode(straggler.where for straggler in found) == "backward"
     assert mode(merged.names[straggler.parameter or 0] for straggler in found) in ("1.weight", "1.bias")
     for step in blamed:
@@ -159,9 +154,9 @@ def test_a_parameter_without_gradient_and_a_skipped_bucket():
         assert sent == {"1.weight", "1.bias"}
 
 
-def assert_valid(trace: dict[str, Any]) -> None:
+def assert_valid(trace):
     assert {event["pid"] for event in trace["traceEvents"]} == {0, 1}
-    tracks: dict[tuple[int, int], list[dict[str, Any]]] = defaultdict(list)
+    tracks = defaultdict(list)
     for event in trace["traceEvents"]:
         if event["ph"] == "X":
             assert event["dur"] > 0 and event["ts"] >= 0
@@ -180,7 +175,7 @@ def assert_valid(trace: dict[str, Any]) -> None:
 
 
 @on_ranks(2)
-def test_the_chrome_trace_is_valid(rank: int, tmp_path: Path):
+def test_the_chrome_trace_is_valid(rank, tmp_path):
     ddp = model()
     with profile(ddp) as recorded:
         steps(ddp, 3)
@@ -222,7 +217,7 @@ def test_what_is_refused_and_what_ends_a_profile():
     with pytest.raises(ValueError, match="at least 1, got 0"):
         monitor(ddp, print, every=0)
     with pytest.raises(TypeError, match="callback"):
-        monitor(ddp, 3)  # type: ignore[arg-type]
+        monitor(ddp, 3)
     with profile(ddp) as outer:
         with pytest.raises(RuntimeError, match="profiled already"), profile(ddp):
             pass
@@ -237,7 +232,7 @@ def test_what_is_refused_and_what_ends_a_profile():
 
 
 @on_ranks(2)
-def test_clocks_and_profiles_of_other_hosts(rank: int, monkeypatch: pytest.MonkeyPatch):
+def test_clocks_and_profiles_of_other_hosts(rank, monkeypatch):
     ddp = model()
     monkeypatch.setattr(ranks, "clock_identity", lambda: f"host {rank}")
     with profile(ddp) as recorded:
@@ -252,9 +247,7 @@ def test_clocks_and_profiles_of_other_hosts(rank: int, monkeypatch: pytest.Monke
     real = time.monotonic_ns
     if rank == 1:
         monkeypatch.setattr(ranks.time, "monotonic_ns", lambda: real() + ahead_ns)
-    readings: list[Any] = [None, None]
-    dist.all_gather_object(readings, ranks.take_readings(None, "cpu"))
-    here, there = ranks.align(["a", "b"], readings)
+    here, there = ranks.align(["a", "b"], gathered(ranks.take_readings(None, "cpu")))
     assert here == Clock()
     assert abs(there.offset_ns + ahead_ns) <= there.uncertainty_ns < 20_000_000
 
@@ -264,7 +257,7 @@ def test_monitors():
     # A monitor is called after every nth synchronised step.
     for every in each([1, 3]):
         ddp = model()
-        told: list[int] = []
+        told = []
         handle = monitor(ddp, lambda step, values, told=told: told.append(step), every=every)
         for index in range(7):
             with torch.no_grad():
@@ -282,7 +275,7 @@ def test_monitors():
 
     # A monitor tells the times of the step.
     ddp = model()
-    told: list[dict[str, float]] = []
+    told = []
     monitor(ddp, lambda step, values: told.append(values))
     with profile(ddp) as recorded:
         steps(ddp, 4)

@@ -7,33 +7,34 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from tests.harness import on_ranks
+from tests.models import seeded
 from torchddp import DistributedDataParallel
 
 LAYERS = 50
 
 
-class ManySmall(nn.Module):
-    """Parameters whose gradients are ready one after the other."""
-
-    def __init__(self) -> None:
+class Scale(nn.Module):
+    def __init__(self):
         super().__init__()
-        torch.manual_seed(0)
-        self.scales = nn.ParameterList(nn.Parameter(torch.randn(8)) for _ in range(LAYERS))
+        self.scale = nn.Parameter(torch.randn(8))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for scale in self.scales:
-            x = x * scale
-        return x
+    def forward(self, x):
+        return x * self.scale
 
 
-def _steps(model: nn.Module, count: int = 3) -> nn.Module:
+def many_small():
+    """Parameters whose gradients are ready one after the other."""
+    return seeded(lambda: nn.Sequential(*(Scale() for _ in range(LAYERS))))
+
+
+def _steps(model, count=3):
     for _ in range(count):
         model.zero_grad(set_to_none=True)
         model(torch.ones(8)).sum().backward()
     return model
 
 
-def _recorded(model: nn.Module) -> tuple[Counter, int]:
+def _recorded(model):
     """Of a step: torch's operators, and how often memory was allocated."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
         _steps(model, 1)
@@ -44,7 +45,7 @@ def _recorded(model: nn.Module) -> tuple[Counter, int]:
 
 @on_ranks(1, 2)
 def test_operators_memory_and_gradients_of_a_steady_step(world_size):
-    ddp, local = _steps(DistributedDataParallel(ManySmall())), _steps(ManySmall())
+    ddp, local = _steps(DistributedDataParallel(many_small())), _steps(many_small())
     (with_ddp, allocated), (without, allocated_without) = _recorded(ddp), _recorded(local)
     # The process group itself wraps its one bucket in a few; nothing may grow with the number of parameters.
     assert sum((with_ddp - without).values()) < LAYERS // 2, with_ddp - without

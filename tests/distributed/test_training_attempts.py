@@ -1,7 +1,5 @@
 """Methods of the training benchmarks: one that fails is out on all ranks, and the others go on."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch.distributed as dist
@@ -9,26 +7,20 @@ import torch.distributed as dist
 from benchmarks.convergence.job import OUTER_STEPS
 from benchmarks.training.attempt import entrant
 from benchmarks.training.replica import Replica
-from benchmarks.training.tasks import GPTTask, gpt_for_one_host, shortened
+from benchmarks.training.tasks import gpt_for_one_host, shortened
 from tests.harness import on_ranks
 
 TIMEOUT_S = 20.0
 
 
-def task() -> GPTTask:
-    found = shortened(gpt_for_one_host(), 4)
-    assert isinstance(found, GPTTask)
-    return found
-
-
-def fails_on_rank_one(replica: Replica) -> None:
+def fails_on_rank_one(replica):
     if dist.get_rank() == 1:
         raise ValueError("no such luck\nand more")
 
 
 @on_ranks(2)
-def test_who_fails_on_one_rank_is_out_on_all(rank: int) -> None:
-    small = task()
+def test_who_fails_on_one_rank_is_out_on_all(rank):
+    small = shortened(gpt_for_one_host(), 4)
     with (
         entrant("torch-ddp", small, 0, OUTER_STEPS, TIMEOUT_S) as unlucky,
         entrant("torch-ddp", small, 0, OUTER_STEPS, TIMEOUT_S) as lucky,
@@ -47,9 +39,8 @@ def test_who_fails_on_one_rank_is_out_on_all(rank: int) -> None:
             last = entry.held_out_loss(small)
             assert last is not None and last < first
         full_bytes = 4 * sum(parameter.numel() for parameter in small.make_model(0).parameters())
-        assert lucky.replica is not None and lucky.replica.sent_bytes == small.steps * full_bytes
+        assert lucky.replica.sent_bytes == small.steps * full_bytes
         # Two steps as they are, two compressed.
-        assert other.replica is not None and other.replica.sent_bytes is not None
         assert 2 * full_bytes < other.replica.sent_bytes < 2.5 * full_bytes
 
     # Who cannot be built is out with the reason.

@@ -10,10 +10,8 @@ pytestmark = pytest.mark.beyond_torch("uses what only torchddp has")
 
 def test_everything_that_trains_without_numpy_and_the_extras(tmp_path):
     command = [sys.executable, "-m", "tests.distributed.without_numpy", str(tmp_path / "store")]
-    ranks = [
-        subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for rank in range(2)
-    ]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    ranks = [subprocess.Popen([*command, str(rank)], **pipes) for rank in range(2)]
     try:
         for rank in ranks:
             printed, errors = rank.communicate(timeout=180)
