@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import signal
 import subprocess
 import sys
 from typing import Any
@@ -189,6 +190,21 @@ def test_a_transport_that_fails_says_why() -> None:
 
 def test_a_transport_that_hangs_is_told() -> None:
     assert checks.failures(["shm"], timeout_s=0.05)["shm"] == "process 0 gave no answer within 0.05 s"
+
+
+def test_ctrl_c_while_they_start_leaves_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[subprocess.Popen[str]] = []
+
+    def interrupted(*args: Any, **options: Any) -> subprocess.Popen[str]:
+        started.append(popen(*args, **options))
+        signal.raise_signal(signal.SIGINT)
+        return started[-1]
+
+    popen = subprocess.Popen
+    monkeypatch.setattr(checks.subprocess, "Popen", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        checks.failures(["shm"])
+    assert [process.returncode for process in started] == [-signal.SIGKILL] * 2
 
 
 def test_an_answer_is_read_from_the_last_line() -> None:

@@ -11,11 +11,13 @@ import datetime
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -47,14 +49,31 @@ def failures(names: list[str], timeout_s: float = PROCESS_TIMEOUT_S) -> dict[str
     running: dict[str, list[subprocess.Popen[str]]] = {name: [] for name in names}
     with tempfile.TemporaryDirectory(prefix="torchddp-doctor-") as folder:
         try:
-            for name, processes in running.items():
-                _start(name, Path(folder), processes)
+            with _interrupted_afterwards():  # a process that was started is noted, and so ended
+                for name, processes in running.items():
+                    _start(name, Path(folder), processes)
             deadline_s = time.monotonic() + timeout_s
             return {name: _collect(processes, deadline_s, timeout_s) for name, processes in running.items()}
         finally:  # also on Ctrl-C
             for process in (process for processes in running.values() for process in processes):
                 process.kill()
                 process.wait()
+
+
+@contextlib.contextmanager
+def _interrupted_afterwards() -> Iterator[None]:
+    """Ctrl-C takes effect at the end of the block."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if came:
+            signal.raise_signal(signal.SIGINT)
 
 
 def _start(name: str, folder: Path, processes: list[subprocess.Popen[str]]) -> None:
