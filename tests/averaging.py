@@ -36,6 +36,10 @@ class Net(nn.Module):
         return self.conv(self.norm(hidden).view(-1, 2, 2, 5))
 
 
+def sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.05, momentum=0.9)
+
+
 def make_net(rank: int = 0, dtype: torch.dtype = torch.float32) -> Net:
     return seeded(lambda: Net(dtype), seed=rank)
 
@@ -75,8 +79,7 @@ def assert_same_on_all_ranks(model: nn.Module) -> None:
 
 
 def assert_close(model: nn.Module, other: nn.Module, **tolerance: float) -> None:
-    for (name, a), b in zip(model.named_parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(a, b, msg=lambda text, name=name: f"{name}: {text}", **tolerance)
+    torch.testing.assert_close(list(model.parameters()), list(other.parameters()), **tolerance)
 
 
 def through_a_file(value: Any) -> Any:

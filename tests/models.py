@@ -219,6 +219,21 @@ def same_on_all_ranks(values: Iterable[Tensor]) -> bool:
     return same
 
 
+def whole(value: Tensor) -> Tensor:
+    """A DTensor put together (a collective), others as they are."""
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
+
+
+def assert_same_training(model: nn.Module, reference: nn.Module, rtol: float = 0.0) -> None:
+    """The same parameters, gradients too; those that are distributed are put together."""
+    sides = []
+    for side in (model, reference):
+        named = {name.removeprefix("module."): p for name, p in side.named_parameters()}
+        sides.append({name: whole(p.detach()) for name, p in named.items()})
+        sides[-1] |= {f"{name}.grad": p.grad if p.grad is None else whole(p.grad) for name, p in named.items()}
+    assert_grads(*sides, rtol)
+
+
 def storage_of(value: Tensor) -> int:
     """The identity of the memory behind a tensor."""
     return value.untyped_storage().data_ptr()

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import keystr, tree_flatten_with_path
 
 import torchddp
 from tests.harness import gathered
@@ -21,35 +22,40 @@ float_mlp = partial(Mlp, dtype=torch.float32)
 
 @dataclass
 class Twins:
-    """The same model twice, in DDP, and their optimizers."""
+    """The same model twice, in its wrapper: with OSS, and with the plain optimizer."""
 
-    ddp: torch.nn.Module
+    model: Any
     oss: OSS
-    plain_ddp: torch.nn.Module
+    reference: Any
     plain: torch.optim.Optimizer
+
+    def sides(self) -> list[tuple[Any, Any]]:
+        return [(self.model, self.oss), (self.reference, self.plain)]
 
     def backward(self, step: int, same_batch: bool = False) -> None:
         """Averaged gradients on both models. Those of the same batch on all ranks need no averaging: they are the same
         bits on any number of ranks.
         """
         rank = 0 if same_batch else dist.get_rank()
-        for ddp, optimizer in self.pairs():
+        for ddp, optimizer in self.sides():
             optimizer.zero_grad()
             model = ddp.module if same_batch else ddp
             loss_of(model(batch(rank, step, dtype=torch.float32))).backward()
 
-    def train(self, steps: range, same_batch: bool = False) -> None:
+    def train(self, steps: range, **options: Any) -> None:
         for step in steps:
-            self.backward(step, same_batch=same_batch)
+            self.backward(step, **options)
             self.oss.step()
             self.plain.step()
 
-    def pairs(self) -> list[tuple[torch.nn.Module, torch.optim.Optimizer]]:
-        return [(self.ddp, self.oss), (self.plain_ddp, self.plain)]
+    def train_alike(self, steps: range, rtol: float = 0.0, atol: float = 0.0) -> None:
+        self.train(steps)
+        self.assert_equal(rtol, atol)
 
-    def assert_equal(self) -> None:
-        for (name, mine), other in zip(self.ddp.named_parameters(), self.plain_ddp.parameters(), strict=True):
-            assert torch.equal(mine, other), name
+    def assert_equal(self, rtol: float = 0.0, atol: float = 0.0) -> None:
+        torch.testing.assert_close(
+            list(self.model.parameters()), list(self.reference.parameters()), rtol=rtol, atol=atol
+        )
 
 
 def twins(
@@ -66,6 +72,10 @@ def twins(
     return Twins(wrapped[0], oss, wrapped[1], plain)
 
 
+def weights(*shapes: Any, dtype: torch.dtype = torch.float32) -> list[torch.nn.Parameter]:
+    return [torch.nn.Parameter(torch.ones(shape, dtype=dtype)) for shape in shapes]
+
+
 def whole_state(oss: OSS) -> dict[str, Any]:
     """On all ranks (a collective)."""
     oss.consolidate_state_dict(0)
@@ -79,18 +89,11 @@ def two_groups(model: torch.nn.Module) -> list[dict[str, Any]]:
     ]
 
 
-def assert_same_state(mine: Any, other: Any, where: str = "state_dict") -> None:
-    """Equal in form and bit for bit."""
-    assert type(mine) is type(other), (where, type(mine), type(other))
-    if isinstance(mine, dict):
-        assert set(mine) == set(other), (where, list(mine), list(other))
-        for key in mine:
-            assert_same_state(mine[key], other[key], f"{where}[{key!r}]")
-    elif isinstance(mine, (list, tuple)):
-        assert len(mine) == len(other), where
-        for index, (a, b) in enumerate(zip(mine, other, strict=True)):
-            assert_same_state(a, b, f"{where}[{index}]")
-    elif isinstance(mine, torch.Tensor):
-        assert mine.dtype == other.dtype and torch.equal(mine, other), where
-    else:
-        assert mine == other, where
+def assert_same_state(mine: Any, other: Any) -> None:
+    """The same values under the same keys, bit for bit."""
+    leaves, others = ({keystr(path): leaf for path, leaf in tree_flatten_with_path(one)[0]} for one in (mine, other))
+    assert leaves.keys() == others.keys(), leaves.keys() ^ others.keys()
+    for path, value in others.items():
+        got = leaves[path]
+        same = torch.equal(got, value) and got.dtype == value.dtype if torch.is_tensor(value) else got == value
+        assert type(got) is type(value) and same, path

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import torchddp
 from tests.models import seeded
+from tests.oss import Twins
 from torchddp.optim import OSS
 
 WIDTH = 16
@@ -51,19 +52,16 @@ def loss_of(output: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass
-class Pair:
+class Pair(Twins):
     """The same model twice: sharded, and as torch trains it."""
 
-    sharded: torchddp.ShardedDataParallel
-    oss: OSS
-    reference: nn.Module
-    plain: torch.optim.Optimizer
     rank: int = field(default_factory=dist.get_rank)
 
-    def sides(self) -> list[tuple[nn.Module, Any]]:
-        return [(self.sharded, self.oss), (self.reference, self.plain)]
+    @property
+    def sharded(self) -> torchddp.ShardedDataParallel:
+        return self.model
 
-    def backward(self, step: int) -> None:
+    def backward(self, step: int) -> None:  # type: ignore[override]
         for model, _ in self.sides():
             loss_of(model(batch_of(self.rank, step))).backward()
 
@@ -83,15 +81,12 @@ class Pair:
         transport = self.sharded.reducer.transport_name
         self.reference = reference_of(self.reference.module, {"transport": transport}, {})
 
-    def train_alike(self, steps: range, rtol: float = 0.0, atol: float = 0.0) -> None:
-        self.train(steps)
-        self.assert_equal(rtol, atol)
-
     def assert_equal(self, rtol: float = 0.0, atol: float = 0.0) -> None:
-        """Parameters, all ranks' alike."""
-        mine, theirs = dict(self.sharded.module.named_parameters()), dict(self.reference.module.named_parameters())
-        for name, value in mine.items():
-            torch.testing.assert_close(value, theirs[name], rtol=rtol, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
+        """Parameters, bit for bit unless told otherwise; sums of more than two ranks have no one order through gloo."""
+        ranks = dist.get_world_size(self.sharded.process_group)
+        if self.sharded.reducer.transport_name == "c10d" and ranks > 2:
+            rtol, atol = max(rtol, 1e-4), max(atol, 1e-5)
+        super().assert_equal(rtol, atol)
 
     def assert_sharded(self) -> None:
         """After a backward: gradients on their owners alone."""

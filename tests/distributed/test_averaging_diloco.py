@@ -16,17 +16,15 @@ from tests.averaging import (
     assert_same_on_all_ranks,
     local_backward,
     make_net,
+    sgd,
     train,
     train_side_by_side,
 )
 from tests.harness import on_ranks
 from tests.models import same_on_all_ranks
-from torchddp.averaging import DiLoCo, HierarchicalAverager, StreamingDiLoCo
+from tests.pages import run_code
+from torchddp.averaging import DiLoCo, HierarchicalAverager, SlowMo, StreamingDiLoCo
 from torchddp.averaging.streaming import fragment_starts, plan_fragments
-
-
-def sgd(params):
-    return torch.optim.SGD(params, lr=0.05)
 
 
 def adamw(params):
@@ -37,31 +35,19 @@ def assert_same_global_weights(optimizer):
     assert same_on_all_ranks(optimizer.global_weights.values())
 
 
-@on_ranks(2, 3)
-def test_one_inner_step_and_a_plain_outer_one_are_ddp(rank):
-    mine, theirs = make_net(rank, torch.float64), make_net(0, torch.float64)
-    ddp = torch.nn.parallel.DistributedDataParallel(theirs)
-    optimizer = DiLoCo(mine, sgd(mine.parameters()), sync_every=1, outer_lr=1.0, outer_momentum=0.0)
-    train_side_by_side(rank, range(10), (mine, optimizer), (ddp, sgd(theirs.parameters())), **ROUNDING)
-    assert_same_on_all_ranks(mine)
-
-
 @on_ranks(1, 2, 3, 4)
 def test_outer_steps_are_those_of_a_simulation(rank, world_size):
-    def outer(params):
-        return torch.optim.SGD(params, lr=0.7, momentum=0.9, nesterov=True)
-
     model = make_net(rank, torch.float64)
     optimizer = DiLoCo(model, adamw(model.parameters()), sync_every=4, bucket_cap_mb=0.002)
     simulation = Simulation(world_size, adamw, torch.float64)
     weights = [torch.nn.Parameter(p.detach().clone()) for p in simulation.trained()[0]]
-    outer_optimizer = outer(weights)
+    outer = torch.optim.SGD(weights, lr=0.7, momentum=0.9, nesterov=True)
     for start in range(0, 12, 4):
         train(model, optimizer, rank, range(start, start + 4))
         simulation.train(range(start, start + 4))
         for weight, mean in zip(weights, simulation.means(), strict=True):
             weight.grad = weight.detach() - mean
-        outer_optimizer.step()
+        outer.step()
         simulation.write([w.detach() for w in weights])
         assert_close(model, simulation.models[rank], **ROUNDING)
         assert_same_on_all_ranks(model)
@@ -92,7 +78,7 @@ def test_wires(rank, world_size):
     """What travels is rounded, and no more than its format rounds; all ranks get the same bits."""
     for wire, (step, bits) in WIRES.items():
         model = make_net(0)
-        optimizer = DiLoCo(model, sgd(model.parameters()), 3, 1.0, 0.0, wire=wire)
+        optimizer = DiLoCo(model, torch.optim.SGD(model.parameters(), lr=0.05), 3, 1.0, 0.0, wire=wire)
         weights = {name: w.clone() for name, w in optimizer.global_weights.items()}
         train(model, optimizer, rank, range(2))
         local_backward(model, rank, 2)
@@ -115,7 +101,7 @@ def test_wires(rank, world_size):
 @on_ranks(2)
 def test_parameters_of_16_bits_have_global_weights_in_fp32(rank):
     param = torch.nn.Parameter(torch.full((40,), 256.0, dtype=torch.bfloat16))
-    optimizer = DiLoCo([param], sgd([param]), 1, outer_lr=0.25, outer_momentum=0.0)
+    optimizer = DiLoCo([param], torch.optim.SGD([param], lr=0.05), 1, outer_lr=0.25, outer_momentum=0.0)
     for _ in range(4):
         param.grad = torch.full_like(param, 2 / 0.05)  # a step of 2, the spacing of bfloat16 just below 256 being 1
         optimizer.step()
@@ -206,17 +192,20 @@ def test_inner_steps_do_not_wait_for_a_fragment_on_the_way(rank):
 
 @on_ranks(2)
 def test_resumes_exactly(rank):
-    def plain():
-        model = make_net(0)
-        return model, DiLoCo(model, adamw(model.parameters()), 4, wire="int8")
+    def streaming(model, inner):
+        return StreamingDiLoCo(model, inner, 8, fragments=2, overlap_steps=2, alpha=0.3, wire="int8")
 
-    def streaming():
-        model = make_net(0)
-        options = {"fragments": 2, "overlap_steps": 2, "alpha": 0.3, "wire": "int8"}
-        return model, StreamingDiLoCo(model, adamw(model.parameters()), 8, **options)
+    for make, saved_after in (
+        (lambda model, inner: SlowMo(inner, 2), [4, 5]),  # at the end of a round, and within one
+        (lambda model, inner: DiLoCo(model, inner, 4, wire="int8"), [4, 6]),
+        (streaming, [7, 8, 9]),  # a fragment starts after 8, and is merged after 10
+    ):
 
-    assert_resumes_exactly(rank, plain, [4, 6])
-    assert_resumes_exactly(rank, streaming, [7, 8, 9])  # a fragment starts after 8, and is merged after 10
+        def made(make=make):
+            model = make_net(0)
+            return model, make(model, adamw(model.parameters()))
+
+        assert_resumes_exactly(rank, made, saved_after)
 
 
 @on_ranks(3)
@@ -235,21 +224,6 @@ def test_rank_0_alone_saves_while_a_fragment_is_on_the_way(rank):
         with pytest.raises(ValueError, match="fragments are others now"):
             other.load_state_dict(state)
         assert other.steps == 0  # nothing was loaded
-
-
-@on_ranks(2, 3)
-def test_nan_is_seen_on_all_ranks(rank):
-    for wire in (None, "int8"):
-        model = make_net(0)
-        optimizer = DiLoCo(model, sgd(model.parameters()), 1, wire=wire)
-        if rank == 1:
-            with torch.no_grad():
-                model.blocks[1].bias[3] = float("nan")
-        optimizer.after_step()
-        assert model.blocks[1].bias[3].isnan()
-        # A block's scale is all that a code knows of: its neighbours are lost with it.
-        lost = sum(int(p.isnan().sum()) for p in model.parameters())
-        assert lost == 1 if wire is None else 1 <= lost <= 512
 
 
 @on_ranks(2)
@@ -307,3 +281,12 @@ def test_a_process_group_of_some_ranks(rank):
     assert torch.equal(theirs[0], before) == (rank == 0)
     with pytest.raises(ValueError, match="must divide the 3 ranks of the process group, got 2"):
         HierarchicalAverager(model, {1: 2, 2: 3})
+
+
+@on_ranks(2)
+def test_the_example_of_docs_averaging(rank):
+    names = run_code("averaging.md")
+    assert names["optimizer"].steps == 200
+    assert_same_on_all_ranks(names["model"])
+    assert float(names["loss"]) < 8.0  # 16 at the start: the variance of the sum of 16 numbers
+    assert 0 < names["optimizer"].traffic.wire_bytes < names["optimizer"].traffic.payload_bytes / 3

@@ -7,18 +7,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.averaging import make_net, train
+from tests.averaging import make_net, sgd, train
 from tests.harness import assert_each_raises, on_ranks, run_outcomes
+from tests.oss import weights
 from torchddp.averaging import DiLoCo, HierarchicalAverager, PeriodicAverager, PostLocalSGD, SlowMo, StreamingDiLoCo
 from torchddp.optim import OSS
-
-
-def sgd(params):
-    return torch.optim.SGD(params, lr=0.05)
-
-
-def weights(*shapes, dtype=torch.float32):
-    return [torch.nn.Parameter(torch.ones(shape, dtype=dtype)) for shape in shapes]
 
 
 def test_without_a_process_group():
@@ -124,6 +117,17 @@ def test_models_and_options_that_differ_between_ranks(rank):
     )
 
 
+BUCKET = "could not average bucket 0 of 1"
+METHODS = {
+    "periodic": (lambda net, inner: PostLocalSGD(inner, PeriodicAverager(net, 2)), f"PeriodicAverager {BUCKET}", 4),
+    "streaming": (
+        lambda net, inner: StreamingDiLoCo(net, inner, 2, fragments=1, overlap_steps=1),
+        "StreamingDiLoCo could not average fragment 0",
+        5,
+    ),
+    "diloco": (lambda net, inner: DiLoCo(net, inner, 2), f"DiLoCo {BUCKET}", 4),
+    "int8": (lambda net, inner: DiLoCo(net, inner, 2, wire="int8"), f"DiLoCo {BUCKET}", 4),
+}
 SLOW_METHODS = [pytest.param(method, marks=pytest.mark.slow) for method in ("diloco", "int8")]
 
 
@@ -131,25 +135,16 @@ SLOW_METHODS = [pytest.param(method, marks=pytest.mark.slow) for method in ("dil
 @pytest.mark.parametrize("method", ["periodic", "streaming", *SLOW_METHODS])
 def test_a_rank_that_takes_fewer_steps(method):
     """The others' wait ends with the process group's time limit, in an error that says what was waited for."""
+    make, words, step = METHODS[method]
 
     def work(rank):
         net = make_net()
-        inner = sgd(net.parameters())
-        if method == "periodic":
-            optimizer = PostLocalSGD(inner, PeriodicAverager(net, 2))
-        elif method == "streaming":
-            optimizer = StreamingDiLoCo(net, inner, 2, fragments=1, overlap_steps=1)
-        else:
-            optimizer = DiLoCo(net, inner, 2, wire=None if method == "diloco" else method)
-        train(net, optimizer, rank, range(3 if rank == 1 else 6))
+        train(net, make(net, sgd(net.parameters())), rank, range(3 if rank == 1 else 6))
         if rank == 1:
             time.sleep(6)
 
     outcomes = run_outcomes(work, 2, group_timeout_s=2.0, straggler_s=20.0, needed_ranks={0})
     error = outcomes[0].error or ""
-    who = {"periodic": "PeriodicAverager", "streaming": "StreamingDiLoCo"}.get(method, "DiLoCo")
-    what = "fragment 0" if method == "streaming" else "bucket 0 of 1"
-    step = {"periodic": 4, "streaming": 5}.get(method, 4)
-    pattern = rf"torchddp.*TransportError: rank 0: {who} could not average {what} \('embed.weight', .* at step {step}"
+    pattern = rf"torchddp.*TransportError: rank 0: {words} \('embed.weight', .* at step {step}"
     assert re.search(pattern, error), error
     assert "takes another number of steps" in error

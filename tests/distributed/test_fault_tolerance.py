@@ -11,11 +11,12 @@ import torch.distributed as dist
 from torch import nn
 
 import torchddp
-from tests.harness import on_ranks
+from tests.harness import each, gathered, on_ranks
 from tests.managers import FakeManager
-from tests.models import Branches, assert_steps, batch, seeded
+from tests.models import Branches, assert_steps, batch, same_on_all_ranks, seeded
 from tests.sharded import batch_of, loss_of, small_net
 from torchddp import TransportError
+from torchddp.comm_hooks import BF16, PowerSGD
 from torchddp.fault_tolerance.averager import PeriodicAverager
 from torchddp.fault_tolerance.data_parallel import DistributedDataParallel
 from torchddp.fault_tolerance.pure import PureDistributedDataParallel
@@ -27,6 +28,23 @@ MODES = [{}, {"find_unused_parameters": True}, {"static_graph": True}]
 
 def net():
     return seeded(small_net, 3)
+
+
+def under_manager(make=net, bucket_cap_mb=SMALL, **options):
+    module, manager = make(), FakeManager()
+    return module, manager, DistributedDataParallel(manager, module, bucket_cap_mb=bucket_cap_mb, **options)
+
+
+def step_on(model, rank, step, set_to_none=True):
+    model.zero_grad(set_to_none)
+    loss_of(model(batch_of(rank, step))).backward()
+
+
+def step_under(manager, model, rank, step):
+    """Whether it may be committed."""
+    manager.start_quorum()
+    step_on(model, rank, step)
+    return manager.should_commit()
 
 
 def assert_averages(module, step, microbatches=1, ranks=None):
@@ -44,16 +62,14 @@ def assert_averages(module, step, microbatches=1, ranks=None):
 @on_ranks(1, 2, 3, 4)
 def test_gradients_are_averages_over_participants(rank):
     for options in (*MODES, {"gradient_as_bucket_view": False}):
-        module, manager = net(), FakeManager()
-        model = DistributedDataParallel(manager, module, bucket_cap_mb=SMALL, **options)
+        module, manager, model = under_manager(**options)
         assert isinstance(model, nn.parallel.DistributedDataParallel)
         assert isinstance(model, torchddp.DistributedDataParallel)
         buckets = len(model.reducer.plan)
         assert buckets > 2
         for step in range(4):
             manager.start_quorum()
-            model.zero_grad(set_to_none=step % 2 == 0)
-            loss_of(model(batch_of(rank, step))).backward()
+            step_on(model, rank, step, set_to_none=step % 2 == 0)
             assert manager.should_commit()
             assert_averages(module, step)
             assert sum(floating for _, floating in manager.calls) == buckets
@@ -68,31 +84,29 @@ def test_gradients_are_averages_over_participants(rank):
         assert model._get_ddp_logging_data()["backend_name"] == "torchft"
 
 
-class Backwards(nn.Module):
+class Backwards(nn.ModuleList):
     """Gradients come in the order of registration, not in its reverse: buckets would be rebuilt."""
 
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
-
     def forward(self, x):
-        for layer in reversed(self.layers):
+        for layer in reversed(self):
             x = torch.tanh(layer(x))
         return x
+
+
+def backwards():
+    return Backwards(nn.Linear(16, 16) for _ in range(4))
 
 
 @on_ranks(2)
 def test_buckets_are_never_rebuilt(rank):
     for options in MODES:
-        manager = FakeManager()
-        model = DistributedDataParallel(manager, Backwards(), bucket_cap_mb=SMALL, **options)
-        ordinary = torchddp.DistributedDataParallel(Backwards(), bucket_cap_mb=SMALL, **options)
+        _, manager, model = under_manager(backwards, **options)
+        ordinary = torchddp.DistributedDataParallel(backwards(), bucket_cap_mb=SMALL, **options)
         buckets = bucket_names(model)
         assert bucket_names(ordinary) == buckets
         for step in range(3):
-            for each in (model, ordinary):
-                manager.start_quorum()
-                loss_of(each(batch_of(rank, step))).backward()
+            step_under(manager, model, rank, step)
+            step_on(ordinary, rank, step)
         assert bucket_names(ordinary) != buckets, options
         assert bucket_names(model) == buckets, options
 
@@ -103,20 +117,16 @@ def test_pure_averages_every_gradient_before_backward_returns(rank):
     model = PureDistributedDataParallel(manager, module)
     for step in range(3):
         manager.start_quorum()
-        model.zero_grad()
         if step == 1:  # a backward that ends with an error leaves nothing behind
             output = loss_of(model(batch_of(rank, step)))
             handle = module.first.weight.register_hook(_raise)
             with pytest.raises(ArithmeticError):
                 output.backward()
             handle.remove()
-            model.zero_grad()
-        loss_of(model(batch_of(rank, step))).backward()
+        step_on(model, rank, step)
         assert_averages(module, step)
-    manager.start_quorum()
     manager.fails_at = 2
-    loss_of(model(batch_of(rank, 4))).backward()
-    assert not manager.should_commit()
+    assert not step_under(manager, model, rank, 4)
 
 
 def _raise(grad):
@@ -125,9 +135,9 @@ def _raise(grad):
 
 @on_ranks(2)
 def test_buckets_start_during_backward_and_are_waited_for_at_its_end(rank):
-    model = DistributedDataParallel(FakeManager(), net(), bucket_cap_mb=SMALL)
+    _, _, model = under_manager()
     model.reducer.enable_timeline(1000)
-    loss_of(model(batch_of(rank, 0))).backward()
+    step_on(model, rank, 0)
     kinds = [event.kind for event in model.reducer.timeline()]
     last = {kind: max(i for i, k in enumerate(kinds) if k == kind) for kind in ("launched", "grad_ready")}
     assert kinds.index("launched") < last["grad_ready"]
@@ -135,27 +145,23 @@ def test_buckets_start_during_backward_and_are_waited_for_at_its_end(rank):
     assert kinds.index("wait_begin") > last["launched"] > kinds.index("launched")
 
 
-@pytest.mark.parametrize("options", MODES, ids=str)
 @on_ranks(2)
-def test_a_failed_step_is_survived_and_the_next_is_right(rank, options):
-    module, manager = net(), FakeManager()
-    model = DistributedDataParallel(manager, module, bucket_cap_mb=SMALL, **options)
-    for step in range(8):
-        manager.start_quorum()
-        manager.fails_at = {2: 1, 4: 3}.get(step)
-        model.zero_grad()
+def test_a_failed_step_is_survived_and_the_next_is_right(rank):
+    for options in each(MODES):
+        module, manager, model = under_manager(**options)
         before = [p.data_ptr() for p in module.parameters()]
-        loss_of(model(batch_of(rank, step))).backward()
-        assert manager.should_commit() == (step not in (2, 4))
-        if manager.should_commit():
-            assert_averages(module, step)
-        assert [p.data_ptr() for p in module.parameters()] == before
+        for step in range(8):
+            manager.fails_at = {2: 1, 4: 3}.get(step)
+            commits = step_under(manager, model, rank, step)
+            assert commits == (step not in (2, 4))
+            if commits:
+                assert_averages(module, step)
+            assert [p.data_ptr() for p in module.parameters()] == before
 
 
 @on_ranks(2)
 def test_what_failed_can_write_to_no_later_gradient(rank):
-    module, manager = net(), FakeManager()
-    model = DistributedDataParallel(manager, module, bucket_cap_mb=SMALL)
+    module, manager, model = under_manager()
 
     def step(number):
         manager.start_quorum()
@@ -174,8 +180,7 @@ def test_what_failed_can_write_to_no_later_gradient(rank):
 
 @on_ranks(2)
 def test_a_parameter_is_used_if_any_replica_used_it(rank):
-    module, manager = seeded(Branches), FakeManager()
-    model = DistributedDataParallel(manager, module, find_unused_parameters=True)
+    module, manager, model = under_manager(lambda: seeded(Branches), find_unused_parameters=True)
     branches = ("left", "right")
     for step in range(2):
         manager.start_quorum()
@@ -185,18 +190,16 @@ def test_a_parameter_is_used_if_any_replica_used_it(rank):
 
 @on_ranks(2)
 def test_one_that_heals_gets_the_others_average(rank):
-    module, manager = net(), FakeManager()
-    model = DistributedDataParallel(manager, module)
+    module, manager, model = under_manager()
     manager.heals = rank == 1  # torchft sends zeros for it, and divides by those that take part
     manager.num_participants = lambda: 1
-    loss_of(model(batch_of(rank, 0))).backward()
+    step_on(model, rank, 0)
     assert_averages(module, 0, ranks=[0])
 
 
 @on_ranks(2)
 def test_reduce_and_gradient_stats(rank):
-    module, manager = net(), FakeManager()
-    model = DistributedDataParallel(manager, module, bucket_cap_mb=SMALL, gradient_stats=True)
+    module, manager, model = under_manager(gradient_stats=True)
     with model.no_sync():
         loss_of(model(batch_of(rank, 3))).backward()
     model.reduce()
@@ -207,24 +210,22 @@ def test_reduce_and_gradient_stats(rank):
 
 @on_ranks(1)
 def test_without_a_quorum_backward_says_so(rank):
-    manager = FakeManager()
-    model = DistributedDataParallel(manager, net())
+    module, manager, model = under_manager()
     manager.quorum = False
-    for each in (model, PureDistributedDataParallel(manager, net())):
+    for one in (model, PureDistributedDataParallel(manager, net())):
         with pytest.raises(RuntimeError, match="before manager.start_quorum"):
-            loss_of(each(batch_of(rank, 0))).backward()
+            step_on(one, rank, 0)
 
     def none():
         raise TimeoutError("deadline has elapsed")
 
     manager.num_participants = none
     with pytest.raises(TransportError, match="found no quorum: deadline has elapsed.*Restart the lighthouse"):
-        loss_of(model(batch_of(rank, 0))).backward()
+        step_on(model, rank, 0)
     del manager.num_participants
     manager.quorum = True
-    model.zero_grad()
-    loss_of(model(batch_of(rank, 0))).backward()
-    assert_averages(model.module, 0)
+    step_on(model, rank, 0)
+    assert_averages(module, 0)
 
 
 REFUSED = {
@@ -262,8 +263,8 @@ def test_bad_input(rank):
     model = DistributedDataParallel(manager, net())
     for attempt in (
         lambda: model.register_comm_hook(None, lambda state, bucket: None),
-        lambda: model.replan(),
-        lambda: model.join_hook(),
+        model.replan,
+        model.join_hook,
         lambda: model._update_process_group(None),
         lambda: copy.deepcopy(model),
         lambda: pickle.dumps(model),
@@ -328,3 +329,88 @@ def test_state_for_replicas_that_heal(rank):
     gc.collect()
     assert alive() is None  # the manager keeps no model alive
     assert set(differs[1]()) == {"buckets", "hooks"}
+
+
+# --- PowerSGD, which sends nothing but sums ---
+
+
+def layers():
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(16, 48), nn.Tanh(), nn.Linear(48, 32), nn.Tanh(), nn.Linear(32, 8))
+
+
+def with_power_sgd(**options):
+    """Several buckets: the model, its manager and its hook."""
+    hook = PowerSGD(2, **options)
+    _, manager, model = under_manager(layers, bucket_cap_mb=0.004, comm_hook=hook)
+    return model, manager, hook
+
+
+def grads_of(model):
+    return [p.grad.clone() for p in model.parameters()]
+
+
+def assert_close(got, want):
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+@on_ranks(2, 3)
+def test_power_sgd_does_what_it_does_between_fixed_ranks(rank):
+    for options in each([{}, {"start_step": 2}, {"warm_start": False}]):
+        model, manager, _ = with_power_sgd(**options)
+        other = torchddp.DistributedDataParallel(layers(), transport="c10d", comm_hook=PowerSGD(2, **options))
+        for step in range(6):
+            assert step_under(manager, model, rank, step)
+            step_on(other, rank, step)
+            assert same_on_all_ranks(grads_of(model))
+            assert_close(grads_of(model), grads_of(other))
+        whole = sum(p.numel() for p in model.parameters())
+        assert 0 < sum(numel for numel, _ in manager.calls) < whole / 2
+        assert model.traffic()["hook"].payload_bytes == 4 * whole
+
+
+@on_ranks(2)
+def test_what_a_failed_step_held_back_is_forgotten(rank):
+    model, manager, _ = with_power_sgd()
+    for step in range(4):
+        manager.fails_at = 3 if step == 2 else None
+        assert step_under(manager, model, rank, step) == (step != 2)
+    assert same_on_all_ranks(grads_of(model))
+    alone, again, _ = with_power_sgd()
+    step_under(again, alone, rank, 3)
+    assert_close(grads_of(model), grads_of(alone))  # as a first step: neither residuals nor Q of before
+
+
+@on_ranks(2)
+def test_a_replica_that_heals_goes_on_with_the_factors_of_the_others(rank):
+    """It takes part in no sum of the step in which it heals, and gets the others' average all the same."""
+    model, manager, hook = with_power_sgd()
+    for step in range(3):
+        assert step_under(manager, model, rank, step)
+    if rank == 1:
+        model, manager, hook = with_power_sgd()  # it was restarted
+    states = gathered(state_dict(model))
+    manager.heals = rank == 1
+    assert step_under(manager, model, rank, 3)
+    assert same_on_all_ranks(grads_of(model))
+    if rank == 1:
+        load_state_dict(model, states[0])
+        assert not hook.state_dict()["residual"]
+        assert set(hook.carried_state()["factors"]) == {"0.weight", "2.weight", "4.weight"}
+    manager.heals = False
+    for step in (4, 5):
+        assert step_under(manager, model, rank, step)
+        assert same_on_all_ranks(grads_of(model))
+    factors = [hook.carried_state()["factors"][name] for name in ("0.weight", "2.weight", "4.weight")]
+    assert same_on_all_ranks(factors)
+
+
+@on_ranks(1)
+def test_replicas_with_other_hooks_are_told(rank):
+    with_hook, *_ = with_power_sgd()
+    _, _, without = under_manager(layers, bucket_cap_mb=0.004)
+    with pytest.raises(RuntimeError, match="here it is none, on the healthy replica .'PowerSGD'"):
+        load_state_dict(without, state_dict(with_hook))
+    with pytest.raises(RuntimeError, match="BF16 sends messages between fixed ranks"):
+        without.register_comm_hook(None, BF16())

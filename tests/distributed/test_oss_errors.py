@@ -5,11 +5,8 @@ import torch
 import torch.distributed as dist
 
 from tests.harness import assert_each_raises, on_ranks
+from tests.oss import weights
 from torchddp.optim import OSS
-
-
-def weights(*shapes, dtype=torch.float32):
-    return [torch.nn.Parameter(torch.ones(shape, dtype=dtype)) for shape in shapes]
 
 
 @on_ranks(2)

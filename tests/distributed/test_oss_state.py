@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from functools import partial
 
 import pytest
 import torch
@@ -10,10 +11,30 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint import state_dict_loader
 
-from tests.harness import assert_each_raises, gathered, on_ranks, run_ranks
+from tests.harness import assert_each_raises, each, gathered, on_ranks, run_ranks
 from tests.models import seeded
 from tests.oss import assert_same_state, float_mlp, twins, two_groups, whole_state
 from torchddp.optim import OSS, load_checkpoint
+
+
+class Preconditioned(torch.optim.Optimizer):
+    """Keeps square matrices, a list, a count in the group, and state that belongs to no parameter."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr, "steps": 0})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.state["seen"] = {"steps": torch.tensor(self.param_groups[0]["steps"])}
+        for group in self.param_groups:
+            group["steps"] += 1
+            for param in group["params"]:
+                state = self.state[param]
+                grad = param.grad.reshape(param.shape[0], -1)
+                state.setdefault("matrix", torch.eye(param.shape[0])).add_(grad @ grad.t())
+                state.setdefault("history", []).append(grad.norm())
+                param -= group["lr"] * torch.linalg.solve(state["matrix"], grad).view_as(param)
+
 
 OPTIMIZERS = [
     (torch.optim.SGD, {"lr": 0.01, "momentum": 0.9}),
@@ -21,9 +42,7 @@ OPTIMIZERS = [
     (torch.optim.Adagrad, {"lr": 0.1}),
     (torch.optim.Adafactor, {}),
 ]
-EACH_OPTIMIZER = pytest.mark.parametrize(
-    ("optim", "options"), OPTIMIZERS, ids=[optim.__name__ for optim, _ in OPTIMIZERS]
-)
+ALL = [*OPTIMIZERS, (Preconditioned, {})]
 
 
 def trained_on_two(optim, options, path):
@@ -37,28 +56,32 @@ def trained_on_two(optim, options, path):
             whole = pair.oss.state_dict()
             assert_same_state(whole, pair.plain.state_dict())
             assert list(whole["state"])[:5] == [0, 1, 2, 3, 4]
-            torch.save({"model": pair.ddp.module.state_dict(), "optim": whole}, path)
+            torch.save({"model": pair.model.module.state_dict(), "optim": whole}, path)
         dcp.save({"optim": pair.oss.local_state_dict()}, checkpoint_id=f"{path}.dcp")
 
     run_ranks(work, 2)
 
 
-@pytest.mark.rest_is_thorough("AdamW")
-@EACH_OPTIMIZER
+@pytest.mark.rest_is_thorough("AdamW", "Preconditioned")
+@pytest.mark.parametrize(("optim", "options"), ALL, ids=[optim.__name__ for optim, _ in ALL])
 def test_resumed_on_any_world_size_as_if_never_stopped(optim, options, tmp_path):
     path = tmp_path / "state.pt"
     trained_on_two(optim, options, path)
 
     def work(rank):
-        saved = torch.load(path)
-        for way in ("whole", "checkpoint"):
+        for way in each(["whole", "checkpoint"]):
+            saved = torch.load(path)
             pair = twins(optim, options, two_groups)
-            pair.ddp.module.load_state_dict(saved["model"])
+            pair.model.module.load_state_dict(saved["model"])
             if way == "whole":
                 pair.oss.load_state_dict(saved["optim"])
             else:
                 load_checkpoint(pair.oss, checkpoint_id=f"{path}.dcp")
-            assert sum(gathered(sum(1 for entry in pair.oss.state.values() if entry))) == 5, way
+            part = pair.oss.local_state_dict()
+            assert sorted(sum(gathered(part["sharded_params"]), [])) == [0, 1, 2, 3, 4], way
+            state, kept = saved["optim"]["state"], (*part["sharded_params"], "seen")
+            assert_same_state(part["state"], {key: entry for key, entry in state.items() if key in kept})
+            assert_same_state(part["param_groups"], saved["optim"]["param_groups"])
             # The other twin goes all the way.
             for step in range(20):
                 pair.backward(step, same_batch=True)
@@ -71,16 +94,15 @@ def test_resumed_on_any_world_size_as_if_never_stopped(optim, options, tmp_path)
         run_ranks(work, world_size)
 
 
-@EACH_OPTIMIZER
 @on_ranks(2)
-def test_the_plain_optimizer_and_oss_take_each_others_state(rank, optim, options):
-    first = twins(optim, options, two_groups)
-    first.train(range(5))
-    whole = whole_state(first.oss)
-    first.oss.load_state_dict(copy.deepcopy(first.plain.state_dict()))
-    first.plain.load_state_dict(whole)
-    first.train(range(5, 10))
-    first.assert_equal()
+def test_the_plain_optimizer_and_oss_take_each_others_state(rank):
+    for optim, options in each(ALL):
+        pair = twins(optim, options, two_groups)
+        pair.train(range(5))
+        whole = whole_state(pair.oss)
+        pair.oss.load_state_dict(copy.deepcopy(pair.plain.state_dict()))
+        pair.plain.load_state_dict(whole)
+        pair.train_alike(range(5, 10))
 
 
 @on_ranks(3)
@@ -115,7 +137,7 @@ def test_parts_make_the_whole_and_each_rank_takes_its_own_back(rank):
     part = pickle.loads(pickle.dumps(pair.oss.local_state_dict()))
     assert list(part["state"]) == part["sharded_params"]
     other = gathered(part)
-    together = {index: entry for each in other for index, entry in each["state"].items()}
+    together = {index: entry for one in other for index, entry in one["state"].items()}
     assert_same_state(together, pair.plain.state_dict()["state"])
     fresh = twins()
     before = fresh.oss.local_state_dict()
@@ -136,17 +158,15 @@ def test_the_state_of_another_model_changes_nothing(rank):
     wrong_shape = copy.deepcopy(good)
     wrong_shape["state"][4]["exp_avg"] = torch.zeros(3, 3)
     short = [groups[0], {**groups[1], "params": [2, 3]}]
-    cases = [
+    cases = (
         ({"param_groups": groups}, "it has no 'state'"),
         ({**good, "param_groups": groups[:1]}, "it has 1 parameter groups, the optimizer 2"),
         ({**good, "param_groups": short}, "parameter group 1 has 2 parameters, the optimizer's 3"),
-        (wrong_shape, r"'exp_avg' for parameter 2 of group 1 has shape \[3, 3\]"),
+        (wrong_shape, "'exp_avg' for parameter 2 of group 1 has shape [3, 3]"),
         ({**good, "state": {0: 5}}, "entry for parameter 0 of group 0 is a int"),
-    ]
-    for state, message in cases:
-        for oss in (pair.oss, twins(groups=two_groups).oss):
-            with pytest.raises(ValueError, match=message):
-                oss.load_state_dict(state)
+    )
+    for oss in (pair.oss, twins(groups=two_groups).oss):
+        assert_each_raises(*((partial(oss.load_state_dict, state), ValueError, words) for state, words in cases))
     assert_same_state(before, pair.oss.local_state_dict())
 
 
@@ -158,11 +178,7 @@ def test_parts_of_a_checkpoint(tmp_path, monkeypatch):
         small = twins(torch.optim.SGD, {"momentum": 0.9}, two_groups, make=lambda: float_mlp(width=4)).oss
         path = tmp_path / "state.dcp"
         assert_each_raises(
-            (
-                lambda: load_checkpoint(small, "optim", checkpoint_id=path),
-                ValueError,
-                "parameter 0 of group 0 has sh",
-            ),
+            (lambda: load_checkpoint(small, checkpoint_id=path), ValueError, "parameter 0 of group 0 has sh"),
             (lambda: load_checkpoint(small, "x", checkpoint_id=path), ValueError, "no optimizer under"),
             (lambda: load_checkpoint(small), ValueError, "needs checkpoint_id"),
         )
@@ -211,39 +227,39 @@ def train_by_hand(params, others, oss, plain, steps):
         assert all(torch.equal(a, b) for a, b in zip(params, others, strict=True)), step
 
 
-@EACH_OPTIMIZER
 @on_ranks(1, 3)
-def test_parameters_frozen_and_thawed(rank, optim, options):
-    model, other = (seeded(lambda: nn.Sequential(*[nn.Linear(3, n) for n in (7, 2, 9, 4)])) for _ in range(2))
+def test_parameters_frozen_and_thawed(rank):
+    for optim, options in each(OPTIMIZERS):
+        model, other = (seeded(lambda: nn.Sequential(*[nn.Linear(3, n) for n in (7, 2, 9, 4)])) for _ in range(2))
 
-    def set_trainable(index, trainable):
-        for each in (model, other):
-            each[index].requires_grad_(trainable)
+        def set_trainable(index, trainable, nets=(model, other)):
+            for net in nets:
+                net[index].requires_grad_(trainable)
 
-    set_trainable(1, False)
-    params, others = list(model.parameters()), list(other.parameters())
-    oss, plain = OSS(params, optim, **options), optim(others, **options)
-    assert not set(model[1].parameters()) & set(oss.param_to_rank)
-    train_by_hand(params, others, oss, plain, range(3))
-    first_owners = dict(oss.param_to_rank)
-    set_trainable(1, True)
-    set_trainable(2, False)
-    params[2].grad = torch.ones_like(params[2])
-    with pytest.raises(RuntimeError, match="parameter 2 of group 0 has a gradient.*refresh_trainable"):
-        oss.step()
-    oss.refresh_trainable()
-    assert set(oss.param_to_rank) == set(params)
-    assert all(oss.param_to_rank[p] == owner for p, owner in first_owners.items())
-    train_by_hand(params, others, oss, plain, range(3, 6))
-    whole = whole_state(oss)
-    assert_same_state(whole, plain.state_dict())
-    # A new start with the same layer frozen: its state waits for the day it is thawed.
-    oss = OSS(params, optim, **options)
-    oss.load_state_dict(whole)
-    train_by_hand(params, others, oss, plain, range(6, 8))
-    set_trainable(2, True)
-    oss.refresh_trainable()
-    train_by_hand(params, others, oss, plain, range(8, 10))
+        set_trainable(1, False)
+        params, others = list(model.parameters()), list(other.parameters())
+        oss, plain = OSS(params, optim, **options), optim(others, **options)
+        assert not set(model[1].parameters()) & set(oss.param_to_rank)
+        train_by_hand(params, others, oss, plain, range(3))
+        first_owners = dict(oss.param_to_rank)
+        set_trainable(1, True)
+        set_trainable(2, False)
+        params[2].grad = torch.ones_like(params[2])
+        with pytest.raises(RuntimeError, match="parameter 2 of group 0 has a gradient.*refresh_trainable"):
+            oss.step()
+        oss.refresh_trainable()
+        assert set(oss.param_to_rank) == set(params)
+        assert all(oss.param_to_rank[p] == owner for p, owner in first_owners.items())
+        train_by_hand(params, others, oss, plain, range(3, 6))
+        whole = whole_state(oss)
+        assert_same_state(whole, plain.state_dict())
+        # A new start with the same layer frozen: its state waits for the day it is thawed.
+        oss = OSS(params, optim, **options)
+        oss.load_state_dict(whole)
+        train_by_hand(params, others, oss, plain, range(6, 8))
+        set_trainable(2, True)
+        oss.refresh_trainable()
+        train_by_hand(params, others, oss, plain, range(8, 10))
 
 
 @on_ranks(2)
@@ -262,12 +278,13 @@ def test_a_frozen_parameter_is_not_sent_and_a_gradient_left_on_it_not_applied(ra
     assert gathered((params[0].tolist(), params[1].tolist(), sent)) == [([1.0] * 3, [0.0] * 2, [2 * 4])] * 2
 
 
-@pytest.mark.parametrize(("optim", "options"), OPTIMIZERS[:2], ids=["SGD", "AdamW"])
-@on_ranks(2)
-def test_a_parameter_group_added_later(rank, optim, options):
-    def made(*lengths):
-        return [nn.Parameter(torch.linspace(0, 1, n)) for n in lengths]
+def made(*lengths):
+    return [nn.Parameter(torch.linspace(0, 1, n)) for n in lengths]
 
+
+@on_ranks(2)
+def test_a_parameter_group_added_later(rank):
+    optim, options = OPTIMIZERS[1]
     model, other = made(5, 9, 4), made(5, 9, 4)
     oss, plain = OSS(model, optim, **options), optim(other, **options)
     train_by_hand(model, other, oss, plain, range(3))
@@ -287,59 +304,19 @@ def test_a_parameter_group_added_later(rank, optim, options):
 # --- optimizers that are not torch's ---
 
 
-class Preconditioned(torch.optim.Optimizer):
-    """Keeps square matrices, a list, a count in the group, and state that belongs to no parameter."""
-
-    def __init__(self, params, lr=0.1):
-        super().__init__(params, {"lr": lr, "steps": 0})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        self.state["seen"] = {"steps": torch.tensor(self.param_groups[0]["steps"])}
-        for group in self.param_groups:
-            group["steps"] += 1
-            for param in group["params"]:
-                state = self.state[param]
-                grad = param.grad.reshape(param.shape[0], -1)
-                state.setdefault("matrix", torch.eye(param.shape[0])).add_(grad @ grad.t())
-                state.setdefault("history", []).append(grad.norm())
-                param -= group["lr"] * torch.linalg.solve(state["matrix"], grad).view_as(param)
-
-
 @on_ranks(2)
 def test_an_optimizer_with_state_of_any_shape(rank):
     pair = twins(Preconditioned, groups=two_groups)
     pair.train(range(2))
     early = whole_state(pair.oss)
-    pair.train(range(2, 4))
+    pair.train_alike(range(2, 4))
     assert all(len(entry["history"]) == 2 for key, entry in early["state"].items() if key != "seen")
-    pair.assert_equal()
     assert [group["steps"] for group in pair.oss.param_groups] == [4, 4]
     whole = whole_state(pair.oss)
-    assert_same_state(whole, pair.plain.state_dict())
-    pair.oss.load_state_dict(copy.deepcopy(whole))
-    pair.train(range(4, 6))
-    pair.assert_equal()
     whole["state"][0]["matrix"] = torch.eye(3)
     if 0 in pair.oss.local_state_dict()["sharded_params"]:
         with pytest.raises(ValueError, match="'matrix' for parameter 0 of group 0"):
             pair.oss.load_state_dict(whole)
-
-
-def test_a_checkpoint_with_state_of_any_shape(tmp_path):
-    trained_on_two(Preconditioned, {}, tmp_path / "state.pt")
-
-    def work(rank):
-        fresh = twins(Preconditioned, groups=two_groups).oss
-        load_checkpoint(fresh, checkpoint_id=tmp_path / "state.pt.dcp")
-        whole = torch.load(tmp_path / "state.pt")["optim"]
-        part = fresh.local_state_dict()
-        wanted = {key: value for key, value in whole["state"].items() if key in (*part["sharded_params"], "seen")}
-        assert_same_state(part["state"], wanted)
-        assert_same_state(part["param_groups"], whole["param_groups"])
-
-    for world_size in (1, 3):
-        run_ranks(work, world_size)
 
 
 class Eager(torch.optim.Optimizer):
@@ -374,7 +351,7 @@ def test_an_optimizer_that_makes_state_only_at_the_start(rank):
 @on_ranks(2)
 def test_a_learning_rate_in_a_tensor_and_a_state_of_another_dtype(rank):
     pair = twins(torch.optim.Adam, {"lr": torch.tensor(0.01)})
-    schedulers = [torch.optim.lr_scheduler.ExponentialLR(each, 0.5) for each in (pair.oss, pair.plain)]
+    schedulers = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5) for optimizer in (pair.oss, pair.plain)]
     for step in range(3):
         pair.train(range(step, step + 1))
         for scheduler in schedulers:
@@ -384,6 +361,5 @@ def test_a_learning_rate_in_a_tensor_and_a_state_of_another_dtype(rank):
         entry["exp_avg"] = entry["exp_avg"].double()
     pair.oss.load_state_dict(saved)
     assert {entry["exp_avg"].dtype for entry in pair.oss.state.values()} == {torch.float32}
-    pair.train(range(3, 5))
-    pair.assert_equal()
+    pair.train_alike(range(3, 5))
     assert gathered(pair.oss.param_groups[0]["lr"].item()) == [pytest.approx(0.01 / 8)] * 2

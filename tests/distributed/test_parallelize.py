@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import os
 from typing import Any
@@ -18,8 +19,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import torchddp
-from tests.harness import each, on_ranks, run_ranks
-from tests.models import seeded
+from tests.harness import assert_each_raises, each, on_ranks, run_ranks
+from tests.models import assert_same_training, seeded
+from tests.pages import DOCS, run_code
 from torchddp.optim import OSS
 from torchddp.parallel import ParallelConfig, device_mesh, parallel_group_info, parallelize
 
@@ -27,7 +29,7 @@ pytestmark = pytest.mark.beyond_torch("has no parallelize")
 
 SGD = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 # fp64: the order of additions differs between DDP and FSDP2, nothing else.
-CLOSE = {"rtol": 1e-12, "atol": 1e-12}
+CLOSE = 1e-11
 
 
 class Block(nn.Module):
@@ -55,30 +57,19 @@ class Net(nn.Module):
         return self.last(x) * self.scale
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, copy_number: int) -> dict[str, torch.Tensor]:
-    """Parameters by name after three steps, whole."""
+def train(model: nn.Module, copy_number: int, optimizer: torch.optim.Optimizer | None = None) -> nn.Module:
+    """Three steps."""
+    optimizer = optimizer or SGD(model.parameters())
     for step in range(3):
         generator = torch.Generator().manual_seed(10 * step + copy_number)
         model(torch.randn(4, 6, generator=generator, dtype=torch.float64)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    return whole(model)
+    return model
 
 
-def whole(model: nn.Module) -> dict[str, torch.Tensor]:
-    values = {name.removeprefix("module."): p.detach() for name, p in model.named_parameters()}
-    return {name: (p.full_tensor() if isinstance(p, DTensor) else p).clone() for name, p in values.items()}
-
-
-def by_ddp(rank: int) -> dict[str, torch.Tensor]:
-    model = torchddp.DistributedDataParallel(seeded(Net))
-    return train(model, SGD(model.parameters()), rank)
-
-
-def assert_same(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], exact: bool) -> None:
-    assert got.keys() == want.keys()
-    for name in want:
-        torch.testing.assert_close(got[name], want[name], **({"rtol": 0, "atol": 0} if exact else CLOSE), msg=name)
+def by_ddp(rank: int) -> nn.Module:
+    return train(torchddp.DistributedDataParallel(seeded(Net)), rank)
 
 
 @pytest.mark.parametrize("initialised", [False, True])
@@ -111,17 +102,15 @@ def test_ddp(rank: int, world_size: int):
     before = torchddp.finished_steps()
     model, optimizer = parallelize(seeded(Net), optimizer=SGD)
     assert type(model) is torchddp.DistributedDataParallel
-    got = train(model, optimizer, rank)
+    train(model, rank, optimizer)
     assert torchddp.finished_steps() == before + 3
-    assert_same(got, by_ddp(rank), exact=True)
+    assert_same_training(model, by_ddp(rank))
     if world_size == 2:
-        torchs = nn.parallel.DistributedDataParallel(seeded(Net))
-        assert_same(got, train(torchs, SGD(torchs.parameters()), rank), exact=True)
+        assert_same_training(model, train(nn.parallel.DistributedDataParallel(seeded(Net)), rank))
 
     # Its options arrive.
     config = ParallelConfig.from_cli(["ddp.bucket_cap_mb=0.001", "ddp.transport=c10d", "ddp.timeout=20"])
-    model = parallelize(seeded(Net), config)
-    train(model, SGD(model.parameters()), rank)
+    model = train(parallelize(seeded(Net), config), rank)
     with pytest.raises(ValueError, match=r"ddp\.wire_dtype: got 'int3', allowed: bfloat16"):
         parallelize(seeded(Net), ParallelConfig(ddp={"wire_dtype": "int3"}))
     narrow = parallelize(seeded(Net).float(), ParallelConfig(ddp={"wire_dtype": torch.bfloat16}))
@@ -136,15 +125,15 @@ def test_sharded(rank: int, world_size: int):
     oss_of = functools.partial(OSS, optim=torch.optim.SGD, lr=0.05, momentum=0.9)
     by_hand = seeded(Net)
     oss = oss_of(by_hand.parameters())
-    want = train(torchddp.ShardedDataParallel(by_hand, oss, reduce_buffer_size=100), oss, rank)
+    want = train(torchddp.ShardedDataParallel(by_hand, oss, reduce_buffer_size=100), rank, oss)
     for factory in each([SGD, oss_of]):
         before = torchddp.finished_steps()
         model, optimizer = parallelize(seeded(Net), config, optimizer=factory)
         assert type(model) is torchddp.ShardedDataParallel and type(optimizer) is OSS
-        got = train(model, optimizer, rank)
+        train(model, rank, optimizer)
         assert torchddp.finished_steps() == before + 3
-        assert_same(got, want, exact=True)
-        assert_same(got, by_ddp(rank), exact=True)
+        for other in (want, by_ddp(rank)):
+            assert_same_training(model, other)
     with pytest.raises(ValueError, match="pass optimizer="):
         parallelize(Net(), config)
     for wrong in (lambda params: SGD(params), functools.partial(torch.optim.SGD, [])):
@@ -152,13 +141,13 @@ def test_sharded(rank: int, world_size: int):
             parallelize(Net(), config, optimizer=wrong)
 
 
-def by_fully_shard(shape: tuple[int, ...], rank: int, **options: Any) -> dict[str, torch.Tensor]:
+def by_fully_shard(shape: tuple[int, ...], rank: int, **options: Any) -> nn.Module:
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "mp")[: len(shape)])
     model = seeded(Net)
     for block in model.blocks:
         fully_shard(block, mesh=mesh, **options)
     fully_shard(model, mesh=mesh, **{**options, "reshard_after_forward": False})
-    return train(model, SGD(model.parameters()), rank)
+    return train(model, rank)
 
 
 @on_ranks(2, 4)
@@ -169,10 +158,10 @@ def test_fsdp(rank: int, world_size: int):
         model, optimizer = parallelize(net, config, optimizer=SGD)
         assert model is net and isinstance(model, Net) and isinstance(model, FSDPModule)
         assert all(isinstance(block, FSDPModule) for block in model.blocks)
-        got = train(model, optimizer, rank)
+        train(model, rank, optimizer)
         shape = (world_size, 1) if strategy == "NO_SHARD" else (world_size,)
-        assert_same(got, by_fully_shard(shape, rank, reshard_after_forward=strategy is None), exact=True)
-        assert_same(got, by_ddp(rank), exact=False)
+        assert_same_training(model, by_fully_shard(shape, rank, reshard_after_forward=strategy is None))
+        assert_same_training(model, by_ddp(rank), CLOSE)
         held = sum(p.to_local().numel() for p in model.parameters())
         total = sum(p.numel() for p in model.parameters())
         assert held == total if strategy == "NO_SHARD" else held < 0.8 * total
@@ -185,10 +174,10 @@ def test_hsdp(rank: int, world_size: int):
     for strategy in each(["HYBRID_SHARD", "HYBRID_SHARD_ZERO2"]):
         config = ParallelConfig(use_fsdp=True, sharding_strategy=strategy, model_parallel=2)
         model, optimizer = parallelize(seeded(Net), config, optimizer=SGD)
-        got = train(model, optimizer, rank)
-        keeps = strategy != "HYBRID_SHARD"
-        assert_same(got, by_fully_shard((world_size // 2, 2), rank, reshard_after_forward=not keeps), exact=True)
-        assert_same(got, by_ddp(rank), exact=False)
+        train(model, rank, optimizer)
+        reshards = strategy == "HYBRID_SHARD"
+        assert_same_training(model, by_fully_shard((world_size // 2, 2), rank, reshard_after_forward=reshards))
+        assert_same_training(model, by_ddp(rank), CLOSE)
         assert model.first.weight.to_local().numel() == model.first.weight.numel() / 2
 
 
@@ -232,16 +221,15 @@ def test_weights_at_the_start_and_options(rank):
     assert dtypes == [torch.bfloat16]
     group = parallel_group_info().dp.group
     assert dist.get_backend(group) == "torchddp_shm"
-    train(model, SGD(model.parameters()), rank)
+    train(model, rank)
 
-    # Weights at the start.
     # All start from rank 0.
     for options in each([{}, {"use_fsdp": True}, {"kind": "hsdp", "model_parallel": 1}, {"kind": "sharded"}]):
         net = seeded(Net, seed=rank)
         net.scale += rank
         net.register_buffer("grid", torch.full((2, 3), float(rank)).t())  # not contiguous
         model, _ = parallelize(net, ParallelConfig(**options), optimizer=SGD)
-        assert_same(whole(model), dict(seeded(Net).named_parameters()), exact=True)
+        assert_same_training(model, seeded(Net))
         assert net.scale.eq(1).all() and net.grid.eq(0).all()
 
     # Ranks may keep their own.
@@ -252,38 +240,30 @@ def test_weights_at_the_start_and_options(rank):
     assert torch.equal(local, want.last.bias[rank * 2 : rank * 2 + 2][: len(local)])
 
     # A model without memory.
-    with torch.device("meta"):
-        empty = Net()
-    config = ParallelConfig(use_fsdp=True, device_type="cpu")
+    empty = Net().to("meta")
     with pytest.raises(ValueError, match="'first.weight' is on the meta device"):
-        parallelize(empty, config)
+        parallelize(empty, ParallelConfig(use_fsdp=True, device_type="cpu"))
     model = parallelize(empty, ParallelConfig(use_fsdp=True, device_type="cpu", sync_module_states=False))
     model.to_empty(device="cpu")
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
             tensor.fill_(0.1)
-    train(model, SGD(model.parameters()), rank)
+    train(model, rank)
 
     # What is refused.
-    with pytest.raises(TypeError, match="config: got a dict"):
-        parallelize(Net(), {"kind": "ddp"})
-    with pytest.raises(TypeError, match="model: got a function"):
-        parallelize(by_ddp)
-    net = Net()
-    with pytest.raises(TypeError, match="SGD that was made before"):
-        parallelize(net, optimizer=SGD(net.parameters()))
-    with pytest.raises(TypeError, match="optimizer: got a float"):
-        parallelize(net, optimizer=0.1)
-    ddp, fsdp = parallelize(Net()), parallelize(Net(), ParallelConfig(use_fsdp=True))
+    net, ddp, fsdp = Net(), parallelize(Net()), parallelize(Net(), ParallelConfig(use_fsdp=True))
+    three, wraps = ParallelConfig(data_parallel=3), ParallelConfig(use_fsdp=True, wrap=("Blocks",))
     for parallel in (ddp, fsdp, replicate(Net())):
-        with pytest.raises(ValueError, match="the model is parallel already"):
-            parallelize(parallel)
-    with pytest.raises(ValueError, match="its module '0' is parallel already"):
-        parallelize(nn.Sequential(parallelize(Net())))
-    with pytest.raises(ValueError, match=r"data_parallel 3 x model_parallel 1 is 3, but there are 2 ranks"):
-        parallelize(Net(), ParallelConfig(data_parallel=3))
-    with pytest.raises(ValueError, match="did you mean 'Block'"):
-        parallelize(Net(), ParallelConfig(use_fsdp=True, wrap=("Blocks",)))
+        assert_each_raises((lambda model=parallel: parallelize(model), ValueError, "the model is parallel already"))
+    assert_each_raises(
+        (lambda: parallelize(net, {"kind": "ddp"}), TypeError, "config: got a dict"),
+        (lambda: parallelize(by_ddp), TypeError, "model: got a function"),
+        (lambda: parallelize(net, optimizer=SGD(net.parameters())), TypeError, "SGD that was made before"),
+        (lambda: parallelize(net, optimizer=0.1), TypeError, "optimizer: got a float"),
+        (lambda: parallelize(nn.Sequential(ddp)), ValueError, "its module '0' is parallel already"),
+        (lambda: parallelize(net, three), ValueError, "data_parallel 3 x model_parallel 1 is 3, but there are 2 rank"),
+        (lambda: parallelize(net, wraps), ValueError, "did you mean 'Block'"),
+    )
 
 
 @on_ranks(4)
@@ -292,11 +272,9 @@ def test_groups_of_two_by_two(rank):
         parallel_group_info()
     parallelize(Net(), ParallelConfig(kind="hsdp", model_parallel=2))
     info = parallel_group_info()
-    assert (info.mp.rank, info.mp.world_size, info.mp.global_rank) == (rank % 2, 2, rank)
-    assert (info.dp.rank, info.dp.world_size, info.dp.global_rank) == (rank // 2, 2, rank)
-    assert info.mp.global_ranks == ((0, 1) if rank < 2 else (2, 3))
-    assert info.dp.global_ranks == ((0, 2) if rank % 2 == 0 else (1, 3))
-    for group in (info.mp, info.dp):
+    of_mp, of_dp = (0, 1) if rank < 2 else (2, 3), (0, 2) if rank % 2 == 0 else (1, 3)
+    for group, place, members in ((info.mp, rank % 2, of_mp), (info.dp, rank // 2, of_dp)):
+        assert (group.rank, group.world_size, group.global_rank, group.global_ranks) == (place, 2, rank, members)
         value = torch.tensor(10.0**rank)
         dist.all_reduce(value, group=group.group)
         assert value == sum(10.0**member for member in group.global_ranks)
@@ -330,14 +308,30 @@ def test_tensor_parallel_over_mp(rank: int, kind: str, world_size: int):
     model, optimizer = parallelize(net, config, optimizer=SGD)
     info = parallel_group_info()
     assert info.mp.group is mesh.get_group("mp")
-    got = train(model, optimizer, info.dp.rank)
+    train(model, info.dp.rank, optimizer)
     assert torchddp.finished_steps() == before + 3 * (kind == "ddp" and world_size == 4)
     alone = seeded(Net)
     want = torchddp.DistributedDataParallel(alone, process_group=info.dp.group) if info.dp.group else alone
-    assert_same(got, train(want, SGD(want.parameters()), info.dp.rank), exact=False)
+    assert_same_training(model, train(want, info.dp.rank), CLOSE)
     if kind == "fsdp":  # such models take rank 0's weights too
         net = seeded(Net, seed=rank)
         for block in net.blocks:
             # Distributes rank 0's of each model-parallel group; those groups still differ.
             parallelize_module(block, mesh["mp"], PLAN)
-        assert_same(whole(parallelize(net, config)), dict(seeded(Net).named_parameters()), exact=True)
+        assert_same_training(parallelize(net, config), seeded(Net))
+
+
+# --- docs/parallelize.md ---
+
+
+@on_ranks(2)
+def test_the_pages_example():
+    names = run_code("parallelize.md")
+    assert type(names["model"]).__name__ == "FSDPSequential"
+    assert float(names["loss"]) < 6.5  # 8 at the start: the variance of the sum of 8 numbers
+
+
+def test_every_option_is_on_the_page():
+    table = (DOCS / "parallelize.md").read_text().split("## Options")[1].split("## Groups")[0]
+    for field in dataclasses.fields(ParallelConfig):
+        assert f"`{field.name}`" in table, field.name

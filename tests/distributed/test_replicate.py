@@ -20,8 +20,19 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.checkpoint import checkpoint
 
 import torchddp
-from tests.harness import each, on_ranks
-from tests.models import Branches, Mlp, NormNet, batch, loss_of, same_on_all_ranks, seeded
+from tests.harness import assert_each_raises, each, on_ranks
+from tests.models import (
+    Branches,
+    Mlp,
+    NormNet,
+    assert_same_training,
+    batch,
+    loss_of,
+    same_on_all_ranks,
+    seeded,
+    step_on,
+)
+from tests.pages import run_code
 from torchddp.composable import ReplicateModule, engine_of, unreplicate
 
 pytestmark = pytest.mark.beyond_torch("has no replicate() with our engine")
@@ -37,19 +48,8 @@ def train(model, rank, steps=4, optimizer=None, **zero_grad):
     optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for step in range(steps):
         optimizer.zero_grad(**zero_grad)
-        loss_of(model(batch(rank, step))).backward()
+        step_on(model, rank, step)
         optimizer.step()
-
-
-def assert_same(model, reference, tolerance=0.0):
-    """Parameters and gradients."""
-    named = dict(getattr(reference, "module", reference).named_parameters())
-    assert set(named) == {name for name, _ in model.named_parameters()}
-    for name, parameter in model.named_parameters():
-        for mine, theirs in ((parameter, named[name]), (parameter.grad, named[name].grad)):
-            assert (mine is None) == (theirs is None), name
-            if theirs is not None:
-                torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance, msg=name)
 
 
 @contextlib.contextmanager
@@ -59,28 +59,34 @@ def reductions(count):
     assert torchddp.finished_steps() - before == count
 
 
+def assert_trains_alike(model, wrapped, rank, steps=4, optimizers=(None, None), tolerance=0.0, **zero_grad):
+    with reductions(steps):
+        train(model, rank, steps, optimizers[0], **zero_grad)
+    train(wrapped, rank, steps, optimizers[1], **zero_grad)
+    assert_same_training(model, wrapped, tolerance)
+
+
 @on_ranks(1, 2, 3, 4)
 def test_same_bits_as_the_wrapper_and_as_torchs_class(rank, world_size):
     for options in each([{"transport": "c10d"}, {"transport": "c10d", "gradient_as_bucket_view": False}, {}]):
         model = seeded(Mlp)
         parameters = list(model.parameters())
-        with reductions(4):
-            assert torchddp.replicate(model, bucket_cap_mb=0.001, **options) is model
-            assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
-            train(model, rank)
+        assert torchddp.replicate(model, bucket_cap_mb=0.001, **options) is model
+        assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
         wrapped = torchddp.DistributedDataParallel(seeded(Mlp), bucket_cap_mb=0.001, **options)
-        train(wrapped, rank)
-        assert_same(model, wrapped)
+        assert_trains_alike(model, wrapped, rank)
     torchs = TorchDDP(seeded(Mlp))
     train(torchs, rank)
-    assert_same(model, torchs, 1e-12 if world_size > 2 else 0)  # gloo's sums of more than two have no one order
+    assert_same_training(
+        model, torchs, 1e-12 if world_size > 2 else 0
+    )  # gloo's sums of more than two have no one order
 
 
 @on_ranks(2)
 def test_the_module_stays_what_it_is_and_is_freed(rank):
     # The module stays what it is.
     model, plain = torchddp.replicate(seeded(NormNet)), seeded(NormNet)
-    assert isinstance(model, NormNet) and isinstance(model, torchddp.composable.ReplicateModule)
+    assert isinstance(model, NormNet) and isinstance(model, ReplicateModule)
     assert not isinstance(model, TorchDDP)
     assert type(model).__name__ == "ReplicateNormNet"
     assert list(model.state_dict()) == list(plain.state_dict())
@@ -109,9 +115,8 @@ def test_optimizers_and_checkpoints(rank):
         optimizer = torch.optim.AdamW(model.parameters()) if before else None
         torchddp.replicate(model)
         optimizer = optimizer or torch.optim.AdamW(model.parameters())
-        train(model, rank, optimizer=optimizer, set_to_none=set_to_none)
-        train(wrapped, rank, optimizer=torch.optim.AdamW(wrapped.parameters()), set_to_none=set_to_none)
-        assert_same(model, wrapped)
+        optimizers = optimizer, torch.optim.AdamW(wrapped.parameters())
+        assert_trains_alike(model, wrapped, rank, optimizers=optimizers, set_to_none=set_to_none)
 
     # State dicts of torch.distributed.checkpoint have plain keys.
     model, plain = torchddp.replicate(seeded(Mlp)), seeded(Mlp)
@@ -123,9 +128,7 @@ def test_optimizers_and_checkpoints(rank):
     other = torchddp.replicate(seeded(Mlp))
     other_optimizer = torch.optim.AdamW(other.parameters())
     set_state_dict(other, other_optimizer, model_state_dict=weights, optim_state_dict=state)
-    train(model, rank, optimizer=optimizer)
-    train(other, rank, optimizer=other_optimizer)
-    assert_same(model, other)
+    assert_trains_alike(model, other, rank, optimizers=(optimizer, other_optimizer))
 
 
 def accumulate(model, rank, how):
@@ -153,7 +156,7 @@ def test_accumulation(rank):
             with reductions(1):
                 accumulate(model, rank, how)
             accumulate(wrapped, rank, "no_sync")
-            assert_same(model, wrapped)
+            assert_same_training(model, wrapped)
             model.zero_grad()
             wrapped.zero_grad()
 
@@ -162,11 +165,11 @@ def test_accumulation(rank):
     engine = engine_of(model)
     for strategy in ("single_auto_sync", "forced_sync"):
         for i in torchddp.sync.accumulate(engine, 3, strategy):
-            loss_of(model(batch(rank, i))).backward()
+            step_on(model, rank, i)
         for i in torchddp.sync.accumulate(wrapped, 3, strategy):
-            loss_of(wrapped(batch(rank, i))).backward()
+            step_on(wrapped, rank, i)
         assert engine.reducer.stats()["finished"] == wrapped.reducer.stats()["finished"]
-        assert_same(model, wrapped)
+        assert_same_training(model, wrapped)
 
     # no_sync() restores what was set before.
     model.set_requires_gradient_sync(False)
@@ -188,13 +191,13 @@ def test_unused_parameters_and_buffers(rank):
             for net in (model, wrapped):
                 net.zero_grad()
                 net(batch(rank, step, 3, 4), branch).sum().backward()
-            assert_same(model, wrapped)
+            assert_same_training(model, wrapped)
     model, wrapped = both(NormNet)
     own = torchddp.replicate(seeded(NormNet), forward_sync_buffers=False)
     for _ in range(3):
         for net in (model, wrapped, own):
             net(batch(rank, 0, 4, 3, 6, 6)).sum().backward()
-    assert_same(model, wrapped)
+    assert_same_training(model, wrapped)
     assert torch.equal(model.norm.running_mean, wrapped.module.norm.running_mean)
     assert not same_on_all_ranks([own.norm.running_mean])
 
@@ -212,7 +215,7 @@ def test_parts_by_themselves(rank):
     model.middle.weight.data.fill_(float(rank))
     torchddp.replicate(model, ignored_modules=[model.middle], ignored_params=[model.last.weight])
     assert "_ddp_params_and_buffers_to_ignore" not in model.__dict__
-    loss_of(model(batch(rank, 0))).backward()
+    step_on(model, rank)
     assert model.middle.weight.eq(rank).all()
     same = {name for name, p in model.named_parameters() if same_on_all_ranks([p.grad])}
     assert same == {"first.weight", "first.bias"}
@@ -225,7 +228,7 @@ def test_parts_by_themselves(rank):
         train(model, rank, steps=2)
     assert [s.name for s in engine_of(model).session.specs] == ["first.weight", "first.bias", "last.weight"]
     train(wrapped, rank, steps=2)
-    assert_same(model, wrapped)
+    assert_same_training(model, wrapped)
     model.set_requires_gradient_sync(False)
     assert not engine_of(model.middle).require_backward_grad_sync
     model.set_requires_gradient_sync(True, recurse=False)
@@ -242,7 +245,7 @@ def test_copies_are_plain_and_parameters_are_checked(rank):
         assert set(vars(other)) == set(vars(seeded(NormNet)))
         with reductions(0):
             other(x).sum().backward()
-    assert isinstance(model, torchddp.composable.ReplicateModule)
+    assert isinstance(model, ReplicateModule)
     for net in (model, torchddp.replicate(copies[0])):
         with reductions(1):
             net(x).sum().backward()
@@ -290,31 +293,26 @@ class Recursive(nn.Module):
 def test_a_forward_that_fails_and_one_that_calls_itself(rank):
     for error in each([ValueError, KeyboardInterrupt]):
         model, wrapped = both(Fails)
-        train(model, rank, steps=1)
+        assert_trains_alike(model, wrapped, rank, steps=1)
         model.error = error
         with pytest.raises(error):
             model(batch(rank, 0))
         if error is ValueError:
             assert TorchDDP._active_ddp_module is None
         model.error = None
-        train(model, rank, steps=2)
+        assert_trains_alike(model, wrapped, rank, steps=2)
         assert TorchDDP._active_ddp_module is None
-        train(wrapped, rank, steps=1)
-        train(wrapped, rank, steps=2)
-        assert_same(model, wrapped)
     model, wrapped = both(Recursive)
     for step in range(2):
         with reductions(1):
             model(batch(rank, step, 2, 4)).sum().backward()
         wrapped(batch(rank, step, 2, 4)).sum().backward()
-    assert_same(model, wrapped)
+    assert_same_training(model, wrapped)
 
 
-def test_import_torchddp_imports_none_of_it():
-    code = "import torchddp, sys; assert not [m for m in sys.modules if m.startswith('torchddp.composable')]; "
-    code += "assert 'torch.distributed.fsdp' not in sys.modules; from torchddp import replicate; print(replicate)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stderr
+def test_import_torchddp_imports_no_fsdp():
+    code = "import torchddp, sys; assert 'torch.distributed.fsdp' not in sys.modules; torchddp.replicate"
+    subprocess.run([sys.executable, "-c", code], timeout=60, check=True)
 
 
 @pytest.mark.rest_is_thorough("replicate*")
@@ -335,9 +333,17 @@ def test_compiled(rank, how):
             compiled = torch.compile(model, backend="aot_eager")
     with reductions(4):
         train(compiled, rank)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
     train(wrapped, rank)
-    assert_same(model, wrapped)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+    assert_same_training(model, wrapped)
+
+
+def net():
+    return seeded(Mlp)
+
+
+def mesh(*shape, **names):
+    return init_device_mesh("cpu", shape, **names)
 
 
 WRONG_OPTIONS = [
@@ -350,59 +356,37 @@ WRONG_OPTIONS = [
 ]
 
 
-def sharded():
-    model = seeded(Mlp)
-    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
-    return model
-
-
-def on_meta():
-    with torch.device("meta"):
-        return Mlp()
-
-
-WRONG_MODULES = [
-    (lambda: [Mlp()], TypeError, "needs a torch.nn.Module, got list"),
-    (lambda: seeded(Mlp).requires_grad_(False), RuntimeError, "no parameter that requires grad .*rank 0"),
-    (nn.ReLU, RuntimeError, "this ReLU has no parameter"),
-    (on_meta, RuntimeError, r"5 parameters of this Mlp are on the meta device.*first.weight.*to_empty"),
-    (lambda: torchddp.replicate(seeded(Mlp)), RuntimeError, "already replicated"),
-    (lambda: torch_replicate(seeded(Mlp)), RuntimeError, r"given to torch's replicate\(\) already"),
-    (sharded, RuntimeError, r"given to torch's fully_shard\(\) already"),
-    (lambda: TorchDDP(seeded(Mlp)), RuntimeError, "is a DistributedDataParallel"),
-    (lambda: nn.Sequential(torchddp.DDP(seeded(Mlp))), RuntimeError, r"contains a DistributedDataParallel \('0'\)"),
-    (lambda: nn.ModuleList([Mlp()]), ValueError, "a ModuleList has no forward"),
-]
-
-
 @on_ranks(1)
 def test_what_is_refused(rank):
-    # Wrong options, modules and meshes.
     for options, message in each(WRONG_OPTIONS):
-        model = seeded(Mlp)
+        model = net()
         with pytest.raises(TypeError, match=message):
             torchddp.replicate(model, **options)
-        assert type(model) is Mlp and set(vars(model)) == set(vars(seeded(Mlp)))
-    for make, error, message in each(WRONG_MODULES):
-        with pytest.raises(error, match=message):
-            torchddp.replicate(make())
-    with pytest.raises(ValueError, match=r"shape \(1, 1\) with dimensions dp, tp.*mesh\['dp'\]"):
-        torchddp.replicate(seeded(Mlp), mesh=init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp")))
-    with pytest.raises(ValueError, match=r"dimensions 0, 1.*after giving them names"):
-        torchddp.replicate(seeded(Mlp), mesh=init_device_mesh("cpu", (1, 1)))
-
-    # Later calls that can't be.
-    model = torchddp.replicate(seeded(Mlp))
+        assert type(model) is Mlp and set(vars(model)) == set(vars(net()))
+    named = mesh(1, 1, mesh_dim_names=("dp", "tp"))
+    replicate, model = torchddp.replicate, torchddp.replicate(net())
     engine = engine_of(model)
-    with pytest.raises(RuntimeError, match=r"rank 0: .* can't be used with join\(\)"):
-        engine.join()
-    with pytest.raises(RuntimeError, match="call the module"):
-        engine(batch(rank, 0))
-    with pytest.raises(TypeError, match="this Linear is not replicated"):
-        engine_of(model.first)
-    with pytest.raises(TypeError, match="this str is not replicated"):
-        engine_of("model")
-    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    advice = "Pass one of them, e.g. mesh['dp']"
+    on_meta = "of this Mlp are on the meta device, without values (first.weight, first.bias,"
+    assert_each_raises(
+        (lambda: replicate([net()]), TypeError, "needs a torch.nn.Module, got list"),
+        (lambda: replicate(net().requires_grad_(False)), RuntimeError, "grad and is not ignored (rank 0)"),
+        (lambda: replicate(nn.ReLU()), RuntimeError, "this ReLU has no parameter"),
+        (lambda: replicate(net().to("meta")), RuntimeError, f"5 parameters {on_meta}"),
+        (lambda: replicate(model), RuntimeError, "already replicated"),
+        (lambda: replicate(torch_replicate(net())), RuntimeError, "given to torch's replicate() already"),
+        (lambda: replicate(fully_shard(net(), mesh=mesh(1))), RuntimeError, "given to torch's fully_shard() already"),
+        (lambda: replicate(TorchDDP(net())), RuntimeError, "is a DistributedDataParallel"),
+        (lambda: replicate(nn.Sequential(TorchDDP(net()))), RuntimeError, "contains a DistributedDataParallel ('0')"),
+        (lambda: replicate(nn.ModuleList([net()])), ValueError, "a ModuleList has no forward"),
+        (lambda: replicate(net(), mesh=named), ValueError, f"(1, 1) with dimensions dp, tp. {advice}"),
+        (lambda: replicate(net(), mesh=mesh(1, 1)), ValueError, "e.g. mesh['0'], after giving them names"),
+        (engine.join, RuntimeError, "rank 0: a module of torchddp.replicate() can't be used with join()"),
+        (lambda: engine(batch(rank, 0)), RuntimeError, "call the module"),
+        (lambda: engine_of(model.first), TypeError, "this Linear is not replicated"),
+        (lambda: engine_of("model"), TypeError, "this str is not replicated"),
+    )
+    fully_shard(model, mesh=mesh(1))
     with pytest.raises(RuntimeError, match=r"given to fully_shard\(\) after torchddp.replicate\(\)"):
         model(batch(rank, 0))
 
@@ -412,12 +396,7 @@ def test_inside_of_checkpoints_and_beside_fully_shard(rank):
     # Inside activation checkpointing.
     model, wrapped = Outer(False), torchddp.DistributedDataParallel(Outer(False))
     torchddp.replicate(model.body)
-    for step in range(3):
-        before = torchddp.finished_steps()
-        loss_of(model(batch(rank, step))).backward()
-        assert torchddp.finished_steps() - before == 1
-        loss_of(wrapped(batch(rank, step))).backward()
-    assert_same_grads(model, wrapped)
+    assert_trains_alike(model, wrapped, rank)
 
     model = Outer(True)
     torchddp.replicate(model.body)
@@ -432,8 +411,8 @@ def test_inside_of_checkpoints_and_beside_fully_shard(rank):
     for step in range(3):
         for net in (model, wrapped):
             net.zero_grad()
-            loss_of(net(batch(rank, step))).backward()
-    assert_same_grads(model, wrapped)
+            step_on(net, rank, step)
+    assert_same_training(model, wrapped)
     assert isinstance(model, ReplicateModule)
 
     # A model that differs between ranks.
@@ -451,7 +430,24 @@ class Outer(nn.Module):
         return checkpoint(self.body, x, use_reentrant=self.reentrant)
 
 
-def assert_same_grads(model, wrapped):
-    for mine, theirs in zip(model.parameters(), wrapped.parameters(), strict=True):
-        grad = mine.grad.full_tensor() if isinstance(mine.grad, DTensor) else mine.grad
-        assert torch.equal(grad, theirs.grad)
+# --- docs/replicate.md ---
+
+
+@on_ranks(2)
+def test_the_pages_examples(rank):
+    with reductions(20):
+        model = run_code("replicate.md", "One dimension")["model"]
+    assert list(model.state_dict()) == ["0.weight", "0.bias", "2.weight", "2.bias"]
+    assert same_on_all_ranks(model.parameters())
+    names = run_code("replicate.md", "Mixed precision")
+    weight = names["model"][0].weight
+    assert [names["output"].dtype, weight.dtype, weight.grad.dtype] == [torch.bfloat16, torch.float32, torch.float32]
+
+
+@pytest.mark.slow
+@on_ranks(4)
+def test_the_pages_tensor_parallel(rank):
+    with reductions(20):
+        model = run_code("replicate.md", "Tensor parallel in the other dimension")["model"]
+    assert isinstance(model.state_dict()["0.weight"], DTensor)
+    assert same_on_all_ranks([p.detach().full_tensor() for p in model.parameters()])

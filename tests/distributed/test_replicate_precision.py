@@ -8,11 +8,11 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import torchddp
 from tests.harness import each, on_ranks
+from tests.models import assert_same_training
 from torchddp.composable import ReplicateModule, unreplicate
 
 pytestmark = pytest.mark.beyond_torch("has no replicate() with our engine")
@@ -67,19 +67,6 @@ def train(model, rank):
     return dtypes
 
 
-def full(tensor):
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def assert_same(model, other):
-    named = dict(other.named_parameters())
-    for name, parameter in model.named_parameters():
-        assert parameter.dtype == FP32
-        assert torch.equal(full(parameter.detach()), full(named[name].detach())), name
-        assert (parameter.grad is None) == (named[name].grad is None), name
-        assert parameter.grad is None or torch.equal(full(parameter.grad), full(named[name].grad)), name
-
-
 POLICIES = [
     MixedPrecisionPolicy(param_dtype=BF16),
     MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32),
@@ -99,7 +86,7 @@ def test_same_bits_as_fully_shard(rank):
         assert dtypes == train(theirs, rank) == {policy.output_dtype or policy.param_dtype or FP32}
         assert mine.seen == theirs.seen == [policy.param_dtype or FP32] * 2
         assert torchddp.finished_steps() - before == 3
-        assert_same(mine, theirs)
+        assert_same_training(mine, theirs)
         assert all(type(p) is nn.Parameter and p.dtype == FP32 for p in mine.parameters())
 
 
@@ -110,7 +97,7 @@ def test_forwards_that_run_again_fail_or_cast_nothing(rank):
         mine, other = (replicated(*args, param_dtype=BF16, reduce_dtype=FP32) for args in ((reentrant,), ()))
         train(mine, rank)
         train(other, rank)
-        assert_same(mine, other)
+        assert_same_training(mine, other)
 
     # Parameters are back after a forward that failed.
     model = replicated()
@@ -145,25 +132,21 @@ def test_gradients_accumulate_in_the_parameters_own_dtype(rank):
         torch.testing.assert_close(model.get_parameter(name).grad, value, rtol=1e-6, atol=1e-7)
 
 
-class Lstm(nn.Module):
+class Lstm(nn.LSTM):
     """torch's recurrent layers keep a list of their weights besides."""
 
-    def __init__(self):
-        super().__init__()
-        self.rnn = nn.LSTM(4, 8)
-
     def forward(self, x):
-        return self.rnn(x)[0]
+        return super().forward(x)[0]
 
 
 @on_ranks(2)
 def test_recurrent_layers_and_copies(rank):
-    model = torchddp.replicate(Lstm(), mp_policy=MixedPrecisionPolicy(param_dtype=BF16))
+    model = torchddp.replicate(Lstm(4, 8), mp_policy=MixedPrecisionPolicy(param_dtype=BF16))
     for _ in range(2):
         out = model(torch.ones(3, 2, 4))
         assert out.dtype == BF16
         out.sum().backward()
-    assert all(a is b for a, b in zip(model.rnn._flat_weights, model.rnn.parameters(), strict=True))
+    assert all(a is b for a, b in zip(model._flat_weights, model.parameters(), strict=True))
 
     # Copies compute in full precision.
     model = replicated()

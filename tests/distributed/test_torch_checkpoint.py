@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from tests.harness import each, on_ranks, run_ranks
 from tests.models import Mlp, NormNet, batch, loss_of, same_on_all_ranks, seeded
+from tests.oss import assert_same_state
 from tests.parity.compare import TorchDDP
 
 OPTIONS = [{}, {"full_state_dict": True}, {"full_state_dict": True, "cpu_offload": True}]
@@ -39,21 +40,6 @@ def trained(cls, steps=2, seed=0):
     return ddp, optimizer
 
 
-def flat(state):
-    """Leaves by their path, in order."""
-    leaves = torch.utils._pytree.tree_flatten_with_path(state)[0]
-    return {torch.utils._pytree.keystr(path): leaf for path, leaf in leaves}
-
-
-def assert_same_state(got, want):
-    """The same paths in the same order, and the same bits."""
-    got, want = flat(got), flat(want)
-    assert list(got) == list(want)
-    for name, value in want.items():
-        equal = torch.equal(got[name], value) if torch.is_tensor(value) else got[name] == value
-        assert equal, name
-
-
 @on_ranks(2)
 def test_state_is_that_of_torchs_class(rank, ddp_class):
     """Keys too: those of the plain module, without "module."."""
@@ -64,6 +50,7 @@ def test_state_is_that_of_torchs_class(rank, ddp_class):
         is_left_out = options.get("cpu_offload") and rank != 0
         assert list(states[0][0]) == ([] if is_left_out else list(NormNet().state_dict()))
         if not is_left_out:
+            assert list(states[0][1]["state"]) == list(states[1][1]["state"])
             NormNet().load_state_dict(states[0][0])
 
 
@@ -90,10 +77,12 @@ def test_state_is_set_and_trains_on(rank, ddp_class):
     assert same_on_all_ranks([p.grad for p in ddp.parameters()])
 
 
+def state_of(ddp, optimizer):
+    return dict(zip(("model", "optimizer"), get_state_dict(ddp, optimizer), strict=True))
+
+
 def save_on_rank(rank, cls, folder, asynchronously):
-    ddp, optimizer = trained(cls)
-    model_state, optimizer_state = get_state_dict(ddp, optimizer)
-    state = {"model": model_state, "optimizer": optimizer_state}
+    state = state_of(*trained(cls))
     if asynchronously:
         dcp.async_save(state, checkpoint_id=folder).result()
     else:
@@ -103,15 +92,13 @@ def save_on_rank(rank, cls, folder, asynchronously):
 
 def load_on_rank(rank, cls, folder):
     ddp, optimizer = trained(cls, steps=0, seed=5)
-    model_state, optimizer_state = get_state_dict(ddp, optimizer)
-    state = {"model": model_state, "optimizer": optimizer_state}
+    state = state_of(ddp, optimizer)
     dcp.load(state, checkpoint_id=folder)
     set_state_dict(ddp, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-    want = torch.load(f"{folder}.rank0", weights_only=True)
-    assert_same_state(get_state_dict(ddp, optimizer), (want["model"], want["optimizer"]))
+    assert_same_state(state_of(ddp, optimizer), torch.load(f"{folder}.rank0", weights_only=True))
     before = torch.nn.utils.parameters_to_vector(ddp.parameters()).detach().clone()
     step(ddp, optimizer, rank, 7)
-    assert same_on_all_ranks([p.detach() for p in ddp.parameters()])
+    assert same_on_all_ranks(ddp.parameters())
     assert not torch.equal(before, torch.nn.utils.parameters_to_vector(ddp.parameters()))
 
 

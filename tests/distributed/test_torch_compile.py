@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 
 import pytest
@@ -43,33 +44,41 @@ def compiled(place, backend, cls, options, width=WIDTH):
     return ddp, ddp
 
 
-class Run:
-    """Trains with one class; remembers how many graphs were compiled, after each step."""
-
-    def __init__(self, place, mode, backend="eager", width=WIDTH, **options):
-        self.place, self.mode, self.backend, self.width, self.options = place, mode, backend, width, options
-        self.graphs = {}
-
-    def __call__(self, cls):
-        torch._dynamo.reset()
-        counter = CompileCounterWithBackend(self.backend)
-        rank = torch.distributed.get_rank()
-        with torch._dynamo.config.patch(optimize_ddp=self.mode):
-            call, ddp = compiled(self.place, counter, cls, self.options, self.width)
-            seen, counts = [], []
-            for step in range(STEPS):
+def trained(cls, place, mode, backend="eager", width=WIDTH, *, parts=1, hook=None, compiled_autograd=False, **options):
+    """Gradients after each backward, of which a step has `parts`, and after each step how many graphs there are."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend(backend)
+    rank = torch.distributed.get_rank()
+    seen, counts = [], []
+    with torch._dynamo.config.patch(optimize_ddp=mode):
+        call, ddp = compiled(place, counter, cls, options, width)
+        if hook is not None:
+            ddp.register_comm_hook(None, hook)
+        for number in range(parts * STEPS):
+            if number % parts == 0:
                 ddp.zero_grad()
-                loss_of(call(batch(rank, step, 4, self.width, dtype=torch.float32))).backward()
-                seen.append(plain_names(grads_of(ddp)))
+            with contextlib.ExitStack() as stack:
+                if (number + 1) % parts != 0:
+                    stack.enter_context(ddp.no_sync())
+                if compiled_autograd:
+                    stack.enter_context(torch._dynamo.compiled_autograd._enable(torch.compile(backend=backend)))
+                loss_of(call(batch(rank, number, 4, width, dtype=torch.float32))).backward()
+            seen.append(plain_names(grads_of(ddp)))
+            if (number + 1) % parts == 0:
                 counts.append(counter.frame_count)
-        self.graphs[cls] = counts
+    return seen, counts
+
+
+def compare(ddp_class, *how, reductions=STEPS, **options):
+    """How many graphs: as many as with torch's class, none of them compiled again after the first step."""
+    graphs = {}
+
+    def program(cls):
+        seen, graphs[cls] = trained(cls, *how, **options)
         return seen
 
-
-def compare(ddp_class, run, reductions=STEPS):
-    """How many graphs: as many as with torch's class, none of them compiled again after the first step."""
-    assert_same_program(ddp_class, run, reductions=reductions)
-    theirs, ours = run.graphs.values()
+    assert_same_program(ddp_class, program, reductions=reductions)
+    theirs, ours = graphs.values()
     assert ours == theirs, f"graphs after each step: {ours}, torch {theirs}"
     assert ours[0] == ours[-1] > 0, f"compiled again: {ours}"
     return ours[0]
@@ -110,8 +119,8 @@ def case(place, mode, graphs, *marks, width=WIDTH, **options):
 )
 @on_ranks(2)
 def test_as_many_graphs_as_torchs_class(ddp_class, place, mode, graphs, width, options):
-    run = Run(place, mode, "eager" if graphs else "aot_eager", width, **options)
-    found = compare(ddp_class, run, reductions=0 if mode == "python_reducer" else STEPS)
+    how = place, mode, "eager" if graphs else "aot_eager", width
+    found = compare(ddp_class, *how, reductions=0 if mode == "python_reducer" else STEPS, **options)
     assert graphs in (None, found)
 
 
@@ -120,75 +129,31 @@ def test_ddp_optimizer_refuses_a_cap_below_one_mib(ddp_class):
     """torch's compiler does, with either class; its other modes don't look at it."""
     for cls in (TorchDDP, ddp_class):
         with pytest.raises(AssertionError, match="First bucket should be smaller"):
-            Run("inside", "ddp_optimizer", bucket_cap_mb=0.5)(cls)
-    compare(ddp_class, Run("inside", "no_optimization", width=8, bucket_cap_mb=0.5))
-
-
-def autograd_program(mode, backend):
-    def program(cls):
-        torch._dynamo.reset()
-        rank = torch.distributed.get_rank()
-        with torch._dynamo.config.patch(optimize_ddp=mode):
-            ddp = cls(seeded(lambda: Blocks(8)))
-            call = torch.compile(ddp, backend=backend)
-            seen = []
-            for step in range(STEPS):
-                ddp.zero_grad()
-                with torch._dynamo.compiled_autograd._enable(torch.compile(backend=backend)):
-                    loss_of(call(batch(rank, step, 4, 8, dtype=torch.float32))).backward()
-                seen.append(grads_of(ddp))
-        return seen
-
-    return program
+            trained(cls, "inside", "ddp_optimizer", bucket_cap_mb=0.5)
+    compare(ddp_class, "inside", "no_optimization", "eager", 8, bucket_cap_mb=0.5)
 
 
 @pytest.mark.slow
 @on_ranks(2)
 def test_python_reducer_with_compiled_autograd(ddp_class):
-    assert_same_program(ddp_class, autograd_program("python_reducer", "aot_eager"), reductions=0)
+    compare(ddp_class, "around", "python_reducer", "aot_eager", 8, reductions=0, compiled_autograd=True)
 
 
 @on_ranks(2)
 def test_compiled_autograd_needs_the_python_reducer(ddp_class):
     """C++ hooks can't be traced: torch's class refuses in the same words."""
     with pytest.raises(RuntimeError, match="optimize_ddp=.python_reducer."):
-        autograd_program("ddp_optimizer", "aot_eager")(ddp_class)
+        trained(ddp_class, "around", "ddp_optimizer", "aot_eager", 8, compiled_autograd=True)
 
 
 @pytest.mark.rest_is_thorough("around")
 @pytest.mark.parametrize("place", ["around", "inside"])
 @on_ranks(2)
-def test_no_sync(rank, ddp_class, place):
+def test_no_sync(ddp_class, place):
     """Two microbatches of three are accumulated, without a compilation of their own after the first step."""
-    counts = {}
-
-    def program(cls):
-        torch._dynamo.reset()
-        counter = CompileCounterWithBackend("aot_eager")
-        call, ddp = compiled(place, counter, cls, {}, 8)
-        seen, counts[cls] = [], []
-        for step in range(STEPS):
-            ddp.zero_grad()
-            with ddp.no_sync():
-                for part in (0, 1):
-                    loss_of(call(batch(rank, 3 * step + part, 4, 8, dtype=torch.float32))).backward()
-            seen.append(plain_names(grads_of(ddp)))
-            loss_of(call(batch(rank, 3 * step + 2, 4, 8, dtype=torch.float32))).backward()
-            seen.append(plain_names(grads_of(ddp)))
-            counts[cls].append(counter.frame_count)
-        return seen
-
-    assert_same_program(ddp_class, program, reductions=STEPS)
-    assert counts[ddp_class][0] == counts[ddp_class][-1], counts
+    compare(ddp_class, place, True, "aot_eager", 8, parts=3)
 
 
 @on_ranks(2)
 def test_the_comm_hook_runs_under_a_compiled_model(ddp_class):
-    def program(cls):
-        torch._dynamo.reset()
-        ddp = cls(torch.compile(seeded(lambda: Blocks(8)), backend="aot_eager"))
-        ddp.register_comm_hook(None, fp16_compress_hook)
-        loss_of(ddp(batch(torch.distributed.get_rank(), 0, 4, 8, dtype=torch.float32))).backward()
-        return [plain_names(grads_of(ddp))]
-
-    assert_same_program(ddp_class, program, reductions=1)
+    compare(ddp_class, "inside", True, "aot_eager", 8, hook=fp16_compress_hook)

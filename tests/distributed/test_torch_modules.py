@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
-from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+from torch.utils.checkpoint import checkpoint
 
 import torchddp
 from tests.harness import each, on_ranks
@@ -56,35 +56,16 @@ class Symmetric(nn.Module):
         return weight.triu() + weight.triu(1).transpose(-1, -2)
 
 
-def with_weight_norm():
-    model = Mlp()
-    parametrizations.weight_norm(model.middle)
-    parametrizations.orthogonal(model.last)
-    return model
+def having(*changes):
+    """Makes a small model and changes it."""
 
+    def make():
+        model = nn.Sequential(linear(8, 8), nn.Tanh(), linear(8, 8))
+        for change in changes:
+            change(model)
+        return model
 
-def with_symmetric():
-    model = nn.Sequential(linear(8, 8), nn.Tanh(), linear(8, 8))
-    parametrize.register_parametrization(model[0], "weight", Symmetric())
-    return model
-
-
-def with_spectral_norm():
-    model = Mlp()
-    parametrizations.spectral_norm(model.first)  # has buffers of its own, which forward changes
-    return model
-
-
-def with_tied_weights():
-    model = nn.Sequential(linear(8, 8), nn.Tanh(), linear(8, 8))
-    model[2].weight = model[0].weight
-    return model
-
-
-def with_scripted_submodule():
-    model = Mlp()
-    model.middle = torch.jit.script(model.middle)
-    return model
+    return make
 
 
 def lazy_but_initialised():
@@ -104,21 +85,6 @@ class Doubled(torch.autograd.Function):
         return 2 * grad
 
 
-def with_a_hook_on_a_gradient():
-    model = Mlp()
-    model.middle.weight.register_hook(lambda grad: grad.clamp(-0.5, 0.5))  # of the local gradient, as in torch
-    return model
-
-
-class Recomputed(nn.Sequential):
-    def __init__(self, reentrant):
-        super().__init__(*(linear(8, 8) if i % 2 == 0 else nn.Tanh() for i in range(7)))
-        self.reentrant = reentrant
-
-    def forward(self, x):
-        return checkpoint_sequential(list(self), 2, x.requires_grad_(), use_reentrant=self.reentrant)
-
-
 def functional_call(ddp, x, **replaced):
     """A parameter that is replaced gets no gradient; the search for unused ones sees to the others."""
     values = dict(ddp.named_parameters())
@@ -130,24 +96,45 @@ def clip(ddp, norm, foreach):
     nn.utils.clip_grad_norm_(ddp.parameters(), 0.5, norm_type=norm, error_if_nonfinite=True, foreach=foreach)
 
 
+class Autocast(Mlp):
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().forward(x)
+
+
+def autocast(ddp, x, is_around=True):
+    with torch.autocast("cpu", torch.bfloat16, enabled=is_around):
+        output = ddp(x.float())
+    assert output.dtype == torch.bfloat16
+    return output.float()
+
+
+float_mlp = partial(Mlp, dtype=torch.float32)
 SGD = partial(torch.optim.SGD, lr=0.01)
 PROGRAMS = {
-    "weight norm": steps_program(with_weight_norm, SGD, **SMALL),
-    "symmetric": steps_program(with_symmetric, SGD, **SMALL),
-    "spectral norm": steps_program(with_spectral_norm, SGD, **SMALL),
-    "tied": steps_program(with_tied_weights, SGD, **SMALL),
-    "scripted": steps_program(with_scripted_submodule, **SMALL),
+    "weight norm": steps_program(
+        having(lambda m: parametrizations.weight_norm(m[0]), lambda m: parametrizations.orthogonal(m[2])), SGD, **SMALL
+    ),
+    "symmetric": steps_program(
+        having(lambda m: parametrize.register_parametrization(m[0], "weight", Symmetric())), SGD, **SMALL
+    ),
+    # Has buffers of its own, which forward changes.
+    "spectral norm": steps_program(having(lambda m: parametrizations.spectral_norm(m[0])), SGD, **SMALL),
+    "tied": steps_program(having(lambda m: setattr(m[2], "weight", m[0].weight)), SGD, **SMALL),
+    "scripted": steps_program(having(lambda m: setattr(m, "0", torch.jit.script(m[0]))), **SMALL),
     "lazy": steps_program(lazy_but_initialised),
-    "autograd function": steps_program(with_a_hook_on_a_gradient, forward=lambda ddp, x: Doubled.apply(ddp(x))),
+    "autograd function": steps_program(Mlp, forward=lambda ddp, x: Doubled.apply(ddp(x))),
+    # Of the local gradient, as in torch.
+    "hook on a gradient": steps_program(having(lambda m: m[0].weight.register_hook(lambda grad: grad.clamp(-1, 1)))),
+    "autocast around": steps_program(float_mlp, forward=autocast),
+    "autocast inside": steps_program(
+        partial(Autocast, dtype=torch.float32), forward=partial(autocast, is_around=False)
+    ),
     "functional call": steps_program(Mlp, forward=functional_call),
     "functional call, one replaced": steps_program(
         Mlp, forward=partial(functional_call, **{"module.last.weight": 0.5}), find_unused_parameters=True
     ),
 }
-for reentrant in (False, True):
-    for static in (False, True):
-        name = f"checkpoint_sequential, {reentrant=}, {static=}"
-        PROGRAMS[name] = steps_program(partial(Recomputed, reentrant), static_graph=static)
 for norm in (2.0, float("inf")):
     for foreach in (True, False):
         clipping = partial(clip, norm=norm, foreach=foreach)
@@ -242,7 +229,6 @@ def test_profiler_with_a_schedule_stacks_and_a_trace(rank, tmp_path):
 
 
 SCALED_STEPS = 6
-float_mlp = partial(Mlp, dtype=torch.float32)
 
 
 def scaled_program(rank, options=None, clip=None, bad_rank=None, bad_steps=(), dtype=None, accumulate=1):
@@ -288,29 +274,3 @@ def test_an_overflow_on_one_rank_is_skipped_on_all(rank, ddp_class):
     cases += [{"clip": clip, "bad_rank": 0, "bad_steps": (2,)} for clip in (0.5, 1e6)]  # unscaled first
     for case in each([*cases, {"clip": 1.0, "dtype": torch.bfloat16, "accumulate": 3}]):
         assert_same_program(ddp_class, scaled_program(rank, **case), reductions=SCALED_STEPS)
-
-
-class Inside(Mlp):
-    def forward(self, x):
-        with torch.autocast("cpu", torch.bfloat16):
-            return super().forward(x)
-
-
-@on_ranks(2)
-def test_autocast_around_the_wrapper_and_inside_the_module(ddp_class):
-    for kind in each([Mlp, Inside]):
-
-        def program(cls, kind=kind):
-            ddp = cls(seeded(partial(kind, dtype=torch.float32)))
-            seen = []
-            for step in range(3):
-                ddp.zero_grad()
-                with torch.autocast("cpu", torch.bfloat16, enabled=kind is Mlp):
-                    output = ddp(batch(dist.get_rank(), step, dtype=torch.float32))
-                assert output.dtype == torch.bfloat16
-                loss_of(output.float()).backward()
-                assert all(p.grad.dtype == torch.float32 for p in ddp.parameters())
-                seen.append(grads_of(ddp))
-            return seen
-
-        assert_same_program(ddp_class, program, reductions=3)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable.replicate import replicate
 from torch.distributed._composable.replicate_with_fsdp import replicate as replicate_with_fsdp
@@ -131,20 +129,6 @@ def test_tensor_parallel_inside_data_parallel(ddp_class):
             return [*seen, {name: p.detach().clone() for name, p in ddp.named_parameters()}]
 
         assert_same_program(ddp_class, program, reductions=4)
-
-
-@on_ranks(4)
-def test_device_meshes(rank, ddp_class):
-    """Two dimensions are refused as torch does; of the slice of one, replicas are those of its group alone."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
-    with pytest.raises(RuntimeError, match="Only 1D device mesh"):
-        ddp_class(seeded(Mlp), device_mesh=mesh)
-    ddp = ddp_class(seeded(Mlp), device_mesh=mesh["inner"])
-    step_on(ddp, rank)
-    pair = [rank // 2 * 2, rank // 2 * 2 + 1]
-    want = expected_grads(seeded(Mlp), lambda m, r: step_on(m, pair[r]), world_size=2)
-    assert_grads(grads_of(ddp), want)
-    assert dist.get_process_group_ranks(ddp.process_group) == pair
 
 
 @on_ranks(2)

@@ -2,7 +2,7 @@
 
 A comment in the line before a block says who runs it, or why nobody does:
 
-    <!-- runs: tests/distributed/test_averaging_docs.py -->
+    <!-- runs: tests/distributed/test_averaging_diloco.py -->
     <!-- not run: needs a GPU -->
 
 Python without such a comment runs here, on one rank: all blocks of a page in turn, with what `names` gives them.
