@@ -33,3 +33,4 @@ foreach(source IN LISTS test_sources)
   add_test(NAME ${name} COMMAND torchddp_cpp_tests /${name}.cpp)
   set_tests_properties(${name} PROPERTIES TIMEOUT 300)
 endforeach()
+set_tests_properties(test_shm_topology test_shm_interrupt PROPERTIES COST 1) # the longest are started first

@@ -76,7 +76,7 @@ TEST(shm_an_interrupt_that_comes_after_a_peers_is_what_a_rank_raises) {
           exchange.finish(*engine);
         });
         CHECK(is_told ? message == kReason : has(message, {"rank 10 gave up before all_reduce"}));
-        CHECK(is_told ? ms_since(since) >= 100 && ms_since(since) < kQuickly.count() : ms_since(since) < 1000);
+        CHECK(ms_since(since) < kQuickly.count() && (!is_told || ms_since(since) >= 100));
       }
     }
   }
