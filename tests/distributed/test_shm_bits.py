@@ -5,16 +5,14 @@ import os
 import signal
 import subprocess
 import sys
-import textwrap
 import time
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from tests.harness import each, on_ranks, run_outcomes
+from tests.harness import each, in_child, on_ranks, run_outcomes, run_ranks
 from tests.models import (
     Branches,
     Mlp,
@@ -33,17 +31,16 @@ from tests.models import (
 WIDTH = 100  # gradients of 0.2 to 0.5 MiB in fp64
 CAPS_MB = (0.01, 0.1, 1, 25)
 CROWD = 2 * len(os.sched_getaffinity(0)) + 1
-ROOT = Path(__file__).parents[2]
 
 pytestmark = pytest.mark.beyond_torch("knows no shared memory")
 
 
-def grads_with(cls, rank, dtype=torch.float64, **options):
+def grads_with(cls, rank, dtype=torch.float64, width=WIDTH, **options):
     """After three steps."""
-    ddp = cls(seeded(lambda: Mlp(WIDTH, dtype)), **options)
+    ddp = cls(seeded(lambda: Mlp(width, dtype)), **options)
     for step in range(3):
         ddp.zero_grad()
-        loss_of(ddp(batch(rank, step, 5, WIDTH, dtype=dtype))).backward()
+        loss_of(ddp(batch(rank, step, 5, width, dtype=dtype))).backward()
     return grads_of(ddp)
 
 
@@ -104,61 +101,20 @@ def test_more_buckets_than_operations_in_flight_and_gradients_of_every_size(rank
             torch.testing.assert_close(weight.grad.double(), want, rtol=exact, atol=0, msg=f"step {step}, {index}")
 
 
-@on_ranks(2)
-def test_accumulation_and_complex_numbers(rank, ddp_class):
-    ddp = ddp_class(seeded(lambda: Mlp(8, torch.complex128)), transport="shm", bucket_cap_mb=0.001)
-
-    def run(model, r):
-        for step in range(2):
-            loss_of(model(batch(r, step, dtype=torch.complex128))).backward()
-
-    with ddp.no_sync():
-        loss_of(ddp(batch(rank, 0, dtype=torch.complex128))).backward()
-    loss_of(ddp(batch(rank, 1, dtype=torch.complex128))).backward()
-    assert_grads(grads_of(ddp), expected_grads(ddp.module, run))
-
-
-THREADED = """
-    import os, sys, tempfile
-    import torch, torch.distributed as dist
-    from torch.nn.parallel import DistributedDataParallel as TorchDDP
-    from torchddp import DistributedDataParallel
-
-    path, rank = sys.argv[1], int(sys.argv[2])
+def two_threads(rank, ddp_class):
     torch.set_num_threads(2)
-    dist.init_process_group("gloo", store=dist.FileStore(path, 2), rank=rank, world_size=2)
-    grads = []
-    for cls, options in ((DistributedDataParallel, {"transport": "shm"}), (TorchDDP, {})):
-        torch.manual_seed(0)
-        # 19 MiB in one bucket: two threads share a rank's part of 9 MiB.
-        ddp = cls(torch.nn.Linear(1600, 3000), bucket_cap_mb=100, **options)
-        for step in range(3):
-            ddp.zero_grad()
-            generator = torch.Generator().manual_seed(10 * step + rank)
-            ddp(torch.randn(4, 1600, generator=generator)).square().sum().backward()
-        grads.append([p.grad.clone() for p in ddp.parameters()])
-    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True)), "gradients differ"
+    # 19 MiB in one bucket: two threads share a rank's part of 9 MiB.
+    ours, torchs = (
+        grads_with(cls, rank, torch.float32, 650, bucket_cap_mb=100, **options)
+        for cls, options in ((ddp_class, {"transport": "shm"}), (TorchDDP, {}))
+    )
+    assert_grads(ours, torchs, rtol=0)
     assert torch.get_num_threads() == 2
-    dist.barrier()
-"""
 
 
-def test_two_threads_a_rank(tmp_path):
+def test_two_threads_a_rank(ddp_class):
     """In processes of their own: OpenMP does not survive a fork."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "2", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(THREADED), str(tmp_path / "store"), str(rank)],
-            env=environment, stderr=subprocess.PIPE, text=True,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    try:
-        said = [rank.communicate(timeout=60)[1] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(said)
+    run_ranks(two_threads, 2, ddp_class, start_method="spawn", timeout=100)
 
 
 @on_ranks(3)
@@ -166,8 +122,7 @@ def test_one_rank_that_lags(rank, ddp_class):
     """The others do its sums for it; it finds them done."""
     ddp = ddp_class(seeded(Mlp), transport="shm", bucket_cap_mb=0.001)
     for step in range(6):
-        if rank == step % 3:
-            time.sleep(0.02)
+        time.sleep(0.02 * (rank == step % 3))
         assert_trains(ddp, rank, steps=[step])
 
 
@@ -246,36 +201,24 @@ def test_changes_and_gradients_over_steps(rank, ddp_class):
         assert_grads({"last.weight": kept}, {"last.weight": want(ddp, 2 if views else 1)["last.weight"]})
 
 
+@pytest.mark.parametrize("width", [8, 257], ids=["of buckets", "of the pool"])
 @on_ranks(2, needed_ranks=[0])
-def test_gradients_outlive_module_and_peer(rank, ddp_class):
-    ddp = trained(ddp_class, rank)
-    right = want(ddp, 1)
-    module = ddp.module
+def test_gradients_outlive_module_and_peer(rank, ddp_class, width):
+    ddp = ddp_class(seeded(lambda: Mlp(width)), transport="shm")
+    assert_trains(ddp, rank, width, range(2))
+    module, right = ddp.module, grads_of(ddp)
     del ddp
     gc.collect()
-    assert_grads(grads_of(module), right)
+    assert_grads(grads_of(module), right, rtol=0)
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(RuntimeError):
         dist.barrier()  # the peer has gone
-    assert_grads(grads_of(module), right)
+    assert_grads(grads_of(module), right, rtol=0)
     torch.optim.SGD(module.parameters(), lr=0.1).step()
-    step_on(module, rank)
+    loss_of(module(batch(rank, 0, 5, width))).backward()
     for p in module.parameters():
         p.grad.mul_(2)
-
-
-def in_child(body):
-    """Whether `body`, in a fork of this process, came to its end."""
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            body()
-            code = 0
-        finally:
-            os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 @on_ranks(2)
@@ -412,15 +355,9 @@ def test_dead_rank_is_noticed_on_both_hosts(ddp_class, places, victim):
 @on_ranks(4)
 def test_same_results_in_each_run(rank, ddp_class):
     live_on("aabb", rank)
-    runs = []
-    for _ in range(4):
-        ddp = ddp_class(seeded(Mlp), transport="shm", bucket_cap_mb=0.001)
-        for step in range(3):
-            ddp.zero_grad()
-            step_on(ddp, rank, step)
-        runs.append(grads_of(ddp))
-    for other in runs[1:]:
-        assert_grads(other, runs[0], rtol=0)
+    first, *others = (grads_with(ddp_class, rank, width=8, transport="shm", bucket_cap_mb=0.001) for _ in range(4))
+    for other in others:
+        assert_grads(other, first, rtol=0)
 
 
 # Alone on its host; the other host never answers, and its process group writes when the transport has long gone.
