@@ -30,7 +30,8 @@ from tests.models import (
 
 WIDTH = 100  # gradients of 0.2 to 0.5 MiB in fp64
 CAPS_MB = (0.01, 0.1, 1, 25)
-CROWD = 2 * len(os.sched_getaffinity(0)) + 1
+# More ranks than processors, where others do a rank's work while it waits for one.
+CROWD = "a" * (2 * len(os.sched_getaffinity(0)) + 1)
 
 pytestmark = pytest.mark.beyond_torch("knows no shared memory")
 
@@ -56,17 +57,6 @@ def test_bucket_plan_changes_no_bit(rank, ddp_class, world_size):
             assert_grads(grads, want, rtol=0, what=f"cap {cap_mb}:")
         if world_size == 2:  # as torch: two terms have one order of summation, and halving them is exact
             assert_grads(want, grads_with(TorchDDP, rank, dtype), rtol=0)
-
-
-@pytest.mark.rest_is_thorough("3")
-@on_ranks(3, CROWD)
-def test_five_runs_agree(rank, ddp_class):
-    """Also with more ranks than processors, where others do a rank's work while it waits for one."""
-    want = grads_with(ddp_class, rank, transport="shm", bucket_cap_mb=0.1)
-    assert same_on_all_ranks(want.values())
-    for run in range(4):
-        grads = grads_with(ddp_class, rank, transport="shm", bucket_cap_mb=0.1)
-        assert_grads(grads, want, rtol=0, what=f"run {run}:")
 
 
 # As many as operations can be under way, and some more; of all kinds.
@@ -291,6 +281,18 @@ def test_gradients_are_those_of_torch(rank, ddp_class, places):
         assert_same(both(ddp_class, Mlp, **options), lambda ddp, step: step_on(ddp, rank, step), 3)
 
 
+@pytest.mark.rest_is_thorough("aaa-3", "aabb-4")
+@at("aaa", "aabb", CROWD)
+@on_ranks()
+def test_runs_agree(rank, ddp_class, places):
+    live_on(places, rank)
+    options = {"transport": "shm", "bucket_cap_mb": 0.1}
+    want = grads_with(ddp_class, rank, **options)
+    assert same_on_all_ranks(want.values())
+    for run in range(4):
+        assert_grads(grads_with(ddp_class, rank, **options), want, rtol=0, what=f"run {run}:")
+
+
 @at("aab", "aabb")
 @on_ranks()
 def test_other_models_and_uneven_inputs(rank, ddp_class, places):
@@ -335,14 +337,12 @@ def test_dead_rank_is_noticed_on_both_hosts(ddp_class, places, victim):
     def work(rank):
         live_on(places, rank)
         ddp = ddp_class(seeded(Mlp), transport="shm", bucket_cap_mb=0.001)
-        for step in range(3):
-            step_on(ddp, rank, step)
+        train(ddp, rank, range(3))
         if rank == dead:
             os.kill(os.getpid(), signal.SIGKILL)
         started_s = time.monotonic()
         with pytest.raises(RuntimeError) as caught:
-            for step in range(3):
-                step_on(ddp, rank, step)
+            train(ddp, rank, range(3))
         return type(caught.value).__name__, time.monotonic() - started_s
 
     outcomes = run_outcomes(work, len(places), needed_ranks=survivors, timeout=30, straggler_s=20)
@@ -350,14 +350,6 @@ def test_dead_rank_is_noticed_on_both_hosts(ddp_class, places, victim):
         assert outcomes[rank].ok, f"rank {rank}: {outcomes[rank].error}"
         name, seconds = outcomes[rank].value
         assert name == "TransportError" and seconds < NOTICED_S, f"rank {rank}: {name} after {seconds:.1f} s"
-
-
-@on_ranks(4)
-def test_same_results_in_each_run(rank, ddp_class):
-    live_on("aabb", rank)
-    first, *others = (grads_with(ddp_class, rank, width=8, transport="shm", bucket_cap_mb=0.001) for _ in range(4))
-    for other in others:
-        assert_grads(other, first, rtol=0)
 
 
 # Alone on its host; the other host never answers, and its process group writes when the transport has long gone.
