@@ -112,12 +112,8 @@ def _await_idle(environment: Mapping[str, str], folder: Path) -> None:
             if done.stdout.strip() == "idle":
                 return
         time.sleep(0.2)
-    logs = [line for name in ("slurmctld", "slurmd") for line in _lines(folder / f"{name}.log")[-5:]]
+    logs = [line for path in folder.glob("slurm*.log") for line in path.read_text().splitlines()[-5:]]
     raise RuntimeError("\n".join(["the node did not come up", *logs]))
-
-
-def _lines(path: Path) -> list[str]:
-    return path.read_text().splitlines() if path.exists() else []
 
 
 def _end(pid_file: Path) -> None:

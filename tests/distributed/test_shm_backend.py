@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from tests.harness import each, on_ranks, run_ranks
+from tests.harness import each, gathered, on_ranks
 from tests.shm_backend import BACKEND, shm_group, stamp
 from torchddp import DistributedDataParallel, TransportError
 
@@ -248,18 +248,16 @@ def test_object_collectives(rank):
     assert got == [mine]
 
 
-def test_ranks_out_of_step_are_named_with_their_operations():
-    def work(rank):
-        group = shm_group()
-        with pytest.raises(TransportError) as error:
-            if rank == 0:
-                dist.all_reduce(torch.ones(10), group=group)
-            else:
-                dist.broadcast(torch.ones(10), 0, group=group)
-                dist.barrier(group=group)
-        return str(error.value)
-
-    texts = run_ranks(work, 2)
+@on_ranks(2)
+def test_ranks_out_of_step_are_named_with_their_operations(rank):
+    group = shm_group()
+    with pytest.raises(TransportError) as error:
+        if rank == 0:
+            dist.all_reduce(torch.ones(10), group=group)
+        else:
+            dist.broadcast(torch.ones(10), 0, group=group)
+            dist.barrier(group=group)
+    texts = gathered(str(error.value))
     assert any("rank 0" in t and "all_reduce" in t and "rank 1" in t and "broadcast" in t for t in texts), texts
 
 

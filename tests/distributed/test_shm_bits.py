@@ -212,33 +212,27 @@ def test_gradients_outlive_module_and_peer(rank, ddp_class, width):
 
 
 @on_ranks(2)
-def test_forked_children(rank, ddp_class):
+def test_what_forked_children_do_to_gradients(rank, ddp_class):
     """The worker of a DataLoader, or whatever a rank forks."""
-    made = [trained(ddp_class, rank)]
-    right = want(made[0], 1)
+    ddp = trained(ddp_class, rank)
+    right = want(ddp, 1)
 
     def reads_drops_its_copies_and_leaves():
-        assert_grads(grads_of(made[0]), right)
-        made[0].zero_grad()
-        made[0].module.first.weight.grad = torch.ones_like(made[0].module.first.weight)
-        gc.collect()
-
-    def deletes_the_module():
-        made.clear()
+        assert_grads(grads_of(ddp), right)
+        ddp.zero_grad()
+        ddp.module.first.weight.grad = torch.ones_like(ddp.module.first.weight)
         gc.collect()
 
     assert in_child(reads_drops_its_copies_and_leaves)
-    assert_grads(grads_of(made[0]), right)
+    assert_grads(grads_of(ddp), right)
     dist.barrier()
     if rank == 0:  # shared mappings are inherited: what a child writes into `.grad` its parent sees; no other rank does
-        assert in_child(lambda: spoil(made[0]))
-        assert made[0].module.first.weight.grad.isnan().all()
+        assert in_child(lambda: spoil(ddp))
+        assert ddp.module.first.weight.grad.isnan().all()
     dist.barrier()
     if rank == 1:
-        assert_grads(grads_of(made[0]), right)
-    assert_trains(made[0], rank)
-    assert in_child(deletes_the_module)  # the transport's end in a child is not the end of the rank
-    assert_trains(made[0], rank)
+        assert_grads(grads_of(ddp), right)
+    assert_trains(ddp, rank)
 
 
 # The host of each rank. Hosts of different size; ranks of a host that do not follow each other.
