@@ -81,20 +81,21 @@ class Shuffled(nn.Module):
         return self.last(torch.tanh(self.middle(torch.tanh(self.first(x)))))
 
 
+@pytest.mark.parametrize(("make", "options"), [(Shuffled, {}), (Branches, {"find_unused_parameters": True})])
 @on_ranks(3)
-def test_who_joins_takes_the_buckets_that_the_others_have_measured(rank):
+def test_who_joins_takes_the_buckets_that_the_others_have_measured(rank, make, options):
     def run(model, rank, step):
-        loss_of(model(batch(rank, step, 5, 4))).backward()
+        branch = [("left", "right")[(rank + step) % 2]] if make is Branches else []
+        loss_of(model(batch(rank, step, 5, 4), *branch)).backward()
 
     group = among(0, 1) if rank < 2 else among(rank)
-    model = DistributedDataParallel(seeded(Shuffled), process_group=group, bucket_cap_mb=0.001)
-    if rank < 2:
-        for step in range(3):
-            run(model, rank, step)
+    model = DistributedDataParallel(seeded(make), process_group=group, bucket_cap_mb=0.0001, **options)
+    for step in range(3) if rank < 2 or make is Branches else ():
+        run(model, rank, step)
     model._update_process_group(dist.group.WORLD)
     plans = gathered([list(bucket.params) for bucket in model.reducer.plan.buckets])
     assert plans == [plans[0]] * 3
-    assert_steps_of(TorchDDP(seeded(Shuffled)), model, rank, run, 3)
+    assert_steps_of(TorchDDP(seeded(make), **options), model, rank, run, 3)
 
 
 @on_ranks(4, needed_ranks=[0], timeout=40, straggler_s=20)
@@ -145,21 +146,6 @@ def test_parameters_that_can_not_travel_as_bytes(rank):
     model._update_process_group(dist.group.WORLD)
     model.sync_module_states(src=1)
     assert gathered(model.module.weight.sum().item()) == [4.0, 4.0]
-
-
-@on_ranks(3)
-def test_unused_parameters_after_a_rank_has_joined(rank):
-    def run(model, rank, step):
-        loss_of(model(batch(rank, step, 5, 4), ("left", "right")[(rank + step) % 2])).backward()
-
-    start = among(0, 1) if rank < 2 else among(rank)
-    model = DistributedDataParallel(
-        seeded(Branches), process_group=start, find_unused_parameters=True, bucket_cap_mb=0.0001
-    )
-    for step in range(0, 6, 2):
-        run(model, rank, step)
-    model._update_process_group(dist.group.WORLD)
-    assert_steps_of(TorchDDP(seeded(Branches), find_unused_parameters=True), model, rank, run, 3)
 
 
 @on_ranks(3)

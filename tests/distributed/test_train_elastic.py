@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 from datetime import timedelta
 
 import pytest
@@ -18,7 +16,6 @@ from examples.gpt.config import TrainConfig
 from examples.gpt.data import load_corpus
 from examples.gpt.errors import ExampleError
 from examples.gpt.faults import Event, Fault, InjectedFaultError, Journal, read_journal
-from examples.gpt.processes import processes_with
 from examples.gpt.ranks import Ranks
 from examples.train_elastic import EXIT_TERMINATED, ElasticTrainer
 from tests.distributed.test_train_gpt import SMALL as TWO_LAYERS
@@ -119,15 +116,6 @@ def test_an_outcome_is_put_together_from_the_journal():
     unnoticed = outcome_of(events=[event for event in events if event.kind != "noticed"])
     for bad in (unnoticed, outcome_of(wanted="cd"), outcome_of(leftovers=["process 7: python"])):
         assert not bad.ok
-
-
-def test_what_is_left_running_is_found():
-    command = [sys.executable, "-c", "import time; print(flush=True); time.sleep(60)"]
-    with subprocess.Popen(command, env={**os.environ, "TDDP_TEST_MARK": "x1"}, stdout=subprocess.PIPE) as child:
-        child.stdout.readline()
-        assert [pid for pid, _ in processes_with("TDDP_TEST_MARK", "x1")] == [child.pid]
-        assert processes_with("TDDP_TEST_MARK", "x2") == []
-        child.kill()
 
 
 def test_unknown_faults_are_refused(tmp_path):
