@@ -260,8 +260,8 @@ def fails(words):
     return fail
 
 
-def choose_nodes(text):
-    os.environ[shm.TOPOLOGY_ENV] = text
+def sets(name, text):
+    return partial(os.environ.update, {name: text})
 
 
 # name -> (what to do to a rank, what it is called in the log)
@@ -273,9 +273,9 @@ TROUBLES = {
     "one file": (lambda: fill_files(1), "Too many open files"),
     "few files": (lambda: fill_files(3), "Too many open files"),
     "small files": (lambda: limit(resource.RLIMIT_FSIZE, 1 << 20), "file sizes"),
-    "no nodes": (lambda: choose_nodes("0,x"), "as in '0,0,1,1', got '0,x'"),
-    "nodes of fewer": (lambda: choose_nodes("0,1"), "TORCHDDP_TOPOLOGY lists 2 nodes for the 3 ranks of its host"),
-    "nodes of more": (lambda: choose_nodes("0,0,1,1"), "TORCHDDP_TOPOLOGY lists 4 nodes for the 3 ranks of its host"),
+    "no nodes": (sets(shm.TOPOLOGY_ENV, "0,x"), "as in '0,0,1,1', got '0,x'"),
+    "nodes of fewer": (sets(shm.TOPOLOGY_ENV, "0,1"), "TORCHDDP_TOPOLOGY lists 2 nodes for the 3 ranks of its host"),
+    "nodes of more": (sets(shm.TOPOLOGY_ENV, "0,0,1,1"), "TORCHDDP_TOPOLOGY lists 4 nodes for the 3 ranks of its host"),
 }
 
 
@@ -297,7 +297,7 @@ def test_shared_memory_or_nothing(rank, ddp_class):
     """Asked for by name, it is an error on all ranks, with rank and reason; the process group is still of use."""
     make, connect = shm._C.ShmEndpoint, shm._C.ShmEndpoint.connect
     limits = [
-        (partial(os.environ.update, {shm.LIMIT_ENV: text}), f"{shm.LIMIT_ENV} must be .* got '{text}'")
+        (sets(shm.LIMIT_ENV, text), f"{shm.LIMIT_ENV} must be .* got '{text}'")
         for text in ("nonsense", "-1", "0", "nan", "inf")
     ]
     for cause, reason in each([TROUBLES["no memory"], TROUBLES["no sockets"], *limits]):
