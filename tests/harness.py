@@ -178,6 +178,21 @@ def status_bytes(field: str) -> int:
     return int(line.split()[1]) * 1024
 
 
+def in_child(body: Callable[[], Any]) -> bool:
+    """Whether `body` came to its end, within ten seconds, in a child that is forked here and now."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(10)
+            body()
+            code = 0
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
 def logged(logger: str = "torchddp") -> list[str]:
     """A list to which each message is added that this process logs from now on."""
     messages: list[str] = []

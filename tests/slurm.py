@@ -20,6 +20,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+from tests.programs import clean_environment, free_port, run_together
+
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "sinfo")
 READY_TIMEOUT_S = 30.0
 CONFIGURATION = """
@@ -49,22 +51,10 @@ ReturnToService=2
 NodeName={host} NodeAddr=127.0.0.1 CPUs={processors} State=UNKNOWN
 PartitionName=all Nodes={host} Default=YES State=UP OverSubscribe=YES
 """
-# As in a shell that no launcher has started.
-OTHERS = ("SLURM", "SRUN", "TORCHELASTIC", "TORCHDDP_")
-TORCHRUNS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
 
 Run = subprocess.CompletedProcess[str]
 # srun(tasks, command, **environment): what came of it.
 Srun = Callable[..., Run]
-
-
-def clean_environment() -> dict[str, str]:
-    return {k: v for k, v in os.environ.items() if not k.startswith(OTHERS) and k not in TORCHRUNS}
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
 
 
 def reason_against() -> str:
@@ -81,7 +71,7 @@ def cluster() -> Iterator[dict[str, str]]:
     """The environment in which srun and sbatch find a cluster of this host. RuntimeError if it does not start."""
     # Not pytest's folder: the name of a Unix socket is short, and munge wants that nobody else may write there.
     folder = Path(tempfile.mkdtemp(prefix="torchddp-slurm-"))
-    environment = {**clean_environment(), "SLURM_CONF": str(folder / "slurm.conf")}
+    environment = clean_environment(SLURM_CONF=str(folder / "slurm.conf"))
     environment["PATH"] += ":/usr/sbin:/sbin"
     started: list[Path] = []
     try:
@@ -122,12 +112,8 @@ def _await_idle(environment: Mapping[str, str], folder: Path) -> None:
             if done.stdout.strip() == "idle":
                 return
         time.sleep(0.2)
-    logs = [line for name in ("slurmctld", "slurmd") for line in _lines(folder / f"{name}.log")[-5:]]
+    logs = [line for path in folder.glob("slurm*.log") for line in path.read_text().splitlines()[-5:]]
     raise RuntimeError("\n".join(["the node did not come up", *logs]))
-
-
-def _lines(path: Path) -> list[str]:
-    return path.read_text().splitlines() if path.exists() else []
 
 
 def _end(pid_file: Path) -> None:
@@ -168,25 +154,11 @@ def imitated_srun(timeout_s: float) -> Srun:
 
     def srun(tasks: int, *command: str, **more: str) -> Run:
         allowed = sorted(os.sched_getaffinity(0))
-        started = [
-            subprocess.Popen(
-                ["taskset", "--cpu-list", str(allowed[task % len(allowed)]), *command],
-                env={**clean_environment(), **task_variables(task, tasks), **more},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                start_new_session=True,
-            )
-            for task in range(tasks)
-        ]
-        try:
-            said = [process.communicate(timeout=timeout_s) for process in started]
-        finally:
-            for process in started:
-                process.kill()
-                process.wait()
-        code = max((abs(process.returncode) for process in started), default=0)
-        return Run(command, code, "".join(out for out, _ in said), "".join(errors for _, errors in said))
+        commands = [["taskset", "--cpu-list", str(allowed[task % len(allowed)]), *command] for task in range(tasks)]
+        environments = [clean_environment(**task_variables(task, tasks), **more) for task in range(tasks)]
+        done = run_together(commands, environments, timeout_s)
+        code = max(abs(task.returncode) for task in done)
+        return Run(command, code, "".join(task.stdout for task in done), "".join(task.stderr for task in done))
 
     return srun
 

@@ -1,9 +1,6 @@
 """What is announced is announced once in a job, whoever started its ranks, and only where it took effect."""
 
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -13,21 +10,19 @@ from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 import torchddp
 from tests import framework
 from tests.harness import gathered, logged, on_ranks
-
-ROOT = Path(__file__).resolve().parents[2]
-CLAIM = "torch.nn.parallel.DistributedDataParallel makes torchddp's class in this process"
+from tests.programs import CLAIM, clean_environment, run_together
 
 
-def count(messages: list[str], words: str = CLAIM) -> int:
+def count(messages, words=CLAIM):
     return sum(words in message for message in messages)
 
 
-def net() -> nn.Module:
+def net():
     return nn.Linear(2, 2)
 
 
 @pytest.fixture(autouse=True)
-def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_launcher(monkeypatch):
     """Ranks are told who they are by nothing but their process group."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
@@ -43,24 +38,17 @@ def test_once_in_a_job_by_the_rank_0_of_its_first_model(rank, world_size):
     assert gathered((before, count(said))) == [(0, int(rank == 0)) for rank in range(world_size)]
 
 
+@pytest.mark.parametrize("members", [[[0, 1], [2, 3]], [[1, 2]]], ids=["two groups", "rank 0 has no model"])
 @on_ranks(4)
-def test_models_of_several_groups_are_one_job(rank):
+def test_models_of_some_ranks_are_one_job(rank, members):
     said = logged()
     torchddp.install()
-    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    framework.wrap(net(), process_group=groups[rank // 2])
+    for ranks in members:
+        group = dist.new_group(ranks)
+        if rank in ranks:
+            framework.wrap(net(), process_group=group)
     counts = gathered(count(said))
-    assert sum(counts) == 1 and counts[1] == counts[3] == 0
-
-
-@on_ranks(3)
-def test_where_rank_0_has_no_model(rank):
-    said = logged()
-    torchddp.install()
-    group = dist.new_group([1, 2])
-    if rank > 0:
-        framework.wrap(net(), process_group=group)
-    assert gathered(count(said)) == [0, 1, 0]
+    assert sum(counts) == 1 == sum(counts[ranks[0]] for ranks in members)
 
 
 @on_ranks(2)
@@ -133,10 +121,8 @@ if __name__ == "__main__":
 
 def test_under_spawn(tmp_path):
     (tmp_path / "program.py").write_text(SPAWNED)
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("TORCHDDP_", "PYTHON"))}
-    environment |= {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "program.py", str(tmp_path / "store")]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=110)
+    (done,) = run_together([command], [clean_environment()], 110, tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.split() == ["torchddp.ddp.module"] * 2
     without, with_models = done.stderr.split("with models\n")

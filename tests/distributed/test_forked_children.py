@@ -1,10 +1,22 @@
 """Children that a rank forks: they end at once, whatever the rank's threads and locks were at, and it goes on."""
 
+import contextlib
+import gc
 import json
-import subprocess
+import multiprocessing
+import os
 import sys
+import threading
+import time
+from datetime import timedelta
 
 import pytest
+import torch
+import torch.distributed as dist
+
+import torchddp
+from tests.models import Mlp, batch, seeded, step_on
+from tests.programs import clean_environment, run_together
 
 ENDS_S = 16.0  # Python's own end with torch takes seconds on a busy machine
 RUN_S = 180.0
@@ -14,15 +26,121 @@ pytestmark = pytest.mark.beyond_torch("the monitors of waits are ours")
 
 @pytest.mark.parametrize("transport", ["shm", pytest.param("c10d", marks=pytest.mark.thorough)])
 def test_forked_children_end_and_the_rank_goes_on(transport, tmp_path):
-    command = [sys.executable, "-m", "tests.distributed.forked_children", transport, str(tmp_path / "store")]
-    ranks = [subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, text=True) for rank in range(2)]
-    try:
-        for rank in ranks:
-            printed, _ = rank.communicate(timeout=RUN_S)
-            assert rank.returncode == 0
-            for child, (seconds, exit_code) in json.loads(printed).items():
-                assert exit_code == 0, child
-                assert seconds < ENDS_S, child
-    finally:
-        for rank in ranks:
-            rank.kill()
+    command = [sys.executable, "-m", "tests.distributed.test_forked_children", transport, str(tmp_path / "store")]
+    for rank in run_together([[*command, str(rank)] for rank in range(2)], [clean_environment()] * 2, RUN_S):
+        assert rank.returncode == 0, rank.stderr
+        for child, (seconds, exit_code) in json.loads(rank.stdout).items():
+            assert exit_code == 0, child
+            assert seconds < ENDS_S, child
+
+
+# --- a rank, which prints how each of its children has ended ---
+
+LIMIT_S = 30.0
+MODELS = 4
+
+
+def exits(models):
+    sys.exit()
+
+
+def predicts(models):
+    with torch.no_grad():
+        for model in models:
+            model.eval()(batch(0, 0))
+    sys.exit()
+
+
+def drops_the_models(models):
+    models.clear()
+    gc.collect()
+    sys.exit()
+
+
+def timed(run, *args):
+    begun_s = time.monotonic()
+    exit_code = run(*args)
+    return time.monotonic() - begun_s, exit_code
+
+
+def forked(child, models):
+    """How a forked child that calls this ends: its exit code; -9 if it had to be killed."""
+    pid = os.fork()
+    if pid == 0:
+        child(models)
+    deadline_s = time.monotonic() + LIMIT_S
+    while time.monotonic() < deadline_s:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.01)
+    os.kill(pid, 9)
+    os.waitpid(pid, 0)
+    return -9
+
+
+def locks_of(model):
+    calls = model.observers.get("hang_reports").monitor._board._calls
+    return [calls._lock, torchddp.transport.interruptible._lock, torchddp.transport.worker._watcher._lock]
+
+
+def with_locks_held(child, models):
+    """The same, while another thread of the parent holds every lock there is."""
+    held, ended = threading.Event(), threading.Event()
+
+    def hold():
+        with contextlib.ExitStack() as stack:
+            for lock in {id(lock): lock for model in models for lock in locks_of(model)}.values():
+                stack.enter_context(lock)
+            held.set()
+            ended.wait()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait()
+    exit_code = forked(child, models)
+    ended.set()
+    thread.join()
+    return exit_code
+
+
+def by_multiprocessing(models):
+    process = multiprocessing.get_context("fork").Process(target=exits, args=(models,))
+    process.start()
+    process.join(LIMIT_S)
+    return process.exitcode if process.exitcode is not None else -9
+
+
+def by_a_loader():
+    data = torch.utils.data.TensorDataset(torch.zeros(8, 2))
+    batches = list(torch.utils.data.DataLoader(data, num_workers=2, multiprocessing_context="fork"))
+    return 0 if len(batches) == 8 else 1
+
+
+def main(transport, store_path, rank):
+    torch.set_num_threads(1)
+    store = dist.FileStore(store_path, 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=120))
+    models = [torchddp.DistributedDataParallel(seeded(Mlp), transport=transport) for _ in range(MODELS)]
+
+    def train():
+        for model in models:
+            step_on(model, rank)
+
+    train()
+    told = {
+        "predicts": timed(forked, predicts, models),
+        "with locks held": timed(with_locks_held, exits, models),
+        "drops the models": timed(with_locks_held, drops_the_models, models),
+        "multiprocessing": timed(by_multiprocessing, models),
+        "a loader": timed(by_a_loader),
+    }
+    train()
+    dist.barrier()
+    print(json.dumps(told), flush=True)
+    dist.barrier()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))

@@ -1,14 +1,11 @@
 """Memory of the shared segment that autograd allocates gradients in, and what else may land in it."""
 
-import os
-import signal
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from tests.harness import on_ranks, status_bytes
+from tests.harness import in_child, on_ranks, status_bytes
 from torchddp import DistributedDataParallel
 
 WIDTH = 512  # a weight of 1 MiB: large enough for a bucket of its own
@@ -44,12 +41,7 @@ def test_large_gradients_are_born_in_the_segment(rank):
         _step(ddp)
         assert born == dict.fromkeys(dict(ddp.module.named_parameters()), True)
         assert all(_in_segment(p.grad) for p in ddp.parameters())
-
-
-@on_ranks(2)
-def test_nothing_is_taken_outside_of_backward(rank):
-    ddp = DistributedDataParallel(_layers(), transport="shm")
-    _step(ddp)
+    # Nothing else is, outside of backward.
     assert not _in_segment(torch.empty(WIDTH, WIDTH))
     with torch.no_grad():
         ddp(torch.randn(3, WIDTH))
@@ -98,62 +90,28 @@ def test_memory_is_bounded_and_goes_with_the_model(rank):
 
 
 @on_ranks(2)
-def test_gradients_outlive_the_model_and_the_peer(rank):
-    ddp = DistributedDataParallel(_layers(), transport="shm")
-    ddp(torch.full((3, WIDTH), float(rank))).sum().backward()
-    grads = [p.grad for p in ddp.parameters()]
-    copies = [g.clone() for g in grads]
-    del ddp
-    assert all(torch.equal(g, c) for g, c in zip(grads, copies, strict=True))
-    grads[0].add_(1)  # still ordinary memory
-    assert torch.equal(grads[0], copies[0] + 1)
-
-
-def _status_of_child(body: Callable[[], bool]) -> int:
-    """Of a process that is forked here and now: 0 if `body` is true in it."""
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            signal.signal(signal.SIGALRM, signal.SIG_DFL)
-            signal.alarm(10)  # kills one that hangs
-            status = 0 if body() else 1
-        finally:
-            os._exit(status)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
-def _at_first_gradient(ddp: nn.Module, call: Callable[[], None]) -> None:
-    """Runs `call` once, in the middle of a backward."""
-    pending = [call]
-    for p in ddp.parameters():
-        p.register_hook(lambda _grad: pending.pop()() if pending else None)
-    _step(ddp)
-    assert not pending
-
-
-@on_ranks(2)
 def test_a_child_forked_in_backward_gets_none_of_it(rank):
     """It would write to memory that its parent, and the parent's peers, hold for free."""
     ddp = DistributedDataParallel(_layers(), transport="shm")
     ddp(torch.randn(3, WIDTH)).sum().backward()
-    statuses: list[int] = []
+    ended = []
 
-    def fork() -> None:
+    def fork(_grad):
         lent = torch.empty(WIDTH, WIDTH)
         assert _in_segment(lent)  # the pool is active
 
-        def in_child() -> bool:
+        def allocate():
             nonlocal lent
             fresh = [torch.empty(WIDTH, WIDTH) for _ in range(4)]
             del lent  # the parent's: nobody gets it
             fresh.append(torch.empty(WIDTH, WIDTH))
-            return not any(map(_in_segment, fresh))
+            assert not any(map(_in_segment, fresh))
 
-        statuses.append(_status_of_child(in_child))
+        ended.append(in_child(allocate))
 
-    _at_first_gradient(ddp, fork)
-    assert statuses == [0]
+    ddp.module[2].weight.register_hook(fork)
+    _step(ddp)
+    assert ended == [True]
     assert all(_in_segment(p.grad) for p in ddp.parameters())
 
 
@@ -163,8 +121,7 @@ def test_raw_allocations_pass_through(rank):
     ddp = DistributedDataParallel(_layers(), transport="shm")
     for _ in range(3):
         ddp.zero_grad()
-        loss = ddp(torch.randn(64, WIDTH)).sort(dim=0).values.cumsum(0).sum()
-        loss.backward()
+        ddp(torch.randn(64, WIDTH)).sort(dim=0).values.cumsum(0).sum().backward()
         torch.randperm(WIDTH * WIDTH).sort()
         torch.linalg.svd(torch.randn(128, 128))
     assert all(_in_segment(p.grad) for p in ddp.parameters())
@@ -173,23 +130,20 @@ def test_raw_allocations_pass_through(rank):
 @on_ranks(2, 3)
 def test_a_rank_that_copies_and_one_that_does_not_agree(rank, world_size):
     """Scaling is done in the sum for a gradient in the segment, while packing for one that is not: same bits."""
-    ddp = DistributedDataParallel(_layers(), transport="shm")
-    plain = _layers()
+
+    def backward(model, r, step):
+        torch.manual_seed(10 * step + r)
+        model.zero_grad()
+        model(torch.randn(3, WIDTH)).square().sum().backward()
+        return [p.grad for p in model.parameters()]
+
+    ddp, plain = DistributedDataParallel(_layers(), transport="shm"), _layers()
+    if rank == 0:
+        for p in ddp.parameters():  # a hook that replaces the gradient by one in ordinary memory
+            p.register_hook(lambda g: torch.from_numpy(g.clone().numpy().copy()))
     for step in range(3):
-        ddp.zero_grad()
-        if rank == 0:  # a hook that replaces the gradient by one in ordinary memory
-            handles = [p.register_hook(lambda g: torch.from_numpy(g.clone().numpy().copy())) for p in ddp.parameters()]
-        torch.manual_seed(10 * step + rank)
-        ddp(torch.randn(3, WIDTH)).square().sum().backward()
-        if rank == 0:
-            for handle in handles:
-                handle.remove()
         want = [torch.zeros_like(p) for p in plain.parameters()]
         for r in range(world_size):
-            plain.zero_grad()
-            torch.manual_seed(10 * step + r)
-            plain(torch.randn(3, WIDTH)).square().sum().backward()
-            for total, p in zip(want, plain.parameters(), strict=True):
-                total += p.grad * (1 / world_size)
-        for p, total in zip(ddp.parameters(), want, strict=True):
-            assert torch.equal(p.grad, total)
+            for total, grad in zip(want, backward(plain, r, step), strict=True):
+                total += grad * (1 / world_size)
+        assert all(map(torch.equal, backward(ddp, rank, step), want))

@@ -4,13 +4,9 @@ import copy
 import io
 import os
 import pickle
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 from torch.distributed._composable.replicate import replicate
 from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 
@@ -18,15 +14,14 @@ import torchddp
 from tests import framework
 from tests.harness import on_ranks
 from tests.models import Mlp, seeded
+from tests.programs import CLAIM, ROOT, TORCHRUN, clean_environment, run_together
 
-ROOT = Path(__file__).resolve().parents[2]
 
-
-def net(dtype: torch.dtype = torch.float64) -> nn.Module:
+def net(dtype=torch.float64):
     return seeded(lambda: Mlp(dtype=dtype))
 
 
-def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+def same(one, other):
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
@@ -111,7 +106,6 @@ def test_classes_derived_from_torchs(rank):
 
         with pytest.raises(TypeError, match=r"ByName was derived.*call super\(\).__init__"):
             ByName(net())
-        assert not isinstance(framework.DerivedBefore(net()), torchddp.DDP)
     before = torchddp.finished_steps()
     model = Meanwhile(net(), 42)
     assert model.answer == 42 and isinstance(model, torchddp.DDP)
@@ -154,31 +148,22 @@ dist.destroy_process_group()
 """
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """A program, and the same with an import of torchddp at the top."""
-    made = tmp_path_factory.mktemp("install")
-    (made / "program.py").write_text(SCRIPT)
-    (made / "importing.py").write_text("import torchddp\n" + SCRIPT)
-    return made
-
-
 def torchrun(folder, *command, **environment):
     """What rank 0 prints, and the parameters it has saved."""
     out = folder / "parameters.pt"
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2"]
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(("TORCHDDP_", "PYTHON"))}
-    clean |= {"PYTHONPATH": os.pathsep.join([str(ROOT), str(folder)]), "GLOO_SOCKET_IFNAME": "lo", **environment}
-    command = [sys.executable, *launcher, *command, "--out", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=170, env=clean, cwd=folder)
+    command = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", *command, "--out", str(out)]
+    clean = clean_environment(**environment, PYTHONPATH=os.pathsep.join([str(ROOT), str(folder)]))
+    (done,) = run_together([command], [clean], 170, folder)
     assert done.returncode == 0, done.stdout + done.stderr
     return done, torch.load(out)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_unmodified_programs_under_torchrun(folder):
-    plain, expected = torchrun(folder, "program.py")
+def test_unmodified_programs_under_torchrun(tmp_path):
+    (tmp_path / "program.py").write_text(SCRIPT)
+    (tmp_path / "importing.py").write_text("import torchddp\n" + SCRIPT)
+    plain, expected = torchrun(tmp_path, "program.py")
     assert plain.stdout.strip() == TorchDDP.__module__ and "torchddp" not in plain.stderr
     ways = {
         "variable": (["importing.py"], {"TORCHDDP_INSTALL": "1"}),
@@ -186,7 +171,7 @@ def test_unmodified_programs_under_torchrun(folder):
         "run, a module": (["-m", "torchddp.run", "-m", "program"], {}),
     }
     for name, (command, environment) in ways.items():
-        done, parameters = torchrun(folder, *command, **environment)
+        done, parameters = torchrun(tmp_path, *command, **environment)
         assert done.stdout.strip() == "torchddp.ddp.module", name
         assert same(parameters, expected), name
-        assert done.stderr.count("makes torchddp's class in this process") == 1, done.stderr  # once, by one rank
+        assert done.stderr.count(CLAIM) == 1, done.stderr  # once, by one rank

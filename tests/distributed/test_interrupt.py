@@ -1,6 +1,5 @@
 """Transport.interrupt: another thread ends what a rank waits in, wherever that is."""
 
-import datetime
 import threading
 import time
 
@@ -61,12 +60,10 @@ def test_a_wait_ends_and_later_operations_fail(rank, choice, world_size):
             lambda: transport.barrier(transport.make_work()),
             lambda: transport.all_gather(torch.ones(100 * world_size), torch.ones(100), handle),
             lambda: transport.reduce_scatter(torch.ones(100), torch.ones(100 * world_size), handle),
+            lambda: transport.interrupt("a second reason") or transport.all_reduce(tensor, handle),
         ):
             with pytest.raises(TransportError, match=REASON):
                 operation()
-        transport.interrupt("a second reason")
-        with pytest.raises(TransportError, match=REASON):
-            transport.all_reduce(tensor, handle)
     elif choice == "shm":
         dist.distributed_c10d._get_default_store().wait(["rank 0 is done"])
 
@@ -76,25 +73,6 @@ def test_a_wait_ends_and_later_operations_fail(rank, choice, world_size):
                 handle.wait()
 
         assert "rank 0 gave up" in str(timed(go_on))
-    stay(rank)
-
-
-@on_ranks(2)
-def test_time_limits_and_results_are_what_they_were(rank):
-    transport = open_transport("c10d", dist.group.WORLD)
-    handle = transport.make_work()
-    for numel in (0, 1, 1000, 300_000):
-        tensor = torch.full((numel,), float(rank))
-        time.sleep(0.05 * rank)
-        transport.all_reduce(tensor, handle)
-        handle.wait()
-        assert torch.equal(tensor, torch.ones(numel))
-    if rank == 0:
-        transport.all_reduce(torch.ones(10), handle)
-        since_s = time.monotonic()
-        error = timed(lambda: handle.wait(datetime.timedelta(seconds=0.3)))
-        assert isinstance(error, TransportError) and "timed out" in str(error).lower(), error
-        assert time.monotonic() - since_s > 0.25
     stay(rank)
 
 
@@ -122,18 +100,15 @@ def test_backward_ends(rank, choice, hook):
 def test_an_exchange_ends(rank, hierarchical):
     exchange = Exchange(dist.group.WORLD, torch.device("cpu"), hierarchical)
     exchange.sum_(torch.ones(10))
-    if rank == 1:
-        stay(rank)
-        return
-    waits = {
-        "sum": lambda: exchange.sum_(torch.ones(10)),
-        "shards": lambda: exchange.sum_to_shards(torch.ones(5000)),
-        "gather": lambda: exchange.gather(torch.ones(64, dtype=torch.uint8)),
-        "swap": lambda: exchange.swap(torch.ones(2, 64, dtype=torch.uint8)),
-    }
-    names = ["sum", "shards"] if hierarchical else ["gather", "swap", "sum"]
-    for name, error in zip(names, interrupted(exchange, *(waits[name] for name in names)), strict=True):
-        assert REASON in str(error), (name, error)
+    waits = [lambda: exchange.sum_(torch.ones(10))]
+    if hierarchical:
+        waits.append(lambda: exchange.sum_to_shards(torch.ones(5000)))
+    else:
+        waits.insert(0, lambda: exchange.gather(torch.ones(64, dtype=torch.uint8)))
+        waits.insert(1, lambda: exchange.swap(torch.ones(2, 64, dtype=torch.uint8)))
+    if rank == 0:
+        errors = [str(error) for error in interrupted(exchange, *waits)]
+        assert all(REASON in error for error in errors), errors
     stay(rank)
 
 

@@ -1,10 +1,7 @@
 """The manifests of examples/kubeflow, without a cluster: what they say, and that their command trains with what the
 operators set. Each pod is a torchrun of this host here, whose ranks don't share memory with those of the other."""
 
-from __future__ import annotations
-
 import os
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,12 +10,19 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.slurm import clean_environment, free_port
+from tests.programs import (
+    CLAIM,
+    ROOT,
+    TORCHRUN,
+    UNMODIFIED,
+    clean_environment,
+    free_port,
+    run_together,
+    unmodified_says,
+)
 
-ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "examples" / "kubeflow"
-CLAIM = "makes torchddp's class in this process"
-MIB = 2**20
+UNITS = {"Mi": 2**20, "Gi": 2**30}
 
 
 @dataclass(frozen=True)
@@ -73,25 +77,20 @@ def trainjob(port: int) -> Pods:
         "PET_MASTER_ADDR": "127.0.0.1",
         "PET_MASTER_PORT": str(port),
     }
-    merged = {
-        **container,
-        **{key: trainer[key] for key in ("command", "env")},
-        "resources": trainer["resourcesPerNode"],
-    }
-    return Pods(trainer["numNodes"], trainer["numProcPerNode"], spec, merged, variables)
+    own = {"command": trainer["command"], "env": trainer["env"], "resources": trainer["resourcesPerNode"]}
+    return Pods(trainer["numNodes"], trainer["numProcPerNode"], spec, {**container, **own}, variables)
 
 
 @pytest.fixture(params=[pytorchjob, trainjob], ids=["PyTorchJob", "TrainJob"])
-def pods(request: pytest.FixtureRequest) -> Pods:
+def pods(request):
     return request.param(free_port())
 
 
-def size_of(text: str) -> int:
-    units = {"Mi": MIB, "Gi": 1024 * MIB}
-    return int(text[:-2]) * units[text[-2:]]
+def size_of(text):
+    return int(text[:-2]) * UNITS[text[-2:]]
 
 
-def test_a_pod_has_what_its_ranks_need_and_no_more(pods: Pods) -> None:
+def test_a_pod_has_what_its_ranks_need_and_no_more(pods):
     limits, variables = pods.container["resources"]["limits"], pods.variables_of(0)
     assert int(limits["cpu"]) == pods.ranks_each * int(variables["OMP_NUM_THREADS"])
     assert pods.container["resources"]["requests"] == limits  # else other pods take the processors of waiting ranks
@@ -107,54 +106,23 @@ def test_a_pod_has_what_its_ranks_need_and_no_more(pods: Pods) -> None:
     assert not {"hostIPC", "hostPID", "hostNetwork"} & pods.spec.keys()
 
 
-PROGRAM = """
-import sys, torch, torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel as D
-torch.set_num_threads(1)
-dist.init_process_group("gloo")
-model = D(torch.nn.Linear(2, 2))
-model(torch.full((1, 2), float(dist.get_rank()))).sum().backward()
-line = f"rank {dist.get_rank()} of {dist.get_world_size()} {type(model).__module__} {model.reducer.transport.name}"
-# In one write, for the pods' Python is unbuffered: print() writes in parts, and lines of two ranks mix.
-sys.stdout.write(f"{line} mean {float(model.module.weight.grad[0, 0])}\\n")
-dist.destroy_process_group()
-"""
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_the_command_trains_with_what_the_operator_sets(pods: Pods, tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(PROGRAM)
+def test_the_command_trains_with_what_the_operator_sets(pods, tmp_path):
+    (tmp_path / "train.py").write_text(UNMODIFIED)
     program, *arguments = pods.container["command"]
     assert program == "torchrun"
     (tmp_path / "reports").mkdir()
     here = {
-        "PYTHONPATH": str(ROOT),
-        "GLOO_SOCKET_IFNAME": "lo",
         "TORCHDDP_HANG_REPORT_DIR": str(tmp_path / "reports"),
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
     }
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-m", "torch.distributed.run", "--local-addr", "127.0.0.1", *arguments],
-            # Pods have other network namespaces, and so other identities, as hosts have.
-            env={**clean_environment(), **pods.variables_of(pod), **here, "TORCHDDP_HOST_ID": f"pod {pod}"},
-            cwd=tmp_path,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+    # Pods have other network namespaces, and so other identities, as hosts have.
+    environments = [
+        clean_environment(**{**pods.variables_of(pod), **here, "TORCHDDP_HOST_ID": f"pod {pod}"})
         for pod in range(pods.count)
     ]
-    try:
-        said = [process.communicate(timeout=250) for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    output, errors = "".join(out for out, _ in said), "".join(error for _, error in said)
-    assert [process.returncode for process in started] == [0] * pods.count, output + errors
-    world = pods.count * pods.ranks_each
-    mean = sum(range(world)) / world
-    expected = [f"rank {rank} of {world} torchddp.ddp.module shm mean {mean}" for rank in range(world)]
-    assert sorted(output.splitlines()) == expected
+    done = run_together([[*TORCHRUN, *arguments]] * pods.count, environments, 250, tmp_path)
+    output, errors = "".join(pod.stdout for pod in done), "".join(pod.stderr for pod in done)
+    assert [pod.returncode for pod in done] == [0] * pods.count, output + errors
+    assert sorted(output.splitlines()) == unmodified_says(pods.count * pods.ranks_each, pods.ranks_each)
     assert errors.count(CLAIM) == 1, errors

@@ -1,6 +1,6 @@
 """Large gradients on a device: reduced where autograd made them. On the CPU, over the process group."""
 
-import datetime
+from datetime import timedelta
 
 import pytest
 import torch
@@ -34,6 +34,14 @@ def _large(module):
     return {name for name, p in module.named_parameters() if p.nbytes >= LIMIT}
 
 
+def _made(module):
+    """Where autograd makes each gradient from now on, by name."""
+    made = {}
+    for name, p in module.named_parameters():
+        p.register_post_accumulate_grad_hook(lambda p, name=name: made.__setitem__(name, p.grad.data_ptr()))
+    return made
+
+
 def _apart(**options):
     return LargeApart(seeded(Mlp), transport="c10d", **options)
 
@@ -42,9 +50,7 @@ def _apart(**options):
 @on_ranks(2)
 def test_large_gradients_keep_the_memory_that_autograd_gave_them(rank, views):
     ddp = _apart(gradient_as_bucket_view=views)
-    made = {}
-    for name, p in ddp.module.named_parameters():
-        p.register_post_accumulate_grad_hook(lambda p, name=name: made.__setitem__(name, p.grad.data_ptr()))
+    made = _made(ddp.module)
     for step in range(4):
         ddp.zero_grad(set_to_none=step % 2 == 0)
         before = {name: p.grad.data_ptr() for name, p in ddp.module.named_parameters() if p.grad is not None}
@@ -120,9 +126,7 @@ def test_a_gradient_that_something_else_uses_is_left_alone(rank):
 def test_a_gradient_that_something_else_used_when_it_came_is_copied(rank):
     """That may still be reading it, on another stream, when the bucket is complete."""
     model = seeded(Late)
-    made = {}
-    for name, p in model.named_parameters():
-        p.register_post_accumulate_grad_hook(lambda p, name=name: made.__setitem__(name, p.grad.data_ptr()))
+    made = _made(model)
     ddp = LargeApart(model, transport="c10d")
     for step in range(3):
         assert_steps(ddp, rank, [step], _run_parameters)
@@ -205,7 +209,7 @@ def test_what_looks_at_averages_sees_the_large_ones(rank):
 
 @on_ranks(2)
 def test_after_a_failed_step_nothing_is_left_in_memory_that_a_peer_may_write_to(rank):
-    ddp = _apart(timeout=datetime.timedelta(seconds=1))
+    ddp = _apart(timeout=timedelta(seconds=1))
     for step in range(2):
         step_on(ddp, rank, step)
     if rank == 1:

@@ -27,12 +27,8 @@ MODES = {
 }
 
 
-def alone(rank):
-    return dist.new_group([rank], use_local_synchronization=True)
-
-
-def among(ranks):
-    return dist.new_group(ranks, use_local_synchronization=True)
+def among(*ranks):
+    return dist.new_group(list(ranks), use_local_synchronization=True)
 
 
 def wrap(group, **options):
@@ -60,7 +56,7 @@ def test_ranks_join_and_leave(rank, mode):
     """Two ranks, then three, four, two, one, three; who joins has not measured any order of buckets."""
     members = [[0, 1], [0, 1, 2], [0, 1, 2, 3], [3, 1], [1], [1, 2, 3]]
     groups = [dist.new_group(ranks) for ranks in members]
-    model = wrap(groups[0] if rank < 2 else alone(rank), **MODES[mode])
+    model = wrap(groups[0] if rank < 2 else among(rank), **MODES[mode])
     for step in range(3):
         step_on(model, rank, step)
     for ranks, group in zip(members, groups, strict=True):
@@ -85,28 +81,28 @@ class Shuffled(nn.Module):
         return self.last(torch.tanh(self.middle(torch.tanh(self.first(x)))))
 
 
+@pytest.mark.parametrize(("make", "options"), [(Shuffled, {}), (Branches, {"find_unused_parameters": True})])
 @on_ranks(3)
-def test_who_joins_takes_the_buckets_that_the_others_have_measured(rank):
+def test_who_joins_takes_the_buckets_that_the_others_have_measured(rank, make, options):
     def run(model, rank, step):
-        loss_of(model(batch(rank, step, 5, 4))).backward()
+        branch = [("left", "right")[(rank + step) % 2]] if make is Branches else []
+        loss_of(model(batch(rank, step, 5, 4), *branch)).backward()
 
-    group = among([0, 1]) if rank < 2 else alone(rank)
-    model = DistributedDataParallel(seeded(Shuffled), process_group=group, bucket_cap_mb=0.001)
-    if rank < 2:
-        for step in range(3):
-            run(model, rank, step)
+    group = among(0, 1) if rank < 2 else among(rank)
+    model = DistributedDataParallel(seeded(make), process_group=group, bucket_cap_mb=0.0001, **options)
+    for step in range(3) if rank < 2 or make is Branches else ():
+        run(model, rank, step)
     model._update_process_group(dist.group.WORLD)
     plans = gathered([list(bucket.params) for bucket in model.reducer.plan.buckets])
     assert plans == [plans[0]] * 3
-    assert_steps_of(TorchDDP(seeded(Shuffled)), model, rank, run, 3)
+    assert_steps_of(TorchDDP(seeded(make), **options), model, rank, run, 3)
 
 
-@pytest.mark.parametrize("transport", ["shm", "c10d"])
 @on_ranks(4, needed_ranks=[0], timeout=40, straggler_s=20)
-def test_ranks_die(rank, transport):
+def test_ranks_die(rank):
     """Four, three, two, one: those that are left raise, and go on in a group of theirs."""
     alive = [0, 1, 2, 3]
-    model = wrap(dist.group.WORLD, timeout=timedelta(seconds=2), transport=transport)
+    model = wrap(dist.group.WORLD, timeout=timedelta(seconds=2), transport="c10d")
     step_on(model, rank)
     while len(alive) > 1:
         dead = alive.pop(len(alive) // 2)
@@ -115,7 +111,7 @@ def test_ranks_die(rank, transport):
         with pytest.raises(TransportError):
             for step in range(3):
                 step_on(model, rank, step)
-        group = among(alive)
+        group = among(*alive)
         model._update_process_group(group)
         assert_as_fresh(model, group, rank)
 
@@ -124,14 +120,13 @@ def test_ranks_die(rank, transport):
 def test_who_joins_gets_parameters_and_buffers(rank):
     whole = dist.group.WORLD
     model = seeded(NormNet, seed=rank)
-    start = among([1, 2]) if rank else alone(0)
+    start = among(1, 2) if rank else among(0)
     model = DistributedDataParallel(model, process_group=start, forward_sync_buffers=False)
     wanted = gathered({name: value.clone() for name, value in model.module.state_dict().items()})[2]
     model._update_process_group(whole)
     held = [p.data_ptr() for p in model.parameters()]
     model.sync_module_states(src=2)
-    for name, value in model.module.state_dict().items():
-        assert torch.equal(value, wanted[name]), name
+    torch.testing.assert_close(dict(model.module.state_dict()), wanted, rtol=0, atol=0)
     assert held == [p.data_ptr() for p in model.parameters()]
     for src in (-1, 3):
         with pytest.raises(ValueError, match=f"0 to 2, got {src}"):
@@ -147,25 +142,10 @@ def test_parameters_that_can_not_travel_as_bytes(rank):
 
     module = nn.Linear(2, 2, bias=False)
     module.weight = Special(torch.full((2, 2), float(rank)))
-    model = DistributedDataParallel(module, process_group=alone(rank))
+    model = DistributedDataParallel(module, process_group=among(rank))
     model._update_process_group(dist.group.WORLD)
     model.sync_module_states(src=1)
     assert gathered(model.module.weight.sum().item()) == [4.0, 4.0]
-
-
-@on_ranks(3)
-def test_unused_parameters_after_a_rank_has_joined(rank):
-    def run(model, rank, step):
-        loss_of(model(batch(rank, step, 5, 4), ("left", "right")[(rank + step) % 2])).backward()
-
-    start = among([0, 1]) if rank < 2 else alone(rank)
-    model = DistributedDataParallel(
-        seeded(Branches), process_group=start, find_unused_parameters=True, bucket_cap_mb=0.0001
-    )
-    for step in range(0, 6, 2):
-        run(model, rank, step)
-    model._update_process_group(dist.group.WORLD)
-    assert_steps_of(TorchDDP(seeded(Branches), find_unused_parameters=True), model, rank, run, 3)
 
 
 @on_ranks(3)
@@ -204,7 +184,7 @@ def test_what_is_no_group_for_the_model_is_refused_and_the_old_one_kept(rank):
 
 @on_ranks(2)
 def test_models_that_differ_are_named(rank):
-    model = DistributedDataParallel(nn.Linear(3, 3 + rank), process_group=alone(rank))
+    model = DistributedDataParallel(nn.Linear(3, 3 + rank), process_group=among(rank))
     with pytest.raises(RuntimeError, match="not the same on all ranks") as caught:
         model._update_process_group(dist.group.WORLD)
     assert re.search(r"\[1\].*'bias'\) .* sizes \[4\].*process 0 \('bias', \[3\]\)", str(caught.value))
@@ -223,7 +203,7 @@ def test_a_new_store(rank, tmp_path):
             store = dist.FileStore(f"{tmp_path}/{number}", len(ranks))
             dist.init_process_group("gloo", store=store, rank=ranks.index(rank), world_size=len(ranks))
             if model is None:
-                model = wrap(alone(ranks.index(rank)))
+                model = wrap(among(ranks.index(rank)))
             model._update_process_group(dist.group.WORLD)
             assert_as_fresh(model, dist.group.WORLD, rank)
             assert model.reducer.transport_name == "shm"

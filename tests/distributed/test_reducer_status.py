@@ -149,7 +149,6 @@ def test_waits_and_plans():
     assert passed >= 5
 
     # Plans outlive the buckets they describe.
-    # Registered in another order than they are used in, so that buckets change.
     ddp = torchddp.DistributedDataParallel(Branching(), bucket_cap_mb=0.0001)
     ddp.reducer._push_all_rebuilt_params()
     plan, buckets = ddp.reducer.plan, ddp.reducer.plan.buckets

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from tests.harness import each, on_ranks, run_ranks
+from tests.harness import each, gathered, on_ranks
 from tests.shm_backend import BACKEND, shm_group, stamp
 from torchddp import DistributedDataParallel, TransportError
 
@@ -51,6 +51,15 @@ def test_all_reduce(rank, world_size):
 
 @on_ranks(1, 2, 3, 4)
 def test_collectives_that_move(rank, world_size):
+    def gather(root):
+        return lambda g, t, *out: dist.gather(t, list(out) if rank == root else None, root, group=g)
+
+    def scatter(root):
+        return lambda g, t, *of: dist.scatter(t, list(of) if rank == root else None, root, group=g)
+
+    def all_to_all(g, *tensors):
+        dist.all_to_all(list(tensors[:world_size]), list(tensors[world_size:]), group=g)
+
     group = shm_group()
     assert (dist.get_rank(group), dist.get_world_size(group)) == (rank, world_size)
     for numel, dtype in each([0, *NUMELS], (torch.float32, torch.int8, torch.bool, torch.complex64, torch.float16)):
@@ -59,23 +68,9 @@ def test_collectives_that_move(rank, world_size):
         whole = torch.zeros(numel * world_size, dtype=dtype)
         pieces = [stamp(rank + r, numel, dtype) for r in range(world_size)]
         for root in range(world_size):
-
-            def on_root(tensors, root=root):
-                return list(tensors) if rank == root else None
-
-            def gather(g, t, *out, root=root, on_root=on_root):
-                dist.gather(t, on_root(out), root, group=g)
-
-            def scatter(g, t, *of, root=root, on_root=on_root):
-                dist.scatter(t, on_root(of), root, group=g)
-
             both(group, lambda g, t, root=root: dist.broadcast(t, root, group=g), mine.clone())
-            both(group, gather, mine, *parts)
-            both(group, scatter, mine.clone(), *pieces)
-
-        def all_to_all(g, *tensors):
-            dist.all_to_all(list(tensors[:world_size]), list(tensors[world_size:]), group=g)
-
+            both(group, gather(root), mine, *parts)
+            both(group, scatter(root), mine.clone(), *pieces)
         both(group, lambda g, t, *out: dist.all_gather(list(out), t, group=g), mine, *parts)
         both(group, lambda g, t, out: dist.all_gather_into_tensor(out, t, group=g), mine, whole.clone())
         both(group, all_to_all, *parts, *pieces)
@@ -95,15 +90,9 @@ def test_collectives_that_reduce_to_one(rank, world_size):
                 want = stack.sum(0) if op is SUM else stack.amax(0)
             assert torch.equal(tensor, want)
 
-        def scatter(g, out, *of, op=op):
-            dist.reduce_scatter(out, list(of), op, group=g)
-
-        def scatter_tensor(g, out, t, op=op):
-            dist.reduce_scatter_tensor(out, t, op, group=g)
-
-        pieces = [stamp(rank + r, numel) for r in range(world_size)]
-        both(group, scatter, torch.zeros(numel), *pieces)
-        both(group, scatter_tensor, torch.zeros(numel), torch.cat(pieces))
+        pieces, out = [stamp(rank + r, numel) for r in range(world_size)], torch.zeros(numel)
+        both(group, lambda g, o, *of, op=op: dist.reduce_scatter(o, list(of), op, group=g), out.clone(), *pieces)
+        both(group, lambda g, o, t, op=op: dist.reduce_scatter_tensor(o, t, op, group=g), out, torch.cat(pieces))
 
 
 @on_ranks(2, 3)
@@ -248,18 +237,16 @@ def test_object_collectives(rank):
     assert got == [mine]
 
 
-def test_ranks_out_of_step_are_named_with_their_operations():
-    def work(rank):
-        group = shm_group()
-        with pytest.raises(TransportError) as error:
-            if rank == 0:
-                dist.all_reduce(torch.ones(10), group=group)
-            else:
-                dist.broadcast(torch.ones(10), 0, group=group)
-                dist.barrier(group=group)
-        return str(error.value)
-
-    texts = run_ranks(work, 2)
+@on_ranks(2)
+def test_ranks_out_of_step_are_named_with_their_operations(rank):
+    group = shm_group()
+    with pytest.raises(TransportError) as error:
+        if rank == 0:
+            dist.all_reduce(torch.ones(10), group=group)
+        else:
+            dist.broadcast(torch.ones(10), 0, group=group)
+            dist.barrier(group=group)
+    texts = gathered(str(error.value))
     assert any("rank 0" in t and "all_reduce" in t and "rank 1" in t and "broadcast" in t for t in texts), texts
 
 

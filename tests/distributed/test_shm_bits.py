@@ -3,18 +3,16 @@
 import gc
 import os
 import signal
-import subprocess
-import sys
-import textwrap
 import time
-from pathlib import Path
+from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from tests.harness import each, on_ranks, run_outcomes
+from benchmarks.chaos.leaks import segments_of
+from tests.harness import each, in_child, on_ranks, run_outcomes, run_ranks
 from tests.models import (
     Branches,
     Mlp,
@@ -29,21 +27,22 @@ from tests.models import (
     seeded,
     step_on,
 )
+from torchddp import _C, TransportError
 
 WIDTH = 100  # gradients of 0.2 to 0.5 MiB in fp64
 CAPS_MB = (0.01, 0.1, 1, 25)
-CROWD = 2 * len(os.sched_getaffinity(0)) + 1
-ROOT = Path(__file__).parents[2]
+# More ranks than processors, where others do a rank's work while it waits for one.
+CROWD = "a" * (2 * len(os.sched_getaffinity(0)) + 1)
 
 pytestmark = pytest.mark.beyond_torch("knows no shared memory")
 
 
-def grads_with(cls, rank, dtype=torch.float64, **options):
+def grads_with(cls, rank, dtype=torch.float64, width=WIDTH, **options):
     """After three steps."""
-    ddp = cls(seeded(lambda: Mlp(WIDTH, dtype)), **options)
+    ddp = cls(seeded(lambda: Mlp(width, dtype)), **options)
     for step in range(3):
         ddp.zero_grad()
-        loss_of(ddp(batch(rank, step, 5, WIDTH, dtype=dtype))).backward()
+        loss_of(ddp(batch(rank, step, 5, width, dtype=dtype))).backward()
     return grads_of(ddp)
 
 
@@ -59,17 +58,6 @@ def test_bucket_plan_changes_no_bit(rank, ddp_class, world_size):
             assert_grads(grads, want, rtol=0, what=f"cap {cap_mb}:")
         if world_size == 2:  # as torch: two terms have one order of summation, and halving them is exact
             assert_grads(want, grads_with(TorchDDP, rank, dtype), rtol=0)
-
-
-@pytest.mark.rest_is_thorough("3")
-@on_ranks(3, CROWD)
-def test_five_runs_agree(rank, ddp_class):
-    """Also with more ranks than processors, where others do a rank's work while it waits for one."""
-    want = grads_with(ddp_class, rank, transport="shm", bucket_cap_mb=0.1)
-    assert same_on_all_ranks(want.values())
-    for run in range(4):
-        grads = grads_with(ddp_class, rank, transport="shm", bucket_cap_mb=0.1)
-        assert_grads(grads, want, rtol=0, what=f"run {run}:")
 
 
 # As many as operations can be under way, and some more; of all kinds.
@@ -104,61 +92,20 @@ def test_more_buckets_than_operations_in_flight_and_gradients_of_every_size(rank
             torch.testing.assert_close(weight.grad.double(), want, rtol=exact, atol=0, msg=f"step {step}, {index}")
 
 
-@on_ranks(2)
-def test_accumulation_and_complex_numbers(rank, ddp_class):
-    ddp = ddp_class(seeded(lambda: Mlp(8, torch.complex128)), transport="shm", bucket_cap_mb=0.001)
-
-    def run(model, r):
-        for step in range(2):
-            loss_of(model(batch(r, step, dtype=torch.complex128))).backward()
-
-    with ddp.no_sync():
-        loss_of(ddp(batch(rank, 0, dtype=torch.complex128))).backward()
-    loss_of(ddp(batch(rank, 1, dtype=torch.complex128))).backward()
-    assert_grads(grads_of(ddp), expected_grads(ddp.module, run))
-
-
-THREADED = """
-    import os, sys, tempfile
-    import torch, torch.distributed as dist
-    from torch.nn.parallel import DistributedDataParallel as TorchDDP
-    from torchddp import DistributedDataParallel
-
-    path, rank = sys.argv[1], int(sys.argv[2])
+def two_threads(rank, ddp_class):
     torch.set_num_threads(2)
-    dist.init_process_group("gloo", store=dist.FileStore(path, 2), rank=rank, world_size=2)
-    grads = []
-    for cls, options in ((DistributedDataParallel, {"transport": "shm"}), (TorchDDP, {})):
-        torch.manual_seed(0)
-        # 19 MiB in one bucket: two threads share a rank's part of 9 MiB.
-        ddp = cls(torch.nn.Linear(1600, 3000), bucket_cap_mb=100, **options)
-        for step in range(3):
-            ddp.zero_grad()
-            generator = torch.Generator().manual_seed(10 * step + rank)
-            ddp(torch.randn(4, 1600, generator=generator)).square().sum().backward()
-        grads.append([p.grad.clone() for p in ddp.parameters()])
-    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True)), "gradients differ"
+    # 19 MiB in one bucket: two threads share a rank's part of 9 MiB.
+    ours, torchs = (
+        grads_with(cls, rank, torch.float32, 650, bucket_cap_mb=100, **options)
+        for cls, options in ((ddp_class, {"transport": "shm"}), (TorchDDP, {}))
+    )
+    assert_grads(ours, torchs, rtol=0)
     assert torch.get_num_threads() == 2
-    dist.barrier()
-"""
 
 
-def test_two_threads_a_rank(tmp_path):
+def test_two_threads_a_rank(ddp_class):
     """In processes of their own: OpenMP does not survive a fork."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "2", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(THREADED), str(tmp_path / "store"), str(rank)],
-            env=environment, stderr=subprocess.PIPE, text=True,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    try:
-        said = [rank.communicate(timeout=60)[1] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(said)
+    run_ranks(two_threads, 2, ddp_class, start_method="spawn", timeout=100)
 
 
 @on_ranks(3)
@@ -166,8 +113,7 @@ def test_one_rank_that_lags(rank, ddp_class):
     """The others do its sums for it; it finds them done."""
     ddp = ddp_class(seeded(Mlp), transport="shm", bucket_cap_mb=0.001)
     for step in range(6):
-        if rank == step % 3:
-            time.sleep(0.02)
+        time.sleep(0.02 * (rank == step % 3))
         assert_trains(ddp, rank, steps=[step])
 
 
@@ -246,66 +192,48 @@ def test_changes_and_gradients_over_steps(rank, ddp_class):
         assert_grads({"last.weight": kept}, {"last.weight": want(ddp, 2 if views else 1)["last.weight"]})
 
 
+@pytest.mark.parametrize("width", [8, 257], ids=["of buckets", "of the pool"])
 @on_ranks(2, needed_ranks=[0])
-def test_gradients_outlive_module_and_peer(rank, ddp_class):
-    ddp = trained(ddp_class, rank)
-    right = want(ddp, 1)
-    module = ddp.module
+def test_gradients_outlive_module_and_peer(rank, ddp_class, width):
+    ddp = ddp_class(seeded(lambda: Mlp(width)), transport="shm")
+    assert_trains(ddp, rank, width, range(2))
+    module, right = ddp.module, grads_of(ddp)
     del ddp
     gc.collect()
-    assert_grads(grads_of(module), right)
+    assert_grads(grads_of(module), right, rtol=0)
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(RuntimeError):
         dist.barrier()  # the peer has gone
-    assert_grads(grads_of(module), right)
+    assert_grads(grads_of(module), right, rtol=0)
     torch.optim.SGD(module.parameters(), lr=0.1).step()
-    step_on(module, rank)
+    loss_of(module(batch(rank, 0, 5, width))).backward()
     for p in module.parameters():
         p.grad.mul_(2)
 
 
-def in_child(body):
-    """Whether `body`, in a fork of this process, came to its end."""
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            body()
-            code = 0
-        finally:
-            os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-
-
 @on_ranks(2)
-def test_forked_children(rank, ddp_class):
+def test_what_forked_children_do_to_gradients(rank, ddp_class):
     """The worker of a DataLoader, or whatever a rank forks."""
-    made = [trained(ddp_class, rank)]
-    right = want(made[0], 1)
+    ddp = trained(ddp_class, rank)
+    right = want(ddp, 1)
 
     def reads_drops_its_copies_and_leaves():
-        assert_grads(grads_of(made[0]), right)
-        made[0].zero_grad()
-        made[0].module.first.weight.grad = torch.ones_like(made[0].module.first.weight)
-        gc.collect()
-
-    def deletes_the_module():
-        made.clear()
+        assert_grads(grads_of(ddp), right)
+        ddp.zero_grad()
+        ddp.module.first.weight.grad = torch.ones_like(ddp.module.first.weight)
         gc.collect()
 
     assert in_child(reads_drops_its_copies_and_leaves)
-    assert_grads(grads_of(made[0]), right)
+    assert_grads(grads_of(ddp), right)
     dist.barrier()
     if rank == 0:  # shared mappings are inherited: what a child writes into `.grad` its parent sees; no other rank does
-        assert in_child(lambda: spoil(made[0]))
-        assert made[0].module.first.weight.grad.isnan().all()
+        assert in_child(lambda: spoil(ddp))
+        assert ddp.module.first.weight.grad.isnan().all()
     dist.barrier()
     if rank == 1:
-        assert_grads(grads_of(made[0]), right)
-    assert_trains(made[0], rank)
-    assert in_child(deletes_the_module)  # the transport's end in a child is not the end of the rank
-    assert_trains(made[0], rank)
+        assert_grads(grads_of(ddp), right)
+    assert_trains(ddp, rank)
 
 
 # The host of each rank. Hosts of different size; ranks of a host that do not follow each other.
@@ -346,6 +274,18 @@ def test_gradients_are_those_of_torch(rank, ddp_class, places):
     live_on(places, rank)
     for options in each([{}, {"static_graph": True}, {"gradient_as_bucket_view": False}]):
         assert_same(both(ddp_class, Mlp, **options), lambda ddp, step: step_on(ddp, rank, step), 3)
+
+
+@pytest.mark.rest_is_thorough("aaa-3", "aabb-4")
+@at("aaa", "aabb", CROWD)
+@on_ranks()
+def test_runs_agree(rank, ddp_class, places):
+    live_on(places, rank)
+    options = {"transport": "shm", "bucket_cap_mb": 0.1}
+    want = grads_with(ddp_class, rank, **options)
+    assert same_on_all_ranks(want.values())
+    for run in range(4):
+        assert_grads(grads_with(ddp_class, rank, **options), want, rtol=0, what=f"run {run}:")
 
 
 @at("aab", "aabb")
@@ -392,14 +332,12 @@ def test_dead_rank_is_noticed_on_both_hosts(ddp_class, places, victim):
     def work(rank):
         live_on(places, rank)
         ddp = ddp_class(seeded(Mlp), transport="shm", bucket_cap_mb=0.001)
-        for step in range(3):
-            step_on(ddp, rank, step)
+        train(ddp, rank, range(3))
         if rank == dead:
             os.kill(os.getpid(), signal.SIGKILL)
         started_s = time.monotonic()
         with pytest.raises(RuntimeError) as caught:
-            for step in range(3):
-                step_on(ddp, rank, step)
+            train(ddp, rank, range(3))
         return type(caught.value).__name__, time.monotonic() - started_s
 
     outcomes = run_outcomes(work, len(places), needed_ranks=survivors, timeout=30, straggler_s=20)
@@ -409,66 +347,41 @@ def test_dead_rank_is_noticed_on_both_hosts(ddp_class, places, victim):
         assert name == "TransportError" and seconds < NOTICED_S, f"rank {rank}: {name} after {seconds:.1f} s"
 
 
-@on_ranks(4)
-def test_same_results_in_each_run(rank, ddp_class):
-    live_on("aabb", rank)
-    runs = []
-    for _ in range(4):
-        ddp = ddp_class(seeded(Mlp), transport="shm", bucket_cap_mb=0.001)
-        for step in range(3):
-            ddp.zero_grad()
-            step_on(ddp, rank, step)
-        runs.append(grads_of(ddp))
-    for other in runs[1:]:
-        assert_grads(other, runs[0], rtol=0)
-
-
-# Alone on its host; the other host never answers, and its process group writes when the transport has long gone.
-LATE_WRITER = """
-import gc
-from datetime import timedelta
-import torch
-import torch.distributed as dist
-from torchddp import _C, TransportError
-
 class Pending(dist.Work):
     def is_completed(self):
         return False
 
+
 class Silent(dist.ProcessGroup):
+    """Of two ranks, of which the other never answers: it writes when the transport has long gone."""
+
     def __init__(self):
         super().__init__(0, 2)
         self.writes_to = []
+
     def allreduce(self, tensors, options=None):
         self.writes_to += tensors
         self.work = Pending()
         return self.work
 
-endpoint = _C.ShmEndpoint(0)
-outer = Silent()
-transport = endpoint.connect(
-    outer, local_ranks=[0], addresses=[endpoint.address], outer_group=outer, places=[0, 0], outer_ranks=[0, 1],
-    owners=1, spans=True, node=None, connect_timeout=timedelta(seconds=20), timeout=timedelta(seconds=20),
-)
-tensor = transport.allocate(100_000, torch.ones(1))
-work = transport.make_work()
-transport.all_reduce(tensor, work)
-try:
-    work.wait(timedelta(milliseconds=50))
-except TransportError as error:
-    print(error)
-del work, tensor, transport, endpoint
-gc.collect()
-maps = open("/proc/self/maps").read()
-outer.writes_to.pop().fill_(7)
-gc.collect()
-print("memory is", "mapped" if "memfd:torchddp" in maps else "gone")
-print("memory is then", "mapped" if "memfd:torchddp" in open("/proc/self/maps").read() else "gone")
-"""
 
-
+@on_ranks(1)
 def test_memory_stays_for_as_long_as_the_process_group_may_write_to_it():
-    done = subprocess.run([sys.executable, "-c", LATE_WRITER], capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, f"{done.returncode}: {done.stderr}"
-    assert "timed out after 50 ms" in done.stdout
-    assert done.stdout.splitlines()[1:] == ["memory is mapped", "memory is then gone"]
+    """Of a rank that is alone on its host."""
+    limits = {"connect_timeout": timedelta(seconds=20), "timeout": timedelta(seconds=20)}
+    endpoint, outer = _C.ShmEndpoint(0), Silent()
+    transport = endpoint.connect(
+        outer, local_ranks=[0], addresses=[endpoint.address], outer_group=outer, places=[0, 0], outer_ranks=[0, 1],
+        owners=1, spans=True, node=None, **limits,
+    )  # fmt: skip
+    tensor = transport.allocate(100_000, torch.ones(1))
+    work = transport.make_work()
+    transport.all_reduce(tensor, work)
+    with pytest.raises(TransportError, match="timed out after 50 ms"):
+        work.wait(timedelta(milliseconds=50))
+    del work, tensor, transport, endpoint
+    gc.collect()
+    assert segments_of()
+    outer.writes_to.pop().fill_(7)
+    gc.collect()
+    assert not segments_of()

@@ -1,7 +1,5 @@
 """Ranks that srun starts: under a Slurm of this host where there is one, and under an imitation of its launcher."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -9,9 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,17 +18,16 @@ import torchddp
 from benchmarks.chaos.leaks import holders_of, segments_of, shared_files
 from tests import framework, slurm
 from tests.models import Mlp, seeded
+from tests.programs import CLAIM, ROOT, TORCHRUN, UNMODIFIED, free_port, unmodified_says
 
-ROOT = Path(__file__).resolve().parents[2]
 TASK = (sys.executable, "-m", "tests.distributed.test_slurm")
-CLAIM = "makes torchddp's class in this process"
 TIMEOUT_S = 170
 
 pytestmark = pytest.mark.timeout(2 * TIMEOUT_S)
 
 
 @pytest.fixture(scope="module", params=["imitation", pytest.param("slurm", marks=pytest.mark.slow)])
-def srun(request: pytest.FixtureRequest) -> Iterator[slurm.Srun]:
+def srun(request):
     if request.param == "imitation":
         yield slurm.imitated_srun(TIMEOUT_S)
     elif problem := slurm.reason_against():
@@ -43,13 +38,12 @@ def srun(request: pytest.FixtureRequest) -> Iterator[slurm.Srun]:
 
 
 @pytest.fixture
-def settings() -> dict[str, str]:
+def settings():
     """As the batch script of docs/slurm.md exports them."""
-    settings = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(slurm.free_port())}
-    return settings | {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
 
 
-def found_by(folder: Path) -> list[dict[str, Any]]:
+def found_by(folder):
     return [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
 
 
@@ -90,39 +84,27 @@ def test_a_task_that_is_killed_ends_the_others_and_leaves_nothing(srun, settings
     assert shared_files() == set()
 
 
-def test_torchrun_in_one_task_of_each_node(srun: slurm.Srun, settings: dict[str, str], tmp_path: Path) -> None:
-    endpoint = f"127.0.0.1:{settings['MASTER_PORT']}"
-    launcher = ["-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
-    command = [sys.executable, *launcher, "--rdzv-endpoint", endpoint, "--local-addr", "127.0.0.1", *TASK[1:]]
-    done = srun(1, *command, str(tmp_path), "train", **settings)
+def test_torchrun_in_one_task_of_each_node(srun, settings, tmp_path):
+    endpoint = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{settings['MASTER_PORT']}"]
+    launcher = [*TORCHRUN, "--nnodes", "1", "--nproc-per-node", "2", *endpoint]
+    done = srun(1, *launcher, *TASK[1:], str(tmp_path), "train", **settings)
     assert done.returncode == 0, done.stdout + done.stderr
     found = found_by(tmp_path)
     assert [(task["transport"], task["same"]) for task in found] == [("shm", True)] * 2
     assert done.stderr.count(CLAIM) == 1
 
 
-PROGRAM = """
-import os, torch, torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel as D
-dist.init_process_group("gloo")
-model = D(torch.nn.Linear(2, 2))
-print(dist.get_rank(), os.environ["LOCAL_RANK"], type(model).__module__, model.reducer.transport.name, flush=True)
-dist.destroy_process_group()
-"""
-
-
-def test_unmodified_programs_under_run(srun: slurm.Srun, settings: dict[str, str], tmp_path: Path) -> None:
-    (tmp_path / "program.py").write_text(PROGRAM)
-    del settings["MASTER_ADDR"], settings["MASTER_PORT"]  # found by run
-    done = srun(2, sys.executable, "-m", "torchddp.run", str(tmp_path / "program.py"), **settings)
+def test_unmodified_programs_under_run(srun, tmp_path):
+    """Which finds MASTER_ADDR and MASTER_PORT."""
+    (tmp_path / "program.py").write_text(UNMODIFIED)
+    done = srun(2, sys.executable, "-m", "torchddp.run", str(tmp_path / "program.py"))
     assert done.returncode == 0, done.stdout + done.stderr
-    lines = sorted(done.stdout.splitlines())
-    assert lines == [f"{rank} {rank} torchddp.ddp.module shm" for rank in range(2)]
+    assert sorted(done.stdout.splitlines()) == unmodified_says(2, 2)
     assert done.stderr.count(CLAIM) == 1
 
 
 @pytest.mark.slow
-def test_the_pages_scripts(tmp_path: Path) -> None:
+def test_the_pages_scripts(tmp_path):
     """With one node and two ranks, for that is what there is here."""
     if problem := slurm.reason_against():
         pytest.skip(problem)
@@ -132,7 +114,6 @@ def test_the_pages_scripts(tmp_path: Path) -> None:
     unmodified = program.replace('"gloo", rank=rank, world_size=world_size', '"gloo"').replace("SLURM_PROCID", "RANK")
     unmodified = unmodified.replace("SLURM_NTASKS", "WORLD_SIZE").replace("from torchddp", "from torch.nn.parallel")
     smaller = {"--nodes=2": "--nodes=1", r"-per-node=4": "-per-node=2", r"--cpus-per-task=\d+": "--cpus-per-task=1"}
-    more = {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
     assert len(scripts) == 2
     with slurm.cluster() as environment:
         environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environment["PATH"]])
@@ -147,7 +128,7 @@ def test_the_pages_scripts(tmp_path: Path) -> None:
             (folder / "job.sh").write_text(script)
             done = subprocess.run(
                 ["sbatch", "--wait", "--output", "said.txt", "job.sh"],
-                env={**environment, **more},
+                env=environment,
                 cwd=folder,
                 capture_output=True,
                 text=True,
@@ -162,11 +143,11 @@ def test_the_pages_scripts(tmp_path: Path) -> None:
 LAST_STEP = 50
 
 
-def train(rank: int) -> dict[str, Any]:
+def train(rank):
     """The weights of torch's class and of ours, of which install() makes this one."""
     expected = framework.train(TorchDDP(seeded(Mlp)), rank)
     torchddp.install()
-    model: Any = framework.wrap(seeded(Mlp))
+    model = framework.wrap(seeded(Mlp))
     found = framework.train(model, rank)
     return {
         "same": all(torch.equal(a, b) for a, b in zip(expected, found, strict=True)),
@@ -177,7 +158,7 @@ def train(rank: int) -> dict[str, Any]:
     }
 
 
-def die(rank: int) -> dict[str, Any]:
+def die(rank):
     """Rank 1 is killed in a step; what the others see, and hold afterwards."""
     model = torchddp.DDP(seeded(Mlp), transport="shm")
     inputs = torch.ones(2, 8, dtype=torch.float64)
@@ -196,7 +177,7 @@ def die(rank: int) -> dict[str, Any]:
     return {"error": error, "seconds": seconds, "segments": sorted(segments)}
 
 
-def main(folder: Path, what: str) -> None:
+def main(folder, what):
     torch.set_num_threads(1)
     if "RANK" in os.environ:
         dist.init_process_group("gloo")

@@ -1,13 +1,7 @@
 """What a model counts against what the kernel counts, between two network namespaces."""
 
-from __future__ import annotations
-
 import json
-import subprocess
 import sys
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,30 +10,22 @@ from torch import nn
 
 import torchddp
 from benchmarks.two_hosts.launch import STORE_PORT, worker_environment
-from benchmarks.two_hosts.network import Host, inside, two_hosts
+from benchmarks.two_hosts.network import inside, two_hosts
 from benchmarks.two_hosts.traffic import quiet_count
+from tests.programs import ROOT, run_together
 
-ROOT = Path(__file__).resolve().parents[2]
 
-
-def run_on(hosts: Sequence[Host], ranks_per_host: int) -> list[str]:
-    """What each rank printed last."""
+def run_on(hosts, ranks_per_host):
+    """What each rank found."""
     size, init_method = len(hosts) * ranks_per_host, f"tcp://{hosts[0].address}:{STORE_PORT}"
     command = [sys.executable, "-m", "tests.distributed.test_traffic_on_the_wire"]
     commands = [
         inside(hosts[rank // ranks_per_host].namespace, [*command, str(rank), str(size), init_method])
         for rank in range(size)
     ]
-    environment = {**worker_environment(), "PYTHONPATH": str(ROOT)}
-    ranks = [subprocess.Popen(c, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) for c in commands]
-    try:
-        said = [rank.communicate(timeout=120)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    assert [rank.returncode for rank in ranks] == [0] * size
-    return [text.splitlines()[-1] for text in said]
+    ranks = run_together(commands, [{**worker_environment(), "PYTHONPATH": str(ROOT)}] * size, 120)
+    assert [rank.returncode for rank in ranks] == [0] * size, "".join(rank.stderr for rank in ranks)
+    return [json.loads(rank.stdout.splitlines()[-1]) for rank in ranks]
 
 
 @pytest.mark.rest_is_thorough("2")
@@ -47,11 +33,11 @@ def run_on(hosts: Sequence[Host], ranks_per_host: int) -> list[str]:
 @pytest.mark.usefixtures("two_namespaces")
 @pytest.mark.beyond_torch("torch counts no bytes")
 @pytest.mark.parametrize("ranks_per_host", [1, 2])
-def test_counted_bytes_are_those_of_the_interface(ranks_per_host: int) -> None:
+def test_counted_bytes_are_those_of_the_interface(ranks_per_host):
     with two_hosts(1_000_000_000) as hosts:
-        said = run_on(hosts, ranks_per_host)
-    for first in range(0, len(said), ranks_per_host):
-        ranks = [json.loads(text) for text in said[first : first + ranks_per_host]]
+        found = run_on(hosts, ranks_per_host)
+    for first in range(0, len(found), ranks_per_host):
+        ranks = found[first : first + ranks_per_host]
         for name in ranks[0]:
             counted, sent = sum(rank[name]["counted"] for rank in ranks), ranks[0][name]["sent"]
             # Headers and acknowledgements come on top.
@@ -61,13 +47,13 @@ def test_counted_bytes_are_those_of_the_interface(ranks_per_host: int) -> None:
 STEPS = 4
 
 
-def measure(route: str, **options: Any) -> dict[str, float]:
+def measure(route, **options):
     """Bytes of one step: as `model.traffic()` has them, and as the interface of this host has them."""
     torch.manual_seed(0)
     layers = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))
     ddp = torchddp.DistributedDataParallel(layers, **options)
 
-    def step() -> None:
+    def step():
         ddp(torch.ones(2, 512)).sum().backward()
 
     for _ in range(2):  # buckets are rebuilt
@@ -79,8 +65,7 @@ def measure(route: str, **options: Any) -> dict[str, float]:
     return {"counted": ddp.traffic()[route].wire_bytes or 0, "sent": sent}
 
 
-def main(rank: int, world_size: int, init_method: str) -> None:
-    """Prints what was found."""
+def main(rank, world_size, init_method):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=world_size)
     if world_size == 2:

@@ -1,15 +1,9 @@
 """The elastic example: what torchrun restarts ends as if undisturbed; what a hook holds back is in the checkpoint."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
-import subprocess
-import sys
 from datetime import timedelta
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,7 +16,6 @@ from examples.gpt.config import TrainConfig
 from examples.gpt.data import load_corpus
 from examples.gpt.errors import ExampleError
 from examples.gpt.faults import Event, Fault, InjectedFaultError, Journal, read_journal
-from examples.gpt.processes import processes_with
 from examples.gpt.ranks import Ranks
 from examples.train_elastic import EXIT_TERMINATED, ElasticTrainer
 from tests.distributed.test_train_gpt import SMALL as TWO_LAYERS
@@ -32,15 +25,15 @@ from tests.models import same_on_all_ranks
 
 pytestmark = pytest.mark.beyond_torch("raises another error")
 
-SMALL: dict[str, Any] = {**TWO_LAYERS, "steps": 6, "layers": 1, "eval_interval": 6, "eval_batches": 1, "save_every": 3}
+SMALL = {**TWO_LAYERS, "steps": 6, "layers": 1, "eval_interval": 6, "eval_batches": 1, "save_every": 3}
 
 
 @pytest.fixture
-def text(tmp_path: Path) -> Path:
+def text(tmp_path):
     return write_text(tmp_path)
 
 
-def _trainer(rank: int, folder: Path, text: Path, fault: Fault | None = None, **options: Any) -> ElasticTrainer:
+def _trainer(rank, folder, text, fault=None, **options):
     config = TrainConfig(**{**SMALL, "data": text, "checkpoint": folder / "gpt.pt", **options})
     ranks = Ranks(rank, rank, 2, torch.device("cpu"), has_group=True)
     journal = Journal(folder / "journal", rank)
@@ -50,7 +43,7 @@ def _trainer(rank: int, folder: Path, text: Path, fault: Fault | None = None, **
 
 @pytest.mark.parametrize("hook", ["int8", "powersgd"])
 @on_ranks(2)
-def test_a_checkpoint_has_what_each_ranks_hook_holds_back(rank: int, text: Path, tmp_path: Path, hook: str) -> None:
+def test_a_checkpoint_has_what_each_ranks_hook_holds_back(rank, text, tmp_path, hook):
     first = _trainer(rank, tmp_path, text, comm_hook=hook, stop_after=3)
     first.run()
     with pytest.raises(ExampleError, match=f"comm_hook {hook} there, None here"):
@@ -67,16 +60,16 @@ def test_a_checkpoint_has_what_each_ranks_hook_holds_back(rank: int, text: Path,
     assert not same_on_all_ranks(was["residual"].values())
 
 
-def test_an_injected_exception_comes_once(text: Path, tmp_path: Path) -> None:
-    def trainer_of(rank: int) -> ElasticTrainer:
+def test_an_injected_exception_comes_once(text, tmp_path):
+    def trainer_of(rank):
         return _trainer(rank, tmp_path, text, fault=Fault(2, 0, "exception", tmp_path / "marker"))
 
-    def work(rank: int) -> None:
+    def work(rank):
         words = "rank 0 was told to raise in step 2" if rank == 0 else "rank 0"
         with pytest.raises(InjectedFaultError if rank == 0 else RuntimeError, match=words):
             trainer_of(rank).run()
 
-    def again(rank: int) -> int:
+    def again(rank):
         trainer = trainer_of(rank)
         trainer.run()
         return trainer.step
@@ -89,55 +82,43 @@ def test_an_injected_exception_comes_once(text: Path, tmp_path: Path) -> None:
 
 
 @on_ranks(2)
-def test_asked_to_end_it_leaves_between_steps(rank: int, text: Path, tmp_path: Path) -> None:
+def test_asked_to_end_it_leaves_between_steps(rank, text, tmp_path):
     trainer = _trainer(rank, tmp_path, text)
     inner = trainer._update
 
-    def end() -> None:
+    def end():
         inner()
         if trainer.step == 2:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    trainer._update = end  # type: ignore[method-assign]
+    trainer._update = end
     with pytest.raises(typer.Exit) as caught:
         trainer.run()
     assert (trainer.step, caught.value.exit_code) == (2, EXIT_TERMINATED)
     assert {event.kind for event in read_journal(tmp_path / "journal")} == {"asked to end"}
 
 
-def _events() -> list[Event]:
-    return [
+def test_an_outcome_is_put_together_from_the_journal():
+    events = [
         Event("started", 0, 0, 0, 1.0),
         Event("fault", 0, 1, 5, 2.0, "kill"),
         Event("noticed", 0, 0, 5, 2.5, "TransportError: rank 0, step 5: bucket 0 failed: rank 1 died"),
         Event("started", 1, 0, 4, 9.0),
         Event("finished", 1, 0, 8, 11.0),
     ]
-
-
-def test_an_outcome_is_put_together_from_the_journal() -> None:
     result = {"weights_sha256": "ab", "summary": {"final_train_loss": 1.5}}
-    outcome = demo_faults.outcome_of("kill", _events(), result, "ab", [], 12.0)
-    assert (outcome.noticed_by, outcome.noticed_s, outcome.restarts) == (0, 0.5, 1)
-    assert (outcome.resumed_from, outcome.back_s, outcome.weights_equal) == (4, 7.0, True)
-    assert outcome.ok
-    assert not demo_faults.outcome_of("kill", _events(), result, "cd", [], 12.0).ok
-    assert not demo_faults.outcome_of("kill", _events(), result, "ab", ["process 7: python"], 12.0).ok
-    silent = [event for event in _events() if event.kind != "noticed"]
-    assert not demo_faults.outcome_of("kill", silent, result, "ab", [], 12.0).ok
+
+    def outcome_of(events=events, wanted="ab", leftovers=()):
+        return demo_faults.outcome_of("kill", events, result, wanted, leftovers, 12.0)
+
+    assert outcome_of() == demo_faults.Outcome("kill", 1, 0, 0.5, events[2].text, 4, 7.0, 1.5, "ab", True, (), 12.0)
+    assert outcome_of().ok
+    unnoticed = outcome_of(events=[event for event in events if event.kind != "noticed"])
+    for bad in (unnoticed, outcome_of(wanted="cd"), outcome_of(leftovers=["process 7: python"])):
+        assert not bad.ok
 
 
-def test_what_is_left_running_is_found() -> None:
-    command = [sys.executable, "-c", "import time; print(flush=True); time.sleep(60)"]
-    with subprocess.Popen(command, env={**os.environ, "TDDP_TEST_MARK": "x1"}, stdout=subprocess.PIPE) as child:
-        assert child.stdout is not None
-        child.stdout.readline()
-        assert [pid for pid, _ in processes_with("TDDP_TEST_MARK", "x1")] == [child.pid]
-        assert processes_with("TDDP_TEST_MARK", "x2") == []
-        child.kill()
-
-
-def test_unknown_faults_are_refused(tmp_path: Path) -> None:
+def test_unknown_faults_are_refused(tmp_path):
     done = CliRunner().invoke(demo_faults.app, ["--how", "flood", "--out", str(tmp_path)])
     assert done.exit_code == 1
     assert "unknown --how 'flood': choose one of kill, exception, stop" in done.output
@@ -145,7 +126,7 @@ def test_unknown_faults_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(400)
 @pytest.mark.slow
-def test_a_killed_rank_is_restarted_to_the_same_weights(tmp_path: Path) -> None:
+def test_a_killed_rank_is_restarted_to_the_same_weights(tmp_path):
     plan = demo_faults.Plan(steps=8, save_every=3, die_at=5)
     console = Console(file=(tmp_path / "out").open("w"), width=100)
     result = demo_faults.run_demo(["kill"], plan, seed=3, out=tmp_path, timeout_s=120, console=console)

@@ -6,6 +6,7 @@ import logging
 import os
 import resource
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -41,9 +42,9 @@ def transport_of(ddp):
     return ddp.reducer.transport_name
 
 
-def assert_trains_over(transport, ddp, rank):
+def assert_trains_over(transport, ddp, rank, width=8):
     assert transport_of(ddp) == transport
-    assert_trains(ddp, rank)
+    assert_trains(ddp, rank, width)
 
 
 @pytest.mark.parametrize(
@@ -223,24 +224,16 @@ LITTLE_SPACE = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * 3 // 2
 WIDTH = 256  # fp64 gradients of 1, 3, and 1.5 MiB
 
 
-class Listening(logging.Handler):
-    def __init__(self):
-        super().__init__()
-        self.lines = []
-
-    def emit(self, record):
-        self.lines.append(f"{record.levelname}: {record.getMessage()}")
-
-
 def wrapped(ddp_class, make=Mlp, **options):
     """(module, what was logged)."""
-    handler = Listening()
+    handler, lines = logging.Handler(), []
+    handler.emit = lambda record: lines.append(f"{record.levelname}: {record.getMessage()}")
     select.logger.addHandler(handler)
     started_s = time.monotonic()
     ddp = ddp_class(seeded(make), **options)
-    assert time.monotonic() - started_s < SOON_S, f"{time.monotonic() - started_s:.1f} s: {handler.lines}"
+    assert time.monotonic() - started_s < SOON_S, f"{time.monotonic() - started_s:.1f} s: {lines}"
     select.logger.removeHandler(handler)
-    return ddp, handler.lines
+    return ddp, lines
 
 
 def limit(what, size):
@@ -267,8 +260,8 @@ def fails(words):
     return fail
 
 
-def choose_nodes(text):
-    os.environ[shm.TOPOLOGY_ENV] = text
+def sets(name, text):
+    return partial(os.environ.update, {name: text})
 
 
 # name -> (what to do to a rank, what it is called in the log)
@@ -280,9 +273,9 @@ TROUBLES = {
     "one file": (lambda: fill_files(1), "Too many open files"),
     "few files": (lambda: fill_files(3), "Too many open files"),
     "small files": (lambda: limit(resource.RLIMIT_FSIZE, 1 << 20), "file sizes"),
-    "no nodes": (lambda: choose_nodes("0,x"), "as in '0,0,1,1', got '0,x'"),
-    "nodes of fewer": (lambda: choose_nodes("0,1"), "TORCHDDP_TOPOLOGY lists 2 nodes for the 3 ranks of its host"),
-    "nodes of more": (lambda: choose_nodes("0,0,1,1"), "TORCHDDP_TOPOLOGY lists 4 nodes for the 3 ranks of its host"),
+    "no nodes": (sets(shm.TOPOLOGY_ENV, "0,x"), "as in '0,0,1,1', got '0,x'"),
+    "nodes of fewer": (sets(shm.TOPOLOGY_ENV, "0,1"), "TORCHDDP_TOPOLOGY lists 2 nodes for the 3 ranks of its host"),
+    "nodes of more": (sets(shm.TOPOLOGY_ENV, "0,0,1,1"), "TORCHDDP_TOPOLOGY lists 4 nodes for the 3 ranks of its host"),
 }
 
 
@@ -303,13 +296,20 @@ def test_one_rank_that_can_not(rank, ddp_class, trouble, unable):
 def test_shared_memory_or_nothing(rank, ddp_class):
     """Asked for by name, it is an error on all ranks, with rank and reason; the process group is still of use."""
     make, connect = shm._C.ShmEndpoint, shm._C.ShmEndpoint.connect
-    for cause, reason in each([TROUBLES["no memory"], TROUBLES["no sockets"]]):
+    limits = [
+        (sets(shm.LIMIT_ENV, text), f"{shm.LIMIT_ENV} must be .* got '{text}'")
+        for text in ("nonsense", "-1", "0", "nan", "inf")
+    ]
+    for cause, reason in each([TROUBLES["no memory"], TROUBLES["no sockets"], *limits]):
         if rank == 1:
             cause()
         with pytest.raises(RuntimeError, match=f"transport='shm' is impossible: .*rank 1: {reason}"):
             ddp_class(seeded(Mlp), transport="shm")
+        ddp, lines = wrapped(ddp_class)
+        assert_trains_over("c10d", ddp, rank)
+        assert len(lines) == (rank == 0), lines
         shm._C.ShmEndpoint, make.connect = make, connect
-        assert_trains(ddp_class(seeded(Mlp), transport="c10d"), rank)
+        os.environ.pop(shm.LIMIT_ENV, None)
     # Where nothing is wrong no line is logged.
     assert [wrapped(ddp_class, transport=choice)[1] for choice in ("auto", "shm", "c10d")] == [[], [], []]
     # No two ranks on a host.
@@ -317,21 +317,9 @@ def test_shared_memory_or_nothing(rank, ddp_class):
     with pytest.raises(RuntimeError, match="transport='shm' is impossible: no two ranks are on the same host"):
         ddp_class(seeded(Mlp), transport="shm")
     ddp, lines = wrapped(ddp_class)
-    assert_trains(ddp, rank)
-    assert ddp.reducer.transport_name == "c10d" and len(lines) == (rank == 0), lines
+    assert_trains_over("c10d", ddp, rank)
+    assert len(lines) == (rank == 0), lines
     assert rank == 1 or "no two ranks are on the same host" in lines[0]
-
-
-@on_ranks(2)
-def test_limit_that_is_no_size(rank, ddp_class):
-    for text in each(["nonsense", "-1", "0", "nan", "inf"]):
-        if rank == 1:
-            os.environ[shm.LIMIT_ENV] = text
-        with pytest.raises(RuntimeError, match=f"rank 1: {shm.LIMIT_ENV} must be .* got '{text}'"):
-            ddp_class(seeded(Mlp), transport="shm")
-        ddp, lines = wrapped(ddp_class)
-        assert_trains(ddp, rank)
-        assert ddp.reducer.transport_name == "c10d" and len(lines) == (rank == 0)
 
 
 @pytest.mark.parametrize("limited", [(0,), (1,), (0, 1)], ids=str)
@@ -344,12 +332,10 @@ def test_gradients_that_do_not_fit(ddp_class, limited, capfd):
             if rank in limited:
                 os.environ[shm.LIMIT_ENV] = limit_mb
             ddp, _ = wrapped(ddp_class, lambda: Mlp(WIDTH))
-            assert_trains(ddp, rank, WIDTH)
-            assert ddp.reducer.transport_name == "c10d"
+            assert_trains_over("c10d", ddp, rank, WIDTH)
         os.environ[shm.LIMIT_ENV] = "16"  # just enough
         ddp, _ = wrapped(ddp_class, lambda: Mlp(WIDTH))
-        assert_trains(ddp, rank, WIDTH)
-        assert ddp.reducer.transport_name == "shm"
+        assert_trains_over("shm", ddp, rank, WIDTH)
 
     run_ranks(work, 2)
     said = capfd.readouterr().err

@@ -1,67 +1,83 @@
-"""The benchmarks over two emulated hosts and a slow link: what they measure, and that they leave nothing behind."""
-
-from __future__ import annotations
+"""The benchmarks over emulated hosts and slow links: what they measure, and that they leave nothing behind."""
 
 import json
 import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
 import pytest
 
+from benchmarks.links.field import PLANNED
 from benchmarks.slow_link.job import SLICE_STEPS
 from benchmarks.two_hosts.network import make_hosts
+from tests.unit.helpers import wait_until
 from torchddp.harness.machine import ROOT
 from torchddp.harness.variants import TORCH_DDP
 
-COMMAND = [sys.executable, "-m", "benchmarks.two_hosts", "--model", "small", "--caps", "25"]
-
+TWO_HOSTS = ["two_hosts", "--model", "small", "--caps", "25"]
+LONG = [*TWO_HOSTS, "--seconds", "600", "--ours", TORCH_DDP]
+# A rate at which the shortest run takes seconds.
+SLOW_LINK = ["slow_link", "--rate", "1gbit", "--ranks-per-host", "1"]
 
 pytestmark = pytest.mark.usefixtures("two_namespaces")
 
 
-def namespaces_of(pid: int) -> list[str]:
+def namespaces_of(pid):
     return [host.namespace for host in make_hosts(pid) if Path("/run/netns", host.namespace).exists()]
 
 
-def ranks_of(pid: int) -> list[int]:
+def ranks_of(pid):
     """Processes that have become Python inside the namespaces of a command."""
     found = []
     for name in namespaces_of(pid):
         listed = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True).stdout.split()
-        found += [int(rank) for rank in listed if b"two_hosts.worker" in command_line(int(rank))]
+        found += [int(rank) for rank in listed if b".worker" in command_line(int(rank))]
     return found
 
 
-def command_line(pid: int) -> bytes:
+def command_line(pid):
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return b""
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float) -> bool:
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > deadline_s:
-            return False
-        time.sleep(0.05)
-    return True
+@contextmanager
+def started(benchmark, *arguments):
+    # What a shell starts in the background ignores SIGINT, and so would this command, had it inherited that.
+    command = subprocess.Popen(
+        [sys.executable, "-m", f"benchmarks.{benchmark}", *arguments],
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
+    )
+    try:
+        yield command
+    finally:
+        command.kill()
+        command.communicate(timeout=10)
+
+
+def result_of(path, *command):
+    """What a whole run has written there, without a trace of it in the network."""
+    with started(*command) as run:
+        _, errors = run.communicate(timeout=110)
+        assert run.returncode == 0, errors
+        assert not namespaces_of(run.pid)
+    return json.loads(path.read_text())
 
 
 @pytest.mark.thorough
-def test_a_run_times_the_steps_and_counts_the_bytes(tmp_path: Path) -> None:
+def test_a_run_times_the_steps_and_counts_the_bytes(tmp_path):
     path = tmp_path / "result.json"
     arguments = ["--seconds", "0.1", "--transport", "c10d", "--json", str(path)]
-    with subprocess.Popen([*COMMAND, *arguments], cwd=ROOT, stdout=subprocess.DEVNULL) as command:
-        assert command.wait(90) == 0
-        assert not namespaces_of(command.pid)
-    (result,) = json.loads(path.read_text())["results"]
+    (result,) = result_of(path, *TWO_HOSTS, *arguments)["results"]
     assert (result["world_size"], result["transport"]) == (4, "c10d")
     local, *wrapped = result["variants"]
     assert [row["role"] for row in wrapped] == ["torch", "torch", "ours"]
@@ -72,65 +88,42 @@ def test_a_run_times_the_steps_and_counts_the_bytes(tmp_path: Path) -> None:
         assert all(0.95 < sent / result["gradient_bytes"] < 3 for sent in row["sent_bytes"]), row
 
 
-@pytest.fixture
-def long_run() -> Iterator[subprocess.Popen[str]]:
-    """A command whose four ranks have started."""
-    arguments = ["--seconds", "600", "--ours", TORCH_DDP]
-    # What a shell starts in the background ignores SIGINT, and so would this command, had it inherited that.
-    interruptible = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    command = subprocess.Popen(
-        [*COMMAND, *arguments],
-        cwd=ROOT,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=interruptible,
-    )
-    try:
+@pytest.mark.parametrize(
+    ("benchmark", "ranks", "how"),
+    [
+        (LONG, 4, signal.SIGKILL),
+        pytest.param(LONG, 4, signal.SIGINT, marks=pytest.mark.thorough),
+        pytest.param(LONG, 4, signal.SIGTERM, marks=pytest.mark.thorough),
+        pytest.param([*SLOW_LINK, "--methods", "exact"], 2, signal.SIGINT, marks=pytest.mark.slow),
+    ],
+)
+def test_nothing_outlives_an_ended_command(benchmark, ranks, how):
+    with started(*benchmark) as command:
+        assert wait_until(lambda: len(ranks_of(command.pid)) == ranks, 60)
+        running = ranks_of(command.pid)
+        command.send_signal(how)
+        assert command.wait(20) == (130 if how is signal.SIGINT else -how)
+        assert wait_until(lambda: not any(map(command_line, running)), 10)
+        assert wait_until(lambda: not namespaces_of(command.pid), 10)
+
+
+def test_a_rank_that_dies_ends_the_run():
+    with started(*LONG) as command:
         assert wait_until(lambda: len(ranks_of(command.pid)) == 4, 60)
-        yield command
-    finally:
-        command.kill()
-        command.communicate(timeout=10)
-
-
-@pytest.mark.rest_is_thorough("9")
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_nothing_outlives_an_ended_command(long_run: subprocess.Popen[str], how: signal.Signals) -> None:
-    ranks = ranks_of(long_run.pid)
-    long_run.send_signal(how)
-    assert long_run.wait(20) == (130 if how is signal.SIGINT else -how)
-    assert wait_until(lambda: not any(command_line(rank) for rank in ranks), 10)
-    assert wait_until(lambda: not namespaces_of(long_run.pid), 10)
-
-
-def test_a_rank_that_dies_ends_the_run(long_run: subprocess.Popen[str]) -> None:
-    ranks = ranks_of(long_run.pid)
-    os.kill(ranks[0], signal.SIGKILL)
-    _, said = long_run.communicate(timeout=30)
-    assert long_run.returncode == 1
+        ranks = ranks_of(command.pid)
+        os.kill(ranks[0], signal.SIGKILL)
+        _, said = command.communicate(timeout=30)
+    assert command.returncode == 1
     assert "its process died without a message" in said
     assert not any(map(command_line, ranks))
-    assert not namespaces_of(long_run.pid)
-
-
-# A rate at which the shortest run takes seconds.
-SLOW_LINK = [sys.executable, "-m", "benchmarks.slow_link", "--rate", "1gbit", "--ranks-per-host", "1"]
+    assert not namespaces_of(command.pid)
 
 
 @pytest.mark.thorough
-def test_a_short_run_brings_everyone_to_the_loss(tmp_path: Path) -> None:
+def test_a_short_run_brings_everyone_to_the_loss(tmp_path):
     path, plot = tmp_path / "run.json", tmp_path / "run.png"
     methods = ["--methods", "exact,int8,powersgd,diloco,torch-powersgd", "--steps", str(2 * SLICE_STEPS)]
-    done = subprocess.run(
-        [*SLOW_LINK, *methods, "--output", str(path), "--plot", str(plot)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=110,
-    )
-    assert done.returncode == 0, done.stderr
-    (result,) = json.loads(path.read_text())["results"]
+    (result,) = result_of(path, *SLOW_LINK, *methods, "--output", str(path), "--plot", str(plot))["results"]
     rows = {row["name"]: row for row in result["methods"]}
     assert {name: row["error"] for name, row in rows.items() if "error" in row} == {}
     assert rows["torch-ddp"]["arrival"]["steps"] == 2 * SLICE_STEPS
@@ -144,10 +137,20 @@ def test_a_short_run_brings_everyone_to_the_loss(tmp_path: Path) -> None:
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.slow
-def test_an_interrupted_run_leaves_no_network_behind() -> None:
-    with subprocess.Popen([*SLOW_LINK, "--methods", "exact"], cwd=ROOT, stdout=subprocess.DEVNULL) as command:
-        assert wait_until(lambda: len(namespaces_of(command.pid)) == len(make_hosts(command.pid)), 60)
-        command.send_signal(signal.SIGINT)
-        assert command.wait(30) == 130
-    assert wait_until(lambda: not namespaces_of(command.pid), 10)
+@pytest.mark.thorough
+def test_a_short_run_measures_plans_and_predicts(tmp_path):
+    path = tmp_path / "links.json"
+    rates = ["--rate", "1gbit", "--rate", "500mbit", "--no-one-host"]
+    arguments = ["--model", "conv", "--caps", "25", "--seconds", "0.2", "--json", str(path)]
+    document = result_of(path, "links", *rates, *arguments)
+    assert [result["place"] for result in document["results"]] == ["1 Gbit/s", "500 Mbit/s"]
+    for result in document["results"]:
+        # 4.7 MB take 38 ms at 1 Gbit/s.
+        planned = next(row for row in result["variants"] if row["name"] == PLANNED)
+        assert result["transport"] == "c10d" and planned["step_ms"]["median"] > 30
+    rows = document["predictions"]
+    assert {(row["recorded_over"], row["predicted_for"]) for row in rows} == {
+        ("1 Gbit/s", "500 Mbit/s"),
+        ("500 Mbit/s", "1 Gbit/s"),
+    }
+    assert all(abs(row["error"]) < 1 for row in rows)

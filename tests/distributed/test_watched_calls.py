@@ -4,7 +4,6 @@ import inspect
 import os
 import pickle
 import threading
-import time
 import weakref
 from datetime import timedelta
 
@@ -16,6 +15,7 @@ from torch.distributed import distributed_c10d as c10d
 
 import torchddp
 from tests.harness import on_ranks, process_group, run_ranks
+from tests.unit.helpers import wait_until
 from torchddp.diagnose import calls, collectives, watched
 from torchddp.diagnose.calls import CallWaits
 
@@ -39,13 +39,6 @@ def kept(group=None):
     rows = told[c10d._world.pg_names[group]].recent
     assert all(os.path.basename(file) == FILE for _, _, file, _, _ in rows)
     return [(number, function, line, shape) for number, function, _, line, shape in rows]
-
-
-def soon(condition):
-    until_s = time.monotonic() + 5
-    while not condition() and time.monotonic() < until_s:
-        time.sleep(0.01)
-    return condition()
 
 
 @on_ranks(2)
@@ -123,13 +116,11 @@ def test_nothing_is_left_behind():
 
 @on_ranks(2)
 def test_what_is_kept_and_for_how_long():
-    # The timeout bounds the limit.
-    with torchddp.watch_collectives():
-        ((_, source),) = collectives._sources
-        assert source.stall_s == 10.0  # a third of the group's
-    with torchddp.watch_collectives(stall_report_s=2.5):
-        ((_, source),) = collectives._sources
-        assert source.stall_s == 2.5
+    # The timeout bounds the limit: a third of the group's.
+    for asked, kept_s in (({}, 10.0), ({"stall_report_s": 2.5}, 2.5)):
+        with torchddp.watch_collectives(**asked):
+            ((_, source),) = collectives._sources
+            assert source.stall_s == kept_s
     group = new_group([0, 1], timeout=timedelta(seconds=2))
     dist.barrier(group)
 
@@ -141,7 +132,7 @@ def test_what_is_kept_and_for_how_long():
     dist.all_gather([torch.ones(8), torch.ones(8)], t)
     gone = [weakref.ref(t), weakref.ref(request)]
     del t, request
-    assert soon(lambda: [ref() for ref in gone] == [None, None])  # gloo's thread lets go of them
+    assert wait_until(lambda: [ref() for ref in gone] == [None, None])  # gloo's thread lets go of them
     sub = dist.new_group([0, 1])
     dist.barrier(sub)
     key, ref = id(sub), weakref.ref(sub)
@@ -164,32 +155,30 @@ def test_groups_that_are_made_again_begin_anew(rank, tmp_path):
     with process_group(dist.FileStore(str(tmp_path / "again"), 2), rank, 2):
         dist.barrier()
         assert [row[0] for row in kept()] == [1]
-        assert soon(lambda: first.closed) and first is not collectives._sources[-1][0]
+        assert wait_until(lambda: first.closed) and first is not collectives._sources[-1][0]
         dist.barrier()
 
 
 def test_where_nothing_is_watched_and_wrong_limits(monkeypatch):
     before = seams()
-    monkeypatch.setenv("TORCHDDP_STALL_REPORT_S", "0")
-    with torchddp.watch_collectives():
-        assert seams() == before
-    monkeypatch.delenv("TORCHDDP_STALL_REPORT_S")
-    with torchddp.watch_collectives(stall_report_s=0):
-        assert seams() == before
+
+    def is_watching(**options):
+        with torchddp.watch_collectives(**options):
+            return seams() != before
+
+    assert not is_watching(stall_report_s=0)
+    with monkeypatch.context() as context:
+        context.setenv("TORCHDDP_STALL_REPORT_S", "0")
+        assert not is_watching()
     level = dist.get_debug_level()
     try:
         dist.set_debug_level(dist.DebugLevel.DETAIL)
-        with torchddp.watch_collectives():
-            assert seams() == before
+        assert not is_watching()
         dist.set_debug_level(dist.DebugLevel.INFO)
-        with torchddp.watch_collectives():
-            assert seams() != before
+        assert is_watching()
     finally:
         dist.set_debug_level(level)
-    assert seams() == before
 
-    # Wrong limits.
-    before = seams()
     for limit, error in [(-1, ValueError), (float("nan"), ValueError), ("3", TypeError)]:
         with pytest.raises(error, match="stall_report_s"):
             torchddp.watch_collectives(stall_report_s=limit)
@@ -256,7 +245,7 @@ def test_threads_have_calls_of_their_own(rank):
     if rank == 0:
         thread.start()
         entered.wait()
-        assert soon(lambda: calls.active)
+        assert wait_until(lambda: calls.active)
         (state,) = CallWaits(dist.group.WORLD).states()
         assert (state.function, state.thread, state.number) == ("all_reduce", thread.ident, 1)
         dist.barrier()

@@ -13,12 +13,12 @@ from torchddp import DistributedDataParallel
 HALVES = [torch.bfloat16, torch.float16]
 
 
-def _model() -> nn.Module:
+def _model():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(300, 400), nn.Tanh(), nn.Linear(400, 1000), nn.Tanh(), nn.Linear(1000, 7))
 
 
-def _step(model: nn.Module, rank: int, step: int = 0) -> list[torch.Tensor]:
+def _step(model, rank, step=0):
     model.zero_grad()
     torch.manual_seed(100 * step + rank)
     model(torch.randn(5, 300)).square().sum().backward()
@@ -32,14 +32,10 @@ def test_each_addend_is_rounded_once_and_the_sum_is_not(rank, dtype, world_size)
     ddp = DistributedDataParallel(_model(), transport="shm", wire_dtype=dtype)
     for step in range(3):
         got = _step(ddp, rank, step)
-        local = [_step(_model(), r, step) for r in range(world_size)]
-        for index, grad in enumerate(got):
-            want = torch.zeros_like(grad)
-            for r in range(world_size):
-                want += (local[r][index] * (1 / world_size)).to(dtype).float()
-            exact = sum(local[r][index] / world_size for r in range(world_size))
+        for grad, *local in zip(got, *(_step(_model(), r, step) for r in range(world_size)), strict=True):
+            want = sum((addend * (1 / world_size)).to(dtype).float() for addend in local)
             # Buckets of up to 8 KiB travel as they are.
-            assert torch.equal(grad, want) or (grad.nbytes <= 8192 and torch.allclose(grad, exact)), index
+            assert torch.equal(grad, want) or (grad.nbytes <= 8192 and torch.allclose(grad, sum(local) / world_size))
     assert same_on_all_ranks(got)
 
 
@@ -48,9 +44,8 @@ def test_between_hosts(rank, world_size):
     """With one owner a host, and two."""
     os.environ["TORCHDDP_HOST_ID"] = "a" if rank < 2 else "b"
     got = _step(DistributedDataParallel(_model(), transport="shm", wire_dtype=torch.bfloat16), rank)
-    local = [_step(_model(), r) for r in range(world_size)]
-    for index, grad in enumerate(got):
-        exact = sum(local[r][index] / world_size for r in range(world_size))
+    for grad, *local in zip(got, *(_step(_model(), r) for r in range(world_size)), strict=True):
+        exact = sum(local) / world_size
         torch.testing.assert_close(grad, exact, rtol=0.02, atol=0.02 * exact.abs().max().item())
     assert same_on_all_ranks(got)
 

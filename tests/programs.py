@@ -1,0 +1,75 @@
+"""Ranks that a test starts as programs of their own, as launchers do."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+CLAIM = "torch.nn.parallel.DistributedDataParallel makes torchddp's class in this process"
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--local-addr", "127.0.0.1")
+LAUNCHERS = ("SLURM", "SRUN", "TORCHELASTIC", "TORCHDDP_", "PYTHON")
+TORCHRUNS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
+# Knows nothing of torchddp. It says so in one write: print() writes in parts, and lines of two ranks would mix.
+UNMODIFIED = """
+import os, sys, torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as D
+dist.init_process_group("gloo")
+model, rank = D(torch.nn.Linear(2, 2)), dist.get_rank()
+model(torch.full((1, 2), float(rank))).sum().backward()
+mean, made = float(model.module.weight.grad[0, 0]), f"{type(model).__module__} {model.reducer.transport.name}"
+sys.stdout.write(f"rank {rank} of {dist.get_world_size()}, local {os.environ['LOCAL_RANK']}: {made} mean {mean}\\n")
+dist.destroy_process_group()
+"""
+
+
+def unmodified_says(world_size: int, ranks_per_node: int) -> list[str]:
+    """Sorted lines of UNMODIFIED with our class, over shared memory on each node."""
+    mean = sum(range(world_size)) / world_size
+    return [
+        f"rank {rank} of {world_size}, local {rank % ranks_per_node}: torchddp.ddp.module shm mean {mean}"
+        for rank in range(world_size)
+    ]
+
+
+def clean_environment(**more: str) -> dict[str, str]:
+    """As in a shell that no launcher has started, for ranks that import this checkout."""
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHERS) and k not in TORCHRUNS}
+    return {**clean, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", **more}
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def run_together(
+    commands: Sequence[Sequence[str]], environments: Sequence[dict[str, str]], timeout_s: float, cwd: Path = ROOT
+) -> list[subprocess.CompletedProcess[str]]:
+    """What came of each command; none is left running."""
+    started = [
+        subprocess.Popen(
+            command,
+            env=environment,
+            cwd=cwd,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        for command, environment in zip(commands, environments, strict=True)
+    ]
+    try:
+        said = [process.communicate(timeout=timeout_s) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+    return [
+        subprocess.CompletedProcess(process.args, process.returncode, *texts)
+        for process, texts in zip(started, said, strict=True)
+    ]
