@@ -78,12 +78,14 @@ TEST_JOBS ?= 2
 TEST_RERUNS ?= 1
 PYTEST = -m pytest -q -n $(TEST_JOBS) --dist worksteal --reruns $(TEST_RERUNS) --reruns-delay 2 -rR
 
-# What takes about eleven minutes on two cores, C++ tests included. `.ci/run` also has test-slow; test-thorough (whole runs of the
+# What takes about ten minutes on two cores, C++ tests included. `.ci/run` also has test-slow; test-thorough (whole runs of the
 # benchmarks and other commands, further parameters, mutants) is for changes to what it tests.
 test: build
 	@$(MAKE) --no-print-directory cpp-tests CPP_SANITIZERS=none
 	$(PY) $(PYTEST) -m "not slow and not thorough" $(ARGS)
 
+# One more at a time: most of these wait.
+test-slow: TEST_JOBS = 3
 test-slow: build
 	@$(MAKE) --no-print-directory cpp-tests CPP_SANITIZERS="address,undefined thread"
 	$(PY) $(PYTEST) -m "slow and not thorough" $(ARGS)

@@ -119,6 +119,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_under_spawn(tmp_path):
     (tmp_path / "program.py").write_text(SPAWNED)
     command = [sys.executable, "program.py", str(tmp_path / "store")]

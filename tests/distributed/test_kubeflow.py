@@ -106,6 +106,7 @@ def test_a_pod_has_what_its_ranks_need_and_no_more(pods):
     assert not {"hostIPC", "hostPID", "hostNetwork"} & pods.spec.keys()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_command_trains_with_what_the_operator_sets(pods, tmp_path):
     (tmp_path / "train.py").write_text(UNMODIFIED)

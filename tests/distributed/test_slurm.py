@@ -62,6 +62,7 @@ def test_tasks_of_a_node_share_memory_with_torchs_weights(srun, settings, tmp_pa
     assert done.stderr.count(CLAIM) == 1, done.stderr  # on one of them, though RANK is nowhere
 
 
+@pytest.mark.slow
 def test_a_private_folder_for_shared_memory_is_no_obstacle(srun, settings, tmp_path):
     """As with Slurm's job_container/tmpfs: each task has a /dev/shm that others don't see."""
     own = f"mount -t tmpfs none /dev/shm && exec {' '.join(TASK)} {tmp_path} train"
@@ -72,6 +73,7 @@ def test_a_private_folder_for_shared_memory_is_no_obstacle(srun, settings, tmp_p
     assert [task["transport"] for task in found_by(tmp_path)] == ["shm", "shm"]
 
 
+@pytest.mark.slow
 def test_a_task_that_is_killed_ends_the_others_and_leaves_nothing(srun, settings, tmp_path):
     done = srun(3, *TASK, str(tmp_path), "die", **settings)
     assert done.returncode != 0
@@ -84,6 +86,7 @@ def test_a_task_that_is_killed_ends_the_others_and_leaves_nothing(srun, settings
     assert shared_files() == set()
 
 
+@pytest.mark.slow
 def test_torchrun_in_one_task_of_each_node(srun, settings, tmp_path):
     endpoint = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{settings['MASTER_PORT']}"]
     launcher = [*TORCHRUN, "--nnodes", "1", "--nproc-per-node", "2", *endpoint]
@@ -94,6 +97,7 @@ def test_torchrun_in_one_task_of_each_node(srun, settings, tmp_path):
     assert done.stderr.count(CLAIM) == 1
 
 
+@pytest.mark.slow
 def test_unmodified_programs_under_run(srun, tmp_path):
     """Which finds MASTER_ADDR and MASTER_PORT."""
     (tmp_path / "program.py").write_text(UNMODIFIED)

@@ -19,7 +19,7 @@ from examples.gpt.faults import Event, Fault, InjectedFaultError, Journal, read_
 from examples.gpt.ranks import Ranks
 from examples.train_elastic import EXIT_TERMINATED, ElasticTrainer
 from tests.distributed.test_train_gpt import SMALL as TWO_LAYERS
-from tests.distributed.test_train_gpt import write_text
+from tests.distributed.test_train_gpt import TEXT
 from tests.harness import on_ranks, run_ranks
 from tests.models import same_on_all_ranks
 
@@ -30,7 +30,9 @@ SMALL = {**TWO_LAYERS, "steps": 6, "layers": 1, "eval_interval": 6, "eval_batche
 
 @pytest.fixture
 def text(tmp_path):
-    return write_text(tmp_path)
+    path = tmp_path / "text"
+    path.write_bytes(TEXT)
+    return path
 
 
 def _trainer(rank, folder, text, fault=None, **options):

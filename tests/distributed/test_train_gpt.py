@@ -16,6 +16,7 @@ from tests.harness import is_own_class, run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "examples" / "train_gpt.py"
+TEXT = b"the quick brown fox jumps over the lazy dog. " * 60
 DDP = "torchddp" if is_own_class() else "torch"
 SMALL = {
     "steps": 8,
@@ -35,7 +36,7 @@ SMALL = {
 @pytest.fixture
 def text(tmp_path):
     path = tmp_path / "text"
-    path.write_bytes(b"the quick brown fox jumps over the lazy dog. " * 60)
+    path.write_bytes(TEXT)
     return path
 
 

@@ -61,6 +61,7 @@ def test_gradients_that_differ_are_told_apart():
     assert digest(alone) != digest(changed) and digest(alone) != digest([*alone[:-1], None])
 
 
+@pytest.mark.slow
 def test_nine_trials(tmp_path):
     """Every kind but a slow rank, over every transport once."""
     kinds = ",".join(kind for kind in plan.KINDS if kind != plan.SLOW)

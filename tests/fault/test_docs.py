@@ -22,6 +22,7 @@ def test_the_example_of_fail_together():
     assert run_ranks(work, 2) == [19, 19]
 
 
+@pytest.mark.slow
 @pytest.mark.beyond_torch("torch waits in silence")
 def test_the_example_of_collectives(tmp_path):
     """Line for line, but for the seconds."""

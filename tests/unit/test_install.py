@@ -165,6 +165,7 @@ class TaskContext:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("module", "engine", "source"), [("ray", "Ray", RAY), ("pyspark", "Spark", SPARK)])
 def test_a_driver_is_told_that_its_workers_are_elsewhere(tmp_path: Path, module: str, engine: str, source: str) -> None:
     (tmp_path / f"{module}.py").write_text(source)
