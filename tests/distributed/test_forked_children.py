@@ -24,6 +24,7 @@ RUN_S = 180.0
 pytestmark = pytest.mark.beyond_torch("the monitors of waits are ours")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", ["shm", pytest.param("c10d", marks=pytest.mark.thorough)])
 def test_forked_children_end_and_the_rank_goes_on(transport, tmp_path):
     command = [sys.executable, "-m", "tests.distributed.test_forked_children", transport, str(tmp_path / "store")]

@@ -103,6 +103,7 @@ def two_threads(rank, ddp_class):
     assert torch.get_num_threads() == 2
 
 
+@pytest.mark.slow
 def test_two_threads_a_rank(ddp_class):
     """In processes of their own: OpenMP does not survive a fork."""
     run_ranks(two_threads, 2, ddp_class, start_method="spawn", timeout=100)

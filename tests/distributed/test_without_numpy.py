@@ -8,6 +8,7 @@ import pytest
 pytestmark = pytest.mark.beyond_torch("uses what only torchddp has")
 
 
+@pytest.mark.slow
 def test_everything_that_trains_without_numpy_and_the_extras(tmp_path):
     command = [sys.executable, "-m", "tests.distributed.without_numpy", str(tmp_path / "store")]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}

@@ -120,6 +120,7 @@ def _keep_in_hooks(model: nn.Module, kept: Kept) -> None:
             p.register_post_accumulate_grad_hook(lambda p: kept.append(p.grad))
 
 
+@pytest.mark.slow
 @given(st.sampled_from([1, 2, 2, 3]), programs, st.sampled_from(OPTIONS), st.booleans(), st.booleans())
 def test_whatever_a_program_does_with_grad(ddp_class, world_size, program, choice, hooks, accumulate):
     own_class, options = choice

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -105,6 +106,7 @@ def _rtol(case: Case) -> float:
     return 0.0 if case.world_size <= 2 else 1e-6
 
 
+@pytest.mark.slow
 @given(cases())
 def test_any_combination_of_options(ddp_class, case):
     assert_same_as_torch(

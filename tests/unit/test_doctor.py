@@ -241,6 +241,7 @@ def test_variables_are_judged(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- threads
 
 
+@pytest.mark.slow
 def test_too_many_threads_are_a_hint() -> None:
     cores = len(os.sched_getaffinity(0))
     if cores < 2:
