@@ -13,6 +13,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.fabric import Fabric
 
+import torchddp  # noqa: F401 (registers its strategies with Lightning)
 from tests.clients.lightning_models import QUIET, Plain, batches, quiet
 
 
