@@ -78,7 +78,7 @@ TEST_JOBS ?= 2
 TEST_RERUNS ?= 1
 PYTEST = -m pytest -q -n $(TEST_JOBS) --dist worksteal --reruns $(TEST_RERUNS) --reruns-delay 2 -rR
 
-# What takes about ten minutes on two cores, C++ tests included. `.ci/run` also has test-slow; test-thorough (whole runs of the
+# What takes about nine minutes on two cores, C++ tests included. `.ci/run` also has test-slow; test-thorough (whole runs of the
 # benchmarks and other commands, further parameters, mutants) is for changes to what it tests.
 test: build
 	@$(MAKE) --no-print-directory cpp-tests CPP_SANITIZERS=none

@@ -4,14 +4,11 @@ Three jobs, all driven by environment variables so that they also happen in spaw
   * swap   - replace torch's DistributedDataParallel by the class named in CONF_DDP, everywhere
              it is referred to by name (every loaded module that holds a reference to it);
   * shim   - CONF_SHIM=cpu: let tests written for N GPUs run on CPU tensors with gloo;
-  * load   - import test modules (from the wheel, or a file by path) and build runnable classes.
+  * load   - import the wheel's test module and build a runnable class.
 """
 
 import functools
 import importlib
-import importlib.abc
-import importlib.machinery
-import importlib.util
 import os
 import sys
 import types
