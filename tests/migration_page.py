@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 
 from tests.pages import DOCS
-from tests.pages import code_in as code  # noqa: F401  # for the tests
 
 PAGE = DOCS / "migration.md"
 
