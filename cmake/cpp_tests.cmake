@@ -1,5 +1,5 @@
-# C++ tests of the rooms without torch. TORCHDDP_SANITIZE=address,undefined builds them with the sanitizers, thread those
-# where threads share memory.
+# C++ tests of the folders that do without torch. TORCHDDP_SANITIZE=address,undefined builds all of them with these sanitizers;
+# TORCHDDP_SANITIZE=thread builds those in which threads share memory.
 enable_testing()
 file(GLOB_RECURSE test_sources CONFIGURE_DEPENDS tests/cpp/*.cpp)
 if(NOT test_sources)

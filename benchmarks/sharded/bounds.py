@@ -1,4 +1,4 @@
-"""What is held against what, and how far below we hold ourselves to stay. Pure."""
+"""Which configuration is compared with which, and the bound on each ratio. Pure."""
 
 from __future__ import annotations
 

@@ -22,9 +22,9 @@ class Point:
 
 
 def smoothed(points: Sequence[Point]) -> list[float]:
-    """Losses, each the median of itself and its neighbours; the last look has one neighbour only and is left out.
+    """Each loss replaced by the median of itself and its neighbours; the last, which has no right neighbour, is left out.
 
-    So a look's number does not change when more of them follow. The first, before training, stays as it is.
+    So a smoothed value does not change as later ones arrive. The first, before training, is kept as it is.
     """
     losses = [point.loss for point in points]
     inner = running_median(losses, HALF_WINDOW)[HALF_WINDOW:-HALF_WINDOW]
@@ -32,16 +32,16 @@ def smoothed(points: Sequence[Point]) -> list[float]:
 
 
 def target_of(points: Sequence[Point]) -> float:
-    """The loss that a curve comes to: its last but one, smoothed."""
+    """The loss at which a curve ends: the last smoothed value."""
     if len(points) < 2 * HALF_WINDOW + 1:
-        raise ValueError(f"a curve needs {2 * HALF_WINDOW + 1} looks, got {len(points)}")
+        raise ValueError(f"a curve needs {2 * HALF_WINDOW + 1} evaluations, got {len(points)}")
     return smoothed(points)[-1]
 
 
 def arrival(points: Sequence[Point], target: float) -> tuple[float, float] | None:
-    """(steps, seconds) at which the smoothed curve first is at the target or below, linear between looks; else None.
+    """The (steps, seconds) at which the smoothed curve first reaches the target, or None if it never does.
 
-    The first point is the untrained model, at zero seconds. A loss that is no number is not there.
+    Linear between evaluations; the first is of the untrained model, at zero seconds. A loss of NaN reaches no target.
     """
     losses = smoothed(points)
     for index, loss in enumerate(losses):
