@@ -1,8 +1,8 @@
-"""Classes to put beside the others with ``--vs``.
+"""Classes to compare with the others through ``--vs``.
 
     python -m benchmarks --case per_param --vs benchmarks.peers.WithTimeline
 
-shows what recording every event of every step costs: compare its step with that of torchddp default. `WithMonitor`:
+shows the cost of recording every event of every step: compare its step with that of torchddp default. `WithMonitor`:
 statistics for a logger after every step.
 """
 

@@ -1,6 +1,6 @@
 """Fill the tables of docs/performance.md from the committed results: `python -m benchmarks.performance_page`.
 
-A table stands between `<!-- table: NAME -->` and `<!-- end of table -->`; NAME is one of `TABLES`.
+Each table goes between `<!-- table: NAME -->` and `<!-- end of table -->`; NAME is one of `TABLES`.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def all_reduce() -> Iterator[Row]:
 
 
 def peers_win() -> Iterator[Row]:
-    """Where another package's all-reduce has the lower median, of our transport and of our backend."""
+    """The cases in which another package's all-reduce has a lower median than our transport or our backend."""
     yield "what", "ranks", "size", "fastest", "its median", "ours", "ours / it"
     for name, what in (("shm", "gradient buckets"), ("torchddp_shm", "any tensor, backend `torchddp_shm`")):
         for ranks in (2, 4, 8, 16):

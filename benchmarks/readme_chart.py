@@ -1,4 +1,4 @@
-"""Draw the README's chart, what DDP adds to a step, from the newest committed result: `make readme-chart`."""
+"""Draw the README's chart of the time that DDP adds to a step, from the newest result: `make readme-chart`."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ def drawn(added: dict[str, list[float]]) -> Figure:
 
 
 def main(
-    result: Annotated[Path | None, typer.Argument(help="A summary of the case `exposed`. Default: the newest.")] = None,
-    out: Annotated[Path, typer.Option(help="The picture.")] = CHART,
+    result: Annotated[Path | None, typer.Argument(help="Summary of the case `exposed`. Default: the newest.")] = None,
+    out: Annotated[Path, typer.Option(help="The file to write.")] = CHART,
 ) -> None:
-    """Draw what DDP adds to a training step."""
+    """Draw the time that DDP adds to a training step."""
     source = result or max(RESULTS.glob("*-exposed-*.json"))
     out.write_bytes(figure_png(drawn(added_ms(json.loads(source.read_text()))), dpi=160))
     typer.echo(f"{source.name} -> {out}")

@@ -1,7 +1,7 @@
 """Shorten a benchmark's JSON for the repository: `python -m benchmarks.summary RESULT.json benchmarks/results`.
 
-Numbers keep three significant digits, and a distribution its quartiles, ``[25 %, median, 75 %]``. Curves (they are in
-the plots) and figures that follow from others are dropped. More than `MANY_ROWS` rows are grouped and counted.
+Numbers keep three significant digits, and a distribution its quartiles, ``[25 %, median, 75 %]``. Curves (shown in
+the plots) and values derived from others are dropped. More than `MANY_ROWS` rows are grouped and counted.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def summarized(value: Any) -> Any:
 
 
 def _grouped(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A row for each value of `_GROUPED_BY`: how many rows have it, and the quartiles of their seconds."""
+    """One row per value of `_GROUPED_BY`: the number of rows, and the quartiles of their seconds."""
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for row in rows:
         groups.setdefault(tuple(row[key] for key in _GROUPED_BY), []).append(row)
@@ -53,7 +53,7 @@ def _quartiles_of_seconds(rows: list[dict[str, Any]]) -> dict[str, list[float]]:
 
 
 def dumped(value: Any, indent: int = 0) -> str:
-    """JSON with as much on a line as fits."""
+    """JSON with as much on each line as fits."""
     text = json.dumps(value, ensure_ascii=False)
     if len(text) + indent <= LINE_WIDTH or not isinstance(value, dict | list):
         return text
@@ -65,7 +65,7 @@ def dumped(value: Any, indent: int = 0) -> str:
 
 
 def main(
-    result: Annotated[Path, typer.Argument(help="JSON that a benchmark wrote.", exists=True, dir_okay=False)],
+    result: Annotated[Path, typer.Argument(help="A benchmark's JSON.", exists=True, dir_okay=False)],
     folder: Annotated[Path, typer.Argument(help="Where to write the summary; it keeps its name.", file_okay=False)],
 ) -> None:
     """Shorten a benchmark's JSON for the repository."""

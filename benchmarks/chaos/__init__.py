@@ -1,1 +1,1 @@
-"""`python -m benchmarks.chaos`: faults at random places of training jobs, and what the other ranks make of them."""
+"""`python -m benchmarks.chaos`: random faults in training jobs, to check how the other ranks react."""

@@ -14,29 +14,30 @@ from torchddp.bench.report import write_document
 from torchddp.harness.command import EXIT_FAILED, check_output, make_console, run_app
 from torchddp.harness.variants import ArgumentError
 
-HELP = """Inject faults into small training jobs, at random ranks, steps and phases, and judge what the other ranks do.
+HELP = """Inject faults into small training jobs, at random ranks, steps and phases, and check how the others react.
 
-Each trial is a job of two to four ranks with one fault. It passes if every rank that needs the faulty one raises an
-error in time that names the right rank, none hangs, nothing is left behind, and all gradients were right until then.
-Faults: kill (SIGKILL), stop (SIGSTOP), exception, slow (a pause below every limit: the job goes on), socket
-(connections shut down), full (no room for shared memory: the job goes on without). corrupt and orphan are wrong on
-purpose: the judge must fail such trials.
+Each trial is a job of two to four ranks with one fault. It passes if every rank that depends on the faulty one
+raises an error in time that names the right rank, no rank hangs, nothing is left behind, and all gradients were
+correct until then.
+Faults: kill (SIGKILL), stop (SIGSTOP), exception, slow (a pause shorter than every timeout: the job continues),
+socket (connections shut down), full (no room for shared memory: the job continues without it). corrupt and orphan are
+deliberate errors: their trials must fail.
 
 \b
 Examples:
   python -m benchmarks.chaos
       300 trials, about ten minutes
   python -m benchmarks.chaos --trials 20 --kinds kill,stop --over shm
-      some of them
+      a selection
   python -m benchmarks.chaos --only 17
-      one of the 300 again
+      rerun one of the 300
 """
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
 
 def parse_names(text: str, option: str, allowed: Sequence[str]) -> tuple[str, ...]:
-    """'kill,stop' -> ('kill', 'stop'), each once; an unknown name is an `ArgumentError`."""
+    """'kill,stop' -> ('kill', 'stop'), without duplicates; raises `ArgumentError` for an unknown name."""
     names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     unknown = next((name for name in names if name not in allowed), None)
     if unknown is not None or not names:
@@ -49,12 +50,12 @@ def parse_names(text: str, option: str, allowed: Sequence[str]) -> tuple[str, ..
 @app.command(help=HELP)
 def chaos(
     context: typer.Context,
-    trials: Annotated[int, typer.Option(help="How many.")] = 300,
-    seed: Annotated[int, typer.Option(help="Of ranks, steps, phases and options.")] = 1,
-    kinds: Annotated[str, typer.Option(help="Which faults, separated by commas.")] = ",".join(plan.KINDS),
-    over: Annotated[str, typer.Option(help="Which transports, separated by commas.")] = ",".join(plan.OVER),
-    world_sizes: Annotated[str, typer.Option(help="How many ranks, separated by commas.")] = "2,3,4",
-    only: Annotated[int | None, typer.Option(help="Run this trial of them alone, by its number.")] = None,
+    trials: Annotated[int, typer.Option(help="Number of trials.")] = 300,
+    seed: Annotated[int, typer.Option(help="Seed for ranks, steps, phases and options.")] = 1,
+    kinds: Annotated[str, typer.Option(help="Faults to inject, separated by commas.")] = ",".join(plan.KINDS),
+    over: Annotated[str, typer.Option(help="Transports, separated by commas.")] = ",".join(plan.OVER),
+    world_sizes: Annotated[str, typer.Option(help="World sizes, separated by commas.")] = "2,3,4",
+    only: Annotated[int | None, typer.Option(help="Run only the trial with this number.")] = None,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write everything to this file.")] = None,
 ) -> int:
     if trials < 1:
@@ -78,5 +79,5 @@ def chaos(
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command; the exit code: 1 if a trial failed."""
+    """Run the command and return its exit code: 1 if a trial failed."""
     return run_app(app, "python -m benchmarks.chaos", arguments)

@@ -1,4 +1,4 @@
-"""What a rank does to itself, at exactly the place that its trial names."""
+"""Injects a fault into this rank at exactly the point that its trial names."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class InjectedError(RuntimeError):
 
 
 def close_sockets(spared: Collection[str], store_port: int) -> int:
-    """Shuts down this process's connections to its peers; how many.
+    """Shuts down this process's connections to its peers and returns their number.
 
     Args:
-        spared: inodes of sockets that are left alone: those the process was born with.
-        store_port: connections from or to it are the store's.
+        spared: inodes of sockets to leave alone: those that the process inherited.
+        store_port: connections from or to this port belong to the store and are left alone.
     """
     count = 0
     for fd, inode in open_sockets().items():
@@ -40,7 +40,7 @@ def close_sockets(spared: Collection[str], store_port: int) -> int:
             is_tcp = connection.family in (socket.AF_INET, socket.AF_INET6)
             if is_tcp and store_port in (connection.getsockname()[1], connection.getpeername()[1]):
                 continue
-            connection.getpeername()  # OSError: it only listens
+            connection.getpeername()  # OSError if it is a listening socket
             connection.shutdown(socket.SHUT_RDWR)
             count += 1
     return count
@@ -60,7 +60,7 @@ def _leave_an_orphan() -> None:
 
 
 class Injector:
-    """Strikes once, where the trial says, on its rank only.
+    """Injects the trial's fault once, on its rank only.
 
     Args:
         announce: called just before the fault, which may end the process.
@@ -76,11 +76,11 @@ class Injector:
         self._spared = spared
         self._store_port = store_port
         self._gradients = 0
-        self.model: torch.nn.Module | None = None  # whose gradients `CORRUPT` changes
-        self.step = -1  # the training loop's; construction is before the first
+        self.model: torch.nn.Module | None = None  # whose weights `CORRUPT` changes
+        self.step = -1  # set by the training loop; -1 during construction
 
     def visit(self, phase: str, *_: int) -> None:
-        """The training has come to this phase of the step."""
+        """Called when training reaches this phase of the step."""
         if not self._armed:
             return
         trial = self._trial
@@ -92,7 +92,7 @@ class Injector:
             return
         if phase == "hook":
             if trial.phase == "launch" and self._gradients == 0:
-                # Runs when the whole graph has, before the reducer's own callback, which waits.
+                # Runs after the whole graph, before the reducer's own callback, which waits for the buckets.
                 torch.autograd.Variable._execution_engine.queue_callback(lambda: self._strike())
             reached = self._gradients == trial.gradient
             self._gradients += 1

@@ -1,4 +1,4 @@
-"""The model that ranks train, its data, and what its gradients must be."""
+"""The model that ranks train, its data, and its expected gradients."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from torch import Tensor, nn
 from benchmarks.chaos.outcome import StepRecord
 from benchmarks.chaos.plan import NUM_GRADIENTS
 
-# One travels in the slot of an operation, one is a single chunk, one is many that ranks take from each other.
+# One fits into an operation's slot, one is a single chunk, one is many chunks that ranks steal from each other.
 NUMELS = (50, 5_000, 60_000, 300)
 assert len(NUMELS) == NUM_GRADIENTS
 LEARNING_RATE = 1 / 64
 
 
 def stamp(rank: int, step: int, index: int) -> Tensor:
-    """The data of one rank in one step for one parameter: each rank can compute those of the others."""
+    """One rank's data for one parameter in one step; each rank can compute that of the others."""
     return (rank + 3 * step + index + torch.arange(NUMELS[index], dtype=torch.float32) % 7) / 8
 
 
 class Stamped(nn.Module):
-    """Squares of weights times data: element by element, so that any process gets the same bits.
+    """Squares of weights times data, elementwise, so that every process gets the same bits.
 
     Args:
-        has_unused: one more parameter, that takes no part.
+        has_unused: adds a parameter that is not used.
         visit: called as `visit("forward")`, and as `visit("hook", index)` when gradient number `index` is ready.
     """
 
@@ -48,19 +48,19 @@ class Stamped(nn.Module):
 
 
 def make_optimizer(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """The same for ranks and simulation."""
+    """The optimizer of both the ranks and the simulation."""
     return torch.optim.SGD(params, lr=LEARNING_RATE)
 
 
 def gradients(model: nn.Module) -> list[Tensor | None]:
-    """In the order of parameters."""
+    """The model's gradients, in parameter order."""
     return [None if p.grad is None else p.grad.detach() for p in model.parameters()]
 
 
 def mean_gradients(model: nn.Module, ranks: Sequence[int], step: int) -> list[Tensor | None]:
-    """Of one step of data-parallel training, computed in this process alone; changes the model's gradients.
+    """The mean gradients of one data-parallel step, computed in this process; overwrites the model's gradients.
 
-    Each rank's are scaled by one over their number and summed in rank order, in fp32.
+    Each rank's gradients are scaled by one over the number of ranks and summed in rank order, in fp32.
     """
     means: list[Tensor | None] = [None for _ in model.parameters()]
     for rank in ranks:
@@ -74,7 +74,7 @@ def mean_gradients(model: nn.Module, ranks: Sequence[int], step: int) -> list[Te
 
 
 def simulate(ranks: Sequence[int], steps: int, has_unused: bool = False) -> list[list[Tensor | None]]:
-    """By step: the gradients that data-parallel training of these ranks must give, see `mean_gradients`."""
+    """The gradients that data-parallel training of these ranks must produce, step by step; see `mean_gradients`."""
     model = Stamped(has_unused)
     optimizer = make_optimizer(model.parameters())
     by_step = []
@@ -88,7 +88,7 @@ def simulate(ranks: Sequence[int], steps: int, has_unused: bool = False) -> list
 
 
 def digest(grads: Sequence[Tensor | None]) -> str:
-    """Of the bytes of all, and of which there are."""
+    """A hash of the bytes of all gradients, and of which ones are None."""
     hashed = hashlib.sha256()
     for grad in grads:
         hashed.update(b"-" if grad is None else grad.contiguous().numpy().tobytes())
@@ -96,7 +96,7 @@ def digest(grads: Sequence[Tensor | None]) -> str:
 
 
 def deviation(grads: Sequence[Tensor | None], expected: Sequence[Tensor | None]) -> float:
-    """The largest difference relative to the largest element; infinite where one is missing or not finite."""
+    """The largest difference relative to the largest element; infinite if a gradient is missing or not finite."""
     worst = 0.0
     for grad, want in zip(grads, expected, strict=True):
         if (grad is None) != (want is None):
@@ -108,6 +108,6 @@ def deviation(grads: Sequence[Tensor | None], expected: Sequence[Tensor | None])
 
 
 def record_step(step: int, model: nn.Module, expected: Sequence[Tensor | None]) -> StepRecord:
-    """How the gradients are that a model has now."""
+    """Compares the model's current gradients with the expected ones."""
     got = gradients(model)
     return StepRecord(step, digest(got), digest(expected), deviation(got, expected))

@@ -1,18 +1,18 @@
-"""Was a trial as it must be? Pure: an outcome in, a verdict out.
+"""Decides whether a trial passed. Pure: takes an outcome and returns a verdict.
 
-What every trial must show, by column:
+The requirements, by column:
 
-* detected: every rank that needs the faulty one raises a TransportError, after the fault and not before (with a hook of
-  ours a RuntimeError that quotes one, with a hook of torch's whatever that raises); where the job must go on (a slow
+* detected: every rank that depends on the faulty one raises a TransportError, after the fault and not before (with one
+  of our hooks, a RuntimeError that quotes one; with one of torch's hooks, any error); if the job must continue (a slow
   rank, no shared memory), no rank raises anything.
-* in time: within the bound of the kind and of what the gradients travel over.
-* named: each error, or a report of any rank, says which rank it was.
-* ended: every rank ends by itself: no hang, no crash.
+* in time: within the bound for the kind of fault and the transport that carries the gradients.
+* named: each error, or some rank's report, names the faulty rank.
+* ended: every rank exits by itself: no hang, no crash.
 * no leak: no process, segment, file or listening socket is left.
 * gradients: each step that returned without an error has the simulation's gradients: bit for bit over shared memory,
   within `TOLERANCE` over a process group or through a hook.
 
-Over torchft the others raise nothing: detected, and in time, is that they have committed a step without the faulty one.
+Over torchft the others raise nothing: the fault is detected when they commit a step without the faulty replica.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from benchmarks.chaos.outcome import Outcome, RankOutcome, RankReport
 from benchmarks.chaos.plan import Trial
 
 COLUMNS = ("detected", "in time", "named", "ended", "no leak", "gradients")
-# Of the largest element: gloo sums in an order of its own.
+# Relative to the largest element: gloo sums in a different order.
 TOLERANCE = 1e-5
-# Seconds from the fault to the last error, by kind and by what gradients travel over.
+# Seconds from the fault to the last error, by kind of fault and by the transport that carries the gradients.
 BOUNDS_S = {
     (plan.KILL, plan.SHM): 2.0,
     (plan.KILL, plan.GLOO): 5.0,
@@ -36,29 +36,29 @@ BOUNDS_S = {
     (plan.EXCEPTION, plan.GLOO): 5.0,
     (plan.SOCKET, plan.SHM): 5.0,
     (plan.SOCKET, plan.GLOO): 5.0,
-    # To the first step of the others alone: the lighthouse waits for a heartbeat, and then for who may still join.
+    # To the others' first step alone: the lighthouse waits for a heartbeat, then for replicas that may still join.
     (plan.KILL, plan.TORCHFT): 10.0,
     (plan.EXCEPTION, plan.TORCHFT): 10.0,
 }
-STOP_MARGIN_S = 2.0  # past the time limit
+STOP_MARGIN_S = 2.0  # beyond the timeout
 _WAITED = re.compile(r"\branks? [\d, and-]+ (?:has|have) waited\b")
 WARNING = re.compile(r"memory can't be shared|no room for")
 
 
 @dataclass(frozen=True)
 class Expectation:
-    """What a trial must show."""
+    """The requirements on one trial."""
 
     must_raise: frozenset[int]
-    may_raise: frozenset[int]  # those that must, and more; all others must finish
+    may_raise: frozenset[int]  # a superset of must_raise; all other ranks must finish
     bound_s: float | None
-    is_named: bool  # whether it can be known which rank it was
+    is_named: bool  # whether the faulty rank can be identified
     is_exact: bool
 
 
 @dataclass
 class Verdict:
-    """By column what was wrong; nothing where all was right."""
+    """The problems by column; empty if the trial passed."""
 
     trial: Trial
     problems: dict[str, str]
@@ -70,7 +70,7 @@ class Verdict:
 
 
 def expect(trial: Trial, timeout_s: float) -> Expectation:
-    """What this trial must show, with that time limit of its group."""
+    """The requirements on this trial, given its group's timeout."""
     everyone = frozenset(range(trial.world_size))
     must_raise = may_raise = everyone
     if trial.over == plan.TORCHFT:
@@ -78,13 +78,13 @@ def expect(trial: Trial, timeout_s: float) -> Expectation:
     elif trial.kind in (plan.KILL, plan.STOP, plan.EXCEPTION):
         must_raise = everyone - {trial.rank}
     elif trial.kind == plan.SOCKET and trial.wire == plan.SHM:
-        # No step needs these connections; but who waits for long looks at them, and takes their end for a death.
+        # No step needs these connections, but a rank that waits long checks them and takes a closed one for a death.
         must_raise = frozenset()
     elif trial.kind != plan.SOCKET:
         must_raise = may_raise = frozenset()
     bound_s = timeout_s + STOP_MARGIN_S if trial.kind == plan.STOP else BOUNDS_S.get((trial.kind, trial.wire))
-    # Over gloo a rank sees the end of a connection, and it has no rank's name on it. But who waits for a stopped rank
-    # has the time to ask, and who raises says so.
+    # Over gloo a rank sees a connection close, but not which rank closed it. A rank that waits for a stopped one has
+    # time to find out, and a rank that raises tells the others.
     is_named = trial.kind == plan.FULL or (
         bool(must_raise) and (trial.wire == plan.SHM or trial.kind in (plan.STOP, plan.EXCEPTION))
     )
@@ -93,7 +93,7 @@ def expect(trial: Trial, timeout_s: float) -> Expectation:
 
 
 def names_rank(text: str, rank: int) -> bool:
-    """Whether the text says "rank 1", or "ranks 1 and 2", of that rank, and not only that it has waited."""
+    """Whether the text names this rank ("rank 1", "ranks 1 and 2"), and not only to say that it has waited."""
     text = _WAITED.sub("", text)
     lists = re.findall(r"\branks? (\d+(?:(?:, | and |-)\d+)*)", text, re.IGNORECASE)
     for found in lists:
@@ -109,7 +109,7 @@ def _is_culprit(trial: Trial, report: RankReport) -> bool:
 
 
 def _is_transport_error(report: RankReport, option: str) -> bool:
-    # Errors of hooks come through torch's futures, which keep their texts only.
+    # Errors in hooks pass through torch's futures, which keep only their text.
     quotes_one = option == "own_hook" and "TransportError" in report.error
     return quotes_one or option == "torch_hook" or "TransportError" in report.error_types
 
@@ -144,9 +144,9 @@ def _detected(outcome: Outcome, expected: Expectation, reports: Sequence[RankRep
 def _named(outcome: Outcome, expected: Expectation, reports: Sequence[RankReport]) -> str:
     culprit = outcome.trial.rank
     if other := [report.headline for report in outcome.hang_reports if culprit not in report.culprits]:
-        return f"a hang report names others than rank {culprit}: {other[0]}"
+        return f"a hang report does not name rank {culprit}: {other[0]}"
     if outcome.hang_reports and not expected.may_raise:
-        return f"a hang report, and no rank hung: {outcome.hang_reports[0].headline}"
+        return f"a hang report although no rank hung: {outcome.hang_reports[0].headline}"
     if not expected.is_named or outcome.hang_reports:
         return ""
     if not expected.may_raise:
@@ -161,7 +161,7 @@ def _ended(outcome: Outcome, expected: Expectation, watched: Sequence[RankOutcom
         if rank.hung:
             return f"rank {rank.rank}: {rank.hung}"
         if rank.report is None:
-            return f"rank {rank.rank} ended without a word, exit code {rank.exit_code}"
+            return f"rank {rank.rank} ended without a report, exit code {rank.exit_code}"
         if rank.exit_code not in (0, 1):
             return f"rank {rank.rank} ended with exit code {rank.exit_code}"
     return ""
@@ -169,23 +169,23 @@ def _ended(outcome: Outcome, expected: Expectation, watched: Sequence[RankOutcom
 
 def _gradients(outcome: Outcome, expected: Expectation, reports: Sequence[RankReport]) -> str:
     for report in reports:
-        # Over torchft a replica that heals takes over what a step has made of the weights.
+        # Over torchft, a healing replica copies the weights that a step produced instead of running the step.
         at_least = outcome.trial.step if report.error or outcome.trial.over == plan.TORCHFT else plan.STEPS
         if len(report.steps) < at_least and report.rank != outcome.trial.rank:
             return f"rank {report.rank} finished {len(report.steps)} steps of {at_least} before the fault"
         for step in report.steps:
             if expected.is_exact and step.digest != step.expected_digest:
-                return f"rank {report.rank}, step {step.step}: other bits than the simulation's ({step.deviation:.1e})"
+                return f"rank {report.rank}, step {step.step}: bits differ from the simulation's ({step.deviation:.1e})"
             if not step.deviation <= TOLERANCE:
                 return f"rank {report.rank}, step {step.step}: gradients are off by {step.deviation:.1e}"
     return ""
 
 
 def judge(outcome: Outcome, timeout_s: float) -> Verdict:
-    """The verdict of one trial."""
+    """The verdict on one trial."""
     trial = outcome.trial
     expected = expect(trial, timeout_s)
-    # One that was killed or stopped says nothing any more.
+    # A killed or stopped rank sends no report.
     gone = {trial.rank} if trial.kind in (plan.KILL, plan.STOP) else set()
     watched = [rank for rank in outcome.ranks if rank.rank not in gone]
     reports = [rank.report for rank in watched if rank.report is not None]

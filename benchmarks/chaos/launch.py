@@ -1,6 +1,6 @@
-"""Starts the ranks of a trial as forks of this process, follows them, ends them, and looks at what they leave.
+"""Starts the ranks of a trial as forks of this process, follows them, ends them, and checks for leaks.
 
-Forks import nothing, so that a trial takes about as long as its fault. This process must not have run a backward.
+Forks import nothing, so a trial takes about as long as its fault. This process must not have run a backward pass.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from benchmarks.chaos.plan import Trial
 from benchmarks.chaos.worker import Place
 from torchddp.harness.launch import stop_processes
 
-# A rank that says nothing for so long hangs: far beyond every time limit and bound.
+# A rank that is silent for this long hangs: far beyond every timeout and bound.
 HANG_S = 25.0
 EXIT_S = 8.0  # after its report, or after all others have ended
 _STACKS_S = 0.3
@@ -33,7 +33,7 @@ Entry = Callable[[int, Trial, Place, Connection], None]
 
 
 class Rank:
-    """One process and what it has said."""
+    """One rank's process and the messages that it has sent."""
 
     def __init__(self, rank: int, trial: Trial, place: Place, entry: Entry) -> None:
         context = multiprocessing.get_context("fork")
@@ -50,7 +50,7 @@ class Rank:
         self._handle = os.pidfd_open(self.process.pid or 0)
 
     def read(self) -> None:
-        """All that it has said so far, and whether it has ended: children of its own may hold the pipe open."""
+        """Reads all messages so far and checks whether the process has ended: its children may hold the pipe open."""
         self.ended = self.process.exitcode is not None
         try:
             while not self.is_silent and self.pipe.poll():
@@ -64,18 +64,18 @@ class Rank:
             self.is_silent = True
 
     def waking(self) -> list[Connection | int]:
-        """What to wait for."""
+        """The handles to wait on."""
         return [self._handle] if self.is_silent else [self.pipe, self._handle]
 
     def hangs(self) -> None:
-        """Notes where it is; it is killed later."""
+        """Records that the rank hangs and dumps its stacks; it is killed later."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.process.pid or 0, signal.SIGUSR1)
         time.sleep(_STACKS_S)
-        self.outcome.hung = "no end after its report" if self.outcome.report else "neither result nor error"
+        self.outcome.hung = "did not exit after its report" if self.outcome.report else "neither result nor error"
 
     def close(self) -> None:
-        """When it has ended."""
+        """Collects exit code and stderr once the process has ended."""
         self.outcome.exit_code = self.process.exitcode
         self.outcome.stderr = self._stderr_path.read_text() if self._stderr_path.exists() else ""
         self.pipe.close()
@@ -83,7 +83,7 @@ class Rank:
 
 
 def _follow(ranks: list[Rank], trial: Trial) -> None:
-    """Until all have ended, or have had their time. A stopped rank is waited for by nobody."""
+    """Waits until all ranks have ended or timed out. Does not wait for a stopped rank."""
     awaited = [rank for rank in ranks if (trial.kind, trial.rank) != (plan.STOP, rank.outcome.rank)]
     deadline_s = time.monotonic() + HANG_S
     while not all(rank.ended for rank in awaited):
@@ -102,14 +102,14 @@ def _follow(ranks: list[Rank], trial: Trial) -> None:
 def _read_reports(folder: Path) -> list[HangReport]:
     found = []
     for path in sorted(folder.glob("*.json")):
-        with contextlib.suppress(ValueError):  # its rank ended while it wrote
+        with contextlib.suppress(ValueError):  # its rank ended while writing it
             report = json.loads(path.read_text())
             found.append(HangReport(report["headline"], [culprit["rank"] for culprit in report["culprits"]]))
     return found
 
 
 def run_trial(trial: Trial, store_port: int, entry: Entry, lighthouse: str = "") -> Outcome:
-    """Runs one trial, each rank in `entry`, and leaves nothing of it but what it tells."""
+    """Runs one trial, each rank in `entry`, and cleans up after it."""
     started_s = time.monotonic()
     inventory = Inventory()
     with tempfile.TemporaryDirectory(prefix="torchddp-chaos-") as folder:
@@ -122,7 +122,7 @@ def run_trial(trial: Trial, store_port: int, entry: Entry, lighthouse: str = "")
         finally:
             stop_processes([rank.process for rank in ranks])
         for rank in ranks:
-            rank.read()  # what a killed rank had said
+            rank.read()  # messages of a killed rank
             rank.close()
         hang_reports = _read_reports(place.hang_reports)
     leaks = inventory.leaks([seen for rank in ranks for seen in rank.footprints])

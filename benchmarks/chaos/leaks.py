@@ -1,4 +1,4 @@
-"""What processes leave behind: processes, shared segments, files, listening sockets."""
+"""Finds leaks: processes, shared segments, files and listening sockets that a trial leaves behind."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def segments_of(pid: int | str = "self") -> set[str]:
-    """The shared segments that a process maps, each by a number that no other segment of this machine has."""
+    """The shared segments that a process maps, each by a number that is unique on this machine."""
     try:
         lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
     except OSError:
@@ -32,12 +32,12 @@ def holders_of(segments: set[str]) -> list[int]:
 
 
 def shared_files() -> set[str]:
-    """What lies in /dev/shm under a name of ours; a segment must have none at all."""
+    """Our files in /dev/shm, by name; a segment must not have one."""
     return {entry.name for entry in Path("/dev/shm").iterdir() if "torchddp" in entry.name}
 
 
 def listening_sockets() -> set[str]:
-    """The inodes of all TCP sockets of this machine (its network namespace) that listen."""
+    """The inodes of all listening TCP sockets in this network namespace."""
     lines = [
         line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/self/net/{name}").read_text().splitlines()[1:]
     ]
@@ -56,26 +56,26 @@ def open_sockets() -> dict[int, str]:
 
 
 def footprint(sockets_before: Collection[str]) -> Footprint:
-    """What this process holds now, but for the sockets that it was born with."""
+    """The resources that this process holds now, except inherited sockets."""
     own = set(open_sockets().values()) - set(sockets_before)
     return Footprint(segments_of(), own & listening_sockets())
 
 
 def adopt_orphans() -> None:
-    """From now on processes whose parent ends become children of this one, so that none gets away."""
+    """Makes orphaned descendants children of this process, so that none escapes."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl")
 
 
 def children() -> set[int]:
-    """The processes that this one has started or adopted and that have not been waited for."""
+    """The processes that this one has started or adopted and not yet waited for."""
     lists = [(thread / "children").read_text() for thread in Path("/proc/self/task").iterdir()]
     return {int(pid) for text in lists for pid in text.split()}
 
 
 def end_child(pid: int) -> str:
-    """Kills a child that should not be there, and tells what it was; nothing of one that had ended."""
+    """Kills a child that should not be there and describes it; returns "" if it had ended."""
     with contextlib.suppress(OSError):
         name = Path(f"/proc/{pid}/comm").read_text().strip()
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
@@ -86,14 +86,14 @@ def end_child(pid: int) -> str:
 
 
 class Inventory:
-    """What there is before a trial, to tell what it leaves."""
+    """A snapshot taken before a trial, to find what it leaves behind."""
 
     def __init__(self) -> None:
         self._children = children()
         self._files = shared_files()
 
     def leaks(self, footprints: Collection[Footprint]) -> list[str]:
-        """What is there that was not, or that a rank held; kills left processes, after looking at what they hold."""
+        """Describes what is new, or was held by a rank and still exists; then kills leftover processes."""
         segments = {segment for footprint in footprints for segment in footprint.segments}
         listening = {inode for footprint in footprints for inode in footprint.listening}
         found = [f"a shared segment held by process {pid}" for pid in holders_of(segments)]

@@ -1,4 +1,4 @@
-"""What is seen of a trial: by its ranks, and by who started them. Data only."""
+"""Observations of a trial, by its ranks and by the launcher. Data only."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class StepRecord:
 
 @dataclass
 class Footprint:
-    """What a rank holds of the machine, by numbers that nothing else has."""
+    """The machine resources that a rank holds, by unique numbers."""
 
     segments: set[str] = field(default_factory=set)
     listening: set[str] = field(default_factory=set)
@@ -27,7 +27,7 @@ class Footprint:
 
 @dataclass
 class RankReport:
-    """What a rank says at its end."""
+    """The report that a rank sends at its end."""
 
     rank: int
     steps: list[StepRecord] = field(default_factory=list)
@@ -35,7 +35,7 @@ class RankReport:
     error_types: list[str] = field(default_factory=list)
     error: str = ""
     error_s: float = 0.0  # time.monotonic() when it was raised
-    recovered_s: float | None = None  # after the first step of fewer replicas (torchft)
+    recovered_s: float | None = None  # after the first step with fewer replicas (torchft)
     footprint: Footprint = field(default_factory=Footprint)
 
 
@@ -44,15 +44,15 @@ class RankOutcome:
     """A rank as seen from outside."""
 
     rank: int
-    report: RankReport | None = None  # None: it said nothing before it ended
+    report: RankReport | None = None  # None: it ended without one
     exit_code: int | None = None
-    hung: str = ""  # what it was waiting for when the time was over
+    hung: str = ""  # how it hung; "" if it did not
     stderr: str = ""
 
 
 @dataclass
 class HangReport:
-    """What the ranks found while they waited."""
+    """A hang report that the ranks wrote while they waited."""
 
     headline: str
     culprits: list[int]
@@ -60,11 +60,11 @@ class HangReport:
 
 @dataclass
 class Outcome:
-    """All that the judge looks at."""
+    """Everything that the judge uses."""
 
     trial: Trial
     ranks: list[RankOutcome]
-    fault_s: float | None  # time.monotonic() just before the fault; None: it never came to it
+    fault_s: float | None  # time.monotonic() just before the fault; None: it did not happen
     leaks: list[str] = field(default_factory=list)
     hang_reports: list[HangReport] = field(default_factory=list)
     took_s: float = 0.0

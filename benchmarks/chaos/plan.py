@@ -1,4 +1,4 @@
-"""Which faults a run injects, and where: a seed in, trials out. Pure."""
+"""Plans which faults a run injects, and where, from a seed. Pure."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 KILL, STOP, EXCEPTION, SLOW, SOCKET, FULL = "kill", "stop", "exception", "slow", "socket", "full"
-# What is wrong on purpose and no part of a run: the judge must find it.
+# Deliberate errors, not part of a normal run: the judge must catch them.
 CORRUPT, ORPHAN = "corrupt", "orphan"
 KINDS = (KILL, STOP, EXCEPTION, SLOW, SOCKET, FULL)
 MUTANTS = (CORRUPT, ORPHAN)
 
 SHM, GLOO, TORCHFT = "shm", "gloo", "torchft"
 OVER = (SHM, GLOO, TORCHFT)
-# Over torchft a stopped rank is what its manager's timeouts make of it, and sockets are its process group's own.
+# Over torchft, the manager's timeouts deal with a stopped rank, and the sockets belong to its process group.
 _KINDS_OVER = {SHM: KINDS, GLOO: KINDS[:-1], TORCHFT: (KILL, EXCEPTION, SLOW)}
 
 CONSTRUCTION = "construction"
@@ -24,29 +24,29 @@ STEPS = 5
 NUM_GRADIENTS = 4
 BUCKET_CAPS_MB = (0.0005, 0.01, 0.1, None)
 OPTIONS = ("none", "find_unused_parameters", "static_graph", "copies", "own_hook", "torch_hook")
-# A hook of torchddp.comm_hooks shares memory by itself; over a process group it would be a trial of both.
+# A hook of torchddp.comm_hooks uses shared memory by itself; over a process group the trial would test both.
 _OPTIONS_OVER = {SHM: OPTIONS, GLOO: tuple(option for option in OPTIONS if option != "own_hook"), TORCHFT: OPTIONS[:1]}
-# Ways to have no room for shared memory: no more than so much of it, or of any file.
+# Ways to run out of shared memory: a limit on its size, or on the size of any file.
 SHORTAGES = ("shm_limit", "file_size")
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One job of a few ranks and the one fault in it.
+    """A small job and its one fault.
 
     Attributes:
-        number: which of the run's trials; with the same seed, kinds, transports and world sizes always the same.
+        number: index in the run; the same seed, kinds, transports and world sizes always give the same trial.
         kind: one of `KINDS`.
         over: one of `OVER`.
         world_size: ranks of the job (replica groups of one rank each over torchft).
-        rank: where the fault happens.
-        step: in which step, below `STEPS` - 1, so that at least one follows.
+        rank: the faulty rank.
+        step: the step of the fault, below `STEPS` - 1, so that at least one follows.
         phase: where in the step: "forward"; "hook": the hook of gradient number `gradient` to be ready; "launch": all
             buckets are launched, none is waited for; "backward_end": `backward()` has returned; "optimizer": inside
             `optimizer.step()`; "between" two steps. "construction" for `FULL`, before the model is wrapped.
         gradient: see "hook".
         option: one of `OPTIONS`, of the class under test ("copies": gradient_as_bucket_view=False; "own_hook",
-            "torch_hook": a communication hook that sums without loss, of torchddp.comm_hooks or of torch's).
+            "torch_hook": a lossless communication hook of torchddp.comm_hooks or of torch).
         bucket_cap_mb: MiB; None is the default.
         shortage: one of `SHORTAGES`, for `FULL`.
     """
@@ -65,7 +65,7 @@ class Trial:
 
     @property
     def wire(self) -> str:
-        """What gradients travel over: torch's hook uses the process group, as does who has no shared memory."""
+        """The transport that carries the gradients: the process group with torch's hook or without shared memory."""
         falls_back = self.kind == FULL or self.option == "torch_hook"
         return GLOO if self.over == SHM and falls_back else self.over
 
@@ -78,17 +78,17 @@ class Trial:
 
 
 def cells(kinds: Sequence[str], over: Sequence[str]) -> list[tuple[str, str]]:
-    """The pairs of kind and transport that there are."""
+    """The valid pairs of kind and transport."""
     return [(kind, where) for kind in kinds for where in over if kind in _KINDS_OVER[where] or kind in MUTANTS]
 
 
 def _options(kind: str, over: str) -> tuple[str, ...]:
-    # What shares no memory has nothing to be short of: a hook of torch's would hide it.
+    # With a hook the reducer may need no shared memory, so a shortage would go unnoticed.
     return tuple(option for option in _OPTIONS_OVER[over] if kind != FULL or not option.endswith("_hook"))
 
 
 def make_trial(seed: int, number: int, kind: str, over: str, world_sizes: Sequence[int]) -> Trial:
-    """One trial, by chance; the same for the same arguments."""
+    """A random trial; the same arguments give the same one."""
     chance = random.Random(f"{seed}/{number}/{kind}/{over}")
     world_size = chance.choice(world_sizes)
     return Trial(
@@ -113,7 +113,7 @@ def make_plan(
     over: Sequence[str] = OVER,
     world_sizes: Sequence[int] = WORLD_SIZES,
 ) -> list[Trial]:
-    """Trials with kinds and transports in turn, the rest by chance. ValueError if no kind goes with a transport."""
+    """Trials that cycle through the pairs of kind and transport, otherwise random. ValueError if no pair is valid."""
     pairs = cells(kinds, over)
     if not pairs:
         raise ValueError(f"no trial of {', '.join(kinds)} over {', '.join(over)}")

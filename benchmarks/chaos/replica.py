@@ -1,4 +1,4 @@
-"""One replica of a trial under a torchft Manager: trains on when others die, and says what it saw."""
+"""One replica of a trial under a torchft Manager: keeps training when others die, and reports what it saw."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from benchmarks.chaos.plan import Trial
 from benchmarks.chaos.worker import Place, become_rank, note_error
 
 _TIMEOUT = datetime.timedelta(seconds=10)
-# Of a reduction: a replica may wait for one that itself waits for the lost one, and so for all of it.
+# Timeout of a reduction: a replica may wait this long for one that itself waits for the lost one.
 _STEP_TIMEOUT = datetime.timedelta(seconds=5)
 _LINGER_S = 3.0
 
 
 def run_replica(rank: int, trial: Trial, place: Place, pipe: Connection) -> None:
-    """The whole life of a forked replica. Sends ("fault", (time, footprint)) and ("report", RankReport)."""
+    """Entry point of a forked replica. Sends ("fault", (time, footprint)) and ("report", RankReport)."""
     become_rank(rank, place)
     born_with = frozenset(open_sockets().values())
     report = RankReport(rank, transport="torchft")
@@ -41,11 +41,11 @@ def run_replica(rank: int, trial: Trial, place: Place, pipe: Connection) -> None
     except BaseException as error:
         note_error(report, error)
     pipe.send(("report", report))
-    os._exit(1 if report.error else 0)  # threads of torchft's managers outlive an ordinary end by seconds
+    os._exit(1 if report.error else 0)  # torchft's manager threads would delay a normal exit by seconds
 
 
 def _meet(store: Any, name: str, count: int, limit_s: float) -> None:
-    """Waits until so many replicas have come here, or for so long."""
+    """Waits until `count` replicas have arrived, for at most `limit_s`."""
     store.add(name, 1)
     deadline_s = time.monotonic() + limit_s
     while store.add(name, 0) < count and time.monotonic() < deadline_s:
@@ -65,7 +65,7 @@ def _train(trial: Trial, place: Place, injector: Injector, report: RankReport, b
     weights: dict[str, Any] = {}
 
     def before_step(*_: Any) -> None:
-        weights.update(copy.deepcopy(network.state_dict()))  # whoever heals has them just now
+        weights.update(copy.deepcopy(network.state_dict()))  # a healing replica has just received them
         injector.visit("optimizer")
 
     optimizer.register_step_pre_hook(before_step)
@@ -88,7 +88,7 @@ def _train(trial: Trial, place: Place, injector: Injector, report: RankReport, b
     )
     model = fault_tolerance.DistributedDataParallel(manager, network, bucket_cap_mb=trial.bucket_cap_mb)
     whole = Optimizer(manager, optimizer)
-    _meet(shared, "made", trial.world_size, _TIMEOUT.total_seconds())  # the lighthouse knows of all
+    _meet(shared, "made", trial.world_size, _TIMEOUT.total_seconds())  # until the lighthouse knows all replicas
     report.footprint = footprint(born_with)
     while manager.current_step() < plan.STEPS:
         injector.step = manager.current_step()
@@ -103,11 +103,11 @@ def _train(trial: Trial, place: Place, injector: Injector, report: RankReport, b
                 report.recovered_s = time.monotonic()
             report.steps.append(_record(step, weights, grads, roster.ranks))
         injector.visit("between")
-    _meet(shared, "done", trial.world_size - (trial.kind != plan.SLOW), _LINGER_S)  # lest others' last step fails
+    _meet(shared, "done", trial.world_size - (trial.kind != plan.SLOW), _LINGER_S)  # for the others' last step
 
 
 class _Roster:
-    """Which replicas take part in a step: a manager tells how many."""
+    """Records which replicas participate in a step; a manager only knows how many."""
 
     def __init__(self, store: Any, rank: int, world_size: int) -> None:
         self._store = store
@@ -116,9 +116,9 @@ class _Roster:
         self._page = ""
 
     def sign(self, manager: Any) -> int:
-        """Waits for the quorum, and says so if this replica takes part; the step. Before its gradients are sent."""
+        """Waits for the quorum, records whether this replica participates, returns the step. Call before backward."""
         manager.wait_quorum()
-        step = manager.current_step()  # whoever heals has just been told
+        step = manager.current_step()  # a healing replica has just learned it
         self._page = f"{step}/{manager.num_participants()}"
         if manager.is_participating():
             self._store.add(f"{self._page}/{self._rank}", 1)
@@ -126,12 +126,12 @@ class _Roster:
 
     @property
     def ranks(self) -> list[int]:
-        """Those of the step. Complete once the step is committed."""
+        """The step's participants; complete once the step is committed."""
         return [rank for rank in range(self._world_size) if self._store.check([f"{self._page}/{rank}"])]
 
 
 def _record(step: int, weights: dict[str, Any], grads: list[torch.Tensor | None], ranks: list[int]) -> StepRecord:
-    """A step that was committed: its gradients must be the mean over those that took part."""
+    """Records a committed step: its gradients must be the mean over its participants."""
     model = Stamped(False)
     model.load_state_dict(weights)
     expected = mean_gradients(model, ranks, step)

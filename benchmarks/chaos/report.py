@@ -1,4 +1,4 @@
-"""The table a person reads. Built from the document only, so a saved JSON gives the same table."""
+"""The printed table. Built from the document only, so that a saved JSON gives the same table."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torchddp.harness.tables import plain_table
 
 NOTE = (
     "worst: seconds from the fault to the last rank's error (over torchft to its first step without the lost replica); "
-    "'-' where the job must go on. named: trials in which the right rank was named, of those in which it can be known."
+    "'-' where the job must continue. named: trials that named the right rank, of those in which it can be known."
 )
 
 

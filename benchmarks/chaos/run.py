@@ -1,4 +1,4 @@
-"""The course of a run: plan, the trials one after another, the document."""
+"""Runs the planned trials one after another and builds the document."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Settings:
 
     @property
     def command(self) -> str:
-        """The command that makes the same plan."""
+        """The command that reproduces this plan."""
         return (
             f"python -m benchmarks.chaos --trials {self.trials} --seed {self.seed} --kinds {','.join(self.kinds)} "
             f"--over {','.join(self.over)} --world-sizes {','.join(map(str, self.world_sizes))}"
@@ -45,7 +45,7 @@ class Settings:
 
 
 def describe(outcome: Outcome, verdict: Verdict) -> dict[str, Any]:
-    """A trial as the document has it."""
+    """A trial's entry in the document."""
     ranks = [
         {
             "rank": rank.rank,
@@ -75,7 +75,7 @@ def _without_torchft(settings: Settings) -> tuple[Settings, list[str]]:
     if plan.TORCHFT not in settings.over:
         return settings, []
     if importlib.util.find_spec("torchft") is not None:
-        import torchft  # noqa: F401  # here once, not in each replica
+        import torchft  # noqa: F401  # once here rather than in each replica
 
         return settings, []
     rest = tuple(over for over in settings.over if over != plan.TORCHFT)
@@ -86,15 +86,15 @@ def _without_torchft(settings: Settings) -> tuple[Settings, list[str]]:
 
 def _progress(console: Console) -> Progress:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    # Redrawn between trials and by no thread: a rank that is forked while one holds a lock would wait for it for ever.
+    # Redrawn between trials, not by a thread: a rank forked while a thread holds a lock would wait for it forever.
     return Progress(*columns, console=console, transient=True, auto_refresh=False)
 
 
 def run(settings: Settings, command: str, console: Console) -> dict[str, Any]:
-    """Runs all trials, prints those that failed and the table; the document. Not after a backward in this process."""
+    """Runs all trials, prints failures and the table, returns the document. Run no backward in this process before."""
     settings, left_out = _without_torchft(settings)
     if not cells(settings.kinds, settings.over):
-        raise ArgumentError(f"There is no fault of {', '.join(settings.kinds)} over {', '.join(settings.over)}.")
+        raise ArgumentError(f"No fault of kind {', '.join(settings.kinds)} works over {', '.join(settings.over)}.")
     trials = make_plan(settings.trials, settings.seed, settings.kinds, settings.over, settings.world_sizes)
     if settings.only is not None:
         trials = [trials[settings.only]]

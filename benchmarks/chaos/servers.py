@@ -1,6 +1,6 @@
-"""What ranks talk to besides each other, each in a process of its own.
+"""The servers that ranks talk to, each in its own process.
 
-Not in the process that starts the ranks: its forks would inherit whatever lock a thread of a server holds just then.
+Not in the launcher: its forks would inherit any lock that a server's thread holds at that moment.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ def _make_lighthouse() -> tuple[Any, str]:
 
 
 def store() -> contextlib.AbstractContextManager[int]:
-    """A store while the block runs; its port. As with torchrun, it outlives the ranks."""
+    """Runs a store during the block; yields its port. As with torchrun, it outlives the ranks."""
     return _served(_make_store)
 
 
 def lighthouse() -> contextlib.AbstractContextManager[str]:
-    """torchft's own while the block runs; its address.
+    """Runs torchft's lighthouse during the block; yields its address.
 
-    Each trial needs a new one: it counts the dead of the one before as members for a while.
+    Each trial needs a new one: for a while it counts the dead replicas of the last trial as members.
     """
     return _served(_make_lighthouse)

@@ -1,4 +1,4 @@
-"""One rank of a trial over a process group: trains, meets its fault, and says what it saw."""
+"""One rank of a trial over a process group: trains, injects its fault, and reports what it saw."""
 
 from __future__ import annotations
 
@@ -32,24 +32,24 @@ from torchddp.comm_hooks import PerParameter
 from torchddp.ddp.options import TransportChoice
 
 _PR_SET_PDEATHSIG = 1
-# What waits for a stopped rank waits so long, and so does nothing else.
+# Timeouts of the process group. Only waiting for a stopped rank reaches them.
 STOP_TIMEOUT_S, TIMEOUT_S = 3.0, 10.0
-# A report takes up to two seconds where rank 0 is stopped. On a busy machine other waits are long too, and no hang.
+# A report takes up to two seconds if rank 0 is stopped. On a busy machine, other waits are long too but not hangs.
 STOP_STALL_REPORT_S, STALL_REPORT_S = 1.0, 2.5
 
 
 def timeout_of(trial: Trial) -> float:
-    """The time limit of the trial's process group, in seconds."""
+    """The timeout of the trial's process group, in seconds."""
     return STOP_TIMEOUT_S if trial.kind == plan.STOP else TIMEOUT_S
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank finds its store and leaves its words."""
+    """Where a rank finds its store and writes its output."""
 
     folder: Path
     store_port: int
-    lighthouse: str = ""  # address of torchft's, where it is needed
+    lighthouse: str = ""  # torchft's address, where it is needed
 
     @property
     def hang_reports(self) -> Path:
@@ -57,25 +57,25 @@ class Place:
         return self.folder / "hangs"
 
     def stderr_path(self, rank: int) -> Path:
-        """What the rank has written, stacks included."""
+        """The file that holds the rank's stderr, stacks included."""
         return self.folder / f"rank{rank}.stderr"
 
 
 def end_with_parent() -> None:
-    """This process has no life after its parent's, and leaves Ctrl-C to it."""
+    """Makes this process die with its parent and leave Ctrl-C to it."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def become_rank(rank: int, place: Place) -> None:
-    """What a forked process does first: words into a file, one thread, and no life after its parent's."""
+    """Sets up a forked process: stderr to a file, one thread, dies with its parent."""
     end_with_parent()
     stderr = os.open(place.stderr_path(rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     nothing = os.open(os.devnull, os.O_RDWR)
     for fd, target in ((nothing, 0), (nothing, 1), (stderr, 2)):
         os.dup2(fd, target)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
-    logging.basicConfig(stream=sys.stderr, force=True)  # whatever the parent had set up
+    logging.basicConfig(stream=sys.stderr, force=True)  # replaces the parent's handlers
     faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
     os.environ.update(
         {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "TORCHDDP_HANG_REPORT_DIR": str(place.hang_reports)}
@@ -84,14 +84,14 @@ def become_rank(rank: int, place: Place) -> None:
 
 
 def note_error(report: RankReport, error: BaseException) -> None:
-    """What ended the training, and when."""
+    """Records what ended the training, and when."""
     report.error_s = time.monotonic()
     report.error_types = [cls.__name__ for cls in type(error).__mro__]
     report.error = f"{type(error).__name__}: {error}"
 
 
 def run_rank(rank: int, trial: Trial, place: Place, pipe: Connection) -> None:
-    """The whole life of a forked rank. Sends ("fault", (time, footprint)) and ("report", RankReport)."""
+    """Entry point of a forked rank. Sends ("fault", (time, footprint)) and ("report", RankReport)."""
     become_rank(rank, place)
     born_with = frozenset(open_sockets().values())
     report = RankReport(rank)
@@ -112,7 +112,7 @@ def run_rank(rank: int, trial: Trial, place: Place, pipe: Connection) -> None:
             timeout=timeout,
         )
         group = dist.group.WORLD  # the last reference, so that the group is destroyed without the GIL
-        # Other faults are to be noticed without it.
+        # The other faults must be noticed without it.
         with torchddp.fail_together() if trial.kind == plan.EXCEPTION else contextlib.nullcontext():
             _train(rank, trial, injector, report, born_with)
     except BaseException as error:
@@ -120,7 +120,7 @@ def run_rank(rank: int, trial: Trial, place: Place, pipe: Connection) -> None:
     pipe.send(("report", report))
     gc.collect()
     if report.error and dist.is_initialized():
-        # As in a script. Without an error the process ends with it: tests/harness.py tells why.
+        # As in a script. Without an error the process exits with its group alive; tests/harness.py explains why.
         dist.destroy_process_group()
     del group
     os._exit(1 if report.error else 0)
@@ -139,7 +139,7 @@ def _train(rank: int, trial: Trial, injector: Injector, report: RankReport, born
         injector.step = step
         optimizer.zero_grad()
         model(rank, step).backward()
-        report.transport = model.reducer.transport_name  # gradients may find no room once training runs
+        report.transport = model.reducer.transport_name  # shared memory may run out during training
         report.steps.append(record_step(step, model, expected[step]))
         injector.visit("backward_end")
         optimizer.step()
@@ -147,7 +147,7 @@ def _train(rank: int, trial: Trial, injector: Injector, report: RankReport, born
 
 
 def wrap(trial: Trial, module: torch.nn.Module) -> Any:
-    """The class under test, as the trial wants it."""
+    """The model wrapped in the class under test, with the trial's options."""
     options_of: dict[str, dict[str, Any]] = {
         "none": {},
         "find_unused_parameters": {"find_unused_parameters": True},

@@ -1,1 +1,1 @@
-"""`python -m benchmarks.checks`: what the checks of parameters and gradients cost."""
+"""`python -m benchmarks.checks`: the cost of parameter and gradient checks."""

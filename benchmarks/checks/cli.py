@@ -14,9 +14,9 @@ from torchddp.bench.report import write_document
 from torchddp.harness.command import check_numbers, check_output, make_console, run_app
 from torchddp.harness.variants import ArgumentError
 
-HELP = """What check_parameters_every and find_nonfinite cost: forward and backward with and without them.
+HELP = """The cost of check_parameters_every and find_nonfinite: forward and backward with and without them.
 
-All variants step in turn in one process group, in another order each round; a ratio is of one round.
+All variants step in turn in one process group, in a new order each round; ratios are within a round.
 
 \b
 Examples:
@@ -35,7 +35,7 @@ def benchmark(
         list[str] | None,
         typer.Option(help=f"One of {', '.join(MODELS)}; repeatable. [default: {', '.join(DEFAULT_MODELS)}]"),
     ] = None,
-    every: Annotated[int, typer.Option(help="Steps between two checks, for the cost a step.")] = 100,
+    every: Annotated[int, typer.Option(help="Steps between two checks, for the cost per step.")] = 100,
     world_size: Annotated[int, typer.Option(help="Ranks on this machine.")] = 2,
     seconds: Annotated[float, typer.Option(help="Time for the timed rounds of each model.")] = 40.0,
     seed: Annotated[int, typer.Option(help="Seed of weights, data and the order of the steps.")] = 0,
@@ -60,5 +60,5 @@ def benchmark(
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command; the exit code."""
+    """Run the command and return its exit code."""
     return run_app(app, "python -m benchmarks.checks", arguments)

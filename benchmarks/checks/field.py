@@ -1,4 +1,4 @@
-"""What is timed side by side. Imports no torch."""
+"""The variants that are timed side by side. Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from torchddp.harness.variants import LOCAL, TORCHDDP, Role, Variant
 MODELS = ("mlp", "gpt", "small", "conv")
 DEFAULT_MODELS = ("mlp", "gpt", "small")
 PLAIN = "plain"
-# The same once more: how far two rows are apart that do the same.
+# The same variant again: the difference between the two rows is noise.
 AGAIN = "plain again"
-# With a check before every step, so that each round has one.
+# Checks before every step, so that each round includes a check.
 CHECKED = "check_parameters_every=1"
 
 
 def make_field() -> tuple[Variant, ...]:
-    """The model alone, our class (which has hang reports), and our class with each check, without those reports, with
-    weights."""
+    """The bare model, and our class: by default (with hang reports), with each check, without hang reports, and with
+    weighted steps."""
 
     def ours(name: str, **options: object) -> Variant:
         return Variant(name, Role.OURS, TORCHDDP, tuple(options.items()))

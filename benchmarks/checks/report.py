@@ -1,4 +1,4 @@
-"""The tables a person reads. Built from the document only, so a saved JSON gives the same tables."""
+"""The printed tables. Built from the document only, so that a saved JSON gives the same tables."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from benchmarks.checks.field import CHECKED
 from torchddp.harness.machine import origin
 from torchddp.harness.tables import number, plain_table, size_text
 
-# What is claimed: a check adds less than this part of a step.
+# We claim that a check adds less than this fraction of a step.
 GOAL = 0.02
 
 
@@ -25,7 +25,7 @@ def _ratio_text(row: dict[str, Any]) -> Text:
 
 
 def model_table(result: dict[str, Any]) -> Table:
-    """One model: every variant's step, and its ratio to the plain one."""
+    """One model: every variant's step time and its ratio to the plain step."""
     table = plain_table(f"{size_text(result)}, {result['rounds']} rounds", "variant")
     for heading in ("step p50\nms", "step / plain\np50 [p25..p75]"):
         table.add_column(Text(heading), justify="right", no_wrap=True)
@@ -35,7 +35,7 @@ def model_table(result: dict[str, Any]) -> Table:
 
 
 def check_text(result: dict[str, Any]) -> Text:
-    """What check_parameters_every costs."""
+    """The cost of check_parameters_every."""
     check, share = result["check_ms"], result["check_share"]
     text = (
         f"One check of parameters: {number(check['median'])} ms [{number(check['q25'])}..{number(check['q75'])}]; "

@@ -1,4 +1,4 @@
-"""From raw steps to what is claimed: each check against the plain step of its round. Pure."""
+"""Turns raw step times into results: each check against the plain step of its round. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torchddp.harness.variants import Role, Variant
 
 
 def model_result(raw: dict[str, Any], variants: Sequence[Variant], world_size: int, every: int) -> dict[str, Any]:
-    """One model; ``raw["step_ms"]`` is [variant, round]. A check every `every` steps costs that part of one a step."""
+    """One model; ``raw["step_ms"]`` is [variant, round]. Per step, a check costs 1/`every` of its time."""
     step_ms = raw["step_ms"]
     names = [variant.name for variant in variants]
     plain, checked = step_ms[names.index(PLAIN)], step_ms[names.index(CHECKED)]

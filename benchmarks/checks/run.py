@@ -1,4 +1,4 @@
-"""The course of one run: one launch, all models in it."""
+"""Runs the benchmark: one launch for all models."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from torchddp.harness.machine import new_document
 
 @dataclass(frozen=True)
 class Settings:
-    """What the command line asked for, checked."""
+    """The validated command-line options."""
 
     models: tuple[str, ...]
-    every: int  # steps between two checks, for which the cost is told
+    every: int  # steps between two checks, for the reported cost
     world_size: int
     seconds: float
     seed: int

@@ -1,8 +1,8 @@
-"""What watching collectives costs a call: `python -m benchmarks.checks.watched_calls`.
+"""The cost of watching collectives, per call: `python -m benchmarks.checks.watched_calls`.
 
-torch's functions, with and without `torchddp.watch_collectives()`, in turn, over a group that sends nothing (torch's
-fake one), so that nothing but Python is timed: by the time of the processor, which other processes take less part in. A
-cost is a difference of one round.
+Times torch's functions with and without `torchddp.watch_collectives()`, in turn, over torch's fake process group, which
+sends nothing: only Python is timed. The clock is CPU time, which other processes disturb less. A cost is a difference
+within a round.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from torchddp.harness.stats import Summary, summarize
 from torchddp.harness.tables import plain_table
 
 GOAL_NS = 1000.0
-CALLS_A_ROUND = 200  # short, so that other processes seldom get in between
+CALLS_A_ROUND = 200  # short, so that other processes seldom interrupt
 ROUNDS = 1000
 
 
 @contextmanager
 def silent_group() -> Iterator[None]:
-    """The default process group of four ranks, of which the others are not there."""
+    """A default process group of four ranks, of which only rank 0 exists."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     try:
         yield
@@ -49,7 +49,7 @@ def cases() -> dict[str, Callable[[], object]]:
 
 
 def cost_ns(call: Callable[[], object], rounds: int = ROUNDS) -> Summary:
-    """Of one call, over the bare one of the same round."""
+    """The extra time of one watched call over a bare call of the same round."""
     order = random.Random(0)
     found = []
     for _ in range(rounds):
@@ -65,7 +65,7 @@ def cost_ns(call: Callable[[], object], rounds: int = ROUNDS) -> Summary:
 
 
 def _time_ns(call: Callable[[], object]) -> float:
-    for _ in range(20):  # Python specialises its instructions, and the group's log is opened
+    for _ in range(20):  # lets Python specialise its bytecode, and opens the group's log
         call()
     begun_ns = time.thread_time_ns()
     for _ in range(CALLS_A_ROUND):

@@ -8,8 +8,8 @@ from torchddp import DistributedDataParallel
 
 
 class Weighted(DistributedDataParallel):
-    """Every rank has the same weight, so gradients are the plain averages; but another in each step, so that what the
-    sum is divided by is known only once the ranks have added their weights up."""
+    """All ranks use the same weight, so gradients are plain averages; but the weight changes every step, so the divisor
+    is known only after the ranks have summed their weights."""
 
     _weight = 0
 

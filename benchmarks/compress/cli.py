@@ -22,7 +22,7 @@ from torchddp.harness.variants import ArgumentError
 
 HELP = """The compression kernels against memcpy of the same fp32 bytes, on one core.
 
-The copy and all kernels run in turn, in another order each round; a ratio is of one round, and medians are quoted.
+The copy and all kernels run in turn, in a new order each round; ratios are within a round, and medians are quoted.
 
 \b
 Examples:
@@ -71,9 +71,9 @@ def benchmark(
         list[int] | None,
         typer.Option(help=f"Size of the fp32 side, KiB; repeatable. [default: {', '.join(map(str, DEFAULT_KIB))}]"),
     ] = None,
-    top_k: Annotated[float, typer.Option(help="Which share of the numbers top-k selects.")] = 0.01,
+    top_k: Annotated[float, typer.Option(help="Share of the elements that top-k selects.")] = 0.01,
     rounds: Annotated[int, typer.Option(help="Rounds of each size.")] = 15,
-    seed: Annotated[int, typer.Option(help="Seed of the numbers and of the order in a round.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the data and of the order in a round.")] = 0,
     output: Annotated[Path | None, typer.Option(help="Write everything to this JSON file.")] = None,
 ) -> None:
     for name in format_names or ():
@@ -95,5 +95,5 @@ def benchmark(
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command; the exit code."""
+    """Run the command and return its exit code."""
     return run_app(app, "python -m benchmarks.compress", arguments)

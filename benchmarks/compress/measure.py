@@ -1,4 +1,4 @@
-"""The clock: every kernel and the copy in turn, round by round, on one core."""
+"""Times every kernel and the copy in turn, round by round, on one core."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from torchddp import _C
 FORMATS = ("int8", "int4", "sign", "fp16", "bf16")
 COPY = "memcpy"
 TOP_K = "top-k"
-# Of a small array, so many bytes in a row are one measurement: the clock itself must not matter.
+# Small arrays are processed repeatedly, up to this many bytes per measurement, so that the clock's cost is negligible.
 MEASURED_BYTES = 4 << 20
 
 Call = Callable[[], object]
 
 
 def make_calls(nbytes: int, formats: Sequence[str], top_k_share: float, seed: int) -> dict[tuple[str, str], Call]:
-    """What is timed, by (what, how), for `nbytes` of fp32; `memcpy` comes first, top-k last."""
+    """The calls to time, by (what, how), for `nbytes` of fp32; `memcpy` comes first, top-k last."""
     numel = nbytes // 4
     source = torch.randn(numel, generator=torch.Generator().manual_seed(seed))
     out, residual = torch.zeros(numel), torch.zeros(numel)
@@ -58,7 +58,7 @@ def make_calls(nbytes: int, formats: Sequence[str], top_k_share: float, seed: in
 def measure(
     calls: dict[tuple[str, str], Call], nbytes: int, rounds: int, seed: int, advance: Callable[[], None]
 ) -> np.ndarray:
-    """Seconds of one call, [call, round]; a random order in each round. `advance` after each round."""
+    """Seconds per call, [call, round], in a random order each round. Calls `advance` after each round."""
     repeats = max(1, MEASURED_BYTES // nbytes)
     seconds = np.empty((len(calls), rounds))
     order = list(enumerate(calls.values()))
@@ -66,7 +66,7 @@ def measure(
     for index in range(-1, rounds):  # the first round warms up
         generator.shuffle(order)
         for row, call in order:
-            call()  # the arrays of this call into the caches, as far as they fit
+            call()  # warms the caches with this call's arrays, as far as they fit
             start = time.perf_counter()
             for _ in range(repeats):
                 call()

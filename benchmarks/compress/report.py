@@ -1,4 +1,4 @@
-"""The table a person reads. Built from the document only, so a saved JSON gives the same table."""
+"""The printed table. Built from the document only, so that a saved JSON gives the same table."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.text import Text
 from torchddp.harness.machine import origin
 from torchddp.harness.tables import number, plain_table
 
-# What is claimed of int8: at least so much of the speed of a copy.
+# We claim that int8 reaches at least this fraction of a copy's speed.
 GOAL, GOAL_FORMAT = 0.5, "int8"
 
 
@@ -29,7 +29,7 @@ def _ratio_text(kernel: dict[str, Any]) -> Text:
 
 
 def size_table(result: dict[str, Any]) -> Table:
-    """One size: every kernel's speed, and its ratio to the copy."""
+    """One size: every kernel's speed and its ratio to the copy."""
     table = plain_table(f"{bytes_text(result['nbytes'])} of fp32, {result['rounds']} rounds", "kernel")
     for heading in ("", "GB/s of fp32", "speed / memcpy\np50 [p25..p75]"):
         table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
@@ -44,5 +44,5 @@ def render(document: dict[str, Any]) -> RenderableType:
     parts: list[RenderableType] = []
     for result in document["results"]:
         parts += [size_table(result), ""]
-    note = f"One core, {document['settings']['cpu_capability']} kernels. Speeds count the bytes of fp32 only."
+    note = f"One core, {document['settings']['cpu_capability']} kernels. Speeds count only the fp32 bytes."
     return Group(*parts, Text(note), *origin(document))

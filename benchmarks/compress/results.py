@@ -1,4 +1,4 @@
-"""From raw seconds to what is claimed: bytes of fp32 a second, against a copy of the same bytes. Pure."""
+"""Turns raw seconds into results: fp32 bytes per second, against a copy of the same bytes. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torchddp.harness.stats import paired_ratio, summarize
 
 
 def size_result(nbytes: int, names: Sequence[tuple[str, str]], seconds: np.ndarray) -> dict[str, Any]:
-    """One size; `seconds` is [call, round], the copy first. A ratio above 1 is faster than the copy."""
+    """One size; `seconds` is [call, round], the copy first. A ratio above 1 means faster than the copy."""
     return {
         "case": "compress",
         "nbytes": nbytes,

@@ -1,1 +1,1 @@
-"""`python -m benchmarks.convergence`: what compressed and rare communication costs in loss, on real data."""
+"""`python -m benchmarks.convergence`: the loss that compressed and infrequent communication costs, on real data."""

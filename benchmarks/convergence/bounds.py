@@ -1,4 +1,4 @@
-"""Who runs, and how much of the uncompressed loss each may lose. Pure."""
+"""The methods, and how far each may exceed the uncompressed loss. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ REFERENCE = "uncompressed"
 
 @dataclass(frozen=True)
 class Bound:
-    """The held-out loss after the last step, over that of the reference, at most; None: only shown."""
+    """The upper bound on a method's final held-out loss over the reference's; None: reported without a bound."""
 
     method: str
     at_most: float | None = None
@@ -39,5 +39,5 @@ NAMES = tuple(bound.method for bound in BOUNDS)
 
 
 def bound_of(method: str) -> Bound:
-    """The one for this method."""
+    """The bound for this method."""
     return next(bound for bound in BOUNDS if bound.method == method)

@@ -1,4 +1,4 @@
-"""What one launch trains. Pure, imports no torch."""
+"""The settings of one launch. Pure, imports no torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from benchmarks.training.outer_steps import OuterSteps
 
 WORLD_SIZE = 2
 OUTER_STEPS = OuterSteps(sync_every=50, lr=0.9, momentum=0.5, wire="fp32")
-# Of a run, besides the one before the first step.
+# Evaluations per run, besides the one before the first step.
 EVALUATIONS = 12
 QUICK_STEPS = {"gpt": 100, "digits": 100}
 
@@ -20,7 +20,7 @@ class ConvergenceJob:
     tasks: tuple[str, ...]
     methods: tuple[str, ...]
     seeds: int
-    # Few steps, which prove that everything runs and little else.
+    # Few steps: only checks that everything runs.
     quick: bool = False
     outer: OuterSteps = OUTER_STEPS
     case: str = "convergence"
@@ -30,6 +30,6 @@ class ConvergenceJob:
 
 
 def evaluation_steps(steps: int, sync_every: int) -> tuple[int, ...]:
-    """After which steps the loss is looked at: about evenly, where ranks of local methods agree, and at the end."""
+    """The steps after which the loss is evaluated: evenly spaced, when local methods have just synced, and the last."""
     every = max(1, round(steps / EVALUATIONS / sync_every)) * sync_every
     return (*range(every, steps, every), steps)

@@ -1,4 +1,4 @@
-"""The picture: held-out loss against what was seen and against what was sent."""
+"""Plots held-out loss against data seen and against bytes sent."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torchddp.harness.plots import finish_panel, panels
 
 
 def known(curve: Sequence[dict[str, float | None]], key: str) -> tuple[list[float], list[float]]:
-    """The x that `key` names and the losses, of the points which have both and where x is not zero."""
+    """The values of `key` and the losses, for the points that have both and a nonzero x."""
     points = [(point[key], point["loss"]) for point in curve if point[key]]
     return [x for x, _ in points if x is not None], [loss for _, loss in points if loss is not None]
 

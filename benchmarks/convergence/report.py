@@ -1,4 +1,4 @@
-"""The tables a person reads, on a terminal and in a document. Built from the document only."""
+"""The printed tables, for a terminal and in markdown. Built from the document only."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from torchddp.harness.tables import plain_table, ranks_text
 
 NOTE = (
     "All methods start from the same weights, see the same data in the same order, and are evaluated on the same "
-    "held-out set. sent: by a rank, as its transport or hook counts it. ratio: the final loss over the uncompressed "
-    "run's of the same seed, mean and [lowest..highest] over the seeds. A bound is met where the mean is."
+    "held-out set. sent: bytes per rank, as counted by its transport or hook. ratio: the final loss over that of the "
+    "uncompressed run with the same seed, mean and [lowest..highest] over the seeds. The bound applies to the mean."
 )
 HEADINGS = ("method", "sent a step", "loss", "ratio", "bound", "holds")
 
 
 def heading(result: dict[str, Any]) -> str:
-    """What was trained, for how long."""
+    """The title of a task's table: the model and the length of training."""
     seeds = result["seeds"]
     return (
         f"{result['title']}: {result['parameters']:,} parameters, {ranks_text(result['world_size'])}, "
@@ -32,7 +32,7 @@ def heading(result: dict[str, Any]) -> str:
 
 
 def cells(row: dict[str, Any]) -> list[str]:
-    """A method's line, as HEADINGS."""
+    """A method's row, in the order of HEADINGS."""
     bound = "" if row["bound"] is None else f"{row['bound']:g}"
     if "error" in row:
         return [row["name"], "", "error", "", bound, holds_text(row["holds"])]
@@ -49,7 +49,7 @@ def cells(row: dict[str, Any]) -> list[str]:
 
 
 def task_table(result: dict[str, Any]) -> Table:
-    """One task: every method's bytes and loss."""
+    """One task: each method's bytes and loss."""
     table = plain_table(heading(result), HEADINGS[0])
     for name in HEADINGS[1:]:
         table.add_column(name, justify="right", no_wrap=True)
@@ -81,7 +81,7 @@ def render(document: dict[str, Any]) -> RenderableType:
 
 
 def markdown(document: dict[str, Any]) -> str:
-    """The tables for a page of documentation, and where their numbers come from."""
+    """The tables for a documentation page, with the origin of their numbers."""
     parts = []
     for result in document["results"]:
         parts += [f"{heading(result)}:", "", markdown_table(HEADINGS, [cells(row) for row in result["methods"]]), ""]

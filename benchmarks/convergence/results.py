@@ -1,4 +1,4 @@
-"""From curves to the numbers we quote. Pure."""
+"""Turns curves into the numbers we quote. Pure."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ Run = dict[str, Any]
 
 
 def mean(values: Sequence[float]) -> float:
-    """Arithmetic."""
+    """The arithmetic mean."""
     return sum(values) / len(values)
 
 
 def final_loss(run: Run) -> float:
-    """Of the last evaluation."""
+    """The loss at the last evaluation."""
     loss: float = run["curve"][-1][1]
     return loss
 
 
 def first_error(runs: Sequence[Run]) -> str | None:
-    """What ended a run of a method, or made its loss no number."""
+    """The first error among a method's runs, a non-finite loss included."""
     for run in runs:
         if "error" in run:
             error: str = run["error"]
@@ -34,7 +34,7 @@ def first_error(runs: Sequence[Run]) -> str | None:
 
 
 def mean_curve(runs: Sequence[Run], units_per_step: int) -> list[dict[str, float | None]]:
-    """Units seen, bytes sent by a rank and held-out loss, averaged over seeds."""
+    """Units seen, bytes sent per rank and held-out loss, averaged over seeds."""
     points = []
     for same in zip(*(run["curve"] for run in runs), strict=True):
         known = [point[2] for point in same if point[2] is not None]
@@ -55,7 +55,7 @@ def ratio_to(reference: Sequence[Run], runs: Sequence[Run]) -> dict[str, float]:
 
 
 def method_row(raw: dict[str, Any], method: str, what: str) -> dict[str, Any]:
-    """One method's line. `holds`: the mean ratio stays within the bound; None where nothing is claimed or known."""
+    """One method's row. `holds`: whether the mean ratio stays within the bound; None without a bound or a ratio."""
     runs, reference = raw["runs"][method], raw["runs"][REFERENCE]
     bound = bound_of(method)
     row: dict[str, Any] = {"name": method, "what": what, "bound": bound.at_most, "reason": bound.reason}
@@ -77,7 +77,7 @@ def method_row(raw: dict[str, Any], method: str, what: str) -> dict[str, Any]:
 
 
 def task_result(raw: dict[str, Any], whats: dict[str, str]) -> dict[str, Any]:
-    """One task: a row for each method that ran; `whats` says what each is."""
+    """One task: a row for each method that ran; `whats` describes each."""
     return {
         "case": "convergence",
         **{key: value for key, value in raw.items() if key != "runs"},

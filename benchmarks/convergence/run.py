@@ -1,4 +1,4 @@
-"""The course of one run: the launch, and the document that tables, JSON and plots are made from."""
+"""Runs the benchmark: launches it and builds the document behind tables, JSON and plots."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each rank runs: every method's training in turn, on the same data from the same weights."""
+"""The worker of each rank: trains with every method in turn, on the same data from the same weights."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Course:
         self.done = 0
 
     def result(self) -> dict[str, Any]:
-        """The task, and each method's runs, one a seed; the same on every rank but for the bytes sent."""
+        """The task and each method's runs, one per seed; the same on every rank except for the bytes sent."""
         runs: dict[str, list[dict[str, Any]]] = {method: [] for method in self.job.methods}
         for seed in range(self.job.seeds):
             for method in self.job.methods:

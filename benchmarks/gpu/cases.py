@@ -1,4 +1,4 @@
-"""What is measured on a GPU: the cases and the settings of one launch. Imports no torch."""
+"""The GPU benchmark's cases and the settings of one launch. Imports no torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torchddp.bench.cases import Case, Job
 
-# The cost of ours over that of torch's best, at most.
+# Upper bounds on our cost over the cost of torch's best.
 GOALS = {"small": 0.3, "resnet50": 0.5, "gpt2": 0.5}
 MODELS_CASE = Case(
     name="gpu",
@@ -16,23 +16,23 @@ MODELS_CASE = Case(
     default_world_size=1,
     unit="ms",
 )
-# The cases of single rows: what one thing takes, beside another way of doing it.
+# The cases of single rows: one operation, done in different ways.
 PACK_CASE, SCALE_CASE, HOST_CASE = "gpu_pack", "gpu_scale", "gpu_host"
 OPTIONS_CASE, MEMORY_CASE, LEAVE_CASE = "gpu_options", "gpu_memory", "gpu_leave"
-# Of the bandwidth of a plain copy on the same device in the same run, at least.
+# Lower bound, as a fraction of a plain copy's bandwidth on the same device in the same run.
 PACK_GOAL = 0.9
 KIB, MIB = 1024, 1024 * 1024
 
 
 @dataclass(frozen=True)
 class Way:
-    """How a model is trained, where that is not as usual."""
+    """How a model is trained, where that differs from the usual way."""
 
     name: str
-    # Of every class.
+    # For all classes.
     options: tuple[tuple[str, object], ...] = ()
     set_to_none: bool = True
-    # Models in the process, one after the other in each step.
+    # Models in the process; each step runs them one after another.
     models: int = 1
 
 
@@ -49,8 +49,8 @@ class GpuJob(Job):
     """One launch on one kind of device. Picklable."""
 
     device: str = "cuda"
-    # Small models in place of the real ones.
+    # Small models instead of the real ones.
     quick: bool = False
-    # Tokens of a sequence of gpt2.
+    # Tokens per sequence of gpt2.
     sequence: int = 1024
     way: Way = USUAL

@@ -24,7 +24,7 @@ SEQUENCE_LIMITS = (16, 8192)
 
 HELP = """Time DistributedDataParallel on a GPU against torch's class.
 
-All variants step in turn in one process group, from an idle device: quote the ratios of one run, with their spread.
+All variants step in turn in one process group, from an idle device. Quote ratios from one run, with their spread.
 
 \b
 Examples:
@@ -35,18 +35,18 @@ Examples:
   python -m benchmarks.gpu --part rows
       all but the models: packing, scaling, options, memory, leaving
   python -m benchmarks.gpu --world-size 2 --backend gloo
-      two ranks that share the GPU: kernel counts, not speed
+      two ranks sharing the GPU: kernel counts, not speed
   python -m benchmarks.gpu --json result.json --out benchmarks/results
       keep the numbers, and plots
   python -m benchmarks.gpu --device cpu --backend gloo --quick
-      the whole program without a GPU, to see that it works
+      the whole program without a GPU, to check that it works
 """
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
 
 def choose(what: str, asked: Sequence[str], allowed: Sequence[str]) -> tuple[str, ...]:
-    """What was asked for, each once, or everything; an unknown name is an `ArgumentError`."""
+    """The requested names without duplicates, or all; raises `ArgumentError` for an unknown name."""
     for name in asked:
         if name not in allowed:
             raise ArgumentError(f"There is no {what} '{name}'; choose from {', '.join(allowed)}.")
@@ -68,16 +68,16 @@ def benchmark(
     ] = None,
     seconds: Annotated[
         float | None,
-        typer.Option(help="Budget of the whole run; every table has some rounds. [default: 240, with --quick 4]"),
+        typer.Option(help="Time budget of the whole run; every table gets some rounds. [default: 240, with --quick 4]"),
     ] = None,
-    world_size: Annotated[int, typer.Option(help="Number of ranks; more than GPUs only over gloo.")] = 1,
+    world_size: Annotated[int, typer.Option(help="Number of ranks; more ranks than GPUs need gloo.")] = 1,
     backend: Annotated[str, typer.Option(help="nccl or gloo.")] = "nccl",
     device: Annotated[str, typer.Option(help="cuda or cpu (a dry run).")] = "cuda",
     caps: Annotated[
         str | None, typer.Option(help="bucket_cap_mb values of the tuned rows. [default: 1,25,100, with --quick 25]")
     ] = None,
-    sequence: Annotated[int, typer.Option(help="Tokens of a sequence of gpt2.")] = 1024,
-    quick: Annotated[bool, typer.Option("--quick", help="Small models, soon done: not to be quoted.")] = False,
+    sequence: Annotated[int, typer.Option(help="Tokens per sequence of gpt2.")] = 1024,
+    quick: Annotated[bool, typer.Option("--quick", help="Small models, few rounds; not for quoting.")] = False,
     seed: Annotated[int, typer.Option(help="Seed of weights, data and the order of the steps.")] = 0,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write everything to this file.")] = None,
     out: Annotated[
@@ -123,5 +123,5 @@ def benchmark(
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command; the exit code."""
+    """Run the command and return its exit code."""
     return run_app(app, "python -m benchmarks.gpu", arguments)

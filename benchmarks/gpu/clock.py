@@ -9,7 +9,7 @@ import torch
 
 
 class Clock:
-    """Two times of one piece of work: until it was done, and until the host had nothing more to do for it."""
+    """Measures two times of one piece of work: until it was done, and until the host was free again."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -17,7 +17,7 @@ class Clock:
             self._begin, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
 
     def wait(self) -> None:
-        """Until the device is idle."""
+        """Waits until the device is idle."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
@@ -31,7 +31,7 @@ class Clock:
         host_ms = (time.perf_counter_ns() - start_ns) / 1e6
         if self._device.type != "cuda":
             return host_ms, host_ms
-        # Work on other streams has been waited for by the current one, or it was not part of the step.
+        # The current stream has waited for work on other streams, or that work was not part of the step.
         self._end.record()
         self._end.synchronize()
         return self._begin.elapsed_time(self._end), host_ms

@@ -1,4 +1,4 @@
-"""Ways of doing the same thing, timed side by side: what all rows of kernels and host times have in common."""
+"""Times alternatives side by side; shared by all rows of kernel and host times."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from torchddp.bench.timing import enough, no_collections
 from torchddp.harness.launch import Report
 
 Work = Callable[[], object]
-# Calls under one profiler.
+# Calls per profiler session.
 TRACED_CALLS = 10
 
 
 def host_us(works: Sequence[Work], device: torch.device, seconds: float, seed: int, calls: int) -> np.ndarray:
-    """[work, round] of the host's time for one call: the mean of `calls` in a row, from an idle device."""
+    """Host time per call, [work, round]: the mean of `calls` in a row, from an idle device."""
     clock, shuffler, order = Clock(device), random.Random(seed), list(range(len(works)))
 
     def repeated(work: Work) -> None:
@@ -47,7 +47,7 @@ def host_us(works: Sequence[Work], device: torch.device, seconds: float, seed: i
 def for_each_size(
     sizes: Sequence[int], report: Report, time_size: Callable[[int], dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """A table for each size."""
+    """One table per size."""
     tables = []
     for done, size in enumerate(sizes):
         report(done, len(sizes))
@@ -56,7 +56,7 @@ def for_each_size(
 
 
 def device_us(work: Work, device: torch.device, counts: Callable[[trace.DeviceEvent], bool]) -> np.ndarray:
-    """[call] of the time for which the device worked at what counts. On the CPU, of each whole call."""
+    """Device time per call spent on the events that `counts` selects. On a CPU, the time of each whole call."""
     for _ in range(3):
         work()
     if device.type != "cuda":
@@ -67,18 +67,18 @@ def device_us(work: Work, device: torch.device, counts: Callable[[trace.DeviceEv
 
 
 def timed_what(device: torch.device) -> str:
-    """What `device_us` times, for a title."""
+    """The quantity that `device_us` measures, for a title."""
     return "time of the kernels" if device.type == "cuda" else "time of a whole step"
 
 
 def split_by_call(durations_us: Sequence[float], calls: int) -> np.ndarray:
-    """[call] of the sums, where each call made equally many events, or none. RuntimeError if it did not."""
+    """The sum of durations per call. RuntimeError unless each call can have made equally many events."""
     if len(durations_us) % calls:
-        raise RuntimeError(f"the profiler saw {len(durations_us)} events that count in {calls} equal calls")
+        raise RuntimeError(f"the profiler saw {len(durations_us)} matching events in {calls} equal calls")
     sums: np.ndarray = np.reshape(durations_us, (calls, -1)).sum(axis=1)
     return sums
 
 
 def duel(case: str, title: str, times_us: Mapping[str, np.ndarray], **about: Any) -> dict[str, Any]:
-    """What `results.duel_result` makes a table of. The first way is the one that the others are held to."""
+    """The input of `results.duel_result`. The first alternative is the baseline."""
     return {"kind": "duel", "case": case, "title": title, "times_us": dict(times_us), **about}

@@ -1,4 +1,4 @@
-"""A model whose gradients are what it is given, so that a step is packing and reducing and nothing else."""
+"""A model with preset gradients, so that a step does nothing but packing and reducing."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class _Give(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
-        # Nobody else's, so that autograd keeps it as .grad without a copy.
+        # No other reference to it exists, so autograd keeps it as .grad without a copy.
         return ctx.gradient.clone(), None
 
 
 class Given(nn.Module):
-    """As many parameters as it is given gradients."""
+    """A model with one parameter per given gradient."""
 
     def __init__(self, gradients: Sequence[Tensor]) -> None:
         super().__init__()
@@ -41,9 +41,9 @@ class Given(nn.Module):
 
 
 class GivenStep:
-    """Backward of such a model in one bucket; averages are this rank's gradients over the divisor.
+    """A backward pass of such a model in one bucket; averages are this rank's gradients over the divisor.
 
-    The gradients are packed, or, with ``adopts``, reduced where they lie: over NCCL, or on the CPU over the process
+    The gradients are packed, or, with ``adopts``, reduced in place: over NCCL, or on the CPU over the process
     group. RuntimeError if they are not.
     """
 
@@ -56,7 +56,7 @@ class GivenStep:
             self.model = DistributedDataParallel(
                 Given(gradients),
                 bucket_cap_mb_list=[LARGER_THAN_ALL_MIB],
-                gradient_as_bucket_view=None if adopts else True,  # views of a bucket lie in it
+                gradient_as_bucket_view=None if adopts else True,  # views would lie in the bucket
                 transport=transport,
             )
         if adopts:
@@ -69,7 +69,7 @@ class GivenStep:
         self.model().backward()
 
     def check(self, world_size: int) -> None:
-        """RuntimeError unless every gradient is what it must be."""
+        """Raises RuntimeError unless every gradient is correct."""
         self()
         for index, (weight, given) in enumerate(
             zip(self.model.module.weights, self.model.module.gradients, strict=True)
@@ -91,5 +91,5 @@ class GivenStep:
         if reducer.bucket_memory_bytes >= min(gradient.nbytes for gradient in gradients):
             raise RuntimeError(
                 f"a bucket over {reducer.transport_name} has {reducer.bucket_memory_bytes} bytes of memory: gradients "
-                "are packed into it, and not reduced where they lie"
+                "are packed into it, not reduced in place"
             )

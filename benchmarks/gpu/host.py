@@ -1,4 +1,4 @@
-"""The host's time for a collective: through our transport, and through torch's process group."""
+"""Host time of a collective, through our transport and through torch's process group."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ CALLS = 50
 
 
 def time_host(job: GpuJob, device: torch.device, report: Report) -> list[dict[str, Any]]:
-    """One table: an all-reduce started and waited for on the current stream."""
+    """One table: an all-reduce, started and awaited on the current stream."""
     report(0, 1)
-    # Ours is the transport that a model on this device gets.
+    # The transport that a model on this device gets.
     model = DistributedDataParallel(torch.nn.Linear(8, 8).to(device))
     transport = model.reducer.transport
     ours = transport.allocate(BYTES // 4, torch.zeros(1, device=device)).zero_()

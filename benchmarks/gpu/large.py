@@ -1,4 +1,4 @@
-"""Which gradients count as large, and where they are reduced where they lie, for models that are made meanwhile."""
+"""Context managers that change which gradients are reduced in place, for models constructed within."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torchddp.ddp.options import DDPOptions
 
 @contextlib.contextmanager
 def large_from(limit_bytes: int) -> Iterator[None]:
-    """Gradients of so many bytes are reduced where autograd made them, over NCCL; 0: none are."""
+    """Gradients of at least `limit_bytes` are reduced where autograd made them, over NCCL; 0: none are."""
 
     def adopt_bytes(options: DDPOptions) -> int:
         return limit_bytes if options.adopt_large_gradients and not options.gradient_as_bucket_view else 0
@@ -25,5 +25,5 @@ def large_from(limit_bytes: int) -> Iterator[None]:
 
 
 def packed_whole() -> AbstractContextManager[Any]:
-    """Buckets are packed when they are complete on the CPU too, as on a device; without that nothing is left apart."""
+    """Packs buckets only when they are complete, on the CPU as on a device; otherwise no gradient could be adopted."""
     return mock.patch.object(_C, "Reducer", functools.partial(_C.Reducer, pack_whole_buckets=True))

@@ -1,4 +1,4 @@
-"""How long it takes to leave: the process group, and the process; and to load data in forked processes before that."""
+"""Times the end of a program: loading data in forked processes, leaving the process group, ending the process."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from torchddp.harness.variants import TORCH_DDP, TORCHDDP
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 CLASSES = {"torch": TORCH_DDP, "torchddp": TORCHDDP}
-# Of a program that takes seconds. One that hangs is killed and is an error.
+# For a program that takes seconds. One that hangs is killed and counts as an error.
 LIMIT_S = 60.0
 MAX_ROUNDS = 5
 WHAT = ("loading_ms", "leaving_ms", "ending_ms")
 
 
 def time_leaving(device: str, backend: str, seconds: float, update: Callable[[float, float], None]) -> dict[str, Any]:
-    """[class][what][round] in ms, a program each, one after the other. LaunchError if one fails or does not end."""
+    """[class][what][round] in ms, one program per round. LaunchError if one fails or does not end."""
     times_ms: dict[str, dict[str, list[float]]] = {name: {what: [] for what in WHAT} for name in CLASSES}
     start_s = time.monotonic()
     for round_ in range(MAX_ROUNDS):
@@ -42,10 +42,10 @@ def _run(name: str, class_path: str, device: str, backend: str) -> dict[str, flo
         done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, timeout=LIMIT_S)
     except subprocess.TimeoutExpired as error:
         said = "had trained, loaded and left the group" if error.stdout else "had not left the group"
-        raise LaunchError(f"a program with {name}'s class did not end within {LIMIT_S:g} s: it {said}") from error
+        raise LaunchError(f"a program using {name}'s class did not end within {LIMIT_S:g} s: it {said}") from error
     ended_s = time.monotonic()
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        raise LaunchError(f"a program with {name}'s class ended with exit code {done.returncode}: {last}")
+        raise LaunchError(f"a program using {name}'s class ended with exit code {done.returncode}: {last}")
     said = json.loads(done.stdout.splitlines()[-1])
     return {**{what: said[what] for what in WHAT[:2]}, "ending_ms": (ended_s - said["ended_s"]) * 1000}

@@ -1,7 +1,7 @@
 """A program that trains a wrapped model, loads data in forked processes while the model is alive, and ends.
 
 `python -m benchmarks.gpu.leaver CLASS DEVICE BACKEND` prints one line of JSON: the ms that loading and leaving the
-group took, and when nothing was left to do but to end the process.
+group took, and the time at which only ending the process was left.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which GPU, driver and libraries the numbers were made with. Asked by a rank, which has the device open anyway."""
+"""Describes the GPU, driver and libraries. Called by a rank, which has the device open anyway."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def first_line(text: str) -> str | None:
-    """The first line that says something."""
+    """The first non-empty line."""
     return next((line.strip() for line in text.splitlines() if line.strip()), None)
 
 
@@ -23,7 +23,7 @@ def _driver_version() -> str | None:
 
 
 def describe_gpu(device: torch.device) -> dict[str, Any] | None:
-    """None where the work runs on the CPU."""
+    """The GPU's properties; None on a CPU."""
     if device.type != "cuda":
         return None
     properties = torch.cuda.get_device_properties(device)
@@ -41,5 +41,5 @@ def describe_gpu(device: torch.device) -> dict[str, Any] | None:
 
 
 def l2_bytes(device: torch.device) -> int:
-    """The size of the device's last cache; 0 on a CPU, where nothing is measured that would depend on it."""
+    """The size of the device's last-level cache; 0 on a CPU, where no measurement depends on it."""
     return int(torch.cuda.get_device_properties(device).L2_cache_size) if device.type == "cuda" else 0

@@ -55,12 +55,12 @@ class GpuRunner:
 
     @property
     def transport(self) -> str | None:
-        """What moves the buckets, where the wrapper says so."""
+        """The transport's name, if the wrapper reports one."""
         return getattr(getattr(self.modules[0], "reducer", None), "transport_name", None)
 
 
 def pick_device(job: GpuJob, rank: int) -> torch.device:
-    """Ranks go around the GPUs there are: with more ranks than GPUs, several share one."""
+    """Assigns ranks to GPUs round-robin; with more ranks than GPUs, several share one."""
     if job.device == "cpu":
         return torch.device("cpu")
     device = torch.device("cuda", rank % torch.cuda.device_count())
@@ -91,7 +91,7 @@ def build_runners(job: GpuJob, name: str, device: torch.device) -> list[GpuRunne
 
 
 def count_work(runner: GpuRunner, batch: Tensor) -> trace.Counts:
-    """What a step of this variant gives to the device."""
+    """Counts the work that a step of this variant gives to the device."""
 
     def steps() -> None:
         for _ in range(TRACED_STEPS):
@@ -101,12 +101,12 @@ def count_work(runner: GpuRunner, batch: Tensor) -> trace.Counts:
 
 
 def time_model(job: GpuJob, name: str, rank: int, device: torch.device, report: Report) -> dict[str, Any]:
-    """Step times of all variants, interleaved, their gradients equal before and after, and their kernels per step."""
+    """Interleaved step times of all variants and their kernels per step; checks gradients before and after timing."""
     runners = build_runners(job, name, device)
     batch, other_batch = (make_batch(job, name, rank, index).to(device) for index in (0, 1))
     warm_up(runners, batch, job)
     tolerance = MODELS[name].tolerance
-    # Another batch than the warm-up's, so that a gradient left over from there is seen.
+    # Not the warm-up's batch, so that a stale gradient is noticed.
     check_gradients(job, name, runners, other_batch, tolerance)
     times_ms = timed_rounds(runners, batch, job, report)  # [clock, variant, round]
     check_gradients(job, name, runners, other_batch, tolerance)

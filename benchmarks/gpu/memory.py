@@ -1,4 +1,4 @@
-"""The memory of a training step: as the driver counts it, and as torch's allocator does. One variant in a process."""
+"""Memory of a training step, by the driver's count and by torch's allocator. One variant per process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torchddp.harness.launch import Report
 
 
 def measure_memory(job: GpuJob, rank: int, device: torch.device, report: Report) -> list[dict[str, Any]]:
-    """Bytes after some steps. The driver's are the whole device's, so that this must be the only program on it."""
+    """Bytes after some steps. The driver counts the whole device, so no other program may use it."""
     (name,) = job.models
     (runner,) = build_runners(job, name, device)
     batch = make_batch(job, name, rank, 0).to(device)

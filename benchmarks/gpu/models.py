@@ -13,7 +13,7 @@ from torchddp.harness.networks import GPT2_VOCABULARY, SMALL_NUMEL, Gpt, ManySma
 
 IMAGE_BATCH, IMAGE_SIDE = 64, 224
 TEXT_BATCH = 8
-# Two runs of the same step may add in another order. Under autocast a sum has three digits.
+# Two runs of the same step may sum in different orders. Under autocast a sum has three digits.
 FULL_PRECISION_TOLERANCE, AUTOCAST_TOLERANCE = 1e-4, 5e-2
 
 
@@ -36,7 +36,7 @@ def _gpt2(job: GpuJob) -> nn.Module:
 
 def _tokens(job: GpuJob, generator: torch.Generator) -> Tensor:
     batch, vocabulary = (2, 256) if job.quick else (TEXT_BATCH, GPT2_VOCABULARY)
-    # One more than the model sees: each token but the first is a target.
+    # One more token than the model sees: each token but the first is a target.
     return torch.randint(0, vocabulary, (batch, job.sequence + 1), generator=generator)
 
 
@@ -51,7 +51,7 @@ class GpuModel:
 
     @property
     def tolerance(self) -> float:
-        """How far gradients of two runs may be apart, relative to the largest element."""
+        """How much gradients of two runs may differ, relative to the largest element."""
         return AUTOCAST_TOLERANCE if self.autocast else FULL_PRECISION_TOLERANCE
 
 

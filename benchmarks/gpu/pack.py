@@ -1,4 +1,4 @@
-"""How fast a bucket is packed, against a plain copy of as many bytes on the same device."""
+"""Speed of packing a bucket, against a plain copy of as many bytes on the same device."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from benchmarks.gpu.trace import DeviceEvent
 from torchddp.ddp import model
 from torchddp.harness.launch import Report
 
-# Gradients as a net has them: a few large ones, many small ones, each a multiple of 128 bytes.
+# Typical gradient sizes: a few large, many small, each a multiple of 128 bytes.
 NUMELS = (768, 768, 147456, 384, 64, 36864, 192, 32, 589824)
-# More than the last cache of a Hopper chip holds, so that memory is what is measured.
+# More than the last-level cache of a Hopper chip, so that memory bandwidth is measured.
 BYTES, QUICK_BYTES = (64 * MIB, 256 * MIB), (1 * MIB,)
 
 
 def numels_of(total: int, extra: int = 0) -> list[int]:
-    """Sizes of gradients that make up about `total` elements, each with so many more: 1 shifts all unaligned slots."""
+    """Gradient sizes that add up to about `total` elements, each plus `extra`: 1 misaligns all unaligned slots."""
     sizes: list[int] = []
     while sum(sizes) < total:
         sizes.append(min(NUMELS[len(sizes) % len(NUMELS)], total - sum(sizes)) + extra)
@@ -32,18 +32,18 @@ def numels_of(total: int, extra: int = 0) -> list[int]:
 
 
 def random_gradients(numels: Sequence[int], device: torch.device, seed: int) -> list[Tensor]:
-    """Random values: equal ones would hide what is written to the wrong place."""
+    """Random values: equal ones would hide a write to the wrong place."""
     generator = torch.Generator(device).manual_seed(seed)
     return [torch.randn(numel, generator=generator, device=device) for numel in numels]
 
 
 def is_pack(event: DeviceEvent) -> bool:
-    """Whether this is our kernel that packs."""
+    """Whether this is our packing kernel."""
     return event.kind == "kernel" and "pack_kernel" in event.name
 
 
 def time_pack(job: GpuJob, device: torch.device, report: Report) -> list[dict[str, Any]]:
-    """A table for each size of the bucket."""
+    """One table per bucket size."""
     sizes = QUICK_BYTES if job.quick else BYTES
     return for_each_size(sizes, report, lambda size: _time_size(job, size, device))
 
@@ -55,12 +55,12 @@ def _copy_us(elements: int, device: torch.device) -> np.ndarray:
 
 
 def packing_step(gradients: Sequence[Tensor], divisor: int) -> GivenStep:
-    """Over the process group, for there the bucket is torch's memory, as that of a plain copy is."""
+    """A step over the process group, where the bucket is torch's memory, like that of a plain copy."""
     return GivenStep(gradients, divisor=divisor, transport="c10d")
 
 
 def unaligned_step(gradients: Sequence[Tensor], divisor: int) -> GivenStep:
-    """As if gradients on a GPU were not aligned in their bucket. RuntimeError if they are all the same."""
+    """A step whose gradients are not aligned in their bucket. RuntimeError if all are aligned anyway."""
     with mock.patch.object(model, "SLOT_ALIGNMENT_BYTES", 1):
         step = packing_step(gradients, divisor)
     if not any(offset % model.SLOT_ALIGNMENT_BYTES for offset in step.offsets_bytes()):
@@ -72,7 +72,7 @@ def _pack_us(step: GivenStep, world_size: int, device: torch.device) -> np.ndarr
     step.check(world_size)
     times_us = device_us(step, device, is_pack)
     if not times_us.all():
-        raise RuntimeError("the profiler saw none of our kernels that pack")
+        raise RuntimeError("the profiler saw none of our packing kernels")
     return times_us
 
 

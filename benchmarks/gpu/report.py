@@ -1,4 +1,4 @@
-"""The tables a person reads. Built from one run's document only, so a table never holds numbers of two machines."""
+"""The printed tables. Built from one run's document only, so a table never mixes numbers from two machines."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torchddp.harness.tables import number, plain_table, ratio_text, size_text
 
 
 def model_table(result: dict[str, Any]) -> Table:
-    """One model: every variant with its step, its cost, its kernels and its ratio to torch's best."""
+    """One model: each variant's step time, cost, kernels and ratio to torch's best."""
     title = f"{result['case']} · {size_text(result)}, {result['rounds']} rounds"
     table = plain_table(title, "variant", notes=lacking_notes(result["torch_lacks"]))
     for heading in ("step\nms", "host\nms", "cost\nms", "kernels\na step", "copies,\nfills"):
@@ -33,12 +33,12 @@ def model_table(result: dict[str, Any]) -> Table:
 
 
 def lacking_notes(options: Collection[str]) -> list[str]:
-    """What torch's best would have with a newer torch."""
+    """Notes on tuning options that this torch lacks."""
     return [f"This torch has no {', '.join(options)}: its best may be slower than a newer one's."] if options else []
 
 
 def rows_table(result: dict[str, Any]) -> Table:
-    """Single rows: what they are called, their numbers, and how fast they are beside the first."""
+    """Single rows: names, numbers, and speed relative to the first."""
     rows = result["rows"]
     headings = list(dict.fromkeys(heading for row in rows for heading in row["values"]))
     notes = [result["note"]] if result["note"] else []
@@ -60,14 +60,14 @@ def _cell(value: dict[str, float] | float) -> str:
 
 
 def _speed_text(speed: dict[str, Any] | None) -> Text:
-    """Here more is better, so no colours."""
+    """Higher is better here, so no colours."""
     found = ratio_text(speed, "1 (the first)")
     found.style = "dim" if speed is None else ""
     return found
 
 
 def least_text(goal: float, speed: dict[str, Any]) -> Text:
-    """Whether a speed reaches the goal, misses it, or is within the noise (the median's 95% interval holds it)."""
+    """Whether a speed meets the goal, misses it, or is too noisy to tell (its median's 95% interval contains it)."""
     low, high = speed["ci95_low"], speed["ci95_high"]
     if low is not None and low >= goal:
         return Text(f"{goal:g} met", style="green")
@@ -77,7 +77,7 @@ def least_text(goal: float, speed: dict[str, Any]) -> Text:
 
 
 def summary_table(results: Sequence[dict[str, Any]]) -> Table:
-    """Each goal in one line, met or missed. For numbers of a GPU only."""
+    """One line per goal, met or missed. Only for GPU numbers."""
     table = plain_table("Goals", "what")
     table.add_column("transport", no_wrap=True)
     table.add_column(Text("p50 [p25..p75]"), justify="right", no_wrap=True)
@@ -102,7 +102,7 @@ def summary_table(results: Sequence[dict[str, Any]]) -> Table:
 def _device_line(document: dict[str, Any]) -> Text:
     gpu = document["machine"].get("gpu")
     if gpu is None:
-        return Text("On the CPU: this shows that the program runs, and nothing about a GPU.", style="yellow")
+        return Text("On the CPU: this shows that the program runs, but says nothing about a GPU.", style="yellow")
     return Text(
         f"{gpu['name']} (compute capability {gpu['compute_capability']}), driver {gpu['driver']} · "
         f"CUDA {gpu['cuda']} · NCCL {gpu['nccl']}",
@@ -111,28 +111,26 @@ def _device_line(document: dict[str, Any]) -> Text:
 
 
 def footnotes(document: dict[str, Any]) -> Iterable[Text]:
-    """What a reader needs to judge the numbers."""
+    """Notes on how to read the numbers."""
     settings = document["settings"]
     yield _device_line(document)
     yield from origin(document)
     yield Text(
         "Medians, each step from an idle device. step: CUDA events; host: until backward() returned; cost: the step "
         "minus the local step near it; a ratio is per round. tuned: torch's fastest options (those that this torch "
-        "has) and the bucket_cap_mb named. Kernels as torch's profiler counts them.",
+        "has) and the given bucket_cap_mb. Kernels as counted by torch's profiler.",
         style="dim",
     )
     if settings["world_size"] == 1 and settings["backend"] == "nccl":
         yield Text(
             "With one rank NCCL moves nothing: the cost is that of packing and launching; large gradients, which are "
-            "reduced where they lie, cost next to nothing here.",
+            "reduced in place, cost next to nothing here.",
             style="dim",
         )
     if settings["world_size"] > 1:
-        yield Text(
-            "Ranks share what devices there are: this shows correctness and counts, not scaling.", style="yellow"
-        )
+        yield Text("Ranks share the available devices: this shows correctness and counts, not scaling.", style="yellow")
     if settings["quick"]:
-        yield Text("--quick: small models, few rounds. Do not quote it.", style="yellow")
+        yield Text("--quick: small models, few rounds. Do not quote these numbers.", style="yellow")
     for failure in document["failures"]:
         yield Text(f"{failure['stage']} failed: {failure['error']}", style="red")
 
@@ -143,7 +141,7 @@ def render_result(result: dict[str, Any]) -> Table:
 
 
 def render_end(document: dict[str, Any]) -> RenderableType:
-    """What comes after all tables; the goals last."""
+    """Everything below the tables; the goals come last."""
     parts: list[RenderableType] = list(footnotes(document))
     if document["machine"].get("gpu") is not None and document["results"]:
         parts += ["", summary_table(document["results"])]

@@ -1,4 +1,4 @@
-"""From raw times to the numbers we quote. Pure."""
+"""Turns raw times into the numbers we quote. Pure."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from torchddp.harness.variants import Variant
 def model_result(
     case: str, variants: Sequence[Variant], raw: dict[str, Any], world_size: int, torch_lacks: Sequence[str]
 ) -> dict[str, Any]:
-    """One model: steps, costs and ratios by the device's clock; the host's time; the device's work per step."""
+    """One model: steps, costs and ratios by device time; host time; device work per step."""
     result = timed_result(MODELS_CASE, variants, raw, world_size)
     result["case"] = case
-    # One rank a GPU: of those that share one no goal is set.
+    # Goals apply to one rank per GPU, not to ranks that share one.
     result["goal_ratio"] = GOALS[raw["model"]] if case == MODELS_CASE.name and world_size == 1 else None
     result["torch_lacks"] = list(torch_lacks)
     rows = zip(result["variants"], raw["host_ms"], raw["work"], raw["transports"], strict=True)
@@ -29,7 +29,7 @@ def model_result(
 
 
 def duel_result(raw: dict[str, Any]) -> dict[str, Any]:
-    """Ways of doing one thing: the time of each, and its speed beside the first one's; GB/s where bytes are moved."""
+    """The time of each alternative and its speed relative to the first; GB/s where bytes are moved."""
     first, *_ = raw["times_us"].values()
     rows = []
     for name, times_us in raw["times_us"].items():
@@ -42,7 +42,7 @@ def duel_result(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def memory_result(raws: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The variants of one model, that without DDP first: megabytes by each count, by the first also beyond no DDP."""
+    """One model's variants, no DDP first: megabytes by each count; by the first count, also the excess over no DDP."""
     first = next(iter(raws[0]["bytes"]))
     rows = []
     for raw in raws:

@@ -1,4 +1,4 @@
-"""The course of one run: launch after launch, each result kept and shown as soon as it is there."""
+"""Runs the launches in turn; keeps and shows each result as soon as it is available."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ from torchddp.harness.variants import TORCHDDP, ArgumentError, load_class
 
 MODELS_PART = "models"
 ROW_PARTS = ("pack", "scale", "host", "options", "memory", "leave")
-# Of a launch's share: starting, building, checking and counting kernels take the rest, warm-up a fifth of this.
+# Share of a launch spent on timing, a fifth of it warm-up; starting, building, checking and counting take the rest.
 TIMED_SHARE = 0.5
 QUICK_SEQUENCE = 64
-# The model whose memory is looked at, and the one that costs most beside its computation.
+# The model for the memory part, and the one whose cost is largest relative to its computation.
 LARGE_MODEL, SMALL_MODEL = "gpt2", "small"
 
 Document = dict[str, Any]
@@ -44,7 +44,7 @@ Document = dict[str, Any]
 
 @dataclass(frozen=True)
 class Settings:
-    """What the command line asked for, checked."""
+    """The validated command-line options."""
 
     parts: tuple[str, ...]
     models: tuple[str, ...]
@@ -60,19 +60,19 @@ class Settings:
 
 @dataclass(frozen=True)
 class Stage:
-    """What stands and falls together: one or several launches, and what becomes of what they say."""
+    """A unit that succeeds or fails as a whole: one or more launches, and the conversion of their results."""
 
     name: str
-    # With the seconds that it has, and who is told how far it is: raw results.
+    # Takes its seconds and the progress display; returns raw results.
     measure: Callable[[float, Display], list[dict[str, Any]]]
     results: Callable[[list[dict[str, Any]]], list[dict[str, Any]]]
 
 
 def check_device(device: str, backend: str) -> None:
-    """Refuse at once what the ranks would fail at."""
+    """Refuse early what the ranks would fail at."""
     if device == "cpu":
         if backend == "nccl":
-            raise ArgumentError("NCCL has no CPU tensors: use --backend gloo with --device cpu.")
+            raise ArgumentError("NCCL does not support CPU tensors: use --backend gloo with --device cpu.")
         return
     import torch
 
@@ -82,7 +82,7 @@ def check_device(device: str, backend: str) -> None:
 
 
 def make_job(settings: Settings, case: str, models: Sequence[str] = (), **about: Any) -> GpuJob:
-    """What the ranks need to know. The time comes with the launch."""
+    """The job description for the ranks. The launch sets the time."""
     return GpuJob(
         case=case,
         models=tuple(models),
@@ -125,7 +125,7 @@ def _leave_stage(settings: Settings) -> Stage:
 
 
 def stages(settings: Settings) -> Iterable[Stage]:
-    """In the order of what is worth most; each in processes of its own, so that none loses another's result."""
+    """The stages, most valuable first; each in its own processes, so that a failure loses no other result."""
     for part in settings.parts:
         match part:
             case "models":
@@ -141,7 +141,7 @@ def stages(settings: Settings) -> Iterable[Stage]:
                     about = {"variants": field_of(way), "way": way}
                     yield _model_stage(make_job(settings, OPTIONS_CASE, [SMALL_MODEL], **about))
             case "memory":
-                # Each variant alone: what one leaves in the device's memory must not count for the next.
+                # Each variant alone: memory that one leaves behind must not count for the next.
                 by_variant = [
                     make_job(settings, MEMORY_CASE, [LARGE_MODEL], variants=(variant,)) for variant in field_of(USUAL)
                 ]
@@ -151,9 +151,9 @@ def stages(settings: Settings) -> Iterable[Stage]:
 
 
 def run(settings: Settings, command: str, console: Console, keep: Callable[[Document], None]) -> Document:
-    """Run the stages and print their tables; the document, which `keep` gets after each of them.
+    """Run the stages, print their tables and return the document, which `keep` receives after each stage.
 
-    A stage that fails is a line of the document, and the next ones run all the same.
+    A failed stage is recorded in the document, and the next ones still run.
     """
     check_device(settings.device, settings.backend)
     load_class(TORCHDDP)

@@ -1,4 +1,4 @@
-"""A gradient reduced where it lies, scaled by NCCL (PreMulSum), against packed with the scale and then reduced."""
+"""A gradient scaled by NCCL (PreMulSum) and reduced in place, against one packed with the scale and then reduced."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ SCALE_DIVISOR = 2
 
 
 def counts(event: DeviceEvent) -> bool:
-    """What reducing a gradient takes; not the copy that made the gradient."""
+    """The work of reducing a gradient; not the copy that made the gradient."""
     return is_pack(event) or is_collective(event)
 
 
 def time_scale(job: GpuJob, device: torch.device, report: Report) -> list[dict[str, Any]]:
-    """A table for each size of the gradient."""
+    """One table per gradient size."""
     sizes = QUICK_BYTES if job.quick else BYTES
     return for_each_size(sizes, report, lambda size: _time_size(job, size, device))
 
@@ -44,11 +44,11 @@ def _time_size(job: GpuJob, size: int, device: torch.device) -> dict[str, Any]:
     over_nccl = dist.get_backend() == "nccl"
     if over_nccl or device.type == "cpu":
         times_us["torchddp, large gradients adopted"] = of_a_step(adopts=True)
-    note = "PreMulSum is NCCL's alone."
+    note = "Only NCCL has PreMulSum."
     if over_nccl:
         note = ""
         operation = dist._make_nccl_premul_sum(1 / divisor)
-        # The number it works on soon is 0, which takes as long.
+        # The values soon become 0, which takes just as long.
         times_us["PreMulSum where it lies"] = device_us(lambda: dist.all_reduce(gradient, op=operation), device, counts)
     title = f"one gradient of {size / MIB:g} MiB, times 1/{divisor}, {timed_what(device)}"
     return duel(SCALE_CASE, title, times_us, note=note)

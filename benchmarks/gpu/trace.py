@@ -1,6 +1,6 @@
-"""What a device did during a call, from torch's profiler: kernels, copies, fills, each with its stream and times.
+"""Device activity during a call, from torch's profiler: kernels, copies and fills, each with its stream and times.
 
-Read from the exported Chrome trace, whose fields are the same in every torch of our range.
+Read from the exported Chrome trace, whose fields are the same in every torch version that we support.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ KINDS = {"kernel": "kernel", "gpu_memcpy": "copy", "gpu_memset": "fill"}
 
 @dataclass(frozen=True)
 class DeviceEvent:
-    """One piece of work of the device."""
+    """One piece of work on the device."""
 
     kind: str  # kernel, copy or fill
     name: str
@@ -27,7 +27,7 @@ class DeviceEvent:
 
 
 def parse_trace(trace: dict[str, Any]) -> list[DeviceEvent]:
-    """The device's events of a Chrome trace, by start."""
+    """The device events of a Chrome trace, by start time."""
     events = [
         DeviceEvent(
             kind=KINDS[entry["cat"]],
@@ -43,7 +43,7 @@ def parse_trace(trace: dict[str, Any]) -> list[DeviceEvent]:
 
 
 def record(work: Callable[[], object]) -> list[DeviceEvent]:
-    """What the device does for `work`, waited for. Empty on a machine without one."""
+    """Runs `work`, waits for it and returns the device events. Empty without a device."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 
@@ -63,7 +63,7 @@ def record(work: Callable[[], object]) -> list[DeviceEvent]:
 
 @dataclass(frozen=True)
 class Counts:
-    """How much work of each kind a step gives to the device."""
+    """The amount of work of each kind that a step gives to the device."""
 
     kernels: float
     copies: float
@@ -71,37 +71,37 @@ class Counts:
 
 
 def count(events: Iterable[DeviceEvent], steps: int) -> Counts:
-    """Per step."""
+    """Counts events per step."""
     kinds = [event.kind for event in events]
     kernels, copies, fills = (kinds.count(kind) / steps for kind in KINDS.values())
     return Counts(kernels, copies, fills)
 
 
 def is_collective(event: DeviceEvent) -> bool:
-    """Whether this is a kernel of NCCL's, that for a group of one rank included."""
+    """Whether this is an NCCL kernel, including the one for single-rank groups."""
     return event.kind == "kernel" and any(part in event.name for part in ("nccl", "NCCL", "oneRankReduce"))
 
 
 def is_computation(event: DeviceEvent) -> bool:
-    """Whether this is a kernel of the model's: neither NCCL's, nor one of ours that packs for it."""
+    """Whether this is one of the model's kernels: neither NCCL's nor one of our packing kernels."""
     return event.kind == "kernel" and not is_collective(event) and "torchddp" not in event.name
 
 
 @dataclass(frozen=True)
 class Overlap:
-    """How the collectives of a step lie in its computation."""
+    """How the collectives of a step overlap with its computation."""
 
     collectives: int
-    # On streams on which nothing is computed.
+    # On streams without computation.
     on_their_own_stream: int
-    # Begun before the last kernel of the computation ended.
+    # Started before the last computation kernel ended.
     begun_before_the_end: int
     overlapped_us: float
     total_us: float
 
 
 def _covered_us(event: DeviceEvent, others: Sequence[DeviceEvent]) -> float:
-    """For how long of this event any of the others, ordered by start, was running."""
+    """The part of this event during which any of the others, ordered by start, was running."""
     covered, reached = 0.0, event.start_us
     for other in others:
         begin, end = max(other.start_us, reached), min(other.end_us, event.end_us)
@@ -112,7 +112,7 @@ def _covered_us(event: DeviceEvent, others: Sequence[DeviceEvent]) -> float:
 
 
 def overlap(events: Sequence[DeviceEvent]) -> Overlap:
-    """Of the collectives among these events with the computation among them."""
+    """The overlap of the collectives with the computation among these events."""
     collectives = [event for event in events if is_collective(event)]
     computation = [event for event in events if is_computation(event)]
     last_end_us = max((event.end_us for event in computation), default=float("-inf"))

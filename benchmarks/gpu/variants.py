@@ -1,4 +1,4 @@
-"""The field on a GPU: as on a CPU, without the options that a class does not know."""
+"""The variants on a GPU: as on a CPU, without options that a class does not know."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from torchddp.harness.variants import (
 
 
 def parameters_of(class_path: str) -> Collection[str]:
-    """What the constructor of the class at this path takes."""
+    """The parameters of this class's constructor."""
     return inspect.signature(load_class(class_path)).parameters
 
 
 def known_options(variant: Variant, parameters: Collection[str]) -> Variant:
-    """The variant without options that are none of the constructor's parameters."""
+    """The variant without the options that the constructor does not accept."""
     kept = tuple((name, value) for name, value in variant.options if name in parameters)
     return dataclasses.replace(variant, options=kept)
 
 
 def torch_lacks() -> list[str]:
-    """Options of the tuned rows that this torch does not have."""
+    """The tuned rows' options that this torch lacks."""
     return [name for name in TUNED_OPTIONS if name not in parameters_of(TORCH_DDP)]
 
 
 def make_field(ours: str, caps_mb: Sequence[float]) -> tuple[Variant, ...]:
     """No DDP, torch default and tuned at each cap, ours by default and with torch's tuned options at the same caps.
 
-    A torch that has no `batched_grad_copy` yet is tuned with what it has.
+    A torch without `batched_grad_copy` is tuned with the options that it has.
     """
     field = []
     for variant in make_variants(ours, (), caps_mb):
@@ -46,16 +46,16 @@ def make_field(ours: str, caps_mb: Sequence[float]) -> tuple[Variant, ...]:
             variant = known_options(variant, parameters_of(variant.class_path))
         field.append(variant)
     if ours == TORCHDDP:
-        # What our default costs beyond the promise that the graph never changes, which torch's tuned rows make.
+        # Shows what our default costs over static_graph, which torch's tuned rows use.
         field.append(Variant("torchddp static_graph", Role.OURS, ours, (("static_graph", True),)))
         field.append(Variant("torchddp all packed", Role.OURS, ours, (("adopt_large_gradients", False),)))
     return tuple(field)
 
 
 def field_of(way: Way) -> tuple[Variant, ...]:
-    """No DDP, torch's class tuned as far as this way of training lets it, and ours by default."""
+    """No DDP, torch's class tuned as far as this way of training allows, and ours by default."""
     tuned = tuple(TUNED_OPTIONS.items()) + way.options
-    if dict(way.options).get("find_unused_parameters"):  # which a static graph makes needless
+    if dict(way.options).get("find_unused_parameters"):  # static_graph makes it unnecessary
         tuned = tuple(option for option in tuned if option[0] != "static_graph")
     torch_tuned = known_options(Variant("torch tuned", Role.TORCH, TORCH_DDP, tuned), parameters_of(TORCH_DDP))
     return LOCAL, torch_tuned, Variant("torchddp default", Role.OURS, TORCHDDP, way.options)

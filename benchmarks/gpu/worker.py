@@ -1,4 +1,4 @@
-"""What each rank of a launch runs."""
+"""The worker of each rank of a launch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torchddp.harness.launch import Reporter
 
 
 def measure(job: Job, rank: int, channel: Connection) -> list[dict[str, Any]]:
-    """The machine, then what there is to know of the case, each under its kind."""
+    """The machine, then the results of the case, each under its kind."""
     from benchmarks.gpu.host import time_host
     from benchmarks.gpu.machine import describe_gpu
     from benchmarks.gpu.measure import pick_device, time_model

@@ -1,1 +1,1 @@
-"""`python -m benchmarks.host_model`: what an all-reduce moves between the ranks of a host, by formulas."""
+"""`python -m benchmarks.host_model`: formulas for the data that an all-reduce moves between the ranks of a host."""

@@ -17,9 +17,9 @@ from torchddp.harness.command import make_console, output_option, run_app
 from torchddp.harness.machine import new_document
 from torchddp.harness.variants import ArgumentError
 
-HELP = """What an all-reduce moves between the ranks of a host: cache lines, and bytes, also between nodes of memory.
+HELP = """Data that an all-reduce moves between ranks of a host: cache lines and bytes, in total and between NUMA nodes.
 
-By formulas, for the scheme in which everybody reads everybody's data and for that of groups and nodes. Nothing is
+Formulas for two schemes: every rank reads every other rank's data, or ranks work in groups and nodes. Nothing is
 measured.
 
 \b
@@ -29,7 +29,7 @@ Examples:
   python -m benchmarks.host_model --ranks 96 --nodes 4 --bytes 1024
   TORCHDDP_COUNTS_FILE=counts.jsonl build/cpp-tests/torchddp_cpp_tests shm_a_
   python -m benchmarks.host_model --counts counts.jsonl
-      beside what the C++ tests have counted in the real thing
+      compared with counts from the C++ tests
   python -m benchmarks.host_model --plot host_model.png
 """
 DEFAULT_RANKS, DEFAULT_NODES = (2, 4, 8, 16, 32, 64, 128), (1, 2)
@@ -40,23 +40,23 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
 
 def read_counts(path: Path) -> list[dict[str, Any]]:
-    """The rows that the C++ tests have written, one a line."""
+    """The rows that the C++ tests have written, one per line."""
     try:
         return compare([json.loads(line) for line in path.read_text().splitlines()])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        wanted = "objects with ranks, nodes, message_bytes, lines, far_lines, bytes and far_bytes, one a line"
+        wanted = "objects with ranks, nodes, message_bytes, lines, far_lines, bytes and far_bytes, one per line"
         raise ArgumentError(f"--counts wants {wanted}; in '{path}': {type(error).__name__} {error}.") from None
 
 
 @app.command(help=HELP)
 def model(
     context: typer.Context,
-    ranks: Annotated[list[int] | None, typer.Option(help="How many ranks the host has; repeatable.")] = None,
-    nodes: Annotated[list[int] | None, typer.Option(help="On how many nodes of memory; repeatable.")] = None,
-    sizes: Annotated[list[int] | None, typer.Option("--bytes", help="Of the all-reduce; repeatable.")] = None,
+    ranks: Annotated[list[int] | None, typer.Option(help="Ranks on the host; repeatable.")] = None,
+    nodes: Annotated[list[int] | None, typer.Option(help="NUMA nodes; repeatable.")] = None,
+    sizes: Annotated[list[int] | None, typer.Option("--bytes", help="Size of the all-reduce; repeatable.")] = None,
     counts: Annotated[Path | None, typer.Option(help="Compare with the counts in this file.")] = None,
     json_path: Annotated[Path | None, output_option("Write everything to this file.", "--json")] = None,
-    plot: Annotated[Path | None, output_option("Draw what moves over the number of ranks.", "--plot")] = None,
+    plot: Annotated[Path | None, output_option("Plot the moved data against the number of ranks.", "--plot")] = None,
 ) -> None:
     for option, values, least, most in (
         ("--ranks", ranks, 2, MAX_RANKS),
@@ -83,5 +83,5 @@ def model(
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command; the exit code."""
+    """Run the command and return its exit code."""
     return run_app(app, "python -m benchmarks.host_model", arguments)

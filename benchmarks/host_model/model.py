@@ -1,29 +1,29 @@
-"""What an all-reduce of fp32 moves between the processors of one host, as closed formulas. Pure.
+"""Closed formulas for the data that an fp32 all-reduce moves between the processors of one host. Pure.
 
-A line moves when a rank reads a cache line that another rank has written since it last looked. W ranks run on nodes of
-memory, consecutive ranks on the same one. P is how many pairs of different ranks there are, in both orders: W (W - 1);
-across the link go the lines of pairs on two nodes. Everybody is taken to find what it looks for at the first look: who
-polls while a line is being written moves it once more.
+A line moves when a rank reads a cache line that another rank has written since it last looked. W ranks run on NUMA
+nodes, consecutive ranks on the same one. P = W (W - 1) is the number of ordered pairs of different ranks; lines of
+pairs on two nodes cross the link. We assume that every rank finds what it looks for at its first look: polling while a
+line is being written moves it once more.
 
-flat, which torchddp did for any number of ranks before: every rank reads what every other one has written.
-    up to 8 KB  its count of operations, its post, ceil(bytes / 64) lines of input, and how far it has come with its own
-                reading: P (3 + ceil(bytes / 64)) lines.
+flat, which torchddp formerly used for any number of ranks: every rank reads what every other rank has written.
+    up to 8 KB  Its operation count, its post, ceil(bytes / 64) lines of input, and its own reading progress:
+                P (3 + ceil(bytes / 64)) lines.
     above       Rank r sums part r of W of all blocks and writes it to all. Of blocks, W - 1 times the bytes are read,
-                and as much again when those they belong to look at the sums. Counts, posts, "my part is done" and
-                "I have come so far" are 4 P lines.
+                and as much again when their owners read the sums. Operation counts, posts, "my part is done" and
+                progress are 4 P lines.
 
-grouped, which it does now:
+grouped, which it uses now:
     up to 4 ranks and 8 KB
-                As above; but a post says itself that it is there, and its first line has room for 32 bytes of the
-                input: P L lines, where L = ceil((32 + bytes) / 64).
-    up to 1 KB  G groups of up to 8 ranks of a node. A leader reads its group's posts and the sum of the groups before,
-                (W - G) L and (G - 1) L lines. The last one has the total; the other leaders read it there, and their
-                groups from them: (G - 1) L and (W - G) L lines. In all 2 (W - 1) L.
+                As above; but a post marks itself as present, and its first line has room for 32 bytes of input:
+                P L lines, where L = ceil((32 + bytes) / 64).
+    up to 1 KB  G groups of up to 8 ranks of a node. A leader reads its group's posts and the preceding groups' sum,
+                (W - G) L and (G - 1) L lines. The last leader has the total; the other leaders read it there, and
+                their groups from them: (G - 1) L and (W - G) L lines. In total 2 (W - 1) L.
     above       On each of N nodes one rank owns a chunk: it reads its node's blocks and the sum of the nodes before,
-                (W - N) and (N - 1) times the bytes, and the total goes the same way back. In all 2 (W - 1) times the
-                bytes, as in flat, but only 2 (N - 1) times across the link. Posts and "my chunks are done" are 2 P
-                lines; and each owner but those of the first node looks whether the sum before is there.
-    And always  once in 64 operations every rank looks how far every other one has come: P / 64 lines.
+                (W - N) and (N - 1) times the bytes, and the total takes the same way back. In total 2 (W - 1) times
+                the bytes, as in flat, but only 2 (N - 1) times across the link. Posts and "my chunks are done" are
+                2 P lines; and each owner outside the first node checks whether the preceding sum is there.
+    always      Once in 64 operations every rank checks every other one's progress: P / 64 lines.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ def _ceil_div(a: int, b: int) -> int:
 
 
 def even_parts(whole: int, parts: int) -> tuple[int, ...]:
-    """Sizes that differ by one at most."""
+    """Splits `whole` into sizes that differ by at most one."""
     return tuple(whole * (part + 1) // parts - whole * part // parts for part in range(parts))
 
 
 @dataclass(frozen=True)
 class Host:
-    """Ranks on the nodes of memory of a host, as many on each."""
+    """The ranks of a host, spread evenly over its NUMA nodes."""
 
     ranks: int
     nodes: int
@@ -58,17 +58,17 @@ class Host:
         return even_parts(self.ranks, self.nodes)
 
     def group_sizes(self) -> tuple[tuple[int, ...], ...]:
-        """By node, the groups that a small all-reduce goes through."""
+        """The groups of a small all-reduce, by node."""
         return tuple(even_parts(size, _ceil_div(size, GROUP_RANKS)) for size in self.node_sizes())
 
     def pairs(self) -> Count:
-        """Of different ranks, in both orders."""
+        """Ordered pairs of different ranks."""
         return Count(self.ranks * (self.ranks - 1), self.ranks**2 - sum(size**2 for size in self.node_sizes()))
 
 
 @dataclass(frozen=True)
 class Count:
-    """How much moves from one rank to another; `far`: the part of it between ranks on different nodes."""
+    """The amount that moves between ranks; `far`: the part between ranks on different nodes."""
 
     total: int = 0
     far: int = 0
@@ -85,17 +85,17 @@ class Count:
 
 @dataclass(frozen=True)
 class Moved:
-    """By one all-reduce on one host, the mean of many."""
+    """The data moved by one all-reduce on one host, averaged over many."""
 
-    lines: Count  # cache lines of posts, sums that are handed on, and of who is done with what
-    block_bytes: Count  # of ranks' blocks of data
-    # The longest way to the total: lines of which each is read by the same rank as the one before, or once that has
-    # been. None for blocks, which all ranks read at once, piece by piece.
+    lines: Count  # cache lines of posts, of forwarded sums and of progress
+    block_bytes: Count  # of the ranks' data blocks
+    # The critical path to the total, in lines that must be read one after another. None for blocks, which all ranks
+    # read at once, piece by piece.
     in_a_row: int | None
 
 
 def flat(host: Host, nbytes: int) -> Moved:
-    """Every rank reads what every other one has written."""
+    """Every rank reads what every other rank has written."""
     pairs = host.pairs()
     if nbytes <= EAGER_BYTES:
         lines = 2 + _ceil_div(nbytes, LINE_BYTES)
@@ -104,7 +104,7 @@ def flat(host: Host, nbytes: int) -> Moved:
 
 
 def grouped(host: Host, nbytes: int) -> Moved:
-    """Few ranks as in flat, many from group to group and node to node."""
+    """Few ranks as in flat; many ranks from group to group and node to node."""
     pairs, others = host.pairs(), host.ranks - 1
     looks = pairs // SLOTS
     lines = _ceil_div(HEAD_BYTES + nbytes, LINE_BYTES)
@@ -119,10 +119,10 @@ def grouped(host: Host, nbytes: int) -> Moved:
 
 
 def _chain(host: Host) -> tuple[Count, int]:
-    """Messages from rank to rank, and how many of them one after the other."""
+    """The number of messages between ranks, and how many of them are sequential."""
     by_node = host.group_sizes()
     groups = [size for node in by_node for size in node]
-    # A sum is handed over the link from node to node, and the total to each leader of the other nodes.
+    # A sum crosses the link from node to node, and the total goes to each leader of the other nodes.
     far = host.nodes - 1 + len(groups) - len(by_node[-1])
     largest = max(groups)
     in_a_row = largest - 1 + len(groups) - 1 + (1 if len(groups) > 1 else 0) + (1 if largest > 1 else 0)
@@ -130,5 +130,5 @@ def _chain(host: Host) -> tuple[Count, int]:
 
 
 def moved(scheme: str, host: Host, nbytes: int) -> Moved:
-    """What one all-reduce of so many bytes moves, by the name of a scheme."""
+    """The data that one all-reduce of `nbytes` moves in the named scheme."""
     return flat(host, nbytes) if scheme == "flat" else grouped(host, nbytes)

@@ -1,4 +1,4 @@
-"""The picture: what moves over the number of ranks."""
+"""Plots the moved data against the number of ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _COLOURS = {"flat": "#9aa5b1", "grouped": "#4c6ef5"}
 
 
 def save_model(results: Sequence[dict[str, Any]], path: Path) -> None:
-    """A panel per size: cache lines of small all-reduces, bytes of large ones; in all, and between nodes."""
+    """One panel per size: cache lines of small all-reduces, bytes of large ones; in total and between nodes."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -26,7 +26,7 @@ def save_model(results: Sequence[dict[str, Any]], path: Path) -> None:
         all_of_it, across = ("lines", "far_lines") if is_small else ("bytes", "far_bytes")
         for nodes, scheme in sorted({(row["nodes"], row["scheme"]) for row in of_size}):
             rows = [row for row in of_size if (row["nodes"], row["scheme"]) == (nodes, scheme)]
-            # In all much the same moves on any number of nodes.
+            # The total is nearly the same for any number of nodes.
             key, label = (all_of_it, "in all") if nodes == 1 else (across, f"across, {nodes_text(nodes)}")
             axis.plot(
                 [row["ranks"] for row in rows],

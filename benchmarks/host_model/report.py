@@ -1,4 +1,4 @@
-"""The tables a person reads. Built from the document only, so a saved JSON gives the same tables."""
+"""The printed tables. Built from the document only, so that a saved JSON gives the same tables."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _title(rows: list[dict[str, Any]]) -> str:
 
 
 def lines_table(rows: list[dict[str, Any]]) -> Table:
-    """A small one: cache lines."""
+    """A small all-reduce: cache lines."""
     table = plain_table(_title(rows), "ranks", "lines", "across\nthe link", "in a row", second="scheme")
     for row in rows:
         numbers = (row["lines"], row["far_lines"], row["lines_in_a_row"])
@@ -38,7 +38,7 @@ def lines_table(rows: list[dict[str, Any]]) -> Table:
 
 
 def blocks_table(rows: list[dict[str, Any]]) -> Table:
-    """A large one: bytes of blocks."""
+    """A large all-reduce: bytes of blocks."""
     table = plain_table(_title(rows), "ranks", "by a rank", "across\nthe link", "lines", second="scheme")
     for row in rows:
         volumes = (row["bytes"] // row["ranks"], row["far_bytes"])
@@ -47,7 +47,7 @@ def blocks_table(rows: list[dict[str, Any]]) -> Table:
 
 
 def counts_table(compared: list[dict[str, Any]]) -> Table:
-    """What the C++ tests have counted, and what the model says of it."""
+    """The counts of the C++ tests beside the model's."""
     table = plain_table("Counted / model", "all-reduce", "in all", "across the link")
     for row in compared:
         what = f"{bytes_text(row['message_bytes'])}, {row['ranks']} ranks, {nodes_text(row['nodes'])}"

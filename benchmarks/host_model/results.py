@@ -1,4 +1,4 @@
-"""The model's rows, and those of an instrumented build beside them. Pure."""
+"""The model's rows, and a comparison with those of an instrumented build. Pure."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 
 from benchmarks.host_model.model import SCHEMES, Host, moved
 
-# What a counted row is of: operations of the scheme that is built.
+# The keys of a counted row, and the scheme that the library implements.
 KEYS = ("ranks", "nodes", "message_bytes")
 BUILT = "grouped"
 
 
 def model_row(scheme: str, ranks: int, nodes: int, message_bytes: int) -> dict[str, Any]:
-    """One all-reduce of one host."""
+    """One all-reduce on one host."""
     by_one = moved(scheme, Host(ranks, nodes), message_bytes)
     return {
         "scheme": scheme,
@@ -29,7 +29,7 @@ def model_row(scheme: str, ranks: int, nodes: int, message_bytes: int) -> dict[s
 
 
 def model_rows(ranks: Sequence[int], nodes: Sequence[int], sizes: Sequence[int]) -> list[dict[str, Any]]:
-    """All of these; a node has at least one rank."""
+    """All combinations in which each node has at least one rank."""
     return [
         model_row(scheme, rank_count, node_count, message_bytes)
         for message_bytes in sizes
@@ -41,7 +41,7 @@ def model_rows(ranks: Sequence[int], nodes: Sequence[int], sizes: Sequence[int])
 
 
 def compare(counts: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Counted rows beside the model: lines of what travels in lines, bytes of what is reduced in blocks."""
+    """Counted rows beside the model: lines for small all-reduces, bytes for those reduced in blocks."""
     compared = []
     for row in counts:
         of_model = model_row(BUILT, *(row[key] for key in KEYS))

@@ -26,7 +26,7 @@ Examples:
   python -m benchmarks.links
       a conv net and an MLP on one host and over 10, 1 and 0.1 Gbit/s, about twenty minutes
   python -m benchmarks.links --rate 1gbit --model conv --seconds 20
-      one link
+      a single link
   python -m benchmarks.links --out benchmarks/results
       keep the numbers, and a plot
 """
@@ -45,9 +45,9 @@ def benchmark(
     ] = None,
     rate: Annotated[
         list[str] | None,
-        typer.Option(help=f"What a link carries each way; repeatable. [default: {', '.join(DEFAULT_RATES)}]"),
+        typer.Option(help=f"Bandwidth of a link, each way; repeatable. [default: {', '.join(DEFAULT_RATES)}]"),
     ] = None,
-    one_host: Annotated[bool, typer.Option(help="Also two ranks of one host.")] = True,
+    one_host: Annotated[bool, typer.Option(help="Also measure two ranks on one host.")] = True,
     caps: Annotated[str | None, typer.Option(help="The bucket sizes of the sweep, MiB.")] = None,
     seconds: Annotated[float, typer.Option(help="Time for the timed rounds of each model at each place.")] = 60.0,
     seed: Annotated[int, typer.Option(help="Seed of weights, data and the order of the steps.")] = 0,
@@ -75,5 +75,5 @@ def benchmark(
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command; the exit code."""
+    """Run the command and return its exit code."""
     return run_app(app, "python -m benchmarks.links", arguments)

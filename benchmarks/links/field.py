@@ -1,4 +1,4 @@
-"""Who runs: torch's default, ours by default, with every bucket size, and with planned buckets. Pure."""
+"""The variants: torch's default, and ours by default, with every bucket size, and with planned buckets. Pure."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TORCH_DEFAULT, OUR_DEFAULT, PLANNED = "torch default", "torchddp default", "torc
 
 
 def make_field(caps_mb: Sequence[float]) -> tuple[Variant, ...]:
-    """The field; the planned buckets come last."""
+    """The variants; planned buckets come last."""
     swept = [Variant(f"torchddp, cap {cap:g}", Role.OURS, TORCHDDP, (("bucket_cap_mb", cap),)) for cap in caps_mb]
     return (
         LOCAL,

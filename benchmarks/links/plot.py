@@ -1,4 +1,4 @@
-"""The picture: step over bucket size at each place, and predicted against measured steps."""
+"""Plots step time against bucket size, for each place."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from benchmarks.links.field import PLANNED, TORCH_DEFAULT
 
 
 def save_links(results: Sequence[dict[str, Any]], path: Path) -> None:
-    """A panel per place and model."""
+    """One panel per place and model."""
     import matplotlib
 
     matplotlib.use("Agg")

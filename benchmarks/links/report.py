@@ -1,4 +1,4 @@
-"""The tables a person reads. Built from the document only, so a saved JSON gives the same tables."""
+"""The printed tables. Built from the document only, so that a saved JSON gives the same tables."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from benchmarks.links.field import PLANNED
 from torchddp.harness.machine import origin
 from torchddp.harness.tables import number, plain_table, ratio_text, size_text
 
-# What is claimed: planned buckets this near the best of the sweep, predictions this near the measurement.
+# We claim that planned buckets are this close to the best of the sweep, and predictions this close to measurements.
 GOAL_TO_BEST, GOAL_ERROR = 1.05, 0.15
 
 
 def place_table(result: dict[str, Any]) -> Table:
-    """One model over one link: every variant's step."""
+    """One model over one link: every variant's step time."""
     table = plain_table(
         f"{result['place']} · {size_text(result)} over {result['transport']}, {result['rounds']} rounds", "variant"
     )
@@ -30,7 +30,7 @@ def place_table(result: dict[str, Any]) -> Table:
 
 
 def summary_table(results: list[dict[str, Any]]) -> Table:
-    """Planned buckets against the best of the sweep and torch's default, everywhere."""
+    """Planned buckets against the best of the sweep and torch's default, at every place."""
     table = plain_table("Planned buckets (bucket_cap_mb='auto'), whole steps", "place")
     for heading in (
         "model",
@@ -53,7 +53,7 @@ def summary_table(results: list[dict[str, Any]]) -> Table:
 
 
 def predictions_table(rows: list[dict[str, Any]]) -> Table:
-    """The simulator against the clock."""
+    """The simulator's predictions against measurements."""
     table = plain_table("Predicted steps (`torchddp simulate`) and measured ones", "recorded over")
     for heading in ("predicted for", "model", "predicted, ms", "measured, ms", "error"):
         table.add_column(heading, justify="left" if heading in ("model", "predicted for") else "right", no_wrap=True)

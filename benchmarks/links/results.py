@@ -1,4 +1,4 @@
-"""From raw steps to what is claimed: planned against the best of the sweep, predicted against measured. Pure."""
+"""Turns raw step times into results: planned against the best of the sweep, predicted against measured. Pure."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from torchddp.plan.step_profile import StepProfile
 from torchddp.simulate.network import Link
 from torchddp.simulate.predict import predict
 
-# Of what a shaped link carries, 1448 of 1514 bytes are the program's: the limit counts Ethernet headers, but neither
-# preamble nor gap.
+# Of each 1514 bytes on a shaped link, 1448 are payload: the limit counts Ethernet headers, but neither the preamble nor
+# the gap.
 PAYLOAD_SHARE = 1448 / 1514
 
 
 def place_result(place: str, variants: Sequence[Variant], raw: dict[str, Any]) -> dict[str, Any]:
-    """One model over one link. The best of the sweep is chosen by the very numbers it is quoted with."""
+    """One model over one link. The best of the sweep is chosen from the same samples that it is quoted with."""
     step_ms = raw["step_ms"]
     names = [variant.name for variant in variants]
     planned, torch_default, ours = (names.index(name) for name in (PLANNED, TORCH_DEFAULT, OUR_DEFAULT))
@@ -52,7 +52,7 @@ def place_result(place: str, variants: Sequence[Variant], raw: dict[str, Any]) -
 def predictions(
     results: Sequence[dict[str, Any]], profiles: Mapping[tuple[str, str], StepProfile], rates: Mapping[str, int]
 ) -> list[dict[str, Any]]:
-    """Every link from the profile of every other one; `profiles` by (place, model), `rates` by place in bit/s."""
+    """Predicts every link from the profile of every other; `profiles` by (place, model), `rates` by place in bit/s."""
     found = []
     for result in results:
         rate = rates.get(result["place"])

@@ -1,4 +1,4 @@
-"""The course of one run: each place in turn, then what the simulator makes of the profiles."""
+"""Runs the benchmark: measures each place in turn, then predicts steps from the profiles."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from torchddp.plan.step_profile import StepProfile
 
 @dataclass(frozen=True)
 class Settings:
-    """What the command line asked for, checked."""
+    """The validated command-line options."""
 
     models: tuple[str, ...]
     rates: tuple[int, ...]
@@ -40,7 +40,7 @@ class Settings:
 def _measure_place(
     settings: Settings, rate: int | None, update: Callable[[str, float, float], None]
 ) -> list[dict[str, Any]]:
-    """All models between two hosts at `rate` bit/s; on one host without a rate."""
+    """Measures all models between two hosts at `rate` bit/s, or on one host without a rate."""
     slowness = 1.0 if rate is None else patience(rate)
     job = Job(
         case=CASE.name,
@@ -52,7 +52,7 @@ def _measure_place(
         collective_timeout_s=Job.collective_timeout_s * slowness,
     )
     with tempfile.TemporaryDirectory(prefix="torchddp-links-") as folder:
-        environment = {CACHE_ENV: folder}  # no plan that was kept for such a model
+        environment = {CACHE_ENV: folder}  # so that no cached plan is reused
         stall_s = STALL_TIMEOUT_S * slowness
         if rate is None:
             raws: list[dict[str, Any]] = launch(job, measure, update, environment, stall_s)

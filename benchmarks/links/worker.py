@@ -1,4 +1,4 @@
-"""What each rank runs: every variant in turn, and a profile of ours by default. Never outlives its command."""
+"""The worker of each rank: times every variant in turn and profiles our default. Never outlives its command."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from benchmarks.two_hosts.worker import serve_inherited
 from torchddp.bench.cases import Job
 from torchddp.harness.launch import Reporter
 
-# Planning is over after eight synchronised steps.
+# Planning ends after eight synchronised steps.
 PLANNING_STEPS = 10
 
 
 def measure(job: Job, rank: int, channel: Connection) -> list[dict[str, Any]]:
-    """Time every model; with it the profile that the simulator is fed with."""
+    """Time every model, and record the profile for the simulator."""
     from torchddp.bench.timing import build_runners, time_runners
     from torchddp.ddp.module import DistributedDataParallel
     from torchddp.harness.models import make_batch

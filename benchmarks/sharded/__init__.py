@@ -1,1 +1,1 @@
-"""`python -m benchmarks.sharded`: what sharding optimizer state and gradients costs and saves, against the peers."""
+"""`python -m benchmarks.sharded`: the cost and savings of sharding optimizer state and gradients, against peers."""

@@ -1,4 +1,4 @@
-"""Which configuration is compared with which, and the bound on each ratio. Pure."""
+"""The comparisons between configurations, and the bound on each ratio. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ FAIRSCALE_FORMS = ("fairscale", "fairscale-fused")
 
 @dataclass(frozen=True)
 class Comparison:
-    """A step of ours over a step of the fastest of `opponents`; at most `bound`, for this `reason`."""
+    """Our step time over that of the fastest of `opponents`; at most `bound`, for this `reason`."""
 
     ours: str
     against: str
@@ -20,7 +20,7 @@ class Comparison:
     reason: str = ""
 
     def fastest(self, medians: Mapping[str, float]) -> str | None:
-        """The opponent with the least median; None where none of them ran. Its own numbers choose it."""
+        """The opponent with the lowest median in this run; None if none ran."""
         ran = [name for name in self.opponents if name in medians]
         return min(ran, key=lambda name: medians[name]) if ran else None
 
@@ -76,5 +76,5 @@ COMPARISONS = (
 
 
 def comparisons_of(names: Collection[str]) -> list[Comparison]:
-    """Those that can be made between variants that ran."""
+    """The comparisons between variants that ran."""
     return [c for c in COMPARISONS if c.ours in names and any(opponent in names for opponent in c.opponents)]

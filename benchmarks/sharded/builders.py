@@ -1,4 +1,4 @@
-"""How each variant is built around a model: torch's and ours. All collective."""
+"""Builds each variant around a model, torch's and ours. All functions are collective."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torchddp.optim import OSS
 
 
 def tuned_options() -> dict[str, Any]:
-    """What makes torch DDP fastest, as far as this torch knows it."""
+    """torch DDP's fastest options, as far as this torch supports them."""
     known = inspect.signature(TorchDDP.__init__).parameters
     return {key: value for key, value in TUNED_OPTIONS.items() if key in known}
 
@@ -45,7 +45,7 @@ def _zero(variant: Variant, module: nn.Module) -> Trainer:
 
 
 def blocks_of(module: nn.Module) -> list[nn.Module]:
-    """What repeats in a model: the children with parameters of each nn.Sequential, outermost first."""
+    """The repeated blocks of a model: children with parameters of each nn.Sequential, outermost first."""
     found: list[nn.Module] = []
     for child in module.children():
         if isinstance(child, nn.Sequential):
@@ -82,7 +82,7 @@ BUILDERS: dict[str, Callable[[Variant, nn.Module], Trainer]] = {
 
 
 def prepare(variant: Variant) -> None:
-    """Import what the variant needs; raises what the import raises."""
+    """Import the variant's package; propagates import errors."""
     if field.FIELD[variant.name].kind == field.DEEPSPEED_KIND:
         peers.import_deepspeed()
     elif variant.class_path is not None:
@@ -90,6 +90,6 @@ def prepare(variant: Variant) -> None:
 
 
 def build(variant: Variant, module: nn.Module) -> Trainer:
-    """The variant around this model, which it may change."""
+    """Builds the variant around this model, which it may modify."""
     prepare(variant)
     return BUILDERS[field.FIELD[variant.name].kind](variant, module)

@@ -19,7 +19,7 @@ from torchddp.harness.variants import ArgumentError
 
 DEFAULT_MODELS, SPEED_RANKS, MEMORY_RANKS = "mlp,gpt", "2", "2,4"
 
-HELP = """What sharding optimizer state and gradients costs and saves, against torch, fairscale and deepspeed.
+HELP = """The cost and savings of sharding optimizer state and gradients, against torch, fairscale and deepspeed.
 
 Whole training steps with AdamW. All variants step in turn in one process group, after they proved to train alike; with
 --memory each runs alone. Peers that are not installed are left out; `make peers` makes an environment that has them.
@@ -31,7 +31,7 @@ Examples:
   python -m benchmarks.sharded --models mlp --variants torch-zero,torchddp-auto --seconds 10
       one pair
   python -m benchmarks.sharded --memory --ranks 2
-      what a rank holds
+      memory per rank
   python -m benchmarks.sharded --output benchmarks/results
       keep the numbers, and a plot
   python -m benchmarks.sharded --list
@@ -47,13 +47,13 @@ def split_names(text: str) -> tuple[str, ...]:
 
 
 def parse_models(text: str) -> tuple[str, ...]:
-    """Built-in models; ArgumentError for others, or none."""
+    """Names of built-in models; ArgumentError for unknown names or an empty list."""
     models = split_names(text)
     for name in models:
         if name not in MODEL_NAMES:
             raise ArgumentError(f"--models: there is no '{name}'; choose from {', '.join(MODEL_NAMES)}.")
     if not models:
-        raise ArgumentError(f"--models wants names with commas, like {DEFAULT_MODELS}, not '{text}'.")
+        raise ArgumentError(f"--models wants names separated by commas, like {DEFAULT_MODELS}, not '{text}'.")
     return models
 
 
@@ -62,7 +62,7 @@ def parse_ranks(text: str) -> tuple[int, ...]:
     try:
         sizes = tuple(dict.fromkeys(int(part) for part in text.split(",")))
     except ValueError:
-        raise ArgumentError(f"--ranks wants numbers with commas, like 2,4, not '{text}'.") from None
+        raise ArgumentError(f"--ranks wants numbers separated by commas, like 2,4, not '{text}'.") from None
     if not all(2 <= size <= MAX_WORLD_SIZE for size in sizes):
         raise ArgumentError(f"--ranks wants 2 to {MAX_WORLD_SIZE} ranks, not '{text}'.")
     return sizes
@@ -76,10 +76,10 @@ def benchmark(
         str, typer.Option(help=f"Some of --list; {REFERENCE} always runs. [default: all {len(FIELD)}]")
     ] = "",
     ranks: Annotated[
-        str | None, typer.Option(help=f"How many. [default: {SPEED_RANKS}, with --memory {MEMORY_RANKS}]")
+        str | None, typer.Option(help=f"World sizes. [default: {SPEED_RANKS}, with --memory {MEMORY_RANKS}]")
     ] = None,
     seconds: Annotated[float, typer.Option(help="Time for the timed rounds of each model.")] = 45.0,
-    memory: Annotated[bool, typer.Option("--memory", help="Bytes, not time.")] = False,
+    memory: Annotated[bool, typer.Option("--memory", help="Measure memory instead of time.")] = False,
     seed: Annotated[int, typer.Option(help="Seed of weights, data and the order of the steps.")] = 0,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write everything to this file.")] = None,
     output: Annotated[
@@ -109,5 +109,5 @@ def benchmark(
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command; the exit code."""
+    """Run the command and return its exit code."""
     return run_app(app, "python -m benchmarks.sharded", arguments)

@@ -1,4 +1,4 @@
-"""Who runs: wrappers with their optimizers, all AdamW. Pure."""
+"""The variants: wrappers with their optimizers, all AdamW. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FSDP2 = "torch.distributed.fsdp.FSDPModule"
 FAIRSCALE = "fairscale.nn.data_parallel.ShardedDataParallel"
 DEEPSPEED = "deepspeed.DeepSpeedEngine"
 
-# How a step is put together; `builders.BUILDERS` has a function for each.
+# The kinds of training step; `builders.BUILDERS` has a function for each.
 PLAIN, ZERO, FULLY_SHARDED, SHARDED_BY_US, FAIRSCALE_KIND, DEEPSPEED_KIND = (
     "ddp",
     "ddp + ZeroRedundancyOptimizer",
@@ -26,7 +26,7 @@ PLAIN, ZERO, FULLY_SHARDED, SHARDED_BY_US, FAIRSCALE_KIND, DEEPSPEED_KIND = (
 
 @dataclass(frozen=True)
 class Entry:
-    """One of the field. The variant's class wraps the model; its options are those of the optimizer and the wrapper."""
+    """A variant: its class wraps the model; its options are those of the optimizer and the wrapper."""
 
     variant: Variant
     kind: str
@@ -83,7 +83,7 @@ PACKAGES = ("fairscale", "deepspeed")
 
 
 def choose_variants(names: Iterable[str]) -> tuple[Variant, ...]:
-    """The named ones in the field's order, the reference always among them; all without names. ArgumentError."""
+    """The named variants and the reference, in order; all if no names are given. ArgumentError for unknown names."""
     chosen = set(names) or set(FIELD)
     for name in sorted(chosen - set(FIELD)):
         raise ArgumentError(f"--variants: there is no '{name}'; choose from {', '.join(FIELD)}.")
@@ -91,7 +91,7 @@ def choose_variants(names: Iterable[str]) -> tuple[Variant, ...]:
 
 
 def missing_package(variant: Variant) -> str | None:
-    """The package of a variant's class, where it is not installed."""
+    """The package of a variant's class if it is not installed, else None."""
     assert variant.class_path is not None
     package = variant.class_path.partition(".")[0]
     return package if importlib.util.find_spec(package) is None else None

@@ -1,4 +1,4 @@
-"""Worker side of the speed part: training steps of all variants, interleaved, after they proved to train alike."""
+"""Worker side of the speed part: training steps of all variants, interleaved, after a check that they train alike."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ PROOF_STEPS = 3
 
 
 class WrongTrainingError(RuntimeError):
-    """A variant of ours trains to other weights than the reference, or not at all: its time means nothing."""
+    """One of our variants fails, or trains to different weights than the reference, so its time is meaningless."""
 
 
 @dataclass
 class Contest:
-    """All variants of one model in this process group, and those that are out, each with the reason."""
+    """All variants of one model in this process group, and those left out, each with the reason."""
 
     job: Job
     model: str
@@ -38,14 +38,14 @@ class Contest:
     errors: dict[str, float] = field(default_factory=dict)
 
     def drop(self, variant: Variant, reason: str) -> None:
-        """Take a peer out; of ours, or the reference, it is an error."""
+        """Leave a peer out; for our variants and the reference, raise an error."""
         if variant.role is Role.OURS or variant.name == REFERENCE:
             raise WrongTrainingError(f"'{variant.name}' on model '{self.model}': {reason}")
         self.left_out[variant.name] = reason
         self.trainers = [trainer for trainer in self.trainers if trainer.variant is not variant]
 
     def build_all(self) -> None:
-        """A trainer for each variant, around a copy of one model."""
+        """Build a trainer for each variant, around a copy of one model."""
         original = make_model(self.model, self.job.seed)
         loss = find_model(self.model, self.job.seed).loss
         for variant in self.job.variants:
@@ -61,7 +61,7 @@ class Contest:
                 self.drop(variant, reason)
 
     def train(self, steps: int, first_batch: int) -> None:
-        """So many steps of everyone, each with the next batch of this rank."""
+        """Train every variant for `steps` steps, each on this rank's next batch."""
         rank = dist.get_rank()
         for trainer in tuple(self.trainers):
             for index in range(first_batch, first_batch + steps):
@@ -72,26 +72,26 @@ class Contest:
                     break
 
     def compare(self, start: list[Tensor]) -> None:
-        """Everyone's parameters with the reference's."""
+        """Compare all variants' parameters with the reference's."""
         reference = next(trainer for trainer in self.trainers if trainer.variant.name == REFERENCE)
         want = reference.full_parameters()
         for trainer in tuple(self.trainers):
             error = training_error(trainer, want, start)
             self.errors[trainer.variant.name] = max(error, self.errors.get(trainer.variant.name, 0.0))
             if error > TOLERANCE:
-                self.drop(trainer.variant, f"trains to other weights: off by {error:.2g} of what training changed")
+                self.drop(trainer.variant, f"trains to different weights: off by {error:.2g} of the change by training")
 
     def set_learning_rate(self, rate: float) -> None:
-        """Everyone's."""
+        """Set the learning rate of all variants."""
         for trainer in self.trainers:
             trainer.set_learning_rate(rate)
 
 
 def time_model(job: Job, model: str, report: Reporter) -> dict[str, Any]:
-    """Steps of all variants on one model; the same dict on every rank, but for samples of the slowest rank.
+    """Step times of all variants on one model. All ranks return the same dict; samples are of the slowest rank.
 
-    While time is taken the learning rate is zero: the same work, and neither weights nor gradients drift towards
-    numbers that are slow to compute with. Training goes on after it, and must still agree.
+    During timing the learning rate is zero: the work is the same, but weights and gradients do not drift towards
+    values that are slow to compute with. Training continues afterwards, and must still agree.
     """
     contest = Contest(job, model)
     start = [p.detach().clone() for p in make_model(model, job.seed).parameters()]

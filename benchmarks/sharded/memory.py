@@ -1,4 +1,4 @@
-"""Worker side of the memory part: what one variant, in processes of its own, holds on each rank."""
+"""Worker side of the memory part: the memory of one variant on each rank, in its own processes."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ WARMUP_STEPS, MEASURED_STEPS = 4, 3
 
 @dataclass(frozen=True)
 class Holding:
-    """What a rank holds after backward, before the update; the last three beyond a process with the bare model."""
+    """A rank's memory after backward, before the update; the last three in excess of a process with the bare model."""
 
     parameter_bytes: int
     gradient_bytes: int
-    # Of the reducer, which gradients may be views of; None where it does not say.
+    # Of the reducer's buckets, of which gradients may be views; None if it does not report it.
     bucket_bytes: int | None
     state_bytes: int
-    # Private memory, and this rank's part of what it shares.
+    # Private memory plus this rank's share of shared memory.
     pss_bytes: int
     shared_bytes: int
     # VmHWM over whole steps.
@@ -41,7 +41,7 @@ class Holding:
 
 @dataclass(frozen=True)
 class Resident:
-    """What the kernel says of this process."""
+    """The kernel's numbers for this process."""
 
     pss_bytes: int
     shared_bytes: int
@@ -60,7 +60,7 @@ class Resident:
 
 
 def _bare_process(job: Job, model: str, module: nn.Module, batch: Any) -> Resident:
-    """Everything that is there without any variant: libraries, threads, the model; its gradients dropped."""
+    """The memory without any variant: libraries, threads, the model; its gradients are dropped."""
     pay_fixed_costs()
     find_model(model, job.seed).loss(run_forward(module, batch)).backward()
     module.zero_grad(set_to_none=True)
@@ -82,7 +82,7 @@ def _holding(trainer: Trainer, batch: Any, bare: Resident) -> Holding:
     dist.barrier()
     trainer.update()
     if not reset_peak():
-        raise OSError("/proc/self/clear_refs can't be written, so that the peak of a step can't be told")
+        raise OSError("/proc/self/clear_refs can't be written, so a step's peak can't be measured")
     for _ in range(MEASURED_STEPS):
         trainer.step(batch)
     return Holding(
@@ -97,7 +97,7 @@ def _holding(trainer: Trainer, batch: Any, bare: Resident) -> Holding:
 
 
 def measure(job: Job, rank: int, _channel: Connection) -> dict[str, Any]:
-    """The job's one variant on its one model: the holding of each rank, or why there is none."""
+    """Measures the job's variant on its model: the memory of each rank, or why there is none."""
     (variant,), (model,) = job.variants, job.models
     found: list[Holding] = []
 

@@ -1,4 +1,4 @@
-"""How the peers from other packages are built: fairscale and deepspeed, each as its documentation says."""
+"""Builds the peers from other packages, fairscale and deepspeed, as their documentation says."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from benchmarks.sharded.trainer import LEARNING_RATE, Trainer, tensors_in
 from torchddp.harness.models import run_forward
 from torchddp.harness.variants import Variant, load_class
 
-# Stage 2 of ZeRO, in fp32; the rest as it comes, but for clipping, which is on (norm 1) unless told otherwise: that
-# would be another training, and more work than the others do.
+# Stage 2 of ZeRO, in fp32, with defaults otherwise, except clipping, which is on by default (norm 1): it would change
+# the training and be more work than the others do.
 DEEPSPEED_CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 1,
     "zero_optimization": {"stage": 2},
@@ -27,14 +27,14 @@ DEEPSPEED_CONFIG: dict[str, Any] = {
 
 
 class FairscaleTrainer(Trainer):
-    """The wrapper's `zero_grad`: the optimizer's, with set_to_none, would cut gradients off their buckets."""
+    """Uses the wrapper's `zero_grad`: the optimizer's, with set_to_none, would detach gradients from their buckets."""
 
     def zero_grad(self) -> None:
-        """Drop gradients that are in no bucket, zero the buckets."""
+        """Drop gradients outside of buckets, zero the buckets."""
         self.module.zero_grad(set_to_none=True)
 
     def gradient_tensors(self) -> list[Tensor]:
-        """Buckets too, which outlive the gradients in them."""
+        """Includes the buckets, which outlive the gradients in them."""
         module: Any = self.module
         return [*super().gradient_tensors(), *(b.buffer for b in module._bucket_list if b.buffer is not None)]
 
@@ -50,10 +50,10 @@ def build_fairscale(variant: Variant, module: nn.Module) -> Trainer:
 
 @dataclass
 class DeepspeedTrainer(Trainer):
-    """The engine's own backward and step, which zeroes the gradients."""
+    """Uses the engine's own backward and step, which zeroes the gradients."""
 
     def backward(self, batch: Any) -> None:
-        """Through the engine, which reduces the gradients."""
+        """Run backward through the engine, which reduces the gradients."""
         engine: Any = self.module
         engine.backward(self.loss(run_forward(engine, batch)))
 
@@ -64,28 +64,28 @@ class DeepspeedTrainer(Trainer):
 
     @property
     def inner_optimizer(self) -> Optimizer:
-        """Of the flat fp32 weights of this rank."""
+        """The optimizer of this rank's flat fp32 weights."""
         inner: Optimizer = self.optimizer.optimizer
         return inner
 
     def gradient_tensors(self) -> list[Tensor]:
-        """Averaged gradients wait in a list of the optimizer's."""
+        """Includes averaged gradients, which are kept in a list of the optimizer."""
         return [*super().gradient_tensors(), *tensors_in([self.optimizer.averaged_gradients])]
 
 
 def import_deepspeed() -> Any:
-    """deepspeed, told that this is a CPU and to say nothing but errors."""
+    """Imports deepspeed, configured for a CPU and to log errors only."""
     os.environ["DS_ACCELERATOR"] = "cpu"
-    os.environ["LOCAL_RANK"] = str(dist.get_rank())  # it asks for one
+    os.environ["LOCAL_RANK"] = str(dist.get_rank())  # deepspeed requires it
     deepspeed = importlib.import_module("deepspeed")
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    # Compiled at the first start, for a minute. Only its inference_all_reduce uses it, which no training step calls.
+    # Its compilation at the first start takes a minute. Only inference_all_reduce uses it, which training never calls.
     importlib.import_module("deepspeed.ops").__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed
 
 
 def build_deepspeed(variant: Variant, module: nn.Module) -> Trainer:
-    """ZeRO stage 2 in the process group that is there, with torch's AdamW."""
+    """ZeRO stage 2 in the existing process group, with torch's AdamW."""
     deepspeed = import_deepspeed()
     deepspeed.init_distributed(dist_backend="gloo")
     optimizer = AdamW(module.parameters(), lr=LEARNING_RATE, **variant.keywords)

@@ -1,4 +1,4 @@
-"""The pictures: a bar for each variant's step; for memory, what a rank holds by kind."""
+"""Plots a bar per variant: its step time, or its memory per rank by kind."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ HELD_COLORS = {"parameter_bytes": "#dee2e6", "gradient_bytes": "#4c6ef5", "state
 
 
 def save_speed(results: Sequence[dict[str, Any]], path: Path) -> None:
-    """A panel per model: median steps with their quartiles."""
+    """One panel per model: median step times with their quartiles."""
     rows = [[row for row in result["variants"] if "step_ms" in row] for result in results]
-    # Panels share their y axis, so a variant that ran on one model only keeps its place on all.
+    # Panels share their y axis, so a variant that ran on only one model keeps its position on all.
     names = list(dict.fromkeys(row["name"] for panel in rows for row in panel))
     figure, axes = bar_panels(len(results), len(names))
     for axis, result, panel in zip(axes, results, rows, strict=True):
@@ -35,7 +35,7 @@ def save_speed(results: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def save_memory(results: Sequence[dict[str, Any]], path: Path) -> None:
-    """A panel per model and number of ranks: parameters, gradients and state of a rank, stacked, and its peak."""
+    """One panel per model and world size: a rank's parameters, gradients and state, stacked, and its peak."""
     rows = [[row for row in result["variants"] if "largest" in row] for result in results]
     names = list(dict.fromkeys(row["name"] for panel in rows for row in panel))
     figure, axes = bar_panels(len(results), len(names))

@@ -1,4 +1,4 @@
-"""Do all variants train alike? Worker side, collective."""
+"""Checks that all variants train alike. Worker side, collective."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from torch import Tensor
 
 from benchmarks.sharded.trainer import Trainer
 
-# Of what training changed in a parameter. Steps of AdamW have the sign of the gradient and little of its size, so where
-# a gradient is rounding noise (that of an attention's key biases is zero but for it), another rounding gives another
-# step: 1.4e-3 after four steps of the GPT between plain and fused AdamW on two ranks. Clipping that nobody asked for
-# gives 6e-3 after three, so the tolerance must stay below that; a wrong average gives errors near one.
+# Relative to a parameter's change by training. AdamW's steps depend on a gradient's sign but little on its size, so
+# where a gradient is only rounding noise (as for key biases in attention), different rounding gives different steps:
+# 1.4e-3 after four GPT steps between plain and fused AdamW on two ranks. Unrequested clipping gives 6e-3 after three,
+# so the tolerance must stay below that; a wrong average gives errors near one.
 TOLERANCE = 5e-3
 
 
 def first_problem(attempt: Callable[[], object]) -> str | None:
-    """What went wrong on the first rank that had an error; None on all ranks if none had. Collective."""
+    """The error of the first rank that had one; None on all ranks if none had. Collective."""
     mine: str | None = None
     try:
         attempt()
@@ -30,7 +30,7 @@ def first_problem(attempt: Callable[[], object]) -> str | None:
 
 
 def error_of(got: Sequence[Tensor], want: Sequence[Tensor], start: Sequence[Tensor]) -> float:
-    """The largest error of a parameter, as a share of what training changed in it (norms); nan counts as infinite."""
+    """The largest error of a parameter relative to its change by training (in norms); nan counts as infinite."""
     worst = 0.0
     for mine, reference, first in zip(got, want, start, strict=True):
         change = float(torch.linalg.vector_norm(reference - first))
@@ -40,7 +40,7 @@ def error_of(got: Sequence[Tensor], want: Sequence[Tensor], start: Sequence[Tens
 
 
 def training_error(trainer: Trainer, want: Sequence[Tensor], start: Sequence[Tensor]) -> float:
-    """`error_of` the trainer's parameters, of the worst rank. Collective."""
+    """`error_of` the trainer's parameters on the worst rank. Collective."""
     by_rank: list[float] = [0.0] * dist.get_world_size()
     dist.all_gather_object(by_rank, error_of(trainer.full_parameters(), want, start))
     return max(by_rank)

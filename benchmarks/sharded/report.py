@@ -1,4 +1,4 @@
-"""The tables a person reads. Built from the document only, so a saved JSON gives the same tables."""
+"""The printed tables. Built from the document only, so that a saved JSON gives the same tables."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ HEADINGS = {
     "peak_bytes": "\npeak",
 }
 SPEED_NOTE = (
-    "A step: gradients dropped, forward, backward, AdamW; of the slowest rank. All variants step in turn in one "
-    "process group, each round in another order, after they proved to train alike: the last column is the largest "
-    "difference to torch-ddp, of what training changed. A ratio is per round, then the median."
+    "A step: gradients dropped, forward, backward, AdamW; on the slowest rank. All variants step in turn in one "
+    "process group, each round in a new order, after a check that they train alike: the last column is the largest "
+    "difference from torch-ddp, relative to the change by training. Ratios are medians of per-round ratios."
 )
 MEMORY_NOTE = (
-    "Of the rank that holds most, between backward and update. Buckets: what the reducer says, gradients may be views "
-    "of them. Resident (Pss), shared (RssShmem) and peak of a step (VmHWM): beyond a process that has the variant's "
-    "libraries and the bare model, so that parameters which stay where they were are not in them. Shared and peak "
-    "count memory that ranks share on each of them, resident counts this rank's part of it."
+    "Maximum over ranks, between backward and update. Buckets: as reported by the reducer; gradients may be views of "
+    "them. Resident (Pss), shared (RssShmem) and peak of a step (VmHWM): in excess of a process with the variant's "
+    "libraries and the bare model, so parameters that stay in place are not included. Shared and peak count shared "
+    "memory fully on each rank, resident counts only this rank's share of it."
 )
 
 
 def steps_table(result: dict[str, Any]) -> Table:
-    """One model: every variant's step, and how far its training is from the reference's."""
+    """One model: each variant's step time, and how much its training differs from the reference's."""
     table = plain_table(f"sharded · {size_text(result)}, {result['rounds']} rounds", "variant")
     for heading in ("step p50\nms", "step\np90", "p25..p75", "trains alike\nwithin"):
         table.add_column(heading, justify="right", no_wrap=True)
@@ -54,7 +54,7 @@ def steps_table(result: dict[str, Any]) -> Table:
 
 
 def ratios_table(result: dict[str, Any]) -> Table:
-    """Ours over theirs, and what became of each bound."""
+    """Ours over theirs, and whether each bound holds."""
     table = plain_table("Ratios of whole steps, ours / theirs", "ours")
     table.add_column("against", no_wrap=True)
     table.add_column("which is", no_wrap=True)
@@ -69,7 +69,7 @@ def ratios_table(result: dict[str, Any]) -> Table:
 
 
 def memory_table(result: dict[str, Any], *, multiples: bool) -> Table:
-    """One model: what a rank holds in MB, or in multiples of the model's parameters."""
+    """One model: memory per rank in MB, or in multiples of the model's parameters."""
     unit = "multiples of the parameters" if multiples else "MB"
     table = plain_table(f"memory of a rank, {unit} · {size_text(result)}", "variant")
     for key in MEMORY_KEYS:
@@ -90,21 +90,21 @@ def _style(row: dict[str, Any]) -> str:
 
 
 def reasons_left_out(result: dict[str, Any]) -> Iterable[Text]:
-    """A line for each variant that is not in the table's numbers."""
+    """A line for each variant that was left out."""
     for row in result["variants"]:
         if "left_out" in row:
             yield Text(f"{row['name']} is left out: {row['left_out']}", style="yellow")
 
 
 def bounds_text(result: dict[str, Any]) -> Iterable[Text]:
-    """Why each bound of the table is what it is."""
+    """The reason for each bound in the table."""
     for row in result["comparisons"]:
         if row["bound"] is not None:
             yield Text(f"{row['ours']} <= {row['bound']:g} {row['against']}: {row['reason']}.", style="dim")
 
 
 def field_table() -> Table:
-    """Who there is, for --list."""
+    """The available variants, for --list."""
     table = plain_table("Variants", "name")
     table.add_column("what it is", overflow="fold")
     table.add_column("here", no_wrap=True)

@@ -1,4 +1,4 @@
-"""From raw steps and holdings to the numbers we quote. Pure."""
+"""Turns raw step times and memory into the numbers we quote. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torchddp.harness.variants import Variant
 
 SPEED_CASE, MEMORY_CASE = "sharded", "sharded_memory"
 MODEL_KEYS = ("model", "title", "parameters", "gradient_bytes")
-# Of a rank, in the order of the table.
+# The numbers per rank, in the order of the table.
 MEMORY_KEYS = (
     "parameter_bytes",
     "gradient_bytes",
@@ -26,7 +26,7 @@ MEMORY_KEYS = (
 
 
 def speed_result(variants: Sequence[Variant], raw: dict[str, Any], world_size: int) -> dict[str, Any]:
-    """One model: each variant's steps with its samples, and each comparison that can be made."""
+    """One model: each variant's step times with samples, and each possible comparison."""
     step_ms, left_out = raw["step_ms"], raw["left_out"]
     rows = []
     for variant in variants:
@@ -66,7 +66,7 @@ def speed_result(variants: Sequence[Variant], raw: dict[str, Any], world_size: i
 
 
 def memory_result(variants: Sequence[Variant], raws: Sequence[dict[str, Any]], world_size: int) -> dict[str, Any]:
-    """One model: what the rank that holds most holds, by kind of memory, and every rank's numbers."""
+    """One model: the maximum over ranks by kind of memory, and every rank's numbers."""
     rows = []
     for variant, raw in zip(variants, raws, strict=True):
         row = {**describe_variant(variant), "what": FIELD[variant.name].what}

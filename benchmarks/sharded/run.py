@@ -1,4 +1,4 @@
-"""The course of one run: launches, and the document that tables, JSON and plots are made from."""
+"""Runs the benchmark: launches it and builds the document behind tables, JSON and plots."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from torchddp.harness.variants import Variant
 
 @dataclass(frozen=True)
 class Settings:
-    """What the command line asked for, checked."""
+    """The validated command-line options."""
 
     models: tuple[str, ...]
-    # All without names.
+    # All if empty.
     variants: tuple[str, ...]
     world_sizes: tuple[int, ...]
     seconds: float
@@ -35,7 +35,7 @@ class Settings:
 
 
 def package_version(name: str) -> str | None:
-    """Of an installed package."""
+    """The version of a package; None if it is not installed."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -43,7 +43,7 @@ def package_version(name: str) -> str | None:
 
 
 def _speed(settings: Settings, variants: tuple[Variant, ...], world_size: int, display: Display) -> list[Any]:
-    """All models in one launch, all variants side by side."""
+    """Times all models in one launch, all variants side by side."""
     display.start(SPEED_CASE)
     job = Job(SPEED_CASE, settings.models, variants, world_size, settings.seconds, settings.seed)
     raws = launch(job, measure.measure, display.update)
@@ -51,7 +51,7 @@ def _speed(settings: Settings, variants: tuple[Variant, ...], world_size: int, d
 
 
 def _memory(settings: Settings, variants: tuple[Variant, ...], world_size: int, display: Display) -> list[Any]:
-    """Each variant in processes of its own: what one leaves behind must not count for the next."""
+    """Measures each variant in its own processes: memory that one leaves behind must not count for the next."""
     results = []
     for model in settings.models:
         raws = []
@@ -67,7 +67,7 @@ def _memory(settings: Settings, variants: tuple[Variant, ...], world_size: int, 
 def run(settings: Settings, command: str, console: Console) -> dict[str, Any]:
     """Measure, print the report, return the document."""
     document = new_document(command, asdict(settings))
-    # The environment with the peers has a path to the checkout, and nothing that pip knows of.
+    # The environment with the peers only has a path to the checkout, which pip does not know.
     document["machine"]["torchddp"] = document["machine"]["torchddp"] or torchddp.__version__
     document["peers"] = {name: package_version(name) for name in PACKAGES}
     variants = choose_variants(settings.variants)

@@ -1,4 +1,4 @@
-"""A variant that is built: its whole training step, and what it holds."""
+"""A built variant: its whole training step and its tensors."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ LEARNING_RATE = 1e-3
 
 @dataclass
 class Trainer:
-    """Zero the gradients, forward, backward, update; `bare` is the model inside of `module`."""
+    """Zeroes gradients, runs forward and backward, and updates; `bare` is the model inside `module`."""
 
     variant: Variant
     module: nn.Module
     bare: nn.Module
     optimizer: Any
-    # Of the module's output.
+    # Maps the module's output to the loss.
     loss: Callable[[Any], Tensor] = output_is_loss
 
     def step(self, batch: Any, world_size: int = 1) -> float:
-        """A whole training step, begun by `world_size` ranks at once; its wall time in ms."""
+        """Runs a whole training step, started by `world_size` ranks at once; returns its wall time in ms."""
         start_together(world_size)
         start_ns = time.perf_counter_ns()
         self.backward(batch)
@@ -38,12 +38,12 @@ class Trainer:
         return (time.perf_counter_ns() - start_ns) / 1e6
 
     def backward(self, batch: Any) -> None:
-        """Drop the gradients, make new ones."""
+        """Drop the gradients and compute new ones."""
         self.zero_grad()
         self.loss(run_forward(self.module, batch)).backward()
 
     def zero_grad(self) -> None:
-        """As torch's optimizers do it by default."""
+        """Drop gradients as torch's optimizers do by default."""
         self.optimizer.zero_grad()
 
     def update(self) -> None:
@@ -51,28 +51,28 @@ class Trainer:
         self.optimizer.step()
 
     def set_learning_rate(self, rate: float) -> None:
-        """As a scheduler does."""
+        """Set the learning rate as a scheduler does."""
         for group in self.optimizer.param_groups:
             group["lr"] = rate
 
     def full_parameters(self) -> list[Tensor]:
-        """Whole parameters, detached; collective where they are sharded."""
+        """The full parameters, detached; collective if they are sharded."""
         whole = (p.full_tensor() if isinstance(p, DTensor) else p for p in self.bare.parameters())
         return [tensor.detach() for tensor in whole]
 
     @property
     def inner_optimizer(self) -> torch.optim.Optimizer:
-        """The one that updates this rank's share."""
+        """The optimizer that updates this rank's share."""
         inner: torch.optim.Optimizer = getattr(self.optimizer, "optim", self.optimizer)
         return inner
 
     def parameter_tensors(self) -> list[Tensor]:
-        """Of the model, and what the optimizer updates in their place."""
+        """The model's parameters, and the tensors that the optimizer updates instead."""
         updated = [p for group in self.inner_optimizer.param_groups for p in group["params"]]
         return [*self.bare.parameters(), *updated]
 
     def gradient_tensors(self) -> list[Tensor]:
-        """All that hold gradients now."""
+        """All tensors that hold gradients now."""
         return [p.grad for p in self.parameter_tensors() if p.grad is not None]
 
     def state_tensors(self) -> list[Tensor]:

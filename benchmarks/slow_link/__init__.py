@@ -1,1 +1,1 @@
-"""`python -m benchmarks.slow_link`: seconds to one loss on two hosts with a slow link between them."""
+"""`python -m benchmarks.slow_link`: seconds to a target loss on two hosts with a slow link between them."""

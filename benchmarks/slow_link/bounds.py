@@ -1,4 +1,4 @@
-"""Who runs, what is compared with what, and the speed-ups to a loss that we require. Pure."""
+"""The methods, their comparisons, and the speed-ups that we require. Pure."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NAMES = (
 
 @dataclass(frozen=True)
 class Comparison:
-    """Seconds to the loss of the fastest of `theirs`, over those of the fastest of `ours`; at least `bound`."""
+    """Seconds to the target loss of the fastest of `theirs`, over those of the fastest of `ours`; at least `bound`."""
 
     title: str
     ours: tuple[str, ...]
@@ -55,13 +55,13 @@ COMPARISONS = (
 
 
 def fastest(names: tuple[str, ...], seconds: Mapping[str, float]) -> str | None:
-    """Of those that came to the loss; None if none did."""
+    """The fastest method that reached the loss; None if none did."""
     arrived = [name for name in names if name in seconds]
     return min(arrived, key=lambda name: seconds[name]) if arrived else None
 
 
 def judge(seconds: Mapping[str, float], ran: tuple[str, ...]) -> list[dict[str, object]]:
-    """Each comparison between methods that ran. One of ours that did not come to the loss holds nothing."""
+    """Each comparison between methods that ran. A bound fails if none of ours reached the loss."""
     found: list[dict[str, object]] = []
     for comparison in COMPARISONS:
         if not set(comparison.ours) & set(ran) or not set(comparison.theirs) & set(ran):

@@ -22,7 +22,7 @@ from torchddp.harness.variants import ArgumentError
 MAX_RANKS_PER_HOST = 8
 MAX_STEPS = 10_000
 
-HELP = """Seconds to one loss on two hosts with a slow link between them, by each method.
+HELP = """Seconds to a target loss on two hosts with a slow link between them, for each method.
 
 Two network namespaces of this machine, and a rate-limited veth pair between them. Every method trains its own replica
 of a small GPT on Python's source files; they take turns in one launch. Needs root and the programs ip and tc; leaves
@@ -31,9 +31,9 @@ nothing behind.
 \b
 Examples:
   python -m benchmarks.slow_link
-      100 Mbit/s, two ranks a host, about eight minutes
+      100 Mbit/s, two ranks per host, about eight minutes
   python -m benchmarks.slow_link --methods exact,powersgd --steps 20
-      two methods and torch DDP, soon
+      two methods and torch DDP, quickly
   python -m benchmarks.slow_link --output result.json --plot result.png
       keep the numbers, and a plot
   python -m benchmarks.slow_link --show result.json
@@ -46,10 +46,10 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None)
 @app.command(help=HELP)
 def benchmark(
     context: typer.Context,
-    rate: Annotated[str, typer.Option(help="What the link carries each way, like 100mbit or 1gbit.")] = RATE,
-    ranks_per_host: Annotated[int, typer.Option(help="Ranks of each host.")] = RANKS_PER_HOST,
+    rate: Annotated[str, typer.Option(help="Bandwidth of the link, each way, like 100mbit or 1gbit.")] = RATE,
+    ranks_per_host: Annotated[int, typer.Option(help="Ranks per host.")] = RANKS_PER_HOST,
     methods: Annotated[str, typer.Option(help=f"Some of {', '.join(NAMES)}; {TARGET_METHOD} always runs.")] = "",
-    steps: Annotated[int, typer.Option(help=f"Of {TARGET_METHOD}; its loss then is what all go for.")] = STEPS,
+    steps: Annotated[int, typer.Option(help=f"Steps of {TARGET_METHOD}; its loss then is the target.")] = STEPS,
     seed: Annotated[int, typer.Option(help="Seed of weights and batches.")] = 0,
     output: Annotated[Path | None, typer.Option(help="Write everything to this JSON file.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the curves into this PNG file.")] = None,
@@ -75,5 +75,5 @@ def benchmark(
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command; the exit code."""
+    """Run the command and return its exit code."""
     return run_app(app, "python -m benchmarks.slow_link", arguments)

@@ -22,7 +22,7 @@ class Point:
 
 
 def smoothed(points: Sequence[Point]) -> list[float]:
-    """Each loss replaced by the median of itself and its neighbours; the last, which has no right neighbour, is left out.
+    """Replaces each loss by the median of itself and its neighbours; drops the last, which has no right neighbour.
 
     So a smoothed value does not change as later ones arrive. The first, before training, is kept as it is.
     """

@@ -1,4 +1,4 @@
-"""What one launch trains. Pure, imports no torch."""
+"""The settings of one launch. Pure, imports no torch."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from benchmarks.training.outer_steps import OuterSteps
 RATE = "100mbit"
 RANKS_PER_HOST = 2
 STEPS = 50
-# Steps of one method in a row; the loss is looked at after each slice.
+# Consecutive steps of one method; the loss is evaluated after each slice.
 SLICE_STEPS = 5
-# Local methods have a slice from one outer step to the next.
+# For local methods a slice is one outer step.
 OUTER_STEPS = OuterSteps(sync_every=10, lr=1.0, momentum=0.0, wire="int8")
-# A method that has not come to the loss after this many times the steps of torch DDP is stopped.
+# A method that has not reached the loss after this many times torch DDP's steps is stopped.
 PATIENCE = 4
 TARGET_METHOD = "torch-ddp"
 
@@ -25,7 +25,7 @@ class SlowLinkJob:
     methods: tuple[str, ...]
     world_size: int
     ranks_per_host: int
-    # Of torch DDP; the loss it has then is everyone's target.
+    # Steps of torch DDP; its loss then is the target for all methods.
     steps: int = STEPS
     seed: int = 0
     slice_steps: int = SLICE_STEPS

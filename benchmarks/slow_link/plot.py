@@ -1,4 +1,4 @@
-"""The picture: loss against seconds and against steps."""
+"""Plots loss against seconds and against steps."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torchddp.harness.plots import finish_panel, panels
 
 
 def save_slow_link(result: dict[str, Any], path: Path) -> None:
-    """Two panels, with the loss that all go for."""
+    """Two panels, with a line at the target loss."""
     from matplotlib import pyplot
 
     figure, axes = panels(1, 2, 11.0, 4.2, sharey=True)

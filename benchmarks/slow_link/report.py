@@ -1,4 +1,4 @@
-"""The tables a person reads, on a terminal and in a document. Built from the document only."""
+"""The printed tables, for a terminal and in markdown. Built from the document only."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BOUND_HEADINGS = ("time to the loss, theirs / ours", "ours", "theirs", "ratio", 
 
 
 def heading(result: dict[str, Any]) -> str:
-    """What was trained, to which loss."""
+    """The table's title: the setup and the target loss."""
     return (
         f"{result['title']}: {result['parameters']:,} parameters, "
         f"two hosts with {ranks_text(result['ranks_per_host'])} each, "
@@ -29,7 +29,7 @@ def heading(result: dict[str, Any]) -> str:
 
 
 def cells(row: dict[str, Any]) -> list[str]:
-    """A method's line, as HEADINGS."""
+    """A method's row, in the order of HEADINGS."""
     if "error" in row:
         return [row["name"], "error", "", "", "", ""]
     arrival = row["arrival"]
@@ -40,14 +40,14 @@ def cells(row: dict[str, Any]) -> list[str]:
 
 
 def bound_cells(row: dict[str, Any]) -> list[str]:
-    """A comparison's line, as BOUND_HEADINGS."""
+    """A comparison's row, in the order of BOUND_HEADINGS."""
     ratio = "" if row["ratio"] is None else f"{row['ratio']:.2f}"
     names = [row["ours"] or "none arrived", row["theirs"] or "none arrived"]
     return [row["title"], *names, ratio, f"{row['bound']:g}", holds_text(row["holds"])]
 
 
 def methods_table(result: dict[str, Any]) -> Table:
-    """Every method's way to the loss."""
+    """Each method's time and steps to the loss."""
     table = plain_table(heading(result), HEADINGS[0])
     for name in HEADINGS[1:]:
         table.add_column(name, justify="right", no_wrap=True)
@@ -57,7 +57,7 @@ def methods_table(result: dict[str, Any]) -> Table:
 
 
 def bounds_table(result: dict[str, Any]) -> Table:
-    """What we hold ourselves to."""
+    """Our bounds, and whether they hold."""
     table = plain_table("Bounds", BOUND_HEADINGS[0])
     for name in BOUND_HEADINGS[1:]:
         table.add_column(name, justify="right", no_wrap=True)
@@ -68,11 +68,11 @@ def bounds_table(result: dict[str, Any]) -> Table:
 
 
 def note(result: dict[str, Any]) -> Text:
-    """What a reader needs to judge the numbers."""
+    """Notes on how to read the numbers."""
     return Text(
         f"All methods train replicas of one model in one launch and take turns, {result['slice_steps']} steps each "
-        f"(diloco {result['sync_every']}); a clock runs in a method's own steps only. After each turn, off the clock, "
-        "the loss on a fixed held-out set. The loss to come to is that of torch-ddp after "
+        f"(diloco {result['sync_every']}); only a method's own steps count towards its time. After each turn the loss "
+        "is evaluated on a fixed held-out set, off the clock. The target is torch-ddp's loss after "
         f"{result['steps']} steps. s a step: median over turns. sent: on the link, headers and acknowledgements "
         "included, by the host that sends more.",
         style="dim",
@@ -101,7 +101,7 @@ def render(document: dict[str, Any]) -> RenderableType:
 
 
 def markdown(document: dict[str, Any]) -> str:
-    """The tables for a page of documentation, and where their numbers come from."""
+    """The tables for a documentation page, with the origin of their numbers."""
     (result,) = document["results"]
     flat = [name.replace("\n", " ") for name in HEADINGS]
     machine = document["machine"]

@@ -1,4 +1,4 @@
-"""From the race to the numbers we quote. Pure."""
+"""Turns the race into the numbers we quote. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torchddp.harness.stats import summarize
 
 
 def method_row(name: str, what: str, raw: dict[str, Any], target: float) -> dict[str, Any]:
-    """One method's line; `arrival` is None where it did not come to the loss."""
+    """One method's row; `arrival` is None if it did not reach the loss."""
     row: dict[str, Any] = {"name": name, "what": what}
     if "error" in raw:
         return {**row, "error": raw["error"], "arrival": None}
@@ -24,7 +24,7 @@ def method_row(name: str, what: str, raw: dict[str, Any], target: float) -> dict
 
 
 def race_result(raw: dict[str, Any], whats: dict[str, str]) -> dict[str, Any]:
-    """Every method's line, with torch DDP's best time over its own, and what became of the bounds."""
+    """All methods' rows, each with torch DDP's best time over its own, and the judged bounds."""
     rows = [method_row(name, whats[name], method, raw["target"]) for name, method in raw["methods"].items()]
     seconds = {row["name"]: row["arrival"]["seconds"] for row in rows if row["arrival"] is not None}
     best = fastest(TORCH_DDP, seconds)

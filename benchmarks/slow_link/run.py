@@ -1,4 +1,4 @@
-"""The course of one run: build the network, launch the ranks on it, gather the document."""
+"""Runs the benchmark: builds the network, launches the ranks on it and builds the document."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torchddp.harness.command import Display, progress_bar
 from torchddp.harness.launch import STALL_TIMEOUT_S
 from torchddp.harness.machine import new_document
 
-# The limits on waiting suit a link of at least this many bits a second; on a slower one everything takes longer.
+# The timeouts suit links of at least this many bits per second; on slower links they are scaled up.
 FULL_SPEED = 100_000_000
 
 

@@ -1,4 +1,4 @@
-"""What each rank runs, inside the namespace of its host: all methods in turn, slice by slice."""
+"""The worker of each rank, in its host's namespace: trains with all methods in turn, slice by slice."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from benchmarks.two_hosts.network import tx_bytes_path
 from benchmarks.two_hosts.worker import serve_inherited
 from torchddp.harness.launch import Reporter
 
-# For the last acknowledgements to leave.
+# Lets the last acknowledgements leave.
 SETTLE_S = 0.02
 
 
 def largest(value: float) -> float:
-    """Over all ranks. Collective."""
+    """The maximum over all ranks. Collective."""
     found = torch.tensor([value], dtype=torch.float64)
     dist.all_reduce(found, op=dist.ReduceOp.MAX)
     return found.item()
 
 
 def quiet_count() -> int:
-    """Bytes this host has put on the link, read while no rank sends. Collective."""
+    """Bytes that this host has sent over the link, read while no rank sends. Collective."""
     dist.barrier()
     time.sleep(SETTLE_S)
     count = int(Path(tx_bytes_path()).read_text())
@@ -43,11 +43,11 @@ def quiet_count() -> int:
 
 
 class Racer:
-    """One method on its way to the loss. The clock runs in its own steps only."""
+    """One method in the race to the target loss. Only its own steps count towards its time."""
 
     def __init__(self, entry: Entrant, job: SlowLinkJob, task: Task) -> None:
         self.entry, self.job, self.task = entry, job, task
-        # A slice ends where ranks of a local method have the same model.
+        # A slice ends where all ranks of a local method have the same model.
         self.slice_steps = job.outer.sync_every if METHODS[entry.name].is_local else job.slice_steps
         self.points: list[Point] = []
         self.slice_seconds: list[float] = []
@@ -56,13 +56,13 @@ class Racer:
         self._look()
 
     def _look(self) -> None:
-        """The held-out loss, off the clock."""
+        """Evaluates the held-out loss, off the clock."""
         loss = self.entry.held_out_loss(self.task)
         if loss is not None:
             self.points.append(Point(self.entry.steps, self.seconds, loss))
 
     def advance(self) -> None:
-        """One slice and a look."""
+        """Trains one slice and evaluates the loss."""
         if self.entry.problem is not None:
             return
         rank, world_size, first = dist.get_rank(), dist.get_world_size(), self.entry.steps
@@ -86,12 +86,12 @@ class Racer:
         self._look()
 
     def is_done(self, target: float) -> bool:
-        """It has come to the loss, or failed, or will not come to it."""
+        """Whether it has reached the loss, failed, or run out of steps."""
         late = self.entry.steps >= PATIENCE * self.task.steps
         return late or self.entry.problem is not None or arrival(self.points, target) is not None
 
     def result(self) -> dict[str, Any]:
-        """What there is to say of it; bytes are of each host, a step."""
+        """The method's results; bytes are per host and step."""
         if self.entry.problem is not None:
             return {"error": self.entry.problem}
         by_rank: list[Any] = [None] * dist.get_world_size()
@@ -104,21 +104,21 @@ class Racer:
 
 
 def race(racers: list[Racer], report: Reporter) -> float:
-    """All methods side by side until torch DDP has done its steps, then those that are not there yet; the target.
+    """Runs all methods side by side until torch DDP has done its steps, then the rest; returns the target.
 
-    Each goes one slice beyond what is quoted of it: smoothing wants a neighbour.
+    Each runs one slice beyond what is quoted: smoothing needs a neighbour.
     """
     leader = next(racer for racer in racers if racer.entry.name == TARGET_METHOD)
     total = leader.task.steps + leader.slice_steps
     while leader.entry.steps < total and leader.entry.problem is None:
         report(leader.entry.steps, total)
-        # Nobody runs ahead of the leader by more than a slice, so that drift hits all alike.
+        # No method gets more than a slice ahead of the leader, so that drift affects all alike.
         until = leader.entry.steps + leader.slice_steps
         for racer in racers:
             while racer.entry.steps < until and racer.entry.problem is None:
                 racer.advance()
     if leader.entry.problem is not None:
-        raise RuntimeError(f"{TARGET_METHOD}, which sets the loss, failed: {leader.entry.problem}")
+        raise RuntimeError(f"{TARGET_METHOD}, which sets the target loss, failed: {leader.entry.problem}")
     target = target_of(leader.points)
     while waiting := [racer for racer in racers if not racer.is_done(target)]:
         report(total, total)
@@ -128,7 +128,7 @@ def race(racers: list[Racer], report: Reporter) -> float:
 
 
 def measure(job: SlowLinkJob, rank: int, channel: Connection) -> dict[str, Any]:
-    """The race, and each method's part in it; the same on every rank."""
+    """Runs the race; returns each method's results, the same on every rank."""
     task: Task = shortened(gpt_for_a_slow_link(), job.steps)
     with ExitStack() as stack:
         racers = []

@@ -1,1 +1,1 @@
-"""Replicas under torchft: killed and healed (`--runs`), and the cost of a step beside torchft's (`--step-time`)."""
+"""Replicas under torchft: killed and healed (`--runs`), and step time against torchft's class (`--step-time`)."""

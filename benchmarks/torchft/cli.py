@@ -13,7 +13,7 @@ from benchmarks.torchft.step_time import measure, report
 
 
 def torchft_version() -> str:
-    """The one of this environment. RuntimeError if there is none."""
+    """The installed torchft version. RuntimeError if there is none."""
     for package in ("torchft", "torchft-nightly"):
         try:
             return f"{package} {version(package)}"
@@ -23,15 +23,15 @@ def torchft_version() -> str:
 
 
 def main() -> None:
-    """Runs, or step times, as a table; exit status 1 if a run did not end well."""
+    """Prints a table of runs or step times; exit status 1 if a run failed."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.torchft", description=__doc__)
-    parser.add_argument("--runs", type=int, default=10, help="kill, restart and heal one of two replicas so many times")
+    parser.add_argument("--runs", type=int, default=10, help="runs that kill, restart and heal one of two replicas")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--kind", choices=KINDS, default=KINDS[0], help="of model; pure: PureDistributedDataParallel")
-    parser.add_argument("--step-time", action="store_true", help="step time beside torchft's own class instead")
-    parser.add_argument("--steps", type=int, default=60, help="measured steps of each class (--step-time)")
+    parser.add_argument("--kind", choices=KINDS, default=KINDS[0], help="model; pure: PureDistributedDataParallel")
+    parser.add_argument("--step-time", action="store_true", help="compare step time with torchft's class instead")
+    parser.add_argument("--steps", type=int, default=60, help="measured steps per class (--step-time)")
     parser.add_argument("--model-mb", type=float, default=25.0, help="MB of gradients (--step-time)")
-    parser.add_argument("--caps", type=float, nargs="*", default=[], help="bucket_cap_mb to measure too (--step-time)")
+    parser.add_argument("--caps", type=float, nargs="*", default=[], help="further bucket_cap_mb values (--step-time)")
     parser.add_argument("--logs", type=Path, default=Path("build/torchft"))
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()

@@ -1,4 +1,4 @@
-"""A real lighthouse and replicas as child processes, which never outlive the run."""
+"""Runs a real lighthouse and replicas as child processes that never outlive the run."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
-_START_S = 60.0  # for the lighthouse, on a machine that is busy
+_START_S = 60.0  # for the lighthouse, on a busy machine
 ROOT = Path(__file__).resolve().parents[2]
 
 
 class Child:
-    """A process whose lines of output can be waited for."""
+    """A process whose output can be read line by line with a timeout."""
 
     def __init__(self, command: list[str], environment: dict[str, str], log: TextIO) -> None:
         self.started_s = time.monotonic()
@@ -44,29 +44,29 @@ class Child:
         self._lines.put(None)
 
     def next_line(self, deadline_s: float) -> list[str]:
-        """The words of the next line. RuntimeError when it ends, or says nothing until ``deadline_s`` (monotonic)."""
+        """The words of the next line. RuntimeError if it ends, or prints nothing until ``deadline_s`` (monotonic)."""
         try:
             words = self._lines.get(timeout=max(0.0, deadline_s - time.monotonic()))
         except queue.Empty:
-            raise RuntimeError("says nothing: it hangs") from None
+            raise RuntimeError("hangs: it printed nothing") from None
         if words is None:
             raise RuntimeError(f"ended with exit code {self.process.wait(10)}")
         return words
 
     def tell(self, line: str) -> None:
-        """A line for its stdin."""
+        """Writes a line to its stdin."""
         assert self.process.stdin is not None
         self.process.stdin.write(line + "\n")
         self.process.stdin.flush()
 
     def kill(self) -> None:
-        """SIGKILL, if it is still there."""
+        """Sends SIGKILL if it still runs, and reaps it."""
         with contextlib.suppress(ProcessLookupError):
             self.process.send_signal(signal.SIGKILL)
         self.process.wait()
 
     def end(self, limit_s: float = 10.0) -> None:
-        """Ends its stdin and waits; kills what does not end."""
+        """Closes its stdin and waits; kills it if it does not end."""
         assert self.process.stdin is not None
         with contextlib.suppress(OSError):
             self.process.stdin.close()
@@ -76,7 +76,7 @@ class Child:
 
 
 def free_port() -> int:
-    """One that nobody listens at now."""
+    """A port that is unused now."""
     with socket.socket(socket.AF_INET6) as probe:
         probe.bind(("::", 0))
         return int(probe.getsockname()[1])
@@ -84,10 +84,10 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def lighthouse(log: TextIO, min_replicas: int = 1) -> Iterator[str]:
-    """torchft's own, as a command of this environment; its address. RuntimeError if it does not come up."""
+    """Runs this environment's torchft lighthouse; yields its address. RuntimeError if it does not start."""
     command = shutil.which("torchft_lighthouse", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     if command is None:
-        raise RuntimeError("torchft_lighthouse is not there: pip install torchft")
+        raise RuntimeError("torchft_lighthouse is not installed: pip install torchft")
     from torchddp.fault_tolerance import check_lighthouse
 
     port = free_port()

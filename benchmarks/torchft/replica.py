@@ -1,7 +1,7 @@
-"""One replica of a run: a child process that tells of its steps on stdout and is told on stdin where to stop.
+"""One replica of a run: a child process that reports its steps on stdout and learns from stdin where to stop.
 
-Lines out: `step N PARTICIPANTS COMMITTED`, at last `done N CHECKSUM`. Lines in: `stop N`. It lives until stdin ends, so
-that nobody's last step fails because the other has left.
+Lines out: `step N PARTICIPANTS COMMITTED`, finally `done N CHECKSUM`. Lines in: `stop N`. It runs until stdin ends,
+so that the other's last step does not fail because this one has left.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _WIDTH = 256
 
 
 class _Orders:
-    """What has been read from stdin so far."""
+    """The instructions read from stdin so far."""
 
     def __init__(self) -> None:
         self.stop_at = sys.maxsize
@@ -36,7 +36,7 @@ class _Orders:
 
 
 class _Doom:
-    """SIGKILL to this process in a backward, when the later half of the gradients is on its way."""
+    """Sends SIGKILL to this process during a backward pass, while the later half of the gradients is in flight."""
 
     def __init__(self, network: torch.nn.Module, steps_left: int) -> None:
         self.steps_left = steps_left
@@ -75,13 +75,13 @@ def run(name: str, kind: str, die_after: int) -> None:
     print(f"done {manager.current_step()} {checksum(network)}", flush=True)
     orders.ended.wait()
     sys.stdout.flush()
-    os._exit(0)  # threads of torchft's managers outlive an ordinary end by seconds
+    os._exit(0)  # torchft's manager threads would delay a normal exit by seconds
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("name")
     parser.add_argument("--kind", choices=KINDS, default=KINDS[0])
-    parser.add_argument("--die-after", type=int, default=-1, help="steps that two replicas have committed")
+    parser.add_argument("--die-after", type=int, default=-1, help="die after so many steps committed by two replicas")
     arguments = parser.parse_args()
     run(arguments.name, arguments.kind, arguments.die_after)

@@ -1,4 +1,4 @@
-"""One run: two replicas at full speed, one killed in mid-training, started again and healed; do both end equal?"""
+"""One run: two replicas at full speed, one killed mid-training, restarted and healed; both must end equal."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from typing import Any
 
 from benchmarks.torchft.processes import Child, lighthouse
 
-# Of models: gradients in buckets, those compressed, one all-reduce a parameter.
+# Kinds of models: gradients in buckets, compressed buckets, one all-reduce per parameter.
 KINDS = ("buckets", "powersgd", "pure")
 
-_TOGETHER = 20  # steps that both commit before the kill at least, and again after it
-_DEATH_S = 10.0  # for the victim to come to its end
+_TOGETHER = 20  # minimum of steps that both commit before the kill, and again after it
+_DEATH_S = 10.0  # for the victim to die
 
 
 @dataclass
 class Run:
-    """What happened. Times in seconds."""
+    """The outcome of a run. Times in seconds."""
 
     seed: int
-    phase: str = ""  # what the dying one was doing: "backward", or whatever it was
+    phase: str = ""  # when the victim was killed: in "backward", or at "any" point
     killed_at_step: int = -1
     resumed_s: float = -1.0  # from the kill to the survivor's next committed step
     healed_s: float = -1.0  # from the kill to the first step that both commit
-    discarded: int = 0  # steps of the survivor that were not committed
+    discarded: int = 0  # steps that the survivor did not commit
     steps: int = -1
     checksums: tuple[str, ...] = ()
     problem: str = ""
@@ -40,12 +40,12 @@ class Run:
         return not self.problem and len(self.checksums) == 2 and len(set(self.checksums)) == 1
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The outcome as JSON."""
         return {**asdict(self), "ok": self.ok}
 
 
 def run_once(seed: int, logs: Path, *, kind: str = "buckets", limit_s: float = 180.0) -> Run:
-    """Never raises for what replicas do: it is in ``problem``. Their stderr goes to ``logs``."""
+    """Never raises for failures of replicas: they are recorded in ``problem``. Their stderr goes to ``logs``."""
     logs.mkdir(parents=True, exist_ok=True)
     run = Run(seed)
     with (logs / f"run{seed}.log").open("w") as log, contextlib.ExitStack() as stack:
@@ -72,7 +72,7 @@ def _play(run: Run, start: Any, rng: random.Random, deadline_s: float) -> None:
     victim = start("replica_1", steps if run.phase == "backward" else -1)
     run.killed_at_step = _step_of(_until_together(victim, steps, deadline_s))
     if run.phase == "any":
-        time.sleep(rng.random() * 0.02)  # anywhere in a step
+        time.sleep(rng.random() * 0.02)  # at any point of a step
         victim.kill()
     victim.process.wait(_DEATH_S)
     killed_s = time.monotonic()
@@ -81,7 +81,7 @@ def _play(run: Run, start: Any, rng: random.Random, deadline_s: float) -> None:
     _until_together(reborn, 1, deadline_s)
     run.healed_s = time.monotonic() - killed_s
     last = _until_together(reborn, _TOGETHER, deadline_s)
-    run.steps = _step_of(last) + 400  # further than anybody may have come by now
+    run.steps = _step_of(last) + 400  # further than either can be by now
     for child in (survivor, reborn):
         child.tell(f"stop {run.steps}")
     run.checksums = tuple(_until_done(child, run.steps, deadline_s) for child in (survivor, reborn))
@@ -103,7 +103,7 @@ def _step_of(words: list[str]) -> int:
 
 
 def _until_together(child: Child, steps: int, deadline_s: float) -> list[str]:
-    """The last of so many steps that it and another have committed."""
+    """Waits until it has committed `steps` steps together with another; returns the last one's line."""
     count = 0
     while True:
         words = _next(child, "replica", deadline_s)
@@ -113,7 +113,7 @@ def _until_together(child: Child, steps: int, deadline_s: float) -> list[str]:
 
 
 def _until_goes_on(survivor: Child, killed_at: int, killed_s: float, deadline_s: float) -> tuple[int, float]:
-    """Steps it threw away, and seconds until it committed one without the dead."""
+    """The number of discarded steps, and seconds until it committed one without the dead replica."""
     discarded = 0
     while True:
         words = _next(survivor, "survivor", deadline_s)

@@ -1,4 +1,4 @@
-"""What a step costs with torchddp's class and with torchft's own: two replicas, steps of both in turn, one launch."""
+"""Step time with torchddp's class and torchft's own: two replicas, alternating steps of both, one launch."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _THEIRS, _OURS = "torchft", "torchddp"
 
 
 def variants(caps_mb: Sequence[float]) -> dict[str, float | None]:
-    """Name -> bucket_cap_mb: torchft's class, ours with its default buckets, ours with those of other sizes."""
+    """Name -> bucket_cap_mb: torchft's class, ours with default buckets, ours with other bucket sizes."""
     return {_THEIRS: None, _OURS: None, **{f"{_OURS} {cap:g} MiB": cap for cap in caps_mb}}
 
 
 def measure(steps: int, model_mb: float, caps_mb: Sequence[float], logs: Path) -> dict[str, list[dict[str, float]]]:
-    """Variant -> of each measured step, {"step_s", "backward_s"} of the slower replica.
+    """Variant -> {"step_s", "backward_s"} of the slower replica, for each measured step.
 
     RuntimeError if a replica fails.
     """
@@ -55,7 +55,7 @@ def measure(steps: int, model_mb: float, caps_mb: Sequence[float], logs: Path) -
 
 
 def report(times: dict[str, list[dict[str, float]]]) -> str:
-    """Medians, and the medians of the ratios of neighbouring steps."""
+    """Medians, and medians of the ratios between neighbouring steps."""
     lines = [f"{'class':>18} {'step ms':>8} {'backward ms':>12} {'step / torchft':>15} {'backward':>9}"]
     for name, steps in times.items():
         step, backward = (statistics.median(t[key] for t in steps) * 1e3 for key in ("step_s", "backward_s"))
@@ -111,5 +111,5 @@ if __name__ == "__main__":
     parser.add_argument("--cap", type=float, action="append", default=[])
     arguments = parser.parse_args()
     print(json.dumps(_replica(arguments.name, arguments.steps, arguments.mb, arguments.cap)), flush=True)
-    sys.stdin.read()  # the other may still need this one
+    sys.stdin.read()  # the other replica may still need this one
     os._exit(0)

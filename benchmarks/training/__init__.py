@@ -1,1 +1,1 @@
-"""Training on real data by any of our methods, torch's and ours: what `convergence` and `slow_link` have in common."""
+"""Training on real data with torch's methods and ours; shared by `convergence` and `slow_link`."""

@@ -1,4 +1,4 @@
-"""What the command lines of both benchmarks share; mistakes are `ArgumentError`s of one sentence."""
+"""Shared by both benchmarks' command lines; a user's mistake raises an `ArgumentError` of one sentence."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torchddp.harness.variants import ArgumentError
 
 
 def choose_methods(text: str, names: Sequence[str], *, always: Collection[str]) -> tuple[str, ...]:
-    """'int8, fp16' -> in the order of `names`, with those that run always; all for ''."""
+    """'int8, fp16' -> the methods in the order of `names`, plus those that always run; '' selects all."""
     asked = {name for part in text.split(",") if (name := part.strip())}
     for name in sorted(asked):
         if name not in names:
@@ -20,7 +20,7 @@ def choose_methods(text: str, names: Sequence[str], *, always: Collection[str]) 
 
 
 def load_document(path: Path, case: str) -> dict[str, Any]:
-    """A saved run of this benchmark."""
+    """Load a saved run of this benchmark."""
     try:
         document = json.loads(path.read_text())
         cases = {result["case"] for result in document["results"]}

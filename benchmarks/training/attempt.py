@@ -1,4 +1,4 @@
-"""A method that fails is out, with the reason, on all ranks at once. Collective."""
+"""Drops a failing method, with the reason, on all ranks at once. Collective."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from benchmarks.training.outer_steps import OuterSteps
 from benchmarks.training.replica import Replica
 from benchmarks.training.tasks import Task
 
-# Of the time limit of the group that all ranks share: a rank that others have left alone in a method's group must
-# give up before they give up on it.
+# Share of the timeout of the group of all ranks: a rank left alone in a method's group must time out before the others
+# time out waiting for it.
 GROUP_SHARE = 0.4
 
 
 def problem_of(attempt: Callable[[], object]) -> str | None:
-    """Run it on every rank; None where all succeeded, else what the first rank with an error said."""
+    """Run it on every rank; returns None if all succeeded, else the first failing rank's error."""
     problem = None
     try:
         attempt()
@@ -40,26 +40,26 @@ def problem_of(attempt: Callable[[], object]) -> str | None:
 
 @dataclass
 class Entrant:
-    """A method with a process group of its own. Out of the run once `problem` says why."""
+    """A method with its own process group. Once `problem` is set, it is out of the run."""
 
     name: str
     group: dist.ProcessGroup
     replica: Replica | None = None
     problem: str | None = None
-    # What has been trained so far, for whoever drives it.
+    # Steps trained so far, maintained by the caller.
     steps: int = field(default=0)
 
     def try_to(self, attempt: Callable[[Replica], object]) -> bool:
-        """Do it to the replica, on all ranks; whether it worked."""
+        """Run `attempt` on the replica, on all ranks; returns whether it succeeded."""
         if self.problem is None:
             self.problem = problem_of(lambda: attempt(self._built))
         return self.problem is None
 
     def held_out_loss(self, task: Task) -> float | None:
-        """Over the whole evaluation set; ranks whose models differ are averaged. None if the method is out."""
+        """Loss over the whole evaluation set, averaged over ranks whose models differ. None if the method is out."""
         rank, world_size = dist.get_rank(), dist.get_world_size()
         loss = torch.zeros(1, dtype=torch.float64)
-        # Only what ranks do by themselves is attempted: one that fails must not miss a collective of the others.
+        # Only local work is attempted: a rank that fails must not miss a collective of the others.
         if not self.try_to(lambda replica: loss.fill_(replica.loss_on(task.held_out(rank, world_size)))):
             return None
         dist.all_reduce(loss)
@@ -73,7 +73,7 @@ class Entrant:
 
 @contextlib.contextmanager
 def entrant(name: str, task: Task, seed: int, outer: OuterSteps, timeout_s: float) -> Iterator[Entrant]:
-    """The method built around a fresh model, or with the problem it had; it goes with the block."""
+    """Yields the method built around a fresh model, or the problem that it had; destroys it after the block."""
     group = dist.new_group(timeout=datetime.timedelta(seconds=GROUP_SHARE * timeout_s))
     assert group is not None
     found = Entrant(name, group)
@@ -88,5 +88,5 @@ def entrant(name: str, task: Task, seed: int, outer: OuterSteps, timeout_s: floa
         if found.replica is not None:
             found.replica.close()
         found.replica = None
-        gc.collect()  # the reducer goes before the group that it talks through
+        gc.collect()  # destroys the reducer before its process group
         dist.destroy_process_group(group)

@@ -1,4 +1,4 @@
-"""Every method by its name: what is put around a model so that ranks train it together. All collective."""
+"""All methods by name: each wraps a model so that ranks train it together. All functions are collective."""
 
 from __future__ import annotations
 
@@ -21,42 +21,42 @@ from torchddp.harness.variants import TUNED_OPTIONS
 
 POWERSGD_RANK = 4
 POWERSGD_HIGHER_RANKS = (8, 16)
-# The first step at which torch's hook can compress with error feedback; its own default is 1,000. Ours starts there
-# too, when AdamW has seen whole gradients.
+# The first step at which torch's hook can compress with error feedback; its default is 1,000. Our hook starts at the
+# same step, when AdamW has seen uncompressed gradients.
 POWERSGD_START = 2
-# Its hook sends its second and third message from callbacks, in whose order ranks may differ: over gloo, with several
-# buckets, messages of one meet those of another and the process ends.
+# torch's hook sends its second and third message from callbacks, whose order may differ between ranks: over gloo, with
+# several buckets, messages of different buckets collide and the process aborts.
 ONE_BUCKET_MB = 1000.0
 TOP_K_SHARE = 0.01
-# Of Streaming DiLoCo, as in its paper but for fewer fragments: the model is small.
+# Streaming DiLoCo's settings, as in its paper but with fewer fragments, because the model is small.
 FRAGMENTS, OVERLAP_STEPS, STREAMING_ALPHA, STREAMING_WIRE = 4, 5, 0.5, "int4"
 FP32_BYTES, FP16_BYTES = 4, 2
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What a method is built for."""
+    """The setting that a method is built for."""
 
     task: Task
     seed: int
     group: dist.ProcessGroup
-    # Of local methods.
+    # For local methods.
     outer: OuterSteps
 
 
 @dataclass(frozen=True)
 class Method:
-    """A way to train together, by its name in tables."""
+    """A way to train together; `name` is its name in tables."""
 
     name: str
     what: str
     build: Callable[[Setup], Replica]
-    # Steps come in rounds of `OuterSteps.sync_every`, at whose end all ranks have the same model.
+    # Whether ranks have the same model only at the end of each round of `OuterSteps.sync_every` steps.
     is_local: bool = False
 
 
 def ring_bytes(payload_bytes: int, world_size: int) -> int:
-    """What each rank of a ring sends for an all-reduce."""
+    """The bytes that each rank of a ring sends for an all-reduce."""
     return 2 * (world_size - 1) * payload_bytes // world_size
 
 
@@ -65,7 +65,7 @@ def _numel(module: nn.Module) -> int:
 
 
 def _torch_ddp(setup: Setup, module: nn.Module, **options: Any) -> TorchDDP:
-    """Torch's class as fast as it can be, as far as this torch knows how."""
+    """Torch's class with its fastest options, as far as this torch supports them."""
     known = inspect.signature(TorchDDP.__init__).parameters
     tuned = {key: value for key, value in TUNED_OPTIONS.items() if key in known}
     return TorchDDP(module, process_group=setup.group, **tuned, **options)
@@ -98,14 +98,14 @@ def _torch_powersgd(setup: Setup) -> Replica:
         nonlocal counted
         compressed = state.total_numel_after_compression - counted
         counted += compressed
-        # Steps before the first compressed one are not in its statistics.
+        # The hook's statistics do not include steps before the first compressed one.
         return ring_bytes((compressed or _numel(module)) * FP32_BYTES, setup.group.size())
 
     return Replica(module, model, optimizer, optimizer, step_bytes)
 
 
 def _ours(make_hook: Callable[[Any], Any] | None = None, **options: Any) -> Callable[[Setup], Replica]:
-    """Our class; `make_hook` is given the module `torchddp.comm_hooks`."""
+    """Our class; `make_hook` receives the module `torchddp.comm_hooks`."""
 
     def build(setup: Setup) -> Replica:
         from torchddp import DistributedDataParallel
@@ -140,7 +140,7 @@ def _local(module: nn.Module, inner: Any, outer: Any) -> Replica:
 
     def step_bytes() -> int:
         nonlocal counted
-        # Of the last synchronisation: a new object after each.
+        # The traffic of the last synchronisation; each creates a new object.
         before, counted = counted, outer.traffic
         sent: int = 0 if counted is before else counted.wire_bytes
         return sent

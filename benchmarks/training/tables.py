@@ -1,4 +1,4 @@
-"""How both benchmarks write what they share. Pure."""
+"""Formatting shared by both benchmarks. Pure."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def bytes_text(count: float | None) -> str:
-    """'12.6 MB', '840 B'; '?' where it is not known."""
+    """'12.6 MB', '840 B'; '?' if unknown."""
     if count is None:
         return "?"
     for unit, size in (("MB", 1e6), ("kB", 1e3)):
@@ -16,11 +16,11 @@ def bytes_text(count: float | None) -> str:
 
 
 def holds_text(holds: bool | None) -> str:
-    """Whether a bound holds; nothing where there is none."""
+    """Whether a bound holds; empty without a bound."""
     return "" if holds is None else "yes" if holds else "NO"
 
 
 def markdown_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """The first column to the left, numbers to the right."""
+    """A markdown table: the first column left-aligned, the others right-aligned."""
     lines = [list(headings), ["---", *["---:"] * (len(headings) - 1)], *map(list, rows)]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)

@@ -1,4 +1,4 @@
-"""What is trained: the demo's GPT on real text, and a classifier of scikit-learn's digits.
+"""The training tasks: the demo's GPT on real text, and a classifier of scikit-learn's digits.
 
 A batch is a pure function of (seed, step, rank), so that every method sees the same data in the same order.
 """
@@ -20,20 +20,20 @@ from examples.gpt.model import GPT
 
 CPU = torch.device("cpu")
 DIGITS_PIXELS, DIGITS_CLASSES = 64, 10
-# Of the 1,797 digits, in an order that does not depend on the run's seed.
+# Held out of the 1,797 digits, in an order independent of the run's seed.
 DIGITS_HELD_OUT = 360
 DIGITS_SPLIT_SEED = 1797
-# Without it the loss falls so far that a single digit of those held out decides about percents.
+# Without it the loss becomes so small that a single held-out digit changes it by percents.
 LABEL_SMOOTHING = 0.1
 
 
 @dataclass(frozen=True)
 class Task(abc.ABC):
-    """Model, data and optimizer of one training run; the batch is a rank's."""
+    """Model, data and optimizer of one training run; the batch size is per rank."""
 
     name: str
     title: str
-    # What `batch_size` times `sample_units` counts.
+    # The unit of `batch_size` times `sample_units`.
     unit: str
     steps: int
     batch_size: int
@@ -43,12 +43,12 @@ class Task(abc.ABC):
 
     @property
     def sample_units(self) -> int:
-        """Tokens of a sample, where samples have tokens."""
+        """Tokens per sample, or 1 if samples are not sequences."""
         return 1
 
     @property
     def lr_config(self) -> TrainConfig:
-        """What the demo's schedule reads."""
+        """The configuration for the demo's schedule."""
         return TrainConfig(steps=self.steps, lr=self.lr, schedule=self.schedule, warmup_steps=self.warmup_steps)
 
     def lr_at(self, step: int) -> float:
@@ -57,11 +57,11 @@ class Task(abc.ABC):
 
     @abc.abstractmethod
     def make_model(self, seed: int) -> nn.Module:
-        """The same weights for the same seed; called with inputs and targets it returns the mean loss."""
+        """A model with the same weights for the same seed; called with inputs and targets, it returns the mean loss."""
 
     @abc.abstractmethod
     def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """This task's, with its learning rate; `lr_at` is for the caller to set."""
+        """This task's optimizer, with its learning rate; the caller applies `lr_at`."""
 
     @abc.abstractmethod
     def batch(self, seed: int, step: int, rank: int, world_size: int) -> Batch:
@@ -69,12 +69,12 @@ class Task(abc.ABC):
 
     @abc.abstractmethod
     def held_out(self, rank: int, world_size: int) -> list[Batch]:
-        """This rank's part of the fixed evaluation set. Every rank has as many batches, all of the same size."""
+        """This rank's part of the fixed evaluation set. Every rank has equally many batches of the same size."""
 
 
 @dataclass(frozen=True)
 class GPTTask(Task):
-    """The next byte of Python's own source files."""
+    """Predicts the next byte of Python's own source files."""
 
     block_size: int
     layers: int
@@ -88,7 +88,7 @@ class GPTTask(Task):
 
     @cached_property
     def corpus(self) -> Corpus:
-        """Read once a process."""
+        """The text, read once per process."""
         return load_corpus(None, self.block_size)
 
     def make_model(self, seed: int) -> nn.Module:
@@ -143,8 +143,8 @@ class DigitsTask(Task):
 
     @cached_property
     def data(self) -> tuple[Tensor, Tensor]:
-        """Pixels and classes, shuffled once and for all; the last ones are held out."""
-        from sklearn.datasets import load_digits  # scikit-learn: for this task only
+        """Pixels and classes, in a fixed shuffled order; the last ones are held out."""
+        from sklearn.datasets import load_digits  # scikit-learn is needed for this task only
 
         digits = load_digits()
         order = torch.randperm(len(digits.target), generator=torch.Generator().manual_seed(DIGITS_SPLIT_SEED))
@@ -177,7 +177,7 @@ class DigitsTask(Task):
 
 
 def gpt_for_one_host() -> GPTTask:
-    """Small enough for some hundred steps in ten seconds on one core."""
+    """Small enough for a few hundred steps in ten seconds on one core."""
     return GPTTask(
         name="gpt",
         title="GPT on Python's source files",
@@ -196,7 +196,7 @@ def gpt_for_one_host() -> GPTTask:
 
 
 def gpt_for_a_slow_link() -> GPTTask:
-    """Some million parameters and a batch so small that a link of 100 Mbit/s decides how long a step takes."""
+    """A few million parameters and a batch so small that a 100 Mbit/s link dominates the step time."""
     return GPTTask(
         name="gpt",
         title="GPT on Python's source files",
@@ -233,5 +233,5 @@ TASKS: dict[str, Callable[[], Task]] = {"gpt": gpt_for_one_host, "digits": digit
 
 
 def shortened(task: Task, steps: int) -> Task:
-    """The task with fewer steps; the schedule spans them."""
+    """The task with fewer steps and a schedule to match."""
     return replace(task, steps=steps, warmup_steps=min(task.warmup_steps, steps))

@@ -25,7 +25,7 @@ Examples:
   python -m benchmarks.two_hosts
       an MLP and a conv net over 1 Gbit/s, about three minutes
   python -m benchmarks.two_hosts --model conv --seconds 10 --caps 5,25
-      one table, soon
+      one table, quickly
   python -m benchmarks.two_hosts --rate 10gbit
       a faster link
   python -m benchmarks.two_hosts --transport c10d
@@ -38,7 +38,7 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
 
 def check_models(models: Sequence[str]) -> tuple[str, ...]:
-    """The models to run, each once; an unknown one is an `ArgumentError`."""
+    """The models to run, without duplicates; raises `ArgumentError` for an unknown one."""
     for model in models:
         if model not in CASE.models:
             raise ArgumentError(f"There is no model '{model}'; choose from {', '.join(CASE.models)}.")
@@ -53,7 +53,7 @@ def benchmark(
         typer.Option(help=f"One of {', '.join(CASE.models)}; repeatable. [default: {' and '.join(CASE.quick_models)}]"),
     ] = None,
     seconds: Annotated[float, typer.Option(help="Time for the timed rounds of each model.")] = 60.0,
-    rate: Annotated[str, typer.Option(help="What the link carries each way, like 500mbit or 2.5gbit.")] = "1gbit",
+    rate: Annotated[str, typer.Option(help="Bandwidth of the link, each way, like 500mbit or 2.5gbit.")] = "1gbit",
     transport: Annotated[str, typer.Option(help="The transport= argument of the class under test.")] = AUTO,
     caps: Annotated[str, typer.Option(help="bucket_cap_mb values of the tuned rows.")] = "1,5,25",
     ours: Annotated[str, typer.Option(help="The class under test, as a dotted path.")] = TORCHDDP,
@@ -81,5 +81,5 @@ def benchmark(
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command; the exit code."""
+    """Run the command and return its exit code."""
     return run_app(app, "python -m benchmarks.two_hosts", arguments)

@@ -1,4 +1,4 @@
-"""Parent side: start the ranks inside the namespaces, follow them, and leave no process behind."""
+"""Parent side: starts the ranks inside the namespaces, follows them, and leaves no process behind."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 from benchmarks.two_hosts.network import INTERFACE, RANKS_PER_HOST, Host, inside
 from torchddp.harness.launch import ONE_THREAD, Inbox, Progress, RankSettings, follow
 
-# The first host's namespace is new and nobody else's: every port is free there.
+# The first host's namespace is new and used by nothing else, so every port is free there.
 STORE_PORT = 29500
 
 
@@ -23,13 +23,13 @@ def host_of(rank: int, hosts: Sequence[Host], ranks_per_host: int) -> Host:
 
 
 def worker_command(host: Host, worker: str, descriptor: int) -> list[str]:
-    """What starts one rank on its host; it talks to us through the inherited descriptor."""
+    """The command that starts one rank on its host; the rank talks to us through the inherited descriptor."""
     return inside(host.namespace, [sys.executable, "-m", worker, str(descriptor)])
 
 
 def worker_environment() -> dict[str, str]:
-    """The slow link for gloo, and our own import path, as a rank may have to load a class of the user's."""
-    # Addresses in a namespace have no names: nothing to warn about, and no name server that could be asked.
+    """Points gloo to the slow link and passes our import path on: a rank may have to load one of the user's classes."""
+    # Addresses in a namespace have no names: silence the warnings and shorten DNS lookups, which no server answers.
     quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR", "RES_OPTIONS": "attempts:1 timeout:1"}
     path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
     return {**os.environ, **ONE_THREAD, **quiet, "GLOO_SOCKET_IFNAME": INTERFACE, "PYTHONPATH": path}
@@ -61,7 +61,7 @@ def launch_on_hosts(
         for rank in range(job.world_size):
             channel, theirs = Pipe()
             channels.append(channel)
-            # Ctrl-C is for this process, which then ends the ranks: hence a session of their own.
+            # In their own session, so that Ctrl-C reaches only this process, which then ends the ranks.
             processes.append(
                 subprocess.Popen(
                     worker_command(host_of(rank, hosts, ranks_per_host), worker, theirs.fileno()),

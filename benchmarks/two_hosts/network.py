@@ -14,19 +14,19 @@ from dataclasses import dataclass
 from torchddp.harness.variants import ArgumentError
 
 RANKS_PER_HOST = 2
-# The same name at both ends; the pair is made inside the namespaces and never shows outside of them.
+# The same name at both ends; the pair is created inside the namespaces and never visible outside.
 INTERFACE = "slow0"
 ADDRESSES = ("10.213.77.1", "10.213.77.2")
 MIN_RATE, MAX_RATE = 10_000_000, 100_000_000_000
-# What may leave at once: a millisecond's worth, and at least one packet as large as the kernel makes them.
+# The burst size: a millisecond's worth, and at least one packet of the kernel's maximum size.
 MIN_BURST_BYTES = 64 * 1024
 BURST_S = 0.001
-# Longer than that in the queue and a packet is dropped, as in a switch with a deep buffer.
+# A packet that would queue for longer is dropped, as in a switch with a deep buffer.
 QUEUE_MS = 50
 COMMAND_TIMEOUT_S = 10.0
 
 _UNITS = {"mbit": 1e6, "gbit": 1e9}
-# Its input ends when the command does, however it ends; then the namespaces go, and with them the link.
+# Its stdin closes when the benchmark ends, however it ends; then it deletes the namespaces, and with them the link.
 _CLEAN_UP = 'cat > /dev/null; for name; do ip netns del "$name"; done'
 
 
@@ -52,13 +52,13 @@ def parse_rate(text: str) -> int:
 
 
 def make_hosts(pid: int) -> tuple[Host, Host]:
-    """The two hosts of the process `pid`: no other run has namespaces of these names."""
+    """The two hosts of process `pid`; their namespace names are unique to this run."""
     first, second = (Host(f"torchddp-{pid}-{index}", address) for index, address in enumerate(ADDRESSES))
     return first, second
 
 
 def inside(namespace: str, command: Sequence[str]) -> list[str]:
-    """The command as it runs in a namespace, with that namespace's /sys."""
+    """Wraps the command to run in a namespace, with that namespace's /sys."""
     return ["ip", "netns", "exec", namespace, *command]
 
 
@@ -68,7 +68,7 @@ def burst_bytes(rate: int) -> int:
 
 
 def setup_commands(hosts: Sequence[Host], rate: int) -> list[list[str]]:
-    """What builds the network: each end sends at most `rate` bits a second."""
+    """The commands that build the network: each end sends at most `rate` bits per second."""
     first, second = hosts
     peer = ["peer", "name", INTERFACE, "netns", second.namespace]
     commands = [["ip", "netns", "add", host.namespace] for host in hosts]
@@ -81,20 +81,20 @@ def setup_commands(hosts: Sequence[Host], rate: int) -> list[list[str]]:
             ["ip", "-n", host.namespace, "link", "set", "lo", "up"],
             ["ip", "-n", host.namespace, "link", "set", INTERFACE, "up"],
         ]
-    # Namespaces may be allowed where entering one, with a /sys of its own, is not.
+    # Entering a namespace, with its own /sys, may be forbidden even where creating one is allowed.
     commands += [inside(host.namespace, ["cat", tx_bytes_path()]) for host in hosts]
     return commands
 
 
 def tx_bytes_path() -> str:
-    """Where the kernel counts what this side of the link has sent, as seen from inside."""
+    """The kernel's counter of bytes sent by this side of the link, as a path inside the namespace."""
     return f"/sys/class/net/{INTERFACE}/statistics/tx_bytes"
 
 
 def check_supported() -> None:
-    """The user and the tools that all of this needs; `NoNetworkError` says what is missing."""
+    """Checks for root and the required tools; raises `NoNetworkError` naming what is missing."""
     if os.geteuid() != 0:
-        raise NoNetworkError("Two emulated hosts need network namespaces, which only root can make: run this as root.")
+        raise NoNetworkError("Two emulated hosts need network namespaces, which require root: run this as root.")
     for tool in ("ip", "tc"):
         if shutil.which(tool) is None:
             raise NoNetworkError(f"The program '{tool}' was not found; on Debian: apt-get install iproute2.")
@@ -112,10 +112,10 @@ def _run(command: Sequence[str]) -> None:
 
 @contextlib.contextmanager
 def two_hosts(rate: int) -> Iterator[tuple[Host, Host]]:
-    """The network while the block runs. It goes however the block, or the whole process, ends."""
+    """Provides the network during the block, and removes it however the block, or the whole process, ends."""
     check_supported()
     hosts = make_hosts(os.getpid())
-    # In a session of its own, where Ctrl-C does not reach it.
+    # In its own session, where Ctrl-C does not reach it.
     cleaner = subprocess.Popen(
         ["sh", "-c", _CLEAN_UP, "sh", *(host.namespace for host in hosts)],
         stdin=subprocess.PIPE,

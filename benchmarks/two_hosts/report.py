@@ -1,4 +1,4 @@
-"""The table a person reads. Built from the document only, so a saved JSON gives the same table."""
+"""The printed table. Built from the document only, so that a saved JSON gives the same table."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _megabytes(count: float) -> str:
 
 
 def model_table(result: dict[str, Any]) -> Table:
-    """One model: every variant's step, what it adds, what it sends, and its ratio to torch's best."""
+    """One model: each variant's step time, added time, bytes sent and ratio to torch's best."""
     table = plain_table(f"two hosts · {size_text(result)}, {result['rounds']} rounds", "variant")
     for heading in ("step p50\nms", "step\np90", "exposed\nms", "sent, MB\nby host"):
         table.add_column(heading, justify="right", no_wrap=True)
@@ -44,12 +44,12 @@ def model_table(result: dict[str, Any]) -> Table:
 
 
 def _crossings(result: dict[str, Any], row: dict[str, Any]) -> str:
-    # Of the busier host: the step waits for it.
+    # For the busier host, because the step waits for it.
     return f"{max(row['sent_bytes']) / result['gradient_bytes']:.2f} x"
 
 
 def verdict(result: dict[str, Any]) -> Text:
-    """Ours against torch's best and the bound we hold ourselves to; how often each byte crosses the link."""
+    """Ours against torch's best and against our bound, and how often each byte crosses the link."""
     ours = our_row(result)
     best = next(row for row in result["variants"] if row["name"] == result["best_torch"])
     transport = f"transport {result['transport']} · " if result["transport"] else ""
@@ -64,13 +64,13 @@ def verdict(result: dict[str, Any]) -> Text:
 
 
 def footnotes(document: dict[str, Any]) -> Iterable[Text]:
-    """What a reader needs to judge the numbers."""
+    """Notes on how to read the numbers."""
     machine, rate = document["machine"], document["settings"]["rate"]
     yield Text(
         f"Two network namespaces with two ranks each, joined by a link of {rate_text(rate)} each way. tuned: "
-        "gradient_as_bucket_view, batched_grad_copy, static_graph, and the bucket_cap_mb named. exposed: the step "
-        "minus the local step near it. A ratio is of whole steps, per round. sent: what each host put on the link in "
-        "one step, headers and acknowledgements included.",
+        "gradient_as_bucket_view, batched_grad_copy, static_graph, and the given bucket_cap_mb. exposed: the step "
+        "minus the local step near it. Ratios are of whole steps, per round. sent: bytes that each host sent over the "
+        "link in one step, headers and acknowledgements included.",
         style="dim",
     )
     yield from origin(document)
@@ -81,7 +81,7 @@ def footnotes(document: dict[str, Any]) -> Iterable[Text]:
             style="yellow",
         )
     if machine["load_average_1min"] > machine["cores"] / 2:
-        yield Text("Other programs kept the machine busy when the run began: expect wide spreads.", style="yellow")
+        yield Text("Other programs kept the machine busy when the run started: expect wide spreads.", style="yellow")
 
 
 def render(document: dict[str, Any]) -> RenderableType:

@@ -1,4 +1,4 @@
-"""From raw steps to the numbers we quote, and the field that runs. Pure."""
+"""Turns raw step times into the numbers we quote, and selects the variants. Pure."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ CASE = Case(
     quick_models=("mlp", "conv"),
     default_world_size=2 * RANKS_PER_HOST,
     unit="ms",
-    # Of whole steps: the slow link needs to carry two thirds of what a ring over all ranks sends.
+    # Ratio of whole steps: the slow link need only carry two thirds of what a ring over all ranks sends.
     goal_ratio=0.75,
 )
 AUTO = "auto"
 
 
 def with_transport(variants: Sequence[Variant], transport: str) -> tuple[Variant, ...]:
-    """The field with another transport for the class under test; its own default is not spelled out."""
+    """The variants with another transport for the class under test; `AUTO` leaves its default."""
     if transport == AUTO:
         return tuple(variants)
     return tuple(
@@ -45,7 +45,7 @@ def with_transport(variants: Sequence[Variant], transport: str) -> tuple[Variant
 
 
 def two_hosts_result(variants: Sequence[Variant], raw: dict[str, Any]) -> dict[str, Any]:
-    """The result of one model: as any timed case, but its ratios are of whole steps, and with the bytes sent."""
+    """The result of one model, like any timed case, but with ratios of whole steps and the bytes sent."""
     result = timed_result(CASE, variants, raw, CASE.default_world_size)
     step_ms = raw["step_ms"]
     best = best_torch(variants, [float(np.median(row)) for row in step_ms])

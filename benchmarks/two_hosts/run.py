@@ -1,4 +1,4 @@
-"""The course of one run: build the network, launch the ranks on it, gather the document."""
+"""Runs the benchmark: builds the network, launches the ranks on it and builds the document."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from torchddp.harness.launch import STALL_TIMEOUT_S
 from torchddp.harness.machine import new_document
 from torchddp.harness.variants import load_class, make_variants
 
-# The limits on waiting suit a link of at least this many bits a second; on a slower one everything takes longer.
+# The timeouts suit links of at least this many bits per second; on slower links they are scaled up.
 FULL_SPEED = 1_000_000_000
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What the command line asked for, checked."""
+    """The validated command-line options."""
 
     models: tuple[str, ...]
     seconds: float

@@ -1,4 +1,4 @@
-"""Worker side: what each variant's steps put on the slow link, as the kernel counts it."""
+"""Worker side: bytes that each variant's steps send over the slow link, as the kernel counts them."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from torchddp.bench.timing import Runner
 from torchddp.harness.models import make_batch
 from torchddp.harness.variants import Role
 
-# Steps of one variant in a row, so that the barriers around them (about a kilobyte) do not matter.
+# Consecutive steps of one variant, so that the barriers around them (about a kilobyte) do not matter.
 COUNTED_STEPS = 3
-# For the last acknowledgements to leave.
+# Lets the last acknowledgements leave.
 SETTLE_S = 0.02
 
 
@@ -32,7 +32,7 @@ def quiet_count() -> int:
 
 
 def sent_bytes(job: Job, model_name: str, runners: Sequence[Runner]) -> list[list[float]]:
-    """[host][variant] of the bytes over the link in one step. The same on every rank."""
+    """Bytes sent over the link in one step, [host][variant]. The same on every rank."""
     batch = make_batch(model_name, job.seed, dist.get_rank(), 0)
     mine = []
     for runner in runners:
@@ -46,7 +46,7 @@ def sent_bytes(job: Job, model_name: str, runners: Sequence[Runner]) -> list[lis
 
 
 def transport_of(runners: Sequence[Runner]) -> str | None:
-    """What the class under test says moves its buckets; None if it does not say."""
+    """The transport that the class under test reports; None if it reports none."""
     ours = next(runner.module for runner in runners if runner.variant.role is Role.OURS)
     if not isinstance(ours, nn.parallel.DistributedDataParallel):
         return None

@@ -1,4 +1,4 @@
-"""What each rank runs, inside the namespace of its host. It never outlives the command that started it."""
+"""The worker of each rank, in its host's namespace. It never outlives the command that started it."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torchddp.harness.launch import Measure, Reporter, serve_rank
 
 
 def _die_with_parent(channel: Connection) -> None:
-    # After the job nothing more is said in this direction: readable means that the other end is gone.
+    # Nothing is sent in this direction after the job, so readable means that the other end is gone.
     channel.poll(None)
     os._exit(1)
 
 
 def measure(job: Job, rank: int, channel: Connection) -> list[dict[str, Any]]:
-    """Time every model, then count what its variants send."""
+    """Time every model, then count the bytes that its variants send."""
     from benchmarks.two_hosts.traffic import sent_bytes, transport_of
     from torchddp.bench.timing import build_runners, time_runners
 

@@ -20,7 +20,7 @@ WRONG = {
         (["--over", ""], "--over wants some of shm, gloo, torchft"),
         (["--world-sizes", "5"], "--world-sizes wants some of 2, 3, 4"),
         (["--trials", "5", "--only", "5"], "--only wants a trial's number, 0 to 4, not 5"),
-        (["--kinds", "full", "--over", "gloo"], "no fault of full over gloo"),
+        (["--kinds", "full", "--over", "gloo"], "No fault of kind full works over gloo"),
     ],
     "checks": [
         (["--model", "none"], "no model 'none'"),

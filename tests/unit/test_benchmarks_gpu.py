@@ -132,7 +132,7 @@ def test_a_program_that_does_not_end_is_an_error(monkeypatch: pytest.MonkeyPatch
 def test_kernels_are_summed_by_call_and_compared_with_the_first_way() -> None:
     assert split_by_call([1.0, 2.0, 3.0, 4.0], 2).tolist() == [3.0, 7.0]
     assert split_by_call([], 3).tolist() == [0.0, 0.0, 0.0]
-    with pytest.raises(RuntimeError, match="3 events that count in 2 equal calls"):
+    with pytest.raises(RuntimeError, match="3 matching events in 2 equal calls"):
         split_by_call([1.0, 2.0, 3.0], 2)
     result = duel_result(duel(HOST_CASE, "title", {"theirs": np.full(9, 20.0), "ours": np.full(9, 5.0)}, bytes=10**6))
     theirs, ours = result["rows"]

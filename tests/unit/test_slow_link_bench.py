@@ -28,7 +28,7 @@ def test_arrival_is_linear_between_looks_and_no_single_look() -> None:
     assert arrival(lucky, 3.5) == (22.5, 22.5)
     nan = float("nan")
     assert arrival(curve(6.0, nan, nan, nan, nan), 4.0) is None
-    with pytest.raises(ValueError, match="needs 3 looks, got 2"):
+    with pytest.raises(ValueError, match="needs 3 evaluations, got 2"):
         target_of(curve(6.0, 5.0))
 
 
