@@ -1,5 +1,5 @@
 # make setup | build | demo | demo-faults | test | test-slow | test-thorough | lint | format | docs | docs-serve | bench | readme-chart | chaos | peers | ft-test | test-clients | conformance | compat | dry-run | cuda-build | cuda-test | wheel | wheel-test | clean
-# Everything runs in .venv, made on first use; nothing but Python (with venv), g++ and make is taken from the system.
+# Everything runs in .venv, created on first use; the system only provides Python (with venv), g++ and make.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -9,7 +9,7 @@ FT_VENVS := .venv-ft .venv-ft-nightly
 CUDA_VENV := .venv-cuda
 CUDA_PY := $(CUDA_VENV)/bin/python
 CUDA_OUT := build/cuda-package
-# Python's own is too old for the groups in pyproject.toml, which are what is installed. The same pin in .github/workflows/release.yml.
+# Python's bundled pip is too old for the dependency groups in pyproject.toml. Keep in sync with .github/workflows/release.yml.
 PIP := pip==26.3
 ARGS ?=
 
@@ -45,7 +45,7 @@ $(VENV)/.requirements: $(VENV)/.created pyproject.toml
 	$(PY) -m pip install -q --group dev
 	@touch $@
 
-# Editable: done once; later builds go through `make build`.
+# The editable installation happens once; later builds go through `make build`.
 $(VENV)/.installed: $(VENV)/.requirements setup.py
 	$(PY) -m pip install -q --no-build-isolation --no-deps --editable .
 	@touch $@
@@ -57,8 +57,8 @@ setup: $(VENV)/.installed
 build: setup
 	@$(PY) setup.py -q build_ext --inplace
 
-# The tests of the torch-free folders: optimised as shipped, under AddressSanitizer and UndefinedBehaviorSanitizer, and, those
-# with several threads, under ThreadSanitizer.
+# Tests of the torch-free folders: optimised as shipped, under AddressSanitizer and UndefinedBehaviorSanitizer, and, for
+# multi-threaded ones, under ThreadSanitizer.
 CPP_SANITIZERS ?= none address,undefined thread
 cpp-tests: setup
 	@for sanitize in $(CPP_SANITIZERS); do \
@@ -72,19 +72,19 @@ cpp-tests: setup
 	  $(CMAKE) --build $$dir && $(CTEST) --test-dir $$dir || exit 1; \
 	done
 
-# Tests side by side: the ranks of most wait for each other half of the time. TEST_JOBS=0: one after the other, for a debugger.
-# What fails runs once more, and the summary names it (RERUN); in CI that counts as failed, but for tests marked with may_rerun.
+# Tests run in parallel, because most spend half of their time waiting for other ranks. TEST_JOBS=0 runs them serially, for a
+# debugger. A failed test is rerun once and listed in the summary (RERUN); in CI it counts as failed unless marked may_rerun.
 TEST_JOBS ?= 2
 TEST_RERUNS ?= 1
 PYTEST = -m pytest -q -n $(TEST_JOBS) --dist worksteal --reruns $(TEST_RERUNS) --reruns-delay 2 -rR
 
-# What takes about nine minutes on two cores, C++ tests included. `.ci/run` also has test-slow; test-thorough (whole runs of the
-# benchmarks and other commands, further parameters, mutants) is for changes to what it tests.
+# About nine minutes on two cores, C++ tests included. `.ci/run` also runs test-slow; run test-thorough (full benchmarks and other
+# commands, further parameters, mutants) after changing the code that it tests.
 test: build
 	@$(MAKE) --no-print-directory cpp-tests CPP_SANITIZERS=none
 	$(PY) $(PYTEST) -m "not slow and not thorough" $(ARGS)
 
-# One more at a time: most of these wait.
+# One more job, because most of these tests wait.
 test-slow: TEST_JOBS = 3
 test-slow: build
 	@$(MAKE) --no-print-directory cpp-tests CPP_SANITIZERS="address,undefined thread"
@@ -105,7 +105,7 @@ format: setup
 	$(VENV)/bin/ruff format .
 	$(VENV)/bin/clang-format -i $(CPP_FILES)
 
-# --- the docs site, into build/site: it needs no build and no torch ---------------------------------------------------------
+# --- the docs site, in build/site: needs neither a build nor torch ----------------------------------------------------------
 
 DOCS_VENV := .venv-docs
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/python -m mkdocs
@@ -116,7 +116,7 @@ $(DOCS_VENV)/.requirements: pyproject.toml
 	$(DOCS_VENV)/bin/python -m pip install -q --group docs
 	@touch $@
 
-# Without --quiet, which would count no warning.
+# Not with --quiet, which would hide warnings from --strict.
 docs: $(DOCS_VENV)/.requirements
 	$(MKDOCS) build $(ARGS)
 
@@ -138,12 +138,12 @@ bench: build
 readme-chart: build
 	$(PY) -m benchmarks.readme_chart
 
-# 300 faults at random places of training jobs: docs/chaos.md.
+# 300 faults at random points of training jobs: docs/chaos.md.
 chaos: build
 	$(PY) -m benchmarks.chaos $(ARGS)
 
-# An environment with other packages, those that shard: $(PEERS_PY) -m benchmarks.sharded, and those that reduce among the ranks
-# of a host: $(PEERS_PY) -m benchmarks --case collective --peers. The extension is the checkout's.
+# An environment with peer packages for sharding ($(PEERS_PY) -m benchmarks.sharded) and for reducing among the ranks of a host
+# ($(PEERS_PY) -m benchmarks --case collective --peers). It uses the checkout's extension.
 $(PEERS_VENV)/.requirements: pyproject.toml
 	$(PYTHON) -m venv $(PEERS_VENV)
 	$(PEERS_PY) -m pip install -q $(PIP)
@@ -156,7 +156,7 @@ $(PEERS_VENV)/.requirements: pyproject.toml
 peers: build $(PEERS_VENV)/.requirements
 	$(PEERS_PY) -m benchmarks.sharded --list
 
-# Training under torchft, its release and its nightly: all tests of it, the slow ones too. The extension is the checkout's.
+# All torchft tests, slow ones included, with torchft's release and its nightly. They use the checkout's extension.
 $(FT_VENVS:%=%/.requirements): .venv-%/.requirements: pyproject.toml
 	$(PYTHON) -m venv .venv-$*
 	.venv-$*/bin/python -m pip install -q $(PIP)
@@ -167,8 +167,8 @@ FT_TESTS := tests/distributed/test_fault_tolerance.py tests/fault/test_torchft.p
 ft-test: build $(FT_VENVS:%=%/.requirements)
 	for venv in $(FT_VENVS); do $$venv/bin/python -m pytest -q $(FT_TESTS) $(ARGS) || exit 1; done
 
-# torchddp under the programs that train with DDP, each in an environment of its own over .venv, whose packages it sees (torch first of
-# all); what it needs in other versions comes before them. The extension is the checkout's.
+# torchddp in frameworks that train with DDP, each in its own environment on top of .venv, whose packages it sees (above all torch)
+# unless it has its own version of them. They use the checkout's extension.
 CLIENTS ?= lightning accelerate composer engines trl ray spark
 $(CLIENTS:%=.venv-%/.requirements): .venv-%/.requirements: pyproject.toml $(VENV)/.installed
 	$(PYTHON) -m venv .venv-$*
@@ -184,12 +184,12 @@ test-clients: build $(CLIENTS:%=.venv-%/.requirements)
 conformance: build
 	$(PY) scripts/check_conformance.py --jobs 2 $(ARGS)
 
-# The sources against the headers of the oldest and the newest torch that we support; nothing is linked.
+# Compile the sources against the headers of the oldest and the newest supported torch; nothing is linked.
 compat: build
 	$(PY) -m scripts.check_compat $(ARGS)
 
 # tests/gpu/run.sh without a GPU, in a copy of the checkout, with the Python and the torch of a machine that has one: build,
-# imports, tests and benchmarks. Needs Python 3.12, also one of pyenv's that is not chosen.
+# imports, tests and benchmarks. Needs Python 3.12; an inactive pyenv version will do.
 DRY_PYTHON ?= $(shell PYENV_VERSION=$$(pyenv versions --bare 2>/dev/null | grep -m 1 '^3\.12') \
   python3.12 -c 'import sys; print(sys.executable)' 2>/dev/null)
 DRY_VENV := .venv-dry
@@ -204,7 +204,7 @@ dry-python:
 	@echo $(DRY_PYTHON)
 
 dry-run: $(if $(DRY_PYTHON),$(DRY_VENV)/.requirements)
-	$(if $(DRY_PYTHON),$(DRY_VENV)/bin/python scripts/gpu_dry_run.py $(ARGS),@echo "dry-run: skipped, there is no Python 3.12 here")
+	$(if $(DRY_PYTHON),$(DRY_VENV)/bin/python scripts/gpu_dry_run.py $(ARGS),@echo "dry-run: skipped, Python 3.12 was not found")
 
 # --- the CUDA variant: compiled, linked and imported; a GPU is not needed ----------------------------------------------
 
@@ -223,15 +223,15 @@ cuda-build: $(CUDA_VENV)/.requirements
 	$(CUDA_PY) -m scripts.check_cuda_binary $(CUDA_OUT)/torchddp/_C*.so --build-dir build/cuda
 	$(CUDA_PY) -m scripts.check_cuda_spills --build-dir build/cuda
 
-# CPU models in the CUDA build, in a tree of its own: the checkout's extension is that of the CPU build. What that build compiles
-# otherwise; any other tests run as well: make cuda-test CUDA_TESTS=tests/distributed.
+# Tests CPU models with the CUDA build, in its own tree because the checkout holds the CPU build. The default tests cover code that
+# the CUDA build compiles differently; others work too: make cuda-test CUDA_TESTS=tests/distributed.
 CUDA_TESTS ?= tests/parity/test_training.py tests/distributed/test_transport.py tests/unit/test_build_check.py \
   tests/unit/test_nccl_setup.py
 cuda-test: cuda-build
 	cp -r tests examples benchmarks scripts pyproject.toml $(CUDA_OUT)
 	cd $(CUDA_OUT) && ../../$(CUDA_PY) $(PYTEST) -p no:cacheprovider -m "not slow and not thorough" $(CUDA_TESTS) $(ARGS)
 
-# --- wheels, into dist/: VARIANT=cpu, VARIANT=cuda; both where there is nvcc --------------------------------------------
+# --- wheels, in dist/: VARIANT=cpu or VARIANT=cuda; default: both with nvcc ---------------------------------------------
 
 NVCC := $(shell command -v nvcc)
 VARIANT ?= cpu $(if $(NVCC),cuda)
@@ -249,7 +249,7 @@ wheel-cpu: setup $(VENV)/.wheel-requirements
 wheel-cuda: $(CUDA_VENV)/.requirements $(VENV)/.wheel-requirements
 	$(CUDA_PY) -m scripts.build_wheel --tools-dir $(VENV)/bin
 
-# Each from an index, in a new environment, away from the checkout.
+# Install each wheel from an index into a new environment, away from the checkout.
 wheel-test: $(VARIANT:%=wheel-test-%)
 
 wheel-test-cpu: wheel-cpu

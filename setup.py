@@ -1,6 +1,6 @@
 """A thin shim over CMake and Ninja: CMakeLists.txt describes the build, pyproject.toml the project.
 
-From the environment: TORCHDDP_CUDA=1 (build the CUDA variant), TORCHDDP_WERROR=1 (warnings are errors),
+Environment variables: TORCHDDP_CUDA=1 (build the CUDA variant), TORCHDDP_WERROR=1 (warnings are errors),
 TORCHDDP_UNITY=0 (compile each source by itself) and MAX_JOBS=N.
 """
 
@@ -17,7 +17,7 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
-# A message of our CMake files, which CMake wraps and indents.
+# An error message from our CMake files, which CMake wraps and indents.
 CMAKE_ERROR = re.compile(r"^  (torchddp: .+\n(?:  .+\n)*)", re.MULTILINE)
 
 
@@ -40,7 +40,7 @@ def option(name: str, default: str = "") -> str:
 
 
 def written_down(name: str) -> str:
-    """The value of a line `name = "..."` of pyproject.toml, which no Python before 3.11 can parse by itself."""
+    """The value of a line `name = "..."` of pyproject.toml. Python before 3.11 has no TOML parser."""
     line = re.search(rf'^{name} = "([^"]+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     if line is None:
         raise SystemExit(f"torchddp: found no line '{name} = \"...\"' in {ROOT / 'pyproject.toml'}.")
@@ -68,7 +68,7 @@ def check_versions(torch: str) -> None:
 
 
 def discard_stale(build_dir: Path) -> None:
-    """CMake refuses a folder that another checkout was built in, and one whose compiler is gone."""
+    """Delete a build folder of another checkout, or one whose compiler is gone: CMake refuses both."""
     cache = build_dir / "CMakeCache.txt"
     if not cache.exists():
         return
@@ -79,14 +79,14 @@ def discard_stale(build_dir: Path) -> None:
     )
     compilers = [entries[name] for name in ("CMAKE_CXX_COMPILER", "CMAKE_CUDA_COMPILER") if name in entries]
     if not of_this_checkout or not all(map(os.path.exists, compilers)):
-        print(f"torchddp: {build_dir} is of another checkout or compiler; it is built again from the start", flush=True)
+        print(f"torchddp: {build_dir} belongs to another checkout or compiler; rebuilding it from scratch", flush=True)
         shutil.rmtree(build_dir)
 
 
 def configure(command: list[str]) -> None:
     done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
     if done.returncode and (ours := CMAKE_ERROR.search(done.stderr)):
-        raise SystemExit(" ".join(ours[1].split()))  # one sentence, where pip shows the last lines only
+        raise SystemExit(" ".join(ours[1].split()))  # one sentence, because pip shows only the last lines
     sys.stderr.write(done.stderr)
     if done.returncode:
         raise SystemExit(f"torchddp: '{' '.join(command[:3])} ...' failed; the reason stands above.")
@@ -96,7 +96,7 @@ FACTS: dict[str, str] = runpy.run_path(str(ROOT / "cmake" / "torch_facts.py"))["
 check_versions(FACTS["TORCH_VERSION"])
 TORCH_MINOR = "{}.{}".format(*minor(FACTS["TORCH_VERSION"]))
 WITH_CUDA = is_on("TORCHDDP_CUDA")
-# Of the version, +cpu.torch2.13 or +cu130.torch2.13: a wheel is good for nothing else.
+# The version's suffix, +cpu.torch2.13 or +cu130.torch2.13: a wheel works with nothing else.
 LOCAL_VERSION = f"+{'cu' + FACTS['TORCH_CUDA'].replace('.', '') if WITH_CUDA else 'cpu'}.torch{TORCH_MINOR}"
 
 
@@ -126,7 +126,7 @@ class CMakeBuild(build_ext):
 
 
 def project_urls() -> dict[str, str]:
-    """Of the repository whose workflow builds this; none elsewhere, where a copy can't know its home."""
+    """URLs of the repository whose workflow builds this; empty elsewhere, where the repository is unknown."""
     if "GITHUB_REPOSITORY" not in os.environ:
         return {}
     home = f"{os.environ['GITHUB_SERVER_URL']}/{os.environ['GITHUB_REPOSITORY']}"

@@ -1,4 +1,4 @@
-# C++ tests of the folders that do without torch. TORCHDDP_SANITIZE=address,undefined builds all of them with these sanitizers;
+# C++ tests of the torch-free folders. TORCHDDP_SANITIZE=address,undefined builds all of them with these sanitizers;
 # TORCHDDP_SANITIZE=thread builds those in which threads share memory.
 enable_testing()
 file(GLOB_RECURSE test_sources CONFIGURE_DEPENDS tests/cpp/*.cpp)
@@ -8,15 +8,15 @@ endif()
 
 if(TORCHDDP_SANITIZE STREQUAL thread)
   list(FILTER test_sources INCLUDE REGEX "/(main|test_(shm|gpu)_[^/]*)\\.cpp$")
-  list(FILTER test_sources EXCLUDE REGEX "/test_shm_mesh_processes\\.cpp$") # it forks, which this sanitizer does not know
+  list(FILTER test_sources EXCLUDE REGEX "/test_shm_mesh_processes\\.cpp$") # it forks, which ThreadSanitizer does not support
 endif()
 
 add_executable(torchddp_cpp_tests ${test_sources} ${pure_sources})
 target_include_directories(torchddp_cpp_tests PRIVATE tests/cpp)
 target_link_libraries(torchddp_cpp_tests PRIVATE torchddp_options)
 target_compile_definitions(torchddp_cpp_tests PRIVATE TORCHDDP_COUNT_LINES)
-# What is tested is compiled as shipped, but for the sanitizers. What tests it is compiled with what makes compiling and running
-# it short: with the sanitizers' checks in it, the device code that runs on the host takes longer to optimise than to run.
+# The code under test is compiled as shipped, except for the sanitizers. The tests are compiled for the shortest total of compile
+# time and run time: with sanitizer checks, the device code that runs on the host takes longer to optimise than to run.
 if(TORCHDDP_SANITIZE)
   set(sanitizers -fsanitize=${TORCHDDP_SANITIZE} -fno-sanitize-recover=all)
   target_compile_options(torchddp_cpp_tests PRIVATE ${sanitizers} -O1 -g1 -fno-omit-frame-pointer)
@@ -27,11 +27,11 @@ if(TORCHDDP_SANITIZE)
   set_source_files_properties(${CMAKE_SOURCE_DIR}/tests/cpp/test_pack_device.cpp PROPERTIES COMPILE_OPTIONS -O0)
 endif()
 
-# A process for each file, so that ctest runs files side by side.
+# One process per file, so that ctest runs files in parallel.
 list(FILTER test_sources EXCLUDE REGEX "/main\\.cpp$")
 foreach(source IN LISTS test_sources)
   cmake_path(GET source STEM name)
   add_test(NAME ${name} COMMAND torchddp_cpp_tests /${name}.cpp)
   set_tests_properties(${name} PROPERTIES TIMEOUT 300)
 endforeach()
-set_tests_properties(test_shm_topology test_shm_interrupt PROPERTIES COST 1) # the longest are started first
+set_tests_properties(test_shm_topology test_shm_interrupt PROPERTIES COST 1) # start the longest first

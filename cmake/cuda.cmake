@@ -7,11 +7,11 @@ endif()
 
 check_language(CUDA)
 if(NOT CMAKE_CUDA_COMPILER)
-  message(FATAL_ERROR "torchddp: TORCHDDP_CUDA is on, but no nvcc was found. Install the CUDA ${TORCH_CUDA} toolkit, or name it: "
+  message(FATAL_ERROR "torchddp: TORCHDDP_CUDA is on, but no nvcc was found. Install the CUDA ${TORCH_CUDA} toolkit, or set "
     "CUDACXX=/path/to/nvcc.")
 endif()
-# Before the language is enabled: otherwise CMake picks one architecture of its own.
-set(chosen_archs ${CMAKE_CUDA_ARCHITECTURES}) # -DCMAKE_CUDA_ARCHITECTURES=90-real: for one machine
+# Set before the language is enabled; otherwise CMake picks an architecture itself.
+set(chosen_archs ${CMAKE_CUDA_ARCHITECTURES}) # e.g. -DCMAKE_CUDA_ARCHITECTURES=90-real for one machine
 set(CMAKE_CUDA_ARCHITECTURES 75-real 80-real 90-real)
 set(CMAKE_CUDA_STANDARD 17)
 set(CMAKE_CUDA_STANDARD_REQUIRED ON)
@@ -19,7 +19,7 @@ set(CMAKE_CUDA_RUNTIME_LIBRARY Shared)
 set(CMAKE_CUDA_VISIBILITY_PRESET hidden)
 enable_language(CUDA)
 find_package(CUDAToolkit REQUIRED)
-# The last one as PTX too, for later GPUs. nvcc knows Blackwell since 12.8.
+# The last one also as PTX, for later GPUs. nvcc supports Blackwell since 12.8.
 if(chosen_archs)
   set(CMAKE_CUDA_ARCHITECTURES ${chosen_archs})
 elseif(CMAKE_CUDA_COMPILER_VERSION VERSION_LESS 12.8)
@@ -36,7 +36,7 @@ foreach(name c10_cuda torch_cuda)
   list(APPEND torch_cuda_libraries ${found})
   unset(found)
 endforeach()
-# NCCL comes with torch's wheels, as a versioned library only; a system's own is the second choice.
+# torch's wheels bring NCCL, as a versioned library only; the system's NCCL is the second choice.
 find_path(nccl_include nccl.h HINTS ${TORCH_SITE_DIR}/nvidia/nccl/include NO_CACHE)
 find_library(nccl_library NAMES nccl libnccl.so.2 HINTS ${TORCH_SITE_DIR}/nvidia/nccl/lib NO_CACHE)
 if(NOT nccl_include OR NOT nccl_library)
@@ -51,7 +51,7 @@ list(JOIN nccl_numbers "." nccl_version)
 file(GLOB_RECURSE cuda_sources CONFIGURE_DEPENDS csrc/*.cu)
 add_library(torchddp_cuda INTERFACE)
 target_compile_definitions(torchddp_cuda INTERFACE TORCHDDP_WITH_CUDA)
-# As -ffp-contract=off on the CPU: products are rounded before they are added.
+# Like -ffp-contract=off on the CPU: products are rounded before they are added.
 target_compile_options(torchddp_cuda INTERFACE $<$<COMPILE_LANGUAGE:CUDA>:-fmad=false>)
 target_include_directories(torchddp_cuda SYSTEM INTERFACE ${nccl_include} ${CUDAToolkit_INCLUDE_DIRS})
 target_link_libraries(torchddp_cuda INTERFACE ${torch_cuda_libraries} ${nccl_library} CUDA::cudart)

@@ -9,22 +9,22 @@ if(NOT torch_sources)
 endif()
 
 if(TORCHDDP_CUDA)
-  include(cmake/cuda.cmake) # before the targets, which take over its language settings
+  include(cmake/cuda.cmake) # before the targets, which inherit its language settings
 endif()
 
 add_library(_C MODULE ${torch_sources} ${cuda_sources})
 if(TORCHDDP_UNITY)
-  # The sources of a folder as one: torch's headers are most of what the compiler reads (csrc/reducer: 15 s of CPU time in
-  # place of 123). Those with definitions of their own (module.cpp) stay alone.
+  # Compile the sources of a folder as one, because the compiler mostly reads torch's headers (csrc/reducer: 15 s of CPU time
+  # instead of 123). Sources with their own definitions (module.cpp) are compiled separately.
   set_target_properties(_C PROPERTIES UNITY_BUILD ON UNITY_BUILD_MODE GROUP)
   foreach(source IN LISTS torch_sources)
     cmake_path(RELATIVE_PATH source BASE_DIRECTORY ${CMAKE_SOURCE_DIR}/csrc OUTPUT_VARIABLE group)
     cmake_path(GET group PARENT_PATH group)
-    string(REGEX REPLACE "^reducer/.*" "reducer" group ${group}) # one job in several folders
+    string(REGEX REPLACE "^reducer/.*" "reducer" group ${group}) # one unit spread over several folders
     string(REPLACE "/" "_" group ${group})
     set_source_files_properties(${source} PROPERTIES UNITY_GROUP ${group})
   endforeach()
-  # The longest of all sources (31 s of CPU time, with its neighbours 44): where there are many cores, all wait for it.
+  # The slowest source (31 s of CPU time, 44 with its neighbours): on many cores the whole build would wait for it.
   set_source_files_properties(csrc/bindings/bind_reducer.cpp PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON)
 endif()
 target_link_libraries(_C PRIVATE torchddp_options torchddp_torch)
@@ -36,18 +36,18 @@ if(pure_sources)
   target_link_libraries(torchddp_pure PRIVATE torchddp_options)
   target_link_libraries(_C PRIVATE torchddp_pure)
 endif()
-# Without -fopenmp, torch's at::parallel_for compiles to a serial loop in an extension. At run time libgomp is the one that
-# torch has loaded already.
+# Without -fopenmp, torch's at::parallel_for compiles to a serial loop in an extension. At run time it uses the libgomp
+# that torch has already loaded.
 target_compile_options(_C PRIVATE $<$<COMPILE_LANGUAGE:CXX>:-fopenmp>)
 target_link_options(_C PRIVATE -fopenmp)
 
-# Across the range of torch versions, what a new one deprecates is often all that an old one has.
+# We support a range of torch versions: a function deprecated in a new one is often the only choice in an old one.
 target_compile_options(_C PRIVATE $<$<COMPILE_LANGUAGE:CXX>:-Wno-error=deprecated-declarations>)
 
 # No precompiled header, on purpose: our files include only the torch headers that they use (torch/csrc/utils/pybind.h, never
-# torch/extension.h). Tried with one: the same CPU time in all, and half a minute in which nothing else can start.
+# torch/extension.h). We tried one: total CPU time was the same, and for half a minute nothing else could start.
 
-# What `torchddp doctor` shows. On one file only: a new version does not rebuild the others.
+# Shown by `torchddp doctor`. Defined for one file only, so that a new version does not rebuild the others.
 set(module_definitions
   "TORCHDDP_VERSION=\"${TORCHDDP_VERSION}${TORCHDDP_LOCAL_VERSION}\""
   "TORCHDDP_TORCH_VERSION=\"${TORCH_VERSION}\""
@@ -64,7 +64,7 @@ set_source_files_properties(csrc/bindings/module.cpp PROPERTIES COMPILE_DEFINITI
 
 set(rpath $ORIGIN/../torch/lib)
 if(TORCHDDP_CUDA)
-  # Where NVIDIA's wheels put their libraries, which torch's require: one folder for all of them since CUDA 13.
+  # The folders of the NVIDIA wheels that torch requires: a single one for all libraries since CUDA 13.
   if(CUDAToolkit_VERSION_MAJOR VERSION_LESS 13)
     list(APPEND rpath $ORIGIN/../nvidia/cuda_runtime/lib)
   else()

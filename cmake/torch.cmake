@@ -1,6 +1,6 @@
 # Finds the torch of TORCHDDP_PYTHON without importing it: an imported target `torchddp_torch`, and TORCH_VERSION, TORCH_CUDA,
-# TORCH_SITE_DIR, PYTHON_FULL_VERSION, PYTHON_EXT_SUFFIX. Not through find_package(Torch), which wants a CUDA toolkit of its own
-# choosing (root, architectures, nvrtc, language dialect) even where only the libraries are needed.
+# TORCH_SITE_DIR, PYTHON_FULL_VERSION, PYTHON_EXT_SUFFIX. find_package(Torch) would insist on its own choice of CUDA
+# toolkit (root, architectures, nvrtc, language dialect) even if only the libraries are needed.
 set(facts_script ${CMAKE_SOURCE_DIR}/cmake/torch_facts.py)
 execute_process(COMMAND ${TORCHDDP_PYTHON} ${facts_script}
   OUTPUT_VARIABLE facts ERROR_VARIABLE facts_error RESULT_VARIABLE facts_rc OUTPUT_STRIP_TRAILING_WHITESPACE)
@@ -13,7 +13,7 @@ foreach(fact IN LISTS facts)
   set(${CMAKE_MATCH_1} "${CMAKE_MATCH_2}")
 endforeach()
 
-# Another torch in the same environment means another build.
+# Another torch in the same environment requires a rebuild.
 set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${TORCH_DIR}/version.py ${facts_script})
 
 if(NOT EXISTS ${PYTHON_INCLUDE_DIR}/Python.h)
@@ -25,7 +25,7 @@ set(torch_libraries)
 foreach(name c10 torch torch_cpu torch_python)
   find_library(found NAMES ${name} PATHS ${TORCH_DIR}/lib NO_DEFAULT_PATH NO_CACHE)
   if(NOT found)
-    message(FATAL_ERROR "torchddp: lib${name} is missing in ${TORCH_DIR}/lib: is the installation of torch ${TORCH_VERSION} whole?")
+    message(FATAL_ERROR "torchddp: lib${name} is missing in ${TORCH_DIR}/lib: is the installation of torch ${TORCH_VERSION} complete?")
   endif()
   list(APPEND torch_libraries ${found})
   unset(found)

@@ -1,6 +1,6 @@
-"""What this Python and its torch are: NAME=value lines for torch.cmake, a dict for setup.py.
+"""Facts about this Python and its torch: NAME=value lines for torch.cmake, a dict for setup.py.
 
-Does not import torch: that takes seconds, and needs more of torch's dependencies than a compiler does.
+Does not import torch, which takes seconds and needs dependencies that compiling does not.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from pathlib import Path
 
 
 def facts() -> dict[str, str]:
-    """SystemExit if there is no torch, or none that can be used."""
+    """The facts. SystemExit if there is no usable torch."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         sys.exit(
             f"torchddp: this build sees no torch in {sys.prefix}: install torch, then build with "
-            "`pip install --no-build-isolation .`, since pip hides what is installed without that option"
+            "`pip install --no-build-isolation .`, since pip hides installed packages without that option"
         )
     torch_dir = Path(spec.origin).parent
     text = (torch_dir / "version.py").read_text()
     version = re.search(r"^__version__ = '([^']+)'", text, re.M)
     cuda = re.search(r"^cuda\b[^=]*= '([^']+)'", text, re.M)
     if version is None:
-        sys.exit(f"torchddp: {torch_dir / 'version.py'} names no version of torch")
+        sys.exit(f"torchddp: {torch_dir / 'version.py'} does not contain torch's version")
     return {
         "TORCH_DIR": str(torch_dir),
         "TORCH_SITE_DIR": str(torch_dir.parent),

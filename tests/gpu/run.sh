@@ -3,11 +3,11 @@
 #
 #   tests/gpu/run.sh [--dry-run] [--skip-build]
 #
-# --dry-run runs on the CPU what can run there, to see that this script and the tests work. --skip-build takes the extension
-# that is there. Installs nothing. From the environment: PYTHON (python3), OUT (build/gpu-results: a few files with all
-# results), RUN_LIMIT_S (570), TORCHDDP_TEST_NCCL (an NCCL 2.30 or newer for two ranks on one GPU: the library, or a folder of
-# its parts), TORCHDDP_COMMIT (where the tree has no history). A failed step does not stop the next; the table comes last; the
-# exit status is 0 if nothing failed. Whenever it is stopped, OUT has what was known by then.
+# --dry-run runs everything possible on the CPU, to check this script and the tests. --skip-build uses the existing extension.
+# Installs nothing. Environment variables, with defaults: PYTHON (python3), OUT (build/gpu-results: a few files with all
+# results), RUN_LIMIT_S (570), TORCHDDP_TEST_NCCL (NCCL 2.30 or newer, for two ranks on one GPU: the library, or a folder with
+# its parts), TORCHDDP_COMMIT (for a tree without git history). A failed step does not stop the next; the table comes last; the
+# exit status is 0 if nothing failed. If the script is stopped, OUT holds the results so far.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.." || exit 2
 exec </dev/null
@@ -34,14 +34,14 @@ work=$(mktemp -d "${TMPDIR:-/tmp}/torchddp-gpu.XXXXXX") || exit 2
 trap 'rm -rf "$work"' EXIT
 mkdir "$work/xml" "$work/plots"
 
-cores=$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc) # which counts OpenMP's threads where it finds these
+cores=$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc) # nproc would obey these variables
 export PYTHONUNBUFFERED=1
 export OMP_NUM_THREADS=1
 PATH=$("$python" tests/gpu/environment.py --tool-path):$PATH
 export PATH
 if $dry_run; then export TORCHDDP_TEST_DEVICE=cpu; fi
 
-# Hundredths of the whole run that each step may take; what one leaves, or does not need, the next ones have.
+# Each step's share of the time limit, in percent; later steps may use the time that earlier ones left.
 shares=(
   environment 8 configure 4 build 18
   test_pack_gpu 6 test_parity 7 test_streams 3 test_graph 3 test_profile 3
@@ -62,7 +62,7 @@ running=
 
 row() {
   table+=("$(printf '%-26s %-8s %5s s  %s' "$1" "$2" "$3" "$4")")
-  write_results # as far as they are: what ends this script from outside takes nothing away
+  write_results # after each step, so that nothing is lost if the script is killed
 }
 
 skip() { row "$1" skipped 0 "$2"; }
@@ -76,25 +76,25 @@ write_results() {
   done >"$out/logs.txt"
   {
     for name in benchmarks_two_ranks benchmarks_rows benchmarks; do
-      # The tables, without what the profiler says of itself.
+      # The tables, without the profiler's own messages.
       if [ -e "$(log_of "$name")" ]; then grep -v '^USDT:' "$(log_of "$name")"; fi
     done
     printf '\n'
     "$python" tests/gpu/summary.py merge "$work/xml" "$out/tests.xml"
     printf '\n'
     cat "$(log_of environment)"
-    if $dry_run; then printf '\nDry run on the CPU: nothing here was shown on a GPU.\n'; else printf '\n'; fi
+    if $dry_run; then printf '\nDry run on the CPU: nothing here ran on a GPU.\n'; else printf '\n'; fi
     printf '%s\n' "${table[@]}"
   } >"$out/summary.txt"
 }
 
-# The seconds that a step has: its share, and what all before it have left of theirs, but never much over a third of the run.
+# A step's seconds: its share plus the unused time of earlier steps, but at most 35 percent of the run.
 seconds_of() {
   local seconds=$((ends_at[$1] - SECONDS)) most=$((limit_s * 35 / 100))
   echo $((seconds < most ? seconds : most))
 }
 
-# step NAME COMMAND...: its output goes to running.txt, then to a log, whose end is shown if it fails. Returns its exit status.
+# step NAME COMMAND...: output goes to running.txt, then to a log; its tail is shown on failure. Returns the exit status.
 step() {
   local name=$1 status=0 began=$SECONDS limit note=
   shift
@@ -107,7 +107,7 @@ step() {
   echo "--- $name (at most $limit s): $*"
   timeout --kill-after=10 "$limit" "$@" >"$out/running.txt" 2>&1 &
   running=$!
-  wait "$running" || status=$? # not in the foreground: bash would keep a signal waiting for it
+  wait "$running" || status=$? # not in the foreground, where bash would delay signal handlers
   running=
   mv "$out/running.txt" "$(log_of "$name")"
   if [ "$status" -eq 124 ] || [ "$status" -eq 137 ]; then note="stopped after $limit s"; fi
@@ -123,7 +123,7 @@ step() {
 }
 
 stop() {
-  echo "run.sh: stopped from outside after $SECONDS s; what is known is in $out"
+  echo "run.sh: interrupted after $SECONDS s; the results so far are in $out"
   if [ -n "$running" ]; then kill "$running"; fi
   exit 143
 }
@@ -131,10 +131,10 @@ trap stop TERM INT HUP
 
 pytest=("$python" -m pytest -q -p no:cacheprovider)
 if [ -z "$("$python" tests/gpu/environment.py --lacks pytest_timeout)" ]; then
-  # The thread method, for a test may hang where no Python code runs.
+  # The thread method, because a test may hang outside of Python code.
   pytest+=(-o timeout_method=thread --timeout=100)
 else
-  pytest+=(-o addopts=) # not strict: without the plugin, pytest does not know the setting
+  pytest+=(-o addopts=) # not strict, because without the plugin pytest does not know the setting
 fi
 
 build_extension() {
@@ -144,16 +144,16 @@ build_extension() {
   if $dry_run && ! "$python" tests/gpu/environment.py --builds-cuda; then
     options+=(-DTORCHDDP_CUDA=OFF)
   else
-    # For the GPU that is there only.
+    # Only for the GPU of this machine.
     options+=(-DTORCHDDP_CUDA=ON -DCMAKE_CUDA_ARCHITECTURES="$("$python" tests/gpu/environment.py --architecture)")
   fi
-  # CMake refuses a folder that was configured elsewhere, as that of a copied checkout.
+  # CMake refuses a folder configured elsewhere, such as that of a copied checkout.
   grep -qsx "CMAKE_HOME_DIRECTORY:INTERNAL=$(pwd -P)" build/gpu/CMakeCache.txt || rm -rf build/gpu
   step configure cmake -S . -B build/gpu -DTORCHDDP_PYTHON="$python" "${options[@]}" &&
     step build cmake --build build/gpu --parallel "$cores"
 }
 
-# run_tests NAME...: a process each, for what one of them leaves broken on the device, the others do not see.
+# run_tests NAME...: one process per file, so that a broken device context does not affect the others.
 run_tests() {
   local name
   for name in "$@"; do
@@ -161,7 +161,7 @@ run_tests() {
   done
 }
 
-# Parts become a library; where they do not, the tests that want one are skipped.
+# Joins the library's parts; if that fails, the tests that need it are skipped.
 join_nccl() {
   if [ -d "${TORCHDDP_TEST_NCCL:-}" ]; then
     if step join_nccl "$python" tests/gpu/nccl_parts.py join "$TORCHDDP_TEST_NCCL" "$work"; then
@@ -172,7 +172,7 @@ join_nccl() {
   fi
 }
 
-# Without torch's cache of memory each tensor is an allocation of its own, and a write beside it is seen.
+# Without torch's caching allocator each tensor is its own allocation, so that out-of-bounds writes are detected.
 check_memory() {
   local tool=$1
   if $dry_run; then
@@ -203,7 +203,7 @@ run_benchmarks() {
     seconds=1
   else
     local left
-    left=$(($(seconds_of "$name") - 35)) # what each table takes at least may be more than its share
+    left=$(($(seconds_of "$name") - 35)) # a table's minimum may exceed its share
     seconds=$((left < seconds ? left : seconds))
     seconds=$((seconds < 10 ? 10 : seconds))
   fi
@@ -219,7 +219,7 @@ if ! step environment "$python" tests/gpu/environment.py "${checks[@]}"; then
 fi
 cp "$(log_of environment)" "$out/environment.txt"
 
-# In the order of what is worth most.
+# The most valuable steps come first.
 if ! $build || build_extension; then
   run_tests test_pack_gpu test_parity test_streams test_graph test_profile
   plots=()

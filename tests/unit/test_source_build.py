@@ -175,7 +175,7 @@ def test_a_stale_build_folder_is_no_error(checkout: Path, tmp_path: Path) -> Non
     def is_built_from_the_start(folder: Path, **variables: str) -> bool:
         code, printed = build(folder, **variables)
         assert code == 0, printed
-        return "it is built again from the start" in printed
+        return "rebuilding it from scratch" in printed
 
     assert not is_built_from_the_start(checkout)
     version = built_version(checkout)
