@@ -1,11 +1,11 @@
-"""Writes pages that pip installs torchddp from: an index for each torch and CUDA, since pip can't tell those apart.
+"""Writes package indexes for pip: one per torch and CUDA version, because pip can't tell those apart.
 
-    OUT/index.html                              which wheels there are, for people
-    OUT/torch-2.13/cu130/                       what pip is given: --index-url .../torch-2.13/cu130/
-    OUT/torch-2.13/cu130/torchddp/index.html    the wheels, with checksums and the Pythons that they are for
-    OUT/wheels/                                 copies of all of them
+    OUT/index.html                              the available wheels, for people
+    OUT/torch-2.13/cu130/                       pip's index: --index-url .../torch-2.13/cu130/
+    OUT/torch-2.13/cu130/torchddp/index.html    the wheels, with checksums and Python versions
+    OUT/wheels/                                 copies of all wheels
 
-Any web server can hand OUT out as it is, and pip reads it from a folder too.
+Any web server can serve OUT as it is; pip can also read it from a folder.
 
 Examples:
   python -m scripts.build_index dist --out build/index
@@ -54,40 +54,40 @@ class Wheel:
 
     @property
     def folder(self) -> str:
-        """Of its index."""
+        """The folder of its index."""
         return f"torch-{self.torch}/{self.variant}"
 
 
 def read_wheel(path: Path) -> Wheel:
-    """ValueError if it is none of torchddp's wheels."""
+    """Reads a wheel's metadata. ValueError if it is not a torchddp wheel."""
     name = WHEEL_NAME.fullmatch(path.name)
     if name is None:
         raise ValueError(
-            f"{path} is no wheel of torchddp: its name must be like "
-            "torchddp-0.1.0+cu130.torch2.13-cp311-cp311-manylinux_2_28_x86_64.whl, as scripts/build_wheel.py gives it"
+            f"{path} is not a torchddp wheel: its name must be like "
+            "torchddp-0.1.0+cu130.torch2.13-cp311-cp311-manylinux_2_28_x86_64.whl, as made by scripts/build_wheel.py"
         )
     metadata_name = f"torchddp-{name['version']}.dist-info/METADATA"
     try:
         with zipfile.ZipFile(path) as archive:
             metadata = email.message_from_bytes(archive.read(metadata_name))
     except (zipfile.BadZipFile, KeyError) as error:
-        raise ValueError(f"{path} is no wheel: it can't be read, or has no {metadata_name} ({error})") from error
+        raise ValueError(f"{path} is not a wheel: it is unreadable or has no {metadata_name} ({error})") from error
     if metadata["Version"] != name["version"]:
-        raise ValueError(f"{path} says inside that it is version {metadata['Version']}; build it again")
+        raise ValueError(f"the metadata of {path} says version {metadata['Version']}; build it again")
     python = f"{name['python'][0]}.{name['python'][1:]}"
     requires_python = str(metadata["Requires-Python"] or "")
     return Wheel(path, name["version"], name["torch"], name["variant"], python, name["platform"], requires_python)
 
 
 def read_wheels(folder: Path) -> list[Wheel]:
-    """All in `folder` and below, newest torch first. ValueError for none, for other files, and for two of one name."""
+    """All wheels under `folder`, newest torch first. ValueError for no wheels, other files, or duplicate names."""
     wheels = [read_wheel(path) for path in sorted(folder.rglob("*")) if path.is_file()]
     if not wheels:
         raise ValueError(f"there are no wheels in {folder}; build some with: make wheel")
     first: dict[str, Path] = {}
     for wheel in wheels:
         if (other := first.setdefault(wheel.path.name, wheel.path)) != wheel.path:
-            raise ValueError(f"{other} and {wheel.path} have the same name; leave one of them")
+            raise ValueError(f"{other} and {wheel.path} have the same name; remove one of them")
     return sorted(wheels, key=order)
 
 
@@ -100,7 +100,7 @@ def order(wheel: Wheel) -> tuple[tuple[int, ...], str, str, tuple[int, ...], str
 
 
 def link(wheel: Wheel) -> str:
-    """What pip reads, seen from the wheel's page."""
+    """The link that pip reads, relative to the wheel's page."""
     checksum = hashlib.sha256(wheel.path.read_bytes()).hexdigest()
     python = f' data-requires-python="{escape(wheel.requires_python)}"' if wheel.requires_python else ""
     target = f"../../../wheels/{quote(wheel.path.name)}#sha256={checksum}"
@@ -108,12 +108,12 @@ def link(wheel: Wheel) -> str:
 
 
 def front_page(wheels: Sequence[Wheel], url: str) -> str:
-    """For people: a row for each version, torch and CUDA."""
+    """The page for people: a row per version, torch and CUDA."""
     rows = defaultdict(list)
     for wheel in wheels:
         rows[wheel.version, wheel.folder].append(wheel)
     lines = [
-        "<p>Take the row of the torch that you have: <code>python -c "
+        "<p>Find your version of torch: <code>python -c "
         '"import torch; print(torch.__version__, torch.version.cuda)"</code></p>',
         "<table border=1>",
         "<tr><th>torch</th><th>CUDA</th><th>Python</th><th>platforms</th><th>command</th></tr>",
@@ -132,7 +132,7 @@ def front_page(wheels: Sequence[Wheel], url: str) -> str:
 
 
 def write_index(wheels: Sequence[Wheel], out: Path, url: str) -> None:
-    """`out` must be empty or not exist. `url`: where it will be, for the commands on the front page."""
+    """Writes the index. `out` must be empty or not exist; `url`: its future address, for the front page's commands."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} must be an empty folder, or not exist")
     (out / "wheels").mkdir(parents=True)
@@ -151,9 +151,9 @@ def write_index(wheels: Sequence[Wheel], out: Path, url: str) -> None:
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("wheels", type=Path, help="a folder with torchddp's wheels, in it or below, and nothing else")
-    parser.add_argument("--out", type=Path, required=True, help="where to write; empty, or not there yet")
-    parser.add_argument("--url", default="", help="where OUT will be found, for the front page (default: as a folder)")
+    parser.add_argument("wheels", type=Path, help="a folder with only torchddp wheels, also in subfolders")
+    parser.add_argument("--out", type=Path, required=True, help="output folder; must be empty or not exist")
+    parser.add_argument("--url", default="", help="the future address of OUT, for the front page (default: the folder)")
     return parser.parse_args(argv)
 
 

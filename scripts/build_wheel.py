@@ -1,8 +1,9 @@
 """Builds the wheel of torchddp for this interpreter and its torch, CPU or CUDA, and checks it.
 
 Like any wheel that setup.py builds, its version names both (0.1.0+cpu.torch2.13, 0.1.0+cu130.torch2.13) and it requires
-that minor version of torch. It is also a manylinux_2_28 one: it runs on any Linux with glibc 2.28. Torch's, CUDA's and
-NCCL's libraries are not in it: they come with torch. Objects are those of the ordinary build (build/cpu, build/cuda).
+that minor version of torch. It is a manylinux_2_28 wheel: it runs on any Linux with glibc 2.28. It does not include
+torch's, CUDA's and NCCL's libraries, which come with torch. Object files are shared with the ordinary build (build/cpu,
+build/cuda).
 """
 
 import argparse
@@ -18,7 +19,7 @@ from scripts.check_wheel import wheel_problems
 
 ROOT = Path(__file__).resolve().parent.parent
 PLATFORM = f"manylinux_2_28_{platform.machine()}"
-# libgomp: torch's wheels have it in torch/lib, and a second one in a process would start threads of its own.
+# libgomp: torch's wheels have it in torch/lib, and a second copy in a process would start its own threads.
 NOT_IN_THE_WHEEL = ("libc10*.so", "libtorch*.so", "libgomp.so.*", "libcudart.so.*", "libnccl.so.*")
 
 
@@ -34,16 +35,16 @@ def minor_version(torch_version: str) -> str:
 
 def run(command: list[str], env: dict[str, str]) -> None:
     if subprocess.run(command, cwd=ROOT, env=env).returncode:
-        sys.exit(f"wheel: '{' '.join(command[:3])} ...' failed; the reason stands above.")
+        sys.exit(f"wheel: '{' '.join(command[:3])} ...' failed; see the output above.")
 
 
 def build(variant: str) -> Path:
-    """The wheel as setuptools makes it."""
+    """Builds the wheel with setuptools."""
     folder = ROOT / "build" / "wheel" / variant
-    shutil.rmtree(folder, ignore_errors=True)  # what was deleted from the package must not stay in the wheel
+    shutil.rmtree(folder, ignore_errors=True)  # files deleted from the package must not stay in the wheel
     folder.mkdir(parents=True)
     env = os.environ | {"TORCHDDP_CUDA": "0" if variant == "cpu" else "1"}
-    # Not beside the sources: what lies there belongs to the editable installation.
+    # Not beside the sources, where the egg-info belongs to the editable installation.
     command = [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", str(folder)]
     command += ["build", "--build-base", str(folder), "bdist_wheel", "--dist-dir", str(folder)]
     run(command, env)
@@ -52,7 +53,7 @@ def build(variant: str) -> Path:
 
 
 def repair(wheel: Path, variant: str, dist_dir: Path, tools_dir: Path) -> Path:
-    """The same wheel as a manylinux one; fails, with the symbols' names, if it needs a newer system."""
+    """Converts it to a manylinux wheel; fails with the symbols' names if it needs a newer system."""
     of_this_kind = f"torchddp-*+{variant}.torch*-{wheel.name.split('-')[2]}-*.whl"
     dist_dir.mkdir(exist_ok=True)
     for old in dist_dir.glob(of_this_kind):

@@ -1,9 +1,9 @@
-"""Compiles the sources against the headers of the oldest and the newest torch that we support, warnings being errors.
+"""Compiles the sources against the headers of the oldest and the newest supported torch, with warnings as errors.
 
-Nothing is linked and no code is generated; templates are instantiated, so that the compiler sees what a build would.
-Most of the time would go into torch's headers: the sources of a folder are compiled as one, and one by one only if that
-fails. The commands are those of build/cpu; with build/cuda there, also what only the CUDA build compiles, against the
-NCCL of that torch. Headers come out of torch's wheels, once, into build/compat.
+Nothing is linked and no code is generated, but templates are instantiated, so the compiler checks what a build would.
+Because torch's headers take most of the time, the sources of a folder are compiled as one, and separately only if that
+fails. The commands come from build/cpu; if build/cuda exists, CUDA-only sources are checked too, against that torch's
+NCCL. Headers are extracted from torch's wheels into build/compat, once.
 """
 
 import argparse
@@ -26,13 +26,13 @@ HEADERS_DIR = ROOT / "build" / "compat"
 TORCH_INCLUDE = re.compile(r"(?<=-isystem )\S*/torch/include(?=[ /])")
 NCCL_INCLUDE = re.compile(r"(?<=-isystem )\S*/nvidia/nccl/include(?= )")
 UNITY_INCLUDE = re.compile(r'^#include "(.+)"$', re.MULTILINE)
-# Of the CUDA build's sources, those in which it makes a difference.
+# Matches sources that the CUDA build compiles differently.
 CUDA_CODE = re.compile(r"TORCHDDP_WITH_CUDA|#include <(c10/cuda|cuda|nccl)")
 
 
 @dataclass(frozen=True)
 class Check:
-    """Sources of one folder that are compiled the same way, against one torch."""
+    """Sources of one folder, compiled with the same command against one torch."""
 
     sources: tuple[Path, ...]
     torch: str
@@ -57,10 +57,10 @@ def fetch_headers(torch: str) -> Path:
 
 
 def extract_from_wheel(requirement: str, wanted: str, folder: Path) -> str:
-    """Downloads a wheel, extracts what begins with the pattern, and returns the wheel's METADATA."""
+    """Downloads a wheel, extracts paths that start with the pattern, and returns the wheel's METADATA."""
     with tempfile.TemporaryDirectory() as downloads:
         command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:", "-d", downloads]
-        # A machine's constraints are on what gets installed, which this is not.
+        # The machine's constraints apply to installations, but nothing is installed here.
         unconstrained = os.environ | {"PIP_CONSTRAINT": os.devnull}
         done = subprocess.run([*command, requirement], env=unconstrained, capture_output=True, text=True)
         if done.returncode:
@@ -77,7 +77,7 @@ def extract_from_wheel(requirement: str, wanted: str, folder: Path) -> str:
 
 
 def entries(build_dir: Path) -> dict[Path, str]:
-    """Command by source, of those that include torch's headers."""
+    """The commands by source, for sources that include torch's headers."""
     path = build_dir / "compile_commands.json"
     if not path.exists():
         return {}
@@ -88,7 +88,7 @@ def entries(build_dir: Path) -> dict[Path, str]:
 
 
 def sources_of(compiled: Path) -> list[Path]:
-    """What a file that CMake made of a folder's sources includes; of any other file itself."""
+    """The sources included by one of CMake's unity files; any other file is returned as it is."""
     return [Path(name) for name in UNITY_INCLUDE.findall(compiled.read_text())] if is_unity(compiled) else [compiled]
 
 
@@ -97,7 +97,7 @@ def is_unity(compiled: Path) -> bool:
 
 
 def cuda_only(cpu: dict[Path, str], cuda: dict[Path, str]) -> dict[Path, str]:
-    """What the CUDA build compiles beyond the CPU one, or otherwise; kernels include no torch header."""
+    """Sources that only the CUDA build compiles, or compiles differently; kernels include no torch header."""
     return {
         source: command
         for source, command in cuda.items()
@@ -106,7 +106,7 @@ def cuda_only(cpu: dict[Path, str], cuda: dict[Path, str]) -> dict[Path, str]:
 
 
 def against(command: str, headers: Path) -> list[str]:
-    """The build's command with other headers, warnings being errors, without source and output."""
+    """The build's command with other headers and warnings as errors, without source and output."""
     command = TORCH_INCLUDE.sub(str(headers / "torch" / "include"), command)
     command = NCCL_INCLUDE.sub(str(headers / "nvidia" / "nccl" / "include"), command)
     words = shlex.split(command)
@@ -115,7 +115,7 @@ def against(command: str, headers: Path) -> list[str]:
 
 
 def grouped(commands: dict[Path, str], torch: str, headers: Path) -> list[Check]:
-    """By folder and command: definitions may be those of one file only."""
+    """Groups sources by folder and command, because a file may have its own definitions."""
     groups: dict[tuple[Path, tuple[str, ...]], list[Path]] = {}
     for source, command in sorted(commands.items()):
         groups.setdefault((source.parent, tuple(against(command, headers))), []).append(source)
@@ -128,7 +128,7 @@ def plan(torches: list[str]) -> list[Check]:
         sys.exit("compat: build/cpu has no compile_commands.json; run `make build` first")
     cuda = cuda_only(cpu, entries(ROOT / "build" / "cuda"))
     if not cuda:
-        print("compat: no source that only the CUDA build compiles (see `make cuda-build`)")
+        print("compat: CUDA-only sources are not checked (see `make cuda-build`)")
     checks = []
     for torch in torches:
         headers = fetch_headers(torch)
@@ -143,7 +143,7 @@ def plan(torches: list[str]) -> list[Check]:
 
 
 def compiler_errors(command: tuple[str, ...], sources: tuple[Path, ...]) -> str:
-    """What the compiler complains of, or nothing."""
+    """The compiler's errors, or ""."""
     with tempfile.NamedTemporaryFile("w", suffix=".cpp") as together:
         together.write("".join(f'#include "{source}"\n' for source in sources))
         together.flush()
@@ -156,7 +156,7 @@ def failures(check: Check) -> dict[Path, str]:
     """Errors by source."""
     if len(check.sources) > 1 and not compiler_errors(check.command, check.sources):
         return {}
-    # Together they may fail for no fault of theirs: two files may give things of their own the same name.
+    # Compiling them as one may fail for valid sources: two files may define the same local name.
     alone = {source: compiler_errors(check.command, (source,)) for source in check.sources}
     return {source: errors for source, errors in alone.items() if errors}
 
@@ -166,7 +166,7 @@ def main() -> None:
     parser.add_argument("--torches", nargs="+", default=list(TORCHES), help="versions of torch")
     newest = "only the newest; `make dry-run` builds with the oldest"
     parser.add_argument("--newest", dest="torches", action="store_const", const=TORCHES[1:], help=newest)
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="compilers that run at the same time")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="compilers to run in parallel")
     args = parser.parse_args()
     checks = plan(args.torches)
     with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:

@@ -23,11 +23,11 @@ TIMEOUT_S = 120  # per test; on a slow machine the longest takes 60 s at three r
 
 @dataclass(frozen=True)
 class Outcome:
-    """One world size over one transport."""
+    """The outcome of one world size over one transport."""
 
     expected: frozenset[str]
     passed: frozenset[str]
-    reasons: dict[str, str]  # of those that did not pass
+    reasons: dict[str, str]  # for tests that did not pass
 
     @property
     def missed(self) -> list[str]:
@@ -77,7 +77,7 @@ def run_harness(world_size: int, transport: str, args: argparse.Namespace) -> Pa
 
 
 def check(world_size: int, transport: str, args: argparse.Namespace) -> bool:
-    """Run and report one combination; whether every expected test passed."""
+    """Run and report one combination; returns whether every expected test passed."""
     outcome = read_outcome(run_harness(world_size, transport, args), expected_tests(world_size))
     if args.only:
         outcome = Outcome(outcome.expected & (outcome.passed | outcome.reasons.keys()), outcome.passed, outcome.reasons)
@@ -92,7 +92,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--world-sizes", type=int, nargs="+", default=list(WORLD_SIZES), choices=WORLD_SIZES)
     parser.add_argument("--transports", nargs="+", default=list(TRANSPORTS), choices=TRANSPORTS)
-    parser.add_argument("--jobs", type=int, default=2, help="tests that run at the same time")
+    parser.add_argument("--jobs", type=int, default=2, help="tests to run in parallel")
     parser.add_argument("--only", help="regular expression: run only these tests")
     parser.add_argument("--ddp", default="torchddp.DistributedDataParallel", help="the class to test")
     return parser.parse_args(argv)
@@ -101,7 +101,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     args = parse_args()
     runs = [(world_size, transport) for world_size in args.world_sizes for transport in args.transports]
-    # Two runs at a time: most tests wait for half of their time, and the longest, of some 40 s, are few.
+    # Two runs at a time: most tests spend half of their time waiting, and only a few take as long as 40 s.
     with ThreadPoolExecutor(2) as pool:
         passed = list(pool.map(lambda run: check(*run, args), runs))
     if not all(passed):

@@ -22,7 +22,7 @@ def cuda_sources(build_dir: Path) -> list[dict[str, str]]:
 
 
 def find_cuobjdump() -> str:
-    """From NVIDIA's wheel beside this interpreter's packages, or the toolkit's."""
+    """Finds cuobjdump in NVIDIA's wheel among this interpreter's packages, or in the toolkit."""
     for folder in map(Path, sys.path):
         for found in folder.glob("nvidia/cu*/bin/cuobjdump"):
             return str(found)
@@ -33,7 +33,7 @@ def find_cuobjdump() -> str:
 
 
 def code_problems(elf_list: str, ptx_list: str) -> list[str]:
-    """What is missing, from the output of cuobjdump --list-elf and --list-ptx: a line per .cu file and architecture."""
+    """Lists missing code from the output of cuobjdump --list-elf and --list-ptx, a line per file and architecture."""
     files = {arch: re.findall(rf"\.{arch}\.cubin$", elf_list, re.MULTILINE) for arch in ARCHS}
     most = max(map(len, files.values()))
     problems = [
@@ -44,12 +44,12 @@ def code_problems(elf_list: str, ptx_list: str) -> list[str]:
     newest = ARCHS[-1]
     ptx = re.findall(rf"\.{newest}\.ptx$", ptx_list, re.MULTILINE)
     if len(ptx) < max(most, 1):
-        problems.append(f"PTX of {newest}, for GPUs to come: {len(ptx)} files, machine code: {most}")
+        problems.append(f"PTX of {newest}, for future GPUs: {len(ptx)} files, machine code: {most}")
     return problems
 
 
 def listing(cuobjdump: str, option: str, extension: Path) -> str:
-    """ "" where there is no code of the kind, for which cuobjdump exits with an error."""
+    """The output of cuobjdump; "" if there is no code of that kind, for which it exits with an error."""
     done = subprocess.run([cuobjdump, option, str(extension)], capture_output=True, text=True)
     if done.returncode and "does not contain device code" not in done.stdout + done.stderr:
         sys.exit(f"{cuobjdump} {option} {extension}: {done.stderr.strip() or done.stdout.strip()}")

@@ -1,7 +1,7 @@
-"""Fails if a kernel keeps values in memory because it has too few registers (a spill), and says which.
+"""Fails if a kernel spills registers to memory, and names it.
 
-`python -m scripts.check_cuda_spills --build-dir build/cuda` compiles the .cu files once more, as the build does, for
-what ptxas says: a build that finds its objects up to date says nothing.
+`python -m scripts.check_cuda_spills --build-dir build/cuda` recompiles the .cu files as the build does, to get
+ptxas's output: a build with up-to-date objects prints none.
 """
 
 import argparse
@@ -22,7 +22,7 @@ SPILL = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) by
 
 @dataclass(frozen=True)
 class Function:
-    """What ptxas says of one function, kernel or not, on one architecture."""
+    """ptxas's report on one function, kernel or not, for one architecture."""
 
     name: str
     arch: str
@@ -31,7 +31,7 @@ class Function:
 
 
 def read_log(log: str) -> list[Function]:
-    """From the output of `nvcc -Xptxas -v`."""
+    """Parses the output of `nvcc -Xptxas -v`."""
     functions = []
     name = arch = "?"
     for line in log.splitlines():
@@ -46,7 +46,7 @@ def read_log(log: str) -> list[Function]:
 
 
 def compile_verbosely(entry: dict[str, str], folder: str) -> str:
-    """The output of the entry's command with -Xptxas -v, its object thrown away."""
+    """The output of the entry's command with -Xptxas -v; the object is discarded."""
     command = shlex.split(entry["command"])
     command[command.index("-o") + 1] = str(Path(folder) / "object.o")
     done = subprocess.run([*command, "-Xptxas", "-v"], cwd=entry["directory"], capture_output=True, text=True)
@@ -64,7 +64,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             found = read_log(compile_verbosely(entry, folder))
         if not found:
-            sys.exit(f"{entry['file']}: ptxas said nothing of its functions; has its output changed?")
+            sys.exit(f"{entry['file']}: ptxas reported no functions; has its output format changed?")
         functions += found
     spilling = [function for function in functions if function.spilled_bytes]
     for function in spilling:

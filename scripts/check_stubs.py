@@ -1,7 +1,7 @@
 """Compares torchddp/_C.pyi with the built extension: the same names on both sides, members of classes included.
 
-Signatures are not compared: pybind11 does not expose them. Special methods are compared in one direction (what the stub
-promises must exist), because pybind11 adds many of its own.
+Signatures are not compared: pybind11 does not expose them. Special methods are compared in one direction (those in
+the stub must exist), because pybind11 adds many of its own.
 """
 
 import ast
@@ -49,7 +49,7 @@ def built_names(scope: ModuleType | type, prefix: str = "") -> set[str]:
         if name in PYBIND11_NAMES or inspect.ismodule(value):
             continue
         names.add(prefix + name)
-        # A class that is only mentioned here (an alias, an inherited one) is described where it is defined.
+        # A class that is only referenced here (an alias, an inherited one) is checked where it is defined.
         if inspect.isclass(value) and value.__qualname__ == prefix + name:
             names |= built_names(value, f"{prefix}{name}.")
     return names
@@ -69,7 +69,7 @@ def main() -> None:
         print(f"{STUB_PATH.name}: {problem}")
     if problems:
         sys.exit(1)
-    print(f"{STUB_PATH.name}: {len(stub)} names, the same as in the extension")
+    print(f"{STUB_PATH.name}: {len(stub)} names match the extension")
 
 
 if __name__ == "__main__":

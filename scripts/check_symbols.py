@@ -1,7 +1,7 @@
-"""Fails if an extension needs a symbol that none of the libraries it names has, such as torch's CUDA runtime.
+"""Fails if an extension needs a symbol that none of its linked libraries defines, such as one of the CUDA runtime.
 
-What `ld -z defs` checks, which an extension can't be linked with: Python's symbols come from the program. Importing the
-extension is no such check, for there whatever another library happened to load counts too.
+This is the check of `ld -z defs`, which extensions can't use because Python's symbols come from the program. Importing
+the extension is not enough, because symbols of libraries that others happened to load would count too.
 """
 
 import argparse
@@ -14,19 +14,19 @@ PYTHON_SYMBOL = re.compile(r"^_?Py[A-Z_]")
 
 
 def symbols(nm_output: str) -> dict[str, str]:
-    """Kind by name, from `nm -D`: U is needed, w and v are needed if they are there, other letters are defined.
+    """Kind by name, from `nm -D`: U is undefined, w and v are weak, other letters are defined.
 
-    A name has its version if there is one: cudaMalloc@libcudart.so.13.
+    Names include their version if they have one: cudaMalloc@libcudart.so.13.
     """
     found = {}
     for line in nm_output.splitlines():
         *_, kind, name = line.split()
-        found[name.replace("@@", "@")] = kind  # @@ is the version for those who ask for none
+        found[name.replace("@@", "@")] = kind  # @@ marks the default version
     return found
 
 
 def missing_symbols(needed: dict[str, str], defined: set[str]) -> list[str]:
-    """What the loader would not find: a version may be missing only in a library that has none."""
+    """The symbols that the loader would not find: a version may be missing only in a library without versions."""
     plain = {name.partition("@")[0] for name in defined}
 
     def is_there(name: str) -> bool:
@@ -67,7 +67,7 @@ def library_folders() -> list[Path]:
 
 
 def symbol_problems(extension: Path) -> list[str]:
-    """What `extension` needs and does not find among this interpreter's packages and the system's libraries."""
+    """Symbols that `extension` needs but that neither this interpreter's packages nor the system's libraries define."""
     folders, libraries = library_folders(), needed_libraries(extension)
     defined: set[str] = set()
     for library in libraries:
@@ -82,7 +82,7 @@ def main() -> None:
     extension = parser.parse_args().extension
     if problems := symbol_problems(extension):
         sys.exit("\n".join(f"{extension.name}: {problem}" for problem in problems))
-    print(f"{extension.name}: all symbols that it needs are in the libraries that it names, or Python's")
+    print(f"{extension.name}: all needed symbols are defined by its linked libraries or Python")
 
 
 if __name__ == "__main__":

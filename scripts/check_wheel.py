@@ -1,4 +1,4 @@
-"""What a wheel of torchddp must hold, and must not: used by build_wheel.py."""
+"""Checks the contents of a torchddp wheel; used by build_wheel.py."""
 
 import email
 import re
@@ -12,13 +12,13 @@ from scripts.check_symbols import symbol_problems
 
 NEEDED = ("torchddp/__init__.py", "torchddp/py.typed", "torchddp/_C.pyi", "torchddp/cli/__init__.py")
 ONLY = re.compile(r"^(torchddp/|torchddp-[^/]+\.dist-info/)")
-# Where the libraries lie that come with torch, as seen from torchddp/.
+# The folders of the libraries that come with torch, relative to site-packages.
 RUNPATHS = {"cpu": ("torch/lib",), "cu12": ("torch/lib", "nvidia/cuda_runtime/lib", "nvidia/nccl/lib")}
 RUNPATHS["cu13"] = ("torch/lib", "nvidia/cu13/lib", "nvidia/nccl/lib")
 
 
 def wheel_problems(wheel: Path, variant: str, torch_minor: str, platform: str) -> list[str]:
-    """To be asked by an interpreter with the torch that it was built for. `platform`: e.g. manylinux_2_28_aarch64."""
+    """Lists problems. Needs an interpreter with the torch it was built for. `platform`: e.g. manylinux_2_28_aarch64."""
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
         (metadata_name,) = [name for name in names if name.endswith(".dist-info/METADATA")]
@@ -27,7 +27,7 @@ def wheel_problems(wheel: Path, variant: str, torch_minor: str, platform: str) -
         problems += tag_problems(wheel.name, platform)
         extensions = [name for name in names if re.fullmatch(r"torchddp/_C\..*\.so", name)]
         if len(extensions) != 1:
-            return [*problems, f"one extension is expected, there are {len(extensions)}"]
+            return [*problems, f"expected one extension, found {len(extensions)}"]
         with tempfile.TemporaryDirectory() as folder:
             path = archive.extract(extensions[0], folder)
             problems += symbol_problems(Path(path))
@@ -61,12 +61,12 @@ def metadata_problems(metadata: Message, variant: str, torch_minor: str) -> list
 
 
 def runpath_problems(dynamic: str, variant: str) -> list[str]:
-    """`dynamic` is what `readelf -d` prints."""
+    """`dynamic` is the output of `readelf -d`."""
     found = re.search(r"\((?:RUNPATH|RPATH)\).*\[(.*)\]", dynamic)
     runpath = found.group(1).split(":") if found else []
     wanted = [f"$ORIGIN/../{folder}" for folder in RUNPATHS[variant[:4] if variant != "cpu" else "cpu"]]
     problems = [] if runpath == wanted else [f"the library path must be {':'.join(wanted)}, got {':'.join(runpath)}"]
     needed = re.findall(r"\(NEEDED\).*\[(.*)\]", dynamic)
-    # auditwheel gives what it bundles a name with a checksum: libgomp-a34b3233.so.1
+    # auditwheel adds a checksum to the names of bundled libraries: libgomp-a34b3233.so.1
     problems += [f"{name} is bundled" for name in needed if re.search(r"-[0-9a-f]{8}\.so", name)]
     return problems

@@ -1,4 +1,4 @@
-"""Docstrings as Markdown: what mkdocstrings reads of them for the docs site (mkdocs.yml names this file)."""
+"""A griffe extension that converts docstrings to Markdown for the docs site (see mkdocs.yml)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What mkdocs does to a page of docs/ on its way to the site; mkdocs.yml names this file.
+"""mkdocs hooks that adapt the pages of docs/ for the site (see mkdocs.yml).
 
 The pages are written for GitHub too, where links to ../csrc work and an indented block needs no language.
 """
@@ -27,7 +27,7 @@ _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(((?:\.\./)+[^)\s]+)\)")
 
 @dataclass(frozen=True)
 class Block:
-    """A block of code in a page: the lines that it takes there, from 0 on, the code, and the marker before it."""
+    """A code block of a page: its lines, counted from 0, its code, and the marker before it."""
 
     start: int
     end: int
@@ -38,7 +38,7 @@ class Block:
 
 
 def blocks(text: str) -> Iterator[Block]:
-    """All code of a page: between fences, or indented by four spaces after an empty line."""
+    """All code blocks of a page: fenced, or indented by four spaces after an empty line."""
     lines = text.split("\n")
     at = 0
     while at < len(lines):
@@ -81,7 +81,7 @@ def on_config(config: Any) -> None:
 
 
 def on_files(files: Any, config: Any) -> None:
-    """Results of benchmarks, which pages show and link, are part of the site."""
+    """Adds benchmark results, which pages show and link, to the site."""
     from mkdocs.structure.files import File
 
     for path in sorted((ROOT / RESULTS).iterdir()):
@@ -94,7 +94,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
 
 
 def fenced(text: str) -> str:
-    """With fences around indented blocks, so that they are highlighted."""
+    """Fences indented blocks, so that they are highlighted."""
     lines = text.split("\n")
     for block in reversed(list(blocks(text))):
         if not block.fenced:
@@ -103,14 +103,14 @@ def fenced(text: str) -> str:
 
 
 def linked_outside(text: str, page: str, repository: str) -> str:
-    """Links out of docs/ lead into the repository; without one, only their text stays. Results are in the site."""
+    """Points links out of docs/ to the repository, or keeps only their text without one. Results are in the site."""
     folder = os.path.dirname(page)
 
     def replaced(found: re.Match[str]) -> str:
         image, label, target = found.groups()
         path = os.path.normpath(os.path.join("docs", folder, target.partition("#")[0]))
         if path.startswith("docs/") or not (ROOT / path).exists():
-            return found[0]  # mkdocs checks it, and complains
+            return found[0]  # mkdocs reports it if it is broken
         if os.path.dirname(path) == RESULTS:
             return f"{image}[{label}]({os.path.relpath(f'results/{os.path.basename(path)}', folder or '.')})"
         if not repository:
@@ -121,7 +121,7 @@ def linked_outside(text: str, page: str, repository: str) -> str:
 
 
 def as_markdown(text: str) -> str:
-    """A docstring without what Sphinx alone understands; the pages that it names become links."""
+    """Strips Sphinx-only markup from a docstring and turns the pages that it names into links."""
     text = re.sub(r":(?:class|func|meth|mod|attr|exc):`~?([^`]+)`", r"`\1`", text)
     text = re.sub(r"^ *::\n\n", "", text, flags=re.MULTILINE)
     return re.sub(r"(`*)docs/(\w+)\.md\1", lambda page: f"[{page[2].replace('_', ' ')}](../{page[2]}.md)", text)

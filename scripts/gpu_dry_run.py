@@ -1,7 +1,7 @@
 """A dry run of tests/gpu/run.sh with another Python and torch, from a copy of the checkout.
 
-The copy, build/dry-run, has what git tracks or would track, with its times, so that a second run compiles what has
-changed; the checkout's own extension stays as it is.
+The copy, build/dry-run, holds all files that git does not ignore, with their mtimes, so that a second run compiles only
+what has changed; the checkout's own extension is not touched.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 COPY = ROOT / "build" / "dry-run"
-# On two cores the build alone takes two minutes, on two busy ones far longer.
+# The build alone takes two minutes on two cores, and much longer if they are busy.
 LIMIT_S = 1500
 
 
 def copy_checkout(source: Path, target: Path) -> None:
-    """Makes `target` a copy of the files of `source` that are not ignored; what was built there stays."""
+    """Copies the files of `source` that git does not ignore to `target`; build outputs there stay."""
     listing = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(listing, cwd=source, check=True, capture_output=True, text=True).stdout.split("\0")
     target.mkdir(parents=True, exist_ok=True)
@@ -28,7 +28,7 @@ def copy_checkout(source: Path, target: Path) -> None:
         if old.name != "build":
             shutil.rmtree(old) if old.is_dir() and not old.is_symlink() else old.unlink()
     for name in filter(None, names):
-        if (source / name).is_file():  # git also lists what was deleted
+        if (source / name).is_file():  # git also lists deleted files
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(source / name, target / name)
 
@@ -38,7 +38,7 @@ def main() -> None:
     parser.add_argument("--python", default=sys.executable, help="the interpreter whose torch is used")
     args = parser.parse_args()
     copy_checkout(ROOT, COPY)
-    # Of this process's own paths none may lead back to the checkout.
+    # No inherited path may lead back to the checkout.
     variables = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "OUT")}
     variables |= {"PYTHON": os.path.abspath(args.python), "RUN_LIMIT_S": str(LIMIT_S)}
     sys.exit(subprocess.run([COPY / "tests" / "gpu" / "run.sh", "--dry-run"], env=variables).returncode)

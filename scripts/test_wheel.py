@@ -1,8 +1,8 @@
-"""Installs a wheel from an index in a new environment, away from the checkout, and uses it there: first beside torch
-alone, without numpy, then with the extra `cli`.
+"""Installs a wheel from an index into a new environment, away from the checkout, and uses it there: first with only
+torch, without numpy, then with the extra `cli`.
 
 `python -m scripts.test_wheel dist/torchddp-...whl --torch torch==2.13.0` installs torch as well; with `--torch-of
-PYTHON` the packages of that interpreter are linked into the new environment instead, for torch with CUDA is 5 GB.
+PYTHON` the packages of that interpreter are linked into the new environment instead, because torch with CUDA is 5 GB.
 """
 
 import argparse
@@ -24,7 +24,7 @@ STEP_TIMEOUT_S = 240
 
 
 class Environment:
-    """A virtual environment, and a folder to run things in from where no checkout is seen."""
+    """A virtual environment, and a working directory away from the checkout."""
 
     def __init__(self, folder: Path, away: Path) -> None:
         venv.create(folder, with_pip=True, clear=True)
@@ -33,8 +33,8 @@ class Environment:
         self._away = away
 
     def run(self, *command: str, expected: int = 0, silent: bool = False, **variables: str) -> str:
-        """The output of a command of the environment; ends this script unless it exits as expected, and if it was to be
-        silent but printed warnings."""
+        """Runs a command of the environment and returns its output; exits on an unexpected exit code, or if it should
+        be silent but printed warnings."""
         print(f"$ {' '.join(command)}", flush=True)
         env = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "TORCHDDP_"))}
         env |= variables
@@ -51,7 +51,7 @@ class Environment:
 
 
 def link_packages(environment: Environment, python: str, without: tuple[str, ...] = ()) -> None:
-    """All that the other interpreter has installed where its torch is, but torchddp and what begins with `without`."""
+    """Links the packages beside the other interpreter's torch, except torchddp and names starting with `without`."""
     code = "import importlib.util as u, pathlib; print(pathlib.Path(u.find_spec('torch').origin).parents[1])"
     found = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
     for path in Path(found).iterdir():
@@ -61,7 +61,7 @@ def link_packages(environment: Environment, python: str, without: tuple[str, ...
 
 
 def pretend_other_torch(environment: Environment) -> None:
-    """From now on pip believes that torch 2.1.0 is installed."""
+    """Makes pip believe that torch 2.1.0 is installed."""
     (found,) = [path for path in environment.site.glob("torch-*.dist-info")]
     other = environment.site / "torch-2.1.0.dist-info"
     version = importlib.metadata.Distribution.at(found).version
@@ -72,7 +72,7 @@ def pretend_other_torch(environment: Environment) -> None:
 
 
 def train(environment: Environment) -> None:
-    """Two ranks, beside torch alone. Only torch's own warning, that it finds no numpy, is left out."""
+    """Trains on two ranks with only torch installed. Ignores only torch's own warning about missing numpy."""
     environment.run("python", "-c", "import importlib.util; assert importlib.util.find_spec('numpy') is None")
     launch = ("python", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(SMOKE))
     ignored = "ignore:Failed to initialize NumPy"
@@ -100,8 +100,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("wheel", type=Path)
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--torch", help="what pip installs first, e.g. torch==2.13.0")
-    source.add_argument("--torch-of", metavar="PYTHON", help="an interpreter whose packages are linked")
+    source.add_argument("--torch", help="the requirement to install first, e.g. torch==2.13.0")
+    source.add_argument("--torch-of", metavar="PYTHON", help="an interpreter whose packages to link")
     return parser.parse_args(argv)
 
 
@@ -119,7 +119,7 @@ def main() -> None:
         found = read_wheel(wheel)
         index = Path(folder) / "index"
         write_index([found], index, index.as_uri())
-        # Beside PyPI, which has what the extra needs.
+        # In addition to PyPI, which has the extra's requirements.
         pages = ["--extra-index-url", f"{index.as_uri()}/{found.folder}/"]
         environment.run("python", "-m", "pip", "install", "-q", *pages, f"torchddp=={found.version}")
         train(environment)

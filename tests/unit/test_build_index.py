@@ -118,14 +118,14 @@ def test_what_is_no_index_of_wheels_is_refused(tmp_path: Path) -> None:
     for name in ("numpy-2.0.0-cp311-cp311-manylinux_2_28_x86_64.whl", "torchddp-0.1.0-cp311-cp311-linux_x86_64.whl"):
         other = dist / name
         other.write_bytes(wheel.read_bytes())
-        refused(f"{other} is no wheel of torchddp")
+        refused(f"{other} is not a torchddp wheel")
         other.unlink()
     whole = wheel.read_bytes()
     wheel.write_bytes(whole[: len(whole) // 2])
-    refused(f"{wheel} is no wheel: it can't be read")
+    refused(f"{wheel} is not a wheel: it is unreadable")
     wheel.unlink()
     write_wheel(dist, VERSIONS[0], said_version="0.1.0")
-    refused("says inside that it is version 0.1.0")
+    refused("says version 0.1.0")
     assert not out.exists()
     write_wheel(dist, VERSIONS[0])
     main([str(dist), "--out", str(out)])
