@@ -1,4 +1,4 @@
-"""Kill a rank during training, let torchrun restart it, and compare the result with that of an undisturbed run.
+"""Kill a rank during training, let torchrun restart it, and compare the result with an undisturbed run.
 
 python -m examples.demo_faults            # under two minutes on two cores
 python -m examples.demo_faults --how stop # a rank that hangs: torchrun gives it 30 s to end
@@ -38,7 +38,7 @@ RUN_VARIABLE = "TORCHDDP_EXAMPLE_RUN"
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
 MAX_TABLE_COLUMNS = 100
-# What happens to the rank, in the words of the table.
+# Descriptions of the faults, for the table.
 _WORDS = {"none": "nothing", "kill": "kill -9", "exception": "an exception", "stop": "SIGSTOP"}
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
@@ -84,7 +84,7 @@ class Outcome:
 def outcome_of(
     fault: str, events: Sequence[Event], result: dict[str, Any], wanted: str, leftovers: Sequence[str], wall_s: float
 ) -> Outcome:
-    """From the journal of a run and what its rank 0 wrote at the end; `wanted`: the expected digest."""
+    """Build it from a run's journal and rank 0's final output; `wanted`: the expected digest."""
     struck = next((event for event in events if event.kind == "fault"), None)
     noticed = next((event for event in events if event.kind == "noticed"), None)
     again = next((event for event in events if event.kind == "started" and event.attempt > 0), None)
@@ -106,7 +106,7 @@ def outcome_of(
 
 
 def run_one(fault: str, plan: Plan, seed: int, wanted: str, folder: Path, timeout_s: float, output: IO[str]) -> Outcome:
-    """One launch of torchrun, from the start to the last step; raises ExampleError if it doesn't get there."""
+    """Launch torchrun once, from the start to the last step; raises ExampleError if it doesn't get there."""
     checkpoint, result_path = folder / f"{fault}.pt", folder / f"{fault}.json"
     arguments = ["--checkpoint", str(checkpoint), "--json", str(result_path), "--seed", str(seed)]
     arguments += ["--steps", str(plan.steps), "--save-every", str(plan.save_every), "--timeout", str(plan.timeout_s)]
@@ -145,12 +145,12 @@ def run_demo(
     log_path = out / "faults.log"
     with tempfile.TemporaryDirectory(prefix="faults-", dir=out) as folder, log_path.open("w") as log:
         for fault in ("none", *faults):
-            console.print(f"[bold]{RANKS} ranks, {plan.steps} steps; to rank 1 happens: {_WORDS[fault]}[/bold]")
+            console.print(f"[bold]{RANKS} ranks, {plan.steps} steps; fault on rank 1: {_WORDS[fault]}[/bold]")
             wanted = outcomes[0].weights_sha256 if outcomes else ""
             try:
                 outcomes.append(run_one(fault, plan, seed, wanted, Path(folder), timeout_s, log))
             except ExampleError as error:
-                raise ExampleError(f"{error} (what it said: {log_path})") from error
+                raise ExampleError(f"{error} (log: {log_path})") from error
     segments = sorted(_shared_memory_files() - before)
     result = {
         "command": "python -m examples.demo_faults",
@@ -165,16 +165,16 @@ def run_demo(
     console.print()
     console.print(result_table(outcomes, plan), width=min(console.width, MAX_TABLE_COLUMNS))
     for outcome in outcomes[1:]:
-        # After where and which parameters, the reason.
+        # The reason follows the place and the parameters.
         first = outcome.error.splitlines()[0].rpartition(" failed: ")[2] if outcome.error else "nothing"
         console.print(f"{_WORDS[outcome.fault]}: {first}", highlight=False, markup=False, soft_wrap=True)
     console.print(_closing_words(outcomes, segments), highlight=False)
-    console.print(f"All figures: {result_path}\nWhat torchrun said: {log_path}", highlight=False, soft_wrap=True)
+    console.print(f"All figures: {result_path}\ntorchrun's log: {log_path}", highlight=False, soft_wrap=True)
     return result
 
 
 def result_table(outcomes: Sequence[Outcome], plan: Plan) -> Table:
-    """What happened, when and by which rank it was noticed, and how the run ended."""
+    """The faults, when and by which rank each was noticed, and how each run ended."""
     title = f"Rank 1 fails in step {plan.die_at} of {plan.steps}; a checkpoint every {plan.save_every} steps"
     table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", padding=(0, 1))
     table.add_column("what\nhappens", no_wrap=True)

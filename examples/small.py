@@ -1,4 +1,4 @@
-"""What the small examples train: a few residual blocks that learn a fixed function of random inputs."""
+"""The model of the small examples: a few residual blocks that learn a fixed function of random inputs."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def main() -> None:
         with torch.no_grad():
             right = torch.cat([accelerator.gather_for_metrics(model(x).argmax(1) == y) for x, y in held_back])
         accuracy = float(right.float().mean())
-        accelerator.print(f"epoch {epoch + 1}: {accuracy:.1%} of {len(right)} points are right")
+        accelerator.print(f"epoch {epoch + 1}: {accuracy:.1%} of {len(right)} points are correct")
     weights = sum(float(p.detach().double().abs().sum()) for p in model.parameters())
     result = {"accuracy": accuracy, "weights": weights, "reduced_steps": torchddp.finished_steps()}
     print(json.dumps(result), flush=True)

@@ -36,7 +36,7 @@ def train(ranks: Ranks, steps: int, lr: float, sync_every: int, wire: str) -> No
         report(ranks, step, steps, loss)
     if ranks.rank == 0:
         each_step = 4 * sum(p.numel() for p in model.parameters())
-        print(f"bytes sent by this rank in {steps} steps: {sent_bytes} (gradients alone are {each_step} a step)")
+        print(f"bytes sent by this rank in {steps} steps: {sent_bytes} (gradients alone are {each_step} per step)")
         print(f"synchronisations by torchddp: {steps // sync_every}")
 
 

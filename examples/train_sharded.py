@@ -41,7 +41,7 @@ def train(ranks: Ranks, steps: int, lr: float, checkpoint: Path | None) -> None:
             checkpoint.parent.mkdir(parents=True, exist_ok=True)
             torch.save({"model": model.module.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint)
     if ranks.rank == 0:
-        print(f"this rank's optimizer state is of {owned} of {total} parameters")
+        print(f"this rank holds optimizer state for {owned} of {total} parameters")
         print(f"steps reduced by torchddp: {finished_steps()}")
 
 

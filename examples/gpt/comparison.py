@@ -1,4 +1,4 @@
-"""Two classes, one seed: are the losses the same, and what did each class cost?"""
+"""Compares the losses and the costs of two classes trained with one seed."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from rich.table import Table
 
 from examples.gpt.metrics import summarise
 
-# Two ranks' gradients have one sum whatever order a bucket adds them in, so bitwise equality is what to expect;
-# the tolerance is for a backend that rounds elsewhere.
+# The sum of two ranks' gradients does not depend on their order, so we expect bitwise equality; the tolerance is for a
+# backend that rounds differently.
 LOSS_TOLERANCE = 1e-6
 _CURVE_STYLES: tuple[dict[str, Any], ...] = (
     {"color": "#f2a65a", "linewidth": 4.0, "linestyle": "-"},
@@ -24,7 +24,7 @@ _CURVE_STYLES: tuple[dict[str, Any], ...] = (
 
 @dataclass(frozen=True)
 class LossComparison:
-    """How far two runs' losses are apart, over every training step and evaluation."""
+    """The difference between two runs' losses, over all training steps and evaluations."""
 
     compared: int
     bitwise_equal: bool

@@ -37,7 +37,7 @@ def peak_rss_bytes() -> int:
 
 
 def versions() -> dict[str, str | None]:
-    """The versions used for the measurements."""
+    """The software versions used for the measurements."""
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,

@@ -40,7 +40,7 @@ class CommunicationProbe:
     def around(self, step: int, forward_backward: ForwardBackward, finish: Callable[[], None]) -> float:
         """Run a whole step (`forward_backward`, then `finish`) and an unsynchronised pass; return the loss."""
         if self.training_peak_rss_bytes is None:
-            # The pass holds gradients beside the buckets, which training does not: read the peak before it.
+            # Read the peak before this pass, which, unlike training, holds gradients in addition to the buckets.
             self.training_peak_rss_bytes = peak_rss_bytes()
         local_first = len(self.measured) % 2 == 0
         local_ms = self._time_local(forward_backward) if local_first else 0.0
@@ -71,7 +71,7 @@ class CommunicationProbe:
         return elapsed_ms
 
     def _time(self, forward_backward: ForwardBackward, *, exchange: bool) -> tuple[float, float]:
-        self.ranks.barrier()  # waiting for a rank that comes late is not communication
+        self.ranks.barrier()  # waiting for a late rank is not communication
         start = time.perf_counter()
         loss = forward_backward(exchange)  # returns after the device has finished: the loss is read
         if self.ranks.device.type == "cuda":

@@ -44,7 +44,7 @@ def torchrun(
         except subprocess.TimeoutExpired:
             raise ExampleError(f"the run did not end within {timeout_seconds:.0f} seconds") from None
     if code != 0:
-        raise ExampleError(f"the run failed (torchrun ended with {code}); its own words are above")
+        raise ExampleError(f"the run failed (torchrun ended with {code}); see its output above")
 
 
 @contextmanager
@@ -82,7 +82,7 @@ def _end(child: subprocess.Popen[bytes]) -> None:
     """Ask torchrun to end its workers; whatever is left after the grace period is killed."""
     if child.poll() is not None:
         return
-    # torchrun gives each worker a session of its own, so its process group does not hold them.
+    # torchrun starts each worker in its own session, so they are not in its process group.
     family = [child.pid, *_descendants(child.pid)]
     child.terminate()
     try:
@@ -102,7 +102,7 @@ def processes_with(variable: str, value: str) -> list[tuple[int, str]]:
             if entry in (folder / "environ").read_bytes().split(b"\0"):
                 found.append((int(folder.name), (folder / "comm").read_text().strip()))
         except OSError:
-            continue  # ended meanwhile, or not ours
+            continue  # already ended, or not ours
     return found
 
 
@@ -111,7 +111,7 @@ def _kill_group(pid: int) -> None:
         try:
             kill(pid, signal.SIGKILL)
         except (ProcessLookupError, PermissionError):
-            pass  # ended already, or no group of its own
+            pass  # already ended, or has no process group
 
 
 def _descendants(pid: int) -> list[int]:
@@ -121,7 +121,7 @@ def _descendants(pid: int) -> list[int]:
         try:
             children = [int(child) for child in file.read_text().split()]
         except OSError:
-            continue  # the thread ended meanwhile
+            continue  # the thread has ended
         for child in children:
             found += [child, *_descendants(child)]
     return found

@@ -69,7 +69,7 @@ class Ranks:
         values = self.gather(value)
         for rank, other in enumerate(values):
             if other != values[0]:
-                raise ExampleError(f"rank {rank} has other {what} than rank 0: all ranks need the same")
+                raise ExampleError(f"rank {rank} has different {what} than rank 0: all ranks need the same")
 
 
 def environment_rank() -> int:
@@ -147,5 +147,5 @@ def ddp_class(name: str) -> type[nn.parallel.DistributedDataParallel]:
         import torchddp
     except ImportError as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ExampleError(f"cannot import torchddp, choose --ddp torch or put this right: {reason}") from error
+        raise ExampleError(f"cannot import torchddp, choose --ddp torch or fix this: {reason}") from error
     return torchddp.ShardedDataParallel if name == "sharded" else torchddp.DistributedDataParallel

@@ -201,7 +201,7 @@ class Trainer:
         """Rank 0 writes the checkpoint, with every rank's random state in it."""
         assert self.config.checkpoint is not None
         states = self.ranks.gather(rng_state(self.ranks.device))
-        # What each rank's hook holds back is its own.
+        # Each rank's hook has its own residuals.
         hooks = [] if self.hook is None else self.ranks.gather(self.hook.state_dict())
         if self._is_sharded:
             self.optimizer.consolidate_state_dict(recipient_rank=0)  # type: ignore[attr-defined]

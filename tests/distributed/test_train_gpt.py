@@ -118,7 +118,7 @@ def test_ranks_with_different_or_missing_data_refuse_together(text, tmp_path):
 
     other = tmp_path / "other"
     other.write_bytes(text.read_bytes()[:-1] + b"!")
-    words = "rank 1 has other data than rank 0: all ranks need the same"
+    words = "rank 1 has different data than rank 0: all ranks need the same"
     assert run_ranks(other_data, 2, other) == [words, words]
     words = f"rank 1: no such data: {tmp_path / 'nowhere'}"
     assert run_ranks(other_data, 2, tmp_path / "nowhere") == [words, words]
