@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from benchmarks.chaos.leaks import segments_of
-from tests.harness import each, in_child, on_ranks, run_outcomes, run_ranks
+from tests.harness import each, in_child, on_ranks, run_outcomes
 from tests.models import (
     Branches,
     Mlp,
@@ -90,32 +90,6 @@ def test_more_buckets_than_operations_in_flight_and_gradients_of_every_size(rank
             want = sum(stamp(r, step, index, weight.numel()) for r in range(world_size)) / world_size
             exact = 1e-15 if dtype is torch.float64 else 1e-6
             torch.testing.assert_close(weight.grad.double(), want, rtol=exact, atol=0, msg=f"step {step}, {index}")
-
-
-def two_threads(rank, ddp_class):
-    torch.set_num_threads(2)
-    # 19 MiB in one bucket: two threads share a rank's part of 9 MiB.
-    ours, torchs = (
-        grads_with(cls, rank, torch.float32, 650, bucket_cap_mb=100, **options)
-        for cls, options in ((ddp_class, {"transport": "shm"}), (TorchDDP, {}))
-    )
-    assert_grads(ours, torchs, rtol=0)
-    assert torch.get_num_threads() == 2
-
-
-@pytest.mark.slow
-def test_two_threads_a_rank(ddp_class):
-    """In processes of their own: OpenMP does not survive a fork."""
-    run_ranks(two_threads, 2, ddp_class, start_method="spawn", timeout=100)
-
-
-@on_ranks(3)
-def test_one_rank_that_lags(rank, ddp_class):
-    """The others do its sums for it; it finds them done."""
-    ddp = ddp_class(seeded(Mlp), transport="shm", bucket_cap_mb=0.001)
-    for step in range(6):
-        time.sleep(0.02 * (rank == step % 3))
-        assert_trains(ddp, rank, steps=[step])
 
 
 def train(ddp, rank, steps):

@@ -170,21 +170,6 @@ def test_checkpoint_of_the_whole_wrapper(ddp_class):
                 assert_grads(a, b, rtol=0)
 
 
-@on_ranks(2)
-def test_post_accumulate_hooks_see_the_gradient_before_it_is_averaged(ddp_class):
-    """What a hook on a parameter reads is this rank's own in both classes; so an optimizer in it is none of DDP's."""
-
-    def program(cls):
-        ddp = cls(seeded(Mlp))
-        seen = {}
-        for name, parameter in ddp.module.named_parameters():
-            parameter.register_post_accumulate_grad_hook(lambda p, name=name: seen.update({name: p.grad.clone()}))
-        loss_of(ddp(batch(dist.get_rank()))).backward()
-        return [dict(seen), grads_of(ddp)]
-
-    assert_same_program(ddp_class, program, reductions=1)
-
-
 def profiled(cls, path: Path, rank: int):
     ddp = cls(seeded(Mlp), bucket_cap_mb=0.001)
     trace = path / f"{cls.__module__}-{rank}.json"

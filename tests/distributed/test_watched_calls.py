@@ -231,32 +231,6 @@ def test_a_forked_child_keeps_nothing_of_its_parent():
 
 
 @on_ranks(2)
-def test_threads_have_calls_of_their_own(rank):
-    """Two threads over two groups; the one that was last to call is the one that trains."""
-    torchddp.watch_collectives()
-    sub = dist.new_group([0, 1])
-    entered = threading.Event()
-
-    def of_the_other_thread():
-        entered.set()
-        dist.all_reduce(torch.ones(1), group=sub)
-
-    thread = threading.Thread(target=of_the_other_thread)
-    if rank == 0:
-        thread.start()
-        entered.wait()
-        assert wait_until(lambda: calls.active)
-        (state,) = CallWaits(dist.group.WORLD).states()
-        assert (state.function, state.thread, state.number) == ("all_reduce", thread.ident, 1)
-        dist.barrier()
-    else:
-        dist.barrier()
-        thread.start()
-    thread.join()
-    assert kept(sub)[0][:2] == (1, "all_reduce") and kept()[-1][1] == "barrier"
-
-
-@on_ranks(2)
 def test_compiled_programs(rank):
     """Dynamo sees neither what is kept nor the functions in between: as many graphs and breaks as without."""
     import torch._dynamo.testing
