@@ -60,16 +60,12 @@ def test_bucket_plan_changes_no_bit(rank, ddp_class, world_size):
             assert_grads(want, grads_with(TorchDDP, rank, dtype), rtol=0)
 
 
-# As many as operations can be under way, and some more; of all kinds.
-MANY = [numel for i in range(50) for numel in (3 + i, 3_000 + i, 9_000)]
-# About the boundaries of the slot (8 KiB), of a chunk (64 KiB), and of shards, whose unit is 128 elements.
-AT_BOUNDARIES = [base + more for base in (1, 128, 256, 2048, 16_384, 32_768) for more in (-1, 0, 1) if base + more]
-
-
 class Many(torch.nn.Module):
-    def __init__(self, numels=MANY, dtype=torch.float64):
+    def __init__(self):
         super().__init__()
-        self.weights = torch.nn.ParameterList(torch.ones(numel, dtype=dtype) for numel in numels)
+        # As many as operations can be under way, and some more; of all kinds.
+        numels = [numel for i in range(50) for numel in (3 + i, 3_000 + i, 9_000)]
+        self.weights = torch.nn.ParameterList(torch.ones(numel, dtype=torch.float64) for numel in numels)
 
     def forward(self, rank, step):
         return sum((weight * stamp(rank, step, i, weight.numel())).sum() for i, weight in enumerate(self.weights))
@@ -80,16 +76,14 @@ def stamp(rank, step, index, numel):
 
 
 @on_ranks(2, 3)
-def test_more_buckets_than_operations_in_flight_and_gradients_of_every_size(rank, ddp_class, world_size):
-    for (numels, dtype), step in each([(MANY, torch.float64), (AT_BOUNDARIES, torch.float32)], range(3)):
-        if step == 0:
-            ddp = ddp_class(Many(numels, dtype), transport="shm", bucket_cap_mb=1e-6)
+def test_more_buckets_than_operations_in_flight(rank, ddp_class, world_size):
+    ddp = ddp_class(Many(), transport="shm", bucket_cap_mb=1e-6)
+    for step in range(3):
         ddp.zero_grad()
         ddp(rank, step).backward()
         for index, weight in enumerate(ddp.module.weights):
             want = sum(stamp(r, step, index, weight.numel()) for r in range(world_size)) / world_size
-            exact = 1e-15 if dtype is torch.float64 else 1e-6
-            torch.testing.assert_close(weight.grad.double(), want, rtol=exact, atol=0, msg=f"step {step}, {index}")
+            torch.testing.assert_close(weight.grad, want, rtol=1e-15, atol=0, msg=f"step {step}, {index}")
 
 
 def train(ddp, rank, steps):
@@ -149,8 +143,7 @@ def test_change_by_one_rank_is_its_own(rank, ddp_class):
 
 
 @on_ranks(2)
-def test_changes_and_gradients_over_steps(rank, ddp_class):
-    # A rank is done with a step, and writes over its gradients, while another has hardly begun to wait for its own.
+def test_changes_by_a_rank_that_is_done_before_another(rank, ddp_class):
     ddp = trained(ddp_class, rank, bucket_cap_mb=0.001)
     for step in range(2, 40):
         train(ddp, rank, [step])
@@ -158,13 +151,6 @@ def test_changes_and_gradients_over_steps(rank, ddp_class):
             spoil(ddp)
         else:
             assert_grads(grads_of(ddp), want(ddp, step))
-
-    # As documented: a view has the next step's values; a copy keeps its own. No other rank's in either case.
-    for views in each([True, False]):
-        ddp = trained(ddp_class, rank, gradient_as_bucket_view=views)
-        kept = ddp.module.last.weight.grad
-        train(ddp, rank, [2])
-        assert_grads({"last.weight": kept}, {"last.weight": want(ddp, 2 if views else 1)["last.weight"]})
 
 
 @pytest.mark.parametrize("width", [8, 257], ids=["of buckets", "of the pool"])

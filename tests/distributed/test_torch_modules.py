@@ -126,6 +126,9 @@ PROGRAMS = {
     "autograd function": steps_program(Mlp, forward=lambda ddp, x: Doubled.apply(ddp(x))),
     # Of the local gradient, as in torch.
     "hook on a gradient": steps_program(having(lambda m: m[0].weight.register_hook(lambda grad: grad.clamp(-1, 1)))),
+    "hook after accumulation": steps_program(
+        having(lambda m: m[0].weight.register_post_accumulate_grad_hook(lambda p: p.grad.clamp_(-1, 1)))
+    ),
     "autocast around": steps_program(float_mlp, forward=autocast),
     "autocast inside": steps_program(
         partial(Autocast, dtype=torch.float32), forward=partial(autocast, is_around=False)
@@ -171,6 +174,7 @@ def test_checkpoint_of_the_whole_wrapper(ddp_class):
 
 
 def profiled(cls, path: Path, rank: int):
+    """The names of what is in the trace, with those of Python's frames."""
     ddp = cls(seeded(Mlp), bucket_cap_mb=0.001)
     trace = path / f"{cls.__module__}-{rank}.json"
     ready = []
@@ -187,30 +191,20 @@ def profiled(cls, path: Path, rank: int):
                 loss_of(ddp(batch(rank, step))).backward()
             profiler.step()
     assert len(ready) == 1
-    return ddp, json.loads(trace.read_text())["traceEvents"]
+    return [event["name"] for event in json.loads(trace.read_text())["traceEvents"] if event.get("ph") == "X"]
 
 
 @on_ranks(2)
 def test_profiler_with_a_schedule_stacks_and_a_trace(rank, tmp_path):
-    """Valid JSON, with torch's range of forward, the user's own, and ours of each bucket inside the step."""
-    ddp, events = profiled(torchddp.DDP, tmp_path, rank)
-    names = [event["name"] for event in events if event.get("ph") == "X"]
-    assert names.count("DistributedDataParallel.forward") == 2
-    spans = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e.get("name") == "my step" and e["ph"] == "X")
-    buckets = len(ddp.reducer.plan.buckets)
-    assert len(spans) == 2 and buckets > 1
-    for index, what in each(range(buckets), ("launch", "wait")):
-        mine = [e for e in events if e.get("name", "").startswith(f"torchddp.{what} bucket {index} (")]
-        assert len(mine) == 2
-        for begin, end in spans:
-            assert sum(begin <= e["ts"] <= end for e in mine if e["ph"] == "X") == 1
-    assert any("test_torch_modules.py" in name for name in names)  # with_stack: the frames of Python
-
-    # What a script looks for in a trace of torch's class it finds in one of ours.
-    theirs = {event["name"] for event in profiled(TorchDDP, tmp_path, rank)[1]}
-    wanted = {n for n in theirs if n.startswith(("DistributedDataParallel", "gloo:", "my step"))}
-    ours = {event["name"] for event in events}
-    assert wanted and wanted <= ours, wanted - ours
+    """What a script looks for in a trace of torch's class it finds in one of ours, beside our ranges of buckets."""
+    ours, theirs = (profiled(cls, tmp_path, rank) for cls in (torchddp.DDP, TorchDDP))
+    wanted = {name for name in theirs if name.startswith(("DistributedDataParallel", "gloo:", "my step"))}
+    assert len(wanted) > 2 and wanted <= set(ours), wanted - set(ours)
+    for name in ("DistributedDataParallel.forward", "my step"):
+        assert ours.count(name) == 2
+    for what in ("launch", "wait"):
+        assert sum(name.startswith(f"torchddp.{what} bucket 1 (") for name in ours) == 2
+    assert any("test_torch_modules.py" in name for name in ours)
 
 
 SCALED_STEPS = 6

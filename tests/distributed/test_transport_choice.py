@@ -164,10 +164,6 @@ def test_ranks_that_choose_differently_all_hear_of_it(rank, ddp_class):
         assert all(f"rank {r}: '{choice}'" in str(caught.value) for r, choice in enumerate(choices)), caught.value
         assert CHOICE_ENV in str(caught.value)
         assert_trains(ddp_class(seeded(Mlp), transport="shm"), rank)  # the group is as good as before
-    # Differing models are told of before anything is opened.
-    del os.environ[CHOICE_ENV]
-    with pytest.raises(RuntimeError, match="not the same on all ranks"):
-        ddp_class(seeded(lambda: Mlp(8 + rank)))
 
 
 class SecondGroup:

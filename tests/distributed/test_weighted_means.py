@@ -117,8 +117,8 @@ def test_equal_to_one_process_with_all_samples(rank, dtype, transport, world_siz
 
 @over_both
 @on_ranks(1, 2, 3, 4)
-def test_beside_a_plain_average(rank, transport, world_size):
-    """Equal weights give it to the bit; without weights, unequal numbers of samples give another."""
+def test_beside_a_plain_average(rank, transport):
+    """Equal weights give it to the bit."""
     weighted, plain = (DDP(Net(), transport=transport) for _ in range(2))
     for step in range(3):
         for model in (weighted, plain):
@@ -127,10 +127,6 @@ def test_beside_a_plain_average(rank, transport, world_size):
                 model.weigh(7)
             mean_loss(model(samples(rank, step, 7))).backward()
         assert_same(weighted, grads_of(plain), rtol=0, atol=0)
-    if world_size == 2:
-        plain.zero_grad()
-        mean_loss(plain(samples(rank, 0, SAMPLES[rank][0]))).backward()
-        assert not torch.allclose(plain.module.head.weight.grad, reference(SAMPLES[:2])["head.weight"], rtol=0.01)
 
 
 @over_both
