@@ -63,17 +63,6 @@ def test_tasks_of_a_node_share_memory_with_torchs_weights(srun, settings, tmp_pa
 
 
 @pytest.mark.slow
-def test_a_private_folder_for_shared_memory_is_no_obstacle(srun, settings, tmp_path):
-    """As with Slurm's job_container/tmpfs: each task has a /dev/shm that others don't see."""
-    own = f"mount -t tmpfs none /dev/shm && exec {' '.join(TASK)} {tmp_path} train"
-    done = srun(2, "unshare", "--mount", "sh", "-c", own, **settings)
-    if "Operation not permitted" in done.stderr:
-        pytest.skip("mounts are not allowed here")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert [task["transport"] for task in found_by(tmp_path)] == ["shm", "shm"]
-
-
-@pytest.mark.slow
 def test_a_task_that_is_killed_ends_the_others_and_leaves_nothing(srun, settings, tmp_path):
     done = srun(3, *TASK, str(tmp_path), "die", **settings)
     assert done.returncode != 0

@@ -47,38 +47,20 @@ def assert_trains_over(transport, ddp, rank, width=8):
     assert_trains(ddp, rank, width)
 
 
-@pytest.mark.parametrize(
-    "launcher",
-    [
-        {},
-        {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_WORLD_SIZE": "4"},  # a torchrun for each rank
-        {"LOCAL_RANK": "", "LOCAL_WORLD_SIZE": ""},  # srun
-    ],
-    ids=["forked", "torchrun", "srun"],
-)
 @on_ranks(1, 2, 4)
-def test_ranks_of_a_host_share_memory(rank, world_size, ddp_class, launcher):
+def test_ranks_of_a_host_share_memory(rank, world_size, ddp_class):
     """Whatever launchers know of the host; one rank alone has nobody to share with."""
-    os.environ.update(launcher)
-    if launcher:
-        processors = sorted(os.sched_getaffinity(0))
-        os.sched_setaffinity(0, {processors[rank % len(processors)]})
-    assert_trains_over("shm" if world_size > 1 else "c10d", ddp_class(seeded(Mlp)), rank)
+    each_a_torchrun = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_WORLD_SIZE": "4"}
+    srun = {"LOCAL_RANK": "", "LOCAL_WORLD_SIZE": "", "GROUP_WORLD_SIZE": ""}
+    processors = sorted(os.sched_getaffinity(0))
+    for launcher in each([{}, each_a_torchrun, srun]):
+        os.environ.update(launcher)
+        assert_trains_over("shm" if world_size > 1 else "c10d", ddp_class(seeded(Mlp)), rank)
+        os.sched_setaffinity(0, {processors[rank % len(processors)]})  # as launchers do
 
 
 @on_ranks(2)
-def test_groups_and_devices(rank, ddp_class):
-    # `_update_process_group` to a group of one and back.
-    ddp = ddp_class(seeded(Mlp))
-    alone = [dist.new_group([r]) for r in range(2)][rank]
-    found = [transport_of(ddp)]
-    for group in (alone, dist.group.WORLD):
-        ddp._update_process_group(group)
-        found.append(transport_of(ddp))
-        step_on(ddp, rank)
-    assert_trains(ddp, rank)
-    assert found == ["shm", "c10d", "shm"]
-
+def test_other_devices_and_ranks_that_come_at_different_times(rank, ddp_class):
     # Memory of another device can't be shared: "auto" keeps to the process group, "shm" says why not.
     devices = [torch.device("cpu"), torch.device("cuda", 1)]
     with pytest.raises(ValueError, match="cuda:1"):

@@ -236,16 +236,6 @@ class Right:
                 loss_of(ddp(batch(rank, step))).item()
             ddp.train()
 
-    def evaluation_on_rank_0(ddp, optimizer, rank):
-        for _ in range(3):
-            train(ddp, optimizer, rank, 2)
-            if rank == 0:
-                ddp.eval()
-                loss_of(ddp.module(batch(rank))).item()
-                with torch.no_grad():
-                    ddp.module(batch(rank))
-                ddp.train()
-
     def gan(ddp, optimizer, rank):
         """As the usual loops: the discriminator on real and fake, the generator through it."""
         generator, other = made()

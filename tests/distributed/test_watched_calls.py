@@ -179,12 +179,8 @@ def test_where_nothing_is_watched_and_wrong_limits(monkeypatch):
     finally:
         dist.set_debug_level(level)
 
-    for limit, error in [(-1, ValueError), (float("nan"), ValueError), ("3", TypeError)]:
-        with pytest.raises(error, match="stall_report_s"):
-            torchddp.watch_collectives(stall_report_s=limit)
-    monkeypatch.setenv("TORCHDDP_STALL_REPORT_S", "soon")
-    with pytest.raises(ValueError, match="TORCHDDP_STALL_REPORT_S must hold seconds"):
-        torchddp.watch_collectives()
+    with pytest.raises(TypeError, match="stall_report_s"):
+        torchddp.watch_collectives(stall_report_s="3")
     assert seams() == before and not collectives._watchers
 
 
