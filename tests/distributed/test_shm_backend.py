@@ -241,10 +241,7 @@ def test_a_group_leaves_nothing_behind():
 @pytest.mark.parametrize("backend", [BACKEND, f"cpu:{BACKEND}"])
 @on_ranks(2)
 def test_as_the_default_group_and_again_with_the_same_store(rank, backend):
-    server = dist.TCPStore("localhost", 0, 2, is_master=True, wait_for_workers=False) if rank == 0 else None
-    port = [server.port if server is not None else None]
-    dist.broadcast_object_list(port, 0)
-    store = server or dist.TCPStore("localhost", port[0], 2, is_master=False)
+    store = dist.distributed_c10d._get_default_store()
     dist.destroy_process_group()
     for _ in range(2):
         dist.init_process_group(backend, store=store, rank=rank, world_size=2, timeout=timedelta(seconds=20))

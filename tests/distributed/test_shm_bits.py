@@ -275,8 +275,7 @@ def test_other_models_and_uneven_inputs(rank, ddp_class, places):
     assert_grads(grads_of(models[0]), grads_of(models[1]), rtol=RTOL)
 
 
-@pytest.mark.parametrize("places", ["aabb", "aab", "abb", "abab"])
-@pytest.mark.parametrize("victim", [0, -1])
+@pytest.mark.parametrize(("places", "victim"), [("aab", 0), ("abb", 0), ("aabb", -1), ("abab", -1)])
 def test_dead_rank_is_noticed_on_both_hosts(ddp_class, places, victim):
     """Also by ranks that share nothing with it, and by one that has no link of its own to the other host."""
     dead = range(len(places))[victim]

@@ -18,7 +18,7 @@ import torchddp
 from benchmarks.chaos.leaks import holders_of, segments_of, shared_files
 from tests import framework, slurm
 from tests.models import Mlp, seeded
-from tests.programs import CLAIM, ROOT, TORCHRUN, UNMODIFIED, free_port, unmodified_says
+from tests.programs import CLAIM, ROOT, UNMODIFIED, free_port, unmodified_says
 
 TASK = (sys.executable, "-m", "tests.distributed.test_slurm")
 TIMEOUT_S = 170
@@ -73,17 +73,6 @@ def test_a_task_that_is_killed_ends_the_others_and_leaves_nothing(srun, settings
         assert task["seconds"] < 30 and task["segments"]
         assert holders_of(set(task["segments"])) == []
     assert shared_files() == set()
-
-
-@pytest.mark.slow
-def test_torchrun_in_one_task_of_each_node(srun, settings, tmp_path):
-    endpoint = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{settings['MASTER_PORT']}"]
-    launcher = [*TORCHRUN, "--nnodes", "1", "--nproc-per-node", "2", *endpoint]
-    done = srun(1, *launcher, *TASK[1:], str(tmp_path), "train", **settings)
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = found_by(tmp_path)
-    assert [(task["transport"], task["same"]) for task in found] == [("shm", True)] * 2
-    assert done.stderr.count(CLAIM) == 1
 
 
 @pytest.mark.slow
