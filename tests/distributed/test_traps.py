@@ -140,7 +140,7 @@ def test_which_steps_are_looked_at(rank):
 
 
 @on_ranks(2)
-def test_looking_at_gradients_leaves_nothing_behind(rank, monkeypatch):
+def test_looking_at_gradients_leaves_nothing_behind(rank):
     ddp, optimizer = made()
     counts = []
     for _ in range(7):
@@ -152,24 +152,6 @@ def test_looking_at_gradients_leaves_nothing_behind(rank, monkeypatch):
     del ddp, optimizer
     gc.collect()
     assert gone() is None
-
-    # Nothing is sent in steps that are not looked at.
-    calls = []
-    for name in ("post", "read", "add", "claim", "forget"):
-        method = getattr(torchddp.diagnose.traps.Board, name)
-        monkeypatch.setattr(
-            torchddp.diagnose.traps.Board,
-            name,
-            lambda self, *args, method=method: (calls.append(args[0]), method(self, *args))[1],
-        )
-    ddp, optimizer = made(stall_report_s=0, find_unused_parameters=True)
-    train(ddp, optimizer, rank, 17)
-    sent = len(calls)
-    assert sent > 0
-    train(ddp, optimizer, rank, 14)  # up to step 31
-    assert len(calls) == sent, calls[sent:]
-    train(ddp, optimizer, rank, 1)
-    assert len(calls) > sent
 
 
 class Head(nn.Module):

@@ -118,12 +118,12 @@ def test_equal_to_one_process_with_all_samples(rank, dtype, transport, world_siz
 @over_both
 @on_ranks(1, 2, 3, 4)
 def test_beside_a_plain_average(rank, transport):
-    """Equal weights give it to the bit."""
-    weighted, plain = (DDP(Net(), transport=transport) for _ in range(2))
-    for step in range(3):
+    """Equal weights give it to the bit, and so do steps without weights between others."""
+    weighted, plain = (DDP(Net(), transport=transport, bucket_cap_mb=SMALL) for _ in range(2))
+    for step in range(5):
         for model in (weighted, plain):
             model.zero_grad()
-            if model is weighted:
+            if model is weighted and step % 2 == 0:
                 model.weigh(7)
             mean_loss(model(samples(rank, step, 7))).backward()
         assert_same(weighted, grads_of(plain), rtol=0, atol=0)
@@ -146,25 +146,22 @@ def test_ways_to_train(rank, transport):
             assert_same(model, reference(MICROBATCHES, step=step))
 
 
-HOOKS = [
-    (default_hooks.allreduce_hook, 2e-5),
-    (default_hooks.bf16_compress_hook, 0.04),
-    (default_hooks.fp16_compress_hook, 0.01),
-    (dist.BuiltinCommHookType.ALLREDUCE, 2e-5),
-    ("bf16", 0.04),
-]
+HOOKS = {
+    (None, default_hooks.allreduce_hook): 2e-5,
+    (None, default_hooks.bf16_compress_hook): 0.04,
+    (None, default_hooks.fp16_compress_hook): 0.01,
+    "bf16": 0.04,
+}
 
 
 @on_ranks(4)
 def test_hooks_and_narrow_sums(rank):
     """Also weights that no 16-bit float could hold."""
-    for hook, tolerance in each(HOOKS):
-        model = DDP(Net(), comm_hook=hook if isinstance(hook, str) else None)
-        if isinstance(hook, dist.BuiltinCommHookType):
-            model._register_builtin_comm_hook(hook)
-        elif not isinstance(hook, str):
-            model.register_comm_hook(None, hook)
-        check_steps(model, rank, share=tolerance, scale=30_000)
+    for hook, tolerance in each(HOOKS.items()):
+        check_steps(DDP(Net(), comm_hook=hook), rank, share=tolerance, scale=30_000)
+    model = DDP(Net())
+    model._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
+    check_steps(model, rank, share=2e-5, scale=30_000)
     for dtype in each([torch.bfloat16, torch.float16]):
         check_steps(DDP(Net(), transport="shm", wire_dtype=dtype), rank, share=0.02)
 
@@ -235,19 +232,6 @@ def test_managers_calls_and_copies(rank):
         run_step(model, rank, MICROBATCHES)
         assert_same(model, reference(MICROBATCHES), where=where)
     check_steps(copy.deepcopy(DDP(Net(), weighted=True)), rank, steps=1)
-
-    # Steps with and without weights.
-    model, plain = (DDP(Net(), bucket_cap_mb=SMALL) for _ in range(2))
-    for step in range(4):
-        model.zero_grad()
-        if step % 2:
-            plain.zero_grad()
-            for ddp in (model, plain):
-                mean_loss(ddp(samples(rank, 10 * step, 1 + rank))).backward()
-            assert_same(model, grads_of(plain), rtol=0, atol=0)
-        else:
-            run_step(model, rank, MICROBATCHES, step=step)
-            assert_same(model, reference(MICROBATCHES, step=step))
 
 
 @over_both
