@@ -74,21 +74,16 @@ def lazy_but_initialised():
     return model
 
 
-class Doubled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return 2 * grad
-
-
 def functional_call(ddp, x, **replaced):
     """A parameter that is replaced gets no gradient; the search for unused ones sees to the others."""
     values = dict(ddp.named_parameters())
     values |= {name: torch.full_like(values[name], value) for name, value in replaced.items()}
     return torch.func.functional_call(ddp, values, (x,))
+
+
+def checkpoint_around(ddp, x, reentrant):
+    """The wrapper's forward runs twice a step."""
+    return checkpoint(ddp, x.requires_grad_(), use_reentrant=reentrant)
 
 
 def clip(ddp, norm, foreach):
@@ -126,7 +121,6 @@ PROGRAMS = {
     "tied": steps_program(having(lambda m: setattr(m[2], "weight", m[0].weight)), SGD, **SMALL),
     "scripted": steps_program(having(lambda m: setattr(m, "0", torch.jit.script(m[0]))), **SMALL),
     "lazy": steps_program(lazy_but_initialised),
-    "autograd function": steps_program(Mlp, forward=lambda ddp, x: Doubled.apply(ddp(x))),
     # Of the local gradient, as in torch.
     "hook on a gradient": steps_program(having(lambda m: m[0].weight.register_hook(lambda grad: grad.clamp(-1, 1)))),
     "hook after accumulation": steps_program(having(lambda m: m[0].weight.register_post_accumulate_grad_hook(clamp))),
@@ -143,6 +137,9 @@ for norm in (2.0, float("inf")):
     for foreach in (True, False):
         clipping = partial(clip, norm=norm, foreach=foreach)
         PROGRAMS[f"clipping, {norm=}, {foreach=}"] = steps_program(Mlp, SGD, after_backward=clipping, **SMALL)
+for reentrant, static in ((False, False), (False, True), (True, True)):  # torch refuses the other
+    checkpointed = partial(checkpoint_around, reentrant=reentrant)
+    PROGRAMS[f"checkpoint, {reentrant=}, {static=}"] = steps_program(Mlp, forward=checkpointed, static_graph=static)
 for optim in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad):
     PROGRAMS[f"fused {optim.__name__}"] = steps_program(Mlp, partial(optim, lr=0.01, fused=True))
 
@@ -151,18 +148,6 @@ for optim in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.
 def test_programs(ddp_class):
     for _, program in each(PROGRAMS.items()):
         assert_same_program(ddp_class, program, reductions=STEPS)
-
-
-@on_ranks(2)
-def test_checkpoint_of_the_whole_wrapper(ddp_class):
-    """Around the wrapper: its forward runs twice a step. torch refuses the reentrant form without static_graph."""
-
-    def run(ddp, x, reentrant):
-        return checkpoint(ddp, x.requires_grad_(), use_reentrant=reentrant)
-
-    for reentrant, static in each([(False, False), (False, True), (True, True)]):
-        program = steps_program(Mlp, forward=partial(run, reentrant=reentrant), static_graph=static)
-        assert_same_program(ddp_class, program, reductions=None)
 
 
 def ranges(cls, path):

@@ -14,7 +14,7 @@ from torch.distributed import all_reduce, barrier, irecv, isend, monitored_barri
 from torch.distributed import distributed_c10d as c10d
 
 import torchddp
-from tests.harness import on_ranks, process_group, run_ranks
+from tests.harness import assert_each_raises, on_ranks, process_group, run_ranks
 from tests.unit.helpers import wait_until
 from torchddp.diagnose import calls, collectives, watched
 from torchddp.diagnose.calls import CallWaits
@@ -93,14 +93,12 @@ def test_nothing_is_left_behind():
         assert all(one is other for one, other in zip(functions, before[0], strict=True))
         assert [(str(inspect.signature(f)), f.__name__, f.__doc__, pickle.dumps(f)) for f in functions] == facts
         assert seams() != before
-        with pytest.raises(TypeError, match="torch.Tensor"):
-            all_reduce("no tensor")
-        with pytest.raises(TypeError, match="torch.Tensor"):
-            isend("no tensor", 0)
-        with pytest.raises(TypeError):
-            all_reduce(torch.ones(1), no_such_argument=1)
-        with pytest.raises(IndexError):
-            dist.batch_isend_irecv([])
+        assert_each_raises(
+            (lambda: all_reduce("no tensor"), TypeError, "torch.Tensor"),
+            (lambda: isend("no tensor", 0), TypeError, "torch.Tensor"),
+            (lambda: all_reduce(torch.ones(1), no_such_argument=1), TypeError, "no_such_argument"),
+            (lambda: dist.batch_isend_irecv([]), IndexError, ""),
+        )
     count = len(kept())
     dist.barrier()  # the outer one goes on
     assert len(kept()) == count + 1 and kept()[-1][1] == "barrier"
