@@ -25,22 +25,15 @@ def imported_once():
         importlib.import_module(name)
 
 
-def compiled(place, backend, cls, options, width=WIDTH):
+def compiled(place, backend, cls, options, width):
     """A wrapped model compiled at this place: (what is called, the wrapper)."""
     model = seeded(lambda: Blocks(width))
-    if place == "around":
-        ddp = cls(model, **options)
-        return torch.compile(ddp, backend=backend), ddp
     if place == "inside":
-        ddp = cls(torch.compile(model, backend=backend), **options)
-    elif place == "in place":
-        model.compile(backend=backend)
-        ddp = cls(model, **options)
-    else:
-        for block in model.blocks:
-            block.compile(backend=backend)
-        ddp = cls(model, **options)
-    return ddp, ddp
+        model = torch.compile(model, backend=backend)
+    for part in {"in place": [model], "submodules": model.blocks}.get(place, []):
+        part.compile(backend=backend)
+    ddp = cls(model, **options)
+    return torch.compile(ddp, backend=backend) if place == "around" else ddp, ddp
 
 
 def trained(cls, place, mode, backend="eager", width=WIDTH, *, parts=1, hook=None, compiled_autograd=False, **options):
@@ -136,11 +129,6 @@ def test_compiled_autograd_needs_the_python_reducer(ddp_class):
 @pytest.mark.rest_is_thorough("around")
 @pytest.mark.parametrize("place", ["around", "inside"])
 @on_ranks(2)
-def test_no_sync(ddp_class, place):
+def test_no_sync_and_a_comm_hook(ddp_class, place):
     """Two microbatches of three are accumulated, without a compilation of their own after the first step."""
-    compare(ddp_class, place, True, "aot_eager", 8, parts=3)
-
-
-@on_ranks(2)
-def test_the_comm_hook_runs_under_a_compiled_model(ddp_class):
-    compare(ddp_class, "inside", True, "aot_eager", 8, hook=fp16_compress_hook)
+    compare(ddp_class, place, True, "aot_eager", 8, parts=3, hook=fp16_compress_hook)
