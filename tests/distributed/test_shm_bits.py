@@ -26,6 +26,7 @@ from tests.models import (
     seeded,
     step_on,
 )
+from tests.shm_backend import stamp
 from torchddp import _C, TransportError
 
 WIDTH = 100  # gradients of 0.2 to 0.5 MiB in fp64
@@ -67,11 +68,7 @@ class Many(torch.nn.Module):
         self.weights = torch.nn.ParameterList(torch.ones(numel, dtype=torch.float64) for numel in numels)
 
     def forward(self, rank, step):
-        return sum((weight * stamp(rank, step, i, weight.numel())).sum() for i, weight in enumerate(self.weights))
-
-
-def stamp(rank, step, index, numel):
-    return (rank + 3 * step + index + torch.arange(numel) % 5).double()
+        return sum((weight * stamp(rank + step + i, weight.numel())).sum() for i, weight in enumerate(self.weights))
 
 
 @on_ranks(2, 3)
@@ -81,7 +78,7 @@ def test_more_buckets_than_operations_in_flight(rank, ddp_class, world_size):
         ddp.zero_grad()
         ddp(rank, step).backward()
         for index, weight in enumerate(ddp.module.weights):
-            want = sum(stamp(r, step, index, weight.numel()) for r in range(world_size)) / world_size
+            want = sum(stamp(r + step + index, weight.numel()).double() for r in range(world_size)) / world_size
             torch.testing.assert_close(weight.grad, want, rtol=1e-15, atol=0, msg=f"step {step}, {index}")
 
 

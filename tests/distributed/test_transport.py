@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.harness import assert_each_raises, each, on_ranks
+from tests.shm_backend import stamp
 from torchddp import _C, DistributedDataParallel
 from torchddp.transport.select import open_transport
 
@@ -22,11 +23,6 @@ DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int
 NUMELS = [0, 1, 7, 1000, 65_537]
 
 on_each_transport = pytest.mark.parametrize("choice", TRANSPORTS)
-
-
-def stamp(rank, world_size, numel, dtype):
-    """rank + i * world_size, kept small enough to be exact in every dtype, also after summing over ranks."""
-    return ((rank + torch.arange(numel) * world_size) % 16).to(dtype)
 
 
 def opened(choice):
@@ -41,7 +37,7 @@ def test_collectives(rank, choice, world_size):
     assert (transport.name, transport.rank, transport.size) == (choice, rank, world_size)
 
     def total(*numel_and_dtype):
-        return sum(stamp(r, world_size, *numel_and_dtype) for r in range(world_size))
+        return sum(stamp(r, *numel_and_dtype) for r in range(world_size))
 
     def run(operation, *arguments):
         """Starts it and waits, by turns in one call and in two."""
@@ -54,7 +50,7 @@ def test_collectives(rank, choice, world_size):
 
     in_one_call = cycle([True, False])
     for dtype, numel in each(DTYPES, NUMELS):
-        given = stamp(rank, world_size, numel, dtype)
+        given = stamp(rank, numel, dtype)
         tensor = given.clone()
         run(transport.all_reduce, tensor)
         assert torch.equal(tensor, total(numel, dtype))
@@ -68,11 +64,11 @@ def test_collectives(rank, choice, world_size):
                 tensor.fill_(7)  # it is this rank's again: the root has read it
             tensor = given.clone()
             run(transport.broadcast, tensor, root)
-            assert torch.equal(tensor, stamp(root, world_size, numel, dtype))
+            assert torch.equal(tensor, stamp(root, numel, dtype))
 
     # A reduce-scatter and an all-gather are an all-reduce.
     for dtype, shard_numel in each((torch.float32, torch.float64), (1, 7, 1000)):
-        whole = stamp(rank, world_size, shard_numel * world_size, dtype)
+        whole = stamp(rank, shard_numel * world_size, dtype)
         want = total(shard_numel * world_size, dtype)
         shard = torch.full((shard_numel,), -1, dtype=dtype)
         run(transport.reduce_scatter, shard, whole.clone())
@@ -88,14 +84,14 @@ def test_collectives(rank, choice, world_size):
 def test_operations_overlap_and_finish_in_any_order_of_waiting(rank, choice):
     transport, _ = opened(choice)
     handles = [transport.make_work() for _ in range(5)]
-    tensors = [stamp(rank, 2, 100 + i, torch.float32) for i in range(5)]
+    tensors = [stamp(rank, 100 + i) for i in range(5)]
     for tensor, handle in zip(tensors, handles, strict=True):
         transport.all_reduce(tensor, handle)
     for handle in reversed(handles):
         handle.wait()
     assert all(handle.poll() for handle in handles)
     for tensor in tensors:
-        assert torch.equal(tensor, sum(stamp(r, 2, tensor.numel(), torch.float32) for r in range(2)))
+        assert torch.equal(tensor, sum(stamp(r, tensor.numel()) for r in range(2)))
 
 
 @on_each_transport
