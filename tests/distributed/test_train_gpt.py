@@ -133,7 +133,9 @@ def test_checkpoints_of_other_runs_are_refused(text, tmp_path):
     for world_size, options, words in (
         (2, {}, "is at step 8 already, this run ends with step 8"),
         (1, {}, "belongs to another world size: 2 ranks wrote it, this run has 1"),
+        (2, {"width": 32}, "belongs to another model: width 16 there, 32 here"),
         (2, {"data": other}, "belongs to other data"),
+        (2, {"lr": 1.0}, "belongs to a run with other settings: lr 0.003 there, 1.0 here"),
     ):
         wanted = {"data": text, "checkpoint": saved, "resume": True, **options}
         for refusal in run_ranks(_refused, world_size, world_size, wanted):
