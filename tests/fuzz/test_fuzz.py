@@ -42,14 +42,23 @@ MUTANTS = {
     common.DoubleGrad: ("gradient", {}),
     common.SlightlyOff: ("gradient", {}),
     common.ForgetsOneParameter: ("parameter", {"seeds_differ": True}),
-    common.NoBufferSync: ("gradient", {"parts": (Part("buffered"),), "options": {}}),
     mutants.ChangesKept: ("kept gradient", {"options": {"gradient_as_bucket_view": False}, "steps": KEEPING}),
     mutants.ZerosForNone: ("gradient", {}),
     mutants.OtherError: ("exception", {"comm_hook": "failing"}),
     mutants.DrawsNumbers: ("random state", {}),
+    mutants.DropsAccumulated: ("gradient", {}),
+    mutants.NoBufferSync: ("gradient", {"parts": (Part("buffered"),), "options": {}}),
+    mutants.BuffersFromLastRank: ("gradient", {"parts": (Part("buffered"),), "options": {}}),
+    mutants.IgnoresNoSync: ("gradient", {}),
+    mutants.IgnoresIgnored: ("parameter", {"seeds_differ": True}),
+    mutants.HookResultLost: ("gradient", {"comm_hook": "sum"}),
+    mutants.OnlyTensorOutputs: ("gradient", {}),
+    mutants.NoInitSync: ("parameter", {"seeds_differ": True}),
+    mutants.NoUnusedSearch: ("gradient", {}),
 }
 
 
+@pytest.mark.rest_is_thorough("ChangesKept", "DrawsNumbers")
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
 def test_a_mutant_is_found_within_few_programs(mutant):
     kind, changes = MUTANTS[mutant]
