@@ -86,10 +86,3 @@ def test_three_trials_over_torchft(tmp_path):
     pytest.importorskip("torchft")
     rows = assert_passed(tmp_path, "--trials", "3", "--over", plan.TORCHFT)
     assert {row["kind"] for row in rows} == {plan.KILL, plan.EXCEPTION, plan.SLOW}
-
-
-@pytest.mark.thorough
-@pytest.mark.slow
-def test_every_kind_over_every_transport_twice(tmp_path):
-    rows = assert_passed(tmp_path, "--trials", "22", "--seed", "2", "--over", "shm,gloo")
-    assert len({(row["kind"], row["over"]) for row in rows}) == 11
