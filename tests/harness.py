@@ -139,6 +139,7 @@ def errors_of(
     dist.destroy_process_group()
     found: dict[str, tuple[list[str], str]] = {}
     for name, call in calls.items():
+        print("case:", name, flush=True)  # the last of these is the one that ends a rank
         with process_group(dist.PrefixStore(name, store), rank, world_size, timeout_s) as group:
             dist.barrier()  # a rank that is done leaves; the others must have connected by then
             try:

@@ -34,21 +34,6 @@ def test_fifty_steps_of_adamw(ddp_class, world_size):
         )
 
 
-@on_ranks(2)
-def test_conv_net_with_batch_norm_and_momentum(ddp_class):
-    def run(model, rank, step):
-        loss_of(model(batch(rank, step, 4, 3, 6, 6, dtype=torch.float32))).backward()
-
-    for foreach in each([False, True]):
-        assert_same_as_torch(
-            ddp_class,
-            lambda: NormNet(torch.float32),
-            run,
-            steps=10,
-            optimizer=lambda params, foreach=foreach: torch.optim.SGD(params, lr=0.01, momentum=0.9, foreach=foreach),
-        )
-
-
 @on_ranks(2, 3)
 def test_sparse_embedding_bag(ddp_class, world_size):
     def run(model, rank, step):
