@@ -8,6 +8,8 @@ from tests.harness import each, on_ranks
 from tests.models import batch, loss_of, seeded
 from tests.parity.compare import TorchDDP
 
+pytestmark = pytest.mark.beyond_torch("has no transports to choose from")
+
 WIDTH = 600  # a weight of 1.4 MB, which lies alone in its bucket and is not copied
 
 
