@@ -93,29 +93,21 @@ def test_results_stay_and_buckets_change_once(rank, dear_messages, world_size):
 
 
 @on_ranks(3)
-def test_what_is_measured_decides(rank):
-    ddp = DistributedDataParallel(layers(), bucket_cap_mb="auto", transport="c10d")
-    steps(ddp, rank, PLANNING_STEPS)
-    plan = planning_of(ddp)
-    step(ddp, rank, 99)
-    decision = plan.decision
-    assert 0 < decision.cost.alpha_s < 1 and 0 <= decision.cost.beta_s_per_byte < 1e-6
-    assert all(ready_s > 0 for ready_s in decision.times.ready_s)
-    assert decision.times.forward_s > 0
-    assert decision.after_s <= decision.before_s
-    assert gathered((decision.cost, decision.times)) == [(decision.cost, decision.times)] * 3
-
-
-@on_ranks(2)
-def test_poor_buckets_are_mended(rank):
+def test_poor_buckets_are_mended_by_what_is_measured(rank):
     """Nothing made up here: eighty messages through gloo take several times as long as the computation."""
     ddp = DistributedDataParallel(layers(40), transport="c10d")
     small_buckets(ddp)
     ddp.replan()
-    steps(ddp, rank, PLANNING_STEPS + 1)
+    steps(ddp, rank, PLANNING_STEPS)
+    planning = planning_of(ddp)
+    step(ddp, rank, 99)
     assert planning_of(ddp) is None
-    count = len(ddp.reducer.plan)
-    assert gathered(count) == [count] * 2 and count < 40
+    decision = planning.decision
+    assert 0 < decision.cost.alpha_s < 1 and 0 <= decision.cost.beta_s_per_byte < 1e-6
+    assert min(decision.times.ready_s) > 0 and decision.times.forward_s > 0
+    assert decision.after_s < decision.before_s and len(ddp.reducer.plan) < 40
+    found = (decision.cost, decision.times, buckets_of(ddp.reducer.plan))
+    assert gathered(found) == [found] * 3
 
 
 @on_ranks(2)
@@ -260,8 +252,6 @@ def test_another_group(rank, dear_messages):
 
 @on_ranks(1)
 def test_bad_input(rank):
-    with pytest.raises((TypeError, ValueError), match="'auto', got 'best'"):
-        DistributedDataParallel(layers(), bucket_cap_mb="best")
     with pytest.raises((TypeError, ValueError), match="leave bucket_cap_mb_list out"):
         DistributedDataParallel(layers(), bucket_cap_mb="auto", bucket_cap_mb_list=[1])
     ddp = DistributedDataParallel(layers(2))

@@ -95,23 +95,12 @@ def test_what_does_not_depend_on_messages_is_not_measured(rank, monkeypatch):
         assert not calls and ddp.session.bucket_caps_bytes == caps, arguments
 
 
-def measure(transport):
-    return measure_line(transport, torch.device("cpu"), dist.default_pg_timeout, 0.001)
-
-
-@on_ranks(3)
-def test_the_line_is_rank_0s(rank):
-    line = measure(select.open_transport("shm", dist.group.WORLD))
-    assert line.alpha_s > 0 or line.beta_s_per_byte > 0
-    assert gathered(line) == [line] * 3
-
-
 @on_ranks(3)
 def test_without_room_on_one_rank_all_have_the_smallest_sizes(rank, monkeypatch):
     monkeypatch.setattr(message_cost, "_LAST_SHARED_BYTES", 64 * MIB)
     monkeypatch.setenv("TORCHDDP_SHM_LIMIT_MB", "32" if rank == 1 else "128")
     transport = select.open_transport("shm", dist.group.WORLD)
     with pytest.raises(NoRoomError, match="67108864 bytes"):
-        measure(transport)
+        measure_line(transport, torch.device("cpu"), dist.default_pg_timeout, 0.001)
     assert default_sizes(list(layers().parameters()), transport, dist.group.WORLD) == ([MIB], MIB // 4)
     assert not bucket_sizes._lines

