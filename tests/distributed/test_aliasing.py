@@ -14,10 +14,6 @@ MIB = 1024 * 1024
 M_MMAP_THRESHOLD = -3  # of glibc's mallopt
 
 
-def _want(step):
-    return expected_grads(seeded(Mlp), lambda model, rank: step_on(model, rank, step))
-
-
 @pytest.mark.beyond_torch("copies gradients unless asked for views")
 @on_ranks(2)
 def test_default_gradients_lie_side_by_side_in_storages_of_their_own(rank, ddp_class):
@@ -61,7 +57,7 @@ def test_model_may_be_dropped_while_gradients_are_kept(rank, ddp_class):
     step_on(ddp, rank, 0)
     del ddp
     torch.randn(100_000)  # would overwrite memory that was given back
-    assert_grads(grads_of(model), _want(0))
+    assert_grads(grads_of(model), expected_grads(seeded(Mlp), step_on))
     model.zero_grad()
     step_on(model, rank, 1)  # the hooks of the dropped wrapper are gone too
 

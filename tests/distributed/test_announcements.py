@@ -19,13 +19,6 @@ def net():
     return nn.Linear(2, 2)
 
 
-@pytest.fixture(autouse=True)
-def no_launcher(monkeypatch):
-    """Ranks are told who they are by nothing but their process group."""
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-
-
 @on_ranks(1, 2, 4)
 def test_once_in_a_job_by_the_rank_0_of_its_first_model(rank, world_size):
     said = logged()

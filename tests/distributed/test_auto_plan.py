@@ -162,7 +162,7 @@ def test_a_kept_plan_is_taken_at_once(rank):
 
 
 @on_ranks(2)
-def test_replan_measures_again(rank, dear_messages):
+def test_replan_measures_again_and_copies_plan_for_themselves(rank, dear_messages):
     ddp = DistributedDataParallel(layers())
     small_buckets(ddp)
     steps(ddp, rank, PLANNING_STEPS + 2)
@@ -173,9 +173,6 @@ def test_replan_measures_again(rank, dear_messages):
     steps(ddp, rank, PLANNING_STEPS + 1)
     assert len(ddp.reducer.plan) == 1 and planning_of(ddp) is None
 
-
-@on_ranks(2)
-def test_copies_plan_for_themselves(rank, dear_messages):
     ddp = DistributedDataParallel(layers(), bucket_cap_mb="auto")
     steps(ddp, rank, PLANNING_STEPS - 1)
     for twin in (copy.deepcopy(ddp), pickle.loads(pickle.dumps(ddp))):
@@ -185,7 +182,7 @@ def test_copies_plan_for_themselves(rank, dear_messages):
 
 
 @on_ranks(2)
-def test_join_ends_planning(rank, dear_messages):
+def test_join_and_hooks_keep_the_buckets(rank, dear_messages):
     for steps_before in each([0, PLANNING_STEPS - 2]):
         ddp = DistributedDataParallel(layers(), bucket_cap_mb="auto")
         small_buckets(ddp)
@@ -196,9 +193,6 @@ def test_join_ends_planning(rank, dear_messages):
         assert len(ddp.reducer.plan) == 8 and planning_of(ddp) is None
         assert launches_before_the_last_gradient(ddp, rank)
 
-
-@on_ranks(2)
-def test_a_hook_keeps_its_buckets(rank, dear_messages):
     ddp = DistributedDataParallel(layers(), bucket_cap_mb="auto")
     small_buckets(ddp)
     ddp.register_comm_hook(None, default_hooks.allreduce_hook)
@@ -267,10 +261,8 @@ def test_bad_input(rank):
 def test_calibration_is_short_and_agreed(rank):
     for transport in each(["c10d", "shm"]):
         ddp = DistributedDataParallel(layers(), transport=transport)
-        begin_s = time.monotonic()
-        agreed = ddp.reducer.transport
+        agreed, begin_s = ddp.reducer.transport, time.monotonic()
         cost = measure_cost(agreed, torch.device("cpu"), host_too=True)
         assert time.monotonic() - begin_s < 5  # 0.6 on a quiet machine
         assert _C.agree_on_memory(agreed, ddp.session.wait_limit) is agreed  # no rank has lost memory
-        assert cost.host_s_per_byte > 0
-        assert gathered(cost) == [cost] * 2
+        assert cost.host_s_per_byte > 0 and gathered(cost) == [cost] * 2

@@ -66,10 +66,7 @@ def test_lost_parameters_are_named_once(rank):
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             train(model, 8, dtype)
-
-
-@on_ranks(2)
-def test_one_layer_is_named_by_itself(rank):
+    # One layer is named by itself.
     model = torchddp.DDP(seeded(Mlp), find_unused_parameters=True)
     load(model.module.last)
     with pytest.warns(UserWarning, match=r": last\.weight was replaced by other parameters"):

@@ -219,10 +219,6 @@ def test_options_of_the_model(rank):
         model = hooked(Int8(), transport=transport, **options)
         for step in range(3):
             assert_near(step_of(model, given(rank, step)), average(step), 3e-2)
-
-
-@on_ranks(2)
-def test_ranks_that_run_out_of_inputs(rank):
     model = hooked(Int8())
     with model.join():
         for step in range(3 + 2 * rank):

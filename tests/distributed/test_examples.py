@@ -50,9 +50,6 @@ def assert_it_learnt(output):
     assert len(losses) >= 5 and losses[-1] < 0.4 * losses[0], output
 
 
-# --- under torchrun, by module and by path ---
-
-
 @pytest.mark.parametrize(
     ("start", "words", "count"),
     [
@@ -79,11 +76,8 @@ def test_one_process(name):
     assert last_number(done.stdout, "steps reduced by torchddp") == (60 if name == "train_plain" else 0)
 
 
-# --- more of each, in forked ranks ---
-
-
 def output_of(example, *arguments):
-    """What rank 0 of two prints."""
+    """What rank 0 of two forked ones prints."""
 
     def on_rank(rank):
         torch.set_num_threads(1)
@@ -166,19 +160,6 @@ def test_blocks_are_added_in_training():
     output = output_of(train_growing, 120, 3e-3)
     assert_it_learnt(output)
     assert "updates of the blocks: 120, 80, 40" in output
-
-
-def test_bad_arguments_are_one_line(monkeypatch, capsys):
-    monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setattr(sys, "argv", ["train_parallelize", "--use-fdsp=true"])
-    with pytest.raises(SystemExit) as caught:
-        train_parallelize.main()
-    (line,) = capsys.readouterr().err.splitlines()
-    assert caught.value.code == 2
-    assert line.startswith("error: command line: unknown option 'use_fdsp'; did you mean 'use_fsdp'?")
-
-
-# --- the page that lists them ---
 
 
 def test_every_example_is_listed_and_every_one_listed_is_there():

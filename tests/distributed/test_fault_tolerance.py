@@ -184,16 +184,7 @@ def test_a_parameter_is_used_if_any_replica_used_it(rank):
 
 
 @on_ranks(2)
-def test_one_that_heals_gets_the_others_average(rank):
-    module, manager, model = under_manager()
-    manager.heals = rank == 1  # torchft sends zeros for it, and divides by those that take part
-    manager.num_participants = lambda: 1
-    step_on(model, rank, 0)
-    assert_averages(module, 0, ranks=[0])
-
-
-@on_ranks(2)
-def test_reduce_and_gradient_stats(rank):
+def test_reduce_with_gradient_stats_and_one_that_heals(rank):
     module, manager, model = under_manager(gradient_stats=True)
     with model.no_sync():
         loss_of(model(batch_of(rank, 3))).backward()
@@ -201,6 +192,11 @@ def test_reduce_and_gradient_stats(rank):
     assert_averages(module, 3)
     total = sum(p.grad.double().square().sum() for p in module.parameters())
     torch.testing.assert_close(model.gradient_stats()[:, 0].sum(), total, rtol=1e-5, atol=0)
+
+    manager.heals = rank == 1  # torchft sends zeros for it, and divides by those that take part
+    manager.num_participants = lambda: 1
+    step_on(model, rank, 0)
+    assert_averages(module, 0, ranks=[0])
 
 
 @on_ranks(1)
