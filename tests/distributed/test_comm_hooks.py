@@ -66,21 +66,14 @@ COMPRESSORS = (
 )
 
 
-@pytest.mark.parametrize(("world_size", "hosts"), PLACES)
-@on_ranks()
-def test_first_average_is_rounded_only(rank, hosts):
-    live_on(hosts, rank)
-    for make, allowed in ROUNDED.items():
-        model = hooked(make())
-        assert_near(step_of(model, given(rank, 0)), average(0), allowed, make.__name__)
-
-
 @pytest.mark.rest_is_thorough("2-None", "3-None", "4-aabb")
 @pytest.mark.parametrize(("world_size", "hosts"), PLACES)
 @on_ranks()
-def test_what_is_sent_and_what_is_held_back_add_up(rank, hosts):
+def test_the_first_average_is_rounded_only_and_what_is_held_back_adds_up(rank, hosts):
     """Also over the first step, after which buckets are rebuilt and residuals move."""
     live_on(hosts, rank)
+    for make, allowed in ROUNDED.items():
+        assert_near(step_of(hooked(make()), given(rank, 0)), average(0), allowed, make.__name__)
     for make in (Int8, Int4, Sign, TopK, lambda: PowerSGD(rank=2), lambda: FP16(error_feedback=True)):
         hook = make()
         model = hooked(hook)
@@ -307,10 +300,6 @@ IN_GROUPS = {
 MEMBERS = [[0, 1], [0, 1, 2], [0, 1, 2, 3], [3, 1], [1], [0, 2, 1]]
 
 
-def alone(rank):
-    return dist.new_group([rank], use_local_synchronization=True)
-
-
 @pytest.mark.rest_is_thorough("aabb")
 @pytest.mark.parametrize("hosts", [None, "aabb"])
 @on_ranks(4, timeout=60)
@@ -320,7 +309,8 @@ def test_nothing_that_was_held_back_gets_lost(rank, hosts):
     for make in IN_GROUPS.values():
         groups = [dist.new_group(ranks) for ranks in MEMBERS]
         hook = make()
-        model = hooked(hook, process_group=groups[0] if rank < 2 else alone(rank))
+        alone = dist.new_group([rank], use_local_synchronization=True)
+        model = hooked(hook, process_group=groups[0] if rank < 2 else alone)
         for number, (ranks, group) in enumerate(zip(MEMBERS, groups, strict=True)):
             if rank in ranks:
                 own = held_back(hook)
@@ -333,7 +323,7 @@ def test_nothing_that_was_held_back_gets_lost(rank, hosts):
 def test_power_sgd_keeps_its_warm_start(rank):
     """Who joins, here as rank 0, gets the factors of who has made most steps, and its count."""
     hook = CastAround(PowerSGD(2))
-    model = hooked(hook, process_group=dist.new_group([1, 2], use_local_synchronization=True) if rank else alone(0))
+    model = hooked(hook, process_group=dist.new_group([1, 2] if rank else [0], use_local_synchronization=True))
     for step in range(3 if rank else 1):
         step_of(model, given(rank, step))
     wanted = gathered(hook.state_dict()["inner"]["factors"])[1]
@@ -367,31 +357,23 @@ def test_hooks_go_on_after_a_death(rank, kind):
 
 @on_ranks(2)
 def test_hooks_of_torch_that_would_send_to_the_old_ranks_are_refused(rank):
-    def hooked_by_torch(state, hook):
-        model = torchddp.DDP(Given())
-        model.register_comm_hook(state, hook)
-        return model
-
-    def pair():
-        return dist.new_group([0, 1])
-
-    def refused(words, state, hook):
-        model = hooked_by_torch(state, hook)
-        with pytest.raises(RuntimeError, match=words):
-            model._update_process_group(pair())
-        step_of(model, given(rank, 0))
-
     whole = dist.group.WORLD
-    refused("its state is the old one", whole, default_hooks.allreduce_hook)
-    refused("all ranks of the default group", None, default_hooks.allreduce_hook)
     state = torch_power_sgd.PowerSGDState(whole, matrix_approximation_rank=1, start_powerSGD_iter=2)
-    refused("Set state.process_group", state, torch_power_sgd.powerSGD_hook)
-    model = hooked_by_torch(state, torch_power_sgd.powerSGD_hook)
-    state.process_group = pair()
+    for words, given_state, hook in (
+        ("its state is the old one", whole, default_hooks.allreduce_hook),
+        ("all ranks of the default group", None, default_hooks.allreduce_hook),
+        ("Set state.process_group", state, torch_power_sgd.powerSGD_hook),
+    ):
+        model = torchddp.DDP(Given())
+        model.register_comm_hook(given_state, hook)
+        with pytest.raises(RuntimeError, match=words):
+            model._update_process_group(dist.new_group([0, 1]))
+        step_of(model, given(rank, 0))
+    state.process_group = dist.new_group([0, 1])
     model._update_process_group(state.process_group)
-    step_of(model, given(rank, 0))
+    step_of(model, given(rank, 1))
     builtin = torchddp.DDP(Given())
     builtin._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
     with pytest.raises(RuntimeError, match="built-in communication hook of rank"):
-        builtin._update_process_group(pair())
+        builtin._update_process_group(dist.new_group([0, 1]))
     builtin._update_process_group(whole)
