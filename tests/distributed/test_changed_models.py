@@ -76,9 +76,6 @@ def test_lost_parameters_are_named_once(rank):
 class Silent:
     """What is done where nothing is lost."""
 
-    def train(model):
-        train(model)
-
     def without_backward(model):
         for _ in range(9):
             model(torch.ones(2, 4))

@@ -52,18 +52,10 @@ PLACES = [(2, None), (3, None), (4, "aabb"), pytest.param(4, "aaab", marks=SLOW)
 # How far the first average may be off.
 ROUNDED = {FP16: 1e-3, BF16: 8e-3, Int8: 1.5e-2, Int4: 0.25}
 COMPRESSORS = (
-    FP16,
-    BF16,
-    Int8,
-    Int4,
-    Sign,
-    TopK,
-    lambda: TopK(k=50),
-    lambda: PowerSGD(rank=2),
-    lambda: PowerSGD(rank=2, warm_start=False),
-    lambda: without_norms_and_biases(Int8()),
+    FP16, BF16, Int8, Int4, Sign, TopK, lambda: TopK(k=50), lambda: PowerSGD(rank=2),
+    lambda: PowerSGD(rank=2, warm_start=False), lambda: without_norms_and_biases(Int8()),
     lambda: FP16(error_feedback=True),
-)
+)  # fmt: skip
 
 
 @pytest.mark.rest_is_thorough("2-None", "3-None", "4-aabb")

@@ -53,9 +53,6 @@ def test_arguments():
         (lambda: PerParameter(None, [(3, None)]), TypeError, "a rule is a glob"),
         (lambda: resolve(Int8), TypeError, "write Int8()"),
     )
-
-
-def test_resolve():
     for name in comm_hooks.NAMES:
         state, hook = resolve(name.upper())
         assert state is None and isinstance(hook, comm_hooks.CommHook)

@@ -106,13 +106,10 @@ def test_every_parallelism_learns(args, words):
     assert words in output and last_number(output, "steps reduced by torchddp") == 0
 
 
-def test_ddp_of_parallelize_is_the_plain_loop():
+def test_ddp_of_parallelize_is_the_plain_loop_and_the_file_of_the_example_shards():
     plain = output_of(train_plain, 40, 3e-3)
     same = output_of(train_parallelize, ParallelConfig(), 40, 3e-3)
     assert losses_in(same) == losses_in(plain) != []
-
-
-def test_the_file_of_the_example_shards():
     config = ParallelConfig.from_file(ROOT / "examples" / "parallelize.toml")
     output = output_of(train_parallelize, config, 60, 3e-3)
     assert "ShardedDataParallel" in output and last_number(output, "steps reduced by torchddp") == 60
