@@ -164,6 +164,8 @@ def test_saved_results_are_split_by_case_and_read_back(tmp_path: Path) -> None:
         (["--case", "memory", "--world-sizes", "1,2"], "--world-sizes is for the case scaling"),
         (["--op", "nope"], "There is no collective 'nope'; choose from all_reduce, broadcast, all_gather"),
         (["--case", "memory", "--op", "broadcast"], "--op is for the case collective; add --case collective."),
+        (["--case", "memory", "--peers"], "--peers is for the case collective; add --case collective."),
+        (["--op", "broadcast", "--peers"], "--peers compares all_reduce only"),
         (["--case", "collective", "--model", "gpt"], "--model: the case collective has no models."),
         (["--model", "nope"], "There is no model 'nope'; choose from small, mlp, gpt, conv, resnet50, gpt2, llama, or"),
         (["--seconds", "nan"], "above 0 and up to 3600, not nan."),
