@@ -1,6 +1,5 @@
 """What torchddp.fault_tolerance says before there is a manager."""
 
-import importlib.util
 import socket
 import subprocess
 import sys
@@ -54,11 +53,3 @@ def test_lighthouse(monkeypatch):
         listener.listen()
         monkeypatch.setenv("TORCHFT_LIGHTHOUSE", address)
         assert check_lighthouse() == address
-
-
-@pytest.mark.skipif(importlib.util.find_spec("torchft") is None, reason="torchft is not installed")
-def test_with_torchft_the_names_are_there():
-    import torchddp.fault_tolerance as ft
-
-    for name in ft.__all__:
-        assert callable(getattr(ft, name))
