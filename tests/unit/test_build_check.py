@@ -116,7 +116,6 @@ def import_error(folder: Path, before: str = NO_FINDER) -> str:
     ("changes", "suffix", "words"),
     [
         ({"torch": "2.10.0"}, OWN_SUFFIX, "ImportError: torchddp was built for torch 2.10.0, but torch "),
-        ({"cuda": "11.8.89"}, OWN_SUFFIX, "ImportError: torchddp was built with CUDA 11.8.89, but torch "),
         ({"python": "3.0.1"}, OTHER_SUFFIX, "ImportError: torchddp was built for Python 3.0.1, but "),
         ({}, OWN_SUFFIX, "ImportError: torchddp's compiled extension does not load with torch "),
     ],

@@ -237,17 +237,7 @@ def group_members(group: int) -> list[int]:
     return found
 
 
-def probes(folder: Path) -> int:
-    """How many processes of the doctor try a transport with a store in this folder."""
-    found = 0
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):
-            words = path.read_bytes().split(b"\0")
-            found += b"torchddp.cli.checks" in words and str(folder).encode() in words[-2]
-    return found
-
-
-@pytest.mark.rest_is_thorough("import-torch", "trace-import", "trace-step", "doctor")
+@pytest.mark.rest_is_thorough("import-torch", "trace-import", "trace-step")
 @pytest.mark.parametrize(
     ("command", "when"),
     [
@@ -256,7 +246,6 @@ def probes(folder: Path) -> int:
         pytest.param(["trace", "--steps", "10000"], "step", id="trace-step"),
         pytest.param(["tune", "--no-keep"], "step", id="tune-step"),
         pytest.param(["bench", "--case", "memory"], "step", id="bench-step"),
-        pytest.param(["doctor"], "", id="doctor"),
     ],
 )
 def test_ctrl_c_is_one_line_and_leaves_nothing(command: list[str] | None, when: str, tmp_path: Path) -> None:
@@ -276,21 +265,16 @@ def test_ctrl_c_is_one_line_and_leaves_nothing(command: list[str] | None, when: 
         start_new_session=True,  # as a terminal does, it signals the whole group
     )
 
-    def is_reached() -> bool:
-        if command == ["doctor"]:
-            return probes(scratch) == 4  # two ranks over each of two transports
-        return (tmp_path / "reached").exists()
-
     try:
-        wait_until(lambda: is_reached() or process.poll() is not None, 90)
-        assert is_reached(), process.communicate(timeout=1)
+        wait_until(lambda: (tmp_path / "reached").exists() or process.poll() is not None, 90)
+        assert (tmp_path / "reached").exists(), process.communicate(timeout=1)
         os.killpg(process.pid, signal.SIGINT)
         output, errors = process.communicate(timeout=30)
         assert (process.returncode, errors) == (130, "interrupted\n"), (output, errors)
         assert "Traceback" not in output
         assert wait_until(lambda: not group_members(process.pid), 10)  # multiprocessing's tracker ends with the command
         # Shared memory is anonymous (memfd_create), and gone with them.
-        assert probes(scratch) == 0 and list(scratch.iterdir()) == []
+        assert list(scratch.iterdir()) == []
     finally:
         for pid in group_members(process.pid):
             os.kill(pid, signal.SIGKILL)

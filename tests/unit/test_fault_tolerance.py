@@ -1,11 +1,13 @@
 """What torchddp.fault_tolerance says before there is a manager."""
 
+import importlib.util
 import socket
 import subprocess
 import sys
 
 import pytest
 
+from torchddp import fault_tolerance
 from torchddp.fault_tolerance.manager import check_lighthouse
 
 
@@ -31,11 +33,11 @@ def test_without_torchft_one_line_names_the_extra(name):
     )
 
 
-def test_other_names_are_no_attributes():
-    import torchddp.fault_tolerance
-
+def test_public_names_are_there_and_no_others(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)  # as with torchft
+    assert all(callable(getattr(fault_tolerance, name)) for name in fault_tolerance.__all__)
     with pytest.raises(AttributeError, match="no attribute 'LocalSGD'"):
-        _ = torchddp.fault_tolerance.LocalSGD
+        _ = fault_tolerance.LocalSGD
 
 
 def test_lighthouse(monkeypatch):
