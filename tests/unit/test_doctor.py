@@ -104,7 +104,6 @@ def test_without_the_extra_one_sentence_says_what_to_install() -> None:
         (["-m"], ["python", "-m", "torchddp.cli.checks", "shm"], False),
         (["-m"], ["python", "-m", "pytest", "torchddp"], False),
         (["train.py", "torchddp"], ["python", "train.py", "torchddp"], False),
-        (["-c"], ["python", "-c", "import torchddp"], False),
         ([], [], False),
     ],
 )
@@ -123,15 +122,12 @@ def test_the_verdict_is_one_sentence() -> None:
 # --- what does not fit ---
 
 
-def test_gpus_without_kernels_are_told() -> None:
+def test_gpus_without_kernels_and_cpu_builds_beside_cuda_are_told() -> None:
     gpus = [Gpu("NVIDIA H200", "9.0"), Gpu("NVIDIA A10", "8.6"), Gpu("one to come", "12.0")]
     assert hints(CUDA_BUILT, dataclasses.replace(CUDA_RUNNING, gpus=gpus)) == []
     old = dataclasses.replace(CUDA_RUNNING, gpus=[*gpus, Gpu("Tesla V100", "7.0")])
     (hint,) = hints(CUDA_BUILT, old)
     assert "Tesla V100 has compute capability 7.0" in hint
-
-
-def test_a_cpu_build_beside_a_cuda_build_of_torch_gets_a_hint() -> None:
     built = Built(version="0.1.0+cpu.torch2.13", torch="2.13.0+cpu")
     (hint,) = hints(built, CUDA_RUNNING)
     assert "CPU models are fine" in hint and "torchddp==0.1.0+cu130.torch2.13 --index-url" in hint
