@@ -21,7 +21,7 @@ from tests.unit.helpers import assert_refused, is_running, printed, wait_until
 from torchddp.bench import cli, gradients, report, timing
 from torchddp.bench.cases import MAX_ROUNDS, MIN_ROUNDS
 from torchddp.bench.memory import memory_result, parse_bytes
-from torchddp.bench.registry import CASES, check_names
+from torchddp.bench.registry import CASES, check_names, check_operations
 from torchddp.bench.report import save_results
 from torchddp.harness import stats
 from torchddp.harness.variants import TORCH_DDP, ArgumentError, Role, Variant, load_class, make_variants
@@ -186,6 +186,10 @@ def test_cases_are_a_few_by_default_and_all_on_request() -> None:
     assert check_names([], []) == ("step_time", "overlap", "memory")
     assert check_names(["all"], []) == tuple(CASES)
     assert check_names(["exposed", "memory", "exposed"], []) == ("exposed", "memory")
+    # Collectives, or --peers, alone select their case.
+    assert check_operations([], [], ["broadcast", "broadcast"]) == (("collective",), ("broadcast",))
+    assert check_operations([], [], [], peers=True) == (("collective",), ("all_reduce",))
+    assert check_operations([], [], []) == ([], ("all_reduce",))
 
 
 @pytest.mark.parametrize(

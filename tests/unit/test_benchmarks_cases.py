@@ -123,7 +123,6 @@ def test_what_is_not_asked_for_is_left_to_the_case() -> None:
     [
         (["--case", "per_param"], "small", ["step_ms"]),
         (["--case", "step_time"], f"{OWN}:with_tuple", ["step_ms"]),
-        (["--case", "exposed", "--world-size", "1"], "conv", ["step_ms"]),
         (["--case", "overlap"], "conv", ["step_ms", "replay_ms"]),
         (["--case", "startup"], f"{OWN}:with_dict", ["first_step_ms", "second_step_ms", "total_ms"]),
         (["--case", "memory", "--world-size", "1"], f"{OWN}:with_tuple", []),

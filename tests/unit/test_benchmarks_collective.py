@@ -12,13 +12,12 @@ from tests.unit.benchmark_results import by_name
 from tests.unit.helpers import printed
 from torchddp.bench.cases import MAX_ROUNDS, MIN_ROUNDS, Job
 from torchddp.bench.collective import implementations, operations
-from torchddp.bench.collective.implementations import OPENINGS, LocalTrial, Ours, open_all
+from torchddp.bench.collective.implementations import OPENINGS, LocalTrial, Ours
 from torchddp.bench.collective.measure import time_operation
 from torchddp.bench.collective.operations import OPERATIONS, Check
 from torchddp.bench.collective.results import collective_result
 from torchddp.bench.collective.rounds import next_batch, open_meeting
 from torchddp.bench.collective.show import collective_table
-from torchddp.bench.registry import check_operations
 
 MB = 1024**2
 IMPLEMENTATIONS = [name for name, _ in OPENINGS]
@@ -103,35 +102,28 @@ def test_every_implementation_that_opens_is_timed(rank: int) -> None:
 
 
 @on_ranks(2)
-def test_what_does_not_open_on_one_rank_is_left_out_on_all(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = implementations.open_transport
+def test_what_one_rank_cannot_have_is_left_out_on_all(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shared memory at all, and a transport of the process group for the larger size."""
+    real_open, real_allocate = implementations.open_transport, Ours.allocate
 
     def open_transport(choice: str, group: Any) -> Any:
         if choice == "shm" and rank == 1:
             raise RuntimeError("no room on this host\nand a long trace")
-        return real("c10d", group)
-
-    monkeypatch.setattr(implementations, "open_transport", open_transport)
-    opened, reasons = open_all(OPENINGS, lambda: None)
-    assert [one.name for one in opened] == ["gloo", "c10d", "torchddp_shm"]
-    assert reasons == {"shm": "no room on this host"}
-
-
-@on_ranks(2)
-def test_what_cannot_allocate_one_size_is_left_out_there(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = Ours.allocate
+        return real_open("c10d", group)
 
     def allocate(self: Ours, numel: int) -> torch.Tensor:
-        if numel == 1024:
+        if numel == 1024 and rank == 1:
             raise RuntimeError("too large")
-        return real(self, numel)
+        return real_allocate(self, numel)
 
+    monkeypatch.setattr(implementations, "open_transport", open_transport)
     monkeypatch.setattr(Ours, "allocate", allocate)
     raw = timed("all_reduce")
     if rank == 0:
         small, large = raw["sizes"]
-        assert small["unavailable"] == {} and "c10d" in small["names"]
-        assert large["unavailable"]["c10d"] == "too large" and large["names"] == ["gloo", "torchddp_shm"]
+        assert raw["unavailable"] == {"shm": "no room on this host"}
+        assert (small["unavailable"], small["names"]) == ({}, ["gloo", "c10d", "torchddp_shm"])
+        assert (large["unavailable"], large["names"]) == ({"c10d": "too large"}, ["gloo", "torchddp_shm"])
 
 
 def raw_size(size_bytes: int, times_us: dict[str, float], memory_gb_per_s: float | None = None) -> dict[str, Any]:
@@ -172,9 +164,3 @@ def test_results_hold_times_bandwidths_and_ratios() -> None:
     raw = raw_result("broadcast", [raw_size(1024, {"gloo": 100.0, "c10d": 90.0})], unavailable={"shm": "no room"})
     text = printed(collective_table(collective_result(raw, world_size=2)))
     assert "1 KB" in text and "c10d" in text and "shm not available: no room" in text
-
-
-def test_an_operation_alone_selects_its_case() -> None:
-    assert check_operations([], [], ["broadcast", "broadcast"]) == (("collective",), ("broadcast",))
-    assert check_operations([], [], [], peers=True) == (("collective",), ("all_reduce",))
-    assert check_operations([], [], []) == ([], ("all_reduce",))

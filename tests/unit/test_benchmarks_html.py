@@ -73,11 +73,3 @@ def test_torchddp_bench_finds_a_model_beside_it_and_writes_a_page(tmp_path: Path
     assert [picture[:8] for picture in pictures_of(page)] == [PNG]
     assert "torchddp bench --case step_time --model mine:make" in page
     assert sorted(path.suffix for path in (tmp_path / "kept").iterdir()) == [".json", ".png"]
-
-
-@pytest.mark.thorough
-def test_the_command_starts_where_numpy_is_missing() -> None:
-    code = "import sys; sys.modules['numpy'] = None; sys.argv = ['torchddp', '--help']\n"
-    code += "from torchddp.cli import main; main()"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0 and "doctor" in done.stdout, done.stderr

@@ -132,8 +132,7 @@ def test_what_names_rank_1() -> None:
 
 def test_trials_are_those_of_the_seed_and_make_sense() -> None:
     trials = make_plan(300, 1)
-    assert make_plan(300, 1) == trials != make_plan(300, 2)
-    assert make_plan(20, 1) == trials[:20]
+    assert make_plan(20, 1) == trials[:20] != make_plan(20, 2)
     assert [trial.number for trial in trials] == list(range(300))
     for trial in trials:
         assert 0 <= trial.rank < trial.world_size and trial.step < plan.STEPS - 1

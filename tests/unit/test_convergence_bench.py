@@ -12,24 +12,19 @@ from benchmarks.training.methods import METHODS
 from benchmarks.training.tasks import TASKS
 from tests.unit.benchmark_results import by_name
 
-WHATS = {name: METHODS[name].what for name in NAMES}
-
 
 def run_of(seed: int, loss: float) -> dict[str, Any]:
     """A curve of three looks."""
     return {"seed": seed, "curve": [[0, 5.0, 0], [50, 3.0, 5e5], [100, loss, 1e6]]}
 
 
-def raw(losses: dict[str, list[float]], errors: dict[str, str] | None = None) -> dict[str, Any]:
+def rows_of(losses: dict[str, list[float]], errors: dict[str, str] | None = None) -> dict[str, dict[str, Any]]:
     runs = {name: [run_of(seed, loss) for seed, loss in enumerate(values)] for name, values in losses.items()}
     for name, text in (errors or {}).items():
         runs[name] = [{"seed": seed, "error": text} for seed in range(2)]
     told = {"task": "gpt", "title": "GPT", "unit": "tokens", "units_per_step": 1024, "steps": 100, "parameters": 9}
-    return {**told, "runs": runs}
-
-
-def rows_of(losses: dict[str, list[float]], errors: dict[str, str] | None = None) -> dict[str, dict[str, Any]]:
-    return by_name(task_result(raw(losses, errors), WHATS)["methods"])
+    whats = {name: METHODS[name].what for name in NAMES}
+    return by_name(task_result({**told, "runs": runs}, whats)["methods"])
 
 
 def test_ratios_are_of_one_seed_each_and_a_bound_is_on_their_mean() -> None:

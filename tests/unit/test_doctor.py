@@ -26,15 +26,7 @@ from torchddp.cli.doctor import (
     verdict,
 )
 
-SUFFIX = ".cpython-311-x86_64-linux-gnu.so"
-CUDA_BUILT = Built(
-    version="0.1.0",
-    torch="2.13.0+cu130",
-    cuda="13.0.88",
-    nccl="2.29.7",
-    archs="75-real 80-real 90-real 100",
-    files=["_C" + SUFFIX],
-)
+CUDA_BUILT = Built(torch="2.13.0+cu130", cuda="13.0.88", nccl="2.29.7", archs="75-real 80-real 90-real 100")
 CUDA_RUNNING = Running(python="3.11.7", torch="2.13.0+cu130", cuda="13.0", nccl="2.29.7")
 
 
@@ -94,6 +86,12 @@ def test_without_the_extra_one_sentence_says_what_to_install() -> None:
     assert done.stderr.strip().splitlines() == [
         "torchddp: the command line needs typer and rich; install them with: pip install typer rich"
     ]
+
+
+@pytest.mark.thorough
+def test_the_command_starts_where_numpy_is_missing() -> None:
+    done = doctor("--help", before="sys.modules['numpy'] = None")
+    assert done.returncode == 0 and "torchddp doctor" in done.stdout, done.stderr
 
 
 @pytest.mark.parametrize(
