@@ -10,11 +10,9 @@ from pathlib import Path
 
 import pytest
 import typer
-from rich.console import Console
 from typer.testing import CliRunner
 
 from tests.unit.helpers import assert_refused, wait_until
-from torchddp.cli import doctor
 from torchddp.cli.app import app
 from torchddp.harness import models
 from torchddp.harness.command import CONTEXT, check_output, run_app
@@ -24,26 +22,18 @@ from torchddp.harness.variants import ArgumentError
 
 ROOT = Path(__file__).resolve().parents[2]
 UNUSED = "tests.unit.benchmark_models:unused"
-COMMANDS = ["doctor", "trace", "tune", "simulate", "bench"]
 
 # --- help and completion ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_h_is_help_with_examples_and_the_exit_is_clean(command: str) -> None:
-    short, long = (CliRunner().invoke(app, [command, option]) for option in ("-h", "--help"))
-    assert short.exit_code == 0 and short.output == long.output
-    assert "Examples:\n" in short.output and f"torchddp {command}" in short.output
-    paragraphs = short.output.split("Options:")[0]
-    assert max(map(len, paragraphs.splitlines())) <= 80
-    assert ("--find-unused-parameters" in short.output) is (command in ("trace", "tune", "bench"))
-
-
-def test_the_list_of_commands_fits_60_columns() -> None:
-    shown = CliRunner().invoke(app, [], terminal_width=60, env={"COLUMNS": "60"}).output
-    lines = [line for line in shown.splitlines() if line.split()[:1] and line.split()[0] in COMMANDS]
-    assert [line.split()[0] for line in lines] == COMMANDS
-    assert all(len(line) <= 60 and line.endswith(".") and not line.endswith("...") for line in lines)
+def test_h_is_help_with_examples_and_the_exit_is_clean() -> None:
+    for command in ("doctor", "trace", "tune", "simulate", "bench"):
+        short, long = (CliRunner().invoke(app, [command, option]) for option in ("-h", "--help"))
+        assert short.exit_code == 0 and short.output == long.output
+        assert "Examples:\n" in short.output and f"torchddp {command}" in short.output
+        paragraphs = short.output.split("Options:")[0]
+        assert max(map(len, paragraphs.splitlines())) <= 80
+        assert ("--find-unused-parameters" in short.output) is (command in ("trace", "tune", "bench"))
 
 
 @pytest.mark.parametrize(
@@ -100,23 +90,15 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("factory", "code", "said"),
-    [
-        ("broken", 'torch.nn.Linear("eight", 2)', "the factory raised TypeError: "),
-        (
-            "wrong_loss",
-            "return torch.nn.Linear(8, 2), ",
-            "forward or loss raised RuntimeError: shape '[99]' is invalid",
-        ),
-    ],
+    ("factory", "line", "said"),
+    [("broken", 8, "the factory raised TypeError: "), ("wrong_loss", 11, "forward or loss raised RuntimeError: shape")],
 )
-def test_an_error_of_the_users_code_names_its_last_line(factory, code, said, model_file, alone):
+def test_an_error_of_the_users_code_names_its_last_line(factory, line, said, model_file, alone):
     with pytest.raises(ArgumentError) as caught:
         prove(f"{model_file}:{factory}", 0)
     message = str(caught.value)
     assert said in message and message.count("\n") == 0
-    (line,) = [(number, line) for number, line in enumerate(MODEL.splitlines(), 1) if code in line]
-    assert message.endswith(f", at {model_file}:{line[0]}: {line[1].strip()}.")
+    assert message.endswith(f", at {model_file}:{line}: {MODEL.splitlines()[line - 1].strip()}.")
 
 
 def torchddp(arguments: list[str]) -> int:
@@ -128,10 +110,7 @@ def torchddp(arguments: list[str]) -> int:
     [
         ("import torch\n\nraise ValueError('no\\ndata')\n", "ValueError: no data, at {path}:3: raise ValueError("),
         ("def make(:\n", "SyntaxError: invalid syntax, at {path}:1: def make(:."),
-        (
-            "import no_such_package\n",
-            "ModuleNotFoundError: No module named 'no_such_package', at {path}:1: import no_such_package.",
-        ),
+        ("import no_such\n", "ModuleNotFoundError: No module named 'no_such', at {path}:1: import no_such."),
     ],
 )
 def test_a_file_that_does_not_load_is_refused_before_any_rank_starts(text, said, tmp_path, capsys):
@@ -188,16 +167,6 @@ def test_outputs_are_checked_before_the_run(tmp_path: Path, monkeypatch: pytest.
     for path, is_folder in [(there, False), (tmp_path / "new.json", False), (folder / "new" / "newer", True)]:
         with pytest.raises(ArgumentError, match=f"--out: cannot write to '{path}'"):
             check_output(path, "--out", folder=is_folder)
-
-
-def test_the_doctors_spinner_is_for_terminals(monkeypatch: pytest.MonkeyPatch) -> None:
-    shown: list[str] = []
-    for is_terminal in (True, False):
-        monkeypatch.setattr(Console, "is_terminal", is_terminal)
-        monkeypatch.setattr(Console, "status", lambda console, text: shown.append(text) or console)
-        monkeypatch.setattr(doctor.checks, "failures", lambda names: dict.fromkeys(names, ""))
-        doctor._transports(doctor.Built(), doctor.Running(), "")
-    assert shown == ["trying the transports c10d, shm ..."]
 
 
 # --- Ctrl-C ----------------------------------------------------------------------------------------------------------
@@ -268,17 +237,7 @@ def group_members(group: int) -> list[int]:
     return found
 
 
-def probes(folder: Path) -> int:
-    """How many processes of the doctor try a transport with a store in this folder."""
-    found = 0
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):
-            words = path.read_bytes().split(b"\0")
-            found += b"torchddp.cli.checks" in words and str(folder).encode() in words[-2]
-    return found
-
-
-@pytest.mark.rest_is_thorough("import-torch", "trace-import", "trace-step", "doctor")
+@pytest.mark.rest_is_thorough("import-torch", "trace-import", "trace-step")
 @pytest.mark.parametrize(
     ("command", "when"),
     [
@@ -287,7 +246,6 @@ def probes(folder: Path) -> int:
         pytest.param(["trace", "--steps", "10000"], "step", id="trace-step"),
         pytest.param(["tune", "--no-keep"], "step", id="tune-step"),
         pytest.param(["bench", "--case", "memory"], "step", id="bench-step"),
-        pytest.param(["doctor"], "", id="doctor"),
     ],
 )
 def test_ctrl_c_is_one_line_and_leaves_nothing(command: list[str] | None, when: str, tmp_path: Path) -> None:
@@ -307,21 +265,16 @@ def test_ctrl_c_is_one_line_and_leaves_nothing(command: list[str] | None, when: 
         start_new_session=True,  # as a terminal does, it signals the whole group
     )
 
-    def is_reached() -> bool:
-        if command == ["doctor"]:
-            return probes(scratch) == 4  # two ranks over each of two transports
-        return (tmp_path / "reached").exists()
-
     try:
-        wait_until(lambda: is_reached() or process.poll() is not None, 90)
-        assert is_reached(), process.communicate(timeout=1)
+        wait_until(lambda: (tmp_path / "reached").exists() or process.poll() is not None, 90)
+        assert (tmp_path / "reached").exists(), process.communicate(timeout=1)
         os.killpg(process.pid, signal.SIGINT)
         output, errors = process.communicate(timeout=30)
         assert (process.returncode, errors) == (130, "interrupted\n"), (output, errors)
         assert "Traceback" not in output
         assert wait_until(lambda: not group_members(process.pid), 10)  # multiprocessing's tracker ends with the command
         # Shared memory is anonymous (memfd_create), and gone with them.
-        assert probes(scratch) == 0 and list(scratch.iterdir()) == []
+        assert list(scratch.iterdir()) == []
     finally:
         for pid in group_members(process.pid):
             os.kill(pid, signal.SIGKILL)
