@@ -121,10 +121,3 @@ def test_torch_features():
     for name in re.findall(r"`model\.(\w+)`", text):
         assert hasattr(torchddp.DDP, name), name
     compile(code_in(text), TORCH_FEATURES.name, "exec")
-
-
-@pytest.mark.parametrize("section", sections())
-def test_code_compiles(section):
-    source = code_in(sections()[section])
-    assert "DDP(module)" in source or "ShardedDataParallel(module" in source
-    compile(source, f"{PAGE.name}: {section}", "exec")

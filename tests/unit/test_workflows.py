@@ -93,14 +93,6 @@ def test_a_tag_publishes_the_wheels_that_were_built_and_an_index() -> None:
     assert publish["permissions"] == {"contents": "write"}
 
 
-def test_ci_runs_targets_of_the_makefile() -> None:
-    targets = load("ci.yml")["jobs"]["check"]["strategy"]["matrix"]["target"]
-    makefile = (ROOT / "Makefile").read_text()
-    assert {"lint", "test"} <= set(targets)
-    for target in targets:
-        assert re.search(rf"^{re.escape(target)}:", makefile, re.MULTILINE), target
-
-
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
 def test_actions_and_pip_are_pinned_and_scripts_and_groups_exist(path: Path) -> None:
     text = path.read_text()
@@ -126,18 +118,3 @@ def test_groups_are_pinned_and_those_of_the_makefile_exist() -> None:
     assert clients is not None
     named = {name for name in re.findall(r"--group ([\w-]+)", makefile) if not name.startswith("$")}
     assert named | set(clients[1].split()) <= groups.keys()
-
-
-def test_pre_commit_runs_pinned_tools_of_make_lint() -> None:
-    config = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())
-    entries = [hook["entry"].removeprefix(".venv/bin/") for repo in config["repos"] for hook in repo["hooks"]]
-    pinned = {requirement.partition("==")[0] for requirement in PROJECT["dependency-groups"]["lint"]}
-    assert {entry.removeprefix("python -m ").split()[0] for entry in entries} == pinned - {"pre-commit"}
-
-
-def test_issue_forms_are_what_github_takes() -> None:
-    for path in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"):
-        form = yaml.safe_load(path.read_text())
-        assert {"name", "description", "body"} <= form.keys(), path
-        ids = [field["id"] for field in form["body"]]
-        assert len(set(ids)) == len(ids) and all(field["attributes"]["label"] for field in form["body"]), path
