@@ -200,18 +200,17 @@ def test_uncaught_exceptions_are_noted_and_shown():
 
 
 def test_limits(monkeypatch):
+    """Others, and whose words win: tests/fault/test_hang_reports.py."""
     monkeypatch.delenv(options.STALL_ENV, raising=False)
-    assert options.stall_limit_s(None, 1800) == 60 and options.stall_limit_s(None, 30) == 10
-    assert options.stall_limit_s(0, 30) == 0 and options.stall_limit_s(29.5, 30) == 29.5
-    monkeypatch.setenv(options.STALL_ENV, "12")
-    assert options.stall_limit_s(None, 30) == 12 and options.stall_limit_s(3, 30) == 3
-    for text in ("soon", "-1", "nan"):
+    assert options.stall_limit_s(None, 1800) == 60 and options.stall_limit_s(29.5, 30) == 29.5
+    for text, words in (
+        ("-1", "must hold seconds.*got '-1'"),
+        ("nan", "must hold seconds.*got 'nan'"),
+        ("31", "is 31 s, but a reduction fails after 30 s"),
+    ):
         monkeypatch.setenv(options.STALL_ENV, text)
-        with pytest.raises(ValueError, match=f"TORCHDDP_STALL_REPORT_S must hold seconds.*got '{text}'"):
+        with pytest.raises(ValueError, match=f"TORCHDDP_STALL_REPORT_S {words}"):
             options.stall_limit_s(None, 30)
-    monkeypatch.setenv(options.STALL_ENV, "31")
-    with pytest.raises(ValueError, match="TORCHDDP_STALL_REPORT_S is 31 s, but a reduction fails after 30 s"):
-        options.stall_limit_s(None, 30)
     for wrong in ("1", True, [1]):
         with pytest.raises(TypeError, match="stall_report_s must be a number"):
             options.DDPOptions(stall_report_s=wrong)
