@@ -5,8 +5,11 @@ import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,8 +19,8 @@ import torchddp
 from tests.harness import run_ranks
 from tests.programs import CLAIM, ROOT, clean_environment
 from torchddp import run
+from torchddp.integrations import announce, require
 from torchddp.integrations import install as install_module
-from torchddp.integrations import require
 
 PLAIN = type(TorchDDP)
 
@@ -128,6 +131,7 @@ def test_nothing_is_claimed_before_a_model_and_classes_derived_before_are_named(
         torchddp.install()
         for kind in made:
             (Before if kind == "own" else TorchDDP)(torch.nn.Linear(2, 2))
+        assert announce._models == made.count("torch's")
         return caplog.text
 
     for made, claims, derived in (
@@ -140,52 +144,40 @@ def test_nothing_is_claimed_before_a_model_and_classes_derived_before_are_named(
         assert [derived in line for line in said.splitlines() if "Before" in line] == [True] * bool(made), said
 
 
-RAY = """
-import os
-SCRIPT_MODE, WORKER_MODE = 0, 1
-class worker: mode = int(os.environ["MODE"]) if os.environ.get("MODE") else None
-def is_initialized(): return worker.mode is not None
-def get_runtime_context():
-    class context: pass
-    context.worker = worker
-    return context
-"""
-SPARK = """
-import os
-class SparkContext: _active_spark_context = object() if os.environ["MODE"] == "0" else None
-class TaskContext:
-    @staticmethod
-    def get(): return object() if os.environ["MODE"] == "1" else None
-"""
+def ray(mode: int | None) -> SimpleNamespace:
+    context = SimpleNamespace(worker=SimpleNamespace(mode=mode))
+    calls = {"is_initialized": lambda: mode is not None, "get_runtime_context": lambda: context}
+    return SimpleNamespace(SCRIPT_MODE=0, WORKER_MODE=1, **calls)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("module", "engine", "source"), [("ray", "Ray", RAY), ("pyspark", "Spark", SPARK)])
-def test_a_driver_is_told_that_its_workers_are_elsewhere(tmp_path: Path, module: str, engine: str, source: str) -> None:
-    (tmp_path / f"{module}.py").write_text(source)
-    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+def spark(context: Any, task: Any) -> SimpleNamespace:
+    task_context = SimpleNamespace(get=lambda: task)
+    return SimpleNamespace(SparkContext=SimpleNamespace(_active_spark_context=context), TaskContext=task_context)
 
-    def said(code: str, mode: str, **environment: str) -> tuple[int, int]:
-        """How often the line came, and how often before the program's own end."""
-        code += "import sys; print('the end', file=sys.stderr, flush=True)"
-        done = python("-c", code, PYTHONPATH=path, MODE=mode, **environment)
-        assert done.returncode == 0, done.stderr
+
+def test_a_driver_is_told_that_its_workers_are_elsewhere(monkeypatch, caplog):
+    for engine, module, changes, at_once, in_all in (
+        ("Ray", {"ray": ray(0)}, {}, 1, 1),
+        ("Ray", {"ray": ray(1)}, {}, 0, 0),  # a worker
+        ("Ray", {"ray": ray(None)}, {}, 0, 1),  # begun afterwards
+        ("Ray", {"ray": ray(None)}, {"_models": 1}, 0, 0),
+        ("Ray", {"ray": ray(0)}, {"os": SimpleNamespace(environ={"RANK": "0", "WORLD_SIZE": "1"})}, 0, 0),
+        ("Spark", {"pyspark": spark(object(), None)}, {}, 1, 1),
+        ("Spark", {"pyspark": spark(None, object())}, {}, 0, 0),
+    ):
+        ends: list[Callable[[], None]] = []
+        at_exit = SimpleNamespace(register=ends.append, unregister=lambda call, ends=ends: ends.clear())
+        known = {"_warned": False, "atexit": at_exit, "os": SimpleNamespace(environ={}), **changes}
         line = f"changes this process alone, and none of {engine}'s workers: call it in the function that {engine} runs"
-        return done.stderr.count(line), done.stderr.partition("the end")[0].count(line)
-
-    driver = f"import {module}, torchddp; torchddp.install(); torchddp.install(); "
-    assert said(driver, mode="0") == (1, 1)
-    assert said(driver, mode="1") == (0, 0)  # a worker
-    if engine == "Ray":
-        begun_afterwards = "import torchddp; torchddp.install(); import ray; "
-        assert said(begun_afterwards, mode="") == (1, 0)
-        assert said(driver, mode="", RANK="0", WORLD_SIZE="1") == (0, 0)  # torchrun's
-        with_a_model = (
-            "import torch, torch.distributed as dist, torchddp; torchddp.install(); "
-            "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1); "
-            "torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1)); import ray; "
-        )
-        assert said(with_a_model, mode="") == (0, 0)
+        caplog.clear()
+        with mock.patch.dict(sys.modules, module), mock.patch.multiple(announce, **known):
+            torchddp.install()
+            torchddp.install()
+            assert caplog.text.count(line) == at_once, (engine, changes)
+            assert len(ends) <= 1
+            for call in ends:
+                call()
+        assert caplog.text.count(line) == in_all, (engine, changes)
 
 
 def test_a_missing_client_is_one_line_that_names_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

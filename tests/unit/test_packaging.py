@@ -8,7 +8,6 @@ from pathlib import Path
 from scripts import check_compat, check_symbols
 from scripts.build_wheel import minor_version, variant_name
 from scripts.check_cuda_binary import ARCHS, code_problems
-from scripts.check_cuda_spills import Function, read_log
 from scripts.check_wheel import content_problems, metadata_problems, runpath_problems, tag_problems
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -106,26 +105,6 @@ def test_missing_code_is_found() -> None:
         (problem,) = problems(archs, found)
         assert words in problem
     assert problems(ARCHS * 2, ptx * 2) == []
-
-
-PTXAS_LOG = """
-ptxas info    : 0 bytes gmem
-ptxas info    : Compiling entry function '_Z5scalePfif' for 'sm_80'
-ptxas info    : Function properties for _Z5scalePfif
-    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
-ptxas info    : Used 8 registers, used 0 barriers, 368 bytes cmem[0]
-ptxas info    : Compiling entry function '_Z5heavyPKfPfi' for 'sm_90'
-ptxas info    : Function properties for _Z5heavyPKfPfi
-    2376 bytes stack frame, 4252 bytes spill stores, 5508 bytes spill loads
-"""
-
-
-def test_spills_are_read_from_what_ptxas_says() -> None:
-    assert read_log(PTXAS_LOG) == [
-        Function("_Z5scalePfif", "sm_80", stack_bytes=0, spilled_bytes=0),
-        Function("_Z5heavyPKfPfi", "sm_90", stack_bytes=2376, spilled_bytes=9760),
-    ]
-    assert read_log("ninja: no work to do.") == []
 
 
 CLASHES = "namespace { struct Own { int value; }; }\nint %s() { return Own{1}.value; }"
