@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from tests.gpu import environment, nccl_parts, summary
+from tests.gpu import nccl_parts, summary
 from tests.gpu.device import DEVICE_ENV
 from tests.gpu.test_two_ranks_nccl import LIBRARY_ENV
 from tests.unit.helpers import wait_until
@@ -151,26 +150,6 @@ def test_what_is_missing_or_unknown_is_told_at_once(argument: str, said: str, tm
 
 
 # --- its parts -------------------------------------------------------------------------------------------------------
-
-
-def test_an_nvcc_that_the_build_would_refuse_is_told_at_the_start(tmp_path, monkeypatch, capsys):
-    all_there = dict.fromkeys(environment.look(), True)
-    monkeypatch.setattr(environment, "look", lambda: all_there)
-    for compiler, torch_cuda, reason in (
-        ("13.9", "13.10", ""),
-        ("13.1", "13.0", r"nvcc is CUDA 13.1, torch .* with CUDA 13.0: nvcc must be of CUDA 13.0 to 13.0"),
-        ("12.8", "13.1", r"nvcc is CUDA 12.8, torch .* with CUDA 13.1: nvcc must be of CUDA 13.0 to 13.1"),
-        ("13.0", None, "was built without CUDA: it must be a CUDA build"),
-        ("", "13.0", "nvcc --version' does not tell its CUDA"),
-    ):
-        nvcc = f"echo 'Cuda compilation tools, release {compiler}, V{compiler}.88'"
-        monkeypatch.setenv("CUDACXX", str(write_program(tmp_path / "nvcc", nvcc)))
-        monkeypatch.setattr(torch.version, "cuda", torch_cuda)
-        assert environment.main([]) == environment.main(["--builds-cuda"]) == bool(reason)
-        said = capsys.readouterr().out
-        assert ("This machine can't build the CUDA extension: " in said) == bool(reason) and re.search(reason, said)
-        # What does not build asks for no nvcc.
-        assert environment.main(["--no-build"]) == environment.main(["--cpu"]) == 0
 
 
 LIBRARY = b"\x7fELF" + bytes(range(256)) * 8192  # 2 MiB and 4 bytes: three parts

@@ -4,7 +4,6 @@ import json
 import signal
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -153,39 +152,6 @@ def test_processes_as_the_kernel_sees_them():
 def test_collectives_in_a_stack():
     assert rank_state.collective_in(IN_BARRIER) == "barrier, called from train.py:88"
     assert rank_state.collective_in([TRAIN]) is None and rank_state.collective_in([*IN_BARRIER, TRAIN]) is None
-
-
-def test_threads_have_stacks_and_their_exceptions_are_remembered_as_text():
-    handles, goes_on = threading.Event(), threading.Event()
-
-    def handle():
-        try:
-            raise KeyError("of another thread")
-        except KeyError as error:
-            handles.set()
-            goes_on.wait()
-            rank_state.note_exception(error, "forward")
-
-    thread = threading.Thread(target=handle)
-    thread.start()
-    handles.wait()
-    try:
-        raise ValueError("of this one")
-    except ValueError as error:
-        rank_state.note_exception(error, "backward")
-    handled, stack = rank_state.last_exception(thread.ident), rank_state.stack_of(thread.ident)
-    goes_on.set()
-    thread.join()
-    assert "handle" in [frame.function for frame in rank_state.user_part(stack)]
-    assert {frame.part for frame in stack} == {"user", "python"} and rank_state.stack_of(0) == []
-    told, here = rank_state.last_exception(thread.ident), rank_state.last_exception(threading.get_ident())
-    expected = [
-        ("KeyError", "'of another thread'", "handled"),
-        ("KeyError", "'of another thread'", "forward"),
-        ("ValueError", "of this one", "backward"),
-    ]
-    assert [(one["type"], one["message"], one["where"]) for one in (handled, told, here)] == expected
-    assert told["stack"][-1][2] == "handle" and 0 <= told["age_s"] < 60
 
 
 def test_uncaught_exceptions_are_noted_and_shown():

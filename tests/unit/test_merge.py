@@ -36,14 +36,6 @@ def test_costs_slack_and_order():
     assert merged_buckets(specs([1, 1, 1]), [2, 0, 1], [0.9, 10, 1], cost(0, 0.25)) == ((2, 0), (1,))
 
 
-def test_free_messages_leave_only_the_last_gradient_for_the_end():
-    # 4 bytes take 1 s each: the first two are through before the third is there.
-    params, ready_s = specs([1, 1, 1]), [0, 5, 10]
-    buckets = planned(params, ready_s, cost(0, 0.25))
-    assert buckets == ((0, 1), (2,))  # two messages do what three would
-    assert finish_s(buckets, params, ready_s, cost(0, 0.25)) == 11
-
-
 def test_kinds_do_not_mix():
     params = specs([1] * 5, dtypes=[0, 1, 0, 1, 0], sparse=[4])
     assert planned(params, range(5), cost(100, 1)) == ((0, 2), (1, 3), (4,))

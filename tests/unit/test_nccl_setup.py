@@ -252,16 +252,6 @@ def test_without_cuda_all_ranks_hear_the_same():
     assert select.open_transport("auto", dist.group.WORLD, device=CUDA).name == "c10d"
 
 
-@pytest.mark.skipif(_C.with_cuda, reason="this build has CUDA")
-def test_without_cuda_the_extension_says_so():
-    assert (_C.nccl_versions(), _C.device_identity(0), _C.nccl_settings()) == (None, "", ["net_name"])
-    with pytest.raises(RuntimeError, match="built without CUDA"):
-        _C.make_nccl_id()
-    named = {"settings": {}, "net_name": "", "high_priority": False, "connect_timeout": MINUTE, "timeout": MINUTE}
-    with pytest.raises(RuntimeError, match="built without CUDA"):
-        _C.NcclTransport(b"0" * 128, rank=0, size=1, device_index=0, **named)
-
-
 @pytest.fixture
 def group_of(monkeypatch):
     """Makes what `auto` looks at: a group with a backend for CUDA of this name, in a build with CUDA or without."""

@@ -237,18 +237,6 @@ def test_impossible_layouts():
         assert_each_raises((partial(layout, 4, **options), ValueError, words))
 
 
-@given(st.integers(1, 64), st.integers(1, 8), _SIZES, _SIZES, st.sampled_from(["hsdp", "ddp"]))
-def test_sizes_multiply_or_are_refused(world_size, host, model_parallel, data_parallel, kind):
-    options = {"kind": kind, "model_parallel": model_parallel, "data_parallel": data_parallel}
-    try:
-        found = layout(world_size, host, kind == "ddp" and (model_parallel or 1) > 1, **options)
-    except ValueError:
-        assert (model_parallel or 1) * (data_parallel or 1) != world_size  # what fits is never refused
-        return
-    assert found.data_parallel * found.model_parallel == world_size
-    assert model_parallel in (None, found.model_parallel) and data_parallel in (None, found.data_parallel)
-
-
 class Block(nn.Sequential):
     pass
 
