@@ -46,14 +46,11 @@ def test_kinds_do_not_mix():
 def test_bad_input_is_named():
     params = specs([1, 1])
     for words, call in {
-        "1 entries for 2 parameters": lambda: merged_buckets(params, [0], [0, 0], cost()),
         r"each must occur exactly once, got \[0, 0\]": lambda: merged_buckets(params, [0, 0], [0, 0], cost()),
         "ready_s has 1 entries for 2": lambda: planned(params, [0], cost()),
         r"ready_s\[1\] must be finite and at least 0, got -1": lambda: planned(params, [0, -1], cost()),
         "alpha_s must be finite and at least 0, got -1": lambda: planned(params, [0, 1], cost(-1)),
-        "beta_s_per_byte": lambda: planned(params, [0, 1], cost(0, math.inf)),
         "pack_s_per_byte": lambda: planned(params, [0, 1], cost(0, 0, math.nan)),
-        "slack_s": lambda: planned(params, [0, 1], cost(), -1),
         "ready_s has 3 entries": lambda: finish_s([[0, 1]], params, [0, 1, 2], cost()),
     }.items():
         with pytest.raises(ValueError, match=words):
