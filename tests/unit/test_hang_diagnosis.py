@@ -177,6 +177,5 @@ def test_limits(monkeypatch):
         monkeypatch.setenv(options.STALL_ENV, text)
         with pytest.raises(ValueError, match=f"TORCHDDP_STALL_REPORT_S {words}"):
             options.stall_limit_s(None, 30)
-    for wrong in ("1", True, [1]):
-        with pytest.raises(TypeError, match="stall_report_s must be a number"):
-            options.DDPOptions(stall_report_s=wrong)
+    with pytest.raises(TypeError, match="stall_report_s must be a number"):
+        options.DDPOptions(stall_report_s=True)

@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import random
 
 import pytest
 from hypothesis import given, settings
@@ -96,16 +95,3 @@ def test_brute_force_finds_nothing_better(gradients, kinds, this):
     best_s = min(finish(plan, params, ready_s, this) for plan in all_plans(params))
     assert finish(buckets, params, ready_s, this) == pytest.approx(best_s, rel=1e-9, abs=1e-12)
     assert finish_s(buckets, params, ready_s, this) == pytest.approx(best_s, rel=1e-9, abs=1e-12)
-
-
-@pytest.mark.parametrize("beta", [1e-12, 1e-7])
-def test_a_thousand_parameters_are_no_worse_than_one_message(beta):
-    numels = random.Random(3)
-    params = specs([numels.randint(1, 100_000) for _ in range(1000)])
-    ready_s = [i * 1e-5 for i in range(1000)]
-    this = cost(3e-4, beta)
-    buckets = planned(params, ready_s, this)
-    assert len(_C.BucketPlan(buckets, params)) == len(buckets)
-    in_one = planned(params, [ready_s[-1]] * 1000, this)  # all ready at once
-    assert len(in_one) == 1
-    assert finish_s(buckets, params, ready_s, this) <= finish_s(in_one, params, ready_s, this)

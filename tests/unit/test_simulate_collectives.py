@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.simulated import make_profile, with_host
-from torchddp.harness.variants import ArgumentError
 from torchddp.plan.step_profile import LinearCost
 from torchddp.simulate.network import (
     DOUBLING,
@@ -134,14 +133,6 @@ def test_the_recorded_link_takes_no_more_cpu_than_time_and_others_take_what_tcp_
     assert recorded.s_per_byte == pytest.approx(1e-9) and recorded.step_s == pytest.approx(0.5e-3)
     assert other.s_per_byte == pytest.approx(5e-9) and other.step_s == pytest.approx(5e-3)
     assert make_hop(profile, parse_link("1gbit")).step_s == pytest.approx(5e-3)
-
-
-def test_one_rank_knows_no_link() -> None:
-    alone = make_profile(world_size=1)
-    for link in (MEASURED, parse_link("1gbit")):
-        with pytest.raises(ArgumentError, match="recorded with 1 rank"):
-            make_hop(alone, link)
-    assert make_hop(alone, PRESETS["eth1"]) == Hop(50e-6, 1 / PRESETS["eth1"].bytes_per_s, 0.0, 0.0)  # type: ignore[operator]
 
 
 def test_links_by_name_and_by_rate() -> None:

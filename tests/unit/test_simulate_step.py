@@ -78,12 +78,6 @@ def test_more_bandwidth_is_never_slower(profile, algorithm, world_size, bytes_pe
     assert times[1] <= times[0] * (1 + 1e-12)
 
 
-@given(ANY_PROFILE, ANY_LINK, st.integers(1, 11))
-def test_more_ranks_are_never_faster_on_a_ring(profile: StepProfile, link: Link, power: int) -> None:
-    times = [predict(profile, link, n, algorithm=RING).step_s for n in (2**power, 2 ** (power + 1))]
-    assert times[0] <= times[1] * (1 + 1e-12)
-
-
 def test_auto_is_what_the_recorded_software_has() -> None:
     small = make_profile([0.001] * 3)
     assert predict(small, PRESETS["eth10"], 4096).algorithm == "tree"

@@ -75,16 +75,7 @@ def test_a_call_that_does_not_return_holds_nobody_up():
         calls.call(lambda: 1)
     assert time.monotonic() - begun_s < 0.2
     goes_on.set()
-    assert wait_until(lambda: calls._late is not None and calls._late.done())
-    assert calls.call(lambda: 1) == 1
-
-
-def test_the_thread_of_calls_ends_with_them():
-    def used_up() -> threading.Thread:
-        calls = BoundedCalls(5.0)
-        calls.call(int)
-        assert calls._jobs is not None
-        return calls._jobs._thread
-
-    thread = used_up()
-    assert wait_until(lambda: not thread.is_alive())
+    assert calls._late is not None and wait_until(calls._late.done)
+    thread = calls.call(threading.current_thread)
+    del calls
+    assert wait_until(lambda: not thread.is_alive())  # it ends with them
