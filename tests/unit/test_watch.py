@@ -76,6 +76,11 @@ def test_a_call_that_does_not_return_holds_nobody_up():
     assert time.monotonic() - begun_s < 0.2
     goes_on.set()
     assert calls._late is not None and wait_until(calls._late.done)
+    assert calls.call(lambda: 1) == 1
+
+
+def test_the_thread_of_calls_ends_with_them():
+    calls = BoundedCalls(5.0)
     thread = calls.call(threading.current_thread)
     del calls
-    assert wait_until(lambda: not thread.is_alive())  # it ends with them
+    assert wait_until(lambda: not thread.is_alive())
