@@ -13,8 +13,8 @@ from lightning.fabric import Fabric
 from torch.nn.modules.batchnorm import SyncBatchNorm
 
 import torchddp
-from tests.clients.common import said
-from tests.clients.lightning_models import QUIET, Plain, batches, save_results
+from tests.clients.common import said, save_results
+from tests.clients.lightning_models import QUIET, Plain, batches, quiet
 from torchddp.integrations.lightning import TorchDDPFabricStrategy
 
 
@@ -131,4 +131,5 @@ def find(folder: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    quiet()
     save_results(find)
