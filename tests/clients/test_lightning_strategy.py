@@ -90,7 +90,7 @@ def test_wrong_arguments_are_named_at_once() -> None:
             plain,
             {"find_unsed_parameters": True},
             TypeError,
-            "find_unsed_parameters'.*Did you mean find_unused_parameters",
+            "'find_unsed_parameters'.*Did you mean find_unused",
         ),
         (plain, {"ddp_comm_wrapper": id}, ValueError, "ddp_comm_hook"),
         (plain, {"ddp_comm_hook": id, "comm_hook": "fp16"}, ValueError, "two communication hooks"),
