@@ -17,6 +17,10 @@ from tests.clients.common import said, save_results
 from tests.clients.lightning_models import QUIET, Plain, batches, quiet
 from torchddp.integrations.lightning import TorchDDPFabricStrategy
 
+# The strategy that has saved a checkpoint, and the one that goes on from it.
+RESUMED = [("torchddp", "ddp"), ("torchddp_sharded", "ddp"), ("ddp", "torchddp"), ("ddp", "torchddp_sharded")]
+RESUMED += [("torchddp_sharded", "torchddp_sharded")]
+
 
 class Watching(pl.Callback):
     """Keeps weak references to the wrappers it has seen."""
@@ -112,14 +116,7 @@ def find(folder: Path) -> dict[str, Any]:
     results: dict[str, Any] = {}
     for strategy in ("ddp", "torchddp", "torchddp_sharded"):
         results[f"twice {strategy}"] = fit_twice_and_test(strategy)
-    for first, second in (
-        ("ddp", "ddp"),
-        ("torchddp", "ddp"),
-        ("torchddp_sharded", "ddp"),
-        ("ddp", "torchddp"),
-        ("ddp", "torchddp_sharded"),
-        ("torchddp_sharded", "torchddp_sharded"),
-    ):
+    for first, second in [("ddp", "ddp"), *RESUMED]:
         results[f"checkpoint {first} {second}"] = checkpoints(folder, first, second)
     for strategy in ("ddp", "torchddp"):
         results[f"sync_batch_norm {strategy}"] = sync_batch_norm(strategy)

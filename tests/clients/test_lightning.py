@@ -10,6 +10,7 @@ import torch
 pytest.importorskip("lightning", reason="Lightning is not installed: make test-clients")
 
 from tests.clients.common import launch, saved_by_ranks
+from tests.clients.lightning_life import RESUMED
 from tests.clients.lightning_matrix import CASES
 
 pytestmark = pytest.mark.timeout(600)
@@ -18,8 +19,6 @@ pytestmark = pytest.mark.timeout(600)
 RANKS_DIFFER = {"batch_norm", "post_local_sgd"}
 # The norm of a step is a sum of the ranks' sums of squares, which rounds otherwise than one sum over all parameters.
 OTHER_ORDER = {("clip_norm", "torchddp_sharded"), ("bf16_mixed_clip", "torchddp_sharded")}
-RESUMED = [("torchddp", "ddp"), ("torchddp_sharded", "ddp"), ("ddp", "torchddp"), ("ddp", "torchddp_sharded")]
-RESUMED += [("torchddp_sharded", "torchddp_sharded")]
 
 
 @pytest.fixture(scope="module")
