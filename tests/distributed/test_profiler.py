@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from tests.harness import each, gathered, on_ranks
+from tests.harness import assert_each_raises, each, gathered, on_ranks
 from torchddp import DistributedDataParallel
 from torchddp.profiler import monitor, profile, ranks
 from torchddp.profiler.ranks import Clock
@@ -28,38 +28,6 @@ def model(count=4, **options):
 def steps(ddp, count):
     for _ in range(count):
         ddp(torch.randn(2, 16)).sum().backward()
-
-
-@on_ranks(2)
-def test_the_timeline_of_a_step():
-    ddp = model()
-    steps(ddp, 2)
-    assert ddp.reducer.timeline() == []  # off by default
-    ddp.reducer.enable_timeline(1000)
-    steps(ddp, 1)
-    ddp.reducer.disable_timeline()
-    steps(ddp, 1)
-    events = ddp.reducer.timeline()
-    times = [event.time_ns for event in events]
-    assert times == sorted(times)
-    kinds = [event.kind for event in events]
-    buckets = len(ddp.reducer.plan)
-    assert buckets > 1
-    assert kinds[0] == "forward_begin" and kinds[-1] == "backward_end"
-    assert kinds.count("grad_ready") == 8
-    for kind in ("packed", "launched", "wait_begin", "done"):
-        assert [event.id for event in events if event.kind == kind] == list(range(buckets)), kind
-    # Reduction starts while gradients are still being computed.
-    assert kinds.index("launched") < max(i for i, kind in enumerate(kinds) if kind == "grad_ready")
-    assert min(ddp.reducer.get_backward_stats()) > 0
-
-    # The ring keeps the last events, and counts the others.
-    ddp = model()
-    ddp.reducer.enable_timeline(10)
-    steps(ddp, 3)
-    events = ddp.reducer.timeline()
-    assert len(events) == 10 and events[-1].kind == "backward_end"
-    assert ddp.reducer.timeline_dropped() > 0
 
 
 @on_ranks(2)
@@ -115,9 +83,13 @@ def test_a_rank_that_sleeps_in_backward_is_the_straggler(rank, transport, world_
 @on_ranks(2)
 def test_each_step_is_complete_also_while_buckets_are_rebuilt():
     ddp = model()
+    steps(ddp, 1)
+    assert ddp.reducer.timeline() == []  # off by default
+    ddp = model()
     with profile(ddp) as recorded:
         steps(ddp, 3)
     assert recorded.incomplete == 0 and recorded.dropped == 0
+    assert min(ddp.reducer.get_backward_stats()) > 0
     assert recorded.names == tuple(name for name, _ in ddp.module.named_parameters())
     for step in recorded.steps:
         assert len(step.gradients) == 8
@@ -129,6 +101,8 @@ def test_each_step_is_complete_also_while_buckets_are_rebuilt():
             times += [bucket.wait_begin_ns, bucket.done_ns]
             assert None not in times and times == sorted(times)
             assert bucket.holder in bucket.params
+        # Reduction starts while gradients are still being computed.
+        assert min(bucket.launched_ns for bucket in step.buckets) < step.compute_end_ns
 
     # The last steps are kept, and the loss is said.
     with profile(ddp, steps=2) as recorded:
@@ -195,40 +169,32 @@ def test_what_is_refused_and_what_ends_a_profile():
     with pytest.raises(KeyError), profile(ddp) as recorded:
         steps(ddp, 2)
         raise KeyError("from the training loop")
-    assert len(recorded.steps) == 2
     assert len(ddp._forward_hooks) == hooks
     before = len(ddp.reducer.timeline())
     steps(ddp, 1)
     assert len(ddp.reducer.timeline()) == before  # off again
     assert len(recorded.steps) == 2
-    with profile(ddp) as again:
-        steps(ddp, 1)
-    assert len(again.steps) == 1
 
     # What cannot be profiled is refused in a sentence.
     for wrong in (nn.Linear(2, 2), TorchDDP(nn.Linear(2, 2)), None):
-        with pytest.raises(TypeError, match=r"wants a torchddp\.DistributedDataParallel.*got .*\."), profile(wrong):
-            pass
-        with pytest.raises(TypeError, match="wants a torchddp"):
-            monitor(wrong, print)
-    ddp = model()
-    with pytest.raises(ValueError, match="at least 1, got 0"), profile(ddp, steps=0):
-        pass
-    with pytest.raises(ValueError, match="at least 1, got 0"):
-        monitor(ddp, print, every=0)
-    with pytest.raises(TypeError, match="callback"):
-        monitor(ddp, 3)
+        for start in (profile, lambda wrong: monitor(wrong, print)):
+            with pytest.raises(TypeError, match=r"wants a torchddp\.DistributedDataParallel.*got .*\."):
+                start(wrong).__enter__()
     with profile(ddp) as outer:
-        with pytest.raises(RuntimeError, match="profiled already"), profile(ddp):
-            pass
+        assert_each_raises(
+            (lambda: profile(ddp, steps=0).__enter__(), ValueError, "at least 1, got 0"),
+            (lambda: monitor(ddp, print, every=0), ValueError, "at least 1, got 0"),
+            (lambda: monitor(ddp, 3), TypeError, "callback"),
+            (lambda: profile(ddp).__enter__(), RuntimeError, "profiled already"),
+        )
         steps(ddp, 1)
-    assert len(outer.steps) == 1  # the refused one did not end it
+    assert len(outer.steps) == 1  # the refused ones did not end it
     with profile(ddp) as empty:
         pass
-    with pytest.raises(ValueError, match="no complete step"):
-        empty.report()
-    with pytest.raises(ValueError, match="no step was recorded .* on all ranks"):
-        empty.gather()
+    assert_each_raises(
+        (empty.report, ValueError, "no complete step"),
+        (empty.gather, ValueError, "no step was recorded"),
+    )
 
 
 @on_ranks(2)
