@@ -25,8 +25,6 @@ from torchddp import TransportError
 from torchddp.ddp.model import SLOT_ALIGNMENT_BYTES
 from torchddp.ddp.same_model import verify_same_model
 
-pytestmark = pytest.mark.beyond_torch("reduces large gradients where they lie")
-
 LIMIT = LargeApart.adopt_bytes
 
 
@@ -111,7 +109,8 @@ def _run_parameters(model, rank, step):
 
 
 @on_ranks(2)
-def test_a_gradient_that_something_else_uses_is_left_alone(rank):
+def test_gradients_that_something_else_uses(rank):
+    # Left alone.
     model = seeded(Twice)
     ddp = LargeApart(model, transport="c10d")
     kept = []
@@ -121,10 +120,7 @@ def test_a_gradient_that_something_else_uses_is_left_alone(rank):
         grad, copy = kept[-1]
         assert torch.equal(grad, copy)
 
-
-@on_ranks(2)
-def test_a_gradient_that_something_else_used_when_it_came_is_copied(rank):
-    """That may still be reading it, on another stream, when the bucket is complete."""
+    # Copied if it used them when they came: it may still be reading, on another stream, when the bucket is complete.
     model = seeded(Late)
     made = _made(model)
     ddp = LargeApart(model, transport="c10d")
@@ -135,8 +131,8 @@ def test_a_gradient_that_something_else_used_when_it_came_is_copied(rank):
 
 
 @on_ranks(2)
-def test_models_inside_each_other_and_explicit_views_reduce_in_buckets(rank):
-    """Of two models neither may reduce in memory that the other one reads."""
+def test_models_inside_each_other_explicit_views_and_ranks_that_differ(rank):
+    # Of two models neither may reduce in memory that the other one reads.
     inner = _apart()
     with pytest.warns(UserWarning, match="already wrapped"):
         outer = LargeApart(inner, transport="c10d")
@@ -150,9 +146,7 @@ def test_models_inside_each_other_and_explicit_views_reduce_in_buckets(rank):
     for ddp in (inner, outer, views):
         assert ddp.reducer.bucket_memory_bytes >= sum(p.nbytes for p in inner.parameters())
 
-
-@on_ranks(2)
-def test_ranks_that_would_reduce_in_different_ways_are_told(rank):
+    # Ranks that would reduce in different ways are told.
     parameters = list(Mlp().parameters())
     names = [str(i) for i in range(len(parameters))]
     with pytest.raises(ValueError, match="rank 0: in their buckets, rank 1: where they lie"):
@@ -160,7 +154,8 @@ def test_ranks_that_would_reduce_in_different_ways_are_told(rank):
 
 
 @on_ranks(2)
-def test_gradients_of_another_layout_are_copied(rank):
+def test_layouts_hooks_and_statistics(rank):
+    # Gradients of another layout are copied.
     ddp, packed = _apart(), WholeBuckets(seeded(Mlp), transport="c10d")
     for model in (ddp, packed):
         for p in model.parameters():
@@ -170,9 +165,7 @@ def test_gradients_of_another_layout_are_copied(rank):
     assert_grads(grads_of(ddp), grads_of(packed), 0)
     assert not ddp.module.first.weight.grad.is_contiguous()
 
-
-@on_ranks(2)
-def test_a_hook_is_given_all_gradients_in_one_piece(rank):
+    # A hook is given all gradients in one piece.
     ddp = _apart()
     step_on(ddp, rank)
     sizes = []
@@ -190,9 +183,7 @@ def test_a_hook_is_given_all_gradients_in_one_piece(rank):
     assert sum(sizes) >= sum(p.numel() for p in ddp.parameters())
     assert_grads(grads_of(ddp), {name: 3 * grad for name, grad in want.items()})
 
-
-@on_ranks(2)
-def test_what_looks_at_averages_sees_the_large_ones(rank):
+    # What looks at averages sees the large ones.
     options = {"gradient_stats": True, "find_nonfinite": "raise"}
     ddp = _apart(**options)
     packed = WholeBuckets(seeded(Mlp), transport="c10d", **options)

@@ -74,10 +74,7 @@ class Told(StepObserver):
 @on_ranks(2)
 def test_what_observers_are_told(rank):
     """Steps of both kinds, errors, groups, the end of a group; nothing in evaluation."""
-    # All that is needed of one that derives from nothing.
-    only = mock.Mock(spec_set=["before_step", "on_error", "on_group_change", "close"])
     observers.register("told", Told)
-    observers.register("only", lambda session: only)
     model = DistributedDataParallel(nn.Linear(3, 2))
     told = model.observers.get("told").told
     step_on(model)
@@ -88,7 +85,6 @@ def test_what_observers_are_told(rank):
     with pytest.raises(RuntimeError):
         model(torch.ones(1, 5))
     assert told == ["reduced", "kept", "reduced", "RuntimeError"]
-    assert (only.before_step.call_count, only.on_error.call_count) == (3, 1)
     told.clear()
     step_on(model)
     alone = [dist.new_group([each]) for each in range(2)]
@@ -97,7 +93,6 @@ def test_what_observers_are_told(rank):
     model._update_process_group(dist.group.WORLD)
     model._update_process_group(alone[1 - rank])
     assert told == ["reduced", "group of 1", "reduced", "group of 2", "closed"]
-    assert (only.on_group_change.call_count, only.close.call_count) == (2, 1)
     observers.unregister("told")
     assert DistributedDataParallel(nn.Linear(3, 2)).observers.get("told") is None
 

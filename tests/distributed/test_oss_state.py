@@ -212,9 +212,6 @@ def test_one_rank_needs_no_consolidation_and_has_hooks(rank):
         pickle.dumps(oss)
 
 
-# --- frozen and new parameters ---
-
-
 def train_by_hand(params, others, oss, plain, steps):
     """Gradients as DDP would leave them; no wrapper, which has its own idea of what is trainable."""
     for step in steps:
@@ -299,24 +296,6 @@ def test_a_parameter_group_added_later(rank):
     with pytest.raises(ValueError, match="more than one parameter group"):
         oss.add_param_group({"params": [model[0]]})
     assert len(oss.param_groups) == 2
-
-
-# --- optimizers that are not torch's ---
-
-
-@on_ranks(2)
-def test_an_optimizer_with_state_of_any_shape(rank):
-    pair = twins(Preconditioned, groups=two_groups)
-    pair.train(range(2))
-    early = whole_state(pair.oss)
-    pair.train_alike(range(2, 4))
-    assert all(len(entry["history"]) == 2 for key, entry in early["state"].items() if key != "seen")
-    assert [group["steps"] for group in pair.oss.param_groups] == [4, 4]
-    whole = whole_state(pair.oss)
-    whole["state"][0]["matrix"] = torch.eye(3)
-    if 0 in pair.oss.local_state_dict()["sharded_params"]:
-        with pytest.raises(ValueError, match="'matrix' for parameter 0 of group 0"):
-            pair.oss.load_state_dict(whole)
 
 
 class Eager(torch.optim.Optimizer):

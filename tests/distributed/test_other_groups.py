@@ -16,8 +16,6 @@ from tests.models import Branches, Mlp, NormNet, assert_grads, batch, grads_of, 
 from torchddp import DistributedDataParallel
 from torchddp.errors import TransportError
 
-pytestmark = pytest.mark.beyond_torch("torch's reducer has no agreement between ranks that come from elsewhere")
-
 MODES = {
     "plain": {},
     "c10d": {"transport": "c10d"},

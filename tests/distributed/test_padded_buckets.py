@@ -2,7 +2,6 @@
 
 from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -14,8 +13,6 @@ from tests.whole_buckets import PaddedBuckets, PaddedSharded, WholeBuckets, Whol
 from torchddp import _C, comm_hooks
 from torchddp.ddp.model import SLOT_ALIGNMENT_BYTES
 from torchddp.optim import OSS
-
-pytestmark = pytest.mark.beyond_torch("pads the buckets of GPUs")
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.complex64]
 SHAPES = [(7,), (3, 5), (1,), (33, 2), (0,), (4, 3, 3, 3), (257,)]

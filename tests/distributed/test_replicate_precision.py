@@ -15,7 +15,6 @@ from tests.harness import each, on_ranks
 from tests.models import assert_same_training
 from torchddp.composable import ReplicateModule, unreplicate
 
-pytestmark = pytest.mark.beyond_torch("has no replicate() with our engine")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
