@@ -20,7 +20,7 @@ from tests.main_grads import HALVES, MICRO, expected, grad_of, kept, layers, los
 from tests.models import Branches, batch, loss_of, same_on_all_ranks, seeded
 from tests.pages import run_code
 from tests.whole_buckets import LargeApart, WholeBuckets
-from torchddp import DistributedDataParallel, comm_hooks
+from torchddp import DDP, comm_hooks
 from torchddp.composable import replicate
 from torchddp.sync import accumulate
 
@@ -40,7 +40,7 @@ def _assert_equal(got, want, share=0.0):
 def test_equal_to_sums_in_fp32(rank, shm_dtype, world_size):
     """Bit for bit where ranks are summed in their order: gloo's depends on the place in the bucket."""
     (c10d_dtype,) = {*HALVES} - {shm_dtype}
-    classes = [(DistributedDataParallel, None), (WholeBuckets, 0.01)]
+    classes = [(DDP, None), (WholeBuckets, 0.01)]
     for (transport, dtype), place, (cls, cap) in each([("shm", shm_dtype), ("c10d", c10d_dtype)], PLACES, classes):
         ddp = wrapped(layers(dtype), cls, transport=transport, main_grads_as=place, bucket_cap_mb=cap)
         for step, micro in enumerate([MICRO, 1]):  # buckets are rebuilt between them
@@ -52,24 +52,23 @@ def test_equal_to_sums_in_fp32(rank, shm_dtype, world_size):
         assert cls is WholeBuckets or ddp.reducer.bucket_memory_bytes == 4 * sum(p.numel() for p in ddp.parameters())
 
 
-PLAIN = DistributedDataParallel
 # And by which share of an element sums may be off.
 OPTIONS = [
     (LargeApart, {"transport": "c10d"}, 0),
-    (PLAIN, {"gradient_as_bucket_view": True}, 0),
-    (PLAIN, {"static_graph": True}, 0),
-    (PLAIN, {"sync": "forced_sync"}, 1e-6),
-    (PLAIN, {"sync": "multi_auto_sync"}, 1e-6),
-    (PLAIN, {"comm_hook": "bf16"}, 0.02),
-    (PLAIN, {"comm_hook": comm_hooks.FP16()}, 0.02),
-    (PLAIN, {"transport": "shm", "wire_dtype": BF16}, 0.02),
+    (DDP, {"gradient_as_bucket_view": True}, 0),
+    (DDP, {"static_graph": True}, 0),
+    (DDP, {"sync": "forced_sync"}, 1e-6),
+    (DDP, {"sync": "multi_auto_sync"}, 1e-6),
+    (DDP, {"comm_hook": "bf16"}, 0.02),
+    (DDP, {"comm_hook": comm_hooks.FP16()}, 0.02),
+    (DDP, {"transport": "shm", "wire_dtype": BF16}, 0.02),
 ]
 
 
 @EACH_PLACE
 @on_ranks(2)
 def test_with_other_options(rank, place):
-    for cls, options, share in each([*OPTIONS, *[(PLAIN, {"gradient_as_bucket_view": False}, 0)] * (place == "grad")]):
+    for cls, options, share in each([*OPTIONS, *[(DDP, {"gradient_as_bucket_view": False}, 0)] * (place == "grad")]):
         ddp = wrapped(layers(BF16), cls, main_grads_as=place, **options)
         for step in range(2):
             for i in accumulate(ddp, MICRO):
@@ -101,7 +100,7 @@ def test_reduced_as_by_a_hook_that_casts(rank, world_size):
         theirs = TorchDDP(layers(dtype))
         theirs.register_comm_hook(None, in_fp32)
         ours = [
-            DistributedDataParallel(layers(dtype), transport=transport, reduce_dtype=FP32, **options)
+            DDP(layers(dtype), transport=transport, reduce_dtype=FP32, **options)
             for options in ({}, {"gradient_as_bucket_view": False})
             for transport in ("shm", "c10d")
         ]
@@ -117,7 +116,7 @@ def test_reduced_as_by_a_hook_that_casts(rank, world_size):
                 assert {grad.dtype for grad in got} == {dtype}
 
 
-@pytest.mark.parametrize("cls", [DistributedDataParallel, WholeBuckets])
+@pytest.mark.parametrize("cls", [DDP, WholeBuckets])
 @on_ranks(2)
 def test_main_grad_is_the_bucket(rank, cls):
     """And what autograd made is gone after its hook."""
@@ -147,7 +146,8 @@ def test_main_grad_is_the_bucket(rank, cls):
 
 
 @on_ranks(2)
-def test_what_clears_main_grad(rank):
+def test_what_clears_fp32_gradients(rank):
+    # main_grad.
     ddp = wrapped(_Weight())
     weight, main = ddp.module.weight, ddp.module.weight.main_grad
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.0)
@@ -190,9 +190,7 @@ def test_what_clears_main_grad(rank):
         with pytest.raises(ValueError, match=r"'weight': main_grad must be None, or a tensor of shape \[4\]; got"):
             ddp(1.0)
 
-
-@on_ranks(2)
-def test_fp32_grad_is_cleared_as_ever_also_by_a_scaler(rank):
+    # .grad, as ever, also by a scaler.
     ddp = wrapped(_Weight(torch.float16), main_grads_as="grad")
     weight = ddp.module.weight
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.5, momentum=0.9)
@@ -216,7 +214,7 @@ def _backward(model, rank, step, branch):
     model(_input(rank, step), branch).float().sum().backward()
 
 
-@pytest.mark.parametrize("cls", [DistributedDataParallel, WholeBuckets])
+@pytest.mark.parametrize("cls", [DDP, WholeBuckets])
 @EACH_PLACE
 @on_ranks(2)
 def test_unused_parameters(rank, place, cls):
@@ -297,8 +295,8 @@ def test_join_stats_and_nonfinite(rank, place):
 
 
 @on_ranks(2)
-def test_models_of_several_dtypes(rank):
-    """One rule: 16 bits are kept in fp32, the others in their own dtype; and in the same place."""
+def test_models_of_several_dtypes_and_ranks_that_differ(rank):
+    # One rule: 16 bits are kept in fp32, the others in their own dtype; and in the same place.
 
     class Mixed(nn.Module):
         def __init__(self):
@@ -314,7 +312,7 @@ def test_models_of_several_dtypes(rank):
             return self.fp64(x.double()).sum()
 
     wants = sums(Mixed(), 2, 1, lambda model, r, i: model(_input(r, 0)).backward())
-    main, reduced = wrapped(Mixed()), DistributedDataParallel(Mixed(), reduce_dtype=FP32)
+    main, reduced = wrapped(Mixed()), DDP(Mixed(), reduce_dtype=FP32)
     for ddp in (main, wrapped(Mixed(), main_grads_as="grad"), reduced):
         for _ in range(2):
             ddp.zero_grad()
@@ -325,10 +323,16 @@ def test_models_of_several_dtypes(rank):
             assert (p.grad is None) == (ddp is main)
     assert main.reducer.bucket_memory_bytes == sum(p.numel() * max(4, p.dtype.itemsize) for p in main.parameters())
 
+    # Ranks that differ.
+    text = r"\[1\]: params\[0\] \('weight'\) in this process has dtype bfloat16 \(reduced in float32\), in process 0"
+    with pytest.raises(RuntimeError, match=text):
+        DDP(_Weight(), main_grads=FP32 if rank == 1 else None)
+
 
 @EACH_PLACE
 @on_ranks(2)
-def test_layouts_that_are_not_row_major(rank, place):
+def test_layouts_that_are_not_row_major_and_copies(rank, place):
+    # Layouts that are not row-major.
     def backward(model, rank, micro):
         loss_of(model(batch(rank, micro, 2, 3, 8, 8, dtype=BF16)).float()).backward()
 
@@ -342,6 +346,21 @@ def test_layouts_that_are_not_row_major(rank, place):
     got = getattr(ddp.module.weight, place)
     assert got.is_contiguous(memory_format=torch.channels_last)
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-4)
+
+    # Copies.
+    ddp = wrapped(_Weight(), main_grads_as=place)
+    ddp(2.0).backward()
+    file = io.BytesIO()
+    torch.save(ddp, file)
+    file.seek(0)
+    for other in (copy.deepcopy(ddp), pickle.loads(pickle.dumps(ddp)), torch.load(file, weights_only=False)):
+        assert grad_of(other.module.weight) is not grad_of(ddp.module.weight)
+        other.zero_grad()
+        other(float(rank)).backward()
+        grad = getattr(other.module.weight, place)
+        assert grad.dtype == FP32 and grad.tolist() == [0.5] * 4
+        assert place == "grad" or other.module.weight.grad is None
+    assert grad_of(ddp.module.weight).tolist() == [2.0] * 4
 
 
 @EACH_PLACE
@@ -390,24 +409,6 @@ def test_it_is_kept_as_grad_is(rank):
     assert wide.weight.grad.dtype == FP32 and wide.weight.grad.tolist() == [3.0] * 4
 
 
-@EACH_PLACE
-@on_ranks(2)
-def test_copies(rank, place):
-    ddp = wrapped(_Weight(), main_grads_as=place)
-    ddp(2.0).backward()
-    file = io.BytesIO()
-    torch.save(ddp, file)
-    file.seek(0)
-    for other in (copy.deepcopy(ddp), pickle.loads(pickle.dumps(ddp)), torch.load(file, weights_only=False)):
-        assert grad_of(other.module.weight) is not grad_of(ddp.module.weight)
-        other.zero_grad()
-        other(float(rank)).backward()
-        grad = getattr(other.module.weight, place)
-        assert grad.dtype == FP32 and grad.tolist() == [0.5] * 4
-        assert place == "grad" or other.module.weight.grad is None
-    assert grad_of(ddp.module.weight).tolist() == [2.0] * 4
-
-
 @pytest.mark.parametrize("section", ["In main_grad", "In .grad"])
 @on_ranks(2)
 def test_example(rank, section):
@@ -442,7 +443,7 @@ REFUSED = [
 def test_options_and_models_that_do_not_go(rank):
     for options, text in REFUSED:
         with pytest.raises(ValueError, match=text):
-            DistributedDataParallel(_Weight(), **options)
+            DDP(_Weight(), **options)
 
     def embedding(dtype):
         return nn.Embedding(4, 4, sparse=True, dtype=dtype)
@@ -450,19 +451,12 @@ def test_options_and_models_that_do_not_go(rank):
     for dtype in (BF16, FP32):
         with pytest.raises(ValueError, match=r"main_grads=torch.float32 needs dense gradients.*'weight'"):
             wrapped(embedding(dtype))
-    DistributedDataParallel(embedding(FP32), reduce_dtype=FP32)(torch.tensor([1])).sum().backward()
+    DDP(embedding(FP32), reduce_dtype=FP32)(torch.tensor([1])).sum().backward()
     with pytest.raises(ValueError, match=r"reduce_dtype=torch.float32 needs dense gradients.*'weight'"):
-        DistributedDataParallel(embedding(BF16), reduce_dtype=FP32)
+        DDP(embedding(BF16), reduce_dtype=FP32)
     with pytest.raises(ValueError, match=r"already wrapped with main_grads"):
-        DistributedDataParallel(wrapped(_Weight()))
+        DDP(wrapped(_Weight()))
     with pytest.raises(ValueError, match=r"main_grads=torch.float32 conflicts with a model that is wrapped twice"):
-        wrapped(DistributedDataParallel(_Weight()))
+        wrapped(DDP(_Weight()))
     with pytest.raises(TypeError, match=r"replicate\(\) has no argument 'main_grads': use torchddp.Dist"):
         replicate(_Weight(), main_grads=FP32)
-
-
-@on_ranks(2)
-def test_ranks_that_differ(rank):
-    text = r"\[1\]: params\[0\] \('weight'\) in this process has dtype bfloat16 \(reduced in float32\), in process 0"
-    with pytest.raises(RuntimeError, match=text):
-        DistributedDataParallel(_Weight(), main_grads=FP32 if rank == 1 else None)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.harness import logged, on_ranks
-from torchddp import DistributedDataParallel
+from torchddp import DDP
 from torchddp.ddp import observers
 from torchddp.ddp.observers import StepObserver
 
@@ -41,9 +41,9 @@ def test_the_observer_of_the_docs(rank, tmp_path, monkeypatch):
     lines = logged()
     exec(line, {"observers": observers})
     assert "step_rate" not in sys.modules  # until a model wants it
-    without = DistributedDataParallel(nn.Linear(3, 2), static_graph=True)
+    without = DDP(nn.Linear(3, 2), static_graph=True)
     assert without.observers.get("step_rate") is None
-    model, other = (DistributedDataParallel(nn.Linear(3, 2)) for _ in range(2))
+    model, other = (DDP(nn.Linear(3, 2)) for _ in range(2))
     importlib.import_module("step_rate").StepRate.EVERY = 3
     for _ in range(7):
         step_on(model)
@@ -75,7 +75,7 @@ class Told(StepObserver):
 def test_what_observers_are_told(rank):
     """Steps of both kinds, errors, groups, the end of a group; nothing in evaluation."""
     observers.register("told", Told)
-    model = DistributedDataParallel(nn.Linear(3, 2))
+    model = DDP(nn.Linear(3, 2))
     told = model.observers.get("told").told
     step_on(model)
     with model.no_sync():
@@ -94,7 +94,7 @@ def test_what_observers_are_told(rank):
     model._update_process_group(alone[1 - rank])
     assert told == ["reduced", "group of 1", "reduced", "group of 2", "closed"]
     observers.unregister("told")
-    assert DistributedDataParallel(nn.Linear(3, 2)).observers.get("told") is None
+    assert DDP(nn.Linear(3, 2)).observers.get("told") is None
 
 
 @on_ranks(2)
@@ -103,7 +103,7 @@ def test_errors(rank):
     strict = mock.Mock(spec_set=StepObserver)
     strict.before_step.side_effect = [None, ValueError("two steps are enough"), None]
     observers.register("strict", lambda session: strict)
-    model = DistributedDataParallel(nn.Linear(3, 2))
+    model = DDP(nn.Linear(3, 2))
     step_on(model)
     with pytest.raises(ValueError, match="two steps are enough"):
         step_on(model)
@@ -111,7 +111,7 @@ def test_errors(rank):
     assert strict.before_step.call_count == 3
     fail = mock.Mock(side_effect=OSError(24, "Too many open files"))
     observers.register("hang_reports", fail, is_optional=True)
-    assert DistributedDataParallel(nn.Linear(3, 2)).observers.get("hang_reports") is None
+    assert DDP(nn.Linear(3, 2)).observers.get("hang_reports") is None
     observers.register("hang_reports", fail)
     with pytest.raises(OSError, match="Too many open files"):
-        DistributedDataParallel(nn.Linear(3, 2))
+        DDP(nn.Linear(3, 2))

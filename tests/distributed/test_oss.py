@@ -10,7 +10,7 @@ from torch.optim import lr_scheduler
 
 from tests.harness import assert_each_raises, each, gathered, on_ranks
 from tests.models import Mlp, same_on_all_ranks, seeded
-from tests.oss import assert_same_state, float_mlp, twins, two_groups, weights, whole_state
+from tests.oss import float_mlp, twins, two_groups, weights
 from torchddp.optim import OSS
 
 OPTIMIZERS = [
@@ -98,53 +98,18 @@ def test_dtypes_that_no_backend_has_and_order_of_messages(rank, monkeypatch):
     assert count > 2 and events == ["start"] * count + ["wait"] * count
 
 
-@on_ranks(2, backend="torchddp_shm")
-def test_the_shm_backend(rank):
-    pair = twins()
-    pair.train_alike(range(3))
-    assert_same_state(whole_state(pair.oss), pair.plain.state_dict())
-
-
-@on_ranks(3)
-def test_a_group_of_some_ranks(rank):
-    group = dist.new_group([2, 0])
-    param = torch.nn.Parameter(torch.ones(3))
-    if rank == 1:
-        with pytest.raises(ValueError, match="rank 1 is not in the process group"):
-            OSS([param], group=group)
-        return
-    oss = OSS([param, torch.nn.Parameter(torch.ones(2))], torch.optim.SGD, group=group, lr=1.0)
-    param.grad = torch.ones(3)
-    oss.step()
-    assert (oss.rank, oss.world_size, oss.param_to_rank[param], param.tolist()) == (rank // 2, 2, 0, [0.0] * 3)
-
-
-SCHEDULERS = {
-    "step": lambda optimizer: lr_scheduler.StepLR(optimizer, 2, 0.5),
-    "cosine": lambda optimizer: lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 4),
-    "one_cycle": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=20),  # changes betas as well
-    "plateau": lambda optimizer: lr_scheduler.ReduceLROnPlateau(optimizer, patience=1),
-}
-
-
 @on_ranks(2)
-def test_schedulers(rank):
-    for kind, make in each(SCHEDULERS.items()):
-        pair = twins(groups=two_groups)
-        both = [make(pair.oss), make(pair.plain)]
-        seen = set()
-        for step in range(12):
-            pair.train(range(step, step + 1))
-            for scheduler in both:
-                scheduler.step(*([1.0] if kind == "plateau" else []))
-            assert [g["lr"] for g in pair.oss.param_groups] == [g["lr"] for g in pair.plain.param_groups]
-            seen.add(pair.oss.param_groups[1]["lr"])
-        pair.assert_equal()
-        assert len(seen) > 1
+def test_schedulers_closures_hooks_and_named_parameters(rank):
+    # A scheduler.
+    pair = twins(groups=two_groups)
+    both = [lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=20) for optimizer in (pair.oss, pair.plain)]
+    for step in range(12):  # betas change as well
+        pair.train_alike(range(step, step + 1))
+        for scheduler in both:
+            scheduler.step()
+        assert [g["lr"] for g in pair.oss.param_groups] == [g["lr"] for g in pair.plain.param_groups]
 
-
-@on_ranks(2)
-def test_closures_hooks_and_zero_grad(rank):
+    # Closures, hooks and zero_grad.
     pair = twins()
     calls = []
     pair.oss.register_step_post_hook(lambda *args: calls.append("hook"))
@@ -162,6 +127,16 @@ def test_closures_hooks_and_zero_grad(rank):
     assert all(p.grad is not None and not p.grad.any() for p in pair.model.parameters())
     pair.oss.zero_grad()
     assert all(p.grad is None for p in pair.model.parameters())
+
+    # Named parameters, some of them without a gradient.
+    model = seeded(float_mlp)
+    oss = OSS(model.named_parameters(), torch.optim.AdamW)
+    model.first.weight.grad = torch.ones_like(model.first.weight)
+    before = [p.detach().clone() for p in model.parameters()]
+    oss.step()
+    changed = [not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)]
+    assert changed == [True, *[False] * 4] and same_on_all_ranks([model.first.weight])
+    assert oss.param_groups[0]["param_names"][0] == "first.weight"
 
 
 @on_ranks(1, 3)
@@ -181,7 +156,8 @@ def test_clipping_is_that_of_all_gradients(rank):
 
 
 @on_ranks(3)
-def test_a_norm_that_is_not_finite_is_known_to_all_ranks(rank):
+def test_what_one_rank_has_is_told_to_all(rank):
+    # A norm that is not finite.
     for norm_type, value in each([2.0, math.inf], [math.nan, math.inf]):
         params = [torch.nn.Parameter(torch.ones(4)) for _ in range(3)]
         oss = OSS(params, torch.optim.SGD, lr=1.0)
@@ -194,6 +170,17 @@ def test_a_norm_that_is_not_finite_is_known_to_all_ranks(rank):
         assert str(oss.clip_grad_norm(1.0, norm_type).item()) == str(value)
     with pytest.raises(ValueError, match="norm_type"):
         oss.clip_grad_norm(1.0, 0.0)
+
+    # A scaler that has found something on one rank alone.
+    params = [torch.nn.Parameter(torch.ones(4)) for _ in range(2)]
+    oss = OSS(params, torch.optim.SGD, lr=1.0)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    for param in params:
+        param.grad = torch.full((4,), math.inf if rank == 1 else 1.0)
+    with pytest.raises(RuntimeError, match="not finite on rank 1 only, of 3 ranks"):
+        scaler.step(oss)
+    assert torch.equal(params[0], torch.ones(4))
 
 
 @on_ranks(1, 2)
@@ -216,33 +203,9 @@ def test_grad_scaler(rank):
             pair.assert_equal(**({"rtol": 1e-5, "atol": 1e-6} if fused and not clip else {}))
 
 
-@on_ranks(3)
-def test_grad_scaler_ranks_that_disagree(rank):
-    params = [torch.nn.Parameter(torch.ones(4)) for _ in range(2)]
-    oss = OSS(params, torch.optim.SGD, lr=1.0)
-    scaler = torch.amp.GradScaler("cpu")
-    scaler.scale(torch.ones(()))
-    for param in params:
-        param.grad = torch.full((4,), math.inf if rank == 1 else 1.0)
-    with pytest.raises(RuntimeError, match="not finite on rank 1 only, of 3 ranks"):
-        scaler.step(oss)
-    assert torch.equal(params[0], torch.ones(4))
-
-
 @on_ranks(2)
-def test_named_parameters_of_which_some_have_no_gradient(rank):
-    model = seeded(float_mlp)
-    oss = OSS(model.named_parameters(), torch.optim.AdamW)
-    model.first.weight.grad = torch.ones_like(model.first.weight)
-    before = [p.detach().clone() for p in model.parameters()]
-    oss.step()
-    changed = [not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)]
-    assert changed == [True, *[False] * 4] and same_on_all_ranks([model.first.weight])
-    assert oss.param_groups[0]["param_names"][0] == "first.weight"
-
-
-@on_ranks(2)
-def test_arguments(rank):
+def test_arguments_and_sparse_gradients(rank):
+    # Arguments.
     assert_each_raises(
         (lambda: OSS(weights(2), torch.nn.Linear), TypeError, "optim must be a class of torch.optim.Optimizer, got <"),
         (lambda: OSS(weights(2), "AdamW"), TypeError, "optim must be a class of torch.optim.Optimizer, got 'AdamW'"),
@@ -254,6 +217,16 @@ def test_arguments(rank):
         (lambda: OSS(weights(2), torch.optim.SGD, lr=-1.0), ValueError, "Invalid learning rate"),
         (lambda: OSS(weights(2), torch.optim.SGD, speed=1.0), TypeError, "speed"),
     )
+
+    # Sparse gradients.
+    named = [("dense", weights(3)[0]), ("embedding", weights((4, 2))[0])]
+    oss = OSS(named, torch.optim.SGD, lr=1.0)
+    named[0][1].grad = torch.ones(3)
+    named[1][1].grad = torch.ones(4, 2).to_sparse()
+    text = "OSS takes no sparse gradients, and that of parameter 1 of group 0 ('embedding') is sparse"
+    assert_each_raises((oss.step, RuntimeError, text), (lambda: oss.clip_grad_norm(1.0), RuntimeError, text))
+    assert torch.equal(named[0][1], torch.ones(3))
+    dist.barrier()
 
 
 def test_without_a_process_group():
@@ -297,7 +270,8 @@ def test_ranks_that_differ(rank):
 
 
 @on_ranks(2)
-def test_an_error_on_one_rank_reaches_all(rank):
+def test_errors_of_one_rank_and_differences_between_ranks(rank):
+    # An error on one rank reaches all.
     class Picky(torch.optim.SGD):
         """Refuses matrices."""
 
@@ -322,9 +296,7 @@ def test_an_error_on_one_rank_reaches_all(rank):
     )
     assert len(oss.param_groups) == 1 and list(thawing.param_to_rank) == frozen[:1]
 
-
-@on_ranks(2)
-def test_ranks_that_thaw_or_add_different_parameters(rank):
+    # Ranks that thaw or add different parameters.
     params = weights(3, 2)
     params[1].requires_grad_(False)
     oss = OSS(params)
@@ -335,15 +307,3 @@ def test_ranks_that_thaw_or_add_different_parameters(rank):
     assert_each_raises((lambda: oss.add_param_group(more), RuntimeError, "parameter 0 of group 1: float32[8]"))
     assert len(oss.param_groups) == 1 and list(oss.param_to_rank) == params[:1]
     oss.refresh_trainable()
-
-
-@on_ranks(2)
-def test_sparse_gradients(rank):
-    named = [("dense", weights(3)[0]), ("embedding", weights((4, 2))[0])]
-    oss = OSS(named, torch.optim.SGD, lr=1.0)
-    named[0][1].grad = torch.ones(3)
-    named[1][1].grad = torch.ones(4, 2).to_sparse()
-    text = "OSS takes no sparse gradients, and that of parameter 1 of group 0 ('embedding') is sparse"
-    assert_each_raises((oss.step, RuntimeError, text), (lambda: oss.clip_grad_norm(1.0), RuntimeError, text))
-    assert torch.equal(named[0][1], torch.ones(3))
-    dist.barrier()

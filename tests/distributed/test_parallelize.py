@@ -315,9 +315,6 @@ def test_tensor_parallel_over_mp(rank: int, kind: str, world_size: int):
         assert_same_training(parallelize(net, config), seeded(Net))
 
 
-# --- docs/parallelize.md ---
-
-
 @on_ranks(2)
 def test_the_pages_example():
     names = run_code("parallelize.md")

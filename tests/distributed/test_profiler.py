@@ -1,5 +1,6 @@
-"""The timeline of a step, the times that the logging fields are filled from, and `torchddp.profiler` on real ranks."""
+"""`torchddp.profiler`, the times in the logging fields, and `record_profile` on real ranks."""
 
+import itertools
 import json
 import time
 from statistics import median, mode
@@ -10,9 +11,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from tests.harness import assert_each_raises, each, gathered, on_ranks
-from torchddp import DistributedDataParallel
+from torchddp import DDP
+from torchddp.plan.record_profile import record_profile
 from torchddp.profiler import monitor, profile, ranks
 from torchddp.profiler.ranks import Clock
+from torchddp.simulate.predict import model_error
 
 SLEEP_S = 0.1
 
@@ -20,7 +23,7 @@ SLEEP_S = 0.1
 def model(count=4, **options):
     torch.manual_seed(0)
     layers = nn.Sequential(*(nn.Linear(16, 16) for _ in range(count)))
-    return DistributedDataParallel(layers, bucket_cap_mb=0.001, **options)
+    return DDP(layers, bucket_cap_mb=0.001, **options)
 
 
 def steps(ddp, count):
@@ -79,7 +82,8 @@ def test_a_rank_that_sleeps_in_backward_is_the_straggler(rank, transport, world_
 
 
 @on_ranks(2)
-def test_each_step_is_complete_also_while_buckets_are_rebuilt():
+def test_each_step_is_complete():
+    # Also while buckets are rebuilt.
     ddp = model()
     steps(ddp, 1)
     assert ddp.reducer.timeline() == []  # off by default
@@ -109,9 +113,7 @@ def test_each_step_is_complete_also_while_buckets_are_rebuilt():
     assert recorded.dropped > 0
     assert f"{recorded.dropped} events of earlier steps were overwritten" in " ".join(recorded.report().split())
 
-
-@on_ranks(2)
-def test_a_parameter_without_gradient_and_a_skipped_bucket():
+    # With a parameter without gradient, and a skipped bucket.
     ddp = model(2, find_unused_parameters=True, skip_all_reduce_unused_params=True)
     layers = ddp.module
     layers.forward = lambda inputs: layers[1](inputs)
@@ -167,8 +169,7 @@ def test_what_is_refused_and_what_ends_a_profile():
     with profile(ddp) as empty:
         pass
     assert_each_raises(
-        (empty.report, ValueError, "no complete step"),
-        (empty.gather, ValueError, "no step was recorded"),
+        (empty.report, ValueError, "no complete step"), (empty.gather, ValueError, "no step was recorded")
     )
 
 
@@ -228,3 +229,39 @@ def test_monitors():
     # Two ways to the same numbers; the process may have lost its core between two readings of a clock.
     assert values["ddp/step_ms"] == pytest.approx(step.duration_ns / 1e6, rel=0.5, abs=5)
     assert 0 < values["ddp/comm_ms"] < values["ddp/step_ms"]
+
+
+@on_ranks(2)
+def test_the_model_fits_a_small_step_with_overhead_and_a_late_rank(rank):
+    """What a small step costs besides computing is in what `record_profile` finds."""
+    torch.manual_seed(0)
+    ddp = DDP(nn.Sequential(*(nn.Linear(16, 16) for _ in range(4))), transport="c10d")
+    number = itertools.count()
+
+    def step():
+        # One of them is late in each step, before its forward begins.
+        if next(number) % 2 == rank:
+            time.sleep(SLEEP_S)
+        ddp(torch.ones(2, 16)).sum().backward()
+
+    profile = record_profile(ddp, step, steps=4)
+    assert next(number) >= 4 + 2 * 4
+    assert 0.8 * SLEEP_S < profile.overhead_s < 3 * SLEEP_S, profile
+    error = model_error(profile)
+    assert error is not None and abs(error) < 0.4, profile
+    assert gathered(profile.to_dict()) == [profile.to_dict()] * 2
+
+
+@on_ranks(2)
+def test_of_short_steps_more_are_recorded():
+    ddp = DDP(nn.Linear(4, 4))
+    number = itertools.count()
+
+    def step():
+        next(number)
+        ddp(torch.ones(1, 4)).sum().backward()
+
+    record_profile(ddp, step, steps=1)
+    assert next(number) > 4 + 2 * 4
+    with pytest.raises(ValueError, match="steps must be at least 1"):
+        record_profile(ddp, step, steps=0)

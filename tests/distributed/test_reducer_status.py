@@ -1,8 +1,9 @@
 """What a reducer tells of itself to another thread; what hang reports make of it is in tests/fault."""
 
 import threading
-import time
+from concurrent.futures import ThreadPoolExecutor, wait
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -43,7 +44,7 @@ class Branching(Mlp):
 @on_ranks(1)
 def test_waits_and_plans():
     # Waits inside each other.
-    reducer = torchddp.DistributedDataParallel(seeded(Mlp), transport="c10d").reducer
+    reducer = torchddp.DDP(seeded(Mlp), transport="c10d").reducer
     told = lambda: (reducer.status()["phase"], reducer.status()["waits_for"])  # noqa: E731
     outer = reducer.begin_wait("the first")
     inner = reducer.begin_wait("the second")
@@ -57,27 +58,25 @@ def test_waits_and_plans():
     assert told() == ("idle", "")
 
     # Other threads run while an error waits to see who is gone.
-    reducer = torchddp.DistributedDataParallel(seeded(Mlp), transport="c10d").reducer
+    reducer = torchddp.DDP(seeded(Mlp), transport="c10d").reducer
     here = rank_state.process_identity()
     reducer.set_peers([(1, here["pid"], here["started"])])  # which stays: it looks for as long as it does
-    turns, over = [0], threading.Event()
+    turns, over = [], threading.Event()
 
     def count():
-        while not over.is_set():
-            turns[0] += 1
-            time.sleep(0.001)
+        while not over.wait(0.001):
+            turns.append(0)
 
-    thread = threading.Thread(target=count)
-    thread.start()
-    before = turns[0]
-    assert reducer.with_failure_note("text") == "text"
-    passed = turns[0] - before  # 300 ms; with the GIL taken away from the thread, one or two
-    over.set()
-    thread.join()
+    with ThreadPoolExecutor() as pool:
+        pool.submit(count)
+        before = len(turns)
+        assert reducer.with_failure_note("text") == "text"
+        passed = len(turns) - before  # 300 ms; with the GIL taken away from the thread, one or two
+        over.set()
     assert passed >= 5
 
     # Plans outlive the buckets they describe.
-    ddp = torchddp.DistributedDataParallel(Branching(), bucket_cap_mb=0.0001)
+    ddp = torchddp.DDP(Branching(), bucket_cap_mb=0.0001)
     ddp.reducer._push_all_rebuilt_params()
     plan, buckets = ddp.reducer.plan, ddp.reducer.plan.buckets
     before = [(b.params, b.offsets, b.numel) for b in buckets]
@@ -92,22 +91,21 @@ def test_waits_and_plans():
 def test_while_buckets_are_rebuilt_and_models_go(rank):
     """Under rebuilds, checkpoints that run a backward inside of a backward, and static graphs."""
     for options in ({}, {"static_graph": True}, {"find_unused_parameters": True}):
-        ddp = torchddp.DistributedDataParallel(seeded(Mlp), bucket_cap_mb=0.001, **options)
+        ddp = torchddp.DDP(seeded(Mlp), bucket_cap_mb=0.001, **options)
         seen, over = [], threading.Event()
 
         def look(reducer=ddp.reducer, seen=seen, over=over):
             while not over.wait(0.002):
                 seen.append(reducer.status())
 
-        thread = threading.Thread(target=look)
-        thread.start()
-        for step in range(30):
-            step_on(ddp, rank, step)
-            if step % 5 == 0 and not ddp.static_graph:
-                ddp.reducer.reset_state()
-                ddp._has_rebuilt_buckets = False
-        over.set()
-        thread.join()
+        with ThreadPoolExecutor() as pool:
+            pool.submit(look)
+            for step in range(30):
+                step_on(ddp, rank, step)
+                if step % 5 == 0 and not ddp.static_graph:
+                    ddp.reducer.reset_state()
+                    ddp._has_rebuilt_buckets = False
+            over.set()
         assert all(s["backward"] != "failed" and not s["error"] for s in seen)
         assert len(seen) > 1 and seen[-1]["step"] <= 30
         idle = ddp.reducer.status()
@@ -122,7 +120,7 @@ def test_while_buckets_are_rebuilt_and_models_go(rank):
 @on_ranks(1)
 def test_a_step_that_fails_while_a_bucket_is_launched(rank):
     """As hooks of two devices can: what one launches is no bucket in flight after the other has given up."""
-    ddp = torchddp.DistributedDataParallel(Mlp(), bucket_cap_mb=0.0001)
+    ddp = torchddp.DDP(Mlp(), bucket_cap_mb=0.0001)
     launched, go_on = threading.Event(), threading.Event()
 
     def hook(state, bucket):
@@ -139,25 +137,15 @@ def test_a_step_that_fails_while_a_bucket_is_launched(rank):
     parameters = list(ddp.parameters())
     parameters[last].grad = torch.zeros_like(parameters[last])
     parameters[0].grad = torch.zeros_like(parameters[0]).to_sparse()
-    errors = []
-
-    def fails():
-        try:
-            ddp.reducer._autograd_hook(0)
-        except RuntimeError as error:
-            errors.append(str(error))
-
-    launches = threading.Thread(target=ddp.reducer._autograd_hook, args=(last,))
-    gives_up = threading.Thread(target=fails)
-    launches.start()
-    assert launched.wait(60.0)
-    gives_up.start()
-    gives_up.join(0.5)  # it may wait for the launch
-    go_on.set()
-    for thread in (launches, gives_up):
-        thread.join(60.0)
-        assert not thread.is_alive()
-    assert "got a Sparse gradient" in errors[0]
+    with ThreadPoolExecutor() as pool:
+        launches = pool.submit(ddp.reducer._autograd_hook, last)
+        assert launched.wait(60.0)
+        gives_up = pool.submit(ddp.reducer._autograd_hook, 0)
+        wait([gives_up], 0.5)  # it may wait for the launch
+        go_on.set()
+        launches.result(60.0)
+        with pytest.raises(RuntimeError, match="got a Sparse gradient"):
+            gives_up.result(60.0)
     status = ddp.reducer.status()
     assert {bucket["state"] for bucket in status["buckets"]} == {"idle"} and not status["armed"]
     # The next step is as any other.

@@ -192,7 +192,8 @@ def do_without_streams():
 
 
 @on_ranks(2)
-def test_optimizers_in_backward(rank):
+def test_optimizers_in_backward_and_torchs_mixed_precision(rank):
+    # Optimizers in backward.
     do_without_streams()
     module, plain = seeded(mlp), seeded(mlp)
     options = {"lr": 0.1, "momentum": 0.9}
@@ -219,6 +220,17 @@ def test_optimizers_in_backward(rank):
     set_first(True, model, reference)
     train_both()
     assert all(p.grad is None for p in module.parameters())
+
+    # torch's mixed precision.
+    precision = torch.nn.parallel.distributed._MixedPrecision(*[torch.bfloat16] * 3)
+    model = DDP(seeded(mlp), mixed_precision=precision)
+    frozen_then_thawed(model, rank)
+    module = model.module
+    grow(module)
+    model.refresh_trainable()
+    before = module.extra.weight.clone()
+    train(model, rank)
+    assert not torch.equal(module.extra.weight, before) and module.extra.weight.dtype == torch.float32
 
 
 @on_ranks(2)
@@ -255,20 +267,6 @@ def test_options_go_on(rank):
         frozen_then_thawed(copied, rank)
         assert not copied._comm_hooks
     frozen_then_thawed(model, rank)
-
-
-@on_ranks(2)
-def test_torchs_mixed_precision(rank):
-    do_without_streams()
-    precision = torch.nn.parallel.distributed._MixedPrecision(*[torch.bfloat16] * 3)
-    model = DDP(seeded(mlp), mixed_precision=precision)
-    frozen_then_thawed(model, rank)
-    module = model.module
-    grow(module)
-    model.refresh_trainable()
-    before = module.extra.weight.clone()
-    train(model, rank)
-    assert not torch.equal(module.extra.weight, before) and module.extra.weight.dtype == torch.float32
 
 
 @on_ranks(2)
@@ -574,9 +572,7 @@ def test_nothing_to_train_join_and_what_can_not_be_refreshed(rank):
     model.refresh_trainable()
     step()
 
-
-@on_ranks(2)
-def test_a_rank_whose_backward_is_not_complete_tells_the_others(rank):
+    # A rank whose backward is not complete tells the others.
     module = seeded(Mlp)
     model = DDP(module, bucket_cap_mb=100)
     train_twice(model, rank)

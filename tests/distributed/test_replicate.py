@@ -36,7 +36,7 @@ from torchddp.composable import ReplicateModule, engine_of, unreplicate
 
 def both(make=Mlp, **options):
     """Replicated, and in our wrapper."""
-    return torchddp.replicate(seeded(make), **options), torchddp.DistributedDataParallel(seeded(make), **options)
+    return torchddp.replicate(seeded(make), **options), torchddp.DDP(seeded(make), **options)
 
 
 def train(model, rank, steps=4, optimizer=None, **zero_grad):
@@ -69,7 +69,7 @@ def test_same_bits_as_the_wrapper_and_as_torchs_class(rank, world_size):
         parameters = list(model.parameters())
         assert torchddp.replicate(model, bucket_cap_mb=0.001, **options) is model
         assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
-        wrapped = torchddp.DistributedDataParallel(seeded(Mlp), bucket_cap_mb=0.001, **options)
+        wrapped = torchddp.DDP(seeded(Mlp), bucket_cap_mb=0.001, **options)
         assert_trains_alike(model, wrapped, rank)
     torchs = TorchDDP(seeded(Mlp))
     train(torchs, rank)
@@ -105,7 +105,7 @@ def test_the_module_stays_what_it_is_and_is_freed(rank):
 def test_optimizers_and_checkpoints(rank):
     # Optimizer made before or after.
     for before, set_to_none in each([True, False], [True, False]):
-        model, wrapped = seeded(Mlp), torchddp.DistributedDataParallel(seeded(Mlp))
+        model, wrapped = seeded(Mlp), torchddp.DDP(seeded(Mlp))
         optimizer = torch.optim.AdamW(model.parameters()) if before else None
         torchddp.replicate(model)
         optimizer = optimizer or torch.optim.AdamW(model.parameters())
@@ -215,7 +215,7 @@ def test_parts_by_themselves(rank):
     assert same == {"first.weight", "first.bias"}
 
     # As models are given to fully_shard: each module reduces what is not inside of another.
-    model, wrapped = seeded(Mlp), torchddp.DistributedDataParallel(seeded(Mlp))
+    model, wrapped = seeded(Mlp), torchddp.DDP(seeded(Mlp))
     torchddp.replicate(model.middle)
     torchddp.replicate(model)
     with reductions(4):
@@ -309,7 +309,7 @@ def test_a_forward_that_fails_and_one_that_calls_itself(rank):
 @pytest.mark.parametrize("how", ["compile(replicate)", "replicate(compile)", "module.compile"])
 @on_ranks(2)
 def test_compiled(rank, how):
-    model, wrapped = seeded(Mlp), torchddp.DistributedDataParallel(seeded(Mlp))
+    model, wrapped = seeded(Mlp), torchddp.DDP(seeded(Mlp))
     compiled = model
     if how == "replicate(compile)":
         compiled = torchddp.replicate(torch.compile(model, backend="aot_eager"))
@@ -383,7 +383,7 @@ def test_what_is_refused(rank):
 @on_ranks(2)
 def test_inside_of_checkpoints_and_beside_fully_shard(rank):
     # Inside activation checkpointing.
-    model, wrapped = Outer(False), torchddp.DistributedDataParallel(Outer(False))
+    model, wrapped = Outer(False), torchddp.DDP(Outer(False))
     torchddp.replicate(model.body)
     assert_trains_alike(model, wrapped, rank)
 
@@ -393,7 +393,7 @@ def test_inside_of_checkpoints_and_beside_fully_shard(rank):
         loss_of(model(batch(rank, 0).requires_grad_())).backward()
 
     # Parts that fully_shard manages are left to it.
-    model, wrapped = seeded(Mlp), torchddp.DistributedDataParallel(seeded(Mlp))
+    model, wrapped = seeded(Mlp), torchddp.DDP(seeded(Mlp))
     fully_shard(model.middle, mesh=init_device_mesh("cpu", (2,)))
     torchddp.replicate(model)
     assert [s.name for s in engine_of(model).session.specs] == ["first.weight", "first.bias", "last.weight"]
@@ -413,9 +413,6 @@ class Outer(nn.Module):
 
     def forward(self, x):
         return checkpoint(self.body, x, use_reentrant=self.reentrant)
-
-
-# --- docs/replicate.md ---
 
 
 @on_ranks(2)

@@ -156,6 +156,7 @@ def test_what_can_not_be_wrapped(rank):
         (lambda: ShardedDataParallel(net, all_of, reduce_buffer_size=True), ValueError, SIZE),
         (lambda: ShardedDataParallel(wrapped, taken), ValueError, "belongs to another ShardedDataParallel already"),
         (lambda: ShardedDataParallel(words, sgd(words.parameters())), RuntimeError, SPARSE),
+        (lambda: taken.add_param_group({"params": [nn.Parameter(torch.ones(3))]}), ValueError, "1 of 1 new parameters"),
         # Modes that reduce to all ranks.
         (lambda: model.register_comm_hook(None, None), RuntimeError, "communication hook"),
         (model.join, RuntimeError, "join"),
@@ -166,17 +167,6 @@ def test_what_can_not_be_wrapped(rank):
     with pytest.raises(ValueError, match="wrap once"), pytest.warns(UserWarning, match="already wrapped"):
         ShardedDataParallel(torchddp.DistributedDataParallel(net), all_of)
     assert torch.equal(copy.deepcopy(model.module).first.weight, model.module.first.weight)
-
-
-@on_ranks(2)
-def test_foreign_parameters_are_refused():
-    pair = make_pair(make=small_net)
-    pair.train(range(3))
-    with pytest.raises(ValueError, match="1 of 1 new parameters"):
-        pair.oss.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
-    pair.train_alike(range(3, 6))
-    pair.oss.consolidate_state_dict(recipient_rank=0)
-    pair.train_alike(range(6, 8))
 
 
 @over_both

@@ -58,35 +58,30 @@ def test_several_optimizers_and_half_precision(rank):
     assert same_on_all_ranks([values])
 
 
-@pytest.mark.rest_is_thorough("1-AdamW", "3-AdamW", "4-Adafactor")
-@pytest.mark.parametrize("optim", [torch.optim.AdamW, torch.optim.Adafactor])
-@pytest.mark.parametrize("world_size", [1, 3, 4])
-def test_resume_on_another_number_of_ranks(world_size, optim, tmp_path):
+def test_resume_on_another_number_of_ranks(tmp_path):
     """The same batch on all ranks, so that gradients do not depend on their number."""
 
-    def train(pair, steps):
+    def pair_after(steps, lr, saved=None):
+        pair = make_pair(torch.optim.AdamW, {"lr": lr})
         pair.rank = 0
+        for model, optimizer in pair.sides() if saved else ():
+            model.module.load_state_dict(saved["model"])
+            optimizer.load_state_dict(copy.deepcopy(saved["optim"]))
         pair.train(steps)
+        return pair
 
     def save(rank):
-        pair = make_pair(optim, {"lr": 0.01})
-        train(pair, range(10))
+        pair = pair_after(range(10), 0.01)
         pair.oss.consolidate_state_dict(0)
         if rank == 0:
             assert_same_state(pair.oss.state_dict(), pair.plain.state_dict())
             torch.save({"model": pair.sharded.module.state_dict(), "optim": pair.oss.state_dict()}, tmp_path / "saved")
 
     def resume(rank):
-        saved = torch.load(tmp_path / "saved")
-        pair = make_pair(optim, {"lr": 0.5})
-        for model, optimizer in pair.sides():
-            model.module.load_state_dict(saved["model"])
-            optimizer.load_state_dict(copy.deepcopy(saved["optim"]))
-        train(pair, range(10, 20))
-        pair.assert_equal(**({} if world_size != 3 else {"rtol": 1e-5, "atol": 1e-6}))
+        pair_after(range(10, 20), 0.5, torch.load(tmp_path / "saved")).assert_equal()
 
     run_ranks(save, 2)
-    run_ranks(resume, world_size)
+    run_ranks(resume, 4)
 
 
 @on_ranks(2)
@@ -220,9 +215,6 @@ def test_models_whose_parameters_are_used_in_other_ways():
         pair = make_pair(make=make, overlap_gather=True, transport="c10d")
         pair.train_alike(range(10))
     assert pair.sharded.module.last.weight is pair.sharded.module.first.weight
-    for transport in each(["shm", "c10d"]):
-        pair = make_pair(static_graph=True, transport=transport)
-        pair.train_alike(range(10))
 
 
 @on_ranks(2)
@@ -265,10 +257,13 @@ def test_compiled(rank, overlap):
 @on_ranks(3)
 def test_a_group_of_some_ranks(rank, transport):
     group = dist.new_group([0, 2])
-    if rank == 1:
-        return
     one, other = seeded(small_net), seeded(small_net)
+    if rank == 1:
+        with pytest.raises(ValueError, match="rank 1 is not in the process group"):
+            OSS(one.parameters(), group=group)
+        return
     oss = OSS(one.parameters(), torch.optim.SGD, lr=0.1, group=group)
+    assert (oss.rank, oss.world_size, {*oss.param_to_rank.values()}) == (rank // 2, 2, {0, 1})
     model = torchddp.ShardedDataParallel(one, oss, group, transport=transport)
     pair = Pair(model, oss, TorchDDP(other, process_group=group), torch.optim.SGD(other.parameters(), lr=0.1))
     pair.train_alike(range(5))
@@ -379,12 +374,12 @@ def test_changes_of_all_kinds(rank):
 
     # A static graph stays static.
     pair = make_pair(static_graph=True)
-    pair.train(range(2))
+    pair.train_alike(range(10))
     for model, _ in pair.sides():
         model.module.first.requires_grad_(False)
     pair.sharded.refresh_trainable()
     pair.rewrap()
-    pair.train_alike(range(2, 4))
+    pair.train_alike(range(10, 12))
     assert "can_set_static_graph" not in pair.sharded._get_ddp_logging_data()
 
     # New parameters get rank 0's values, as all do at startup.
