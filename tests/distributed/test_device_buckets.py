@@ -313,7 +313,7 @@ def torch_power_sgd():
     return state, powerSGD_hook.powerSGD_hook
 
 
-# torch's other hooks, with gaps too, are in tests/distributed/test_behaviours.py.
+# The others run with gaps in tests/fuzz.
 HOOKS = [
     (torch_power_sgd, 1e-5),
     (lambda: (None, comm_hooks.PowerSGD(rank=2)), 1e-5),
