@@ -156,7 +156,8 @@ def adopt(
         the same object, whose class is now a subclass of the class that it had.
 
     Raises:
-        TypeError: no Accelerator, an unknown option. ValueError: it distributes by FSDP, DeepSpeed, Megatron-LM or XLA.
+        TypeError: not an Accelerator, or an unknown option.
+        ValueError: it distributes by FSDP, DeepSpeed, Megatron-LM or XLA.
     """
     if not isinstance(accelerator, accelerate.Accelerator):
         raise TypeError(f"adopt() takes an accelerate.Accelerator, got {type(accelerator).__name__}")

@@ -42,7 +42,8 @@ class TorchDDPKwargs(DistributedDataParallelKwargs):
             ``torchddp.comm_hooks`` ("fp16", "bf16", "int8", "powersgd", ...), a hook, or a pair of a state and a hook.
 
     Raises:
-        TypeError: an unknown option, a ``comm_hook`` that is none. ValueError: a value that is not allowed.
+        TypeError: an unknown option, or a ``comm_hook`` that is not a hook.
+        ValueError: a value that is not allowed.
     """
 
     broadcast_buffers: bool | None = None

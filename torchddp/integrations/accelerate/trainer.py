@@ -26,8 +26,9 @@ class TorchDDPTrainerMixin:
     in training then. See ``docs/weighted_means.md``.
 
     Raises:
-        TypeError: an unknown option. ValueError: the arguments choose FSDP or DeepSpeed; in training, a weighted step
-            without a single token on any rank, unless ``ddp_kwargs`` has ``zero_weights="zeros"``.
+        TypeError: an unknown option.
+        ValueError: the arguments choose FSDP or DeepSpeed; in training, a weighted step without a single token on any
+            rank, unless ``ddp_kwargs`` has ``zero_weights="zeros"``.
     """
 
     # The trainer's.

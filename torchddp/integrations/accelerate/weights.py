@@ -42,8 +42,8 @@ def weigh(
         weight, loss: as there: how many samples or tokens the loss is the "mean" or the "sum" of.
 
     Raises:
-        TypeError, ValueError: a weight that is none. RuntimeError: the model is not wrapped in torchddp's class;
-            ``sync_each_batch`` with accumulation.
+        TypeError, ValueError: an invalid weight.
+        RuntimeError: the model is not wrapped in torchddp's class, or ``sync_each_batch`` with accumulation.
     """
     divided_by = accelerator.gradient_accumulation_steps
     wrapper = weighing.wrapper_of(model, accelerator.num_processes == 1, HOW)

@@ -26,13 +26,12 @@ _OF_THE_STRATEGY = frozenset({"self", "module", "sharded_optimizer", "device_ids
 
 
 class TorchDDPStrategy(FailsTogether, DDPStrategy):
-    """Lightning's DDPStrategy with torchddp's DistributedDataParallel; all of its arguments, in its order.
+    """Lightning's DDPStrategy with torchddp's DistributedDataParallel. It takes all of that class's arguments, in its
+    order; those not listed here mean what they mean there.
 
         trainer = Trainer(accelerator="cpu", devices=2, strategy=TorchDDPStrategy(find_nonfinite=True))
 
     Args:
-        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin, process_group_backend,
-            start_method: as there.
         ddp_comm_state, ddp_comm_hook, ddp_comm_wrapper: a communication hook of torch's interface, its state, and what
             wraps it (``fp16_compress_wrapper``). Registered on every device; Lightning's own strategy registers them on
             CUDA only, and says nothing elsewhere. For torchddp's hooks by name: ``comm_hook="..."``.
@@ -125,15 +124,14 @@ class TorchDDPStrategy(FailsTogether, DDPStrategy):
 
 
 class TorchDDPFabricStrategy(FailsTogether, FabricDDPStrategy):
-    """Fabric's DDPStrategy with torchddp's DistributedDataParallel; all of its arguments, in its order.
+    """Fabric's DDPStrategy with torchddp's DistributedDataParallel. It takes all of that class's arguments, in its
+    order; those not listed here mean what they mean there.
 
         fabric = Fabric(accelerator="cpu", devices=2, strategy=TorchDDPFabricStrategy())
 
     ``fabric.no_backward_sync`` is our ``no_sync``. Communication hooks: ``comm_hook=``, a name or ``(state, hook)``.
 
     Args:
-        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision, process_group_backend,
-            start_method: as there.
         timeout: of the process group, and so of every reduction.
         fail_together, fail_together_grace_s: see `TorchDDPStrategy`; around the function that is given to
             ``fabric.launch``. A script that calls ``launch()`` without one enters :func:`torchddp.fail_together`.

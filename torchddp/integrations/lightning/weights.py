@@ -34,9 +34,10 @@ def weigh(target: Any, weight: float | torch.Tensor, *, loss: str = "mean") -> N
         weight, loss: as there: how many samples or tokens the loss is the "mean" or the "sum" of.
 
     Raises:
-        TypeError: another target; a weight that is no number. ValueError: a weight that is none.
-        RuntimeError: the strategy is not one over torchddp's classes, and the gradients would be others: on several
-            devices, or where microbatches are accumulated or may be. A LightningModule under Fabric.
+        TypeError: another target, or a weight that is not a number.
+        ValueError: a number that can't be a weight.
+        RuntimeError: the strategy doesn't use torchddp's class, and the weight would be ignored: on several devices, or
+            where microbatches are or may be accumulated. Also for a LightningModule under Fabric.
     """
     model, divided_by, alone = _place(target)
     wrapper = weighing.wrapper_of(model, alone, _HOW)
