@@ -242,12 +242,12 @@ class Slow(torch.nn.Linear):
 def make():
     return Slow(200, 400), torch.ones(3, 200)
 """
-# A finder that stands in for slow disks: it stops where torch is imported.
+# A finder that stands in for slow disks: it stops where a module is imported.
 SLOW_IMPORT = """\
 import pathlib, sys, time
 class Finder:
     def find_spec(self, name, path=None, target=None):
-        if name == "torch":
+        if name == {when!r}:
             pathlib.Path("reached").touch()
             time.sleep(60)
 sys.meta_path.insert(0, Finder())
@@ -278,11 +278,12 @@ def probes(folder: Path) -> int:
     return found
 
 
-@pytest.mark.rest_is_thorough("import-torch", "trace-import", "trace-step", "doctor")
+@pytest.mark.rest_is_thorough("import-torch*", "trace-import", "trace-step", "doctor")
 @pytest.mark.parametrize(
     ("command", "when"),
     [
-        pytest.param(None, "", id="import-torch"),
+        pytest.param(None, "torch", id="import-torch"),
+        pytest.param(None, "torchddp._import_check", id="import-torchddp"),
         pytest.param(["trace"], "import", id="trace-import"),
         pytest.param(["trace", "--steps", "10000"], "step", id="trace-step"),
         pytest.param(["tune", "--no-keep"], "step", id="tune-step"),
@@ -292,8 +293,8 @@ def probes(folder: Path) -> int:
 )
 def test_ctrl_c_is_one_line_and_leaves_nothing(command: list[str] | None, when: str, tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text(SLOW.format(when=when))
-    program = ["-c", SLOW_IMPORT] if command is None else ["-m", "torchddp", *command]
-    if when:
+    program = ["-c", SLOW_IMPORT.format(when=when)] if command is None else ["-m", "torchddp", *command]
+    if command is not None and when:
         program += ["--model", "slow.py:make"]
     scratch = tmp_path / "tmp"
     scratch.mkdir()

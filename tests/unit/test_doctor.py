@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from torchddp import _C
-from torchddp._import_check import is_command, parse_build_info
+from torchddp._command import is_command
+from torchddp._import_check import parse_build_info
 from torchddp.cli import checks
 from torchddp.cli.checks import set_variables
 from torchddp.cli.doctor import (

@@ -28,7 +28,7 @@ from typing import Any
 
 from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 
-from torchddp._import_check import is_command
+from torchddp._command import is_command
 from torchddp.ddp.module import DistributedDataParallel
 from torchddp.diagnose.collectives import watch_collectives
 from torchddp.integrations import announce
