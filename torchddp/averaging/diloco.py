@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from torchddp.averaging.flat import DEFAULT_CAP_MB, FlatBucket, FlatMeans, check_wire
+from torchddp.averaging.flat import DEFAULT_CAP_MB, FlatBucket, FlatMeans, Wire, check_wire
 from torchddp.averaging.optimizers import OptimizerWrapper
 from torchddp.averaging.parameters import (
     Named,
@@ -89,7 +89,7 @@ class OuterLoop(OptimizerWrapper):
         outer_momentum: float,
         nesterov: bool,
         outer_optimizer: OuterFactory | None,
-        wire: str | None,
+        wire: Wire | None,
         process_group: dist.ProcessGroup | None,
         options: str = "",  # what else must be equal on all ranks
     ) -> None:
@@ -215,7 +215,7 @@ class DiLoCo(OuterLoop):
         outer_momentum: float = 0.9,
         nesterov: bool = True,
         outer_optimizer: OuterFactory | None = None,
-        wire: str | None = None,
+        wire: Wire | None = None,
         *,
         buffers: bool = False,
         process_group: dist.ProcessGroup | None = None,

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from torchddp.averaging.diloco import OuterFactory, OuterLoop
-from torchddp.averaging.flat import DEFAULT_CAP_MB, average_flat, lost_peer, plan_buckets, wire_of
+from torchddp.averaging.flat import DEFAULT_CAP_MB, Wire, average_flat, lost_peer, plan_buckets, wire_of
 from torchddp.averaging.parameters import ParamSource
 from torchddp.comm_hooks.exchange import Exchange
 from torchddp.traffic import Traffic
@@ -71,7 +71,7 @@ class StreamingDiLoCo(OuterLoop):
         outer_momentum: float = 0.9,
         nesterov: bool = True,
         outer_optimizer: OuterFactory | None = None,
-        wire: str | None = "int4",
+        wire: Wire | None = "int4",
         *,
         fragments: int = 4,
         overlap_steps: int = 0,

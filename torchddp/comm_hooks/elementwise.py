@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -101,7 +101,7 @@ class Cast(Quantized):
         ValueError: another format.
     """
 
-    def __init__(self, format: str, error_feedback: bool = False, **options: Any) -> None:
+    def __init__(self, format: Literal["fp16", "bf16"], error_feedback: bool = False, **options: Any) -> None:
         if format not in ("fp16", "bf16"):
             raise ValueError(f"Cast takes 'fp16' or 'bf16', got {format!r}")
         super().__init__(format, error_feedback, **options)

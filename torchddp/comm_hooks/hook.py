@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchddp.comm_hooks.compressed_sum import sum_over_ranks
-from torchddp.comm_hooks.exchange import Exchange
+from torchddp.comm_hooks.exchange import Exchange, Hierarchical
 from torchddp.comm_hooks.layout import Layout, Piece, layout_of
 from torchddp.traffic import Traffic
 from torchddp.transport.worker import Worker
@@ -86,7 +86,7 @@ class CommHook(abc.ABC):
     # Whether it only sends exact sums, so that it works where nothing else is available (torchft's Manager).
     sends_sums_only = False
 
-    def __init__(self, *, hierarchical: bool | str = "auto", timeout: datetime.timedelta | None = None) -> None:
+    def __init__(self, *, hierarchical: Hierarchical = "auto", timeout: datetime.timedelta | None = None) -> None:
         self.hierarchical = hierarchical
         self.timeout = timeout
         self._attachment: _Attachment | None = None

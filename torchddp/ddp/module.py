@@ -33,7 +33,7 @@ from torchddp.ddp.options import (
     ZeroWeights,
 )
 from torchddp.ddp.session import ReducerPolicy, ReducerSession
-from torchddp.ddp.weights import weight_and_count
+from torchddp.ddp.weights import LossKind, weight_and_count
 from torchddp.errors import NonFinite
 from torchddp.traffic import Traffic, of_model
 
@@ -304,7 +304,7 @@ class DistributedDataParallel(TorchDDP):
 
     # --- weighted means, reducing without a backward, not reducing ---
 
-    def weigh(self, weight: float | torch.Tensor, *, loss: str = "mean") -> None:
+    def weigh(self, weight: float | torch.Tensor, *, loss: LossKind = "mean") -> None:
         """Set the weight of the next backward: gradients become ``sum(w * g) / sum(w)`` over all ranks and backwards of
         a step.
 

@@ -21,6 +21,7 @@ from accelerate.utils import (
 from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 
 from torchddp.ddp.module import DistributedDataParallel
+from torchddp.ddp.weights import LossKind
 from torchddp.integrations.accelerate.options import TorchDDPKwargs, merge
 from torchddp.integrations.accelerate.weights import weigh
 
@@ -75,7 +76,7 @@ class AcceleratorMixin:
         wrapped._is_accelerate_prepared = True  # type: ignore[assignment]
         return wrapped
 
-    def weigh(self, model: torch.nn.Module, weight: float | torch.Tensor, *, loss: str = "mean") -> None:
+    def weigh(self, model: torch.nn.Module, weight: float | torch.Tensor, *, loss: LossKind = "mean") -> None:
         """As :func:`torchddp.integrations.accelerate.weigh` with this accelerator."""
         weigh(self, model, weight, loss=loss)
 

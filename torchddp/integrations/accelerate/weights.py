@@ -7,6 +7,7 @@ import warnings
 import accelerate
 import torch
 
+from torchddp.ddp.weights import LossKind
 from torchddp.integrations import weighing
 
 HOW = (
@@ -24,7 +25,7 @@ def weigh(
     model: torch.nn.Module,
     weight: float | torch.Tensor,
     *,
-    loss: str = "mean",
+    loss: LossKind = "mean",
 ) -> None:
     """What the next ``accelerator.backward()`` counts for: :meth:`torchddp.DistributedDataParallel.weigh`.
 

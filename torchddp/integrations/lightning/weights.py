@@ -8,6 +8,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.wrappers import _FabricModule
 
+from torchddp.ddp.weights import LossKind
 from torchddp.integrations import weighing
 from torchddp.sync.microbatches import unwrapped
 
@@ -18,7 +19,7 @@ _HOW = (
 
 
 @torch._disable_dynamo(recursive=True)
-def weigh(target: Any, weight: float | torch.Tensor, *, loss: str = "mean") -> None:
+def weigh(target: Any, weight: float | torch.Tensor, *, loss: LossKind = "mean") -> None:
     """What the next backward counts for: :meth:`torchddp.DistributedDataParallel.weigh`.
 
         def training_step(self, batch, index):
