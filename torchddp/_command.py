@@ -5,7 +5,7 @@ Imported before everything else, and imports next to nothing itself: until then 
 
 from __future__ import annotations
 
-import _signal
+import _signal  # type: ignore[import-not-found]  # in the interpreter; signal itself imports enum
 import os
 import sys
 

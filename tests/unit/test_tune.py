@@ -98,7 +98,9 @@ def test_expected_times_that_are_off_are_commented() -> None:
         return expectation_text({**document, "candidates": rows})
 
     assert said() == ""
-    assert "off by up to +50% (planned): the model of the planner misses" in said(planned=1.5 * expected["planned"])
+    assert "the planned buckets takes 50% more than expected: the planner's model misses" in said(
+        planned=1.5 * expected["planned"]
+    )
     assert "all steps were slower than the recorded one" in said(**{name: 2 * ms for name, ms in expected.items()})
     assert "all steps were faster than the recorded one" in said(**{name: 0.5 * ms for name, ms in expected.items()})
     assert expectation_text(document) in notes(document)

@@ -164,8 +164,9 @@ def expectation_text(result: dict[str, Any]) -> str:
     elif all(share < -OFF for share in off.values()):
         why = "all steps were faster than the recorded one: other programs may have used the processors then"
     else:
-        why = "the model of the planner misses something here"
-    return f"Expected times are off by up to {off[name]:+.0%} ({name}): {why}. Go by the measured times."
+        why = "the planner's model misses something here"
+    differs = f"takes {abs(off[name]):.0%} {'more' if off[name] > 0 else 'less'} than expected"
+    return f"A step with the {name} buckets {differs}: {why}. Go by the measured times."
 
 
 def notes(result: dict[str, Any]) -> list[str]:
