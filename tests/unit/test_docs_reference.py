@@ -87,6 +87,14 @@ def test_every_variable_has_a_row():
     assert rows("Read by tests and benchmarks") <= named_in("torchddp", "tests", "scripts", "benchmarks")
 
 
+def test_variables_of_other_programs_have_a_row_too():
+    reads = r'(?:environ(?:\.get)?[(\[]|ENV = )"([A-Z_]+)"'
+    files = [*(ROOT / "torchddp").rglob("*.py"), ROOT / "setup.py"]
+    found = {name for path in files for name in re.findall(reads, path.read_text())}
+    page = (DOCS / "environment.md").read_text()
+    assert len(found) > 15 and not {name for name in found if f"`{name}`" not in page}
+
+
 # --- docstrings ---
 
 

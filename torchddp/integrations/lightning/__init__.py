@@ -3,7 +3,7 @@
     trainer = lightning.Trainer(accelerator="cpu", devices=2, strategy="torchddp")
 
 Importing this package makes the names known, and so does ``import torchddp`` where Lightning has been imported before.
-See ``docs/lightning.md``. Needs ``torchddp[lightning]``.
+See ``docs/lightning.md``. Needs lightning 2.6 or newer.
 """
 
 from __future__ import annotations
