@@ -47,17 +47,17 @@ class StreamingDiLoCo(OuterLoop):
 
     Args:
         fragments: how many (F), at most one for each parameter.
-        overlap_steps: inner steps while a fragment is on the way (tau); below ``sync_every / fragments``, so that one
-            is on the way at a time.
-        alpha: how much of what the rank did itself it keeps; 0: goes on from the global weights.
-        wire: see `DiLoCo`. None: those of 16-bit parameters in their own format, others as they are.
-        bucket_cap_mb: MiB of one message; a fragment's are sent one after the other.
+        overlap_steps: inner steps while a fragment is in transit (tau). Must be below ``sync_every / fragments``, so
+            that only one is in transit at a time.
+        alpha: how much of its own parameters the rank keeps; 0: it continues from the global weights.
+        wire: see `DiLoCo`.
+        bucket_cap_mb: MiB per message; the messages of a fragment are sent one after the other.
 
-    All others, collectives and errors: see `DiLoCo`. Global weights are the same on all ranks, bit for bit; parameters
-    are, right after their fragment was merged, if ``alpha`` is 0. A peer that is gone is noticed where its fragment is
-    merged.
+    For the other arguments, collectives and errors, see `DiLoCo`. Global weights are the same on all ranks, bit for
+    bit. If ``alpha`` is 0, so are a fragment's parameters right after it was merged. A lost peer is noticed when its
+    fragment is merged.
 
-    Held per rank: the parameters in fp32, the outer momentum, and a fragment in fp32 while it is on the way.
+    Held per rank: the parameters in fp32, the outer momentum, and a fragment in fp32 while it is in transit.
     """
 
     _key = "streaming_diloco"
@@ -163,7 +163,7 @@ class StreamingDiLoCo(OuterLoop):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """See `DiLoCo`. ValueError if ``fragments`` was another number and a fragment on the way."""
+        """See `DiLoCo`. ValueError if ``fragments`` was different and a fragment was in transit."""
         if self._on_the_way is not None:
             self._wait(self._on_the_way)
         arriving = self._saved_on_the_way(state_dict.get(self._key, {}).get("on_the_way"))
@@ -204,7 +204,7 @@ def plan_fragments(names: Sequence[str], fragments: int) -> list[list[str]]:
     """Names by fragment: each takes every ``fragments``-th layer ("strided" in Douillard et al. 2025).
 
     A layer is what a number in the name tells apart ("blocks.3.attention.weight": "blocks.3"), otherwise a module.
-    Where there are fewer layers than fragments, each parameter counts as one. ValueError: too few or many fragments.
+    If there are fewer layers than fragments, each parameter counts as one. ValueError: too few or too many fragments.
     """
     if not 1 <= fragments <= len(names):
         raise ValueError(

@@ -46,30 +46,30 @@ class DistributedDataParallel(DDP):
             loss_of(model(batch)).backward()
             optimizer.step()               # only if manager.should_commit()
 
-    Takes the place of torchft's class (per-step fault tolerance: torchft, Meta 2024). Buckets go through
-    ``Manager.allreduce`` while backward runs, and are waited for once, at its end; torchft's class waits for each
-    before the next may start. The average is over the replicas that take part in the step.
+    Replaces torchft's class (per-step fault tolerance: torchft, Meta 2024). Buckets go through ``Manager.allreduce``
+    while backward runs, with a single wait at its end; torchft's class waits for each before it starts the next. The
+    average is over the replicas that take part in the step.
 
-    When a peer dies in mid-reduction, ``backward()`` returns; gradients are then of no use, ``should_commit()`` says
-    False, and the next step goes on without the dead. Buckets are those of the order of registration, always, so that a
-    replica that heals has the same. With ``find_unused_parameters`` a parameter counts as used if any replica used it.
+    If a peer dies during a reduction, ``backward()`` returns with invalid gradients, ``should_commit()`` returns False,
+    and the next step continues without the peer. Buckets always follow the order of registration, so that a healing
+    replica has the same ones. With ``find_unused_parameters`` a parameter counts as used if any replica used it.
 
-    Construction is not collective: a replica may come alone. In a replica group of several ranks each rank has its own
+    Construction is not collective: a replica may join alone. In a replica group of several ranks, each rank has its own
     manager, whose peers are the same rank of the other groups, as in torchft.
 
     Args:
-        manager: one model's gradients, or several models'.
+        manager: may be shared by several models.
         module: on one device; replicas must wrap equal modules with equal options.
-        carry_weights: let the manager carry weights and buffers to replicas that heal. False: the state_dict functions
-            given to the manager do; then it carries the list of buckets alone, which is compared.
-        **kwargs: other options of :class:`torchddp.DistributedDataParallel`. Refused with the reason: those that need
-            a fixed group of ranks. ``comm_hook`` may be a `torchddp.comm_hooks.PowerSGD`, which sends sums only; then
-            one model a manager. What it holds back is lost with a step that fails, and begins at zero in a replica that
-            heals.
+        carry_weights: the manager sends weights and buffers to healing replicas. False: the state_dict functions given
+            to the manager do that, and the manager only sends the list of buckets, which is compared.
+        **kwargs: other options of :class:`torchddp.DistributedDataParallel`. Those that need a fixed group of ranks
+            raise an error with the reason. ``comm_hook`` may be a `torchddp.comm_hooks.PowerSGD`, which only sends
+            sums, with one model per manager. Its residuals are lost with a step that fails, and start at zero in a
+            healing replica.
 
     Raises:
-        TypeError: ``manager`` is none.
-        ValueError: a manager without process group, an option that conflicts with one, sparse gradients.
+        TypeError: ``manager`` is not a Manager.
+        ValueError: a manager without a process group, an option that doesn't work with one, sparse gradients.
         RuntimeError: backward before ``manager.start_quorum()``.
         TransportError: in backward: there was no quorum within the manager's time limits; says whether the lighthouse
             can be reached.
