@@ -227,7 +227,7 @@ class SlowMo(OptimizerWrapper):
                 param.copy_(begin.sub_(slow, alpha=self.slow_lr * lr))
 
     def state_dict(self) -> dict[str, Any]:
-        """The inner optimizer's state and, under "slowmo", the step, the slow momentum and the round's first parameters.
+        """The inner optimizer's state and, under "slowmo", the step, the slow momentum and where the round began.
 
         Between averages parameters differ between ranks, so each rank saves its own model and optimizer.
         """
