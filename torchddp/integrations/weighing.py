@@ -1,4 +1,4 @@
-"""What the helpers for other programs' loops share: the wrapper that weighs, and losses that the program divides."""
+"""Shared by the weigh() of each framework: finding the wrapper, and undoing the framework's division of the loss."""
 
 from __future__ import annotations
 

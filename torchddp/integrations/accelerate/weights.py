@@ -1,4 +1,4 @@
-"""Accelerate's loop with gradients that are weighted by samples or tokens."""
+"""Weights gradients in Accelerate's loop by samples or tokens."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ def weigh(
     *,
     loss: LossKind = "mean",
 ) -> None:
-    """What the next ``accelerator.backward()`` counts for: :meth:`torchddp.DistributedDataParallel.weigh`.
+    """Set the weight of the next ``accelerator.backward()``: :meth:`torchddp.DistributedDataParallel.weigh`.
 
         with accelerator.accumulate(model):
             weigh(accelerator, model, tokens)
             accelerator.backward(mean_loss_of(model(batch)))
 
-    ``backward`` divides the loss by ``gradient_accumulation_steps``, also in a last step of fewer microbatches; that is
-    taken back, so that gradients become the mean over all samples or tokens of a step. Before each backward, on every
-    rank; not collective. A single process has no wrapper: with one microbatch a step all is right as it is, with more
-    there is a warning that they count the same.
+    ``backward`` divides the loss by ``gradient_accumulation_steps``, even in a last step with fewer microbatches. This
+    compensates for that, so gradients become the mean over all samples or tokens of a step. Call it before each
+    backward, on every rank; not collective. A single process has no wrapper: one microbatch per step is correct as it
+    is, and with more, a warning says that they count equally.
 
     Args:
         model: what ``prepare()`` returned.
-        weight, loss: as there: how many samples or tokens the loss is the "mean" or the "sum" of.
+        weight, loss: how many samples or tokens the loss is the "mean" or the "sum" of.
 
     Raises:
         TypeError, ValueError: an invalid weight.

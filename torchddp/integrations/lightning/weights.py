@@ -1,4 +1,4 @@
-"""Lightning's loops with gradients that are weighted by samples or tokens."""
+"""Weights gradients in Lightning's loops by samples or tokens."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ _HOW = (
 
 @torch._disable_dynamo(recursive=True)
 def weigh(target: Any, weight: float | torch.Tensor, *, loss: LossKind = "mean") -> None:
-    """What the next backward counts for: :meth:`torchddp.DistributedDataParallel.weigh`.
+    """Set the weight of the next backward: :meth:`torchddp.DistributedDataParallel.weigh`.
 
         def training_step(self, batch, index):
             weigh(self, len(batch))
             return mean_loss_of(batch)
 
-    In automatic optimization Lightning divides the loss by ``accumulate_grad_batches``, which is taken back; in manual
-    optimization and with Fabric nothing divides it, and neither should the program. Before each backward, on every
-    rank; not collective.
+    In automatic optimization, Lightning divides the loss by ``accumulate_grad_batches``, and this compensates for that.
+    In manual optimization and with Fabric nothing divides it, and your program shouldn't either. Call it before each
+    backward, on every rank; not collective.
 
     Args:
         target: the LightningModule or its Trainer; under Fabric the module that ``fabric.setup()`` returned.
-        weight, loss: as there: how many samples or tokens the loss is the "mean" or the "sum" of.
+        weight, loss: how many samples or tokens the loss is the "mean" or the "sum" of.
 
     Raises:
         TypeError: another target, or a weight that is not a number.
