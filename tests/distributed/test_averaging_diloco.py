@@ -221,7 +221,7 @@ def test_rank_0_alone_saves_while_a_fragment_is_on_the_way(rank):
     assert_same_on_all_ranks(model)
     other = StreamingDiLoCo(model, sgd(model.parameters()), 4, fragments=2)
     if rank == 0:
-        with pytest.raises(ValueError, match="fragments are others now"):
+        with pytest.raises(ValueError, match="fragments are different now"):
             other.load_state_dict(state)
         assert other.steps == 0  # nothing was loaded
 

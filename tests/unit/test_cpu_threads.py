@@ -35,9 +35,9 @@ def ranks(count, threads, processors=16, *, bound=None, quota=0, by_variable=Fal
         (ranks(2, 8, bound=[[0, 1], [2, 3]]), "16 in all, for 4 processors, .* OMP_NUM_THREADS=2 "),
         (
             ranks(4, 1, bound=[[0]] * 4),
-            "bound to processor 0, of 16 that there are, .* each rank to 4 .*OMP_NUM_THREADS=4",
+            "bound to processor 0 of 16, .* each rank to 4 .*OMP_NUM_THREADS=4",
         ),
-        (ranks(3, 1, bound=[[0], [0], [1]]), "bound to processors 0, 1, of 16 .* each rank to 5 "),
+        (ranks(3, 1, bound=[[0], [0], [1]]), "bound to processors 0, 1 of 16.* each rank to 5 "),
         (ranks(2, 1, by_variable=True), "1 thread each for 16 processors: most of them idle.* OMP_NUM_THREADS=8 "),
     ],
 )

@@ -113,7 +113,7 @@ def test_the_document_holds_what_is_shown() -> None:
     document = tune_document(RESULT)
     assert json.loads(json.dumps(document, allow_nan=False))["candidates"] == document["candidates"]
     assert [row["chosen"] for row in document["candidates"]] == [False, True, False, False, False]
-    said = 'Use DistributedDataParallel(model, bucket_cap_mb="auto"): 30.0% less time a step than the default.'
+    said = 'Use DistributedDataParallel(model, bucket_cap_mb="auto"): 30.0% less time per step than the default.'
     assert document["argument"] == 'bucket_cap_mb="auto"' and answer(document) == said
     for width in (60, 80):
         shown = printed(tune_table(document), width)

@@ -154,7 +154,7 @@ def _outer_factory(
 ) -> OuterFactory:
     if isinstance(outer_optimizer, Optimizer):
         raise TypeError(
-            "outer_optimizer must be a function from parameters to an optimizer, for it moves a copy of the model's: "
+            "outer_optimizer must be a function, which gets a copy of the model's parameters: "
             "lambda params: torch.optim.SGD(params, lr=0.7)"
         )
     if outer_optimizer is not None:

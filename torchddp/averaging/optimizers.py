@@ -75,7 +75,7 @@ class OptimizerWrapper(Optimizer, abc.ABC):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Not supported: the method's state belongs to the constructor's parameters."""
-        raise RuntimeError(f"{type(self).__name__} takes no parameters later: make it after all groups were added")
+        raise RuntimeError(f"{type(self).__name__} takes no parameters later: create it after adding all groups")
 
     def _saved_part(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """The method's own part of a state dict. ValueError for the state of another optimizer."""

@@ -175,7 +175,7 @@ class StreamingDiLoCo(OuterLoop):
             return None
         buckets = self.fragments[saved["fragment"]] if saved["fragment"] < len(self.fragments) else []
         if {name for bucket in buckets for name in bucket.named} != set(saved["means"]):
-            raise ValueError("a fragment was on the way when the state was saved, and fragments are others now")
+            raise ValueError("a fragment was in transit when the state was saved, and the fragments are different now")
         flats = [bucket.new_flat() for bucket in buckets]
         for bucket, flat in zip(buckets, flats, strict=True):
             for name, view in zip(bucket.named, bucket.views(flat), strict=True):
@@ -196,7 +196,7 @@ def _check_overlap(overlap_steps: int, sync_every: int, fragments: int) -> None:
     if not 0 <= overlap_steps < sync_every // fragments:
         raise ValueError(
             f"overlap_steps must be at least 0 and below sync_every // fragments = {sync_every // fragments}, so that "
-            f"one fragment is on the way at a time, got {overlap_steps}"
+            f"one fragment is in transit at a time, got {overlap_steps}"
         )
 
 

@@ -23,7 +23,7 @@ from torchddp.harness.command import (
 )
 from torchddp.harness.page import PagePlot, Section, page_table, write_page
 from torchddp.harness.plots import figure_png, finish_panel, panels
-from torchddp.harness.tables import MB, number, plain_table, ranks_text, ratio_sign, ratio_text
+from torchddp.harness.tables import MB, number, plain_table, ranks_text, ratio_sign, ratio_text, threads_text
 from torchddp.harness.variants import ArgumentError
 
 # torch and numpy load only when the command runs: `torchddp doctor` must start without them.
@@ -140,7 +140,7 @@ def seconds_to_try(seconds: float) -> int:
 def title(result: dict[str, Any]) -> str:
     return (
         f"{result['model']}: {result['parameters']} gradients, {result['gradient_bytes'] / MB:.3g} MB, "
-        f"{ranks_text(result['world_size'])} x {result['threads']} over {result['transport']}"
+        f"{ranks_text(result['world_size'])} of {threads_text(result['threads'])} over {result['transport']}"
     )
 
 
@@ -148,8 +148,8 @@ def measured_text(result: dict[str, Any]) -> str:
     cost = result["cost"]
     return (
         f"A step without messages takes {number(result['compute_ms'])} ms. A message takes "
-        f"{number(cost['alpha_us'])} us plus {number(cost['beta_ns_per_byte'])} ns a byte (measured times are off that "
-        f"line by {cost['misfit']:.0%})."
+        f"{number(cost['alpha_us'])} us plus {number(cost['beta_ns_per_byte'])} ns per byte (measured times are off "
+        f"that line by {cost['misfit']:.0%})."
     )
 
 
@@ -179,7 +179,7 @@ def answer(result: dict[str, Any]) -> str:
     if chosen["argument"]:
         gain = 1 - chosen["ratio_to_default"]["median"]
         return (
-            f"Use DistributedDataParallel(model, {chosen['argument']}): {gain:.1%} less time a step than the default."
+            f"Use DistributedDataParallel(model, {chosen['argument']}): {gain:.1%} less time per step than the default."
         )
     if result["in_doubt"] is None:
         return f"Leave bucket_cap_mb out: after {result['rounds']} rounds nothing is faster than the default."

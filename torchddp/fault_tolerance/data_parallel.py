@@ -15,22 +15,23 @@ from torchddp.fault_tolerance.manager import check_manager, count_participants
 from torchddp.fault_tolerance.manager_group import ManagerGroup
 
 _TALK = "replicas come and go, and one that has just been restarted must be able to wrap its model alone"
+_SAME_BUCKETS = "a healing replica must have the same buckets as the others"
 # Option: (values equivalent to leaving it out, the reason against others).
 _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "process_group": ((None,), "gradients go through the manager"),
     "device_mesh": ((None,), "gradients go through the manager"),
-    "init_sync": ((False,), f"{_TALK}: torchft's Manager brings the weights (init_sync=True there)"),
+    "init_sync": ((False,), f"{_TALK}: torchft's Manager sends the weights (init_sync=True there)"),
     "broadcast_buffers": ((None, False), f"no replica's buffers are the right ones: {_TALK}"),
     "forward_sync_buffers": ((None, False), f"no replica's buffers are the right ones: {_TALK}"),
     "transport": (("auto", "c10d"), "the manager's process group moves the gradients"),
-    "timeout": ((None,), "the manager's timeout holds: torchft.Manager(timeout=...)"),
+    "timeout": ((None,), "the manager's timeout applies: torchft.Manager(timeout=...)"),
     "wire_dtype": ((None,), "the manager's process group sends gradients as they are"),
     "mixed_precision": ((None,), "its communication hook averages over a fixed group; use torch.autocast"),
     "delay_all_reduce_named_params": ((None,), "it reduces over a fixed group"),
     "param_to_hook_all_reduce": ((None,), "it reduces over a fixed group"),
     "skip_all_reduce_unused_params": ((False,), "a replica can't know alone that the others skip the same buckets"),
     "stall_report_s": ((None, 0), "a replica that stalls is left behind by the quorum, after the manager's timeout"),
-    "auto_refresh_trainable": ((False,), "a replica that heals must have the buckets of the others"),
+    "auto_refresh_trainable": ((False,), _SAME_BUCKETS),
     "check_parameters_every": ((None,), "it compares ranks of a fixed group"),
 }
 
@@ -106,23 +107,23 @@ class DistributedDataParallel(DDP):
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """For `torchddp.comm_hooks.PowerSGD`, one model per manager. RuntimeError for others, see `ManagerGroup`."""
         if not isinstance(hook, CommHook):
-            self._refuse("this communication hook", "it would send past the manager; comm_hooks.PowerSGD does not")
+            self._refuse("this communication hook", "it would bypass the manager; comm_hooks.PowerSGD does not")
         super().register_comm_hook(state, hook)
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
-        self._refuse("this communication hook", "it would send past the manager; comm_hooks.PowerSGD does not")
+        self._refuse("this communication hook", "it would bypass the manager; comm_hooks.PowerSGD does not")
 
     def join_hook(self, **kwargs: Any) -> Any:
         """RuntimeError: replicas may leave at any time, and the others continue."""
-        self._refuse("join()", "a replica that has run out of inputs may just leave, the others go on without it")
+        self._refuse("join()", "a replica that has run out of inputs may just leave, and the others continue")
 
     def replan(self) -> None:
         """RuntimeError: buckets can't change."""
-        self._refuse("replan()", "a replica that heals must have the buckets of the others")
+        self._refuse("replan()", _SAME_BUCKETS)
 
     def refresh_trainable(self) -> None:
         """RuntimeError: buckets can't change."""
-        self._refuse("refresh_trainable()", "a replica that heals must have the buckets of the others; wrap it again")
+        self._refuse("refresh_trainable()", f"{_SAME_BUCKETS}; wrap it again")
 
     def _update_process_group(self, new_process_group: Any) -> None:
         self._refuse("_update_process_group()", "the manager reconfigures its own group at each change of the quorum")
@@ -131,7 +132,7 @@ class DistributedDataParallel(DDP):
         self._refuse("a copy (pickle, deepcopy)", "it could not share the manager; copy model.module and wrap that")
 
     def _refuse(self, what: str, why: str) -> NoReturn:
-        raise RuntimeError(f"{what} is not for a model under a torchft Manager: {why}.")
+        raise RuntimeError(f"{what} doesn't work for a model under a torchft Manager: {why}.")
 
 
 def _check_options(options: Mapping[str, Any], module: torch.nn.Module) -> None:
@@ -144,13 +145,13 @@ def _check_options(options: Mapping[str, Any], module: torch.nn.Module) -> None:
             raise ValueError(f"{name}={value!r} conflicts with a torchft Manager: {reason}")
     if options.get("bucket_cap_mb") == "auto":
         raise ValueError(
-            "bucket_cap_mb='auto' conflicts with a torchft Manager: a replica that heals has measured nothing, and "
-            "must have the buckets of the others. Give a number of MiB, or None."
+            "bucket_cap_mb='auto' conflicts with a torchft Manager: a healing replica has measured nothing, and must "
+            "have the same buckets as the others. Pass a number of MiB, or None."
         )
     for name, part in module.named_modules():
         if isinstance(part, torch.nn.Embedding | torch.nn.EmbeddingBag) and part.sparse:
             raise ValueError(f"embedding {name!r} has sparse=True: torchft's all-reduce takes no sparse gradients")
     if torch._dynamo.config.optimize_ddp == "python_reducer":
         raise ValueError(
-            "torch._dynamo.config.optimize_ddp='python_reducer' reduces over a fixed group, past the manager"
+            "torch._dynamo.config.optimize_ddp='python_reducer' reduces over a fixed group and bypasses the manager"
         )

@@ -153,7 +153,7 @@ def notes(profile: StepProfile, scene: Scene) -> list[str]:
         found.append(
             "The profile has no cost of the transport's software: links faster than the recorded one look too good."
         )
-    hosts = f"{ranks_text(scene.ranks_per_host)} a host"
+    hosts = f"{ranks_text(scene.ranks_per_host)} per host"
     inner = f", over {scene.inner.name} inside it" if scene.ranks_per_host > 1 else ""
     found.append(
         f"{hosts}{inner}; all-reduce: {scene.algorithm}. Efficiency is the step without communication, divided by the "
