@@ -91,7 +91,7 @@ def test_optimizers(rank):
         (streaming(fragments=3), ValueError, f"{between} 3"),
         (streaming(fragments=0), ValueError, f"{between} 0"),
         (streaming(1), ValueError, "fragments must be at most sync_every=1"),
-        (streaming(overlap_steps=4), ValueError, "below sync_every // fragments = 4, so that one fragment is on the"),
+        (streaming(overlap_steps=4), ValueError, "below sync_every // fragments = 4, so that one fragment is in"),
         (streaming(overlap_steps=-1), ValueError, "got -1"),
         (streaming(alpha=1.0), ValueError, "alpha must be at least 0 and below 1"),
     )

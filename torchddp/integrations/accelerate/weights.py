@@ -54,7 +54,7 @@ def weigh(
         return
     if divided_by > 1 and accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False):
         raise RuntimeError(
-            "weigh() with sync_each_batch=True: where a step begins is not known, and gradients are reduced in its "
-            "midst. Leave sync_each_batch out, or write the loop with torchddp.sync.accumulate(weights=...)"
+            "weigh() with sync_each_batch=True: where a step begins is not known, and gradients are reduced in the "
+            "middle of it. Leave sync_each_batch out, or write the loop with torchddp.sync.accumulate(weights=...)"
         )
     weighing.weigh(wrapper, weight, loss, divided_by=divided_by)
