@@ -70,7 +70,7 @@ def test_an_answer_that_is_not_certain_says_so_and_what_to_try(median: float) ->
 def test_nothing_is_green_where_nothing_is_faster(times: list[list[float]]) -> None:
     step_ms = np.array(times)
     candidates = make_candidates(PROFILE, (1, 2, 25, 50))
-    names = [Candidate(f"{index}", f"bucket_cap_mb={index}", PROFILE.buckets) for index in range(1, len(times))]
+    names = [Candidate(f"{index}", f"bucket_cap_mb={index}", ((3, 2, 1, 0),)) for index in range(1, len(times))]
     document = tune_document(TuneResult(PROFILE, (candidates[0], *names), step_ms))
     greens = [cell for cell in tune_table(document).columns[5].cells if getattr(cell, "style", "") == "green"]
     marks = list(tune_table(document).columns[6].cells)
@@ -78,6 +78,16 @@ def test_nothing_is_green_where_nothing_is_faster(times: list[list[float]]) -> N
         assert greens and "<- use" in marks
     else:
         assert not greens and marks[0] == "<- keep" and "faster" not in marks
+
+
+def test_the_same_buckets_are_never_faster() -> None:
+    """A size may make the default's buckets; what is measured between the two is noise."""
+    same = Candidate("1 MiB", "bucket_cap_mb=1", PROFILE.buckets, 1.0)
+    candidates = (*make_candidates(PROFILE, (25,))[:1], same)
+    document = tune_document(TuneResult(PROFILE, candidates, np.stack([noisy(100), noisy(80)])))
+    assert answer(document) == "Leave bucket_cap_mb out: after 40 rounds nothing is faster than the default."
+    shown = printed(tune_table(document))
+    assert re.search(r"^1 MiB .* 1 +same *$", shown, re.MULTILINE) and "0.80" not in shown
 
 
 def test_the_marks_survive_a_pipe() -> None:

@@ -125,8 +125,8 @@ def _keep(result: TuneResult, document: dict[str, Any]) -> Path:
 
 NOTE = (
     "A step is forward and backward of the slowest rank; a ratio is taken in each round. faster, slower: the 95% "
-    "interval of the ratio's median lies below or above 1. Expected: the prediction from the measured times of "
-    "gradients and messages."
+    "interval of the ratio's median lies below or above 1. same: the default's own buckets. Expected: the prediction "
+    "from the measured times of gradients and messages."
 )
 # Expected and measured times that differ by more need a comment.
 OFF = 0.15
@@ -198,7 +198,9 @@ def mark(row: dict[str, Any]) -> str:
     if row["chosen"]:
         return "<- use" if row["argument"] else "<- keep"
     ratio = row["ratio_to_default"]
-    return "" if ratio is None else {-1: "faster", 0: "", 1: "slower"}[ratio_sign(ratio)]
+    if ratio is None:
+        return "same" if row["same_buckets"] else ""
+    return {-1: "faster", 0: "", 1: "slower"}[ratio_sign(ratio)]
 
 
 def tune_table(result: dict[str, Any]) -> Table:
