@@ -206,7 +206,7 @@ def test_rank_0_alone_saves_while_a_fragment_is_on_the_way(rank):
     assert 0 < optimizer.traffic.wire_bytes < 0.25 * optimizer.traffic.payload_bytes
     other = StreamingDiLoCo(model, sgd(model.parameters()), 4, fragments=2)
     if rank == 0:
-        with pytest.raises(ValueError, match="fragments are others now"):
+        with pytest.raises(ValueError, match="fragments are different now"):
             other.load_state_dict(state)
         assert other.steps == 0  # nothing was loaded
 

@@ -78,7 +78,7 @@ def test_optimizers(rank):
         (diloco(every=0), ValueError, "sync_every must be at least 1 step, got 0"),
         (diloco(outer_lr=0.0), ValueError, "outer_lr must be above 0, got 0.0"),
         (diloco(outer_momentum=1.0), ValueError, "outer_momentum must be at least 0 and below 1, got 1.0"),
-        (diloco(outer_optimizer=inner), TypeError, "outer_optimizer must be a function from parameters to an optim"),
+        (diloco(outer_optimizer=inner), TypeError, "outer_optimizer must be a function, which gets"),
         (diloco(outer_optimizer=lambda p: p), TypeError, "outer_optimizer must return an optimizer, got list"),
         (diloco(wire="int2"), ValueError, "one of 'fp32', 'bf16', 'fp16', 'int8', 'int4', got 'int2'"),
         (diloco(net.blocks), ValueError, "the optimizer steps params[1] (shape [20, 12]), which is not among"),
@@ -89,7 +89,7 @@ def test_optimizers(rank):
         (diloco(spin, sgd([p for _, p in spin])), TypeError, "parameter 'spin' is torch.complex64"),
         (streaming(fragments=3), ValueError, "at most 2, the number of parameters, got 3"),
         (streaming(1), ValueError, "fragments must be at most sync_every=1"),
-        (streaming(overlap_steps=4), ValueError, "below sync_every // fragments = 4, so that one fragment is on the"),
+        (streaming(overlap_steps=4), ValueError, "below sync_every // fragments = 4, so that one fragment is in"),
         (streaming(overlap_steps=-1), ValueError, "got -1"),
         (streaming(alpha=1.0), ValueError, "alpha must be at least 0 and below 1"),
     )

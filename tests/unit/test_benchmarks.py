@@ -112,7 +112,7 @@ def test_a_report_fits_its_columns_and_has_a_date_and_a_verdict(columns: int) ->
     for words in (*names, "p50 [p25..p75]", "0.80 [0.80..0.80]", "2030-01-02 03:04 UTC"):
         assert words in text
     assert text.count("2.50 @1") == 3 and "0.95 met" in text and "0.95 missed" in text
-    verdict = "torchddp is faster than torch's best row in 2 of 3 comparisons, slower in 1, and not told apart in 0."
+    verdict = "torchddp is faster than torch's best row in 2 of 3 comparisons, slower in 1, and within the noise in 0."
     assert verdict in " ".join(text.split())
     text = printed(report.render(document(step_time(), overlap(), startup(), scaling())), columns)
     for words in ("0.75 [0.75..0.75]", "1 (torch's best)", "75% [75%..75%]", "0.33 [0.33..0.33]", "4*", "42%"):

@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 import typer
+from rich.console import Console
 from typer.testing import CliRunner
 
 from tests.unit.helpers import assert_refused, wait_until
+from torchddp.cli import doctor
 from torchddp.cli.app import app
 from torchddp.harness import models
 from torchddp.harness.command import CONTEXT, check_output, run_app
@@ -22,18 +24,26 @@ from torchddp.harness.variants import ArgumentError
 
 ROOT = Path(__file__).resolve().parents[2]
 UNUSED = "tests.unit.benchmark_models:unused"
+COMMANDS = ["doctor", "trace", "tune", "simulate", "bench"]
 
 # --- help and completion ---------------------------------------------------------------------------------------------
 
 
 def test_h_is_help_with_examples_and_the_exit_is_clean() -> None:
-    for command in ("doctor", "trace", "tune", "simulate", "bench"):
+    for command in COMMANDS:
         short, long = (CliRunner().invoke(app, [command, option]) for option in ("-h", "--help"))
         assert short.exit_code == 0 and short.output == long.output
         assert "Examples:\n" in short.output and f"torchddp {command}" in short.output
         paragraphs = short.output.split("Options:")[0]
         assert max(map(len, paragraphs.splitlines())) <= 80
         assert ("--find-unused-parameters" in short.output) is (command in ("trace", "tune", "bench"))
+
+
+def test_the_list_of_commands_fits_60_columns() -> None:
+    shown = CliRunner().invoke(app, [], terminal_width=60, env={"COLUMNS": "60"}).output
+    lines = [line for line in shown.splitlines() if line.split()[:1] and line.split()[0] in COMMANDS]
+    assert [line.split()[0] for line in lines] == COMMANDS
+    assert all(len(line) <= 60 and line.endswith(".") and not line.endswith("...") for line in lines)
 
 
 @pytest.mark.parametrize(
@@ -169,6 +179,16 @@ def test_outputs_are_checked_before_the_run(tmp_path: Path, monkeypatch: pytest.
             check_output(path, "--out", folder=is_folder)
 
 
+def test_the_doctors_spinner_is_for_terminals(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[str] = []
+    for is_terminal in (True, False):
+        monkeypatch.setattr(Console, "is_terminal", is_terminal)
+        monkeypatch.setattr(Console, "status", lambda console, text: shown.append(text) or console)
+        monkeypatch.setattr(doctor.checks, "failures", lambda names: dict.fromkeys(names, ""))
+        doctor._transports(doctor.Built(), doctor.Running(), "")
+    assert shown == ["trying the transports c10d, shm ..."]
+
+
 # --- Ctrl-C ----------------------------------------------------------------------------------------------------------
 
 
@@ -211,12 +231,12 @@ class Slow(torch.nn.Linear):
 def make():
     return Slow(200, 400), torch.ones(3, 200)
 """
-# A finder that stands in for slow disks: it stops where torch is imported.
+# A finder that stands in for slow disks: it stops where a module is imported.
 SLOW_IMPORT = """\
 import pathlib, sys, time
 class Finder:
     def find_spec(self, name, path=None, target=None):
-        if name == "torch":
+        if name == {when!r}:
             pathlib.Path("reached").touch()
             time.sleep(60)
 sys.meta_path.insert(0, Finder())
@@ -237,21 +257,33 @@ def group_members(group: int) -> list[int]:
     return found
 
 
-@pytest.mark.rest_is_thorough("import-torch", "trace-import", "trace-step")
+def probes(folder: Path) -> int:
+    """How many processes of the doctor try a transport with a store in this folder."""
+    found = 0
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            words = path.read_bytes().split(b"\0")
+            found += b"torchddp.cli.checks" in words and str(folder).encode() in words[-2]
+    return found
+
+
+@pytest.mark.rest_is_thorough("import-torch*", "trace-import", "trace-step", "doctor")
 @pytest.mark.parametrize(
     ("command", "when"),
     [
-        pytest.param(None, "", id="import-torch"),
+        pytest.param(None, "torch", id="import-torch"),
+        pytest.param(None, "torchddp._import_check", id="import-torchddp"),
         pytest.param(["trace"], "import", id="trace-import"),
         pytest.param(["trace", "--steps", "10000"], "step", id="trace-step"),
         pytest.param(["tune", "--no-keep"], "step", id="tune-step"),
         pytest.param(["bench", "--case", "memory"], "step", id="bench-step"),
+        pytest.param(["doctor"], "", id="doctor"),
     ],
 )
 def test_ctrl_c_is_one_line_and_leaves_nothing(command: list[str] | None, when: str, tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text(SLOW.format(when=when))
-    program = ["-c", SLOW_IMPORT] if command is None else ["-m", "torchddp", *command]
-    if when:
+    program = ["-c", SLOW_IMPORT.format(when=when)] if command is None else ["-m", "torchddp", *command]
+    if command is not None and when:
         program += ["--model", "slow.py:make"]
     scratch = tmp_path / "tmp"
     scratch.mkdir()
@@ -265,16 +297,21 @@ def test_ctrl_c_is_one_line_and_leaves_nothing(command: list[str] | None, when: 
         start_new_session=True,  # as a terminal does, it signals the whole group
     )
 
+    def is_reached() -> bool:
+        if command == ["doctor"]:
+            return probes(scratch) == 4  # two ranks over each of two transports
+        return (tmp_path / "reached").exists()
+
     try:
-        wait_until(lambda: (tmp_path / "reached").exists() or process.poll() is not None, 90)
-        assert (tmp_path / "reached").exists(), process.communicate(timeout=1)
+        wait_until(lambda: is_reached() or process.poll() is not None, 90)
+        assert is_reached(), process.communicate(timeout=1)
         os.killpg(process.pid, signal.SIGINT)
         output, errors = process.communicate(timeout=30)
         assert (process.returncode, errors) == (130, "interrupted\n"), (output, errors)
         assert "Traceback" not in output
         assert wait_until(lambda: not group_members(process.pid), 10)  # multiprocessing's tracker ends with the command
         # Shared memory is anonymous (memfd_create), and gone with them.
-        assert list(scratch.iterdir()) == []
+        assert probes(scratch) == 0 and list(scratch.iterdir()) == []
     finally:
         for pid in group_members(process.pid):
             os.kill(pid, signal.SIGKILL)

@@ -14,6 +14,7 @@ from torchddp.cli import checks
 DOCS = ROOT / "docs"
 PUBLIC = """averaging comm_hooks composable fault_tolerance integrations/accelerate integrations/lightning optim
     parallel profiler sync""".split()
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 pytestmark = pytest.mark.beyond_torch("pages about torchddp")
 
@@ -78,9 +79,31 @@ def test_every_variable_has_a_row():
     assert rows("Read by tests and benchmarks") <= named_in("torchddp", "tests", "scripts", "benchmarks")
 
 
+def test_variables_of_other_programs_have_a_row_too():
+    reads = r'(?:environ(?:\.get)?[(\[]|ENV = )"([A-Z_]+)"'
+    files = [*(ROOT / "torchddp").rglob("*.py"), ROOT / "setup.py"]
+    found = {name for path in files for name in re.findall(reads, path.read_text())}
+    page = (DOCS / "environment.md").read_text()
+    assert len(found) > 15 and not {name for name in found if f"`{name}`" not in page}
+
+
 # --- docstrings ---
 
 
 def test_docstrings_become_markdown():
     text = "See :class:`~torchddp.DDP` and ``docs/main_grads.md``.\n\n::\n\n    code()\n"
     assert as_markdown(text) == "See `torchddp.DDP` and [main grads](../main_grads.md).\n\n    code()\n"
+
+
+def test_sections_of_docstrings_are_lists_of_names():
+    """mkdocstrings drops an item without a colon in its first line, and takes two in one line for one."""
+    found = []
+    for path in sorted((ROOT / "torchddp").rglob("*.py")):
+        nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, DOCUMENTED)]
+        text = "\n\n".join(ast.get_docstring(node) or "" for node in nodes)
+        for section in re.findall(r"^(?:Args|Raises):\n((?:(?: {4}.*)?\n)+)", text + "\n", re.MULTILINE):
+            for item in re.findall(r"^ {4}(\S.*(?:\n {8}.*)*)", section, re.MULTILINE):
+                named = re.match(r"(?!None:)(\*{0,2}\w+(, |(?=:)))+: ", item)
+                if not named or re.search(r"\. \w+Error: ", item):
+                    found.append(f"{path.relative_to(ROOT)}: {item}")
+    assert not found

@@ -1,6 +1,7 @@
 """`torchddp doctor`: what it finds, and that it speaks where the package does not load."""
 
 import dataclasses
+import io
 import json
 import os
 import signal
@@ -9,13 +10,16 @@ import sys
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from torchddp import _C
-from torchddp._import_check import is_command, parse_build_info
+from torchddp._command import is_command
+from torchddp._import_check import parse_build_info
 from torchddp.cli import checks
 from torchddp.cli.checks import set_variables
 from torchddp.cli.doctor import (
     Built,
+    Diagnosis,
     Gpu,
     Running,
     Transport,
@@ -23,6 +27,7 @@ from torchddp.cli.doctor import (
     hints,
     installed_version,
     reason_against_nccl,
+    show,
     verdict,
 )
 
@@ -167,6 +172,20 @@ def test_an_extension_says_what_the_doctor_shows() -> None:
     assert info.keys() == {field.name for field in dataclasses.fields(Built)} - {"files"}
     assert bool(info["cuda"]) is _C.with_cuda is bool(info["archs"])
     assert installed_version() == _C.version
+
+
+@pytest.mark.parametrize("columns", [60, 80])
+def test_rows_fit_the_terminal(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    running = Running(python="3.11", torch="2.13.0", cores=64, threads=64)
+    failed = Transport("shm", False, "no memory " * 20)
+    found = Diagnosis(Built(), running, [failed], [], [], [], "2026-11-24T15:30:00+00:00")
+    console = Console(highlight=False, soft_wrap=True, record=True, file=io.StringIO())
+    show(found, console)
+    lines = console.export_text().splitlines()
+    assert max(map(len, lines)) <= columns and " ".join(found.transports[0].reason.split()) in " ".join(
+        " ".join(lines).split()
+    )
 
 
 # --- transports and variables ---

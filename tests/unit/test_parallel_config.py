@@ -107,7 +107,7 @@ def test_a_wrong_file_is_named_with_its_option(tmp_path: Path):
         ("a.json", "{", ValueError, "a.json: "),
         ("a.json", "[]", TypeError, "a.json: the file is a list, allowed: a table of options"),
         ("a.yaml", "kind: [", ValueError, "a.yaml: "),
-        ("a.yml", "3: 4", TypeError, "a.yml: option 3 is no string"),
+        ("a.yml", "3: 4", TypeError, "a.yml: option 3 is not a string"),
         ("a.yml", "ddp: {3: 4}", ValueError, "a.yml: ddp.3: unknown option"),
         ("a.ini", "", ValueError, "got the suffix '.ini', allowed: .toml, .yaml, .yml, .json"),
     ):

@@ -117,10 +117,10 @@ def test_the_report_says_it_in_80_columns() -> None:
     text = report.as_text(report.merged_report(profile))
     assert all(len(line) <= 80 for line in text.splitlines())
     words = " ".join(text.split())
-    assert "straggler: rank 1 was last in 6 of 6 steps (p = 0.031); each other rank waited 48.0 ms a step" in words
+    assert "straggler: rank 1 was last in 6 of 6 steps (p = 0.031); each other rank waited 48.0 ms per step" in words
     assert "in step 1 it lost 50.0 ms before the gradient of first.bias" in words
     said = report.verdict(profile, profile.median_step())
-    assert said == "Rank 1 is a straggler: each other rank waits 48.0 ms a step for it, 69% of the step."
+    assert said == "Rank 1 is a straggler: each other rank waits 48.0 ms per step for it, 69% of the step."
     assert "clocks of different hosts aligned to within 0 us" in words
     # Rank 0 is exposed for longer, rank 1 computes for longer: no mixture of the two.
     assert "step 70.0 ms on rank 0, the slowest = forward 4.0 + backward 10.0 + exposed communication 56.0" in words

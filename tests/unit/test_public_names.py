@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from typing import get_args
+import sys
+from typing import Literal, get_args, get_origin
 
 import pytest
 import torch
@@ -40,6 +41,27 @@ def test_what_a_type_checker_allows_is_what_the_constructor_accepts() -> None:
             DDPOptions(**{option: value, "main_grads": torch.float32 if value == "grad" else None})
         with pytest.raises(ValueError, match="'pigeon'"):
             DDPOptions(**{option: "pigeon"})
+
+
+@pytest.mark.parametrize(
+    ("code", "argument"),
+    [
+        (torchddp.DDP.weigh, "loss"),
+        (torchddp.ParallelConfig, "kind"),
+        (torchddp.ParallelConfig, "sharding_strategy"),
+        (torchddp.ParallelConfig, "param_dtype"),
+        (torchddp.averaging.DiLoCo.__init__, "wire"),
+        (torchddp.comm_hooks.CommHook.__init__, "hierarchical"),
+        (torchddp.comm_hooks.Cast.__init__, "format"),
+        (torchddp.sync.accumulate, "strategy"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.__qualname__,
+)
+def test_an_argument_that_takes_a_few_words_lists_them(code: object, argument: str) -> None:
+    kind = code.__annotations__[argument]
+    kind = eval(kind, vars(sys.modules[code.__module__])) if isinstance(kind, str) else kind
+    parts = get_args(kind) if get_origin(kind) is not Literal else (kind,)
+    assert str not in parts and any(get_origin(part) is Literal for part in parts)
 
 
 def test_no_choice_is_missing() -> None:

@@ -6,12 +6,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.simulated import make_profile
 from tests.unit.helpers import printed
 from torchddp.cli.app import app
 from torchddp.cli.tune import answer, draw_curve, expectation_text, notes, page_sections, tune_table
-from torchddp.cli.tune_run import TuneResult, choose, make_candidates, predicted_ms, tune_document
+from torchddp.cli.tune_run import Candidate, TuneResult, choose, make_candidates, predicted_ms, tune_document
 from torchddp.harness.command import run_app
 from torchddp.harness.page import make_page
 from torchddp.plan.plan_cache import PlanKey, load_plan
@@ -64,6 +66,36 @@ def test_an_answer_that_is_not_certain_says_so_and_what_to_try(median: float) ->
     assert 'bucket_cap_mb="auto" may be faster: ' in said and "95% interval 0." in said
 
 
+@given(st.lists(st.lists(st.floats(1, 1000), min_size=12, max_size=12), min_size=3, max_size=6))
+def test_nothing_is_green_where_nothing_is_faster(times: list[list[float]]) -> None:
+    step_ms = np.array(times)
+    candidates = make_candidates(PROFILE, (1, 2, 25, 50))
+    names = [Candidate(f"{index}", f"bucket_cap_mb={index}", ((3, 2, 1, 0),)) for index in range(1, len(times))]
+    document = tune_document(TuneResult(PROFILE, (candidates[0], *names), step_ms))
+    greens = [cell for cell in tune_table(document).columns[5].cells if getattr(cell, "style", "") == "green"]
+    marks = list(tune_table(document).columns[6].cells)
+    if answer(document).startswith("Use "):
+        assert greens and "<- use" in marks
+    else:
+        assert not greens and marks[0] == "<- keep" and "faster" not in marks
+
+
+def test_the_same_buckets_are_never_faster() -> None:
+    """A size may make the default's buckets; what is measured between the two is noise."""
+    same = Candidate("1 MiB", "bucket_cap_mb=1", PROFILE.buckets, 1.0)
+    candidates = (*make_candidates(PROFILE, (25,))[:1], same)
+    document = tune_document(TuneResult(PROFILE, candidates, np.stack([noisy(100), noisy(80)])))
+    assert answer(document) == "Leave bucket_cap_mb out: after 40 rounds nothing is faster than the default."
+    shown = printed(tune_table(document))
+    assert re.search(r"^1 MiB .* 1 +same *$", shown, re.MULTILINE) and "0.80" not in shown
+
+
+def test_the_marks_survive_a_pipe() -> None:
+    shown = printed(tune_table(tune_document(RESULT)))
+    for row in (r"planned .* 0\.70 \[.*\]  <- use", "1 MiB .* faster", "25 MiB .* slower"):
+        assert re.search(rf"^{row} *$", shown, re.MULTILINE), row
+
+
 def test_expected_times_that_are_off_are_commented() -> None:
     document = tune_document(RESULT)
     expected = {row["name"]: row["predicted_ms"] for row in document["candidates"]}
@@ -76,7 +108,9 @@ def test_expected_times_that_are_off_are_commented() -> None:
         return expectation_text({**document, "candidates": rows})
 
     assert said() == ""
-    assert "off by up to +50% (planned): the model of the planner misses" in said(planned=1.5 * expected["planned"])
+    assert "the planned buckets takes 50% more than expected: the planner's model misses" in said(
+        planned=1.5 * expected["planned"]
+    )
     assert "all steps were slower than the recorded one" in said(**{name: 2 * ms for name, ms in expected.items()})
     assert "all steps were faster than the recorded one" in said(**{name: 0.5 * ms for name, ms in expected.items()})
     assert expectation_text(document) in notes(document)
@@ -89,7 +123,7 @@ def test_the_document_holds_what_is_shown() -> None:
     document = tune_document(RESULT)
     assert json.loads(json.dumps(document, allow_nan=False))["candidates"] == document["candidates"]
     assert [row["chosen"] for row in document["candidates"]] == [False, True, False, False, False]
-    said = 'Use DistributedDataParallel(model, bucket_cap_mb="auto"): 30.0% less time a step than the default.'
+    said = 'Use DistributedDataParallel(model, bucket_cap_mb="auto"): 30.0% less time per step than the default.'
     assert document["argument"] == 'bucket_cap_mb="auto"' and answer(document) == said
     for width in (60, 80):
         shown = printed(tune_table(document), width)
