@@ -3,7 +3,7 @@
     composer -n 2 examples/train_composer.py
     torchrun --nproc-per-node 2 examples/train_composer.py --strategy forced_sync --microbatch 4
 
-`--ddp torch` trains the same model with torch's class. Needs torchddp[composer].
+`--ddp torch` trains the same model with torch's class. Needs mosaicml.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import Literal, get_args
 
 import torch
 
@@ -18,10 +19,11 @@ from examples.gpt.ranks import Ranks, open_ranks
 from examples.small import loss_of, make_model, report
 from torchddp.averaging import DiLoCo
 
-WIRES = ("fp32", "bf16", "fp16", "int8", "int4")
+Wire = Literal["fp32", "bf16", "fp16", "int8", "int4"]
+WIRES = get_args(Wire)
 
 
-def train(ranks: Ranks, steps: int, lr: float, sync_every: int, wire: str) -> None:
+def train(ranks: Ranks, steps: int, lr: float, sync_every: int, wire: Wire) -> None:
     """Train on this rank. The model isn't wrapped, because gradients are not averaged."""
     model = make_model()
     optimizer = DiLoCo(model, torch.optim.AdamW(model.parameters(), lr=lr), sync_every=sync_every, wire=wire)

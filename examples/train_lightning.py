@@ -3,7 +3,7 @@
     python -m examples.train_lightning --strategy torchddp --devices 2
     python -m examples.train_lightning --strategy torchddp_sharded --devices 2 --epochs 4
 
-Needs torchddp[lightning]. Trains a small network to tell two spirals apart; the data is generated.
+Needs lightning. Trains a small network to tell two spirals apart; the data is generated.
 """
 
 from __future__ import annotations

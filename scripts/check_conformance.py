@@ -59,7 +59,7 @@ def run_harness(world_size: int, transport: str, args: argparse.Namespace) -> Pa
     out_dir.mkdir(parents=True, exist_ok=True)
     results_path = out_dir / "results.json"
     results_path.unlink(missing_ok=True)
-    command = [sys.executable, str(FOLDER / "harness.py"), "--ddp", args.ddp, "--run-disabled"]
+    command = [sys.executable, str(FOLDER / "harness.py"), "--ddp", args.ddp]
     command += ["--keys", str(expected_path(world_size))]
     command += ["--world-size", str(world_size), "--jobs", str(args.jobs), "--out", str(results_path)]
     command += ["--timeout", str(TIMEOUT_S)]

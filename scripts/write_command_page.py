@@ -13,8 +13,8 @@ WIDTH = 88
 _INTRO = """\
 # The torchddp command
 
-The command needs typer and rich, which `pip install 'torchddp[cli]'` brings. `python -m torchddp` is the same
-command, of the Python that runs it. Below is what `--help` says; `python -m scripts.write_command_page` writes it here.
+The command needs typer and rich: `pip install typer rich`, and matplotlib for plots. `python -m torchddp` runs the same
+command with a given Python. Below is what `--help` prints (`python -m scripts.write_command_page` updates this page).
 
 | To | Command | Guide |
 |---|---|---|

@@ -128,6 +128,32 @@ def each(*choices: Iterable[Any]) -> Iterator[Any]:
         yield found if len(choices) > 1 else found[0]
 
 
+def errors_of(
+    calls: dict[str, Callable[[], Any]], rank: int, world_size: int, timeout_s: float = GROUP_TIMEOUT_S
+) -> dict[str, tuple[list[str], str]]:
+    """By name: the classes of what the call raises, its own first, and its text; ([], "") if it raises nothing.
+
+    Each call has a process group of its own, which all ranks enter and leave together.
+    """
+    store = dist.distributed_c10d._get_default_store()
+    dist.destroy_process_group()
+    found: dict[str, tuple[list[str], str]] = {}
+    for name, call in calls.items():
+        print("case:", name, flush=True)  # the last of these is the one that ends a rank
+        with process_group(dist.PrefixStore(name, store), rank, world_size, timeout_s) as group:
+            dist.barrier()  # a rank that is done leaves; the others must have connected by then
+            try:
+                call()
+                found[name] = [], ""
+                keep_until_exit(group)
+            except BaseException as error:
+                found[name] = [kind.__name__ for kind in type(error).__mro__ if kind is not object], str(error)
+            gc.collect()  # models go before their group, as after attempt()
+        store.set(f"{name}/{rank}", "")
+        store.wait([f"{name}/{peer}" for peer in range(world_size)])
+    return found
+
+
 def run_outcomes(
     fn: Callable[..., Any],
     world_size: int,

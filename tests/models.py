@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -43,27 +42,17 @@ class Branches(nn.Module):
 
 
 class TwoHeads(nn.Module):
-    """Two outputs in a structure chosen by the caller."""
+    """Two outputs."""
 
-    def __init__(self, wrap: Callable[[Tensor, Tensor], Any] | None = None) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.trunk = nn.Linear(4, 4, dtype=torch.float64)
         self.left = nn.Linear(4, 4, dtype=torch.float64)
         self.right = nn.Linear(4, 4, dtype=torch.float64)
-        self.wrap = wrap
 
     def forward(self, x: Tensor) -> Any:
         hidden = torch.tanh(self.trunk(x))
-        left, right = self.left(hidden), self.right(hidden)
-        return self.wrap(left, right) if self.wrap is not None else (left, right)
-
-
-@dataclass
-class Pair:
-    """A dataclass as a model's output."""
-
-    left: Tensor
-    right: Tensor
+        return self.left(hidden), self.right(hidden)
 
 
 class NormNet(nn.Module):
@@ -97,8 +86,6 @@ def loss_of(output: Any) -> Tensor:
     if isinstance(output, Tensor):
         squared = output * output.conj()
         return squared.real.sum() if squared.is_complex() else squared.sum()
-    if isinstance(output, Pair):
-        return loss_of(output.left) + loss_of(output.right)
     values = output.values() if isinstance(output, dict) else output
     return sum((loss_of(value) for value in values), torch.zeros((), dtype=torch.float64))
 

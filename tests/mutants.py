@@ -1,15 +1,13 @@
-"""Deliberately broken DDP classes, which several checks of tests/behaviours must notice.
+"""Deliberately broken DDP classes, which several checks of tests/behaviours must notice; tests/fuzz has others.
 
 A suite that passes on one of these would not have noticed the bug in the real class either.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.algorithms.join import JoinHook
 
 from tests.harness import class_under_test
@@ -30,26 +28,11 @@ class DoubleGrad(Base):
         return 2
 
 
-class SumNotMean(DoubleGrad):
-    """The sum over ranks instead of their mean."""
-
-    def factor(self) -> float:
-        return dist.get_world_size(self.process_group) if self.require_backward_grad_sync else 1
-
-
 class SlightlyOff(DoubleGrad):
     """A millionth too much on one rank."""
 
     def factor(self) -> float:
         return 1 + 1e-6 if dist.get_rank(self.process_group) == 1 else 1
-
-
-class NoAllReduce(Base):
-    """Each rank keeps its own gradients."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        with self.no_sync():
-            return super().forward(*args, **kwargs)
 
 
 class OnlyFirstStep(Base):
@@ -73,56 +56,6 @@ class ForgetsOneParameter(Base):
         super().__init__(module, *args, **kwargs)
 
 
-class DropsAccumulated(Base):
-    """What was accumulated before the synchronised step is lost."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self.require_backward_grad_sync:
-            self.zero_grad()
-        return super().forward(*args, **kwargs)
-
-
-class NoBufferSync(Base):
-    """Buffers are never broadcast after construction."""
-
-    def _sync_buffers(self) -> None:
-        pass
-
-
-class BuffersFromLastRank(Base):
-    """Buffers follow the last rank instead of rank 0."""
-
-    def _default_broadcast_coalesced(self, *args: Any, **kwargs: Any) -> None:
-        last = dist.get_world_size(self.process_group) - 1
-        super()._default_broadcast_coalesced(*args, **{**kwargs, "authoritative_rank": last})
-
-
-class AlwaysSyncsBuffers(Base):
-    """Buffers that the user wanted local, or ignored, are broadcast all the same."""
-
-    def __init__(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
-        if hasattr(module, "_ddp_params_and_buffers_to_ignore"):
-            module._ddp_params_and_buffers_to_ignore = set()  # type: ignore[assignment]
-        super().__init__(module, *args, **{**kwargs, "forward_sync_buffers": True})
-
-
-class IgnoresNoSync(Base):
-    """no_sync does nothing."""
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        yield
-
-
-class IgnoresIgnored(Base):
-    """Parameters and buffers to be left alone are handled like all others."""
-
-    def __init__(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
-        if hasattr(module, "_ddp_params_and_buffers_to_ignore"):
-            del module._ddp_params_and_buffers_to_ignore
-        super().__init__(module, *args, **kwargs)
-
-
 class HookIgnored(Base):
     """Communication hooks are accepted and never called."""
 
@@ -131,18 +64,6 @@ class HookIgnored(Base):
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
         pass
-
-
-class HookResultLost(Base):
-    """The hook runs on a copy: what it returns is thrown away and rank-local gradients stay."""
-
-    def register_comm_hook(self, state: object, hook: Any) -> None:
-        def lost(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-            kept = bucket.buffer().clone()
-            bucket.set_buffer(bucket.buffer().clone())
-            return hook(state, bucket).then(lambda _: kept)
-
-        super().register_comm_hook(state, lost)
 
 
 class AlwaysUnusedSearch(Base):
@@ -159,13 +80,6 @@ class NoJoinShadow(Base):
         return JoinHook()
 
 
-class OnlyTensorOutputs(Base):
-    """The search for unused parameters looks at bare tensors only."""
-
-    def _post_forward(self, output: Any) -> Any:
-        return super()._post_forward(output) if isinstance(output, Tensor) else output
-
-
 class NoLogging(Base):
     """Nothing is told."""
 
@@ -173,20 +87,16 @@ class NoLogging(Base):
         return {}
 
 
-def _with(**options: Any) -> Any:
-    """Has these options whatever it is given."""
-    return type("With", (Base,), {"__init__": lambda self, *a, **kw: Base.__init__(self, *a, **{**kw, **options})})
+def with_options(name: str, **options: Any) -> Any:
+    """A class of this name that has these options whatever it is given."""
+    return type(name, (Base,), {"__init__": lambda self, *a, **kw: Base.__init__(self, *a, **{**kw, **options})})
 
+
+NoBucketView = with_options("NoBucketView", gradient_as_bucket_view=False)
+NoStaticGraph = with_options("NoStaticGraph", static_graph=False)
 
 MUTANTS: dict[str, Any] = {
     name: value
     for name, value in list(globals().items())
     if isinstance(value, type) and issubclass(value, Base) and value is not Base
-}
-MUTANTS |= {
-    "NoInitSync": _with(init_sync=False),
-    "NoBucketView": _with(gradient_as_bucket_view=False),
-    "AlwaysBucketView": _with(gradient_as_bucket_view=True),
-    "NoUnusedSearch": _with(find_unused_parameters=False),
-    "NoStaticGraph": _with(static_graph=False),
 }

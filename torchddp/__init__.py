@@ -9,13 +9,13 @@ It is a subclass of torch's class and accepts the same arguments in the same ord
 from __future__ import annotations
 
 import importlib
-import logging
 import os
 import sys
-from typing import TYPE_CHECKING
 
-from torchddp._import_check import check_extension, exit_on_interrupt, is_command
+from torchddp._command import is_command  # before anything that takes time: see there
+from torchddp._import_check import check_extension
 
+TYPE_CHECKING = False  # typing's own takes longer than the rest of this import
 if TYPE_CHECKING:
     from torchddp.composable import replicate
     from torchddp.diagnose.collectives import watch_collectives
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from torchddp.parallel import ParallelConfig, parallel_group_info, parallelize
     from torchddp.sharded import ShardedDataParallel
 
-if is_command():
-    exit_on_interrupt()
 import_error: Exception | None = None
 try:
     import torch  # noqa: F401  the extension needs torch's libraries loaded first
@@ -121,6 +119,8 @@ def _register_with_lightning() -> None:
     try:
         importlib.import_module("torchddp.integrations.lightning")
     except Exception as error:  # unknown version: torchddp works all the same
+        import logging
+
         logging.getLogger("torchddp").warning(
             "Lightning does not know torchddp's strategies by name: %s: %s", type(error).__name__, error
         )

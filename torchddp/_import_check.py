@@ -1,4 +1,4 @@
-"""Checks made by `import torchddp`: does the extension fit the running torch, and is this the `torchddp` command?
+"""A check made by `import torchddp`: does the extension fit the running torch?
 
 libtorch's C++ interface changes between minor versions while its symbols keep their names, so a mismatched extension
 loads and crashes later. If CUDA or Python don't fit, the loader's message doesn't help. This raises one readable error
@@ -7,17 +7,13 @@ that names the wheel to install. The command must start even where the rest of t
 
 from __future__ import annotations
 
-import os
 import platform
 import re
-import signal
-import sys
 import sysconfig
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 PACKAGE_DIR = Path(__file__).resolve().parent
-_COMMAND = "torchddp"
 _BUILD_INFO = re.compile(rb"torchddp build info\n(?:\w+=[^\n\0]*\n)+")  # kBuildInfo of csrc/bindings/module.cpp
 
 
@@ -37,17 +33,6 @@ def check_extension() -> None:
     built = parse_build_info(_C.build_info)
     if reason := misfit(built, running):
         raise ImportError(f"{reason}. {wheel_advice(built['version'], running)}")
-
-
-def exit_on_interrupt() -> None:
-    """Of the command: from now on Ctrl-C ends the process with one line; importing torch takes a second or more."""
-
-    def leave(number: int, frame: object) -> None:
-        os.write(2, b"interrupted\n")
-        os._exit(130)
-
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, leave)
 
 
 # --- what it was built for, and what runs ---
@@ -117,16 +102,3 @@ def minor(version: str) -> tuple[int, int]:
     """(2, 13) of '2.13.0+cpu'."""
     major_text, minor_text = version.split("+")[0].split(".")[:2]
     return int(major_text), int(minor_text)
-
-
-# --- the command ---
-
-
-def is_command(argv: Sequence[str] | None = None, orig_argv: Sequence[str] | None = None) -> bool:
-    """True for `torchddp ...` (the installed script) and `python -m torchddp ...`."""
-    argv = getattr(sys, "argv", []) if argv is None else argv
-    orig_argv = sys.orig_argv if orig_argv is None else orig_argv
-    started = argv[0] if argv else ""
-    if started == "-m":  # set by Python while it looks for the module, which imports the package
-        return _COMMAND in [after for before, after in zip(orig_argv, orig_argv[1:], strict=False) if before == "-m"]
-    return Path(started).name == _COMMAND

@@ -1,4 +1,4 @@
-"""Where torch has it too: ``from torchddp.distributed import DistributedDataParallel``."""
+"""A second place to import from, as in torch: ``from torchddp.distributed import DistributedDataParallel``."""
 
 from torchddp.ddp.module import DistributedDataParallel
 

@@ -32,12 +32,10 @@ def of_model(model: Any) -> dict[str, Traffic]:
     """What gradients sent in the model's last finished synchronised step, by transport. Not collective.
 
     * ``"c10d"``, ``"nccl"``: computed for ring algorithms, 2 (W-1)/W of the payload for an all-reduce over W ranks,
-    since
-      neither gloo nor NCCL reports it. Other algorithms (NCCL's trees) may send a different amount.
+      since neither gloo nor NCCL reports it. Other algorithms (NCCL's trees) may send a different amount.
     * ``"shm"``: bytes that this rank reads from or writes to other ranks' memory.
     * ``"outer"``: what this rank sends to other hosts if the ranks of a host share memory; its payload is this rank's
-    part
-      of what ``"shm"`` was given.
+      part of what ``"shm"`` was given.
     * ``"hook"``: with a communication hook, the hook's attribute ``traffic`` if it is a :class:`Traffic`; otherwise
       ``wire_bytes`` is None.
 

@@ -7,10 +7,7 @@
 
 #include "common/deadline.h"
 #include "common/errors.h"
-
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
+#include "shm/waiting.h"
 
 namespace torchddp::shm {
 namespace {
@@ -18,20 +15,9 @@ namespace {
 using std::chrono::milliseconds;
 using Clock = Engine::Clock;
 
-// Spins for about 100 us before sleeping, if each rank has a processor.
-constexpr int kSpins = 2000;
-constexpr int kCrowdedSpins = 20;
-constexpr int64_t kSleepNs = 20'000'000;
-constexpr milliseconds kPeerCheck{10};
 // The limit for idle envelopes.
 constexpr int64_t kFreeBytes = 64 << 20;
 constexpr auto kEnvelopeBytes = static_cast<int64_t>(sizeof(Envelope));
-
-void pause_cpu() {
-#if defined(__x86_64__)
-  _mm_pause();
-#endif
-}
 
 bool matches(const Message& receive, int from, const Letter& letter) {
   return (receive.peer < 0 || receive.peer == from) && receive.tag == letter.tag;

@@ -1,18 +1,11 @@
-"""What test_accelerate.py runs on two ranks: each job with torch's class and ours, in the same processes.
-
-    ACCELERATE_USE_CPU=true torchrun --nproc-per-node 2 -m tests.clients.accelerate_jobs FOLDER [--install] [JOB ...]
-
-Each rank writes FOLDER/rank<N>.json: job -> {"torch": result, "ours": result}. With --install "ours" is
-Accelerate's own Accelerator after torchddp.install().
+"""Jobs of test_accelerate.py with Accelerate, which run on two ranks: each with torch's class and ours in the same
+processes, some of them also with Accelerate's own Accelerator after torchddp.install().
 """
 
 from __future__ import annotations
 
-import json
-import sys
-import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -30,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.data import DataLoader, TensorDataset
 
 import torchddp
-from tests.clients.common import digest, said
+from tests.clients.common import digest, said, save_results
 from torchddp.integrations.accelerate import Accelerator, TorchDDPKwargs, adopt
 
 LENGTH, BATCH = 40, 4  # five batches a rank
@@ -54,18 +47,16 @@ class Net(nn.Module):
 
 
 class Kind:
-    """How to make an accelerator that wraps in one of the classes."""
+    """How to make an accelerator that wraps in one of the classes: "torch", "ours" or "installed"."""
 
-    def __init__(self, name: str, folder: Path, plug_in: bool = True) -> None:
-        self.name = name
-        self.ours = name == "ours" and plug_in
-        self.folder = folder
+    def __init__(self, name: str, folder: Path) -> None:
+        self.name, self.folder = name, folder
+        self.ours = name == "ours"
 
     def accelerator(self, handler: Any = None, cls: Any = None, **options: Any) -> Any:
         reset()
-        handlers = [handler] if handler is not None else None
         cls = cls or (Accelerator if self.ours else accelerate.Accelerator)
-        return cls(kwargs_handlers=handlers, **options)
+        return cls(kwargs_handlers=None if handler is None else [handler], **options)
 
     def handler(self, **options: Any) -> Any:
         return (TorchDDPKwargs if self.ours else DistributedDataParallelKwargs)(**options)
@@ -76,17 +67,12 @@ def reset() -> None:
     GradientState._reset_state()
 
 
-def data(length: int = LENGTH) -> DataLoader:
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(length, 6, generator=generator)
-    return DataLoader(TensorDataset(x, x.square().sum(1, keepdim=True)), batch_size=BATCH)
-
-
 def prepared(accelerator: Any, length: int = LENGTH) -> tuple[Any, Any, Any]:
+    x = torch.randn(length, 6, generator=torch.Generator().manual_seed(1))
+    loader = DataLoader(TensorDataset(x, x.square().sum(1, keepdim=True)), batch_size=BATCH)
     torch.manual_seed(0)
     model = Net()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    return accelerator.prepare(model, optimizer, data(length))
+    return accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01), loader)
 
 
 def model_of(model: nn.Module) -> dict[str, str]:
@@ -113,7 +99,7 @@ def results_of(model: Any, before: int) -> dict[str, Any]:
 
 
 def trained(
-    kind: Kind, handler: Any = None, *, own: Any = None, forward: Any = None, both: Any = None, **options: Any
+    kind: Kind, *, both: Any = None, own: Any = None, handler: Any = None, spare: bool = True, **options: Any
 ) -> dict[str, Any]:
     """Options of the wrapper: `handler` is Accelerate's, `both` are of either class's, `own` are of ours alone."""
     before = torchddp.finished_steps()
@@ -123,7 +109,7 @@ def trained(
         handler = TorchDDPKwargs(**own)
     accelerator = kind.accelerator(handler, **options)
     model, optimizer, loader = prepared(accelerator)
-    fit(accelerator, model, optimizer, loader, **(forward or {}))
+    fit(accelerator, model, optimizer, loader, spare=spare)
     return results_of(model, before)
 
 
@@ -146,7 +132,6 @@ def adopted(kind: Kind) -> dict[str, Any]:
         assert isinstance(accelerator, Theirs) and accelerator.ddp_handler.find_unused_parameters
     model, optimizer, loader = prepared(accelerator)
     fit(accelerator, model, optimizer, loader, spare=False)
-    assert model.find_unused_parameters
     return results_of(model, before)
 
 
@@ -161,60 +146,47 @@ def local_sgd(kind: Kind) -> dict[str, Any]:
                 optimizer.step()
                 optimizer.zero_grad()
                 local.step()
-    ends = {"inside": torchddp.finished_steps() - before, **model_of(model)}
-    # Each step is reduced again; ranks differ by then, for each has the optimizer state of its own steps.
+    inside = {"steps inside": torchddp.finished_steps() - before, "inside": model_of(model)}
+    # Each step is reduced again, of copies that differ: each rank has the optimizer state of its own steps.
     fit(accelerator, model, optimizer, loader, epochs=1)
-    return {**ends, "after": model_of(model), "steps": torchddp.finished_steps() - before}
+    ends = results_of(model, before)
+    return {**inside, **ends, "weights": inside["inside"]["weights"], "after": ends["weights"]}
 
 
 def states(kind: Kind) -> dict[str, Any]:
     """A state saved in mid-training and loaded by both classes ends where undisturbed training does."""
     folder = kind.folder / f"state_{kind.name}"
-    accelerator = kind.accelerator()
-    model, optimizer, loader = prepared(accelerator)
-    fit(accelerator, model, optimizer, loader, epochs=1)
-    accelerator.save_state(str(folder))
-    fit(accelerator, model, optimizer, loader, epochs=1)
-    ends: dict[str, Any] = {"undisturbed": model_of(model)}
-    for other in (Kind("torch", kind.folder), Kind("ours", kind.folder)):
-        accelerator = other.accelerator()
+    ends: dict[str, Any] = {}
+    for way in (kind, Kind("torch", kind.folder), Kind("ours", kind.folder)):
+        before = torchddp.finished_steps()
+        accelerator = way.accelerator(gradient_accumulation_steps=2)
         model, optimizer, loader = prepared(accelerator)
-        accelerator.load_state(str(folder))
-        fit(accelerator, model, optimizer, loader, epochs=1)
-        ends[f"loaded by {other.name}"] = model_of(model)
+        if ends:
+            accelerator.load_state(str(folder))
+        else:
+            fit(accelerator, model, optimizer, loader, epochs=1)
+            accelerator.save_state(str(folder))
+            before = torchddp.finished_steps()
+        fit(accelerator, model, optimizer, accelerator.skip_first_batches(loader, 2), epochs=1)
+        ends[f"loaded by {way.name}" if ends else "undisturbed"] = results_of(model, before)
     return ends
 
 
-def skipping(kind: Kind) -> dict[str, Any]:
-    before = torchddp.finished_steps()
-    accelerator = kind.accelerator(gradient_accumulation_steps=2)
-    model, optimizer, loader = prepared(accelerator)
-    fit(accelerator, model, optimizer, accelerator.skip_first_batches(loader, 2), epochs=1)
-    return {**model_of(model), "steps": torchddp.finished_steps() - before}
-
-
-def metrics(kind: Kind) -> dict[str, Any]:
-    """Of a data set that does not divide by ranks and batch: each sample counts once."""
-    accelerator = kind.accelerator()
+def evaluated(kind: Kind) -> dict[str, Any]:
+    """Of a data set that does not divide by ranks and batch: each sample counts once. And what unwraps the model."""
+    accelerator = kind.accelerator(mixed_precision="bf16")
     model, _, loader = prepared(accelerator, length=37)
+    bare = accelerator.unwrap_model(model)
     model.eval()
     with torch.no_grad():
-        outputs = [accelerator.gather_for_metrics(model(x)) for x, _ in loader]
-    together = torch.cat(outputs)
-    return {"samples": len(together), "sum": float(together.double().sum())}
-
-
-def unwrapping(kind: Kind) -> dict[str, Any]:
-    accelerator = kind.accelerator(mixed_precision="bf16")
-    torch.manual_seed(0)
-    bare = Net()
-    model = accelerator.prepare(bare)
-    again = accelerator.prepare(model)
+        together = torch.cat([accelerator.gather_for_metrics(model(x)) for x, _ in loader])
     with accelerator.autocast():
         dtype = str(bare.first(torch.ones(1, 6)).dtype)
     return {
-        "bare": accelerator.unwrap_model(model) is bare and extract_model_from_parallel(model) is bare,
-        "once": again is model,
+        "samples": len(together),
+        "sum": float(together.double().sum()),
+        "unwraps": type(bare) is Net and extract_model_from_parallel(model) is bare,
+        "wraps once": accelerator.prepare(model) is model,
         "keys": sorted(accelerator.get_state_dict(model)),
         "listed": len(accelerator._models),
         "dtype": dtype,
@@ -235,7 +207,7 @@ def synced_late(kind: Kind) -> dict[str, Any]:
     with accelerator.trigger_sync_in_backward(model):
         accelerator.backward(losses[1])
     optimizer.step()
-    return {**model_of(model), "steps": torchddp.finished_steps() - before}
+    return results_of(model, before)
 
 
 def uneven(kind: Kind) -> dict[str, Any]:
@@ -252,8 +224,8 @@ def uneven(kind: Kind) -> dict[str, Any]:
             accelerator.backward((model(x) - y).square().mean())
             optimizer.step()
             optimizer.zero_grad()
-    said = any("no effect" in str(w.message) for w in caught)
-    return {**model_of(model), "batches": len(batches), "said": said}
+    told = any("no effect" in str(w.message) for w in caught)
+    return {**model_of(model), "batches": len(batches), "said": told}
 
 
 def wrapped_before(kind: Kind) -> dict[str, Any]:
@@ -266,62 +238,48 @@ def wrapped_before(kind: Kind) -> dict[str, Any]:
 
 
 HOOK = DDPCommunicationHookType
+POWER_SGD = {
+    "comm_hook": HOOK.POWER_SGD,
+    "comm_wrapper": HOOK.FP16,
+    "comm_state_option": {"matrix_approximation_rank": 2, "start_powerSGD_iter": 3},
+}
+TORCHS_OPTIONS = {"find_unused_parameters": True, "bucket_cap_mb": 1, "gradient_as_bucket_view": True}
+# These change no bit.
+OWN_OPTIONS = {"bucket_cap_mb": "auto", "transport": "c10d", "stall_report_s": 5, "find_nonfinite": True}
 Jobs = dict[str, Callable[[Kind], dict[str, Any]]]
 JOBS: Jobs = {
     "plain": trained,
     "accumulation": partial(trained, gradient_accumulation_steps=2),
     "bf16": partial(trained, mixed_precision="bf16"),
-    "unused": partial(trained, both={"find_unused_parameters": True}, forward={"spare": False}),
-    "torchs_options": partial(
-        trained, handler=DistributedDataParallelKwargs(bucket_cap_mb=1, gradient_as_bucket_view=True)
-    ),
+    "torchs_options": partial(trained, handler=DistributedDataParallelKwargs(**TORCHS_OPTIONS), spare=False),
     "fp16_hook": partial(trained, both={"comm_hook": HOOK.FP16}),
-    "power_sgd_hook": partial(
-        trained,
-        both={
-            "comm_hook": HOOK.POWER_SGD,
-            "comm_wrapper": HOOK.FP16,
-            "comm_state_option": {"matrix_approximation_rank": 2, "start_powerSGD_iter": 3},
-        },
-    ),
+    "power_sgd_hook": partial(trained, both=POWER_SGD),
     "compiled": partial(trained, dynamo_backend="eager"),
-    # Of the next two, torch's result is that without the options: they change no bit, and torch's class fails with a
-    # static graph here, or stops reducing.
-    "own_options": partial(
-        trained,
-        own={"bucket_cap_mb": "auto", "transport": "c10d", "stall_report_s": 5, "find_nonfinite": True},
-    ),
+    "own_options": partial(trained, own=OWN_OPTIONS),
+    # torch's class fails with a static graph here, or stops reducing: its result is that without.
     "static_graph_accumulation": partial(trained, own={"static_graph": True}, gradient_accumulation_steps=2),
-    **{
-        job.__name__: job
-        for job in (
-            named_hooks, adopted, local_sgd, states, skipping, metrics, unwrapping, synced_late, uneven, wrapped_before
-        )
-    },
-}  # fmt: skip
+}
+JOBS |= {
+    job.__name__: job
+    for job in (named_hooks, adopted, local_sgd, states, evaluated, synced_late, uneven, wrapped_before)
+}
+UNDER_INSTALL = {"plain", "accumulation", "bf16", "power_sgd_hook", "compiled", "synced_late"}
 
 
-def run_jobs(jobs: Jobs) -> None:
-    """The command line of the files of jobs."""
-    folder = Path(sys.argv[1])
-    install = "--install" in sys.argv
-    names = [name for name in sys.argv[2:] if name != "--install"]
-    torch.set_num_threads(1)
-    accelerate.PartialState(cpu=True)
-    results: dict[str, Any] = {}
-    try:
-        for name in names or jobs:
-            results[name] = {"torch": jobs[name](Kind("torch", folder))}
-            with torchddp.install() if install else nullcontext():
-                results[name]["ours"] = jobs[name](Kind("ours", folder, plug_in=not install))
-    except Exception:
-        results["error"] = f"in {name}:\n{traceback.format_exc()}"
-        raise
-    finally:
-        (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(results))
-    dist.barrier()
-    dist.destroy_process_group()
+def run_jobs(jobs: Jobs, under_install: Collection[str] = ()) -> None:
+    """The command line of the modules of jobs."""
 
+    def find(folder: Path) -> dict[str, Any]:
+        accelerate.PartialState(cpu=True)
+        results: dict[str, Any] = {}
+        for name, job in jobs.items():
+            kinds = ["torch", "ours", *(["installed"] if name in under_install else [])]
+            results[name] = {}
+            for kind in kinds:
+                with torchddp.install() if kind == "installed" else nullcontext():
+                    results[name][kind] = job(Kind(kind, folder))
+        dist.barrier()
+        dist.destroy_process_group()
+        return results
 
-if __name__ == "__main__":
-    run_jobs(JOBS)
+    save_results(find)

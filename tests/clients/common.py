@@ -43,10 +43,27 @@ def launch(
     return done
 
 
-def saved_by_ranks(module: str, folder: Path, timeout_s: float = 500) -> list[dict[Any, Any]]:
-    """Runs a module that starts its two ranks itself; what each has saved."""
-    launch("-m", module, folder, timeout_s=timeout_s)
-    return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
+def save_results(find: Callable[[Path], dict[Any, Any]]) -> None:
+    """`python -m MODULE FOLDER` on a rank: FOLDER/rankN.pt gets what it finds, and the warnings about traps."""
+    import torchddp
+
+    torch.set_num_threads(1)
+    folder = Path(sys.argv[1])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", torchddp.UsageWarning)
+        found = find(folder)
+    found["told"] = [str(w.message) for w in caught if issubclass(w.category, torchddp.UsageWarning)]
+    torch.save(found, folder / f"rank{os.environ.get('LOCAL_RANK', 0)}.pt")
+
+
+def saved_by_ranks(module: str, folder: Path, ranks: int = 0, timeout_s: float = 500) -> list[dict[Any, Any]]:
+    """Runs such a module, which starts its two ranks itself with `ranks` = 0; what each has saved. Its jobs are right,
+    so that none may hear of a trap.
+    """
+    launch("-m", module, folder, ranks=ranks, timeout_s=timeout_s)
+    found = [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
+    assert [of_rank["told"] for of_rank in found] == [[], []]
+    return found
 
 
 def blocks(page: str, section: str) -> list[str]:
@@ -78,18 +95,3 @@ def said(call: Callable[[], Any]) -> str:
     except (RuntimeError, TypeError, ValueError) as error:
         return f"{type(error).__name__}: {error}"
     return ""
-
-
-def tell_traps(main: Callable[[], Any]) -> None:
-    """Prints the warnings about traps (docs/traps.md) that a program hears."""
-    import torchddp
-
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        main()
-    told = [str(w.message) for w in caught if issubclass(w.category, torchddp.UsageWarning)]
-    print(f"told {told}\n", end="", flush=True)
-
-
-def assert_hears_of_no_trap(module: str) -> None:
-    assert launch("-m", module, ranks=2).stdout.count("told []\n") == 2

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import torchddp
+from tests.clients.common import digest
 
 
 def train() -> dict[str, Any]:
@@ -30,7 +31,7 @@ def train() -> dict[str, Any]:
     return {
         "class": type(model).__module__,
         "steps": torchddp.finished_steps() - before,
-        "weights": [parameter.tolist() for parameter in model.parameters()],
+        "weights": digest(model.named_parameters()),
     }
 
 

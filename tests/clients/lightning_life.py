@@ -13,9 +13,13 @@ from lightning.fabric import Fabric
 from torch.nn.modules.batchnorm import SyncBatchNorm
 
 import torchddp
-from tests.clients.common import said
-from tests.clients.lightning_models import QUIET, Plain, batches, save_results
+from tests.clients.common import said, save_results
+from tests.clients.lightning_models import QUIET, Plain, batches, quiet
 from torchddp.integrations.lightning import TorchDDPFabricStrategy
+
+# The strategy that has saved a checkpoint, and the one that goes on from it.
+RESUMED = [("torchddp", "ddp"), ("torchddp_sharded", "ddp"), ("ddp", "torchddp"), ("ddp", "torchddp_sharded")]
+RESUMED += [("torchddp_sharded", "torchddp_sharded")]
 
 
 class Watching(pl.Callback):
@@ -112,14 +116,7 @@ def find(folder: Path) -> dict[str, Any]:
     results: dict[str, Any] = {}
     for strategy in ("ddp", "torchddp", "torchddp_sharded"):
         results[f"twice {strategy}"] = fit_twice_and_test(strategy)
-    for first, second in (
-        ("ddp", "ddp"),
-        ("torchddp", "ddp"),
-        ("torchddp_sharded", "ddp"),
-        ("ddp", "torchddp"),
-        ("ddp", "torchddp_sharded"),
-        ("torchddp_sharded", "torchddp_sharded"),
-    ):
+    for first, second in [("ddp", "ddp"), *RESUMED]:
         results[f"checkpoint {first} {second}"] = checkpoints(folder, first, second)
     for strategy in ("ddp", "torchddp"):
         results[f"sync_batch_norm {strategy}"] = sync_batch_norm(strategy)
@@ -131,4 +128,5 @@ def find(folder: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    quiet()
     save_results(find)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
@@ -11,7 +12,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 
 import torchddp
-from tests.clients.lightning_models import QUIET, LocalSGD, Manual, Plain, TwoOptimizers, batches, save_results
+from tests.clients.common import save_results
+from tests.clients.lightning_models import QUIET, LocalSGD, Manual, Plain, TwoOptimizers, batches, quiet
 from torchddp.integrations.lightning import TorchDDPShardedStrategy, TorchDDPStrategy
 
 
@@ -27,7 +29,7 @@ def local_sgd(kind: Any) -> Any:
     return kind(ddp_comm_state=state, ddp_comm_hook=post_localSGD_hook, model_averaging_period=2)
 
 
-ALL = ("ddp", "torchddp", "torchddp_sharded")
+ALL = ("ddp", "torchddp", "torchddp_sharded", "ddp after install()")
 UNUSED = ("ddp_find_unused_parameters_true", "torchddp_find_unused_parameters_true")
 
 
@@ -76,8 +78,11 @@ def run(name: str) -> list[dict[str, Any]]:
     for strategy in strategies:
         module = kind(**options)
         before = torchddp.finished_steps()
-        trainer = pl.Trainer(strategy=strategy, **{"max_epochs": 1, **QUIET, **of_trainer})
-        trainer.fit(module, batches())
+        installs = strategy == ALL[-1]
+        options_of_trainer = {"max_epochs": 1, **QUIET, **of_trainer}
+        with torchddp.install() if installs else nullcontext():
+            trainer = pl.Trainer(strategy="ddp" if installs else strategy, **options_of_trainer)
+            trainer.fit(module, batches(), batches() if name == "accumulate" else None)
         results.append(
             {
                 "strategy": strategy if isinstance(strategy, str) else type(strategy).__name__,
@@ -91,4 +96,5 @@ def run(name: str) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
+    quiet()
     save_results(lambda folder: {name: run(name) for name in CASES})

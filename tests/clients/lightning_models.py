@@ -1,13 +1,10 @@
-"""LightningModules of the tests, what they are trained on, and the command line of the modules with cases."""
+"""LightningModules of the tests, and what they are trained on."""
 
 from __future__ import annotations
 
 import logging
 import os
-import sys
 import warnings
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -29,13 +26,6 @@ def quiet() -> None:
 
 def rank() -> int:
     return int(os.environ.get("LOCAL_RANK", "0"))
-
-
-def save_results(find: Callable[[Path], dict[Any, Any]]) -> None:
-    """`python -m MODULE FOLDER`: each of two ranks, started by Lightning, writes FOLDER/rankN.pt."""
-    quiet()
-    folder = Path(sys.argv[1])
-    torch.save(find(folder), folder / f"rank{rank()}.pt")
 
 
 def batches() -> DataLoader:
@@ -74,6 +64,9 @@ class Plain(pl.LightningModule):
         loss = self.loss(batch, index)
         self.seen.append(loss.item())
         return loss
+
+    def validation_step(self, batch: Any, index: int) -> None:
+        self.log("loss", self.loss(batch, 0), sync_dist=True)
 
     def test_step(self, batch: Any, index: int) -> None:
         self.log("test_loss", self.loss(batch, 0), sync_dist=True)

@@ -12,8 +12,8 @@ from lightning.fabric import Fabric
 from torch.utils.data import DataLoader
 
 import torchddp
-from tests.clients.common import blocks, distance, said
-from tests.clients.lightning_models import QUIET, TwoOptimizers, rank, save_results
+from tests.clients.common import blocks, distance, said, save_results
+from tests.clients.lightning_models import QUIET, TwoOptimizers, quiet, rank
 from torchddp.integrations.lightning import TorchDDPShardedStrategy, TorchDDPStrategy, weigh
 
 SAMPLES = [[3, 1, 0, 5, 2], [2, 6, 4, 1, 3]]  # by rank and microbatch
@@ -49,37 +49,35 @@ def mean_of(out: torch.Tensor, of: Batch, least: int = 0) -> torch.Tensor:
 
 
 class Weighted(pl.LightningModule):
-    """With ``weighs=False`` it trains as it would without weigh()."""
-
-    def __init__(self, weighs: bool = True, loss: str = "mean") -> None:
+    def __init__(self, loss: str = "mean") -> None:
         super().__init__()
-        self.weighs, self.kind = weighs, loss
+        self.kind = loss
         self.net = net()
 
-    def loss(self, of: Batch) -> torch.Tensor:
-        if self.weighs:
-            weigh(self, of[2].sum(), loss=self.kind)
-        out = self.net(of[0])
-        return mean_of(out, of, least=0 if self.weighs else 1) if self.kind == "mean" else sum_of(out, of)
-
     def training_step(self, of: Batch, index: int) -> torch.Tensor | None:
-        return self.loss(of)
+        weigh(self, of[2].sum(), loss=self.kind)
+        return (mean_of if self.kind == "mean" else sum_of)(self.net(of[0]), of)
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=RATE)
 
 
+class NotWeighted(Weighted):
+    def training_step(self, of: Batch, index: int) -> torch.Tensor:
+        return mean_of(self.net(of[0]), of, least=1)
+
+
 class ManuallyWeighted(Weighted):
-    def __init__(self, weighs: bool = True) -> None:
-        super().__init__(weighs)
+    def __init__(self) -> None:
+        super().__init__()
         self.automatic_optimization = False
 
     def training_step(self, of: Batch, index: int) -> None:
         optimizer: Any = self.optimizers()
         steps = index in (STEPS[0][-1], STEPS[1][-1])
         with optimizer.toggle_model(sync_grad=steps):
-            loss = self.loss(of)
-            self.manual_backward(loss if self.weighs else loss / ACCUMULATED)
+            weigh(self, of[2].sum())
+            self.manual_backward(mean_of(self.net(of[0]), of))
         if steps:
             optimizer.step()
             optimizer.zero_grad()
@@ -90,14 +88,9 @@ class TwoOptimizersWeighted(TwoOptimizers):
 
     rate = RATE
 
-    def __init__(self, weighs: bool = True) -> None:
-        super().__init__()
-        self.weighs = weighs
-
     def loss(self, of: Batch) -> torch.Tensor:
-        if self.weighs:
-            weigh(self.trainer, of[2].sum())
-        return mean_of(self.judge(self.maker(of[0]).tanh()), of, least=0 if self.weighs else 1)
+        weigh(self.trainer, of[2].sum())
+        return mean_of(self.judge(self.maker(of[0]).tanh()), of)
 
 
 def one_process() -> torch.nn.Module:
@@ -131,26 +124,21 @@ def fit(module: pl.LightningModule, strategy: Any, **options: Any) -> None:
 
 
 def fabric_training(fabric: Any, microbatch: Callable[..., None]) -> float:
-    """`microbatch(fabric, model, batch, accumulating, microbatches)` in a loop of the user's own."""
+    """`microbatch(fabric, model, batch, accumulating)` in a loop of the user's own."""
     start = net()
     model, optimizer = fabric.setup(start, torch.optim.SGD(start.parameters(), lr=RATE))
     for step in STEPS * 2:
         for index in step:
-            microbatch(fabric, model, batch(rank(), index), index != step[-1], len(step))
+            microbatch(fabric, model, batch(rank(), index), index != step[-1])
         optimizer.step()
         optimizer.zero_grad()
     return distance(start, net(), one_process())
 
 
-def weighed(fabric: Any, model: Any, of: Batch, accumulating: bool, _: int) -> None:
+def weighed(fabric: Any, model: Any, of: Batch, accumulating: bool) -> None:
     with fabric.no_backward_sync(model, enabled=accumulating):
-        weigh(model, of[2].sum())
-        fabric.backward(mean_of(model(of[0]), of))
-
-
-def not_weighed(fabric: Any, model: Any, of: Batch, accumulating: bool, microbatches: int) -> None:
-    with fabric.no_backward_sync(model, enabled=accumulating):
-        fabric.backward(mean_of(model(of[0]), of, least=1) / microbatches)
+        weigh(model, of[2].sum(), loss="sum")
+        fabric.backward(sum_of(model(of[0]), of))
 
 
 def page() -> float:
@@ -163,7 +151,7 @@ def page() -> float:
     return distance(trained.lightning_module.net, net(), one_process())
 
 
-def page_of_fabric(fabric: Any, model: Any, of: Batch, accumulating: bool, _: int) -> None:
+def page_of_fabric(fabric: Any, model: Any, of: Batch, accumulating: bool) -> None:
     x, y, mask = of
     names = {"fabric": fabric, "model": model, "accumulating": accumulating, "x": x, "y": y, "mask": mask}
     exec(blocks("weighted_means.md", "Lightning")[1], {**names, "weigh": weigh})
@@ -184,37 +172,32 @@ def find(folder: Path) -> dict[Any, Any]:
     accumulated = {"accumulate_grad_batches": ACCUMULATED}
     reference, results = one_process(), {}
     cases: dict[str, tuple[Any, Any, dict[str, Any]]] = {
-        "automatic": (Weighted, TorchDDPStrategy(weighted=True), accumulated),
-        "sums": (lambda weighs: Weighted(weighs, "sum"), "torchddp", accumulated),
-        "sharded": (Weighted, TorchDDPShardedStrategy(weighted=True), accumulated),
-        "manual": (ManuallyWeighted, "torchddp", {}),
-        "manual sharded": (ManuallyWeighted, "torchddp_sharded", {}),
-        "scheduled": (Weighted, "torchddp", {"callbacks": [scheduler]}),
+        "automatic": (Weighted(), TorchDDPStrategy(weighted=True), accumulated),
+        "sums": (Weighted("sum"), "torchddp", accumulated),
+        "sharded": (Weighted(), TorchDDPShardedStrategy(weighted=True), accumulated),
+        "manual": (ManuallyWeighted(), "torchddp", {}),
+        "manual sharded": (ManuallyWeighted(), "torchddp_sharded", {}),
+        "scheduled": (Weighted(), "torchddp", {"callbacks": [scheduler]}),
+        "compiled": (torch.compile(Weighted(), backend="eager"), "torchddp", accumulated),
+        "not weighted": (NotWeighted(), "torchddp", accumulated),
     }
-    for name, (make, strategy, options) in cases.items():
-        for weighs in (True, False):
-            module = make(weighs)
-            plain = "torchddp_sharded" if "sharded" in name else "torchddp"
-            fit(module, strategy if weighs else plain, **options)
-            results[name, weighs] = distance(module.net, net(), reference)
-    for weighs in (True, False):
-        module = TwoOptimizersWeighted(weighs)
-        fit(module, "torchddp_find_unused_parameters_true")
-        results["two optimizers", weighs] = distance(module, TwoOptimizersWeighted(), one_process_of_two_optimizers())
-        results["fabric", weighs] = under_fabric(fabric_training, weighed if weighs else not_weighed)
+    for name, (module, strategy, options) in cases.items():
+        fit(module, strategy, **options)
+        results[name] = distance(module.net, net(), reference)
+    module = TwoOptimizersWeighted()
+    fit(module, "torchddp_find_unused_parameters_true")
+    results["two optimizers"] = distance(module, TwoOptimizersWeighted(), one_process_of_two_optimizers())
     with torchddp.install():
         module = Weighted()
         fit(module, "ddp", **accumulated)
         results["installed"] = distance(module.net, net(), reference)
-    results["lightning's"] = said(lambda: fit(Weighted(), "ddp"))
-    results["under fabric"] = under_fabric(misuse_of_fabric)
+    results["fabric"] = under_fabric(fabric_training, weighed)
     results["page"] = page()
     results["page of fabric"] = under_fabric(fabric_training, page_of_fabric)
-    module = Weighted()
-    fit(torch.compile(module, backend="eager"), "torchddp", **accumulated)
-    results["compiled"] = distance(module.net, net(), reference)
-    return results
+    said_of = {"lightning's": said(lambda: fit(Weighted(), "ddp")), "fabric": under_fabric(misuse_of_fabric)}
+    return {"errors": results, "said": said_of}
 
 
 if __name__ == "__main__":
+    quiet()
     save_results(find)

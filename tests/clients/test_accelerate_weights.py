@@ -11,8 +11,9 @@ import torch
 
 pytest.importorskip("transformers", reason="transformers is not installed: make test-clients")
 
-from tests.clients.accelerate_ranks import Results, alone  # noqa: F401
-from torchddp.integrations.accelerate import Accelerator, TorchDDPKwargs, weigh
+from tests.clients.accelerate_ranks import alone  # noqa: F401
+from tests.clients.common import saved_by_ranks
+from torchddp.integrations.accelerate import Accelerator, weigh
 from torchddp.integrations.accelerate.token_weights import StepLosses, TokenWeights, count_items
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400), pytest.mark.beyond_torch("is not tested here")]
@@ -22,21 +23,21 @@ ANOTHER_MEAN = 0.01
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    return Results("tests.clients.weighted_accelerate_jobs", tmp_path_factory.mktemp("weighted"), timeout_s=300)
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """By rank."""
+    folder = tmp_path_factory.mktemp("weighted")
+    return saved_by_ranks("tests.clients.weighted_accelerate_jobs", folder, ranks=2, timeout_s=300)
 
 
-@pytest.mark.parametrize("how", ["means", "sums", "compiled", "scaled", "adopted", "installed"])
-def test_accelerate(results: Results, how: str) -> None:
-    for rank in range(2):
-        ours, without = results.ours(f"accelerate_{how}", rank), results.torchs(f"accelerate_{how}", rank)
-        assert ours["error"] < ROUNDING
-        assert without["error"] > ANOTHER_MEAN  # what weigh() is for
-        assert ours["steps"] == 4  # two an epoch, the second of them with fewer microbatches
+def test_accelerate(results: list[dict[str, Any]]) -> None:
+    for of_rank in results:
+        for how, found in of_rank["loops"].items():
+            assert found["error"] < ROUNDING, how
+            assert found["steps"] == 4, how  # two an epoch, the second of them with fewer microbatches
 
 
-def test_misuse(results: Results) -> None:
-    said = results.ours("misuse", 1)
+def test_misuse(results: list[dict[str, Any]]) -> None:
+    said = results[1]["misuse"]
     assert said["bare"].startswith("RuntimeError: gradients are weighted by torchddp's classes, and this model is a ")
     assert "give the model that prepare() returned" in said["bare"]
     assert "is a torch.nn.parallel.distributed.DistributedDataParallel: " in said["torch's"]
@@ -44,53 +45,47 @@ def test_misuse(results: Results) -> None:
     assert said["each batch"].startswith("RuntimeError: weigh() with sync_each_batch=True")
 
 
-@pytest.mark.parametrize("how", ["counts", "means", "syncs_each_batch", "num_steps", "function", "counts_itself"])
-def test_trainer(results: Results, how: str) -> None:
-    """The weights and the loss that is logged; rank 0 has a microbatch without a label."""
-    for rank in range(2):
-        ours, without = results.ours(f"trainer_{how}", rank), results.torchs(f"trainer_{how}", rank)
+@pytest.mark.parametrize(
+    "how", ["counts", "means", "syncs_each_batch", "num_steps", "function", "counts_itself", "idle_rank"]
+)
+def test_trainer(results: list[dict[str, Any]], how: str) -> None:
+    """The weights and the loss that is logged; rank 0 has a microbatch without a label, and nothing is gathered."""
+    for of_rank in results:
+        ours = of_rank["trainings"][how]
         assert ours["error"] < ROUNDING
         assert ours["loss error"] < ROUNDING and ours["mean loss error"] < ROUNDING
-        assert without["error"] > ANOTHER_MEAN and without["loss error"] > 1e-3
         assert ours["microbatches"] == [3, 2, 3, 2]
         assert ours["steps"] == (10 if how == "syncs_each_batch" else 4)
         assert ours["averages across devices"]  # the user's argument is as it was
+        assert ours["gathers"] == 0
 
 
-def test_a_rank_without_a_label_in_a_step(results: Results) -> None:
-    found = [results.ours("trainer_idle_rank", rank) for rank in range(2)]
-    assert all(rank["error"] < ROUNDING and rank["loss error"] < ROUNDING for rank in found)
+def test_trainer_without_weights(results: list[dict[str, Any]]) -> None:
+    """Is far off, or gathers in each step."""
+    for of_rank in results:
+        plain, averages = of_rank["trainings"]["plain"], of_rank["trainings"]["plain, averages"]
+        assert plain["error"] > ANOTHER_MEAN and plain["loss error"] > 1e-3
+        assert averages["error"] < ROUNDING and averages["gathers"] == 4
 
 
-def test_nothing_is_gathered_in_a_step(results: Results) -> None:
-    """The trainer's own average does so, and is otherwise the same where the model takes the number of items."""
-    ours, theirs = results.ours("trainer_averages"), results.torchs("trainer_averages")
-    assert (ours["gathers"], theirs["gathers"]) == (0, 4)
-    assert ours["error"] < ROUNDING and theirs["error"] < ROUNDING
-
-
-def test_losses_that_are_logged_rarely(results: Results) -> None:
-    ours, theirs = results.ours("trainer_folds")["losses"], results.torchs("trainer_folds")["losses"]
+def test_losses_that_are_logged_rarely_or_of_an_evaluation(results: list[dict[str, Any]]) -> None:
+    ours, theirs = results[0]["folds"].values()
     assert ours == pytest.approx(theirs, rel=ROUNDING) and len(ours) == 1
+    ours, theirs = results[0]["evaluations"]
+    assert ours == theirs
 
 
-def test_evaluation_is_the_trainers_own(results: Results) -> None:
-    assert results.ours("trainer_evaluates") == results.torchs("trainer_evaluates")
-
-
-def test_no_label_on_any_rank(results: Results) -> None:
+def test_no_label_on_any_rank(results: list[dict[str, Any]]) -> None:
     for rank in range(2):
-        found = results.ours("nothing_at_all", rank)
+        found = results[rank]["nothing_at_all"]
         assert "ValueError" in found["said"] and f"rank {rank}, step 1: no rank gave this step" in found["said"]
         assert found["stays"] and found["losses"] == [0.0] * 4
 
 
-@pytest.mark.parametrize("example", ["page_accelerate", "page_trainer"])
-def test_the_page(results: Results, example: str) -> None:
-    for rank in range(2):
-        found = results.ours(example, rank)
-        assert found["error"] < ROUNDING
-        assert found.get("items") == found.get("pairs")
+def test_the_page(results: list[dict[str, Any]]) -> None:
+    for of_rank in results:
+        assert of_rank["page"]["accelerate"] < ROUNDING and of_rank["page"]["trainer"] < ROUNDING
+        assert of_rank["page"]["items"] == 3 + 4
 
 
 # --- in one process
@@ -106,13 +101,6 @@ def test_alone_nothing_is_weighted_and_microbatches_are_warned_of() -> None:
     accelerator.gradient_accumulation_steps = 2
     with pytest.warns(UserWarning, match="in a single process the model is not wrapped"):
         weigh(accelerator, model, 3)
-
-
-def test_options() -> None:
-    options = {"weighted": True, "zero_weights": "zeros"}
-    assert TorchDDPKwargs(**options).to_kwargs() == options
-    with pytest.raises(ValueError, match='zero_weights must be "raise" or "zeros"'):
-        TorchDDPKwargs(zero_weights="ignore")
 
 
 def test_items_of_a_microbatch() -> None:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
-import json
-import subprocess
 from typing import Any
 
 import pytest
 
-from tests.clients.common import OURS, TORCHS, launch
+from tests.clients.common import OURS, TORCHS, launch, saved_by_ranks
 
 # Not pytest.importorskip: Composer imports torchvision, which the worker stands in for.
 if importlib.util.find_spec("composer") is None:
@@ -19,16 +17,13 @@ STEPS = 4  # two epochs of two
 TIMEOUT_S = 240
 
 
-def torchrun(*command: object) -> subprocess.CompletedProcess[str]:
-    return launch(*command, ranks=2, timeout_s=TIMEOUT_S - 10)
-
-
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """All that the worker has found, in one run: importing Composer costs more than the training."""
-    path = tmp_path_factory.mktemp("composer") / "found.json"
-    torchrun("-m", "tests.clients.composer_worker", path)
-    return json.loads(path.read_text())
+    """All that the ranks have found, in one run: importing Composer costs more than the training."""
+    folder = tmp_path_factory.mktemp("composer")
+    first, second = saved_by_ranks("tests.clients.composer_worker", folder, ranks=2, timeout_s=TIMEOUT_S - 10)
+    assert first == second
+    return first
 
 
 pytestmark = pytest.mark.timeout(TIMEOUT_S)
@@ -73,5 +68,5 @@ def test_an_unknown_option_is_named(found: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 def test_the_example_trains() -> None:
-    done = torchrun("-m", "tests.clients.composer_stubs", "examples/train_composer.py", "--microbatch", "4")
+    done = launch("-m", "tests.clients.composer_stubs", "examples/train_composer.py", "--microbatch", "4", ranks=2)
     assert "torchddp.ddp.module: 100% right after 4 epochs; our reducer finished 32" in done.stdout

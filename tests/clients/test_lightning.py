@@ -9,7 +9,8 @@ import torch
 
 pytest.importorskip("lightning", reason="Lightning is not installed: make test-clients")
 
-from tests.clients.common import assert_hears_of_no_trap, launch, saved_by_ranks
+from tests.clients.common import launch, saved_by_ranks
+from tests.clients.lightning_life import RESUMED
 from tests.clients.lightning_matrix import CASES
 
 pytestmark = pytest.mark.timeout(600)
@@ -18,8 +19,6 @@ pytestmark = pytest.mark.timeout(600)
 RANKS_DIFFER = {"batch_norm", "post_local_sgd"}
 # The norm of a step is a sum of the ranks' sums of squares, which rounds otherwise than one sum over all parameters.
 OTHER_ORDER = {("clip_norm", "torchddp_sharded"), ("bf16_mixed_clip", "torchddp_sharded")}
-RESUMED = [("torchddp", "ddp"), ("torchddp_sharded", "ddp"), ("ddp", "torchddp"), ("ddp", "torchddp_sharded")]
-RESUMED += [("torchddp_sharded", "torchddp_sharded")]
 
 
 @pytest.fixture(scope="module")
@@ -51,10 +50,6 @@ def test_trains_as_lightnings_own_strategy(trained: list[dict[str, Any]], case: 
             assert result["finished"] > 0
             assert result["model_is_module"], "teardown left the wrapper"
             assert not exact or result["seen"] == theirs["seen"]
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_ranks_agree(trained: list[dict[str, Any]], case: str) -> None:
     for first, second in zip(trained[0][case], trained[1][case], strict=True):
         same = all(torch.equal(value, second["state"][name]) for name, value in first["state"].items())
         assert same == (case not in RANKS_DIFFER)
@@ -102,8 +97,3 @@ def test_fabric(lived: list[dict[str, Any]], strategy: str, accumulate: bool) ->
 def test_example() -> None:
     ended = launch("-m", "examples.train_lightning", "--strategy", "torchddp", "--epochs", "2", "--points", "512")
     assert "strategy torchddp: " in ended.stdout and "of 512 points after 2 epochs" in ended.stdout
-
-
-@pytest.mark.beyond_torch("tells of no traps")
-def test_right_loops_hear_of_no_trap() -> None:
-    assert_hears_of_no_trap("tests.clients.traps_lightning")

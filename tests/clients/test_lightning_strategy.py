@@ -83,31 +83,27 @@ def test_torchddp_that_is_imported_after_lightning_is_known_by_name() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("given", "error", "says"),
-    [
-        ({"find_unsed_parameters": True}, TypeError, "'find_unsed_parameters'.*Did you mean find_unused_parameters"),
-        ({"static_grap": True}, TypeError, "static_grap"),
-        ({"ddp_comm_wrapper": id}, ValueError, "ddp_comm_hook"),
-        ({"ddp_comm_hook": id, "comm_hook": "fp16"}, ValueError, "two communication hooks"),
-        ({"model_averaging_period": 4}, ValueError, "PostLocalSGDState"),
-        ({"model_averaging_period": 0}, ValueError, "1 or more"),
-        ({"ddp_comm_state": PostLocalSGDState(None, None, 1)}, ValueError, "model_averaging_period"),
-        ({"fail_together_grace_s": -1.0}, ValueError, "grace_s"),
-    ],
-)
-def test_wrong_arguments_are_named_at_once(given: dict[str, Any], error: type[Exception], says: str) -> None:
-    with pytest.raises(error, match=says):
-        ours.TorchDDPStrategy(**given)
-
-
-def test_what_sharding_does_not_take() -> None:
-    with pytest.raises(ValueError, match="ddp_comm_hook"):
-        ours.TorchDDPShardedStrategy(ddp_comm_hook=id)
-    with pytest.raises(TypeError, match="gradient_as_bucket_view.*ShardedDataParallel"):
-        ours.TorchDDPShardedStrategy(gradient_as_bucket_view=True)
-    with pytest.raises(TypeError, match="transprt.*transport"):
-        ours.TorchDDPFabricStrategy(transprt="shm")
+def test_wrong_arguments_are_named_at_once() -> None:
+    plain, sharded, fabric = ours.TorchDDPStrategy, ours.TorchDDPShardedStrategy, ours.TorchDDPFabricStrategy
+    for kind, given, error, says in (
+        (
+            plain,
+            {"find_unsed_parameters": True},
+            TypeError,
+            "'find_unsed_parameters'.*Did you mean find_unused",
+        ),
+        (plain, {"ddp_comm_wrapper": id}, ValueError, "ddp_comm_hook"),
+        (plain, {"ddp_comm_hook": id, "comm_hook": "fp16"}, ValueError, "two communication hooks"),
+        (plain, {"model_averaging_period": 4}, ValueError, "PostLocalSGDState"),
+        (plain, {"model_averaging_period": 0}, ValueError, "1 or more"),
+        (plain, {"ddp_comm_state": PostLocalSGDState(None, None, 1)}, ValueError, "model_averaging_period"),
+        (plain, {"fail_together_grace_s": -1.0}, ValueError, "grace_s"),
+        (sharded, {"ddp_comm_hook": id}, ValueError, "ddp_comm_hook"),
+        (sharded, {"gradient_as_bucket_view": True}, TypeError, "gradient_as_bucket_view.*ShardedDataParallel"),
+        (fabric, {"transprt": "shm"}, TypeError, "transprt.*transport"),
+    ):
+        with pytest.raises(error, match=says):
+            kind(**given)
 
 
 class NoOptimizer(Plain):

@@ -1,4 +1,4 @@
-"""What test_accelerate_trainer.py runs on two ranks: a tiny model under the Trainer, with torch's class and ours."""
+"""Jobs of test_accelerate.py with a tiny model under the Trainer. As a program: these and those with Accelerate."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 import torchddp
+from tests.clients import accelerate_jobs
 from tests.clients.accelerate_jobs import Jobs, Kind, model_of, reset, run_jobs
 from torchddp.integrations.accelerate import TorchDDPTrainer, adopt
 
@@ -80,19 +81,19 @@ def trainer(kind: Kind, model: nn.Module | None = None, ddp_kwargs: Any = None, 
     )
 
 
-def trained(kind: Kind, *args: Any, resume: str | None = None, **options: Any) -> dict[str, Any]:
+def trained(kind: Kind, *args: Any, resume: str | None = None, adopts: bool = False, **options: Any) -> dict[str, Any]:
     before = torchddp.finished_steps()
     job = trainer(kind, *args, **options)
+    if adopts:
+        adopt(job.accelerator)
     job.train(resume_from_checkpoint=resume)
-    steps = torchddp.finished_steps() - before
     wrapped = job.model_wrapped
-    history = enumerate(job.state.log_history)
     return {
         "class": type(wrapped).__module__.partition(".")[0],
         "finds unused": wrapped.find_unused_parameters,
-        "losses": {f"{i} {k}": entry[k] for i, entry in history for k in entry if k in LOSSES},
+        "losses": [entry[key] for entry in job.state.log_history for key in LOSSES if key in entry],
         **model_of(job.model),
-        "steps": steps,
+        "steps": torchddp.finished_steps() - before,
     }
 
 
@@ -104,41 +105,35 @@ def branches(kind: Kind, **options: Any) -> dict[str, Any]:
 def checkpoints(kind: Kind) -> dict[str, Any]:
     """What one trainer saves in mid-training, both go on from, and end where undisturbed training does."""
     folder = kind.folder / f"saved_by_{kind.name}"
-    undisturbed = trained(kind, output_dir=str(folder), save_strategy="steps", save_steps=3)
-    ends = {"undisturbed": undisturbed["weights"]}
+    ends = {"undisturbed": trained(kind, output_dir=str(folder), save_strategy="steps", save_steps=3)}
     for name in ("torch", "ours"):
-        other = trained(Kind(name, kind.folder), output_dir=str(folder), resume=str(folder / "checkpoint-3"))
-        ends[f"resumed by {name}"] = other["weights"]
-        ends[f"steps of {name}"] = other["steps"]
+        resume = str(folder / "checkpoint-3")
+        ends[f"resumed by {name}"] = trained(Kind(name, kind.folder), output_dir=str(folder), resume=resume)
     return ends
 
 
 def own_options(kind: Kind) -> dict[str, Any]:
-    """Bits stay the same; torch's result is that without options."""
-    options = {"transport": "c10d", "bucket_cap_mb": "auto", "find_nonfinite": True, "stall_report_s": 5}
+    options = accelerate_jobs.OWN_OPTIONS
     return trained(kind, None, options if kind.ours else None, ddp_bucket_cap_mb=1)
 
 
 def adopted(kind: Kind) -> dict[str, Any]:
     """Somebody else's trainer, whose accelerator ours takes over."""
-    before = torchddp.finished_steps()
-    job = trainer(Kind("torch", kind.folder))
-    if kind.ours:
-        adopt(job.accelerator)
-    job.train()
-    steps = torchddp.finished_steps() - before
-    return {"class": type(job.model_wrapped).__module__.partition(".")[0], **model_of(job.model), "steps": steps}
+    return trained(Kind("torch", kind.folder), adopts=kind.ours)
 
 
 JOBS: Jobs = {
     # Accumulation, clipping, and evaluation in between.
-    "plain": partial(trained, eval_strategy="steps", eval_steps=2),
-    "bf16": partial(trained, bf16=True, ddp_find_unused_parameters=False),
-    "unused": partial(branches, ddp_find_unused_parameters=True, ddp_broadcast_buffers=False),
-    "unused_by_default": branches,
-    "hook_by_name": lambda kind: trained(kind, None, {"comm_hook": "bf16"}) if kind.ours else {},
-    **{job.__name__: job for job in (checkpoints, own_options, adopted)},
+    "trainer": partial(trained, eval_strategy="steps", eval_steps=2),
+    "trainer_bf16": partial(trained, bf16=True, ddp_find_unused_parameters=False),
+    "trainer_unused": partial(branches, ddp_find_unused_parameters=True, ddp_broadcast_buffers=False),
+    "trainer_unused_by_default": branches,
+    "trainer_own_options": own_options,
+    "trainer_adopted": adopted,
+    "trainer_hook": lambda kind: trained(kind, None, {"comm_hook": "bf16"}) if kind.ours else {},
+    "checkpoints": checkpoints,
 }
 
 if __name__ == "__main__":
-    run_jobs(JOBS)
+    under_install = accelerate_jobs.UNDER_INSTALL | {"trainer", "trainer_unused"}
+    run_jobs({**accelerate_jobs.JOBS, **JOBS}, under_install)

@@ -1,12 +1,14 @@
 """What test_accelerate_weights.py runs on two ranks: unequal tokens, microbatches and last batches under Accelerate and
-the Trainer. "ours" weighs, "torch" does the same without; both are compared with one process with all tokens.
+the Trainer, compared with one process with all tokens.
 """
 
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import accelerate
@@ -14,13 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader
-from transformers import TrainingArguments
+from transformers import Trainer, TrainingArguments
 
 import torchddp
 from tests.clients import transformers_jobs
-from tests.clients.accelerate_jobs import Jobs, Kind, reset, run_jobs
-from tests.clients.common import blocks, distance, said
-from torchddp.integrations.accelerate import Accelerator, TorchDDPKwargs, TorchDDPTrainer, adopt, weigh
+from tests.clients.accelerate_jobs import Kind, reset
+from tests.clients.common import blocks, distance, said, save_results
+from torchddp.integrations.accelerate import Accelerator, TorchDDPKwargs, TorchDDPTrainer, adopt, token_weights, weigh
 
 TOKENS, LENGTH, SIZE, BATCH = 32, 10, 19, 2  # ten batches, of which the last has one sample
 ACCUMULATED = 3  # of five batches a rank: the last step of an epoch has two
@@ -103,23 +105,19 @@ def prepared(accelerator: Any) -> tuple[Any, Any, Any]:
     return accelerator.prepare(model, optimizer, DataLoader(Texts(), batch_size=BATCH))
 
 
-def loop(kind: Kind, accelerator: Any, loss_kind: str = "mean", function: bool = False) -> dict[str, Any]:
+def loop(accelerator: Any, loss_kind: str = "mean", give_weight: Callable | None = None) -> dict[str, Any]:
+    give_weight = give_weight or accelerator.weigh
     model, optimizer, loader = prepared(accelerator)
     before = torchddp.finished_steps()
     for _ in range(2):
         for batch in loader:
             with accelerator.accumulate(model):
-                n = tokens(batch["labels"])
-                if kind.ours:
-                    (partial(weigh, accelerator) if function else accelerator.weigh)(model, n, loss=loss_kind)
-                loss = loss_of(model(batch["input_ids"])["logits"], batch["labels"], loss_kind)
-                # Without weights a microbatch without tokens must be left out by hand, or all is NaN.
-                accelerator.backward(loss if kind.ours else loss.nan_to_num())
+                give_weight(model, tokens(batch["labels"]), loss=loss_kind)
+                accelerator.backward(loss_of(model(batch["input_ids"])["logits"], batch["labels"], loss_kind))
                 optimizer.step()
                 optimizer.zero_grad()
-    data = Texts()
+    data, reference = Texts(), Net()
     batches = [data[i : i + BATCH] for i in range(0, SIZE, BATCH)]
-    reference = Net()
     one_process(reference, [batches[:6], batches[6:]] * 2)
     return {
         "error": distance(accelerator.unwrap_model(model, keep_torch_compile=False), Net(), reference),
@@ -134,22 +132,21 @@ def accelerator_of(*handlers: Any, cls: Any = Accelerator, **options: Any) -> An
     return cls(kwargs_handlers=list(handlers), **given)
 
 
-def accelerate_scaled(kind: Kind) -> dict[str, Any]:
-    """With a GradScaler, as for fp16."""
-    accelerator = accelerator_of()
-    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    return loop(kind, accelerator)
-
-
-def accelerate_installed(kind: Kind) -> dict[str, Any]:
+def loops() -> dict[str, Any]:
+    scaled = accelerator_of()
+    scaled.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)  # as for fp16
+    found = {"scaled": loop(scaled)}
+    found["means"] = loop(accelerator_of(TorchDDPKwargs(weighted=True)))
+    found["sums"] = loop(accelerator_of(), "sum")
+    found["compiled"] = loop(accelerator_of(dynamo_backend="eager"))
+    found["adopted"] = loop(adopt(accelerator_of(cls=accelerate.Accelerator)))
     with torchddp.install():
-        return loop(kind, accelerator_of(cls=accelerate.Accelerator), function=True)
+        plain = accelerator_of(cls=accelerate.Accelerator)
+        found["installed"] = loop(plain, give_weight=partial(weigh, plain))
+    return found
 
 
-def misuse(kind: Kind) -> dict[str, Any]:
-    if not kind.ours:
-        return {}
-
+def misuse() -> dict[str, str]:
     accelerator = accelerator_of()
     model = prepared(accelerator)[0]
     found = {
@@ -166,8 +163,8 @@ def misuse(kind: Kind) -> dict[str, Any]:
 # --- the Trainer
 
 
-class Sequential(TorchDDPTrainer):
-    """In the order of the samples; notes what it was given."""
+class Noting:
+    """Notes the microbatches that a trainer was given, and how often it gathered something."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -187,11 +184,19 @@ class Sequential(TorchDDPTrainer):
         return batches, n
 
 
+class Weighted(Noting, TorchDDPTrainer):
+    pass
+
+
+class Plain(Noting, Trainer):
+    """transformers' own."""
+
+
 def llama() -> nn.Module:
     return transformers_jobs.llama(TOKENS, LENGTH, layers=1)
 
 
-def arguments(kind: Kind, **options: Any) -> TrainingArguments:
+def arguments(**options: Any) -> TrainingArguments:
     defaults: dict[str, Any] = {
         "num_train_epochs": 2,
         "gradient_accumulation_steps": ACCUMULATED,
@@ -204,32 +209,35 @@ def arguments(kind: Kind, **options: Any) -> TrainingArguments:
         "logging_steps": 1,
         "ddp_find_unused_parameters": False,
     }
-    return transformers_jobs.arguments(kind, **{**defaults, **options})
+    return transformers_jobs.arguments(Kind("ours", Path(sys.argv[1])), **{**defaults, **options})
 
 
 def trainer(
-    kind: Kind,
-    make: Callable[[], nn.Module],
-    ddp_kwargs: Any = None,
-    cls: type[Sequential] = Sequential,
-    of_trainer: Any = None,
+    make: Callable[[], nn.Module] = llama,
+    cls: type = Weighted,
     data: Texts | None = None,
+    compute_loss_func: Any = None,
+    zero_weights: str = "raise",
     **options: Any,
-) -> Sequential:
+) -> Any:
     reset()
-    weighted = {"weighted": True} if kind.ours else {}
+    weighted = {"ddp_kwargs": {"weighted": True, "zero_weights": zero_weights}} if cls is not Plain else {}
     return cls(
         model=make(),
-        args=arguments(kind, **options),
+        args=arguments(**options),
         train_dataset=data or Texts(),
         eval_dataset=Texts(),
-        ddp_kwargs={**weighted, **(ddp_kwargs or {})},
-        **(of_trainer or {}),
+        compute_loss_func=compute_loss_func,
+        **weighted,
     )
 
 
-def trained(kind: Kind, make: Callable[[], nn.Module], shift: Callable = lambda x: x, **options: Any) -> dict[str, Any]:
-    job = trainer(kind, make, **options)
+def logged(job: Trainer) -> list[float]:
+    return [entry["loss"] for entry in job.state.log_history if "loss" in entry]
+
+
+def trained(make: Callable[[], nn.Module] = llama, shift: Callable | None = None, **options: Any) -> dict[str, Any]:
+    job = trainer(make, **options)
     start = copy.deepcopy(job.model)
     before = torchddp.finished_steps()
     job.train()
@@ -237,11 +245,10 @@ def trained(kind: Kind, make: Callable[[], nn.Module], shift: Callable = lambda 
     dist.all_gather_object(steps, job.seen)
     together = [[batch for rank in step for batch in rank] for step in zip(*steps, strict=True)]
     reference = copy.deepcopy(start)
-    losses = one_process(reference, together, shift)
-    logged = [entry["loss"] for entry in job.state.log_history if "loss" in entry]
+    losses = one_process(reference, together, shift or (shifted if make is llama else lambda labels: labels))
     return {
         "error": distance(job.model, start, reference),
-        "loss error": max(abs(a - b) / b for a, b in zip(logged, losses, strict=True)),
+        "loss error": max(abs(a - b) / b for a, b in zip(logged(job), losses, strict=True)),
         "mean loss error": abs(job.state.log_history[-1]["train_loss"] / (sum(losses) / len(losses)) - 1),
         "steps": torchddp.finished_steps() - before,
         "gathers": job.gathers,
@@ -261,50 +268,58 @@ class Shifting(Net):
         return super().forward(input_ids, None if labels is None else shifted(labels))
 
 
-class Counting(Sequential):
+class Counting(Weighted):
     def count_items(self, inputs: Any) -> torch.Tensor:
         return tokens(shifted(inputs["labels"]))
 
 
-def trainer_folds(kind: Kind) -> dict[str, Any]:
-    """Losses are logged rarely, so that ranks add up some of them before."""
-    from torchddp.integrations.accelerate import token_weights
+def trainings() -> dict[str, Any]:
+    each_batch, num_steps = (
+        {"even_batches": False, "gradient_accumulation_kwargs": given}
+        for given in ({"sync_each_batch": True}, {"num_steps": ACCUMULATED})
+    )
+    return {
+        "counts": trained(),  # the model takes num_items_in_batch
+        "means": trained(Net),
+        "counts_itself": trained(Shifting, shifted, cls=Counting),
+        "function": trained(Net, compute_loss_func=compute_loss),
+        "syncs_each_batch": trained(accelerator_config=each_batch),
+        # Where the accelerator divides too.
+        "num_steps": trained(gradient_accumulation_steps=1, accelerator_config=num_steps),
+        # Rank 0 has no label in the first step.
+        "idle_rank": trained(data=Texts(0, 1, 4, 5, 8, 9)),
+        "plain": trained(cls=Plain, average_tokens_across_devices=False),
+        "plain, averages": trained(cls=Plain),
+    }
 
+
+def folds() -> dict[str, Any]:
+    """Losses are logged rarely, so that ranks add up some of them before."""
+    weighted = trainer(logging_steps=3)
     token_weights._FOLD_STEPS, before = 2, token_weights._FOLD_STEPS
     try:
-        job = trainer(kind, llama, logging_steps=3)
-        job.train()
+        weighted.train()
     finally:
         token_weights._FOLD_STEPS = before
-    return {"losses": [entry["loss"] for entry in job.state.log_history if "loss" in entry]}
+    plain = trainer(cls=Plain, logging_steps=3)
+    plain.train()
+    return {"weighted": logged(weighted), "plain": logged(plain)}
 
 
-def no_nan(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-    """Without weights a microbatch without labels must be left out by hand, or all is NaN."""
-
-    def made() -> nn.Module:
-        model = make()
-        model.register_forward_hook(
-            lambda module, inputs, output: {**output, "loss": output["loss"].nan_to_num()} if "loss" in output else None
-        )
-        return model
-
-    return made
+def evaluations() -> list[float]:
+    """The trainer's own affair."""
+    return [trainer(cls=cls, accelerator_config={}).evaluate()["eval_loss"] for cls in (Weighted, Plain)]
 
 
-def nothing_at_all(kind: Kind) -> dict[str, Any]:
+def nothing_at_all() -> dict[str, Any]:
     """Steps without a label on any rank."""
-    if not kind.ours:
-        return {}
-
     unlabelled = Texts(*range(SIZE))
-    job = trainer(kind, llama, data=unlabelled)
-    error = said(job.train)
-    other = trainer(kind, llama, {"zero_weights": "zeros"}, data=unlabelled)
+    error = said(trainer(data=unlabelled).train)
+    other = trainer(data=unlabelled, zero_weights="zeros")
     start = copy.deepcopy(other.model)
     other.train()
     same = all(torch.equal(a, b) for a, b in zip(other.model.parameters(), start.parameters(), strict=True))
-    return {"said": error, "stays": same, "losses": [e["loss"] for e in other.state.log_history if "loss" in e]}
+    return {"said": error, "stays": same, "losses": logged(other)}
 
 
 # --- docs/weighted_means.md
@@ -313,80 +328,41 @@ def nothing_at_all(kind: Kind) -> dict[str, Any]:
 EVEN = 16  # samples: Accelerate repeats none
 
 
-def of_the_page(kind: Kind, section: str, make: Callable[[], nn.Module], shift: Callable, **names: Any) -> Any:
+def of_the_page(section: str, make: Callable[[], nn.Module], shift: Callable, **names: Any) -> float:
     """The error of what the example trains, in one epoch of two steps."""
-    if not kind.ours:
-        return {}
     reset()
     data, model, reference = torch.utils.data.Subset(Texts(), range(EVEN)), make(), make()
-    names = {"model": model, "data": data, **{name: value(model, data) for name, value in names.items()}}
+    names = {"model": model, "data": data, **names}
+    if section == "Accelerate":
+        names["optimizer"] = torch.optim.SGD(model.parameters(), lr=RATE)
+        names["loader"] = DataLoader(data, batch_size=BATCH)
     exec(blocks("weighted_means.md", section)[0], names)
     batches = [Texts()[i : i + BATCH] for i in range(0, EVEN, BATCH)]
     one_process(reference, [batches[:6], batches[6:]], shift)
-    return {"error": distance(model, make(), reference)}
+    return distance(model, make(), reference)
 
 
-def page_accelerate(kind: Kind) -> dict[str, Any]:
-    return of_the_page(
-        kind,
-        "Accelerate",
-        Net,
-        lambda labels: labels,
-        optimizer=lambda model, _: torch.optim.SGD(model.parameters(), lr=RATE),
-        loader=lambda _, data: DataLoader(data, batch_size=BATCH),
-        mean_loss=lambda *_: lambda output, labels: loss_of(output["logits"], labels, "mean"),
-    )
+def page() -> dict[str, Any]:
+    def mean_loss(output: Any, labels: torch.Tensor) -> torch.Tensor:
+        return loss_of(output["logits"], labels, "mean")
 
-
-def page_trainer(kind: Kind) -> dict[str, Any]:
-    args = arguments(kind, num_train_epochs=1)
-    found = of_the_page(kind, "transformers Trainer", llama, shifted, args=lambda *_: args)
     names: dict[str, Any] = {"TorchDDPTrainer": TorchDDPTrainer}
     exec(blocks("weighted_means.md", "transformers Trainer")[1], names)
-    pairs = torch.tensor([3, 4])
-    return {**found, "items": int(names["Ranked"].count_items(None, {"pairs": pairs})), "pairs": int(pairs.sum())}
+    return {
+        "accelerate": of_the_page("Accelerate", Net, lambda labels: labels, mean_loss=mean_loss),
+        "trainer": of_the_page("transformers Trainer", llama, shifted, args=arguments(num_train_epochs=1)),
+        "items": int(names["Ranked"].count_items(None, {"pairs": torch.tensor([3, 4])})),
+    }
 
 
-def counted(kind: Kind, **options: Any) -> dict[str, Any]:
-    """The model takes num_items_in_batch; "torch": the trainer does not average over ranks either."""
-    return trained(kind, llama, shifted, average_tokens_across_devices=kind.ours, **options)
+def find(folder: Path) -> dict[str, Any]:
+    accelerate.PartialState(cpu=True)
+    jobs = (loops, misuse, trainings, folds, evaluations, nothing_at_all, page)
+    results = {job.__name__: job() for job in jobs}
+    dist.barrier()
+    dist.destroy_process_group()
+    return results
 
-
-def in_config(**accumulation: Any) -> dict[str, Any]:
-    return {"even_batches": False, "gradient_accumulation_kwargs": accumulation}
-
-
-JOBS: Jobs = {
-    "accelerate_means": lambda kind: loop(kind, accelerator_of(TorchDDPKwargs(weighted=kind.ours))),
-    "accelerate_sums": lambda kind: loop(kind, accelerator_of(), "sum"),
-    "accelerate_compiled": lambda kind: loop(kind, accelerator_of(dynamo_backend="eager")),
-    "accelerate_adopted": lambda kind: loop(kind, adopt(accelerator_of(cls=accelerate.Accelerator))),
-    "trainer_counts": counted,
-    "trainer_averages": lambda kind: trained(kind, llama, shifted),  # "torch": the trainer's own average over ranks
-    "trainer_function": lambda kind: trained(
-        kind, Net, of_trainer={"compute_loss_func": compute_loss}, average_tokens_across_devices=kind.ours
-    ),
-    "trainer_means": lambda kind: trained(kind, Net if kind.ours else no_nan(Net)),
-    "trainer_syncs_each_batch": lambda kind: counted(kind, accelerator_config=in_config(sync_each_batch=True)),
-    # Where the accelerator divides too.
-    "trainer_num_steps": lambda kind: counted(
-        kind, gradient_accumulation_steps=1, accelerator_config=in_config(num_steps=ACCUMULATED)
-    ),
-    # The loss of an evaluation is the trainer's own affair.
-    "trainer_evaluates": lambda kind: {"loss": trainer(kind, llama, accelerator_config={}).evaluate()["eval_loss"]},
-    # Rank 0 has no label in the first step.
-    "trainer_idle_rank": lambda kind: trained(kind, llama, shifted, data=Texts(0, 1, 4, 5, 8, 9)) if kind.ours else {},
-    "trainer_counts_itself": lambda kind: trained(
-        kind, Shifting if kind.ours else no_nan(Shifting), shifted, cls=Counting
-    ),
-    **{
-        job.__name__: job
-        for job in (
-            accelerate_scaled, accelerate_installed, misuse, trainer_folds, nothing_at_all,
-            page_accelerate, page_trainer,
-        )
-    },
-}  # fmt: skip
 
 if __name__ == "__main__":
-    run_jobs(JOBS)
+    save_results(find)

@@ -9,232 +9,132 @@ here.
 
 import argparse
 import json
+import multiprocessing
 import os
 import re
-import select
 import signal
-import subprocess
 import sys
 import time
+import unittest
+from pathlib import Path
 
-HERE = os.path.dirname(os.path.abspath(__file__))
-if HERE not in sys.path:
-    sys.path.insert(0, HERE)
-
-if __name__ == "__mp_main__":  # a spawned rank: same swap and shim as in the parent, before anything else
-    import conf_boot
-
-    conf_boot.bootstrap()
+GRACE_S = 45  # how much longer than its timeout a test may take to end by itself
 
 
-# ------------------------------------------------------------------------------- worker
-def run_one(cls, name):
-    import multiprocessing
-    import unittest
-
-    res = unittest.TestResult()
-    t0 = time.time()
+def run_one(cls, name, timeout_s):
+    result = unittest.TestResult()
+    began = time.time()
     try:
-        unittest.TestSuite([cls(name)]).run(res)
-    except BaseException as e:  # noqa: BLE001
-        res.errors.append((None, f"{type(e).__name__}: {e}"))
-    dt = time.time() - t0
-    for p in multiprocessing.active_children():
-        p.kill()
-        p.join(5)
-    bad = res.failures + res.errors + [(t, "unexpected success") for t in res.unexpectedSuccesses]
+        unittest.TestSuite([cls(name)]).run(result)
+    except BaseException as error:  # noqa: BLE001
+        result.errors.append((None, f"{type(error).__name__}: {error}"))
+    seconds = time.time() - began
+    for process in multiprocessing.active_children():
+        process.kill()
+        process.join(5)
+    bad = result.failures + result.errors + [(test, "unexpected success") for test in result.unexpectedSuccesses]
     if bad:
-        msg = "\n".join(m for _, m in bad)
-        late = dt >= float(os.environ["CONF_TIMEOUT"])
-        status = "timeout" if late and re.search("timed out|exit code|rank died", msg) else "fail"
-    elif res.skipped:
-        status, msg = "skip", res.skipped[0][1]
-    elif res.testsRun == 0:
-        status, msg = "skip", "did not run"
+        message = "\n".join(text for _, text in bad)
+        late = seconds >= timeout_s and re.search("timed out|exit code|rank died", message)
+        status = "timeout" if late else "fail"
+    elif result.skipped or result.testsRun == 0:
+        status, message = "skip", result.skipped[0][1] if result.skipped else "did not run"
     else:
-        status, msg = "pass", ""
-    return status, msg, dt
+        status, message = "pass", ""
+    return status, message, seconds
 
 
-def worker():
-    import unittest
+class Running:
+    """A test in a process of its own: whatever it leaves behind goes with it."""
 
-    out = os.fdopen(int(os.environ["CONF_FD"]), "w", buffering=1)
-
-    def say(o):
-        out.write(json.dumps(o) + "\n")
-
-    try:
-        from conf_cases import WheelDistTest as cls
-    except Exception:
-        import traceback
-
-        say({"error": traceback.format_exc()})
-        return
-    say({"tests": [f"{cls.__name__}.{n}" for n in unittest.TestLoader().getTestCaseNames(cls)]})
-    for line in sys.stdin:
-        key, log = json.loads(line)
-        fd = os.open(log, os.O_CREAT | os.O_TRUNC | os.O_WRONLY)
-        os.dup2(fd, 1)
-        os.dup2(fd, 2)
-        os.close(fd)
-        # one process per test: whatever a test leaves behind goes with it
-        r, w = os.pipe()
-        pid = os.fork()
-        if pid == 0:
-            os.close(r)
-            got = run_one(cls, key.rpartition(".")[2])
-            with os.fdopen(w, "w") as f:
-                json.dump(got, f)
+    def __init__(self, cls, key, args):
+        self.key, self.began = key, time.time()
+        self.last = self.began + args.timeout + GRACE_S
+        self.found = Path(args.logs, f"{key}.json")
+        self.found.unlink(missing_ok=True)
+        sys.stdout.flush()
+        self.pid = os.fork()
+        if self.pid == 0:
+            os.setsid()
+            log = os.open(os.path.join(args.logs, f"{key}.log"), os.O_CREAT | os.O_TRUNC | os.O_WRONLY)
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+            self.found.write_text(json.dumps(run_one(cls, key.rpartition(".")[2], args.timeout)))
             sys.stdout.flush()
             os._exit(0)
-        os.close(w)
-        with os.fdopen(r) as f:
-            text = f.read()
-        _, st = os.waitpid(pid, 0)
-        try:
-            status, msg, dt = json.loads(text)
-        except ValueError:
-            status, msg, dt = "fail", f"harness: test process died, wait status {st}", 0.0
-        say({"key": key, "status": status, "seconds": round(dt, 2), "message": msg})
+
+    def result(self):
+        """Status, message and seconds, or None if it goes on."""
+        ended, wait_status = os.waitpid(self.pid, os.WNOHANG)
+        seconds = time.time() - self.began
+        if ended:
+            if self.found.exists():
+                return json.loads(self.found.read_text())
+            return "fail", f"harness: test process died, wait status {wait_status}", seconds
+        if time.time() < self.last:
+            return None
+        os.killpg(self.pid, signal.SIGKILL)  # its own session: only what this test started
+        os.waitpid(self.pid, 0)
+        return "timeout", "harness: hard limit", seconds
 
 
-# ------------------------------------------------------------------------------- scheduler
-class Worker:
-    def __init__(self, a):
-        r, w = os.pipe()
-        env = dict(
-            os.environ,
-            CONF_FD=str(w),
-            CONF_DDP=a.ddp,
-            CONF_TIMEOUT=str(a.timeout),
-            WORLD_SIZE=str(a.world_size),
-            BACKEND="gloo",
-            CONF_RUN_DISABLED="1" if a.run_disabled else "0",
-            OMP_NUM_THREADS="1",
-            MKL_NUM_THREADS="1",
-            MASTER_ADDR="127.0.0.1",
-            GLOO_SOCKET_IFNAME="lo",
-            TMPDIR=a.tmp,
-            PYTHONPATH=os.pathsep.join([HERE] + a.pythonpath + [p for p in [os.environ.get("PYTHONPATH")] if p]),
-        )
-        self.err = open(os.path.join(a.logs, f"worker{os.getpid()}.log"), "ab")
-        self.p = subprocess.Popen(
-            [sys.executable, os.path.join(HERE, "harness.py"), "--worker"],
-            stdin=subprocess.PIPE,
-            stdout=self.err,
-            stderr=self.err,
-            pass_fds=(w,),
-            env=env,
-            start_new_session=True,
-            text=True,
-        )
-        os.close(w)
-        self.r, self.buf, self.key, self.t0 = r, b"", None, 0.0
-        self.hello = self.read(240)
-
-    def read(self, timeout):
-        end = time.time() + timeout
-        while b"\n" not in self.buf:
-            left = end - time.time()
-            if left <= 0:
-                return None
-            if select.select([self.r], [], [], left)[0]:
-                b = os.read(self.r, 65536)
-                if not b:
-                    return {"dead": True}
-                self.buf += b
-        line, _, self.buf = self.buf.partition(b"\n")
-        return json.loads(line)
-
-    def send(self, key, log):
-        self.key, self.t0 = key, time.time()
-        self.p.stdin.write(json.dumps([key, log]) + "\n")
-        self.p.stdin.flush()
-
-    def kill(self):
-        try:
-            os.killpg(self.p.pid, signal.SIGKILL)  # its own session: only what this worker started
-        except ProcessLookupError:
-            pass
-        self.p.wait()
-        os.close(self.r)
-
-
-def first_error(msg):
+def first_error(message):
     """The line that says what went wrong, for the summary."""
-    m = re.findall(r"^(\w[\w.]*(?:Error|Exception|Failure|Timeout)\b.*)$", msg, re.M)
-    inner = [x for x in m if not x.startswith("RuntimeError: Process ")]
-    return ((inner or m)[:1] or msg.strip().splitlines()[-1:] or [""])[0][:400]
+    found = re.findall(r"^(\w[\w.]*(?:Error|Exception|Failure|Timeout)\b.*)$", message, re.M)
+    inner = [line for line in found if not line.startswith("RuntimeError: Process ")]
+    return ((inner or found)[:1] or message.strip().splitlines()[-1:] or [""])[0][:400]
 
 
-def run(a):
-    os.makedirs(a.logs, exist_ok=True)
-    os.makedirs(a.tmp, exist_ok=True)
-    w = Worker(a)
-    if "tests" not in (w.hello or {}):
-        w.kill()
-        sys.exit(f"cannot load the tests: {(w.hello or {}).get('error', 'worker did not start')}")
-    todo = w.hello["tests"]
-    if a.keys:
-        todo = [k for k in todo if k in set(json.load(open(a.keys)))]
-    if a.only:
-        todo = [k for k in todo if re.search(a.only, k)]
-    res, workers, queue = {}, [w], list(todo)
-    while len(workers) < min(a.jobs, len(todo)):
-        workers.append(Worker(a))
-    while queue or any(x.key for x in workers):
-        for x in workers:
-            if x.key is None and queue:
-                k = queue.pop(0)
-                x.send(k, os.path.join(a.logs, k + ".log"))
-        for i, x in enumerate(workers):
-            if x.key is None:
+def run(cls, keys, args):
+    results, running, queue = {}, [], list(keys)
+    while queue or running:
+        while queue and len(running) < args.jobs:
+            running.append(Running(cls, queue.pop(0), args))
+        time.sleep(0.05)
+        for test in list(running):
+            got = test.result()
+            if got is None:
                 continue
-            got = x.read(0.2 if len(workers) > 1 else 5)
-            seconds = round(time.time() - x.t0, 1)
-            if got is None and seconds < a.timeout + 45:
-                continue
-            key, x.key = x.key, None
-            if got is None or got.get("dead"):
-                status, what = ("timeout", "hard limit") if got is None else ("fail", "worker died")
-                got = {"status": status, "seconds": seconds, "message": f"harness: {what}"}
-                x.kill()
-                workers[i] = Worker(a)
-            r = {"status": got["status"], "seconds": got["seconds"]}
-            if got["message"]:
-                r["reason"] = first_error(got["message"])
-                if got["status"] != "skip":
-                    r["message"] = got["message"][-3000:]
-            res[key] = r
-            print(
-                f"{len(res):4d}/{len(todo)} {r['status']:8s} {r['seconds']:6.1f}s {key}"
-                + (f"  | {r['reason'][:140]}" if r.get("reason") else ""),
-                flush=True,
-            )
-    for x in workers:
-        x.kill()
-    return res
+            running.remove(test)
+            status, message, seconds = got
+            result = {"status": status, "seconds": round(seconds, 2)}
+            if message:
+                result |= {"reason": first_error(message), "message": message[-3000:]}
+            results[test.key] = result
+            reason = f"  | {result['reason'][:140]}" if message else ""
+            print(f"{len(results):4d}/{len(keys)} {status:8s} {seconds:6.1f}s {test.key}{reason}", flush=True)
+    return results
 
 
 def main():
-    ap = argparse.ArgumentParser()
-    ap.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    ap.add_argument("--ddp", default="torch.nn.parallel.DistributedDataParallel")
-    ap.add_argument("--out", default="results.json")
-    ap.add_argument("--keys", help="JSON list of the Class.test names to run; all if it is not given")
-    ap.add_argument("--only", help="regex on Class.test names")
-    ap.add_argument("--timeout", type=float, default=60, help="seconds per test")
-    ap.add_argument("--jobs", type=int, default=1)
-    ap.add_argument("--world-size", type=int, default=2)
-    ap.add_argument("--run-disabled", action="store_true", help="also tests switched off upstream by unittest.skip")
-    ap.add_argument("--pythonpath", action="append", default=[], help="where the class under test lives")
-    ap.add_argument("--logs", default=os.path.join(os.getcwd(), "conf_logs"))
-    ap.add_argument("--tmp", default=os.path.join(os.getcwd(), "conf_tmp"))
-    a = ap.parse_args()
-    with open(a.out, "w") as f:
-        json.dump({"results": run(a)}, f, indent=1)
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--ddp", default="torch.nn.parallel.DistributedDataParallel")
+    parser.add_argument("--out", default="results.json")
+    parser.add_argument("--keys", help="JSON list of the Class.test names to run; all if it is not given")
+    parser.add_argument("--only", default="", help="regex on Class.test names")
+    parser.add_argument("--timeout", type=float, default=60, help="seconds per test")
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--world-size", type=int, default=2)
+    parser.add_argument("--pythonpath", default=os.getcwd(), help="where the class under test lives")
+    parser.add_argument("--logs", default=os.path.join(os.getcwd(), "conf_logs"))
+    parser.add_argument("--tmp", default=os.path.join(os.getcwd(), "conf_tmp"))
+    args = parser.parse_args()
+    for folder in (args.logs, args.tmp):
+        os.makedirs(folder, exist_ok=True)
+    threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    network = {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "BACKEND": "gloo"}
+    os.environ.update(threads | network, WORLD_SIZE=str(args.world_size), TMPDIR=args.tmp)
+    sys.path.insert(0, args.pythonpath)
+    import conf_boot  # what torch reads of the environment is there now
+
+    cls = conf_boot.load(args.ddp, args.timeout)
+    keys = [f"{cls.__name__}.{name}" for name in unittest.TestLoader().getTestCaseNames(cls)]
+    if args.keys:
+        wanted = set(json.loads(Path(args.keys).read_text()))
+        keys = [key for key in keys if key in wanted]
+    results = run(cls, [key for key in keys if re.search(args.only, key)], args)
+    Path(args.out).write_text(json.dumps({"results": results}, indent=1))
 
 
 if __name__ == "__main__":
-    worker() if "--worker" in sys.argv else main()
+    main()

@@ -1,98 +1,191 @@
 """Large CPU gradients, which are reduced in their own memory instead of being copied into a bucket.
 
-Over shared memory that means that autograd allocates them there.
+Over shared memory that means that autograd allocates them in the segment: also what else may land there.
 """
 
-import pytest
+from pathlib import Path
+
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from tests.harness import each, on_ranks
+from tests.harness import each, in_child, on_ranks, status_bytes
 from tests.models import assert_grads, grads_of
 from torchddp import DistributedDataParallel
 
-over_both = pytest.mark.parametrize("transport", ["c10d", "shm"])
-LARGE = 300_000  # float32 elements: above the 1 MiB from which a gradient has a bucket of its own
+TRANSPORTS = ["c10d", "shm"]
+WIDTH = 512  # a weight of 1 MiB: large enough for a bucket of its own
+MIB = 1024 * 1024
 
 
-class Mixed(nn.Module):
-    """Two large parameters with small ones around them; one of the large ones may stay unused."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.first = nn.Parameter(torch.randn(7))
-        self.large = nn.Parameter(torch.randn(LARGE))
-        self.other = nn.Parameter(torch.randn(3, LARGE // 3).t())
-        self.last = nn.Parameter(torch.randn(5))
-
-    def forward(self, x, use_other=True):
-        y = self.first.sum() * x + (self.large * x).sin().sum() + self.last.prod()
-        return y + (self.other * x).cos().sum() if use_other else y
+def _layers(depth: int = 4) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(depth)))
 
 
-@over_both
+def _in_segment(tensor: torch.Tensor) -> bool:
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if "memfd:torchddp" in line:
+            begin, end = (int(part, 16) for part in line.split()[0].split("-"))
+            if begin <= tensor.data_ptr() < end:
+                return True
+    return False
+
+
+def _step(ddp: nn.Module) -> None:
+    ddp.zero_grad()
+    ddp(torch.randn(3, WIDTH)).sum().backward()
+
+
 @on_ranks(2)
-def test_the_gradient_is_the_tensor_that_autograd_made(transport):
-    ddp = DistributedDataParallel(Mixed(), transport=transport)
-    made = {}
-    ddp.module.large.register_post_accumulate_grad_hook(lambda p: made.update(large=p.grad.data_ptr()))
-    ddp.module.first.register_post_accumulate_grad_hook(lambda p: made.update(first=p.grad.data_ptr()))
-    for _ in range(3):
-        ddp.zero_grad()
-        ddp(torch.tensor(1.0)).backward()
-    assert ddp.module.large.grad.data_ptr() == made["large"]  # not copied
-    assert ddp.module.first.grad.data_ptr() != made["first"]  # small: copied into a bucket
+def test_the_gradient_is_the_tensor_that_autograd_made(rank):
+    for transport in each(TRANSPORTS):
+        module = nn.Sequential(nn.Linear(WIDTH, 7), nn.Linear(7, WIDTH), nn.Linear(WIDTH, WIDTH, bias=False))
+        ddp = DistributedDataParallel(module, transport=transport)
+        assert len(ddp.reducer.plan) == 2
+        made = {}
+        for p in module.parameters():
+            p.register_post_accumulate_grad_hook(lambda p, made=made: made.update({p: p.grad.data_ptr()}))
+        for _ in range(3):
+            _step(ddp)
+        assert [p.grad.data_ptr() == made[p] for p in module.parameters()] == [False] * 4 + [True]
+        # Bucket sizes that the user asks for turn it off.
+        assert len(DistributedDataParallel(module, transport=transport, bucket_cap_mb=25).reducer.plan) == 1
 
 
-@over_both
-@on_ranks(1, 2)
-def test_equal_to_torch(rank, transport):
-    for options in each([{}, {"find_unused_parameters": True}, {"static_graph": True}]):
-        ours, theirs = DistributedDataParallel(Mixed(), transport=transport, **options), TorchDDP(Mixed(), **options)
-        for step in range(4):
-            for model in (ours, theirs):
-                model.zero_grad(set_to_none=step % 2 == 0)
-                if options == {} and step != 1:
-                    with model.no_sync():
-                        model(torch.tensor(0.1 * (rank + step + 1))).backward()
-                use_other = options == {} or ("static_graph" not in options and (step + rank) % 2 == 0)
-                model(torch.tensor(1.0 + rank + step), use_other).backward()
-            torch.testing.assert_close(grads_of(ours), grads_of(theirs), rtol=0, atol=0, check_stride=True)
-
-
-@over_both
-@pytest.mark.parametrize("order", ["param_first", "param_last"])
-@on_ranks(2)
-def test_memory_that_another_branch_still_reads_is_left_alone(rank, transport, order):
+class Shared(nn.Module):
     """One gradient tensor flows to a parameter (through a view) and to another branch: autograd shares its memory."""
 
-    class Shared(nn.Module):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(0)
-            self.position = nn.Parameter(torch.randn(300, 1000))
-            self.scale = nn.Parameter(torch.randn(1000))
-            self.other = nn.Parameter(torch.randn(1, 300, 1000))
+    def __init__(self, param_last: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.param_last = param_last
+        self.position = nn.Parameter(torch.randn(300, 1000))
+        self.scale = nn.Parameter(torch.randn(1000))
+        self.other = nn.Parameter(torch.randn(1, 300, 1000))
 
-        def forward(self, x):
-            scaled = x * self.scale
-            position = self.position.unsqueeze(0)
-            mixed = scaled + position if order == "param_last" else position + scaled
-            return (mixed + self.other).sin()
-
-    ours, theirs = DistributedDataParallel(Shared(), transport=transport), TorchDDP(Shared())
-    for step in range(4):
-        for model in (ours, theirs):
-            model.zero_grad()
-            torch.manual_seed(10 * step + rank)
-            (model(torch.randn(1, 300, 1000)) * torch.randn(1, 300, 1000)).sum().backward()
-        assert_grads(grads_of(ours), grads_of(theirs), 0, f"step {step}:")
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scaled, position = x * self.scale, self.position.unsqueeze(0)
+        return ((scaled + position if self.param_last else position + scaled) + self.other).sin()
 
 
-@over_both
-@on_ranks(1)
-def test_own_bucket_sizes_turn_it_off(transport):
-    assert len(DistributedDataParallel(Mixed(), transport=transport).reducer.plan) == 3
-    assert len(DistributedDataParallel(Mixed(), transport=transport, bucket_cap_mb=25).reducer.plan) == 1
+@on_ranks(2)
+def test_memory_that_another_branch_still_reads_is_left_alone(rank):
+    for transport, param_last in each(TRANSPORTS, [False, True]):
+        ours = DistributedDataParallel(Shared(param_last), transport=transport)
+        theirs = TorchDDP(Shared(param_last))
+        for step in range(4):
+            for model in (ours, theirs):
+                model.zero_grad()
+                torch.manual_seed(10 * step + rank)
+                (model(torch.randn(1, 300, 1000)) * torch.randn(1, 300, 1000)).sum().backward()
+            assert_grads(grads_of(ours), grads_of(theirs), 0, f"step {step}:")
+
+
+@on_ranks(2)
+def test_large_gradients_are_born_in_the_segment(rank):
+    ddp = DistributedDataParallel(_layers(), transport="shm")
+    born = {}
+    for name, p in ddp.module.named_parameters():
+        p.register_hook(lambda grad, name=name: born.update({name: _in_segment(grad)}))
+    for _ in range(4):
+        _step(ddp)
+        assert born == dict.fromkeys(dict(ddp.module.named_parameters()), True)
+        assert all(_in_segment(p.grad) for p in ddp.parameters())
+        # Some operators allocate below tensors; their memory is freed by address alone.
+        ddp(torch.randn(64, WIDTH)).sort(dim=0).values.cumsum(0).sum().backward()
+        torch.linalg.svd(torch.randn(128, 128))
+    # Nothing else is, outside of backward.
+    assert not _in_segment(torch.empty(WIDTH, WIDTH))
+    with torch.no_grad():
+        ddp(torch.randn(3, WIDTH))
+    assert not _in_segment(torch.empty(WIDTH, WIDTH))
+
+
+@on_ranks(2)
+def test_other_tensors_of_the_size_live_and_die_as_anywhere(rank):
+    """A tensor of a gradient's size that is made in backward is kept for ever by the user: nobody may write to it."""
+
+    class Keep(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            kept.append(torch.full((WIDTH, WIDTH), float(len(kept))))
+            return grad
+
+    kept: list[torch.Tensor] = []
+    model = _layers()
+    ddp = DistributedDataParallel(nn.Sequential(model[0], model[1]), transport="shm")
+    for step in range(12):
+        ddp.zero_grad()
+        (Keep.apply(ddp(torch.randn(3, WIDTH))) * (step + rank)).sum().backward()
+    assert _in_segment(kept[0])  # the pool can't tell it from a gradient
+    assert not _in_segment(kept[-1])  # and has no more than a few to spare
+    for i, tensor in enumerate(kept):
+        assert torch.equal(tensor, torch.full((WIDTH, WIDTH), float(i)))
+    del ddp
+    assert torch.equal(kept[0], torch.zeros(WIDTH, WIDTH))
+
+
+@on_ranks(2)
+def test_memory_is_bounded_and_goes_with_the_model(rank):
+    before = status_bytes("RssShmem")
+    ddp = DistributedDataParallel(_layers(8), transport="shm")
+    gradient_bytes = sum(p.nbytes for p in ddp.parameters())
+    for _ in range(20):
+        _step(ddp)
+    # Its own pages and, mapped as well, the peer's: the gradients, up to three more of the size, and the header.
+    assert status_bytes("RssShmem") - before <= 2 * (gradient_bytes + 3 * MIB + MIB)
+    del ddp
+    assert status_bytes("RssShmem") - before < MIB
+
+
+@on_ranks(2)
+def test_a_child_forked_in_backward_gets_none_of_it(rank):
+    """It would write to memory that its parent, and the parent's peers, hold for free."""
+    ddp = DistributedDataParallel(_layers(), transport="shm")
+    ddp(torch.randn(3, WIDTH)).sum().backward()
+    ended = []
+
+    def fork(_grad):
+        lent = torch.empty(WIDTH, WIDTH)
+        assert _in_segment(lent)  # the pool is active
+
+        def allocate():
+            nonlocal lent
+            fresh = [torch.empty(WIDTH, WIDTH) for _ in range(4)]
+            del lent  # the parent's: nobody gets it
+            fresh.append(torch.empty(WIDTH, WIDTH))
+            assert not any(map(_in_segment, fresh))
+
+        ended.append(in_child(allocate))
+
+    ddp.module[2].weight.register_hook(fork)
+    _step(ddp)
+    assert ended == [True]
+    assert all(_in_segment(p.grad) for p in ddp.parameters())
+
+
+@on_ranks(2, 3)
+def test_a_rank_that_copies_and_one_that_does_not_agree(rank, world_size):
+    """Scaling is done in the sum for a gradient in the segment, while packing for one that is not: same bits."""
+
+    def backward(model, r, step):
+        torch.manual_seed(10 * step + r)
+        model.zero_grad()
+        model(torch.randn(3, WIDTH)).square().sum().backward()
+        return [p.grad for p in model.parameters()]
+
+    ddp, plain = DistributedDataParallel(_layers(), transport="shm"), _layers()
+    if rank == 0:
+        for p in ddp.parameters():  # a hook that replaces the gradient by one in ordinary memory
+            p.register_hook(lambda g: torch.from_numpy(g.clone().numpy().copy()))
+    for step in range(3):
+        want = [torch.zeros_like(p) for p in plain.parameters()]
+        for r in range(world_size):
+            for total, grad in zip(want, backward(plain, r, step), strict=True):
+                total += grad * (1 / world_size)
+        assert all(map(torch.equal, backward(ddp, rank, step), want))

@@ -7,34 +7,29 @@ import pytest
 import torch
 from torch import nn
 
-from tests.harness import is_own_class, on_ranks, status_bytes
+from tests.harness import each, is_own_class, on_ranks, status_bytes
 from tests.models import Mlp, assert_grads, assert_steps, expected_grads, grads_of, seeded, step_on
 
 MIB = 1024 * 1024
 M_MMAP_THRESHOLD = -3  # of glibc's mallopt
 
 
-def _want(step):
-    return expected_grads(seeded(Mlp), lambda model, rank: step_on(model, rank, step))
-
-
 @pytest.mark.beyond_torch("copies gradients unless asked for views")
-@pytest.mark.parametrize("set_to_none", [False, True])
 @on_ranks(2)
-def test_default_gradients_lie_side_by_side_in_storages_of_their_own(rank, ddp_class, set_to_none):
+def test_default_gradients_lie_side_by_side_in_storages_of_their_own(rank, ddp_class):
     """In the bucket's memory, step by step; saving one, or asking for its storage, gives no other."""
-    ddp = ddp_class(seeded(Mlp))
-    places = []
-    for step in range(5):
-        ddp.zero_grad(set_to_none=set_to_none)
-        step_on(ddp, rank, step)
-        grads = [p.grad for p in ddp.parameters()]
-        assert all(grad.untyped_storage().nbytes() == grad.nbytes for grad in grads), f"step {step}"
-        end = max(grad.data_ptr() + grad.nbytes for grad in grads)
-        assert end - min(grad.data_ptr() for grad in grads) == sum(grad.nbytes for grad in grads), f"step {step}"
-        assert_grads(grads_of(ddp), _want(step), what=f"step {step}:")
-        places.append([grad.data_ptr() for grad in grads])
-    assert set_to_none or places[2] == places[3] == places[4]
+    for set_to_none in each([False, True]):
+        ddp = ddp_class(seeded(Mlp))
+        places = []
+        for step in range(5):
+            ddp.zero_grad(set_to_none=set_to_none)
+            step_on(ddp, rank, step)
+            grads = [p.grad for p in ddp.parameters()]
+            assert all(grad.untyped_storage().nbytes() == grad.nbytes for grad in grads), f"step {step}"
+            end = max(grad.data_ptr() + grad.nbytes for grad in grads)
+            assert end - min(grad.data_ptr() for grad in grads) == sum(grad.nbytes for grad in grads), f"step {step}"
+            places.append([grad.data_ptr() for grad in grads])
+        assert set_to_none or places[2] == places[3] == places[4]
 
 
 def _detach_and_zero(model, rank, step):
@@ -46,14 +41,12 @@ def _detach_and_zero(model, rank, step):
     step_on(model, rank, step)
 
 
-@pytest.mark.parametrize(
-    "views", [None, pytest.param(True, marks=pytest.mark.beyond_torch("can't detach them")), False]
-)
 @on_ranks(2)
-def test_gradients_can_be_detached_and_zeroed_in_place(rank, ddp_class, views):
-    ddp = ddp_class(seeded(Mlp), **({} if views is None else {"gradient_as_bucket_view": views}))
-    ddp.zero_grad = lambda: None
-    assert_steps(ddp, rank, range(4), _detach_and_zero)
+def test_gradients_can_be_detached_and_zeroed_in_place(rank, ddp_class):
+    for views in each([None, False] + [True] * is_own_class()):
+        ddp = ddp_class(seeded(Mlp), **({} if views is None else {"gradient_as_bucket_view": views}))
+        ddp.zero_grad = lambda: None
+        assert_steps(ddp, rank, range(4), _detach_and_zero)
 
 
 @on_ranks(2)
@@ -64,7 +57,7 @@ def test_model_may_be_dropped_while_gradients_are_kept(rank, ddp_class):
     step_on(ddp, rank, 0)
     del ddp
     torch.randn(100_000)  # would overwrite memory that was given back
-    assert_grads(grads_of(model), _want(0))
+    assert_grads(grads_of(model), expected_grads(seeded(Mlp), step_on))
     model.zero_grad()
     step_on(model, rank, 1)  # the hooks of the dropped wrapper are gone too
 

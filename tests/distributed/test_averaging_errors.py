@@ -67,7 +67,6 @@ def test_optimizers(rank):
     def streaming(every=8, fragments=2, **options):
         return lambda: StreamingDiLoCo(few, sgd(few), every, fragments=fragments, **options)
 
-    between = "fragments must be at least 1 and at most 2, the number of parameters, got"
     only = "wire='int8' carries float32, bfloat16 and float16, but parameter 'wide' is torch.float64"
     assert_each_raises(
         (slowmo(period=0), ValueError, "period must be at least 1 step, got 0"),
@@ -79,7 +78,7 @@ def test_optimizers(rank):
         (diloco(every=0), ValueError, "sync_every must be at least 1 step, got 0"),
         (diloco(outer_lr=0.0), ValueError, "outer_lr must be above 0, got 0.0"),
         (diloco(outer_momentum=1.0), ValueError, "outer_momentum must be at least 0 and below 1, got 1.0"),
-        (diloco(outer_optimizer=inner), TypeError, "outer_optimizer must be a function from parameters to an optim"),
+        (diloco(outer_optimizer=inner), TypeError, "outer_optimizer must be a function, which gets"),
         (diloco(outer_optimizer=lambda p: p), TypeError, "outer_optimizer must return an optimizer, got list"),
         (diloco(wire="int2"), ValueError, "one of 'fp32', 'bf16', 'fp16', 'int8', 'int4', got 'int2'"),
         (diloco(net.blocks), ValueError, "the optimizer steps params[1] (shape [20, 12]), which is not among"),
@@ -88,10 +87,9 @@ def test_optimizers(rank):
         (lambda: done.__getstate__(), TypeError, "DiLoCo can't be copied or pickled"),
         (diloco(wide, sgd([p for _, p in wide]), wire="int8"), TypeError, only),
         (diloco(spin, sgd([p for _, p in spin])), TypeError, "parameter 'spin' is torch.complex64"),
-        (streaming(fragments=3), ValueError, f"{between} 3"),
-        (streaming(fragments=0), ValueError, f"{between} 0"),
+        (streaming(fragments=3), ValueError, "at most 2, the number of parameters, got 3"),
         (streaming(1), ValueError, "fragments must be at most sync_every=1"),
-        (streaming(overlap_steps=4), ValueError, "below sync_every // fragments = 4, so that one fragment is on the"),
+        (streaming(overlap_steps=4), ValueError, "below sync_every // fragments = 4, so that one fragment is in"),
         (streaming(overlap_steps=-1), ValueError, "got -1"),
         (streaming(alpha=1.0), ValueError, "alpha must be at least 0 and below 1"),
     )
@@ -125,14 +123,12 @@ METHODS = {
         "StreamingDiLoCo could not average fragment 0",
         5,
     ),
-    "diloco": (lambda net, inner: DiLoCo(net, inner, 2), f"DiLoCo {BUCKET}", 4),
     "int8": (lambda net, inner: DiLoCo(net, inner, 2, wire="int8"), f"DiLoCo {BUCKET}", 4),
 }
-SLOW_METHODS = [pytest.param(method, marks=pytest.mark.slow) for method in ("diloco", "int8")]
 
 
 @pytest.mark.rest_is_thorough("periodic", "int8")
-@pytest.mark.parametrize("method", ["periodic", "streaming", *SLOW_METHODS])
+@pytest.mark.parametrize("method", ["periodic", "streaming", pytest.param("int8", marks=pytest.mark.slow)])
 def test_a_rank_that_takes_fewer_steps(method):
     """The others' wait ends with the process group's time limit, in an error that says what was waited for."""
     make, words, step = METHODS[method]

@@ -18,6 +18,7 @@ from tests.models import Mlp, batch, loss_of, seeded
 pytestmark = pytest.mark.beyond_torch("goes on in silence")
 
 OLD_STEPS = 3
+SEARCH = {"find_unused_parameters": True}
 
 
 def net():
@@ -34,11 +35,6 @@ def copied(model):
     return {name: value.clone() for name, value in model.state_dict().items()}
 
 
-def converted_and_back(model):
-    model.double()
-    model.float()
-
-
 def load(model):
     model.load_state_dict(copied(model), assign=True)
 
@@ -47,28 +43,19 @@ CONVERTED = "were converted to another dtype or device"
 REPLACED = "were replaced by other parameters"
 # By what is done: the dtype after it, and the words.
 CHANGES = {
-    "converted": (
-        lambda model: model.double(),
-        torch.float64,
-        rf"0\.weight \(torch\.float32 to torch\.float64\), .* {CONVERTED}",
-    ),
-    "converted_inside": (
-        lambda model: model.module.bfloat16(),
-        torch.bfloat16,
-        rf"\(torch\.float32 to torch\.bfloat16\), .* {CONVERTED}",
-    ),
-    "converted_and_back": (converted_and_back, torch.float32, rf"0\.weight, 0\.bias, .* {CONVERTED}"),
+    "converted": (nn.Module.double, torch.float64, rf"0\.weight \(torch\.float32 to torch\.float64\), .* {CONVERTED}"),
+    "converted_inside": (lambda model: model.module.bfloat16(), torch.bfloat16, rf"torch\.bfloat16\), .* {CONVERTED}"),
+    "converted_and_back": (lambda model: model.double().float(), torch.float32, rf"0\.weight, 0\.bias, .* {CONVERTED}"),
     "loaded": (load, torch.float32, rf"0\.weight, 0\.bias, .* {REPLACED} \(load_state_dict with assign=True"),
     "loaded_inside": (lambda model: load(model.module), torch.float32, REPLACED),
 }
 
 
-@pytest.mark.parametrize("name", CHANGES)
 @on_ranks(2)
-def test_lost_parameters_are_named_once(rank, name):
-    change, dtype, words = CHANGES[name]
-    cases = list(each([{}, {"find_unused_parameters": True}], [0, OLD_STEPS]))
-    for options, old_steps in cases + [({"static_graph": True}, OLD_STEPS)] * (name == "loaded_inside"):
+def test_lost_parameters_are_named_once(rank):
+    cases = [(name, options, steps) for name in CHANGES for options in ({}, SEARCH) for steps in (0, OLD_STEPS)]
+    for name, options, old_steps in each([*cases, ("loaded_inside", {"static_graph": True}, OLD_STEPS)]):
+        change, dtype, words = CHANGES[name]
         model = torchddp.DDP(net(), **options)
         train(model, old_steps)
         change(model)
@@ -79,94 +66,72 @@ def test_lost_parameters_are_named_once(rank, name):
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             train(model, 8, dtype)
-
-
-@on_ranks(2)
-def test_one_layer_is_named_by_itself(rank):
+    # One layer is named by itself.
     model = torchddp.DDP(seeded(Mlp), find_unused_parameters=True)
     load(model.module.last)
     with pytest.warns(UserWarning, match=r": last\.weight was replaced by other parameters"):
         loss_of(model(batch(rank))).backward()
 
 
-# --- nothing is lost ---
+class Silent:
+    """What is done where nothing is lost."""
 
+    def without_backward(model):
+        for _ in range(9):
+            model(torch.ones(2, 4))
 
-def without_backward(model):
-    for _ in range(9):
+    def two_forwards_a_backward(model):
+        for _ in range(9):
+            (model(torch.ones(2, 4)) + model(torch.zeros(2, 4))).sum().backward()
+
+    def with_other_tensors(model):
+        for kind in (
+            lambda p: p.detach().clone().requires_grad_(),
+            lambda p: nn.Parameter(p.detach().clone()),
+            lambda p: p,
+        ):
+            for _ in range(5):
+                tensors = {name: kind(p) for name, p in model.named_parameters()}
+                functional_call(model, tensors, (torch.ones(2, 4),)).sum().backward()
+
+    def frozen_for_a_while(model):
+        model.requires_grad_(False)
         model(torch.ones(2, 4))
+        model.requires_grad_(True)
 
+    def new_data(model):
+        for parameter in model.parameters():
+            parameter.data = parameter.data.clone()
 
-def two_forwards_a_backward(model):
-    for _ in range(9):
-        (model(torch.ones(2, 4)) + model(torch.zeros(2, 4))).sum().backward()
+    def under_no_sync(model):
+        with model.no_sync():
+            train(model)
 
+    def as_a_copy(model):
+        train(copy.deepcopy(model))
+        train(pickle.loads(pickle.dumps(model)))
 
-def with_other_tensors(model):
-    own = dict(model.named_parameters())
-    for kind in (
-        lambda p: p.detach().clone().requires_grad_(),
-        lambda p: nn.Parameter(p.detach().clone()),
-        lambda p: p,
-    ):
-        for _ in range(5):
-            functional_call(model, {name: kind(p) for name, p in own.items()}, (torch.ones(2, 4),)).sum().backward()
+    def in_evaluation(model):
+        with torch.no_grad():
+            model.eval()(torch.ones(2, 4))
+        model.train()
 
+    def loaded_in_place_and_moved_to_the_same(model):
+        model.load_state_dict(copied(model))
+        model.float().to("cpu")
 
-def frozen_for_a_while(model):
-    model.requires_grad_(False)
-    model(torch.ones(2, 4))
-    model.requires_grad_(True)
-
-
-def new_data(model):
-    for parameter in model.parameters():
-        parameter.data = parameter.data.clone()
-
-
-def under_no_sync(model):
-    with model.no_sync():
-        train(model)
-
-
-def as_a_copy(model):
-    train(copy.deepcopy(model))
-    train(pickle.loads(pickle.dumps(model)))
-
-
-def in_evaluation(model):
-    model.eval()
-    with torch.no_grad():
-        model(torch.ones(2, 4))
-    model.train()
-
-
-def loaded_in_place(model):
-    model.load_state_dict(copied(model))
-
-
-def moved_to_the_same(model):
-    model.float().to("cpu")
-
-
-def pruned(model):
-    prune.l1_unstructured(model.module[0], "weight", 0.5)
-
-
-SILENT = (
-    train, without_backward, two_forwards_a_backward, with_other_tensors, frozen_for_a_while, new_data, under_no_sync,
-    as_a_copy, in_evaluation, loaded_in_place, moved_to_the_same, pruned,
-)  # fmt: skip
+    def pruned(model):
+        prune.l1_unstructured(model.module[0], "weight", 0.5)
 
 
 @on_ranks(2)
 def test_no_word_where_nothing_is_lost(rank):
-    for use in each(SILENT):
+    for name in each([name for name in vars(Silent) if not name.startswith("_")]):
         model = torchddp.DDP(net())
         with warnings.catch_warnings():
             warnings.simplefilter("error", UserWarning)
             warnings.simplefilter("ignore", torchddp.UsageWarning)  # tests/distributed/test_traps.py
-            use(model)
+            getattr(Silent, name)(model)
             train(model, 10)
 
 

@@ -39,12 +39,14 @@ def caught(call):
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-@on_ranks(2, 3, 4)
+@on_ranks(1, 2, 3, 4)
 def test_one_bit_on_one_rank_is_named_on_all(rank, world_size, transport):
     odd = world_size - 1
     ddp = torchddp.DistributedDataParallel(seeded(Mlp), check_parameters_every=2, transport=transport)
     train(ddp, 7, rank)
     torchddp.check_parameters(ddp)
+    if world_size == 1:
+        return
     if rank == odd:
         flip(ddp.module.middle.bias, 5, 51)
     train(ddp, 1, rank)  # the eighth: the next check is before the ninth
@@ -58,13 +60,6 @@ def test_one_bit_on_one_rank_is_named_on_all(rank, world_size, transport):
     for parameter in ddp.parameters():  # and on it goes
         dist.broadcast(parameter.data, 0)
     train(ddp, 5, rank)
-
-
-@on_ranks(1)
-def test_one_rank_has_nobody_to_differ_from(rank):
-    ddp = torchddp.DistributedDataParallel(seeded(Mlp), check_parameters_every=2)
-    train(ddp, 4, rank)
-    torchddp.check_parameters(ddp)
 
 
 @on_ranks(2)
@@ -128,7 +123,7 @@ def test_ranks_that_differ_in_different_parameters(rank):
 
 @on_ranks(2)
 def test_modes_of_a_model(rank):
-    """no_sync, evaluation, static_graph, unused parameters, copies, join: checks come on all ranks or on none."""
+    """no_sync, evaluation, static_graph, unused parameters, copies, join, reduce: checks come on all ranks or none."""
     for options in ({"static_graph": True}, {"find_unused_parameters": True}, {"transport": "c10d"}):
         ddp = torchddp.DistributedDataParallel(seeded(Mlp), check_parameters_every=1, **options)
         train(ddp, 2, rank)
@@ -151,10 +146,6 @@ def test_modes_of_a_model(rank):
     flip(ddp.module.first.weight, bit=rank)
     train(ddp, 3, rank, first=50)  # torch leaves join() switched on
     assert caught(lambda: torchddp.check_parameters(ddp)).parameter == "first.weight"
-
-
-@on_ranks(2)
-def test_reduce_batch_norm_and_no_check_unless_asked_for(rank):
     ddp = torchddp.DistributedDataParallel(seeded(NormNet), check_parameters_every=1, broadcast_buffers=False)
     for step in range(3):
         with ddp.no_sync():
@@ -164,7 +155,7 @@ def test_reduce_batch_norm_and_no_check_unless_asked_for(rank):
     assert caught(ddp.reduce).parameter == "head.bias"
     ddp = torchddp.DistributedDataParallel(seeded(Mlp))
     flip(ddp.module.first.weight, bit=rank)
-    train(ddp, 5, rank)
+    train(ddp, 5, rank)  # there is no check unless it is asked for
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

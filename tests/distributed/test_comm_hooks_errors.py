@@ -1,7 +1,6 @@
 """What communication hooks refuse, and what they say when another rank is gone."""
 
 import datetime
-import multiprocessing
 import os
 import threading
 import time
@@ -13,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from tests.comm_hooks import SHAPES, Given, assert_near, average, given, hooked, step_of
-from tests.harness import assert_each_raises, on_ranks, stay
+from tests.harness import assert_each_raises, in_child, on_ranks, stay
 from tests.unit.helpers import wait_until
 from torchddp import comm_hooks
 from torchddp.comm_hooks import FP16, Cast, CastAround, Int8, PerParameter, PowerSGD, TopK, resolve
@@ -53,18 +52,12 @@ def test_arguments():
         (lambda: PerParameter(print, []), TypeError, "PerParameter takes hooks"),
         (lambda: PerParameter(None, [(3, None)]), TypeError, "a rule is a glob"),
         (lambda: resolve(Int8), TypeError, "write Int8()"),
-        (lambda: resolve(3), TypeError, "got 3"),
     )
-
-
-def test_resolve():
     for name in comm_hooks.NAMES:
         state, hook = resolve(name.upper())
         assert state is None and isinstance(hook, comm_hooks.CommHook)
     own = FP16()
     assert resolve(own) == (None, own)
-    assert resolve(print) == (None, print)
-    assert resolve(("state", print)) == ("state", print)
 
 
 @on_ranks(2)
@@ -147,19 +140,14 @@ def test_worker_keeps_the_order_and_ends():
     done = []
 
     def job(i):
-        def run():
-            done.append(i)
-            if i == 5:
-                raise KeyError("five")
-            return torch.tensor(float(i))
+        done.append(i)
+        return torch.tensor(1 / (5 - i))
 
-        return run
-
-    futures = [worker.submit(job(i), f"job {i}", torch.device("cpu")) for i in range(8)]
-    assert [future.wait().item() for future in futures[:5]] == [0, 1, 2, 3, 4]
-    with pytest.raises(RuntimeError, match="job 5: KeyError: 'five'"):
+    futures = [worker.submit(lambda i=i: job(i), f"job {i}", torch.device("cpu")) for i in range(8)]
+    assert [1 / future.wait().item() for future in futures[:4]] == pytest.approx([5, 4, 3, 2])
+    with pytest.raises(RuntimeError, match="job 5: ZeroDivisionError"):
         futures[5].wait()
-    with pytest.raises(RuntimeError, match="job 7: not reduced after job 5: KeyError: 'five'"):
+    with pytest.raises(RuntimeError, match="job 7: not reduced after job 5: ZeroDivisionError"):
         futures[7].wait()
     assert done == list(range(6)) and "order of jobs" in names()
     del worker
@@ -169,13 +157,10 @@ def test_worker_keeps_the_order_and_ends():
 def test_worker_in_the_child_of_a_fork():
     worker = Worker("before the fork")
 
-    def answer():
-        return worker.submit(lambda: torch.tensor(3.0), "job", torch.device("cpu")).wait().item()
+    def work():
+        assert worker.submit(lambda: torch.tensor(3.0), "job", torch.device("cpu")).wait().item() == 3.0
 
-    assert answer() == 3.0
-    child = multiprocessing.get_context("fork").Process(target=lambda: os._exit(answer() == 3.0))
-    child.start()
-    child.join(20)
-    assert child.exitcode == 1  # True
+    work()
+    assert in_child(work)
     worker.close()
-    assert answer() == 3.0
+    work()

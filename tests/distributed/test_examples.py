@@ -26,9 +26,6 @@ from torchddp import ParallelConfig
 pytestmark = pytest.mark.beyond_torch("is not what the examples train with")
 
 ROOT = Path(__file__).resolve().parents[2]
-EXAMPLES = (
-    train_plain, train_sharded, train_diloco, train_parallelize, train_lora, train_unfreezing, train_growing
-)  # fmt: skip
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
@@ -51,9 +48,6 @@ def run(command):
 def assert_it_learnt(output):
     losses = losses_in(output)
     assert len(losses) >= 5 and losses[-1] < 0.4 * losses[0], output
-
-
-# --- under torchrun, by module and by path ---
 
 
 @pytest.mark.parametrize(
@@ -82,11 +76,8 @@ def test_one_process(name):
     assert last_number(done.stdout, "steps reduced by torchddp") == (60 if name == "train_plain" else 0)
 
 
-# --- more of each, in forked ranks ---
-
-
 def output_of(example, *arguments):
-    """What rank 0 of two prints."""
+    """What rank 0 of two forked ones prints."""
 
     def on_rank(rank):
         torch.set_num_threads(1)
@@ -115,13 +106,10 @@ def test_every_parallelism_learns(args, words):
     assert words in output and last_number(output, "steps reduced by torchddp") == 0
 
 
-def test_ddp_of_parallelize_is_the_plain_loop():
+def test_ddp_of_parallelize_is_the_plain_loop_and_the_file_of_the_example_shards():
     plain = output_of(train_plain, 40, 3e-3)
     same = output_of(train_parallelize, ParallelConfig(), 40, 3e-3)
     assert losses_in(same) == losses_in(plain) != []
-
-
-def test_the_file_of_the_example_shards():
     config = ParallelConfig.from_file(ROOT / "examples" / "parallelize.toml")
     output = output_of(train_parallelize, config, 60, 3e-3)
     assert "ShardedDataParallel" in output and last_number(output, "steps reduced by torchddp") == 60
@@ -169,27 +157,6 @@ def test_blocks_are_added_in_training():
     output = output_of(train_growing, 120, 3e-3)
     assert_it_learnt(output)
     assert "updates of the blocks: 120, 80, 40" in output
-
-
-def test_bad_arguments_are_one_line(monkeypatch, capsys):
-    monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setattr(sys, "argv", ["train_parallelize", "--use-fdsp=true"])
-    with pytest.raises(SystemExit) as caught:
-        train_parallelize.main()
-    (line,) = capsys.readouterr().err.splitlines()
-    assert caught.value.code == 2
-    assert line.startswith("error: command line: unknown option 'use_fdsp'; did you mean 'use_fsdp'?")
-
-
-def test_help(monkeypatch, capsys):
-    for module in EXAMPLES:
-        monkeypatch.setattr(sys, "argv", [module.__name__, "--help"])
-        with pytest.raises(SystemExit) as caught:
-            module.main()
-        assert caught.value.code == 0 and "--steps" in capsys.readouterr().out
-
-
-# --- the page that lists them ---
 
 
 def test_every_example_is_listed_and_every_one_listed_is_there():

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import torchddp
-from tests.harness import gathered, on_ranks
+from tests.harness import each, gathered, on_ranks
 from tests.models import Branches, batch, seeded
 from tests.oss import assert_same_state, whole_state
 from torchddp.optim import OSS
@@ -67,26 +67,27 @@ class Flat:
         for model in self.models:
             model(batch(dist.get_rank(), step, 4, WIDTH, dtype=torch.float32)).square().mean().backward()
 
-    def step(self, zero_grad: bool = True) -> list[int]:
+    def step(self, set_to_none: bool = True) -> list[int]:
         """The number of tensors that each inner optimizer was given."""
-        counts = [step_and_count(self.optimizers[0]), tensor_by_tensor(self.optimizers[1])]
-        for optimizer in self.optimizers if zero_grad else []:
-            optimizer.zero_grad()
+        counts = [step_and_count(self.optimizers[0]), step_and_count(self.optimizers[1], small_numel=0)]
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=set_to_none)
         return counts
 
     def train(self, steps: range) -> list[int]:
-        counts = []
+        """What `step` returned in the last of them; after each both models are the same."""
         for step in steps:
             self.backward(step)
-            counts.append(self.step())
-        return counts[-1]
+            counts = self.step()
+            self.assert_equal()
+        return counts
 
     def assert_equal(self) -> None:
         torch.testing.assert_close(*(dict(model.module.named_parameters()) for model in self.models), rtol=0, atol=0)
         assert_same_state(*(optimizer.local_state_dict() for optimizer in self.optimizers))
 
 
-def step_and_count(optimizer: OSS) -> int:
+def step_and_count(optimizer: OSS, small_numel: int = flat_step.SMALL_NUMEL) -> int:
     """Takes a step, and counts the tensors with gradients that the inner optimizer sees."""
     inner, seen = optimizer.optim, []
     plain = inner.step
@@ -95,14 +96,9 @@ def step_and_count(optimizer: OSS) -> int:
         seen.append(sum(p.grad is not None for group in inner.param_groups for p in group["params"]))
         plain()
 
-    with mock.patch.object(inner, "step", counted):
+    with mock.patch.object(inner, "step", counted), mock.patch.object(flat_step, "SMALL_NUMEL", small_numel):
         optimizer.step()
     return seen[0]
-
-
-def tensor_by_tensor(optimizer: OSS) -> int:
-    with mock.patch.object(flat_step, "SMALL_NUMEL", 0):
-        return step_and_count(optimizer)
 
 
 def make_flat(optim, options, make=Deep, groups=lambda model: model.parameters(), **more) -> Flat:
@@ -112,14 +108,17 @@ def make_flat(optim, options, make=Deep, groups=lambda model: model.parameters()
     return Flat(wrapped, optimizers)
 
 
+def steps_of(optimizer: OSS) -> set[int]:
+    """That parameters have taken, on all ranks."""
+    return set.union(*gathered({int(entry["step"]) for entry in optimizer.state.values()}))
+
+
 @pytest.mark.rest_is_thorough("*-2", "SGD-*", "AdamW-*")
 @on_ranks(1, 2, pytest.param(3, marks=pytest.mark.slow))
 @pytest.mark.parametrize(("optim", "options"), OPTIMIZERS, ids=IDS)
 def test_the_same_bits_with_fewer_tensors(rank, optim, options, world_size):
     pair = make_flat(optim, options)
-    for step in range(5):
-        flat, single = pair.train(range(step, step + 1))
-        pair.assert_equal()
+    flat, single = pair.train(range(5))
     assert_same_state(*(whole_state(optimizer) for optimizer in pair.optimizers))
     # Large ones, a run of small ones, and those of another dtype.
     assert flat <= LARGE // world_size + 2 < 12 < single if world_size > 1 else flat == single == 50
@@ -130,7 +129,8 @@ def test_fused_kernels_round_last_elements_in_another_way(rank):
     for optim in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad):
         pair = make_flat(optim, {"lr": 0.01, "fused": True})
         for step in range(4):
-            flat, single = pair.train(range(step, step + 1))
+            pair.backward(step)
+            flat, single = pair.step()
             assert flat < single
             torch.testing.assert_close(*([*m.module.parameters()] for m in pair.models), rtol=1e-6, atol=1e-7)
 
@@ -144,7 +144,6 @@ def test_other_optimizers_and_dtypes_step_tensor_by_tensor(rank):
     for optim in (torch.optim.Adafactor, torch.optim.ASGD, Derived):
         pair = make_flat(optim, {"lr": 0.01})
         flat, single = pair.train(range(3))
-        pair.assert_equal()
         assert flat == single, optim
     # 16 bits on the CPU: there the last elements of a tensor are rounded more often than the others.
     pair = make_flat(torch.optim.SGD, {"lr": 0.05}, lambda: Branches(torch.bfloat16), find_unused_parameters=True)
@@ -197,26 +196,22 @@ def test_a_hook_of_the_inner_optimizer_sees_the_parameters_it_knows(rank):
     assert {*seen} == {p for p, owner in mine.param_to_rank.items() if owner == rank}
     flat, single = pair.train(range(5, 8))  # runs again: steps are still equal
     assert flat < single
-    pair.assert_equal()
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("set_to_none", [True, False])
 @on_ranks(2)
-def test_unused_parameters(rank, set_to_none):
+def test_unused_parameters(rank):
     options = {"find_unused_parameters": True, "transport": "shm"}
-    pair = make_flat(torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.5}, Branches, **options)
-    for step in range(12):
-        for model in pair.models:
-            model(batch(rank, step, 3, 4), ("right", "left", "left")[step % 3]).square().mean().backward()
-        flat, single = pair.step(zero_grad=False)
-        for optimizer in pair.optimizers:
-            optimizer.zero_grad(set_to_none=set_to_none)
-        pair.assert_equal()
-    assert any(gathered(flat < single))
-    if set_to_none:
-        steps = {int(entry["step"]) for entry in pair.optimizers[0].state.values()}
-        assert set.union(*gathered(steps)) == {4, 8, 12}  # right, left, trunk
+    for set_to_none in each([True, False]):
+        pair = make_flat(torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.5}, Branches, **options)
+        for step in range(12):
+            for model in pair.models:
+                model(batch(rank, step, 3, 4), ("right", "left", "left")[step % 3]).square().mean().backward()
+            flat, single = pair.step(set_to_none)
+            pair.assert_equal()
+        assert any(gathered(flat < single))
+        if set_to_none:
+            assert steps_of(pair.optimizers[0]) == {4, 8, 12}  # right, left, trunk
 
 
 @on_ranks(2)
@@ -233,16 +228,14 @@ def test_frozen_thawed_and_added(rank):
             for layer in model.module.layers[3:6]:
                 layer.requires_grad_(not frozen)
         pair.train(range(3) if frozen else range(3, 6))
-        pair.assert_equal()
     for model, optimizer in zip(pair.models, pair.optimizers, strict=True):
         optimizer.add_param_group({"params": list(model.module.wide.parameters()), "lr": 0.3})
     pair.train(range(6, 9))
     for model in pair.models:
         model.module.wide.requires_grad_(True)
     flat, single = pair.train(range(9, 12))
-    pair.assert_equal()
     assert flat < single
-    assert set.union(*gathered({int(entry["step"]) for entry in pair.optimizers[0].state.values()})) == {3, 12, 15}
+    assert steps_of(pair.optimizers[0]) == {3, 12, 15}
 
 
 @on_ranks(2)
@@ -281,22 +274,20 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("change", CHANGES)
 @on_ranks(2)
-def test_state_that_users_change_or_load_is_what_the_next_step_starts_from(rank, change):
-    pair = make_flat(torch.optim.NAdam, {"lr": 0.01})
-    before, _ = pair.train(range(3))
-    saved = [copy.deepcopy(optimizer.local_state_dict()) for optimizer in pair.optimizers]
-    for optimizer in pair.optimizers:
-        CHANGES[change](optimizer)
-    changed, single = pair.train(range(3, 6))
-    pair.assert_equal()
-    assert changed < single
-    for optimizer, state in zip(pair.optimizers, saved, strict=True):
-        optimizer.load_state_dict(state)
-    after, _ = pair.train(range(6, 9))
-    pair.assert_equal()
-    assert before == after and (after < changed or change != "count_one_more")
+def test_state_that_users_change_or_load_is_what_the_next_step_starts_from(rank):
+    for change in each(CHANGES):
+        pair = make_flat(torch.optim.NAdam, {"lr": 0.01})
+        before, _ = pair.train(range(3))
+        saved = [copy.deepcopy(optimizer.local_state_dict()) for optimizer in pair.optimizers]
+        for optimizer in pair.optimizers:
+            CHANGES[change](optimizer)
+        changed, single = pair.train(range(3, 6))
+        assert changed < single
+        for optimizer, state in zip(pair.optimizers, saved, strict=True):
+            optimizer.load_state_dict(state)
+        after, _ = pair.train(range(6, 9))
+        assert before == after and (after < changed or change != "count_one_more")
 
 
 @on_ranks(2)
@@ -308,7 +299,6 @@ def test_parameters_given_other_memory_by_users(rank):
     pair.backward(3)
     early, _ = pair.step()
     late, _ = pair.train(range(4, 6))
-    pair.assert_equal()
     assert sorted(early - late for early, late in gathered((early, late))) in ([0, 1], [0, 2])
 
 
@@ -341,4 +331,3 @@ def test_a_step_that_fails_leaves_parameters_and_state_in_place(rank):
     assert_same_state(optimizer.local_state_dict(), before)
     pair.step()
     pair.train(range(3, 5))
-    pair.assert_equal()

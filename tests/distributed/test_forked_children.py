@@ -41,34 +41,12 @@ LIMIT_S = 30.0
 MODELS = 4
 
 
-def exits(models):
-    sys.exit()
-
-
-def predicts(models):
-    with torch.no_grad():
-        for model in models:
-            model.eval()(batch(0, 0))
-    sys.exit()
-
-
-def drops_the_models(models):
-    models.clear()
-    gc.collect()
-    sys.exit()
-
-
-def timed(run, *args):
-    begun_s = time.monotonic()
-    exit_code = run(*args)
-    return time.monotonic() - begun_s, exit_code
-
-
-def forked(child, models):
+def forked(child):
     """How a forked child that calls this ends: its exit code; -9 if it had to be killed."""
     pid = os.fork()
     if pid == 0:
-        child(models)
+        child()
+        sys.exit()
     deadline_s = time.monotonic() + LIMIT_S
     while time.monotonic() < deadline_s:
         ended, status = os.waitpid(pid, os.WNOHANG)
@@ -99,17 +77,17 @@ def with_locks_held(child, models):
     thread = threading.Thread(target=hold)
     thread.start()
     held.wait()
-    exit_code = forked(child, models)
+    exit_code = forked(child)
     ended.set()
     thread.join()
     return exit_code
 
 
-def by_multiprocessing(models):
-    process = multiprocessing.get_context("fork").Process(target=exits, args=(models,))
+def by_multiprocessing():
+    process = multiprocessing.get_context("fork").Process(target=sys.exit)
     process.start()
     process.join(LIMIT_S)
-    return process.exitcode if process.exitcode is not None else -9
+    return process.exitcode
 
 
 def by_a_loader():
@@ -128,14 +106,27 @@ def main(transport, store_path, rank):
         for model in models:
             step_on(model, rank)
 
+    def predict():
+        with torch.no_grad():
+            for model in models:
+                model.eval()(batch(0, 0))
+
+    def drop_the_models():
+        models.clear()
+        gc.collect()
+
     train()
-    told = {
-        "predicts": timed(forked, predicts, models),
-        "with locks held": timed(with_locks_held, exits, models),
-        "drops the models": timed(with_locks_held, drops_the_models, models),
-        "multiprocessing": timed(by_multiprocessing, models),
-        "a loader": timed(by_a_loader),
-    }
+    told = {}
+    for name, run in {
+        "predicts": lambda: forked(predict),
+        "with locks held": lambda: with_locks_held(lambda: None, models),
+        "drops the models": lambda: with_locks_held(drop_the_models, models),
+        "multiprocessing": by_multiprocessing,
+        "a loader": by_a_loader,
+    }.items():
+        begun_s = time.monotonic()
+        exit_code = run()
+        told[name] = (time.monotonic() - begun_s, exit_code)
     train()
     dist.barrier()
     print(json.dumps(told), flush=True)

@@ -7,7 +7,7 @@ import torch
 
 import torchddp
 from tests.harness import each, on_ranks
-from tests.models import Mlp, grads_of, same_on_all_ranks, seeded, step_on
+from tests.models import Mlp, same_on_all_ranks, seeded, step_on
 from tests.whole_buckets import WholeBuckets
 
 pytestmark = pytest.mark.beyond_torch("does not measure gradients")
@@ -62,22 +62,13 @@ def test_one_bad_value_on_one_rank_is_counted_on_all(rank):
         ddp.zero_grad()
         step_on(ddp, rank)
         assert ddp.gradient_stats()[:, 1].sum() == 0
-
-
-@on_ranks(2)
-def test_every_floating_dtype(rank):
-    for dtype in (torch.float64, torch.bfloat16, torch.float16, torch.complex64):
-        ddp = measured_vector(5003, dtype)
-        ddp(torch.linspace(-1, 1, 5003).to(dtype)).backward()
-        want = grads_of(ddp)["weight"]
-        want = torch.view_as_real(want) if want.is_complex() else want
-        torch.testing.assert_close(ddp.gradient_stats()[0, 0], want.double().square().sum(), rtol=1e-12, atol=0)
-        assert ddp.gradient_stats()[0, 1] == 0
+    with pytest.raises(RuntimeError, match="gradient_stats=True"):
+        torchddp.DistributedDataParallel(seeded(Mlp)).gradient_stats()
 
 
 @on_ranks(1)
 def test_values_far_out(rank):
-    """Infinities and NaNs are counted wherever they are, and squares are summed in double."""
+    """Infinities and NaNs are counted wherever they are, and squares are summed in double, for every dtype."""
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
         gradient = torch.ones(5003, dtype=dtype)
         gradient[7] = float("inf")
@@ -86,16 +77,10 @@ def test_values_far_out(rank):
             ddp = measured_vector(5003, dtype)
             ddp(gradient).backward()
             assert str(ddp.gradient_stats()[0].tolist()) == row, dtype
-    for dtype, value in ((torch.float32, 3e38), (torch.bfloat16, 3e38), (torch.float64, 1e150)):
+    extremes = [(torch.float64, 1e150), (torch.float16, 6e4)]
+    extremes += [(dtype, 3e38) for dtype in (torch.float32, torch.bfloat16, torch.complex64)]
+    for dtype, value in extremes:
         ddp = measured_vector(2000, dtype)
         ddp(torch.full([2000], value, dtype=dtype)).backward()
-        exact = torch.tensor(value, dtype=dtype).item() ** 2 * 2000
+        exact = abs(torch.tensor(value, dtype=dtype).item()) ** 2 * 2000
         assert ddp.gradient_stats()[0].tolist() == [pytest.approx(exact, rel=1e-12), 0], dtype
-
-
-@on_ranks(2)
-def test_without_the_option_it_is_an_error(rank):
-    ddp = torchddp.DistributedDataParallel(seeded(Mlp))
-    step_on(ddp, rank)
-    with pytest.raises(RuntimeError, match="gradient_stats=True"):
-        ddp.gradient_stats()

@@ -1,8 +1,10 @@
-"""torchddp.install() on two ranks: whoever wraps a model gets ours, and the weights are those of torch's class."""
+"""torchddp.install() on two ranks: whoever wraps a model gets ours, and the weights are those of torch's class.
+
+And the count that tells that our reducer really ran.
+"""
 
 import copy
 import io
-import os
 import pickle
 
 import pytest
@@ -13,8 +15,7 @@ from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 import torchddp
 from tests import framework
 from tests.harness import on_ranks
-from tests.models import Mlp, seeded
-from tests.programs import CLAIM, ROOT, TORCHRUN, clean_environment, run_together
+from tests.models import Mlp, seeded, step_on
 
 
 def net(dtype=torch.float64):
@@ -127,51 +128,15 @@ def test_what_torch_makes_of_its_class_itself(rank):
     assert torchddp.finished_steps() == before + 2
 
 
-# --- whole programs, under torchrun ---
-
-SCRIPT = """
-import sys, torch, torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel as DDP
-torch.set_num_threads(1)
-dist.init_process_group("gloo")
-from tests import framework
-from tests.models import Mlp, seeded
-assert sys.argv[1:2] == ["--out"], sys.argv
-model = DDP(seeded(Mlp))
-parameters = framework.train(model, dist.get_rank())
-if dist.get_rank() == 0:
-    torch.save(parameters, sys.argv[2])
-    print(type(model).__module__)
-# With torch's class the last work dies on gloo's thread, and needs Python for it: at exit that would be too late.
-dist.barrier()
-dist.destroy_process_group()
-"""
-
-
-def torchrun(folder, *command, **environment):
-    """What rank 0 prints, and the parameters it has saved."""
-    out = folder / "parameters.pt"
-    command = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", *command, "--out", str(out)]
-    clean = clean_environment(**environment, PYTHONPATH=os.pathsep.join([str(ROOT), str(folder)]))
-    (done,) = run_together([command], [clean], 170, folder)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done, torch.load(out)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_unmodified_programs_under_torchrun(tmp_path):
-    (tmp_path / "program.py").write_text(SCRIPT)
-    (tmp_path / "importing.py").write_text("import torchddp\n" + SCRIPT)
-    plain, expected = torchrun(tmp_path, "program.py")
-    assert plain.stdout.strip() == TorchDDP.__module__ and "torchddp" not in plain.stderr
-    ways = {
-        "variable": (["importing.py"], {"TORCHDDP_INSTALL": "1"}),
-        "run, a script": (["-m", "torchddp.run", "program.py"], {}),
-        "run, a module": (["-m", "torchddp.run", "-m", "program"], {}),
-    }
-    for name, (command, environment) in ways.items():
-        done, parameters = torchrun(tmp_path, *command, **environment)
-        assert done.stdout.strip() == "torchddp.ddp.module", name
-        assert same(parameters, expected), name
-        assert done.stderr.count(CLAIM) == 1, done.stderr  # once, by one rank
+@on_ranks(1, 2)
+def test_each_synchronised_backward_of_ours_counts(rank):
+    before = torchddp.finished_steps()
+    ddp = torchddp.DDP(net())
+    for step in range(3):
+        step_on(ddp, rank, step)
+    with ddp.no_sync():
+        step_on(ddp, rank, 3)
+    del ddp  # those of models that are gone count too
+    step_on(net(), rank)
+    step_on(TorchDDP(net()), rank)
+    assert torchddp.finished_steps() - before == 3

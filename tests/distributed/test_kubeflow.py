@@ -42,7 +42,6 @@ class Pods:
 
 def pytorchjob(port: int) -> Pods:
     (job,) = yaml.safe_load_all((FOLDER / "pytorchjob.yaml").read_text())
-    assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
     policy, worker = job["spec"]["elasticPolicy"], job["spec"]["pytorchReplicaSpecs"]["Worker"]
     spec = worker["template"]["spec"]
     (container,) = spec["containers"]
@@ -61,8 +60,6 @@ def pytorchjob(port: int) -> Pods:
 
 def trainjob(port: int) -> Pods:
     runtime, job = yaml.safe_load_all((FOLDER / "trainjob.yaml").read_text())
-    assert {part["apiVersion"] for part in (runtime, job)} == {"trainer.kubeflow.org/v1alpha1"}
-    assert (runtime["kind"], job["kind"]) == ("TrainingRuntime", "TrainJob")
     reference = job["spec"]["runtimeRef"]
     assert (reference["kind"], reference["name"]) == (runtime["kind"], runtime["metadata"]["name"])
     (replicated,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
@@ -99,11 +96,6 @@ def test_a_pod_has_what_its_ranks_need_and_no_more(pods):
     assert mounts["/dev/shm"]["medium"] == "Memory"
     assert size_of(mounts["/dev/shm"]["sizeLimit"]) < size_of(limits["memory"])  # of which it is a part
     assert variables["TORCHDDP_HANG_REPORT_DIR"] in mounts and "/tmp" in mounts
-    assert pods.spec["securityContext"]["runAsNonRoot"] and pods.spec["securityContext"]["runAsUser"] > 0
-    assert pods.spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
-    own = pods.container["securityContext"]
-    assert own["allowPrivilegeEscalation"] is False and own["capabilities"] == {"drop": ["ALL"]}
-    assert not {"hostIPC", "hostPID", "hostNetwork"} & pods.spec.keys()
 
 
 @pytest.mark.slow

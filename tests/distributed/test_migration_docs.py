@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
 
 import torchddp
-from tests.harness import on_ranks
+from tests.harness import each, on_ranks
 from tests.migration_page import sections
-from tests.models import Mlp, batch, loss_of, same_on_all_ranks, seeded
+from tests.models import Mlp, batch, grads_of, local_grads, loss_of, same_on_all_ranks, seeded
 from tests.pages import code_of
-
-pytestmark = pytest.mark.beyond_torch("examples of what only torchddp does")
 
 
 @pytest.mark.parametrize("section", sections())
@@ -41,25 +41,24 @@ def test_the_examples(rank, section):
 SETTINGS = [(True, 1.0, False), (True, 4.0, True), (False, 1.0, False), (False, 1.0, True), (False, 2.0, False)]
 
 
-@pytest.mark.parametrize(("average", "predivide", "always_fp32"), SETTINGS)
 @on_ranks(2)
-def test_the_hook_reduces_as_apex(rank, average, predivide, always_fp32):
+def test_the_hook_reduces_as_apex(rank):
     """Divided before, summed, and multiplied back by predivide / world_size, the last only if it averages."""
     names = {"dist": torch.distributed}
     source = code_of("migration.md", "From apex.parallel")
-    function = source[source.index("def reduce_as_apex") : source.index("settings = ")]
-    exec(function, names)
-    dtype = torch.bfloat16 if always_fp32 else torch.float64
-    settings = (torch.distributed.group.WORLD, average, predivide, always_fp32)
-    model = seeded(lambda: Mlp(dtype=dtype))
-    ddp = torchddp.DDP(model, comm_hook=(settings, names["reduce_as_apex"]), bucket_cap_mb=0.001)
-    alone = []
-    for peer in range(2):
-        twin = seeded(lambda: Mlp(dtype=dtype))
-        loss_of(twin(batch(peer, dtype=dtype))).backward()
-        alone.append([p.grad for p in twin.parameters()])
-    loss_of(ddp(batch(rank, dtype=dtype))).backward()
-    factor = predivide / 2 if average else 1.0
-    for p, a, b in zip(ddp.parameters(), *alone, strict=True):
-        a, b = (grad.float() if always_fp32 else grad for grad in (a, b))
-        assert torch.equal(p.grad, ((a / predivide + b / predivide) * factor).to(dtype))
+    exec(source[source.index("def reduce_as_apex") : source.index("settings = ")], names)
+
+    def run(model, rank, dtype):
+        loss_of(model(batch(rank, dtype=dtype))).backward()
+
+    for average, predivide, always_fp32 in each(SETTINGS):
+        dtype = torch.bfloat16 if always_fp32 else torch.float64
+        settings = (torch.distributed.group.WORLD, average, predivide, always_fp32)
+        model = seeded(partial(Mlp, dtype=dtype))
+        alone = [local_grads(model, partial(run, rank=peer, dtype=dtype)) for peer in range(2)]
+        ddp = torchddp.DDP(model, comm_hook=(settings, names["reduce_as_apex"]), bucket_cap_mb=0.001)
+        run(ddp, rank, dtype)
+        factor = predivide / 2 if average else 1.0
+        for name, grad in grads_of(ddp).items():
+            a, b = (grads[name].float() if always_fp32 else grads[name] for grads in alone)
+            assert torch.equal(grad, ((a / predivide + b / predivide) * factor).to(dtype))

@@ -9,38 +9,30 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import torchddp
-from tests.harness import assert_each_raises, gathered, logged, on_ranks
+from tests.harness import assert_each_raises, each, gathered, logged, on_ranks
 from tests.models import Branches, Mlp, batch, grads_of, loss_of, seeded
 from tests.unit.helpers import wait_until
 from tests.whole_buckets import WholeBuckets
+from torchddp import DDP
 from torchddp.ddp import bucket_sizes
 from torchddp.diagnose.nonfinite import NonFinite
 from torchddp.transport.message_cost import MessageLine
-
-pytestmark = pytest.mark.beyond_torch("does not look for non-finite gradients")
 
 TRANSPORTS = ["shm", "c10d"]
 UPSTREAM = ["first.bias", "first.weight", "middle.bias", "middle.weight"]
 
 
-def spoil_gradient(layer, value):
-    """From now on the gradient of the layer's output has one such value; returns what ends it."""
+def spoil_gradient(layer, value, here=True):
+    """From now on, or while in it, the gradient of the layer's output has one such value."""
 
     def spoil(gradient):
         gradient = gradient.clone()
         gradient.view(-1)[0] = value
         return gradient
 
+    if not here:
+        return contextlib.nullcontext()
     return layer.register_forward_hook(lambda module, inputs, output: output.register_hook(spoil) and None)
-
-
-@contextlib.contextmanager
-def spoilt(layer, value, here):
-    handle = spoil_gradient(layer, value) if here else None
-    yield
-    if handle:
-        handle.remove()
 
 
 def run_step(ddp, rank, step, dtype=torch.float64):
@@ -61,13 +53,11 @@ def found_on_all(ddp):
 @on_ranks(1, 2, 3, 4)
 def test_rank_step_and_the_parameters_upstream_are_named(rank, world_size, transport):
     bad = min(1, world_size - 1)
-    ddp = torchddp.DistributedDataParallel(
-        seeded(Mlp), find_nonfinite=True, bucket_cap_mb=0.001, transport="auto" if world_size == 1 else transport
-    )
+    ddp = DDP(seeded(Mlp), find_nonfinite=True, bucket_cap_mb=0.001, transport="auto" if world_size == 1 else transport)
     for step in (1, 2):
         run_step(ddp, rank, step)
     assert found_on_all(ddp) == []
-    with spoilt(ddp.module.middle, math.nan, rank == bad):
+    with spoil_gradient(ddp.module.middle, math.nan, rank == bad):
         run_step(ddp, rank, 3)
     found = found_on_all(ddp)
     assert {(one.step, one.rank) for one in found} == {(3, bad)}
@@ -102,19 +92,19 @@ def expected_counts(ddp):
     return {name: int((~grad.isfinite()).sum()) for name, grad in grads.items() if not grad.isfinite().all()}
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@on_ranks(2, 3)
+@pytest.mark.parametrize(("transport", "world_size"), [("shm", 3), ("c10d", 2)])
+@on_ranks()
 def test_gradients_that_are_not_copied(rank, monkeypatch, transport):
     """They are counted over shared memory by whoever sums them, elsewhere by a pass over them."""
     quick = MessageLine(2e-6, 1e-10)  # on a busy machine messages are dear, and one bucket holds all
     monkeypatch.setattr(bucket_sizes, "measure_line", lambda *arguments: quick)
     for threads in (1, 2):
         torch.set_num_threads(threads)
-        ddp = torchddp.DistributedDataParallel(seeded(wide), find_nonfinite=True, transport=transport)
+        ddp = DDP(seeded(wide), find_nonfinite=True, transport=transport)
         assert 1 in [len(bucket.params) for bucket in ddp.reducer.plan.buckets]
         for step in (1, 2):
             run_step(ddp, rank, step, torch.float32)
-        with spoilt(ddp.module.middle, -math.inf, rank == 1):
+        with spoil_gradient(ddp.module.middle, -math.inf, rank == 1):
             run_step(ddp, rank, 3, torch.float32)
         found = found_on_all(ddp)
         assert {one.parameter: one.count for one in found} == expected_counts(ddp), threads
@@ -139,14 +129,13 @@ class Given(nn.Module):
         return (sum((self.p[name] * factor).sum() for name, factor in factors.items()) + rest).real.float()
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.complex64], ids=str)
 @on_ranks(2)
-def test_dtypes_copies_and_layouts(rank, dtype):
-    for views in (True, False):
-        module = Given(dtype, a=(3, 70), b=(4, 5))
-        ddp = torchddp.DistributedDataParallel(
-            module, find_nonfinite=True, gradient_as_bucket_view=views, transport="c10d"
-        )
+def test_dtypes_layouts_and_other_modes(rank):
+    # Dtypes, copies and layouts.
+    dtypes = (torch.float16, torch.bfloat16, torch.float32, torch.complex64)
+    for dtype, views in each(dtypes, [True, False]):
+        options = {"find_nonfinite": True, "gradient_as_bucket_view": views, "transport": "c10d"}
+        ddp = DDP(Given(dtype, a=(3, 70), b=(4, 5)), **options)
         factor = torch.ones(3, 70, dtype=dtype)
         ddp({"a": factor}).backward()
         assert found_on_all(ddp) == []
@@ -158,14 +147,11 @@ def test_dtypes_copies_and_layouts(rank, dtype):
         assert {one.parameter: one.count for one in found_on_all(ddp)} == counts
         assert counts.keys() == {"p.a"} and counts["p.a"] in (2, 4)
 
-
-@on_ranks(2)
-def test_whole_buckets_and_other_modes(rank):
-    """As devices do it: known later, uncounted. Unused parameters, a static graph, sparse gradients, copies."""
+    # As devices do it: known later, uncounted. Unused parameters, a static graph, sparse gradients, copies.
     for cls, options in (
         (WholeBuckets, {}),
         (WholeBuckets, {"gradient_as_bucket_view": False}),
-        (torchddp.DistributedDataParallel, {"static_graph": True}),
+        (DDP, {"static_graph": True}),
     ):
         ddp = cls(seeded(Mlp), find_nonfinite=True, **options)
         if rank == 1:
@@ -179,14 +165,14 @@ def test_whole_buckets_and_other_modes(rank):
         run_step(other, rank, 1)
         assert [one.rank for one in other.nonfinite()] == ([1] * 4 if rank == 1 else [])
 
-    ddp = torchddp.DistributedDataParallel(seeded(Branches), find_unused_parameters=True, find_nonfinite=True)
+    ddp = DDP(seeded(Branches), find_unused_parameters=True, find_nonfinite=True)
     if rank == 0:
         spoil_gradient(ddp.module.left, math.inf)
     loss_of(ddp(batch(rank, 0, 2, 4), "left" if rank == 0 else "right")).backward()
     assert {o.parameter for o in found_on_all(ddp)} == {"left.weight", "left.bias", "trunk.weight", "trunk.bias"}
 
     embedding = nn.Embedding(5, 3, sparse=True)
-    ddp = torchddp.DistributedDataParallel(embedding, find_nonfinite=True)
+    ddp = DDP(embedding, find_nonfinite=True)
     factor = torch.tensor([[1.0, 1.0, math.nan if rank == 1 else 1.0]])
     (ddp(torch.tensor([2])) * factor).sum().backward()
     assert found_on_all(ddp) == [NonFinite(1, 1, "weight", 1)]
@@ -195,7 +181,7 @@ def test_whole_buckets_and_other_modes(rank):
 @on_ranks(3)
 def test_who_has_it_warns_once_and_rank_0_tells_of_all(rank):
     lines = logged("torchddp.distributed")
-    ddp = torchddp.DistributedDataParallel(seeded(Mlp), find_nonfinite=True)
+    ddp = DDP(seeded(Mlp), find_nonfinite=True)
     optimizer = torch.optim.SGD(ddp.parameters(), 0.01)
     for step in range(1, 7):
         if step == 3 and rank in (1, 2):
@@ -215,12 +201,12 @@ def test_who_has_it_warns_once_and_rank_0_tells_of_all(rank):
     assert "began in step 3. rank 1: 'first" in line and "; rank 2: '" in line and "on rank 0" in line
 
 
-@pytest.mark.parametrize(("cls", "transport"), [*((torchddp.DDP, t) for t in TRANSPORTS), (WholeBuckets, "c10d")])
+@pytest.mark.parametrize(("cls", "transport"), [*((DDP, t) for t in TRANSPORTS), (WholeBuckets, "c10d")])
 @on_ranks(3)
 def test_raise_on_all_ranks_at_the_end_of_that_backward(rank, cls, transport):
     ddp = cls(seeded(Mlp), find_nonfinite="raise", transport=transport, bucket_cap_mb=0.001)
     run_step(ddp, rank, 1)
-    with spoilt(ddp.module.middle, math.nan, rank == 1), pytest.raises(FloatingPointError) as info:
+    with spoil_gradient(ddp.module.middle, math.nan, rank == 1), pytest.raises(FloatingPointError) as info:
         run_step(ddp, rank, 2)
     text = str(info.value)
     for words in (f"rank {rank}, step 2:", "of 4 parameters are infinite or NaN", "'first.bias'", "zero_grad"):
@@ -250,7 +236,7 @@ def test_large_averages_are_looked_at_on_all_ranks(rank, transport):
 
     One parameter is a bucket of its own, and two share one.
     """
-    ddp = torchddp.DistributedDataParallel(Given(**SIZES), find_nonfinite="raise", transport=transport)
+    ddp = DDP(Given(**SIZES), find_nonfinite="raise", transport=transport)
 
     def step(name="", place=0, culprit=0, value=math.nan):
         ddp.zero_grad()
@@ -271,40 +257,31 @@ def test_large_averages_are_looked_at_on_all_ranks(rank, transport):
 
 
 @on_ranks(2)
-def test_a_sum_that_overflows_is_raised_too(rank):
-    ddp = torchddp.DistributedDataParallel(Given(torch.float16, a=4), find_nonfinite="raise", transport="c10d")
+def test_a_sum_that_overflows_and_what_is_refused(rank):
+    # A sum that overflows is raised too.
+    def sum_hook(state, bucket):
+        return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda f: f.value()[0])
+
+    ddp = DDP(Given(torch.float16, a=4), find_nonfinite="raise", transport="c10d")
     ddp.register_comm_hook(None, sum_hook)
     with pytest.raises(FloatingPointError, match=r"own gradients were finite: .* or the sum overflowed"):
         ddp({"a": torch.full((4,), 4e4, dtype=torch.float16)}).backward()
     assert found_on_all(ddp) == []
 
+    # What is refused.
+    def wrap(**options):
+        return DDP(seeded(Mlp), **options)
 
-def sum_hook(state, bucket):
-    return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda f: f.value()[0])
-
-
-@on_ranks(2)
-def test_grad_scaler_goes_on_and_is_reported_once(rank):
-    ddp = torchddp.DistributedDataParallel(seeded(lambda: Mlp(dtype=torch.float32)), find_nonfinite=True)
-    optimizer = torch.optim.SGD(ddp.parameters(), 1e-7)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, growth_interval=1000)
-    for step in range(1, 30):
-        optimizer.zero_grad()
-        scaler.scale(1000 * loss_of(ddp(batch(rank, step, dtype=torch.float32)))).backward()
-        scaler.step(optimizer)
-        scaler.update()
-    assert all(p.isfinite().all() for p in ddp.parameters()) and scaler.get_scale() < 2.0**127
-    found = found_on_all(ddp)
-    assert found and found[0].step == 1
-    run_step(ddp, rank, 30, torch.float32)
-    ddp.module.first.weight.data[0, 0] = math.nan
-    run_step(ddp, rank, 31, torch.float32)
-    assert {one.step for one in found_on_all(ddp)} == {31}  # an episode of its own
+    assert_each_raises(
+        (lambda: wrap(find_nonfinite="all"), ValueError, 'must be False, True or "raise"'),
+        (lambda: wrap().nonfinite(), RuntimeError, "with find_nonfinite=True"),
+        (lambda: wrap(find_nonfinite="raise").join().__enter__(), RuntimeError, "can't be used with join()"),
+    )
 
 
 @on_ranks(3)
 def test_another_group_has_a_board_of_its_own(rank):
-    ddp = torchddp.DistributedDataParallel(seeded(Mlp), find_nonfinite=True, transport="c10d")
+    ddp = DDP(seeded(Mlp), find_nonfinite=True, transport="c10d")
     run_step(ddp, rank, 1)
     group = dist.new_group([0, 1])
     if rank == 2:
@@ -316,15 +293,3 @@ def test_another_group_has_a_board_of_its_own(rank):
     ddp.nonfinite()
     dist.barrier(group)
     assert {(one.step, one.rank) for one in ddp.nonfinite()} == {(2, 1)}
-
-
-@on_ranks(2)
-def test_what_is_refused(rank):
-    def wrap(**options):
-        return torchddp.DistributedDataParallel(seeded(Mlp), **options)
-
-    assert_each_raises(
-        (lambda: wrap(find_nonfinite="all"), ValueError, 'must be False, True or "raise"'),
-        (lambda: wrap().nonfinite(), RuntimeError, "with find_nonfinite=True"),
-        (lambda: wrap(find_nonfinite="raise").join().__enter__(), RuntimeError, "can't be used with join()"),
-    )

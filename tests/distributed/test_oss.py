@@ -1,4 +1,4 @@
-"""torchddp.optim.OSS trains as the plain optimizer does: schedulers, closures, clipping, loss scaling, messages."""
+"""torchddp.optim.OSS trains as the plain optimizer does; what it refuses, with rank and parameter, and never a hang."""
 
 import math
 from types import SimpleNamespace
@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from torch.optim import lr_scheduler
 
-from tests.harness import each, gathered, on_ranks
+from tests.harness import assert_each_raises, each, gathered, on_ranks
 from tests.models import Mlp, same_on_all_ranks, seeded
-from tests.oss import assert_same_state, float_mlp, twins, two_groups, whole_state
+from tests.oss import float_mlp, twins, two_groups, weights
 from torchddp.optim import OSS
 
 OPTIMIZERS = [
@@ -41,10 +41,14 @@ def test_more_ranks_than_parameters(rank):
     pair = twins(make=lambda: torch.nn.Linear(8, 2))
     pair.train_alike(range(5))
     assert sorted(gathered(len(pair.oss.state))) == [0, 0, 1, 1]
+    assert all(pair.oss.param_to_rank[p] == rank for p in pair.oss.state)
+    with pytest.raises(TypeError):
+        pair.oss.param_to_rank[pair.model.module.weight] = 5
 
 
 @on_ranks(3)
-def test_small_messages_and_other_layouts_of_memory(rank):
+def test_small_fp16_and_other_messages(rank):
+    # Small ones, of parameters in other layouts of memory.
     def transposed():
         model = Mlp(dtype=torch.float32)
         for layer in (model.first, model.last):
@@ -56,9 +60,27 @@ def test_small_messages_and_other_layouts_of_memory(rank):
         pair = twins(make=transposed, broadcast_buffer_size=size)
         pair.train_alike(range(3))
 
+    # In fp16: all replicas are left with the same rounded values.
+    pair = twins(broadcast_fp16=True)
+    pair.train(range(4))
+    values = torch.cat([p.detach().flatten() for p in pair.model.parameters()])
+    plain = torch.cat([p.detach().flatten() for p in pair.reference.parameters()])
+    assert torch.equal(values, values.half().float()) and not torch.equal(values, plain)
+    torch.testing.assert_close(values, plain, rtol=0.02, atol=0.005)
+    assert same_on_all_ranks([values])
+
 
 @on_ranks(2)
-def test_every_message_is_started_before_one_is_waited_for(rank, monkeypatch):
+def test_dtypes_that_no_backend_has_and_order_of_messages(rank, monkeypatch):
+    # Dtypes that no backend has.
+    params = [torch.nn.Parameter(torch.ones(5, dtype=t)) for t in (torch.bfloat16, torch.complex64, torch.float64)]
+    oss = OSS(params, torch.optim.SGD, lr=0.5)
+    for param in params:
+        param.grad = torch.ones_like(param)
+    oss.step()
+    assert all(torch.equal(p, torch.full_like(p, 0.5)) for p in params)
+
+    # Every message is started before one is waited for.
     pair = twins(broadcast_buffer_size=100)
     events = []
     broadcast = dist.broadcast
@@ -77,88 +99,17 @@ def test_every_message_is_started_before_one_is_waited_for(rank, monkeypatch):
 
 
 @on_ranks(2)
-def test_dtypes_that_no_backend_has(rank):
-    params = [torch.nn.Parameter(torch.ones(5, dtype=t)) for t in (torch.bfloat16, torch.complex64, torch.float64)]
-    oss = OSS(params, torch.optim.SGD, lr=0.5)
-    for param in params:
-        param.grad = torch.ones_like(param)
-    oss.step()
-    assert all(torch.equal(p, torch.full_like(p, 0.5)) for p in params)
+def test_schedulers_closures_hooks_and_named_parameters(rank):
+    # A scheduler.
+    pair = twins(groups=two_groups)
+    both = [lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=20) for optimizer in (pair.oss, pair.plain)]
+    for step in range(12):  # betas change as well
+        pair.train_alike(range(step, step + 1))
+        for scheduler in both:
+            scheduler.step()
+        assert [g["lr"] for g in pair.oss.param_groups] == [g["lr"] for g in pair.plain.param_groups]
 
-
-@on_ranks(3)
-def test_fp16_broadcast_leaves_all_replicas_with_the_same_rounded_values(rank):
-    pair = twins(broadcast_fp16=True)
-    pair.train(range(4))
-    values = torch.cat([p.detach().flatten() for p in pair.model.parameters()])
-    plain = torch.cat([p.detach().flatten() for p in pair.reference.parameters()])
-    assert torch.equal(values, values.half().float()) and not torch.equal(values, plain)
-    torch.testing.assert_close(values, plain, rtol=0.02, atol=0.005)
-    assert same_on_all_ranks([values])
-
-
-@on_ranks(2, backend="torchddp_shm")
-def test_the_shm_backend(rank):
-    pair = twins()
-    pair.train_alike(range(3))
-    assert_same_state(whole_state(pair.oss), pair.plain.state_dict())
-
-
-@on_ranks(3)
-def test_a_group_of_some_ranks(rank):
-    group = dist.new_group([2, 0])
-    param = torch.nn.Parameter(torch.ones(3))
-    if rank == 1:
-        with pytest.raises(ValueError, match="rank 1 is not in the process group"):
-            OSS([param], group=group)
-        return
-    oss = OSS([param, torch.nn.Parameter(torch.ones(2))], torch.optim.SGD, group=group, lr=1.0)
-    param.grad = torch.ones(3)
-    oss.step()
-    assert (oss.rank, oss.world_size, oss.param_to_rank[param], param.tolist()) == (rank // 2, 2, 0, [0.0] * 3)
-
-
-@on_ranks(3)
-def test_state_is_held_once(rank):
-    pair = twins()
-    pair.train(range(2))
-    owned = {p for p, owner in pair.oss.param_to_rank.items() if owner == rank}
-    assert set(pair.oss.state) == owned
-    mine, whole = (
-        sum(value.numel() for entry in optimizer.state.values() for value in entry.values())
-        for optimizer in (pair.oss, pair.plain)
-    )
-    assert sum(gathered(mine)) == whole and mine < 0.7 * whole
-    with pytest.raises(TypeError):
-        pair.oss.param_to_rank[next(iter(owned))] = 5
-
-
-SCHEDULERS = {
-    "step": lambda optimizer: lr_scheduler.StepLR(optimizer, 2, 0.5),
-    "cosine": lambda optimizer: lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 4),
-    "one_cycle": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=20),  # changes betas as well
-    "plateau": lambda optimizer: lr_scheduler.ReduceLROnPlateau(optimizer, patience=1),
-}
-
-
-@on_ranks(2)
-def test_schedulers(rank):
-    for kind, make in each(SCHEDULERS.items()):
-        pair = twins(groups=two_groups)
-        both = [make(pair.oss), make(pair.plain)]
-        seen = set()
-        for step in range(12):
-            pair.train(range(step, step + 1))
-            for scheduler in both:
-                scheduler.step(*([1.0] if kind == "plateau" else []))
-            assert [g["lr"] for g in pair.oss.param_groups] == [g["lr"] for g in pair.plain.param_groups]
-            seen.add(pair.oss.param_groups[1]["lr"])
-        pair.assert_equal()
-        assert len(seen) > 1
-
-
-@on_ranks(2)
-def test_closures_hooks_and_zero_grad(rank):
+    # Closures, hooks and zero_grad.
     pair = twins()
     calls = []
     pair.oss.register_step_post_hook(lambda *args: calls.append("hook"))
@@ -176,6 +127,16 @@ def test_closures_hooks_and_zero_grad(rank):
     assert all(p.grad is not None and not p.grad.any() for p in pair.model.parameters())
     pair.oss.zero_grad()
     assert all(p.grad is None for p in pair.model.parameters())
+
+    # Named parameters, some of them without a gradient.
+    model = seeded(float_mlp)
+    oss = OSS(model.named_parameters(), torch.optim.AdamW)
+    model.first.weight.grad = torch.ones_like(model.first.weight)
+    before = [p.detach().clone() for p in model.parameters()]
+    oss.step()
+    changed = [not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)]
+    assert changed == [True, *[False] * 4] and same_on_all_ranks([model.first.weight])
+    assert oss.param_groups[0]["param_names"][0] == "first.weight"
 
 
 @on_ranks(1, 3)
@@ -195,7 +156,8 @@ def test_clipping_is_that_of_all_gradients(rank):
 
 
 @on_ranks(3)
-def test_a_norm_that_is_not_finite_is_known_to_all_ranks(rank):
+def test_what_one_rank_has_is_told_to_all(rank):
+    # A norm that is not finite.
     for norm_type, value in each([2.0, math.inf], [math.nan, math.inf]):
         params = [torch.nn.Parameter(torch.ones(4)) for _ in range(3)]
         oss = OSS(params, torch.optim.SGD, lr=1.0)
@@ -208,6 +170,17 @@ def test_a_norm_that_is_not_finite_is_known_to_all_ranks(rank):
         assert str(oss.clip_grad_norm(1.0, norm_type).item()) == str(value)
     with pytest.raises(ValueError, match="norm_type"):
         oss.clip_grad_norm(1.0, 0.0)
+
+    # A scaler that has found something on one rank alone.
+    params = [torch.nn.Parameter(torch.ones(4)) for _ in range(2)]
+    oss = OSS(params, torch.optim.SGD, lr=1.0)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    for param in params:
+        param.grad = torch.full((4,), math.inf if rank == 1 else 1.0)
+    with pytest.raises(RuntimeError, match="not finite on rank 1 only, of 3 ranks"):
+        scaler.step(oss)
+    assert torch.equal(params[0], torch.ones(4))
 
 
 @on_ranks(1, 2)
@@ -230,26 +203,107 @@ def test_grad_scaler(rank):
             pair.assert_equal(**({"rtol": 1e-5, "atol": 1e-6} if fused and not clip else {}))
 
 
+@on_ranks(2)
+def test_arguments_and_sparse_gradients(rank):
+    # Arguments.
+    assert_each_raises(
+        (lambda: OSS(weights(2), torch.nn.Linear), TypeError, "optim must be a class of torch.optim.Optimizer, got <"),
+        (lambda: OSS(weights(2), "AdamW"), TypeError, "optim must be a class of torch.optim.Optimizer, got 'AdamW'"),
+        (lambda: OSS(weights(2), OSS), TypeError, "not OSS itself"),
+        (lambda: OSS(weights(2), torch.optim.LBFGS), TypeError, "LBFGS looks at all parameters at once"),
+        (lambda: OSS(weights(2), broadcast_buffer_size=0), ValueError, "must be -1 or at least 1 element, got 0"),
+        (lambda: OSS([]), ValueError, "empty parameter list"),
+        (lambda: OSS(weights(2)[0]), TypeError, "iterable of Tensors"),
+        (lambda: OSS(weights(2), torch.optim.SGD, lr=-1.0), ValueError, "Invalid learning rate"),
+        (lambda: OSS(weights(2), torch.optim.SGD, speed=1.0), TypeError, "speed"),
+    )
+
+    # Sparse gradients.
+    named = [("dense", weights(3)[0]), ("embedding", weights((4, 2))[0])]
+    oss = OSS(named, torch.optim.SGD, lr=1.0)
+    named[0][1].grad = torch.ones(3)
+    named[1][1].grad = torch.ones(4, 2).to_sparse()
+    text = "OSS takes no sparse gradients, and that of parameter 1 of group 0 ('embedding') is sparse"
+    assert_each_raises((oss.step, RuntimeError, text), (lambda: oss.clip_grad_norm(1.0), RuntimeError, text))
+    assert torch.equal(named[0][1], torch.ones(3))
+    dist.barrier()
+
+
+def test_without_a_process_group():
+    with pytest.raises(RuntimeError, match="init_process_group first"):
+        OSS(weights(2))
+
+
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
+@on_ranks(2)
+def test_a_parameter_given_twice(rank):
+    weight, bias = weights(3, 2)
+    oss = OSS([weight])
+    named, groups = [("weight", weight), ("bias", bias), ("tied", weight)], [{"params": [weight]}]
+    assert_each_raises(
+        (lambda: OSS(named), ValueError, "parameter 2 of group 0 ('tied') is given twice"),
+        (lambda: OSS([*groups, {"params": [bias, weight]}]), ValueError, "more than one parameter group"),
+        (lambda: oss.add_param_group({"params": [bias] * 2}), ValueError, "parameter 1 of group 1 is given twice"),
+    )
+    assert len(oss.param_groups) == 1 and list(oss.param_to_rank) == [weight]
+
+
 @on_ranks(3)
-def test_grad_scaler_ranks_that_disagree(rank):
-    params = [torch.nn.Parameter(torch.ones(4)) for _ in range(2)]
-    oss = OSS(params, torch.optim.SGD, lr=1.0)
-    scaler = torch.amp.GradScaler("cpu")
-    scaler.scale(torch.ones(()))
-    for param in params:
-        param.grad = torch.full((4,), math.inf if rank == 1 else 1.0)
-    with pytest.raises(RuntimeError, match="not finite on rank 1 only, of 3 ranks"):
-        scaler.step(oss)
-    assert torch.equal(params[0], torch.ones(4))
+def test_ranks_that_differ(rank):
+    def frozen():
+        return [p.requires_grad_(p.dim() > 1) for p in weights((2, 3), 4)]
+
+    for odd, words in (
+        (
+            weights((2, 3), 5),
+            "On rank 1 it is parameter 1 of group 0: float32[5] on cpu device 0, trainable, on rank 0 parameter 1 of "
+            "group 0: float32[4] on cpu device 0, trainable.",
+        ),
+        (weights((2, 3), 4, dtype=torch.float64), "it is parameter 0 of group 0: float64[2, 3]"),
+        (weights((2, 3)), "Rank 1 has 1 parameters, rank 0 2: the first that only rank 0 has is parameter 1"),
+        (weights((2, 3), 4, 1), "the first that only rank 1 has is parameter 2 of group 0: float32[1]"),
+        (frozen(), "float32[4] on cpu device 0, frozen"),
+        ([{"params": [p]} for p in weights((2, 3), 4)], "it is parameter 0 of group 1: float32[4]"),
+    ):
+        own = odd if rank == 1 else weights((2, 3), 4)
+        assert_each_raises((lambda own=own: OSS(own), RuntimeError, words))
 
 
 @on_ranks(2)
-def test_named_parameters_of_which_some_have_no_gradient(rank):
-    model = seeded(float_mlp)
-    oss = OSS(model.named_parameters(), torch.optim.AdamW)
-    model.first.weight.grad = torch.ones_like(model.first.weight)
-    before = [p.detach().clone() for p in model.parameters()]
-    oss.step()
-    changed = [not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)]
-    assert changed == [True, *[False] * 4] and same_on_all_ranks([model.first.weight])
-    assert oss.param_groups[0]["param_names"][0] == "first.weight"
+def test_errors_of_one_rank_and_differences_between_ranks(rank):
+    # An error on one rank reaches all.
+    class Picky(torch.optim.SGD):
+        """Refuses matrices."""
+
+        def __init__(self, params, **options):
+            super().__init__(params, **options)
+            if any(param.dim() == 2 for group in self.param_groups for param in group["params"]):
+                raise ValueError("no matrices")
+
+    def told(owner):
+        if rank == owner:
+            return ValueError, "no matrices"
+        return RuntimeError, f"OSS failed on other ranks: rank {owner}: ValueError: no matrices"
+
+    oss = OSS(weights(9, 4), Picky, lr=1.0)
+    frozen = weights(9, (2, 2))
+    thawing = OSS([frozen[0], frozen[1].requires_grad_(False)], Picky, lr=1.0)
+    frozen[1].requires_grad_(True)
+    assert_each_raises(
+        (lambda: OSS(weights((9, 9), 4), Picky, lr=1.0), *told(0)),
+        (lambda: oss.add_param_group({"params": weights((2, 2))}), *told(1)),
+        (thawing.refresh_trainable, *told(1)),
+    )
+    assert len(oss.param_groups) == 1 and list(thawing.param_to_rank) == frozen[:1]
+
+    # Ranks that thaw or add different parameters.
+    params = weights(3, 2)
+    params[1].requires_grad_(False)
+    oss = OSS(params)
+    params[1].requires_grad_(rank == 1)
+    assert_each_raises((oss.refresh_trainable, RuntimeError, "On rank 1 it is parameter 1 of group 0"))
+    params[1].requires_grad_(False)
+    more = {"params": weights(7 + rank)}
+    assert_each_raises((lambda: oss.add_param_group(more), RuntimeError, "parameter 0 of group 1: float32[8]"))
+    assert len(oss.param_groups) == 1 and list(oss.param_to_rank) == params[:1]
+    oss.refresh_trainable()

@@ -95,7 +95,8 @@ def test_resumed_on_any_world_size_as_if_never_stopped(optim, options, tmp_path)
 
 
 @on_ranks(2)
-def test_the_plain_optimizer_and_oss_take_each_others_state(rank):
+def test_state_goes_from_one_to_the_other(rank):
+    # Both ways between OSS and the plain optimizer.
     for optim, options in each(ALL):
         pair = twins(optim, options, two_groups)
         pair.train(range(5))
@@ -103,6 +104,21 @@ def test_the_plain_optimizer_and_oss_take_each_others_state(rank):
         pair.oss.load_state_dict(copy.deepcopy(pair.plain.state_dict()))
         pair.plain.load_state_dict(whole)
         pair.train_alike(range(5, 10))
+
+    # With a learning rate in a tensor, and in another dtype.
+    pair = twins(torch.optim.Adam, {"lr": torch.tensor(0.01)})
+    schedulers = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5) for optimizer in (pair.oss, pair.plain)]
+    for step in range(3):
+        pair.train(range(step, step + 1))
+        for scheduler in schedulers:
+            scheduler.step()
+    saved = copy.deepcopy(pair.plain.state_dict())
+    for entry in saved["state"].values():
+        entry["exp_avg"] = entry["exp_avg"].double()
+    pair.oss.load_state_dict(saved)
+    assert {entry["exp_avg"].dtype for entry in pair.oss.state.values()} == {torch.float32}
+    pair.train_alike(range(3, 5))
+    assert gathered(pair.oss.param_groups[0]["lr"].item()) == [pytest.approx(0.01 / 8)] * 2
 
 
 @on_ranks(3)
@@ -212,9 +228,6 @@ def test_one_rank_needs_no_consolidation_and_has_hooks(rank):
         pickle.dumps(oss)
 
 
-# --- frozen and new parameters ---
-
-
 def train_by_hand(params, others, oss, plain, steps):
     """Gradients as DDP would leave them; no wrapper, which has its own idea of what is trainable."""
     for step in steps:
@@ -263,7 +276,8 @@ def test_parameters_frozen_and_thawed(rank):
 
 
 @on_ranks(2)
-def test_a_frozen_parameter_is_not_sent_and_a_gradient_left_on_it_not_applied(rank, monkeypatch):
+def test_frozen_at_first_or_later(rank, monkeypatch):
+    # A frozen parameter is not sent, and a gradient that is left on it is not applied.
     params = [nn.Parameter(torch.ones(n)) for n in (3, 2)]
     oss = OSS(params, torch.optim.SGD, lr=1.0)
     params[0].requires_grad_(False)
@@ -277,46 +291,15 @@ def test_a_frozen_parameter_is_not_sent_and_a_gradient_left_on_it_not_applied(ra
     assert params[0].grad is not None
     assert gathered((params[0].tolist(), params[1].tolist(), sent)) == [([1.0] * 3, [0.0] * 2, [2 * 4])] * 2
 
-
-def made(*lengths):
-    return [nn.Parameter(torch.linspace(0, 1, n)) for n in lengths]
-
-
-@on_ranks(2)
-def test_a_parameter_group_added_later(rank):
-    optim, options = OPTIMIZERS[1]
-    model, other = made(5, 9, 4), made(5, 9, 4)
-    oss, plain = OSS(model, optim, **options), optim(other, **options)
-    train_by_hand(model, other, oss, plain, range(3))
-    owners = dict(oss.param_to_rank)
-    for params, optimizer in ((model, oss), (other, plain)):
-        new = made(6, 2)
-        optimizer.add_param_group({"params": new, "lr": 0.3})
-        params += new
-    train_by_hand(model, other, oss, plain, range(3, 6))
-    assert all(oss.param_to_rank[p] == owner for p, owner in owners.items())
-    assert len(oss.param_groups) == 2 and oss.param_groups[1]["lr"] == 0.3
-    with pytest.raises(ValueError, match="more than one parameter group"):
-        oss.add_param_group({"params": [model[0]]})
-    assert len(oss.param_groups) == 2
-
-
-# --- optimizers that are not torch's ---
-
-
-@on_ranks(2)
-def test_an_optimizer_with_state_of_any_shape(rank):
-    pair = twins(Preconditioned, groups=two_groups)
-    pair.train(range(2))
-    early = whole_state(pair.oss)
-    pair.train_alike(range(2, 4))
-    assert all(len(entry["history"]) == 2 for key, entry in early["state"].items() if key != "seen")
-    assert [group["steps"] for group in pair.oss.param_groups] == [4, 4]
-    whole = whole_state(pair.oss)
-    whole["state"][0]["matrix"] = torch.eye(3)
-    if 0 in pair.oss.local_state_dict()["sharded_params"]:
-        with pytest.raises(ValueError, match="'matrix' for parameter 0 of group 0"):
-            pair.oss.load_state_dict(whole)
+    # An optimizer that makes state only at the start has it for those that are thawed or added later.
+    params, others = ([nn.Parameter(torch.ones(n)) for n in (4, 3, 2)] for _ in range(2))
+    params[1].requires_grad_(False)
+    oss, plain = OSS(params[:2], Eager), Eager(others)
+    assert_same_state(oss.local_state_dict()["state"], {0: {"sum": torch.full((4,), 0.5)}} if rank == 0 else {})
+    params[1].requires_grad_(True)
+    oss.refresh_trainable()
+    oss.add_param_group({"params": params[2]})
+    train_by_hand(params, others, oss, plain, range(3))
 
 
 class Eager(torch.optim.Optimizer):
@@ -334,32 +317,3 @@ class Eager(torch.optim.Optimizer):
             for param in group["params"]:
                 if param.grad is not None:
                     param -= group["lr"] * self.state[param]["sum"].add_(param.grad)
-
-
-@on_ranks(2)
-def test_an_optimizer_that_makes_state_only_at_the_start(rank):
-    params, others = ([nn.Parameter(torch.ones(n)) for n in (4, 3, 2)] for _ in range(2))
-    params[1].requires_grad_(False)
-    oss, plain = OSS(params[:2], Eager), Eager(others)
-    assert_same_state(oss.local_state_dict()["state"], {0: {"sum": torch.full((4,), 0.5)}} if rank == 0 else {})
-    params[1].requires_grad_(True)
-    oss.refresh_trainable()
-    oss.add_param_group({"params": params[2]})
-    train_by_hand(params, others, oss, plain, range(3))
-
-
-@on_ranks(2)
-def test_a_learning_rate_in_a_tensor_and_a_state_of_another_dtype(rank):
-    pair = twins(torch.optim.Adam, {"lr": torch.tensor(0.01)})
-    schedulers = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5) for optimizer in (pair.oss, pair.plain)]
-    for step in range(3):
-        pair.train(range(step, step + 1))
-        for scheduler in schedulers:
-            scheduler.step()
-    saved = copy.deepcopy(pair.plain.state_dict())
-    for entry in saved["state"].values():
-        entry["exp_avg"] = entry["exp_avg"].double()
-    pair.oss.load_state_dict(saved)
-    assert {entry["exp_avg"].dtype for entry in pair.oss.state.values()} == {torch.float32}
-    pair.train_alike(range(3, 5))
-    assert gathered(pair.oss.param_groups[0]["lr"].item()) == [pytest.approx(0.01 / 8)] * 2

@@ -13,10 +13,8 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from tests.harness import gathered, on_ranks
 from tests.models import Branches, Mlp, NormNet, assert_grads, batch, grads_of, loss_of, seeded, step_on
-from torchddp import DistributedDataParallel
+from torchddp import DDP
 from torchddp.errors import TransportError
-
-pytestmark = pytest.mark.beyond_torch("torch's reducer has no agreement between ranks that come from elsewhere")
 
 MODES = {
     "plain": {},
@@ -32,7 +30,7 @@ def among(*ranks):
 
 
 def wrap(group, **options):
-    return DistributedDataParallel(seeded(Mlp), process_group=group, **{"bucket_cap_mb": 0.001, **options})
+    return DDP(seeded(Mlp), process_group=group, **{"bucket_cap_mb": 0.001, **options})
 
 
 def assert_steps_of(reference, model, rank, run=step_on, steps=2):
@@ -68,20 +66,14 @@ def test_ranks_join_and_leave(rank, mode):
     assert names[1:] == [transport] * 3
 
 
-class Shuffled(nn.Module):
+def shuffled():
     """Gradients come in another order than that of the layers' registration."""
-
-    def __init__(self):
-        super().__init__()
-        self.middle = nn.Linear(8, 24, dtype=torch.float64)
-        self.last = nn.Linear(24, 2, dtype=torch.float64)
-        self.first = nn.Linear(4, 8, dtype=torch.float64)
-
-    def forward(self, x):
-        return self.last(torch.tanh(self.middle(torch.tanh(self.first(x)))))
+    model = Mlp(width=4)
+    model._modules["first"] = model._modules.pop("first")
+    return model
 
 
-@pytest.mark.parametrize(("make", "options"), [(Shuffled, {}), (Branches, {"find_unused_parameters": True})])
+@pytest.mark.parametrize(("make", "options"), [(shuffled, {}), (Branches, {"find_unused_parameters": True})])
 @on_ranks(3)
 def test_who_joins_takes_the_buckets_that_the_others_have_measured(rank, make, options):
     def run(model, rank, step):
@@ -89,7 +81,7 @@ def test_who_joins_takes_the_buckets_that_the_others_have_measured(rank, make, o
         loss_of(model(batch(rank, step, 5, 4), *branch)).backward()
 
     group = among(0, 1) if rank < 2 else among(rank)
-    model = DistributedDataParallel(seeded(make), process_group=group, bucket_cap_mb=0.0001, **options)
+    model = DDP(seeded(make), process_group=group, bucket_cap_mb=0.0001, **options)
     for step in range(3) if rank < 2 or make is Branches else ():
         run(model, rank, step)
     model._update_process_group(dist.group.WORLD)
@@ -121,7 +113,7 @@ def test_who_joins_gets_parameters_and_buffers(rank):
     whole = dist.group.WORLD
     model = seeded(NormNet, seed=rank)
     start = among(1, 2) if rank else among(0)
-    model = DistributedDataParallel(model, process_group=start, forward_sync_buffers=False)
+    model = DDP(model, process_group=start, forward_sync_buffers=False)
     wanted = gathered({name: value.clone() for name, value in model.module.state_dict().items()})[2]
     model._update_process_group(whole)
     held = [p.data_ptr() for p in model.parameters()]
@@ -142,7 +134,7 @@ def test_parameters_that_can_not_travel_as_bytes(rank):
 
     module = nn.Linear(2, 2, bias=False)
     module.weight = Special(torch.full((2, 2), float(rank)))
-    model = DistributedDataParallel(module, process_group=among(rank))
+    model = DDP(module, process_group=among(rank))
     model._update_process_group(dist.group.WORLD)
     model.sync_module_states(src=1)
     assert gathered(model.module.weight.sum().item()) == [4.0, 4.0]
@@ -167,7 +159,8 @@ def test_groups_without_this_rank_are_refused_by_the_next_step(rank):
 
 
 @on_ranks(2)
-def test_what_is_no_group_for_the_model_is_refused_and_the_old_one_kept(rank):
+def test_what_is_refused_and_the_old_group_kept(rank):
+    # What is no group for the model.
     model = wrap(dist.group.WORLD)
     gone = dist.new_group([0, 1])
     dist.destroy_process_group(gone)
@@ -181,10 +174,8 @@ def test_what_is_no_group_for_the_model_is_refused_and_the_old_one_kept(rank):
         model._update_process_group(elsewhere)
     assert_as_fresh(model, dist.group.WORLD, rank)
 
-
-@on_ranks(2)
-def test_models_that_differ_are_named(rank):
-    model = DistributedDataParallel(nn.Linear(3, 3 + rank), process_group=among(rank))
+    # Models that differ are named.
+    model = DDP(nn.Linear(3, 3 + rank), process_group=among(rank))
     with pytest.raises(RuntimeError, match="not the same on all ranks") as caught:
         model._update_process_group(dist.group.WORLD)
     assert re.search(r"\[1\].*'bias'\) .* sizes \[4\].*process 0 \('bias', \[3\]\)", str(caught.value))

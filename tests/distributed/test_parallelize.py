@@ -25,8 +25,6 @@ from tests.pages import DOCS, run_code
 from torchddp.optim import OSS
 from torchddp.parallel import ParallelConfig, device_mesh, parallel_group_info, parallelize
 
-pytestmark = pytest.mark.beyond_torch("has no parallelize")
-
 SGD = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 # fp64: the order of additions differs between DDP and FSDP2, nothing else.
 CLOSE = 1e-11
@@ -151,34 +149,30 @@ def by_fully_shard(shape: tuple[int, ...], rank: int, **options: Any) -> nn.Modu
 
 
 @on_ranks(2, 4)
-def test_fsdp(rank: int, world_size: int):
-    for strategy in each([None, "SHARD_GRAD_OP", "NO_SHARD"]):
-        config = ParallelConfig(use_fsdp=True, sharding_strategy=strategy)
+def test_fsdp_and_hsdp(rank: int, world_size: int):
+    by_our_ddp = by_ddp(rank)
+    whole, pairs = (world_size,), (world_size // 2, 2)
+    # By strategy: the mesh, whether parameters are freed after forward, and the share of them that a rank holds.
+    cases: list[tuple[str | None, tuple[int, ...], bool, float]] = [
+        (None, whole, True, 1 / world_size),
+        ("SHARD_GRAD_OP", whole, False, 1 / world_size),
+        ("NO_SHARD", (world_size, 1), False, 1),
+        ("HYBRID_SHARD", pairs, True, 1 / 2),
+        ("HYBRID_SHARD_ZERO2", pairs, False, 1 / 2),
+    ]
+    for strategy, shape, reshards, share in each(cases):
+        model_parallel = {"model_parallel": 2} if shape is pairs else {}
+        config = ParallelConfig(use_fsdp=True, sharding_strategy=strategy, **model_parallel)
         net = seeded(Net)
         model, optimizer = parallelize(net, config, optimizer=SGD)
-        assert model is net and isinstance(model, Net) and isinstance(model, FSDPModule)
-        assert all(isinstance(block, FSDPModule) for block in model.blocks)
+        assert model is net and isinstance(model, Net)
+        assert all(isinstance(part, FSDPModule) for part in (model, *model.blocks))
         train(model, rank, optimizer)
-        shape = (world_size, 1) if strategy == "NO_SHARD" else (world_size,)
-        assert_same_training(model, by_fully_shard(shape, rank, reshard_after_forward=strategy is None))
-        assert_same_training(model, by_ddp(rank), CLOSE)
-        held = sum(p.to_local().numel() for p in model.parameters())
-        total = sum(p.numel() for p in model.parameters())
-        assert held == total if strategy == "NO_SHARD" else held < 0.8 * total
+        assert_same_training(model, by_fully_shard(shape, rank, reshard_after_forward=reshards))
+        assert_same_training(model, by_our_ddp, CLOSE)
+        assert model.first.weight.to_local().numel() == share * model.first.weight.numel()
         model(torch.zeros(1, 6, dtype=torch.float64))
-        assert isinstance(model.blocks[0].up.weight, DTensor) is (strategy is None)  # freed after forward
-
-
-@on_ranks(2, 4)
-def test_hsdp(rank: int, world_size: int):
-    for strategy in each(["HYBRID_SHARD", "HYBRID_SHARD_ZERO2"]):
-        config = ParallelConfig(use_fsdp=True, sharding_strategy=strategy, model_parallel=2)
-        model, optimizer = parallelize(seeded(Net), config, optimizer=SGD)
-        train(model, rank, optimizer)
-        reshards = strategy == "HYBRID_SHARD"
-        assert_same_training(model, by_fully_shard((world_size // 2, 2), rank, reshard_after_forward=reshards))
-        assert_same_training(model, by_ddp(rank), CLOSE)
-        assert model.first.weight.to_local().numel() == model.first.weight.numel() / 2
+        assert isinstance(model.blocks[0].up.weight, DTensor) is reshards
 
 
 def test_hsdp_shards_over_a_host_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch):
@@ -319,9 +313,6 @@ def test_tensor_parallel_over_mp(rank: int, kind: str, world_size: int):
             # Distributes rank 0's of each model-parallel group; those groups still differ.
             parallelize_module(block, mesh["mp"], PLAN)
         assert_same_training(parallelize(net, config), seeded(Net))
-
-
-# --- docs/parallelize.md ---
 
 
 @on_ranks(2)

@@ -22,8 +22,6 @@ from tests.harness import each, on_ranks
 from tests.models import Branches, Mlp, batch, loss_of, same_on_all_ranks, seeded, step_on
 from torchddp.comm_hooks import BF16, CastAround, Int8, PerParameter, PowerSGD, TopK
 
-pytestmark = pytest.mark.beyond_torch("has no refresh_trainable()")
-
 DDP = torchddp.DistributedDataParallel
 KINDS = [DDP, torchddp.replicate]
 
@@ -194,37 +192,45 @@ def do_without_streams():
 
 
 @on_ranks(2)
-def test_optimizers_in_backward(rank):
+def test_optimizers_in_backward_and_torchs_mixed_precision(rank):
+    # Optimizers in backward.
     do_without_streams()
     module, plain = seeded(mlp), seeded(mlp)
-    _apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 0.1, "momentum": 0.9})
-    model = DDP(module)
-    reference = DDP(plain)
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    options = {"lr": 0.1, "momentum": 0.9}
+    _apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), options)
+    model, reference = DDP(module), DDP(plain)
+    optimizer = torch.optim.SGD(plain.parameters(), **options)
 
-    def both(steps):
-        for step in range(steps):
+    def train_both():
+        for step in range(3):
             for side in (model, reference):
                 loss_of(side(batch(rank, step).float())).backward()
             optimizer.step()
             optimizer.zero_grad()
         torch.testing.assert_close(list(module.parameters()), list(plain.parameters()))
 
-    both(3)
+    train_both()
     set_first(False, model, reference)
-    both(3)
-    torch.manual_seed(1)
-    extra = nn.Linear(8, 8)
-    for side in (model, reference):
-        side.module.first.requires_grad_(True)
-        side.module.extra = copy.deepcopy(extra)
-        side.module.last.register_forward_hook(lambda m, a, out, side=side: side.module.extra(out))
-    _apply_optimizer_in_backward(torch.optim.SGD, module.extra.parameters(), {"lr": 0.1, "momentum": 0.9})
+    train_both()
+    for side in (module, plain):
+        torch.manual_seed(1)
+        grow(side)
+    _apply_optimizer_in_backward(torch.optim.SGD, module.extra.parameters(), options)
     optimizer.add_param_group({"params": list(plain.extra.parameters())})
-    for side in (model, reference):
-        side.refresh_trainable()
-    both(3)
+    set_first(True, model, reference)
+    train_both()
     assert all(p.grad is None for p in module.parameters())
+
+    # torch's mixed precision.
+    precision = torch.nn.parallel.distributed._MixedPrecision(*[torch.bfloat16] * 3)
+    model = DDP(seeded(mlp), mixed_precision=precision)
+    frozen_then_thawed(model, rank)
+    module = model.module
+    grow(module)
+    model.refresh_trainable()
+    before = module.extra.weight.clone()
+    train(model, rank)
+    assert not torch.equal(module.extra.weight, before) and module.extra.weight.dtype == torch.float32
 
 
 @on_ranks(2)
@@ -245,16 +251,14 @@ def test_options_go_on(rank):
         model(batch(rank).float()).square().mean().backward()
         return torch.cat([p.grad.reshape(-1) for p in model.parameters()])
 
-    def fresh(dtype):
-        return gradients_of(DDP(copy.deepcopy(module), transport="shm", wire_dtype=dtype))
-
     module = seeded(lambda: nn.Sequential(nn.Linear(8, 4096), nn.Linear(4096, 8)))
     module[0].requires_grad_(False)
     model = DDP(module, transport="shm", wire_dtype=torch.bfloat16)
     module[0].requires_grad_(True)
     model.refresh_trainable()
-    refreshed = gradients_of(model)
-    assert torch.equal(refreshed, fresh(torch.bfloat16)) and not torch.equal(refreshed, fresh(None))
+    fresh = [DDP(copy.deepcopy(module), transport="shm", wire_dtype=dtype) for dtype in (torch.bfloat16, None)]
+    refreshed, narrow, wide = map(gradients_of, [model, *fresh])
+    assert torch.equal(refreshed, narrow) and not torch.equal(refreshed, wide)
 
     # Copies.
     model = DDP(seeded(mlp), comm_hook="bf16")
@@ -263,22 +267,6 @@ def test_options_go_on(rank):
         frozen_then_thawed(copied, rank)
         assert not copied._comm_hooks
     frozen_then_thawed(model, rank)
-
-
-@on_ranks(2)
-def test_torchs_mixed_precision(rank):
-    do_without_streams()
-    precision = torch.nn.parallel.distributed._MixedPrecision(
-        param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16
-    )
-    model = DDP(seeded(mlp), mixed_precision=precision)
-    frozen_then_thawed(model, rank)
-    module = model.module
-    grow(module)
-    model.refresh_trainable()
-    before = module.extra.weight.clone()
-    train(model, rank)
-    assert not torch.equal(module.extra.weight, before) and module.extra.weight.dtype == torch.float32
 
 
 @on_ranks(2)
@@ -346,16 +334,6 @@ def test_gradients_on_their_way(rank):
     model.refresh_trainable()
     loss_of(output).backward()
     assert same_on_all_ranks([p.grad for p in model.parameters()])
-
-    # Kept gradients stay valid.
-    module = seeded(Mlp)
-    model = DDP(module, gradient_as_bucket_view=True)
-    for step in range(3):
-        step_on(model, rank, step)
-        kept = [(p.grad, p.grad.clone()) for p in module.parameters()]
-        model.refresh_trainable()
-        assert all(torch.equal(grad, values) for grad, values in kept)
-        assert model.reducer.bucket_memory_bytes > 0
 
     # The buckets of before are let go.
     model = DDP(seeded(Mlp))
@@ -594,9 +572,7 @@ def test_nothing_to_train_join_and_what_can_not_be_refreshed(rank):
     model.refresh_trainable()
     step()
 
-
-@on_ranks(2)
-def test_a_rank_whose_backward_is_not_complete_tells_the_others(rank):
+    # A rank whose backward is not complete tells the others.
     module = seeded(Mlp)
     model = DDP(module, bucket_cap_mb=100)
     train_twice(model, rank)

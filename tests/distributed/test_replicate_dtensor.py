@@ -18,7 +18,6 @@ from tests.harness import each, on_ranks
 from tests.models import assert_same_training, whole
 from torchddp.composable import engine_of
 
-pytestmark = pytest.mark.beyond_torch("has no replicate() with our engine")
 slow = pytest.mark.slow
 CLOSE = 1e-11  # a matrix product in parts has another order of summation
 
@@ -108,21 +107,16 @@ def test_as_one_process(runs):
             assert engine_of(model)._local.pairs[0].leaf.grad.data_ptr() == weight.grad.to_local().data_ptr()
 
 
-@pytest.mark.parametrize(
-    "policy", [None, pytest.param(MixedPrecisionPolicy(torch.bfloat16, torch.float32), marks=slow)]
-)
+@slow
 @on_ranks(4)
-def test_as_fully_shard_on_the_same_mesh(policy):
-    def make():
-        return block() if policy is None else block().float()
-
-    (mine, mesh, replica), (theirs, other, _) = split(make), split(make)
-    more = {} if policy is None else {"mp_policy": policy}
-    torchddp.replicate(mine, mesh=mesh, **more)
-    fully_shard(theirs, mesh=other, **more)
+def test_as_fully_shard_on_the_same_mesh():
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    (mine, mesh, replica), (theirs, other, _) = (split(lambda: block().float()) for _ in range(2))
+    torchddp.replicate(mine, mesh=mesh, mp_policy=policy)
+    fully_shard(theirs, mesh=other, mp_policy=policy)
     for model in (mine, theirs):
         train(model, [replica])
-    assert policy is None or mine.up.weight.grad.dtype == torch.float32
+    assert mine.up.weight.grad.dtype == torch.float32
     assert_same_training(mine, theirs)
 
 

@@ -15,7 +15,6 @@ from tests.harness import each, on_ranks
 from tests.models import assert_same_training
 from torchddp.composable import ReplicateModule, unreplicate
 
-pytestmark = pytest.mark.beyond_torch("has no replicate() with our engine")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
@@ -140,7 +139,8 @@ class Lstm(nn.LSTM):
 
 
 @on_ranks(2)
-def test_recurrent_layers_and_copies(rank):
+def test_recurrent_layers_copies_and_what_does_not_go_together(rank):
+    # Recurrent layers.
     model = torchddp.replicate(Lstm(4, 8), mp_policy=MixedPrecisionPolicy(param_dtype=BF16))
     for _ in range(2):
         out = model(torch.ones(3, 2, 4))
@@ -158,9 +158,7 @@ def test_recurrent_layers_and_copies(rank):
     unreplicate(model)
     assert step(model, rank) == FP32 and not model.up._forward_hooks
 
-
-@on_ranks(2)
-def test_what_does_not_go_together(rank):
+    # What does not go together.
     for options in ({"comm_hook": "fp16"}, {"wire_dtype": BF16}):
         model = Net()
         with pytest.raises(ValueError, match=f"conflicts with {next(iter(options))}="):

@@ -3,6 +3,7 @@
 import gc
 import os
 from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch
@@ -13,9 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from tests.harness import each, gathered, on_ranks
+from tests.harness import assert_each_raises, each, on_ranks
 from tests.shm_backend import BACKEND, shm_group, stamp
-from torchddp import DistributedDataParallel, TransportError
+from torchddp import DistributedDataParallel
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 DTYPES += [torch.int64, torch.int32, torch.int8, torch.uint8]
@@ -115,15 +116,6 @@ def test_all_to_all_with_unequal_splits(rank, world_size):
 
 
 @on_ranks(2)
-def test_splits_that_disagree_are_an_error_with_ranks_and_sizes(rank):
-    group = shm_group()
-    with pytest.raises(TransportError, match=r"(disagree on the sizes.*rank \d has \d+ bytes for rank)|gave up"):
-        out = torch.zeros(3 if rank == 0 else 2)
-        dist.all_to_all_single(out, torch.ones(2), [2, 1] if rank == 0 else [1, 1], [1, 1], group=group)
-        dist.barrier(group=group)
-
-
-@on_ranks(2)
 def test_tensors_of_all_kinds(rank):
     # Bool and complex reductions.
     group = shm_group()
@@ -141,7 +133,6 @@ def test_tensors_of_all_kinds(rank):
         assert torch.equal(tensor, want * 1.5)
 
     # Tensors of any strides and with gradients.
-    group = shm_group()
     for side in (3, 100):
 
         def square(r, side=side):
@@ -163,7 +154,6 @@ def test_tensors_of_all_kinds(rank):
         assert weight._version == version and torch.equal(weight.data, 2 * stamp(0, side * side))
 
     # Allocated memory is reduced where it is.
-    group = shm_group()
     backend, cpu = group._get_backend(torch.device("cpu")), torch.device("cpu")
     assert backend.supports_tensor_alloc(cpu)
     tensor = backend.allocate_tensor(50_000, dtype=torch.float32, device=cpu)
@@ -182,20 +172,16 @@ def test_tensors_of_all_kinds(rank):
 @on_ranks(2)
 def test_bad_arguments_leave_the_group_as_it_was(rank):
     group = shm_group()
-    with pytest.raises((RuntimeError, ValueError)):
-        dist.all_reduce(torch.ones(2, dtype=torch.complex64), MAX, group=group)
-    with pytest.raises(RuntimeError, match=r"all_reduce: the torchddp_shm backend has no BAND of Int"):
-        dist.all_reduce(torch.ones(2, dtype=torch.int32), ReduceOp.BAND, group=group)
-    with pytest.raises(RuntimeError, match="has no SUM of UInt16"):
-        dist.all_reduce(torch.ones(2, dtype=torch.uint16), group=group)
-    with pytest.raises(RuntimeError, match="takes dense CPU tensors, got a Sparse tensor"):
-        dist.all_reduce(torch.eye(2).to_sparse(), group=group)
-    with pytest.raises(RuntimeError, match=r"all_gather_into_tensor on rank \d: output has 5 elements"):
-        dist.all_gather_into_tensor(torch.zeros(5), torch.zeros(2), group=group)
-    with pytest.raises(RuntimeError, match="reduce_scatter_tensor.*input has 5 elements"):
-        dist.reduce_scatter_tensor(torch.zeros(2), torch.zeros(5), group=group)
-    with pytest.raises(RuntimeError, match="split sizes add up to 2, the tensor has 4 rows"):
-        dist.all_to_all_single(torch.zeros(4), torch.zeros(4), [1, 1], [2, 2], group=group)
+    two, four, five = torch.ones(2), torch.ones(4), torch.ones(5)
+    refused = [
+        (dist.all_reduce, (two.int(), ReduceOp.BAND), "all_reduce: the torchddp_shm backend has no BAND of Int"),
+        (dist.all_reduce, (two.to(torch.uint16),), "has no SUM of UInt16"),
+        (dist.all_reduce, (torch.eye(2).to_sparse(),), "takes dense CPU tensors, got a Sparse tensor"),
+        (dist.all_gather_into_tensor, (five, two), f"all_gather_into_tensor on rank {rank}: output has 5 elements"),
+        (dist.reduce_scatter_tensor, (two, five), "input has 5 elements"),
+        (dist.all_to_all_single, (four, four, [1, 1], [2, 2]), "split sizes add up to 2, the tensor has 4 rows"),
+    ]
+    assert_each_raises(*((partial(call, *given, group=group), RuntimeError, words) for call, given, words in refused))
     tensor = torch.ones(3)
     dist.all_reduce(tensor, group=group)
     assert tensor.tolist() == [2.0] * 3
@@ -216,38 +202,6 @@ def test_coalesced_and_functional_collectives(rank):
     assert torch.equal(many[1], torch.cat([stamp(0, 6000), stamp(1, 6000)]))
     many = funcol.reduce_scatter_tensor_coalesced([torch.ones(4), torch.ones(6000)], "sum", [0, 0], group)
     assert [t.tolist() for t in many] == [[2.0] * 2, [2.0] * 3000]
-
-
-@on_ranks(3)
-def test_object_collectives(rank):
-    group = shm_group()
-    everyone = [{"rank": r, "text": "x" * (r * 20_000)} for r in range(3)]
-    mine = everyone[rank]
-    got = [None] * 3
-    dist.all_gather_object(got, mine, group=group)
-    assert got == everyone
-    got = [None] * 3 if rank == 1 else None
-    dist.gather_object(mine, got, 1, group=group)
-    assert rank != 1 or got == everyone
-    got = [mine]
-    dist.broadcast_object_list(got, 2, group=group)
-    assert got == [everyone[2]]
-    got = [None]
-    dist.scatter_object_list(got, everyone if rank == 0 else None, 0, group=group)
-    assert got == [mine]
-
-
-@on_ranks(2)
-def test_ranks_out_of_step_are_named_with_their_operations(rank):
-    group = shm_group()
-    with pytest.raises(TransportError) as error:
-        if rank == 0:
-            dist.all_reduce(torch.ones(10), group=group)
-        else:
-            dist.broadcast(torch.ones(10), 0, group=group)
-            dist.barrier(group=group)
-    texts = gathered(str(error.value))
-    assert any("rank 0" in t and "all_reduce" in t and "rank 1" in t and "broadcast" in t for t in texts), texts
 
 
 @on_ranks(4)
@@ -287,10 +241,7 @@ def test_a_group_leaves_nothing_behind():
 @pytest.mark.parametrize("backend", [BACKEND, f"cpu:{BACKEND}"])
 @on_ranks(2)
 def test_as_the_default_group_and_again_with_the_same_store(rank, backend):
-    server = dist.TCPStore("localhost", 0, 2, is_master=True, wait_for_workers=False) if rank == 0 else None
-    port = [server.port if server is not None else None]
-    dist.broadcast_object_list(port, 0)
-    store = server or dist.TCPStore("localhost", port[0], 2, is_master=False)
+    store = dist.distributed_c10d._get_default_store()
     dist.destroy_process_group()
     for _ in range(2):
         dist.init_process_group(backend, store=store, rank=rank, world_size=2, timeout=timedelta(seconds=20))
@@ -311,18 +262,15 @@ def test_other_groups_are_as_they_were_without_this_backend():
 
 
 @on_ranks(2)
-def test_a_rank_that_never_comes_is_named(rank):
+def test_ranks_that_can_not_meet_are_named(rank):
+    os.environ["TORCHDDP_HOST_ID"] = f"host{rank}"
+    with pytest.raises(RuntimeError, match=f"rank {rank}: the torchddp_shm.*rank 1 is on another host than rank 0"):
+        shm_group()
+    del os.environ["TORCHDDP_HOST_ID"]
     if rank == 0:
         with pytest.raises(RuntimeError, match="rank 0: the torchddp_shm backend got no answer from rank 1"):
             shm_group(timeout=timedelta(seconds=1))
     dist.barrier()
-
-
-@on_ranks(2)
-def test_ranks_on_two_hosts_are_refused_on_both(rank):
-    os.environ["TORCHDDP_HOST_ID"] = f"host{rank}"
-    with pytest.raises(RuntimeError, match=f"rank {rank}: the torchddp_shm.*rank 1 is on another host than rank 0"):
-        shm_group()
 
 
 def trained(wrap, rank) -> list[torch.Tensor]:

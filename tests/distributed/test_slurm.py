@@ -6,7 +6,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,7 @@ import torchddp
 from benchmarks.chaos.leaks import holders_of, segments_of, shared_files
 from tests import framework, slurm
 from tests.models import Mlp, seeded
-from tests.programs import CLAIM, ROOT, TORCHRUN, UNMODIFIED, free_port, unmodified_says
+from tests.programs import CLAIM, ROOT, UNMODIFIED, free_port, unmodified_says
 
 TASK = (sys.executable, "-m", "tests.distributed.test_slurm")
 TIMEOUT_S = 170
@@ -63,17 +62,6 @@ def test_tasks_of_a_node_share_memory_with_torchs_weights(srun, settings, tmp_pa
 
 
 @pytest.mark.slow
-def test_a_private_folder_for_shared_memory_is_no_obstacle(srun, settings, tmp_path):
-    """As with Slurm's job_container/tmpfs: each task has a /dev/shm that others don't see."""
-    own = f"mount -t tmpfs none /dev/shm && exec {' '.join(TASK)} {tmp_path} train"
-    done = srun(2, "unshare", "--mount", "sh", "-c", own, **settings)
-    if "Operation not permitted" in done.stderr:
-        pytest.skip("mounts are not allowed here")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert [task["transport"] for task in found_by(tmp_path)] == ["shm", "shm"]
-
-
-@pytest.mark.slow
 def test_a_task_that_is_killed_ends_the_others_and_leaves_nothing(srun, settings, tmp_path):
     done = srun(3, *TASK, str(tmp_path), "die", **settings)
     assert done.returncode != 0
@@ -81,20 +69,8 @@ def test_a_task_that_is_killed_ends_the_others_and_leaves_nothing(srun, settings
     assert len(found) == 2, done.stdout + done.stderr
     for task in found:
         assert "step 4: the reduction of bucket 0" in task["error"] and "ank 1 " in task["error"], task
-        assert task["seconds"] < 30 and task["segments"]
-        assert holders_of(set(task["segments"])) == []
+        assert task["segments"] and holders_of(set(task["segments"])) == []
     assert shared_files() == set()
-
-
-@pytest.mark.slow
-def test_torchrun_in_one_task_of_each_node(srun, settings, tmp_path):
-    endpoint = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{settings['MASTER_PORT']}"]
-    launcher = [*TORCHRUN, "--nnodes", "1", "--nproc-per-node", "2", *endpoint]
-    done = srun(1, *launcher, *TASK[1:], str(tmp_path), "train", **settings)
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = found_by(tmp_path)
-    assert [(task["transport"], task["same"]) for task in found] == [("shm", True)] * 2
-    assert done.stderr.count(CLAIM) == 1
 
 
 @pytest.mark.slow
@@ -130,21 +106,13 @@ def test_the_pages_scripts(tmp_path):
             # The node has as many processors as it has; torchrun looks for its host's name.
             script = script.replace("torchrun ", "torchrun --local-addr 127.0.0.1 ").replace("--cpu-bind=cores", "")
             (folder / "job.sh").write_text(script)
-            done = subprocess.run(
-                ["sbatch", "--wait", "--output", "said.txt", "job.sh"],
-                env=environment,
-                cwd=folder,
-                capture_output=True,
-                text=True,
-                timeout=TIMEOUT_S,
-            )
+            sbatch = ["sbatch", "--wait", "--output", "said.txt", "job.sh"]
+            options = {"capture_output": True, "text": True, "timeout": TIMEOUT_S}
+            done = subprocess.run(sbatch, env=environment, cwd=folder, **options)
             said = (folder / "said.txt").read_text()
             assert done.returncode == 0, done.stderr + said
             assert [f"rank {rank} of 2 reduces over shm" in said for rank in range(2)] == [True, True], said
             assert said.count(CLAIM) == number  # the second is unmodified
-
-
-LAST_STEP = 50
 
 
 def train(rank):
@@ -167,18 +135,16 @@ def die(rank):
     model = torchddp.DDP(seeded(Mlp), transport="shm")
     inputs = torch.ones(2, 8, dtype=torch.float64)
     segments = segments_of()
-    started_s, error = time.monotonic(), ""
+    error = ""
     try:
-        for step in range(LAST_STEP):
+        for step in range(50):
             if rank == 1 and step == 3:
                 os.kill(os.getpid(), signal.SIGKILL)
-            started_s = time.monotonic()
             model(inputs).sum().backward()
     except torchddp.TransportError as failure:
         error = str(failure)
-    seconds = time.monotonic() - started_s
     del model
-    return {"error": error, "seconds": seconds, "segments": sorted(segments)}
+    return {"error": error, "segments": sorted(segments)}
 
 
 def main(folder, what):

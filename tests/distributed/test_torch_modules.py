@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -15,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import torchddp
 from tests.harness import each, on_ranks
-from tests.models import Mlp, assert_grads, batch, grads_of, loss_of, same_on_all_ranks, seeded
+from tests.models import Mlp, batch, grads_of, loss_of, same_on_all_ranks, seeded, step_on
 from tests.parity.compare import TorchDDP
 from tests.torch_features import assert_same_program
 
@@ -75,16 +74,6 @@ def lazy_but_initialised():
     return model
 
 
-class Doubled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return 2 * grad
-
-
 def functional_call(ddp, x, **replaced):
     """A parameter that is replaced gets no gradient; the search for unused ones sees to the others."""
     values = dict(ddp.named_parameters())
@@ -92,8 +81,17 @@ def functional_call(ddp, x, **replaced):
     return torch.func.functional_call(ddp, values, (x,))
 
 
+def checkpoint_around(ddp, x, reentrant):
+    """The wrapper's forward runs twice a step."""
+    return checkpoint(ddp, x.requires_grad_(), use_reentrant=reentrant)
+
+
 def clip(ddp, norm, foreach):
     nn.utils.clip_grad_norm_(ddp.parameters(), 0.5, norm_type=norm, error_if_nonfinite=True, foreach=foreach)
+
+
+def clamp(parameter):
+    parameter.grad.clamp_(-1, 1)
 
 
 class Autocast(Mlp):
@@ -123,9 +121,9 @@ PROGRAMS = {
     "tied": steps_program(having(lambda m: setattr(m[2], "weight", m[0].weight)), SGD, **SMALL),
     "scripted": steps_program(having(lambda m: setattr(m, "0", torch.jit.script(m[0]))), **SMALL),
     "lazy": steps_program(lazy_but_initialised),
-    "autograd function": steps_program(Mlp, forward=lambda ddp, x: Doubled.apply(ddp(x))),
     # Of the local gradient, as in torch.
     "hook on a gradient": steps_program(having(lambda m: m[0].weight.register_hook(lambda grad: grad.clamp(-1, 1)))),
+    "hook after accumulation": steps_program(having(lambda m: m[0].weight.register_post_accumulate_grad_hook(clamp))),
     "autocast around": steps_program(float_mlp, forward=autocast),
     "autocast inside": steps_program(
         partial(Autocast, dtype=torch.float32), forward=partial(autocast, is_around=False)
@@ -139,6 +137,9 @@ for norm in (2.0, float("inf")):
     for foreach in (True, False):
         clipping = partial(clip, norm=norm, foreach=foreach)
         PROGRAMS[f"clipping, {norm=}, {foreach=}"] = steps_program(Mlp, SGD, after_backward=clipping, **SMALL)
+for reentrant, static in ((False, False), (False, True), (True, True)):  # torch refuses the other
+    checkpointed = partial(checkpoint_around, reentrant=reentrant)
+    PROGRAMS[f"checkpoint, {reentrant=}, {static=}"] = steps_program(Mlp, forward=checkpointed, static_graph=static)
 for optim in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad):
     PROGRAMS[f"fused {optim.__name__}"] = steps_program(Mlp, partial(optim, lr=0.01, fused=True))
 
@@ -149,105 +150,43 @@ def test_programs(ddp_class):
         assert_same_program(ddp_class, program, reductions=STEPS)
 
 
-@on_ranks(2)
-def test_checkpoint_of_the_whole_wrapper(ddp_class):
-    """Around the wrapper: its forward runs twice a step. torch refuses the reentrant form without static_graph."""
-
-    def run(ddp, x, reentrant):
-        return checkpoint(ddp, x.requires_grad_(), use_reentrant=reentrant)
-
-    def attempt(cls, reentrant, static):
-        try:
-            return steps_program(Mlp, forward=partial(run, reentrant=reentrant), static_graph=static)(cls)
-        except RuntimeError as error:
-            return type(error).__name__
-
-    for reentrant, static in each([False, True], [False, True]):
-        theirs, ours = (attempt(cls, reentrant, static) for cls in (TorchDDP, ddp_class))
-        assert type(ours) is type(theirs), (ours, theirs)
-        if isinstance(theirs, list):
-            for a, b in zip(ours, theirs, strict=True):
-                assert_grads(a, b, rtol=0)
-
-
-@on_ranks(2)
-def test_post_accumulate_hooks_see_the_gradient_before_it_is_averaged(ddp_class):
-    """What a hook on a parameter reads is this rank's own in both classes; so an optimizer in it is none of DDP's."""
-
-    def program(cls):
-        ddp = cls(seeded(Mlp))
-        seen = {}
-        for name, parameter in ddp.module.named_parameters():
-            parameter.register_post_accumulate_grad_hook(lambda p, name=name: seen.update({name: p.grad.clone()}))
-        loss_of(ddp(batch(dist.get_rank()))).backward()
-        return [dict(seen), grads_of(ddp)]
-
-    assert_same_program(ddp_class, program, reductions=1)
-
-
-def profiled(cls, path: Path, rank: int):
+def ranges(cls, path):
+    """The names in the trace of two steps."""
     ddp = cls(seeded(Mlp), bucket_cap_mb=0.001)
-    trace = path / f"{cls.__module__}-{rank}.json"
-    ready = []
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU],
-        schedule=torch.profiler.schedule(wait=1, warmup=1, active=2),
-        on_trace_ready=lambda p: ready.append(p.export_chrome_trace(str(trace))),
-        with_stack=True,
-        record_shapes=True,
-        profile_memory=True,
-    ) as profiler:
-        for step in range(4):
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        for step in range(2):
             with torch.profiler.record_function("my step"):
-                loss_of(ddp(batch(rank, step))).backward()
-            profiler.step()
-    assert len(ready) == 1
-    return ddp, json.loads(trace.read_text())["traceEvents"]
+                step_on(ddp, dist.get_rank(), step)
+    profiler.export_chrome_trace(str(path))
+    return [event["name"] for event in json.loads(path.read_text())["traceEvents"] if event.get("ph") == "X"]
 
 
 @on_ranks(2)
-def test_profiler_with_a_schedule_stacks_and_a_trace(rank, tmp_path):
-    """Valid JSON, with torch's range of forward, the user's own, and ours of each bucket inside the step."""
-    ddp, events = profiled(torchddp.DDP, tmp_path, rank)
-    names = [event["name"] for event in events if event.get("ph") == "X"]
-    assert names.count("DistributedDataParallel.forward") == 2
-    spans = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e.get("name") == "my step" and e["ph"] == "X")
-    buckets = len(ddp.reducer.plan.buckets)
-    assert len(spans) == 2 and buckets > 1
-    for index, what in each(range(buckets), ("launch", "wait")):
-        mine = [e for e in events if e.get("name", "").startswith(f"torchddp.{what} bucket {index} (")]
-        assert len(mine) == 2
-        for begin, end in spans:
-            assert sum(begin <= e["ts"] <= end for e in mine if e["ph"] == "X") == 1
-    assert any("test_torch_modules.py" in name for name in names)  # with_stack: the frames of Python
-
-    # What a script looks for in a trace of torch's class it finds in one of ours.
-    theirs = {event["name"] for event in profiled(TorchDDP, tmp_path, rank)[1]}
-    wanted = {n for n in theirs if n.startswith(("DistributedDataParallel", "gloo:", "my step"))}
-    ours = {event["name"] for event in events}
-    assert wanted and wanted <= ours, wanted - ours
+def test_traces_of_torchs_profiler(rank, tmp_path):
+    """What a script looks for in a trace of torch's class it finds in one of ours, beside our ranges of buckets."""
+    ours, theirs = (ranges(cls, tmp_path / f"{rank}.json") for cls in (torchddp.DDP, TorchDDP))
+    wanted = {name for name in theirs if name.startswith(("DistributedDataParallel", "gloo:", "my step"))}
+    assert len(wanted) > 2 and wanted <= set(ours), wanted - set(ours)
+    assert ours.count("DistributedDataParallel.forward") == 2
+    for what in ("launch", "wait"):
+        assert sum(name.startswith(f"torchddp.{what} bucket 1 (") for name in ours) == 2
 
 
-SCALED_STEPS = 6
+SCALED_STEPS, OVERFLOWS = 6, (1, 4)
 
 
-def scaled_program(rank, options=None, clip=None, bad_rank=None, bad_steps=(), dtype=None, accumulate=1):
-    """Gradients and the scale after each step; on `bad_rank` the loss of `bad_steps` overflows."""
+def scaled_program(rank, clip=None, **options):
+    """Gradients and the scale after each step; in those of OVERFLOWS the loss of rank 1 overflows."""
 
     def program(cls):
-        ddp = cls(seeded(float_mlp), **(options or {}))
+        ddp = cls(seeded(float_mlp), **options)
         optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.01)
         scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
         seen = []
         for step in range(SCALED_STEPS):
             optimizer.zero_grad()
-            for part in range(accumulate):
-                ddp.require_backward_grad_sync = part == accumulate - 1
-                with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
-                    loss = loss_of(ddp(batch(rank, 10 * step + part, dtype=torch.float32)).float())
-                if rank == bad_rank and step in bad_steps:
-                    loss = loss * math.inf
-                scaler.scale(loss).backward()
+            loss = loss_of(ddp(batch(rank, step, dtype=torch.float32)))
+            scaler.scale(loss * math.inf if rank == 1 and step in OVERFLOWS else loss).backward()
             if clip is not None:
                 scaler.unscale_(optimizer)
                 nn.utils.clip_grad_norm_(ddp.parameters(), clip, foreach=True)
@@ -255,10 +194,10 @@ def scaled_program(rank, options=None, clip=None, bad_rank=None, bad_steps=(), d
             scaler.step(optimizer)
             scaler.update()
             after = nn.utils.parameters_to_vector(ddp.parameters()).detach()
-            assert torch.equal(before, after) == (step in bad_steps), f"rank {rank}, step {step}"
+            assert torch.equal(before, after) == (step in OVERFLOWS), f"rank {rank}, step {step}"
             assert same_on_all_ranks([after, torch.tensor(scaler.get_scale())])
             seen.append({"parameters": after.clone(), "scale": torch.tensor(scaler.get_scale())})
-            if step not in bad_steps:  # NaN is not equal to itself
+            if step not in OVERFLOWS:  # NaN is not equal to itself
                 seen[-1] |= grads_of(ddp)
         return seen
 
@@ -268,9 +207,6 @@ def scaled_program(rank, options=None, clip=None, bad_rank=None, bad_steps=(), d
 @on_ranks(2)
 def test_an_overflow_on_one_rank_is_skipped_on_all(rank, ddp_class):
     """The average of a gradient is infinite on all ranks if it is on one, so each scaler decides the same alone."""
-    views, search = {"gradient_as_bucket_view": False}, {"find_unused_parameters": True}
-    overflows = {"bad_rank": 1, "bad_steps": (1, 4)}
-    cases = [{"options": options, **overflows} for options in ({}, {"static_graph": True}, views, search)]
-    cases += [{"clip": clip, "bad_rank": 0, "bad_steps": (2,)} for clip in (0.5, 1e6)]  # unscaled first
-    for case in each([*cases, {"clip": 1.0, "dtype": torch.bfloat16, "accumulate": 3}]):
+    options = [{"static_graph": True}, {"gradient_as_bucket_view": False}, {"find_unused_parameters": True}]
+    for case in each([{}, *options, {"clip": 0.5}, {"clip": 1e6}]):
         assert_same_program(ddp_class, scaled_program(rank, **case), reductions=SCALED_STEPS)

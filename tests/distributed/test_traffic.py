@@ -15,7 +15,6 @@ from tests.harness import each, on_ranks
 from torchddp.optim import OSS
 from torchddp.profiler import monitor, profile
 from torchddp.traffic import Traffic, of_model
-from torchddp.transport.select import open_transport
 
 WIDTH = 12
 # Elements that 1 to 4 ranks divide into whole shards (units of 128), and more bytes than travel in a slot.
@@ -217,39 +216,6 @@ def test_a_hook_is_asked():
         said = " ".join(recorded.report(merged=True).split())
         assert f"as gradients, {sent} on the wire (hook)" in said, said
     assert ["ddp/wire_bytes" in values for values in told] == [False, False, True, True]
-
-    for name in each(("bf16", "int8")):  # of torchddp
-        ddp = wrapped(Large, transport="c10d", comm_hook=name)
-        for _ in range(2):
-            step(ddp)
-            traffic = ddp.traffic()["hook"]
-            assert traffic.payload_bytes == 2 * 4 * LARGE  # of one step, not of all
-            assert 0 < traffic.wire_bytes < traffic.payload_bytes, traffic
-
-
-@on_ranks(3)
-def test_every_operation_of_a_transport_is_counted(rank):
-    for choice in each(["c10d", "shm"]):
-        transport = open_transport(choice, dist.group.WORLD)
-        handle = transport.make_work()
-
-        def sent(start, *arguments, transport=transport, handle=handle, choice=choice):
-            before = transport.traffic.get(choice, (0, 0))
-            start(*arguments, handle)
-            handle.wait()
-            after = transport.traffic.get(choice, (0, 0))
-            return after[0] - before[0], after[1] - before[1]
-
-        tensor, part = torch.ones(24), torch.ones(8)
-        nbytes, ring, root, shm = tensor.nbytes, tensor.nbytes * 2 // 3, rank == 1, choice == "shm"
-        assert sent(transport.all_reduce, tensor) == (nbytes, 2 * nbytes if shm else 2 * ring)
-        reduced = (2 * nbytes if root else 0) if shm else 0 if root else nbytes
-        assert sent(transport.reduce, tensor, 1) == (nbytes, reduced)
-        assert sent(transport.reduce_scatter, part, tensor) == (nbytes, ring)
-        assert sent(transport.all_gather, tensor, part) == (nbytes, ring)
-        received = (0 if root else nbytes) if shm else ring
-        assert sent(transport.broadcast, tensor, 1) == (nbytes, received)
-        assert sent(transport.barrier) == (0, 0)
 
 
 @on_ranks(1)

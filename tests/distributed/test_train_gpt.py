@@ -164,14 +164,6 @@ def test_torchrun_trains_and_leaves_metrics(text, tmp_path):
     assert run.stdout.count(f"{DDP}: step 6/6  train loss") == 1  # rank 0 alone speaks
 
 
-@pytest.mark.thorough
-def test_torchrun_with_bad_data_says_one_line(tmp_path):
-    run = _command("--ddp", "torch", "--data", tmp_path / "nowhere", ranks=2)
-    assert run.returncode != 0
-    assert run.stderr.count(f"error: no such data: {tmp_path / 'nowhere'}") == 1
-    assert "exitcode  : 2" in run.stderr  # torchrun's report of the script's exit code
-
-
 @pytest.mark.parametrize("ddp", [DDP, "none"])
 @pytest.mark.thorough
 def test_one_process_without_torchrun(text, tmp_path, ddp):

@@ -5,14 +5,17 @@ A new transport joins by adding its name to TRANSPORTS.
 
 import time
 from datetime import timedelta
+from functools import partial
+from itertools import cycle
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.harness import each, on_ranks
-from torchddp import _C, DistributedDataParallel, TransportError
+from tests.harness import assert_each_raises, each, on_ranks
+from tests.shm_backend import stamp
+from torchddp import _C, DistributedDataParallel
 from torchddp.transport.select import open_transport
 
 TRANSPORTS = ["c10d", "shm"]
@@ -20,11 +23,6 @@ DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int
 NUMELS = [0, 1, 7, 1000, 65_537]
 
 on_each_transport = pytest.mark.parametrize("choice", TRANSPORTS)
-
-
-def stamp(rank, world_size, numel, dtype):
-    """rank + i * world_size, kept small enough to be exact in every dtype, also after summing over ranks."""
-    return ((rank + torch.arange(numel) * world_size) % 16).to(dtype)
 
 
 def opened(choice):
@@ -39,99 +37,61 @@ def test_collectives(rank, choice, world_size):
     assert (transport.name, transport.rank, transport.size) == (choice, rank, world_size)
 
     def total(*numel_and_dtype):
-        return sum(stamp(r, world_size, *numel_and_dtype) for r in range(world_size))
+        return sum(stamp(r, *numel_and_dtype) for r in range(world_size))
 
+    def run(operation, *arguments):
+        """Starts it and waits, by turns in one call and in two."""
+        if next(in_one_call):
+            operation(*arguments, handle, wait=True)
+        else:
+            operation(*arguments, handle)
+            handle.wait()
+        assert handle.poll()
+
+    in_one_call = cycle([True, False])
     for dtype, numel in each(DTYPES, NUMELS):
-        given = stamp(rank, world_size, numel, dtype)
+        given = stamp(rank, numel, dtype)
         tensor = given.clone()
-        transport.all_reduce(tensor, handle)
-        handle.wait()
+        run(transport.all_reduce, tensor)
         assert torch.equal(tensor, total(numel, dtype))
         for root in range(world_size):
             tensor = transport.allocate(numel, given) if numel % 2 else given.clone()
             tensor.copy_(given)
-            transport.reduce(tensor, root, handle)
-            handle.wait()
+            run(transport.reduce, tensor, root)
             if rank == root:
                 assert torch.equal(tensor, total(numel, dtype))
             else:
                 tensor.fill_(7)  # it is this rank's again: the root has read it
             tensor = given.clone()
-            transport.broadcast(tensor, root, handle)
-            handle.wait()
-            assert torch.equal(tensor, stamp(root, world_size, numel, dtype))
-    with pytest.raises(RuntimeError, match="root"):
-        transport.reduce(torch.ones(3), world_size, handle)
+            run(transport.broadcast, tensor, root)
+            assert torch.equal(tensor, stamp(root, numel, dtype))
 
     # A reduce-scatter and an all-gather are an all-reduce.
     for dtype, shard_numel in each((torch.float32, torch.float64), (1, 7, 1000)):
-        whole = stamp(rank, world_size, shard_numel * world_size, dtype)
+        whole = stamp(rank, shard_numel * world_size, dtype)
         want = total(shard_numel * world_size, dtype)
         shard = torch.full((shard_numel,), -1, dtype=dtype)
-        transport.reduce_scatter(shard, whole.clone(), handle)
-        handle.wait()
+        run(transport.reduce_scatter, shard, whole.clone())
         assert torch.equal(shard, want[rank * shard_numel : (rank + 1) * shard_numel])
         gathered = torch.full_like(whole, -1)
-        transport.all_gather(gathered, shard, handle)
-        handle.wait()
+        run(transport.all_gather, gathered, shard)
         assert torch.equal(gathered, want)
+        run(transport.barrier)
 
 
 @on_each_transport
 @on_ranks(2)
-def test_one_call_starts_and_waits(rank, choice):
-    transport, handle = opened(choice)
-    tensor, part, whole = torch.full((10,), rank + 1.0), torch.empty(5), torch.empty(20)
-    transport.all_reduce(tensor, handle, wait=True)
-    assert tensor.eq(3).all() and handle.poll()
-    transport.reduce_scatter(part, tensor, handle, wait=True)
-    assert part.eq(6).all()
-    transport.all_gather(whole, tensor, handle, wait=True)
-    assert whole.eq(3).all()
-    part.fill_(rank)
-    transport.broadcast(part, 1, handle, wait=True)
-    assert part.eq(1).all()
-    transport.reduce(part, 0, handle, wait=True)
-    assert rank == 1 or part.eq(2).all()
-    transport.barrier(handle, wait=True)
-    assert handle.poll()
-
-
-@on_each_transport
-@on_ranks(2)
-def test_handles_and_memory(rank, choice):
-    # Operations overlap and finish in any order of waiting.
+def test_operations_overlap_and_finish_in_any_order_of_waiting(rank, choice):
     transport, _ = opened(choice)
     handles = [transport.make_work() for _ in range(5)]
-    tensors = [stamp(rank, 2, 100 + i, torch.float32) for i in range(5)]
+    tensors = [stamp(rank, 100 + i) for i in range(5)]
     for tensor, handle in zip(tensors, handles, strict=True):
         transport.all_reduce(tensor, handle)
     for handle in reversed(handles):
         handle.wait()
     assert all(handle.poll() for handle in handles)
     for tensor in tensors:
-        assert torch.equal(tensor, sum(stamp(r, 2, tensor.numel(), torch.float32) for r in range(2)))
-
-    # Allocated memory is flat and of the asked dtype.
-    handle = handles[0]
-    memory = transport.allocate(33, torch.zeros((), dtype=torch.bfloat16))
-    assert memory.shape == (33,) and memory.dtype is torch.bfloat16 and memory.is_contiguous()
-    memory.fill_(rank + 1)
-    transport.all_reduce(memory, handle)
-    handle.wait()
-    assert torch.equal(memory, torch.full((33,), 3.0, dtype=torch.bfloat16))
-
-
-@on_ranks(2)
-def test_shared_memory_says_how_much_is_in_use():
-    transport, _ = opened("shm")
-    before = transport.memory
-    block = transport.allocate(2**21, torch.zeros(()))
-    held = transport.memory
-    assert held["allocated"] == before["allocated"] + 2**23
-    assert before["huge"] <= held["huge"] <= before["huge"] + 2**23
-    del block
-    assert transport.memory == before
+        assert torch.equal(tensor, sum(stamp(r, tensor.numel()) for r in range(2)))
 
 
 @on_each_transport
@@ -140,30 +100,15 @@ def test_idle_handles_and_bad_arguments(choice):
     transport, handle = opened(choice)
     assert handle.poll()
     handle.wait(timedelta(milliseconds=1))
-    with pytest.raises(RuntimeError, match=r"rank 0.*input has 5 elements"):
-        transport.reduce_scatter(torch.zeros(2), torch.zeros(5), handle)
-    with pytest.raises(RuntimeError, match=r"rank 0.*output has 5 elements"):
-        transport.all_gather(torch.zeros(5), torch.zeros(2), handle)
-    with pytest.raises(RuntimeError, match=r"root 7 is not in \[0, 1\)"):
-        transport.broadcast(torch.zeros(5), 7, handle)
-    with pytest.raises(RuntimeError, match="contiguous"):
-        transport.all_reduce(torch.zeros(4, 4).t()[:2], handle)
-
-
-@on_each_transport
-@on_ranks(2, needed_ranks=[0])
-def test_a_peer_that_never_comes_is_an_error_within_the_timeout(rank, choice):
-    transport, handle = opened(choice)
-    if rank == 1:
-        dist.barrier()  # comes only when rank 0 has given up
-        return
-    transport.all_reduce(torch.ones(10), handle)
-    since_s = time.monotonic()
-    with pytest.raises(TransportError, match="(?i)timed out"):
-        handle.wait(timedelta(milliseconds=300))
-    assert 0.25 < time.monotonic() - since_s < 3
-    handle.abandon()
-    assert handle.poll()
+    two, five, strided = torch.zeros(2), torch.zeros(5), torch.zeros(4, 4).t()[:2]
+    refused = [
+        (transport.reduce_scatter, (two, five), "input has 5 elements"),
+        (transport.all_gather, (five, two), "output has 5 elements"),
+        (transport.broadcast, (five, 7), "root 7 is not in [0, 1)"),
+        (transport.reduce, (five, 1), "root 1 is not in [0, 1)"),
+        (transport.all_reduce, (strided,), "contiguous"),
+    ]
+    assert_each_raises(*((partial(call, *given, handle), RuntimeError, words) for call, given, words in refused))
 
 
 @on_each_transport

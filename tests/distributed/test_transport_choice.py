@@ -2,7 +2,6 @@
 
 import copy
 import io
-import logging
 import os
 import resource
 import time
@@ -12,10 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.harness import each, on_ranks, run_ranks
+from tests.harness import each, logged, on_ranks, run_ranks
 from tests.models import (
     Mlp,
-    NormNet,
     assert_grads,
     assert_trains,
     batch,
@@ -47,38 +45,20 @@ def assert_trains_over(transport, ddp, rank, width=8):
     assert_trains(ddp, rank, width)
 
 
-@pytest.mark.parametrize(
-    "launcher",
-    [
-        {},
-        {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_WORLD_SIZE": "4"},  # a torchrun for each rank
-        {"LOCAL_RANK": "", "LOCAL_WORLD_SIZE": ""},  # srun
-    ],
-    ids=["forked", "torchrun", "srun"],
-)
 @on_ranks(1, 2, 4)
-def test_ranks_of_a_host_share_memory(rank, world_size, ddp_class, launcher):
+def test_ranks_of_a_host_share_memory(rank, world_size, ddp_class):
     """Whatever launchers know of the host; one rank alone has nobody to share with."""
-    os.environ.update(launcher)
-    if launcher:
-        processors = sorted(os.sched_getaffinity(0))
-        os.sched_setaffinity(0, {processors[rank % len(processors)]})
-    assert_trains_over("shm" if world_size > 1 else "c10d", ddp_class(seeded(Mlp)), rank)
+    each_a_torchrun = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_WORLD_SIZE": "4"}
+    srun = {"LOCAL_RANK": "", "LOCAL_WORLD_SIZE": "", "GROUP_WORLD_SIZE": ""}
+    processors = sorted(os.sched_getaffinity(0))
+    for launcher in each([{}, each_a_torchrun, srun]):
+        os.environ.update(launcher)
+        assert_trains_over("shm" if world_size > 1 else "c10d", ddp_class(seeded(Mlp)), rank)
+        os.sched_setaffinity(0, {processors[rank % len(processors)]})  # as launchers do
 
 
 @on_ranks(2)
-def test_groups_and_devices(rank, ddp_class):
-    # `_update_process_group` to a group of one and back.
-    ddp = ddp_class(seeded(Mlp))
-    alone = [dist.new_group([r]) for r in range(2)][rank]
-    found = [transport_of(ddp)]
-    for group in (alone, dist.group.WORLD):
-        ddp._update_process_group(group)
-        found.append(transport_of(ddp))
-        step_on(ddp, rank)
-    assert_trains(ddp, rank)
-    assert found == ["shm", "c10d", "shm"]
-
+def test_other_devices_and_ranks_that_come_at_different_times(rank, ddp_class):
     # Memory of another device can't be shared: "auto" keeps to the process group, "shm" says why not.
     devices = [torch.device("cpu"), torch.device("cuda", 1)]
     with pytest.raises(ValueError, match="cuda:1"):
@@ -164,10 +144,6 @@ def test_ranks_that_choose_differently_all_hear_of_it(rank, ddp_class):
         assert all(f"rank {r}: '{choice}'" in str(caught.value) for r, choice in enumerate(choices)), caught.value
         assert CHOICE_ENV in str(caught.value)
         assert_trains(ddp_class(seeded(Mlp), transport="shm"), rank)  # the group is as good as before
-    # Differing models are told of before anything is opened.
-    del os.environ[CHOICE_ENV]
-    with pytest.raises(RuntimeError, match="not the same on all ranks"):
-        ddp_class(seeded(lambda: Mlp(8 + rank)))
 
 
 class SecondGroup:
@@ -225,14 +201,10 @@ WIDTH = 256  # fp64 gradients of 1, 3, and 1.5 MiB
 
 
 def wrapped(ddp_class, make=Mlp, **options):
-    """(module, what was logged)."""
-    handler, lines = logging.Handler(), []
-    handler.emit = lambda record: lines.append(f"{record.levelname}: {record.getMessage()}")
-    select.logger.addHandler(handler)
-    started_s = time.monotonic()
+    """(module, the warnings that were logged)."""
+    lines, started_s = logged(), time.monotonic()
     ddp = ddp_class(seeded(make), **options)
     assert time.monotonic() - started_s < SOON_S, f"{time.monotonic() - started_s:.1f} s: {lines}"
-    select.logger.removeHandler(handler)
     return ddp, lines
 
 
@@ -289,7 +261,7 @@ def test_one_rank_that_can_not(rank, ddp_class, trouble, unable):
     ddp, lines = wrapped(ddp_class)
     assert_trains_over("c10d", ddp, rank)
     assert len(lines) == (rank == 0), lines
-    assert all(f"rank {unable}: " in line and reason in line and line.startswith("WARNING: ") for line in lines), lines
+    assert all(f"rank {unable}: " in line and reason in line for line in lines), lines
 
 
 @on_ranks(2)
@@ -343,12 +315,12 @@ def test_gradients_that_do_not_fit(ddp_class, limited, capfd):
         assert said.count(f"rank {rank}: no room for") == len(limits) * (rank in limited), said
 
 
-class Wide(NormNet):
-    """With a buffer of 2.5 MiB, which is broadcast before each forward."""
+class WithTable(Mlp):
+    """A buffer, by default of 2.7 MiB, is broadcast before each forward."""
 
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("table", seeded(lambda: Mlp(64)).first.weight.detach().repeat(40, 1))
+    def __init__(self, width=8, numel=700_000):
+        super().__init__(width)
+        self.register_buffer("table", torch.ones(numel))
 
 
 @pytest.mark.parametrize("limited", [0, 1])
@@ -356,22 +328,21 @@ class Wide(NormNet):
 def test_buffers_that_do_not_fit(rank, ddp_class, limited):
     if rank == limited:
         os.environ[shm.LIMIT_ENV] = "1"
-    ddp, _ = wrapped(ddp_class, Wide)
+    ddp, _ = wrapped(ddp_class, WithTable)
     for step in range(3):
         if rank == 1:
             ddp.module.table.zero_()
-        loss_of(ddp(batch(rank, step, 2, 3, 6, 6))).backward()
-        assert ddp.module.table.abs().sum() > 1
+        step_on(ddp, rank, step)
+        assert ddp.module.table.all()
 
 
-class Reordered(Mlp):
+class Reordered(WithTable):
     """Registered in another order than it is used in: buckets change after the first step."""
 
     def __init__(self):
-        super().__init__(WIDTH)
+        super().__init__(WIDTH, 100_000)
         first = self.first
         del self.first
-        self.register_buffer("table", torch.ones(100_000))
         self.first = first
 
 
@@ -386,7 +357,7 @@ def test_no_room_in_mid_training(rank, ddp_class, limited):
         if rank == 1:
             ddp.module.table.zero_()
         loss = loss_of(ddp(batch(rank, step, 5, WIDTH)))
-        assert ddp.module.table.sum() == 100_000
+        assert ddp.module.table.all()
         ddp.zero_grad(set_to_none=False)
         loss.backward()
         want = expected_grads(ddp.module, lambda m, r, s=step: loss_of(m(batch(r, s, 5, WIDTH))).backward())

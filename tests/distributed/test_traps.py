@@ -71,20 +71,9 @@ def train(ddp, optimizer, rank, count=6):
         loss_of(ddp(batch(rank, step))).backward()
 
 
-@over_both
 @on_ranks(2)
-def test_a_forward_that_is_thrown_away(rank, transport):
-    ddp, optimizer = made(transport)
-    with heard() as told:
-        for _ in range(2):
-            train(ddp, optimizer, rank, 2)
-            ddp(batch(rank))
-            here = line() - 1
-        train(ddp, optimizer, rank, 2)
-    text, at = only_one(told)
-    assert at == here and f"test_traps.py:{here} " in text
-
-    # Rank 1 leaves one out that it makes up for, so that nobody waits.
+def test_a_forward_that_one_rank_throws_away(rank):
+    # It has no buffers to broadcast, so nobody waits.
     ddp, optimizer = made(forward_sync_buffers=False)
     with heard() as told:
         train(ddp, optimizer, rank, 1)
@@ -107,11 +96,10 @@ CHANGES = [
 ]
 
 
-@pytest.mark.parametrize("views", [None, False, True])
 @over_both
 @on_ranks(3)
-def test_gradients_changed_on_one_rank(rank, transport, views):
-    for change, words in each(CHANGES):
+def test_gradients_changed_on_one_rank(rank, transport):
+    for (change, words), views in each(CHANGES, [None, False, True]):
         ddp, optimizer = made(transport, gradient_as_bucket_view=views)
         with heard() as told:
             for step in range(4):
@@ -151,7 +139,7 @@ def test_which_steps_are_looked_at(rank):
 
 
 @on_ranks(2)
-def test_looking_at_gradients_leaves_nothing_behind(rank, monkeypatch):
+def test_looking_at_gradients_leaves_nothing_behind(rank):
     ddp, optimizer = made()
     counts = []
     for _ in range(7):
@@ -163,24 +151,6 @@ def test_looking_at_gradients_leaves_nothing_behind(rank, monkeypatch):
     del ddp, optimizer
     gc.collect()
     assert gone() is None
-
-    # Nothing is sent in steps that are not looked at.
-    calls = []
-    for name in ("post", "read", "add", "claim", "forget"):
-        method = getattr(torchddp.diagnose.traps.Board, name)
-        monkeypatch.setattr(
-            torchddp.diagnose.traps.Board,
-            name,
-            lambda self, *args, method=method: (calls.append(args[0]), method(self, *args))[1],
-        )
-    ddp, optimizer = made(stall_report_s=0, find_unused_parameters=True)
-    train(ddp, optimizer, rank, 17)
-    sent = len(calls)
-    assert sent > 0
-    train(ddp, optimizer, rank, 14)  # up to step 31
-    assert len(calls) == sent, calls[sent:]
-    train(ddp, optimizer, rank, 1)
-    assert len(calls) > sent
 
 
 class Head(nn.Module):
@@ -246,16 +216,6 @@ class Right:
             for step in range(3):
                 loss_of(ddp(batch(rank, step))).item()
             ddp.train()
-
-    def evaluation_on_rank_0(ddp, optimizer, rank):
-        for _ in range(3):
-            train(ddp, optimizer, rank, 2)
-            if rank == 0:
-                ddp.eval()
-                loss_of(ddp.module(batch(rank))).item()
-                with torch.no_grad():
-                    ddp.module(batch(rank))
-                ddp.train()
 
     def gan(ddp, optimizer, rank):
         """As the usual loops: the discriminator on real and fake, the generator through it."""

@@ -46,31 +46,27 @@ def train(model, rank, optimizer=None, steps=3):
 
 def with_options(rank):
     for options in (
-        {},
         {"find_unused_parameters": True},
         {"static_graph": True},
         {"gradient_as_bucket_view": False, "bucket_cap_mb": 0.001},
+        {"bucket_cap_mb": "auto"},
         {"check_parameters_every": 2, "gradient_stats": True, "find_nonfinite": True},
         {"transport": "shm", "wire_dtype": torch.bfloat16},
         {"transport": "c10d"},
     ):
         model = torchddp.DDP(net(), **options)
-        train(model, rank, torch.optim.SGD(model.parameters(), 0.1))
+        train(model, rank, torch.optim.SGD(model.parameters(), 0.1), steps=10)
         copy = torchddp.DDP(net())
         copy.load_state_dict(model.state_dict())
         torchddp.check_parameters(copy)
 
 
 def with_hooks(rank):
-    for name in ("fp16", "bf16", "int8", "int4", "topk", "powersgd", "sign"):
-        train(torchddp.DDP(net(), comm_hook=name), rank)
-    model = torchddp.DDP(net())
-    model.register_comm_hook(None, fp16_compress_hook)
-    train(model, rank)
+    for hook in ("fp16", "bf16", "int8", "int4", "topk", "powersgd", "sign", (None, fp16_compress_hook)):
+        train(torchddp.DDP(net(), comm_hook=hook), rank)
 
 
 def with_tools(rank):
-    train(torchddp.DDP(net(), bucket_cap_mb="auto"), rank, steps=10)
     model = torchddp.DDP(net())
     with model.join():
         train(model, rank, steps=2 + rank)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import logging
-import multiprocessing
 import os
 import random
 import re
@@ -13,11 +11,14 @@ import time
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import torchddp
+from tests.harness import run_ranks
+from tests.unit.helpers import wait_until
 from torchddp.diagnose import diagnosis
 
 STALL_S = 1.5  # on a busy machine, gloo's first connections take half a second
@@ -118,57 +119,33 @@ def draw(seed: int) -> HangingProgram:
 # --- running ---
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where a rank is: in this call, at this line; '' if in none."""
-
-    function: str
-    line: int
+NAMES = [*CALLS, ""]
 
 
-@dataclass(frozen=True)
-class Ended:
-    """What has come of a program: all reports, and where ranks were when there was one."""
+def run(program: HangingProgram, folder: Path) -> tuple[list[str], list[tuple[str, int]]]:
+    """All reports, and by rank the function ('' if in none) and line where it was when there was one.
 
-    reports: list[str]
-    places: list[Place]
-    errors: list[str]
-
-
-def run(program: HangingProgram, folder: Path) -> Ended:
-    """Until there is a report, and a moment longer; then all ranks are killed."""
+    One more rank waits for the first report, and a moment longer; then the others are killed.
+    """
     path = folder / f"program{program.seed}.py"
     path.write_text(program.source)
-    context = multiprocessing.get_context("fork")
-    lines = context.Array("i", 2 * program.world_size)
-    ranks = [
-        context.Process(target=_rank, args=(program, rank, path, lines), daemon=True)
-        for rank in range(program.world_size)
-    ]
-    for process in ranks:
-        process.start()
-    try:
-        until_s = time.monotonic() + LIMIT_S
-        while not list(folder.glob("*.report")) and time.monotonic() < until_s:
-            if not any(process.is_alive() for process in ranks):
-                break
-            time.sleep(0.02)
+    places = torch.zeros(program.world_size, 2, dtype=torch.int64).share_memory_()
+
+    def work(rank: int) -> Any:
+        if rank < program.world_size:
+            return _rank(program, rank, path, places)
+        dist.destroy_process_group()
+        wait_until(lambda: list(folder.glob("*.report")), LIMIT_S)
         time.sleep(STALL_S / 2)
-        names = [*CALLS, ""]
-        places = [Place(names[lines[2 * rank]], lines[2 * rank + 1]) for rank in range(program.world_size)]
-    finally:
-        for process in ranks:
-            process.kill()
-            process.join()
-    texts = [found.read_text() for found in sorted(folder.glob("*.report"))]
-    return Ended(texts, places, [found.read_text() for found in sorted(folder.glob("*.error"))])
+        return places.tolist()
+
+    found = run_ranks(work, program.world_size + 1, needed_ranks=[program.world_size])[-1]
+    reports = [report.read_text() for report in folder.glob("*.report")]
+    return reports, [(NAMES[name], line) for name, line in found]
 
 
-def _rank(program: HangingProgram, rank: int, path: Path, lines) -> None:
+def _rank(program: HangingProgram, rank: int, path: Path, places: torch.Tensor) -> None:
     os.environ[diagnosis.FOLDER_ENV] = str(path.parent)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    names = [*CALLS, ""]
 
     class Writer(logging.Handler):
         def emit(self, record):
@@ -178,28 +155,24 @@ def _rank(program: HangingProgram, rank: int, path: Path, lines) -> None:
 
     def enter(name, line=0):
         at = line or inspect.currentframe().f_back.f_lineno
-        lines[2 * rank], lines[2 * rank + 1] = names.index(name), at
+        places[rank] = torch.tensor([NAMES.index(name), at])
 
     def leave():
-        lines[2 * rank], lines[2 * rank + 1] = names.index(""), 0
+        places[rank] = torch.tensor([NAMES.index(""), 0])
 
-    try:
-        leave()
-        from torch.distributed import all_reduce, barrier
+    leave()
+    dist.destroy_process_group()
+    from torch.distributed import all_reduce, barrier
 
-        torchddp.watch_collectives(stall_report_s=STALL_S)
-        store = dist.FileStore(str(path.parent / "store"), program.world_size)
-        timeout = timedelta(seconds=GROUP_TIMEOUT_S)
-        dist.init_process_group(program.backend, store=store, rank=rank, world_size=program.world_size, timeout=timeout)
-        found = {
-            "dist": dist, "torch": torch, "time": time, "rank": rank, "enter": enter, "leave": leave,
-            "all_reduce": all_reduce, "barrier": barrier,
-        }  # fmt: skip
-        exec(compile(program.source, str(path), "exec"), found)
-    except BaseException as error:
-        (path.parent / f"{rank}.error").write_text(f"{type(error).__name__}: {error}")
-    with contextlib.suppress(BaseException):
-        time.sleep(LIMIT_S)
+    torchddp.watch_collectives(stall_report_s=STALL_S)
+    store = dist.FileStore(str(path.parent / "store"), program.world_size)
+    timeout = timedelta(seconds=GROUP_TIMEOUT_S)
+    dist.init_process_group(program.backend, store=store, rank=rank, world_size=program.world_size, timeout=timeout)
+    found = {
+        "dist": dist, "torch": torch, "time": time, "rank": rank, "enter": enter, "leave": leave,
+        "all_reduce": all_reduce, "barrier": barrier,
+    }  # fmt: skip
+    exec(compile(program.source, str(path), "exec"), found)
 
 
 # --- what a report says ---

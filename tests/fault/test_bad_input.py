@@ -3,6 +3,7 @@
 import re
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -13,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.checkpoint import checkpoint
 
-from tests.harness import on_ranks, run_ranks
+from tests.harness import errors_of, is_own_class, on_ranks, run_ranks
 from tests.models import Branches, Mlp, assert_grads, batch, expected_grads, grads_of, loss_of, seeded, step_on
 
 
@@ -181,6 +182,10 @@ BAD = {
     "caps with 0": given(
         "ValueError", "bucket_cap_mb_list", "positive", beyond_torch=ANY_NUMBER, bucket_cap_mb_list=[1, 0]
     ),
+    **{
+        f"stall_report_s {limit}": given("ValueError", "stall_report_s", beyond_torch="has none", stall_report_s=limit)
+        for limit in (-1, float("nan"), 31.0)
+    },
     "cap '25'": given("ValueError", "bucket_cap_mb", beyond_torch=ARITHMETIC, bucket_cap_mb="25"),
     "cap [25]": given("TypeError", "bucket_cap_mb", beyond_torch=ARITHMETIC, bucket_cap_mb=[25]),
     "number differs": differs(
@@ -245,25 +250,22 @@ BAD = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "bad",
-    [
-        pytest.param(bad, id=name, marks=[pytest.mark.beyond_torch(bad.beyond_torch)] if bad.beyond_torch else [])
-        for name, bad in BAD.items()
-    ],
-)
-def test_is_refused_on_every_rank(ddp_class, bad):
-    def work(rank):
-        try:
-            bad.build(ddp_class, rank)
-        except Exception as error:
-            return type(error).__name__, str(error)
-        return "nothing", "it was accepted"
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_is_refused_on_every_rank(ddp_class, world_size):
+    cases = {name: bad for name, bad in BAD.items() if bad.world_size == world_size}
+    if not is_own_class():
+        cases = {name: bad for name, bad in cases.items() if not bad.beyond_torch}
 
-    for rank, (error, text) in enumerate(run_ranks(work, bad.world_size, timeout=40)):
-        assert re.fullmatch(bad.errors, error), f"rank {rank}: {error}: {text}"
-        for word in bad.words:
-            assert re.search(word, text, re.IGNORECASE), f"rank {rank}: no '{word}' in: {text}"
+    def work(rank):
+        calls = {name: partial(bad.build, ddp_class, rank) for name, bad in cases.items()}
+        return errors_of(calls, rank, world_size)
+
+    for rank, found in enumerate(run_ranks(work, world_size)):
+        for name, (kinds, text) in found.items():
+            told = f"{name}, rank {rank}: {kinds[:1]}: {text}"
+            assert kinds and re.fullmatch(cases[name].errors, kinds[0]), told
+            for word in cases[name].words:
+                assert re.search(word, text, re.IGNORECASE), f"no '{word}' in {told}"
 
 
 @pytest.mark.beyond_torch("is left in mid-step")

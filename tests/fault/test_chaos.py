@@ -12,8 +12,6 @@ import pytest
 
 from benchmarks.chaos import plan
 from benchmarks.chaos.cli import main
-from benchmarks.chaos.job import Stamped, deviation, digest, gradients
-from tests.harness import on_ranks
 
 pytestmark = pytest.mark.beyond_torch("names neither the rank nor the bucket")
 
@@ -49,18 +47,6 @@ def assert_passed(folder: Path, *arguments: str) -> list[dict]:
     return rows
 
 
-@on_ranks(1)
-def test_gradients_that_differ_are_told_apart():
-    model = Stamped(has_unused=False)
-    model(0, 0).backward()
-    alone = gradients(model)
-    assert deviation(alone, alone) == 0 and deviation(alone, [g * 1.001 for g in alone]) > 1e-4
-    assert deviation(alone, [*alone[:-1], None]) == float("inf")
-    changed = [g.clone() for g in alone]
-    changed[2][-1] += 2**-20
-    assert digest(alone) != digest(changed) and digest(alone) != digest([*alone[:-1], None])
-
-
 @pytest.mark.slow
 def test_nine_trials(tmp_path):
     """Every kind but a slow rank, over every transport once."""
@@ -86,10 +72,3 @@ def test_three_trials_over_torchft(tmp_path):
     pytest.importorskip("torchft")
     rows = assert_passed(tmp_path, "--trials", "3", "--over", plan.TORCHFT)
     assert {row["kind"] for row in rows} == {plan.KILL, plan.EXCEPTION, plan.SLOW}
-
-
-@pytest.mark.thorough
-@pytest.mark.slow
-def test_every_kind_over_every_transport_twice(tmp_path):
-    rows = assert_passed(tmp_path, "--trials", "22", "--seed", "2", "--over", "shm,gloo")
-    assert len({(row["kind"], row["over"]) for row in rows}) == 11

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from benchmarks.chaos.leaks import holders_of, segments_of
 from tests.harness import on_ranks, run_ranks
-from tests.models import Branches, Mlp, assert_grads, batch, grads_of, local_grads, loss_of, mean_grads, seeded, step_on
+from tests.models import Mlp, assert_grads, batch, grads_of, local_grads, loss_of, mean_grads, seeded, step_on
 from torchddp.transport import shm
 
 LIMIT_S = 1.0  # of an operation, where a test waits for it to run out
@@ -104,19 +104,6 @@ def test_rank_that_leaves_in_good_order(ddp_class):
     assert any("has left" in told[rank][1] for rank in (0, 2)), told
 
 
-@on_ranks(2, timeout=20)
-def test_exception_in_the_forward_of_one_rank(ddp_class, rank):
-    """It lives, and says nothing: the others are held up no longer than `timeout`."""
-    ddp = trained(ddp_class, rank, timeout=timedelta(seconds=LIMIT_S))
-    if rank == 1:
-        handle = ddp.module.middle.register_forward_hook(lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            step_on(ddp, rank, STEPS_BEFORE)
-        handle.remove()
-        time.sleep(LIMIT_S + NOTICED_S)
-    assert_names(error_of_steps(ddp, rank), 1 - rank, at_most_s=NOTICED_S + LIMIT_S * (rank == 0))
-
-
 def test_death_of_a_rank_whose_child_lives_on(ddp_class, tmp_path):
     """A forked child holds its parent's sockets open and its memory mapped, as the worker of a DataLoader does."""
     child_path = tmp_path / "child"
@@ -174,18 +161,6 @@ def test_survivors_are_halved_twice(ddp_class, rank):
         assert_names(error_of_steps(ddp, rank, steps=1), f"[{dead[0]}-{dead[-1]}]")
         ddp._update_process_group(dist.new_group(alive, use_local_synchronization=True))
         assert_steps_of(ddp, rank, alive)
-
-
-@on_ranks(2, needed_ranks=[0], timeout=20)
-def test_death_while_parameters_are_unused(ddp_class, rank):
-    """The map of used parameters travels too: its reduction is as mortal as a bucket's."""
-    ddp = wrap(ddp_class, seeded(Branches), find_unused_parameters=True)
-    x = batch(rank, 0, 5, 4)
-    for step in range(2):
-        loss_of(ddp(x, ("left", "right")[(rank + step) % 2])).backward()
-    if rank == 1:
-        ddp.module.trunk.weight.register_hook(lambda grad: os.kill(os.getpid(), signal.SIGKILL))
-    assert_names(error_of(lambda: [loss_of(ddp(x, "left")).backward() for _ in range(2)]), 1)
 
 
 @on_ranks(3, needed_ranks=[0, 2], timeout=30, straggler_s=25)

@@ -167,6 +167,7 @@ class Buffered(nn.Module):
         self.register_buffer("mask", torch.rand(WIDTH) > 0.5)
         self.register_buffer("nothing", torch.zeros(0))
         self.register_buffer("halves", torch.rand(2, 3).to(torch.bfloat16).t())
+        self.register_buffer("bytes", torch.randint(200, (5,), dtype=torch.uint8))
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 
-from tests.mutants import Base
+from tests.mutants import Base, with_options
 
 
 class ChangesKept(Base):
@@ -16,12 +20,12 @@ class ChangesKept(Base):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.before: list[torch.Tensor] = []
+        self.before: list[Tensor] = []
         for p in self.parameters():
             if p.requires_grad:
                 p.register_post_accumulate_grad_hook(self._note)
 
-    def _note(self, p: torch.Tensor) -> None:
+    def _note(self, p: Tensor) -> None:
         if p.grad is not None and not p.grad.is_sparse:
             self.before.append(p.grad)
 
@@ -65,11 +69,75 @@ class DrawsNumbers(Base):
         return super().forward(*args, **kwargs)
 
 
+class DropsAccumulated(Base):
+    """What was accumulated before the synchronised step is lost."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.require_backward_grad_sync:
+            self.zero_grad()
+        return super().forward(*args, **kwargs)
+
+
+class NoBufferSync(Base):
+    """Buffers are never broadcast after construction."""
+
+    def _sync_buffers(self) -> None:
+        pass
+
+
+class BuffersFromLastRank(Base):
+    """Buffers follow the last rank instead of rank 0."""
+
+    def _default_broadcast_coalesced(self, *args: Any, **kwargs: Any) -> None:
+        last = dist.get_world_size(self.process_group) - 1
+        super()._default_broadcast_coalesced(*args, **{**kwargs, "authoritative_rank": last})
+
+
+class IgnoresNoSync(Base):
+    """no_sync does nothing."""
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        yield
+
+
+class IgnoresIgnored(Base):
+    """Parameters and buffers to be left alone are handled like all others."""
+
+    def __init__(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        if hasattr(module, "_ddp_params_and_buffers_to_ignore"):
+            del module._ddp_params_and_buffers_to_ignore
+        super().__init__(module, *args, **kwargs)
+
+
+class HookResultLost(Base):
+    """The hook runs on a copy: what it returns is thrown away and rank-local gradients stay."""
+
+    def register_comm_hook(self, state: object, hook: Any) -> None:
+        def lost(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+            kept = bucket.buffer().clone()
+            bucket.set_buffer(bucket.buffer().clone())
+            return hook(state, bucket).then(lambda _: kept)
+
+        super().register_comm_hook(state, lost)
+
+
+class OnlyTensorOutputs(Base):
+    """The search for unused parameters looks at bare tensors only."""
+
+    def _post_forward(self, output: Any) -> Any:
+        return super()._post_forward(output) if isinstance(output, Tensor) else output
+
+
+NoInitSync = with_options("NoInitSync", init_sync=False)
+NoUnusedSearch = with_options("NoUnusedSearch", find_unused_parameters=False)
+
+
 class Dies(Base):
     """Rank 1 is gone in a forward."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.distributed.get_rank() == 1:
+        if dist.get_rank() == 1:
             self.end()
         return super().forward(*args, **kwargs)
 

@@ -11,6 +11,7 @@ from tests.fuzz.batches import run_trials
 from tests.fuzz.draw import draw
 from tests.fuzz.program import Do, Part, Program, Train
 from tests.harness import CLASS_ENV
+from tests.whole_buckets import LargeApart, WholeBuckets
 
 SEED = 2026
 TRIALS = 60
@@ -22,11 +23,16 @@ def first_failure(programs, ddp_class, limit_s=60.0):
     return next((result for result in run_trials(programs, ddp_class, limit_s) if result.failed), None)
 
 
-@pytest.mark.rest_is_thorough("0", "1")
-@pytest.mark.parametrize("piece", range(PIECES))
-def test_random_programs_give_what_torch_gives(ddp_class, piece):
+OWN_WAY = pytest.mark.beyond_torch("packs whole buckets in its own way")
+RUNS = [(None, 0), (None, 1)]
+RUNS += [pytest.param(None, piece, marks=pytest.mark.slow) for piece in (2, 3)]
+RUNS += [pytest.param(kind, 0, marks=[pytest.mark.slow, OWN_WAY]) for kind in (WholeBuckets, LargeApart)]
+
+
+@pytest.mark.parametrize(("kind", "piece"), RUNS)
+def test_random_programs_give_what_torch_gives(ddp_class, kind, piece):
     programs = {trial: draw(SEED, trial) for trial in range(piece, TRIALS, PIECES)}
-    failure = first_failure(programs, ddp_class)
+    failure = first_failure(programs, kind or ddp_class)
     assert failure is None, failure.text()
 
 
@@ -36,14 +42,23 @@ MUTANTS = {
     common.DoubleGrad: ("gradient", {}),
     common.SlightlyOff: ("gradient", {}),
     common.ForgetsOneParameter: ("parameter", {"seeds_differ": True}),
-    common.NoBufferSync: ("gradient", {"parts": (Part("buffered"),), "options": {}}),
     mutants.ChangesKept: ("kept gradient", {"options": {"gradient_as_bucket_view": False}, "steps": KEEPING}),
     mutants.ZerosForNone: ("gradient", {}),
     mutants.OtherError: ("exception", {"comm_hook": "failing"}),
     mutants.DrawsNumbers: ("random state", {}),
+    mutants.DropsAccumulated: ("gradient", {}),
+    mutants.NoBufferSync: ("gradient", {"parts": (Part("buffered"),), "options": {}}),
+    mutants.BuffersFromLastRank: ("gradient", {"parts": (Part("buffered"),), "options": {}}),
+    mutants.IgnoresNoSync: ("gradient", {}),
+    mutants.IgnoresIgnored: ("parameter", {"seeds_differ": True}),
+    mutants.HookResultLost: ("gradient", {"comm_hook": "sum"}),
+    mutants.OnlyTensorOutputs: ("gradient", {}),
+    mutants.NoInitSync: ("parameter", {"seeds_differ": True}),
+    mutants.NoUnusedSearch: ("gradient", {}),
 }
 
 
+@pytest.mark.rest_is_thorough("ChangesKept", "DrawsNumbers")
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
 def test_a_mutant_is_found_within_few_programs(mutant):
     kind, changes = MUTANTS[mutant]

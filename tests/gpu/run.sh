@@ -164,7 +164,13 @@ run_tests() {
 # Joins the library's parts; if that fails, the tests that need it are skipped.
 join_nccl() {
   if [ -d "${TORCHDDP_TEST_NCCL:-}" ]; then
-    if step join_nccl "$python" tests/gpu/nccl_parts.py join "$TORCHDDP_TEST_NCCL" "$work"; then
+    # $1: the folder, $2: where the library is to be.
+    if step join_nccl bash -euc '
+      cd "$2"
+      cat "$1"/libnccl.so.2*.part* >"$(basename "$1"/*.sha256 .sha256)"
+      sha256sum --check "$1"/*.sha256
+      if [ -e libnccl.so.2.xz ]; then xz --decompress libnccl.so.2.xz; fi
+    ' join_nccl "$(realpath "$TORCHDDP_TEST_NCCL")" "$work"; then
       export TORCHDDP_TEST_NCCL="$work/libnccl.so.2"
     else
       unset TORCHDDP_TEST_NCCL

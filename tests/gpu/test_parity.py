@@ -8,7 +8,7 @@ import torch
 
 from benchmarks.gpu.large import large_from
 from tests.gpu.cases import CASES, LARGE_BYTES, run_case
-from torchddp import _C, DistributedDataParallel
+from torchddp import DistributedDataParallel
 
 
 def ways(device: torch.device) -> tuple[tuple[str, int], ...]:
@@ -23,10 +23,6 @@ def test_same_as_torch(alone, name):
     for transport, limit_bytes in ways(alone):
         with large_from(limit_bytes):
             run_case(name, alone, 0, partial(DistributedDataParallel, transport=transport))
-
-
-def test_the_extension_is_the_cuda_build(gpu):
-    assert _C.with_cuda
 
 
 def test_without_device_ids(alone):

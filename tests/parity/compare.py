@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from tests.harness import run_ranks
 from tests.models import Grads, assert_grads, grads_of, seeded
 
 # Relative to the largest element of the gradient: a handful of roundings in the dtype that travels.
@@ -26,11 +26,6 @@ RTOL = {
 }
 
 Run = Callable[[nn.Module, int, int], None]  # (model, rank, step): forward and backward, as often as it likes
-
-
-def tolerance(world_size: int, dtype: torch.dtype) -> float:
-    """0 (bit for bit) up to two ranks."""
-    return 0.0 if world_size <= 2 else RTOL[dtype]
 
 
 def train(
@@ -79,13 +74,14 @@ def assert_same_as_torch(
     ddp_class: type,
     make: Callable[[], nn.Module],
     run: Run,
-    world_size: int = 2,
     steps: int = 3,
     rtol: float | None = None,
     dtype: torch.dtype = torch.float64,
-    timeout: float = 60.0,
     **settings: Any,
 ) -> None:
-    """Trains both classes from the same seeds; asserts equal gradients in each step and an equal model at the end."""
-    limit = tolerance(world_size, dtype) if rtol is None else rtol
-    run_ranks(compare_on_rank, world_size, ddp_class, make, run, steps, limit, settings, timeout=timeout)
+    """Collective. Trains both classes from the same seeds: equal gradients in each step and an equal model at the end.
+
+    Bit for bit up to two ranks, unless `rtol` says otherwise.
+    """
+    limit = rtol if rtol is not None else 0.0 if dist.get_world_size() <= 2 else RTOL[dtype]
+    compare_on_rank(dist.get_rank(), ddp_class, make, run, steps, limit, settings)

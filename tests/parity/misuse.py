@@ -79,8 +79,6 @@ CASES: dict[str, Case] = {
     "a_sampling_rate_that_is_text": lambda cls, rank: cls(linear())._set_ddp_runtime_logging_sample_rate("often"),
     "keys_that_do_not_fit": lambda cls, rank: cls(linear()).load_state_dict({"weight": torch.ones(4, 4)}),
     "a_fused_optimizer_that_is_not_known": lambda cls, rank: cls(linear())._register_fused_optim(torch.optim.LBFGS),
-    "a_join_of_nothing": lambda cls, rank: Join([]),
-    "a_join_of_what_is_none": lambda cls, rank: Join([linear()]),
     "another_group_that_is_none": lambda cls, rank: cls(linear())._update_process_group("gloo"),
     "a_parameter_left_out": lambda cls, rank: steps(cls(Heads()), "l", "l", "l"),
     "a_parameter_left_out_is_asked_for": lambda cls, rank: steps(cls(Heads()), "l")._check_reducer_finalized(),
@@ -213,13 +211,6 @@ returning("never_but_is_interrupted", lambda bucket: raises(KeyboardInterrupt())
 
 
 @case
-def an_output_left_out(cls, rank):
-    model = cls(Heads(), find_unused_parameters=True)
-    for _ in range(3):
-        model(torch.ones(2, 4), "lr")[0].backward()
-
-
-@case
 def checkpoints_that_share_a_layer(cls, rank):
     class Twice(nn.Module):
         def __init__(self):
@@ -230,36 +221,6 @@ def checkpoints_that_share_a_layer(cls, rank):
             return checkpoint(self.layer, checkpoint(self.layer, x, use_reentrant=True), use_reentrant=True)
 
     cls(Twice())(torch.ones(2, 4, requires_grad=True)).sum().backward()
-
-
-@case
-def two_forwards_and_a_backward(cls, rank):
-    model = cls(linear())
-    for _ in range(2):
-        (model(torch.ones(2, 4)) + model(torch.ones(2, 4))).sum().backward()
-
-
-@case
-def a_backward_twice(cls, rank):
-    model = cls(linear())
-    loss = model(torch.ones(2, 4)).square().sum()
-    loss.backward(retain_graph=True)
-    loss.backward()
-    trained(model)
-
-
-@case
-def a_graph_that_is_gone(cls, rank):
-    loss = cls(linear())(torch.ones(2, 4)).square().sum()
-    loss.backward()
-    loss.backward()
-
-
-@case
-def torch_autograd_grad(cls, rank):
-    model = cls(linear())
-    torch.autograd.grad(model(torch.ones(2, 4)).sum(), list(model.parameters()))
-    trained(model)
 
 
 @case
@@ -274,13 +235,6 @@ def frozen_after_wrapping(cls, rank):
     model = cls(Heads())
     model.module.l.requires_grad_(False)
     steps(model, "lr", "lr", "lr")
-
-
-@case
-def an_error_in_backward(cls, rank):
-    model = cls(linear())
-    model.module.weight.register_hook(lambda grad: raises(LookupError("of a tensor's hook")))
-    trained(model)
 
 
 @case

@@ -1,75 +1,24 @@
-"""Gradients equal torch DDP's for each dtype, world size, memory layout and odd shape."""
+"""Gradients equal torch DDP's for each dtype and odd shape; random programs have more layouts and mixed dtypes."""
 
-import pytest
+from functools import partial
+
 import torch
 from torch import nn
 
-from tests.harness import on_ranks
+from tests.harness import each, on_ranks
 from tests.models import Mlp, NormNet, batch, loss_of
 from tests.parity.compare import RTOL, assert_same_as_torch
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("dtype", RTOL, ids=str)
-def test_dtype(ddp_class, dtype, world_size):
-    def run(model, rank, step):
-        loss_of(model(batch(rank, step, 5, 8, dtype=dtype))).backward()
+@on_ranks(1, 2, 3)
+def test_dtype(ddp_class):
+    for dtype in each(RTOL):
 
-    options = {"bucket_cap_mb": 0.002}
-    assert_same_as_torch(ddp_class, lambda: Mlp(dtype=dtype), run, world_size, dtype=dtype, options=options)
+        def run(model, rank, step, dtype=dtype):
+            loss_of(model(batch(rank, step, 5, 8, dtype=dtype))).backward()
 
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_mixed_dtypes_in_one_model(ddp_class, world_size):
-    class Mixed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            dtypes = (torch.float32, torch.float64, torch.bfloat16)
-            self.layers = nn.ModuleList(nn.Linear(4, 4, dtype=dtype) for dtype in dtypes)
-
-        def forward(self, x):
-            return [layer(x.to(layer.weight.dtype)) for layer in self.layers]
-
-    def run(model, rank, step):
-        sum(loss_of(y).double() for y in model(batch(rank, step, 3, 4))).backward()
-
-    assert_same_as_torch(ddp_class, Mixed, run, world_size, dtype=torch.bfloat16)
-
-
-@pytest.mark.parametrize(("world_size", "set_to_none"), [(1, True), (2, False), (3, True)])
-def test_channels_last_convolution(ddp_class, world_size, set_to_none):
-    def make():
-        return NormNet(torch.float32).to(memory_format=torch.channels_last)
-
-    def run(model, rank, step):
-        x = batch(rank, step, 4, 3, 6, 6, dtype=torch.float32)
-        loss_of(model(x.to(memory_format=torch.channels_last))).backward()
-
-    assert_same_as_torch(ddp_class, make, run, world_size, dtype=torch.float32, set_to_none=set_to_none)
-
-
-@on_ranks(2)
-def test_gradients_keep_the_strides_torch_gives(ddp_class, rank):
-    """Fused optimizers and `foreach` paths depend on gradients laid out as their parameters."""
-    ddp = ddp_class(NormNet(torch.float32).to(memory_format=torch.channels_last))
-    for step in range(2):
-        ddp.zero_grad()
-        x = batch(rank, step, 4, 3, 6, 6, dtype=torch.float32)
-        loss_of(ddp(x.to(memory_format=torch.channels_last))).backward()
-    for name, p in ddp.named_parameters():
-        assert p.stride() == p.grad.stride(), name
-
-
-class Transposed(nn.Module):
-    """Parameters that are dense but not row-major."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(6, 4, dtype=torch.float64).t())
-        self.deep = nn.Parameter(torch.randn(2, 3, 4, dtype=torch.float64).permute(2, 0, 1))
-
-    def forward(self, x):
-        return torch.einsum("bi,io,ikl->bokl", x, self.weight, self.deep)
+        options = {"bucket_cap_mb": 0.002}
+        assert_same_as_torch(ddp_class, partial(Mlp, dtype=dtype), run, dtype=dtype, options=options)
 
 
 class Expanded(nn.Module):
@@ -89,49 +38,52 @@ class Expanded(nn.Module):
 class OddShapes(nn.Module):
     """A scalar, an empty tensor, one element, and sizes that fill no vector register."""
 
-    def __init__(self, dtype=torch.float32):
+    def __init__(self):
         super().__init__()
         shapes = [(), (0,), (1,), (3, 0, 2), (7,), (17, 3), (1, 1, 1), (63,), (65,)]
-        self.values = nn.ParameterList(nn.Parameter(torch.randn(shape, dtype=dtype)) for shape in shapes)
+        self.values = nn.ParameterList(nn.Parameter(torch.randn(shape)) for shape in shapes)
 
     def forward(self, x):
         return x.mean() * sum((value * (i + 1)).square().sum() for i, value in enumerate(self.values))
 
 
-def large_among_small():
-    return nn.Sequential(nn.Linear(4, 700), nn.Linear(700, 700), nn.Linear(700, 4))
+@on_ranks(1, 2, 3)
+def test_layout(ddp_class):
+    choices = ({}, {"gradient_as_bucket_view": False}, {"bucket_cap_mb": 0.0001})
+    for (make, dtype), options in each([(Expanded, torch.float64), (OddShapes, torch.float32)], choices):
+
+        def run(model, rank, step, dtype=dtype):
+            loss_of(model(batch(rank, step, 3, 4, dtype=dtype))).backward()
+
+        assert_same_as_torch(ddp_class, make, run, dtype=dtype, options=options)
 
 
-@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": False}, {"bucket_cap_mb": 0.0001}], ids=str)
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("make", [Transposed, Expanded, OddShapes, large_among_small])
-def test_layout(ddp_class, make, world_size, options):
-    dtype = torch.float32 if make in (OddShapes, large_among_small) else torch.float64
+@on_ranks(1, 2, 3)
+def test_channels_last_convolution(ddp_class):
+    """Fused optimizers and `foreach` paths depend on gradients laid out as their parameters."""
+    channels_last = {"memory_format": torch.channels_last}
 
     def run(model, rank, step):
-        loss_of(model(batch(rank, step, 3, 4, dtype=dtype))).backward()
+        loss_of(model(batch(rank, step, 4, 3, 6, 6, dtype=torch.float32).to(**channels_last))).backward()
+        for name, p in model.named_parameters():
+            assert p.stride() == p.grad.stride(), name
 
-    assert_same_as_torch(ddp_class, make, run, world_size, dtype=dtype, options=options)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.complex64], ids=str)
-def test_odd_shapes_in_narrow_dtypes(ddp_class, dtype):
-    def run(model, rank, step):
-        value = model(batch(rank, step, 3, 4, dtype=torch.float32).to(dtype))
-        (value.real if dtype.is_complex else value).backward()
-
-    assert_same_as_torch(ddp_class, lambda: OddShapes(dtype), run, 2, dtype=dtype)
+    for set_to_none in each([True, False]):
+        assert_same_as_torch(
+            ddp_class, lambda: NormNet(torch.float32).to(**channels_last), run, dtype=torch.float32,
+            set_to_none=set_to_none,
+        )  # fmt: skip
 
 
-@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": False}], ids=str)
-def test_large_gradient_packed_by_several_threads(ddp_class, options):
+@on_ranks(2)
+def test_large_gradient_packed_by_several_threads(ddp_class):
     """A gradient large enough to be split between threads, with a tail that no thread count divides."""
 
     def run(model, rank, step):
         torch.set_num_threads(3)
         model(batch(rank, step, 1, dtype=torch.float32)).sin().sum().backward()
 
-    def make():
-        return nn.Linear(1, 1_300_003, bias=False)
-
-    assert_same_as_torch(ddp_class, make, run, 2, dtype=torch.float32, options=options)
+    for options in each([{}, {"gradient_as_bucket_view": False}]):
+        assert_same_as_torch(
+            ddp_class, lambda: nn.Linear(1, 1_300_003, bias=False), run, dtype=torch.float32, options=options
+        )

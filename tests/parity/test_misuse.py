@@ -1,10 +1,11 @@
 """What torch's class raises, ours raises too: the same type or one derived from it, in all cases but a few."""
 
+from functools import partial
+
 import pytest
-import torch.distributed as dist
 
 from tests.fault.test_bad_input import BAD
-from tests.harness import run_outcomes
+from tests.harness import errors_of, run_ranks
 from tests.parity.compare import TorchDDP
 from tests.parity.misuse import CASES
 
@@ -29,31 +30,30 @@ DIFFERENCES = {
 }
 
 
-def raised_by(name, cls):
-    """On each rank the names of the exception's type and those it is derived from; [None] if none was raised."""
+PIECES = 4  # of those for two ranks
 
-    case, world_size = ALL[name]
+
+def raised_by(cls, names, world_size):
+    """By name, of each rank: the exception's type and those it is derived from; [None] if none was raised."""
 
     def work(rank):
-        dist.barrier()  # a rank that is done leaves; the others must have connected by then
-        try:
-            case(cls, rank)
-        except BaseException as error:
-            return [base.__name__ for base in type(error).__mro__ if base is not object]
-        return [None]
+        return errors_of({name: partial(ALL[name][0], cls, rank) for name in names}, rank, world_size, timeout_s=10.0)
 
-    outcomes = run_outcomes(work, world_size, group_timeout_s=10.0)
-    return [outcome.value or [outcome.error] for outcome in outcomes]
+    ranks = run_ranks(work, world_size)
+    return {name: [found[name][0] or [None] for found in ranks] for name in names}
 
 
 @pytest.mark.beyond_torch("compares both")
-@pytest.mark.parametrize("name", ALL)
-def test_ours_raises_what_torchs_does(name, ddp_class):
-    expected = DIFFERENCES.get(name)
-    theirs = [[CRASH]] * 2 if expected and expected[0] == CRASH else raised_by(name, TorchDDP)
-    ours = raised_by(name, ddp_class)
-    for their, our in zip(theirs, ours, strict=True):
-        if expected:
-            assert (their[0], our[0]) == expected
-        else:
-            assert their[0] in our, (their, our)
+@pytest.mark.parametrize(("world_size", "piece"), [(1, 0), (2, 0), (2, 1), (2, 2), (2, 3)])
+def test_ours_raises_what_torchs_does(ddp_class, world_size, piece):
+    names = [name for name, (_, size) in ALL.items() if size == world_size][piece :: PIECES if world_size > 1 else 1]
+    crashes = {name: [[CRASH]] * world_size for name in names if DIFFERENCES.get(name, (None,))[0] == CRASH}
+    theirs = crashes | raised_by(TorchDDP, [name for name in names if name not in crashes], world_size)
+    ours = raised_by(ddp_class, names, world_size)
+    for name in names:
+        for their, our in zip(theirs[name], ours[name], strict=True):
+            told = f"{name}: torch's class {their}, ours {our}"
+            if name in DIFFERENCES:
+                assert (their[0], our[0]) == DIFFERENCES[name], told
+            else:
+                assert their[0] in our, told

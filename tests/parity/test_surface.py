@@ -15,9 +15,21 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import torchddp
-from tests.harness import is_own_class, on_ranks
-from tests.models import Mlp, NormNet, TwoHeads, assert_grads, batch, expected_grads, grads_of, loss_of, seeded, step_on
-from tests.parity.compare import TorchDDP, assert_same_as_torch
+from tests.harness import each, is_own_class, on_ranks
+from tests.models import (
+    Mlp,
+    NormNet,
+    TwoHeads,
+    assert_grads,
+    assert_trains,
+    batch,
+    expected_grads,
+    grads_of,
+    loss_of,
+    seeded,
+    step_on,
+)
+from tests.parity.compare import TorchDDP
 
 # The one default that differs, by intent: None means bucket views where nothing forbids them.
 OWN_DEFAULTS = {"gradient_as_bucket_view"}
@@ -34,10 +46,10 @@ def test_constructor_has_torchs_arguments_in_torchs_order(ddp_class):
     assert all(p.kind is p.KEYWORD_ONLY and p.default is not p.empty for p in extra), extra
 
 
-def place_of_warnings(make):
+def place_of_warnings(cls, options):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        make()
+        cls(seeded(Mlp), **options)
     return [(w.category, w.filename, w.lineno) for w in caught]
 
 
@@ -49,27 +61,17 @@ def derived(base):
     return Derived
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"broadcast_buffers": True},
-        {"broadcast_buffers": False},
-        {"check_reduction": True},
-        {"broadcast_buffers": True, "forward_sync_buffers": True},
-    ],
-    ids=str,
-)
 @on_ranks(1)
-def test_warnings_of_the_constructor_point_at_the_line_that_torchs_do(ddp_class, options, rank):
-    for make_class in (lambda base: base, derived, lambda base: type("Inherits", (derived(base),), {})):
-        ours, theirs = (
-            place_of_warnings(lambda made=made: made(seeded(Mlp), **options))
-            for made in (make_class(ddp_class), make_class(TorchDDP))
-        )
+def test_warnings_of_the_constructor_point_at_the_line_that_torchs_do(ddp_class):
+    choices = [{"broadcast_buffers": True}, {"broadcast_buffers": False}, {"check_reduction": True}]
+    choices.append({"broadcast_buffers": True, "forward_sync_buffers": True})
+    classes = (lambda base: base, derived, lambda base: type("Inherits", (derived(base),), {}))
+    for options, make_class in each(choices, classes):
+        ours, theirs = (place_of_warnings(make_class(base), options) for base in (ddp_class, TorchDDP))
         assert ours == theirs
         assert {file for _, file, _ in ours} <= {__file__}
-    plain = ddp_class(seeded(NormNet), **options)
-    assert plain.forward_sync_buffers == TorchDDP(seeded(NormNet), **options).forward_sync_buffers
+        plain = ddp_class(seeded(NormNet), **options)
+        assert plain.forward_sync_buffers == TorchDDP(seeded(NormNet), **options).forward_sync_buffers
 
 
 @pytest.mark.beyond_torch("wraps without a word")
@@ -80,16 +82,6 @@ def test_a_warning_about_two_wrappers_points_at_the_users_line(ddp_class, rank):
         with pytest.warns(UserWarning, match="already wrapped") as caught:
             made(inner)
         assert [warning.filename for warning in caught] == [__file__]
-
-
-def assert_averages(ddp, rank, call=None):
-    """That three steps of `Mlp` from seed 0 give the averaged gradients; `call`: what stands for the model."""
-    want = [expected_grads(seeded(Mlp), lambda m, r, step=step: step_on(m, r, step)) for step in range(3)]
-    for step in range(3):
-        ddp.zero_grad()
-        step_on(ddp if call is None else call, rank, step)
-        got = {name.replace("_orig_mod.", ""): grad for name, grad in grads_of(ddp).items()}
-        assert_grads(got, want[step], what=f"step {step}:")
 
 
 @on_ranks(1)
@@ -115,14 +107,6 @@ def test_state_dict_has_torchs_keys_and_loads_both_ways(ddp_class, rank):
     loss_of(ours(batch(rank, 0, 4, 3, 6, 6))).backward()
 
 
-def test_load_state_dict_between_steps(ddp_class):
-    def run(model, rank, step):
-        model.load_state_dict({f"module.{k}": v for k, v in seeded(Mlp, seed=step).state_dict().items()})
-        step_on(model, rank, step)
-
-    assert_same_as_torch(ddp_class, Mlp, run, 2, options={"bucket_cap_mb": 0.001})
-
-
 @pytest.mark.parametrize(
     "static_graph",
     [False, pytest.param(True, marks=pytest.mark.beyond_torch("a loaded static graph is never recorded again"))],
@@ -137,8 +121,8 @@ def test_pickled_and_loaded_model_trains_on(ddp_class, static_graph, rank):
     file.seek(0)
     loaded = torch.load(file, weights_only=False)
     assert type(loaded) is ddp_class and loaded.static_graph is static_graph
-    assert_averages(loaded, rank)
-    assert_averages(pickle.loads(pickle.dumps(loaded)), rank)
+    assert_trains(loaded, rank)
+    assert_trains(pickle.loads(pickle.dumps(loaded)), rank)
 
 
 @on_ranks(2)
@@ -176,7 +160,7 @@ def test_wrapped_twice_gives_the_same_gradients(ddp_class, rank):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         ddp = ddp_class(ddp_class(seeded(Mlp)))
-    assert_averages(ddp, rank)
+    assert_trains(ddp, rank)
 
 
 @on_ranks(2)
@@ -192,63 +176,11 @@ def test_ddp_inside_ddp_with_ignored_parameters(ddp_class, rank):
     assert_grads(grads_of(ddp), want)
 
 
-@pytest.mark.rest_is_thorough("aot_eager")
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@on_ranks(2, timeout=120)
-def test_compile_around_the_wrapped_model(ddp_class, backend, rank):
-    ddp = ddp_class(seeded(Mlp), bucket_cap_mb=1)  # the least that torch's compiler accepts
-    assert_averages(ddp, rank, torch.compile(ddp, backend=backend))
-
-
-@pytest.mark.rest_is_thorough("{}")
-@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"static_graph": True}], ids=str)
-@on_ranks(2, timeout=120)
-def test_compile_inside_the_wrapped_model(ddp_class, options, rank):
-    assert_averages(ddp_class(torch.compile(seeded(Mlp), backend="aot_eager"), **options), rank)
-
-
-@on_ranks(1)
-def test_active_module_is_told_while_forward_runs(ddp_class, rank):
-    """Dynamo asks for it, and reads its bucket cap."""
-    seen = []
-
-    class Asks(Mlp):
-        def forward(self, x):
-            seen.append(TorchDDP._get_active_ddp_module())
-            return super().forward(x)
-
-    ddp = ddp_class(seeded(Asks), bucket_cap_mb=3)
-    step_on(ddp, rank)
-    assert seen == [ddp] and seen[0].bucket_bytes_cap == 3 * 1024 * 1024
-    assert TorchDDP._get_active_ddp_module() is None
-
-
-@on_ranks(1)
-def test_data_parallel_params_leave_out_ignored_ones(ddp_class, rank):
-    model = seeded(Mlp)
-    ddp_class._set_params_and_buffers_to_ignore_for_model(model, ["middle.weight"])
-    ids = [id(p) for p in ddp_class._get_data_parallel_params(ddp_class(model))]
-    assert id(model.middle.weight) not in ids and id(model.middle.bias) in ids
-
-
 @on_ranks(2)
-def test_hooks_on_the_module_and_on_tensors_still_fire(ddp_class, rank):
-    fired = []
-    ddp = ddp_class(seeded(Mlp))
-    ddp.register_forward_hook(lambda *_: fired.append("forward"))
-    ddp.module.last.register_full_backward_hook(lambda *_: fired.append("backward"))
-    ddp.module.last.weight.register_hook(lambda grad: fired.append("grad"))
-    ddp.module.last.weight.register_post_accumulate_grad_hook(lambda p: fired.append("accumulated"))
-    step_on(ddp, rank)
-    assert sorted(fired) == ["accumulated", "backward", "forward", "grad"]
-
-
-@pytest.mark.parametrize("sync", [True, False])
-@on_ranks(2)
-def test_hooks_of_outputs_that_the_loss_leaves_out_fire_as_with_torch(ddp_class, sync, rank):
+def test_hooks_of_outputs_that_the_loss_leaves_out_fire_as_with_torch(ddp_class, rank):
     """With the search for unused parameters they fire, without a gradient: .grad is what it was before."""
 
-    def fired(cls, rank):
+    def fired(cls, sync):
         ddp = cls(seeded(TwoHeads), find_unused_parameters=True)
         names = []
         for name, p in ddp.module.named_parameters():
@@ -258,9 +190,10 @@ def test_hooks_of_outputs_that_the_loss_leaves_out_fire_as_with_torch(ddp_class,
             loss_of(left).backward()
         return sorted(names)
 
-    want = fired(TorchDDP, rank)
-    assert ("right.weight", True) in want
-    assert fired(ddp_class, rank) == want
+    for sync in each([True, False]):
+        want = fired(TorchDDP, sync)
+        assert ("right.weight", True) in want
+        assert fired(ddp_class, sync) == want
 
 
 @on_ranks(2)

@@ -45,10 +45,6 @@ def returning_rubbish() -> int:
     return 7
 
 
-def wrong_batch() -> tuple[Any, ...]:
-    return nn.Linear(8, 2), torch.randn(4, 9)
-
-
 def no_batch() -> tuple[Any, ...]:
     return nn.Linear(8, 2), 3
 

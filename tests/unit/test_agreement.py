@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.harness import gathered, on_ranks, stay
+from tests.harness import each, gathered, on_ranks, stay
 from torchddp import _C, TransportError
 from torchddp.transport import agreement
 from torchddp.transport.agreement import (
@@ -35,8 +35,6 @@ CPU = torch.device("cpu")
 SOON_S = 15.0
 SECOND, MINUTE = datetime.timedelta(seconds=1), datetime.timedelta(minutes=1)
 BIG = 2**62 + 1  # no fp64 number
-
-over_each_transport = pytest.mark.parametrize("transport", ["c10d", "shm"])
 
 
 def on_threads(work, size):
@@ -115,39 +113,32 @@ def test_parts_of_a_store_have_keys_of_their_own_and_a_restarted_job_has_others(
     assert [part.check([f"key{1 - rank}"]) for part in parts] == [True, False, False, True, False]
 
 
-@over_each_transport
 @on_ranks(1, 3)
-def test_a_transport_carries_numbers_of_one_kind(rank, world_size, transport):
-    own, ranks = open_transport(transport, dist.group.WORLD), range(world_size)
-    whole, real = TransportExchange(own, int, CPU), TransportExchange(own, float, CPU)
-    assert (whole.rank, whole.size) == (rank, world_size)
-    assert real.gather([rank * 0.5, float("inf")]) == [[r * 0.5, float("inf")] for r in ranks]
-    assert real.of_rank_0([1 if rank == 0 else 0.25]) == [1.0]  # whole on rank 0 only: all are sent alike
-    with pytest.raises(TypeError):
-        whole.gather([0.5])
-    assert whole.gather([BIG - rank, -rank]) == [[BIG - r, -r] for r in ranks]
-    assert whole.of_rank_0([BIG - rank]) == [BIG]
+def test_a_transport_carries_numbers_of_one_kind(rank, world_size):
+    ranks = range(world_size)
+    for transport in each(["c10d", "shm"]):
+        own = open_transport(transport, dist.group.WORLD)
+        whole, real = TransportExchange(own, int, CPU), TransportExchange(own, float, CPU)
+        assert (whole.rank, whole.size) == (rank, world_size)
+        assert real.gather([rank * 0.5, float("inf")]) == [[r * 0.5, float("inf")] for r in ranks]
+        assert real.of_rank_0([1 if rank == 0 else 0.25]) == [1.0]  # whole on rank 0 only: all are sent alike
+        with pytest.raises(TypeError):
+            whole.gather([0.5])
+        assert whole.gather([BIG - rank, -rank]) == [[BIG - r, -r] for r in ranks]
+        assert whole.of_rank_0([BIG - rank]) == [BIG]
 
 
-@pytest.mark.parametrize(
-    ("over", "error", "words"),
-    [("group", RuntimeError, ""), ("c10d", TransportError, ""), ("shm", TransportError, "rank 1")],
-)
 @on_ranks(2)
-def test_nobody_waits_longer_than_the_limit(rank, over, error, words):
-    if over == "group":
-        exchange = GroupExchange(dist.new_group(timeout=SECOND))
-    else:
-        exchange = TransportExchange(open_transport(over, dist.group.WORLD), int, CPU, SECOND)
+def test_nobody_waits_longer_than_the_limit(rank):
+    group = GroupExchange(dist.new_group(timeout=SECOND))
+    c10d, shm = (
+        TransportExchange(open_transport(choice, dist.group.WORLD), int, CPU, SECOND) for choice in ("c10d", "shm")
+    )
     if rank == 0:
-        raises_within(SOON_S, error, words, lambda: exchange.gather([1]))
+        raises_within(SOON_S, RuntimeError, "", lambda: group.gather([1]))
+        raises_within(SOON_S, TransportError, "", lambda: c10d.gather([1]))
+        raises_within(SOON_S, TransportError, "rank 1", lambda: shm.gather([1]))
     stay(rank)
-
-
-@on_ranks(3)
-def test_ranks_of_the_fullest_host(rank, monkeypatch):
-    monkeypatch.setenv("TORCHDDP_HOST_ID", "ab"[rank // 2])
-    assert ranks_per_host(TransportExchange(_C.C10dTransport(dist.group.WORLD), int, CPU)) == 2
 
 
 def test_problems_name_their_ranks():
@@ -177,6 +168,12 @@ def test_values_travel_only_where_they_differ(rank, world_size):
 
 
 @on_ranks(3)
+def test_ranks_of_the_fullest_host(rank, monkeypatch):
+    monkeypatch.setenv("TORCHDDP_HOST_ID", "ab"[rank // 2])
+    assert ranks_per_host(TransportExchange(_C.C10dTransport(dist.group.WORLD), int, CPU)) == 2
+
+
+@on_ranks(3)
 def test_the_first_difference_is_told_on_all_ranks(rank):
     verify_agreement(["a", "b"], None, dist.group.WORLD)
     with pytest.raises(RuntimeError) as caught:
@@ -185,16 +182,16 @@ def test_the_first_difference_is_told_on_all_ranks(rank):
     assert "only rank 1 has is b" in first_difference([["a"], ["a", "b"]])
 
 
-@pytest.mark.parametrize("failing", [(0,), (1,), (0, 1), (0, 1, 2)], ids=str)
 @on_ranks(3)
-def test_an_error_of_some_ranks_is_one_of_all(rank, failing):
-    own = ValueError("no such thing") if rank in failing else None
-    ranks = ", ".join(map(str, failing))
-    quoted = RuntimeError, f"OSS failed on other ranks: rank {ranks}: ValueError: no such thing"
-    for _ in range(2):  # ranks that had gathered more than others would meet their next message
+def test_an_error_of_some_ranks_is_one_of_all(rank):
+    for failing in each([(0,), (1,), (0, 1), (0, 1, 2)]):
+        own = ValueError("no such thing") if rank in failing else None
+        ranks = ", ".join(map(str, failing))
+        quoted = RuntimeError, f"OSS failed on other ranks: rank {ranks}: ValueError: no such thing"
         with pytest.raises((ValueError, RuntimeError)) as caught:
             verify_agreement(["a"], own, dist.group.WORLD)
         assert (type(caught.value), str(caught.value)) == (quoted if own is None else (ValueError, str(own)))
+    # Ranks that had gathered more than others would meet their next message.
     assert GroupExchange(dist.group.WORLD).gather(rank) == [0, 1, 2]
 
 

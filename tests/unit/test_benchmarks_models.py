@@ -32,7 +32,8 @@ def test_the_names_known_without_torch_are_those_of_cases_and_models() -> None:
     ("name", "tensors", "numel"), [("resnet50", 161, 25_557_032), ("gpt2", 148, 124_439_808), ("llama", 57, 23_173_632)]
 )
 def test_models_are_as_large_as_their_names_say(name: str, tensors: int, numel: int) -> None:
-    found = describe_model(name, make_model(name, 0))
+    with torch.device("meta"):
+        found = describe_model(name, make_model(name, 0))
     assert (found["parameters"], found["gradient_bytes"]) == (tensors, 4 * numel)
 
 
@@ -54,14 +55,10 @@ def test_batches_of_any_kind_reach_the_module(factory: str) -> None:
     [
         ("no_such_package:x", "--model no_such_package:x: cannot import 'no_such_package'"),
         (f"{OWN}:missing", "has no function or class named 'missing'"),
-        (f"{OWN}:", "wants a built-in model, package.module:factory or file.py:factory"),
-        (f"{OWN}:raising", "the factory raised RuntimeError: no weights here, at "),
         (f"{OWN}:returning_rubbish", "the factory returned an int; it must return (module, batch)"),
         (f"{OWN}:no_batch", "the factory's batch is an int; it must return"),
-        (f"{OWN}:wrong_batch", "forward or loss raised RuntimeError: mat1 and mat2"),
         (f"{OWN}:no_loss", "the loss must be a scalar tensor that requires a gradient."),
         (f"{OWN}:frozen", "no parameter of the module requires a gradient."),
-        (f"{OWN}:unused", "parameter 'idle.weight' got no gradient"),
     ],
 )
 def test_what_is_wrong_with_a_model_is_one_sentence(model, words, monkeypatch):

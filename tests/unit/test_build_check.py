@@ -19,10 +19,9 @@ OWN_SUFFIX, OTHER_SUFFIX = sysconfig.get_config_var("EXT_SUFFIX"), ".cpython-30-
 
 
 @pytest.mark.parametrize("running", [{}, {"cuda": "13.2"}, {"torch": "2.13.0", "python": "3.11.0"}])
-@pytest.mark.parametrize("built", [CPU, CUDA], ids=["cpu", "cuda"])
-def test_what_fits_is_accepted(built, running):
+def test_what_fits_is_accepted(running):
     """A build without CUDA fits every build of torch."""
-    assert misfit(built, RUNNING | running) == ""
+    assert misfit(CPU, RUNNING | running) == misfit(CUDA, RUNNING | running) == ""
 
 
 @pytest.mark.parametrize(
@@ -116,7 +115,6 @@ def import_error(folder: Path, before: str = NO_FINDER) -> str:
     ("changes", "suffix", "words"),
     [
         ({"torch": "2.10.0"}, OWN_SUFFIX, "ImportError: torchddp was built for torch 2.10.0, but torch "),
-        ({"cuda": "11.8.89"}, OWN_SUFFIX, "ImportError: torchddp was built with CUDA 11.8.89, but torch "),
         ({"python": "3.0.1"}, OTHER_SUFFIX, "ImportError: torchddp was built for Python 3.0.1, but "),
         ({}, OWN_SUFFIX, "ImportError: torchddp's compiled extension does not load with torch "),
     ],

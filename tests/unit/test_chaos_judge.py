@@ -1,26 +1,31 @@
-"""Plans of chaos runs, and the judge of their trials: what it passes, and mutants of every column that it must not."""
+"""Plans of chaos runs, and the judge of their trials: what it passes, and what it must not pass."""
 
+import socket
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from benchmarks.chaos import plan
 from benchmarks.chaos.judge import COLUMNS, expect, judge, names_rank
-from benchmarks.chaos.outcome import HangReport, Outcome, RankOutcome, RankReport, StepRecord
-from benchmarks.chaos.plan import KINDS, Trial, cells, make_plan
+from benchmarks.chaos.leaks import Inventory, footprint, open_sockets
+from benchmarks.chaos.outcome import Footprint, HangReport, Outcome, RankOutcome, RankReport, StepRecord
+from benchmarks.chaos.plan import EXCEPTION, FULL, GLOO, KILL, KINDS, SHM, SLOW, STOP, TORCHFT, Trial, cells, make_plan
 
 FAULT_S = 100.0
 TIMEOUT_S = 3.0
 CULPRIT = 1
 
 
-def trial_of(kind: str, over: str = plan.SHM, **changes: Any) -> Trial:
-    phase = plan.CONSTRUCTION if kind == plan.FULL else "forward"
-    return Trial(0, kind, over, world_size=3, rank=CULPRIT, step=2, phase=phase, **changes)
+def trial_of(kind: str, over: str) -> Trial:
+    phase = plan.CONSTRUCTION if kind == FULL else "forward"
+    return Trial(0, kind, over, world_size=3, rank=CULPRIT, step=2, phase=phase)
 
 
-def step_of(step: int, deviation: float = 0.0) -> StepRecord:
-    return StepRecord(step, "same", "same" if deviation == 0 else "other", deviation)
+def steps(count: int, deviation: float = 0.0) -> list[StepRecord]:
+    """The last of them is off."""
+    off = StepRecord(count - 1, "same", "same" if deviation == 0 else "other", deviation)
+    return [*(StepRecord(step, "same", "same", 0.0) for step in range(count - 1)), off]
 
 
 def outcome_of(trial: Trial) -> Outcome:
@@ -28,123 +33,93 @@ def outcome_of(trial: Trial) -> Outcome:
     expected = expect(trial, TIMEOUT_S)
     ranks = []
     for rank in range(trial.world_size):
-        report = RankReport(rank, transport="c10d" if trial.kind == plan.FULL else "shm")
-        raises = rank in expected.must_raise or (rank, trial.kind) == (CULPRIT, plan.EXCEPTION)
-        report.steps = [step_of(step) for step in range(trial.step if raises else plan.STEPS)]
+        report = RankReport(rank, transport="c10d" if trial.kind == FULL else "shm")
+        raises = rank in expected.must_raise or (rank, trial.kind) == (CULPRIT, EXCEPTION)
+        report.steps = steps(trial.step if raises else plan.STEPS)
         if raises:
             report.error_s = FAULT_S + 0.5
             report.error_types = ["TransportError", "RuntimeError"]
             report.error = f"TransportError: rank {rank}, step 3: rank {CULPRIT} died"
-        elif trial.over == plan.TORCHFT and trial.kind != plan.SLOW:
+        elif trial.over == TORCHFT and trial.kind != SLOW:
             report.recovered_s = FAULT_S + 0.5
         ranks.append(RankOutcome(rank, report, exit_code=int(raises)))
-    if trial.kind in (plan.KILL, plan.STOP):
+    if trial.kind in (KILL, STOP):
         ranks[CULPRIT] = RankOutcome(CULPRIT, exit_code=-9)
-    if trial.kind == plan.FULL:
+    if trial.kind == FULL:
         ranks[0].stderr = f"memory can't be shared: rank {CULPRIT}: no room for gradients"
     return Outcome(trial, ranks, FAULT_S)
-
-
-def report_of(outcome: Outcome, rank: int) -> Any:
-    return outcome.ranks[rank].report
-
-
-def problems_of(outcome: Outcome) -> dict[str, str]:
-    return judge(outcome, TIMEOUT_S).problems
 
 
 @pytest.mark.parametrize(("kind", "over"), cells(KINDS, plan.OVER))
 def test_what_is_right_passes(kind: str, over: str) -> None:
     verdict = judge(outcome_of(trial_of(kind, over)), TIMEOUT_S)
     assert verdict.ok, verdict.problems
-    goes_on = kind in (plan.SLOW, plan.FULL) or (kind, over) == (plan.SOCKET, plan.SHM)
+    goes_on = kind in (SLOW, FULL) or (kind, over) == (plan.SOCKET, SHM)
     assert verdict.detection_s == (None if goes_on else 0.5)
 
 
-def no_error(outcome: Outcome) -> None:
-    report = report_of(outcome, 2)
-    report.error, report.error_types = "", []
-    report.steps = [step_of(step) for step in range(plan.STEPS)]
+Change = Callable[[Outcome], None]
+
+
+def changed(**values: Any) -> Change:
+    return lambda outcome: outcome.__dict__.update(values)
+
+
+def rank_changed(rank: int, **values: Any) -> Change:
+    return lambda outcome: outcome.ranks[rank].__dict__.update(values)
+
+
+def report_changed(rank: int, **values: Any) -> Change:
+    return lambda outcome: outcome.ranks[rank].report.__dict__.update(values)
 
 
 ANOTHER = "TransportError: rank 0, step 3: rank 2 died after 1 s, bucket 1"
+UNNAMED = "TransportError: timed out; ranks 0, 1 and 2 have waited 1 s"
 ANOTHER_REPORT = HangReport("rank 2 is stopped; rank 1 has waited 1 s", [2])
-# By column, what spoils it: each alone.
-MUTANTS: dict[str, list[Any]] = {
-    "detected": [
-        lambda outcome: setattr(outcome, "fault_s", None),
-        no_error,
-        lambda outcome: setattr(report_of(outcome, 2), "error_s", FAULT_S - 1),
-        lambda outcome: setattr(report_of(outcome, 2), "error_types", ["KeyError"]),
-    ],
-    "in time": [lambda outcome: setattr(report_of(outcome, 0), "error_s", FAULT_S + 2.1)],
-    "named": [
-        lambda outcome: setattr(report_of(outcome, 0), "error", ANOTHER),
-        lambda outcome: outcome.hang_reports.append(ANOTHER_REPORT),
-    ],
-    "ended": [
-        lambda outcome: setattr(outcome.ranks[2], "hung", "neither result nor error"),
-        lambda outcome: setattr(outcome.ranks[2], "report", None),
-        lambda outcome: setattr(outcome.ranks[2], "exit_code", -6),
-    ],
-    "no leak": [lambda outcome: setattr(outcome, "leaks", ["process 77 (python)"])],
-    "gradients": [
-        lambda outcome: report_of(outcome, 2).steps.__setitem__(1, step_of(1, 1e-8)),
-        lambda outcome: report_of(outcome, 2).steps.pop(),
-    ],
-}
+RIGHT_REPORT = HangReport("rank 1 is stopped; ranks 0 and 2 have waited 1 s", [CULPRIT])
+# What each does to an outcome that is right, and the column in which it fails; "": in none.
+CHANGES = [
+    ("detected", KILL, SHM, changed(fault_s=None)),
+    ("detected", KILL, SHM, report_changed(2, error="", error_types=[], steps=steps(plan.STEPS))),
+    ("detected", KILL, SHM, report_changed(2, error_s=FAULT_S - 1)),
+    ("detected", KILL, SHM, report_changed(2, error_types=["KeyError"])),
+    ("detected", SLOW, SHM, report_changed(0, error=UNNAMED)),
+    ("detected", FULL, SHM, report_changed(2, error=UNNAMED)),
+    ("detected", KILL, TORCHFT, report_changed(2, recovered_s=None)),
+    ("detected", EXCEPTION, TORCHFT, report_changed(2, error="RuntimeError: no quorum", error_s=FAULT_S)),
+    ("in time", KILL, SHM, report_changed(0, error_s=FAULT_S + 2.1)),
+    ("in time", KILL, TORCHFT, report_changed(2, recovered_s=FAULT_S + 11)),
+    ("", STOP, GLOO, report_changed(0, error_s=FAULT_S + TIMEOUT_S + 1.9)),
+    ("in time", STOP, GLOO, report_changed(0, error_s=FAULT_S + TIMEOUT_S + 2.1)),
+    ("named", KILL, SHM, report_changed(0, error=ANOTHER)),
+    ("named", KILL, SHM, changed(hang_reports=[ANOTHER_REPORT])),
+    ("named", STOP, GLOO, report_changed(2, error=UNNAMED)),
+    ("ended", KILL, SHM, rank_changed(2, hung="neither result nor error")),
+    ("ended", KILL, SHM, rank_changed(2, report=None)),
+    ("ended", KILL, SHM, rank_changed(2, exit_code=-6)),
+    ("no leak", KILL, SHM, changed(leaks=["process 77 (python)"])),
+    ("gradients", KILL, SHM, report_changed(2, steps=steps(2, 1e-8))),
+    ("gradients", KILL, SHM, report_changed(2, steps=steps(1))),
+    ("gradients", KILL, TORCHFT, report_changed(2, steps=steps(1))),
+    ("", KILL, GLOO, report_changed(0, steps=steps(2, 1e-6))),
+    ("gradients", KILL, GLOO, report_changed(0, steps=steps(2, 1e-4))),
+    ("gradients", KILL, GLOO, report_changed(0, steps=steps(2, float("nan")))),
+]
 
 
-@pytest.mark.parametrize("column", COLUMNS)
-def test_a_mutant_fails_in_its_column(column: str) -> None:
-    for mutate in MUTANTS[column]:
-        outcome = outcome_of(trial_of(plan.KILL))
-        mutate(outcome)
-        assert list(problems_of(outcome)) == [column]
-
-
-@pytest.mark.parametrize("kind", [plan.SLOW, plan.FULL])
-def test_where_the_job_goes_on_an_error_is_a_fault(kind: str) -> None:
-    for rank in range(3):
-        outcome = outcome_of(trial_of(kind))
-        report_of(outcome, rank).error = "TransportError: timed out"
-        assert list(problems_of(outcome)) == ["detected"]
-
-
-def test_a_stopped_rank_has_the_time_limit_and_a_margin() -> None:
-    outcome = outcome_of(trial_of(plan.STOP, plan.GLOO))
-    for beyond_s, problems in ((1.9, []), (2.1, ["in time"])):
-        report_of(outcome, 0).error_s = FAULT_S + TIMEOUT_S + beyond_s
-        assert list(problems_of(outcome)) == problems
+@pytest.mark.parametrize(("column", "kind", "over", "change"), CHANGES)
+def test_what_is_wrong_fails_in_its_column(column: str, kind: str, over: str, change: Change) -> None:
+    assert set(COLUMNS) <= {one[0] for one in CHANGES}
+    outcome = outcome_of(trial_of(kind, over))
+    change(outcome)
+    assert list(judge(outcome, TIMEOUT_S).problems) == ([column] if column else [])
 
 
 def test_a_report_may_name_the_rank_for_all() -> None:
-    outcome = outcome_of(trial_of(plan.STOP, plan.GLOO))
-    for rank in (0, 2):
-        report_of(outcome, rank).error = "TransportError: timed out; ranks 0, 1 and 2 have waited 1 s"
-    assert list(problems_of(outcome)) == ["named"]
-    outcome.hang_reports = [HangReport("rank 1 is stopped; ranks 0 and 2 have waited 1 s", [CULPRIT])]
-    assert problems_of(outcome) == {}
-
-
-def test_gradients_over_a_process_group_have_a_tolerance() -> None:
-    outcome = outcome_of(trial_of(plan.KILL, plan.GLOO))
-    for deviation in (1e-6, 1e-4, float("inf"), float("nan")):
-        report_of(outcome, 0).steps[0] = step_of(0, deviation)
-        assert list(problems_of(outcome)) == ([] if deviation == 1e-6 else ["gradients"])
-
-
-def test_over_torchft_the_others_go_on_in_time() -> None:
-    for mutate, column in (
-        (lambda report: setattr(report, "recovered_s", None), "detected"),
-        (lambda report: setattr(report, "recovered_s", FAULT_S + 11), "in time"),
-        (lambda report: setattr(report, "error", "RuntimeError: no quorum"), "detected"),
-        (lambda report: setattr(report, "steps", report.steps[:1]), "gradients"),
-    ):
-        for kind in (plan.KILL, plan.EXCEPTION):
-            outcome = outcome_of(trial_of(kind, plan.TORCHFT))
-            mutate(report_of(outcome, 2))
-            assert column in problems_of(outcome)
+    outcome = outcome_of(trial_of(STOP, GLOO))
+    report_changed(2, error=UNNAMED)(outcome)
+    outcome.hang_reports = [RIGHT_REPORT]
+    assert judge(outcome, TIMEOUT_S).ok
 
 
 def test_what_names_rank_1() -> None:
@@ -157,11 +132,23 @@ def test_what_names_rank_1() -> None:
 
 def test_trials_are_those_of_the_seed_and_make_sense() -> None:
     trials = make_plan(300, 1)
-    assert make_plan(300, 1) == trials != make_plan(300, 2)
-    assert make_plan(20, 1) == trials[:20]
+    assert make_plan(20, 1) == trials[:20] != make_plan(20, 2)
     assert [trial.number for trial in trials] == list(range(300))
     for trial in trials:
         assert 0 <= trial.rank < trial.world_size and trial.step < plan.STEPS - 1
-        assert (trial.phase == plan.CONSTRUCTION) == (trial.kind == plan.FULL)
-        assert trial.kind != plan.FULL or (trial.over == plan.SHM and "hook" not in trial.option)
-    assert {t.shortage for t in trials if t.kind == plan.FULL} == set(plan.SHORTAGES)
+        assert (trial.phase == plan.CONSTRUCTION) == (trial.kind == FULL)
+        assert trial.kind != FULL or (trial.over == SHM and "hook" not in trial.option)
+    assert {t.shortage for t in trials if t.kind == FULL} == set(plan.SHORTAGES)
+
+
+def test_listening_sockets_are_leaks_until_they_are_closed() -> None:
+    before = frozenset(open_sockets().values())
+    inventory = Inventory()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        mine = footprint(before)
+        assert len(mine.listening) == 1
+        assert any("listening socket" in text for text in inventory.leaks([mine]))
+        assert footprint(frozenset(open_sockets().values())) == Footprint()
+        with socket.create_connection(server.getsockname()), server.accept()[0]:
+            assert footprint(before).listening == mine.listening  # connections do not listen
+    assert inventory.leaks([mine]) == []

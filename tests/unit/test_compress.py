@@ -1,4 +1,4 @@
-"""What the formats of compressed numbers promise; the compiled kernels against the operators that GPUs use."""
+"""Compressed numbers: the compiled kernels, which tests/cpp checks by themselves, against the operators of GPUs."""
 
 import math
 from collections.abc import Callable
@@ -13,9 +13,6 @@ from torchddp import _C
 from torchddp.comm_hooks import formats
 
 FORMATS = ("int8", "int4", "sign", "fp16", "bf16")
-BLOCKED = {"int8": 256, "int4": 64, "sign": 1024}
-HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
-MOST = {"int8": 127, "int4": 7}
 
 # Lengths around blocks; magnitudes from where a block counts as zeros to where sums of squares would overflow.
 vectors = st.builds(
@@ -38,39 +35,10 @@ def decode(name: str, data: Tensor, numel: int) -> Tensor:
     return out
 
 
-def padded_blocks(name: str, source: Tensor) -> Tensor:
-    """[blocks, block] with zeros behind the last one."""
-    block = BLOCKED[name]
-    return torch.nn.functional.pad(source, (0, -source.numel() % block)).view(-1, block)
-
-
-@pytest.mark.parametrize("size", [0, 1, 2, 7, 64, 65, 256, 257, 1024, 1025, 5000])
-def test_sizes(size: int) -> None:
-    blocks = {name: 4 * math.ceil(size / block) for name, block in BLOCKED.items()}
-    codes = {"int8": size, "int4": math.ceil(size / 2), "sign": math.ceil(size / 8)}
-    expected = {name: blocks[name] + codes[name] for name in BLOCKED} | dict.fromkeys(HALVES, 2 * size)
-    assert {name: formats.compressed_bytes(name, size) for name in formats.FORMATS} == expected
-
-
-@pytest.mark.parametrize("compress", [_C.compress, formats.compress_reference])
-def test_bits_of_a_message(compress: Callable[..., None]) -> None:
-    def message(name: str, *values: float) -> tuple[float, Tensor]:
-        out = torch.empty(_C.compressed_bytes(name, len(values)), dtype=torch.uint8)
-        compress(name, torch.tensor(values), out, None, 1.0)
-        return out[:4].clone().view(torch.float32).item(), out[4:]
-
-    scale, codes = message("int4", 7.0, -7.0, 0.0, 3.0, -1.0, -7.0)
-    assert (scale, codes.tolist()) == (1.0, [15 | (1 << 4), 8 | (11 << 4), 7 | (1 << 4)])
-    scale, codes = message("sign", 3.0, -1.0, 0.0, -0.0, 2.0, 2.0, -2.0, 6.0)
-    assert (scale, codes.tolist()) == (2.0, [0b10110101])
-    _, codes = message("int8", 127.0, -127.0, 0.5, 1.5, -3.0)
-    assert codes.view(torch.int8).tolist() == [127, -127, 0, 2, -3]  # halves go to the even neighbour
-
-
 def assert_alike(name: str, ours: Tensor, theirs: Tensor, largest: float = 0.0) -> None:
     """Means of signs are added in another order, and what lies halfway between two codes may become either."""
     rtol = 1e-5 if name == "sign" else 0.0
-    halfway = (ours != theirs) & theirs.isfinite() if name in MOST else torch.zeros_like(ours, dtype=torch.bool)
+    halfway = (ours != theirs) & theirs.isfinite() & (name in ("int8", "int4"))
     assert halfway.sum() <= 2
     ours = torch.where(halfway, theirs, ours)
     torch.testing.assert_close(ours, theirs, rtol=rtol, atol=rtol * largest + 1e-44, equal_nan=True)
@@ -87,62 +55,12 @@ def test_kernels_agree_with_the_operators(source: Tensor, bad: float | None, sca
         ours = None if theirs is None else theirs.clone()
         formats.compress_reference(name, source, data, theirs, scale)
         formats.decompress_reference(name, data, expected)
+        torch.testing.assert_close(decode(name, data, numel), expected, rtol=0, atol=0, equal_nan=True)
         assert_alike(name, decode(name, encode(name, source, ours, scale), numel), expected)
         if theirs is not None and ours is not None:
             assert_alike(name, ours, theirs, source.nan_to_num(posinf=0.0).abs().amax().item() if numel else 0.0)
         formats.decompress_reference(name, data, total, True)
         torch.testing.assert_close(total, expected + 1, rtol=0, atol=0, equal_nan=True)
-
-
-@given(vectors)
-def test_the_error_is_at_most_half_a_step(source: Tensor) -> None:
-    for name, most in MOST.items():
-        block = BLOCKED[name]
-        largest = padded_blocks(name, source).abs().amax(1).repeat_interleave(block)[: source.numel()].double()
-        error = (decode(name, encode(name, source), source.numel()).double() - source.double()).abs()
-        # Half a step, and the roundings of scale, quotient and product; tiny blocks count as zeros.
-        allowed = torch.where(largest < most / 3.4e38, largest, largest / most * (0.5 + most * 2e-7) + 1e-43 * most)
-        assert (error <= allowed).all()
-
-
-@given(st.sampled_from(FORMATS), st.integers(1, 1500), st.integers(0, 2**31))
-def test_error_feedback_telescopes(name: str, numel: int, seed: int) -> None:
-    """What was sent over all steps and what is kept make up the sum of all gradients."""
-    generator = torch.Generator().manual_seed(seed)
-    residual, sent, total = torch.zeros(numel), torch.zeros(numel), torch.zeros(numel, dtype=torch.float64)
-    kept = 0.0
-    for _ in range(20):
-        gradient = torch.randn(numel, generator=generator)
-        total += gradient.double() * 0.25
-        _C.decompress(name, encode(name, gradient, residual, 0.25), sent, accumulate=True)
-        kept = max(kept, residual.abs().max().item())
-    torch.testing.assert_close(sent.double() + residual.double(), total, rtol=0, atol=1e-4)
-    assert kept < {"fp16": 1e-2, "bf16": 1e-1, "int8": 0.1, "int4": 0.5, "sign": 25}[name]  # it does not grow
-
-
-@pytest.mark.parametrize("name", BLOCKED)
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_broken_block_stays_visible_and_out_of_the_residual(name: str, bad: float) -> None:
-    block = BLOCKED[name]
-    source = torch.randn(3 * block, generator=torch.Generator().manual_seed(2))
-    source[block + 3] = bad
-    residual = torch.ones(3 * block)
-    decoded = decode(name, encode(name, source, residual), 3 * block)
-    assert decoded.view(3, block).isnan().all(1).tolist() == [False, True, False]
-    assert decoded.isnan().sum() == block
-    assert residual.isfinite().all()
-    assert (residual[block : 2 * block] == 0).all()
-    # The next step is whole again.
-    assert decode(name, encode(name, torch.ones(3 * block), residual), 3 * block).isfinite().all()
-
-
-@pytest.mark.parametrize("name", HALVES)
-def test_a_broken_number_stays_visible_and_out_of_the_residual(name: str) -> None:
-    source = torch.tensor([1.0, math.nan, math.inf, -math.inf, 3.4e38, 0.3])
-    residual = torch.full((6,), 0.125)
-    decoded = decode(name, encode(name, source, residual), 6)
-    assert decoded[1].isnan() and decoded[2:4].tolist() == [math.inf, -math.inf]
-    assert residual.isfinite().all() and (residual[1:4] == 0).all()
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -173,14 +91,6 @@ def test_both_select_the_same_top_k(source: Tensor, share: float, decimals: int,
     found = [top_k(s, source, k, residual, scale) for s in (_C.select_top_k, formats.select_top_k_reference)]
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
-
-
-def test_equal_magnitudes_go_by_index_and_the_residual_has_the_rest() -> None:
-    source, residual = torch.tensor([1.0, -5.0, 2.0, 5.0, -2.0, 0.0]), torch.tensor([0.0, 0.0, 0.0, 0.0, 0.0, 0.25])
-    for select in (_C.select_top_k, formats.select_top_k_reference):
-        indices, values, left = top_k(select, source, 3, residual, 2.0)
-        assert indices.tolist() == [1, 2, 3] and values.tolist() == [-10.0, 4.0, 10.0]
-        assert left.tolist() == [2.0, 0.0, 0.0, 0.0, -4.0, 0.25]
 
 
 SOURCE, OUT = torch.ones(300), torch.empty(308, dtype=torch.uint8)

@@ -1,22 +1,16 @@
-"""`python -m benchmarks.convergence`: ratios, bounds, tables and data, from made-up curves and real tasks."""
+"""`python -m benchmarks.convergence`: ratios and bounds of made-up curves, and the data of its tasks."""
 
-import json
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.convergence import cli
 from benchmarks.convergence.bounds import NAMES, REFERENCE
-from benchmarks.convergence.report import markdown
 from benchmarks.convergence.results import task_result
 from benchmarks.training.methods import METHODS
 from benchmarks.training.tasks import TASKS
-from tests.unit import benchmark_results
-
-WHATS = {name: METHODS[name].what for name in NAMES}
+from tests.unit.benchmark_results import by_name
 
 
 def run_of(seed: int, loss: float) -> dict[str, Any]:
@@ -24,21 +18,13 @@ def run_of(seed: int, loss: float) -> dict[str, Any]:
     return {"seed": seed, "curve": [[0, 5.0, 0], [50, 3.0, 5e5], [100, loss, 1e6]]}
 
 
-def raw(losses: dict[str, list[float]], errors: dict[str, str] | None = None) -> dict[str, Any]:
+def rows_of(losses: dict[str, list[float]], errors: dict[str, str] | None = None) -> dict[str, dict[str, Any]]:
     runs = {name: [run_of(seed, loss) for seed, loss in enumerate(values)] for name, values in losses.items()}
     for name, text in (errors or {}).items():
         runs[name] = [{"seed": seed, "error": text} for seed in range(2)]
     told = {"task": "gpt", "title": "GPT", "unit": "tokens", "units_per_step": 1024, "steps": 100, "parameters": 9}
-    return {**told, "runs": runs}
-
-
-def document() -> dict[str, Any]:
-    losses = {name: [2.0, 4.0] for name in NAMES}
-    return benchmark_results.document({**task_result(raw(losses), WHATS), "world_size": 2})
-
-
-def rows_of(losses: dict[str, list[float]], errors: dict[str, str] | None = None) -> dict[str, dict[str, Any]]:
-    return benchmark_results.by_name(task_result(raw(losses, errors), WHATS)["methods"])
+    whats = {name: METHODS[name].what for name in NAMES}
+    return by_name(task_result({**told, "runs": runs}, whats)["methods"])
 
 
 def test_ratios_are_of_one_seed_each_and_a_bound_is_on_their_mean() -> None:
@@ -77,13 +63,3 @@ def test_a_task_is_a_function_of_seed_step_and_rank(name: str) -> None:
     assert len(parts[0][0]) == len(parts[1][0]) == len(whole[0]) / 2
     both = [first(*part).item() for part in parts]
     assert both[0] != both[1] and sum(both) / 2 == pytest.approx(first(*whole).item(), rel=1e-5)
-
-
-def test_a_saved_run_of_this_benchmark_is_shown_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "run.json"
-    path.write_text(json.dumps(document(), allow_nan=False))
-    assert cli.main(["--show", str(path)]) == 0
-    assert capsys.readouterr().out.strip() == markdown(document()).strip()
-    path.write_text(json.dumps({"results": [{"case": "links"}]}))
-    assert cli.main(["--show", str(path)]) == 2
-    assert "holds results of links, not convergence" in capsys.readouterr().err

@@ -2,7 +2,6 @@
 
 import json
 import math
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,17 +16,14 @@ from examples.gpt.errors import ExampleError
 from tests.unit.helpers import is_running, wait_until
 
 
-def _record(losses: list[float], first_step: int = 1, step_ms: float = 10.0, ddp: str = "torch") -> dict[str, Any]:
-    numbered = list(enumerate(losses, start=first_step))
-    about = {"world_size": 2, "device": "cpu", "parameters": 1_300_000, "data": {}, "versions": {}}
+def _record(losses: list[float]) -> dict[str, Any]:
+    numbered = list(enumerate(losses, start=1))
     return {
-        **about,
-        "config": {"ddp": ddp},
-        "first_step": first_step,
-        "steps": [{"step": n, "loss": v, "step_ms": step_ms + n, "probed": n % 5 == 0} for n, v in numbered],
-        "validation": [{"step": numbered[-1][0], "loss": losses[-1] + 0.25}],
+        **{"world_size": 2, "device": "cpu", "parameters": 1_300_000, "data": {}, "versions": {}, "first_step": 1},
+        "steps": [{"step": n, "loss": v, "step_ms": 10.0 + n, "probed": n % 5 == 0} for n, v in numbered],
+        "validation": [{"step": len(losses), "loss": losses[-1] + 0.25}],
         "communication": [{"step": n, "exposed_ms": float(n)} for n, _ in numbered if n % 5 == 0],
-        "memory": {"training_peak_rss_bytes": 1e8 + first_step, "peak_rss_bytes": 2e8},
+        "memory": {"training_peak_rss_bytes": 1e8, "peak_rss_bytes": 2e8},
     }
 
 
@@ -57,7 +53,7 @@ def _run_demo(monkeypatch: pytest.MonkeyPatch, out: Path, losses_of: dict[str, l
         options = dict(zip(arguments, arguments[1:], strict=False))
         if options["--ddp"] not in losses_of:
             raise ExampleError("the run failed (torchrun ended with 1)")
-        Path(options["--json"]).write_text(json.dumps(_record(losses_of[options["--ddp"]], ddp=options["--ddp"])))
+        Path(options["--json"]).write_text(json.dumps(_record(losses_of[options["--ddp"]])))
 
     monkeypatch.setattr(demo, "ddp_class", lambda name: None)
     monkeypatch.setattr(demo, "torchrun", torchrun)
@@ -104,29 +100,8 @@ def test_stubborn_children_are_ended_with_the_block(tmp_path: Path, monkeypatch:
     assert wait_until(lambda: not is_running(worker))
 
 
-_PARENT = """
-import sys, time
-from examples.gpt.processes import _child
-with _child([sys.executable, "-c", "import time; time.sleep(60)"], sys.stdout) as child:
-    print(child.pid, flush=True)
-    time.sleep(60)
-"""
-
-
-def test_children_do_not_outlive_a_parent_that_is_killed_outright() -> None:
-    with subprocess.Popen([sys.executable, "-c", _PARENT], stdout=subprocess.PIPE, cwd=demo.ROOT) as parent:
-        child = int(parent.stdout.readline())  # type: ignore[union-attr]
-        assert is_running(child)
-        parent.kill()
-    assert wait_until(lambda: not is_running(child))
-
-
-@pytest.mark.parametrize(
-    ("code", "timeout_s", "words"),
-    [("import time; time.sleep(60)", 1, "did not end within 1 seconds"), ("raise SystemExit(5)", 60, "the run failed")],
-)
-def test_a_run_that_fails_or_takes_too_long_is_an_error(tmp_path: Path, code: str, timeout_s: int, words: str) -> None:
+def test_a_run_that_takes_too_long_is_an_error(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
-    script.write_text(code)
-    with (tmp_path / "said").open("w") as output, pytest.raises(ExampleError, match=words):
-        processes.torchrun(script, [], ranks=1, timeout_seconds=timeout_s, output=output)
+    script.write_text("import time; time.sleep(60)")
+    with (tmp_path / "said").open("w") as output, pytest.raises(ExampleError, match="did not end within 1 seconds"):
+        processes.torchrun(script, [], ranks=1, timeout_seconds=1, output=output)

@@ -13,8 +13,6 @@ from examples.gpt import checkpoint, data
 from examples.gpt.config import TrainConfig, lr_factor
 from examples.gpt.errors import ExampleError
 
-CPU = torch.device("cpu")
-
 
 def test_default_corpus_is_this_pythons_source(tmp_path: Path) -> None:
     corpus = data.load_corpus(None, 64)
@@ -56,33 +54,24 @@ def test_each_rank_draws_batches_of_its_own_from_all_of_the_text() -> None:
 
 def test_targets_are_the_next_bytes() -> None:
     text = torch.arange(100, dtype=torch.uint8)
-    tokens, targets = data.windows_at(text, torch.tensor([0, 40]), 5, CPU)
+    tokens, targets = data.windows_at(text, torch.tensor([0, 40]), 5, torch.device("cpu"))
     assert tokens.tolist() == [[0, 1, 2, 3, 4], [40, 41, 42, 43, 44]]
     assert targets.tolist() == [[1, 2, 3, 4, 5], [41, 42, 43, 44, 45]]
-    assert tokens.dtype == torch.long
 
 
-BAD_OPTIONS = [
-    (["--steps", "0"], "--steps must be at least 1, got 0"),
-    (["--seed", "-1"], "--seed must not be negative, got -1"),
-    (["--ddp", "horovod"], "unknown --ddp 'horovod': choose one of torchddp, sharded, torch, none"),
-    (["--width", "10", "--heads", "3"], "--width must be a multiple of --heads, got width 10 and heads 3"),
-    (["--lr", "nan"], "--lr must be a positive number, got nan"),
-    (["--dropout", "1"], "--dropout must be in [0, 1), got 1.0"),
-    (["--steps", "5", "--stop-after", "6"], "--stop-after must be between 1 and --steps (5), got 6"),
-    (["--resume"], "--resume needs --checkpoint PATH"),
-    (["--save-every", "5"], "--save-every needs --checkpoint PATH"),
-    (["--data", "/no/such/text"], "no such data: /no/such/text"),
-    (["--checkpoint", "/no.ckpt", "--resume"], "no checkpoint at /no.ckpt: leave --resume out"),
-    (["--checkpoint", "/dev/null/x/y.pt"], "--checkpoint /dev/null/x/y.pt: cannot make its folder"),
-    (["--json", "/tmp"], "--json /tmp is a folder: name a file"),
-]
-
-
-@pytest.mark.parametrize(("options", "words"), BAD_OPTIONS, ids=lambda value: " ".join(value) if value else "")
-def test_bad_input_ends_with_one_line_and_exit_code_2(options: list[str], words: str) -> None:
-    ddp = [] if "--ddp" in options else ["--ddp", "none"]
-    result = CliRunner().invoke(train_gpt.app, [*options, *ddp])
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("--ddp horovod", "unknown --ddp 'horovod': choose one of torchddp, sharded, torch, none"),
+        ("--ddp none --width 10 --heads 3", "--width must be a multiple of --heads, got width 10 and heads 3"),
+        ("--ddp none --lr nan", "--lr must be a positive number, got nan"),
+        ("--ddp none --data /no/such/text", "no such data: /no/such/text"),
+        ("--ddp none --checkpoint /no.ckpt --resume", "no checkpoint at /no.ckpt: leave --resume out"),
+        ("--ddp none --checkpoint /dev/null/x/y.pt", "--checkpoint /dev/null/x/y.pt: cannot make its folder"),
+    ],
+)
+def test_bad_input_ends_with_one_line_and_exit_code_2(options: str, words: str) -> None:
+    result = CliRunner().invoke(train_gpt.app, options.split())
     assert result.exit_code == 2
     assert len(result.stderr.splitlines()) == 1
     assert result.stderr.startswith(f"error: {words}")
@@ -118,17 +107,11 @@ def _content(**changes: Any) -> dict[str, Any]:
     return {"identity": _identity(**changes), "step": 7, **parts}
 
 
-def test_a_checkpoint_of_another_run_is_refused_with_the_difference(tmp_path: Path) -> None:
+def test_a_constant_schedule_can_go_on_for_longer_and_no_other(tmp_path: Path) -> None:
     path = tmp_path / "c.pt"
     checkpoint.save_checkpoint(path, _content())
-    for changes, words in (
-        ({"layers": 1, "block_size": 8}, "another model: block_size 64 there, 8 here, layers 4 there, 1 here"),
-        ({"lr": 1.0, "seed": 5}, "a run with other settings: seed 0 there, 5 here, lr 0.003 there, 1.0 here"),
-        ({"steps": 9}, "belongs to a run with other settings: steps 150 there, 9 here"),
-        ({"schedule": "constant"}, "other settings: schedule cosine there, constant here"),
-    ):
-        with pytest.raises(ExampleError, match=words):
-            checkpoint.load_checkpoint(path, _identity(**changes))
+    with pytest.raises(ExampleError, match="belongs to a run with other settings: steps 150 there, 9 here"):
+        checkpoint.load_checkpoint(path, _identity(steps=9))
     checkpoint.save_checkpoint(path, _content(schedule="constant", steps=10))
     assert checkpoint.load_checkpoint(path, _identity(schedule="constant", steps=20))["step"] == 7
 

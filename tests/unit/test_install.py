@@ -5,8 +5,11 @@ import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,21 +17,18 @@ from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 
 import torchddp
 from tests.harness import run_ranks
+from tests.programs import CLAIM, ROOT, clean_environment
 from torchddp import run
+from torchddp.integrations import announce, require
 from torchddp.integrations import install as install_module
-from torchddp.integrations import require
 
-ROOT = Path(__file__).resolve().parents[2]
 PLAIN = type(TorchDDP)
 
 
 def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Runs Python on the checkout, or on what PYTHONPATH says, with no other variable of ours or of Python's."""
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(("TORCHDDP_", "PYTHON"))}
-    path = {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
-    return subprocess.run(
-        [sys.executable, *arguments], capture_output=True, text=True, timeout=110, env=clean | path | environment
-    )
+    """Runs Python on the checkout, or on what PYTHONPATH says."""
+    command, clean = [sys.executable, *arguments], clean_environment(**environment)
+    return subprocess.run(command, capture_output=True, text=True, timeout=110, env=clean)
 
 
 @pytest.fixture(autouse=True)
@@ -122,9 +122,6 @@ def test_classes_derived_meanwhile_are_derived_from_ours_and_those_of_before_get
 
 # --- what is said. When models are made: tests/distributed/test_announcements.py. ---
 
-CLAIM = "torch.nn.parallel.DistributedDataParallel makes torchddp's class in this process"
-ELSEWHERE = "torchddp.install() here changes this process alone, and none of"
-
 
 def test_nothing_is_claimed_before_a_model_and_classes_derived_before_are_named(caplog):
     def work(rank: int, made: list[str]) -> str:
@@ -134,6 +131,7 @@ def test_nothing_is_claimed_before_a_model_and_classes_derived_before_are_named(
         torchddp.install()
         for kind in made:
             (Before if kind == "own" else TorchDDP)(torch.nn.Linear(2, 2))
+        assert announce._models == made.count("torch's")
         return caplog.text
 
     for made, claims, derived in (
@@ -146,52 +144,40 @@ def test_nothing_is_claimed_before_a_model_and_classes_derived_before_are_named(
         assert [derived in line for line in said.splitlines() if "Before" in line] == [True] * bool(made), said
 
 
-RAY = """
-import os
-SCRIPT_MODE, WORKER_MODE = 0, 1
-class worker: mode = int(os.environ["MODE"]) if os.environ.get("MODE") else None
-def is_initialized(): return worker.mode is not None
-def get_runtime_context():
-    class context: pass
-    context.worker = worker
-    return context
-"""
-SPARK = """
-import os
-class SparkContext: _active_spark_context = object() if os.environ["MODE"] == "0" else None
-class TaskContext:
-    @staticmethod
-    def get(): return object() if os.environ["MODE"] == "1" else None
-"""
+def ray(mode: int | None) -> SimpleNamespace:
+    context = SimpleNamespace(worker=SimpleNamespace(mode=mode))
+    calls = {"is_initialized": lambda: mode is not None, "get_runtime_context": lambda: context}
+    return SimpleNamespace(SCRIPT_MODE=0, WORKER_MODE=1, **calls)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("module", "engine", "source"), [("ray", "Ray", RAY), ("pyspark", "Spark", SPARK)])
-def test_a_driver_is_told_that_its_workers_are_elsewhere(tmp_path: Path, module: str, engine: str, source: str) -> None:
-    (tmp_path / f"{module}.py").write_text(source)
-    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+def spark(context: Any, task: Any) -> SimpleNamespace:
+    task_context = SimpleNamespace(get=lambda: task)
+    return SimpleNamespace(SparkContext=SimpleNamespace(_active_spark_context=context), TaskContext=task_context)
 
-    def said(code: str, mode: str, **environment: str) -> tuple[int, int]:
-        """How often the line came, and how often before the program's own end."""
-        code += "import sys; print('the end', file=sys.stderr, flush=True)"
-        done = python("-c", code, PYTHONPATH=path, MODE=mode, **environment)
-        assert done.returncode == 0, done.stderr
-        line = f"{ELSEWHERE} {engine}'s workers: call it in the function that {engine} runs on them, or set "
-        return done.stderr.count(line), done.stderr.partition("the end")[0].count(line)
 
-    driver = f"import {module}, torchddp; torchddp.install(); torchddp.install(); "
-    assert said(driver, mode="0") == (1, 1)
-    assert said(driver, mode="1") == (0, 0)  # a worker
-    if engine == "Ray":
-        begun_afterwards = "import torchddp; torchddp.install(); import ray; "
-        assert said(begun_afterwards, mode="") == (1, 0)
-        assert said(driver, mode="", RANK="0", WORLD_SIZE="1") == (0, 0)  # torchrun's
-        with_a_model = (
-            "import torch, torch.distributed as dist, torchddp; torchddp.install(); "
-            "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1); "
-            "torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1)); import ray; "
-        )
-        assert said(with_a_model, mode="") == (0, 0)
+def test_a_driver_is_told_that_its_workers_are_elsewhere(monkeypatch, caplog):
+    for engine, module, changes, at_once, in_all in (
+        ("Ray", {"ray": ray(0)}, {}, 1, 1),
+        ("Ray", {"ray": ray(1)}, {}, 0, 0),  # a worker
+        ("Ray", {"ray": ray(None)}, {}, 0, 1),  # begun afterwards
+        ("Ray", {"ray": ray(None)}, {"_models": 1}, 0, 0),
+        ("Ray", {"ray": ray(0)}, {"os": SimpleNamespace(environ={"RANK": "0", "WORLD_SIZE": "1"})}, 0, 0),
+        ("Spark", {"pyspark": spark(object(), None)}, {}, 1, 1),
+        ("Spark", {"pyspark": spark(None, object())}, {}, 0, 0),
+    ):
+        ends: list[Callable[[], None]] = []
+        at_exit = SimpleNamespace(register=ends.append, unregister=lambda call, ends=ends: ends.clear())
+        known = {"_warned": False, "atexit": at_exit, "os": SimpleNamespace(environ={}), **changes}
+        line = f"changes this process alone, and none of {engine}'s workers: call it in the function that {engine} runs"
+        caplog.clear()
+        with mock.patch.dict(sys.modules, module), mock.patch.multiple(announce, **known):
+            torchddp.install()
+            torchddp.install()
+            assert caplog.text.count(line) == at_once, (engine, changes)
+            assert len(ends) <= 1
+            for call in ends:
+                call()
+        assert caplog.text.count(line) == in_all, (engine, changes)
 
 
 def test_a_missing_client_is_one_line_that_names_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,13 +229,6 @@ def test_a_lightning_that_we_do_not_know_is_no_obstacle(tmp_path: Path) -> None:
     assert "Lightning does not know torchddp's strategies by name" in done.stderr
 
 
-def test_without_lightning_one_line_names_the_package() -> None:
-    hidden = "import sys; sys.modules |= dict.fromkeys(('lightning', 'pytorch_lightning', 'lightning_fabric')); "
-    done = python("-c", hidden + "import torchddp.integrations.lightning")
-    last = done.stderr.strip().splitlines()[-1]
-    assert last.startswith("ImportError: ") and last.endswith("pip install lightning"), done.stderr
-
-
 SCRIPT = """
 import os, pickle, sys
 import beside
@@ -265,38 +244,23 @@ if "--installed" in sys.argv:
 """
 
 
-@pytest.fixture
-def program(tmp_path: Path) -> Path:
+def test_a_program_sees_what_it_sees_under_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "package"
     folder.mkdir()
     (folder / "beside.py").touch()
     (folder / "__init__.py").touch()
     (folder / "script.py").write_text(SCRIPT)
     (folder / "module.py").write_text(SCRIPT.replace("import beside", "from . import beside"))
-    return folder
-
-
-def same_as_python(*arguments: str, **options: str) -> subprocess.CompletedProcess[str]:
-    plain, ours = python(*arguments, **options), python("-m", "torchddp.run", *arguments, **options)
-    assert ours.stdout == plain.stdout != "" and ours.returncode == plain.returncode
-    return ours
-
-
-def test_a_script_sees_what_it_sees_under_python(program: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(program.parent)
-    same_as_python("package/script.py", "--lr", "-m", "--help")
-    done = python("-m", "torchddp.run", str(program / "script.py"), "--installed")
-    assert done.stdout.endswith("_InstalledMeta 1\n")
-
-
-@pytest.mark.rest_is_thorough("how0")
-@pytest.mark.parametrize("how", [["package/script.py"], ["-m", "package.module"]])
-def test_an_error_ends_it_with_the_scripts_traceback(program, monkeypatch, how):
-    monkeypatch.chdir(program.parent)
-    done = same_as_python(*how, "--fail")
+    monkeypatch.chdir(tmp_path)
     line = SCRIPT.splitlines().index('    raise KeyError("the script\'s own")') + 1
-    assert done.returncode == 1 and done.stderr.endswith('KeyError: "the script\'s own"\n')
-    assert f'{program}/{"module" if how[0] == "-m" else "script"}.py", line {line}, in <module>' in done.stderr
+    ways = {"script": ["package/script.py", "--lr", "-m", "--help"], "module": ["-m", "package.module"]}
+    for name, arguments in ways.items():
+        plain, ours = python(*arguments, "--fail"), python("-m", "torchddp.run", *arguments, "--fail")
+        assert ours.stdout == plain.stdout != "" and ours.returncode == plain.returncode == 1
+        assert f'{folder}/{name}.py", line {line}, in <module>' in ours.stderr
+        assert ours.stderr.endswith('KeyError: "the script\'s own"\n')
+    done = python("-m", "torchddp.run", "package/script.py", "--installed")
+    assert done.stdout.endswith("_InstalledMeta 1\n")
 
 
 def test_wrong_usage_is_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

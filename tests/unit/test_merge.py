@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import random
 
 import pytest
 from hypothesis import given, settings
@@ -36,14 +35,6 @@ def test_costs_slack_and_order():
     assert merged_buckets(specs([1, 1, 1]), [2, 0, 1], [0.9, 10, 1], cost(0, 0.25)) == ((2, 0), (1,))
 
 
-def test_free_messages_leave_only_the_last_gradient_for_the_end():
-    # 4 bytes take 1 s each: the first two are through before the third is there.
-    params, ready_s = specs([1, 1, 1]), [0, 5, 10]
-    buckets = planned(params, ready_s, cost(0, 0.25))
-    assert buckets == ((0, 1), (2,))  # two messages do what three would
-    assert finish_s(buckets, params, ready_s, cost(0, 0.25)) == 11
-
-
 def test_kinds_do_not_mix():
     params = specs([1] * 5, dtypes=[0, 1, 0, 1, 0], sparse=[4])
     assert planned(params, range(5), cost(100, 1)) == ((0, 2), (1, 3), (4,))
@@ -54,14 +45,11 @@ def test_kinds_do_not_mix():
 def test_bad_input_is_named():
     params = specs([1, 1])
     for words, call in {
-        "1 entries for 2 parameters": lambda: merged_buckets(params, [0], [0, 0], cost()),
         r"each must occur exactly once, got \[0, 0\]": lambda: merged_buckets(params, [0, 0], [0, 0], cost()),
         "ready_s has 1 entries for 2": lambda: planned(params, [0], cost()),
         r"ready_s\[1\] must be finite and at least 0, got -1": lambda: planned(params, [0, -1], cost()),
         "alpha_s must be finite and at least 0, got -1": lambda: planned(params, [0, 1], cost(-1)),
-        "beta_s_per_byte": lambda: planned(params, [0, 1], cost(0, math.inf)),
         "pack_s_per_byte": lambda: planned(params, [0, 1], cost(0, 0, math.nan)),
-        "slack_s": lambda: planned(params, [0, 1], cost(), -1),
         "ready_s has 3 entries": lambda: finish_s([[0, 1]], params, [0, 1, 2], cost()),
     }.items():
         with pytest.raises(ValueError, match=words):
@@ -107,16 +95,3 @@ def test_brute_force_finds_nothing_better(gradients, kinds, this):
     best_s = min(finish(plan, params, ready_s, this) for plan in all_plans(params))
     assert finish(buckets, params, ready_s, this) == pytest.approx(best_s, rel=1e-9, abs=1e-12)
     assert finish_s(buckets, params, ready_s, this) == pytest.approx(best_s, rel=1e-9, abs=1e-12)
-
-
-@pytest.mark.parametrize("beta", [1e-12, 1e-7])
-def test_a_thousand_parameters_are_no_worse_than_one_message(beta):
-    numels = random.Random(3)
-    params = specs([numels.randint(1, 100_000) for _ in range(1000)])
-    ready_s = [i * 1e-5 for i in range(1000)]
-    this = cost(3e-4, beta)
-    buckets = planned(params, ready_s, this)
-    assert len(_C.BucketPlan(buckets, params)) == len(buckets)
-    in_one = planned(params, [ready_s[-1]] * 1000, this)  # all ready at once
-    assert len(in_one) == 1
-    assert finish_s(buckets, params, ready_s, this) <= finish_s(in_one, params, ready_s, this)

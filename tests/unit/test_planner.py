@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from tests.simulated import make_profile
 from torchddp import _C
 from torchddp.plan.auto_plan import StepTimes, decide
-from torchddp.plan.buckets import buckets_of
 from torchddp.plan.plan_cache import PlanCacheError, PlanKey, fingerprint, kept_plan, load_plan, save_plan
 from torchddp.plan.step_profile import Gradient, LinearCost, ProfileError, load_profile, profile_from_dict
 from torchddp.transport.message_cost import fit_line, misfit
@@ -95,15 +94,6 @@ def test_buckets_change_only_for_a_gain():
     assert len(dear.plan) < len(current) and dear.after_s < dear.before_s
     cheap = decide(params, ready, LinearCost(1e-6, 0.0), current)
     assert cheap.plan == current and cheap.after_s == cheap.before_s
-
-
-def test_plans_come_back_from_indices():
-    params = specs([10, 20, 30], dtypes=[0, 1, 0])
-    plan = _C.BucketPlan([[2, 0], [1]], params)
-    assert buckets_of(plan) == ((2, 0), (1,))
-    for wrong in ([[0, 1], [2]], [[0]], [[0], [1], [1], [2]], [[0], [2], [7]]):
-        with pytest.raises(ValueError):
-            _C.BucketPlan(wrong, params)
 
 
 KEY = PlanKey("abc", 2, 2, "c10d", "gloo")

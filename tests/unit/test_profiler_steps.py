@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tests.profiler_events import LAYOUT, MS, FakeEvent, one_step, step_events
 from torchddp.profiler.steps import BucketLayout, Layouts, read_steps
@@ -71,14 +69,3 @@ def test_each_step_has_the_buckets_of_its_time() -> None:
     layouts.note(1, other)
     layouts.note(2, LAYOUT)
     assert [layouts.of(step) for step in range(4)] == [other, other, LAYOUT, LAYOUT]
-
-
-@given(st.integers(-(10**15), 10**15))
-def test_a_shift_moves_all_times_and_no_length(offset_ns: int) -> None:
-    step = one_step()
-    moved = step.shifted(offset_ns)
-    assert moved.forward_begin_ns == step.forward_begin_ns + offset_ns
-    assert (moved.duration_ns, moved.exposed_ns, moved.comm_ns) == (step.duration_ns, step.exposed_ns, step.comm_ns)
-    assert moved.overlap_ratio == step.overlap_ratio
-    assert moved.gradients[0][1] == step.gradients[0][1] + offset_ns
-    assert moved.shifted(-offset_ns) == step

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from unittest import mock
 
 import pytest
 from hypothesis import given
@@ -42,33 +41,6 @@ def test_communication_that_burns_the_core_delays_compute() -> None:
     assert shared.spans == ((10, 15), (24, 27), (37, 39)) and shared.end_s == 39
 
 
-def fluid_end(backward_s: float, messages: list[Message]) -> float:
-    """The same by walking through time: while a message travels, compute has the share of the core that it leaves."""
-    now_s = progress_s = 0.0
-    for message in messages:
-        waited_s = max(0.0, min(message.ready_s, backward_s) - progress_s)
-        now_s += waited_s
-        progress_s += waited_s
-        left = 1 - min(message.host_s, message.duration_s) / message.duration_s
-        if progress_s + message.duration_s * left >= backward_s and left > 0:
-            progress_s = backward_s
-        else:
-            progress_s += message.duration_s * left
-        now_s += message.duration_s
-    return now_s + backward_s - progress_s
-
-
-MESSAGES = st.lists(st.tuples(st.floats(0, 10), st.floats(0.01, 5), st.floats(0, 1)), max_size=8)
-
-
-@given(MESSAGES)
-def test_the_lag_is_what_sharing_the_core_comes_to(drawn: list[tuple[float, float, float]]) -> None:
-    messages = [Message(ready, duration, duration * share) for ready, duration, share in drawn]
-    timeline = run_backward(10.0, messages, shared_cpu=True)
-    assert timeline.end_s == pytest.approx(fluid_end(10.0, messages))
-    assert timeline.end_s >= 10.0 + sum(message.host_s for message in messages) - 1e-9
-
-
 def profiles(device: str) -> st.SearchStrategy[StepProfile]:
     gradient = st.tuples(st.floats(0.001, 50), st.floats(0, 30))
 
@@ -104,12 +76,6 @@ def test_more_bandwidth_is_never_slower(profile, algorithm, world_size, bytes_pe
     slow, fast = (Link("own", "own", rate, 1e-5) for rate in (bytes_per_s, bytes_per_s * factor))
     times = [predict(profile, link, world_size, algorithm=algorithm).step_s for link in (slow, fast)]
     assert times[1] <= times[0] * (1 + 1e-12)
-
-
-@given(ANY_PROFILE, ANY_LINK, st.integers(1, 11))
-def test_more_ranks_are_never_faster_on_a_ring(profile: StepProfile, link: Link, power: int) -> None:
-    times = [predict(profile, link, n, algorithm=RING).step_s for n in (2**power, 2 ** (power + 1))]
-    assert times[0] <= times[1] * (1 + 1e-12)
 
 
 def test_auto_is_what_the_recorded_software_has() -> None:
@@ -163,16 +129,6 @@ def test_the_best_plan_is_never_worse(profile: StepProfile, link: Link, world_si
     point = make_point(profile, link, world_size, Scene(ranks_per_host), by_cap(profile), best_buckets)
     assert point.best.step_s <= min(point.recorded.step_s, point.capped.step_s) and 0 <= point.gain < 1
     assert sorted(i for bucket in point.best.buckets for i in bucket) == sorted(profile.order)
-
-
-def test_the_planner_is_asked_for_every_line_in_reach() -> None:
-    planner = mock.Mock(side_effect=best_buckets)
-    profile = make_profile([0.001, 0.001, 2000], device="cuda")
-    make_point(profile, PRESETS["eth10"], 16, Scene(), {1.0: profile.buckets}, planner)
-    asked = [call.args[1] for call in planner.call_args_list]
-    alphas = [cost.alpha_s for cost in asked]
-    assert len(asked) > 2 and alphas == sorted(alphas)
-    assert asked[-1].beta_s_per_byte < asked[0].beta_s_per_byte
 
 
 def test_what_a_step_takes_besides_counts_everywhere() -> None:

@@ -128,19 +128,15 @@ def test_pip_downloads_no_torch_to_build() -> None:
     assert requires and not any(name.startswith("torch") for name in requires)
 
 
-def test_a_torch_that_is_not_supported_is_refused(checkout: Path, tmp_path: Path) -> None:
+def test_a_torch_or_setuptools_that_is_not_supported_is_refused(checkout: Path, tmp_path: Path) -> None:
     for release in ("2.10.1", "2.16.0+cu132"):
         said = refusal(setup(checkout, "egg_info", **write_torch(tmp_path / release, release, None)))
         installed = rf"torchddp: torch {re.escape(release)} is installed"
         assert re.fullmatch(rf"{installed}, and torchddp \S+ supports torch \S+", said)
-
-
-def test_an_old_setuptools_is_refused(checkout: Path, tmp_path: Path) -> None:
-    old = tmp_path / "old" / "setuptools"
-    (old / "command").mkdir(parents=True)
-    (old / "__init__.py").write_text("__version__ = '65.5.0'\nExtension = setup = None\n")
-    (old / "command" / "build_ext.py").write_text("build_ext = object\n")
-    said = refusal(setup(checkout, "egg_info", PYTHONPATH=str(tmp_path / "old")))
+    (tmp_path / "setuptools" / "command").mkdir(parents=True)
+    (tmp_path / "setuptools" / "__init__.py").write_text("__version__ = '65.5.0'\nExtension = setup = None\n")
+    (tmp_path / "setuptools" / "command" / "build_ext.py").write_text("build_ext = object\n")
+    said = refusal(setup(checkout, "egg_info", PYTHONPATH=str(tmp_path)))
     assert said.startswith("torchddp: setuptools 65.5.0 is too old") and "pip install --upgrade setuptools" in said
 
 

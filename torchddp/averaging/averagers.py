@@ -56,7 +56,7 @@ class _Averager(ModelAverager, abc.ABC):
     def average_parameters(self, params: ParamSource | None = None) -> None:
         """Count a step, and average if it is due, over the largest group that is due. Raises TransportError.
 
-        ``params``: from now on average these instead of the constructor's; the same on all ranks.
+        ``params``: average these from now on, instead of the constructor's; the same on all ranks.
         """
         group = self._group_due() if self.step >= self.warmup_steps else None
         if group is not None:
@@ -84,21 +84,22 @@ class PeriodicAverager(_Averager):
             ...; optimizer.step()
             averager.average_parameters()
 
-    Averages after steps ``warmup_steps + 1``, ``warmup_steps + 1 + period`` and so on. Replaces torch's
-    PeriodicModelAverager, but averages all parameters with ``requires_grad``, also those without a gradient: ranks may
-    use different ones. All ranks then hold the same bits. 16-bit parameters are sent as they are, and summed in fp32.
+    Averages after steps ``warmup_steps + 1``, ``warmup_steps + 1 + period`` and so on. Unlike torch's
+    PeriodicModelAverager, which it replaces, it averages all parameters with ``requires_grad``, even those without a
+    gradient, so ranks may use different ones. All ranks then hold the same bits. 16-bit parameters are sent as they
+    are, and summed in fp32.
 
     Args:
         params: a module, or its parameters (with names, if errors should name them), or an optimizer's groups.
         period: steps from one average to the next.
-        warmup_steps: steps before the first, whose gradients something else averages (`DistributedDataParallel`). The
-            weights that ranks begin with are not made equal here.
+        warmup_steps: steps before the first average, in which something else (`DistributedDataParallel`) averages the
+            gradients. The initial weights of the ranks are not made equal here.
         process_group: None: the default one.
         buffers: average floating-point buffers too; ``params`` must be a module.
         bucket_cap_mb: MiB of one message, and of the memory that is held for it.
 
-    Construction and averages are collective. Raises ValueError for bad options and parameters, TypeError for what is no
-    parameter, RuntimeError on all ranks where these differ.
+    Construction and averages are collective. Raises ValueError for invalid options and parameters, TypeError for
+    anything that is not a parameter, and RuntimeError on all ranks if these differ between ranks.
 
     Attributes:
         step: calls of `average_parameters` so far; checkpoint it.
@@ -126,7 +127,7 @@ class PeriodicAverager(_Averager):
         return self.process_group if (self.step - self.warmup_steps) % self.period == 0 else None
 
     def average_now(self, params: ParamSource | None = None) -> None:
-        """Average now, whatever the step, without counting one. Collective. Raises TransportError."""
+        """Average now, whatever the step count, which does not change. Collective. Raises TransportError."""
         self._average_over(self.process_group, params)
 
 
@@ -135,16 +136,16 @@ class HierarchicalAverager(_Averager):
 
         averager = HierarchicalAverager(model, {4: 8, 16: 64})   # 8 ranks every 4 steps, all 64 every 16
 
-    As torch's HierarchicalModelAverager: at step s (the first is 0, and ``warmup_steps`` are left out) the group with
-    the largest period that divides s averages, and no other.
+    Works as torch's HierarchicalModelAverager: at step s (counted from 0, without the ``warmup_steps``), only the group
+    with the largest period that divides s averages.
 
     Args:
         params: see `PeriodicAverager`.
-        periods: period to size of its groups, of neighbouring ranks, ascending; or pairs of a period and this rank's
-            process group. The last must be all ranks of ``process_group``.
+        periods: maps each period to the size of its groups of neighbouring ranks, in ascending order; or pairs of a
+            period and this rank's process group. The last group must be all ranks of ``process_group``.
         warmup_steps, process_group, buffers, bucket_cap_mb: see `PeriodicAverager`.
 
-    Construction is collective, and so is each average (in its group). Raises as `PeriodicAverager`.
+    Construction is collective, and so is each average (in its group). Raises the errors of `PeriodicAverager`.
     """
 
     def __init__(

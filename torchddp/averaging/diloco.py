@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from torchddp.averaging.flat import DEFAULT_CAP_MB, FlatBucket, FlatMeans, check_wire
+from torchddp.averaging.flat import DEFAULT_CAP_MB, FlatBucket, FlatMeans, Wire, check_wire
 from torchddp.averaging.optimizers import OptimizerWrapper
 from torchddp.averaging.parameters import (
     Named,
@@ -89,7 +89,7 @@ class OuterLoop(OptimizerWrapper):
         outer_momentum: float,
         nesterov: bool,
         outer_optimizer: OuterFactory | None,
-        wire: str | None,
+        wire: Wire | None,
         process_group: dist.ProcessGroup | None,
         options: str = "",  # what else must be equal on all ranks
     ) -> None:
@@ -133,15 +133,16 @@ class OuterLoop(OptimizerWrapper):
         return {name: weight.detach() for name, weight in self._global.weights.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """The inner optimizer's state; under the method's name, the step, the global weights and the outer optimizer's
-        state.
+        """The inner optimizer's state and, under the method's name, the step, the global weights and the outer
+        optimizer's state.
 
-        Between synchronisations parameters differ, so each rank saves its own model and optimizer.
+        Between synchronisations parameters differ between ranks, so each rank saves its own model and optimizer.
         """
         return {**self._inner.state_dict(), self._key: {"step": self.steps, **self._global.state_dict()}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Exact, together with the model's, in any order. ValueError for the state of another optimizer or model."""
+        """Restores training exactly, together with the model's state, in any order. ValueError for the state of another
+        optimizer or model."""
         saved = self._saved_part(state_dict)
         self._global.load_state_dict(saved)
         self._inner.load_state_dict(state_dict)
@@ -153,7 +154,7 @@ def _outer_factory(
 ) -> OuterFactory:
     if isinstance(outer_optimizer, Optimizer):
         raise TypeError(
-            "outer_optimizer must be a function from parameters to an optimizer, for it moves a copy of the model's: "
+            "outer_optimizer must be a function, which gets a copy of the model's parameters: "
             "lambda params: torch.optim.SGD(params, lr=0.7)"
         )
     if outer_optimizer is not None:
@@ -175,32 +176,32 @@ class DiLoCo(OuterLoop):
         for batch in loader:
             model(batch).backward(); optimizer.step(); optimizer.zero_grad()
 
-    The outer gradient is what the parameters have moved since the last outer step, averaged over the ranks. The outer
-    optimizer moves a copy of the parameters by it, and the ranks go on from there; their inner optimizer keeps its
-    state, which stays local. Give it the bare module, or train a `DistributedDataParallel` under ``no_sync()``.
+    The outer gradient is how far the parameters have moved since the last outer step, averaged over the ranks. The
+    outer optimizer applies it to a copy of the parameters, and all ranks continue from there. The state of their inner
+    optimizers stays local. Pass the bare module, or train a `DistributedDataParallel` under ``no_sync()``.
 
     Args:
         params: a module, or its parameters (with names, if errors should name them): all that ``optimizer`` steps.
-        optimizer: the inner one; any of torch's, but for those whose steps are collective.
+        optimizer: the inner one: any of torch's whose steps are not collective.
         sync_every: inner steps between outer ones (H).
         outer_lr, outer_momentum, nesterov: of the outer SGD.
-        outer_optimizer: another one instead: a function from parameters to optimizer.
-        wire: how outer gradients travel: "fp32", "bf16", "fp16", "int8" or "int4" (blocks with a scale each), summed
-            in fp32 in any case. None: those of 16-bit parameters in their own format, others as they are.
+        outer_optimizer: instead of that SGD: a function that takes parameters and returns an optimizer.
+        wire: the format in which outer gradients are sent: "fp32", "bf16", "fp16", "int8" or "int4" (blocks with a
+            scale each). Sums are always in fp32. None: the parameter's own format if it has 16 bits, otherwise fp32.
         buffers: average floating-point buffers too, at each synchronisation; ``params`` must be a module.
         process_group: None: the default one.
-        bucket_cap_mb: MiB of one message, and of the memory that is held for it.
+        bucket_cap_mb: MiB per message, and of the memory held for it.
 
     Construction is collective: parameters become those of rank 0 (load checkpoints afterwards). So is every
     ``sync_every``-th step, after which all ranks hold the same parameters, bit for bit.
 
     Held per rank: the parameters in fp32, the outer momentum, one message.
 
-    Raises TypeError and ValueError for bad options, parameters and optimizers, RuntimeError on all ranks where
-    parameters or ``sync_every`` differ; `step` raises TransportError.
+    Raises TypeError and ValueError for invalid options, parameters and optimizers, and RuntimeError on all ranks if
+    parameters or ``sync_every`` differ between ranks. `step` raises TransportError.
 
     Attributes:
-        steps: of the inner optimizer, so far.
+        steps: how many the inner optimizer has taken.
         traffic: bytes of the last synchronisation.
     """
 
@@ -215,7 +216,7 @@ class DiLoCo(OuterLoop):
         outer_momentum: float = 0.9,
         nesterov: bool = True,
         outer_optimizer: OuterFactory | None = None,
-        wire: str | None = None,
+        wire: Wire | None = None,
         *,
         buffers: bool = False,
         process_group: dist.ProcessGroup | None = None,
@@ -238,7 +239,7 @@ class DiLoCo(OuterLoop):
 
     @torch.no_grad()
     def synchronize(self) -> None:
-        """Collective. Take an outer step now, whatever the count; for example at the end of training."""
+        """Take an outer step now, whatever the count; for example at the end of training. Collective."""
         for bucket, mean in self._means.run(self.steps, self._global.pack_moved):
             self._global.step(bucket, mean)
         self.traffic = self._means.traffic

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,8 @@ from torchddp.errors import TransportError
 from torchddp.traffic import Traffic
 
 DEFAULT_CAP_MB = 25.0
-WIRES = ("fp32", "bf16", "fp16", "int8", "int4")
+Wire = Literal["fp32", "bf16", "fp16", "int8", "int4"]
+WIRES = get_args(Wire)
 _MIB = 1024 * 1024
 _OWN_WIRE = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -79,7 +81,7 @@ def plan_buckets(named: Named, cap_mb: float) -> list[FlatBucket]:
     return [FlatBucket.of({names[i]: tensors[i] for i in bucket.params}) for bucket in plan.buckets]
 
 
-def check_wire(wire: str | None, named: Named) -> None:
+def check_wire(wire: Wire | None, named: Named) -> None:
     """ValueError for an unknown format, TypeError for parameters that it can't carry."""
     if wire is None:
         return
@@ -93,7 +95,7 @@ def check_wire(wire: str | None, named: Named) -> None:
             )
 
 
-def wire_of(wire: str | None, bucket: FlatBucket) -> str:
+def wire_of(wire: Wire | None, bucket: FlatBucket) -> str:
     """The message's format. None: 16-bit tensors in their own format, all others unchanged."""
     return wire or _OWN_WIRE.get(bucket.dtype, "fp32")
 
@@ -120,7 +122,7 @@ class FlatMeans:
     """
 
     def __init__(
-        self, named: Named, process_group: dist.ProcessGroup, who: str, cap_mb: float, wire: str | None = None
+        self, named: Named, process_group: dist.ProcessGroup, who: str, cap_mb: float, wire: Wire | None = None
     ) -> None:
         self.buckets = plan_buckets(named, cap_mb)
         self._wire = wire

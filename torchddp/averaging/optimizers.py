@@ -75,7 +75,7 @@ class OptimizerWrapper(Optimizer, abc.ABC):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Not supported: the method's state belongs to the constructor's parameters."""
-        raise RuntimeError(f"{type(self).__name__} takes no parameters later: make it after all groups were added")
+        raise RuntimeError(f"{type(self).__name__} takes no parameters later: create it after adding all groups")
 
     def _saved_part(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """The method's own part of a state dict. ValueError for the state of another optimizer."""
@@ -91,14 +91,15 @@ class PostLocalSGD(OptimizerWrapper):
         averager = PeriodicAverager(model, period=8, warmup_steps=100)
         optimizer = PostLocalSGD(torch.optim.AdamW(model.parameters(), lr=1e-3), averager)
 
-    The optimizer's own state (momentum) stays local. Takes the place of torch's PostLocalSGDOptimizer, with the same
-    ``state_dict``: the inner optimizer's and ``"step"``.
+    The optimizer's own state (momentum) stays local. Replaces torch's PostLocalSGDOptimizer, with the same
+    ``state_dict``: the inner optimizer's, and ``"step"``.
 
     Args:
-        optimizer: any of torch's, but for those whose steps are collective.
+        optimizer: any of torch's whose steps are not collective.
         averager: `PeriodicAverager`, `HierarchicalAverager` or one of torch's.
 
-    Not collective; `step` is where the averager says so. Raises TypeError and ValueError for what it can't wrap.
+    Construction is not collective; `step` is whenever the averager averages. Raises TypeError and ValueError for
+    optimizers and averagers that it can't wrap.
     """
 
     def __init__(self, optimizer: Optimizer, averager: ModelAverager) -> None:
@@ -119,7 +120,7 @@ class PostLocalSGD(OptimizerWrapper):
         self.averager.average_parameters(self.param_groups)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's; the next average is set up again by all ranks."""
+        """As in torch; all ranks set up the next average again."""
         self._inner.add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
@@ -127,7 +128,7 @@ class PostLocalSGD(OptimizerWrapper):
         return {**self._inner.state_dict(), "step": self.averager.step}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Also of torch's PostLocalSGDOptimizer; warns and counts from 0 where there is no ``"step"``."""
+        """Accepts the state of torch's PostLocalSGDOptimizer too. Without ``"step"``, warns and counts from 0."""
         self._inner.load_state_dict(state_dict)
         if "step" not in state_dict:
             warnings.warn("the state dict has no 'step' of an averager: counting from 0", stacklevel=2)
@@ -139,26 +140,26 @@ class SlowMo(OptimizerWrapper):
 
         optimizer = SlowMo(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), period=12)
 
-    After every ``period`` steps parameters x are averaged, and with x0 where the round began, learning rate g, slow
-    momentum u, coefficients beta and alpha: u = beta * u + (x0 - x) / g; x = x0 - alpha * g * u. The inner optimizer's
-    own state stays local.
+    After every ``period`` steps (a round), the parameters x are averaged. Then, with x0 the parameters at the start of
+    the round, g the learning rate, u the slow momentum, and coefficients beta and alpha: u = beta * u + (x0 - x) / g; x
+    = x0 - alpha * g * u. The inner optimizer's own state stays local.
 
     Args:
-        optimizer: any of torch's, but for those whose steps are collective.
+        optimizer: any of torch's whose steps are not collective.
         period: steps of a round, at least 1; or a `PeriodicAverager`, whose period, process group, buffers and
-            ``warmup_steps`` hold then. The first round begins after those, with an average; unlike with the
+            ``warmup_steps`` then apply. The first round begins after the warm-up, with an average. Unlike with the
             averager alone, averages come at the end of a round.
         slow_momentum: beta, in [0, 1). With 0 and ``slow_lr=1`` this is periodic averaging.
         slow_lr: alpha, above 0.
-        process_group: None: the default one. Not beside an averager.
+        process_group: None: the default one. Not together with an averager.
 
-    Construction is collective: parameters become those of rank 0. So is every ``period``-th step. All ranks hold the
-    same parameters, bit for bit, after it; learning rates must be the same on all. A group whose learning rate is 0
-    just then is averaged, and its momentum left alone.
+    Construction is collective: parameters become those of rank 0. So is every ``period``-th step, after which all ranks
+    hold the same parameters, bit for bit. Learning rates must be the same on all ranks. A parameter group whose
+    learning rate is 0 at that step is averaged, and its momentum doesn't change.
 
-    Held per rank: the parameters of the round's beginning, the slow momentum (fp32 or wider), one message.
+    Held per rank: the parameters at the start of the round, the slow momentum (fp32 or wider), one message.
 
-    Raises TypeError and ValueError for bad options and optimizers.
+    Raises TypeError and ValueError for invalid options and optimizers.
     """
 
     _key = "slowmo"
@@ -226,16 +227,16 @@ class SlowMo(OptimizerWrapper):
                 param.copy_(begin.sub_(slow, alpha=self.slow_lr * lr))
 
     def state_dict(self) -> dict[str, Any]:
-        """The inner optimizer's, and under "slowmo" the step, the slow momentum and where the round began.
+        """The inner optimizer's state and, under "slowmo", the step, the slow momentum and where the round began.
 
-        Between averages parameters differ: each rank then saves its own model and optimizer.
+        Between averages parameters differ between ranks, so each rank saves its own model and optimizer.
         """
         own = {"step": self.averager.step, "momentum": dict(self._slow), "begin": dict(self._begin)}
         return {**self._inner.state_dict(), self._key: own}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Exact, together with the model's. ValueError if another optimizer was saved."""
+        """Restores training exactly, together with the model's state. ValueError for the state of another optimizer."""
         saved = self._saved_part(state_dict)
         self._inner.load_state_dict(state_dict)
         self.averager.step = saved["step"]

@@ -22,7 +22,7 @@ ParamSource = nn.Module | Iterable[Any]
 def named_parameters(source: ParamSource) -> Named:
     """The parameters that are trained (``requires_grad``), each once, in their order. Without a name: "params[3]".
 
-    TypeError: something in ``source`` is none of these.
+    TypeError: ``source`` contains something else.
     """
     if isinstance(source, torch.Tensor):
         kinds = "a module, or an iterable of parameters, named parameters or groups"

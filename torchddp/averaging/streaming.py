@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from torchddp.averaging.diloco import OuterFactory, OuterLoop
-from torchddp.averaging.flat import DEFAULT_CAP_MB, average_flat, lost_peer, plan_buckets, wire_of
+from torchddp.averaging.flat import DEFAULT_CAP_MB, Wire, average_flat, lost_peer, plan_buckets, wire_of
 from torchddp.averaging.parameters import ParamSource
 from torchddp.comm_hooks.exchange import Exchange
 from torchddp.traffic import Traffic
@@ -47,17 +47,17 @@ class StreamingDiLoCo(OuterLoop):
 
     Args:
         fragments: how many (F), at most one for each parameter.
-        overlap_steps: inner steps while a fragment is on the way (tau); below ``sync_every / fragments``, so that one
-            is on the way at a time.
-        alpha: how much of what the rank did itself it keeps; 0: goes on from the global weights.
-        wire: see `DiLoCo`. None: those of 16-bit parameters in their own format, others as they are.
-        bucket_cap_mb: MiB of one message; a fragment's are sent one after the other.
+        overlap_steps: inner steps while a fragment is in transit (tau). Must be below ``sync_every / fragments``, so
+            that only one is in transit at a time.
+        alpha: how much of its own parameters the rank keeps; 0: it continues from the global weights.
+        wire: see `DiLoCo`.
+        bucket_cap_mb: MiB per message; the messages of a fragment are sent one after the other.
 
-    All others, collectives and errors: see `DiLoCo`. Global weights are the same on all ranks, bit for bit; parameters
-    are, right after their fragment was merged, if ``alpha`` is 0. A peer that is gone is noticed where its fragment is
-    merged.
+    For the other arguments, collectives and errors, see `DiLoCo`. Global weights are the same on all ranks, bit for
+    bit. If ``alpha`` is 0, so are a fragment's parameters right after it was merged. A lost peer is noticed when its
+    fragment is merged.
 
-    Held per rank: the parameters in fp32, the outer momentum, and a fragment in fp32 while it is on the way.
+    Held per rank: the parameters in fp32, the outer momentum, and a fragment in fp32 while it is in transit.
     """
 
     _key = "streaming_diloco"
@@ -71,7 +71,7 @@ class StreamingDiLoCo(OuterLoop):
         outer_momentum: float = 0.9,
         nesterov: bool = True,
         outer_optimizer: OuterFactory | None = None,
-        wire: str | None = "int4",
+        wire: Wire | None = "int4",
         *,
         fragments: int = 4,
         overlap_steps: int = 0,
@@ -163,7 +163,7 @@ class StreamingDiLoCo(OuterLoop):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """See `DiLoCo`. ValueError if ``fragments`` was another number and a fragment on the way."""
+        """See `DiLoCo`. ValueError if ``fragments`` was different and a fragment was in transit."""
         if self._on_the_way is not None:
             self._wait(self._on_the_way)
         arriving = self._saved_on_the_way(state_dict.get(self._key, {}).get("on_the_way"))
@@ -175,7 +175,7 @@ class StreamingDiLoCo(OuterLoop):
             return None
         buckets = self.fragments[saved["fragment"]] if saved["fragment"] < len(self.fragments) else []
         if {name for bucket in buckets for name in bucket.named} != set(saved["means"]):
-            raise ValueError("a fragment was on the way when the state was saved, and fragments are others now")
+            raise ValueError("a fragment was in transit when the state was saved, and the fragments are different now")
         flats = [bucket.new_flat() for bucket in buckets]
         for bucket, flat in zip(buckets, flats, strict=True):
             for name, view in zip(bucket.named, bucket.views(flat), strict=True):
@@ -196,7 +196,7 @@ def _check_overlap(overlap_steps: int, sync_every: int, fragments: int) -> None:
     if not 0 <= overlap_steps < sync_every // fragments:
         raise ValueError(
             f"overlap_steps must be at least 0 and below sync_every // fragments = {sync_every // fragments}, so that "
-            f"one fragment is on the way at a time, got {overlap_steps}"
+            f"one fragment is in transit at a time, got {overlap_steps}"
         )
 
 
@@ -204,7 +204,7 @@ def plan_fragments(names: Sequence[str], fragments: int) -> list[list[str]]:
     """Names by fragment: each takes every ``fragments``-th layer ("strided" in Douillard et al. 2025).
 
     A layer is what a number in the name tells apart ("blocks.3.attention.weight": "blocks.3"), otherwise a module.
-    Where there are fewer layers than fragments, each parameter counts as one. ValueError: too few or many fragments.
+    If there are fewer layers than fragments, each parameter counts as one. ValueError: too few or too many fragments.
     """
     if not 1 <= fragments <= len(names):
         raise ValueError(

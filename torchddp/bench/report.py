@@ -50,8 +50,8 @@ def verdict(document: dict[str, Any]) -> str:
     signs = Counter(map(ratio_sign, ratios))
     subject = "torchddp" if document["settings"].get("ours", TORCHDDP) == TORCHDDP else "The class under test"
     return (
-        f"{subject} is faster than torch's best row in {signs[-1]} of {len(ratios)} comparisons, slower in {signs[1]}, "
-        f"and not told apart in {signs[0]}."
+        f"{subject} is faster than torch's best row in {signs[-1]} of {len(ratios)} comparison"
+        f"{'s' if len(ratios) > 1 else ''}, slower in {signs[1]}, and within the noise in {signs[0]}."
     )
 
 

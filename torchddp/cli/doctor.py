@@ -10,6 +10,7 @@ import json
 import os
 import platform
 import re
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -295,8 +296,11 @@ def show(found: Diagnosis, console: Console) -> None:
 def _section(console: Console, title: str, rows: list[tuple[str, str]]) -> None:
     console.print(f"[bold]{title}[/]" + ("" if rows else ": none is set"))
     width = max([WIDTH, *(len(name) + 1 for name, _ in rows)])
+    narrow = console.is_terminal or "COLUMNS" in os.environ
     for name, text in rows:
-        console.print(f"  {name:<{width}}", Text(text, "green" if text == WORKS else ""), sep="")
+        lines = textwrap.wrap(text, max(20, console.width - width - 2)) if narrow else [text]
+        shown = Text(f"\n{'':<{width + 2}}".join(lines), "green" if text == WORKS else "")
+        console.print(f"  {name:<{width}}", shown, sep="")
 
 
 def _built_rows(built: Built) -> list[tuple[str, str]]:

@@ -178,7 +178,7 @@ def trace(
     def write_html(path: Path) -> None:
         sections = [
             Section("Where the time went", report.lines_of(profile, step)),
-            Section("The step", [PagePlot(picture(), "Forward, backward and each bucket over time, one panel a rank")]),
+            Section("The step", [PagePlot(picture(), "Forward, backward and each bucket over time, a panel per rank")]),
             Section("Buckets", [page_table(report.bucket_table(step, profile.names, "")), report.FOOTNOTE]),
         ]
         write_page(path, f"torchddp trace: {title}", sections, about, document, verdict=document["verdict"])

@@ -23,7 +23,7 @@ from torchddp.harness.command import (
 )
 from torchddp.harness.page import PagePlot, Section, page_table, write_page
 from torchddp.harness.plots import figure_png, finish_panel, panels
-from torchddp.harness.tables import MB, number, plain_table, ranks_text, ratio_sign, ratio_text
+from torchddp.harness.tables import MB, number, plain_table, ranks_text, ratio_sign, ratio_text, threads_text
 from torchddp.harness.variants import ArgumentError
 
 # torch and numpy load only when the command runs: `torchddp doctor` must start without them.
@@ -125,8 +125,8 @@ def _keep(result: TuneResult, document: dict[str, Any]) -> Path:
 
 NOTE = (
     "A step is forward and backward of the slowest rank; a ratio is taken in each round. faster, slower: the 95% "
-    "interval of the ratio's median lies below or above 1. Expected: the prediction from the measured times of "
-    "gradients and messages."
+    "interval of the ratio's median lies below or above 1. same: the default's own buckets. Expected: the prediction "
+    "from the measured times of gradients and messages."
 )
 # Expected and measured times that differ by more need a comment.
 OFF = 0.15
@@ -140,7 +140,7 @@ def seconds_to_try(seconds: float) -> int:
 def title(result: dict[str, Any]) -> str:
     return (
         f"{result['model']}: {result['parameters']} gradients, {result['gradient_bytes'] / MB:.3g} MB, "
-        f"{ranks_text(result['world_size'])} x {result['threads']} over {result['transport']}"
+        f"{ranks_text(result['world_size'])} of {threads_text(result['threads'])} over {result['transport']}"
     )
 
 
@@ -148,8 +148,8 @@ def measured_text(result: dict[str, Any]) -> str:
     cost = result["cost"]
     return (
         f"A step without messages takes {number(result['compute_ms'])} ms. A message takes "
-        f"{number(cost['alpha_us'])} us plus {number(cost['beta_ns_per_byte'])} ns a byte (measured times are off that "
-        f"line by {cost['misfit']:.0%})."
+        f"{number(cost['alpha_us'])} us plus {number(cost['beta_ns_per_byte'])} ns per byte (measured times are off "
+        f"that line by {cost['misfit']:.0%})."
     )
 
 
@@ -164,8 +164,9 @@ def expectation_text(result: dict[str, Any]) -> str:
     elif all(share < -OFF for share in off.values()):
         why = "all steps were faster than the recorded one: other programs may have used the processors then"
     else:
-        why = "the model of the planner misses something here"
-    return f"Expected times are off by up to {off[name]:+.0%} ({name}): {why}. Go by the measured times."
+        why = "the planner's model misses something here"
+    differs = f"takes {abs(off[name]):.0%} {'more' if off[name] > 0 else 'less'} than expected"
+    return f"A step with the {name} buckets {differs}: {why}. Go by the measured times."
 
 
 def notes(result: dict[str, Any]) -> list[str]:
@@ -178,7 +179,7 @@ def answer(result: dict[str, Any]) -> str:
     if chosen["argument"]:
         gain = 1 - chosen["ratio_to_default"]["median"]
         return (
-            f"Use DistributedDataParallel(model, {chosen['argument']}): {gain:.1%} less time a step than the default."
+            f"Use DistributedDataParallel(model, {chosen['argument']}): {gain:.1%} less time per step than the default."
         )
     if result["in_doubt"] is None:
         return f"Leave bucket_cap_mb out: after {result['rounds']} rounds nothing is faster than the default."
@@ -197,7 +198,9 @@ def mark(row: dict[str, Any]) -> str:
     if row["chosen"]:
         return "<- use" if row["argument"] else "<- keep"
     ratio = row["ratio_to_default"]
-    return "" if ratio is None else {-1: "faster", 0: "", 1: "slower"}[ratio_sign(ratio)]
+    if ratio is None:
+        return "same" if row["same_buckets"] else ""
+    return {-1: "faster", 0: "", 1: "slower"}[ratio_sign(ratio)]
 
 
 def tune_table(result: dict[str, Any]) -> Table:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -152,21 +152,26 @@ class Choice:
     doubtful: int | None  # the most promising candidate, if more rounds could show that it is faster than the default
 
 
-def choose(step_ms: np.ndarray) -> Choice:
+def choose(step_ms: np.ndarray, same: Collection[int] = ()) -> Choice:
     """The fastest of the candidates that are certainly faster than the default; the default (0) if there is none.
+
+    ``same``: candidates with the default's own buckets, which can only be faster by chance.
 
     Certainly: the 95% interval of the paired ratio lies below 1. Of those that can't be told from the fastest the first
     one, which is the planned one if it is among them. Doubtful: nothing is certainly faster, but a ratio's median
     promises a gain, or is not above 1 and its interval has room for twice as much.
     """
     ratios = tuple(paired_ratio(row, step_ms[0]) for row in step_ms)
-    faster = [index for index in range(1, len(ratios)) if ratios[index].ci95_high < 1]
+    others = [index for index in range(1, len(ratios)) if index not in same]
+    if not others:
+        return Choice(0, ratios, None)
+    faster = [index for index in others if ratios[index].ci95_high < 1]
     if faster:
         fastest = min(faster, key=lambda index: float(np.median(step_ms[index])))
         for index in faster:
             if index == fastest or paired_ratio(step_ms[index], step_ms[fastest]).ci95_low <= 1:
                 return Choice(index, ratios, None)
-    promising = min(range(1, len(ratios)), key=lambda index: (ratios[index].median, ratios[index].ci95_low))
+    promising = min(others, key=lambda index: (ratios[index].median, ratios[index].ci95_low))
     ratio = ratios[promising]
     in_doubt = ratio.median < 1 - LEAST_GAIN or (ratio.median <= 1 and ratio.ci95_low < 1 - 2 * LEAST_GAIN)
     return Choice(0, ratios, promising if in_doubt else None)
@@ -174,7 +179,8 @@ def choose(step_ms: np.ndarray) -> Choice:
 
 def tune_document(result: TuneResult) -> dict[str, Any]:
     profile, candidates, step_ms = result.profile, result.candidates, result.step_ms
-    choice = choose(step_ms)
+    same = [index for index, each in enumerate(candidates) if index and each.buckets == candidates[0].buckets]
+    choice = choose(step_ms, same)
     rows = [
         {
             "name": candidate.name,
@@ -183,7 +189,8 @@ def tune_document(result: TuneResult) -> dict[str, Any]:
             "buckets": len(candidate.buckets),
             "predicted_ms": predicted_ms(profile, candidate),
             "step_ms": summarize(step_ms[index]).to_dict(),
-            "ratio_to_default": None if index == 0 else choice.ratios[index].to_dict(),
+            "same_buckets": index in same,
+            "ratio_to_default": None if index == 0 or index in same else choice.ratios[index].to_dict(),
             "chosen": index == choice.index,
         }
         for index, candidate in enumerate(candidates)

@@ -47,7 +47,8 @@ def resolve(spec: Any) -> tuple[Any, Callable[..., Any]]:
             matrices); a function ``hook(state, bucket)`` of torch's kind; or a pair of a state and such a function.
 
     Raises:
-        ValueError: an unknown name. TypeError: anything else.
+        ValueError: an unknown name.
+        TypeError: anything else.
     """
     if isinstance(spec, str):
         if spec.lower() not in NAMES:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from torchddp.comm_hooks.exchange import Hierarchical
 from torchddp.comm_hooks.hook import CommHook, Setup
 from torchddp.comm_hooks.layout import Layout, Piece, Slot
 
@@ -46,7 +47,7 @@ class PerParameter(CommHook):
         default: CommHook | None,
         rules: Sequence[tuple[Which, CommHook | None]],
         *,
-        hierarchical: bool | str = "auto",
+        hierarchical: Hierarchical = "auto",
         timeout: datetime.timedelta | None = None,
     ) -> None:
         super().__init__(hierarchical=hierarchical, timeout=timeout)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -58,7 +58,7 @@ class Quantized(FlatHook):
     """Sends gradients in a format of ``torchddp.comm_hooks.formats``.
 
     Two hosts (or ranks) send each other everything; more send shards, and the sums back: about
-    ``2 * (W - 1) / W * compressed_bytes`` a step and rank. Error feedback adds what rounding leaves out to the next
+    ``2 * (W - 1) / W * compressed_bytes`` per step and rank. Error feedback adds what rounding leaves out to the next
     step's gradient, at both ends: fp32 residuals of the gradients' size (shared by a host's ranks), and 1/W for sums.
     """
 
@@ -94,21 +94,21 @@ class Quantized(FlatHook):
 class Cast(Quantized):
     """Gradients travel as "fp16" or "bf16" and are summed in fp32 (Micikevicius et al., mixed precision, ICLR 2018).
 
-    Sends half of what fp32 takes. Works on CPU models as well. Divided by the world size before the cast, so that fp16
-    overflows at 65504 times the world size; what is then Inf stays Inf.
+    Sends half as many bytes as fp32. Works on CPU models as well. Gradients are divided by the world size before the
+    cast, so fp16 overflows only at 65504 times the world size; what overflows stays Inf.
 
     Raises:
         ValueError: another format.
     """
 
-    def __init__(self, format: str, error_feedback: bool = False, **options: Any) -> None:
+    def __init__(self, format: Literal["fp16", "bf16"], error_feedback: bool = False, **options: Any) -> None:
         if format not in ("fp16", "bf16"):
             raise ValueError(f"Cast takes 'fp16' or 'bf16', got {format!r}")
         super().__init__(format, error_feedback, **options)
 
 
 class FP16(Cast):
-    """:class:`Cast` to float16: 10 bits of mantissa, and small range."""
+    """:class:`Cast` to float16: 10 bits of mantissa, and a small range."""
 
     def __init__(self, error_feedback: bool = False, **options: Any) -> None:
         super().__init__("fp16", error_feedback, **options)
@@ -122,21 +122,21 @@ class BF16(Cast):
 
 
 class Int8(Quantized):
-    """8 bits a gradient, in blocks of 256 with one scale each (Dettmers et al., ICLR 2022). A quarter of fp32."""
+    """8 bits per element, in blocks of 256 with one scale each (Dettmers et al., ICLR 2022). A quarter of fp32."""
 
     def __init__(self, error_feedback: bool = True, **options: Any) -> None:
         super().__init__("int8", error_feedback, **options)
 
 
 class Int4(Quantized):
-    """4 bits a gradient, in blocks of 64 with one scale each. Between a seventh and an eighth of fp32."""
+    """4 bits per element, in blocks of 64 with one scale each. Between a seventh and an eighth of fp32."""
 
     def __init__(self, error_feedback: bool = True, **options: Any) -> None:
         super().__init__("int4", error_feedback, **options)
 
 
 class Sign(Quantized):
-    """One bit a gradient and the mean magnitude of each 1024 (1-bit SGD, Seide et al., Interspeech 2014; with error
+    """One bit per element, and the mean magnitude of each 1024 (1-bit SGD, Seide et al., Interspeech 2014; with error
     feedback: Karimireddy et al., ICML 2019). A thirty-second of fp32."""
 
     def __init__(self, error_feedback: bool = True, **options: Any) -> None:
@@ -144,14 +144,14 @@ class Sign(Quantized):
 
 
 class TopK(FlatHook):
-    """Sends the gradients of largest magnitude of each bucket (Aji and Heafield, EMNLP 2017; with error feedback:
+    """Sends the elements of largest magnitude of each bucket (Aji and Heafield, EMNLP 2017; with error feedback:
     Stich et al., NeurIPS 2018). The others wait in the residual until they are large enough.
 
-    Each rank sends ``8 * k`` bytes a bucket (place and value) to every other: this pays where there are few hosts.
-    Holds fp32 residuals of the gradients' size.
+    Each rank sends ``8 * k`` bytes per bucket (indices and values) to every other, which pays off with few hosts. Holds
+    fp32 residuals of the gradients' size.
 
     Args:
-        ratio: of a bucket's elements; at least one is sent.
+        ratio: the share of a bucket's elements to send; at least one is sent.
         k: their number, instead.
 
     Raises:

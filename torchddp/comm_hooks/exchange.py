@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import datetime
 import logging
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,8 @@ from torchddp.transport.agreement import GroupExchange, align_group_counts, rank
 from torchddp.transport.once import is_first_in_job
 
 logger = logging.getLogger(__name__)
+
+Hierarchical = bool | Literal["auto"]
 
 # Shards begin at multiples of it, if they are much larger: of every format's blocks.
 _ALIGNMENT = 1024
@@ -58,7 +60,7 @@ class Exchange:
         self,
         process_group: Any,
         device: torch.device,
-        hierarchical: bool | str = "auto",
+        hierarchical: Hierarchical = "auto",
         timeout: datetime.timedelta | None = None,
     ) -> None:
         # torch can make no group of the ranks of torchft's: nobody else may send over it during backward.
@@ -83,7 +85,7 @@ class Exchange:
         interruptible.register(self)
 
     def _open_groups(
-        self, process_group: Any, device: torch.device, hierarchical: bool | str, timeout: datetime.timedelta
+        self, process_group: Any, device: torch.device, hierarchical: Hierarchical, timeout: datetime.timedelta
     ) -> None:
         """For exact sums, and for the shards of ranks in one place on each host: see Note [Hosts]."""
         ranks = dist.get_process_group_ranks(process_group)
@@ -206,7 +208,7 @@ def new_group(ranks: list[int], device: torch.device, timeout: datetime.timedelt
     return dist.new_group(sorted(ranks), timeout=timeout, backend=backend, use_local_synchronization=among_them)
 
 
-def _hosts_to_sum_in(group: Any, hierarchical: bool | str) -> list[list[int]]:
+def _hosts_to_sum_in(group: Any, hierarchical: Hierarchical) -> list[list[int]]:
     """The ranks of each host, by their rank in the group; empty if every rank counts as a host."""
     if hierarchical not in (True, False, "auto"):
         raise ValueError(f"hierarchical must be True, False or 'auto', got {hierarchical!r}")

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchddp.comm_hooks.compressed_sum import sum_over_ranks
-from torchddp.comm_hooks.exchange import Exchange
+from torchddp.comm_hooks.exchange import Exchange, Hierarchical
 from torchddp.comm_hooks.layout import Layout, Piece, layout_of
 from torchddp.traffic import Traffic
 from torchddp.transport.worker import Worker
@@ -86,7 +86,7 @@ class CommHook(abc.ABC):
     # Whether it only sends exact sums, so that it works where nothing else is available (torchft's Manager).
     sends_sums_only = False
 
-    def __init__(self, *, hierarchical: bool | str = "auto", timeout: datetime.timedelta | None = None) -> None:
+    def __init__(self, *, hierarchical: Hierarchical = "auto", timeout: datetime.timedelta | None = None) -> None:
         self.hierarchical = hierarchical
         self.timeout = timeout
         self._attachment: _Attachment | None = None
@@ -153,7 +153,7 @@ class CommHook(abc.ABC):
         Raises:
             TypeError: a parameter that is neither fp32, bf16 nor fp16, by name.
             RuntimeError: an embedding with sparse gradients, by name; a hook that belongs to another model; a process
-                group that torch does not know, and unused parameters to be found over it meanwhile.
+                group that torch does not know, together with ``find_unused_parameters``.
         """
         if self._attachment is not None:
             if self._attachment.model() is model:
@@ -180,14 +180,14 @@ class CommHook(abc.ABC):
         self._setup(Setup(exchange, parameters, model.module))
 
     def rebind(self, model: Any) -> None:
-        """Go on over the process group that the model has now. Collective among its ranks.
+        """Continue over the process group that the model has now. Collective among its ranks.
 
-        Called by ``_update_process_group()`` of torchddp's class; after torch's own, call it. What was held back is
-        sent with the next steps; new ranks begin with zeros, and what ranks that are gone held back is lost. Steps
-        count on from the ranks' largest count. The old process groups are left to ``destroy_process_group()``.
+        torchddp's ``_update_process_group()`` calls it; after torch's own, call it yourself. Residuals are sent with
+        the next steps; new ranks start with zeros, and the residuals of ranks that are gone are lost. The step count
+        continues from the largest of the ranks'. The old process groups exist until ``destroy_process_group()``.
 
         Raises:
-            RuntimeError: not attached to this model; a reduction of before that does not end.
+            RuntimeError: not attached to this model, or an earlier reduction does not end.
         """
         attachment = self._attached_to(model)
         # Each collective of before ends within its limit, and after one that failed no other begins.
@@ -206,9 +206,9 @@ class CommHook(abc.ABC):
         attachment.worker = Worker(f"torchddp {type(self).__name__}")
 
     def follow_parameters(self, model: Any) -> None:
-        """Go on with the parameters that can be trained now. Collective. Called by the model's ``refresh_trainable``.
+        """Continue with the parameters that are trainable now. Collective. Called by the model's ``refresh_trainable``.
 
-        What was held back of a parameter is kept if it still is the same one, of the same name and shape.
+        A parameter's residual is kept if name and shape are still the same.
 
         Raises:
             RuntimeError: not attached to this model; an embedding with sparse gradients.
@@ -303,14 +303,14 @@ class CommHook(abc.ABC):
     # --- checkpoints ---
 
     def state_dict(self) -> dict[str, Any]:
-        """What the hook must remember: between steps, on each rank its own. Tensors are by parameter name.
+        """What the hook keeps between steps; different on each rank. Tensors are stored by parameter name.
 
         Error feedback differs between ranks, so every rank must save its own; it is in units of gradient / world_size.
         """
         return {"step": self._step.number, **self._named_state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a :meth:`state_dict`, once attached; the model may have other buckets. Every rank loads its own.
+        """Continue from a :meth:`state_dict`, once attached. The model may have other buckets. Each rank loads its own.
 
         Raises:
             ValueError: the state of another kind of hook, or of other parameters, by name.

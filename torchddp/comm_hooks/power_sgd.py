@@ -45,24 +45,24 @@ class _Split:
 class PowerSGD(CommHook):
     """Sends each gradient matrix as a product of two thin ones.
 
-    A gradient of shape [n, ...] is a matrix M of n rows and m columns. With Q [m, r] from the step before, P = M Q is
-    summed over the ranks and made orthonormal, then Q = M^T P is summed; M becomes P Q^T, exact where M has rank r at
-    most. What is left out is added to the next step's gradient. All P of a bucket and its vectors travel in one
-    message, all Q in another: ``4 * (r * (n + m))`` bytes a matrix, 4 a number of vectors. Holds fp32 residuals of
-    the matrices' size and 4 * r * m bytes of Q a matrix, on every rank. Ranks must have equal CPUs (or GPUs) for
-    equal bits.
+    A gradient of shape [n, ...] is a matrix M of n rows and m columns. With Q [m, r] from the previous step, P = M Q is
+    summed over the ranks and made orthonormal, then Q = M^T P is summed. M becomes P Q^T, which is exact if M has at
+    most rank r; what is left out is added to the next step's gradient. All P of a bucket are sent in one message with
+    its vectors, all Q in another: ``4 * (r * (n + m))`` bytes per matrix, and 4 per element of a vector. Every rank
+    holds fp32 residuals of the matrices' size and 4 * r * m bytes of Q per matrix. All ranks get the same bits only if
+    their CPUs (or GPUs) are the same.
 
     Args:
         rank: r, the columns of P and Q.
-        warm_start: go on from the last step's Q (a power iteration over the steps); otherwise from random numbers.
-        error_feedback: False loses what is left out.
+        warm_start: start from the last step's Q (a power iteration over the steps); otherwise from random numbers.
+        error_feedback: False: what is left out is lost.
         start_step: gradients are sent as they are in the steps before this one (the first is 0).
         min_compression_rate: matrices that would not shrink by this factor are sent as they are.
-        clamp_rank: take the largest rank possible where a matrix has fewer rows or columns than ``rank``.
+        clamp_rank: use the largest possible rank for a matrix with fewer rows or columns than ``rank``.
         seed: of the first Q, equal on all ranks.
 
     Raises:
-        ValueError: options that can't be; with ``clamp_rank=False`` (at :meth:`attach`) a matrix with fewer rows or
+        ValueError: invalid options; with ``clamp_rank=False`` (at :meth:`attach`) a matrix with fewer rows or
             columns than ``rank``, by name and shape.
     """
 
@@ -224,7 +224,7 @@ class PowerSGD(CommHook):
         return {"factors": {name: factor.clone() for name, factor in self._factors.items()}}
 
     def start_over(self, state: Mapping[str, Any] | None = None) -> None:
-        """Without residuals, with the given Q. Any will do, also another on each rank: the next is that of all."""
+        """Without residuals, with the given Q. It may even differ between ranks: the next one is the same on all."""
         self._residuals = Residuals()
         factors = {} if state is None else state["factors"]
         self._factors = {name: f.detach().to(self._device, copy=True) for name, f in factors.items()}

@@ -17,6 +17,7 @@ from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 
 from torchddp.composable.engine import ReplicateEngine
 from torchddp.composable.precision import ParameterCast, cast_tensors, in_backward
+from torchddp.ddp.weights import LossKind
 
 NAME = "replicate"  # the registry of torch's contract, where fully_shard looks for it
 _classes: dict[type, type] = {}
@@ -199,7 +200,7 @@ class ReplicateModule:
             for engine, value in zip(engines, before, strict=True):
                 engine.require_backward_grad_sync = value
 
-    def weigh(self, weight: float | torch.Tensor, *, loss: str = "mean", recurse: bool = True) -> None:
+    def weigh(self, weight: float | torch.Tensor, *, loss: LossKind = "mean", recurse: bool = True) -> None:
         """As :meth:`torchddp.DistributedDataParallel.weigh`; ``recurse``: also for replicated submodules."""
         for state in _states(self, recurse):
             state.engine.weigh(weight, loss=loss)

@@ -51,7 +51,7 @@ class ReducedWide(GradPrecision):
     asked_by = "reduce_dtype=torch.float32"
     # Values of gradient_as_bucket_view that don't work here, and why.
     views_allowed: tuple[bool | None, ...] = (None, False)
-    why_views = "a 16-bit .grad is no view of a float32 bucket. Leave it out, or take main_grads=torch.float32"
+    why_views = "a 16-bit .grad isn't a view of a float32 bucket. Leave it out, or use main_grads=torch.float32"
 
     def bucket_dtype(self, parameter: torch.Tensor) -> torch.dtype:
         return torch.float32 if parameter.dtype in _HALVES else parameter.dtype

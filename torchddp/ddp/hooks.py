@@ -98,12 +98,12 @@ def hooks_that_follow(
     if has_builtin_hook and new is not old:
         raise RuntimeError(
             f"the built-in communication hook of rank {rank} sends over the process group that it was registered with: "
-            "use one of torchddp.comm_hooks, FP16 for instance, which follow"
+            "use one of torchddp.comm_hooks, such as FP16, which move to the new group"
         )
     for hook, state in hooks:
         if not isinstance(hook, AttachedHook) and (reason := _reason_not_to_follow(hook, state, old, new)):
             raise RuntimeError(
-                f"the communication hook {getattr(hook, '__qualname__', hook)!r} of rank {rank} can't follow to "
+                f"the communication hook {getattr(hook, '__qualname__', hook)!r} of rank {rank} can't move to "
                 f"another process group: {reason}"
             )
     return [hook for hook, _ in hooks if isinstance(hook, AttachedHook)]
@@ -122,6 +122,6 @@ def _reason_not_to_follow(hook: object, state: object, old: dist.ProcessGroup, n
     if state is None and is_torchs and new is not dist.group.WORLD:
         return (
             "without a state, torch's hooks send to all ranks of the default group. Use one of torchddp.comm_hooks, "
-            "which follow"
+            "which move to the new group"
         )
     return ""

@@ -33,7 +33,7 @@ from torchddp.ddp.options import (
     ZeroWeights,
 )
 from torchddp.ddp.session import ReducerPolicy, ReducerSession
-from torchddp.ddp.weights import weight_and_count
+from torchddp.ddp.weights import LossKind, weight_and_count
 from torchddp.errors import NonFinite
 from torchddp.traffic import Traffic, of_model
 
@@ -62,8 +62,7 @@ class DistributedDataParallel(TorchDDP):
     * ``batched_grad_copy`` is accepted and has no effect: packing never uses one operator per parameter.
     * ``bf16_compress_hook`` also works for CPU models.
 
-    Args:
-        transport and everything after it: specific to torchddp; see :class:`torchddp.ddp.options.DDPOptions`.
+    ``transport`` and the arguments after it are torchddp's own: see :class:`torchddp.ddp.options.DDPOptions`.
 
     Memory per rank: the gradients, as buckets. Gradients of 16-bit parameters take 4 bytes per element with
     ``main_grads`` and 4 + 2 with ``reduce_dtype``. ``wire_dtype`` adds half of the buckets. Over shared memory,
@@ -305,7 +304,7 @@ class DistributedDataParallel(TorchDDP):
 
     # --- weighted means, reducing without a backward, not reducing ---
 
-    def weigh(self, weight: float | torch.Tensor, *, loss: str = "mean") -> None:
+    def weigh(self, weight: float | torch.Tensor, *, loss: LossKind = "mean") -> None:
         """Set the weight of the next backward: gradients become ``sum(w * g) / sum(w)`` over all ranks and backwards of
         a step.
 

@@ -58,9 +58,8 @@ class DDPSyncStrategy(str, Enum):
 
     * ``SINGLE_AUTO_SYNC``: during the last microbatch's backward. One reduction per step, hidden by that backward.
     * ``MULTI_AUTO_SYNC``: during each microbatch's backward. As many reductions as microbatches.
-    * ``FORCED_SYNC``: all at once after the last microbatch's backward. One reduction per step that nothing hides;
-    works
-      however the parameters are used.
+    * ``FORCED_SYNC``: all at once after the last microbatch's backward. One reduction per step that nothing hides.
+      Works however the parameters are used.
     """
 
     SINGLE_AUTO_SYNC = "single_auto_sync"
@@ -120,8 +119,7 @@ class DDPOptions:
         gradient_stats: compute statistics of every reduced bucket; see :meth:`gradient_stats`.
         check_parameters_every: before the forward of every n-th synchronised step, compare the parameters of all ranks
             by a hash (collective); a difference raises :class:`torchddp.DesyncError` on all. Stops once ``join()`` was
-            used.
-        None: never. See :func:`torchddp.check_parameters`.
+            used. None: never. See :func:`torchddp.check_parameters`.
         find_nonfinite: look for infinities and NaNs in this rank's own gradients while they are packed; see
             :meth:`nonfinite`. ``"raise"``: also raise FloatingPointError on all ranks at the end of a backward with
             non-finite averages (not with ``join()``; on a CUDA device backward then waits for the device).

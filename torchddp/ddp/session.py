@@ -298,8 +298,8 @@ class ReducerSession:
         ddp = self.ddp
         if not self._is_open:
             raise RuntimeError(
-                f"This DistributedDataParallel (rank {self.rank}) reduces no gradients any more: it was taken apart, "
-                "or refresh_trainable() has failed in the middle. Call that again on all ranks, or wrap it again."
+                f"This DistributedDataParallel (rank {self.rank}) no longer reduces gradients: it was unwrapped, or "
+                "refresh_trainable() failed halfway. Call that again on all ranks, or wrap the module again."
             )
         if not self.is_in_group and ddp.require_backward_grad_sync:
             raise RuntimeError(

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 
-__all__ = ["LOSSES", "weight_and_count"]
+__all__ = ["LOSSES", "LossKind", "weight_and_count"]
 
-LOSSES = ("mean", "sum")
+LossKind = Literal["mean", "sum"]
+LOSSES = get_args(LossKind)
 
 
-def weight_and_count(weight: Any, loss: str, rank: int) -> tuple[float, float]:
+def weight_and_count(weight: Any, loss: LossKind, rank: int) -> tuple[float, float]:
     """The factor for a backward's gradients, and what the backward adds to the divisor of all ranks' sum.
 
     Args:

@@ -75,7 +75,7 @@ class ChangedGradients:
             if self._concerns(optimizer):
                 self._look()
         except RuntimeError as error:
-            logger.debug("rank %d does not know what others do with gradients: %s", self._session.rank, error)
+            logger.debug("rank %d can't compare its gradients with the other ranks': %s", self._session.rank, error)
             self._posted = None
 
     def _concerns(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -105,9 +105,9 @@ class ChangedGradients:
 
 
 _ADVICE = (
-    "It happened between the end of backward and the optimizer's step; from there on the ranks' weights drift apart, "
-    "without an error. Do on all ranks what one does: averaged gradients are the same everywhere, and so they are when "
-    "all have clipped or scaled them; what is to differ between ranks belongs before the average, into the loss. "
+    "It happened between the end of backward and the optimizer's step; from then on the ranks' weights drift apart, "
+    "without an error. Do the same on all ranks: averaged gradients are equal everywhere, and stay equal if all ranks "
+    "clip or scale them alike. Whatever should differ between ranks belongs in the loss, before the average. "
     "check_parameters_every=N finds weights that differ."
 )
 

@@ -79,7 +79,7 @@ def advice(ranks: Sequence[RankThreads]) -> str:
     if len(reached) < count and _within_quota(len(there), ranks) > len(reached):
         own = max(1, _within_quota(len(there), ranks) // count)
         return (
-            f"{who} are bound to {_processors(reached)}, of {len(there)} that there are, and take turns on "
+            f"{who} are bound to {_processors(reached)} of {len(there)}, and take turns on "
             f"{'it' if len(reached) == 1 else 'them'}. Bind each rank to {own} of its own (taskset, numactl, "
             f"--cpus-per-task={own} with Slurm), or none, and set {VARIABLE}={own}."
         )
@@ -87,7 +87,7 @@ def advice(ranks: Sequence[RankThreads]) -> str:
         each = f"{ranks[0].threads} threads each, {threads} in all," if count > 1 else f"{threads} threads"
         return (
             f"{who} {'have' if count > 1 else 'has'} {each} for {usable} processor{'s' if usable > 1 else ''}"
-            f"{_of_quota(usable, reached)}, and {'wait' if count > 1 else 'waits'} for each other's. Set "
+            f"{_of_quota(usable, reached)}, so threads wait for a processor. Set "
             f"{VARIABLE}={share} in the environment of each rank (torchrun sets 1 if it is not set), or call "
             f"torch.set_num_threads({share})."
         )
@@ -133,7 +133,7 @@ class ThreadCheck:
                 return True  # other ranks may not have reached their first step yet
             self._judge(self._own)
         except RuntimeError as error:
-            logger.debug("rank %d does not know of the others' threads: %s", session.rank, error)
+            logger.debug("rank %d can't read the other ranks' numbers of threads: %s", session.rank, error)
         return False
 
     def close(self) -> None:

@@ -120,16 +120,16 @@ def fail_together(process_group: Any = None, *, grace_s: float | None = 3.0) -> 
     others read the post. A thread on the other ranks checks for posts four times a second (less often beyond 64 ranks).
     Then
 
-    1. their torchddp models and averagers over this group, or over some of its ranks, stop waiting; 2. PeerFailedError
-    is raised in the body at its next Python instruction; 3. if the body has not ended after ``grace_s`` seconds, it is
-    in something uninterruptible (a collective of torch's own,
-       ``time.sleep``, a long operator) or swallows exceptions: the process prints why and where, and ends with
+    1. their torchddp models and averagers over this group, or over some of its ranks, stop waiting;
+    2. PeerFailedError is raised in the body at its next Python instruction;
+    3. if the body has not ended after ``grace_s`` seconds, it is in something uninterruptible (a collective of torch's
+       own, ``time.sleep``, a long operator) or swallows exceptions: the process prints why and where, and ends with
        ``os._exit(1)``.
 
     However the body then ends, even normally, the result is a `PeerFailedError` that names the rank that failed first,
     with any replaced exception as its ``__cause__``. Errors caught inside the body are not reported. A rank that dies
-    silently is noticed as without this context; the error this raises on the others stays as it is, and ends ranks that
-    have not noticed yet. A body that ends normally waits for no one.
+    silently is noticed as without this context; the error that this raises on the others doesn't change, and ends ranks
+    that have not noticed yet. A body that ends normally waits for no one.
 
     Not collective, but all ranks of the group must enter the same number of these contexts in the same order. They may
     be nested, used one after another, and entered again after an error once all ranks have left. Exceptions arrive in

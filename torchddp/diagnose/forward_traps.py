@@ -105,7 +105,7 @@ class ForwardTraps:
             self._teller.tell(
                 REDUCED,
                 f"Gradients were averaged inside no_sync() on rank {self._teller.rank}: the backward ran inside, but "
-                f"the forward before it, at {place(outside.where)}, outside, and no_sync() counts when forward is "
+                f"the forward before it, at {place(outside.where)}, outside; no_sync() takes effect when forward is "
                 "called. To leave gradients of this microbatch unreduced, put its forward inside too; otherwise, put "
                 "the backward outside.",
                 user_line(),
@@ -125,8 +125,8 @@ class ForwardTraps:
             self._teller.tell(
                 UNREDUCED,
                 f"Parameters were changed by gradients that were not averaged, on rank {self._teller.rank}: the "
-                f"forward at {place(where)} was inside no_sync(), its backward outside, and no_sync() counts when "
-                "forward is called. Each rank has trained on its own. To average these gradients, put the forward "
+                f"forward at {place(where)} was inside no_sync(), its backward outside; no_sync() takes effect "
+                "when forward is called. Each rank has trained on its own. To average these gradients, put the forward "
                 "outside too; if ranks should train on their own, put the backward inside too.",
                 where,
             )

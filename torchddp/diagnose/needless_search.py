@@ -32,7 +32,7 @@ class NeedlessSearch:
         try:
             return self._post() if not self._has_posted else self._judge(steps)
         except RuntimeError as error:
-            logger.debug("rank %d does not know whether others leave out parameters: %s", session.rank, error)
+            logger.debug("rank %d can't ask whether others leave out parameters: %s", session.rank, error)
             return False
 
     def close(self) -> None:

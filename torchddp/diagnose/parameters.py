@@ -195,10 +195,10 @@ def make_error(
     text = (
         f"Parameters are not the same on all ranks after {steps} synchronised steps: {difference.count} of "
         f"{num_parameters} differ. The first is '{name}' ({parameter}): {compared}. Likely causes: a rank whose "
-        "optimizer, learning rate or gradient clipping is another, or that skipped a step; parameters that were "
+        "optimizer, learning rate or gradient clipping differs, or that skipped a step; parameters that were "
         "loaded, set or initialised on some ranks only; gradients changed after backward; results that depend on the "
-        "rank's hardware; a faulty machine. To go on, broadcast the parameters of a rank that is right, and its "
-        "optimizer's state."
+        "rank's hardware; a faulty machine. To continue, broadcast the parameters and optimizer state of a correct "
+        "rank."
     )
     return DesyncError(text, steps, name, difference.ranks, difference.count, largest)
 

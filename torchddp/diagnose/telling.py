@@ -47,7 +47,7 @@ class Teller:
         try:
             return self._board.claim(trap)
         except RuntimeError as error:
-            logger.debug("rank %d can't ask whether others have told of '%s': %s", self.rank, trap, error)
+            logger.debug("rank %d can't ask whether others have given the warning '%s': %s", self.rank, trap, error)
             return True
 
 

@@ -79,5 +79,5 @@ def _board_of(session: ReducerSession) -> Board | None:
     try:
         return Board(session.process_group, "traps")
     except RuntimeError as error:
-        logger.debug("ranks can't tell each other of traps: %s", error)
+        logger.debug("ranks can't agree on who gives warnings: %s", error)
         return None

@@ -15,22 +15,23 @@ from torchddp.fault_tolerance.manager import check_manager, count_participants
 from torchddp.fault_tolerance.manager_group import ManagerGroup
 
 _TALK = "replicas come and go, and one that has just been restarted must be able to wrap its model alone"
+_SAME_BUCKETS = "a healing replica must have the same buckets as the others"
 # Option: (values equivalent to leaving it out, the reason against others).
 _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "process_group": ((None,), "gradients go through the manager"),
     "device_mesh": ((None,), "gradients go through the manager"),
-    "init_sync": ((False,), f"{_TALK}: torchft's Manager brings the weights (init_sync=True there)"),
+    "init_sync": ((False,), f"{_TALK}: torchft's Manager sends the weights (init_sync=True there)"),
     "broadcast_buffers": ((None, False), f"no replica's buffers are the right ones: {_TALK}"),
     "forward_sync_buffers": ((None, False), f"no replica's buffers are the right ones: {_TALK}"),
     "transport": (("auto", "c10d"), "the manager's process group moves the gradients"),
-    "timeout": ((None,), "the manager's timeout holds: torchft.Manager(timeout=...)"),
+    "timeout": ((None,), "the manager's timeout applies: torchft.Manager(timeout=...)"),
     "wire_dtype": ((None,), "the manager's process group sends gradients as they are"),
     "mixed_precision": ((None,), "its communication hook averages over a fixed group; use torch.autocast"),
     "delay_all_reduce_named_params": ((None,), "it reduces over a fixed group"),
     "param_to_hook_all_reduce": ((None,), "it reduces over a fixed group"),
     "skip_all_reduce_unused_params": ((False,), "a replica can't know alone that the others skip the same buckets"),
     "stall_report_s": ((None, 0), "a replica that stalls is left behind by the quorum, after the manager's timeout"),
-    "auto_refresh_trainable": ((False,), "a replica that heals must have the buckets of the others"),
+    "auto_refresh_trainable": ((False,), _SAME_BUCKETS),
     "check_parameters_every": ((None,), "it compares ranks of a fixed group"),
 }
 
@@ -46,30 +47,30 @@ class DistributedDataParallel(DDP):
             loss_of(model(batch)).backward()
             optimizer.step()               # only if manager.should_commit()
 
-    Takes the place of torchft's class (per-step fault tolerance: torchft, Meta 2024). Buckets go through
-    ``Manager.allreduce`` while backward runs, and are waited for once, at its end; torchft's class waits for each
-    before the next may start. The average is over the replicas that take part in the step.
+    Replaces torchft's class (per-step fault tolerance: torchft, Meta 2024). Buckets go through ``Manager.allreduce``
+    while backward runs, with a single wait at its end; torchft's class waits for each before it starts the next. The
+    average is over the replicas that take part in the step.
 
-    When a peer dies in mid-reduction, ``backward()`` returns; gradients are then of no use, ``should_commit()`` says
-    False, and the next step goes on without the dead. Buckets are those of the order of registration, always, so that a
-    replica that heals has the same. With ``find_unused_parameters`` a parameter counts as used if any replica used it.
+    If a peer dies during a reduction, ``backward()`` returns with invalid gradients, ``should_commit()`` returns False,
+    and the next step continues without the peer. Buckets always follow the order of registration, so that a healing
+    replica has the same ones. With ``find_unused_parameters`` a parameter counts as used if any replica used it.
 
-    Construction is not collective: a replica may come alone. In a replica group of several ranks each rank has its own
+    Construction is not collective: a replica may join alone. In a replica group of several ranks, each rank has its own
     manager, whose peers are the same rank of the other groups, as in torchft.
 
     Args:
-        manager: one model's gradients, or several models'.
+        manager: may be shared by several models.
         module: on one device; replicas must wrap equal modules with equal options.
-        carry_weights: let the manager carry weights and buffers to replicas that heal. False: the state_dict functions
-            given to the manager do; then it carries the list of buckets alone, which is compared.
-        **kwargs: other options of :class:`torchddp.DistributedDataParallel`. Refused with the reason: those that need
-            a fixed group of ranks. ``comm_hook`` may be a `torchddp.comm_hooks.PowerSGD`, which sends sums only; then
-            one model a manager. What it holds back is lost with a step that fails, and begins at zero in a replica that
-            heals.
+        carry_weights: the manager sends weights and buffers to healing replicas. False: the state_dict functions given
+            to the manager do that, and the manager only sends the list of buckets, which is compared.
+        **kwargs: other options of :class:`torchddp.DistributedDataParallel`. Those that need a fixed group of ranks
+            raise an error with the reason. ``comm_hook`` may be a `torchddp.comm_hooks.PowerSGD`, which only sends
+            sums, with one model per manager. Its residuals are lost with a step that fails, and start at zero in a
+            healing replica.
 
     Raises:
-        TypeError: ``manager`` is none.
-        ValueError: a manager without process group, an option that conflicts with one, sparse gradients.
+        TypeError: ``manager`` is not a Manager.
+        ValueError: a manager without a process group, an option that doesn't work with one, sparse gradients.
         RuntimeError: backward before ``manager.start_quorum()``.
         TransportError: in backward: there was no quorum within the manager's time limits; says whether the lighthouse
             can be reached.
@@ -106,23 +107,23 @@ class DistributedDataParallel(DDP):
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """For `torchddp.comm_hooks.PowerSGD`, one model per manager. RuntimeError for others, see `ManagerGroup`."""
         if not isinstance(hook, CommHook):
-            self._refuse("this communication hook", "it would send past the manager; comm_hooks.PowerSGD does not")
+            self._refuse("this communication hook", "it would bypass the manager; comm_hooks.PowerSGD does not")
         super().register_comm_hook(state, hook)
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
-        self._refuse("this communication hook", "it would send past the manager; comm_hooks.PowerSGD does not")
+        self._refuse("this communication hook", "it would bypass the manager; comm_hooks.PowerSGD does not")
 
     def join_hook(self, **kwargs: Any) -> Any:
         """RuntimeError: replicas may leave at any time, and the others continue."""
-        self._refuse("join()", "a replica that has run out of inputs may just leave, the others go on without it")
+        self._refuse("join()", "a replica that has run out of inputs may just leave, and the others continue")
 
     def replan(self) -> None:
         """RuntimeError: buckets can't change."""
-        self._refuse("replan()", "a replica that heals must have the buckets of the others")
+        self._refuse("replan()", _SAME_BUCKETS)
 
     def refresh_trainable(self) -> None:
         """RuntimeError: buckets can't change."""
-        self._refuse("refresh_trainable()", "a replica that heals must have the buckets of the others; wrap it again")
+        self._refuse("refresh_trainable()", f"{_SAME_BUCKETS}; wrap it again")
 
     def _update_process_group(self, new_process_group: Any) -> None:
         self._refuse("_update_process_group()", "the manager reconfigures its own group at each change of the quorum")
@@ -131,7 +132,7 @@ class DistributedDataParallel(DDP):
         self._refuse("a copy (pickle, deepcopy)", "it could not share the manager; copy model.module and wrap that")
 
     def _refuse(self, what: str, why: str) -> NoReturn:
-        raise RuntimeError(f"{what} is not for a model under a torchft Manager: {why}.")
+        raise RuntimeError(f"{what} doesn't work for a model under a torchft Manager: {why}.")
 
 
 def _check_options(options: Mapping[str, Any], module: torch.nn.Module) -> None:
@@ -144,13 +145,13 @@ def _check_options(options: Mapping[str, Any], module: torch.nn.Module) -> None:
             raise ValueError(f"{name}={value!r} conflicts with a torchft Manager: {reason}")
     if options.get("bucket_cap_mb") == "auto":
         raise ValueError(
-            "bucket_cap_mb='auto' conflicts with a torchft Manager: a replica that heals has measured nothing, and "
-            "must have the buckets of the others. Give a number of MiB, or None."
+            "bucket_cap_mb='auto' conflicts with a torchft Manager: a healing replica has measured nothing, and must "
+            "have the same buckets as the others. Pass a number of MiB, or None."
         )
     for name, part in module.named_modules():
         if isinstance(part, torch.nn.Embedding | torch.nn.EmbeddingBag) and part.sparse:
             raise ValueError(f"embedding {name!r} has sparse=True: torchft's all-reduce takes no sparse gradients")
     if torch._dynamo.config.optimize_ddp == "python_reducer":
         raise ValueError(
-            "torch._dynamo.config.optimize_ddp='python_reducer' reduces over a fixed group, past the manager"
+            "torch._dynamo.config.optimize_ddp='python_reducer' reduces over a fixed group and bypasses the manager"
         )

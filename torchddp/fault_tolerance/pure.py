@@ -12,19 +12,19 @@ from torchddp.fault_tolerance.manager import check_manager, count_participants
 
 
 class PureDistributedDataParallel(nn.Module):
-    """One ``Manager.allreduce`` for each gradient, started as soon as it is final, all waited for before ``backward()``
-    returns. (torchft's class starts them and never waits: its futures are lazy, and averages stay sums.)
+    """Starts one ``Manager.allreduce`` for each gradient as soon as it is final, and waits for all of them before
+    ``backward()`` returns. (torchft's class never waits: its futures are lazy, and averages stay sums.)
 
-    For models that the reducer can't take; :class:`DistributedDataParallel` is faster. Every backward reduces: there is
-    no ``no_sync()``. All replicas must use the same parameters in the same order. Errors are as there: ``backward()``
-    returns, and ``should_commit()`` says False.
+    For models that the reducer doesn't support; :class:`DistributedDataParallel` is faster. Every backward reduces:
+    there is no ``no_sync()``. All replicas must use the same parameters in the same order. After an error,
+    ``backward()`` returns and ``should_commit()`` returns False, as with that class.
 
     Args:
         manager: a ``torchft.Manager``.
         module: may be on several devices.
 
     Raises:
-        TypeError: ``manager`` is none.
+        TypeError: ``manager`` is not a Manager.
         ValueError: it has no process group.
         RuntimeError: backward before ``manager.start_quorum()``.
         TransportError: in backward: there was no quorum within the manager's time limits.

@@ -37,6 +37,10 @@ def ranks_text(count: int) -> str:
     return f"{count} rank{'s' if count > 1 else ''}"
 
 
+def threads_text(count: int) -> str:
+    return f"{count} thread{'s' if count > 1 else ''}"
+
+
 def weight_text(result: dict[str, Any]) -> str:
     """Which model, and how much there is to reduce."""
     return f"{result['title']}: {result['parameters']} parameters, {result['gradient_bytes'] / MB:.3g} MB"

@@ -1,4 +1,4 @@
-"""What torchddp.install() says: in a job once, where it took effect; in a driver, that it does not reach workers."""
+"""Warnings of torchddp.install(): once per job where it takes effect; in a driver, that workers are not affected."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def model_made(model: DistributedDataParallel, made_by: type) -> None:
 
 
 def torchs_model_made(model: TorchDDP) -> None:
-    """Of a class that was derived before: said once in a job for each."""
+    """For a class that was derived before install(): one warning per class and job."""
     name = _name(type(model))
     if is_first_in_job(f"{name} keeps torch's", model.process_group):
         logger.warning(
@@ -48,7 +48,7 @@ def torchs_model_made(model: TorchDDP) -> None:
 
 
 def derived_early() -> list[type]:
-    """Classes of others that are derived from torch's, and not from ours."""
+    """Other packages' classes that derive from torch's, and not from ours."""
     found: list[type] = []
     todo = TorchDDP.__subclasses__()
     for cls in todo:
@@ -67,8 +67,8 @@ def _name(cls: type) -> str:
 
 
 def look_for_workers_elsewhere() -> None:
-    """Called by install(). Warns at once where this process drives an engine already, else at its end, if none of its
-    models is ours and it has used an engine; never in an engine's workers."""
+    """Called by install(). Warns at once if this process already drives an engine, or else at exit if it used one and
+    none of its models is ours; never in an engine's workers."""
     if dist.is_initialized() or {"RANK", "WORLD_SIZE"} <= os.environ.keys() or _is_worker():
         return
     atexit.unregister(_at_exit)

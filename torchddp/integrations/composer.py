@@ -1,4 +1,4 @@
-"""MosaicML's Composer on torchddp's class: its Trainer wraps models in it, its sync strategies reduce in buckets."""
+"""MosaicML's Composer with torchddp's class: its Trainer wraps models in it, its sync strategies reduce in buckets."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ _options: dict[str, Any] = {}
 
 
 def enable(**options: Any) -> ExitStack:
-    """From now on Composer's trainers wrap models in torchddp's DistributedDataParallel.
+    """Make Composer's trainers wrap models in torchddp's DistributedDataParallel from now on.
 
         torchddp.integrations.composer.enable(transport="shm")
         trainer = composer.Trainer(model=model, ddp_sync_strategy="forced_sync", ...)
 
-    Its three sync strategies are torchddp's of the same names: FORCED_SYNC reduces in buckets, as packed, in place of
-    one message a parameter. Models that are wrapped already stay what they are. In a ``with``, the state before the
-    call comes back at the end. Not collective, but every rank must do the same before it makes its Trainer.
+    Composer's three sync strategies become torchddp's of the same names: FORCED_SYNC reduces packed buckets instead of
+    sending one message per parameter. Models that are already wrapped don't change. In a ``with`` statement, the
+    previous state returns at the end. Not collective, but every rank must call it before it creates its Trainer.
 
     Args:
-        options: of torchddp's class, and of torch's; they replace those of an earlier call. ``find_unused_parameters``
-            is the Trainer's own: an algorithm says it.
+        options: of torchddp's class and torch's; they replace those of an earlier call. Not
+            ``find_unused_parameters``, which Composer's algorithms decide.
 
     Raises:
-        ImportError: Composer is not installed (names the extra), or has no such function.
+        ImportError: Composer is not installed, or lacks a function that this replaces.
         TypeError: an option that the class does not have.
     """
     parameters = inspect.signature(DistributedDataParallel.__init__).parameters
@@ -56,7 +56,7 @@ def enable(**options: Any) -> ExitStack:
 
 
 def disable() -> None:
-    """Composer's own functions are back. Nothing happens without `enable`."""
+    """Restore Composer's own functions. Does nothing without `enable`."""
     for (place, name), function in _originals.items():
         setattr(require(place, "mosaicml"), name, function)
     _originals.clear()

@@ -1,21 +1,21 @@
-"""``torchddp.install()``: whoever makes torch's DistributedDataParallel gets torchddp's.
+"""``torchddp.install()``: programs that create torch's DistributedDataParallel get torchddp's.
 
 Note [What is replaced]
 ~~~~~~~~~~~~~~~~~~~~~~~
-No name is replaced: torch's class keeps its place in torch.nn.parallel, and whoever imported it by name before, or
-keeps it in a dict, a partial or a default argument, has it as ever. Only its metaclass is another while this is
-installed, and a metaclass decides what calling the class makes. So:
+No name is replaced: torch's class stays in torch.nn.parallel, and code that imported it by name before, or keeps it in
+a dict, a partial or a default argument, still has it. Only its metaclass changes while this is installed, because the
+metaclass decides what calling the class creates. So:
 
-* ``isinstance`` and ``issubclass`` are Python's own: an instance of torch's class made before and one of ours made
-  while installed are both instances of it, for ours is a subclass.
-* What torch keeps on its class (``_active_ddp_module``, which Dynamo reads) is in one place, not in two.
-* Pickles of both find their class under its name; unpickling calls no class, so copies stay what they are.
-* There is nothing to restore but the metaclass, and nothing that a module imported later could have missed.
-  (``watch_collectives()``, which is on as long, has its own way: Note [How a function is watched].)
+* ``isinstance`` and ``issubclass`` are Python's own: an instance of torch's class made before, and one of ours made
+  while installed, are both instances of it, because ours is a subclass.
+* What torch stores on its class (``_active_ddp_module``, which Dynamo reads) exists only once.
+* Pickles of both find their class under its name. Unpickling doesn't call a class, so copies keep theirs.
+* Only the metaclass has to be restored, and a module imported later has missed nothing. (``watch_collectives()``,
+  active for as long, works differently: Note [How a function is watched].)
 
-A class that is derived from torch's while installed gets ours as its base (the metaclass makes it). One that
-was derived before keeps torch's: its instances may be there already. It has the other metaclass meanwhile too, which
-tells of the first model that such a class makes.
+A class that is derived from torch's while installed gets ours as its base, from the metaclass. A class derived before
+keeps torch's, because it may already have instances. It has our metaclass too meanwhile, which reports the first model
+that such a class creates.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import Any
 
 from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 
-from torchddp._import_check import is_command
+from torchddp._command import is_command
 from torchddp.ddp.module import DistributedDataParallel
 from torchddp.diagnose.collectives import watch_collectives
 from torchddp.integrations import announce
@@ -46,7 +46,7 @@ _watching = ExitStack()  # of collectives, while installed
 
 
 def install(**defaults: Any) -> ExitStack:
-    """Whoever calls ``torch.nn.parallel.DistributedDataParallel(...)`` in this process gets torchddp's class.
+    """Make ``torch.nn.parallel.DistributedDataParallel(...)`` create torchddp's class in this process.
 
         torchddp.install()
         trainer = SomeFramework(...)  # which wraps the model by itself
@@ -54,24 +54,24 @@ def install(**defaults: Any) -> ExitStack:
         with torchddp.install(transport="shm"):
             model = torch.nn.parallel.DistributedDataParallel(module)
 
-    However the class was reached, also by names that were imported before. Classes that are derived from torch's class
-    while this is installed derive from torchddp's; those derived before keep torch's, and are named in a warning.
-    Models that are already there stay what they are. The logger "torchddp" warns of it once in a job: on rank 0, when
-    the first model is made. In a driver of Ray or Spark, whose workers this does not reach, it warns of that instead.
-    Collectives are watched as long as it is installed: :func:`torchddp.watch_collectives`.
+    This includes names of the class that were imported before. Classes derived from torch's while this is installed
+    derive from torchddp's; those derived before keep torch's, and a warning names them. Existing models don't change.
+    The logger "torchddp" announces it with one warning per job, on rank 0, when the first model is created. In a driver
+    of Ray or Spark, whose workers are not affected, it warns of that instead. Collectives are watched while it is
+    installed: :func:`torchddp.watch_collectives`.
 
-    In a ``with``, the state before the call comes back at the end, whatever happens inside. Calls may be nested and
-    repeated. Not collective, but every rank must do the same. Processes started afterwards by fork have it
-    installed, others when they import torchddp, if the environment variable TORCHDDP_INSTALL is 1.
+    In a ``with`` statement, the previous state returns at the end, also after an exception. Calls may be nested and
+    repeated. Not collective, but every rank must do the same. In processes started afterwards by fork it is installed;
+    in others it is once they import torchddp, if the environment variable TORCHDDP_INSTALL is 1.
 
     Args:
-        defaults: for any argument of :class:`torchddp.DistributedDataParallel` but ``module``: torchddp's own
+        defaults: for any argument of :class:`torchddp.DistributedDataParallel` except ``module``: torchddp's own
             (``transport``, ``comm_hook``, ...), which frameworks don't pass, and torch's (``gradient_as_bucket_view``,
-            ``bucket_cap_mb``, ...). What the caller of the class gives wins. Installing again adds to them. Objects
-            serve all models: give a ``comm_hook`` by name, so that each model has one of its own.
+            ``bucket_cap_mb``, ...). Arguments passed to the class take precedence. Installing again adds to them.
+            Objects are shared by all models: pass a ``comm_hook`` by name, so that each model gets its own.
 
     Raises:
-        TypeError: a default that is no such argument.
+        TypeError: a default for an argument that doesn't exist.
     """
     unknown = sorted(set(defaults) - set(_DEFAULTABLE))
     if unknown:
@@ -87,9 +87,9 @@ def install(**defaults: Any) -> ExitStack:
 
 
 def uninstall() -> ExitStack:
-    """Torch's class makes torch's objects again. Nothing happens if torchddp is not installed.
+    """Make torch's class create its own objects again. Does nothing if torchddp is not installed.
 
-    In a ``with``, for a model that must be torch's, what was installed comes back at the end.
+    In a ``with`` statement, around a model that must be torch's, what was installed returns at the end.
     """
     with _lock:
         before = _back_to(_defaults)
@@ -104,12 +104,12 @@ def _back_to(defaults: dict[str, Any] | None) -> ExitStack:
 
 
 def installed() -> bool:
-    """Whether torch's class makes torchddp's objects in this process."""
+    """Whether torch's class creates torchddp's objects in this process."""
     return _defaults is not None
 
 
 def install_by_variable() -> None:
-    """For `import torchddp`: what TORCHDDP_INSTALL says. ValueError if that is neither 1 nor 0 nor nothing."""
+    """For `import torchddp`: do what TORCHDDP_INSTALL says. ValueError unless that is 1, 0 or empty."""
     value = os.environ.get(ENV, "")
     if value in _OFF or is_command():  # the command compares torchddp with torch's class
         return

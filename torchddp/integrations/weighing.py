@@ -1,4 +1,4 @@
-"""What the helpers for other programs' loops share: the wrapper that weighs, and losses that the program divides."""
+"""Shared by the weigh() of each framework: finding the wrapper, and undoing the framework's division of the loss."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from torchddp.ddp.module import DistributedDataParallel
-from torchddp.ddp.weights import weight_and_count
+from torchddp.ddp.weights import LossKind, weight_and_count
 from torchddp.sync.microbatches import unwrapped
 
 
@@ -29,7 +29,7 @@ def wrapper_of(model: torch.nn.Module, alone: bool, how: str) -> DistributedData
 
 
 def weigh(
-    wrapper: DistributedDataParallel, weight: float | torch.Tensor, loss: str = "mean", *, divided_by: float = 1.0
+    wrapper: DistributedDataParallel, weight: float | torch.Tensor, loss: LossKind = "mean", *, divided_by: float = 1.0
 ) -> None:
     """`DistributedDataParallel.weigh` for a loss that the program divides by ``divided_by`` before the backward."""
     factor, count = weight_and_count(weight, loss, wrapper.session.rank)

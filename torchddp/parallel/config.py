@@ -8,7 +8,7 @@ import difflib
 import inspect
 import os
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -16,10 +16,11 @@ from torchddp.ddp.module import DistributedDataParallel
 from torchddp.parallel import read
 from torchddp.sharded import ShardedDataParallel
 
-KINDS = ("auto", "none", "ddp", "sharded", "fsdp", "hsdp")
-STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
+Kind = Literal["auto", "none", "ddp", "sharded", "fsdp", "hsdp"]
+Strategy = Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"]
+DtypeName = Literal["bfloat16", "float16", "float32", "float64"]
+KINDS, STRATEGIES, DTYPES = get_args(Kind), get_args(Strategy), get_args(DtypeName)
 HYBRID = ("HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
-DTYPES = ("bfloat16", "float16", "float32", "float64")
 _ALLOWED = {"kind": KINDS, "sharding_strategy": STRATEGIES, "param_dtype": DTYPES, "reduce_dtype": DTYPES}
 # Set by parallelize itself, or available under other names.
 _NOT_FOR_USERS = {
@@ -70,17 +71,17 @@ class ParallelConfig:
             was got and what is allowed.
     """
 
-    kind: str = "auto"
+    kind: Kind = "auto"
     use_fsdp: bool = False
-    sharding_strategy: str | None = None
+    sharding_strategy: Strategy | None = None
     cpu_offload: bool = False
     sync_module_states: bool = True
     model_parallel: int | None = None
     data_parallel: int | None = None
     parallel_backend: str | None = None
     device_type: str | None = None
-    param_dtype: str | None = None
-    reduce_dtype: str | None = None
+    param_dtype: DtypeName | torch.dtype | None = None
+    reduce_dtype: DtypeName | torch.dtype | None = None
     wrap: tuple[str | type[torch.nn.Module], ...] | None = None
     forward_prefetch: int = 0
     backward_prefetch: int = 0

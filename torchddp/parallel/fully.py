@@ -26,7 +26,7 @@ def shard(model: nn.Module, config: ParallelConfig, layout: Layout, mesh: Device
     if config.sync_module_states:
         sync_from_rank_0(model, mesh)
     both = layout.kind == "hsdp" or layout.replicates
-    dtypes = [None if name is None else getattr(torch, name) for name in (config.param_dtype, config.reduce_dtype)]
+    dtypes = [None if name is None else getattr(torch, str(name)) for name in (config.param_dtype, config.reduce_dtype)]
     pinned = mesh.device_type != "cpu"
     options: dict[str, Any] = {
         "mesh": mesh if both else mesh["dp"],

@@ -31,7 +31,7 @@ def read_file(path: str | os.PathLike[str], section: str | None) -> dict[str, An
         raise TypeError(f"{path}: {where} is a {type(table).__name__}, allowed: a table of options")
     bad = [key for key in table if not isinstance(key, str)]
     if bad:
-        raise TypeError(f"{path}: option {bad[0]!r} is no string")
+        raise TypeError(f"{path}: option {bad[0]!r} is not a string")
     return dict(table)
 
 

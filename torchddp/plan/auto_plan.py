@@ -159,7 +159,7 @@ class AutoPlan:
         if transport.rank == 0:
             logger.info(
                 "bucket_cap_mb='auto': %s after %d measured steps; the last bucket is expected %.2f ms after backward "
-                "began, with the buckets so far %.2f ms (a message takes %.1f us and %.3f ns a byte)",
+                "began, with the buckets so far %.2f ms (a message takes %.1f us and %.3f ns per byte)",
                 f"{len(self._reducer.plan)} buckets in place of {count}" if changed else f"{count} buckets as before",
                 RECORDED_STEPS,
                 1e3 * decision.after_s,

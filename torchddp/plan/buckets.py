@@ -90,7 +90,7 @@ def merged_buckets(
     one.
 
     Raises:
-        ValueError: times or costs that are negative or not finite; an order that is no permutation.
+        ValueError: times or costs that are negative or not finite; an order that is not a permutation.
     """
     if sorted(order) != list(range(len(specs))):
         raise ValueError(

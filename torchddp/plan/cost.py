@@ -35,7 +35,8 @@ def measure_cost(
     which only the simulator asks for (0.2 s more).
 
     Raises:
-        TransportError: a peer is gone. NoRoomError: see there.
+        TransportError: a peer is gone.
+        NoRoomError: no shared memory for the messages.
     """
     if transport.size == 1:
         return LinearCost(0.0, 0.0)

@@ -43,7 +43,8 @@ def record_profile(model: Any, step: Callable[[], Any], *, name: str = "", steps
 
     Raises:
         ValueError: ``steps`` below 1, a model that is still planning, or steps that synchronise nothing.
-        TransportError: a peer is gone. NoRoomError: no shared memory for the messages that are timed.
+        TransportError: a peer is gone.
+        NoRoomError: no shared memory for the messages that are timed.
     """
     if steps < 1:
         raise ValueError(f"steps must be at least 1, got {steps}")

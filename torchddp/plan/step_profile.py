@@ -91,7 +91,7 @@ class StepProfile:
         if not all(math.isfinite(value) and value >= 0 for value in self._times()):
             raise ProfileError("The profile has a time that is negative or not finite.")
         if self.world_size < 1 or self.ranks_per_host < 1:
-            raise ProfileError(f"The profile says {self.world_size} ranks, {self.ranks_per_host} a host.")
+            raise ProfileError(f"The profile says {self.world_size} ranks, {self.ranks_per_host} per host.")
 
     def _times(self) -> tuple[Any, ...]:
         cost = asdict(self.cost).values()

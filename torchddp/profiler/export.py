@@ -2,7 +2,7 @@
 
 In a trace a process is a rank. Its thread "autograd" has forward, backward and what was exposed of communication, each
 bucket a thread of its own: gathering (first to last gradient), packing, queued behind earlier buckets, in flight. The
-picture has a panel a rank, and a row in the place of each thread. It needs matplotlib.
+picture has a panel per rank, and a row instead of each thread. It needs matplotlib.
 """
 
 from __future__ import annotations

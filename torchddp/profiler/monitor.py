@@ -12,7 +12,7 @@ Callback = Callable[[int, dict[str, float]], None]
 
 
 def monitor(model: Any, callback: Callback, every: int = 1) -> Monitor:
-    """Call `callback(step, values)` after every `every`-th synchronised step: at the begin of the next forward.
+    """Call `callback(step, values)` after every `every`-th synchronised step, at the start of the next forward.
 
         def to_tensorboard(step, values):
             for name, value in values.items():
@@ -21,23 +21,23 @@ def monitor(model: Any, callback: Callback, every: int = 1) -> Monitor:
         torchddp.profiler.monitor(model, to_tensorboard, every=50)  # writer: a SummaryWriter
         torchddp.profiler.monitor(model, lambda step, values: wandb.log(values, step=step), every=50)
 
-    `values`, of that one step of this rank (a model on a GPU: times of the host):
+    `values` describe that step on this rank (for a model on a GPU, times are the host's):
 
-    * ``ddp/step_ms``: from the begin of forward until gradients are final
+    * ``ddp/step_ms``: from the start of forward until gradients are final
     * ``ddp/forward_ms``: until the first gradient; ``ddp/backward_ms``: from there to the last one
     * ``ddp/comm_ms``: from the first bucket's launch until the last one is reduced
-    * ``ddp/exposed_ms``: of that, what came after the last gradient
-    * ``ddp/overlap_ratio``: of that, the share before the last gradient; 1.0 if nothing was communicated
-    * ``ddp/buckets``: reduced ones; ``ddp/bytes``: theirs, as they lie in memory
-    * ``ddp/wire_bytes``: what the rank put on the wire for them (`torchddp.traffic`); left out where that is not known
+    * ``ddp/exposed_ms``: the part of that after the last gradient
+    * ``ddp/overlap_ratio``: the share of the communication before the last gradient; 1.0 if there was none
+    * ``ddp/buckets``: how many were reduced; ``ddp/bytes``: their size in memory
+    * ``ddp/wire_bytes``: what the rank sent for them (`torchddp.traffic`); missing if it is not known
 
-    The reducer takes these times anyway. Not collective. What the callback raises comes out of the forward.
+    The reducer measures these times anyway. Not collective. The forward raises what the callback raises.
 
     Returns:
         A handle; its `remove()` ends it.
 
     Raises:
-        TypeError: the model is no `torchddp.DistributedDataParallel`, or the callback cannot be called.
+        TypeError: the model is not a `torchddp.DistributedDataParallel`, or the callback can't be called.
         ValueError: `every` is less than 1, or torch's Python reducer does the model's work.
     """
     ddp = checked_model(model)

@@ -2,17 +2,18 @@
 
 Note [Clocks of ranks]
 
-Ranks of one host read one CLOCK_MONOTONIC, and there is nothing to measure. Between hosts it is Cristian's argument
-over collectives: nobody leaves an all-reduce before everybody has entered it. A rank's leaving minus another's entering
-bounds the offset of their clocks from one side, and the other way round from the other; many rounds narrow the bounds.
+Ranks of one host read the same CLOCK_MONOTONIC, so there is nothing to measure. Between hosts we apply Cristian's
+argument to collectives: no rank leaves an all-reduce before every rank has entered it. So the time at which one rank
+leaves, minus the time at which another enters, bounds the offset of their clocks from one side; swapping the ranks
+bounds it from the other. Many rounds narrow the bounds.
 
 Note [Stragglers]
 
 In each step some rank comes last, if only by chance. A rank is called a straggler only if both hold:
 
 * It was last in more steps than chance explains. If all ranks were alike, each of W ranks would be last in a step with
-  probability 1 / W. p is the probability that some rank would then be last in as many of the steps: that of the
-  binomial distribution's tail, times W, for the rank is chosen because it was last so often (Bonferroni). p < 0.05.
+  probability 1 / W. p is the probability that some rank would then be last in as many of the steps: the tail of the
+  binomial distribution, times W because the rank is chosen for having been last so often (Bonferroni). p < 0.05.
 * It matters: each other rank waits for it for at least 1 % of a step on average.
 
 Two ranks need six steps at least, for p to fall below 0.05.

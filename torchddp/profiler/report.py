@@ -51,7 +51,7 @@ def verdict(profile: MergedProfile, step: MergedStep) -> str:
     last, slowest = profile.last_rank(), step.steps[step.slowest]
     share = slowest.exposed_ns / slowest.duration_ns if slowest.duration_ns else 0.0
     if last is not None and last.is_straggler:
-        waits = f"each other rank waits {ms(last.wait_ns)} ms a step for it, {last.share:.0%} of the step"
+        waits = f"each other rank waits {ms(last.wait_ns)} ms per step for it, {last.share:.0%} of the step"
         return f"Rank {last.rank} is a straggler: {waits}."
     if share >= MUCH_EXPOSED:
         return f"Exposed communication takes {share:.0%} of the step; `torchddp tune` tries other buckets."
@@ -152,7 +152,7 @@ def straggler_lines(profile: MergedProfile, step: MergedStep) -> list[str]:
     if last is None:
         return ["straggler: none, no rank waited for another"]
     often = f"rank {last.rank} was last in {last.steps} of {last.of} steps (p {_p_text(last.p_value)})"
-    waited = f"each other rank waited {ms(last.wait_ns)} ms a step for it"
+    waited = f"each other rank waited {ms(last.wait_ns)} ms per step for it"
     if last.is_straggler:
         return [
             f"straggler: {often}; {waited}",
@@ -197,7 +197,7 @@ def lost_lines(records: Iterable[RankRecord]) -> list[str]:
         if record.dropped:
             parts.append(f"{record.dropped} events of earlier steps were overwritten (profile(model, steps=N) keeps N)")
         if record.incomplete:
-            parts.append(f"{record.incomplete} steps were only seen in part and left out")
+            parts.append(f"{record.incomplete} steps were only recorded in part and left out")
         if parts:
             lines.append(f"rank {record.rank}: {'; '.join(parts)}")
     return lines

@@ -53,12 +53,12 @@ def profile(model: Any, steps: int | None = None) -> Iterator[Profile]:
         print(recorded.report(merged=True))           # all ranks, the straggler named; collective
         recorded.export_chrome_trace("trace.json")    # for https://ui.perfetto.dev
 
-    A step is a synchronised forward and backward; what happens under `no_sync()` is not seen. An event costs a reading
-    of the clock (tens of nanoseconds); of a model on a GPU the times are those of the host. Not collective.
+    A step is a synchronised forward and backward; nothing under `no_sync()` is recorded. An event costs one reading of
+    the clock (tens of nanoseconds). For a model on a GPU, times are the host's. Not collective.
 
     Args:
         model: a `torchddp.DistributedDataParallel`.
-        steps: how many steps to keep, the last ones; memory is 80 bytes a parameter and step. None: 64.
+        steps: keep the last so many steps, at 80 bytes per parameter and step. None: 64.
 
     Raises:
         TypeError: another kind of model, torch's own class included.
@@ -123,7 +123,7 @@ class Profile:
 
     @property
     def incomplete(self) -> int:
-        """Steps seen only in part: cut off by later ones, begun before the context, or ended by an error."""
+        """Steps recorded only in part: overwritten by later ones, begun before the context, or ended by an error."""
         return self.record().incomplete
 
     @property
@@ -151,7 +151,7 @@ class Profile:
     def gather(self) -> MergedProfile:
         """All ranks' steps on one clock. Collective over the model's process group; between steps.
 
-        Raises ValueError, on all ranks, if no step was recorded from begin to end on every rank.
+        Raises ValueError on all ranks if no step was recorded completely on every rank.
         """
         group = self._model.process_group
         exchange = GroupExchange(group)
@@ -164,12 +164,12 @@ class Profile:
         return merge(records, ranks.align(identities, readings))
 
     def report(self, merged: bool = False) -> str:
-        """The median step as text of at most 80 columns: when each bucket was filled, sent and back, what held it back,
-        what was exposed.
+        """The median step as text of at most 80 columns: when each bucket was filled, sent and done, what delayed it,
+        and what was exposed.
 
-        With `merged=True` of all ranks, with the straggler: collective, and equal on all of them.
+        With `merged=True`, over all ranks, with the straggler: collective, and the same on all of them.
 
-        Raises ValueError if no complete step was recorded; ImportError without rich (the extra "cli").
+        Raises ValueError if no complete step was recorded; ImportError without rich.
         """
         from torchddp.profiler.report import as_text, merged_report, rank_report
 
@@ -178,7 +178,7 @@ class Profile:
     def export_chrome_trace(self, path: str | Path, merged: bool = False) -> None:
         """Write all steps in Chrome's trace format, for https://ui.perfetto.dev or chrome://tracing.
 
-        With `merged=True` of all ranks: collective; rank 0 writes.
+        With `merged=True`, the steps of all ranks: collective; rank 0 writes.
         """
         if not merged:
             record = self.record()

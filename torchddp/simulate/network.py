@@ -56,7 +56,7 @@ PRESETS = {
         Link("nvlink", "NVLink of an H100", 18 * 20.6e9, 1.9e-6),
         # 48.5 of 50 GB/s is what the simulator SimAI counts on for a ConnectX-7 (calbusbw.h); 4.0 us: hwLat again, over
         # a network.
-        Link("ib400", "InfiniBand 400 Gbit/s, one port a host", 48.5e9, 4.0e-6),
+        Link("ib400", "InfiniBand 400 Gbit/s, one port per host", 48.5e9, 4.0e-6),
         # Latencies over Ethernet differ more between sites than between rates. For 1 Gbit/s AppNeta (2009) gives 120 to
         # 180 us for a round trip between programs, a third of it sending the frames: half of the rest is one way.
         # 25 us and 10 us are guesses between that and InfiniBand; `--link` takes a measured latency.
@@ -167,7 +167,7 @@ def make_hop(profile: StepProfile, link: Link) -> Hop:
     software = software_of(profile, as_recorded=link.bytes_per_s is None)
     if profile.world_size == 1 and (link.bytes_per_s is None or link.latency_s is None):
         raise ArgumentError(
-            f"The profile was recorded with 1 rank and knows no link, so the link '{link.name}' means nothing: name "
+            f"The profile was recorded with 1 rank and has no link, so '{link.name}' means nothing: name "
             "one with rate and latency, like 10gbit,20us."
         )
     if link.latency_s is None:

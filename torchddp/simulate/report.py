@@ -14,7 +14,7 @@ from torchddp.harness.plots import figure_png, finish_panel, panels
 from torchddp.harness.tables import MB, number, plain_table, ranks_text
 from torchddp.plan.step_profile import StepProfile
 from torchddp.simulate.network import NO_SOFTWARE, software_of
-from torchddp.simulate.predict import Point, Prediction, Scene, model_error
+from torchddp.simulate.predict import MIN_GAIN, Point, Prediction, Scene, model_error
 
 FORMAT = 1
 # The model's error on the recorded step: above the first it is a warning, above the second nothing is predicted.
@@ -96,7 +96,8 @@ def _advice(profile: StepProfile, point: Point) -> str:
     if point.world_size == 1:
         return f"{where}: nothing is sent, any plan will do."
     if not point.is_worth_changing:
-        return f"{where}: keep the recorded {_buckets_text(len(recorded.buckets))}; no plan is 0.5% faster."
+        kept = _buckets_text(len(recorded.buckets))
+        return f"{where}: keep the recorded plan ({kept}): no other saves {MIN_GAIN:.1%} of the step."
     change = (
         f"{where}: {_buckets_text(len(best.buckets))} ({_sizes_text(profile, best)}) instead of "
         f"{len(recorded.buckets)} save {_percent(point.gain)} of the step, "
@@ -113,9 +114,9 @@ def check_text(profile: StepProfile) -> str:
     error = model_error(profile)
     if error is None:
         why = "with one rank" if profile.world_size == 1 else "without a measured step"
-        return f"Check: none, the profile was recorded {why}."
+        return f"The model's error is unknown: the profile was recorded {why}."
     text = (
-        f"Check: for the recorded step the model predicts {_ms(profile.step_s * (1 + error))} ms, measured were "
+        f"The model predicts {_ms(profile.step_s * (1 + error))} ms for the recorded step, which took "
         f"{_ms(profile.step_s)} ms ({error:+.1%})."
     )
     if abs(error) > LARGEST_ERROR:
@@ -152,7 +153,7 @@ def notes(profile: StepProfile, scene: Scene) -> list[str]:
         found.append(
             "The profile has no cost of the transport's software: links faster than the recorded one look too good."
         )
-    hosts = f"{ranks_text(scene.ranks_per_host)} a host"
+    hosts = f"{ranks_text(scene.ranks_per_host)} per host"
     inner = f", over {scene.inner.name} inside it" if scene.ranks_per_host > 1 else ""
     found.append(
         f"{hosts}{inner}; all-reduce: {scene.algorithm}. Efficiency is the step without communication, divided by the "

@@ -37,8 +37,7 @@ def even_batches(batches: Iterable[T], model_or_group: Any = None) -> Iterator[T
     Args:
         batches: any iterable; a new iterator is created at the first batch.
         model_or_group: a DistributedDataParallel (torch's too, compiled or not), whose ranks must agree, or a process
-            group;
-        None: the default group, or without one, just the batches.
+            group. None: the default group, or without one, just the batches.
 
     Collective among those ranks: the first call for a group (which creates the separate group), and each batch. Loops
     may be nested. All ranks may leave the loop at the same batch (``break``); if one rank alone leaves, the others fail

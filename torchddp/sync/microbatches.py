@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from torchddp.composable.module import sole_engine
 from torchddp.ddp.module import DistributedDataParallel
-from torchddp.ddp.options import DDPSyncStrategy
+from torchddp.ddp.options import DDPSyncStrategy, SyncChoice
 from torchddp.ddp.weights import weight_and_count
 
 
@@ -44,7 +44,7 @@ def prepare_ddp_module(
 def accumulate(
     model: torch.nn.Module,
     steps: int,
-    strategy: DDPSyncStrategy | str | None = None,
+    strategy: DDPSyncStrategy | SyncChoice | None = None,
     *,
     weights: Sequence[float | torch.Tensor] | None = None,
 ) -> Generator[int, None, None]:
@@ -138,7 +138,7 @@ def _warn_if_unreduced(model: torch.nn.Module, index: int, steps: int, strategy:
 
 @contextmanager
 def sync_context(
-    model: torch.nn.Module, is_final_microbatch: bool, strategy: DDPSyncStrategy | str | None = None
+    model: torch.nn.Module, is_final_microbatch: bool, strategy: DDPSyncStrategy | SyncChoice | None = None
 ) -> Iterator[None]:
     """Context for the forward and backward of one microbatch; gradients are reduced when the strategy says so.
 

@@ -62,7 +62,7 @@ def algbw_gb_per_s(size_bytes: int, time_us: float) -> float:
 
 
 def busbw_gb_per_s(operation: Operation, size_bytes: int, time_us: float, world_size: int) -> float:
-    """The bandwidth to hold against the hardware's."""
+    """The bandwidth to compare with the hardware's."""
     return algbw_gb_per_s(size_bytes, time_us) * operation.bus_factor(world_size)
 
 

@@ -1,4 +1,4 @@
-"""Accelerate and the transformers Trainer over torchddp's engine; nothing of theirs is patched (docs/accelerate.md)."""
+"""Accelerate and the transformers Trainer on torchddp's engine, without patching either (docs/accelerate.md)."""
 
 from __future__ import annotations
 

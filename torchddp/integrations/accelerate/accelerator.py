@@ -21,6 +21,7 @@ from accelerate.utils import (
 from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 
 from torchddp.ddp.module import DistributedDataParallel
+from torchddp.ddp.weights import LossKind
 from torchddp.integrations.accelerate.options import TorchDDPKwargs, merge
 from torchddp.integrations.accelerate.weights import weigh
 
@@ -39,18 +40,17 @@ _OTHER_TYPES = {
 
 
 class AcceleratorMixin:
-    """``prepare_model`` for a subclass of ``accelerate.Accelerator``: where that wraps in torch's class, this wraps in
-    torchddp's."""
+    """``prepare_model`` for a subclass of ``accelerate.Accelerator``: wraps in torchddp's class instead of torch's."""
 
     ddp_handler: Any  # a DistributedDataParallelKwargs, or None
 
     def prepare_model(
         self, model: torch.nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> torch.nn.Module:
-        """As Accelerate's, but for the class that wraps.
+        """As in Accelerate, but wraps in torchddp's class.
 
-        Collective where it wraps: ranks prepare the same models in the same order. A model without a parameter that
-        requires grad is not wrapped.
+        Collective if it wraps: all ranks prepare the same models in the same order. A model without trainable
+        parameters is not wrapped.
 
         Raises:
             ValueError: the model is wrapped already, or has DTensor parameters.
@@ -75,8 +75,8 @@ class AcceleratorMixin:
         wrapped._is_accelerate_prepared = True  # type: ignore[assignment]
         return wrapped
 
-    def weigh(self, model: torch.nn.Module, weight: float | torch.Tensor, *, loss: str = "mean") -> None:
-        """As :func:`torchddp.integrations.accelerate.weigh` with this accelerator."""
+    def weigh(self, model: torch.nn.Module, weight: float | torch.Tensor, *, loss: LossKind = "mean") -> None:
+        """See :func:`torchddp.integrations.accelerate.weigh`, called with this accelerator."""
         weigh(self, model, weight, loss=loss)
 
     def _wraps(self) -> bool:
@@ -114,14 +114,14 @@ class AcceleratorMixin:
 
 
 class Accelerator(AcceleratorMixin, accelerate.Accelerator):
-    """``accelerate.Accelerator`` with every argument of it, whose ``prepare()`` wraps models in torchddp's class.
+    """``accelerate.Accelerator``, with all its arguments, whose ``prepare()`` wraps models in torchddp's class.
 
-    ``kwargs_handlers`` may have a :class:`TorchDDPKwargs`, or Accelerate's ``DistributedDataParallelKwargs``. In a
-    single process nothing is wrapped, as ever.
+    ``kwargs_handlers`` may contain a :class:`TorchDDPKwargs`, or Accelerate's ``DistributedDataParallelKwargs``. In a
+    single process nothing is wrapped, as in Accelerate.
 
     Raises:
-        ValueError: FSDP, DeepSpeed, Megatron-LM or XLA was chosen too, by a plug-in or by the environment that
-            ``accelerate launch`` makes; both handlers were given.
+        ValueError: FSDP, DeepSpeed, Megatron-LM or XLA was chosen too, by a plug-in or by an environment variable that
+            ``accelerate launch`` sets; or both handlers were given.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -143,20 +143,21 @@ class Accelerator(AcceleratorMixin, accelerate.Accelerator):
 def adopt(
     accelerator: accelerate.Accelerator, options: TorchDDPKwargs | Mapping[str, Any] | None = None
 ) -> accelerate.Accelerator:
-    """Lets an accelerator that a library has made wrap in torchddp's class what it prepares from now on.
+    """Make an existing accelerator wrap the models that it prepares from now on in torchddp's class.
 
-    For trainers that make their own, such as ``adopt(trainer.accelerator, {"transport": "shm"})`` before
+    For trainers that create their own, as in ``adopt(trainer.accelerator, {"transport": "shm"})`` before
     ``trainer.train()``. Not collective; every rank does the same.
 
     Args:
-        options: what :class:`TorchDDPKwargs` takes. Where they are silent, what the accelerator's own
-            ``DistributedDataParallelKwargs`` says holds.
+        options: those of :class:`TorchDDPKwargs`. The others come from the accelerator's own
+            ``DistributedDataParallelKwargs``.
 
     Returns:
-        the same object, whose class is now a subclass of the class that it had.
+        The same object; its class is now a subclass of what it was.
 
     Raises:
-        TypeError: no Accelerator, an unknown option. ValueError: it distributes by FSDP, DeepSpeed, Megatron-LM or XLA.
+        TypeError: not an Accelerator, or an unknown option.
+        ValueError: it distributes by FSDP, DeepSpeed, Megatron-LM or XLA.
     """
     if not isinstance(accelerator, accelerate.Accelerator):
         raise TypeError(f"adopt() takes an accelerate.Accelerator, got {type(accelerator).__name__}")

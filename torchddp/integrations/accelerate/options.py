@@ -29,20 +29,22 @@ _FOR_REGISTERING = ("comm_wrapper", "comm_state_option")
 
 @dataclass
 class TorchDDPKwargs(DistributedDataParallelKwargs):
-    """``DistributedDataParallelKwargs`` with what torchddp's class takes beside it.
+    """``DistributedDataParallelKwargs`` with the arguments that only torchddp's class has.
 
     Takes effect in :class:`torchddp.integrations.accelerate.Accelerator`, in ``adopt()`` and in ``TorchDDPTrainer``;
-    a plain ``accelerate.Accelerator`` refuses it with a KeyError. The options mean what they mean in
-    :class:`torchddp.DistributedDataParallel`, and what is left out has the default of that class: gradients are views
-    of buckets, and ``bucket_cap_mb`` is chosen by the device and transport, or by ``"auto"`` from measured steps.
+    a plain ``accelerate.Accelerator`` raises KeyError. Options and their defaults are those of
+    :class:`torchddp.DistributedDataParallel`: gradients are views of buckets, and ``bucket_cap_mb`` depends on the
+    device and transport, or with ``"auto"`` on measured steps.
 
     Args:
-        comm_hook: a ``DDPCommunicationHookType``: torch's hook, with ``comm_wrapper`` and ``comm_state_option`` as in
-            Accelerate. Anything else is an argument ``comm_hook`` of torchddp's class: the name of one of
-            ``torchddp.comm_hooks`` ("fp16", "bf16", "int8", "powersgd", ...), a hook, or a pair of a state and a hook.
+        comm_hook: a ``DDPCommunicationHookType`` selects torch's hook, with ``comm_wrapper`` and
+            ``comm_state_option`` as in Accelerate. Anything else is passed to torchddp's class as ``comm_hook``: the
+            name of one of ``torchddp.comm_hooks`` ("fp16", "bf16", "int8", "powersgd", ...), a hook, or a pair of a
+            state and a hook.
 
     Raises:
-        TypeError: an unknown option, a ``comm_hook`` that is none. ValueError: a value that is not allowed.
+        TypeError: an unknown option, or a ``comm_hook`` that is not a hook.
+        ValueError: a value that is not allowed.
     """
 
     broadcast_buffers: bool | None = None
@@ -89,18 +91,18 @@ class TorchDDPKwargs(DistributedDataParallelKwargs):
         return isinstance(self.comm_hook, DDPCommunicationHookType)
 
     def to_kwargs(self) -> dict[str, Any]:
-        """The arguments for torchddp's class: what differs from the defaults of this one."""
+        """The arguments for torchddp's class: the fields that differ from their defaults here."""
         left_out = _FOR_REGISTERING + (("comm_hook",) if self._is_torchs_hook() else ())
         return {name: value for name, value in changed(self).items() if name not in left_out}
 
     def register_comm_hook(self, model: torch.nn.Module) -> None:
-        """Called on the wrapped model; torchddp's own hooks are there by then."""
+        """Called on the wrapped model, which has torchddp's own hooks by then."""
         if self._is_torchs_hook():
             super().register_comm_hook(model)
 
 
 def changed(handler: DistributedDataParallelKwargs) -> dict[str, Any]:
-    """What a handler says beside the defaults of its class, as its own objects, not copies."""
+    """The fields of a handler that differ from the defaults of its class, as the objects themselves, not copies."""
     default = type(handler)()
     values = {field.name: getattr(handler, field.name) for field in dataclasses.fields(handler)}
     return {name: value for name, value in values.items() if not _same(value, getattr(default, name))}
@@ -113,7 +115,7 @@ def _same(value: object, default: object) -> bool:
 def merge(
     handler: DistributedDataParallelKwargs | None, options: TorchDDPKwargs | Mapping[str, Any] | None
 ) -> TorchDDPKwargs:
-    """``options``, and where they say nothing what ``handler`` says beside its defaults."""
+    """``options``, completed with the fields of ``handler`` that differ from its defaults."""
     if options is not None and not isinstance(options, (DistributedDataParallelKwargs, Mapping)):
         raise TypeError(
             f"options of DistributedDataParallel must be a TorchDDPKwargs or a dict, got {type(options).__name__}"

@@ -1,4 +1,4 @@
-"""What the microbatches of the transformers Trainer count for, and the loss that it logs."""
+"""The weights of the transformers Trainer's microbatches, and the loss that it logs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FOLD_STEPS = 256  # steps whose losses are kept until ranks add them up, if not
 
 
 def count_items(inputs: Mapping[str, Any], *, shifts_labels: bool) -> int | torch.Tensor:
-    """How many labels of a microbatch its loss is over; how many samples, if it has no labels."""
+    """How many labels the loss of a microbatch covers; without labels, how many samples."""
     if "shift_labels" in inputs:
         labels = inputs["shift_labels"]
     elif "labels" in inputs:
@@ -30,7 +30,7 @@ def count_items(inputs: Mapping[str, Any], *, shifts_labels: bool) -> int | torc
 
 
 class TokenWeights:
-    """Of the microbatches of a step, in their order."""
+    """The weights of a step's microbatches, in order."""
 
     def __init__(self, weights_and_counts: Sequence[tuple[float, float]]) -> None:
         self._coming = list(weights_and_counts)

@@ -15,19 +15,20 @@ from torchddp.integrations.accelerate.token_weights import StepLosses, TokenWeig
 
 
 class TorchDDPTrainerMixin:
-    """Before a trainer class: ``class MyTrainer(TorchDDPTrainerMixin, Seq2SeqTrainer)``.
+    """Mixin for a trainer class: ``class MyTrainer(TorchDDPTrainerMixin, Seq2SeqTrainer)``.
 
-    Takes all that the trainer takes, and ``ddp_kwargs``, a :class:`TorchDDPKwargs` or a dict of its options. Where
-    they are silent, the ``ddp_*`` fields of TrainingArguments hold. Left to itself the trainer looks for unused
-    parameters in every step, unless the model checkpoints activations: ``ddp_find_unused_parameters=False`` saves that.
+    Takes the trainer's arguments, and ``ddp_kwargs``: a :class:`TorchDDPKwargs` or a dict of its options. Options that
+    are not given come from the ``ddp_*`` fields of TrainingArguments. By default, the trainer looks for unused
+    parameters in every step unless the model checkpoints activations; ``ddp_find_unused_parameters=False`` saves that.
 
-    With ``ddp_kwargs={"weighted": True}`` gradients, and the loss that is logged, are the mean over all tokens of a
-    step: of all ranks, microbatches and kinds of models. The trainer's ``average_tokens_across_devices`` has no effect
-    in training then. See ``docs/weighted_means.md``.
+    With ``ddp_kwargs={"weighted": True}``, gradients and the logged loss are means over all tokens of a step, over all
+    ranks and microbatches and for any kind of model. The trainer's ``average_tokens_across_devices`` then has no effect
+    in training. See ``docs/weighted_means.md``.
 
     Raises:
-        TypeError: an unknown option. ValueError: the arguments choose FSDP or DeepSpeed; in training, a weighted step
-            without a single token on any rank, unless ``ddp_kwargs`` has ``zero_weights="zeros"``.
+        TypeError: an unknown option.
+        ValueError: the arguments choose FSDP or DeepSpeed; in training, a weighted step without a single token on any
+            rank, unless ``ddp_kwargs`` has ``zero_weights="zeros"``.
     """
 
     # The trainer's.
@@ -39,7 +40,7 @@ class TorchDDPTrainerMixin:
         super().__init__(*args, **kwargs)
 
     def create_accelerator_and_postprocess(self) -> None:
-        """The trainer's own accelerator, but for the class that wraps models."""
+        """The trainer's own accelerator, which then wraps models in torchddp's class."""
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         adopt(self.accelerator, self._ddp_kwargs)
         self._weighted: bool = self.accelerator.ddp_handler.weighted
@@ -49,11 +50,11 @@ class TorchDDPTrainerMixin:
     # --- weighted means ---
 
     def count_items(self, inputs: Mapping[str, Any]) -> float | torch.Tensor:
-        """How many tokens or samples the loss of a microbatch is the mean of; asked with ``weighted=True``, where the
-        trainer does not give the model ``num_items_in_batch``. To be overridden.
+        """How many tokens or samples the loss of a microbatch is the mean of. Override it for other losses.
 
-        Here: labels that are not -100, and of a causal language model's not the first of each row, which nothing
-        predicts; how many samples there are, where there are no labels.
+        Called with ``weighted=True`` if the trainer doesn't pass ``num_items_in_batch`` to the model. Counts labels
+        that are not -100, for causal language models without the first of each row, which nothing predicts. Without
+        labels, counts samples.
         """
         return count_items(inputs, shifts_labels=getattr(self, "_loss_shifts_labels", False))
 
@@ -103,4 +104,4 @@ class TorchDDPTrainerMixin:
 
 
 class TorchDDPTrainer(TorchDDPTrainerMixin, Trainer):
-    """``transformers.Trainer`` over torchddp's engine. See :class:`TorchDDPTrainerMixin`."""
+    """``transformers.Trainer`` on torchddp's engine. See :class:`TorchDDPTrainerMixin`."""

@@ -1,4 +1,4 @@
-"""Accelerate's loop with gradients that are weighted by samples or tokens."""
+"""Weights gradients in Accelerate's loop by samples or tokens."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import warnings
 import accelerate
 import torch
 
+from torchddp.ddp.weights import LossKind
 from torchddp.integrations import weighing
 
 HOW = (
@@ -24,26 +25,26 @@ def weigh(
     model: torch.nn.Module,
     weight: float | torch.Tensor,
     *,
-    loss: str = "mean",
+    loss: LossKind = "mean",
 ) -> None:
-    """What the next ``accelerator.backward()`` counts for: :meth:`torchddp.DistributedDataParallel.weigh`.
+    """Set the weight of the next ``accelerator.backward()``: :meth:`torchddp.DistributedDataParallel.weigh`.
 
         with accelerator.accumulate(model):
             weigh(accelerator, model, tokens)
             accelerator.backward(mean_loss_of(model(batch)))
 
-    ``backward`` divides the loss by ``gradient_accumulation_steps``, also in a last step of fewer microbatches; that is
-    taken back, so that gradients become the mean over all samples or tokens of a step. Before each backward, on every
-    rank; not collective. A single process has no wrapper: with one microbatch a step all is right as it is, with more
-    there is a warning that they count the same.
+    ``backward`` divides the loss by ``gradient_accumulation_steps``, even in a last step with fewer microbatches. This
+    compensates for that, so gradients become the mean over all samples or tokens of a step. Call it before each
+    backward, on every rank; not collective. A single process has no wrapper: one microbatch per step is correct as it
+    is, and with more, a warning says that they count equally.
 
     Args:
         model: what ``prepare()`` returned.
-        weight, loss: as there: how many samples or tokens the loss is the "mean" or the "sum" of.
+        weight, loss: how many samples or tokens the loss is the "mean" or the "sum" of.
 
     Raises:
-        TypeError, ValueError: a weight that is none. RuntimeError: the model is not wrapped in torchddp's class;
-            ``sync_each_batch`` with accumulation.
+        TypeError, ValueError: an invalid weight.
+        RuntimeError: the model is not wrapped in torchddp's class, or ``sync_each_batch`` with accumulation.
     """
     divided_by = accelerator.gradient_accumulation_steps
     wrapper = weighing.wrapper_of(model, accelerator.num_processes == 1, HOW)
@@ -53,7 +54,7 @@ def weigh(
         return
     if divided_by > 1 and accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False):
         raise RuntimeError(
-            "weigh() with sync_each_batch=True: where a step begins is not known, and gradients are reduced in its "
-            "midst. Leave sync_each_batch out, or write the loop with torchddp.sync.accumulate(weights=...)"
+            "weigh() with sync_each_batch=True: where a step begins is not known, and gradients are reduced in the "
+            "middle of it. Leave sync_each_batch out, or write the loop with torchddp.sync.accumulate(weights=...)"
         )
     weighing.weigh(wrapper, weight, loss, divided_by=divided_by)

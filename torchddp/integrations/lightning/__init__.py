@@ -1,9 +1,9 @@
-"""Lightning over torchddp: `TorchDDPStrategy` and the names that `Trainer(strategy=...)` and `Fabric` know it by.
+"""Lightning on torchddp: `TorchDDPStrategy`, and its names for `Trainer(strategy=...)` and `Fabric`.
 
     trainer = lightning.Trainer(accelerator="cpu", devices=2, strategy="torchddp")
 
-Importing this package makes the names known, and so does ``import torchddp`` where Lightning has been imported before.
-See ``docs/lightning.md``. Needs ``torchddp[lightning]``.
+Importing this package registers the names, and so does ``import torchddp`` if Lightning has been imported before.
+See ``docs/lightning.md``. Needs lightning 2.6 or newer.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _START_METHODS = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": 
 
 
 def register() -> None:
-    """Makes the names known to Trainer and Fabric; done by importing the package. Harmless a second time.
+    """Register the names with Trainer and Fabric; importing the package does it. May be called again.
 
     ``torchddp``, ``torchddp_spawn``, ``torchddp_fork``, ``torchddp_notebook``, each also with
     ``_find_unused_parameters_false`` and ``_true``; ``torchddp_sharded``, ``torchddp_sharded_spawn`` and

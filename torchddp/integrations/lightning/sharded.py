@@ -1,4 +1,4 @@
-"""The Trainer's strategy over torchddp.ShardedDataParallel, and the optimizers and schedulers that go with it."""
+"""The Trainer's strategy with torchddp.ShardedDataParallel, and its optimizers and schedulers."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ class TorchDDPShardedStrategy(TorchDDPStrategy):
 
         trainer = Trainer(accelerator="cpu", devices=2, strategy="torchddp_sharded")
 
-    What ``configure_optimizers`` returns goes on as `torchddp.optim.OSS` of the same class, options and groups;
-    schedulers follow. Optimizers that are an OSS stay. Gradients are clipped by the norm over all ranks' shares.
-    Checkpoints hold the whole optimizer state in the plain optimizer's form, brought to rank 0's CPU: "ddp" loads them,
-    and this one loads those of "ddp".
+    The optimizers that ``configure_optimizers`` returns are replaced by `torchddp.optim.OSS` with the same class,
+    options and groups, and schedulers are moved to it. An OSS stays as it is. Gradients are clipped by the norm over
+    all ranks' shares. Checkpoints hold the whole optimizer state in the plain optimizer's form, on rank 0's CPU: "ddp"
+    loads them, and this strategy loads those of "ddp".
 
-    The idea is that of Lightning's former ``ddp_sharded`` over FairScale.
+    Modelled on Lightning's former ``ddp_sharded`` with FairScale.
 
     Args:
         kwargs: as for `TorchDDPStrategy`, but those of `torchddp.ShardedDataParallel` (``reduce_fp16``,
             ``reduce_buffer_size``, ``overlap_gather``, ``find_unused_parameters``, ...). No communication hooks.
 
     Raises:
-        TypeError: an optimizer that can't be sharded (LBFGS; a class that can't be made again from its defaults).
+        TypeError: an optimizer that can't be sharded (LBFGS, or a class that can't be created from its defaults).
         ValueError: communication hooks or model averaging; no optimizer; an optimizer over parameters that are not the
             LightningModule's, or a trainable parameter without an optimizer; ``precision="16-mixed"`` with torch's
             scaler.
@@ -133,10 +133,10 @@ def _clip_gradients(
 
 
 def shard(optimizer: Optimizer) -> OSS:
-    """An OSS in the place of an optimizer: its class, options, groups (the same dicts), hooks and state. Collective.
+    """An OSS that replaces an optimizer, with its class, options, groups (the same dicts), hooks and state. Collective.
 
-    An OSS is left as it is. Raises TypeError for a class that can't be made again from its ``defaults``, or that OSS
-    refuses.
+    An OSS is left as it is. Raises TypeError for a class that can't be created from its ``defaults``, or that OSS
+    doesn't support.
     """
     if isinstance(optimizer, OSS):
         return optimizer
@@ -168,7 +168,7 @@ def _arguments(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def follow(schedulers: Iterable[Any], replaced: list[tuple[Optimizer, OSS]]) -> None:
-    """Lets schedulers, and those inside of them, look at the optimizers that took the places of theirs."""
+    """Point schedulers, and those inside them, to the optimizers that replaced theirs."""
     for scheduler in schedulers:
         for old, new in replaced:
             if getattr(scheduler, "optimizer", None) is old and new is not old:

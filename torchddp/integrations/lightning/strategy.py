@@ -1,4 +1,4 @@
-"""The Trainer's and Fabric's strategies over torchddp.DistributedDataParallel."""
+"""The Trainer's and Fabric's strategies with torchddp.DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -26,27 +26,26 @@ _OF_THE_STRATEGY = frozenset({"self", "module", "sharded_optimizer", "device_ids
 
 
 class TorchDDPStrategy(FailsTogether, DDPStrategy):
-    """Lightning's DDPStrategy with torchddp's DistributedDataParallel; all of its arguments, in its order.
+    """Lightning's DDPStrategy with torchddp's DistributedDataParallel. It takes all of that class's arguments, in its
+    order; those not listed here mean what they mean there.
 
         trainer = Trainer(accelerator="cpu", devices=2, strategy=TorchDDPStrategy(find_nonfinite=True))
 
     Args:
-        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin, process_group_backend,
-            start_method: as there.
-        ddp_comm_state, ddp_comm_hook, ddp_comm_wrapper: a communication hook of torch's interface, its state, and what
-            wraps it (``fp16_compress_wrapper``). Registered on every device; Lightning's own strategy registers them on
-            CUDA only, and says nothing elsewhere. For torchddp's hooks by name: ``comm_hook="..."``.
-        model_averaging_period: optimizer steps from one average of the parameters to the next. Needs a
-            ``PostLocalSGDState`` as ``ddp_comm_state``, whose ``start_localSGD_iter`` steps come before.
+        ddp_comm_state, ddp_comm_hook, ddp_comm_wrapper: a communication hook with torch's interface, its state, and a
+            wrapper around it (``fp16_compress_wrapper``). They work on every device; Lightning's own strategy silently
+            ignores them except on CUDA. ``comm_hook="..."`` selects one of torchddp's hooks by name instead.
+        model_averaging_period: optimizer steps between averages of the parameters. Needs a ``PostLocalSGDState`` as
+            ``ddp_comm_state``; averaging starts after its ``start_localSGD_iter`` steps.
         timeout: of the process group, and so of every reduction.
-        fail_together: an exception on one rank ends all ranks in seconds with that rank's message: see
-            :func:`torchddp.fail_together`, whose ``grace_s`` is ``fail_together_grace_s``. From the making of the
-            process group to the end of teardown, of each ``fit``, ``validate``, ``test`` and ``predict``.
-        kwargs: of `torchddp.DistributedDataParallel`: all of torch's, and ``transport``, ``comm_hook``, ``sync``,
-            ``stall_report_s``, ``find_nonfinite`` and so on.
+        fail_together: an exception on one rank ends all ranks within seconds, with that rank's message: see
+            :func:`torchddp.fail_together`, whose ``grace_s`` is ``fail_together_grace_s``. Applies from the creation of
+            the process group to the end of teardown, in ``fit``, ``validate``, ``test`` and ``predict``.
+        kwargs: arguments of `torchddp.DistributedDataParallel`: all of torch's, and ``transport``, ``comm_hook``,
+            ``sync``, ``stall_report_s``, ``find_nonfinite`` and so on.
 
     Raises:
-        TypeError: an argument that nobody takes, here and not when the model is wrapped.
+        TypeError: an unknown argument; raised here already, not when the model is wrapped.
         ValueError: a wrapper without a hook, two hooks, a ``model_averaging_period`` without its state, or a state
             without the period.
     """
@@ -125,22 +124,21 @@ class TorchDDPStrategy(FailsTogether, DDPStrategy):
 
 
 class TorchDDPFabricStrategy(FailsTogether, FabricDDPStrategy):
-    """Fabric's DDPStrategy with torchddp's DistributedDataParallel; all of its arguments, in its order.
+    """Fabric's DDPStrategy with torchddp's DistributedDataParallel. It takes all of that class's arguments, in its
+    order; those not listed here mean what they mean there.
 
         fabric = Fabric(accelerator="cpu", devices=2, strategy=TorchDDPFabricStrategy())
 
     ``fabric.no_backward_sync`` is our ``no_sync``. Communication hooks: ``comm_hook=``, a name or ``(state, hook)``.
 
     Args:
-        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision, process_group_backend,
-            start_method: as there.
         timeout: of the process group, and so of every reduction.
-        fail_together, fail_together_grace_s: see `TorchDDPStrategy`; around the function that is given to
+        fail_together, fail_together_grace_s: see `TorchDDPStrategy`; applies to the function passed to
             ``fabric.launch``. A script that calls ``launch()`` without one enters :func:`torchddp.fail_together`.
-        kwargs: of `torchddp.DistributedDataParallel`.
+        kwargs: arguments of `torchddp.DistributedDataParallel`.
 
     Raises:
-        TypeError: an argument that nobody takes.
+        TypeError: an unknown argument.
     """
 
     def __init__(
@@ -179,7 +177,7 @@ class TorchDDPFabricStrategy(FailsTogether, FabricDDPStrategy):
 
 
 def side_stream(device: torch.device) -> Any:
-    """A context on the stream where torch wants a model wrapped whose step may be captured in a CUDA graph."""
+    """A context on the stream on which torch requires wrapping if a step may be captured in a CUDA graph."""
     return torch.cuda.stream(torch.cuda.Stream()) if device.type == "cuda" else nullcontext()
 
 

@@ -1,4 +1,4 @@
-"""An exception on one rank ends the run on all: `torchddp.fail_together` around what a launcher starts."""
+"""Ends the run on all ranks if one raises: `torchddp.fail_together` around what a launcher starts."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torchddp.diagnose.fail_together import FailTogether, fail_together
 class FailsTogether:
     """Part of a strategy: whatever its launcher runs fails on all ranks if it fails on one.
 
-    The context is entered before the process group is made, and watches from then on: so it spans what Lightning does
-    from setup to teardown, in the process of each rank, however that was started.
+    The context is entered before the process group is created, and watches from then on. So it covers what Lightning
+    does from setup to teardown, in each rank's process, however that was started.
     """
 
     _fails_together = True
@@ -40,13 +40,13 @@ class FailsTogether:
         return type(launcher).launch(launcher, partial(self.run_watched, function), *arguments, **more)
 
     def setup_environment(self) -> None:
-        """Makes the process group, and begins to look at what the other ranks say there."""
+        """Create the process group, and start watching the other ranks."""
         super().setup_environment()  # type: ignore[misc]
         if self._watch is not None:
             self._watch.start()
 
     def run_watched(self, function: Callable[..., Any], *arguments: Any, **more: Any) -> Any:
-        """Calls the function. Raises `torchddp.PeerFailedError` where another rank's has raised."""
+        """Call the function. Raises `torchddp.PeerFailedError` if another rank raised."""
         if not self._fails_together or self._watch is not None:
             return function(*arguments, **more)
         stop: _TunerExitException | None = None

@@ -1,4 +1,4 @@
-"""Lightning's loops with gradients that are weighted by samples or tokens."""
+"""Weights gradients in Lightning's loops by samples or tokens."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.wrappers import _FabricModule
 
+from torchddp.ddp.weights import LossKind
 from torchddp.integrations import weighing
 from torchddp.sync.microbatches import unwrapped
 
@@ -18,25 +19,26 @@ _HOW = (
 
 
 @torch._disable_dynamo(recursive=True)
-def weigh(target: Any, weight: float | torch.Tensor, *, loss: str = "mean") -> None:
-    """What the next backward counts for: :meth:`torchddp.DistributedDataParallel.weigh`.
+def weigh(target: Any, weight: float | torch.Tensor, *, loss: LossKind = "mean") -> None:
+    """Set the weight of the next backward: :meth:`torchddp.DistributedDataParallel.weigh`.
 
         def training_step(self, batch, index):
             weigh(self, len(batch))
             return mean_loss_of(batch)
 
-    In automatic optimization Lightning divides the loss by ``accumulate_grad_batches``, which is taken back; in manual
-    optimization and with Fabric nothing divides it, and neither should the program. Before each backward, on every
-    rank; not collective.
+    In automatic optimization, Lightning divides the loss by ``accumulate_grad_batches``, and this compensates for that.
+    In manual optimization and with Fabric nothing divides it, and your program shouldn't either. Call it before each
+    backward, on every rank; not collective.
 
     Args:
         target: the LightningModule or its Trainer; under Fabric the module that ``fabric.setup()`` returned.
-        weight, loss: as there: how many samples or tokens the loss is the "mean" or the "sum" of.
+        weight, loss: how many samples or tokens the loss is the "mean" or the "sum" of.
 
     Raises:
-        TypeError: another target; a weight that is no number. ValueError: a weight that is none.
-        RuntimeError: the strategy is not one over torchddp's classes, and the gradients would be others: on several
-            devices, or where microbatches are accumulated or may be. A LightningModule under Fabric.
+        TypeError: another target, or a weight that is not a number.
+        ValueError: a number that can't be a weight.
+        RuntimeError: the strategy doesn't use torchddp's class, and the weight would be ignored: on several devices, or
+            where microbatches are or may be accumulated. Also for a LightningModule under Fabric.
     """
     model, divided_by, alone = _place(target)
     wrapper = weighing.wrapper_of(model, alone, _HOW)

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.compress`: what is timed, and what is said of made-up times."""
+"""Results of benchmarks.checks and benchmarks.compress, of made-up times, and a run of the latter."""
 
 import json
 from pathlib import Path
@@ -6,16 +6,28 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.checks.field import make_field
+from benchmarks.checks.results import model_result
 from benchmarks.compress import cli
 from benchmarks.compress.measure import COPY, FORMATS
 from benchmarks.compress.results import size_result
 
-NAMES = [(COPY, ""), ("int8", "compress"), ("int8", "decompress")]
+
+def test_a_check_costs_its_part_of_each_step() -> None:
+    step_ms = np.array([[8.0] * 3, [10.0] * 3, [10.0] * 3, [14.0] * 3, [10.1] * 3, [11.0] * 3, *[[10.0] * 3] * 2])
+    raw = {"model": "mlp", "title": "MLP", "parameters": 12, "gradient_bytes": 10**6, "step_ms": step_ms}
+    result = model_result(raw, make_field(), 2, 100)
+    assert result["check_ms"]["median"] == pytest.approx(4.0)
+    assert result["check_share"] == pytest.approx(0.004)
+    ratios = {row["name"]: row["to_plain"] for row in result["variants"]}
+    assert ratios["no DDP"] is None and ratios["plain"] is None
+    assert ratios["find_nonfinite=True"]["median"] == pytest.approx(1.01)
 
 
 def test_speeds_are_of_the_fp32_side_and_ratios_of_one_round() -> None:
     seconds = np.array([[1e-3, 2e-3, 1e-3], [2e-3, 8e-3, 2e-3], [5e-4, 1e-3, 5e-4]])
-    result = size_result(4_000_000, NAMES, seconds)
+    names = [(COPY, ""), ("int8", "compress"), ("int8", "decompress")]
+    result = size_result(4_000_000, names, seconds)
     copy, slow, fast = result["kernels"]
     assert copy["gb_per_s"]["median"] == pytest.approx(4.0)
     assert copy["to_memcpy"] is None

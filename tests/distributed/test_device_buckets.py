@@ -1,0 +1,353 @@
+"""As on GPUs, on the CPU: large gradients are reduced where autograd made them, others begin at cache lines in buckets.
+
+Padded buckets give the same results as others, with zeros between gradients whatever hooks do.
+"""
+
+from datetime import timedelta
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+from tests.harness import each, on_ranks, stay
+from tests.models import (
+    Mlp,
+    assert_grads,
+    assert_steps,
+    batch,
+    expected_grads,
+    grads_of,
+    local_grads,
+    loss_of,
+    seeded,
+    step_on,
+)
+from tests.whole_buckets import LargeApart, PaddedBuckets, PaddedSharded, WholeBuckets, WholeSharded
+from torchddp import _C, TransportError, comm_hooks
+from torchddp.ddp.model import SLOT_ALIGNMENT_BYTES
+from torchddp.ddp.same_model import verify_same_model
+from torchddp.optim import OSS
+
+LIMIT = LargeApart.adopt_bytes
+
+
+def _large(module):
+    return {name for name, p in module.named_parameters() if p.nbytes >= LIMIT}
+
+
+def _made(module):
+    """Where autograd makes each gradient from now on, by name."""
+    made = {}
+    for name, p in module.named_parameters():
+        p.register_post_accumulate_grad_hook(lambda p, name=name: made.__setitem__(name, p.grad.data_ptr()))
+    return made
+
+
+def _apart(**options):
+    return LargeApart(seeded(Mlp), transport="c10d", **options)
+
+
+@pytest.mark.parametrize("views", [None, False])
+@on_ranks(2)
+def test_large_gradients_keep_the_memory_that_autograd_gave_them(rank, views):
+    ddp = _apart(gradient_as_bucket_view=views)
+    made = _made(ddp.module)
+    for step in range(4):
+        ddp.zero_grad(set_to_none=step % 2 == 0)
+        before = {name: p.grad.data_ptr() for name, p in ddp.module.named_parameters() if p.grad is not None}
+        with ddp.no_sync():
+            step_on(ddp, rank, 10 + step)
+        step_on(ddp, rank, step)
+        for name, p in ddp.module.named_parameters():
+            if name in _large(ddp.module):
+                assert p.grad.data_ptr() == made[name]
+                assert before.get(name, made[name]) == made[name]
+    small = [p.nbytes for p in ddp.parameters() if p.nbytes < LIMIT]
+    assert 0 < sum(small) <= ddp.reducer.bucket_memory_bytes < sum(small) + len(small) * SLOT_ALIGNMENT_BYTES
+    assert len(_large(ddp.module)) > 2
+
+
+class Parameters(nn.Module):
+    """Two parameters, `first` and `second`; one large gradient goes on from one to the other."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Parameter(torch.randn(8, 8, dtype=torch.float64))
+        self.second = nn.Parameter(torch.randn(8, 8, dtype=torch.float64))
+
+
+class Twice(Parameters):
+    """Both get one and the same gradient, whose memory a third part of the graph still reads."""
+
+    def forward(self, x):
+        return (self.first + self.second)[None] * x
+
+
+class Late(Parameters):
+    """The gradient of `second` is handed on to the branch of `first`, whose own gradient completes the bucket."""
+
+    def forward(self, x):
+        branch = torch.tanh(self.first * x)
+        return self.second[None] + branch
+
+
+def _run_parameters(model, rank, step):
+    loss_of(model(batch(rank, step, 1, 8, 8))).backward()
+
+
+@on_ranks(2)
+def test_gradients_that_something_else_uses(rank):
+    # Left alone.
+    model = seeded(Twice)
+    ddp = LargeApart(model, transport="c10d")
+    kept = []
+    model.first.register_hook(lambda grad: kept.append((grad, grad.clone())))
+    for step in range(2):
+        assert_steps(ddp, rank, [step], _run_parameters)
+        grad, copy = kept[-1]
+        assert torch.equal(grad, copy)
+
+    # Copied if it used them when they came: it may still be reading, on another stream, when the bucket is complete.
+    model = seeded(Late)
+    made = _made(model)
+    ddp = LargeApart(model, transport="c10d")
+    for step in range(3):
+        assert_steps(ddp, rank, [step], _run_parameters)
+        assert model.second.grad.data_ptr() != made["second"]
+        assert model.first.grad.data_ptr() == made["first"]
+
+
+@on_ranks(2)
+def test_models_inside_each_other_explicit_views_and_ranks_that_differ(rank):
+    # Of two models neither may reduce in memory that the other one reads.
+    inner = _apart()
+    with pytest.warns(UserWarning, match="already wrapped"):
+        outer = LargeApart(inner, transport="c10d")
+    for step in range(3):
+        outer.zero_grad()
+        want = expected_grads(inner.module, lambda model, r, step=step: step_on(model, r, step))
+        step_on(outer, rank, step)
+        assert_grads({name.removeprefix("module."): grad for name, grad in grads_of(outer).items()}, want)
+    views = _apart(gradient_as_bucket_view=True)
+    step_on(views, rank)
+    for ddp in (inner, outer, views):
+        assert ddp.reducer.bucket_memory_bytes >= sum(p.nbytes for p in inner.parameters())
+
+    # Ranks that would reduce in different ways are told.
+    parameters = list(Mlp().parameters())
+    names = [str(i) for i in range(len(parameters))]
+    with pytest.raises(ValueError, match="rank 0: in their buckets, rank 1: where they lie"):
+        verify_same_model(parameters, names, dist.group.WORLD, torch.device("cpu"), "nccl", rank * 1024)
+
+
+@on_ranks(2)
+def test_layouts_hooks_and_statistics(rank):
+    # Gradients of another layout are copied.
+    ddp, packed = _apart(), WholeBuckets(seeded(Mlp), transport="c10d")
+    for model in (ddp, packed):
+        for p in model.parameters():
+            if p.ndim == 2:
+                p.grad = torch.zeros(p.shape[::-1], dtype=p.dtype).t()  # autograd adds to it as it is
+        step_on(model, rank)
+    assert_grads(grads_of(ddp), grads_of(packed), 0)
+    assert not ddp.module.first.weight.grad.is_contiguous()
+
+    # A hook is given all gradients in one piece.
+    ddp = _apart()
+    step_on(ddp, rank)
+    sizes = []
+
+    def hook(_state, bucket):
+        sizes.append(bucket.buffer().numel())
+        future = torch.futures.Future()
+        future.set_result(bucket.buffer() * 3)
+        return future
+
+    ddp.register_comm_hook(None, hook)
+    ddp.zero_grad()
+    want = local_grads(ddp.module, lambda model: step_on(model, rank, 1))
+    step_on(ddp, rank, 1)
+    assert sum(sizes) >= sum(p.numel() for p in ddp.parameters())
+    assert_grads(grads_of(ddp), {name: 3 * grad for name, grad in want.items()})
+
+    # What looks at averages sees the large ones.
+    options = {"gradient_stats": True, "find_nonfinite": "raise"}
+    ddp = _apart(**options)
+    packed = WholeBuckets(seeded(Mlp), transport="c10d", **options)
+    for model in (ddp, packed):
+        step_on(model, rank)
+    torch.testing.assert_close(ddp.gradient_stats(), packed.gradient_stats())
+    name = "middle.weight"
+    p = ddp.module.get_parameter(name)
+    p.register_hook(lambda grad: grad.index_fill(0, torch.tensor([1]), float("nan")) if rank == 1 else grad)
+    ddp.zero_grad()
+    with pytest.raises(FloatingPointError, match=name):
+        step_on(ddp, rank, 1)
+
+
+@on_ranks(2)
+def test_after_a_failed_step_nothing_is_left_in_memory_that_a_peer_may_write_to(rank):
+    ddp = _apart(timeout=timedelta(seconds=1))
+    for step in range(2):
+        step_on(ddp, rank, step)
+    if rank == 1:
+        return stay(rank)
+    ddp.zero_grad()
+    with pytest.raises(TransportError):
+        step_on(ddp, rank, 2)
+    before = {name: p.grad.data_ptr() for name, p in ddp.module.named_parameters()}
+    ddp(batch(rank, 3))
+    for name in _large(ddp.module):
+        assert ddp.module.get_parameter(name).grad.data_ptr() != before[name]
+    stay(rank)
+
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.complex64]
+SHAPES = [(7,), (3, 5), (1,), (33, 2), (0,), (4, 3, 3, 3), (257,)]
+STEPS = 3
+
+
+class Odd(nn.Module):
+    """Parameters of odd shapes, one channels-last; the gradient of each depends on the rank and the step."""
+
+    def __init__(self, dtypes, shapes=SHAPES):
+        super().__init__()
+        for k, (shape, dtype) in enumerate((shape, dtype) for shape in shapes for dtype in dtypes):
+            value = torch.randn(shape, dtype=dtype)
+            value = value.contiguous(memory_format=torch.channels_last) if len(shape) == 4 else value
+            self.register_parameter(f"weight{k}", nn.Parameter(value))
+
+    def forward(self, factor):
+        return torch.stack([(w * w * factor).sum().real.double() for w in self.parameters()]).sum()
+
+
+def train(ddp, rank):
+    """The gradients of each step, some accumulated; the buckets are rebuilt after the first."""
+    seen = []
+    for step in range(STEPS):
+        ddp.zero_grad(set_to_none=step != 1)
+        ddp(torch.tensor(0.37 + rank + step, dtype=torch.float32)).backward()
+        seen.append(grads_of(ddp))
+    return seen
+
+
+def assert_equal_steps(ours, theirs, tolerance=0.0):
+    torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+
+
+def assert_padded(ddp):
+    buckets, specs = ddp.reducer.plan.buckets, ddp.session.specs
+    for bucket in buckets:
+        itemsize = specs[bucket.params[0]].itemsize
+        assert all(offset * itemsize % SLOT_ALIGNMENT_BYTES == 0 for offset in bucket.offsets)
+    assert sum(bucket.numel for bucket in buckets) > sum(spec.numel for spec in specs)
+
+
+class Looks:
+    """A hook that averages, and remembers what lay between gradients."""
+
+    def __init__(self):
+        self.outside = []
+
+    def __call__(self, state, bucket):
+        flat = bucket.buffer()
+        outside = torch.ones(flat.numel(), dtype=torch.bool)
+        for grad in bucket.gradients():
+            begin = grad.storage_offset() - flat.storage_offset()
+            outside[begin : begin + grad.numel()] = False
+        self.outside.append(flat[outside].clone())
+        return default_hooks.allreduce_hook(None, bucket)
+
+
+def trained(kind, rank, dtypes=(torch.float32,), shapes=SHAPES, hook=None, **options):
+    """(wrapper, the gradients of each step)."""
+    ddp = kind(seeded(lambda: Odd(dtypes, shapes)), **options)
+    if hook is not None:
+        ddp.register_comm_hook(*hook)
+    return ddp, train(ddp, rank)
+
+
+@on_ranks(2)
+def test_same_bits_as_end_to_end(rank):
+    for transport, views in each(["c10d", "auto"], [None, True, False]):
+        options = {"transport": transport, "bucket_cap_mb": 0.002, "gradient_as_bucket_view": views}
+        padded, mine = trained(PaddedBuckets, rank, DTYPES, **options)
+        assert_equal_steps(mine, trained(WholeBuckets, rank, DTYPES, **options)[1])
+        assert_padded(padded)
+    padded, mine = trained(PaddedBuckets, rank, gradient_stats=True)
+    plain, theirs = trained(WholeBuckets, rank, gradient_stats=True)
+    assert_equal_steps(mine, theirs)
+    torch.testing.assert_close(padded.gradient_stats(), plain.gradient_stats())
+
+
+@on_ranks(2)
+def test_hooks(rank):
+    # What they see and write between gradients.
+    looks = Looks()
+    trained(PaddedBuckets, rank, hook=(None, looks))
+    assert len(looks.outside) == STEPS
+    assert all(outside.numel() > 0 and not outside.any() for outside in looks.outside)
+
+    def divides(state, bucket):
+        future = torch.futures.Future()
+        future.set_result(bucket.buffer() / bucket.buffer())  # NaN where nothing is
+        return future
+
+    padded, _ = trained(PaddedBuckets, rank, hook=(None, divides), gradient_stats=True)
+    numel = sum(p.numel() for p in padded.parameters())
+    assert padded.gradient_stats().tolist() == [[numel, 0.0]]
+
+    # They give the same as end to end.
+    shapes = [shape for shape in SHAPES if 0 not in shape]  # torch's PowerSGD takes no others
+    for make, tolerance in each(HOOKS):
+        padded, mine = trained(PaddedBuckets, rank, shapes=shapes, hook=make())
+        assert_equal_steps(mine, trained(WholeBuckets, rank, shapes=shapes, hook=make())[1], tolerance)
+        assert_padded(padded)
+
+
+def torch_power_sgd():
+    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
+    return state, powerSGD_hook.powerSGD_hook
+
+
+# The others run with gaps in tests/fuzz.
+HOOKS = [
+    (torch_power_sgd, 1e-5),
+    (lambda: (None, comm_hooks.PowerSGD(rank=2)), 1e-5),
+    (lambda: (None, comm_hooks.without_norms_and_biases(comm_hooks.FP16())), 0.0),
+]
+
+
+REDUCER = _C.Reducer
+
+
+def measured(*args, **kwargs):
+    return REDUCER(*args, **{**kwargs, "gradient_stats": True})
+
+
+def sharded(kind, rank, reduce_fp16):
+    model = seeded(lambda: Odd([torch.float32, torch.float64]))
+    optimizer = OSS(model.parameters(), torch.optim.SGD, lr=0.1)
+    with mock.patch.object(_C, "Reducer", measured):
+        ddp = kind(model, optimizer, reduce_fp16=reduce_fp16)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        ddp(torch.tensor(0.37 + rank + step)).backward()
+    owners = [ddp.session.specs[bucket.params[0]].owner for bucket in ddp.reducer.plan.buckets]
+    assert set(owners) == {0, 1}
+    own = [index for index, owner in enumerate(owners) if owner == rank]
+    return ddp, grads_of(ddp), ddp.reducer.gradient_stats()[own]
+
+
+@on_ranks(2)
+def test_sharded_gradients(rank):
+    """Memory that is lent to a bucket of another rank's parameters has held other gradients."""
+    for reduce_fp16 in each([False, True]):
+        padded, mine, stats = sharded(PaddedSharded, rank, reduce_fp16)
+        _, theirs, plain_stats = sharded(WholeSharded, rank, reduce_fp16)
+        assert_padded(padded)
+        assert_grads(mine, theirs, rtol=0)
+        torch.testing.assert_close(stats, plain_stats)

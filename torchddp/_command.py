@@ -1,0 +1,35 @@
+"""Is this process the `torchddp` command? If so, Ctrl-C ends it with one line, from this import on.
+
+Imported before everything else, and imports next to nothing itself: until then Ctrl-C prints a traceback.
+"""
+
+from __future__ import annotations
+
+import _signal  # type: ignore[import-not-found]  # in the interpreter; signal itself imports enum
+import os
+import sys
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_COMMAND = "torchddp"
+
+
+def is_command(argv: Sequence[str] | None = None, orig_argv: Sequence[str] | None = None) -> bool:
+    """True for `torchddp ...` (the installed script) and `python -m torchddp ...`."""
+    argv = getattr(sys, "argv", []) if argv is None else argv
+    orig_argv = sys.orig_argv if orig_argv is None else orig_argv
+    started = argv[0] if argv else ""
+    if started == "-m":  # set by Python while it looks for the module, which imports the package
+        return _COMMAND in [after for before, after in zip(orig_argv, orig_argv[1:], strict=False) if before == "-m"]
+    return os.path.basename(started) == _COMMAND
+
+
+def _leave(number: int, frame: object) -> None:
+    os.write(2, b"interrupted\n")
+    os._exit(130)
+
+
+if is_command() and _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler:
+    _signal.signal(_signal.SIGINT, _leave)
