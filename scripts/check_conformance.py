@@ -103,7 +103,7 @@ def main() -> None:
     runs = [(world_size, transport) for world_size in args.world_sizes for transport in args.transports]
     # Two runs at a time: most tests spend half of their time waiting, and only a few take as long as 40 s.
     with ThreadPoolExecutor(2) as pool:
-        passed = list(pool.map(lambda run: check(*run, args), runs))
+        passed = list(pool.map(lambda run: check(run[0], run[1], args), runs))
     if not all(passed):
         raise SystemExit("conformance: some tests that torch's own class passes failed, see 'missed' above")
 
