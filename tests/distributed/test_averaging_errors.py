@@ -123,12 +123,14 @@ METHODS = {
         "StreamingDiLoCo could not average fragment 0",
         5,
     ),
+    "diloco": (lambda net, inner: DiLoCo(net, inner, 2), f"DiLoCo {BUCKET}", 4),
     "int8": (lambda net, inner: DiLoCo(net, inner, 2, wire="int8"), f"DiLoCo {BUCKET}", 4),
 }
+SLOW_METHODS = [pytest.param(method, marks=pytest.mark.slow) for method in ("diloco", "int8")]
 
 
 @pytest.mark.rest_is_thorough("periodic", "int8")
-@pytest.mark.parametrize("method", ["periodic", "streaming", pytest.param("int8", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("method", ["periodic", "streaming", *SLOW_METHODS])
 def test_a_rank_that_takes_fewer_steps(method):
     """The others' wait ends with the process group's time limit, in an error that says what was waited for."""
     make, words, step = METHODS[method]
