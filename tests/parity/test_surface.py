@@ -187,11 +187,11 @@ def test_hooks_on_modules_and_gradients_fire(ddp_class, rank):
     fired = []
     ddp = ddp_class(seeded(Mlp))
     ddp.register_forward_hook(lambda *_: fired.append("wrapper"))
-    ddp.module.last.register_forward_hook(lambda *_: fired.append("forward"))
+    ddp.module.register_forward_hook(lambda *_: fired.append("module"))
     ddp.module.last.register_full_backward_hook(lambda *_: fired.append("backward"))
     ddp.module.last.weight.register_hook(lambda _: fired.append("gradient"))
     step_on(ddp, rank)
-    assert fired[:2] == ["forward", "wrapper"] and sorted(fired[2:]) == ["backward", "gradient"]
+    assert fired[:2] == ["module", "wrapper"] and sorted(fired[2:]) == ["backward", "gradient"]
 
 
 @on_ranks(2)
