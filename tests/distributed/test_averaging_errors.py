@@ -137,7 +137,8 @@ def test_a_rank_that_takes_fewer_steps(method):
 
     def work(rank):
         net = make_net()
-        train(net, make(net, sgd(net.parameters())), rank, range(3 if rank == 1 else 6))
+        optimizer = make(net, sgd(net.parameters()))  # kept: without it the rank would have left
+        train(net, optimizer, rank, range(3 if rank == 1 else 6))
         if rank == 1:
             time.sleep(6)
 
