@@ -1,5 +1,7 @@
 """What is announced is announced once in a job, whoever started its ranks, and only where it took effect."""
 
+import sys
+
 import pytest
 import torch.distributed as dist
 from torch import nn
@@ -8,7 +10,7 @@ from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 import torchddp
 from tests import framework
 from tests.harness import gathered, logged, on_ranks
-from tests.programs import CLAIM
+from tests.programs import CLAIM, clean_environment, run_together
 
 
 def count(messages, words=CLAIM):
@@ -80,3 +82,29 @@ def test_a_transport_that_can_not_be_had_is_said_once(rank, monkeypatch):
     found = gathered((count(said, "transport 'shm' is impossible"), names))
     assert sum(count for count, _ in found) <= 2  # what the world has against it, and what a pair has: other ranks
     assert {name for _, names in found for name in names} == {"c10d"}
+
+
+SPAWNED = """
+import sys, torch, torch.distributed as dist, torch.multiprocessing
+from torch.nn.parallel import DistributedDataParallel as D
+import torchddp
+
+def work(rank, file):
+    torchddp.install()
+    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
+    sys.stdout.write(type(D(torch.nn.Linear(2, 2))).__module__ + "\\n")
+    dist.destroy_process_group()
+
+if __name__ == "__main__":
+    torchddp.install()
+    torch.multiprocessing.spawn(work, (sys.argv[1],), nprocs=2)
+"""
+
+
+@pytest.mark.slow
+def test_once_under_spawn_by_a_parent_that_has_installed_it_too(tmp_path):
+    (tmp_path / "program.py").write_text(SPAWNED)
+    command = [sys.executable, "program.py", str(tmp_path / "store")]
+    (done,) = run_together([command], [clean_environment()], 110, tmp_path)
+    assert done.stdout.split() == ["torchddp.ddp.module"] * 2, done.stdout + done.stderr
+    assert done.returncode == 0 and done.stderr.count(CLAIM) == 1, done.stderr

@@ -119,16 +119,20 @@ def test_post_local_sgd_and_torchs_classes_take_each_others_place(rank):
 @on_ranks(2)
 def test_post_local_sgd_after_ddp_with_torchs_hook(rank):
     subgroup = [dist.new_group([r]) for r in range(2)][rank]
-    model = torchddp.DistributedDataParallel(make_net(0))
-    model.register_comm_hook(PostLocalSGDState(None, subgroup, start_localSGD_iter=3), post_localSGD_hook)
-    optimizer = PostLocalSGD(sgd(model.parameters()), PeriodicAverager(model, 4, warmup_steps=3))
-    train(model, optimizer, rank, range(3))
-    assert_same_on_all_ranks(model)  # by the hook
-    train(model, optimizer, rank, range(3, 6))
-    with pytest.raises(AssertionError):
+    results = []
+    for ddp_class in (torchddp.DistributedDataParallel, torch.nn.parallel.DistributedDataParallel):
+        model = ddp_class(make_net(0))
+        model.register_comm_hook(PostLocalSGDState(None, subgroup, start_localSGD_iter=3), post_localSGD_hook)
+        optimizer = PostLocalSGD(sgd(model.parameters()), PeriodicAverager(model, 4, warmup_steps=3))
+        train(model, optimizer, rank, range(3))
+        assert_same_on_all_ranks(model)  # by the hook
+        train(model, optimizer, rank, range(3, 6))
+        with pytest.raises(AssertionError):
+            assert_same_on_all_ranks(model)
+        train(model, optimizer, rank, range(6, 8))
         assert_same_on_all_ranks(model)
-    train(model, optimizer, rank, range(6, 8))
-    assert_same_on_all_ranks(model)
+        results.append(model.module)
+    assert_close(*results, rtol=1e-6, atol=1e-7)
 
 
 @on_ranks(2)

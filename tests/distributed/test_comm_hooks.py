@@ -204,6 +204,9 @@ def test_options_of_the_model(rank):
         model = hooked(Int8(), transport=transport, **options)
         for step in range(3):
             assert_near(step_of(model, given(rank, step)), average(step), 3e-2)
+    as_argument = Int8()
+    assert_near(step_of(torchddp.DDP(Given(), comm_hook=as_argument), given(rank, 0)), average(0), 3e-2)
+    assert as_argument.traffic.wire_bytes > 0
     model = hooked(Int8())
     with model.join():
         for step in range(3 + 2 * rank):

@@ -63,8 +63,9 @@ def test_static_graph_with_accumulation(rank, ddp_class):
 @on_ranks(2)
 def test_static_graph_with_an_output_that_the_loss_leaves_out(rank, ddp_class):
     """Nothing was reduced after the first step."""
-    ddp = ddp_class(seeded(TwoHeads), static_graph=True, bucket_cap_mb=0.0001)
-    assert_steps(ddp, rank, range(4), lambda m, r, step: loss_of(m(batch(r, step, 3, 4))[0]).backward())
+    for used in each([1, 2]):
+        ddp = ddp_class(seeded(TwoHeads), static_graph=True, bucket_cap_mb=0.0001)
+        assert_steps(ddp, rank, range(4), lambda m, r, s, used=used: loss_of(m(batch(r, s, 3, 4))[:used]).backward())
 
 
 @on_ranks(2)

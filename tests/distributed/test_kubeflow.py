@@ -42,6 +42,7 @@ class Pods:
 
 def pytorchjob(port: int) -> Pods:
     (job,) = yaml.safe_load_all((FOLDER / "pytorchjob.yaml").read_text())
+    assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
     policy, worker = job["spec"]["elasticPolicy"], job["spec"]["pytorchReplicaSpecs"]["Worker"]
     spec = worker["template"]["spec"]
     (container,) = spec["containers"]
@@ -60,6 +61,8 @@ def pytorchjob(port: int) -> Pods:
 
 def trainjob(port: int) -> Pods:
     runtime, job = yaml.safe_load_all((FOLDER / "trainjob.yaml").read_text())
+    assert runtime["apiVersion"] == job["apiVersion"] == "trainer.kubeflow.org/v1alpha1"
+    assert (runtime["kind"], job["kind"]) == ("TrainingRuntime", "TrainJob")
     reference = job["spec"]["runtimeRef"]
     assert (reference["kind"], reference["name"]) == (runtime["kind"], runtime["metadata"]["name"])
     (replicated,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]

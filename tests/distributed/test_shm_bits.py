@@ -94,6 +94,18 @@ def trained(ddp_class, rank, **options):
     return ddp
 
 
+def clip(ddp):
+    torch.nn.utils.clip_grad_norm_(ddp.parameters(), 1e-3)
+
+
+def unscale(ddp):
+    torch._foreach_div_([p.grad for p in ddp.parameters()], 1024.0)
+
+
+def zero(ddp):
+    ddp.zero_grad(set_to_none=False)
+
+
 def spoil(ddp):
     for p in ddp.parameters():
         p.grad.fill_(float("nan"))
@@ -101,12 +113,13 @@ def spoil(ddp):
 
 @on_ranks(3)
 def test_change_by_one_rank_is_its_own(rank, ddp_class):
-    for cap_mb in each([0.001, 25]):
+    for change, cap_mb in each([clip, unscale, zero, spoil], [0.001, 25]):
         ddp = trained(ddp_class, rank, bucket_cap_mb=cap_mb)
         right = grads_of(ddp)
         dist.barrier()
         if rank == 1:
-            spoil(ddp)
+            change(ddp)
+            assert not torch.equal(ddp.module.first.weight.grad, right["first.weight"])
         dist.barrier()
         if rank != 1:
             assert_grads(grads_of(ddp), right)

@@ -9,7 +9,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
+    get_model_state_dict,
     get_state_dict,
+    set_model_state_dict,
     set_state_dict,
 )
 
@@ -27,10 +29,12 @@ def step(ddp, optimizer, rank, number):
     optimizer.step()
 
 
-def trained(cls, steps=2, seed=0):
+def trained(cls, steps=2, seed=0, frozen=False):
     """A wrapped model and its optimizer after some steps; the same on all ranks, and at any number of them."""
-    ddp = cls(seeded(NormNet, seed))
-    optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.01)
+    model = seeded(NormNet, seed)
+    model.conv.requires_grad_(not frozen)
+    ddp = cls(model)
+    optimizer = torch.optim.AdamW([p for p in ddp.parameters() if p.requires_grad], lr=0.01)
     for number in range(steps):
         step(ddp, optimizer, 0, number)
     return ddp, optimizer
@@ -48,6 +52,10 @@ def test_state_is_that_of_torchs_class(rank, ddp_class):
         if not is_left_out:
             assert list(states[0][1]["state"]) == list(states[1][1]["state"])
             NormNet().load_state_dict(states[0][0])
+    chosen = StateDictOptions(ignore_frozen_params=True)
+    ours, theirs = (get_state_dict(*trained(cls, frozen=True), options=chosen) for cls in (ddp_class, TorchDDP))
+    assert_same_state(ours, theirs)
+    assert list(ours[0]) == [name for name in NormNet().state_dict() if not name.startswith("conv.")]
 
 
 @on_ranks(2)
@@ -59,6 +67,15 @@ def test_state_is_set_and_trains_on(rank, ddp_class):
     for side in (theirs, ours):
         step(*side, rank, 9)
     assert_same_state(get_state_dict(*ours), get_state_dict(*theirs))
+    # Rank 0's is broadcast.
+    other, state = trained(ddp_class, steps=1, seed=3), copy.deepcopy(get_model_state_dict(ours[0]))
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(other[0], dict(state) if rank == 0 else {}, options=options)
+    if rank == 0:
+        assert_same_state(get_model_state_dict(other[0]), state)
+    assert same_on_all_ranks(get_model_state_dict(other[0]).values())
+    step(*other, rank, 10)  # its parameters are still those that are reduced
+    assert same_on_all_ranks(other[0].parameters())
 
 
 def state_of(ddp, optimizer):

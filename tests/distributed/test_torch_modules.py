@@ -74,6 +74,16 @@ def lazy_but_initialised():
     return model
 
 
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 2 * grad
+
+
 def functional_call(ddp, x, **replaced):
     """A parameter that is replaced gets no gradient; the search for unused ones sees to the others."""
     values = dict(ddp.named_parameters())
@@ -121,6 +131,7 @@ PROGRAMS = {
     "tied": steps_program(having(lambda m: setattr(m[2], "weight", m[0].weight)), SGD, **SMALL),
     "scripted": steps_program(having(lambda m: setattr(m, "0", torch.jit.script(m[0]))), **SMALL),
     "lazy": steps_program(lazy_but_initialised),
+    "autograd function around": steps_program(Mlp, forward=lambda ddp, x: Doubled.apply(ddp(x))),
     # Of the local gradient, as in torch.
     "hook on a gradient": steps_program(having(lambda m: m[0].weight.register_hook(lambda grad: grad.clamp(-1, 1)))),
     "hook after accumulation": steps_program(having(lambda m: m[0].weight.register_post_accumulate_grad_hook(clamp))),
@@ -175,7 +186,7 @@ def test_traces_of_torchs_profiler(rank, tmp_path):
 SCALED_STEPS, OVERFLOWS = 6, (1, 4)
 
 
-def scaled_program(rank, clip=None, **options):
+def scaled_program(rank, clip=None, accumulate=1, autocasts=False, **options):
     """Gradients and the scale after each step; in those of OVERFLOWS the loss of rank 1 overflows."""
 
     def program(cls):
@@ -185,8 +196,11 @@ def scaled_program(rank, clip=None, **options):
         seen = []
         for step in range(SCALED_STEPS):
             optimizer.zero_grad()
-            loss = loss_of(ddp(batch(rank, step, dtype=torch.float32)))
-            scaler.scale(loss * math.inf if rank == 1 and step in OVERFLOWS else loss).backward()
+            for part in range(accumulate):
+                ddp.require_backward_grad_sync = part == accumulate - 1
+                with torch.autocast("cpu", torch.bfloat16, enabled=autocasts):
+                    loss = loss_of(ddp(batch(rank, 10 * step + part, dtype=torch.float32)).float())
+                scaler.scale(loss * math.inf if rank == 1 and step in OVERFLOWS else loss).backward()
             if clip is not None:
                 scaler.unscale_(optimizer)
                 nn.utils.clip_grad_norm_(ddp.parameters(), clip, foreach=True)
@@ -208,5 +222,6 @@ def scaled_program(rank, clip=None, **options):
 def test_an_overflow_on_one_rank_is_skipped_on_all(rank, ddp_class):
     """The average of a gradient is infinite on all ranks if it is on one, so each scaler decides the same alone."""
     options = [{"static_graph": True}, {"gradient_as_bucket_view": False}, {"find_unused_parameters": True}]
-    for case in each([{}, *options, {"clip": 0.5}, {"clip": 1e6}]):
+    together = {"clip": 1.0, "accumulate": 3, "autocasts": True}
+    for case in each([{}, *options, {"clip": 0.5}, {"clip": 1e6}, together]):
         assert_same_program(ddp_class, scaled_program(rank, **case), reductions=SCALED_STEPS)

@@ -24,6 +24,7 @@ from tests.harness import each, gathered, on_ranks
 from tests.models import Mlp, batch, loss_of, seeded
 from torchddp.diagnose.changed_gradients import next_look
 from torchddp.diagnose.needless_search import LOOKED_AT
+from torchddp.transport.board import BoundedCalls
 
 pytestmark = pytest.mark.beyond_torch("tells of no traps")
 over_both = pytest.mark.parametrize("transport", ["shm", "c10d"])
@@ -151,6 +152,16 @@ def test_looking_at_gradients_leaves_nothing_behind(rank):
     del ddp, optimizer
     gc.collect()
     assert gone() is None
+
+    # Nothing is sent in steps that are not looked at.
+    sent, call = [], BoundedCalls.call
+    BoundedCalls.call = lambda self, do: (sent.append(do), call(self, do))[1]
+    ddp, optimizer = made(stall_report_s=0, find_unused_parameters=True)
+    counts = []
+    for count in (17, 14, 1):  # 16 and 32 are looked at
+        train(ddp, optimizer, rank, count)
+        counts.append(len(sent))
+    assert 0 < counts[0] == counts[1] < counts[2]
 
 
 class Head(nn.Module):

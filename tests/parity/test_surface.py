@@ -104,7 +104,13 @@ def test_state_dict_has_torchs_keys_and_loads_both_ways(ddp_class, rank):
     ours.load_state_dict(theirs.state_dict())
     for a, b in zip(ours.state_dict().values(), plain.state_dict().values(), strict=True):
         assert torch.equal(a, b)
-    loss_of(ours(batch(rank, 0, 4, 3, 6, 6))).backward()
+    # Also between steps.
+    for step in range(3):
+        for ddp in (ours, theirs):
+            ddp.load_state_dict({f"module.{name}": v for name, v in seeded(NormNet, step).state_dict().items()})
+            ddp.zero_grad()
+            loss_of(ddp(batch(rank, step, 4, 3, 6, 6))).backward()
+        assert_grads(grads_of(ours), grads_of(theirs), rtol=0)
 
 
 @pytest.mark.parametrize(
@@ -174,6 +180,18 @@ def test_ddp_inside_ddp_with_ignored_parameters(ddp_class, rank):
     ddp = ddp_class(model)
     step_on(ddp, rank)
     assert_grads(grads_of(ddp), want)
+
+
+@on_ranks(2)
+def test_hooks_on_modules_and_gradients_fire(ddp_class, rank):
+    fired = []
+    ddp = ddp_class(seeded(Mlp))
+    ddp.register_forward_hook(lambda *_: fired.append("wrapper"))
+    ddp.module.register_forward_hook(lambda *_: fired.append("module"))
+    ddp.module.last.register_full_backward_hook(lambda *_: fired.append("backward"))
+    ddp.module.last.weight.register_hook(lambda _: fired.append("gradient"))
+    step_on(ddp, rank)
+    assert fired[:2] == ["module", "wrapper"] and sorted(fired[2:]) == ["backward", "gradient"]
 
 
 @on_ranks(2)
