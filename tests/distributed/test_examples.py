@@ -122,7 +122,7 @@ def test_the_sharded_checkpoint_is_plain_adamws(tmp_path):
     path = tmp_path / "new" / "sharded.pt"
     output = output_of(train_sharded, 60, 3e-3, path)
     assert_it_learnt(output)
-    owned, total = map(int, re.findall(r"state is of (\d+) of (\d+) parameters", output)[0])
+    owned, total = map(int, re.findall(r"optimizer state for (\d+) of (\d+) parameters", output)[0])
     assert 0.3 * total < owned < 0.7 * total
     saved = torch.load(path)
     model = train_sharded.make_model()
@@ -134,7 +134,7 @@ def test_the_sharded_checkpoint_is_plain_adamws(tmp_path):
 
 def test_diloco_sends_less_than_gradients_would():
     output = output_of(train_diloco, 60, 3e-3, 10, "int8")
-    sent, gradients = map(int, re.findall(r"60 steps: (\d+) .*alone are (\d+) a step", output)[0])
+    sent, gradients = map(int, re.findall(r"60 steps: (\d+) .*alone are (\d+) per step", output)[0])
     assert 0 < sent < 60 * gradients / 30
 
 
