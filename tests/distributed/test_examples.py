@@ -26,9 +26,6 @@ from torchddp import ParallelConfig
 pytestmark = pytest.mark.beyond_torch("is not what the examples train with")
 
 ROOT = Path(__file__).resolve().parents[2]
-EXAMPLES = (
-    train_plain, train_sharded, train_diloco, train_parallelize, train_lora, train_unfreezing, train_growing
-)  # fmt: skip
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
@@ -160,14 +157,6 @@ def test_blocks_are_added_in_training():
     output = output_of(train_growing, 120, 3e-3)
     assert_it_learnt(output)
     assert "updates of the blocks: 120, 80, 40" in output
-
-
-def test_help(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["train", "--help"])
-    for example in EXAMPLES:
-        with pytest.raises(SystemExit) as caught:
-            example.main()
-        assert caught.value.code == 0 and "--steps" in capsys.readouterr().out
 
 
 def test_every_example_is_listed_and_every_one_listed_is_there():

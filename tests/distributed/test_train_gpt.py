@@ -75,14 +75,6 @@ def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one(text, tmp_path, gr
     assert [step["lr"] for step in begun["steps"] + ended["steps"]] == [step["lr"] for step in whole["steps"]]
 
 
-def test_a_run_resumes_from_what_save_every_left(text, tmp_path):
-    saved = tmp_path / "c.pt"
-    _run(data=text, checkpoint=saved, save_every=2, stop_after=2)
-    _run(data=text, checkpoint=saved, save_every=2, resume=True, stop_after=5)
-    assert torch.load(saved, weights_only=True)["step"] == 5
-    assert list(_losses(_run(data=text, checkpoint=saved, resume=True))) == [6, 7, 8]
-
-
 def test_what_changes_losses_and_what_does_not(text):
     mine, torchs, measured = _run(data=text), _run(data=text, ddp="torch"), _run(data=text, measure_comm=2)
     assert _losses(mine) == _losses(torchs) == _losses(measured)
@@ -127,15 +119,11 @@ def test_ranks_with_different_or_missing_data_refuse_together(text, tmp_path):
 def test_checkpoints_of_other_runs_are_refused(text, tmp_path):
     saved = tmp_path / "c.pt"
     _run(data=text, checkpoint=saved)
-    other = tmp_path / "other"
-    other.write_bytes(text.read_bytes() + b"!")
     before = saved.read_bytes()
     for world_size, options, words in (
         (2, {}, "is at step 8 already, this run ends with step 8"),
         (1, {}, "belongs to another world size: 2 ranks wrote it, this run has 1"),
         (2, {"width": 32}, "belongs to another model: width 16 there, 32 here"),
-        (2, {"data": other}, "belongs to other data"),
-        (2, {"lr": 1.0}, "belongs to a run with other settings: lr 0.003 there, 1.0 here"),
     ):
         wanted = {"data": text, "checkpoint": saved, "resume": True, **options}
         for refusal in run_ranks(_refused, world_size, world_size, wanted):

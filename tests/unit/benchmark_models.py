@@ -45,16 +45,8 @@ def returning_rubbish() -> int:
     return 7
 
 
-def no_batch() -> tuple[Any, ...]:
-    return nn.Linear(8, 2), 3
-
-
 def no_loss() -> tuple[Any, ...]:
     return nn.Linear(8, 2), torch.randn(4, 8), lambda output: output
-
-
-def frozen() -> tuple[Any, ...]:
-    return nn.Linear(8, 2).requires_grad_(False), torch.randn(4, 8)
 
 
 class HalfUsed(nn.Module):

@@ -16,7 +16,6 @@ from tests.unit import benchmark_results
 from tests.unit.benchmark_results import MODEL
 from tests.unit.helpers import printed
 from torchddp.bench.cases import Job
-from torchddp.harness.variants import ArgumentError
 
 ALL = choose_variants(())
 
@@ -42,11 +41,9 @@ def document(*results: dict[str, Any]) -> dict[str, Any]:
     return benchmark_results.document(*results) | {"peers": {"fairscale": "0.4.13", "deepspeed": None}}
 
 
-def test_the_reference_always_runs_and_unknown_names_are_told() -> None:
+def test_the_reference_always_runs() -> None:
     assert [variant.name for variant in choose_variants(["torchddp-auto"])] == [REFERENCE, "torchddp-auto"]
     assert [variant.name for variant in ALL] == list(FIELD)
-    with pytest.raises(ArgumentError, match="there is no 'zero'"):
-        choose_variants(["zero"])
 
 
 def test_the_best_form_is_the_opponent_and_only_what_ran_is_compared() -> None:
@@ -68,15 +65,10 @@ def test_the_bound_says_met_or_missed() -> None:
 
 
 def test_memory_is_that_of_the_rank_that_holds_most() -> None:
-    result = memory(50_000_000)
-    rows = {row["name"]: row for row in result["variants"]}
+    rows = {row["name"]: row for row in memory(50_000_000)["variants"]}
     assert rows["torch-ddp"]["largest"] == dict.fromkeys(MEMORY_KEYS, 100_000_000)
     assert rows["torch-zero"]["largest"]["bucket_bytes"] is None
     assert "largest" not in rows["deepspeed"]
-    lines = [line.split() for line in printed(render(document(result))).splitlines() if line.startswith("torch-zero ")]
-    megabytes, multiples = lines
-    assert megabytes[1:] == ["50.0", "50.0", "-", *["50.0"] * 4]
-    assert multiples[1:] == ["2.00", "2.00", "-", *["2.00"] * 4]
 
 
 def test_training_alike_is_held_against_what_training_changed() -> None:

@@ -38,9 +38,7 @@ def test_the_faster_of_each_side_counts() -> None:
     assert (row["ours"], row["theirs"], row["ratio"], row["holds"]) == ("diloco", "torch-ddp-5", 12.0, True)
     (row,) = [row for row in judge({**seconds, "diloco": 12.1}, tuple(seconds)) if row["bound"] == 10.0]
     assert row["holds"] is False
-
-
-def test_who_did_not_arrive_holds_nothing_and_who_did_not_run_is_not_judged() -> None:
+    # Who did not arrive holds nothing, and who did not run is not judged.
     ran = ("torch-ddp", "exact", "torch-powersgd", "powersgd")
     rows = {row["title"]: row for row in judge({"torch-ddp": 100.0, "powersgd": 50.0}, ran)}
     assert rows["exact / torch DDP"]["holds"] is False and rows["exact / torch DDP"]["ratio"] is None
