@@ -15,7 +15,8 @@ from torchddp.optim import OSS
 
 
 def test_without_a_process_group():
-    assert_each_raises((lambda: PeriodicAverager(weights(2), 1), RuntimeError, "init_process_group first"))
+    for make in (OSS, lambda params: PeriodicAverager(params, 1)):
+        assert_each_raises((lambda make=make: make(weights(2)), RuntimeError, "init_process_group first"))
 
 
 @on_ranks(2)

@@ -203,9 +203,12 @@ def test_grad_scaler(rank):
             pair.assert_equal(**({"rtol": 1e-5, "atol": 1e-6} if fused and not clip else {}))
 
 
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
 @on_ranks(2)
 def test_arguments_and_sparse_gradients(rank):
-    # Arguments.
+    weight, bias = weights(3, 2)
+    oss = OSS([weight])
+    named, twice = [("weight", weight), ("bias", bias), ("tied", weight)], [[weight], [bias, weight]]
     assert_each_raises(
         (lambda: OSS(weights(2), torch.nn.Linear), TypeError, "optim must be a class of torch.optim.Optimizer, got <"),
         (lambda: OSS(weights(2), "AdamW"), TypeError, "optim must be a class of torch.optim.Optimizer, got 'AdamW'"),
@@ -216,7 +219,11 @@ def test_arguments_and_sparse_gradients(rank):
         (lambda: OSS(weights(2)[0]), TypeError, "iterable of Tensors"),
         (lambda: OSS(weights(2), torch.optim.SGD, lr=-1.0), ValueError, "Invalid learning rate"),
         (lambda: OSS(weights(2), torch.optim.SGD, speed=1.0), TypeError, "speed"),
+        (lambda: OSS(named), ValueError, "parameter 2 of group 0 ('tied') is given twice"),
+        (lambda: OSS([{"params": params} for params in twice]), ValueError, "more than one parameter group"),
+        (lambda: oss.add_param_group({"params": [bias] * 2}), ValueError, "parameter 1 of group 1 is given twice"),
     )
+    assert len(oss.param_groups) == 1 and list(oss.param_to_rank) == [weight]
 
     # Sparse gradients.
     named = [("dense", weights(3)[0]), ("embedding", weights((4, 2))[0])]
@@ -227,25 +234,6 @@ def test_arguments_and_sparse_gradients(rank):
     assert_each_raises((oss.step, RuntimeError, text), (lambda: oss.clip_grad_norm(1.0), RuntimeError, text))
     assert torch.equal(named[0][1], torch.ones(3))
     dist.barrier()
-
-
-def test_without_a_process_group():
-    with pytest.raises(RuntimeError, match="init_process_group first"):
-        OSS(weights(2))
-
-
-@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
-@on_ranks(2)
-def test_a_parameter_given_twice(rank):
-    weight, bias = weights(3, 2)
-    oss = OSS([weight])
-    named, groups = [("weight", weight), ("bias", bias), ("tied", weight)], [{"params": [weight]}]
-    assert_each_raises(
-        (lambda: OSS(named), ValueError, "parameter 2 of group 0 ('tied') is given twice"),
-        (lambda: OSS([*groups, {"params": [bias, weight]}]), ValueError, "more than one parameter group"),
-        (lambda: oss.add_param_group({"params": [bias] * 2}), ValueError, "parameter 1 of group 1 is given twice"),
-    )
-    assert len(oss.param_groups) == 1 and list(oss.param_to_rank) == [weight]
 
 
 @on_ranks(3)

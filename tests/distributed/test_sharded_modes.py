@@ -14,9 +14,9 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.checkpoint import checkpoint
 
 import torchddp
-from tests.harness import each, on_ranks, run_ranks
+from tests.harness import each, on_ranks
 from tests.models import Branches, batch, same_on_all_ranks, seeded
-from tests.oss import assert_same_state
+from tests.oss import assert_same_state, whole_state
 from tests.sharded import Net, Pair, batch_of, loss_of, make_pair, reference_of, small_net
 from tests.whole_buckets import WholeSharded
 from torchddp.optim import OSS, ShardedGradScaler
@@ -58,32 +58,6 @@ def test_several_optimizers_and_half_precision(rank):
     assert same_on_all_ranks([values])
 
 
-def test_resume_on_another_number_of_ranks(tmp_path):
-    """The same batch on all ranks, so that gradients do not depend on their number."""
-
-    def pair_after(steps, lr, saved=None):
-        pair = make_pair(torch.optim.AdamW, {"lr": lr})
-        pair.rank = 0
-        for model, optimizer in pair.sides() if saved else ():
-            model.module.load_state_dict(saved["model"])
-            optimizer.load_state_dict(copy.deepcopy(saved["optim"]))
-        pair.train(steps)
-        return pair
-
-    def save(rank):
-        pair = pair_after(range(10), 0.01)
-        pair.oss.consolidate_state_dict(0)
-        if rank == 0:
-            assert_same_state(pair.oss.state_dict(), pair.plain.state_dict())
-            torch.save({"model": pair.sharded.module.state_dict(), "optim": pair.oss.state_dict()}, tmp_path / "saved")
-
-    def resume(rank):
-        pair_after(range(10, 20), 0.5, torch.load(tmp_path / "saved")).assert_equal()
-
-    run_ranks(save, 2)
-    run_ranks(resume, 4)
-
-
 @on_ranks(2)
 def test_loss_scaling_skips_on_all_ranks_what_one_found(rank):
     for unscale in each([True, False]):
@@ -108,8 +82,7 @@ def test_loss_scaling_skips_on_all_ranks_what_one_found(rank):
         pair.assert_equal()
         assert same_on_all_ranks([torch.tensor(scales)]) and scales[2] == 2.0**9
     # torch's scaler is told that ranks must agree.
-    model = pair.sharded
-    loss = loss_of(model(batch_of(rank, 0))) + model.module.norm.bias[0] * float("inf")
+    loss = loss_of(pair.sharded(batch_of(rank, 0))) + pair.sharded.module.norm.bias[0] * float("inf")
     scalers[1].scale(loss).backward()
     with pytest.raises(RuntimeError, match="ShardedGradScaler"):
         scalers[1].step(pair.oss)
@@ -348,19 +321,24 @@ def test_changes_for_evaluation_or_by_one_rank(rank):
     assert same_on_all_ranks(params)
 
 
-@on_ranks(2)
-def test_changes_of_all_kinds(rank):
-    # A state dict that is loaded.
+@on_ranks(2, 3)
+def test_a_checkpoint_is_loaded():
     pair = make_pair()
     pair.train(range(2))
-    saved = copy.deepcopy(pair.sharded.module.state_dict())
+    saved = copy.deepcopy((pair.sharded.module.state_dict(), whole_state(pair.oss)))
+    assert_same_state(saved[1], pair.plain.state_dict())
     pair.train(range(2, 4))
-    for model, _ in pair.sides():
-        model.module.load_state_dict(saved)
+    for model, optimizer in pair.sides():
+        optimizer.param_groups[0]["lr"] = 0.5
+        model.module.load_state_dict(saved[0])
+        optimizer.load_state_dict(copy.deepcopy(saved[1]))
     pair.train_alike(range(4, 6))
     now = pair.sharded.module.state_dict()
-    assert not all(torch.equal(saved[key], now[key]) for key in saved)
+    assert not all(torch.equal(saved[0][key], now[key]) for key in now)
 
+
+@on_ranks(2)
+def test_changes_of_all_kinds(rank):
     # Each time parameters are frozen or thawed they get other memory: a frozen one keeps nobody else's.
     pair = make_pair(reference_options={"find_unused_parameters": True}, auto_refresh_trainable=False)
     weight = pair.sharded.module.last.weight
@@ -396,9 +374,9 @@ def bytes_of(tensors):
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
-def even(width, count=36):
-    """Layers that can be shared out evenly: `count` of `width` squared elements."""
-    layers = [nn.Linear(width, width, bias=False) for _ in range(count)]
+def even(width):
+    """Layers that can be shared out evenly: 36 of `width` squared elements."""
+    layers = [nn.Linear(width, width, bias=False) for _ in range(36)]
     return nn.Sequential(*itertools.chain(*((layer, nn.Tanh()) for layer in layers)))
 
 
@@ -407,13 +385,16 @@ def even(width, count=36):
 @pytest.mark.parametrize("width", [128, 520], ids=["in-buckets", "alone"])
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow), 4])
 @on_ranks()
-def test_each_rank_holds_its_share(world_size, width, transport):
+def test_each_rank_holds_its_share(rank, world_size, width, transport):
     net = even(width)
     oss = OSS(net.parameters(), torch.optim.AdamW, lr=0.01)
     # A bucket for each layer, so that what passes through is little of the whole.
     model = torchddp.ShardedDataParallel(net, oss, transport=transport, reduce_buffer_size=128 * 128)
+    # Of another rank's large gradients none is left when backward comes to its end.
+    foreign, alive = [p for p in net.parameters() if oss.param_to_rank[p] != rank], []
+    net[0].register_full_backward_hook(lambda *_: alive.append(sum(p.grad is not None for p in foreign)))
     for _ in range(3):
-        loss_of(model(torch.randn(4, width))).backward()
+        loss_of(model(torch.randn(4, width, requires_grad=True))).backward()
         grads = sum(p.grad.nbytes for p in net.parameters() if p.grad is not None)
         held = model.reducer.bucket_memory_bytes
         oss.step()
@@ -423,22 +404,8 @@ def test_each_rank_holds_its_share(world_size, width, transport):
     assert grads / whole == pytest.approx(share) and state / (2 * whole) == pytest.approx(share)
     # Small gradients of the others pass through memory of which eight blocks are kept.
     assert share <= held / whole <= share + (9 / 36 if width == 128 else 0)
-
-
-@on_ranks(2)
-def test_gradients_that_were_given_away_are_gone_before_backward_ends(rank):
-    """At most a few of another rank's large gradients are alive at once."""
-    net = even(520, count=16)
-    oss = OSS(net.parameters(), torch.optim.SGD, lr=0.01)
-    model = torchddp.ShardedDataParallel(net, oss, transport="shm")
-    alive = []
-    foreign = [p for p in net.parameters() if oss.param_to_rank[p] != rank]
-    net[0].register_full_backward_hook(lambda *_: alive.append(sum(p.grad is not None for p in foreign)))
-    for _ in range(3):
-        model(torch.randn(4, 520, requires_grad=True)).square().mean().backward()
-        oss.step()
-        oss.zero_grad()
-    assert alive and max(alive) == 0
+    assert len(alive) == 3
+    assert width == 128 or transport == "c10d" or max(alive) == 0
 
 
 @on_ranks(1, 2, 3)
