@@ -1,8 +1,5 @@
 """Checks of the options and of what the class tells about itself: hooks, static graph, unused search, logging."""
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,7 +7,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.utils.checkpoint import checkpoint
 
-from tests.models import Branches, Mlp, batch, expected_grads, grads_of, loss_of, seeded, step_on, train_and_compare
+from tests.models import Branches, Mlp, batch, loss_of, seeded, step_on, train_and_compare
 
 TensorFuture = torch.futures.Future[Tensor]
 
@@ -46,23 +43,6 @@ def check_comm_hook_sees_each_gradient_once(ddp_class: type, rank: int) -> None:
         assert sum(count for _, _, count, _ in seen) == len(list(ddp.parameters()))
         assert sum(numel for *_, numel in seen) == total
     assert all(given is state for given in states)
-
-
-def assert_rounded(
-    ddp_class: type, rank: int, register: Callable[[Any], None], dtype: torch.dtype = torch.float16
-) -> None:
-    def step(model: nn.Module, r: int) -> None:
-        loss_of(model(batch(r, dtype=torch.float32))).backward()
-
-    model = seeded(lambda: Mlp(dtype=torch.float32))
-    exact = expected_grads(model, step)
-    ddp = ddp_class(model)
-    register(ddp)
-    step(ddp, rank)
-    for name, grad in grads_of(ddp).items():
-        assert torch.equal(grad.to(dtype).float(), grad), f"'{name}' was not cast to {dtype}"
-        rounding = torch.finfo(dtype).eps
-        torch.testing.assert_close(grad, exact[name], rtol=4 * rounding, atol=20 * rounding)
 
 
 def check_output_is_handed_through_without_search(ddp_class: type, rank: int) -> None:

@@ -132,7 +132,7 @@ def test_the_time_limit_of_the_hook(rank):
     stay(rank)
 
 
-def test_worker_keeps_the_order_and_ends():
+def test_worker_keeps_the_order_ends_and_may_be_forked():
     def names():
         return [thread.name for thread in threading.enumerate()]
 
@@ -153,8 +153,7 @@ def test_worker_keeps_the_order_and_ends():
     del worker
     assert wait_until(lambda: "order of jobs" not in names())
 
-
-def test_worker_in_the_child_of_a_fork():
+    # In the child of a fork.
     worker = Worker("before the fork")
 
     def work():

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from tests.harness import gathered, on_ranks
-from tests.models import Branches, Mlp, NormNet, assert_grads, batch, grads_of, loss_of, seeded, step_on
+from tests.models import Branches, Mlp, NormNet, assert_grads, assert_steps, batch, grads_of, loss_of, seeded, step_on
 from torchddp import DDP
 from torchddp.errors import TransportError
 
@@ -92,7 +92,7 @@ def test_who_joins_takes_the_buckets_that_the_others_have_measured(rank, make, o
 
 @on_ranks(4, needed_ranks=[0], timeout=40, straggler_s=20)
 def test_ranks_die(rank):
-    """Four, three, two, one: those that are left raise, and go on in a group of theirs."""
+    """Four, three, two, one: those that are left raise, and go on in a group of theirs; the last in a new world too."""
     alive = [0, 1, 2, 3]
     model = wrap(dist.group.WORLD, timeout=timedelta(seconds=2), transport="c10d")
     step_on(model, rank)
@@ -106,6 +106,11 @@ def test_ranks_die(rank):
         group = among(*alive)
         model._update_process_group(group)
         assert_as_fresh(model, group, rank)
+    module = model.module
+    del model, group
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    assert_steps(DDP(module), rank, [5], rtol=0)
 
 
 @on_ranks(3)

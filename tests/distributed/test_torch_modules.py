@@ -174,13 +174,11 @@ def ranges(cls, path):
 
 @on_ranks(2)
 def test_traces_of_torchs_profiler(rank, tmp_path):
-    """What a script looks for in a trace of torch's class it finds in one of ours, beside our ranges of buckets."""
+    """What a script looks for in a trace of torch's class it finds in one of ours. Of buckets: test_profiler.py."""
     ours, theirs = (ranges(cls, tmp_path / f"{rank}.json") for cls in (torchddp.DDP, TorchDDP))
     wanted = {name for name in theirs if name.startswith(("DistributedDataParallel", "gloo:", "my step"))}
     assert len(wanted) > 2 and wanted <= set(ours), wanted - set(ours)
     assert ours.count("DistributedDataParallel.forward") == 2
-    for what in ("launch", "wait"):
-        assert sum(name.startswith(f"torchddp.{what} bucket 1 (") for name in ours) == 2
 
 
 SCALED_STEPS, OVERFLOWS = 6, (1, 4)

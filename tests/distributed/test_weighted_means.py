@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.utils.checkpoint import checkpoint
 
 import torchddp
+from tests.fault.test_bad_input import Twice
 from tests.harness import assert_each_raises, each, gathered, on_ranks
 from tests.managers import FakeManager
-from tests.models import assert_grads, batch, same_on_all_ranks
+from tests.models import assert_grads, batch, same_on_all_ranks, seeded
 from tests.pages import run_code
 from torchddp import DistributedDataParallel as DDP
 from torchddp.sync import accumulate
@@ -407,29 +407,15 @@ def test_totals_that_grow_far_beyond_the_first(rank):
         assert_same(model, reference([[1], [2]], step=2), 0.02)
 
 
-class SharedLast(nn.Module):
-    """Its last layer is checkpointed several times, as in a model that shares its layers."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.shared = nn.Linear(6, 6), nn.Linear(6, 6)
-
-    def forward(self, x):
-        hidden = self.first(x)
-        for _ in range(3):
-            hidden = checkpoint(lambda t: torch.tanh(self.shared(t)), hidden, use_reentrant=True)
-        return hidden
-
-
 @over_both
 @on_ranks(2)
 def test_a_parameter_in_several_checkpoints_of_a_static_graph(rank, transport):
-    model = DDP(SharedLast(), transport=transport, static_graph=True)
+    shared_last = partial(seeded, partial(Twice, width=6))
+    model = DDP(shared_last(), transport=transport, static_graph=True)
     for step in range(3):
         model.zero_grad()
         run_step(model, rank, SAMPLES[:2], step=step)
-        whole = SharedLast()
+        whole = shared_last()
         mean_loss(whole(of_all_ranks(SAMPLES[:2], step))).backward()
         assert_same(model, grads_of(whole))
 

@@ -49,9 +49,9 @@ class Named(nn.Module):
 
 
 class Twice(nn.Module):
-    def __init__(self):
+    def __init__(self, width=4):
         super().__init__()
-        self.first, self.shared = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.first, self.shared = nn.Linear(width, width), nn.Linear(width, width)
 
     def forward(self, x):
         x = self.first(x)
@@ -289,23 +289,14 @@ def test_training_goes_on_after_a_hook_has_raised(ddp_class, rank):
     assert_grads(grads_of(ddp), expected_grads(seeded(Mlp), lambda m, r: step_on(m, r, 1)))
 
 
-# --- a model that is wrapped already, or was changed after wrapping
-
-
 @pytest.mark.beyond_torch("gives wrong gradients")
 @on_ranks(2)
-def test_wrapping_what_torchs_class_with_views_has_wrapped_is_refused(ddp_class, rank):
-    inner = TorchDDP(seeded(Mlp), gradient_as_bucket_view=True)
-    with pytest.raises(ValueError, match="Wrap once"):
-        ddp_class(inner)
-    with pytest.raises(ValueError, match="Wrap once"):
-        ddp_class(nn.Sequential(inner, nn.Linear(1, 1)))
-
-
-@pytest.mark.beyond_torch("gives wrong gradients")
-@on_ranks(2)
-def test_a_wrapper_of_torchs_class_around_ours_is_noticed(ddp_class, rank):
+def test_wrapping_twice_with_torchs_class_inside_or_around(ddp_class, rank):
     """With views two reducers write to one memory: an error. Without them the averages are right."""
+    inner = TorchDDP(seeded(Mlp), gradient_as_bucket_view=True)
+    for wrapped in (inner, nn.Sequential(inner, nn.Linear(1, 1))):
+        with pytest.raises(ValueError, match="Wrap once"):
+            ddp_class(wrapped)
     with pytest.raises(RuntimeError, match="averaged twice, in the same memory"):
         step_on(TorchDDP(ddp_class(seeded(Mlp))), rank)
     with pytest.warns(UserWarning) as caught:

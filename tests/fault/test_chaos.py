@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-import os
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -16,49 +14,40 @@ from benchmarks.chaos.cli import main
 pytestmark = pytest.mark.beyond_torch("names neither the rank nor the bucket")
 
 
-def run_command(arguments, output):
-    """In a fork, which need not import anything."""
-    with open(output, "w") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-    sys.stdout = os.fdopen(1, "w", closefd=False)
-    code = main(arguments)
-    sys.stdout.flush()
-    os._exit(code)
+@pytest.fixture
+def chaos(tmp_path, capfd):
+    """A function that runs the command in a fork, which need not import anything.
 
+    It gives its exit code, the trials, and what was printed.
+    """
 
-def chaos(folder: Path, *arguments: str) -> tuple[int, list[dict], str]:
-    """(exit code, the trials, what was printed) of the command."""
-    path, output = folder / "chaos.json", folder / "output"
-    command = ["--json", str(path), *arguments]
-    process = multiprocessing.get_context("fork").Process(target=run_command, args=(command, output))
-    process.start()
-    process.join(110)
-    if process.exitcode is None:
+    def run(*arguments: str) -> tuple[int, list[dict], str]:
+        path = tmp_path / "chaos.json"
+        fork = multiprocessing.get_context("fork")
+        process = fork.Process(target=lambda: sys.exit(main(["--json", str(path), *arguments])))
+        process.start()
+        process.join(110)
         process.kill()
-    said = output.read_text()
-    assert path.exists(), f"exit code {process.exitcode}: {said}"
-    return process.exitcode, json.loads(path.read_text())["results"], said
+        said = capfd.readouterr().out
+        assert path.exists(), f"exit code {process.exitcode}: {said}"
+        return process.exitcode, json.loads(path.read_text())["results"], said
 
-
-def assert_passed(folder: Path, *arguments: str) -> list[dict]:
-    code, rows, said = chaos(folder, *arguments)
-    assert code == 0 and all(row["passed"] for row in rows), said
-    return rows
+    return run
 
 
 @pytest.mark.slow
-def test_nine_trials(tmp_path):
+def test_nine_trials(chaos):
     """Every kind but a slow rank, over every transport once."""
     kinds = ",".join(kind for kind in plan.KINDS if kind != plan.SLOW)
-    rows = assert_passed(tmp_path, "--trials", "9", "--kinds", kinds, "--over", "shm,gloo", "--seed", "3")
+    code, rows, said = chaos("--trials", "9", "--kinds", kinds, "--over", "shm,gloo", "--seed", "3")
+    assert code == 0 and all(row["passed"] for row in rows), said
     assert len({(row["kind"], row["over"]) for row in rows}) == 9
 
 
-def test_trials_that_are_wrong_on_purpose_fail(tmp_path):
+def test_trials_that_are_wrong_on_purpose_fail(chaos):
     """A rank that trains other weights than it should, and one that leaves a process behind."""
     kinds = f"{plan.CORRUPT},{plan.ORPHAN}"
-    code, rows, said = chaos(tmp_path, "--trials", "2", "--kinds", kinds, "--over", "shm", "--world-sizes", "2")
+    code, rows, said = chaos("--trials", "2", "--kinds", kinds, "--over", "shm", "--world-sizes", "2")
     assert code == 1
     corrupt, orphan = rows
     assert list(corrupt["problems"]) == ["gradients"], said
@@ -68,7 +57,8 @@ def test_trials_that_are_wrong_on_purpose_fail(tmp_path):
 
 
 @pytest.mark.slow
-def test_three_trials_over_torchft(tmp_path):
+def test_three_trials_over_torchft(chaos):
     pytest.importorskip("torchft")
-    rows = assert_passed(tmp_path, "--trials", "3", "--over", plan.TORCHFT)
+    code, rows, said = chaos("--trials", "3", "--over", plan.TORCHFT)
+    assert code == 0 and all(row["passed"] for row in rows), said
     assert {row["kind"] for row in rows} == {plan.KILL, plan.EXCEPTION, plan.SLOW}

@@ -317,15 +317,6 @@ def test_a_body_that_makes_the_process_group_itself():
     assert_told(run_ranks(work, 2, timeout=LONG_S), 0)
 
 
-@on_ranks(2)
-def test_a_good_end_waits_for_nobody(rank):
-    since_s = time.monotonic()
-    with torchddp.fail_together():
-        time.sleep(rank)
-    assert rank == 1 or time.monotonic() - since_s < 0.5
-    dist.barrier()
-
-
 def test_a_store_that_is_down_is_told_once(caplog):
     class Down:
         def set_timeout(self, timeout):
@@ -358,7 +349,12 @@ def test_a_store_that_is_down_is_told_once(caplog):
 
 
 @on_ranks(2)
-def test_a_context_is_entered_once_and_has_a_grace(rank):
+def test_a_good_end_waits_for_nobody_and_a_context_is_entered_once(rank):
+    since_s = time.monotonic()
+    with torchddp.fail_together():
+        time.sleep(rank)
+    assert rank == 1 or time.monotonic() - since_s < 0.5
+    dist.barrier()
     for wrong in (-1.0, float("nan")):
         with pytest.raises(ValueError, match="grace_s must be"):
             torchddp.fail_together(grace_s=wrong)
