@@ -203,7 +203,14 @@ def test_join_and_hooks_keep_the_buckets(rank, dear_messages):
 
 
 @on_ranks(2)
-def test_planning_that_fails_is_over(rank, monkeypatch):
+def test_planning_that_fails_or_has_no_room_for_messages(rank, monkeypatch):
+    monkeypatch.setattr(message_cost, "_LAST_SHARED_BYTES", 64 << 20)
+    monkeypatch.setenv("TORCHDDP_SHM_LIMIT_MB", "32")
+    ddp = DistributedDataParallel(layers(), bucket_cap_mb="auto", transport="shm")
+    before = buckets_of(ddp.reducer.plan)
+    steps(ddp, rank, PLANNING_STEPS + 2)
+    assert planning_of(ddp) is None and buckets_of(ddp.reducer.plan) == before
+
     monkeypatch.setattr(auto_plan, "measure_cost", mock.Mock(side_effect=RuntimeError("no luck")))
     ddp = DistributedDataParallel(layers(), bucket_cap_mb="auto")
     steps(ddp, rank, PLANNING_STEPS)
@@ -211,16 +218,6 @@ def test_planning_that_fails_is_over(rank, monkeypatch):
         step(ddp, rank, 0)
     assert planning_of(ddp) is None
     step(ddp, rank, 0)
-
-
-@on_ranks(2)
-def test_without_room_for_messages_buckets_stay(rank, monkeypatch):
-    monkeypatch.setattr(message_cost, "_LAST_SHARED_BYTES", 64 << 20)
-    monkeypatch.setenv("TORCHDDP_SHM_LIMIT_MB", "32")
-    ddp = DistributedDataParallel(layers(), bucket_cap_mb="auto", transport="shm")
-    before = buckets_of(ddp.reducer.plan)
-    steps(ddp, rank, PLANNING_STEPS + 2)
-    assert planning_of(ddp) is None and buckets_of(ddp.reducer.plan) == before
 
 
 @on_ranks(2)

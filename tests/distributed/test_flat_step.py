@@ -291,7 +291,7 @@ def test_state_that_users_change_or_load_is_what_the_next_step_starts_from(rank)
 
 
 @on_ranks(2)
-def test_parameters_given_other_memory_by_users(rank):
+def test_other_memory_graphs_with_old_values_and_steps_that_fail(rank):
     pair = make_flat(torch.optim.Adam, {"lr": 0.01})
     pair.train(range(3))
     for model in pair.models:
@@ -301,9 +301,7 @@ def test_parameters_given_other_memory_by_users(rank):
     late, _ = pair.train(range(4, 6))
     assert sorted(early - late for early, late in gathered((early, late))) in ([0, 1], [0, 2])
 
-
-@on_ranks(2)
-def test_a_graph_that_saved_the_old_values_is_refused(rank):
+    # A graph that saved the old values is refused.
     pair = make_flat(torch.optim.SGD, {"lr": 0.1})
     pair.train(range(2))
     model, optimizer = pair.models[0], pair.optimizers[0]
@@ -313,9 +311,7 @@ def test_a_graph_that_saved_the_old_values_is_refused(rank):
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 
-
-@on_ranks(2)
-def test_a_step_that_fails_leaves_parameters_and_state_in_place(rank):
+    # A step that fails leaves parameters and state in place.
     pair = make_flat(torch.optim.Adam, {"lr": 0.01})
     pair.train(range(2))
     optimizer = pair.optimizers[0]

@@ -251,17 +251,15 @@ def test_the_model_fits_a_small_step_with_overhead_and_a_late_rank(rank):
     assert error is not None and abs(error) < 0.4, profile
     assert gathered(profile.to_dict()) == [profile.to_dict()] * 2
 
-
-@on_ranks(2)
-def test_of_short_steps_more_are_recorded():
+    # Of short steps more are recorded.
     ddp = DDP(nn.Linear(4, 4))
     number = itertools.count()
 
-    def step():
+    def short_step():
         next(number)
         ddp(torch.ones(1, 4)).sum().backward()
 
-    record_profile(ddp, step, steps=1)
+    record_profile(ddp, short_step, steps=1)
     assert next(number) > 4 + 2 * 4
     with pytest.raises(ValueError, match="steps must be at least 1"):
-        record_profile(ddp, step, steps=0)
+        record_profile(ddp, short_step, steps=0)

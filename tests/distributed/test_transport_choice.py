@@ -208,6 +208,14 @@ def wrapped(ddp_class, make=Mlp, **options):
     return ddp, lines
 
 
+def falls_back(ddp_class, rank):
+    """All use the process group; what rank 0 alone has logged, in one line."""
+    ddp, lines = wrapped(ddp_class)
+    assert_trains_over("c10d", ddp, rank)
+    assert len(lines) == (rank == 0), lines
+    return lines
+
+
 def limit(what, size):
     resource.setrlimit(what, (size, resource.getrlimit(what)[1]))
 
@@ -258,9 +266,7 @@ def test_one_rank_that_can_not(rank, ddp_class, trouble, unable):
     cause, reason = TROUBLES[trouble]
     if rank == unable:
         cause()
-    ddp, lines = wrapped(ddp_class)
-    assert_trains_over("c10d", ddp, rank)
-    assert len(lines) == (rank == 0), lines
+    lines = falls_back(ddp_class, rank)
     assert all(f"rank {unable}: " in line and reason in line for line in lines), lines
 
 
@@ -277,9 +283,7 @@ def test_shared_memory_or_nothing(rank, ddp_class):
             cause()
         with pytest.raises(RuntimeError, match=f"transport='shm' is impossible: .*rank 1: {reason}"):
             ddp_class(seeded(Mlp), transport="shm")
-        ddp, lines = wrapped(ddp_class)
-        assert_trains_over("c10d", ddp, rank)
-        assert len(lines) == (rank == 0), lines
+        falls_back(ddp_class, rank)
         shm._C.ShmEndpoint, make.connect = make, connect
         os.environ.pop(shm.LIMIT_ENV, None)
     # Where nothing is wrong no line is logged.
@@ -288,9 +292,7 @@ def test_shared_memory_or_nothing(rank, ddp_class):
     os.environ["TORCHDDP_HOST_ID"] = str(rank)
     with pytest.raises(RuntimeError, match="transport='shm' is impossible: no two ranks are on the same host"):
         ddp_class(seeded(Mlp), transport="shm")
-    ddp, lines = wrapped(ddp_class)
-    assert_trains_over("c10d", ddp, rank)
-    assert len(lines) == (rank == 0), lines
+    lines = falls_back(ddp_class, rank)
     assert rank == 1 or "no two ranks are on the same host" in lines[0]
 
 
@@ -315,51 +317,34 @@ def test_gradients_that_do_not_fit(ddp_class, limited, capfd):
         assert said.count(f"rank {rank}: no room for") == len(limits) * (rank in limited), said
 
 
-class WithTable(Mlp):
-    """A buffer, by default of 2.7 MiB, is broadcast before each forward."""
+class Reordered(Mlp):
+    """Registered in another order than it is used in: buckets change after the first step.
 
-    def __init__(self, width=8, numel=700_000):
+    A buffer is broadcast before each forward.
+    """
+
+    def __init__(self, width, numel):
         super().__init__(width)
-        self.register_buffer("table", torch.ones(numel))
-
-
-@pytest.mark.parametrize("limited", [0, 1])
-@on_ranks(2)
-def test_buffers_that_do_not_fit(rank, ddp_class, limited):
-    if rank == limited:
-        os.environ[shm.LIMIT_ENV] = "1"
-    ddp, _ = wrapped(ddp_class, WithTable)
-    for step in range(3):
-        if rank == 1:
-            ddp.module.table.zero_()
-        step_on(ddp, rank, step)
-        assert ddp.module.table.all()
-
-
-class Reordered(WithTable):
-    """Registered in another order than it is used in: buckets change after the first step."""
-
-    def __init__(self):
-        super().__init__(WIDTH, 100_000)
         first = self.first
         del self.first
         self.first = first
+        self.register_buffer("table", torch.ones(numel))
 
 
 @pytest.mark.parametrize("limited", [(0,), (1,), (0, 1)], ids=str)
 @on_ranks(2)
-def test_no_room_in_mid_training(rank, ddp_class, limited):
+def test_no_room_for_buffers_or_in_mid_training(rank, ddp_class, limited):
     """New buckets before the second step, while gradients still hold the old ones: there is room for one set."""
-    if rank in limited:
-        os.environ[shm.LIMIT_ENV] = "9"
-    ddp, _ = wrapped(ddp_class, Reordered, bucket_cap_mb=3.5)
-    for step in range(4):
-        if rank == 1:
-            ddp.module.table.zero_()
-        loss = loss_of(ddp(batch(rank, step, 5, WIDTH)))
-        assert ddp.module.table.all()
-        ddp.zero_grad(set_to_none=False)
-        loss.backward()
-        want = expected_grads(ddp.module, lambda m, r, s=step: loss_of(m(batch(r, s, 5, WIDTH))).backward())
-        assert_grads(grads_of(ddp), want)
-        assert ddp.reducer.transport_name == ("c10d" if step else "shm")
+    for width, numel, limit_mb in each([(8, 700_000, "1"), (WIDTH, 100_000, "9")]):
+        os.environ[shm.LIMIT_ENV] = limit_mb if rank in limited else ""
+        ddp, _ = wrapped(ddp_class, lambda width=width, numel=numel: Reordered(width, numel), bucket_cap_mb=3.5)
+        for step in range(4):
+            if rank == 1:
+                ddp.module.table.zero_()
+            loss = loss_of(ddp(batch(rank, step, 5, width)))
+            assert ddp.module.table.all()
+            ddp.zero_grad(set_to_none=False)
+            loss.backward()
+            want = expected_grads(ddp.module, lambda m, r, s=step, w=width: loss_of(m(batch(r, s, 5, w))).backward())
+            assert_grads(grads_of(ddp), want)
+            assert width == 8 or transport_of(ddp) == ("c10d" if step else "shm")

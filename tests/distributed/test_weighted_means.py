@@ -358,8 +358,8 @@ def test_thawed_in_the_middle_of_a_step(rank, transport):
 
 
 @on_ranks(2)
-def test_thawed_after_the_first_microbatch_of_a_step(rank):
-    """The weights of those gradients are unknown."""
+def test_gradients_whose_weights_are_unknown_and_large_totals(rank):
+    # Thawed after the first microbatch of a step.
     for auto in each([False, True]):
         model = DDP(Net(), auto_refresh_trainable=auto)
         model.module.other.requires_grad_(False)
@@ -377,9 +377,7 @@ def test_thawed_after_the_first_microbatch_of_a_step(rank):
             model.refresh_trainable()
         check_steps(model, rank, [[1], [2]], steps=1)
 
-
-@on_ranks(2)
-def test_gradients_without_a_weight_that_were_cleared_or_averaged(rank):
+    # Gradients without a weight that were cleared, or averaged.
     model = DDP(Net())
     for set_to_none in (True, False):
         model.zero_grad()
@@ -394,10 +392,7 @@ def test_gradients_without_a_weight_that_were_cleared_or_averaged(rank):
             mean_loss(model(samples(rank, count, 2))).backward()
     model.weigh(1)
 
-
-@on_ranks(2)
-def test_totals_that_grow_far_beyond_the_first(rank):
-    """float16 ends at 65504, and has nothing below 6e-8."""
+    # Totals that grow far beyond the first: float16 ends at 65504, and has nothing below 6e-8.
     for first, later in each([(1e-3, 1e4), (1e5, 1e-6)]):
         model = DDP(Net(), transport="shm", wire_dtype=torch.float16)
         for step, times in enumerate([first, later, later]):

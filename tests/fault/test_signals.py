@@ -58,6 +58,22 @@ def hear(what: str) -> None:
     dist.distributed_c10d._get_default_store().wait([what])
 
 
+def meet(rank: int) -> None:
+    """The two ranks keep their connections until both have come here."""
+    tell(f"rank {rank} is done")
+    hear(f"rank {1 - rank} is done")
+
+
+def interrupts_rank_0(rank: int, call) -> None:
+    """Rank 0 in this call; the others come back when it has been."""
+    if rank == 0:
+        hit()
+        raises_soon(KeyboardInterrupt, call)
+        tell("rank 0 was interrupted")
+    else:
+        hear("rank 0 was interrupted")
+
+
 on_waiting_ranks = functools.partial(on_ranks, timeout=90, group_timeout_s=LIMIT_S)
 
 
@@ -68,9 +84,8 @@ def test_an_interrupt_ends_a_backward_and_leaves_the_reducer_idle(transport, ran
     for step in range(2):
         step_on(ddp, rank, step)
     ddp.zero_grad()
+    interrupts_rank_0(rank, lambda: step_on(ddp, rank, 2))
     if rank == 0:
-        hit()
-        raises_soon(KeyboardInterrupt, lambda: step_on(ddp, rank, 2))
         status = ddp.reducer.status()
         assert status["phase"] == "idle" and not status["armed"], status
         ddp.zero_grad()
@@ -79,14 +94,9 @@ def test_an_interrupt_ends_a_backward_and_leaves_the_reducer_idle(transport, ran
         plain = seeded(Mlp)
         loss_of(plain(batch(rank, 3))).backward()
         assert_grads(grads_of(ddp), grads_of(plain))
-        tell("rank 0 was interrupted")
-    else:
-        hear("rank 0 was interrupted")
-        if transport == "shm":
-            gives_up_soon(lambda: step_on(ddp, rank, 2))
-        tell("rank 1 is done")
-    if rank == 0:
-        hear("rank 1 is done")
+    elif transport == "shm":
+        gives_up_soon(lambda: step_on(ddp, rank, 2))
+    meet(rank)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -95,16 +105,13 @@ def test_what_follows_an_interrupt_is_an_error_at_once(transport, rank):
     """In the forward that rebuilds buckets. Another collective would meet one that the peers have not come to yet."""
     ddp = torchddp.DistributedDataParallel(seeded(Mlp), bucket_cap_mb=0.001, transport=transport)
     step_on(ddp, rank, 0)
+    interrupts_rank_0(rank, lambda: step_on(ddp, rank, 1))
     if rank == 0:
-        hit()
-        raises_soon(KeyboardInterrupt, lambda: step_on(ddp, rank, 1))
         with ddp.no_sync():
             step_on(ddp, rank, 2)
         error = raises_soon(TransportError, lambda: step_on(ddp, rank, 3))
         assert "gave up" in str(error), error
-        tell("rank 0 was interrupted")
-    else:
-        hear("rank 0 was interrupted")
+    meet(rank)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -166,15 +173,10 @@ def test_a_hook_that_never_completes_its_future_is_waited_for_no_longer_than_the
 @on_waiting_ranks(2, backend="torchddp_shm")
 def test_an_interrupt_ends_a_collective_of_the_shared_memory_backend(rank):
     dist.all_reduce(torch.ones(3))
-    if rank == 0:
-        hit()
-        raises_soon(KeyboardInterrupt, lambda: dist.all_reduce(torch.ones(100_000)))
-        tell("rank 0 was interrupted")
-        hear("rank 1 is done")
-    else:
-        hear("rank 0 was interrupted")
+    interrupts_rank_0(rank, lambda: dist.all_reduce(torch.ones(100_000)))
+    if rank == 1:
         gives_up_soon(lambda: dist.all_reduce(torch.ones(100_000)))
-        tell("rank 1 is done")
+    meet(rank)
 
 
 @on_waiting_ranks(1)
@@ -213,12 +215,7 @@ def test_an_interrupt_ends_the_wait_for_an_average(rank):
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer = StreamingDiLoCo(model, sgd, sync_every=1, fragments=1)
     loss_of(model(batch(rank, dtype=torch.float32))).backward()
-    if rank == 0:
-        hit()
-        raises_soon(KeyboardInterrupt, optimizer.step)
-        tell("rank 0 was interrupted")
-    else:
-        hear("rank 0 was interrupted")
+    interrupts_rank_0(rank, optimizer.step)
 
 
 @pytest.mark.parametrize(

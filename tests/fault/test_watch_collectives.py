@@ -53,6 +53,12 @@ def watching(folder, timeout_s=TIMEOUT_S):
     return reports, dist.new_group(timeout=timedelta(seconds=timeout_s))
 
 
+def run_in_thread(loop):
+    thread = threading.Thread(target=loop)
+    thread.start()
+    thread.join()
+
+
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
 def test_a_reduction_and_a_barrier(transport, tmp_path):
     """With a wrapped model there is one report: of the step, with the call of the rank that holds it up."""
@@ -109,9 +115,7 @@ def test_a_loop_in_a_thread_and_its_exception(tmp_path):
             except RuntimeError:
                 pass
 
-        loop = threading.Thread(target=train_loop_per_worker)
-        loop.start()
-        loop.join()
+        run_in_thread(train_loop_per_worker)
         return reports.texts
 
     (headline, *_), texts = headlines(work)
@@ -133,9 +137,7 @@ def test_a_loop_whose_thread_has_ended(tmp_path):
             with pytest.raises(RuntimeError):
                 dist.barrier(group)
 
-        thread = threading.Thread(target=loop)
-        thread.start()
-        thread.join()
+        run_in_thread(loop)
         time.sleep(TIMEOUT_S if rank == 1 else 0)
         return reports.texts
 
