@@ -147,29 +147,13 @@ def test_state_is_brought_to_one_rank_only_and_goes_stale(rank):
 
 
 @on_ranks(2)
-def test_parts_make_the_whole_and_each_rank_takes_its_own_back(rank):
-    pair = twins()
-    pair.train(range(3))
-    part = pickle.loads(pickle.dumps(pair.oss.local_state_dict()))
-    assert list(part["state"]) == part["sharded_params"]
-    other = gathered(part)
-    together = {index: entry for one in other for index, entry in one["state"].items()}
-    assert_same_state(together, pair.plain.state_dict()["state"])
-    fresh = twins()
-    before = fresh.oss.local_state_dict()
-    with pytest.raises(ValueError, match="another rank's part of the state: parameter . of group 0 is not in it"):
-        fresh.oss.load_state_dict(other[1 - rank])
-    assert_same_state(before, fresh.oss.local_state_dict())
-    fresh.oss.load_state_dict(part)
-    assert_same_state(part, fresh.oss.local_state_dict())
-
-
-@on_ranks(2)
-def test_the_state_of_another_model_changes_nothing(rank):
+def test_the_state_of_another_model_or_rank_changes_nothing(rank):
     pair = twins(groups=two_groups)
     pair.train(range(2))
     good = pair.plain.state_dict()
     before = copy.deepcopy(pair.oss.local_state_dict())
+    parts = gathered(before)
+    assert_same_state({index: entry for part in parts for index, entry in part["state"].items()}, good["state"])
     groups = good["param_groups"]
     wrong_shape = copy.deepcopy(good)
     wrong_shape["state"][4]["exp_avg"] = torch.zeros(3, 3)
@@ -181,9 +165,15 @@ def test_the_state_of_another_model_changes_nothing(rank):
         (wrong_shape, "'exp_avg' for parameter 2 of group 1 has shape [3, 3]"),
         ({**good, "state": {0: 5}}, "entry for parameter 0 of group 0 is a int"),
     )
-    for oss in (pair.oss, twins(groups=two_groups).oss):
+    fresh = twins(groups=two_groups).oss
+    for oss in (pair.oss, fresh):
         assert_each_raises(*((partial(oss.load_state_dict, state), ValueError, words) for state, words in cases))
     assert_same_state(before, pair.oss.local_state_dict())
+    with pytest.raises(ValueError, match="another rank's part of the state: parameter . of group . is not in it"):
+        fresh.load_state_dict(parts[1 - rank])
+    assert not fresh.local_state_dict()["state"]
+    fresh.load_state_dict(pickle.loads(pickle.dumps(before)))  # its own
+    assert_same_state(before, fresh.local_state_dict())
 
 
 def test_parts_of_a_checkpoint(tmp_path, monkeypatch):

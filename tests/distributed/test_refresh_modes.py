@@ -20,14 +20,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import torchddp
 from tests.harness import each, on_ranks
 from tests.models import Branches, Mlp, batch, loss_of, same_on_all_ranks, seeded, step_on
+from tests.oss import float_mlp as mlp
 from torchddp.comm_hooks import BF16, CastAround, Int8, PerParameter, PowerSGD, TopK
 
 DDP = torchddp.DistributedDataParallel
 KINDS = [DDP, torchddp.replicate]
-
-
-def mlp():
-    return Mlp(dtype=torch.float32)
 
 
 def backward(rank, model):
@@ -186,15 +183,10 @@ def test_hooks_keep_what_they_hold_of_parameters_that_stay(rank):
         assert hook.state_dict()["step"] == 6
 
 
-def do_without_streams():
-    """A CPU has none: all is done in order anyhow."""
-    torch.Stream = torch.Event = torch.accelerator.current_stream = mock.MagicMock()
-
-
 @on_ranks(2)
 def test_optimizers_in_backward_and_torchs_mixed_precision(rank):
-    # Optimizers in backward.
-    do_without_streams()
+    # Optimizers in backward. A CPU has no streams: all is done in order anyhow.
+    torch.Stream = torch.Event = torch.accelerator.current_stream = mock.MagicMock()
     module, plain = seeded(mlp), seeded(mlp)
     options = {"lr": 0.1, "momentum": 0.9}
     _apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), options)
@@ -536,7 +528,7 @@ def test_nothing_to_train_join_and_what_can_not_be_refreshed(rank):
                     assert "join() context" in error_of(model.refresh_trainable)
         module.first.requires_grad_(epoch == 1)
         model.refresh_trainable()
-        assert ("first.weight" in [spec.name for spec in model.session.specs]) == (epoch == 1)
+        assert ("first.weight" in names_of(model)) == (epoch == 1)
 
     # What can't be refreshed.
     module = seeded(Mlp)

@@ -1,4 +1,4 @@
-"""torchddp.replicate() trains as torchddp.DistributedDataParallel and torch's class do; what it refuses."""
+"""torchddp.replicate() trains as torchddp.DistributedDataParallel does; what it refuses."""
 
 import contextlib
 import copy
@@ -63,7 +63,7 @@ def assert_trains_alike(model, wrapped, rank, steps=4, optimizers=(None, None), 
 
 
 @on_ranks(1, 2, 3, 4)
-def test_same_bits_as_the_wrapper_and_as_torchs_class(rank, world_size):
+def test_same_bits_as_the_wrapper(rank):
     for options in each([{"transport": "c10d"}, {"transport": "c10d", "gradient_as_bucket_view": False}, {}]):
         model = seeded(Mlp)
         parameters = list(model.parameters())
@@ -71,10 +71,6 @@ def test_same_bits_as_the_wrapper_and_as_torchs_class(rank, world_size):
         assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
         wrapped = torchddp.DDP(seeded(Mlp), bucket_cap_mb=0.001, **options)
         assert_trains_alike(model, wrapped, rank)
-    torchs = TorchDDP(seeded(Mlp))
-    train(torchs, rank)
-    # Sums of more than two ranks have no one order through gloo.
-    assert_same_training(model, torchs, 1e-12 if world_size > 2 else 0)
 
 
 @on_ranks(2)

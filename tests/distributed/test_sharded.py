@@ -9,6 +9,7 @@ from torch import nn
 
 import torchddp
 from tests.harness import assert_each_raises, each, on_ranks
+from tests.models import same_on_all_ranks
 from tests.sharded import batch_of, loss_of, make_pair, small_net
 from torchddp import ShardedDataParallel
 from torchddp.optim import OSS
@@ -105,10 +106,13 @@ def test_message_sizes(size, transport):
 
 @over_both
 @on_ranks(3)
-def test_gradients_in_half_precision(transport):
-    pair = make_pair(torch.optim.SGD, {"lr": 0.1}, reduce_fp16=True, transport=transport)
-    pair.train_alike(range(10), rtol=0.02, atol=2e-3)
-    assert not all(map(torch.equal, pair.sharded.parameters(), pair.reference.parameters()))
+def test_half_precision_on_the_way(transport):
+    for options, atol in (({"reduce_fp16": True}, 2e-3), ({"oss_options": {"broadcast_fp16": True}}, 5e-3)):
+        pair = make_pair(torch.optim.SGD, {"lr": 0.1}, transport=transport, **options)
+        pair.train_alike(range(10), rtol=0.02, atol=atol)
+        assert not all(map(torch.equal, pair.sharded.parameters(), pair.reference.parameters()))
+    values = torch.cat([p.detach().flatten() for p in pair.sharded.parameters() if p.dtype == torch.float32])
+    assert torch.equal(values, values.half().float()) and same_on_all_ranks([values])
 
 
 @on_ranks(2)

@@ -31,8 +31,7 @@ def assert_all_equal(mine, theirs, tolerance=0.0):
 
 
 @on_ranks(3)
-def test_several_optimizers_and_half_precision(rank):
-    # Several optimizers.
+def test_several_optimizers(rank):
     one, other = seeded(Net), seeded(Net)
 
     def parts(net):
@@ -49,13 +48,6 @@ def test_several_optimizers_and_half_precision(rank):
                 optimizer.step()
             ddp.zero_grad()
     assert_all_equal(model.parameters(), reference.parameters())
-
-    # Parameters in half precision on their way.
-    pair = make_pair(torch.optim.SGD, {"lr": 0.1}, oss_options={"broadcast_fp16": True})
-    pair.train_alike(range(5), rtol=0.02, atol=5e-3)
-    values = torch.cat([p.detach().flatten() for p in pair.sharded.parameters() if p.dtype == torch.float32])
-    assert torch.equal(values, values.half().float())
-    assert same_on_all_ranks([values])
 
 
 @on_ranks(2)
@@ -271,27 +263,11 @@ def one_after_the_other(rank, action):
 
 
 @on_ranks(2, 3)
-def test_a_change_that_all_ranks_make_is_made_once(rank):
+def test_changes_by_all_ranks_for_evaluation_or_by_one_rank(rank):
+    # A change that all ranks make is made once. As an average of the weights is: each rank keeps the weights, puts in
+    # others, and puts the weights back.
     pair = make_pair()
-
-    def decay():
-        for model, _ in pair.sides():
-            for param in model.module.parameters():
-                param.data.mul_(0.75)
-
-    for step in range(6):
-        pair.train(range(step, step + 1))
-        if step % 2:
-            one_after_the_other(rank, decay)
-            pair.assert_equal()
-    pair.assert_equal()
-
-
-@on_ranks(2)
-def test_changes_for_evaluation_or_by_one_rank(rank):
-    # As an average of the weights is: each rank keeps the weights, puts in others, and puts the weights back.
-    pair = make_pair()
-    params = list(pair.sharded.module.parameters())
+    params, others = list(pair.sharded.module.parameters()), list(pair.reference.module.parameters())
     average = [p.detach().clone() for p in params]
     for step in range(5):
         pair.train(range(step, step + 1))
@@ -302,6 +278,7 @@ def test_changes_for_evaluation_or_by_one_rank(rank):
         one_after_the_other(rank, lambda: torch._foreach_copy_([p.data for p in params], average))
         assert all(map(torch.equal, params, average))
         one_after_the_other(rank, lambda kept=kept: torch._foreach_copy_([p.data for p in params], kept))
+        one_after_the_other(rank, lambda: torch._foreach_mul_([p.data for p in (*params, *others)], 0.75))
         pair.assert_equal()
     pair.train_alike(range(5, 8))
 
