@@ -55,6 +55,13 @@ class TwoHeads(nn.Module):
         return self.left(hidden), self.right(hidden)
 
 
+class Recurrent(nn.GRU):
+    """Keeps a list of its weights besides, which no dictionary shows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)[0]
+
+
 class NormNet(nn.Module):
     """A convolution net with batch norm: parameters and buffers of two dtypes."""
 

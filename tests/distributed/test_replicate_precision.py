@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import torchddp
 from tests.harness import each, on_ranks
-from tests.models import assert_same_training
+from tests.models import Recurrent, assert_same_training
 from torchddp.composable import ReplicateModule, unreplicate
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -131,17 +131,10 @@ def test_gradients_accumulate_in_the_parameters_own_dtype(rank):
         torch.testing.assert_close(model.get_parameter(name).grad, value, rtol=1e-6, atol=1e-7)
 
 
-class Lstm(nn.LSTM):
-    """torch's recurrent layers keep a list of their weights besides."""
-
-    def forward(self, x):
-        return super().forward(x)[0]
-
-
 @on_ranks(2)
 def test_recurrent_layers_copies_and_what_does_not_go_together(rank):
     # Recurrent layers.
-    model = torchddp.replicate(Lstm(4, 8), mp_policy=MixedPrecisionPolicy(param_dtype=BF16))
+    model = torchddp.replicate(Recurrent(4, 8), mp_policy=MixedPrecisionPolicy(param_dtype=BF16))
     for _ in range(2):
         out = model(torch.ones(3, 2, 4))
         assert out.dtype == BF16

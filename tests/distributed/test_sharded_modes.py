@@ -14,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.checkpoint import checkpoint
 
 import torchddp
-from tests.harness import each, on_ranks
-from tests.models import Branches, batch, same_on_all_ranks, seeded
+from tests.harness import each, on_ranks, run_ranks
+from tests.models import Branches, Recurrent, batch, same_on_all_ranks, seeded
 from tests.oss import assert_same_state, whole_state
 from tests.sharded import Net, Pair, batch_of, loss_of, make_pair, reference_of, small_net
 from tests.whole_buckets import WholeSharded
@@ -151,13 +151,6 @@ def test_memory_that_is_exchanged(rank):
             weight = model.module.middle.weight
             weight.data = weight.detach().clone() * 0.5
         pair.train_alike(range(2, 6))
-
-
-class Recurrent(nn.GRU):
-    """Weights that no dictionary sees."""
-
-    def forward(self, x):
-        return super().forward(x)[0]
 
 
 class Tied(nn.Module):
@@ -298,20 +291,30 @@ def test_changes_by_all_ranks_for_evaluation_or_by_one_rank(rank):
     assert same_on_all_ranks(params)
 
 
-@on_ranks(2, 3)
-def test_a_checkpoint_is_loaded():
-    pair = make_pair()
-    pair.train(range(2))
-    saved = copy.deepcopy((pair.sharded.module.state_dict(), whole_state(pair.oss)))
-    assert_same_state(saved[1], pair.plain.state_dict())
-    pair.train(range(2, 4))
-    for model, optimizer in pair.sides():
-        optimizer.param_groups[0]["lr"] = 0.5
-        model.module.load_state_dict(saved[0])
-        optimizer.load_state_dict(copy.deepcopy(saved[1]))
-    pair.train_alike(range(4, 6))
-    now = pair.sharded.module.state_dict()
-    assert not all(torch.equal(saved[0][key], now[key]) for key in now)
+def test_a_checkpoint_is_loaded_on_any_number_of_ranks(tmp_path):
+    def save(rank):
+        pair = make_pair()
+        pair.train(range(2))
+        model, optimizer = pair.sharded.module.state_dict(), whole_state(pair.oss)
+        assert_same_state(optimizer, pair.plain.state_dict())
+        if rank == 0:
+            torch.save((model, optimizer), tmp_path / "saved")
+
+    def load(rank):
+        saved = torch.load(tmp_path / "saved")
+        pair = make_pair()
+        pair.train(range(2, 4))
+        for model, optimizer in pair.sides():
+            optimizer.param_groups[0]["lr"] = 0.5
+            model.module.load_state_dict(saved[0])
+            optimizer.load_state_dict(copy.deepcopy(saved[1]))
+        pair.train_alike(range(4, 6))
+        now = pair.sharded.module.state_dict()
+        assert not all(torch.equal(saved[0][key], now[key]) for key in now)
+
+    run_ranks(save, 2)
+    for world_size in each((1, 2, 3, 4)):
+        run_ranks(load, world_size)
 
 
 @on_ranks(2)
