@@ -78,7 +78,7 @@ TEST_JOBS ?= 2
 TEST_RERUNS ?= 1
 PYTEST = -m pytest -q -n $(TEST_JOBS) --dist worksteal --reruns $(TEST_RERUNS) --reruns-delay 2 -rR
 
-# About nine minutes on two cores, C++ tests included. `.ci/run` also runs test-slow; run test-thorough (full benchmarks and other
+# About eight minutes on two cores, C++ tests included. `.ci/run` also runs test-slow; run test-thorough (full benchmarks and other
 # commands, further parameters, mutants) after changing the code that it tests.
 test: build
 	@$(MAKE) --no-print-directory cpp-tests CPP_SANITIZERS=none

@@ -100,11 +100,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
-    runs = [(world_size, transport) for world_size in args.world_sizes for transport in args.transports]
     # Two runs at a time: most tests spend half of their time waiting, and only a few take as long as 40 s.
     with ThreadPoolExecutor(2) as pool:
-        passed = list(pool.map(lambda run: check(run[0], run[1], args), runs))
-    if not all(passed):
+        runs = [pool.submit(check, size, transport, args) for size in args.world_sizes for transport in args.transports]
+    if not all([run.result() for run in runs]):
         raise SystemExit("conformance: some tests that torch's own class passes failed, see 'missed' above")
 
 

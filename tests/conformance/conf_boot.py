@@ -168,7 +168,7 @@ def fork_ranks(timeout_s):
     def check_all(self, fn, elapsed):
         if not self.processes:
             raise unittest.SkipTest("harness: the test spawned no ranks")
-        check(self, fn, elapsed)  # of a rank that was killed only rank 0
+        check(self, fn, elapsed)  # which overlooks the death of any rank but 0
         codes = [process.exitcode for process in self.processes]
         if any(code is None or code < 0 for code in codes):
             raise RuntimeError(f"harness: a rank died, exit codes {codes}")

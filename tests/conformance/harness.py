@@ -26,7 +26,7 @@ def run_one(cls, name, timeout_s):
     began = time.time()
     try:
         unittest.TestSuite([cls(name)]).run(result)
-    except BaseException as error:  # noqa: BLE001
+    except BaseException as error:
         result.errors.append((None, f"{type(error).__name__}: {error}"))
     seconds = time.time() - began
     for process in multiprocessing.active_children():

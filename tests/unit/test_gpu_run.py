@@ -154,9 +154,6 @@ def test_what_is_missing_or_unknown_is_told_at_once(argument: str, said: str, tm
     assert "test_parity" not in done.stdout and "set -uo" not in done.stdout
 
 
-# --- its parts -------------------------------------------------------------------------------------------------------
-
-
 REPORT = """<testsuites><testsuite tests="4" failures="1" errors="1" skipped="1">
 <testcase classname="tests.gpu.test_x" name="test_a"/>
 <testcase classname="tests.gpu.test_x" name="test_b"><failure message="not equal&#10;more">stack</failure></testcase>

@@ -26,6 +26,7 @@ import torchddp
 from torchddp._import_check import PACKAGE_DIR, parse_build_info, read_build_info, wheel_advice
 from torchddp.cli import checks
 from torchddp.cli.checks import Variable, set_variables
+from torchddp.harness.command import knows_width
 from torchddp.harness.machine import available_cores, date_text, now, package_version
 
 HELP = """Check the installation: versions, transports, environment variables, and what does not fit together.
@@ -296,9 +297,8 @@ def show(found: Diagnosis, console: Console) -> None:
 def _section(console: Console, title: str, rows: list[tuple[str, str]]) -> None:
     console.print(f"[bold]{title}[/]" + ("" if rows else ": none is set"))
     width = max([WIDTH, *(len(name) + 1 for name, _ in rows)])
-    narrow = console.is_terminal or "COLUMNS" in os.environ
     for name, text in rows:
-        lines = textwrap.wrap(text, max(20, console.width - width - 2)) if narrow else [text]
+        lines = textwrap.wrap(text, max(20, console.width - width - 2)) if knows_width(console) else [text]
         shown = Text(f"\n{'':<{width + 2}}".join(lines), "green" if text == WORKS else "")
         console.print(f"  {name:<{width}}", shown, sep="")
 

@@ -85,11 +85,15 @@ def output_option(help_text: str, *names: str) -> Any:
     return typer.Option(*names, help=help_text, callback=_checked_output)
 
 
+def knows_width(console: Console) -> bool:
+    """Whether lines should fit its width: not in a file or a pipe, unless COLUMNS says so."""
+    return console.is_terminal or "COLUMNS" in os.environ
+
+
 def make_console() -> Console:
     """A terminal's own width up to 100 columns; 100 into a file or a pipe, unless COLUMNS says otherwise."""
     console = Console()
-    knows_width = console.is_terminal or "COLUMNS" in os.environ
-    return Console(width=min(console.width, 100) if knows_width else 100, emoji=False)
+    return Console(width=min(console.width, 100) if knows_width(console) else 100, emoji=False)
 
 
 def progress_bar(console: Console) -> Progress:
