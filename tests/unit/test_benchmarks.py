@@ -238,7 +238,7 @@ def test_no_rank_outlives_a_killed_command() -> None:
         ranks = list(map(int, children.read_text().split()))
         command.send_signal(signal.SIGKILL)
         command.wait(10)
-        assert ranks and wait_until(lambda: not any(map(is_running, ranks)), 10)
+        assert ranks and wait_until(lambda: not any(map(is_running, ranks)), 60)
     finally:
         command.kill()
         command.wait(10)
