@@ -172,7 +172,7 @@ def test_mistakes_are_one_sentence(profile, tmp_path, capsys):
         (["--ranks-per-host", "0"], "must be 1 to 4096, not 0"),
         (["--algorithm", "magic"], "There is no algorithm 'magic'"),
         (["--json", "/nowhere/at/all.json"], "does not exist"),
-        (["--plot", "/"], "wants a file"),
+        (["--plot", "/"], "must be a file"),
         (["--links", "eth1"], "No such option"),
     ):
         assert_refused(simulate, [profile, *arguments], said, capsys)

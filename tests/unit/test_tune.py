@@ -168,7 +168,7 @@ def test_bad_input_is_one_sentence_and_exit_code_2(capsys):
     for arguments, words in (
         (["--model", "nothing"], "There is no model 'nothing'"),
         (["--world-size", "1"], "With one rank there is nothing to synchronise"),
-        (["--caps", "a"], "--caps wants numbers"),
+        (["--caps", "a"], "--caps must be MiB"),
         (["--seconds", "0"], "--seconds"),
         (["--transport", "pigeon"], "pigeon"),
         (["--transport", "nccl"], "--transport nccl: "),

@@ -66,9 +66,9 @@ def parse_ranks(text: str) -> tuple[int, ...]:
     try:
         ranks = {int(part) for part in text.split(",")}
     except ValueError:
-        raise ArgumentError(f"--ranks wants numbers of ranks separated by commas, like 2,8,64, not '{text}'.") from None
+        raise ArgumentError(f"--ranks must be numbers separated by commas, like 2,8,64, not '{text}'.") from None
     if not all(1 <= count <= MAX_RANKS for count in ranks):
-        raise ArgumentError(f"--ranks wants numbers from 1 to {MAX_RANKS}, not '{text}'.")
+        raise ArgumentError(f"--ranks must be numbers from 1 to {MAX_RANKS}, not '{text}'.")
     return tuple(sorted(ranks))
 
 

@@ -136,9 +136,9 @@ def trace(
     find_unused_parameters: FindUnusedParameters = False,
 ) -> None:
     if not 1 <= steps <= 10_000:
-        raise ArgumentError(f"--steps wants 1 to 10000, not {steps}.")
+        raise ArgumentError(f"--steps must be 1 to 10000, not {steps}.")
     if bucket_cap_mb is not None and not 0 < bucket_cap_mb < float("inf"):
-        raise ArgumentError(f"--bucket-cap-mb wants a positive number of MiB, not {bucket_cap_mb:g}.")
+        raise ArgumentError(f"--bucket-cap-mb must be a positive number of MiB, not {bucket_cap_mb:g}.")
     if plan is not None and bucket_cap_mb is not None:
         raise ArgumentError("--plan and --bucket-cap-mb both choose the buckets: leave one out.")
     ranks = options.check_world_size(world_size, "to trace")
