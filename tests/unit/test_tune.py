@@ -108,7 +108,7 @@ def test_expected_times_that_are_off_are_commented() -> None:
         return expectation_text({**document, "candidates": rows})
 
     assert said() == ""
-    assert "the planned buckets takes 50% more than expected: the planner's model misses" in said(
+    assert "the planned buckets takes 50% more time than expected: the planner's model misses" in said(
         planned=1.5 * expected["planned"]
     )
     assert "all steps were slower than the recorded one" in said(**{name: 2 * ms for name, ms in expected.items()})
