@@ -63,7 +63,7 @@ class Finding:
 
 
 def diagnose(states: list[RankState]) -> Finding:
-    """Diagnose a stall from the states of all ranks of which something is known; at least one of them waits."""
+    """Diagnose a stall from the states of all known ranks, at least one of which waits."""
     in_step = max((state.waited_s for state in states if state.waits), default=0.0)
     in_calls = max(state.longest_call_s for state in states)
     # If ranks have waited long in both, report the step: this mentions the calls of the ranks that hold it up.

@@ -32,7 +32,7 @@ class ParameterCheck(StepObserver):
         self._last: int | None = 0  # finished steps at the last check; None: set in the next step
 
     def before_step(self) -> None:
-        """Collective every so many steps, the same on all ranks. Raises DesyncError."""
+        """Check if it is due. Collective, and due in the same steps on all ranks. Raises DesyncError."""
         session = self._session
         if session.joins:
             self._last = None  # ranks may do different numbers of steps from now on

@@ -315,7 +315,7 @@ def collective_in(stack: list[Frame]) -> str | None:
     return f"{name}, called from {Path(caller.file).name}:{caller.line}" if caller else name
 
 
-# --- the last exception of training, kept as text ---
+# --- training's last exception, as text ---
 
 
 def note_exception(error: BaseException, where: str) -> None:

@@ -261,7 +261,7 @@ def started_by_torchrun() -> bool:
 
 
 def run_ranks(job: RankJob, progress: Progress) -> Any:
-    """Run the job and return rank 0's result. Under torchrun, use its ranks, of which all but rank 0 get None.
+    """Run the job and return rank 0's result. Under torchrun, use its ranks; all but rank 0 get None.
 
     Raises LaunchError if a rank fails, ArgumentError if a rank rejects what the user asked for.
     """

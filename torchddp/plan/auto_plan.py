@@ -104,7 +104,7 @@ class StepRecorder:
 
 @dataclass(frozen=True)
 class Decision:
-    """The result of planning. Equal on all ranks except ``plan``, of which all adopt rank 0's."""
+    """The result of planning. All ranks adopt rank 0's ``plan``; the rest is equal on all ranks."""
 
     times: StepTimes
     cost: LinearCost

@@ -251,7 +251,7 @@ def _doubling_rounds(count: int) -> int:
 def doubling(layout: Layout, outer: Hop, inner: Hop) -> list[Line]:
     """Whole messages exchanged with a partner at distance 1, 2, 4, ...: few steps, many bytes."""
     near, far = _doubling_rounds(layout.local), _doubling_rounds(layout.hosts)
-    # All ranks of a host send at once through the host's one link.
+    # All ranks of a host send at the same time through its one link.
     far_s_per_byte = max(layout.local * outer.wire_s_per_byte, outer.host_s_per_byte)
     rounds = near + far
     return [
