@@ -18,7 +18,7 @@ command with a given Python. Below is what `--help` prints (`python -m scripts.w
 
 | To | Command | Guide |
 |---|---|---|
-| see whether the build fits, and what works here | `torchddp doctor` | [Install](install.md#torchddp-doctor) |
+| check the installation | `torchddp doctor` | [Install](install.md#torchddp-doctor) |
 | see where the time of a step goes | `torchddp trace` | [Find out where time goes](profiling.md) |
 | find the best bucket size | `torchddp tune` | [Tune the buckets](tune_buckets.md) |
 | predict other networks and more ranks | `torchddp simulate` | [Predict other networks](simulate.md) |

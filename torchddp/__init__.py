@@ -15,7 +15,7 @@ import sys
 from torchddp._command import is_command  # before anything that takes time: see there
 from torchddp._import_check import check_extension
 
-TYPE_CHECKING = False  # typing's own takes longer than the rest of this import
+TYPE_CHECKING = False  # importing typing's takes longer than the rest of this import
 if TYPE_CHECKING:
     from torchddp.composable import replicate
     from torchddp.diagnose.collectives import watch_collectives
@@ -118,11 +118,11 @@ def __getattr__(name: str) -> object:
 def _register_with_lightning() -> None:
     try:
         importlib.import_module("torchddp.integrations.lightning")
-    except Exception as error:  # unknown version: torchddp works all the same
+    except Exception as error:  # an unknown version of Lightning; torchddp works without it
         import logging
 
         logging.getLogger("torchddp").warning(
-            "Lightning does not know torchddp's strategies by name: %s: %s", type(error).__name__, error
+            "Can't register torchddp's strategies with Lightning: %s: %s", type(error).__name__, error
         )
 
 

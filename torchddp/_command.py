@@ -1,11 +1,11 @@
-"""Is this process the `torchddp` command? If so, Ctrl-C ends it with one line, from this import on.
+"""Detects whether this process is the `torchddp` command. If so, Ctrl-C ends it with one line, from this import on.
 
-Imported before everything else, and imports next to nothing itself: until then Ctrl-C prints a traceback.
+Imported before everything else, and imports almost nothing itself, because Ctrl-C prints a traceback until then.
 """
 
 from __future__ import annotations
 
-import _signal  # type: ignore[import-not-found]  # in the interpreter; signal itself imports enum
+import _signal  # type: ignore[import-not-found]  # built into the interpreter; signal itself imports enum
 import os
 import sys
 

@@ -1,4 +1,4 @@
-"""A check made by `import torchddp`: does the extension fit the running torch?
+"""Checks at `import torchddp` that the extension fits the running torch.
 
 libtorch's C++ interface changes between minor versions while its symbols keep their names, so a mismatched extension
 loads and crashes later. If CUDA or Python don't fit, the loader's message doesn't help. This raises one readable error
@@ -52,8 +52,8 @@ def parse_build_info(text: str) -> dict[str, str]:
 
 
 def read_build_info(folder: Path) -> dict[str, str]:
-    """The build info of the extension in ``folder``, which need not load: this Python's, or else another's. Empty if
-    missing.
+    """Read the build info of the extension in ``folder`` without loading it: this Python's, or else another's. Empty if
+    there is none.
     """
     own = f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
     for path in sorted(folder.glob("_C*.so"), key=lambda path: path.name != own):
@@ -76,11 +76,11 @@ def misfit(built: Mapping[str, str], running: Mapping[str, str]) -> str:
         return ""  # it moves CUDA tensors too, through the process group
     if not cuda:
         return f"torchddp was built with CUDA {built['cuda']}, but torch {torch} is a CPU build"
-    # NVIDIA's libraries also serve code built with an older version of the same major release.
+    # NVIDIA's libraries also run code built with an older version of the same major release.
     if not (minor(cuda)[0], 0) <= minor(built["cuda"]) <= minor(cuda):
         return (
-            f"torchddp was built with CUDA {built['cuda']}, but torch {torch} brings CUDA {cuda}, which serves only "
-            f"what was built with {minor(cuda)[0]}.0 to {cuda}"
+            f"torchddp was built with CUDA {built['cuda']}, but torch {torch} has CUDA {cuda}, which runs only "
+            f"extensions built with {minor(cuda)[0]}.0 to {cuda}"
         )
     return ""
 

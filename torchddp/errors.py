@@ -1,4 +1,4 @@
-"""Exceptions that torch does not have, the usage warning, and records of non-finite gradients."""
+"""torchddp's own exceptions, its usage warning, and records of non-finite gradients."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ __all__ = [
     "warn_user",
 ]
 
-# Appended to errors of waits outside of a reduction, where the rest does not say so.
+# Appended to the errors of waits outside a reduction, which lack this advice.
 ADVICE_FOR_A_LOST_PEER = (
-    "If ranks have different numbers of batches, give all of them as many (torchddp.sync.even_batches, a sampler with "
-    "drop_last=True), or train a DistributedDataParallel under `with model.join():`. Otherwise a peer has died, left, "
-    "or did not reach this step in time: look at the other ranks' logs for the first error."
+    "If ranks have different numbers of batches, give all of them the same number (torchddp.sync.even_batches, a "
+    "sampler with drop_last=True), or train a DistributedDataParallel under `with model.join():`. Otherwise a peer has "
+    "died, left, or did not reach this step in time: look at the other ranks' logs for the first error."
 )
 _NOT_THE_USERS = (str(Path(__file__).parent) + "/", str(Path(torch.__file__).parent) + "/", contextlib.__file__)
 _is_users: dict[str, bool] = {}  # by file
@@ -43,10 +43,10 @@ class DesyncError(RuntimeError):
 
     Attributes:
         step: number of finished synchronised steps.
-        parameter: name of the first one that differs, in registration order; None if their number differs.
+        parameter: name of the first parameter that differs, in registration order; None if their number differs.
         ranks: those whose value differs from the majority, or from rank 0 if there is no majority.
         num_parameters: how many parameters differ.
-        max_difference: the largest finite difference between elements of the first one; None if unknown.
+        max_difference: the largest finite difference between elements of that parameter; None if unknown.
     """
 
     def __init__(

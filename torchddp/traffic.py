@@ -10,7 +10,7 @@ from torchddp import _C
 
 __all__ = ["OUTER", "Traffic", "of_model", "text_of", "total_wire_bytes"]
 
-# Between hosts whose ranks share memory. Its payload is part of what "shm" was given.
+# Between hosts, if the ranks of a host share memory. Its payload is part of the payload of "shm".
 OUTER = "outer"
 _HOOK = "hook"
 
@@ -29,13 +29,13 @@ class Traffic:
 
 
 def of_model(model: Any) -> dict[str, Traffic]:
-    """What gradients sent in the model's last finished synchronised step, by transport. Not collective.
+    """What this rank sent for gradients in the model's last finished synchronised step, by transport. Not collective.
 
     * ``"c10d"``, ``"nccl"``: computed for ring algorithms, 2 (W-1)/W of the payload for an all-reduce over W ranks,
       since neither gloo nor NCCL reports it. Other algorithms (NCCL's trees) may send a different amount.
     * ``"shm"``: bytes that this rank reads from or writes to other ranks' memory.
-    * ``"outer"``: what this rank sends to other hosts if the ranks of a host share memory; its payload is this rank's
-      part of what ``"shm"`` was given.
+    * ``"outer"``: bytes that this rank sends to other hosts if the ranks of a host share memory; its payload is this
+      rank's part of the payload of ``"shm"``.
     * ``"hook"``: with a communication hook, the hook's attribute ``traffic`` if it is a :class:`Traffic`; otherwise
       ``wire_bytes`` is None.
 
@@ -56,7 +56,7 @@ def of_model(model: Any) -> dict[str, Traffic]:
             "delay_all_reduce_named_params, reduces them), so their bytes are not counted"
         )
     counted = {route: Traffic(*given_and_sent) for route, given_and_sent in reducer.traffic().items()}
-    if _HOOK in counted and model._comm_hooks:  # not a Python hook: torch's built-in ones
+    if _HOOK in counted and model._comm_hooks:  # empty for torch's built-in hooks
         said = getattr(model._comm_hooks[-1][0], "traffic", None)
         if isinstance(said, Traffic):
             counted[_HOOK] = said
@@ -70,7 +70,7 @@ def total_wire_bytes(traffic: Mapping[str, Traffic]) -> int | None:
 
 
 def text_of(traffic: Mapping[str, Traffic]) -> str:
-    """Such as "25.2 MB as gradients, 12.6 MB on the wire (shm)"; "nothing" if nothing was sent."""
+    """The traffic as text: "25.2 MB as gradients, 12.6 MB on the wire (shm)", or "nothing" if nothing was sent."""
     if not traffic:
         return "nothing"
     given = sum(each.payload_bytes for route, each in traffic.items() if route != OUTER)

@@ -158,7 +158,7 @@ def test_a_kept_plan_is_taken_at_once(rank):
     records = logged()
     ddp = DistributedDataParallel(layers(), bucket_cap_mb="auto")
     assert planning_of(ddp) is not None
-    assert [("world_size is 5" in r, "measures anew" in r) for r in records] == [(True, True)] * (rank == 0)
+    assert [("world_size is 5" in r, "measures again" in r) for r in records] == [(True, True)] * (rank == 0)
 
 
 @on_ranks(2)

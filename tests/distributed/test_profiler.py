@@ -155,7 +155,7 @@ def test_what_is_refused_and_what_ends_a_profile():
     # What cannot be profiled is refused in a sentence.
     for wrong in (nn.Linear(2, 2), TorchDDP(nn.Linear(2, 2)), None):
         for start in (profile, lambda wrong: monitor(wrong, print)):
-            with pytest.raises(TypeError, match=r"wants a torchddp\.DistributedDataParallel.*got .*\."):
+            with pytest.raises(TypeError, match=r"needs a torchddp\.DistributedDataParallel.*got .*\."):
                 start(wrong).__enter__()
     with profile(ddp) as outer:
         assert_each_raises(

@@ -103,7 +103,7 @@ EXPECTED = {
     skipped_a_batch: r"rank C is at step 3 \(.*at 4\), .* skipped a batch, .* test_hang_reports\.py:\d+ in _rank",
     entered_another_collective: r"rank C has not produced last\.weight \(bucket 0 of 3, step 4\); its backward has "
     r"produced none yet; it is in all_reduce, called from test_hang_reports\.py:\d+",
-    has_another_model: r"rank C wraps another model than rank \d+: 5 parameters, not 7; it lacks 'extra\.weight'",
+    has_another_model: r"rank C wraps a different model than rank \d+: 5 parameters, not 7; it lacks 'extra\.weight'",
 }
 
 

@@ -142,9 +142,7 @@ def test_a_loop_whose_thread_has_ended(tmp_path):
         return reports.texts
 
     (headline, *_), _ = headlines(work)
-    assert (
-        "rank 1 is elsewhere: the thread that trained has ended; it left its thread with KeyError: 'label'" in headline
-    )
+    assert "rank 1 is elsewhere: its training thread has ended; it left its thread with KeyError: 'label'" in headline
 
 
 def test_a_rank_whose_program_has_ended(tmp_path):

@@ -31,9 +31,9 @@ def test_what_fits_is_accepted(running):
         (CUDA, {"torch": "3.13.0"}, "built for torch 2.13.0+cu130, but torch 3.13.0 is running"),
         (CPU, {"python": "3.12.1"}, "built for Python 3.11.7, but this is Python 3.12.1"),
         (CUDA, {"torch": "2.13.0+cpu", "cuda": ""}, "with CUDA 13.0.88, but torch 2.13.0+cpu is a CPU build"),
-        (CUDA, {"torch": "2.13.0+cu126", "cuda": "12.6"}, "torch 2.13.0+cu126 brings CUDA 12.6"),
-        (CUDA | {"cuda": "12.9.1"}, {}, "serves only what was built with 13.0 to 13.0"),
-        (CUDA | {"cuda": "13.2.51"}, {}, "built with CUDA 13.2.51, but torch 2.13.1+cu130 brings CUDA 13.0"),
+        (CUDA, {"torch": "2.13.0+cu126", "cuda": "12.6"}, "torch 2.13.0+cu126 has CUDA 12.6"),
+        (CUDA | {"cuda": "12.9.1"}, {}, "runs only extensions built with 13.0 to 13.0"),
+        (CUDA | {"cuda": "13.2.51"}, {}, "built with CUDA 13.2.51, but torch 2.13.1+cu130 has CUDA 13.0"),
     ],
 )
 def test_what_does_not_fit_is_told(built, running, words):

@@ -133,9 +133,9 @@ def test_a_file_that_does_not_load_is_refused_before_any_rank_starts(text, said,
 @pytest.mark.parametrize(
     ("model", "said"),
     [
-        ("train.py", "train.py: name the function that makes the model too, like train.py:make."),
+        ("train.py", "train.py: also name the function that makes the model, like train.py:make."),
         ("nowhere.py:make", "nowhere.py:make: there is no file 'nowhere.py'."),
-        (":make", "wants a built-in model, package.module:factory or file.py:factory"),
+        (":make", "must be a built-in model, package.module:factory or file.py:factory"),
     ],
 )
 @pytest.mark.parametrize("command", ["trace", "tune", "bench"])
@@ -166,8 +166,8 @@ def test_outputs_are_checked_before_the_run(tmp_path: Path, monkeypatch: pytest.
     check_output(there, "--out", folder=False)  # will be replaced
     check_output(folder / "new" / "newer", "--out", folder=True)  # will be made
     for path, is_folder, said in [
-        (folder, False, "--out wants a file, and .* is a folder"),
-        (there, True, "--out wants a folder, and .* is a file"),
+        (folder, False, "--out must be a file, but .* is a folder"),
+        (there, True, "--out must be a folder, but .* is a file"),
         (tmp_path / "no" / "x.json", False, "the folder .* does not exist"),
         (there / "below", True, "cannot write to"),
     ]:

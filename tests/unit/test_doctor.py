@@ -198,7 +198,7 @@ def test_a_transport_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_transport_that_hangs_is_told() -> None:
-    assert checks.failures(["shm"], timeout_s=0.05)["shm"] == "process 0 gave no answer within 0.05 s"
+    assert checks.failures(["shm"], timeout_s=0.05)["shm"] == "process 0 did not answer within 0.05 s"
 
 
 def test_ctrl_c_while_they_start_leaves_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,7 +222,7 @@ def test_an_answer_is_read_from_the_last_line() -> None:
     assert checks.read_answer("", "Traceback\nImportError: no torch", 1, 1) == (
         "process 1 ended with exit code 1: ImportError: no torch"
     )
-    assert checks.read_answer("half a {", "", 0, -11) == "process 0 ended with exit code -11: it said nothing"
+    assert checks.read_answer("half a {", "", 0, -11) == "process 0 ended with exit code -11: it printed nothing"
 
 
 def test_variables_are_judged(monkeypatch: pytest.MonkeyPatch) -> None:

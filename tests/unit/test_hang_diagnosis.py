@@ -71,7 +71,7 @@ CASES = [
         "waits for the broadcast of buffers (step 41) instead",
     ),
     (other(3, "idle", error="rank 3: no memory\nlook"), "has left step 41, which failed there: rank 3: no memory"),
-    (other(3, "idle"), "has left step 41, as if all were reduced"),
+    (other(3, "idle"), "has left step 41, as if all gradients were reduced"),
     (other(3), "has all gradients of step 41, but has not finished reducing them"),
     (RankState(3), "does not answer"),
     (RankState(3, WHO, alive="running"), "does not answer: its Python threads don't run (process 17 on node1)"),
@@ -80,13 +80,13 @@ CASES = [
     (RankState(3, WHO, left="it has ended", alive="gone"), "left the training (process 17 on node1): it has ended"),
     (
         other(3, digest="e", parameters=[MODEL[0], "'a.bias' float32[3]"]),
-        "wraps another model than rank 0: its parameter 1 is 'a.bias' float32[3], not 'a.bias' float32[2]",
+        "wraps a different model than rank 0: its parameter 1 is 'a.bias' float32[3], not 'a.bias' float32[2]",
     ),
     (
         other(3, digest="e", parameters=MODEL[:1]),
-        "wraps another model than rank 0: 1 parameters, not 2; it lacks 'a.bias' float32[2]",
+        "wraps a different model than rank 0: 1 parameters, not 2; it lacks 'a.bias' float32[2]",
     ),
-    (other(3, digest="e", parameters=None), "wraps another model than rank 0"),
+    (other(3, digest="e", parameters=None), "wraps a different model than rank 0"),
 ]
 
 
@@ -125,11 +125,11 @@ def test_text_and_file(tmp_path, monkeypatch):
     lines = diagnosis.report_text(finding, states, path).splitlines()
     where = [f"    /home/me/train.py:88 in {function}" for function in ("load", "validate")]
     assert lines[:4] == [f"torchddp hang report: {finding.headline}", "  rank 1: process 17 on node1", *where]
-    assert lines[-1] == f"  all of it: {path}"
+    assert lines[-1] == f"  full report: {path}"
     (tmp_path / "file").touch()
     monkeypatch.setenv(diagnosis.FOLDER_ENV, str(tmp_path / "file" / "no folder"))
     assert diagnosis.write_report(content) is None
-    assert "all of it" not in diagnosis.report_text(finding, states, None)
+    assert "full report" not in diagnosis.report_text(finding, states, None)
 
 
 def test_processes_as_the_kernel_sees_them():

@@ -72,7 +72,7 @@ def test_a_profile_holds_together():
         ({"buckets": ((0, 1), (1, 2))}, "do not hold each of its 3 gradients once"),
         ({"forward_s": math.nan}, "negative or not finite"),
         ({"forward_s": -1.0}, "negative or not finite"),
-        ({"world_size": 0}, "says 0 ranks"),
+        ({"world_size": 0}, "has 0 ranks"),
         ({"gradients": ()}, "not a permutation"),
         ({"order": (0, 1, 2.5)}, "not a number"),
         ({"cost": LinearCost(0.0, 0.0, pack_s_per_byte=-1.0)}, "negative or not finite"),

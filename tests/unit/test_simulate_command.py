@@ -19,7 +19,7 @@ from torchddp.cli.app import app
 from torchddp.harness.command import run_app
 from torchddp.plan.step_profile import LinearCost
 
-# Ranks, step, exposed, efficiency: the begin of a table's row.
+# Ranks, step, exposed, efficiency: the start of a table's row.
 ROW = r"^(\d+) +[\d.]+ +[\d.]+ +[\d.]+%"
 
 
@@ -73,7 +73,7 @@ def recorded(path: Path, step_s: float, **changes: Any) -> str:
 def test_a_model_that_fits_is_no_warning_and_what_a_profile_lacks_or_slowed_messages_are_told_of(tmp_path, shown):
     out = shown(recorded(tmp_path / "p.json", 0.040), "--link", "eth1")
     assert out.splitlines()[1].startswith("The model predicts ") and "warning" not in out
-    assert "has no cost of the transport's software" in out
+    assert "lacks the cost of the transport's software" in out
     out = shown(recorded(tmp_path / "p.json", 0.040, message_slowdown=5.0), "--link", "eth1")
     assert "Messages in a step took 5.0 times as long as messages alone" in out
 
@@ -102,14 +102,14 @@ def test_the_profiles_own_number_of_ranks_comes_first(tmp_path, shown):
 def test_tables_fit(columns, profile, shown, monkeypatch):
     monkeypatch.setenv("COLUMNS", str(columns))
     out = shown(profile, "--ranks-per-host", "8", "--link", "100mbit,20ms", "--link", "nvlink")
-    rows = [line for line in out.splitlines() if re.match(rf"ranks|─|{ROW}", line)]
+    rows = [line for line in out.splitlines() if re.match(rf"ranks +ms|─|{ROW}", line)]
     assert len(rows) == 2 * 15 and max(len(row.rstrip()) for row in rows) <= columns
 
 
 def test_the_advice_names_what_to_do(profile, shown):
     out = " ".join(shown(profile, "--link", "eth1", "--ranks", "1024").split())
-    assert "eth1, 1024 ranks: 1 bucket (0.600 MB in launch order) instead of 6 save " in out
-    assert 'bucket_cap_mb="auto" plans such buckets there, bucket_cap_mb=0.5 gives ' in out
+    assert "eth1, 1024 ranks: use 1 bucket (0.600 MB in launch order) instead of 6 to save " in out
+    assert 'bucket_cap_mb="auto" plans such buckets there, and bucket_cap_mb=0.5 gives ' in out
     out = shown(profile, "--link", "measured", "--ranks", "2")
     assert "measured, 2 ranks: keep the recorded plan (6 buckets)" in out
     assert "eth1, 1 rank: nothing is sent" in shown(profile, "--ranks", "1", "--link", "eth1")
@@ -169,10 +169,10 @@ def test_mistakes_are_one_sentence(profile, tmp_path, capsys):
         (["--inner-link", "wire"], "There is no link 'wire'"),
         (["--link", "0gbit"], "carries nothing"),
         (["--link", "1gbit,2us,3us"], "There is no link '1gbit,2us,3us'"),
-        (["--ranks-per-host", "0"], "1 to 4096 ranks, not 0"),
+        (["--ranks-per-host", "0"], "must be 1 to 4096, not 0"),
         (["--algorithm", "magic"], "There is no algorithm 'magic'"),
         (["--json", "/nowhere/at/all.json"], "does not exist"),
-        (["--plot", "/"], "wants a file"),
+        (["--plot", "/"], "must be a file"),
         (["--links", "eth1"], "No such option"),
     ):
         assert_refused(simulate, [profile, *arguments], said, capsys)

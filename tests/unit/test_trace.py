@@ -25,13 +25,13 @@ def test_a_mistake_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, words in (
         (["--model", "nope"], "There is no model 'nope'; choose from small, mlp, gpt, conv"),
         (["--world-size", "1"], "With one rank there is nothing to synchronise"),
-        (["--world-size", "65"], "--world-size wants 1 to 64 ranks"),
-        (["--steps", "0"], "--steps wants 1 to 10000, not 0"),
-        (["--bucket-cap-mb", "-1"], "--bucket-cap-mb wants a positive number of MiB, not -1"),
-        (["--bucket-cap-mb", "nan"], "--bucket-cap-mb wants a positive number"),
+        (["--world-size", "65"], "--world-size must be 1 to 64"),
+        (["--steps", "0"], "--steps must be 1 to 10000, not 0"),
+        (["--bucket-cap-mb", "-1"], "--bucket-cap-mb must be a positive number of MiB, not -1"),
+        (["--bucket-cap-mb", "nan"], "--bucket-cap-mb must be a positive number"),
         (["--transport", "pigeon"], "--transport: transport must be 'auto', 'c10d', 'shm' or 'nccl', got 'pigeon'"),
         (["--out", "/nowhere/trace.json"], "--out: the folder '/nowhere' does not exist"),
-        (["--plot", "/"], "--plot wants a file, and '/' is a folder"),
+        (["--plot", "/"], "--plot must be a file, but '/' is a folder"),
         (["--steps", "many"], "see torchddp trace --help"),
     ):
         assert_refused(trace, arguments, words, capsys)

@@ -108,7 +108,7 @@ def test_expected_times_that_are_off_are_commented() -> None:
         return expectation_text({**document, "candidates": rows})
 
     assert said() == ""
-    assert "the planned buckets takes 50% more than expected: the planner's model misses" in said(
+    assert "the planned buckets takes 50% more time than expected: the planner's model misses" in said(
         planned=1.5 * expected["planned"]
     )
     assert "all steps were slower than the recorded one" in said(**{name: 2 * ms for name, ms in expected.items()})
@@ -168,7 +168,7 @@ def test_bad_input_is_one_sentence_and_exit_code_2(capsys):
     for arguments, words in (
         (["--model", "nothing"], "There is no model 'nothing'"),
         (["--world-size", "1"], "With one rank there is nothing to synchronise"),
-        (["--caps", "a"], "--caps wants numbers"),
+        (["--caps", "a"], "--caps must be MiB"),
         (["--seconds", "0"], "--seconds"),
         (["--transport", "pigeon"], "pigeon"),
         (["--transport", "nccl"], "--transport nccl: "),

@@ -1,4 +1,4 @@
-"""The `torchddp` command. It needs typer and rich, which the rest of the package does not."""
+"""The `torchddp` command. It needs typer and rich, which `import torchddp` does not."""
 
 import sys
 

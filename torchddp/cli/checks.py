@@ -1,7 +1,7 @@
-"""What `torchddp doctor` tries: the transports, and the TORCHDDP_* variables of the environment.
+"""The checks of `torchddp doctor`: the transports, and the environment's TORCHDDP_* variables.
 
-A transport is tried by processes on this machine that reduce a tensor:
-`python -m torchddp.cli.checks NAME RANK RANKS STORE` is one of them.
+A transport is tried by processes on this machine that reduce a tensor. Each of them runs
+`python -m torchddp.cli.checks NAME RANK RANKS STORE`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NUMEL = 4099  # not a multiple of any vector length
 
 @dataclass(frozen=True)
 class Probe:
-    """How a transport is tried. Shared memory is tried without gloo, which may be what fails."""
+    """How to try a transport. Shared memory is tried without gloo, which may itself fail."""
 
     backend: str
     device: str
@@ -45,11 +45,11 @@ PROBES = {
 
 
 def failures(names: list[str], timeout_s: float = PROCESS_TIMEOUT_S) -> dict[str, str]:
-    """By name: why it does not work, or "". They run at the same time."""
+    """Try the transports, all at the same time; by name, why each does not work, or ""."""
     running: dict[str, list[subprocess.Popen[str]]] = {name: [] for name in names}
     with tempfile.TemporaryDirectory(prefix="torchddp-doctor-") as folder:
         try:
-            with _interrupted_afterwards():  # a process that was started is noted, and so ended
+            with _interrupted_afterwards():  # so that each started process is recorded, and ended below
                 for name, processes in running.items():
                     _start(name, Path(folder), processes)
             deadline_s = time.monotonic() + timeout_s
@@ -80,11 +80,12 @@ def _start(name: str, folder: Path, processes: list[subprocess.Popen[str]]) -> N
     """Add the probe's processes to `processes`."""
     ranks = PROBES[name].ranks
     pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    pipes["env"] = {name: value for name, value in os.environ.items() if name != "TORCHDDP_TOPOLOGY"}  # of other ranks
+    # TORCHDDP_TOPOLOGY describes other ranks than these.
+    pipes["env"] = {name: value for name, value in os.environ.items() if name != "TORCHDDP_TOPOLOGY"}
     command = [sys.executable, "-m", __name__, name]
     for rank in range(ranks):
         arguments = [str(rank), str(ranks), str(folder / name)]
-        # In a session of its own it does not receive Ctrl-C.
+        # In its own session it does not receive Ctrl-C.
         processes.append(subprocess.Popen([*command, *arguments], text=True, start_new_session=True, **pipes))
 
 
@@ -97,18 +98,18 @@ def _collect(processes: list[subprocess.Popen[str]], deadline_s: float, timeout_
         except subprocess.TimeoutExpired:
             process.kill()
             process.communicate()
-            reasons.append(f"process {rank} gave no answer within {timeout_s:g} s")
+            reasons.append(f"process {rank} did not answer within {timeout_s:g} s")
             continue
         reasons.append(read_answer(output, errors, rank, process.returncode))
     return next(filter(None, reasons), "")
 
 
 def read_answer(output: str, errors: str, rank: int, exit_code: int) -> str:
-    """What a process said, or else how it ended."""
+    """The reason that a process reported, or else how it ended."""
     lines = output.strip().splitlines()
     with contextlib.suppress(ValueError, KeyError, TypeError):
         return str(json.loads(lines[-1] if lines else "")["failure"])
-    last = (errors.strip().splitlines() or ["it said nothing"])[-1]
+    last = (errors.strip().splitlines() or ["it printed nothing"])[-1]
     return f"process {rank} ended with exit code {exit_code}: {last}"
 
 
@@ -157,7 +158,7 @@ CPU_CAPABILITIES = ("generic", "avx2", "avx512")
 
 @dataclass(frozen=True)
 class Variable:
-    """One that is set. `problem`: why its value is not allowed; `note`: something odd that is not an error."""
+    """A variable that is set. `problem`: why its value is invalid; `note`: something odd that is not an error."""
 
     name: str
     value: str
@@ -166,7 +167,7 @@ class Variable:
 
 
 def set_variables() -> list[Variable]:
-    """Those set in this process's environment, by name."""
+    """The variables in this process's environment, by name."""
     return [_judge(name, os.environ[name]) for name in sorted(os.environ) if name.startswith(PREFIX)]
 
 
@@ -188,7 +189,7 @@ def _check_capability(value: str) -> None:
         raise ValueError(f"TORCHDDP_CPU_CAPABILITY must be 'generic', 'avx2' or 'avx512', got {value!r}")
 
 
-# Modules of the package are imported only if the variable is set; most checks read it themselves.
+# The package's modules are imported only if the variable is set; most checks read the variable themselves.
 _CHECKS: dict[str, Callable[[str], object] | None] = {
     "TORCHDDP_CACHE_DIR": None,  # any path
     "TORCHDDP_CPU_CAPABILITY": _check_capability,

@@ -1,4 +1,4 @@
-"""`torchddp doctor`: what was built, what is running, and what does not fit. Works even if `import torchddp` fails."""
+"""`torchddp doctor`: shows what was built, what is running, and what does not fit, even if `import torchddp` fails."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from torchddp.cli.checks import Variable, set_variables
 from torchddp.harness.command import knows_width
 from torchddp.harness.machine import available_cores, date_text, now, package_version
 
-HELP = """Check the installation: versions, transports, environment variables, and what does not fit together.
+HELP = """Check the installation: versions, transports, environment variables, and whether they fit together.
 
-Each transport is tried by processes that reduce a tensor, which takes a few seconds.
+Tries each transport with processes that reduce a tensor, which takes a few seconds.
 
 Exit status 0: everything fits. 1: the extension does not load, was built for another torch, Python or CUDA, or a
-TORCHDDP_* variable has a wrong value. A transport that is not available here is not an error; the reason is printed.
+TORCHDDP_* variable has a wrong value. An unavailable transport is not an error; the reason is printed.
 
 \b
 Examples:
@@ -79,15 +79,15 @@ class Running:
     gpus: list[Gpu] = field(default_factory=list)
     cores: int = 0
     cpu_capability: str = ""
-    threads: int = 0  # of torch's operators, in each rank that is started from here
-    ranks: int = 0  # on this host, by the launcher's environment; 0: unknown
+    threads: int = 0  # of torch's operators, in each rank started from here
+    ranks: int = 0  # on this host, from the launcher's environment; 0: unknown
 
 
 @dataclass(frozen=True)
 class Transport:
     name: str
     works: bool
-    reason: str = ""  # why it does not
+    reason: str = ""  # why it does not work
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def verdict(transports: Sequence[Transport], problems: Sequence[str]) -> str:
 
 
 def diagnose() -> Diagnosis:
-    """Looks at everything, and tries the transports if the package loads."""
+    """Check everything, and try the transports if the package loads."""
     torch, extension = _module("torch"), _module(EXTENSION)
     built, running = _built(extension), _running(torch, extension)
     variables = set_variables()
@@ -140,7 +140,7 @@ def hints(built: Built, running: Running) -> list[str]:
     if built.cuda:
         return [
             f"GPU {gpu.name} has compute capability {gpu.capability}; the kernels were built for {built.archs}. "
-            "torch's operators move gradients into buckets there, in more launches."
+            "On this GPU, torch's operators move gradients into buckets, with more launches."
             for gpu in running.gpus
             if not has_kernels_for(built.archs, gpu.capability)
         ]
@@ -148,13 +148,13 @@ def hints(built: Built, running: Running) -> list[str]:
         return []
     advice = wheel_advice(built.version, {"torch": running.torch, "cuda": running.cuda})
     return [
-        f"torchddp is a CPU build, torch {running.torch} has CUDA {running.cuda}. CPU models are fine; gradients on a "
-        f"GPU are packed by torch's operators, and reduced by the process group. {advice}"
+        f"torchddp is a CPU build, but torch {running.torch} has CUDA {running.cuda}. CPU models are fine; gradients "
+        f"on a GPU are packed by torch's operators and reduced by the process group. {advice}"
     ]
 
 
 def thread_hints(ranks: int) -> list[str]:
-    """What is wrong with the threads of `ranks` ranks like this process; 0: their number is unknown."""
+    """What is wrong with the number of threads, if this host has `ranks` ranks like this process; 0: unknown."""
     threads = importlib.import_module("torchddp.diagnose.cpu_threads")
     own = threads.RankThreads.of_this_process()
     text = threads.advice([own] * max(1, ranks)) if ranks or own.threads > 1 else ""
@@ -164,7 +164,8 @@ def thread_hints(ranks: int) -> list[str]:
 def has_kernels_for(archs: str, capability: str) -> bool:
     """Whether code for `archs` ("80-real 90-real 100") runs on a GPU of compute capability "9.0".
 
-    Machine code runs on later minor versions of its major one; PTX, which all but "-real" have, on all later ones.
+    Machine code runs on later minor versions of its major version; PTX, which all but "-real" include, on all later
+    versions.
     """
     major, minor = map(int, capability.split("."))
     for arch in re.findall(r"(\d+)(\d)[a-z]?(-real|-virtual)?", archs):
@@ -180,7 +181,7 @@ def has_kernels_for(archs: str, capability: str) -> bool:
 
 
 def _module(name: str) -> ModuleType | None:
-    """The module, if it loads; an extension that was built for another torch may load as well."""
+    """The module, if it loads. Even an extension built for another torch may load."""
     try:
         return importlib.import_module(name)
     except (ImportError, OSError):
@@ -221,7 +222,7 @@ def _ranks_of_this_host() -> int:
 
 
 def _driver() -> str:
-    """The CUDA version that the driver can serve, and its own: "CUDA 13.0, driver 580.65.06"."""
+    """The CUDA version that the driver supports, and its own version: "CUDA 13.0, driver 580.65.06"."""
     parts = []
     with contextlib.suppress(OSError, AttributeError):  # there is no driver
         version = ctypes.c_int()
@@ -245,7 +246,7 @@ def _gpus(torch: ModuleType) -> list[Gpu]:
         try:
             major, minor = torch.cuda.get_device_capability(index)
             gpus.append(Gpu(torch.cuda.get_device_name(index), f"{major}.{minor}"))
-        except RuntimeError as error:  # seen by the driver, but out of order
+        except RuntimeError as error:  # the driver sees it, but it does not work
             gpus.append(Gpu(f"{index}: {error}", "0.0"))
     return gpus
 
@@ -263,13 +264,13 @@ def _transports(built: Built, running: Running, load_error: str) -> list[Transpo
 
 
 def _spinner(text: str) -> contextlib.AbstractContextManager[object]:
-    """On a terminal, and not in what the command prints."""
+    """Shown on a terminal only, and on stderr, apart from the command's output."""
     console = Console(stderr=True)
     return console.status(text) if console.is_terminal else contextlib.nullcontext()
 
 
 def reason_against_nccl(built: Built, running: Running) -> str:
-    """Why NCCL need not be tried, or nothing."""
+    """Why NCCL can't work here; empty if it should be tried."""
     if not built.cuda:
         return "torchddp was built without CUDA"
     if not running.nccl:
@@ -295,7 +296,7 @@ def show(found: Diagnosis, console: Console) -> None:
 
 
 def _section(console: Console, title: str, rows: list[tuple[str, str]]) -> None:
-    console.print(f"[bold]{title}[/]" + ("" if rows else ": none is set"))
+    console.print(f"[bold]{title}[/]" + ("" if rows else ": none set"))
     width = max([WIDTH, *(len(name) + 1 for name, _ in rows)])
     for name, text in rows:
         lines = textwrap.wrap(text, max(20, console.width - width - 2)) if knows_width(console) else [text]

@@ -1,4 +1,4 @@
-"""What the commands share: options that are checked before any rank starts, running the ranks, writing the files."""
+"""Shared by the commands: options that are checked before any rank starts, running the ranks, writing files."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _check_transport(transport: str) -> str:
     return transport
 
 
-# Literals would make typer refuse other names in several lines; _check_transport does it in one.
+# With a Literal, typer would reject other names in several lines; _check_transport does it in one.
 TRANSPORTS = ("auto", "c10d", "shm", "nccl")
 Model = Annotated[
     str,
@@ -74,9 +74,9 @@ WorldSize = Annotated[int | None, typer.Option(help="Number of ranks. [default: 
 
 
 def check_world_size(asked: int | None, purpose: str) -> int:
-    """How many ranks there will be; an `ArgumentError` if that is one, or not what torchrun started.
+    """The number of ranks; an `ArgumentError` if it is one, or not the number that torchrun started.
 
-    `purpose`: what needs two ranks or more: "to trace".
+    `purpose`: what needs two or more ranks, like "to trace".
     """
     check_numbers(None, asked)
     started = int(os.environ["WORLD_SIZE"]) if started_by_torchrun() else None
@@ -85,7 +85,7 @@ def check_world_size(asked: int | None, purpose: str) -> int:
     world_size = started or asked or 2
     if world_size == 1:
         raise ArgumentError(
-            f"With one rank there is nothing to synchronise, and so nothing {purpose}; take two or more."
+            f"With one rank there is nothing to synchronise, and so nothing {purpose}; use two or more."
         )
     return world_size
 
@@ -93,10 +93,10 @@ def check_world_size(asked: int | None, purpose: str) -> int:
 def run_command(
     case: str, function: Callable[..., Any], settings: Any, console: Console, describe: Callable[[float, float], str]
 ) -> Any:
-    """Run `function(report, settings)` on every rank, with a progress bar, and return rank 0's result; None where this
-    process is another one of torchrun's ranks.
+    """Run `function(report, settings)` on every rank, with a progress bar, and return rank 0's result; None if this
+    process is another of torchrun's ranks.
 
-    `settings` has a `world_size`; `describe(done, total)`: the bar's text.
+    `settings` has a `world_size`; `describe(done, total)` returns the bar's text.
     """
     from torchddp.harness.subject import choose_backend, threads_each
 
@@ -115,13 +115,13 @@ def run_command(
 
 
 def rank_console() -> Console:
-    """The terminal; silent on torchrun's ranks other than 0."""
+    """A console that is silent on torchrun's ranks other than 0."""
     speaks = not started_by_torchrun() or os.environ["RANK"] == "0"
     return make_console() if speaks else Console(quiet=True)
 
 
 def write_outputs(console: Console, *outputs: tuple[Path | None, Callable[[Path], object]]) -> None:
-    """Write each file that was asked for, and say so."""
+    """Write each requested file, and print its path."""
     for path, write in outputs:
         if path is not None:
             write(path)

@@ -1,4 +1,4 @@
-"""`torchddp simulate`: a recorded step on other networks and with more ranks."""
+"""`torchddp simulate`: predicts a recorded step on other networks and with more ranks."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ from torchddp.simulate.predict import Point, Scene, sweep
 EXIT_USELESS = 3
 HELP = f"""Predict step time and efficiency on other networks and with more ranks.
 
-Starts from a profile that `torchddp tune --profile` recorded, on two ranks or more; it needs no GPU and no other rank.
-The model first predicts the recorded step itself. Beyond {report.DOUBTFUL_ERROR:.0%} of error that is a warning, and
-beyond {report.LARGEST_ERROR:.0%} the command stops with exit status {EXIT_USELESS}, unless --force is given.
+Starts from a profile that `torchddp tune --profile` recorded on two or more ranks; it needs no GPU and no other rank.
+The model first predicts the recorded step itself. If its error is above {report.DOUBTFUL_ERROR:.0%}, the command warns;
+above {report.LARGEST_ERROR:.0%}, it stops with exit status {EXIT_USELESS}, unless --force is given.
 
 \b
 Links between hosts:
@@ -66,9 +66,9 @@ def parse_ranks(text: str) -> tuple[int, ...]:
     try:
         ranks = {int(part) for part in text.split(",")}
     except ValueError:
-        raise ArgumentError(f"--ranks wants numbers of ranks separated by commas, like 2,8,64, not '{text}'.") from None
+        raise ArgumentError(f"--ranks must be numbers separated by commas, like 2,8,64, not '{text}'.") from None
     if not all(1 <= count <= MAX_RANKS for count in ranks):
-        raise ArgumentError(f"--ranks wants numbers from 1 to {MAX_RANKS}, not '{text}'.")
+        raise ArgumentError(f"--ranks must be numbers from 1 to {MAX_RANKS}, not '{text}'.")
     return tuple(sorted(ranks))
 
 
@@ -108,12 +108,12 @@ def _show(profile: StepProfile, points: Sequence[Point], scene: Scene, console: 
 
 def simulate(
     context: typer.Context,
-    profile_path: Annotated[Path, typer.Argument(metavar="PROFILE", help="What `torchddp tune --profile` wrote.")],
+    profile_path: Annotated[Path, typer.Argument(metavar="PROFILE", help="The file of `torchddp tune --profile`.")],
     link: Annotated[
         list[str] | None,
         typer.Option(
             autocompletion=lambda: [MEASURED.name, *PRESETS],
-            help="Between hosts, see above; repeatable. [default: measured, and all networks]",
+            help="A link between hosts, see above; repeatable. [default: measured, and all networks]",
         ),
     ] = None,
     ranks: Annotated[
@@ -122,7 +122,7 @@ def simulate(
     ] = None,
     ranks_per_host: Annotated[int, typer.Option(help="Ranks that share a host and its link.")] = 1,
     inner_link: Annotated[
-        str, typer.Option(autocompletion=lambda: list(PRESETS), help="Between the ranks of a host.")
+        str, typer.Option(autocompletion=lambda: list(PRESETS), help="The link between the ranks of a host.")
     ] = NVLINK.name,
     algorithm: Annotated[
         str, typer.Option(autocompletion=lambda: list(ALGORITHMS), help=f"One of {', '.join(ALGORITHMS)}.")

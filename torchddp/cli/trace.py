@@ -1,4 +1,4 @@
-"""`torchddp trace`: one step of a model, in detail, over all ranks."""
+"""`torchddp trace`: shows one step of a model in detail, over all ranks."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 # Buckets are rebuilt at the second step; memory and caches are warm a few steps later.
 WARMUP_STEPS = 5
-HELP = f"""Record some steps of a model on several ranks, and show where the time of the median one went.
+HELP = f"""Record some steps of a model on several ranks, and show where the time of the median step went.
 
 For each bucket: when its first and last gradient were ready, when it was packed, launched and done, which rank was last
 and which parameter held it back. For the step: how much communication was exposed, and whether a rank is a straggler,
-that is, significantly often the last. The trace is for https://ui.perfetto.dev.
+that is, last significantly more often than the others. Open the trace at https://ui.perfetto.dev.
 
 {FACTORY_HELP}
 
@@ -39,7 +39,7 @@ Examples:
   torchddp trace --model train.py:make --world-size 4 --steps 50
       your model on four ranks
   torchddp trace --model gpt --bucket-cap-mb 5 --html step.html
-      other buckets, and a report to pass on
+      other buckets, and a report to share
   torchrun --nproc-per-node 2 -m torchddp trace --model gpt
       on the ranks that torchrun started, also on several hosts
 """
@@ -60,9 +60,9 @@ class TraceSettings:
 
 
 def _use_kept_plan(path: Path, model: DistributedDataParallel) -> None:
-    """Collective: the buckets that `torchddp tune` kept in a file, as rank 0 reads it.
+    """Use the buckets that `torchddp tune` saved in a file, which rank 0 reads. Collective.
 
-    ArgumentError on all ranks if they are not for this model and group.
+    ArgumentError on all ranks if they were made for another model or group.
     """
     import torch.distributed as dist
 
@@ -88,9 +88,9 @@ def _use_kept_plan(path: Path, model: DistributedDataParallel) -> None:
 
 
 def trace_rank(report: Callable[[float, float], None], settings: TraceSettings) -> tuple[MergedProfile, str, str]:
-    """One rank's part, collective: some steps to warm up, then those that are recorded.
+    """Run a rank's warm-up steps, then those that are recorded. Collective.
 
-    The profile, the transport that moved the buckets and the device; the same on every rank.
+    Returns the profile, the transport that carried the buckets, and the device; the same on every rank.
     """
     from torchddp.harness.subject import make_subject
     from torchddp.profiler import profile
@@ -129,16 +129,16 @@ def trace(
     html: HtmlFile = None,
     plot: Annotated[Path | None, output_option("Write a PNG of the step to this file.")] = None,
     bucket_cap_mb: Annotated[
-        float | None, typer.Option(help="Of the constructor, in MiB. [default: the constructor's]")
+        float | None, typer.Option(help="bucket_cap_mb, in MiB. [default: the constructor's]")
     ] = None,
-    plan: Annotated[Path | None, typer.Option(help="A file with buckets that `torchddp tune` kept.")] = None,
+    plan: Annotated[Path | None, typer.Option(help="Use the buckets that `torchddp tune` saved in this file.")] = None,
     transport: options.Transport = "auto",
     find_unused_parameters: FindUnusedParameters = False,
 ) -> None:
     if not 1 <= steps <= 10_000:
-        raise ArgumentError(f"--steps wants 1 to 10000, not {steps}.")
+        raise ArgumentError(f"--steps must be 1 to 10000, not {steps}.")
     if bucket_cap_mb is not None and not 0 < bucket_cap_mb < float("inf"):
-        raise ArgumentError(f"--bucket-cap-mb wants a positive number of MiB, not {bucket_cap_mb:g}.")
+        raise ArgumentError(f"--bucket-cap-mb must be a positive number of MiB, not {bucket_cap_mb:g}.")
     if plan is not None and bucket_cap_mb is not None:
         raise ArgumentError("--plan and --bucket-cap-mb both choose the buckets: leave one out.")
     ranks = options.check_world_size(world_size, "to trace")

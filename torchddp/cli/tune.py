@@ -1,4 +1,4 @@
-"""`torchddp tune`: the best bucket size for a model and a group, by trying."""
+"""`torchddp tune`: finds the best bucket size for a model and a group by trying sizes."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 
     from torchddp.cli.tune_run import TuneResult
 
-HELP = f"""Try bucket sizes on a model, and say which argument of DistributedDataParallel to use.
+HELP = f"""Try bucket sizes on a model, and print which argument of DistributedDataParallel to use.
 
-Records a profile of the step, plans buckets from it, and times the default, the plan and each size by turns on one
-model. The best buckets are kept for this model, number of ranks and transport: bucket_cap_mb="auto" finds them there.
+Records a profile of the step, plans buckets from it, and times the default, the plan and each size in turn on one
+model. Saves the best buckets, which bucket_cap_mb="auto" then uses for this model, number of ranks and transport.
 
 {FACTORY_HELP}
 
@@ -46,9 +46,9 @@ Examples:
   torchddp tune --model gpt --caps 1,5,25 --seconds 60
       these sizes, and more rounds
   torchddp tune --model gpt --profile gpt.json --no-keep
-      a profile for `torchddp simulate`; keep no plan
+      a profile for `torchddp simulate`; save no plan
   torchddp tune --html tune.html
-      a report to pass on
+      a report to share
   torchrun --nproc-per-node 4 -m torchddp tune --model train.py:make
       on the ranks that torchrun started, also on several hosts
 """
@@ -61,10 +61,10 @@ def tune(
     caps: Annotated[
         str | None, typer.Option(help="Sizes to try, in MiB. [default: 0.25,0.5,1,2,5,10,25,50,100]")
     ] = None,
-    seconds: Annotated[float, typer.Option(help="Time for the timed rounds, of which there are at least 7.")] = 30.0,
+    seconds: Annotated[float, typer.Option(help="Time for the timed rounds; at least 7 are run.")] = 30.0,
     transport: options.Transport = "auto",
     find_unused_parameters: FindUnusedParameters = False,
-    keep: Annotated[bool, typer.Option(help='Keep the best buckets for bucket_cap_mb="auto".')] = True,
+    keep: Annotated[bool, typer.Option(help='Save the best buckets for bucket_cap_mb="auto".')] = True,
     profile_path: Annotated[
         Path | None, output_option("Write the step's profile, for `torchddp simulate`, to this file.", "--profile")
     ] = None,
@@ -102,7 +102,7 @@ def tune(
         (plot, lambda path: path.write_bytes(figure_png(draw_curve(found)))),
     )
     if keep:
-        console.print(f'kept for bucket_cap_mb="auto": {_keep(result, found)}', soft_wrap=True, highlight=False)
+        console.print(f'saved for bucket_cap_mb="auto": {_keep(result, found)}', soft_wrap=True, highlight=False)
 
 
 def _keep(result: TuneResult, document: dict[str, Any]) -> Path:
@@ -115,25 +115,25 @@ def _keep(result: TuneResult, document: dict[str, Any]) -> Path:
     try:
         save_plan(key.path, result.candidates[index].buckets, key, measured)
     except PlanCacheError as error:
-        raise ArgumentError(f"{error} Or keep no plan, with --no-keep.") from error
+        raise ArgumentError(f"{error} Or save no plan, with --no-keep.") from error
     except OSError as error:
-        raise ArgumentError(f"Cannot keep the plan in '{key.path}': {error.strerror}; see --no-keep.") from error
+        raise ArgumentError(f"Cannot save the plan as '{key.path}': {error.strerror}; see --no-keep.") from error
     return key.path
 
 
-# --- the report, all from the document: a saved one gives the same ---
+# --- the report, which needs only the document, so a saved one gives the same ---
 
 NOTE = (
     "A step is forward and backward of the slowest rank; a ratio is taken in each round. faster, slower: the 95% "
     "interval of the ratio's median lies below or above 1. same: the default's own buckets. Expected: the prediction "
     "from the measured times of gradients and messages."
 )
-# Expected and measured times that differ by more need a comment.
+# If expected and measured times differ by more, the report comments on it.
 OFF = 0.15
 
 
 def seconds_to_try(seconds: float) -> int:
-    """For --seconds: twice what was not enough, rounded up to tens."""
+    """The --seconds to suggest: twice what was not enough, rounded up to a multiple of ten."""
     return min(MAX_SECONDS, 10 * math.ceil(2 * seconds / 10))
 
 
@@ -154,7 +154,7 @@ def measured_text(result: dict[str, Any]) -> str:
 
 
 def expectation_text(result: dict[str, Any]) -> str:
-    """What to make of expected times that differ from the measured ones; empty where they agree."""
+    """An explanation if expected and measured times differ; empty if they agree."""
     off = {row["name"]: row["step_ms"]["median"] / row["predicted_ms"] - 1 for row in result["candidates"]}
     name = max(off, key=lambda each: abs(off[each]))
     if abs(off[name]) <= OFF:
@@ -165,7 +165,7 @@ def expectation_text(result: dict[str, Any]) -> str:
         why = "all steps were faster than the recorded one: other programs may have used the processors then"
     else:
         why = "the planner's model misses something here"
-    differs = f"takes {abs(off[name]):.0%} {'more' if off[name] > 0 else 'less'} than expected"
+    differs = f"takes {abs(off[name]):.0%} {'more' if off[name] > 0 else 'less'} time than expected"
     return f"A step with the {name} buckets {differs}: {why}. Go by the measured times."
 
 
@@ -194,7 +194,7 @@ def answer(result: dict[str, Any]) -> str:
 
 
 def mark(row: dict[str, Any]) -> str:
-    """In words, for terminals without colours, pipes and files."""
+    """The verdict on a row in words, for pipes, files and terminals without colors."""
     if row["chosen"]:
         return "<- use" if row["argument"] else "<- keep"
     ratio = row["ratio_to_default"]
@@ -204,7 +204,7 @@ def mark(row: dict[str, Any]) -> str:
 
 
 def tune_table(result: dict[str, Any]) -> Table:
-    columns = ("buckets", "step p50\nms", "step\np90", "expected\nms", "to the default\np50 [p25..p75]")
+    columns = ("buckets", "step p50\nms", "step\np90", "expected\nms", "vs. default\np50 [p25..p75]")
     table = plain_table(
         f"{title(result)}, {result['rounds']} rounds", "buckets by", *columns, optional=("step\np90", "expected\nms")
     )
@@ -224,7 +224,7 @@ def tune_table(result: dict[str, Any]) -> Table:
 
 
 def draw_curve(result: dict[str, Any]) -> Figure:
-    """Step time over bucket size, measured and expected; the default and the planned buckets as lines across."""
+    """Step time over bucket size, measured and expected; horizontal lines for the default and the planned buckets."""
     figure, ((axis,),) = panels(1, 1, 7.5, 4.2)
     sized = [row for row in result["candidates"] if row["cap_mb"] is not None]
     caps = [row["cap_mb"] for row in sized]

@@ -1,4 +1,4 @@
-"""`torchddp tune` without its command line: the candidates, how ranks time them, and which one is best."""
+"""`torchddp tune` without its command line: makes the candidates, times them on all ranks, and chooses the best."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from torchddp.transport.message_cost import seconds_of
 
 DEFAULT_CAPS_MB: tuple[float, ...] = (0.25, 0.5, 1, 2, 5, 10, 25, 50, 100)
 _MIB = 1024 * 1024
-# Consecutive steps of a candidate: the first one touches new memory.
+# A candidate's consecutive steps in a round. The first one touches new memory, so it is not timed.
 SETTLING_STEPS, TIMED_STEPS = 1, 2
-# A smaller gain, as a share of the step, is not worth an argument.
+# A smaller gain, as a share of the step, is not worth changing an argument.
 LEAST_GAIN = 0.02
 
 
@@ -36,13 +36,13 @@ class Candidate:
     name: str
     argument: str  # of DistributedDataParallel; empty for its default
     buckets: Buckets
-    cap_mb: float | None = None  # where the argument is a size: the place on the curve
+    cap_mb: float | None = None  # the argument, if it is a size
 
 
 def make_candidates(profile: StepProfile, caps_mb: Sequence[float]) -> tuple[Candidate, ...]:
-    """The default of the profile, the planned one, and one per cap in the profile's order.
+    """The profile's own buckets (the default), the planned ones, and those of each cap, in the profile's order.
 
-    Of caps that make the same buckets the smallest; one as large as all gradients stands for every larger one.
+    Of caps that make the same buckets, only the smallest is used, and none beyond the first that holds all gradients.
     """
     specs = [
         _C.ParamSpec(g.name, g.numel, g.itemsize, dtype=g.dtype, device=g.device, sparse=g.sparse)
@@ -76,8 +76,8 @@ class TuneSettings:
 
 @dataclass(frozen=True)
 class TuneResult:
-    """Rank 0's result. ``step_ms``: [candidate, round], of the slowest rank; ``seconds``: for the rounds, as
-    asked for or as many as seven of them took."""
+    """Rank 0's result. ``step_ms``: [candidate, round], of the slowest rank; ``seconds``: the time for the rounds, as
+    requested, or longer if seven of them took longer."""
 
     profile: StepProfile
     candidates: tuple[Candidate, ...]
@@ -87,7 +87,7 @@ class TuneResult:
 
 
 def tune_on_rank(report: Callable[[float, float], None], settings: TuneSettings) -> TuneResult:
-    """Collective: record, time and compare, on every rank."""
+    """Record a profile, and time the candidates. Collective."""
     subject = make_subject(
         settings.model,
         settings.seed,
@@ -138,14 +138,14 @@ class _Runner:
 
 
 def predicted_ms(profile: StepProfile, candidate: Candidate) -> float:
-    """The step that the planner expects of these buckets: forward, then backward until the last bucket is there."""
+    """The step time that the planner expects: forward, then backward until the last bucket is reduced."""
     end_s = finish_s(candidate.buckets, profile.gradients, profile.ready_s, profile.cost)
     return 1e3 * (profile.forward_s + profile.overhead_s + max(end_s, profile.backward_s))
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The candidate to use, and whether another one may be faster all the same."""
+    """The candidate to use, and whether another one may still be faster."""
 
     index: int
     ratios: tuple[PairedRatio, ...]  # of each candidate to the default, by round
@@ -153,13 +153,15 @@ class Choice:
 
 
 def choose(step_ms: np.ndarray, same: Collection[int] = ()) -> Choice:
-    """The fastest of the candidates that are certainly faster than the default; the default (0) if there is none.
+    """Choose the fastest candidate that is significantly faster than the default, or else the default (0).
 
-    ``same``: candidates with the default's own buckets, which can only be faster by chance.
+    Significantly: the 95% interval of the paired ratio lies below 1. Of the candidates that can't be told apart from
+    the fastest, the first is chosen, which is the planned one if it is among them. Doubtful: none is significantly
+    faster, but a ratio's median promises a gain, or is at most 1 with an interval that leaves room for twice the gain.
 
-    Certainly: the 95% interval of the paired ratio lies below 1. Of those that can't be told from the fastest the first
-    one, which is the planned one if it is among them. Doubtful: nothing is certainly faster, but a ratio's median
-    promises a gain, or is not above 1 and its interval has room for twice as much.
+    Args:
+        step_ms: [candidate, round].
+        same: candidates with the default's own buckets, which can only be faster by chance.
     """
     ratios = tuple(paired_ratio(row, step_ms[0]) for row in step_ms)
     others = [index for index in range(1, len(ratios)) if index not in same]

@@ -1,1 +1,1 @@
-"""Diagnosis of what goes wrong: hangs, lost peers, diverged parameters, non-finite gradients, misuse."""
+"""Diagnoses hangs, lost peers, diverged parameters, non-finite gradients and misuse."""

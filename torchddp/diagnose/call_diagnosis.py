@@ -18,12 +18,13 @@ class CallDiagnosis:
     """A diagnosis of rank states, at least one of which is in a call.
 
     Attributes:
-        waiting: the ranks in a call that has lasted, with that call; and ranks that have since entered one of them.
-        concerned: those, and the ranks they wait for.
+        waiting: the call of each rank that is in one.
+        concerned: those ranks, and the ranks they wait for.
 
     Args:
-        silent: why a rank that has not answered has not.
-        exception: what a rank is handling or has ended with, if that explains a wait of this many seconds; else empty.
+        silent: returns why a rank has not answered.
+        exception: returns the exception that a rank is handling or has ended with, if it explains a wait of this many
+            seconds; else empty.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class CallDiagnosis:
         return f"{text}; the longest wait is {self.waited_s:.3g} s"
 
     def clauses(self) -> list[Clause]:
-        """What the ranks are in: calls first, and among those the one with the fewest ranks."""
+        """What each rank is doing: calls first, starting with the one with the fewest ranks."""
         shows_shape, shows_peers = self._differ_in("shape"), self._differ_in("peers")
         texts = {
             rank: self._call_text(call, shows_shape=shows_shape, shows_peers=shows_peers)
@@ -127,7 +128,7 @@ class CallDiagnosis:
         return ""
 
     def _first_difference(self, key: str, ranks: list[int]) -> int | None:
-        """The first call of the group in which ranks differ, among those that have made it and still remember it."""
+        """The number of the group's first call in which ranks differ, as far as they still remember it."""
         functions: dict[int, set[str]] = {}
         for rank in ranks:
             for row in self._states[rank].groups[key].recent:
@@ -168,7 +169,7 @@ class CallDiagnosis:
 
     @staticmethod
     def _place(file: str, line: int) -> str:
-        return f"at {Path(file).name}:{line}" if file else "of a library's thread"
+        return f"at {Path(file).name}:{line}" if file else "on a library's thread"
 
     def _elsewhere(self, state: RankState) -> str:
         """What a rank that is in no call is doing."""
@@ -179,7 +180,7 @@ class CallDiagnosis:
             f"is at {Path(where[-1].file).name}:{where[-1].line} in {where[-1].function}" if where else "is elsewhere"
         )
         if not state.stack:
-            text = "is elsewhere: the thread that trained has ended"
+            text = "is elsewhere: its training thread has ended"
         text += self._exception(state, self.waited_s)
         key = next((call.group for call in self.waiting.values() if call.group in state.groups), None)
         if key is None:
@@ -229,7 +230,7 @@ def ordinal(number: int) -> str:
 
 
 def _peers_by_way(peers: list[tuple[str, int]]) -> list[tuple[str, list[int]]]:
-    """By 'to' or 'from' the ranks; none where it may be any."""
+    """The ranks by direction, 'to' or 'from'; an empty list for any rank."""
     ordered = sorted(set(peers))
     return [
         (way, [rank for _, rank in pairs if rank >= 0]) for way, pairs in groupby(ordered, key=lambda pair: pair[0])

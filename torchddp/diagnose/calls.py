@@ -61,7 +61,7 @@ class GroupLog:
     """A process group's calls. Keeps neither the group nor a tensor alive.
 
     Attributes:
-        home: the job's group, through which ranks discuss this one's calls.
+        home: the job's group, whose ranks exchange reports on this one's calls.
         key: the group's name, the same on all ranks.
         title: its name in reports.
         ranks: its members' ranks in the job.
@@ -83,11 +83,11 @@ class GroupLog:
         self.recent: deque[tuple[Any, ...]] = deque(maxlen=_KEPT)
 
 
-# By thread: the call that it is in; the outermost if they nest.
+# By thread: its current call, the outermost one if calls nest.
 active: dict[int, tuple[Any, ...]] = {}
 # By id of the group; the entry is removed when the group is destroyed.
 logs: dict[int, GroupLog] = {}
-# Operations started and not waited for: weak references to the Work, and the call.
+# Operations started without waiting for them: weak references to the Work, and the call.
 started: deque[tuple[weakref.ref[Any], tuple[Any, ...]]] = deque(maxlen=_KEPT)
 
 
@@ -101,7 +101,7 @@ os.register_at_fork(after_in_child=_forget_all)
 
 
 def open_log(group: object) -> GroupLog | None:
-    """For a group known to torch that was not called before; None for anything else."""
+    """Open the log of a group at its first call; None for a group that torch does not know."""
     if not isinstance(group, dist.ProcessGroup) or group not in c10d._world.pg_map:
         return None
     log = GroupLog(group, dist.group.WORLD or group)
@@ -111,7 +111,7 @@ def open_log(group: object) -> GroupLog | None:
     return log
 
 
-# --- who has called ---
+# --- the caller ---
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _OWN = str(Path(__file__).parent.parent) + os.sep
@@ -144,7 +144,7 @@ def outer_frame(frame: FrameType | None) -> FrameType | None:
 
 
 def caller() -> tuple[CodeType | None, int]:
-    """Code and instruction of the program that has called whoever calls this."""
+    """The program's code and instruction from which the function that calls this was called."""
     frame = outer_frame(sys._getframe(2))
     return (None, 0) if frame is None else (frame.f_code, frame.f_lasti)
 
@@ -254,7 +254,7 @@ def _peers_of(call: Call) -> list[tuple[str, int]]:
 
 
 def _pairs_of(call: Call) -> Iterator[tuple[str, int]]:
-    """('to', 3) or ('from', 3) with ranks of the job; -1: anybody."""
+    """('to', 3) or ('from', 3) with ranks of the job; -1: any rank."""
     of_one = isinstance(call.detail, tuple)
     for direction, rank, group_rank in [call.detail] if of_one else call.detail or ():
         if rank is None and group_rank is not None and call.log is not None:

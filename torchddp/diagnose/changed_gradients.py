@@ -31,19 +31,17 @@ def next_look(step: int) -> int:
 
 
 class ChangedGradients:
-    """In a few steps, each rank records the gradients it was handed, and when an optimizer steps, posts which of them
-    changed. By the next step of rank 0's optimizer all have posted, because they have run the backward in between.
+    """In a few steps, each rank records the gradients that backward left, and when an optimizer steps, posts which of
+    them have changed. All have posted by the next step of rank 0's optimizer, because they ran the backward in between.
     """
 
     def __init__(self, session: ReducerSession, teller: Teller, board: Board) -> None:
         self._session, self._teller, self._board = session, teller, board
-        self._begin = session.reducer.finished_steps  # other ranks may have done more or less before
+        self._begin = session.reducer.finished_steps  # earlier, ranks may have finished different numbers of steps
         self._ids = {id(parameter) for parameter in session.parameters}
         self._ids |= {id(parameter) for _, parameter in session.named_parameters()}
         self._due = 1
-        self._posted: tuple[int, str] | None = (
-            None  # on rank 0: the step and changes that the other ranks' are compared with
-        )
+        self._posted: tuple[int, str] | None = None  # on rank 0: the step and changes to compare the others' with
         self._hook: Any = None
 
     def after_forward(self) -> bool:
@@ -107,7 +105,7 @@ class ChangedGradients:
 _ADVICE = (
     "It happened between the end of backward and the optimizer's step; from then on the ranks' weights drift apart, "
     "without an error. Do the same on all ranks: averaged gradients are equal everywhere, and stay equal if all ranks "
-    "clip or scale them alike. Whatever should differ between ranks belongs in the loss, before the average. "
+    "clip or scale them the same way. Whatever should differ between ranks belongs in the loss, before the average. "
     "check_parameters_every=N finds weights that differ."
 )
 

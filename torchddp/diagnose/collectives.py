@@ -1,4 +1,4 @@
-"""``torchddp.watch_collectives()``: hang reports of all collectives of a program. See docs/hang_reports.md."""
+"""``torchddp.watch_collectives()``: hang reports for all collectives of a program. See docs/hang_reports.md."""
 
 from __future__ import annotations
 
@@ -44,20 +44,23 @@ def watch_collectives(*, stall_report_s: float | None = None) -> ExitStack:
 
     Watches the collectives, sends and receives of torch.distributed, however the program obtained the functions. It
     records each call's function, calling line, sequence number in the process group, and the shape and dtype of its
-    first tensor; no tensor is kept alive. When a call has not returned for ``stall_report_s``, the ranks exchange what
-    they are in through the store of the default process group, and one of them logs the report. ``torchddp.install()``
-    calls this.
+    first tensor; no tensor is kept alive. When a call has not returned after ``stall_report_s``, the ranks exchange
+    what they are doing through the store of the default process group, and one of them logs the report.
+    ``torchddp.install()`` calls this.
 
-    Used as a context manager, watching ends with the block, or with ``close()`` of the result; otherwise it lasts as
-    long as the process. Calls may nest: the last end counts. Not collective, but every rank should call it: reports can
-    only say that a rank without it does not answer. Forked children inherit it.
+    Not collective, but every rank should call it: about a rank without it, reports can only say that it does not
+    answer. Calls may nest; watching ends with the last of them. Forked children inherit it.
 
     Nothing is watched if TORCH_DISTRIBUTED_DEBUG is DETAIL, because torch then compares all collectives itself, or if
-    reports are turned off; nothing is reported in a job of one rank or without a store.
+    reports are turned off. Nothing is reported in a job of one rank, or without a store.
 
     Args:
         stall_report_s: how many seconds a call may take; 0: watch nothing. None: the environment variable
             TORCHDDP_STALL_REPORT_S, or else the smaller of 60 and a third of the default process group's timeout.
+
+    Returns:
+        A context manager that ends the watching, as does its ``close()``; without either, watching lasts as long as the
+        process.
 
     Raises:
         TypeError, ValueError: the limit, or the variable's value, is not a finite number of at least 0.
@@ -88,7 +91,7 @@ def _end(watcher: object) -> None:
 
 
 def _look_after_default_group() -> None:
-    """The default group was just created, or already exists. Errors here must not reach the program."""
+    """Watch the default group, if it exists. Errors here must not reach the program."""
     try:
         home = dist.group.WORLD
         with _lock:
@@ -118,7 +121,8 @@ class CallSource:
     """The calls over a job's groups, for its monitor.
 
     Args:
-        stall_s: seconds after which ranks are asked.
+        home: the job's default group.
+        stall_s: seconds after which the other ranks are asked.
     """
 
     is_gone = False
@@ -137,7 +141,7 @@ class CallSource:
         state.calls, state.groups = self._calls.states(), self._calls.groups()
 
     def meet(self, known: dict[int, dict[str, Any]]) -> None:
-        """torch's errors can't be extended."""
+        """Nothing, because torch's errors can't be extended."""
 
     def fail_with(self, found: str) -> None:
-        """As `meet`."""
+        """Nothing, for the same reason."""

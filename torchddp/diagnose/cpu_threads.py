@@ -1,4 +1,4 @@
-"""Checks whether the ranks of a host run as many threads as it has processors for them."""
+"""Checks whether the ranks of a host run too many or too few threads for its processors."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class RankThreads:
     Attributes:
         host: equal for ranks of a host.
         threads: of torch's operators.
-        processors: that this rank is bound to.
-        machine: that the first process here is bound to, which is the whole machine (or container).
+        processors: those that this rank is bound to.
+        machine: those that process 1 is bound to, which are the whole machine's (or container's).
         quota: how many processors control groups allow at a time; 0: unlimited.
         by_variable: whether OMP_NUM_THREADS sets the number of threads; torchrun sets it to 1.
     """
@@ -117,7 +117,7 @@ def _processors(numbers: Sequence[int]) -> str:
 
 
 class ThreadCheck:
-    """For CPU models, in the first step: ranks post what they have, and rank 0 reports on its own host."""
+    """For CPU models, in the first step: ranks post their threads and processors, and rank 0 reports on its host."""
 
     def __init__(self, session: ReducerSession, teller: Teller, board: Board | None) -> None:
         self._session, self._teller, self._board = session, teller, board

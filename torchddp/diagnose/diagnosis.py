@@ -1,6 +1,6 @@
-"""From what ranks say of themselves to who holds up whom, and the finding as text for a terminal and a file of JSON.
+"""Finds out from the ranks' states which ranks hold up the others, and reports it as text and as a JSON file.
 
-No process is looked at here, and nothing is sent.
+This inspects no process and sends nothing.
 """
 
 from __future__ import annotations
@@ -43,14 +43,15 @@ class Culprit:
 
 @dataclass(frozen=True)
 class Finding:
-    """Why the ranks stand still.
+    """Why the ranks are stuck.
 
     Attributes:
         headline: one sentence.
-        culprits: those that are waited for; none if all wait for each other.
-        waiting: ranks that wait, and for how long the one that waits longest.
-        waits_for: what those wait for: a bucket and step, or a call.
         step: of the model; 0 without one.
+        culprits: the ranks that others wait for; none if all wait for each other.
+        waiting: the ranks that wait.
+        waited_s: the longest wait among them, in seconds.
+        waits_for: what they wait for: a bucket and step, or a call.
     """
 
     headline: str
@@ -62,10 +63,10 @@ class Finding:
 
 
 def diagnose(states: list[RankState]) -> Finding:
-    """The finding, of the states of all ranks that something is known of; at least one of them waits."""
+    """Diagnose a stall from the states of all known ranks, at least one of which waits."""
     in_step = max((state.waited_s for state in states if state.waits), default=0.0)
     in_calls = max(state.longest_call_s for state in states)
-    # Where both wait for long, calls are told of with the ranks that hold up the step.
+    # If ranks have waited long in both, report the step: this mentions the calls of the ranks that hold it up.
     return _diagnose_step(states) if in_step > 0 and in_step >= in_calls / 2 else _diagnose_calls(states)
 
 
@@ -78,7 +79,7 @@ def _diagnose_calls(states: list[RankState]) -> Finding:
 
 def _diagnose_step(states: list[RankState]) -> Finding:
     waiting = [state for state in states if state.waits]
-    # Whoever waits in the newest step has done the most; of those, what is waited for first.
+    # The ranks that wait in the newest step have got furthest; of those, take the one that waits for the first bucket.
     model = max(waiting, key=lambda state: state.waited_s).model
     waiting = [state for state in waiting if state.model == model]
     members = waiting[0].members
@@ -141,7 +142,7 @@ def _silent(state: RankState) -> str:
 
 
 def _other_model(state: RankState, common: RankState) -> str:
-    text = f"wraps another model than rank {common.rank}"
+    text = f"wraps a different model than rank {common.rank}"
     mine, theirs = state.parameters, common.parameters
     if mine is None or theirs is None:
         return text
@@ -187,7 +188,7 @@ def _same_step(state: RankState, first: RankState) -> str:
         return f"has all gradients of step {state.step}, but has not finished reducing them{_activity(state)}"
     failed = f", which failed there: {_first_line(state.error)}" if state.error and state.phase == "idle" else ""
     if state.phase == "idle" and not failed:
-        failed = ", as if all were reduced"
+        failed = ", as if all gradients were reduced"
     return f"has left step {state.step}{failed}{_exception(state, first.waited_s)}{_activity(state)}"
 
 
@@ -221,7 +222,7 @@ def _first_line(text: str) -> str:
 
 
 def report_text(finding: Finding, states: list[RankState], path: Path | None) -> str:
-    """The headline, where the culprits are, what is waited for, and the file with everything else."""
+    """The headline, where the culprits are, what the others wait for, and the file with everything else."""
     lines = [f"torchddp hang report: {finding.headline}"]
     by_rank = {state.rank: state for state in states}
     for culprit in finding.culprits[:_SHOWN_RANKS]:
@@ -230,14 +231,14 @@ def report_text(finding: Finding, states: list[RankState], path: Path | None) ->
             lines.append(f"  rank {culprit.rank}: process {state.who['pid']} on {state.who['host']}")
         lines += [f"    {frame}" for frame in user_part(state.stack)]
     if finding.culprits:
-        lines.append(f"  what is waited for: {finding.waits_for}")
+        lines.append(f"  waiting for: {finding.waits_for}")
     if path is not None:
-        lines.append(f"  all of it: {path}")
+        lines.append(f"  full report: {path}")
     return "\n".join(lines)
 
 
 def report_json(finding: Finding, states: list[RankState], by: int) -> dict[str, Any]:
-    """What the file holds. ``by``: the rank that has written it."""
+    """The content of the report file. ``by``: the rank that writes it."""
     return {
         "headline": finding.headline,
         **asdict(finding),
@@ -248,9 +249,10 @@ def report_json(finding: Finding, states: list[RankState], by: int) -> dict[str,
 
 
 def write_report(content: dict[str, Any]) -> Path | None:
-    """Into TORCHDDP_HANG_REPORT_DIR, or else the system's temporary folder; None where that can't be written.
+    """Write to TORCHDDP_HANG_REPORT_DIR, or else to the system's temporary folder; None if that can't be written.
 
-    For this user alone, and under a name that nobody can know before: it tells of the program and its exceptions.
+    The file is readable by this user only, and its name can't be guessed, because it reveals details of the program and
+    its exceptions.
     """
     folder = Path(os.environ.get(FOLDER_ENV) or tempfile.gettempdir())
     stamp = time.strftime("%Y%m%d-%H%M%S")
@@ -258,7 +260,7 @@ def write_report(content: dict[str, Any]) -> Path | None:
     path = folder / f"torchddp-hang-{stamp}-{where}-{secrets.token_hex(4)}.json"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        write_whole(path, json.dumps(content, indent=1), mode=0o600)  # this process may be ended meanwhile
+        write_whole(path, json.dumps(content, indent=1), mode=0o600)  # atomic, since this process may be killed now
     except OSError:
         return None
     return path

@@ -76,7 +76,7 @@ class PeerFailedError(TransportError):
 
 @dataclass(frozen=True)
 class Failure:
-    """The same, in the form that is posted; see `PeerFailedError` for the fields."""
+    """A failure as it is posted; see `PeerFailedError` for the fields."""
 
     rank: int
     exception_type: str
@@ -128,8 +128,8 @@ def fail_together(process_group: Any = None, *, grace_s: float | None = 3.0) -> 
 
     However the body then ends, even normally, the result is a `PeerFailedError` that names the rank that failed first,
     with any replaced exception as its ``__cause__``. Errors caught inside the body are not reported. A rank that dies
-    silently is noticed as without this context; the error that this raises on the others doesn't change, and ends ranks
-    that have not noticed yet. A body that ends normally waits for no one.
+    silently is noticed as it would be without this context; the error on the ranks that notice is the same, and ends
+    the ranks that have not noticed yet. A body that ends normally waits for no one.
 
     Not collective, but all ranks of the group must enter the same number of these contexts in the same order. They may
     be nested, used one after another, and entered again after an error once all ranks have left. Exceptions arrive in
@@ -161,7 +161,7 @@ class FailTogether(_C.AsyncGate):
         self._failure: Failure | None = None  # another rank's, as seen by the watcher
         self._since_s = 0.0
         self._delivered = False
-        self._counted = False  # as one that has seen a failure
+        self._counted = False  # whether "seen" includes this rank
         self._warned = False
         self._board: Board | None = None
         self._task: Task | None = None
@@ -225,7 +225,7 @@ class FailTogether(_C.AsyncGate):
             mine = Failure.of(error, self._board.rank, _step_of(self._group))
             cause = self._await_first() if mine.is_consequence else None
             if cause is not None:
-                # Of two ranks that miss a third, neither knows more.
+                # If both ranks miss a third one, neither knows more than the other.
                 return None if cause.is_consequence else cause
             posted = self._board.claim("first")
             if posted:

@@ -24,18 +24,18 @@ LEFT = "forward without backward"
 
 @dataclass(slots=True)
 class _Forward:
-    """A forward that should get gradients: synchronised in training, or under no_sync()."""
+    """A forward that a backward should follow: synchronised in training, or under no_sync()."""
 
     number: int
     where: tuple[str, int]
     synchronised: bool
     finished: int  # number of synchronised steps when it ended
-    finished_by_next: int | None = None  # the same when the next one began
+    finished_by_next: int | None = None  # the same, when the next one began
 
 
 @dataclass(frozen=True)
 class _Pending:
-    """The last forward of a no_sync() that no backward had followed when the context ended."""
+    """The last forward inside a no_sync(), if no backward had followed it when the context ended."""
 
     forward: _Forward
     finished: int
@@ -43,7 +43,7 @@ class _Pending:
 
 
 class ForwardTraps:
-    """Compares what the outputs of forwards report (`ForwardWatch` in C++) with what no_sync() surrounds."""
+    """Compares what the outputs of forwards report (`ForwardWatch` in C++) with the extent of no_sync()."""
 
     def __init__(self, session: ReducerSession, teller: Teller) -> None:
         self._session, self._teller = session, teller
@@ -53,12 +53,12 @@ class ForwardTraps:
         self._count = 0
         self._seen_left = -1
         self._depth = 0  # of no_sync()
-        self._count_outside = 0  # forwards, when it began
-        self._open: _Forward | None = None  # what a backward was owed to when it began
+        self._count_outside = 0  # number of forwards when it began
+        self._open: _Forward | None = None  # the forward that still awaited a backward when it began
         self._pending: _Pending | None = None
 
     def after_forward(self, output: Any) -> None:
-        """Only forwards with gradients; `output` is what the program gets."""
+        """Called after forwards with gradients only; `output` is what the program gets."""
         reducer, last = self._session.reducer, self._last
         finished = reducer.finished_steps
         if last is not None:
@@ -139,7 +139,7 @@ class ForwardTraps:
 
     def _look_at_left(self, number: int) -> None:
         found = next((forward for forward in self._forwards if forward.number == number), None)
-        # The program may use more than the outputs it was given; then gradients arrived before the next forward.
+        # The program may use more than these outputs; then gradients arrived before the next forward.
         if found is None or not found.synchronised or found.finished != found.finished_by_next:
             return
         self._teller.tell(

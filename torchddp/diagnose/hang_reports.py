@@ -24,8 +24,8 @@ _models: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDict
 class HangReports(StepObserver):
     """Reports a model's waits over its current process group.
 
-    Not collective, but all ranks must create the same number in the same order. A copy of a model, a group of one rank,
-    and a group without a store, through which ranks could talk, have none.
+    Not collective, but all ranks must create the same number in the same order. There are no reports for a copy of a
+    model, a group of one rank, and a group without a store for the ranks to communicate through.
     """
 
     def __init__(self, session: ReducerSession) -> None:
@@ -35,7 +35,7 @@ class HangReports(StepObserver):
         self._open()
 
     def before_step(self) -> None:
-        """Records whose stack and exceptions a report shows: the training thread's."""
+        """Record this thread as the training thread, whose stack and exceptions a report shows."""
         rank_state.training.thread = threading.get_ident()
 
     def on_error(self, error: BaseException) -> None:
@@ -61,10 +61,11 @@ class HangReports(StepObserver):
 
 
 class ModelWaits:
-    """The waits of one model, which this does not keep alive.
+    """The waits of one model. Does not keep the model alive.
 
     Args:
-        stall_s: seconds of waiting after which ranks are asked.
+        session: of the model.
+        stall_s: seconds of waiting after which the other ranks are asked.
     """
 
     def __init__(self, session: ReducerSession, stall_s: float) -> None:
@@ -88,7 +89,7 @@ class ModelWaits:
         return [Wait(self.key, status["waited_s"], self.stall_s)]
 
     def describe(self, state: RankState, asked: str) -> None:
-        """Of several models, report the one asked about, or else one that waits or has done more steps."""
+        """Of several models, describe the one asked about, or else one that waits or has done more steps."""
         status = self._status()
         if status is None:
             return

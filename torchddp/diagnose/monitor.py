@@ -1,5 +1,5 @@
-"""The hang monitor: one per job in a process. It checks what this rank waits in, asks the other ranks when a wait is
-too long, answers their questions, and lets one rank report.
+"""The hang monitor, one per job in a process. It checks this rank's waits, asks the other ranks when one lasts too
+long, answers their questions, and lets one rank report.
 
 See docs/hang_reports.md.
 """
@@ -31,17 +31,18 @@ _AGAIN = 4.0  # a lasting stall is reported again once it is this many times lon
 _MAX_POLL_S = 1.0
 _RANKS_A_POLL_S = 64  # larger worlds poll less often, so that the load on the store stays the same
 _QUICK_S = 0.05  # between checks, while ranks are being asked
-_KNOWN_A_LOOK = 8  # ranks whose processes are asked for
+_KNOWN_A_LOOK = 8  # ranks whose processes are looked up per check
 _MEETINGS = 100  # checks after which a rank that has not identified its process never will
-_GIVE_UP_ROUNDS = 10  # collection times after which no one waits for a report any more
+_GIVE_UP_ROUNDS = 10  # collection times after which ranks stop waiting for a report
 
 
 class Wait(NamedTuple):
-    """Something that this rank waits in.
+    """A wait of this rank.
 
     Attributes:
-        key: the same for as long as it is the same wait.
-        limit_s: seconds after which ranks are asked.
+        key: identifies the wait.
+        waited_s: seconds so far.
+        limit_s: seconds after which the other ranks are asked.
     """
 
     key: Hashable
@@ -51,7 +52,7 @@ class Wait(NamedTuple):
 
 @dataclass(frozen=True)
 class Question:
-    """A waiting rank's question to all ranks. ``model``, ``digest``: whose reduction, and what it consists of."""
+    """A waiting rank's question to all ranks. ``model``: whose reduction waits; ``digest``: of its parameters."""
 
     number: int
     model: str
@@ -65,7 +66,7 @@ class Question:
 
 
 class Source(Protocol):
-    """Something that can wait: a model's reductions, or calls of torch.distributed. Called on the watcher's thread."""
+    """Something that can wait: a model's reductions, or calls of torch.distributed. Runs on the watcher's thread."""
 
     stall_s: float
 
@@ -75,10 +76,10 @@ class Source(Protocol):
         """Add its part to this rank's state. ``asked``: the model that the question is about; '': none."""
 
     def meet(self, known: dict[int, dict[str, Any]]) -> None:
-        """Learn which processes some more ranks are (`rank_state.process_identity`)."""
+        """Learn the processes of more ranks (`rank_state.process_identity`)."""
 
     def fail_with(self, found: str) -> None:
-        """Attach a report's headline to errors that may follow."""
+        """Attach a report's headline to later errors."""
 
     @property
     def is_gone(self) -> bool: ...
@@ -101,17 +102,17 @@ class HangMonitor:
         self._home, self._board = weakref.ref(home), board
         self._is_registered = home in _world.pg_map
         self._sources: list[Source] = []
-        self._report_at_s: dict[Hashable, float] = {}  # by wait that has been reported
+        self._report_at_s: dict[Hashable, float] = {}  # by reported wait: when to report it again
         self._round: Question | None = None
         self._last_number = 0
         self._known: dict[int, dict[str, Any]] = {}
         self._knows_all, self._meetings = False, 0
         self._pid = os.getpid()  # a forked child has no watcher, and locks in an unknown state
         rank_state.note_uncaught()
-        # Not after the watcher's own end, which is registered earlier.
+        # Runs before the watcher's own exit handler, which was registered earlier.
         self._at_exit = lambda: self.close("" if self._is_over else "its program has ended")
         atexit.register(self._at_exit)
-        with contextlib.suppress(Exception):  # a report will say less of this rank
+        with contextlib.suppress(Exception):  # a report will say less about this rank
             board.post_own("who", rank_state.process_identity())
         self._task: Task = watch(self._look, _QUICK_S)
 
@@ -234,7 +235,7 @@ class HangMonitor:
                 self._report_at_s[wait.key] = _AGAIN * max(wait.waited_s, joined.waited_s, wait.limit_s)
         state = self._own_state(joined.model)
         if state.digest == joined.digest and self._board.rank > 0 and not tells_all:
-            state.parameters = None  # as rank 0, or the asking rank, has it
+            state.parameters = None  # rank 0, or the asking rank, posts the same list
         self._board.post(f"answer/{joined.number}/{self._board.rank}", state.to_json())
 
     def _own_state(self, asked: str) -> RankState:
@@ -262,7 +263,7 @@ class HangMonitor:
             self._board.post(f"report/{asked.number}", self._report(asked, states))
 
     def _may_report(self, asked: Question) -> bool:
-        """Rank 0 first; the others if it has not answered or has had enough time."""
+        """Whether it is this rank's turn: rank 0 first, the others if it has not answered or has had enough time."""
         if self._board.rank == 0:
             return True
         if asked.age_s < 1.5 * self._collect_s:
@@ -270,7 +271,7 @@ class HangMonitor:
         return asked.age_s > 4 * self._collect_s or self._board.read(f"answer/{asked.number}/0") is None
 
     def _answers(self, asked: Question) -> list[RankState] | None:
-        """By rank; None if it is too early or another rank's turn."""
+        """The states by rank; None if it is too early, or another rank's turn."""
         told = self._board.read_of_ranks(f"answer/{asked.number}")
         if None in told and asked.age_s < self._collect_s:
             return None
@@ -333,13 +334,13 @@ class HangMonitor:
             source.fail_with(found)
 
 
-# By id of the home group; a closed monitor makes room for the next one.
+# By id of the home group; a new monitor replaces a closed one.
 _monitors: dict[int, HangMonitor] = {}
 os.register_at_fork(after_in_child=_monitors.clear)
 
 
 def home_of(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """The group whose ranks discuss this one: the job's."""
+    """The group whose ranks exchange reports on this one: the job's default group, if it includes this one."""
     default = dist.group.WORLD
     return default if default is not None and group in _world.pg_map else group
 
@@ -347,7 +348,7 @@ def home_of(group: dist.ProcessGroup) -> dist.ProcessGroup:
 def monitor_of(home: dist.ProcessGroup) -> HangMonitor | None:
     """The job's monitor, created if it is missing (all ranks must then do so); it lasts as long as the group.
 
-    None for a job of one rank, and for a group without a store, through which ranks could talk.
+    None for a job of one rank, and for a group without a store for the ranks to communicate through.
     """
     found = _monitors.get(id(home))
     if found is not None and not found.closed and found._home() is home:

@@ -15,7 +15,7 @@ NEEDLESS = "needless find_unused_parameters"
 
 
 class NeedlessSearch:
-    """Rank 0 reports it once no rank has left out a parameter for a number of steps."""
+    """Rank 0 reports it if no rank leaves out a parameter in the first `LOOKED_AT` steps."""
 
     def __init__(self, session: ReducerSession, teller: Teller, board: Board | None) -> None:
         self._session, self._teller, self._board = session, teller, board

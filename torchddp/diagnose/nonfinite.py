@@ -1,4 +1,4 @@
-"""Where infinite and NaN gradients come from: the first rank, parameter and step."""
+"""Finds where infinite and NaN gradients come from: the first rank, parameter and step."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _LISTED = 8
 class NonFiniteFinder(StepObserver):
     """Logs what the reducer has found, and shares it with the other ranks.
 
-    Nothing is sent while all gradients are finite, and nothing is collective: ranks post on a `Board` whenever they get
-    to it, and rank 0 checks it now and then. A copy of a model, which a single rank may make, does not communicate.
+    Nothing is sent while all gradients are finite, and nothing is collective: ranks post what they find on a `Board`,
+    which rank 0 checks twice a second. A copy of a model, which a single rank may make, does not communicate.
     """
 
     def __init__(self, session: ReducerSession) -> None:
@@ -34,7 +34,7 @@ class NonFiniteFinder(StepObserver):
         self._finds = _Finds(session)
 
     def before_step(self) -> None:
-        """Report what was found since the last call. Almost free if that is nothing."""
+        """Report what was found since the last call. Almost free if there is nothing."""
         self._finds.look_here(self._session.reducer)
 
     def on_group_change(self) -> None:
@@ -56,11 +56,11 @@ class _Finds:
     """Findings of the ranks of one process group."""
 
     def __init__(self, session: ReducerSession) -> None:
-        self._session = weakref.ref(session)  # whose end is that of the looking
+        self._session = weakref.ref(session)  # checking ends with it
         self._names = [spec.name for spec in session.specs]
         self._rank = session.rank
         self._lock = threading.Lock()
-        self._pid = os.getpid()  # a forked child has no watcher, and locks as they happened to be
+        self._pid = os.getpid()  # a forked child has no watcher, and locks in an unknown state
         self._version = 0
         self._own: list[NonFinite] = []
         self._warned_step = 0
@@ -107,7 +107,7 @@ class _Finds:
         sources = [one for one in self._own if one.step == first]
         logger.warning(
             "rank %d, step %d: gradients of %d parameters are infinite or NaN on this rank before they are averaged: "
-            "%s. Later steps are not reported until a step is free of them.",
+            "%s. Later steps are not reported until one is free of them.",
             self._rank,
             first,
             len(sources),
@@ -124,7 +124,7 @@ class _Finds:
             logger.warning("find_nonfinite: rank %d can't tell the others what it found: %s", self._rank, error)
 
     def by_rank(self) -> list[list[NonFinite]]:
-        """From all ranks that can be heard."""
+        """The findings of all ranks, or of this one alone if the store does not answer."""
         if self._board is None:
             return [self._own]
         try:
@@ -138,7 +138,7 @@ class _Finds:
         others[self._rank] = self._own
         return others
 
-    # --- by the watcher's thread ---
+    # --- on the watcher's thread ---
 
     def _look(self) -> None:
         session = self._session()

@@ -24,7 +24,7 @@ _PLACE, _FIRST, _SECOND = (word - 2**64 for word in (0x9E3779B97F4A7C15, 0xBF584
 class ParameterCheck(StepObserver):
     """Compares parameters every ``check_parameters_every`` finished synchronised steps.
 
-    Not under `join()`, where ranks make different numbers of steps; torch leaves it switched on after its end.
+    Not under `join()`, where ranks do different numbers of steps, nor after it, because torch doesn't reset its flag.
     """
 
     def __init__(self, session: ReducerSession) -> None:
@@ -32,7 +32,7 @@ class ParameterCheck(StepObserver):
         self._last: int | None = 0  # finished steps at the last check; None: set in the next step
 
     def before_step(self) -> None:
-        """Collective every so many steps, the same on all ranks. Raises DesyncError."""
+        """Check if it is due. Collective, and due in the same steps on all ranks. Raises DesyncError."""
         session = self._session
         if session.joins:
             self._last = None  # ranks may do different numbers of steps from now on
@@ -106,7 +106,7 @@ def _find(session: ReducerSession, steps: int) -> DesyncError | None:
     pairs = [list(zip(own[0::2], own[1::2], strict=True)) for own in flat]
     difference = find_difference(pairs)
     if difference is None:
-        return None  # hashes of hashes that differ come from hashes that do
+        return None  # does not happen: if hashes of hashes differ, so do the hashes
     name, parameter = named[difference.index]
     same_size = len({own[difference.index][1] for own in pairs}) == 1
     amounts = _measure(parameter, difference.reference_rank, session) if same_size else None
@@ -115,7 +115,7 @@ def _find(session: ReducerSession, steps: int) -> DesyncError | None:
 
 
 def _measure(parameter: torch.Tensor, reference_rank: int, session: ReducerSession) -> list[Amount]:
-    """Collective. By rank: how far it is from the reference. Takes two copies of the parameter, and more."""
+    """By rank: how far its parameter is from the reference. Collective. Allocates several copies of the parameter."""
     transport, device = session.reducer.transport, session.device
     own = parameter.detach().contiguous().to(device)
     own = torch.view_as_real(own.resolve_conj()) if own.is_complex() else own
@@ -134,7 +134,7 @@ def _measure(parameter: torch.Tensor, reference_rank: int, session: ReducerSessi
     return [Amount(int(count), most) for count, most in exchange.gather([float(elements), float(largest)])]
 
 
-# --- which differ, and how that is told ---
+# --- which parameters differ, and the error ---
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ class Difference:
 
     index: int
     reference_rank: int  # a rank with the reference value
-    ranks: tuple[int, ...]  # that have another
+    ranks: tuple[int, ...]  # the ranks with another value
     count: int  # how many parameters differ in total
 
 
@@ -156,9 +156,9 @@ class Amount:
 
 
 def find_difference(by_rank: Sequence[Sequence[object]]) -> Difference | None:
-    """From ``by_rank[rank][parameter]``, equal where the parameters are. The reference is the majority's value.
+    """The difference in ``by_rank[rank][parameter]``, whose items are equal where parameters are; None: no difference.
 
-    Without a majority it is rank 0's.
+    The reference is the majority's value, or rank 0's if there is no majority.
     """
     differing = [index for index, values in enumerate(zip(*by_rank, strict=True)) if len(set(values)) > 1]
     if not differing:
@@ -214,8 +214,8 @@ def _ranks(ranks: Sequence[int]) -> str:
 def hash_tensors(tensors: Sequence[torch.Tensor], *, by_operators: bool = False) -> list[int]:
     """A hash of each tensor's bits in logical order: 0.0 and -0.0 differ, NaNs with equal bits don't.
 
-    On the CPU a kernel computes it. Elsewhere, or if ``by_operators``, torch's operators compute a different hash,
-    waiting once per device.
+    On the CPU a kernel computes it. Elsewhere, or if ``by_operators``, torch's operators compute a different hash, with
+    one synchronisation per device.
 
     Args:
         tensors: strided, of any dtype. RuntimeError for others.
@@ -238,7 +238,7 @@ def hash_tensors(tensors: Sequence[torch.Tensor], *, by_operators: bool = False)
 
 
 def _sum_of_words(values: torch.Tensor) -> torch.Tensor:
-    """A bijection (splitmix64) of each word, another one in each place, and the sum: 0-d int64, on the device."""
+    """The sum of a bijection (splitmix64) of each word, which depends on its place: 0-d int64, on the device."""
     real = torch.view_as_real(values) if values.is_complex() else values
     words = real.reshape(-1).view(_WORDS[real.itemsize])
     total = torch.zeros((), dtype=torch.int64, device=values.device)

@@ -184,7 +184,7 @@ class RankState:
             return True
         if self.waits and (now.phase, now.waits_for, now.bucket) != (self.phase, self.waits_for, self.bucket):
             return True
-        # Of those that have lasted: others may come and go in threads that have nothing to do with it.
+        # Only the longest calls count: others may come and go in unrelated threads.
         lasting = {call.identity for call in self.calls if call.waited_s >= self.longest_call_s / 2}
         if not lasting <= {call.identity for call in now.calls}:
             return True
@@ -239,7 +239,7 @@ def ranks_text(ranks: list[int]) -> str:
 
 
 def process_identity() -> dict[str, Any]:
-    """This process's ``{"host", "pid", "kernel", "started"}``. Ranks with one ``kernel`` see each other in /proc."""
+    """This process's ``{"host", "pid", "kernel", "started"}``. Ranks with equal ``kernel`` see each other in /proc."""
     return {"host": socket.gethostname(), "pid": os.getpid(), "kernel": _kernel(), "started": _stat(os.getpid())[1]}
 
 
@@ -315,7 +315,7 @@ def collective_in(stack: list[Frame]) -> str | None:
     return f"{name}, called from {Path(caller.file).name}:{caller.line}" if caller else name
 
 
-# --- the last exception of training, kept as text ---
+# --- training's last exception, as text ---
 
 
 def note_exception(error: BaseException, where: str) -> None:

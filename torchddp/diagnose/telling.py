@@ -1,4 +1,4 @@
-"""Warnings that one rank gives on behalf of all, once."""
+"""Warnings that one rank gives once, on behalf of all."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ logger = logging.getLogger("torchddp.distributed")
 
 
 class Teller:
-    """For one model; if its ranks can't communicate, each warns for itself."""
+    """Gives a model's warnings; if its ranks can't communicate, each warns for itself."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -20,7 +20,7 @@ class Teller:
         self._told: set[str] = set()
 
     def follow(self, rank: int, board: Board | None) -> None:
-        """The model continues over this process group."""
+        """Use the rank and board of the model's new process group."""
         self.rank, self._board = rank, board
 
     def has_told(self, trap: str) -> bool:

@@ -2,21 +2,21 @@
 
 Note [How a function is watched]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-Nothing is replaced that a program may already hold: ``from torch.distributed import all_reduce`` and a stored
-``dist.barrier`` refer to the watched functions, `P2POp` and Dynamo, which compare functions by identity, recognise
-them, and they are pickled by name. There are two ways in:
+Function objects stay in place, because a program may already hold them: ``from torch.distributed import all_reduce``
+and a stored ``dist.barrier`` are watched too, `P2POp` and Dynamo still recognise functions by identity, and they are
+still pickled by name. There are two ways in:
 
-* Almost all are decorated by torch (``_exception_logger``): the closure cell that holds the bare function is pointed to
+* Almost all are decorated by torch (``_exception_logger``): the closure cell that holds the bare function is set to
   ours.
 * The others get the code object of a function with the same parameters, which calls ours.
 
-Ours are generated from one template with the parameters of the bare function, since going through ``*args, **kwargs``
-would cost more than all the recording. They pass the call to compiled code (csrc/bindings/bind_calls.cpp), which
+Ours are generated from one template with the parameters of the bare function, because going through ``*args,
+**kwargs`` would cost more than the recording. They pass the call to compiled code (csrc/bindings/bind_calls.cpp), which
 records and makes it in about a microsecond.
 
-Dynamo must not trace into them, because what they write changes with every call. It compiles no frame from torch's
-folder, which the template claims to be in, and where it would inline a call it breaks the graph at a function marked
-like those of its ``disable``; the call into C++ is a graph break too.
+Dynamo must not trace into them, because what they write changes with every call. It compiles no frame of a file in
+torch's folder, and the template's file name claims to be there. Where it would inline a call, it breaks the graph,
+because our functions are marked as by its ``disable``; the call into C++ is a graph break too.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ _KINDS = (
     ),  # fmt: skip
     _Kind(("broadcast_object_list", "scatter_object_list"), detail=_FROM),
     _Kind(("gather_object",), detail=_TO),
-    # In that case only the members call it.
+    # With use_local_synchronization, only the members call it.
     _Kind(("new_group",), is_counted="not use_local_synchronization"),
     _Kind(("send", "isend"), "False", tensor="tensor", detail=_TO),
     _Kind(("recv", "irecv"), "False", tensor="tensor", detail=_FROM),
@@ -105,7 +105,7 @@ def {name}({parameters}):
 _WAIT_TEMPLATE = """
 def wait(self, timeout=...):
     me = get_ident()
-    if me in active:  # of most calls that wait by themselves
+    if me in active:  # the wait is part of a call that is recorded already
         return bare(self) if timeout is ... else bare(self, timeout)
     active[me] = (0, 'wait', None, None, ref(self), *caller(), me, None)
     try:
@@ -116,7 +116,7 @@ def wait(self, timeout=...):
 
 
 def _peers_of(operations: object) -> list[tuple[str, int, None]]:
-    """For a batch; nothing for one that torch will reject."""
+    """The peers of a batch; none for one that torch will reject."""
     try:
         return [("to" if op.op is dist.isend else "from", op.peer, None) for op in operations]  # type: ignore[attr-defined]
     except Exception:
@@ -124,7 +124,7 @@ def _peers_of(operations: object) -> list[tuple[str, int, None]]:
 
 
 def _group_of(operations: object) -> dist.ProcessGroup | None:
-    """As `_peers_of`; a batch has one group."""
+    """The group of a batch; None for one that torch will reject."""
     try:
         found: dist.ProcessGroup | None = operations[0].group  # type: ignore[index]
         return found
@@ -133,7 +133,7 @@ def _group_of(operations: object) -> dist.ProcessGroup | None:
 
 
 def _keep_started(result: object, call: tuple[Any, ...]) -> None:
-    """For a batch; other functions return other things."""
+    """Remember the operations that a batch has started; other functions return other things."""
     if isinstance(result, list):
         calls.started.extend((weakref.ref(work), call) for work in result if isinstance(work, dist.Work))
 
@@ -165,7 +165,7 @@ _NAMES = {
 
 
 def watch_all() -> ExitStack:
-    """Record calls of these functions in `calls` until the stack ends."""
+    """Record calls of the functions above in `calls` until the stack is closed."""
     stack = ExitStack()
     for kind in _KINDS:
         for name in kind.names:
@@ -178,7 +178,7 @@ def watch_all() -> ExitStack:
 
 
 def after_each_call(function: Function, then: Callable[[], None]) -> ExitStack:
-    """Call ``then()`` after each call of a function that torch has decorated, until the stack ends."""
+    """Call ``then()`` after each call of a function that torch has decorated, until the stack is closed."""
     cell = _innermost_cell(function)
     assert cell is not None, function
     bare = cell.cell_contents

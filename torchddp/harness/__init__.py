@@ -1,1 +1,1 @@
-"""What benchmarks and the commands share: launches, models, tables, pages."""
+"""Shared by benchmarks and commands: launching ranks, models, tables, pages."""

@@ -1,4 +1,4 @@
-"""What all commands share: the checks of their options, how they end, and where they print."""
+"""Shared by all commands: option checks, exit codes and output."""
 
 from __future__ import annotations
 
@@ -33,26 +33,26 @@ def parse_caps(text: str) -> tuple[float, ...]:
     try:
         caps = tuple(float(part) for part in text.split(","))
     except ValueError:
-        raise ArgumentError(f"--caps wants numbers of MiB separated by commas, like 1,5,25, not '{text}'.") from None
+        raise ArgumentError(f"--caps must be MiB separated by commas, like 1,5,25, not '{text}'.") from None
     if not all(0 < cap < float("inf") for cap in caps):
-        raise ArgumentError(f"--caps wants positive numbers of MiB, not '{text}'.")
+        raise ArgumentError(f"--caps must be positive numbers of MiB, not '{text}'.")
     return tuple(dict.fromkeys(caps))
 
 
 def check_numbers(seconds: float | None, world_size: int | None) -> None:
     """Check the ranges that hold for every command."""
     if seconds is not None and not 0 < seconds <= MAX_SECONDS:
-        raise ArgumentError(f"--seconds wants a number above 0 and up to {MAX_SECONDS}, not {seconds:g}.")
+        raise ArgumentError(f"--seconds must be above 0 and at most {MAX_SECONDS}, not {seconds:g}.")
     if world_size is not None and not 1 <= world_size <= MAX_WORLD_SIZE:
-        raise ArgumentError(f"--world-size wants 1 to {MAX_WORLD_SIZE} ranks, not {world_size}.")
+        raise ArgumentError(f"--world-size must be 1 to {MAX_WORLD_SIZE}, not {world_size}.")
 
 
 def check_model_name(model: str) -> str:
-    """The name of a built-in model, or one that may be a factory's; ArgumentError for anything else."""
+    """Return the name if it is a built-in model's or may be a factory's; ArgumentError otherwise."""
     if model in MODEL_NAMES or ":" in model:
         return model
     if model.endswith(".py"):
-        raise ArgumentError(f"--model {model}: name the function that makes the model too, like {model}:make.")
+        raise ArgumentError(f"--model {model}: also name the function that makes the model, like {model}:make.")
     raise ArgumentError(
         f"There is no model '{model}'; choose from {', '.join(MODEL_NAMES)}, or name your own: "
         "package.module:factory or file.py:factory."
@@ -60,14 +60,14 @@ def check_model_name(model: str) -> str:
 
 
 def check_output(path: Path | None, option: str, *, folder: bool) -> None:
-    """ArgumentError, before the run, if a path could not be written after it. An existing file will be replaced; a
-    folder will be made, with its parents."""
+    """Raise ArgumentError before the run if a path couldn't be written after it. An existing file will be replaced; a
+    folder will be created with its parents."""
     if path is None:
         return
     if folder and path.exists() and not path.is_dir():
-        raise ArgumentError(f"{option} wants a folder, and '{path}' is a file.")
+        raise ArgumentError(f"{option} must be a folder, but '{path}' is a file.")
     if not folder and path.is_dir():
-        raise ArgumentError(f"{option} wants a file, and '{path}' is a folder.")
+        raise ArgumentError(f"{option} must be a file, but '{path}' is a folder.")
     if not folder and not path.parent.is_dir():
         raise ArgumentError(f"{option}: the folder '{path.parent}' does not exist.")
     there = next(each for each in (path, *path.absolute().parents) if each.exists())
@@ -86,19 +86,19 @@ def output_option(help_text: str, *names: str) -> Any:
 
 
 def knows_width(console: Console) -> bool:
-    """Whether lines should fit its width: not in a file or a pipe, unless COLUMNS says so."""
+    """Whether lines should fit the console's width: not in a file or a pipe, unless COLUMNS is set."""
     return console.is_terminal or "COLUMNS" in os.environ
 
 
 def make_console() -> Console:
-    """A terminal's own width up to 100 columns; 100 into a file or a pipe, unless COLUMNS says otherwise."""
+    """A console as wide as the terminal, up to 100 columns; in a file or a pipe 100, unless COLUMNS is set."""
     console = Console()
     return Console(width=min(console.width, 100) if knows_width(console) else 100, emoji=False)
 
 
 def progress_bar(console: Console) -> Progress:
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    # Into a pipe it would print an empty line.
+    # In a pipe it would print an empty line.
     disable = not console.is_terminal
     return Progress(*columns, console=console, transient=True, refresh_per_second=2, disable=disable)
 
@@ -132,14 +132,14 @@ HtmlFile = Annotated[Path | None, output_option("Write the report as an HTML pag
 
 
 def report_error(message: str) -> None:
-    """One line on stderr."""
+    """Print one line to stderr."""
     # The user's ":x:" must not become an emoji.
     Console(stderr=True, emoji=False).print(f"error: {message}", markup=False, highlight=False, soft_wrap=True)
 
 
 @contextlib.contextmanager
 def _interrupted_once() -> Iterator[None]:
-    """Ctrl-C raises KeyboardInterrupt the first time; a second one must not disturb the cleaning up."""
+    """The first Ctrl-C raises KeyboardInterrupt; later ones must not disturb the cleanup."""
     in_main_thread = threading.current_thread() is threading.main_thread()
     if not in_main_thread or signal.getsignal(signal.SIGINT) in (signal.SIG_IGN, None):
         yield
@@ -157,7 +157,7 @@ def _interrupted_once() -> Iterator[None]:
 
 
 def run_app(program_app: typer.Typer, program: str, arguments: Sequence[str]) -> int:
-    """Run a command; the exit code. An error is one sentence on stderr."""
+    """Run a command and return its exit code. An error prints one sentence to stderr."""
     command = shlex.join([*program.split(), *arguments])
     try:
         with _interrupted_once():
@@ -174,5 +174,5 @@ def run_app(program_app: typer.Typer, program: str, arguments: Sequence[str]) ->
         result = EXIT_INTERRUPTED
     if result == EXIT_INTERRUPTED and os.environ.get("RANK", "0") == "0":  # each of torchrun's ranks gets here
         Console(stderr=True).print("interrupted")
-    # In this mode typer returns the code of an early exit such as --help, and that of an interrupt.
+    # In this mode, typer returns the exit code of an early exit, such as --help, or of an interrupt.
     return result if isinstance(result, int) else 0

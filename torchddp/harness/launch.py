@@ -1,6 +1,6 @@
-"""Start ranks, run a function on each of them, and leave no process behind.
+"""Starts ranks, runs a function on each, and leaves no process behind.
 
-The parent's side comes first, then that of a rank, then the ranks that torchrun started.
+The parent's code comes first, then a rank's, then the code for ranks that torchrun started.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from typing import Any, NoReturn, Protocol
 
 from torchddp.harness.variants import ArgumentError, describe_error
 
-# A launch that sends nothing for this long is dead. Warming up the largest model on a busy machine takes far less.
+# A launch that sends nothing for this long counts as dead. The largest model on a busy machine warms up far faster.
 STALL_TIMEOUT_S = 180.0
-# After the first error, so that the other ranks can report theirs.
+# How long to wait after the first error for those of the other ranks.
 ERROR_GRACE_S = 1.0
 # Often enough for a progress bar, rarely enough not to disturb a measurement.
 PROGRESS_INTERVAL_S = 0.5
@@ -34,12 +34,12 @@ PROGRESS_INTERVAL_S = 0.5
 # One thread each, also for libraries that read the variable when they are loaded.
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
-# Called with what is being done, how much of it is done, and how much there is.
+# Called with the current activity, the amount done, and the total.
 Progress = Callable[[str, float, float], None]
-# Called on a rank with how much is done, and how much there is.
+# Called on a rank with the amount done and the total.
 Report = Callable[[float, float], None]
 # Runs on a rank once the process group exists, with the job, the rank and a connection to the parent. Only rank 0's
-# result is kept. It must be a module-level function, which the ranks import by name.
+# result is kept. It must be a module-level function, because ranks import it by name.
 Measure = Callable[[Any, int, Connection], Any]
 
 
@@ -57,7 +57,7 @@ class RankSettings(Protocol):
     @property
     def backend(self) -> str: ...
     @property
-    def collective_timeout_s(self) -> float: ...  # a rank that waits longer for another one gives up with an error
+    def collective_timeout_s(self) -> float: ...  # a rank that waits longer for another one fails
 
 
 @contextlib.contextmanager
@@ -75,7 +75,7 @@ def _environment(extra: Mapping[str, str]) -> Iterator[None]:
 @contextlib.contextmanager
 def _children_ignore_interrupts() -> Iterator[None]:
     """Processes started inside ignore Ctrl-C: this process handles it and stops them."""
-    resource_tracker.ensure_running()  # or starting the first process would start it, and unblock the signal
+    resource_tracker.ensure_running()  # otherwise the first process would start it, which unblocks the signal
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -92,14 +92,14 @@ def stop_processes(processes: Sequence[BaseProcess]) -> None:
 
 
 class Inbox:
-    """The messages of the ranks so far."""
+    """Collects the ranks' messages."""
 
     def __init__(self, channels: list[Connection], progress: Progress) -> None:
         self._rank_of = {id(channel): rank for rank, channel in enumerate(channels)}
         self.open = list(channels)
         self.results: dict[int, Any] = {}
         self.errors: dict[int, str] = {}
-        # Why a rank refused what the user asked for, in one sentence.
+        # Why a rank rejected what the user asked for, in one sentence.
         self.refusal = ""
         self._progress = progress
 
@@ -126,11 +126,11 @@ class Inbox:
 
 
 def follow(inbox: Inbox, job: RankSettings, stall_timeout_s: float) -> Any:
-    """Wait until every rank is done; rank 0's result, or a `LaunchError` with what the ranks reported."""
+    """Wait until every rank is done and return rank 0's result. `LaunchError` with what the ranks reported."""
     while inbox.open and not inbox.errors and not inbox.refusal:
         if not inbox.read(stall_timeout_s):
             silent = [rank for rank in range(job.world_size) if rank not in inbox.results]
-            raise LaunchError(f"Case '{job.case}': nothing from ranks {silent} for {stall_timeout_s:g} s, stopped.")
+            raise LaunchError(f"Case '{job.case}' stopped: no message from ranks {silent} for {stall_timeout_s:g} s.")
     if inbox.refusal:
         raise ArgumentError(inbox.refusal)
     if inbox.errors:
@@ -194,7 +194,7 @@ class Reporter:
 
 
 def _die_with_parent() -> None:
-    # In a thread: a rank never outlives the command that started it.
+    # Runs in a thread, so that a rank never outlives the command that started it.
     parent = multiprocessing.parent_process()
     if parent is not None:
         wait([parent.sentinel])
@@ -238,12 +238,12 @@ def serve_rank(rank: int, job: RankSettings, init_method: str, channel: Connecti
     os._exit(exit_code)
 
 
-# --- of a command that torchrun may have started ---------------------------------------------------------------------
+# --- for commands that torchrun may have started ---------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class RankJob:
-    """One call of `function(report, *arguments)` on every rank; picklable, for `function` is module-level."""
+    """One call of `function(report, *arguments)` on every rank. Picklable if `function` is module-level."""
 
     case: str
     function: Callable[..., Any]
@@ -251,19 +251,19 @@ class RankJob:
     world_size: int
     backend: str = "gloo"
     collective_timeout_s: float = 60.0
-    # For each rank that the command starts; torchrun's ranks keep their own.
+    # Of each rank that the command starts; torchrun's ranks keep their own number.
     threads: int = 1
 
 
 def started_by_torchrun() -> bool:
-    """Whether this process already is a rank: its environment has all that init_process_group needs."""
+    """Whether this process is already a rank: its environment has all that init_process_group needs."""
     return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
 
 
 def run_ranks(job: RankJob, progress: Progress) -> Any:
-    """Rank 0's result. Under torchrun, the ranks are those that it started, and all but rank 0 get None.
+    """Run the job and return rank 0's result. Under torchrun, use its ranks; all but rank 0 get None.
 
-    Raises LaunchError if a rank fails, ArgumentError if a rank refused what the user asked for.
+    Raises LaunchError if a rank fails, ArgumentError if a rank rejects what the user asked for.
     """
     return _join_torchrun(job, progress) if started_by_torchrun() else launch(job, _call, progress)
 

@@ -1,4 +1,4 @@
-"""When, where and with which versions the numbers were made."""
+"""Records when, on which machine and with which versions results were made."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _git(*arguments: str) -> str | None:
 
 
 def describe_machine() -> dict[str, Any]:
-    """Machine, versions and commit; load average because a busy machine explains a wide spread."""
+    """The machine, versions and commit, and the load average, because a busy machine explains a wide spread."""
     status = _git("status", "--porcelain", "--untracked-files=no")
     return {
         "cpu": _cpu_model(),
@@ -66,7 +66,7 @@ def describe_machine() -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": package_version("torch"),
         "torchddp": package_version("torchddp"),
-        # A copy of the tree without its history gets the commit from its environment.
+        # A copy of the tree without git history gets the commit from its environment.
         "git_commit": _git("rev-parse", "HEAD") or os.environ.get("TORCHDDP_COMMIT") or None,
         "git_dirty": None if status is None else bool(status),
     }
@@ -85,12 +85,12 @@ def now() -> str:
 
 
 def date_text(date: str) -> str:
-    """'2026-11-24 15:30 UTC' of what `now` gave."""
+    """'2026-11-24 15:30 UTC', for a date from `now`."""
     return f"{datetime.datetime.fromisoformat(date):%Y-%m-%d %H:%M} UTC"
 
 
 def new_document(command: str, settings: dict[str, Any]) -> dict[str, Any]:
-    """The head of every saved run; its results are added later."""
+    """The header of a saved run; its results are added later."""
     return {
         "format": 1,
         "date": now(),

@@ -1,4 +1,4 @@
-"""The models that are timed: the built-in ones, and the user's own by `package.module:factory` or `file.py:factory`."""
+"""Loads models to time: built-in ones, or the user's own at `package.module:factory` or `file.py:factory`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class ModelSpec:
     build: Callable[[], nn.Module]
     # A tensor, or a tuple or dict of arguments for the module.
     make_batch: Callable[[torch.Generator], Any]
-    # Of the module's output; the built-in models return their loss.
+    # Applied to the module's output; the built-in models return their loss.
     loss: Callable[[Any], Tensor] = output_is_loss
     # Whether ranks get different batches. If not, their gradients are equal, and averaging them proves nothing.
     batches_differ: bool = True
@@ -72,7 +72,7 @@ def _noise(*shape: int) -> Callable[[torch.Generator], Tensor]:
 
 
 def _tokens(vocabulary: int, length: int) -> Callable[[torch.Generator], Tensor]:
-    # One more than the model sees: each token but the first is a target.
+    # One more than the model sees, because each token but the first is a target.
     return lambda generator: torch.randint(0, vocabulary, (1, length + 1), generator=generator)
 
 
@@ -81,7 +81,7 @@ MODELS: dict[str, ModelSpec] = {
     "mlp": ModelSpec("MLP 6 x 1024x1024", networks.Mlp, _noise(32, 1024)),
     "gpt": ModelSpec("small GPT", networks.Gpt, _tokens(256, 64)),
     "conv": ModelSpec("batch-norm conv net", networks.ConvNet, _noise(8, 3, 32, 32)),
-    # Small images and short texts: a step on one core should take a second at most.
+    # Small images and short texts, so that a step on one core takes at most a second.
     "resnet50": ModelSpec("ResNet-50", networks.ResNet, _noise(4, 3, 64, 64)),
     "gpt2": ModelSpec("GPT-2 small", networks.gpt2, _tokens(networks.GPT2_VOCABULARY, 32)),
     "llama": ModelSpec("LLaMA-like", networks.Llama, _tokens(4096, 64)),
@@ -96,7 +96,7 @@ def make_model(name: str, seed: int) -> nn.Module:
 
 
 def make_batch(name: str, seed: int, rank: int, index: int) -> Any:
-    """Batch `index` of a rank; ranks see different data, so that gradients must really be averaged."""
+    """Batch `index` of a rank. Ranks see different data, so that gradients must really be averaged."""
     generator = torch.Generator().manual_seed(seed + 1000 * rank + index)
     return find_model(name, seed).make_batch(generator)
 
@@ -106,7 +106,7 @@ def find_model(name: str, seed: int = 0) -> ModelSpec:
 
 
 def describe_model(name: str, model: nn.Module, seed: int = 0) -> dict[str, Any]:
-    """A model's entry in the results: its name, title, and how much there is to reduce."""
+    """A model's entry in the results: its name, title, and the number and size of its gradients."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     return {
         "model": name,
@@ -120,7 +120,9 @@ def find_factory(path: str) -> Callable[[], Any]:
     """The callable at `package.module:name` or `file.py:name`; ArgumentError in one sentence if there is none."""
     module_name, _, name = path.rpartition(":")
     if not module_name or not name:
-        raise ArgumentError(f"--model wants a built-in model, package.module:factory or file.py:factory, not '{path}'.")
+        raise ArgumentError(
+            f"--model must be a built-in model, package.module:factory or file.py:factory, not '{path}'."
+        )
     is_file = module_name.endswith(".py")
     if is_file and not Path(module_name).is_file():
         raise ArgumentError(f"--model {path}: there is no file '{module_name}'.")
@@ -141,7 +143,7 @@ def find_factory(path: str) -> Callable[[], Any]:
 
 @functools.cache
 def _load_file(path: Path) -> ModuleType:
-    """The module in a file, under the file's name."""
+    """Import a file as a module of the same name."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -181,7 +183,7 @@ def _a(thing: object) -> str:
 
 
 def prove(name: str, seed: int, *, find_unused_parameters: bool = False) -> None:
-    """One step; ArgumentError where it fails, or leaves a parameter without gradient that DDP would wait for."""
+    """Run one step. ArgumentError if it fails, or leaves a parameter without a gradient, which DDP would wait for."""
     model = make_model(name, seed)
     try:
         batch = make_batch(name, seed, dist.get_rank(), 0)
@@ -200,8 +202,8 @@ def prove(name: str, seed: int, *, find_unused_parameters: bool = False) -> None
             if find_unused_parameters:
                 continue
             raise ArgumentError(
-                f"--model {name}: parameter '{path}' got no gradient, and DDP would wait for it; if that is meant, add "
-                "--find-unused-parameters."
+                f"--model {name}: parameter '{path}' got no gradient, and DDP would wait for it; if that is intended, "
+                "add --find-unused-parameters."
             )
         if parameter.grad.layout is not torch.strided:
             raise ArgumentError(

@@ -1,4 +1,4 @@
-"""The networks that are timed. Each returns its loss from `forward`, so that every variant runs the same step."""
+"""The built-in networks. Each returns its loss from `forward`, so that every variant runs the same step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROTARY_BASE = 10_000.0
 
 
 class ManySmallTensors(nn.Module):
-    """500 scale-and-shift layers: a thousand tensors of 64 elements, ready one after the other in backward."""
+    """500 scale-and-shift layers: a thousand tensors of 64 elements, which become ready one by one in backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class _GptBlock(nn.Module):
 
 
 class Gpt(nn.Module):
-    """A decoder-only transformer; as it stands, over bytes and with about 17 M parameters."""
+    """A decoder-only transformer; by default over bytes, with about 17 M parameters."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class Gpt(nn.Module):
         self.head = nn.Linear(width, vocabulary, bias=False)
         if tied:
             self.head.weight = self.tokens.weight
-            nn.init.normal_(self.tokens.weight, std=0.02)  # as a head, it would start with enormous logits
+            nn.init.normal_(self.tokens.weight, std=0.02)  # the default is too large for a head: enormous logits
 
     def forward(self, tokens: Tensor) -> Tensor:
         hidden = self.tokens(tokens[:, :-1])
@@ -101,7 +101,7 @@ def gpt2() -> Gpt:
 
 
 def _convolution(inputs: int, outputs: int, size: int, stride: int = 1) -> list[nn.Module]:
-    """With batch norm."""
+    """A convolution and batch norm."""
     convolution = nn.Conv2d(inputs, outputs, size, stride=stride, padding=size // 2, bias=False)
     return [convolution, nn.BatchNorm2d(outputs)]
 
@@ -128,7 +128,7 @@ class ConvNet(_Classifier):
 
 
 class Bottleneck(nn.Module):
-    """1x1, 3x3 and 1x1 convolutions around a shortcut."""
+    """1x1, 3x3 and 1x1 convolutions with a shortcut."""
 
     def __init__(self, inputs: int, width: int, stride: int) -> None:
         super().__init__()
@@ -149,7 +149,7 @@ class Bottleneck(nn.Module):
 
 
 class ResNet(_Classifier):
-    """After torchvision's ResNet; as it stands, the one of 50 layers with 25.6 M parameters in 161 tensors."""
+    """torchvision's ResNet; by default ResNet-50, with 25.6 M parameters in 161 tensors."""
 
     def __init__(self, depths: tuple[int, ...] = (3, 4, 6, 3), width: int = 64, classes: int = 1000) -> None:
         layers = [*_convolution(3, width, 7, stride=2), nn.ReLU(inplace=True), nn.MaxPool2d(3, stride=2, padding=1)]
@@ -163,9 +163,9 @@ class ResNet(_Classifier):
 
 
 def rotate(heads: Tensor) -> Tensor:
-    """Rotary positions on [batch, head, length, width]: each pair of channels turns with its token's place."""
+    """Apply rotary positions to [batch, head, length, width]: rotate each pair of channels by its token's position."""
     length, half = heads.shape[2], heads.shape[3] // 2
-    # Made anew each time: a table kept as a buffer would be broadcast by every step of a DDP class.
+    # Computed in each forward, because DDP would broadcast a table in a buffer in every step.
     pace = ROTARY_BASE ** (-torch.arange(half, device=heads.device) / half)
     angle = torch.arange(length, device=heads.device)[:, None] * pace
     cosine, sine = angle.cos(), angle.sin()
@@ -198,7 +198,7 @@ class _LlamaBlock(nn.Module):
 
 
 class Llama(nn.Module):
-    """A decoder after LLaMA, with RMSNorm, rotary attention, SwiGLU no biases; here 23 M parameters in 57 tensors."""
+    """A LLaMA-like decoder (RMSNorm, rotary attention, SwiGLU, no biases); by default 23 M parameters in 57 tensors."""
 
     def __init__(
         self, vocabulary: int = 4096, width: int = 512, depth: int = 6, heads: int = 8, hidden_width: int = 1376

@@ -1,4 +1,4 @@
-"""One self-contained HTML page: text, tables and plots, nothing loaded from elsewhere."""
+"""Writes a self-contained HTML page of text, tables and plots, which loads nothing from elsewhere."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class PageTable:
 
 @dataclass(frozen=True)
 class PagePlot:
-    """A PNG, and what it shows in words."""
+    """A PNG and a description of what it shows."""
 
     png: bytes
     description: str
@@ -63,7 +63,7 @@ def _plain(cell: Any) -> str:
 
 
 def page_table(table: Table) -> PageTable:
-    """The same headings and rows as in the terminal; the bold ones marked."""
+    """The same headings and rows as in the terminal, with bold rows marked."""
     return PageTable(
         headings=[_plain(column.header) for column in table.columns],
         rows=[list(row) for row in zip(*(map(_plain, column.cells) for column in table.columns), strict=True)],
@@ -94,8 +94,8 @@ def _block(block: Block) -> str:
 def make_page(
     title: str, sections: Sequence[Section], origin: Sequence[str], data: Any = None, *, verdict: str = ""
 ) -> str:
-    """The page as text. `origin`: when, how and with what it was made; `data`: kept in the page as JSON, for machines;
-    `verdict`: the result in a sentence, below the title."""
+    """The page as text. `origin`: when, how and with what it was made; `data`: embedded in the page as JSON, for
+    programs; `verdict`: the result in a sentence, below the title."""
     parts = [f"<h1>{html.escape(title)}</h1>"]
     if verdict:
         parts.append(f'<p class="verdict">{html.escape(verdict)}</p>')

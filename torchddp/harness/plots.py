@@ -1,4 +1,4 @@
-"""What all plots share: drawing without a window, colors, and labels."""
+"""Shared by all plots: drawing without a window, colors, and labels."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ COLORS = {"torch": "#9aa5b1", "ours": "#d9480f", "peer": "#4c6ef5", "local": "#d
 
 
 def panels(rows: int, columns: int, width: float, height: float, **options: Any) -> tuple[Figure, Any]:
-    """A figure of that many inches, and its axes as [row][column]. `options`: of `pyplot.subplots`."""
+    """A figure, `width` by `height` inches, and its axes as [row][column]. `options`: for `pyplot.subplots`."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -31,7 +31,7 @@ def bar_panels(count: int, bars: int) -> tuple[Figure, Any]:
 
 
 def finish_panel(axis: Any, title: str, xlabel: str, ylabel: str | None = None) -> None:
-    """Title and labels, no frame on the sides without a scale; with `ylabel`, for curves, a grid."""
+    """Set title and labels, and remove the frame's top and right; with `ylabel`, for curves, also draw a grid."""
     axis.set_title(title, fontsize=9)
     axis.set_xlabel(xlabel)
     if ylabel is not None:

@@ -1,4 +1,4 @@
-"""Ranks started by Slurm's srun: the variables that torchrun would set, from those that srun sets."""
+"""For ranks started by Slurm's srun: derives the variables that torchrun would set from those that srun sets."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ import os
 import re
 from collections.abc import Mapping
 
-# Below the ports that Linux assigns by itself.
+# Below Linux's ephemeral ports.
 _FIRST_PORT, _PORTS = 20_000, 10_000
 
 
 def tell_ranks() -> None:
-    """In one of several tasks of a step: set RANK, WORLD_SIZE and so on, which init_process_group reads. Variables that
-    are set already stay; elsewhere, or if RANK is set, do nothing."""
+    """In a step of several tasks, set RANK, WORLD_SIZE and the other variables that init_process_group reads, unless
+    they are set. Do nothing elsewhere, or if RANK is set."""
     if "RANK" not in os.environ:
         for name, value in torchrun_variables(os.environ).items():
             os.environ.setdefault(name, value)
 
 
 def torchrun_variables(slurm: Mapping[str, str]) -> dict[str, str]:
-    """The variables of one of several tasks; none elsewhere, nor in a batch script, which has a SLURM_PROCID too.
+    """The variables for one of several tasks; none elsewhere, nor in a batch script, which has a SLURM_PROCID too.
 
-    The port of the store is computed from the numbers of job and step, so it is the same on all hosts.
+    The store's port is computed from the job's and the step's id, so it is the same on all hosts.
     """
     names = ("SLURM_STEP_ID", "SLURM_STEP_NODELIST", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID")
     if any(not slurm.get(name) for name in names) or slurm["SLURM_STEP_NUM_TASKS"] == "1":
@@ -42,12 +42,12 @@ def torchrun_variables(slurm: Mapping[str, str]) -> dict[str, str]:
 
 
 def first_host(nodes: str) -> str:
-    """The first host of a list in Slurm's notation: node08 of "node[08-11,20],login"."""
+    """The first host of a list in Slurm's notation: node08 for "node[08-11,20],login"."""
     name = re.split(r",(?![^\[]*\])", nodes)[0]
     return re.sub(r"\[(\d+)[^\]]*\]", r"\1", name)
 
 
 def tasks_by_node(tasks: str) -> list[int]:
-    """The numbers of a list in Slurm's notation: 2, 2, 2, 1 of "2(x3),1"."""
+    """The numbers of a list in Slurm's notation: [2, 2, 2, 1] for "2(x3),1"."""
     found = re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks)
     return [int(count) for count, times in found for _ in range(int(times or 1))]

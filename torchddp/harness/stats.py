@@ -30,7 +30,7 @@ class PairedRatio:
     median: float
     q25: float
     q75: float
-    # 95% confidence interval of the median, free of any assumption on the distribution.
+    # 95% confidence interval of the median, without assumptions about the distribution.
     ci95_low: float
     ci95_high: float
     of_medians: float
@@ -39,7 +39,7 @@ class PairedRatio:
     odd_rounds: int
 
     def to_dict(self) -> dict[str, float | int | None]:
-        """For JSON, which has no infinity: such a number becomes null."""
+        """For JSON, which has no infinity: infinite numbers become None."""
         return {key: value if math.isfinite(value) else None for key, value in asdict(self).items()}
 
 
@@ -65,15 +65,15 @@ def median_interval(ordered: np.ndarray) -> tuple[float, float]:
 
 
 def paired_ratio(ours: Sequence[float] | np.ndarray, theirs: Sequence[float] | np.ndarray) -> PairedRatio:
-    """The ratio of each round, then its median and spread.
+    """Compute each round's ratio, then the median and spread of the ratios.
 
-    A cost is a difference of two timings, so noise can push one to zero or below, where a quotient has no meaning.
-    Dropping such rounds would bias the result, so they keep their side: worse than theirs counts as +inf, better as 0,
-    which a median bears as long as they are few. `odd_rounds` says how many there were.
+    A cost is a difference of two timings, so noise can push it to zero or below, where a ratio is meaningless. Dropping
+    such rounds would bias the result, so a round counts as +inf if ours costs more than theirs, and else as 0. A median
+    tolerates this as long as such rounds are few; `odd_rounds` is their number.
     """
     ours_array, theirs_array = np.asarray(ours, dtype=float), np.asarray(theirs, dtype=float)
     if ours_array.shape != theirs_array.shape or ours_array.ndim != 1 or len(ours_array) == 0:
-        raise ValueError(f"a paired ratio needs two series of one length, got {len(ours)} and {len(theirs)}")
+        raise ValueError(f"a paired ratio needs two series of equal length, got {len(ours)} and {len(theirs)}")
     usable = theirs_array > 0
     ratios = np.where(ours_array > theirs_array, np.inf, 0.0)
     np.divide(ours_array, theirs_array, out=ratios, where=usable)

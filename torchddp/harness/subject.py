@@ -1,4 +1,4 @@
-"""The model that a command runs: wrapped, on the device of its rank."""
+"""The model that a command runs, wrapped and on its rank's device."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torchddp.harness.variants import ArgumentError, one_line
 
 @dataclass(frozen=True)
 class Subject:
-    """A wrapped model and its step: zero the gradients, forward, backward. `step(i)` takes batch i of this rank."""
+    """A wrapped model and its step: zero the gradients, forward, backward. `step(i)` uses this rank's batch i."""
 
     model: DistributedDataParallel
     device: torch.device
@@ -29,17 +29,17 @@ class Subject:
 
 
 def local_ranks(world_size: int) -> int:
-    """How many ranks share this host: as torchrun says, or else all of them."""
+    """The number of ranks on this host, from torchrun's environment; without it, all ranks."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
 
 
 def choose_backend(world_size: int) -> str:
-    """NCCL if each rank of this host can have a GPU of its own, gloo on the CPU otherwise."""
+    """NCCL if each rank of this host can have its own GPU; otherwise gloo, on the CPU."""
     return "nccl" if 0 < local_ranks(world_size) <= torch.cuda.device_count() else "gloo"
 
 
 def threads_each(world_size: int) -> int:
-    """Threads of each rank: the cores divided among them. torchrun's ranks keep their own number."""
+    """Threads per rank: the cores divided among the ranks. Ranks started by torchrun keep their own number."""
     return max(1, available_cores() // local_ranks(world_size))
 
 
@@ -51,7 +51,7 @@ def make_subject(
     transport: str = "auto",
     find_unused_parameters: bool = False,
 ) -> Subject:
-    """Collective: wrap a built-in model, or the user's own by `package.module:factory` (ArgumentError if it fails)."""
+    """Wrap a built-in model, or the user's own at `package.module:factory`. Collective. ArgumentError if that fails."""
     rank = dist.get_rank()
     if ":" in name:
         prove(name, seed, find_unused_parameters=find_unused_parameters)
@@ -61,7 +61,7 @@ def make_subject(
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)))
         torch.cuda.set_device(device)
         module.to(device)
-    # With device_ids batches are moved there too.
+    # With device_ids, the model moves batches there too.
     device_ids = None if device.index is None else [device.index]
     try:
         model = DistributedDataParallel(
@@ -77,7 +77,7 @@ def make_subject(
         raise ArgumentError(f"--transport {transport}: {one_line(error)}.") from error
     loss_of = find_model(name, seed).loss
 
-    # The time to make a batch must not count as part of a repeated step.
+    # A repeated step must not include the time to make a batch.
     @functools.lru_cache(maxsize=2)
     def batch(index: int) -> Any:
         return make_batch(name, seed, rank, index)

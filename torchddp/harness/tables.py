@@ -1,4 +1,4 @@
-"""What all tables share: their layout, and the format of numbers."""
+"""Shared by all tables: the layout and the number format."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def number(value: float | None) -> str:
 
 
 def adding_up(values: Sequence[float]) -> tuple[str, list[str]]:
-    """The sum and its parts, rounded so that what is printed adds up: each part is the difference of rounded sums."""
+    """The sum and its parts, rounded so that the printed parts add up: each is a difference of rounded sums."""
     total = sum(values)
     decimals = 0 if total >= 100 else 1 if total >= 10 else 2 if total >= 1 else 3
     ends = [round(sum(values[:count]), decimals) for count in range(len(values) + 1)]
@@ -42,24 +42,24 @@ def threads_text(count: int) -> str:
 
 
 def weight_text(result: dict[str, Any]) -> str:
-    """Which model, and how much there is to reduce."""
+    """The model, and the number and size of its gradients."""
     return f"{result['title']}: {result['parameters']} parameters, {result['gradient_bytes'] / MB:.3g} MB"
 
 
 def size_text(result: dict[str, Any]) -> str:
-    """How much there is to reduce, and between how many ranks."""
+    """The same, and the number of ranks."""
     return f"{weight_text(result)}, {ranks_text(result['world_size'])}"
 
 
 def ratio_sign(ratio: dict[str, Any]) -> int:
-    """-1: certainly below one, 1: certainly above, 0: the 95% interval of the median has 1 in it."""
+    """-1: significantly below one, 1: significantly above, 0: the median's 95% interval contains 1."""
     low, high = ratio["ci95_low"], ratio["ci95_high"]  # None: infinite
     return -1 if high is not None and high < 1 else 1 if low is None or low > 1 else 0
 
 
 def ratio_text(ratio: dict[str, Any] | None, without: str = "1 (torch's best)") -> Text:
-    """'0.85 [0.80..0.91]', green if certainly below one, red if certainly above; `without`: the row that the others
-    are compared with."""
+    """'0.85 [0.80..0.91]', green if significantly below one, red if significantly above. `without`: the text for the
+    baseline's row."""
     if ratio is None:
         return Text(without, style="dim")
     style = {-1: "green", 0: "", 1: "red"}[ratio_sign(ratio)]
@@ -68,9 +68,9 @@ def ratio_text(ratio: dict[str, Any] | None, without: str = "1 (torch's best)") 
 
 
 class FittingTable(Table):
-    """A table that leaves out columns on a terminal that is too narrow, and says so.
+    """A table that drops columns if the terminal is too narrow, and says so.
 
-    `optional`: their headings, the first to go first.
+    `optional`: the headings of columns that may be dropped, in that order.
     """
 
     def __init__(self, *, optional: Sequence[str], **settings: Any) -> None:
@@ -79,7 +79,7 @@ class FittingTable(Table):
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         columns, caption, min_width, left_out = list(self.columns), self.caption, self.min_width, []
-        self.min_width = None  # a long title may be broken
+        self.min_width = None  # a long title may wrap
         for heading in self.optional:
             if Measurement.get(console, options.update(width=10_000), self).maximum <= options.max_width:
                 break
@@ -104,9 +104,9 @@ def plain_table(
     notes: Sequence[str] = (),
     optional: Sequence[str] = (),
 ) -> Table:
-    """A table with a first column, optionally a second one of text, and columns of numbers; notes go below it.
+    """A table with a first column, an optional second one of text, and columns of numbers; notes go below it.
 
-    Narrow gaps: every table fits a terminal of 80 columns, and one of 60 without its `optional` columns.
+    Gaps are narrow, so that every table fits 80 columns, or 60 without its `optional` ones.
     """
     table = FittingTable(
         optional=optional,
@@ -115,7 +115,7 @@ def plain_table(
         show_edge=False,
         padding=(0, 1, 0, 0),
         title_justify="left",
-        min_width=min(len(title), MAX_WIDTH),  # a title is broken where its table ends
+        min_width=min(len(title), MAX_WIDTH),  # a title wraps at its table's width
         caption=Text("\n".join(notes), style="dim") if notes else None,
         caption_justify="left",
     )

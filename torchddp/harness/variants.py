@@ -1,4 +1,4 @@
-"""The variants that run side by side: which class, with which options. Imports torch only to load a class."""
+"""The variants to compare: which class, with which options. Imports torch only to load a class."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _is_users(filename: str) -> bool:
 
 
 class Role(str, Enum):
-    """What a variant stands for in the comparison."""
+    """A variant's role in the comparison."""
 
     LOCAL = "local"  # the model without any wrapper: what a step costs on its own
     TORCH = "torch"  # a candidate for 'torch's best'
@@ -75,7 +75,7 @@ LOCAL = Variant("no DDP", Role.LOCAL)
 
 
 def load_class(path: str) -> type:
-    """The class at a dotted path; `ArgumentError` with one sentence when there is none."""
+    """The class at a dotted path; `ArgumentError` in one sentence if there is none."""
     module_name, _, class_name = path.rpartition(".")
     if not module_name or not class_name:
         raise ArgumentError(f"'{path}' is not a dotted path to a class, like {TORCH_DDP}.")
@@ -108,9 +108,9 @@ def make_variants(
     ours_tuned: bool = False,
     extra: Mapping[str, Any] | None = None,
 ) -> tuple[Variant, ...]:
-    """The whole field: no DDP, torch default and tuned at each cap, ours, and each peer with its defaults.
+    """All variants: no DDP, torch default and tuned at each cap, ours, and each peer with its defaults.
 
-    `extra`: options that every wrapper gets.
+    `extra`: options for every wrapper.
     """
     label = "torchddp" if ours == TORCHDDP else "under test"
     variants = [LOCAL, Variant("torch default", Role.TORCH, TORCH_DDP)]

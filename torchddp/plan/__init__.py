@@ -1,1 +1,1 @@
-"""From measured times to buckets: bucket_cap_mb="auto", and the profiles of `torchddp tune` and `simulate`."""
+"""Plans buckets from measured times, for bucket_cap_mb="auto", `torchddp tune` and `torchddp simulate`."""

@@ -1,4 +1,4 @@
-"""``bucket_cap_mb="auto"``: take the plan that was kept, or measure the first steps and plan once."""
+"""``bucket_cap_mb="auto"``: uses a saved plan, or measures the first steps and plans once."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from torchddp.transport.once import is_first_in_job
 
 logger = logging.getLogger("torchddp.distributed")
 
-# Buckets follow the measured order from the second step on, and first steps are slow for other reasons too.
+# Buckets follow the order of gradients only from the second step on, and first steps are slow for other reasons too.
 WARMUP_STEPS = 3
 RECORDED_STEPS = 5
-# Predictions that differ by less count as equal: the buckets stay as they are.
+# Buckets change only if the predicted gain is at least this share of a step.
 LEAST_GAIN = 0.01
 
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Medians over the recorded steps of the slowest rank, in seconds. Equal on all ranks."""
+    """Median times over the recorded steps, in seconds, each of the slowest rank. Equal on all ranks."""
 
     ready_s: tuple[float, ...]  # by parameter, since backward began
     forward_s: float
@@ -45,12 +45,12 @@ class StepTimes:
 
     @property
     def order(self) -> tuple[int, ...]:
-        """Parameter indices as they became ready."""
+        """Parameter indices in the order in which their gradients became ready."""
         return tuple(sorted(range(len(self.ready_s)), key=lambda index: self.ready_s[index]))
 
 
 class StepRecorder:
-    """Records synchronised steps of one reducer. While it does, buckets wait for the last gradient of the step."""
+    """Records a reducer's synchronised steps. While it records, buckets are launched after the step's last gradient."""
 
     def __init__(self, reducer: _C.Reducer) -> None:
         self._reducer = reducer
@@ -62,7 +62,7 @@ class StepRecorder:
         return len(self._rows)
 
     def pause(self) -> None:
-        """Steps up to `resume` run as usual, and are not recorded."""
+        """Run steps as usual, without recording them, until `resume`."""
         self._reducer.set_overlap(True)
         self._reducer.record_ready_times(False)
 
@@ -72,7 +72,7 @@ class StepRecorder:
         self._reducer.set_overlap(False)
 
     def collect(self) -> None:
-        """Between steps: add the one that ended, if one did since the last call."""
+        """Add the step that has ended since the last call, if any. To be called between steps."""
         stats = self._reducer.stats()
         if stats["finished"] == self._finished:
             return
@@ -81,15 +81,21 @@ class StepRecorder:
         self._rows.append([time_ns / 1e9 for time_ns in times_ns])
 
     def stop(self) -> None:
-        """Buckets are launched as soon as they are full again."""
+        """Stop recording; buckets are again launched as soon as they are full."""
         self.pause()
 
     def times(self, device: torch.device, timeout: datetime.timedelta) -> StepTimes:
-        """Collective: what was recorded on all ranks. ``device``: of the parameters."""
+        """Combine what all ranks have recorded. Collective.
+
+        Args:
+            device: of the parameters.
+            timeout: of the exchange; zero: the transport's own.
+
+        Raises:
+            ValueError: no synchronised step was recorded.
+        """
         if not self._rows:
-            raise ValueError(
-                "no synchronised step was recorded: each needs a forward and a backward outside of no_sync()"
-            )
+            raise ValueError("no synchronised step was recorded: run forward and backward outside no_sync()")
         mine = [statistics.median(column) for column in zip(*self._rows, strict=True)]
         by_rank = TransportExchange(self._reducer.transport, float, device, timeout).gather(mine)
         *ready_s, forward_s = (max(column) for column in zip(*by_rank, strict=True))
@@ -98,17 +104,17 @@ class StepRecorder:
 
 @dataclass(frozen=True)
 class Decision:
-    """The result of planning. The same on all ranks except ``plan``, of which rank 0's counts."""
+    """The result of planning. All ranks adopt rank 0's ``plan``; the rest is equal on all ranks."""
 
     times: StepTimes
     cost: LinearCost
-    before_s: float  # predicted, from the begin of backward until the last bucket is reduced
-    after_s: float
+    before_s: float  # predicted, from the start of backward until the last bucket of the old plan is reduced
+    after_s: float  # the same with ``plan``
     plan: _C.BucketPlan
 
 
 def decide(specs: Sequence[_C.ParamSpec], times: StepTimes, cost: LinearCost, current: _C.BucketPlan) -> Decision:
-    """The plan with the least predicted exposed time; the current one if that is hardly worse. Pure."""
+    """Return the plan with the least predicted exposed time, or the current one if it is hardly worse. Pure."""
     best = planned_buckets(specs, times.order, times.ready_s, cost)
     before_s, after_s = (finish_s(buckets, specs, times.ready_s, cost) for buckets in (buckets_of(current), best))
     if before_s - after_s < LEAST_GAIN * (times.forward_s + before_s):
@@ -117,7 +123,7 @@ def decide(specs: Sequence[_C.ParamSpec], times: StepTimes, cost: LinearCost, cu
 
 
 class AutoPlan:
-    """Plans once. ``before_step`` is called at the begin of every step that will be synchronised."""
+    """Plans once. Call ``before_step`` at the start of every step that will be synchronised."""
 
     def __init__(self, session: ReducerSession) -> None:
         self._session, self._reducer = session, session.reducer
@@ -126,9 +132,9 @@ class AutoPlan:
         self.decision: Decision | None = None
 
     def before_step(self) -> bool:
-        """Collective in the step that plans; whether planning is over.
+        """Measure or plan; return whether planning is over. Collective in the step that plans.
 
-        All ranks have finished equally many synchronised steps, so they measure and plan in the same ones.
+        All ranks have finished the same number of synchronised steps, so they measure and plan in the same ones.
         """
         if self._recorder is None:
             if self._reducer.stats()["finished"] >= self._begin_at:
@@ -158,9 +164,9 @@ class AutoPlan:
         changed = self._reducer.adopt_plan(decision.plan)
         if transport.rank == 0:
             logger.info(
-                "bucket_cap_mb='auto': %s after %d measured steps; the last bucket is expected %.2f ms after backward "
-                "began, with the buckets so far %.2f ms (a message takes %.1f us and %.3f ns per byte)",
-                f"{len(self._reducer.plan)} buckets in place of {count}" if changed else f"{count} buckets as before",
+                "bucket_cap_mb='auto': %s after %d measured steps; the last one is expected to finish %.2f ms after "
+                "backward begins, with the previous buckets %.2f ms (a message takes %.1f us plus %.3f ns per byte)",
+                f"{len(self._reducer.plan)} buckets instead of {count}" if changed else f"{count} buckets as before",
                 RECORDED_STEPS,
                 1e3 * decision.after_s,
                 1e3 * decision.before_s,
@@ -170,7 +176,7 @@ class AutoPlan:
 
 
 class BucketPlanning(StepObserver):
-    """The planning of one model: started, continued before each step, ended. Starts at once with ``"auto"``."""
+    """Plans one model's buckets, step by step. Starts at once if ``bucket_cap_mb="auto"``."""
 
     def __init__(self, session: ReducerSession) -> None:
         self._session = session
@@ -180,13 +186,13 @@ class BucketPlanning(StepObserver):
 
     @property
     def is_under_way(self) -> bool:
-        """Whether the next steps are measured, to plan from them."""
+        """Whether the next steps are measured for a plan."""
         return self.current is not None
 
     def start(self, look_for_kept: bool) -> None:
-        """Plan in the next steps, if there is more than one rank; collective with ``look_for_kept``.
+        """Plan from the next steps, unless there is only one rank. Collective if ``look_for_kept``.
 
-        ``look_for_kept``: take the plan kept for this model and group, where rank 0 finds one.
+        ``look_for_kept``: use the plan saved for this model and group, if rank 0 finds one.
         """
         self.close()
         session, transport = self._session, self._session.reducer.transport
@@ -204,7 +210,7 @@ class BucketPlanning(StepObserver):
         self.current = AutoPlan(session)
 
     def before_step(self) -> None:
-        """At the begin of each synchronised step; collective in the one that plans. Nothing unless under way."""
+        """Continue planning, if it is under way. Collective in the step that plans."""
         if self.current is not None and self._session.synchronises:
             self._carry_on(self.current)
 
@@ -233,24 +239,24 @@ class BucketPlanning(StepObserver):
                 self.close()
 
     def _reason_not_to_plan(self) -> str:
-        """Why buckets must stay, the same on all ranks; empty if they need not."""
+        """Why the buckets must not change, the same on all ranks; empty if they may."""
         if self._session.joins:
-            # Ranks without inputs take no part, and the others can't know how many steps those have finished.
+            # Ranks that have run out of inputs don't plan, and the others can't know how many steps they have finished.
             return "the model is used under join()"
         if self._session.reduces_now:
-            return "gradients are reduced after backward"  # nobody waits for them: no order is better than another
+            return "gradients are reduced after backward"  # all are ready by then, so no order is better than another
         if self._session.has_comm_hook:
-            return "a communication hook may keep state by bucket, and what it costs is not known"
-        return "a captured CUDA graph holds them" if self._session.reducer.is_in_graph else ""
+            return "a communication hook may keep state per bucket, and its cost is unknown"
+        return "a captured CUDA graph uses them" if self._session.reducer.is_in_graph else ""
 
 
 def _warn_that_buckets_stay(reason: str, process_group: dist.ProcessGroup) -> None:
-    if is_first_in_job(f"buckets stay, for {reason}", process_group):
-        logger.warning("bucket_cap_mb='auto': the buckets stay as they are, for %s.", reason)
+    if is_first_in_job(f"buckets stay because {reason}", process_group):
+        logger.warning("bucket_cap_mb='auto': the buckets stay as they are, because %s.", reason)
 
 
 def plan_key(session: ReducerSession) -> PlanKey:
-    """Collective: what a plan for this model and group is kept under."""
+    """The key under which a plan for this model and group is saved. Collective."""
     transport = session.reducer.transport
     return PlanKey(
         fingerprint=fingerprint(session.specs, session.device.type),

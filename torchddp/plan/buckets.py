@@ -1,9 +1,9 @@
-"""The buckets with the least exposed time, from measured ready times and the cost of a message (MG-WFBP: Shi, Chu and
-Li, INFOCOM 2019). Pure.
+"""Finds the buckets with the least exposed time from measured ready times and the cost of a message (MG-WFBP: Shi, Chu
+and Li, INFOCOM 2019). Pure.
 
-The order in which gradients become ready is cut into runs, and a run becomes one bucket for each kind of gradient in
-it. All buckets share one channel, on which they go in turn: each when its last gradient is there and the one before it
-is through.
+Gradients, in the order in which they become ready, are cut into runs. A run becomes one bucket for each kind of
+gradient in it. Buckets share one channel and are sent in order: each starts once its last gradient is ready and the
+previous bucket has finished.
 """
 
 from __future__ import annotations
@@ -21,26 +21,27 @@ if TYPE_CHECKING:
     Specs = Sequence[_C.ParamSpec] | Sequence[Gradient]
 
 Buckets = tuple[tuple[int, ...], ...]  # parameter indices of each bucket, in the order of launch
-# Fewer messages are worth this share of the finish: each costs the host time that the model does not include.
+# To save messages, the last bucket may finish later by this share of backward: each message also costs host time, which
+# the model leaves out.
 SLACK_SHARE = 0.002
 # Gradients of one kind, which share a bucket: the kind, when the last of them is ready, bytes, seconds per byte.
 _Part = tuple[int, float, int, float]
 
 
 class _Run:
-    """Consecutive gradients, as the buckets that they become."""
+    """A run of consecutive gradients, as the buckets that it becomes."""
 
     def __init__(self, cost: LinearCost, parts: Iterable[_Part] = ()) -> None:
-        """``parts``: from the last to the first."""
+        """``parts``: last one first."""
         self._cost, self._packed_s_per_byte = cost, _s_per_byte(cost, 2)
-        self._parts: dict[int, _Part] = {}  # by kind, the last to be launched first
-        self.work_s = 0.0  # on the channel
-        self.tail_s = 0.0  # when the last bucket is through, if the channel is free at all times
+        self._parts: dict[int, _Part] = {}  # by kind, in reverse order of launch
+        self.work_s = 0.0  # the time that its buckets take on the channel
+        self.tail_s = 0.0  # when its last bucket finishes, if the channel is otherwise free
         for part in parts:
             self.prepend(part)
 
     def finish_s(self, free_s: float) -> float:
-        """When the last bucket finishes, if the channel is free from ``free_s`` on."""
+        """When its last bucket finishes, if the channel is free from ``free_s`` on."""
         return max(free_s + self.work_s, self.tail_s)
 
     def prepend(self, part: _Part) -> None:
@@ -62,7 +63,7 @@ class _Run:
 
 
 def planned_buckets(specs: Specs, order: Sequence[int], ready_s: Sequence[float], cost: LinearCost) -> Buckets:
-    """The buckets that finish first."""
+    """The buckets that finish first, with a slack of ``SLACK_SHARE``: see `merged_buckets`."""
     return merged_buckets(specs, order, ready_s, cost, SLACK_SHARE * max(ready_s))
 
 
@@ -82,12 +83,18 @@ def merged_buckets(
     cost: LinearCost,
     slack_s: float = 0.0,
 ) -> Buckets:
-    """The buckets whose last is reduced the earliest, of all ways to cut ``order`` into runs: exact, by dynamic
-    programming over the cuts, O(n^2) at worst. Then neighbouring runs are merged as long as that costs at most
-    ``slack_s`` in the end: fewer messages for the same time.
+    """The buckets that finish first, over all ways to cut ``order`` into runs.
 
-    ``ready_s``: by parameter, seconds since backward began; along ``order`` a time below one before it counts as that
-    one.
+    Exact, by dynamic programming over the cuts, O(n^2) at worst. Neighbouring runs are then merged, to send fewer
+    messages, as long as the last bucket finishes at most ``slack_s`` later.
+
+    Args:
+        specs: the gradients.
+        order: their indices, as they become ready.
+        ready_s: by parameter, in seconds since backward began. A time below that of a gradient earlier in ``order`` is
+            raised to it.
+        cost: of a message.
+        slack_s: in seconds.
 
     Raises:
         ValueError: times or costs that are negative or not finite; an order that is not a permutation.
@@ -104,7 +111,7 @@ def merged_buckets(
     latest_s = 0.0
     for index in order:
         spec = specs[index]
-        # Those of one kind share a bucket; a sparse one has its own.
+        # Gradients of one kind share a bucket; a sparse gradient has its own.
         key = (spec.dtype, spec.device, spec.owner, index if spec.sparse else -1)
         latest_s = max(latest_s, ready_s[index])
         line.append((kinds.setdefault(key, len(kinds)), latest_s, spec.numel * spec.itemsize, _s_per_byte(cost, 1)))
@@ -130,23 +137,23 @@ def finish_s(buckets: Buckets, specs: Specs, ready_s: Sequence[float], cost: Lin
 
 
 def _s_per_byte(cost: LinearCost, count: int) -> float:
-    """Of a bucket of ``count`` gradients: one alone need not be copied."""
+    """Seconds per byte of a bucket of ``count`` gradients; a single gradient is not copied."""
     return cost.beta_s_per_byte + (cost.pack_s_per_byte if count > 1 else 0.0)
 
 
 def _best_cuts(line: Sequence[_Part], cost: LinearCost) -> tuple[list[int], float]:
-    """Where the runs that finish the earliest begin and end, and when the last of them finishes."""
-    free_s = [0.0]  # after the first 0, 1, .. gradients
-    begins = [0]  # of the last run among them
+    """The cuts between the runs that finish first, and when the last run finishes."""
+    free_s = [0.0]  # when the channel is free after the first 0, 1, .. gradients
+    begins = [0]  # where the last run among them begins
     for end in range(1, len(line) + 1):
         run = _Run(cost)
         best_s, best_begin = math.inf, 0
         for begin in reversed(range(end)):
             run.prepend(line[begin])
             this_s = run.finish_s(free_s[begin])
-            if this_s <= best_s:  # of equals the longest run
+            if this_s <= best_s:  # in a tie, prefer the longest run
                 best_s, best_begin = this_s, begin
-            if run.tail_s >= best_s:  # a longer run has more to send, and is not through before that
+            if run.tail_s >= best_s:  # a longer run has more to send, so it can't finish earlier
                 break
         free_s.append(best_s)
         begins.append(best_begin)
@@ -157,9 +164,9 @@ def _best_cuts(line: Sequence[_Part], cost: LinearCost) -> tuple[list[int], floa
 
 
 def _merge(cuts: Sequence[int], line: Sequence[_Part], cost: LinearCost, end_s: float) -> list[int]:
-    """The remaining cuts when runs are merged wherever the last one still finishes by ``end_s``."""
+    """Merge runs wherever the last one still finishes by ``end_s``; return the remaining cuts."""
     runs = [_Run(cost, reversed(line[begin:end])) for begin, end in pairwise(cuts)]
-    latest_s = [end_s]  # at which the last run, the one before it, .. must be through
+    latest_s = [end_s]  # when the last run, the one before it, .. must have finished
     for run in reversed(runs[1:]):
         latest_s.append(latest_s[-1] - run.work_s)
     kept = [0]
@@ -175,7 +182,7 @@ def _merge(cuts: Sequence[int], line: Sequence[_Part], cost: LinearCost, end_s: 
 
 
 def _buckets_of(run: Sequence[int], line: Sequence[_Part]) -> Iterable[tuple[int, ...]]:
-    """Parameter indices by kind, in the order of the last of each."""
+    """Parameter indices by kind, ordered by each kind's last gradient."""
     buckets: dict[int, list[int]] = {}
     for index, (kind, *_) in zip(run, line, strict=True):
         bucket = buckets.pop(kind, [])

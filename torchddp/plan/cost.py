@@ -1,4 +1,4 @@
-"""Measure what a message costs on a group, in less than a second; the same result on all ranks."""
+"""Measures what a message costs on a group, in less than a second."""
 
 from __future__ import annotations
 
@@ -28,11 +28,16 @@ def measure_cost(
     *,
     host_too: bool = False,
 ) -> LinearCost:
-    """Collective: `measure_line`, and what a rank does besides. Equal on all ranks: rank 0's clocks.
+    """Measure the time of an all-reduce and of a rank's own work for it. Collective.
 
-    ``timeout``: zero for the transport's own. Takes about 0.6 s, longer only where the third size of message (64
-    KiB, over shared memory 1 MiB) takes longer than a tenth of that. ``host_too``: what TCP takes of the CPU as well,
-    which only the simulator asks for (0.2 s more).
+    Takes about 0.6 s, and more only if the third message size (64 KiB, over shared memory 1 MiB) takes longer than a
+    tenth of that. All ranks get rank 0's measurements.
+
+    Args:
+        transport: carries the messages.
+        device: of the messages.
+        timeout: of a message; zero: the transport's own.
+        host_too: also measure the CPU time of TCP, which only the simulator needs (0.2 s more).
 
     Raises:
         TransportError: a peer is gone.
@@ -41,7 +46,7 @@ def measure_cost(
     if transport.size == 1:
         return LinearCost(0.0, 0.0)
     line = measure_line(transport, device, timeout, _BUDGET_S)
-    # Rank 0 alone, so that no other rank uses the core meanwhile.
+    # On rank 0 only, so that no other rank competes for the core.
     asks_host = host_too and transport.rank == 0 and device.type == "cpu"
     host_alpha_s, host_beta_s = measure_host_cost() if asks_host else (0.0, 0.0)
     host_beta_s, host_alpha_s, pack_s = TransportExchange(transport, float, device, timeout).of_rank_0(
@@ -58,39 +63,38 @@ def _measure_copy(device: torch.device) -> float:
     return statistics.median(seconds_of(copy) for _ in range(_COPY_ROUNDS)) / _COPY_BYTES
 
 
-# --- what the CPU has to do for a message that TCP carries, however fast the link is ---
+# --- the CPU time of a message over TCP, whatever the link ---
 
 _SMALL_BYTES, _SMALL_ROUNDS = 16 * 1024, 15
-# More than caches hold, as in a training step.
+# Larger than the caches, as in a training step.
 _LARGE_BYTES, _LARGE_ROUNDS = 16 * 1024 * 1024, 7
 _HOST_TIMEOUT = datetime.timedelta(seconds=10)
 
 
 def measure_host_cost() -> tuple[float, float]:
-    """CPU seconds of one rank per message and per byte of gloo's all-reduce between two ranks; about 0.2 s, and 32 MiB
-    meanwhile.
+    """CPU seconds of one rank, per message and per byte, for gloo's all-reduce between two ranks. Not collective.
 
-    Both ranks are this process, connected over its own loopback interface: over a slow link the same CPU wakes up for
-    every packet, so what it needs there says nothing of a faster one. Not collective. (0, 0) without gloo,
-    or where the two don't connect.
+    Both ranks run in this process, connected over loopback. Over a slow link the CPU wakes up for every packet, so its
+    time there says nothing about a faster link. Takes about 0.2 s and 32 MiB of memory. Returns (0, 0) without gloo, or
+    if the two can't connect.
     """
     if not dist.is_gloo_available():
         return 0.0, 0.0
     store = dist.HashStore()
-    groups: list[Any]  # of class ProcessGroupGloo, whose collectives torch's stubs don't know
+    groups: list[Any]  # ProcessGroupGloo, whose collectives torch's stubs lack
     try:
         with ThreadPoolExecutor(2) as pool:  # each waits for the other to connect
             groups = list(pool.map(lambda rank: dist.ProcessGroupGloo(store, rank, 2, _HOST_TIMEOUT), range(2)))
     except RuntimeError:
         return 0.0, 0.0
-    # The least of the small ones: anything else that happens in the process takes longer than they do.
+    # The minimum for small messages, because anything else that happens in the process takes longer than they do.
     small_s = min(_cpu_times_s(groups, _SMALL_BYTES, _SMALL_ROUNDS))
     per_byte_s = statistics.median(_cpu_times_s(groups, _LARGE_BYTES, _LARGE_ROUNDS)) / _LARGE_BYTES
     return max(0.0, small_s - per_byte_s * _SMALL_BYTES), per_byte_s
 
 
 def _cpu_times_s(groups: list[Any], nbytes: int, rounds: int) -> list[float]:
-    """CPU time of one rank for one all-reduce, `rounds` times."""
+    """CPU seconds of one rank for each of `rounds` all-reduces."""
     messages = [torch.ones(nbytes // 4) for _ in groups]
     times_s = []
     for _ in range(rounds):

@@ -1,4 +1,4 @@
-"""Plans on disk, by what they were measured for: the model, the group and the transport."""
+"""Saves plans on disk by model, process group and transport."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _KIND = "torchddp bucket plan"
 
 
 class PlanCacheError(ValueError):
-    """A cached plan that cannot be used; the message is one sentence."""
+    """A saved plan that can't be used; the message is one sentence."""
 
 
 def fingerprint(specs: Sequence[_C.ParamSpec], device_type: str) -> str:
-    """Of names, sizes, dtypes, devices and layouts of the parameters that are reduced, in their order."""
+    """A hash of the reduced parameters' names, sizes, dtypes, devices and layouts, in their order."""
     text = json.dumps([device_type, [[s.name, s.numel, s.itemsize, s.dtype, s.device, s.sparse] for s in specs]])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -44,7 +44,7 @@ class PlanKey:
 
     @property
     def path(self) -> Path:
-        """Where such a plan is kept. PlanCacheError if there is no folder for it."""
+        """The file of such a plan. PlanCacheError if there is no folder for it."""
         group = f"{self.world_size}-{self.ranks_per_host}-{self.transport}-{self.backend}"
         return cache_folder() / f"plan-{self.fingerprint}-{group}.json"
 
@@ -62,7 +62,7 @@ def cache_folder() -> Path:
 
 
 def save_plan(path: Path, buckets: Buckets, key: PlanKey, measured: Any) -> None:
-    """Keep a plan. ``measured``: what it is based on, for readers of the file. OSError if it can't be written."""
+    """Save a plan. ``measured``: what it is based on, for readers of the file. OSError if it can't be written."""
     document = {
         "format": FORMAT,
         "kind": _KIND,
@@ -75,7 +75,7 @@ def save_plan(path: Path, buckets: Buckets, key: PlanKey, measured: Any) -> None
 
 
 def load_plan(path: Path, key: PlanKey) -> Buckets | None:
-    """The plan kept there; None if there is none. PlanCacheError if it is damaged or was made for something else."""
+    """Load a saved plan; None if there is none. PlanCacheError if it is damaged or was made for another key."""
     try:
         document = json.loads(path.read_text())
     except FileNotFoundError:
@@ -99,14 +99,14 @@ def load_plan(path: Path, key: PlanKey) -> Buckets | None:
 
 
 def kept_plan(specs: Sequence[_C.ParamSpec], key: PlanKey) -> _C.BucketPlan | None:
-    """The plan kept for this model and group, or None; one that can't be used is a warning and is ignored."""
+    """The plan saved for this model and group, or None. Warns about a plan that can't be used, and ignores it."""
     try:
         path = key.path
         buckets = load_plan(path, key)
         plan = None if buckets is None else _C.BucketPlan(buckets, specs)
     except ValueError as error:
-        logger.warning("bucket_cap_mb='auto' measures anew: %s", error)
+        logger.warning("bucket_cap_mb='auto' ignores a saved plan and measures again: %s", error)
         return None
     if plan is not None:
-        logger.info("bucket_cap_mb='auto': %d buckets, as kept in %s", len(plan), path)
+        logger.info("bucket_cap_mb='auto': %d buckets from the saved plan %s", len(plan), path)
     return plan

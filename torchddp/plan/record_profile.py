@@ -1,13 +1,13 @@
-"""Record a step profile of a wrapped model, which `torchddp tune` and `torchddp simulate` start from.
+"""Records a wrapped model's step profile, from which `torchddp tune` and `torchddp simulate` start.
 
 Note [What a step costs besides computing]
 
-Steps with and without overlap are run by turns, so that both see the same machine. Without overlap a step is the sum of
-its parts: forward, backward, the messages one after the other, and the rest. The messages are what remains of the step
-on the last rank once its last gradient is there: nobody is waited for then. They may take several times as long as
-messages timed alone, since the other ranks must wake up and their threads share the cores with the computation; the
-cost of a message is scaled to it. The rest, `overhead_s`, is what zeroing gradients, Python around the model and ranks
-waiting for each other take. In steps of a few milliseconds it is most of the time.
+Steps with and without overlap alternate, so that both see the same machine. Without overlap, a step is the sum of its
+parts: forward, backward, the messages one after another, and the rest. The messages' time is what remains of the step
+after the last gradient on the rank that gets there last, because it waits for no other rank. They may take several
+times as long as messages timed alone, because the other ranks must wake up and their threads share the cores with the
+computation; the cost of a message is scaled accordingly. The rest, `overhead_s`, is the time for zeroing gradients, for
+Python around the model, and for ranks waiting for each other. In steps of a few milliseconds it is most of the time.
 """
 
 from __future__ import annotations
@@ -28,18 +28,23 @@ from torchddp.transport.agreement import TransportExchange
 from torchddp.transport.message_cost import seconds_of
 
 WARMUP_STEPS = 4
-# Of short steps, more are recorded: as many as fit into this time.
+# Short steps are repeated for as long as this, but not more often than that.
 LEAST_S, MOST_STEPS = 2.0, 400
 
 
 def record_profile(model: Any, step: Callable[[], Any], *, name: str = "", steps: int = 9) -> StepProfile:
-    """Collective: run ``step`` (one forward and backward of ``model``, a ``torchddp.DistributedDataParallel``) and
-    measure. The same profile on all ranks.
+    """Run and measure a model's step. Collective; all ranks get the same profile.
 
-    Warm-up (four steps), then by turns ``steps`` with overlap, for ``step_s``, and ``steps`` without it, in which the
-    parts of a step are measured; of short steps more, for up to two seconds. Then the cost of messages is measured on
-    the model's group. ``step`` may zero gradients and step an optimizer, which then count as overhead. Holds nothing
-    afterwards; the buckets stay as they are.
+    After four warm-up steps, ``steps`` steps with overlap, which give ``step_s``, alternate with as many without, which
+    give the parts of a step. Short steps are repeated more often, for up to two seconds. Then the cost of messages is
+    measured on the model's group. The buckets stay as they are.
+
+    Args:
+        model: a ``torchddp.DistributedDataParallel``.
+        step: runs one forward and backward of ``model``. It may also zero gradients and step an optimizer, which then
+            count as overhead.
+        name: the model's name in the profile; empty: its class's name.
+        steps: at least this many of each kind.
 
     Raises:
         ValueError: ``steps`` below 1, a model that is still planning, or steps that synchronise nothing.
@@ -76,7 +81,7 @@ def record_profile(model: Any, step: Callable[[], Any], *, name: str = "", steps
     step_s, whole_s = (max(column) for column in zip(*exchange.gather(medians), strict=True))
     expected_s = sum(cost.seconds(sum(session.specs[i].numel * session.specs[i].itemsize for i in b)) for b in buckets)
     messages_s = expected_s
-    if device.type == "cpu":  # a GPU computes on after the host's last gradient
+    if device.type == "cpu":  # a GPU still computes after the host's last gradient
         messages_s = max(expected_s, statistics.median(map(min, zip(*exchange.gather(exposed_s), strict=True))))
     slowdown = messages_s / expected_s if expected_s > 0 else 1.0
     key = plan_key(session)

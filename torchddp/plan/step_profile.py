@@ -12,12 +12,12 @@ FORMAT = 1
 
 
 class ProfileError(ValueError):
-    """A profile that cannot be used; the message is one sentence for the user."""
+    """A profile that can't be used; the message is one sentence for the user."""
 
 
 @dataclass(frozen=True)
 class Gradient:
-    """One parameter that is reduced, as the reducer knows it."""
+    """One reduced parameter, as the reducer sees it."""
 
     name: str
     numel: int
@@ -26,9 +26,9 @@ class Gradient:
     dtype: int
     device: int
     sparse: bool
-    # Seconds since backward began until the gradient is ready, on the slowest rank (median over steps).
+    # Seconds from the start of backward until the gradient is ready, on the slowest rank (median over steps).
     ready_s: float
-    # As of a `ParamSpec`: all ranks get the average.
+    # As in `ParamSpec`; -1: all ranks get the average.
     owner: ClassVar[int] = -1
 
     @property
@@ -38,14 +38,14 @@ class Gradient:
 
 @dataclass(frozen=True)
 class LinearCost:
-    """What one all-reduce of n bytes takes on this group: `alpha_s + n * beta_s_per_byte` (Hockney 1994)."""
+    """The seconds that an all-reduce of n bytes takes on this group: `alpha_s + n * beta_s_per_byte` (Hockney 1994)."""
 
     alpha_s: float
     beta_s_per_byte: float
-    # CPU time of a rank per byte and per message over TCP: what remains of the cost however fast the link is.
+    # CPU time of a rank per byte and per message over TCP, which a faster link does not reduce.
     host_s_per_byte: float = 0.0
     host_s_per_message: float = 0.0
-    # Of a bucket with several gradients, which must be copied into it.
+    # Copying gradients into a bucket that holds more than one.
     pack_s_per_byte: float = 0.0
     # Median relative distance of the measurements from the line.
     misfit: float = 0.0
@@ -60,25 +60,25 @@ class StepProfile:
     """A step of one model on one process group. Times in seconds, medians over steps, of the slowest rank."""
 
     model: str
-    fingerprint: str  # of names, shapes, dtypes and devices of the parameters that are reduced
+    fingerprint: str  # a hash of the reduced parameters' names, sizes, dtypes and devices
     world_size: int
     ranks_per_host: int
-    transport: str  # what moved the buckets: c10d, shm, nccl
+    transport: str  # what carried the buckets: c10d, shm, nccl
     device: str
     gradients: tuple[Gradient, ...]  # in the order of registration
     order: tuple[int, ...]  # indices into gradients, as they became ready
     forward_s: float
-    backward_s: float  # compute alone: no bucket travelled meanwhile
+    backward_s: float  # compute alone: no bucket was in flight
     cost: LinearCost
     buckets: tuple[tuple[int, ...], ...]  # the plan in use when step_s was measured: indices, in launch order
     step_s: float  # forward and backward with overlap, as measured with `buckets`
     torchddp_version: str
     torch_version: str
     backend: str = ""  # of the process group: gloo, nccl
-    # What a step takes besides forward, backward and messages: zeroing gradients, Python around the model, ranks that
+    # The rest of a step, besides forward, backward and messages: zeroing gradients, Python around the model, ranks that
     # wait for each other.
     overhead_s: float = 0.0
-    # How much longer messages take in a step than when they are timed alone; already contained in `cost`.
+    # How many times longer messages take in a step than when they are timed alone; already included in `cost`.
     message_slowdown: float = 1.0
 
     def __post_init__(self) -> None:
@@ -91,7 +91,9 @@ class StepProfile:
         if not all(math.isfinite(value) and value >= 0 for value in self._times()):
             raise ProfileError("The profile has a time that is negative or not finite.")
         if self.world_size < 1 or self.ranks_per_host < 1:
-            raise ProfileError(f"The profile says {self.world_size} ranks, {self.ranks_per_host} per host.")
+            raise ProfileError(
+                f"The profile has {self.world_size} ranks, {self.ranks_per_host} per host; both must be at least 1."
+            )
 
     def _times(self) -> tuple[Any, ...]:
         cost = asdict(self.cost).values()
@@ -99,7 +101,7 @@ class StepProfile:
         return (*own, *cost, *(g.ready_s for g in self.gradients))
 
     def _check_types(self) -> None:
-        """A file may contain anything."""
+        """Check types, because a file may contain anything."""
         if not all(isinstance(value, (int, float)) for value in self._times()):
             raise ProfileError("The profile has a time that is not a number.")
         sizes = [size for g in self.gradients for size in (g.numel, g.itemsize, g.dtype, g.device)]
@@ -114,7 +116,7 @@ class StepProfile:
 
     @property
     def compute_s(self) -> float:
-        """A step that sends nothing."""
+        """The time of a step that sends nothing."""
         return self.forward_s + self.backward_s + self.overhead_s
 
     @property
@@ -129,13 +131,13 @@ class StepProfile:
 
 
 def profile_from_dict(data: Any) -> StepProfile:
-    """The profile that `to_dict` gave; `ProfileError` for anything else."""
+    """Undo `to_dict`; `ProfileError` for anything else than its result."""
     if not isinstance(data, dict) or data.get("kind") != "torchddp step profile":
         raise ProfileError("This is not a step profile (record one with `torchddp tune --profile FILE`).")
     if data.get("format") != FORMAT:
         raise ProfileError(
-            f"The profile has format {data.get('format')!r} (written by torchddp {data.get('torchddp_version')}), this "
-            f"torchddp reads format {FORMAT}: record it again with `torchddp tune --profile FILE`."
+            f"The profile has format {data.get('format')!r} (written by torchddp {data.get('torchddp_version')}), but "
+            f"this torchddp reads format {FORMAT}: record it again with `torchddp tune --profile FILE`."
         )
     fields = {key: value for key, value in data.items() if key not in ("format", "kind")}
     try:
@@ -151,7 +153,7 @@ def profile_from_dict(data: Any) -> StepProfile:
 
 
 def load_profile(path: Path) -> StepProfile:
-    """Read what `save` wrote; `ProfileError` in one sentence if that is impossible."""
+    """Read a profile that `save` wrote; `ProfileError` in one sentence if that fails."""
     try:
         data = json.loads(path.read_text())
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Where the time of a step goes: `profile` in detail, `monitor` all the time."""
+"""Shows where a step's time goes: `profile` in detail, `monitor` all the time."""
 
 from torchddp.profiler.monitor import Monitor, monitor
 from torchddp.profiler.session import Profile, profile

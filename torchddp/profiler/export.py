@@ -1,8 +1,8 @@
-"""Steps in Chrome's trace format (JSON), which Perfetto and chrome://tracing show, and as a picture.
+"""Exports steps in Chrome's trace format (JSON), for Perfetto and chrome://tracing, and as a picture.
 
-In a trace a process is a rank. Its thread "autograd" has forward, backward and what was exposed of communication, each
-bucket a thread of its own: gathering (first to last gradient), packing, queued behind earlier buckets, in flight. The
-picture has a panel per rank, and a row instead of each thread. It needs matplotlib.
+In a trace, each rank is a process. Its thread "autograd" shows forward, backward and exposed communication. Each bucket
+has its own thread: gathering (first to last gradient), packing, queued behind earlier buckets, in flight. The picture
+has a panel per rank and a row per thread. It needs matplotlib.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ COLORS = {
 }
 MAX_PANEL_INCHES = 8.0
 
-# (row, what, begin in ms, length in ms)
+# (row, what, start in ms, length in ms)
 Bar = tuple[int, str, float, float]
 
 
@@ -39,7 +39,7 @@ def row_names(buckets: int) -> list[str]:
 
 
 def spans(step: Step) -> list[tuple[int, str, int, int]]:
-    """(row, what, begin, end in ns) of what happened; without those that lack an end or have no length."""
+    """(row, what, start in ns, end in ns) of a step's spans, without those that lack an end or have no length."""
     found: list[tuple[int, str, int | None, int | None]] = [
         (AUTOGRAD, "forward", step.forward_begin_ns, step.backward_begin_ns),
         (AUTOGRAD, "backward", step.backward_begin_ns, step.compute_end_ns),
@@ -70,9 +70,9 @@ def chrome_trace(
     """The trace as a JSON object.
 
     Args:
-        ranks: (rank, label, steps) of each, all on one clock. Times of the trace count from the earliest.
+        ranks: (rank, label, steps) of each, all on one clock. The trace starts with the earliest step.
         names: of the parameters, by index.
-        about: kept in the trace as `otherData`.
+        about: stored in the trace as `otherData`.
     """
     zero_ns = min((step.forward_begin_ns for _, _, steps in ranks for step in steps), default=0)
     events: list[dict[str, Any]] = []
@@ -98,7 +98,7 @@ def _metadata(rank: int, label: str, buckets: int) -> Iterable[dict[str, Any]]:
 
 
 def _events(rank: int, step: Step, names: Sequence[str], zero_ns: int) -> Iterable[dict[str, Any]]:
-    """Times in us from the trace's zero."""
+    """A step's events. Times are in us since the start of the trace."""
     for thread, what, begin_ns, end_ns in spans(step):
         category, arguments = _about(thread, what, step, names)
         times = {"ts": (begin_ns - zero_ns) / 1e3, "dur": (end_ns - begin_ns) / 1e3}
@@ -134,7 +134,7 @@ def bars(step: Step, zero_ns: int) -> list[Bar]:
     found = []
     for row, what, begin_ns, end_ns in spans(step):
         kind = "gathering" if what == "packing" else what
-        if kind in COLORS:  # waits lie within what was exposed
+        if kind in COLORS:  # leaves out waits, which are part of the exposed time
             found.append((row, kind, (begin_ns - zero_ns) / 1e6, (end_ns - begin_ns) / 1e6))
     return found
 
@@ -156,7 +156,7 @@ def draw(step: MergedStep, ranks: Sequence[int], title: str) -> Figure:
         axis.set_yticks(range(0, len(labels), every), labels[::every], fontsize=7)
         axis.set_ylim(len(labels) - 0.5, -0.5)
         axis.spines[["top", "right"]].set_visible(False)
-    axes[-1][0].set_xlabel("ms from the begin of forward; the dashed line is the last gradient")
+    axes[-1][0].set_xlabel("ms since the start of forward; the dashed line is the last gradient")
     figure.suptitle(title, fontsize=10)
     handles = [Patch(color=color, label=what) for what, color in COLORS.items()]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(COLORS), fontsize=7, frameon=False)

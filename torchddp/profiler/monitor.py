@@ -1,4 +1,4 @@
-"""`monitor(model, callback)`: where the time of a step went, for a logger, cheap enough to leave on."""
+"""`monitor(model, callback)`: passes step times to a logger, cheaply enough to leave on."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ def monitor(model: Any, callback: Callback, every: int = 1) -> Monitor:
     * ``ddp/exposed_ms``: the part of that after the last gradient
     * ``ddp/overlap_ratio``: the share of the communication before the last gradient; 1.0 if there was none
     * ``ddp/buckets``: how many were reduced; ``ddp/bytes``: their size in memory
-    * ``ddp/wire_bytes``: what the rank sent for them (`torchddp.traffic`); missing if it is not known
+    * ``ddp/wire_bytes``: what the rank sent for them (`torchddp.traffic`); missing if unknown
 
-    The reducer measures these times anyway. Not collective. The forward raises what the callback raises.
+    The reducer measures these times anyway. Not collective. An exception of the callback leaves the forward.
 
     Returns:
-        A handle; its `remove()` ends it.
+        A handle; its `remove()` ends the callbacks.
 
     Raises:
         TypeError: the model is not a `torchddp.DistributedDataParallel`, or the callback can't be called.
-        ValueError: `every` is less than 1, or torch's Python reducer does the model's work.
+        ValueError: `every` is less than 1, or the model's gradients do not pass through torchddp's reducer.
     """
     ddp = checked_model(model)
     if not callable(callback):
@@ -51,17 +51,17 @@ def monitor(model: Any, callback: Callback, every: int = 1) -> Monitor:
 
 
 class Monitor:
-    """A hook before forward; made by `monitor`."""
+    """A forward pre-hook, created by `monitor`."""
 
     def __init__(self, callback: Callback, every: int, finished: int) -> None:
         self._callback = callback
         self._every = every
         self._told = finished  # the count of finished steps when the callback was last called
-        self._forwards = 0  # since then; there are no fewer forwards than finished steps
+        self._forwards = 0  # since then; at least as many as finished steps
         self._handle: Any = None
 
     def __call__(self, module: Any, inputs: Any) -> None:
-        """Before each forward of the module: counts, and reads the reducer only when a callback may be due."""
+        """Count a forward of the module; read the reducer's statistics only when a callback may be due."""
         if self._forwards < self._every:
             self._forwards += 1
             return
@@ -75,12 +75,12 @@ class Monitor:
         self._callback(finished, values_of(stats, module.traffic()))
 
     def remove(self) -> None:
-        """No more callbacks."""
+        """End the callbacks."""
         self._handle.remove()
 
 
 def values_of(stats: dict[str, int], traffic: dict[str, Traffic]) -> dict[str, float]:
-    """What the callback gets, from the reducer's statistics (ns) of its last step, and what that step sent."""
+    """The callback's values, from the reducer's statistics (ns) and the traffic of its last step."""
     forward_ns, backward_ns = stats["forward_compute_time"], stats["backward_compute_time"]
     comm_ns, exposed_ns = stats["backward_comm_time"], stats["exposed_comm_time"]
     overlap_ns = stats["backward_compute_comm_overlap_time"]

@@ -1,22 +1,22 @@
-"""The same step of all ranks, on one clock: who was last at each bucket, who waited, and for whom.
+"""Merges the ranks' steps on one clock: which rank was last at each bucket, and which ranks waited for it.
 
 Note [Clocks of ranks]
 
-Ranks of one host read the same CLOCK_MONOTONIC, so there is nothing to measure. Between hosts we apply Cristian's
-argument to collectives: no rank leaves an all-reduce before every rank has entered it. So the time at which one rank
+Ranks of one host read the same CLOCK_MONOTONIC, so there is nothing to measure. Between hosts, Cristian's argument
+applies to collectives: no rank leaves an all-reduce before every rank has entered it. So the time at which one rank
 leaves, minus the time at which another enters, bounds the offset of their clocks from one side; swapping the ranks
 bounds it from the other. Many rounds narrow the bounds.
 
 Note [Stragglers]
 
-In each step some rank comes last, if only by chance. A rank is called a straggler only if both hold:
+In each step some rank comes last, if only by chance. A rank is called a straggler only if both of these hold:
 
-* It was last in more steps than chance explains. If all ranks were alike, each of W ranks would be last in a step with
-  probability 1 / W. p is the probability that some rank would then be last in as many of the steps: the tail of the
-  binomial distribution, times W because the rank is chosen for having been last so often (Bonferroni). p < 0.05.
+* It was last in more steps than chance explains: p < 0.05. If all ranks were alike, each of W ranks would be last in a
+  step with probability 1 / W. p is the probability that some rank would then be last in as many steps or more: the tail
+  of the binomial distribution, times W because the rank is chosen for having been last most often (Bonferroni).
 * It matters: each other rank waits for it for at least 1 % of a step on average.
 
-Two ranks need six steps at least, for p to fall below 0.05.
+With two ranks, p can fall below 0.05 only from six steps on.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ Readings = Sequence[tuple[int, int]]
 
 @dataclass(frozen=True)
 class Clock:
-    """Add `offset_ns` to a time of this rank to have it on rank 0's clock; wrong by `uncertainty_ns` at most."""
+    """Add `offset_ns` to a time of this rank to get rank 0's; the error is at most `uncertainty_ns`."""
 
     offset_ns: int = 0
     uncertainty_ns: int = 0
@@ -70,11 +70,11 @@ def clock_identity() -> str:
 
 
 def align(identities: Sequence[str], readings: Sequence[Readings]) -> list[Clock]:
-    """The clock of each rank against rank 0's.
+    """The clock of each rank relative to rank 0's.
 
     Args:
         identities: `clock_identity()` of each rank.
-        readings: of each rank; all have the same number of rounds. Empty where all identities are equal.
+        readings: of each rank, with equally many rounds; empty if all identities are equal.
     """
     reference = identities[0]
     members = ranks_by(identities)
@@ -86,24 +86,24 @@ def align(identities: Sequence[str], readings: Sequence[Readings]) -> list[Clock
 
 
 def _bounded(here: Sequence[int], there: Sequence[int], readings: Sequence[Readings]) -> Clock:
-    """The clock that all pairs of readings allow: time here minus time there."""
+    """The offset that all pairs of readings allow: time here minus time there."""
     pairs = [pair for a, b in product(here, there) for pair in zip(readings[a], readings[b], strict=True)]
     if not pairs:
         raise ValueError("the clocks of different hosts cannot be aligned without readings")
     low = max(entered_a - left_b for (entered_a, _), (_, left_b) in pairs)
     high = min(left_a - entered_b for (_, left_a), (entered_b, _) in pairs)
-    # Clocks that drift apart during the rounds may leave nothing between the bounds: then these are the error.
+    # If the clocks drift apart during the rounds, the bounds may cross; their distance is still the error.
     return Clock(round((low + high) / 2), round(abs(high - low) / 2))
 
 
 def take_readings(group: Any, device: Any, rounds: int = ROUNDS) -> Readings:
-    """When this rank entered and left each of some small all-reduces. Collective."""
+    """Run small all-reduces, and return when this rank entered and left each. Collective."""
     token = torch.ones(1, device=device)
     readings = []
     for _ in range(rounds):
         entered_ns = time.monotonic_ns()
         dist.all_reduce(token, op=dist.ReduceOp.MAX, group=group)
-        token.item()  # on a device the all-reduce is only queued before
+        token.item()  # on a device, all_reduce() only queues it
         readings.append((entered_ns, time.monotonic_ns()))
     return readings
 
@@ -113,7 +113,7 @@ def take_readings(group: Any, device: Any, rounds: int = ROUNDS) -> Readings:
 
 @dataclass(frozen=True)
 class RankRecord:
-    """The record of one rank: its steps on its own clock, and what was lost."""
+    """One rank's record: its steps on its own clock, and how much was lost."""
 
     rank: int
     host: str
@@ -126,18 +126,18 @@ class RankRecord:
 
 
 def traffic_dicts(records: Sequence[RankRecord]) -> list[dict[str, dict[str, int | None]]]:
-    """By rank and transport, for JSON."""
+    """Traffic by rank and transport, for JSON."""
     return [{route: asdict(each) for route, each in record.traffic.items()} for record in records]
 
 
 @dataclass(frozen=True)
 class MergedBucket(BucketTimes):
-    """A bucket over all ranks. Times in ns of rank 0's clock: the first of all ranks for `first_ready_ns`, else the
-    last. `holder` and `behind` are those of the rank that launched it last."""
+    """A bucket over all ranks. Times in ns of rank 0's clock: the earliest of all ranks for `first_ready_ns`, else the
+    latest. `holder` and `behind` are those of the rank that launched it last."""
 
-    last_rank: int | None = None  # to launch it; None if no rank did
+    last_rank: int | None = None  # the last rank to launch it; None if no rank did
     late_ns: int = 0  # how long after the first rank's launch
-    wait_ns: int = 0  # how long ranks stood still for the last one here, all of them together
+    wait_ns: int = 0  # the total time that ranks waited here for the last one
 
 
 @dataclass(frozen=True)
@@ -145,13 +145,13 @@ class Straggler:
     """The rank for whose gradients the others waited longest in one step."""
 
     rank: int
-    total_wait_ns: int  # of all others together
+    total_wait_ns: int  # of all the others together
     wait_ns: int  # of each of them, on average
-    # Where it fell behind: "start" (it began forward late), "forward" (or the head of backward: before its first
-    # gradient), "backward", and then before which parameter's gradient.
+    # Where it fell behind: "start" (it began forward late), "forward" (before its first gradient, which includes the
+    # start of backward), or "backward" (before the gradient of `parameter`).
     where: str
     parameter: int | None
-    lost_ns: int  # there, against the fastest rank
+    lost_ns: int  # there, compared with the fastest rank
 
 
 @dataclass(frozen=True)
@@ -159,12 +159,12 @@ class LastRank:
     """The rank that was last most often, and whether that makes it a straggler: Note [Stragglers]."""
 
     rank: int
-    steps: int  # in which it was
-    of: int  # in which any rank was
+    steps: int  # in which it was last
+    of: int  # in which any rank was last
     p_value: float
-    wait_ns: float  # of each other rank in a step, on average
-    share: float  # of a step
-    example: Straggler  # of a typical one of its steps
+    wait_ns: float  # of each other rank per step, on average
+    share: float  # of that in a step
+    example: Straggler  # in a typical one of its steps
     example_step: int
 
     @property
@@ -173,7 +173,7 @@ class LastRank:
 
 
 def chance_to_be_last(steps: int, of: int, ranks: int) -> float:
-    """The probability that some of `ranks` equal ranks is last in `steps` or more `of` them, at most."""
+    """An upper bound for the probability that one of `ranks` equal ranks is last in at least `steps` of `of` steps."""
     each = 1 / ranks
     tail = sum(math.comb(of, count) * each**count * (1 - each) ** (of - count) for count in range(steps, of + 1))
     return min(1.0, ranks * tail)
@@ -186,8 +186,8 @@ class MergedStep:
     index: int
     steps: tuple[Step, ...]  # by rank
     buckets: tuple[MergedBucket, ...]
-    waits_ns: tuple[int, ...]  # by rank: how long the others stood still for it, together
-    straggler: Straggler | None  # None: nobody waited for anybody
+    waits_ns: tuple[int, ...]  # by rank: the total time that the others waited for it
+    straggler: Straggler | None  # None: no rank waited for another
 
     @property
     def duration_ns(self) -> int:
@@ -196,12 +196,12 @@ class MergedStep:
 
     @property
     def slowest(self) -> int:
-        """The place of the rank whose step took longest."""
+        """The index of the rank whose step took longest."""
         return max(range(len(self.steps)), key=lambda place: self.steps[place].duration_ns)
 
     @property
     def exposed_ns(self) -> int:
-        """Of the rank that had most of it."""
+        """Of the rank that had the most."""
         return max(step.exposed_ns for step in self.steps)
 
     @property
@@ -215,7 +215,7 @@ class MergedStep:
 class MergedProfile:
     """All ranks' steps."""
 
-    records: tuple[RankRecord, ...]  # as the ranks gave them, each on its own clock
+    records: tuple[RankRecord, ...]  # by rank, each on its own clock
     clocks: tuple[Clock, ...]
     steps: tuple[MergedStep, ...]  # those that every rank has
 
@@ -254,15 +254,12 @@ class MergedProfile:
         )
 
     def mean_waits_ns(self) -> list[float]:
-        """By rank: how long the others stood still for it in a step, together, on average."""
+        """By rank: the total time that the others waited for it in a step, on average."""
         return [fmean(step.waits_ns[rank] for step in self.steps) for rank in range(len(self.records))]
 
 
 def merge(records: Sequence[RankRecord], clocks: Sequence[Clock]) -> MergedProfile:
-    """Steps that all ranks have, by number.
-
-    Raises ValueError if there is none.
-    """
+    """Merge the steps that all ranks have, matched by number. Raises ValueError if there are none."""
     by_rank = [
         {step.index: step.shifted(clock.offset_ns) for step in record.steps}
         for record, clock in zip(records, clocks, strict=True)
@@ -270,13 +267,13 @@ def merge(records: Sequence[RankRecord], clocks: Sequence[Clock]) -> MergedProfi
     common = sorted(set.intersection(*(set(steps) for steps in by_rank)))
     if not common:
         counts = ", ".join(f"rank {record.rank}: {len(record.steps)}" for record in records)
-        raise ValueError(f"no step was recorded from begin to end on all ranks (complete steps: {counts})")
+        raise ValueError(f"no step was recorded completely on all ranks (complete steps: {counts})")
     steps = tuple(merge_step([steps[index] for steps in by_rank]) for index in common)
     return MergedProfile(tuple(records), tuple(clocks), steps)
 
 
 def merge_step(steps: Sequence[Step]) -> MergedStep:
-    """One step, of all ranks in rank order, on one clock."""
+    """Merge one step of all ranks, in rank order and on one clock."""
     count = min(len(step.buckets) for step in steps)
     buckets = tuple(_merge_bucket([step.buckets[index] for step in steps]) for index in range(count))
     waits = [0] * len(steps)
@@ -288,7 +285,7 @@ def merge_step(steps: Sequence[Step]) -> MergedStep:
 
 def _merge_bucket(ranks: Sequence[BucketTimes]) -> MergedBucket:
     launches = [(bucket.launched_ns, rank) for rank, bucket in enumerate(ranks) if bucket.launched_ns is not None]
-    # Of ranks that launched at the same instant none was last; the first one is named.
+    # If several ranks launched last at the same instant, name the first of them.
     last_ns, last_rank = max(launches, key=lambda item: item[0], default=(None, None))
     last = ranks[last_rank] if last_rank is not None else None
 
@@ -307,13 +304,13 @@ def _merge_bucket(ranks: Sequence[BucketTimes]) -> MergedBucket:
         done_ns=max(seen("done_ns"), default=None),
         last_rank=last_rank,
         late_ns=0 if last_ns is None else last_ns - min(launches)[0],
-        wait_ns=0 if last_ns is None else sum(_stood_still_ns(b, last_ns) for b in ranks if b is not last),
+        wait_ns=0 if last_ns is None else sum(_wait_ns(b, last_ns) for b in ranks if b is not last),
         holder=last.holder if last else None,
         behind=last.behind if last else None,
     )
 
 
-def _stood_still_ns(bucket: BucketTimes, last_launch_ns: int) -> int:
+def _wait_ns(bucket: BucketTimes, last_launch_ns: int) -> int:
     """The part of a rank's wait before the last rank launched, in which the reduction could not begin."""
     if bucket.wait_begin_ns is None or bucket.done_ns is None:
         return 0
@@ -330,7 +327,7 @@ def _straggler(steps: Sequence[Step], waits: Sequence[int]) -> Straggler | None:
 
 
 def _where_lost(late: Step, others: Sequence[Step]) -> tuple[str, int | None, int]:
-    """The place at which it fell furthest behind the fastest of the others: largest growth of its lateness."""
+    """Where it fell furthest behind the fastest of the others, that is, where its lateness grew most."""
     ready = [dict(step.gradients) for step in others]
     # The points of a step: when this rank reached them, and when the others did.
     places: list[tuple[str, int | None, int, list[int]]] = [

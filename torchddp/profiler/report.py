@@ -1,4 +1,4 @@
-"""The report of a profile as text of at most 80 columns, and as a dict for JSON."""
+"""Reports a profile as text of at most 80 columns, and as a dict for JSON."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from torchddp.traffic import text_of, total_wire_bytes
 
 WIDTH = 80
 FOOTNOTE = (
-    "Times are in ms since the first rank began backward; launched: on the last rank. done is an upper bound: the "
-    "thread that waits takes one bucket after the other."
+    "Times are in ms since the first rank began backward; launched is the last rank's. done is an upper bound: the "
+    "waiting thread takes the buckets in order."
 )
 # A larger share of exposed communication is worth tuning.
 MUCH_EXPOSED = 0.1
@@ -47,7 +47,7 @@ def ms(time_ns: float) -> str:
 
 
 def verdict(profile: MergedProfile, step: MergedStep) -> str:
-    """The report in a sentence."""
+    """The result in a sentence."""
     last, slowest = profile.last_rank(), step.steps[step.slowest]
     share = slowest.exposed_ns / slowest.duration_ns if slowest.duration_ns else 0.0
     if last is not None and last.is_straggler:
@@ -100,7 +100,7 @@ def bucket_table(step: MergedStep, names: Sequence[str], title: str) -> Table:
 
 
 def bucket_rows(step: MergedStep, names: Sequence[str]) -> list[list[str]]:
-    """The cells of the table: times in ms since the first rank began backward."""
+    """The table's cells. Times are in ms since the first rank began backward."""
     zero_ns = min(rank.backward_begin_ns for rank in step.steps)
     rows = []
     for bucket in step.buckets:
@@ -117,7 +117,7 @@ def bucket_rows(step: MergedStep, names: Sequence[str]) -> list[list[str]]:
 
 
 def held_back_by(bucket: MergedBucket, names: Sequence[str]) -> str:
-    """The parameter, or the bucket it queued behind, or that it was skipped."""
+    """The parameter or the earlier bucket that the bucket waited for, or that it was skipped."""
     if bucket.last_rank is None:
         return "(skipped: unused)"
     if bucket.behind is not None:
@@ -139,7 +139,7 @@ def summary_of(profile: MergedProfile, step: MergedStep) -> list[str]:
 
 
 def sent_lines(records: Sequence[RankRecord]) -> list[str]:
-    """Bytes of the last step, of the rank that sent most."""
+    """The bytes that the rank that sent most has sent in the last step."""
     most = max(records, key=lambda record: total_wire_bytes(record.traffic) or 0)
     of_rank = f", by rank {most.rank}" if any(record.traffic != most.traffic for record in records) else ""
     return [f"sent per step{of_rank}: {text_of(most.traffic)}"]

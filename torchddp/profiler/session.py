@@ -1,4 +1,4 @@
-"""`profile(model)`: record the timeline of a model's steps, report and export it."""
+"""`profile(model)`: records the timeline of a model's steps, reports it and exports it."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from torchddp.traffic import Traffic
 from torchddp.transport.agreement import GroupExchange
 
 DEFAULT_STEPS = 64
-# Per step: forward_begin, backward_begin, backward_end; per bucket, of which there are at most as many as parameters:
-# packed, launched, wait_begin, done; and one a gradient.
+# Per step: forward_begin, backward_begin, backward_end; per bucket (at most one per parameter): packed, launched,
+# wait_begin, done; per gradient: one.
 _EVENTS_PER_STEP, _EVENTS_PER_PARAMETER = 3, 5
 
 _profiled: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 
 
 def checked_model(model: Any) -> DistributedDataParallel:
-    """The model, if its reducer is ours and sees its steps; TypeError or ValueError in one sentence otherwise."""
+    """Return the model if its gradients pass through torchddp's reducer; TypeError or ValueError otherwise."""
     if not isinstance(model, DistributedDataParallel):
         kind = f"{type(model).__module__}.{type(model).__qualname__}"
         raise TypeError(
-            f"torchddp.profiler wants a torchddp.DistributedDataParallel, which keeps the times; got {kind}"
+            f"torchddp.profiler needs a torchddp.DistributedDataParallel, whose reducer measures the times; got {kind}"
         )
     if model._use_python_reducer or model._delay_all_reduce_all_params:
         raise ValueError(
@@ -44,13 +44,13 @@ def checked_model(model: Any) -> DistributedDataParallel:
 
 @contextmanager
 def profile(model: Any, steps: int | None = None) -> Iterator[Profile]:
-    """Record when each gradient was ready and each bucket packed, launched and done, in every step inside.
+    """Record when each gradient was ready and each bucket packed, launched and done, in every step of the context.
 
         with torchddp.profiler.profile(model) as recorded:
             for batch in batches:
                 train_step(batch)
         print(recorded.report())                      # this rank
-        print(recorded.report(merged=True))           # all ranks, the straggler named; collective
+        print(recorded.report(merged=True))           # all ranks, and the straggler; collective
         recorded.export_chrome_trace("trace.json")    # for https://ui.perfetto.dev
 
     A step is a synchronised forward and backward; nothing under `no_sync()` is recorded. An event costs one reading of
@@ -58,11 +58,11 @@ def profile(model: Any, steps: int | None = None) -> Iterator[Profile]:
 
     Args:
         model: a `torchddp.DistributedDataParallel`.
-        steps: keep the last so many steps, at 80 bytes per parameter and step. None: 64.
+        steps: how many steps to keep, the last ones, at 80 bytes per parameter and step. None: 64.
 
     Raises:
-        TypeError: another kind of model, torch's own class included.
-        ValueError: `steps` is less than 1, or torch's Python reducer does the model's work.
+        TypeError: another kind of model, such as torch's own class.
+        ValueError: `steps` is less than 1, or the model's gradients do not pass through torchddp's reducer.
         RuntimeError: the model is being profiled already.
     """
     ddp = checked_model(model)
@@ -81,13 +81,13 @@ def profile(model: Any, steps: int | None = None) -> Iterator[Profile]:
 
 
 class Profile:
-    """Steps of one rank, made by `profile`; complete when its context has ended."""
+    """One rank's steps, recorded by `profile`; complete when its context has ended."""
 
     def __init__(self, model: DistributedDataParallel, steps: int) -> None:
         self._model = model
         self._kept_steps = steps
-        self._reducer = model.reducer  # another one after refresh_trainable(), which ends what is recorded
-        # Of the parameters that are reduced; the steps speak of them by index.
+        self._reducer = model.reducer  # refresh_trainable() replaces it, which ends the recording
+        # Names of the reduced parameters, to which the steps refer by index.
         self.names: tuple[str, ...] = tuple(spec.name for spec in model.session.specs)
         self._layouts = Layouts()
         self._hook: Any = None
@@ -95,7 +95,7 @@ class Profile:
 
     def _start(self) -> None:
         self._note_layout()
-        # After each forward: buckets are rebuilt early in a run, at the begin of a forward.
+        # After each forward, because buckets are rebuilt early in a run, at the start of a forward.
         self._hook = self._model.register_forward_hook(lambda module, inputs, output: self._note_layout())
         per_step = _EVENTS_PER_STEP + _EVENTS_PER_PARAMETER * len(self.names)
         self._reducer.enable_timeline(self._kept_steps * per_step)
@@ -113,7 +113,7 @@ class Profile:
 
     @property
     def steps(self) -> tuple[Step, ...]:
-        """This rank's complete steps, oldest first; the last ones if there were more than are kept."""
+        """This rank's complete steps, oldest first; only the last ones if there were more than `profile` keeps."""
         return self.record().steps
 
     @property
@@ -149,7 +149,7 @@ class Profile:
         )
 
     def gather(self) -> MergedProfile:
-        """All ranks' steps on one clock. Collective over the model's process group; between steps.
+        """Merge all ranks' steps on one clock. Collective over the model's process group, between steps.
 
         Raises ValueError on all ranks if no step was recorded completely on every rank.
         """
@@ -165,9 +165,9 @@ class Profile:
 
     def report(self, merged: bool = False) -> str:
         """The median step as text of at most 80 columns: when each bucket was filled, sent and done, what delayed it,
-        and what was exposed.
+        and how much communication was exposed.
 
-        With `merged=True`, over all ranks, with the straggler: collective, and the same on all of them.
+        With `merged=True`, over all ranks, and with the straggler: collective, and the same on all ranks.
 
         Raises ValueError if no complete step was recorded; ImportError without rich.
         """
@@ -178,7 +178,7 @@ class Profile:
     def export_chrome_trace(self, path: str | Path, merged: bool = False) -> None:
         """Write all steps in Chrome's trace format, for https://ui.perfetto.dev or chrome://tracing.
 
-        With `merged=True`, the steps of all ranks: collective; rank 0 writes.
+        With `merged=True`, write the steps of all ranks: collective; rank 0 writes.
         """
         if not merged:
             record = self.record()

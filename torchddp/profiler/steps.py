@@ -1,4 +1,4 @@
-"""From the events of the reducer's timeline to steps: when each bucket was filled, sent and back. Pure."""
+"""Turns the events of the reducer's timeline into steps: when each bucket was filled, sent and done. Pure."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from torchddp._C import Event
 
-# What is shown of a bucket, in this order.
+# The times that are shown for a bucket, in this order.
 BUCKET_TIMES = ("first_ready_ns", "last_ready_ns", "packed_ns", "launched_ns", "done_ns")
 
 
 class BucketLayout(NamedTuple):
-    """What a bucket holds: indices of parameters, and bytes of its flat memory."""
+    """A bucket's parameters, by index, and the bytes of its flat memory."""
 
     params: tuple[int, ...]
     nbytes: int
@@ -34,19 +34,19 @@ class BucketTimes:
     params: tuple[int, ...]
     first_ready_ns: int | None = None
     last_ready_ns: int | None = None
-    # The parameter whose gradient came last, and so completed the bucket.
+    # The parameter whose gradient came last and completed the bucket.
     holder: int | None = None
     packed_ns: int | None = None
     launched_ns: int | None = None
     wait_begin_ns: int | None = None
-    # As seen by the thread that waits, in the order of buckets: an upper bound for the end of the reduction.
+    # When the waiting thread, which takes buckets in order, saw it: an upper bound for the end of the reduction.
     done_ns: int | None = None
     # The earlier bucket that was packed later: buckets are launched in order, so this one queued behind it.
     behind: int | None = None
 
     @property
     def sent(self) -> bool:
-        """Whether it was reduced: False for one that was skipped because no parameter of it was used."""
+        """Whether it was reduced; False if it was skipped because none of its parameters was used."""
         return self.launched_ns is not None and self.done_ns is not None
 
 
@@ -65,22 +65,22 @@ class Step:
 
     @property
     def duration_ns(self) -> int:
-        """From the begin of forward until the gradients are final."""
+        """From the start of forward until the gradients are final."""
         return self.backward_end_ns - self.forward_begin_ns
 
     @property
     def exposed_ns(self) -> int:
-        """What backward took after its last gradient was ready: nothing was left to do but reduce and wait."""
+        """The rest of backward after its last gradient was ready, with nothing left to do but reduce and wait."""
         return self.backward_end_ns - self.compute_end_ns
 
     @property
     def comm_ns(self) -> int:
-        """Time in which at least one bucket was on its way."""
+        """The time during which at least one bucket was in flight."""
         return sum(end - begin for begin, end in self._in_flight())
 
     @property
     def overlap_ratio(self) -> float:
-        """The share of `comm_ns` that lies before the last gradient; 1.0 if nothing was communicated."""
+        """The share of `comm_ns` before the last gradient; 1.0 if nothing was communicated."""
         if self.comm_ns == 0:
             return 1.0
         limit_ns = self.compute_end_ns
@@ -88,7 +88,7 @@ class Step:
         return hidden / self.comm_ns
 
     def shifted(self, offset_ns: int) -> Step:
-        """The same step on a clock that shows `offset_ns` more."""
+        """The same step with `offset_ns` added to all times."""
 
         def moved(times: BucketTimes | Step, *names: str) -> dict[str, Any]:
             found = {name: getattr(times, name) for name in names}
@@ -107,14 +107,14 @@ class Step:
 
 @dataclass(frozen=True)
 class Steps:
-    """What was read from a timeline. `incomplete`: steps cut off by the ring, or that never ended."""
+    """The steps of a timeline. `incomplete`: how many others lost events to the ring buffer, or never ended."""
 
     complete: tuple[Step, ...]
     incomplete: int
 
 
 def union(spans: Iterable[tuple[int | None, int | None]]) -> list[tuple[int, int]]:
-    """Disjoint intervals in order that cover the same time; spans that lack an end are left out."""
+    """Merge spans into disjoint intervals, in order; spans that lack an end are left out."""
     merged: list[tuple[int, int]] = []
     for begin, end in sorted((b, e) for b, e in spans if b is not None and e is not None and e > b):
         if merged and begin <= merged[-1][1]:
@@ -125,14 +125,14 @@ def union(spans: Iterable[tuple[int | None, int | None]]) -> list[tuple[int, int
 
 
 def read_steps(events: Iterable[Event], layout_of: Callable[[int], Layout]) -> Steps:
-    """The complete steps of a timeline, oldest first. `layout_of`: the buckets that were in force in a step."""
+    """The complete steps of a timeline, oldest first. `layout_of`: the buckets that a step used."""
     groups = _split(sorted(events, key=lambda event: event.time_ns))
     complete = tuple(step for group in groups if (step := _read_step(group, layout_of)) is not None)
     return Steps(complete, len(groups) - len(complete))
 
 
 def _split(events: Sequence[Event]) -> list[list[Event]]:
-    """One list a step: a forward begins one, the end of its backward ends it."""
+    """Split events into one list per step, from the start of a forward to the end of its backward."""
     groups: list[list[Event]] = []
     ended = True
     for event in events:
@@ -184,7 +184,7 @@ def _read_bucket(
 
 
 def _queued(buckets: Sequence[BucketTimes]) -> tuple[BucketTimes, ...]:
-    """With `behind` filled in."""
+    """Fill in `behind`."""
     found: list[BucketTimes] = []
     slowest_ns, slowest = -math.inf, 0
     for bucket in buckets:
@@ -197,16 +197,16 @@ def _queued(buckets: Sequence[BucketTimes]) -> tuple[BucketTimes, ...]:
 
 
 class Layouts:
-    """Which buckets were in force when: the reducer rebuilds them early in a run, and each step has its own."""
+    """The buckets that each step used: the reducer rebuilds them early in a run."""
 
     def __init__(self) -> None:
         self._since: list[tuple[int, Layout]] = []
 
     def note(self, step: int, layout: Layout) -> None:
-        """From this step on, `layout`. Steps come in rising order."""
+        """Record that steps from this one on use `layout`. Steps come in rising order."""
         if not self._since or self._since[-1][1] != layout:
             self._since.append((step, layout))
 
     def of(self, step: int) -> Layout:
-        """The buckets of a step; those first noted for steps before."""
+        """The buckets of a step; for a step before the first recorded one, the first buckets."""
         return self._since[max(0, bisect.bisect_right(self._since, step, key=lambda since: since[0]) - 1)][1]

@@ -1,21 +1,21 @@
-"""What an all-reduce costs elsewhere: the link, the software at its two ends, and the algorithm.
+"""Predicts the cost of an all-reduce elsewhere from the link, the software at its two ends, and the algorithm.
 
 Note [Software and wire]
 
-A profile has two measurements of all-reduces: the time they took over the recorded transport (`alpha + bytes * beta`),
-and the CPU time that one takes a rank over TCP, measured within one process and so the same over any link. The second
-is what remains when the link gets faster. Bytes move through both at once, so the slower of the two sets the pace: s
-per byte = max(wire, CPU). A step of a message needs both in turn: latency + CPU time.
+A profile has two measurements of an all-reduce: its time over the recorded transport (`alpha + bytes * beta`), and a
+rank's CPU time over TCP. The latter is measured within one process, so it does not depend on the link, and a faster
+link does not reduce it. Link and CPU move bytes at the same time, so the slower of the two sets the pace: seconds per
+byte = max(wire, CPU). A step of a message takes the sum: latency + CPU time.
 
-The recorded all-reduce is taken to be a ring's, which is gloo's and, for large messages, NCCL's: n ranks take 2 (n - 1)
-steps and move 2 (n - 1) / n bytes for each byte. Divided by that, the measurements are of one step and of one byte
-moved, from which any other algorithm and any other number of ranks can be built.
+The recorded all-reduce is assumed to be a ring, as in gloo and, for large messages, in NCCL: n ranks take 2 (n - 1)
+steps and move 2 (n - 1) / n bytes for each byte. Dividing the measurements by these gives the cost of one step and of
+one byte moved, and from those the cost of other algorithms and of other numbers of ranks.
 
-On the CPU, steps are taken by the CPU, and its time per message grows with their number. With a GPU the CPU only
-launches, and its time is what it spent waiting: it says nothing of the transport and is not used.
+For a CPU model, the CPU carries out the steps, so its time per message grows with their number. For a GPU model, the
+CPU only launches them and then waits: its time says nothing about the transport and is not used.
 
-Limits: what a GPU takes to launch, and its kernels per byte, is not known; over a link faster than the recorded one it
-counts as nothing.
+Limits: a GPU's launch time, and its kernels' time per byte, are unknown; over a link faster than the recorded one they
+count as zero.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from torchddp.plan.step_profile import LinearCost, StepProfile
 
 @dataclass(frozen=True)
 class Link:
-    """A host's connection to the others, shared by its ranks; inside a host: a rank's connection to the others.
+    """A host's connection to the other hosts, shared by its ranks; inside a host, a rank's connection to the others.
 
-    `bytes_per_s` is per direction, of what a program sends. `latency_s` is for one message, one way, without the CPU
-    time of the two ends, which a profile knows. None: as it was when the profile was recorded.
+    `bytes_per_s`: a program's bytes, per direction. `latency_s`: one way, without the CPU time of the two ends, which
+    the profile has. None: as recorded in the profile.
     """
 
     name: str
@@ -44,21 +44,20 @@ class Link:
     latency_s: float | None
 
 
-# Of a full Ethernet frame (1538 bytes with preamble and gap) 1448 are the program's: TCP with time stamps, MTU 1500.
+# A full Ethernet frame (1538 bytes with preamble and gap) carries 1448 of a program's: TCP with timestamps, MTU 1500.
 _TCP_SHARE = 1448 / 1538
 
 MEASURED = Link("measured", "the recorded link", None, None)
 PRESETS = {
     link.name: link
     for link in (
-        # 18 links of 25 GB/s, of which NCCL counts on 20.6 (SM90_NVLINK_BW in its topo.h); 1.9 us is a step of its
+        # 18 links of 25 GB/s each, of which NCCL assumes 20.6 (SM90_NVLINK_BW in its topo.h); 1.9 us is a step of its
         # ring over NVLink with the LL128 protocol (hwLat in its tuning.cc).
         Link("nvlink", "NVLink of an H100", 18 * 20.6e9, 1.9e-6),
-        # 48.5 of 50 GB/s is what the simulator SimAI counts on for a ConnectX-7 (calbusbw.h); 4.0 us: hwLat again, over
-        # a network.
+        # The simulator SimAI assumes 48.5 of 50 GB/s for a ConnectX-7 (calbusbw.h); 4.0 us is hwLat over a network.
         Link("ib400", "InfiniBand 400 Gbit/s, one port per host", 48.5e9, 4.0e-6),
-        # Latencies over Ethernet differ more between sites than between rates. For 1 Gbit/s AppNeta (2009) gives 120 to
-        # 180 us for a round trip between programs, a third of it sending the frames: half of the rest is one way.
+        # Ethernet latencies vary more between sites than between rates. For 1 Gbit/s, AppNeta (2009) gives 120 to
+        # 180 us for a round trip between programs, a third of it for sending the frames; half of the rest is one way.
         # 25 us and 10 us are guesses between that and InfiniBand; `--link` takes a measured latency.
         Link("eth100", "Ethernet 100 Gbit/s, TCP", 12.5e9 * _TCP_SHARE, 10e-6),
         Link("eth10", "Ethernet 10 Gbit/s, TCP", 1.25e9 * _TCP_SHARE, 25e-6),
@@ -66,7 +65,7 @@ PRESETS = {
     )
 }
 NVLINK = PRESETS["nvlink"]
-# What is shown when no link is asked for: those that reach other hosts.
+# The links between hosts, which are shown by default.
 NETWORKS = tuple(name for name in PRESETS if name != "nvlink")
 
 _RATE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt])bit", re.IGNORECASE)
@@ -76,9 +75,9 @@ _SECONDS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
 
 
 def parse_link(text: str) -> Link:
-    """A preset's name, `measured`, or a rate with an optional latency: `25gbit,15us`. ArgumentError for anything else.
+    """Parse a preset's name, `measured`, or a rate with an optional latency: `25gbit,15us`. ArgumentError otherwise.
 
-    A rate given so is the line's: what TCP needs for headers is taken off, as from the Ethernet presets.
+    The rate is the line rate, from which TCP's headers are deducted, as for the Ethernet presets.
     """
     name = text.strip().lower()
     if name == MEASURED.name:
@@ -89,8 +88,8 @@ def parse_link(text: str) -> Link:
     rate, latency = _RATE.fullmatch(rate_text.strip()), _LATENCY.fullmatch(latency_text.strip())
     if rate is None or (comma and latency is None):
         raise ArgumentError(
-            f"There is no link '{text}'; choose from {', '.join((*PRESETS, MEASURED.name))}, or give a rate and maybe "
-            "a latency, like 25gbit or 25gbit,15us."
+            f"There is no link '{text}'; choose from {', '.join((*PRESETS, MEASURED.name))}, or give a rate and, "
+            "optionally, a latency, like 25gbit or 25gbit,15us."
         )
     bytes_per_s = float(rate[1]) * _BITS[rate[2]] / 8 * _TCP_SHARE
     if bytes_per_s <= 0:
@@ -105,30 +104,30 @@ def parse_link(text: str) -> Link:
 
 @dataclass(frozen=True)
 class Hop:
-    """One step between two ranks over one link, with the work of its two ends. Seconds, and seconds per byte moved."""
+    """One step between two ranks over one link. In seconds, and seconds per byte moved."""
 
-    step_s: float
+    step_s: float  # includes the CPU time of the two ends
     wire_s_per_byte: float
-    # CPU time, contained in the two above.
+    # CPU time.
     host_step_s: float
     host_s_per_byte: float
 
     @property
     def s_per_byte(self) -> float:
-        """Pace of the bytes: the slower of link and CPU."""
+        """The slower of link and CPU, which work at the same time."""
         return max(self.wire_s_per_byte, self.host_s_per_byte)
 
 
 @dataclass(frozen=True)
 class Software:
-    """CPU time of the transport, per step and per byte moved."""
+    """CPU seconds of the transport, per step and per byte moved."""
 
     step_s: float
     s_per_byte: float
 
 
 NO_SOFTWARE = Software(0.0, 0.0)
-# The all-reduce whose CPU time was measured was one between two ranks.
+# CPU time was measured for an all-reduce between two ranks.
 MEASURED_RANKS = 2
 
 
@@ -142,14 +141,14 @@ def ring_volume(world_size: int) -> float:
 
 
 def runs_on_cpu(profile: StepProfile) -> bool:
-    """Whether compute and communication want the same cores."""
+    """Whether compute and communication share the cores."""
     return profile.device.startswith("cpu")
 
 
 def software_of(profile: StepProfile, *, as_recorded: bool) -> Software:
-    """The CPU's part of an all-reduce over TCP; nothing with a GPU, or if only one rank was there.
+    """The CPU's part of an all-reduce over TCP; nothing with a GPU, or for a profile of one rank.
 
-    `as_recorded`: at most what the recorded all-reduces took, which may not have gone over TCP, or in several threads.
+    `as_recorded`: at most the time of the recorded all-reduces, which may not have used TCP, or used several threads.
     """
     if profile.world_size == 1 or not runs_on_cpu(profile):
         return NO_SOFTWARE
@@ -163,12 +162,12 @@ def software_of(profile: StepProfile, *, as_recorded: bool) -> Software:
 
 
 def make_hop(profile: StepProfile, link: Link) -> Hop:
-    """A step of the profile's software over `link`. ArgumentError if that takes a measurement that does not exist."""
+    """One step of the profile's software over `link`. ArgumentError if the profile lacks a measurement for it."""
     software = software_of(profile, as_recorded=link.bytes_per_s is None)
     if profile.world_size == 1 and (link.bytes_per_s is None or link.latency_s is None):
         raise ArgumentError(
-            f"The profile was recorded with 1 rank and has no link, so '{link.name}' means nothing: name "
-            "one with rate and latency, like 10gbit,20us."
+            f"The profile was recorded with 1 rank, so there is no recorded link for '{link.name}' to refer to: give "
+            "a rate and a latency, like 10gbit,20us."
         )
     if link.latency_s is None:
         step_s = max(profile.cost.alpha_s / ring_steps(profile.world_size), software.step_s)
@@ -185,26 +184,26 @@ def make_hop(profile: StepProfile, link: Link) -> Hop:
 
 # Ring and recursive doubling: Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in
 # MPICH" (2005). Double binary trees: Sanders, Speck and Traeff, "Two-tree algorithms for full bandwidth broadcast,
-# reduction and scan" (2009), as a reduction followed by a broadcast. The additions are in the software's time per byte.
+# reduction and scan" (2009), as a reduction followed by a broadcast. Additions are in the software's time per byte.
 RING, DOUBLING, TREE, HIERARCHICAL, AUTO = "ring", "doubling", "tree", "hierarchical", "auto"
 ALGORITHMS = (AUTO, RING, TREE, DOUBLING, HIERARCHICAL)
 MAX_RANKS = 4096
-# Into how many blocks each half of a message may be cut: powers of two come close enough to the best number.
+# Numbers of blocks to cut each half of a message into: the best power of two is close enough to the best number.
 TREE_BLOCKS = tuple(2**i for i in range(13))
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How ranks lie on hosts; a last host that is not full counts as a full one. ArgumentError out of range."""
+    """How ranks are placed on hosts; a partly filled last host counts as full. ArgumentError if out of range."""
 
     world_size: int
     ranks_per_host: int = 1
 
     def __post_init__(self) -> None:
         if not 1 <= self.world_size <= MAX_RANKS:
-            raise ArgumentError(f"The simulation is of 1 to {MAX_RANKS} ranks, not {self.world_size}.")
+            raise ArgumentError(f"The number of ranks must be 1 to {MAX_RANKS}, not {self.world_size}.")
         if not 1 <= self.ranks_per_host <= MAX_RANKS:
-            raise ArgumentError(f"A host has 1 to {MAX_RANKS} ranks, not {self.ranks_per_host}.")
+            raise ArgumentError(f"The number of ranks per host must be 1 to {MAX_RANKS}, not {self.ranks_per_host}.")
 
     @property
     def local(self) -> int:
@@ -217,13 +216,13 @@ class Layout:
 
 @dataclass(frozen=True)
 class Line:
-    """One algorithm's time, linear in the bytes; the host's part of `cost` is CPU time of each rank."""
+    """One algorithm's time, linear in the bytes; the host part of `cost` is each rank's CPU time."""
 
     algorithm: str
     cost: LinearCost
 
 
-# One rank alone.
+# For a single rank.
 NOTHING = Line("none", LinearCost(0.0, 0.0))
 
 
@@ -235,7 +234,7 @@ def ring(layout: Layout, outer: Hop, inner: Hop) -> list[Line]:
     """Reduce-scatter, then all-gather, along a ring that enters and leaves each host once."""
     n = layout.world_size
     steps, volume = ring_steps(n), ring_volume(n)
-    # On its way around, a chunk crosses from host to host as often as there are hosts.
+    # On its way around the ring, a chunk crosses from host to host as many times as there are hosts.
     crossing = layout.hosts / n
     step_s = crossing * outer.step_s + (1 - crossing) * inner.step_s
     s_per_byte = outer.s_per_byte if layout.local == 1 else max(outer.s_per_byte, inner.s_per_byte)
@@ -244,7 +243,7 @@ def ring(layout: Layout, outer: Hop, inner: Hop) -> list[Line]:
 
 
 def _doubling_rounds(count: int) -> int:
-    # Ranks beyond a power of two hand their share to another one first and get the result at the end.
+    # Ranks beyond a power of two first send their message to another rank, and get the result at the end.
     power = count.bit_length() - 1
     return power if count == 2**power else power + 2
 
@@ -252,7 +251,7 @@ def _doubling_rounds(count: int) -> int:
 def doubling(layout: Layout, outer: Hop, inner: Hop) -> list[Line]:
     """Whole messages exchanged with a partner at distance 1, 2, 4, ...: few steps, many bytes."""
     near, far = _doubling_rounds(layout.local), _doubling_rounds(layout.hosts)
-    # All ranks of a host send at once through the host's one link.
+    # All ranks of a host send at the same time through its one link.
     far_s_per_byte = max(layout.local * outer.wire_s_per_byte, outer.host_s_per_byte)
     rounds = near + far
     return [
@@ -267,9 +266,9 @@ def doubling(layout: Layout, outer: Hop, inner: Hop) -> list[Line]:
 
 
 def tree(layout: Layout, outer: Hop, inner: Hop) -> list[Line]:
-    """Two binary trees between the hosts, each with half of the message, in blocks; a chain of the ranks in each host.
+    """Two binary trees between hosts, each carrying half of the message in blocks, and a chain of ranks in each host.
 
-    One line for each number of blocks: few blocks have little latency, many come close to the link's full rate.
+    One line for each number of blocks: with few, latency is low; with many, the link runs close to its full rate.
     """
     s_per_byte = outer.s_per_byte if layout.local == 1 else max(outer.s_per_byte, inner.s_per_byte)
     depth, chain = 2 * math.ceil(math.log2(layout.hosts)), layout.local - 1
@@ -278,7 +277,7 @@ def tree(layout: Layout, outer: Hop, inner: Hop) -> list[Line]:
         rounds, share = depth + 2 * blocks, 1 / (2 * blocks)
         alpha_s = 2 * (rounds * outer.step_s + chain * inner.step_s)
         beta = 2 * share * (rounds * s_per_byte + chain * inner.s_per_byte)
-        # A rank handles each block twice (up, down) and each byte too, however deep the tree is.
+        # A rank handles each block and each byte twice (up and down), however deep the tree is.
         lines.append(_line(TREE, alpha_s, beta, 4 * blocks * outer.host_step_s, 2 * outer.host_s_per_byte))
     return lines
 
@@ -287,13 +286,13 @@ _FLAT = {RING: ring, TREE: tree, DOUBLING: doubling}
 
 
 def hierarchical(layout: Layout, outer: Hop, inner: Hop, algorithms: Sequence[str]) -> list[Line]:
-    """Reduce-scatter in each host, all-reduce of every rank's shard between hosts, all-gather in each host.
+    """Reduce-scatter in each host, all-reduce of each rank's shard between hosts, all-gather in each host.
 
-    `algorithms`: the flat ones to choose from between hosts.
+    `algorithms`: the flat algorithms to choose from between hosts.
     """
     local = layout.local
     steps, volume = ring_steps(local), ring_volume(local)
-    # The shards of a host's ranks share its link, and are the message as a whole; the work is divided among the ranks.
+    # The shards of a host's ranks share its link and add up to the whole message; the CPU's work is divided among them.
     shared = replace(outer, host_s_per_byte=outer.host_s_per_byte / local)
     between = [NOTHING.cost]
     if layout.hosts > 1:
@@ -311,7 +310,7 @@ def hierarchical(layout: Layout, outer: Hop, inner: Hop, algorithms: Sequence[st
 
 
 def all_reduce_lines(algorithm: str, layout: Layout, outer: Hop, inner: Hop, auto: Sequence[str]) -> list[Line]:
-    """Every line that `algorithm` may take among two or more ranks.
+    """Every line of `algorithm` for two or more ranks.
 
     `auto`: the flat algorithms that 'auto', and 'hierarchical' between hosts, choose from.
     """
@@ -327,16 +326,16 @@ def all_reduce_lines(algorithm: str, layout: Layout, outer: Hop, inner: Hop, aut
 
 
 class AllReduce:
-    """The least of some lines at every number of bytes."""
+    """The cheapest of several lines at every message size: their lower envelope."""
 
     def __init__(self, lines: Iterable[Line]) -> None:
-        self._starts: list[float] = []  # bytes from which on the line at the same place is the least
+        self._starts: list[float] = []  # the bytes from which on the line at the same index is the cheapest
         self.lines: list[Line] = []
         for line in sorted(lines, key=lambda line: (line.cost.alpha_s, line.cost.beta_s_per_byte)):
             self._add(line)
 
     def _add(self, line: Line) -> None:
-        # Lines come with growing alpha: one is of use only where it is flatter than all before it.
+        # Lines come in order of alpha, so a line can only be the cheapest if it is flatter than all before it.
         while self.lines:
             last = self.lines[-1].cost
             if line.cost.beta_s_per_byte >= last.beta_s_per_byte:
@@ -350,10 +349,10 @@ class AllReduce:
         self.lines.append(line)
 
     def best(self, nbytes: float) -> Line:
-        """The least line for a message of `nbytes`."""
+        """The cheapest line for a message of `nbytes`."""
         return self.lines[bisect_right(self._starts, nbytes) - 1]
 
     def lines_between(self, low_bytes: float, high_bytes: float) -> list[Line]:
-        """The lines that are the least for some message of `low_bytes` to `high_bytes`."""
+        """The lines that are the cheapest for some message of `low_bytes` to `high_bytes`."""
         first, last = (bisect_right(self._starts, nbytes) - 1 for nbytes in (low_bytes, high_bytes))
         return self.lines[first : last + 1]

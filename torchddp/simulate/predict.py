@@ -1,4 +1,4 @@
-"""The step of a profile on other links with other numbers of ranks, event by event, and the best plan there."""
+"""Predicts a profile's step on other links and numbers of ranks, event by event, and finds the best plan there."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from torchddp.simulate.network import (
     runs_on_cpu,
 )
 
-# The planner: the plan with the least exposed time for a cost that is linear in bytes.
+# The planner: finds the plan with the least exposed time for a cost that is linear in the bytes.
 BestBuckets = Callable[[StepProfile, LinearCost], Buckets]
 # A plan is called better only if it saves this share of the step: the model is not accurate enough for less.
 MIN_GAIN = 0.005
@@ -33,7 +33,7 @@ MIN_GAIN = 0.005
 
 @dataclass(frozen=True)
 class Message:
-    """A bucket's all-reduce. Seconds: when it is ready if nothing is sent meanwhile; how long it takes; CPU time."""
+    """A bucket's all-reduce, in seconds: when it could start if nothing else was sent, its duration, its CPU time."""
 
     ready_s: float
     duration_s: float
@@ -42,17 +42,17 @@ class Message:
 
 @dataclass(frozen=True)
 class Timeline:
-    """When each message began and ended, and when all was over; seconds since backward began."""
+    """When each message began and ended, and when backward and all messages had ended; seconds since backward began."""
 
     spans: tuple[tuple[float, float], ...]
     end_s: float
 
 
 def run_backward(backward_s: float, messages: Iterable[Message], *, shared_cpu: bool) -> Timeline:
-    """Backward with its messages, each of which waits for its gradients and for the message before it.
+    """Simulate backward with its messages. Each message waits for its gradients and for the message before it.
 
-    With `shared_cpu`, CPU time of the messages is taken from compute: until compute ends the core is never idle, so
-    after messages that needed h seconds of it compute lags by h, and what becomes ready then is late by as much.
+    With `shared_cpu`, messages take their CPU time from compute. The core is never idle until compute ends, so messages
+    that used h seconds of it delay all later gradients by h.
     """
     free_s = lag_s = 0.0
     spans = []
@@ -61,20 +61,20 @@ def run_backward(backward_s: float, messages: Iterable[Message], *, shared_cpu: 
         free_s = start_s + message.duration_s
         spans.append((start_s, free_s))
         if shared_cpu:
-            # A message cannot take more time of one core than it lasts.
+            # A message can't use a core for longer than it lasts.
             lag_s += min(message.host_s, message.duration_s)
     return Timeline(tuple(spans), max(backward_s + lag_s, free_s))
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """A step as predicted. Seconds."""
+    """A predicted step. Times in seconds."""
 
     step_s: float
     exposed_s: float  # what communication adds to compute
     compute_s: float  # the step without its messages
     comm_s: float  # all messages, hidden or not
-    algorithm: str  # that carries the most bytes
+    algorithm: str  # the one that carries the most bytes
     buckets: Buckets
 
     @property
@@ -86,11 +86,11 @@ class Prediction:
 def make_all_reduce(
     profile: StepProfile, link: Link, layout: Layout, algorithm: str = AUTO, inner: Link = NVLINK
 ) -> AllReduce:
-    """What an all-reduce would take there. ArgumentError for a link that the profile knows nothing of.
+    """The cost of an all-reduce over `link`. ArgumentError for a link for which the profile lacks measurements.
 
-    'auto' takes the least of what the recorded software has: gloo has rings, NCCL rings and trees; with several ranks a
-    host, hierarchical too. A link with the recorded latency stays with the ring that was measured (Note [Software and
-    wire]), so that the recorded number of ranks over the recorded link gets the recorded cost back.
+    'auto' takes the cheapest algorithm of the recorded software: gloo has rings, NCCL rings and trees; with several
+    ranks per host, hierarchical too. With the recorded latency, the only flat algorithm is the measured ring (Note
+    [Software and wire]), so the recorded ranks over the recorded link get the recorded cost.
     """
     if algorithm not in ALGORITHMS:
         raise ArgumentError(f"There is no algorithm '{algorithm}'; choose from {', '.join(ALGORITHMS)}.")
@@ -103,14 +103,14 @@ def make_all_reduce(
 
 
 def predict_with(profile: StepProfile, all_reduce: AllReduce, buckets: Buckets) -> Prediction:
-    """The step with these buckets, launched in this order."""
+    """Predict the step with these buckets, launched in this order."""
     messages = []
     carried: Counter[str] = Counter()
     for bucket in buckets:
         nbytes = sum(profile.gradients[index].nbytes for index in bucket)
         line = all_reduce.best(nbytes)
         carried[line.algorithm] += nbytes
-        # A gradient alone in its bucket need not be copied into it.
+        # A gradient alone in its bucket is not copied.
         pack_s = nbytes * profile.cost.pack_s_per_byte if len(bucket) > 1 else 0.0
         host_s = line.cost.host_s_per_message + nbytes * line.cost.host_s_per_byte + pack_s
         ready_s = max((profile.gradients[index].ready_s for index in bucket), default=0.0)
@@ -135,9 +135,9 @@ def predict(
     buckets: Buckets | None = None,
     inner: Link = NVLINK,
 ) -> Prediction:
-    """The profile's step on `link` with `world_size` ranks, in its own buckets or in `buckets`.
+    """Predict the profile's step on `link` with `world_size` ranks, in its own buckets or in `buckets`.
 
-    `inner` connects the ranks of a host. ArgumentError as `make_all_reduce`.
+    `inner` connects the ranks of a host. Raises ArgumentError as `make_all_reduce` does.
     """
     all_reduce = make_all_reduce(profile, link, Layout(world_size, ranks_per_host), algorithm, inner)
     return predict_with(profile, all_reduce, profile.buckets if buckets is None else buckets)
@@ -157,29 +157,29 @@ class Scene:
 
 @dataclass(frozen=True)
 class Point:
-    """One link and number of ranks: the recorded plan there, and the best one."""
+    """The predictions for one link and number of ranks: the recorded plan's, and the best plan's."""
 
     link: Link
     world_size: int
     recorded: Prediction
     best: Prediction
-    # The best of the plans that `bucket_cap_mb` alone gives, and that cap in MiB.
+    # The best value of `bucket_cap_mb`, and the step with it.
     best_cap_mib: float
     capped: Prediction
 
     @property
     def gain(self) -> float:
-        """Share of the recorded plan's step that the best plan saves."""
+        """The share of the recorded plan's step time that the best plan saves."""
         return 1 - self.best.step_s / self.recorded.step_s if self.recorded.step_s > 0 else 0.0
 
     @property
     def is_worth_changing(self) -> bool:
-        """Whether the best plan saves more than the model could be wrong by."""
+        """Whether the best plan saves enough for the model's accuracy."""
         return self.gain >= MIN_GAIN
 
 
 def _planned(profile: StepProfile, all_reduce: AllReduce, best_buckets: BestBuckets) -> list[Buckets]:
-    # Buckets of different sizes may take different lines, and the planner knows one line at a time: ask it for each.
+    # Buckets of different sizes may take different lines, but the planner takes a single line, so plan for each.
     smallest = min(gradient.nbytes for gradient in profile.gradients)
     lines = all_reduce.lines_between(smallest, profile.gradient_bytes)
     pack_s_per_byte = profile.cost.pack_s_per_byte
@@ -187,7 +187,7 @@ def _planned(profile: StepProfile, all_reduce: AllReduce, best_buckets: BestBuck
 
 
 def _quickness(prediction: Prediction) -> tuple[float, int]:
-    # Of equals the one with the fewest messages.
+    # In a tie, the plan with the fewest messages wins.
     return prediction.step_s, len(prediction.buckets)
 
 
@@ -199,7 +199,7 @@ def make_point(
     by_cap: Mapping[float, Buckets],
     best_buckets: BestBuckets,
 ) -> Point:
-    """Predict one point. ArgumentError as `make_all_reduce`."""
+    """Predict one point. Raises ArgumentError as `make_all_reduce` does."""
     layout = Layout(world_size, scene.ranks_per_host)
     all_reduce = make_all_reduce(profile, link, layout, scene.algorithm, scene.inner)
     recorded = predict_with(profile, all_reduce, profile.buckets)
@@ -218,12 +218,12 @@ def sweep(
     by_cap: Mapping[float, Buckets],
     best_buckets: BestBuckets,
 ) -> list[Point]:
-    """Every link with every number of ranks, links outermost."""
+    """Predict every link with every number of ranks, link by link."""
     return [make_point(profile, link, n, scene, by_cap, best_buckets) for link in links for n in world_sizes]
 
 
 def model_error(profile: StepProfile) -> float | None:
-    """(predicted - measured) / measured of the recorded step itself; None where there is nothing to compare."""
+    """(predicted - measured) / measured for the recorded step itself; None if there is nothing to compare."""
     if profile.world_size == 1 or profile.step_s == 0:
         return None
     return predict(profile, MEASURED, profile.world_size).step_s / profile.step_s - 1

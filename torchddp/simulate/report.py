@@ -1,4 +1,4 @@
-"""The report of a sweep: for the terminal, as a plot, as a page and as JSON."""
+"""Reports a sweep: in the terminal, as a plot, as a page and as JSON."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from torchddp.simulate.network import NO_SOFTWARE, software_of
 from torchddp.simulate.predict import MIN_GAIN, Point, Prediction, Scene, model_error
 
 FORMAT = 1
-# The model's error on the recorded step: above the first it is a warning, above the second nothing is predicted.
+# The model's error on the recorded step: above the first limit, warn; above the second, predict nothing.
 DOUBTFUL_ERROR, LARGEST_ERROR = 0.15, 0.40
-# Above it, messages in a step took so much longer than alone that something else kept the machine busy.
+# If messages in a step take this many times longer than alone, something else kept the machine busy.
 BUSY_SLOWDOWN = 3.0
 _HEADINGS = ("ranks", "step\nms", "exposed\nms", "effi-\nciency", "algorithm", "best plan\nbuckets", "step\nms", "gain")
-# Of more buckets than this, only the first sizes are listed.
+# List the sizes of this many buckets.
 _SPELLED_OUT = 4
 
 
@@ -39,13 +39,13 @@ def _buckets_text(count: int) -> str:
 
 
 def by_link(points: Sequence[Point]) -> list[list[Point]]:
-    """The points of each link, in the order of the sweep."""
+    """The points by link, in the order of the sweep."""
     names = dict.fromkeys(point.link.name for point in points)
     return [[point for point in points if point.link.name == name] for name in names]
 
 
 def own_ranks_first(profile: StepProfile, points: Sequence[Point]) -> list[Point]:
-    """Those with the number of ranks that the profile was recorded with, then the others."""
+    """The points with the recorded number of ranks, then the others."""
     return sorted(points, key=lambda point: point.world_size != profile.world_size)
 
 
@@ -60,7 +60,7 @@ def cells(point: Point) -> list[str]:
 
 
 def link_table(profile: StepProfile, points: Sequence[Point]) -> Table:
-    """One link: the profile's own number of ranks first."""
+    """The table of one link, with the recorded number of ranks first."""
     link = points[0].link
     table = plain_table(f"{link.name} · {link.title}", *_HEADINGS, optional=("algorithm",))
     table.columns[_HEADINGS.index("algorithm")].justify = "left"
@@ -84,7 +84,7 @@ def _sizes_text(profile: StepProfile, best: Prediction) -> str:
 
 
 def advice(profile: StepProfile, points: Sequence[Point]) -> list[str]:
-    """What to do on one link: with the recorded number of ranks, and with the largest one."""
+    """What to do on one link, for the recorded number of ranks and for the largest."""
     own = [point for point in points if point.world_size == profile.world_size]
     largest = max(points, key=lambda point: point.world_size)
     return [_advice(profile, point) for point in dict.fromkeys([*own, largest])]
@@ -94,23 +94,23 @@ def _advice(profile: StepProfile, point: Point) -> str:
     recorded, best = point.recorded, point.best
     where = f"{point.link.name}, {ranks_text(point.world_size)}"
     if point.world_size == 1:
-        return f"{where}: nothing is sent, any plan will do."
+        return f"{where}: nothing is sent, so any plan will do."
     if not point.is_worth_changing:
         kept = _buckets_text(len(recorded.buckets))
         return f"{where}: keep the recorded plan ({kept}): no other saves {MIN_GAIN:.1%} of the step."
     change = (
-        f"{where}: {_buckets_text(len(best.buckets))} ({_sizes_text(profile, best)}) instead of "
-        f"{len(recorded.buckets)} save {_percent(point.gain)} of the step, "
+        f"{where}: use {_buckets_text(len(best.buckets))} ({_sizes_text(profile, best)}) instead of "
+        f"{len(recorded.buckets)} to save {_percent(point.gain)} of the step, "
         f"{_ms(recorded.step_s)} -> {_ms(best.step_s)} ms"
     )
     return (
-        f'{change}; bucket_cap_mb="auto" plans such buckets there, bucket_cap_mb={point.best_cap_mib:g} gives '
+        f'{change}; bucket_cap_mb="auto" plans such buckets there, and bucket_cap_mb={point.best_cap_mib:g} gives '
         f"{_ms(point.capped.step_s)} ms."
     )
 
 
 def check_text(profile: StepProfile) -> str:
-    """How well the model does on the one step whose time is known."""
+    """How well the model predicts the recorded step, the only one whose time is known."""
     error = model_error(profile)
     if error is None:
         why = "with one rank" if profile.world_size == 1 else "without a measured step"
@@ -120,9 +120,9 @@ def check_text(profile: StepProfile) -> str:
         f"{_ms(profile.step_s)} ms ({error:+.1%})."
     )
     if abs(error) > LARGEST_ERROR:
-        return f"{text} No prediction of this model for this profile can be trusted."
+        return f"{text} None of its predictions for this profile can be trusted."
     if abs(error) > DOUBTFUL_ERROR:
-        return f"{text} Expect errors as large in all predictions below."
+        return f"{text} Expect errors of this size in all predictions below."
     return text
 
 
@@ -135,7 +135,7 @@ def is_useless(profile: StepProfile) -> bool:
 
 
 def verdict(profile: StepProfile, points: Sequence[Point]) -> str:
-    """The sweep in a sentence: the best plan where the step was recorded, or else for the first point."""
+    """The result in a sentence: the best plan for the recorded number of ranks, or else for the first point."""
     return _advice(profile, own_ranks_first(profile, points)[0])
 
 
@@ -145,25 +145,25 @@ def notes(profile: StepProfile, scene: Scene) -> list[str]:
     if profile.message_slowdown > BUSY_SLOWDOWN:
         found.append(
             f"Messages in a step took {profile.message_slowdown:.1f} times as long as messages alone: the machine was "
-            "busy with something else. Record the profile when it is idle."
+            "busy with something else. Record the profile again when it is idle."
         )
     if profile.world_size == 1:
-        found.append("Recorded with one rank: the cost of the transport's software is not known and counts as nothing.")
+        found.append("Recorded with one rank: the cost of the transport's software is unknown and counts as zero.")
     elif software_of(profile, as_recorded=False) == NO_SOFTWARE:
         found.append(
-            "The profile has no cost of the transport's software: links faster than the recorded one look too good."
+            "The profile lacks the cost of the transport's software: links faster than the recorded one look too good."
         )
     hosts = f"{ranks_text(scene.ranks_per_host)} per host"
     inner = f", over {scene.inner.name} inside it" if scene.ranks_per_host > 1 else ""
     found.append(
-        f"{hosts}{inner}; all-reduce: {scene.algorithm}. Efficiency is the step without communication, divided by the "
-        "step. Slow or failing ranks, and other traffic on the link, are not modelled."
+        f"{hosts}{inner}; all-reduce: {scene.algorithm}. Efficiency is the step time without communication, divided by "
+        "the step time. Slow or failing ranks, and other traffic on the link, are not modelled."
     )
     return found
 
 
 def efficiency_png(points: Sequence[Point]) -> bytes:
-    """Efficiency over ranks, a colour per link: the best plan as a line, the recorded one dotted."""
+    """Efficiency over ranks, one color per link: the best plan as a line, the recorded one dotted."""
     figure, ((axis,),) = panels(1, 1, 8.0, 4.5)
     for group in by_link(points):
         group = sorted(group, key=lambda point: point.world_size)
@@ -191,7 +191,7 @@ def page_sections(profile: StepProfile, points: Sequence[Point], scene: Scene) -
         Section("Best plans", [text for group in groups for text in advice(profile, group)]),
         Section("Efficiency", [plot]),
         *tables,
-        Section("What this is", [profile_text(profile), *notes(profile, scene)]),
+        Section("About", [profile_text(profile), *notes(profile, scene)]),
     ]
 
 
@@ -201,7 +201,7 @@ def _prediction_dict(prediction: Prediction) -> dict[str, Any]:
 
 
 def document(profile: StepProfile, points: Sequence[Point], scene: Scene, command: str) -> dict[str, Any]:
-    """Everything, for JSON. Buckets hold indices into `gradients`."""
+    """The whole report, for JSON. Buckets hold indices into `gradients`."""
     return {
         "format": FORMAT,
         "kind": "torchddp simulation",
