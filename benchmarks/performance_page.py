@@ -127,7 +127,7 @@ def all_reduce() -> Iterator[Row]:
 
 
 def peers_win() -> Iterator[Row]:
-    """The cases in which another package's all-reduce has a lower median than our transport or our backend."""
+    """The cases in which another package's all-reduce beats our transport or backend, by the median of ratios."""
     yield "what", "ranks", "size", "fastest", "its median", "ours", "ours / it"
     for name, what in (("shm", "gradient buckets"), ("torchddp_shm", "any tensor, backend `torchddp_shm`")):
         for ranks in (2, 4, 8, 16):

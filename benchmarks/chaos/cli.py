@@ -20,8 +20,8 @@ Each trial is a job of two to four ranks with one fault. It passes if every rank
 raises an error in time that names the right rank, no rank hangs, nothing is left behind, and all gradients were
 correct until then.
 Faults: kill (SIGKILL), stop (SIGSTOP), exception, slow (a pause shorter than every timeout: the job continues),
-socket (connections shut down), full (no room for shared memory: the job continues without it). corrupt and orphan are
-deliberate errors: their trials must fail.
+socket (connections shut down), full (no room for shared memory: the job continues without it). The kinds corrupt and
+orphan are deliberate errors that check the judge: their trials must fail.
 
 \b
 Examples:

@@ -20,9 +20,9 @@ from torchddp.harness.command import check_output, make_console, progress_bar, r
 from torchddp.harness.machine import new_document
 from torchddp.harness.variants import ArgumentError
 
-HELP = """The compression kernels against memcpy of the same fp32 bytes, on one core.
+HELP = """Compare the speed of the compression kernels with a memcpy of the same fp32 bytes, on one core.
 
-The copy and all kernels run in turn, in a new order each round; ratios are within a round, and medians are quoted.
+The copy and all kernels take turns, in a new order each round. The report shows medians; ratios are within a round.
 
 \b
 Examples:

@@ -20,7 +20,7 @@ class ConvergenceJob:
     tasks: tuple[str, ...]
     methods: tuple[str, ...]
     seeds: int
-    # Few steps: only checks that everything runs.
+    # A few steps, to check that everything works.
     quick: bool = False
     outer: OuterSteps = OUTER_STEPS
     case: str = "convergence"

@@ -69,7 +69,7 @@ class Stage:
 
 
 def check_device(device: str, backend: str) -> None:
-    """Refuse early what the ranks would fail at."""
+    """Raises `ArgumentError` for settings that the ranks would fail with."""
     if device == "cpu":
         if backend == "nccl":
             raise ArgumentError("NCCL does not support CPU tensors: use --backend gloo with --device cpu.")
