@@ -42,7 +42,7 @@ def parse_names(text: str, option: str, allowed: Sequence[str]) -> tuple[str, ..
     unknown = next((name for name in names if name not in allowed), None)
     if unknown is not None or not names:
         raise ArgumentError(
-            f"{option} wants some of {', '.join(allowed)}, separated by commas, not '{unknown or text}'."
+            f"{option} must be some of {', '.join(allowed)}, separated by commas, not '{unknown or text}'."
         )
     return names
 
@@ -59,9 +59,9 @@ def chaos(
     json_path: Annotated[Path | None, typer.Option("--json", help="Write everything to this file.")] = None,
 ) -> int:
     if trials < 1:
-        raise ArgumentError(f"--trials wants a positive number, not {trials}.")
+        raise ArgumentError(f"--trials must be a positive number, not {trials}.")
     if only is not None and not 0 <= only < trials:
-        raise ArgumentError(f"--only wants a trial's number, 0 to {trials - 1}, not {only}.")
+        raise ArgumentError(f"--only must be a trial's number, 0 to {trials - 1}, not {only}.")
     check_output(json_path, "--json", folder=False)
     sizes = parse_names(world_sizes, "--world-sizes", [str(size) for size in plan.WORLD_SIZES])
     settings = Settings(

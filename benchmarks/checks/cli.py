@@ -45,7 +45,7 @@ def benchmark(
         if name not in MODELS:
             raise ArgumentError(f"There is no model '{name}'; choose from {', '.join(MODELS)}.")
     if every < 1:
-        raise ArgumentError(f"--every wants 1 or more, not {every}.")
+        raise ArgumentError(f"--every must be at least 1, not {every}.")
     check_numbers(seconds, world_size)
     check_output(json_path, "--json", folder=False)
     settings = Settings(

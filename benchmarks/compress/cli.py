@@ -81,11 +81,11 @@ def benchmark(
             raise ArgumentError(f"There is no format '{name}'; choose from {', '.join(FORMATS)}.")
     sizes = kib or DEFAULT_KIB
     if min(sizes) < 1 or max(sizes) > 1 << 22:
-        raise ArgumentError(f"--kib wants 1 to {1 << 22}, not {min(sizes) if min(sizes) < 1 else max(sizes)}.")
+        raise ArgumentError(f"--kib must be 1 to {1 << 22}, not {min(sizes) if min(sizes) < 1 else max(sizes)}.")
     if not 0 < top_k <= 1:
-        raise ArgumentError(f"--top-k wants a share above 0 and at most 1, not {top_k:g}.")
+        raise ArgumentError(f"--top-k must be a share above 0 and at most 1, not {top_k:g}.")
     if rounds < 1:
-        raise ArgumentError(f"--rounds wants at least 1, not {rounds}.")
+        raise ArgumentError(f"--rounds must be at least 1, not {rounds}.")
     check_output(output, "--output", folder=False)
     torch.set_num_threads(1)
     formats = tuple(dict.fromkeys(format_names or FORMATS))

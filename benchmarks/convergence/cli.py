@@ -73,7 +73,7 @@ def benchmark(
         return
     tasks = parse_task(task)
     if not 1 <= seeds <= MAX_SEEDS:
-        raise ArgumentError(f"--seeds wants 1 to {MAX_SEEDS}, not {seeds}.")
+        raise ArgumentError(f"--seeds must be 1 to {MAX_SEEDS}, not {seeds}.")
     chosen = choose_methods(methods, NAMES, always=(REFERENCE,))
     check_output(output, "--output", folder=False)
     check_output(plot, "--plot", folder=False)

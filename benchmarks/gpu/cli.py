@@ -90,7 +90,7 @@ def benchmark(
     choose("backend", (backend,), BACKENDS)
     low, high = SEQUENCE_LIMITS
     if not low <= sequence <= high:
-        raise ArgumentError(f"--sequence wants {low} to {high} tokens, not {sequence}.")
+        raise ArgumentError(f"--sequence must be {low} to {high} tokens, not {sequence}.")
     check_output(json_path, "--json", folder=False)
     check_output(out, "--out", folder=True)
     parts = choose("part", part or (), (MODELS_PART, *ROW_PARTS, ROWS))

@@ -45,7 +45,7 @@ def read_counts(path: Path) -> list[dict[str, Any]]:
         return compare([json.loads(line) for line in path.read_text().splitlines()])
     except (OSError, ValueError, KeyError, TypeError) as error:
         wanted = "JSON objects with ranks, nodes, message_bytes, lines, far_lines, bytes and far_bytes, one per line"
-        raise ArgumentError(f"--counts wants {wanted}; in '{path}': {type(error).__name__} {error}.") from None
+        raise ArgumentError(f"--counts must have {wanted}; in '{path}': {type(error).__name__} {error}.") from None
 
 
 @app.command(help=HELP)
@@ -65,7 +65,7 @@ def model(
     ):
         for value in values or ():
             if not least <= value <= most:
-                raise ArgumentError(f"{option} wants {least} to {most}, not {value}.")
+                raise ArgumentError(f"{option} must be {least} to {most}, not {value}.")
     settings = {
         "ranks": sorted(set(ranks or DEFAULT_RANKS)),
         "nodes": sorted(set(nodes or DEFAULT_NODES)),

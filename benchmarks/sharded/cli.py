@@ -53,7 +53,7 @@ def parse_models(text: str) -> tuple[str, ...]:
         if name not in MODEL_NAMES:
             raise ArgumentError(f"--models: there is no '{name}'; choose from {', '.join(MODEL_NAMES)}.")
     if not models:
-        raise ArgumentError(f"--models wants names separated by commas, like {DEFAULT_MODELS}, not '{text}'.")
+        raise ArgumentError(f"--models must be names separated by commas, like {DEFAULT_MODELS}, not '{text}'.")
     return models
 
 
@@ -62,9 +62,9 @@ def parse_ranks(text: str) -> tuple[int, ...]:
     try:
         sizes = tuple(dict.fromkeys(int(part) for part in text.split(",")))
     except ValueError:
-        raise ArgumentError(f"--ranks wants numbers separated by commas, like 2,4, not '{text}'.") from None
+        raise ArgumentError(f"--ranks must be numbers separated by commas, like 2,4, not '{text}'.") from None
     if not all(2 <= size <= MAX_WORLD_SIZE for size in sizes):
-        raise ArgumentError(f"--ranks wants 2 to {MAX_WORLD_SIZE} ranks, not '{text}'.")
+        raise ArgumentError(f"--ranks must be 2 to {MAX_WORLD_SIZE} ranks, not '{text}'.")
     return sizes
 
 

@@ -59,9 +59,9 @@ def benchmark(
         print(markdown(load_document(show, "slow_link")))
         return
     if not 1 <= ranks_per_host <= MAX_RANKS_PER_HOST:
-        raise ArgumentError(f"--ranks-per-host wants 1 to {MAX_RANKS_PER_HOST}, not {ranks_per_host}.")
+        raise ArgumentError(f"--ranks-per-host must be 1 to {MAX_RANKS_PER_HOST}, not {ranks_per_host}.")
     if not SLICE_STEPS <= steps <= MAX_STEPS:
-        raise ArgumentError(f"--steps wants {SLICE_STEPS} to {MAX_STEPS}, not {steps}.")
+        raise ArgumentError(f"--steps must be {SLICE_STEPS} to {MAX_STEPS}, not {steps}.")
     chosen = choose_methods(methods, NAMES, always=(TARGET_METHOD,))
     check_output(output, "--output", folder=False)
     check_output(plot, "--plot", folder=False)

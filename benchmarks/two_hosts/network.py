@@ -47,7 +47,7 @@ def parse_rate(text: str) -> int:
     found = re.fullmatch(r"(\d+(?:\.\d+)?)(mbit|gbit)", text.strip().lower())
     rate = round(float(found[1]) * _UNITS[found[2]]) if found else 0
     if not MIN_RATE <= rate <= MAX_RATE:
-        raise ArgumentError(f"--rate wants 10mbit to 100gbit, like 500mbit or 2.5gbit, not '{text}'.")
+        raise ArgumentError(f"--rate must be 10mbit to 100gbit, like 500mbit or 2.5gbit, not '{text}'.")
     return rate
 
 

@@ -154,7 +154,7 @@ def test_saved_results_are_split_by_case_and_read_back(tmp_path: Path) -> None:
     [
         (["--case", "nope"], "There is no case 'nope'; choose from step_time, overlap, collective, startup, memory, "),
         (["--world-size", "1"], "--world-size 1: the case overlap needs at least 2 ranks"),
-        (["--case", "scaling", "--world-sizes", "2,4"], "--world-sizes wants 1 (efficiency is relative to one"),
+        (["--case", "scaling", "--world-sizes", "2,4"], "--world-sizes must include 1, to which efficiency"),
         (["--case", "memory", "--world-sizes", "1,2"], "--world-sizes is for the case scaling"),
         (["--op", "nope"], "There is no collective 'nope'; choose from all_reduce, broadcast, all_gather"),
         (["--case", "memory", "--op", "broadcast"], "--op is for the case collective; add --case collective."),

@@ -33,12 +33,12 @@ def parse_world_sizes(text: str) -> tuple[int, ...]:
         sizes = sorted({int(part) for part in text.split(",")})
     except ValueError:
         raise ArgumentError(
-            f"--world-sizes wants numbers of ranks separated by commas, like 1,2,4, not '{text}'."
+            f"--world-sizes must be numbers of ranks separated by commas, like 1,2,4, not '{text}'."
         ) from None
     if not 1 <= sizes[0] <= sizes[-1] <= MAX_WORLD_SIZE:
-        raise ArgumentError(f"--world-sizes wants 1 to {MAX_WORLD_SIZE} ranks, not '{text}'.")
+        raise ArgumentError(f"--world-sizes must be 1 to {MAX_WORLD_SIZE} ranks, not '{text}'.")
     if sizes[0] != 1 or len(sizes) < 2:
-        raise ArgumentError(f"--world-sizes wants 1 (efficiency is relative to one rank) and more, not '{text}'.")
+        raise ArgumentError(f"--world-sizes must include 1, to which efficiency is relative, and more, not '{text}'.")
     return tuple(sizes)
 
 
