@@ -1,1 +1,1 @@
-"""`python -m benchmarks`: `torchddp bench` in a checkout; two_hosts and gpu are suites for other machines."""
+"""`python -m benchmarks` is `torchddp bench` in a checkout; each subpackage is a benchmark of its own."""

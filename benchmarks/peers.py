@@ -2,8 +2,8 @@
 
     python -m benchmarks --case per_param --vs benchmarks.peers.WithTimeline
 
-shows the cost of recording every event of every step: compare its step with that of torchddp default. `WithMonitor`:
-statistics for a logger after every step.
+shows the cost of recording every event of every step: compare its step time with that of "torchddp default".
+`WithMonitor` shows the cost of computing statistics for a logger after every step.
 """
 
 from __future__ import annotations

@@ -127,8 +127,8 @@ def all_reduce() -> Iterator[Row]:
 
 
 def peers_win() -> Iterator[Row]:
-    """The cases in which another package's all-reduce has a lower median than our transport or our backend."""
-    yield "what", "ranks", "size", "fastest", "its median", "ours", "ours / it"
+    """The cases in which another package's all-reduce beats our transport or backend, by the median of ratios."""
+    yield "our all-reduce", "ranks", "size", "fastest package", "its median", "ours", "ours / fastest"
     for name, what in (("shm", "gradient buckets"), ("torchddp_shm", "any tensor, backend `torchddp_shm`")):
         for ranks in (2, 4, 8, 16):
             for entry in _collectives(ranks):
@@ -141,7 +141,7 @@ def peers_win() -> Iterator[Row]:
 
 
 def networks() -> Iterator[Row]:
-    yield "model", "between the two ranks", "torch, default", "torchddp, default"
+    yield "model", "link", "torch, default", "torchddp, default"
     for entry in loaded("links")["results"]:
         rows = by_name(entry["variants"])
         steps = (f"{number(rows[name]['step_ms'][1])} ms" for name in ("torch default", "torchddp default"))
@@ -149,7 +149,7 @@ def networks() -> Iterator[Row]:
 
 
 def two_hosts() -> Iterator[Row]:
-    yield "model", "torch, at its best", "torchddp", "a host sends, torch", "a host sends, torchddp"
+    yield "model", "torch, at its best", "torchddp", "sent per host, torch", "sent per host, torchddp"
     for model in loaded("two_hosts")["results"]:
         rows = by_name(model["variants"])
         both = [rows[model["best_torch"]], rows["torchddp default"]]
@@ -158,7 +158,7 @@ def two_hosts() -> Iterator[Row]:
 
 
 def compressed() -> Iterator[Row]:
-    yield "method", "a step", "a host sends", "seconds to the loss", "times as fast as torch DDP"
+    yield "method", "step", "sent per host", "seconds to the loss", "speedup over torch DDP"
     (result,) = loaded("slow_link")["results"]
     for row in result["methods"]:
         sent, step = f"{number(max(row['sent_bytes_per_step']) / 1e6)} MB", f"{number(1000 * row['step_s'][1])} ms"
@@ -177,7 +177,7 @@ def sharded_memory() -> Iterator[Row]:
     models = loaded("sharded_memory")["results"]
     what = (("pss_bytes", "after a step"), ("peak_bytes", "peak"))
     yield (
-        "memory of the largest rank",
+        "memory, largest over ranks",
         *(f"{model['world_size']} ranks, {label}" for model in models for _, label in what),
     )
     rows = [by_name(model["variants"]) for model in models]
@@ -200,12 +200,12 @@ _LABELS = {
 
 def checks() -> Iterator[Row]:
     models = loaded("checks")["results"]
-    yield "a step with, over one without", *(model["title"] for model in models)
+    yield "step time, with / without", *(model["title"] for model in models)
     rows = [by_name(model["variants"]) for model in models]
     for name in rows[0]:
         if all("to_plain" in variants[name] for variants in rows):
             label = (
-                "nothing: the same again"
+                "nothing (the same class again)"
                 if name == "plain again"
                 else f"`{name}`"
                 if "(" in name or "=" in name

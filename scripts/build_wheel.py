@@ -44,7 +44,7 @@ def build(variant: str) -> Path:
     shutil.rmtree(folder, ignore_errors=True)  # files deleted from the package must not stay in the wheel
     folder.mkdir(parents=True)
     env = os.environ | {"TORCHDDP_CUDA": "0" if variant == "cpu" else "1"}
-    # Not beside the sources, where the egg-info belongs to the editable installation.
+    # Outside the source tree, whose egg-info belongs to the editable installation.
     command = [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", str(folder)]
     command += ["build", "--build-base", str(folder), "bdist_wheel", "--dist-dir", str(folder)]
     run(command, env)

@@ -54,7 +54,7 @@ def read_outcome(results_path: Path, expected: frozenset[str]) -> Outcome:
 
 
 def run_harness(world_size: int, transport: str, args: argparse.Namespace) -> Path:
-    """Run the harness and return the path of its results; its output goes to a log beside them."""
+    """Run the harness and return the path of its results; its output goes to a log next to them."""
     out_dir = ROOT / "build" / "conformance" / f"ws{world_size}-{transport}"
     out_dir.mkdir(parents=True, exist_ok=True)
     results_path = out_dir / "results.json"

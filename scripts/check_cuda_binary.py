@@ -37,7 +37,7 @@ def code_problems(elf_list: str, ptx_list: str) -> list[str]:
     files = {arch: re.findall(rf"\.{arch}\.cubin$", elf_list, re.MULTILINE) for arch in ARCHS}
     most = max(map(len, files.values()))
     problems = [
-        f"machine code for {arch}: {len(found)} files, for another architecture {most}"
+        f"machine code for {arch}: {len(found)} files, but {most} for another architecture"
         for arch, found in files.items()
         if len(found) < max(most, 1)
     ]

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 
 STUB_PATH = Path(__file__).resolve().parent.parent / "torchddp" / "_C.pyi"
-# Not ours: pybind11 puts it on every class.
+# pybind11 adds these to every class.
 PYBIND11_NAMES = {"_pybind11_conduit_v1_"}
 
 

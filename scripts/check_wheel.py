@@ -42,8 +42,8 @@ def tag_problems(name: str, platform: str) -> list[str]:
 def content_problems(names: list[str]) -> list[str]:
     problems = [f"{name} is missing" for name in NEEDED if name not in names]
     if not any(re.search(r"\.dist-info/(licenses/)?LICENSE$", name) for name in names):
-        problems.append("the licence is missing")
-    return problems + [f"{name} does not belong there" for name in names if not ONLY.match(name)]
+        problems.append("the license is missing")
+    return problems + [f"{name} does not belong in the wheel" for name in names if not ONLY.match(name)]
 
 
 def metadata_problems(metadata: Message, variant: str, torch_minor: str) -> list[str]:

@@ -51,7 +51,7 @@ class Environment:
 
 
 def link_packages(environment: Environment, python: str, without: tuple[str, ...] = ()) -> None:
-    """Links the packages beside the other interpreter's torch, except torchddp and names starting with `without`."""
+    """Links the other interpreter's site-packages, except torchddp and names starting with `without`."""
     code = "import importlib.util as u, pathlib; print(pathlib.Path(u.find_spec('torch').origin).parents[1])"
     found = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
     for path in Path(found).iterdir():
@@ -92,8 +92,8 @@ def check(environment: Environment, wheel: Path) -> None:
     pretend_other_torch(environment)
     refusal = environment.run("python", "-m", "pip", "check", expected=1)
     if f"torchddp {version} has requirement torch==" not in refusal:
-        sys.exit(f"wheel: pip check does not name the requirement: {refusal}")
-    print("with another torch pip refuses it")
+        sys.exit(f"wheel: the output of pip check does not have the requirement: {refusal}")
+    print("pip refuses it with another torch")
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:

@@ -1,4 +1,4 @@
-"""Write docs/command.md, the help of every command: `python -m scripts.write_command_page`."""
+"""Writes docs/command.md, which has the help of every command: `python -m scripts.write_command_page`."""
 
 from __future__ import annotations
 

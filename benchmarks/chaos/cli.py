@@ -20,8 +20,8 @@ Each trial is a job of two to four ranks with one fault. It passes if every rank
 raises an error in time that names the right rank, no rank hangs, nothing is left behind, and all gradients were
 correct until then.
 Faults: kill (SIGKILL), stop (SIGSTOP), exception, slow (a pause shorter than every timeout: the job continues),
-socket (connections shut down), full (no room for shared memory: the job continues without it). corrupt and orphan are
-deliberate errors: their trials must fail.
+socket (connections shut down), full (no room for shared memory: the job continues without it). The kinds corrupt and
+orphan are deliberate errors that check the judge: their trials must fail.
 
 \b
 Examples:
@@ -42,7 +42,7 @@ def parse_names(text: str, option: str, allowed: Sequence[str]) -> tuple[str, ..
     unknown = next((name for name in names if name not in allowed), None)
     if unknown is not None or not names:
         raise ArgumentError(
-            f"{option} wants some of {', '.join(allowed)}, separated by commas, not '{unknown or text}'."
+            f"{option} must be some of {', '.join(allowed)}, separated by commas, not '{unknown or text}'."
         )
     return names
 
@@ -59,9 +59,9 @@ def chaos(
     json_path: Annotated[Path | None, typer.Option("--json", help="Write everything to this file.")] = None,
 ) -> int:
     if trials < 1:
-        raise ArgumentError(f"--trials wants a positive number, not {trials}.")
+        raise ArgumentError(f"--trials must be a positive number, not {trials}.")
     if only is not None and not 0 <= only < trials:
-        raise ArgumentError(f"--only wants a trial's number, 0 to {trials - 1}, not {only}.")
+        raise ArgumentError(f"--only must be a trial's number, 0 to {trials - 1}, not {only}.")
     check_output(json_path, "--json", folder=False)
     sizes = parse_names(world_sizes, "--world-sizes", [str(size) for size in plan.WORLD_SIZES])
     settings = Settings(

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from benchmarks.chaos.outcome import StepRecord
 from benchmarks.chaos.plan import NUM_GRADIENTS
 
-# One fits into an operation's slot, one is a single chunk, one is many chunks that ranks steal from each other.
+# One fits into an operation's slot, one is a single chunk, one has many chunks that ranks steal from each other.
 NUMELS = (50, 5_000, 60_000, 300)
 assert len(NUMELS) == NUM_GRADIENTS
 LEARNING_RATE = 1 / 64
@@ -23,7 +23,7 @@ def stamp(rank: int, step: int, index: int) -> Tensor:
 
 
 class Stamped(nn.Module):
-    """Squares of weights times data, elementwise, so that every process gets the same bits.
+    """A sum of squared weights times data, computed elementwise, so that every process gets the same bits.
 
     Args:
         has_unused: adds a parameter that is not used.

@@ -36,7 +36,7 @@ BOUNDS_S = {
     (plan.EXCEPTION, plan.GLOO): 5.0,
     (plan.SOCKET, plan.SHM): 5.0,
     (plan.SOCKET, plan.GLOO): 5.0,
-    # To the others' first step alone: the lighthouse waits for a heartbeat, then for replicas that may still join.
+    # Until the others' first step without it: the lighthouse waits for a heartbeat, then for replicas that may join.
     (plan.KILL, plan.TORCHFT): 10.0,
     (plan.EXCEPTION, plan.TORCHFT): 10.0,
 }
@@ -132,12 +132,12 @@ def _detected(outcome: Outcome, expected: Expectation, reports: Sequence[RankRep
     if outcome.trial.over == plan.TORCHFT and outcome.trial.kind in (plan.KILL, plan.EXCEPTION):
         others = [report for report in reports if report.rank != outcome.trial.rank]
         if alone := next((report for report in others if report.recovered_s is None), None):
-            return f"rank {alone.rank} has committed no step without rank {outcome.trial.rank}"
+            return f"rank {alone.rank} committed no step without rank {outcome.trial.rank}"
     if outcome.trial.kind == plan.FULL:
         if any(report.transport != "c10d" for report in reports):
             return "a rank still uses shared memory"
         if not any(WARNING.search(rank.stderr) for rank in outcome.ranks):
-            return "no rank has warned"
+            return "no rank warned"
     return ""
 
 

@@ -50,7 +50,7 @@ class Rank:
         self._handle = os.pidfd_open(self.process.pid or 0)
 
     def read(self) -> None:
-        """Reads all messages so far and checks whether the process has ended: its children may hold the pipe open."""
+        """Reads pending messages and checks whether the process has ended: its children may hold the pipe open."""
         self.ended = self.process.exitcode is not None
         try:
             while not self.is_silent and self.pipe.poll():

@@ -32,7 +32,7 @@ def holders_of(segments: set[str]) -> list[int]:
 
 
 def shared_files() -> set[str]:
-    """Our files in /dev/shm, by name; a segment must not have one."""
+    """The names of our files in /dev/shm; segments must not have any."""
     return {entry.name for entry in Path("/dev/shm").iterdir() if "torchddp" in entry.name}
 
 

@@ -1,4 +1,4 @@
-"""One replica of a trial under a torchft Manager: keeps training when others die, and reports what it saw."""
+"""One replica of a trial under a torchft Manager: keeps training when others die, and reports its observations."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from benchmarks.chaos.plan import Trial
 from benchmarks.chaos.worker import Place, become_rank, note_error
 
 _TIMEOUT = datetime.timedelta(seconds=10)
-# Timeout of a reduction: a replica may wait this long for one that itself waits for the lost one.
+# Timeout of a reduction: a replica may wait this long for another that is waiting for the lost one.
 _STEP_TIMEOUT = datetime.timedelta(seconds=5)
 _LINGER_S = 3.0
 

@@ -16,8 +16,9 @@ from torchddp.harness.machine import origin
 from torchddp.harness.tables import plain_table
 
 NOTE = (
-    "worst: seconds from the fault to the last rank's error (over torchft to its first step without the lost replica); "
-    "'-' where the job must continue. named: trials that named the right rank, of those in which it can be known."
+    "worst: seconds from the fault to the last rank's error (over torchft, to its first step without the lost "
+    "replica); '-' if the job must continue. named: trials whose errors named the right rank, of those in which ranks "
+    "can know it."
 )
 
 

@@ -91,7 +91,7 @@ def _progress(console: Console) -> Progress:
 
 
 def run(settings: Settings, command: str, console: Console) -> dict[str, Any]:
-    """Runs all trials, prints failures and the table, returns the document. Run no backward in this process before."""
+    """Runs all trials, prints failures and the table, returns the document. Don't run a backward pass before."""
     settings, left_out = _without_torchft(settings)
     if not cells(settings.kinds, settings.over):
         raise ArgumentError(f"No fault of kind {', '.join(settings.kinds)} works over {', '.join(settings.over)}.")

@@ -1,6 +1,6 @@
 """The servers that ranks talk to, each in its own process.
 
-Not in the launcher: its forks would inherit any lock that a server's thread holds at that moment.
+They don't run in the launcher, whose forks would inherit any lock that a server's thread holds at that moment.
 """
 
 from __future__ import annotations
@@ -64,6 +64,6 @@ def store() -> contextlib.AbstractContextManager[int]:
 def lighthouse() -> contextlib.AbstractContextManager[str]:
     """Runs torchft's lighthouse during the block; yields its address.
 
-    Each trial needs a new one: for a while it counts the dead replicas of the last trial as members.
+    Each trial needs a new one, since a lighthouse counts dead replicas of the last trial as members for a while.
     """
     return _served(_make_lighthouse)

@@ -1,4 +1,4 @@
-"""One rank of a trial over a process group: trains, injects its fault, and reports what it saw."""
+"""One rank of a trial over a process group: trains, injects its fault, and reports its observations."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from torchddp.ddp.options import TransportChoice
 _PR_SET_PDEATHSIG = 1
 # Timeouts of the process group. Only waiting for a stopped rank reaches them.
 STOP_TIMEOUT_S, TIMEOUT_S = 3.0, 10.0
-# A report takes up to two seconds if rank 0 is stopped. On a busy machine, other waits are long too but not hangs.
+# A report takes up to two seconds if rank 0 is stopped. On a busy machine, ranks wait long even without a hang.
 STOP_STALL_REPORT_S, STALL_REPORT_S = 1.0, 2.5
 
 
@@ -49,7 +49,7 @@ class Place:
 
     folder: Path
     store_port: int
-    lighthouse: str = ""  # torchft's address, where it is needed
+    lighthouse: str = ""  # the address of torchft's lighthouse, for trials over torchft
 
     @property
     def hang_reports(self) -> Path:
@@ -112,7 +112,7 @@ def run_rank(rank: int, trial: Trial, place: Place, pipe: Connection) -> None:
             timeout=timeout,
         )
         group = dist.group.WORLD  # the last reference, so that the group is destroyed without the GIL
-        # The other faults must be noticed without it.
+        # Other faults must be detected without it.
         with torchddp.fail_together() if trial.kind == plan.EXCEPTION else contextlib.nullcontext():
             _train(rank, trial, injector, report, born_with)
     except BaseException as error:

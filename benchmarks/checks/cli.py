@@ -14,14 +14,14 @@ from torchddp.bench.report import write_document
 from torchddp.harness.command import check_numbers, check_output, make_console, run_app
 from torchddp.harness.variants import ArgumentError
 
-HELP = """The cost of check_parameters_every and find_nonfinite: forward and backward with and without them.
+HELP = """Measure the cost of check_parameters_every and find_nonfinite: forward and backward with and without them.
 
-All variants step in turn in one process group, in a new order each round; ratios are within a round.
+All variants take turns in one process group, in a new order each round; ratios are within a round.
 
 \b
 Examples:
   python -m benchmarks.checks
-      an MLP, a GPT and a thousand tiny tensors on two ranks, about two minutes
+      an MLP, a GPT and a thousand tiny tensors, on two ranks, about two minutes
   python -m benchmarks.checks --model gpt --seconds 120 --json checks.json
 """
 
@@ -35,9 +35,9 @@ def benchmark(
         list[str] | None,
         typer.Option(help=f"One of {', '.join(MODELS)}; repeatable. [default: {', '.join(DEFAULT_MODELS)}]"),
     ] = None,
-    every: Annotated[int, typer.Option(help="Steps between two checks, for the cost per step.")] = 100,
+    every: Annotated[int, typer.Option(help="Steps between two checks, to compute the cost per step.")] = 100,
     world_size: Annotated[int, typer.Option(help="Ranks on this machine.")] = 2,
-    seconds: Annotated[float, typer.Option(help="Time for the timed rounds of each model.")] = 40.0,
+    seconds: Annotated[float, typer.Option(help="Seconds of timed rounds for each model.")] = 40.0,
     seed: Annotated[int, typer.Option(help="Seed of weights, data and the order of the steps.")] = 0,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write everything to this file.")] = None,
 ) -> None:
@@ -45,7 +45,7 @@ def benchmark(
         if name not in MODELS:
             raise ArgumentError(f"There is no model '{name}'; choose from {', '.join(MODELS)}.")
     if every < 1:
-        raise ArgumentError(f"--every wants 1 or more, not {every}.")
+        raise ArgumentError(f"--every must be at least 1, not {every}.")
     check_numbers(seconds, world_size)
     check_output(json_path, "--json", folder=False)
     settings = Settings(

@@ -14,8 +14,7 @@ CHECKED = "check_parameters_every=1"
 
 
 def make_field() -> tuple[Variant, ...]:
-    """The bare model, and our class: by default (with hang reports), with each check, without hang reports, and with
-    weighted steps."""
+    """The bare model, and our class: default (with hang reports), with each check, without hang reports, weighted."""
 
     def ours(name: str, **options: object) -> Variant:
         return Variant(name, Role.OURS, TORCHDDP, tuple(options.items()))

@@ -1,4 +1,4 @@
-"""Turns raw step times into results: each check against the plain step of its round. Pure."""
+"""Turns raw step times into results: the ratio of each variant to the plain step of its round. Pure."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def cases() -> dict[str, Callable[[], object]]:
 
 
 def cost_ns(call: Callable[[], object], rounds: int = ROUNDS) -> Summary:
-    """The extra time of one watched call over a bare call of the same round."""
+    """The time of a watched call minus that of a bare call in the same round."""
     order = random.Random(0)
     found = []
     for _ in range(rounds):
@@ -65,7 +65,7 @@ def cost_ns(call: Callable[[], object], rounds: int = ROUNDS) -> Summary:
 
 
 def _time_ns(call: Callable[[], object]) -> float:
-    for _ in range(20):  # lets Python specialise its bytecode, and opens the group's log
+    for _ in range(20):  # lets Python specialize its bytecode, and opens the group's log
         call()
     begun_ns = time.thread_time_ns()
     for _ in range(CALLS_A_ROUND):

@@ -8,8 +8,11 @@ from torchddp import DistributedDataParallel
 
 
 class Weighted(DistributedDataParallel):
-    """All ranks use the same weight, so gradients are plain averages; but the weight changes every step, so the divisor
-    is known only after the ranks have summed their weights."""
+    """Calls `weigh()` in every step.
+
+    All ranks use the same weight, so gradients are plain averages. The weight changes every step, so the divisor is
+    known only after the ranks have summed their weights.
+    """
 
     _weight = 0
 

@@ -1,1 +1,1 @@
-"""`python -m benchmarks.compress`: the compression kernels against a plain copy."""
+"""`python -m benchmarks.compress`: the compression kernels compared with a plain copy."""

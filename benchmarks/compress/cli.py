@@ -20,9 +20,9 @@ from torchddp.harness.command import check_output, make_console, progress_bar, r
 from torchddp.harness.machine import new_document
 from torchddp.harness.variants import ArgumentError
 
-HELP = """The compression kernels against memcpy of the same fp32 bytes, on one core.
+HELP = """Compare the speed of the compression kernels with a memcpy of the same fp32 bytes, on one core.
 
-The copy and all kernels run in turn, in a new order each round; ratios are within a round, and medians are quoted.
+The copy and all kernels take turns, in a new order each round. The report shows medians; ratios are within a round.
 
 \b
 Examples:
@@ -81,11 +81,11 @@ def benchmark(
             raise ArgumentError(f"There is no format '{name}'; choose from {', '.join(FORMATS)}.")
     sizes = kib or DEFAULT_KIB
     if min(sizes) < 1 or max(sizes) > 1 << 22:
-        raise ArgumentError(f"--kib wants 1 to {1 << 22}, not {min(sizes) if min(sizes) < 1 else max(sizes)}.")
+        raise ArgumentError(f"--kib must be 1 to {1 << 22}, not {min(sizes) if min(sizes) < 1 else max(sizes)}.")
     if not 0 < top_k <= 1:
-        raise ArgumentError(f"--top-k wants a share above 0 and at most 1, not {top_k:g}.")
+        raise ArgumentError(f"--top-k must be a share above 0 and at most 1, not {top_k:g}.")
     if rounds < 1:
-        raise ArgumentError(f"--rounds wants at least 1, not {rounds}.")
+        raise ArgumentError(f"--rounds must be at least 1, not {rounds}.")
     check_output(output, "--output", folder=False)
     torch.set_num_threads(1)
     formats = tuple(dict.fromkeys(format_names or FORMATS))

@@ -1,4 +1,4 @@
-"""Turns raw seconds into results: fp32 bytes per second, against a copy of the same bytes. Pure."""
+"""Turns raw seconds into results: fp32 bytes per second, and the ratio to a copy of the same bytes. Pure."""
 
 from __future__ import annotations
 

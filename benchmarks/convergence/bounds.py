@@ -17,14 +17,14 @@ class Bound:
 
 
 _CAST = "a rounded gradient is off by far less than the noise of a batch"
-_LOW_RANK = "what a low rank leaves out waits in the residual, and comes some steps late"
-_LOCAL = "ranks drift apart between two outer steps"
+_LOW_RANK = "what a low rank leaves out stays in the residual and is applied some steps later"
+_LOCAL = "ranks diverge between outer steps"
 
 BOUNDS = (
     Bound(REFERENCE),
     Bound("fp16", 1.01, _CAST),
     Bound("bf16", 1.01, _CAST),
-    Bound("int8", 1.01, "the error of a step is less than one part in 250 of a block's largest value, and fed back"),
+    Bound("int8", 1.01, "a step's error is below 1/250 of a block's largest value, and is fed back"),
     Bound("int4"),
     Bound("sign"),
     Bound("topk"),

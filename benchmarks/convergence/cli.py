@@ -22,7 +22,7 @@ from torchddp.harness.variants import ArgumentError
 ALL_TASKS = ("gpt", "digits")
 MAX_SEEDS = 20
 
-HELP = """Loss with compressed and infrequent communication: two ranks train on real data with each method in turn.
+HELP = """Measure how compressed and infrequent communication affect the loss: two ranks train with each method in turn.
 
 A small GPT on Python's source files and a perceptron on scikit-learn's digits. Every method starts from the same
 weights and sees the same data in the same order.
@@ -32,7 +32,7 @@ Examples:
   python -m benchmarks.convergence
       both tasks, three seeds, about six minutes
   python -m benchmarks.convergence --task digits --methods int8,powersgd --seeds 1
-      two methods and the reference, quickly
+      a quick run of two methods and the reference
   python -m benchmarks.convergence --output result.json --plot result.png
       keep the numbers, and a plot
   python -m benchmarks.convergence --show result.json
@@ -52,7 +52,7 @@ def parse_task(text: str) -> tuple[str, ...]:
 
 
 def check_installed(tasks: Sequence[str]) -> None:
-    """Raises ArgumentError if the digits are wanted but scikit-learn, which ships them, is missing."""
+    """Raises ArgumentError if the digits are requested but scikit-learn, which ships them, is missing."""
     if "digits" in tasks and importlib.util.find_spec("sklearn") is None:
         raise ArgumentError("--task digits needs scikit-learn: pip install scikit-learn, or --task gpt.")
 
@@ -62,8 +62,8 @@ def benchmark(
     context: typer.Context,
     task: Annotated[str, typer.Option(help=f"One of {', '.join(ALL_TASKS)}, all.")] = "all",
     methods: Annotated[str, typer.Option(help=f"Some of {', '.join(NAMES)}; {REFERENCE} always runs.")] = "",
-    seeds: Annotated[int, typer.Option(help="Runs of each method, each with other weights and batches.")] = 3,
-    quick: Annotated[bool, typer.Option("--quick", help="A few steps: does everything run?")] = False,
+    seeds: Annotated[int, typer.Option(help="Runs of each method, with different weights and batches.")] = 3,
+    quick: Annotated[bool, typer.Option("--quick", help="Run a few steps, to check that everything works.")] = False,
     output: Annotated[Path | None, typer.Option(help="Write everything to this JSON file.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the curves into this PNG file.")] = None,
     show: Annotated[Path | None, typer.Option(help="Print a saved run's tables in markdown and stop.")] = None,
@@ -73,7 +73,7 @@ def benchmark(
         return
     tasks = parse_task(task)
     if not 1 <= seeds <= MAX_SEEDS:
-        raise ArgumentError(f"--seeds wants 1 to {MAX_SEEDS}, not {seeds}.")
+        raise ArgumentError(f"--seeds must be 1 to {MAX_SEEDS}, not {seeds}.")
     chosen = choose_methods(methods, NAMES, always=(REFERENCE,))
     check_output(output, "--output", folder=False)
     check_output(plot, "--plot", folder=False)

@@ -8,7 +8,7 @@ from benchmarks.training.outer_steps import OuterSteps
 
 WORLD_SIZE = 2
 OUTER_STEPS = OuterSteps(sync_every=50, lr=0.9, momentum=0.5, wire="fp32")
-# Evaluations per run, besides the one before the first step.
+# Evaluations per run, not counting the one before the first step.
 EVALUATIONS = 12
 QUICK_STEPS = {"gpt": 100, "digits": 100}
 
@@ -20,7 +20,7 @@ class ConvergenceJob:
     tasks: tuple[str, ...]
     methods: tuple[str, ...]
     seeds: int
-    # Few steps: only checks that everything runs.
+    # A few steps, to check that everything works.
     quick: bool = False
     outer: OuterSteps = OUTER_STEPS
     case: str = "convergence"

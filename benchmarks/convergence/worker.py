@@ -15,7 +15,7 @@ from benchmarks.training.tasks import TASKS, shortened
 from torchddp.harness.launch import Reporter
 
 
-class Course:
+class TaskRuns:
     """All runs of one task."""
 
     def __init__(self, job: ConvergenceJob, name: str, channel: Connection) -> None:
@@ -72,4 +72,4 @@ class Course:
 
 def measure(job: ConvergenceJob, rank: int, channel: Connection) -> list[dict[str, Any]]:
     """Every task in turn."""
-    return [Course(job, name, channel).result() for name in job.tasks]
+    return [TaskRuns(job, name, channel).result() for name in job.tasks]

@@ -16,7 +16,7 @@ MODELS_CASE = Case(
     default_world_size=1,
     unit="ms",
 )
-# The cases of single rows: one operation, done in different ways.
+# Cases with a row per way to do one operation.
 PACK_CASE, SCALE_CASE, HOST_CASE = "gpu_pack", "gpu_scale", "gpu_host"
 OPTIONS_CASE, MEMORY_CASE, LEAVE_CASE = "gpu_options", "gpu_memory", "gpu_leave"
 # Lower bound, as a fraction of a plain copy's bandwidth on the same device in the same run.
@@ -26,10 +26,10 @@ KIB, MIB = 1024, 1024 * 1024
 
 @dataclass(frozen=True)
 class Way:
-    """How a model is trained, where that differs from the usual way."""
+    """A way to train a model that differs from the default."""
 
     name: str
-    # For all classes.
+    # Options of all classes.
     options: tuple[tuple[str, object], ...] = ()
     set_to_none: bool = True
     # Models in the process; each step runs them one after another.

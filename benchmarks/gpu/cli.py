@@ -22,9 +22,10 @@ ROWS = "rows"
 DEFAULT_CAPS, QUICK_CAPS = "1,25,100", "25"
 SEQUENCE_LIMITS = (16, 8192)
 
-HELP = """Time DistributedDataParallel on a GPU against torch's class.
+HELP = """Compare the speed of torchddp's DistributedDataParallel with torch's on a GPU.
 
-All variants step in turn in one process group, from an idle device. Quote ratios from one run, with their spread.
+All variants take turns in one process group; each step starts on an idle device. Quote ratios from one run, with their
+spread.
 
 \b
 Examples:
@@ -33,7 +34,7 @@ Examples:
   python -m benchmarks.gpu --part models --model gpt2 --seconds 60
       one table
   python -m benchmarks.gpu --part rows
-      all but the models: packing, scaling, options, memory, leaving
+      everything but the models: packing, scaling, host time, options, memory, leaving
   python -m benchmarks.gpu --world-size 2 --backend gloo
       two ranks sharing the GPU: kernel counts, not speed
   python -m benchmarks.gpu --json result.json --out benchmarks/results
@@ -64,20 +65,20 @@ def benchmark(
     ] = None,
     model: Annotated[
         list[str] | None,
-        typer.Option(help=f"Of the part models: one of {', '.join(MODELS_CASE.models)}; repeatable. [default: all]"),
+        typer.Option(help=f"For the part models: one of {', '.join(MODELS_CASE.models)}; repeatable. [default: all]"),
     ] = None,
     seconds: Annotated[
         float | None,
-        typer.Option(help="Time budget of the whole run; every table gets some rounds. [default: 240, with --quick 4]"),
+        typer.Option(help="Time budget of the whole run; every table gets some rounds. [default: 240; 4 with --quick]"),
     ] = None,
     world_size: Annotated[int, typer.Option(help="Number of ranks; more ranks than GPUs need gloo.")] = 1,
     backend: Annotated[str, typer.Option(help="nccl or gloo.")] = "nccl",
     device: Annotated[str, typer.Option(help="cuda or cpu (a dry run).")] = "cuda",
     caps: Annotated[
-        str | None, typer.Option(help="bucket_cap_mb values of the tuned rows. [default: 1,25,100, with --quick 25]")
+        str | None, typer.Option(help="bucket_cap_mb values of the tuned rows. [default: 1,25,100; 25 with --quick]")
     ] = None,
     sequence: Annotated[int, typer.Option(help="Tokens per sequence of gpt2.")] = 1024,
-    quick: Annotated[bool, typer.Option("--quick", help="Small models, few rounds; not for quoting.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Small models, few rounds. Do not quote the numbers.")] = False,
     seed: Annotated[int, typer.Option(help="Seed of weights, data and the order of the steps.")] = 0,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write everything to this file.")] = None,
     out: Annotated[
@@ -89,7 +90,7 @@ def benchmark(
     choose("backend", (backend,), BACKENDS)
     low, high = SEQUENCE_LIMITS
     if not low <= sequence <= high:
-        raise ArgumentError(f"--sequence wants {low} to {high} tokens, not {sequence}.")
+        raise ArgumentError(f"--sequence must be {low} to {high} tokens, not {sequence}.")
     check_output(json_path, "--json", folder=False)
     check_output(out, "--out", folder=True)
     parts = choose("part", part or (), (MODELS_PART, *ROW_PARTS, ROWS))

@@ -1,4 +1,4 @@
-"""Times alternatives side by side; shared by all rows of kernel and host times."""
+"""Times alternatives in turn; shared by all rows of kernel and host times."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from torchddp.harness.networks import GPT2_VOCABULARY, SMALL_NUMEL, Gpt, ManySma
 
 IMAGE_BATCH, IMAGE_SIDE = 64, 224
 TEXT_BATCH = 8
-# Two runs of the same step may sum in different orders. Under autocast a sum has three digits.
+# Two runs of the same step may sum in different orders. Under autocast, sums have about three significant digits.
 FULL_PRECISION_TOLERANCE, AUTOCAST_TOLERANCE = 1e-4, 5e-2
 
 
@@ -74,6 +74,6 @@ def make_model(job: GpuJob, name: str) -> nn.Module:
 
 
 def make_batch(job: GpuJob, name: str, rank: int, index: int) -> Tensor:
-    """Batch `index` of a rank; ranks see different data, so that gradients must really be averaged."""
+    """Batch `index` of a rank. Ranks get different data, so that missing averages show."""
     generator = torch.Generator().manual_seed(job.seed + 1000 * rank + index)
     return MODELS[name].make_batch(job, generator)

@@ -1,4 +1,4 @@
-"""Speed of packing a bucket, against a plain copy of as many bytes on the same device."""
+"""Speed of packing a bucket, compared with a plain copy of as many bytes on the same device."""
 
 from __future__ import annotations
 

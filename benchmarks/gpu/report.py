@@ -34,7 +34,7 @@ def model_table(result: dict[str, Any]) -> Table:
 
 def lacking_notes(options: Collection[str]) -> list[str]:
     """Notes on tuning options that this torch lacks."""
-    return [f"This torch has no {', '.join(options)}: its best may be slower than a newer one's."] if options else []
+    return [f"This torch has no {', '.join(options)}; a newer torch's best may be faster."] if options else []
 
 
 def rows_table(result: dict[str, Any]) -> Table:
@@ -45,7 +45,7 @@ def rows_table(result: dict[str, Any]) -> Table:
     table = plain_table(f"{result['case']} · {result['title']}", "way", *headings, notes=notes)
     compared = any(row.get("speed") for row in rows)
     if compared:
-        table.add_column(Text("speed of the first\np50 [p25..p75]"), justify="right", no_wrap=True)
+        table.add_column(Text("speed / the first's\np50 [p25..p75]"), justify="right", no_wrap=True)
     for row in rows:
         values = [row["values"].get(heading) for heading in headings]
         cells: list[str | Text] = [row["name"], *("" if value is None else _cell(value) for value in values)]
@@ -60,7 +60,7 @@ def _cell(value: dict[str, float] | float) -> str:
 
 
 def _speed_text(speed: dict[str, Any] | None) -> Text:
-    """Higher is better here, so no colours."""
+    """No colors, since ratios are green elsewhere if they are low, and here higher is better."""
     found = ratio_text(speed, "1 (the first)")
     found.style = "dim" if speed is None else ""
     return found
@@ -117,14 +117,14 @@ def footnotes(document: dict[str, Any]) -> Iterable[Text]:
     yield from origin(document)
     yield Text(
         "Medians, each step from an idle device. step: CUDA events; host: until backward() returned; cost: the step "
-        "minus the local step near it; a ratio is per round. tuned: torch's fastest options (those that this torch "
-        "has) and the given bucket_cap_mb. Kernels as counted by torch's profiler.",
+        "minus a nearby step without DDP; ratios are per round. tuned: torch's fastest options (those that this torch "
+        "has) and the given bucket_cap_mb. Kernels are counted by torch's profiler.",
         style="dim",
     )
     if settings["world_size"] == 1 and settings["backend"] == "nccl":
         yield Text(
-            "With one rank NCCL moves nothing: the cost is that of packing and launching; large gradients, which are "
-            "reduced in place, cost next to nothing here.",
+            "With one rank, NCCL moves nothing: the cost is that of packing and launching. Large gradients, which are "
+            "reduced in place, cost almost nothing here.",
             style="dim",
         )
     if settings["world_size"] > 1:

@@ -48,7 +48,7 @@ def memory_result(raws: Sequence[dict[str, Any]]) -> dict[str, Any]:
     for raw in raws:
         values = {f"{count}\nMB": size / 1e6 for count, size in raw["bytes"].items()}
         if raw is not raws[0]:
-            values[f"{first} beyond\nno DDP, MB"] = (raw["bytes"][first] - raws[0]["bytes"][first]) / 1e6
+            values[f"{first}, more than\nno DDP, MB"] = (raw["bytes"][first] - raws[0]["bytes"][first]) / 1e6
         rows.append({"name": raw["variant"], "values": values})
     return {"case": MEMORY_CASE, "title": f"{raws[0]['title']}, memory after some steps", "note": "", "rows": rows}
 

@@ -69,7 +69,7 @@ class Stage:
 
 
 def check_device(device: str, backend: str) -> None:
-    """Refuse early what the ranks would fail at."""
+    """Raises `ArgumentError` for settings that the ranks would fail with."""
     if device == "cpu":
         if backend == "nccl":
             raise ArgumentError("NCCL does not support CPU tensors: use --backend gloo with --device cpu.")
@@ -141,7 +141,7 @@ def stages(settings: Settings) -> Iterable[Stage]:
                     about = {"variants": field_of(way), "way": way}
                     yield _model_stage(make_job(settings, OPTIONS_CASE, [SMALL_MODEL], **about))
             case "memory":
-                # Each variant alone: memory that one leaves behind must not count for the next.
+                # Each variant alone, so that leftovers of one do not count for the next.
                 by_variant = [
                     make_job(settings, MEMORY_CASE, [LARGE_MODEL], variants=(variant,)) for variant in field_of(USUAL)
                 ]

@@ -1,4 +1,4 @@
-"""A gradient scaled by NCCL (PreMulSum) and reduced in place, against one packed with the scale and then reduced."""
+"""Compares a gradient that NCCL scales (PreMulSum) and reduces in place with one that is packed and scaled first."""
 
 from __future__ import annotations
 
@@ -49,6 +49,6 @@ def _time_size(job: GpuJob, size: int, device: torch.device) -> dict[str, Any]:
         note = ""
         operation = dist._make_nccl_premul_sum(1 / divisor)
         # The values soon become 0, which takes just as long.
-        times_us["PreMulSum where it lies"] = device_us(lambda: dist.all_reduce(gradient, op=operation), device, counts)
+        times_us["PreMulSum, in place"] = device_us(lambda: dist.all_reduce(gradient, op=operation), device, counts)
     title = f"one gradient of {size / MIB:g} MiB, times 1/{divisor}, {timed_what(device)}"
     return duel(SCALE_CASE, title, times_us, note=note)

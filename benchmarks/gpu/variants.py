@@ -1,4 +1,4 @@
-"""The variants on a GPU: as on a CPU, without options that a class does not know."""
+"""The variants on a GPU: those of the CPU, without options that a class does not accept."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from torchddp.harness.launch import Reporter
 
 
 def measure(job: Job, rank: int, channel: Connection) -> list[dict[str, Any]]:
-    """The machine, then the results of the case, each under its kind."""
+    """Collective: a description of the machine, then the results of the case, each with its kind."""
     from benchmarks.gpu.host import time_host
     from benchmarks.gpu.machine import describe_gpu
     from benchmarks.gpu.measure import pick_device, time_model

@@ -17,9 +17,9 @@ from torchddp.harness.command import make_console, output_option, run_app
 from torchddp.harness.machine import new_document
 from torchddp.harness.variants import ArgumentError
 
-HELP = """Data that an all-reduce moves between ranks of a host: cache lines and bytes, in total and between NUMA nodes.
+HELP = """Compute what an all-reduce moves among a host's ranks: cache lines and bytes, in total and across NUMA nodes.
 
-Formulas for two schemes: every rank reads every other rank's data, or ranks work in groups and nodes. Nothing is
+Uses formulas for two schemes: every rank reads every other rank's data, or ranks work in groups and nodes. Nothing is
 measured.
 
 \b
@@ -44,8 +44,8 @@ def read_counts(path: Path) -> list[dict[str, Any]]:
     try:
         return compare([json.loads(line) for line in path.read_text().splitlines()])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        wanted = "objects with ranks, nodes, message_bytes, lines, far_lines, bytes and far_bytes, one per line"
-        raise ArgumentError(f"--counts wants {wanted}; in '{path}': {type(error).__name__} {error}.") from None
+        wanted = "JSON objects with ranks, nodes, message_bytes, lines, far_lines, bytes and far_bytes, one per line"
+        raise ArgumentError(f"--counts must have {wanted}; in '{path}': {type(error).__name__} {error}.") from None
 
 
 @app.command(help=HELP)
@@ -65,7 +65,7 @@ def model(
     ):
         for value in values or ():
             if not least <= value <= most:
-                raise ArgumentError(f"{option} wants {least} to {most}, not {value}.")
+                raise ArgumentError(f"{option} must be {least} to {most}, not {value}.")
     settings = {
         "ranks": sorted(set(ranks or DEFAULT_RANKS)),
         "nodes": sorted(set(nodes or DEFAULT_NODES)),

@@ -1,16 +1,16 @@
 """Closed formulas for the data that an fp32 all-reduce moves between the processors of one host. Pure.
 
-A line moves when a rank reads a cache line that another rank has written since it last looked. W ranks run on NUMA
+A line moves when a rank reads a cache line that another rank has written since its last read. W ranks run on NUMA
 nodes, consecutive ranks on the same one. P = W (W - 1) is the number of ordered pairs of different ranks; lines of
-pairs on two nodes cross the link. We assume that every rank finds what it looks for at its first look: polling while a
-line is being written moves it once more.
+pairs on two nodes cross the link. We assume that every poll succeeds at once: polling a line before it is written moves
+it once more.
 
 flat, which torchddp formerly used for any number of ranks: every rank reads what every other rank has written.
     up to 8 KB  Its operation count, its post, ceil(bytes / 64) lines of input, and its own reading progress:
                 P (3 + ceil(bytes / 64)) lines.
-    above       Rank r sums part r of W of all blocks and writes it to all. Of blocks, W - 1 times the bytes are read,
-                and as much again when their owners read the sums. Operation counts, posts, "my part is done" and
-                progress are 4 P lines.
+    above       Rank r sums part r of W of all blocks and writes it to all of them. The sums read W - 1 times the bytes
+                of other ranks' blocks, and owners read as much again to get the results. Operation counts, posts,
+                "my part is done" and progress take 4 P lines.
 
 grouped, which it uses now:
     up to 4 ranks and 8 KB
@@ -21,9 +21,9 @@ grouped, which it uses now:
                 their groups from them: (G - 1) L and (W - G) L lines. In total 2 (W - 1) L.
     above       On each of N nodes one rank owns a chunk: it reads its node's blocks and the sum of the nodes before,
                 (W - N) and (N - 1) times the bytes, and the total takes the same way back. In total 2 (W - 1) times
-                the bytes, as in flat, but only 2 (N - 1) times across the link. Posts and "my chunks are done" are
-                2 P lines; and each owner outside the first node checks whether the preceding sum is there.
-    always      Once in 64 operations every rank checks every other one's progress: P / 64 lines.
+                the bytes, as in flat, but only 2 (N - 1) times across the link. Posts and "my chunks are done" take
+                2 P lines, and each owner outside the first node reads whether the preceding sum is ready.
+    always      Every 64 operations, each rank checks the progress of every other: P / 64 lines.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ def blocks_table(rows: list[dict[str, Any]]) -> Table:
 
 
 def counts_table(compared: list[dict[str, Any]]) -> Table:
-    """The counts of the C++ tests beside the model's."""
+    """The counts of the C++ tests next to the model's."""
     table = plain_table("Counted / model", "all-reduce", "in all", "across the link")
     for row in compared:
         what = f"{bytes_text(row['message_bytes'])}, {row['ranks']} ranks, {nodes_text(row['nodes'])}"

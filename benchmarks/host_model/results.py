@@ -1,4 +1,4 @@
-"""The model's rows, and a comparison with those of an instrumented build. Pure."""
+"""The model's rows, and a comparison with counts from the C++ tests. Pure."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def model_rows(ranks: Sequence[int], nodes: Sequence[int], sizes: Sequence[int])
 
 
 def compare(counts: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Counted rows beside the model: lines for small all-reduces, bytes for those reduced in blocks."""
+    """Pairs counts with the model's: lines for small all-reduces, bytes for those reduced in blocks."""
     compared = []
     for row in counts:
         of_model = model_row(BUILT, *(row[key] for key in KEYS))

@@ -1,1 +1,1 @@
-"""`python -m benchmarks.links`: planned buckets and the simulator over links of several rates, and on one host."""
+"""`python -m benchmarks.links`: planned buckets and the simulator, over links of several rates and on one host."""

@@ -16,10 +16,10 @@ from torchddp.bench.report import write_document
 from torchddp.harness.command import check_numbers, check_output, make_console, parse_caps, run_app
 from torchddp.harness.variants import ArgumentError
 
-HELP = """Planned buckets against every bucket size, over links of several rates; and predicted against measured steps.
+HELP = """Compare planned buckets with every bucket size over links of several rates, and predictions with measurements.
 
-Two ranks: on one host, and in two network namespaces with a rate-limited veth pair between them. Every variant steps in
-turn in one process group. Needs root and the programs ip and tc for the links; leaves nothing behind.
+Two ranks: on one host, and in two network namespaces connected by a rate-limited veth pair. All variants take turns in
+one process group. Links need root and the programs ip and tc; nothing is left behind.
 
 \b
 Examples:
@@ -49,7 +49,7 @@ def benchmark(
     ] = None,
     one_host: Annotated[bool, typer.Option(help="Also measure two ranks on one host.")] = True,
     caps: Annotated[str | None, typer.Option(help="The bucket sizes of the sweep, MiB.")] = None,
-    seconds: Annotated[float, typer.Option(help="Time for the timed rounds of each model at each place.")] = 60.0,
+    seconds: Annotated[float, typer.Option(help="Seconds of timed rounds for each model at each place.")] = 60.0,
     seed: Annotated[int, typer.Option(help="Seed of weights, data and the order of the steps.")] = 0,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write everything to this file.")] = None,
     out: Annotated[

@@ -1,4 +1,4 @@
-"""The variants: torch's default, and ours by default, with every bucket size, and with planned buckets. Pure."""
+"""The variants: torch's class, and ours by default, with every bucket size, and with planned buckets. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torchddp.harness.variants import LOCAL, TORCH_DDP, TORCHDDP, Role, Variant
 LOCALHOST = "one host"
 CASE = Case(
     name="links",
-    title="planned buckets against every bucket size, over links of several rates",
+    title="planned buckets compared with every bucket size, over links of several rates",
     models=("mlp", "conv", "gpt", "small"),
     quick_models=("conv",),
     default_world_size=2,

@@ -30,7 +30,7 @@ def place_table(result: dict[str, Any]) -> Table:
 
 
 def summary_table(results: list[dict[str, Any]]) -> Table:
-    """Planned buckets against the best of the sweep and torch's default, at every place."""
+    """Planned buckets compared with the best of the sweep and torch's default, at every place."""
     table = plain_table("Planned buckets (bucket_cap_mb='auto'), whole steps", "place")
     for heading in (
         "model",
@@ -53,7 +53,7 @@ def summary_table(results: list[dict[str, Any]]) -> Table:
 
 
 def predictions_table(rows: list[dict[str, Any]]) -> Table:
-    """The simulator's predictions against measurements."""
+    """The simulator's predictions and the measurements."""
     table = plain_table("Predicted steps (`torchddp simulate`) and measured ones", "recorded over")
     for heading in ("predicted for", "model", "predicted, ms", "measured, ms", "error"):
         table.add_column(heading, justify="left" if heading in ("model", "predicted for") else "right", no_wrap=True)

@@ -1,4 +1,4 @@
-"""Turns raw step times into results: planned against the best of the sweep, predicted against measured. Pure."""
+"""Turns raw step times into ratios: planned buckets to the best of the sweep, predictions to measurements. Pure."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PAYLOAD_SHARE = 1448 / 1514
 
 
 def place_result(place: str, variants: Sequence[Variant], raw: dict[str, Any]) -> dict[str, Any]:
-    """One model over one link. The best of the sweep is chosen from the same samples that it is quoted with."""
+    """One model over one link. The best of the sweep is chosen by the same samples that are reported for it."""
     step_ms = raw["step_ms"]
     names = [variant.name for variant in variants]
     planned, torch_default, ours = (names.index(name) for name in (PLANNED, TORCH_DEFAULT, OUR_DEFAULT))

@@ -11,7 +11,7 @@ from benchmarks.two_hosts.worker import serve_inherited
 from torchddp.bench.cases import Job
 from torchddp.harness.launch import Reporter
 
-# Planning ends after eight synchronised steps.
+# Planning ends after eight synchronized steps.
 PLANNING_STEPS = 10
 
 

@@ -1,1 +1,1 @@
-"""`python -m benchmarks.sharded`: the cost and savings of sharding optimizer state and gradients, against peers."""
+"""`python -m benchmarks.sharded`: the cost and savings of sharding optimizer state and gradients, by package."""

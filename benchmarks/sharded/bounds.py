@@ -47,7 +47,7 @@ COMPARISONS = (
         "deepspeed",
         ("deepspeed",),
         0.30,
-        "besides TCP it copies gradients and weights into flat memory and back, from Python",
+        "besides using TCP, it copies gradients and weights to flat memory and back, from Python",
     ),
     Comparison("torchddp-auto", "FSDP2", ("fsdp2",)),
     Comparison(
@@ -55,7 +55,7 @@ COMPARISONS = (
         "torch DDP, fused",
         ("torch-ddp-fused",),
         0.80,
-        "sharding must not cost the speed that shared memory gives: each rank updates its share only",
+        "sharding must not lose the speed of shared memory, as each rank updates only its share",
     ),
     Comparison("torchddp-auto", "torchddp DDP, fused", ("torchddp-ddp",)),
     Comparison(
@@ -63,7 +63,7 @@ COMPARISONS = (
         "ZeRO, best",
         ZERO_FORMS,
         0.90,
-        "over the same gloo a gradient goes to its owner only, which is half the bytes of an all-reduce",
+        "over gloo too, a gradient is sent only to its owner, which is half the bytes of an all-reduce",
     ),
     Comparison("torchddp-c10d", "ZeRO, default", ("torch-zero",)),
     Comparison("torchddp-c10d", "fairscale, best", FAIRSCALE_FORMS),

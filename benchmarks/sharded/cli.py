@@ -19,10 +19,10 @@ from torchddp.harness.variants import ArgumentError
 
 DEFAULT_MODELS, SPEED_RANKS, MEMORY_RANKS = "mlp,gpt", "2", "2,4"
 
-HELP = """The cost and savings of sharding optimizer state and gradients, against torch, fairscale and deepspeed.
+HELP = """Measure the costs and savings of sharded optimizers and gradients in torchddp, torch, fairscale and deepspeed.
 
-Whole training steps with AdamW. All variants step in turn in one process group, after they proved to train alike; with
---memory each runs alone. Peers that are not installed are left out; `make peers` makes an environment that has them.
+Whole training steps with AdamW. All variants take turns in one process group after a check that they train alike; with
+--memory each runs alone. Packages that are not installed are skipped; `make peers` creates an environment with them.
 
 \b
 Examples:
@@ -53,7 +53,7 @@ def parse_models(text: str) -> tuple[str, ...]:
         if name not in MODEL_NAMES:
             raise ArgumentError(f"--models: there is no '{name}'; choose from {', '.join(MODEL_NAMES)}.")
     if not models:
-        raise ArgumentError(f"--models wants names separated by commas, like {DEFAULT_MODELS}, not '{text}'.")
+        raise ArgumentError(f"--models must be names separated by commas, like {DEFAULT_MODELS}, not '{text}'.")
     return models
 
 
@@ -62,23 +62,23 @@ def parse_ranks(text: str) -> tuple[int, ...]:
     try:
         sizes = tuple(dict.fromkeys(int(part) for part in text.split(",")))
     except ValueError:
-        raise ArgumentError(f"--ranks wants numbers separated by commas, like 2,4, not '{text}'.") from None
+        raise ArgumentError(f"--ranks must be numbers separated by commas, like 2,4, not '{text}'.") from None
     if not all(2 <= size <= MAX_WORLD_SIZE for size in sizes):
-        raise ArgumentError(f"--ranks wants 2 to {MAX_WORLD_SIZE} ranks, not '{text}'.")
+        raise ArgumentError(f"--ranks must be 2 to {MAX_WORLD_SIZE} ranks, not '{text}'.")
     return sizes
 
 
 @app.command(help=HELP)
 def benchmark(
     context: typer.Context,
-    models: Annotated[str, typer.Option(help=f"Among {', '.join(MODEL_NAMES)}.")] = DEFAULT_MODELS,
+    models: Annotated[str, typer.Option(help=f"Some of {', '.join(MODEL_NAMES)}.")] = DEFAULT_MODELS,
     variants: Annotated[
         str, typer.Option(help=f"Some of --list; {REFERENCE} always runs. [default: all {len(FIELD)}]")
     ] = "",
     ranks: Annotated[
-        str | None, typer.Option(help=f"World sizes. [default: {SPEED_RANKS}, with --memory {MEMORY_RANKS}]")
+        str | None, typer.Option(help=f"World sizes. [default: {SPEED_RANKS}; {MEMORY_RANKS} with --memory]")
     ] = None,
-    seconds: Annotated[float, typer.Option(help="Time for the timed rounds of each model.")] = 45.0,
+    seconds: Annotated[float, typer.Option(help="Seconds of timed rounds for each model.")] = 45.0,
     memory: Annotated[bool, typer.Option("--memory", help="Measure memory instead of time.")] = False,
     seed: Annotated[int, typer.Option(help="Seed of weights, data and the order of the steps.")] = 0,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write everything to this file.")] = None,

@@ -38,9 +38,9 @@ def _entry(name: str, role: Role, class_path: str, kind: str, what: str, **optio
 
 
 _ENTRIES = (
-    _entry("torch-ddp", Role.TORCH, TORCH_DDP, PLAIN, "torch DDP, AdamW; the others must train as it does"),
+    _entry("torch-ddp", Role.TORCH, TORCH_DDP, PLAIN, "torch DDP, AdamW; the others must train like it"),
     _entry("torch-ddp-fused", Role.TORCH, TORCH_DDP, PLAIN, "torch DDP, fused AdamW", fused=True),
-    _entry("torch-zero", Role.TORCH, TORCH_DDP, ZERO, "torch DDP, ZeroRedundancyOptimizer as it comes"),
+    _entry("torch-zero", Role.TORCH, TORCH_DDP, ZERO, "torch DDP, ZeroRedundancyOptimizer with default options"),
     _entry("torch-zero-view", Role.TORCH, TORCH_DDP, ZERO, "the same, bucket views", parameters_as_bucket_view=True),
     _entry("torch-zero-fused", Role.TORCH, TORCH_DDP, ZERO, "the same, fused AdamW", fused=True),
     _entry(
@@ -75,7 +75,7 @@ _ENTRIES = (
         transport="c10d",
         fused=True,
     ),
-    _entry("torchddp-plain", Role.OURS, SHARDED, SHARDED_BY_US, "OSS and ShardedDataParallel as they come"),
+    _entry("torchddp-plain", Role.OURS, SHARDED, SHARDED_BY_US, "OSS and ShardedDataParallel with default options"),
 )
 FIELD: dict[str, Entry] = {entry.variant.name: entry for entry in _ENTRIES}
 REFERENCE = "torch-ddp"

@@ -97,7 +97,7 @@ def _holding(trainer: Trainer, batch: Any, bare: Resident) -> Holding:
 
 
 def measure(job: Job, rank: int, _channel: Connection) -> dict[str, Any]:
-    """Measures the job's variant on its model: the memory of each rank, or why there is none."""
+    """Measures the job's variant on its model: the memory of each rank, or why the variant was left out."""
     (variant,), (model,) = job.variants, job.models
     found: list[Holding] = []
 

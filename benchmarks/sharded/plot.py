@@ -47,7 +47,7 @@ def save_memory(results: Sequence[dict[str, Any]], path: Path) -> None:
             axis.barh(positions, widths, left=left, color=color, label=key.removesuffix("_bytes"))
             left = [start + width for start, width in zip(left, widths, strict=True)]
         peaks = [row["largest"]["peak_bytes"] / MB for row in panel]
-        axis.plot(peaks, positions, "|", color="black", markersize=9, label="peak beyond the bare model")
+        axis.plot(peaks, positions, "|", color="black", markersize=9, label="peak above the bare model")
         finish_panel(axis, f"{result['title']}, {ranks_text(result['world_size'])}", "MB of a rank")
     axes[0].legend(fontsize=6, frameon=False)
     _save(figure, axes, names, path)

@@ -25,9 +25,9 @@ HEADINGS = {
     "peak_bytes": "\npeak",
 }
 SPEED_NOTE = (
-    "A step: gradients dropped, forward, backward, AdamW; on the slowest rank. All variants step in turn in one "
-    "process group, each round in a new order, after a check that they train alike: the last column is the largest "
-    "difference from torch-ddp, relative to the change by training. Ratios are medians of per-round ratios."
+    "A step: zero_grad, forward, backward, AdamW; on the slowest rank. All variants take turns in one process group, "
+    "in a new order each round, after a check that they train alike: the last column is the largest difference from "
+    "torch-ddp, relative to the change by training. Ratios are medians of per-round ratios."
 )
 MEMORY_NOTE = (
     "Maximum over ranks, between backward and update. Buckets: as reported by the reducer; gradients may be views of "
@@ -54,7 +54,7 @@ def steps_table(result: dict[str, Any]) -> Table:
 
 
 def ratios_table(result: dict[str, Any]) -> Table:
-    """Ours over theirs, and whether each bound holds."""
+    """Our step time over theirs, and whether each bound holds."""
     table = plain_table("Ratios of whole steps, ours / theirs", "ours")
     table.add_column("against", no_wrap=True)
     table.add_column("which is", no_wrap=True)

@@ -43,7 +43,7 @@ def package_version(name: str) -> str | None:
 
 
 def _speed(settings: Settings, variants: tuple[Variant, ...], world_size: int, display: Display) -> list[Any]:
-    """Times all models in one launch, all variants side by side."""
+    """Times all variants in turn, with all models in one launch."""
     display.start(SPEED_CASE)
     job = Job(SPEED_CASE, settings.models, variants, world_size, settings.seconds, settings.seed)
     raws = launch(job, measure.measure, display.update)
@@ -51,7 +51,7 @@ def _speed(settings: Settings, variants: tuple[Variant, ...], world_size: int, d
 
 
 def _memory(settings: Settings, variants: tuple[Variant, ...], world_size: int, display: Display) -> list[Any]:
-    """Measures each variant in its own processes: memory that one leaves behind must not count for the next."""
+    """Measures each variant in its own processes, so that leftovers of one do not count for the next."""
     results = []
     for model in settings.models:
         raws = []
@@ -67,14 +67,14 @@ def _memory(settings: Settings, variants: tuple[Variant, ...], world_size: int, 
 def run(settings: Settings, command: str, console: Console) -> dict[str, Any]:
     """Measure, print the report, return the document."""
     document = new_document(command, asdict(settings))
-    # The environment with the peers only has a path to the checkout, which pip does not know.
+    # The peers' environment has only a path to the checkout, so its metadata does not list torchddp.
     document["machine"]["torchddp"] = document["machine"]["torchddp"] or torchddp.__version__
     document["peers"] = {name: package_version(name) for name in PACKAGES}
     variants = choose_variants(settings.variants)
     with progress_bar(console) as progress:
         display = Display(progress)
         for world_size in settings.world_sizes:
-            course = _memory if settings.memory else _speed
-            document["results"] += course(settings, variants, world_size, display)
+            measure_all = _memory if settings.memory else _speed
+            document["results"] += measure_all(settings, variants, world_size, display)
     console.print(render(document))
     return document

@@ -35,21 +35,21 @@ COMPARISONS = (
     Comparison(
         "exact / torch DDP", ("exact",), TORCH_DDP, 1.2, "each byte crosses the link once, not one and a half times"
     ),
-    Comparison("bf16 / torch DDP", ("wire-bf16",), TORCH_DDP, 1.8, "and half as many bytes do"),
-    Comparison("int8 / torch DDP", ("int8",), TORCH_DDP, 2.5, "a quarter as many"),
+    Comparison("bf16 / torch DDP", ("wire-bf16",), TORCH_DDP, 1.8, "half as many bytes cross the link"),
+    Comparison("int8 / torch DDP", ("int8",), TORCH_DDP, 2.5, "a quarter as many bytes cross the link"),
     Comparison(
         "PowerSGD or DiLoCo / torch DDP",
         ("powersgd", "diloco"),
         TORCH_DDP,
         10.0,
-        "little is left to send, and computing decides",
+        "little is left to send, so computation dominates",
     ),
     Comparison(
         "PowerSGD / torch's PowerSGD",
         ("powersgd",),
         ("torch-powersgd",),
         1.0,
-        "the same method must not be slower here",
+        "our version of the method must not be slower",
     ),
 )
 

@@ -22,18 +22,18 @@ from torchddp.harness.variants import ArgumentError
 MAX_RANKS_PER_HOST = 8
 MAX_STEPS = 10_000
 
-HELP = """Seconds to a target loss on two hosts with a slow link between them, for each method.
+HELP = """Measure each method's seconds to a target loss, on two hosts with a slow link between them.
 
-Two network namespaces of this machine, and a rate-limited veth pair between them. Every method trains its own replica
-of a small GPT on Python's source files; they take turns in one launch. Needs root and the programs ip and tc; leaves
-nothing behind.
+Two network namespaces on this machine, connected by a rate-limited veth pair. Every method trains its own replica of a
+small GPT on Python's source files; they take turns in one launch. Needs root and the programs ip and tc; leaves nothing
+behind.
 
 \b
 Examples:
   python -m benchmarks.slow_link
       100 Mbit/s, two ranks per host, about eight minutes
   python -m benchmarks.slow_link --methods exact,powersgd --steps 20
-      two methods and torch DDP, quickly
+      a quick run of two methods and torch DDP
   python -m benchmarks.slow_link --output result.json --plot result.png
       keep the numbers, and a plot
   python -m benchmarks.slow_link --show result.json
@@ -59,9 +59,9 @@ def benchmark(
         print(markdown(load_document(show, "slow_link")))
         return
     if not 1 <= ranks_per_host <= MAX_RANKS_PER_HOST:
-        raise ArgumentError(f"--ranks-per-host wants 1 to {MAX_RANKS_PER_HOST}, not {ranks_per_host}.")
+        raise ArgumentError(f"--ranks-per-host must be 1 to {MAX_RANKS_PER_HOST}, not {ranks_per_host}.")
     if not SLICE_STEPS <= steps <= MAX_STEPS:
-        raise ArgumentError(f"--steps wants {SLICE_STEPS} to {MAX_STEPS}, not {steps}.")
+        raise ArgumentError(f"--steps must be {SLICE_STEPS} to {MAX_STEPS}, not {steps}.")
     chosen = choose_methods(methods, NAMES, always=(TARGET_METHOD,))
     check_output(output, "--output", folder=False)
     check_output(plot, "--plot", folder=False)

@@ -1,4 +1,4 @@
-"""From losses along the way to the seconds until one loss. Pure."""
+"""Computes the seconds to a target loss from a curve of losses. Pure."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 from torchddp.harness.stats import running_median
 
-# One look to either side: a fixed evaluation set leaves little noise.
+# One evaluation on either side: a fixed evaluation set leaves little noise.
 HALF_WINDOW = 1
 
 
 @dataclass(frozen=True)
 class Point:
-    """A look at a method's model, after so many of its own steps and seconds."""
+    """An evaluation of a method's model, after this many of its own steps and seconds."""
 
     steps: int
     seconds: float
@@ -22,9 +22,9 @@ class Point:
 
 
 def smoothed(points: Sequence[Point]) -> list[float]:
-    """Replaces each loss by the median of itself and its neighbours; drops the last, which has no right neighbour.
+    """Replaces each loss by the median of itself and its neighbors; drops the last, which has no right neighbor.
 
-    So a smoothed value does not change as later ones arrive. The first, before training, is kept as it is.
+    So smoothed values don't change when later ones arrive. The first loss, before training, is kept unchanged.
     """
     losses = [point.loss for point in points]
     inner = running_median(losses, HALF_WINDOW)[HALF_WINDOW:-HALF_WINDOW]

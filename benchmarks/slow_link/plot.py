@@ -14,7 +14,7 @@ def save_slow_link(result: dict[str, Any], path: Path) -> None:
 
     figure, axes = panels(1, 2, 11.0, 4.2, sharey=True)
     ran = [row for row in result["methods"] if "points" in row]
-    for axis, place, label in zip(axes[0], (1, 0), ("seconds of its own", "steps"), strict=True):
+    for axis, place, label in zip(axes[0], (1, 0), ("seconds of training", "steps"), strict=True):
         for row in ran:
             trained = row["points"][1:]
             xs, losses = [point[place] for point in trained], [point[2] for point in trained]

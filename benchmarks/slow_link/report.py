@@ -42,7 +42,7 @@ def cells(row: dict[str, Any]) -> list[str]:
 def bound_cells(row: dict[str, Any]) -> list[str]:
     """A comparison's row, in the order of BOUND_HEADINGS."""
     ratio = "" if row["ratio"] is None else f"{row['ratio']:.2f}"
-    names = [row["ours"] or "none arrived", row["theirs"] or "none arrived"]
+    names = [row["ours"] or "none reached it", row["theirs"] or "none reached it"]
     return [row["title"], *names, ratio, f"{row['bound']:g}", holds_text(row["holds"])]
 
 

@@ -53,9 +53,9 @@ class Racer:
         self.slice_seconds: list[float] = []
         self.sent_bytes = 0
         self.seconds = 0.0
-        self._look()
+        self._evaluate()
 
-    def _look(self) -> None:
+    def _evaluate(self) -> None:
         """Evaluates the held-out loss, off the clock."""
         loss = self.entry.held_out_loss(self.task)
         if loss is not None:
@@ -83,7 +83,7 @@ class Racer:
         self.slice_seconds.append(largest(seconds))
         self.seconds += self.slice_seconds[-1]
         self.entry.steps += self.slice_steps
-        self._look()
+        self._evaluate()
 
     def is_done(self, target: float) -> bool:
         """Whether it has reached the loss, failed, or run out of steps."""
@@ -104,9 +104,12 @@ class Racer:
 
 
 def race(racers: list[Racer], report: Reporter) -> float:
-    """Runs all methods side by side until torch DDP has done its steps, then the rest; returns the target.
+    """Runs all methods in turn until torch DDP has done its steps, then the others until they are done.
 
-    Each runs one slice beyond what is quoted: smoothing needs a neighbour.
+    Each runs one slice more than is reported, because smoothing needs a neighbor.
+
+    Returns:
+        The target loss.
     """
     leader = next(racer for racer in racers if racer.entry.name == TARGET_METHOD)
     total = leader.task.steps + leader.slice_steps

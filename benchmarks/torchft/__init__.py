@@ -1,1 +1,1 @@
-"""Replicas under torchft: killed and healed (`--runs`), and step time against torchft's class (`--step-time`)."""
+"""Kills and heals replicas under torchft (`--runs`), or compares step time with torchft's class (`--step-time`)."""

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.torchft`."""
+"""Kill and heal replicas under torchft, or compare step time with torchft's class."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def torchft_version() -> str:
 def main() -> None:
     """Prints a table of runs or step times; exit status 1 if a run failed."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.torchft", description=__doc__)
-    parser.add_argument("--runs", type=int, default=10, help="runs that kill, restart and heal one of two replicas")
+    parser.add_argument("--runs", type=int, default=10, help="runs in which one of two replicas is killed and healed")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--kind", choices=KINDS, default=KINDS[0], help="model; pure: PureDistributedDataParallel")
+    parser.add_argument("--kind", choices=KINDS, default=KINDS[0], help="model; pure is PureDistributedDataParallel")
     parser.add_argument("--step-time", action="store_true", help="compare step time with torchft's class instead")
     parser.add_argument("--steps", type=int, default=60, help="measured steps per class (--step-time)")
     parser.add_argument("--model-mb", type=float, default=25.0, help="MB of gradients (--step-time)")
-    parser.add_argument("--caps", type=float, nargs="*", default=[], help="further bucket_cap_mb values (--step-time)")
+    parser.add_argument("--caps", type=float, nargs="*", default=[], help="more bucket_cap_mb values (--step-time)")
     parser.add_argument("--logs", type=Path, default=Path("build/torchft"))
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()

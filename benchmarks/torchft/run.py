@@ -16,7 +16,7 @@ from benchmarks.torchft.processes import Child, lighthouse
 # Kinds of models: gradients in buckets, compressed buckets, one all-reduce per parameter.
 KINDS = ("buckets", "powersgd", "pure")
 
-_TOGETHER = 20  # minimum of steps that both commit before the kill, and again after it
+_TOGETHER = 20  # minimum number of steps that both commit before the kill, and again after it
 _DEATH_S = 10.0  # for the victim to die
 
 
@@ -113,7 +113,7 @@ def _until_together(child: Child, steps: int, deadline_s: float) -> list[str]:
 
 
 def _until_goes_on(survivor: Child, killed_at: int, killed_s: float, deadline_s: float) -> tuple[int, float]:
-    """The number of discarded steps, and seconds until it committed one without the dead replica."""
+    """The number of discarded steps, and the seconds until it committed one without the dead replica."""
     discarded = 0
     while True:
         words = _next(survivor, "survivor", deadline_s)

@@ -55,7 +55,7 @@ def measure(steps: int, model_mb: float, caps_mb: Sequence[float], logs: Path) -
 
 
 def report(times: dict[str, list[dict[str, float]]]) -> str:
-    """Medians, and medians of the ratios between neighbouring steps."""
+    """Medians, and medians of the ratios between neighboring steps."""
     lines = [f"{'class':>18} {'step ms':>8} {'backward ms':>12} {'step / torchft':>15} {'backward':>9}"]
     for name, steps in times.items():
         step, backward = (statistics.median(t[key] for t in steps) * 1e3 for key in ("step_s", "backward_s"))

@@ -1,4 +1,4 @@
-"""Shared by both benchmarks' command lines; a user's mistake raises an `ArgumentError` of one sentence."""
+"""Shared by both benchmarks' command lines. A user's mistake raises `ArgumentError` with one sentence."""
 
 from __future__ import annotations
 

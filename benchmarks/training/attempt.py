@@ -16,8 +16,8 @@ from benchmarks.training.outer_steps import OuterSteps
 from benchmarks.training.replica import Replica
 from benchmarks.training.tasks import Task
 
-# Share of the timeout of the group of all ranks: a rank left alone in a method's group must time out before the others
-# time out waiting for it.
+# A method's group has this share of the timeout of the group of all ranks: a rank left alone in it must time out before
+# the others time out waiting for that rank.
 GROUP_SHARE = 0.4
 
 

@@ -1,4 +1,4 @@
-"""All methods by name: each wraps a model so that ranks train it together. All functions are collective."""
+"""All methods by name. Each wraps a model so that ranks train it together. All functions are collective."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def _local(module: nn.Module, inner: Any, outer: Any) -> Replica:
 
     def step_bytes() -> int:
         nonlocal counted
-        # The traffic of the last synchronisation; each creates a new object.
+        # The traffic of the last synchronization; each creates a new object.
         before, counted = counted, outer.traffic
         sent: int = 0 if counted is before else counted.wire_bytes
         return sent

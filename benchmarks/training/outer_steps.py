@@ -1,4 +1,4 @@
-"""How often local methods synchronise, and with which outer optimizer. Pure."""
+"""How often local methods synchronize, and with which outer optimizer. Pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class OuterSteps:
-    """Settings of DiLoCo and Streaming DiLoCo; the wire is for DiLoCo, Streaming DiLoCo uses its paper's.
+    """Settings of DiLoCo and Streaming DiLoCo. `wire` is for DiLoCo only; Streaming DiLoCo uses its paper's.
 
     The paper's outer learning rate and momentum, 0.7 and 0.9, are for long runs from trained weights. In a run of a
     dozen outer steps from random weights, that much momentum has not yet taken effect when the run ends.

@@ -23,7 +23,7 @@ DIGITS_PIXELS, DIGITS_CLASSES = 64, 10
 # Held out of the 1,797 digits, in an order independent of the run's seed.
 DIGITS_HELD_OUT = 360
 DIGITS_SPLIT_SEED = 1797
-# Without it the loss becomes so small that a single held-out digit changes it by percents.
+# Without it the loss becomes so small that a single held-out digit changes it by several percent.
 LABEL_SMOOTHING = 0.1
 
 

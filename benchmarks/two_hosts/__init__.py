@@ -1,1 +1,1 @@
-"""`python -m benchmarks.two_hosts`: two emulated hosts behind a slow link, on this one machine."""
+"""`python -m benchmarks.two_hosts`: training steps on two emulated hosts with a slow link between them."""

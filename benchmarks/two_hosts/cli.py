@@ -15,21 +15,21 @@ from torchddp.bench.report import write_document
 from torchddp.harness.command import check_numbers, check_output, make_console, parse_caps, run_app
 from torchddp.harness.variants import TORCHDDP, ArgumentError
 
-HELP = """Time DistributedDataParallel classes over two emulated hosts joined by a slow link.
+HELP = """Compare the speed of DistributedDataParallel classes on two emulated hosts joined by a slow link.
 
-Two network namespaces of this machine with two ranks each, and a rate-limited veth pair between them. Every variant
-steps in turn in one process group. Needs root and the programs ip and tc; leaves nothing behind.
+Two network namespaces on this machine with two ranks each, connected by a rate-limited veth pair. All variants take
+turns in one process group. Needs root and the programs ip and tc; leaves nothing behind.
 
 \b
 Examples:
   python -m benchmarks.two_hosts
       an MLP and a conv net over 1 Gbit/s, about three minutes
   python -m benchmarks.two_hosts --model conv --seconds 10 --caps 5,25
-      one table, quickly
+      a quick run with one table
   python -m benchmarks.two_hosts --rate 10gbit
       a faster link
   python -m benchmarks.two_hosts --transport c10d
-      ours over the process group itself
+      our class over the process group
   python -m benchmarks.two_hosts --json result.json --out benchmarks/results
       keep the numbers, and a plot
 """
@@ -52,10 +52,10 @@ def benchmark(
         list[str] | None,
         typer.Option(help=f"One of {', '.join(CASE.models)}; repeatable. [default: {' and '.join(CASE.quick_models)}]"),
     ] = None,
-    seconds: Annotated[float, typer.Option(help="Time for the timed rounds of each model.")] = 60.0,
+    seconds: Annotated[float, typer.Option(help="Seconds of timed rounds for each model.")] = 60.0,
     rate: Annotated[str, typer.Option(help="Bandwidth of the link, each way, like 500mbit or 2.5gbit.")] = "1gbit",
     transport: Annotated[str, typer.Option(help="The transport= argument of the class under test.")] = AUTO,
-    caps: Annotated[str, typer.Option(help="bucket_cap_mb values of the tuned rows.")] = "1,5,25",
+    caps: Annotated[str, typer.Option(help="bucket_cap_mb of torch's tuned rows, one row per value.")] = "1,5,25",
     ours: Annotated[str, typer.Option(help="The class under test, as a dotted path.")] = TORCHDDP,
     seed: Annotated[int, typer.Option(help="Seed of weights, data and the order of the steps.")] = 0,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write everything to this file.")] = None,

@@ -28,7 +28,7 @@ def worker_command(host: Host, worker: str, descriptor: int) -> list[str]:
 
 
 def worker_environment() -> dict[str, str]:
-    """Points gloo to the slow link and passes our import path on: a rank may have to load one of the user's classes."""
+    """Points gloo to the slow link and passes on our import path, so that ranks can load the user's classes."""
     # Addresses in a namespace have no names: silence the warnings and shorten DNS lookups, which no server answers.
     quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR", "RES_OPTIONS": "attempts:1 timeout:1"}
     path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
@@ -52,7 +52,7 @@ def launch_on_hosts(
     ranks_per_host: int = RANKS_PER_HOST,
     environment: Mapping[str, str] | None = None,
 ) -> Any:
-    """Run the job on fresh processes, each on its host and in the module `worker`, and return rank 0's results."""
+    """Run the module `worker` in a new process per rank, each on its host; return rank 0's results."""
     init_method = f"tcp://{hosts[0].address}:{STORE_PORT}"
     full_environment = {**worker_environment(), **(environment or {})}
     processes: list[subprocess.Popen[bytes]] = []

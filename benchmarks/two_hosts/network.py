@@ -31,7 +31,7 @@ _CLEAN_UP = 'cat > /dev/null; for name; do ip netns del "$name"; done'
 
 
 class NoNetworkError(ArgumentError):
-    """This machine, or this user, cannot have the emulated network; the message is one sentence."""
+    """The emulated network can't be created on this machine or by this user. The message is one sentence."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def parse_rate(text: str) -> int:
     found = re.fullmatch(r"(\d+(?:\.\d+)?)(mbit|gbit)", text.strip().lower())
     rate = round(float(found[1]) * _UNITS[found[2]]) if found else 0
     if not MIN_RATE <= rate <= MAX_RATE:
-        raise ArgumentError(f"--rate wants 10mbit to 100gbit, like 500mbit or 2.5gbit, not '{text}'.")
+        raise ArgumentError(f"--rate must be 10mbit to 100gbit, like 500mbit or 2.5gbit, not '{text}'.")
     return rate
 
 
@@ -81,7 +81,7 @@ def setup_commands(hosts: Sequence[Host], rate: int) -> list[list[str]]:
             ["ip", "-n", host.namespace, "link", "set", "lo", "up"],
             ["ip", "-n", host.namespace, "link", "set", INTERFACE, "up"],
         ]
-    # Entering a namespace, with its own /sys, may be forbidden even where creating one is allowed.
+    # Fails early if entering a namespace with its own /sys is forbidden, even though creating one is allowed.
     commands += [inside(host.namespace, ["cat", tx_bytes_path()]) for host in hosts]
     return commands
 

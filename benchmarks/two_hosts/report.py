@@ -49,7 +49,7 @@ def _crossings(result: dict[str, Any], row: dict[str, Any]) -> str:
 
 
 def verdict(result: dict[str, Any]) -> Text:
-    """Ours against torch's best and against our bound, and how often each byte crosses the link."""
+    """Our ratio to torch's best, compared with our bound, and how often each byte crosses the link."""
     ours = our_row(result)
     best = next(row for row in result["variants"] if row["name"] == result["best_torch"])
     transport = f"transport {result['transport']} · " if result["transport"] else ""
@@ -69,19 +69,19 @@ def footnotes(document: dict[str, Any]) -> Iterable[Text]:
     yield Text(
         f"Two network namespaces with two ranks each, joined by a link of {rate_text(rate)} each way. tuned: "
         "gradient_as_bucket_view, batched_grad_copy, static_graph, and the given bucket_cap_mb. exposed: the step "
-        "minus the local step near it. Ratios are of whole steps, per round. sent: bytes that each host sent over the "
-        "link in one step, headers and acknowledgements included.",
+        "minus a nearby step without DDP. Ratios are of whole steps, per round. sent: bytes that each host sent over "
+        "the link in one step, headers and acknowledgements included.",
         style="dim",
     )
     yield from origin(document)
     ranks = max(result["world_size"] for result in document["results"])
     if machine["cores"] < ranks:
         yield Text(
-            f"{ranks} ranks share {machine['cores']} cores: computing takes longer than on two real hosts.",
+            f"{ranks} ranks share {machine['cores']} cores: computation takes longer than on two real hosts.",
             style="yellow",
         )
     if machine["load_average_1min"] > machine["cores"] / 2:
-        yield Text("Other programs kept the machine busy when the run started: expect wide spreads.", style="yellow")
+        yield Text("Other programs were using the machine when the run started: expect wide spreads.", style="yellow")
 
 
 def render(document: dict[str, Any]) -> RenderableType:

@@ -18,13 +18,13 @@ def main_of(benchmark: str):
 @pytest.mark.parametrize(
     ("benchmark", "arguments", "words"),
     [
-        ("chaos", "--trials 5 --only 5", "--only wants a trial's number, 0 to 4, not 5"),
-        ("checks", "--every 0", "--every wants 1 or more"),
+        ("chaos", "--trials 5 --only 5", "--only must be a trial's number, 0 to 4, not 5"),
+        ("checks", "--every 0", "--every must be at least 1"),
         ("compress", "--format int9", "no format 'int9'"),
         ("convergence", "--methods int8,magic", "--methods: there is no 'magic'; choose from uncompressed"),
         ("gpu", "--part nope", "There is no part 'nope'; choose from models, pack,"),
-        ("host_model", "--ranks 1", "--ranks wants 2 to 256, not 1."),
-        ("links", "--rate fast", "--rate wants"),
+        ("host_model", "--ranks 1", "--ranks must be 2 to 256, not 1."),
+        ("links", "--rate fast", "--rate must be"),
         ("sharded", "--variants nothing", "--variants: there is no 'nothing'"),
         ("slow_link", "--show /nowhere/x.json", "--show: '/nowhere/x.json' is not the JSON of a run"),
         ("two_hosts", "--bogus", "; see python -m benchmarks.two_hosts --help."),

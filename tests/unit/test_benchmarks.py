@@ -115,7 +115,7 @@ def test_a_report_fits_its_columns_and_has_a_date_and_a_verdict(columns: int) ->
     for words in (*names, "p50 [p25..p75]", "0.80 [0.80..0.80]", "2030-01-02 03:04 UTC"):
         assert words in text
     assert text.count("2.50 @1") == 3 and "0.95 met" in text and "0.95 missed" in text
-    verdict = "torchddp is faster than torch's best row in 2 of 3 comparisons, slower in 1, and within the noise in 0."
+    verdict = "torchddp is faster than torch's best row in 2 of 3 comparisons, slower in 1, and within noise in 0."
     assert verdict in " ".join(text.split())
     text = printed(report.render(document(step_time(), overlap(), startup(), scaling())), columns)
     for words in ("0.75 [0.75..0.75]", "1 (torch's best)", "75% [75%..75%]", "0.33 [0.33..0.33]", "4*", "42%"):
@@ -153,13 +153,13 @@ def test_saved_results_are_split_by_case_and_read_back(tmp_path: Path) -> None:
     ("arguments", "words"),
     [
         (["--case", "nope"], "There is no case 'nope'; choose from step_time, overlap, collective, startup, memory, "),
-        (["--world-size", "1"], "--world-size 1: the case overlap needs 2 ranks or more"),
-        (["--case", "scaling", "--world-sizes", "2,4"], "--world-sizes wants 1, for efficiency is relative to one"),
+        (["--world-size", "1"], "--world-size 1: the case overlap needs at least 2 ranks"),
+        (["--case", "scaling", "--world-sizes", "2,4"], "--world-sizes must include 1, to which efficiency"),
         (["--case", "memory", "--world-sizes", "1,2"], "--world-sizes is for the case scaling"),
         (["--op", "nope"], "There is no collective 'nope'; choose from all_reduce, broadcast, all_gather"),
         (["--case", "memory", "--op", "broadcast"], "--op is for the case collective; add --case collective."),
         (["--op", "broadcast", "--peers"], "--peers compares all_reduce only"),
-        (["--case", "collective", "--model", "gpt"], "--model: the case collective has no models."),
+        (["--case", "collective", "--model", "gpt"], "--model: collective takes no model."),
         (["--model", "nope"], "There is no model 'nope'; choose from small, mlp, gpt, conv, resnet50, gpt2, llama, or"),
         (["--seconds", "nan"], "above 0 and at most 3600, not nan."),
         (["--world-size", "0"], "--world-size must be 1 to 64, not 0."),

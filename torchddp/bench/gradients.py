@@ -1,4 +1,4 @@
-"""The cases `exposed` and `per_param`: what a class adds to forward and backward, and whether our goals are met."""
+"""The cases `exposed` and `per_param`: what a class adds to forward and backward, compared with our goals."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from torchddp.harness.tables import number, plain_table, ratio_text
 from torchddp.harness.variants import Variant
 
 PER_PARAM_UNIT = "us/param"
-# With a larger share of rounds in which noise exceeded torch's cost, the goal is called unclear.
+# The goal is "unclear" if noise exceeded torch's cost in more than this share of the rounds.
 MAX_ODD_SHARE = 0.1
 
 
-def _course(case: BenchCase, settings: Settings, display: Display) -> list[dict[str, Any]]:
+def _run(case: BenchCase, settings: Settings, display: Display) -> list[dict[str, Any]]:
     return one_launch(partial(timed_result, case), case, settings, display)
 
 
 def costs(case: Case, variants: Sequence[Variant], step_ms: np.ndarray, parameters: int) -> np.ndarray:
-    """[variant, round] of what each wrapper adds to the local step around its round, in the case's unit."""
+    """What each wrapper adds to the bare model's step near its round: [variant, round], in the case's unit."""
     added = added_ms(variants, step_ms)
     return added * 1000.0 / parameters if case.unit == PER_PARAM_UNIT else added
 
@@ -50,13 +50,13 @@ def timed_result(case: Case, variants: Sequence[Variant], raw: dict[str, Any], w
         unit=case.unit,
         rounds=int(step_ms.shape[1]),
         best_torch=best,
-        # Set for the models of the case, not for any model.
+        # Goals are set for the case's own models only.
         goal_ratio=case.goal_ratio if raw["model"] in case.models else None,
     )
 
 
 def timed_table(result: dict[str, Any]) -> Table:
-    """One model: every variant with its step, its cost and its ratio to torch's best."""
+    """One model: each variant's step, cost and ratio to torch's best."""
 
     def cells(row: dict[str, Any]) -> list[str | Text]:
         times = [row["step_ms"], *([row["cost"]] if "cost" in row else [])]
@@ -74,7 +74,7 @@ def timed_table(result: dict[str, Any]) -> Table:
 
 
 def our_row(result: dict[str, Any]) -> dict[str, Any]:
-    """The class under test: its first row, which is the one that was not tuned."""
+    """The first row of the class under test: the one without tuned options."""
     found: dict[str, Any] = next(row for row in result["variants"] if row["role"] == "ours")
     return found
 
@@ -84,7 +84,7 @@ def goal_text(result: dict[str, Any]) -> Text:
 
 
 def verdict_text(goal: float | None, ratio: dict[str, Any]) -> Text:
-    """Whether the goal, if there is one, is met, missed, or within the noise (the median's 95% interval holds it)."""
+    """Whether the goal is met, missed, or unclear (it lies in the median's 95% interval); empty without a goal."""
     if goal is None:
         return Text("")
     if ratio["odd_rounds"] > MAX_ODD_SHARE * ratio["rounds"]:
@@ -99,7 +99,7 @@ def verdict_text(goal: float | None, ratio: dict[str, Any]) -> Text:
 
 def summary_table(results: Sequence[dict[str, Any]]) -> Table:
     columns = ("torch\ndefault", "torch best\n@ cap MiB", "ours", "ours / torch best\np50 [p25..p75]")
-    title = "Summary: cost of ours against torch's best (per_param in us, exposed in ms)"
+    title = "Summary: our cost compared with torch's best (per_param in us, exposed in ms)"
     table = plain_table(title, "case", *columns, second="model", optional=("torch\ndefault", "ours"))
     table.add_column("goal", no_wrap=True)
     for result in results:
@@ -126,18 +126,19 @@ def summaries(results: Sequence[dict[str, Any]]) -> list[Table]:
 
 PER_PARAM = BenchCase(
     name="per_param",
-    title="cost per parameter (DDP step minus the same step without DDP, divided by the parameters)",
+    title="cost per parameter (DDP step minus the same step without DDP, divided by the number of parameters)",
     models=("small",),
     quick_models=("small",),
     default_world_size=1,
     unit=PER_PARAM_UNIT,
     goal_ratio=0.15,
     measure=time_model,
-    course=_course,
+    run=_run,
     table=timed_table,
     draw=draw_bars,
     note=(
-        "A cost is the step minus the local step near it; a ratio is per round; both are then medians over the rounds."
+        "cost: the step minus a nearby step without DDP. Costs and ratios are taken per round; the table shows their "
+        "medians."
     ),
 )
 EXPOSED = replace(

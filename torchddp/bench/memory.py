@@ -1,4 +1,4 @@
-"""The case `memory`: the peak resident set of each variant, in processes of its own."""
+"""The case `memory`: the peak resident set of each variant, measured in its own processes."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from torchddp.harness.tables import MB
 from torchddp.harness.variants import Role, Variant
 
 MEASURED_STEPS = 5
-# glibc keeps freed blocks below its (growing) threshold; pinned low, every gradient is its own mapping and the
-# resident set shows what is held, not what was once held.
+# glibc keeps freed blocks smaller than its threshold, which grows. With a low, fixed threshold every gradient is its
+# own mapping, so the resident set shows only memory still in use.
 ALLOCATOR_ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "65536"}
 
 
 def reset_peak() -> bool:
-    """Start the kernel's high-water mark anew; False where that is not allowed."""
+    """Reset the kernel's high-water mark; return False if that is not allowed."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
@@ -39,7 +39,7 @@ def reset_peak() -> bool:
 
 
 def parse_bytes(text: str, key: str) -> int:
-    """The kB line `key` of a /proc/<pid>/status or smaps_rollup text, in bytes. ValueError without one."""
+    """Parse the kB line `key` of /proc/<pid>/status or smaps_rollup, in bytes. Raises ValueError if there is none."""
     for line in text.splitlines():
         if line.startswith(f"{key}:"):
             return int(line.split()[1]) * 1024
@@ -54,17 +54,17 @@ def _peak_rss_bytes() -> int:
 
 
 def pay_fixed_costs() -> None:
-    """Make this process what any process with a DDP model is."""
-    # The first DDP of a process imports a part of torch and starts threads, far more than a small model's gradients.
-    # Every variant pays for it, the one without DDP too, so that the difference is what grows with the model.
+    """Pay the one-time cost of a process's first DDP model."""
+    # The first DDP of a process imports parts of torch and starts threads, which take far more memory than a small
+    # model's gradients. All variants pay for this, even the one without DDP, so that it cancels out.
     tiny = nn.parallel.DistributedDataParallel(nn.Linear(1, 1))
     tiny(torch.ones(1, 1)).sum().backward()
 
 
 def measure_memory(job: Job, model_name: str, _report: Report) -> dict[str, Any]:
-    """Peak resident bytes over a few steady steps, and the distinct bytes that `.grad` holds after them.
+    """The peak resident bytes over a few steady steps, and the distinct bytes that `.grad` holds after them.
 
-    A launch holds one variant only: which gradients are right is checked by the cases that hold them all.
+    Does not check gradients, since a launch has only one variant; other cases do.
     """
     pay_fixed_costs()
     (runner,) = build_runners(job, model_name)
@@ -86,8 +86,8 @@ def measure_memory(job: Job, model_name: str, _report: Report) -> dict[str, Any]
     }
 
 
-def _course(case: BenchCase, settings: Settings, display: Display) -> list[dict[str, Any]]:
-    """Each variant in processes of its own: what one leaves behind must not count for the next."""
+def _run(case: BenchCase, settings: Settings, display: Display) -> list[dict[str, Any]]:
+    """Launch each variant separately, so that leftovers of one do not count for the next."""
     job = settings.job_of(case)
     raws: dict[str, list[dict[str, Any]]] = {model: [] for model in job.models}
     launches = [(model, variant) for model in job.models for variant in job.variants]
@@ -99,7 +99,7 @@ def _course(case: BenchCase, settings: Settings, display: Display) -> list[dict[
 
 
 def memory_result(variants: Sequence[Variant], raws: Sequence[dict[str, Any]], world_size: int) -> dict[str, Any]:
-    """The result of one model: peaks, and what each wrapper holds beyond the bare model."""
+    """The result of one model: peaks, and each wrapper's excess over the bare model."""
     local = next(raw for variant, raw in zip(variants, raws, strict=True) if variant.role is Role.LOCAL)
     rows = []
     for variant, raw in zip(variants, raws, strict=True):
@@ -110,7 +110,7 @@ def memory_result(variants: Sequence[Variant], raws: Sequence[dict[str, Any]], w
                 "peak_rss_bytes": raw["peak_rss_bytes"],
                 "grad_storage_bytes": raw["grad_storage_bytes"],
                 "extra_bytes": extra_bytes,
-                # 1.0 means: a whole second copy of the gradients.
+                # 1.0 means one whole additional copy of the gradients.
                 "extra_gradient_copies": extra_bytes / local["gradient_bytes"],
             }
         )
@@ -123,7 +123,7 @@ def memory_table(result: dict[str, Any]) -> Table:
         held = ["", ""] if row["role"] == "local" else extra
         return [f"{row['peak_rss_bytes'] / MB:.1f}", *held, f"{row['grad_storage_bytes'] / MB:.1f}"]
 
-    columns = ("peak\nMB", "beyond no DDP\nMB", "in copies of\nthe gradients", "held by .grad\nMB")
+    columns = ("peak\nMB", "more than\nno DDP, MB", "in copies of\nthe gradients", "held by .grad\nMB")
     return variants_table(result, columns, cells)
 
 
@@ -134,14 +134,14 @@ CASE = BenchCase(
     quick_models=("mlp",),
     unit="MB",
     caps_mb=ONE_CAP_MB,
-    # Bucket size hardly matters here, and each row is a launch of its own.
+    # Bucket size hardly matters here, and each row costs a launch.
     takes_caps=False,
     measure=measure_memory,
-    course=_course,
+    run=_run,
     table=memory_table,
-    draw=partial(draw_bars, key="extra_bytes", label="MB beyond no DDP"),
+    draw=partial(draw_bars, key="extra_bytes", label="MB more than no DDP"),
     note=(
-        "memory: resident set of the largest rank, each variant in its own processes. Beyond no DDP: buckets, the "
-        "transport's own buffers, and gradients alive beside their bucket."
+        "memory: resident set of the largest rank, each variant in its own processes. More than no DDP: buckets, the "
+        "transport's buffers, and gradients that exist in addition to their bucket."
     ),
 )

@@ -1,4 +1,4 @@
-"""The case `overlap`: how much of the communication hides behind the computation."""
+"""The case `overlap`: how much of the communication is hidden behind computation."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ if TYPE_CHECKING:
 
 
 class Recorded(tuple[Tensor, ...]):
-    """Gradients that all copies of a module share."""
+    """Gradients that deep copies of a module share."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Recorded:
         return self
 
 
 class _HandOut(torch.autograd.Function):
-    """All gradients at one moment: no computation is left that a reduction could hide behind."""
+    """Its backward returns all gradients at once, leaving no computation to hide a reduction behind."""
 
     @staticmethod
     def forward(ctx: Any, gradients: Recorded, *parameters: Tensor) -> Tensor:
@@ -53,12 +53,12 @@ class _HandOut(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, _loss: Tensor) -> tuple[Tensor | None, ...]:
-        # Copies, as a computed gradient is memory of its own, which autograd may give away.
+        # Cloned because a computed gradient owns its memory, which autograd may hand over to `.grad`.
         return None, *(gradient.clone() for gradient in ctx.gradients)
 
 
 class Replay(nn.Module):
-    """The trainable parameters and the buffers of a model, with the gradients they had."""
+    """A model's trainable parameters and buffers with recorded gradients, and no computation."""
 
     def __init__(self, model: nn.Module, gradients: Iterable[Tensor]) -> None:
         super().__init__()
@@ -73,15 +73,15 @@ class Replay(nn.Module):
 
 @dataclass
 class ReplayRunner(Runner):
-    """A variant around a model that computes nothing."""
+    """A variant that wraps a `Replay`."""
 
     def step(self, batch: Any, world_size: int = 1) -> float:
-        """As any step, but there is no batch."""
+        """A step as in `Runner`, ignoring the batch."""
         return super().step((), world_size)
 
 
 def build_replays(job: Job, runners: Sequence[Runner]) -> list[ReplayRunner]:
-    """Every variant again, around a replay of the gradients that the bare model has on this rank."""
+    """Build every variant around a replay of the bare model's current gradients on this rank."""
     local = next(runner for runner in runners if runner.variant.role is Role.LOCAL)
     original = Replay(local.module, (gradient for _, gradient in local.gradients()))
     modules = wrap_copies(original, job.variants, lambda cls, module, options: cls(module, **options))
@@ -89,7 +89,7 @@ def build_replays(job: Job, runners: Sequence[Runner]) -> list[ReplayRunner]:
 
 
 def time_overlap(job: Job, model_name: str, report: Report) -> dict[str, Any]:
-    """Steps and replays of all variants, after their gradients proved equal. The same dict on every rank."""
+    """Time steps and replays of all variants after checking their gradients. Returns the same dict on every rank."""
     batch, other_batch = two_batches(job, model_name)
     runners = build_runners(job, model_name)
     warm_up(runners, batch, job)
@@ -111,7 +111,7 @@ def time_overlap(job: Job, model_name: str, report: Report) -> dict[str, Any]:
 
 
 def hidden_share(exposed_ms: np.ndarray, comm_ms: np.ndarray) -> dict[str, Any]:
-    """1 - exposed/comm, round by round; below 0 and above 1 where noise, or the machine, made it so."""
+    """1 - exposed/comm per round; noise can take it below 0 or above 1."""
     ratio = paired_ratio(exposed_ms, comm_ms).to_dict()
     mirrored = {"q25": "q75", "q75": "q25", "ci95_low": "ci95_high", "ci95_high": "ci95_low"}
     shares = {key: ratio[mirrored.get(key, key)] for key in ratio if key not in ("rounds", "odd_rounds")}
@@ -134,14 +134,14 @@ def overlap_result(variants: Sequence[Variant], raw: dict[str, Any], world_size:
 
 
 def hidden_text(hidden: dict[str, Any]) -> str:
-    """'86% [80%..91%]', within 0 and 100%; '?' where the reduction alone cost nothing."""
+    """'86% [80%..91%]', clipped to 0 and 100%; '?' if the reduction alone cost nothing."""
     values = (hidden[key] for key in ("median", "q25", "q75"))
     median, q25, q75 = ("?" if value is None else f"{100 * min(max(value, 0.0), 1.0):.0f}%" for value in values)
     return f"{median} [{q25}..{q75}]"
 
 
 def overlap_table(result: dict[str, Any]) -> Table:
-    """Every variant: its step, what of it is exposed, what there was to hide, and the share that was hidden."""
+    """Each variant's step, its exposed part, the communication alone, and the share of it that was hidden."""
 
     def cells(row: dict[str, Any]) -> list[str | Text]:
         step = number(row["step_ms"]["median"])
@@ -155,7 +155,7 @@ def overlap_table(result: dict[str, Any]) -> Table:
 
 
 def draw_overlap(results: Sequence[dict[str, Any]]) -> Figure:
-    """One panel per model: per variant a pale bar, communication alone, and a full one, the exposed part."""
+    """One panel per model, with a pale bar for a variant's communication alone and a solid bar for the exposed part."""
     figure = draw_bars(results, "exposed_ms", "communication, ms", height=0.4)
     for axis, result in zip(figure.axes, results, strict=True):
         _, roles, heights, *_ = zip(*bars(result, "comm_ms"), strict=True)
@@ -166,20 +166,20 @@ def draw_overlap(results: Sequence[dict[str, Any]]) -> Figure:
 
 CASE = BenchCase(
     name="overlap",
-    title="how much of the communication hides behind the computation",
+    title="how much of the communication is hidden behind computation",
     models=("gpt",),
     quick_models=("mlp",),
     seconds=15.0,
     caps_mb=ONE_CAP_MB,
     min_world_size=2,
     measure=time_overlap,
-    course=partial(one_launch, overlap_result),
+    run=partial(one_launch, overlap_result),
     table=overlap_table,
     draw=draw_overlap,
     note=(
-        "overlap: compute is the bare model's step (forward and backward) and exposed what the class adds to it. comm "
-        "alone is what the class adds to a step without computation, whose backward hands out the same gradients all "
-        "at once: hooks, packing and reduction with nothing to hide behind. hidden: 1 - exposed / comm alone, per "
-        "round; beyond 0 or 100% it is shown as these, and kept as it is in JSON."
+        "overlap: compute is the bare model's step (forward and backward); exposed is what the class adds to it. comm "
+        "alone is what the class adds to a step without computation, whose backward returns the same gradients all at "
+        "once: hooks, packing and reduction with nothing to hide behind. hidden: 1 - exposed / comm alone, per round; "
+        "the table clips it to 0 and 100%, JSON does not."
     ),
 )

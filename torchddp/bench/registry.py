@@ -1,4 +1,4 @@
-"""The cases there are, and what can be asked of them. A user's mistake is an `ArgumentError`."""
+"""All cases, and checks of the options that choose them. A user's mistake raises `ArgumentError`."""
 
 from __future__ import annotations
 
@@ -28,29 +28,29 @@ CASES: dict[str, BenchCase] = {
 
 
 def parse_world_sizes(text: str) -> tuple[int, ...]:
-    """'1,4,2' -> (1, 2, 4); 1 must be among them: efficiency is relative to it."""
+    """'1,4,2' -> (1, 2, 4). 1 must be among them, since efficiency is relative to one rank."""
     try:
         sizes = sorted({int(part) for part in text.split(",")})
     except ValueError:
         raise ArgumentError(
-            f"--world-sizes wants numbers of ranks separated by commas, like 1,2,4, not '{text}'."
+            f"--world-sizes must be numbers of ranks separated by commas, like 1,2,4, not '{text}'."
         ) from None
     if not 1 <= sizes[0] <= sizes[-1] <= MAX_WORLD_SIZE:
-        raise ArgumentError(f"--world-sizes wants 1 to {MAX_WORLD_SIZE} ranks, not '{text}'.")
+        raise ArgumentError(f"--world-sizes must be 1 to {MAX_WORLD_SIZE} ranks, not '{text}'.")
     if sizes[0] != 1 or len(sizes) < 2:
-        raise ArgumentError(f"--world-sizes wants 1, for efficiency is relative to one rank, and more, not '{text}'.")
+        raise ArgumentError(f"--world-sizes must include 1, to which efficiency is relative, and more, not '{text}'.")
     return tuple(sizes)
 
 
 def check_names(cases: Sequence[str], models: Sequence[str]) -> tuple[str, ...]:
-    """The cases to run; an unknown case or model, or models for cases without any, is an `ArgumentError`."""
+    """The cases to run. Raises `ArgumentError` for an unknown case or model, or a model where no case takes one."""
     for case in cases:
         if case not in CASES and case != ALL:
             raise ArgumentError(f"There is no case '{case}'; choose from {', '.join(CASES)}, {ALL}.")
     chosen = tuple(CASES) if ALL in cases else tuple(dict.fromkeys(cases)) or DEFAULT_CASES
     with_models = tuple(case for case in chosen if CASES[case].models)
     if models and not with_models:
-        raise ArgumentError(f"--model: the case {', '.join(chosen)} has no models.")
+        raise ArgumentError(f"--model: {', '.join(chosen)} takes no model.")
     for model in models:
         check_model_name(model)
     # With --model, only the cases that have models.
@@ -60,7 +60,7 @@ def check_names(cases: Sequence[str], models: Sequence[str]) -> tuple[str, ...]:
 def check_operations(
     cases: Sequence[str], models: Sequence[str], operations: Sequence[str], peers: bool = False
 ) -> tuple[Sequence[str], tuple[str, ...]]:
-    """The cases asked for and the collectives to time; with --op or --peers alone, that case alone."""
+    """The requested cases and the collectives to time. --op or --peers without --case selects `collective`."""
     for operation in operations:
         if operation not in OPERATIONS:
             raise ArgumentError(f"There is no collective '{operation}'; choose from {', '.join(OPERATIONS)}.")
@@ -70,21 +70,21 @@ def check_operations(
     if (operations or peers) and not {"collective", ALL} & set(cases):
         raise ArgumentError(f"{option} is for the case collective; add --case collective.")
     if peers and set(operations) - {"all_reduce"}:
-        raise ArgumentError("--peers compares all_reduce only: leave out the other --op.")
+        raise ArgumentError("--peers compares all_reduce only: leave out the other --op values.")
     return cases, tuple(dict.fromkeys(operations)) or ("all_reduce",)
 
 
 def check_ranks(cases: Sequence[str], world_size: int | None, world_sizes: Sequence[int]) -> None:
-    """ArgumentError if a case cannot run with so many ranks."""
+    """Raise `ArgumentError` if a case cannot run with this many ranks."""
     if world_sizes and "scaling" not in cases:
         raise ArgumentError("--world-sizes is for the case scaling; add --case scaling.")
     if world_size is None:
         return
     if tuple(cases) == ("scaling",):
-        raise ArgumentError("--world-size is for the other cases: scaling wants --world-sizes, like 1,2,4.")
+        raise ArgumentError("--world-size does not apply to scaling: use --world-sizes, like 1,2,4.")
     for case in cases:
         if world_size < CASES[case].min_world_size:
             raise ArgumentError(
-                f"--world-size {world_size}: the case {case} needs {CASES[case].min_world_size} ranks or more; "
+                f"--world-size {world_size}: the case {case} needs at least {CASES[case].min_world_size} ranks; "
                 "choose other cases with --case."
             )

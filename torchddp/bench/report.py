@@ -1,4 +1,4 @@
-"""The report of a run: in the terminal, as a page, and as files. Made of its document only."""
+"""The report of a run, for the terminal, as an HTML page and as files. Depends on the run's document only."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torchddp.harness.plots import figure_png
 from torchddp.harness.tables import ratio_sign
 from torchddp.harness.variants import TORCHDDP
 
-TUNED_NOTE = "tuned: gradient_as_bucket_view, batched_grad_copy, static_graph, and the bucket_cap_mb named."
+TUNED_NOTE = "tuned: gradient_as_bucket_view, batched_grad_copy, static_graph, and the given bucket_cap_mb (cap)."
 
 SavePlot = Callable[[Sequence[dict[str, Any]], Path], None]
 
@@ -33,7 +33,7 @@ def results_of(document: dict[str, Any], case: str) -> list[dict[str, Any]]:
 
 
 def case_notes(document: dict[str, Any]) -> Iterable[str]:
-    """What each case of the run means, once."""
+    """The notes on the run's cases, without duplicates."""
     cases = [CASES[name] for name in case_names(document)]
     if any(case.models for case in cases):
         yield TUNED_NOTE
@@ -41,7 +41,7 @@ def case_notes(document: dict[str, Any]) -> Iterable[str]:
 
 
 def verdict(document: dict[str, Any]) -> str:
-    """The run in a sentence: in how many comparisons the class under test is faster than torch's best row."""
+    """A one-sentence summary: in how many comparisons the class under test is faster than torch's best row."""
     groups = [group for result in document["results"] for group in (result, *result.get("sizes", ()))]
     rows = [row for group in groups for row in group.get("variants", ()) if row["role"] == "ours"]
     ratios = [row["ratio_to_best_torch"] for row in rows if row.get("ratio_to_best_torch")]
@@ -51,19 +51,19 @@ def verdict(document: dict[str, Any]) -> str:
     subject = "torchddp" if document["settings"].get("ours", TORCHDDP) == TORCHDDP else "The class under test"
     return (
         f"{subject} is faster than torch's best row in {signs[-1]} of {len(ratios)} comparison"
-        f"{'s' if len(ratios) > 1 else ''}, slower in {signs[1]}, and within the noise in {signs[0]}."
+        f"{'s' if len(ratios) > 1 else ''}, slower in {signs[1]}, and within noise in {signs[0]}."
     )
 
 
 def warnings(document: dict[str, Any]) -> Iterable[str]:
-    """Why these numbers should not be quoted as they are."""
+    """Reasons not to quote these numbers as they are."""
     machine = document["machine"]
     if any(_odd_share(result) > MAX_ODD_SHARE for result in document["results"]):
-        yield f"In over {MAX_ODD_SHARE:.0%} of a table's rounds noise exceeded torch's cost: its ratio is uncertain."
+        yield f"In over {MAX_ODD_SHARE:.0%} of a table's rounds, noise exceeded torch's cost; its ratios are uncertain."
     if machine["load_average_1min"] > machine["cores"] / 2:
-        yield "Other programs kept the machine busy when the run began: expect wide spreads."
+        yield "Other programs were using the machine when the run started: expect wide spreads."
     if document["settings"]["quick"]:
-        yield "--quick is a smoke test: few rounds, fewer caps and sizes. Do not quote it."
+        yield "--quick is a smoke test with few rounds, bucket sizes and message sizes. Do not quote its numbers."
 
 
 def _odd_share(result: dict[str, Any]) -> float:
@@ -89,7 +89,7 @@ def case_section(document: dict[str, Any], name: str) -> Section:
     blocks: list[Block] = []
     for result in results:
         blocks += table_blocks(case.table(result))
-    # It shows nothing that the tables above do not have.
+    # The alternative text can be short: the tables above have all of the plot's numbers.
     described = f"Plot of the case {name}: {', '.join(row_names(results))}"
     blocks += [PagePlot(figure_png(case.draw(results)), described), case.note]
     if case.models:
@@ -98,14 +98,14 @@ def case_section(document: dict[str, Any], name: str) -> Section:
 
 
 def row_names(results: Iterable[dict[str, Any]]) -> list[str]:
-    """What the plot compares, each once."""
+    """The names that the plot compares, without duplicates."""
     groups = [group for result in results for group in (result, *result.get("sizes", ()))]
     rows = [row for group in groups for row in group.get("variants") or group.get("implementations") or ()]
     return list(dict.fromkeys(row["name"] for row in rows))
 
 
 def write_report(document: dict[str, Any], path: Path) -> None:
-    """Write the page of a run's document; the document itself is kept in it, as JSON."""
+    """Write a run's document as an HTML page, which also embeds the document as JSON."""
     sections = [case_section(document, case) for case in case_names(document)]
     for table in summaries(document["results"]):
         sections.append(Section("Summary", list(table_blocks(table))))
@@ -121,15 +121,15 @@ def write_report(document: dict[str, Any], path: Path) -> None:
 
 
 def save_plot(results: Sequence[dict[str, Any]], path: Path) -> None:
-    """The plot of one case, as a file; a plot of costs for cases of other commands."""
+    """Write the plot of one case to a file; cases of other commands get a bar plot of costs."""
     case = CASES.get(results[0]["case"])
     path.write_bytes(figure_png((case.draw if case else draw_bars)(results), dpi=150))
 
 
 def save_results(document: dict[str, Any], folder: Path, own_plots: Mapping[str, SavePlot] | None = None) -> list[Path]:
-    """Write <date>-<case>-<machine>.json and .png for each case; the paths written.
+    """Write <date>-<case>-<machine>.json and .png for each case; return the paths.
 
-    `own_plots`: by case, for cases of other commands.
+    `own_plots` maps cases of other commands to the functions that plot them.
     """
     folder.mkdir(parents=True, exist_ok=True)
     written = []
@@ -150,7 +150,7 @@ def write_document(
     console: Console,
     own_plots: Mapping[str, SavePlot] | None = None,
 ) -> None:
-    """Keep the numbers where --json and --out said."""
+    """Write the document to the file of --json and the folder of --out, where given."""
     if json_path is not None:
         write_json(json_path, document)
         console.print(f"wrote {json_path}", soft_wrap=True, highlight=False, markup=False)

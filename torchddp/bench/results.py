@@ -1,4 +1,4 @@
-"""What the results of several cases have in common: their rows, their tables and their bars."""
+"""Rows, tables and bar plots shared by the results of several cases."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from torchddp.harness.variants import Role, Variant
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Rounds on either side whose local steps count too: near enough to follow the machine's drift, and enough of them that
-# the noise of one local step does not end up in every cost of its round.
+# Rounds on either side that the median of the local step includes: few enough to follow the machine's drift, enough to
+# keep the noise of a single local step out of all costs of its round.
 LOCAL_HALF_WINDOW = 4
-# The columns that go first on a narrow terminal.
+# Columns to drop on a narrow terminal, in this order.
 NARROW_WITHOUT = (
     "step\np99",
     "step\np90",
@@ -59,7 +59,7 @@ def model_result(
 def variants_table(
     result: dict[str, Any], columns: Sequence[str], cells: Callable[[dict[str, Any]], Sequence[str | Text]]
 ) -> Table:
-    """A line for each variant; `cells`: those after its name."""
+    """A table with a row per variant; `cells` returns the cells after the name."""
     rounds = f", {result['rounds']} rounds" if "rounds" in result else ""
     optional = [heading for heading in NARROW_WITHOUT if heading in columns]
     table = plain_table(f"{result['case']} · {size_text(result)}{rounds}", "variant", *columns, optional=optional)
@@ -69,14 +69,14 @@ def variants_table(
 
 
 def added_ms(variants: Sequence[Variant], step_ms: np.ndarray) -> np.ndarray:
-    """[variant, round] of what each wrapper adds to the local step around its round, in ms."""
+    """What each wrapper adds to the local step near its round: [variant, round], in ms."""
     local = next(index for index, variant in enumerate(variants) if variant.role is Role.LOCAL)
     added: np.ndarray = step_ms - running_median(step_ms[local], LOCAL_HALF_WINDOW)
     return added
 
 
 def best_torch(variants: Sequence[Variant], medians: Sequence[float]) -> int:
-    """The index of torch's fastest row. Chosen by the very numbers it is quoted with, which favours torch."""
+    """The index of torch's fastest row. It is chosen by the numbers that are then reported, which favors torch."""
     candidates = [index for index, variant in enumerate(variants) if variant.role is Role.TORCH]
     return min(candidates, key=lambda index: medians[index])
 
@@ -84,7 +84,7 @@ def best_torch(variants: Sequence[Variant], medians: Sequence[float]) -> int:
 def compared_rows(
     variants: Sequence[Variant], times_ms: np.ndarray, key: str = "step_ms"
 ) -> tuple[str, list[dict[str, Any]]]:
-    """The name of torch's fastest row, and a row per variant: its time, and its ratio to torch's fastest by round."""
+    """The name of torch's fastest row, and a row per variant with its time and its per-round ratio to that row."""
     summaries = [summarize(row) for row in times_ms]
     best = best_torch(variants, [summary.median for summary in summaries])
     rows = [
@@ -105,7 +105,7 @@ def row_style(row: dict[str, Any]) -> str:
 def bars(
     result: dict[str, Any], key: str = "cost", *, with_local: bool = False
 ) -> list[tuple[str, str, float, float, float]]:
-    """(name, role, height, below, above) of each bar; the spread, where there is one, reaches from p25 to p75."""
+    """Each bar's (name, role, height, below, above); the error bar, if any, spans p25 to p75."""
     found = []
     for row in result["variants"]:
         if row["role"] == "local" and not with_local:
@@ -126,7 +126,7 @@ def draw_bars(
     with_local: bool = False,
     height: float = 0.8,
 ) -> Figure:
-    """One panel per model, side by side: the summary, or the bytes, that every row has under `key`."""
+    """One panel per model, side by side, of the summary or the bytes that each row has under `key`."""
     figure, axes = bar_panels(len(results), max(len(result["variants"]) for result in results))
     for axis, result in zip(axes, results, strict=True):
         names, roles, heights, below, above = zip(*bars(result, key, with_local=with_local), strict=True)

@@ -1,4 +1,4 @@
-"""The case `scaling`: training steps over the number of ranks."""
+"""The case `scaling`: training steps with an increasing number of ranks."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from torchddp.harness.variants import Variant
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-OVERSUBSCRIBED = "* more ranks than cores: they take turns, and the step shows that first of all."
+OVERSUBSCRIBED = "* more ranks than cores: ranks share cores, which dominates the step time"
 MARKERS = "osD^v<>P"
-# A line needs more contrast than a bar.
+# Lines need more contrast than bars.
 LOCAL_COLOR = "#495057"
 
 
-def _course(case: BenchCase, settings: Settings, display: Display) -> list[dict[str, Any]]:
-    """A launch for each world size, which share the time of a model."""
+def _run(case: BenchCase, settings: Settings, display: Display) -> list[dict[str, Any]]:
+    """One launch per world size; the launches share the time for a model."""
     job, world_sizes = settings.job_of(case), settings.scaling_world_sizes()
     raws: dict[str, dict[int, dict[str, Any]]] = {model: {} for model in job.models}
     for world_size in world_sizes:
@@ -39,7 +39,7 @@ def _course(case: BenchCase, settings: Settings, display: Display) -> list[dict[
 
 
 def scaling_result(variants: Sequence[Variant], raws: Mapping[int, dict[str, Any]], cores: int) -> dict[str, Any]:
-    """The result of one model, from what each world size gave; one of them is 1, to which efficiency is relative."""
+    """The result of one model from its measurements by world size, including 1, to which efficiency is relative."""
     alone_ms: list[float] = []
     sizes = []
     for world_size, raw in sorted(raws.items()):
@@ -84,7 +84,7 @@ def scaling_table(result: dict[str, Any]) -> Table:
 
 
 def lines(result: dict[str, Any]) -> list[tuple[str, str, list[float], list[float]]]:
-    """(name, role, steps in ms, efficiencies) of each variant, over the world sizes."""
+    """Each variant's (name, role, steps in ms, efficiencies); the lists are by world size."""
     by_size = [size["variants"] for size in result["sizes"]]
     return [
         (
@@ -98,7 +98,7 @@ def lines(result: dict[str, Any]) -> list[tuple[str, str, list[float], list[floa
 
 
 def draw_scaling(results: Sequence[dict[str, Any]]) -> Figure:
-    """Two panels per model: steps, and efficiencies."""
+    """Two panels per model: step time and efficiency."""
     figure, axes = panels(len(results), 2, 9.0, 3.2 * len(results))
     for row, result in zip(axes, results, strict=True):
         ranks = [size["world_size"] for size in result["sizes"]]
@@ -120,18 +120,18 @@ def draw_scaling(results: Sequence[dict[str, Any]]) -> Figure:
 
 CASE = BenchCase(
     name="scaling",
-    title="time of a training step over the number of ranks (the batch of a rank stays the same)",
+    title="time of a training step by number of ranks (with a fixed batch per rank)",
     models=("mlp",),
     quick_models=("mlp",),
     seconds=30.0,
     caps_mb=ONE_CAP_MB,
     measure=time_training,
-    course=_course,
+    run=_run,
     table=scaling_table,
     draw=draw_scaling,
     note=(
-        "scaling: training steps as in step_time, a launch for each number of ranks. Efficiency is the step of one "
-        "rank over that of n, of the same class (weak scaling: every rank keeps its batch): times of different "
-        "launches, so the machine's drift is in it. Ratios are within a launch."
+        "scaling: training steps as in step_time, with one launch per number of ranks. Efficiency is the class's step "
+        "time on one rank divided by that on n ranks (weak scaling: the batch per rank is fixed). It compares "
+        "launches, so it includes the machine's drift; ratios are within a launch."
     ),
 )

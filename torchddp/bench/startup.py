@@ -1,4 +1,4 @@
-"""The case `startup`: every variant built anew, again and again, with its constructor and its first two steps timed."""
+"""The case `startup`: rebuilds every variant each round and times its constructor and first two steps."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ CLOCKS = ("constructor_ms", "first_step_ms", "second_step_ms")
 
 @dataclass
 class Beginning:
-    """A variant that every step builds anew."""
+    """A variant that is rebuilt for every measurement."""
 
     variant: Variant
     original: nn.Module
     loss: Callable[[Any], Tensor]
 
     def step(self, batch: Any, world_size: int = 1) -> list[float]:
-        """Times in ms: of the constructor, 0 for the bare model, and of two steps. What was built is gone after it."""
+        """Build the variant, run two steps, drop it; times in ms of the constructor (0: bare model) and each step."""
         constructor_ms = 0.0
 
         def build(cls: type, module: nn.Module, options: dict[str, Any]) -> nn.Module:
@@ -60,15 +60,15 @@ class Beginning:
         runner = Runner(self.variant, module, self.loss)
         times_ms = [constructor_ms, runner.step(batch, world_size), runner.step(batch, world_size)]
         del runner, module
-        # Outside the timed parts, and before a reducer's memory and threads could fall into the next variant's time.
+        # Collected untimed, so that freeing the reducer's memory and threads is not charged to the next variant.
         gc.collect()
         return times_ms
 
 
 def time_startup(job: Job, model_name: str, report: Report) -> dict[str, Any]:
-    """[clock, variant, round] of times in ms, after the gradients proved equal. The same dict on every rank."""
+    """Check gradients, then measure times in ms, [clock, variant, round]. Returns the same dict on every rank."""
     batch, other_batch = two_batches(job, model_name)
-    # What only the first wrapper of a process pays, such as imports, is paid here.
+    # Pays the costs that only the first wrapper of a process has, such as imports.
     runners = build_runners(job, model_name)
     check_gradients(job, model_name, runners, other_batch)
     model = describe_model(model_name, runners[0].module, job.seed)
@@ -80,7 +80,7 @@ def time_startup(job: Job, model_name: str, report: Report) -> dict[str, Any]:
 
 
 def startup_result(variants: Sequence[Variant], raw: dict[str, Any], world_size: int) -> dict[str, Any]:
-    """The result of one model; `total_ms` is the sum of the three, round by round, and what the ratio is of."""
+    """The result of one model; `total_ms` is the per-round sum of the three times, to which the ratio refers."""
     times_ms = raw["times_ms"]  # [clock, variant, round]
     best, rows = compared_rows(variants, times_ms.sum(axis=0), "total_ms")
     for index, row in enumerate(rows):
@@ -90,7 +90,7 @@ def startup_result(variants: Sequence[Variant], raw: dict[str, Any], world_size:
 
 
 def startup_table(result: dict[str, Any]) -> Table:
-    """Every variant: its constructor, its first two steps, and their sum."""
+    """Each variant's constructor, first two steps, and their sum."""
 
     def cells(row: dict[str, Any]) -> list[str | Text]:
         constructor, *steps = (number(row[clock]["median"]) for clock in CLOCKS)
@@ -110,12 +110,12 @@ CASE = BenchCase(
     seconds=15.0,
     caps_mb=ONE_CAP_MB,
     measure=time_startup,
-    course=partial(one_launch, startup_result),
+    run=partial(one_launch, startup_result),
     table=startup_table,
     draw=partial(draw_bars, key="total_ms", label="constructor and two steps, ms (p25..p75)"),
     note=(
-        "startup: p50 in ms of the slowest rank, every variant built anew in each round, in a process that has built "
-        "each before: importing the package and opening the process group are not in it. Steps are forward and "
-        "backward. total: the sum of a round; the ratio is of it."
+        "startup: p50 in ms of the slowest rank. Each round rebuilds every variant in a process that has built it "
+        "before, so imports and the setup of the process group are not included. A step is forward and backward. "
+        "total: the sum within a round, to which the ratio refers."
     ),
 )

@@ -1,4 +1,4 @@
-"""The case `step_time`: whole training steps."""
+"""The case `step_time`: the time of a whole training step."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from torchddp.harness.variants import Variant
 class TrainingRunner(Runner):
     """A variant with its optimizer.
 
-    The learning rate is zero: SGD reads and writes all it otherwise would, and weights stay what they are. So the
-    variants may share them, and the bare model, whose gradients nobody averages, stays the same on all ranks.
+    The learning rate is zero: SGD does the same memory accesses, but weights don't change. So the variants can share
+    weights, and the bare model, whose gradients are not averaged, stays equal on all ranks.
     """
 
     optimizer: torch.optim.Optimizer = field(init=False)
@@ -35,7 +35,7 @@ class TrainingRunner(Runner):
         self.optimizer = torch.optim.SGD((p for p in self.module.parameters() if p.requires_grad), lr=0.0)
 
     def step(self, batch: Any, world_size: int = 1) -> float:
-        """Gradients dropped, forward, backward, SGD step, begun by `world_size` ranks at once; wall time in ms."""
+        """Zero gradients, forward, backward, SGD step; wall time in ms. `world_size` ranks start it together."""
         start_together(world_size)
         start_ns = time.perf_counter_ns()
         self.optimizer.zero_grad(set_to_none=True)
@@ -45,7 +45,7 @@ class TrainingRunner(Runner):
 
 
 def time_training(job: Job, model_name: str, report: Report) -> dict[str, Any]:
-    """Training steps of all variants, interleaved, after their gradients proved equal. The same dict on every rank."""
+    """Time interleaved training steps of all variants, gradients checked. Returns the same dict on every rank."""
     return time_runners(job, model_name, build_runners(job, model_name, TrainingRunner), report)
 
 
@@ -71,12 +71,11 @@ CASE = BenchCase(
     quick_models=("mlp",),
     seconds=15.0,
     measure=time_training,
-    course=partial(one_launch, step_time_result),
+    run=partial(one_launch, step_time_result),
     table=step_time_table,
     draw=partial(draw_bars, key="step_ms", label="step, ms (p25..p75)", with_local=True),
     note=(
-        "step_time: gradients dropped, forward, backward and SGD (learning rate 0: the same work, and weights stay "
-        "equal), ms, of the slowest rank. The ratio is of whole steps, per round; that of no DDP is the least anyone "
-        "could reach."
+        "step_time: zero_grad, forward, backward and SGD (learning rate 0: same work, equal weights), in ms, "
+        "of the slowest rank. Ratios are of whole steps, per round; that of no DDP is the lower limit for any class."
     ),
 )

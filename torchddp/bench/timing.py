@@ -1,4 +1,4 @@
-"""Worker side of a timed case: build the variants, check their gradients, time them step by step."""
+"""The worker side of timed cases: build the variants, check their gradients, time them in turn."""
 
 from __future__ import annotations
 
@@ -23,32 +23,32 @@ from torchddp.harness.models import describe_model, find_model, make_batch, make
 from torchddp.harness.stats import slowest_rank
 from torchddp.harness.variants import Role, Variant, load_class
 
-# static_graph records in step 1 and rebuilds buckets in step 2, so nothing is steady before the third.
+# static_graph records in step 1 and rebuilds buckets in step 2, so step 3 is the first steady one.
 MIN_WARMUP_STEPS = 3
-# torch DDP times itself in its first ten steps; cheap models can afford to leave these out.
+# torch's DDP times itself in its first ten steps; cheap models skip them as well.
 FULL_WARMUP_STEPS = 12
 RELATIVE_TOLERANCE = 1e-4
-# Time for the message with the starting time to reach every rank.
+# The time allowed for the broadcast of the start time to reach every rank.
 START_DELAY_NS = 1_000_000
 
 
 class WrongGradientsError(RuntimeError):
-    """A variant computed other gradients than the rest, so its time means nothing."""
+    """A variant computed wrong gradients, so its time is meaningless."""
 
 
 def start_together(world_size: int) -> None:
-    """Return on all ranks of this machine within some microseconds; collective.
+    """Collective: return on all ranks of this machine within a few microseconds of each other.
 
-    The ranks leave gloo's barrier up to half a millisecond apart, and whoever leaves it first would wait that long at
-    the end of its step: charged to the wrapper, though no wrapper made it.
+    Ranks leave gloo's barrier up to half a millisecond apart. The first would then wait that long at the end of its
+    step, which would count as the wrapper's time.
     """
     if world_size == 1:
         return
     dist.barrier()
     if world_size > len(os.sched_getaffinity(0)):
-        # They can't all run at once, and busy waiting would only keep others from running.
+        # Ranks can't all run at once; spinning would only keep others from running.
         return
-    # CLOCK_MONOTONIC, which the processes of a machine share.
+    # perf_counter is CLOCK_MONOTONIC, which all processes of a machine share.
     start_ns = torch.tensor([time.perf_counter_ns() + START_DELAY_NS])
     dist.broadcast(start_ns, src=0)
     agreed_ns = int(start_ns.item())
@@ -57,33 +57,33 @@ def start_together(world_size: int) -> None:
 
 
 class Steps(Protocol):
-    """What can be timed."""
+    """Anything whose steps can be timed."""
 
     def step(self, batch: Any, world_size: int = 1) -> Any:
-        """One step; its time, or its times, in ms."""
+        """Run one step and return its time, or times, in ms."""
 
 
 class AnyRunner(Steps, Protocol):
-    """A variant that is built and ready to step: forward and backward."""
+    """A variant that is ready to step: forward and backward."""
 
     variant: Variant
 
     def gradients(self) -> list[tuple[str, Tensor]]:
-        """Gradients by the name of their parameter in the bare model."""
+        """Pairs of a parameter's name in the bare model and its gradient."""
 
 
 @dataclass
 class Runner:
-    """A variant that is built and ready to step."""
+    """A variant with its module, ready to step: forward and backward."""
 
     variant: Variant
     module: nn.Module
-    # Of the module's output.
+    # Maps the module's output to the loss.
     loss: Callable[[Any], Tensor] = output_is_loss
 
     def step(self, batch: Any, world_size: int = 1) -> float:
-        """One forward and backward, begun by `world_size` ranks at once; its wall time in ms."""
-        # Outside the timed part, the same for every variant: what it costs is the optimizer's, not the wrapper's.
+        """Run one forward and backward and return their wall time in ms. `world_size` ranks start it together."""
+        # Not timed: its cost belongs to the optimizer and is the same for every variant.
         self.module.zero_grad(set_to_none=True)
         start_together(world_size)
         start_ns = time.perf_counter_ns()
@@ -95,8 +95,7 @@ class Runner:
 
 
 def gradients_of(variant: Variant, module: nn.Module) -> list[tuple[str, Tensor]]:
-    """Gradients by the name of their parameter in the bare model, which a variant may have wrapped; zeros for a
-    parameter that no rank has used."""
+    """Pairs of a parameter's name in the bare model and its gradient; zeros for a parameter that no rank used."""
     bare = module if variant.class_path is None else module.module
     parameters = [(name, p) for name, p in bare.named_parameters() if p.requires_grad]  # type: ignore[union-attr]
     return [(name, torch.zeros_like(p) if p.grad is None else p.grad) for name, p in parameters]
@@ -105,11 +104,11 @@ def gradients_of(variant: Variant, module: nn.Module) -> list[tuple[str, Tensor]
 def wrap_copies(
     original: nn.Module, variants: Sequence[Variant], build: Callable[[type, nn.Module, dict[str, Any]], nn.Module]
 ) -> list[nn.Module]:
-    """A copy of the model per variant, wrapped by `build(class, copy, options)` where the variant has a class."""
+    """Copy the model for each variant; if the variant has a class, wrap the copy by `build(class, copy, options)`."""
     modules = []
     for variant in variants:
         module = copy.deepcopy(original)
-        # No step changes a weight, so the copies share theirs: less memory, and the same cache misses for everyone.
+        # Steps don't change weights, so copies share them: less memory, and the same cache misses for all variants.
         for mine, shared in zip(module.parameters(), original.parameters(), strict=True):
             mine.data = shared.data
         if variant.class_path is not None:
@@ -119,7 +118,7 @@ def wrap_copies(
 
 
 def loss_of(job: Job, model_name: str) -> Callable[[Any], Tensor]:
-    """The model's loss; weighted by rank where batches are equal, so that gradients must really be averaged."""
+    """The model's loss; if all ranks have the same batch, weighted by rank, so that gradients must be averaged."""
     spec = find_model(model_name, job.seed)
     if spec.batches_differ:
         return spec.loss
@@ -128,7 +127,7 @@ def loss_of(job: Job, model_name: str) -> Callable[[Any], Tensor]:
 
 
 def build_runners(job: Job, model_name: str, kind: type[Runner] = Runner) -> list[Runner]:
-    """One wrapper per variant over copies of one model, all in this process group."""
+    """Build one runner per variant around copies of one model, all in the default process group."""
     original = make_model(model_name, job.seed)
     modules = wrap_copies(original, job.variants, lambda cls, module, options: cls(module, **options))
     loss = loss_of(job, model_name)
@@ -136,18 +135,18 @@ def build_runners(job: Job, model_name: str, kind: type[Runner] = Runner) -> lis
 
 
 def two_batches(job: Job, model_name: str) -> list[Any]:
-    """This rank's to be timed, and another for the checks, so that a gradient left over from a step is seen."""
+    """This rank's batch for timing, and another for the checks, so that stale gradients don't pass them."""
     return [make_batch(model_name, job.seed, dist.get_rank(), index) for index in (0, 1)]
 
 
 def check_gradients(
     job: Job, model_name: str, runners: Sequence[AnyRunner], batch: Any, tolerance: float = RELATIVE_TOLERANCE
 ) -> None:
-    """Every variant against the mean over ranks of the bare model's gradients, computed without any wrapper."""
+    """Compare each variant's gradients with the mean over ranks of the bare model's; raise `WrongGradientsError`."""
     local = next(runner for runner in runners if runner.variant.role is Role.LOCAL)
     _same_step(local, batch, job)
     mine = local.gradients()
-    # Summed as one tensor: a thousand small reductions take seconds where the ranks share few cores.
+    # Reduced as one tensor: a thousand small reductions take seconds if ranks share few cores.
     flat = torch.cat([gradient.flatten() for _, gradient in mine])
     dist.all_reduce(flat)
     means = (flat / job.world_size).split([gradient.numel() for _, gradient in mine])
@@ -161,7 +160,7 @@ def check_gradients(
 
 
 def _same_step(runner: AnyRunner, batch: Any, job: Job) -> None:
-    # With dropout, two steps are alike only when they draw the same numbers.
+    # With dropout, steps are equal only if they draw the same random numbers.
     torch.manual_seed(job.seed)
     runner.step(batch)
 
@@ -174,11 +173,11 @@ def _compare(variant: Variant, model_name: str, name: str, want: Tensor, got: Te
     error = float((want - got).abs().max())
     # `not <=` also catches nan.
     if got.shape != want.shape or not error <= tolerance * scale + 1e-12:
-        raise WrongGradientsError(f"{where}: off by {error:.3g} where the largest gradient is {scale:.3g}")
+        raise WrongGradientsError(f"{where}: off by {error:.3g}, while the largest gradient is {scale:.3g}")
 
 
 def one_round(runners: Sequence[Steps], batch: Any, order: list[int], world_size: int) -> list[Any]:
-    """One step of every variant in the given order; what the steps return, by variant."""
+    """Run one step of every variant in the given order; return the steps' results by variant."""
     step_ms: list[Any] = [None] * len(runners)
     for index in order:
         step_ms[index] = runners[index].step(batch, world_size)
@@ -186,19 +185,19 @@ def one_round(runners: Sequence[Steps], batch: Any, order: list[int], world_size
 
 
 def enough(rounds: int, elapsed_s: float, seconds: float) -> bool:
-    """Whether the time budget is spent, and not before a median means something."""
+    """Whether to stop: the time budget is used up, and there are enough rounds for a meaningful median."""
     return rounds >= MIN_ROUNDS and (elapsed_s >= seconds or rounds >= MAX_ROUNDS)
 
 
 def agreed(number: int, device: str = "cpu") -> int:
-    """Rank 0's number, on every rank."""
+    """Collective: rank 0's number, on every rank."""
     shared = torch.tensor([number], device=device)
     dist.broadcast(shared, src=0)
     return int(shared.item())
 
 
 def warm_up(runners: Sequence[Steps], batch: Any, job: Job) -> None:
-    """Steps until nothing is a first time any more."""
+    """Collective: run steps until all variants are in a steady state."""
     order = list(range(len(runners)))
     start_s = time.monotonic()
     for done in range(1, FULL_WARMUP_STEPS + 1):
@@ -209,7 +208,7 @@ def warm_up(runners: Sequence[Steps], batch: Any, job: Job) -> None:
 
 @contextmanager
 def no_collections() -> Iterator[None]:
-    """No collection of garbage falls into what is timed."""
+    """Turn off garbage collection inside the block."""
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -221,8 +220,8 @@ def no_collections() -> Iterator[None]:
 
 
 def timed_rounds(runners: Sequence[Steps], batch: Any, job: Job, report: Report) -> np.ndarray:
-    """[variant, round] of step times in ms on this rank; [clock, variant, round] where a step has several times."""
-    # The same shuffle on every rank, another one each round: no variant always runs in the wake of the same one.
+    """This rank's step times in ms, [variant, round]; [clock, variant, round] if a step has several times."""
+    # A new order each round, the same on every rank, so that no variant always follows the same other one.
     shuffler = random.Random(job.seed)
     order = list(range(len(runners)))
     rounds: list[list[float]] = []
@@ -231,7 +230,7 @@ def timed_rounds(runners: Sequence[Steps], batch: Any, job: Job, report: Report)
         while not finished:
             shuffler.shuffle(order)
             rounds.append(one_round(runners, batch, order, job.world_size))
-            gc.collect(0)  # only what this round made
+            gc.collect(0)  # only this round's objects
             elapsed_s = time.monotonic() - start_s
             report(elapsed_s, max(job.seconds, elapsed_s))
             finished = bool(agreed(enough(len(rounds), elapsed_s, job.seconds), job.control_device))
@@ -239,12 +238,12 @@ def timed_rounds(runners: Sequence[Steps], batch: Any, job: Job, report: Report)
 
 
 def time_model(job: Job, model_name: str, report: Report) -> dict[str, Any]:
-    """Step times of all variants, interleaved, after their gradients proved equal. The same dict on every rank."""
+    """Check all variants' gradients and time their steps, interleaved. Returns the same dict on every rank."""
     return time_runners(job, model_name, build_runners(job, model_name), report)
 
 
 def time_runners(job: Job, model_name: str, runners: Sequence[Runner], report: Report) -> dict[str, Any]:
-    """`time_model` for variants that are built already, and stay with the caller."""
+    """`time_model` for variants that the caller has built and keeps."""
     batch, other_batch = two_batches(job, model_name)
     warm_up(runners, batch, job)
     check_gradients(job, model_name, runners, other_batch)
@@ -254,7 +253,7 @@ def time_runners(job: Job, model_name: str, runners: Sequence[Runner], report: R
 
 
 def over_ranks(times_ms: np.ndarray, job: Job) -> np.ndarray:
-    """[variant, round] of times of this rank -> of the slowest rank; collective."""
+    """Collective: from each rank's times, [variant, round], take the slowest rank's."""
     by_rank: list[Any] = [None] * job.world_size
     dist.all_gather_object(by_rank, times_ms)
     return slowest_rank(np.stack(by_rank))

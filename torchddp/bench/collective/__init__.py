@@ -1,1 +1,1 @@
-"""The case `collective`: single collectives over message sizes, of torch, of ours, of other packages, interleaved."""
+"""The case `collective`: single collectives by message size, of torch, torchddp and other packages, interleaved."""

@@ -1,4 +1,4 @@
-"""The case `collective`: single collectives over message sizes; gloo beside ours, on request other packages too."""
+"""The case `collective`: single collectives by message size, of gloo, of torchddp and, with --peers, of others."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torchddp.bench.collective.show import collective_table, draw_curves
 from torchddp.harness.command import Display
 
 
-def _course(case: BenchCase, settings: Settings, display: Display) -> list[dict[str, Any]]:
+def _run(case: BenchCase, settings: Settings, display: Display) -> list[dict[str, Any]]:
     sizes = QUICK_SIZES_BYTES if settings.quick else SIZES_BYTES
     job = replace(
         settings.job_of(case),
@@ -25,25 +25,25 @@ def _course(case: BenchCase, settings: Settings, display: Display) -> list[dict[
     )
     display.start(case.name)
     if job.with_peers:
-        deepspeed_shm.compile_once(lambda: display.update("compiling DeepSpeed's operator, once", 0, 1))
+        deepspeed_shm.compile_once(lambda: display.update("compiling DeepSpeed's operator (only once)", 0, 1))
     return [collective_result(raw, job.world_size) for raw in case.launch(job, display)]
 
 
 CASE = BenchCase(
     name="collective",
-    title="single collectives over message sizes (no model: torch's gloo, ours, and other packages with --peers)",
+    title="single collectives by message size (no model: torch's gloo, ours, and other packages with --peers)",
     models=(),
     quick_models=(),
     unit="us",
     measure=time_operation,
-    course=_course,
+    run=_run,
     table=collective_table,
     draw=draw_curves,
     note=(
-        "collective: fp32, each implementation in turn on memory of its own kind, on an input that every rank wrote "
-        "just before; times of rank 0, slow: of the slowest rank of each round. With few rounds p99 is the "
-        "slowest. GB/s from p50; bus as nccl-tests counts it; vs gloo and vs best peer per round. x roof: p50 over the "
-        "time in which the same ranks, each copying within its own memory, move the bytes that an all-reduce in "
-        "shared memory must."
+        "collective: fp32. Implementations take turns, each on its own kind of memory, on inputs that the ranks have "
+        "just written. Times are rank 0's; slow is the slowest rank of each round. With few rounds, p99 is the "
+        "maximum. GB/s is computed from p50; bus as in nccl-tests; vs gloo and vs best peer are per round. x roof: p50 "
+        "divided by the time that the same ranks, each copying within its own memory, need to move the bytes that an "
+        "all-reduce in shared memory must move."
     ),
 )

@@ -1,8 +1,8 @@
-"""Timed calls of a collective, and the process beside a rank that makes those of a library of MPI.
+"""Timed calls of a collective, and the companion process that makes those of an MPI library.
 
-Such a library wants processes that its own launcher started, and no two of them fit into one process. So each rank has
-a companion per library, which sleeps in a read until its rank asks for a call. Runs as a program, so it imports nothing
-of torchddp, and no torch; ranks time the implementations in their own process with the same code.
+An MPI library needs processes that its own launcher started, and two of them can't be loaded into one process. So each
+rank has one companion per library, which sleeps in a read until its rank requests a call. This file also runs as a
+program and imports neither torchddp nor torch. Ranks use the same code to time implementations in their own process.
 """
 
 from __future__ import annotations
@@ -22,18 +22,21 @@ from typing import Any, NoReturn
 import numpy as np
 
 LINE_BYTES = 64
-# Looks at a rank that is not there yet: to yield takes several times as long, and ranks should leave together.
+# Polls between two yields. A yield takes several times as long as a poll, and ranks should leave together.
 YIELD_EVERY = 50
-# In place of a method and its arguments: the rank needs its companion no more.
+# Sent instead of a method and its arguments when the rank no longer needs its companion.
 END = ("", ())
 
 Run = Callable[[], object]
 
 
 class Meeting:
-    """Where the processes of one host meet. Collective: each returns within some tenths of a microsecond of the others.
+    """A spinning barrier of one host's processes, who leave it within tenths of a microsecond of each other.
 
-    In memory of `size` cache lines, all zero, that each of them opens by `path`.
+    Args:
+        path: a file of `size` cache lines, initially zero, that all processes map.
+        rank: this process's number, from 0.
+        size: the number of processes.
     """
 
     def __init__(self, path: str, rank: int, size: int) -> None:
@@ -47,17 +50,17 @@ class Meeting:
         counts = self._counts
         counts[self._mine] = count = counts[self._mine] + 1
         for other in self._others:
-            looks = 0
+            polls = 0
             while counts[other] < count:
-                looks += 1
-                if looks % YIELD_EVERY == 0:
-                    os.sched_yield()  # to those that wait for a processor
+                polls += 1
+                if polls % YIELD_EVERY == 0:
+                    os.sched_yield()
 
 
 def timed_ns(rewrite: Run, run: Run, meet: Run, lead_in: int) -> int:
-    """The time of one call on an input that this process has just written, begun by all ranks at once.
+    """Collective: the time of one call on an input that this process has just written. All ranks start it together.
 
-    `lead_in` calls come before: they bring code and memory back into the caches, after whatever ran in between.
+    `lead_in` untimed calls come first, to bring code and memory back into the caches.
     """
     for _ in range(lead_in):
         rewrite()
@@ -70,20 +73,20 @@ def timed_ns(rewrite: Run, run: Run, meet: Run, lead_in: int) -> int:
 
 
 def first_difference(found: np.ndarray, expected: np.ndarray) -> tuple[int, int, float] | None:
-    """How many elements are wrong, which is the first, and its value; None if all are right."""
+    """The number of wrong elements, the index of the first, and its value; None if all are right."""
     wrong = np.flatnonzero(found != expected)
     return (len(wrong), int(wrong[0]), float(found[wrong[0]])) if len(wrong) else None
 
 
 class Calls:
-    """What a companion does for its rank, one method per request; `run` all-reduces an array in place."""
+    """The requests that a companion serves, one method each. `bind(array)` returns a call that reduces it in place."""
 
     def __init__(self, bind: Callable[[np.ndarray], Run], meet: Run) -> None:
         self._bind = bind
         self._meet = meet
 
     def prepare(self, numel: int, stamp: np.ndarray, total: np.ndarray) -> None:
-        """Memory for a message; of this rank's input and of the sum it gets the period."""
+        """Allocate a message of `numel` elements. `stamp` and `total` are the periods of its input and its sum."""
         self._array = np.empty(numel, np.float32)
         self._input = np.resize(stamp, numel)
         self._total = total
@@ -102,9 +105,10 @@ class Calls:
 
 
 def serve(channel: Connection, calls: Calls) -> bool:
-    """Answer (method, arguments) with (result, None), or with (None, error), until END.
+    """Answer (method, arguments) with (result, None) or (None, error) until END.
 
-    False: the rank was gone without it.
+    Returns:
+        False if the rank ended without sending END.
     """
     while True:
         try:
@@ -122,11 +126,11 @@ def serve(channel: Connection, calls: Calls) -> bool:
 
 
 def _unlink_shared_memory() -> None:
-    # What a library unlinks in its orderly end only, and nobody else has mapped here.
+    # A library unlinks its shared memory only when it ends normally. Nothing else here maps any.
     with open("/proc/self/maps") as file:
         paths = {line.split(maxsplit=5)[-1].strip() for line in file if "/dev/shm/" in line}
     for path in paths:
-        with contextlib.suppress(FileNotFoundError):  # another companion was faster, or it is unlinked: "... (deleted)"
+        with contextlib.suppress(FileNotFoundError):  # another companion has unlinked it: "... (deleted)"
             os.unlink(path)
 
 
@@ -136,19 +140,19 @@ def _die() -> NoReturn:
 
 
 def _die_with(pid: int) -> None:
-    # In a thread: the main one may hang in a call whose other ranks are gone.
+    # Runs in a thread, because the main thread may hang in a call whose other ranks are gone.
     select.select([os.pidfd_open(pid)], [], [])
     _die()
 
 
 def main(addresses: list[str]) -> None:
-    """Of rank r, at the r-th address of sockets without a file."""
+    """Serve rank r, which listens at `addresses[r]`, the name of an abstract Unix socket."""
     from mpi4py import MPI
 
     world = MPI.COMM_WORLD
-    way = socket.socket(socket.AF_UNIX)
-    way.connect("\0" + addresses[world.rank])
-    channel = Connection(way.detach())
+    connected = socket.socket(socket.AF_UNIX)
+    connected.connect("\0" + addresses[world.rank])
+    channel = Connection(connected.detach())
     pid, meeting_path = channel.recv()
     threading.Thread(target=_die_with, args=(pid,), daemon=True).start()
     meet = Meeting(meeting_path, world.rank, world.size)

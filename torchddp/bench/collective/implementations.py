@@ -1,4 +1,4 @@
-"""Who runs a collective: torch on a process group, the transports of ours, and, on request, other packages."""
+"""The implementations of a collective: torch on a process group, and torchddp's transports."""
 
 from __future__ import annotations
 
@@ -21,59 +21,59 @@ if TYPE_CHECKING:
 GLOO = "gloo"
 SHM = "shm"
 SHM_BACKEND = "torchddp_shm"
-# torchddp's, which are compared with the best peer.
+# torchddp's implementations, which are compared with the best other one.
 OURS = ("c10d", SHM, SHM_BACKEND)
-# Processes beside the ranks have slept while others ran, so that the scheduler lets them finish a call. On a busy
-# machine, and where ranks take turns, a rank that never slept loses its processor in the midst of far more of them.
+# Companions sleep while other implementations run, so the scheduler favors them. A rank that never sleeps is preempted
+# during far more calls, if the machine is busy or has fewer cores than ranks.
 REST_S = 0.002
 Made = TypeVar("Made")
 
 
 class Trial(Protocol):
-    """One implementation's collective on one message, its memory included. Both methods are collective."""
+    """One implementation's collective on one message, with its memory. Both methods are collective."""
 
     name: str
 
     def time_ns(self, lead_in: int) -> int:
-        """The time on this rank of one call after `lead_in` others, each on an input just written."""
+        """The time of one call on this rank, after `lead_in` untimed ones, each on a freshly written input."""
 
     def check(self) -> None:
-        """Run once; `WrongResultError` if the result is another one."""
+        """Run once; raise `WrongResultError` if the result is wrong."""
 
 
 class Implementation(Protocol):
-    """One line of the table."""
+    """One row of the table."""
 
     name: str
-    # What a reader of its times should know; may be empty.
+    # A note for readers of its times; may be empty.
     remark: str
 
     def trial(self, operation: Operation, numel: int) -> Trial:
-        """Ready to run on a message of `numel` elements of fp32; collective. Raises if it is not available."""
+        """Collective: prepare a message of `numel` fp32 elements. Raises if the implementation can't run it."""
 
     def close(self) -> None:
-        """End what runs beside this process."""
+        """End its companion processes, if any."""
 
 
 class Library(Protocol):
-    """What runs in the process of the rank, on memory that the rank can write."""
+    """An implementation that runs in the rank's own process, on memory that the rank can write."""
 
     name: str
     remark: str
 
     def allocate(self, numel: int) -> Tensor:
-        """The memory this library likes best, flat fp32."""
+        """Allocate a flat fp32 tensor in the kind of memory that suits this library best."""
 
     def bind(self, operation: str, source: Tensor, target: Tensor) -> Run:
-        """A function that runs the collective once and returns when its result may be used."""
+        """Return a function that runs the collective once and returns when its result can be used."""
 
 
-# --- in the process of the rank --------------------------------------------------------------------------------------
+# --- in the rank's own process ---------------------------------------------------------------------------------------
 
 
 @dataclass
 class LocalTrial:
-    """A call on source and target, which may be the same memory."""
+    """A call from source to target, which may be the same tensor."""
 
     name: str
     source: Tensor
@@ -83,7 +83,7 @@ class LocalTrial:
     meet: Run
 
     def __post_init__(self) -> None:
-        # Through numpy: copying small tensors takes torch longer than an all-reduce.
+        # numpy, because torch takes longer to copy a small tensor than an all-reduce takes.
         self._array = self.source.numpy()
         self._input = stamp(self.checked.rank, self.source.numel()).numpy()
 
@@ -102,7 +102,7 @@ class LocalTrial:
 
 
 class Local:
-    """A library in the process of the rank, as an implementation."""
+    """Makes an implementation of a library in the rank's own process."""
 
     def __init__(self, library: Library, meet: Run) -> None:
         self.name = library.name
@@ -121,17 +121,17 @@ class Local:
         return LocalTrial(self.name, source, target, run, check, self._meet)
 
     def close(self) -> None:
-        """Nothing does."""
+        """It has no companion."""
 
 
 def _torch_collective(name: str, old_name: str) -> Callable[..., Any]:
-    # torch 2.13 renamed two collectives; the old names still work, and warn in every call.
+    # torch 2.13 renamed two collectives. The old names still work but warn in every call.
     found: Callable[..., Any] = getattr(dist, name, None) or getattr(dist, old_name)
     return found
 
 
 class Functions:
-    """torch.distributed's functions on a process group of one backend, as a user calls them."""
+    """torch.distributed's functions, as users call them, on a process group with the given backend."""
 
     remark = ""
 
@@ -163,7 +163,7 @@ def open_transport(choice: str, group: Any) -> Transport:
 
 
 class Ours:
-    """A transport of torchddp, on memory that it allocated: where gradient buckets lie."""
+    """A transport of torchddp, on memory that it allocated, as for gradient buckets."""
 
     remark = ""
 
@@ -177,7 +177,7 @@ class Ours:
     def bind(self, operation: str, source: Tensor, target: Tensor) -> Run:
         transport, work = self._transport, self._transport.make_work()
         root = broadcast_root(transport.size)
-        # Without a frame of Python in between: the reducer calls it from C++.
+        # partial adds no Python frame; the reducer calls these from C++.
         calls: dict[str, Run] = {
             "all_reduce": partial(transport.all_reduce, target, work, True),
             "broadcast": partial(transport.broadcast, target, root, work, True),
@@ -191,11 +191,11 @@ class Ours:
 
 
 def attempt(make: Callable[[], Made]) -> tuple[Made | None, str | None]:
-    """What `make` returns, or None and a reason on every rank if it raises on any of them."""
+    """Collective: `make()` and None; if it raises on any rank, None and the reason on every rank."""
     made, reason = None, None
     try:
         made = make()
-    except Exception as error:  # an extension that does not load, a transport that refuses, memory that is not there
+    except Exception as error:  # such as a library that fails to load, a transport that can't be used, or no memory
         reason = (str(error).splitlines() or [type(error).__name__])[0]
     reasons: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(reasons, reason)
@@ -203,7 +203,7 @@ def attempt(make: Callable[[], Made]) -> tuple[Made | None, str | None]:
     return (made, None) if agreed is None else (None, agreed)
 
 
-# The name of a line, and how it is opened on every rank of this host, which meet in the function.
+# The name of a row, and a function that opens it on every rank; it receives the barrier that starts timed calls.
 Opening = tuple[str, Callable[[Run], Implementation]]
 
 
@@ -220,7 +220,7 @@ OPENINGS: tuple[Opening, ...] = (
 
 
 def open_all(openings: Sequence[Opening], meet: Run) -> tuple[list[Implementation], dict[str, str]]:
-    """Every implementation that opens on all ranks, and the reasons of the others."""
+    """Collective: the implementations that open on all ranks, and by name why the others don't."""
     opened: list[Implementation] = []
     reasons: dict[str, str] = {}
     for name, make in openings:

@@ -1,4 +1,4 @@
-"""What every rank does: open the implementations, check them, time them side by side, check them again."""
+"""The work of every rank: open the implementations, check them, time them in turn, check them again."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from torchddp.bench.collective.rounds import open_meeting, timed_rounds
 from torchddp.bench.timing import over_ranks
 from torchddp.harness.launch import Report
 
-# Calls before the timed one. Small ones are over while threads of gloo still run, in the next two or three too.
+# Untimed calls before each timed one. gloo's threads are still busy two or three small calls later.
 SMALL_BYTES = 64 * 1024
 LEAD_IN, LEAD_IN_SMALL = 1, 4
 
 
 class MemoryCopy:
-    """A copy within this rank's own memory: it moves what an all-reduce in shared memory must, reads B, writes B."""
+    """A copy within this rank's own memory, which reads and writes as many bytes as a shared-memory all-reduce must."""
 
     name = "copy"
 
@@ -45,7 +45,7 @@ class MemoryCopy:
         return timed_ns(lambda: None, self._copy, self._meet, lead_in)
 
     def check(self) -> None:
-        """Nothing to be wrong."""
+        """A copy needs no check."""
 
 
 def _time_size(
@@ -66,7 +66,7 @@ def _time_size(
         else:
             trials.append(trial)
     names = [trial.name for trial in trials]
-    # Ranks that take turns do not copy at once.
+    # Without a core per rank, ranks can't all copy at the same time.
     at_once = job.world_size <= len(os.sched_getaffinity(0))
     if streams := at_once and has_roofline(operation, size_bytes, job.world_size):
         trials.append(MemoryCopy(numel, meet))
@@ -90,7 +90,7 @@ def _time_size(
 
 
 def time_operation(job: Job, name: str, report: Report) -> dict[str, Any]:
-    """Times of one operation over all sizes, as the clocks of rank 0 and of the slowest rank show them."""
+    """Collective: time one operation at all sizes, on rank 0 and on the slowest rank of each round."""
     meet = open_meeting()
     implementations, reasons = open_all(OPENINGS_WITH_PEERS if job.with_peers else OPENINGS, meet)
     count = len(job.sizes_bytes)

@@ -1,4 +1,4 @@
-"""Single collectives: what they move, how much of it a second, and that each computes the right thing."""
+"""Single collectives: their bandwidths, and checks of their results."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from torch import Tensor
 from torchddp.bench.collective.companion import first_difference
 
 ITEM_BYTES = 4  # fp32
-# 64 B to 64 MB, each four times the one before.
+# 64 B to 64 MB, in factors of four.
 SIZES_BYTES = tuple(64 * 4**step for step in range(11))
 QUICK_SIZES_BYTES = tuple(64 * 4**step for step in (2, 5, 9))
-# Where memory bandwidth is the bound: far above any L2. Below it a roofline would be one of caches.
+# Far above any L2 cache, so that memory bandwidth is the limit.
 ROOFLINE_MIN_BYTES = 16 * 1024**2
-# A prime: no block of a power of two in a wrong place goes unseen. Sums over 64 ranks are exact in fp32.
+# A prime, so that a misplaced block of 2^n elements shows. Sums over 64 ranks are exact in fp32.
 PERIOD = 251
 
 
 @dataclass(frozen=True)
 class Operation:
-    """A collective on a message of B bytes, which is the whole buffer; a shard is one rank's part of it."""
+    """A collective. Its message is the whole buffer; a shard is one rank's part of it."""
 
     name: str
-    # Whether one side of the operation is a shard.
+    # Whether the input or the output is a shard.
     sharded: bool
-    # World size -> busbw / algbw, as nccl-tests defines it: what one link carries, whatever the number of ranks.
+    # busbw / algbw by world size, as defined by nccl-tests: busbw is comparable across numbers of ranks.
     bus_factor: Callable[[int], float]
 
 
@@ -44,12 +44,12 @@ OPERATIONS: dict[str, Operation] = {
 
 
 def whole_numel(size_bytes: int, world_size: int) -> int:
-    """Elements of a message of about this size that splits into equal shards."""
+    """The number of elements of a message of about this size that can be split into equal shards."""
     return max(size_bytes // ITEM_BYTES // world_size, 1) * world_size
 
 
 def size_text(size_bytes: int) -> str:
-    """'1 KB', '256 MB': powers of 1024, as sizes of messages are always counted."""
+    """'1 KB', '256 MB', in powers of 1024, as is usual for message sizes."""
     if size_bytes < 1024:
         return f"{size_bytes} B"
     if round(size_bytes / 1024) < 1024:
@@ -62,48 +62,48 @@ def algbw_gb_per_s(size_bytes: int, time_us: float) -> float:
 
 
 def busbw_gb_per_s(operation: Operation, size_bytes: int, time_us: float, world_size: int) -> float:
-    """The bandwidth to compare with the hardware's."""
+    """The bus bandwidth, which can be compared with the hardware's."""
     return algbw_gb_per_s(size_bytes, time_us) * operation.bus_factor(world_size)
 
 
 def has_roofline(operation: Operation, size_bytes: int, world_size: int) -> bool:
-    """Whether `roofline_us` applies to this operation at this size; one rank alone moves nothing."""
+    """Whether `roofline_us` applies: to large all-reduces of two or more ranks."""
     return operation.name == "all_reduce" and size_bytes >= ROOFLINE_MIN_BYTES and world_size > 1
 
 
 def streamed_gb_per_s(size_bytes: int, copy_us_by_rank: list[float]) -> float:
-    """Memory bandwidth of all ranks together, each of which reads and writes a message in its time."""
+    """The total memory bandwidth of all ranks, each of which reads and writes one message in its time."""
     return sum(2 * size_bytes / copy_us / 1e3 for copy_us in copy_us_by_rank)
 
 
 def roofline_us(size_bytes: int, world_size: int, memory_gb_per_s: float) -> float:
-    """The least time of an all-reduce in shared memory.
+    """The minimum time of an all-reduce of B bytes in shared memory.
 
-    Each rank reads its n-th of n buffers and writes that n-th to n buffers: 2 B a rank, 2 n B in all.
+    Each of n ranks reads its n-th part of n buffers and writes it to n buffers: 2 B per rank, 2 n B in total.
     """
     return 2 * world_size * size_bytes / memory_gb_per_s / 1e3
 
 
 def broadcast_root(world_size: int) -> int:
-    """Not rank 0, which holds the clock: what it times is the arrival of the data."""
+    """Not rank 0, whose times are reported, so that they include the arrival of the data."""
     return world_size - 1
 
 
-# --- that each computes the right thing ------------------------------------------------------------------------------
+# --- checks of results -----------------------------------------------------------------------------------------------
 
 
 class WrongResultError(RuntimeError):
-    """An implementation computed something else, so its time means nothing."""
+    """An implementation computed a wrong result, so its time is meaningless."""
 
 
 def period(rank: int) -> Tensor:
-    """What the input of one rank repeats."""
-    # Another multiple on each rank: one rank's values twice instead of two ranks' once go seen too.
+    """The period of one rank's input."""
+    # A different multiple per rank, so that adding one rank's values twice and another's not at all shows.
     return (torch.arange(PERIOD) * (rank + 1) % PERIOD).float()
 
 
 def total_period(world_size: int) -> Tensor:
-    """What the sum over ranks repeats; of whole numbers, so the same in any order."""
+    """The period of the sum over ranks. It has whole numbers, so the order of the sum does not matter."""
     return torch.stack([period(source) for source in range(world_size)]).sum(0)
 
 
@@ -113,12 +113,12 @@ def _tiled(period: Tensor, numel: int) -> Tensor:
 
 @lru_cache(maxsize=1)
 def stamp(rank: int, numel: int) -> Tensor:
-    """The input of one rank, to be read only: the implementations write theirs from the same memory."""
+    """The input of one rank. Do not write to it: implementations share it and copy their inputs from it."""
     return _tiled(period(rank), numel)
 
 
 def expected(operation: str, rank: int, world_size: int, numel: int) -> Tensor:
-    """The output of one rank for stamped inputs; `numel` is that of the whole message."""
+    """The output of one rank for stamped inputs; `numel` counts the whole message."""
     shard = numel // world_size
     if operation == "broadcast":
         return _tiled(period(broadcast_root(world_size)), numel)
@@ -130,7 +130,7 @@ def expected(operation: str, rank: int, world_size: int, numel: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Check:
-    """Whose result of what is looked at, and on which rank."""
+    """Checks the result of one implementation's operation on one rank."""
 
     name: str
     operation: str
@@ -139,15 +139,15 @@ class Check:
     numel: int  # of the whole message
 
     def compare(self, target: Tensor) -> None:
-        """Raise `WrongResultError` if this rank's output of stamped inputs is another one."""
+        """Raise `WrongResultError` if this is not the rank's right output for stamped inputs."""
         right = expected(self.operation, self.rank, self.world_size, self.numel)
         self.refuse(first_difference(target.numpy(), right.numpy()), target.numel())
 
     def refuse(self, difference: tuple[int, int, float] | None, numel: int) -> None:
-        """Raise `WrongResultError` for what `first_difference` found in an output of `numel` elements."""
+        """Raise `WrongResultError` if `first_difference` found one in an output of `numel` elements."""
         if difference is not None:
             wrong, index, value = difference
             raise WrongResultError(
                 f"{self.operation} of '{self.name}' on rank {self.rank}, {self.numel} elements: {wrong} of {numel} are "
-                f"wrong, the first at {index}, where it is {value!r}"
+                f"wrong, the first at index {index} with value {value!r}"
             )

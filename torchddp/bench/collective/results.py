@@ -1,4 +1,4 @@
-"""What the times of one collective come to, ready for the table and for JSON."""
+"""Turns the times of one collective into results for the table and for JSON."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torchddp.harness.stats import paired_ratio, summarize
 
 
 def best_peer(medians_us: dict[str, float]) -> str:
-    """The fastest that is not ours; chosen by the very numbers it is quoted with, which favours it."""
+    """The fastest that is not ours. It is chosen by the numbers that are then reported, which favors it."""
     return min((name for name in medians_us if name not in OURS), key=medians_us.__getitem__)
 
 

@@ -1,4 +1,4 @@
-"""Rounds of timed calls: every implementation once in each, in another order, all ranks in the same one."""
+"""Rounds of timed calls: each round calls every implementation once, in a new order that all ranks share."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from torchddp.bench.timing import agreed, enough, no_collections
 from torchddp.harness.launch import Report
 
 WARMUP_ROUNDS = 3
-# Rank 0 looks at the clock about so often in the time of one size; in between ranks meet in nothing but what is timed.
+# How often rank 0 checks the clock at each size, approximately. In between, ranks communicate only in timed calls.
 BATCHES = 8
 
 
 @contextmanager
 def shared_lines() -> Iterator[str]:
-    """A path, on every rank the same, to a cache line of zeros for each of them; collective. Open it before the end.
+    """Collective: yields a path, the same on every rank, to a file with one cache line of zeros per rank.
 
-    Memory without a name: nothing is left behind, however the ranks end.
+    Open it inside the block. The file has no name, so nothing is left behind, however the ranks end.
     """
     path: list[str | None] = [None]
     descriptor = None
@@ -44,13 +44,13 @@ def shared_lines() -> Iterator[str]:
 
 
 def open_meeting() -> Meeting:
-    """Where the ranks meet before a timed call; collective."""
+    """Collective: create the barrier that precedes each timed call."""
     with shared_lines() as path:
         return Meeting(path, dist.get_rank(), dist.get_world_size())
 
 
 def next_batch(rounds: int, elapsed_s: float, seconds: float) -> int:
-    """How many more rounds before rank 0 decides again; 0 at the end."""
+    """The number of rounds until rank 0 decides again; 0 to stop."""
     if enough(rounds, elapsed_s, seconds):
         return 0
     if rounds == 0:
@@ -60,9 +60,10 @@ def next_batch(rounds: int, elapsed_s: float, seconds: float) -> int:
 
 
 def one_round(trials: Sequence[Trial], order: Sequence[int], lead_in: int) -> list[float]:
-    """One timed call of each in the given order; times in us, by index.
+    """Time one call of each trial in the given order, after `lead_in` untimed calls to warm the caches.
 
-    Each makes `lead_in` calls before, for whatever ran in between has had the caches.
+    Returns:
+        Times in us, by trial.
     """
     times_us = [0.0] * len(trials)
     for index in order:
@@ -71,7 +72,7 @@ def one_round(trials: Sequence[Trial], order: Sequence[int], lead_in: int) -> li
 
 
 def timed_rounds(trials: Sequence[Trial], seconds: float, seed: int, report: Report, lead_in: int) -> np.ndarray:
-    """[trial, round] of times in us on this rank. Every rank makes the same rounds in the same order."""
+    """This rank's times in us, [trial, round]. All ranks run the same rounds in the same order."""
     shuffler = random.Random(seed)
     order = list(range(len(trials)))
     for _ in range(WARMUP_ROUNDS):

@@ -1,4 +1,4 @@
-"""Table and picture of a collective, made of results only."""
+"""The table and the plot of a collective's results."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from torchddp.harness.tables import number, plain_table, ranks_text, ratio_text
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# The columns that go first on a narrow terminal.
+# Columns to drop on a narrow terminal, in this order.
 NARROW_WITHOUT = ("slow\np50", "p99\nus", "alg\nGB/s", "x\nroof")
-# In the order of the legend; ours in warm colours, and drawn last.
+# In the order of the legend. Ours have warm colors and are drawn last.
 CURVE_COLORS = {
     GLOO: "#9aa5b1",
     "c10d": "#4c6ef5",
@@ -36,7 +36,7 @@ def _notes(result: dict[str, Any]) -> list[str]:
     notes = [f"{name} not available: {reason}" for name, reason in result["unavailable"].items()]
     ranks, processors = result["world_size"], result["processors"]
     if ranks > processors:
-        notes.append(f"{ranks} ranks on {processors} processors, which they take in turns")
+        notes.append(f"{ranks} ranks share {processors} processors")
     notes += [f"{name}: {remark}" for name, remark in result["remarks"].items()]
     measured = []
     for size in result["sizes"]:
@@ -50,7 +50,7 @@ def _notes(result: dict[str, Any]) -> list[str]:
 
 
 def _not_available(size: str, name: str) -> list[str | Text]:
-    # In the widest column.
+    # The last cell goes into the widest column.
     return [size, name, *[""] * 5, Text("not available", style="dim")]
 
 
@@ -101,7 +101,7 @@ def collective_table(result: dict[str, Any]) -> Table:
 
 
 def curve(result: dict[str, Any], name: str) -> tuple[list[int], list[float], list[float]]:
-    """Message sizes in bytes, times in us and busbw in GB/s of one implementation."""
+    """One implementation's message sizes in bytes, times in us and busbw in GB/s."""
     points = [
         (size["bytes"], row["time_us"]["median"], row["busbw_gb_per_s"])
         for size in result["sizes"]
@@ -112,7 +112,7 @@ def curve(result: dict[str, Any], name: str) -> tuple[list[int], list[float], li
 
 
 def draw_curves(results: Sequence[dict[str, Any]]) -> Figure:
-    """Time and busbw over message size, one row per operation."""
+    """Time and busbw against message size, one row of panels per operation."""
     figure, axes = panels(len(results), 2, 10.0, 3.2 * len(results))
     for row, result in zip(axes, results, strict=True):
         for name, color in CURVE_COLORS.items():
@@ -127,7 +127,7 @@ def draw_curves(results: Sequence[dict[str, Any]]) -> Figure:
             axis.set_xticks(all_sizes, [size_text(size) for size in all_sizes], rotation=45, fontsize=7)
             axis.minorticks_off()
             finish_panel(axis, f"{result['operation']}, {ranks_text(result['world_size'])}", "message size", label)
-        # Beside the plots: the curves reach into every corner.
+        # Outside the axes, because the curves reach into every corner.
         handles, names = row[0].get_legend_handles_labels()
         row[1].legend(handles, names, fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     return figure

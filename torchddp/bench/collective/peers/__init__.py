@@ -1,4 +1,4 @@
-"""All-reduces of other packages. Each is left out, with its reason, where it is not installed or refuses."""
+"""All-reduces of other packages. A package that is missing or can't run is skipped, and the report says why."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PEERS: tuple[Opening, ...] = (
     (DEEPSPEED, lambda meet: Local(DeepspeedShm(DEEPSPEED), meet)),
 )
 _HERE = dict(OPENINGS)
-# In the order of the table. Without the transport over gloo: it is gloo once more.
+# In the order of the table. Without the c10d transport, which here would just be gloo again.
 OPENINGS_WITH_PEERS: tuple[Opening, ...] = (
     (GLOO, _HERE[GLOO]),
     *_PEERS,

@@ -1,4 +1,4 @@
-"""DeepSpeed's all-reduce in shared memory. It is compiled where it is first used: here before any rank starts."""
+"""DeepSpeed's all-reduce in shared memory. Its operator is compiled on first use, before any rank starts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ COMPILE = "from deepspeed.ops.op_builder.cpu.comm import ShareMemCommBuilder as 
 
 
 def build_folder() -> Path | None:
-    """Where the operator of these versions lies or will lie; None without DeepSpeed."""
+    """The folder of the operator compiled for the installed versions; None without DeepSpeed."""
     try:
         deepspeed = version("deepspeed")
     except PackageNotFoundError:
@@ -38,13 +38,13 @@ def operator_path(folder: Path) -> Path:
 
 
 def compile_once(before: Callable[[], None]) -> None:
-    """Compile the operator if that was not done; `before` is called if it takes that. The ranks say what went wrong."""
+    """Compile the operator, after calling `before`, unless it exists. If that fails, ranks report it on loading."""
     folder = build_folder()
     if folder is None or operator_path(folder).exists():
         return
     before()
     folder.mkdir(parents=True, exist_ok=True)
-    # ninja may be in the environment only.
+    # ninja may be installed in the Python environment only.
     path = f"{sys.prefix}/bin{os.pathsep}{os.environ.get('PATH', '')}"
     environment = {**os.environ, "PATH": path, "TORCH_EXTENSIONS_DIR": str(folder), "DS_ACCELERATOR": "cpu"}
     with open(folder / "log.txt", "wb") as log:
@@ -57,7 +57,7 @@ def _load() -> Any:
         raise RuntimeError(EXTRA)
     path = operator_path(folder)
     if not path.exists():
-        raise RuntimeError(f"its operator did not compile, see {folder / 'log.txt'}")
+        raise RuntimeError(f"its operator failed to compile, see {folder / 'log.txt'}")
     spec = importlib.util.spec_from_file_location(OPERATOR, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -74,7 +74,7 @@ class DeepspeedShm:
         self.name = name
         operator = _load()
         rank, world_size = dist.get_rank(), dist.get_world_size()
-        # What DeepSpeed's launcher sets, and what the memory is named after.
+        # DeepSpeed's launcher sets these, and the shared memory is named after them.
         address, port = unique_name(), "0"
         settings = {"LOCAL_SIZE": str(world_size), "MASTER_ADDR": address, "MASTER_PORT": port}
         before = {key: os.environ.pop(key, None) for key in settings}

