@@ -67,7 +67,7 @@ def test_the_message_about_threads():
 
 
 def test_the_filters():
-    lines = [line.strip() for line in SECTIONS["Switching them off"].splitlines() if line.startswith("    ")]
+    lines = [line.strip() for line in SECTIONS["Turning warnings off"].splitlines() if line.startswith("    ")]
     with warnings.catch_warnings():
         exec("\n".join(lines))
         warnings.warn("No backward has followed the forward", torchddp.UsageWarning, stacklevel=1)

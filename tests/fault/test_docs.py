@@ -12,7 +12,7 @@ from tests.pages import code_of
 
 
 def test_the_example_of_fail_together():
-    code = code_of("fault_tolerance.md", "An exception on one rank ends all").partition("torchddp.PeerFailedError")[0]
+    code = code_of("fault_tolerance.md", "Stop all ranks when one raises").partition("torchddp.PeerFailedError")[0]
 
     def work(rank):
         names = {}

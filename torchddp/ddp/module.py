@@ -477,7 +477,11 @@ class DistributedDataParallel(TorchDDP):
         self.session.sync_states(self.reducer.transport, src, buffers=True)
 
     def interrupt(self, reason: str) -> None:
-        """Thread-safe, not collective: see `ReducerSession.interrupt`."""
+        """Make this rank's current and later waits in this model raise TransportError(reason).
+
+        Thread-safe; not collective. Peers see this rank as gone. The model can continue only over another process
+        group.
+        """
         self.session.interrupt(reason)
 
     def replan(self) -> None:
