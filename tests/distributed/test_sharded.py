@@ -158,7 +158,7 @@ def test_what_can_not_be_wrapped(rank):
         (lambda: ShardedDataParallel(net, all_of, reduce_buffer_size=-1), ValueError, SIZE),
         (lambda: ShardedDataParallel(net, all_of, reduce_buffer_size=1.5), ValueError, SIZE),
         (lambda: ShardedDataParallel(net, all_of, reduce_buffer_size=True), ValueError, SIZE),
-        (lambda: ShardedDataParallel(wrapped, taken), ValueError, "belongs to another ShardedDataParallel already"),
+        (lambda: ShardedDataParallel(wrapped, taken), ValueError, "already belongs to another ShardedDataParallel"),
         (lambda: ShardedDataParallel(words, sgd(words.parameters())), RuntimeError, SPARSE),
         (lambda: taken.add_param_group({"params": [nn.Parameter(torch.ones(3))]}), ValueError, "1 of 1 new parameters"),
         # Modes that reduce to all ranks.
