@@ -277,7 +277,7 @@ def test_other_groups_are_as_they_were_without_this_backend():
 @on_ranks(2)
 def test_ranks_that_can_not_meet_are_named(rank):
     os.environ["TORCHDDP_HOST_ID"] = f"host{rank}"
-    with pytest.raises(RuntimeError, match=f"rank {rank}: the torchddp_shm.*rank 1 is on another host than rank 0"):
+    with pytest.raises(RuntimeError, match=f"rank {rank}: the torchddp_shm.*rank 1 is on a different host from rank 0"):
         shm_group()
     del os.environ["TORCHDDP_HOST_ID"]
     if rank == 0:

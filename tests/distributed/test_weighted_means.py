@@ -281,7 +281,7 @@ def test_missing_and_wrong_weights(rank):
         (partial(DDP, Net(), zero_weights="skip"), ValueError, 'zero_weights must be "raise" or "zeros"'),
         (partial(accumulate, model, 3, weights=[1, 2]), ValueError, "a weight for each of the 3 microbatches, got 2"),
         (partial(accumulate, model, 1, weights=[-1]), ValueError, f"rank {rank} must be 0 or more"),
-        *((partial(accumulate, m, 1, weights=[1]), RuntimeError, "weights= needs torchddp.Dist") for m in others),
+        *((partial(accumulate, m, 1, weights=[1]), RuntimeError, "weights= needs a torchddp.Dist") for m in others),
     )
     model.weigh(torch.tensor([3]))
     mean_loss(model(samples(rank, 0, 3))).backward()
