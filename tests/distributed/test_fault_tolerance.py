@@ -248,7 +248,7 @@ def test_bad_input(rank):
         DistributedDataParallel(bare, net())
     with pytest.raises(RuntimeError, match="Int8 sends messages between fixed ranks.*all-reduces only: use .*PowerSGD"):
         DistributedDataParallel(manager, net().float(), comm_hook="int8")
-    with pytest.raises(RuntimeError, match="would send over the process group over which unused"):
+    with pytest.raises(RuntimeError, match="would share its process group with the search for unused"):
         DistributedDataParallel(manager, net().float(), comm_hook="powersgd", find_unused_parameters=True)
     model = DistributedDataParallel(manager, net())
     for attempt in (

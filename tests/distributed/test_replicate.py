@@ -366,7 +366,7 @@ def test_what_is_refused(rank):
         (lambda: replicate(nn.ModuleList([net()])), ValueError, "a ModuleList has no forward"),
         (lambda: replicate(net(), mesh=named), ValueError, f"(1, 1) with dimensions dp, tp. {advice}"),
         (lambda: replicate(net(), mesh=mesh(1, 1)), ValueError, "e.g. mesh['0'], after giving them names"),
-        (engine.join, RuntimeError, "rank 0: a module of torchddp.replicate() can't be used with join()"),
+        (engine.join, RuntimeError, "rank 0: a replicated module can't be used with join()"),
         (lambda: engine(batch(rank, 0)), RuntimeError, "call the module"),
         (lambda: engine_of(model.first), TypeError, "this Linear is not replicated"),
         (lambda: engine_of("model"), TypeError, "this str is not replicated"),
