@@ -39,7 +39,7 @@ def test_accelerate(results: list[dict[str, Any]]) -> None:
 def test_misuse(results: list[dict[str, Any]]) -> None:
     said = results[1]["misuse"]
     assert said["bare"].startswith("RuntimeError: only torchddp's classes can weight gradients, and this model is a ")
-    assert "give the model that prepare() returned" in said["bare"]
+    assert "pass the model that prepare() returned" in said["bare"]
     assert "is a torch.nn.parallel.distributed.DistributedDataParallel: " in said["torch's"]
     assert said["negative"] == "ValueError: the weight on rank 1 must be 0 or more, and finite, got -1"
     assert said["each batch"].startswith("RuntimeError: weigh() with sync_each_batch=True")

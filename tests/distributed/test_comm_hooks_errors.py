@@ -103,7 +103,7 @@ def test_with_torchs_class(rank):
     model.reducer._reset_state()
     hook.rebind(model)
     assert_near(step_of(model, given(rank, 2)), average(2), 0.05)
-    with pytest.raises(RuntimeError, match="not attached to the model"):
+    with pytest.raises(RuntimeError, match="not attached to this model"):
         hook.rebind(TorchDDP(Given()))
 
 

@@ -178,7 +178,7 @@ def test_what_one_rank_has_is_told_to_all(rank):
     scaler.scale(torch.ones(()))
     for param in params:
         param.grad = torch.full((4,), math.inf if rank == 1 else 1.0)
-    with pytest.raises(RuntimeError, match="not finite on rank 1 only, of 3 ranks"):
+    with pytest.raises(RuntimeError, match="non-finite gradients on rank 1 only, of 3 ranks"):
         scaler.step(oss)
     assert torch.equal(params[0], torch.ones(4))
 

@@ -176,7 +176,7 @@ def test_sharded(rank, transport):
         optimizer.step()
     model.synchronize()
     torch.testing.assert_close([*module.parameters()], [*whole.parameters()], rtol=1e-4, atol=1e-5)
-    with pytest.raises(RuntimeError, match="take SINGLE_AUTO_SYNC"):
+    with pytest.raises(RuntimeError, match="use SINGLE_AUTO_SYNC"):
         accumulate(model, 1, "multi_auto_sync", weights=[1])
 
 

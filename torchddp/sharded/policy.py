@@ -154,8 +154,8 @@ def _check_optimizers(given: OSS | Sequence[OSS], process_group: dist.ProcessGro
     for optimizer in optimizers:
         if not isinstance(optimizer, OSS):
             raise TypeError(
-                "ShardedDataParallel needs optimizers that shard their state, such as torchddp.optim.OSS(params, "
-                f"optim=torch.optim.AdamW, lr=1e-3), got {type(optimizer).__qualname__}"
+                "ShardedDataParallel needs optimizers of class torchddp.optim.OSS, got "
+                f"{type(optimizer).__qualname__}: use OSS(params, optim=torch.optim.AdamW, lr=1e-3)"
             )
         if optimizer.step_hooks is not None:
             raise ValueError(

@@ -55,6 +55,6 @@ def weigh(
     if divided_by > 1 and accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False):
         raise RuntimeError(
             "weigh() can't be used with sync_each_batch=True, which reduces gradients in the middle of a step and "
-            "hides where it begins. Leave sync_each_batch out, or use torchddp.sync.accumulate(weights=...) for the loop"
+            "hides where it begins. Leave sync_each_batch out, or loop over torchddp.sync.accumulate(weights=...)"
         )
     weighing.weigh(wrapper, weight, loss, divided_by=divided_by)

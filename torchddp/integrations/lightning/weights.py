@@ -47,7 +47,7 @@ def weigh(target: Any, weight: float | torch.Tensor, *, loss: LossKind = "mean")
 
 
 def _place(target: Any) -> tuple[torch.nn.Module, int, bool]:
-    """The wrapped model, what its loss is divided by, and whether it may go unwrapped (one process and microbatch per step)."""
+    """The wrapped model, the divisor of its loss, and whether it may be unwrapped (one process, no accumulation)."""
     if isinstance(target, torch.nn.Module):
         target = unwrapped(target)
     if isinstance(target, _FabricModule):
