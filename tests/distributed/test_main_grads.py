@@ -385,7 +385,7 @@ def test_it_is_kept_as_grad_is(rank):
     # With create_graph values are kept.
     ddp = wrapped(_Weight())
     ddp.module.weight.main_grad = torch.ones(4)
-    with pytest.warns(UserWarning, match="nothing can be differentiated through them"):
+    with pytest.warns(UserWarning, match="they can't be differentiated further"):
         (ddp(1.0 + rank) ** 2).backward(create_graph=True)
     grad = ddp.module.weight.main_grad
     assert not grad.requires_grad

@@ -135,7 +135,7 @@ def sgd(params):
 
 
 FOREIGN = "optimizer 0 holds 11 parameters that are not the module's: parameter 0 of group 0"
-SPARSE = "'0.weight' has sparse gradients: those can't be reduced to one rank. Make its embedding with sparse=False"
+SPARSE = "'0.weight' has sparse gradients, which can't be reduced to one rank. Create its embedding with sparse=False"
 SIZE = "reduce_buffer_size must be a number of elements"
 
 

@@ -262,7 +262,7 @@ def test_missing_and_wrong_weights(rank):
     with model.no_sync():
         model.weigh(2)
         mean_loss(model(samples(rank, 0, 2))).backward()
-        with pytest.raises(RuntimeError, match="gets a second gradient since weigh"):
+        with pytest.raises(RuntimeError, match="got a second gradient after one weigh"):
             mean_loss(model(samples(rank, 0, 2))).backward()
     model.zero_grad()
     with model.no_sync():
