@@ -181,9 +181,9 @@ def open_transport(
     if isinstance(outcome, _C.Transport):
         return outcome
     if choice != "auto":
-        raise RuntimeError(f"transport={choice!r} is impossible: {outcome}")
-    if is_first_in_job(f"{kind.name} is impossible: {outcome}", process_group):
-        logger.warning("torchddp reduces through the process group: transport %r is impossible: %s", kind.name, outcome)
+        raise RuntimeError(f"transport={choice!r} can't be used: {outcome}")
+    if is_first_in_job(f"{kind.name} can't be used: {outcome}", process_group):
+        logger.warning("torchddp reduces through the process group: transport %r can't be used: %s", kind.name, outcome)
     return _C.C10dTransport(process_group)
 
 
