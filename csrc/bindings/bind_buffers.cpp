@@ -119,11 +119,11 @@ at::Tensor make_flat_view(const at::Tensor& flat, int64_t offset, const at::Tens
 void bind_buffers(py::module_& m) {
   m.def("module_buffers", &module_buffers, py::arg("module"), "Each buffer once, in the order of `module.buffers()`.");
   m.def("trains_as_before", &trains_as_before, py::arg("module"), py::arg("known"), py::arg("trained"),
-        "Whether these are all of the module's parameters, and those with a byte of 1 alone require grad.");
+        "Whether `known` are all of the module's parameters, and exactly those with a byte of 1 require grad.");
   m.def("can_travel_as_bytes", &can_travel_as_bytes, py::arg("tensors"),
-        "Whether TensorBroadcast can take these: ordinary dense tensors of one device.");
+        "Whether TensorBroadcast can send these: ordinary dense tensors on one device.");
   m.def("make_flat_view", &make_flat_view, py::arg("flat"), py::arg("offset"), py::arg("like"), NoGil(),
-        "A tensor like `like` in the memory of `flat` from element `offset` on, with a storage of its own.");
+        "A tensor like `like` in the memory of `flat`, starting at element `offset`, with its own storage.");
 }
 
 }  // namespace torchddp::bindings

@@ -174,7 +174,7 @@ PyObject* noted(PyObject* self, PyObject* const* args, Py_ssize_t count, PyObjec
 // NOLINTNEXTLINE(cppcoreguidelines-avoid-non-const-global-variables): CPython's own
 PyMethodDef noted_method = {
     "noted", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&noted)), METH_FASTCALL | METH_KEYWORDS,
-    "noted(function, name, is_counted, group, tensor, detail, ...): function(...), and what is known of the call."};
+    "noted(function, name, is_counted, group, tensor, detail, ...): call function(...) and record the call."};
 
 }  // namespace
 
@@ -187,8 +187,7 @@ void bind_calls(py::module_& m) {
       },
       py::arg("items"),
       "The function `noted(function, name, is_counted, group, tensor, detail, ...)`, which calls `function(...)` and "
-      "notes it "
-      "as `torchddp.diagnose.calls` has it; `items` are what that takes, in the order of "
+      "records the call in the form of `torchddp.diagnose.calls`; `items` are what it needs, in the order of "
       "csrc/bindings/bind_calls.cpp.");
 }
 

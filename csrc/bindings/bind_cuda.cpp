@@ -42,7 +42,7 @@ py::bytes make_nccl_id() {
     result = nccl->make_id(&id);
   }
   if (result != gpu::kNcclSuccess) {
-    throw torchddp::TransportError("NCCL could not make an id: " + nccl->describe(result, nullptr));
+    throw torchddp::TransportError("NCCL could not create an id: " + nccl->describe(result, nullptr));
   }
   return {id.bytes.data(), id.bytes.size()};
 }
@@ -61,7 +61,7 @@ std::shared_ptr<NcclTransport> connect_nccl(const std::string& id, int rank, int
   auto nccl = require_nccl(device_index);
   gpu::UniqueId given;
   if (id.size() != given.bytes.size()) {
-    throw std::invalid_argument("an id of NCCL has " + std::to_string(given.bytes.size()) + " bytes, got " +
+    throw std::invalid_argument("an NCCL id has " + std::to_string(given.bytes.size()) + " bytes, got " +
                                 std::to_string(id.size()));
   }
   std::copy(id.begin(), id.end(), given.bytes.begin());
@@ -95,23 +95,22 @@ struct SharedNccl {
 
 void bind_cuda(py::module_& m) {
   m.def("nccl_versions", &nccl_versions,
-        "The NCCL that is loaded and the one that this was built with, as 22907 for 2.29.7; None without CUDA.");
+        "The loaded NCCL version and the one this was built with, as 22907 for 2.29.7; None without CUDA.");
   m.def("nccl_version_problem", &gpu::version_problem, py::arg("running"), py::arg("built"),
-        "Why the NCCL that is loaded can't be used; empty if it can.");
+        "Why the loaded NCCL can't be used; empty if it can.");
   m.def("device_identity", &device_identity, py::arg("device_index"), NoGil(),
-        "Tells CUDA devices apart, on all hosts; empty without CUDA.");
-  m.def("nccl_settings", &nccl_settings,
-        "The names of ncclConfig_t's fields, as torch has them, that this build can set.");
-  m.def("make_nccl_id", &make_nccl_id, "What all ranks of a communicator are given: 128 bytes, made by one of them.");
-  py::class_<SharedNccl>(m, "SharedNccl", "The communicator of NcclTransports, which keeps none of them alive.")
+        "Identifies a CUDA device across all hosts; empty without CUDA.");
+  m.def("nccl_settings", &nccl_settings, "torch's names of the ncclConfig_t fields that this build can set.");
+  m.def("make_nccl_id", &make_nccl_id, "The 128-byte id that one rank creates and all ranks of a communicator use.");
+  py::class_<SharedNccl>(m, "SharedNccl", "The communicator of NcclTransports; keeps none of them alive.")
       .def("open", &SharedNccl::open, py::arg("timeout"), NoGil(),
-           "Not collective: one more transport over it; None if it is gone or broken.");
+           "Another transport over it; None if it is gone or broken. Not collective.");
   py::class_<NcclTransport, Transport, std::shared_ptr<NcclTransport>>(
       m, "NcclTransport", "NCCL on a stream of its own, for CUDA tensors of one device.")
       .def(py::init(&connect_nccl), py::arg("id"), py::kw_only(), py::arg("rank"), py::arg("size"),
            py::arg("device_index"), py::arg("settings"), py::arg("net_name"), py::arg("high_priority"),
            py::arg("connect_timeout"), py::arg("timeout"),
-           "Collective: all ranks with the same id. TransportError when the others don't come, or NCCL fails.")
+           "Collective among the ranks with this id. TransportError if a rank is missing or NCCL fails.")
       .def_property_readonly(
           "shared", [](const NcclTransport& self) { return SharedNccl{self.communicator(), self.device()}; },
           "Its communicator, for other transports.");

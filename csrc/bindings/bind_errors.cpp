@@ -63,7 +63,7 @@ PyObject* make_type(py::module_& m, const char* name, const char* doc) {
 void bind_errors(py::module_& m) {
   transport_error_type =
       make_type(m, "TransportError",
-                "A collective failed: a peer is gone or did not answer in time. Names rank, step, bucket and "
+                "A collective failed: a peer died or did not answer in time. Names rank, step, bucket and "
                 "parameters. The reducer is idle again when this is raised.");
   internal_error_type = make_type(m, "InternalError", "A broken invariant of torchddp. Please report it.");
   signal_check = &check_python_signals;

@@ -21,7 +21,7 @@ auto each(int64_t plan::Slot::* field) {
 
 void bind_plan(py::module_& m) {
   using namespace plan;
-  py::class_<ParamSpec>(m, "ParamSpec", "What a bucket plan needs to know of a parameter.")
+  py::class_<ParamSpec>(m, "ParamSpec", "What a bucket plan needs to know about a parameter.")
       .def(py::init<std::string, int64_t, int64_t, int32_t, int32_t, bool, int32_t, int64_t>(), py::arg("name"),
            py::arg("numel"), py::arg("itemsize"), py::arg("dtype") = 0, py::arg("device") = 0,
            py::arg("sparse") = false, py::arg("owner") = -1, py::arg("alignment") = 1)
@@ -48,14 +48,14 @@ void bind_plan(py::module_& m) {
             }
             return numel * bucket.itemsize;
           },
-          "Of the gradients, without what lies between them; 0 for a sparse one.");
+          "Bytes of the gradients without padding; 0 for a sparse one.");
 
-  py::class_<BucketPlan>(m, "BucketPlan", "Which gradient lies where in which bucket, buckets in launch order.")
+  py::class_<BucketPlan>(m, "BucketPlan", "The position of each gradient in the buckets, which are in launch order.")
       .def(py::init([](const BucketIndices& buckets, const std::vector<ParamSpec>& params) {
              return plan_of(buckets, params);
            }),
            py::arg("buckets"), py::arg("params"),
-           "Of the parameter indices of each bucket. ValueError if they are no plan for these parameters.")
+           "From each bucket's parameter indices. ValueError if they are not a plan for these parameters.")
       .def_readonly("buckets", &BucketPlan::buckets)
       .def("__eq__", [](const BucketPlan& a, const BucketPlan& b) { return a == b; })
       .def("__len__", [](const BucketPlan& plan) { return plan.buckets.size(); });

@@ -68,19 +68,18 @@ void bind_step(PyReducer& c) {
       .def(
           "_autograd_hook", [](Reducer& self, int64_t index) { self.on_grad_ready(index, nullptr); }, py::arg("index"),
           NoGil())
-      .def(
-          "weigh", &Reducer::weigh, py::arg("weight"), py::arg("count"), py::arg("goes_on") = false, NoGil(),
-          "The next backward's gradients are multiplied by `weight`, and `count` is added to what they are divided by.")
+      .def("weigh", &Reducer::weigh, py::arg("weight"), py::arg("count"), py::arg("goes_on") = false, NoGil(),
+           "Multiply the next backward's gradients by `weight`, and add `count` to the divisor.")
       .def("_delay_all_reduce", &Reducer::delay_all_reduce, NoGil())
-      .def("reduce_now", &Reducer::reduce_now, NoGil(),
-           "Collective: reduces what gradients there are, without a backward.")
+      .def("reduce_now", &Reducer::reduce_now, NoGil(), "Reduce the existing gradients without a backward. Collective.")
       .def("_check_reducer_finalized", &Reducer::check_finalized, NoGil())
       .def("check_not_unfinished", &Reducer::check_not_unfinished, NoGil(),
-           "RuntimeError, with the gradients that are missing, if a backward has ended before all of them came.")
+           "RuntimeError, naming missing gradients, if a backward ended before all were ready.")
       .def("rebuild_buckets", &Reducer::rebuild_buckets, NoGil(),
-           "Collective when it returns true: new buckets by the measured order, once.")
+           "Rebuild buckets in the measured order, once. Collective if it returns true.")
       .def("adopt_plan", &Reducer::adopt_plan, py::arg("plan"), NoGil(),
-           "Collective, between steps: rank 0's plan, or the one in use if it wants none; whether buckets changed.")
+           "Adopt rank 0's plan, or its current one if it passes None. Returns whether buckets changed. Collective, "
+           "between steps.")
       .def("_push_all_rebuilt_params", of(&Parts::keeper, &PlanKeeper::take_reverse_order), NoGil())
       .def("_get_zeros_like_grad_buckets", of(&Parts::shadow, &JoinShadow::zero_buckets), NoGil());
 }
@@ -116,19 +115,19 @@ void bind_modes(PyReducer& c) {
       .def("set_forward_pass_work_handle", of(&Parts::divisor, &Divisor::set_forward_work), py::arg("work"),
            py::arg("use_static_world_size"))
       .def("set_divisor", of(&Parts::divisor, &Divisor::set), py::arg("divisor"),
-           "`divisor()` says in each backward over how many ranks gradients are averaged.")
+           "`divisor()` returns, in each backward, the number of ranks to average over.")
       .def("_set_optimizer_in_backward", of(&Parts::hand_back, &HandBack::leave_to_optimizer))
       .def("_set_mixed_precision_param_dtype", of(&Parts::packers, &Packers::set_grad_dtype), py::arg("dtype"))
       .def("_set_sparse_metadata", of(&Parts::packers, &Packers::set_sparse_metadata), py::arg("global_unique_ids"))
       .def("share_gradients", &Reducer::share_gradients, NoGil(),
-           "Another reducer averages the same gradients: they keep memory of their own from the next step on.")
+           "Another reducer averages the same gradients: keep them in their own memory from the next step on.")
       .def(
           "main_grads",
           [](Reducer& self) {
             const auto& main_grads = self.parts().context.main_grads;
             return main_grads == nullptr ? std::vector<at::Tensor>() : main_grads->shown();
           },
-          "Per parameter: the tensor that gradients add up in, the same one for good. None unless they are kept beside "
+          "Per parameter: the tensor that gradients accumulate in, always the same. None unless they are kept outside "
           ".grad.")
       .def(
           "clear_main_grads",
@@ -137,17 +136,17 @@ void bind_modes(PyReducer& c) {
               self.parts().context.main_grads->clear(param);
             }
           },
-          py::arg("params"), NoGil(), "Zeros those of the parameters with these indices.")
+          py::arg("params"), NoGil(), "Zero the main gradients of the parameters with these indices.")
       .def("remove_autograd_hooks", &Reducer::remove_autograd_hooks, NoGil())
-      .def("close", &Reducer::close, NoGil(), "For good: without hooks and buckets.")
+      .def("close", &Reducer::close, NoGil(), "Remove hooks and buckets, permanently.")
       .def("take_over", &Reducer::take_over, py::arg("before"), NoGil(),
-           "Goes on where a closed reducer has stopped, of the same parameters or others.")
+           "Continue where a closed reducer stopped, for the same parameters or others.")
       .def("update_process_group", &Reducer::update_process_group, py::arg("new_process_group"),
            py::arg("transport").none(false), NoGil())
       .def("match_used_map", of(&Parts::used, &UsedParams::match), NoGil(),
-           "Collective, of a rank without inputs: takes part in the reduction of used parameters, with none.")
+           "On a rank without inputs: join the reduction of used parameters, with none. Collective.")
       .def("match_weights", of(&Parts::weights, &Weights::match), NoGil(),
-           "Collective, of a rank without inputs: takes part in the sum of weights, with 0.")
+           "On a rank without inputs: join the sum of weights, with 0. Collective.")
       .def("reset_state", &Reducer::reset_state, NoGil());
 }
 
@@ -164,13 +163,14 @@ void bind_torch_names(PyReducer& c) {
 }  // namespace
 
 void bind_reducer(py::module_& m) {
-  py::enum_<GradPrecision>(m, "GradPrecision", "In which dtype gradients of 16-bit parameters are reduced and kept.")
+  py::enum_<GradPrecision>(m, "GradPrecision",
+                           "The dtype in which gradients of 16-bit parameters are reduced and stored.")
       .value("OF_PARAMETER", GradPrecision::kOfParameter)
       .value("REDUCED", GradPrecision::kReduced, "reduced in float32, and rounded to .grad")
       .value("GRADS", GradPrecision::kGrads, ".grad is float32")
-      .value("MAIN_GRADS", GradPrecision::kMainGrads, "they add up in float32, beside .grad");
+      .value("MAIN_GRADS", GradPrecision::kMainGrads, "accumulated in float32, outside .grad");
   PyReducer c(m, "Reducer",
-              "Packs gradients into buckets and reduces them while autograd runs. Made by DistributedDataParallel.");
+              "Packs gradients into buckets and reduces them while autograd runs. Created by DistributedDataParallel.");
   c.def(py::init(&make_reducer), py::arg("params"), py::arg("specs"), py::arg("process_group"),
         py::arg("transport").none(false), py::kw_only(), py::arg("caps_bytes"), py::arg("solo_bytes") = 0,
         py::arg("find_unused_parameters") = false, py::arg("gradient_as_bucket_view") = true,
@@ -182,7 +182,7 @@ void bind_reducer(py::module_& m) {
         py::arg("zero_weights_raise") = true, py::arg("timeout") = transport::kTransportTimeout);
   m.def(
       "finished_steps", [] { return all_finished_steps.load(std::memory_order_relaxed); },
-      "Synchronised backwards that the reducers of this process have finished, those that are gone included.");
+      "Number of synchronised backwards that this process's reducers, including destroyed ones, have finished.");
   bind_step(c);
   bind_modes(c);
   bind_reducer_reports(m, c);

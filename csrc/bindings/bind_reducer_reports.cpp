@@ -24,8 +24,7 @@ py::dict traffic_dict(Reducer& self) {
 
 const at::Tensor& gradient_stats(Reducer& self) {
   const auto& stats = self.parts().layout.gradient_stats();
-  TDDP_CHECK(stats.defined(),
-             "gradients are only measured by a DistributedDataParallel that was made with gradient_stats=True");
+  TDDP_CHECK(stats.defined(), "gradients are only measured by a DistributedDataParallel with gradient_stats=True");
   return stats;
 }
 
@@ -157,19 +156,20 @@ void bind_status(PyReducer& c) {
             }
             live(self.parts()).set_peers(std::move(processes));
           },
-          py::arg("peers"), "Other ranks of this host, as (rank, pid, start time): errors tell which are gone.")
+          py::arg("peers"),
+          "Other ranks of this host, as (rank, pid, start time), so that errors can report dead ones.")
       .def("note_failure", of(&live, &LiveStatus::note_failure), py::arg("text"),
-           "What the next TransportError is to tell besides.")
+           "Text to add to the next TransportError.")
       .def("with_failure_note", of(&live, &LiveStatus::with_note), py::arg("text"), NoGil(),
-           "The text, and what was noted, which is forgotten. Looks for a while which ranks are gone.")
+           "The text with the noted failure, which is cleared, and dead ranks, which it briefly looks for.")
       .def(
           "begin_wait",
           [](Reducer& self, std::string what) { return live(self.parts()).begin_wait(std::move(what), -1); },
           py::arg("what"),
-          "The training thread waits from now on, for something that is no bucket: the number of this wait.")
+          "The training thread starts waiting for something other than a bucket. Returns the wait's number.")
       .def("end_wait", of(&live, &LiveStatus::end_wait), py::arg("number"))
       .def("last_error", of(&live, &LiveStatus::error),
-           "What the last failed step or check said; empty if none failed.");
+           "The error of the last failed step or check; empty if none failed.");
 }
 
 void bind_times(py::module_& m, PyReducer& c) {
@@ -179,19 +179,20 @@ void bind_times(py::module_& m, PyReducer& c) {
       .def_readonly("id", &timeline::Event::id)
       .def_readonly("time_ns", &timeline::Event::time_ns);
   c.def("get_backward_stats", of(&Parts::events, &StepEvents::ready_times_ns), NoGil(),
-        "Nanoseconds from the start of backward until each gradient was ready, by parameter index; zeros unless they "
+        "Nanoseconds from the start of backward until each gradient was ready, by parameter index; zeros unless these "
         "are recorded or the timeline is on.")
-      .def("grad_ready_order", of(&Parts::step, &Step::ready_order), "Parameter indices, as gradients came last.")
+      .def("grad_ready_order", of(&Parts::step, &Step::ready_order),
+           "Parameter indices in the order in which gradients last became ready.")
       .def_property_readonly("finished_steps", [](Reducer& self) { return self.parts().events.stats().finished; })
       .def("stats", &stats_dict, "Times of the last step in ns, and averages, under torch's names.")
       .def("traffic", &traffic_dict,
-           "Of the last finished step's gradients: transport -> (bytes given, bytes put on the wire, or None).")
+           "Traffic of the last finished step's gradients: transport -> (payload bytes, wire bytes or None).")
       .def("record_ready_times", of(&Parts::events, &StepEvents::record_ready_times), py::arg("record"),
-           "Keep them, as the timeline does, without its events; on a CUDA device by the device's clock.")
+           "Record ready times without the timeline's events; on a CUDA device with the device's clock.")
       .def("forward_ns", of(&Parts::events, &StepEvents::forward_ns), NoGil(),
-           "Of the last recorded step, from the begin of forward to the first gradient.")
+           "Nanoseconds from the start of forward to the first gradient in the last recorded step.")
       .def("set_overlap", of(&Parts::queue, &LaunchQueue::set_overlap), py::arg("overlap"),
-           "Off: no bucket is launched before the last gradient is there. Every rank must choose alike.")
+           "Off: no bucket is launched before the last gradient is ready. Must be the same on every rank.")
       .def("enable_timeline", of(&Parts::events, &StepEvents::enable_timeline), py::arg("capacity"))
       .def("disable_timeline", of(&timeline_of, &timeline::Timeline::disable))
       .def("timeline", of(&timeline_of, &timeline::Timeline::snapshot), "Events of the last steps, oldest first.")
@@ -203,18 +204,19 @@ void bind_gradients(PyReducer& c) {
       .def("graph_has_been_static", of(&Parts::used, &UsedParams::have_been_static))
       .def("unused_bytes", of(&Parts::used, &UsedParams::unused_bytes))
       .def("gradient_stats", &gradient_stats,
-           "Of the last synchronised backward: a row a bucket, {sum of squares, values that are not finite}.")
-      .def(
-          "nonfinite", &nonfinite_tuples, NoGil(),
-          "Of the last steps in a row with infinite or NaN gradients of this rank: (step, parameter index, elements or "
-          "-1), of each parameter the first.")
+           "Of the last synchronised backward: one row per bucket, {sum of squares, number of non-finite values}.")
+      .def("nonfinite", &nonfinite_tuples, NoGil(),
+           "This rank's infinite or NaN gradients in the last run of consecutive steps with any: (step, parameter "
+           "index, "
+           "elements or -1), the first per parameter.")
       .def("nonfinite_version", of(&Parts::non_finite, &NonFiniteWatch::version), NoGil(),
-           "Grows with what nonfinite() tells.")
+           "Increases when nonfinite() changes.")
       .def("note_gradients", of(&Parts::changes, &GradientChanges::note_next),
-           "The next step's averages are noted, for changed_gradients().")
+           "Record the next step's averages for changed_gradients().")
       .def("changed_gradients", &changed_gradients, NoGil(),
-           "By parameter, once: 0 if its gradient is as it was noted, 1: changed in place, 2: None, 3: another tensor. "
-           "Empty where none were noted, or a step is under way.");
+           "By parameter, once: 0 if its gradient is unchanged since it was recorded, 1: changed in place, 2: None, 3: "
+           "another "
+           "tensor. Empty if none were recorded or a step is running.");
 }
 
 void bind_forwards(PyReducer& c) {
@@ -223,15 +225,15 @@ void bind_forwards(PyReducer& c) {
        [](Reducer& self, int64_t forward, const std::vector<at::Tensor>& outputs) {
          self.parts().forwards.watch(forward, outputs);
        },
-       py::arg("forward"), py::arg("outputs"), "Told by left_and_used_forward() what becomes of it; numbers must grow.")
+       py::arg("forward"), py::arg("outputs"), "Track a forward for left_and_used_forward(); numbers must increase.")
       .def("left_and_used_forward", of(&Parts::forwards, &ForwardWatch::left_and_used),
-           "The last forward whose outputs are gone without a backward, and the last that one went through; -1: none.");
+           "The last forward whose outputs were freed without a backward, and the last that had one; -1: none.");
 }
 
 void bind_buckets(PyReducer& c) {
   c.def_property_readonly("plan", of(&Parts::layout, &BucketLayout::plan))
       .def_property_readonly("is_in_graph", of(&Parts::keeper, &PlanKeeper::is_in_graph),
-                             "Whether a captured CUDA graph holds the buckets, which therefore stay for good.")
+                             "Whether a captured CUDA graph holds the buckets, which therefore can't change.")
       .def_property_readonly("has_rebuilt_buckets", of(&Parts::keeper, &PlanKeeper::has_rebuilt))
       .def_property_readonly("transport", [](Reducer& self) { return no_gil(self.parts().context.transport); })
       .def_property_readonly("transport_name", [](Reducer& self) { return self.parts().context.transport->name(); })

@@ -31,12 +31,12 @@ auto starter(Collective (*make)(Arguments...)) {
 void bind_interface(py::module_& m) {
   const auto waits = py::arg("wait") = false;
   py::class_<Work, std::shared_ptr<Work>>(m, "Work", "The restartable handle of a collective; see Transport.make_work.")
-      .def("poll", &Work::poll, NoGil(), "True when nothing is under way. Never blocks.")
+      .def("poll", &Work::poll, NoGil(), "True when no operation is running. Never blocks.")
       .def(
           "wait", [](Work& work) { work.wait(kTransportTimeout); }, NoGil())  // converting a default argument is slow
       .def("wait", &Work::wait, py::arg("timeout"), NoGil(),
-           "Blocks until the result may be used; TransportError when a peer is gone or `timeout` has passed.")
-      .def("abandon", &Work::abandon, NoGil(), "Forgets an operation that failed.");
+           "Block until the result may be used. TransportError if a peer died or `timeout` has passed.")
+      .def("abandon", &Work::abandon, NoGil(), "Drop an operation that failed.");
 
   py::class_<Transport, std::shared_ptr<Transport>>(
       m, "Transport",
@@ -48,7 +48,7 @@ void bind_interface(py::module_& m) {
                              [](const Transport& self) { return self.capabilities().reaches_any_memory; })
       .def_property_readonly(
           "traffic", [](const Transport& self) { return to_dict(self.traffic()); },
-          "Of all operations since it was made, by the way they took: name -> (bytes given, bytes put on the wire).")
+          "Traffic of all operations so far, by route: name -> (payload bytes, wire bytes).")
       .def(
           "allocate",
           [](Transport& transport, int64_t numel, const at::Tensor& like) {
@@ -69,17 +69,18 @@ void bind_interface(py::module_& m) {
            NoGil())
       .def("barrier", starter(&Collective::barrier), py::arg("work"), waits, NoGil())
       .def("progress", &Transport::progress, NoGil(),
-           "Does what can be done for the operations under way. Never blocks.")
+           "Advance the running operations as far as possible. Never blocks.")
       .def("interrupt", &Transport::interrupt, py::arg("reason"), NoGil(),
-           "From any thread, not collective: waits under way and all later operations raise TransportError(reason).")
+           "From any thread, not collective: current waits and all later operations raise TransportError(reason).")
       .def(
           "wait_for",
           [](Transport& self, const c10::intrusive_ptr<c10d::Work>& work, const ProcessGroupPtr& group) {
             return wait_interruptibly(*work, group, self.interruption());
           },
           py::arg("work"), py::arg("process_group"), NoGil(),
-          "As work.wait(), for an operation of this group of gloo, ended by interrupt() of this transport and by what "
-          "handlers of signals raise.");
+          "Like work.wait(), for an operation of this gloo group. Ends if this transport is interrupted or a signal "
+          "handler "
+          "raises.");
 
   m.def(
       "wait_for_work",
@@ -87,7 +88,7 @@ void bind_interface(py::module_& m) {
         return is_gloo(*group) ? wait_interruptibly(*work, group, Interruption()) : work->wait();
       },
       py::arg("work"), py::arg("process_group"), NoGil(),
-      "As work.wait(), for an operation of this group. Over gloo handlers of signals run meanwhile.");
+      "Like work.wait(), for an operation of this group. Over gloo, signal handlers run meanwhile.");
   m.def(
       "agree_on_memory",
       [](const std::shared_ptr<Transport>& transport, std::chrono::milliseconds timeout) {
@@ -98,7 +99,8 @@ void bind_interface(py::module_& m) {
         return agreed == transport ? transport : no_gil(std::move(agreed));
       },
       py::arg("transport"), py::arg("timeout"),
-      "Collective if the transport may lose memory: it, or its fallback on all ranks if any has lost some.");
+      "The transport, or its fallback on all ranks if any rank lacked memory. Collective if the transport may lack "
+      "memory.");
 
   py::class_<TensorBroadcast, std::shared_ptr<TensorBroadcast>>(m, "TensorBroadcast",
                                                                 "Broadcasts many tensors in few messages.")
@@ -108,12 +110,11 @@ void bind_interface(py::module_& m) {
            py::arg("transport"), py::arg("message_bytes"), py::arg("timeout"))
       .def(
           "reserve", [](TensorBroadcast& self, const std::vector<at::Tensor>& tensors) { self.reserve(tensors); },
-          py::arg("tensors"), NoGil(), "Not collective: takes the memory that run() needs for such tensors.")
+          py::arg("tensors"), NoGil(), "Reserve the memory that run() needs for these tensors. Not collective.")
       .def(
           "run",
           [](TensorBroadcast& self, const std::vector<at::Tensor>& tensors, int root) { self.run(tensors, root); },
-          py::arg("tensors"), py::arg("root"), NoGil(),
-          "Collective: on return all ranks' tensors hold those of rank `root`.");
+          py::arg("tensors"), py::arg("root"), NoGil(), "Copy rank `root`'s tensors to all ranks. Collective.");
 }
 
 void bind_transports(py::module_& m) {
@@ -134,7 +135,7 @@ void bind_transports(py::module_& m) {
             bytes["huge"] = held.huge;
             return bytes;
           },
-          "Bytes of this rank's segment that are in use, and how many of them lie in huge pages. Takes milliseconds.");
+          "Bytes of this rank's segment in use, and how many of them are in huge pages. Takes milliseconds.");
   py::class_<ShmEndpoint>(m, "ShmEndpoint", "A rank's socket, at which the ranks of its host can reach it.")
       .def(py::init<int64_t>(), py::arg("limit_bytes"))
       .def_property_readonly("address", &ShmEndpoint::address)
@@ -154,7 +155,8 @@ void bind_transports(py::module_& m) {
           py::arg("process_group"), py::kw_only(), py::arg("local_ranks"), py::arg("addresses"), py::arg("outer_group"),
           py::arg("places"), py::arg("outer_ranks"), py::arg("owners"), py::arg("spans"), py::arg("node"),
           py::arg("connect_timeout"), py::arg("timeout"),
-          "Collective among the ranks of a host. SharedMemoryUnavailable says why it can't be.");
+          "Collective among the ranks of a host. Raises SharedMemoryUnavailable with the reason if they can't share "
+          "memory.");
   m.def(
       "make_shm_backend",
       [](std::shared_ptr<ShmTransport> transport, std::chrono::milliseconds timeout) {
@@ -164,7 +166,7 @@ void bind_transports(py::module_& m) {
   m.def("host_identity", &shm::host_identity, "Equal for processes that can share memory with each other.");
   m.def(
       "processor_quota", [] { return shm::processor_quota().processors; },
-      "How many processors the control groups of this process allow at a time; 0 if they don't say.");
+      "The CPU quota of this process's cgroups, in processors; 0 if there is none.");
 }
 
 }  // namespace

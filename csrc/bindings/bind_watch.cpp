@@ -40,14 +40,15 @@ class AsyncGate {
 }  // namespace
 
 void bind_watch(py::module_& m) {
-  py::class_<AsyncGate>(m, "AsyncGate",
-                        "A context whose body another thread may end with an exception, which never comes after it.\n\n"
-                        "Subclasses have `_begin()`, called before the body, and `_leave(type, error, traceback)`, in "
-                        "the place of `__exit__`.")
+  py::class_<AsyncGate>(
+      m, "AsyncGate",
+      "A context whose body another thread can end with an exception, which never arrives after the body.\n\n"
+      "Subclasses have `_begin()`, called before the body, and `_leave(type, error, traceback)` "
+      "instead of `__exit__`.")
       .def(py::init<>())
       .def_property_readonly("is_open", &AsyncGate::is_open, "Whether the body is running.")
       .def("raise_inside", &AsyncGate::raise_inside, py::arg("type"),
-           "From any thread: raises `type()` in the body, at its next Python instruction. False if it is over.")
+           "From any thread: raise `type()` in the body, at its next Python instruction. False if the body has ended.")
       .def("__enter__",
            [](py::object self) {
              self.attr("_begin")();

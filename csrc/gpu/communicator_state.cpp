@@ -103,8 +103,8 @@ void Communicator::State::check() {
 void Communicator::State::refuse_nested(const OperationLabel& label) {
   const std::lock_guard lock(mutex);
   if (inside && inside->thread == std::this_thread::get_id()) {
-    throw TransportError(who() + ": " + describe(label) + " was started by the handler of a signal while " +
-                         describe(inside->label) + " was getting under way in the same thread, and would wait for it");
+    throw TransportError(who() + ": " + describe(label) + " was started by a signal handler while " +
+                         describe(inside->label) + " was being started in the same thread, and would wait for it");
   }
 }
 
@@ -132,7 +132,7 @@ void Communicator::State::settle(int result, const OperationLabel& label) {
         signals.look();
       } catch (...) {
         const std::lock_guard lock(mutex);
-        mark_broken(who() + ": gave up, for the handler of a signal raised an exception in " + describe(label));
+        mark_broken(who() + ": gave up, because a signal handler raised an exception in " + describe(label));
         throw;
       }
     }
@@ -181,7 +181,7 @@ void Communicator::State::make(const UniqueId& id) {
     return;
   }
   mark_broken(who() +
-              ": could not make a NCCL communicator: " + (error.empty() ? nccl->describe(result, comm) : error));
+              ": could not create an NCCL communicator: " + (error.empty() ? nccl->describe(result, comm) : error));
 }
 
 // Runs in the thread that creates the communicator.
@@ -194,8 +194,8 @@ void Communicator::State::await_making() {
       break;
     }
     if (until == deadline) {
-      mark_broken(who() + ": could not make a NCCL communicator within " + in_ms(config.connect_timeout) +
-                  ". Some rank has not come to it, or can't be reached");
+      mark_broken(who() + ": could not create an NCCL communicator within " + in_ms(config.connect_timeout) +
+                  ". Some rank has not joined it, or can't be reached");
       break;
     }
     lock.unlock();
@@ -203,7 +203,7 @@ void Communicator::State::await_making() {
       check_signals();
     } catch (...) {
       lock.lock();
-      mark_broken(who() + ": gave up, for the handler of a signal raised an exception");
+      mark_broken(who() + ": gave up, because a signal handler raised an exception");
       throw;
     }
     lock.lock();
@@ -218,7 +218,7 @@ std::string Communicator::State::find_problem() {
     const auto& label = inside->label;
     return Clock::now() < deadline_after(label.timeout, inside->since)
                ? ""
-               : describe(label) + " did not get under way within " + in_ms(label.timeout) +
+               : describe(label) + " did not start within " + in_ms(label.timeout) +
                      ". Some rank has not reached it, or can't be reached; the communicator was aborted";
   }
   if (in_flight.empty() && !captured) {
@@ -236,7 +236,7 @@ std::string Communicator::State::find_problem() {
     if (!in_flight.empty() && Clock::now() >= in_flight.deadline()) {
       const auto& label = in_flight.oldest().label;
       return describe(label) + " did not finish within " + in_ms(label.timeout) +
-             ". Some rank did not start it, is gone, or can't be reached; the communicator was aborted";
+             ". Some rank did not start it, died, or can't be reached; the communicator was aborted";
     }
     return "";
   } catch (const std::exception& error) {
@@ -284,7 +284,7 @@ void Communicator::State::watch() {
 // On its own thread, because NCCL waits for peers here.
 void Communicator::State::leave(milliseconds timeout) {
   try {
-    const OperationLabel label{"leaving a NCCL communicator", -1, -1, timeout};
+    const OperationLabel label{"leaving an NCCL communicator", -1, -1, timeout};
     const Turn turn(*this, label);
     settle(nccl->finalize(comm), label);
     {
@@ -334,7 +334,7 @@ void Communicator::State::give_back(const std::vector<BlockPtr>& blocks, millise
   for (const auto& block : blocks) {
     if (block->window != nullptr) {
       try {
-        call({"giving memory back to NCCL", -1, -1, timeout},
+        call({"deregistering memory from NCCL", -1, -1, timeout},
              [&] { return nccl->window_deregister(comm, block->window); });
       } catch (const TransportError&) {
         // Broken, as the next call will report; its windows go with it.

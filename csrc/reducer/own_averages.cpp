@@ -46,7 +46,7 @@ void OwnAverages::put_aside(int64_t param) {
       reduced_[index] = 1;
       throw std::runtime_error(c10::str(
           "parameter '", context_.spec(param).name, "' on rank ", context_.rank(),
-          ": its gradient was reduced already, and this backward under no_sync() would add to it on its owner alone. "
+          ": its gradient was already reduced, and this backward under no_sync() would add to it only on its owner. "
           "Call zero_grad() before accumulating under no_sync()."));
     }
     kept_[index] = layout_.place(param).slot->holds(grad) ? grad.clone() : grad;

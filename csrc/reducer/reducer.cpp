@@ -52,7 +52,7 @@ bool Reducer::begin_forward() {
       [&](const std::string& reason) {
         return parts_.events.live().with_note(
             c10::str("before step ", parts_.events.steps() + 1, ": ", reason,
-                     ". What the last step wrote to gradients, and to weights, may be wrong on any rank"));
+                     ". Gradients and weights written by the last step may be wrong on any rank"));
       },
       [&] { parts_.context.transport->check(); });
   parts_.events.begin_forward();

@@ -11,9 +11,10 @@
 namespace torchddp::reducer {
 
 void Weights::announce(double weight, double count, bool goes_on) {
-  TDDP_CHECK(!has_unweighted_.exchange(false) || !has_values(), "rank ", context_.rank(),
-             ": weigh() was called, but there are gradients of a backward before, whose weight is not known. Call "
-             "weigh(n) before each backward of a step, or clear the gradients first.");
+  TDDP_CHECK(
+      !has_unweighted_.exchange(false) || !has_values(), "rank ", context_.rank(),
+      ": weigh() was called, but there are gradients of an earlier backward whose weight is unknown. Call weigh(n) "
+      "before each backward of a step, or clear the gradients first.");
   if (open_ && phase_.load(std::memory_order_relaxed) == Phase::kCame && !has_gradients()) {
     own_ = unit_ = 0.0;  // the program has dropped the accumulated gradients
   }
@@ -40,8 +41,8 @@ void Weights::check_unannounced(int64_t param, bool reduces) {
   }
   TDDP_CHECK(!reduces && !open_, "rank ", context_.rank(), ": a backward has begun (parameter '",
              context_.spec(param).name,
-             "') whose weight is not known, and this model's gradients are weighted. Call weigh(n) before each "
-             "backward, with how many samples or tokens it is of.");
+             "') whose weight is unknown, and this model's gradients are weighted. Call weigh(n) before each "
+             "backward, with its number of samples or tokens.");
 }
 
 void Weights::came(bool reduces) {
@@ -66,7 +67,7 @@ void Weights::coming(int64_t param, bool reduces, bool may_repeat, at::Tensor& i
   } else {
     TDDP_CHECK(param != first_param_ || may_repeat, "rank ", context_.rank(), ": parameter '",
                context_.spec(param).name,
-               "' gets a second gradient since weigh() was called. Call weigh(n) before each backward; for several "
+               "' got a second gradient after one weigh(). Call weigh(n) before each backward; for several "
                "losses of the same samples, add them up and call backward() once.");
   }
   if (drops_ && incoming.defined()) [[unlikely]] {
@@ -118,7 +119,7 @@ double Weights::begin() {
     return divisor_.scale();
   }
   TDDP_CHECK(!context_.is_captured(), "rank ", context_.rank(),
-             ": weighted gradients can't be captured in a CUDA graph, for the weight would be the same in each replay");
+             ": weighted gradients can't be captured in a CUDA graph, because every replay would use the same weight");
   if (!reference_ || divisor_.changes()) {
     reference_.reset();
     follow(agreed_total(own_));

@@ -334,7 +334,7 @@ void Engine::run_handlers(SignalWatch& signals, const Running& waited_for, Lock&
   try {
     signals.look();
   } catch (...) {
-    interrupt(board_.name(board_.rank()) + " gave up: the handler of a signal raised an exception in " + what);
+    interrupt(board_.name(board_.rank()) + " gave up: a signal handler raised an exception in " + what);
     lock.lock();  // no thread works on the operation any more, so its memory may go
     throw;
   }
@@ -359,7 +359,7 @@ void Engine::check_peers(Running& waited_for, Clock::time_point deadline, millis
     }
     const auto* others = board_.spans() ? "the other hosts" : "a rank that helps with it";
     failure_.fail("timed out after " + std::to_string(timeout.count()) + " ms in " + op.describe() + ", waiting for " +
-                      (names.empty() ? others : names) + ". A peer is stopped, or does not reach this operation",
+                      (names.empty() ? others : names) + ". A peer is stopped, or did not reach this operation",
                   first);
   }
 }
@@ -388,7 +388,7 @@ void Engine::blame(int peer, RankState state, const std::string& what) {
     failure_.fail(board_.name(peer) + " has left: it closed its end before " + what + " was complete", peer);
   } else {
     failure_.fail(
-        board_.name(peer) + " died: its process ended, or let go of its connection, before " + what + " was complete",
+        board_.name(peer) + " died: its process ended or dropped its connection before " + what + " was complete",
         peer);
   }
 }

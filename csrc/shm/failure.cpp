@@ -11,14 +11,14 @@ constexpr std::chrono::milliseconds kReasonPatience{500};
 void Failure::check() {
   if (is_forked()) {
     throw TransportError(
-        "this process is a fork of the rank that opened the shared-memory transport; it can't take its place");
+        "this process was forked from the rank that opened the shared-memory transport, and can't use it");
   }
   if (interrupted_.load(std::memory_order_acquire)) {
     const std::lock_guard lock(reason_mutex_);
     throw TransportError(reason_);
   }
   if (!failed_.empty()) {
-    throw TransportError("the shared-memory transport is out of order since " + failed_);
+    throw TransportError("the shared-memory transport has failed before: " + failed_);
   }
 }
 

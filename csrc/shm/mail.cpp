@@ -127,7 +127,7 @@ const Lane* Mail::lane_of(int peer) {
       return nullptr;
     }
     if (offset % 64 != 0 || !board_.holds(peer, offset, board_.size() * static_cast<int64_t>(sizeof(Lane)))) {
-      engine_.give_up(board_.name(peer) + " has its messages outside of its segment", peer);
+      engine_.give_up(board_.name(peer) + " has its messages outside its segment", peer);
     }
     lane = reinterpret_cast<const Lane*>(board_.base(peer) + offset) + board_.rank();
   }
@@ -181,7 +181,7 @@ bool Mail::take_letters(int from) {
     return false;
   }
   if (posted - before > kLetters) {
-    engine_.give_up(board_.name(from) + " says that it has sent more letters than there can be", from);
+    engine_.give_up(board_.name(from) + " reports more messages than it can have sent", from);
   }
   for (auto number = before; number < posted; ++number) {
     Letter letter;
@@ -302,7 +302,7 @@ bool Mail::poll(const MessagePtr& message) {
 void Mail::wait(const MessagePtr& message, milliseconds timeout, Time since) {
   if (!wait_until(message, deadline_after(timeout, since), true)) {
     engine_.give_up("timed out after " + std::to_string(timeout.count()) + " ms in " + describe(*message) +
-                        ". A peer is stopped, or does not call the matching " +
+                        ". A peer is stopped, or did not call the matching " +
                         (message->target != nullptr ? "send" : "recv"),
                     message->peer);
   }
@@ -380,7 +380,7 @@ void Mail::run_handlers(SignalWatch& signals, const Message& message) {
   try {
     signals.look();
   } catch (...) {
-    engine_.interrupt(board_.name(board_.rank()) + " gave up: the handler of a signal raised an exception in " +
+    engine_.interrupt(board_.name(board_.rank()) + " gave up: a signal handler raised an exception in " +
                       describe(message));
     throw;
   }

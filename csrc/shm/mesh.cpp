@@ -110,13 +110,13 @@ ucred credentials_of(int socket) {
 Mapping map_segment(const Received& received, int size, const std::string& from) {
   const auto bytes = sealed_bytes(received.segment);
   if (bytes < kDataOffset) {
-    throw Unavailable("the segment of " + from + " is no sealed segment of ours");
+    throw Unavailable("the segment of " + from + " is not a sealed torchddp segment");
   }
   Mapping mapping(received.segment.get(), bytes);
   const auto* header = reinterpret_cast<const Header*>(mapping.base());
   if (header->magic != kMagic || header->version != kVersion || header->header_bytes != sizeof(Header) ||
       header->segment_bytes != bytes || header->rank != received.hello.rank || header->size != size) {
-    throw Unavailable("the segment of " + from + " has a header that is not ours (version, size or rank differ)");
+    throw Unavailable("the segment of " + from + " has an unexpected header (version, size or rank differ)");
   }
   return mapping;
 }
@@ -206,7 +206,7 @@ class Handshake {
     Fd socket(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
     if (!socket || ::connect(socket.get(), reinterpret_cast<const sockaddr*>(&address), length) != 0) {
       if (socket && errno == EAGAIN) {
-        others_[rank].obstacle = "too many others are waiting to be heard there";
+        others_[rank].obstacle = "too many connections are pending there";
         return false;
       }
       throw_unavailable("could not connect to " + local_rank(rank));
@@ -228,19 +228,19 @@ class Handshake {
     }
     const int reason = errno;
     if (reason == ETOOMANYREFS) {
-      other.obstacle = "this user has more descriptors under way between processes than ulimit -n allows";
+      other.obstacle = "this user has more file descriptors in flight between processes than ulimit -n allows";
       is_limited_ = true;
       return false;
     }
     if (reason == EAGAIN || reason == EINTR) {
-      other.obstacle = "its socket takes no more";
+      other.obstacle = "its socket is full";
       return false;
     }
     if (is_before(rank) && (reason == EPIPE || reason == ECONNRESET)) {
       hear_no_more(rank);
       return false;
     }
-    throw_unavailable("could not give the shared segment to " + local_rank(rank));
+    throw_unavailable("could not send the shared segment to " + local_rank(rank));
   }
 
   // Either we were mistaken for a stranger or the rank is gone; connecting again will tell.
@@ -300,7 +300,7 @@ class Handshake {
     }
     check_version(received->hello, local_rank(rank));
     if (received->hello.rank != static_cast<int>(rank)) {
-      throw Unavailable("something that is no peer of ours answered in the place of " + local_rank(rank));
+      throw Unavailable("something other than a torchddp peer answered in place of " + local_rank(rank));
     }
     know(rank, *received);
   }
@@ -357,7 +357,7 @@ class Handshake {
       seen_ = seen_ + 1 < others_.size() ? seen_ + 1 : rank_ + 1;
     } while (others_[seen_].is_known);
     if (!listens(addresses_[seen_])) {
-      throw Unavailable(local_rank(seen_) + " has given up, or died");
+      throw Unavailable(local_rank(seen_) + " gave up or died");
     }
   }
 

@@ -74,7 +74,7 @@ void Running::put_input(Post& post) const {
     place.wire_offset = static_cast<const std::byte*>(operation.wire_memory) - board.base(board.rank());
     if (operation.type != kernels::DType::kF32 ||
         !board.holds(board.rank(), place.wire_offset, wire_bytes(operation))) {
-      throw InternalError("only fp32 travels in 16 bits, and through the shared segment");
+      throw InternalError("only fp32 in the shared segment can be sent in 16 bits");
     }
     kernels::scale_cast(operation.wire_memory, operation.wire, input, kernels::DType::kF32, operation.numel,
                         operation.scale);

@@ -49,7 +49,7 @@ bool Interruption::wait_for(c10::ivalue::Future& future, milliseconds limit) con
       check_signals();
     } catch (const SignalInterrupt&) {
       // The operation continues without this rank: starting another would wait for peers that are still at this one.
-      raise("this rank gave up: the handler of a signal raised an exception while it waited for the others");
+      raise("this rank gave up: a signal handler raised an exception while it waited for the others");
       throw;
     }
   }

@@ -38,8 +38,8 @@ def test_accelerate(results: list[dict[str, Any]]) -> None:
 
 def test_misuse(results: list[dict[str, Any]]) -> None:
     said = results[1]["misuse"]
-    assert said["bare"].startswith("RuntimeError: gradients are weighted by torchddp's classes, and this model is a ")
-    assert "give the model that prepare() returned" in said["bare"]
+    assert said["bare"].startswith("RuntimeError: only torchddp's classes can weight gradients, and this model is a ")
+    assert "pass the model that prepare() returned" in said["bare"]
     assert "is a torch.nn.parallel.distributed.DistributedDataParallel: " in said["torch's"]
     assert said["negative"] == "ValueError: the weight on rank 1 must be 0 or more, and finite, got -1"
     assert said["each batch"].startswith("RuntimeError: weigh() with sync_each_batch=True")
@@ -117,7 +117,7 @@ def test_a_microbatch_that_was_not_counted() -> None:
     )
     model, weights = torch.nn.Linear(1, 1), TokenWeights.of_means([5, torch.tensor(4)], divided_by=2)
     assert weights.count == 9
-    with pytest.warns(UserWarning, match="microbatches of a step count the same"):
+    with pytest.warns(UserWarning, match="microbatches of a step count equally"):
         assert weights.weigh(model, accelerator) == 10
     assert weights.weigh(model, accelerator) == 8
     with pytest.raises(RuntimeError, match=r"a microbatch that get_batch_samples\(\) has not counted"):

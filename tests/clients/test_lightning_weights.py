@@ -38,7 +38,7 @@ def test_as_one_process(results: list[dict[Any, Any]]) -> None:
 
 def test_misuse(results: list[dict[Any, Any]]) -> None:
     for of_rank in results:
-        assert "DistributedDataParallel: take strategy='torchddp'" in of_rank["said"]["lightning's"]
+        assert "DistributedDataParallel: use strategy='torchddp'" in of_rank["said"]["lightning's"]
         assert "give weigh() the module that fabric.setup() returned" in of_rank["said"]["fabric"]
 
 

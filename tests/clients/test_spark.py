@@ -18,7 +18,7 @@ if shutil.which("java") is None:
     pytest.skip("Spark needs a JVM: apt-get install default-jre-headless", allow_module_level=True)
 
 CLAIM = "makes torchddp's class in this process"
-DRIVER = "torchddp.install() here changes this process alone, and none of Spark's workers"
+DRIVER = "torchddp.install() only affects this process, not Spark's workers"
 TIMEOUT_S = 240
 
 pytestmark = pytest.mark.timeout(TIMEOUT_S)

@@ -144,7 +144,7 @@ TEST(gpu_a_call_that_stays_in_progress_runs_into_the_time_limit) {
   f.nccl->call_result = kNcclInProgress;
   f.nccl->async = kNcclInProgress;
   const auto message = error_of([&] { f.all_reduce(8, 2); });
-  CHECK(has(message, {"rank 1 of 4", "all_reduce of 8 elements (bucket 2)", "did not get under way within 20 ms"}));
+  CHECK(has(message, {"rank 1 of 4", "all_reduce of 8 elements (bucket 2)", "did not start within 20 ms"}));
   f.nccl->async = kNcclSuccess;
   f.check_aborts_once();
 }
@@ -156,7 +156,7 @@ TEST(gpu_a_call_that_is_stuck_inside_runs_into_the_time_limit) {
   f.timeout = 20ms;
   Ticket stuck;
   CHECK(has(error_of([&] { f.all_reduce(*f.comm, stuck, 8, 2); }),
-            {"rank 1 of 4", "all_reduce of 8 elements (bucket 2)", "did not get under way within 20 ms"}));
+            {"rank 1 of 4", "all_reduce of 8 elements (bucket 2)", "did not start within 20 ms"}));
   CHECK(has(error_of([&] { f.comm->check(); }), {"bucket 2"}));
   CHECK_EQ(f.diary.count("abort"), 1);
   f.comm.reset();
@@ -176,7 +176,7 @@ TEST(gpu_a_group_that_is_stuck_leaves_an_aborted_communicator_alone) {
         },
         nullptr);
   });
-  CHECK(has(message, {"rank 1 of 4", "(bucket 2)", "did not get under way within 20 ms"}));
+  CHECK(has(message, {"rank 1 of 4", "(bucket 2)", "did not start within 20 ms"}));
   CHECK_EQ(f.diary.count("group end"), 1);
   CHECK(!f.nccl->used_after_abort);
 }

@@ -173,11 +173,11 @@ TEST(gpu_a_communicator_that_can_not_be_made_says_why_and_leaves_nothing) {
   f.nccl->init_result = 3;
   for (const bool refuses : {true, false}) {
     f.nccl->refuse_comm = refuses;
-    CHECK(has(error_of([&] { f.make(); }), {"rank 1 of 4: could not make a NCCL communicator", "error 3"}));
+    CHECK(has(error_of([&] { f.make(); }), {"rank 1 of 4: could not create an NCCL communicator", "error 3"}));
   }
   f.nccl->init_result = kNcclInProgress;
   f.nccl->async = kNcclInProgress;
-  CHECK(has(error_of([&] { f.make(); }), {"could not make a NCCL communicator within 20 ms"}));
+  CHECK(has(error_of([&] { f.make(); }), {"could not create an NCCL communicator within 20 ms"}));
   CHECK_EQ(f.diary.count("abort"), 2);
   CHECK_EQ(f.device->alive.load(), 0);
 }
@@ -186,7 +186,7 @@ TEST(gpu_a_rank_that_waits_for_the_others_to_connect_is_left_behind) {
   Fixture f;
   f.config.connect_timeout = 20ms;
   f.nccl->init_hangs = true;
-  CHECK(has(error_of([&] { f.make(); }), {"rank 1 of 4", "within 20 ms", "Some rank has not come to it"}));
+  CHECK(has(error_of([&] { f.make(); }), {"rank 1 of 4", "within 20 ms", "Some rank has not joined it"}));
   CHECK_EQ(f.diary.count("abort"), 0);  // there is nothing yet
   CHECK(f.ends_without(f.nccl->init_hangs));
   CHECK_EQ(f.diary.count("abort"), 1);  // what came too late
@@ -231,7 +231,7 @@ TEST(gpu_handlers_of_signals_run_while_a_call_is_in_progress) {
   signal_check = nullptr;
   CHECK_EQ(raised, "KeyboardInterrupt");
   CHECK_EQ(calls, 2);
-  CHECK(has(error_of([&] { f.comm->check(); }), {"handler of a signal", "all_reduce of 8 elements (bucket 2)"}));
+  CHECK(has(error_of([&] { f.comm->check(); }), {"signal handler", "all_reduce of 8 elements (bucket 2)"}));
   f.check_aborts_once();
   f.nccl->async = kNcclSuccess;
 }
@@ -254,8 +254,8 @@ TEST(gpu_a_handler_of_a_signal_can_t_wait_for_the_call_that_it_interrupts) {
   Ticket ticket;
   CHECK_THROWS(Raised, f.all_reduce(*made, ticket, 8, 2), "enough");
   signal_check = nullptr;
-  CHECK(has(nested,
-            {"rank 1 of 4", "broadcast of 3 elements", "handler of a signal", "all_reduce of 8 elements (bucket 2)"}));
+  CHECK(
+      has(nested, {"rank 1 of 4", "broadcast of 3 elements", "signal handler", "all_reduce of 8 elements (bucket 2)"}));
   f.nccl->async = kNcclSuccess;
 }
 

@@ -134,7 +134,7 @@ TEST(shm_a_handler_that_raises_ends_a_wait_and_the_peers_hear_of_it) {
       CHECK_EQ(raised_by([&] { exchange.finish(*engine); }), "KeyboardInterrupt");
       CHECK_EQ(handlers.calls(), 3);
     }
-    CHECK(has(error_of([&] { engine->start({}); }), {"rank 10 gave up", "handler of a signal", "all_reduce"}));
+    CHECK(has(error_of([&] { engine->start({}); }), {"rank 10 gave up", "signal handler", "all_reduce"}));
     CHECK(has(error_of([&] { others.finish(*peer); }), {"rank 10 gave up before all_reduce"}));
   }
 }

@@ -192,7 +192,7 @@ TEST(shm_waits_for_messages_keep_their_time_limit) {
   CHECK(!office.mail().poll(sent[kLetters]));
   const auto since = Clock::now();
   CHECK(has(error_of([&] { office.mail().wait(sent[kLetters], milliseconds(80)); }),
-            {"timed out after 80 ms", "send of 4 bytes to rank 11", "does not call the matching recv"}));
+            {"timed out after 80 ms", "send of 4 bytes to rank 11", "did not call the matching recv"}));
   CHECK(ms_since(since) >= 80);
   CHECK(has(error_of([&] { office.mail().wait(received, kPatience); }), {"out of order", "timed out"}));
 }
@@ -305,11 +305,11 @@ TEST(shm_boxes_and_counters_that_can_not_be_are_refused) {
   for (const int64_t offset : {int64_t{-64}, int64_t{64}, end, end - 64, kDataOffset + 8, INT64_MAX, INT64_MIN}) {
     Host host(2);
     host.header(0).mail.store(offset);
-    CHECK(has(error_of_a_receive(host), {"rank 10", "outside of its segment"}));
+    CHECK(has(error_of_a_receive(host), {"rank 10", "outside its segment"}));
   }
   Host host(2);
   Forger(host).lane(1).posted.store(kLetters + 1);
-  CHECK(has(error_of_a_receive(host), {"rank 10", "more letters"}));
+  CHECK(has(error_of_a_receive(host), {"rank 10", "more messages than"}));
 }
 
 }  // namespace

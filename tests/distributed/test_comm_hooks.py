@@ -355,7 +355,7 @@ def test_hooks_of_torch_that_would_send_to_the_old_ranks_are_refused(rank):
     whole = dist.group.WORLD
     state = torch_power_sgd.PowerSGDState(whole, matrix_approximation_rank=1, start_powerSGD_iter=2)
     for words, given_state, hook in (
-        ("its state is the old one", whole, default_hooks.allreduce_hook),
+        ("its state is the old group itself", whole, default_hooks.allreduce_hook),
         ("all ranks of the default group", None, default_hooks.allreduce_hook),
         ("Set state.process_group", state, torch_power_sgd.powerSGD_hook),
     ):
@@ -369,6 +369,6 @@ def test_hooks_of_torch_that_would_send_to_the_old_ranks_are_refused(rank):
     step_of(model, given(rank, 1))
     builtin = torchddp.DDP(Given())
     builtin._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
-    with pytest.raises(RuntimeError, match="built-in communication hook of rank"):
+    with pytest.raises(RuntimeError, match="built-in communication hook on rank"):
         builtin._update_process_group(dist.new_group([0, 1]))
     builtin._update_process_group(whole)

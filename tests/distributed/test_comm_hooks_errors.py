@@ -30,7 +30,7 @@ def test_models_that_hooks_do_not_take(rank):
         (Int8(), Given(torch.complex64), TypeError, "'embed' is torch.complex64"),
         (TopK(), sparse, RuntimeError, "embedding 'words' has sparse=True"),
         (PowerSGD(26), Given(), ValueError, r"'wide' of shape \(24, 3, 9\) is a matrix of 24 x 27.*at most 24"),
-        (PerParameter(Int8(), [("nothing.*", None)]), Given(), ValueError, "fits no parameter.*embed"),
+        (PerParameter(Int8(), [("nothing.*", None)]), Given(), ValueError, "matches no parameter.*embed"),
         (hook, Given(), RuntimeError, "Int8 hook belongs to another model"),
     ):
         with pytest.raises(error, match=match):
@@ -50,7 +50,7 @@ def test_arguments():
         (lambda: resolve("int3"), ValueError, "'sign' or a hook, got 'int3'"),
         (lambda: CastAround(print), TypeError, "CastAround takes a hook"),
         (lambda: PerParameter(print, []), TypeError, "PerParameter takes hooks"),
-        (lambda: PerParameter(None, [(3, None)]), TypeError, "a rule is a glob"),
+        (lambda: PerParameter(None, [(3, None)]), TypeError, "a rule's selector must be a glob"),
         (lambda: resolve(Int8), TypeError, "write Int8()"),
     )
     for name in comm_hooks.NAMES:
@@ -103,7 +103,7 @@ def test_with_torchs_class(rank):
     model.reducer._reset_state()
     hook.rebind(model)
     assert_near(step_of(model, given(rank, 2)), average(2), 0.05)
-    with pytest.raises(RuntimeError, match="not attached to the model"):
+    with pytest.raises(RuntimeError, match="not attached to this model"):
         hook.rebind(TorchDDP(Given()))
 
 

@@ -139,7 +139,7 @@ def test_models_inside_each_other_explicit_views_and_ranks_that_differ(rank):
     # Ranks that would reduce in different ways are told.
     parameters = list(Mlp().parameters())
     names = [str(i) for i in range(len(parameters))]
-    with pytest.raises(ValueError, match="rank 0: in their buckets, rank 1: where they lie"):
+    with pytest.raises(ValueError, match="rank 0: in their buckets, rank 1: in place"):
         verify_same_model(parameters, names, dist.group.WORLD, torch.device("cpu"), "nccl", rank * 1024)
 
 

@@ -108,7 +108,7 @@ def test_a_loop_left_by_one_rank_alone_is_an_error_of_the_others():
 
     outcomes = run_outcomes(work, 2, group_timeout_s=1.0, timeout=30)
     assert "TransportError" in (outcomes[0].error or ""), outcomes[0]
-    assert "could not agree on batch 4" in outcomes[0].error and "has left" in outcomes[0].error
+    assert "could not agree on batch 4" in outcomes[0].error and "left its loop" in outcomes[0].error
 
 
 @on_ranks(2)

@@ -385,7 +385,7 @@ def test_it_is_kept_as_grad_is(rank):
     # With create_graph values are kept.
     ddp = wrapped(_Weight())
     ddp.module.weight.main_grad = torch.ones(4)
-    with pytest.warns(UserWarning, match="nothing can be differentiated through them"):
+    with pytest.warns(UserWarning, match="they can't be differentiated further"):
         (ddp(1.0 + rank) ** 2).backward(create_graph=True)
     grad = ddp.module.weight.main_grad
     assert not grad.requires_grad
@@ -433,8 +433,12 @@ def test_options_and_models_that_do_not_go(rank):
         (narrow, {"main_grads": BF16}, rf"main_grads {only} torch.bfloat16"),
         (narrow, {"main_grads": True}, rf"main_grads {only} True"),
         (narrow, {**main, "main_grads_as": "x"}, r"main_grads_as must be one of 'main_grad', 'grad', got 'x'"),
-        (narrow, {"main_grads_as": "grad"}, r"main_grads_as='grad' says where main_grads= are kept"),
-        (narrow, {**main, "gradient_as_bucket_view": False}, r"gradient_as_bucket_view=False: main_grad is memory"),
+        (narrow, {"main_grads_as": "grad"}, r"main_grads_as='grad' has no effect without main_grads="),
+        (
+            narrow,
+            {**main, "gradient_as_bucket_view": False},
+            r"gradient_as_bucket_view=False: main_grad is bucket memory",
+        ),
         (narrow, {**wide, "gradient_as_bucket_view": True}, r"gradient_as_bucket_view=True: a 16-bit .grad"),
         (narrow, {**main, "mixed_precision": "fp16"}, r"main_grads=torch.float32 conflicts with mixed_precision"),
         (narrow, {**wide, **late}, r"conflicts with delay_all_reduce_named"),
@@ -442,7 +446,7 @@ def test_options_and_models_that_do_not_go(rank):
         (embedding(dtype=FP32), main, r"main_grads=torch.float32 needs dense gradients.*'weight'"),
         (embedding(dtype=BF16), wide, r"reduce_dtype=torch.float32 needs dense gradients.*'weight'"),
         (wrapped(_Weight()), {}, r"already wrapped with main_grads"),
-        (DDP(_Weight()), main, r"main_grads=torch.float32 conflicts with a model that is wrapped twice"),
+        (DDP(_Weight()), main, r"main_grads=torch.float32 conflicts with wrapping a model twice"),
     ):
         with pytest.raises(ValueError, match=text):
             DDP(model, **options)

@@ -178,7 +178,7 @@ def test_what_one_rank_has_is_told_to_all(rank):
     scaler.scale(torch.ones(()))
     for param in params:
         param.grad = torch.full((4,), math.inf if rank == 1 else 1.0)
-    with pytest.raises(RuntimeError, match="not finite on rank 1 only, of 3 ranks"):
+    with pytest.raises(RuntimeError, match="non-finite gradients on rank 1 only, of 3 ranks"):
         scaler.step(oss)
     assert torch.equal(params[0], torch.ones(4))
 
@@ -213,7 +213,7 @@ def test_arguments_and_sparse_gradients(rank):
         (lambda: OSS(weights(2), torch.nn.Linear), TypeError, "optim must be a class of torch.optim.Optimizer, got <"),
         (lambda: OSS(weights(2), "AdamW"), TypeError, "optim must be a class of torch.optim.Optimizer, got 'AdamW'"),
         (lambda: OSS(weights(2), OSS), TypeError, "not OSS itself"),
-        (lambda: OSS(weights(2), torch.optim.LBFGS), TypeError, "LBFGS looks at all parameters at once"),
+        (lambda: OSS(weights(2), torch.optim.LBFGS), TypeError, "LBFGS uses all parameters together"),
         (lambda: OSS(weights(2), broadcast_buffer_size=0), ValueError, "must be -1 or at least 1 element, got 0"),
         (lambda: OSS([]), ValueError, "empty parameter list"),
         (lambda: OSS(weights(2)[0]), TypeError, "iterable of Tensors"),
@@ -230,7 +230,7 @@ def test_arguments_and_sparse_gradients(rank):
     oss = OSS(named, torch.optim.SGD, lr=1.0)
     named[0][1].grad = torch.ones(3)
     named[1][1].grad = torch.ones(4, 2).to_sparse()
-    text = "OSS takes no sparse gradients, and that of parameter 1 of group 0 ('embedding') is sparse"
+    text = "OSS does not support sparse gradients, and that of parameter 1 of group 0 ('embedding') is sparse"
     assert_each_raises((oss.step, RuntimeError, text), (lambda: oss.clip_grad_norm(1.0), RuntimeError, text))
     assert torch.equal(named[0][1], torch.ones(3))
     dist.barrier()

@@ -248,13 +248,13 @@ def test_weights_at_the_start_and_options(rank):
     net, ddp, fsdp = Net(), parallelize(Net()), parallelize(Net(), ParallelConfig(use_fsdp=True))
     three, wraps = ParallelConfig(data_parallel=3), ParallelConfig(use_fsdp=True, wrap=("Blocks",))
     for parallel in (ddp, fsdp, replicate(Net())):
-        assert_each_raises((lambda model=parallel: parallelize(model), ValueError, "the model is parallel already"))
+        assert_each_raises((lambda model=parallel: parallelize(model), ValueError, "the model is already parallel"))
     assert_each_raises(
         (lambda: parallelize(net, {"kind": "ddp"}), TypeError, "config: got a dict"),
         (lambda: parallelize(by_ddp), TypeError, "model: got a function"),
-        (lambda: parallelize(net, optimizer=SGD(net.parameters())), TypeError, "SGD that was made before"),
+        (lambda: parallelize(net, optimizer=SGD(net.parameters())), TypeError, "got an existing SGD"),
         (lambda: parallelize(net, optimizer=0.1), TypeError, "optimizer: got a float"),
-        (lambda: parallelize(nn.Sequential(ddp)), ValueError, "its module '0' is parallel already"),
+        (lambda: parallelize(nn.Sequential(ddp)), ValueError, "its module '0' is already parallel"),
         (lambda: parallelize(net, three), ValueError, "data_parallel 3 x model_parallel 1 is 3, but there are 2 rank"),
         (lambda: parallelize(net, wraps), ValueError, "did you mean 'Block'"),
     )

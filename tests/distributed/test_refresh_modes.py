@@ -461,7 +461,7 @@ DIFFERENCES = [
     (lambda m: setattr(m.first, "bias", None), told("first.bias", "trained (float64[16])", "missing")),
     (lambda m: m.requires_grad_(False), told("last.weight", f"trained {LAST}", f"frozen {LAST}")),
     (replace, told("last.weight", f"trained {LAST}", f"trained {LAST}, new")),
-    (reorder, "rank {last} has its parameters in another order than rank 0"),
+    (reorder, "rank {last} has its parameters in a different order from rank 0"),
 ]
 
 

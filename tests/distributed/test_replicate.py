@@ -351,7 +351,7 @@ def test_what_is_refused(rank):
     named = mesh(1, 1, mesh_dim_names=("dp", "tp"))
     replicate, model = torchddp.replicate, torchddp.replicate(net())
     engine = engine_of(model)
-    advice = "Pass one of them, e.g. mesh['dp']"
+    advice = "Pass one dimension, e.g. mesh['dp']"
     on_meta = "of this Mlp are on the meta device, without values (first.weight, first.bias,"
     assert_each_raises(
         (lambda: replicate([net()]), TypeError, "needs a torch.nn.Module, got list"),
@@ -359,14 +359,14 @@ def test_what_is_refused(rank):
         (lambda: replicate(nn.ReLU()), RuntimeError, "this ReLU has no parameter"),
         (lambda: replicate(net().to("meta")), RuntimeError, f"5 parameters {on_meta}"),
         (lambda: replicate(model), RuntimeError, "already replicated"),
-        (lambda: replicate(torch_replicate(net())), RuntimeError, "given to torch's replicate() already"),
-        (lambda: replicate(fully_shard(net(), mesh=mesh(1))), RuntimeError, "given to torch's fully_shard() already"),
+        (lambda: replicate(torch_replicate(net())), RuntimeError, "already given to torch's replicate()"),
+        (lambda: replicate(fully_shard(net(), mesh=mesh(1))), RuntimeError, "already given to torch's fully_shard()"),
         (lambda: replicate(TorchDDP(net())), RuntimeError, "is a DistributedDataParallel"),
         (lambda: replicate(nn.Sequential(TorchDDP(net()))), RuntimeError, "contains a DistributedDataParallel ('0')"),
         (lambda: replicate(nn.ModuleList([net()])), ValueError, "a ModuleList has no forward"),
         (lambda: replicate(net(), mesh=named), ValueError, f"(1, 1) with dimensions dp, tp. {advice}"),
         (lambda: replicate(net(), mesh=mesh(1, 1)), ValueError, "e.g. mesh['0'], after giving them names"),
-        (engine.join, RuntimeError, "rank 0: a module of torchddp.replicate() can't be used with join()"),
+        (engine.join, RuntimeError, "rank 0: a replicated module can't be used with join()"),
         (lambda: engine(batch(rank, 0)), RuntimeError, "call the module"),
         (lambda: engine_of(model.first), TypeError, "this Linear is not replicated"),
         (lambda: engine_of("model"), TypeError, "this str is not replicated"),

@@ -135,7 +135,7 @@ def sgd(params):
 
 
 FOREIGN = "optimizer 0 holds 11 parameters that are not the module's: parameter 0 of group 0"
-SPARSE = "'0.weight' has sparse gradients: those can't be reduced to one rank. Make its embedding with sparse=False"
+SPARSE = "'0.weight' has sparse gradients, which can't be reduced to one rank. Create its embedding with sparse=False"
 SIZE = "reduce_buffer_size must be a number of elements"
 
 
@@ -158,7 +158,7 @@ def test_what_can_not_be_wrapped(rank):
         (lambda: ShardedDataParallel(net, all_of, reduce_buffer_size=-1), ValueError, SIZE),
         (lambda: ShardedDataParallel(net, all_of, reduce_buffer_size=1.5), ValueError, SIZE),
         (lambda: ShardedDataParallel(net, all_of, reduce_buffer_size=True), ValueError, SIZE),
-        (lambda: ShardedDataParallel(wrapped, taken), ValueError, "belongs to another ShardedDataParallel already"),
+        (lambda: ShardedDataParallel(wrapped, taken), ValueError, "already belongs to another ShardedDataParallel"),
         (lambda: ShardedDataParallel(words, sgd(words.parameters())), RuntimeError, SPARSE),
         (lambda: taken.add_param_group({"params": [nn.Parameter(torch.ones(3))]}), ValueError, "1 of 1 new parameters"),
         # Modes that reduce to all ranks.

@@ -176,7 +176,7 @@ def test_bad_arguments_leave_the_group_as_it_was(rank):
     refused = [
         (dist.all_reduce, (two.int(), ReduceOp.BAND), "all_reduce: the torchddp_shm backend has no BAND of Int"),
         (dist.all_reduce, (two.to(torch.uint16),), "has no SUM of UInt16"),
-        (dist.all_reduce, (torch.eye(2).to_sparse(),), "takes dense CPU tensors, got a Sparse tensor"),
+        (dist.all_reduce, (torch.eye(2).to_sparse(),), "supports only dense CPU tensors, got a Sparse tensor"),
         (dist.all_gather_into_tensor, (five, two), f"all_gather_into_tensor on rank {rank}: output has 5 elements"),
         (dist.reduce_scatter_tensor, (two, five), "input has 5 elements"),
         (dist.all_to_all_single, (four, four, [1, 1], [2, 2]), "split sizes add up to 2, the tensor has 4 rows"),
@@ -277,7 +277,7 @@ def test_other_groups_are_as_they_were_without_this_backend():
 @on_ranks(2)
 def test_ranks_that_can_not_meet_are_named(rank):
     os.environ["TORCHDDP_HOST_ID"] = f"host{rank}"
-    with pytest.raises(RuntimeError, match=f"rank {rank}: the torchddp_shm.*rank 1 is on another host than rank 0"):
+    with pytest.raises(RuntimeError, match=f"rank {rank}: the torchddp_shm.*rank 1 is on a different host from rank 0"):
         shm_group()
     del os.environ["TORCHDDP_HOST_ID"]
     if rank == 0:

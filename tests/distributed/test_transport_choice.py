@@ -179,7 +179,7 @@ def test_one_that_was_registered(rank, ddp_class):
     with pytest.raises(ValueError, match="transport='second' moves CPU tensors, but there are others"):
         intended_transport("second", dist.group.WORLD, [torch.device("meta")], collective=True)
     SecondGroup("no cable").register()
-    with pytest.raises(RuntimeError, match="transport='second' is impossible: no cable"):
+    with pytest.raises(RuntimeError, match="transport='second' can't be used: no cable"):
         ddp_class(seeded(Mlp))
 
 
@@ -281,7 +281,7 @@ def test_shared_memory_or_nothing(rank, ddp_class):
     for cause, reason in each([TROUBLES["no memory"], TROUBLES["no sockets"], *limits]):
         if rank == 1:
             cause()
-        with pytest.raises(RuntimeError, match=f"transport='shm' is impossible: .*rank 1: {reason}"):
+        with pytest.raises(RuntimeError, match=f"transport='shm' can't be used: .*rank 1: {reason}"):
             ddp_class(seeded(Mlp), transport="shm")
         falls_back(ddp_class, rank)
         shm._C.ShmEndpoint, make.connect = make, connect
@@ -290,7 +290,7 @@ def test_shared_memory_or_nothing(rank, ddp_class):
     assert [wrapped(ddp_class, transport=choice)[1] for choice in ("auto", "shm", "c10d")] == [[], [], []]
     # No two ranks on a host.
     os.environ["TORCHDDP_HOST_ID"] = str(rank)
-    with pytest.raises(RuntimeError, match="transport='shm' is impossible: no two ranks are on the same host"):
+    with pytest.raises(RuntimeError, match="transport='shm' can't be used: no two ranks are on the same host"):
         ddp_class(seeded(Mlp), transport="shm")
     lines = falls_back(ddp_class, rank)
     assert rank == 1 or "no two ranks are on the same host" in lines[0]

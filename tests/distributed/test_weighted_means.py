@@ -176,7 +176,7 @@ def test_sharded(rank, transport):
         optimizer.step()
     model.synchronize()
     torch.testing.assert_close([*module.parameters()], [*whole.parameters()], rtol=1e-4, atol=1e-5)
-    with pytest.raises(RuntimeError, match="take SINGLE_AUTO_SYNC"):
+    with pytest.raises(RuntimeError, match="use SINGLE_AUTO_SYNC"):
         accumulate(model, 1, "multi_auto_sync", weights=[1])
 
 
@@ -262,7 +262,7 @@ def test_missing_and_wrong_weights(rank):
     with model.no_sync():
         model.weigh(2)
         mean_loss(model(samples(rank, 0, 2))).backward()
-        with pytest.raises(RuntimeError, match="gets a second gradient since weigh"):
+        with pytest.raises(RuntimeError, match="got a second gradient after one weigh"):
             mean_loss(model(samples(rank, 0, 2))).backward()
     model.zero_grad()
     with model.no_sync():
@@ -281,7 +281,7 @@ def test_missing_and_wrong_weights(rank):
         (partial(DDP, Net(), zero_weights="skip"), ValueError, 'zero_weights must be "raise" or "zeros"'),
         (partial(accumulate, model, 3, weights=[1, 2]), ValueError, "a weight for each of the 3 microbatches, got 2"),
         (partial(accumulate, model, 1, weights=[-1]), ValueError, f"rank {rank} must be 0 or more"),
-        *((partial(accumulate, m, 1, weights=[1]), RuntimeError, "weights= needs torchddp.Dist") for m in others),
+        *((partial(accumulate, m, 1, weights=[1]), RuntimeError, "weights= needs a torchddp.Dist") for m in others),
     )
     model.weigh(torch.tensor([3]))
     mean_loss(model(samples(rank, 0, 3))).backward()

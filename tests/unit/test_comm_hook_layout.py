@@ -13,7 +13,7 @@ SHAPES = {"a": torch.Size((2, 2)), "b": torch.Size((3,)), "c": torch.Size((2,))}
 def test_gaps():
     assert PADDED.gaps == ((4, 8), (13, 16))
     assert Layout.packed(PADDED.slots) == Layout((A, Slot("b", 4, (3,), 3), Slot("c", 7, (2,), 2)), 9)
-    with pytest.raises(ValueError, match="b begins at 8, before the end of the slot in front of it, 13"):
+    with pytest.raises(ValueError, match="b begins at 8, before the end of the previous slot, 13"):
         Layout((C, B), 16)
     with pytest.raises(ValueError, match="13 elements of 12"):
         Layout((C,), 12)

@@ -136,7 +136,7 @@ def test_nothing_is_claimed_before_a_model_and_classes_derived_before_are_named(
 
     for made, claims, derived in (
         ([], 0, ""),
-        (["torch's"], 1, "Derived from torch's before, and so without it"),
+        (["torch's"], 1, "Derived from torch's earlier, and so not affected"),
         (["own"] * 2, 0, "was derived from"),
     ):
         (said,) = run_ranks(work, 1, made)
@@ -168,7 +168,7 @@ def test_a_driver_is_told_that_its_workers_are_elsewhere(monkeypatch, caplog):
         ends: list[Callable[[], None]] = []
         at_exit = SimpleNamespace(register=ends.append, unregister=lambda call, ends=ends: ends.clear())
         known = {"_warned": False, "atexit": at_exit, "os": SimpleNamespace(environ={}), **changes}
-        line = f"changes this process alone, and none of {engine}'s workers: call it in the function that {engine} runs"
+        line = f"only affects this process, not {engine}'s workers: call it in the function that {engine} runs"
         caplog.clear()
         with mock.patch.dict(sys.modules, module), mock.patch.multiple(announce, **known):
             torchddp.install()

@@ -19,7 +19,7 @@ def test_shapes_order_and_number_name_parameters_and_ranks():
     assert text.startswith("[1]: params[0] ('a')")
     assert "[2, 4]" in text and "[2, 3]" in text and "process 0" in text
     (text,) = find_differences([_model(a=(2,), b=(2,)), _model(b=(2,), a=(2,))])
-    assert "another order" in text and "'b'" in text and "'a'" in text and "Rank 1" in text
+    assert "different order" in text and "'b'" in text and "'a'" in text and "Rank 1" in text
     (text,) = find_differences([_model(a=(2,), b=(3,)), _model(a=(2,), c=(3,), d=(1,))])
     assert "Rank 0 has 2 params, while rank 1 has inconsistent 3 params" in text
     assert "Only Rank 0 has 'b'" in text and "Only rank 1 has 'c', 'd'" in text

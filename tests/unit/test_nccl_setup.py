@@ -225,7 +225,7 @@ def test_a_rank_asks_a_store_once_for_what_all_have_said(tmp_path):
 @on_ranks(2)
 def test_without_cuda_all_ranks_hear_the_same():
     assert nccl.connect(dist.group.WORLD, CUDA, MINUTE) == "rank 0, 1: this torchddp was built without CUDA"
-    with pytest.raises(RuntimeError, match="transport='nccl' is impossible: rank 0, 1: .*without CUDA"):
+    with pytest.raises(RuntimeError, match="transport='nccl' can't be used: rank 0, 1: .*without CUDA"):
         select.open_transport("nccl", dist.group.WORLD, device=CUDA)
     # auto takes the process group without asking anybody.
     assert select.open_transport("auto", dist.group.WORLD, device=CUDA).name == "c10d"

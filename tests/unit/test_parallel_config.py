@@ -229,10 +229,10 @@ def test_impossible_layouts():
         ({"data_parallel": 3}, "data_parallel 3 x model_parallel 1 is 3, but there are 4 ranks"),
         ({"kind": "hsdp", "model_parallel": 3}, "data_parallel 1 x model_parallel 3 is 3"),
         ({"model_parallel": 2}, "without a tensor parallel plan"),
-        ({"use_fsdp": True, "model_parallel": 2}, "or take kind 'hsdp'"),
+        ({"use_fsdp": True, "model_parallel": 2}, "or use kind 'hsdp'"),
         ({"tensor_parallel": True}, "DTensors, but model_parallel is 1"),
-        ({"kind": "hsdp", "model_parallel": 2, "tensor_parallel": True}, "DTensors already"),
-        ({"kind": "sharded", "tensor_parallel": True}, "DTensors already"),
+        ({"kind": "hsdp", "model_parallel": 2, "tensor_parallel": True}, "already DTensors"),
+        ({"kind": "sharded", "tensor_parallel": True}, "already DTensors"),
     ):
         assert_each_raises((partial(layout, 4, **options), ValueError, words))
 

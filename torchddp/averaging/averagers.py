@@ -51,7 +51,7 @@ class _Averager(ModelAverager, abc.ABC):
 
     @abc.abstractmethod
     def _group_due(self) -> dist.ProcessGroup | None:
-        """What averages after this step, past warm-up; None: no group does."""
+        """The group that averages after this step, past warm-up; None: no group does."""
 
     def average_parameters(self, params: ParamSource | None = None) -> None:
         """Count a step, and average if it is due, over the largest group that is due. Raises TransportError.
@@ -93,10 +93,10 @@ class PeriodicAverager(_Averager):
         params: a module, or its parameters (with names, if errors should name them), or an optimizer's groups.
         period: steps from one average to the next.
         warmup_steps: steps before the first average, in which something else (`DistributedDataParallel`) averages the
-            gradients. The initial weights of the ranks are not made equal here.
+            gradients. Initial weights are not synchronised here.
         process_group: None: the default one.
         buffers: average floating-point buffers too; ``params`` must be a module.
-        bucket_cap_mb: MiB of one message, and of the memory that is held for it.
+        bucket_cap_mb: MiB per message, and of the memory held for it.
 
     Construction and averages are collective. Raises ValueError for invalid options and parameters, TypeError for
     anything that is not a parameter, and RuntimeError on all ranks if these differ between ranks.
@@ -136,8 +136,8 @@ class HierarchicalAverager(_Averager):
 
         averager = HierarchicalAverager(model, {4: 8, 16: 64})   # 8 ranks every 4 steps, all 64 every 16
 
-    Works as torch's HierarchicalModelAverager: at step s (counted from 0, without the ``warmup_steps``), only the group
-    with the largest period that divides s averages.
+    Works like torch's HierarchicalModelAverager: at step s (counted from 0, without the ``warmup_steps``), only the
+    group with the largest period that divides s averages.
 
     Args:
         params: see `PeriodicAverager`.
@@ -180,7 +180,7 @@ class HierarchicalAverager(_Averager):
 def _check_levels(levels: Sequence[tuple[int, int]], world_size: int) -> None:
     shown = ", ".join(f"{period}: {size}" for period, size in levels)
     if not levels:
-        raise ValueError("periods must not be empty: give period: group size, or pairs of period and process group")
+        raise ValueError("periods must not be empty: give {period: group size}, or pairs of period and process group")
     if levels[0][0] < 1:
         raise ValueError(f"periods must be at least 1 step, got {levels[0][0]}")
     if any(a >= b for (a, _), (b, _) in zip(levels, levels[1:], strict=False)):

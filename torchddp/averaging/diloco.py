@@ -28,10 +28,10 @@ OuterFactory = Callable[[list[nn.Parameter]], Optimizer]
 
 
 class GlobalWeights:
-    """A copy of the parameters in at least fp32, and the outer optimizer that is fed the ranks' average displacement
+    """A copy of the parameters in at least fp32, and the outer optimizer, which steps on the ranks' mean displacement
     from it.
 
-    Equal on all ranks as long as all are given the same means.
+    Equal on all ranks as long as all apply the same means.
     """
 
     def __init__(self, local: Named, make_optimizer: OuterFactory) -> None:
@@ -71,7 +71,7 @@ class GlobalWeights:
         saved = state_dict["weights"]
         if different := sorted(set(saved) ^ set(self.weights)):
             names = ", ".join(map(repr, different[:3]))
-            raise ValueError(f"the state dict is of another model: {names} is in one of them")
+            raise ValueError(f"the state dict is of another model: only one of the two has {names}")
         for name, weight in self.weights.items():
             weight.copy_(saved[name])
         self.optimizer.load_state_dict(state_dict["outer"])
@@ -120,7 +120,7 @@ class OuterLoop(OptimizerWrapper):
                 )
         for name, param in self._named.items():
             if param.is_complex():
-                raise TypeError(f"parameter '{name}' is {param.dtype}: outer steps take real parameters")
+                raise TypeError(f"parameter '{name}' is {param.dtype}: outer steps need real parameters")
 
     @property
     def outer_optimizer(self) -> Optimizer:
@@ -182,11 +182,11 @@ class DiLoCo(OuterLoop):
 
     Args:
         params: a module, or its parameters (with names, if errors should name them): all that ``optimizer`` steps.
-        optimizer: the inner one: any of torch's whose steps are not collective.
+        optimizer: the inner optimizer: any torch optimizer whose steps are not collective.
         sync_every: inner steps between outer ones (H).
         outer_lr, outer_momentum, nesterov: of the outer SGD.
         outer_optimizer: instead of that SGD: a function that takes parameters and returns an optimizer.
-        wire: the format in which outer gradients are sent: "fp32", "bf16", "fp16", "int8" or "int4" (blocks with a
+        wire: the format in which outer gradients are sent: "fp32", "bf16", "fp16", "int8" or "int4" (in blocks with one
             scale each). Sums are always in fp32. None: the parameter's own format if it has 16 bits, otherwise fp32.
         buffers: average floating-point buffers too, at each synchronisation; ``params`` must be a module.
         process_group: None: the default one.
@@ -201,7 +201,7 @@ class DiLoCo(OuterLoop):
     parameters or ``sync_every`` differ between ranks. `step` raises TransportError.
 
     Attributes:
-        steps: how many the inner optimizer has taken.
+        steps: steps that the inner optimizer has taken.
         traffic: bytes of the last synchronisation.
     """
 

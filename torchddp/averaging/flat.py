@@ -44,7 +44,7 @@ class FlatBucket:
 
     @property
     def sum_dtype(self) -> torch.dtype:
-        """Of the message."""
+        """The dtype of the message."""
         return sum_dtype(self.dtype)
 
     def new_flat(self) -> torch.Tensor:
@@ -52,7 +52,7 @@ class FlatBucket:
         return torch.empty(self.numel, dtype=self.sum_dtype, device=next(iter(self.named.values())).device)
 
     def pieces(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """The tensors' places in the message, 1-d."""
+        """The tensors' slices of the message, 1-d."""
         memories = map(memory_of, self.named.values())
         return [flat[offset : offset + m.numel()] for offset, m in zip(self.offsets, memories, strict=True)]
 
@@ -72,7 +72,7 @@ class FlatBucket:
 
 
 def plan_buckets(named: Named, cap_mb: float) -> list[FlatBucket]:
-    """Buckets of at most ``cap_mb`` MiB of tensors, in their order; a larger tensor has one of its own."""
+    """Buckets of at most ``cap_mb`` MiB of tensors, in their order; a larger tensor gets its own."""
     if not cap_mb > 0:
         raise ValueError(f"bucket_cap_mb must be above 0, got {cap_mb}")
     names, tensors = list(named), list(named.values())
@@ -101,9 +101,9 @@ def wire_of(wire: Wire | None, bucket: FlatBucket) -> str:
 
 
 def average_flat(exchange: Exchange, flat: torch.Tensor, wire: str) -> None:
-    """Collective, in place: the mean over the exchange's ranks, the same bits on each; RuntimeError without a peer.
+    """Collective, in place: the mean over the exchange's ranks, the same bits on each; RuntimeError if a peer is lost.
 
-    ``flat``: [n], contiguous; fp32 where it travels in another format. ``wire``: that format; "fp32": as it is.
+    ``flat``: [n], contiguous; fp32 if it is sent in another format. ``wire``: that format; "fp32": sent unchanged.
     """
     if wire == "fp32":
         flat.div_(exchange.world_size)  # before the sum, as torch's averagers do: it can't overflow
@@ -137,9 +137,9 @@ class FlatMeans:
 
     def run(self, step: int, pack: Pack = FlatBucket.pack) -> Iterator[tuple[FlatBucket, torch.Tensor]]:
         """Collective. Yield each bucket with the mean of what ``pack`` gave, valid until the next one is requested.
-        Exhaust it.
+        Must be exhausted.
 
-        Raises TransportError: a peer is gone or did not arrive in time.
+        Raises TransportError: a peer died or did not arrive in time.
         """
         before, payload_bytes = self._exchange.sent_bytes, 0
         for index, bucket in enumerate(self.buckets):
@@ -167,6 +167,6 @@ def lost_peer(
     shown = ", ".join(f"'{name}'" for name in names[:3]) + (", ..." if len(names) > 3 else "")
     return TransportError(
         f"rank {process_group.rank()}: {who} could not average {what} ({shown}) at step {step}: {error}\n"
-        "A peer has died, left, or takes another number of steps: all ranks must take the same. Parameters may be "
-        "averaged in part: go back to a checkpoint."
+        "A peer died, left, or takes a different number of steps: all ranks must take the same. Parameters may be "
+        "partly averaged: go back to a checkpoint."
     )

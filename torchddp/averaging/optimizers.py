@@ -34,14 +34,14 @@ class OptimizerWrapper(Optimizer, abc.ABC):
         if not isinstance(optimizer, Optimizer):
             raise TypeError(f"{who} needs a torch.optim.Optimizer, got {given}")
         if hasattr(optimizer, "process_group"):
-            raise ValueError(f"{who} can't wrap {given}, whose steps are collective: ranks step by themselves here")
+            raise ValueError(f"{who} can't wrap {given}, whose steps are collective: here, ranks step independently")
         self._inner = optimizer
-        # Shared state: hooks on either optimizer see it saved and loaded.
+        # Shared, so that hooks on either optimizer see the state saved and loaded.
         self._optimizer_state_dict_pre_hooks = optimizer._optimizer_state_dict_pre_hooks
         self._optimizer_state_dict_post_hooks = optimizer._optimizer_state_dict_post_hooks
         self._optimizer_load_state_dict_pre_hooks = optimizer._optimizer_load_state_dict_pre_hooks
         self._optimizer_load_state_dict_post_hooks = optimizer._optimizer_load_state_dict_post_hooks
-        super().__setstate__({})  # what a constructor does, but for groups of its own
+        super().__setstate__({})  # as a constructor does, but without groups of its own
 
     @property
     def optim(self) -> Optimizer:
@@ -75,7 +75,7 @@ class OptimizerWrapper(Optimizer, abc.ABC):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Not supported: the method's state belongs to the constructor's parameters."""
-        raise RuntimeError(f"{type(self).__name__} takes no parameters later: create it after adding all groups")
+        raise RuntimeError(f"{type(self).__name__} can't add parameters: create it after adding all groups")
 
     def _saved_part(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """The method's own part of a state dict. ValueError for the state of another optimizer."""
@@ -95,7 +95,7 @@ class PostLocalSGD(OptimizerWrapper):
     ``state_dict``: the inner optimizer's, and ``"step"``.
 
     Args:
-        optimizer: any of torch's whose steps are not collective.
+        optimizer: any torch optimizer whose steps are not collective.
         averager: `PeriodicAverager`, `HierarchicalAverager` or one of torch's.
 
     Construction is not collective; `step` is whenever the averager averages. Raises TypeError and ValueError for
@@ -113,14 +113,14 @@ class PostLocalSGD(OptimizerWrapper):
 
     @property
     def traffic(self) -> Traffic | None:
-        """Bytes of the last average; None with an averager of torch's."""
+        """Bytes of the last average; None with a torch averager."""
         return getattr(self.averager, "traffic", None)
 
     def after_step(self) -> None:
         self.averager.average_parameters(self.param_groups)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in torch; all ranks set up the next average again."""
+        """As in torch; all ranks then set up the next average again."""
         self._inner.add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
@@ -145,10 +145,10 @@ class SlowMo(OptimizerWrapper):
     = x0 - alpha * g * u. The inner optimizer's own state stays local.
 
     Args:
-        optimizer: any of torch's whose steps are not collective.
+        optimizer: any torch optimizer whose steps are not collective.
         period: steps of a round, at least 1; or a `PeriodicAverager`, whose period, process group, buffers and
-            ``warmup_steps`` then apply. The first round begins after the warm-up, with an average. Unlike with the
-            averager alone, averages come at the end of a round.
+            ``warmup_steps`` then apply. The first round begins after the warm-up, with an average. Unlike the averager
+            alone, it averages at the end of a round.
         slow_momentum: beta, in [0, 1). With 0 and ``slow_lr=1`` this is periodic averaging.
         slow_lr: alpha, above 0.
         process_group: None: the default one. Not together with an averager.
@@ -181,7 +181,7 @@ class SlowMo(OptimizerWrapper):
             raise ValueError(f"SlowMo needs learning rates, and {type(optimizer).__name__} has a group without 'lr'")
         if isinstance(period, PeriodicAverager):
             if process_group is not None:
-                raise ValueError("the averager has a process group: leave out process_group")
+                raise ValueError("the averager already has a process group: leave out process_group")
             self.averager = period
         else:
             self.averager = PeriodicAverager(optimizer.param_groups, period, process_group=process_group)

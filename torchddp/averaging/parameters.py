@@ -20,7 +20,7 @@ ParamSource = nn.Module | Iterable[Any]
 
 
 def named_parameters(source: ParamSource) -> Named:
-    """The parameters that are trained (``requires_grad``), each once, in their order. Without a name: "params[3]".
+    """The trainable parameters (``requires_grad``), each once, in order. Unnamed ones are called "params[3]".
 
     TypeError: ``source`` contains something else.
     """
@@ -70,7 +70,7 @@ def memory_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which such tensors are summed: at least fp32, real."""
+    """The dtype in which tensors of ``dtype`` are summed: at least fp32, real."""
     return torch.promote_types(torch.float32, dtype.to_real())
 
 
@@ -84,7 +84,7 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 
 def problem_of(named: Named) -> ValueError | None:
-    """Why this rank can't average these; empty if it can."""
+    """Why this rank can't average these; None if it can."""
     if not named:
         return ValueError("there is no parameter to average: none was given, or none has requires_grad")
     device = next(iter(named.values())).device
@@ -112,7 +112,7 @@ def verify_same(named: Named, process_group: dist.ProcessGroup, who: str, option
 
 
 def broadcast_from_first(named: Named, process_group: dist.ProcessGroup) -> None:
-    """Collective. Give all ranks the values of the group's rank 0."""
+    """Collective. Copy the values of the group's rank 0 to all ranks."""
     if process_group.size() > 1:
         broadcast = _C.TensorBroadcast(_C.C10dTransport(process_group), _MESSAGE_BYTES, datetime.timedelta(0))
         broadcast.run([tensor.detach() for tensor in named.values()], 0)
@@ -124,6 +124,6 @@ def group_or_default(process_group: dist.ProcessGroup | None) -> dist.ProcessGro
         raise RuntimeError("there is no process group: call torch.distributed.init_process_group first")
     group = process_group if process_group is not None else dist.group.WORLD
     assert group is not None
-    if (refusal := getattr(group, "refusal", None)) is not None:  # of groups that only look like one
+    if (refusal := getattr(group, "refusal", None)) is not None:  # set on groups that can't average
         raise RuntimeError(refusal)
     return group

@@ -35,26 +35,26 @@ class _OnTheWay:
 
 
 class StreamingDiLoCo(OuterLoop):
-    """DiLoCo with a part of the parameters at a time, overlapped with inner steps (Douillard et al. 2025).
+    """DiLoCo on a part of the parameters at a time, overlapped with inner steps (Douillard et al. 2025).
 
         optimizer = StreamingDiLoCo(model, torch.optim.AdamW(model.parameters(), lr=1e-3), sync_every=100,
                                     fragments=4, overlap_steps=5)
 
     Each fragment (every F-th layer) is synchronised every ``sync_every`` steps, evenly spread. A thread averages its
     outer gradients during ``overlap_steps`` more steps; then the outer optimizer moves the global weights, and the
-    rank's parameters become ``alpha`` of their own and 1 - ``alpha`` of the global ones. Peak bandwidth falls by the
-    number of fragments. With one fragment, no overlap and ``alpha=0`` this is `DiLoCo`.
+    rank's parameters become ``alpha`` times themselves plus 1 - ``alpha`` times the global ones. Peak bandwidth falls
+    by the number of fragments. With one fragment, no overlap and ``alpha=0`` this is `DiLoCo`.
 
     Args:
-        fragments: how many (F), at most one for each parameter.
+        fragments: the number of fragments (F), at most one per parameter.
         overlap_steps: inner steps while a fragment is in transit (tau). Must be below ``sync_every / fragments``, so
             that only one is in transit at a time.
-        alpha: how much of its own parameters the rank keeps; 0: it continues from the global weights.
+        alpha: the weight of the rank's own parameters; 0: it continues from the global weights.
         wire: see `DiLoCo`.
         bucket_cap_mb: MiB per message; the messages of a fragment are sent one after the other.
 
     For the other arguments, collectives and errors, see `DiLoCo`. Global weights are the same on all ranks, bit for
-    bit. If ``alpha`` is 0, so are a fragment's parameters right after it was merged. A lost peer is noticed when its
+    bit. If ``alpha`` is 0, so are a fragment's parameters right after it is merged. A lost peer is detected when the
     fragment is merged.
 
     Held per rank: the parameters in fp32, the outer momentum, and a fragment in fp32 while it is in transit.
@@ -80,7 +80,7 @@ class StreamingDiLoCo(OuterLoop):
         bucket_cap_mb: float = DEFAULT_CAP_MB,
     ) -> None:
         if not 0 <= alpha < 1:
-            raise ValueError(f"alpha must be at least 0 and below 1 (which would keep ranks apart), got {alpha}")
+            raise ValueError(f"alpha must be at least 0 and below 1 (1 would never merge the ranks), got {alpha}")
         options = f", {fragments=}, {overlap_steps=}, {alpha=}"
         outer = (outer_lr, outer_momentum, nesterov, outer_optimizer)
         super().__init__(params, optimizer, sync_every, *outer, wire, process_group, options)
@@ -128,7 +128,7 @@ class StreamingDiLoCo(OuterLoop):
             self.finish()
 
     def _wait(self, pending: _OnTheWay) -> None:
-        """Wait for the means. The thread computes them, wherever the other ranks are in their steps."""
+        """Wait for the means. The thread computes them, whatever step the other ranks are in."""
         if pending.future is None:
             return
         # Each message ends within the process group's time limit.
@@ -175,7 +175,7 @@ class StreamingDiLoCo(OuterLoop):
             return None
         buckets = self.fragments[saved["fragment"]] if saved["fragment"] < len(self.fragments) else []
         if {name for bucket in buckets for name in bucket.named} != set(saved["means"]):
-            raise ValueError("a fragment was in transit when the state was saved, and the fragments are different now")
+            raise ValueError("a fragment was in transit when the state was saved, but the fragments are different now")
         flats = [bucket.new_flat() for bucket in buckets]
         for bucket, flat in zip(buckets, flats, strict=True):
             for name, view in zip(bucket.named, bucket.views(flat), strict=True):
@@ -184,7 +184,7 @@ class StreamingDiLoCo(OuterLoop):
 
 
 def _average(exchange: Exchange, flats: list[torch.Tensor], wires: list[str]) -> torch.Tensor:
-    """Runs on the thread and holds nothing of the model. On a device, the future waits for its stream."""
+    """Runs on the thread and holds no reference to the model. On a device, the future waits for its stream."""
     for flat, wire in zip(flats, wires, strict=True):
         average_flat(exchange, flat, wire)
     return flats[0]
@@ -192,7 +192,7 @@ def _average(exchange: Exchange, flats: list[torch.Tensor], wires: list[str]) ->
 
 def _check_overlap(overlap_steps: int, sync_every: int, fragments: int) -> None:
     if fragments > sync_every:
-        raise ValueError(f"fragments must be at most sync_every={sync_every}, one a step, got {fragments}")
+        raise ValueError(f"fragments must be at most sync_every={sync_every}, one per step, got {fragments}")
     if not 0 <= overlap_steps < sync_every // fragments:
         raise ValueError(
             f"overlap_steps must be at least 0 and below sync_every // fragments = {sync_every // fragments}, so that "
@@ -203,8 +203,8 @@ def _check_overlap(overlap_steps: int, sync_every: int, fragments: int) -> None:
 def plan_fragments(names: Sequence[str], fragments: int) -> list[list[str]]:
     """Names by fragment: each takes every ``fragments``-th layer ("strided" in Douillard et al. 2025).
 
-    A layer is what a number in the name tells apart ("blocks.3.attention.weight": "blocks.3"), otherwise a module.
-    If there are fewer layers than fragments, each parameter counts as one. ValueError: too few or too many fragments.
+    A layer is a name up to its first number ("blocks.3.attention.weight": "blocks.3"), or else a module. If there are
+    fewer layers than fragments, each parameter counts as one. ValueError: too few or too many fragments.
     """
     if not 1 <= fragments <= len(names):
         raise ValueError(

@@ -43,8 +43,8 @@ def resolve(spec: Any) -> tuple[Any, Callable[..., Any]]:
     """The ``(state, hook)`` that ``register_comm_hook`` takes.
 
     Args:
-        spec: a :class:`CommHook`; a name (of ``NAMES``, with default options; "powersgd" takes smaller ranks for small
-            matrices); a function ``hook(state, bucket)`` of torch's kind; or a pair of a state and such a function.
+        spec: a :class:`CommHook`; a name in ``NAMES`` (default options; "powersgd" uses smaller ranks for small
+            matrices); a torch-style function ``hook(state, bucket)``; or a pair ``(state, function)``.
 
     Raises:
         ValueError: an unknown name.

@@ -1,4 +1,4 @@
-"""Hooks built from others: different hooks for different parameters, and 16-bit casts around a hook."""
+"""Hooks built from other hooks: different hooks for different parameters, and 16-bit casts around a hook."""
 
 # No `from __future__ import annotations` here: torch's register_comm_hook() compares a hook's annotations with the
 # types.
@@ -17,7 +17,7 @@ from torchddp.comm_hooks.exchange import Hierarchical
 from torchddp.comm_hooks.hook import CommHook, Setup
 from torchddp.comm_hooks.layout import Layout, Piece, Slot
 
-# A glob on names, "norms", "biases", "vectors", a type of modules, or a function of name and parameter.
+# A glob on names, "norms", "biases", "vectors", a module class, or a function of name and parameter.
 Which = str | type[nn.Module] | Callable[[str, nn.Parameter], bool]
 _NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 _FORMATS = {torch.float16: "fp16", torch.bfloat16: "bf16"}
@@ -27,7 +27,7 @@ class PerParameter(CommHook):
     """Reduces each parameter with the hook of the first matching rule, or else with ``default``.
 
     A bucket is split (copied) by hook, and each part is reduced in turn; None sums exactly in fp32. Sends and stores
-    what the hooks do.
+    what its hooks send and store.
 
     Args:
         default: a hook, or None.
@@ -35,10 +35,10 @@ class PerParameter(CommHook):
             "norms" (of normalisation layers), "biases" (by name), or "vectors" (at most one dimension); a module class
             (``torch.nn.Embedding``: the parameters directly in such modules); or a function ``(name, parameter) ->
             bool``, which must answer the same on all ranks. A hook may be in several rules.
-        hierarchical, timeout: for this hook's exchange, which all the others use in place of their own.
+        hierarchical, timeout: for this hook's exchange, which all the others use instead of their own.
 
     Raises:
-        TypeError: something is neither a hook nor None, or not a rule.
+        TypeError: a value that is neither a hook nor None, or an invalid rule.
         ValueError: at :meth:`attach`, a glob that matches no parameter's name.
     """
 
@@ -61,7 +61,7 @@ class PerParameter(CommHook):
                 self.hooks.append(hook)
         for which, _ in self.rules:
             if not (isinstance(which, str) or callable(which)):
-                raise TypeError(f"a rule is a glob, a class of modules or a function, got {which!r}")
+                raise TypeError(f"a rule's selector must be a glob, a module class or a function, got {which!r}")
         self._hook_of: dict[str, CommHook | None] = {}
         self._parts: dict[Layout, list[tuple[CommHook | None, tuple[Slot, ...], Layout]]] = {}
 
@@ -69,7 +69,7 @@ class PerParameter(CommHook):
         super()._setup(setup)
         self._parts.clear()
         self._hook_of = dict.fromkeys(setup.parameters, self.default)
-        for which, hook in reversed(self.rules):  # the first that fits is set last
+        for which, hook in reversed(self.rules):  # reversed, so that the first match wins
             for name in _chosen(which, setup):
                 self._hook_of[name] = hook
         for hook in self.hooks:
@@ -130,7 +130,7 @@ def _chosen(which: Which, setup: Setup) -> list[str]:
         fitting = [name for name in setup.parameters if fnmatch.fnmatchcase(name, which)]
         if not fitting:
             raise ValueError(
-                f"the rule {which!r} fits no parameter; there are {', '.join(list(setup.parameters)[:8])}, ..."
+                f"the rule {which!r} matches no parameter; the model has {', '.join(list(setup.parameters)[:8])}, ..."
             )
         return fitting
     if isinstance(which, type):
@@ -147,7 +147,7 @@ class CastAround(CommHook):
     """Rounds the input of ``inner`` to ``dtype``, and sends its exact sums in 16 bits.
 
     Like torch's ``fp16_compress_wrapper`` and ``bf16_compress_wrapper``, but sums stay in fp32. PowerSGD's P and Q then
-    take half the bytes; quantisers send what they would anyway. For torch's hooks, see :func:`cast_around_torch`.
+    take half the bytes; quantisers send the same as without it. For torch's hooks, see :func:`cast_around_torch`.
 
     Args:
         inner: a hook of torchddp.comm_hooks.

@@ -29,9 +29,9 @@ def sum_compressed(
 ) -> None:
     """In place: the sum over the exchange's members of ``flat * scale``, sent in ``format``; the same bits on each.
 
-    Two members send each other everything, and add in rank order. More send shards to their owners, who add them up in
-    fp32 and send the sum to all, compressed again (with a residual of the owner's: server-side error feedback as in
-    double squeeze, Tang et al., ICML 2019).
+    Two members send each other everything and add in rank order. More members send shards to their owners, which sum
+    them in fp32 and send the sum to all, compressed again (with a residual at the owner: server-side error feedback as
+    in double squeeze, Tang et al., ICML 2019).
 
     Args:
         flat: fp32 [n], contiguous.

@@ -1,4 +1,4 @@
-"""Hooks that compress each gradient on its own: in fewer bits, or only the largest."""
+"""Hooks that compress element by element: with fewer bits, or only the largest elements."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torchddp.comm_hooks.layout import Layout, Piece, Residuals, check_names
 
 
 class FlatHook(CommHook):
-    """A hook that treats a bucket as a row of numbers: it compresses the host's sum, or this rank's gradients."""
+    """A hook that treats a bucket as a flat vector: it compresses the host's sum, or this rank's gradients."""
 
     def __init__(self, *, error_feedback: bool, **options: Any) -> None:
         super().__init__(**options)
@@ -57,9 +57,9 @@ class FlatHook(CommHook):
 class Quantized(FlatHook):
     """Sends gradients in a format of ``torchddp.comm_hooks.formats``.
 
-    Two hosts (or ranks) send each other everything; more send shards, and the sums back: about
-    ``2 * (W - 1) / W * compressed_bytes`` per step and rank. Error feedback adds what rounding leaves out to the next
-    step's gradient, at both ends: fp32 residuals of the gradients' size (shared by a host's ranks), and 1/W for sums.
+    Two hosts (or ranks) send each other everything; more send shards, and the sums back: about ``2 * (W - 1) / W *
+    compressed_bytes`` per step and rank. Error feedback adds rounding errors to the next step's gradient, at both ends:
+    fp32 residuals of the gradients' size (shared by a host's ranks), and of 1/W of it for sums.
     """
 
     def __init__(self, format: str, error_feedback: bool = True, **options: Any) -> None:
@@ -77,8 +77,8 @@ class Quantized(FlatHook):
 
     def _follow(self, lead: int) -> None:
         if self.error_feedback:
-            # A residual of sums that this rank held becomes its own, because it may sum other shards from now on, or
-            # none.
+            # This rank's residual of sums becomes part of its own residual, because it may sum other shards from now
+            # on, or none.
             self._residuals.restart(self._shapes, self._device, self._server_residuals)
             self._server_residuals = Residuals()
 
@@ -92,10 +92,10 @@ class Quantized(FlatHook):
 
 
 class Cast(Quantized):
-    """Gradients travel as "fp16" or "bf16" and are summed in fp32 (Micikevicius et al., mixed precision, ICLR 2018).
+    """Sends gradients as "fp16" or "bf16" and sums them in fp32 (Micikevicius et al., mixed precision, ICLR 2018).
 
     Sends half as many bytes as fp32. Works on CPU models as well. Gradients are divided by the world size before the
-    cast, so fp16 overflows only at 65504 times the world size; what overflows stays Inf.
+    cast, so fp16 overflows only at 65504 times the world size; overflowing values become Inf.
 
     Raises:
         ValueError: another format.
@@ -147,12 +147,12 @@ class TopK(FlatHook):
     """Sends the elements of largest magnitude of each bucket (Aji and Heafield, EMNLP 2017; with error feedback:
     Stich et al., NeurIPS 2018). The others wait in the residual until they are large enough.
 
-    Each rank sends ``8 * k`` bytes per bucket (indices and values) to every other, which pays off with few hosts. Holds
+    Each rank sends ``8 * k`` bytes per bucket (indices and values) to every other, which pays off for few hosts. Holds
     fp32 residuals of the gradients' size.
 
     Args:
         ratio: the share of a bucket's elements to send; at least one is sent.
-        k: their number, instead.
+        k: the number of elements, instead.
 
     Raises:
         ValueError: a ratio outside (0, 1], or both ``ratio`` and ``k``.

@@ -1,13 +1,11 @@
-"""What compressors send: exact sums, and messages of bytes between ranks or hosts.
+"""What compression hooks send: exact sums, and byte messages between ranks or hosts.
 
-Over separate process groups, so that nothing else is sent in between.
+Uses separate process groups, so that other messages can't interleave.
 
-Note [Hosts]
-~~~~~~~~~~~~
-With several hosts, the ranks of each host first sum exactly in shared memory. Each rank then owns a shard of the
-bucket, and only that is compressed and sent to the ranks in the same place on the other hosts. So rounding loses bits
-once per host instead of once per rank, and a byte crosses the link once. On a single host every rank counts as a host,
-because otherwise nothing would be compressed.
+Note [Hosts] ~~~~~~~~~~~~ With several hosts, the ranks of each host first sum exactly in shared memory. Each rank then
+owns a shard of the bucket, and only that is compressed and sent to the ranks in the same place on the other hosts.
+Rounding then loses bits once per host instead of once per rank, and each byte crosses the link once. On a single host
+every rank counts as a host, because otherwise nothing would be compressed.
 """
 
 from __future__ import annotations
@@ -30,13 +28,13 @@ logger = logging.getLogger(__name__)
 
 Hierarchical = bool | Literal["auto"]
 
-# Shards begin at multiples of it, if they are much larger: of every format's blocks.
+# Shards begin at multiples of this if they are much larger; it is a multiple of every format's block.
 _ALIGNMENT = 1024
 _SMALL_ALIGNMENT = 16
 
 
 class Exchange:
-    """Collectives of one hook, over process groups of its own; called by its thread alone, on all ranks in one order.
+    """Collectives of one hook over its own process groups. Only its thread uses it, in the same order on all ranks.
 
     Collective. All operations end within the process group's time limit, with an error of torch's.
 
@@ -48,12 +46,12 @@ class Exchange:
         timeout: of each collective; None: that of the process group.
 
     Attributes:
-        members: between how many ranks messages go (hosts, or all ranks).
-        member: this one's place among them.
-        is_shared: these are the model's own groups, for torch can make no others.
+        members: the number of ranks that exchange messages (one per host, or all ranks).
+        member: this rank's index among them.
+        is_shared: it uses the model's own group, because torch can't create others of its ranks.
         time_limit: of each collective, where it is known.
-        sent_bytes: all that was handed to the network or to shared memory so far. Exact sums count as rings: over
-            shared memory a rank reads and writes as much of the others'.
+        sent_bytes: bytes passed to the network or to shared memory so far. Exact sums are counted as ring all-reduces;
+            over shared memory a rank reads and writes as much of the others' memory.
     """
 
     def __init__(
@@ -63,7 +61,7 @@ class Exchange:
         hierarchical: Hierarchical = "auto",
         timeout: datetime.timedelta | None = None,
     ) -> None:
-        # torch can make no group of the ranks of torchft's: nobody else may send over it during backward.
+        # torch can't create a group of the ranks of a torchft group, so nothing else may use that one during backward.
         self.is_shared = process_group not in _world.pg_map
         self.time_limit = timeout
         self._inner: _C.Transport | None = None
@@ -87,7 +85,7 @@ class Exchange:
     def _open_groups(
         self, process_group: Any, device: torch.device, hierarchical: Hierarchical, timeout: datetime.timedelta
     ) -> None:
-        """For exact sums, and for the shards of ranks in one place on each host: see Note [Hosts]."""
+        """Open groups for exact sums, and for the shards of ranks in the same place on each host: see Note [Hosts]."""
         ranks = dist.get_process_group_ranks(process_group)
         align_group_counts(process_group)
         own = self._outer = new_group(ranks, device, timeout)
@@ -117,7 +115,7 @@ class Exchange:
 
     def _wait(self, work: dist.Work) -> None:
         if self._is_gloo:
-            self._everyone.wait_for(work, self._outer)  # which interrupt() ends
+            self._everyone.wait_for(work, self._outer)  # interrupt() ends this wait
         else:
             work.wait()
 
@@ -148,12 +146,12 @@ class Exchange:
     # --- shards of a host ---
 
     def host_shard(self, numel: int) -> tuple[int, int]:
-        """What this rank owns of ``numel`` elements in its host, as [begin, end): all equally long, maybe beyond it."""
+        """This rank's share of ``numel`` elements within its host, as [begin, end): equal lengths, may exceed it."""
         size = shard_numel(numel, self.places)
         return self.place * size, (self.place + 1) * size
 
     def sum_to_shards(self, flat: Tensor) -> Tensor:
-        """This rank's part of the host's sum: fp32 [n] -> [n / places, rounded up]. One rank a host: ``flat``."""
+        """This rank's part of the host's sum: fp32 [n] -> [n / places, rounded up]. One rank per host: ``flat``."""
         if self._inner is None:
             return flat
         begin, end = self.host_shard(flat.numel())
@@ -167,7 +165,7 @@ class Exchange:
         return shard
 
     def gather_shards(self, flat: Tensor, shard: Tensor) -> None:
-        """The way back: every rank of the host gets all shards."""
+        """The inverse of `sum_to_shards`: every rank of the host gets all shards."""
         if self._inner is None:
             return
         whole = flat.new_empty(shard.numel() * self.places)
@@ -202,7 +200,7 @@ def shard_numel(numel: int, count: int) -> int:
 
 def new_group(ranks: list[int], device: torch.device, timeout: datetime.timedelta, among_them: bool = False) -> Any:
     """A process group of these ranks of the default group, for tensors on ``device``. Collective among them."""
-    # Locally synchronised groups are named by how many groups a rank has; with all ranks that is not needed.
+    # The name of a locally synchronised group depends on how many groups a rank has; a group of all ranks avoids that.
     among_them = among_them or len(ranks) < dist.get_world_size()
     backend = "gloo" if device.type == "cpu" else None
     return dist.new_group(sorted(ranks), timeout=timeout, backend=backend, use_local_synchronization=among_them)
@@ -221,7 +219,7 @@ def _hosts_to_sum_in(group: Any, hierarchical: Hierarchical) -> list[list[int]]:
     if len(set(sizes)) > 1:
         if is_first_in_job("hosts have unequal ranks", group):
             logger.warning(
-                "compressed gradients go from rank to rank, not from host to host: the hosts have %s ranks",
+                "compressed gradients are sent between ranks, not between hosts, because the hosts have %s ranks",
                 " and ".join(map(str, sizes)),
             )
         return []

@@ -1,6 +1,6 @@
-"""Compressed numbers: how fp32 values are written in fewer bits, in torch operators.
+"""Compressed number formats: how fp32 values are stored in fewer bits, as torch operators.
 
-Values are coded in blocks of B neighbours with one fp32 scale a block (Dettmers, 8-bit approximations, ICLR 2016, and
+Values are coded in blocks of B neighbours with one fp32 scale per block (Dettmers, 8-bit approximations, ICLR 2016, and
 blockwise quantisation, Dettmers et al., ICLR 2022); signs with the mean magnitude as in signSGD with error feedback
 (Karimireddy et al., ICML 2019). A message is all scales, then all codes.
 
@@ -28,10 +28,10 @@ def compressed_bytes(format: str, numel: int) -> int:
 
 
 def compress(format: str, source: Tensor, out: Tensor, residual: Tensor | None = None, scale: float = 1.0) -> None:
-    """Write ``v = source * scale + residual`` to ``out`` in ``format``; the residual becomes what the codes miss.
+    """Write ``v = source * scale + residual`` to ``out`` in ``format``; the residual becomes the coding error.
 
-    A block with NaN or Inf gets the scale NaN, so that all of it is NaN after :func:`decompress`, and a zero residual:
-    the next step is not spoilt.
+    A block with NaN or Inf gets the scale NaN, so that all of it is NaN after :func:`decompress`, and a zero residual,
+    so that the next step is unaffected.
 
     Args:
         source: fp32 [n], contiguous.
@@ -57,10 +57,10 @@ def decompress(format: str, data: Tensor, out: Tensor, accumulate: bool = False)
 def select_top_k(
     source: Tensor, k: int, indices: Tensor, values: Tensor, residual: Tensor | None = None, scale: float = 1.0
 ) -> None:
-    """The ``k`` elements of largest magnitude of ``v = source * scale + residual``, in the order of their places.
+    """The ``k`` elements of largest magnitude of ``v = source * scale + residual``, in index order.
 
-    NaN counts as largest; of equal ones the first are taken. The residual becomes ``v`` without the chosen (and without
-    NaN and Inf).
+    NaN counts as largest; ties go to the first. The residual becomes ``v`` without the chosen elements (and without NaN
+    and Inf).
 
     Args:
         source: fp32 [n], contiguous.
@@ -138,7 +138,7 @@ def _split(format: str, data: Tensor, numel: int) -> tuple[Tensor, Tensor]:
 
 
 def _encode_blocks(format: str, value: Tensor, out: Tensor) -> Tensor:
-    """Writes scales and codes; which elements are in a block with NaN or Inf."""
+    """Write scales and codes. Returns which elements are in a block with NaN or Inf."""
     numel = value.numel()
     rows = _as_blocks(format, value)
     scales, codes = _split(format, out, numel)
@@ -156,7 +156,7 @@ def _encode_blocks(format: str, value: Tensor, out: Tensor) -> Tensor:
         largest = _LARGEST_CODE[format]
         peak = rows.abs().amax(1) if numel else scales
         inverse = largest / peak
-        empty = torch.isinf(inverse)  # of zeros, or of numbers so small that they count as such
+        empty = torch.isinf(inverse)  # blocks of zeros, or of numbers too small to tell from zero
         block_scales = (peak / largest).masked_fill_(empty, 0.0)
         inverse = inverse.masked_fill(empty | spoilt, 0.0)
         whole = torch.nan_to_num((rows * inverse[:, None]).round_(), 0.0, 0.0, 0.0).clamp_(-largest, largest)

@@ -26,7 +26,7 @@ _GRACE_S = 5.0  # beyond the limit of a collective, for its thread to end
 
 @dataclass(frozen=True)
 class Setup:
-    """Given to a hook once, before it reduces anything.
+    """What a hook gets before it reduces anything.
 
     Attributes:
         exchange: how to reach the other ranks.
@@ -73,13 +73,13 @@ class CommHook(abc.ABC):
     work while backward runs: Note [One thread per hook]. With one rank, gradients are unchanged.
 
     A hook belongs to one model, over the model's process group. Gradients may be fp32, bf16 or fp16; sums are in fp32.
-    A NaN or Inf in a gradient reaches the average on all ranks, and is gone with the next finite step. Under
+    A NaN or Inf in a gradient reaches the average on all ranks, and does not affect the next finite step. Under
     ``no_sync()`` nothing happens. A copy (pickle, deepcopy) belongs to no model yet.
 
     Args:
-        hierarchical: "auto": if several hosts have equally many ranks, sum exactly within each and compress only what
-            hosts send each other; False: every rank sends to every other; True: sum exactly within the host even if
-            there is only one.
+        hierarchical: "auto": if there are several hosts with equally many ranks, sum exactly within each host and
+            compress only between hosts; False: every rank sends to every other; True: sum exactly within the host even
+            if there is only one.
         timeout: of each exchange; None: that of the process group.
     """
 
@@ -103,7 +103,7 @@ class CommHook(abc.ABC):
         self._shapes = {name: p.shape for name, p in setup.parameters.items()}
         self._device = next((p.device for p in setup.parameters.values()), None)
 
-    def _follow(self, lead: int) -> None:  # noqa: B027  # most have nothing to make alike
+    def _follow(self, lead: int) -> None:  # noqa: B027  # most hooks have no shared state
         """Collective. After :meth:`_setup` with other ranks, some of them new: synchronise what must agree, from
         ``lead``.
         """
@@ -129,7 +129,7 @@ class CommHook(abc.ABC):
 
     @abc.abstractmethod
     def _load_state(self, state: Mapping[str, Any]) -> None:
-        """The way back; tensors of all parameters, by name."""
+        """The inverse of `_state`; tensors of all parameters, by name."""
 
     # --- for use by methods ---
 
@@ -144,10 +144,10 @@ class CommHook(abc.ABC):
     # --- lifetime ---
 
     def attach(self, model: Any) -> None:
-        """Make the hook's process groups. Collective; called by the model when the hook is registered.
+        """Create the hook's process groups. Collective; called by the model when the hook is registered.
 
         Args:
-            model: a DistributedDataParallel, torchddp's or torch's own; that does not call this itself, and needs
+            model: a DistributedDataParallel, torchddp's or torch's own. torch's does not call this, and needs
                 ``model.register_comm_hook(None, hook.__call__)``.
 
         Raises:
@@ -167,38 +167,38 @@ class CommHook(abc.ABC):
         self._attachment = _Attachment(weakref.ref(model), model.process_group, names, worker)
 
     def _connect(self, model: Any, parameters: dict[str, nn.Parameter]) -> None:
-        if (opens := getattr(model.process_group, "open_exchange", None)) is not None:  # a group with rules of its own
+        if (opens := getattr(model.process_group, "open_exchange", None)) is not None:  # its own kind of exchange
             exchange = opens(self)
         else:
             device = next(iter(parameters.values())).device
             exchange = Exchange(model.process_group, device, self.hierarchical, self.timeout)
         if exchange.is_shared and (model.find_unused_parameters or getattr(model, "static_graph", False)):
             raise RuntimeError(
-                f"{type(self).__name__} would send over the process group over which unused parameters are found, and "
-                "torch can make no other of its ranks: use find_unused_parameters=False and static_graph=False"
+                f"{type(self).__name__} would share its process group with the search for unused parameters, and torch "
+                "can't create another of these ranks: use find_unused_parameters=False and static_graph=False"
             )
         self._setup(Setup(exchange, parameters, model.module))
 
     def rebind(self, model: Any) -> None:
         """Continue over the process group that the model has now. Collective among its ranks.
 
-        torchddp's ``_update_process_group()`` calls it; after torch's own, call it yourself. Residuals are sent with
-        the next steps; new ranks start with zeros, and the residuals of ranks that are gone are lost. The step count
-        continues from the largest of the ranks'. The old process groups exist until ``destroy_process_group()``.
+        torchddp's ``_update_process_group()`` calls it; after torch's, call it yourself. Residuals are sent with the
+        next steps; new ranks start with zeros, and the residuals of ranks that are gone are lost. The step count
+        continues from the largest on any rank. The old process groups exist until ``destroy_process_group()``.
 
         Raises:
-            RuntimeError: not attached to this model, or an earlier reduction does not end.
+            RuntimeError: not attached to this model, or an earlier reduction is still running.
         """
         attachment = self._attached_to(model)
-        # Each collective of before ends within its limit, and after one that failed no other begins.
+        # Each earlier collective ends within its limit, and none begins after one that failed.
         limit_s = (self._exchange.time_limit or dist.default_pg_timeout).total_seconds()
         if not attachment.worker.finish(limit_s + _GRACE_S):
             raise RuntimeError(
-                f"{type(self).__name__} on rank {self._exchange.rank} still waits for ranks of its old process "
-                f"group, {limit_s:.0f} s after the step was given up"
+                f"{type(self).__name__} on rank {self._exchange.rank} is still waiting for ranks of its old process "
+                f"group, {limit_s:.0f} s after the step was abandoned"
             )
         self._connect(model, _reduced_parameters(model))
-        # An error may have come between two ranks' ends of a step, and new ranks have made none.
+        # Ranks may have finished different numbers of steps before an error, and new ranks have done none.
         steps = self._exchange.each_ranks(self._step.number, self._device)
         self._step = _Step(int(max(steps)))
         self._follow(steps.index(max(steps)))
@@ -213,7 +213,7 @@ class CommHook(abc.ABC):
         Raises:
             RuntimeError: not attached to this model; an embedding with sparse gradients.
             TypeError: a parameter that is neither fp32, bf16 nor fp16, by name.
-            ValueError: a parameter that the method can't take.
+            ValueError: a parameter that the method does not support.
         """
         attachment = self._attached_to(model)
         parameters = _reduced_parameters(model)
@@ -229,7 +229,7 @@ class CommHook(abc.ABC):
         attachment = self._attachment
         owner = None if attachment is None else attachment.model()
         if attachment is None or owner is None or model is not owner:
-            raise RuntimeError(f"this {type(self).__name__} hook is not attached to the model: it can't follow it")
+            raise RuntimeError(f"this {type(self).__name__} hook is not attached to this model")
         return attachment
 
     def close(self) -> None:
@@ -251,7 +251,7 @@ class CommHook(abc.ABC):
         model = attachment.model()
         if model is not None and model.process_group is not attachment.process_group:
             raise RuntimeError(
-                f"{who} sends over the process group that it was attached with, and the model has another one now: "
+                f"{who} still uses the process group that it was attached with, but the model has another one now: "
                 "call hook.rebind(model) on all its ranks"
             )
         flat = bucket.buffer()
@@ -270,8 +270,8 @@ class CommHook(abc.ABC):
             name = next((attachment.names.get(id(p), "?") for p in bucket.parameters()), "?")
             kind = RuntimeError if flat.is_sparse else TypeError
             raise kind(
-                f"{who}: bucket {bucket.index()} (with {name}) has {what} gradients; it takes dense ones in float32, "
-                "bfloat16 or float16"
+                f"{who}: bucket {bucket.index()} (with {name}) has {what} gradients; it supports dense ones in "
+                "float32, bfloat16 or float16"
             )
         key = (flat.numel(), *map(id, bucket.parameters()))
         if key not in attachment.layouts:
@@ -287,7 +287,7 @@ class CommHook(abc.ABC):
 
     def _run(self, exchange: Exchange, flat: Tensor, layout: Layout, step: _Step) -> Tensor:
         before = exchange.sent_bytes
-        values = flat.to(torch.float32)  # itself, if it is
+        values = flat.to(torch.float32)  # no copy if it is fp32 already
         self._reduce(Piece(layout, values, step.number))
         layout.clear_gaps(values)
         if values is not flat:
@@ -303,7 +303,7 @@ class CommHook(abc.ABC):
     # --- checkpoints ---
 
     def state_dict(self) -> dict[str, Any]:
-        """What the hook keeps between steps; different on each rank. Tensors are stored by parameter name.
+        """The state that the hook keeps between steps; different on each rank. Tensors are stored by parameter name.
 
         Error feedback differs between ranks, so every rank must save its own; it is in units of gradient / world_size.
         """
@@ -334,7 +334,7 @@ def _without(state: Any, names: Set[str]) -> Any:
 
 def _reduced_parameters(model: Any) -> dict[str, nn.Parameter]:
     ignored = {name.removeprefix(".") for name in model.parameters_to_ignore}
-    leaves = getattr(model, "_leaves", {})  # what stands in a bucket for a parameter that is a DTensor
+    leaves = getattr(model, "_leaves", {})  # replace DTensor parameters in buckets
     named = model.module.named_parameters()
     return {n: leaves.get(id(p), p) for n, p in named if p.requires_grad and n not in ignored}
 
@@ -343,12 +343,12 @@ def _check_parameters(parameters: dict[str, nn.Parameter], model: Any) -> None:
     for name, param in parameters.items():
         if param.dtype not in _DTYPES:
             raise TypeError(
-                f"communication hooks take gradients in float32, bfloat16 or float16, but parameter {name!r} is "
+                f"communication hooks support gradients in float32, bfloat16 or float16, but parameter {name!r} is "
                 f"{param.dtype}: reduce this model without a hook"
             )
     for name, module in model.module.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             raise RuntimeError(
-                f"communication hooks take no sparse gradients, and embedding {name!r} has sparse=True: "
+                f"communication hooks do not support sparse gradients, and embedding {name!r} has sparse=True: "
                 "use sparse=False, or reduce this model without a hook"
             )

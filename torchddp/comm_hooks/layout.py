@@ -1,4 +1,4 @@
-"""Where the gradients of a bucket lie in its flat memory, and what compression has left out of them so far."""
+"""Offsets of gradients in a bucket's flat memory, and residuals of their compression."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Slot:
-    """A parameter's place in flat memory, in elements."""
+    """A parameter's range of flat memory, in elements."""
 
     name: str
     offset: int
@@ -27,7 +27,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Layout:
-    """The slots of flat memory of ``numel`` elements, ascending; between them there may be padding."""
+    """The slots in ``numel`` elements of flat memory, ascending, perhaps with padding between them."""
 
     slots: tuple[Slot, ...]
     numel: int
@@ -37,9 +37,7 @@ class Layout:
         gaps, end = [], 0
         for slot in self.slots:
             if slot.offset < end:
-                raise ValueError(
-                    f"{slot.name} begins at {slot.offset}, before the end of the slot in front of it, {end}"
-                )
+                raise ValueError(f"{slot.name} begins at {slot.offset}, before the end of the previous slot, {end}")
             if slot.offset > end:
                 gaps.append((end, slot.offset))
             end = slot.end
@@ -56,12 +54,12 @@ class Layout:
         return cls(tuple(replace(slot, offset=offset) for slot, offset in zip(slots, offsets, strict=True)), end)
 
     def names(self) -> str:
-        """For messages; the first few if there are many."""
+        """For messages: at most four names."""
         names = [slot.name for slot in self.slots]
         return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
     def clear_gaps(self, flat: Tensor, begin: int = 0) -> None:
-        """Zeros what belongs to no parameter in ``flat``, elements from ``begin`` on: compressors write to it."""
+        """Zero the padding in ``flat`` (elements from ``begin`` on), because compressors write to it."""
         gaps = [flat[max(first - begin, 0) : max(last - begin, 0)] for first, last in self.gaps]
         torch._foreach_zero_([*gaps, flat[max(self.numel - begin, 0) :]])
 
@@ -86,7 +84,7 @@ def layout_of(bucket: torch.distributed.GradBucket, names: dict[int, str]) -> La
         if id(param) not in names:
             raise RuntimeError(
                 f"bucket {bucket.index()} holds a parameter of shape {tuple(param.shape)} that was not in the model "
-                "when the communication hook was attached: register a new hook after the model was changed"
+                "when the communication hook was attached: register a new hook after changing the model"
             )
         offset = int(grad.storage_offset() - flat.storage_offset())
         slots.append(Slot(names[id(param)], offset, tuple(param.shape), int(param.numel())))
@@ -96,13 +94,13 @@ def layout_of(bucket: torch.distributed.GradBucket, names: dict[int, str]) -> La
 class Residuals:
     """Error feedback: fp32 memory laid out as the buckets are, moved when the buckets change.
 
-    A rank holds all of a bucket's residual, or a part of it where ranks share the work. In a state dict it is by
-    name, in the parameter's shape, with zeros in what other ranks hold.
+    A rank holds all of a bucket's residual, or a part of it where ranks share the work. State dicts have it by name, in
+    the parameter's shape, with zeros for parts that other ranks hold.
     """
 
     def __init__(self) -> None:
         self._flats: dict[tuple[Layout, int, int], Tensor] = {}
-        # By parameter: the part of it that is held, flat, and where in the parameter that begins.
+        # By parameter: the part that this rank holds, flat, and its offset in the parameter.
         self._parts: dict[str, tuple[Tensor, int]] = {}
 
     def of(
@@ -114,7 +112,8 @@ class Residuals:
         """
         key = (layout, begin, end)
         if key not in self._flats:
-            # With some room to spare: of a gradient's exact size it could take shared memory that awaits the gradient.
+            # Slightly larger, because at a gradient's exact size it might take shared memory reserved for that
+            # gradient.
             flat = torch.zeros(end - begin + 16, dtype=torch.float32, device=like.device)[: end - begin]
             if any(slot.name in self._parts for slot in layout.slots):
                 flat[: max(0, layout.numel - begin)] = self._collect(layout, like, add_parts)[begin:end]
@@ -156,7 +155,10 @@ class Residuals:
     def restart(
         self, shapes: Mapping[str, torch.Size], device: torch.device | None, more: Residuals | None = None
     ) -> None:
-        """Among other ranks: the same memory by name, with ``more`` added; zeros for the rest. All ranks have all."""
+        """For a new set of ranks: keep the residuals by name, add ``more``, and fill the rest with zeros.
+
+        Each rank then holds residuals of whole parameters.
+        """
         state = {name: torch.zeros(shape, dtype=torch.float32, device=device) for name, shape in shapes.items()}
         for residuals in (self, more):
             for name, held in (residuals.state_dict(shapes) if residuals is not None else {}).items():
@@ -164,7 +166,7 @@ class Residuals:
         self.load_state_dict(state, device)
 
     def load_state_dict(self, state: Mapping[str, Tensor], device: torch.device | None = None) -> None:
-        """Go on from a :meth:`state_dict`, of whatever buckets."""
+        """Continue from a :meth:`state_dict`, whatever buckets it had."""
         self._flats.clear()
         self._parts = {n: (t.detach().to(device, torch.float32, copy=True).reshape(-1), 0) for n, t in state.items()}
 

@@ -36,7 +36,7 @@ class _Batch:
 
 @dataclass(frozen=True)
 class _Split:
-    """A bucket's matrices, by shape, and what is sent as it is."""
+    """A bucket's matrices, by shape, and the parameters that are sent uncompressed."""
 
     batches: tuple[_Batch, ...]
     plain: tuple[Slot, ...]
@@ -47,17 +47,17 @@ class PowerSGD(CommHook):
 
     A gradient of shape [n, ...] is a matrix M of n rows and m columns. With Q [m, r] from the previous step, P = M Q is
     summed over the ranks and made orthonormal, then Q = M^T P is summed. M becomes P Q^T, which is exact if M has at
-    most rank r; what is left out is added to the next step's gradient. All P of a bucket are sent in one message with
-    its vectors, all Q in another: ``4 * (r * (n + m))`` bytes per matrix, and 4 per element of a vector. Every rank
-    holds fp32 residuals of the matrices' size and 4 * r * m bytes of Q per matrix. All ranks get the same bits only if
-    their CPUs (or GPUs) are the same.
+    most rank r; the difference is added to the next step's gradient. All P of a bucket are sent in one message with its
+    vectors, all Q in another: ``4 * (r * (n + m))`` bytes per matrix, and 4 per element of a vector. Every rank holds
+    fp32 residuals of the matrices' size and 4 * r * m bytes of Q per matrix. All ranks get the same bits only if their
+    CPUs (or GPUs) are the same.
 
     Args:
         rank: r, the columns of P and Q.
         warm_start: start from the last step's Q (a power iteration over the steps); otherwise from random numbers.
-        error_feedback: False: what is left out is lost.
-        start_step: gradients are sent as they are in the steps before this one (the first is 0).
-        min_compression_rate: matrices that would not shrink by this factor are sent as they are.
+        error_feedback: False: the difference is lost.
+        start_step: gradients are sent uncompressed in the steps before this one (the first is 0).
+        min_compression_rate: matrices that would not shrink by this factor are sent uncompressed.
         clamp_rank: use the largest possible rank for a matrix with fewer rows or columns than ``rank``.
         seed: of the first Q, equal on all ranks.
 
@@ -80,7 +80,7 @@ class PowerSGD(CommHook):
         seed: int = 0,
         timeout: datetime.timedelta | None = None,
     ) -> None:
-        super().__init__(timeout=timeout, hierarchical=False)  # exact sums go by way of the hosts themselves
+        super().__init__(timeout=timeout, hierarchical=False)  # exact sums already take the hosts into account
         if rank < 1:
             raise ValueError(f"rank must be 1 or more, got {rank}")
         if start_step < 0 or min_compression_rate <= 0:
@@ -144,7 +144,7 @@ class PowerSGD(CommHook):
             for index, slot in enumerate(batch.slots):
                 values = piece.slot(slot).view(batch.rows, batch.columns)
                 if poisoned_now[index]:
-                    values.fill_(float("nan"))  # and what was left out before stays as it was
+                    values.fill_(float("nan"))  # and the residual stays as it was
                     continue
                 if residual is not None:
                     left_out = residual[slot.offset : slot.end].view(batch.rows, batch.columns)
@@ -183,7 +183,7 @@ class PowerSGD(CommHook):
         return stacked / stacked.norm(dim=1, keepdim=True).clamp_min(1e-30)
 
     def _sum_lefts(self, split: _Split, matrices: list[Tensor], factors: list[Tensor], piece: Piece) -> list[Tensor]:
-        """P of all matrices; vectors become averages on the way."""
+        """P of all matrices. The same message averages the vectors."""
         plain = [piece.slot(slot) for slot in split.plain]
         message = _pack([m @ q for m, q in zip(matrices, factors, strict=True)] + plain, piece.flat)
         sum_over_ranks(self._exchange, message, self._sum_format)
@@ -208,7 +208,7 @@ class PowerSGD(CommHook):
     # --- other ranks ---
 
     def _follow(self, lead: int) -> None:
-        """Every rank goes on with the factors of the leading one: P is summed for one Q, the same on all."""
+        """Every rank continues with the leading rank's factors, so that P is summed for one common Q."""
         for name, shape in self._shapes.items():
             _, columns, rank = self._as_matrix(shape)
             factor = torch.zeros(columns * rank + 1, device=self._device)
@@ -224,7 +224,7 @@ class PowerSGD(CommHook):
         return {"factors": {name: factor.clone() for name, factor in self._factors.items()}}
 
     def start_over(self, state: Mapping[str, Any] | None = None) -> None:
-        """Without residuals, with the given Q. It may even differ between ranks: the next one is the same on all."""
+        """Drop the residuals and use the given Q, which may differ between ranks: the next Q is the same on all."""
         self._residuals = Residuals()
         factors = {} if state is None else state["factors"]
         self._factors = {name: f.detach().to(self._device, copy=True) for name, f in factors.items()}
@@ -252,7 +252,7 @@ def _numel(shape: Sequence[int]) -> int:
 
 
 def _gather(flat: Tensor, batch: _Batch) -> Tensor:
-    """[matrices, rows, columns]; a copy, which stays while averages are written to ``flat``."""
+    """[matrices, rows, columns]; a copy, which is kept while averages are written to ``flat``."""
     return torch.stack([flat[slot.offset : slot.end].view(batch.rows, batch.columns) for slot in batch.slots])
 
 
@@ -263,8 +263,8 @@ def _pack(parts: list[Tensor], like: Tensor) -> Tensor:
 def orthonormal(matrices: Tensor) -> Tensor:
     """Orthonormal columns that span at least those of ``matrices``: fp32 [..., n, r], n >= r, finite -> the same shape.
 
-    By Householder reflections in fp64, which need no division by a norm that may be zero: columns that depend on
-    others, or are zero, get directions of their own instead of NaN. Columns are scaled first, so that tiny ones count.
+    Uses Householder reflections in fp64, which never divide by a zero norm: columns that are zero or depend on others
+    get directions of their own instead of NaN. Columns are scaled first, so that tiny ones count.
     """
     wide = matrices.double()
     peak = wide.abs().amax(-2, keepdim=True)

@@ -41,8 +41,8 @@ _INSTEAD = {
     "main_grads": "torchddp.DistributedDataParallel(module, main_grads=...), whose zero_grad() clears them",
     "main_grads_as": "torchddp.DistributedDataParallel(module, main_grads=...), whose zero_grad() clears them",
     "device_ids": "device_id=",
-    "output_device": "no argument: outputs stay where the module makes them",
-    "dim": "no argument: it was for several devices a process",
+    "output_device": "no argument: outputs stay where the module creates them",
+    "dim": "no argument: it was for several devices per process",
     "check_reduction": "no argument: it is deprecated and does nothing",
     "broadcast_buffers": "forward_sync_buffers=",
     "delay_all_reduce_named_params": "ignored_params= and a reduction of your own",
@@ -63,10 +63,11 @@ def replicate(
 ) -> M:
     """Data parallelism as in :class:`torchddp.DistributedDataParallel`, with hooks instead of a wrapper.
 
-    Returns ``module`` itself. Names, state dict keys, attributes, ``isinstance`` and the parameter objects stay, so the
-    optimizer may be made before or after. The module also becomes a :class:`torchddp.composable.ReplicateModule`, with
-    ``set_requires_gradient_sync`` and ``no_sync``. Submodules that are already replicated or sharded are left alone. A
-    copy (deepcopy, pickle) is a module of the original class and not replicated.
+    Returns ``module`` itself. Names, state dict keys, attributes, ``isinstance`` and the parameter objects stay the
+    same, so the optimizer may be created before or after. The module also becomes a
+    :class:`torchddp.composable.ReplicateModule`, with ``set_requires_gradient_sync`` and ``no_sync``. Submodules that
+    are already replicated or sharded are left alone. A copy (deepcopy, pickle) is a module of the original class and
+    not replicated.
 
     Collective, as are forwards and backwards where those of DistributedDataParallel are.
 
@@ -79,17 +80,16 @@ def replicate(
             the optimizer keep the module's dtype. None: nothing is cast.
         ignored_modules: submodules whose parameters and buffers are neither averaged, sent nor compared.
         ignored_params: the same for single parameters.
-        device_id: a GPU that forward's inputs are moved to, or the CPU, which moves nothing (as in torch's
-            ``replicate``).
+        device_id: a GPU that forward's inputs are moved to; the CPU moves nothing (as in torch's ``replicate``).
         **options: those of :class:`torchddp.DistributedDataParallel`: ``bucket_cap_mb``, ``find_unused_parameters``,
             ``static_graph``, ``gradient_as_bucket_view``, ``init_sync``, ``forward_sync_buffers``, ``transport``,
             ``wire_dtype``, ``timeout``, ``stall_report_s``, ``gradient_stats``, ``check_parameters_every``,
             ``find_nonfinite``, ``comm_hook``, ``sync``, ``auto_refresh_trainable``, ...
 
     Raises:
-        TypeError: an unknown option (named), one with another name here, or not a module.
-        ValueError: a mesh with several dimensions or for other devices; DTensors over ranks that gradients are averaged
-            over; a container without forward; options that conflict with ``mp_policy``.
+        TypeError: an unknown option (named), one that has another name here, or not a module.
+        ValueError: a mesh with several dimensions or for other devices; a DTensor sharded over ranks that average
+            gradients; a container without forward; options that conflict with ``mp_policy``.
         RuntimeError: the module is already replicated, sharded or wrapped, has no parameters to train, or has some on
             the meta device; models differ between ranks.
 
@@ -133,7 +133,7 @@ def engine_of(module: torch.nn.Module) -> ReplicateEngine:
 
 
 def unreplicate(module: M) -> M:
-    """Restore ``module`` to its state before `replicate`: class and hooks. Parameters and gradients stay. Not
+    """Restore the class and hooks that ``module`` had before `replicate`. Parameters and gradients stay. Not
     collective.
 
     Raises:
@@ -158,7 +158,7 @@ def _install(
 
 
 def _differing_dtype(dtype: torch.dtype | None, parameters: Iterable[torch.Tensor]) -> torch.dtype | None:
-    """``dtype``, if any gradient has another one."""
+    """``dtype`` if any gradient has a different one, else None."""
     trained = {p.dtype for p in parameters if p.requires_grad}
     return None if dtype is None or trained == {dtype} else dtype
 
@@ -174,7 +174,7 @@ def _device_ids(device_id: Any, parameters: Iterable[torch.Tensor]) -> list[Any]
 
 @contextmanager
 def _ignoring(module: torch.nn.Module, names: set[str]) -> Iterator[None]:
-    """Inside this context DistributedDataParallel leaves these out, in addition to those that the user named."""
+    """Inside this context DistributedDataParallel ignores these names in addition to the user's."""
     before = module.__dict__.get(_IGNORED)
     module.__dict__[_IGNORED] = [*(before or ()), *names]
     try:
@@ -205,7 +205,7 @@ def _check_module(module: Any) -> None:
         raise RuntimeError(f"this {kind} is already replicated. torchddp.composable.unreplicate() undoes it.")
     taken = {"fully_shard", "replicate"} & set(_get_registry(module) or ())
     if taken:
-        raise RuntimeError(f"this {kind} was given to torch's {taken.pop()}() already, which reduces its gradients")
+        raise RuntimeError(f"this {kind} was already given to torch's {taken.pop()}(), which reduces its gradients")
     inner = next((name for name, m in module.named_modules() if isinstance(m, TorchDDP)), None)
     if inner is not None:
         where = f"contains a DistributedDataParallel ({inner!r})" if inner else "is a DistributedDataParallel"
@@ -214,8 +214,7 @@ def _check_module(module: Any) -> None:
         type(module).forward in (torch.nn.Module.forward, torch.nn.ModuleList.forward, torch.nn.ModuleDict.forward)
     ):
         raise ValueError(
-            f"a {kind} has no forward, and what replicate() adds happens around it: replicate its members, or the "
-            "module that holds it"
+            f"a {kind} has no forward for replicate() to hook: replicate its members, or the module that holds it"
         )
 
 
@@ -225,9 +224,8 @@ def _group_of(mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
     if mesh.ndim != 1:
         names = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
         raise ValueError(
-            f"replicate() needs a mesh of one dimension, the one that it replicates over; got one of shape "
-            f"{tuple(mesh.mesh.shape)} with dimensions {', '.join(names)}. Pass one of them, e.g. "
-            f"mesh[{names[0]!r}]"
+            f"replicate() needs a one-dimensional mesh of the ranks to replicate over; got one of shape "
+            f"{tuple(mesh.mesh.shape)} with dimensions {', '.join(names)}. Pass one dimension, e.g. mesh[{names[0]!r}]"
             + ("." if mesh.mesh_dim_names else ", after giving them names with init_device_mesh(mesh_dim_names=...).")
         )
     return mesh.get_group()
@@ -272,17 +270,17 @@ def _check_parameters(
         elsewhere = sorted({p.device.type for p in parameters.values()} - {mesh.device_type})
         if elsewhere:
             raise ValueError(
-                f"the mesh is one of {mesh.device_type} devices, parameters of this {kind} are on "
-                f"{', '.join(elsewhere)}: move the module first, or make the mesh for its devices"
+                f"the mesh is for {mesh.device_type} devices, but parameters of this {kind} are on "
+                f"{', '.join(elsewhere)}: move the module first, or make a mesh for its devices"
             )
     ranks = set(range(dist.get_world_size())) if mesh is None else set(mesh.mesh.flatten().tolist())
     for name, parameter in parameters.items():
         theirs = set(parameter.device_mesh.mesh.flatten().tolist()) if is_dtensor(parameter) else set()  # type: ignore[attr-defined]
         if len(ranks & theirs) > 1:
             raise ValueError(
-                f"parameter {name!r} is a DTensor over ranks {sorted(theirs)}, and replicate() is to average over "
-                f"ranks {sorted(ranks)}: they may have only one in common. Make a mesh of two dimensions and give one "
-                "to each: parallelize_module(module, mesh['tp'], ...), then replicate(module, mesh=mesh['dp'])"
+                f"parameter {name!r} is a DTensor over ranks {sorted(theirs)}, and replicate() would average over "
+                f"ranks {sorted(ranks)}: they may have only one in common. Use different dimensions of one mesh: "
+                "parallelize_module(module, mesh['tp'], ...), then replicate(module, mesh=mesh['dp'])"
             )
 
 
@@ -291,6 +289,6 @@ def _check_wire_dtype(wire_dtype: torch.dtype | None, options: Mapping[str, Any]
     for name in ("comm_hook", "wire_dtype") if wire_dtype is not None else ():
         if options.get(name):
             raise ValueError(
-                f"mp_policy reduces gradients in {wire_dtype} by a communication hook, which conflicts with {name}=. "
-                "Give it a reduce_dtype= equal to the parameters' own dtype, which needs no hook."
+                f"mp_policy reduces gradients in {wire_dtype} with a communication hook, which conflicts with {name}=. "
+                "Set its reduce_dtype= to the parameters' own dtype, which needs no hook."
             )

@@ -1,4 +1,4 @@
-"""DTensor parameters as the engine sees them: leaves of its own over the memory of this rank's part.
+"""DTensor parameters for the engine: separate leaf tensors over the memory of this rank's part.
 
 Autograd accumulates into the DTensor; the engine's leaf is never part of a graph. When a gradient arrives, a hook
 passes this rank's part of it to the leaf and notifies the reducer, which handles it like any other: buckets, overlap
@@ -22,7 +22,7 @@ GRADIENT_IS_LATE = 3  # after this many callbacks in a row, the reducer's own ha
 
 @dataclass(frozen=True)
 class LocalParameter:
-    """A DTensor with the engine's leaf, and its place in the reducer."""
+    """A DTensor, the engine's leaf for it, and its index in the reducer."""
 
     index: int
     dtensor: Any
@@ -35,7 +35,7 @@ class LocalParameter:
             self.leaf.grad = None
             return
         if grad.placements != self.dtensor.placements:
-            # Partial sums of a weight that every rank holds: the mesh's ranks add them up here, as FSDP2 does.
+            # Partial gradients of a weight that every rank holds: the mesh's ranks sum them here, as FSDP2 does.
             grad = self.dtensor.grad = grad.redistribute(placements=self.dtensor.placements)
         local = local_of(grad)
         if self.leaf.grad is not local:
@@ -87,7 +87,7 @@ class LocalParameters:
         return bool(self.pairs)
 
     def connect(self, reducer: _C.Reducer) -> None:
-        """From now on the reducer is notified of the DTensors' gradients."""
+        """Notify the reducer of the DTensors' gradients from now on."""
         weak = weakref.ref(reducer)
         for pair in self.pairs:
             hook = _ready_hook(pair.index, pair.leaf, weak)
@@ -109,8 +109,8 @@ class LocalParameters:
             pair.give_gradient()
 
     def around_backward(self, outputs: Iterable[torch.Tensor]) -> None:
-        """Wraps the backward through these, including gradients that no hook reports because this rank doesn't make
-        them.
+        """Wrap the backward through these tensors, to handle gradients that no hook reports because this rank computes
+        none.
         """
         with_graph = [t for t in outputs if t.requires_grad]
         if with_graph:
@@ -142,7 +142,7 @@ class LocalParameters:
 def _ready_hook(
     index: int, leaf: torch.nn.Parameter, reducer: weakref.ref[_C.Reducer]
 ) -> Callable[[torch.Tensor], None]:
-    """Gets the DTensor only when called: if its own hook held it, it would never be freed."""
+    """The hook gets the DTensor as its argument: if it held a reference, the DTensor would never be freed."""
 
     @torch.no_grad()
     def ready(dtensor: torch.Tensor) -> None:

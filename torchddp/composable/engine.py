@@ -32,10 +32,10 @@ class ReplicatePolicy(ReducerPolicy):
 
 
 class ReplicateEngine(DistributedDataParallel):
-    """Never called itself: hooks on the module it was made for begin and end each forward.
+    """Never called directly: hooks on the replicated module begin and end each forward.
 
     Args:
-        left_out: returns the names to leave alone in the module as it is now.
+        left_out: returns the names to ignore in the module as it is now.
     """
 
     def __init__(self, module: torch.nn.Module, left_out: Callable[[], set[str]], **options: Any) -> None:
@@ -50,7 +50,7 @@ class ReplicateEngine(DistributedDataParallel):
 
     @property
     def _leaves(self) -> dict[int, torch.nn.Parameter]:
-        """For communication hooks: what replaces a DTensor in a bucket."""
+        """For communication hooks: the leaf that replaces each DTensor in a bucket."""
         return self._local.leaves()
 
     def _assign_modules_buffers(self) -> None:
@@ -77,7 +77,7 @@ class ReplicateEngine(DistributedDataParallel):
         self._local.give_gradients()
 
     def reduce_next_backward(self) -> None:
-        """Reduce, in its backward, the gradients of a forward that was begun without synchronisation."""
+        """Reduce the gradients of a forward that began without synchronisation in its backward."""
         self.require_backward_grad_sync = self.require_forward_param_sync = True
         self.reducer.prepare_for_backward([])
 
@@ -95,7 +95,7 @@ class ReplicateEngine(DistributedDataParallel):
 
     def join(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise RuntimeError(
-            f"rank {self.session.rank}: a module of torchddp.replicate() can't be used with join(), which needs "
+            f"rank {self.session.rank}: a replicated module can't be used with join(), which needs "
             "a wrapper around the training loop. Give all ranks the same number of batches (torchddp.sync "
             "has even_batches for that), or wrap the model in torchddp.DistributedDataParallel."
         )

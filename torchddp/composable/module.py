@@ -35,7 +35,7 @@ class ReplicateState(_State):
     def __init__(self) -> None:
         super().__init__()
         self._is_open = False  # the module is running its forward
-        self._recurses = False  # it has called itself meanwhile, which is part of the same step
+        self._recurses = False  # its forward has called it again, which is part of the same step
         self._outer: TorchDDP | None = None
         self._had_graph = False
         self.unreduced_forward = False
@@ -48,7 +48,7 @@ class ReplicateState(_State):
         policy: Any,
         parameters: Callable[[], Mapping[str, torch.nn.Parameter]],
     ) -> None:
-        """``parameters``: returns the replicated parameters of the module as it is when called."""
+        """``parameters``: returns the module's current replicated parameters."""
         self.engine, self.policy, self.cast = engine, policy, None
 
         def cast_anew() -> None:
@@ -67,7 +67,7 @@ class ReplicateState(_State):
         ]
 
     def hooked_modules(self, module: torch.nn.Module) -> list[tuple[torch.nn.Module, list[Any]]]:
-        """The modules with our hooks, and the handles of those; ``module`` first."""
+        """The modules with our hooks, and the hooks' handles; ``module`` first."""
         others = [] if self.cast is None else [(owner.module, owner.handles) for owner in self.cast.owners]
         return [(module, self._handles), *others]
 
@@ -90,7 +90,7 @@ class ReplicateState(_State):
         if "fully_shard" in module.__dict__[REGISTRY_KEY]:
             raise RuntimeError(
                 "this module was given to fully_shard() after torchddp.replicate(), and both would reduce its "
-                "gradients: take one of them, or fully_shard() for modules inside, before replicate()"
+                "gradients: use one of them, or call fully_shard() on inner modules before replicate()"
             )
         if in_backward():
             self._check_rerun()
@@ -142,8 +142,8 @@ class ReplicateState(_State):
         """A forward during backward is a recomputation for activation checkpointing, not a step."""
         if torch.is_grad_enabled() and not self._had_graph:
             raise RuntimeError(
-                f"a replicated module (rank {self.engine.session.rank}) runs inside of checkpoint(use_reentrant=True): "
-                "its forward has no graph until backward, so its gradients would not be reduced. Take "
+                f"a replicated module (rank {self.engine.session.rank}) runs inside checkpoint(use_reentrant=True): "
+                "its forward has no graph until backward, so its gradients would not be reduced. Use "
                 "use_reentrant=False, or replicate the model as a whole."
             )
 
@@ -163,7 +163,7 @@ class ReplicateModule:
     """Mixed into a module's class by `torchddp.replicate`; test with ``isinstance(module, ReplicateModule)``."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        # For a slice of a replicated Sequential: modules that a class creates from itself are not replicated.
+        # For slices of a replicated Sequential, which creates them with its own class: they are not replicated.
         original: Any = original_class(cls)
         made = original.__new__(original, *args, **kwargs)
         made.__init__(*args, **kwargs)
@@ -173,7 +173,7 @@ class ReplicateModule:
         """Set whether the following backwards reduce gradients. Not collective, but must be the same on every rank.
 
         Set it before forward. As with ``fully_shard``, setting True between forward and backward applies to that
-        backward; not with ``find_unused_parameters`` and ``static_graph``, which must know in forward. With False,
+        backward, except with ``find_unused_parameters`` and ``static_graph``, which must know in forward. With False,
         gradients accumulate on each rank until a backward with True. ``recurse``: also for replicated submodules.
         """
         for state in _states(self, recurse):
@@ -201,7 +201,7 @@ class ReplicateModule:
                 engine.require_backward_grad_sync = value
 
     def weigh(self, weight: float | torch.Tensor, *, loss: LossKind = "mean", recurse: bool = True) -> None:
-        """As :meth:`torchddp.DistributedDataParallel.weigh`; ``recurse``: also for replicated submodules."""
+        """See :meth:`torchddp.DistributedDataParallel.weigh`. ``recurse``: also for replicated submodules."""
         for state in _states(self, recurse):
             state.engine.weigh(weight, loss=loss)
 
@@ -214,18 +214,18 @@ class ReplicateModule:
         state_of(self).engine.refresh_trainable()
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """As :meth:`torchddp.DistributedDataParallel.register_comm_hook`."""
+        """See :meth:`torchddp.DistributedDataParallel.register_comm_hook`."""
         state_of(self).engine.register_comm_hook(state, hook)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Copies as a module of the original class, which is not replicated because it has no peers."""
+        """Copy as a module of the original class, which is not replicated because it has no peers."""
         with plain(cast(torch.nn.Module, self)) as module:
             copied = copy.deepcopy(module, memo)
         memo[id(self)] = copied
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickles as a module of the original class, which is not replicated."""
+        """Pickle as a module of the original class, which is not replicated."""
         with plain(cast(torch.nn.Module, self)) as module:
             reduced = module.__reduce_ex__(protocol)
             if not isinstance(reduced, tuple) or len(reduced) < 3 or not isinstance(reduced[2], dict):
@@ -257,12 +257,12 @@ def state_of(module: Any) -> ReplicateState:
     """TypeError for a module that is not replicated."""
     state = find_state(module) if isinstance(module, torch.nn.Module) else None
     if state is None:
-        raise TypeError(f"this {type(module).__name__} is not replicated: torchddp.replicate(module) makes it so")
+        raise TypeError(f"this {type(module).__name__} is not replicated: call torchddp.replicate(module) first")
     return state
 
 
 def sole_engine(module: torch.nn.Module) -> ReplicateEngine | None:
-    """What reduces the gradients of a replicated module; None for other modules, and if there are several inside."""
+    """The engine of a replicated module; None for other modules, and if several modules inside are replicated."""
     states = _states(module, recurse=True) if isinstance(module, ReplicateModule) else []
     return states[0].engine if len(states) == 1 else None
 
@@ -273,7 +273,7 @@ def _states(module: Any, recurse: bool) -> list[ReplicateState]:
 
 
 def forget(module: torch.nn.Module) -> None:
-    """Undo `make_replicated`, and remove what torch's contract has recorded."""
+    """Undo `make_replicated`, and remove what torch's contract recorded."""
     module.__class__ = original_class(type(module))
     states, registry = module.__dict__[STATE_KEY], module.__dict__[REGISTRY_KEY]
     for key in [key for key, state in states.items() if isinstance(state, ReplicateState)]:
@@ -310,5 +310,5 @@ def plain(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
         module.__class__ = replicated
         for key in (STATE_KEY, REGISTRY_KEY):
             module.__dict__[key] = saved[key]
-        for attributes, hooks in reversed(swapped):  # a module may be there twice
+        for attributes, hooks in reversed(swapped):  # a module may be listed twice
             attributes.update(hooks)

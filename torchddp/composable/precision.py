@@ -1,7 +1,6 @@
-"""torch's MixedPrecisionPolicy: forward and backward in a narrower dtype, with parameters cast from the optimizer's
-own.
+"""torch's MixedPrecisionPolicy: forward and backward use narrower copies of the optimizer's parameters.
 
-During forward, the modules hold low-precision copies in place of their parameters. The copies are part of the graph, so
+During forward, the modules hold low-precision copies instead of their parameters. The copies are part of the graph, so
 gradients flow back through the cast to the parameters, in the parameters' dtype.
 """
 
@@ -44,7 +43,7 @@ class ParameterCast:
                 self.owners.append(_Owner(self, owner, slots))
 
     def enter(self) -> None:
-        """From now on the modules compute with copies: one per parameter, even if several modules share it."""
+        """Make the modules compute with copies: one per parameter, even if several modules share it."""
         self.active = True
         copies: dict[int, torch.Tensor] = {}
         for owner in self.owners:
@@ -62,7 +61,7 @@ class ParameterCast:
 
 
 class _Owner:
-    """A module with its own parameters, and hooks for a forward that is not part of the model's."""
+    """A module with parameters of its own, and hooks for its forward when recomputed outside the model's."""
 
     def __init__(self, cast: ParameterCast, module: torch.nn.Module, slots: Mapping[str, torch.Tensor]) -> None:
         self.module = module
@@ -88,7 +87,7 @@ class _Owner:
         self._tell_rnn()
 
     def _tell_rnn(self) -> None:
-        names = getattr(self.module, "_flat_weights_names", None)  # torch.nn.RNN and its relatives: a list of weights
+        names = getattr(self.module, "_flat_weights_names", None)  # torch.nn.RNNBase keeps a list of weights
         if names is not None:
             self.module.__dict__["_flat_weights"] = [getattr(self.module, name, None) for name in names]
 

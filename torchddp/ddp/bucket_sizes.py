@@ -16,21 +16,21 @@ from torchddp.transport.message_cost import MessageLine, NoRoomError, measure_li
 
 _MIB = 1024 * 1024
 _DEFAULT_CAP_BYTES = 25 * _MIB
-# Between CPU ranks a bucket of 25 MiB takes longer than the backward of its layers, and nothing hides the last one.
+# Between CPU ranks, reducing 25 MiB takes longer than the backward of its layers, and nothing overlaps the last bucket.
 _CPU_CAP_BYTES = 8 * _MIB
-# A CPU gradient of this size is reduced in place, in a bucket of its own: a copy costs more than an extra message.
+# A CPU gradient of at least this size gets its own bucket and is reduced in place: a copy costs more than a message.
 _CPU_SOLO_BYTES = 1 * _MIB
-# Over shared memory, small buckets that are reduced while in cache are best, as long as each rank has a processor: a
-# message costs about two microseconds plus its bytes. With more ranks, and above all when ranks share processors, it
-# costs up to hundreds of microseconds, and larger buckets pay off, up to the usual sizes.
+# Over shared memory, small buckets that stay in cache are fastest as long as each rank has its own core: a message
+# costs about 2 us plus its bytes. With more ranks, and especially when ranks share cores, it can cost hundreds of
+# microseconds, and larger buckets pay off, up to the default size.
 _SHARED_CAP_BYTES, _LARGEST_SHARED_CAP_BYTES = 1 * _MIB, _DEFAULT_CAP_BYTES
 _SHARED_SOLO_BYTES = 256 * 1024
-# The fixed cost of a message may take at most this share of a bucket's time. For two ranks with a processor each, that
-# gives 1 MiB.
+# The fixed cost of a message may take at most this share of a bucket's time. For two ranks with a core each, that gives
+# 1 MiB.
 _FIXED_SHARE = 1 / 8
 _BUDGET_S = 0.005
 
-# What rank 0 of a group has measured, shared by all models over that group.
+# The message cost measured for each group, shared by all models over it.
 _lines: weakref.WeakKeyDictionary[dist.ProcessGroup, MessageLine] = weakref.WeakKeyDictionary()
 
 
@@ -43,10 +43,10 @@ def default_sizes(
     """Return bucket caps in bytes (the last one repeats) and the size from which a gradient gets its own bucket.
 
     Equal on all ranks. Collective over shared memory if the gradients exceed the smallest bucket; the first call for a
-    group takes a few milliseconds. The sums do not depend on the result, because they are formed in rank order.
+    group takes a few milliseconds. Averages do not depend on the bucket sizes, because sums are formed in rank order.
 
     Raises:
-        TransportError: a peer is gone.
+        TransportError: a peer died or did not arrive in time.
     """
     if not transport.reaches_any_memory:
         # If one bucket holds everything, the cost of a message does not matter.
@@ -69,18 +69,18 @@ def shared_sizes(line: MessageLine) -> tuple[int, int]:
     while cap_bytes < _LARGEST_SHARED_CAP_BYTES and cap_bytes * math.sqrt(2) * line.beta_s_per_byte < bytes_s:
         cap_bytes *= 2
     cap_bytes = min(cap_bytes, _LARGEST_SHARED_CAP_BYTES)
-    # Copying a byte takes about as long as reducing it, since each rank reads and writes the same number of bytes. So
-    # from this size on the copy costs more than another message.
+    # Copying a byte takes about as long as reducing it, since each rank reads and writes the same number of bytes. From
+    # this size on, the copy costs more than another message.
     return cap_bytes, max(_SHARED_SOLO_BYTES, int(cap_bytes * _FIXED_SHARE))
 
 
 def _line_of(
     process_group: dist.ProcessGroup, transport: _C.Transport, timeout: datetime.timedelta
 ) -> MessageLine | None:
-    """Collective: return the line measured for the group, measuring it if necessary; None if there was no room."""
+    """Return the group's measured message cost; None if shared memory has no room for the measurement. Collective."""
     if transport.size == 1:
         return None
-    # Rank 0 decides alone: another rank may have lost its result if its measurement failed at the very end.
+    # Only rank 0's result counts: another rank may have none if its measurement failed at the very end.
     known = _lines.get(process_group, MessageLine(math.nan, math.nan, math.nan))
     exchange = TransportExchange(transport, float, torch.device("cpu"), timeout)
     line = MessageLine(*exchange.of_rank_0(known))
@@ -88,6 +88,6 @@ def _line_of(
         try:
             line = measure_line(transport, torch.device("cpu"), timeout, _BUDGET_S)
         except NoRoomError:
-            return None  # the reducer will notice and use the fallback
+            return None  # the reducer detects this too and falls back
         _lines[process_group] = line
     return line

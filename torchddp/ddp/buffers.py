@@ -1,7 +1,7 @@
 """When and how a model's buffers are synchronised around forward.
 
-Works as in torch, with one difference: looking up a missing attribute makes nn.Module raise, which takes longer than
-everything else here, and torch looks up ``buffer_hook`` several times per forward.
+Behaves as in torch but is faster: torch looks up ``buffer_hook`` several times per forward, and on a model without it
+each lookup raises inside nn.Module, which takes longer than everything else here.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ def wanted_after_forward(ddp: Any) -> bool:
 
 def sync(ddp: Any) -> None:
     """Send one rank's buffers to all others, or call the model's buffer hook. Collective."""
-    # Same order as torch: under join(), all ranks first agree on which one is authoritative.
+    # Same order as torch: under join(), all ranks first agree on whose buffers are authoritative.
     root = ddp._find_common_rank(ddp._distributed_rank, True) if ddp._join_config.enable else 0
     if ddp.parameters_to_ignore or _has_hook(ddp):
         ddp._assign_modules_buffers()  # with names, using torch's slower traversal
     else:
-        # Buffers may have been reassigned. Bypasses nn.Module, which would check whether the list is a parameter.
+        # Buffers may have been reassigned. Bypasses nn.Module.__setattr__, which is slow.
         ddp.__dict__["modules_buffers"] = buffers_of(ddp.module)
     if not _has_hook(ddp):
         ddp._default_broadcast_coalesced(authoritative_rank=root)
@@ -48,7 +48,7 @@ def sync(ddp: Any) -> None:
 
 
 def broadcast(ddp: Any, buffers: list[torch.Tensor], root: int) -> bool:
-    """Broadcast the buffers. False if they are not plain memory and are left to torch."""
+    """Broadcast the buffers. Return False, leaving them to torch, if they can't be sent as bytes. Collective."""
     if ddp.process_group.size() > 1 and buffers:
         if not _C.can_travel_as_bytes(buffers):
             return False

@@ -1,6 +1,6 @@
 """The dtype in which gradients of 16-bit parameters are reduced and stored: one class per mode.
 
-The reducer does the work (`_C.GradPrecision`); this module has the checks and the parameters' side of it.
+The reducer does the work (`_C.GradPrecision`); this module checks the model and sets up its parameters.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class GradPrecision:
     """Gradients have the dtype of their parameter throughout."""
 
     kind = _C.GradPrecision.OF_PARAMETER
-    shares_storage = False  # gradients stay views of one bucket and change with the next step
-    can_share = True  # another wrapper's reducer may average the same gradients
+    shares_storage = False  # whether gradients are views of buckets, which the next step overwrites
+    can_share = True  # whether another wrapper's reducer may average the same gradients
 
     def bucket_dtype(self, parameter: torch.Tensor) -> torch.dtype:
         return parameter.dtype
@@ -60,18 +60,18 @@ class ReducedWide(GradPrecision):
         for parameter, name, is_sparse in zip(parameters, names, sparse, strict=True):
             if is_sparse and self._must_be_dense(parameter):
                 raise ValueError(
-                    f"{self.asked_by} needs dense gradients, and those of parameter {name!r} ({parameter.dtype}) are "
-                    "sparse, which travel as they are: make its embedding with sparse=False"
+                    f"{self.asked_by} needs dense gradients, but those of parameter {name!r} ({parameter.dtype}) are "
+                    "sparse and can't be converted: create its embedding with sparse=False"
                 )
         if ddp._use_python_reducer:
             raise RuntimeError(
                 f"{self.asked_by} conflicts with torch._dynamo.config.optimize_ddp='python_reducer', under which "
-                "torch reduces each gradient separately, in its own dtype: choose another mode, or leave it out"
+                "torch reduces each gradient separately, in its own dtype: use another mode, or leave the option out"
             )
         if any(hasattr(p, "_in_backward_optimizers") for p in parameters):
             raise RuntimeError(
                 f"{self.asked_by} conflicts with optimizers that run in backward (_apply_optimizer_in_backward), "
-                "which take gradients of the parameters' dtype out of the buckets: step after backward"
+                "which read gradients of the parameters' dtype from the buckets: step after backward instead"
             )
 
     def _must_be_dense(self, parameter: torch.Tensor) -> bool:
@@ -88,7 +88,7 @@ class WideGrads(ReducedWide):
     def prepare(self, parameters: Sequence[torch.Tensor]) -> None:
         for parameter in parameters:
             if parameter.dtype in _HALVES and parameter.grad_dtype != torch.float32:
-                before, parameter.grad = parameter.grad, None  # torch expects None here
+                before, parameter.grad = parameter.grad, None  # torch requires None while grad_dtype changes
                 parameter.grad_dtype = torch.float32
                 parameter.grad = None if before is None else before.float()
 
@@ -101,7 +101,7 @@ class MainGrads(ReducedWide):
     can_share = False
     asked_by = "main_grads=torch.float32"
     views_allowed = (None, True)
-    why_views = 'main_grad is memory of the bucket. Leave it out, or take main_grads_as="grad"'
+    why_views = 'main_grad is bucket memory. Leave it out, or use main_grads_as="grad"'
 
     _reducer: _C.Reducer
 
@@ -112,10 +112,10 @@ class MainGrads(ReducedWide):
     def check(self, ddp: Any, parameters: Sequence[torch.Tensor], names: Sequence[str], sparse: Sequence[bool]) -> None:
         super().check(ddp, parameters, names, sparse)
         self._names = names
-        if not ddp.gradient_as_bucket_view:  # the explicitly requested value would give this
+        if not ddp.gradient_as_bucket_view:  # an explicit False was rejected earlier, so the model is wrapped twice
             raise ValueError(
-                f"{self.asked_by} conflicts with a model that is wrapped twice: both wrappers would take the same "
-                "gradients. Wrap once"
+                f"{self.asked_by} conflicts with wrapping a model twice: both wrappers would take the same gradients. "
+                "Wrap once"
             )
 
     def opened(self, reducer: _C.Reducer, parameters: Sequence[torch.Tensor]) -> None:

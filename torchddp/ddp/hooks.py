@@ -1,4 +1,4 @@
-"""Communication hooks: checks of their signature and result, and moving them to another process group."""
+"""Communication hooks: checks their signatures and results, and moves them to another process group."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ class AttachedHook(Protocol):
     """A hook with its own process groups, like those of ``torchddp.comm_hooks``. Both methods are collective."""
 
     def attach(self, model: Any) -> None:
-        """Create the groups for a model; called when the hook is registered."""
+        """Create the groups for the model; called when the hook is registered."""
 
     def rebind(self, model: Any) -> None:
-        """Create them again for the model's current process group."""
+        """Recreate the groups for the model's current process group."""
 
 
 def check_hook_signature(hook: object) -> None:
-    """Raise TypeError or ValueError unless ``hook(state, bucket)`` can be called and its annotations, if any, fit."""
+    """Raise TypeError or ValueError unless ``hook(state, bucket)`` is a valid call and any annotations match."""
     if not callable(hook):
         raise TypeError(f"Communication hook must be callable. Got {type(hook).__name__}.")
     try:
@@ -54,7 +54,7 @@ def attach(hook: object, model: Any) -> None:
 
 
 def follow_parameters(hook: object, state: object, model: Any) -> None:
-    """The model's parameters have changed. Collective for hooks whose own method is."""
+    """Tell the hook that the model's parameters have changed. Collective if its ``follow_parameters`` is."""
     if callable(follow := getattr(hook, "follow_parameters", None)):
         follow(model)
     elif type(state).__name__ == "PowerSGDState" and type(state).__module__.startswith("torch.distributed."):
@@ -67,7 +67,7 @@ def follow_parameters(hook: object, state: object, model: Any) -> None:
 
 
 def is_bf16(hook: object) -> bool:
-    """Whether it is one of torch's hooks that send bfloat16."""
+    """Whether the hook is one of torch's bfloat16 hooks."""
     return getattr(hook, "__name__", "") in ("bf16_compress_hook", "bf16_compress_wrapper_hook")
 
 
@@ -78,7 +78,7 @@ def checked(hook: Hook, rank: int) -> Hook:
     def call(state: object, bucket: dist.GradBucket) -> Any:
         future = hook(state, bucket)
         if not isinstance(future, torch._C.Future):  # base class of torch.futures.Future, returned by Work.get_future()
-            raise RuntimeError(  # torch's type
+            raise RuntimeError(  # as torch raises
                 f"Communication hook {getattr(hook, '__qualname__', hook)!r} returned {type(future).__name__} for "
                 f"bucket {bucket.index()} on rank {rank}: it must return a torch.futures.Future that holds one tensor."
             )
@@ -97,13 +97,13 @@ def hooks_that_follow(
     """The hooks to bind to the new process group. RuntimeError if one would keep sending to the old ranks."""
     if has_builtin_hook and new is not old:
         raise RuntimeError(
-            f"the built-in communication hook of rank {rank} sends over the process group that it was registered with: "
+            f"the built-in communication hook on rank {rank} can only use the process group it was registered with: "
             "use one of torchddp.comm_hooks, such as FP16, which move to the new group"
         )
     for hook, state in hooks:
         if not isinstance(hook, AttachedHook) and (reason := _reason_not_to_follow(hook, state, old, new)):
             raise RuntimeError(
-                f"the communication hook {getattr(hook, '__qualname__', hook)!r} of rank {rank} can't move to "
+                f"the communication hook {getattr(hook, '__qualname__', hook)!r} on rank {rank} can't move to "
                 f"another process group: {reason}"
             )
     return [hook for hook, _ in hooks if isinstance(hook, AttachedHook)]
@@ -113,11 +113,11 @@ def _reason_not_to_follow(hook: object, state: object, old: dist.ProcessGroup, n
     """Why this torch-style hook would send to the wrong ranks; empty if no reason is known."""
     if state is old and new is not old:
         return (
-            "its state is the old one. Give it a state that you can change, with the process group as an attribute, "
-            "and change that first"
+            "its state is the old group itself. Register the hook with a state object that has the group as an "
+            "attribute, and set that attribute first"
         )
     if new is not old and getattr(state, "process_group", None) is old:
-        return "its state names the old one. Set state.process_group to the new one first"
+        return "state.process_group is still the old group. Set state.process_group to the new one first"
     is_torchs = getattr(hook, "__module__", "").startswith("torch.distributed.algorithms.ddp_comm_hooks")
     if state is None and is_torchs and new is not dist.group.WORLD:
         return (

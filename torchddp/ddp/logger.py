@@ -45,7 +45,7 @@ class DDPLoggingData:
 class DDPLogger(dist.Logger):
     """A ``torch.distributed.Logger`` that reads its fields from our reducer on demand.
 
-    torch functions that log through a DDP logger accept only torch's class, which accepts only torch's reducer. So the
+    torch functions that log through a DDP logger accept only torch's class, which accepts only torch's reducer, so the
     base class holds a reducer over a single scalar that never gets a gradient.
     """
 
@@ -104,7 +104,7 @@ class DDPLogger(dist.Logger):
         return ", ".join(str(bucket.nbytes) for bucket in self._reducer.plan.buckets)
 
     def set_runtime_stats_and_log(self) -> None:
-        """Does nothing: see the class."""
+        """No-op: fields are read on demand."""
 
     def set_error_and_log(self, error: str) -> None:
         self._events.ints_map["has_error"] = 1
@@ -134,7 +134,8 @@ class DDPLogger(dist.Logger):
         data = DDPLoggingData(dict(self._fixed.strs_map), dict(self._fixed.ints_map))
         begun = stats.pop("iteration")
         data.ints_map["iteration"] = self._sampled_iteration(max(0, begun - 1))
-        # Like torch, does not count rebuilds measured with unused parameters; num_bucket_rebuilds does.
+        # As in torch, has_rebuilt_buckets ignores rebuilds under find_unused_parameters; num_bucket_rebuilds counts
+        # them.
         rebuilt = reducer.has_rebuilt_buckets
         static = self._events.ints_map.get("static_graph", 0)
         if steps_finished:
@@ -159,7 +160,7 @@ class DDPLogger(dist.Logger):
         return data
 
     def _add_errors(self, data: DDPLoggingData) -> None:
-        # Errors of torch's own functions that were given this logger arrive through the base class.
+        # torch functions that were given this logger report their errors to the base class.
         torch_data = super()._get_ddp_logging_data()
         error = self._reducer.last_error() or torch_data.strs_map.get("error", "")
         if error:

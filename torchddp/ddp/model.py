@@ -41,13 +41,13 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def buffers_of(module: torch.nn.Module) -> list[torch.Tensor]:
-    """Each buffer once, in the order of ``module.buffers()``, but faster, since every forward does this."""
+    """Each buffer once, in the order of ``module.buffers()``. Faster than that, because every forward calls this."""
     found = _C.module_buffers(module)
     return found if _C.can_travel_as_bytes(found) else [local_of(buffer) for buffer in found]
 
 
 def states_of(module: torch.nn.Module, ignored: Collection[str], *, buffers: bool) -> Iterator[torch.Tensor]:
-    """What all ranks of a wrapped module start from: the parameters and, if wanted, the buffers."""
+    """What all ranks copy from one rank: the module's parameters and, if requested, its buffers."""
     for name, parameter in module.named_parameters():
         if name not in ignored:
             yield local_of(parameter).detach()
@@ -62,7 +62,7 @@ REFRESH = "call its refresh_trainable() on all ranks after such a change"
 
 
 def describe_changes(ddp: TorchDDP, reduced_ids: Collection[int]) -> str:
-    """Describe what was done to a model after it was wrapped; empty if nothing was.
+    """Describe how the model was changed after it was wrapped; empty if it was not.
 
     ``reduced_ids``: ids of the parameters whose gradients are reduced.
     """
@@ -86,8 +86,8 @@ def wrapped_inside(module: torch.nn.Module) -> list[TorchDDP]:
     """Return the DDP modules inside ``module`` whose parameters would be reduced twice.
 
     Raises:
-        ValueError: the gradients of one are views of another class's buckets, so two reducers would overwrite each
-            other's; or they are kept outside of ``.grad``.
+        ValueError: an inner wrapper of torch's class has ``gradient_as_bucket_view=True``, so two reducers would
+            overwrite each other's gradients; or an inner wrapper keeps its gradients outside ``.grad``.
     """
     ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
     mine = {id(p) for n, p in module.named_parameters() if n not in ignored and p.requires_grad}
@@ -95,17 +95,17 @@ def wrapped_inside(module: torch.nn.Module) -> list[TorchDDP]:
         m for m in module.modules() if isinstance(m, TorchDDP) and any(id(p) in mine for p in m._module_parameters)
     ]
     for other in inner:
-        # Ours switch to copying (`copy_gradients`); torch's can't be switched once they are constructed.
+        # Our wrappers switch to copying (`copy_gradients`); torch's can't switch after construction.
         if other.gradient_as_bucket_view and not _has_our_reducer(other):
             raise ValueError(
                 "DistributedDataParallel can't wrap a model in which torch.nn.parallel.DistributedDataParallel with "
                 "gradient_as_bucket_view=True wraps the same parameters: both would average the same gradients, in "
-                "memory of one of them. Wrap once: give this class the model itself (its .module)."
+                "the buckets of one of them. Wrap once: give this class the model itself (its .module)."
             )
         if _takes_gradients(other):
             raise ValueError(
                 "DistributedDataParallel can't wrap a model that is already wrapped with main_grads=torch.float32: "
-                "that wrapper takes the gradients. Wrap once: give this class the model itself (its .module)."
+                "that wrapper moves gradients to main_grad. Wrap once: give this class the model itself (its .module)."
             )
     if inner:
         warn_user(
@@ -116,7 +116,7 @@ def wrapped_inside(module: torch.nn.Module) -> list[TorchDDP]:
 
 
 def copy_gradients(models: Iterable[Any]) -> None:
-    """A ``.grad`` can't be in the buckets of two reducers, so our models among these copy averages back instead."""
+    """Make torchddp's models among these copy averages back, because ``.grad`` can't be a view of two buckets."""
     for ddp in models:
         if _has_our_reducer(ddp):
             ddp._shares_gradients = True  # survives pickling
@@ -129,12 +129,12 @@ def _has_our_reducer(ddp: TorchDDP) -> bool:
 
 
 def _takes_gradients(ddp: Any) -> bool:
-    """Whether it stores gradients where no other wrapper can find them."""
+    """Whether the wrapper stores gradients outside ``.grad``, where no other wrapper finds them."""
     return _has_our_reducer(ddp) and not ddp.session.precision.can_share
 
 
 def check_outer(ddp: TorchDDP, outer: TorchDDP | None) -> None:
-    """Check, before the first forward of ``ddp``, the model ``outer`` whose forward is running, if any.
+    """Before the first forward of ``ddp``, check the wrapper ``outer`` whose forward is running, if any.
 
     Raises:
         RuntimeError: torch's class wraps the same parameters, and their gradients are views of ``ddp``'s buckets.
@@ -158,12 +158,12 @@ def check_outer(ddp: TorchDDP, outer: TorchDDP | None) -> None:
 def reason_against_reducing(ddp: TorchDDP) -> str:
     """Why gradients can't be reduced without a backward; empty if they can."""
     if ddp.mixed_precision is not None:
-        return "with mixed_precision, gradients are reduced and cast back inside of backward"
+        return "with mixed_precision, gradients are reduced and cast back inside backward"
     if ddp._delay_all_reduce_params:
         return "parameters of delay_all_reduce_named_params are reduced by a hook in backward"
     if ddp._use_python_reducer:
         return "torch._dynamo.config.optimize_ddp='python_reducer' reduces each gradient separately in backward"
-    return "under join(), ranks that have run out of inputs would not know" if ddp._join_config.enable else ""
+    return "under join(), ranks that have run out of inputs would not take part" if ddp._join_config.enable else ""
 
 
 def through_sink(ddp: TorchDDP, output: Any) -> Any:
@@ -190,7 +190,7 @@ def param_specs(
     bucket_dtypes: Sequence[torch.dtype] | None = None,
     owners: Sequence[int] | None = None,
 ) -> list[_C.ParamSpec]:
-    """The parameters as the reducer and the planner see them, with their own dtype in buckets unless one is given."""
+    """Describe the parameters for the reducer and the planner; ``bucket_dtypes`` defaults to their own dtypes."""
     bucket_dtypes = bucket_dtypes or [p.dtype for p in parameters]
     owners = owners if owners is not None else [-1] * len(parameters)
     dtypes = {dtype: i for i, dtype in enumerate(dict.fromkeys(p.dtype for p in parameters))}
@@ -216,14 +216,13 @@ _STATELESS = torch.nn.utils.stateless.__file__
 
 
 class ParameterWatch:
-    """Warn once about parameters that the reducer doesn't have.
+    """Warn once about parameters whose gradients don't reach the reducer, so that each rank trains them on its own.
 
-    Two things detach parameters from it without an error: replacing one (``load_state_dict`` with ``assign=True``), and
-    converting the dtype or device, which gives the same parameter a new autograd node while the reducer's hook is on
-    the old one. Parameters thawed or added after wrapping were never attached. Their gradients don't reach the reducer,
-    and each rank trains them on its own.
+    Two things detach a parameter from the reducer without an error: replacing it (``load_state_dict`` with
+    ``assign=True``), and converting its dtype or device, which gives it a new autograd node while the reducer's hook
+    stays on the old one. Parameters thawed or added after wrapping were never attached.
 
-    A check takes some microseconds per hundred parameters. It runs in the first step, then every `LOOK_EVERY` steps,
+    A check takes a few microseconds per hundred parameters. It runs in the first step, then every `LOOK_EVERY` steps,
     and after the first, second, fourth, eighth, ... step that ended without any gradient.
     """
 
@@ -278,9 +277,9 @@ class ParameterWatch:
         found = [f"{listed(names)} {what}" for names, what in kinds if names]
         warn_user(
             f"The model of this DistributedDataParallel (rank {ddp.session.rank}) was changed after it was wrapped: "
-            f"{'; '.join(found)}. Their gradients are not averaged: each rank trains them on its own. To go on with "
-            f"them, {REFRESH} (auto_refresh_trainable=True does), or wrap the module itself (.module) again; a state "
-            "dict loaded without assign=True keeps the parameters."
+            f"{'; '.join(found)}. Their gradients are not averaged: each rank trains them on its own. To average "
+            f"them, {REFRESH} (auto_refresh_trainable=True does this), or wrap the module itself (.module) again. "
+            "load_state_dict() without assign=True keeps the parameters."
         )
 
 

@@ -53,12 +53,13 @@ class DistributedDataParallel(TorchDDP):
     Differences from torch's class:
 
     * ``gradient_as_bucket_view`` defaults to None: ``param.grad`` is bucket memory, so there is no second copy of the
-      gradients and nothing is copied back, yet a program sees what it sees with torch's default. If it keeps a gradient
-      after setting ``.grad`` to None, that tensor keeps its values (the next step copies it). If it assigns a tensor to
-      ``.grad`` and holds it, the averages go into that tensor. ``True``: views that change with the next step, as in
+      gradients and nothing is copied back, yet programs see the same values as with torch's default. A gradient kept
+      after setting ``.grad`` to None keeps its values (the next step copies it). If the program assigns its own tensor
+      to ``.grad`` and keeps it, the averages go into that tensor. ``True``: views that change with the next step, as in
       torch. ``False``: copies.
     * ``find_unused_parameters=True`` and ``static_graph=True`` also rebuild buckets in the measured gradient order.
-    * ``bucket_cap_mb=None``: a first bucket of 1 MiB, then 25 MiB; smaller ones on CPU. ``"auto"``: planned from steps.
+    * ``bucket_cap_mb=None``: a first bucket of 1 MiB, then 25 MiB; smaller ones on CPU. ``"auto"``: planned from
+      measured steps.
     * ``batched_grad_copy`` is accepted and has no effect: packing never uses one operator per parameter.
     * ``bf16_compress_hook`` also works for CPU models.
 
@@ -75,9 +76,9 @@ class DistributedDataParallel(TorchDDP):
         RuntimeError: no parameter requires grad, or the ranks' models differ (names the parameters and ranks).
     """
 
-    reducer: _C.Reducer  # type: ignore[assignment]  # torch's stubs know only their own
+    reducer: _C.Reducer  # type: ignore[assignment]  # torch's stubs expect torch's own
     logger: Any
-    # Asked by the session while it opens; other classes have their own.
+    # Used by the session while it opens; subclasses replace it.
     _policy = ReducerPolicy()
     session: ReducerSession
     observers: Observers
@@ -288,7 +289,7 @@ class DistributedDataParallel(TorchDDP):
                 super()._default_broadcast_coalesced(found, bucket_size, authoritative_rank)
 
     def _delayed_all_reduce_hook(self, grad: torch.Tensor) -> torch.Tensor:
-        """torch's own never waits for the all-reduce, so over gloo the optimizer may read unfinished sums."""
+        """torch's version never waits for the all-reduce, so over gloo the optimizer may read unfinished sums."""
         late = self._delay_grad_buffer
         assert late is not None  # torch registers this hook after making the buffer
         late.div_(self.process_group.size())
@@ -312,14 +313,14 @@ class DistributedDataParallel(TorchDDP):
             loss_of(model(batch)).mean().backward()
 
         Call it on every rank before each backward of a step, including those under `no_sync`. ``g`` are the gradients
-        of one backward, so a step of several microbatches needs no division of the loss. A rank without samples runs a
-        forward and a backward of any batch with weight 0, which contributes nothing even if its gradients are NaN. Not
+        of one backward, so a step of several microbatches needs no division of the loss. A rank without samples runs
+        forward and backward on any batch with weight 0, which contributes nothing even if its gradients are NaN. Not
         collective; the sum of the weights is sent along with the first bucket. See ``docs/weighted_means.md``.
 
         Args:
             weight: the number of samples or tokens that the loss covers, at least 0: a number or a one-element tensor.
-            loss: whether the loss is their ``"mean"`` or ``"sum"``. With "sum", gradients are only divided by the sum
-                of all weights.
+            loss: whether the loss is the ``"mean"`` or the ``"sum"`` over them. With "sum", gradients are only divided
+                by the sum of all weights.
 
         Raises:
             TypeError, ValueError: the weight is invalid.
@@ -345,10 +346,10 @@ class DistributedDataParallel(TorchDDP):
         """Average the existing gradients over the ranks, in buckets, as a synchronised backward would. Collective.
 
         For gradients accumulated under `no_sync`; FORCED_SYNC of `torchddp.sync` calls this. Ranks may have used
-        different parameters: where a rank has no gradient, it counts as zero. If no rank has used a parameter since the
-        last reduction and the model was made with ``find_unused_parameters``, its ``.grad`` stays as it is, even None;
-        without that option ranks can't tell, and it gets a gradient of zeros. Parameters that were frozen meanwhile and
-        have no gradient get none.
+        different parameters: a missing gradient counts as zero. If no rank has used a parameter since the last
+        reduction and the model was made with ``find_unused_parameters``, its ``.grad`` stays as it is, even None;
+        without that option ranks can't tell, and it gets a gradient of zeros. Parameters that have been frozen since
+        then and have no gradient get none.
 
         Raises:
             RuntimeError: see `check_can_reduce`.
@@ -368,7 +369,7 @@ class DistributedDataParallel(TorchDDP):
             # the session may not exist: torch builds no reducer if it delays all parameters
             rank = self.process_group.rank()
             raise RuntimeError(
-                f"gradients can't be reduced after backward (reduce(), FORCED_SYNC) on rank {rank}: {reason}. Take "
+                f"gradients can't be reduced after backward (reduce(), FORCED_SYNC) on rank {rank}: {reason}. Use "
                 "SINGLE_AUTO_SYNC or MULTI_AUTO_SYNC."
             )
 
@@ -395,7 +396,7 @@ class DistributedDataParallel(TorchDDP):
         refresh.refresh_trainable(self)
 
     def names_to_ignore(self) -> set[str]:
-        """The module's current parameters and buffers that must be left alone."""
+        """Names of the parameters and buffers that the module currently asks DDP to ignore."""
         return set(getattr(self.module, "_ddp_params_and_buffers_to_ignore", ()))
 
     # --- communication hooks, join ---
@@ -461,17 +462,16 @@ class DistributedDataParallel(TorchDDP):
         regroup.update_process_group(self, new_process_group)
 
     def sync_module_states(self, src: int = 0) -> None:
-        """Give all ranks one rank's parameters and buffers. Collective.
+        """Copy one rank's parameters and buffers to all ranks. Collective.
 
-        For ranks that joined through :meth:`_update_process_group`. Parameters and buffers that DistributedDataParallel
-        was told to ignore are left alone. Works in place, so optimizers keep their parameters; optimizer state is not
-        sent.
+        For ranks that joined through :meth:`_update_process_group`. Ignored parameters and buffers are left alone.
+        Works in place, so optimizers keep their parameters; optimizer state is not sent.
 
         Args:
             src: the sending rank in the model's process group; the same on all ranks.
 
         Raises:
-            ValueError: there is no such rank.
+            ValueError: ``src`` is not a rank of the group.
             TransportError: a peer died or did not arrive in time.
         """
         self.session.sync_states(self.reducer.transport, src, buffers=True)
@@ -485,7 +485,7 @@ class DistributedDataParallel(TorchDDP):
         self.session.interrupt(reason)
 
     def replan(self) -> None:
-        """Measure the next eight synchronised steps and plan the buckets again, however the current ones were made.
+        """Measure the next eight synchronised steps and plan the buckets again, even if they were not planned before.
 
         Not collective itself, but every rank must call it before the same step, and the planning is collective. Use it
         when the model's speed or the network has changed. Until the planning is done, no rank may run a forward that
@@ -503,7 +503,8 @@ class DistributedDataParallel(TorchDDP):
             and ``stats[:, 1].sum()`` is what a loss scaler needs; neither waits for the device. Sparse gradients count
             as zero. The next backward overwrites the tensor, unless the buckets change before it.
 
-        Raises RuntimeError if the module was not made with ``gradient_stats=True``.
+        Raises:
+            RuntimeError: the module was not made with ``gradient_stats=True``.
         """
         return self.reducer.gradient_stats()
 
@@ -511,9 +512,9 @@ class DistributedDataParallel(TorchDDP):
         """Where infinite and NaN gradients came from: each rank's own gradients before averaging, earliest steps first.
 
         Not collective. For each rank it covers the last run of consecutive steps with such gradients, with the first
-        occurrence per parameter: the first entries are the source, and later ones may be caused by weights it spoiled.
-        Findings of other ranks arrive once those have begun another forward, or half a second later. Copies of a model
-        (pickle, deepcopy) report their own rank only. RuntimeError without ``find_nonfinite``.
+        occurrence per parameter: the first entries are the source, and later ones may come from weights that it
+        corrupted. Findings of other ranks arrive once those have begun another forward, or half a second later. Copies
+        of a model (pickle, deepcopy) report their own rank only. RuntimeError without ``find_nonfinite``.
         """
         finder = self.observers.get("find_nonfinite")
         if finder is None:
@@ -521,7 +522,7 @@ class DistributedDataParallel(TorchDDP):
         return list(finder.found())
 
     def traffic(self) -> dict[str, Traffic]:
-        """What gradients sent in the last synchronised step, by transport: see :func:`torchddp.traffic.of_model`."""
+        """Bytes sent for gradients in the last synchronised step: see :func:`torchddp.traffic.of_model`."""
         return of_model(self)
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:

@@ -1,7 +1,7 @@
 """Observers of a model's steps: bucket planning, checks, hang reports, and whatever a program adds.
 
-To add one, write a class with the methods of `StepObserver` and register it with one line below, or from outside of the
-package with `register`. The module and the session only know observers by these methods.
+To add one, write a class with the methods of `StepObserver` and register it with one line below, or from outside the
+package with `register`. The module and the session use observers only through these methods.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ logger = logging.getLogger("torchddp.distributed")
 class StepObserver(Protocol):
     """Notified of a model's steps on the training thread. Derive from it and override what you need.
 
-    An error ends the forward it is raised in. If a method is collective, the model must have the observer on every
-    rank.
+    An exception ends the forward in which it is raised. If a method is collective, the model must have the observer on
+    every rank.
     """
 
     def before_step(self) -> None:
         """At the start of each forward with gradients. ``session.synchronises``: whether they will be reduced."""
 
     def after_forward(self, output: Any) -> None:
-        """At the end of each forward with gradients. ``output``: what the program gets."""
+        """At the end of each forward with gradients. ``output``: what the program receives."""
 
     def on_no_sync(self, *, begins: bool) -> None:
         """``model.no_sync()`` begins or has ended."""
@@ -44,7 +44,7 @@ class StepObserver(Protocol):
         """The session continues over another process group, whose ranks may have done different numbers of steps."""
 
     def close(self) -> None:
-        """The model drops the observer: it is destroyed, wrapped again, or without a process group for now."""
+        """The model drops the observer because it is destroyed, rewrapped, or temporarily without a process group."""
 
 
 # Called with a model's session once the reducer exists.
@@ -78,7 +78,7 @@ def register(
         name: for `Observers.get`; registering it again replaces the previous one.
         factory: called with the model's session, or the location of such a class or function: "package.module:name".
         wanted: whether a model with these options gets one.
-        is_optional: if its module can't even be read (out of file descriptors), the process continues without it.
+        is_optional: continue without it if creating it raises OSError, for example for lack of file descriptors.
     """
     _registered[name] = _Registered(factory, wanted, is_optional)
 
@@ -112,8 +112,8 @@ class Observers:
                 if not entry.is_optional:
                     raise
                 logger.debug("no %s on rank %d: %s", name, session.rank, error)
-        self._after_forward = self._told_of("after_forward")
-        self._on_no_sync = self._told_of("on_no_sync")
+        self._after_forward = self._listeners("after_forward")
+        self._on_no_sync = self._listeners("on_no_sync")
 
     def __iter__(self) -> Iterator[StepObserver]:
         return iter(self._by_name.values())
@@ -126,26 +126,26 @@ class Observers:
         """Like `get`, but creates it if it is missing."""
         if name not in self._by_name:
             self._by_name[name] = _registered[name].make(self._session)
-            self._after_forward = self._told_of("after_forward")
-            self._on_no_sync = self._told_of("on_no_sync")
+            self._after_forward = self._listeners("after_forward")
+            self._on_no_sync = self._listeners("on_no_sync")
         return self._by_name[name]
 
-    def _told_of(self, event: str) -> list[Callable[..., None]]:
-        """The bound methods of those observers that override this optional event."""
-        nothing = getattr(StepObserver, event)
-        return [getattr(one, event) for one in self if getattr(type(one), event, nothing) is not nothing]
+    def _listeners(self, event: str) -> list[Callable[..., None]]:
+        """Bound methods of the observers that override this optional event."""
+        default = getattr(StepObserver, event)
+        return [getattr(o, event) for o in self if getattr(type(o), event, default) is not default]
 
     def before_step(self) -> None:
         for observer in self._by_name.values():
             observer.before_step()
 
     def after_forward(self, output: Any) -> None:
-        for tell in self._after_forward:
-            tell(output)
+        for notify in self._after_forward:
+            notify(output)
 
     def on_no_sync(self, *, begins: bool) -> None:
-        for tell in self._on_no_sync:
-            tell(begins=begins)
+        for notify in self._on_no_sync:
+            notify(begins=begins)
 
     def on_error(self, error: BaseException) -> None:
         for observer in self:

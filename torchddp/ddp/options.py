@@ -1,4 +1,4 @@
-"""The arguments of DistributedDataParallel: defaults, checks, and what follows from them."""
+"""The arguments of DistributedDataParallel: defaults, checks, and derived values."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 AUTO = "auto"  # bucket_cap_mb: planned from measurements
-RAISE: Final = "raise"  # find_nonfinite, zero_weights: raise instead of warning, or of giving zeros
+RAISE: Final = "raise"  # find_nonfinite, zero_weights: raise instead of warning or returning zeros
 STALL_ENV = "TORCHDDP_STALL_REPORT_S"
 _DEFAULT_STALL_S = 60.0
 
-# What arguments may be, for type checkers; the checks at run time are below.
+# Argument types for type checkers; run-time checks are below.
 RegisteredTransport = NewType("RegisteredTransport", str)  # the name of one added by torchddp.transport.select.register
 TransportChoice = Literal["auto", "c10d", "shm", "nccl"] | RegisteredTransport
 BucketCap = float | Literal["auto"] | None
@@ -56,10 +56,11 @@ class DDPSyncStrategy(str, Enum):
 
     Strings name members in any case: ``DDPSyncStrategy("forced_sync")``; ValueError for unknown ones.
 
-    * ``SINGLE_AUTO_SYNC``: during the last microbatch's backward. One reduction per step, hidden by that backward.
+    * ``SINGLE_AUTO_SYNC``: during the last microbatch's backward. One reduction per step, overlapped with that
+      backward.
     * ``MULTI_AUTO_SYNC``: during each microbatch's backward. As many reductions as microbatches.
-    * ``FORCED_SYNC``: all at once after the last microbatch's backward. One reduction per step that nothing hides.
-      Works however the parameters are used.
+    * ``FORCED_SYNC``: all at once after the last microbatch's backward. One reduction per step, fully exposed. Works
+      however the parameters are used.
     """
 
     SINGLE_AUTO_SYNC = "single_auto_sync"
@@ -88,15 +89,15 @@ class DDPOptions:
     Those up to ``forward_sync_buffers`` mean what they mean in torch's class, or what DistributedDataParallel says.
 
     Args:
-        bucket_cap_mb: None: a first bucket of 1 MiB, then 25 MiB. On a CPU later buckets are 8 MiB, and gradients of 1
-            MiB and more get a bucket each and are reduced in place. Over shared memory the sizes are 1 MiB and 256 KiB;
-            they grow, up to 25 MiB, if messages are expensive because of many ranks or few processors, which models of
-            more than 1 MiB measure in a few milliseconds. (``bucket_bytes_cap``, which torch's compiler reads, is 25
+        bucket_cap_mb: None: a first bucket of 1 MiB, then 25 MiB. On a CPU later buckets are 8 MiB, and gradients of at
+            least 1 MiB get a bucket each and are reduced in place. Over shared memory these sizes are 1 MiB and 256
+            KiB; they grow, up to 25 MiB, if messages are expensive because of many ranks or few cores, which models
+            larger than 1 MiB measure in a few milliseconds. (``bucket_bytes_cap``, which torch's compiler reads, is 25
             MiB as in torch.) A number applies to every bucket including the first, as in torch. Fractions are allowed;
             zero and negative numbers raise ValueError. ``"auto"``: the buckets that expose the least communication time
-            for this model and group, from a plan stored by ``torchddp tune`` or else made after eight synchronised
-            steps, of which the last five are measured (they overlap nothing, and the last ends with up to a second of
-            timing messages). See `DistributedDataParallel.replan`.
+            for this model and group, from a plan stored by ``torchddp tune``, or made after eight synchronised steps.
+            The last five of these are measured without overlap, and then messages are timed for up to a second. See
+            `DistributedDataParallel.replan`.
         transport: what moves buckets between ranks. ``"c10d"``: the process group itself. ``"shm"``: memory shared by
             the ranks of a host, for CPU models (with several hosts: shared memory within each, the process group
             between them). ``"nccl"``: our own NCCL communicator and stream, for models on one CUDA device per rank.
@@ -107,9 +108,9 @@ class DDPOptions:
             ``torchddp.transport.select.register`` is chosen by its name (for type checkers
             ``RegisteredTransport(name)``).
         wire_dtype: ``torch.bfloat16`` or ``torch.float16``: send fp32 gradients in 16 bits and sum them in fp32. All
-            ranks get the same values, but not those of full precision. Over shared memory only (RuntimeError otherwise;
-            the hook ``bf16_compress_hook`` works everywhere). Two hosts send each other half as much; with more, every
-            host sends its part to every other. None: no conversion.
+            ranks get the same values, with rounding errors. Over shared memory only (RuntimeError otherwise; the hook
+            ``bf16_compress_hook`` works everywhere). Between two hosts it halves the traffic; with more, every host
+            sends its part to every other host. None: no conversion.
         timeout: how long a reduction may take, e.g. ``datetime.timedelta(seconds=30)``; None: the process group's
             limit. A peer that dies or stalls raises :class:`torchddp.TransportError`, naming rank, bucket and
             parameters.
@@ -124,36 +125,36 @@ class DDPOptions:
             :meth:`nonfinite`. ``"raise"``: also raise FloatingPointError on all ranks at the end of a backward with
             non-finite averages (not with ``join()``; on a CUDA device backward then waits for the device).
         adopt_large_gradients: over NCCL, reduce gradients of 1 MiB and more where autograd allocated them, and pack
-            only the smaller ones. ``param.grad`` keeps its memory, as with torch's default, and buckets hold none for
-            it. Not with ``gradient_as_bucket_view=True`` or a communication hook. False packs everything into memory
-            registered with NCCL, as its NVLink SHARP and symmetric-memory algorithms require, which may be faster
-            between the GPUs of a host.
+            only the smaller ones. ``param.grad`` keeps its memory, as with torch's default, and buckets reserve none
+            for it. Not with ``gradient_as_bucket_view=True`` or a communication hook. False packs everything into
+            memory registered with NCCL, as its NVLink SHARP and symmetric-memory algorithms require, which may be
+            faster between the GPUs of a host.
         weighted: every backward has a weight, set with :meth:`weigh` before it, and gradients become sum(weight *
             gradient) / sum(weight) over the ranks and backwards of a step. A backward without one raises RuntimeError.
             False: only steps that call `weigh` are weighted, on all ranks or on none. Required under ``join()``, where
-            a rank that has run out of inputs must know.
+            a rank that has run out of inputs must know that the others send weights.
         zero_weights: what happens in a weighted step in which every rank's weight is 0. ``"raise"``: ValueError on all
             ranks at the end of backward (on a CUDA device, backward then waits). ``"zeros"``: gradients are zeros.
-        comm_hook: calls :meth:`register_comm_hook` with it: a hook ``hook(state, bucket)`` whose state is None, a tuple
-            ``(state, hook)``, or the name of one of ``torchddp.comm_hooks``.
+        comm_hook: registered with :meth:`register_comm_hook`: a hook ``hook(state, bucket)`` called with state None, a
+            tuple ``(state, hook)``, or the name of a hook in ``torchddp.comm_hooks``.
         sync: how ``torchddp.sync`` reduces accumulated microbatches: a ``DDPSyncStrategy`` or its name. None:
             SINGLE_AUTO_SYNC, or MULTI_AUTO_SYNC with ``find_unused_parameters``.
-        reduce_dtype: ``torch.float32``: cast gradients of bfloat16 and float16 parameters to it as they enter their
-            buckets, scale and sum them over the ranks in it, and round once, to ``.grad`` in the parameter's dtype.
-            Accumulation under ``no_sync()`` still happens in ``.grad``. Buckets take 4 bytes per element, in addition
-            to the 2 of ``.grad``. None: no conversion. Other gradients are always reduced in their own dtype.
-        main_grads: ``torch.float32``: also accumulate such gradients in it over microbatches and ranks (implies
+        reduce_dtype: ``torch.float32``: cast gradients of bfloat16 and float16 parameters to float32 as they enter
+            their buckets, scale and sum them over the ranks in float32, and round once, to ``.grad`` in the parameter's
+            dtype. Accumulation under ``no_sync()`` still happens in ``.grad``. Buckets take 4 bytes per element, in
+            addition to the 2 of ``.grad``. None: no conversion. Other gradients are always reduced in their own dtype.
+        main_grads: ``torch.float32``: also accumulate these gradients in float32 over microbatches and ranks (implies
             ``reduce_dtype``). Takes 4 bytes per element, which is the bucket itself; the 16-bit gradient made by
             autograd lives until its hook has run. None: off. ``docs/main_grads.md`` has examples.
-        main_grads_as: where they are. ``"main_grad"``: in ``parameter.main_grad``, always the same tensor, initially
-            zero; ``.grad`` is None after each backward. All parameters have one; those without 16 bits have it in their
-            own dtype. The wrapper's ``zero_grad()`` clears it, as does ``parameter.main_grad = None`` before the next
-            forward (which restores the tensor); an optimizer's ``zero_grad()`` does not. ``"grad"``: in ``.grad``,
-            which is then float32 (``Tensor.grad_dtype``); everything else works as usual.
+        main_grads_as: where they are stored. ``"main_grad"``: in ``parameter.main_grad``, always the same tensor,
+            initially zero; ``.grad`` is None after each backward. All parameters have one; those that are not 16-bit
+            have it in their own dtype. The wrapper's ``zero_grad()`` clears it, as does ``parameter.main_grad = None``
+            before the next forward (which restores the tensor); an optimizer's ``zero_grad()`` does not. ``"grad"``: in
+            ``.grad``, which is then float32 (``Tensor.grad_dtype``); everything else works as usual.
         auto_refresh_trainable: in every forward that begins a synchronised step, check whether parameters were frozen,
-            thawed, added or removed, and if so call :meth:`refresh_trainable`. Ranks compare their findings, so that a
-            change on only one of them is an error instead of a hang: an all-gather of one number per step. All ranks
-            must run such forwards (those under ``no_grad`` don't count). Not inside ``join()``.
+            thawed, added or removed, and if so call :meth:`refresh_trainable`. Ranks compare results, so that a change
+            on only some ranks is an error instead of a hang: an all-gather of one number per step. All ranks must run
+            such forwards (those under ``no_grad`` don't count). Not inside ``join()``.
 
     Raises:
         TypeError, ValueError: a value is not allowed; the message says which values are.
@@ -217,11 +218,11 @@ class DDPOptions:
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> DDPOptions:
-        """From a mapping that may contain other things as well."""
+        """Build from a mapping; other keys are ignored."""
         return cls(**{field.name: arguments[field.name] for field in fields(cls) if field.name in arguments})
 
     def kept(self) -> DDPOptions:
-        """Without what is only needed once, and what a copy of the model can't have."""
+        """A copy without what is only used at construction or what a copy of the model can't have."""
         return replace(
             self,
             process_group=None,
@@ -243,14 +244,14 @@ class DDPOptions:
             allowed = ", ".join(map(repr, _PRECISIONS))
             raise ValueError(f"main_grads_as must be one of {allowed}, got {self.main_grads_as!r}")
         if self.main_grads is None and self.main_grads_as != MAIN_GRAD:
-            raise ValueError(f"main_grads_as={self.main_grads_as!r} says where main_grads= are kept: give that too")
+            raise ValueError(f"main_grads_as={self.main_grads_as!r} has no effect without main_grads=: set that too")
         precision = self.make_precision()
         if not isinstance(precision, ReducedWide):
             return
         for name in ("mixed_precision", "delay_all_reduce_named_params"):
             if getattr(self, name) is not None:
                 raise ValueError(
-                    f"{precision.asked_by} conflicts with {name}=, whose hooks cast or reduce by themselves"
+                    f"{precision.asked_by} conflicts with {name}=, whose hooks do their own casting or reducing"
                 )
         if self.gradient_as_bucket_view not in precision.views_allowed:
             raise ValueError(
@@ -258,7 +259,7 @@ class DDPOptions:
                 f"{precision.why_views}"
             )
 
-    # --- what follows from them ---
+    # --- derived values ---
 
     def make_precision(self) -> GradPrecision:
         """How gradients of 16-bit parameters are reduced and stored, for one session."""
@@ -307,7 +308,7 @@ class DDPOptions:
     # --- torch's constructor ---
 
     def for_torch(self, *, views: bool) -> dict[str, Any]:
-        """The arguments for the constructor of the running torch, with warnings about deprecated ones.
+        """The arguments for the constructor of the installed torch. Warns about deprecated ones.
 
         Raises:
             TypeError: an argument was given that this torch doesn't have yet.
@@ -333,7 +334,7 @@ class DDPOptions:
         return {name: value for name, value in arguments.items() if name not in unknown}
 
     def _buffer_arguments(self) -> dict[str, bool | None]:
-        """Combine the two arguments about buffers, and warn about the deprecated one.
+        """Combine the two arguments for buffers, and warn about the deprecated one.
 
         Done here because in torch's constructor the warning would point to one of our lines.
         """
@@ -345,14 +346,14 @@ class DDPOptions:
         if old is not None and new is not None:
             warn_user(
                 "Both `broadcast_buffers` and `forward_sync_buffers` were given: `broadcast_buffers` is deprecated, "
-                "and ignored here. Leave it out.",
+                "and is ignored here. Leave it out.",
                 FutureWarning,
             )
         elif old is not None:
             warn_user(
-                "`broadcast_buffers` is deprecated. Use `forward_sync_buffers` instead; but forward_sync_buffers=False "
-                "still brings rank 0's buffers to all ranks when the model is wrapped, which broadcast_buffers=False "
-                "does not: keep that if each rank's buffers are to stay its own.",
+                "`broadcast_buffers` is deprecated. Use `forward_sync_buffers` instead. With "
+                "forward_sync_buffers=False, rank 0's buffers are still copied to all ranks when the model is wrapped. "
+                "With broadcast_buffers=False they are not, so keep it if each rank needs its own buffers.",
                 FutureWarning,
             )
         return {"broadcast_buffers": None, "forward_sync_buffers": new if new is not None else old}
@@ -362,7 +363,7 @@ _LAST_OF_TORCH = [field.name for field in fields(DDPOptions)].index("forward_syn
 
 
 def _check_caps(bucket_cap_mb: float | str | None, bucket_cap_mb_list: Sequence[float] | None) -> None:
-    """ValueError for a text other than "auto", a cap that is not positive, or both kinds of caps; TypeError for a
+    """ValueError for a string other than "auto", a cap that is not positive, or both kinds of caps; TypeError for a
     non-number.
     """
     if isinstance(bucket_cap_mb, str):
@@ -408,7 +409,7 @@ def stall_limit_s(asked_for_s: float | None, timeout_s: float) -> float:
     if asked_for_s >= timeout_s:
         raise ValueError(
             f"{source} is {asked_for_s:g} s, but a reduction fails after {timeout_s:g} s (`timeout`, or the process "
-            "group's own): no report would come before that. Take a smaller one, 0 for none, or a longer timeout."
+            "group's own), before any report. Use a smaller value, 0 for no reports, or a longer timeout."
         )
     return float(asked_for_s)
 

@@ -55,7 +55,7 @@ def refresh_if_changed(ddp: Any) -> None:
 
 
 def restore_modes(ddp: Any, before: Any) -> None:
-    """Put the new session into the modes of the previous one. Collective if the hooks are."""
+    """Restore the previous session's modes on the new one. Collective if the hooks are."""
     reducer = ddp.reducer
     ddp._has_rebuilt_buckets = False
     ddp.require_forward_param_sync = True  # the next forward sends buffers to all ranks, as the first one does
@@ -69,7 +69,7 @@ def restore_modes(ddp: Any, before: Any) -> None:
         reducer.register_builtin_comm_hook(ddp._builtin_hook)
         ddp.logger._set_comm_hook_name(str(ddp._builtin_hook))
     if ddp._lazy_init_ran and any(hasattr(p, "_in_backward_optimizers") for p in ddp._module_parameters):
-        ddp._comm_hooks.clear()  # torch's hook, which steps the optimizers: it is rebuilt to include new parameters
+        ddp._comm_hooks.clear()  # torch's hook that steps the optimizers; rebuilt to include new parameters
         ddp._setup_in_backward_optimizers()
     else:
         for hook, state in ddp._comm_hooks:
@@ -88,12 +88,12 @@ def _reason_against(ddp: Any) -> str:
     if ddp._use_python_reducer:
         return "torch._dynamo.config.optimize_ddp='python_reducer' reduces its gradients: wrap the model again"
     if ddp.session.is_joining:
-        return "the model is in a join() context, and ranks that have run out of inputs would miss it: leave it first"
-    return "" if ddp.session.is_in_group else "it is not in the process group that the model was given"
+        return "ranks in a join() context that have run out of inputs would not take part: leave the context first"
+    return "" if ddp.session.is_in_group else "this rank is not in the model's process group"
 
 
 def _problem(ddp: Any) -> Exception | None:
-    """What prevents it on this rank."""
+    """The error that prevents a refresh on this rank, if any."""
     rank, session = ddp.session.rank, ddp.session
     try:
         session.reducer.check_not_unfinished()
@@ -119,15 +119,15 @@ def _problem(ddp: Any) -> Exception | None:
     new = [n for n, p in named.items() if p.requires_grad and p.grad is not None and id(p) not in session.reduced_ids]
     if new and session.is_weighing:
         return RuntimeError(
-            f"refresh_trainable() on rank {rank}: {model.listed(new)} given gradients in this weighted step before it "
-            "was known that they are trained, so the weights of those are not known. Call it before the step's first "
+            f"refresh_trainable() on rank {rank}: {model.listed(new)} given gradients in this weighted step before the "
+            "reducer knew that they are trained, so their weights are unknown. Call it before the step's first "
             "weigh(), or clear these gradients."
         )
     devices = sorted({p.device.type for p in named.values()})
     if len(devices) > 1:
         return ValueError(
-            f"refresh_trainable() on rank {rank}: the module's parameters must be on the same type of devices, they "
-            f"are on {' and '.join(devices)}: move the new ones first"
+            f"refresh_trainable() on rank {rank}: the module's parameters must be on one type of device, but are on "
+            f"{' and '.join(devices)}: move the new ones first"
         )
     return None
 
@@ -212,7 +212,7 @@ def find_differences(by_rank: Sequence[Sequence[_State]]) -> list[str]:
         found.append(f"'{name}' is {each}")
     moved = [str(rank) for rank, own in enumerate(names) if own != names[0] and sorted(own) == sorted(names[0])]
     if moved:
-        found.append(f"rank {', '.join(moved)} has its parameters in another order than rank 0")
+        found.append(f"rank {', '.join(moved)} has its parameters in a different order from rank 0")
     return found
 
 

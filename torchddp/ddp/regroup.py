@@ -18,7 +18,7 @@ def update_process_group(ddp: Any, new_group: dist.ProcessGroup) -> None:
     Call it between steps, or after a failed step; in that case clear the gradients, which may be partly averaged. The
     ranks agree on buckets and connect shared memory again. Hooks of ``torchddp.comm_hooks`` move along with their
     state, ``static_graph`` records again, and ``bucket_cap_mb="auto"`` plans again. Parameters, buffers and optimizer
-    state stay as they are on each rank: see ``sync_module_states``. A rank outside of the group may call this too; its
+    state stay as they are on each rank: see ``sync_module_states``. A rank outside the group may call this too; its
     model can't be trained until it gets a group that contains the rank.
 
     Raises:
@@ -48,7 +48,7 @@ def update_process_group(ddp: Any, new_group: dist.ProcessGroup) -> None:
 
 
 def _forget_steps(ddp: Any) -> None:
-    # As in torch's own method, but its reducer would not know the new transport.
+    # torch's own method does this too, but would leave the reducer on the old transport.
     ddp._has_rebuilt_buckets = False
     ddp.reducer.reset_state()
     if ddp.static_graph:
@@ -68,8 +68,8 @@ def _check_group(group: object, device: torch.device) -> None:
     if backend_of(group, device.type) is None:
         kinds = ", ".join(sorted({d.type for d in group._device_types})) or "none"
         raise ValueError(
-            f"the process group has no backend for {device.type} tensors, and the model is on {device}: it has "
-            f"one for {kinds}. Make it with a backend for {device.type}"
+            f"the process group has no backend for {device.type} tensors, and the model is on {device}: it only has "
+            f"one for {kinds}. Create it with a backend for {device.type}"
         )
 
 

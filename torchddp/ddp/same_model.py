@@ -57,7 +57,7 @@ def find_differences(by_rank: Sequence[Sequence[ParamDescription]]) -> list[str]
             at = next(i for i, (a, b) in enumerate(zip(reference_names, names, strict=True)) if a != b)
             found.append(
                 f"[{rank}]: params[{at}] is '{names[at]}' in this process, '{reference_names[at]}' in process 0: "
-                f"the parameters of Rank {rank} are registered in another order than those of Rank 0"
+                f"the parameters of Rank {rank} are registered in a different order from those of Rank 0"
             )
             continue
         for i, (theirs, ours) in enumerate(zip(reference, mine, strict=True)):
@@ -128,7 +128,7 @@ def verify_same_model(
         )
     limits = [limit for _, _, limit in by_rank]
     if len(set(limits)) > 1:
-        ways = ("in their buckets", "where they lie")
+        ways = ("in their buckets", "in place")
         listed = ", ".join(f"rank {rank}: {ways[limit > 0]}" for rank, limit in enumerate(limits))
         raise ValueError(
             f"The ranks would reduce large gradients in different ways ({listed}). Give all of them the same "

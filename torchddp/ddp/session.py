@@ -31,8 +31,8 @@ class ReducerPolicy:
     Attributes:
         reduce_dtype: dtype in which float32 gradients of buckets with an owner are sent; None: no conversion.
         sends_states: whether all ranks get rank 0's parameters when the first session opens.
-        ranks_compare_changes: with ``auto_refresh_trainable``, whether ranks ask each other before each step if
-            parameters have changed. Otherwise each checks its own, which must change in the same way.
+        ranks_compare_changes: with ``auto_refresh_trainable``, whether ranks tell each other before each step if
+            parameters have changed. Otherwise each rank checks only its own, and all must change in the same way.
     """
 
     reduce_dtype: torch.dtype | None = None
@@ -40,7 +40,7 @@ class ReducerPolicy:
     ranks_compare_changes = True
 
     def parameters(self, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The tensors that the reducer gets in place of the model's parameters, one for each."""
+        """The tensors that the reducer gets instead of the model's parameters, one for each."""
         return parameters
 
     def transport(self, session: ReducerSession, before: ReducerSession | None) -> _C.Transport:
@@ -60,7 +60,7 @@ class ReducerPolicy:
         return None
 
     def bucket_caps(self, session: ReducerSession, transport: _C.Transport) -> tuple[list[int], int]:
-        """The caps the user asked for, or those of `default_sizes` (collective where that is)."""
+        """The caps the user asked for, or those of `default_sizes` (then collective if that is)."""
         if asked_for := session.options.asked_caps:
             return asked_for, 0
         return default_sizes(session.parameters, transport, session.process_group, session.wait_limit)
@@ -69,7 +69,7 @@ class ReducerPolicy:
         """The reducer exists. Its transport may have changed, if some rank had no room in shared memory."""
 
     def closing(self, session: ReducerSession) -> None:
-        """The session ends; nothing of it may stay on the module."""
+        """The session ends: remove everything that it put on the module."""
 
 
 class ReducerSession:
@@ -78,14 +78,14 @@ class ReducerSession:
     Attributes:
         reducer: with hooks on `parameters`.
         specs: their names and sizes, in order.
-        parameters: those whose gradients are reduced. `reduced_ids` also has the model's own, if the reducer has
-            others.
+        parameters: those whose gradients are reduced. `reduced_ids` also has the model's own, if the policy replaced
+            them.
         precision: the dtype in which their gradients are reduced and stored.
         process_group, rank: the current ones.
         is_collective: whether ranks could communicate when it was opened (not with ``init_sync=False``).
-        is_copy: the model was pickled or copied, perhaps by this rank alone, so it does not communicate to set up.
+        is_copy: the model was pickled or copied, perhaps by this rank alone, so its setup does not communicate.
         reduces_now: the step has no backward (`DistributedDataParallel.reduce`).
-        buffer_names: the buffers that the module had then.
+        buffer_names: names of the module's buffers when the session opened.
 
     Args:
         ddp: held weakly; torch's constructor has run up to the reducer.
@@ -108,14 +108,14 @@ class ReducerSession:
         if not isinstance(ddp.process_group, dist.ProcessGroup):
             raise TypeError(
                 f"process_group must be a process group that this rank is in, got {type(ddp.process_group).__name__} "
-                f"{ddp.process_group!r}; new_group() gives no group to ranks that it leaves out"
+                f"{ddp.process_group!r}; new_group() returns no group on ranks that it leaves out"
             )
         self.options, self.is_collective, self.is_copy = options, is_collective, ddp._is_copy
         self.policy = policy
         self._ddp = weakref.ref(ddp)
         self._is_open = True
         self._join_hook: weakref.ref[Any] | None = None
-        self._weighed_in: int = -1 if before is None else before._weighed_in  # finished steps, at the last weigh()
+        self._weighed_in: int = -1 if before is None else before._weighed_in  # steps finished at the last weigh()
         self._take_group(ddp.process_group)
         self.parameters = policy.parameters(parameters)
         self.device = self.parameters[0].device
@@ -124,7 +124,7 @@ class ReducerSession:
         self.precision = options.make_precision()
         self.precision.check(ddp, self.parameters, names, sparse)
         self.reduces_now = False
-        _ = self.stall_limit_s  # a wrong value raises before anything is sent
+        _ = self.stall_limit_s  # an invalid value raises before anything is sent
         transport = policy.transport(self, before)
         buffer_broadcast = self._reserved_broadcast(transport, ddp.modules_buffers)  # before ranks agree on memory
         dtypes = self._bucket_dtypes()
@@ -190,7 +190,7 @@ class ReducerSession:
         return self._ddp()
 
     def named_parameters(self) -> list[tuple[str, torch.Tensor]]:
-        """The module's current parameters, frozen ones included, ignored ones not: this rank's part of each."""
+        """The module's current parameters, including frozen but not ignored ones; of a DTensor, this rank's part."""
         ddp = self.ddp
         ignored = ddp.parameters_to_ignore
         return [(name, model.local_of(p)) for name, p in ddp.module.named_parameters() if name not in ignored]
@@ -222,7 +222,7 @@ class ReducerSession:
 
     @torch._disable_dynamo(recursive=True)
     def has_changed(self) -> bool:
-        """Whether parameters were frozen, thawed, added or removed since, on this rank. Not collective."""
+        """Whether parameters were frozen, thawed, added or removed on this rank since it opened. Not collective."""
         module = self.ddp.module
         same = _C.trains_as_before(module, self._known, self._trained)
         return not (same or model.in_functional_call())
@@ -254,10 +254,10 @@ class ReducerSession:
         return [self.precision.bucket_dtype(p) for p in self.parameters]
 
     def sync_states(self, transport: _C.Transport, src: int, *, buffers: bool) -> _C.Transport:
-        """Give all ranks one rank's parameters, and buffers if wanted. Collective.
+        """Copy one rank's parameters, and buffers if requested, to all ranks. Collective.
 
-        Returns the transport, or its replacement if some rank had no room for a message. ValueError: there is no rank
-        ``src``.
+        Returns the transport, or its replacement if some rank had no room for a message. ValueError: ``src`` is not a
+        rank.
         """
         if not 0 <= src < transport.size:
             last = transport.size - 1
@@ -304,8 +304,8 @@ class ReducerSession:
         if not self.is_in_group and ddp.require_backward_grad_sync:
             raise RuntimeError(
                 f"This DistributedDataParallel (rank {self.rank} of its old process group) was given a process "
-                "group that this rank is not in: it has no ranks to reduce gradients with. Pass a group with this rank "
-                "to _update_process_group(), or train under no_sync()."
+                "group that this rank is not in, so it has no ranks to reduce gradients with. Pass a group with this "
+                "rank to _update_process_group(), or train under no_sync()."
             )
         if ddp.require_backward_grad_sync:
             self._parameter_watch.begin_step(without_gradients=self.reducer.prepare_for_forward())
@@ -317,7 +317,7 @@ class ReducerSession:
         collective.
 
         Args:
-            goes_on: it belongs to the same step as the backwards reduced before it.
+            goes_on: it belongs to the same step as the backwards that are already reduced.
 
         RuntimeError: under ``join()`` without ``weighted=True``.
         """
@@ -357,7 +357,7 @@ class ReducerSession:
         """Continue over another process group with a new transport. Collective among its ranks.
 
         Raises:
-            ValueError, RuntimeError: ranks with different transports or models; the session keeps its group.
+            ValueError, RuntimeError: the ranks have different transports or models; the session keeps its group.
         """
         if new_group in _world.pg_map:
             align_group_counts(new_group)
@@ -379,7 +379,8 @@ class ReducerSession:
         self.process_group, self.rank, self.is_in_group = group, group.rank(), True
 
     def interrupt(self, reason: str) -> None:
-        """Thread-safe, not collective: current and later waits for other ranks here raise TransportError(reason).
+        """Thread-safe, not collective: current and later waits for other ranks on this one raise
+        TransportError(reason).
 
         Peers see this rank as gone. The model can only continue over another process group.
         """

@@ -25,12 +25,12 @@ def weight_and_count(weight: Any, loss: LossKind, rank: int) -> tuple[float, flo
     """
     if loss not in LOSSES:
         raise ValueError(
-            f'loss must be "mean" or "sum", whichever the loss is over the samples or tokens, got {loss!r}'
+            f'loss must be "mean" or "sum", depending on how it combines the samples or tokens, got {loss!r}'
         )
     if isinstance(weight, torch.Tensor):
         if weight.numel() != 1 or weight.is_complex():
             raise TypeError(
-                f"the weight on rank {rank} must be a number or a tensor with one, got a {weight.dtype} tensor "
+                f"the weight on rank {rank} must be a number or a one-element tensor, got a {weight.dtype} tensor "
                 f"of shape {tuple(weight.shape)}"
             )
         weight = weight.item()
@@ -39,7 +39,7 @@ def weight_and_count(weight: Any, loss: LossKind, rank: int) -> tuple[float, flo
             raise TypeError
         count = float(weight)
     except (TypeError, ValueError):
-        raise TypeError(f"the weight on rank {rank} must be a number or a tensor with one, got {weight!r}") from None
+        raise TypeError(f"the weight on rank {rank} must be a number or a one-element tensor, got {weight!r}") from None
     if not math.isfinite(count) or count < 0:
         raise ValueError(f"the weight on rank {rank} must be 0 or more, and finite, got {weight!r}")
     return (count if loss == "mean" else float(count > 0)), count

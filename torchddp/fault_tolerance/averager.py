@@ -20,14 +20,14 @@ class PeriodicAverager:
             ...; optimizer.step()
             averager.average_parameters()
 
-    Does what torchft's LocalSGD does, with a few flat messages in flight at once instead of one per parameter, and with
-    our schedule: it averages after steps ``warmup_steps + 1``, ``warmup_steps + 1 + period`` and so on. It starts the
-    quorum and calls ``should_commit()`` itself; nothing else may. A failed average leaves parameters unchanged, and the
-    next one uses the remaining replicas. Healing replicas get weights through the manager's ``state_dict`` functions.
-    16-bit parameters are averaged in fp32.
+    Like torchft's LocalSGD, but with a few flat messages in flight at once instead of one per parameter, and with a
+    different schedule: it averages after steps ``warmup_steps + 1``, ``warmup_steps + 1 + period`` and so on. It starts
+    the quorum and calls ``should_commit()`` itself; nothing else may. A failed average leaves parameters unchanged, and
+    the next one uses the remaining replicas. Healing replicas get weights through the manager's ``state_dict``
+    functions. 16-bit parameters are averaged in fp32.
 
     Args:
-        manager: a separate one, not that of a model whose gradients go through it.
+        manager: a separate one, which no model's gradients go through.
         params: a module, or its parameters; equal on all replicas.
         period: steps between averages.
         warmup_steps: steps before the first average.

@@ -21,8 +21,8 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "process_group": ((None,), "gradients go through the manager"),
     "device_mesh": ((None,), "gradients go through the manager"),
     "init_sync": ((False,), f"{_TALK}: torchft's Manager sends the weights (init_sync=True there)"),
-    "broadcast_buffers": ((None, False), f"no replica's buffers are the right ones: {_TALK}"),
-    "forward_sync_buffers": ((None, False), f"no replica's buffers are the right ones: {_TALK}"),
+    "broadcast_buffers": ((None, False), f"no replica's buffers are authoritative: {_TALK}"),
+    "forward_sync_buffers": ((None, False), f"no replica's buffers are authoritative: {_TALK}"),
     "transport": (("auto", "c10d"), "the manager's process group moves the gradients"),
     "timeout": ((None,), "the manager's timeout applies: torchft.Manager(timeout=...)"),
     "wire_dtype": ((None,), "the manager's process group sends gradients as they are"),
@@ -93,14 +93,14 @@ class DistributedDataParallel(DDP):
 
     def _begin_step(self) -> None:
         group = self._manager_group
-        # In a static graph all replicas use the same parameters, and one that has just joined must not wait for a map
+        # In a static graph all replicas use the same parameters, and a replica that just joined must not wait for a map
         # that none sends.
         group.sums_used = self.find_unused_parameters and not self.static_graph
         if self.require_backward_grad_sync and group.take_failure():
             # A failed operation may still write to its buckets: use new memory.
             self.reducer.reset_state()
             for hook in replica_state.hooks_of(self):
-                hook.start_over()  # its residuals were computed from sums that are invalid
+                hook.start_over()  # its residuals were computed from invalid sums
             self._static_graph_delay_allreduce_enqueued = False
         super()._begin_step()
 
@@ -150,7 +150,7 @@ def _check_options(options: Mapping[str, Any], module: torch.nn.Module) -> None:
         )
     for name, part in module.named_modules():
         if isinstance(part, torch.nn.Embedding | torch.nn.EmbeddingBag) and part.sparse:
-            raise ValueError(f"embedding {name!r} has sparse=True: torchft's all-reduce takes no sparse gradients")
+            raise ValueError(f"embedding {name!r} has sparse=True: torchft can't all-reduce sparse gradients")
     if torch._dynamo.config.optimize_ddp == "python_reducer":
         raise ValueError(
             "torch._dynamo.config.optimize_ddp='python_reducer' reduces over a fixed group and bypasses the manager"

@@ -1,4 +1,4 @@
-"""A torchft Manager: what it must have, how many replicas take part in a step, and whether its lighthouse answers."""
+"""A torchft Manager: checks its methods, counts a step's replicas, and tests whether its lighthouse answers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NEEDED = ("allreduce", "current_step", "errored", "num_participants", "report_e
 
 
 def check_manager(manager: Any, who: str) -> None:
-    """TypeError for anything without a torchft Manager's methods, ValueError for a Manager without process group."""
+    """TypeError for anything without a torchft Manager's methods, ValueError for a Manager without a process group."""
     missing = [name for name in _NEEDED if not callable(getattr(manager, name, None))]
     if inspect.isclass(manager) or missing:
         what = f"the class {manager.__name__}" if inspect.isclass(manager) else f"a {type(manager).__name__}"
@@ -62,7 +62,7 @@ def _no_quorum(manager: Any, error: Exception) -> str:
 def check_lighthouse(address: str | None = None, timeout_s: float = 3.0) -> str:
     """Raise unless something listens at the lighthouse's address. Not collective.
 
-    torchft itself notices only after its ``connect_timeout`` (60 s by default).
+    torchft itself detects this only after its ``connect_timeout`` (60 s by default).
 
     Args:
         address: "http://host:port"; None: the environment variable TORCHFT_LIGHTHOUSE.

@@ -51,8 +51,8 @@ class ManagerGroup(dist.ProcessGroup):
         """For a communication hook. RuntimeError: it sends more than sums, which a manager doesn't support."""
         if not hook.sends_sums_only:
             raise RuntimeError(
-                f"{type(hook).__name__} sends messages between fixed ranks, and a torchft Manager has all-reduces "
-                "only: use torchddp.comm_hooks.PowerSGD, or no hook"
+                f"{type(hook).__name__} sends messages between fixed ranks, but a torchft Manager only has "
+                "all-reduces: use torchddp.comm_hooks.PowerSGD, or no hook"
             )
         return ManagerExchange(self)
 
@@ -77,7 +77,7 @@ class ManagerExchange:
     """The communication of a hook between replicas: exact sums only.
 
     The part of `torchddp.comm_hooks.exchange.Exchange` that such hooks need. Creating it is not collective. A failed
-    sum does not raise: its values are invalid, and the manager knows.
+    sum does not raise: its values are invalid, and the manager records the error.
     """
 
     rank = 0
@@ -114,7 +114,7 @@ class _Done(dist._Work):
 
 
 class _ManagedSum(dist._Work):
-    """A sum in flight. For the reducer it always succeeds: should_commit() decides what the step is worth."""
+    """A sum in flight. For the reducer it always succeeds: should_commit() decides whether the step counts."""
 
     def __init__(self, group: ManagerGroup, work: dist.Work) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ class _ManagedSum(dist._Work):
         self._stream = torch.accelerator.current_stream() if torch.accelerator.is_available() else None
 
     def wait(self, timeout: Any = None) -> bool:
-        # torchft's futures are lazy and get their values in here. The time limit is the manager's.
+        # torchft's futures are lazy and get their values here. The time limit is the manager's.
         with self._stream if self._stream is not None else contextlib.nullcontext():
             succeeded = self._work.wait()
         if self._stream is not None:

@@ -17,7 +17,7 @@ class PureDistributedDataParallel(nn.Module):
 
     For models that the reducer doesn't support; :class:`DistributedDataParallel` is faster. Every backward reduces:
     there is no ``no_sync()``. All replicas must use the same parameters in the same order. After an error,
-    ``backward()`` returns and ``should_commit()`` returns False, as with that class.
+    ``backward()`` returns and ``should_commit()`` returns False, as with torchft's class.
 
     Args:
         manager: a ``torchft.Manager``.

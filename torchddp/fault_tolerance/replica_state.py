@@ -1,4 +1,4 @@
-"""What a healing replica gets from another one besides the optimizer's state."""
+"""State that a healing replica gets from a healthy one besides the optimizer's."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def check_buckets(model: Any, theirs: list[list[str]]) -> None:
 
 
 def register(manager: Any, model: TorchDDP, *, weights: bool) -> None:
-    """Let the manager carry the model's state to healing replicas; one that is too old carries nothing."""
+    """Let the manager send the model's state to healing replicas; a manager that is too old sends nothing."""
     add = getattr(manager, "register_state_dict_fn", None)
     if add is None:
         return

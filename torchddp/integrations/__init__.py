@@ -10,10 +10,10 @@ from types import ModuleType
 
 
 def require(module: str, package: str) -> ModuleType:
-    """The imported ``module``. If it is missing, an ImportError in one line that says how to install ``package``."""
+    """Import and return ``module``. If it is missing, raise an ImportError that says how to install ``package``."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name is None or module.partition(".")[0] != error.name.partition(".")[0]:
-            raise  # something that the framework needs
+            raise  # a dependency of the framework
         raise ImportError(f"{error.name} is not installed: pip install {package}") from None

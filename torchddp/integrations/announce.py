@@ -1,4 +1,4 @@
-"""Warnings of torchddp.install(): once per job where it takes effect; in a driver, that workers are not affected."""
+"""Warnings from torchddp.install(): once per job where it takes effect; in a driver, that workers are not affected."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from torchddp.transport.once import is_first_in_job
 
 logger = logging.getLogger("torchddp")
 
-_models = 0  # of ours, by torch's class or one that is derived from it
-_warned = False  # of workers that are elsewhere
+_models = 0  # models of torchddp's class created through torch's class or a subclass
+_warned = False  # about workers in other processes
 
 
 def model_made(model: DistributedDataParallel, made_by: type) -> None:
-    """The job's first one is announced; with it, what was derived too early."""
+    """Announce the job's first model, and any classes that were derived too early."""
     global _models
     _models += 1
     if not is_first_in_job("torch's class makes ours", model.process_group):
@@ -31,17 +31,17 @@ def model_made(model: DistributedDataParallel, made_by: type) -> None:
     if made_by is not TorchDDP:
         message += f", first for {_name(made_by)}, which is derived from it"
     if early := [_name(c) for c in derived_early()]:
-        message += f". Derived from torch's before, and so without it: {', '.join(early)}"
+        message += f". Derived from torch's earlier, and so not affected: {', '.join(early)}"
     logger.warning(message)
 
 
 def torchs_model_made(model: TorchDDP) -> None:
-    """For a class that was derived before install(): one warning per class and job."""
+    """Warn once per class and job about a class that was derived before install()."""
     name = _name(type(model))
     if is_first_in_job(f"{name} keeps torch's", model.process_group):
         logger.warning(
-            "%s was derived from torch's DistributedDataParallel before torchddp.install(), and so its models keep "
-            "torch's reducer: call install() before the import of %s",
+            "%s was derived from torch's DistributedDataParallel before torchddp.install(), so its models keep "
+            "torch's reducer: call install() before importing %s",
             name,
             type(model).__module__,
         )
@@ -89,8 +89,8 @@ def _warn(engine: str) -> None:
     if not _warned:
         _warned = True
         logger.warning(
-            "torchddp.install() here changes this process alone, and none of %s's workers: call it in the function "
-            "that %s runs on them, or set TORCHDDP_INSTALL=1 for them and import torchddp there",
+            "torchddp.install() only affects this process, not %s's workers: call it in the function that %s runs "
+            "on them, or set TORCHDDP_INSTALL=1 for them and import torchddp there",
             engine,
             engine,
         )
@@ -104,7 +104,7 @@ def _is_worker() -> bool:
 
 
 def _driven() -> str:
-    """The engine whose driver this process is by now, or nothing."""
+    """The engine that this process drives now, or ""."""
     if _mode_of(sys.modules.get("ray")) is not None:
         return "Ray"
     spark = sys.modules.get("pyspark")
@@ -114,7 +114,7 @@ def _driven() -> str:
 
 
 def _mode_of(ray: ModuleType | None) -> int | None:
-    """Ray's number for what this process is to it; None while it is nothing."""
+    """Ray's number for this process's role; None if Ray is not initialised."""
     if ray is None or not hasattr(ray, "is_initialized") or not ray.is_initialized():
         return None
     mode: int | None = getattr(getattr(ray.get_runtime_context(), "worker", None), "mode", None)

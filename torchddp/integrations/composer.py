@@ -31,7 +31,7 @@ def enable(**options: Any) -> ExitStack:
 
     Composer's three sync strategies become torchddp's of the same names: FORCED_SYNC reduces packed buckets instead of
     sending one message per parameter. Models that are already wrapped don't change. In a ``with`` statement, the
-    previous state returns at the end. Not collective, but every rank must call it before it creates its Trainer.
+    previous state is restored at the end. Not collective, but every rank must call it before it creates its Trainer.
 
     Args:
         options: of torchddp's class and torch's; they replace those of an earlier call. Not

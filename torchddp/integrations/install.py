@@ -10,11 +10,11 @@ metaclass decides what calling the class creates. So:
   while installed, are both instances of it, because ours is a subclass.
 * What torch stores on its class (``_active_ddp_module``, which Dynamo reads) exists only once.
 * Pickles of both find their class under its name. Unpickling doesn't call a class, so copies keep theirs.
-* Only the metaclass has to be restored, and a module imported later has missed nothing. (``watch_collectives()``,
-  active for as long, works differently: Note [How a function is watched].)
+* Only the metaclass has to be restored, and modules imported later are unaffected. (``watch_collectives()``, active
+  while this is installed, works differently: Note [How a function is watched].)
 
-A class that is derived from torch's while installed gets ours as its base, from the metaclass. A class derived before
-keeps torch's, because it may already have instances. It has our metaclass too meanwhile, which reports the first model
+The metaclass gives a class that is derived from torch's while installed our class as its base. A class derived before
+keeps torch's, because it may already have instances. Meanwhile it also has our metaclass, which reports the first model
 that such a class creates.
 """
 
@@ -37,12 +37,12 @@ ENV = "TORCHDDP_INSTALL"
 _OFF = ("", "0")
 
 _PlainMeta: Any = type(TorchDDP)
-_ARGUMENTS = tuple(inspect.signature(DistributedDataParallel.__init__).parameters)[1:]  # in the order of places
+_ARGUMENTS = tuple(inspect.signature(DistributedDataParallel.__init__).parameters)[1:]  # in positional order
 _DEFAULTABLE = _ARGUMENTS[1:]  # all but the module
 
 _lock = threading.RLock()
 _defaults: dict[str, Any] | None = None  # None: not installed
-_watching = ExitStack()  # of collectives, while installed
+_watching = ExitStack()  # watches collectives while installed
 
 
 def install(**defaults: Any) -> ExitStack:
@@ -60,9 +60,9 @@ def install(**defaults: Any) -> ExitStack:
     of Ray or Spark, whose workers are not affected, it warns of that instead. Collectives are watched while it is
     installed: :func:`torchddp.watch_collectives`.
 
-    In a ``with`` statement, the previous state returns at the end, also after an exception. Calls may be nested and
-    repeated. Not collective, but every rank must do the same. In processes started afterwards by fork it is installed;
-    in others it is once they import torchddp, if the environment variable TORCHDDP_INSTALL is 1.
+    In a ``with`` statement, the previous state is restored at the end, even after an exception. Calls may be nested and
+    repeated. Not collective, but every rank must do the same. Processes forked afterwards inherit it; others install it
+    when they import torchddp, if the environment variable TORCHDDP_INSTALL is 1.
 
     Args:
         defaults: for any argument of :class:`torchddp.DistributedDataParallel` except ``module``: torchddp's own
@@ -89,7 +89,7 @@ def install(**defaults: Any) -> ExitStack:
 def uninstall() -> ExitStack:
     """Make torch's class create its own objects again. Does nothing if torchddp is not installed.
 
-    In a ``with`` statement, around a model that must be torch's, what was installed returns at the end.
+    In a ``with`` statement around a model that must be torch's, the previous state is restored at the end.
     """
     with _lock:
         before = _back_to(_defaults)
@@ -98,7 +98,7 @@ def uninstall() -> ExitStack:
 
 
 def _back_to(defaults: dict[str, Any] | None) -> ExitStack:
-    stack = ExitStack()  # in a ``with``, its end brings this state back; otherwise nothing does
+    stack = ExitStack()  # restores this state at the end of a ``with``; otherwise never
     stack.callback(_switch, defaults)
     return stack
 
@@ -121,13 +121,13 @@ def install_by_variable() -> None:
 def check_variable(value: str) -> None:
     if value not in (*_OFF, "1"):
         raise ValueError(
-            f"the environment variable {ENV} must be 1 (torch.nn.parallel.DistributedDataParallel makes torchddp's "
+            f"the environment variable {ENV} must be 1 (torch.nn.parallel.DistributedDataParallel creates torchddp's "
             f"class), or 0 or empty (it does not), got {value!r}"
         )
 
 
 class DerivedDDP(DistributedDataParallel):
-    """torchddp's class, as base of classes that are derived from torch's while torchddp is installed."""
+    """The base of classes that are derived from torch's while torchddp is installed."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **_with_defaults(args, kwargs))
@@ -137,14 +137,14 @@ class DerivedDDP(DistributedDataParallel):
         if "_options" not in self.__dict__:
             raise TypeError(
                 f"{type(self).__qualname__} was derived from torch's DistributedDataParallel while torchddp was "
-                "installed, so its base is torchddp's; but its __init__ calls torch's class by its name, which skips "
+                "installed, so its base is torchddp's; but its __init__ calls torch's class by name, which skips "
                 "torchddp's constructor: call super().__init__(...)"
             )
         super()._ddp_init_helper(*args, **kwargs)
 
 
 class _InstalledMeta(_PlainMeta):
-    """That of torch's class while torchddp is installed: Note [What is replaced]."""
+    """The metaclass of torch's class while torchddp is installed: Note [What is replaced]."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         if _defaults is None or issubclass(cls, DistributedDataParallel):
@@ -165,7 +165,7 @@ class _InstalledMeta(_PlainMeta):
 
     @property
     def __signature__(cls) -> inspect.Signature:
-        """Of the class that a call makes: frameworks look whether it accepts an argument."""
+        """The signature of the class that a call creates: frameworks check whether it accepts an argument."""
         made: Any = DistributedDataParallel if cls is TorchDDP else cls
         parameters = list(inspect.signature(made.__init__).parameters.values())
         return inspect.Signature(parameters[1:])
@@ -181,7 +181,7 @@ def _switch(defaults: dict[str, Any] | None) -> None:
         _defaults = defaults
         off, on = (_InstalledMeta, _PlainMeta) if defaults is None else (_PlainMeta, _InstalledMeta)
         for cls in (TorchDDP, *announce.derived_early()):
-            if type(cls) is off:  # else it has one of its own
+            if type(cls) is off:  # otherwise it has its own metaclass
                 cls.__class__ = on
 
 

@@ -11,7 +11,8 @@ from torchddp.sync.microbatches import unwrapped
 
 
 def wrapper_of(model: torch.nn.Module, alone: bool, how: str) -> DistributedDataParallel | None:
-    """torchddp's class around the model, compiled or not. None: it has no wrapper, as it may in a process ``alone``.
+    """torchddp's class around the model, compiled or not. None: it has no wrapper, which is allowed if the process is
+    ``alone``.
 
     Raises:
         RuntimeError: the gradients of several ranks are averaged by another class, or the model is not the wrapped
@@ -23,7 +24,7 @@ def wrapper_of(model: torch.nn.Module, alone: bool, how: str) -> DistributedData
     if alone and not isinstance(wrapper, TorchDDP):
         return None
     raise RuntimeError(
-        f"gradients are weighted by torchddp's classes, and this model is a {type(wrapper).__module__}."
+        f"only torchddp's classes can weight gradients, and this model is a {type(wrapper).__module__}."
         f"{type(wrapper).__qualname__}: {how}"
     )
 

@@ -50,8 +50,8 @@ def parallelize(
         model: already on its device. With tensor parallelism: after ``parallelize_module`` over
             ``torchddp.parallel.device_mesh(config)["mp"]``.
         config: None: DistributedDataParallel with its defaults.
-        optimizer: a class or ``functools.partial`` of one, called with the parameters that are finally trained; the
-            result is then a pair. Kind "sharded" requires it, and makes a `torchddp.optim.OSS` of that class.
+        optimizer: a class or ``functools.partial`` of one, called with the final parameters; the result is then a pair.
+            Kind "sharded" requires it, and makes a `torchddp.optim.OSS` of that class.
 
     Raises:
         ValueError: sizes that don't multiply to the world size, model parallelism for a model without a plan for it, a
@@ -86,7 +86,7 @@ def _apply(model: nn.Module, config: ParallelConfig, layout: groups.Layout, mesh
         return model
     options = {"init_sync": config.sync_module_states, **_wrapper_options(config)}
     if layout.model_parallel > 1:
-        # Parameters of a tensor parallel plan are DTensors, which a wrapper would have to take apart.
+        # Parameters of a tensor parallel plan are DTensors, which replicate() keeps.
         return replicate(model, mesh=mesh["dp"], **options)
     return DistributedDataParallel(model, process_group=mesh.get_group("dp"), **options)
 
@@ -135,8 +135,8 @@ _DTYPE_OPTIONS = {
 def _check_optimizer(optimizer: object) -> None:
     if isinstance(optimizer, Optimizer):
         raise TypeError(
-            f"optimizer: got a {type(optimizer).__name__} that was made before; allowed: its class, or "
-            "functools.partial of it, because sharding replaces parameters"
+            f"optimizer: got an existing {type(optimizer).__name__}; allowed: its class, or functools.partial of it, "
+            "because sharding replaces parameters"
         )
     if optimizer is not None and not callable(optimizer):
         raise TypeError(f"optimizer: got a {type(optimizer).__name__}, allowed: a class, or functools.partial of one")
@@ -149,7 +149,7 @@ def _check_model(model: nn.Module) -> None:
         wrapped = isinstance(module, nn.parallel.DistributedDataParallel | FSDPModule)
         if wrapped or "replicate" in (_get_registry(module) or {}):
             where = f"its module '{name}'" if name else "the model"
-            raise ValueError(f"{where} is parallel already (a {type(module).__name__}): pass the bare model, once")
+            raise ValueError(f"{where} is already parallel (a {type(module).__name__}): pass the bare model")
 
 
 def _device_type(model: nn.Module) -> str:

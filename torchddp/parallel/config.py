@@ -166,7 +166,7 @@ def _made(values: Mapping[str, Any], source: str, base: ParallelConfig) -> Paral
 
 
 def _plain(value: Any) -> Any:
-    """An option in the form that a file has it."""
+    """An option's value as files store it."""
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
     return value.total_seconds() if isinstance(value, datetime.timedelta) else value
@@ -229,7 +229,7 @@ def _check_together(config: ParallelConfig) -> None:
     """ValueError for options that conflict whatever the world size."""
     kind, strategy = config.kind, config.sharding_strategy
     if config.use_fsdp and kind in ("none", "ddp", "sharded"):
-        raise ValueError(f"use_fsdp with kind '{kind}': leave one out, or take kind 'fsdp' or 'hsdp'")
+        raise ValueError(f"use_fsdp with kind '{kind}': leave one out, or use kind 'fsdp' or 'hsdp'")
     with_fsdp = config.use_fsdp or kind in ("fsdp", "hsdp")
     if strategy is not None and not with_fsdp:
         raise ValueError(f"sharding_strategy '{strategy}' without use_fsdp: set use_fsdp, or leave the strategy out")
@@ -237,8 +237,8 @@ def _check_together(config: ParallelConfig) -> None:
         raise ValueError(f"kind 'hsdp' with sharding_strategy '{strategy}': allowed: HYBRID_SHARD, HYBRID_SHARD_ZERO2")
     if config.cpu_offload and not with_fsdp:
         raise ValueError(
-            f"cpu_offload with kind '{config.chosen_kind}': nothing is offloaded here; take use_fsdp (torch's FSDP2) "
-            "or DeepSpeed"
+            f"cpu_offload with kind '{config.chosen_kind}', which can't offload: set use_fsdp (torch's FSDP2), or use "
+            "DeepSpeed"
         )
     for name in _FSDP_ONLY:
         if not with_fsdp and getattr(config, name) not in (None, 0, False):
@@ -246,7 +246,7 @@ def _check_together(config: ParallelConfig) -> None:
     if with_fsdp and config.ddp:
         raise ValueError(f"ddp.{next(iter(config.ddp))} with FSDP: options of DistributedDataParallel have no effect")
     if kind == "sharded" and (config.model_parallel or 1) > 1:
-        raise ValueError(f"model_parallel {config.model_parallel} with kind 'sharded': take 'ddp', 'fsdp' or 'hsdp'")
+        raise ValueError(f"model_parallel {config.model_parallel} with kind 'sharded': use 'ddp', 'fsdp' or 'hsdp'")
     if config.ddp:
         _check_ddp_options(config.chosen_kind, config.ddp)
 

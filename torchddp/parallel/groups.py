@@ -17,9 +17,9 @@ from torchddp.transport.agreement import StoreExchange, part_of_store, ranks_of_
 
 @dataclass(frozen=True)
 class Layout:
-    """What to do, and the two sizes whose product is the number of ranks.
+    """The kind of parallelism, and the two sizes whose product is the number of ranks.
 
-    Rank r has place ``r % model_parallel`` in its model-parallel group, whose ranks are neighbours, and place ``r //
+    Rank r has index ``r % model_parallel`` in its model-parallel group, whose ranks are consecutive, and index ``r //
     model_parallel`` in its data-parallel group.
     """
 
@@ -47,7 +47,7 @@ def plan_layout(config: ParallelConfig, world_size: int, ranks_of_a_host: int, t
     kind = config.chosen_kind
     wanted = config.model_parallel
     if wanted is None:
-        # If several hosts have the same number of ranks; otherwise one group of all.
+        # For HSDP, one group per host if all hosts have the same number of ranks; otherwise one group of all ranks.
         even = world_size % ranks_of_a_host == 0
         wanted = (ranks_of_a_host if even else world_size) if kind == "hsdp" else 1
     data_parallel, model_parallel = _sizes(config, world_size, wanted)
@@ -85,7 +85,7 @@ def _check_plan(kind: str, model_parallel: int, tensor_parallel: bool) -> None:
     if tensor_parallel:
         if kind in ("sharded", "hsdp"):
             raise ValueError(
-                f"kind '{kind}' on a model whose parameters are DTensors already: allowed: 'ddp' and 'fsdp' over the "
+                f"kind '{kind}' on a model whose parameters are already DTensors: allowed: 'ddp' and 'fsdp' over the "
                 "data-parallel dimension of the mesh"
             )
         if model_parallel == 1:
@@ -96,7 +96,7 @@ def _check_plan(kind: str, model_parallel: int, tensor_parallel: bool) -> None:
     elif model_parallel > 1 and kind in ("ddp", "fsdp", "sharded"):
         raise ValueError(
             f"model_parallel {model_parallel} with kind '{kind}' on a model without a tensor parallel plan: call "
-            "parallelize_module(model, torchddp.parallel.device_mesh(config)['mp'], plan) first, or take kind 'hsdp' "
+            "parallelize_module(model, torchddp.parallel.device_mesh(config)['mp'], plan) first, or use kind 'hsdp' "
             "to shard each copy over these ranks"
         )
 
@@ -137,7 +137,7 @@ class _Made:
 
 
 _made: list[_Made] = []
-# as long as torch's stores wait, for ranks whose models take longer to build
+# as long as torch's stores wait, because some ranks' models may take longer to build
 _HOSTS_TIMEOUT = datetime.timedelta(minutes=10)
 _host_sizes: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
@@ -228,8 +228,8 @@ def layout_here(config: ParallelConfig, tensor_parallel: bool) -> Layout:
 
 
 def ranks_of_a_host() -> int:
-    """The number of ranks per host if it is the same everywhere and they are neighbours; otherwise the number of all
-    ranks.
+    """The number of ranks per host if it is the same on all hosts and each host's ranks are consecutive; otherwise the
+    world size.
 
     The first call in a process group is collective. Ranks tell each other through the store, because a launcher only
     knows the ranks it started itself, and a model's GPU may not be chosen yet.

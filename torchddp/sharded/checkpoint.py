@@ -1,4 +1,4 @@
-"""OSS with torch.distributed.checkpoint: saved by all ranks, loaded on any number of them."""
+"""Checkpoints of OSS with torch.distributed.checkpoint: saved by all ranks, loaded on any number of ranks."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def load_checkpoint(
         optimizer: the OSS to load into, over the same parameters as the saved one.
         key: where the optimizer is in the saved dict.
         checkpoint_id: the checkpoint's folder.
-        storage_reader: a reader for another storage, instead of a folder.
+        storage_reader: a reader for storage other than a folder.
 
     Raises:
-        ValueError: neither a folder nor a reader; no optimizer under ``key``, or one of another model. Nothing is
+        ValueError: neither a folder nor a reader; no optimizer under ``key``, or one for another model. Nothing is
             changed.
     """
     from torch.distributed.checkpoint import filesystem, state_dict_loader

@@ -26,9 +26,9 @@ class ShardedDataParallel(DistributedDataParallel):
 
     Each bucket holds gradients of one owner and is reduced to it while backward runs. The other ranks free theirs at
     once, so after backward ``.grad`` is None except on the owner. ``optimizer.step()`` updates the owner's parameters
-    and sends them to all ranks between flat buffers (parameters become views of these): while the next forward runs,
-    with each module waiting for its own parameters (DeAR, Zhang et al. 2023), or within the step over shared memory,
-    where this rank's own processor would do the copying anyway. Results equal those of DistributedDataParallel.
+    and sends them to all ranks from flat buffers (parameters become views of these): during the next forward, with each
+    module waiting for its own parameters (DeAR, Zhang et al. 2023), or, over shared memory, within the step, because
+    there the rank's own CPU does the copying anyway. Results equal those of DistributedDataParallel.
 
     Args:
         module: the model. Its parameters keep their identity but move to other memory.
@@ -39,16 +39,17 @@ class ShardedDataParallel(DistributedDataParallel):
         reduce_buffer_size: elements of the largest gradient message, unless a single gradient is larger; 0: one message
             per gradient. Buckets are smaller where the transport prefers small ones.
         auto_refresh_trainable: detect in forward that parameters were frozen or thawed, and call `refresh_trainable`.
-            Each rank checks its own parameters; all must have changed in the same way.
-        reduce_fp16: send float32 gradients as float16, after dividing by the world size: half the bytes, three digits.
-            Sums are rounded to float16 too: once over shared memory and gloo, elsewhere as the backend does it.
+            Each rank checks its own parameters; they must change in the same way on all ranks.
+        reduce_fp16: send float32 gradients as float16, after dividing by the world size: half the bytes, about three
+            decimal digits. Sums are rounded to float16 too: once over shared memory and gloo, otherwise as the backend
+            does it.
         transport, timeout, stall_report_s, find_unused_parameters, static_graph, device_ids, weighted, zero_weights: as
             for DistributedDataParallel.
         overlap_gather: False: a step returns once all ranks have the updated parameters. Otherwise they are sent while
             the next forward runs, unless memory is shared.
 
     With ``overlap_gather``, reading a parameter through its module (or this class) waits for it: ``module.weight``,
-    ``parameters()``, ``state_dict()``, forward. A tensor kept from before does not wait: see `synchronize`.
+    ``parameters()``, ``state_dict()``, forward. A tensor obtained earlier does not wait: see `synchronize`.
 
     Memory per rank besides the model: 1/W of the gradients after backward (during it, also those in transit) and 1/W of
     the optimizer's state. The constructor and every synchronised backward, step and `refresh_trainable` are collective.
@@ -138,7 +139,7 @@ class ShardedDataParallel(DistributedDataParallel):
         return super()._forward(*inputs, **kwargs)
 
     def unwrap(self) -> torch.nn.Module:
-        """Take the module out: its parameters get their own memory and all hooks are removed. Returns it.
+        """Return the module, with its parameters in their own memory and all hooks removed.
 
         For the end of training: this object can't be used afterwards. Gradients are dropped; the optimizers can still
         be saved (`consolidate_state_dict`). Not collective, but all ranks must have done the same number of steps,
@@ -160,8 +161,8 @@ class ShardedDataParallel(DistributedDataParallel):
     def refresh_trainable(self) -> None:
         """Update owners and buckets after parameters were frozen or thawed. Collective.
 
-        Raises the errors of the base class. New parameters go to an optimizer through its ``add_param_group``, which
-        calls this.
+        Raises the errors of the base class. Give new parameters to an optimizer's ``add_param_group``, which calls
+        this.
         """
         self._refreshing = True
         try:
@@ -174,9 +175,7 @@ class ShardedDataParallel(DistributedDataParallel):
     def _check_new(self, params: list[torch.Tensor]) -> None:
         known = set(self.module.parameters())
         if strangers := sum(param not in known for param in params):
-            raise ValueError(
-                f"{strangers} of {len(params)} new parameters are not those of the ShardedDataParallel's module"
-            )
+            raise ValueError(f"{strangers} of {len(params)} new parameters are not in the ShardedDataParallel's module")
 
     def _owners_changed(self) -> None:
         """An optimizer has new parameters or new owners."""
@@ -206,8 +205,8 @@ class ShardedDataParallel(DistributedDataParallel):
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> NoReturn:
         raise RuntimeError(
-            "ShardedDataParallel takes no communication hook: hooks reduce to all ranks. reduce_fp16=True halves "
-            "what is sent"
+            "ShardedDataParallel does not support communication hooks, which reduce to all ranks. reduce_fp16=True "
+            "halves the bytes sent"
         )
 
     def replan(self) -> NoReturn:

@@ -1,16 +1,16 @@
 """Steps many small parameters as a few flat ones, for element-wise optimizers.
 
-A step over a thousand small parameters takes a thousand times a dozen kernel calls; over the flat buffers of
-ShardedDataParallel it takes a dozen. Small parameters of one group that are neighbours in a buffer become a
+Stepping a thousand small parameters takes a thousand times a dozen kernel calls; stepping the flat buffers of
+ShardedDataParallel takes a dozen. Small parameters of one group that are neighbours in a buffer become a
 `FlatParameter` (as in FSDP): their gradients are copied side by side, and the optimizer steps one tensor instead.
 
 Results equal those of stepping tensor by tensor, bit for bit, except with ``fused=True`` on the CPU (SGD, Adam, AdamW):
 torch's fused kernels round the last few elements of each tensor differently, so a new value may differ by the rounding
 of one of its terms.
 
-A flat parameter stays in place as long as its parameters all have gradients, or all have none. If that differs, it is
-split permanently, so models with branches settle after a few steps. The state that users see is always up to date, and
-is read again whenever they change it.
+A flat parameter lasts as long as all or none of its parameters have gradients. Otherwise it is split permanently, so
+models with branches settle after a few steps. The state that users see is always up to date, and is read again whenever
+they change it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SMALL_NUMEL = 65_536
 # State that torch's optimizers keep once per parameter; everything else is per element.
 SCALAR_STATE = frozenset({"step", "mu_product"})
 
-# Exactly these classes: a class derived from one of them may do anything.
+# Exactly these classes, because a subclass may do anything.
 ELEMENTWISE = frozenset(
     {
         torch.optim.SGD,
@@ -64,18 +64,18 @@ class FlatStep:
     def reset(self) -> None:
         """Call when the optimizer has new parameters or new state: the next step regroups them."""
         self._buffers: list[torch.Tensor] = []
-        self._flat: list[tuple[int, FlatParameter]] = []  # with the number of their group
+        self._flat: list[tuple[int, FlatParameter]] = []  # with their group's number
         self._alone: list[list[torch.Tensor]] = []  # the other parameters, by group
 
     @contextmanager
     def flattened(self, buffers: Sequence[torch.Tensor]) -> Iterator[None]:
         """A context within which the optimizer's groups hold flat parameters.
 
-        ``buffers``: the flat tensors that parameters may lie in. Between the optimizer's parameters they must be free
-        to write to.
+        ``buffers``: the flat tensors that may hold parameters. Gaps between the optimizer's parameters must be free to
+        write to.
         """
         hooks = self._optimizer._optimizer_step_pre_hooks or self._optimizer._optimizer_step_post_hooks
-        if not buffers or not self._possible or hooks:  # a hook is to see the parameters it knows
+        if not buffers or not self._possible or hooks:  # step hooks must see the original parameters
             yield
             return
         self._update(buffers)
@@ -96,7 +96,7 @@ class FlatStep:
                 flat.end_step(state)
 
     def _update(self, buffers: Sequence[torch.Tensor]) -> None:
-        """Makes flat parameters for the buffers, gradients and state there are now."""
+        """Update the flat parameters for the current buffers, gradients and state."""
         groups, state = self._optimizer.param_groups, self._optimizer.state
         if len(buffers) != len(self._buffers) or not all(map(is_, buffers, self._buffers)):
             self.reset()
@@ -116,7 +116,7 @@ class FlatStep:
                     continue
                 self._flat += _merge_neighbours([(number, param) for param in flat.params], flat.buffer, state)
                 if not all(_lies_in(param, flat.buffer) for param in flat.params):
-                    self._buffers = []  # it is moved back after this step: group anew then, as more may be neighbours
+                    self._buffers = []  # it moves back after this step; regroup then, as more may be neighbours
         merged = {param for _, flat in self._flat for param in flat.params}
         self._alone = [[param for param in group["params"] if param not in merged] for group in groups]
 
@@ -124,9 +124,9 @@ class FlatStep:
 class FlatParameter:
     """Parameters of equal dtype and device, each dense, in ascending order in ``buffer``, with equal state.
 
-    The optimizer steps `data`, which spans from the first parameter's first element to the last one's last, including
-    gaps, whose elements don't affect others. Users still see each parameter's own state: tensors of its shape, which
-    are views of the flat state, and its own scalars, which are kept equal to the flat ones.
+    The optimizer steps `data`, which spans from the first parameter's first element to the last parameter's last,
+    including gaps, whose elements affect no others. Users still see each parameter's own state: tensors of its shape,
+    which are views of the flat state, and its own scalars, which are kept equal to the flat ones.
     """
 
     def __init__(self, params: Sequence[torch.Tensor], buffer: torch.Tensor, state: State) -> None:
@@ -177,7 +177,7 @@ class FlatParameter:
             self._scalars[key] = (values, values._version)
 
     def _flatten_state(self, state: State) -> None:
-        """Builds the flat state from the parameters': equal scalars, and other tensors of the parameters' shapes."""
+        """Build the flat state from the parameters' own: equal scalars, and tensors of the parameters' shapes."""
         entries = [dict(state.get(param, {})) for param in self.params]
         flat: dict[str, torch.Tensor] = {}
         for key, value in entries[0].items():
@@ -189,7 +189,7 @@ class FlatParameter:
             torch._foreach_copy_([state[param][key] for param in self.params], [entry[key] for entry in entries])
 
     def _expose_state(self, flat: dict[str, torch.Tensor], state: State) -> None:
-        """Gives each parameter its part of the flat state, and remembers it."""
+        """Give each parameter its part of the flat state, and remember it."""
         parts: dict[str, Sequence[torch.Tensor]] = {}
         self._state, self._scalars = flat, {}
         for key, value in flat.items():
@@ -245,7 +245,7 @@ def _merge_kind(param: torch.Tensor, buffer: torch.Tensor, state: Mapping[torch.
 
 
 def _state_kind(key: str, value: Any, param: torch.Tensor) -> Hashable:
-    """As `_merge_kind`, of one entry of the parameter's state."""
+    """As `_merge_kind`, for one entry of the parameter's state."""
     if not isinstance(value, torch.Tensor):
         return None
     if key in SCALAR_STATE:

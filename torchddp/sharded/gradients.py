@@ -1,4 +1,4 @@
-"""Gradients that each rank holds a part of: their norm, and what GradScaler leaves to the optimizer."""
+"""Sharded gradients: their norm, and what GradScaler leaves to the optimizer."""
 
 from __future__ import annotations
 
@@ -68,10 +68,10 @@ class ShardedGradScaler(torch.amp.GradScaler):
 def skips_step(optimizer: Optimizer, params: Sequence[torch.Tensor], group: dist.ProcessGroup, sharded: bool) -> bool:
     """Whether all ranks skip this step because of non-finite gradients. Collective under a GradScaler.
 
-    If not, unscales gradients that the scaler has not unscaled yet. It leaves both tasks to optimizers like OSS
+    If not, unscales gradients that the scaler has not unscaled yet. The scaler leaves both tasks to optimizers like OSS
     (``_step_supports_amp_scaling``), on which it sets ``found_inf`` and ``grad_scale``. ``sharded``: each rank sees
-    only its own gradients. Raises RuntimeError on every rank if only some found such values, since their scales would
-    drift apart.
+    only its own gradients. Raises RuntimeError on every rank if only some found non-finite values, since their scales
+    would drift apart.
     """
     found_inf: torch.Tensor | None = getattr(optimizer, "found_inf", None)
     if found_inf is None:
@@ -99,12 +99,12 @@ def _agree_on_inf(mine: bool, group: dist.ProcessGroup, sharded: bool) -> bool:
     ranks = [rank for rank, flag in enumerate(flags.tolist()) if flag]
     if 0 < len(ranks) < group.size():
         why = (
-            "each rank looks at its own gradients only; use torchddp.optim.ShardedGradScaler with ShardedDataParallel"
+            "each rank checks only its own gradients; use torchddp.optim.ShardedGradScaler with ShardedDataParallel"
             if sharded
-            else "the gradients were not averaged (a step after no_sync()?) or changed on one rank"
+            else "the gradients were not averaged (a step after no_sync()?) or were changed on one rank"
         )
         raise RuntimeError(
-            f"GradScaler found gradients that are not finite on rank {', '.join(map(str, ranks))} only, of "
+            f"GradScaler found non-finite gradients on rank {', '.join(map(str, ranks))} only, of "
             f"{group.size()} ranks: {why}."
         )
     return mine

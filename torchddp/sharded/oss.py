@@ -19,7 +19,7 @@ from torchddp.sharded.partition import ParameterPartition
 from torchddp.sharded.sharded_state import check_state, gather_state
 from torchddp.transport.agreement import message_device, verify_agreement
 
-# What OSS and the inner optimizer each have for themselves in a parameter group; the rest is shared.
+# Keys of a parameter group that OSS and the inner optimizer each keep for themselves; the rest are shared.
 OWN_KEYS = ("params", "param_names")
 
 State = dict[torch.Tensor, Any]
@@ -38,7 +38,7 @@ class OSS(Optimizer):
 
     Attributes:
         optim: the optimizer of this rank's parameters. Its options are overwritten with those of ``param_groups``.
-        process_group, rank, world_size: the ranks that the state is sharded over, and this rank's place among them.
+        process_group, rank, world_size: the group that the state is sharded over, this rank in it, and its size.
         step_hooks: those of the ShardedDataParallel that sends the parameters, if there is one.
 
     Args:
@@ -47,8 +47,8 @@ class OSS(Optimizer):
         group: the process group to shard over; default: all ranks.
         broadcast_buffer_size: elements of the largest message of updated parameters, unless a single parameter is
             larger; -1: one message per owner and dtype.
-        broadcast_fp16: send float32 parameters as float16; all ranks, including the owner, continue with the
-            rounded values. Replicas stay equal, but weights have half precision (below 65504, small updates vanish).
+        broadcast_fp16: send float32 parameters as float16; all ranks, including the owner, continue with the rounded
+            values. Replicas stay equal, but weights have half precision (at most 65504, and small updates vanish).
         defaults: the options of ``optim``.
 
     The constructor is collective: it raises RuntimeError on every rank if the parameters differ between ranks.
@@ -56,7 +56,7 @@ class OSS(Optimizer):
     a rank outside of ``group``.
     """
 
-    # The scaler then leaves skipping and unscaling to `step`, where ranks must agree, or some would wait forever.
+    # GradScaler then leaves skipping and unscaling to `step`, where ranks must agree, or some would wait forever.
     _step_supports_amp_scaling = True
     _built = False
 
@@ -107,7 +107,7 @@ class OSS(Optimizer):
         self._flat_step.reset()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's. The new parameters go to the ranks that own the fewest elements. Collective.
+        """As in torch. The new parameters go to the ranks that own the fewest elements. Collective.
 
         Raises ValueError, adding nothing, for parameters given twice or unknown to an attached data parallel module,
         and RuntimeError on every rank if the new parameters differ between ranks.
@@ -202,7 +202,7 @@ class OSS(Optimizer):
         device = params[0].device if params else message_device(group)
         norm = sharded_norm(grads, float(norm_type), dtype, group, device)
         if error_if_nonfinite and not bool(norm.isfinite()):
-            raise RuntimeError(f"the norm of the gradients of order {norm_type} is {norm.item()}: it can't be clipped")
+            raise RuntimeError(f"the gradients' norm of order {norm_type} is {norm.item()}, so it can't be clipped")
         torch.nn.utils.clip_grads_with_norm_(params, max_norm, norm, foreach)
         return norm
 
@@ -277,7 +277,7 @@ class OSS(Optimizer):
     def __getstate__(self) -> NoReturn:
         raise TypeError("an OSS can't be copied or pickled: it belongs to a process group; use its state_dict")
 
-    # --- inside ---
+    # --- internals ---
 
     def _agree_on_owners(self, wanted: list[bool], error: Exception | None = None) -> tuple[list[int | None], State]:
         """Like `_find_owners`. Collective: raises on every rank if one has an error or their parameters differ."""
@@ -338,7 +338,7 @@ class OSS(Optimizer):
             self.state = live
 
     def _load(self, state: Mapping[Any, Any], saved_groups: list[dict[str, Any]]) -> None:
-        """Loads state of this rank's parameters, by index, and the options of all groups."""
+        """Load the state of this rank's parameters, by index, and the options of all groups."""
         index_of = {param: index for index, param in enumerate(self._partition.params)}
         groups = [
             {**_options(saved), "params": [index_of[param] for param in inner["params"]]}
@@ -359,7 +359,7 @@ def _check_class(optim: Any) -> None:
     if issubclass(optim, OSS):
         raise TypeError("optim must be the class of the optimizer to shard, not OSS itself")
     if issubclass(optim, torch.optim.LBFGS):
-        raise TypeError("LBFGS looks at all parameters at once: its state can't be sharded")
+        raise TypeError("LBFGS uses all parameters together, so its state can't be sharded")
 
 
 def _resolve_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:

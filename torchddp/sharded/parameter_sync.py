@@ -1,7 +1,7 @@
 """Sends updated parameters from their owners to all ranks.
 
-`OSS` alone uses `broadcast_buckets` within the step. Under ShardedDataParallel, parameters are views of flat memory
-with one owner's side by side, and `ParameterGather` sends them from there while the next forward runs.
+`OSS` alone uses `broadcast_buckets` within the step. Under ShardedDataParallel, parameters are views of flat memory,
+those of one owner side by side, and `ParameterGather` sends them from there while the next forward runs.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class StepHooks:
 
     Attributes:
         check_new: raises ValueError for new parameters that the module doesn't have.
-        owned_buffers: flat tensors that this rank's parameters lie in, the same until parameters move. Gaps between the
+        owned_buffers: flat tensors that hold this rank's parameters, the same until parameters move. Gaps between the
             optimizer's parameters are unused and may be written to.
         before_step: before parameters are changed.
         after_step: after this rank has updated its own. Collective.
@@ -73,7 +73,7 @@ class Bucket:
 
 
 def plan_buckets(params: Sequence[torch.Tensor], owners: Sequence[int | None], max_numel: int) -> list[Bucket]:
-    """Buckets of at most ``max_numel`` elements (-1: no limit), a larger parameter alone. See `pack`.
+    """Buckets of at most ``max_numel`` elements (-1: no limit); a larger parameter is alone. See `pack`.
 
     Parameters without an owner or without elements are in none.
     """
@@ -115,7 +115,7 @@ def broadcast_buckets(buckets: Sequence[Bucket], group: dist.ProcessGroup, half:
         sent.append((bucket, flat, work, in_place))
     for bucket, flat, work, in_place in sent:
         wait_for_work(work, group)
-        rounded = flat.dtype != bucket.dtype  # so that the owner, too, continues with what the others got
+        rounded = flat.dtype != bucket.dtype  # then the owner, too, takes the rounded values
         if in_place or (group.rank() == bucket.owner and not rounded):
             continue
         pieces = torch.split(flat, [param.numel() for param in bucket.params])
@@ -128,7 +128,7 @@ def broadcast_buckets(buckets: Sequence[Bucket], group: dist.ProcessGroup, half:
 
 @dataclass(frozen=True)
 class ChunkPlan:
-    """Parameters of one owner, device and dtype that lie together: their indices and offsets (in elements)."""
+    """Parameters of one owner, device and dtype stored together: their indices and offsets (in elements)."""
 
     owner: int
     params: tuple[int, ...]
@@ -179,22 +179,22 @@ class Chunk:
 
     @torch.no_grad()
     def attach(self) -> None:
-        """Move parameters here whose memory is elsewhere: initially, or because user code gave them other memory."""
+        """Move in parameters whose memory is elsewhere: initially, or because user code gave them other memory."""
         for param, view, address in zip(self.params, self._views, self._addresses, strict=True):
             if param.data_ptr() == address:
                 continue
             if param.shape != view.shape or param.dtype != view.dtype or param.device != view.device:
                 raise RuntimeError(
                     f"a parameter was {view.dtype}{list(view.shape)} on {view.device} when the module was wrapped, and "
-                    f"is now {param.dtype}{list(param.shape)} on {param.device}: change it by the to() of the "
-                    "ShardedDataParallel, or wrap again"
+                    f"is now {param.dtype}{list(param.shape)} on {param.device}: use the ShardedDataParallel's to() "
+                    "instead, or wrap again"
                 )
             view.copy_(param.detach())
             param.data = view
 
     @torch.no_grad()
     def detach(self, params: Collection[torch.Tensor]) -> None:
-        """Give those of ``params`` that lie here their own memory, so that they don't keep the chunk alive."""
+        """Give those of ``params`` that are stored here their own memory, so that they don't keep the chunk alive."""
         for param, address in zip(self.params, self._addresses, strict=True):
             if param in params and param.data_ptr() == address:
                 param.data = param.detach().clone()
@@ -254,7 +254,7 @@ class ParameterGather:
         self._hooks.clear()
 
     def run(self, reducer: _C.Reducer, *, overlaps: bool) -> None:
-        """Start all messages and wait for them; if it ``overlaps``, at the first access to a module's parameters.
+        """Start all messages and wait for them; with ``overlaps``, only at the first access to a module's parameters.
 
         Collective. ``reducer`` reports it if this rank hangs in a wait here.
         """
@@ -262,7 +262,7 @@ class ParameterGather:
         self._reducer = reducer
         for chunk in self.chunks:
             chunk.attach()
-        # Running a graph that saved the old values backward would be wrong; this makes autograd say so.
+        # Backward through a graph that saved the old values would be wrong; this makes autograd raise an error.
         torch.autograd.graph.increment_version(self._received)
         for index, chunk in enumerate(self.chunks):
             with self._failures_named(index):

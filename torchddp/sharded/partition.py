@@ -30,7 +30,7 @@ def partition(
     found: list[int | None] = list(owners) if owners is not None else [None] * count
     wanted = wanted if wanted is not None else [True] * count
     if not len(devices) == len(found) == len(wanted) == count:
-        raise ValueError(f"lists of one length are needed, got {count}, {len(devices)}, {len(found)}, {len(wanted)}")
+        raise ValueError(f"the lists differ in length: {count}, {len(devices)}, {len(found)}, {len(wanted)}")
     if world_size < 1:
         raise ValueError(f"world_size must be at least 1, got {world_size}")
     for device in dict.fromkeys(devices):
@@ -51,7 +51,7 @@ def partition(
 
 
 def pack(keys: Sequence[Key | None], sizes: Sequence[int], limit: float) -> list[tuple[Key, list[int]]]:
-    """Indices in bins: each holds indices of one key, up to ``limit`` in total; a larger one is alone. Pure.
+    """Pack indices into bins, each of one key and at most ``limit`` in total size; a larger one is alone. Pure.
 
     Bins come with their key, ordered by their first index, so that all ranks send the same messages in the same order.
     An index whose key is None is in no bin.
@@ -88,7 +88,7 @@ class ParameterPartition:
         self.active: list[bool] = []
 
     def set_groups(self, param_groups: Sequence[Mapping[str, Any]]) -> None:
-        """Lists the parameters in the order of the groups. Raises ValueError, changing nothing, for one given twice."""
+        """List the parameters in the order of the groups. Raises ValueError, changing nothing, for one given twice."""
         params: list[torch.Tensor] = []
         names: list[str] = []
         for number, group in enumerate(param_groups):
@@ -137,10 +137,10 @@ class ParameterPartition:
             if param.grad is None:
                 continue
             if param.grad.layout != torch.strided:
-                raise RuntimeError(f"OSS takes no sparse gradients, and that of {self.names[index]} is sparse")
+                raise RuntimeError(f"OSS does not support sparse gradients, and that of {self.names[index]} is sparse")
             if param.requires_grad and not self.active[index]:
                 raise RuntimeError(
-                    f"{self.names[index]} has a gradient, but was frozen when owners were found: call "
+                    f"{self.names[index]} has a gradient, but was frozen when owners were assigned: call "
                     "refresh_trainable() on all ranks after thawing parameters"
                 )
 
@@ -159,6 +159,6 @@ class ParameterPartition:
                 param.grad = grad
 
     def _device_numbers(self) -> list[int]:
-        """Devices numbered by first appearance, because each rank has the same parameter on another GPU."""
+        """Devices numbered by first appearance, because each rank has the same parameter on a different GPU."""
         order = {device: number for number, device in enumerate(dict.fromkeys(p.device for p in self.params))}
         return [order[param.device] for param in self.params]

@@ -1,4 +1,4 @@
-"""ShardedDataParallel's decisions for its session: owners of gradients, their buckets, and where parameters lie.
+"""ShardedDataParallel's decisions for its session: gradient owners, buckets, and parameter memory.
 
 Its optimizers must assign an owner to each trainable parameter of the module.
 """
@@ -25,7 +25,7 @@ class ShardedPolicy(ReducerPolicy):
     """Each gradient is reduced to its owner only; after a step, the owner's updated parameters go to all ranks.
 
     Attributes:
-        gathers: one per optimizer, over the flat memory that its parameters lie in.
+        gathers: one per optimizer, over the flat memory that holds its parameters.
     """
 
     _reducer: _C.Reducer  # set once the session is open
@@ -57,7 +57,7 @@ class ShardedPolicy(ReducerPolicy):
         return self._transport
 
     def owners(self, parameters: Sequence[torch.Tensor]) -> list[int]:
-        """RuntimeError if a parameter has none: it was thawed without `refresh_trainable`."""
+        """Each parameter's owner. RuntimeError if one has none, because it was thawed without `refresh_trainable`."""
         found = {param: rank for optimizer in self.optimizers for param, rank in optimizer.param_to_rank.items()}
         unowned = [f"parameter {i} (shape {list(p.shape)})" for i, p in enumerate(parameters) if p not in found]
         if unowned:
@@ -101,7 +101,7 @@ class ShardedPolicy(ReducerPolicy):
     @property
     def overlaps(self) -> bool:
         """Whether updated parameters are sent while the next forward runs."""
-        # Ranks that share memory do their own copying, and a rank that waits for it must know that it is in progress.
+        # Over shared memory, the ranks' own CPUs do the copying, so there is nothing to overlap.
         return self._overlap_wanted and self._transport is not None and self._transport.reaches_any_memory
 
     def owned_buffers(self, number: int) -> list[torch.Tensor]:
@@ -135,7 +135,7 @@ def agreed_optimizers(module: torch.nn.Module, given: Any, group: Any) -> list[O
         _check_coverage(module, optimizers)
         owners = {param: rank for optimizer in optimizers for param, rank in optimizer.param_to_rank.items()}
         lines = [
-            f"'{name}' {list(param.shape)}, {f'of rank {owners[param]}' if param in owners else 'frozen'}"
+            f"'{name}' {list(param.shape)}, {f'owned by rank {owners[param]}' if param in owners else 'frozen'}"
             for name, param in module.named_parameters()
         ]
         if wrapped_inside(module):
@@ -154,13 +154,13 @@ def _check_optimizers(given: OSS | Sequence[OSS], process_group: dist.ProcessGro
     for optimizer in optimizers:
         if not isinstance(optimizer, OSS):
             raise TypeError(
-                "ShardedDataParallel needs optimizers that know which rank owns a parameter, torchddp.optim.OSS, got "
-                f"{type(optimizer).__qualname__}: OSS(params, optim=torch.optim.AdamW, lr=1e-3)"
+                "ShardedDataParallel needs optimizers of class torchddp.optim.OSS, got "
+                f"{type(optimizer).__qualname__}: use OSS(params, optim=torch.optim.AdamW, lr=1e-3)"
             )
         if optimizer.step_hooks is not None:
             raise ValueError(
-                "the optimizer belongs to another ShardedDataParallel already: make a new one for this module, and "
-                "load its state"
+                "the optimizer already belongs to another ShardedDataParallel: make a new one for this module, and "
+                "load the state into it"
             )
         if optimizer.process_group is not process_group:
             raise ValueError(
@@ -192,7 +192,7 @@ def _check_coverage(module: torch.nn.Module, optimizers: Sequence[OSS]) -> None:
         if strangers:
             raise ValueError(
                 f"optimizer {number} holds {len(strangers)} parameters that are not the module's: {_some(strangers)}. "
-                "Build it over the parameters of the module that is wrapped"
+                "Build it from the parameters of the wrapped module"
             )
     missing = [n for p, n in names.items() if p.requires_grad and p not in held_by and n not in skipped]
     if missing:

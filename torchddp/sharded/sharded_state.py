@@ -49,7 +49,7 @@ def _to_cpu(value: Any) -> Any:
 def _send_object(value: Any, source: int, target: int, group: dist.ProcessGroup) -> Any:
     """Send the value of ``source`` to ``target``; None elsewhere. Collective.
 
-    Uses an all_to_all of just that, because some backends have no send.
+    Uses an all_to_all with only this message, because some backends have no send.
     """
     device = message_device(group)
     payload = torch.empty(0, dtype=torch.uint8, device=device)
@@ -101,7 +101,7 @@ def check_state(
                 f"the state dict is of another model: its parameter group {number} has {theirs} parameters, the "
                 f"optimizer's {len(group['params'])}"
             )
-    # The order of the saved groups tells which index a saved parameter id stands for, as in torch.
+    # As in torch, the order of the saved groups maps saved parameter ids to indices.
     ids = [param_id for group in saved["param_groups"] for param_id in group["params"]]
     index_of = {param_id: index for index, param_id in enumerate(ids)}
     by_index = {index_of[key]: value for key, value in saved["state"].items() if key in index_of}

@@ -44,10 +44,10 @@ def even_batches(batches: Iterable[T], model_or_group: Any = None) -> Iterator[T
     in the next batch after the process group's timeout.
 
     Raises:
-        TypeError: ``model_or_group`` is neither.
-        RuntimeError: another rank's iterator raised (names the rank). The rank itself gets that exception, and all get
-            theirs in place of the same batch.
-        TransportError: a peer is gone or has left its loop.
+        TypeError: ``model_or_group`` is none of these.
+        RuntimeError: another rank's iterator raised (names the rank). That rank gets the original exception. All ranks
+            raise at the same batch.
+        TransportError: a peer died or left its loop.
     """
     group = _group_of(model_or_group)
     if group is None or group.size() == 1:
@@ -120,13 +120,14 @@ def _even(source: _Source, agreement: _Agreement) -> Iterator[Any]:
     try:
         while _go_on(work, answers, source, agreement.rank, number):
             batch = source.take()
-            # Before the batch is yielded, so that on every rank it happens between the same steps, whatever those send.
+            # Before the batch is yielded, so that it happens between the same steps on every rank, whatever the steps
+            # send.
             work, answers = agreement.start(source.look())
             yield batch
             del batch
             number += 1
     finally:
-        work.abandon()  # from an abandoned loop: the others have started it too, so it ends
+        work.abandon()  # if the loop was left early: the other ranks have started it too, so it completes
 
 
 def _go_on(work: _C.Work, answers: torch.Tensor, source: _Source, rank: int, number: int) -> bool:
@@ -134,8 +135,8 @@ def _go_on(work: _C.Work, answers: torch.Tensor, source: _Source, rank: int, num
         work.wait()
     except TransportError as error:
         raise TransportError(
-            f"even_batches on rank {rank}: the ranks could not agree on batch {number}, for one is gone, or has left "
-            f"its loop before: {error}"
+            f"even_batches on rank {rank}: the ranks could not agree on batch {number}, because one died or left its "
+            f"loop early: {error}"
         ) from error
     if source.error is not None:
         raise source.error
@@ -143,13 +144,13 @@ def _go_on(work: _C.Work, answers: torch.Tensor, source: _Source, rank: int, num
     if failed:
         ranks = f"rank {failed[0]}" if len(failed) == 1 else f"ranks {', '.join(map(str, failed))}"
         raise RuntimeError(
-            f"even_batches: the loop of rank {rank} ends at batch {number}, for getting that batch raised an exception "
-            f"on {ranks}: see what is reported there"
+            f"even_batches: the loop on rank {rank} ends at batch {number}, because fetching that batch raised an "
+            f"exception on {ranks}: see the error there"
         )
     return not answers.any()
 
 
-# One for all loops over a group, because process groups are expensive.
+# Shared by all loops over a group, because process groups are expensive.
 _agreements: weakref.WeakKeyDictionary[Any, _Agreement] = weakref.WeakKeyDictionary()
 
 

@@ -20,9 +20,9 @@ from torchddp.ddp.weights import weight_and_count
 def prepare_ddp_module(
     module: torch.nn.Module, find_unused_parameters: bool = False, **options: Any
 ) -> torch.nn.Module:
-    """Wrap the module in a DistributedDataParallel; returned as it is if no parameter requires grad. Collective.
+    """Wrap the module in DistributedDataParallel, or return it as it is if no parameter requires grad. Collective.
 
-    Composer's function for torchddp's class. ``options`` are further arguments of that class.
+    Composer's function of this name, for torchddp's class. ``options`` are further arguments of that class.
 
     Raises:
         RuntimeError: there is no process group, or torch was built without torch.distributed; also what
@@ -92,13 +92,13 @@ def _checked_weights(
         raise ValueError(f"there must be a weight for each of the {steps} microbatches, got {len(weights)}")
     if not isinstance(model, DistributedDataParallel):
         raise RuntimeError(
-            "weights= needs torchddp.DistributedDataParallel, or a module of torchddp.replicate() with none inside, "
-            f"which can weigh gradients; the model is a {type(model).__module__}.{type(model).__qualname__}"
+            "weights= needs a torchddp.DistributedDataParallel, or a single module replicated by torchddp.replicate(); "
+            f"the model is a {type(model).__module__}.{type(model).__qualname__}"
         )
     if strategy is DDPSyncStrategy.MULTI_AUTO_SYNC and model.session.has_owners:
         raise RuntimeError(
-            "weights= with MULTI_AUTO_SYNC needs all averages on every rank, and with sharded gradients each is on its "
-            "owner alone: take SINGLE_AUTO_SYNC"
+            "weights= with MULTI_AUTO_SYNC needs all averages on every rank, but with sharded gradients each is only "
+            "on its owner: use SINGLE_AUTO_SYNC"
         )
     return [weight_and_count(weight, "mean", model.session.rank) for weight in weights]
 
@@ -151,7 +151,7 @@ def sync_context(
     inside. If the body raises, nothing more is reduced.
 
     Args:
-        model: torchddp's or torch's DistributedDataParallel, or a replicated module, compiled or not; or any other one.
+        model: torchddp's or torch's DistributedDataParallel, a replicated module, or any other module, compiled or not.
         is_final_microbatch: whether it is the last of the step; the same on every rank.
         strategy: None: the model's own (its argument ``sync=``).
 
@@ -200,7 +200,7 @@ def checked_strategy(model: torch.nn.Module, asked_for: DDPSyncStrategy | str | 
             raise RuntimeError(
                 "FORCED_SYNC reduces gradients in buckets after backward, which "
                 f"{type(model).__module__}.{type(model).__qualname__} can't: wrap the model in "
-                "torchddp.DistributedDataParallel, or take MULTI_AUTO_SYNC"
+                "torchddp.DistributedDataParallel, or use MULTI_AUTO_SYNC"
             )
         model.check_can_reduce()
     return strategy
@@ -228,13 +228,13 @@ def _check_reduced(model: TorchDDP, strategy: DDPSyncStrategy) -> None:
         if strategy is DDPSyncStrategy.SINGLE_AUTO_SYNC:
             warnings.warn(
                 "The last microbatch of a step with SINGLE_AUTO_SYNC ended without a backward that reached parameters. "
-                "Gradients of the other microbatches are not reduced, and differ between ranks. Clear them, or take "
+                "Gradients of the other microbatches are not reduced, and differ between ranks. Clear them, or use "
                 "FORCED_SYNC, which reduces whatever gradients there are.",
                 stacklevel=4,
             )
         return
     raise RuntimeError(
-        f"the last microbatch of a step with {strategy.name} has ended, and gradients are not reduced. Parameters "
+        f"the last microbatch of a step with {strategy.name} ended without reducing gradients. Parameters "
         "that only other microbatches use need find_unused_parameters=True, or FORCED_SYNC, which reduces whatever "
         f"gradients there are. {error}"
     ) from error

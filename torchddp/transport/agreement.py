@@ -1,4 +1,4 @@
-"""How the ranks of a group exchange values and agree on something. Everything here is collective."""
+"""Exchanges of values and agreements among the ranks of a group. Everything here is collective."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class StoreExchange:
     """Exchange JSON values through a store, which needs neither a device nor a working backend.
 
     Args:
-        store: not shared with other keys (`part_of_store`).
+        store: with no other keys in it (`part_of_store`).
         timeout: how long `gather` waits for the other ranks.
         who: named as waiting in the error about a missing rank.
     """
@@ -92,7 +92,7 @@ class StoreExchange:
         self._store.set(keys[self.rank], json.dumps(value))
         try:
             wait_for_keys(self._store, keys, self._timeout)
-        except RuntimeError as error:  # what torch's stores say, without the ranks
+        except RuntimeError as error:  # from torch's stores, which don't name the ranks
             silent = [rank for rank, key in enumerate(keys) if not self._has(key)]
             if silent:
                 shown = ", ".join(map(str, silent[:_SHOWN_RANKS])) + ("..." if len(silent) > _SHOWN_RANKS else "")
@@ -104,7 +104,7 @@ class StoreExchange:
         return [json.loads(self._store.get(key)) for key in keys]
 
     def close(self) -> None:
-        """For a store that may be reused: every rank calls it after its last gather, and nothing stays in the store."""
+        """Remove all keys, for a store that may be reused. Every rank calls it after its last gather."""
         if self._store.add("left", 1) < self.size:
             return
         for key in [*(key for number in range(self._rounds) for key in self._keys(number)), "left"]:
@@ -121,7 +121,7 @@ class StoreExchange:
 
 
 class TransportExchange:
-    """Exchange lists of numbers through a transport, which exists whatever the process group is.
+    """Exchange lists of numbers through a transport, which works with any process group.
 
     Args:
         kind: int for 64-bit integers, which stay exact, or float. Fixed by the caller, because a number that is whole
@@ -155,7 +155,7 @@ class TransportExchange:
         return received.view(self.size, -1).tolist()
 
     def of_rank_0(self, value: Sequence[float]) -> list[Any]:
-        """Return what rank 0 gave; the others give the same count."""
+        """Return rank 0's numbers; all ranks give the same count."""
         tensor = self._tensor(value)
         if self.size > 1:
             work = self._transport.make_work()
@@ -188,7 +188,7 @@ def object_of(data: torch.Tensor) -> Any:
 
 
 def part_of_store(process_group: dist.ProcessGroup, purpose: str) -> Store:
-    """The group's store with a fresh key prefix, different from all others and from earlier calls.
+    """The group's store under a fresh key prefix that no other call gets.
 
     Not collective, but all ranks must call it equally often per purpose. KeyError for a group that torch doesn't know.
     """
@@ -203,7 +203,7 @@ def part_of_store(process_group: dist.ProcessGroup, purpose: str) -> Store:
 
 
 def backend_of(process_group: dist.ProcessGroup, device_type: str) -> Backend | None:
-    """The group's backend for tensors of such devices."""
+    """The group's backend for tensors on this type of device; None if it has none."""
     try:
         return process_group._get_backend(torch.device(device_type))
     except RuntimeError:
@@ -301,11 +301,10 @@ def connect_all(
     reason_against: Callable[[Sequence[AnyPeer]], str],
     connect: Callable[[Sequence[AnyPeer]], Connection],
 ) -> Connection | str:
-    """Return what ``connect`` creates on every rank, or the same reason for refusing on every rank.
+    """Return what ``connect`` creates on every rank, or the same reason for failure on every rank.
 
     Args:
-        reason_against: why peers without a problem of their own can't connect with each other, or empty; the same for
-            the same peers.
+        reason_against: why peers without a problem of their own can't connect to each other, or empty. Deterministic.
         connect: collective. If it fails on some rank, the others drop what they have created.
     """
     peers = [dataclasses.replace(own, **told) for told in exchange.gather(dataclasses.asdict(own))]
@@ -324,8 +323,8 @@ def align_group_counts(process_group: dist.ProcessGroup) -> None:
     """Make groups that these ranks create on their own get the same names on all of them from now on.
 
     ``new_group(use_local_synchronization=True)`` derives a group's name from its ranks and the number of groups the
-    rank has created. Ranks that came from elsewhere have created a different number, would wait under another name, and
-    time out. So ranks with fewer create groups of themselves alone.
+    rank has created. Ranks that came from elsewhere have created a different number, so they would wait under another
+    name and time out. Ranks that have created fewer catch up by creating single-rank groups.
     """
     exchange = GroupExchange(process_group)
     counts = exchange.gather_integer(len(_world.pg_names))

@@ -54,7 +54,7 @@ class Board:
         return [self.read(f"{key}/{rank}") for rank in range(self.size)]
 
     def post_own(self, key: str, value: object) -> None:
-        """Like `post`, for a key of which each rank has its own."""
+        """Like `post`, under a key of this rank's own."""
         self.post(f"{key}/{self.rank}", value)
 
     def add(self, key: str, amount: int) -> int:

@@ -19,7 +19,7 @@ class Interruptible(Protocol):
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
-        """The group whose ranks it communicates with; None: none any more."""
+        """The group whose ranks it communicates with; None: no longer any."""
 
     def interrupt(self, reason: str) -> None:
         """Thread-safe, does not wait: current and later waits raise TransportError(reason)."""
@@ -44,7 +44,7 @@ def register(member: Interruptible) -> None:
 
 
 def members_of(process_group: dist.ProcessGroup) -> list[Interruptible]:
-    """Those that only communicate with ranks of this group, over it or over a group of some of its ranks."""
+    """The registered objects that communicate only with ranks of this group, over it or over a subgroup."""
     with _lock:
         members = list(_members)
     return [member for member in members if _is_within(member.process_group, process_group)]

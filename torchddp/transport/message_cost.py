@@ -15,8 +15,8 @@ from torchddp import _C
 from torchddp.transport.agreement import TransportExchange
 
 _FIRST_BYTES, _LAST_BYTES, _GROWTH = 4096, 16 * 1024 * 1024, 4
-# Smaller messages take another path through shared memory than buckets do, and bytes of larger ones cost the same.
-# There are as few sizes as possible, so that the largest is always timed: with many ranks only it shows the cost of a
+# Smaller messages take a different path through shared memory than buckets do, and larger ones cost the same per byte.
+# There are as few sizes as possible, so that the largest is always timed: with many ranks, only it shows the cost of a
 # byte.
 _FIRST_SHARED_BYTES, _LAST_SHARED_BYTES, _SHARED_GROWTH = 16 * 1024, 1024 * 1024, 8
 _LEAST_SIZES, _MAX_SIZES = 3, 7
@@ -47,7 +47,7 @@ def measure_line(
         budget_s: the maximum number of seconds, unless three sizes take longer.
 
     Raises:
-        TransportError: a peer is gone.
+        TransportError: a peer died or did not arrive in time.
         NoRoomError: a rank has no memory for a message.
     """
     if transport.size == 1:
@@ -101,12 +101,12 @@ def _time_message(channel: _Channel, nbytes: int, budget_s: float) -> float:
     send = partial(channel.all_reduce, message)
     affordable = budget_s / max(seconds_of(send), 1e-9)
     repeats = int(channel.of_rank_0(min(_MAX_REPEATS, max(1, affordable)))[0])
-    # The lower quartile: on a busy machine some calls wait for a processor, which says nothing about the message.
+    # The lower quartile: on a busy machine some calls wait for a core, which says nothing about the message.
     return sorted(seconds_of(send) for _ in range(repeats))[repeats // 4]
 
 
 def seconds_of(call: Callable[[], object], device: torch.device | None = None) -> float:
-    """With ``device``, includes the time until the device has finished."""
+    """The duration of a call; with ``device``, until the device has finished."""
     before_s = time.perf_counter()
     call()
     if device is not None and device.type == "cuda":
@@ -120,8 +120,8 @@ def seconds_of(call: Callable[[], object], device: torch.device | None = None) -
 def fit_line(samples: Sequence[tuple[float, float]]) -> tuple[float, float]:
     """Return (alpha, beta) of ``seconds = alpha + beta * nbytes``, neither below zero.
 
-    ``samples``: (nbytes, seconds > 0). Minimises relative errors, so that a message of a kilobyte says as much about
-    alpha as one of a megabyte about beta.
+    ``samples``: (nbytes, seconds > 0). Minimises relative errors, so that small messages determine alpha as well as
+    large ones determine beta.
 
     Raises:
         ValueError: no samples, or a time that is not positive.
@@ -138,7 +138,7 @@ def fit_line(samples: Sequence[tuple[float, float]]) -> tuple[float, float]:
         beta = (sum(v) * uu - sum(u) * uv) / determinant
         if alpha >= 0 and beta >= 0:
             return alpha, beta
-    # At the boundary one of them is zero; take the one that leaves the smaller error.
+    # At the boundary one of them is zero; choose the solution with the smaller error.
     edges = [(sum(u) / uu, 0.0)]
     if vv > 0:
         edges.append((0.0, sum(v) / vv))

@@ -1,4 +1,4 @@
-"""Creates a NCCL communicator for the ranks of a process group, through its store: on all of them or on none."""
+"""Creates an NCCL communicator for the ranks of a process group, through its store: on all of them or on none."""
 
 from __future__ import annotations
 
@@ -111,8 +111,8 @@ def reason_against(peers: Sequence[NcclPeer]) -> str:
         other = first_on.setdefault(peer.device, rank)
         if other != rank and not (peer.shares_gpu and peer.version >= _SHARED_GPU_VERSION):
             return (
-                f"ranks {other} and {rank} are on the same GPU ({peer.device}); NCCL takes one rank a GPU (from 2.30 "
-                f"on several, with {_SHARED_GPU_ENV}=1; this is {_text(peer.version)})"
+                f"ranks {other} and {rank} are on the same GPU ({peer.device}); NCCL allows one rank per GPU (several "
+                f"from 2.30 on, with {_SHARED_GPU_ENV}=1; this is {_text(peer.version)})"
             )
     return ""
 
@@ -123,7 +123,7 @@ def connect(
     timeout: datetime.timedelta,
     exchange: StoreExchange | None = None,
 ) -> _C.NcclTransport | str:
-    """Collective. Return a transport on every rank, or the same reason for refusing on every rank.
+    """Collective. Return a transport on every rank, or the same reason for failure on every rank.
 
     All models on one device over one process group share a communicator. `interrupt` on one model's transport ends it
     for all, and the next model gets a new one.
@@ -136,9 +136,9 @@ def connect(
     """
     rank, size, index = process_group.rank(), process_group.size(), _index_of(device)
     if exchange is None:
-        # Preparing its message may have taken a rank as long as connecting may.
+        # A rank may take as long to prepare its message as to connect.
         store = part_of_store(process_group, "nccl")
-        exchange = StoreExchange(store, rank, size, 2 * _CONNECT_TIMEOUT, "the set-up of NCCL")
+        exchange = StoreExchange(store, rank, size, 2 * _CONNECT_TIMEOUT, "NCCL setup")
     communicators = _communicators.setdefault(process_group, {})
     shared_id, shared = communicators.get(index, ("", None))
     at_hand = None if shared is None else shared.open(timeout)  # kept until all ranks have reported

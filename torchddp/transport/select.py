@@ -34,7 +34,7 @@ class TransportKind:
         does: for the error about other tensors: "transport='shm' <does>, but <misfit>".
         misfit: why it can't move tensors of these devices, the same on all ranks; or empty.
         connect: collective, with the first device and a time limit for operations: returns a transport on every rank,
-            or the same reason for refusing on every rank.
+            or the same reason for failure on every rank.
         stands_in_for: backends that "auto" replaces with it, because their behaviour is known.
         reason_against: why "auto" should not use it, the same on all ranks; or empty.
     """
@@ -181,9 +181,9 @@ def open_transport(
     if isinstance(outcome, _C.Transport):
         return outcome
     if choice != "auto":
-        raise RuntimeError(f"transport={choice!r} is impossible: {outcome}")
-    if is_first_in_job(f"{kind.name} is impossible: {outcome}", process_group):
-        logger.warning("torchddp reduces through the process group: transport %r is impossible: %s", kind.name, outcome)
+        raise RuntimeError(f"transport={choice!r} can't be used: {outcome}")
+    if is_first_in_job(f"{kind.name} can't be used: {outcome}", process_group):
+        logger.warning("torchddp reduces through the process group: transport %r can't be used: %s", kind.name, outcome)
     return _C.C10dTransport(process_group)
 
 

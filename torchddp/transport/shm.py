@@ -4,8 +4,8 @@
     torch.distributed.init_process_group("torchddp_shm")  # or "cpu:torchddp_shm,cuda:nccl"
 
 The backend has all collectives and point-to-point operations on CPU tensors, for ranks of one host. A send does not
-wait for its receive: the message is copied to shared memory. A message received into a tensor of another size is lost,
-which fails that receive only; any other error, including a timeout, fails the whole group.
+wait for its receive: the message is copied to shared memory. A receive into a tensor of another size fails and loses
+the message; any other error, including a timeout, fails the whole group.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def connect(
     process_group: dist.ProcessGroup | None = None,
     outer_timeout: datetime.timedelta | None = None,
 ) -> _C.ShmTransport | str:
-    """Collective. Return a transport on every rank, or the same reason for refusing on every rank.
+    """Collective. Return a transport on every rank, or the same reason for failure on every rank.
 
     Args:
         timeout: the limit for an operation.
@@ -105,7 +105,7 @@ def connect(
 
     def join(peers: Sequence[ShmPeer]) -> _C.ShmTransport:
         nonlocal endpoint
-        socket, endpoint = endpoint, None  # destroyed on return: no one should wait at it
+        socket, endpoint = endpoint, None  # destroyed on return, so that no rank waits at it
         assert socket is not None
         hosts = list(ranks_by(peer.host for peer in peers).values())
         mine = next(ranks for ranks in hosts if exchange.rank in ranks)
@@ -136,8 +136,8 @@ def _reason_against(peers: Sequence[ShmPeer], *, may_span_hosts: bool) -> str:
     hosts = list(ranks_by(peer.host for peer in peers).values())
     if len(hosts) > 1 and not may_span_hosts:
         return (
-            f"rank {hosts[1][0]} is on another host than rank {hosts[0][0]}, or can't see its processes (containers, "
-            "network namespaces); use gloo between hosts"
+            f"rank {hosts[1][0]} is on a different host from rank {hosts[0][0]}, or can't see its processes "
+            "(containers, network namespaces); use gloo between hosts"
         )
     if len(hosts) > 1 and max(map(len, hosts)) == 1:
         return "no two ranks are on the same host"
@@ -152,9 +152,9 @@ def _reason_against(peers: Sequence[ShmPeer], *, may_span_hosts: bool) -> str:
 
 @dataclasses.dataclass
 class _Placement:
-    """Where ranks are, and which of them reduce what between hosts."""
+    """Where ranks are, and which of them reduce which shards between hosts."""
 
-    owners: int  # the first ranks of each host own a shard of every bucket each
+    owners: int  # on each host, the first `owners` ranks each own a shard of every bucket
     places: list[int]  # by rank: its place among the ranks of its host
     outer_ranks: list[int]  # by rank: its rank among those with the same place, or -1 if that place owns nothing
     columns: list[list[int]]  # by place below `owners`: the global ranks in that place, ascending

@@ -1,4 +1,4 @@
-"""Everything that runs on its own thread beside training: compression hooks, calls to a store, periodic checks.
+"""Everything that runs on its own thread alongside training: compression hooks, store calls, periodic checks.
 
 Note [One thread per hook]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -64,7 +64,7 @@ class _Jobs:
 def _run_jobs(jobs: queue.SimpleQueue[Callable[[], object] | None]) -> None:
     while (job := jobs.get()) is not None:
         job()
-        del job  # while it waits, it keeps no model or store alive
+        del job  # keep no model or store alive while waiting
 
 
 class Worker:
@@ -170,8 +170,8 @@ class BoundedCalls:
         self._late: concurrent.futures.Future[Any] | None = None
 
     def call(self, function: Callable[[], Result]) -> Result:
-        """Return or raise what ``function()`` does; RuntimeError if it takes too long, or if an earlier call still
-        does.
+        """Return or raise what ``function()`` does; RuntimeError if it takes too long, or an earlier call has not
+        returned.
         """
         if os.getpid() != self._pid:
             raise RuntimeError("this is the forked child of the process that makes these calls")

@@ -33,12 +33,12 @@ void check_owners(const Context& context) {
   TDDP_CHECK(context.config.grad_precision == GradPrecision::kOfParameter,
              "buckets that belong to one rank keep gradients in the parameters' dtype");
   TDDP_CHECK(context.views && !context.config.wire_dtype,
-             "buckets that belong to one rank are views, and travel as reduce_dtype says");
+             "buckets that belong to one rank are views, and are sent in reduce_dtype");
   for (const auto& spec : context.specs) {
     TDDP_CHECK(spec.owner >= 0 && spec.owner < size, "parameter '", spec.name, "' belongs to rank ", spec.owner,
                ", ranks are 0 to ", size - 1);
     TDDP_CHECK(!spec.sparse, "parameter '", spec.name,
-               "' has sparse gradients: those can't be reduced to one rank. Make its embedding with sparse=False.");
+               "' has sparse gradients, which can't be reduced to one rank. Create its embedding with sparse=False.");
   }
 }
 

@@ -12,13 +12,12 @@ namespace torchddp::reducer {
 void MainGrads::take(int64_t param, at::Tensor came, bool packed) {
   if (came.requires_grad()) {
     TORCH_WARN_ONCE(
-        "backward(create_graph=True) under DistributedDataParallel with main gradients keeps their values only: "
-        "nothing "
-        "can be differentiated through them.");
+        "backward(create_graph=True) under DistributedDataParallel with main gradients only keeps their values: they "
+        "can't be differentiated further.");
     came = came.detach();
   }
   const auto index = static_cast<size_t>(param);
-  TDDP_CHECK(slots_[index] != nullptr, "there are no buckets: an error has interrupted their making");
+  TDDP_CHECK(slots_[index] != nullptr, "there are no buckets: an error interrupted their creation");
   auto& grad = of(param);
   if (grad.defined()) {
     widen(index);

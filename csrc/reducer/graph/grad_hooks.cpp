@@ -60,7 +60,7 @@ GradHooks::GradHooks(std::span<const at::Tensor> params, GradSink& sink) : sink_
   for (size_t i = 0; i < params.size(); ++i) {
     auto accumulator = torch::autograd::impl::grad_accumulator(params[i]);
     TDDP_CHECK(accumulator != nullptr, "parameter ", i,
-               " has no gradient accumulator: it is no leaf that requires grad");
+               " has no gradient accumulator: it is not a leaf that requires grad");
     const auto key = accumulator->add_post_hook(std::make_unique<ReadyHook>(sink, static_cast<int64_t>(i)));
     hooks_.emplace_back(std::move(accumulator), key);
   }

@@ -123,9 +123,9 @@ bool UsedParams::is_unused_everywhere(int64_t param) {
   if (!counts_.defined()) {
     TDDP_CHECK(
         !context_.is_captured(), "rank ", context_.rank(), ": parameter '", context_.spec(param).name,
-        "' was not used in a step that a CUDA graph captures. Whether other ranks used it decides what becomes of its "
-        "gradient, and the host can't read that during a capture: capture a step that uses all parameters, or set "
-        "requires_grad=False for those that it leaves out and wrap the model again.");
+        "' was not used in a step that a CUDA graph captures. Its gradient depends on whether other ranks used it, "
+        "which the host can't read during a capture: capture a step that uses all parameters, or set "
+        "requires_grad=False for the unused ones and wrap the model again.");
     wait_for_reduction();
     counts_ = device_map_.cpu();
   }

@@ -49,7 +49,7 @@ void Packers::pack_sparse(int64_t param, const BucketLayout::Place& place, at::T
   if (grad.layout() == at::kSparse) {
     TDDP_CHECK(!used_.are_known() || grad.sparse_dim() == 1, "parameter '", name, "' on rank ", context.rank(),
                ": its sparse gradient has sparse_dim ", grad.sparse_dim(),
-               ", and where ranks may leave a parameter out it must have rows (sparse_dim 1), as embeddings give it");
+               ", but if ranks may skip parameters it must be 1 (whole rows), as for embeddings");
     rules_.non_finite.look_at(param, grad._values());
   }
   auto sparse = make_sparse_grad(grad, rules_.step.scale(), name, sparse_metadata_);

@@ -49,13 +49,14 @@ std::string unfinished_reduction_message(int rank, std::span<const int64_t> miss
   text += c10::str("\nParameters which did not receive grad for rank ", rank, ": ", c10::Join(", ", names));
   if (!static_graph && !find_unused_parameters) {
     text +=
-        "\nIf steps leave these out on purpose, wrap the model with find_unused_parameters=True; with "
-        "static_graph=True, if every step leaves out the same; and set requires_grad=False before, if none uses them.";
+        "\nIf steps skip these on purpose, wrap the model with find_unused_parameters=True, or with static_graph=True "
+        "if "
+        "every step skips the same ones. If no step uses them, set requires_grad=False before wrapping.";
   }
   if (debug_is_off) {
     text +=
-        "\nTo see what torch itself knows of each collective, set the environment variable TORCH_DISTRIBUTED_DEBUG to "
-        "either INFO or DETAIL.";
+        "\nFor torch's own report on each collective, set the environment variable TORCH_DISTRIBUTED_DEBUG to either "
+        "INFO or DETAIL.";
   }
   return text;
 }
@@ -97,11 +98,11 @@ std::string transport_failure_message(int rank, int64_t step, int64_t bucket, in
   return c10::str(
       "rank ", rank, ", step ", step, ": the reduction of bucket ", bucket, " of ", num_buckets, " (parameters ",
       list_names(params, specs), ") failed: ", reason,
-      "\nIf ranks have different numbers of batches, train under `with model.join():`, or give all of them as many "
-      "(torchddp.sync.even_batches, a sampler with drop_last=True). Otherwise a peer has died, left, or did not reach "
-      "this step before the process group's timeout: look at the other ranks' logs for the first error. Gradients of "
-      "this step are not averaged on this rank. To go on without the ranks that are lost, make a new process group and "
-      "pass it to _update_process_group().");
+      "\nIf ranks have different numbers of batches, train under `with model.join():`, or give all of them the same "
+      "number (torchddp.sync.even_batches, a sampler with drop_last=True). Otherwise a peer died, left, or did not "
+      "reach this step before the process group's timeout: look for the first error in the other ranks' logs. "
+      "Gradients of this step are not averaged on this rank. To continue without the lost ranks, create a new process "
+      "group and pass it to _update_process_group().");
 }
 
 std::string non_finite_message(int rank, int64_t step, std::span<const int64_t> averages, std::span<const int64_t> own,
@@ -115,9 +116,9 @@ std::string non_finite_message(int rank, int64_t step, std::span<const int64_t> 
                      ")");
   }
   return text +
-         "; nonfinite() of the model tells which rank's and when. All ranks raise this at the end of the same "
-         "backward. Before going on, clear the gradients (zero_grad), and look at the batch, the learning rate, and "
-         "operations such as log, sqrt or a division in the named layers. With a GradScaler, which makes such "
+         "; the model's nonfinite() reports on which rank and when. All ranks raise this at the end of the same "
+         "backward. Before continuing, clear the gradients (zero_grad), and check the batch, the learning rate, and "
+         "operations such as log, sqrt or a division in the named layers. With a GradScaler, which produces such "
          "gradients on purpose, use find_nonfinite=True or False.";
 }
 

@@ -39,10 +39,10 @@ class CudaDevice final : public gpu::Device {
     const c10::cuda::CUDAGuard guard(index_);
     int lowest = 0;
     int highest = 0;
-    check(cudaDeviceGetStreamPriorityRange(&lowest, &highest), "asking for stream priorities");
+    check(cudaDeviceGetStreamPriorityRange(&lowest, &highest), "querying stream priorities");
     cudaStream_t stream = nullptr;
     check(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, high_priority ? highest : lowest),
-          "making a stream");
+          "creating a stream");
     return stream;
   }
   gpu::Event make_event() override { return make_event_with(cudaEventDisableTiming); }
@@ -88,7 +88,7 @@ class CudaDevice final : public gpu::Device {
       static_cast<void>(cudaGetLastError());
       return false;
     }
-    check(result, "asking whether a graph is captured");
+    check(result, "querying whether a graph is being captured");
     return status != cudaStreamCaptureStatusNone;
   }
 
@@ -110,7 +110,7 @@ class CudaDevice final : public gpu::Device {
   gpu::Event make_event_with(unsigned int flags) {
     const c10::cuda::CUDAGuard guard(index_);
     cudaEvent_t event = nullptr;
-    check(cudaEventCreateWithFlags(&event, flags), "making an event");
+    check(cudaEventCreateWithFlags(&event, flags), "creating an event");
     return event;
   }
 
@@ -135,9 +135,9 @@ std::shared_ptr<gpu::Device> cuda_device(int index) {
 
 std::string device_identity(int index) {
   std::array<char, 64> bus{};
-  check(cudaDeviceGetPCIBusId(bus.data(), static_cast<int>(bus.size()), index), "asking for the bus of the device");
+  check(cudaDeviceGetPCIBusId(bus.data(), static_cast<int>(bus.size()), index), "querying the device's PCI bus id");
   cudaDeviceProp properties{};
-  check(cudaGetDeviceProperties(&properties, index), "asking for the properties of the device");
+  check(cudaGetDeviceProperties(&properties, index), "querying the device's properties");
   std::string text;
   for (const auto byte : properties.uuid.bytes) {
     constexpr const char* kDigits = "0123456789abcdef";

@@ -46,7 +46,7 @@ kernels::DType type_of(const Collective& operation) {
     return kernels::DType::kU8;
   }
   const auto type = sum_type(dtype);
-  TDDP_CHECK(type && *type != kernels::DType::kI16, "NCCL does not sum tensors of dtype ", dtype);
+  TDDP_CHECK(type && *type != kernels::DType::kI16, "NCCL can't sum tensors of dtype ", dtype);
   return *type;
 }
 
@@ -72,7 +72,7 @@ NcclTransport::NcclTransport(std::shared_ptr<gpu::Communicator> communicator, at
       communicator_(std::move(communicator)),
       device_(device),
       timeout_(timeout) {
-  TDDP_CHECK(device.is_cuda(), "NCCL moves CUDA tensors, got device ", device);
+  TDDP_CHECK(device.is_cuda(), "NCCL only moves CUDA tensors, got device ", device);
   if (memory == Memory::kWindows) {
     plain_.reset(new NcclTransport(communicator_, device_, timeout_, Memory::kPlain));
   }
@@ -86,10 +86,10 @@ at::Tensor NcclTransport::allocate(int64_t numel, at::ScalarType dtype, at::Devi
   auto memory = plain_ != nullptr ? communicator_->allocate(bytes) : nullptr;
   if (memory == nullptr) {
     if (plain_ != nullptr && !lost_memory_) {
-      TORCH_WARN(
-          "torchddp on rank ", rank(), ": NCCL has no room for a bucket of ", bytes, " bytes on ", device,
-          ", even after torch released its cached memory. All ranks go on with buckets in torch's memory, which NCCL "
-          "may have to copy.");
+      TORCH_WARN("torchddp on rank ", rank(), ": NCCL has no room for a bucket of ", bytes, " bytes on ", device,
+                 ", even after torch released its cached memory. All ranks continue with buckets in torch's memory, "
+                 "which NCCL "
+                 "may have to copy.");
       lost_memory_ = true;
     }
     if (communicator_->uses_windows()) {

@@ -25,7 +25,8 @@ void ShmBackend::setTimeout(std::chrono::milliseconds timeout) { operations_->se
 void ShmBackend::abort() { operations_->abort(c10::str("rank ", rank_, " aborted the process group")); }
 
 at::Tensor ShmBackend::allocateTensor(long numel, at::TensorOptions options) {
-  TDDP_CHECK(options.device().is_cpu(), "the ", kName, " backend allocates CPU tensors, not on ", options.device());
+  TDDP_CHECK(options.device().is_cpu(), "the ", kName, " backend can only allocate CPU tensors, not on ",
+             options.device());
   const auto dtype = c10::typeMetaToScalarType(options.dtype());
   if (numel == 0) {
     return at::empty({0}, dtype);

@@ -93,7 +93,7 @@ std::string ShmCall::where() const { return c10::str(name(), " on rank ", rank_)
 void ShmCall::check_dense_cpu(const Tensors& tensors) const {
   for (const auto& tensor : tensors) {
     TDDP_CHECK(tensor.defined() && tensor.device().is_cpu() && tensor.layout() == at::kStrided, where(), ": the ",
-               kName, " backend takes dense CPU tensors, got ",
+               kName, " backend supports only dense CPU tensors, got ",
                tensor.defined() ? c10::str("a ", tensor.layout(), " tensor on ", tensor.device()) : "none");
     TDDP_CHECK(tensor.scalar_type() == tensors.front().scalar_type(), where(), ": tensors of ",
                tensors.front().scalar_type(), " and ", tensor.scalar_type(), " in one operation");
@@ -165,8 +165,8 @@ shm::Operation ShmCall::reducing(shm::OpKind kind, const Tensors& tensors, const
   const auto found = find_reduction(dtype, op.op_);
   TDDP_CHECK(
       found, name(), ": the ", kName, " backend has no ", op_name(op.op_), " of ", dtype,
-      ". It has SUM, AVG, PRODUCT, MIN and MAX of floats and of integers up to int64, the same but AVG of bool, and ",
-      "SUM and AVG of complex numbers");
+      ". It has SUM, AVG, PRODUCT, MIN and MAX of floats and of integers up to int64, the same except AVG for bool, ",
+      "and SUM and AVG of complex numbers");
   const auto [type, reduction] = *found;
   const auto numel = bytes_of(tensors) / kernels::item_size(type);
   return {.kind = kind, .type = type, .op = reduction, .root = root, .numel = numel};

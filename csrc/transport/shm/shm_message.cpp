@@ -53,7 +53,7 @@ std::shared_ptr<void> ShmMessage::give_back(ShmTransport& transport, bool failed
 }
 
 int ShmMessage::sourceRank() const {
-  TDDP_CHECK(isSuccess(), "the source of a message is known when it is there");
+  TDDP_CHECK(isSuccess(), "the source of a message is unknown until it arrives");
   return message_->source;
 }
 

@@ -236,8 +236,8 @@ at::Tensor ShmTransport::allocate(int64_t numel, at::ScalarType dtype, at::Devic
     TORCH_WARN(
         "rank ", rank_, ": no room for ", numel * static_cast<int64_t>(c10::elementSize(dtype)),
         " bytes of shared memory (", std::strerror(errno),
-        "): the ranks go on through the process group. Shared memory counts towards the memory of the container ",
-        "or cgroup; TORCHDDP_SHM_LIMIT_MB limits it too.");
+        "): the ranks continue over the process group. Shared memory counts towards the memory of the container ",
+        "or cgroup, and TORCHDDP_SHM_LIMIT_MB also limits it.");
     lost_memory_ = true;
   }
   return Transport::allocate(numel, dtype, device);
@@ -428,8 +428,7 @@ void ShmTransport::broadcast_between_hosts(const at::Tensor& tensor, int root) {
       return;
     }
   } catch (const SignalInterrupt&) {
-    engine_->interrupt(
-        c10::str("rank ", rank_, " gave up: the handler of a signal raised an exception in a broadcast"));
+    engine_->interrupt(c10::str("rank ", rank_, " gave up: a signal handler raised an exception in a broadcast"));
     throw;
   } catch (const std::exception& error) {
     problem = error.what();

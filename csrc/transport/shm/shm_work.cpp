@@ -48,10 +48,10 @@ bool ShmC10dWork::wait(milliseconds timeout) {
   const auto transport = is_over() ? nullptr : operations_->transport();
   if (transport != nullptr && !await_for(*transport, timeout)) {
     throw TransportError(c10::str("rank ", rank_, ": ", c10d::opTypeToString(opType_), " was not complete ",
-                                  timeout.count(), " ms after wait(). It goes on, and so does the process group"));
+                                  timeout.count(), " ms after wait(). The operation and the process group continue"));
   }
   const std::lock_guard lock(finishing_);  // another thread may be about to report that it is over
-  TDDP_INTERNAL(is_over(), "a wait for an operation has ended before the operation");
+  TDDP_INTERNAL(is_over(), "a wait for an operation ended before the operation");
   if (exception_ != nullptr) {
     std::rethrow_exception(exception_);
   }

@@ -53,7 +53,7 @@ class AcceleratorMixin:
         parameters is not wrapped.
 
         Raises:
-            ValueError: the model is wrapped already, or has DTensor parameters.
+            ValueError: the model is already wrapped, or has DTensor parameters.
         """
         if getattr(model, "_is_accelerate_prepared", False) or evaluation_mode or not self._wraps():
             return super().prepare_model(model, device_placement, evaluation_mode)  # type: ignore[misc]
@@ -61,13 +61,14 @@ class AcceleratorMixin:
         if not any(p.requires_grad for p in model.parameters()):
             return super().prepare_model(model, device_placement, evaluation_mode=True)  # type: ignore[misc]
         if model_has_dtensor(model):
-            raise ValueError("DistributedDataParallel takes no DTensor parameters: load the model without a device_map")
+            raise ValueError("DistributedDataParallel can't wrap DTensors: load the model without a device_map")
         if self.delayed_fp8_autocast:  # type: ignore[attr-defined]
             raise ValueError(
                 "fp8 of TransformerEngine is set up between wrapping and compiling, which only accelerate.Accelerator "
                 "does: use that, after torchddp.install()"
             )
-        # For evaluation Accelerate does all but wrap: device, autocast; and it compiles, which must come after.
+        # In evaluation mode Accelerate does everything except wrap: device, autocast, and compiling, which must come
+        # later.
         with self._compiling_nothing():
             model = super().prepare_model(model, device_placement, evaluation_mode=True)  # type: ignore[misc]
         del model._is_accelerate_prepared
@@ -176,7 +177,7 @@ def _refuse_wrapped(model: torch.nn.Module) -> None:
     bare = getattr(model, "_orig_mod", model)  # torch.compile's
     if isinstance(bare, TorchDDP):
         raise ValueError(
-            f"the model is wrapped in {type(bare).__module__}.{type(bare).__name__} already, and prepare() would wrap "
+            f"the model is already wrapped in {type(bare).__module__}.{type(bare).__name__}, and prepare() would wrap "
             "it again, which would average its gradients twice: give prepare() the model itself (model.module)"
         )
 

@@ -23,7 +23,7 @@ from torchddp.ddp.options import (
     ZeroWeights,
 )
 
-# What Accelerate does itself, once the model is wrapped.
+# Options that Accelerate applies itself once the model is wrapped.
 _FOR_REGISTERING = ("comm_wrapper", "comm_state_option")
 
 
@@ -96,7 +96,7 @@ class TorchDDPKwargs(DistributedDataParallelKwargs):
         return {name: value for name, value in changed(self).items() if name not in left_out}
 
     def register_comm_hook(self, model: torch.nn.Module) -> None:
-        """Called on the wrapped model, which has torchddp's own hooks by then."""
+        """Called on the wrapped model, which already has torchddp's own hooks."""
         if self._is_torchs_hook():
             super().register_comm_hook(model)
 

@@ -13,12 +13,12 @@ from accelerate.utils import find_batch_size
 from torchddp.integrations import weighing
 from torchddp.integrations.accelerate.weights import HOW, UNWEIGHED
 
-_IGNORED = -100  # the label that no loss is of
-_FOLD_STEPS = 256  # steps whose losses are kept until ranks add them up, if nothing is logged before
+_IGNORED = -100  # the label that losses ignore
+_FOLD_STEPS = 256  # steps whose losses are kept before ranks sum them, if nothing is logged earlier
 
 
 def count_items(inputs: Mapping[str, Any], *, shifts_labels: bool) -> int | torch.Tensor:
-    """How many labels the loss of a microbatch covers; without labels, how many samples."""
+    """The number of labels that a microbatch's loss covers; without labels, the number of samples."""
     if "shift_labels" in inputs:
         labels = inputs["shift_labels"]
     elif "labels" in inputs:
@@ -44,27 +44,27 @@ class TokenWeights:
 
     @classmethod
     def of_means(cls, items: Sequence[Any], divided_by: int) -> TokenWeights:
-        """For losses that are means over the ``items`` of a microbatch, and ``divided_by`` a number after that."""
+        """For losses that are means over the ``items`` of a microbatch, then divided by ``divided_by``."""
         return cls([(float(n) * divided_by, float(n)) for n in items])
 
     @property
     def count(self) -> float:
-        """Of all microbatches that are still to come."""
+        """The sum of the counts of the remaining microbatches."""
         return sum(count for _, count in self._coming)
 
     def weigh(self, model: torch.nn.Module, accelerator: accelerate.Accelerator) -> float:
-        """Before the backward of the next microbatch. Returns its weight."""
+        """Set the weight of the next microbatch's backward, and return it."""
         if not self._coming:
             raise RuntimeError(
-                "weighted=True: training_step() got a microbatch that get_batch_samples() has not counted. Where you "
-                "override that, call the trainer's own"
+                "weighted=True: training_step() got a microbatch that get_batch_samples() has not counted. If you "
+                "override get_batch_samples(), call the trainer's own"
             )
         weight, count = self._coming.pop(0)
         each_is_reduced = accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
         goes_on, self._begun = each_is_reduced and self._begun, True
         wrapper = weighing.wrapper_of(model, accelerator.num_processes == 1, HOW)
         if wrapper is not None:
-            # backward() divides by these steps: by 1, unless another Accelerator of the process has changed them.
+            # backward() divides by these steps: 1, unless another Accelerator in the process has changed them.
             wrapper.session.weigh(weight * accelerator.gradient_accumulation_steps, count, goes_on=goes_on)
         elif len({weight for weight, _ in (*self._coming, (weight, count))}) > 1:
             warnings.warn(UNWEIGHED, stacklevel=3)
@@ -74,7 +74,7 @@ class TokenWeights:
 class StepLosses:
     """The weighted means of the loss over all ranks, of the steps since the last log.
 
-    Ranks add them up when something is logged, not in each step. ``add_up``: sums a tensor over them.
+    Ranks sum them when something is logged, not in each step. ``add_up``: sums a tensor over the ranks.
     """
 
     def __init__(self, add_up: Callable[[torch.Tensor], torch.Tensor], device: torch.device) -> None:
@@ -83,7 +83,7 @@ class StepLosses:
         self._total = 0.0  # of the steps before them
 
     def begin(self, count: float) -> None:
-        """A step. Collective in some of them, the same ones on all ranks."""
+        """Begin a step. Collective in some steps, the same ones on all ranks."""
         if len(self._steps) == _FOLD_STEPS:
             self._fold()
         self._steps.append((torch.zeros((), dtype=torch.float64, device=self._device), count))
@@ -93,7 +93,7 @@ class StepLosses:
             self._steps[-1][0].add_(loss.to(torch.float64), alpha=weight)
 
     def take(self) -> float:
-        """The sum over the steps, which are forgotten. Collective."""
+        """Return the sum over the steps, and reset it. Collective."""
         self._fold()
         total, self._total = self._total, 0.0
         return total

@@ -40,7 +40,7 @@ class TorchDDPTrainerMixin:
         super().__init__(*args, **kwargs)
 
     def create_accelerator_and_postprocess(self) -> None:
-        """The trainer's own accelerator, which then wraps models in torchddp's class."""
+        """Create the trainer's accelerator, and make it wrap models in torchddp's class."""
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         adopt(self.accelerator, self._ddp_kwargs)
         self._weighted: bool = self.accelerator.ddp_handler.weighted
@@ -79,7 +79,7 @@ class TorchDDPTrainerMixin:
         return loss if weight > 0 else torch.zeros_like(loss)
 
     def _maybe_log_save_evaluate(self, tr_loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        # The trainer is about to log the mean over ranks of a sum over the steps since it did so last.
+        # The trainer is about to log the mean over ranks of a sum over the steps since the last log.
         if self._weighted and self.control.should_log and self.state.global_step > self._globalstep_last_logged:  # type: ignore[attr-defined]
             tr_loss.fill_(self._step_losses.take())
         super()._maybe_log_save_evaluate(tr_loss, *args, **kwargs)  # type: ignore[misc]
@@ -89,13 +89,13 @@ class TorchDDPTrainerMixin:
         if scaled or (scaled is None and items is not None):
             own = sum(self.count_items(batch) for batch in batches) if items is None else items
             return TokenWeights.of_sums(own, len(batches))
-        # What a function of the user's returns for batches without labels is left as it is.
+        # The trainer doesn't divide what the user's loss function returns for batches without labels.
         undivided = scaled is None and self.compute_loss_func is not None  # type: ignore[attr-defined]
         return TokenWeights.of_means([self.count_items(b) for b in batches], 1 if undivided else len(batches))
 
     @contextmanager
     def _this_rank_only(self) -> Iterator[None]:
-        """Tokens are counted, and losses divided, as on a single rank."""
+        """Count tokens and divide losses as on a single rank."""
         before, self.args.average_tokens_across_devices = self.args.average_tokens_across_devices, False
         try:
             yield

@@ -11,11 +11,11 @@ from torchddp.ddp.weights import LossKind
 from torchddp.integrations import weighing
 
 HOW = (
-    "give the model that prepare() returned, of torchddp.integrations.accelerate.Accelerator, of an accelerator that "
-    "adopt() was given, or of any after torchddp.install()"
+    "pass the model that prepare() returned: that of torchddp.integrations.accelerate.Accelerator, of an accelerator "
+    "given to adopt(), or of any accelerator after torchddp.install()"
 )
 UNWEIGHED = (
-    "in a single process the model is not wrapped, and so nothing is weighted: microbatches of a step count the same, "
+    "in a single process the model is not wrapped, so nothing is weighted: microbatches of a step count equally, "
     "however many samples or tokens they have"
 )
 
@@ -54,7 +54,7 @@ def weigh(
         return
     if divided_by > 1 and accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False):
         raise RuntimeError(
-            "weigh() with sync_each_batch=True: where a step begins is not known, and gradients are reduced in the "
-            "middle of it. Leave sync_each_batch out, or write the loop with torchddp.sync.accumulate(weights=...)"
+            "weigh() can't be used with sync_each_batch=True, which reduces gradients in the middle of a step and "
+            "hides where it begins. Leave sync_each_batch out, or loop over torchddp.sync.accumulate(weights=...)"
         )
     weighing.weigh(wrapper, weight, loss, divided_by=divided_by)

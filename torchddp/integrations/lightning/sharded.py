@@ -57,8 +57,8 @@ class TorchDDPShardedStrategy(TorchDDPStrategy):
         for name in _REFUSED:
             if getattr(self, f"_{name}") is not None:
                 raise ValueError(
-                    f"{type(self).__name__} takes no {name}: gradients go to one rank each. reduce_fp16=True halves "
-                    "what is sent"
+                    f"{type(self).__name__} does not support {name}: each gradient goes to one rank. reduce_fp16=True "
+                    "halves the bytes sent"
                 )
 
     def configure_ddp(self) -> None:
@@ -91,25 +91,25 @@ class TorchDDPShardedStrategy(TorchDDPStrategy):
         scaler = getattr(self.precision_plugin, "scaler", None)
         if scaler is not None and not isinstance(scaler, ShardedGradScaler):
             raise ValueError(
-                f"{type(self).__name__} with a {type(scaler).__name__}: each rank sees its own gradients only, "
+                f"{type(self).__name__} with a {type(scaler).__name__}: each rank would check only its own gradients, "
                 "and ranks would skip different steps. Pass plugins=MixedPrecision('16-mixed', 'cuda', "
                 "scaler=torchddp.optim.ShardedGradScaler()) instead of precision='16-mixed', or 'bf16-mixed'"
             )
 
     def setup_precision_plugin(self) -> None:
-        """Gives the plugin a clipping that sees all ranks' gradients, until teardown."""
+        """Make the plugin clip by all ranks' gradients, until teardown."""
         super().setup_precision_plugin()
         if isinstance(self.model, ShardedDataParallel):
             self.precision_plugin.clip_gradients = functools.partial(_clip_gradients, self.precision_plugin)
 
     def teardown(self) -> None:
-        """Parameters get memory of their own, and the wrapper is let go of. Optimizers can still be saved."""
+        """Give parameters their own memory, and drop the wrapper. Optimizers can still be saved."""
         self.precision_plugin.__dict__.pop("clip_gradients", None)
         if isinstance(self.model, ShardedDataParallel):
             try:
                 self.model.unwrap()
             except RuntimeError as error:  # after a failure: the other ranks are gone
-                logger.debug("parameters that were on their way did not arrive: %s", error)
+                logger.debug("parameters in transit did not arrive: %s", error)
         super().teardown()
 
 
@@ -125,7 +125,7 @@ def _clip_gradients(
     plain: Any = getattr(optimizer, "_optimizer", optimizer)  # a LightningOptimizer in manual optimization
     scaler = getattr(plugin, "scaler", None) if isinstance(plugin, MixedPrecision) else None
     if scaler is not None:
-        scaler.unscale_(plain)  # Lightning leaves it to an OSS, which would do it in its step
+        scaler.unscale_(plain)  # Lightning leaves it to OSS, which would only do it in its step
     if gradient_clip_algorithm == GradClipAlgorithmType.NORM:
         plain.clip_grad_norm(clip_val)
     else:
@@ -151,7 +151,7 @@ def shard(optimizer: Optimizer) -> OSS:
 
 
 def _arguments(optimizer: Optimizer) -> dict[str, Any]:
-    """What its constructor was called with: of ``defaults`` what it takes (AdamW's have an entry of Adam's)."""
+    """Its constructor's arguments: the entries of ``defaults`` that it accepts (AdamW's include one of Adam's)."""
     kind = type(optimizer)
     parameters = list(inspect.signature(kind).parameters.values())[1:]
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
@@ -161,7 +161,7 @@ def _arguments(optimizer: Optimizer) -> dict[str, Any]:
     missing = [name for name in needed if name not in optimizer.defaults]
     if missing:
         raise TypeError(
-            f"torchddp_sharded can't make another {kind.__name__}: its argument {missing[0]!r} is not among its "
+            f"torchddp_sharded can't create another {kind.__name__}: its argument {missing[0]!r} is not among its "
             f"defaults. Return torchddp.optim.OSS(params, optim={kind.__name__}, ...) from configure_optimizers"
         )
     return {name: optimizer.defaults[name] for name in names if name in optimizer.defaults}
@@ -179,7 +179,7 @@ def follow(schedulers: Iterable[Any], replaced: list[tuple[Optimizer, OSS]]) -> 
 
 
 def _note_steps(optimizer: OSS) -> None:
-    """As schedulers do with the optimizer they are made for; they warn that its step() was not called otherwise."""
+    """Mark step() as schedulers do for their own optimizer; otherwise they warn that it was not called."""
     if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
         return
     owner = weakref.ref(optimizer)

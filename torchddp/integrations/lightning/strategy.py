@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torchddp.ddp.module import DistributedDataParallel
 from torchddp.integrations.lightning.together import FailsTogether
 
-# Of the wrapper's arguments: the strategy knows them itself.
+# Arguments of the wrapper that the strategy sets itself.
 _OF_THE_STRATEGY = frozenset({"self", "module", "sharded_optimizer", "device_ids", "timeout"})
 
 
@@ -37,7 +37,7 @@ class TorchDDPStrategy(FailsTogether, DDPStrategy):
             ignores them except on CUDA. ``comm_hook="..."`` selects one of torchddp's hooks by name instead.
         model_averaging_period: optimizer steps between averages of the parameters. Needs a ``PostLocalSGDState`` as
             ``ddp_comm_state``; averaging starts after its ``start_localSGD_iter`` steps.
-        timeout: of the process group, and so of every reduction.
+        timeout: for the process group, and so for every reduction.
         fail_together: an exception on one rank ends all ranks within seconds, with that rank's message: see
             :func:`torchddp.fail_together`, whose ``grace_s`` is ``fail_together_grace_s``. Applies from the creation of
             the process group to the end of teardown, in ``fit``, ``validate``, ``test`` and ``predict``.
@@ -45,7 +45,7 @@ class TorchDDPStrategy(FailsTogether, DDPStrategy):
             ``sync``, ``stall_report_s``, ``find_nonfinite`` and so on.
 
     Raises:
-        TypeError: an unknown argument; raised here already, not when the model is wrapped.
+        TypeError: an unknown argument; raised here rather than when the model is wrapped.
         ValueError: a wrapper without a hook, two hooks, a ``model_averaging_period`` without its state, or a state
             without the period.
     """
@@ -92,7 +92,7 @@ class TorchDDPStrategy(FailsTogether, DDPStrategy):
         self._choose_failing(fail_together, fail_together_grace_s)
 
     def _setup_model(self, model: torch.nn.Module) -> TorchDDP:
-        # Of the wrapper before this one: in Lightning a second fit would not end its static graph's first step.
+        # Left by the previous wrapper: in Lightning a second fit would never end its static graph's first step.
         self._pl_static_graph_delay_done = False
         with side_stream(self.root_device):
             return DistributedDataParallel(model, device_ids=self.determine_ddp_device_ids(), **self._ddp_kwargs)
@@ -106,19 +106,19 @@ class TorchDDPStrategy(FailsTogether, DDPStrategy):
         )
 
     def on_exception(self, exception: BaseException) -> None:
-        """Adds to the error about parameters without gradients what to do about it."""
+        """Add advice to the error about parameters without gradients."""
         _augment_message(
             exception,
             pattern=".*Expected to have finished reduction in the prior iteration.*",
             new_message=(
                 "Parameters of your LightningModule took no part in the loss that training_step returned. If that is "
-                "meant so: strategy='torchddp_find_unused_parameters_true', or "
+                "intended, use strategy='torchddp_find_unused_parameters_true', or "
                 "TorchDDPStrategy(find_unused_parameters=True)."
             ),
         )
 
     def teardown(self) -> None:
-        """Lets go of the wrapper; the LightningModule is as it was, with the trained parameters."""
+        """Drop the wrapper; the LightningModule keeps the trained parameters."""
         self._model_averager = None
         super().teardown()
 
@@ -132,7 +132,7 @@ class TorchDDPFabricStrategy(FailsTogether, FabricDDPStrategy):
     ``fabric.no_backward_sync`` is our ``no_sync``. Communication hooks: ``comm_hook=``, a name or ``(state, hook)``.
 
     Args:
-        timeout: of the process group, and so of every reduction.
+        timeout: for the process group, and so for every reduction.
         fail_together, fail_together_grace_s: see `TorchDDPStrategy`; applies to the function passed to
             ``fabric.launch``. A script that calls ``launch()`` without one enters :func:`torchddp.fail_together`.
         kwargs: arguments of `torchddp.DistributedDataParallel`.
@@ -171,7 +171,7 @@ class TorchDDPFabricStrategy(FailsTogether, FabricDDPStrategy):
         self._choose_failing(fail_together, fail_together_grace_s)
 
     def setup_module(self, module: torch.nn.Module) -> TorchDDP:
-        """Wraps the module. Collective."""
+        """Wrap the module. Collective."""
         with side_stream(self.root_device):
             return DistributedDataParallel(module, device_ids=self._determine_ddp_device_ids(), **self._ddp_kwargs)
 
@@ -182,7 +182,7 @@ def side_stream(device: torch.device) -> Any:
 
 
 def _check_options(strategy: str, wrapper: type, given: Iterable[str]) -> None:
-    """TypeError for a name that ``wrapper`` does not take: Lightning's own find out when the model is wrapped."""
+    """TypeError for a name that ``wrapper`` does not take. Lightning's own fail only when the model is wrapped."""
     known = sorted(set(inspect.signature(wrapper.__init__).parameters) - _OF_THE_STRATEGY)  # type: ignore[misc]
     for name in given:
         if name in known:

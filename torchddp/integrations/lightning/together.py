@@ -12,10 +12,10 @@ from torchddp.diagnose.fail_together import FailTogether, fail_together
 
 
 class FailsTogether:
-    """Part of a strategy: whatever its launcher runs fails on all ranks if it fails on one.
+    """A strategy mixin: whatever its launcher runs fails on all ranks if it fails on one.
 
-    The context is entered before the process group is created, and watches from then on. So it covers what Lightning
-    does from setup to teardown, in each rank's process, however that was started.
+    The context is entered before the process group is created, and watches from then on. It covers what Lightning does
+    from setup to teardown, in each rank's process, however that was started.
     """
 
     _fails_together = True
@@ -28,9 +28,9 @@ class FailsTogether:
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Nothing: the names are those of `torchddp.integrations.lightning.register`."""
+        """No-op: `torchddp.integrations.lightning.register` registers the names."""
 
-    _launcher: Any  # Lightning's, which knows it by its class
+    _launcher: Any  # Lightning's, which checks its class
 
     def _configure_launcher(self) -> None:
         super()._configure_launcher()  # type: ignore[misc]
@@ -57,7 +57,7 @@ class FailsTogether:
                 self._watch = watch
                 try:
                     result = function(*arguments, **more)
-                except _TunerExitException as error:  # how a tuner says that it is done, on all ranks
+                except _TunerExitException as error:  # a tuner is done, on all ranks
                     stop = error
         finally:
             self._watch = None

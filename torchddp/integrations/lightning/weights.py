@@ -13,7 +13,7 @@ from torchddp.integrations import weighing
 from torchddp.sync.microbatches import unwrapped
 
 _HOW = (
-    "take strategy='torchddp' or 'torchddp_sharded', which wrap on a single device too, or torchddp.install() with "
+    "use strategy='torchddp' or 'torchddp_sharded', which wrap on a single device too, or torchddp.install() with "
     "Lightning's 'ddp'"
 )
 
@@ -47,7 +47,7 @@ def weigh(target: Any, weight: float | torch.Tensor, *, loss: LossKind = "mean")
 
 
 def _place(target: Any) -> tuple[torch.nn.Module, int, bool]:
-    """The wrapped model, what its loss is divided by, and whether it needs no wrapper: alone, one microbatch a step."""
+    """The wrapped model, the divisor of its loss, and whether it may be unwrapped (one process, no accumulation)."""
     if isinstance(target, torch.nn.Module):
         target = unwrapped(target)
     if isinstance(target, _FabricModule):
