@@ -69,4 +69,4 @@ def test_an_unknown_option_is_named(found: dict[str, Any]) -> None:
 @pytest.mark.slow
 def test_the_example_trains() -> None:
     done = launch("-m", "tests.clients.composer_stubs", "examples/train_composer.py", "--microbatch", "4", ranks=2)
-    assert "torchddp.ddp.module: 100% right after 4 epochs; our reducer finished 32" in done.stdout
+    assert "torchddp.ddp.module: 100% right, 4 epochs; torchddp reduced 32 steps" in done.stdout

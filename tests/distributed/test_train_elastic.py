@@ -66,7 +66,7 @@ def test_an_injected_exception_comes_once(text, tmp_path):
         return _trainer(rank, tmp_path, text, fault=Fault(2, 0, "exception", tmp_path / "marker"))
 
     def work(rank):
-        words = "rank 0 was told to raise in step 2" if rank == 0 else "rank 0"
+        words = "rank 0 raised the injected exception in step 2" if rank == 0 else "rank 0"
         with pytest.raises(InjectedFaultError if rank == 0 else RuntimeError, match=words):
             trainer_of(rank).run()
 

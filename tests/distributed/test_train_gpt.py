@@ -121,7 +121,7 @@ def test_checkpoints_of_other_runs_are_refused(text, tmp_path):
     _run(data=text, checkpoint=saved)
     before = saved.read_bytes()
     for world_size, options, words in (
-        (2, {}, "is at step 8 already, this run ends with step 8"),
+        (2, {}, "is already at step 8, but this run ends with step 8"),
         (1, {}, "belongs to another world size: 2 ranks wrote it, this run has 1"),
         (2, {"width": 32}, "belongs to another model: width 16 there, 32 here"),
     ):

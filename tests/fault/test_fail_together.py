@@ -165,7 +165,7 @@ def test_who_can_not_be_interrupted_is_ended(body, capfd):
     since_s = time.monotonic()
     outcomes = run_outcomes(work, 2, timeout=20, straggler_s=10)
     assert time.monotonic() - since_s < 0.3 + LIMIT_S + 2.5
-    assert outcomes[0].exit_code == 1 and "died without a word" in outcomes[0].error, outcomes[0]
+    assert outcomes[0].exit_code == 1 and "died without an error message" in outcomes[0].error, outcomes[0]
     assert outcomes[1].value.kind == "ValueError", outcomes[1]
     said = capfd.readouterr().err
     for part in ("rank 0 ends with exit code 1", "rank 1 failed", TEXT, body.__name__):

@@ -52,7 +52,7 @@ def _run_demo(monkeypatch: pytest.MonkeyPatch, out: Path, losses_of: dict[str, l
     def torchrun(script: Path, arguments: list[str], **_: Any) -> None:
         options = dict(zip(arguments, arguments[1:], strict=False))
         if options["--ddp"] not in losses_of:
-            raise ExampleError("the run failed (torchrun ended with 1)")
+            raise ExampleError("the run failed (torchrun exited with 1)")
         Path(options["--json"]).write_text(json.dumps(_record(losses_of[options["--ddp"]])))
 
     monkeypatch.setattr(demo, "ddp_class", lambda name: None)
@@ -68,7 +68,7 @@ def test_demo_fails_if_losses_differ_or_a_run_fails(monkeypatch: pytest.MonkeyPa
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["loss.png", "result.json"]
     result = _run_demo(monkeypatch, tmp_path, {"torch": [3.0, 2.0], "torchddp": [3.0, 2.1]})
     assert result.exit_code == 1
-    assert "error: the losses of torch and torchddp are not the same" in result.stderr
+    assert "error: the losses of torch and torchddp differ" in result.stderr
     assert json.loads((tmp_path / "result.json").read_text())["losses"]["equal"] is False
     result = _run_demo(monkeypatch, tmp_path / "out", {})
     assert result.exit_code == 1 and "error: --ddp torch: the run failed" in result.stderr
