@@ -1,4 +1,4 @@
-"""A sharded model and optimizer compared with torch's DistributedDataParallel and the plain optimizer on equal batches."""
+"""A sharded model and optimizer compared with torch's DDP and the plain optimizer on the same batches."""
 
 from __future__ import annotations
 
