@@ -1,4 +1,4 @@
-"""The parts of the GPT example that need no second rank: data, sampling, options, model, checkpoints."""
+"""The parts of the GPT example that don't need a second rank: data, sampling, options, model, checkpoints."""
 
 import json
 from pathlib import Path
@@ -28,7 +28,7 @@ def test_default_corpus_is_this_pythons_source(tmp_path: Path) -> None:
     assert bytes(corpus.validation.numpy()) == text[1800:]
 
 
-def test_data_errors_say_what_was_got(tmp_path: Path) -> None:
+def test_data_errors_name_what_was_given(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "empty").touch()
     (tmp_path / "short").write_bytes(b"x" * 17)
@@ -42,7 +42,7 @@ def test_data_errors_say_what_was_got(tmp_path: Path) -> None:
             data.load_corpus(tmp_path / name, 8)
 
 
-def test_each_rank_draws_batches_of_its_own_from_all_of_the_text() -> None:
+def test_each_rank_draws_its_own_batches_from_the_whole_text() -> None:
     def offsets(index: int, rank: int, choices: int) -> list[int]:
         drawn = data.batch_offsets(seed=3, index=index, rank=rank, world_size=2, batch_size=100, choices=choices)
         return drawn.tolist()
@@ -95,7 +95,7 @@ def _content(**changes: Any) -> dict[str, Any]:
     return {"identity": _identity(**changes), "step": 7, **parts}
 
 
-def test_only_a_constant_schedule_over_the_same_data_can_go_on_for_longer(tmp_path: Path) -> None:
+def test_only_constant_schedules_over_the_same_data_can_be_extended(tmp_path: Path) -> None:
     path = tmp_path / "c.pt"
     checkpoint.save_checkpoint(path, _content())
     with pytest.raises(ExampleError, match="belongs to a run with other settings: steps 150 there, 9 here"):
@@ -106,7 +106,7 @@ def test_only_a_constant_schedule_over_the_same_data_can_go_on_for_longer(tmp_pa
     assert checkpoint.load_checkpoint(path, _identity(schedule="constant", steps=20))["step"] == 7
 
 
-def test_damaged_and_foreign_files_are_bad_checkpoints(tmp_path: Path) -> None:
+def test_damaged_and_unrelated_files_are_bad_checkpoints(tmp_path: Path) -> None:
     checkpoint.save_checkpoint(tmp_path / "whole.pt", _content())
     whole = (tmp_path / "whole.pt").read_bytes()
     (tmp_path / "half.pt").write_bytes(whole[: len(whole) // 2])

@@ -1,4 +1,4 @@
-"""The watcher's thread, and the board that ranks talk over."""
+"""The watcher thread, and the board through which ranks communicate."""
 
 import os
 import threading
@@ -25,7 +25,7 @@ def test_a_task_that_fails_ends_alone(caplog):
     time.sleep(0.05)
     count = len(looks)
     time.sleep(0.1)
-    assert looks == ["torchddp-watcher"] * count  # it looks until it is closed
+    assert looks == ["torchddp-watcher"] * count  # it polls until it is closed
     assert "no such thing" in caplog.text
 
 
@@ -47,7 +47,7 @@ def test_a_forked_child_has_a_watcher_of_its_own():
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_what_ranks_post_all_can_read(world_size):
+def test_all_ranks_can_read_what_ranks_post(world_size):
     def work(rank):
         board, other = Board(None, "test"), Board(None, "test")
         assert board.read("nothing") is None
@@ -62,7 +62,7 @@ def test_what_ranks_post_all_can_read(world_size):
     assert sum(claims) == 1
 
 
-def test_a_call_that_does_not_return_holds_nobody_up():
+def test_a_call_that_does_not_return_times_out():
     calls = BoundedCalls(0.2)
     assert calls.call(lambda: threading.current_thread().name) == "torchddp-store"
     with pytest.raises(KeyError):
@@ -79,7 +79,7 @@ def test_a_call_that_does_not_return_holds_nobody_up():
     assert calls.call(lambda: 1) == 1
 
 
-def test_the_thread_of_calls_ends_with_them():
+def test_the_thread_of_calls_ends_with_its_owner():
     calls = BoundedCalls(5.0)
     thread = calls.call(threading.current_thread)
     del calls
