@@ -50,7 +50,7 @@ def test_gradients_are_memory_of_the_bucket(alone):
         assert len(begins) == 1 and len(bucket.params) > 1
 
 
-def test_large_gradients_keep_the_memory_that_autograd_gave_them(gpu):
+def test_large_gradients_stay_where_autograd_allocated_them(gpu):
     made = {}
     model = torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.Linear(512, 8)).to(gpu)
     large = model[0].weight
