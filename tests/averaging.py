@@ -92,20 +92,20 @@ def through_a_file(value: Any) -> Any:
 
 def assert_resumes_exactly(rank: int, make: Callable[[], tuple[nn.Module, Any]], saved_after: list[int]) -> None:
     """A run that saves, one resumed from its checkpoint, and one that never saves end bitwise equal."""
-    undisturbed, optimizer = make()
-    train(undisturbed, optimizer, rank, range(15))
+    uninterrupted, optimizer = make()
+    train(uninterrupted, optimizer, rank, range(15))
     for steps in saved_after:
         model, optimizer = make()
         train(model, optimizer, rank, range(steps))
         saved = through_a_file((model.state_dict(), optimizer.state_dict()))
         train(model, optimizer, rank, range(steps, 15))
-        assert_close(model, undisturbed, **EXACT)
+        assert_close(model, uninterrupted, **EXACT)
 
         again, resumed = make()
         again.load_state_dict(saved[0])
         resumed.load_state_dict(saved[1])
         train(again, resumed, rank, range(steps, 15))
-        assert_close(again, undisturbed, **EXACT)
+        assert_close(again, uninterrupted, **EXACT)
 
 
 class Simulation:

@@ -126,11 +126,11 @@ def test_a_killed_rank_is_restarted_and_ends_with_the_same_weights(tmp_path):
     console = Console(file=(tmp_path / "out").open("w"), width=100)
     result = demo_faults.run_demo(["kill"], plan, seed=3, out=tmp_path, timeout_s=120, console=console)
     assert result["ok"], (tmp_path / "faults.log").read_text()
-    undisturbed, killed = result["runs"]
+    uninterrupted, killed = result["runs"]
     assert killed["restarts"] == 1 and killed["resumed_from"] == 3
     assert killed["noticed_by"] == 0 and killed["noticed_s"] < 5
     assert "TransportError: rank 0, step 5" in killed["error"] and "rank 1 died" in killed["error"]
-    assert killed["weights_sha256"] == undisturbed["weights_sha256"]
-    assert killed["final_loss"] == undisturbed["final_loss"]
+    assert killed["weights_sha256"] == uninterrupted["weights_sha256"]
+    assert killed["final_loss"] == uninterrupted["final_loss"]
     assert json.loads((tmp_path / "faults.json").read_text()) == json.loads(json.dumps(result))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["faults.json", "faults.log", "out"]
