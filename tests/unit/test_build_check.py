@@ -36,7 +36,7 @@ def test_what_fits_is_accepted(running):
         (CUDA | {"cuda": "13.2.51"}, {}, "built with CUDA 13.2.51, but torch 2.13.1+cu130 brings CUDA 13.0"),
     ],
 )
-def test_a_mismatch_is_reported(built, running, words):
+def test_a_misfit_is_reported(built, running, words):
     assert words in misfit(built, RUNNING | running)
 
 
