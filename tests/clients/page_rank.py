@@ -31,7 +31,7 @@ class Seen:
     model: Any = None
     start = ""
 
-    def look(self, module: nn.Module, args: Any) -> None:
+    def record(self, module: nn.Module, args: Any) -> None:
         if self.model is None and isinstance(module, TorchDDP):
             self.model, self.start = module, digest(module.named_parameters())
 
@@ -59,7 +59,7 @@ def main() -> None:
     torch.set_num_threads(1)
     os.chdir(given.folder)
     seen = Seen()
-    register_module_forward_pre_hook(seen.look)
+    register_module_forward_pre_hook(seen.record)
     exec(compile(code, "engines.md", "exec"), {"__name__": "__main__"})
     rooms = [cls.__module__.partition(".")[0] for cls in type(seen.model).__mro__]
     found = {

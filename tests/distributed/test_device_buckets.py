@@ -286,10 +286,10 @@ def test_bitwise_equal_to_dense_buckets(rank):
 @on_ranks(2)
 def test_hooks(rank):
     # What hooks read and write between gradients.
-    looks = ChecksGaps()
-    trained(PaddedBuckets, rank, hook=(None, looks))
-    assert len(looks.outside) == STEPS
-    assert all(outside.numel() > 0 and not outside.any() for outside in looks.outside)
+    checks = ChecksGaps()
+    trained(PaddedBuckets, rank, hook=(None, checks))
+    assert len(checks.outside) == STEPS
+    assert all(outside.numel() > 0 and not outside.any() for outside in checks.outside)
 
     def divides(state, bucket):
         future = torch.futures.Future()

@@ -94,12 +94,12 @@ def test_while_buckets_are_rebuilt_and_models_are_freed(rank):
         ddp = torchddp.DDP(seeded(Mlp), bucket_cap_mb=0.001, **options)
         seen, over = [], threading.Event()
 
-        def look(reducer=ddp.reducer, seen=seen, over=over):
+        def poll(reducer=ddp.reducer, seen=seen, over=over):
             while not over.wait(0.002):
                 seen.append(reducer.status())
 
         with ThreadPoolExecutor() as pool:
-            pool.submit(look)
+            pool.submit(poll)
             for step in range(30):
                 step_on(ddp, rank, step)
                 if step % 5 == 0 and not ddp.static_graph:

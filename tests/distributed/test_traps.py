@@ -31,7 +31,7 @@ over_both = pytest.mark.parametrize("transport", ["shm", "c10d"])
 
 
 @contextlib.contextmanager
-def heard():
+def caught_warnings():
     """The block's UsageWarnings, as (text, line), available after it."""
     told = []
     with warnings.catch_warnings(record=True) as caught:
@@ -76,7 +76,7 @@ def train(ddp, optimizer, rank, count=6):
 def test_a_forward_without_backward_on_one_rank(rank):
     # It has no buffers to broadcast, so no rank waits.
     ddp, optimizer = made(forward_sync_buffers=False)
-    with heard() as told:
+    with caught_warnings() as told:
         train(ddp, optimizer, rank, 1)
         if rank == 1:
             ddp(batch(rank))
@@ -102,7 +102,7 @@ CHANGES = [
 def test_gradients_changed_on_one_rank(rank, transport):
     for (change, words), views in each(CHANGES, [None, False, True]):
         ddp, optimizer = made(transport, gradient_as_bucket_view=views)
-        with heard() as told:
+        with caught_warnings() as told:
             for step in range(4):
                 optimizer.zero_grad()
                 loss_of(ddp(batch(rank, step))).backward()
@@ -121,7 +121,7 @@ def test_which_steps_are_checked(rank):
     """Few are: 1, 2, 3, 4, 8, 16, ... Another process group restarts the sequence."""
     assert [next_look(step) for step in (0, 1, 2, 3, 4, 7, 8, 9, 16)] == [1, 2, 3, 4, 8, 8, 16, 16, 32]
     ddp, optimizer = made()
-    with heard() as told:
+    with caught_warnings() as told:
         for step in steps(optimizer, 11):
             loss_of(ddp(batch(rank, step))).backward()
             if rank == 0 and step >= 4:
@@ -131,7 +131,7 @@ def test_which_steps_are_checked(rank):
     ddp, optimizer = made()
     train(ddp, optimizer, rank, 5)
     ddp._update_process_group(dist.new_group([0, 1]))
-    with heard() as told:
+    with caught_warnings() as told:
         for step in steps(optimizer, 4):
             loss_of(ddp(batch(rank, step))).backward()
             if rank == 1:
@@ -177,7 +177,7 @@ class Head(nn.Module):
 def test_no_warning_about_searches_that_are_needed(rank):
     for unused_on in each(["all", "rank 1", "step 7"]):
         ddp, optimizer = made(make=Head, find_unused_parameters=True)
-        with heard() as told:
+        with caught_warnings() as told:
             for step in steps(optimizer, LOOKED_AT + 5):
                 left_out = {"all": True, "rank 1": rank == 1, "step 7": step == 7}[unused_on]
                 loss_of(ddp(batch(rank, step), not left_out)).backward()
@@ -377,7 +377,7 @@ def test_correct_programs_get_no_warning(rank, transport):
         if name.startswith("_") or (transport == "c10d" and name.startswith("compiled")):
             continue
         ddp, optimizer = made(transport)
-        with heard() as told:
+        with caught_warnings() as told:
             program(ddp, optimizer, rank)
         assert told == [], name
 
@@ -386,7 +386,7 @@ def test_correct_programs_get_no_warning(rank, transport):
 def test_warning_about_too_many_threads(rank):
     processors = len(os.sched_getaffinity(0))
     torch.set_num_threads(2 * processors)
-    with heard() as told:
+    with caught_warnings() as told:
         for _ in range(2):
             train(*made(), rank, 3)
     text, _ = only_one(told, by=0)

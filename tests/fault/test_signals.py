@@ -50,18 +50,18 @@ def gives_up_soon(call) -> None:
     assert "rank 0 gave up" in str(error), error
 
 
-def tell(what: str) -> None:
+def post(what: str) -> None:
     dist.distributed_c10d._get_default_store().set(what, "")
 
 
-def hear(what: str) -> None:
+def await_post(what: str) -> None:
     dist.distributed_c10d._get_default_store().wait([what])
 
 
 def meet(rank: int) -> None:
     """Keep both ranks' connections open until both get here."""
-    tell(f"rank {rank} is done")
-    hear(f"rank {1 - rank} is done")
+    post(f"rank {rank} is done")
+    await_post(f"rank {1 - rank} is done")
 
 
 def interrupts_rank_0(rank: int, call) -> None:
@@ -69,9 +69,9 @@ def interrupts_rank_0(rank: int, call) -> None:
     if rank == 0:
         hit()
         raises_soon(KeyboardInterrupt, call)
-        tell("rank 0 was interrupted")
+        post("rank 0 was interrupted")
     else:
-        hear("rank 0 was interrupted")
+        await_post("rank 0 was interrupted")
 
 
 on_waiting_ranks = functools.partial(on_ranks, timeout=90, group_timeout_s=LIMIT_S)
@@ -119,10 +119,10 @@ def test_the_wait_continues_after_a_handler_returns(transport):
     def work(rank):
         ddp = torchddp.DistributedDataParallel(seeded(Mlp), transport=transport)
         if rank == 0:
-            signal.signal(signal.SIGTERM, lambda *_: tell("the handler has run"))
+            signal.signal(signal.SIGTERM, lambda *_: post("the handler has run"))
             hit(signal.SIGTERM)
         else:
-            hear("the handler has run")  # before this rank joins
+            await_post("the handler has run")  # before this rank joins
         step_on(ddp, rank)
         return grads_of(ddp)
 

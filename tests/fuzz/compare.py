@@ -80,9 +80,9 @@ def first_difference(
 
 def tensors_differ(want: Tensor | None, got: Tensor | None, strictness: Strictness) -> tuple[str, str] | None:
     """Describe both tensors where they differ, or return None."""
-    looks = _look(want, strictness.strides), _look(got, strictness.strides)
-    if want is None or got is None or looks[0] != looks[1]:
-        return looks if looks[0] != looks[1] else None
+    described = _describe(want, strictness.strides), _describe(got, strictness.strides)
+    if want is None or got is None or described[0] != described[1]:
+        return described if described[0] != described[1] else None
     want, got = want.detach(), got.detach()
     if want.is_sparse:
         want, got = want.to_dense(), got.to_dense()
@@ -101,7 +101,7 @@ def tensors_differ(want: Tensor | None, got: Tensor | None, strictness: Strictne
     return f"{want[at].item()!r} ({count})", f"{got[at].item()!r}"
 
 
-def _look(value: Tensor | None, strides: bool) -> str:
+def _describe(value: Tensor | None, strides: bool) -> str:
     """Everything about a tensor except its values."""
     if value is None:
         return "None"

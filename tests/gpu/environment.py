@@ -84,7 +84,7 @@ def missing(found: dict[str, bool], *, on_gpu: bool, builds: bool) -> list[str]:
     return [what for what in needed if not found[what]]
 
 
-def look() -> dict[str, bool]:
+def find_items() -> dict[str, bool]:
     absent = lacks(PACKAGES)
     found = {f"Python package {name}": name not in absent for name in PACKAGES}
     found |= {name: shutil.which(tool) is not None for name, tool in {"cmake": "cmake", "nvcc": nvcc()}.items()}
@@ -161,7 +161,7 @@ def main(arguments: list[str]) -> int:
 
 def check(*, on_gpu: bool, builds: bool) -> int:
     report()
-    found = look()
+    found = find_items()
     lacking = missing(found, on_gpu=on_gpu, builds=builds)
     if lacking:
         print(f"This machine lacks: {', '.join(lacking)}.")

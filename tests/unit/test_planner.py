@@ -118,10 +118,10 @@ def test_plans_need_a_home_or_cache_folder(monkeypatch: pytest.MonkeyPatch):
     for name in ("TORCHDDP_CACHE_DIR", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
 
-    def nobody():
+    def no_home():
         raise RuntimeError("Could not determine home directory.")
 
-    monkeypatch.setattr(Path, "home", nobody)
+    monkeypatch.setattr(Path, "home", no_home)
     with pytest.raises(PlanCacheError, match="TORCHDDP_CACHE_DIR"):
         assert KEY.path
     assert kept_plan(specs([1]), KEY) is None

@@ -15,32 +15,32 @@ from torchddp.transport.worker import BoundedCalls, watch
 
 
 def test_a_task_that_fails_ends_alone(caplog):
-    looks: list[str] = []
+    polled: list[str] = []
     failing = watch(mock.Mock(side_effect=ValueError("no such thing")), 0.01)
-    other = watch(lambda: looks.append(threading.current_thread().name), 0.01)
+    other = watch(lambda: polled.append(threading.current_thread().name), 0.01)
     assert wait_until(lambda: failing.closed)
-    count = len(looks)
-    assert wait_until(lambda: len(looks) > count + 2)
+    count = len(polled)
+    assert wait_until(lambda: len(polled) > count + 2)
     other.close()
     time.sleep(0.05)
-    count = len(looks)
+    count = len(polled)
     time.sleep(0.1)
-    assert looks == ["torchddp-watcher"] * count  # it polls until it is closed
+    assert polled == ["torchddp-watcher"] * count  # it polls until it is closed
     assert "no such thing" in caplog.text
 
 
 def test_a_forked_child_has_a_watcher_of_its_own():
-    looks: list[int] = []
-    task = watch(lambda: looks.append(os.getpid()), 0.01)
-    assert wait_until(lambda: looks)
+    polled: list[int] = []
+    task = watch(lambda: polled.append(os.getpid()), 0.01)
+    assert wait_until(lambda: polled)
 
     def work(rank):
-        of_parent = len(looks)
+        of_parent = len(polled)
         own: list[int] = []
         mine = watch(lambda: own.append(os.getpid()), 0.01)
         assert wait_until(lambda: own)
         mine.close()
-        return len(looks) - of_parent, own[0] == os.getpid()
+        return len(polled) - of_parent, own[0] == os.getpid()
 
     assert run_ranks(work, 2) == [(0, True)] * 2
     task.close()
