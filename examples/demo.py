@@ -40,7 +40,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_mar
 
 @dataclass(frozen=True)
 class Segment:
-    """One launch: `ddp` trains from the end of its last segment up to step `stop_after`."""
+    """One launch: `ddp` trains from where its previous segment ended to step `stop_after`."""
 
     ddp: str
     stop_after: int
@@ -49,7 +49,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Plan:
-    """How long to train, and in how many launches each."""
+    """How long to train, and in which launches."""
 
     steps: int
     batch_size: int
@@ -59,7 +59,7 @@ class Plan:
 
 
 def make_plan(classes: Sequence[str], *, quick: bool) -> Plan:
-    """Quick: one launch each. Otherwise two each, in the order A B B A, so that drift affects both alike."""
+    """One launch per class if `quick`, otherwise two, in the order A B B A so that drift affects both equally."""
     first, second = classes
     if quick:
         steps = 50
@@ -138,17 +138,17 @@ def main(
     quick: Annotated[bool, typer.Option("--quick", help="A shorter run, under a minute.")] = False,
     seed: Annotated[int, typer.Option(min=0, help="Seed of both runs.")] = 0,
     out: Annotated[Path, typer.Option(help="Folder for loss.png and result.json.")] = ROOT / "runs" / "demo",
-    timeout: Annotated[float, typer.Option(min=1, help="Seconds a single launch may take.")] = 300.0,
+    timeout: Annotated[float, typer.Option(min=1, help="Timeout of each launch, in seconds.")] = 300.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print only the result, as JSON, to stdout.")] = False,
 ) -> None:
-    """Train one GPT with torch's DDP and with torchddp's, same seed, and compare losses and costs.
+    """Train one GPT with torch's DDP and with torchddp's from the same seed, and compare losses and costs.
 
     \b
     Examples:
       python -m examples.demo
       python -m examples.demo --quick --json > result.json
     """
-    signal.signal(signal.SIGTERM, _raise_interrupt)  # so that child processes are ended too
+    signal.signal(signal.SIGTERM, _raise_interrupt)  # ends the child processes too
     console = Console(file=sys.stderr if as_json else sys.stdout)
     try:
         result = run_demo(CLASSES, quick=quick, seed=seed, out=out, timeout_seconds=timeout, console=console)
@@ -161,7 +161,7 @@ def main(
     if as_json:
         typer.echo(json.dumps(result, indent=1))
     if not result["losses"]["equal"]:
-        typer.echo(f"error: the losses of {' and '.join(CLASSES)} are not the same", err=True)
+        typer.echo(f"error: the losses of {' and '.join(CLASSES)} differ", err=True)
         raise typer.Exit(EXIT_FAILED)
 
 

@@ -1,7 +1,7 @@
-"""Kill a rank during training, let torchrun restart it, and compare the result with an undisturbed run.
+"""Kill a rank during training, let torchrun restart it, and compare the result with an uninterrupted run.
 
 python -m examples.demo_faults            # under two minutes on two cores
-python -m examples.demo_faults --how stop # a rank that hangs: torchrun gives it 30 s to end
+python -m examples.demo_faults --how stop # the rank hangs: torchrun kills it after 30 s
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_mar
 
 @dataclass(frozen=True)
 class Plan:
-    """How long to train, when to save, and in which step rank 1 fails."""
+    """How long to train, when to save, and the step in which rank 1 fails."""
 
     steps: int = 40
     save_every: int = 10
@@ -58,8 +58,8 @@ class Plan:
 class Outcome:
     """The outcome of one run.
 
-    `noticed_by` is the rank that raised TransportError, `noticed_s` how long after the fault, `resumed_from` the step
-    of the checkpoint that was gone on from, `back_s` the time from the fault to training again.
+    `noticed_by` is the rank that raised TransportError, `noticed_s` the seconds from the fault to that error,
+    `resumed_from` the step of the checkpoint that training resumed from, `back_s` the seconds from the fault to that.
     """
 
     fault: str
@@ -84,7 +84,7 @@ class Outcome:
 def outcome_of(
     fault: str, events: Sequence[Event], result: dict[str, Any], wanted: str, leftovers: Sequence[str], wall_s: float
 ) -> Outcome:
-    """Build it from a run's journal and rank 0's final output; `wanted`: the expected digest."""
+    """Build it from a run's journal and rank 0's result; `wanted` is the expected digest ("": any)."""
     struck = next((event for event in events if event.kind == "fault"), None)
     noticed = next((event for event in events if event.kind == "noticed"), None)
     again = next((event for event in events if event.kind == "started" and event.attempt > 0), None)
@@ -106,7 +106,7 @@ def outcome_of(
 
 
 def run_one(fault: str, plan: Plan, seed: int, wanted: str, folder: Path, timeout_s: float, output: IO[str]) -> Outcome:
-    """Launch torchrun once, from the start to the last step; raises ExampleError if it doesn't get there."""
+    """Train to the last step under one torchrun; raises ExampleError if that fails."""
     checkpoint, result_path = folder / f"{fault}.pt", folder / f"{fault}.json"
     arguments = ["--checkpoint", str(checkpoint), "--json", str(result_path), "--seed", str(seed)]
     arguments += ["--steps", str(plan.steps), "--save-every", str(plan.save_every), "--timeout", str(plan.timeout_s)]
@@ -136,7 +136,7 @@ def run_one(fault: str, plan: Plan, seed: int, wanted: str, folder: Path, timeou
 def run_demo(
     faults: Sequence[str], plan: Plan, *, seed: int, out: Path, timeout_s: float, console: Console
 ) -> dict[str, Any]:
-    """Run all, print the table, write the result file, and return the result."""
+    """Train without a fault and with each fault, print the table, write the result file, and return the result."""
     result_path = out / "faults.json"
     prepare_output(result_path, "--out")
     result_path.unlink(missing_ok=True)  # so that a failed run doesn't leave an old result behind
@@ -165,7 +165,7 @@ def run_demo(
     console.print()
     console.print(result_table(outcomes, plan), width=min(console.width, MAX_TABLE_COLUMNS))
     for outcome in outcomes[1:]:
-        # The reason follows the place and the parameters.
+        # The reason comes after the place and the parameters.
         first = outcome.error.splitlines()[0].rpartition(" failed: ")[2] if outcome.error else "nothing"
         console.print(f"{_WORDS[outcome.fault]}: {first}", highlight=False, markup=False, soft_wrap=True)
     console.print(_closing_words(outcomes, segments), highlight=False)
@@ -203,11 +203,11 @@ def _number(value: float | None, digits: int) -> str:
 
 def _closing_words(outcomes: Sequence[Outcome], segments: Sequence[str]) -> str:
     left = [*(text for outcome in outcomes for text in outcome.leftovers), *segments]
-    return f"LEFT BEHIND: {', '.join(left)}" if left else "No process and no file in /dev/shm was left behind."
+    return f"LEFT BEHIND: {', '.join(left)}" if left else "No processes or files in /dev/shm were left behind."
 
 
 def _shared_memory_files() -> set[str]:
-    """This user's files in /dev/shm that may be ours; torchddp itself creates none there."""
+    """This user's files in /dev/shm with torchddp in their names; torchddp should create none there."""
     folder = Path("/dev/shm")
     if not folder.is_dir():
         return set()
@@ -218,22 +218,22 @@ def _shared_memory_files() -> set[str]:
 def main(
     how: Annotated[
         list[str] | None,
-        typer.Option(metavar="|".join(FAULT_CHOICES), help="A fault; repeatable [default: kill, exception]."),
+        typer.Option(metavar="|".join(FAULT_CHOICES), help="Fault to inject; repeatable [default: kill, exception]."),
     ] = None,
-    steps: Annotated[int, typer.Option(min=4, help="Optimizer steps; the fault comes after five eighths.")] = 40,
+    steps: Annotated[int, typer.Option(min=4, help="Optimizer steps; the fault occurs after 5/8 of them.")] = 40,
     seed: Annotated[int, typer.Option(min=0, help="Seed of all runs.")] = 0,
     out: Annotated[Path, typer.Option(help="Folder for faults.json and faults.log.")] = ROOT / "runs" / "faults",
-    timeout: Annotated[float, typer.Option(min=1, help="Seconds a single run may take.")] = 180.0,
+    timeout: Annotated[float, typer.Option(min=1, help="Timeout of each run, in seconds.")] = 180.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print only the result, as JSON, to stdout.")] = False,
 ) -> None:
-    """Train undisturbed, then with faults: torchrun restarts, training resumes, and the weights are compared.
+    """Train without a fault, then with faults that torchrun recovers from, and compare the final weights.
 
     \b
     Examples:
       python -m examples.demo_faults
       python -m examples.demo_faults --how kill --json > result.json
     """
-    signal.signal(signal.SIGTERM, _raise_interrupt)  # so that child processes are ended too
+    signal.signal(signal.SIGTERM, _raise_interrupt)  # ends the child processes too
     console = Console(file=sys.stderr if as_json else sys.stdout)
     faults = how or ["kill", "exception"]
     plan = Plan(steps, max(1, steps // 4), steps * 5 // 8)
@@ -250,7 +250,7 @@ def main(
     if as_json:
         typer.echo(json.dumps(result, indent=1))
     if not result["ok"]:
-        typer.echo("error: a run did not end as if undisturbed; see the table", err=True)
+        typer.echo("error: a run did not recover as expected; see the table", err=True)
         raise typer.Exit(EXIT_FAILED)
 
 

@@ -27,7 +27,7 @@ class Block(nn.Module):
 
 
 class Regressor(nn.Module):
-    """Inputs [batch, WIDTH] to predictions [batch, 1]."""
+    """Maps inputs [batch, WIDTH] to predictions [batch, 1]."""
 
     def __init__(self, depth: int = 3) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Regressor(nn.Module):
 
 
 def make_model(seed: int = 0) -> Regressor:
-    """The same weights in every process."""
+    """Build the model, with the same weights in every process."""
     torch.manual_seed(seed)
     return Regressor()
 
@@ -55,7 +55,7 @@ def loss_of(model: nn.Module, rank: int, step: int) -> torch.Tensor:
 
 
 def report(ranks: Ranks, step: int, steps: int, loss: torch.Tensor) -> None:
-    """Print the loss, averaged over the ranks, in some steps. Collective."""
+    """Print the mean loss over the ranks, about REPORTS times a run. Collective: call it in every step."""
     if step % max(1, steps // REPORTS) == 0 or step == steps - 1:
         mean = sum(ranks.sums([loss.item()])) / ranks.world_size
         if ranks.rank == 0:

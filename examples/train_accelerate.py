@@ -1,4 +1,4 @@
-"""A small network with Accelerate and torchddp: accumulation, clipping, compressed gradients, a metric.
+"""Train a small network with Accelerate and torchddp: accumulation, clipping, compressed gradients, a metric.
 
 ACCELERATE_USE_CPU=true torchrun --nproc-per-node 2 examples/train_accelerate.py
 ACCELERATE_USE_CPU=true torchrun --nproc-per-node 2 examples/train_accelerate.py --comm-hook int8 --bf16
@@ -19,7 +19,7 @@ from torchddp.integrations.accelerate import Accelerator, TorchDDPKwargs
 
 
 def points(size: int, seed: int) -> TensorDataset:
-    """Points in the plane, and whether they are inside a ring."""
+    """Points in the plane, and whether each is inside a ring."""
     x = torch.randn(size, 2, generator=torch.Generator().manual_seed(seed))
     radius = x.square().sum(1)
     return TensorDataset(x, ((radius > 0.5) & (radius < 2.5)).long())

@@ -1,4 +1,4 @@
-"""Composer's Trainer with torchddp's DistributedDataParallel: a classifier of points, on the CPU.
+"""Train a classifier of points on the CPU with Composer's Trainer and torchddp's DistributedDataParallel.
 
     composer -n 2 examples/train_composer.py
     torchrun --nproc-per-node 2 examples/train_composer.py --strategy forced_sync --microbatch 4
@@ -88,7 +88,7 @@ def main() -> None:
         right = (model.net(data.tensors[0]).argmax(1) == data.tensors[1]).float().mean().item()
     if composer.utils.dist.get_global_rank() == 0:
         steps = torchddp.finished_steps()
-        print(f"{type(wrapped).__module__}: {right:.0%} right after {args.epochs} epochs; our reducer finished {steps}")
+        print(f"{type(wrapped).__module__}: {right:.0%} right, {args.epochs} epochs; torchddp reduced {steps} steps")
         if args.save:
             torch.save(model.net.state_dict(), args.save)
     trainer.close()

@@ -1,4 +1,4 @@
-"""Training with few synchronisations: ranks train independently and average their models every few steps (DiLoCo).
+"""Train with few synchronisations: ranks train independently and average their models every few steps (DiLoCo).
 
 torchrun --nproc-per-node 2 -m examples.train_diloco --sync-every 20 --wire int8
 """
@@ -38,12 +38,12 @@ def train(ranks: Ranks, steps: int, lr: float, sync_every: int, wire: Wire) -> N
         report(ranks, step, steps, loss)
     if ranks.rank == 0:
         each_step = 4 * sum(p.numel() for p in model.parameters())
-        print(f"bytes sent by this rank in {steps} steps: {sent_bytes} (gradients alone are {each_step} per step)")
+        print(f"bytes sent by this rank in {steps} steps: {sent_bytes} (gradients would take {each_step} per step)")
         print(f"synchronisations by torchddp: {steps // sync_every}")
 
 
 def main() -> None:
-    """Join the process group, train, leave it."""
+    """Join the process group, train, and leave it."""
     parser = argparse.ArgumentParser(description="DiLoCo on a small model.")
     parser.add_argument("--steps", type=int, default=100, help="inner steps of each rank [%(default)s]")
     parser.add_argument("--lr", type=float, default=3e-3, help="the inner AdamW's learning rate [%(default)s]")

@@ -1,4 +1,4 @@
-"""Train the GPT of train_gpt.py so that torchrun can restart it after a rank has died."""
+"""Train the GPT of train_gpt.py, restartable by torchrun after a rank has died."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from examples.gpt.ranks import Ranks, environment_rank, open_ranks
 from examples.gpt.trainer import Trainer
 
 EXIT_BAD_INPUT = 2
-# For the process group: on a busy host, ranks may start, and so join it, many seconds apart.
+# On a busy host, ranks may join the process group many seconds apart.
 GROUP_TIMEOUT = timedelta(minutes=2)
 EXIT_TERMINATED = 128 + signal.SIGTERM
 
@@ -36,7 +36,7 @@ _DEFAULT = TrainConfig()
 
 
 class ElasticTrainer(Trainer):
-    """Exits between two steps when torchrun asks for it, and injects a given fault."""
+    """Exits between steps after torchrun's SIGTERM, and injects the given fault."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class ElasticTrainer(Trainer):
         return {**super()._wrapper_options(), "timeout": self._timeout}
 
     def _note_sigterm(self, signum: int, frame: object) -> None:
-        # Don't raise here: a rank that waits for a dead one is about to raise a more useful error.
+        # Don't raise here: a rank waiting for a dead one is about to raise a more useful error.
         self._asked_to_end = True
         self.journal.note("asked to end", self.step, "SIGTERM")
 
@@ -75,7 +75,7 @@ class ElasticTrainer(Trainer):
 
 @app.command()
 def main(
-    checkpoint: Annotated[Path, typer.Option(help="Where to save, and to resume from if it exists.")],
+    checkpoint: Annotated[Path, typer.Option(help="Where to save; training resumes from it if it exists.")],
     steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 40,
     save_every: Annotated[int, typer.Option(min=1, help="Steps between checkpoints; the last step is saved too.")] = 10,
     batch_size: Annotated[int, typer.Option(help="Windows per rank and step.")] = 8,
@@ -90,13 +90,13 @@ def main(
     comm_hook: Annotated[
         str | None, typer.Option(metavar="|".join(COMM_HOOK_CHOICES), help="Compress gradients.")
     ] = None,
-    timeout: Annotated[float, typer.Option(min=1, help="Seconds a reduction may take.")] = 30.0,
-    die_at: Annotated[int, typer.Option(min=0, help="Step in which a rank fails, once (0: none).")] = 0,
-    die_rank: Annotated[int, typer.Option(min=0, help="That rank.")] = 1,
-    how: Annotated[str, typer.Option(metavar="|".join(FAULT_CHOICES), help="What happens to it.")] = "kill",
+    timeout: Annotated[float, typer.Option(min=1, help="Timeout of a reduction, in seconds.")] = 30.0,
+    die_at: Annotated[int, typer.Option(min=0, help="Step in which a rank fails, once (0: never).")] = 0,
+    die_rank: Annotated[int, typer.Option(min=0, help="The rank that fails.")] = 1,
+    how: Annotated[str, typer.Option(metavar="|".join(FAULT_CHOICES), help="How it fails.")] = "kill",
     json_path: Annotated[Path | None, typer.Option("--json", help="Write losses and a digest of the weights.")] = None,
 ) -> None:
-    """Train a small GPT, from the last checkpoint if there is one: a restarted run ends like an undisturbed one.
+    """Train a small GPT from the last checkpoint, if any: a restarted run ends with an uninterrupted run's weights.
 
     \b
     Examples:

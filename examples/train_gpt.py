@@ -41,30 +41,30 @@ def main(
     heads: Annotated[int, typer.Option(help="Attention heads.")] = _DEFAULT.heads,
     dropout: Annotated[float, typer.Option(help="Dropout probability.")] = _DEFAULT.dropout,
     lr: Annotated[float, typer.Option(help="AdamW's peak learning rate.")] = _DEFAULT.lr,
-    schedule: Annotated[str, typer.Option(metavar=_one_of(SCHEDULE_CHOICES), help="Learning rate.")] = "cosine",
+    schedule: Annotated[str, typer.Option(metavar=_one_of(SCHEDULE_CHOICES), help="LR schedule.")] = "cosine",
     warmup_steps: Annotated[int, typer.Option(help="Steps of linear warm-up.")] = _DEFAULT.warmup_steps,
     seed: Annotated[int, typer.Option(help="Seed of weights, batches and dropout.")] = _DEFAULT.seed,
     eval_interval: Annotated[int, typer.Option(help="Steps between evaluations.")] = _DEFAULT.eval_interval,
     eval_batches: Annotated[int, typer.Option(help="Batches per rank and evaluation.")] = _DEFAULT.eval_batches,
     grad_accum: Annotated[int, typer.Option(help="Micro-batches per step, under no_sync.")] = _DEFAULT.grad_accum,
     ddp: Annotated[
-        str, typer.Option(metavar=_one_of(DDP_CHOICES), help="Class; 'none' is plain single-process training.")
+        str, typer.Option(metavar=_one_of(DDP_CHOICES), help="DDP class; 'none' trains in one process without one.")
     ] = _DEFAULT.ddp,
     device: Annotated[
         str, typer.Option(metavar=_one_of(DEVICE_CHOICES), help="auto: CUDA when each rank has a GPU.")
     ] = _DEFAULT.device,
     threads: Annotated[int, typer.Option(help="Torch threads per rank.")] = _DEFAULT.threads,
     data: Annotated[Path | None, typer.Option(help="File or folder [default: Python's source files].")] = None,
-    checkpoint: Annotated[Path | None, typer.Option(help="Where to save, at least at the end.")] = None,
-    save_every: Annotated[int, typer.Option(help="Steps between further checkpoints (0: none).")] = _DEFAULT.save_every,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue from --checkpoint, to the same losses.")] = False,
-    stop_after: Annotated[int | None, typer.Option(help="End early after this step, schedule unchanged.")] = None,
+    checkpoint: Annotated[Path | None, typer.Option(help="Checkpoint, saved at the end.")] = None,
+    save_every: Annotated[int, typer.Option(help="Steps between other checkpoints (0: none).")] = _DEFAULT.save_every,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from --checkpoint, with the same losses.")] = False,
+    stop_after: Annotated[int | None, typer.Option(help="Stop after this step; the schedule stays the same.")] = None,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write the metrics to this file.")] = None,
     measure_comm: Annotated[
-        int, typer.Option(help="Steps between measurements of exposed communication (0: none).")
+        int, typer.Option(help="Steps between measurements of exposed communication (0: never).")
     ] = _DEFAULT.measure_comm,
 ) -> None:
-    """Train a small GPT on bytes of text, on every rank that torchrun starts, or in this process alone.
+    """Train a small GPT on bytes of text, on every rank that torchrun starts, or in this process without torchrun.
 
     \b
     Examples:

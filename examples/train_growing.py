@@ -1,4 +1,4 @@
-"""Progressive growing (Karras et al. 2018, on a small scale): blocks are added during training.
+"""Progressive growing (Karras et al. 2018, on a small scale): add blocks during training.
 
 torchrun --nproc-per-node 2 -m examples.train_growing
 """
@@ -29,7 +29,7 @@ def train(ranks: Ranks, steps: int, lr: float) -> None:
     for step in range(steps):
         if step > 0 and step % (steps // DEPTH) == 0 and len(model.module.blocks) < DEPTH:
             block = Block()
-            nn.init.zeros_(block.down.weight)  # so that the model's output doesn't change
+            nn.init.zeros_(block.down.weight)  # the model's output doesn't change
             nn.init.zeros_(block.down.bias)
             model.module.blocks.append(block)
             model.refresh_trainable()  # on all ranks: the block gets rank 0's values
@@ -45,8 +45,8 @@ def train(ranks: Ranks, steps: int, lr: float) -> None:
 
 
 def main() -> None:
-    """Join the process group, train, leave it."""
-    run(train, "Adds blocks to a model in training.", steps=150)
+    """Join the process group, train, and leave it."""
+    run(train, "Add blocks to a model during training.", steps=150)
 
 
 if __name__ == "__main__":

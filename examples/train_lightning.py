@@ -20,7 +20,7 @@ import torchddp.integrations.lightning  # noqa: F401  registers the strategies' 
 
 
 def spirals(points: int, seed: int) -> TensorDataset:
-    """Points ``[points, 2]`` on two spirals, and which of the two each is on."""
+    """Points ``[points, 2]`` on two spirals, and which of the two each is on (0 or 1)."""
     generator = torch.Generator().manual_seed(seed)
     label = torch.randint(2, (points,), generator=generator)
     angle = 3 * math.pi * torch.rand(points, generator=generator).sqrt()
@@ -65,7 +65,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--strategy", default="torchddp", help="torchddp, torchddp_sharded, torchddp_spawn, ... or ddp")
     parser.add_argument("--accelerator", default="cpu")
-    parser.add_argument("--devices", type=int, default=2, help="processes")
+    parser.add_argument("--devices", type=int, default=2, help="number of processes")
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--points", type=int, default=2048)
     parser.add_argument("--width", type=int, default=64)

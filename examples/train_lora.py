@@ -1,4 +1,4 @@
-"""Adapters (LoRA, Hu et al. 2021) for a model that is already wrapped: the base is frozen, the adapters are trained.
+"""Adapters (LoRA, Hu et al. 2021) for a model that is already wrapped: freeze the base and train the adapters.
 
 torchrun --nproc-per-node 2 -m examples.train_lora
 """
@@ -67,14 +67,12 @@ def train(ranks: Ranks, steps: int, lr: float) -> None:
         frozen = [p for p in model.parameters() if not p.requires_grad]
         kept = all(torch.equal(a, b) for a, b in zip(base, frozen, strict=True))
         trained = sum(p.numel() for p in adapters)
-        print(
-            f"{trained} adapter weights trained beside {sum(p.numel() for p in base)} frozen ones, changed: {not kept}"
-        )
+        print(f"{trained} trained adapter weights; {sum(p.numel() for p in base)} frozen weights, changed: {not kept}")
 
 
 def main() -> None:
-    """Join the process group, train, leave it."""
-    run(train, "LoRA adapters on a model that was wrapped before they were there.", steps=150)
+    """Join the process group, train, and leave it."""
+    run(train, "Add LoRA adapters to a model that is already wrapped.", steps=150)
 
 
 if __name__ == "__main__":

@@ -40,9 +40,9 @@ def train(ranks: Ranks, config: ParallelConfig, steps: int, lr: float) -> None:
 
 
 def main() -> None:
-    """Read the configuration, join the process group, train, leave it."""
+    """Read the configuration, join the process group, train, and leave it."""
     parser = argparse.ArgumentParser(
-        description="Training with the parallelism that is asked for.",
+        description="Train with the parallelism that the arguments choose.",
         epilog="All other arguments are torchddp.ParallelConfig's (docs/parallelize.md): --kind sharded, --use-fsdp, "
         "--sharding-strategy=HYBRID_SHARD, --model-parallel=2, ddp.bucket_cap_mb=4.",
     )

@@ -21,7 +21,7 @@ from torchddp import finished_steps
 
 
 def train(ranks: Ranks, steps: int, lr: float) -> None:
-    """Train on this rank, with gradients averaged over all."""
+    """Train on this rank, with gradients averaged over all ranks."""
     model = DDP(make_model())
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
     for step in range(steps):
@@ -35,7 +35,7 @@ def train(ranks: Ranks, steps: int, lr: float) -> None:
 
 
 def main() -> None:
-    """Join the process group, train, leave it."""
+    """Join the process group, train, and leave it."""
     run(train, "Data parallel training of a small model, one import changed.", steps=100)
 
 

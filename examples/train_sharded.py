@@ -1,4 +1,4 @@
-"""Gradients and optimizer state sharded over the ranks (ZeRO-2), with clipping and a checkpoint.
+"""Shard gradients and optimizer state over the ranks (ZeRO-2), with gradient clipping and a checkpoint.
 
 torchrun --nproc-per-node 2 -m examples.train_sharded
 torchrun --nproc-per-node 2 -m examples.train_sharded --checkpoint runs/sharded.pt
@@ -36,7 +36,7 @@ def train(ranks: Ranks, steps: int, lr: float, checkpoint: Path | None) -> None:
     owned = sum(p.numel() for p, owner in optimizer.param_to_rank.items() if owner == ranks.rank)
     total = sum(p.numel() for p in model.parameters())
     if checkpoint is not None:
-        optimizer.consolidate_state_dict(0)  # collective; the file has the same form as with plain AdamW
+        optimizer.consolidate_state_dict(0)  # collective; the file has plain AdamW's format
         if ranks.rank == 0:
             checkpoint.parent.mkdir(parents=True, exist_ok=True)
             torch.save({"model": model.module.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint)
@@ -46,8 +46,8 @@ def train(ranks: Ranks, steps: int, lr: float, checkpoint: Path | None) -> None:
 
 
 def main() -> None:
-    """Join the process group, train, leave it."""
-    parser = argparse.ArgumentParser(description="Training with sharded gradients and optimizer state.")
+    """Join the process group, train, and leave it."""
+    parser = argparse.ArgumentParser(description="Train with sharded gradients and optimizer state.")
     parser.add_argument("--steps", type=int, default=100, help="optimizer steps [%(default)s]")
     parser.add_argument("--lr", type=float, default=3e-3, help="AdamW's learning rate [%(default)s]")
     parser.add_argument("--checkpoint", type=Path, help="save model and optimizer here at the end")

@@ -1,4 +1,4 @@
-"""One replica of a job that continues when others die: a small network under a torchft Manager.
+"""One replica of a job that continues when other replicas die: a small network under a torchft Manager.
 
     torchft_lighthouse --bind "[::]:29510" --min_replicas 1 --join_timeout_ms 2000 &
     export TORCHFT_LIGHTHOUSE=http://localhost:29510
@@ -6,7 +6,7 @@
     REPLICA_GROUP_ID=1 python -m examples.train_torchft --steps 200 &
 
 Kill one with `kill -9` and start it again: the other continues, and the new one copies its weights and joins.
-Under torchrun (`torchrun --nnodes=1 ...`) a replica uses torchrun's store, and its own otherwise.
+Under torchrun (`torchrun --nnodes=1 ...`) a replica uses torchrun's store; otherwise it creates its own.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torchddp import fault_tolerance
 
 
 def make_network(width: int = 256, depth: int = 6, seed: int = 0) -> nn.Module:
-    """Linear layers of ``width`` x ``width`` fp32 with ReLUs between."""
+    """Linear layers of ``width`` x ``width`` fp32 with ReLUs in between."""
     torch.manual_seed(seed)
     layers: list[nn.Module] = []
     for _ in range(depth):
@@ -41,7 +41,7 @@ def make_manager(
     min_replicas: int = 1,
     **options: Any,
 ) -> Any:
-    """A torchft Manager for a replica of one rank; a healing replica gets weights and optimizer state."""
+    """A torchft Manager for a one-rank replica; a healing replica receives weights and optimizer state."""
     from torchft import Manager, ProcessGroupGloo
 
     fault_tolerance.check_lighthouse()
@@ -103,7 +103,7 @@ def main() -> None:
         step = manager.current_step()
         optimizer.zero_grad()  # starts the quorum
         model(batch_of(step, replica)).square().mean().backward()
-        optimizer.step()  # only if all went well
+        optimizer.step()  # skipped if the step failed
         if step % 20 == 0:
             print(f"{replica}: step {step}, {manager.num_participants()} replicas", flush=True)
     print(f"{replica}: step {manager.current_step()}, weights {checksum(network)}", flush=True)

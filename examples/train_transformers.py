@@ -1,5 +1,5 @@
-"""A tiny language model with the transformers Trainer and torchddp. Nothing is downloaded: the model is built from a
-config and learns the bytes of these examples' source files.
+"""Train a tiny language model with the transformers Trainer and torchddp. Nothing is downloaded: the model is built
+from a config and learns the bytes of these examples' source files.
 
     ACCELERATE_USE_CPU=true torchrun --nproc-per-node 2 examples/train_transformers.py
     ACCELERATE_USE_CPU=true torchrun --nproc-per-node 2 examples/train_transformers.py --comm-hook bf16 --output runs
@@ -60,7 +60,7 @@ def main() -> None:
             per_device_train_batch_size=4,
             gradient_accumulation_steps=arguments.accumulate,
             learning_rate=3e-3,
-            ddp_find_unused_parameters=False,  # the Trainer would look for them in every step
+            ddp_find_unused_parameters=False,  # the default searches for them in every step
             save_strategy="steps" if arguments.output else "no",
             save_steps=arguments.steps,
             logging_steps=max(1, arguments.steps // 4),
@@ -87,11 +87,11 @@ def main() -> None:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=40, help="optimizer steps")
-    parser.add_argument("--accumulate", type=int, default=2, help="microbatches a step")
+    parser.add_argument("--accumulate", type=int, default=2, help="microbatches per step")
     parser.add_argument("--data", type=Path, default=Path(__file__).parent / "gpt", help="a file or folder of text")
-    parser.add_argument("--comm-hook", help="how gradients travel: fp16, bf16, int8, powersgd, ...")
+    parser.add_argument("--comm-hook", help="how gradients are compressed: fp16, bf16, int8, powersgd, ...")
     parser.add_argument("--output", type=Path, help="folder for the last checkpoint")
-    parser.add_argument("--torch-ddp", action="store_true", help="torch's class, to compare with")
+    parser.add_argument("--torch-ddp", action="store_true", help="use torch's class, for comparison")
     return parser.parse_args()
 
 

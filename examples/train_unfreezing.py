@@ -1,4 +1,4 @@
-"""Layer-wise unfreezing (ULMFiT, Howard and Ruder 2018): the head is trained first, then one more block at a time.
+"""Layer-wise unfreezing (ULMFiT, Howard and Ruder 2018): train the head first, then one more block at a time.
 
 torchrun --nproc-per-node 2 -m examples.train_unfreezing
 """
@@ -24,13 +24,13 @@ def train(ranks: Ranks, steps: int, lr: float) -> None:
     parts = [module.head, *reversed(module.blocks)]
     module.requires_grad_(False)
     module.head.requires_grad_(True)
-    # Frozen parameters may be in the optimizer: it passes over those without a gradient.
+    # Frozen parameters may be in the optimizer: it skips parameters without a gradient.
     optimizer = torch.optim.AdamW(module.parameters(), lr=lr)
     model = DDP(module, auto_refresh_trainable=True)
     sent = []
     for step in range(steps):
         stage = step * len(parts) // steps
-        parts[stage].requires_grad_(True)  # which the next forward notices, on all ranks
+        parts[stage].requires_grad_(True)  # on all ranks; the next forward notices
         loss = loss_of(model, ranks.rank, step)
         loss.backward()
         optimizer.step()
@@ -39,13 +39,13 @@ def train(ranks: Ranks, steps: int, lr: float) -> None:
         if step == (stage + 1) * steps // len(parts) - 1:
             sent.append(model.reducer.stats()["bytes_reduced"])
     if ranks.rank == 0:
-        print(f"bytes of gradients a step, by stage: {', '.join(map(str, sent))}")
+        print(f"gradient bytes per step, by stage: {', '.join(map(str, sent))}")
         print(f"updates of the head: {int(optimizer.state[module.head.weight]['step'])}")
 
 
 def main() -> None:
-    """Join the process group, train, leave it."""
-    run(train, "Unfreezes a model layer by layer.", steps=200)
+    """Join the process group, train, and leave it."""
+    run(train, "Unfreeze a model layer by layer.", steps=200)
 
 
 if __name__ == "__main__":

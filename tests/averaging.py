@@ -1,4 +1,4 @@
-"""Models, batches and simulations that the tests of torchddp.averaging share."""
+"""Models, batches and simulations shared by the tests of torchddp.averaging."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 
 
 class Net(nn.Module):
-    """Blocks with a number, a convolution whose weight lies channels last, and a running statistic."""
+    """Numbered blocks, a convolution with a channels-last weight, and running statistics."""
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ def train(model: nn.Module, optimizer: Any, rank: int, steps: range) -> None:
 
 
 def train_side_by_side(rank: int, steps: range, *sides: tuple[Any, ...], **tolerance: float) -> None:
-    """Each side is a model, its optimizer, and maybe what is called after a step; in each step they are the same."""
+    """Train each side (model, optimizer, calls after each step); the models must be close after each step."""
     for step in steps:
         for model, optimizer, *after in sides:
             train(model, optimizer, rank, range(step, step + 1))
@@ -70,7 +70,7 @@ def train_side_by_side(rank: int, steps: range, *sides: tuple[Any, ...], **toler
 
 
 def assert_same_on_all_ranks(model: nn.Module) -> None:
-    """Bit for bit."""
+    """Assert that the parameters are bitwise equal on all ranks."""
     for name, param in model.named_parameters():
         mine = param.detach().contiguous().view(torch.uint8)
         theirs = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
@@ -83,7 +83,7 @@ def assert_close(model: nn.Module, other: nn.Module, **tolerance: float) -> None
 
 
 def through_a_file(value: Any) -> Any:
-    """A checkpoint as it is when it is loaded."""
+    """Save a checkpoint and load it again."""
     file = io.BytesIO()
     torch.save(value, file)
     file.seek(0)
@@ -91,25 +91,25 @@ def through_a_file(value: Any) -> Any:
 
 
 def assert_resumes_exactly(rank: int, make: Callable[[], tuple[nn.Module, Any]], saved_after: list[int]) -> None:
-    """A run that saves, one that goes on from there, and one that never saves, end in the same bits."""
-    undisturbed, optimizer = make()
-    train(undisturbed, optimizer, rank, range(15))
+    """A run that saves, one resumed from its checkpoint, and one that never saves end bitwise equal."""
+    uninterrupted, optimizer = make()
+    train(uninterrupted, optimizer, rank, range(15))
     for steps in saved_after:
         model, optimizer = make()
         train(model, optimizer, rank, range(steps))
         saved = through_a_file((model.state_dict(), optimizer.state_dict()))
         train(model, optimizer, rank, range(steps, 15))
-        assert_close(model, undisturbed, **EXACT)
+        assert_close(model, uninterrupted, **EXACT)
 
         again, resumed = make()
         again.load_state_dict(saved[0])
         resumed.load_state_dict(saved[1])
         train(again, resumed, rank, range(steps, 15))
-        assert_close(again, undisturbed, **EXACT)
+        assert_close(again, uninterrupted, **EXACT)
 
 
 class Simulation:
-    """All ranks in one process, each with a model of its own."""
+    """All ranks in one process, each with its own model."""
 
     def __init__(self, world_size: int, make_optimizer: MakeOptimizer, dtype: torch.dtype = torch.float32) -> None:
         self.models = [make_net(0, dtype) for _ in range(world_size)]

@@ -1,8 +1,8 @@
-"""Named checks of what a DistributedDataParallel class must do.
+"""Named checks that a DistributedDataParallel class must pass.
 
-Each takes the class and the rank, runs on every rank inside a process group of two, and raises if the class behaves
-otherwise. The ordinary tests run them on the class under test, the mutant tests on deliberately broken classes. To keep
-ranks in step when a check fails, a check makes its collective calls first and asserts afterwards.
+Each takes the class and the rank, runs on every rank of a process group of two, and raises if the class misbehaves.
+The ordinary tests run them on the class under test, the mutant tests on deliberately broken classes. To keep ranks in
+step when a check fails, a check makes its collective calls first and asserts afterwards.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ BEHAVIOURS = {
     for name, check in vars(module).items()
     if name.startswith("check_")
 }
-# What torch's own class does not do.
-BEYOND_TORCH = {"logging_tells_whether_the_graph_is_static"}
+# Checks that torch's own class fails.
+BEYOND_TORCH = {"logging_data_of_a_static_graph"}
 
 
 def results_of(
@@ -35,10 +35,10 @@ def results_of(
     timeout_s: float = GROUP_TIMEOUT_S,
     enough_failures: int | None = None,
 ) -> dict[str, str | None]:
-    """Check -> traceback of the first rank it failed on, or None.
+    """Run checks; return the traceback of the first rank that each failed on, or None, by name.
 
-    One launch runs all of them, until `enough_failures` have failed. After a check that took a rank down (gloo
-    terminates on mismatched collectives) another one goes on with the next.
+    One launch runs all checks until `enough_failures` have failed. If a check kills a rank (gloo terminates on
+    mismatched collectives), a new launch continues with the next check.
     """
     results: dict[str, str | None] = {}
     while left := [name for name in names if name not in results]:
@@ -56,7 +56,7 @@ def results_of(
 def _run_on_rank(
     rank: int, ddp_class: type, names: list[str], log_path: Path, timeout_s: float, enough_failures: int | None
 ) -> None:
-    """Each check in a process group of its own. Each rank writes a log as it goes."""
+    """Run each check in its own process group; each rank logs results as it goes."""
     store = dist.distributed_c10d._get_default_store()
     dist.destroy_process_group()
     failures = 0
@@ -69,7 +69,7 @@ def _run_on_rank(
                 if error is None:
                     keep_until_exit(group)
             log.write(json.dumps([name, error]) + "\n")
-            # No rank starts the next check before all are done with this one, and all know whether one failed.
+            # No rank starts the next check before all have finished this one and know whether it failed.
             store.set(f"{name}/{rank}", "failed" if error else "ok")
             failures += b"failed" in [store.get(f"{name}/{peer}") for peer in range(WORLD_SIZE)]
             if failures == enough_failures:

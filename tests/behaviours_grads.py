@@ -1,11 +1,11 @@
-"""Checks of the gradients: averaged, sent when they should be, and where they live in memory."""
+"""Checks of gradients: their averages, when they are reduced, and where they are in memory."""
 
 import torch
 import torch.distributed as dist
 
 from tests.models import Mlp, assert_grads, expected_grads, grads_of, seeded, step_on, storage_of, train_and_compare
 
-TINY_BUCKETS_MB = 0.001  # about one parameter a bucket
+TINY_BUCKETS_MB = 0.001  # about one parameter per bucket
 
 
 def check_gradients_are_averaged_in_each_of_several_steps(ddp_class: type, rank: int) -> None:
@@ -44,7 +44,7 @@ def check_bucket_view_gradients_share_their_bucket(ddp_class: type, rank: int) -
 
 
 def check_bucket_view_alias_survives_in_place_zeroing(ddp_class: type, rank: int) -> None:
-    """zero_grad(set_to_none=False) between steps: the gradient stays the very same memory, and right."""
+    """After zero_grad(set_to_none=False), the next gradient is in the same memory, and correct."""
     ddp = ddp_class(seeded(Mlp), gradient_as_bucket_view=True)
     want = expected_grads(seeded(Mlp), lambda m, r: step_on(m, r, 4))
     pointers = []
@@ -59,7 +59,7 @@ def check_bucket_view_alias_survives_in_place_zeroing(ddp_class: type, rank: int
 
 
 def check_comm_hook_writes_reach_bucket_view_gradients(ddp_class: type, rank: int) -> None:
-    """With views, the buffer the hook sees in the second step is the memory the gradients live in."""
+    """With views, the hook's buffer in the second step is the gradients' memory."""
     seen: list[int] = []
 
     def hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:

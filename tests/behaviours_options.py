@@ -1,4 +1,4 @@
-"""Checks of the options and of what the class tells about itself: hooks, static graph, unused search, logging."""
+"""Checks of options and of what the class reports: hooks, static graph, unused parameters, logging."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def _done(value: Tensor) -> TensorFuture:
 
 
 def check_comm_hook_sees_each_gradient_once(ddp_class: type, rank: int) -> None:
-    """In each step the buckets hold all parameters, in order of their index, the last one marked."""
+    """In each step the buckets hold all parameters and arrive in index order; only the last is marked."""
     steps: list[list[tuple[int, bool, int, int]]] = [[]]
     state = object()
     states = []
@@ -45,8 +45,8 @@ def check_comm_hook_sees_each_gradient_once(ddp_class: type, rank: int) -> None:
     assert all(given is state for given in states)
 
 
-def check_output_is_handed_through_without_search(ddp_class: type, rank: int) -> None:
-    """Without find_unused_parameters nothing stands between the model's output and the caller."""
+def check_output_is_passed_through_without_search(ddp_class: type, rank: int) -> None:
+    """Without find_unused_parameters the caller gets the model's own output."""
     outputs: list[Tensor] = []
 
     class Remembers(Mlp):
@@ -75,7 +75,7 @@ def check_explicit_copy_is_honoured(ddp_class: type, rank: int) -> None:
         ddp.zero_grad()
         step_on(ddp, rank, step)
     storages = {p.grad.untyped_storage().data_ptr() for p in ddp.parameters()}
-    assert len(storages) == len(list(ddp.parameters())), "gradients share memory though copies were asked for"
+    assert len(storages) == len(list(ddp.parameters())), "gradients share memory although copies were requested"
     assert ddp.gradient_as_bucket_view is False
 
 
@@ -84,7 +84,7 @@ def check_bucket_view_option_is_shown(ddp_class: type, rank: int) -> None:
 
 
 class _Checkpointed(nn.Module):
-    """One layer used in two reentrant checkpoints: its hooks fire twice a step."""
+    """One layer in two reentrant checkpoints: its hooks fire twice per step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ def check_static_graph_allows_unused_parameters(ddp_class: type, rank: int) -> N
 
 
 def check_static_graph_allows_unused_checkpoints(ddp_class: type, rank: int) -> None:
-    """Two of torch's promises at once: reentrant checkpoints while some parameters are never used."""
+    """Two of torch's guarantees combined: reentrant checkpoints with parameters that are never used."""
 
     class Spare(_Checkpointed):
         def __init__(self) -> None:
@@ -125,7 +125,7 @@ def check_static_graph_allows_unused_checkpoints(ddp_class: type, rank: int) -> 
     train_and_compare(ddp_class, rank, seeded(Spare), _run, 2, "first.weight", "second.weight", static_graph=True)
 
 
-def check_logging_tells_the_construction(ddp_class: type, rank: int) -> None:
+def check_logging_data_of_the_constructor(ddp_class: type, rank: int) -> None:
     data = ddp_class(seeded(Mlp), bucket_cap_mb=2)._get_ddp_logging_data()
     params = list(seeded(Mlp).parameters())
     assert data["world_size"] == dist.get_world_size() and data["rank"] == rank
@@ -135,7 +135,7 @@ def check_logging_tells_the_construction(ddp_class: type, rank: int) -> None:
     assert data["bucket_cap_bytes"] == 2 * 1024 * 1024
 
 
-def check_logging_tells_the_training(ddp_class: type, rank: int) -> None:
+def check_logging_data_of_training(ddp_class: type, rank: int) -> None:
     ddp = ddp_class(seeded(Mlp))
     for step in range(3):
         step_on(ddp, rank, step)
@@ -145,7 +145,7 @@ def check_logging_tells_the_training(ddp_class: type, rank: int) -> None:
     assert sum(int(size) for size in data["rebuilt_bucket_sizes"].split(",")) == total_bytes
 
 
-def check_logging_tells_whether_the_graph_is_static(ddp_class: type, rank: int) -> None:
+def check_logging_data_of_a_static_graph(ddp_class: type, rank: int) -> None:
     for changes in (False, True):
         ddp = ddp_class(seeded(Branches), find_unused_parameters=True)
         for step in range(5):
@@ -154,7 +154,7 @@ def check_logging_tells_whether_the_graph_is_static(ddp_class: type, rank: int) 
         assert bool(ddp._get_ddp_logging_data()["can_set_static_graph"]) is not changes
 
 
-def check_logging_tells_the_comm_hook(ddp_class: type, rank: int) -> None:
+def check_logging_data_of_the_comm_hook(ddp_class: type, rank: int) -> None:
     ddp = ddp_class(seeded(Mlp))
     ddp.register_comm_hook(None, default_hooks.allreduce_hook)
     step_on(ddp, rank)

@@ -12,7 +12,7 @@ from tests.models import Mlp, NormNet, batch, loss_of, same_on_all_ranks, seeded
 
 
 def check_ignored_parameters_may_be_unused(ddp_class: type, rank: int) -> None:
-    """Nobody waits for the gradient of a parameter that is none of DDP's business."""
+    """DDP doesn't wait for the gradient of an ignored parameter."""
 
     class WithSpare(Mlp):
         def __init__(self) -> None:
@@ -38,7 +38,7 @@ class _Scalar(nn.Module):
 
 
 def _uneven_grads(ddp: nn.Module, rank: int, **options: Any) -> list[float]:
-    """Rank 1 has two inputs more than rank 0; the gradient of the k-th step of rank r is stamped r + 2 k + 1."""
+    """Rank 1 has two more inputs than rank 0; in step k the gradient of rank r is r + 2 k + 1."""
     seen = []
     with ddp.join(**options):
         for step in range(2 + 2 * rank):

@@ -1,4 +1,4 @@
-"""A model whose gradients are given, so that what a communication hook should make of them is known in closed form."""
+"""A model with given gradients, for which the expected result of a communication hook has a closed form."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from tests.models import same_on_all_ranks
 from torchddp.comm_hooks import CommHook
 
 SHAPES = {"embed": (40, 30), "norm": (30,), "wide": (24, 3, 9), "bias": (50,), "narrow": (40, 30), "long": (2500,)}
-# About three buckets of these.
+# About three buckets.
 CAP_MB = 0.008
 
 Gradients = dict[str, Tensor]
 
 
 class Given(nn.Module):
-    """``forward(gradients)`` is a sum whose gradients are those."""
+    """``forward(gradients)`` returns a sum that has those gradients."""
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ def add(total: Gradients, values: Gradients) -> None:
 
 
 def average(step: int, make: Callable[[int, int], Gradients] = given, ranks: Sequence[int] | None = None) -> Gradients:
-    """Over these ranks, by default all, in fp64."""
+    """The average over these ranks, by default all, in fp64."""
     found = [make(rank, step) for rank in ranks or range(dist.get_world_size())]
     return {name: sum(gradients[name].double() for gradients in found) / len(found) for name in found[0]}
 
@@ -59,7 +59,7 @@ def live_on(hosts: str | None, rank: int) -> None:
 
 
 def hooked(hook: CommHook, module: nn.Module | None = None, **options: Any) -> torchddp.DistributedDataParallel:
-    """Collective."""
+    """Wrap the module with the hook (collective)."""
     module = module or Given()
     model = torchddp.DistributedDataParallel(module, **{"bucket_cap_mb": CAP_MB, **options})
     model.register_comm_hook(None, hook)
@@ -67,7 +67,7 @@ def hooked(hook: CommHook, module: nn.Module | None = None, **options: Any) -> t
 
 
 def step_of(model: nn.Module, gradients: Gradients) -> Gradients:
-    """One backward; the averages that came of it, in fp64, the same on all ranks (as looked at if all take part)."""
+    """Run one backward; return the averages in fp64 (checked to be equal on all ranks if all take part)."""
     model.zero_grad()
     model(gradients).backward()
     grads = {name: p.grad for name, p in model.module.named_parameters() if p.grad is not None}
@@ -77,12 +77,12 @@ def step_of(model: nn.Module, gradients: Gradients) -> Gradients:
 
 
 def _bits(value: Tensor) -> Tensor:
-    """NaN is equal to itself here."""
+    """Integers for bitwise comparison, in which NaN equals itself."""
     return value.contiguous().view(torch.int16 if value.element_size() == 2 else torch.int32)
 
 
 def sum_over(group: dist.ProcessGroup | None, tensors: Gradients) -> Gradients:
-    """Collective."""
+    """The sums over the group in fp64 (collective)."""
     sums = {name: value.double() for name, value in tensors.items()}
     for name in sorted(sums):
         dist.all_reduce(sums[name], group=group)
@@ -90,7 +90,7 @@ def sum_over(group: dist.ProcessGroup | None, tensors: Gradients) -> Gradients:
 
 
 def held_back(hook: CommHook) -> Gradients:
-    """All that this rank keeps for later, as part of the average."""
+    """All residuals that this rank holds back, as part of the average."""
     total = zeros()
 
     def add_of(state: dict[str, Any]) -> None:
@@ -106,9 +106,9 @@ def held_back(hook: CommHook) -> Gradients:
 def assert_nothing_gets_lost(
     model: nn.Module, hook: CommHook, steps: range, rtol: float = 1e-5, ranks: Sequence[int] | None = None
 ) -> Gradients:
-    """What comes out of steps is what went in, with what was held back before and after; that after it is returned.
+    """Assert that residuals account for the difference between averages in and out; return the final residuals.
 
-    Collective over the model's group, of these ranks.
+    Collective over the model's group, which has these ranks.
     """
     rank, group = dist.get_rank(), model.process_group
     wanted, sent = sum_over(group, held_back(hook)), zeros()
@@ -122,7 +122,7 @@ def assert_nothing_gets_lost(
 
 
 def assert_near(mine: Gradients, theirs: Gradients, rtol: float, what: str = "") -> None:
-    """Relative to each tensor's norm."""
+    """The error is relative to each tensor's norm."""
     assert mine.keys() == theirs.keys()
     for name, value in mine.items():
         error = (value.double() - theirs[name]).norm() / theirs[name].norm().clamp_min(1e-30)

@@ -1,4 +1,4 @@
-"""Fixtures and order of the whole suite."""
+"""Fixtures and test order of the whole suite."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from tests.harness import class_under_test, is_own_class
 
 
 def load_hypothesis_profile() -> None:
-    """The same examples each time: a red run can be repeated, and CI does not fail by luck."""
+    """Draw the same examples each time, so that failures can be reproduced and CI doesn't fail at random."""
     try:
         from hypothesis import settings
-    except ModuleNotFoundError:  # tests/gpu does without
+    except ModuleNotFoundError:  # tests/gpu doesn't need it
         return
     settings.register_profile("repeatable", deadline=None, derandomize=True, max_examples=30, database=None)
     settings.register_profile("explore", deadline=None, max_examples=300)
@@ -34,7 +34,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def mark_thorough(items: list[pytest.Item]) -> None:
-    """What the marker rest_is_thorough says. An error if one of its patterns matches nothing of a whole test."""
+    """Apply the marker rest_is_thorough. A pattern that matches no case of a fully collected test is an error."""
     unused: dict[str, set[str]] = {}
     for item in items:
         marker = item.get_closest_marker("rest_is_thorough")
@@ -47,17 +47,17 @@ def mark_thorough(items: list[pytest.Item]) -> None:
         test = item.nodeid.partition("[")[0]
         unused[test] = unused.get(test, set(marker.args)) - matching
     unused = {test: patterns for test, patterns in unused.items() if patterns}
-    some = items and any("[" in argument for argument in items[0].config.args)  # these alone are collected
+    some = items and any("[" in argument for argument in items[0].config.args)  # only these are collected
     if unused and not some:
         raise pytest.UsageError(f"rest_is_thorough: no parameters match {unused}")
 
 
-# First: what -m selects by is decided here.
+# First, because -m selects by the markers that this adds.
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     mark_thorough(items)
-    # Ranks are forked from this process, which must not have run a backward before, and must not have opened a GPU:
-    # tests without ranks come last, and at the very end those that use a GPU in this process.
+    # Ranks are forked from this process, which must not have run a backward or opened a GPU before:
+    # tests without ranks run last, and after them those that use a GPU in this process.
     items.sort(key=lambda item: ("/tests/unit/" in str(item.path)) + 2 * ("/tests/gpu/" in str(item.path)))
     if is_own_class():
         return
@@ -68,13 +68,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    # Ranks are forked from here, and a garbage collection in one of them would copy each page that has an object on it.
+    # Ranks are forked from here, and a garbage collection in a rank would copy every page that holds an object.
     gc.collect()
     gc.freeze()
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """In CI a test that passed only when it was run again fails the run, unless `may_rerun` says why it may."""
+    """In CI a test that passed only on a rerun fails the run, unless it is marked `may_rerun` with a reason."""
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     if reporter is None or os.environ.get("CI") != "true" or session.exitstatus != pytest.ExitCode.OK:
         return
@@ -94,7 +94,7 @@ def ddp_class() -> type:
 
 @pytest.fixture(scope="session")
 def two_namespaces() -> None:
-    """Skips the test where two network namespaces and a link between them can't be made: without root, ip or tc."""
+    """Skips the test if two linked network namespaces can't be created: without root, ip or tc."""
     try:
         with two_hosts(1_000_000_000):
             pass

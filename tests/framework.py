@@ -1,4 +1,4 @@
-"""What a framework looks like to torchddp.install(): it has imported torch's class by name, long before."""
+"""A framework as torchddp.install() finds it: it imported torch's class by name long before."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ make = functools.partial(DDP, broadcast_buffers=False)
 
 
 class DerivedBefore(DDP):
-    """Derived before anybody installs: keeps torch's reducer."""
+    """Derived before install(): keeps torch's reducer."""
 
 
 def wrap(module: torch.nn.Module, ddp_class: Any = DDP, **options: Any) -> torch.nn.Module:
@@ -22,7 +22,7 @@ def wrap(module: torch.nn.Module, ddp_class: Any = DDP, **options: Any) -> torch
 
 
 def train(model: torch.nn.Module, rank: int, steps: int = 3) -> list[torch.Tensor]:
-    """The parameters after some steps; what the framework does with its model, isinstance included."""
+    """Train as a framework does, including isinstance checks; return the parameters after some steps."""
     assert isinstance(model, DistributedDataParallel)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     generator = torch.Generator().manual_seed(rank)

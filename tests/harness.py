@@ -1,14 +1,14 @@
 """Runs a function on several ranks: forked processes, gloo over the loopback interface, never a hang.
 
 CUDA does not survive a fork: ranks that need a GPU are started with `start_method="spawn"`, which imports everything
-again in each of them, and run a function that can be pickled by name.
+again in each of them, and run a function that can be pickled.
 
 Ranks are forked from the test process, so nothing is imported twice and a two-rank run costs about 60 ms. That works
 because the test process itself never runs a backward (autograd refuses to work in the child of a process that did):
 whatever needs autograd runs inside `run_ranks`.
 
-`TORCHDDP_TEST_CLASS=torch.nn.parallel.DistributedDataParallel` puts another class in the place of the one under test;
-the tests of what only torchddp does (marker `beyond_torch`) are then expected to fail.
+`TORCHDDP_TEST_CLASS=torch.nn.parallel.DistributedDataParallel` tests another class; the tests of what only torchddp
+does (marker `beyond_torch`) are then expected to fail.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo  # imported here once: the constructor of DDP would import it again in each rank (a second each)
+import torch._dynamo  # imported here once: otherwise DDP's constructor imports it in each rank (one second each)
 import torch.distributed as dist
 
 OWN_CLASS = "torchddp.DistributedDataParallel"
 CLASS_ENV = "TORCHDDP_TEST_CLASS"
-STRAGGLER_S = 8.0  # how long the other ranks may go on once one has failed
+STRAGGLER_S = 8.0  # how long the other ranks may run after one has failed
 GROUP_TIMEOUT_S = 30.0
 
 
@@ -79,23 +79,23 @@ class RankError(AssertionError):
 def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60.0, **kwargs: Any) -> list[Any]:
     """Calls `fn(rank, *args)` on `world_size` ranks and returns their values in rank order.
 
-    Raises RankError with the rank and its traceback if any of them (with `needed_ranks`: of those) raises, dies or is
-    not back after `timeout` seconds.
+    Raises RankError with the rank and its traceback if any rank (or any of `needed_ranks`) raises, dies or doesn't
+    return within `timeout` seconds.
     """
     outcomes = run_outcomes(fn, world_size, *args, timeout=timeout, **kwargs)
     bad = [o for o in outcomes if not o.ok and o.rank in (kwargs.get("needed_ranks") or range(world_size))]
     if bad:
-        # The rank that failed first is the cause; the others mostly report that a peer went away.
+        # The rank that failed first is the cause; the others mostly report a lost peer.
         bad.sort(key=lambda o: o.finished_s if o.finished_s is not None else float("inf"))
         raise RankError("\n".join(f"--- rank {o.rank} (exit code {o.exit_code}):\n{o.error}" for o in bad))
     return [o.value for o in outcomes]
 
 
 def on_ranks(*world_sizes: int, timeout: float = 100.0, **options: Any) -> Callable[[Callable[..., Any]], Any]:
-    """Makes a test of a function that is to run on each rank: `rank` and `world_size` are given to it if it takes them.
+    """Turns a function into a test that runs it on each rank, with `rank` and `world_size` if it takes them.
 
-    Several sizes are a parameter of the test; without any, the test has a parameter `world_size` of its own. The
-    options are those of `run_ranks`.
+    Several sizes parametrize the test; without any, the test takes `world_size` from its own parameters or fixtures.
+    The options are those of `run_ranks`.
     """
 
     def decorate(body: Callable[..., Any]) -> Callable[..., None]:
@@ -115,14 +115,14 @@ def on_ranks(*world_sizes: int, timeout: float = 100.0, **options: Any) -> Calla
             run_ranks(work, world_size, timeout=timeout, **options)
 
         parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in asked_for]
-        test.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # what pytest goes by
+        test.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # which pytest inspects
         return pytest.mark.parametrize("world_size", world_sizes)(test) if len(world_sizes) > 1 else test
 
     return decorate
 
 
 def each(*choices: Iterable[Any]) -> Iterator[Any]:
-    """The combinations of these: several cases of one launch, printed, so that a failed test shows its case last."""
+    """Several cases in one launch: yields all combinations and prints each, so a failed test prints its case last."""
     for found in itertools.product(*choices):
         print("case:", *found, flush=True)
         yield found if len(choices) > 1 else found[0]
@@ -131,24 +131,24 @@ def each(*choices: Iterable[Any]) -> Iterator[Any]:
 def errors_of(
     calls: dict[str, Callable[[], Any]], rank: int, world_size: int, timeout_s: float = GROUP_TIMEOUT_S
 ) -> dict[str, tuple[list[str], str]]:
-    """By name: the classes of what the call raises, its own first, and its text; ([], "") if it raises nothing.
+    """By name, the MRO of the exception that the call raises and its text; ([], "") if it raises nothing.
 
-    Each call has a process group of its own, which all ranks enter and leave together.
+    Each call has its own process group, which all ranks enter and leave together.
     """
     store = dist.distributed_c10d._get_default_store()
     dist.destroy_process_group()
     found: dict[str, tuple[list[str], str]] = {}
     for name, call in calls.items():
-        print("case:", name, flush=True)  # the last of these is the one that ends a rank
+        print("case:", name, flush=True)  # if a rank dies, the last one printed is the cause
         with process_group(dist.PrefixStore(name, store), rank, world_size, timeout_s) as group:
-            dist.barrier()  # a rank that is done leaves; the others must have connected by then
+            dist.barrier()  # all must have connected before a finished rank leaves
             try:
                 call()
                 found[name] = [], ""
                 keep_until_exit(group)
             except BaseException as error:
                 found[name] = [kind.__name__ for kind in type(error).__mro__ if kind is not object], str(error)
-            gc.collect()  # models go before their group, as after attempt()
+            gc.collect()  # free models before their group, as attempt() does
         store.set(f"{name}/{rank}", "")
         store.wait([f"{name}/{peer}" for peer in range(world_size)])
     return found
@@ -165,9 +165,9 @@ def run_outcomes(
     start_method: str = "fork",
     backend: str = "gloo",
 ) -> list[Outcome]:
-    """Like run_ranks, but tells how each rank ended instead of raising.
+    """Like run_ranks, but returns how each rank ended instead of raising.
 
-    With `needed_ranks` it returns as soon as those are back: the others may be dead or stopped by intent.
+    With `needed_ranks` it returns as soon as those have finished: the others may be dead or stopped on purpose.
     """
     needed = set(range(world_size) if needed_ranks is None else needed_ranks)
     context = multiprocessing.get_context(start_method)
@@ -183,14 +183,14 @@ def run_outcomes(
 
 
 def gathered(value: Any) -> list[Any]:
-    """The values of all ranks, in their order (a collective)."""
+    """The values of all ranks, in rank order (collective)."""
     values = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
 
 
 def stay(rank: int) -> None:
-    """The others keep their connections until rank 0 has come here."""
+    """Keep the other ranks' connections open until rank 0 gets here."""
     store = dist.distributed_c10d._get_default_store()
     if rank == 0:
         store.set("rank 0 is done", "")
@@ -199,13 +199,13 @@ def stay(rank: int) -> None:
 
 
 def status_bytes(field: str) -> int:
-    """Of /proc/self/status."""
+    """A field of /proc/self/status, in bytes."""
     (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{field}:")]
     return int(line.split()[1]) * 1024
 
 
 def in_child(body: Callable[[], Any]) -> bool:
-    """Whether `body` came to its end, within ten seconds, in a child that is forked here and now."""
+    """Fork a child and return whether `body` finished in it within ten seconds."""
     child = os.fork()
     if child == 0:
         code = 1
@@ -220,7 +220,7 @@ def in_child(body: Callable[[], Any]) -> bool:
 
 
 def logged(logger: str = "torchddp") -> list[str]:
-    """A list to which each message is added that this process logs from now on."""
+    """A list that collects the messages which this process logs from now on."""
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
@@ -229,7 +229,7 @@ def logged(logger: str = "torchddp") -> list[str]:
 
 
 def assert_each_raises(*cases: tuple[Callable[[], Any], type[Exception], str]) -> None:
-    """Each case is a call, the class of its error, and words in its text."""
+    """Each case is a call, the exact class of its error, and words in its text."""
     for number, (call, kind, words) in enumerate(cases):
         with pytest.raises(kind) as caught:
             call()
@@ -238,7 +238,7 @@ def assert_each_raises(*cases: tuple[Callable[[], Any], type[Exception], str]) -
 
 @dataclass
 class Launch:
-    """What all ranks are told."""
+    """The launch parameters, which all ranks get."""
 
     fn: Callable[..., Any]
     args: tuple
@@ -248,12 +248,12 @@ class Launch:
     backend: str
 
     def stacks_path(self, rank: int) -> Path:
-        """Where a rank writes its stacks when it is asked for them."""
+        """The file to which a rank writes its stacks on SIGUSR1."""
         return self.folder / f"stacks{rank}"
 
 
 class _Rank:
-    """One process with the pipe its outcome comes through."""
+    """A rank's process and the pipe for its outcome."""
 
     def __init__(self, rank: int, plan: Launch, context: Any) -> None:
         self.outcome = Outcome(rank)
@@ -269,16 +269,16 @@ class _Rank:
         return self.outcome.finished_s is not None
 
     def read(self) -> None:
-        """Takes the outcome from the pipe; an empty pipe that closes is the death of the rank."""
+        """Read the outcome from the pipe; if the pipe closes empty, the rank died."""
         try:
             self.outcome.value, self.outcome.error = pickle.loads(self.pipe.recv_bytes())
         except EOFError:
             self.process.join(STRAGGLER_S)
-            self.outcome.error = f"died without a word, exit code {self.process.exitcode}"
+            self.outcome.error = f"died without an error message, exit code {self.process.exitcode}"
         self.outcome.finished_s = time.monotonic() - self.started_s
 
     def give_up(self, why: str) -> None:
-        """Asks the rank for its Python stacks, to be told with the error."""
+        """Record an error with the rank's Python stacks."""
         stacks = ""
         if self.process.is_alive():
             with contextlib.suppress(ProcessLookupError):
@@ -288,7 +288,7 @@ class _Rank:
         self.outcome.error = f"{why}\n{stacks}"
 
     def end(self) -> None:
-        """Waits for an orderly exit if there was an outcome, kills otherwise."""
+        """Wait for the rank to exit if it has an outcome; otherwise kill it."""
         if self.done:
             self.process.join(STRAGGLER_S)
         if self.process.is_alive():
@@ -339,15 +339,15 @@ def _rank_main(rank: int, plan: Launch, pipe: Connection) -> None:
         pipe.close()
         faulthandler.unregister(signal.SIGUSR1)
     if error is None and multiprocessing.get_start_method(allow_none=True) == "spawn":
-        # As a forked rank ends: without the interpreter's own end, in which gloo's threads may want the GIL and abort.
+        # Like a forked rank, skip the interpreter's shutdown, during which gloo's threads may want the GIL and abort.
         os._exit(0)
 
 
 def attempt(fn: Callable[..., Any], *args: Any) -> tuple[Any, str | None]:
-    """The value of the call, or its traceback.
+    """Return the value of the call, or its traceback.
 
-    Whatever the frames of a traceback hold is gone on return: a model that outlives its process group would destroy the
-    group's threads from its own destructor, where torch's Reducer holds the GIL and may wait for ever.
+    The traceback's frames are freed on return: a model that outlived its process group would destroy the group's
+    threads from its own destructor, where torch's Reducer holds the GIL and may wait forever.
     """
     try:
         return fn(*args), None
@@ -361,11 +361,11 @@ _KEPT: list[Any] = []
 
 
 def keep_until_exit(group: Any) -> None:
-    """Never destroys this group: the process ends without running destructors.
+    """Never destroy this group: the process exits without running destructors.
 
-    A hook's closure may hold the group, and gloo's worker thread may be the last to let go of the closure. It would
-    then join itself and abort the process, with torch's class as with any other. After an error the group should go, so
-    that peers see the connection close.
+    A hook's closure may hold the group, and gloo's worker thread may drop the last reference to the closure. It would
+    then join itself and abort the process, with any DDP class. After an error, destroy the group so that peers see the
+    connection close.
     """
     _KEPT.append(group)
 
@@ -374,7 +374,7 @@ def keep_until_exit(group: Any) -> None:
 def process_group(
     store: dist.Store, rank: int, world_size: int, timeout_s: float = GROUP_TIMEOUT_S, backend: str = "gloo"
 ) -> Iterator[dist.ProcessGroup | None]:
-    """The default process group, destroyed at the end unless the body has done so."""
+    """Make the default process group; destroy it at the end unless the body has."""
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s)
     )

@@ -1,4 +1,4 @@
-"""16-bit models, and the fp32 gradients that accumulation over microbatches and ranks must give."""
+"""16-bit models, and the expected fp32 gradients after accumulation over microbatches and ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MICRO = 3
 
 
 def layers(dtype: torch.dtype) -> nn.Module:
-    """One gradient is large enough for a bucket of its own, the others are not."""
+    """Layers of which one has a gradient large enough for its own bucket."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(30, 40), nn.Tanh(), nn.Linear(40, 1700), nn.Tanh(), nn.Linear(1700, 7)).to(dtype)
 
@@ -28,7 +28,7 @@ def loss(model: nn.Module, rank: int, step: int, micro: int, dtype: torch.dtype)
 
 
 def sums(model: nn.Module, world_size: int, micro: int, run: Callable[[nn.Module, int, int], Any]) -> list[Tensor]:
-    """Of what autograd makes in this process, in the order of microbatches, then of ranks, all in fp32 (or fp64)."""
+    """Sum autograd's gradients in this process, over microbatches and then ranks, in fp32 (or fp64)."""
 
     def zeros() -> list[Tensor]:
         return [torch.zeros(p.shape, dtype=max(p.dtype, torch.float32, key=lambda d: d.itemsize)) for p in parameters]
@@ -49,7 +49,7 @@ def sums(model: nn.Module, world_size: int, micro: int, run: Callable[[nn.Module
 
 @functools.cache
 def expected(world_size: int, step: int, dtype: torch.dtype, micro: int = MICRO) -> list[Tensor]:
-    """The sums of the model that `layers` makes."""
+    """The expected gradients of the model that `layers` makes."""
     return sums(layers(dtype), world_size, micro, lambda model, r, i: loss(model, r, step, i, dtype).backward())
 
 
@@ -60,7 +60,7 @@ def run_step(ddp: Any, rank: int, step: int, dtype: torch.dtype, micro: int = MI
 
 
 def grad_of(p: Any) -> Any:
-    """The fp32 gradient, wherever it is."""
+    """The fp32 gradient, in `main_grad` or `grad`."""
     return p.grad if getattr(p, "main_grad", None) is None else p.main_grad
 
 

@@ -1,4 +1,4 @@
-"""A stand-in for torchft.Manager over the ranks of a test: lazy results; errors are reported, not raised."""
+"""A fake torchft.Manager over the ranks of a test: its results are lazy, and it reports errors without raising."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 
 class LazyWork(dist._Work):
-    """Is worth nothing before wait(), which returns False after an error."""
+    """Work whose result is valid only after wait(), which returns False after an error."""
 
     def __init__(self, manager: FakeManager, work: Any, tensor: torch.Tensor, divisor: int, fails: bool) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class FakeManager:
     def __init__(self) -> None:
         self._pg = dist.group.WORLD
         self.calls: list[tuple[int, bool]] = []  # elements, whether floating point
-        self.fails_at: int | None = None  # call of a step
+        self.fails_at: int | None = None  # index of the call in a step
         self.heals = False
         self.quorum = True
         self._call = 0

@@ -1,4 +1,4 @@
-"""docs/migration.md, taken apart: its sections, the cells of its tables, its code."""
+"""The sections, table cells and code spans of docs/migration.md."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def sections() -> dict[str, str]:
 
 
 def rows(text: str) -> list[tuple[str, str]]:
-    """The two cells of every row of every table, without heads."""
+    """The two cells of every table row, without headings."""
     cells = [
         [cell.strip() for cell in line.strip().strip("|").split("|")]
         for line in text.splitlines()
@@ -26,5 +26,5 @@ def rows(text: str) -> list[tuple[str, str]]:
 
 
 def spans(text: str) -> list[str]:
-    """What stands in backticks."""
+    """The text of the code spans."""
     return re.findall(r"`([^`]+)`", text)

@@ -14,7 +14,7 @@ Grads = dict[str, Tensor | None]
 
 
 class Mlp(nn.Module):
-    """Three layers of different size, so that small bucket caps make several buckets."""
+    """Three layers of different sizes, for several buckets with a small cap."""
 
     def __init__(self, width: int = 8, dtype: torch.dtype = torch.float64) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class Mlp(nn.Module):
 
 
 class Branches(nn.Module):
-    """Each rank may take another branch; `never` is used by none."""
+    """Each rank may take another branch; no rank uses `never`."""
 
     def __init__(self, dtype: torch.dtype = torch.float64) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class TwoHeads(nn.Module):
 
 
 class Recurrent(nn.GRU):
-    """Keeps a list of its weights besides, which no dictionary shows."""
+    """An RNN, which also keeps its weights in a list outside of `_parameters`."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x)[0]
@@ -76,7 +76,7 @@ class NormNet(nn.Module):
 
 
 def seeded(make: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
-    """The model `make` builds with this seed."""
+    """The model that `make` builds with this seed."""
     torch.manual_seed(seed)
     return make()
 
@@ -114,7 +114,7 @@ def local_grads(model: nn.Module, run: Callable[[nn.Module], Any]) -> Grads:
 
 
 def mean_grads(per_rank: Iterable[Grads]) -> Grads:
-    """What DDP must give: the sum over the ranks divided by their number; None where no rank has a gradient."""
+    """DDP's expected result: the mean over the ranks; None where no rank has a gradient."""
     ranks = list(per_rank)
     mean: Grads = {}
     for name in ranks[0]:
@@ -124,7 +124,7 @@ def mean_grads(per_rank: Iterable[Grads]) -> Grads:
 
 
 def expected_grads(model: nn.Module, run: Callable[[nn.Module, int], Any], world_size: int | None = None) -> Grads:
-    """The mean over all ranks of the gradients of `run(model, rank)`, computed here without communication."""
+    """The mean over all ranks of the gradients of `run(model, rank)`, computed locally."""
     ranks = range(dist.get_world_size() if world_size is None else world_size)
     return mean_grads(local_grads(model, lambda plain, rank=rank: run(plain, rank)) for rank in ranks)
 
@@ -135,7 +135,7 @@ def step_on(model: nn.Module, rank: int, step: int = 0) -> None:
 
 
 def assert_grads(got: Grads, want: Grads, rtol: float = 1e-9, what: str = "") -> None:
-    """Same names, same missing ones, values equal within `rtol` of the largest element (0: bit for bit)."""
+    """Assert equal names, equal None entries, and values equal within `rtol` of the largest element (0: bitwise)."""
     assert got.keys() == want.keys(), f"{what} parameters {sorted(got)} instead of {sorted(want)}"
     for name, expected in want.items():
         actual = got[name]
@@ -159,7 +159,7 @@ def assert_grads(got: Grads, want: Grads, rtol: float = 1e-9, what: str = "") ->
 def assert_steps(
     ddp: Any, rank: int, steps: Iterable[int], run: Callable[[Any, int, int], Any] = step_on, rtol: float = 1e-9
 ) -> None:
-    """`run(model, rank, step)` on `ddp` gives the means over the ranks of what it gives alone, in each of the steps."""
+    """In each step, `run(model, rank, step)` on `ddp` must give the mean of the ranks' local gradients."""
     for step in steps:
         ddp.zero_grad()
         want = expected_grads(ddp.module, lambda model, r, step=step: run(model, r, step))
@@ -168,7 +168,7 @@ def assert_steps(
 
 
 def assert_trains(ddp: nn.Module, rank: int, width: int = 8, steps: Iterable[int] = range(3)) -> None:
-    """An Mlp of this width, whose gradients must be the means over all ranks after each step."""
+    """Train an Mlp of this width; after each step its gradients must be the means over all ranks."""
     assert_steps(ddp, rank, steps, lambda model, r, step: loss_of(model(batch(r, step, 5, width))).backward())
 
 
@@ -181,9 +181,9 @@ def train_and_compare(
     *only: str,
     **options: Any,
 ) -> nn.Module:
-    """Some steps of `run(model, rank, step)` on a wrapper of the model must give the mean gradients (`only` these).
+    """Steps of `run(model, rank, step)` on a wrapper of the model must give the mean gradients (`only` these).
 
-    They are compared when all steps are done, so that a wrong one leaves no other rank waiting.
+    They are compared after the last step, so that a failure doesn't leave other ranks waiting.
     """
     want = [expected_grads(model, lambda m, r, step=step: run(m, r, step)) for step in range(steps)]
     ddp = ddp_class(model, **options)
@@ -199,12 +199,12 @@ def train_and_compare(
 
 
 def dense(value: Tensor) -> Tensor:
-    """A dense copy of a sparse gradient, others as they are."""
+    """A dense copy of a sparse gradient; other gradients unchanged."""
     return value.to_dense() if value.is_sparse else value
 
 
 def same_on_all_ranks(values: Iterable[Tensor]) -> bool:
-    """Whether these tensors are bit for bit the same on all ranks (a collective: call it on each of them)."""
+    """Whether these tensors are bitwise equal on all ranks (collective)."""
     same = True
     for value in values:
         gathered: list[Any] = [None] * dist.get_world_size()
@@ -214,12 +214,12 @@ def same_on_all_ranks(values: Iterable[Tensor]) -> bool:
 
 
 def whole(value: Tensor) -> Tensor:
-    """A DTensor put together (a collective), others as they are."""
+    """A DTensor's full tensor (collective); other tensors unchanged."""
     return value.full_tensor() if hasattr(value, "full_tensor") else value
 
 
 def assert_same_training(model: nn.Module, reference: nn.Module, rtol: float = 0.0) -> None:
-    """The same parameters, gradients too; those that are distributed are put together."""
+    """Assert equal parameters and gradients; DTensors are gathered first."""
     sides = []
     for side in (model, reference):
         named = {name.removeprefix("module."): p for name, p in side.named_parameters()}
@@ -229,5 +229,5 @@ def assert_same_training(model: nn.Module, reference: nn.Module, rtol: float = 0
 
 
 def storage_of(value: Tensor) -> int:
-    """The identity of the memory behind a tensor."""
+    """The address of a tensor's storage."""
     return value.untyped_storage().data_ptr()

@@ -1,6 +1,6 @@
-"""Deliberately broken DDP classes, which several checks of tests/behaviours must notice; tests/fuzz has others.
+"""Deliberately broken DDP classes, each of which several checks of tests/behaviours must catch; tests/fuzz has others.
 
-A suite that passes on one of these would not have noticed the bug in the real class either.
+A suite that passes with one of these would miss the same bug in the real class.
 """
 
 from contextlib import nullcontext
@@ -16,7 +16,7 @@ Base: Any = class_under_test()
 
 
 class DoubleGrad(Base):
-    """Gradients twice too large."""
+    """Gradients are twice as large as they should be."""
 
     def __init__(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
         super().__init__(module, *args, **kwargs)
@@ -29,7 +29,7 @@ class DoubleGrad(Base):
 
 
 class SlightlyOff(DoubleGrad):
-    """A millionth too much on one rank."""
+    """Gradients are too large by 1e-6 on one rank."""
 
     def factor(self) -> float:
         return 1 + 1e-6 if dist.get_rank(self.process_group) == 1 else 1
@@ -74,21 +74,21 @@ class AlwaysUnusedSearch(Base):
 
 
 class NoJoinShadow(Base):
-    """A rank that has joined no longer takes part in what the others still send."""
+    """A joined rank doesn't shadow the other ranks' collectives."""
 
     def join_hook(self, **kwargs: Any) -> Any:
         return JoinHook()
 
 
 class NoLogging(Base):
-    """Nothing is told."""
+    """Reports no logging data."""
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
         return {}
 
 
 def with_options(name: str, **options: Any) -> Any:
-    """A class of this name that has these options whatever it is given."""
+    """A class of this name that overrides these constructor options."""
     return type(name, (Base,), {"__init__": lambda self, *a, **kw: Base.__init__(self, *a, **{**kw, **options})})
 
 

@@ -1,4 +1,4 @@
-"""Two models side by side, one with OSS, one with the plain optimizer: they must never differ by a bit."""
+"""Two models side by side, one with OSS and one with the plain optimizer, which must stay bitwise equal."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ float_mlp = partial(Mlp, dtype=torch.float32)
 
 @dataclass
 class Twins:
-    """The same model twice, in its wrapper: with OSS, and with the plain optimizer."""
+    """The same wrapped model twice: with OSS, and with the plain optimizer."""
 
     model: Any
     oss: OSS
@@ -33,8 +33,8 @@ class Twins:
         return [(self.model, self.oss), (self.reference, self.plain)]
 
     def backward(self, step: int, same_batch: bool = False) -> None:
-        """Averaged gradients on both models. Those of the same batch on all ranks need no averaging: they are the same
-        bits on any number of ranks.
+        """Compute averaged gradients on both models. With the same batch on all ranks nothing is averaged, so that the
+        gradients are bitwise equal for any number of ranks.
         """
         rank = 0 if same_batch else dist.get_rank()
         for ddp, optimizer in self.sides():
@@ -77,7 +77,7 @@ def weights(*shapes: Any, dtype: torch.dtype = torch.float32) -> list[torch.nn.P
 
 
 def whole_state(oss: OSS) -> dict[str, Any]:
-    """On all ranks (a collective)."""
+    """The consolidated state, on all ranks (collective)."""
     oss.consolidate_state_dict(0)
     return gathered(oss.state_dict() if oss.rank == 0 else None)[0]
 
@@ -90,7 +90,7 @@ def two_groups(model: torch.nn.Module) -> list[dict[str, Any]]:
 
 
 def assert_same_state(mine: Any, other: Any) -> None:
-    """The same values under the same keys, bit for bit."""
+    """Assert the same keys and bitwise equal values."""
     leaves, others = ({keystr(path): leaf for path, leaf in tree_flatten_with_path(one)[0]} for one in (mine, other))
     assert leaves.keys() == others.keys(), leaves.keys() ^ others.keys()
     for path, value in others.items():

@@ -1,4 +1,4 @@
-"""The Python code of the pages in docs/, and its run."""
+"""Extracts and runs the Python code of the pages in docs/."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ def code_in(text: str) -> str:
 
 
 def code_of(page: str, section: str | None = None) -> str:
-    """The code below a heading, by default all before the first."""
+    """The code below a heading; by default the code before the first heading."""
     parts = ("\n" + (DOCS / page).read_text()).split("\n## ")
     (text,) = [part for part in parts[1:] if part.startswith(f"{section}\n")] if section else parts[:1]
     return code_in(text)
 
 
 def run_code(page: str, section: str | None = None) -> dict[str, Any]:
-    """Runs it in the process group of the test, and returns the names that it has defined."""
+    """Run the code in the test's process group; return the names it defines."""
     code = re.sub(r'(torch\.)?dist\w*\.init_process_group\("gloo"\)\n', "", code_of(page, section))
     names: dict[str, Any] = {}
     exec(compile(code, page, "exec"), names)

@@ -14,7 +14,7 @@ NAMES = ("first.weight", "first.bias", "last.weight", "last.bias")
 
 
 class FakeEvent(NamedTuple):
-    """As the reducer's timeline has it."""
+    """An event of the reducer's timeline."""
 
     kind: str
     id: int
@@ -24,7 +24,7 @@ class FakeEvent(NamedTuple):
 def step_events(index: int = 1, begin_ms: float = 0.0, late_ms: float = 0.0) -> list[FakeEvent]:
     """One step of 20 ms: backward from 4 to 14 ms, bucket 0 in flight from 8 to 16, bucket 1 from 14 to 20.
 
-    `late_ms`: parameter 1, and all after it, come that much later; the waits begin later, the reductions end later.
+    `late_ms`: the delay of parameter 1 and all later events, including the starts of waits and ends of reductions.
     """
     table = [
         ("forward_begin", index, 0.0),
@@ -47,17 +47,17 @@ def step_events(index: int = 1, begin_ms: float = 0.0, late_ms: float = 0.0) -> 
 
 
 def one_step(index: int = 1, begin_ms: float = 0.0, late_ms: float = 0.0) -> Step:
-    """`step_events`, read."""
+    """The parsed step of `step_events`."""
     return read_steps(step_events(index, begin_ms, late_ms), lambda _: LAYOUT).complete[0]
 
 
 def record(rank: int, steps: list[Step], clock: str = "one") -> RankRecord:
-    """A rank with these steps."""
+    """The record of a rank with these steps."""
     return RankRecord(rank, f"host-{clock}", clock, NAMES, tuple(steps))
 
 
 def waiting_step(late_ms: float, index: int = 1) -> Step:
-    """What a rank sees whose peer is `late_ms` late with bucket 1: it waits for it that much longer."""
+    """The step of a rank whose peer is `late_ms` late with bucket 1: it waits that much longer."""
     events = [
         event._replace(time_ns=event.time_ns + round(late_ms * MS))
         if (event.kind, event.id) in {("done", 1), ("backward_end", index)}

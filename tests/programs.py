@@ -1,4 +1,4 @@
-"""Ranks that a test starts as programs of their own, as launchers do."""
+"""Starts ranks as separate programs, as launchers do."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CLAIM = "torch.nn.parallel.DistributedDataParallel makes torchddp's class in thi
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--local-addr", "127.0.0.1")
 LAUNCHERS = ("SLURM", "SRUN", "TORCHELASTIC", "TORCHDDP_", "PYTHON")
 TORCHRUNS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
-# Knows nothing of torchddp. It says so in one write: print() writes in parts, and lines of two ranks would mix.
+# Doesn't import torchddp. One write per line: print() writes in parts, so lines of two ranks would mix.
 UNMODIFIED = """
 import os, sys, torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as D
@@ -28,7 +28,7 @@ dist.destroy_process_group()
 
 
 def unmodified_says(world_size: int, ranks_per_node: int) -> list[str]:
-    """Sorted lines of UNMODIFIED with our class, over shared memory on each node."""
+    """The sorted output lines of UNMODIFIED with our class, over shared memory on each node."""
     mean = sum(range(world_size)) / world_size
     return [
         f"rank {rank} of {world_size}, local {rank % ranks_per_node}: torchddp.ddp.module shm mean {mean}"
@@ -37,7 +37,7 @@ def unmodified_says(world_size: int, ranks_per_node: int) -> list[str]:
 
 
 def clean_environment(**more: str) -> dict[str, str]:
-    """As in a shell that no launcher has started, for ranks that import this checkout."""
+    """The environment without launchers' variables, for ranks that import this checkout."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHERS) and k not in TORCHRUNS}
     return {**clean, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", **more}
 
@@ -50,7 +50,7 @@ def free_port() -> int:
 def run_together(
     commands: Sequence[Sequence[str]], environments: Sequence[dict[str, str]], timeout_s: float, cwd: Path = ROOT
 ) -> list[subprocess.CompletedProcess[str]]:
-    """What came of each command; none is left running."""
+    """Run the commands concurrently and return their results; none is left running."""
     started = [
         subprocess.Popen(
             command,

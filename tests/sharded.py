@@ -1,4 +1,4 @@
-"""A sharded model and optimizer beside torch's DistributedDataParallel and the plain optimizer, on the same batches."""
+"""A sharded model and optimizer compared with torch's DDP and the plain optimizer on the same batches."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from tests.oss import Twins
 from torchddp.optim import OSS
 
 WIDTH = 16
-# One layer's gradient is large enough to have a bucket of its own (256 KiB over shared memory, 1 MiB through gloo).
+# One layer's gradient is large enough for its own bucket (256 KiB over shared memory, 1 MiB through gloo).
 LARGE = 520
 
 
 class Net(nn.Module):
-    """Small layers, normalisation, a large layer, and one of another dtype."""
+    """Small layers, a norm, a large layer, and a layer of another dtype."""
 
     def __init__(self, large: int = LARGE) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ def loss_of(output: torch.Tensor) -> torch.Tensor:
 
 @dataclass
 class Pair(Twins):
-    """The same model twice: sharded, and as torch trains it."""
+    """The same model twice: sharded, and trained by torch's class."""
 
     rank: int = field(default_factory=dist.get_rank)
 
@@ -66,7 +66,7 @@ class Pair(Twins):
             loss_of(model(batch_of(self.rank, step))).backward()
 
     def step(self, **zero_grad: Any) -> None:
-        """After a backward."""
+        """Step both optimizers after a backward."""
         for _, optimizer in self.sides():
             optimizer.step()
             optimizer.zero_grad(**zero_grad)
@@ -77,19 +77,19 @@ class Pair(Twins):
             self.step(**zero_grad)
 
     def rewrap(self) -> None:
-        """The reference in another wrapper, as it needs to be after parameters were frozen or thawed."""
+        """Wrap the reference again, as is necessary after parameters were frozen or thawed."""
         transport = self.sharded.reducer.transport_name
         self.reference = reference_of(self.reference.module, {"transport": transport}, {})
 
     def assert_equal(self, rtol: float = 0.0, atol: float = 0.0) -> None:
-        """Parameters, bit for bit unless told otherwise; sums of more than two ranks have no one order through gloo."""
+        """Assert equal parameters, by default bitwise; over gloo the summation order of three or more ranks varies."""
         ranks = dist.get_world_size(self.sharded.process_group)
         if self.sharded.reducer.transport_name == "c10d" and ranks > 2:
             rtol, atol = max(rtol, 1e-4), max(atol, 1e-5)
         super().assert_equal(rtol, atol)
 
     def assert_sharded(self) -> None:
-        """After a backward: gradients on their owners alone."""
+        """Assert after a backward that only owners have gradients."""
         for name, param in self.sharded.module.named_parameters():
             if param.requires_grad:
                 assert (param.grad is not None) == (self.oss.param_to_rank[param] == self.rank), name
@@ -105,7 +105,7 @@ def make_pair(
     device: torch.device | str = "cpu",
     **sharded_options: Any,
 ) -> Pair:
-    """Collective. The reference reduces through the same transport, so that sums have the same order of ranks."""
+    """Make a pair (collective). The reference uses the same transport, so that sums have the same order."""
     one, other = seeded(make).to(device), seeded(make).to(device)
     oss = OSS(groups(one), optim, **(oss_options or {}), **(options or {"lr": 0.01}))
     plain = optim(groups(other), **(options or {"lr": 0.01}))
@@ -114,7 +114,7 @@ def make_pair(
 
 
 def reference_of(module: nn.Module, sharded_options: dict[str, Any], options: dict[str, Any] | None) -> nn.Module:
-    """torch's own for two ranks, whose sums have one order; for more ranks ours, over shared memory in rank order."""
+    """torch's class for up to two ranks, whose sums have only one order; ours for more, over the same transport."""
     options = dict(options or {})
     if "find_unused_parameters" in sharded_options:
         options["find_unused_parameters"] = sharded_options["find_unused_parameters"]

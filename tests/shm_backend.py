@@ -1,4 +1,4 @@
-"""What the tests of the torchddp_shm backend share."""
+"""Helpers for the tests of the torchddp_shm backend."""
 
 import torch
 import torch.distributed as dist
@@ -7,7 +7,7 @@ BACKEND = "torchddp_shm"
 
 
 def stamp(rank: int, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Small whole numbers that differ between ranks and neighbours."""
+    """Small integers that differ between ranks and between neighbours."""
     return ((rank * 3 + torch.arange(numel)) % 5 + 1).to(dtype)
 
 

@@ -20,7 +20,7 @@ def make_profile(
     world_size: int = 2,
     step_s: float = 0.0,
 ) -> StepProfile:
-    """Parameters in the order of registration: the last one is ready first. 10 ms forward, 30 ms backward."""
+    """Parameters in registration order: the last is ready first. Forward takes 10 ms, backward 30 ms."""
     count = len(sizes_mb)
     gradients = tuple(
         Gradient(f"layer{i}.weight", int(size * MB / 4), 4, 6, 0, False, ready / 1e3)
@@ -47,5 +47,5 @@ def make_profile(
 
 
 def with_host(profile: StepProfile, s_per_byte: float, s_per_message: float = 0.0) -> StepProfile:
-    """The profile with CPU time of the transport."""
+    """The profile with the transport's CPU time added."""
     return replace(profile, cost=replace(profile.cost, host_s_per_byte=s_per_byte, host_s_per_message=s_per_message))

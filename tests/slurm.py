@@ -1,9 +1,9 @@
-"""A Slurm of one node on this host, for tests; and a launcher that starts tasks as srun does, where there is none.
+"""A one-node Slurm on this host for tests, and an imitation of srun for hosts without Slurm.
 
     python -m tests.slurm srun --ntasks 2 --cpu-bind threads python train.py
 
-starts munge, slurmctld and slurmd (Debian: apt-get install slurmd slurmctld slurm-client munge), runs the command among
-them, and ends them.
+starts munge, slurmctld and slurmd (Debian: apt-get install slurmd slurmctld slurm-client munge), runs the command, and
+stops them.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ PartitionName=all Nodes={host} Default=YES State=UP OverSubscribe=YES
 """
 
 Run = subprocess.CompletedProcess[str]
-# srun(tasks, command, **environment): what came of it.
+# srun(tasks, command, **environment) -> result
 Srun = Callable[..., Run]
 
 
 def reason_against() -> str:
-    """Why there can be no Slurm here, or nothing."""
-    # Daemons are where only root looks.
+    """Why Slurm can't run here; empty if it can."""
+    # Daemons are in /usr/sbin, which may not be in PATH.
     missing = [name for name in PROGRAMS if shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin") is None]
     if missing:
         return f"no Slurm ({', '.join(missing)} missing): apt-get install slurmd slurmctld slurm-client munge"
@@ -68,8 +68,8 @@ def reason_against() -> str:
 
 @contextlib.contextmanager
 def cluster() -> Iterator[dict[str, str]]:
-    """The environment in which srun and sbatch find a cluster of this host. RuntimeError if it does not start."""
-    # Not pytest's folder: the name of a Unix socket is short, and munge wants that nobody else may write there.
+    """Yield the environment in which srun and sbatch find a cluster on this host. RuntimeError if it doesn't start."""
+    # Not pytest's folder: Unix socket paths must be short, and munge refuses folders that others can write to.
     folder = Path(tempfile.mkdtemp(prefix="torchddp-slurm-"))
     environment = clean_environment(SLURM_CONF=str(folder / "slurm.conf"))
     environment["PATH"] += ":/usr/sbin:/sbin"
@@ -117,7 +117,7 @@ def _await_idle(environment: Mapping[str, str], folder: Path) -> None:
 
 
 def _end(pid_file: Path) -> None:
-    """Of a daemon that this has started: its file has its number."""
+    """End a daemon started here, by the process id in its file."""
     with contextlib.suppress(OSError, ValueError):
         pid = int(pid_file.read_text())
         os.kill(pid, signal.SIGTERM)
@@ -140,7 +140,7 @@ def real_srun(environment: Mapping[str, str], timeout_s: float) -> Srun:
 
 
 def task_variables(task: int, tasks: int) -> dict[str, str]:
-    """Of Slurm 22.05's on one node, what programs look at."""
+    """Slurm 22.05's variables of a one-node job that programs read."""
     host = socket.gethostname().partition(".")[0]
     of_the_step = {"STEP_ID": "0", "STEPID": "0", "STEP_NODELIST": host, "STEP_NUM_NODES": "1", "NTASKS": str(tasks)}
     of_the_step |= {"STEP_NUM_TASKS": str(tasks), "STEP_TASKS_PER_NODE": str(tasks), "NPROCS": str(tasks)}
@@ -150,7 +150,7 @@ def task_variables(task: int, tasks: int) -> dict[str, str]:
 
 
 def imitated_srun(timeout_s: float) -> Srun:
-    """Each task with Slurm's variables and a processor of its own; they share what the tasks print, and no more."""
+    """Run tasks with Slurm's variables, each on its own processor; collect their output."""
 
     def srun(tasks: int, *command: str, **more: str) -> Run:
         allowed = sorted(os.sched_getaffinity(0))

@@ -1,4 +1,4 @@
-"""What the tests of torch's own features over our class share."""
+"""Helpers for the tests of torch's features with our class."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from tests.harness import is_own_class
 from tests.models import Grads, assert_grads
 from tests.parity.compare import TorchDDP
 
-Program = Callable[[type], list[Grads]]  # with this class of DDP; the gradients after each step
+Program = Callable[[type], list[Grads]]  # DDP class -> the gradients after each step
 
 
 def assert_same_program(ddp_class: type, program: Program, *, reductions: int | None) -> None:
-    """Runs the program with torch's class, then with the one under test: the same bits after every step.
+    """Run the program with torch's class and the class under test; gradients must be bitwise equal after every step.
 
-    `reductions`: how many backwards our reducer must have finished; None: at least one.
+    `reductions`: how many backwards our reducer must have finished (None: at least one).
     """
     want = program(TorchDDP)
     before = torchddp.finished_steps()
@@ -33,7 +33,7 @@ def assert_same_program(ddp_class: type, program: Program, *, reductions: int | 
 
 
 class Block(nn.Module):
-    """A module of the user's own: torch.compile leaves its calls of torch's own modules alone, but not this."""
+    """A user-defined module, which torch.compile treats differently from torch's own modules."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Block(nn.Module):
 
 
 class Blocks(nn.Module):
-    """Equal blocks, one after the other."""
+    """A sequence of equal blocks."""
 
     def __init__(self, width: int = 256, count: int = 5) -> None:
         super().__init__()
@@ -57,5 +57,5 @@ class Blocks(nn.Module):
 
 
 def plain_names(grads: dict[str, Any]) -> dict[str, Any]:
-    """Without what `torch.compile` puts before names."""
+    """Names without the prefix that `torch.compile` adds."""
     return {name.replace("_orig_mod.", ""): grad for name, grad in grads.items()}

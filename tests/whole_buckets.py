@@ -1,4 +1,4 @@
-"""The class as it works on devices, on the CPU: a bucket is packed when it is complete, in one go."""
+"""The device code paths of the class, on the CPU: a complete bucket is packed at once."""
 
 import contextlib
 from collections.abc import Iterator
@@ -21,12 +21,12 @@ class _PacksWhole:
 
 
 class WholeBuckets(_PacksWhole, torchddp.DistributedDataParallel):
-    """What GPUs get, but for the kernels and the streams: which gradient goes where, and when."""
+    """The GPU code path without kernels and streams: where and when each gradient is packed."""
 
 
 @contextlib.contextmanager
 def padded_slots() -> Iterator[None]:
-    """Models that are made meanwhile have their gradients aligned in buckets as on GPUs."""
+    """Models constructed in the block align gradients in buckets as on GPUs."""
     plain = model.param_specs
 
     def aligned(*args: Any, **kwargs: Any) -> list[_C.ParamSpec]:
@@ -45,18 +45,18 @@ class _PadsSlots(_PacksWhole):
 
 
 class PaddedBuckets(_PadsSlots, torchddp.DistributedDataParallel):
-    """As on GPUs, gradients begin at cache lines, with zeros between them."""
+    """As on GPUs, gradients are aligned to cache lines, with zeros between them."""
 
 
 class LargeApart(PaddedBuckets):
-    """All that GPUs get over NCCL: gradients of 256 bytes and more stay where autograd made them."""
+    """The GPU code path over NCCL: gradients of 256 bytes or more stay where autograd allocated them."""
 
     adopt_bytes = 256
 
 
 class PaddedSharded(_PadsSlots, ShardedDataParallel):
-    """The same for sharded gradients."""
+    """PaddedBuckets for sharded gradients."""
 
 
 class WholeSharded(_PacksWhole, ShardedDataParallel):
-    """The same for sharded gradients."""
+    """WholeBuckets for sharded gradients."""

@@ -1,7 +1,7 @@
-"""Checkpoints from which a run continues with the same losses.
+"""Checkpoints from which a run resumes with the same losses.
 
-With one or two ranks the continued losses are the same bit for bit. From three ranks on, the order in which the
-backend adds the ranks' gradients may depend on the bucket layout, which a resumed run builds again.
+With one or two ranks the losses are bitwise equal. With three or more, the order in which the backend adds the ranks'
+gradients may depend on the bucket layout, which a resumed run rebuilds.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _KEYS = {"format", "identity", "step", "model", "optimizer", "scheduler", "rng"}
 
 
 def rng_state(device: torch.device) -> dict[str, torch.Tensor]:
-    """This rank's random number generators (dropout draws from them)."""
+    """The state of this rank's random number generators, which dropout draws from."""
     state = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)
@@ -52,7 +52,7 @@ def save_checkpoint(path: Path, content: dict[str, Any]) -> None:
 def load_checkpoint(path: Path, identity: dict[str, Any]) -> dict[str, Any]:
     """Read a checkpoint and check that it belongs to the run described by `identity`."""
     if not path.exists():
-        raise ExampleError(f"no checkpoint at {path}: leave --resume out to start from the beginning")
+        raise ExampleError(f"no checkpoint at {path}: omit --resume to start from the beginning")
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
@@ -66,7 +66,7 @@ def load_checkpoint(path: Path, identity: dict[str, Any]) -> dict[str, Any]:
 
 
 def require_same_run(path: Path, there: dict[str, Any], here: dict[str, Any]) -> None:
-    """Raise if a checkpoint belongs to another run, naming the first difference."""
+    """Raise an error that names the first difference if a checkpoint belongs to another run."""
     if there["world_size"] != here["world_size"]:
         raise ExampleError(
             f"checkpoint {path} belongs to another world size: "

@@ -74,7 +74,7 @@ class TrainConfig:
 
     @property
     def last_step(self) -> int:
-        """Number of the step this run ends with (the learning rate schedule always spans `steps`)."""
+        """The step this run ends with (the learning rate schedule always spans `steps`)."""
         return self.steps if self.stop_after is None else self.stop_after
 
     def model_identity(self) -> dict[str, int | float | str]:
@@ -82,10 +82,10 @@ class TrainConfig:
         return {name: getattr(self, name) for name in ("block_size", "layers", "width", "heads")}
 
     def training_identity(self) -> dict[str, int | float | str]:
-        """The options that determine the losses, besides model, data and world size."""
+        """The options that determine the losses, in addition to model, data and world size."""
         names = ["batch_size", "grad_accum", "seed", "dropout", "lr", "schedule", "warmup_steps"]
         if self.schedule == "cosine":
-            names.append("steps")  # with a constant rate a run may be resumed for longer
+            names.append("steps")  # with a constant rate, a resumed run may train for more steps
         if self.comm_hook is not None:
             names.append("comm_hook")
         return {name: getattr(self, name) for name in names}

@@ -1,6 +1,6 @@
-"""The text a GPT is trained on, and which bytes of it each rank sees at each step.
+"""The training text, and which bytes of it each rank sees in each step.
 
-There is no position to save: a batch is a pure function of (seed, step, rank), so a resumed run draws the same
+Checkpoints need no data position: a batch is a pure function of (seed, step, rank), so a resumed run draws the same
 batches as an uninterrupted one.
 """
 
@@ -44,12 +44,12 @@ def load_corpus(path: Path | None, block_size: int) -> Corpus:
         root = Path(sysconfig.get_path("stdlib"))
         source, files = f"Python's own source files in {root}", python_source_files(root)
         if not files:
-            raise ExampleError(f"no .py files in {root} (is this Python zipped?): name a text with --data PATH")
+            raise ExampleError(f"no .py files in {root} (is this Python zipped?): choose a text with --data PATH")
     else:
         source, files = str(path), data_files(path)
     text = read_files(files)
     if not text:
-        raise ExampleError(f"no data: {source} holds 0 bytes")
+        raise ExampleError(f"no data: {source} is empty")
     train_bytes = split_point(len(text), block_size, source)
     tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     return Corpus(source, tokens[:train_bytes], tokens[train_bytes:], hashlib.sha256(text).hexdigest())
@@ -93,7 +93,7 @@ def read_files(files: Iterable[Path]) -> bytes:
 
 
 def split_point(size_bytes: int, block_size: int, source: str) -> int:
-    """Where training text ends: each side must hold one block and the byte that follows it."""
+    """Where the training text ends; each part must hold one block and the byte that follows it."""
     window_bytes = block_size + 1
     if size_bytes < 2 * window_bytes:
         raise ExampleError(
@@ -106,7 +106,7 @@ def split_point(size_bytes: int, block_size: int, source: str) -> int:
 def batch_offsets(*, seed: int, index: int, rank: int, world_size: int, batch_size: int, choices: int) -> torch.Tensor:
     """Offsets of this rank's windows in micro-batch number `index`, each in [0, choices).
 
-    Every rank draws the whole global batch and takes its own slice, so that ranks never share a random stream.
+    Every rank draws the whole global batch and takes its own slice, so ranks use disjoint parts of one random stream.
     """
     digest = hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
@@ -115,7 +115,7 @@ def batch_offsets(*, seed: int, index: int, rank: int, world_size: int, batch_si
 
 
 def validation_offsets(*, size_bytes: int, block_size: int, windows: int) -> torch.Tensor:
-    """`windows` evenly spaced window starts: the same ones at every evaluation."""
+    """`windows` evenly spaced window starts, the same at every evaluation."""
     return torch.linspace(0, size_bytes - block_size - 1, windows, dtype=torch.float64).long()
 
 

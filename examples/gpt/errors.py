@@ -2,4 +2,4 @@
 
 
 class ExampleError(Exception):
-    """Something the user can fix: one line that says what was given and what is allowed."""
+    """An error that the user can fix: one line that says what was given and what is allowed."""

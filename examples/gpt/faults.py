@@ -1,4 +1,4 @@
-"""Injected faults, and the journal of what happened."""
+"""Injected faults, and a journal of events."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ FAULT_CHOICES = ("kill", "exception", "stop")
 
 
 class InjectedFaultError(RuntimeError):
-    """The exception of the fault "exception"."""
+    """Raised by the fault "exception"."""
 
 
 @dataclass(frozen=True)
 class Event:
-    """One line of the journal. `attempt` counts torchrun's restarts; `time_s` is the wall clock."""
+    """One line of the journal. `attempt` counts torchrun's restarts; `time_s` is the wall-clock time."""
 
     kind: str
     attempt: int
@@ -32,7 +32,7 @@ class Event:
 
 
 class Journal:
-    """A file that all ranks of all attempts append to; lines survive when the process is killed."""
+    """A file that all ranks of all attempts append to; its lines survive when the process is killed."""
 
     def __init__(self, path: Path, rank: int) -> None:
         self.path = path
@@ -58,7 +58,7 @@ def read_journal(path: Path) -> list[Event]:
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault of one rank in one step, once in all attempts: the file `marker` says that it has happened."""
+    """A fault of one rank in one step, injected once over all attempts: the file `marker` records that it happened."""
 
     step: int
     rank: int
@@ -66,16 +66,16 @@ class Fault:
     marker: Path
 
     def strike(self, step: int, journal: Journal, parameter: torch.Tensor) -> None:
-        """Call before each step, counted from 1. A rank that is killed or stopped still reaches backward.
+        """Inject the fault if it is due. Call before each step, counted from 1.
 
-        `parameter`: the one in whose backward that happens.
+        Kills and stops happen later in the step, when backward reaches `parameter`.
         """
         if step != self.step or journal.rank != self.rank or self.marker.exists():
             return
         self.marker.touch()
         if self.how == "exception":
             journal.note("fault", step, self.how)
-            raise InjectedFaultError(f"rank {self.rank} was told to raise in step {step}")
+            raise InjectedFaultError(f"rank {self.rank} raised the injected exception in step {step}")
         number = signal.SIGKILL if self.how == "kill" else signal.SIGSTOP
 
         def send_signal(grad: Any) -> None:

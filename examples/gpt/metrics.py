@@ -1,4 +1,4 @@
-"""The metrics of a run, and the file for them."""
+"""The metrics of a run, and the file they are written to."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _package_version(name: str) -> str | None:
 
 
 def percentile(values: Sequence[float], percent: float) -> float | None:
-    """The value below which `percent` of the values lie (linear between neighbours); None without values."""
+    """The value below which `percent` of the values lie, interpolated linearly; None without values."""
     if not values:
         return None
     ordered = sorted(values)
@@ -99,13 +99,13 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def prepare_output(path: Path | None, option: str) -> None:
-    """Create the folder of a file that is written at the end of a run, so that a bad path fails at the start."""
+    """Create the folder of a file that a run writes at its end, so that a bad path fails at the start."""
     if path is None:
         return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ExampleError(f"{option} {path}: cannot make its folder: {error.strerror}") from error
+        raise ExampleError(f"{option} {path}: cannot create its folder: {error.strerror}") from error
     if path.is_dir():
         raise ExampleError(f"{option} {path} is a folder: name a file")
     if not os.access(path.parent, os.W_OK):

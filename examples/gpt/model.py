@@ -10,7 +10,7 @@ VOCABULARY_SIZE = 256  # bytes
 
 
 class CausalSelfAttention(nn.Module):
-    """Multi-head attention in which a position sees itself and earlier ones."""
+    """Multi-head attention in which each position attends to itself and earlier ones."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -61,11 +61,11 @@ class GPT(nn.Module):
         """Linear layers preserve the variance of their input; residual branches start small, as in GPT-2."""
         for name, parameter in self.named_parameters():
             if parameter.dim() < 2:
-                continue  # norms keep PyTorch's start, biases are set to zero below
+                continue  # norms keep PyTorch's initialisation; biases are zeroed below
             if name.endswith(("attention.projection.weight", "mlp.2.weight")):
                 std = 0.02 / (2 * layers) ** 0.5
             elif "embedding" in name:
-                std = 0.1  # a narrow model learns little in its first hundred steps from GPT-2's 0.02
+                std = 0.1  # with GPT-2's 0.02, a narrow model learns little in its first hundred steps
             else:
                 std = parameter.shape[1] ** -0.5
             nn.init.normal_(parameter, std=std)

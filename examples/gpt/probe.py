@@ -21,8 +21,8 @@ class CommunicationProbe:
     """On every `every`-th step, times the step's forward and backward once more without synchronisation.
 
     The extra pass has no side effects: its gradients are dropped and the random number generators are restored, so
-    losses are the same with and without it. It alternates between running before and after the step, so that
-    neither of the two always has warm caches.
+    losses are the same with and without it. It runs alternately before and after the step, so that neither pass
+    always has warm caches.
     """
 
     model: nn.Module
@@ -71,9 +71,9 @@ class CommunicationProbe:
         return elapsed_ms
 
     def _time(self, forward_backward: ForwardBackward, *, exchange: bool) -> tuple[float, float]:
-        self.ranks.barrier()  # waiting for a late rank is not communication
+        self.ranks.barrier()  # waiting for a late rank doesn't count as communication
         start = time.perf_counter()
-        loss = forward_backward(exchange)  # returns after the device has finished: the loss is read
+        loss = forward_backward(exchange)  # reads the loss, so it returns after the device has finished
         if self.ranks.device.type == "cuda":
             torch.cuda.synchronize(self.ranks.device)
         return (time.perf_counter() - start) * 1e3, loss

@@ -29,12 +29,10 @@ def torchrun(
     environment: Mapping[str, str] | None = None,
     errors: IO[str] | None = None,
 ) -> None:
-    """Run `script` on `ranks` local processes to its end, and stream its stdout to `output`.
+    """Run `script` in `ranks` local processes until it ends, and stream its stdout to `output`.
 
-    Its stderr goes to `errors`, or to this process's.
-
-    If a rank fails, torchrun restarts all of them, up to `max_restarts` times. `environment` is added to this
-    process's.
+    Its stderr goes to `errors`, or to this process's. If a rank fails, torchrun restarts all ranks, at most
+    `max_restarts` times. `environment` is added to this process's.
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
     command += ["--nproc-per-node", str(ranks), "--max-restarts", str(max_restarts), str(script), *arguments]
@@ -44,7 +42,7 @@ def torchrun(
         except subprocess.TimeoutExpired:
             raise ExampleError(f"the run did not end within {timeout_seconds:.0f} seconds") from None
     if code != 0:
-        raise ExampleError(f"the run failed (torchrun ended with {code}); see its output above")
+        raise ExampleError(f"the run failed (torchrun exited with {code}); see its output above")
 
 
 @contextmanager
@@ -79,7 +77,7 @@ def _end_with_parent() -> None:
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
-    """Ask torchrun to end its workers; whatever is left after the grace period is killed."""
+    """Ask torchrun to end its workers, and kill what is left after the grace period."""
     if child.poll() is not None:
         return
     # torchrun starts each worker in its own session, so they are not in its process group.
@@ -95,7 +93,7 @@ def _end(child: subprocess.Popen[bytes]) -> None:
 
 
 def processes_with(variable: str, value: str) -> list[tuple[int, str]]:
-    """Process ids and names of processes with this in their environment (Linux; elsewhere none are found)."""
+    """Ids and names of the processes with this variable in their environment (Linux only; none elsewhere)."""
     entry, found = f"{variable}={value}".encode(), []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -115,7 +113,7 @@ def _kill_group(pid: int) -> None:
 
 
 def _descendants(pid: int) -> list[int]:
-    """Children of `pid`, their children and so on (Linux; elsewhere torchrun alone is signalled)."""
+    """All descendants of `pid` (Linux only; none elsewhere, so that only torchrun is signalled)."""
     found: list[int] = []
     for file in Path(f"/proc/{pid}/task").glob("*/children"):
         try:

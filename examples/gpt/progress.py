@@ -9,7 +9,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 
 class Reporter:
-    """Shows steps and evaluations of one run; a context manager."""
+    """A context manager that shows the steps and evaluations of one run."""
 
     def __init__(self, *, name: str, first_step: int, last_step: int, total_steps: int, shown: bool) -> None:
         self._shown = shown
@@ -46,14 +46,14 @@ class Reporter:
             self._console.print(text, markup=False)
 
     def step(self, number: int, loss: float, step_ms: float) -> None:
-        """`number` steps are done; `loss` is this rank's."""
+        """Report that `number` steps are done; `loss` is this rank's."""
         if self._progress is not None:
             self._progress.update(self._task, completed=number, loss=f"{loss:.3f}")
         elif number % self._line_every == 0:
             self.say(f"{self._name}: step {number}/{self._total_steps}  loss {loss:.3f}  {step_ms:.0f} ms")
 
     def evaluation(self, number: int, train_loss: float, validation_loss: float) -> None:
-        """Losses averaged over the ranks after `number` steps."""
+        """Report the losses after `number` steps, averaged over the ranks."""
         self.say(
             f"{self._name}: step {number}/{self._total_steps}  "
             f"train loss {train_loss:.4f}  validation loss {validation_loss:.4f}"

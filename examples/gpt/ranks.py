@@ -22,7 +22,7 @@ GROUP_TIMEOUT = timedelta(minutes=5)
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process's place among the ranks. Collectives do nothing without a process group (`--ddp none`)."""
+    """This process's rank and its collectives, which do nothing without a process group (`--ddp none`)."""
 
     rank: int
     local_rank: int
@@ -107,10 +107,10 @@ def open_ranks(ddp: str, device: str, timeout: timedelta = GROUP_TIMEOUT) -> Ite
 
 
 def _meet(timeout: timedelta) -> tuple[dist.Store, int, int]:
-    """torchrun's store, this rank and the world size.
+    """Return torchrun's store, this rank and the world size.
 
     torchrun keeps one store for all attempts. Restarted ranks would find the addresses of dead ones there and try to
-    connect to them, so each attempt has its own keys. Several nodes may count restarts differently, so they need
+    connect to them, so each attempt uses its own key prefix. Several nodes may count restarts differently, so they need
     TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, which creates a store for each attempt.
     """
     store, rank, world_size = next(rendezvous("env://", timeout=timeout))
@@ -147,5 +147,5 @@ def ddp_class(name: str) -> type[nn.parallel.DistributedDataParallel]:
         import torchddp
     except ImportError as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ExampleError(f"cannot import torchddp, choose --ddp torch or fix this: {reason}") from error
+        raise ExampleError(f"cannot import torchddp; choose --ddp torch or fix this: {reason}") from error
     return torchddp.ShardedDataParallel if name == "sharded" else torchddp.DistributedDataParallel

@@ -1,4 +1,4 @@
-"""The training loop: steps, evaluations, checkpoints and the record of them."""
+"""The training loop: steps, evaluations, checkpoints and a record of the run."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Trainer:
         self.hook = self._comm_hook()
         self.model = self._wrap(self.gpt)
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: lr_factor(step, config))
-        torch.manual_seed(config.seed * 1_000_003 + ranks.rank + 1)  # each rank its own dropout
+        torch.manual_seed(config.seed * 1_000_003 + ranks.rank + 1)  # dropout differs between ranks
         self.first_step = 0
         self.steps: list[dict[str, Any]] = []
         self.validation: list[dict[str, Any]] = []
@@ -85,8 +85,8 @@ class Trainer:
             content = load_checkpoint(self.config.checkpoint, self._identity())
             if content["step"] >= self.config.last_step:
                 raise ExampleError(
-                    f"checkpoint {self.config.checkpoint} is at step {content['step']} already, "
-                    f"this run ends with step {self.config.last_step}"
+                    f"checkpoint {self.config.checkpoint} is already at step {content['step']}, "
+                    f"but this run ends with step {self.config.last_step}"
                 )
         self.gpt.load_state_dict(content["model"])
         self.optimizer.load_state_dict(content["optimizer"])
@@ -97,7 +97,7 @@ class Trainer:
         self.first_step = content["step"]
 
     def run(self) -> dict[str, Any]:
-        """Train to the last step, and return the record of the run, equal on all ranks except for timings."""
+        """Train to the last step and return the record of the run, which is equal on all ranks except for timings."""
         config = self.config
         probe = CommunicationProbe(self.model, self.ranks, config.measure_comm, self.first_step)
         reporter = Reporter(
@@ -154,7 +154,7 @@ class Trainer:
         return [windows_at(text, offsets, config.block_size, self.ranks.device) for offsets in drawn]
 
     def _forward_backward(self, batches: list[Batch], exchange: bool) -> float:
-        """Accumulate the gradients of all micro-batches, reduced in the last one. Return the mean loss."""
+        """Accumulate the gradients of all micro-batches, reduce them in the last one, and return the mean loss."""
         total = 0.0
         for number, (tokens, targets) in enumerate(batches, start=1):
             with nullcontext() if exchange and number == len(batches) else self._no_sync():
@@ -191,14 +191,14 @@ class Trainer:
         return self.ranks.sums([total / config.eval_batches])[0] / self.ranks.world_size
 
     def _average_losses(self) -> None:
-        """Replace this rank's losses by the means over the ranks. Called every few steps, not in each."""
+        """Replace this rank's losses by the means over the ranks. Called every few steps, not in every step."""
         fresh = self.steps[self._averaged_steps :]
         for entry, total in zip(fresh, self.ranks.sums([entry["loss"] for entry in fresh]), strict=True):
             entry["loss"] = total / self.ranks.world_size
         self._averaged_steps = len(self.steps)
 
     def save(self, step: int) -> None:
-        """Rank 0 writes the checkpoint, with every rank's random state in it."""
+        """Write the checkpoint on rank 0, with every rank's random state."""
         assert self.config.checkpoint is not None
         states = self.ranks.gather(rng_state(self.ranks.device))
         # Each rank's hook has its own residuals.

@@ -1,5 +1,5 @@
-"""Jobs of test_accelerate.py with Accelerate, which run on two ranks: each with torch's class and ours in the same
-processes, some of them also with Accelerate's own Accelerator after torchddp.install().
+"""Accelerate jobs of test_accelerate.py on two ranks: each runs with torch's class and ours in the same processes, and
+some also with Accelerate's own Accelerator after torchddp.install().
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ import torchddp
 from tests.clients.common import digest, said, save_results
 from torchddp.integrations.accelerate import Accelerator, TorchDDPKwargs, adopt
 
-LENGTH, BATCH = 40, 4  # five batches a rank
+LENGTH, BATCH = 40, 4  # five batches per rank
 
 
 class Net(nn.Module):
-    """Layers of several sizes, buffers, and a part that may stay unused."""
+    """Layers of several sizes, buffers, and a part that may be unused."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Net(nn.Module):
 
 
 class Kind:
-    """How to make an accelerator that wraps in one of the classes: "torch", "ours" or "installed"."""
+    """Makes accelerators that wrap models in one of the classes: "torch", "ours" or "installed"."""
 
     def __init__(self, name: str, folder: Path) -> None:
         self.name, self.folder = name, folder
@@ -76,7 +76,7 @@ def prepared(accelerator: Any, length: int = LENGTH) -> tuple[Any, Any, Any]:
 
 
 def model_of(model: nn.Module) -> dict[str, str]:
-    """Bit for bit. Ranks agree on weights, not on the statistics that BatchNorm keeps of its own batches."""
+    """Digests of the state. Ranks agree on weights, but not on BatchNorm's statistics of local batches."""
     bare = extract_model_from_parallel(model, keep_torch_compile=False)
     return {"weights": digest(bare.named_parameters()), "own buffers": digest(bare.named_buffers())}
 
@@ -101,7 +101,7 @@ def results_of(model: Any, before: int) -> dict[str, Any]:
 def trained(
     kind: Kind, *, both: Any = None, own: Any = None, handler: Any = None, spare: bool = True, **options: Any
 ) -> dict[str, Any]:
-    """Options of the wrapper: `handler` is Accelerate's, `both` are of either class's, `own` are of ours alone."""
+    """Train with wrapper options: `handler` is Accelerate's, `both` are for either class, `own` only for ours."""
     before = torchddp.finished_steps()
     if both is not None:
         handler = kind.handler(**both)
@@ -114,13 +114,13 @@ def trained(
 
 
 def named_hooks(kind: Kind) -> dict[str, Any]:
-    """Ours only: what torch's class refuses on CPU, and hooks by name."""
+    """Only for ours: hooks that torch's class refuses on CPU, and hooks by name."""
     hooks = {"bf16": DDPCommunicationHookType.BF16, "named": "bf16", "int8": "int8"}
     return {name: trained(kind, own={"comm_hook": hook}) for name, hook in hooks.items()} if kind.ours else {}
 
 
 def adopted(kind: Kind) -> dict[str, Any]:
-    """An accelerator of somebody else's class, which ours takes over."""
+    """An accelerator of another class, which ours adopts."""
     before = torchddp.finished_steps()
 
     class Theirs(accelerate.Accelerator):
@@ -147,14 +147,14 @@ def local_sgd(kind: Kind) -> dict[str, Any]:
                 optimizer.zero_grad()
                 local.step()
     inside = {"steps inside": torchddp.finished_steps() - before, "inside": model_of(model)}
-    # Each step is reduced again, of copies that differ: each rank has the optimizer state of its own steps.
+    # Steps are reduced again from different copies: each rank has the optimizer state of its local steps.
     fit(accelerator, model, optimizer, loader, epochs=1)
     ends = results_of(model, before)
     return {**inside, **ends, "weights": inside["inside"]["weights"], "after": ends["weights"]}
 
 
 def states(kind: Kind) -> dict[str, Any]:
-    """A state saved in mid-training and loaded by both classes ends where undisturbed training does."""
+    """A state saved mid-training and loaded by both classes ends with the weights of uninterrupted training."""
     folder = kind.folder / f"state_{kind.name}"
     ends: dict[str, Any] = {}
     for way in (kind, Kind("torch", kind.folder), Kind("ours", kind.folder)):
@@ -168,12 +168,12 @@ def states(kind: Kind) -> dict[str, Any]:
             accelerator.save_state(str(folder))
             before = torchddp.finished_steps()
         fit(accelerator, model, optimizer, accelerator.skip_first_batches(loader, 2), epochs=1)
-        ends[f"loaded by {way.name}" if ends else "undisturbed"] = results_of(model, before)
+        ends[f"loaded by {way.name}" if ends else "uninterrupted"] = results_of(model, before)
     return ends
 
 
 def evaluated(kind: Kind) -> dict[str, Any]:
-    """Of a data set that does not divide by ranks and batch: each sample counts once. And what unwraps the model."""
+    """On a data set that doesn't divide evenly each sample counts once. Also the functions that unwrap the model."""
     accelerator = kind.accelerator(mixed_precision="bf16")
     model, _, loader = prepared(accelerator, length=37)
     bare = accelerator.unwrap_model(model)
@@ -195,7 +195,7 @@ def evaluated(kind: Kind) -> dict[str, Any]:
 
 
 def synced_late(kind: Kind) -> dict[str, Any]:
-    """Two forwards under no_sync, of which the second backward reduces."""
+    """Two forwards under no_sync; the second backward reduces."""
     before = torchddp.finished_steps()
     accelerator = kind.accelerator()
     model, optimizer, loader = prepared(accelerator)
@@ -211,7 +211,7 @@ def synced_late(kind: Kind) -> dict[str, Any]:
 
 
 def uneven(kind: Kind) -> dict[str, Any]:
-    """Accelerate's join_uneven_inputs does nothing on CPU and says so; torch's Join around the model works."""
+    """Accelerate's join_uneven_inputs does nothing on CPU and warns; torch's Join around the model works."""
     accelerator = kind.accelerator(dataloader_config=accelerate.DataLoaderConfiguration(even_batches=False))
     model, optimizer, loader = prepared(accelerator, length=36)
     with warnings.catch_warnings(record=True) as caught:
@@ -244,7 +244,7 @@ POWER_SGD = {
     "comm_state_option": {"matrix_approximation_rank": 2, "start_powerSGD_iter": 3},
 }
 TORCHS_OPTIONS = {"find_unused_parameters": True, "bucket_cap_mb": 1, "gradient_as_bucket_view": True}
-# These change no bit.
+# These don't change results.
 OWN_OPTIONS = {"bucket_cap_mb": "auto", "transport": "c10d", "stall_report_s": 5, "find_nonfinite": True}
 Jobs = dict[str, Callable[[Kind], dict[str, Any]]]
 JOBS: Jobs = {
@@ -256,7 +256,7 @@ JOBS: Jobs = {
     "power_sgd_hook": partial(trained, both=POWER_SGD),
     "compiled": partial(trained, dynamo_backend="eager"),
     "own_options": partial(trained, own=OWN_OPTIONS),
-    # torch's class fails with a static graph here, or stops reducing: its result is that without.
+    # With a static graph torch's class fails here or stops reducing, so it runs without one.
     "static_graph_accumulation": partial(trained, own={"static_graph": True}, gradient_accumulation_steps=2),
 }
 JOBS |= {
@@ -267,7 +267,7 @@ UNDER_INSTALL = {"plain", "accumulation", "bf16", "power_sgd_hook", "compiled", 
 
 
 def run_jobs(jobs: Jobs, under_install: Collection[str] = ()) -> None:
-    """The command line of the modules of jobs."""
+    """Run a module of jobs from the command line."""
 
     def find(folder: Path) -> dict[str, Any]:
         accelerate.PartialState(cpu=True)

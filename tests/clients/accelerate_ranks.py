@@ -1,4 +1,4 @@
-"""What the ranks of a module of jobs found; and what tests without ranks leave behind is reset."""
+"""The results of a module of jobs; and a fixture that resets the state of tests without ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.clients.common import saved_by_ranks
 
 
 class Results:
-    """By job and class: "torch", "ours", and in some jobs "installed"."""
+    """Results by job and class: "torch", "ours", and in some jobs "installed"."""
 
     def __init__(self, module: str, folder: Path) -> None:
         self.ranks = saved_by_ranks(module, folder, ranks=2, timeout_s=380)
@@ -25,7 +25,7 @@ class Results:
         return self.ranks[rank][job]["torch"]
 
     def assert_same(self, job: str, steps: int) -> None:
-        """The same bits with all classes, and the same weights on both ranks; our reducer ran ``steps`` times."""
+        """Assert bitwise equal results of all classes, equal weights on both ranks, and ``steps`` steps by ours."""
         for rank in range(2):
             torchs, *others = self.ranks[rank][job].values()
             assert (torchs["class"], torchs["steps"]) == ("torch", 0)

@@ -1,4 +1,4 @@
-"""What the tests of several clients share: how programs are started, and how trained models are compared."""
+"""Helpers shared by the clients' tests: start programs and compare trained models."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from torch import nn
 ROOT = Path(__file__).resolve().parents[2]
 OURS = "torchddp.ddp.module.DistributedDataParallel"
 TORCHS = "torch.nn.parallel.distributed.DistributedDataParallel"
-# What a launcher or a user's shell may have set, and a program of the tests must not see.
+# Variables of launchers or the user's shell that test programs must not inherit.
 DROPPED = ("TORCHDDP_", "LOCAL_RANK", "MASTER_PORT", "NODE_RANK", "WORLD_SIZE")
 
 
 def launch(
     *arguments: object, ranks: int = 0, timeout_s: float = 280, check: bool = True, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """`python arguments` to its end, or that under torchrun with `ranks` > 0: on CPU, one thread each, no network."""
+    """Run `python arguments`, under torchrun if `ranks` > 0, on CPU, with one thread per process and no network."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(DROPPED)}
     own = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node"]
@@ -44,7 +44,7 @@ def launch(
 
 
 def save_results(find: Callable[[Path], dict[Any, Any]]) -> None:
-    """`python -m MODULE FOLDER` on a rank: FOLDER/rankN.pt gets what it finds, and the warnings about traps."""
+    """Main of `python -m MODULE FOLDER` on a rank: saves results and UsageWarnings to FOLDER/rankN.pt."""
     import torchddp
 
     torch.set_num_threads(1)
@@ -57,8 +57,8 @@ def save_results(find: Callable[[Path], dict[Any, Any]]) -> None:
 
 
 def saved_by_ranks(module: str, folder: Path, ranks: int = 0, timeout_s: float = 500) -> list[dict[Any, Any]]:
-    """Runs such a module, which starts its two ranks itself with `ranks` = 0; what each has saved. Its jobs are right,
-    so that none may hear of a trap.
+    """Run such a module, which starts its two ranks itself if `ranks` = 0; return what each saved. Its jobs are
+    correct, so there must be no UsageWarning.
     """
     launch("-m", module, folder, ranks=ranks, timeout_s=timeout_s)
     found = [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
@@ -75,7 +75,7 @@ def blocks(page: str, section: str) -> list[str]:
 
 
 def digest(named: Any) -> str:
-    """The bits of all tensors of (name, tensor) pairs."""
+    """A bitwise digest of (name, tensor) pairs."""
     bits = hashlib.sha256()
     for name, value in named:
         bits.update(name.encode())
@@ -84,7 +84,7 @@ def digest(named: Any) -> str:
 
 
 def distance(model: nn.Module, start: nn.Module, reference: nn.Module) -> float:
-    """How far the weights are from the reference, in parts of how far that has moved."""
+    """The distance of the weights from the reference, relative to how far the reference moved."""
     flat = [nn.utils.parameters_to_vector(m.parameters()).detach() for m in (model, start, reference)]
     return float((flat[0] - flat[2]).abs().max() / (flat[2] - flat[1]).abs().max())
 

@@ -1,8 +1,8 @@
-"""Composer needs torchvision and mcli to be imported; the training that is tested here uses neither.
+"""Stubs of torchvision and mcli, which Composer imports but the tested training doesn't use.
 
-torchvision has no build for the torch that is tested, and mcli is the client of a commercial service. So both are empty
-modules here, whose attributes are empty classes. As a program, `python -m tests.clients.composer_stubs script.py args`:
-runs the script with them.
+torchvision has no build for the tested torch, and mcli is the client of a commercial service, so both are stub modules
+whose attributes are empty classes. `python -m tests.clients.composer_stubs script.py args` runs a script with the
+stubs.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 def install() -> None:
     """Does nothing where the real ones are installed."""
-    import torchmetrics  # noqa: F401  it looks for torchvision itself, and would take the stub for the real one
+    import torchmetrics  # noqa: F401  it detects torchvision, and would mistake the stub for the real one
 
     global STUBBED
     STUBBED = tuple(name for name in STUBBED if importlib.machinery.PathFinder.find_spec(name) is None)

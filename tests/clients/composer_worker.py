@@ -21,7 +21,7 @@ import torchddp  # noqa: E402
 from torchddp.integrations import composer as ours  # noqa: E402
 
 STRATEGIES = ("single_auto_sync", "multi_auto_sync", "forced_sync")
-SAMPLES, BATCH, MICROBATCH = 64, 16, 4  # two ranks: two steps, of one or four microbatches a rank
+SAMPLES, BATCH, MICROBATCH = 64, 16, 4  # two ranks: two steps, of one or four microbatches per rank
 
 
 class Net(composer.ComposerModel):
@@ -38,7 +38,7 @@ class Net(composer.ComposerModel):
 
 
 class LeavesParametersUnused(composer.Algorithm):
-    """Does nothing, but says so: that is how Composer comes to find_unused_parameters=True."""
+    """An algorithm that makes Composer set find_unused_parameters=True, and does nothing else."""
 
     @property
     def find_unused_parameters(self) -> bool:
@@ -52,7 +52,7 @@ class LeavesParametersUnused(composer.Algorithm):
 
 
 def train(strategy: str | None, microbatch: int, **options: Any) -> dict[str, Any]:
-    """What a run of two epochs leaves, and what its model was wrapped in."""
+    """Train two epochs; return the weights and the wrapper's class."""
     generator = torch.Generator().manual_seed(5)
     data = TensorDataset(
         torch.randn(SAMPLES, 5, generator=generator), torch.randint(3, (SAMPLES,), generator=generator)
@@ -95,7 +95,7 @@ def find(folder: Path) -> dict[str, Any]:
         with ours.enable():
             found[f"{strategy} {BATCH // microbatch}"] = train(strategy, microbatch)
     ours.enable(transport="c10d")
-    with ours.enable(transport="shm"):  # options of the inner one, then those of the outer one again
+    with ours.enable(transport="shm"):  # the inner options, then the outer ones again
         found["shm"] = train("single_auto_sync", BATCH, algorithms=LeavesParametersUnused())
     found["c10d"] = train("single_auto_sync", BATCH)
     ours.disable()

@@ -1,4 +1,4 @@
-"""ignite starts two processes itself, each of which installs torchddp: what test_engines.py runs.
+"""A program of test_engines.py: ignite starts two processes, each of which calls install().
 
 python -m tests.clients.ignite_spawns FOLDER
 """

@@ -1,4 +1,4 @@
-"""A run in which one rank raises: FOLDER/errorN.txt and FOLDER/end_N.txt say what each rank ended with.
+"""A run in which one rank raises; each rank writes its error to FOLDER/errorN.txt and FOLDER/end_N.txt.
 
 python -m tests.clients.lightning_failure FOLDER STRATEGY FAILING_RANK
 """
@@ -18,7 +18,7 @@ from tests.clients.lightning_models import QUIET, Plain, batches, quiet
 
 
 class Clock(pl.Callback):
-    """Says in a file what ended the training of a rank."""
+    """Writes the exception that ended a rank's training to a file."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

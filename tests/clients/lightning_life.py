@@ -1,4 +1,4 @@
-"""What comes before, after and between fits."""
+"""The lifetime of wrappers before, after and between fits."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from tests.clients.common import said, save_results
 from tests.clients.lightning_models import QUIET, Plain, batches, quiet
 from torchddp.integrations.lightning import TorchDDPFabricStrategy
 
-# The strategy that has saved a checkpoint, and the one that goes on from it.
+# The strategy that saves a checkpoint, and the one that resumes from it.
 RESUMED = [("torchddp", "ddp"), ("torchddp_sharded", "ddp"), ("ddp", "torchddp"), ("ddp", "torchddp_sharded")]
 RESUMED += [("torchddp_sharded", "torchddp_sharded")]
 
 
 class Watching(pl.Callback):
-    """Keeps weak references to the wrappers it has seen."""
+    """A callback that keeps weak references to wrappers."""
 
     def __init__(self) -> None:
         self.wrappers: list[Any] = []
@@ -33,7 +33,7 @@ class Watching(pl.Callback):
 
 
 def fit_twice_and_test(strategy: str) -> dict[str, Any]:
-    """Also: is the wrapper gone, is the module usable, and does it train on alone?"""
+    """Also check that the wrapper is freed, and that the module is usable and trains without it."""
     module, watching = Plain(), Watching()
     trainer = pl.Trainer(strategy=strategy, max_epochs=1, callbacks=[watching], **QUIET)
     trainer.fit(module, batches())
@@ -43,7 +43,7 @@ def fit_twice_and_test(strategy: str) -> dict[str, Any]:
     state = {key: value.clone() for key, value in module.state_dict().items()}
     gc.collect()
     freed = [wrapper() is None for wrapper in watching.wrappers]
-    module.net(torch.ones(2, 8)).sum().backward()  # no hook of a reducer is left, or this waits for the other rank
+    module.net(torch.ones(2, 8)).sum().backward()  # a leftover reducer hook would wait for the other rank
     return {
         "state": state,
         "tested": tested,
@@ -55,7 +55,7 @@ def fit_twice_and_test(strategy: str) -> dict[str, Any]:
 
 
 def checkpoints(folder: Path, first: str, second: str) -> dict[str, Any]:
-    """An epoch under one strategy, another under the next from a checkpoint that was saved after all was torn down."""
+    """An epoch under one strategy, then another under the next, from a checkpoint saved after teardown."""
     path = folder / f"{first}.ckpt"
     options = {"optimizer": torch.optim.AdamW, "schedule": True}
     trainer = pl.Trainer(strategy=first, max_epochs=1, **QUIET)
@@ -78,7 +78,7 @@ def checkpoints(folder: Path, first: str, second: str) -> dict[str, Any]:
 
 
 def sync_batch_norm(strategy: str) -> dict[str, Any]:
-    """On a CPU torch's SyncBatchNorm refuses; whatever it says must come out."""
+    """torch's SyncBatchNorm raises on a CPU; its error must be passed on."""
     module = Plain(batch_norm=True)
     kinds: list[bool] = []
     watching = pl.callbacks.LambdaCallback(
@@ -105,7 +105,7 @@ def _fabric_training(fabric: Any, accumulate: bool) -> dict[str, torch.Tensor]:
 
 
 def fabric(strategy: Any, accumulate: bool) -> dict[str, Any]:
-    """A loop of the user's own."""
+    """A user-defined loop."""
     before = torchddp.finished_steps()
     runner = Fabric(accelerator="cpu", devices=2, strategy=strategy)
     state = runner.launch(_fabric_training, accumulate)

@@ -1,4 +1,4 @@
-"""Cases, each trained with Lightning's strategy and with ours: weights in the end, losses, steps that we reduced."""
+"""Cases, each trained with Lightning's strategy and ours: final weights, losses, and steps reduced by ours."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torchddp.integrations.lightning import TorchDDPShardedStrategy, TorchDDPStr
 
 
 class HookedDDPStrategy(pl.strategies.DDPStrategy):
-    """Lightning's, with communication hooks on the CPU too."""
+    """Lightning's strategy, with communication hooks on the CPU too."""
 
     def _register_ddp_hooks(self) -> None:
         _register_ddp_comm_hook(self.model, self._ddp_comm_state, self._ddp_comm_hook, self._ddp_comm_wrapper)
@@ -34,7 +34,7 @@ UNUSED = ("ddp_find_unused_parameters_true", "torchddp_find_unused_parameters_tr
 
 
 def case(kind: Any = Plain, of_trainer: Any = None, strategies: tuple[Any, ...] = ALL, **options: Any) -> Any:
-    """A module with its options, options of the Trainer, and strategies, of which the first is Lightning's."""
+    """A case: a module with options, options of the Trainer, and strategies, of which the first is Lightning's."""
     return kind, options, of_trainer or {}, strategies
 
 
@@ -72,7 +72,7 @@ CASES = {
 
 
 def run(name: str) -> list[dict[str, Any]]:
-    """Trains a case under each of its strategies."""
+    """Train a case under each of its strategies."""
     kind, options, of_trainer, strategies = CASES[name]
     results = []
     for strategy in strategies:

@@ -1,4 +1,4 @@
-"""LightningModules of the tests, and what they are trained on."""
+"""LightningModules of the tests, and their data."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def rank() -> int:
 
 
 def batches() -> DataLoader:
-    """12 batches, 6 a rank of two."""
+    """12 batches, 6 for each of two ranks."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(SAMPLES, 8, generator=generator)
     return DataLoader(TensorDataset(x, x.sum(1, keepdim=True).sin()), batch_size=BATCH)
 
 
 class Plain(pl.LightningModule):
-    """Two layers, and by ``options`` what a case is about."""
+    """Two layers, with features chosen by ``options``."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class Plain(pl.LightningModule):
 
 
 class Manual(Plain):
-    """Manual optimization; every second step accumulates only."""
+    """Manual optimization; every second step only accumulates."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -104,7 +104,7 @@ class Manual(Plain):
 
 
 class TwoOptimizers(pl.LightningModule):
-    """As adversarial networks train: one optimizer after the other, the other one's parameters frozen meanwhile."""
+    """Like a GAN: optimizers step in turn, with the other's parameters frozen."""
 
     signs, rate = (1.0, -0.5), 0.05
 
@@ -132,7 +132,7 @@ class TwoOptimizers(pl.LightningModule):
 
 
 class LocalSGD(Plain):
-    """Post-local SGD, each rank alone after the warm-up: the subgroups need a process group."""
+    """Post-local SGD without averages after the warm-up; its subgroups need a process group."""
 
     def setup(self, stage: str) -> None:
         self.trainer.strategy._ddp_comm_state.subgroup, _ = dist.new_subgroups(group_size=1)

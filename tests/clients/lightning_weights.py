@@ -1,4 +1,4 @@
-"""Two ranks with unequal samples against one process with all of them."""
+"""Two ranks with unequal numbers of samples, compared with one process with all samples."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def batch(rank: int, index: int) -> Batch:
-    """Six rows, and which of them are samples."""
+    """Six rows, and a mask of those that are samples."""
     x = torch.randn(6, 8, generator=torch.Generator().manual_seed(10 * rank + index))
     return x, x.sum(1, keepdim=True).sin(), (torch.arange(6) < SAMPLES[rank][index]).float().unsqueeze(1)
 
@@ -44,7 +44,7 @@ def sum_of(out: torch.Tensor, of: Batch) -> torch.Tensor:
 
 
 def mean_of(out: torch.Tensor, of: Batch, least: int = 0) -> torch.Tensor:
-    """NaN, with gradients that are NaN, without a sample."""
+    """The mean loss: NaN, with NaN gradients, without a sample."""
     return sum_of(out, of) / of[2].sum().clamp(min=least)
 
 
@@ -124,7 +124,7 @@ def fit(module: pl.LightningModule, strategy: Any, **options: Any) -> None:
 
 
 def fabric_training(fabric: Any, microbatch: Callable[..., None]) -> float:
-    """`microbatch(fabric, model, batch, accumulating)` in a loop of the user's own."""
+    """Call `microbatch(fabric, model, batch, accumulating)` in a user-defined loop."""
     start = net()
     model, optimizer = fabric.setup(start, torch.optim.SGD(start.parameters(), lr=RATE))
     for step in STEPS * 2:

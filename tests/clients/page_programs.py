@@ -1,4 +1,4 @@
-"""Runs the programs of docs/engines.md on two ranks, as they are there and without torchddp."""
+"""Runs the programs of docs/engines.md on two ranks, unmodified and without torchddp."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ WITHOUT = ("torchddp.install()", "")
 
 
 class Run:
-    """A program on two ranks: what they found, and what they said."""
+    """A program's run on two ranks: results and output."""
 
     def __init__(self, heading: str, folder: Path, *replaced: tuple[str, str], under: tuple[str, ...] = ()) -> None:
         folder.mkdir()
@@ -22,7 +22,7 @@ class Run:
         self.ranks: list[dict[str, Any]] = [json.loads((folder / f"rank{r}.json").read_text()) for r in range(2)]
 
     def assert_trained(self, by: str, weights: str | None = None, steps: int = 0) -> None:
-        """Both ranks' models were of the class, were reduced so many times by ours, and have the weights."""
+        """Assert both ranks' class, weights, and number of reductions by ours."""
         for rank in self.ranks:
             assert (rank["class"], rank["steps"]) == (by, steps)
             assert rank["weights"] == (weights or self.weights) != rank["start"]
@@ -33,7 +33,7 @@ class Run:
 
 
 def assert_same_as_torch(heading: str, folder: Path, *replaced: tuple[str, str], steps: int) -> Run:
-    """The program's bits with our class are those with torch's; returns the run with ours."""
+    """Assert that the program's results are bitwise equal with our class and torch's; return the run with ours."""
     torchs = Run(heading, folder / "torch", WITHOUT, *replaced)
     torchs.assert_trained("torch")
     ours = Run(heading, folder / "ours", *replaced)

@@ -1,8 +1,8 @@
-"""One rank of a program in docs/engines.md: runs the one under a heading, and writes what it trained.
+"""One rank of a program in docs/engines.md: runs the program under a heading and writes its results.
 
     torchrun --nproc-per-node 2 -m tests.clients.page_rank HEADING FOLDER [--replace OLD NEW ...]
 
-The program runs in FOLDER, where each rank writes rank<N>.json. ``--replace`` changes it before.
+The program runs in FOLDER, where each rank writes rank<N>.json. ``--replace`` edits it first.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ CLASSES = ("torch", "torchddp")
 
 
 class Seen:
-    """The first wrapped model whose forward ran, and its weights before."""
+    """The first wrapped model whose forward ran, and its initial weights."""
 
     model: Any = None
     start = ""
 
-    def look(self, module: nn.Module, args: Any) -> None:
+    def record(self, module: nn.Module, args: Any) -> None:
         if self.model is None and isinstance(module, TorchDDP):
             self.model, self.start = module, digest(module.named_parameters())
 
 
 def define_operators_of_torchvision() -> None:
-    """PyPI has torchvision for the CUDA build of torch only. With the CPU build it works but for its operators, if
-    those that it looks up when it is imported are known.
+    """PyPI's torchvision needs the CUDA build of torch. With the CPU build all but its operators work, if the operators
+    that it looks up at import are defined.
     """
     if importlib.util.find_spec("torchvision") is not None and not torch.backends.cuda.is_built():
         for name in ("nms", "qnms"):
@@ -59,7 +59,7 @@ def main() -> None:
     torch.set_num_threads(1)
     os.chdir(given.folder)
     seen = Seen()
-    register_module_forward_pre_hook(seen.look)
+    register_module_forward_pre_hook(seen.record)
     exec(compile(code, "engines.md", "exec"), {"__name__": "__main__"})
     rooms = [cls.__module__.partition(".")[0] for cls in type(seen.model).__mro__]
     found = {

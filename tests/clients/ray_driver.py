@@ -22,7 +22,7 @@ from tests.clients.common import blocks
 MARK = "TEST_RAY_OF_TORCHDDP"  # in the environment of every process of the run
 VARIABLE = {"env_vars": {"TORCHDDP_INSTALL": "1"}}
 ONCE_MORE = {"failure_config": FailureConfig(max_failures=1)}
-# What the training function is told, and what its run is given.
+# Arguments of the training function, and of its run.
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "torch": ({}, {}),
     "install": ({"installed": True}, {}),
@@ -33,7 +33,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def processes() -> list[str]:
-    """Commands of the processes that have this run's mark, but for this one."""
+    """Commands of the other processes with this run's mark."""
     found = []
     for folder in Path("/proc").iterdir():
         if folder.name.isdecimal() and int(folder.name) != os.getpid():
@@ -41,7 +41,7 @@ def processes() -> list[str]:
                 if f"{MARK}={os.environ[MARK]}".encode() in (folder / "environ").read_bytes().split(b"\0"):
                     found.append((folder / "cmdline").read_bytes().replace(b"\0", b" ").decode())
             except OSError:
-                pass  # has ended, or somebody else's
+                pass  # has ended, or belongs to another user
     return found
 
 

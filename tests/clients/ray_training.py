@@ -1,4 +1,4 @@
-"""What the workers of test_ray.py run: a small training with checkpoints, which one of them may leave by dying."""
+"""The workers of test_ray.py: a small training with checkpoints, in which one worker may die."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from tests.clients.common import digest
 
 EPOCHS, SAMPLES, BATCH = 4, 48, 4
-STEPS = SAMPLES // BATCH // 2  # of each of two workers in an epoch
+STEPS = SAMPLES // BATCH // 2  # per epoch for each of two workers
 DEATHS: dict[str, Callable[[], None]] = {
     "exit": lambda: os._exit(1),
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
@@ -27,10 +27,10 @@ DEATHS: dict[str, Callable[[], None]] = {
 
 
 def train(config: dict[str, Any]) -> None:
-    """The training function. Each worker writes what it has found to ``folder``, also if it fails.
+    """The training function. Each worker writes its results to ``folder``, even if it fails.
 
-    ``config`` has ``case`` and ``folder``. It may have ``installed``: torchddp.install() is called; ``imported``:
-    torchddp is imported before the model is wrapped; ``options`` of the wrapper; and ``death`` of worker 1, once.
+    ``config`` has ``case`` and ``folder``. Optional keys: ``installed`` (call torchddp.install()), ``imported`` (import
+    torchddp before wrapping), ``options`` of the wrapper, and ``death`` (worker 1 dies once).
     """
     if "installed" in config or "imported" in config:
         import torchddp
@@ -83,7 +83,7 @@ def samples() -> TensorDataset:
 
 
 def save(model: nn.Module, optimizer: torch.optim.Optimizer, epoch: int, rank: int) -> None:
-    """A checkpoint of worker 0; every worker must report."""
+    """Report a checkpoint of worker 0; every worker must report."""
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = None
         if rank == 0:
@@ -94,7 +94,7 @@ def save(model: nn.Module, optimizer: torch.optim.Optimizer, epoch: int, rank: i
 
 
 def restore(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """The epoch to go on with."""
+    """Load a checkpoint, if any; return the next epoch."""
     checkpoint = ray.train.get_checkpoint()
     if checkpoint is None:
         return 0

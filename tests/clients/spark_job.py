@@ -14,7 +14,7 @@ from pyspark.sql import SparkSession
 
 
 def train(folder: str) -> str:
-    """On every rank: the weights of torch's class and of ours, which install() makes here."""
+    """Train with torch's class, then with ours after install(), and compare weights on every rank."""
     import json
     import logging
     import os
@@ -56,7 +56,7 @@ def train(folder: str) -> str:
 
 
 def main(where: str, ranks: int, folder: str, *options: str) -> None:
-    os.environ["PYSPARK_PYTHON"] = sys.executable  # of the tasks, which take "python3" else
+    os.environ["PYSPARK_PYTHON"] = sys.executable  # for the tasks, which use "python3" by default
     builder = SparkSession.builder.master(f"local[{ranks}]").appName("torchddp")
     spark = builder.config("spark.ui.enabled", "false").config("spark.driver.host", "127.0.0.1").getOrCreate()
     if "install" in options:

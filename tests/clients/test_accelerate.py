@@ -1,4 +1,4 @@
-"""Accelerate and the Trainer over our engine: the bits of torch's class, by our reducer, on two ranks by torchrun."""
+"""Accelerate and the Trainer with our engine: bitwise equal to torch's class, on two ranks under torchrun."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     ("job", "steps"),
     [
         ("plain", 10),
-        ("accumulation", 6),  # of five batches in two epochs: the last of an epoch ends a step
+        ("accumulation", 6),  # five batches in each of two epochs; an epoch's last batch ends a step
         ("bf16", 10),
         ("torchs_options", 10),
         ("fp16_hook", 10),
@@ -46,7 +46,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
         ("adopted", 10),
         ("local_sgd", 5),
         ("synced_late", 1),
-        # Losses and norms too; twelve microbatches are reduced six times.
+        # Including losses and norms; twelve microbatches are reduced six times.
         ("trainer", 6),
         ("trainer_bf16", 6),
         ("trainer_unused", 6),
@@ -55,8 +55,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
         ("trainer_adopted", 6),
     ],
 )
-def test_training_gives_the_bits_of_torchs_class(results: Results, job: str, steps: int) -> None:
-    """And where it is tested, Accelerate's own class does so after torchddp.install()."""
+def test_training_is_bitwise_equal_to_torchs_class(results: Results, job: str, steps: int) -> None:
+    """Some jobs also run with Accelerate's own class after torchddp.install()."""
     results.assert_same(job, steps)
 
 
@@ -69,7 +69,7 @@ def test_options_have_an_effect(results: Results) -> None:
     assert results.ours("local_sgd")["steps inside"] == 0
 
 
-def test_hooks_that_torchs_class_has_not_on_cpu(results: Results) -> None:
+def test_hooks_that_torchs_class_lacks_on_cpu(results: Results) -> None:
     by_rank = [
         {**results.ours("named_hooks", rank), "trainer": results.ours("trainer_hook", rank)} for rank in range(2)
     ]
@@ -86,11 +86,11 @@ def test_hooks_that_torchs_class_has_not_on_cpu(results: Results) -> None:
 
 
 @pytest.mark.parametrize(("job", "steps"), [("states", 2), ("checkpoints", 3)])
-def test_each_class_goes_on_from_what_either_has_saved(results: Results, job: str, steps: int) -> None:
+def test_each_class_resumes_from_what_either_saved(results: Results, job: str, steps: int) -> None:
     for rank in range(2):
         for saved in (results.ours(job, rank), results.torchs(job, rank)):
-            undisturbed, *resumed = saved.values()
-            assert [end["weights"] for end in resumed] == [undisturbed["weights"]] * 2
+            uninterrupted, *resumed = saved.values()
+            assert [end["weights"] for end in resumed] == [uninterrupted["weights"]] * 2
             assert [end["steps"] for end in resumed] == [0, steps]
 
 
@@ -148,7 +148,7 @@ def test_wrong_arguments_are_named() -> None:
         (lambda: Accelerator(kwargs_handlers=two_handlers), ValueError, "one handler"),
         (lambda: Accelerator(transport="shm"), TypeError, "unexpected keyword argument 'transport'"),
         (lambda: TorchDDPKwargs(transprot="shm"), TypeError, "no option 'transprot': it takes adopt_large_gradients"),
-        # Values are refused at once, by what checks those of the class.
+        # Invalid values are refused at once, by the class's own checks.
         (lambda: TorchDDPKwargs(transport="smoke signals"), ValueError, "transport must be"),
         (lambda: TorchDDPKwargs(bucket_cap_mb=-1), ValueError, "positive number of MiB"),
         (lambda: TorchDDPKwargs(sync="never"), ValueError, "unknown sync strategy"),
@@ -159,7 +159,7 @@ def test_wrong_arguments_are_named() -> None:
     )
 
 
-def test_only_what_was_asked_for_is_passed_on() -> None:
+def test_only_explicit_options_are_passed_on() -> None:
     assert TorchDDPKwargs().to_kwargs() == {}
     options: dict[str, Any] = {"gradient_as_bucket_view": False, "broadcast_buffers": True, "weighted": True}
     options["timeout"] = timedelta(seconds=5)
@@ -167,7 +167,7 @@ def test_only_what_was_asked_for_is_passed_on() -> None:
     assert TorchDDPKwargs(comm_hook="int8").to_kwargs() == {"comm_hook": "int8"}
 
 
-def test_options_win_over_what_the_accelerator_had() -> None:
+def test_options_override_those_of_the_accelerator() -> None:
     had = DistributedDataParallelKwargs(find_unused_parameters=True, bucket_cap_mb=1)
     merged = merge(had, {"bucket_cap_mb": "auto", "transport": "c10d"})
     assert merged.to_kwargs() == {"find_unused_parameters": True, "bucket_cap_mb": "auto", "transport": "c10d"}
@@ -175,12 +175,12 @@ def test_options_win_over_what_the_accelerator_had() -> None:
     assert merge(None, TorchDDPKwargs(sync="forced_sync")).to_kwargs() == {"sync": "forced_sync"}
 
 
-def test_alone_nothing_is_wrapped() -> None:
+def test_a_single_process_is_not_wrapped() -> None:
     model = torch.nn.Linear(2, 2)
     assert Accelerator(kwargs_handlers=[TorchDDPKwargs()]).prepare(model) is model
 
 
-def test_nothing_imports_a_client_that_is_not_used() -> None:
+def test_unused_clients_are_not_imported() -> None:
     code = """
 import sys, torchddp
 assert not sys.modules.keys() & {"accelerate", "transformers", "torchddp.integrations.accelerate"}
@@ -198,11 +198,11 @@ except ImportError as error:
 
 
 def ours_and_torchs(*arguments: str, own: tuple[str, ...] = (), steps: int) -> dict[str, Any]:
-    """What the ranks of an example print last, which is the same with both classes."""
+    """Run an example with both classes; assert that the last output is equal, and return it."""
     found = []
     for options, reduced in ((own, steps), (("--torch-ddp",), 0)):
         printed = launch(*arguments, *options, ranks=2).stdout
-        ends = [json.loads(text) for text in re.findall(r"\{[^{}]*reduced_steps[^{}]*\}", printed)]  # maybe on one line
+        ends = [json.loads(text) for text in re.findall(r"\{[^{}]*reduced_steps[^{}]*\}", printed)]  # one line or two
         assert len(ends) == 2 and ends[0] == ends[1], printed[-2000:]
         assert ends[0].pop("reduced_steps") == reduced
         found.append(ends[0])
@@ -217,5 +217,5 @@ def test_train_accelerate() -> None:
 def test_train_transformers(tmp_path: Path) -> None:
     short = ("examples/train_transformers.py", "--steps", "10")
     end = ours_and_torchs(*short, own=("--output", str(tmp_path)), steps=10)
-    assert end["eval_loss"] < 5.3  # of 256 bytes, untrained: 5.55
+    assert end["eval_loss"] < 5.3  # untrained: ln 256 = 5.55
     assert (tmp_path / "checkpoint-10" / "model.safetensors").is_file()

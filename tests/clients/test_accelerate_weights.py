@@ -1,4 +1,4 @@
-"""Weighted means under Accelerate and the Trainer: two ranks with unequal tokens train as one process with all."""
+"""Weighted means with Accelerate and the Trainer: ranks with unequal token counts train like one process with all."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from torchddp.integrations.accelerate.token_weights import StepLosses, TokenWeig
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400), pytest.mark.beyond_torch("is not tested here")]
 
-ROUNDING = 5e-6  # of float32, in parts of how far the weights have moved
+ROUNDING = 5e-6  # of float32, relative to how far the weights moved
 ANOTHER_MEAN = 0.01
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """By rank."""
+    """The results by rank."""
     folder = tmp_path_factory.mktemp("weighted")
     return saved_by_ranks("tests.clients.weighted_accelerate_jobs", folder, ranks=2, timeout_s=300)
 
@@ -33,7 +33,7 @@ def test_accelerate(results: list[dict[str, Any]]) -> None:
     for of_rank in results:
         for how, found in of_rank["loops"].items():
             assert found["error"] < ROUNDING, how
-            assert found["steps"] == 4, how  # two an epoch, the second of them with fewer microbatches
+            assert found["steps"] == 4, how  # two per epoch, the second with fewer microbatches
 
 
 def test_misuse(results: list[dict[str, Any]]) -> None:
@@ -49,26 +49,26 @@ def test_misuse(results: list[dict[str, Any]]) -> None:
     "how", ["counts", "means", "syncs_each_batch", "num_steps", "function", "counts_itself", "idle_rank"]
 )
 def test_trainer(results: list[dict[str, Any]], how: str) -> None:
-    """The weights and the loss that is logged; rank 0 has a microbatch without a label, and nothing is gathered."""
+    """Weights and the logged loss; rank 0 has a microbatch without labels, and nothing is gathered."""
     for of_rank in results:
         ours = of_rank["trainings"][how]
         assert ours["error"] < ROUNDING
         assert ours["loss error"] < ROUNDING and ours["mean loss error"] < ROUNDING
         assert ours["microbatches"] == [3, 2, 3, 2]
         assert ours["steps"] == (10 if how == "syncs_each_batch" else 4)
-        assert ours["averages across devices"]  # the user's argument is as it was
+        assert ours["averages across devices"]  # the user's argument is unchanged
         assert ours["gathers"] == 0
 
 
 def test_trainer_without_weights(results: list[dict[str, Any]]) -> None:
-    """Is far off, or gathers in each step."""
+    """Without weights, results are far off or each step gathers."""
     for of_rank in results:
         plain, averages = of_rank["trainings"]["plain"], of_rank["trainings"]["plain, averages"]
         assert plain["error"] > ANOTHER_MEAN and plain["loss error"] > 1e-3
         assert averages["error"] < ROUNDING and averages["gathers"] == 4
 
 
-def test_losses_that_are_logged_rarely_or_of_an_evaluation(results: list[dict[str, Any]]) -> None:
+def test_losses_that_are_logged_rarely_or_in_evaluation(results: list[dict[str, Any]]) -> None:
     ours, theirs = results[0]["folds"].values()
     assert ours == pytest.approx(theirs, rel=ROUNDING) and len(ours) == 1
     ours, theirs = results[0]["evaluations"]
@@ -92,7 +92,7 @@ def test_the_page(results: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.usefixtures("alone")
-def test_alone_nothing_is_weighted_and_microbatches_are_warned_of() -> None:
+def test_a_single_process_is_not_weighted_and_microbatches_warn() -> None:
     accelerator = Accelerator()
     model = accelerator.prepare(torch.nn.Linear(1, 1))
     with warnings.catch_warnings():
@@ -124,7 +124,7 @@ def test_a_microbatch_that_was_not_counted() -> None:
         weights.weigh(model, accelerator)
 
 
-def test_losses_of_steps_are_means_of_their_own() -> None:
+def test_losses_of_steps_are_separate_means() -> None:
     losses = StepLosses(lambda tensor: tensor, torch.device("cpu"))
     losses.begin(4)
     losses.add(torch.tensor(2.0), 3)

@@ -1,5 +1,5 @@
-"""pytorch-ignite, mmengine, timm and PyTorch Geometric over our engine: the programs of docs/engines.md, with the bits
-of torch's class.
+"""pytorch-ignite, mmengine, timm and PyTorch Geometric with our engine: the programs of docs/engines.md, bitwise equal
+to torch's class.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def test_the_pages_programs(heading: str, replaced: list[tuple[str, str]], steps
 
 
 def test_ignite_passes_our_options_on(tmp_path: Path) -> None:
-    """And without install(), the program's run by torchddp.run."""
+    """And without install(), if torchddp.run starts the program."""
     option = ("nn.Linear(32, 3)))", 'nn.Linear(32, 3)), transport="c10d")')
     run = Run("pytorch-ignite", tmp_path / "ours", WITHOUT, option, under=("-m", "torchddp.run"))
     run.assert_trained("torchddp", steps=16)
@@ -58,14 +58,14 @@ def test_processes_that_ignite_starts(tmp_path: Path) -> None:
 
 
 def test_mmengine_under_torchddp_run_passes_our_options_on(tmp_path: Path) -> None:
-    """Its class is derived from ours, for install() comes before the program's first import."""
+    """Its class is derived from ours, because install() runs before the program's first import."""
     option = ('"device_ids": None', '"device_ids": None, "transport": "c10d"')
     run = Run("mmengine", tmp_path / "ours", WITHOUT, option, under=("-m", "torchddp.run"))
     run.assert_trained("torchddp", steps=16)
     assert [(rank["made"], rank["transport"]) for rank in run.ranks] == [("MMDistributedDataParallel", "c10d")] * 2
 
 
-def test_mmengine_that_was_imported_before_keeps_torchs_reducer(tmp_path: Path) -> None:
+def test_mmengine_imported_before_install_keeps_torchs_reducer(tmp_path: Path) -> None:
     late = ("torchddp.install()", "import mmengine.model\n\ntorchddp.install()")
     run = Run("mmengine", tmp_path / "late", late)
     run.assert_trained("torch")

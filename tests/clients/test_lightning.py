@@ -1,4 +1,4 @@
-"""The Trainer under torchddp's strategies, compared with Lightning's own: two ranks, started by Lightning."""
+"""The Trainer with torchddp's strategies, compared with Lightning's: two ranks, started by Lightning."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from tests.clients.lightning_matrix import CASES
 
 pytestmark = pytest.mark.timeout(600)
 
-# Each rank's buffers and, between two averages, its parameters are its own.
+# Buffers, and parameters between two averages, differ between ranks.
 RANKS_DIFFER = {"batch_norm", "post_local_sgd"}
-# The norm of a step is a sum of the ranks' sums of squares, which rounds otherwise than one sum over all parameters.
+# The norm is a sum of the ranks' sums of squares, which rounds differently from one sum over all parameters.
 OTHER_ORDER = {("clip_norm", "torchddp_sharded"), ("bf16_mixed_clip", "torchddp_sharded")}
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """All cases, trained in one launch; by rank."""
+    """The results of all cases, trained in one launch, by rank."""
     return saved_by_ranks("tests.clients.lightning_matrix", tmp_path_factory.mktemp("matrix"))
 
 
@@ -40,7 +40,7 @@ def _assert_equal(state: dict[str, torch.Tensor], expected: dict[str, torch.Tens
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_trains_as_lightnings_own_strategy(trained: list[dict[str, Any]], case: str) -> None:
+def test_trains_like_lightnings_own_strategy(trained: list[dict[str, Any]], case: str) -> None:
     for rank in range(2):
         theirs, *ours = trained[rank][case]
         assert theirs["finished"] == 0, "Lightning's own strategy ran our reducer"

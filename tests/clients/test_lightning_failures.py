@@ -1,4 +1,4 @@
-"""A rank that raises ends the others within seconds, whoever started them."""
+"""A rank that raises ends the others within seconds, whatever started them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from tests.clients.common import launch
 
 pytestmark = pytest.mark.timeout(600)
 
-# Without fail_together the other rank would wait for the process group's timeout, 30 minutes, or be killed by
-# Lightning's launcher, which does not know why.
+# Without fail_together the other rank would wait for the process group's timeout, 30 minutes, or Lightning's launcher
+# would kill it without giving the reason.
 WHY = "ValueError: the loss is not a number"
 
 
@@ -42,6 +42,6 @@ def test_other_rank_says_why(tmp_path: Path, strategy: str, rank: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["torchddp_fork", "torchddp_spawn", "fabric:torchddp_fork"])
 def test_processes_of_one_launcher(tmp_path: Path, strategy: str) -> None:
-    """Here the launcher, a third process, raises what the first of them to end has raised."""
+    """Here the launcher, a third process, raises the error of the first rank that ended."""
     said = _fail(tmp_path, strategy, 1)
     assert WHY in (tmp_path / "end_launcher.txt").read_text(), said[-4000:]

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.timeout(300)
 
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Leaves neither a process group nor variables behind."""
+    """Clean up the process group and variables after the test."""
     before = dict(os.environ)
     yield
     if dist.is_initialized():
@@ -49,7 +49,7 @@ def _fit(module: Any, strategy: Any, **options: Any) -> None:
     trainer.fit(module, batches())
 
 
-def test_every_name_of_lightnings_ddp_has_one_of_ours() -> None:
+def test_every_name_of_lightnings_ddp_has_a_counterpart() -> None:
     def of(registry: Any, prefix: str) -> set[str]:
         return {name[len(prefix) :] for name in registry if name.split("_")[0] == prefix}
 
@@ -74,7 +74,7 @@ print(type(Fabric(strategy="torchddp", **quiet).strategy).__name__)
 """
 
 
-def test_torchddp_that_is_imported_after_lightning_is_known_by_name() -> None:
+def test_strategies_are_known_by_name_if_lightning_is_imported_first() -> None:
     assert launch("-c", BY_NAME, timeout_s=250).stdout.splitlines() == [
         "torchddp.integrations.lightning.strategy TorchDDPStrategy True",
         "torchddp.integrations.lightning.sharded TorchDDPShardedStrategy None",
@@ -121,10 +121,10 @@ def test_sharded_needs_optimizers_of_all_parameters(alone: None) -> None:
         _fit(NoOptimizer(), "torchddp_sharded")
     with pytest.raises(ValueError, match="net.2"):
         _fit(HalfOptimized(), "torchddp_sharded")
-    _fit(Plain(), "torchddp_sharded")  # nothing of those before is left
+    _fit(Plain(), "torchddp_sharded")  # the failed fits left nothing behind
 
 
-def test_sharded_wants_a_scaler_that_all_ranks_share(alone: None) -> None:
+def test_sharded_needs_a_scaler_that_all_ranks_share(alone: None) -> None:
     plugin = MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu"))
     with pytest.raises(ValueError, match="ShardedGradScaler"):
         _fit(Plain(), "torchddp_sharded", plugins=plugin)
@@ -140,7 +140,7 @@ class Picky(torch.optim.SGD):
         super().__init__(params, lr=lr)
 
 
-def test_optimizers_are_made_again_with_their_options(group: None) -> None:
+def test_optimizers_are_recreated_with_their_options(group: None) -> None:
     net = torch.nn.Linear(4, 2)
     optimizer = torch.optim.AdamW([{"params": [net.weight], "lr": 0.5}, {"params": [net.bias]}], betas=(0.8, 0.9))
     net(torch.ones(1, 4)).sum().backward()

@@ -1,4 +1,4 @@
-"""Weighted means under Lightning: two ranks with unequal samples train as one process with all of them."""
+"""Weighted means with Lightning: ranks with unequal numbers of samples train like one process with all."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torchddp.integrations.lightning import weigh
 
 pytestmark = pytest.mark.timeout(600)
 
-ROUNDING = 5e-6  # of float32, in parts of how far the weights have moved
+ROUNDING = 5e-6  # of float32, relative to how far the weights moved
 ANOTHER_MEAN = 0.01
 
 
@@ -28,11 +28,11 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
     return saved_by_ranks("tests.clients.lightning_weights", tmp_path_factory.mktemp("weighted"))
 
 
-def test_as_one_process(results: list[dict[Any, Any]]) -> None:
-    """Microbatches are accumulated, the last step of an epoch has fewer, and one has no sample at all."""
+def test_trains_like_one_process(results: list[dict[Any, Any]]) -> None:
+    """Microbatches are accumulated; an epoch's last step has fewer, and one has no samples."""
     for of_rank in results:
         errors = dict(of_rank["errors"])
-        assert errors.pop("not weighted") > ANOTHER_MEAN  # what weigh() is for
+        assert errors.pop("not weighted") > ANOTHER_MEAN  # the error that weigh() avoids
         assert {name: error for name, error in errors.items() if error >= ROUNDING} == {}
 
 
@@ -42,8 +42,8 @@ def test_misuse(results: list[dict[Any, Any]]) -> None:
         assert "give weigh() the module that fabric.setup() returned" in of_rank["said"]["fabric"]
 
 
-def test_alone() -> None:
-    """Without a wrapper one microbatch a step is right as it is; of more, weights would be dropped."""
+def test_a_single_process() -> None:
+    """Without a wrapper one microbatch per step is correct; with more, weights would be dropped."""
     alone = {**QUIET, "devices": 1}
     pl.Trainer(max_epochs=1, **alone).fit(Weighted(), batches(1))
     with pytest.raises(RuntimeError, match="which wrap on a single device too"):

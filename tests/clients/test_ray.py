@@ -1,4 +1,4 @@
-"""Ray Train over our engine: two CPU workers, whose weights are those of torch's class, also after one has died."""
+"""Ray Train with our engine: two CPU workers get the weights of torch's class, also after one died."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from tests.clients import ray_driver
 from tests.clients.common import OURS, TORCHS, launch
 from tests.clients.ray_training import EPOCHS, STEPS
 
-LIMIT_S = 900  # seven runs, each of which starts its own processes, on a machine that may do other things too
+LIMIT_S = 900  # seven runs, each of which starts its own processes, on a machine that may be busy
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(LIMIT_S), pytest.mark.beyond_torch("is not tested here")]
 
 
 class Found:
-    """What the workers of each case and the driver have found, and what was left when it had ended."""
+    """Results of each case's workers and of the driver, and what was left afterwards."""
 
     def __init__(self, folder: Path, before: set[str]) -> None:
         self.folder = folder
@@ -42,7 +42,7 @@ class Found:
         return [json.loads((self.folder / f"{case}.{rank}.json").read_text()) for rank in range(2)]
 
     def assert_trained(self, case: str, by: str, first: int = 0, **more: Any) -> None:
-        """Both workers, from this epoch on, with the weights of torch's class."""
+        """Assert that both workers trained from this epoch on, with the weights of torch's class."""
         (weights,) = {worker["weights"] for worker in self.workers("torch")}
         steps = STEPS * (EPOCHS - first) if by == OURS else 0
         for worker in self.workers(case):
@@ -55,7 +55,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("ray")
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(dir="/tmp", prefix="ray") as short:
         patch.setenv(ray_driver.MARK, uuid.uuid4().hex)
-        patch.setenv("RAY_TMPDIR", short)  # sockets are in there, whose paths must be short
+        patch.setenv("RAY_TMPDIR", short)  # it holds sockets, whose paths must be short
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")
         patch.setenv("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "300")
@@ -75,13 +75,13 @@ def test_the_variable_and_an_import_in_the_workers(found: Found) -> None:
 
 
 def test_install_in_the_driver_does_not_reach_the_workers(found: Found) -> None:
-    """Nor does the variable, where the workers don't import torchddp."""
+    """Nor does the variable if the workers don't import torchddp."""
     found.assert_trained("elsewhere", TORCHS)
 
 
 @pytest.mark.parametrize("death", ["exit", "kill"])
-def test_a_worker_that_dies_is_started_again(found: Found, death: str) -> None:
-    """From the last checkpoint that Ray had, with the weights of an undisturbed run; the other one says who died."""
+def test_a_worker_that_dies_is_restarted(found: Found, death: str) -> None:
+    """It resumes from Ray's last checkpoint and ends like an uninterrupted run; the other names the dead one."""
     first = found.workers(death)[0]["first epoch"]
     assert first in (1, 2)
     found.assert_trained(death, OURS, first)
@@ -90,7 +90,7 @@ def test_a_worker_that_dies_is_started_again(found: Found, death: str) -> None:
 
 
 def test_nothing_is_left(found: Found) -> None:
-    """No process, and no shared memory."""
+    """Neither processes nor shared memory."""
     assert found.driver["processes"] > 0
     assert found.left_over == []
 

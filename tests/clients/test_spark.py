@@ -1,4 +1,4 @@
-"""Spark's TorchDistributor: install() in the function that it runs, its ranks in the driver or one in each task."""
+"""Spark's TorchDistributor: install() in the function that it runs, with ranks in the driver or one in each task."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.timeout(TIMEOUT_S)
 
 
 def run(where: str, ranks: int, folder: Path, *options: str, **more: str) -> tuple[str, list[dict[str, Any]]]:
-    """What driver and ranks said, and what the ranks found."""
+    """Run the job; return the output of driver and ranks, and the ranks' results."""
     command = ("-m", "tests.clients.spark_job", where, ranks, folder, *options)
     done = launch(*command, timeout_s=TIMEOUT_S - 10, SPARK_LOCAL_IP="127.0.0.1", **more)
     said = done.stdout + done.stderr
@@ -34,7 +34,7 @@ def run(where: str, ranks: int, folder: Path, *options: str, **more: str) -> tup
 
 
 def assert_announced_once(found: list[dict[str, Any]]) -> None:
-    """By what the ranks log; Spark shows lines of tasks twice where those share the driver's terminal."""
+    """Count in the ranks' logs, because Spark prints tasks' lines twice if they share the driver's terminal."""
     assert [sum(CLAIM in message for message in rank["said"]) for rank in found] == [1, *[0] * (len(found) - 1)]
 
 
@@ -42,7 +42,7 @@ def test_ranks_of_the_driver(tmp_path: Path) -> None:
     said, found = run("driver", 2, tmp_path, "install")
     for rank in found:
         assert rank["same"] and rank["steps"] == 3 and rank["transport"] == "shm"
-        assert not rank["installed before"]  # what the driver did
+        assert not rank["installed before"]  # install() in the driver has no effect
     assert_announced_once(found)
     assert said.count(DRIVER) == 1
 
@@ -50,7 +50,7 @@ def test_ranks_of_the_driver(tmp_path: Path) -> None:
 def test_a_rank_in_each_task(tmp_path: Path) -> None:
     said, found = run("tasks", 2, tmp_path)
     for rank in found:
-        assert rank["local"] == ["0", "1"]  # as if each had a host of its own
+        assert rank["local"] == ["0", "1"]  # as if each had its own host
         assert rank["same"] and rank["steps"] == 3 and rank["transport"] == "shm"
     assert_announced_once(found)
     assert DRIVER not in said

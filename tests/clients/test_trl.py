@@ -1,4 +1,4 @@
-"""trl's SFTTrainer with LoRA over our engine: the program of docs/engines.md, with the bits of torch's class."""
+"""trl's SFTTrainer with LoRA and our engine: the program of docs/engines.md, bitwise equal to torch's class."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Jobs of test_accelerate.py with a tiny model under the Trainer. As a program: these and those with Accelerate."""
+"""Trainer jobs of test_accelerate.py with a tiny model. As a program, runs these and the Accelerate jobs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LOSSES = ("loss", "eval_loss", "grad_norm")
 
 
 class Texts(torch.utils.data.Dataset):
-    """Sequences in which each token follows from the one before."""
+    """Sequences in which each token determines the next."""
 
     def __init__(self, size: int) -> None:
         starts = torch.randint(TOKENS, (size, 1), generator=torch.Generator().manual_seed(size))
@@ -33,7 +33,7 @@ class Texts(torch.utils.data.Dataset):
 
 
 class Branches(nn.Module):
-    """No PreTrainedModel, and a layer that no loss reaches."""
+    """A model that is no PreTrainedModel, with a layer that doesn't affect the loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,9 +103,9 @@ def branches(kind: Kind, **options: Any) -> dict[str, Any]:
 
 
 def checkpoints(kind: Kind) -> dict[str, Any]:
-    """What one trainer saves in mid-training, both go on from, and end where undisturbed training does."""
+    """Both trainers resume from what one saved mid-training, and end with uninterrupted training's weights."""
     folder = kind.folder / f"saved_by_{kind.name}"
-    ends = {"undisturbed": trained(kind, output_dir=str(folder), save_strategy="steps", save_steps=3)}
+    ends = {"uninterrupted": trained(kind, output_dir=str(folder), save_strategy="steps", save_steps=3)}
     for name in ("torch", "ours"):
         resume = str(folder / "checkpoint-3")
         ends[f"resumed by {name}"] = trained(Kind(name, kind.folder), output_dir=str(folder), resume=resume)
@@ -118,7 +118,7 @@ def own_options(kind: Kind) -> dict[str, Any]:
 
 
 def adopted(kind: Kind) -> dict[str, Any]:
-    """Somebody else's trainer, whose accelerator ours takes over."""
+    """A trainer of another class, whose accelerator ours adopts."""
     return trained(Kind("torch", kind.folder), adopts=kind.ours)
 
 

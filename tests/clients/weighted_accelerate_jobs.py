@@ -1,4 +1,4 @@
-"""What test_accelerate_weights.py runs on two ranks: unequal tokens, microbatches and last batches under Accelerate and
+"""Jobs of test_accelerate_weights.py on two ranks: unequal tokens, microbatches and last batches with Accelerate and
 the Trainer, compared with one process with all tokens.
 """
 
@@ -25,13 +25,13 @@ from tests.clients.common import blocks, distance, said, save_results
 from torchddp.integrations.accelerate import Accelerator, TorchDDPKwargs, TorchDDPTrainer, adopt, token_weights, weigh
 
 TOKENS, LENGTH, SIZE, BATCH = 32, 10, 19, 2  # ten batches, of which the last has one sample
-ACCUMULATED = 3  # of five batches a rank: the last step of an epoch has two
+ACCUMULATED = 3  # of five batches per rank: an epoch's last step has two
 RATE = 0.5
 IGNORED = -100
 
 
 class Texts(torch.utils.data.Dataset):
-    """Of 0 to LENGTH tokens with labels; two samples that come in one batch have none."""
+    """Samples with 0 to LENGTH labelled tokens; two samples of one batch have none."""
 
     def __init__(self, *unlabelled: int) -> None:
         generator = torch.Generator().manual_seed(1)
@@ -51,7 +51,7 @@ class Texts(torch.utils.data.Dataset):
 
 
 class Net(nn.Module):
-    """Its loss is the mean over the microbatch's own labels, whatever anybody else has: NaN without any."""
+    """A model whose loss is the mean over the microbatch's own labels: NaN without any."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ Steps = list[list[dict[str, torch.Tensor]]]
 
 
 def one_process(model: nn.Module, steps: Steps, shift: Callable = lambda labels: labels) -> list[float]:
-    """Trains a model with all tokens of each step; returns the losses."""
+    """Train a model with all tokens of each step; return the losses."""
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     losses = []
     for batches in steps:
@@ -134,7 +134,7 @@ def accelerator_of(*handlers: Any, cls: Any = Accelerator, **options: Any) -> An
 
 def loops() -> dict[str, Any]:
     scaled = accelerator_of()
-    scaled.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)  # as for fp16
+    scaled.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)  # like fp16 training
     found = {"scaled": loop(scaled)}
     found["means"] = loop(accelerator_of(TorchDDPKwargs(weighted=True)))
     found["sums"] = loop(accelerator_of(), "sum")
@@ -164,7 +164,7 @@ def misuse() -> dict[str, str]:
 
 
 class Noting:
-    """Notes the microbatches that a trainer was given, and how often it gathered something."""
+    """Records a trainer's microbatches and the number of its gathers."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -189,7 +189,7 @@ class Weighted(Noting, TorchDDPTrainer):
 
 
 class Plain(Noting, Trainer):
-    """transformers' own."""
+    """transformers' own Trainer."""
 
 
 def llama() -> nn.Module:
@@ -262,7 +262,7 @@ def compute_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any) ->
 
 
 class Shifting(Net):
-    """Predicts the next token, which the trainer does not know of a model that is not its own."""
+    """A model that predicts the next token, which the Trainer can't know of a custom model."""
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
         return super().forward(input_ids, None if labels is None else shifted(labels))
@@ -284,9 +284,9 @@ def trainings() -> dict[str, Any]:
         "counts_itself": trained(Shifting, shifted, cls=Counting),
         "function": trained(Net, compute_loss_func=compute_loss),
         "syncs_each_batch": trained(accelerator_config=each_batch),
-        # Where the accelerator divides too.
+        # The accelerator divides too.
         "num_steps": trained(gradient_accumulation_steps=1, accelerator_config=num_steps),
-        # Rank 0 has no label in the first step.
+        # Rank 0 has no labels in the first step.
         "idle_rank": trained(data=Texts(0, 1, 4, 5, 8, 9)),
         "plain": trained(cls=Plain, average_tokens_across_devices=False),
         "plain, averages": trained(cls=Plain),
@@ -294,7 +294,7 @@ def trainings() -> dict[str, Any]:
 
 
 def folds() -> dict[str, Any]:
-    """Losses are logged rarely, so that ranks add up some of them before."""
+    """Losses are logged rarely, so ranks sum several of them first."""
     weighted = trainer(logging_steps=3)
     token_weights._FOLD_STEPS, before = 2, token_weights._FOLD_STEPS
     try:
@@ -307,7 +307,7 @@ def folds() -> dict[str, Any]:
 
 
 def evaluations() -> list[float]:
-    """The trainer's own affair."""
+    """Evaluation, which the Trainer handles itself."""
     return [trainer(cls=cls, accelerator_config={}).evaluate()["eval_loss"] for cls in (Weighted, Plain)]
 
 
@@ -325,11 +325,11 @@ def nothing_at_all() -> dict[str, Any]:
 # --- docs/weighted_means.md
 
 
-EVEN = 16  # samples: Accelerate repeats none
+EVEN = 16  # samples, which divide evenly: Accelerate repeats none
 
 
 def of_the_page(section: str, make: Callable[[], nn.Module], shift: Callable, **names: Any) -> float:
-    """The error of what the example trains, in one epoch of two steps."""
+    """The error of the example's weights after one epoch of two steps."""
     reset()
     data, model, reference = torch.utils.data.Subset(Texts(), range(EVEN)), make(), make()
     names = {"model": model, "data": data, **names}

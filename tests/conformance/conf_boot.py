@@ -1,6 +1,6 @@
-"""torch's DistributedDataParallel tests on CPU and gloo, with another class in the place of torch's.
+"""torch's DistributedDataParallel tests on CPU and gloo, with another class in place of torch's.
 
-The tests come from the installed torch; what they ask of GPUs is answered here, by what torch itself would do on a CPU.
+The tests come from the installed torch; this module replaces their GPU calls by what torch does on a CPU.
 """
 
 import functools
@@ -19,7 +19,7 @@ TORCHS = ddp.DistributedDataParallel
 
 
 def replace_class(target):
-    """In every module of torch that refers to torch's class; those of the target may need that as a base."""
+    """Replace the class in every module of torch; the target's modules may need torch's class as a base."""
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] == "torch":
             for attribute, value in list(vars(module).items()):
@@ -27,15 +27,15 @@ def replace_class(target):
                     setattr(module, attribute, target)
 
 
-# --- GPUs that are a CPU
+# --- a CPU in place of GPUs
 
 
 def no_gpus(*args, **kwargs):
-    """For functions of torch.cuda that have nothing to do."""
+    """Stands in for functions of torch.cuda that do nothing on a CPU."""
 
 
 class NoStream:
-    """A stream or an event."""
+    """Stands in for a stream or an event."""
 
     def __init__(self, *args, **kwargs):
         pass
@@ -50,7 +50,7 @@ class NoStream:
 
 
 def on_cpu(device):
-    """A device as tests name it, of a GPU or not; other first arguments of to() are left as they are."""
+    """Map GPU devices to the CPU; return other first arguments of to() unchanged."""
     is_gpu = isinstance(device, int) and not isinstance(device, bool)
     is_gpu |= isinstance(device, (str, torch.device)) and str(device).startswith("cuda")
     return torch.device("cpu") if is_gpu else device
@@ -79,7 +79,7 @@ def moves_to_cpu(function):
 
 
 def torch_without_gpus():
-    """What a test module sees as `torch`."""
+    """The module that tests see as `torch`."""
     cuda = types.ModuleType("torch.cuda")
     cuda.__getattr__ = lambda name: getattr(torch.cuda, name)
     cuda.set_device = cuda.synchronize = cuda.manual_seed = no_gpus
@@ -95,7 +95,7 @@ def torch_without_gpus():
 
 
 def sync_batch_norm(self, x):
-    """SyncBatchNorm's forward, which torch has for GPUs only: statistics through differentiable all-reduces."""
+    """SyncBatchNorm's forward, which torch implements only for GPUs: statistics by differentiable all-reduces."""
     from torch.distributed.nn.functional import all_reduce
 
     self._check_input_dim(x)
@@ -137,17 +137,17 @@ def install_shim(target):
     for cls in (torch.Tensor, torch.nn.Module):
         cls.to = moves_to_cpu(cls.to)
         cls.cuda = lambda self, *args, **kwargs: self
-    # For mixed precision.
+    # Mixed precision uses these.
     torch.Stream = torch.Event = NoStream
     torch.accelerator.current_stream = NoStream
 
     torch.nn.SyncBatchNorm.forward = sync_batch_norm
-    target._passing_sync_batchnorm_handle = no_gpus  # refuses modules on a CPU
+    target._passing_sync_batchnorm_handle = no_gpus  # the original refuses modules on a CPU
     init = target.__init__
 
     @functools.wraps(init)
     def __init__(self, module, device_ids=None, output_device=None, *args, **kwargs):
-        if len(device_ids or ()) <= 1:  # several are for the class itself to refuse
+        if len(device_ids or ()) <= 1:  # the class itself refuses several
             device_ids = output_device = None
         init(self, module, device_ids, output_device, *args, **kwargs)
 
@@ -158,7 +158,7 @@ def install_shim(target):
 
 
 def fork_ranks(timeout_s):
-    """Tests fork their ranks, wait so long for them, and fail if one of them dies."""
+    """Make tests fork their ranks, wait `timeout_s` for them, and fail if a rank dies."""
 
     def spawn(self):
         self._start_processes(multiprocessing.get_context("fork").Process)
@@ -168,7 +168,7 @@ def fork_ranks(timeout_s):
     def check_all(self, fn, elapsed):
         if not self.processes:
             raise unittest.SkipTest("harness: the test spawned no ranks")
-        check(self, fn, elapsed)  # which overlooks the death of any rank but 0
+        check(self, fn, elapsed)  # misses the death of any rank other than 0
         codes = [process.exitcode for process in self.processes]
         if any(code is None or code < 0 for code in codes):
             raise RuntimeError(f"harness: a rank died, exit codes {codes}")
@@ -179,7 +179,7 @@ def fork_ranks(timeout_s):
 
 
 def run_disabled(cls):
-    """Takes unittest.skip off the tests that torch has switched off on this platform."""
+    """Enable the tests that torch skips on this platform."""
     for name in dir(cls):
         test = inner = getattr(cls, name)
         while getattr(inner, "__unittest_skip__", False) and hasattr(inner, "__wrapped__"):
@@ -196,7 +196,7 @@ def run_disabled(cls):
 
 
 def load(class_name, timeout_s):
-    """torch's tests, of the class that is called so. In the environment: BACKEND and WORLD_SIZE."""
+    """Load torch's tests for the class of this name. The environment must have BACKEND and WORLD_SIZE."""
     module, _, name = class_name.rpartition(".")
     target = getattr(importlib.import_module(module), name)
     replace_class(target)

@@ -3,7 +3,7 @@
 
   harness.py --ddp torchddp.DistributedDataParallel --keys torch_passes_ws2.json --out r.json
 
-The tests come from the installed torch (torch.testing._internal.distributed.distributed_test); nothing of them is kept
+The tests come from the installed torch (torch.testing._internal.distributed.distributed_test); none is copied
 here.
 """
 
@@ -18,7 +18,7 @@ import time
 import unittest
 from pathlib import Path
 
-GRACE_S = 45  # how much longer than its timeout a test may take to end by itself
+GRACE_S = 45  # extra time for a test to end by itself after its timeout
 
 
 def run_one(cls, name, timeout_s):
@@ -45,7 +45,7 @@ def run_one(cls, name, timeout_s):
 
 
 class Running:
-    """A test in a process of its own: whatever it leaves behind goes with it."""
+    """A test in its own process, which takes all leftovers with it."""
 
     def __init__(self, cls, key, args):
         self.key, self.began = key, time.time()
@@ -64,7 +64,7 @@ class Running:
             os._exit(0)
 
     def result(self):
-        """Status, message and seconds, or None if it goes on."""
+        """Status, message and seconds, or None while it runs."""
         ended, wait_status = os.waitpid(self.pid, os.WNOHANG)
         seconds = time.time() - self.began
         if ended:
@@ -73,13 +73,13 @@ class Running:
             return "fail", f"harness: test process died, wait status {wait_status}", seconds
         if time.time() < self.last:
             return None
-        os.killpg(self.pid, signal.SIGKILL)  # its own session: only what this test started
+        os.killpg(self.pid, signal.SIGKILL)  # the test has its own session: kills only what it started
         os.waitpid(self.pid, 0)
         return "timeout", "harness: hard limit", seconds
 
 
 def first_error(message):
-    """The line that says what went wrong, for the summary."""
+    """The line of the error, for the summary."""
     found = re.findall(r"^(\w[\w.]*(?:Error|Exception|Failure|Timeout)\b.*)$", message, re.M)
     inner = [line for line in found if not line.startswith("RuntimeError: Process ")]
     return ((inner or found)[:1] or message.strip().splitlines()[-1:] or [""])[0][:400]
@@ -125,7 +125,7 @@ def main():
     network = {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "BACKEND": "gloo"}
     os.environ.update(threads | network, WORLD_SIZE=str(args.world_size), TMPDIR=args.tmp)
     sys.path.insert(0, args.pythonpath)
-    import conf_boot  # what torch reads of the environment is there now
+    import conf_boot  # after setting the environment variables that torch reads
 
     cls = conf_boot.load(args.ddp, args.timeout)
     keys = [f"{cls.__name__}.{name}" for name in unittest.TestLoader().getTestCaseNames(cls)]

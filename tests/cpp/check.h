@@ -1,4 +1,4 @@
-// A test framework in one header: TEST registers a function, CHECK* report and go on, main.cpp runs them all.
+// A test framework in one header: TEST registers a function, CHECK* report failures without stopping, and main.cpp runs all tests.
 #pragma once
 
 #include <algorithm>
@@ -28,7 +28,7 @@ struct Registration {
   Registration(const char* file, const char* name, void (*body)()) { tests().push_back({file, name, body}); }
 };
 
-// Of the test that is running. A broken kernel fails in a million places: only the first few are printed.
+// Failures of the running test. A broken kernel fails in a million places, so only the first few are printed.
 struct Outcome {
   int64_t num_checks = 0;
   int64_t num_failures = 0;
@@ -67,7 +67,7 @@ inline void check_true(bool value, const char* text, const char* file, int line)
   if (!value) report_failure(file, line, std::string("not true: ") + text);
 }
 
-// The call must throw Exception, with every one of `parts` in its text.
+// Check that the call throws Exception with all of `parts` in its text.
 template <class Exception, class Call>
 void check_throws(const Call& call, const std::vector<std::string_view>& parts, const char* file, int line) {
   ++outcome().num_checks;
@@ -85,7 +85,7 @@ void check_throws(const Call& call, const std::vector<std::string_view>& parts, 
   report_failure(file, line, "nothing was thrown");
 }
 
-// The text of the exception of this type that the call throws, or "".
+// The text of the exception of this type that the call throws, or "" if none.
 template <class Exception, class Call>
 std::string thrown_by(const Call& call) {
   try {
@@ -100,7 +100,7 @@ inline bool has(const std::string& text, const std::vector<std::string_view>& wo
   return std::ranges::all_of(words, [&](const auto& word) { return text.find(word) != std::string::npos; });
 }
 
-// The parts one after the other; handles as the numbers that they are.
+// The concatenated parts; handles as numbers.
 template <class... Parts>
 std::string line_of(const Parts&... parts) {
   std::ostringstream line;

@@ -1,4 +1,4 @@
-// A communicator over the recorders, and what its tests ask.
+// A communicator over the recorders, and helpers for its tests.
 #pragma once
 
 #include <functional>
@@ -35,7 +35,7 @@ struct Fixture {
   std::shared_ptr<RecordingDevice> device = std::make_shared<RecordingDevice>(diary);
   std::shared_ptr<RecordingNccl> nccl = std::make_shared<RecordingNccl>(diary);
   CommunicatorConfig config{1, 4, 2s, 2s, 1ms, 20ms};
-  std::chrono::milliseconds timeout = 10min;  // of operations
+  std::chrono::milliseconds timeout = 10min;  // timeout of operations
 
   std::unique_ptr<Communicator> make() { return std::make_unique<Communicator>(nccl, device, config, UniqueId{}); }
   void all_reduce(Communicator& comm, Ticket& ticket, int64_t numel = 8, int64_t bucket = -1,
@@ -47,7 +47,7 @@ struct Fixture {
         },
         std::move(keep));
   }
-  // Whether the thread that the table was left to ends once it is let go.
+  // Whether the thread that inherited the table exits once it is released.
   bool ends_without(std::atomic<bool>& hangs) {
     const std::weak_ptr<RecordingNccl> alive = nccl;
     nccl->let_go(hangs);
@@ -55,7 +55,7 @@ struct Fixture {
   }
 };
 
-// One that is there from the beginning, and an operation of it.
+// A communicator and an operation on it.
 struct Joined : Fixture {
   using Fixture::all_reduce;
   void all_reduce(int64_t numel = 8, int64_t bucket = -1, std::shared_ptr<void> keep = nullptr) {
@@ -74,7 +74,7 @@ std::string error_of(const Body& body) {
   return testing::thrown_by<TransportError>(body);
 }
 
-// Calls NCCL as another thread does.
+// Calls NCCL as another thread would.
 struct Caller {
   template <typename Body>
   explicit Caller(Body body) : thread([this, body] { error = error_of(body); }) {}

@@ -1,4 +1,4 @@
-// A device and a NCCL that write down what they are asked, and fail on demand.
+// A fake device and a fake NCCL that record calls and fail on demand.
 #pragma once
 
 #include <algorithm>
@@ -21,7 +21,7 @@
 
 namespace torchddp::testing {
 
-// One diary for both, so that the order between them shows.
+// One log for both, to record their relative order.
 class Diary {
  public:
   void write(std::string line) {
@@ -42,7 +42,7 @@ class Diary {
   std::vector<std::string> lines_;
 };
 
-// What is written to stderr goes to a file while this is there.
+// Redirects stderr to a file during its lifetime.
 class StderrInto {
  public:
   StderrInto() : file_(std::tmpfile()), stderr_(dup(2)) { dup2(fileno(file_), 2); }
@@ -66,7 +66,7 @@ class StderrInto {
   const int stderr_;
 };
 
-// Streams and events are small numbers: s1 is the current stream, s2 the first that is made; e1, e2 ... in order.
+// Streams and events are small numbers: s1 is the current stream, s2 the first one created; e1, e2 ... in order of creation.
 class RecordingDevice final : public gpu::Device {
  public:
   explicit RecordingDevice(Diary& diary) : diary_(diary) {}
@@ -97,7 +97,7 @@ class RecordingDevice final : public gpu::Device {
     seen_idle += is ? 1 : 0;
     return is;
   }
-  // An event is over as many ms after the first as is the number between them.
+  // Each event completes one ms after the previous one.
   double elapsed_ms(gpu::Event begin, gpu::Event end) override {
     return static_cast<double>(reinterpret_cast<intptr_t>(end) - reinterpret_cast<intptr_t>(begin));
   }
@@ -109,7 +109,7 @@ class RecordingDevice final : public gpu::Device {
 
   std::atomic<int> current{1};
   std::atomic<bool> idle{true};
-  std::atomic<int> seen_idle{0};  // times that somebody asked and was told so
+  std::atomic<int> seen_idle{0};  // number of queries that returned idle
   std::atomic<bool> captures{false};
   std::atomic<bool> broken{false};
   std::atomic<bool> spoilt_graph{false};
@@ -146,7 +146,7 @@ class RecordingNccl final : public gpu::Nccl {
     last_settings = settings;
     {
       const std::lock_guard lock(mutex_);
-      aborted_ = false;  // it is another one
+      aborted_ = false;  // a new communicator
     }
     wait_while(init_hangs);
     *comm = refuse_comm ? nullptr : this;
@@ -156,7 +156,7 @@ class RecordingNccl final : public gpu::Nccl {
     use(comm);
     ++asked;
     if (auto* window = pending_window_.exchange(nullptr)) {
-      *window = this;  // as NCCL does for a communicator that does not block: later, on a thread of its own
+      *window = this;  // later, on its own thread, as NCCL does for a non-blocking communicator
     }
     *error = in_progress > 0 && in_progress-- > 0 ? gpu::kNcclInProgress : async.load();
     return gpu::kNcclSuccess;
@@ -207,7 +207,7 @@ class RecordingNccl final : public gpu::Nccl {
     grouped_ = true;
     return gpu::kNcclSuccess;
   }
-  // Where NCCL connects to peers for what was called in the group.
+  // At the end of a group NCCL connects to peers for its calls.
   int group_end() override {
     diary_.write("group end");
     grouped_ = false;
@@ -240,11 +240,11 @@ class RecordingNccl final : public gpu::Nccl {
       finalize_result{gpu::kNcclSuccess};
   std::atomic<int> allocs_that_fail{0};
   std::atomic<int> async{gpu::kNcclSuccess};
-  std::atomic<int> in_progress{0};  // so many more times
-  std::atomic<int> asked{0};        // async_error
-  std::atomic<int> inside{0};       // an all-reduce, or the end of a group
+  std::atomic<int> in_progress{0};  // returned this many more times
+  std::atomic<int> asked{0};        // calls of async_error
+  std::atomic<int> inside{0};       // threads inside an all-reduce or the end of a group
   std::atomic<bool> refuse_comm{false};
-  // Until somebody lets go, or, for all but the first and the last, the communicator is aborted: as a peer that does not come does.
+  // Block, as with a missing peer, until released or, for all but the first and the last kind, until the communicator is aborted.
   std::atomic<bool> init_hangs{false}, connect_hangs{false}, finalize_hangs{false}, abort_hangs{false};
   std::atomic<int> blocks{0};
   std::atomic<bool> used_after_abort{false};
@@ -265,7 +265,7 @@ class RecordingNccl final : public gpu::Nccl {
     changed_.wait(lock, [&] { return aborted_ || !hangs; });
     return aborted_;
   }
-  // NCCL frees a communicator that is aborted.
+  // NCCL frees an aborted communicator.
   void use(gpu::Comm comm) {
     const std::lock_guard lock(mutex_);
     used_after_abort = used_after_abort || (comm != nullptr && aborted_);

@@ -1,4 +1,4 @@
-// Runs every registered test, or those whose name, or whose file's name after the last slash (with it), contains the first argument.
+// Runs every registered test, or those whose name or file name (from the last slash on) contains the first argument.
 #include <cstdio>
 #include <string_view>
 
@@ -13,7 +13,7 @@ void report_failure(const char* file, int line, const std::string& message) {
 
 namespace {
 
-// With its slash: "/test_pack.cpp" is not "/test_pack_device.cpp". The folders may be called anything.
+// With the slash, "/test_pack.cpp" doesn't match "/test_pack_device.cpp". Folders don't count.
 std::string_view base_name(std::string_view path) {
   const auto slash = path.rfind('/');
   return slash == std::string_view::npos ? path : path.substr(slash);
@@ -38,7 +38,7 @@ bool run(const Test& test) {
 }  // namespace torchddp::testing
 
 int main(int argc, char** argv) {
-  std::setvbuf(stdout, nullptr, _IOLBF, 1 << 12);  // a crash must not swallow what was reported before it
+  std::setvbuf(stdout, nullptr, _IOLBF, 1 << 12);  // a crash must not lose earlier output
   const std::string_view filter = argc > 1 ? argv[1] : "";
   int num_passed = 0;
   int num_failed = 0;

@@ -1,4 +1,4 @@
-// A device in its plainest form: the bodies of the pack kernels, looped over blocks and threads on the CPU.
+// The simplest device: runs the bodies of the pack kernels in loops over blocks and threads on the CPU.
 #pragma once
 
 #include <algorithm>
@@ -9,10 +9,10 @@
 
 namespace torchddp::kernels::device {
 
-// How the blocks of a launch are run. Results must depend on neither.
+// How a launch's blocks are run. Results must not depend on it.
 struct Schedule {
-  int64_t max_blocks = kMaxBlocks;  // fewer blocks than the plan has: longer slices
-  bool backwards = false;           // blocks and threads
+  int64_t max_blocks = kMaxBlocks;  // fewer blocks than in the plan give longer slices
+  bool backwards = false;           // order of blocks and threads
 };
 
 template <class Kernel, int kCapacity>
@@ -24,7 +24,7 @@ void run_grid(const PieceTable<kCapacity>& table, uint32_t num_blocks, bool back
   }
 }
 
-// 0 or the error.
+// Returns 0 or the error.
 inline int run(const Job& job, Schedule schedule = {}) {
   return for_each_launch(job, [&](auto& table, uint32_t planned) {
     const auto num_blocks = static_cast<uint32_t>(std::min<int64_t>(planned, schedule.max_blocks));

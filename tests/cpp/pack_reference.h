@@ -1,4 +1,4 @@
-// The pack kernels once more, slow and plain: rounding by arithmetic on doubles instead of bits.
+// A slow, simple reference for the pack kernels: it rounds by arithmetic on doubles instead of bits.
 #pragma once
 
 #include <cmath>
@@ -23,7 +23,7 @@ inline constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 inline constexpr DType kFloatTypes[] = {DType::kF64, DType::kF32, DType::kF16, DType::kBF16};
 
-// Each with each.
+// All pairs.
 inline std::vector<std::pair<DType, DType>> float_pairs() {
   std::vector<std::pair<DType, DType>> pairs;
   for (const DType one : kFloatTypes) {
@@ -53,7 +53,7 @@ inline double decode(uint16_t bits, Format format) {
          std::ldexp(mantissa + (1 << format.mantissa_bits), exponent - 1 + format.min_exponent - format.mantissa_bits);
 }
 
-// To nearest, ties to even (the rounding mode of nearbyint).
+// Rounds to nearest, ties to even (the rounding mode of nearbyint).
 inline uint16_t encode(double value, Format format) {
   const uint16_t sign = std::signbit(value) ? 0x8000 : 0;
   const double magnitude = std::fabs(value);
@@ -62,13 +62,13 @@ inline uint16_t encode(double value, Format format) {
   if (magnitude == 0) return sign;
   if (std::isinf(value)) return sign | infinity;
   const int exponent = std::max(std::ilogb(magnitude), format.min_exponent);
-  // In units of the last place: below 2^mantissa_bits for denormals only.
+  // In units of the last place; less than 2^mantissa_bits only for denormals.
   const auto units = static_cast<int64_t>(std::nearbyint(std::ldexp(magnitude, format.mantissa_bits - exponent)));
   const int64_t bits = ((static_cast<int64_t>(exponent) - format.min_exponent) << format.mantissa_bits) + units;
   return static_cast<uint16_t>(sign | std::min<int64_t>(bits, infinity));
 }
 
-// Element `index` as a double; every type fits.
+// Element `index` as a double, which represents every type exactly.
 inline double get(const unsigned char* data, DType dtype, int64_t index) {
   if (dtype == DType::kF64) {
     double value;
@@ -99,7 +99,7 @@ inline void set(unsigned char* data, DType dtype, int64_t index, double value) {
   std::memcpy(data + index * 2, &bits, 2);
 }
 
-// One element. Two floats multiply exactly in double, so the cast back is the one rounding of a product in float.
+// One element. The product of two floats is exact in double, so the cast back rounds once, like a product in float.
 inline void scale_cast_one(unsigned char* dst, DType dst_type, int64_t dst_index, const unsigned char* src,
                            DType src_type, int64_t src_index, double scale) {
   if (dst_type == src_type && scale == 1.0) {
@@ -114,14 +114,14 @@ inline void scale_cast_one(unsigned char* dst, DType dst_type, int64_t dst_index
   set(dst, dst_type, dst_index, product);
 }
 
-// Equal bits, or NaN where NaN is expected (the sign and payload of a NaN have a test of their own).
+// Equal bits, or NaN where NaN is expected (another test checks NaNs' sign and payload).
 inline bool same_element(const unsigned char* actual, const unsigned char* expected, DType dtype, int64_t index) {
   const int64_t bytes = item_size(dtype);
   if (std::memcmp(actual + index * bytes, expected + index * bytes, static_cast<size_t>(bytes)) == 0) return true;
   return is_float(dtype) && std::isnan(get(actual, dtype, index)) && std::isnan(get(expected, dtype, index));
 }
 
-// -1, or the first element that differs.
+// The index of the first element that differs, or -1.
 inline int64_t first_difference(const unsigned char* actual, const unsigned char* expected, DType dtype,
                                 int64_t numel) {
   for (int64_t i = 0; i < numel; ++i) {
@@ -141,7 +141,7 @@ inline Bytes random_bytes(int64_t size, uint32_t seed) {
   return data;
 }
 
-// The data behind so many bytes, in memory that ends with it: ASan sees a read past it.
+// Data after `misalignment` bytes, at the end of its allocation, so that ASan detects reads past it.
 inline Bytes shifted_by(const Bytes& data, size_t misalignment) {
   Bytes shifted(misalignment);
   shifted.insert(shifted.end(), data.begin(), data.end());
@@ -149,21 +149,21 @@ inline Bytes shifted_by(const Bytes& data, size_t misalignment) {
   return shifted;
 }
 
-// Every number of 16 bits.
+// Every 16-bit number.
 inline std::vector<uint16_t> all_halves() {
   std::vector<uint16_t> halves(65536);
   std::iota(halves.begin(), halves.end(), uint16_t{0});
   return halves;
 }
 
-// What `scale_cast` must write.
+// The expected output of `scale_cast`.
 inline Bytes scale_cast(DType dst_type, const unsigned char* source, DType src_type, int64_t numel, double scale) {
   Bytes expected(static_cast<size_t>(numel * item_size(dst_type)));
   for (int64_t i = 0; i < numel; ++i) scale_cast_one(expected.data(), dst_type, i, source, src_type, i, scale);
   return expected;
 }
 
-// Ordinary values with special ones and random bit patterns strewn in.
+// Ordinary values, mixed with special values and random bit patterns.
 inline Bytes random_elements(DType dtype, int64_t numel, uint32_t seed) {
   Bytes data = random_bytes(numel * item_size(dtype), seed);
   if (!is_float(dtype)) return data;

@@ -1,4 +1,4 @@
-// Ranks that are about to find each other, and what they may leave open.
+// Ranks before they connect, and checks of what they leave open.
 #pragma once
 
 #include <dirent.h>
@@ -39,7 +39,7 @@ inline socklen_t address_of(const std::string& name, sockaddr_un& address) {
   return static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + path.size());
 }
 
-// In the place of a rank's.
+// Replaces a rank's.
 inline Fd listen_at(const std::string& name, int backlog) {
   Fd socket(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
   sockaddr_un address{};
@@ -50,7 +50,7 @@ inline Fd listen_at(const std::string& name, int backlog) {
   return socket;
 }
 
-// Somebody who knows the name of a listener.
+// A process that knows a listener's name.
 class Stranger {
  public:
   explicit Stranger(const std::string& address) : socket_(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0)) {

@@ -1,5 +1,5 @@
-// Ranks of one host as threads of one process, over the same mappings: what ThreadSanitizer can follow. And operations with
-// inputs of a closed form and their expected results.
+// Ranks of one host as threads of one process over the same mappings, which ThreadSanitizer can follow; and operations
+// whose inputs and expected results have a closed form.
 #pragma once
 
 #include <sys/wait.h>
@@ -32,17 +32,17 @@ using Bytes = std::vector<std::byte>;
 using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 
-// Long enough for a crowded machine under a sanitizer; a test that comes this far has hung.
+// Long enough for a busy machine under a sanitizer; a test that takes this long has hung.
 constexpr milliseconds kPatience{60'000};
-// Timers of 10 and 20 ms, on a machine that does other things too.
+// For timers of 10 and 20 ms on a busy machine.
 constexpr milliseconds kQuickly{3'000};
 
-// The checks of check.h belong to the main thread: others throw.
+// The checks of check.h are for the main thread; other threads throw.
 inline void require(bool condition, const std::string& what) {
   if (!condition) throw std::runtime_error(what);
 }
 
-// Runs body(rank) in a thread each; what each threw, or "".
+// Runs body(rank) on one thread per rank; returns the text of what each threw, or "".
 template <class Body>
 std::vector<std::string> run_ranks(int size, const Body& body) {
   std::vector<std::string> errors(static_cast<size_t>(size));
@@ -67,7 +67,7 @@ void check_ranks(int size, const Body& body) {
 
 using testing::has;
 
-// What a call throws, "" if nothing.
+// The text of what a call throws, or "".
 template <class Call>
 std::string error_of(const Call& call) {
   return testing::thrown_by<TransportError>(call);
@@ -77,7 +77,7 @@ inline int64_t ms_since(Clock::time_point start) {
   return std::chrono::duration_cast<milliseconds>(Clock::now() - start).count();
 }
 
-// Checks that what follows in its scope is over quickly.
+// Checks that the rest of its scope finishes quickly.
 class Quickly {
  public:
   explicit Quickly(std::source_location place = std::source_location::current()) : place_(place) {}
@@ -93,7 +93,7 @@ class Quickly {
   const Clock::time_point since_ = Clock::now();
 };
 
-// Makes a call in a moment, from a thread of its own.
+// Makes a call a moment later, from its own thread.
 class Later {
  public:
   explicit Later(std::function<void()> call, milliseconds delay = milliseconds(40))
@@ -107,7 +107,7 @@ class Later {
   std::thread thread_;
 };
 
-// Runs `body` in a child, whose exit status is what that returns, 99 if it throws.
+// Runs `body` in a child process, which exits with its return value, or 99 if it throws.
 class Process {
  public:
   template <class Body>
@@ -125,7 +125,7 @@ class Process {
   Process& operator=(const Process&) = delete;
 
   void kill() const { ::kill(pid_, SIGKILL); }
-  // Waits; -1 if it was killed.
+  // Waits for the exit status; -1 if it was killed.
   int end() const {
     int status = 0;
     waitpid(pid_, &status, 0);
@@ -136,7 +136,7 @@ class Process {
   const pid_t pid_;
 };
 
-// Called group rank 10, 11, ... in errors, so that they can't be taken for places on this host.
+// Group ranks 10, 11, ... in errors, to distinguish them from indices on this host.
 class Host {
  public:
   explicit Host(int size) : gone(static_cast<size_t>(size)) {
@@ -145,12 +145,12 @@ class Host {
       header(rank).node = 0;
     }
   }
-  // Of ranks that run next to these nodes of memory.
+  // Ranks that run on these NUMA nodes.
   explicit Host(const std::vector<int>& nodes) : Host(static_cast<int>(nodes.size())) {
     for (int rank = 0; rank < size(); ++rank) header(rank).node = nodes[static_cast<size_t>(rank)];
   }
 
-  // As if every rank had a processor.
+  // As if every rank had its own processor.
   void make_roomy() {
     for (int rank = 0; rank < size(); ++rank) {
       header(rank).cpu_mask.fill(UINT64_MAX);
@@ -207,12 +207,12 @@ inline bool is_split(OpKind kind) {
   return kind == OpKind::kReduceScatter || kind == OpKind::kScatter || kind == OpKind::kAllToAll;
 }
 
-// Whole pieces where an operation splits its input.
+// Rounded to whole pieces if an operation splits its input.
 inline int64_t numel_of(const Spec& spec, int size) {
   return is_split(spec.kind) ? (spec.numel + size - 1) / size * size : spec.numel;
 }
 
-// Of very different sizes and both signs: in another order of summation the result would differ.
+// Values of very different magnitudes and both signs: another summation order would change the result.
 inline double stamp(uint32_t salt, int rank, int64_t i) {
   auto bits =
       (static_cast<uint32_t>(i) + 1) * 2654435761u ^ (static_cast<uint32_t>(rank) + salt * 31 + 1) * 0x85EBCA6Bu;
@@ -259,7 +259,7 @@ inline Bytes stamped(const Spec& spec, int rank, int64_t numel) {
   throw std::invalid_argument("no stamps of this type");
 }
 
-// One after the other, in rank order. fp32 sums with nothing but the language; the kernels have tests of their own.
+// Sums in rank order, in plain C++ fp32 arithmetic; other tests cover the kernels.
 inline Bytes reduced(const Spec& spec, const std::vector<Bytes>& inputs) {
   Bytes result(inputs[0].size());
   if (spec.type == kernels::DType::kF32 && spec.op == kernels::ReduceOp::kSum) {
@@ -310,12 +310,12 @@ inline Bytes expected_result(const Spec& spec, int size, int rank) {
       }
       return result;
     case OpKind::kAllToAllSplits:
-      break;  // has a test of its own
+      break;  // another test covers it
   }
   return result;
 }
 
-// What a rank posts, for peers that are no engine.
+// What a rank posts, for peers without an engine.
 inline void set_place(Post& post, int64_t offset) {
   const Place place{offset};
   std::memcpy(post.data.data(), &place, sizeof(place));
@@ -330,7 +330,7 @@ inline void fill_post(Post& post, const Operation& operation, int64_t offset) {
   set_place(post, offset);
 }
 
-// As if none of its chunks were claimed.
+// With none of its chunks claimed.
 inline void open_stages(Slot& slot, uint64_t seq) {
   for (Stage* stage : {&slot.sums, &slot.copies}) {
     stage->claimed.store(Tally::pack(seq, 0));
@@ -338,7 +338,7 @@ inline void open_stages(Slot& slot, uint64_t seq) {
   }
 }
 
-// One rank's part of an operation: its memory, and what should come out. Inputs that travel in the slot, and all outputs but
+// One rank's part of an operation: its memory and the expected result. Inputs sent in the slot, and all outputs except
 // that of a large all-reduce, are in memory of exactly their size.
 class Exchange {
  public:
@@ -374,7 +374,7 @@ class Exchange {
   }
 
   uint64_t seq() const { return seq_; }
-  // For an all-reduce with more than this host.
+  // For an all-reduce over several hosts.
   void expect(Bytes result) { expected_ = std::move(result); }
 
   Bytes result() const {
@@ -383,7 +383,7 @@ class Exchange {
     return is_untouched ? input_ : Bytes(data, data + expected_.size());
   }
 
-  // Throws if the result is not what it should be, bit for bit.
+  // Throws unless the result is bitwise as expected.
   void check() const {
     const Bytes actual = result();
     const auto what = "kind " + std::to_string(static_cast<int>(spec_.kind)) + ", type " +
@@ -421,7 +421,7 @@ inline void run_one(Host& host, Engine& engine, int rank, const Spec& spec) {
   Exchange(host, rank, spec, engine).finish(engine);
 }
 
-// Every rank runs every operation and waits for it.
+// All ranks run every operation and wait for it.
 inline void run_all(Host& host, const std::vector<Spec>& specs) {
   check_ranks(host.size(), [&](int rank) {
     const auto engine = host.engine(rank);

@@ -1,4 +1,4 @@
-// Bucket plans: known small cases, the words of every error, and properties over seeded random models.
+// Bucket plans: small cases, all error messages, and properties over seeded random models.
 #include <algorithm>
 #include <map>
 #include <numeric>
@@ -28,7 +28,7 @@ std::vector<ParamSpec> four_params() { return {spec("a", 10), spec("b", 20), spe
 
 using Groups = std::vector<Longs>;
 
-// Of each bucket.
+// Values of each bucket.
 Groups params_of(const BucketPlan& plan) {
   Groups params;
   for (const BucketSpec& bucket : plan.buckets) {
@@ -46,14 +46,14 @@ Longs offsets_of(const BucketSpec& bucket) {
 
 TEST(plan_closes_a_bucket_when_its_cap_is_reached) {
   const auto params = four_params();
-  // d = 160 bytes; c = 120; b + a = 120. The cap of 160 is met by d alone, then by c + b, then a is left over.
+  // d = 160 bytes; c = 120; b + a = 120. d alone reaches the cap of 160, then c + b do, and a is left.
   const BucketPlan plan = make_bucket_plan(params, reverse_registration_order(4), {{160}});
   CHECK(params_of(plan) == (Groups{{3}, {2, 1}, {0}}));
   CHECK(offsets_of(plan.buckets.at(1)) == (Longs{0, 30}));
   CHECK_EQ(plan.buckets.at(1).numel, 50);
   CHECK_EQ(plan.buckets.at(1).itemsize, 4);
   CHECK_EQ(plan.buckets.at(1).dtype, 6);
-  // One byte more, and d alone is not enough.
+  // With one byte more, d alone is not enough.
   CHECK(params_of(make_bucket_plan(params, reverse_registration_order(4), {{161}})) == (Groups{{3, 2}, {1, 0}}));
 }
 
@@ -73,7 +73,7 @@ TEST(plan_counts_caps_for_each_dtype_and_device) {
   Longs order(params.size());
   std::iota(order.begin(), order.end(), 0);
   const BucketPlan plan = make_bucket_plan(params, order, {{4, 100}});
-  // The first bucket of each kind takes one parameter, the second the other three.
+  // The first bucket of each kind holds one parameter, the second the other three.
   CHECK(params_of(plan) == (Groups{{0}, {1}, {2}, {3, 6, 9}, {4, 7, 10}, {5, 8, 11}}));
   CHECK_EQ(plan.buckets.at(4).dtype, 15);
   CHECK_EQ(plan.buckets.at(5).device, 1);
@@ -115,10 +115,10 @@ TEST(slots_begin_where_their_alignment_puts_them) {
   params[2].numel = 16;
   const BucketPlan plan = plan_of({{0, 1, 2, 3}}, params);
   CHECK(offsets_of(plan.buckets.at(0)) == (Longs{0, 8, 16, 32}));
-  CHECK_EQ(plan.buckets.at(0).numel, 35);  // nothing after the last
+  CHECK_EQ(plan.buckets.at(0).numel, 35);  // no padding after the last
   check_plan(plan, params);
   CHECK(decode_plan(encode_plan(plan, 4), params) == plan);
-  // An alignment of less than an element changes nothing.
+  // An alignment smaller than an element has no effect.
   for (ParamSpec& param : params) param.alignment = 3;
   CHECK(offsets_of(plan_of({{0, 1, 2, 3}}, params).buckets.at(0)) == (Longs{0, 3, 6, 22}));
   CHECK_THROWS(Error, check_plan(plan, params), "parameter 'p' (index 1) starts at element 8 of bucket 0, expected 3");
@@ -282,7 +282,7 @@ TEST(large_gradients_get_a_bucket_each_and_leave_the_others_grouped) {
                                          spec("c", 10)};
   BucketLimits limits{{1 << 20}, 1000};
   const BucketPlan plan = make_bucket_plan(params, Longs{0, 1, 2, 3, 4}, limits);
-  // 1000 bytes: at the limit counts as large. The others are launched last: their last gradient is the last one.
+  // 1000 bytes: a gradient at the limit counts as large. The bucket of the others is launched last, with the last gradient.
   CHECK(params_of(plan) == (Groups{{1}, {3}, {0, 2, 4}}));
   check_plan(plan, params);
   limits.solo_bytes = -1;
@@ -313,7 +313,7 @@ Case random_case(std::mt19937& random) {
   return result;
 }
 
-// What check_plan does not ask for: the grouping by caps and the order of launch.
+// What check_plan doesn't check: the grouping by caps and the launch order.
 void check_grouping(const BucketPlan& plan, const Case& c) {
   Longs position(c.params.size());
   for (size_t i = 0; i < c.order.size(); ++i) position[static_cast<size_t>(c.order[i])] = static_cast<int64_t>(i);
@@ -333,8 +333,8 @@ void check_grouping(const BucketPlan& plan, const Case& c) {
       for (const Slot& slot : buckets[i]->slots) bytes += slot.numel * buckets[i]->itemsize;
       const int64_t last_bytes = buckets[i]->slots.back().numel * buckets[i]->itemsize;
       const int64_t cap = c.limits.caps_bytes[std::min(i, c.limits.caps_bytes.size() - 1)];
-      CHECK(bytes - last_bytes < cap);                  // it closed no later than it had to
-      if (i + 1 < buckets.size()) CHECK(bytes >= cap);  // and no sooner
+      CHECK(bytes - last_bytes < cap);                  // it closed as soon as it reached the cap
+      if (i + 1 < buckets.size()) CHECK(bytes >= cap);  // and not before
     }
   }
 }
@@ -346,7 +346,7 @@ TEST(random_plans_keep_every_promise_and_survive_the_broadcast) {
     const BucketPlan plan = make_bucket_plan(c.params, c.order, c.limits);
     check_plan(plan, c.params);
     check_grouping(plan, c);
-    // Independent of check_plan: which bytes belong to whom.
+    // Checks independently of check_plan which bytes belong to which parameter.
     std::set<int64_t> placed;
     for (const BucketSpec& bucket : plan.buckets) {
       int64_t end = 0;
@@ -378,7 +378,7 @@ TEST(large_slots_lie_apart_and_the_others_move_together) {
   CHECK(lay_apart(bucket, params, 401) == bucket);
 }
 
-// One word changed, or two swapped: either an error, or another plan that is whole and says the same in words.
+// Change one word or swap two: the result is an error, or another valid plan that encodes to the same words.
 TEST(randomly_corrupt_words_never_give_a_broken_plan) {
   std::mt19937 random(4711);
   int64_t num_rejected = 0;

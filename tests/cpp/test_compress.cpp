@@ -1,4 +1,4 @@
-// Compression: every format, instruction set, size and alignment against plain loops, one number at a time.
+// Compression: every format, instruction set, size and alignment against scalar loops.
 #include <algorithm>
 #include <array>
 #include <cmath>
@@ -26,7 +26,7 @@ constexpr Format kFormats[] = {Format::kInt8, Format::kInt4, Format::kSign, Form
 constexpr float kMax = std::numeric_limits<float>::max();
 constexpr float kTiny = std::numeric_limits<float>::denorm_min();
 
-// Around vectors, units of vectors and blocks of each format.
+// Sizes around vectors, units of vectors and blocks of each format.
 constexpr int64_t kSizes[] = {0,   1,   2,   3,   5,   8,   9,   15,  16,   17,   31,   33,   63,   64,   65,
                               127, 128, 200, 255, 256, 257, 511, 513, 1023, 1024, 1025, 1100, 2048, 2049, 3333};
 
@@ -53,7 +53,7 @@ float reference_mean(const float* values, int64_t numel) {
   return static_cast<float>(exact / static_cast<double>(numel));
 }
 
-// One block: its scale, its codes and what they are worth.
+// One block: its scale, codes and decoded values.
 struct Block {
   float scale = 0;
   std::vector<int> codes;
@@ -124,7 +124,7 @@ Compressed reference_halves(Format format, const Floats& values) {
   return result;
 }
 
-// What `compress` must write for v = values.
+// The expected output of `compress` for v = values.
 Compressed reference_compress(Format format, const Floats& values) {
   if (!has_blocks(format)) return reference_halves(format, values);
   Compressed result;
@@ -145,7 +145,7 @@ Compressed reference_compress(Format format, const Floats& values) {
   return result;
 }
 
-// Of many sizes, with everything that is hard to get right: ties, zeros of both signs, denormals, the largest numbers.
+// Values of many magnitudes with the hard cases: ties, zeros of both signs, denormals, the largest numbers.
 Floats make_values(int64_t numel, uint32_t seed) {
   std::mt19937 random(seed);
   constexpr float kHard[] = {0.0f, -0.0f, 1.0f, -1.0f, 0.5f, kTiny, -kTiny, 1e-39f, 3e-37f, 4e-37f};
@@ -155,7 +155,7 @@ Floats make_values(int64_t numel, uint32_t seed) {
     const int exponent = kind == 0 ? -3 : kind == 1 ? static_cast<int>(random() % 60) - 30 : kind == 2 ? -130 : 0;
     value = std::ldexp(static_cast<float>(static_cast<int32_t>(random())), exponent - 31);
     if (kind == 3 && random() % 4 != 0) value = kHard[random() % std::size(kHard)];
-    if (kind == 4) value = static_cast<float>(static_cast<int>(random() % 255) - 127) / 2;  // ties where the scale is 1
+    if (kind == 4) value = static_cast<float>(static_cast<int>(random() % 255) - 127) / 2;  // ties if the scale is 1
     if (kind == 5) value *= kMax;
   }
   if (kind == 4 && !values.empty()) values[0] = 127;
@@ -163,7 +163,7 @@ Floats make_values(int64_t numel, uint32_t seed) {
   return values;
 }
 
-// `compress` of arrays that begin at odd addresses, with bytes behind them that must stay.
+// `compress` of arrays that start at odd addresses, followed by bytes that must not change.
 Compressed run_compress(Format format, const Floats& source, const Floats* residual, float scale, size_t shift) {
   const size_t bytes = source.size() * sizeof(float);
   const auto out_bytes = static_cast<size_t>(compressed_bytes(format, static_cast<int64_t>(source.size())));
@@ -246,7 +246,7 @@ TEST(compress_feeds_the_error_back_on_every_instruction_set) {
   }
 }
 
-// What was sent and what was kept make up the whole: decode(out) = v - residual, and residuals are differences of v.
+// Sent values plus residuals equal the input: decode(out) = v - residual.
 TEST(decompress_gives_what_compress_kept_back_from) {
   for (const Format format : kFormats) {
     uint32_t seed = 200;

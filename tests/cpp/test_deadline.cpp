@@ -1,4 +1,4 @@
-// Time limits that are as long as a number can say.
+// Time limits up to the largest representable duration.
 #include "check.h"
 #include "common/deadline.h"
 
@@ -12,7 +12,7 @@ TEST(deadline_is_the_limit_later_or_the_end_of_time) {
   const Clock::time_point since{1h};
   CHECK(deadline_after(5ms, since) == since + 5ms);
   CHECK(deadline_after(0ms, since) == since);
-  CHECK(deadline_after(-5ms, since) == since);  // over already
+  CHECK(deadline_after(-5ms, since) == since);  // already over
   CHECK(deadline_after(std::chrono::milliseconds::min(), since) == since);
   CHECK(deadline_after(std::chrono::hours(24 * 365 * 100), since) == since + std::chrono::hours(24 * 365 * 100));
   for (const auto limit : {std::chrono::milliseconds::max(), std::chrono::milliseconds(86'399'999'999'999'999),

@@ -1,4 +1,4 @@
-// A bucket and the gradients beside it in one operation of NCCL.
+// A bucket and its separate gradients in one NCCL operation.
 #include <array>
 
 #include "check.h"
@@ -30,10 +30,10 @@ TEST(gpu_gradients_that_lie_apart_travel_in_one_group_and_are_scaled_there) {
                                  "all_reduce 200 s2 op1", "group end", "destroy op1"}));
   f.run(0, 0.5, 2);
   CHECK_EQ(f.diary.count("all_reduce 0 s2"), 0);
-  f.run(8, 1.0, 2);  // another rank's scale may be another: the kind of sum must not depend on it
+  f.run(8, 1.0, 2);  // ranks' scales may differ, so the reduction must not depend on the scale
   CHECK_EQ(f.diary.count("all_reduce 100 s2 op3"), 1);
   f.diary.take();
-  f.run(8, 1.0, 1);  // one rank that has nothing to scale
+  f.run(8, 1.0, 1);  // a single rank with nothing to scale
   CHECK(f.diary.take() == (Lines{"group", "all_reduce 8 s2", "all_reduce 100 s2", "all_reduce 200 s2", "group end"}));
 }
 
@@ -50,7 +50,7 @@ TEST(gpu_nccl_scales_by_what_the_type_can_hold) {
     CHECK(can_scale_by(type, 1.0 / 8));
     CHECK_EQ(can_scale_by(type, 1.0 / 3), type == DType::kF64 || type == DType::kF32);
   }
-  CHECK(!can_scale_by(DType::kF16, 1e-9));  // rounds to nothing
+  CHECK(!can_scale_by(DType::kF16, 1e-9));  // rounds to zero
 }
 
 TEST(gpu_a_group_in_progress_is_reported) {

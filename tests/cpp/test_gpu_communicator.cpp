@@ -1,4 +1,4 @@
-// The NCCL communicator against a table that writes down its calls: order, streams, time limits, errors and graphs.
+// The NCCL communicator with a table that records its calls: order, streams, timeouts, errors and graphs.
 #include <array>
 #include "gpu/all_reduce_together.h"
 
@@ -15,10 +15,10 @@ TEST(gpu_an_operation_is_queued_between_events) {
     f.device->idle = false;
     Ticket ticket;
     f.all_reduce(*comm, ticket);
-    // s1 is the compute stream, s2 the communicator's; e1 the fork.
+    // s1 is the compute stream, s2 the communicator's; e1 is the fork event.
     CHECK(f.diary.take() == (Lines{"record e1 s1", "s2 waits e1", "all_reduce 8 s2", "record e2 s2"}));
     CHECK(!comm->ended(ticket));
-    f.device->current = 5;  // whoever joins
+    f.device->current = 5;  // the joining stream
     comm->join(ticket);
     CHECK(f.diary.take() == (Lines{"s5 waits e2"}));
     f.device->idle = true;
@@ -41,10 +41,10 @@ TEST(gpu_operations_under_way_have_events_of_their_own_which_come_back) {
   CHECK(f.diary.take() == (Lines{"s1 waits e4", "s1 waits e2"}));
   f.device->idle = true;
   Ticket next;
-  f.all_reduce(*comm, next);  // puts two away
+  f.all_reduce(*comm, next);  // recycles two
   CHECK_EQ(f.diary.count("record e3 s2"), 1);
   f.diary.take();
-  comm->join(tickets[0]);  // was put away: nothing to wait for
+  comm->join(tickets[0]);  // was recycled: nothing to wait for
   CHECK(f.diary.take().empty());
   const auto events = f.device->alive.load();
   for (int i = 0; i < 100; ++i) {
@@ -62,7 +62,7 @@ TEST(gpu_what_an_operation_uses_goes_when_it_is_joined) {
   f.all_reduce(8, 0, std::move(memory));
   CHECK(!alive.expired());
   f.diary.take();
-  f.comm->join(f.ticket);  // what is queued behind this wait may use the memory
+  f.comm->join(f.ticket);  // work queued after this wait may use the memory
   CHECK(f.diary.take() == (Lines{"s1 waits e2"}));
   CHECK(alive.expired());
   f.comm->join(f.ticket);
@@ -80,7 +80,7 @@ TEST(gpu_what_an_abandoned_operation_uses_lives_until_the_device_is_done) {
   std::this_thread::sleep_for(20ms);
   CHECK(!alive.expired());
   f.device->idle = true;
-  // Not on the watchdog's thread: at the next call.
+  // Freed at the next call, not on the watchdog's thread.
   CHECK(soon([&] {
     f.all_reduce(*f.comm, next);
     f.comm->join(next);
@@ -92,7 +92,7 @@ TEST(gpu_an_operation_in_a_graph_is_joined_by_its_own_event_and_not_watched) {
   Joined f;
   f.timeout = 5ms;
   f.device->captures = true;
-  f.device->idle = false;  // an event of a graph is never seen to finish
+  f.device->idle = false;  // a query never reports a graph's event as finished
   f.diary.take();
   f.all_reduce();
   f.comm->join(f.ticket);
@@ -123,7 +123,7 @@ TEST(gpu_a_call_in_progress_is_waited_for_before_the_next) {
   CHECK_EQ(f.diary.take().back(), "record e2 s2");
 }
 
-// NCCL connects when the first operation of a kind is started: a peer that still compiles is waited for as long as an operation may take.
+// NCCL connects at the first operation of a kind, which waits for a peer that is still compiling for at most the operation timeout.
 TEST(gpu_a_peer_that_is_late_for_the_first_call_has_the_time_of_an_operation) {
   Fixture f;
   f.config.connect_timeout = 20ms;
@@ -149,7 +149,7 @@ TEST(gpu_a_call_that_stays_in_progress_runs_into_the_time_limit) {
   f.check_aborts_once();
 }
 
-// The abort frees it.
+// The abort releases it.
 TEST(gpu_a_call_that_is_stuck_inside_runs_into_the_time_limit) {
   Joined f;
   f.nccl->connect_hangs = true;
@@ -186,7 +186,7 @@ TEST(gpu_an_operation_that_does_not_end_breaks_the_communicator) {
   f.timeout = 20ms;
   f.device->idle = false;
   f.all_reduce(1000, 3);
-  f.comm->join(f.ticket);  // queues a wait: does not block, does not throw
+  f.comm->join(f.ticket);  // queues a wait; neither blocks nor throws
   f.check_aborts_once();
   const auto message = error_of([&] { f.comm->check(); });
   CHECK(has(message, {"rank 1 of 4", "all_reduce of 1000 elements (bucket 3)", "20 ms", "aborted"}));
@@ -208,7 +208,7 @@ TEST(gpu_the_longest_of_timeouts_is_waited_for) {
   f.device->idle = false;
   Ticket ticket;
   f.all_reduce(*comm, ticket);
-  std::this_thread::sleep_for(30ms);  // the watchdog looks
+  std::this_thread::sleep_for(30ms);  // the watchdog polls
   CHECK_EQ(error_of([&] { comm->check(); }), "");
   f.device->idle = true;
 }
@@ -217,7 +217,7 @@ TEST(gpu_time_counts_from_the_end_of_the_operation_before) {
   Joined f;
   f.timeout = 1000ms;
   std::array<Ticket, 2> tickets;
-  for (int i = 0; i < 5; ++i) {  // 1.5 s in all, none of it too long
+  for (int i = 0; i < 5; ++i) {  // 1.5 s in total, but none exceeds the limit
     f.device->idle = false;
     f.all_reduce(*f.comm, tickets[0]);
     std::this_thread::sleep_for(300ms);
@@ -264,14 +264,14 @@ TEST(gpu_a_communicator_in_a_graph_is_left_behind) {
   f.comm->forget(f.ticket);
   f.device->captures = false;
   f.diary.take();
-  f.comm.reset();  // NCCL's own leaving waits for the graph
+  f.comm.reset();  // NCCL's own shutdown would wait for the graph
   CHECK_EQ(f.diary.count("finalize") + f.diary.count("destroy") + f.diary.count("abort"), 0);
   CHECK_EQ(f.device->alive.load(), 0);
   memory.reset();
   CHECK_EQ(f.nccl->blocks.load(), 0);
 }
 
-// Nothing is in flight when graphs are replayed, and nobody calls.
+// During graph replays nothing is in flight and nothing calls the communicator.
 TEST(gpu_errors_are_looked_for_once_something_was_captured) {
   Joined f;
   std::this_thread::sleep_for(20ms);

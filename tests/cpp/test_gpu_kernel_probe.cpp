@@ -1,4 +1,4 @@
-// Devices without kernels are found out once, and told of once.
+// Devices without kernels are detected once and reported once.
 #include <stdexcept>
 #include <string>
 #include <vector>

@@ -1,4 +1,4 @@
-// How a communicator begins and ends: making, interrupts, aborts, leaving, forks, handlers of signals.
+// The lifetime of a communicator: creation, interrupts, aborts, shutdown, forks, signal handlers.
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -59,7 +59,7 @@ TEST(gpu_nobody_waits_for_a_call_that_is_stuck_inside_and_an_interrupt_ends_it) 
   CHECK(!f.nccl->used_after_abort);
 }
 
-// NCCL frees what a call uses: one that is on its way out is not aborted.
+// An abort frees what a call uses, so it must wait for a call that is returning.
 TEST(gpu_an_abort_waits_for_a_call_that_is_on_its_way_out) {
   Fixture f;
   f.config.call_grace = 10min;
@@ -91,7 +91,7 @@ TEST(gpu_an_abort_that_hangs_holds_nobody_up) {
   const auto since = std::chrono::steady_clock::now();
   comm.reset();
   CHECK(std::chrono::steady_clock::now() - since < 2s);
-  f.device.reset();  // the thread that the abort was left to has one of its own
+  f.device.reset();  // the thread that runs the abort has its own reference
   CHECK(f.ends_without(f.nccl->abort_hangs));
 }
 
@@ -134,7 +134,7 @@ TEST(gpu_neither_a_stuck_leaving_nor_a_stuck_abort_holds_anybody_up) {
   CHECK(f.ends_without(f.nccl->abort_hangs));
 }
 
-// In the child there is neither the watchdog nor a driver, and a lock that some thread held stays locked.
+// A child has neither the watchdog nor a driver, and locks held by other threads stay locked.
 TEST(gpu_a_forked_child_drops_its_copies_and_nothing_else) {
   Joined f;
   auto memory = f.comm->allocate(64);
@@ -187,9 +187,9 @@ TEST(gpu_a_rank_that_waits_for_the_others_to_connect_is_left_behind) {
   f.config.connect_timeout = 20ms;
   f.nccl->init_hangs = true;
   CHECK(has(error_of([&] { f.make(); }), {"rank 1 of 4", "within 20 ms", "Some rank has not joined it"}));
-  CHECK_EQ(f.diary.count("abort"), 0);  // there is nothing yet
+  CHECK_EQ(f.diary.count("abort"), 0);  // nothing to abort yet
   CHECK(f.ends_without(f.nccl->init_hangs));
-  CHECK_EQ(f.diary.count("abort"), 1);  // what came too late
+  CHECK_EQ(f.diary.count("abort"), 1);  // the communicator that arrived too late
 }
 
 TEST(gpu_settings_and_priority_reach_nccl) {
@@ -213,7 +213,7 @@ TEST(gpu_a_library_older_than_the_header_is_refused) {
   CHECK(version_problem(30100, 22907) != "");
 }
 
-// A handler that returns lets the call go on, one that raises ends it. No lock is held meanwhile that letting go of memory wants.
+// The call continues after a handler that returns, and ends if it raises. Meanwhile no lock is held that freeing memory needs.
 TEST(gpu_handlers_of_signals_run_while_a_call_is_in_progress) {
   static std::shared_ptr<void> block;
   static int calls = 0;

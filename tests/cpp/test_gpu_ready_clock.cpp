@@ -1,4 +1,4 @@
-// Ready times by the device's clock: what is recorded where, and that a captured graph is left alone.
+// Ready times by the device's clock: where events are recorded; captured graphs are not timed.
 #include <optional>
 
 #include "check.h"
@@ -21,19 +21,19 @@ TEST(gpu_ready_times_are_differences_of_events) {
   clock.begin_forward();
   clock.begin_backward();
   clock.mark(2);
-  device->current = 4;  // a gradient of another stream
+  device->current = 4;  // a gradient on another stream
   clock.mark(0);
   CHECK(diary.take() == (Lines{"record e1 s1", "record e2 s1", "record e5 s1", "record e3 s4"}));
-  // The recorder says that event n was over n ms after event 0.
+  // The recorder's event n completes n ms after event 0.
   CHECK(clock.read_ns() == (std::vector<int64_t>{1'000'000, 0, 3'000'000}));
   CHECK(diary.take() == (Lines{"synchronize"}));
   CHECK_EQ(clock.forward_ns(), 1'000'000);
   CHECK(diary.take() == (Lines{"synchronize"}));
   clock.begin_forward();
-  CHECK_EQ(clock.forward_ns(), 0);  // backward has not begun
+  CHECK_EQ(clock.forward_ns(), 0);  // backward has not started
   clock.begin_backward();
   clock.mark(1);
-  CHECK(clock.read_ns() == (std::vector<int64_t>{0, 2'000'000, 0}));  // nothing is left of the step before
+  CHECK(clock.read_ns() == (std::vector<int64_t>{0, 2'000'000, 0}));  // nothing is left of the previous step
   made.reset();
   CHECK_EQ(device->alive.load(), 0);
 }

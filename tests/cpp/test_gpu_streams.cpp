@@ -1,4 +1,4 @@
-// Which stream waits for which: see Note [Streams and lifetimes].
+// Which streams wait for which: see Note [Streams and lifetimes].
 #include <memory>
 
 #include "check.h"
@@ -12,7 +12,7 @@ using testing::Diary;
 using testing::RecordingDevice;
 using Lines = std::vector<std::string>;
 
-// A bucket whose gradients came on these streams, one after the other. e1 is its event.
+// A bucket whose gradients arrived on these streams, in order. e1 is its event.
 struct Fixture {
   explicit Fixture(std::initializer_list<int> producers) {
     for (const int stream : producers) {
@@ -52,7 +52,7 @@ TEST(gpu_a_packing_stream_that_made_no_gradient_waits_for_all) {
   f.device->current = 1;
   f.pack();
   CHECK(f.diary.take() == (Lines{"record e1 s3", "s1 waits e1", "record e1 s1", "s3 waits e1"}));
-  f.streams.begin_step();  // knows none of them any more
+  f.streams.begin_step();  // forgets all of them
   f.streams.begin_packing();
   CHECK(f.diary.take().empty());
 }
@@ -69,7 +69,7 @@ TEST(gpu_memory_of_gradients_that_were_reduced_in_place_is_used_again_after_the_
   Fixture f{3, 4};
   f.pack();
   f.diary.take();
-  f.device->current = 1;  // where the end of backward has waited for the reduction
+  f.device->current = 1;  // the stream on which the end of backward waited for the reduction
   f.streams.finish();
   CHECK(f.diary.take() == (Lines{"record e1 s1", "s3 waits e1", "s4 waits e1"}));
 }
@@ -87,7 +87,7 @@ TEST(gpu_each_device_has_its_own_streams_and_events) {
     }
     devices[0]->current = 3;
     first.note();
-    // The first bucket's launch may be in a hook of the second's device.
+    // The first bucket may be launched from a hook on the second's device.
     first.begin_packing();
     second.begin_packing();
     CHECK(diaries[0].take().empty());

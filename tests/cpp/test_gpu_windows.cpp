@@ -1,4 +1,4 @@
-// Memory that NCCL reaches best: when it is registered and given back, and what ranks compare.
+// Memory windows of NCCL: when memory is registered and freed, and what ranks compare.
 
 #include "gpu_fixture.h"
 
@@ -23,12 +23,12 @@ TEST(gpu_memory_is_registered_and_given_back_where_ranks_agree) {
   third.reset();
   f.comm.reset();
   CHECK(f.diary.take() == (Lines{"finalize", "destroy", "synchronize", "free"}));
-  second.reset();  // outlived the communicator
+  second.reset();  // it outlived the communicator
   CHECK(f.diary.take() == (Lines{"synchronize", "free"}));
   CHECK_EQ(f.nccl->blocks.load(), 0);
 }
 
-// Two ranks, as NCCL sees them.
+// Two ranks' calls as NCCL gets them.
 struct Ranks {
   Fixture f0, f1;
   std::unique_ptr<Communicator> comm0 = f0.make(), comm1 = f1.make();
@@ -53,15 +53,15 @@ TEST(gpu_ranks_that_would_register_differently_notice) {
     const auto more = ranks.comm1->allocate(64);
     CHECK(!ranks.agree());
   }
-  CHECK(ranks.agree());  // it is gone again, and was never registered
-  // One alone gives up a step, and lays its buckets out again.
+  CHECK(ranks.agree());  // it was freed without having been registered
+  // One rank abandons a step and rebuilds its buckets.
   same[0] = ranks.comm0->allocate(4096);
   CHECK(!ranks.agree());
   same[1] = ranks.comm1->allocate(4096);
   CHECK(ranks.agree());
   ranks.commit();
   CHECK(ranks.agree());
-  // What one rank's program holds on to.
+  // Memory that one rank's program keeps.
   same[0].reset();
   CHECK(!ranks.agree());
 }
@@ -77,7 +77,7 @@ TEST(gpu_ranks_whose_windows_lie_elsewhere_notice) {
   CHECK(!ranks.agree());
   ranks.comm0->give_back_memory(1s);
   ranks.comm1->give_back_memory(1s);
-  CHECK(!ranks.agree());  // as many windows on both, but not at the same places
+  CHECK(!ranks.agree());  // equally many windows on both ranks, but at different addresses
 }
 
 TEST(gpu_the_order_in_which_memory_is_let_go_of_does_not_matter) {
@@ -95,7 +95,7 @@ TEST(gpu_what_comes_after_ranks_told_waits_for_the_next_time) {
   Joined f;
   auto told = f.comm->allocate(64);
   f.comm->memory_state();
-  told.reset();  // by another thread
+  told.reset();  // freed by another thread
   const auto later = f.comm->allocate(128);
   f.diary.take();
   f.comm->commit_memory(1s);
@@ -105,7 +105,7 @@ TEST(gpu_what_comes_after_ranks_told_waits_for_the_next_time) {
   CHECK(f.diary.take() == (Lines{"synchronize", "deregister", "free", "register 128"}));
 }
 
-// What an abandoned operation holds on to counts as let go of on all ranks alike.
+// Memory held by an abandoned operation counts as freed on all ranks.
 TEST(gpu_memory_in_use_is_waited_for_before_ranks_tell) {
   Fixture f;
   f.config.watch_interval = 10min;
@@ -138,7 +138,7 @@ TEST(gpu_memory_of_torch_makes_room) {
   CHECK(f.comm->allocate(123) != nullptr);
   CHECK_EQ(f.diary.count("release_cache"), 1);
   f.nccl->allocs_that_fail = 2;
-  CHECK(f.comm->allocate(123) == nullptr);  // this rank alone: no error, and nobody was called
+  CHECK(f.comm->allocate(123) == nullptr);  // on this rank only: no error and no call
   CHECK_EQ(f.diary.count("release_cache"), 2);
   f.comm->check();
 }
@@ -153,7 +153,7 @@ TEST(gpu_a_rank_alone_has_no_windows) {
 TEST(gpu_an_old_library_has_no_windows) {
   Joined f;
   CHECK(f.comm->uses_windows());
-  // Built against one that has them, so this can't be loaded; but what decides is the lower of the two.
+  // The header that this was built with has windows, so a real old library would not load; the lower version decides.
   f.nccl->running = kWindowsVersion - 1;
   CHECK(!f.comm->uses_windows());
 }

@@ -1,4 +1,4 @@
-// The hash: instruction sets, lengths and alignments against a plain loop, and what must change it.
+// The hash: instruction sets, lengths and alignments against a scalar loop, and changes that must change it.
 #include <cstring>
 #include <set>
 #include <stdexcept>
@@ -15,7 +15,7 @@ namespace {
 using reference::Bytes;
 using reference::random_bytes;
 
-// Around a word, a stripe, a block and several.
+// Sizes around a word, a stripe, a block and several blocks.
 constexpr int64_t kSizes[] = {0, 1, 7, 8, 9, 63, 64, 65, 127, 1000, 1023, 1024, 1025, 2048, 3000, 5003, 70001};
 
 uint64_t hash_of(const Bytes& data) { return hash_bytes(data.data(), static_cast<int64_t>(data.size())); }
@@ -88,7 +88,7 @@ TEST(swapped_words_change_the_hash) {
   std::set<uint64_t> seen{before};
   size_t swaps = 0;
   for (size_t a = 0; a < 1024; a += 5) {
-    // Neighbours, the other half of a word, the same lane of the next stripe, of a later one and of the next block.
+    // Neighbours, the other half of a word, and the same lane of the next stripe, a later stripe and the next block.
     for (const size_t distance : {1u, 2u, 16u, 48u, 256u, 512u}) {
       if (a + distance >= 1024) continue;
       std::swap(words[a], words[a + distance]);

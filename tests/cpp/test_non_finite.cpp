@@ -1,4 +1,4 @@
-// Infinities and NaNs: every type, instruction set, size and alignment against a plain loop.
+// Infinities and NaNs: every type, instruction set, size and alignment against a scalar loop.
 #include <cmath>
 
 #include "capabilities.h"
@@ -12,7 +12,7 @@ namespace {
 using reference::Bytes;
 using reference::kFloatTypes;
 
-// Around one round of vectors, one chunk and several.
+// Sizes around one round of vectors, one chunk and several chunks.
 constexpr int64_t kSizes[] = {0, 1, 2, 7, 8, 31, 32, 33, 63, 64, 65, 127, 128, 129, 2047, 2048, 2049, 5003};
 
 TEST(non_finite_elements_are_counted) {

@@ -1,4 +1,4 @@
-// What csrc/common/old_glibc.cpp puts in libc's place still does what libc does.
+// The replacements of csrc/common/old_glibc.cpp behave like libc's functions.
 #include "common/old_glibc.h"
 
 #include <chrono>

@@ -1,4 +1,4 @@
-// Calls that are made more often than they are worth.
+// Rate limits for calls that are requested too often.
 #include <atomic>
 #include <barrier>
 #include <thread>

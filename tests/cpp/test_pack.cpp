@@ -29,7 +29,7 @@ bool is_canary(const unsigned char* begin, const unsigned char* end) {
   return std::all_of(begin, end, [](unsigned char byte) { return byte == kCanary; });
 }
 
-// One call into the middle of a guarded buffer, both ends `misalignment` bytes off, and one in place.
+// One call into the middle of a guarded buffer, with source and destination misaligned, and one in place.
 void check_call(DType dst_type, DType src_type, int64_t numel, double scale, int64_t misalignment) {
   const Bytes elements = reference::random_elements(src_type, numel, static_cast<uint32_t>(numel + 1));
   Bytes source = reference::shifted_by(elements, static_cast<size_t>(misalignment));
@@ -79,7 +79,7 @@ TEST(scale_cast_takes_any_alignment) {
   });
 }
 
-// Each 16-bit number, the midpoint to the next one, and the floats around both: where rounding can go wrong.
+// Where rounding can go wrong: each 16-bit number, the midpoint to the next one, and the floats next to both.
 std::vector<float> rounding_boundaries(DType dtype) {
   std::vector<float> values;
   for (int bits = 0; bits < 65535; ++bits) {

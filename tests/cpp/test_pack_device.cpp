@@ -1,6 +1,6 @@
-// The bodies of the device kernels, on the CPU: bit for bit what scale_cast gives, and nothing else touched.
+// The bodies of the device kernels, on the CPU: results are bitwise equal to scale_cast's, and nothing else is written.
 //
-// That an element is handled once, not twice, shows where twice makes a difference: in place it would be scaled twice.
+// In-place cases detect an element that is handled twice: it would be scaled twice.
 #include <sanitizer/asan_interface.h>
 #include <sys/mman.h>
 
@@ -25,8 +25,8 @@ using reference::kFloatTypes;
 constexpr unsigned char kCanary = 0xA5;
 constexpr int64_t kGuardBytes = 64;
 
-// Memory of a tensor, `misalignment` bytes after a 64-byte boundary, with guards around it. Under ASan they may not even be read
-// until they are checked (but for up to 7 bytes before the tensor, which it can't mark).
+// A tensor's memory, `misalignment` bytes after a 64-byte boundary, between guards. ASan also detects reads of the guards
+// until they are checked (except for up to 7 bytes before the tensor, which it can't mark).
 class Tensor {
  public:
   Tensor(DType dtype, int64_t numel, int64_t misalignment)
@@ -66,7 +66,7 @@ struct Case {
   int64_t flat_misalignment = 0;  // bytes
   std::vector<int64_t> numels;
   std::vector<int64_t> gaps;           // elements of flat memory before each piece
-  std::vector<int64_t> misalignments;  // bytes, of each tensor
+  std::vector<int64_t> misalignments;  // of each tensor, in bytes
   Schedule schedule = {};
   uint32_t seed = 1;
 
@@ -91,7 +91,7 @@ void check_case(const Case& c) {
   Tensor flat(c.flat_type, flat_numel, c.flat_misalignment);
   for (size_t i = 0; i < pieces.size(); ++i) pieces[i].outside = tensors[i].data();
 
-  // Sources hold numbers, destinations a pattern that is not the result.
+  // Sources hold numbers, destinations a pattern that differs from the result.
   const auto fill = [&](Tensor& tensor, DType dtype, int64_t numel, bool is_source, size_t salt) {
     tensor.set(is_source ? reference::random_elements(dtype, numel, c.seed + static_cast<uint32_t>(salt))
                          : Bytes(static_cast<size_t>(tensor.bytes()), 0x5A));
@@ -124,7 +124,7 @@ void check_case(const Case& c) {
   }
 }
 
-// Around a vector, a row of vectors and a tile.
+// Sizes around a vector, a row of vectors and a tile.
 std::vector<int64_t> interesting_numels(DType a, DType b) {
   const int64_t tile = tile_elements(std::max(item_size(a), item_size(b)));
   return {1, 2, 3, 7, 8, 9, 15, 16, 17, 33, tile / 4, tile - 1, tile, tile + 1, tile + 40, 2 * tile + 5};
@@ -275,7 +275,7 @@ TEST(nothing_to_do_is_fine) {
   }
 }
 
-// Address space only: what is not touched takes no memory.
+// Only address space: untouched pages take no memory.
 unsigned char* reserve(int64_t bytes) {
   void* memory = mmap(nullptr, static_cast<size_t>(bytes), PROT_READ | PROT_WRITE,
                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -296,7 +296,7 @@ TEST(the_last_tile_beyond_two_to_the_32_elements) {
   const int error = for_each_launch(job, [&](auto& table, uint32_t num_blocks) {
     CHECK_EQ(num_blocks, kMaxBlocks);
     CHECK_EQ(table.first_tile[1], (kNumel + 8191) / 8192);
-    // As many blocks as tiles: the last block has the last tile alone.
+    // As many blocks as tiles, so the last block has only the last tile.
     const uint32_t num_tiles = table.first_tile[1];
     for (int thread = 0; thread < kThreads; ++thread) {
       Pack<DType::kF16, DType::kF16>::run_thread(table, num_tiles, num_tiles - 1, thread);

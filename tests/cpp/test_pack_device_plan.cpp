@@ -1,4 +1,4 @@
-// Which launches the device's pack and unpack take: chunks, tiles, blocks, and what is refused.
+// The launches of the device's pack and unpack: chunks, tiles, blocks, and errors.
 #include <algorithm>
 #include <memory>
 #include <random>
@@ -37,7 +37,7 @@ std::vector<Launch> launches_of(const Job& job) {
   return launches;
 }
 
-// Tensors of `numel` fp32 elements one after another, at 256-byte boundaries.
+// Consecutive tensors of `numel` fp32 elements at 256-byte boundaries.
 std::vector<DevicePiece> pieces_of(const std::vector<int64_t>& numels) {
   std::vector<DevicePiece> pieces;
   int64_t begin = 0;
@@ -78,7 +78,7 @@ TEST(launches_take_as_many_pieces_as_fit_and_the_smallest_table_that_is_enough) 
                {3 * kMaxPieces, {kMaxPieces, kMaxPieces, kMaxPieces}, {kMaxPieces, kMaxPieces, kMaxPieces}}};
   for (const auto& expected : cases) {
     std::vector<int64_t> numels(static_cast<size_t>(expected.num_pieces), 3);
-    // Empty tensors take no room.
+    // Empty tensors take no space.
     for (const size_t at : {numels.size(), numels.size() / 2, size_t{0}}) {
       numels.insert(numels.begin() + static_cast<int64_t>(at), 0);
     }

@@ -1,4 +1,4 @@
-// Strided views against an element-by-element walk, with every byte outside the view required to stay.
+// Strided views against an element-by-element walk; bytes outside the view must not change.
 #include <algorithm>
 #include <numeric>
 #include <stdexcept>
@@ -20,7 +20,7 @@ struct View {
   int64_t numel = 0;  // elements of the buffer below
 };
 
-// A buffer just large enough for the view, negative strides included.
+// A buffer just large enough for the view, including negative strides.
 View make_view(const Longs& sizes, const Longs& strides) {
   View view{strides, 0, 1};
   int64_t highest = 0;

@@ -1,4 +1,4 @@
-// Copies to shared memory: of every length and alignment, and nothing around them; and which way is taken.
+// Copies to shared memory: every length and alignment without writing outside, and the choice of a method.
 #include "shm/copier.h"
 
 #include <algorithm>
@@ -41,7 +41,7 @@ TEST(shm_copier_copies_in_both_ways) {
     threads.emplace_back([&] {
       std::vector<std::byte> target(source.size());
       for (const size_t bytes : {0, 1, 4095, 4096, 4099, 70'001, 300'000}) {
-        for (int turn = 0; turn < 12; ++turn) {  // after six of one way the other is tried
+        for (int turn = 0; turn < 12; ++turn) {  // after six copies by one method the other is tried
           std::fill(target.begin(), target.end(), std::byte{0});
           copier.copy(target.data(), source.data(), static_cast<int64_t>(bytes));
           const auto end = source.begin() + static_cast<std::ptrdiff_t>(bytes);
@@ -54,7 +54,7 @@ TEST(shm_copier_copies_in_both_ways) {
   CHECK_EQ(wrong.load(), 0);
 }
 
-// How often each way was taken in so many turns.
+// How often each method was used in this many turns.
 struct Taken {
   int first = 0, second = 0;
 };

@@ -1,4 +1,4 @@
-// Operations between ranks that are threads: every kind, size and number of ranks against results of a closed form.
+// Operations between ranks on threads: every kind, size and number of ranks against closed-form results.
 #include <algorithm>
 #include <random>
 
@@ -11,7 +11,7 @@ using kernels::DType;
 using kernels::ReduceOp;
 
 constexpr int kSizes[] = {1, 2, 3, 4, 7};
-// In float: nothing, one, odd ones, around what travels in the slot, and around one chunk and one unit of a shard.
+// Sizes in floats: zero, one, odd sizes, around the slot's capacity, and around one chunk and one unit of a shard.
 constexpr int64_t kNumels[] = {0, 1, 5, 127, 2047, 2048, 2049, 2311, 16'384, 16'385, 50'003};
 
 TEST(shm_every_kind_size_and_number_of_ranks_gives_the_expected_bits) {
@@ -67,7 +67,7 @@ Spec random_spec(std::mt19937& random, int size) {
   return spec;
 }
 
-// More operations than there are slots, none waited for; then in any order.
+// Start more operations than there are slots without waiting; then wait in any order.
 TEST(shm_more_operations_in_flight_than_slots_are_waited_for_in_any_order) {
   for (const int size : {1, 2, 3, 7}) {
     Host host(size);
@@ -89,7 +89,7 @@ TEST(shm_more_operations_in_flight_than_slots_are_waited_for_in_any_order) {
   }
 }
 
-// A slot serves again and again; each rank waits when it likes.
+// Slots are reused many times; each rank waits at random times.
 TEST(shm_random_streams_with_random_waits) {
   constexpr int kSize = 3;
   Host host(kSize);
@@ -143,7 +143,7 @@ TEST(shm_progress_from_another_thread) {
   });
 }
 
-// Two threads of each rank wait, for different operations.
+// Two threads of each rank wait for different operations.
 TEST(shm_two_threads_of_a_rank_wait) {
   constexpr int kSize = 2;
   Host host(kSize);
@@ -160,7 +160,7 @@ TEST(shm_two_threads_of_a_rank_wait) {
   });
 }
 
-// Rank 0 has started, and then does something else for long: its shard is summed by the others.
+// Rank 0 starts the operation and then is busy for a long time: the others sum its shard.
 TEST(shm_a_rank_that_sleeps_holds_nobody_up) {
   constexpr int kSize = 3;
   Host host(kSize);
@@ -181,7 +181,7 @@ TEST(shm_a_rank_that_sleeps_holds_nobody_up) {
   });
 }
 
-// The last to post does its part in start(); the others sleep and are woken.
+// The last rank to post does its part in start(); the others sleep until woken.
 TEST(shm_a_late_rank_wakes_those_that_sleep) {
   constexpr int kSize = 3;
   Host host(kSize);
@@ -229,7 +229,7 @@ TEST(shm_a_barrier_has_no_memory) {
   }
 }
 
-// A block of an all-to-all with splits: the table, then the data, all of one value.
+// A block of an all-to-all with splits: the table, then data of a single value.
 std::vector<std::byte> split_block(const std::vector<int64_t>& counts, int value) {
   std::vector<int64_t> table{0};
   for (const auto count : counts) table.push_back(table.back() + count);
@@ -289,7 +289,7 @@ TEST(shm_splits_that_disagree_are_an_error) {
   CHECK(has(errors[1], {"rank 10 has 4 bytes for rank 11, which expects 3"}));
 }
 
-// Two threads of a rank wait, a third starts what they wait for: none keeps another from its work, or asleep.
+// Two threads of a rank wait and a third starts what they wait for: none blocks another or misses a wake-up.
 TEST(shm_threads_of_a_rank_wait_side_by_side) {
   Host host(2);
   check_ranks(2, [&](int rank) {
@@ -336,7 +336,7 @@ TEST(shm_an_abort_is_told_to_all) {
   CHECK_THROWS(TransportError, second->wait(exchange.seq(), kPatience), "rank 10 gave up");
 }
 
-// Only what a rank reads is waited for: the root of a small broadcast goes on.
+// A rank waits only for what it reads, so the root of a small broadcast doesn't wait.
 TEST(shm_the_root_of_a_small_broadcast_does_not_wait) {
   Host host(2);
   const auto root = host.engine(0);
@@ -349,7 +349,7 @@ TEST(shm_the_root_of_a_small_broadcast_does_not_wait) {
   received.finish(*other);
 }
 
-// Only the root reads: the others go on when they may write to their blocks again.
+// Only the root reads; the others wait until they may write to their blocks again.
 TEST(shm_a_reduction_holds_up_who_gave_until_the_root_has_read) {
   Host host(3);
   std::array<std::unique_ptr<Engine>, 3> engines{host.engine(0), host.engine(1), host.engine(2)};
@@ -364,7 +364,7 @@ TEST(shm_a_reduction_holds_up_who_gave_until_the_root_has_read) {
   CHECK(!engines[1]->poll(parts[1]->seq()));
   CHECK(!engines[0]->poll(parts[0]->seq()));
   start(2);
-  CHECK(!engines[2]->poll(parts[2]->seq()));  // all is there, but the root has not passed by
+  CHECK(!engines[2]->poll(parts[2]->seq()));  // all data is there, but the root has not read it
   CHECK(engines[1]->poll(parts[1]->seq()));
   for (size_t rank = 0; rank < 3; ++rank) parts[rank]->finish(*engines[rank]);
 }
@@ -398,10 +398,10 @@ TEST(shm_large_inputs_must_lie_in_the_segment) {
   CHECK_THROWS(InternalError, engine->start({.numel = 25'000, .input = block, .output = block}), "not in the shared");
   auto* in_header = host.segment(0).base() + offsetof(Header, slots);
   CHECK_THROWS(InternalError, engine->start({.numel = 25'000, .input = in_header, .output = in_header}), "not in the");
-  run_one(host, *engine, 0, {.numel = 25'000});  // it was refused before anything happened
+  run_one(host, *engine, 0, {.numel = 25'000});  // it was refused before it had any effect
   for (size_t i = 0; i < kSlots; ++i) run_one(host, *engine, 0, {.numel = 25'000});
   CHECK_THROWS(InternalError, engine->start(operation), "all_reduce", "not in the shared segment");
-  run_one(host, *engine, 0, {.numel = 25'000});  // nor where the slot has served before
+  run_one(host, *engine, 0, {.numel = 25'000});  // also refused in a reused slot
 }
 
 TEST(shm_a_rank_must_be_one_of_its_host) {

@@ -1,4 +1,4 @@
-// Peers that die, leave, stop or do something else: everybody hears of it, soon, and by name.
+// Peers that die, leave, stop or call something else: all ranks soon raise errors that name them.
 #include "shm_ranks.h"
 
 namespace torchddp::shm {
@@ -43,14 +43,14 @@ TEST(shm_a_rank_that_died_while_it_helped_is_named_soon) {
   CHECK_THROWS(TransportError, other.finish(*second), "rank 12 died", "all_reduce");
 }
 
-// The same, seen by the owner of the shard.
+// The same fault from the view of the shard's owner.
 TEST(shm_the_owner_of_a_shard_hears_that_its_helper_died) {
   Host host(2);
   auto& dead = host.header(1);
   auto& slot = dead.slots[0];
   fill_post(slot.post, {.numel = kLarge}, host.segment(1).offset_of(host.segment(1).allocate(kLarge * 4)));
   slot.sums.claimed.store(Tally::pack(0, 1000));
-  slot.sums.marks.store(Marks::none(kSlots));  // of a later operation: complete
+  slot.sums.marks.store(Marks::none(kSlots));  // marks of a later operation count as complete
   const auto engine = host.engine(0);
   Exchange exchange(host, 0, {.numel = kLarge}, *engine);
   host.header(0).slots[0].sums.claimed.fetch_add(1);
@@ -70,7 +70,7 @@ TEST(shm_a_timeout_names_those_that_are_missing) {
       if (rank == 1 || rank == 3) return;
       const auto engine = host.engine(rank);
       Exchange exchange(host, rank, {.numel = numel}, *engine);
-      // A rank whose processor is taken from it for 100 ms would be missing too.
+      // A rank that is preempted for 100 ms would be missing too.
       for (++started; started < 2;) std::this_thread::yield();
       exchange.finish(*engine, rank == 0 ? milliseconds(100) : kPatience);
     });
@@ -80,7 +80,7 @@ TEST(shm_a_timeout_names_those_that_are_missing) {
   }
 }
 
-// The timeout of the configuration is that of a wait without one, and of a start that waits for a slot.
+// The configured timeout applies to a wait without its own, and to a start that waits for a slot.
 TEST(shm_the_configured_timeout_holds_where_none_is_given) {
   Host host(2);
   auto config = host.config(0);
@@ -104,7 +104,7 @@ TEST(shm_the_longest_of_timeouts_is_waited_for) {
       auto config = host.config(rank);
       config.timeout = limit;
       Engine engine(std::move(config));
-      std::this_thread::sleep_for(milliseconds(30 * rank));  // the other one waits
+      std::this_thread::sleep_for(milliseconds(30 * rank));  // the other rank waits
       run_one(host, engine, rank, {.numel = kLarge});
       engine.wait(engine.start({}), milliseconds(0));
       Exchange exchange(host, rank, {.numel = 10}, engine);
@@ -127,8 +127,8 @@ TEST(shm_after_a_failure_every_call_throws_at_once) {
   CHECK(ms_since(since) < 1000);
 }
 
-// Two threads of a rank wait, and the time of one is up: it lets go of its memory. What the peer then posts is not for the other thread
-// to carry out, which wakes a moment before it hears of the failure.
+// Two threads of a rank wait, and one times out and frees its memory. The other thread, which wakes just before it learns of the
+// failure, must not perform what the peer then posts.
 TEST(shm_after_a_failure_a_thread_that_waits_does_no_work_of_others) {
   constexpr int kRounds = 25;
   constexpr int64_t kNumel = 1000;
@@ -145,7 +145,7 @@ TEST(shm_after_a_failure_a_thread_that_waits_does_no_work_of_others) {
     std::string message;
     std::thread other([&] { message = error_of([&] { engine->wait(later, kPatience); }); });
     CHECK_THROWS(TransportError, engine->wait(seq, milliseconds(2 + round % 7)), "timed out");
-    std::fill(output.begin(), output.end(), -2.0f);  // as whoever has this memory now would
+    std::fill(output.begin(), output.end(), -2.0f);  // as the memory's next user would
     std::vector<float> gathered(2 * kNumel);
     CHECK(error_of([&] {
             peer->start(
@@ -170,13 +170,13 @@ TEST(shm_a_rank_that_leaves_is_missed_by_those_that_wait) {
     if (rank == 0) return engine->wait(engine->start({}), kPatience);
     std::this_thread::sleep_for(milliseconds(30));
     engine.reset();
-    host.gone[1].store(true);  // its process ends, in order: that is no death
+    host.gone[1].store(true);  // its process exits normally, which is not a death
   });
   CHECK(has(messages[0], {"rank 11 has left"}));
   CHECK_EQ(messages[1], "");
 }
 
-// What is complete stays so, however many have left.
+// A complete operation stays complete, even if ranks have left.
 TEST(shm_a_rank_that_leaves_after_its_part_is_not_missed) {
   Host host(2);
   auto first = host.engine(0);
@@ -210,7 +210,7 @@ TEST(shm_ranks_out_of_step_are_both_named) {
     for (const std::string& message : messages) {
       const bool names_both = has(message, {"out of step", "rank 10", "rank 11", "(operation 1)"});
       num_named += names_both ? 1 : 0;
-      // The root of a broadcast needs nobody: it may have gone, with its part done.
+      // The root of a broadcast waits for no rank: it may leave after its part.
       const bool is_other = has(message, {"gave up"}) || has(message, {"has left"}) || message.empty();
       CHECK_EQ(names_both || is_other ? "" : message, "");
     }

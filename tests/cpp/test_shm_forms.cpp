@@ -1,4 +1,4 @@
-// All-reduces that everyone sums, and the question before one.
+// All-reduces that every rank sums completely, and the query before one.
 #include "shm_ranks.h"
 
 namespace torchddp::shm {
@@ -6,7 +6,7 @@ namespace {
 
 constexpr int64_t kLarge = 50'003;
 
-// A block in the segment, and the memory for the sums elsewhere.
+// A block in the segment, and memory for the sums outside of it.
 struct Apart {
   Apart(Host& host, int rank, const Spec& spec)
       : input(stamped(spec, rank, spec.numel)),
@@ -45,7 +45,7 @@ TEST(shm_what_everyone_sums_is_complete_when_all_have_read_it) {
   const auto first = host.engine(0), second = host.engine(1);
   Apart mine(host, 0, {.numel = kLarge}), theirs(host, 1, {.numel = kLarge});
   const auto seq = first->start(mine.operation);
-  second->start(theirs.operation);  // sums at once: all is there
+  second->start(theirs.operation);  // sums at once, because all data is there
   CHECK(theirs.output == theirs.expected);
   CHECK(!second->poll(seq));
   CHECK(first->poll(seq));
@@ -62,7 +62,7 @@ TEST(shm_a_question_is_answered_with_what_all_accept) {
       engine->wait(engine->start(question), kPatience);
       require(all == (dissenter < 0), "a wrong answer");
     }
-    engine->wait(engine->start({.numel = kLarge, .form = Form::kQuestion}), kPatience);  // who does not ask
+    engine->wait(engine->start({.numel = kLarge, .form = Form::kQuestion}), kPatience);  // a rank that doesn't query
   });
 }
 

@@ -1,4 +1,4 @@
-// Peers that write garbage: a wrong result or an error, but never a read outside of their memory, and never for ever.
+// Peers that write garbage cause a wrong result or an error, but never an out-of-bounds read or an endless wait.
 #include <sys/mman.h>
 
 #include <random>
@@ -8,7 +8,7 @@
 namespace torchddp::shm {
 namespace {
 
-// Memory between pages that nobody may touch.
+// Memory between inaccessible pages.
 class Guarded {
  public:
   static constexpr int64_t kBytes = (kDataOffset + 4095) / 4096 * 4096 + 256 * 1024;
@@ -40,7 +40,7 @@ class Guarded {
 constexpr int64_t kEagerNumel = 100;
 constexpr int64_t kLargeNumel = 50'000;  // 200'000 bytes: four chunks
 
-// Rank 0 is an engine, rank 1 is only memory.
+// Rank 0 has an engine; rank 1 is only memory.
 struct Victim {
   std::unique_ptr<Engine> engine() const {
     EngineConfig config;
@@ -52,7 +52,7 @@ struct Victim {
     return std::make_unique<Engine>(std::move(config));
   }
 
-  // Its next operation, of new ranks; the peer has posted what an honest one would.
+  // The next operation of new ranks; the peer has posted what an honest one would.
   Operation operation(OpKind kind, bool eager) {
     own.reset(0);
     peer.reset(1);
@@ -77,7 +77,7 @@ struct Victim {
     peer.header().done.store(1);
   }
 
-  // The text of the error, or "".
+  // The error's text, or "".
   std::string run(const Operation& operation) const {
     const Quickly quickly;
     return error_of([&] {
@@ -101,7 +101,7 @@ TEST(shm_offsets_outside_of_a_segment_are_refused) {
       set_place(victim.peer.header().slots[0].post, offset);
       CHECK(has(victim.run(operation), {"rank 11 offers memory that is not in its segment"}));
     }
-    // The last bytes of the mapping are fine; so is an offset that is no multiple of anything.
+    // The last bytes of the mapping are valid, and so is an unaligned offset.
     for (const int64_t offset : {kLast, kLast - 1, kDataOffset + 3}) {
       const auto operation = victim.operation(kind, false);
       set_place(victim.peer.header().slots[0].post, offset);
@@ -149,7 +149,7 @@ TEST(shm_split_tables_of_any_content_are_checked) {
       const std::array<int64_t, 2> part{begin, end};
       std::memcpy(table, part.data(), sizeof(part));
       const auto message = victim.run(operation);
-      // A table that is in its bounds, of a block that is too long for the slot but not for the segment, disagrees on the size.
+      // A table within bounds of a block that is too long for the slot, but not for the segment, disagrees on the size.
       CHECK(has(message, {"rank 11 offers memory"}) || has(message, {"rank 11 has", "expects 4"}));
     }
   }
@@ -191,7 +191,7 @@ TEST(shm_counters_of_any_value_end_in_a_result_or_an_error) {
   }
 }
 
-// The whole header of the peer, a few bytes or many, before an operation; what is not hit is honest.
+// Overwrite a few or many bytes of the peer's header before an operation; the rest is honest.
 TEST(shm_random_bytes_in_a_header_end_in_a_result_or_an_error) {
   Victim victim;
   std::mt19937 random(20'240'607);
@@ -200,7 +200,7 @@ TEST(shm_random_bytes_in_a_header_end_in_a_result_or_an_error) {
   for (int round = 0; round < kRounds; ++round) {
     const auto operation = victim.operation(kKinds[random() % 6], random() % 2 == 0);
     auto* begin = victim.peer.base();
-    // Most of it is slots that are not in use: half of the hits go to what matters now.
+    // Most of it is unused slots, so half of the writes go to the parts in use.
     const auto end = random() % 2 == 0 ? sizeof(Header) : offsetof(Header, slots) + sizeof(Slot);
     const auto hits = round % 10 == 0 ? 2000 : 1 + random() % 12;
     for (uint32_t i = 0; i < hits; ++i) begin[random() % end] = static_cast<std::byte>(random());
@@ -209,9 +209,9 @@ TEST(shm_random_bytes_in_a_header_end_in_a_result_or_an_error) {
   CHECK(num_errors > 0 && num_errors < kRounds);
 }
 
-#ifndef __SANITIZE_THREAD__  // such races are the peer's, and all of them would be reported
+#ifndef __SANITIZE_THREAD__  // it would report all of the peer's data races
 
-// One that never stops writing, in its own header and in that of the victim.
+// A peer that keeps writing to its own header and the victim's.
 void tamper_while_running(const std::function<void(Victim&, std::mt19937&)>& tamper, int rounds) {
   Victim victim;
   std::atomic<bool> stop{false};
@@ -237,7 +237,7 @@ TEST(shm_a_peer_that_writes_random_bytes_all_the_time) {
       120);
 }
 
-// Work that is never used up.
+// The work is never used up.
 TEST(shm_a_peer_that_takes_back_every_claim) {
   tamper_while_running(
       [](Victim& victim, std::mt19937& /*random*/) {

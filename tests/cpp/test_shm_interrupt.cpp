@@ -1,4 +1,4 @@
-// A rank that is told by another of its threads to wait no longer, wherever it waits, and what its peers hear of it.
+// A rank interrupted by another of its threads, wherever it waits, and the errors of its peers.
 #include <optional>
 
 #include "shm_ranks.h"
@@ -25,11 +25,11 @@ TEST(shm_an_interrupt_ends_a_wait_and_all_later_calls) {
     CHECK_EQ(error_of([&] { engine->start({}); }), kReason);
     CHECK_EQ(error_of([&] { engine->poll(exchange.seq()); }), kReason);
     CHECK_EQ(error_of([&] { engine->wait_for(exchange.seq(), milliseconds(1), true); }), kReason);
-    engine->progress();  // does nothing, and throws nothing
+    engine->progress();  // does nothing, without an exception
   }
 }
 
-// Nobody waits for that operation yet: it is the start itself that must be told.
+// No thread waits for that operation yet, so the interrupt must reach start() itself.
 TEST(shm_an_interrupt_ends_a_start_that_waits_for_a_slot) {
   Host host(2);
   const auto engine = host.engine(0);
@@ -57,8 +57,8 @@ TEST(shm_peers_of_an_interrupted_rank_give_up_too) {
   }
 }
 
-// What comes from outside reaches ranks one after the other: a rank that sees a peer give up before it is told itself waits for its own
-// reason, for a while, in wait() and poll() alike. That of the peer is no reason: it is named where nothing else comes for most of a second.
+// An external interrupt reaches ranks one after the other. A rank that sees a peer give up waits a while for its own interrupt, in
+// wait() and poll() alike, and reports the peer only if none arrives for most of a second.
 TEST(shm_an_interrupt_that_comes_after_a_peers_is_what_a_rank_raises) {
   for (const bool is_told : {true, false}) {
     for (const bool polls : {false, true}) {
@@ -82,7 +82,7 @@ TEST(shm_an_interrupt_that_comes_after_a_peers_is_what_a_rank_raises) {
   }
 }
 
-// Its own time is up before it was told anything: still not a peer that is only slow.
+// It times out before an interrupt arrives: the error still says that the peer gave up, not that it is slow.
 TEST(shm_a_peer_that_gave_up_is_named_when_the_time_is_up) {
   Host host(3);
   const auto peer = host.engine(0);
@@ -92,19 +92,19 @@ TEST(shm_a_peer_that_gave_up_is_named_when_the_time_is_up) {
   CHECK(has(error_of([&] { exchange.finish(*engine, milliseconds(50)); }), {"rank 10 gave up"}));
 }
 
-// What a handler of a signal raises, in Python's place.
+// What a signal handler raises, in place of Python.
 struct Raised final : std::runtime_error, SignalInterrupt {
   using std::runtime_error::runtime_error;
 };
 
-// Handlers for as long as it lives: they return, and the one that comes third raises.
+// Handlers during its lifetime: they return, except for the third, which raises.
 class Handlers {
  public:
   explicit Handlers(Engine& engine) {
     engine_ = &engine;
     calls_ = 0;
     signal_check = [] {
-      // Whatever Python does elsewhere while the GIL is waited for: the engine's mutex is free.
+      // While a thread waits for the GIL, the engine's mutex must be free for others.
       std::thread([] { engine_->wait_for(0, milliseconds(0), false); }).join();
       if (++calls_ == 3) throw Raised("KeyboardInterrupt");
     };
@@ -147,7 +147,7 @@ TEST(shm_a_handler_that_raises_ends_a_start_that_waits_for_a_slot) {
   CHECK_EQ(raised_by([&] { engine->start({}); }), "KeyboardInterrupt");
 }
 
-// A short wait never asks for the GIL, and one of a thread in the background has no business with it.
+// Short waits never take the GIL, and background threads don't either.
 TEST(shm_handlers_run_in_long_waits_alone) {
   Host host(2);
   const auto engine = host.engine(0);
@@ -159,7 +159,7 @@ TEST(shm_handlers_run_in_long_waits_alone) {
   CHECK_EQ(raised_by([&] { engine->wait_for(seq, kPatience, true); }), "KeyboardInterrupt");
 }
 
-// Threads that wait for the same slot get one each, in some order.
+// Threads that wait for the same slot each get one, in any order.
 TEST(shm_threads_that_wait_for_a_slot_get_one_each) {
   Host host(2);
   const auto engine = host.engine(0);
@@ -175,12 +175,12 @@ TEST(shm_threads_that_wait_for_a_slot_get_one_each) {
   CHECK(seqs == (std::array<uint64_t, 3>{kSlots, kSlots + 1, kSlots + 2}));
 }
 
-// At any instant of operations that go well: it ends with the reason, or with the result.
+// At any time during successful operations: they end with the reason or with the result.
 TEST(shm_an_interrupt_in_the_middle_of_work) {
   for (int round = 0; round < 20; ++round) {
     Host host(3);
     const std::array<std::unique_ptr<Engine>, 3> engines{host.engine(0), host.engine(1), host.engine(2)};
-    // Peers may still read what an interrupted operation was given: it is kept until all have ended, as the transport does.
+    // Peers may still read an interrupted operation's input, so it is kept until all have ended, as the transport does.
     std::array<std::vector<std::unique_ptr<Exchange>>, 3> exchanges;
     const auto messages = run_ranks(4, [&](int rank) {
       if (rank == 3) {

@@ -1,4 +1,4 @@
-// Messages between ranks: in which order they are matched, what fits where, and what happens when somebody leaves.
+// Messages between ranks: matching order, sizes, and ranks that leave.
 #include <numeric>
 
 #include "shm/mail.h"
@@ -31,7 +31,7 @@ class Office {
   MessagePtr start_receive(int from, int tag, Bytes& data) {
     return mail_.receive(from, tag, data.data(), std::ssize(data));
   }
-  // Who it came from.
+  // The sender.
   int receive(int from, int tag, const Bytes& expected) {
     Bytes data(expected.size());
     const auto message = start_receive(from, tag, data);
@@ -59,7 +59,7 @@ TEST(shm_messages_of_all_sizes_arrive_as_they_were_sent) {
   });
 }
 
-// More than a lane has letters, from both sides at once, before anybody receives.
+// More messages than a lane holds, from both sides at once, before any receive.
 TEST(shm_who_sends_first_on_both_sides_does_not_wait_for_a_receive) {
   Host host(2);
   constexpr int kMany = 3 * static_cast<int>(kLetters);
@@ -220,7 +220,7 @@ TEST(shm_a_forgotten_receive_takes_no_message) {
   CHECK(data == Bytes(4));
 }
 
-// Who waits for a message does its part of collectives meanwhile, and both wake it.
+// A rank that waits for a message also does its part of collectives, and both wake it.
 TEST(shm_messages_and_collectives_go_on_side_by_side) {
   Host host(2);
   check_ranks(2, [&](int rank) {
@@ -252,7 +252,7 @@ TEST(shm_threads_of_a_rank_share_its_mail) {
   });
 }
 
-// --- peers that are no rank -------------------------------------------------------------------------------------------
+// --- peers that are not ranks -------------------------------------------------------------------------------------------
 
 class Forger {
  public:

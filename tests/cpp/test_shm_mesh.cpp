@@ -1,4 +1,4 @@
-// How ranks find each other, as threads, and among strangers.
+// How ranks on threads connect, also among unrelated clients.
 #include <fcntl.h>
 #include <poll.h>
 #include <sys/mman.h>
@@ -10,7 +10,7 @@
 namespace torchddp::shm {
 namespace {
 
-// What travels first on a connection, as mesh.cpp has it.
+// The first message on a connection, as in mesh.cpp.
 struct Hello {
   uint64_t magic = kMagic;
   uint32_t version = kVersion;
@@ -27,7 +27,7 @@ Hello hello_of(int rank, int size, const std::string& address) {
   return hello;
 }
 
-// Connects all; each must see what the others wrote in their segments.
+// Connects all ranks; each must see what the others wrote to their segments.
 void check_connects(Ranks& ranks) {
   const int size = static_cast<int>(ranks.addresses.size());
   for (int rank = 0; rank < size; ++rank) {
@@ -47,7 +47,7 @@ void check_connects(Ranks& ranks) {
       require(found.segment.bytes() == ranks.segments[static_cast<size_t>(peer)]->bytes(), "all of it");
     }
     finished.fetch_add(1);
-    while (finished.load() < size) std::this_thread::yield();  // who leaves early is gone
+    while (finished.load() < size) std::this_thread::yield();  // a rank that leaves early counts as gone
   });
 }
 
@@ -71,7 +71,7 @@ TEST(shm_mesh_names_are_random_and_hosts_have_one) {
   CHECK(host_identity().size() > 36);
 }
 
-// Before all ranks, in the queue of the first listener and while others connect.
+// Before all ranks, in the first listener's queue, and while others connect.
 TEST(shm_mesh_strangers_do_no_harm) {
   const int before = open_files();
   {
@@ -88,9 +88,9 @@ TEST(shm_mesh_strangers_do_no_harm) {
     const std::vector<char> long_garbage(5000, 'x');
     stranger().send(long_garbage.data(), long_garbage.size(), {});
     const Hello good = hello_of(1, 3, ranks.addresses[1]);
-    stranger().send(&good, sizeof(good), {});                    // without a segment
+    stranger().send(&good, sizeof(good), {});                    // no segment
     stranger().send(&good, sizeof(good) - 1, {own.fd()});        // cut short
-    stranger().send(&good, sizeof(good), {own.fd(), own.fd()});  // with two
+    stranger().send(&good, sizeof(good), {own.fd(), own.fd()});  // two segments
     stranger().send(&good, sizeof(good), {own.fd(), own.fd(), own.fd(), own.fd()});
     Hello bad = good;
     bad.magic ^= 1;
@@ -101,7 +101,7 @@ TEST(shm_mesh_strangers_do_no_harm) {
       stranger().send(&bad, sizeof(bad), {own.fd()});
     }
     bad = good;
-    bad.address[0] = '?';  // does not know the name of the rank that it would be
+    bad.address[0] = '?';  // doesn't know the name of the rank it claims to be
     stranger().send(&bad, sizeof(bad), {own.fd()});
     {
       const Quickly quickly;
@@ -114,7 +114,7 @@ TEST(shm_mesh_strangers_do_no_harm) {
   }
 }
 
-// What rank 0 of two says to a rank 1 that sends `hello` and `fd`. No file stays open.
+// Rank 0's error for a rank 1 that sends `hello` and `fd`. No file stays open.
 std::string refusal(const std::function<void(Hello&)>& change, const std::function<int(Ranks&)>& fd) {
   const int before = open_files();
   std::string message;
@@ -166,7 +166,7 @@ TEST(shm_mesh_a_segment_that_could_shrink_is_refused) {
     return has(message, {"is not a sealed torchddp segment"});
   };
   CHECK(refused(memfd_create("unsealed", MFD_CLOEXEC | MFD_ALLOW_SEALING)));
-  CHECK(refused(open("/tmp", O_TMPFILE | O_RDWR | O_CLOEXEC, 0600)));  // what can't be sealed at all
+  CHECK(refused(open("/tmp", O_TMPFILE | O_RDWR | O_CLOEXEC, 0600)));  // a file that can't be sealed
 }
 
 TEST(shm_mesh_a_rank_that_does_not_come_is_waited_for_no_longer_than_agreed) {
@@ -185,7 +185,7 @@ TEST(shm_mesh_a_rank_that_gave_up_is_not_waited_for) {
   {
     const Quickly quickly;
     Ranks ranks(3);
-    CHECK_THROWS(Unavailable, ranks.connect(0, milliseconds(1)), "timed out");  // which closes its socket
+    CHECK_THROWS(Unavailable, ranks.connect(0, milliseconds(1)), "timed out");  // closes its socket
     CHECK_THROWS(Unavailable, ranks.connect(1, kPatience), "could not connect to local rank 0");
   }
   {
@@ -202,7 +202,7 @@ TEST(shm_mesh_a_rank_that_gave_up_is_not_waited_for) {
   }
 }
 
-// As one of too many who had said nothing when they were looked at.
+// As happens to one of too many clients that have sent nothing yet.
 TEST(shm_mesh_a_rank_that_is_taken_for_a_stranger_comes_again) {
   Ranks ranks(2);
   const auto& name = ranks.addresses[0];
@@ -224,7 +224,7 @@ TEST(shm_mesh_a_rank_that_is_taken_for_a_stranger_comes_again) {
   CHECK_EQ(peers[0].segment.bytes(), ranks.segments[0]->bytes());
 }
 
-// Somebody is always at the door: that is no reason not to look for those who will not come.
+// Even with a constant stream of clients, ranks that gave up must be detected.
 TEST(shm_mesh_a_rank_that_gave_up_is_noticed_among_many_strangers) {
   Ranks ranks(3);
   ranks.listeners.pop_back();
@@ -234,7 +234,7 @@ TEST(shm_mesh_a_rank_that_gave_up_is_noticed_among_many_strangers) {
     crowd.emplace_back([&] {
       try {
         while (!stop.load()) const Stranger passes_by(ranks.addresses[0]);
-      } catch (const std::runtime_error&) {  // nobody listens any more
+      } catch (const std::runtime_error&) {  // the listener is closed
       }
     });
   }
@@ -246,7 +246,7 @@ TEST(shm_mesh_a_rank_that_gave_up_is_noticed_among_many_strangers) {
   for (auto& thread : crowd) thread.join();
 }
 
-// More than are let in at a time, and none of them ever speaks.
+// More clients than are accepted at a time, none of which ever sends.
 TEST(shm_mesh_connects_ranks_among_strangers_that_stay) {
   Ranks ranks(2);
   std::vector<std::unique_ptr<Stranger>> strangers;
@@ -270,7 +270,7 @@ TEST(shm_mesh_connects_ranks_among_strangers_that_stay) {
   crowd.join();
 }
 
-// The queue of a listener is full, and nobody takes anything from it.
+// A listener's queue is full, and nothing accepts from it.
 TEST(shm_mesh_a_rank_that_takes_nobody_is_waited_for_no_longer_than_agreed) {
   Listener own;
   const std::string name(32, 'f');

@@ -1,4 +1,4 @@
-// How ranks find each other as processes: of other users, without descriptors, and when they die.
+// How ranks in processes connect: other users, exhausted descriptors, and deaths.
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
@@ -13,7 +13,7 @@
 namespace torchddp::shm {
 namespace {
 
-#ifndef __SANITIZE_THREAD__  // it does not know fork()
+#ifndef __SANITIZE_THREAD__  // it doesn't support fork()
 
 struct Pipe {
   Pipe() {
@@ -24,7 +24,7 @@ struct Pipe {
   Fd read, write;
 };
 
-// Rank 1 of two in a process of its own, which runs `body`: its exit status is 0 if that returns true.
+// Rank 1 of two in its own process, which runs `body` and exits with 0 if it returns true.
 class Child {
  public:
   template <class Body>
@@ -65,7 +65,7 @@ EngineConfig config_of(int rank, const Segment& own, const std::vector<Peer>& pe
   return config;
 }
 
-// All-reduces of `numel` ones and twos; whether all came out as threes.
+// All-reduces `numel` ones and twos; returns whether all results are threes.
 bool reduce_some(Engine& engine, Segment& segment, int rounds, int64_t numel) {
   auto* block = static_cast<float*>(segment.allocate(numel * 4));
   bool good = true;
@@ -80,11 +80,11 @@ bool reduce_some(Engine& engine, Segment& segment, int rounds, int64_t numel) {
 
 constexpr uid_t kNobody = 65534;
 
-// It has taken the name of a rank that has gone: it gets neither memory nor a word.
+// It took the name of a rank that left: it gets neither memory nor a message.
 TEST(shm_mesh_another_user_in_the_place_of_a_rank_gets_nothing) {
   const std::string name(32, 'u');
   if (geteuid() != 0) {
-    CHECK(true);  // nobody can be somebody else
+    CHECK(true);  // without root there is no other user
     return;
   }
   const Pipe pipe;
@@ -119,10 +119,10 @@ TEST(shm_mesh_without_descriptors_a_rank_blames_itself) {
   for (const int rank : {0, 1}) CHECK_EQ(Process([&] { return message(rank); }).end(), 0);
 }
 
-// As if many ranks had sent theirs and nobody had read them yet.
+// As if many ranks had sent descriptors that no rank has received yet.
 TEST(shm_mesh_too_many_descriptors_under_way_are_waited_for) {
   const Process process([] {
-    if (geteuid() == 0 && setuid(kNobody) != 0) return 1;  // root has no such limit
+    if (geteuid() == 0 && setuid(kNobody) != 0) return 1;  // root has no limit
     constexpr int kLimit = 100;
     const rlimit limit{kLimit, kLimit};
     if (setrlimit(RLIMIT_NOFILE, &limit) != 0) return 2;
@@ -152,7 +152,7 @@ TEST(shm_mesh_too_many_descriptors_under_way_are_waited_for) {
   CHECK_EQ(process.end(), 0);
 }
 
-// What the processes of a host know of each other before they connect, and how far they are.
+// What a host's processes know of each other before they connect, and their progress.
 struct Crowd {
   std::atomic<int> listening, connected;
   std::atomic<bool> has_failed;
@@ -188,11 +188,11 @@ struct Crowd {
       require(found.pid > 0 && !found.gone(), "the peer lives");
     }
     connected.fetch_add(1);
-    wait_for(connected, size);  // who leaves early is gone
+    wait_for(connected, size);  // a rank that leaves early counts as gone
   }
 };
 
-// Many more than there are processors, and with 127 others each process makes use of most of the descriptors that it may have under way.
+// Many more ranks than processors; with 127 peers each process uses most of the descriptors that it may have in flight.
 TEST(shm_mesh_connects_all_ranks_of_a_large_host_in_time) {
   for (const int size : {64, 128}) {
     void* memory = mmap(nullptr, sizeof(Crowd), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);

@@ -1,4 +1,4 @@
-// Infinities and NaNs that are counted while blocks are summed.
+// Infinities and NaNs, counted while blocks are summed.
 #include <cmath>
 #include <limits>
 
@@ -12,7 +12,7 @@ constexpr int64_t kNumel = 100'003;  // several chunks and pieces, with tails
 constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 constexpr float kInf = std::numeric_limits<float>::infinity();
 
-// All-reduces of a block in which this rank has `bad` values in the given places.
+// All-reduces of a block in which this rank has `bad` values at the given indices.
 struct Sum {
   Sum(Segment& segment, int64_t numel) : segment(segment), numel(numel) {
     values = static_cast<float*>(segment.allocate(numel * 4));
@@ -46,7 +46,7 @@ TEST(shm_each_rank_is_told_what_is_not_finite_in_its_own_input) {
       const auto engine = host.engine(rank);
       Sum sum(host.segment(rank), kNumel);
       for (int round = 0; round < 20; ++round) {
-        // In everybody's shard, at its ends too; as many as the rank's number, and none in every third round.
+        // In every rank's shard and at its ends; as many as the rank's number, and none in every third round.
         std::vector<int64_t> bad;
         for (int i = 0; round % 3 != 0 && i <= rank; ++i) bad.push_back(i == 0 ? kNumel - 1 : i * (kNumel / 4));
         engine->wait(sum.start(*engine, bad, round % 2 == 0 ? kNan : kInf), milliseconds(0));
@@ -72,7 +72,7 @@ TEST(shm_ranks_may_count_or_not) {
   });
 }
 
-// Of finite inputs, in the shard of either rank; and of one rank's input alone. All ranks are told.
+// From finite inputs, in either rank's shard, and from one rank's input only. All ranks get the result.
 TEST(shm_all_ranks_are_told_that_a_sum_is_not_finite) {
   constexpr int kSize = 3;
   constexpr float kLargest = std::numeric_limits<float>::max();
@@ -93,7 +93,7 @@ TEST(shm_all_ranks_are_told_that_a_sum_is_not_finite) {
   });
 }
 
-// Small ones travel in their slots, where nobody looks: nothing is said, rather than that all is well.
+// Small blocks are sent in slots and not checked, so the result is unknown rather than finite.
 TEST(shm_sums_nobody_looked_at_are_not_called_finite) {
   Host host(2);
   check_ranks(2, [&](int rank) {
@@ -104,7 +104,7 @@ TEST(shm_sums_nobody_looked_at_are_not_called_finite) {
   });
 }
 
-// Slots serve again before anybody has waited; what they counted is kept.
+// Slots are reused before any wait; their counts are kept.
 TEST(shm_counts_outlive_their_slots) {
   constexpr int kSize = 2;
   constexpr size_t kOperations = 2 * kSlots + 5;

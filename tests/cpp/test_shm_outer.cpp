@@ -1,4 +1,4 @@
-// The all-reduce between hosts: an outer link that is only made up, and one that really sums between two hosts of threads.
+// The all-reduce between hosts: with a fake outer link, and with one that sums between two hosts of threads.
 #include <deque>
 #include <map>
 #include <mutex>
@@ -10,7 +10,7 @@ namespace {
 
 using kernels::DType;
 
-// Adds a constant to floats, a little later.
+// Adds a constant to floats after a delay.
 class AddingLink final : public OuterLink {
  public:
   AddingLink(float constant, milliseconds delay) : constant_(constant), delay_(delay) {}
@@ -82,7 +82,7 @@ TEST(shm_many_outer_operations_in_flight_among_others) {
     std::vector<std::unique_ptr<Exchange>> exchanges;
     for (uint32_t i = 0; i < 3 * kSlots; ++i) {
       Spec spec{.numel = 100 + 37 * i, .salt = i};
-      // Runs of one kind as long as the ring: the place in the outer operations must keep up with those that have none.
+      // Runs of one kind as long as the ring: the index of outer operations must skip operations without an outer part.
       if (i / kSlots == 1) spec = {.kind = OpKind::kBroadcast, .numel = 10, .salt = i};
       exchanges.push_back(std::make_unique<Exchange>(host, rank, spec, engine));
       if (spec.kind == OpKind::kAllReduce) exchanges.back()->expect(plus(expected_result(spec, kSize, rank), -7));
@@ -91,7 +91,7 @@ TEST(shm_many_outer_operations_in_flight_among_others) {
   });
 }
 
-// Operations without an outer part fill the ring without a call that looks at the outer link.
+// Operations without an outer part fill the ring without polling the outer link.
 TEST(shm_a_ring_of_small_operations_before_an_outer_one) {
   Host host(1);
   AddingLink link(5, milliseconds(0));
@@ -106,7 +106,7 @@ TEST(shm_a_ring_of_small_operations_before_an_outer_one) {
   CHECK(engine.poll(exchange.seq()));
 }
 
-// Where the owners of one shard on two hosts meet: the last to come sums in the order of the hosts.
+// Where the owners of a shard on two hosts meet: the last to arrive sums in host order.
 class Meeting {
  public:
   void arrive(uint64_t number, size_t host, float* data, int64_t numel) {
@@ -148,7 +148,7 @@ class MeetingLink final : public OuterLink {
   uint64_t finished_ = 0;
 };
 
-// Sums in rank order within each host, then in the order of the hosts.
+// Sums in rank order within each host, then in host order.
 Bytes two_host_sum(const std::array<int, 2>& sizes, const Spec& spec) {
   std::vector<Bytes> sums;
   for (uint32_t host = 0; host < 2; ++host) {
@@ -194,7 +194,7 @@ TEST(shm_two_hosts_sum_with_each_other) {
 
 // --- and when it breaks -------------------------------------------------------------------------------------------------
 
-// Finishes nothing.
+// Never completes an operation.
 class SilentLink : public OuterLink {
  public:
   void start(void* /*data*/, DType /*type*/, int64_t /*numel*/, std::optional<DType> /*wire*/) override {}

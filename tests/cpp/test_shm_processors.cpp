@@ -1,4 +1,4 @@
-// What a rank may use, as files of a made-up machine say it.
+// The processors that a rank may use, from the files of a fake machine.
 #include <unistd.h>
 
 #include <filesystem>
@@ -14,7 +14,7 @@ namespace {
 
 using Files = std::initializer_list<std::pair<const char*, const char*>>;
 
-// A folder with these files, gone at the end.
+// A folder with these files, removed at the end.
 class Machine {
  public:
   explicit Machine(const Files& files) {
@@ -56,9 +56,9 @@ TEST(shm_processors_quota_of_version_2_is_the_least_of_the_group_and_those_aroun
   CHECK_EQ(quota("400000 100000", "max 100000", "max 100000"), 4);
   CHECK_EQ(quota("max 100000", "300000 100000", "max 100000"), 3);
   CHECK_EQ(quota("400000 100000", "800000 100000", "100000 50000"), 2);
-  CHECK_EQ(quota("150000 100000", "max 100000", "max 100000"), 1);  // down
+  CHECK_EQ(quota("150000 100000", "max 100000", "max 100000"), 1);  // rounded down
   CHECK_EQ(quota("290000 100000", "max 100000", "max 100000"), 2);
-  CHECK_EQ(quota("10000 100000", "max 100000", "max 100000"), 1);  // but not to none
+  CHECK_EQ(quota("10000 100000", "max 100000", "max 100000"), 1);  // but not to zero
   CHECK_EQ(quota("max 100000", "max 100000", "max 100000"), 0);
   for (const char* garbage : {"", "what", "5", "-3 100000", "100000 0", "0 100000", "100000 -1"}) {
     CHECK_EQ(quota(garbage, garbage, garbage), 0);
@@ -98,7 +98,7 @@ TEST(shm_processors_quota_of_a_hybrid_of_both) {
   CHECK_EQ(quota("300000", "200000 100000"), 2);
 }
 
-// Which sees its own group where the hierarchy begins, with or without a name space of its own.
+// A container sees its own group as the root, with or without its own namespace.
 TEST(shm_processors_quota_in_a_container) {
   const char* limit = "500000 100000";
   const char* mount_of_own = "30 24 0:26 /docker/abc /cg rw - cgroup2 cgroup2 rw\n";
@@ -138,7 +138,7 @@ TEST(shm_processors_node_has_all_that_are_allowed_or_the_one_in_use) {
   };
   CHECK_EQ(node(mask_of({1, 9}), 1), 0);
   CHECK_EQ(node(mask_of({4, 15, 100}), 4), 2);
-  CHECK_EQ(node(mask_of({4, 15, 100}), 0), 2);  // it has been moved since
+  CHECK_EQ(node(mask_of({4, 15, 100}), 0), 2);  // it has moved since
   CHECK_EQ(node(mask_of({3, 4}), 3), 0);
   CHECK_EQ(node(mask_of({3, 4}), 4), 2);
   CHECK_EQ(node(mask_of({3, 101}), 100), 2);
@@ -169,7 +169,7 @@ TEST(shm_processors_of_this_process_are_in_its_header) {
   CHECK_EQ(reinterpret_cast<const Header*>(elsewhere.base())->node, 7);
 }
 
-// One for each of all ranks, if their group may use as many.
+// One processor per rank, if their group may use as many.
 TEST(shm_processors_are_crowded_below_one_each) {
   Host host(4);
   for (int rank = 0; rank < 4; ++rank) {
@@ -189,7 +189,7 @@ TEST(shm_processors_are_crowded_below_one_each) {
   CHECK(!is_crowded());
   host.header(1).quota = 3;
   CHECK(is_crowded());
-  for (int rank = 0; rank < 4; ++rank) {  // a container each
+  for (int rank = 0; rank < 4; ++rank) {  // each in its own container
     host.header(rank).quota = 1;
     host.header(rank).quota_group = 100 + rank;
   }
@@ -198,7 +198,7 @@ TEST(shm_processors_are_crowded_below_one_each) {
   CHECK(is_crowded());
 }
 
-// As schedulers bind tasks.
+// Tasks bound by a scheduler.
 TEST(shm_processors_are_too_little_for_ranks_that_may_run_nowhere_else) {
   const auto bound = [](std::initializer_list<ProcessorMask> masks) {
     std::vector<Allowance> ranks;
@@ -233,7 +233,7 @@ TEST(shm_processors_a_quota_is_that_of_a_folder) {
   CHECK_EQ(processor_quota(one.root()).processors, 2);
   CHECK_EQ(processor_quota(one.root()).group, processor_quota(one.root()).group);
   CHECK(processor_quota(one.root()).group != processor_quota(other.root()).group);
-  std::ofstream(one.root() + "/proc/self/cgroup") << "0::/a\n";  // the same limit, without a group inside
+  std::ofstream(one.root() + "/proc/self/cgroup") << "0::/a\n";  // the same limit without a nested group
   const auto around = processor_quota(one.root());
   std::ofstream(one.root() + "/proc/self/cgroup") << "0::/a/b\n";
   CHECK_EQ(around.group, processor_quota(one.root()).group);

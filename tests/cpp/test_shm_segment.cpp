@@ -1,4 +1,4 @@
-// Memory of a segment: where blocks lie, what is given back, and what nobody can do to it.
+// A segment's memory: placement of blocks, what is freed, and what is impossible.
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
@@ -19,8 +19,8 @@ namespace {
 constexpr int64_t kPage = 4096;
 constexpr int64_t kHuge = 2 << 20;
 
-// While there is one: a kernel before 6.10, where a signal undoes all that a call of fallocate() has allocated, and a profiler that sends
-// one for every so many bytes.
+// Simulates, during its lifetime, a kernel before 6.10, in which a signal undoes everything that a call of fallocate() has allocated,
+// and a profiler that sends a signal every so many bytes.
 struct OldKernel {
   explicit OldKernel(int64_t bytes_between_signals, int64_t room = INT64_MAX) {
     between = bytes_between_signals;
@@ -32,12 +32,12 @@ struct OldKernel {
   OldKernel& operator=(const OldKernel&) = delete;
 
   static inline int64_t between = INT64_MAX;
-  static inline int64_t left = INT64_MAX;  // room
+  static inline int64_t left = INT64_MAX;  // bytes available
   static inline int num_interrupted = 0;
 
-  // What such a kernel says: an error, or 0 to go on.
+  // Such a kernel's result: an error, or 0 to continue.
   static int fate(int64_t bytes) {
-    if (bytes > between) return ++num_interrupted < 1000 ? EINTR : EIO;  // it would never end
+    if (bytes > between) return ++num_interrupted < 1000 ? EINTR : EIO;  // fail rather than loop forever
     return left != INT64_MAX && (left -= bytes) < 0 ? ENOSPC : 0;
   }
 };
@@ -95,7 +95,7 @@ TEST(shm_segment_released_memory_is_merged_and_used_again) {
   int elsewhere = 0;
   segment.release(&elsewhere);
   auto* block = segment.allocate(100);
-  segment.release(static_cast<std::byte*>(block) + 64);  // no block begins there
+  segment.release(static_cast<std::byte*>(block) + 64);  // not the start of a block
   segment.release(block);
   segment.release(block);
   CHECK(segment.allocate(100) == block);
@@ -139,7 +139,7 @@ TEST(shm_segment_pages_are_there_from_allocation_to_release) {
   const auto at_first = pages_held(segment);
   CHECK(at_first * kPage < kDataOffset + kHuge);
   auto* block = segment.allocate(100 * kPage);
-  CHECK(pages_held(segment) >= at_first + 100);  // before it is touched
+  CHECK(pages_held(segment) >= at_first + 100);  // before it is written
   fill(block, 100 * kPage, 7);
   auto* small = segment.allocate(64);
   fill(small, 64, 9);
@@ -171,7 +171,7 @@ TEST(shm_segment_says_how_much_is_in_huge_pages) {
   segment.release(small);
 }
 
-// Where the same is done by hand, for memory of nobody's.
+// Does the same manually for separate memory.
 bool has_huge_pages() {
   const Fd file(memfd_create("probe", MFD_CLOEXEC));
   if (ftruncate(file.get(), 2 * kHuge) != 0) return false;
@@ -209,7 +209,7 @@ TEST(shm_segment_is_the_same_memory_in_another_mapping) {
   CHECK_THROWS(Unavailable, Mapping(-1, 4096), "could not map 4096 bytes");
 }
 
-// Each rank maps the segments of all.
+// Each rank maps all ranks' segments.
 TEST(shm_segments_of_many_ranks_fit_in_the_address_space) {
   const auto machine = static_cast<int64_t>(sysconf(_SC_PHYS_PAGES)) * sysconf(_SC_PAGESIZE);
   for (const int size : {1, 2, 4, 5, 8, 128, kMaxRanks}) {
@@ -221,7 +221,7 @@ TEST(shm_segments_of_many_ranks_fit_in_the_address_space) {
   }
 }
 
-// Neither what ranks share nor the holes in it, which the kernel would fill with zeros to write them.
+// Neither shared memory nor its holes, which the kernel would fill with zeros to dump them.
 TEST(shm_segments_are_not_in_core_dumps) {
   Segment segment(0, 1, 0);
   const Mapping of_peer(segment.fd(), segment.bytes());
@@ -254,7 +254,7 @@ TEST(shm_segment_allocates_while_signals_come) {
   }
 }
 
-// What did not fit is not kept, and its neighbours are.
+// What did not fit is freed, and its neighbours are kept.
 TEST(shm_segment_that_runs_out_of_room_between_signals_gives_back_what_it_got) {
   Segment segment(0, 1, 0);
   auto* small = segment.allocate(64);
@@ -283,7 +283,7 @@ TEST(shm_segment_that_runs_out_of_room_gives_back_huge_pages_too) {
   CHECK(segment.allocate(4 * kHuge) != nullptr);
 }
 
-// Against a list of blocks: none overlaps another, contents stay, and at the end all is free again.
+// Compared with a list of blocks: none overlap, contents are kept, and at the end all is free.
 TEST(shm_segment_random_allocations_agree_with_a_model) {
   constexpr int64_t kLimit = 24 << 20;
   Segment segment(0, 1, kLimit);
@@ -327,7 +327,7 @@ TEST(shm_segment_random_allocations_agree_with_a_model) {
   auto* whole = segment.allocate(kLimit);
   CHECK(whole != nullptr);
   segment.release(whole);
-  CHECK(pages_held(segment) < at_first + 600);  // only what small blocks have touched
+  CHECK(pages_held(segment) < at_first + 600);  // only what small blocks have written
 }
 
 TEST(shm_segment_threads_allocate_at_the_same_time) {
@@ -345,9 +345,9 @@ TEST(shm_segment_threads_allocate_at_the_same_time) {
   });
 }
 
-#ifndef __SANITIZE_THREAD__  // it does not know fork()
+#ifndef __SANITIZE_THREAD__  // it doesn't support fork()
 
-// Whether `body` returns true in a child.
+// Whether `body` returns true in a child process.
 template <class Body>
 bool in_child(const Body& body) {
   return Process([&] { return body() ? 0 : 1; }).end() == 0;
@@ -373,14 +373,14 @@ TEST(shm_segment_keeps_below_the_limit_on_file_sizes) {
   }));
 }
 
-// Of this process so far, without those that needed the disk. A sanitizer of threads has many of its own.
+// Minor page faults of this process so far. ThreadSanitizer causes many of its own.
 int64_t faults() {
   rusage usage{};
   getrusage(RUSAGE_SELF, &usage);
   return usage.ru_minflt;
 }
 
-// AddressSanitizer reads a shadow byte for every eight of ours, whose page may not be mapped yet.
+// AddressSanitizer reads one shadow byte for every eight bytes, from a page that may not be mapped yet.
 #ifdef __SANITIZE_ADDRESS__
 constexpr int64_t kBytesPerShadowByte = 8;
 #else
@@ -398,7 +398,7 @@ TEST(shm_segment_pages_are_mapped_before_they_are_touched) {
   }
 }
 
-// A child that drops its copies of tensors must not empty those of the parent, nor hand out the same memory.
+// A child that frees its copies of tensors must not clear the parent's, nor allocate the same memory.
 TEST(shm_segment_is_left_alone_by_a_forked_child) {
   Segment segment(0, 1, 0);
   auto* block = segment.allocate(10 * kPage);
@@ -427,7 +427,7 @@ TEST(shm_segment_an_engine_is_not_closed_by_a_forked_child) {
 }  // namespace
 }  // namespace torchddp::shm
 
-// In the place of the C library's.
+// Replaces the C library's.
 extern "C" int fallocate(int fd, int mode, off_t offset, off_t bytes) {
   if (mode == 0) {
     if (const int error = torchddp::shm::OldKernel::fate(bytes)) {

@@ -1,4 +1,4 @@
-// Many ranks, on one node of memory or several: the bits are those of rank order, and little is moved.
+// Many ranks on one or several NUMA nodes: results are bitwise those of rank order, with little traffic.
 #include <cstdio>
 #include <cstdlib>
 
@@ -10,14 +10,14 @@ namespace {
 using kernels::DType;
 using kernels::ReduceOp;
 
-// A sanitizer makes all of it ten to twenty times as slow: it gets each kind once.
+// Sanitizers are ten to twenty times slower, so they run each kind once.
 #if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
 constexpr bool kIsSanitized = true;
 #else
 constexpr bool kIsSanitized = false;
 #endif
 
-// In float: nothing, one, around what is handed from group to group and what travels in a post, around a chunk, and several.
+// Sizes in floats: zero, one, around the limits of chains and of posts, around a chunk, and several chunks.
 constexpr int64_t kNumels[] = {0, 1, 255, 256, 257, 2048, 2049, 16'385, 100'003};
 
 std::vector<Spec> sums() {
@@ -76,7 +76,7 @@ TEST(shm_bits_are_those_of_rank_order_on_any_nodes) {
   }
 }
 
-// All ranks in one thread: nobody waits, so nobody helps, and each does its own part.
+// All ranks in one thread: no rank waits, so none helps, and each does its own part.
 class Together {
  public:
   explicit Together(Host& host) : host_(host) {
@@ -123,7 +123,7 @@ TEST(shm_nobody_needs_help_where_each_rank_has_a_processor) {
   CHECK(true);
 }
 
-// A leader that posted and does not come back: others hand its sums on.
+// A leader that posts and never returns: others pass its sums on.
 TEST(shm_a_chain_goes_on_without_its_leaders) {
   constexpr int kSize = 20;
   Host host(kSize);
@@ -141,7 +141,7 @@ TEST(shm_a_chain_goes_on_without_its_leaders) {
   });
 }
 
-// Each leader sees its own group's posts only: what it is handed says what it is of.
+// A leader sees only its own group's posts, so partial sums carry their operation.
 TEST(shm_groups_in_different_operations_are_out_of_step) {
   constexpr int kSize = 10;
   constexpr int kFirstOfSecond = 5;
@@ -162,7 +162,7 @@ TEST(shm_groups_in_different_operations_are_out_of_step) {
   }
 }
 
-// A rank that posted and never comes back holds up whoever needs its slot, and is named for it.
+// A rank that posts and never returns blocks the ranks that need its slot, which name it.
 TEST(shm_a_rank_that_died_before_it_took_a_total_is_named) {
   constexpr int kSize = 6;
   Host host(kSize);
@@ -185,7 +185,7 @@ TEST(shm_a_rank_that_died_before_it_took_a_total_is_named) {
   CHECK_THROWS(TransportError, start(1), "rank 15 died");
 }
 
-// Of an operation, summed over all ranks; the mean of so many.
+// Traffic of an operation, summed over all ranks: the mean of several.
 Transfers transfers_of(const std::vector<int>& topology, int64_t numel, uint64_t rounds) {
   Host host(topology);
   Together ranks(host);
@@ -198,7 +198,7 @@ Transfers transfers_of(const std::vector<int>& topology, int64_t numel, uint64_t
           each(after.far_bytes, before.far_bytes)};
 }
 
-// For `python -m benchmarks.host_model`, where it is asked for.
+// For `python -m benchmarks.host_model`, on request.
 void report(const std::vector<int>& topology, int64_t bytes, const Transfers& counted) {
   if (const char* path = std::getenv("TORCHDDP_COUNTS_FILE"); path != nullptr) {
     std::FILE* file = std::fopen(path, "a");
@@ -213,8 +213,8 @@ void report(const std::vector<int>& topology, int64_t bytes, const Transfers& co
   }
 }
 
-// Each rank but one reads its leader's total, and each but one is read by a leader; and once in kSlots operations each
-// looks how far each other one is.
+// Each rank but one reads its leader's total, and a leader reads each rank but one; once per kSlots operations each rank
+// reads every other's progress.
 TEST(shm_a_small_all_reduce_moves_two_messages_a_rank) {
   for (const int64_t bytes : {8, 64, 1024}) {
     for (const int each : {1, 2, 3, 4, 8, 16, 32, 64}) {
@@ -228,7 +228,7 @@ TEST(shm_a_small_all_reduce_moves_two_messages_a_rank) {
         CHECK_EQ(counted.lines, messages * parcel_lines(bytes) + size * (size - 1) / static_cast<int64_t>(kSlots));
         CHECK_EQ(counted.bytes, 0);
         if (count == 2 && size > 4) {
-          // The partial sum one way, the total the other, read by each leader there.
+          // The partial sum in one direction and the total in the other, read by each leader there.
           const auto leaders = (each + 7) / 8;
           const auto looks = size * size / 2 / static_cast<int64_t>(kSlots);
           CHECK_EQ(counted.far_lines, (1 + leaders) * parcel_lines(bytes) + looks);
@@ -246,7 +246,7 @@ TEST(shm_a_large_all_reduce_crosses_the_link_twice) {
       const auto one = transfers_of(nodes(1, 2 * each), numel, 1);
       report(nodes(1, 2 * each), bytes, one);
       const int64_t size = 2 * each;
-      CHECK_EQ(one.bytes, 2 * (size - 1) * bytes);  // each owner reads its share of all others, and writes it to them
+      CHECK_EQ(one.bytes, 2 * (size - 1) * bytes);  // each owner reads its shard from all others and writes it back
       const auto two = transfers_of(nodes(2, each), numel, 1);
       report(nodes(2, each), bytes, two);
       CHECK_EQ(two.far_bytes, 2 * bytes);

@@ -21,14 +21,14 @@ using reference::Bytes;
 constexpr DType kTypes[] = {DType::kF64, DType::kF32, DType::kF16, DType::kBF16, DType::kI8,
                             DType::kU8,  DType::kI16, DType::kI32, DType::kI64};
 constexpr ReduceOp kOps[] = {ReduceOp::kSum, ReduceOp::kProduct, ReduceOp::kMin, ReduceOp::kMax};
-// From thirteen on by way of a tile.
+// With thirteen or more ranks, through a tile.
 constexpr int64_t kRanks[] = {1, 2, 3, 4, 7, 12, 13, 17};
-// Around one vector and one unrolled step of every instruction set.
+// Sizes around one vector and one unrolled step of every instruction set.
 constexpr int64_t kSizes[] = {0, 1, 2, 3, 5, 15, 16, 17, 31, 33, 63, 64, 65, 100, 255, 257, 515};
 constexpr unsigned char kCanary = 0xA5;
 constexpr int64_t kCanaryBytes = 128;
 
-// A NaN on either side wins; of equal numbers (-0 and +0) the later.
+// A NaN on either side wins; of equal numbers (-0 and +0), the later one does.
 template <class T>
 T choose(ReduceOp op, T a, T b) {
   if (a != a) return a;
@@ -57,7 +57,7 @@ int64_t reduce_integers(ReduceOp op, int64_t a, int64_t b) {
   return choose(op, a, b);
 }
 
-// One element after the other, on sources that are left alone.
+// A scalar loop that doesn't change its sources.
 Bytes reference_reduce(const std::vector<Bytes>& sources, DType type, ReduceOp op, int64_t numel) {
   if (sources.size() == 1) return sources[0];
   const int64_t bytes = item_size(type);
@@ -94,8 +94,8 @@ std::vector<Bytes> random_sources(DType type, int64_t num_ranks, int64_t numel) 
   return sources;
 }
 
-// Elements in memory of their own, `misalignment` bytes off. One that is written to has canaries on both sides; one that
-// is only read ends with its last element, so that ASan sees a read past it.
+// Elements in their own memory, misaligned by `misalignment` bytes. Written memory has canaries on both sides; read-only
+// memory ends with its last element, so that ASan detects reads past it.
 struct Buffer {
   Buffer(const Bytes& elements, int64_t misalignment, bool is_written)
       : memory(static_cast<size_t>(kCanaryBytes + misalignment), kCanary), begin(memory.size()) {
@@ -119,7 +119,7 @@ struct Buffer {
   size_t num_bytes;
 };
 
-// Bit `rank % 32` of `in_place`: that source is a destination too. `num_separate` further destinations are not sources.
+// Bit `rank % 32` of `in_place`: that source is also a destination. `num_separate` more destinations are not sources.
 struct Call {
   DType type;
   ReduceOp op;
@@ -183,7 +183,7 @@ TEST(reduce_ranks_agrees_with_the_reference_for_all_types_operations_sizes_and_r
   });
 }
 
-// The tile has 16 KB of lanes, which are floats where elements have 16 bits.
+// The tile has 16 KB of lanes, which are floats for 16-bit elements.
 TEST(reduce_ranks_of_many_ranks_agrees_with_the_reference_around_the_tile) {
   for_each_capability([] {
     for (const DType type : kTypes) {
@@ -219,7 +219,7 @@ TEST(reduce_ranks_takes_any_set_of_destinations_at_any_alignment) {
   });
 }
 
-// The sources from element `begin` on, to memory of their own.
+// Reduces the sources from element `begin` on, to separate memory.
 Bytes reduced(const std::vector<Bytes>& sources, DType type, ReduceOp op, int64_t begin, int64_t numel) {
   std::vector<const void*> srcs;
   for (const Bytes& source : sources) srcs.push_back(source.data() + begin * item_size(type));
@@ -252,7 +252,7 @@ TEST(reduce_ranks_does_not_depend_on_the_instruction_set_or_the_split) {
   }
 }
 
-// The reduction of `values`, one per rank: the same in each of 293 elements, so that loop and tail are both used.
+// The reduction of `values`, one per rank, repeated in 293 elements to cover both loop and tail.
 double reduce_values(DType type, ReduceOp op, const std::vector<double>& values) {
   constexpr int64_t kNumel = 293;
   std::vector<Bytes> sources;
@@ -312,7 +312,7 @@ TEST(sources_are_added_in_order) {
     CHECK_EQ(reduce_values(DType::kF32, ReduceOp::kSum, {1e8, 1, -1e8}), 0);
     CHECK_EQ(reduce_values(DType::kF32, ReduceOp::kSum, {1e8, -1e8, 1}), 1);
     CHECK_EQ(reduce_values(DType::kF64, ReduceOp::kSum, {1e17, 1, -1e17, 3}), 3);
-    std::vector<double> many(64, 1.0);  // lost one by one where they follow 1e8, not where they come before it
+    std::vector<double> many(64, 1.0);  // each is lost if added after 1e8, but not before it
     many.front() = 1e8;
     CHECK_EQ(reduce_values(DType::kF32, ReduceOp::kSum, many), 1e8);
     std::swap(many.front(), many.back());
@@ -323,7 +323,7 @@ TEST(sources_are_added_in_order) {
 TEST(sixteen_bit_floats_are_rounded_once) {
   for_each_capability([] {
     CHECK_EQ(reduce_values(DType::kF16, ReduceOp::kSum, {2048, 1, 1}), 2050);
-    CHECK_EQ(reduce_values(DType::kF16, ReduceOp::kSum, {2048, 1}), 2048);  // halfway, to even
+    CHECK_EQ(reduce_values(DType::kF16, ReduceOp::kSum, {2048, 1}), 2048);  // a tie, to even
     CHECK_EQ(reduce_values(DType::kF16, ReduceOp::kSum, {2050, 1}), 2052);
     CHECK_EQ(reduce_values(DType::kF16, ReduceOp::kSum, {65504, 65504, -65504}), 65504);
     CHECK_EQ(reduce_values(DType::kF16, ReduceOp::kSum, {65504, 65504}), INFINITY);
@@ -364,7 +364,7 @@ TEST(integers_wrap) {
 
 TEST(one_source_is_copied_bit_for_bit) {
   for_each_capability([] {
-    const std::vector<uint32_t> source(37, 0x7F800001);  // a signalling NaN, which arithmetic would make quiet
+    const std::vector<uint32_t> source(37, 0x7F800001);  // a signalling NaN, which arithmetic would quiet
     std::vector<uint32_t> result(37);
     std::vector<uint32_t> in_place = source;
     void* const dsts[] = {result.data(), in_place.data()};

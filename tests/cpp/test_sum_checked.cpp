@@ -1,4 +1,4 @@
-// Sums that tell what is infinite or NaN on the way, against the plain sums and a count of their own.
+// Sums that also detect infinities and NaNs, against plain sums and a separate count.
 #include <cmath>
 #include <cstring>
 #include <numeric>
@@ -19,7 +19,7 @@ using reference::Bytes;
 using reference::kFloatTypes;
 constexpr int64_t kRanks[] = {1, 2, 3, 5, 13};
 
-// Small whole numbers: no sum of them is anything but finite.
+// Small integers, whose sums are all finite.
 Bytes finite_elements(DType dtype, int64_t numel, int64_t rank) {
   Bytes data(static_cast<size_t>(numel * item_size(dtype)));
   for (int64_t i = 0; i < numel; ++i) {
@@ -28,13 +28,13 @@ Bytes finite_elements(DType dtype, int64_t numel, int64_t rank) {
   return data;
 }
 
-// Sources and targets as one call has them: `misalignment` bytes off, each source a target too (as the ranks' blocks are) or none.
+// Sources and targets of one call, misaligned by `misalignment` bytes; all sources are also targets (like ranks' blocks), or none.
 class Call {
  public:
   Call(DType type, std::vector<Bytes> sources, std::vector<double> scales = {}, size_t misalignment = 0)
       : type_(type), sources_(std::move(sources)), scales_(std::move(scales)), misalignment_(misalignment) {}
 
-  // Fails unless sums, counts and what is said of the sums are what they should be.
+  // Checks sums, counts and the verdict on the sums.
   void check(bool in_place) const {
     const auto numel = static_cast<int64_t>(sources_[0].size()) / item_size(type_);
     const Bytes want = plain();
@@ -143,7 +143,7 @@ TEST(checked_sums_find_one_in_any_place_of_any_source) {
 
 TEST(checked_sums_of_many_ranks_find_one_anywhere_in_a_tile) {
   constexpr int64_t kNumRanks = 20;
-  constexpr int64_t kTile = 4096;  // 2048 of kF64
+  constexpr int64_t kTile = 4096;  // 2048 for kF64
   constexpr int64_t kNumel = 2 * kTile + 100;
   for_each_capability([&] {
     for (const DType type : kFloatTypes) {
@@ -158,7 +158,7 @@ TEST(checked_sums_of_many_ranks_find_one_anywhere_in_a_tile) {
   });
 }
 
-// Of infinities, one in every rank's block with opposite signs, and NaNs with the smallest, the largest and a signalling payload.
+// Infinities of opposite signs in ranks' blocks, and NaNs with the smallest, the largest and a signalling payload.
 TEST(checked_sums_find_every_kind_of_nan) {
   for_each_capability([] {
     for (const uint32_t bits :
@@ -174,7 +174,7 @@ TEST(checked_sums_find_every_kind_of_nan) {
   });
 }
 
-// At the border, from finite terms: the largest sum that is stored as a finite number, and the next one, by a term of the same sign.
+// At the boundary, from finite terms of one sign: the largest sum that stays finite, and the next one.
 TEST(checked_sums_tell_of_sums_that_overflow) {
   struct Border {
     DType type;

@@ -1,4 +1,4 @@
-// Top-k against a sort.
+// Top-k compared with a sort.
 #include <algorithm>
 #include <cmath>
 #include <numeric>
@@ -50,7 +50,7 @@ Selected run_top_k(const Floats& source, size_t k, const Floats* residual, float
   return result;
 }
 
-// Spread widely; close together, so that only the last bits differ; few distinct ones, so that most tie; with what is not finite.
+// Widely spread; close together, differing in the last bits; few distinct values, so that most tie; with non-finite values.
 Floats make_values(int64_t numel, uint32_t seed, int kind) {
   std::mt19937 random(seed);
   constexpr float kFew[] = {0.0f, -0.0f, 1.0f, -1.0f, 2.0f, 1e-45f};
@@ -99,7 +99,7 @@ TEST(top_k_takes_the_first_of_equal_magnitudes_and_every_nan_before_an_infinity)
   CHECK((run_top_k(source, 6, nullptr, 1.0f).indices == std::vector<int32_t>{1, 2, 3, 4, 6, 7}));
 }
 
-// The larger numbers lie where the sample is taken, and are fewer than k.
+// The larger numbers are all in the sample, but fewer than k.
 TEST(top_k_is_exact_where_its_sample_misleads) {
   Floats source(size_t{1} << 18, 1.0f);
   for (size_t i = 0; i < 8192; ++i) source[i * 32 + i * 7919 % 32] = -2.0f;

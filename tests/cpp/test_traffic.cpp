@@ -1,4 +1,4 @@
-// Bytes of operations: the closed forms of networks, the counter, and what shared memory moves.
+// Bytes of operations: closed forms for networks, the counter, and shared memory.
 #include "shm_ranks.h"
 #include "transport/traffic.h"
 
@@ -7,7 +7,7 @@ namespace {
 
 TEST(traffic_of_a_network_has_a_closed_form) {
   for (const int size : {1, 2, 3, 4, 7}) {
-    const int64_t bytes = 840 * 4;  // what all of them divide
+    const int64_t bytes = 840 * 4;  // divisible by all world sizes
     CHECK_EQ(all_reduce_bytes(bytes, size) * size, 2 * (size - 1) * bytes);
     CHECK_EQ(one_way_bytes(bytes, size) * size, (size - 1) * bytes);
     CHECK_EQ(2 * one_way_bytes(bytes, size), all_reduce_bytes(bytes, size));
@@ -49,7 +49,7 @@ class NoLink final : public OuterLink {
   bool finish_oldest() override { return true; }
 };
 
-// Of all ranks of a host, by rank.
+// The traffic of a host's ranks, by rank.
 std::vector<Moved> moved_by_ranks(int size, const Operation& operation, int owners, bool spans) {
   Host host(size);
   NoLink link;
@@ -74,7 +74,7 @@ TEST(traffic_of_shared_memory_large_all_reduce) {
     for (const int64_t numel : {int64_t{128} * 3 * 4 * 100, int64_t{50'003}}) {
       for (const bool spans : {false, true}) {
         const auto ranks = moved_by_ranks(size, {.numel = numel}, size, spans);
-        // Each element is read from all the others once, and its sum is written to them once.
+        // Each element is read once from every other rank, and its sum is written once to each.
         CHECK_EQ(total_bytes(ranks), 2 * (size - 1) * numel * 4);
         int64_t outer = 0;
         for (const auto& rank : ranks) outer += rank.outer_numel;
@@ -109,7 +109,7 @@ TEST(traffic_of_shared_memory_by_kind) {
   };
   const auto whole = numel * 4;
   using Expected = std::vector<int64_t>;
-  CHECK(of(OpKind::kAllReduce) == Expected({2 * whole, 2 * whole, 2 * whole}));  // small: everybody sums all
+  CHECK(of(OpKind::kAllReduce) == Expected({2 * whole, 2 * whole, 2 * whole}));  // small: every rank sums everything
   CHECK(of(OpKind::kReduce) == Expected({0, 2 * whole, 0}));
   CHECK(of(OpKind::kBroadcast) == Expected({whole, 0, whole}));
   CHECK(of(OpKind::kScatter) == Expected({whole / 3, 0, whole / 3}));

@@ -1,6 +1,6 @@
 """Large CPU gradients, which are reduced in their own memory instead of being copied into a bucket.
 
-Over shared memory that means that autograd allocates them in the segment: also what else may land there.
+Over shared memory autograd allocates them in the segment; other tensors may land there too.
 """
 
 from pathlib import Path
@@ -14,7 +14,7 @@ from tests.models import assert_grads, grads_of
 from torchddp import DistributedDataParallel
 
 TRANSPORTS = ["c10d", "shm"]
-WIDTH = 512  # a weight of 1 MiB: large enough for a bucket of its own
+WIDTH = 512  # a weight of 1 MiB: large enough for its own bucket
 MIB = 1024 * 1024
 
 
@@ -38,7 +38,7 @@ def _step(ddp: nn.Module) -> None:
 
 
 @on_ranks(2)
-def test_the_gradient_is_the_tensor_that_autograd_made(rank):
+def test_the_gradient_is_the_tensor_that_autograd_allocated(rank):
     for transport in each(TRANSPORTS):
         module = nn.Sequential(nn.Linear(WIDTH, 7), nn.Linear(7, WIDTH), nn.Linear(WIDTH, WIDTH, bias=False))
         ddp = DistributedDataParallel(module, transport=transport)
@@ -49,12 +49,12 @@ def test_the_gradient_is_the_tensor_that_autograd_made(rank):
         for _ in range(3):
             _step(ddp)
         assert [p.grad.data_ptr() == made[p] for p in module.parameters()] == [False] * 4 + [True]
-        # Bucket sizes that the user asks for turn it off.
+        # Explicit bucket sizes turn it off.
         assert len(DistributedDataParallel(module, transport=transport, bucket_cap_mb=25).reducer.plan) == 1
 
 
 class Shared(nn.Module):
-    """One gradient tensor flows to a parameter (through a view) and to another branch: autograd shares its memory."""
+    """One gradient goes to a parameter (through a view) and to another branch: autograd shares its memory."""
 
     def __init__(self, param_last: bool) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class Shared(nn.Module):
 
 
 @on_ranks(2)
-def test_memory_that_another_branch_still_reads_is_left_alone(rank):
+def test_memory_that_another_branch_still_reads_is_not_reduced(rank):
     for transport, param_last in each(TRANSPORTS, [False, True]):
         ours = DistributedDataParallel(Shared(param_last), transport=transport)
         theirs = TorchDDP(Shared(param_last))
@@ -83,7 +83,7 @@ def test_memory_that_another_branch_still_reads_is_left_alone(rank):
 
 
 @on_ranks(2)
-def test_large_gradients_are_born_in_the_segment(rank):
+def test_large_gradients_are_allocated_in_the_segment(rank):
     ddp = DistributedDataParallel(_layers(), transport="shm")
     born = {}
     for name, p in ddp.module.named_parameters():
@@ -92,10 +92,10 @@ def test_large_gradients_are_born_in_the_segment(rank):
         _step(ddp)
         assert born == dict.fromkeys(dict(ddp.module.named_parameters()), True)
         assert all(_in_segment(p.grad) for p in ddp.parameters())
-        # Some operators allocate below tensors; their memory is freed by address alone.
+        # Some operators call the allocator directly and free memory by address only.
         ddp(torch.randn(64, WIDTH)).sort(dim=0).values.cumsum(0).sum().backward()
         torch.linalg.svd(torch.randn(128, 128))
-    # Nothing else is, outside of backward.
+    # Nothing is allocated there outside of backward.
     assert not _in_segment(torch.empty(WIDTH, WIDTH))
     with torch.no_grad():
         ddp(torch.randn(3, WIDTH))
@@ -103,8 +103,8 @@ def test_large_gradients_are_born_in_the_segment(rank):
 
 
 @on_ranks(2)
-def test_other_tensors_of_the_size_live_and_die_as_anywhere(rank):
-    """A tensor of a gradient's size that is made in backward is kept for ever by the user: nobody may write to it."""
+def test_other_tensors_of_the_same_size_behave_normally(rank):
+    """The user keeps a tensor of a gradient's size made in backward: nothing may overwrite it."""
 
     class Keep(torch.autograd.Function):
         @staticmethod
@@ -123,7 +123,7 @@ def test_other_tensors_of_the_size_live_and_die_as_anywhere(rank):
         ddp.zero_grad()
         (Keep.apply(ddp(torch.randn(3, WIDTH))) * (step + rank)).sum().backward()
     assert _in_segment(kept[0])  # the pool can't tell it from a gradient
-    assert not _in_segment(kept[-1])  # and has no more than a few to spare
+    assert not _in_segment(kept[-1])  # and it has only a few spare blocks
     for i, tensor in enumerate(kept):
         assert torch.equal(tensor, torch.full((WIDTH, WIDTH), float(i)))
     del ddp
@@ -131,21 +131,21 @@ def test_other_tensors_of_the_size_live_and_die_as_anywhere(rank):
 
 
 @on_ranks(2)
-def test_memory_is_bounded_and_goes_with_the_model(rank):
+def test_memory_is_bounded_and_freed_with_the_model(rank):
     before = status_bytes("RssShmem")
     ddp = DistributedDataParallel(_layers(8), transport="shm")
     gradient_bytes = sum(p.nbytes for p in ddp.parameters())
     for _ in range(20):
         _step(ddp)
-    # Its own pages and, mapped as well, the peer's: the gradients, up to three more of the size, and the header.
+    # The mapped pages of this rank and its peer: the gradients, up to three spare blocks, and the header.
     assert status_bytes("RssShmem") - before <= 2 * (gradient_bytes + 3 * MIB + MIB)
     del ddp
     assert status_bytes("RssShmem") - before < MIB
 
 
 @on_ranks(2)
-def test_a_child_forked_in_backward_gets_none_of_it(rank):
-    """It would write to memory that its parent, and the parent's peers, hold for free."""
+def test_a_child_forked_in_backward_gets_no_pool_memory(rank):
+    """It would write to memory that its parent and the parent's peers consider free."""
     ddp = DistributedDataParallel(_layers(), transport="shm")
     ddp(torch.randn(3, WIDTH)).sum().backward()
     ended = []
@@ -157,7 +157,7 @@ def test_a_child_forked_in_backward_gets_none_of_it(rank):
         def allocate():
             nonlocal lent
             fresh = [torch.empty(WIDTH, WIDTH) for _ in range(4)]
-            del lent  # the parent's: nobody gets it
+            del lent  # it belongs to the parent, so the pool doesn't reuse it
             fresh.append(torch.empty(WIDTH, WIDTH))
             assert not any(map(_in_segment, fresh))
 
@@ -171,7 +171,7 @@ def test_a_child_forked_in_backward_gets_none_of_it(rank):
 
 @on_ranks(2, 3)
 def test_a_rank_that_copies_and_one_that_does_not_agree(rank, world_size):
-    """Scaling is done in the sum for a gradient in the segment, while packing for one that is not: same bits."""
+    """Gradients in the segment are scaled in the sum, others while packing, with bitwise equal results."""
 
     def backward(model, r, step):
         torch.manual_seed(10 * step + r)
@@ -181,7 +181,7 @@ def test_a_rank_that_copies_and_one_that_does_not_agree(rank, world_size):
 
     ddp, plain = DistributedDataParallel(_layers(), transport="shm"), _layers()
     if rank == 0:
-        for p in ddp.parameters():  # a hook that replaces the gradient by one in ordinary memory
+        for p in ddp.parameters():  # a hook that replaces the gradient with one in ordinary memory
             p.register_hook(lambda g: torch.from_numpy(g.clone().numpy().copy()))
     for step in range(3):
         want = [torch.zeros_like(p) for p in plain.parameters()]

@@ -1,4 +1,4 @@
-"""Where gradients live: by default in their bucket, as tensors with storages of their own."""
+"""Gradients' memory: by default in their bucket, as tensors with their own storages."""
 
 import ctypes
 from pathlib import Path
@@ -11,13 +11,13 @@ from tests.harness import each, is_own_class, on_ranks, status_bytes
 from tests.models import Mlp, assert_grads, assert_steps, expected_grads, grads_of, seeded, step_on
 
 MIB = 1024 * 1024
-M_MMAP_THRESHOLD = -3  # of glibc's mallopt
+M_MMAP_THRESHOLD = -3  # glibc's constant for mallopt
 
 
 @pytest.mark.beyond_torch("copies gradients unless asked for views")
 @on_ranks(2)
-def test_default_gradients_lie_side_by_side_in_storages_of_their_own(rank, ddp_class):
-    """In the bucket's memory, step by step; saving one, or asking for its storage, gives no other."""
+def test_default_gradients_are_adjacent_with_their_own_storages(rank, ddp_class):
+    """They stay in the bucket's memory in every step; saving one, or its storage, includes no other gradient."""
     for set_to_none in each([False, True]):
         ddp = ddp_class(seeded(Mlp))
         places = []
@@ -33,7 +33,7 @@ def test_default_gradients_lie_side_by_side_in_storages_of_their_own(rank, ddp_c
 
 
 def _detach_and_zero(model, rank, step):
-    """As older optimizers do in zero_grad."""
+    """Zero gradients as older optimizers do."""
     for p in model.parameters():
         if p.grad is not None:
             p.grad.detach_()
@@ -56,15 +56,15 @@ def test_model_may_be_dropped_while_gradients_are_kept(rank, ddp_class):
     ddp = ddp_class(model)
     step_on(ddp, rank, 0)
     del ddp
-    torch.randn(100_000)  # would overwrite memory that was given back
+    torch.randn(100_000)  # would overwrite freed memory
     assert_grads(grads_of(model), expected_grads(seeded(Mlp), step_on))
     model.zero_grad()
     step_on(model, rank, 1)  # the hooks of the dropped wrapper are gone too
 
 
 def _growth(field, ddp_class, **options):
-    """By how many sets of gradients this process has grown after three steps, and at the peak of a fourth."""
-    # Large blocks always come from and go back to the system, so that resident memory follows them.
+    """Growth of this process in multiples of the gradients' size, after three steps and at the peak of a fourth."""
+    # Large blocks are mapped from and returned to the system, so that resident memory follows them.
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MIB // 2)
     model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(16)))
     x, before, code = torch.randn(2, 1024), status_bytes(field), status_bytes("RssFile")
@@ -74,7 +74,7 @@ def _growth(field, ddp_class, **options):
         ddp.zero_grad(set_to_none=True)
         ddp(x).sum().backward()
     gradient_bytes = sum(p.nbytes for p in model.parameters())
-    # A forked rank maps the libraries' code again as it runs it: 20 to 40 MB.
+    # A forked rank maps library code again as it runs: 20 to 40 MB.
     code = status_bytes("RssFile") - code if field == "VmRSS" else 0
     grown = status_bytes("VmHWM" if field == "VmRSS" else field) - before - code
     return grown / gradient_bytes, ddp, gradient_bytes
@@ -83,7 +83,7 @@ def _growth(field, ddp_class, **options):
 @pytest.mark.beyond_torch("keeps gradients and buckets: two copies")
 @on_ranks(2)
 def test_no_second_copy_of_the_gradients_by_default(rank, ddp_class):
-    """Resident memory of a training rank grows by one set of gradients (plus passing ones), not by two."""
+    """Resident memory of a training rank grows by one set of gradients (plus temporary ones), not two."""
     options = {"transport": "c10d"} if is_own_class() else {}
     growth, _, _ = _growth("VmRSS", ddp_class, bucket_cap_mb=8, **options)
     assert 0.9 < growth < 1.6, f"memory grew by {growth:.2f} times the gradients"
@@ -92,7 +92,7 @@ def test_no_second_copy_of_the_gradients_by_default(rank, ddp_class):
 @pytest.mark.beyond_torch("has no transports")
 @on_ranks(2)
 def test_over_shared_memory_gradients_are_only_in_the_segment(rank, ddp_class):
-    """Shared pages are counted in each process that maps them; private memory must not grow with the gradients."""
+    """Shared pages count in each process that maps them, but private memory must not grow with the gradients."""
     growth, ddp, gradient_bytes = _growth("RssAnon", ddp_class, transport="shm")
     assert ddp.reducer.bucket_memory_bytes == gradient_bytes
     assert status_bytes("RssShmem") > gradient_bytes

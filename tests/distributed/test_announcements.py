@@ -1,4 +1,4 @@
-"""What is announced is announced once in a job, whoever started its ranks, and only where it took effect."""
+"""Announcements are logged once per job, whatever launched its ranks, and only if they took effect."""
 
 import sys
 
@@ -22,7 +22,7 @@ def net():
 
 
 @on_ranks(1, 2, 4)
-def test_once_in_a_job_by_the_rank_0_of_its_first_model(rank, world_size):
+def test_once_per_job_by_rank_0_of_the_first_model(rank, world_size):
     said = logged()
     torchddp.install()
     before = count(said)
@@ -62,25 +62,25 @@ def test_a_derived_class_is_announced_with_its_first_model(rank):
 
 
 @on_ranks(2)
-def test_a_class_that_keeps_torchs_reducer_claims_nothing_and_says_why(rank):
+def test_a_class_that_keeps_torchs_reducer_is_not_announced_but_explained(rank):
     said = logged()
     torchddp.install()
     for _ in range(2):
         assert not isinstance(framework.DerivedBefore(net()), torchddp.DDP)
     early = count(said, "tests.framework.DerivedBefore was derived from torch's DistributedDataParallel before")
-    with pytest.raises(RuntimeError):  # nor does a model that could not be made
+    with pytest.raises(RuntimeError):  # nor is a model that could not be constructed
         framework.wrap(nn.Identity())
     assert gathered((count(said), early)) == [(0, 1), (0, 0)]
 
 
 @on_ranks(4)
-def test_a_transport_that_can_not_be_had_is_said_once(rank, monkeypatch):
+def test_an_unavailable_transport_is_reported_once(rank, monkeypatch):
     monkeypatch.setenv("TORCHDDP_SHM_LIMIT_MB", "-1")
     said = logged()
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     names = [torchddp.DDP(net(), process_group=group).reducer.transport.name for group in (None, pairs[rank // 2])]
     found = gathered((count(said, "transport 'shm' can't be used"), names))
-    assert sum(count for count, _ in found) <= 2  # what the world has against it, and what a pair has: other ranks
+    assert sum(count for count, _ in found) <= 2  # one for the world and one for a pair of ranks
     assert {name for _, names in found for name in names} == {"c10d"}
 
 
@@ -102,7 +102,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-def test_once_under_spawn_by_a_parent_that_has_installed_it_too(tmp_path):
+def test_once_under_spawn_from_a_parent_that_called_install(tmp_path):
     (tmp_path / "program.py").write_text(SPAWNED)
     command = [sys.executable, "program.py", str(tmp_path / "store")]
     (done,) = run_together([command], [clean_environment()], 110, tmp_path)

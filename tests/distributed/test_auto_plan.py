@@ -1,4 +1,4 @@
-"""bucket_cap_mb="auto": buckets change once, results never, and all ranks agree."""
+"""bucket_cap_mb="auto": buckets change once, results don't change, and all ranks agree."""
 
 import copy
 import json
@@ -25,7 +25,7 @@ PLANNING_STEPS = WARMUP_STEPS + RECORDED_STEPS
 
 
 @pytest.fixture(autouse=True)
-def no_kept_plans(tmp_path, monkeypatch):
+def no_saved_plans(tmp_path, monkeypatch):
     monkeypatch.setenv(plan_cache.CACHE_ENV, str(tmp_path))
 
 
@@ -35,19 +35,19 @@ def layers(count=4, width=16):
 
 
 @pytest.fixture
-def dear_messages(monkeypatch):
-    """Whatever was measured, one bucket is best."""
+def expensive_messages(monkeypatch):
+    """Make one bucket the best plan, whatever is measured."""
     monkeypatch.setattr(auto_plan, "measure_cost", lambda *_: LinearCost(10.0, 0.0))
 
 
 def planning_of(ddp):
-    """The planning that is under way, or None."""
+    """The planning in progress, or None."""
     planning = ddp.observers.get("bucket_planning")
     return None if planning is None else planning.current
 
 
 def small_buckets(ddp):
-    """Another start than one bucket, so that planning has something to do."""
+    """Start with several buckets, so that planning has something to change."""
     specs = ddp.session.specs
     ddp.reducer.adopt_plan(_C.BucketPlan([[index] for index in reversed(range(len(specs)))], specs))
 
@@ -65,7 +65,7 @@ def steps(model, rank, count):
 
 
 def launches_before_the_last_gradient(ddp, rank):
-    """Whether a bucket is on its way while gradients still come, in a further step."""
+    """Run a step; return whether a bucket is launched before the last gradient."""
     ddp.reducer.enable_timeline(1000)
     step(ddp, rank, 50)
     kinds = [event.kind for event in ddp.reducer.timeline()]
@@ -73,7 +73,7 @@ def launches_before_the_last_gradient(ddp, rank):
 
 
 @on_ranks(1, 2, 3, 4)
-def test_results_stay_and_buckets_change_once(rank, dear_messages, world_size):
+def test_results_are_unchanged_and_buckets_change_once(rank, expensive_messages, world_size):
     for transport in ("c10d", "shm") if world_size > 1 else ("c10d",):
         auto = DistributedDataParallel(layers(), bucket_cap_mb="auto", transport=transport)
         fixed = DistributedDataParallel(layers(), bucket_cap_mb=0.001, transport=transport)
@@ -81,7 +81,7 @@ def test_results_stay_and_buckets_change_once(rank, dear_messages, world_size):
         counts = []
         for index in range(PLANNING_STEPS + 4):
             for mine, theirs in zip(step(auto, rank, index), step(fixed, rank, index), strict=True):
-                # Sums of two are the same in any order, and shared memory adds in that of the ranks.
+                # Sums of two don't depend on order, and shared memory adds in rank order.
                 exact = world_size <= 2 or transport == "shm"
                 torch.testing.assert_close(mine, theirs, **({"rtol": 0, "atol": 0} if exact else {}))
             counts.append(len(auto.reducer.plan))
@@ -93,8 +93,8 @@ def test_results_stay_and_buckets_change_once(rank, dear_messages, world_size):
 
 
 @on_ranks(3)
-def test_poor_buckets_are_mended_by_what_is_measured(rank):
-    """Nothing made up here: eighty messages through gloo take several times as long as the computation."""
+def test_measurements_improve_poor_buckets(rank):
+    """A real measurement: eighty messages through gloo take several times as long as the computation."""
     ddp = DistributedDataParallel(layers(40), transport="c10d")
     small_buckets(ddp)
     ddp.replan()
@@ -120,7 +120,7 @@ def test_while_measured_nothing_overlaps(rank):
 
 
 @on_ranks(2)
-def test_with_options_and_accumulation(rank, dear_messages):
+def test_with_options_and_accumulation(rank, expensive_messages):
     for options in each([{"find_unused_parameters": True}, {"static_graph": True}, {}]):
         auto = DistributedDataParallel(layers(), bucket_cap_mb="auto", **options)
         plain = nn.parallel.DistributedDataParallel(layers(), **options)
@@ -128,7 +128,7 @@ def test_with_options_and_accumulation(rank, dear_messages):
             for model in (auto, plain):
                 model.zero_grad()
                 if not options:
-                    with model.no_sync():  # such steps count for nothing
+                    with model.no_sync():  # such steps don't count
                         model(torch.full((1, 16), float(rank + index))).sum().backward()
                 torch.manual_seed(100 * rank + index)
                 model(torch.randn(4, 16)).sum().backward()
@@ -138,7 +138,7 @@ def test_with_options_and_accumulation(rank, dear_messages):
 
 
 @on_ranks(2)
-def test_a_kept_plan_is_taken_at_once(rank):
+def test_a_saved_plan_is_used_at_once(rank):
     probe = DistributedDataParallel(layers())
     key = plan_key(probe.session)
     assert (key.world_size, key.ranks_per_host, key.transport, key.backend) == (2, 2, "shm", "gloo")
@@ -151,7 +151,7 @@ def test_a_kept_plan_is_taken_at_once(rank):
     steps(ddp, rank, PLANNING_STEPS + 1)
     assert buckets_of(ddp.reducer.plan) == wanted
 
-    if rank == 0:  # one that does not fit is a warning, and measuring begins
+    if rank == 0:  # a plan that doesn't fit gives a warning, and measuring starts
         document = json.loads(key.path.read_text())
         key.path.write_text(json.dumps({**document, "world_size": 5}))
     dist.barrier()
@@ -162,14 +162,14 @@ def test_a_kept_plan_is_taken_at_once(rank):
 
 
 @on_ranks(2)
-def test_replan_measures_again_and_copies_plan_for_themselves(rank, dear_messages):
+def test_replan_measures_again_and_copies_plan_separately(rank, expensive_messages):
     ddp = DistributedDataParallel(layers())
     small_buckets(ddp)
     steps(ddp, rank, PLANNING_STEPS + 2)
-    assert len(ddp.reducer.plan) == 8  # nobody asked
+    assert len(ddp.reducer.plan) == 8  # replan() was not called
     ddp.replan()
     step(ddp, rank, 0)
-    ddp.replan()  # again, in the middle of it
+    ddp.replan()  # again, while planning
     steps(ddp, rank, PLANNING_STEPS + 1)
     assert len(ddp.reducer.plan) == 1 and planning_of(ddp) is None
 
@@ -182,7 +182,7 @@ def test_replan_measures_again_and_copies_plan_for_themselves(rank, dear_message
 
 
 @on_ranks(2)
-def test_join_and_hooks_keep_the_buckets(rank, dear_messages):
+def test_join_and_hooks_keep_the_buckets(rank, expensive_messages):
     for steps_before in each([0, PLANNING_STEPS - 2]):
         ddp = DistributedDataParallel(layers(), bucket_cap_mb="auto")
         small_buckets(ddp)
@@ -203,7 +203,7 @@ def test_join_and_hooks_keep_the_buckets(rank, dear_messages):
 
 
 @on_ranks(2)
-def test_planning_that_fails_or_has_no_room_for_messages(rank, monkeypatch):
+def test_planning_that_fails_or_lacks_memory_for_messages(rank, monkeypatch):
     monkeypatch.setattr(message_cost, "_LAST_SHARED_BYTES", 64 << 20)
     monkeypatch.setenv("TORCHDDP_SHM_LIMIT_MB", "32")
     ddp = DistributedDataParallel(layers(), bucket_cap_mb="auto", transport="shm")
@@ -221,11 +221,11 @@ def test_planning_that_fails_or_has_no_room_for_messages(rank, monkeypatch):
 
 
 @on_ranks(2)
-def test_another_group(rank, dear_messages):
-    """It is planned for if that was asked for with the model, and not if only the old one's buckets were."""
+def test_another_group(rank, expensive_messages):
+    """A new group is planned for if "auto" was set in the constructor, not if replan() was called for the old group."""
     ddp = DistributedDataParallel(layers())
     ddp.replan()
-    steps(ddp, rank, WARMUP_STEPS + 2)  # in the midst of recording
+    steps(ddp, rank, WARMUP_STEPS + 2)  # while recording
     ddp._update_process_group(dist.new_group([0, 1]))
     assert planning_of(ddp) is None
     small_buckets(ddp)
@@ -255,11 +255,11 @@ def test_bad_input(rank):
 
 
 @on_ranks(2)
-def test_calibration_is_short_and_agreed(rank):
+def test_calibration_is_short_and_equal_on_all_ranks(rank):
     for transport in each(["c10d", "shm"]):
         ddp = DistributedDataParallel(layers(), transport=transport)
         agreed, begin_s = ddp.reducer.transport, time.monotonic()
         cost = measure_cost(agreed, torch.device("cpu"), host_too=True)
-        assert time.monotonic() - begin_s < 5  # 0.6 on a quiet machine
+        assert time.monotonic() - begin_s < 5  # 0.6 s on an idle machine
         assert _C.agree_on_memory(agreed, ddp.session.wait_limit) is agreed  # no rank has lost memory
         assert cost.host_s_per_byte > 0 and gathered(cost) == [cost] * 2

@@ -1,4 +1,4 @@
-"""Periodic and hierarchical averages, post-local SGD and SlowMo: beside torch's, and beside what the papers say."""
+"""Periodic and hierarchical averages, post-local SGD and SlowMo, compared with torch's and with the papers."""
 
 import pytest
 import torch
@@ -34,10 +34,10 @@ def test_periodic_average_is_torchs(rank, world_size):
     for param in theirs.parameters():
         param.grad = torch.zeros_like(param)
     PeriodicModelAverager(2).average_parameters(theirs.parameters())
-    # Two ranks' sums have one order; those of more don't, through gloo.
+    # Sums of two ranks have only one order; gloo's order for more ranks varies.
     assert_close(mine, theirs, **(EXACT if world_size <= 2 else {"rtol": 1e-6, "atol": 1e-7}))
 
-    # torch's puts weights elsewhere in memory, where products may round otherwise.
+    # torch's moves weights in memory, where products may round differently.
     mine, theirs = make_net(rank, torch.float64), make_net(rank, torch.float64)
     averager = PeriodicAverager(mine, period=3, warmup_steps=2, bucket_cap_mb=0.001)
     reference = PeriodicModelAverager(period=3, warmup_steps=2)
@@ -53,7 +53,7 @@ def test_periodic_average_is_torchs(rank, world_size):
 
 
 @on_ranks(2, 3)
-def test_sixteen_bits_wide_parameters_complex_ones_and_buffers(rank):
+def test_16_bit_and_complex_parameters_and_buffers(rank):
     module = torch.nn.Module()
     size = dist.get_world_size()
     module.low = torch.nn.Parameter(torch.full((700,), 1.0 + rank, dtype=torch.bfloat16))
@@ -82,7 +82,7 @@ def test_hierarchical_average_is_torchs(rank):
     ours = mine, sgd(mine.parameters()), averager.average_parameters
     other = theirs, sgd(theirs.parameters()), lambda: reference.average_parameters(theirs.parameters())
     train_side_by_side(rank, range(9), ours, other, **ROUNDING)
-    assert_same_on_all_ranks(mine)  # step 8 is one of all ranks
+    assert_same_on_all_ranks(mine)  # step 8 averages over all ranks
     pairs = HierarchicalAverager(mine, list(averager.period_process_group_dict.items()))
     pairs.step = 2
     with torch.no_grad():
@@ -92,9 +92,9 @@ def test_hierarchical_average_is_torchs(rank):
 
 
 @on_ranks(2)
-def test_post_local_sgd_and_torchs_classes_take_each_others_place(rank):
+def test_post_local_sgd_is_interchangeable_with_torchs(rank):
     models = [make_net(rank, torch.float64) for _ in range(4)]
-    # A wrapper that averages no gradients is as good as the bare module.
+    # A wrapper that averages no gradients is equivalent to the bare module.
     models[0] = torchddp.DistributedDataParallel(models[0], init_sync=False)
     optimizers = [
         PostLocalSGD(sgd(models[0].parameters()), PeriodicAverager(models[0], 4)),
@@ -107,7 +107,7 @@ def test_post_local_sgd_and_torchs_classes_take_each_others_place(rank):
             train(model, optimizer, rank, range(6))
     for model in models[1:]:
         assert_close(models[0], model, **ROUNDING)
-    # A checkpoint of one goes on in the other.
+    # Each resumes from the other's checkpoint.
     optimizers[0].load_state_dict(through_a_file(optimizers[3].state_dict()))
     optimizers[3].load_state_dict(through_a_file(optimizers[0].state_dict()))
     assert optimizers[0].averager.step == optimizers[3].averager.step == 6
@@ -140,7 +140,7 @@ def test_post_local_sgd_after_ddp_with_torchs_hook(rank):
 
 
 @on_ranks(2)
-def test_a_loss_scaler_that_leaves_out_a_step_on_one_rank(rank):
+def test_a_loss_scaler_that_skips_a_step_on_one_rank(rank):
     model = make_net(0)
     optimizer = PostLocalSGD(sgd(model.parameters()), PeriodicAverager(model, 2))
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
@@ -183,7 +183,7 @@ def test_schedulers_closures_and_hooks_work_on_the_wrapper(rank):
 def test_slowmo_follows_the_paper(rank, world_size):
     beta, alpha, period = 0.6, 0.8, 3
     for warmup_steps in each([0, 2]):
-        model = make_net(rank, torch.float64)  # rank 0's is taken
+        model = make_net(rank, torch.float64)  # rank 0's is used
         averager = PeriodicAverager(model, period, warmup_steps=warmup_steps) if warmup_steps else period
         optimizer = SlowMo(sgd(model.parameters()), averager, slow_momentum=beta, slow_lr=alpha)
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
@@ -195,7 +195,7 @@ def test_slowmo_follows_the_paper(rank, world_size):
             simulation.train(range(step, step + 1))
             lr = simulation.optimizers[0].param_groups[0]["lr"]
             means = simulation.means()
-            if step == warmup_steps:  # from where the first round begins
+            if step == warmup_steps:  # the first round starts here
                 begin = means
             elif step > warmup_steps and (step - warmup_steps) % period == 0:
                 slow = [beta * u + (x0 - x) / lr for u, x0, x in zip(slow, begin, means, strict=True)]
@@ -210,18 +210,18 @@ def test_slowmo_follows_the_paper(rank, world_size):
 
 
 @on_ranks(2)
-def test_slowmo_bears_a_learning_rate_of_zero(rank):
+def test_slowmo_accepts_a_learning_rate_of_zero(rank):
     model = make_net(0)
     optimizer = SlowMo(torch.optim.AdamW(model.parameters(), lr=0.01), 2)
     train(model, optimizer, rank, range(3))
-    optimizer.param_groups[0]["lr"] = 0.0  # what slow momentum is divided by
+    optimizer.param_groups[0]["lr"] = 0.0  # the divisor of slow momentum
     train(model, optimizer, rank, range(3, 4))
     assert all(bool(p.isfinite().all()) for p in model.parameters())
     assert_same_on_all_ranks(model)
 
 
 @on_ranks(2, 3)
-def test_nan_is_seen_on_all_ranks(rank):
+def test_nan_reaches_all_ranks(rank):
     for wire in each(["no DiLoCo", None, "int8"]):
         model = make_net(0)
         periodic = PeriodicAverager(model, 1).average_parameters
@@ -231,5 +231,5 @@ def test_nan_is_seen_on_all_ranks(rank):
                 model.blocks[1].bias[3] = float("nan")
         average()
         assert model.blocks[1].bias[3].isnan()
-        # A block's scale is all that a code of int8 knows of: its neighbours are lost with it.
+        # int8 codes share a scale per block, so a NaN also spoils its neighbours.
         assert 1 <= sum(int(p.isnan().sum()) for p in model.parameters()) <= (512 if wire == "int8" else 1)

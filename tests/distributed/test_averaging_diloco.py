@@ -1,4 +1,4 @@
-"""DiLoCo and Streaming DiLoCo: beside simulations of all ranks in one process, and in closed form."""
+"""DiLoCo and Streaming DiLoCo, compared with simulations of all ranks in one process and with closed forms."""
 
 import time
 
@@ -36,7 +36,7 @@ def assert_same_global_weights(optimizer):
 
 
 @on_ranks(1, 2, 3, 4)
-def test_outer_steps_are_those_of_a_simulation(rank, world_size):
+def test_outer_steps_equal_a_simulation(rank, world_size):
     model = make_net(rank, torch.float64)
     optimizer = DiLoCo(model, adamw(model.parameters()), sync_every=4, bucket_cap_mb=0.002)
     simulation = Simulation(world_size, adamw, torch.float64)
@@ -65,17 +65,17 @@ def test_another_outer_optimizer_and_its_scheduler(rank):
     scheduler.step()
     before = {name: w.clone() for name, w in optimizer.global_weights.items()}
     train(model, optimizer, rank, range(2, 4))
-    assert all(torch.equal(before[name], w) for name, w in optimizer.global_weights.items())  # no learning rate
+    assert all(torch.equal(before[name], w) for name, w in optimizer.global_weights.items())  # the learning rate is 0
     assert_same_on_all_ranks(model)
 
 
-# By wire: the width of a step between codes, and the bits of a number.
+# By wire: the distance between codes, and bits per number.
 WIRES = {"fp32": (1e-6, 32), "bf16": (2**-8, 16), "fp16": (2**-11, 16), "int8": (1 / 127, 8.125), "int4": (1 / 7, 4.5)}
 
 
 @on_ranks(2, 3)
 def test_wires(rank, world_size):
-    """What travels is rounded, and no more than its format rounds; all ranks get the same bits."""
+    """Messages are rounded, by no more than their format does, and all ranks get bitwise equal results."""
     for wire, (step, bits) in WIRES.items():
         model = make_net(0)
         optimizer = DiLoCo(model, torch.optim.SGD(model.parameters(), lr=0.05), 3, 1.0, 0.0, wire=wire)
@@ -89,7 +89,7 @@ def test_wires(rank, world_size):
             dist.all_reduce(tensor)
         optimizer.after_step()
         assert_same_on_all_ranks(model)
-        # Twice half a code's width at worst: on the way to the sum, and back.
+        # At most twice half a code's width: before the sum and after it.
         for name, weight in optimizer.global_weights.items():
             expected = weights[name] - moved[name] / world_size
             assert float((weight - expected).abs().max()) <= 1.2 * peak * step + 1e-6, (wire, name)
@@ -103,7 +103,7 @@ def test_parameters_of_16_bits_have_global_weights_in_fp32(rank):
     param = torch.nn.Parameter(torch.full((40,), 256.0, dtype=torch.bfloat16))
     optimizer = DiLoCo([param], torch.optim.SGD([param], lr=0.05), 1, outer_lr=0.25, outer_momentum=0.0)
     for _ in range(4):
-        param.grad = torch.full_like(param, 2 / 0.05)  # a step of 2, the spacing of bfloat16 just below 256 being 1
+        param.grad = torch.full_like(param, 2 / 0.05)  # a step of 2; bfloat16's spacing just below 256 is 1
         optimizer.step()
         assert_same_global_weights(optimizer)
     (weight,) = optimizer.global_weights.values()
@@ -121,7 +121,7 @@ def test_streaming_with_one_fragment_is_diloco(rank):
 
 
 @on_ranks(2, 3, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 4)))
-def test_streaming_is_that_of_a_simulation(rank, world_size):
+def test_streaming_equals_a_simulation(rank, world_size):
     every, fragments, overlap, alpha = 6, 3, 1, 0.4
 
     model = make_net(rank, torch.float64)
@@ -161,12 +161,12 @@ def test_streaming_is_that_of_a_simulation(rank, world_size):
 
 
 @on_ranks(2)
-def test_inner_steps_do_not_wait_for_a_fragment_on_the_way(rank):
+def test_inner_steps_do_not_wait_for_a_fragment_in_flight(rank):
     model = make_net(0)
     optimizer = StreamingDiLoCo(model, sgd(model.parameters()), 8, fragments=2, overlap_steps=3)
     train(model, optimizer, rank, range(3))
     if rank == 1:
-        time.sleep(1.0)  # nobody has its part of the fragment that starts with step 4
+        time.sleep(1.0)  # delays this rank's part of the fragment that starts in step 4
     begin = time.monotonic()
     train(model, optimizer, rank, range(3, 6))
     assert rank == 1 or time.monotonic() - begin < 0.7
@@ -180,7 +180,7 @@ def test_resumes_exactly(rank):
         return StreamingDiLoCo(model, inner, 8, fragments=2, overlap_steps=2, alpha=0.3, wire="int8")
 
     for make, saved_after in (
-        (lambda model, inner: SlowMo(inner, 2), [4, 5]),  # at the end of a round, and within one
+        (lambda model, inner: SlowMo(inner, 2), [4, 5]),  # at the end of a round, and in the middle
         (lambda model, inner: DiLoCo(model, inner, 4, wire="int8"), [4, 6]),
         (streaming, [7, 8, 9]),  # a fragment starts after 8, and is merged after 10
     ):
@@ -193,7 +193,7 @@ def test_resumes_exactly(rank):
 
 
 @on_ranks(3)
-def test_rank_0_alone_saves_while_a_fragment_is_on_the_way(rank):
+def test_only_rank_0_saves_while_a_fragment_is_in_flight(rank):
     model = make_net(0)
     optimizer = StreamingDiLoCo(model, sgd(model.parameters()), 4, fragments=1, overlap_steps=3)
     train(model, optimizer, rank, range(5))
@@ -226,7 +226,7 @@ def test_buffers(rank):
 
 @on_ranks(4)
 def test_two_hosts(rank):
-    """The ranks of a host are summed exactly, and only what is sent between hosts is rounded."""
+    """Ranks of a host are summed exactly; only messages between hosts are rounded."""
     live_on("aabb", rank)
     model = make_net(rank)
     optimizer = DiLoCo(model, sgd(model.parameters()), 2, 1.0, 0.0, wire="int8")
@@ -239,7 +239,7 @@ def test_two_hosts(rank):
     train(streaming_model, streaming, rank, range(8))
     streaming.finish()
     assert_same_global_weights(streaming)
-    # What one rank of a host has moved and the other has moved back is no movement.
+    # Opposite changes by two ranks of a host cancel.
     before = {name: w.clone() for name, w in optimizer.global_weights.items()}
     with torch.no_grad():
         for param in model.parameters():

@@ -1,4 +1,4 @@
-"""What torchddp.averaging refuses, in words that name parameter and rank; and ranks that take fewer steps."""
+"""Errors of torchddp.averaging, which name parameter and rank; and ranks that take fewer steps."""
 
 import re
 import time
@@ -133,12 +133,12 @@ SLOW_METHODS = [pytest.param(method, marks=pytest.mark.slow) for method in ("dil
 @pytest.mark.rest_is_thorough("periodic", "int8")
 @pytest.mark.parametrize("method", ["periodic", "streaming", *SLOW_METHODS])
 def test_a_rank_that_takes_fewer_steps(method):
-    """The others' wait ends with the process group's time limit, in an error that says what was waited for."""
+    """The others' wait ends after the process group's timeout, with an error that says what they waited for."""
     make, words, step = METHODS[method]
 
     def work(rank):
         net = make_net()
-        optimizer = make(net, sgd(net.parameters()))  # kept: without it the rank would have left
+        optimizer = make(net, sgd(net.parameters()))  # keep it: freeing it would disconnect the rank
         train(net, optimizer, rank, range(3 if rank == 1 else 6))
         if rank == 1:
             time.sleep(6)

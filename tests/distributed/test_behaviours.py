@@ -1,4 +1,4 @@
-"""The class under test passes every named check; so does the way of devices, where a whole bucket is packed at once."""
+"""The class under test passes every named check, and so does the device code path, which packs whole buckets."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Short runs of `python -m benchmarks.sharded`, with what torch itself brings, and of `benchmarks.convergence`."""
+"""Short runs of `python -m benchmarks.sharded`, with torch's own variants, and of `benchmarks.convergence`."""
 
 import json
 import subprocess
@@ -19,7 +19,7 @@ def run(benchmark, *options):
 
 
 def run_sharded(path, variants, *options):
-    """The rows of the variants by name, and the result that holds them."""
+    """The variants' rows by name, and the whole result."""
     run("sharded", "--models", "mlp", "--variants", ",".join(variants), *options, "--json", str(path))
     (result,) = json.loads(path.read_text())["results"]
     rows = {row["name"]: row for row in result["variants"]}
@@ -35,7 +35,7 @@ def test_torchs_variants_train_alike_and_are_timed(tmp_path):
     for row in rows.values():
         assert len(row["samples_ms"]) == result["rounds"] and min(row["samples_ms"]) > 0
         assert 0 <= row["training_error"] < 1e-3
-    # Rounding differs in the fused optimizer: its training was really compared.
+    # The fused optimizer rounds differently, so an error above zero proves that training was compared.
     assert rows["torch-ddp-fused"]["training_error"] > 0
 
 
@@ -55,7 +55,7 @@ def test_sharded_state_is_a_share_of_the_whole(tmp_path):
     assert all(row["largest"]["peak_bytes"] > 0 and row["largest"]["pss_bytes"] > 0 for row in rows.values())
 
 
-def test_a_short_run_trains_by_every_method(tmp_path):
+def test_a_short_run_trains_with_every_method(tmp_path):
     pytest.importorskip("sklearn")
     path, plot = tmp_path / "run.json", tmp_path / "run.png"
     chosen = ["--quick", "--task", "digits", "--seeds", "1"]
@@ -64,7 +64,7 @@ def test_a_short_run_trains_by_every_method(tmp_path):
     rows = {row["name"]: row for row in result["methods"]}
     assert tuple(rows) == NAMES
     assert {name: row["error"] for name, row in rows.items() if "error" in row} == {}
-    # Ten classes: whoever learns nothing stays at 2.3.
+    # Ten classes: without learning the loss stays at 2.3.
     assert all(row["curve"][0]["loss"] > 2.2 and row["loss"] < 2.1 for row in rows.values())
     sent = {name: row["bytes_per_step"] for name, row in rows.items()}
     assert sent["uncompressed"] == pytest.approx(4 * result["parameters"], rel=0.02)

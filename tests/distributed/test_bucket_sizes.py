@@ -1,4 +1,4 @@
-"""Buckets over shared memory are as large as what a message costs asks for: the same on all ranks, measured once."""
+"""Bucket sizes over shared memory follow the measured cost of a message, measured once and equal on all ranks."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def layers(count=12):
 
 
 def count_calls(monkeypatch, line=None):
-    """What is measured from now on, in this process: `line`, or what it is."""
+    """Count measurements in this process from now on; they return `line`, or the real cost."""
     calls = []
 
     def measured(*arguments):
@@ -52,7 +52,7 @@ def test_a_group_is_measured_once_and_by_rank_0(rank, monkeypatch, world_size):
     sizes = (cap, [bucket.nbytes for bucket in ddp.reducer.plan.buckets])
     assert gathered(sizes) == [sizes] * world_size
     if rank > 0:
-        bucket_sizes._lines[dist.group.WORLD] = DEAR  # not asked
+        bucket_sizes._lines[dist.group.WORLD] = DEAR  # not used
     if rank == world_size - 1:
         bucket_sizes._lines.clear()  # not missed
     second = DistributedDataParallel(layers(), transport="shm").session
@@ -63,7 +63,7 @@ def test_a_group_is_measured_once_and_by_rank_0(rank, monkeypatch, world_size):
 
 
 @on_ranks(3)
-def test_dear_messages_make_fewer_buckets_with_the_same_sums(rank, monkeypatch):
+def test_expensive_messages_make_fewer_buckets_with_the_same_sums(rank, monkeypatch):
     found = []
     for line in (CHEAP, DEAR):
         count_calls(monkeypatch, line)
@@ -72,15 +72,15 @@ def test_dear_messages_make_fewer_buckets_with_the_same_sums(rank, monkeypatch):
         found.append((gradients(ddp, rank), ddp.session.bucket_caps_bytes, len(ddp.reducer.plan)))
     (small, small_caps, many), (large, large_caps, few) = found
     assert (small_caps, large_caps) == ([MIB], [25 * MIB])
-    assert (many, few) == (13, 1)  # a bucket for each weight, and one for the biases
+    assert (many, few) == (13, 1)  # one bucket per weight, and one for the biases
     assert all(torch.equal(a, b) for a, b in zip(small, large, strict=True))
 
 
 @on_ranks(2)
-def test_what_does_not_depend_on_messages_is_not_measured(rank, monkeypatch):
+def test_costs_are_not_measured_if_sizes_do_not_depend_on_them(rank, monkeypatch):
     calls = count_calls(monkeypatch)
     for count, arguments, caps in (
-        (3, {}, [MIB]),  # 0.75 MiB: one bucket, whatever it costs
+        (3, {}, [MIB]),  # 0.75 MiB: one bucket at any cost
         (12, {"bucket_cap_mb": 0.5}, [MIB // 2]),
         (12, {"bucket_cap_mb_list": [1, 2]}, [MIB, 2 * MIB]),
         (12, {"transport": "c10d"}, [MIB, 8 * MIB]),
@@ -90,7 +90,7 @@ def test_what_does_not_depend_on_messages_is_not_measured(rank, monkeypatch):
 
 
 @on_ranks(3)
-def test_without_room_on_one_rank_all_have_the_smallest_sizes(rank, monkeypatch):
+def test_without_memory_on_one_rank_all_use_the_smallest_sizes(rank, monkeypatch):
     monkeypatch.setattr(message_cost, "_LAST_SHARED_BYTES", 64 * MIB)
     monkeypatch.setenv("TORCHDDP_SHM_LIMIT_MB", "32" if rank == 1 else "128")
     transport = select.open_transport("shm", dist.group.WORLD)

@@ -1,4 +1,4 @@
-"""A model that was changed after it was wrapped, so that its reducer hears of no gradient: said once, and only then."""
+"""A warning, once, if a model was changed after wrapping so that its reducer gets no gradient, and only then."""
 
 import copy
 import pickle
@@ -41,7 +41,7 @@ def load(model):
 
 CONVERTED = "were converted to another dtype or device"
 REPLACED = "were replaced by other parameters"
-# By what is done: the dtype after it, and the words.
+# By change: the dtype after it, and the warning's words.
 CHANGES = {
     "converted": (nn.Module.double, torch.float64, rf"0\.weight \(torch\.float32 to torch\.float64\), .* {CONVERTED}"),
     "converted_inside": (lambda model: model.module.bfloat16(), torch.bfloat16, rf"torch\.bfloat16\), .* {CONVERTED}"),
@@ -66,7 +66,7 @@ def test_lost_parameters_are_named_once(rank):
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             train(model, 8, dtype)
-    # One layer is named by itself.
+    # A single layer is named.
     model = torchddp.DDP(seeded(Mlp), find_unused_parameters=True)
     load(model.module.last)
     with pytest.warns(UserWarning, match=r": last\.weight was replaced by other parameters"):
@@ -74,7 +74,7 @@ def test_lost_parameters_are_named_once(rank):
 
 
 class Silent:
-    """What is done where nothing is lost."""
+    """Changes after which nothing is lost."""
 
     def without_backward(model):
         for _ in range(9):
@@ -125,7 +125,7 @@ class Silent:
 
 
 @on_ranks(2)
-def test_no_word_where_nothing_is_lost(rank):
+def test_no_warning_if_nothing_is_lost(rank):
     for name in each([name for name in vars(Silent) if not name.startswith("_")]):
         model = torchddp.DDP(net())
         with warnings.catch_warnings():
@@ -136,8 +136,8 @@ def test_no_word_where_nothing_is_lost(rank):
 
 
 @on_ranks(2)
-def test_no_word_about_parameters_that_are_elsewhere(rank):
-    """Parametrised, left out, averaged late, sharded by FSDP2, replicated, and cast for the forward."""
+def test_no_warning_about_parameters_handled_elsewhere(rank):
+    """Parametrised, ignored, averaged later, sharded by FSDP2, replicated, and cast for the forward."""
 
     def parametrised():
         module = net()

@@ -1,4 +1,4 @@
-"""check_parameters_every: one bit of one parameter on one rank is found, named, and told on all ranks."""
+"""check_parameters_every: one wrong bit on one rank is found and reported on all ranks, with its parameter."""
 
 import copy
 import math
@@ -19,7 +19,7 @@ TRANSPORTS = ["shm", "c10d"]
 
 
 def flip(parameter, index=0, bit=0):
-    """One bit of one element."""
+    """Flip one bit of one element."""
     words = parameter.data.view(-1).view({2: torch.int16, 4: torch.int32, 8: torch.int64}[parameter.itemsize])
     words[index] ^= 1 << bit
 
@@ -49,7 +49,7 @@ def test_one_bit_on_one_rank_is_named_on_all(rank, world_size, transport):
         return
     if rank == odd:
         flip(ddp.module.middle.bias, 5, 51)
-    train(ddp, 1, rank)  # the eighth: the next check is before the ninth
+    train(ddp, 1, rank)  # the eighth step: the next check is before the ninth
     error = caught(lambda: train(ddp, 1, rank))
     assert (error.step, error.parameter, error.num_parameters) == (8, "middle.bias", 1)
     assert error.ranks == (odd,)
@@ -57,13 +57,13 @@ def test_one_bit_on_one_rank_is_named_on_all(rank, world_size, transport):
     assert error.max_difference == pytest.approx(abs(values[odd] - values[0]), rel=1e-12) and error.max_difference
     assert f"rank {odd} in 1 element," in str(error) and ("most of the ranks" in str(error)) >= (world_size > 2)
     assert gathered(str(error)) == [str(error)] * world_size
-    for parameter in ddp.parameters():  # and on it goes
+    for parameter in ddp.parameters():  # repaired, training continues
         dist.broadcast(parameter.data, 0)
     train(ddp, 5, rank)
 
 
 @on_ranks(2)
-def test_what_counts_and_what_does_not(rank):
+def test_what_is_compared_and_what_is_not(rank):
     def model_of(*values):
         module = torch.nn.Module()
         for index, value in enumerate(values):
@@ -123,7 +123,7 @@ def test_ranks_that_differ_in_different_parameters(rank):
 
 @on_ranks(2)
 def test_modes_of_a_model(rank):
-    """no_sync, evaluation, static_graph, unused parameters, copies, join, reduce: checks come on all ranks or none."""
+    """no_sync, evaluation, static_graph, unused parameters, copies, join, reduce: all ranks check, or none."""
     for options in ({"static_graph": True}, {"find_unused_parameters": True}, {"transport": "c10d"}):
         ddp = torchddp.DistributedDataParallel(seeded(Mlp), check_parameters_every=1, **options)
         train(ddp, 2, rank)
@@ -155,12 +155,12 @@ def test_modes_of_a_model(rank):
     assert caught(ddp.reduce).parameter == "head.bias"
     ddp = torchddp.DistributedDataParallel(seeded(Mlp))
     flip(ddp.module.first.weight, bit=rank)
-    train(ddp, 5, rank)  # there is no check unless it is asked for
+    train(ddp, 5, rank)  # there is no check by default
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @on_ranks(2)
-def test_updates_that_are_under_way_are_waited_for(rank, transport):
+def test_checks_wait_for_updates_in_flight(rank, transport):
     sharded_net = seeded(small_net)
     optimizer = torchddp.optim.OSS(sharded_net.parameters(), torch.optim.SGD, lr=0.1)
     sharded = torchddp.ShardedDataParallel(sharded_net, optimizer, transport=transport)
@@ -174,7 +174,7 @@ def test_updates_that_are_under_way_are_waited_for(rank, transport):
 
 
 @on_ranks(3)
-def test_another_process_group_counts_anew(rank):
+def test_another_process_group_restarts_the_count(rank):
     ddp = torchddp.DistributedDataParallel(seeded(Mlp), check_parameters_every=2, transport="c10d")
     train(ddp, 3, rank)
     group = dist.new_group([0, 1])

@@ -1,6 +1,6 @@
-"""Hooks that compress: what they send and hold back adds up to the gradients, on all ranks the same.
+"""Compressing hooks: sent values plus residuals add up to the gradients, equally on all ranks.
 
-Also when they follow a model to another process group, with what they hold back.
+This also holds when they follow a model to another process group with their residuals.
 """
 
 import copy
@@ -47,9 +47,9 @@ from torchddp.traffic import Traffic
 pytestmark = pytest.mark.beyond_torch("hooks of its own")
 
 SLOW = pytest.mark.slow
-# By world size, and the host of each rank: two hosts exchange shards of what each has summed.
+# World sizes and each rank's host: two hosts exchange shards of their sums.
 PLACES = [(2, None), (3, None), (4, "aabb"), pytest.param(4, "aaab", marks=SLOW)]
-# How far the first average may be off.
+# Tolerances of the first average.
 ROUNDED = {FP16: 1e-3, BF16: 8e-3, Int8: 1.5e-2, Int4: 0.25}
 COMPRESSORS = (
     FP16, BF16, Int8, Int4, Sign, TopK, lambda: TopK(k=50), lambda: PowerSGD(rank=2),
@@ -61,8 +61,8 @@ COMPRESSORS = (
 @pytest.mark.rest_is_thorough("2-None", "3-None", "4-aabb")
 @pytest.mark.parametrize(("world_size", "hosts"), PLACES)
 @on_ranks()
-def test_the_first_average_is_rounded_only_and_what_is_held_back_adds_up(rank, hosts):
-    """Also over the first step, after which buckets are rebuilt and residuals move."""
+def test_the_first_average_is_only_rounded_and_residuals_add_up(rank, hosts):
+    """Includes the first step, after which buckets are rebuilt and residuals move."""
     live_on(hosts, rank)
     for make, allowed in ROUNDED.items():
         assert_near(step_of(hooked(make()), given(rank, 0)), average(0), allowed, make.__name__)
@@ -85,7 +85,7 @@ def test_bytes_on_the_wire(rank, world_size):
         assert hook.traffic.payload_bytes == sum(bucket.nbytes for bucket in plan.buckets)
         if world_size == 2:
             assert sum(sizes) <= hook.traffic.wire_bytes <= sum(sizes) + 4 * len(sizes)
-        else:  # shards of 1024 numbers or more, there and back
+        else:  # shards of 1024 numbers or more, in both directions
             least = 2 * (world_size - 1) / world_size * sum(sizes)
             assert least <= hook.traffic.wire_bytes <= 1.25 * least + 300
     for k in (1, 70):
@@ -102,7 +102,7 @@ def test_bytes_on_the_wire(rank, world_size):
 @pytest.mark.parametrize(("hosts", "auto"), [("aabb", (2, 2)), ("aaab", (4, 1)), ("abcd", (4, 1)), ("aaaa", (4, 1))])
 @on_ranks(4)
 def test_who_sends_to_whom(rank, hosts, auto):
-    """Between how many messages go, and how many sum before, by the hosts of the ranks."""
+    """How many ranks exchange messages and how many sum first, by the ranks' hosts."""
     live_on(hosts, rank)
     expected = {"auto": auto, False: (4, 1), True: (1, 4) if hosts == "aaaa" else auto}
     for hierarchical, shape in expected.items():
@@ -131,16 +131,16 @@ def test_resume_is_exact_also_into_other_buckets(rank, hosts):
     live_on(hosts, rank)
     for make in (Sign, TopK, *COMPRESSORS[8:10], lambda: CastAround(PowerSGD(2, start_step=3))):
         first_hook, second_hook = make(), make()
-        options = {"bucket_cap_mb": 100}  # blocks follow buckets: for the same bits these must be the same
+        options = {"bucket_cap_mb": 100}  # blocks follow buckets, so bitwise equality needs equal buckets
         first, second = hooked(first_hook, **options), hooked(second_hook, **options)
         for step in range(4):
             step_of(first, given(rank, step))
         state = pickle.loads(pickle.dumps(first_hook.state_dict()))
-        step_of(second, given(rank, 99))  # its buckets are rebuilt, and it has a residual of its own
+        step_of(second, given(rank, 99))  # its buckets are rebuilt, and it has its own residual
         second_hook.load_state_dict(state)
         for step in range(4, 8):
             assert_equal(step_of(second, given(rank, step)), step_of(first, given(rank, step)))
-        # Into other buckets: nothing that was held back is lost.
+        # With other buckets no residual is lost.
         third_hook = make()
         third = hooked(third_hook, bucket_cap_mb=0.002)
         third_hook.load_state_dict(state)
@@ -154,7 +154,7 @@ def assert_finite(values):
 
 @pytest.mark.rest_is_thorough("2")
 @on_ranks(pytest.param(2, marks=SLOW), 3)
-def test_a_bad_number_is_seen_everywhere_and_gone_in_the_next_step(rank):
+def test_a_nonfinite_number_reaches_all_ranks_and_is_gone_in_the_next_step(rank):
     def spoilt(rank, step):
         gradients = given(rank, step)
         if step == 1 and rank == 1:
@@ -212,7 +212,7 @@ def test_options_of_the_model(rank):
         for step in range(3 + 2 * rank):
             model.zero_grad()
             model(given(rank, step)).backward()
-            if step >= 3:  # rank 0 has gone: zeros from it
+            if step >= 3:  # rank 0 has no more inputs and sends zeros
                 wanted = {name: value.double() / 2 for name, value in given(1, step).items()}
                 assert_near(grads_of(model), wanted, 5e-2)
 
@@ -259,7 +259,7 @@ def test_rules_choose_by_name_kind_and_order(rank):
 
 @on_ranks(3)
 def test_two_models_in_one_backward(rank):
-    """Each hook has a thread and groups of its own, so that ranks may interleave them in any way."""
+    """Each hook has its own thread and groups, so ranks may interleave them in any order."""
     models = [hooked(Int8()), hooked(PowerSGD(2, clamp_rank=True))]
     for step in range(10):
         for model in models:
@@ -278,7 +278,7 @@ def test_copies_belong_to_no_model(rank):
     fresh = hooked(other)
     step_of(fresh, given(rank, 1))
     hook.close()
-    step_of(model, given(rank, 1))  # the thread comes back
+    step_of(model, given(rank, 1))  # the thread is restarted
     with pytest.raises(RuntimeError, match="belongs to another model"):
         other.attach(model)
 
@@ -298,8 +298,8 @@ MEMBERS = [[0, 1], [0, 1, 2], [0, 1, 2, 3], [3, 1], [1], [0, 2, 1]]
 @pytest.mark.rest_is_thorough("aabb")
 @pytest.mark.parametrize("hosts", [None, "aabb"])
 @on_ranks(4, timeout=60)
-def test_nothing_that_was_held_back_gets_lost(rank, hosts):
-    """In each of several groups."""
+def test_no_residual_is_lost(rank, hosts):
+    """In several groups in sequence."""
     live_on(hosts, rank)
     for make in IN_GROUPS.values():
         groups = [dist.new_group(ranks) for ranks in MEMBERS]
@@ -316,7 +316,7 @@ def test_nothing_that_was_held_back_gets_lost(rank, hosts):
 
 @on_ranks(3)
 def test_power_sgd_keeps_its_warm_start(rank):
-    """Who joins, here as rank 0, gets the factors of who has made most steps, and its count."""
+    """A joining rank, here rank 0, gets the factors and step count of the rank with the most steps."""
     hook = CastAround(PowerSGD(2))
     model = hooked(hook, process_group=dist.new_group([1, 2] if rank else [0], use_local_synchronization=True))
     for step in range(3 if rank else 1):
@@ -330,13 +330,13 @@ def test_power_sgd_keeps_its_warm_start(rank):
     for name, factor in mine.items():
         assert torch.equal(factor, wanted[name]), name
     for step in range(3):
-        step_of(model, given(rank, step))  # the same on all ranks
+        step_of(model, given(rank, step))  # equal on all ranks
 
 
 @pytest.mark.parametrize("kind", ["int8", "powersgd", "rules"])
 @on_ranks(3, needed_ranks=[0, 2], timeout=30, straggler_s=20)
-def test_hooks_go_on_after_a_death(rank, kind):
-    """In the midst of a step, whose buckets some ranks may have reduced."""
+def test_hooks_continue_after_a_death(rank, kind):
+    """A death in the middle of a step, in which some ranks may have reduced some buckets."""
     hook = IN_GROUPS[kind]()
     model = hooked(hook)
     for step in range(3):
@@ -351,7 +351,7 @@ def test_hooks_go_on_after_a_death(rank, kind):
 
 
 @on_ranks(2)
-def test_hooks_of_torch_that_would_send_to_the_old_ranks_are_refused(rank):
+def test_torch_hooks_bound_to_the_old_ranks_are_refused(rank):
     whole = dist.group.WORLD
     state = torch_power_sgd.PowerSGDState(whole, matrix_approximation_rank=1, start_powerSGD_iter=2)
     for words, given_state, hook in (

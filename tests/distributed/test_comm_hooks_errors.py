@@ -1,4 +1,4 @@
-"""What communication hooks refuse, and what they say when another rank is gone."""
+"""Errors of communication hooks, also when another rank is lost."""
 
 import datetime
 import os
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.beyond_torch("hooks of its own")
 
 
 @on_ranks(2)
-def test_models_that_hooks_do_not_take(rank):
+def test_models_that_hooks_refuse(rank):
     hook, sparse = Int8(), nn.ModuleDict({"words": nn.Embedding(10, 4, sparse=True)})
     hooked(hook)
     for used, module, error, match in (
@@ -84,7 +84,7 @@ def test_states_that_do_not_fit(rank):
 
 @on_ranks(2)
 def test_with_torchs_class(rank):
-    """Whose hook must be attached to the model, and bound anew to another process group of it."""
+    """The hook must be attached to the model, and rebound after a change of its process group."""
 
     def made():
         model, hook = TorchDDP(Given()), Int8()
@@ -108,8 +108,8 @@ def test_with_torchs_class(rank):
 
 
 @on_ranks(2, needed_ranks=[0])
-def test_a_rank_that_is_gone(rank):
-    """The others get an error that names bucket and parameters, in time; later steps fail at once."""
+def test_a_lost_rank(rank):
+    """The others raise in time, naming bucket and parameters; later steps fail at once."""
     model = hooked(Int8())
     step_of(model, given(rank, 0))
     if rank == 1:
@@ -132,7 +132,7 @@ def test_the_time_limit_of_the_hook(rank):
     stay(rank)
 
 
-def test_worker_keeps_the_order_ends_and_may_be_forked():
+def test_worker_keeps_order_stops_and_may_be_forked():
     def names():
         return [thread.name for thread in threading.enumerate()]
 

@@ -1,4 +1,4 @@
-"""PowerSGD: exact where it can be, as good as torch's where not, and never undone by bad or empty matrices."""
+"""PowerSGD: exact if possible, otherwise as accurate as torch's, and robust to non-finite or empty matrices."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ VECTORS = ("norm", "bias", "long")
 
 
 def low_rank(rank, step):
-    """Matrices whose average has rank 2 at most, as all ranks' rows lie in one plane."""
+    """Matrices whose average has at most rank 2, because all ranks' rows lie in one plane."""
     gradients = given(rank, step)
     generator = torch.Generator().manual_seed(step)
     for name in MATRICES:
@@ -55,8 +55,8 @@ def test_bytes(rank):
 
 
 @on_ranks(2)
-def test_as_good_as_torchs(rank):
-    """Power iterations on one gradient, no error feedback: both come near the best approximation there is."""
+def test_as_accurate_as_torchs(rank):
+    """Power iterations on one gradient without error feedback: both approach the best approximation."""
     ours, theirs = hooked(PowerSGD(3, error_feedback=False)), TorchDDP(Given())
     state = torch_power_sgd.PowerSGDState(
         None, matrix_approximation_rank=3, start_powerSGD_iter=2, use_error_feedback=False, min_compression_rate=2
@@ -86,7 +86,7 @@ def test_zero_dependent_and_tiny_gradients(rank):
         assert all(torch.isfinite(value).all() for value in averages.values())
         torch.testing.assert_close(averages["wide"], torch.ones(SHAPES["wide"]).double(), rtol=1e-5, atol=1e-5)
         assert step != 1 or (averages["embed"] == 0).all()
-    assert averages["embed"].norm() > 1e-31  # zeros did not stop it for good
+    assert averages["embed"].norm() > 1e-31  # zeros did not stop it permanently
 
 
 def test_orthonormal_columns_of_anything():

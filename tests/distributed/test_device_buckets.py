@@ -1,6 +1,6 @@
-"""As on GPUs, on the CPU: large gradients are reduced where autograd made them, others begin at cache lines in buckets.
+"""GPU code paths on the CPU: large gradients are reduced in place; others are aligned to cache lines in buckets.
 
-Padded buckets give the same results as others, with zeros between gradients whatever hooks do.
+Padded buckets give the same results as dense ones, and keep zeros between gradients whatever hooks do.
 """
 
 from datetime import timedelta
@@ -39,7 +39,7 @@ def _large(module):
 
 
 def _made(module):
-    """Where autograd makes each gradient from now on, by name."""
+    """Record by name where autograd allocates each gradient from now on."""
     made = {}
     for name, p in module.named_parameters():
         p.register_post_accumulate_grad_hook(lambda p, name=name: made.__setitem__(name, p.grad.data_ptr()))
@@ -52,7 +52,7 @@ def _apart(**options):
 
 @pytest.mark.parametrize("views", [None, False])
 @on_ranks(2)
-def test_large_gradients_keep_the_memory_that_autograd_gave_them(rank, views):
+def test_large_gradients_stay_where_autograd_allocated_them(rank, views):
     ddp = _apart(gradient_as_bucket_view=views)
     made = _made(ddp.module)
     for step in range(4):
@@ -71,7 +71,7 @@ def test_large_gradients_keep_the_memory_that_autograd_gave_them(rank, views):
 
 
 class Parameters(nn.Module):
-    """Two parameters, `first` and `second`; one large gradient goes on from one to the other."""
+    """Two parameters, `first` and `second`, of which one passes a large gradient to the other."""
 
     def __init__(self):
         super().__init__()
@@ -80,14 +80,14 @@ class Parameters(nn.Module):
 
 
 class Twice(Parameters):
-    """Both get one and the same gradient, whose memory a third part of the graph still reads."""
+    """Both get the same gradient tensor, which a third part of the graph still reads."""
 
     def forward(self, x):
         return (self.first + self.second)[None] * x
 
 
 class Late(Parameters):
-    """The gradient of `second` is handed on to the branch of `first`, whose own gradient completes the bucket."""
+    """The gradient of `second` is passed on to the branch of `first`, whose gradient completes the bucket."""
 
     def forward(self, x):
         branch = torch.tanh(self.first * x)
@@ -100,7 +100,7 @@ def _run_parameters(model, rank, step):
 
 @on_ranks(2)
 def test_gradients_that_something_else_uses(rank):
-    # Left alone.
+    # Not copied.
     model = seeded(Twice)
     ddp = LargeApart(model, transport="c10d")
     kept = []
@@ -110,7 +110,7 @@ def test_gradients_that_something_else_uses(rank):
         grad, copy = kept[-1]
         assert torch.equal(grad, copy)
 
-    # Copied if it used them when they came: it may still be reading, on another stream, when the bucket is complete.
+    # Copied if in use on arrival: another stream may still read it when the bucket is complete.
     model = seeded(Late)
     made = _made(model)
     ddp = LargeApart(model, transport="c10d")
@@ -122,7 +122,7 @@ def test_gradients_that_something_else_uses(rank):
 
 @on_ranks(2)
 def test_models_inside_each_other_explicit_views_and_ranks_that_differ(rank):
-    # Of two models neither may reduce in memory that the other one reads.
+    # Two models must not reduce in memory that the other reads.
     inner = _apart()
     with pytest.warns(UserWarning, match="already wrapped"):
         outer = LargeApart(inner, transport="c10d")
@@ -136,7 +136,7 @@ def test_models_inside_each_other_explicit_views_and_ranks_that_differ(rank):
     for ddp in (inner, outer, views):
         assert ddp.reducer.bucket_memory_bytes >= sum(p.nbytes for p in inner.parameters())
 
-    # Ranks that would reduce in different ways are told.
+    # Ranks that would reduce differently get an error.
     parameters = list(Mlp().parameters())
     names = [str(i) for i in range(len(parameters))]
     with pytest.raises(ValueError, match="rank 0: in their buckets, rank 1: in place"):
@@ -150,12 +150,12 @@ def test_layouts_hooks_and_statistics(rank):
     for model in (ddp, packed):
         for p in model.parameters():
             if p.ndim == 2:
-                p.grad = torch.zeros(p.shape[::-1], dtype=p.dtype).t()  # autograd adds to it as it is
+                p.grad = torch.zeros(p.shape[::-1], dtype=p.dtype).t()  # autograd adds to it in place
         step_on(model, rank)
     assert_grads(grads_of(ddp), grads_of(packed), 0)
     assert not ddp.module.first.weight.grad.is_contiguous()
 
-    # A hook is given all gradients in one piece.
+    # A hook gets all gradients in one buffer.
     ddp = _apart()
     step_on(ddp, rank)
     sizes = []
@@ -173,7 +173,7 @@ def test_layouts_hooks_and_statistics(rank):
     assert sum(sizes) >= sum(p.numel() for p in ddp.parameters())
     assert_grads(grads_of(ddp), {name: 3 * grad for name, grad in want.items()})
 
-    # What looks at averages sees the large ones.
+    # Observers of averages also get large gradients.
     options = {"gradient_stats": True, "find_nonfinite": "raise"}
     ddp = _apart(**options)
     packed = WholeBuckets(seeded(Mlp), transport="c10d", **options)
@@ -189,7 +189,7 @@ def test_layouts_hooks_and_statistics(rank):
 
 
 @on_ranks(2)
-def test_after_a_failed_step_nothing_is_left_in_memory_that_a_peer_may_write_to(rank):
+def test_no_gradient_of_a_failed_step_stays_in_memory_that_peers_may_write(rank):
     ddp = _apart(timeout=timedelta(seconds=1))
     for step in range(2):
         step_on(ddp, rank, step)
@@ -211,7 +211,7 @@ STEPS = 3
 
 
 class Odd(nn.Module):
-    """Parameters of odd shapes, one channels-last; the gradient of each depends on the rank and the step."""
+    """Parameters of odd shapes, one channels-last, whose gradients depend on rank and step."""
 
     def __init__(self, dtypes, shapes=SHAPES):
         super().__init__()
@@ -225,7 +225,7 @@ class Odd(nn.Module):
 
 
 def train(ddp, rank):
-    """The gradients of each step, some accumulated; the buckets are rebuilt after the first."""
+    """The gradients of each step, some accumulated; buckets are rebuilt after the first."""
     seen = []
     for step in range(STEPS):
         ddp.zero_grad(set_to_none=step != 1)
@@ -246,8 +246,8 @@ def assert_padded(ddp):
     assert sum(bucket.numel for bucket in buckets) > sum(spec.numel for spec in specs)
 
 
-class Looks:
-    """A hook that averages, and remembers what lay between gradients."""
+class ChecksGaps:
+    """A hook that averages, and records the values between gradients."""
 
     def __init__(self):
         self.outside = []
@@ -271,7 +271,7 @@ def trained(kind, rank, dtypes=(torch.float32,), shapes=SHAPES, hook=None, **opt
 
 
 @on_ranks(2)
-def test_same_bits_as_end_to_end(rank):
+def test_bitwise_equal_to_dense_buckets(rank):
     for transport, views in each(["c10d", "auto"], [None, True, False]):
         options = {"transport": transport, "bucket_cap_mb": 0.002, "gradient_as_bucket_view": views}
         padded, mine = trained(PaddedBuckets, rank, DTYPES, **options)
@@ -285,23 +285,23 @@ def test_same_bits_as_end_to_end(rank):
 
 @on_ranks(2)
 def test_hooks(rank):
-    # What they see and write between gradients.
-    looks = Looks()
-    trained(PaddedBuckets, rank, hook=(None, looks))
-    assert len(looks.outside) == STEPS
-    assert all(outside.numel() > 0 and not outside.any() for outside in looks.outside)
+    # What hooks read and write between gradients.
+    checks = ChecksGaps()
+    trained(PaddedBuckets, rank, hook=(None, checks))
+    assert len(checks.outside) == STEPS
+    assert all(outside.numel() > 0 and not outside.any() for outside in checks.outside)
 
     def divides(state, bucket):
         future = torch.futures.Future()
-        future.set_result(bucket.buffer() / bucket.buffer())  # NaN where nothing is
+        future.set_result(bucket.buffer() / bucket.buffer())  # NaN in the gaps
         return future
 
     padded, _ = trained(PaddedBuckets, rank, hook=(None, divides), gradient_stats=True)
     numel = sum(p.numel() for p in padded.parameters())
     assert padded.gradient_stats().tolist() == [[numel, 0.0]]
 
-    # They give the same as end to end.
-    shapes = [shape for shape in SHAPES if 0 not in shape]  # torch's PowerSGD takes no others
+    # Results equal those of dense buckets.
+    shapes = [shape for shape in SHAPES if 0 not in shape]  # torch's PowerSGD needs nonempty shapes
     for make, tolerance in each(HOOKS):
         padded, mine = trained(PaddedBuckets, rank, shapes=shapes, hook=make())
         assert_equal_steps(mine, trained(WholeBuckets, rank, shapes=shapes, hook=make())[1], tolerance)
@@ -313,7 +313,7 @@ def torch_power_sgd():
     return state, powerSGD_hook.powerSGD_hook
 
 
-# The others run with gaps in tests/fuzz.
+# tests/fuzz runs other hooks with gaps.
 HOOKS = [
     (torch_power_sgd, 1e-5),
     (lambda: (None, comm_hooks.PowerSGD(rank=2)), 1e-5),
@@ -344,7 +344,7 @@ def sharded(kind, rank, reduce_fp16):
 
 @on_ranks(2)
 def test_sharded_gradients(rank):
-    """Memory that is lent to a bucket of another rank's parameters has held other gradients."""
+    """Memory lent to a bucket of another rank's parameters has held other gradients before."""
     for reduce_fp16 in each([False, True]):
         padded, mine, stats = sharded(PaddedSharded, rank, reduce_fp16)
         _, theirs, plain_stats = sharded(WholeSharded, rank, reduce_fp16)

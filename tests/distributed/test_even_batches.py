@@ -1,4 +1,4 @@
-"""torchddp.sync.even_batches: loops that end on all ranks with the shortest."""
+"""torchddp.sync.even_batches: loops end on all ranks with the shortest."""
 
 import itertools
 import time
@@ -12,7 +12,7 @@ from tests.harness import on_ranks, run_outcomes
 from tests.models import Mlp, batch, loss_of, seeded
 from torchddp.sync import even_batches
 
-# By rank: the number of batches.
+# The number of batches of each rank.
 LENGTHS = [(5, 5, 5, 5), (3, 5, 4, 6), (6, 4, 5, 3), (1, 2, 9, 9), (4, 0, 2, 1), (0, 0, 0, 0)]
 
 
@@ -26,14 +26,14 @@ def test_all_ranks_get_as_many_batches_in_their_own_order(rank, world_size):
         own = [100 * rank + number for number in range(lengths[rank])]
         got = list(even_batches(iter(own)))
         assert got == own[: min(lengths[:world_size])]
-        # A list is iterated anew each time; the group may be named.
+        # A list can be iterated again; a group may be given.
         assert list(even_batches(own, dist.group.WORLD)) == got
 
 
 @pytest.mark.parametrize(("transport", "world_size"), [("c10d", 3), ("shm", 2), ("shm", 4)])
 @on_ranks()
 def test_training_with_uneven_loaders(rank, transport, world_size):
-    """Equal to loaders that are cut to the shortest, with buffers and nested loops beside."""
+    """Equal to loaders truncated to the shortest, with buffers and nested loops."""
     parameters = []
     for uneven in (True, False):
         torch.manual_seed(0)
@@ -54,7 +54,7 @@ def test_training_with_uneven_loaders(rank, transport, world_size):
 
 
 @on_ranks(3)
-def test_models_of_torchs_and_groups_of_some_ranks(rank):
+def test_torchs_models_and_subgroups(rank):
     plain = torch.nn.parallel.DistributedDataParallel(seeded(Mlp))
     assert len(list(even_batches(range(2 + rank), plain))) == 2
     pair = dist.new_group([1, 2])
@@ -81,7 +81,7 @@ def test_an_exception_in_one_loader_ends_all_loops(rank):
         with pytest.raises(kind, match=words) as caught:
             got.extend(even_batches(broken if rank == 1 else range(9)))
         assert got == list(range(at)) and (rank == 1 or "on rank 1" in str(caught.value))
-        # All are ready for the next loop.
+        # All ranks can run the next loop.
         assert list(even_batches(range(3 + rank))) == [0, 1, 2]
 
 
@@ -98,7 +98,7 @@ def test_loops_left_by_all_at_the_same_batch(rank):
 
 
 @pytest.mark.slow
-def test_a_loop_left_by_one_rank_alone_is_an_error_of_the_others():
+def test_if_one_rank_leaves_a_loop_the_others_raise():
     def work(rank):
         for value in even_batches(range(6)):
             if rank == 1 and value == 2:
@@ -122,7 +122,7 @@ def test_fail_together_ends_a_loop_that_waits(rank):
 
 
 @on_ranks(2)
-def test_the_next_batch_is_got_in_advance_and_the_message_travels_during_the_step(rank):
+def test_batches_are_prefetched_and_messages_overlap_the_step(rank):
     log = []
 
     def loader():
@@ -134,7 +134,7 @@ def test_the_next_batch_is_got_in_advance_and_the_message_travels_during_the_ste
         log.append(("step", value))
     order = [("got", 0), ("got", 1), ("step", 0), ("got", 2), ("step", 1), ("step", 2)]
     assert log == order
-    # A rank that is late for its step does not hold up the others in theirs.
+    # A late rank doesn't delay the other ranks' steps.
     since_s = time.monotonic()
     for value in even_batches(range(2)):
         if rank == 1 and value == 0:

@@ -1,4 +1,4 @@
-"""The small examples: they train on two ranks under torchrun and alone, and end cleanly; all are listed."""
+"""The small examples train on two ranks under torchrun and on one without, and exit cleanly; all are listed."""
 
 import contextlib
 import io
@@ -77,7 +77,7 @@ def test_one_process(name):
 
 
 def output_of(example, *arguments):
-    """What rank 0 of two forked ones prints."""
+    """The output of rank 0 of two forked ranks."""
 
     def on_rank(rank):
         torch.set_num_threads(1)
@@ -131,15 +131,15 @@ def test_the_sharded_checkpoint_is_plain_adamws(tmp_path):
 
 def test_diloco_sends_less_than_gradients_would():
     output = output_of(train_diloco, 60, 3e-3, 10, "int8")
-    sent, gradients = map(int, re.findall(r"60 steps: (\d+) .*alone are (\d+) per step", output)[0])
+    sent, gradients = map(int, re.findall(r"60 steps: (\d+) .*would take (\d+) per step", output)[0])
     assert 0 < sent < 60 * gradients / 30
 
 
-def test_adapters_train_beside_a_frozen_base():
+def test_adapters_train_with_a_frozen_base():
     output = output_of(train_lora, 120, 3e-3)
     assert_it_learnt(output)
     adapters, base, changed = re.findall(
-        r"(\d+) adapter weights trained beside (\d+) frozen ones, changed: (\w+)", output
+        r"(\d+) trained adapter weights; (\d+) frozen weights, changed: (\w+)", output
     )[0]
     assert int(adapters) < 0.3 * int(base) and changed == "False"
 
@@ -153,13 +153,13 @@ def test_unfreezing_sends_more_with_each_stage_and_keeps_the_optimizers_state():
     assert last_number(output, "updates of the head") == 120
 
 
-def test_blocks_are_added_in_training():
+def test_blocks_are_added_during_training():
     output = output_of(train_growing, 120, 3e-3)
     assert_it_learnt(output)
     assert "updates of the blocks: 120, 80, 40" in output
 
 
-def test_every_example_is_listed_and_every_one_listed_is_there():
+def test_the_list_of_examples_is_complete():
     listed = set(re.findall(r"examples[./](\w+)", (ROOT / "docs" / "examples.md").read_text()))
     there = {path.stem for path in (ROOT / "examples").glob("train_*.py")}
     assert there and there <= listed <= {path.stem for path in (ROOT / "examples").iterdir()}

@@ -1,4 +1,4 @@
-"""Models under a manager, which here is a stand-in for torchft's: tests/fault/test_torchft.py has the real one."""
+"""Models under a fake torchft manager; tests/fault/test_torchft.py uses the real one."""
 
 import copy
 import gc
@@ -41,14 +41,14 @@ def step_on(model, rank, step, set_to_none=True):
 
 
 def step_under(manager, model, rank, step):
-    """Whether it may be committed."""
+    """Run a step; return whether to commit it."""
     manager.start_quorum()
     step_on(model, rank, step)
     return manager.should_commit()
 
 
 def assert_averages(module, step, microbatches=1, ranks=None):
-    """Of all ranks' batches, or of these ranks', computed here."""
+    """Assert averages over these ranks' batches (by default all), computed locally."""
     reference = copy.deepcopy(module)
     reference.zero_grad(set_to_none=True)
     ranks = ranks or range(dist.get_world_size())
@@ -84,7 +84,7 @@ def test_gradients_are_averages_over_participants(rank):
 
 
 class Backwards(nn.ModuleList):
-    """Gradients come in the order of registration, not in its reverse: buckets would be rebuilt."""
+    """Gradients arrive in registration order instead of its reverse, which normally rebuilds buckets."""
 
     def __init__(self):
         super().__init__(nn.Linear(16, 16) for _ in range(4))
@@ -115,7 +115,7 @@ def test_pure_averages_every_gradient_before_backward_returns(rank):
     model = PureDistributedDataParallel(manager, module)
     for step in range(3):
         manager.start_quorum()
-        if step == 1:  # a backward that ends with an error leaves nothing behind
+        if step == 1:  # a backward that raises leaves nothing behind
             output = loss_of(model(batch_of(rank, step)))
             handle = module.first.weight.register_hook(lambda grad: 1 / 0)
             with pytest.raises(ZeroDivisionError):
@@ -135,7 +135,7 @@ def test_buckets_start_during_backward_and_are_waited_for_at_its_end(rank):
     kinds = [event.kind for event in model.reducer.timeline()]
     last = {kind: max(i for i, k in enumerate(kinds) if k == kind) for kind in ("launched", "grad_ready")}
     assert kinds.index("launched") < last["grad_ready"]
-    # torchft's own class waits for each before the next may start
+    # torchft's own class waits for each bucket before it starts the next
     assert kinds.index("wait_begin") > last["launched"] > kinds.index("launched")
 
 
@@ -154,7 +154,7 @@ def test_a_failed_step_is_survived_and_the_next_is_right(rank):
 
 
 @on_ranks(2)
-def test_what_failed_can_write_to_no_later_gradient(rank):
+def test_a_failed_step_cannot_write_to_later_gradients(rank):
     module, manager, model = under_manager()
 
     def step(number):
@@ -165,7 +165,7 @@ def test_what_failed_can_write_to_no_later_gradient(rank):
     first = step(0)
     assert step(1) == first
     manager.fails_at = 1
-    lost = [p.grad for p in module.parameters()]  # kept, so that the allocator can't give the memory out again
+    lost = [p.grad for p in module.parameters()]  # kept, so that the allocator can't reuse the memory
     step(2)
     manager.fails_at = None
     model.zero_grad()
@@ -192,14 +192,14 @@ def test_reduce_with_gradient_stats_and_one_that_heals(rank):
     total = sum(p.grad.double().square().sum() for p in module.parameters())
     torch.testing.assert_close(model.gradient_stats()[:, 0].sum(), total, rtol=1e-5, atol=0)
 
-    manager.heals = rank == 1  # torchft sends zeros for it, and divides by those that take part
+    manager.heals = rank == 1  # torchft sends zeros for it, and divides by the number of participants
     manager.num_participants = lambda: 1
     step_on(model, rank, 0)
     assert_averages(module, 0, ranks=[0])
 
 
 @on_ranks(1)
-def test_without_a_quorum_backward_says_so(rank):
+def test_without_a_quorum_backward_raises(rank):
     module, manager, model = under_manager()
     manager.quorum = False
     for one in (model, PureDistributedDataParallel(manager, net())):
@@ -264,7 +264,7 @@ def test_bad_input(rank):
 
 
 @on_ranks(2)
-def test_averages_of_parameters_are_of_who_takes_part(rank):
+def test_parameter_averages_are_over_participants(rank):
     module, manager = seeded(small_net, rank), FakeManager()
     averager = PeriodicAverager(manager, module, period=3, warmup_steps=1, bucket_cap_mb=SMALL)
     everyone = [seeded(small_net, other) for other in range(2)]
@@ -315,11 +315,11 @@ def test_state_for_replicas_that_heal(rank):
     alive = weakref.ref(other)
     del other
     gc.collect()
-    assert alive() is None  # the manager keeps no model alive
+    assert alive() is None  # the manager doesn't keep the model alive
     assert set(differs[1]()) == {"buckets", "hooks"}
 
 
-# --- PowerSGD, which sends nothing but sums ---
+# --- PowerSGD, which only sends sums ---
 
 NEAR = {"rtol": 1e-4, "atol": 1e-6}
 
@@ -330,7 +330,7 @@ def layers():
 
 
 def with_power_sgd(**options):
-    """Several buckets: the model, its manager and its hook."""
+    """A model with several buckets, its manager and its hook."""
     hook = PowerSGD(2, **options)
     _, manager, model = under_manager(layers, bucket_cap_mb=0.004, comm_hook=hook)
     return model, manager, hook
@@ -341,7 +341,7 @@ def grads_of(model):
 
 
 @on_ranks(2, 3)
-def test_power_sgd_does_what_it_does_between_fixed_ranks(rank):
+def test_power_sgd_equals_power_sgd_between_fixed_ranks(rank):
     for options in each([{}, {"start_step": 2}, {"warm_start": False}]):
         model, manager, _ = with_power_sgd(**options)
         other = torchddp.DistributedDataParallel(layers(), transport="c10d", comm_hook=PowerSGD(2, **options))
@@ -356,7 +356,7 @@ def test_power_sgd_does_what_it_does_between_fixed_ranks(rank):
 
 
 @on_ranks(2)
-def test_what_a_failed_step_held_back_is_forgotten(rank):
+def test_residuals_of_a_failed_step_are_dropped(rank):
     model, manager, _ = with_power_sgd()
     for step in range(4):
         manager.fails_at = 3 if step == 2 else None
@@ -364,13 +364,13 @@ def test_what_a_failed_step_held_back_is_forgotten(rank):
     assert same_on_all_ranks(grads_of(model))
     alone, again, _ = with_power_sgd()
     step_under(again, alone, rank, 3)
-    # As a first step: neither residuals nor Q of before.
+    # Like a first step, without earlier residuals or Q.
     torch.testing.assert_close(grads_of(model), grads_of(alone), **NEAR)
 
 
 @on_ranks(2)
-def test_a_replica_that_heals_goes_on_with_the_factors_of_the_others(rank):
-    """It takes part in no sum of the step in which it heals, and gets the others' average all the same."""
+def test_a_healing_replica_continues_with_the_others_factors(rank):
+    """It contributes to no sum of the step in which it heals, but gets the others' average."""
     model, manager, hook = with_power_sgd()
     for step in range(3):
         assert step_under(manager, model, rank, step)
@@ -393,7 +393,7 @@ def test_a_replica_that_heals_goes_on_with_the_factors_of_the_others(rank):
 
 
 @on_ranks(1)
-def test_replicas_with_other_hooks_are_told(rank):
+def test_replicas_with_different_hooks_raise(rank):
     with_hook, *_ = with_power_sgd()
     _, _, without = under_manager(layers, bucket_cap_mb=0.004)
     with pytest.raises(RuntimeError, match="here it is none, on the healthy replica .'PowerSGD'"):

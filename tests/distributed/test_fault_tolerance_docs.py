@@ -1,4 +1,4 @@
-"""The examples of docs/fault_tolerance.md run, and do what the page says."""
+"""The examples of docs/fault_tolerance.md run and behave as the page says."""
 
 import re
 
@@ -26,7 +26,7 @@ def test_another_process_group(rank):
 @pytest.mark.slow
 @pytest.mark.parametrize("dies", [False, True])
 def test_restart_with_torchrun(dies, tmp_path, monkeypatch):
-    """Rank 1 dies in step 25 of the first attempt; the end is that of the closed form: what one process computes."""
+    """Rank 1 dies in step 25 of the first attempt; the final weights equal those of one process."""
     monkeypatch.chdir(tmp_path)
     code = code_of("fault_tolerance.md", "Restart with torchrun")
     fault = "    if step == 25 and rank == 1 and attempt == '0': os.kill(os.getpid(), 9)\n"
@@ -46,7 +46,7 @@ def test_restart_with_torchrun(dies, tmp_path, monkeypatch):
 
 
 def alone():
-    """The weights that one process gets with both ranks' data."""
+    """The weights that one process trains with both ranks' data."""
     torch.manual_seed(0)
     model = torch.nn.Linear(8, 1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)

@@ -1,4 +1,4 @@
-"""The tutorials, docs/first_run.md and docs/tune_buckets.md: programs print what the pages say, models fit them."""
+"""The tutorials docs/first_run.md and docs/tune_buckets.md: programs print what the pages show."""
 
 import re
 
@@ -23,12 +23,12 @@ def test_the_first_run(tmp_path, monkeypatch):
         torchrun(tmp_path / "train.py", [], ranks=2, timeout_seconds=100, output=log, errors=log)
         log.seek(0)
         text = log.read()
-    # Not by line: under torchrun Python writes a line and its end one after the other, and those of two ranks mix.
+    # Not by line: under torchrun Python writes a line and its end separately, so lines of two ranks mix.
     said = sorted(re.findall(r"rank \d, step \d+: loss \d+\.\d{3}|weights saved; .* over shm", text))
     losses, promised = re.compile(r"loss ([\d.]+)"), sorted(printed.splitlines())
     assert [losses.sub("", line) for line in said] == [losses.sub("", line) for line in promised]
     found, wanted = ([float(value) for value in losses.findall("\n".join(text))] for text in (said, promised))
-    assert found == pytest.approx(wanted, rel=0.05, abs=0.02)  # other processors add in another order
+    assert found == pytest.approx(wanted, rel=0.05, abs=0.02)  # other processors may add in another order
     assert torch.load("model.pt", weights_only=True).keys() == {"0.weight", "0.bias", "2.weight", "2.bias"}
 
 

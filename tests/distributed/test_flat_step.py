@@ -1,4 +1,4 @@
-"""Small parameters stepped as flat ones: the same bits as a step tensor by tensor, with fewer tensors."""
+"""Flat steps of small parameters: bitwise equal to steps per tensor, with fewer tensors."""
 
 import copy
 from dataclasses import dataclass
@@ -32,11 +32,11 @@ OPTIMIZERS = [
     (torch.optim.Rprop, {"lr": 0.003}),
 ]
 IDS = [f"{optim.__name__}-{'-'.join(sorted(options.keys() - {'lr'}))}" for optim, options in OPTIMIZERS]
-WIDTH, LAYERS, LARGE = 7, 20, 6  # as many large ones on each of 1, 2, or 3 ranks
+WIDTH, LAYERS, LARGE = 7, 20, 6  # equally many large ones on each of 1, 2 or 3 ranks
 
 
 class Deep(nn.Module):
-    """Forty small parameters, six that are not, two of another dtype, one in another layout of memory, one scalar."""
+    """Forty small parameters, six large ones, two of another dtype, one of another memory layout, one scalar."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Deep(nn.Module):
 
 @dataclass
 class Flat:
-    """A model stepped in runs, and the same model stepped tensor by tensor."""
+    """A model with flat steps, and the same model stepped per tensor."""
 
     models: list[Any]
     optimizers: list[Any]
@@ -68,14 +68,14 @@ class Flat:
             model(batch(dist.get_rank(), step, 4, WIDTH, dtype=torch.float32)).square().mean().backward()
 
     def step(self, set_to_none: bool = True) -> list[int]:
-        """The number of tensors that each inner optimizer was given."""
+        """Step both; return the number of tensors that each inner optimizer got."""
         counts = [step_and_count(self.optimizers[0]), step_and_count(self.optimizers[1], small_numel=0)]
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=set_to_none)
         return counts
 
     def train(self, steps: range) -> list[int]:
-        """What `step` returned in the last of them; after each both models are the same."""
+        """Train, asserting equality after each step; return the last result of `step`."""
         for step in steps:
             self.backward(step)
             counts = self.step()
@@ -88,7 +88,7 @@ class Flat:
 
 
 def step_and_count(optimizer: OSS, small_numel: int = flat_step.SMALL_NUMEL) -> int:
-    """Takes a step, and counts the tensors with gradients that the inner optimizer sees."""
+    """Take a step and count the tensors with gradients that the inner optimizer gets."""
     inner, seen = optimizer.optim, []
     plain = inner.step
 
@@ -109,7 +109,7 @@ def make_flat(optim, options, make=Deep, groups=lambda model: model.parameters()
 
 
 def steps_of(optimizer: OSS) -> set[int]:
-    """That parameters have taken, on all ranks."""
+    """The parameters' step counts, on all ranks."""
     return set.union(*gathered({int(entry["step"]) for entry in optimizer.state.values()}))
 
 
@@ -120,12 +120,12 @@ def test_the_same_bits_with_fewer_tensors(rank, optim, options, world_size):
     pair = make_flat(optim, options)
     flat, single = pair.train(range(5))
     assert_same_state(*(whole_state(optimizer) for optimizer in pair.optimizers))
-    # Large ones, a run of small ones, and those of another dtype.
+    # Large parameters, one flat run of small ones, and those of another dtype.
     assert flat <= LARGE // world_size + 2 < 12 < single if world_size > 1 else flat == single == 50
 
 
 @on_ranks(2)
-def test_fused_kernels_round_last_elements_in_another_way(rank):
+def test_fused_kernels_round_last_elements_differently(rank):
     for optim in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad):
         pair = make_flat(optim, {"lr": 0.01, "fused": True})
         for step in range(4):
@@ -136,16 +136,16 @@ def test_fused_kernels_round_last_elements_in_another_way(rank):
 
 
 class Derived(torch.optim.SGD):
-    """May do anything, for all we know."""
+    """A derived class, whose step may do anything."""
 
 
 @on_ranks(2)
-def test_other_optimizers_and_dtypes_step_tensor_by_tensor(rank):
+def test_other_optimizers_and_dtypes_step_per_tensor(rank):
     for optim in (torch.optim.Adafactor, torch.optim.ASGD, Derived):
         pair = make_flat(optim, {"lr": 0.01})
         flat, single = pair.train(range(3))
         assert flat == single, optim
-    # 16 bits on the CPU: there the last elements of a tensor are rounded more often than the others.
+    # 16-bit dtypes on the CPU round the last elements of a tensor more often than the others.
     pair = make_flat(torch.optim.SGD, {"lr": 0.05}, lambda: Branches(torch.bfloat16), find_unused_parameters=True)
     for _ in range(3):
         for model in pair.models:
@@ -182,7 +182,7 @@ def test_groups_schedulers_closures_and_clipping(rank):
 
 
 @on_ranks(2)
-def test_a_hook_of_the_inner_optimizer_sees_the_parameters_it_knows(rank):
+def test_hooks_of_the_inner_optimizer_get_the_original_parameters(rank):
     pair = make_flat(torch.optim.AdamW, {"lr": 0.01})
     flat, single = pair.train(range(3))
     assert flat < single
@@ -194,7 +194,7 @@ def test_a_hook_of_the_inner_optimizer_sees_the_parameters_it_knows(rank):
     pair.train(range(3, 5))
     handle.remove()
     assert {*seen} == {p for p, owner in mine.param_to_rank.items() if owner == rank}
-    flat, single = pair.train(range(5, 8))  # runs again: steps are still equal
+    flat, single = pair.train(range(5, 8))  # flat again, and still equal
     assert flat < single
 
 
@@ -240,7 +240,7 @@ def test_frozen_thawed_and_added(rank):
 
 @on_ranks(2)
 def test_local_state_that_another_optimizer_takes(rank):
-    """Each parameter has a count of steps of its own: a plain optimizer that loads them counts right."""
+    """Each parameter has its own step count, so a plain optimizer that loads the state has correct counts."""
     pair = make_flat(torch.optim.AdamW, {"lr": 0.01}, lambda: nn.Linear(WIDTH, 3))
     pair.train(range(2))
     mine = pair.optimizers[0]
@@ -255,7 +255,7 @@ def test_local_state_that_another_optimizer_takes(rank):
 
 
 def one_of(optimizer):
-    """A small parameter of this rank, in the midst of others."""
+    """A small parameter of this rank, between others."""
     mine = [p for p, rank in optimizer.param_to_rank.items() if rank == optimizer.rank and p.shape == (WIDTH, WIDTH)]
     return mine[4]
 
@@ -275,7 +275,7 @@ CHANGES = {
 
 
 @on_ranks(2)
-def test_state_that_users_change_or_load_is_what_the_next_step_starts_from(rank):
+def test_the_next_step_starts_from_state_that_users_change_or_load(rank):
     for change in each(CHANGES):
         pair = make_flat(torch.optim.NAdam, {"lr": 0.01})
         before, _ = pair.train(range(3))
@@ -301,7 +301,7 @@ def test_other_memory_graphs_with_old_values_and_steps_that_fail(rank):
     late, _ = pair.train(range(4, 6))
     assert sorted(early - late for early, late in gathered((early, late))) in ([0, 1], [0, 2])
 
-    # A graph that saved the old values is refused.
+    # A backward through a graph that saved the old values raises.
     pair = make_flat(torch.optim.SGD, {"lr": 0.1})
     pair.train(range(2))
     model, optimizer = pair.models[0], pair.optimizers[0]

@@ -1,4 +1,4 @@
-"""Children that a rank forks: they end at once, whatever the rank's threads and locks were at, and it goes on."""
+"""Children forked by a rank exit at once, whatever its threads and locks were doing, and the rank continues."""
 
 import contextlib
 import gc
@@ -18,7 +18,7 @@ import torchddp
 from tests.models import Mlp, batch, seeded, step_on
 from tests.programs import clean_environment, run_together
 
-ENDS_S = 16.0  # Python's own end with torch takes seconds on a busy machine
+ENDS_S = 16.0  # Python's shutdown with torch takes seconds on a busy machine
 RUN_S = 180.0
 
 pytestmark = pytest.mark.beyond_torch("the monitors of waits are ours")
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.beyond_torch("the monitors of waits are ours")
 
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", ["shm", pytest.param("c10d", marks=pytest.mark.thorough)])
-def test_forked_children_end_and_the_rank_goes_on(transport, tmp_path):
+def test_forked_children_exit_and_the_rank_continues(transport, tmp_path):
     command = [sys.executable, "-m", "tests.distributed.test_forked_children", transport, str(tmp_path / "store")]
     for rank in run_together([[*command, str(rank)] for rank in range(2)], [clean_environment()] * 2, RUN_S):
         assert rank.returncode == 0, rank.stderr
@@ -35,14 +35,14 @@ def test_forked_children_end_and_the_rank_goes_on(transport, tmp_path):
             assert seconds < ENDS_S, child
 
 
-# --- a rank, which prints how each of its children has ended ---
+# --- a rank, which prints how each of its children ended ---
 
 LIMIT_S = 30.0
 MODELS = 4
 
 
 def forked(child):
-    """How a forked child that calls this ends: its exit code; -9 if it had to be killed."""
+    """Fork a child that calls this; return its exit code, or -9 if it had to be killed."""
     pid = os.fork()
     if pid == 0:
         child()
@@ -64,7 +64,7 @@ def locks_of(model):
 
 
 def with_locks_held(child, models):
-    """The same, while another thread of the parent holds every lock there is."""
+    """Fork while another thread of the parent holds all locks."""
     held, ended = threading.Event(), threading.Event()
 
     def hold():

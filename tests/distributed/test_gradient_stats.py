@@ -1,4 +1,4 @@
-"""gradient_stats=True: norm and non-finite values of the averaged gradients, by bucket."""
+"""gradient_stats=True: norm and non-finite count of the averaged gradients of each bucket."""
 
 import math
 
@@ -16,7 +16,7 @@ CLASSES = [torchddp.DistributedDataParallel, WholeBuckets]
 
 
 def expected_stats(ddp):
-    """By bucket, in double, from the gradients themselves."""
+    """The statistics of each bucket in double, from the gradients themselves."""
     grads = [p.grad.double() for p in ddp.module.parameters() if p.requires_grad]
     rows = []
     for bucket in ddp.reducer.plan.buckets:
@@ -26,7 +26,7 @@ def expected_stats(ddp):
 
 
 def measured_vector(numel, dtype):
-    """One parameter, whose gradient is what the model is called with."""
+    """A model with one parameter, whose gradient is the model's input."""
     module = torch.nn.Module()
     module.weight = torch.nn.Parameter(torch.ones(numel, dtype=dtype))
     module.forward = lambda x: (module.weight * x).sum().real
@@ -34,7 +34,7 @@ def measured_vector(numel, dtype):
 
 
 @on_ranks(1, 2, 3)
-def test_stats_are_those_of_the_averages(rank):
+def test_stats_describe_the_averages(rank):
     for ddp_class, options in each(CLASSES, [{}, {"transport": "c10d"}, {"gradient_as_bucket_view": False}]):
         ddp = ddp_class(seeded(Mlp), gradient_stats=True, bucket_cap_mb=0.001, **options)
         for step in range(3):
@@ -67,8 +67,8 @@ def test_one_bad_value_on_one_rank_is_counted_on_all(rank):
 
 
 @on_ranks(1)
-def test_values_far_out(rank):
-    """Infinities and NaNs are counted wherever they are, and squares are summed in double, for every dtype."""
+def test_extreme_values(rank):
+    """Infinities and NaNs are counted at any position, and squares are summed in double, for every dtype."""
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
         gradient = torch.ones(5003, dtype=dtype)
         gradient[7] = float("inf")

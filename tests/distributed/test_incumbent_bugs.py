@@ -1,4 +1,4 @@
-"""One regression test for each known bug of torch DDP and its kin that concerns DDP itself."""
+"""A regression test for each known bug of torch DDP and similar libraries that concerns DDP itself."""
 
 import contextlib
 import subprocess
@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[2]
 MIB = 1024 * 1024
 
 
-# True: within no_sync. Each list is a training run of micro-batches; gradients are zeroed after each synchronised one.
+# Each list is a run of micro-batches (True: under no_sync); gradients are zeroed after each synchronised one.
 SCHEDULES = [
     [True, False, True, False, True, False],
     [False, False, True, False, True, False],
@@ -43,7 +43,7 @@ SCHEDULES = [
 @pytest.mark.beyond_torch("miscounts a static graph with accumulation")
 @on_ranks(2)
 def test_static_graph_with_accumulation(rank, ddp_class):
-    """It crashed, or silently stopped all-reducing (pytorch 187732, accelerate 3679)."""
+    """torch crashed, or silently stopped all-reducing (pytorch 187732, accelerate 3679)."""
     for schedule, set_to_none in each(SCHEDULES, (True, False)):
         ddp = ddp_class(seeded(Mlp), static_graph=True, bucket_cap_mb=0.001)
         pending: list[int] = []
@@ -60,8 +60,8 @@ def test_static_graph_with_accumulation(rank, ddp_class):
 
 @pytest.mark.beyond_torch("waits for parameters that only the first step's sink leads to")
 @on_ranks(2)
-def test_static_graph_with_an_output_that_the_loss_leaves_out(rank, ddp_class):
-    """Nothing was reduced after the first step."""
+def test_static_graph_with_an_output_not_in_the_loss(rank, ddp_class):
+    """torch reduced nothing after the first step."""
     for used in each([1, 2]):
         ddp = ddp_class(seeded(TwoHeads), static_graph=True, bucket_cap_mb=0.0001)
         assert_steps(ddp, rank, range(4), lambda m, r, s, used=used: loss_of(m(batch(r, s, 3, 4))[:used]).backward())
@@ -69,7 +69,7 @@ def test_static_graph_with_an_output_that_the_loss_leaves_out(rank, ddp_class):
 
 @on_ranks(2)
 def test_two_forwards_before_one_backward_with_batch_norm(rank, ddp_class):
-    """The in-place broadcast of buffers broke it (pytorch 175024): in eval they are saved for backward."""
+    """torch broadcast buffers in place, although backward uses them in eval mode (pytorch 175024)."""
 
     def run(model, rank, step):
         outputs = [model(batch(rank, 2 * step + i, 4, 3, 6, 6)) for i in range(2)]
@@ -91,8 +91,8 @@ def _evaluation_with_gradients(ddp, rank):
 
 
 @on_ranks(2)
-def test_no_alarm_where_nothing_is_wrong(rank, ddp_class):
-    """'Finished reduction', though the user did nothing wrong (pytorch 43259)."""
+def test_no_error_in_correct_programs(rank, ddp_class):
+    """torch raised 'Expected to have finished reduction' (pytorch 43259)."""
     events = (_forwards_without_backward, _evaluation_with_gradients)
     for event, options, steps_before in each(events, ({}, {"find_unused_parameters": True}), (0, 1, 3)):
         ddp = ddp_class(seeded(Mlp), **options)
@@ -104,8 +104,8 @@ def test_no_alarm_where_nothing_is_wrong(rank, ddp_class):
 
 @pytest.mark.beyond_torch("blames unused parameters only")
 @on_ranks(2)
-def test_exception_within_backward_is_told_for_what_it_is(rank, ddp_class):
-    """The user's own error comes out of backward, the next forward tells that it was cut short, a new wrapper works."""
+def test_exception_in_backward_is_raised_unchanged(rank, ddp_class):
+    """Backward raises the user's error, the next forward reports the interrupted backward, and a new wrapper works."""
 
     def fail(grad):
         raise ZeroDivisionError("the user's own")
@@ -124,7 +124,7 @@ def test_exception_within_backward_is_told_for_what_it_is(rank, ddp_class):
 
 
 class InOrder(nn.ModuleList):
-    """Layers that are used in the order given."""
+    """Layers used in a given order."""
 
     def forward(self, x, order):
         for index in order:
@@ -152,13 +152,13 @@ def test_buckets_are_rebuilt_with_find_unused_parameters(rank, ddp_class):
         orders.append([])
         loss_of(ddp(batch(rank, step), (2, 1, 0))).backward()
     assert gathered(orders) == [orders] * 2
-    assert orders[0][0].startswith("2"), "registration order, reversed, at first"
+    assert orders[0][0].startswith("2"), "at first the reverse of registration order"
     assert orders[2][0].startswith("0"), f"ready order after a step, got {orders[2]}"
 
 
 @on_ranks(3)
-def test_rebuild_is_agreed_between_ranks_that_see_another_order(rank, ddp_class):
-    """Ranks may use layers in another order: all must still send the same buckets."""
+def test_ranks_with_different_ready_orders_agree_on_a_rebuild(rank, ddp_class):
+    """Ranks may use layers in different orders, but must send the same buckets."""
 
     def run(model, rank, step):
         loss_of(model(batch(rank, step), (0, 1, 2, 3) if rank % 2 else (0, 2, 1, 3))).backward()
@@ -168,9 +168,9 @@ def test_rebuild_is_agreed_between_ranks_that_see_another_order(rank, ddp_class)
 
 @on_ranks(2)
 def test_bucket_cap_means_what_is_documented(rank, ddp_class):
-    """Given explicitly it differs from the default, although it names the default's value.
+    """An explicit cap differs from the default, even with the default's value.
 
-    For 12 layers of a quarter MiB, in the third step: torch sends a single bucket in the first.
+    For 12 layers of 1/4 MiB, in the third step, because torch sends a single bucket in the first.
     """
     sizes = []
 
@@ -180,11 +180,11 @@ def test_bucket_cap_means_what_is_documented(rank, ddp_class):
 
     for options, wanted in (
         ({}, [1 * MIB, 2 * MIB]),  # a first bucket of 1 MiB
-        ({"bucket_cap_mb": 25}, [3 * MIB]),  # if given, it holds for the first bucket too
+        ({"bucket_cap_mb": 25}, [3 * MIB]),  # an explicit cap also applies to the first bucket
         ({"bucket_cap_mb": 2}, [2 * MIB, 1 * MIB]),
     ):
         if is_own_class():
-            options["transport"] = "c10d"  # over shared memory the default is 1 MiB throughout
+            options["transport"] = "c10d"  # over shared memory the default is 1 MiB for all buckets
         ddp = ddp_class(nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(12))), **options)
         ddp.register_comm_hook(None, note)
         for _ in range(3):
@@ -196,7 +196,7 @@ def test_bucket_cap_means_what_is_documented(rank, ddp_class):
 @pytest.mark.beyond_torch("says nothing")
 @on_ranks(2)
 def test_create_graph_warns_that_higher_orders_are_not_synchronised(rank, ddp_class):
-    """Nothing said so (pytorch 63812)."""
+    """torch gave no warning (pytorch 63812)."""
     for create_graph in each((True, False)):
         ddp = ddp_class(seeded(Mlp))
         with warnings.catch_warnings(record=True) as caught:
@@ -209,7 +209,7 @@ def test_create_graph_warns_that_higher_orders_are_not_synchronised(rank, ddp_cl
 
 @on_ranks(2)
 def test_fused_optimizer_with_no_sync(rank, ddp_class):
-    """Optimizer overlap lacked no_sync and accumulation (pytorch 71595)."""
+    """torch's optimizer overlap lacked no_sync and accumulation (pytorch 71595)."""
     ddp, plain = (ddp_class(seeded(Mlp)) for _ in range(2))
     ddp._register_fused_optim(torch.optim.SGD, 0.01)
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.01)
@@ -218,7 +218,7 @@ def test_fused_optimizer_with_no_sync(rank, ddp_class):
             model.zero_grad()
             with model.no_sync():
                 step_on(model, rank, step)
-        assert all(map(torch.equal, plain.parameters(), ddp.parameters())), "the optimizer stepped within no_sync"
+        assert all(map(torch.equal, plain.parameters(), ddp.parameters())), "the optimizer stepped under no_sync"
         for model in (ddp, plain):
             step_on(model, rank, step + 1)
         optimizer.step()
@@ -269,7 +269,7 @@ for destroys in (True, False, True):
 
 @pytest.mark.slow
 def test_clean_exit_at_interpreter_end():
-    """'terminate called without an active exception' after all went well; with and without destroy_process_group."""
+    """No 'terminate called without an active exception' at exit, with or without destroy_process_group."""
     run = subprocess.run([sys.executable, "-c", EXIT_SCRIPT], cwd=ROOT, capture_output=True, text=True, timeout=90)
     assert (run.returncode, run.stdout) == (0, "exit 0 0\n" * 3), run.stdout + run.stderr
     assert "terminate called" not in run.stderr and "Fatal" not in run.stderr, run.stderr

@@ -1,6 +1,6 @@
-"""torchddp.install() on two ranks: whoever wraps a model gets ours, and the weights are those of torch's class.
+"""torchddp.install() on two ranks: any code that wraps a model gets our class, with torch's weights.
 
-And the count that tells that our reducer really ran.
+Also the count of steps, which proves that our reducer ran.
 """
 
 import copy
@@ -40,7 +40,7 @@ WAYS = {
 
 
 @on_ranks(2)
-def test_every_way_to_the_class_makes_ours_with_torchs_weights(rank):
+def test_every_reference_to_the_class_makes_ours_with_torchs_weights(rank):
     expected = framework.train(TorchDDP(net()), rank)
     for name, wrap in WAYS.items():
         before = torchddp.finished_steps()
@@ -53,14 +53,14 @@ def test_every_way_to_the_class_makes_ours_with_torchs_weights(rank):
 
 
 @on_ranks(2)
-def test_models_of_both_kinds_go_on_across_the_switch(rank):
+def test_models_of_both_classes_continue_across_the_switch(rank):
     torchs = TorchDDP(net())
     first = framework.train(torchs, rank)
     with torchddp.install():
         assert isinstance(torchs, framework.DDP) and type(torchs) is TorchDDP
         ours = framework.wrap(net())
         for made in (copy.deepcopy(torchs), pickle.loads(pickle.dumps(torchs))):
-            assert type(made) is TorchDDP  # what it is, is what its copy is
+            assert type(made) is TorchDDP  # a copy has the class of the original
         file = io.BytesIO()
         torch.save(ours, file)
     assert isinstance(ours, TorchDDP) and same(framework.train(ours, rank), first)
@@ -70,9 +70,9 @@ def test_models_of_both_kinds_go_on_across_the_switch(rank):
 
 
 @on_ranks(2)
-def test_defaults_reach_the_class_and_the_callers_words_win(rank):
+def test_defaults_reach_the_class_and_explicit_arguments_win(rank):
     with torchddp.install(transport="c10d", comm_hook="bf16"):
-        for _ in range(2):  # each model has a hook of its own
+        for _ in range(2):  # each model has its own hook
             model = framework.wrap(net(torch.float32))
             assert model.session.options.transport == "c10d" and len(model._comm_hooks) == 1
         model = framework.wrap(net(), transport="shm", comm_hook=None)
@@ -114,7 +114,7 @@ def test_classes_derived_from_torchs(rank):
 
 
 @on_ranks(2)
-def test_what_torch_makes_of_its_class_itself(rank):
+def test_torchs_own_uses_of_its_class(rank):
     def train_replicated():
         module = replicate(net())
         for _ in range(2):
@@ -136,7 +136,7 @@ def test_each_synchronised_backward_of_ours_counts(rank):
         step_on(ddp, rank, step)
     with ddp.no_sync():
         step_on(ddp, rank, 3)
-    del ddp  # those of models that are gone count too
+    del ddp  # steps of freed models count too
     step_on(net(), rank)
     step_on(TorchDDP(net()), rank)
     assert torchddp.finished_steps() - before == 3

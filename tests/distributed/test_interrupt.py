@@ -1,4 +1,4 @@
-"""Transport.interrupt: another thread ends what a rank waits in, wherever that is."""
+"""Transport.interrupt: another thread ends a rank's wait, wherever that is."""
 
 import threading
 import time
@@ -20,7 +20,7 @@ SOON_S = 3.0
 
 
 def timed(call):
-    """What a call raises, within a time that is no one's limit."""
+    """What a call raises, within less time than any timeout."""
     since_s = time.monotonic()
     with pytest.raises(RuntimeError) as caught:
         call()
@@ -29,7 +29,7 @@ def timed(call):
 
 
 def interrupted(waits, *calls):
-    """What the calls raise while `waits` is interrupted in a moment, from another thread."""
+    """What the calls raise when another thread interrupts `waits` a moment later."""
     interrupter = threading.Timer(0.1, lambda: waits.interrupt(REASON))
     interrupter.start()
     errors = [timed(call) for call in calls]
@@ -68,7 +68,7 @@ def test_a_wait_ends_and_later_operations_fail(rank, choice, world_size):
         dist.distributed_c10d._get_default_store().wait(["rank 0 is done"])
 
         def go_on():
-            for _ in range(2):  # rank 0 has begun the first of them
+            for _ in range(2):  # rank 0 has started the first of them
                 transport.all_reduce(tensor, handle)
                 handle.wait()
 
@@ -80,7 +80,7 @@ def test_a_wait_ends_and_later_operations_fail(rank, choice, world_size):
 @pytest.mark.parametrize("choice", ["c10d", "shm"])
 @on_ranks(2)
 def test_backward_ends(rank, choice, hook):
-    """The reducer's wait for a bucket, or for the future of a hook, names the bucket as other errors do."""
+    """An interrupted wait for a bucket or for a hook's future names the bucket, like other errors."""
     options = {"comm_hook": "int8"} if hook == "ours" else {}
     model = torchddp.DistributedDataParallel(seeded(Mlp).float(), transport=choice, bucket_cap_mb=0.001, **options)
     if hook == "torch":
@@ -113,7 +113,7 @@ def test_an_exchange_ends(rank, hierarchical):
 
 
 @on_ranks(2, backend="torchddp_shm")
-def test_a_group_of_torchs_whose_backend_is_ours_is_aborted(rank):
+def test_an_interrupt_aborts_a_torch_group_with_our_backend(rank):
     transport = open_transport("c10d", dist.group.WORLD)
     handle = transport.make_work()
     if rank == 0:

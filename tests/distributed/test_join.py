@@ -16,7 +16,7 @@ over_both = pytest.mark.parametrize("transport", ["c10d", "shm"])
 
 
 def trained(cls, rank, steps, options, **join_options):
-    """Two models in one join; their parameters in the end."""
+    """Train two models in one join; return their final parameters."""
     models = [cls(seeded(Mlp, seed), bucket_cap_mb=0.001, **options) for seed in (0, 1)]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.01) for model in models]
     with Join(models, **join_options):
@@ -30,8 +30,8 @@ def trained(cls, rank, steps, options, **join_options):
 
 @pytest.mark.parametrize(("transport", "world_size"), [("c10d", 3), ("shm", 2), ("shm", 3)])
 @on_ranks()
-def test_several_joinables_and_who_is_divided_by(rank, transport):
-    """Also where a rank has no input at all."""
+def test_several_joinables_and_divisors(rank, transport):
+    """Also if a rank has no input at all."""
     for divide, steps in each([True, False], [1 + 2 * rank, 2 * rank]):
         ours, theirs = (
             trained(cls, rank, steps, options, divide_by_initial_world_size=divide)
@@ -42,7 +42,7 @@ def test_several_joinables_and_who_is_divided_by(rank, transport):
 
 @over_both
 @on_ranks(3)
-def test_early_termination_is_of_all_ranks_at_once(rank, transport):
+def test_early_termination_raises_on_all_ranks_at_once(rank, transport):
     with pytest.raises(RuntimeError, match="exhausted"):
         trained(torchddp.DDP, rank, 2 + rank, {"transport": transport}, throw_on_early_termination=True)
     # The group can be used again.
@@ -65,7 +65,7 @@ def test_a_join_that_is_switched_off_sends_nothing(rank, transport):
 @pytest.mark.parametrize("buffers", [False, True])
 @on_ranks(2)
 def test_uneven_inputs_without_join_are_named_first(rank, transport, buffers):
-    """Before what is for ranks that died."""
+    """Errors mention uneven inputs before lost ranks."""
     layers = [torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4)] if buffers else [torch.nn.Linear(4, 4)]
     model = torchddp.DDP(torch.nn.Sequential(*layers), transport=transport, timeout=timedelta(seconds=1.5))
     for _ in range(2):

@@ -1,5 +1,5 @@
-"""The manifests of examples/kubeflow, without a cluster: what they say, and that their command trains with what the
-operators set. Each pod is a torchrun of this host here, whose ranks don't share memory with those of the other."""
+"""The manifests of examples/kubeflow without a cluster: their content, and that their command trains with the
+operators' variables. Each pod is a torchrun on this host; ranks of different pods don't share memory."""
 
 import os
 import sys
@@ -27,13 +27,13 @@ UNITS = {"Mi": 2**20, "Gi": 2**30}
 
 @dataclass(frozen=True)
 class Pods:
-    """What a manifest makes of itself once an operator has read it: how many pods, and what is in one."""
+    """The pods that an operator makes from a manifest: their number and content."""
 
     count: int
     ranks_each: int
     spec: dict[str, Any]
     container: dict[str, Any]
-    operators_variables: dict[str, str]  # but for what a pod has alone
+    operators_variables: dict[str, str]  # without those that differ between pods
 
     def variables_of(self, pod: int) -> dict[str, str]:
         own = {entry["name"]: entry["value"] for entry in self.container["env"]}
@@ -90,14 +90,14 @@ def size_of(text):
     return int(text[:-2]) * UNITS[text[-2:]]
 
 
-def test_a_pod_has_what_its_ranks_need_and_no_more(pods):
+def test_a_pod_requests_what_its_ranks_need(pods):
     limits, variables = pods.container["resources"]["limits"], pods.variables_of(0)
     assert int(limits["cpu"]) == pods.ranks_each * int(variables["OMP_NUM_THREADS"])
-    assert pods.container["resources"]["requests"] == limits  # else other pods take the processors of waiting ranks
+    assert pods.container["resources"]["requests"] == limits  # otherwise other pods use waiting ranks' processors
     volumes = {volume["name"]: volume["emptyDir"] for volume in pods.spec["volumes"]}
     mounts = {mount["mountPath"]: volumes[mount["name"]] for mount in pods.container["volumeMounts"]}
     assert mounts["/dev/shm"]["medium"] == "Memory"
-    assert size_of(mounts["/dev/shm"]["sizeLimit"]) < size_of(limits["memory"])  # of which it is a part
+    assert size_of(mounts["/dev/shm"]["sizeLimit"]) < size_of(limits["memory"])  # which includes it
     assert variables["TORCHDDP_HANG_REPORT_DIR"] in mounts and "/tmp" in mounts
 
 
@@ -112,7 +112,7 @@ def test_the_command_trains_with_what_the_operator_sets(pods, tmp_path):
         "TORCHDDP_HANG_REPORT_DIR": str(tmp_path / "reports"),
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
     }
-    # Pods have other network namespaces, and so other identities, as hosts have.
+    # Pods have different network namespaces and so, like hosts, different identities.
     environments = [
         clean_environment(**{**pods.variables_of(pod), **here, "TORCHDDP_HOST_ID": f"pod {pod}"})
         for pod in range(pods.count)

@@ -1,4 +1,4 @@
-"""main_grads=torch.float32: gradients of 16-bit parameters add up in fp32, over microbatches and ranks.
+"""main_grads=torch.float32: gradients of 16-bit parameters are accumulated in fp32 over microbatches and ranks.
 
 Also the examples of docs/main_grads.md.
 """
@@ -30,7 +30,7 @@ EACH_PLACE = pytest.mark.parametrize("place", PLACES)
 
 
 def _assert_equal(got, want, share=0.0):
-    """Or off by this share of an element, and of the largest of its tensor."""
+    """Assert equality, or errors of at most this share of an element and of its tensor's largest."""
     for mine, theirs in zip(got, want, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=share, atol=share * theirs.abs().max().item())
 
@@ -38,7 +38,7 @@ def _assert_equal(got, want, share=0.0):
 @on_ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("shm_dtype", [BF16, pytest.param(torch.float16, marks=pytest.mark.thorough)], ids=str)
 def test_equal_to_sums_in_fp32(rank, shm_dtype, world_size):
-    """Bit for bit where ranks are summed in their order: gloo's depends on the place in the bucket."""
+    """Bitwise if ranks are summed in rank order; gloo's order depends on the position in the bucket."""
     (c10d_dtype,) = {*HALVES} - {shm_dtype}
     classes = [(DDP, None), (WholeBuckets, 0.01)]
     for (transport, dtype), place, (cls, cap) in each([("shm", shm_dtype), ("c10d", c10d_dtype)], PLACES, classes):
@@ -52,7 +52,7 @@ def test_equal_to_sums_in_fp32(rank, shm_dtype, world_size):
         assert cls is WholeBuckets or ddp.reducer.bucket_memory_bytes == 4 * sum(p.numel() for p in ddp.parameters())
 
 
-# And by which share of an element sums may be off.
+# The share of an element by which sums may differ.
 OPTIONS = [
     (LargeApart, {"transport": "c10d"}, 0),
     (DDP, {"gradient_as_bucket_view": True}, 0),
@@ -78,7 +78,7 @@ def test_with_other_options(rank, place):
 
 
 class _Weight(nn.Module):
-    """Its gradient is what forward is given."""
+    """A weight whose gradient is forward's argument."""
 
     def __init__(self, dtype=BF16):
         super().__init__()
@@ -90,7 +90,7 @@ class _Weight(nn.Module):
 
 @on_ranks(1, 2, 3)
 def test_reduced_as_by_a_hook_that_casts(rank, world_size):
-    """What torch's class can do by a communication hook; here without the copies, and over every transport."""
+    """torch's class needs a communication hook for this; ours needs no copies, and works over every transport."""
 
     def in_fp32(group: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         wide = bucket.buffer().float().mul_(1 / world_size)
@@ -119,7 +119,7 @@ def test_reduced_as_by_a_hook_that_casts(rank, world_size):
 @pytest.mark.parametrize("cls", [DDP, WholeBuckets])
 @on_ranks(2)
 def test_main_grad_is_the_bucket(rank, cls):
-    """And what autograd made is gone after its hook."""
+    """autograd's own gradient is freed after the hook."""
     ranges = []
 
     def note(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -161,7 +161,7 @@ def test_what_clears_fp32_gradients(rank):
     optimizer.step()
     optimizer.zero_grad()
     ddp.module.zero_grad()
-    assert after(1.0) == 4.0  # those know nothing of it
+    assert after(1.0) == 4.0  # these don't clear main_grad
     ddp.zero_grad()
     assert not main.any()
     assert after(5.0) == 5.0
@@ -173,7 +173,7 @@ def test_what_clears_fp32_gradients(rank):
     assert after(8.0) == 8.0
     main.zero_()
     assert after(9.0) == 9.0
-    weight.main_grad = torch.full((4,), 0.5)  # as an assignment to .grad
+    weight.main_grad = torch.full((4,), 0.5)  # like an assignment to .grad
     assert after(1.0) == 1.5
     main.mul_(2)
     assert after(1.0) == 4.0
@@ -187,7 +187,7 @@ def test_what_clears_fp32_gradients(rank):
         with pytest.raises(ValueError, match=r"'weight': main_grad must be None, or a tensor of shape \[4\]; got"):
             ddp(1.0)
 
-    # .grad, as ever, also by a scaler.
+    # .grad as usual, also with a scaler.
     ddp = wrapped(_Weight(torch.float16), main_grads_as="grad")
     weight = ddp.module.weight
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.5, momentum=0.9)
@@ -215,7 +215,7 @@ def _backward(model, rank, step, branch):
 @EACH_PLACE
 @on_ranks(2)
 def test_unused_parameters(rank, place, cls):
-    """Ranks use different ones; what nobody used keeps its gradient, here one that has come from elsewhere."""
+    """Ranks use different ones; what no rank used keeps its gradient, here one that the test assigned."""
     make = partial(seeded, partial(Branches, BF16))
     branches = [["left", "left"], ["left", "right"]]
     ddp = wrapped(make(), cls, main_grads_as=place, find_unused_parameters=True)
@@ -242,7 +242,7 @@ def test_unused_parameters(rank, place, cls):
 @EACH_PLACE
 @on_ranks(2)
 def test_a_parameter_used_by_two_checkpoints_in_a_static_graph(rank, place):
-    """Its hook fires twice in a step, and the first gradient is not complete."""
+    """Its hook fires twice per step, and the first gradient is incomplete."""
 
     class Twice(nn.Module):
         def __init__(self):
@@ -260,7 +260,7 @@ def test_a_parameter_used_by_two_checkpoints_in_a_static_graph(rank, place):
         ddp(_input(rank, step).requires_grad_()).backward()
         want = [torch.zeros_like(p, dtype=FP32) for p in ddp.parameters()]
         for r in range(2):
-            # What autograd hands over one by one, as no wrapper adds them up in bf16.
+            # autograd passes gradients one by one, so that nothing adds them in bf16.
             model, came = Twice(), []
             for p in model.parameters():
                 p.register_hook(lambda g, came=came: came.append(g.float()))
@@ -286,14 +286,14 @@ def test_join_stats_and_nonfinite(rank, place):
     ddp.zero_grad()
     ddp(float("inf") if rank == 1 else 1.0).backward()
     assert ddp.gradient_stats()[0, 1].item() == 4
-    ddp(0.0)  # what was found is published with a forward
+    ddp(0.0)  # a forward publishes what was found
     found = [(f.rank, f.parameter) for f in ddp.nonfinite()]
     assert found == [(1, "weight")] or (rank == 0 and not found)
 
 
 @on_ranks(2)
 def test_models_of_several_dtypes_and_ranks_that_differ(rank):
-    # One rule: 16 bits are kept in fp32, the others in their own dtype; and in the same place.
+    # One rule: 16-bit gradients are kept in fp32, others in their own dtype, all in main_grad.
 
     class Mixed(nn.Module):
         def __init__(self):
@@ -381,8 +381,8 @@ def test_accumulated_gradients_stay_in_other_buckets_and_over_another_group(rank
 
 
 @on_ranks(2)
-def test_it_is_kept_as_grad_is(rank):
-    # With create_graph values are kept.
+def test_main_grad_lives_as_long_as_grad(rank):
+    # With create_graph only values are kept.
     ddp = wrapped(_Weight())
     ddp.module.weight.main_grad = torch.ones(4)
     with pytest.warns(UserWarning, match="they can't be differentiated further"):
@@ -391,7 +391,7 @@ def test_it_is_kept_as_grad_is(rank):
     assert not grad.requires_grad
     assert grad.tolist() == [1 + (2 * 4 * 1 + 2 * 8 * 2) / 2] * 4
 
-    # By a wrapper that is made again.
+    # Across a new wrapper.
     module = _Weight()
     first = wrapped(module)
     first(2.0).backward()
@@ -423,7 +423,7 @@ def test_example(rank, section):
 
 
 @on_ranks(1)
-def test_options_and_models_that_do_not_go(rank):
+def test_unsupported_options_and_models(rank):
     wide, main, late = {"reduce_dtype": FP32}, {"main_grads": FP32}, {"delay_all_reduce_named_params": [("a", None)]}
     narrow, embedding = _Weight(), partial(nn.Embedding, 4, 4, sparse=True)
     only = "must be torch.float32 or None, got"

@@ -1,4 +1,4 @@
-"""The examples of docs/migration.md run on one rank and on two, and leave equal models."""
+"""The examples of docs/migration.md run on one rank and on two, with equal models at the end."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ SETTINGS = [(True, 1.0, False), (True, 4.0, True), (False, 1.0, False), (False, 
 
 
 @on_ranks(2)
-def test_the_hook_reduces_as_apex(rank):
-    """Divided before, summed, and multiplied back by predivide / world_size, the last only if it averages."""
+def test_the_hook_reduces_like_apex(rank):
+    """Divide, sum, then multiply by predivide / world_size (the last only if it averages)."""
     names = {"dist": torch.distributed}
     source = code_of("migration.md", "From apex.parallel")
     exec(source[source.index("def reduce_as_apex") : source.index("settings = ")], names)

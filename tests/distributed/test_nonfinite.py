@@ -1,4 +1,4 @@
-"""find_nonfinite: NaNs and infinities are traced to the rank, the parameters and the step they came from."""
+"""find_nonfinite: NaNs and infinities are traced to their rank, parameters and step."""
 
 import contextlib
 import copy
@@ -23,7 +23,7 @@ UPSTREAM = ["first.bias", "first.weight", "middle.bias", "middle.weight"]
 
 
 def spoil_gradient(layer, value, here=True):
-    """From now on, or while in it, the gradient of the layer's output has one such value."""
+    """From now on, or within the context, the gradient of the layer's output has one such value."""
 
     def spoil(gradient):
         gradient = gradient.clone()
@@ -41,7 +41,7 @@ def run_step(ddp, rank, step, dtype=torch.float64):
 
 
 def found_on_all(ddp):
-    """What each rank tells once all have told what they know. Collective."""
+    """Each rank's findings after all have published theirs (collective)."""
     ddp.nonfinite()
     dist.barrier()
     found = ddp.nonfinite()
@@ -51,7 +51,7 @@ def found_on_all(ddp):
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @on_ranks(1, 2, 3, 4)
-def test_rank_step_and_the_parameters_upstream_are_named(rank, world_size, transport):
+def test_rank_step_and_parameters_upstream_are_named(rank, world_size, transport):
     bad = min(1, world_size - 1)
     ddp = DDP(seeded(Mlp), find_nonfinite=True, bucket_cap_mb=0.001, transport="auto" if world_size == 1 else transport)
     for step in (1, 2):
@@ -63,7 +63,7 @@ def test_rank_step_and_the_parameters_upstream_are_named(rank, world_size, trans
     assert {(one.step, one.rank) for one in found} == {(3, bad)}
     assert sorted(one.parameter for one in found) == UPSTREAM
     counts = {one.parameter: one.count for one in found}
-    # Row 0 of the middle layer; one row of the batch, and with it all of the first layer.
+    # Row 0 of the middle layer; in the first layer, all elements, through one row of the batch.
     assert counts == {"middle.bias": 1, "middle.weight": 16, "first.bias": 16, "first.weight": 128}
     assert ddp.module.last.weight.grad.isfinite().all() and not ddp.module.middle.bias.grad[0].isfinite()
     for step in (4, 5):
@@ -79,7 +79,7 @@ def test_rank_step_and_the_parameters_upstream_are_named(rank, world_size, trans
 
 
 def wide():
-    """Layers whose gradients have a bucket each, and are not copied into it."""
+    """Layers whose gradients have their own buckets and are not copied."""
     module = Mlp(8, torch.float32)
     module.first, module.middle = nn.Linear(8, 512), nn.Linear(512, 600)
     module.last = nn.Linear(600, 8, bias=False)
@@ -87,7 +87,7 @@ def wide():
 
 
 def expected_counts(ddp):
-    """Of the averages: in these tests where one rank's own gradient is not finite, and nowhere else."""
+    """Counts in the averages, which here are non-finite exactly where one rank's gradient is."""
     grads = {name: torch.view_as_real(g) if g.is_complex() else g for name, g in grads_of(ddp).items()}
     return {name: int((~grad.isfinite()).sum()) for name, grad in grads.items() if not grad.isfinite().all()}
 
@@ -95,8 +95,8 @@ def expected_counts(ddp):
 @pytest.mark.parametrize(("transport", "world_size"), [("shm", 3), ("c10d", 2)])
 @on_ranks()
 def test_gradients_that_are_not_copied(rank, monkeypatch, transport):
-    """They are counted over shared memory by whoever sums them, elsewhere by a pass over them."""
-    quick = MessageLine(2e-6, 1e-10)  # on a busy machine messages are dear, and one bucket holds all
+    """Over shared memory the summing rank counts them; elsewhere a separate pass does."""
+    quick = MessageLine(2e-6, 1e-10)  # on a busy machine messages are expensive, and one bucket would hold all
     monkeypatch.setattr(bucket_sizes, "measure_line", lambda *arguments: quick)
     for threads in (1, 2):
         torch.set_num_threads(threads)
@@ -118,7 +118,7 @@ def test_gradients_that_are_not_copied(rank, monkeypatch, transport):
 
 
 class Given(nn.Module):
-    """The gradients of some parameters are the inputs; those of the others are ones, in another layout of memory."""
+    """The gradients of some parameters are the inputs; the others' are ones in another memory layout."""
 
     def __init__(self, dtype=torch.float32, **shapes):
         super().__init__()
@@ -147,7 +147,7 @@ def test_dtypes_layouts_and_other_modes(rank):
         assert {one.parameter: one.count for one in found_on_all(ddp)} == counts
         assert counts.keys() == {"p.a"} and counts["p.a"] in (2, 4)
 
-    # As devices do it: known later, uncounted. Unused parameters, a static graph, sparse gradients, copies.
+    # Like devices, which report later and without counts. Unused parameters, a static graph, sparse gradients, copies.
     for cls, options in (
         (WholeBuckets, {}),
         (WholeBuckets, {"gradient_as_bucket_view": False}),
@@ -179,7 +179,7 @@ def test_dtypes_layouts_and_other_modes(rank):
 
 
 @on_ranks(3)
-def test_who_has_it_warns_once_and_rank_0_tells_of_all(rank):
+def test_the_culprit_warns_once_and_rank_0_reports_all(rank):
     lines = logged("torchddp.distributed")
     ddp = DDP(seeded(Mlp), find_nonfinite=True)
     optimizer = torch.optim.SGD(ddp.parameters(), 0.01)
@@ -187,7 +187,7 @@ def test_who_has_it_warns_once_and_rank_0_tells_of_all(rank):
         if step == 3 and rank in (1, 2):
             spoil_gradient([None, ddp.module.first, ddp.module.middle][rank], math.nan)
         run_step(ddp, rank, step)
-        optimizer.step()  # from here on the weights of all ranks are NaN
+        optimizer.step()  # from now on the weights of all ranks are NaN
     found = found_on_all(ddp)
     assert {(one.step, one.rank) for one in found if one.step == 3} == {(3, 1), (3, 2)}
     assert found[0].step == 3 and {one.rank for one in found} == {0, 1, 2}
@@ -215,7 +215,7 @@ def test_raise_on_all_ranks_at_the_end_of_that_backward(rank, cls, transport):
     assert ("own gradients were not finite for 4" in text) == (rank == 1)
     assert ("own gradients were finite" in text) == (rank != 1)
     assert {(one.step, one.rank) for one in found_on_all(ddp)} == {(2, 1)}
-    for step in (3, 4):  # and on it goes
+    for step in (3, 4):  # training continues
         run_step(ddp, rank, step)
     assert all(p.grad.isfinite().all() for p in ddp.parameters())
     with ddp.no_sync():
@@ -231,10 +231,10 @@ SIZES = {"large": 300_000, "a": 5_000, "b": 6_000}
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @on_ranks(3)
-def test_large_averages_are_looked_at_on_all_ranks(rank, transport):
-    """Over shared memory by whoever sums them, in whichever shard. All ranks raise, in that step alone.
+def test_large_averages_are_checked_on_all_ranks(rank, transport):
+    """Over shared memory the summing rank checks each shard. All ranks raise, only in that step.
 
-    One parameter is a bucket of its own, and two share one.
+    One parameter has its own bucket, and two share one.
     """
     ddp = DDP(Given(**SIZES), find_nonfinite="raise", transport=transport)
 
@@ -257,8 +257,8 @@ def test_large_averages_are_looked_at_on_all_ranks(rank, transport):
 
 
 @on_ranks(2)
-def test_a_sum_that_overflows_and_what_is_refused(rank):
-    # A sum that overflows is raised too.
+def test_a_sum_that_overflows_and_bad_arguments(rank):
+    # A sum that overflows also raises.
     def sum_hook(state, bucket):
         return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda f: f.value()[0])
 
@@ -280,7 +280,7 @@ def test_a_sum_that_overflows_and_what_is_refused(rank):
 
 
 @on_ranks(3)
-def test_another_group_has_a_board_of_its_own(rank):
+def test_another_group_has_its_own_board(rank):
     ddp = DDP(seeded(Mlp), find_nonfinite=True, transport="c10d")
     run_step(ddp, rank, 1)
     group = dist.new_group([0, 1])

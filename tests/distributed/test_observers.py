@@ -1,4 +1,4 @@
-"""Observers of steps: the one that docs/architecture.md adds in one file and one line, and what all are told."""
+"""Step observers: the one that docs/architecture.md adds in one file and one line, and the events that all get."""
 
 import importlib
 import re
@@ -31,7 +31,7 @@ def step_on(model):
 
 @on_ranks(1, 2, 3)
 def test_the_observer_of_the_docs(rank, tmp_path, monkeypatch):
-    """One file and one line of registration; steps under no_sync() don't count, and each model has its own."""
+    """One file and one line of registration. Steps under no_sync() don't count, and each model has its own observer."""
     file, line = code_of("Add a step observer")
     assert file.count("\n") <= 30 and line.count("\n") == 1
     folder = tmp_path / str(rank)
@@ -40,7 +40,7 @@ def test_the_observer_of_the_docs(rank, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(folder)
     lines = logged()
     exec(line, {"observers": observers})
-    assert "step_rate" not in sys.modules  # until a model wants it
+    assert "step_rate" not in sys.modules  # until a model uses it
     without = DDP(nn.Linear(3, 2), static_graph=True)
     assert without.observers.get("step_rate") is None
     model, other = (DDP(nn.Linear(3, 2)) for _ in range(2))
@@ -72,8 +72,8 @@ class Told(StepObserver):
 
 
 @on_ranks(2)
-def test_what_observers_are_told(rank):
-    """Steps of both kinds, errors, groups, the end of a group; nothing in evaluation."""
+def test_events_of_observers(rank):
+    """Steps with and without synchronisation, errors, groups, the end of a group; nothing in evaluation."""
     observers.register("told", Told)
     model = DDP(nn.Linear(3, 2))
     told = model.observers.get("told").told
@@ -99,7 +99,7 @@ def test_what_observers_are_told(rank):
 
 @on_ranks(2)
 def test_errors(rank):
-    """Those of an observer end the forward. One that can't be loaded is left out only if it comes by itself."""
+    """An observer's errors end the forward. One that can't be loaded is skipped only if it is a default."""
     strict = mock.Mock(spec_set=StepObserver)
     strict.before_step.side_effect = [None, ValueError("two steps are enough"), None]
     observers.register("strict", lambda session: strict)

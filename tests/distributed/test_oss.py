@@ -1,4 +1,4 @@
-"""torchddp.optim.OSS trains as the plain optimizer does; what it refuses, with rank and parameter, and never a hang."""
+"""torchddp.optim.OSS trains like the plain optimizer; its errors name rank and parameter, and it never hangs."""
 
 import math
 from types import SimpleNamespace
@@ -28,7 +28,7 @@ IDS = [f"{optim.__name__}{'-fused' if 'fused' in options else ''}" for optim, op
 @pytest.mark.rest_is_thorough("*-2", "AdamW-1", "Adam-3", "SGD-4")
 @on_ranks(1, 2, 3, pytest.param(4, marks=pytest.mark.slow))
 @pytest.mark.parametrize(("optim", "options"), OPTIMIZERS, ids=IDS)
-def test_twenty_steps_are_those_of_the_plain_optimizer(rank, optim, options):
+def test_twenty_steps_equal_the_plain_optimizer(rank, optim, options):
     pair = twins(optim, options, two_groups)
     start = [p.detach().clone() for p in pair.model.parameters()]
     for step in range(20):
@@ -48,7 +48,7 @@ def test_more_ranks_than_parameters(rank):
 
 @on_ranks(3)
 def test_small_fp16_and_other_messages(rank):
-    # Small ones, of parameters in other layouts of memory.
+    # Small messages of parameters with other memory layouts.
     def transposed():
         model = Mlp(dtype=torch.float32)
         for layer in (model.first, model.last):
@@ -60,7 +60,7 @@ def test_small_fp16_and_other_messages(rank):
         pair = twins(make=transposed, broadcast_buffer_size=size)
         pair.train_alike(range(3))
 
-    # In fp16: all replicas are left with the same rounded values.
+    # In fp16: all replicas end with the same rounded values.
     pair = twins(broadcast_fp16=True)
     pair.train(range(4))
     values = torch.cat([p.detach().flatten() for p in pair.model.parameters()])
@@ -71,8 +71,8 @@ def test_small_fp16_and_other_messages(rank):
 
 
 @on_ranks(2)
-def test_dtypes_that_no_backend_has_and_order_of_messages(rank, monkeypatch):
-    # Dtypes that no backend has.
+def test_dtypes_that_no_backend_supports_and_order_of_messages(rank, monkeypatch):
+    # Dtypes that no backend supports.
     params = [torch.nn.Parameter(torch.ones(5, dtype=t)) for t in (torch.bfloat16, torch.complex64, torch.float64)]
     oss = OSS(params, torch.optim.SGD, lr=0.5)
     for param in params:
@@ -80,7 +80,7 @@ def test_dtypes_that_no_backend_has_and_order_of_messages(rank, monkeypatch):
     oss.step()
     assert all(torch.equal(p, torch.full_like(p, 0.5)) for p in params)
 
-    # Every message is started before one is waited for.
+    # Every message starts before any wait.
     pair = twins(broadcast_buffer_size=100)
     events = []
     broadcast = dist.broadcast
@@ -140,7 +140,7 @@ def test_schedulers_closures_hooks_and_named_parameters(rank):
 
 
 @on_ranks(1, 3)
-def test_clipping_is_that_of_all_gradients(rank):
+def test_clipping_uses_the_norm_of_all_gradients(rank):
     for norm_type in (1.0, 2, 3.0, math.inf):
         pair = twins()
         for step, max_norm in enumerate([0.1, 1e9]):
@@ -156,7 +156,7 @@ def test_clipping_is_that_of_all_gradients(rank):
 
 
 @on_ranks(3)
-def test_what_one_rank_has_is_told_to_all(rank):
+def test_nonfinite_values_of_one_rank_are_reported_on_all(rank):
     # A norm that is not finite.
     for norm_type, value in each([2.0, math.inf], [math.nan, math.inf]):
         params = [torch.nn.Parameter(torch.ones(4)) for _ in range(3)]
@@ -171,7 +171,7 @@ def test_what_one_rank_has_is_told_to_all(rank):
     with pytest.raises(ValueError, match="norm_type"):
         oss.clip_grad_norm(1.0, 0.0)
 
-    # A scaler that has found something on one rank alone.
+    # A scaler that found an overflow on only one rank.
     params = [torch.nn.Parameter(torch.ones(4)) for _ in range(2)]
     oss = OSS(params, torch.optim.SGD, lr=1.0)
     scaler = torch.amp.GradScaler("cpu")
@@ -199,7 +199,7 @@ def test_grad_scaler(rank):
                 scaler.step(optimizer)
                 scaler.update()
             assert [scaler.get_scale() for scaler in scalers] == [scale, scale]
-            # The fused kernel divides by the scale in its own way.
+            # The fused kernel divides by the scale differently.
             pair.assert_equal(**({"rtol": 1e-5, "atol": 1e-6} if fused and not clip else {}))
 
 

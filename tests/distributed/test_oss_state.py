@@ -18,7 +18,7 @@ from torchddp.optim import OSS, load_checkpoint
 
 
 class Preconditioned(torch.optim.Optimizer):
-    """Keeps square matrices, a list, a count in the group, and state that belongs to no parameter."""
+    """An optimizer with square matrices, a list, a count in the group, and state without a parameter."""
 
     def __init__(self, params, lr=0.1):
         super().__init__(params, {"lr": lr, "steps": 0})
@@ -46,7 +46,7 @@ ALL = [*OPTIMIZERS, (Preconditioned, {})]
 
 
 def trained_on_two(optim, options, path):
-    """Ten steps on two ranks; writes the model and the whole state, which is that of the plain optimizer."""
+    """Train ten steps on two ranks; save the model and the whole state, which equals the plain optimizer's."""
 
     def work(rank):
         pair = twins(optim, options, two_groups)
@@ -64,7 +64,7 @@ def trained_on_two(optim, options, path):
 
 @pytest.mark.rest_is_thorough("AdamW", "Preconditioned")
 @pytest.mark.parametrize(("optim", "options"), ALL, ids=[optim.__name__ for optim, _ in ALL])
-def test_resumed_on_any_world_size_as_if_never_stopped(optim, options, tmp_path):
+def test_resuming_on_any_world_size_equals_an_uninterrupted_run(optim, options, tmp_path):
     path = tmp_path / "state.pt"
     trained_on_two(optim, options, path)
 
@@ -82,7 +82,7 @@ def test_resumed_on_any_world_size_as_if_never_stopped(optim, options, tmp_path)
             state, kept = saved["optim"]["state"], (*part["sharded_params"], "seen")
             assert_same_state(part["state"], {key: entry for key, entry in state.items() if key in kept})
             assert_same_state(part["param_groups"], saved["optim"]["param_groups"])
-            # The other twin goes all the way.
+            # The other twin trains without interruption.
             for step in range(20):
                 pair.backward(step, same_batch=True)
                 if step >= 10:
@@ -95,7 +95,7 @@ def test_resumed_on_any_world_size_as_if_never_stopped(optim, options, tmp_path)
 
 
 @on_ranks(2)
-def test_state_goes_from_one_to_the_other(rank):
+def test_state_moves_between_oss_and_the_plain_optimizer(rank):
     # Both ways between OSS and the plain optimizer.
     for optim, options in each(ALL):
         pair = twins(optim, options, two_groups)
@@ -105,7 +105,7 @@ def test_state_goes_from_one_to_the_other(rank):
         pair.plain.load_state_dict(whole)
         pair.train_alike(range(5, 10))
 
-    # With a learning rate in a tensor, and in another dtype.
+    # With a tensor as learning rate, and in another dtype.
     pair = twins(torch.optim.Adam, {"lr": torch.tensor(0.01)})
     schedulers = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5) for optimizer in (pair.oss, pair.plain)]
     for step in range(3):
@@ -122,7 +122,7 @@ def test_state_goes_from_one_to_the_other(rank):
 
 
 @on_ranks(3)
-def test_state_is_brought_to_one_rank_only_and_goes_stale(rank):
+def test_state_is_consolidated_on_one_rank_and_goes_stale(rank):
     pair = twins()
     with pytest.raises(RuntimeError, match=rf"recipient_rank={rank}\) on all ranks first"):
         pair.oss.state_dict()
@@ -133,7 +133,7 @@ def test_state_is_brought_to_one_rank_only_and_goes_stale(rank):
             with pytest.raises(RuntimeError, match="has no consolidated state"):
                 pair.oss.state_dict()
             continue
-        pair.oss.param_groups[0]["lr"] = pair.plain.param_groups[0]["lr"] = 0.5  # told as it is when asked
+        pair.oss.param_groups[0]["lr"] = pair.plain.param_groups[0]["lr"] = 0.5  # the state has the current value
         whole = pair.oss.state_dict()
         assert_same_state(whole, pair.plain.state_dict())
         live = pair.oss.state.values()
@@ -147,7 +147,7 @@ def test_state_is_brought_to_one_rank_only_and_goes_stale(rank):
 
 
 @on_ranks(2)
-def test_the_state_of_another_model_or_rank_changes_nothing(rank):
+def test_loading_the_state_of_another_model_or_rank_changes_nothing(rank):
     pair = twins(groups=two_groups)
     pair.train(range(2))
     good = pair.plain.state_dict()
@@ -172,12 +172,12 @@ def test_the_state_of_another_model_or_rank_changes_nothing(rank):
     with pytest.raises(ValueError, match="another rank's part of the state: parameter . of group . is not in it"):
         fresh.load_state_dict(parts[1 - rank])
     assert not fresh.local_state_dict()["state"]
-    fresh.load_state_dict(pickle.loads(pickle.dumps(before)))  # its own
+    fresh.load_state_dict(pickle.loads(pickle.dumps(before)))  # its own state
     assert_same_state(before, fresh.local_state_dict())
 
 
 def test_parts_of_a_checkpoint(tmp_path, monkeypatch):
-    """Each rank reads its own; that of another model is refused."""
+    """Each rank reads its own part; a part of another model is refused."""
     trained_on_two(torch.optim.SGD, {"momentum": 0.9}, tmp_path / "state")
 
     def work(rank):
@@ -219,7 +219,7 @@ def test_one_rank_needs_no_consolidation_and_has_hooks(rank):
 
 
 def train_by_hand(params, others, oss, plain, steps):
-    """Gradients as DDP would leave them; no wrapper, which has its own idea of what is trainable."""
+    """Train with averaged gradients but without a wrapper, which would check what is trainable."""
     for step in steps:
         for index, pair in enumerate(zip(params, others, strict=True)):
             for param in pair:
@@ -256,7 +256,7 @@ def test_parameters_frozen_and_thawed(rank):
         train_by_hand(params, others, oss, plain, range(3, 6))
         whole = whole_state(oss)
         assert_same_state(whole, plain.state_dict())
-        # A new start with the same layer frozen: its state waits for the day it is thawed.
+        # Restart with the same layer frozen: its state is kept until it is thawed.
         oss = OSS(params, optim, **options)
         oss.load_state_dict(whole)
         train_by_hand(params, others, oss, plain, range(6, 8))
@@ -267,7 +267,7 @@ def test_parameters_frozen_and_thawed(rank):
 
 @on_ranks(2)
 def test_frozen_at_first_or_later(rank, monkeypatch):
-    # A frozen parameter is not sent, and a gradient that is left on it is not applied.
+    # A frozen parameter is not sent, and its leftover gradient is not applied.
     params = [nn.Parameter(torch.ones(n)) for n in (3, 2)]
     oss = OSS(params, torch.optim.SGD, lr=1.0)
     params[0].requires_grad_(False)
@@ -281,7 +281,7 @@ def test_frozen_at_first_or_later(rank, monkeypatch):
     assert params[0].grad is not None
     assert gathered((params[0].tolist(), params[1].tolist(), sent)) == [([1.0] * 3, [0.0] * 2, [2 * 4])] * 2
 
-    # An optimizer that makes state only at the start has it for those that are thawed or added later.
+    # An optimizer that creates state in its constructor also has it for parameters thawed or added later.
     params, others = ([nn.Parameter(torch.ones(n)) for n in (4, 3, 2)] for _ in range(2))
     params[1].requires_grad_(False)
     oss, plain = OSS(params[:2], Eager), Eager(others)
@@ -293,7 +293,7 @@ def test_frozen_at_first_or_later(rank, monkeypatch):
 
 
 class Eager(torch.optim.Optimizer):
-    """Makes its state when it is made, and at no other time."""
+    """An optimizer that creates its state only in the constructor."""
 
     def __init__(self, params, lr=0.1):
         super().__init__(params, {"lr": lr})

@@ -1,4 +1,4 @@
-"""A model goes on over another process group: ranks leave, die or join, and gradients are those of a fresh wrapper."""
+"""A model continues over another process group: ranks leave, die or join; gradients equal a new wrapper's."""
 
 import os
 import re
@@ -42,7 +42,7 @@ def assert_steps_of(reference, model, rank, run=step_on, steps=2):
 
 
 def assert_as_fresh(model, group, rank):
-    """The gradients of torch's class over the group, with the same parameters."""
+    """Assert the gradients of torch's class over the group, with the same parameters."""
     reference = seeded(Mlp)
     reference.load_state_dict(model.module.state_dict())
     assert_steps_of(TorchDDP(reference, process_group=group, init_sync=False), model, rank)
@@ -51,7 +51,7 @@ def assert_as_fresh(model, group, rank):
 @pytest.mark.parametrize("mode", MODES)
 @on_ranks(4)
 def test_ranks_join_and_leave(rank, mode):
-    """Two ranks, then three, four, two, one, three; who joins has not measured any order of buckets."""
+    """Two ranks, then three, four, two, one, three; joining ranks have no measured bucket order."""
     members = [[0, 1], [0, 1, 2], [0, 1, 2, 3], [3, 1], [1], [1, 2, 3]]
     groups = [dist.new_group(ranks) for ranks in members]
     model = wrap(groups[0] if rank < 2 else among(rank), **MODES[mode])
@@ -67,7 +67,7 @@ def test_ranks_join_and_leave(rank, mode):
 
 
 def shuffled():
-    """Gradients come in another order than that of the layers' registration."""
+    """Gradients arrive in another order than the layers' registration."""
     model = Mlp(width=4)
     model._modules["first"] = model._modules.pop("first")
     return model
@@ -75,7 +75,7 @@ def shuffled():
 
 @pytest.mark.parametrize(("make", "options"), [(shuffled, {}), (Branches, {"find_unused_parameters": True})])
 @on_ranks(3)
-def test_who_joins_takes_the_buckets_that_the_others_have_measured(rank, make, options):
+def test_joining_ranks_use_the_buckets_that_the_others_measured(rank, make, options):
     def run(model, rank, step):
         branch = [("left", "right")[(rank + step) % 2]] if make is Branches else []
         loss_of(model(batch(rank, step, 5, 4), *branch)).backward()
@@ -92,7 +92,7 @@ def test_who_joins_takes_the_buckets_that_the_others_have_measured(rank, make, o
 
 @on_ranks(4, needed_ranks=[0], timeout=40, straggler_s=20)
 def test_ranks_die(rank):
-    """Four, three, two, one: those that are left raise, and go on in a group of theirs; the last in a new world too."""
+    """Four, three, two, one: survivors raise and continue in a new group, the last also in a new world."""
     alive = [0, 1, 2, 3]
     model = wrap(dist.group.WORLD, timeout=timedelta(seconds=2), transport="c10d")
     step_on(model, rank)
@@ -114,7 +114,7 @@ def test_ranks_die(rank):
 
 
 @on_ranks(3)
-def test_who_joins_gets_parameters_and_buffers(rank):
+def test_joining_ranks_get_parameters_and_buffers(rank):
     whole = dist.group.WORLD
     model = seeded(NormNet, seed=rank)
     start = among(1, 2) if rank else among(0)
@@ -131,8 +131,8 @@ def test_who_joins_gets_parameters_and_buffers(rank):
 
 
 @on_ranks(2)
-def test_parameters_that_can_not_travel_as_bytes(rank):
-    """Of a class of their own: they go by torch's way."""
+def test_parameters_that_can_not_be_sent_as_bytes(rank):
+    """Parameters of a tensor subclass are sent by torch's code."""
 
     class Special(nn.Parameter):
         pass
@@ -164,8 +164,8 @@ def test_groups_without_this_rank_are_refused_by_the_next_step(rank):
 
 
 @on_ranks(2)
-def test_what_is_refused_and_the_old_group_kept(rank):
-    # What is no group for the model.
+def test_refused_groups_leave_the_old_group_in_place(rank):
+    # Unusable groups.
     model = wrap(dist.group.WORLD)
     gone = dist.new_group([0, 1])
     dist.destroy_process_group(gone)
@@ -179,7 +179,7 @@ def test_what_is_refused_and_the_old_group_kept(rank):
         model._update_process_group(elsewhere)
     assert_as_fresh(model, dist.group.WORLD, rank)
 
-    # Models that differ are named.
+    # Differing models are reported.
     model = DDP(nn.Linear(3, 3 + rank), process_group=among(rank))
     with pytest.raises(RuntimeError, match="not the same on all ranks") as caught:
         model._update_process_group(dist.group.WORLD)
@@ -190,7 +190,7 @@ def test_what_is_refused_and_the_old_group_kept(rank):
 
 @on_ranks(3)
 def test_a_new_store(rank, tmp_path):
-    """Everything is made anew, as a program does that lets ranks join which were started later."""
+    """Everything is created again, as in programs in which ranks started later can join."""
     model = None
     for number, ranks in enumerate(([0, 1], [0, 1, 2], [1, 2])):
         if rank in ranks:

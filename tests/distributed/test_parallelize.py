@@ -1,4 +1,4 @@
-"""parallelize() against the same parallelism made by hand; the groups that it tells of."""
+"""parallelize() compared with the same parallelism set up by hand, and the groups that it reports."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from torchddp.optim import OSS
 from torchddp.parallel import ParallelConfig, device_mesh, parallel_group_info, parallelize
 
 SGD = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9)
-# fp64: the order of additions differs between DDP and FSDP2, nothing else.
+# fp64, because DDP and FSDP2 add in different orders.
 CLOSE = 1e-11
 
 
@@ -106,7 +106,7 @@ def test_ddp(rank: int, world_size: int):
     if world_size == 2:
         assert_same_training(model, train(nn.parallel.DistributedDataParallel(seeded(Net)), rank))
 
-    # Its options arrive.
+    # Its options are passed on.
     config = ParallelConfig.from_cli(["ddp.bucket_cap_mb=0.001", "ddp.transport=c10d", "ddp.timeout=20"])
     model = train(parallelize(seeded(Net), config), rank)
     with pytest.raises(ValueError, match=r"ddp\.wire_dtype: got 'int3', allowed: bfloat16"):
@@ -152,7 +152,7 @@ def by_fully_shard(shape: tuple[int, ...], rank: int, **options: Any) -> nn.Modu
 def test_fsdp_and_hsdp(rank: int, world_size: int):
     by_our_ddp = by_ddp(rank)
     whole, pairs = (world_size,), (world_size // 2, 2)
-    # By strategy: the mesh, whether parameters are freed after forward, and the share of them that a rank holds.
+    # By strategy: the mesh, whether parameters are freed after forward, and the share that a rank holds.
     cases: list[tuple[str | None, tuple[int, ...], bool, float]] = [
         (None, whole, True, 1 / world_size),
         ("SHARD_GRAD_OP", whole, False, 1 / world_size),
@@ -175,7 +175,7 @@ def test_fsdp_and_hsdp(rank: int, world_size: int):
         assert isinstance(model.blocks[0].up.weight, DTensor) is reshards
 
 
-def test_hsdp_shards_over_a_host_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch):
+def test_hsdp_shards_over_a_host_by_default(monkeypatch: pytest.MonkeyPatch):
     def work(rank: int, hosts: str = "") -> tuple[int, int]:
         if hosts:
             os.environ["TORCHDDP_HOST_ID"] = hosts[rank]
@@ -184,17 +184,17 @@ def test_hsdp_shards_over_a_host_unless_told_otherwise(monkeypatch: pytest.Monke
         return info.dp.world_size, info.mp.world_size
 
     assert run_ranks(work, 4) == [(1, 4)] * 4
-    # One torchrun for each rank, as Spark starts them: they share the host all the same.
+    # One torchrun per rank, as with Spark: the ranks still share the host.
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     assert run_ranks(work, 4) == [(1, 4)] * 4
     assert run_ranks(work, 4, "aabb") == [(2, 2)] * 4
-    assert run_ranks(work, 4, "abab") == [(1, 4)] * 4  # no neighbours: Slurm's cyclic distribution
+    assert run_ranks(work, 4, "abab") == [(1, 4)] * 4  # interleaved, as in Slurm's cyclic distribution
     assert run_ranks(work, 3, "aab") == [(1, 3)] * 3
 
 
 @on_ranks(2)
 def test_weights_at_the_start_and_options(rank):
-    # Options of FSDP arrive.
+    # Options of FSDP are passed on.
     config = ParallelConfig.from_cli(
         ["--use-fsdp", "--cpu-offload", "wrap=Linear", "--forward-prefetch=1", "--backward-prefetch=2"]
         + ["--param-dtype=bfloat16", "--reduce-dtype=float32", "--parallel-backend=torchddp_shm"]
@@ -233,7 +233,7 @@ def test_weights_at_the_start_and_options(rank):
     local = model.last.bias.to_local()
     assert torch.equal(local, want.last.bias[rank * 2 : rank * 2 + 2][: len(local)])
 
-    # A model without memory.
+    # A model on the meta device.
     empty = Net().to("meta")
     with pytest.raises(ValueError, match="'first.weight' is on the meta device"):
         parallelize(empty, ParallelConfig(use_fsdp=True, device_type="cpu"))
@@ -273,7 +273,7 @@ def test_groups_of_two_by_two(rank):
         dist.all_reduce(value, group=group.group)
         assert value == sum(10.0**member for member in group.global_ranks)
     same = device_mesh(ParallelConfig(kind="hsdp", data_parallel=2, device_type="cpu"))
-    assert same.get_group("mp") is info.mp.group  # made once
+    assert same.get_group("mp") is info.mp.group  # created once
     parallelize(Net())
     info = parallel_group_info()
     assert info.dp.world_size == 4 and info.dp.group is dist.group.WORLD
@@ -310,7 +310,7 @@ def test_tensor_parallel_over_mp(rank: int, kind: str, world_size: int):
     if kind == "fsdp":  # such models take rank 0's weights too
         net = seeded(Net, seed=rank)
         for block in net.blocks:
-            # Distributes rank 0's of each model-parallel group; those groups still differ.
+            # Each model-parallel group gets its rank 0's weights; groups still differ.
             parallelize_module(block, mesh["mp"], PLAN)
         assert_same_training(parallelize(net, config), seeded(Net))
 

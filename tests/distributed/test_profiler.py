@@ -1,4 +1,4 @@
-"""`torchddp.profiler`, the times in the logging fields, and `record_profile` on real ranks."""
+"""`torchddp.profiler`, times in the logging data, and `record_profile` on real ranks."""
 
 import itertools
 import json
@@ -65,7 +65,7 @@ def test_a_rank_that_sleeps_in_backward_is_the_straggler(rank, transport, world_
     merged = recorded.gather()
     assert [step.index for step in merged.steps] == [step.index for step in recorded.steps] == [4, 5, 6, 7, 8]
     assert max(range(world_size), key=merged.mean_waits_ns().__getitem__) == 1
-    # A busy machine may delay another rank for longer, but hardly in most steps.
+    # A busy machine may delay another rank for longer, but not in most steps.
     blamed = [step for step in merged.steps if step.straggler is not None and step.straggler.rank == 1]
     assert len(blamed) >= 3
     found = [step.straggler for step in blamed]
@@ -83,7 +83,7 @@ def test_a_rank_that_sleeps_in_backward_is_the_straggler(rank, transport, world_
 
 @on_ranks(2)
 def test_each_step_is_complete():
-    # Also while buckets are rebuilt.
+    # Including steps that rebuild buckets.
     ddp = model()
     steps(ddp, 1)
     assert ddp.reducer.timeline() == []  # off by default
@@ -106,14 +106,14 @@ def test_each_step_is_complete():
         # Reduction starts while gradients are still being computed.
         assert min(bucket.launched_ns for bucket in step.buckets) < step.compute_end_ns
 
-    # The last steps are kept, and the loss is said.
+    # The last steps are kept, and dropped ones are counted.
     with profile(ddp, steps=2) as recorded:
         steps(ddp, 9)
     assert [step.index for step in recorded.steps] == [11, 12]
     assert recorded.dropped > 0
     assert f"{recorded.dropped} events of earlier steps were overwritten" in " ".join(recorded.report().split())
 
-    # With a parameter without gradient, and a skipped bucket.
+    # With a parameter without a gradient and a skipped bucket.
     ddp = model(2, find_unused_parameters=True, skip_all_reduce_unused_params=True)
     layers = ddp.module
     layers.forward = lambda inputs: layers[1](inputs)
@@ -131,7 +131,7 @@ def test_chrome_traces_of_one_rank_and_of_all(rank, tmp_path):
         steps(ddp, 3)
     recorded.export_chrome_trace(tmp_path / "all.json", merged=True)
     recorded.export_chrome_trace(str(tmp_path / f"{rank}.json"))
-    # Rank 0 has written the merged one.
+    # Rank 0 has written the merged trace.
     for name, ranks_in_it in ((f"{rank}", {rank}), *[("all", {0, 1})] * (rank == 0)):
         events = json.loads((tmp_path / f"{name}.json").read_text())["traceEvents"]
         assert {event["pid"] for event in events} == ranks_in_it
@@ -139,7 +139,7 @@ def test_chrome_traces_of_one_rank_and_of_all(rank, tmp_path):
 
 
 @on_ranks(2)
-def test_what_is_refused_and_what_ends_a_profile():
+def test_profile_errors_and_the_end_of_a_profile():
     # An exception inside ends the profile.
     ddp = model()
     hooks = len(ddp._forward_hooks)
@@ -152,7 +152,7 @@ def test_what_is_refused_and_what_ends_a_profile():
     assert len(ddp.reducer.timeline()) == before  # off again
     assert len(recorded.steps) == 2
 
-    # What cannot be profiled is refused in a sentence.
+    # Invalid models are refused in one sentence.
     for wrong in (nn.Linear(2, 2), TorchDDP(nn.Linear(2, 2)), None):
         for start in (profile, lambda wrong: monitor(wrong, print)):
             with pytest.raises(TypeError, match=r"needs a torchddp\.DistributedDataParallel.*got .*\."):
@@ -165,7 +165,7 @@ def test_what_is_refused_and_what_ends_a_profile():
             (lambda: profile(ddp).__enter__(), RuntimeError, "profiled already"),
         )
         steps(ddp, 1)
-    assert len(outer.steps) == 1  # the refused ones did not end it
+    assert len(outer.steps) == 1  # the refused calls did not end it
     with profile(ddp) as empty:
         pass
     assert_each_raises(
@@ -182,7 +182,7 @@ def test_clocks_and_profiles_of_other_hosts(rank, monkeypatch):
     merged = recorded.gather()
     uncertainty_ns = merged.clocks[1].uncertainty_ns
     assert merged.clocks[0] == Clock() and 0 < uncertainty_ns < 20_000_000
-    assert abs(merged.clocks[1].offset_ns) <= uncertainty_ns  # it is one clock after all
+    assert abs(merged.clocks[1].offset_ns) <= uncertainty_ns  # the ranks share a clock
     assert "clocks of different hosts aligned" in recorded.report(merged=True)
 
     ahead_ns = 3_000_000_000
@@ -196,7 +196,7 @@ def test_clocks_and_profiles_of_other_hosts(rank, monkeypatch):
 
 @on_ranks(2)
 def test_monitors():
-    # A monitor is called after every nth synchronised step.
+    # A monitor is called after every n-th synchronised step.
     for every in each([1, 3]):
         ddp = model()
         told = []
@@ -207,15 +207,15 @@ def test_monitors():
             if index % 2:
                 with ddp.no_sync():
                     steps(ddp, 1)
-            ddp(torch.randn(2, 16))  # never goes backward
+            ddp(torch.randn(2, 16))  # without a backward
             steps(ddp, 1)
-        steps(ddp, 1)  # the eighth begins and tells of the seventh
+        steps(ddp, 1)  # the eighth step starts and reports the seventh
         assert told == list(range(every, 8, every))
         handle.remove()
         steps(ddp, 2 * every)
         assert len(told) == 7 // every
 
-    # A monitor tells the times of the step.
+    # A monitor reports the step's times.
     ddp = model()
     told = []
     monitor(ddp, lambda step, values: told.append(values))
@@ -226,20 +226,20 @@ def test_monitors():
     values, step = told[-1], recorded.steps[-1]
     assert values["ddp/buckets"] == len(step.buckets)
     assert values["ddp/bytes"] == sum(bucket.nbytes for bucket in step.buckets) >= 4 * 272 * 4
-    # Two ways to the same numbers; the process may have lost its core between two readings of a clock.
+    # Two sources of the same numbers; the process may have been preempted between two clock readings.
     assert values["ddp/step_ms"] == pytest.approx(step.duration_ns / 1e6, rel=0.5, abs=5)
     assert 0 < values["ddp/comm_ms"] < values["ddp/step_ms"]
 
 
 @on_ranks(2)
 def test_the_model_fits_a_small_step_with_overhead_and_a_late_rank(rank):
-    """What a small step costs besides computing is in what `record_profile` finds."""
+    """`record_profile` includes a small step's overhead besides computation."""
     torch.manual_seed(0)
     ddp = DDP(nn.Sequential(*(nn.Linear(16, 16) for _ in range(4))), transport="c10d")
     number = itertools.count()
 
     def step():
-        # One of them is late in each step, before its forward begins.
+        # One rank is late in each step, before its forward starts.
         if next(number) % 2 == rank:
             time.sleep(SLEEP_S)
         ddp(torch.ones(2, 16)).sum().backward()
@@ -251,7 +251,7 @@ def test_the_model_fits_a_small_step_with_overhead_and_a_late_rank(rank):
     assert error is not None and abs(error) < 0.4, profile
     assert gathered(profile.to_dict()) == [profile.to_dict()] * 2
 
-    # Of short steps more are recorded.
+    # More of short steps are recorded.
     ddp = DDP(nn.Linear(4, 4))
     number = itertools.count()
 

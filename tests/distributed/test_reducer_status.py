@@ -1,4 +1,4 @@
-"""What a reducer tells of itself to another thread; what hang reports make of it is in tests/fault."""
+"""A reducer's status as read from another thread; tests/fault tests hang reports."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -14,7 +14,7 @@ from torchddp.diagnose import rank_state
 
 
 class Raises(torch.autograd.Function):
-    """Raises in backward, if it is asked to."""
+    """Raises in backward on request."""
 
     @staticmethod
     def forward(ctx, x, message):
@@ -29,7 +29,7 @@ class Raises(torch.autograd.Function):
 
 
 class Branching(Mlp):
-    """An Mlp that can raise between its layers, or leave one out."""
+    """An Mlp that can raise between its layers, or skip one."""
 
     message = ""
     leaves_out = False
@@ -43,7 +43,7 @@ class Branching(Mlp):
 
 @on_ranks(1)
 def test_waits_and_plans():
-    # Waits inside each other.
+    # Nested waits.
     reducer = torchddp.DDP(seeded(Mlp), transport="c10d").reducer
     told = lambda: (reducer.status()["phase"], reducer.status()["waits_for"])  # noqa: E731
     outer = reducer.begin_wait("the first")
@@ -57,10 +57,10 @@ def test_waits_and_plans():
     reducer.end_wait(later)
     assert told() == ("idle", "")
 
-    # Other threads run while an error waits to see who is gone.
+    # Other threads run while an error handler waits to find dead peers.
     reducer = torchddp.DDP(seeded(Mlp), transport="c10d").reducer
     here = rank_state.process_identity()
-    reducer.set_peers([(1, here["pid"], here["started"])])  # which stays: it looks for as long as it does
+    reducer.set_peers([(1, here["pid"], here["started"])])  # it stays alive, so the handler waits for the full time
     turns, over = [], threading.Event()
 
     def count():
@@ -71,11 +71,11 @@ def test_waits_and_plans():
         pool.submit(count)
         before = len(turns)
         assert reducer.with_failure_note("text") == "text"
-        passed = len(turns) - before  # 300 ms; with the GIL taken away from the thread, one or two
+        passed = len(turns) - before  # 300 ms; if the handler held the GIL, one or two
         over.set()
     assert passed >= 5
 
-    # Plans outlive the buckets they describe.
+    # Plans outlive their buckets.
     ddp = torchddp.DDP(Branching(), bucket_cap_mb=0.0001)
     ddp.reducer._push_all_rebuilt_params()
     plan, buckets = ddp.reducer.plan, ddp.reducer.plan.buckets
@@ -88,18 +88,18 @@ def test_waits_and_plans():
 
 
 @on_ranks(2)
-def test_while_buckets_are_rebuilt_and_models_go(rank):
-    """Under rebuilds, checkpoints that run a backward inside of a backward, and static graphs."""
+def test_while_buckets_are_rebuilt_and_models_are_freed(rank):
+    """With rebuilds, checkpoints that run a backward inside of a backward, and static graphs."""
     for options in ({}, {"static_graph": True}, {"find_unused_parameters": True}):
         ddp = torchddp.DDP(seeded(Mlp), bucket_cap_mb=0.001, **options)
         seen, over = [], threading.Event()
 
-        def look(reducer=ddp.reducer, seen=seen, over=over):
+        def poll(reducer=ddp.reducer, seen=seen, over=over):
             while not over.wait(0.002):
                 seen.append(reducer.status())
 
         with ThreadPoolExecutor() as pool:
-            pool.submit(look)
+            pool.submit(poll)
             for step in range(30):
                 step_on(ddp, rank, step)
                 if step % 5 == 0 and not ddp.static_graph:
@@ -114,12 +114,12 @@ def test_while_buckets_are_rebuilt_and_models_go(rank):
         ddp.reducer.note_failure("is forgotten")
         step_on(ddp, rank, 99)
         assert ddp.reducer.with_failure_note("text") == "text"
-        dist.barrier()  # a rank that had ended would be a note of its own
+        dist.barrier()  # a finished rank would add another note
 
 
 @on_ranks(1)
 def test_a_step_that_fails_while_a_bucket_is_launched(rank):
-    """As hooks of two devices can: what one launches is no bucket in flight after the other has given up."""
+    """As with hooks on two devices: a bucket launched after the other's failure is not in flight."""
     ddp = torchddp.DDP(Mlp(), bucket_cap_mb=0.0001)
     launched, go_on = threading.Event(), threading.Event()
 
@@ -132,7 +132,7 @@ def test_a_step_that_fails_while_a_bucket_is_launched(rank):
 
     ddp.register_comm_hook(None, hook)
     ddp(batch(rank))
-    last = len(ddp.session.specs) - 1  # a bucket of its own, and the first
+    last = len(ddp.session.specs) - 1  # its own bucket, and the first
     assert ddp.reducer.plan.buckets[0].params == [last]
     parameters = list(ddp.parameters())
     parameters[last].grad = torch.zeros_like(parameters[last])
@@ -148,6 +148,6 @@ def test_a_step_that_fails_while_a_bucket_is_launched(rank):
             gives_up.result(60.0)
     status = ddp.reducer.status()
     assert {bucket["state"] for bucket in status["buckets"]} == {"idle"} and not status["armed"]
-    # The next step is as any other.
+    # The next step works.
     ddp.zero_grad()
     step_on(ddp, rank)

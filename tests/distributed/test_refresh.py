@@ -1,6 +1,6 @@
-"""refresh_trainable(): after any change of parameters, training goes on as with a wrapper made anew.
+"""refresh_trainable(): after any change of parameters, training continues as with a new wrapper.
 
-Random schedules of freezing, thawing, adding and accumulating, on a model that is refreshed and on one wrapped anew.
+Random schedules of freezing, thawing, adding and accumulating, on a refreshed model and on one that is wrapped again.
 Also the example of docs/freeze_and_thaw.md.
 """
 
@@ -26,7 +26,7 @@ UNUSED = {"find_unused_parameters": True}
 
 
 class Tower(nn.Module):
-    """Layers of unlike sizes, one after the other; some have batch norm. It can grow."""
+    """A sequence of layers of different sizes, some with batch norm, which can grow."""
 
     def __init__(self):
         super().__init__()
@@ -48,11 +48,11 @@ def make_layer(number):
 
 
 class Side:
-    """A model in training; after a change it is refreshed, or wrapped in another wrapper (`is_wrapped_anew`)."""
+    """A model in training, which is refreshed after a change, or wrapped again (`is_wrapped_anew`)."""
 
     def __init__(self, make, module, make_optimizer, is_told, is_wrapped_anew=False):
         self.make, self.module = make, module
-        self.is_told, self.is_wrapped_anew = is_told, is_wrapped_anew  # of changes, at once
+        self.is_told, self.is_wrapped_anew = is_told, is_wrapped_anew  # is_told: of changes, at once
         self.model = make(module)
         self.optimizer = make_optimizer(module.parameters())
 
@@ -61,7 +61,7 @@ class Side:
             if self.is_told:
                 self.model.refresh_trainable()
             return
-        self.model = None  # which takes its hooks along
+        self.model = None  # frees its hooks too
         if isinstance(self.module, torchddp.composable.ReplicateModule):
             torchddp.composable.unreplicate(self.module)
         self.model = self.make(self.module)
@@ -87,10 +87,10 @@ class Side:
             if any(p.requires_grad for other in parts if other is not part for p in other.parameters()):
                 part.requires_grad_(False)
                 for parameter in part.parameters():
-                    parameter.grad = None  # what it has accumulated would be this rank's alone
+                    parameter.grad = None  # its accumulated gradient would be local
             self.changed()
         elif action == "add":
-            # Other values on each rank, where they are sent before they are used.
+            # Different values on each rank, if they are broadcast before use.
             torch.manual_seed(100 * number + rank * self.is_told)
             layer = make_layer(len(self.module.layers))
             self.module.layers.append(layer)
@@ -98,13 +98,13 @@ class Side:
             self.optimizer.add_param_group({"params": list(layer.parameters())})
 
     def values(self, buffers):
-        """All that it holds: parameters, gradients, state of the optimizer, and perhaps buffers."""
+        """All values: parameters, gradients, optimizer state, and optionally buffers."""
         held = {n: (p, p.grad, dict(self.optimizer.state[p])) for n, p in self.module.named_parameters()}
         return held | dict(self.module.named_buffers() if buffers else ())
 
 
 def play(rank, make, fresh=None, *, seeds, is_told=True, buffers=True):
-    """Does the same to both sides, which must never differ by a bit; buffers are the same after a forward."""
+    """Do the same to both sides, which must stay bitwise equal; buffers are equal after a forward."""
 
     def assert_equal(buffers):
         ours, anew = (side.values(buffers) for side in sides)
@@ -134,19 +134,19 @@ def play(rank, make, fresh=None, *, seeds, is_told=True, buffers=True):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("transport", "world_size"), [("c10d", 1), ("shm", 2), ("c10d", 3), ("shm", 4)])
 @on_ranks()
-def test_random_schedules_as_if_wrapped_anew(rank, world_size, kind, transport):
+def test_random_schedules_equal_wrapping_again(rank, world_size, kind, transport):
     schedules = 4 if kind is torchddp.DistributedDataParallel else 2
     play(rank, partial(kind, transport=transport), seeds=range(10 * world_size, 10 * world_size + schedules))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @on_ranks(2)
-def test_options_go_on(rank, kind):
+def test_options_are_kept(rank, kind):
     plain = [{"static_graph": True}, {"bucket_cap_mb": 0.0005}, {"bucket_cap_mb": "auto"}, UNUSED]
     plain += [{"forward_sync_buffers": False}, {"gradient_as_bucket_view": True}, {"gradient_as_bucket_view": False}]
     together = {"gradient_stats": True, "find_nonfinite": True, "check_parameters_every": 1}
     for options in each([*plain, together, {"skip_all_reduce_unused_params": True, **UNUSED}]):
-        own_buffers = "forward_sync_buffers" in options  # which a fresh wrapper sends once
+        own_buffers = "forward_sync_buffers" in options  # which a new wrapper sends once
         play(rank, partial(kind, **options), seeds=[20], buffers=not own_buffers)
 
 

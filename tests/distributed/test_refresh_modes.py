@@ -1,4 +1,4 @@
-"""refresh_trainable() with all that a wrapper can hold: hooks, modes, observers, gradients on their way; its errors."""
+"""refresh_trainable() with hooks, modes, observers and gradients in flight, and its errors."""
 
 import copy
 import pickle
@@ -54,7 +54,7 @@ def set_first(on, *models):
 
 
 def frozen_then_thawed(model, rank, **kwargs):
-    """Trains with fewer parameters, and with all again."""
+    """Train with fewer parameters, then with all again."""
     weight = getattr(model, "module", model).first.weight
     train(model, rank, **kwargs)
     set_first(False, model)
@@ -67,7 +67,7 @@ def frozen_then_thawed(model, rank, **kwargs):
 
 
 def assert_same_gradients(models, modules, step, **tolerance):
-    """`step` on the last two models, of these two modules, while the first layer is frozen and thawed again."""
+    """Run `step` on two models of these modules while the first layer is frozen and thawed; compare gradients."""
     for on in (True, False, True):
         for module in modules:
             module.first.requires_grad_(on)
@@ -91,12 +91,12 @@ def test_only_what_is_new_gets_rank_0s_values(rank):
         module = seeded(mlp)
         model = kind(module, transport=transport)
         with torch.no_grad():
-            module.first.weight.add_(rank)  # this rank's own, and not to be touched
+            module.first.weight.add_(rank)  # local values, which must not change
         own = module.first.weight.clone()
         torch.manual_seed(rank)
         module.extra = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
         module.extra[1].running_mean.fill_(rank + 1)
-        module.extra.requires_grad_(False)  # what is frozen must be the same too
+        module.extra.requires_grad_(False)  # frozen parameters must be equal too
         module.register_parameter("scale", nn.Parameter(torch.randn(5)))
         model.refresh_trainable()
         assert torch.equal(module.first.weight, own)
@@ -122,7 +122,7 @@ class Hook:
 
 
 @on_ranks(2)
-def test_hooks_go_on(rank):
+def test_hooks_are_kept(rank):
     hook = Hook()
     model = DDP(seeded(mlp))
     model.register_comm_hook(None, hook)
@@ -136,7 +136,7 @@ def test_hooks_go_on(rank):
         assert model._get_ddp_logging_data()["comm_hook"] == str(kind)
         assert "hook" in model.reducer.traffic()
 
-    # torch's PowerSGD begins anew: what it holds goes by the numbers of buckets that are no more.
+    # torch's PowerSGD restarts: its state is keyed by the index of buckets that no longer exist.
     state = torch_power_sgd.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=3)
     model = DDP(seeded(mlp))
     model.register_comm_hook(state, torch_power_sgd.powerSGD_hook)
@@ -157,7 +157,7 @@ HOOKS = [
 
 
 def held_by(state):
-    """What a hook holds back, by parameter."""
+    """A hook's residuals by parameter."""
     found = {(kind, name): value for kind in ("residual", "factors") for name, value in state.get(kind, {}).items()}
     for inner in [*state.get("hooks", ()), state.get("inner", {})]:
         found |= held_by(inner) if inner else {}
@@ -165,7 +165,7 @@ def held_by(state):
 
 
 @on_ranks(2, 3)
-def test_hooks_keep_what_they_hold_of_parameters_that_stay(rank):
+def test_hooks_keep_residuals_of_parameters_that_stay(rank):
     for make in each(HOOKS):
         hook, module = make(), seeded(mlp)
         model = DDP(module, comm_hook=hook)
@@ -185,7 +185,7 @@ def test_hooks_keep_what_they_hold_of_parameters_that_stay(rank):
 
 @on_ranks(2)
 def test_optimizers_in_backward_and_torchs_mixed_precision(rank):
-    # Optimizers in backward. A CPU has no streams: all is done in order anyhow.
+    # Optimizers in backward. A CPU has no streams, so all runs in order.
     torch.Stream = torch.Event = torch.accelerator.current_stream = mock.MagicMock()
     module, plain = seeded(mlp), seeded(mlp)
     options = {"lr": 0.1, "momentum": 0.9}
@@ -226,7 +226,7 @@ def test_optimizers_in_backward_and_torchs_mixed_precision(rank):
 
 
 @on_ranks(2)
-def test_options_go_on(rank):
+def test_options_are_kept(rank):
     # An optimizer that a hook runs.
     model = DDP(seeded(mlp))
     model._register_fused_optim(torch.optim.SGD, 0.1)
@@ -237,7 +237,7 @@ def test_options_go_on(rank):
         assert same_on_all_ranks(list(model.parameters()))
     assert not torch.equal(before, model.module.last.weight)
 
-    # Narrow sums.
+    # 16-bit sums.
     def gradients_of(model):
         model.zero_grad()
         model(batch(rank).float()).square().mean().backward()
@@ -262,8 +262,8 @@ def test_options_go_on(rank):
 
 
 @on_ranks(2)
-def test_parameters_that_are_averaged_late_ignored_or_shared(rank):
-    # Parameters that are averaged late.
+def test_parameters_that_are_averaged_later_ignored_or_shared(rank):
+    # Parameters that are averaged later.
     module = seeded(lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)))
     late = [("2.bias", module[2].bias)]
     model = DDP(module, delay_all_reduce_named_params=late, param_to_hook_all_reduce=module[0].weight)
@@ -273,7 +273,7 @@ def test_parameters_that_are_averaged_late_ignored_or_shared(rank):
     train(model, rank)
     assert names_of(model) == {"0.weight", "0.bias", "2.weight"}
 
-    # What is to be ignored.
+    # Ignored parameters.
     module = seeded(mlp)
     DDP._set_params_and_buffers_to_ignore_for_model(module, ["first.weight"])
     model = DDP(module)
@@ -292,15 +292,15 @@ def test_parameters_that_are_averaged_late_ignored_or_shared(rank):
     modules = inner.module, reference.module
     assert_same_gradients([inner, outer, reference], modules, partial(backward, rank), rtol=0, atol=0)
 
-    # What is compiled inside.
+    # Compiled submodules.
     modules = seeded(mlp), seeded(mlp)
     models = DDP(torch.compile(modules[0], backend="eager")), DDP(modules[1])
     assert_same_gradients(models, modules, partial(backward, rank), rtol=0, atol=0)
 
 
 @on_ranks(2)
-def test_gradients_on_their_way(rank):
-    # find_unused_parameters: what a no_sync() microbatch has used is used, also by a reducer that was not there.
+def test_gradients_in_flight(rank):
+    # find_unused_parameters: what a no_sync() microbatch used counts as used, also for a new reducer.
     for views in each([None, True, False]):
         module = seeded(Branches)
         module.never.requires_grad_(False)
@@ -310,7 +310,7 @@ def test_gradients_on_their_way(rank):
         with model.no_sync():
             model(x, "left").sum().backward()
             module.right.requires_grad_(True)
-            model(x, "right").sum().backward()  # nobody's yet
+            model(x, "right").sum().backward()  # no reducer has it yet
         own = {n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None}
         assert {"left.weight", "right.weight", "trunk.weight"} <= own.keys()
         module.never.requires_grad_(True)
@@ -320,14 +320,14 @@ def test_gradients_on_their_way(rank):
             dist.all_reduce(gradient)
             torch.testing.assert_close(module.get_parameter(name).grad, gradient / 2)
 
-    # The backward of a forward before the change is reduced, by the reducer that is there then.
+    # The current reducer reduces the backward of a forward from before the change.
     model = DDP(seeded(Mlp))
     output = model(batch(rank))
     model.refresh_trainable()
     loss_of(output).backward()
     assert same_on_all_ranks([p.grad for p in model.parameters()])
 
-    # The buckets of before are let go.
+    # The old buckets are freed.
     model = DDP(seeded(Mlp))
     train(model, rank, dtype=torch.float64)
     before = model.reducer
@@ -337,8 +337,8 @@ def test_gradients_on_their_way(rank):
 
 
 @on_ranks(2)
-def test_observers_go_on(rank):
-    # Steps are counted on.
+def test_observers_are_kept(rank):
+    # The step count continues.
     model = DDP(seeded(mlp), gradient_stats=True, check_parameters_every=2, find_nonfinite=True, stall_report_s=20.0)
     train(model, rank)
     buckets = model.gradient_stats().shape
@@ -378,7 +378,7 @@ def test_replicated_modules(rank):
     torchddp.composable.unreplicate(module)
     assert not module.extra._forward_pre_hooks and not module.first._forward_pre_hooks
 
-    # Ignored modules are left alone when they grow.
+    # Ignored modules stay ignored when they grow.
     module = seeded(mlp)
     module.own = nn.Sequential(nn.Linear(2, 2))
     torchddp.replicate(module, ignored_modules=[module.own])
@@ -406,8 +406,8 @@ def test_replicate_with_dtensors(rank):
 
 
 @on_ranks(2)
-def test_what_is_said(rank):
-    # An error in forward names the way out.
+def test_messages(rank):
+    # An error in forward names the remedy.
     model = DDP(seeded(mlp))
     train(model, rank)
     model.module.first.requires_grad_(False)
@@ -468,7 +468,7 @@ DIFFERENCES = [
 @pytest.mark.parametrize("auto", [False, True])
 @pytest.mark.parametrize(("transport", "world_size"), [("shm", 2), ("c10d", 3)])
 @on_ranks()
-def test_ranks_that_disagree_all_hear_of_it(rank, world_size, transport, auto):
+def test_ranks_that_disagree_all_raise(rank, world_size, transport, auto):
     for kind, (change, words) in each(KINDS, DIFFERENCES):
         if auto and change is reorder and world_size > 2:
             continue
@@ -484,7 +484,7 @@ def test_ranks_that_disagree_all_hear_of_it(rank, world_size, transport, auto):
         assert words.format(others=others, last=world_size - 1) in text, text
         assert f"on rank {rank}: the model is not the same on all ranks" in text
         assert reducer is getattr(model, "reducer", None)
-        # Put right, it goes on: here by what it was.
+        # Once repaired, here by undoing the change, training continues.
         module._modules.clear()
         module._modules.update(kept[0])
         module.first._parameters.update(kept[1])
@@ -496,7 +496,7 @@ def test_ranks_that_disagree_all_hear_of_it(rank, world_size, transport, auto):
 
 
 @on_ranks(2)
-def test_nothing_to_train_join_and_what_can_not_be_refreshed(rank):
+def test_nothing_to_train_join_and_models_that_can_not_be_refreshed(rank):
     # Nothing to train and thawed later.
     for kind, auto in each(KINDS, [False, True]):
         module = seeded(Mlp)
@@ -547,7 +547,7 @@ def test_nothing_to_train_join_and_what_can_not_be_refreshed(rank):
     with pytest.raises(TypeError, match="auto_refresh_trainable must be True or False, got 'yes'"):
         DDP(seeded(Mlp), auto_refresh_trainable="yes")
 
-    # The model reduces nothing until it is refreshed with success: and says so.
+    # The model raises in forward until a refresh succeeds.
     module = seeded(mlp)
     model = DDP(module, comm_hook=torchddp.comm_hooks.PowerSGD(4))
 
@@ -564,7 +564,7 @@ def test_nothing_to_train_join_and_what_can_not_be_refreshed(rank):
     model.refresh_trainable()
     step()
 
-    # A rank whose backward is not complete tells the others.
+    # A rank with an incomplete backward makes all ranks raise.
     module = seeded(Mlp)
     model = DDP(module, bucket_cap_mb=100)
     train_twice(model, rank)

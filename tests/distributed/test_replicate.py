@@ -1,4 +1,4 @@
-"""torchddp.replicate() trains as torchddp.DistributedDataParallel does; what it refuses."""
+"""torchddp.replicate() trains like torchddp.DistributedDataParallel; errors."""
 
 import contextlib
 import copy
@@ -35,12 +35,12 @@ from torchddp.composable import ReplicateModule, engine_of, unreplicate
 
 
 def both(make=Mlp, **options):
-    """Replicated, and in our wrapper."""
+    """The model replicated, and in our wrapper."""
     return torchddp.replicate(seeded(make), **options), torchddp.DDP(seeded(make), **options)
 
 
 def train(model, rank, steps=4, optimizer=None, **zero_grad):
-    """The parameters are updated in each step; gradients of the last stay."""
+    """Update the parameters in each step; the last step's gradients stay."""
     optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for step in range(steps):
         optimizer.zero_grad(**zero_grad)
@@ -74,7 +74,7 @@ def test_same_bits_as_the_wrapper(rank):
 
 
 @on_ranks(2)
-def test_the_module_stays_what_it_is_and_is_freed(rank):
+def test_the_module_keeps_its_class_and_is_freed(rank):
     model, plain = torchddp.replicate(seeded(NormNet)), seeded(NormNet)
     assert isinstance(model, NormNet) and isinstance(model, ReplicateModule)
     assert not isinstance(model, TorchDDP)
@@ -88,7 +88,7 @@ def test_the_module_stays_what_it_is_and_is_freed(rank):
     part = sequential[:2]
     assert type(part) is nn.Sequential and part[0] is sequential[0]
 
-    # A model that is dropped is freed.
+    # A dropped model is freed.
     model = torchddp.replicate(seeded(Mlp), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
     loss_of(model(batch(rank, 0)).double()).backward()
     freed = [weakref.ref(engine_of(model)), weakref.ref(model)]
@@ -150,7 +150,7 @@ def test_accumulation(rank):
             model.zero_grad()
             wrapped.zero_grad()
 
-    # torchddp.sync takes the engine.
+    # torchddp.sync accepts the engine.
     model, wrapped = both()
     engine = engine_of(model)
     for strategy in ("single_auto_sync", "forced_sync"):
@@ -193,8 +193,8 @@ def test_unused_parameters_and_buffers(rank):
 
 
 @on_ranks(2)
-def test_parts_by_themselves(rank):
-    # Rank 0's weights are sent, but for what is ignored.
+def test_separately_replicated_parts(rank):
+    # Rank 0's weights are sent, except ignored ones.
     model = seeded(Mlp)
     with torch.no_grad():
         model.last.weight.add_(rank)
@@ -210,7 +210,7 @@ def test_parts_by_themselves(rank):
     same = {name for name, p in model.named_parameters() if same_on_all_ranks([p.grad])}
     assert same == {"first.weight", "first.bias"}
 
-    # As models are given to fully_shard: each module reduces what is not inside of another.
+    # As with fully_shard: each module reduces its parameters that are in no other replicated module.
     model, wrapped = seeded(Mlp), torchddp.DDP(seeded(Mlp))
     torchddp.replicate(model.middle)
     torchddp.replicate(model)
@@ -258,7 +258,7 @@ def test_copies_are_plain_and_parameters_are_checked(rank):
 
 
 class Fails(Mlp):
-    """Raises when it is told to."""
+    """Raises on request."""
 
     error: type[BaseException] | None = None
 
@@ -309,7 +309,7 @@ def test_compiled(rank, how):
     compiled = model
     if how == "replicate(compile)":
         compiled = torchddp.replicate(torch.compile(model, backend="aot_eager"))
-        assert [n for n, _ in compiled.named_parameters()][0] == "_orig_mod.first.weight"  # as torch.compile names
+        assert [n for n, _ in compiled.named_parameters()][0] == "_orig_mod.first.weight"  # torch.compile's prefix
     else:
         torchddp.replicate(model)
         if how == "module.compile":
@@ -377,7 +377,7 @@ def test_what_is_refused(rank):
 
 
 @on_ranks(2)
-def test_inside_of_checkpoints_and_beside_fully_shard(rank):
+def test_inside_of_checkpoints_and_with_fully_shard(rank):
     # Inside activation checkpointing.
     model, wrapped = Outer(False), torchddp.DDP(Outer(False))
     torchddp.replicate(model.body)
@@ -388,7 +388,7 @@ def test_inside_of_checkpoints_and_beside_fully_shard(rank):
     with pytest.raises(RuntimeError, match="use_reentrant=False, or replicate the model as a whole"):
         loss_of(model(batch(rank, 0).requires_grad_())).backward()
 
-    # Parts that fully_shard manages are left to it.
+    # Parts that fully_shard manages are ignored.
     model, wrapped = seeded(Mlp), torchddp.DDP(seeded(Mlp))
     fully_shard(model.middle, mesh=init_device_mesh("cpu", (2,)))
     torchddp.replicate(model)

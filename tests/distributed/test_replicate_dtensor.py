@@ -19,11 +19,11 @@ from tests.models import assert_same_training, whole
 from torchddp.composable import engine_of
 
 slow = pytest.mark.slow
-CLOSE = 1e-11  # a matrix product in parts has another order of summation
+CLOSE = 1e-11  # a split matrix product sums in another order
 
 
 class Block(nn.Module):
-    """Two layers to split, one that every rank holds whole, and one that only some ranks use."""
+    """Two layers to split, one that every rank holds completely, and one that only some ranks use."""
 
     def __init__(self):
         super().__init__()
@@ -53,7 +53,7 @@ unfrozen = partial(block, frozen=False)
 
 
 def split(make=block, plan=PLAN, dp=2, tp=2):
-    """(the model with DTensors over "tp", the mesh "dp", this rank's place in it)."""
+    """(the model with DTensors over "tp", the mesh "dp", this rank's index in it)."""
     mesh = init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))
     return parallelize_module(make(), mesh["tp"], plan), mesh["dp"], mesh["dp"].get_local_rank()
 
@@ -64,7 +64,7 @@ def data(replica, step):
 
 
 def train(model, replicas, steps=4, set_to_none=True, accumulate=False, uses_extra=()):
-    """As `replicas` data-parallel ranks would, or one of them."""
+    """Train like `replicas` data-parallel ranks, or like one of them."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     for step in range(steps):
         optimizer.zero_grad(set_to_none=set_to_none)
@@ -88,7 +88,7 @@ KEPT = {"set_to_none": False, "accumulate": True}
 def test_as_one_process(runs):
     for options, how in each(runs):
         model, mesh, replica = split()
-        with torch.no_grad():  # replicate() sends the first replica's
+        with torch.no_grad():  # replicate() broadcasts the first replica's
             for p in model.parameters():
                 p.mul_(1.0 if replica == 0 else 3.0)
         before = torchddp.finished_steps()
@@ -103,7 +103,7 @@ def test_as_one_process(runs):
         assert set(model.state_dict()) == set(reference.state_dict())
         assert isinstance(model.state_dict()["up.weight"], DTensor)
         torchddp.check_parameters(engine_of(model))
-        if options == {}:  # views: no copy of the gradients of DTensors either
+        if options == {}:  # views: DTensors' gradients are not copied either
             assert engine_of(model)._local.pairs[0].leaf.grad.data_ptr() == weight.grad.to_local().data_ptr()
 
 
@@ -163,7 +163,7 @@ def normed():
 
 @on_ranks(4)
 def test_partial_gradients_of_sequence_parallel(rank):
-    """The norm's weights are replicated, and each rank has seen only its part of the sequence."""
+    """The norm's weights are replicated, and each rank processes only its part of the sequence."""
     up, down = ColwiseParallel(input_layouts=Shard(1)), RowwiseParallel(output_layouts=Shard(1))
     model, mesh, replica = split(normed, {"norm": SequenceParallel(), "up": up, "down": down})
     torchddp.replicate(model, mesh=mesh)

@@ -1,4 +1,4 @@
-"""torchddp.replicate(mp_policy=...) computes and reduces as torch's fully_shard with the same policy."""
+"""torchddp.replicate(mp_policy=...) computes and reduces like torch's fully_shard with the same policy."""
 
 import copy
 import pickle
@@ -19,7 +19,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
 class Net(nn.Module):
-    """Tied weights, a frozen parameter, an integer input, a dictionary as output."""
+    """A model with tied weights, a frozen parameter, an integer input and a dictionary as output."""
 
     def __init__(self, checkpointed=None):
         super().__init__()
@@ -90,7 +90,7 @@ def test_same_bits_as_fully_shard(rank):
 
 
 @on_ranks(2)
-def test_forwards_that_run_again_fail_or_cast_nothing(rank):
+def test_forwards_that_run_again_fail_or_do_not_cast_inputs(rank):
     # Activation checkpointing runs a part again.
     for reentrant in each([False, True]):
         mine, other = (replicated(*args, param_dtype=BF16, reduce_dtype=FP32) for args in ((reentrant,), ()))
@@ -98,7 +98,7 @@ def test_forwards_that_run_again_fail_or_cast_nothing(rank):
         train(other, rank)
         assert_same_training(mine, other)
 
-    # Parameters are back after a forward that failed.
+    # Parameters are restored after a failed forward.
     model = replicated()
     with pytest.raises(TypeError, match="must be Tensor, not str"):
         model("no tensor", torch.ones(1))
@@ -107,9 +107,9 @@ def test_forwards_that_run_again_fail_or_cast_nothing(rank):
     with torch.no_grad():
         assert model(torch.zeros(1, 1, dtype=torch.int64), torch.ones(1))["logits"].dtype == BF16
 
-    # Inputs are left alone if so wished.
+    # Inputs are not cast if the policy says so.
     model = replicated(param_dtype=BF16, cast_forward_inputs=False)
-    with pytest.raises(RuntimeError, match="dtype"):  # a matrix product of both
+    with pytest.raises(RuntimeError, match="dtype"):  # a matrix product of two dtypes
         step(model, rank)
     assert model.seen == [BF16, FP32]
 
@@ -132,7 +132,7 @@ def test_gradients_accumulate_in_the_parameters_own_dtype(rank):
 
 
 @on_ranks(2)
-def test_recurrent_layers_copies_and_what_does_not_go_together(rank):
+def test_recurrent_layers_copies_and_conflicts(rank):
     # Recurrent layers.
     model = torchddp.replicate(Recurrent(4, 8), mp_policy=MixedPrecisionPolicy(param_dtype=BF16))
     for _ in range(2):
@@ -151,7 +151,7 @@ def test_recurrent_layers_copies_and_what_does_not_go_together(rank):
     unreplicate(model)
     assert step(model, rank) == FP32 and not model.up._forward_hooks
 
-    # What does not go together.
+    # Conflicts.
     for options in ({"comm_hook": "fp16"}, {"wire_dtype": BF16}):
         model = Net()
         with pytest.raises(ValueError, match=f"conflicts with {next(iter(options))}="):

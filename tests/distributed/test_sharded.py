@@ -1,4 +1,4 @@
-"""ShardedDataParallel trains as torch's DistributedDataParallel with the plain optimizer does; what it refuses."""
+"""ShardedDataParallel trains like torch's DistributedDataParallel with the plain optimizer; errors."""
 
 import copy
 import os
@@ -18,7 +18,7 @@ OPTIMIZERS = [
     (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}),
     (torch.optim.Adam, {"lr": 0.003}),
     (torch.optim.AdamW, {"lr": 0.003}),
-    # Divides by next to nothing where gradients cancel, unless its sums begin above zero.
+    # It divides by almost zero where gradients cancel, unless its sums start above zero.
     (torch.optim.Adagrad, {"lr": 0.02, "initial_accumulator_value": 0.1}),
     (torch.optim.Adafactor, {"lr": 0.01}),
 ]
@@ -26,7 +26,7 @@ IDS = [optim.__name__ for optim, _ in OPTIMIZERS]
 SGD = OPTIMIZERS[0]
 slow = pytest.mark.slow
 over_both = pytest.mark.parametrize("transport", ["shm", "c10d"])
-# Shared memory takes two.
+# Shared memory needs two ranks.
 RUNS = [("c10d", 1), ("shm", 2), ("c10d", 2), ("shm", 4)]
 LONG_RUNS = [pytest.param(*run, marks=slow) for run in (("shm", 3), ("c10d", 3), ("c10d", 4))]
 
@@ -53,7 +53,7 @@ def test_fifty_steps(optim, options, world_size, transport):
 )
 @on_ranks()
 def test_no_sync_clipping_schedulers_and_freezing_together(rank, transport, set_to_none):
-    # AdamW makes much of rounding where gradients are nearly zero, and gloo's sums of four have another order.
+    # AdamW amplifies rounding where gradients are almost zero, and gloo's order for four ranks differs.
     optim, options = (torch.optim.AdamW, {"lr": 0.01}) if transport == "shm" else (torch.optim.SGD, {"lr": 0.05})
     pair = make_pair(optim, options, transport=transport)
     schedulers = [torch.optim.lr_scheduler.StepLR(o, 7, 0.7) for _, o in pair.sides()]
@@ -62,7 +62,7 @@ def test_no_sync_clipping_schedulers_and_freezing_together(rank, transport, set_
             for model, _ in pair.sides():
                 for param in model.module.middle.parameters():
                     param.requires_grad_(step == 35)
-                    param.grad = None  # a plain optimizer goes on decaying frozen weights that have a gradient of zeros
+                    param.grad = None  # a plain optimizer keeps decaying frozen weights with zero gradients
             pair.rewrap()
         for model, _ in pair.sides():
             with model.no_sync():
@@ -74,7 +74,7 @@ def test_no_sync_clipping_schedulers_and_freezing_together(rank, transport, set_
         pair.step(set_to_none=set_to_none)
         for scheduler in schedulers:
             scheduler.step()
-    # The norm is added up in another order.
+    # The norm is summed in another order.
     pair.assert_equal(rtol=2e-4, atol=2e-5)
 
 
@@ -86,7 +86,7 @@ def test_backwards_without_zero_grad(rank):
         pair.backward(2 * step + 1)
         pair.step()
     pair.assert_equal(rtol=1e-5, atol=1e-6)
-    # Accumulating on one rank alone.
+    # Accumulating on only one rank.
     pair.backward(0)
     model = pair.sharded
     with model.no_sync(), pytest.raises(RuntimeError, match=r"zero_grad\(\) before accumulating under no_sync"):
@@ -106,7 +106,7 @@ def test_message_sizes(size, transport):
 
 @over_both
 @on_ranks(3)
-def test_half_precision_on_the_way(transport):
+def test_half_precision_messages(transport):
     for options, atol in (({"reduce_fp16": True}, 2e-3), ({"oss_options": {"broadcast_fp16": True}}, 5e-3)):
         pair = make_pair(torch.optim.SGD, {"lr": 0.1}, transport=transport, **options)
         pair.train_alike(range(10), rtol=0.02, atol=atol)
@@ -116,13 +116,13 @@ def test_half_precision_on_the_way(transport):
 
 
 @on_ranks(2)
-def test_parameters_on_their_way_are_waited_for():
+def test_reads_wait_for_parameters_in_flight():
     for transport, overlap in each(["shm", "c10d"], [True, False]):
         pair = make_pair(transport=transport, overlap_gather=overlap)
         module, other = pair.sharded.module, pair.reference.module
         for step in range(10):
             pair.train(range(step, step + 1))
-            # Read through the module in all the ways there are, right after the step.
+            # Read through the module in all possible ways, right after the step.
             assert torch.equal(module.middle.weight, other.middle.weight)
             for key, value in pair.sharded.state_dict().items():
                 assert torch.equal(value, other.state_dict()[key.removeprefix("module.")])
@@ -140,7 +140,7 @@ SIZE = "reduce_buffer_size must be a number of elements"
 
 
 @on_ranks(2)
-def test_what_can_not_be_wrapped(rank):
+def test_models_that_can_not_be_wrapped(rank):
     net, wrapped = small_net(), small_net()
     foreign_on_1 = sgd((small_net() if rank == 1 else net).parameters())
     elsewhere = RuntimeError, f"ShardedDataParallel failed on other ranks: rank 1: ValueError: {FOREIGN}"

@@ -1,4 +1,4 @@
-"""ShardedDataParallel with what else people use and change between steps; what it holds: its share, and little more."""
+"""ShardedDataParallel with other features and changes between steps; its memory is its share and little more."""
 
 import copy
 import gc
@@ -51,7 +51,7 @@ def test_several_optimizers(rank):
 
 
 @on_ranks(2)
-def test_loss_scaling_skips_on_all_ranks_what_one_found(rank):
+def test_loss_scaling_skips_a_step_on_all_ranks(rank):
     for unscale in each([True, False]):
         pair, scales = make_pair(*SGD, make=small_net), []
         scalers = [
@@ -60,7 +60,7 @@ def test_loss_scaling_skips_on_all_ranks_what_one_found(rank):
         for step in range(12):
             for (model, optimizer), scaler in zip(pair.sides(), scalers, strict=True):
                 loss = loss_of(model(batch_of(rank, step)))
-                # One parameter's gradient overflows: on its owner alone.
+                # One parameter's gradient overflows on its owner only.
                 if step in (2, 7):
                     loss = loss + model.module.norm.bias[0] * float("inf")
                 scaler.scale(loss).backward()
@@ -73,7 +73,7 @@ def test_loss_scaling_skips_on_all_ranks_what_one_found(rank):
             scales.append(scalers[0].get_scale())
         pair.assert_equal()
         assert same_on_all_ranks([torch.tensor(scales)]) and scales[2] == 2.0**9
-    # torch's scaler is told that ranks must agree.
+    # torch's scaler is refused, because ranks must agree.
     loss = loss_of(pair.sharded(batch_of(rank, 0))) + pair.sharded.module.norm.bias[0] * float("inf")
     scalers[1].scale(loss).backward()
     with pytest.raises(RuntimeError, match="ShardedGradScaler"):
@@ -91,7 +91,7 @@ def test_buffers(rank):
         )
         pair.train_alike(range(10))
         assert_all_equal(pair.sharded.module.buffers(), pair.reference.module.buffers())
-        assert not same_on_all_ranks([pair.sharded.module[1].running_mean])  # the last forward's own
+        assert not same_on_all_ranks([pair.sharded.module[1].running_mean])  # each rank has its last forward's
 
 
 @over_both
@@ -130,7 +130,7 @@ def test_frozen_at_first_and_a_group_added_later():
 
 
 @on_ranks(2)
-def test_memory_that_is_exchanged(rank):
+def test_parameters_whose_memory_changes(rank):
     # Another dtype.
     pair = make_pair(torch.optim.SGD, {"lr": 0.1})
     pair.train(range(3))
@@ -154,7 +154,7 @@ def test_memory_that_is_exchanged(rank):
 
 
 class Tied(nn.Module):
-    """One weight in two layers, one of which is recomputed if it is to be."""
+    """One weight in two layers, of which one may be recomputed."""
 
     def __init__(self, is_checkpointed=False):
         super().__init__()
@@ -177,7 +177,7 @@ def test_models_whose_parameters_are_used_in_other_ways():
 
 @on_ranks(2)
 def test_saved_parameters_and_weights_at_startup(rank, tmp_path):
-    # Saved parameters do not drag their neighbours along.
+    # Saved parameters don't include their neighbours.
     pair = make_pair()
     pair.train(range(1))
     torch.save(pair.sharded.module.last.weight, tmp_path / str(rank))
@@ -188,7 +188,7 @@ def test_saved_parameters_and_weights_at_startup(rank, tmp_path):
     before = net.first.weight.detach().clone()
     oss = OSS(net.parameters(), torch.optim.SGD, lr=0.1)
     model = torchddp.ShardedDataParallel(net, oss, sync_models_at_startup=False)
-    assert torch.equal(model.module.first.weight, before)  # each rank's own
+    assert torch.equal(model.module.first.weight, before)  # not broadcast
     assert model.reducer.transport_name == "shm"
     loss_of(model(batch_of(rank, 0))).backward()
     oss.step()
@@ -241,14 +241,14 @@ def test_unwrapped_module_has_its_own_memory_and_no_hooks(rank, transport):
     assert_all_equal(module.parameters(), pair.reference.parameters())
     assert all(p.grad is None and p.untyped_storage().nbytes() == p.nbytes for p in module.parameters())
     assert not any(part._forward_pre_hooks for part in module.modules())
-    if rank == 0:  # alone: a hook that was left would wait for the other rank
+    if rank == 0:  # on one rank: a leftover hook would wait for the other
         loss_of(module(batch_of(rank, 9))).backward()
         assert all(param.grad is not None for param in module.parameters())
         assert len(pair.oss.state_dict()["state"]) == len(list(small_net().parameters()))
 
 
 def one_after_the_other(rank, action):
-    """So that what one rank has done would meet the next one's doing."""
+    """Ranks act in turn, so that one rank's change would be visible to the next."""
     for turn in range(dist.get_world_size()):
         if turn == rank:
             action()
@@ -257,8 +257,8 @@ def one_after_the_other(rank, action):
 
 @on_ranks(2, 3)
 def test_changes_by_all_ranks_for_evaluation_or_by_one_rank(rank):
-    # A change that all ranks make is made once. As an average of the weights is: each rank keeps the weights, puts in
-    # others, and puts the weights back.
+    # A change by all ranks takes effect once, like an average of weights: each rank saves the weights, replaces them,
+    # and restores them.
     pair = make_pair()
     params, others = list(pair.sharded.module.parameters()), list(pair.reference.module.parameters())
     average = [p.detach().clone() for p in params]
@@ -275,7 +275,7 @@ def test_changes_by_all_ranks_for_evaluation_or_by_one_rank(rank):
         pair.assert_equal()
     pair.train_alike(range(5, 8))
 
-    # Of a change that one rank makes, the owner's lasts.
+    # Of changes by one rank, only the owner's are kept.
     pair = make_pair(torch.optim.SGD, {"lr": 0.0}, make=small_net)
     params = list(pair.sharded.module.parameters())
     before = [p.detach().clone() for p in params]
@@ -319,7 +319,7 @@ def test_a_checkpoint_is_loaded_on_any_number_of_ranks(tmp_path):
 
 @on_ranks(2)
 def test_changes_of_all_kinds(rank):
-    # Each time parameters are frozen or thawed they get other memory: a frozen one keeps nobody else's.
+    # Freezing and thawing move parameters to other memory; a frozen one doesn't keep its neighbours' memory.
     pair = make_pair(reference_options={"find_unused_parameters": True}, auto_refresh_trainable=False)
     weight = pair.sharded.module.last.weight
     for step in range(8):
@@ -355,7 +355,7 @@ def bytes_of(tensors):
 
 
 def even(width):
-    """Layers that can be shared out evenly: 36 of `width` squared elements."""
+    """Layers that divide evenly among ranks: 36 of `width` squared elements."""
     layers = [nn.Linear(width, width, bias=False) for _ in range(36)]
     return nn.Sequential(*itertools.chain(*((layer, nn.Tanh()) for layer in layers)))
 
@@ -368,9 +368,9 @@ def even(width):
 def test_each_rank_holds_its_share(rank, world_size, width, transport):
     net = even(width)
     oss = OSS(net.parameters(), torch.optim.AdamW, lr=0.01)
-    # A bucket for each layer, so that what passes through is little of the whole.
+    # A bucket per layer, so that buffers are small compared with the model.
     model = torchddp.ShardedDataParallel(net, oss, transport=transport, reduce_buffer_size=128 * 128)
-    # Of another rank's large gradients none is left when backward comes to its end.
+    # No large gradient of another rank's is left at the end of backward.
     foreign, alive = [p for p in net.parameters() if oss.param_to_rank[p] != rank], []
     net[0].register_full_backward_hook(lambda *_: alive.append(sum(p.grad is not None for p in foreign)))
     for _ in range(3):
@@ -382,14 +382,14 @@ def test_each_rank_holds_its_share(rank, world_size, width, transport):
     state = bytes_of(t for entry in oss.state.values() for t in entry.values() if t.numel() > 1)
     share, whole = 1 / world_size, sum(p.nbytes for p in net.parameters())
     assert grads / whole == pytest.approx(share) and state / (2 * whole) == pytest.approx(share)
-    # Small gradients of the others pass through memory of which eight blocks are kept.
+    # Other ranks' small gradients use temporary memory, of which eight blocks are kept.
     assert share <= held / whole <= share + (9 / 36 if width == 128 else 0)
     assert len(alive) == 3
     assert width == 128 or transport == "c10d" or max(alive) == 0
 
 
 @on_ranks(1, 2, 3)
-def test_the_way_of_devices_gives_the_same_bits(rank, monkeypatch, world_size):
+def test_the_device_code_path_gives_the_same_bits(rank, monkeypatch, world_size):
     monkeypatch.setattr(torchddp, "ShardedDataParallel", WholeSharded)
     for transport in each(["shm", "c10d"] if world_size > 1 else ["c10d"]):
         pair = make_pair(torch.optim.AdamW, transport=transport)

@@ -1,4 +1,4 @@
-"""The torchddp_shm backend of torch.distributed: each collective against gloo, and what goes wrong."""
+"""The torchddp_shm backend of torch.distributed: each collective compared with gloo, and errors."""
 
 import gc
 import os
@@ -20,14 +20,14 @@ from torchddp import DistributedDataParallel
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 DTYPES += [torch.int64, torch.int32, torch.int8, torch.uint8]
-# Of one element, of an odd number, on both sides of what travels in a slot, of several chunks.
+# One element, an odd number, both sides of the slot size, several chunks.
 NUMELS = [1, 7, 1000, 5000, 70_001]
 SUM, MAX, MIN, PRODUCT, AVG = ReduceOp.SUM, ReduceOp.MAX, ReduceOp.MIN, ReduceOp.PRODUCT, ReduceOp.AVG
 
 
 def both(group: dist.ProcessGroup, call, *tensors: torch.Tensor) -> None:
-    """Runs `call(group, *tensors)` over gloo and over shared memory: all tensors must end equal."""
-    # gloo moves no bool, and complex numbers not everywhere; those here are whole numbers.
+    """Run `call(group, *tensors)` over gloo and over shared memory; all tensors must end equal."""
+    # gloo lacks bool, and complex numbers in some collectives; these values are integers.
     known = torch.float64 if tensors[0].dtype in (torch.bool, torch.complex64) else None
     expected = [t.clone() if known is None else t.real.to(known) for t in tensors]
     call(None, *expected)
@@ -42,7 +42,7 @@ def test_all_reduce(rank, world_size):
     for dtype, numel, op in each(DTYPES, NUMELS, (SUM, PRODUCT, MIN, MAX)):
         if (op, dtype) != (PRODUCT, torch.int8):  # overflows
             both(group, lambda g, t, op=op: dist.all_reduce(t, op, group=g), stamp(rank, numel, dtype))
-    # gloo has no average.
+    # gloo has no AVG.
     for dtype in (torch.float32, torch.bfloat16, torch.int32):
         tensor = stamp(rank, 5000, dtype)
         dist.all_reduce(tensor, AVG, group=group)
@@ -85,7 +85,7 @@ def test_collectives_that_reduce_to_one(rank, world_size):
         for root in range(world_size):
             tensor = stamp(rank, numel)
             dist.reduce(tensor, root, op, group=group)
-            want = stamp(rank, numel)  # stays as it is elsewhere
+            want = stamp(rank, numel)  # unchanged on other ranks
             if rank == root:
                 stack = torch.stack([stamp(r, numel) for r in range(world_size)])
                 want = stack.sum(0) if op is SUM else stack.amax(0)
@@ -98,7 +98,7 @@ def test_collectives_that_reduce_to_one(rank, world_size):
 
 @on_ranks(2, 3)
 def test_all_to_all_with_unequal_splits(rank, world_size):
-    """Some of the messages are empty, some travel in the slot and some do not, within one operation."""
+    """One operation has empty messages, messages in the slot, and larger ones."""
     group = shm_group()
     for rows in (1, 3000):
         counts = [[(r * 2 + c) % 3 * rows for c in range(world_size)] for r in range(world_size)]  # [from][to]
@@ -108,7 +108,7 @@ def test_all_to_all_with_unequal_splits(rank, world_size):
             dist.all_to_all_single(out, t, receives, sends, group=g)
 
         both(group, single, torch.zeros(sum(receives), 2), stamp(rank, sum(sends) * 2).view(-1, 2))
-        # gloo wants the tensors of a list to be equally large.
+        # gloo needs equally large tensors in a list.
         out = [torch.zeros(n) for n in receives]
         dist.all_to_all(out, [stamp(rank + 2 * r, n) for r, n in enumerate(sends)], group=group)
         for r, n in enumerate(receives):
@@ -132,7 +132,7 @@ def test_tensors_of_all_kinds(rank):
         dist.all_reduce(tensor, AVG, group=group)
         assert torch.equal(tensor, want * 1.5)
 
-    # Tensors of any strides and with gradients.
+    # Tensors with any strides, and with gradients.
     for side in (3, 100):
 
         def square(r, side=side):
@@ -153,7 +153,7 @@ def test_tensors_of_all_kinds(rank):
         dist.all_reduce(weight, group=group)
         assert weight._version == version and torch.equal(weight.data, 2 * stamp(0, side * side))
 
-    # Allocated memory is reduced where it is.
+    # Memory from allocate() is reduced in place.
     backend, cpu = group._get_backend(torch.device("cpu")), torch.device("cpu")
     assert backend.supports_tensor_alloc(cpu)
     tensor = backend.allocate_tensor(50_000, dtype=torch.float32, device=cpu)
@@ -218,7 +218,7 @@ def test_objects(rank):
 
 
 @on_ranks(4)
-def test_subgroups_and_groups_side_by_side(rank):
+def test_subgroups_and_several_groups(rank):
     everyone, evens = shm_group(), shm_group(ranks=[0, 2])
     mine = [shm_group(ranks=[0, 1]), shm_group(ranks=[2, 3])][rank // 2]
     tensor, other, paired = stamp(rank, 5000), stamp(rank, 5000), stamp(rank, 5000)
@@ -247,7 +247,7 @@ def test_a_group_leaves_nothing_behind():
     after = [use() for _ in range(3)][-1]
     with open("/proc/self/maps") as maps:
         assert not any("memfd" in line for line in maps)
-    # gloo, which goes on beside it, may have closed something meanwhile.
+    # gloo, which is still running, may have closed files meanwhile.
     assert after[0] <= before[0] and after[1] <= before[1], (after, before)
 
 
@@ -268,14 +268,14 @@ def test_as_the_default_group_and_again_with_the_same_store(rank, backend):
         dist.destroy_process_group()
 
 
-def test_other_groups_are_as_they_were_without_this_backend():
+def test_other_groups_are_unchanged_by_this_backend():
     """torch lists the table of plugins to see whether a "cpu:gloo" group gets a default backend."""
     plugins = dist.Backend._plugins
     assert BACKEND.upper() in plugins and BACKEND.upper() not in list(plugins.keys())
 
 
 @on_ranks(2)
-def test_ranks_that_can_not_meet_are_named(rank):
+def test_ranks_that_can_not_connect_are_named(rank):
     os.environ["TORCHDDP_HOST_ID"] = f"host{rank}"
     with pytest.raises(RuntimeError, match=f"rank {rank}: the torchddp_shm.*rank 1 is on a different host from rank 0"):
         shm_group()
@@ -311,4 +311,4 @@ def test_models_train_as_over_gloo(rank):
         for ours, theirs in zip(*results, strict=True):
             torch.testing.assert_close(ours, theirs)
     ddp = DistributedDataParallel(torch.nn.Linear(3, 3), process_group=shm_group())
-    assert ddp.reducer.transport_name == "shm"  # by itself
+    assert ddp.reducer.transport_name == "shm"  # chosen by default

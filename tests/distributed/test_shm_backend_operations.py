@@ -1,4 +1,4 @@
-"""Operations of the torchddp_shm backend: handles, all-reduces too large for a post, point-to-point messages."""
+"""Operations of the torchddp_shm backend: handles, all-reduces too large for a slot, point-to-point messages."""
 
 import functools
 import os
@@ -24,7 +24,7 @@ in_posts_and_not = pytest.mark.parametrize("numel", [10, 50_000])
 @on_ranks(2)
 def test_operations_overlap_and_are_waited_for_in_any_order(rank, numel):
     group = shm_group()
-    want = [stamp(0, numel + i) + stamp(1, numel + i) for i in range(100)]  # more than may be under way at once
+    want = [stamp(0, numel + i) + stamp(1, numel + i) for i in range(100)]  # more than may be in flight at once
     tensors = [stamp(rank, numel + i) for i in range(100)]
     works = [dist.all_reduce(t, group=group, async_op=True) for t in tensors]
     for handle in reversed(works):
@@ -41,7 +41,7 @@ def test_operations_overlap_and_are_waited_for_in_any_order(rank, numel):
 
 @in_posts_and_not
 @on_ranks(2)
-def test_futures_come_without_anybody_waiting(rank, numel):
+def test_futures_complete_without_a_wait(rank, numel):
     group = shm_group()
     tensors = [stamp(rank, numel + i) for i in range(5)]
     works = [dist.all_reduce(t, group=group, async_op=True) for t in tensors]
@@ -58,8 +58,8 @@ def test_futures_come_without_anybody_waiting(rank, numel):
 
 
 @on_ranks(2)
-def test_futures_asked_for_while_others_are_let_go_of(rank):
-    """Who lets go of a Future with a Python callback waits for the GIL, which whoever asks for the next one holds."""
+def test_futures_requested_while_others_are_freed(rank):
+    """The thread that frees a Future with a Python callback waits for the GIL, which the next request holds."""
     group = shm_group()
     sums = []
     for i in range(2000):
@@ -75,8 +75,8 @@ def test_futures_asked_for_while_others_are_let_go_of(rank):
 @pytest.mark.rest_is_thorough("10")
 @in_posts_and_not
 @on_ranks(3)
-def test_nobody_hangs_on_a_rank_that_never_waits(rank, numel):
-    """Rank 0 drops its handles and computes on; the others need its part of the work."""
+def test_no_rank_hangs_if_another_never_waits(rank, numel):
+    """Rank 0 drops its handles and keeps computing; the others need its part of the work."""
     group = shm_group()
     parts = [torch.zeros(numel) for _ in range(3)]
     handle = dist.all_gather(parts, stamp(rank, numel), group=group, async_op=True)
@@ -96,7 +96,7 @@ def test_nobody_hangs_on_a_rank_that_never_waits(rank, numel):
 
 @pytest.mark.parametrize("name", ["ALLREDUCE", "RECV"])
 @on_ranks(2)
-def test_a_limit_of_its_own_ends_the_wait_and_not_the_operation(rank, name):
+def test_a_timeout_of_wait_does_not_end_the_operation(rank, name):
     group = shm_group()
     tensor = stamp(rank, 10)
 
@@ -160,9 +160,9 @@ def test_an_abort_ends_a_receive(rank):
     dist.barrier()
 
 
-# Of 4 MiB of float32, from which on pieces are used, and with parts of a piece, small ones too, which travel in a slot.
+# float32 sizes from 4 MiB, where pieces start, also with partial pieces, some small enough for a slot.
 SMALLEST = 1 << 20
-WHOLE = 2049  # of float32 it is the least that does not travel in a post
+WHOLE = 2049  # the smallest float32 message that doesn't fit a slot
 NUMELS = [WHOLE, 70_001, SMALLEST, SMALLEST + 1, SMALLEST + 2 * 262_144 + 4001]
 
 needs_a_processor_each = pytest.mark.skipif(
@@ -172,14 +172,14 @@ needs_a_processor_each = pytest.mark.skipif(
 
 @functools.cache
 def noise(rank: int, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Of very different sizes: in another order of summation the result would differ."""
+    """Random numbers of very different magnitudes: another summation order would change the result."""
     generator = torch.Generator().manual_seed(rank)
     values = torch.randn(numel, generator=generator) * 10 ** torch.randint(-3, 4, (numel,), generator=generator)
     return values.to(dtype)
 
 
 @on_ranks(1, 2, 3)
-def test_sums_are_those_of_rank_order(rank, world_size):
+def test_sums_are_in_rank_order(rank, world_size):
     group = shm_group()
     for dtype, numel in each((torch.float32, torch.float64, torch.int64), NUMELS):
         want = sum(noise(r, numel, dtype) for r in range(world_size))
@@ -196,8 +196,8 @@ def test_sums_are_those_of_rank_order(rank, world_size):
 
 
 @on_ranks(2)
-def test_each_rank_may_call_it_in_its_own_way(rank):
-    """Waiting or not, from memory of any kind: then no rank goes by pieces, and the sums are the same."""
+def test_ranks_may_call_it_in_different_ways(rank):
+    """Waiting or not, with memory of any kind: then no rank uses pieces, and the sums are the same."""
     group = shm_group()
     allocate = group._get_backend(torch.device("cpu")).allocate_tensor
     for numel, turn in each([WHOLE, 70_001, SMALLEST + 77], range(2)):
@@ -226,7 +226,7 @@ def test_they_need_no_memory_of_the_tensors_size(rank):
 
 
 @on_ranks(2)
-def test_ranks_with_tensors_of_different_sizes_are_told_both(rank):
+def test_errors_of_different_sizes_name_both(rank):
     group = shm_group()
     with pytest.raises(TransportError) as error:
         dist.all_reduce(torch.ones(SMALLEST + rank), group=group)
@@ -261,15 +261,15 @@ def test_order_and_tags(rank):
             assert dist.recv(got, 1 - rank, group=group, tag=tags[place]) == 1 - rank
             assert torch.equal(got, stamp(1 - rank + place, numel))
 
-    # Asynchronous ones are posted and waited for in any order.
+    # Asynchronous messages complete in any order of waits.
     group = shm_group()
-    count = 100  # more than a lane has letters
+    count = 100  # more than a lane's capacity
     got = [torch.zeros(i * 30) for i in range(count)]
     receives = [dist.irecv(got[i], 1 - rank, group=group, tag=i % 3) for i in range(count)]
     assert not receives[0].is_completed()
     dist.barrier(group=group)
     sends = [dist.isend(stamp(rank + i, i * 30), 1 - rank, group=group, tag=i % 3) for i in range(count)]
-    dist.barrier(group=group)  # the rest leaves while both are in a collective
+    dist.barrier(group=group)  # the rest is sent while both are in a collective
     for handle in reversed(receives + sends):
         handle.wait()
     for i in range(count):
@@ -281,7 +281,7 @@ def test_order_and_tags(rank):
 
 
 @on_ranks(2)
-def test_a_message_reaches_its_tensor_though_nobody_waits(rank):
+def test_a_message_reaches_its_tensor_without_a_wait(rank):
     group = shm_group()
     got = torch.zeros(5000)
     if rank == 0:
@@ -324,7 +324,7 @@ def test_from_any_rank_and_within_a_subgroup(rank):
         assert sources == {2, 3}
     elif rank > 1:
         dist.send(stamp(rank, 2000), 1, group=group, tag=1)
-    dist.barrier()  # rank 0 does not leave before the others have connected to it
+    dist.barrier()  # rank 0 must stay until the others have connected
 
 
 @on_ranks(2)

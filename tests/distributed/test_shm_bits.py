@@ -1,4 +1,4 @@
-"""Over shared memory, and between hosts: sums have the same bits in each run; gradients belong to their rank."""
+"""Over shared memory and between hosts, sums are bitwise reproducible and gradients are private to their rank."""
 
 import gc
 import os
@@ -31,14 +31,14 @@ from torchddp import _C, TransportError
 
 WIDTH = 100  # gradients of 0.2 to 0.5 MiB in fp64
 CAPS_MB = (0.01, 0.1, 1, 25)
-# More ranks than processors, where others do a rank's work while it waits for one.
+# More ranks than processors: others do a rank's work while it waits for a processor.
 CROWD = "a" * (2 * len(os.sched_getaffinity(0)) + 1)
 
 pytestmark = pytest.mark.beyond_torch("knows no shared memory")
 
 
 def grads_with(cls, rank, dtype=torch.float64, width=WIDTH, **options):
-    """After three steps."""
+    """The gradients after three steps."""
     ddp = cls(seeded(lambda: Mlp(width, dtype)), **options)
     for step in range(3):
         ddp.zero_grad()
@@ -56,14 +56,14 @@ def test_bucket_plan_changes_no_bit(rank, ddp_class, world_size):
         for cap_mb in CAPS_MB:
             grads = grads_with(ddp_class, rank, dtype, transport="shm", bucket_cap_mb=cap_mb)
             assert_grads(grads, want, rtol=0, what=f"cap {cap_mb}:")
-        if world_size == 2:  # as torch: two terms have one order of summation, and halving them is exact
+        if world_size == 2:  # equal to torch: a sum of two has one order, and halving is exact
             assert_grads(want, grads_with(TorchDDP, rank, dtype), rtol=0)
 
 
 class Many(torch.nn.Module):
     def __init__(self):
         super().__init__()
-        # As many as operations can be under way, and some more; of all kinds.
+        # More parameters than operations can be in flight, of all kinds.
         numels = [numel for i in range(50) for numel in (3 + i, 3_000 + i, 9_000)]
         self.weights = torch.nn.ParameterList(torch.ones(numel, dtype=torch.float64) for numel in numels)
 
@@ -112,7 +112,7 @@ def spoil(ddp):
 
 
 @on_ranks(3)
-def test_change_by_one_rank_is_its_own(rank, ddp_class):
+def test_a_change_by_one_rank_is_local(rank, ddp_class):
     for change, cap_mb in each([clip, unscale, zero, spoil], [0.001, 25]):
         ddp = trained(ddp_class, rank, bucket_cap_mb=cap_mb)
         right = grads_of(ddp)
@@ -123,9 +123,9 @@ def test_change_by_one_rank_is_its_own(rank, ddp_class):
         dist.barrier()
         if rank != 1:
             assert_grads(grads_of(ddp), right)
-        # Nor is it of consequence for the next step.
+        # It doesn't affect the next step either.
         assert_trains(ddp, rank)
-    # Only gradients are shared: an optimizer of one rank changes no other's weights.
+    # Only gradients are shared: one rank's optimizer doesn't change another's weights.
     before = [p.detach().clone() for p in ddp.parameters()]
     dist.barrier()
     if rank == 0:
@@ -135,7 +135,7 @@ def test_change_by_one_rank_is_its_own(rank, ddp_class):
 
 
 @on_ranks(2)
-def test_changes_by_a_rank_that_is_done_before_another(rank, ddp_class):
+def test_changes_by_a_rank_that_finishes_before_another(rank, ddp_class):
     ddp = trained(ddp_class, rank, bucket_cap_mb=0.001)
     for step in range(2, 40):
         assert_trains(ddp, rank, steps=[step])
@@ -164,14 +164,14 @@ def test_gradients_outlive_module_and_peer(rank, ddp_class, width):
 
 
 @on_ranks(2)
-def test_what_forked_children_do_to_gradients(rank, ddp_class):
-    """The worker of a DataLoader, or whatever a rank forks."""
+def test_changes_of_gradients_by_forked_children(rank, ddp_class):
+    """A DataLoader worker, or any other forked child."""
     ddp = trained(ddp_class, rank)
     right = grads_of(ddp)
     assert in_child(ddp.zero_grad)
     assert_grads(grads_of(ddp), right)
     dist.barrier()
-    if rank == 0:  # shared mappings are inherited: what a child writes into `.grad` its parent sees; no other rank does
+    if rank == 0:  # shared mappings are inherited: a parent sees what its child writes to `.grad`; other ranks don't
         assert in_child(lambda: spoil(ddp))
         assert ddp.module.first.weight.grad.isnan().all()
     dist.barrier()
@@ -180,9 +180,9 @@ def test_what_forked_children_do_to_gradients(rank, ddp_class):
     assert_trains(ddp, rank)
 
 
-# The host of each rank. Hosts of different size; ranks of a host that do not follow each other.
+# Each rank's host: hosts of different sizes, and hosts whose ranks are not consecutive.
 PLACES = ["aabb", "aab", "abb", "aaab", "abab", "aabbb"]
-RTOL = 1e-14  # of fp64: sums are the same but for the order of their terms
+RTOL = 1e-14  # fp64 sums that differ only in order
 NOTICED_S = 5.0
 
 
@@ -191,14 +191,14 @@ def live_on(places, rank):
 
 
 def both(ddp_class, make, **options):
-    """The module under test and torch's own, of equal weights."""
+    """A model of the class under test and one of torch's, with equal weights."""
     ours = ddp_class(seeded(make), transport="shm", bucket_cap_mb=0.001, **options)
     assert ours.reducer.transport_name == "shm"
     return ours, TorchDDP(seeded(make), bucket_cap_mb=0.001, **options)
 
 
 def assert_same(models, backward, steps):
-    """After each of the steps."""
+    """Assert equal gradients after each step."""
     for step in range(steps):
         for ddp in models:
             ddp.zero_grad()
@@ -236,7 +236,7 @@ def test_runs_agree(rank, ddp_class, places):
 @on_ranks()
 def test_other_models_and_uneven_inputs(rank, ddp_class, places):
     live_on(places, rank)
-    # Gradients of 3 MiB, and buckets that no shard divides: many chunks.
+    # Gradients of 3 MiB and buckets that don't divide into shards: many chunks.
     models = both(ddp_class, lambda: Mlp(257))
     assert_same(models, lambda ddp, step: loss_of(ddp(batch(rank, step, 5, 257))).backward(), 2)
 
@@ -246,7 +246,7 @@ def test_other_models_and_uneven_inputs(rank, ddp_class, places):
 
     assert_same(both(ddp_class, Branches, find_unused_parameters=True), branches, 4)
 
-    # Buffers are those of rank 0.
+    # Buffers are rank 0's.
     models = both(ddp_class, NormNet)
     assert_same(models, lambda ddp, step: loss_of(ddp(batch(rank, step, 2, 3, 6, 6))).backward(), 3)
     with torch.no_grad():
@@ -256,7 +256,7 @@ def test_other_models_and_uneven_inputs(rank, ddp_class, places):
     for ours, theirs in zip(models[0].buffers(), models[1].buffers(), strict=True):
         torch.testing.assert_close(ours, theirs)
 
-    # Inside join() a rank that has run out of inputs goes on reducing.
+    # Inside join() a rank without further inputs keeps reducing.
     models = both(ddp_class, Mlp)
     for ddp in models:
         with ddp.join():
@@ -267,8 +267,8 @@ def test_other_models_and_uneven_inputs(rank, ddp_class, places):
 
 
 @pytest.mark.parametrize(("places", "victim"), [("aab", 0), ("abb", 0), ("aabb", -1), ("abab", -1)])
-def test_dead_rank_is_noticed_on_both_hosts(ddp_class, places, victim):
-    """Also by ranks that share nothing with it, and by one that has no link of its own to the other host."""
+def test_dead_rank_is_detected_on_both_hosts(ddp_class, places, victim):
+    """Also by ranks that share no memory with it, and by one without its own link to the other host."""
     dead = range(len(places))[victim]
     survivors = [rank for rank in range(len(places)) if rank != dead]
 
@@ -296,7 +296,7 @@ class Pending(dist.Work):
 
 
 class Silent(dist.ProcessGroup):
-    """Of two ranks, of which the other never answers: it writes when the transport has long gone."""
+    """A group of two ranks whose peer never answers, and writes long after the transport is gone."""
 
     def __init__(self):
         super().__init__(0, 2)
@@ -310,7 +310,7 @@ class Silent(dist.ProcessGroup):
 
 @on_ranks(1)
 def test_memory_stays_for_as_long_as_the_process_group_may_write_to_it():
-    """Of a rank that is alone on its host."""
+    """On a rank that is alone on its host."""
     limits = {"connect_timeout": timedelta(seconds=20), "timeout": timedelta(seconds=20)}
     endpoint, outer = _C.ShmEndpoint(0), Silent()
     transport = endpoint.connect(

@@ -1,4 +1,4 @@
-"""Ranks that srun starts: under a Slurm of this host where there is one, and under an imitation of its launcher."""
+"""Ranks started by srun: with Slurm on this host if it is installed, and with an imitation of srun."""
 
 import json
 import os
@@ -38,7 +38,7 @@ def srun(request):
 
 @pytest.fixture
 def settings():
-    """As the batch script of docs/slurm.md exports them."""
+    """The variables that the batch script of docs/slurm.md exports."""
     return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
 
 
@@ -55,10 +55,10 @@ def test_tasks_of_a_node_share_memory_with_torchs_weights(srun, settings, tmp_pa
     for task in found:
         assert task["class"] == "torchddp.ddp.module" and task["transport"] == "shm"
         assert task["torchrun's"] == [] and len(task["processors"]) == 1
-        assert task["same"] or tasks > 2  # gloo adds up more than two in another order
+        assert task["same"] or tasks > 2  # gloo adds more than two in another order
     if tasks == 2 and len(os.sched_getaffinity(0)) > 1:
         assert found[0]["processors"] != found[1]["processors"]
-    assert done.stderr.count(CLAIM) == 1, done.stderr  # on one of them, though RANK is nowhere
+    assert done.stderr.count(CLAIM) == 1, done.stderr  # one task only, although RANK is not set
 
 
 @pytest.mark.slow
@@ -75,7 +75,7 @@ def test_a_task_that_is_killed_ends_the_others_and_leaves_nothing(srun, settings
 
 @pytest.mark.slow
 def test_unmodified_programs_under_run(srun, tmp_path):
-    """Which finds MASTER_ADDR and MASTER_PORT."""
+    """torchddp.run sets MASTER_ADDR and MASTER_PORT."""
     (tmp_path / "program.py").write_text(UNMODIFIED)
     done = srun(2, sys.executable, "-m", "torchddp.run", str(tmp_path / "program.py"))
     assert done.returncode == 0, done.stdout + done.stderr
@@ -85,7 +85,7 @@ def test_unmodified_programs_under_run(srun, tmp_path):
 
 @pytest.mark.slow
 def test_the_pages_scripts(tmp_path):
-    """With one node and two ranks, for that is what there is here."""
+    """With one node and two ranks, the most that is available here."""
     if problem := slurm.reason_against():
         pytest.skip(problem)
     page = (ROOT / "docs" / "slurm.md").read_text()
@@ -103,7 +103,7 @@ def test_the_pages_scripts(tmp_path):
             (folder / "train.py").write_text(source)
             for pattern, small in smaller.items():
                 script = re.sub(pattern, small, script)
-            # The node has as many processors as it has; torchrun looks for its host's name.
+            # Adapted to this node's processors and host name.
             script = script.replace("torchrun ", "torchrun --local-addr 127.0.0.1 ").replace("--cpu-bind=cores", "")
             (folder / "job.sh").write_text(script)
             sbatch = ["sbatch", "--wait", "--output", "said.txt", "job.sh"]
@@ -112,11 +112,11 @@ def test_the_pages_scripts(tmp_path):
             said = (folder / "said.txt").read_text()
             assert done.returncode == 0, done.stderr + said
             assert [f"rank {rank} of 2 reduces over shm" in said for rank in range(2)] == [True, True], said
-            assert said.count(CLAIM) == number  # the second is unmodified
+            assert said.count(CLAIM) == number  # the second program is unmodified
 
 
 def train(rank):
-    """The weights of torch's class and of ours, of which install() makes this one."""
+    """Compare weights trained with torch's class and with ours from install()."""
     expected = framework.train(TorchDDP(seeded(Mlp)), rank)
     torchddp.install()
     model = framework.wrap(seeded(Mlp))
@@ -131,7 +131,7 @@ def train(rank):
 
 
 def die(rank):
-    """Rank 1 is killed in a step; what the others see, and hold afterwards."""
+    """Rank 1 is killed in a step; save the others' errors and what they hold afterwards."""
     model = torchddp.DDP(seeded(Mlp), transport="shm")
     inputs = torch.ones(2, 8, dtype=torch.float64)
     segments = segments_of()
@@ -158,7 +158,7 @@ def main(folder, what):
     found = {"train": train, "die": die}[what](rank)
     (folder / f"{rank}.json").write_text(json.dumps(found))
     if what == "die":
-        os._exit(1)  # without the farewells of a group that has lost a rank
+        os._exit(1)  # without the shutdown of a group that lost a rank
     dist.destroy_process_group()
 
 

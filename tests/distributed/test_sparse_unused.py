@@ -1,4 +1,4 @@
-"""Sparse embeddings that some ranks, or all, leave out of a step: gradients as of dense ones with torch's class."""
+"""Sparse embeddings unused by some or all ranks in a step: gradients equal dense ones with torch's class."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ over_both = pytest.mark.parametrize("transport", ["c10d", "shm"])
 
 
 class Lookup(nn.Module):
-    """A table that a forward may leave out, and what is always used."""
+    """A table that a forward may skip, and a layer that is always used."""
 
     def __init__(self, sparse: bool) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ def backward(model: nn.Module, rank: int, step: int, uses: bool) -> None:
 
 
 def assert_same(train, rank: int, *args) -> None:
-    """Gradients after each step of `train(rank, sparse, *args)`."""
+    """Compare gradients after each step of `train(rank, sparse, *args)`."""
     for step, (ours, theirs) in enumerate(zip(train(rank, True, *args), train(rank, False, *args), strict=True)):
         assert_grads(ours, theirs, 1e-12, what=f"rank {rank}, step {step}:")
 
@@ -47,7 +47,7 @@ def assert_same(train, rank: int, *args) -> None:
 @over_both
 @on_ranks(1, 2, 3)
 def test_ranks_take_turns(rank, transport, world_size):
-    """One after the other, and then none."""
+    """One rank after the other uses the table, then none."""
 
     def train(rank, sparse, between):
         model = make(sparse, transport)
@@ -78,7 +78,7 @@ def test_other_modes(rank, transport):
                 model.zero_grad()
             if case == "metadata" and sparse:
                 model.reducer._set_sparse_metadata({"table.weight": torch.arange(9)})
-            in_turn = {"skip": step % 3 == 1, "static_graph": rank == 1}  # "skip": on all ranks or on none
+            in_turn = {"skip": step % 3 == 1, "static_graph": rank == 1}  # "skip": the same on all ranks
             backward(model, rank, step, in_turn.get(case, step % 3 == rank))
             yield grads_of(model)
 
@@ -102,8 +102,8 @@ def test_ranks_without_inputs(rank, transport):
 
 
 @on_ranks(2)
-def test_gradients_that_are_no_rows(rank):
-    """As torch takes them where all ranks use the parameter; refused before they meet others, which would end gloo."""
+def test_sparse_gradients_that_are_not_rows(rank):
+    """Accepted as in torch if all ranks use the parameter; otherwise refused, because gloo would abort."""
     for search in each([False, True]):
         model = make(True, "c10d", search)
         model.module.table.weight.register_hook(lambda grad: grad.to_dense().to_sparse(2))

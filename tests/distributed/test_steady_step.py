@@ -1,4 +1,4 @@
-"""What a steady step does not do: no operator a parameter, no new memory, no new gradient tensors."""
+"""A steady step runs no operator per parameter and allocates no memory or gradient tensors."""
 
 from collections import Counter
 
@@ -23,7 +23,7 @@ class Scale(nn.Module):
 
 
 def many_small():
-    """Parameters whose gradients are ready one after the other."""
+    """Many small parameters, whose gradients become ready one after the other."""
     return seeded(lambda: nn.Sequential(*(Scale() for _ in range(LAYERS))))
 
 
@@ -35,7 +35,7 @@ def _steps(model, count=3):
 
 
 def _recorded(model):
-    """Of a step: torch's operators, and how often memory was allocated."""
+    """torch's operators and the number of allocations in a step."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
         _steps(model, 1)
     events = prof.profiler.kineto_results.events()
@@ -47,11 +47,11 @@ def _recorded(model):
 def test_operators_memory_and_gradients_of_a_steady_step(world_size):
     ddp, local = _steps(DistributedDataParallel(many_small())), _steps(many_small())
     (with_ddp, allocated), (without, allocated_without) = _recorded(ddp), _recorded(local)
-    # The process group itself wraps its one bucket in a few; nothing may grow with the number of parameters.
+    # The process group runs a few for its one bucket; nothing may grow with the number of parameters.
     assert sum((with_ddp - without).values()) < LAYERS // 2, with_ddp - without
     assert world_size > 1 or allocated <= allocated_without
 
-    # Gradient tensors and buckets are those of the step before.
+    # Gradient tensors and buckets are reused from the previous step.
     before = [(id(p.grad), p.grad.data_ptr()) for p in ddp.parameters()]
     memory = ddp.reducer.bucket_memory_bytes
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""Accumulated microbatches give the gradients of the plain loop on one process, whatever each of them uses."""
+"""Accumulated microbatches give the gradients of a plain loop in one process, whatever parameters each uses."""
 
 import copy
 import functools
@@ -36,8 +36,8 @@ from tests.whole_buckets import WholeBuckets
 from torchddp.sync import DDPSyncStrategy, accumulate, prepare_ddp_module, sync_context
 
 SINGLE, MULTI, FORCED = DDPSyncStrategy
-# By rank and microbatch, the branch of `Branches` it takes: only in earlier microbatches; on one rank only; here first
-# and there last.
+# The branch of `Branches` by rank and microbatch: only in earlier microbatches; on one rank only; first on one rank and
+# last on the other.
 USAGES = [
     (("left", "left", "right"),) * 4,
     (("left", "left"), ("right", "left"), ("left", "left"), ("left", "right")),
@@ -55,14 +55,14 @@ def backward(model, rank, micro, branch, step=0):
 
 
 def run_step(model, rank, usage, strategy=None, step=0):
-    """What a user writes, but for the optimizer."""
+    """A step as users write it, without the optimizer."""
     for micro in accumulate(model, len(usage[rank]), strategy):
         backward(model, rank, micro, usage[rank][micro], step)
 
 
 @functools.cache
 def expected(usage, world_size, step=0):
-    """The plain loop on one process: sums over microbatches, averages over ranks; None where nobody has a gradient."""
+    """The plain loop in one process: sums over microbatches, averages over ranks; None where no rank has a gradient."""
     return expected_grads(make_branches(), lambda model, r: run_step(model, r, usage, step=step), world_size)
 
 
@@ -72,7 +72,7 @@ def assert_equal_on_all_ranks(model):
 
 
 def run_mlp(model, rank, count, strategy=None, step=0):
-    """A step of so many microbatches."""
+    """A step of `count` microbatches."""
     for micro in accumulate(model, count, strategy):
         step_on(model, rank, count * step + micro)
 
@@ -114,7 +114,7 @@ def test_torchs_own_class(rank):
 
 @on_ranks(2)
 def test_other_modes(rank):
-    for strategy in each((SINGLE, FORCED)):  # buckets that may be skipped are not if an earlier microbatch used them
+    for strategy in each((SINGLE, FORCED)):  # a skippable bucket is reduced if an earlier microbatch used it
         options = {"find_unused_parameters": True, "skip_all_reduce_unused_params": True, **EVERYTHING_IN_SMALL_BUCKETS}
         model = torchddp.DDP(make_branches(), **options)
         for step in range(2):
@@ -127,12 +127,12 @@ def test_other_modes(rank):
 
     # Frozen parameters.
     module = make_branches()
-    module.left.weight.requires_grad_(False)  # at wrapping: unknown to the reducer
+    module.left.weight.requires_grad_(False)  # before wrapping: unknown to the reducer
     model = torchddp.DDP(module)
     run_step(model, rank, BOTH, FORCED)
     assert module.left.weight.grad is None and module.left.bias.grad is not None
     model.zero_grad()
-    module.right.requires_grad_(False)  # later, as GANs do
+    module.right.requires_grad_(False)  # later, as in GANs
     run_step(model, rank, BOTH, FORCED)
     assert module.right.weight.grad is None and module.right.bias.grad is None
     assert torch.count_nonzero(module.left.bias.grad) > 0
@@ -140,7 +140,7 @@ def test_other_modes(rank):
 
 
 @on_ranks(3)
-def test_forced_sync_and_gradients_nobody_touched(rank):
+def test_forced_sync_and_untouched_gradients(rank):
     # Forced sync without a search and without a backward.
     for usage in each(USAGES):
         model = torchddp.DDP(make_branches())
@@ -153,7 +153,7 @@ def test_forced_sync_and_gradients_nobody_touched(rank):
     assert_grads(grads_of(model), expected_grads(model.module, lambda m, r: r == 1 or run_step(m, r, LEFT)))
     assert_equal_on_all_ranks(model)
 
-    # Gradients nobody touched keep their bits.
+    # Untouched gradients don't change.
     for ddp_class, strategy in ((torchddp.DDP, FORCED), (torchddp.DDP, SINGLE), (WholeBuckets, FORCED)):
         model = ddp_class(make_branches(), find_unused_parameters=True)
         run_step(model, rank, [["right", "left"]] * 3, strategy)
@@ -238,11 +238,11 @@ def test_loops_left_early(rank):
         assert all(f"left in microbatch {at} of 0 to 2: with {strategy.name}" in text for text in texts)
         return len(texts)
 
-    # All is reduced with the last microbatch of SINGLE, and with each of MULTI.
+    # SINGLE reduces all in the last microbatch, MULTI in each.
     told = {(SINGLE, 1): 1, (SINGLE, 2): 0, (FORCED, 1): 1, (FORCED, 2): 1, (MULTI, 1): 0}
     for how in each(["break", "raise"]):
         assert {case: leave(*case, how) for case in told} == told
-    # And the model goes on.
+    # The model keeps training.
     model.zero_grad()
     run_mlp(model, rank, 2, FORCED)
     assert_equal_on_all_ranks(model)
@@ -288,7 +288,7 @@ def test_loops_that_reduce_nothing_and_planned_buckets(rank):
 
 @on_ranks(2)
 def test_gradients_that_would_be_dropped(rank):
-    # torch knows indices only, unless it is asked for more.
+    # torch reports only indices by default.
     for ddp_class, missing in ((torchddp.DDP, r"left\.weight, left\.bias"), (TorchDDP, "2 3 6 7")):
         model = ddp_class(make_branches())
         with pytest.raises(RuntimeError, match=rf"last microbatch .* SINGLE_AUTO_SYNC .*FORCED_SYNC[\s\S]*{missing}"):
@@ -302,7 +302,7 @@ def test_gradients_that_would_be_dropped(rank):
     # A further forward after backward leaves nothing unreduced.
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        warnings.simplefilter("ignore", torchddp.UsageWarning)  # of the forward before, which had no backward
+        warnings.simplefilter("ignore", torchddp.UsageWarning)  # about the earlier forward without a backward
         for micro in accumulate(model, 2):
             step_on(model, rank, micro)
             model(batch(rank, micro))
@@ -317,7 +317,7 @@ def test_modes_that_exclude_it(rank):
     model = torchddp.DDP(seeded(Mlp))
     with model.join(), pytest.raises(RuntimeError, match=rf"on rank {rank}: under join\(\).*SINGLE_AUTO_SYNC"):
         run_nothing(model)
-    for first in (3, 1):  # with all that are trained torch makes no reducer
+    for first in (3, 1):  # if all trained parameters are delayed, torch makes no reducer
         delayed = seeded(Mlp)
         parameters = list(delayed.named_parameters())
         for _, parameter in parameters[:first] if first == 1 else ():
@@ -331,7 +331,7 @@ def test_modes_that_exclude_it(rank):
 
 
 @on_ranks(2)
-def test_a_rank_that_does_not_come(rank):
+def test_a_missing_rank(rank):
     model = torchddp.DDP(seeded(Mlp), timeout=timedelta(seconds=1))
     if rank == 1:
         dist.barrier()

@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint over our class: the plain module's keys, other numbers of ranks, torch's class."""
+"""torch.distributed.checkpoint with our class: the plain module's keys, other world sizes, torch's class."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def step(ddp, optimizer, rank, number):
 
 
 def trained(cls, steps=2, seed=0, frozen=False):
-    """A wrapped model and its optimizer after some steps; the same on all ranks, and at any number of them."""
+    """A wrapped model and its optimizer after some steps, equal on all ranks and for any world size."""
     model = seeded(NormNet, seed)
     model.conv.requires_grad_(not frozen)
     ddp = cls(model)
@@ -41,8 +41,8 @@ def trained(cls, steps=2, seed=0, frozen=False):
 
 
 @on_ranks(2)
-def test_state_is_that_of_torchs_class(rank, ddp_class):
-    """Keys too: those of the plain module, without "module."."""
+def test_state_equals_torchs(rank, ddp_class):
+    """Including keys, which are the plain module's, without "module."."""
     for options in each(OPTIONS):
         chosen = StateDictOptions(**options)
         states = [get_state_dict(*trained(cls), options=chosen) for cls in (ddp_class, TorchDDP)]
@@ -61,7 +61,7 @@ def test_state_is_that_of_torchs_class(rank, ddp_class):
 @on_ranks(2)
 def test_state_is_set_and_trains_on(rank, ddp_class):
     theirs, ours = trained(TorchDDP), trained(ddp_class, steps=0, seed=1)
-    # Copied: optimizers adopt the tensors that they load, and each of the two must have its own.
+    # Copied, because optimizers keep the tensors that they load, and each needs its own.
     model_state, optimizer_state = copy.deepcopy(get_state_dict(*theirs))
     set_state_dict(*ours, model_state_dict=model_state, optim_state_dict=optimizer_state)
     for side in (theirs, ours):
@@ -74,7 +74,7 @@ def test_state_is_set_and_trains_on(rank, ddp_class):
     if rank == 0:
         assert_same_state(get_model_state_dict(other[0]), state)
     assert same_on_all_ranks(get_model_state_dict(other[0]).values())
-    step(*other, rank, 10)  # its parameters are still those that are reduced
+    step(*other, rank, 10)  # its parameters are still reduced
     assert same_on_all_ranks(other[0].parameters())
 
 

@@ -1,4 +1,4 @@
-"""torch.compile around, inside and in parts of a wrapped model: torch's gradients, graphs and recompilations."""
+"""torch.compile around, inside and in parts of a wrapped model: gradients, graphs and recompilations equal torch's."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from tests.harness import on_ranks
 from tests.models import batch, grads_of, loss_of, seeded
 from tests.torch_features import Blocks, assert_same_program, plain_names
 
-WIDTH = 256  # a block has a quarter of a MiB, so that caps of one MiB split four blocks off
+WIDTH = 256  # a block has 1/4 MiB, so a cap of 1 MiB splits off four blocks
 STEPS = 3
 
 
 @pytest.fixture(autouse=True, scope="module")
 def imported_once():
-    """What the compiler imports when it first compiles: seconds, which each forked rank would take again."""
+    """Import what the compiler imports at first use, which would take seconds in each forked rank."""
     for name in ("torch._inductor.compile_fx", "torch._dynamo.repro.after_aot", "torch.export._trace"):
         importlib.import_module(name)
 
 
 def compiled(place, backend, cls, options, width):
-    """A wrapped model compiled at this place: (what is called, the wrapper)."""
+    """A wrapped model compiled at this place: (the callable, the wrapper)."""
     model = seeded(lambda: Blocks(width))
     if place == "inside":
         model = torch.compile(model, backend=backend)
@@ -37,7 +37,7 @@ def compiled(place, backend, cls, options, width):
 
 
 def trained(cls, place, mode, backend="eager", width=WIDTH, *, parts=1, hook=None, compiled_autograd=False, **options):
-    """Gradients after each backward, of which a step has `parts`, and after each step how many graphs there are."""
+    """Gradients after each backward (`parts` per step), and the number of graphs after each step."""
     torch._dynamo.reset()
     counter = CompileCounterWithBackend(backend)
     rank = torch.distributed.get_rank()
@@ -62,7 +62,7 @@ def trained(cls, place, mode, backend="eager", width=WIDTH, *, parts=1, hook=Non
 
 
 def compare(ddp_class, *how, reductions=STEPS, **options):
-    """How many graphs: as many as with torch's class, none of them compiled again after the first step."""
+    """Return the number of graphs; assert that it equals torch's, without recompilation after the first step."""
     graphs = {}
 
     def program(cls):
@@ -87,13 +87,13 @@ def case(place, mode, graphs, *marks, width=WIDTH, **options):
 @pytest.mark.parametrize(
     ("place", "mode", "graphs", "width", "options"),
     [
-        # DDPOptimizer cuts at `bucket_cap_mb`; the other modes don't cut.
+        # DDPOptimizer splits at `bucket_cap_mb`; the other modes don't.
         case("around", "ddp_optimizer", 2, bucket_cap_mb=1),
         case("around", "no_optimization", 1, slow, thorough, bucket_cap_mb=1),
         case("inside", True, 2, thorough, bucket_cap_mb=1),
         case("inside", "no_optimization", 1, bucket_cap_mb=1),
         case("inside", OTHER, 1, slow, thorough, bucket_cap_mb=1),
-        # Five blocks of 1 MiB: the first bucket of torch's compiler takes one, the others what the cap allows.
+        # Five blocks of 1 MiB: DDPOptimizer's first bucket takes one, the others as many as the cap allows.
         case("inside", "ddp_optimizer", 3, width=512, bucket_cap_mb=2),
         case("inside", "ddp_optimizer", 2, slow, width=512, bucket_cap_mb=None),
         case("inside", "ddp_optimizer", 5, slow, width=512, bucket_cap_mb=1),
@@ -101,7 +101,7 @@ def case(place, mode, graphs, *marks, width=WIDTH, **options):
         case("submodules", True, None, thorough, bucket_cap_mb=1),
         case("inside", True, 2, bucket_cap_mb=1, find_unused_parameters=True),
         case("inside", True, None, thorough, bucket_cap_mb=1, static_graph=True),
-        # torch reduces each gradient in Python then; our reducer stands aside.
+        # torch then reduces each gradient in Python, without our reducer.
         case("around", "python_reducer", None),
         case("inside", "python_reducer", None, thorough),
     ],
@@ -121,7 +121,7 @@ def test_python_reducer_with_compiled_autograd(ddp_class):
 
 @on_ranks(2)
 def test_compiled_autograd_needs_the_python_reducer(ddp_class):
-    """C++ hooks can't be traced: torch's class refuses in the same words."""
+    """C++ hooks can't be traced: torch's class raises the same error."""
     with pytest.raises(RuntimeError, match="optimize_ddp=.python_reducer."):
         trained(ddp_class, "around", "ddp_optimizer", "eager", 8, compiled_autograd=True)
 
@@ -130,5 +130,5 @@ def test_compiled_autograd_needs_the_python_reducer(ddp_class):
 @pytest.mark.parametrize(("place", "backend"), [("around", "eager"), ("inside", "aot_eager")])
 @on_ranks(2)
 def test_no_sync_and_a_comm_hook(ddp_class, place, backend):
-    """Two microbatches of three are accumulated, without a compilation of their own after the first step."""
+    """Two of three microbatches are accumulated, without recompilation after the first step."""
     compare(ddp_class, place, True, backend, 8, parts=3, hook=fp16_compress_hook)

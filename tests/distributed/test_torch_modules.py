@@ -1,4 +1,4 @@
-"""Ways of writing models and steps that torch offers, mixed precision too: the same bits as with torch's class."""
+"""torch's ways to write models and steps, including mixed precision: bitwise equal to torch's class."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SMALL = {"bucket_cap_mb": 0.001}
 
 
 def steps_program(make, optimizer=None, forward=None, after_backward=None, **options):
-    """Trains what `make` builds; gradients and parameters after each step."""
+    """Train what `make` builds; return gradients and parameters after each step."""
 
     def program(cls):
         ddp = cls(seeded(make), **options)
@@ -49,14 +49,14 @@ def linear(*features):
 
 
 class Symmetric(nn.Module):
-    """A weight that is half of what is learned."""
+    """A parametrization: a symmetric weight from a learned one."""
 
     def forward(self, weight):
         return weight.triu() + weight.triu(1).transpose(-1, -2)
 
 
 def having(*changes):
-    """Makes a small model and changes it."""
+    """Return a function that builds a small model with these changes."""
 
     def make():
         model = nn.Sequential(linear(8, 8), nn.Tanh(), linear(8, 8))
@@ -68,7 +68,7 @@ def having(*changes):
 
 
 def lazy_but_initialised():
-    """Uninitialised ones are refused, by name: tests/fault/test_bad_input.py."""
+    """tests/fault/test_bad_input.py tests uninitialised ones."""
     model = nn.Sequential(nn.LazyLinear(6, dtype=torch.float64), nn.Tanh(), nn.LazyLinear(2, dtype=torch.float64))
     model(torch.zeros(1, 8, dtype=torch.float64))
     return model
@@ -85,14 +85,14 @@ class Doubled(torch.autograd.Function):
 
 
 def functional_call(ddp, x, **replaced):
-    """A parameter that is replaced gets no gradient; the search for unused ones sees to the others."""
+    """A replaced parameter gets no gradient; find_unused_parameters handles it."""
     values = dict(ddp.named_parameters())
     values |= {name: torch.full_like(values[name], value) for name, value in replaced.items()}
     return torch.func.functional_call(ddp, values, (x,))
 
 
 def checkpoint_around(ddp, x, reentrant):
-    """The wrapper's forward runs twice a step."""
+    """The wrapper's forward runs twice per step."""
     return checkpoint(ddp, x.requires_grad_(), use_reentrant=reentrant)
 
 
@@ -126,13 +126,13 @@ PROGRAMS = {
     "symmetric": steps_program(
         having(lambda m: parametrize.register_parametrization(m[0], "weight", Symmetric())), SGD, **SMALL
     ),
-    # Has buffers of its own, which forward changes.
+    # It has buffers that forward changes.
     "spectral norm": steps_program(having(lambda m: parametrizations.spectral_norm(m[0])), SGD, **SMALL),
     "tied": steps_program(having(lambda m: setattr(m[2], "weight", m[0].weight)), SGD, **SMALL),
     "scripted": steps_program(having(lambda m: setattr(m, "0", torch.jit.script(m[0]))), **SMALL),
     "lazy": steps_program(lazy_but_initialised),
     "autograd function around": steps_program(Mlp, forward=lambda ddp, x: Doubled.apply(ddp(x))),
-    # Of the local gradient, as in torch.
+    # Hooks get the local gradient, as in torch.
     "hook on a gradient": steps_program(having(lambda m: m[0].weight.register_hook(lambda grad: grad.clamp(-1, 1)))),
     "hook after accumulation": steps_program(having(lambda m: m[0].weight.register_post_accumulate_grad_hook(clamp))),
     "autocast around": steps_program(float_mlp, forward=autocast),
@@ -148,7 +148,7 @@ for norm in (2.0, float("inf")):
     for foreach in (True, False):
         clipping = partial(clip, norm=norm, foreach=foreach)
         PROGRAMS[f"clipping, {norm=}, {foreach=}"] = steps_program(Mlp, SGD, after_backward=clipping, **SMALL)
-for reentrant, static in ((False, False), (False, True), (True, True)):  # torch refuses the other
+for reentrant, static in ((False, False), (False, True), (True, True)):  # torch refuses the other combination
     checkpointed = partial(checkpoint_around, reentrant=reentrant)
     PROGRAMS[f"checkpoint, {reentrant=}, {static=}"] = steps_program(Mlp, forward=checkpointed, static_graph=static)
 for optim in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad):
@@ -174,7 +174,7 @@ def ranges(cls, path):
 
 @on_ranks(2)
 def test_traces_of_torchs_profiler(rank, tmp_path):
-    """What a script looks for in a trace of torch's class it finds in one of ours. Of buckets: test_profiler.py."""
+    """A trace has the names that scripts search for in torch's. test_profiler.py tests names of buckets."""
     ours, theirs = (ranges(cls, tmp_path / f"{rank}.json") for cls in (torchddp.DDP, TorchDDP))
     wanted = {name for name in theirs if name.startswith(("DistributedDataParallel", "gloo:", "my step"))}
     assert len(wanted) > 2 and wanted <= set(ours), wanted - set(ours)
@@ -185,7 +185,7 @@ SCALED_STEPS, OVERFLOWS = 6, (1, 4)
 
 
 def scaled_program(rank, clip=None, accumulate=1, autocasts=False, **options):
-    """Gradients and the scale after each step; in those of OVERFLOWS the loss of rank 1 overflows."""
+    """Gradients and the scale after each step; in the steps of OVERFLOWS rank 1's loss overflows."""
 
     def program(cls):
         ddp = cls(seeded(float_mlp), **options)
@@ -218,7 +218,7 @@ def scaled_program(rank, clip=None, accumulate=1, autocasts=False, **options):
 
 @on_ranks(2)
 def test_an_overflow_on_one_rank_is_skipped_on_all(rank, ddp_class):
-    """The average of a gradient is infinite on all ranks if it is on one, so each scaler decides the same alone."""
+    """If a gradient is infinite on one rank, its average is on all, so all scalers decide alike."""
     options = [{"static_graph": True}, {"gradient_as_bucket_view": False}, {"find_unused_parameters": True}]
     together = {"clip": 1.0, "accumulate": 3, "autocasts": True}
     for case in each([{}, *options, {"clip": 0.5}, {"clip": 1e6}, together]):

@@ -1,4 +1,4 @@
-"""torch.distributed.pipelining with wrapped stages, tensor parallel by DeviceMesh, torch's own composable replicate."""
+"""torch.distributed.pipelining with wrapped stages, tensor parallelism, and torch's composable replicate."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def data(replica, step, rows, width):
 def run_stage(part, place, replica, schedule, group, told=True, rows=2, width=8):
     """Gradients of this rank's stage after each step.
 
-    `told`: the stages know the shapes of a microbatch; otherwise torch runs a forward and backward to find them out.
+    `told`: stages get a microbatch's shapes; otherwise torch runs a forward and backward to infer them.
     """
     example, shapes = torch.zeros(rows, width), {}
     if told:
@@ -72,7 +72,7 @@ def assert_those_of_the_whole_model(steps, place, replicas, rows=2, width=8):
 
 @on_ranks(4)
 def test_wrapped_stages(rank, ddp_class):
-    """Two stages, two replicas of each. A stage reduces in the backward of its last microbatch only: once a step."""
+    """Two stages with two replicas each. A stage reduces only in its last microbatch's backward, once per step."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     place, replica = mesh["pp"].get_local_rank(), mesh["dp"].get_local_rank()
 
@@ -98,7 +98,7 @@ def test_stages_over_the_shared_memory_backend(rank):
 
 
 class Feed(nn.Module):
-    """Two layers for tensor parallel, and a norm that every rank has whole."""
+    """Two layers for tensor parallelism, and a norm that is not split."""
 
     def __init__(self):
         super().__init__()
@@ -110,7 +110,7 @@ class Feed(nn.Module):
 
 @on_ranks(4)
 def test_tensor_parallel_inside_data_parallel(ddp_class):
-    """The first bucket rebuild, four optimizer steps and a bias that is a DTensor too."""
+    """With a bucket rebuild, four optimizer steps, and a DTensor bias."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
     for options in each([{}, {"static_graph": True}, {"gradient_as_bucket_view": False}]):
@@ -122,7 +122,7 @@ def test_tensor_parallel_inside_data_parallel(ddp_class):
             for step in range(4):
                 optimizer.zero_grad()
                 loss_of(ddp(batch(mesh["dp"].get_local_rank(), step, 3, 4, dtype=torch.float32))).backward()
-                assert not any(isinstance(p, DTensor) for p in ddp.parameters())  # local between forwards
+                assert not any(isinstance(p, DTensor) for p in ddp.parameters())  # local tensors between forwards
                 seen.append(grads_of(ddp))
                 optimizer.step()
             return [*seen, {name: p.detach().clone() for name, p in ddp.named_parameters()}]
@@ -131,8 +131,8 @@ def test_tensor_parallel_inside_data_parallel(ddp_class):
 
 
 @on_ranks(2)
-def test_torchs_composable_replicate_is_left_alone(rank):
-    """`import torchddp` changes neither of torch's two: torch's own class and FSDP2, and none of our reducers."""
+def test_torchs_composable_replicate_is_unchanged(rank):
+    """Neither of torch's versions, over its DDP and over FSDP2, uses our reducer after `import torchddp`."""
     before = torchddp.finished_steps()
     want = expected_grads(seeded(Mlp), step_on)
     by_ddp = replicate(seeded(Mlp))

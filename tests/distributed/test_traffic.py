@@ -1,4 +1,4 @@
-"""Bytes of a step's gradients, against what the algorithms come to: `model.traffic()` on real ranks."""
+"""`model.traffic()` on real ranks: bytes of a step's gradients, compared with the algorithms' formulas."""
 
 import inspect
 import os
@@ -18,12 +18,12 @@ from torchddp.traffic import Traffic, of_model
 from torchddp.transport.select import open_transport
 
 WIDTH = 12
-# Elements that 1 to 4 ranks divide into whole shards (units of 128), and more bytes than travel in a slot.
+# Elements that divide into shards (units of 128) for 1 to 4 ranks, and too many bytes for a slot.
 LARGE = 128 * 12 * 10
 
 
 class Large(nn.Module):
-    """Two gradients, each of LARGE floats."""
+    """A model with two gradients of LARGE floats each."""
 
     def __init__(self):
         super().__init__()
@@ -65,7 +65,7 @@ def test_all_reduces(world_size):
     # Through the process group.
     ddp = wrapped(layers, transport="c10d")
     assert ddp.traffic() == {}
-    for _ in range(3):  # buckets are rebuilt at the second
+    for _ in range(3):  # buckets are rebuilt in the second step
         step(ddp)
         sizes = bucket_bytes(ddp)
         assert len(sizes) > 2
@@ -76,7 +76,7 @@ def test_all_reduces(world_size):
     assert ddp.traffic() == {"c10d": want}
     logged = ddp._get_ddp_logging_data()
     assert logged["wire_bytes_c10d"] == want.wire_bytes and logged["bytes_reduced"] == want.payload_bytes
-    for option in ("find_unused_parameters", "static_graph"):  # the map of used parameters is no gradient
+    for option in ("find_unused_parameters", "static_graph"):  # the map of used parameters doesn't count
         other = wrapped(layers, transport="c10d", **{option: True})
         step(other)
         assert other.traffic()["c10d"].payload_bytes == sum(bucket_bytes(other)) == want.payload_bytes
@@ -84,7 +84,7 @@ def test_all_reduces(world_size):
 
     # In shared memory.
     large, narrow = wrapped(Large, transport="shm"), wrapped(Large, transport="shm", wire_dtype=torch.bfloat16)
-    small = wrapped(layers, transport="shm")  # sums of slots: each rank reads what all the others bring
+    small = wrapped(layers, transport="shm")  # sums through slots: each rank reads all others' data
     for ddp in (large, narrow, small):
         step(ddp)
     nbytes = 2 * 4 * LARGE
@@ -133,7 +133,7 @@ class Table(nn.Module):
 
 
 @on_ranks(3)
-def test_buckets_that_are_skipped_sparse_or_late(rank):
+def test_buckets_that_are_skipped_sparse_or_reduced_later(rank):
     skipping = {"find_unused_parameters": True, "skip_all_reduce_unused_params": True}
     if "skip_all_reduce_unused_params" in inspect.signature(TorchDDP.__init__).parameters:
         ddp = wrapped(lambda: Last(*layers()), transport="c10d", **skipping)
@@ -142,7 +142,7 @@ def test_buckets_that_are_skipped_sparse_or_late(rank):
         assert 0 < len(used) < len(ddp.reducer.plan.buckets)
         assert ddp.traffic()["c10d"].payload_bytes == sum(used)
 
-    for transport in each(["c10d", "shm"]):  # sparse gradients are gathered; shared memory hands them to the group
+    for transport in each(["c10d", "shm"]):  # sparse gradients are gathered, always by the process group
         ddp = wrapped(Table, transport=transport)
         step(ddp)
         nbytes = ROWS * (8 + 4 * COLUMNS)
@@ -173,14 +173,14 @@ def test_between_hosts(rank, places):
         assert inside.payload_bytes == nbytes
         item = 8 if wire is None else 6  # read, and written
         assert total(inside.wire_bytes) == sum((size - 1) * nbytes // 4 * item for size in locals_)
-        # Each byte crosses once for each host: in a ring, or in 16 bits to every other.
+        # Each byte crosses once per host: in a ring, or in 16 bits to every other host.
         each_host = 2 * (hosts - 1) * nbytes // hosts if wire is None else (hosts - 1) * nbytes // 2
         assert total(outer.payload_bytes) == hosts * nbytes
         assert total(outer.wire_bytes) == hosts * each_host
 
 
 class Counting:
-    """A hook of one's own that knows what it sends."""
+    """A user-defined hook that reports its bytes."""
 
     def __init__(self):
         self.traffic = Traffic(0, 0)
@@ -193,7 +193,7 @@ class Counting:
 
 
 @on_ranks(2)
-def test_a_hook_is_asked():
+def test_a_hook_reports_its_bytes():
     plain, builtin, telling = (wrapped(layers, transport="c10d") for _ in range(3))
     plain.register_comm_hook(None, allreduce_hook)
     builtin._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
@@ -223,7 +223,7 @@ def test_a_hook_is_asked():
 def test_every_operation_of_a_transport_is_counted(rank):
     whole, part, root = torch.ones(24), torch.ones(8), rank == 1
     nbytes, ring = whole.nbytes, whole.nbytes * 2 // 3
-    # Bytes to be reduced or moved, those of them that this rank sends through the process group, or reads.
+    # Bytes to reduce or move, and the bytes that this rank sends through the process group or reads.
     operations = {
         "all_reduce": ((whole,), nbytes, 2 * ring, 2 * nbytes),
         "reduce": ((whole, 1), nbytes, 0 if root else nbytes, 2 * nbytes if root else 0),

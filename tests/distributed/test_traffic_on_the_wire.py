@@ -1,4 +1,4 @@
-"""What a model counts against what the kernel counts, between two network namespaces."""
+"""Bytes counted by a model and by the kernel, between two network namespaces."""
 
 import json
 import sys
@@ -16,7 +16,7 @@ from tests.programs import ROOT, run_together
 
 
 def run_on(hosts, ranks_per_host):
-    """What each rank found."""
+    """Run ranks on the hosts and return their results."""
     size, init_method = len(hosts) * ranks_per_host, f"tcp://{hosts[0].address}:{STORE_PORT}"
     command = [sys.executable, "-m", "tests.distributed.test_traffic_on_the_wire"]
     commands = [
@@ -33,14 +33,14 @@ def run_on(hosts, ranks_per_host):
 @pytest.mark.usefixtures("two_namespaces")
 @pytest.mark.beyond_torch("torch counts no bytes")
 @pytest.mark.parametrize("ranks_per_host", [1, 2])
-def test_counted_bytes_are_those_of_the_interface(ranks_per_host):
+def test_counted_bytes_match_the_interface(ranks_per_host):
     with two_hosts(1_000_000_000) as hosts:
         found = run_on(hosts, ranks_per_host)
     for first in range(0, len(found), ranks_per_host):
         ranks = found[first : first + ranks_per_host]
         for name in ranks[0]:
             counted, sent = sum(rank[name]["counted"] for rank in ranks), ranks[0][name]["sent"]
-            # Headers and acknowledgements come on top.
+            # The interface also counts headers and acknowledgements.
             assert 0.95 < sent / counted < 1.10, (name, counted, sent)
 
 
@@ -48,7 +48,7 @@ STEPS = 4
 
 
 def measure(route, **options):
-    """Bytes of one step: as `model.traffic()` has them, and as the interface of this host has them."""
+    """Bytes of one step by `model.traffic()` and by this host's interface."""
     torch.manual_seed(0)
     layers = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))
     ddp = torchddp.DistributedDataParallel(layers, **options)

@@ -1,4 +1,4 @@
-"""The elastic example: what torchrun restarts ends as if undisturbed; what a hook holds back is in the checkpoint."""
+"""The elastic example: restarted runs end like uninterrupted ones, and checkpoints contain hooks' residuals."""
 
 import json
 import os
@@ -44,7 +44,7 @@ def _trainer(rank, folder, text, fault=None, **options):
 
 @pytest.mark.parametrize("hook", ["int8", "powersgd"])
 @on_ranks(2)
-def test_a_checkpoint_has_what_each_ranks_hook_holds_back(rank, text, tmp_path, hook):
+def test_a_checkpoint_has_the_residuals_of_each_ranks_hook(rank, text, tmp_path, hook):
     first = _trainer(rank, tmp_path, text, comm_hook=hook, stop_after=3)
     first.run()
     with pytest.raises(ExampleError, match=f"comm_hook {hook} there, None here"):
@@ -61,12 +61,12 @@ def test_a_checkpoint_has_what_each_ranks_hook_holds_back(rank, text, tmp_path, 
     assert not same_on_all_ranks(was["residual"].values())
 
 
-def test_an_injected_exception_comes_once(text, tmp_path):
+def test_an_injected_exception_is_raised_once(text, tmp_path):
     def trainer_of(rank):
         return _trainer(rank, tmp_path, text, fault=Fault(2, 0, "exception", tmp_path / "marker"))
 
     def work(rank):
-        words = "rank 0 was told to raise in step 2" if rank == 0 else "rank 0"
+        words = "rank 0 raised the injected exception in step 2" if rank == 0 else "rank 0"
         with pytest.raises(InjectedFaultError if rank == 0 else RuntimeError, match=words):
             trainer_of(rank).run()
 
@@ -83,7 +83,7 @@ def test_an_injected_exception_comes_once(text, tmp_path):
 
 
 @on_ranks(2)
-def test_asked_to_end_it_leaves_between_steps(rank, text, tmp_path):
+def test_after_sigterm_it_exits_between_steps(rank, text, tmp_path):
     trainer = _trainer(rank, tmp_path, text)
     inner = trainer._update
 
@@ -99,7 +99,7 @@ def test_asked_to_end_it_leaves_between_steps(rank, text, tmp_path):
     assert {event.kind for event in read_journal(tmp_path / "journal")} == {"asked to end"}
 
 
-def test_an_outcome_is_put_together_from_the_journal():
+def test_an_outcome_is_built_from_the_journal():
     events = [
         Event("started", 0, 0, 0, 1.0),
         Event("fault", 0, 1, 5, 2.0, "kill"),
@@ -121,16 +121,16 @@ def test_an_outcome_is_put_together_from_the_journal():
 
 @pytest.mark.timeout(400)
 @pytest.mark.slow
-def test_a_killed_rank_is_restarted_to_the_same_weights(tmp_path):
+def test_a_killed_rank_is_restarted_and_ends_with_the_same_weights(tmp_path):
     plan = demo_faults.Plan(steps=8, save_every=3, die_at=5)
     console = Console(file=(tmp_path / "out").open("w"), width=100)
     result = demo_faults.run_demo(["kill"], plan, seed=3, out=tmp_path, timeout_s=120, console=console)
     assert result["ok"], (tmp_path / "faults.log").read_text()
-    undisturbed, killed = result["runs"]
+    uninterrupted, killed = result["runs"]
     assert killed["restarts"] == 1 and killed["resumed_from"] == 3
     assert killed["noticed_by"] == 0 and killed["noticed_s"] < 5
     assert "TransportError: rank 0, step 5" in killed["error"] and "rank 1 died" in killed["error"]
-    assert killed["weights_sha256"] == undisturbed["weights_sha256"]
-    assert killed["final_loss"] == undisturbed["final_loss"]
+    assert killed["weights_sha256"] == uninterrupted["weights_sha256"]
+    assert killed["final_loss"] == uninterrupted["final_loss"]
     assert json.loads((tmp_path / "faults.json").read_text()) == json.loads(json.dumps(result))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["faults.json", "faults.log", "out"]

@@ -1,4 +1,4 @@
-"""The GPT example on two ranks: resuming, probing and accumulating change no loss; bad input ends all ranks."""
+"""The GPT example on two ranks: resuming, probing and accumulating don't change losses; bad input ends all ranks."""
 
 import json
 import subprocess
@@ -28,7 +28,7 @@ SMALL = {
     "warmup_steps": 2,
     "eval_interval": 4,
     "eval_batches": 2,
-    "dropout": 0.1,  # so that a resumed run needs the ranks' random states
+    "dropout": 0.1,  # makes a resumed run need the ranks' random states
     "device": "cpu",
 }
 
@@ -46,7 +46,7 @@ def _train(rank, world_size, options):
 
 
 def _refused(rank, world_size, options):
-    """The words with which this rank's run is refused."""
+    """The error with which this rank's run is refused."""
     with pytest.raises(ExampleError) as caught:
         _train(rank, world_size, options)
     return str(caught.value)
@@ -99,7 +99,7 @@ def test_sharded_training_has_the_same_losses_and_resumes(text, tmp_path):
     saved = {"ddp": "sharded", "checkpoint": tmp_path / "c.pt"}
     _run(**options, **saved, stop_after=4)
     resumed = _run(**options, **saved, resume=True)
-    # Clipping adds up the norm rank by rank.
+    # Clipping sums the norm by rank.
     assert _losses(sharded) == pytest.approx(_losses(plain), rel=1e-5)
     assert _losses(resumed) == {step: loss for step, loss in _losses(sharded).items() if step > 4}
 
@@ -121,7 +121,7 @@ def test_checkpoints_of_other_runs_are_refused(text, tmp_path):
     _run(data=text, checkpoint=saved)
     before = saved.read_bytes()
     for world_size, options, words in (
-        (2, {}, "is at step 8 already, this run ends with step 8"),
+        (2, {}, "is already at step 8, but this run ends with step 8"),
         (1, {}, "belongs to another world size: 2 ranks wrote it, this run has 1"),
         (2, {"width": 32}, "belongs to another model: width 16 there, 32 here"),
     ):
@@ -136,7 +136,7 @@ def _command(*options, ranks=None):
     command = [sys.executable, *([*launcher, "--nproc-per-node", str(ranks)] if ranks else []), str(SCRIPT)]
     for name in ("batch_size", "block_size", "layers", "width", "heads", "device"):
         command += ["--" + name.replace("_", "-"), str(SMALL[name])]
-    # From another folder: the script finds its modules by itself.
+    # Run from another folder: the script finds its modules.
     return subprocess.run([*command, *map(str, options)], cwd="/", capture_output=True, text=True, timeout=90)
 
 
@@ -149,7 +149,7 @@ def test_torchrun_trains_and_leaves_metrics(text, tmp_path):
     assert record["summary"]["final_train_loss"] == record["steps"][-1]["loss"]
     assert record["versions"]["torch"] == torch.__version__
     assert record["memory"]["peak_rss_bytes"] > 50e6
-    assert run.stdout.count(f"{DDP}: step 6/6  train loss") == 1  # rank 0 alone speaks
+    assert run.stdout.count(f"{DDP}: step 6/6  train loss") == 1  # only rank 0 prints
 
 
 @pytest.mark.parametrize("ddp", [DDP, "none"])

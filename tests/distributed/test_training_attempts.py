@@ -1,4 +1,4 @@
-"""Methods of the training benchmarks: one that fails is out on all ranks, and the others go on."""
+"""Methods of the training benchmarks: one that fails is dropped on all ranks, and the others continue."""
 
 from functools import partial
 
@@ -19,7 +19,7 @@ def fails_on_rank_one(replica):
 
 
 @on_ranks(2)
-def test_who_fails_on_one_rank_is_out_on_all(rank):
+def test_a_method_that_fails_on_one_rank_is_dropped_on_all(rank):
     small = shortened(gpt_for_one_host(), 4)
     with (
         entrant("torch-ddp", small, 0, OUTER_STEPS, TIMEOUT_S) as unlucky,
@@ -29,12 +29,12 @@ def test_who_fails_on_one_rank_is_out_on_all(rank):
         assert first is not None and first == unlucky.held_out_loss(small)
         assert not unlucky.try_to(fails_on_rank_one)
         assert unlucky.problem == "rank 1: ValueError: no such luck"
-        # Out for good, and nobody waits for it.
+        # It stays dropped, and no rank waits for it.
         assert not unlucky.try_to(lambda replica: None) and unlucky.held_out_loss(small) is None
         assert other.try_to(partial(Replica.step, batch=small.batch(0, 0, rank, 2), lr=small.lr))
         last = other.held_out_loss(small)
         assert last is not None and last < first
 
-    # Who cannot be built is out with the reason.
+    # A method that cannot be built is dropped with the reason.
     with entrant("nothing", small, 0, OUTER_STEPS, TIMEOUT_S) as entry:
         assert entry.problem == "KeyError: 'nothing'"

@@ -1,6 +1,6 @@
-"""The conformance test of transports: what each must do, on stamped inputs whose results have a closed form.
+"""Conformance tests of transports, on inputs whose results have a closed form.
 
-A new transport joins by adding its name to TRANSPORTS.
+To test a new transport, add its name to TRANSPORTS.
 """
 
 import time
@@ -40,7 +40,7 @@ def test_collectives(rank, choice, world_size):
         return sum(stamp(r, *numel_and_dtype) for r in range(world_size))
 
     def run(operation, *arguments):
-        """Starts it and waits, by turns in one call and in two."""
+        """Start and wait, alternately in one call and in two."""
         if next(in_one_call):
             operation(*arguments, handle, wait=True)
         else:
@@ -61,7 +61,7 @@ def test_collectives(rank, choice, world_size):
             if rank == root:
                 assert torch.equal(tensor, total(numel, dtype))
             else:
-                tensor.fill_(7)  # it is this rank's again: the root has read it
+                tensor.fill_(7)  # this rank may reuse it: the root has read it
             tensor = given.clone()
             run(transport.broadcast, tensor, root)
             assert torch.equal(tensor, stamp(root, numel, dtype))
@@ -114,8 +114,8 @@ def test_idle_handles_and_bad_arguments(choice):
 @on_each_transport
 @pytest.mark.parametrize("limit", [timedelta(days=5_000_000), timedelta.max], ids=["large", "max"])
 @on_ranks(2)
-def test_the_longest_of_timeouts_is_waited_for(rank, choice, limit):
-    """Added to the time of day, it would overflow: the rank that waits would be told that its time is up."""
+def test_the_longest_timeout_does_not_overflow(rank, choice, limit):
+    """Added to the current time it would overflow, and the waiting rank would time out at once."""
     ddp = DistributedDataParallel(nn.Linear(100, 100), transport=choice, timeout=limit)
     transport, handle = opened(choice)
     for _ in range(2):
@@ -128,7 +128,7 @@ def test_the_longest_of_timeouts_is_waited_for(rank, choice, limit):
 
 
 class Recorder(dist.ProcessGroup):
-    """A group of one rank that does nothing, and tells with which time limit it is waited for."""
+    """A group of one rank that does nothing, and records the timeouts of waits."""
 
     def __init__(self):
         super().__init__(0, 1)
@@ -150,7 +150,7 @@ class Recorder(dist.ProcessGroup):
 
 
 def test_operations_of_a_device_are_waited_for_by_its_stream():
-    """With a time limit the host would wait for them. A Work that is used again goes by its last operation."""
+    """With a timeout the host would wait for them. A reused Work waits for its last operation."""
     group = Recorder()
     transport = _C.C10dTransport(group)
     limit = timedelta(seconds=7)
@@ -158,7 +158,7 @@ def test_operations_of_a_device_are_waited_for_by_its_stream():
     for device in ("meta", "cpu", "meta"):
         transport.all_reduce(torch.zeros(4, device=device), handle)
         handle.wait(limit)
-        transport.barrier(handle)  # of no tensor
+        transport.barrier(handle)  # without a tensor
         handle.wait(limit)
         transport.broadcast(torch.zeros(4, device=device), 0, handle)
         handle.wait(limit)
@@ -167,7 +167,7 @@ def test_operations_of_a_device_are_waited_for_by_its_stream():
 
 
 def test_works_capture_no_python_object():
-    """A backward hands one to its threads. gloo drops works late: an object of theirs kills a process that exits."""
+    """A backward passes a Work to its threads, and gloo frees it late: a Python object in it would crash at exit."""
     group = Recorder()
     transport = _C.C10dTransport(group)
     handle = transport.make_work()
@@ -192,7 +192,7 @@ def views_made(run):
 
 @on_ranks(2)
 def test_a_broadcast_of_the_same_tensors_makes_no_new_views(rank):
-    """Of those that take more than a copy of bytes, as all on devices do."""
+    """Tensors that need more than a copy of bytes, like all on devices."""
     transport = open_transport("c10d", dist.group.WORLD, device=torch.device("cpu"), timeout=None)
     broadcast = _C.TensorBroadcast(transport, 1 << 20, timedelta(seconds=30))
 
@@ -209,7 +209,7 @@ def test_a_broadcast_of_the_same_tensors_makes_no_new_views(rank):
     tensors = [strided(3, 5), strided(2, 7, dtype=torch.float64)]
     assert run(tensors, 0) > 0
     assert run(tensors, 1) == 0
-    assert run([strided(3, 5), strided(2, 7, dtype=torch.float64)], 0) == 0  # others like them
+    assert run([strided(3, 5), strided(2, 7, dtype=torch.float64)], 0) == 0  # other tensors with the same metadata
     assert run([strided(3, 5), strided(7, 2, dtype=torch.float64)], 1) > 0  # another shape in the same bytes
     assert run([strided(3, 5), strided(2, 7, dtype=torch.int64)], 0) > 0
     assert run([*tensors, strided(4, 4)], 1) > 0

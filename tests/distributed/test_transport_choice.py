@@ -1,4 +1,4 @@
-"""Which transport a model gets: what "auto" means, who may choose, what happens where memory can't be shared."""
+"""The choice of a transport: "auto", explicit choices, and fallbacks if memory can't be shared."""
 
 import copy
 import io
@@ -47,7 +47,7 @@ def assert_trains_over(transport, ddp, rank, width=8):
 
 @on_ranks(1, 2, 4)
 def test_ranks_of_a_host_share_memory(rank, world_size, ddp_class):
-    """Whatever launchers know of the host; one rank alone has nobody to share with."""
+    """Whatever launchers say about the host; a single rank uses the process group."""
     each_a_torchrun = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_WORLD_SIZE": "4"}
     srun = {"LOCAL_RANK": "", "LOCAL_WORLD_SIZE": "", "GROUP_WORLD_SIZE": ""}
     processors = sorted(os.sched_getaffinity(0))
@@ -59,21 +59,21 @@ def test_ranks_of_a_host_share_memory(rank, world_size, ddp_class):
 
 @on_ranks(2)
 def test_other_devices_and_ranks_that_come_at_different_times(rank, ddp_class):
-    # Memory of another device can't be shared: "auto" keeps to the process group, "shm" says why not.
+    # Other devices' memory can't be shared: "auto" uses the process group, and "shm" raises.
     devices = [torch.device("cpu"), torch.device("cuda", 1)]
     with pytest.raises(ValueError, match="cuda:1"):
         intended_transport("shm", dist.group.WORLD, devices, collective=True)
     assert intended_transport("auto", dist.group.WORLD, devices, collective=True) == "c10d"
 
-    # `init_sync=False` says that the ranks may come at different times.
+    # With `init_sync=False` ranks may arrive at different times.
     ddp = ddp_class(seeded(Mlp), init_sync=False)
     if rank == 0:
-        ddp_class(seeded(Mlp), init_sync=False)  # alone: would hang if it were collective
+        ddp_class(seeded(Mlp), init_sync=False)  # on one rank: would hang if it were collective
     assert_trains_over("c10d", ddp, rank)
 
 
 class Forwarding(dist.ProcessGroup):
-    """A process group in Python, with another inside."""
+    """A Python process group that wraps another."""
 
     def __init__(self, inner):
         super().__init__(inner.rank(), inner.size())
@@ -92,7 +92,7 @@ class Forwarding(dist.ProcessGroup):
 
 
 @on_ranks(2)
-def test_groups_in_python_and_torchs_checking_wrapper_are_not_passed_by(rank, ddp_class):
+def test_python_groups_and_torchs_checking_wrapper_are_not_bypassed(rank, ddp_class):
     def create(store, rank, world_size, timeout):
         return Forwarding(dist.ProcessGroupGloo(store, rank, world_size, timeout))
 
@@ -105,8 +105,8 @@ def test_groups_in_python_and_torchs_checking_wrapper_are_not_passed_by(rank, dd
 
 
 @on_ranks(2)
-def test_copies_are_made_by_one_rank_alone(rank, ddp_class):
-    """deepcopy and pickle are not collective: rank 0 makes them while the other waits at a barrier."""
+def test_copying_is_not_collective(rank, ddp_class):
+    """Rank 0 uses deepcopy and pickle while the other waits at a barrier."""
     ddp = ddp_class(seeded(Mlp), transport="shm")
     step_on(ddp, rank)
     if rank == 0:
@@ -121,7 +121,7 @@ def test_copies_are_made_by_one_rank_alone(rank, ddp_class):
 
 
 @on_ranks(2)
-def test_the_argument_wins_over_the_environment(ddp_class):
+def test_the_argument_overrides_the_environment(ddp_class):
     for wished, found in {"auto": "shm", "c10d": "c10d", "shm": "shm", "": "shm"}.items():
         os.environ[CHOICE_ENV] = wished
         assert transport_of(ddp_class(seeded(Mlp))) == found
@@ -135,7 +135,7 @@ def test_the_argument_wins_over_the_environment(ddp_class):
 
 
 @on_ranks(3)
-def test_ranks_that_choose_differently_all_hear_of_it(rank, ddp_class):
+def test_ranks_that_choose_differently_all_raise(rank, ddp_class):
     differing = [("shm", "c10d", "shm"), ("auto", "shm", "c10d"), ("auto", "auto", "c10d")]
     for choices, by_environment in each(differing, [False, True]):
         os.environ[CHOICE_ENV] = choices[rank] if by_environment else ""
@@ -143,11 +143,11 @@ def test_ranks_that_choose_differently_all_hear_of_it(rank, ddp_class):
             ddp_class(seeded(Mlp), transport="auto" if by_environment else choices[rank])
         assert all(f"rank {r}: '{choice}'" in str(caught.value) for r, choice in enumerate(choices)), caught.value
         assert CHOICE_ENV in str(caught.value)
-        assert_trains(ddp_class(seeded(Mlp), transport="shm"), rank)  # the group is as good as before
+        assert_trains(ddp_class(seeded(Mlp), transport="shm"), rank)  # the group is still usable
 
 
 class SecondGroup:
-    """A transport of somebody else's: another gloo group of the same ranks. Counts how often it was opened."""
+    """A third-party transport, over another gloo group of the same ranks, that counts its connections."""
 
     def __init__(self, reason=""):
         self.opened, self.reason = 0, reason
@@ -165,8 +165,8 @@ class SecondGroup:
 
 
 @on_ranks(1, 3)
-def test_one_that_was_registered(rank, ddp_class):
-    """By name, by the environment variable; errors list it; what it can't move is refused; "auto" does not take it."""
+def test_a_registered_transport(rank, ddp_class):
+    """Chosen by name or environment variable; errors list it; unsupported tensors raise; "auto" ignores it."""
     kind = SecondGroup()
     kind.register()
     assert transport_of(ddp_class(seeded(Mlp))) != "second" and kind.opened == 0
@@ -184,8 +184,8 @@ def test_one_that_was_registered(rank, ddp_class):
 
 
 @on_ranks(2)
-def test_one_that_stands_in_for_gloo(rank, ddp_class):
-    """The first that is registered for a device comes first: shared memory, unless there is none."""
+def test_a_transport_that_replaces_gloo(rank, ddp_class):
+    """The first one registered for a device is preferred: shared memory, if available."""
     kind = SecondGroup()
     kind.register(stands_in_for=("gloo",))
     assert transport_of(ddp_class(seeded(Mlp))) == "shm" and kind.opened == 0
@@ -195,13 +195,13 @@ def test_one_that_stands_in_for_gloo(rank, ddp_class):
 
 
 SOON_S = 5.0
-# Room for this rank's segment, which is as large as the machine's memory, and not for a second.
+# Enough for this rank's segment, which is as large as the machine's memory, but not for a second.
 LITTLE_SPACE = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * 3 // 2
 WIDTH = 256  # fp64 gradients of 1, 3, and 1.5 MiB
 
 
 def wrapped(ddp_class, make=Mlp, **options):
-    """(module, the warnings that were logged)."""
+    """(module, logged warnings)."""
     lines, started_s = logged(), time.monotonic()
     ddp = ddp_class(seeded(make), **options)
     assert time.monotonic() - started_s < SOON_S, f"{time.monotonic() - started_s:.1f} s: {lines}"
@@ -209,7 +209,7 @@ def wrapped(ddp_class, make=Mlp, **options):
 
 
 def falls_back(ddp_class, rank):
-    """All use the process group; what rank 0 alone has logged, in one line."""
+    """All use the process group; return the one line that rank 0 logged."""
     ddp, lines = wrapped(ddp_class)
     assert_trains_over("c10d", ddp, rank)
     assert len(lines) == (rank == 0), lines
@@ -221,7 +221,7 @@ def limit(what, size):
 
 
 def fill_files(left):
-    """Leaves this process `left` file descriptors."""
+    """Leave this process only `left` file descriptors."""
     limit(resource.RLIMIT_NOFILE, max(int(fd) for fd in os.listdir("/proc/self/fd")) + 8)
     taken = []
     while True:
@@ -244,7 +244,7 @@ def sets(name, text):
     return partial(os.environ.update, {name: text})
 
 
-# name -> (what to do to a rank, what it is called in the log)
+# name -> (change to a rank, words in the log)
 TROUBLES = {
     "no sockets": (lambda: setattr(shm._C, "ShmEndpoint", fails("no sockets")), "no sockets"),
     "no memory": (lambda: setattr(shm._C.ShmEndpoint, "connect", fails("no memory here")), "no memory here"),
@@ -261,8 +261,8 @@ TROUBLES = {
 
 @pytest.mark.parametrize(("trouble", "unable"), [*zip(TROUBLES, [0, 2] * 5, strict=True), ("no memory", 0)])
 @on_ranks(3)
-def test_one_rank_that_can_not(rank, ddp_class, trouble, unable):
-    """All use the process group; rank 0 says why."""
+def test_one_rank_without_shared_memory(rank, ddp_class, trouble, unable):
+    """All use the process group, and rank 0 logs why."""
     cause, reason = TROUBLES[trouble]
     if rank == unable:
         cause()
@@ -272,7 +272,7 @@ def test_one_rank_that_can_not(rank, ddp_class, trouble, unable):
 
 @on_ranks(2)
 def test_shared_memory_or_nothing(rank, ddp_class):
-    """Asked for by name, it is an error on all ranks, with rank and reason; the process group is still of use."""
+    """An explicit "shm" raises on all ranks, with rank and reason; the process group stays usable."""
     make, connect = shm._C.ShmEndpoint, shm._C.ShmEndpoint.connect
     limits = [
         (sets(shm.LIMIT_ENV, text), f"{shm.LIMIT_ENV} must be .* got '{text}'")
@@ -286,9 +286,9 @@ def test_shared_memory_or_nothing(rank, ddp_class):
         falls_back(ddp_class, rank)
         shm._C.ShmEndpoint, make.connect = make, connect
         os.environ.pop(shm.LIMIT_ENV, None)
-    # Where nothing is wrong no line is logged.
+    # Nothing is logged if nothing is wrong.
     assert [wrapped(ddp_class, transport=choice)[1] for choice in ("auto", "shm", "c10d")] == [[], [], []]
-    # No two ranks on a host.
+    # No two ranks share a host.
     os.environ["TORCHDDP_HOST_ID"] = str(rank)
     with pytest.raises(RuntimeError, match="transport='shm' can't be used: no two ranks are on the same host"):
         ddp_class(seeded(Mlp), transport="shm")
@@ -298,7 +298,7 @@ def test_shared_memory_or_nothing(rank, ddp_class):
 
 @pytest.mark.parametrize("limited", [(0,), (1,), (0, 1)], ids=str)
 def test_gradients_that_do_not_fit(ddp_class, limited, capfd):
-    """The model's are 5.5 MiB: whichever rank has no room, and for whatever, all go on without."""
+    """Gradients take 5.5 MiB: if any rank lacks memory for anything, all use the process group."""
     limits = ["0.5", "1.5", "2", "4", "5"]
 
     def work(rank):
@@ -318,7 +318,7 @@ def test_gradients_that_do_not_fit(ddp_class, limited, capfd):
 
 
 class Reordered(Mlp):
-    """Registered in another order than it is used in: buckets change after the first step.
+    """A model used in another order than registered, so buckets change after the first step.
 
     A buffer is broadcast before each forward.
     """
@@ -333,8 +333,8 @@ class Reordered(Mlp):
 
 @pytest.mark.parametrize("limited", [(0,), (1,), (0, 1)], ids=str)
 @on_ranks(2)
-def test_no_room_for_buffers_or_in_mid_training(rank, ddp_class, limited):
-    """New buckets before the second step, while gradients still hold the old ones: there is room for one set."""
+def test_no_memory_for_buffers_or_during_training(rank, ddp_class, limited):
+    """New buckets are made while gradients still hold the old ones: memory is enough for only one set."""
     for width, numel, limit_mb in each([(8, 700_000, "1"), (WIDTH, 100_000, "9")]):
         os.environ[shm.LIMIT_ENV] = limit_mb if rank in limited else ""
         ddp, _ = wrapped(ddp_class, lambda width=width, numel=numel: Reordered(width, numel), bucket_cap_mb=3.5)

@@ -1,4 +1,4 @@
-"""Traps: each is told of once, by one rank; programs that are right hear nothing. Messages: test_traps_docs.py."""
+"""Traps: one rank warns once about each; correct programs get no warning. Messages: test_traps_docs.py."""
 
 import contextlib
 import copy
@@ -31,8 +31,8 @@ over_both = pytest.mark.parametrize("transport", ["shm", "c10d"])
 
 
 @contextlib.contextmanager
-def heard():
-    """After the block: its UsageWarnings, as (text, line)."""
+def caught_warnings():
+    """The block's UsageWarnings, as (text, line), available after it."""
     told = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -43,7 +43,7 @@ def heard():
 
 
 def only_one(told, by=None):
-    """Collective: what one rank alone (`by`, or any) was told, and once."""
+    """The one warning, of one rank (`by`, or any) only (collective)."""
     by_rank = gathered(told)
     (found,) = ((rank, one) for rank, all_of_it in enumerate(by_rank) for one in all_of_it)
     assert by in (None, found[0]), by_rank
@@ -51,7 +51,7 @@ def only_one(told, by=None):
 
 
 def line():
-    """Of the caller."""
+    """The caller's line number."""
     return sys._getframe(1).f_lineno
 
 
@@ -73,10 +73,10 @@ def train(ddp, optimizer, rank, count=6):
 
 
 @on_ranks(2)
-def test_a_forward_that_one_rank_throws_away(rank):
-    # It has no buffers to broadcast, so nobody waits.
+def test_a_forward_without_backward_on_one_rank(rank):
+    # It has no buffers to broadcast, so no rank waits.
     ddp, optimizer = made(forward_sync_buffers=False)
-    with heard() as told:
+    with caught_warnings() as told:
         train(ddp, optimizer, rank, 1)
         if rank == 1:
             ddp(batch(rank))
@@ -102,7 +102,7 @@ CHANGES = [
 def test_gradients_changed_on_one_rank(rank, transport):
     for (change, words), views in each(CHANGES, [None, False, True]):
         ddp, optimizer = made(transport, gradient_as_bucket_view=views)
-        with heard() as told:
+        with caught_warnings() as told:
             for step in range(4):
                 optimizer.zero_grad()
                 loss_of(ddp(batch(rank, step))).backward()
@@ -117,11 +117,11 @@ def test_gradients_changed_on_one_rank(rank, transport):
 
 
 @on_ranks(2)
-def test_which_steps_are_looked_at(rank):
-    """They are few: 1, 2, 3, 4, 8, 16, ... Another process group begins anew."""
+def test_which_steps_are_checked(rank):
+    """Few are: 1, 2, 3, 4, 8, 16, ... Another process group restarts the sequence."""
     assert [next_look(step) for step in (0, 1, 2, 3, 4, 7, 8, 9, 16)] == [1, 2, 3, 4, 8, 8, 16, 16, 32]
     ddp, optimizer = made()
-    with heard() as told:
+    with caught_warnings() as told:
         for step in steps(optimizer, 11):
             loss_of(ddp(batch(rank, step))).backward()
             if rank == 0 and step >= 4:
@@ -131,7 +131,7 @@ def test_which_steps_are_looked_at(rank):
     ddp, optimizer = made()
     train(ddp, optimizer, rank, 5)
     ddp._update_process_group(dist.new_group([0, 1]))
-    with heard() as told:
+    with caught_warnings() as told:
         for step in steps(optimizer, 4):
             loss_of(ddp(batch(rank, step))).backward()
             if rank == 1:
@@ -140,7 +140,7 @@ def test_which_steps_are_looked_at(rank):
 
 
 @on_ranks(2)
-def test_looking_at_gradients_leaves_nothing_behind(rank):
+def test_checking_gradients_leaves_nothing_behind(rank):
     ddp, optimizer = made()
     counts = []
     for _ in range(7):
@@ -153,12 +153,12 @@ def test_looking_at_gradients_leaves_nothing_behind(rank):
     gc.collect()
     assert gone() is None
 
-    # Nothing is sent in steps that are not looked at.
+    # Nothing is sent in steps that are not checked.
     sent, call = [], BoundedCalls.call
     BoundedCalls.call = lambda self, do: (sent.append(do), call(self, do))[1]
     ddp, optimizer = made(stall_report_s=0, find_unused_parameters=True)
     counts = []
-    for count in (17, 14, 1):  # 16 and 32 are looked at
+    for count in (17, 14, 1):  # steps 16 and 32 are checked
         train(ddp, optimizer, rank, count)
         counts.append(len(sent))
     assert 0 < counts[0] == counts[1] < counts[2]
@@ -174,10 +174,10 @@ class Head(nn.Module):
 
 
 @on_ranks(2)
-def test_searches_that_are_needed(rank):
+def test_no_warning_about_searches_that_are_needed(rank):
     for unused_on in each(["all", "rank 1", "step 7"]):
         ddp, optimizer = made(make=Head, find_unused_parameters=True)
-        with heard() as told:
+        with caught_warnings() as told:
             for step in steps(optimizer, LOOKED_AT + 5):
                 left_out = {"all": True, "rank 1": rank == 1, "step 7": step == 7}[unused_on]
                 loss_of(ddp(batch(rank, step), not left_out)).backward()
@@ -185,7 +185,7 @@ def test_searches_that_are_needed(rank):
 
 
 class Right:
-    """Programs that are right."""
+    """Correct programs."""
 
     plain = train
 
@@ -203,7 +203,7 @@ class Right:
                     (loss_of(ddp(batch(rank, i))) / 3).backward()
 
     def forwards_alone_under_no_sync_whose_gradients_are_averaged_later(ddp, optimizer, rank):
-        """A backward through all microbatches at once, and one after the other with the last synchronised."""
+        """One backward through all microbatches, and one per microbatch with the last synchronised."""
         for step in range(3):
             for _ in steps(optimizer, 1):
                 with ddp.no_sync():
@@ -229,7 +229,7 @@ class Right:
             ddp.train()
 
     def gan(ddp, optimizer, rank):
-        """As the usual loops: the discriminator on real and fake, the generator through it."""
+        """The usual loop: the discriminator on real and fake data, the generator through it."""
         generator, other = made()
         for step in steps(other, 4):
             fake = generator(batch(rank, step))
@@ -255,14 +255,14 @@ class Right:
             (loss_of(output) + loss_of(slope)).backward()
 
     def adversarial_inputs(ddp, optimizer, rank):
-        """The first forward is for the gradient of the inputs alone."""
+        """The first forward is only for the gradient of the inputs."""
         for step in steps(optimizer, 4):
             x = batch(rank, step).requires_grad_()
             (slope,) = torch.autograd.grad(loss_of(ddp(x)), x)
             loss_of(ddp((x + 0.1 * slope.sign()).detach())).backward()
 
     def closures(ddp, optimizer, rank):
-        """As Lightning calls the optimizer."""
+        """Closures, as Lightning calls the optimizer."""
         for step in range(10):
 
             def closure(step=step):
@@ -336,7 +336,7 @@ class Right:
         train(ddp, ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.01), rank)
 
     def optimizers_in_hooks(ddp, optimizer, rank):
-        """One a parameter, each of which steps while backward still runs."""
+        """One optimizer per parameter, which steps during backward."""
         optimizers = {p: torch.optim.SGD([p], 0.01) for p in ddp.module.last.parameters()}
         for parameter in optimizers:
             parameter.register_post_accumulate_grad_hook(lambda parameter: optimizers[parameter].step())
@@ -372,21 +372,21 @@ class Right:
 
 @over_both
 @on_ranks(2)
-def test_programs_that_are_right_hear_nothing(rank, transport):
+def test_correct_programs_get_no_warning(rank, transport):
     for name, program in vars(Right).items():
         if name.startswith("_") or (transport == "c10d" and name.startswith("compiled")):
             continue
         ddp, optimizer = made(transport)
-        with heard() as told:
+        with caught_warnings() as told:
             program(ddp, optimizer, rank)
         assert told == [], name
 
 
 @on_ranks(2)
-def test_threads_of_ranks_that_have_too_many(rank):
+def test_warning_about_too_many_threads(rank):
     processors = len(os.sched_getaffinity(0))
     torch.set_num_threads(2 * processors)
-    with heard() as told:
+    with caught_warnings() as told:
         for _ in range(2):
             train(*made(), rank, 3)
     text, _ = only_one(told, by=0)

@@ -1,4 +1,4 @@
-"""The programs of docs/traps.md, and the messages beside them."""
+"""The programs of docs/traps.md and their messages."""
 
 import re
 import warnings
@@ -17,7 +17,7 @@ from torchddp.diagnose.cpu_threads import RankThreads, advice
 pytestmark = pytest.mark.beyond_torch("tells of no traps")
 PAGE = Path(__file__).parents[2] / "docs" / "traps.md"
 SECTIONS = dict(re.findall(r"^## (.*)\n([\s\S]*?)(?=^## |\Z)", PAGE.read_text(), re.MULTILINE))
-LINES = {  # of the page's programs, which the warnings point at
+LINES = {  # of the page's programs that the warnings name
     "no_sync() around backward alone": 4,
     "no_sync() around forward alone": 4,
     "A forward without a backward": 3,
@@ -46,7 +46,7 @@ def run_section(rank, section):
 @pytest.mark.parametrize(("transport", "world_size"), [("auto", 1), ("shm", 2), ("c10d", 3)])
 @pytest.mark.parametrize("section", LINES)
 def test_the_messages(section, transport, world_size, monkeypatch):
-    """Each is told of once, with its line, by one rank."""
+    """One rank gives each warning once, with its line."""
     monkeypatch.setenv("TORCHDDP_TRANSPORT", transport)
     told = run_ranks(run_section, 2 if section.startswith("Gradients") else world_size, section)
     ((text, *place, rank),) = [one for by_rank in told for one in by_rank]
@@ -56,7 +56,7 @@ def test_the_messages(section, transport, world_size, monkeypatch):
     assert rank == 0 or "no_sync()" in section or "forward" in section
 
 
-def test_batch_norm_hears_nothing():
+def test_batch_norm_gets_no_warning():
     assert list(LINES) == [name for name, text in SECTIONS.items() if "```python" in text and "```text" in text]
     assert run_ranks(run_section, 2, "Batch norm in two forwards") == [[], []]
 

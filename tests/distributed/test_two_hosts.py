@@ -1,4 +1,4 @@
-"""The benchmarks over emulated hosts and slow links: what they measure, and that they leave nothing behind."""
+"""The benchmarks over emulated hosts and slow links: their results, and that they leave nothing behind."""
 
 import json
 import signal
@@ -30,7 +30,7 @@ def namespaces_of(pid):
 
 
 def ranks_of(pid):
-    """Processes that have become Python inside the namespaces of a command."""
+    """The Python processes inside the namespaces of a command."""
     found = []
     for name in namespaces_of(pid):
         listed = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True).stdout.split()
@@ -47,7 +47,7 @@ def command_line(pid):
 
 @contextmanager
 def started(benchmark, *arguments):
-    # What a shell starts in the background ignores SIGINT, and so would this command, had it inherited that.
+    # Background jobs of a shell ignore SIGINT, and this command would inherit that.
     command = subprocess.Popen(
         [sys.executable, "-m", f"benchmarks.{benchmark}", *arguments],
         cwd=ROOT,
@@ -64,7 +64,7 @@ def started(benchmark, *arguments):
 
 
 def result_of(path, *command):
-    """What a whole run has written there, without a trace of it in the network."""
+    """The result of a whole run, which must leave nothing in the network setup."""
     with started(*command) as run:
         _, errors = run.communicate(timeout=110)
         assert run.returncode == 0, errors
@@ -81,7 +81,7 @@ def result_of(path, *command):
         pytest.param([*SLOW_LINK, "--methods", "exact"], 2, signal.SIGINT, marks=pytest.mark.slow),
     ],
 )
-def test_nothing_outlives_an_ended_command(benchmark, ranks, how):
+def test_nothing_outlives_a_stopped_command(benchmark, ranks, how):
     with started(*benchmark) as command:
         assert wait_until(lambda: len(ranks_of(command.pid)) == ranks, 60)
         running = ranks_of(command.pid)
@@ -92,14 +92,14 @@ def test_nothing_outlives_an_ended_command(benchmark, ranks, how):
 
 
 @pytest.mark.thorough
-def test_a_short_run_brings_everyone_to_the_loss(tmp_path):
+def test_in_a_short_run_all_methods_reach_the_loss(tmp_path):
     path, plot = tmp_path / "run.json", tmp_path / "run.png"
     methods = ["--methods", "exact,int8,powersgd,diloco,torch-powersgd", "--steps", str(2 * SLICE_STEPS)]
     (result,) = result_of(path, *SLOW_LINK, *methods, "--output", str(path), "--plot", str(plot))["results"]
     rows = {row["name"]: row for row in result["methods"]}
     assert {name: row["error"] for name, row in rows.items() if "error" in row} == {}
     assert rows["torch-ddp"]["arrival"]["steps"] == 2 * SLICE_STEPS
-    # The same gradients but for rounding.
+    # The gradients differ only by rounding.
     assert rows["exact"]["arrival"]["steps"] == pytest.approx(2 * SLICE_STEPS, rel=0.05)
     gradient_bytes = 4 * result["parameters"]
     sent = {name: max(row["sent_bytes_per_step"]) / gradient_bytes for name, row in rows.items()}

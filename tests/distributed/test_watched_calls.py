@@ -1,4 +1,4 @@
-"""What is kept of calls of torch.distributed, and that nobody can tell that they are watched."""
+"""Records of calls of torch.distributed, and that watching them is not observable."""
 
 import inspect
 import os
@@ -26,14 +26,14 @@ pytestmark = pytest.mark.beyond_torch("torch keeps nothing of the kind")
 
 
 def seams():
-    """Whatever watching might change of torch."""
+    """All of torch that watching might change."""
     functions = [getattr(c10d, name) for name in [*NAMES, "init_process_group"]]
     cells = [[cell.cell_contents for cell in f.__closure__ or ()] for f in functions]
     return functions, [f.__code__ for f in functions], cells, dist.Work.wait, set(vars(c10d)), dist.group.WORLD
 
 
 def kept(group=None):
-    """Of the group's calls: [number, function, line, shape]."""
+    """The group's records: [number, function, line, shape]."""
     group = group or dist.group.WORLD
     told = CallWaits(dist.group.WORLD).groups()
     rows = told[c10d._world.pg_names[group]].recent
@@ -43,7 +43,7 @@ def kept(group=None):
 
 @on_ranks(2)
 def test_each_function_is_one_entry(rank):
-    """Objects travel in several collectives: the outermost call counts. Messages and sub-groups are counted apart."""
+    """Objects take several collectives, of which the outermost call counts. Messages and subgroups are separate."""
     torchddp.watch_collectives()
     t, two, both, root = torch.ones(2, 3), torch.ones(2).double(), [torch.ones(2, 3) for _ in range(2)], rank == 0
     sub = dist.new_group([0, 1])
@@ -84,7 +84,7 @@ def test_each_function_is_one_entry(rank):
 
 @on_ranks(2)
 def test_nothing_is_left_behind():
-    """Also of torch's own names: what is decorated, introspected, pickled and compared stays what it is."""
+    """Also for torch's own names: decorated, introspected, pickled and compared functions don't change."""
     before = seams()
     facts = [(str(inspect.signature(f)), f.__name__, f.__doc__, pickle.dumps(f)) for f in before[0]]
     outer = torchddp.watch_collectives()
@@ -100,7 +100,7 @@ def test_nothing_is_left_behind():
             (lambda: dist.batch_isend_irecv([]), IndexError, ""),
         )
     count = len(kept())
-    dist.barrier()  # the outer one goes on
+    dist.barrier()  # the outer context is still active
     assert len(kept()) == count + 1 and kept()[-1][1] == "barrier"
     outer.close()
     assert seams() == before
@@ -113,8 +113,8 @@ def test_nothing_is_left_behind():
 
 
 @on_ranks(2)
-def test_what_is_kept_and_for_how_long():
-    # The timeout bounds the limit: a third of the group's.
+def test_what_is_recorded_and_for_how_long():
+    # A third of the group's timeout bounds the limit.
     for asked, kept_s in (({}, 10.0), ({"stall_report_s": 2.5}, 2.5)):
         with torchddp.watch_collectives(**asked):
             ((_, source),) = collectives._sources
@@ -130,7 +130,7 @@ def test_what_is_kept_and_for_how_long():
     dist.all_gather([torch.ones(8), torch.ones(8)], t)
     gone = [weakref.ref(t), weakref.ref(request)]
     del t, request
-    assert wait_until(lambda: [ref() for ref in gone] == [None, None])  # gloo's thread lets go of them
+    assert wait_until(lambda: [ref() for ref in gone] == [None, None])  # gloo's thread frees them
     sub = dist.new_group([0, 1])
     dist.barrier(sub)
     key, ref = id(sub), weakref.ref(sub)
@@ -141,8 +141,8 @@ def test_what_is_kept_and_for_how_long():
 
 
 @on_ranks(2)
-def test_groups_that_are_made_again_begin_anew(rank, tmp_path):
-    """Numbers start with 1, and the new group has a monitor of its own."""
+def test_new_groups_start_from_scratch(rank, tmp_path):
+    """Numbers start at 1, and the new group has its own monitor."""
     torchddp.watch_collectives()
     dist.barrier()
     dist.barrier()
@@ -157,7 +157,7 @@ def test_groups_that_are_made_again_begin_anew(rank, tmp_path):
         dist.barrier()
 
 
-def test_where_nothing_is_watched_and_wrong_limits(monkeypatch):
+def test_when_nothing_is_watched_and_invalid_limits(monkeypatch):
     before = seams()
 
     def is_watching(**options):
@@ -183,7 +183,7 @@ def test_where_nothing_is_watched_and_wrong_limits(monkeypatch):
 
 
 def test_without_a_store():
-    """A fake group: calls are kept, and nobody is asked."""
+    """A fake group: calls are recorded, but ranks are not queried."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     with torchddp.watch_collectives():
@@ -208,8 +208,8 @@ def test_installing_watches():
     assert seams() == before
 
 
-def test_a_forked_child_keeps_nothing_of_its_parent():
-    """Ranks that are forked watch their own groups, over monitors of their own."""
+def test_a_forked_child_has_no_records_of_its_parent():
+    """Forked ranks watch their own groups, with their own monitors."""
     with torchddp.watch_collectives():
         calls.active[threading.get_ident()] = (0, "wait", None, None, None, None, 0, 0, None)
 
@@ -226,7 +226,7 @@ def test_a_forked_child_keeps_nothing_of_its_parent():
 
 @on_ranks(2)
 def test_compiled_programs(rank):
-    """Dynamo sees neither what is kept nor the functions in between: as many graphs and breaks as without."""
+    """Dynamo doesn't see the records or wrappers: as many graphs and breaks as without."""
     import torch._dynamo.testing
 
     def step(x):

@@ -1,4 +1,4 @@
-"""weigh(): gradients of ranks with unequal numbers of samples are those of one process with all of them.
+"""weigh(): gradients of ranks with unequal numbers of samples equal those of one process with all samples.
 
 Also the examples of docs/weighted_means.md.
 """
@@ -23,16 +23,16 @@ from tests.pages import run_code
 from torchddp import DistributedDataParallel as DDP
 from torchddp.sync import accumulate
 
-SAMPLES = [[3], [7], [0], [5]]  # of ranks 0 to 3
+SAMPLES = [[3], [7], [0], [5]]  # by rank
 MICROBATCHES = [[3, 1, 2], [2, 5, 0], [0, 0, 0], [1, 2, 2]]
 SMALL = 0.001  # MiB: several buckets
-# Of the largest element of a gradient.
+# Relative to the largest element of a gradient.
 RTOL = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 0.04, torch.float16: 0.01}
 over_both = pytest.mark.parametrize("transport", ["shm", "c10d"])
 
 
 class Net(nn.Module):
-    """Large enough for gradients that shared memory reduces without copying them, and small ones."""
+    """A model with gradients large enough for shared memory to reduce without a copy, and small ones."""
 
     def __init__(self, dtype=torch.float32):
         super().__init__()
@@ -53,7 +53,7 @@ def samples(rank, micro, count, dtype=torch.float32):
 
 
 def mean_loss(output):
-    """NaN, with gradients that are NaN, for no samples."""
+    """The mean loss: NaN, with NaN gradients, for no samples."""
     return (output.square().sum(1) / output.shape[0]).sum() + output.new_zeros(()) / output.shape[0]
 
 
@@ -67,14 +67,14 @@ def of_all_ranks(counts, step=0, dtype=torch.float32):
 
 
 def reference(counts, dtype=torch.float32, step=0):
-    """Gradients of one process with the samples of all ranks and microbatches."""
+    """The gradients of one process with the samples of all ranks and microbatches."""
     model = Net(dtype)
     mean_loss(model(of_all_ranks(counts, step, dtype))).backward()
     return grads_of(model)
 
 
 def run_step(model, rank, counts, dtype=torch.float32, step=0, loss="mean", scale=1):
-    """What a user writes for a step of several microbatches."""
+    """A step of several microbatches, as users write it."""
     for micro, count in enumerate(counts[rank]):
         last = micro == len(counts[rank]) - 1
         with nullcontext() if last else model.no_sync():
@@ -111,8 +111,8 @@ def test_equal_to_one_process_with_all_samples(rank, dtype, transport, world_siz
 
 @over_both
 @on_ranks(1, 2, 3, 4)
-def test_beside_a_plain_average(rank, transport):
-    """Equal weights give it to the bit, and so do steps without weights between others."""
+def test_compared_with_a_plain_average(rank, transport):
+    """Equal weights give bitwise the same, and so do steps without weights between others."""
     weighted, plain = (DDP(Net(), transport=transport, bucket_cap_mb=SMALL) for _ in range(2))
     for step in range(5):
         for model in (weighted, plain):
@@ -126,7 +126,7 @@ def test_beside_a_plain_average(rank, transport):
 @over_both
 @on_ranks(4)
 def test_ways_to_train(rank, transport):
-    # Sums are only divided.
+    # weighted=True for losses that are sums: gradients are divided by the total weight.
     check_steps(DDP(Net(), transport=transport, weighted=True), rank, loss="sum")
     check_steps(torchddp.replicate(Net(), transport=transport), rank)
     for options in each([{"find_unused_parameters": True}, {"static_graph": True}]):
@@ -149,8 +149,8 @@ HOOKS = {
 
 
 @on_ranks(4)
-def test_hooks_and_narrow_sums(rank):
-    """Also weights that no 16-bit float could hold."""
+def test_hooks_and_16_bit_sums(rank):
+    """Also with weights that overflow 16-bit floats."""
     for hook, rtol in each(HOOKS.items()):
         check_steps(DDP(Net(), comm_hook=hook), rank, rtol=rtol, scale=30_000)
     model = DDP(Net())
@@ -183,7 +183,7 @@ def test_sharded(rank, transport):
 @over_both
 @on_ranks(4)
 def test_join(rank, transport):
-    """Ranks that have run out of inputs have no weight."""
+    """Ranks without further inputs have weight 0."""
     steps = [3, 1, 2, 0]
     model = DDP(Net(), transport=transport, bucket_cap_mb=SMALL, weighted=True)
     with model.join():
@@ -211,7 +211,7 @@ def test_managers_calls_and_copies(rank):
         assert manager.should_commit()
         assert_same(model, reference(MICROBATCHES, step=step))
 
-    # The last call counts, and a microbatch that the program has thought better of does not.
+    # The last call counts; a microbatch that the program dropped does not.
     for where in each(["grad", "main_grad"]):
         model = DDP(Net(), main_grads=torch.float32 if where == "main_grad" else None)
         with model.no_sync():
@@ -230,11 +230,11 @@ def test_managers_calls_and_copies(rank):
 
 @over_both
 @on_ranks(2)
-def test_no_weight_at_all(rank, transport):
+def test_steps_without_any_weight(rank, transport):
     model = DDP(Net(), transport=transport, bucket_cap_mb=SMALL)
     zeros = DDP(Net(), transport=transport, zero_weights="zeros")
     for step in range(3):
-        nothing = step % 2 == 0  # the first step too, whose total the others are scaled by
+        nothing = step % 2 == 0  # also in the first step, whose total scales the others
         for ddp in (model, zeros):
             ddp.zero_grad()
             ddp.weigh(0 if nothing else 1 + rank)
@@ -254,7 +254,7 @@ def test_missing_and_wrong_weights(rank):
     with pytest.raises(RuntimeError, match=rf"rank {rank}: a backward has begun .*Call weigh\(n\) before each"):
         mean_loss(model(samples(rank, 0, 2))).backward()
     model.zero_grad()
-    mean_loss(model.module(samples(rank, 0, 2))).backward()  # not the model's business
+    mean_loss(model.module(samples(rank, 0, 2))).backward()  # bypasses the wrapper
     with pytest.raises(RuntimeError, match=rf"rank {rank}: weigh\(\) was called, but there are gradients of"):
         model.weigh(1)
     check_steps(model, rank, [[1], [2]], steps=1)
@@ -289,15 +289,15 @@ def test_missing_and_wrong_weights(rank):
 
 @over_both
 @on_ranks(3)
-def test_weights_travel_beside_the_first_bucket_of_the_group(rank, transport):
-    """One number a step. A new group has a new total."""
+def test_weights_are_sent_with_the_first_bucket(rank, transport):
+    """One number per step. A new group has a new total."""
 
     def sent_bytes():
         return sum(payload for payload, _ in model.reducer.transport.traffic.values())
 
     sent = []
     model = DDP(Net(), transport=transport)
-    for weighted in (False, False, False, True, True):  # in the second step buckets are rebuilt
+    for weighted in (False, False, False, True, True):  # buckets are rebuilt in the second step
         before = sent_bytes()
         model.zero_grad()
         if weighted:
@@ -314,7 +314,7 @@ def test_weights_travel_beside_the_first_bucket_of_the_group(rank, transport):
 
 @functools.cache
 def exact_means(step):
-    """The means of what each rank computes in bfloat16, summed up in double."""
+    """The means of each rank's bfloat16 gradients, summed in double."""
     total = [0.0] * len(list(Net().parameters()))
     for rank, counts in enumerate(MICROBATCHES):
         for micro, count in enumerate(counts):
@@ -327,8 +327,8 @@ def exact_means(step):
 
 @over_both
 @on_ranks(4)
-def test_in_fp32_beside_16_bit_parameters(rank, transport):
-    """As exact as fp32 sums."""
+def test_in_fp32_for_16_bit_parameters(rank, transport):
+    """As accurate as fp32 sums."""
     for where in each(["main_grad", "grad"]):
         options = {"main_grads": torch.float32, "main_grads_as": where, "bucket_cap_mb": SMALL}
         model = DDP(Net(torch.bfloat16), transport=transport, **options)
@@ -342,7 +342,7 @@ def test_in_fp32_beside_16_bit_parameters(rank, transport):
 @over_both
 @on_ranks(4)
 def test_thawed_in_the_middle_of_a_step(rank, transport):
-    """What has been accumulated keeps its weight."""
+    """Accumulated gradients keep their weight."""
     for options in each([{}, {"main_grads": torch.float32}]):
         model = DDP(Net(), transport=transport, bucket_cap_mb=SMALL, **options)
         model.module.other.requires_grad_(False)
@@ -377,7 +377,7 @@ def test_gradients_whose_weights_are_unknown_and_large_totals(rank):
             model.refresh_trainable()
         check_steps(model, rank, [[1], [2]], steps=1)
 
-    # Gradients without a weight that were cleared, or averaged.
+    # Unweighted gradients that were cleared or averaged.
     model = DDP(Net())
     for set_to_none in (True, False):
         model.zero_grad()
@@ -387,12 +387,12 @@ def test_gradients_whose_weights_are_unknown_and_large_totals(rank):
         run_step(model, rank, [[1], [2]])
         assert_same(model, reference([[1], [2]]))
     model.zero_grad()
-    for count in range(2):  # a step of two microbatches that has no weights
+    for count in range(2):  # a step of two microbatches without weights
         with model.no_sync() if count == 0 else nullcontext():
             mean_loss(model(samples(rank, count, 2))).backward()
     model.weigh(1)
 
-    # Totals that grow far beyond the first: float16 ends at 65504, and has nothing below 6e-8.
+    # Totals that grow far beyond the first: float16 ranges from 6e-8 to 65504.
     for first, later in each([(1e-3, 1e4), (1e5, 1e-6)]):
         model = DDP(Net(), transport="shm", wire_dtype=torch.float16)
         for step, times in enumerate([first, later, later]):

@@ -1,4 +1,4 @@
-"""The way of devices, where a whole bucket is packed at once, gives the same bits."""
+"""The device code path, which packs whole buckets, gives bitwise equal results."""
 
 import pytest
 import torch
@@ -18,20 +18,20 @@ def test_same_bits_as_packing_in_the_hook(rank, ddp_class, world_size):
         ours, whole = ddp_class(seeded(Mlp), **options), whole_class(seeded(Mlp), **options)
         assert len(whole.reducer.plan.buckets) > 1
         for step in range(4):
-            # With and without gradients that are there already.
+            # With and without existing gradients.
             for ddp in (ours, whole):
                 ddp.zero_grad(set_to_none=step % 2 == 0)
                 with ddp.no_sync():
                     step_on(ddp, rank, 10 + step)
                 step_on(ddp, rank, step)
-            # From three ranks on gloo adds in another order where a gradient is another part of a message.
+            # With three or more ranks, gloo's order depends on a gradient's position in the message.
             exact = world_size < 3 or whole_class is WholeBuckets
             assert_grads(grads_of(whole), grads_of(ours), 0 if exact else 1e-14, f"step {step}")
 
 
 @on_ranks(2)
 def test_gradients_become_memory_of_the_bucket(rank):
-    """No second copy of them is kept, and none is copied back."""
+    """There is no second copy, and none is copied back."""
     for views, nonfinite in each([None, True], [False, True]):
         options = {} if views is None else {"gradient_as_bucket_view": views}
         whole = WholeBuckets(seeded(Mlp), find_nonfinite=nonfinite, **options)
@@ -62,8 +62,8 @@ def given(kind, dtype, gradient, divisor, views):
 
 
 @on_ranks(1)
-def test_bits_of_all_dtypes_and_of_gradients_that_lie_elsewhere(ddp_class):
-    # Torch's operators, which move gradients where no kernel can, round as the kernels do: once.
+def test_bits_of_all_dtypes_and_of_gradients_elsewhere_in_the_bucket(ddp_class):
+    # torch's operators, used where no kernel applies, also round once.
     for dtype, gradient, views, divisor in each(FLOATS, FLOATS, (True, False), (1, 3)):
         wide = gradient if torch.promote_types(dtype, gradient) == gradient else torch.promote_types(dtype, gradient)
         values = [random_values(numel, gradient, CPU, k) for k, numel in enumerate(NUMELS)]
@@ -74,7 +74,7 @@ def test_bits_of_all_dtypes_and_of_gradients_that_lie_elsewhere(ddp_class):
             assert_same(mine.grad, theirs.grad)
             assert_same(mine.grad, scaled(value.to(wide), divisor).to(dtype).to(mine.grad.dtype))
 
-    # Gradients that lie elsewhere in the bucket are read before they are overwritten.
+    # Gradients elsewhere in the bucket are read before they are overwritten.
     whole = WholeBuckets(Given([6, 6], torch.float32, CPU), gradient_as_bucket_view=True)
     values = [torch.arange(6.0), torch.arange(6.0) + 10]
     whole(values).backward()

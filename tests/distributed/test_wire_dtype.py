@@ -1,4 +1,4 @@
-"""fp32 gradients that travel in 16 bits and are summed in fp32."""
+"""fp32 gradients that are sent in 16 bits and summed in fp32."""
 
 import os
 
@@ -34,14 +34,14 @@ def test_each_addend_is_rounded_once_and_the_sum_is_not(rank, dtype, world_size)
         got = _step(ddp, rank, step)
         for grad, *local in zip(got, *(_step(_model(), r, step) for r in range(world_size)), strict=True):
             want = sum((addend * (1 / world_size)).to(dtype).float() for addend in local)
-            # Buckets of up to 8 KiB travel as they are.
+            # Buckets of up to 8 KiB are sent unchanged.
             assert torch.equal(grad, want) or (grad.nbytes <= 8192 and torch.allclose(grad, sum(local) / world_size))
     assert same_on_all_ranks(got)
 
 
 @on_ranks(3, 4)
 def test_between_hosts(rank, world_size):
-    """With one owner a host, and two."""
+    """With one owner per host, and two."""
     os.environ["TORCHDDP_HOST_ID"] = "a" if rank < 2 else "b"
     got = _step(DistributedDataParallel(_model(), transport="shm", wire_dtype=torch.bfloat16), rank)
     for grad, *local in zip(got, *(_step(_model(), r) for r in range(world_size)), strict=True):
@@ -52,7 +52,7 @@ def test_between_hosts(rank, world_size):
 
 @on_ranks(2, 3, 4)
 def test_ranks_without_inputs(rank, world_size):
-    """They send zeros as the others send their gradients."""
+    """They send zeros in the same format as the others' gradients."""
     for dtype in each(HALVES):
         ddp = DistributedDataParallel(_model(), transport="shm", wire_dtype=dtype)
         with ddp.join():
@@ -66,7 +66,7 @@ def test_ranks_without_inputs(rank, world_size):
 
 
 @on_ranks(2)
-def test_other_dtypes_travel_as_they_are_and_bad_arguments(rank):
+def test_other_dtypes_are_sent_unchanged_and_bad_arguments(rank):
     ddp = DistributedDataParallel(seeded(Mlp), transport="shm", wire_dtype=torch.bfloat16)
     plain = DistributedDataParallel(seeded(Mlp), transport="shm")
     for model in (ddp, plain):

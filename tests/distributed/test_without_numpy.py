@@ -1,4 +1,4 @@
-"""torch needs no numpy, and neither does training with this package; nor its extras."""
+"""Like torch, training with this package needs neither numpy nor the extras."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""A rank, run as a program where neither numpy nor any package of the extras can be imported; trains in many ways."""
+"""A rank that trains in many ways, in a program that can't import numpy or any package of the extras."""
 
 import os
 import sys
@@ -10,14 +10,14 @@ MISSING = {"numpy", "rich", "typer", "matplotlib", "lightning", "accelerate", "t
 
 
 class Finder(PathFinder):
-    """Python's own, for which these packages are not installed."""
+    """Python's finder, without these packages."""
 
     @classmethod
     def find_spec(cls, name, path=None, target=None):
         return None if name.partition(".")[0] in MISSING else super().find_spec(name, path, target)
 
 
-sys.meta_path[sys.meta_path.index(PathFinder)] = Finder  # before torch looks for numpy
+sys.meta_path[sys.meta_path.index(PathFinder)] = Finder  # before torch imports numpy
 warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
 
 import pytest  # noqa: E402

@@ -1,4 +1,4 @@
-"""Every test here limits the time in which ranks notice a fault."""
+"""Every test here limits the time until ranks detect a fault."""
 
 from pathlib import Path
 

@@ -1,7 +1,7 @@
-"""One rank of a replica group of several, under torchrun and a torchft Manager; each rank has a network of its own.
+"""One rank of a multi-rank replica group, under torchrun and a torchft Manager; each rank has its own network.
 
-Lines out: `RANK PID step N PARTICIPANTS COMMITTED`, at last `RANK PID done N CHECKSUM`. It trains until the step that
-is written in the file `stop`, and lives until all ranks of all groups have come there.
+Prints `RANK PID step N PARTICIPANTS COMMITTED`, and finally `RANK PID done N CHECKSUM`. It trains until the step in the
+file `stop`, and exits when all ranks of all groups have reached it.
 """
 
 import os
@@ -19,7 +19,7 @@ GROUPS = 2
 
 
 def say(line: str) -> None:
-    """In one write: the ranks of a group share their stdout."""
+    """Print the line in one write, because a group's ranks share stdout."""
     os.write(1, line.encode() + b"\n")
 
 
@@ -29,7 +29,7 @@ def main(folder: Path, name: str) -> None:
     torch.set_num_threads(1)
     torchrun = os.getppid()
     me = f"{os.environ['RANK']} {os.getpid()}"
-    network = make_network(WIDTH, 4, seed=int.from_bytes(os.urandom(4), "little"))  # the weights must be healed
+    network = make_network(WIDTH, 4, seed=int.from_bytes(os.urandom(4), "little"))  # healing must copy these
     inner = torch.optim.AdamW(network.parameters(), 1e-3)
     manager = make_manager(network, inner, name)
     model = fault_tolerance.DistributedDataParallel(manager, network, bucket_cap_mb=0.03)
@@ -47,7 +47,7 @@ def main(folder: Path, name: str) -> None:
     (folder / f"done {name} {os.environ['RANK']}").touch()
     while len(list(folder.glob("done *"))) < GROUPS * int(os.environ["WORLD_SIZE"]) and os.getppid() == torchrun:
         time.sleep(0.05)
-    os._exit(0)  # threads of torchft's managers outlive an ordinary end by seconds
+    os._exit(0)  # threads of torchft's managers would delay a normal exit by seconds
 
 
 if __name__ == "__main__":

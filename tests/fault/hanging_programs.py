@@ -1,4 +1,4 @@
-"""Random programs whose ranks call collectives that do not fit together, and the ranks that run them."""
+"""Random programs whose ranks call mismatched collectives, and the ranks that run them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STALL_S = 1.5  # on a busy machine, gloo's first connections take half a second
 LIMIT_S = 40.0
 GROUP_TIMEOUT_S = 60.0
 
-# What a program writes for each function. `t`: a tensor of this rank; `n`: the group's size; `root`: its first rank.
+# The call of each function. `t`: a tensor of this rank; `n`: the group's size; `root`: its first rank.
 CALLS = {
     "all_reduce": "dist.all_reduce(t, group=g)",
     "broadcast": "dist.broadcast(t, root, group=g)",
@@ -43,22 +43,22 @@ CALLS = {
     "new_group": "dist.new_group([0, 1])",
     "recv": "dist.recv(t, peer, group=g)",
 }
-# In these every rank waits for every other one: whoever is in one while another rank is elsewhere stays there. Those
-# of one line are the same to gloo, which ends the process where sizes differ.
+# In these every rank waits for all others, so a rank hangs in one if another rank doesn't call it. gloo can't
+# distinguish those in the same line, and aborts the process if their sizes differ.
 SYMMETRIC = (
     ("all_reduce",),
     ("barrier",),
     ("all_gather", "all_gather_into_tensor", "all_gather_object"),
 )
 BY_NAME = ("all_reduce", "barrier")  # imported before torchddp watches
-# Over torchddp_shm ranks that are out of step raise at once: there these hang that meet in no message.
+# torchddp_shm raises at once if collectives mismatch; only these kinds, which exchange no message, hang.
 MEET_NOWHERE = ("missing", "other group", "receives", "new group")
 KINDS = ("other function", "one more", "once again", "asynchronous", *MEET_NOWHERE)
 
 
 @dataclass(frozen=True)
 class HangingProgram:
-    """One program, and how many ranks of which backend run it."""
+    """A program, its backend and its number of ranks."""
 
     seed: int
     kind: str
@@ -68,7 +68,7 @@ class HangingProgram:
 
 
 def draw(seed: int) -> HangingProgram:
-    """The program of this seed. Its kinds take turns."""
+    """The program of this seed; seeds cycle through the kinds."""
     dice = random.Random(seed)
     kind = KINDS[seed % len(KINDS)]
     backend = dice.choice(["gloo", "torchddp_shm"]) if kind in MEET_NOWHERE else "gloo"
@@ -90,12 +90,12 @@ def draw(seed: int) -> HangingProgram:
         lines.append(f"    g, n, root, t, peer = {group}, {len(ranks)}, {ranks[0]}, torch.ones({size}), {peer}")
         lines.append(f"    enter({name!r}); {call}; leave()")
 
-    for _ in range(dice.randint(0, 4)):  # what fits together
+    for _ in range(dice.randint(0, 4)):  # matching calls
         group, ranks = ("inner", inner) if dice.random() < 0.4 else ("None", everybody)
         lines.append(f"if rank in {ranks}:")
         add(dice.choice([name for name in CALLS if name not in ("recv", "new_group")]), group, ranks)
     first, second = (dice.choice(alike) for alike in dice.sample(SYMMETRIC, 2))
-    if kind == "once again" and first == "barrier":  # where the others are at the barrier, another line
+    if kind == "once again" and first == "barrier":  # the other ranks' barrier must be in another line
         first, second = second, first
     started = "all_reduce" if first == "barrier" else "barrier"
     lines.append(f"if rank == {culprit}:")
@@ -123,9 +123,9 @@ NAMES = [*CALLS, ""]
 
 
 def run(program: HangingProgram, folder: Path) -> tuple[list[str], list[tuple[str, int]]]:
-    """All reports, and by rank the function ('' if in none) and line where it was when there was one.
+    """All reports, and each rank's function ('' if in none) and line at the time of the report.
 
-    One more rank waits for the first report, and a moment longer; then the others are killed.
+    An extra rank waits for the first report and a moment longer; then the others are killed.
     """
     path = folder / f"program{program.seed}.py"
     path.write_text(program.source)
@@ -175,7 +175,7 @@ def _rank(program: HangingProgram, rank: int, path: Path, places: torch.Tensor) 
     exec(compile(program.source, str(path), "exec"), found)
 
 
-# --- what a report says ---
+# --- parsing a report ---
 
 _CLAUSE = re.compile(
     r"ranks? (?P<ranks>[\d, and-]+?) (?:waits? )?(?:in (?P<function>\w+)[^:;]*?|is )at (?P<file>[\w.]+):(?P<line>\d+)"
@@ -183,7 +183,7 @@ _CLAUSE = re.compile(
 
 
 def named_in(headline: str) -> dict[int, tuple[str, str, int]]:
-    """By rank the function ('' if it is in none), file and line that a headline names."""
+    """Each rank's function ('' if in none), file and line from a report's headline."""
     found: dict[int, tuple[str, str, int]] = {}
     for clause in _CLAUSE.finditer(headline.partition(": they differ")[0]):
         for part in re.findall(r"\d+(?:-\d+)?", clause["ranks"]):

@@ -1,4 +1,4 @@
-"""A rank of test_signals.py: the first waits in backward until a signal ends it, the second joins when told to."""
+"""A rank of test_signals.py: the first waits in backward until a signal ends it; the second joins on request."""
 
 import os
 import signal
@@ -33,7 +33,7 @@ def main() -> None:
             print("ready", flush=True)
             sys.stdin.readline()
             try:
-                loss.backward()  # which the other rank has begun, so that it may end well
+                loss.backward()  # matches the other rank's backward, so that it can finish
                 ddp(torch.ones(2, 8)).sum().backward()
             except RuntimeError as error:
                 print(type(error).__name__, error, flush=True)

@@ -1,4 +1,4 @@
-"""One replica under LocalSGD or DiLoCo of torchft, or our averager, around a torchddp model: prints its checksum."""
+"""One replica with torchft's LocalSGD or DiLoCo, or with our averager, around a torchddp model; prints its checksum."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bad input: an error of the right type whose words say what is wrong, on every rank, and never a hang."""
+"""Bad input: every rank raises an error of the right type that says what is wrong, and none hangs."""
 
 import re
 import warnings
@@ -19,7 +19,7 @@ from tests.models import Branches, Mlp, assert_grads, batch, expected_grads, gra
 
 
 class Bad(NamedTuple):
-    """What `build(ddp_class, rank)` raises on every rank: one of these types, with these words."""
+    """`build(ddp_class, rank)` must raise one of these types with these words on every rank."""
 
     build: Callable[[Any, int], Any]
     errors: str
@@ -82,7 +82,7 @@ def partly_used(ddp_class, rank):
 
 
 def hooked(hook, errors, *words, beyond_torch=""):
-    """A step with a hook."""
+    """A training step with a hook."""
 
     def build(ddp_class, rank):
         ddp = ddp_class(seeded(Mlp))
@@ -131,7 +131,7 @@ def replace_a_parameter(model):
 
 
 def changed(change, name, steps_before):
-    """A model that is changed after it was wrapped."""
+    """A model that is changed after wrapping."""
 
     def build(ddp_class, rank):
         ddp = ddp_class(seeded(Mlp))
@@ -271,7 +271,7 @@ def test_is_refused_on_every_rank(ddp_class, world_size):
 @pytest.mark.beyond_torch("is left in mid-step")
 @on_ranks(2)
 def test_training_goes_on_after_a_hook_has_raised(ddp_class, rank):
-    """The error is told once; the next step is a good one."""
+    """The error is raised once, and the next step is correct."""
     fails = [True]
 
     def hook(state, bucket):
@@ -292,7 +292,7 @@ def test_training_goes_on_after_a_hook_has_raised(ddp_class, rank):
 @pytest.mark.beyond_torch("gives wrong gradients")
 @on_ranks(2)
 def test_wrapping_twice_with_torchs_class_inside_or_around(ddp_class, rank):
-    """With views two reducers write to one memory: an error. Without them the averages are right."""
+    """With views two reducers write to the same memory, which is an error. Without views the averages are correct."""
     inner = TorchDDP(seeded(Mlp), gradient_as_bucket_view=True)
     for wrapped in (inner, nn.Sequential(inner, nn.Linear(1, 1))):
         with pytest.raises(ValueError, match="Wrap once"):
@@ -309,7 +309,7 @@ def test_wrapping_twice_with_torchs_class_inside_or_around(ddp_class, rank):
 
 
 @on_ranks(2)
-def test_wrapping_once_warns_of_nothing(ddp_class, rank):
+def test_wrapping_once_gives_no_warning(ddp_class, rank):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         ddp = ddp_class(seeded(Mlp))

@@ -1,4 +1,4 @@
-"""The chaos suite itself: its trials pass, and trials that are wrong on purpose fail."""
+"""Tests of the chaos suite: its trials pass, and deliberately wrong trials fail."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ pytestmark = pytest.mark.beyond_torch("names neither the rank nor the bucket")
 
 @pytest.fixture
 def chaos(tmp_path, capfd):
-    """A function that runs the command in a fork, which need not import anything.
+    """A function that runs the command in a fork, without repeating imports.
 
-    It gives its exit code, the trials, and what was printed.
+    It returns the exit code, the trials, and the output.
     """
 
     def run(*arguments: str) -> tuple[int, list[dict], str]:
@@ -37,15 +37,15 @@ def chaos(tmp_path, capfd):
 
 @pytest.mark.slow
 def test_nine_trials(chaos):
-    """Every kind but a slow rank, over every transport once."""
+    """Every kind except a slow rank, once over every transport."""
     kinds = ",".join(kind for kind in plan.KINDS if kind != plan.SLOW)
     code, rows, said = chaos("--trials", "9", "--kinds", kinds, "--over", "shm,gloo", "--seed", "3")
     assert code == 0 and all(row["passed"] for row in rows), said
     assert len({(row["kind"], row["over"]) for row in rows}) == 9
 
 
-def test_trials_that_are_wrong_on_purpose_fail(chaos):
-    """A rank that trains other weights than it should, and one that leaves a process behind."""
+def test_deliberately_wrong_trials_fail(chaos):
+    """A rank that trains wrong weights, and a rank that leaves a process behind."""
     kinds = f"{plan.CORRUPT},{plan.ORPHAN}"
     code, rows, said = chaos("--trials", "2", "--kinds", kinds, "--over", "shm", "--world-sizes", "2")
     assert code == 1

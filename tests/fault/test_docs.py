@@ -1,4 +1,4 @@
-"""Examples of docs/fault_tolerance.md and docs/hang_reports.md run, and print what the pages say."""
+"""Examples of docs/fault_tolerance.md and docs/hang_reports.md run and print what the pages show."""
 
 import os
 import re
@@ -25,7 +25,7 @@ def test_the_example_of_fail_together():
 @pytest.mark.slow
 @pytest.mark.beyond_torch("torch waits in silence")
 def test_the_example_of_collectives(tmp_path):
-    """Line for line, but for the seconds."""
+    """Every line must match, except for seconds."""
     code, _, told = code_of("hang_reports.md", "Collectives of the program").partition("torchddp hang report")
     script = tmp_path / "train.py"
     script.write_text(code.strip())

@@ -1,4 +1,4 @@
-"""torchddp.fail_together: an exception that leaves one rank's training loop ends those of the others."""
+"""torchddp.fail_together: an exception that escapes one rank's training loop ends all ranks' loops."""
 
 import contextlib
 import logging
@@ -25,7 +25,7 @@ TEXT = "no such file: shard-0001.tar"
 
 
 class Fragile(Branching):
-    """An Mlp that fails where it is told to."""
+    """An Mlp that fails in forward or backward on request."""
 
     fails_in = ""
 
@@ -63,7 +63,7 @@ def train(rank, culprit, where, **options):
 
 
 def ending(body, *args, **kwargs):
-    """How a body ended: type, text, cause and attributes of the error, and when (a clock that all processes share)."""
+    """How a body ended: the error's type, text, cause and attributes, and the time on a system-wide clock."""
     kind, said, cause, about = "", "", "", {}
     try:
         body(*args, **kwargs)
@@ -121,7 +121,7 @@ def average_for_ever():
 
 
 @pytest.mark.parametrize("body", [spin_in_python, multiply, average_for_ever])
-def test_peers_that_run_or_average(body):
+def test_peers_that_compute_or_average_are_interrupted(body):
     def loop(rank):
         with torchddp.fail_together():
             if rank == 1:
@@ -149,7 +149,7 @@ def in_a_barrier():
 
 
 @pytest.mark.parametrize("body", [in_a_barrier, pytest.param(swallow_everything, marks=pytest.mark.slow)])
-def test_who_can_not_be_interrupted_is_ended(body, capfd):
+def test_a_rank_that_cannot_be_interrupted_is_killed(body, capfd):
     def loop(rank):
         with torchddp.fail_together(grace_s=1.0):
             if rank == 1:
@@ -159,13 +159,13 @@ def test_who_can_not_be_interrupted_is_ended(body, capfd):
 
     def work(rank):
         result = ending(loop, rank)
-        time.sleep(2.5)  # the connections stay, or a barrier would end by them
+        time.sleep(2.5)  # the connections stay open: closing them would end the barrier
         return result
 
     since_s = time.monotonic()
     outcomes = run_outcomes(work, 2, timeout=20, straggler_s=10)
     assert time.monotonic() - since_s < 0.3 + LIMIT_S + 2.5
-    assert outcomes[0].exit_code == 1 and "died without a word" in outcomes[0].error, outcomes[0]
+    assert outcomes[0].exit_code == 1 and "died without an error message" in outcomes[0].error, outcomes[0]
     assert outcomes[1].value.kind == "ValueError", outcomes[1]
     said = capfd.readouterr().err
     for part in ("rank 0 ends with exit code 1", "rank 1 failed", TEXT, body.__name__):
@@ -173,7 +173,7 @@ def test_who_can_not_be_interrupted_is_ended(body, capfd):
 
 
 def test_two_ranks_that_fail_at_once():
-    """Each keeps its own error, and the others hear of one of them: of the same."""
+    """Each keeps its own error, and all others report the same one of the two."""
 
     def loop(rank):
         with torchddp.fail_together():
@@ -189,7 +189,7 @@ def test_two_ranks_that_fail_at_once():
 
 
 def test_what_ends_a_loop_and_what_does_not():
-    """Several loops one after another, over the same group: boards are numbered alike on all ranks."""
+    """Several loops in sequence over the same group: boards are numbered equally on all ranks."""
 
     def raising(rank, error):
         with torchddp.fail_together():
@@ -202,7 +202,7 @@ def test_what_ends_a_loop_and_what_does_not():
         for error in (KeyboardInterrupt(), SystemExit(3), SystemExit("bad config")):
             dist.barrier()
             found[repr(error)] = ending(raising, rank, error)
-        # What is caught inside is nobody's business, nor is an exit that is none.
+        # Exceptions caught inside the loop and exits with status 0 end no other rank.
         with torchddp.fail_together():
             for _ in range(3):
                 with contextlib.suppress(ValueError):
@@ -222,8 +222,8 @@ def test_what_ends_a_loop_and_what_does_not():
 
 
 @on_ranks(2)
-def test_nothing_arrives_after_the_end(rank):
-    """Ranks leave at the moment at which another fails: the error comes out of the context, or never."""
+def test_no_error_is_raised_after_the_end(rank):
+    """Ranks leave just as another fails: the error is raised by the context or not at all."""
     for attempt in range(4):
         with contextlib.suppress(PeerFailedError, ValueError), torchddp.fail_together():
             if rank == 1:
@@ -231,13 +231,13 @@ def test_nothing_arrives_after_the_end(rank):
             until_s = time.monotonic() + 0.2 + 0.04 * attempt
             while time.monotonic() < until_s:
                 pass
-        for _ in range(20_000):  # Python code, in which it would be raised
+        for _ in range(20_000):  # Python code that a late error would interrupt
             sum(range(3))
         dist.barrier()
     time.sleep(0.5)
 
 
-def test_a_peer_that_dies_is_named_as_ever():
+def test_a_dead_peer_is_still_named():
     def loop(rank):
         model = torchddp.DistributedDataParallel(seeded(Mlp).float(), transport="shm", bucket_cap_mb=0.001)
         with torchddp.fail_together():
@@ -296,14 +296,14 @@ def test_one_rank_forks_and_no_group():
     run_ranks(work, 2)
 
 
-def test_a_body_that_makes_the_process_group_itself():
+def test_a_body_that_creates_the_process_group():
     def work(rank):
         store = dist.distributed_c10d._get_default_store()
         dist.destroy_process_group()
 
         def body():
             with torchddp.fail_together() as watch:
-                watch.start()  # there is no group: nothing
+                watch.start()  # does nothing without a group
                 dist.init_process_group("gloo", store=dist.PrefixStore("own", store), rank=rank, world_size=2)
                 watch.start()
                 watch.start()
@@ -317,7 +317,7 @@ def test_a_body_that_makes_the_process_group_itself():
     assert_told(run_ranks(work, 2, timeout=LONG_S), 0)
 
 
-def test_a_store_that_is_down_is_told_once(caplog):
+def test_a_store_that_is_down_is_logged_once(caplog):
     class Down:
         def set_timeout(self, timeout):
             pass
@@ -344,12 +344,12 @@ def test_a_store_that_is_down_is_told_once(caplog):
         return [record.getMessage() for record in caplog.records if "store" in record.getMessage()]
 
     for told in run_ranks(work, 2):
-        assert len(told) == 2, told  # once for each context
+        assert len(told) == 2, told  # once per context
         assert "fail_together on rank" in told[0]
 
 
 @on_ranks(2)
-def test_a_good_end_waits_for_nobody_and_a_context_is_entered_once(rank):
+def test_a_normal_end_waits_for_no_rank_and_a_context_is_entered_once(rank):
     since_s = time.monotonic()
     with torchddp.fail_together():
         time.sleep(rank)

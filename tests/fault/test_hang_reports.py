@@ -1,4 +1,4 @@
-"""Ranks that wait for one that does not come: one report says who, what, where and why, and then all raise."""
+"""Ranks that wait for a missing rank: one report says which, what, where and why, and then all raise."""
 
 import json
 import logging
@@ -22,8 +22,8 @@ from tests.unit.helpers import wait_until
 from torchddp.diagnose import diagnosis
 
 STALL_S = 0.5
-TIMEOUT_S = 1.8  # of a reduction, less than four stalls: none is reported twice
-RAISED_S = TIMEOUT_S + 1.5  # the culprit is there for so long, so that nobody sees it go
+TIMEOUT_S = 1.8  # of a reduction, less than four times the stall limit: no hang is reported twice
+RAISED_S = TIMEOUT_S + 1.5  # how long the culprit stays connected
 SECONDS = 60.0
 slow = pytest.mark.slow
 
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.beyond_torch("torch's class waits in silence")
 
 
 class Reports(logging.Handler):
-    """What this rank has printed; report files go to the folder."""
+    """The reports that this rank logged; report files are written to the folder."""
 
     def __init__(self, folder):
         super().__init__()
@@ -44,7 +44,7 @@ class Reports(logging.Handler):
 
 
 class Wider(Mlp):
-    """An Mlp with a bucket more, which is the last."""
+    """An Mlp with one more bucket at the end."""
 
     def __init__(self):
         super().__init__()
@@ -84,7 +84,7 @@ def skipped_a_batch(ddp, rank, step, _):
 
 def entered_another_collective(ddp, rank, step, other):
     loss = loss_of(ddp(batch(rank, step)))
-    with pytest.raises(RuntimeError):  # the others are gone by then
+    with pytest.raises(RuntimeError):  # the others have left by then
         dist.all_reduce(loss.detach(), group=other)
 
 
@@ -93,7 +93,7 @@ def has_another_model(ddp, rank, step, _):
 
 
 BUCKET = r"rank C has not produced middle\.bias, middle\.weight \(bucket 1 of 3, step 4\); "
-# What the report says of the culprit, C; the step is the fourth.
+# The report's text about the culprit, C, in the fourth step.
 EXPECTED = {
     raised: BUCKET + "it left backward with ValueError: no such number",
     raised_in_forward: r"rank C has not ended the forward of step 4; it left forward with RuntimeError: mat1",
@@ -143,7 +143,7 @@ def run_case(case, transport, world_size, culprit, folder):
 
 
 def check_report(values, case, culprit, folder):
-    """Exactly one report, by one rank, in the errors of all, and the same in the file."""
+    """Exactly one rank logs a report; all errors and the file contain it."""
     printed = [text for texts, _ in values for text in texts]
     assert len(printed) == 1, printed
     headline = printed[0].partition("\n")[0].removeprefix("torchddp hang report: ")
@@ -187,7 +187,7 @@ def test_the_culprit_is_named(case, transport, world_size, culprit, tmp_path):
 
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
 def test_a_dead_rank(transport, tmp_path):
-    """Its connections close, so that the others may raise before they have waited long enough for a report."""
+    """Its connections close, so the others may raise before a report is due."""
     values = run_case(died, transport, 2, 1, tmp_path)
     if any(texts for texts, _ in values):
         check_report(values, died, 1, tmp_path)
@@ -199,7 +199,7 @@ def monitor_of(ddp):
 
 
 def test_no_report_without_a_stall(tmp_path):
-    """A slow rank below the limit, buffers, a deleted model, a destroyed group: silence, also in other logs."""
+    """Delays below the limit, buffers, a deleted model and a destroyed group are not logged anywhere."""
 
     def work(rank):
         reports = Reports(tmp_path)
@@ -218,7 +218,7 @@ def test_no_report_without_a_stall(tmp_path):
         assert wait_until(lambda: not monitor._sources, 5)
         assert monitor_of(torchddp.DistributedDataParallel(seeded(Mlp), stall_report_s=0)) is None
         other = torchddp.DistributedDataParallel(seeded(Mlp))
-        assert monitor_of(other) is monitor  # one for all models of the process
+        assert monitor_of(other) is monitor  # shared by all models of the process
         assert other.observers.get("hang_reports").waits.stall_s == 10.0  # a third of the group's timeout
         dist.barrier()
         dist.destroy_process_group()
@@ -230,7 +230,7 @@ def test_no_report_without_a_stall(tmp_path):
 
 
 def test_a_training_loop_in_another_thread(tmp_path):
-    """As trainers run it: what the main thread handles meanwhile is nobody's reason, and the thread's place is told."""
+    """As in some trainers: the report shows the loop thread's position, not the main thread's handled exception."""
 
     def work(rank):
         reports = Reports(tmp_path)
@@ -261,8 +261,8 @@ def test_a_training_loop_in_another_thread(tmp_path):
 
 
 @pytest.mark.parametrize("in_the_way", ["file", "link"])
-def test_reports_are_this_users_alone(in_the_way, tmp_path, monkeypatch):
-    """In a folder that others write to as well: nothing there is followed, written to or readable for them."""
+def test_reports_are_private_to_the_user(in_the_way, tmp_path, monkeypatch):
+    """In a shared folder no existing link is followed, no file overwritten, and no report readable by others."""
     theirs, target = tmp_path / "tmp", tmp_path / "of_the_user"
     theirs.mkdir()
     target.write_text("precious")
@@ -272,7 +272,7 @@ def test_reports_are_this_users_alone(in_the_way, tmp_path, monkeypatch):
     first = diagnosis.write_report(content)
     assert first is not None and stat.S_IMODE(first.stat().st_mode) == 0o600
     first.unlink()
-    # The same names again, this time taken.
+    # The same names, which now exist.
     monkeypatch.setattr(diagnosis.time, "strftime", lambda _: first.name.removeprefix("torchddp-hang-")[:15])
     for name in (first, first.with_name(f"{first.name}.guessed.part")):
         name.symlink_to(target) if in_the_way == "link" else name.write_text("theirs")
@@ -285,7 +285,7 @@ def test_reports_are_this_users_alone(in_the_way, tmp_path, monkeypatch):
 
 
 def test_a_stall_that_ends_while_ranks_are_asked(tmp_path):
-    """A rank that comes late, again and again, just as a report would be made: none, or one that names it."""
+    """A rank is repeatedly late until just before a report is due: there is no report, or one that names it."""
 
     def work(rank):
         reports = Reports(tmp_path)
@@ -303,8 +303,8 @@ def test_a_stall_that_ends_while_ranks_are_asked(tmp_path):
 
 
 @slow
-def test_the_process_with_the_store_is_stopped(tmp_path):
-    """torch's client of its store then waits for ever: each rank says what it knows alone."""
+def test_the_process_that_hosts_the_store_is_stopped(tmp_path):
+    """torch's store client then waits forever, so each rank reports what it knows by itself."""
 
     def work(rank):
         reports = Reports(tmp_path)
@@ -318,7 +318,7 @@ def test_the_process_with_the_store_is_stopped(tmp_path):
         if rank > 0:
             store = dist.TCPStore("127.0.0.1", port[0], is_master=False)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=3)
-        keep_until_exit(dist.group.WORLD)  # to destroy it, gloo would wait for the reduction that hangs
+        keep_until_exit(dist.group.WORLD)  # destroying it would wait for the hanging reduction
         ddp = torchddp.DistributedDataParallel(
             seeded(Mlp), transport="c10d", timeout=timedelta(seconds=9), stall_report_s=STALL_S
         )

@@ -1,4 +1,4 @@
-"""A rank that dies or stalls in mid-step: the others raise, naming rank, bucket and parameters, and never hang."""
+"""A rank dies or stalls mid-step: the others raise, naming rank, bucket and parameters, and never hang."""
 
 import os
 import re
@@ -16,7 +16,7 @@ from tests.harness import run_ranks
 from tests.models import Mlp, seeded, step_on
 
 GROUP_TIMEOUT_S = 2.0
-DEATH_NOTICED_S = 5.0  # a closed connection is seen at once; the rest is for a busy machine
+DEATH_NOTICED_S = 5.0  # a closed connection is detected at once; the rest allows for a busy machine
 MARGIN_S = 6.0
 FAULT_STEP = 2
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.beyond_torch("names neither the bucket nor its paramete
 
 
 class Fragile(Mlp):
-    """An Mlp that sends a signal to its own process half-way through backward."""
+    """An Mlp that sends a signal to its own process halfway through backward."""
 
     signal_number = 0
 
@@ -45,7 +45,7 @@ def _train_until_fault(rank, ddp_class, number, options, settle_s):
     dist.barrier()
     if rank == 1:
         ddp.module.signal_number = number
-    # An asynchronous transport may notice one step later.
+    # An asynchronous transport may detect the fault one step later.
     return error_of(lambda: [step_on(ddp, rank, FAULT_STEP + step) for step in range(3)])
 
 
@@ -76,33 +76,33 @@ KILLS = {
     "our hook over shm": ({**OURS, "transport": "shm"}, 2),
     "our hook over c10d": ({**OURS, "transport": "c10d"}, 2),
     "torch's hook": ({**TORCHS, "transport": "shm"}, 2),
-    "three": ({}, 3),  # also the rank that has no connection of its own to the dead one in a ring
+    "three": ({}, 3),  # also a rank without a direct connection to the dead one in the ring
 }
 
 
 @pytest.mark.parametrize("kill", KILLS)
-def test_killed_rank_is_noticed_within_seconds(ddp_class, kill):
+def test_killed_rank_is_detected_within_seconds(ddp_class, kill):
     options, world_size = KILLS[kill]
     for rank, types, text, seconds in _survivors(ddp_class, signal.SIGKILL, world_size, options):
         _assert_tells(rank, types, text)
         assert seconds < DEATH_NOTICED_S, f"rank {rank} took {seconds:.1f} s"
 
 
-def test_killed_rank_is_named_where_only_a_connection_has_ended(ddp_class):
+def test_killed_rank_is_named_if_only_a_connection_closes(ddp_class):
     for _, _, text, _ in _survivors(ddp_class, signal.SIGKILL, 3, {"transport": "c10d"}, settle_s=1.0):
         assert re.search(r"rank 1 is gone \(process \d+ of this host\)", text), text
 
 
-def test_stopped_rank_is_noticed_within_the_groups_timeout(ddp_class):
+def test_stopped_rank_is_detected_within_the_groups_timeout(ddp_class):
     for rank, types, text, seconds in _survivors(ddp_class, signal.SIGSTOP, 2, {}):
         _assert_tells(rank, types, text)
         assert GROUP_TIMEOUT_S * 0.5 < seconds < GROUP_TIMEOUT_S + MARGIN_S, f"rank {rank} took {seconds:.1f} s"
 
 
-# Before its second step a rank agrees with the others on new buckets: that is bounded too, and has no bucket to name.
+# Before the second step ranks agree on new buckets: this wait is bounded too, but concerns no bucket.
 @pytest.mark.parametrize(("limit_s", "steps_before"), [(None, 2), (1.0, 1)])
-def test_rank_that_makes_a_step_less(ddp_class, limit_s, steps_before):
-    """The other must not wait for ever: for the group's timeout, or `timeout=` where that is shorter."""
+def test_rank_that_runs_one_step_fewer(ddp_class, limit_s, steps_before):
+    """The other rank waits only for the group's timeout, or for a shorter `timeout=`."""
 
     def work(rank):
         ddp = ddp_class(seeded(Mlp), **({"timeout": timedelta(seconds=limit_s)} if limit_s else {}))

@@ -1,4 +1,4 @@
-"""Ranks that share memory and stop, leave, raise or die: the others say who it was, hang nowhere, and can go on."""
+"""Ranks that share memory and stop, leave, raise or die: the others name the rank, never hang, and can continue."""
 
 import os
 import re
@@ -16,20 +16,20 @@ from tests.harness import on_ranks, run_ranks
 from tests.models import Mlp, assert_grads, batch, grads_of, local_grads, loss_of, mean_grads, seeded, step_on
 from torchddp.transport import shm
 
-LIMIT_S = 1.0  # of an operation, where a test waits for it to run out
+LIMIT_S = 1.0  # timeout of an operation, in tests that wait for it
 NOTICED_S = 2.0
-STEPS_BEFORE = 2  # buckets are rebuilt in the second
+STEPS_BEFORE = 2  # buckets are rebuilt in the second step
 
 pytestmark = pytest.mark.beyond_torch("knows no shared memory")
 
 
 def wrap(ddp_class, model=None, **options):
-    """Shared memory and three buckets."""
+    """Wrap the model with three buckets in shared memory."""
     return ddp_class(model or seeded(Mlp), transport="shm", bucket_cap_mb=0.001, **options)
 
 
 def assert_steps_of(ddp, rank, ranks, steps=1, run=step_on):
-    """Their gradients are the mean of these ranks'."""
+    """Assert that the steps' gradients are means over these ranks."""
     for step in range(steps):
         ddp.zero_grad()
         run(ddp, rank, step)
@@ -45,7 +45,7 @@ def trained(ddp_class, rank, **options):
 
 
 def error_of(train):
-    """(names of the error's classes, its text, after how many seconds) of what `train` raises."""
+    """(class names, text, seconds until raised) of the error that `train` raises."""
     started_s = time.monotonic()
     with pytest.raises(RuntimeError) as caught:
         train()
@@ -53,7 +53,7 @@ def error_of(train):
 
 
 def error_of_steps(ddp, rank, steps=3):
-    """Of a few steps: a rank may finish one that its peers have done their part of."""
+    """The error of a few steps: a rank may finish a step to which its peers have contributed."""
     return error_of(lambda: [step_on(ddp, rank, STEPS_BEFORE + step) for step in range(steps)])
 
 
@@ -65,7 +65,7 @@ def assert_names(told, culprit, at_most_s=NOTICED_S):
 
 
 def stop_for(seconds):
-    """SIGSTOP to this process; a child wakes it up again."""
+    """SIGSTOP this process; a child continues it later."""
     parent = os.getpid()
     child = os.fork()
     if child == 0:
@@ -78,8 +78,8 @@ def stop_for(seconds):
 
 @pytest.mark.parametrize("late_s", [0.0, 0.4 * LIMIT_S])
 @on_ranks(3, timeout=20)
-def test_all_who_wait_for_a_stopped_rank_name_it_and_it_errs_when_it_wakes(ddp_class, late_s, rank):
-    """Also a rank that began to wait later, and sees another give up first."""
+def test_all_ranks_name_a_stopped_rank_which_raises_when_it_wakes(ddp_class, late_s, rank):
+    """Also a rank that started to wait later, and sees another give up first."""
     ddp = trained(ddp_class, rank, timeout=timedelta(seconds=LIMIT_S))
     if rank == 1:
         stop_for(2.5 * LIMIT_S)
@@ -87,10 +87,10 @@ def test_all_who_wait_for_a_stopped_rank_name_it_and_it_errs_when_it_wakes(ddp_c
     time.sleep(late_s if rank == 2 else 0)
     told = error_of_steps(ddp, rank)
     assert_names(told, 1, at_most_s=LIMIT_S + NOTICED_S)
-    assert rank == 2 or told[2] > 0.9 * LIMIT_S, "nobody knew before the timeout"
+    assert rank == 2 or told[2] > 0.9 * LIMIT_S, "no rank detected it before the timeout"
 
 
-def test_rank_that_leaves_in_good_order(ddp_class):
+def test_rank_that_leaves_normally(ddp_class):
     def work(rank):
         ddp = trained(ddp_class, rank)
         if rank != 1:
@@ -105,7 +105,7 @@ def test_rank_that_leaves_in_good_order(ddp_class):
 
 
 def test_death_of_a_rank_whose_child_lives_on(ddp_class, tmp_path):
-    """A forked child holds its parent's sockets open and its memory mapped, as the worker of a DataLoader does."""
+    """A forked child, such as a DataLoader worker, keeps its parent's sockets open and its memory mapped."""
     child_path = tmp_path / "child"
 
     def work(rank):
@@ -118,7 +118,7 @@ def test_death_of_a_rank_whose_child_lives_on(ddp_class, tmp_path):
             child_path.write_text(str(child))
             os.kill(os.getpid(), signal.SIGKILL)
         told = error_of_steps(ddp, rank, steps=1)
-        assert int(child_path.read_text()) in holders_of(segments_of()), "the child does not hold what it should"
+        assert int(child_path.read_text()) in holders_of(segments_of()), "the child lacks the socket or the memory"
         return told
 
     try:
@@ -130,7 +130,7 @@ def test_death_of_a_rank_whose_child_lives_on(ddp_class, tmp_path):
 
 
 @pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"static_graph": True}], ids=str)
-def test_survivors_go_on_in_a_group_of_their_own(ddp_class, options):
+def test_survivors_continue_in_a_new_group(ddp_class, options):
     survivors = [0, 2, 3]
 
     def work(rank):
@@ -164,8 +164,8 @@ def test_survivors_are_halved_twice(ddp_class, rank):
 
 
 @on_ranks(3, needed_ranks=[0, 2], timeout=30, straggler_s=25)
-def test_death_before_the_ranks_have_met(ddp_class, rank):
-    """Between the exchange of addresses and that of memory: there is nobody yet to be seen dying."""
+def test_death_before_the_ranks_have_connected(ddp_class, rank):
+    """Death between the exchange of addresses and of memory, when there is no connection yet."""
     if rank == 1:
         shm._C.ShmEndpoint.connect = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
     _, text, seconds = error_of(lambda: wrap(ddp_class))
@@ -187,7 +187,7 @@ def test_nothing_is_mapped_once_model_and_gradients_are_gone(ddp_class, rank):
 
 
 @on_ranks(2)
-def test_wrapping_again_and_again_leaves_no_file_open(ddp_class, rank):
+def test_repeated_wrapping_leaves_no_file_open(ddp_class, rank):
     wrap(ddp_class)
     before = os.listdir("/proc/self/fd")
     for _ in range(5):
@@ -197,10 +197,10 @@ def test_wrapping_again_and_again_leaves_no_file_open(ddp_class, rank):
 
 
 @on_ranks(3, timeout=30)
-def test_late_writes_of_a_stopped_rank_reach_nobody(ddp_class, rank):
-    """It wakes with a piece of an old sum in its hands, while the others train on without it."""
+def test_late_writes_of_a_stopped_rank_reach_no_rank(ddp_class, rank):
+    """It wakes up in the middle of an old sum, while the others train without it."""
     peers = [0, 2]
-    width = 128  # gradients of several chunks, which ranks take from each other
+    width = 128  # gradients of several chunks, which any rank may sum
 
     def train(ddp, rank, step):
         loss_of(ddp(batch(rank, step, 5, width))).backward()

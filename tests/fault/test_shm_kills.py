@@ -1,4 +1,4 @@
-"""Ranks that share memory are killed at random instants: the others say at once who it was, and nothing is left."""
+"""Ranks that share memory are killed at random instants: the others name the rank at once, and nothing is left."""
 
 import dataclasses
 import random
@@ -32,7 +32,7 @@ class Kill:
     victim: int
     phase: str
     step: int
-    gradient: int  # of "hook": which gradient is ready
+    gradient: int  # for "hook": the gradient that is ready
     delay_s: float
 
     def at(self, phase: str, gradient: int | None = None) -> bool:
@@ -42,7 +42,7 @@ class Kill:
 def kill(seed: int) -> Kill:
     chance = random.Random(seed)
     world_size = (2, 2, 3, 4)[seed % 4]
-    # Just then, a moment later, or when it is long somewhere else.
+    # At once, a moment later, or much later in another phase.
     delay_us = chance.choice([1, 10 ** chance.uniform(0, 2.5), 10 ** chance.uniform(2.5, 4)])
     return Kill(
         seed, world_size, chance.randrange(world_size), PHASES[seed // 4 % len(PHASES)], chance.randrange(STEPS),
@@ -51,14 +51,14 @@ def kill(seed: int) -> Kill:
 
 
 def die_in(seconds: float, log: Path) -> None:
-    """By the kernel, wherever the process is then; writes the time of death to `log`."""
+    """Let the kernel kill the process at that time, wherever it is; write the time of death to `log`."""
     log.write_text(str(time.monotonic() + seconds))
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_REAL, seconds)
 
 
 def train(rank: int, ddp_class: type, plan: Kill, folder: Path, sharded: bool) -> dict:
-    """What a rank saw: how many steps were right, the error and its time, the segments it had mapped."""
+    """Train; return the number of correct steps, the error and its time, and the mapped segments."""
     seen = {"steps": 0, "types": [], "text": "", "time_s": 0.0, "segments": set()}
 
     def visit(phase: str, gradient: int | None = None) -> None:
@@ -72,7 +72,7 @@ def train(rank: int, ddp_class: type, plan: Kill, folder: Path, sharded: bool) -
                 die_in(plan.delay_s, folder / "death")
             return super().sync_states(transport, src, buffers=buffers)
 
-    module.ReducerSession = Watched  # in this rank's process
+    module.ReducerSession = Watched  # only in this rank's process
     model = Stamped(False, visit)
     model.register_buffer("counted", torch.zeros(500))
     expected = simulate(range(plan.world_size), STEPS)
@@ -104,7 +104,7 @@ def train(rank: int, ddp_class: type, plan: Kill, folder: Path, sharded: bool) -
 
 
 def run(ddp_class: type, plan: Kill, folder: Path, sharded: bool) -> tuple[list[str], set[str]]:
-    """What was wrong, and the segments there were."""
+    """Run the plan; return failures and the segments that were mapped."""
     survivors = [rank for rank in range(plan.world_size) if rank != plan.victim]
     (folder / "death").unlink(missing_ok=True)
     options = {"needed_ranks": survivors, "timeout": 20, "straggler_s": 5}
@@ -118,7 +118,7 @@ def run(ddp_class: type, plan: Kill, folder: Path, sharded: bool) -> tuple[list[
             continue
         segments |= seen["segments"]
         if seen["steps"] == STEPS and not seen["types"]:
-            continue  # it needed nothing more of the dead
+            continue  # it needed nothing more from the dead rank
         late_s = seen["time_s"] - float((folder / "death").read_text())
         named = "TransportError" in seen["types"] and re.search(rf"rank {plan.victim}\b", seen["text"])
         if not named or not 0 < late_s < NOTICED_S:

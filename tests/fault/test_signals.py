@@ -1,4 +1,4 @@
-"""Handlers of signals run while a rank waits: what they raise ends the wait, and otherwise it goes on."""
+"""Signal handlers run while a rank waits: an exception ends the wait; otherwise it continues."""
 
 import functools
 import os
@@ -23,8 +23,8 @@ from torchddp import _C, TransportError
 from torchddp.averaging import StreamingDiLoCo
 from torchddp.transport.waits import wait_for_future, wait_for_keys
 
-LIMIT_S = 120.0  # of every operation: nothing here comes near it
-SOON_S = 20.0  # a fraction of a second, on a machine that does other things
+LIMIT_S = 120.0  # of every operation: no test here gets near it
+SOON_S = 20.0  # usually a fraction of a second; the rest allows for a busy machine
 TRANSPORTS = ["shm", "c10d"]
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.beyond_torch("torch's class runs handlers when the wait
 
 
 def hit(number: int = signal.SIGINT, after_s: float = 0.3) -> None:
-    """This process, from another thread, when the main one waits."""
+    """Signal this process from another thread while the main one waits."""
     threading.Timer(after_s, os.kill, (os.getpid(), number)).start()
 
 
@@ -45,33 +45,33 @@ def raises_soon(kind: type[BaseException], call) -> BaseException:
 
 
 def gives_up_soon(call) -> None:
-    """An error that says that rank 0 gave up: of the second call at the latest, for rank 0 has begun the first."""
+    """The first or second call must raise that rank 0 gave up: rank 0 has started the first."""
     error = raises_soon(TransportError, lambda: [call(), call()])
     assert "rank 0 gave up" in str(error), error
 
 
-def tell(what: str) -> None:
+def post(what: str) -> None:
     dist.distributed_c10d._get_default_store().set(what, "")
 
 
-def hear(what: str) -> None:
+def await_post(what: str) -> None:
     dist.distributed_c10d._get_default_store().wait([what])
 
 
 def meet(rank: int) -> None:
-    """The two ranks keep their connections until both have come here."""
-    tell(f"rank {rank} is done")
-    hear(f"rank {1 - rank} is done")
+    """Keep both ranks' connections open until both get here."""
+    post(f"rank {rank} is done")
+    await_post(f"rank {1 - rank} is done")
 
 
 def interrupts_rank_0(rank: int, call) -> None:
-    """Rank 0 in this call; the others come back when it has been."""
+    """Interrupt rank 0 in this call; the others return after that."""
     if rank == 0:
         hit()
         raises_soon(KeyboardInterrupt, call)
-        tell("rank 0 was interrupted")
+        post("rank 0 was interrupted")
     else:
-        hear("rank 0 was interrupted")
+        await_post("rank 0 was interrupted")
 
 
 on_waiting_ranks = functools.partial(on_ranks, timeout=90, group_timeout_s=LIMIT_S)
@@ -101,8 +101,8 @@ def test_an_interrupt_ends_a_backward_and_leaves_the_reducer_idle(transport, ran
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @on_waiting_ranks(2)
-def test_what_follows_an_interrupt_is_an_error_at_once(transport, rank):
-    """In the forward that rebuilds buckets. Another collective would meet one that the peers have not come to yet."""
+def test_operations_after_an_interrupt_fail_at_once(transport, rank):
+    """In the forward that rebuilds buckets, another collective would be matched with an earlier one of the peers."""
     ddp = torchddp.DistributedDataParallel(seeded(Mlp), bucket_cap_mb=0.001, transport=transport)
     step_on(ddp, rank, 0)
     interrupts_rank_0(rank, lambda: step_on(ddp, rank, 1))
@@ -115,14 +115,14 @@ def test_what_follows_an_interrupt_is_an_error_at_once(transport, rank):
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_handler_that_returns_lets_the_wait_go_on(transport):
+def test_the_wait_continues_after_a_handler_returns(transport):
     def work(rank):
         ddp = torchddp.DistributedDataParallel(seeded(Mlp), transport=transport)
         if rank == 0:
-            signal.signal(signal.SIGTERM, lambda *_: tell("the handler has run"))
+            signal.signal(signal.SIGTERM, lambda *_: post("the handler has run"))
             hit(signal.SIGTERM)
         else:
-            hear("the handler has run")  # before this rank takes part
+            await_post("the handler has run")  # before this rank joins
         step_on(ddp, rank)
         return grads_of(ddp)
 
@@ -131,7 +131,7 @@ def test_a_handler_that_returns_lets_the_wait_go_on(transport):
 
 
 class Promised:
-    """A hook whose future nobody completes."""
+    """A hook whose future never completes."""
 
     def __init__(self):
         self.futures = []
@@ -151,7 +151,7 @@ def test_an_interrupt_ends_the_wait_for_a_hook(rank):
 
 
 @pytest.mark.parametrize("own", [True, False], ids=["its own timeout", "the group's"])
-def test_a_hook_that_never_completes_its_future_is_waited_for_no_longer_than_the_timeout(own):
+def test_the_wait_for_a_hook_that_never_completes_times_out(own):
     def work(rank):
         options = {"timeout": timedelta(seconds=0.5)} if own else {}
         ddp = torchddp.DistributedDataParallel(seeded(Mlp), transport="c10d", **options)
@@ -161,7 +161,7 @@ def test_a_hook_that_never_completes_its_future_is_waited_for_no_longer_than_the
         for part in ("rank 0, step 1", "bucket 0 of 1", "'first.weight'", "hook's future was not completed", limit):
             assert part in error, error
         assert ddp.reducer.status()["phase"] == "idle"
-        if own:  # futures that are queued after backward, too
+        if own:  # also futures queued after backward
             other = torchddp.DistributedDataParallel(seeded(Mlp), transport="c10d", **options)
             other.reducer._install_post_backward_futures([torch.futures.Future()])
             error = str(raises_soon(TransportError, lambda: step_on(other, rank)))
@@ -181,7 +181,7 @@ def test_an_interrupt_ends_a_collective_of_the_shared_memory_backend(rank):
 
 @on_waiting_ranks(1)
 def test_an_interrupt_ends_the_wait_for_ranks_to_connect(rank):
-    own, other = _C.ShmEndpoint(0), _C.ShmEndpoint(0)  # the other listens, and never connects
+    own, other = _C.ShmEndpoint(0), _C.ShmEndpoint(0)  # the other endpoint listens but never connects
     hit()
     raises_soon(
         KeyboardInterrupt,
@@ -196,7 +196,7 @@ def test_an_interrupt_ends_the_wait_for_ranks_to_connect(rank):
 @on_waiting_ranks(1)
 def test_an_interrupt_ends_waits_for_the_store_and_for_jobs_of_a_thread(rank):
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    hit(after_s=0.6)  # it has begun to wait anew
+    hit(after_s=0.6)  # while it waits again
     raises_soon(KeyboardInterrupt, lambda: wait_for_keys(store, ["never"], timedelta(seconds=LIMIT_S)))
     raises_soon(RuntimeError, lambda: wait_for_keys(store, ["never"], timedelta(seconds=0.6)))
     store.set("there", "x")
@@ -221,8 +221,8 @@ def test_an_interrupt_ends_the_wait_for_an_average(rank):
 @pytest.mark.parametrize(
     ("transport", "number", "code"), [("c10d", signal.SIGTERM, 3), ("shm", signal.SIGINT, -signal.SIGINT)]
 )
-def test_the_process_ends_and_its_peers_hear_of_it(transport, number, code):
-    """Through the interpreter's own end, after destroy_process_group(): gloo's operation is still under way."""
+def test_the_process_exits_and_its_peers_raise(transport, number, code):
+    """The interpreter shuts down after destroy_process_group(), while gloo's operation is still in flight."""
     with tempfile.TemporaryDirectory(prefix="torchddp_test_") as folder:
         ranks = [_start(rank, transport, folder) for rank in range(2)]
         try:

@@ -1,4 +1,4 @@
-"""Under a real torchft: a lighthouse, replicas as processes, SIGKILL at full speed."""
+"""With the real torchft: a lighthouse, replica processes, SIGKILL during training."""
 
 import contextlib
 import importlib.util
@@ -21,7 +21,7 @@ QUIET = {"RUST_LOG": "error"}
 
 
 def last_words(command, log, address, count=2):
-    """The last line of each of some replicas that run the command, each with its own name."""
+    """Run replicas of the command, each with its own name, and return their last lines."""
     environment = {**QUIET, "TORCHFT_LIGHTHOUSE": address}
     children = []
     try:
@@ -49,7 +49,7 @@ def test_the_example_trains_two_replicas_to_equal_weights(tmp_path):
 
 
 @pytest.mark.slow
-def test_no_lighthouse_is_said_in_seconds():
+def test_a_missing_lighthouse_is_reported_within_seconds():
     environment = {**os.environ, **QUIET, "TORCHFT_LIGHTHOUSE": f"http://127.0.0.1:{free_port()}"}
     command = [sys.executable, "-m", "examples.train_torchft"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=40, check=False)
@@ -63,7 +63,7 @@ def test_no_lighthouse_is_said_in_seconds():
     "kind", ["buckets", *(pytest.param(k, marks=pytest.mark.thorough) for k in ("pure", "powersgd"))]
 )
 def test_one_dies_in_backward_and_heals(tmp_path, kind):
-    # torchft 0.2.0's own class crashes here: the survivor of a reduction whose peer died.
+    # torchft 0.2.0's own class crashes here, in the survivor of a reduction whose peer died.
     run = run_once(1, tmp_path, kind=kind)
     assert run.phase == "backward"
     assert run.ok, f"{run}\n{_tail(tmp_path / 'run1.log')}"
@@ -78,7 +78,7 @@ def _group(name, folder, address, log):
 
 
 def _step_together(child, count, deadline_s):
-    """Where rank 0 of a group is after ``count`` steps together with the other group, and the process of its rank 1."""
+    """Rank 0's step after ``count`` steps with the other group, and the process id of rank 1."""
     done, other = 0, None
     while True:
         rank, pid, what, step, *rest = child.next_line(deadline_s)
@@ -95,7 +95,7 @@ def _step_together(child, count, deadline_s):
 @pytest.mark.thorough
 @pytest.mark.timeout(240)
 def test_a_replica_group_of_two_ranks_loses_one_and_heals(tmp_path):
-    """Each rank of a group has a manager, whose peers are the same rank of the other groups."""
+    """Each rank of a group has its own manager, whose peers are the same rank of the other groups."""
     limit_s = time.monotonic() + 180
     with (tmp_path / "log").open("w") as log, lighthouse(log) as address, contextlib.ExitStack() as stack:
 
@@ -124,7 +124,7 @@ def test_a_replica_group_of_two_ranks_loses_one_and_heals(tmp_path):
                     ends[rank] = (int(step_now), rest[0])
             weights.append(ends)
     assert weights[0] == weights[1] and {end[0] for end in weights[0].values()} == {step + 300}
-    assert weights[0]["0"][1] != weights[0]["1"][1], "the ranks of a group have batches of their own"
+    assert weights[0]["0"][1] != weights[0]["1"][1], "the ranks of a group have their own batches"
 
 
 @pytest.mark.slow

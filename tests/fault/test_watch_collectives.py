@@ -1,4 +1,4 @@
-"""Ranks that hang in collectives of the program: one report names each of them with its function and its line."""
+"""Ranks that hang in the program's own collectives: one report names each rank with its function and line."""
 
 import threading
 import time
@@ -24,7 +24,7 @@ SLOW = [seed for seed in range(50) if seed not in FAST]
 
 @pytest.mark.parametrize("seed", [*FAST, *(pytest.param(seed, marks=pytest.mark.slow) for seed in SLOW)])
 def test_a_random_program_that_hangs(seed, tmp_path):
-    """Each rank that is in a call, and each that is in none, is named where it is, by one report."""
+    """One report names the position of every rank, whether it is in a call or not."""
     program = draw(seed)
     reports, places = hanging_programs.run(program, tmp_path)
     told = f"{program.source}\n{reports}\n{places}"
@@ -37,17 +37,17 @@ def test_a_random_program_that_hangs(seed, tmp_path):
 
 
 STALL_S = 0.5
-TIMEOUT_S = 2.5  # of the process group: all raise then
+TIMEOUT_S = 2.5  # of the process group, after which all raise
 
 
 def headlines(work, world_size=2):
-    """Of the reports that `work(rank)` returns, and the reports."""
+    """The headlines of the reports that `work(rank)` returns, and the reports."""
     texts = [text for outcome in run_outcomes(work, world_size, timeout=60) for text in outcome.value or []]
     return [text.partition("\n")[0] for text in texts], texts
 
 
 def watching(folder, timeout_s=TIMEOUT_S):
-    """This rank watches, over a group of its own that gives up soon."""
+    """Watch this rank, over a new group with a short timeout."""
     reports = Reports(folder)
     torchddp.watch_collectives(stall_report_s=STALL_S)
     return reports, dist.new_group(timeout=timedelta(seconds=timeout_s))
@@ -61,7 +61,7 @@ def run_in_thread(loop):
 
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
 def test_a_reduction_and_a_barrier(transport, tmp_path):
-    """With a wrapped model there is one report: of the step, with the call of the rank that holds it up."""
+    """With a wrapped model there is one report, of the step, with the call of the rank that blocks it."""
 
     def work(rank):
         reports, group = watching(tmp_path, timeout_s=4.0)
@@ -85,7 +85,7 @@ def test_a_reduction_and_a_barrier(transport, tmp_path):
     assert "it is in barrier at test_watch_collectives.py:" in headline and '(1st on group "1"' in headline
 
 
-def test_what_is_caught_in_time_is_no_stall(tmp_path):
+def test_delays_below_the_limit_are_not_reported(tmp_path):
     def work(rank):
         reports, group = watching(tmp_path)
         for _ in range(4):
@@ -99,7 +99,7 @@ def test_what_is_caught_in_time_is_no_stall(tmp_path):
 
 
 def test_a_loop_in_a_thread_and_its_exception(tmp_path):
-    """As Ray Train runs it. What the thread handles, and where it is, is told, not the main thread's wait for it."""
+    """As in Ray Train. The report shows the thread's exception and position, not the main thread waiting for it."""
 
     def work(rank):
         reports, group = watching(tmp_path)
@@ -125,7 +125,7 @@ def test_a_loop_in_a_thread_and_its_exception(tmp_path):
 
 
 def test_a_loop_whose_thread_has_ended(tmp_path):
-    """By an exception that nobody caught, while the process goes on."""
+    """An uncaught exception ended the thread, while the process continues."""
 
     def work(rank):
         reports, group = watching(tmp_path)
@@ -146,12 +146,12 @@ def test_a_loop_whose_thread_has_ended(tmp_path):
 
 
 def test_a_rank_whose_program_has_ended(tmp_path):
-    """Named with what it ended by; torch alone says 'connection closed', and over shared memory nothing for long."""
+    """The report names its exception; torch only says 'connection closed', or nothing over shared memory."""
 
     def work(rank):
         reports, _ = watching(tmp_path)
         dist.barrier()
-        if rank == 1:  # what the interpreter does at its end
+        if rank == 1:  # what the interpreter does at exit
             rank_state._excepthook(ValueError, ValueError("wrong label"), None)
             collectives._sources[0][0]._at_exit()
             time.sleep(TIMEOUT_S)

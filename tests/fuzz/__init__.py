@@ -2,7 +2,7 @@
 
 `python -m tests.fuzz --help` says how to run them.
 
-program: what a program is (plain data). draw: a program from a seed. model: the module it describes. side: one class
-working on it. run: both classes in turn. compare: the first difference. wanted: differences that are there by intent.
-batches: many programs on forked ranks.
+program: a program as plain data. draw: a program from a seed. model: the module it describes. side: one class that
+runs it. run: both classes in turn. compare: the first difference. wanted: intended differences. batches: many programs
+on forked ranks.
 """

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-# Before torch: the ranks share few cores, and its warnings about programs as odd as these are of no use.
+# Before torch is imported: the ranks share few cores, and its warnings about these odd programs are useless.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
@@ -70,7 +70,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def command(options: argparse.Namespace, trial: int) -> str:
-    """That which repeats a trial."""
+    """The command that repeats a trial."""
     given = {"seed": options.seed, "trial": trial, "world-size": options.world_size, "transport": options.transport}
     return " ".join(["python -m tests.fuzz", *(f"--{k} {v}" for k, v in given.items() if v is not None)])
 

@@ -1,4 +1,4 @@
-"""Programs on ranks: several one after the other on the same processes, which begin anew after a failure."""
+"""Runs programs on ranks: several in a row on the same processes, which are restarted after a failure."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Result:
     trial: int
     program: Program
     difference: Difference | None = None
-    wanted: str | None = None  # why this difference is as it should be
-    alone: bool = True  # it failed as the only program of its processes
+    wanted: str | None = None  # why this difference is intended
+    alone: bool = True  # it also failed as the only program of its processes
 
     @property
     def failed(self) -> bool:
@@ -40,7 +40,7 @@ class Result:
 
 
 def run_trials(programs: dict[int, Program], ddp_class: type, limit_s: float = TRIAL_LIMIT_S) -> Iterator[Result]:
-    """A result for each trial, as they come; not in order, for those of one world size run together."""
+    """A result for each trial as it finishes; trials are grouped by world size, so not in order."""
     for world_size in sorted({program.world_size for program in programs.values()}):
         left = [trial for trial, program in programs.items() if program.world_size == world_size]
         while left:
@@ -54,7 +54,7 @@ def run_trials(programs: dict[int, Program], ddp_class: type, limit_s: float = T
 
 
 def _again(result: Result, ddp_class: type, limit_s: float) -> Result:
-    """The same trial in processes of its own: what fails there too is easier to look into."""
+    """Repeat the trial in its own processes: a failure that recurs there is easier to debug."""
     alone = next(iter(_run([result.trial], [result.program], ddp_class, limit_s)))
     if alone.failed:
         return alone
@@ -62,7 +62,7 @@ def _again(result: Result, ddp_class: type, limit_s: float) -> Result:
 
 
 def _run(trials: Sequence[int], programs: Sequence[Program], ddp_class: type, limit_s: float) -> list[Result]:
-    """Results of the first so many: up to the first with a difference."""
+    """The results of the trials up to the first with a difference."""
     world_size = programs[0].world_size
     marks = torch.full((world_size, 3), -1).share_memory_()
     limits = {"timeout": limit_s, "straggler_s": STRAGGLER_S, "group_timeout_s": AGREEMENT_TIMEOUT_S}
@@ -71,7 +71,7 @@ def _run(trials: Sequence[int], programs: Sequence[Program], ddp_class: type, li
         columns = zip(*(outcome.value for outcome in outcomes), strict=True)
         firsts = [_earliest(program, column) for program, column in zip(programs, columns, strict=False)]
     else:
-        # The first trial that some rank was in: those before it ended on all of them.
+        # The earliest trial that a rank was in: all ranks had finished those before it.
         at = max(0, int(marks[:, 0].min()))
         firsts = [None] * at + [_ended(outcomes, marks, programs[at])]
     return [
@@ -81,13 +81,13 @@ def _run(trials: Sequence[int], programs: Sequence[Program], ddp_class: type, li
 
 
 def _earliest(program: Program, differences: Sequence[Difference | None]) -> Difference | None:
-    """That of the rank which met one first; of several, one that is as it should be: others follow from it."""
+    """The difference found in the earliest step; among several, an intended one, because it may cause the others."""
     found = [difference for difference in differences if difference is not None]
     return min(found, key=lambda d: (d.step, reason_for(program, d) is None), default=None)
 
 
 def _ended(outcomes: Sequence[Outcome], marks: torch.Tensor, program: Program) -> Difference:
-    """Ranks that died, hung or raised where nothing should: the one that ended first is the cause."""
+    """The difference for ranks that died, hung or raised unexpectedly; the rank that ended first is the cause."""
     bad = sorted(
         (outcome for outcome in outcomes if not outcome.ok),
         key=lambda outcome: float("inf") if outcome.finished_s is None else outcome.finished_s,

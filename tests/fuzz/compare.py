@@ -1,4 +1,4 @@
-"""What is visible of two sides after the same operation, and the first thing in which they differ."""
+"""Compares the visible state of two sides after the same operation and finds the first difference."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SUMS = 50.0
 
 @dataclass(frozen=True)
 class Difference:
-    """Where ours first went another way."""
+    """The first point at which ours differs."""
 
     rank: int
     step: int
@@ -32,7 +32,7 @@ class Difference:
 class Strictness:
     """What is compared, and how closely."""
 
-    tolerance: float = 0.0  # relative to the largest element, or to one; 0: bit for bit
+    tolerance: float = 0.0  # relative to the largest element, or to one; 0: bitwise
     strides: bool = True
     kept: bool = True  # the gradients that a program keeps
     values: bool = True  # anything but exceptions
@@ -40,9 +40,9 @@ class Strictness:
 
 @dataclass(frozen=True)
 class Raised:
-    """An exception, without the frames that hold what it met."""
+    """An exception, without its frames, which would keep objects alive."""
 
-    types: tuple[str, ...]  # its own first, then those that it is an instance of
+    types: tuple[str, ...]  # its MRO, starting with its own type
     message: str
     traceback: str
 
@@ -51,7 +51,7 @@ class Raised:
 
 
 def exceptions_differ(theirs: Raised | None, ours: Raised | None) -> bool:
-    """Who catches torch's exception must catch ours."""
+    """Code that catches torch's exception must catch ours."""
     if theirs is None or ours is None:
         return theirs is not ours
     return theirs.types[0] not in ours.types
@@ -69,7 +69,7 @@ def first_difference(
             only_theirs, only_ours = sorted(want.keys() - got.keys()), sorted(got.keys() - want.keys())
             return kind, "names", f"also has {only_theirs}", f"also has {only_ours}"
         closely = strictness
-        if kind == "seen":  # losses are sums over all elements: what each is off by adds up
+        if kind == "seen":  # losses are sums over all elements, whose errors add up
             closely = replace(strictness, tolerance=SUMS * strictness.tolerance)
         for name, value in want.items():
             words = tensors_differ(value, got[name], closely)
@@ -79,10 +79,10 @@ def first_difference(
 
 
 def tensors_differ(want: Tensor | None, got: Tensor | None, strictness: Strictness) -> tuple[str, str] | None:
-    """In words: how both look, where they differ."""
-    looks = _look(want, strictness.strides), _look(got, strictness.strides)
-    if want is None or got is None or looks[0] != looks[1]:
-        return looks if looks[0] != looks[1] else None
+    """Describe both tensors where they differ, or return None."""
+    described = _describe(want, strictness.strides), _describe(got, strictness.strides)
+    if want is None or got is None or described[0] != described[1]:
+        return described if described[0] != described[1] else None
     want, got = want.detach(), got.detach()
     if want.is_sparse:
         want, got = want.to_dense(), got.to_dense()
@@ -101,8 +101,8 @@ def tensors_differ(want: Tensor | None, got: Tensor | None, strictness: Strictne
     return f"{want[at].item()!r} ({count})", f"{got[at].item()!r}"
 
 
-def _look(value: Tensor | None, strides: bool) -> str:
-    """Everything about a tensor but its values."""
+def _describe(value: Tensor | None, strides: bool) -> str:
+    """Everything about a tensor except its values."""
     if value is None:
         return "None"
     words = f"{str(value.dtype)[6:]} {tuple(value.shape)}"

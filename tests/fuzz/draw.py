@@ -1,14 +1,14 @@
-"""A program from a seed and the number of its trial.
+"""Draws a program from a seed and a trial number.
 
-Not drawn, for the two classes could not be compared:
+Not drawn, because the two classes could not be compared:
 - no_sync with static_graph: torch's class may crash or stop reducing;
-- static_graph with outputs that the loss leaves out: torch's class counts their parameters as used in the first step,
+- static_graph with outputs that the loss doesn't use: torch's class counts their parameters as used in the first step,
   waits for them in later ones, reduces nothing, and the next forward raises;
 - a forward without a backward, then no_sync, with unused parameters: torch's class then reduces under no_sync, and
-  takes the unused parameters of the other forward for this one's;
+  mistakes the other forward's unused parameters for this one's;
 - PowerSGD with several buckets: its random matrices are drawn for each bucket, and layouts differ;
-- with gradient_as_bucket_view=True kept gradients that are put back into p.grad (what they show is a matter of layout),
-  and p.grad.data = ...: torch's class then reduces the old gradients again, and loses the new ones;
+- with gradient_as_bucket_view=True kept gradients that are put back into p.grad (their values depend on layout), and
+  p.grad.data = ...: torch's class then reduces the old gradients again and loses the new ones;
 - bucket caps that are not positive (ours refuses them), and torch's bf16_compress_hook (torch's class does, on CPU).
 """
 
@@ -41,7 +41,7 @@ FAULTS = ("twice_without_retain", "hook_raises", "unused", "failing", "wrong", "
 
 
 def draw(seed: int, trial: int, world_size: int | None = None, transport: str | None = None) -> Program:
-    """The program of this trial; `world_size` and `transport` replace what it would have, nothing else changes."""
+    """The program of this trial; `world_size` and `transport` override its own and change nothing else."""
     source = random.Random(f"{seed}:{trial}")
     drawn_size, drawn_transport = source.choice(WORLD_SIZES), source.choice(TRANSPORTS)
     size = world_size or drawn_size
@@ -56,7 +56,7 @@ class _Drawing:
         self.static = self.chance(0.12)
         self.search = self.chance(0.4)
         self.fault = self.of(FAULTS) if self.chance(0.08) else ""
-        # What may differ per rank and step; else there is one graph for ever.
+        # Whether the graph may differ between ranks and steps.
         self.varies = self.search and not self.static
 
     def chance(self, probability: float) -> bool:
@@ -131,7 +131,7 @@ class _Drawing:
         if self.chance(0.04):
             return replace(part, ignored=True)
         part = replace(part, calls=self.of((1, 1, 1, 1, 2)))
-        # Sparse ones that are unused end torch's class: not too many of those.
+        # Unused sparse parameters crash torch's class: draw few of them.
         return part if sparse and self.chance(0.8) else self.with_use(part)
 
     def big_part(self) -> Part:
@@ -241,14 +241,14 @@ class _Drawing:
     def training(self, fault: str) -> list[Op]:
         if fault in ("twice_without_retain", "hook_raises"):
             return [Train(how=fault)]
-        if self.static:  # the same in each step: that is its contract
+        if self.static:  # a static graph must be the same in each step
             return [Train()]
         autocast = self.chance(0.06)
         micros = self.of((1, 1, 1, 1, 2, 3))
         ops: list[Op] = [Train(i, sync=False, how=self.way(0.1), autocast=autocast) for i in range(micros - 1)]
         ops.append(Train(micros - 1, how=self.way(0.2), autocast=autocast))
         if self.chance(0.04):
-            ops.append(Train(micros, sync=False))  # and no reduction after it
+            ops.append(Train(micros, sync=False))  # with no reduction after it
         return ops
 
     def way(self, unusual: float) -> str:
@@ -259,7 +259,7 @@ class _Drawing:
 
 
 def _with_true_ties(parts: list[Part]) -> list[Part]:
-    """Ties point to a part that comes before: the shuffle may have moved it."""
+    """Fix ties after the shuffle, so that they point to an earlier part."""
     tied = next((part for part in parts if part.tied_to is not None), None)
     if tied is None:
         return parts

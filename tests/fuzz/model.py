@@ -1,4 +1,4 @@
-"""The module that a program describes: independent parts, each with its parameters and one number as its output."""
+"""The module that a program describes: independent parts, each with its own parameters and a scalar output."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FAULT = "a fault of the program's own"
 
 @dataclass(frozen=True)
 class When:
-    """Where in the run a forward is, and on which rank."""
+    """The step, microbatch and rank of a forward."""
 
     rank: int
     world_size: int
@@ -43,13 +43,13 @@ USES: dict[str, Callable[[When], bool]] = {
 
 
 def inputs(key: str, when: When) -> Tensor:
-    """What this rank feeds to this forward."""
+    """This rank's input of this forward."""
     generator = torch.Generator().manual_seed(hash_of(key, when.rank, when.step, when.micro))
     return torch.randn(BATCH, WIDTH, generator=generator, dtype=torch.float64)
 
 
 def hash_of(*parts: object) -> int:
-    """The same number in every process (Python's own hash of a text is not)."""
+    """A hash that is equal in every process, unlike Python's own hash of strings."""
     value = 0
     for character in repr(parts):
         value = (value * 1000003 + ord(character)) % (2**31 - 1)
@@ -57,7 +57,7 @@ def hash_of(*parts: object) -> int:
 
 
 class Dense(nn.Module):
-    """A linear layer with a bend and, in training, dropout."""
+    """A linear layer with a nonlinearity and, in training, dropout."""
 
     def __init__(self, part: Part) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class Dense(nn.Module):
 
 
 class Checkpointed(Dense):
-    """The same, computed anew in backward."""
+    """Dense under activation checkpointing."""
 
     def __init__(self, part: Part) -> None:
         super().__init__(part)
@@ -101,7 +101,7 @@ class Raw(nn.Module):
 
 
 def laid_out(shape: tuple[int, ...], dtype: torch.dtype, layout: str) -> Tensor:
-    """Random numbers in memory of this layout."""
+    """Random numbers with this memory layout."""
     real = torch.rand(shape, dtype=torch.float64) - 0.5
     value = torch.complex(real, real.neg()).to(dtype) if dtype.is_complex else real.to(dtype)
     if layout == "transposed" and value.dim() >= 2:
@@ -125,7 +125,7 @@ class Convolution(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         images = x.float().flatten().repeat(5)[:100].view(2, 2, 5, 5)
-        return torch.sin(self.norm(self.conv(images)))  # a square would have no gradient but that of its rounding
+        return torch.sin(self.norm(self.conv(images)))  # with a square, the gradient would be rounding noise
 
 
 class Norm(nn.Module):
@@ -138,7 +138,7 @@ class Norm(nn.Module):
 
 
 class Embedded(nn.Module):
-    """An embedding, or a bag of one."""
+    """An embedding or an embedding bag."""
 
     def __init__(self, part: Part) -> None:
         super().__init__()
@@ -173,7 +173,7 @@ class Buffered(nn.Module):
         if self.training:
             self.calls.add_(1)
             self.mean.mul_(0.5).add_(x.mean(0).float())
-            self.hidden = self.hidden + x.mean()  # another tensor than before
+            self.hidden = self.hidden + x.mean()  # a new tensor
             self.halves.add_(x[0, 0].bfloat16())
         return self.scale * torch.where(self.mask, self.mean, 0.5).sum().to(self.scale.dtype)
 
@@ -198,7 +198,7 @@ class Outputs:
 
 
 class Zoo(nn.Module):
-    """All parts; what they give out is added up in the loss."""
+    """All parts; the loss is the sum of their outputs."""
 
     def __init__(self, parts: tuple[Part, ...], output: str) -> None:
         super().__init__()
@@ -232,7 +232,7 @@ class Zoo(nn.Module):
 
 
 def arrange(numbers: list[Tensor], unused: list[Tensor], output: str) -> Any:
-    """The outputs as the user of the model gets them."""
+    """Arrange the outputs in the structure that the caller gets."""
     if output == "tensor":
         return torch.stack(numbers)
     if output == "list":
@@ -245,7 +245,7 @@ def arrange(numbers: list[Tensor], unused: list[Tensor], output: str) -> Any:
 
 
 def loss_of(output: Any) -> Tensor:
-    """One number from outputs in any of those structures, without the unused ones."""
+    """The loss of outputs in any of those structures, without the unused ones."""
     if isinstance(output, Tensor):
         numbers = list(output)
     elif isinstance(output, list):

@@ -1,4 +1,4 @@
-"""Classes with a fault that the fuzzer must find, beside those of tests/mutants.py."""
+"""Classes with a fault that the fuzzer must find, in addition to those of tests/mutants.py."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.mutants import Base, with_options
 
 
 class ChangesKept(Base):
-    """Gradients of the step before are written to, where a program still holds them."""
+    """Overwrites the previous step's gradients, which the program may still hold."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -39,7 +39,7 @@ class ChangesKept(Base):
 
 
 class ZerosForNone(Base):
-    """Parameters without a gradient get one of zeros."""
+    """Gives zeros to parameters without a gradient."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         for p in self.parameters():
@@ -49,7 +49,7 @@ class ZerosForNone(Base):
 
 
 class OtherError(Base):
-    """Errors of another type than torch's."""
+    """Raises errors of a different type than torch's."""
 
     def register_comm_hook(self, state: object, hook: Any) -> None:
         def fail(state: object, bucket: Any) -> Any:
@@ -62,7 +62,7 @@ class OtherError(Base):
 
 
 class DrawsNumbers(Base):
-    """Takes numbers from the generator that the program's own dropout uses."""
+    """Draws from the generator that the program's dropout uses."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         torch.rand(1)
@@ -70,7 +70,7 @@ class DrawsNumbers(Base):
 
 
 class DropsAccumulated(Base):
-    """What was accumulated before the synchronised step is lost."""
+    """Loses what was accumulated before the synchronised step."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.require_backward_grad_sync:
@@ -102,7 +102,7 @@ class IgnoresNoSync(Base):
 
 
 class IgnoresIgnored(Base):
-    """Parameters and buffers to be left alone are handled like all others."""
+    """Handles ignored parameters and buffers like all others."""
 
     def __init__(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
         if hasattr(module, "_ddp_params_and_buffers_to_ignore"):
@@ -111,7 +111,7 @@ class IgnoresIgnored(Base):
 
 
 class HookResultLost(Base):
-    """The hook runs on a copy: what it returns is thrown away and rank-local gradients stay."""
+    """Runs the hook on a copy and drops its result, so that rank-local gradients stay."""
 
     def register_comm_hook(self, state: object, hook: Any) -> None:
         def lost(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -123,7 +123,7 @@ class HookResultLost(Base):
 
 
 class OnlyTensorOutputs(Base):
-    """The search for unused parameters looks at bare tensors only."""
+    """Searches for unused parameters only from outputs that are bare tensors."""
 
     def _post_forward(self, output: Any) -> Any:
         return super()._post_forward(output) if isinstance(output, Tensor) else output
@@ -134,7 +134,7 @@ NoUnusedSearch = with_options("NoUnusedSearch", find_unused_parameters=False)
 
 
 class Dies(Base):
-    """Rank 1 is gone in a forward."""
+    """Rank 1 dies in a forward."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if dist.get_rank() == 1:

@@ -1,6 +1,6 @@
-"""A random training program, as plain data: what is trained, with which options, and what is done in each step.
+"""A random training program as plain data: the model, the options, and the operations of each step.
 
-Two programs that print the same are the same: everything random in a run comes from `Program.key`.
+Programs with the same repr are equal: all randomness of a run is derived from `Program.key`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class _Short:
 
 @dataclass(frozen=True, repr=False)
 class Part(_Short):
-    """A piece of the model with parameters of its own, and an output of its own."""
+    """A part of the model with its own parameters and output."""
 
     kind: str  # a key of tests.fuzz.model.KINDS
     dtype: str = "float32"
@@ -32,10 +32,10 @@ class Part(_Short):
     sparse: bool = False
     frozen: bool = False
     ignored: bool = False  # _ddp_params_and_buffers_to_ignore
-    tied_to: int | None = None  # index of an earlier part whose parameter this one uses
-    calls: int = 1  # how often a forward uses it
+    tied_to: int | None = None  # index of an earlier part whose parameter this part shares
+    calls: int = 1  # uses per forward
     used: str = "always"  # a key of tests.fuzz.model.USES
-    in_loss: bool = True  # False: it is computed, and left out of the loss
+    in_loss: bool = True  # False: its output is not in the loss
 
 
 @dataclass(frozen=True, repr=False)
@@ -44,7 +44,7 @@ class Train(_Short):
 
     micro: int = 0
     sync: bool = True  # False: under no_sync()
-    how: str = "plain"  # a method of tests.fuzz.side.Side, less its leading train_
+    how: str = "plain"  # a method of tests.fuzz.side.Side without its train_ prefix
     autocast: bool = False
 
 
@@ -79,12 +79,12 @@ class Program(_Short):
     comm_hook: str = "none"
     tensor_hooks: str = "none"
     output: str = "tensor"
-    seeds_differ: bool = True  # ranks begin with their own parameters
+    seeds_differ: bool = True  # ranks start with different parameters
     optimizer: Optimizer = Optimizer()
     steps: tuple[tuple[Op, ...], ...] = ()
 
     def text(self) -> str:
-        """Several lines, for people."""
+        """A multi-line description for people."""
         lines = [f"world_size={self.world_size} transport={self.transport} options={self.options}"]
         rest = {f.name: getattr(self, f.name) for f in fields(self)[6:-1] if getattr(self, f.name) != f.default}
         lines += [f"  {name}: {value}" for name, value in rest.items()]

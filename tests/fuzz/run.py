@@ -1,4 +1,4 @@
-"""Runs programs on one rank: each operation with torch's class, then with the other, then the comparison."""
+"""Runs programs on one rank: each operation with torch's class, then with the other, then compares them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.fuzz.side import Side
 from tests.fuzz.wanted import strictness_for
 from tests.harness import keep_until_exit
 
-# Where an error ends one rank alone, the others wait for it this long, twice; and whoever is done for those.
+# If an error ends only one rank, the others wait for it this long, twice, and the finished rank waits for them.
 GROUP_TIMEOUT_S = 10.0
 AGREEMENT_TIMEOUT_S = 80.0
 SIDES = ("torch's class", "ours")
@@ -29,9 +29,9 @@ Mark = Callable[[int, int], None]  # (operation, side): where this rank is
 
 
 def run_batch(rank: int, programs: Sequence[Program], ddp_class: type, marks: Tensor) -> list[Difference | None]:
-    """The first difference of each program, in order; ends after the first that has one."""
-    gc.freeze()  # what came with the fork is not looked through again after each program
-    os.environ["TORCHDDP_STALL_REPORT_S"] = "0"  # where torch's class has left some ranks waiting
+    """The first difference of each program, in order, up to the first program with a difference."""
+    gc.freeze()  # keep objects from before the fork out of each collection
+    os.environ["TORCHDDP_STALL_REPORT_S"] = "0"  # torch's class may leave ranks waiting
     outcomes = []
     for trial, program in enumerate(programs):
 
@@ -50,12 +50,12 @@ def run_program(rank: int, program: Program, ddp_class: type, mark: Mark) -> Dif
     try:
         return _compare_all(rank, program, sides, mark)
     finally:
-        # Models first: torch's reducer would otherwise end its group's threads from its own destructor.
+        # Free models first: otherwise torch's reducer ends its group's threads from its own destructor.
         sides.clear()
         gc.collect()
         for group in groups:
-            # A hook's function holds the group until what it sent has come, also after a step that failed. To be the
-            # last who does, in a thread of the group itself, would end the process.
+            # A hook's closure holds the group until its collectives complete, also after a failed step. Dropping the
+            # last reference in one of the group's own threads would abort the process.
             keep_until_exit(group)
             dist.destroy_process_group(group)
 
@@ -73,7 +73,7 @@ def _compare_all(rank: int, program: Program, sides: list[Side], mark: Mark) -> 
             difference = _compare(rank, step, op, sides, raised, ends, program)
             number += 1
             ended = difference is not None or raised[0] is not None
-            # Ranks go through the other operations without waiting for each other, as they do in life.
+            # As in real programs, ranks don't wait for each other in other operations.
             together = isinstance(op, Train) or op is ops[-1]
             if (together and agree(ended)) or (ended and agree(True)):
                 return difference
@@ -114,7 +114,7 @@ def attempt(side: Side, op: Op, step: int) -> Raised | None:
 
 
 def agree(here: bool) -> bool:
-    """Whether it is so on any rank."""
+    """Whether `here` is true on any rank (collective)."""
     flag = torch.tensor([float(here)])
     dist.all_reduce(flag)
     return bool(flag.item())

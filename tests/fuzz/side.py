@@ -1,4 +1,4 @@
-"""One class of DistributedDataParallel at work on a program: it does what it is told, and shows what can be seen."""
+"""Runs a program's operations with one class of DistributedDataParallel, and exposes what is compared."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.fuzz.compare import Named
 from tests.fuzz.model import When, Zoo, hash_of, inputs, loss_of
 from tests.fuzz.program import Do, Op, Program, Train
 
-KEPT_STEPS = 4  # how many steps' gradients a program keeps at a time
+KEPT_STEPS = 4  # how many steps' gradients a program keeps at once
 
 
 class Side:
@@ -29,11 +29,11 @@ class Side:
         self.group = group
         self.ddp_class = ddp_class
         self.kept: list[tuple[str, Tensor]] = []
-        self.seen: list[tuple[str, Tensor]] = []  # what hooks and forwards gave; emptied by whoever compares it
+        self.seen: list[tuple[str, Tensor]] = []  # results of hooks and forwards; cleared after comparison
         self.ever_kept = 0
         self.frozen: set[int] = set()
 
-    # --- what can be seen ---
+    # --- what is compared ---
 
     def parameters(self) -> dict[str, nn.Parameter]:
         return dict(self.ddp.module.named_parameters())
@@ -74,7 +74,7 @@ class Side:
         parameters = [p for p in self.ddp.parameters() if p.requires_grad]
         if wanted.kind == "SGD":
             return torch.optim.SGD(parameters, lr=0.05, momentum=wanted.momentum, foreach=wanted.foreach)
-        # A large epsilon: where a sum over three ranks may end in other bits, Adam is not to make them the first.
+        # A large epsilon, so that Adam doesn't amplify last-bit differences in sums over three ranks.
         return torch.optim.Adam(parameters, lr=0.01, eps=1e-3, foreach=wanted.foreach)
 
     # --- operations ---
@@ -123,19 +123,19 @@ class Side:
         self._loss(when)
 
     def train_bypass(self, when: When) -> None:
-        """Through the module inside, as generate() and the like are called."""
+        """Train through the wrapped module, as generate() and similar methods do."""
         loss = loss_of(self.ddp.module(inputs(self.program.key, when), when))
         self.seen.append(("loss", loss.detach().clone()))
         loss.backward()
 
     def train_regularised(self, when: When) -> None:
-        """Parameters in the loss that the forward knows nothing of."""
+        """Add a regulariser of the parameters to the loss, outside of forward."""
         loss = self._loss(when)
         dense = [p for p in self.ddp.parameters() if p.requires_grad and p.dtype is torch.float32]
         (loss + 0.01 * sum(p.pow(2).sum() for p in dense)).backward()
 
     def train_flag_off(self, when: When) -> None:
-        """What some trainers do in the place of no_sync()."""
+        """Accumulate by a flag, as some trainers do instead of no_sync()."""
         self.ddp.require_backward_grad_sync = False
         try:
             self._loss(when).backward()
@@ -184,12 +184,12 @@ class Side:
         self.ddp.train()
 
     def evaluate_training(self, when: When) -> None:
-        """As for the statistics of a batch norm: in training, without gradients."""
+        """Run in training mode without gradients, as for batch norm statistics."""
         with torch.no_grad():
             self._loss(when, 3)
 
     def freeze(self, when: When) -> None:
-        """Some parameters need no gradient for now, those of before do again."""
+        """Freeze some parameters and thaw those frozen before."""
         for i, p in enumerate(self.ddp.parameters()):
             if i in self.frozen:
                 p.requires_grad_(True)
@@ -200,7 +200,7 @@ class Side:
                 p.requires_grad_(False)
 
     def evaluate_inside(self, when: When) -> None:
-        """Through the module inside, on one rank alone."""
+        """Evaluate the wrapped module on rank 0 only."""
         if self.rank == 0:
             self.ddp.module.eval()
             with torch.inference_mode():
@@ -269,7 +269,7 @@ class Side:
         nn.utils.clip_grad_value_([p for _, p in self._with_grad() if not p.is_complex()], 0.25)
 
     def edit_assign_flat(self, when: When) -> None:
-        """Gradients in one memory of the program's own for each dtype, as programs with flat gradients have them."""
+        """Assign views of one flat tensor per dtype, as programs with flat gradients do."""
         flat: dict[torch.dtype, Tensor] = {}
         for dtype in {p.dtype for _, p in self._with_grad()}:
             mine = [p for _, p in self._with_grad() if p.dtype is dtype]
@@ -279,7 +279,7 @@ class Side:
         self._keep("flat", when, ((str(dtype), flat[dtype]) for dtype in sorted(flat, key=str)))
 
     def edit_assign_kept(self, when: When) -> None:
-        """Puts gradients of before in the place of today's."""
+        """Replace gradients by ones kept from earlier steps."""
         kept = {name.partition(" ")[0]: value for name, value in self.kept}
         for name, p in self.parameters().items():
             value = kept.get(name)
@@ -287,7 +287,7 @@ class Side:
                 p.grad = value
 
 
-# What a program keeps of the gradient of parameter i; nothing for None.
+# What a program keeps of the gradient of parameter i (None: nothing).
 KEPT: dict[str, Callable[[int, Tensor], Tensor | None]] = {
     "grad": lambda i, grad: grad,
     "some": lambda i, grad: grad if i % 3 == 0 else None,
@@ -305,7 +305,7 @@ def assign_some(i: int, p: Any, rank: int) -> None:
         p.grad = torch.ones_like(p, memory_format=torch.contiguous_format)
 
 
-# What a program does to parameter i's gradient.
+# How a program changes parameter i's gradient.
 EDITED: dict[str, Callable[[int, Any, int], Any]] = {
     "mul": lambda i, p, rank: p.grad.mul_(0.5),
     "add": lambda i, p, rank: p.grad.add_(0.125),
@@ -328,19 +328,19 @@ def register_comm_hook(ddp: Any, name: str, group: dist.ProcessGroup) -> None:
         ddp.register_comm_hook(group, COMM_HOOKS[name])
 
 
-# Hooks have no annotations: torch's class looks at them, and takes texts for wrong types.
+# Hooks have no annotations: torch's class checks them and rejects strings as wrong types.
 def sum_hook(group, bucket):
     return dist.all_reduce(bucket.buffer(), group=group, async_op=True).get_future().then(lambda f: f.value()[0])
 
 
 def copying_hook(group, bucket):
-    """Averages in memory of its own."""
+    """Averages in its own memory."""
     work = dist.all_reduce(bucket.buffer().clone(), group=group, async_op=True)
     return work.get_future().then(lambda f: f.value()[0] / group.size())
 
 
 def local_hook(group, bucket):
-    """Each rank keeps its own."""
+    """Each rank keeps its local gradients."""
     future: torch.futures.Future[Tensor] = torch.futures.Future()
     future.set_result(bucket.buffer())
     return future
@@ -357,14 +357,14 @@ COMM_HOOKS = {
     "copying": copying_hook,
     "local": local_hook,
     "failing": failing_hook,
-    "wrong": lambda group, bucket: bucket.buffer(),  # a tensor where a future is due
+    "wrong": lambda group, bucket: bucket.buffer(),  # a tensor instead of a future
 }
 
 
 def register_tensor_hooks(module: nn.Module, how: str, seen: list[tuple[str, Tensor]]) -> None:
-    """Hooks on every parameter, which look at gradients or change them."""
+    """Register hooks on every parameter that read or change gradients."""
 
-    # With find_unused_parameters torch's class lets hooks run for outputs that the loss leaves out, without a gradient.
+    # With find_unused_parameters torch's class runs hooks of outputs that are not in the loss, without a gradient.
     def look(name: str, grad: Tensor | None) -> None:
         if grad is not None and not grad.is_sparse and grad.numel() < 1000:
             seen.append((f"{how} {name}", grad.detach().clone()))

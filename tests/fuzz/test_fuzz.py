@@ -1,4 +1,4 @@
-"""Random programs give what torch's class gives; and a class with a fault is found out."""
+"""Random programs give torch's results, and the fuzzer finds classes with a fault."""
 
 from dataclasses import replace
 
@@ -15,11 +15,11 @@ from tests.whole_buckets import LargeApart, WholeBuckets
 
 SEED = 2026
 TRIALS = 60
-PIECES = 4  # that run side by side
+PIECES = 4  # that run concurrently
 
 
 def first_failure(programs, ddp_class, limit_s=60.0):
-    """Ends with the first trial that fails."""
+    """The first failed trial, or None."""
     return next((result for result in run_trials(programs, ddp_class, limit_s) if result.failed), None)
 
 
@@ -37,7 +37,7 @@ def test_random_programs_give_what_torch_gives(ddp_class, kind, piece):
 
 
 KEEPING = ((Train(), Do("keep", "view")), (Do("zero", "model_none"), Train()), (Do("zero", "model_none"), Train()))
-# What each is found out by, and in programs that let it show.
+# The kind of difference that reveals each fault, and program settings that expose it.
 MUTANTS = {
     common.DoubleGrad: ("gradient", {}),
     common.SlightlyOff: ("gradient", {}),

@@ -1,6 +1,6 @@
-"""Where ours is to differ from torch's class, one by one and with reasons. Everything else is a failure.
+"""The intended differences from torch's class, each with its reason. Any other difference is a failure.
 
-What torch's class does in these is undefined or wrong; draw.py does not draw what could not be judged at all.
+In these cases torch's behaviour is undefined or wrong; draw.py excludes programs that can't be compared at all.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from collections.abc import Callable
 from tests.fuzz.compare import Difference, Strictness
 from tests.fuzz.program import Do, Part, Program, Train
 
-# From three ranks on gloo's ring adds in an order that depends on where in its bucket an element lies, and the two
-# classes lay out their buckets differently; what a program computes goes on with that. By the coarsest numbers in it,
-# relative to the largest element or to one: parts' gradients are of that size before they are averaged.
+# With three or more ranks, gloo's ring adds in an order that depends on an element's place in the bucket, and the two
+# classes lay out buckets differently; later values inherit the error. By the coarsest dtype of the program, relative to
+# the largest element or to one, the magnitude of a part's gradients before averaging.
 TOLERANCE = {"float64": 1e-9, "complex128": 1e-9, "float32": 2e-4, "complex64": 2e-4, "float16": 3e-2, "bfloat16": 2e-1}
 
 
@@ -20,7 +20,7 @@ def _part_of(program: Program, difference: Difference) -> Part:
     return program.parts[int(difference.name.split(".")[1])]  # "parts.3.weight"
 
 
-ENDED_ITSELF = "end of torch's class"  # the kind of such a difference
+ENDED_ITSELF = "end of torch's class"  # the kind of difference
 
 # By reason.
 ACCEPTED: dict[str, Callable[[Program, Difference], bool]] = {
@@ -35,7 +35,7 @@ ACCEPTED: dict[str, Callable[[Program, Difference], bool]] = {
     "torch's class meets a bug of its own: unused parameters, over accumulation or a retained graph; ours trains on": (
         lambda program, difference: (
             "This indicates a bug in DDP implementation" in difference.want
-            # A hook of the program's own may not take the None that either class hands it for outputs without a loss.
+            # The program's hook may fail on the None that both classes pass for outputs that are not in the loss.
             and (difference.got == "goes on" or "'NoneType'" in difference.got)
         )
     ),
@@ -70,7 +70,7 @@ ACCEPTED: dict[str, Callable[[Program, Difference], bool]] = {
 
 
 def reason_for(program: Program, difference: Difference) -> str | None:
-    """Why this difference is as it should be; None: it should not be."""
+    """Why this difference is intended, or None if it is a failure."""
     return next((reason for reason, applies in ACCEPTED.items() if applies(program, difference)), None)
 
 
@@ -81,13 +81,13 @@ def strictness_for(program: Program) -> Strictness:
     """How closely the two classes are compared in this program."""
     return Strictness(
         tolerance=_tolerance(program),
-        # Ours makes gradients views of their buckets unless told not to: what a program puts into p.grad itself is then
-        # replaced, as by torch's class with views, by a gradient that lies in memory as its parameter does.
+        # By default our gradients are views of their buckets: a tensor that the program assigns to p.grad is then
+        # replaced, as in torch's class with views, by a gradient with its parameter's layout.
         strides=not any(op in OTHER_LAYOUT for ops in program.steps for op in ops),
-        # With gradient_as_bucket_view=True kept gradients share the bucket in torch's class as well: which bytes they
-        # show later is a matter of its layout.
+        # With gradient_as_bucket_view=True kept gradients share the bucket in torch's class too: their later values
+        # depend on its layout.
         kept=program.options.get("gradient_as_bucket_view") is not True,
-        # Gradients of a step that lacks some are half reduced, until the next forward raises.
+        # A step without some gradients leaves others unreduced, until the next forward raises.
         values=not _lacks_gradients(program),
     )
 
@@ -98,7 +98,7 @@ def _lacks_gradients(program: Program) -> bool:
 
 
 def _tolerance(program: Program) -> float:
-    """Zero up to two ranks: the sum of two numbers has one value, and half of it is exact."""
+    """Zero for up to two ranks: a sum of two numbers doesn't depend on order, and halving is exact."""
     if program.world_size <= 2:
         return 0.0
     dtypes = {part.dtype for part in program.parts}

@@ -1,6 +1,6 @@
-"""Ways to train on a device. Each is run with torch's class and ours from the same seed, and compared bit for bit.
+"""Ways to train on a device. Each runs with torch's class and ours from the same seed; results must be bitwise equal.
 
-The sum of two numbers depends on no order and a division by 1 or 2 is exact, so this holds for one rank and for two.
+This holds for one and two ranks: a sum of two numbers does not depend on their order, and dividing by 1 or 2 is exact.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.parity.test_training import Checkpointed
 
 FLOAT = torch.float32
 WIDTH = 32
-LARGE_BYTES = 64  # gradients of these models are small; from here on they count as large
+LARGE_BYTES = 64  # these models' gradients are small; larger ones take the path for large gradients
 
 
 Step = Callable[[torch.device, Any, int, int], None]  # (device, model, rank, step)
@@ -33,7 +33,7 @@ Step = Callable[[torch.device, Any, int, int], None]  # (device, model, rank, st
 
 @dataclass(frozen=True)
 class Case:
-    """A model and what is done with it in a step."""
+    """A model and its training step."""
 
     make: Callable[[], nn.Module]
     run: Step
@@ -43,9 +43,9 @@ class Case:
     set_to_none: bool = True
     steps: int = 4
     rtol: float = 0.0
-    # Refused by torch's class on the CPU, or not the same thing there.
+    # torch's class refuses it on the CPU, or it differs there.
     gpu_only: bool = False
-    # Compiles a model: seconds, and once is enough.
+    # Compiles a model, which takes seconds; one run is enough.
     slow: bool = False
 
 
@@ -58,7 +58,7 @@ def mlp(dtype: torch.dtype = FLOAT) -> Callable[[], nn.Module]:
 
 
 def plain(*shape: int, dtype: torch.dtype = FLOAT) -> Step:
-    """Forward and backward on a batch of this shape."""
+    """A step of one forward and backward on a batch of this shape."""
 
     def run(device: torch.device, model: Any, rank: int, step: int) -> None:
         loss_of(model(batch(rank, step, *(shape or (6, WIDTH)), dtype=dtype).to(device))).backward()
@@ -72,7 +72,7 @@ BF16 = _MixedPrecision(torch.bfloat16, torch.bfloat16, torch.bfloat16)  # parame
 
 
 class ManyParameters(nn.Module):
-    """More tensors than one launch of a kernel takes, of sizes that divide by nothing."""
+    """More tensors than one kernel launch takes, of uneven sizes."""
 
     def __init__(self, count: int = 1500) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class ManyParameters(nn.Module):
 
 
 class MixedTypes(nn.Module):
-    """Parameters of two types, whose gradients cannot share a bucket."""
+    """Parameters of two dtypes, whose gradients cannot share a bucket."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class MixedTypes(nn.Module):
 
 
 class ChannelsLast(NormNet):
-    """Convolution weights, and so their gradients, whose elements lie in another order."""
+    """Convolutions with channels-last weights, and so gradients."""
 
     def __init__(self) -> None:
         super().__init__(FLOAT)
@@ -110,7 +110,7 @@ def frozen() -> nn.Module:
 
 
 def with_own_optimizer() -> nn.Module:
-    # Moved first: a parameter that moves gets another node in the graph, without the optimizer's hook.
+    # Moved first: a moved parameter gets a new graph node, without the optimizer's hook.
     model = Mlp(WIDTH, FLOAT).to(chosen_device())
     _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.01})
     return model
@@ -158,7 +158,7 @@ def scaled(device: torch.device, model: Any, rank: int, step: int) -> None:
     scaler.update()
     if step == 1:
         assert scaler.get_scale() < INITIAL_SCALE, "the overflow was not seen"
-        model.zero_grad(set_to_none=True)  # nan, which is not equal to itself
+        model.zero_grad(set_to_none=True)  # NaN is not equal to itself
 
 
 INITIAL_SCALE = 1024.0
@@ -183,7 +183,7 @@ def power_sgd_hook(ddp: Any) -> None:
     ddp.register_comm_hook(state, power_sgd.powerSGD_hook)
 
 
-def chained(state, bucket):  # type: ignore[no-untyped-def]  # torch refuses other annotations than its own
+def chained(state, bucket):  # type: ignore[no-untyped-def]  # torch refuses other annotations
     sent = bucket.buffer() * 2
     future = dist.all_reduce(sent, async_op=True).get_future()
     return future.then(lambda f: f.value()[0] / (2 * dist.get_world_size()))
@@ -237,7 +237,7 @@ CASES: dict[str, Case] = {
     "hook_builtin_fp16": Case(
         mlp(), plain(), prepare=lambda ddp: ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
     ),
-    # torch sums in the reduced precision, we in that of the buckets.
+    # torch sums in the reduced precision, ours in that of the buckets.
     "mixed_precision": Case(
         mlp(), plain(), {"mixed_precision": BF16}, optimizer=sgd, rtol=1e-2, gpu_only=True
     ),
@@ -252,14 +252,14 @@ CASES: dict[str, Case] = {
 
 
 def names(device: torch.device) -> list[str]:
-    """The cases for this device, but for slow ones."""
+    """The cases for this device, without slow ones."""
     return [name for name, case in CASES.items() if (device.type == "cuda" or not case.gpu_only) and not case.slow]
 
 
 def run_case(name: str, device: torch.device, rank: int, ddp_class: Any, *, device_ids: bool = True) -> None:
-    """Trains both classes in this process group and compares gradients after each step, weights and buffers at the end.
+    """Train both classes in this process group and compare gradients after each step, weights and buffers at the end.
 
-    `ddp_class` takes torch's arguments; that it is over a certain transport is bound to it beforehand.
+    `ddp_class` takes torch's arguments; bind a transport to it beforehand.
     """
     case = CASES[name]
     options = dict(case.options)

@@ -13,7 +13,7 @@ from tests.gpu.device import chosen_device, make_deterministic, why_not
 from tests.harness import process_group
 
 FOLDER = Path(__file__).parent
-# Tests with one of these run where the fixture lets them; others take it that there is a GPU.
+# Tests with one of these fixtures run where the fixture allows it; other tests need a GPU.
 ASKS_FOR_A_DEVICE = {"alone", "either", "gpu", "outcomes", "two_ranks_a_gpu"}
 
 
@@ -41,13 +41,13 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[torch.device]:
 
 @pytest.fixture
 def either() -> torch.device:
-    """The device, for tests whose ranks are processes of their own."""
+    """The device, for tests whose ranks are separate processes."""
     return chosen_device()
 
 
 @pytest.fixture
 def gpu(alone: torch.device) -> torch.device:
-    """As `alone`, for tests that make no sense on the CPU."""
+    """Like `alone`, for tests that make sense only on a GPU."""
     if alone.type != "cuda":
         pytest.skip("needs a GPU, this run is on the CPU")
     return alone

@@ -1,10 +1,10 @@
-"""Where the tests of this folder run: on a GPU, or, to see that they themselves work, on the CPU."""
+"""The device of the tests in this folder: a GPU, or the CPU to check the tests themselves."""
 
 from __future__ import annotations
 
 import os
 
-# Libraries look at these when they are first used. Counting devices through the driver's management library leaves a
+# Libraries read these variables at first use. Counting devices through the driver's management library leaves a
 # process that forks ranks later without a CUDA context.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -23,7 +23,7 @@ def chosen_device() -> torch.device:
 
 
 def why_not() -> str:
-    """Why these tests cannot run here, or nothing."""
+    """Why these tests cannot run here; empty if they can."""
     if chosen_device().type == "cpu" or torch.cuda.is_available():
         return ""
     build = "finds no GPU" if torch.version.cuda else "is a CPU build"
@@ -31,8 +31,8 @@ def why_not() -> str:
 
 
 def make_deterministic(device: torch.device) -> None:
-    """The same kernels in the same order in every run, so that two classes can be compared bit for bit."""
-    # Only a warning for an operator that has no such form: its case would then fail by its numbers.
+    """Run the same kernels in the same order every time, so that two classes can be compared bitwise."""
+    # Only warn about operators without a deterministic form: their cases would fail the comparison.
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.backends.cudnn.benchmark = False
     if device.type == "cuda":

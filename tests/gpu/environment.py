@@ -1,9 +1,9 @@
-"""What this machine has of what tests/gpu/run.sh needs.
+"""Checks what tests/gpu/run.sh needs on this machine.
 
-`environment.py` prints a report and fails if something is missing; `environment.py --tool-path` prints the folders in
-which build tools lie that are not on the PATH, `environment.py --architecture` what CMake calls the GPU that is there,
-`environment.py --lacks PACKAGE...` those of the packages that are not there; `environment.py --builds-cuda` fails where
-the CUDA extension cannot be built.
+`environment.py` prints a report and fails if something is missing; `environment.py --tool-path` prints folders with
+build tools that may not be on the PATH, `environment.py --architecture` the GPU's name for CMake, and `environment.py
+--lacks PACKAGE...` the packages that are missing; `environment.py --builds-cuda` fails if the CUDA extension cannot be
+built here.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 PACKAGES = ("torch", "numpy", "pytest")
-# Without these a run goes on, and does less.
+# A run without these does less.
 USEFUL_PACKAGES = {
     "pytest_timeout": "a test that hangs takes the whole time of its step",
     "typer": "no benchmarks",
@@ -31,7 +31,7 @@ CUDA_FOLDERS = ("/usr/local/cuda/bin", "/opt/cuda/bin")
 
 
 def tool_path() -> list[str]:
-    """Folders of cmake, ninja and nvcc: those of this interpreter, of pip's packages, and where CUDA is installed."""
+    """Folders of cmake, ninja and nvcc: of this interpreter, of pip's packages, and of CUDA installations."""
     folders = [sysconfig.get_path("scripts"), str(Path(sys.executable).parent)]
     for package, folder in (("cmake", "data/bin"), ("ninja", "data/bin")):
         spec = importlib.util.find_spec(package)
@@ -43,7 +43,7 @@ def tool_path() -> list[str]:
 
 
 def architecture() -> str:
-    """The first GPU's, for CMAKE_CUDA_ARCHITECTURES: machine code for it and nothing else. Without a GPU, Hopper's."""
+    """The first GPU's value for CMAKE_CUDA_ARCHITECTURES, with machine code only; Hopper's without a GPU."""
     import torch
 
     major, minor = torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0)
@@ -55,7 +55,7 @@ def nvcc() -> str:
 
 
 def reason_against_cuda() -> str:
-    """Why the CUDA extension can't be built here, as cmake/cuda_version.cmake sees it; empty if it can."""
+    """Why the CUDA extension can't be built here, by the rules of cmake/cuda_version.cmake; empty if it can."""
     import torch
 
     answer = _output_of(nvcc(), "--version")
@@ -75,7 +75,7 @@ def reason_against_cuda() -> str:
 
 
 def missing(found: dict[str, bool], *, on_gpu: bool, builds: bool) -> list[str]:
-    """What of this cannot be done without."""
+    """The required items that were not found."""
     needed = [f"Python package {name}" for name in PACKAGES]
     if builds:
         needed += ["cmake", "ninja or make", "C++ compiler", "Python.h"] + (["nvcc"] if on_gpu else [])
@@ -84,7 +84,7 @@ def missing(found: dict[str, bool], *, on_gpu: bool, builds: bool) -> list[str]:
     return [what for what in needed if not found[what]]
 
 
-def look() -> dict[str, bool]:
+def find_items() -> dict[str, bool]:
     absent = lacks(PACKAGES)
     found = {f"Python package {name}": name not in absent for name in PACKAGES}
     found |= {name: shutil.which(tool) is not None for name, tool in {"cmake": "cmake", "nvcc": nvcc()}.items()}
@@ -112,13 +112,13 @@ def _output_of(*command: str) -> str:
 
 
 def version_line(text: str) -> str:
-    """The line of a program's answer that tells its version."""
+    """The line of a program's output that has its version."""
     lines = text.strip().splitlines() or [""]
     return next((line for line in lines if re.search(r"(version|release)\D{0,2}\d", line, re.IGNORECASE)), lines[0])
 
 
 def report() -> None:
-    """Versions, line by line."""
+    """Print versions, one per line."""
     print(f"python      {platform.python_version()} {sys.executable}")
     query = ("nvidia-smi", "--query-gpu=name,driver_version,memory.total,clocks.sm", "--format=csv,noheader")
     for name, command in {
@@ -161,7 +161,7 @@ def main(arguments: list[str]) -> int:
 
 def check(*, on_gpu: bool, builds: bool) -> int:
     report()
-    found = look()
+    found = find_items()
     lacking = missing(found, on_gpu=on_gpu, builds=builds)
     if lacking:
         print(f"This machine lacks: {', '.join(lacking)}.")

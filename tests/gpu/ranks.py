@@ -1,4 +1,4 @@
-"""What two ranks do that share one GPU. Run by name in fresh processes, for CUDA does not survive a fork."""
+"""Functions of two ranks that share one GPU, run by name in fresh processes, because CUDA does not survive a fork."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FAULT_TIMEOUT_S = 5.0
 def run_all_cases(
     rank: int, transport: str, want_nccl: tuple[int, ...] = (), limit_bytes: int = 0
 ) -> dict[str, str | None]:
-    """Every case by name: None, or what went wrong on this rank; gradients of `limit_bytes` count as large."""
+    """Run every case; by name, None or this rank's error. Gradients of `limit_bytes` or more count as large."""
     device = chosen_device()
     make_deterministic(device)
     if want_nccl and loaded_nccl() < want_nccl:
@@ -42,21 +42,21 @@ def run_all_cases(
 
 
 def loaded_nccl() -> tuple[int, ...]:
-    """The version that runs; torch.cuda.nccl.version() says which torch was compiled with."""
+    """The NCCL version at run time; torch.cuda.nccl.version() is the one that torch was compiled with."""
     version = (_C.nccl_versions() or (0, 0))[0]
     return version // 10000, version // 100 % 100, version % 100
 
 
 def error_type(error: str | None) -> str:
-    """The type that a traceback ends with; empty if there was no error."""
+    """The exception type at the end of a traceback; empty if there was no error."""
     found = re.findall(r"^(?:\w+\.)*(\w+(?:Error|Exception))\b", error or "", re.MULTILINE)
     return found[-1] if found else (error or "")
 
 
 def lost_step(errors: list[str | None]) -> bool:
-    """Whether the ranks may be at different places now.
+    """Whether the ranks may now be at different points of the program.
 
-    They are not if all stopped at the same error, and a comparison fails when all that is collective is done.
+    They are not if all raised the same error. Failed comparisons are harmless: they come after all collectives.
     """
     types = {error_type(error) for error in errors}
     return len(types - {"AssertionError", ""}) > 0 and len(types) > 1
@@ -68,7 +68,7 @@ def assert_same_as_torch(outcomes: list[dict[str, str | None]], name: str) -> No
 
 
 def overlap_of_a_step(rank: int, transport: str, layers: int = 8, width: int = 4096) -> trace.Overlap:
-    """How the collectives of a step lie in its computation, a bucket for each layer."""
+    """How the collectives of a step overlap its computation, with a bucket per layer."""
     device = chosen_device()
     make_deterministic(device)
     model = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(layers))).to(device)
@@ -86,13 +86,13 @@ def overlap_of_a_step(rank: int, transport: str, layers: int = 8, width: int = 4
 
 
 def settle(device: torch.device) -> None:
-    """Until the device is idle."""
+    """Wait until the device is idle."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def train_until_fault(rank: int, transport: str, fault: str) -> tuple[list[str], str, float]:
-    """Rank 1 stops taking part after two steps; what rank 0 gets, and after how many seconds."""
+    """Rank 1 stops after two steps; return the MRO and text of rank 0's error, and the seconds it took."""
     device = chosen_device()
     make_deterministic(device)
     model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(3))).to(device)
@@ -109,13 +109,13 @@ def train_until_fault(rank: int, transport: str, fault: str) -> tuple[list[str],
         os.kill(os.getpid(), signal.SIGSTOP if fault == "stopped" else signal.SIGKILL)
     started_s = time.monotonic()
     try:
-        for _ in range(3):  # what is asynchronous may be noticed a step later
+        for _ in range(3):  # an asynchronous error may surface a step later
             ddp.zero_grad()
             loss_of(ddp(inputs)).backward()
             settle(device)
     except Exception as error:
         seconds = time.monotonic() - started_s
-        # The device is free again: nothing of the aborted collective is still spinning on it.
+        # The device is usable again: no kernel of the aborted collective is still spinning on it.
         assert torch.ones(3, device=device).sum().item() == 3
         return [cls.__name__ for cls in type(error).__mro__], str(error), seconds
     return [], "no error", time.monotonic() - started_s

@@ -1,6 +1,6 @@
 """Merges pytest's reports of several runs into one, and prints what failed.
 
-`summary.py count FILE` prints the counts of one; `summary.py merge FOLDER OUT` writes one report and lists failures.
+`summary.py count FILE` prints the counts of a report; `summary.py merge FOLDER OUT` merges reports and lists failures.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ MESSAGE_LENGTH = 160
 
 
 def suites_of(path: Path) -> list[ET.Element]:
-    """The test suites of a report; none if pytest did not live to write it."""
+    """The test suites of a report; none if pytest died before writing it."""
     try:
         return list(ET.parse(path).getroot().iter("testsuite"))
     except (OSError, ET.ParseError):
@@ -46,7 +46,7 @@ def failures(suites: Iterable[ET.Element]) -> list[str]:
 
 
 def merge(folder: Path, out: Path) -> list[ET.Element]:
-    """All suites of the reports in a folder, which are also written to `out`."""
+    """Merge the suites of all reports in a folder and write them to `out`."""
     root = ET.Element("testsuites")
     for path in sorted(folder.glob("*.xml")):
         root.extend(suites_of(path))

@@ -1,4 +1,4 @@
-"""A whole training step as one CUDA graph, captured after a single eager step, gives the bits of eager training."""
+"""A training step as one CUDA graph, captured after one eager step, is bitwise equal to eager training."""
 
 import contextlib
 import copy
@@ -32,7 +32,7 @@ def train_eagerly(model, device):
 
 @contextlib.contextmanager
 def side_stream():
-    """Another stream, that waits for the current one, and is waited for."""
+    """Run on another stream, synchronized with the current one before and after."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -77,7 +77,7 @@ def test_captured_step_equals_eager_steps(gpu, options, optimizer_inside, limit_
         forward_backward()
         if not optimizer_inside:
             optimizer.step()
-        # Without a gradient, backward writes one; with it, each replay would add to the last one's.
+        # Without a gradient, backward writes one; otherwise each replay would add to the previous gradient.
         optimizer.zero_grad(set_to_none=True)
     with torch.cuda.graph(graph, stream=side):
         forward_backward()
@@ -91,15 +91,15 @@ def test_captured_step_equals_eager_steps(gpu, options, optimizer_inside, limit_
         assert torch.equal(ours, theirs), f"'{name}' differs by {(ours - theirs).abs().max().item():g}"
 
 
-def test_a_step_that_leaves_parameters_out_is_not_captured(gpu):
-    """What becomes of their gradients depends on other ranks, which the host can't ask then."""
+def test_a_step_with_unused_parameters_is_not_captured(gpu):
+    """Their gradients depend on other ranks, which the host can't query during capture."""
     model = seeded(lambda: Branches(torch.float32)).to(gpu)
     static = batch(0, 0, 2, 4, dtype=torch.float32).to(gpu)
     with side_stream() as side:
         ddp = DistributedDataParallel(model, find_unused_parameters=True)
         loss_of(ddp(static, "left")).backward()
         ddp.zero_grad(set_to_none=True)
-    # The capture can't end well: collectives were left running.
+    # The capture can't succeed, because collectives are still running.
     with contextlib.suppress(RuntimeError), torch.cuda.graph(torch.cuda.CUDAGraph(), stream=side):
         output = loss_of(ddp(static, "left"))
         with pytest.raises(

@@ -1,7 +1,7 @@
-"""The pack kernels as the reducer calls them: gradients into a bucket, scaled, and back, and what a bucket holds.
+"""The pack kernels as the reducer calls them: pack gradients into a bucket, scale, unpack, and compute statistics.
 
-One rank, whose average is its own gradient over the divisor, against torch's operators. A NaN comes out of the device's
-arithmetic as its own NaN, so NaNs are compared as NaNs, all else bit for bit.
+One rank, whose average is its own gradient over the divisor, compared with torch's operators. The device's arithmetic
+replaces NaN payloads, so NaNs are compared as NaNs and all else bitwise.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torchddp import DistributedDataParallel
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 NUMELS = [1, 7, 100, 4096, 5000, 70_001]
-# Elements at both ends that no kernel may touch.
+# Guard elements at both ends that no kernel may write.
 GUARD = 16
 
 
@@ -40,7 +40,7 @@ class _Give(torch.autograd.Function):
 
 
 class Given(nn.Module):
-    """Parameters whose gradients are what forward is given."""
+    """Parameters whose gradients are forward's arguments."""
 
     def __init__(self, numels: list[int], dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Given(nn.Module):
 
 
 def wrapped(numels: list[int], dtype: torch.dtype, device: torch.device, divisor: int = 1, **options: Any) -> Any:
-    """All in one bucket. Over c10d memory is torch's, so that a sanitizer sees a write beside it."""
+    """Wrap parameters in one bucket. Over c10d torch allocates memory, so sanitizers see out-of-bounds writes."""
     ddp = DistributedDataParallel(Given(numels, dtype, device), transport="c10d", bucket_cap_mb_list=[1000], **options)
     assert len(ddp.reducer.plan.buckets) == 1
     ddp.reducer.set_divisor(lambda: divisor)
@@ -78,11 +78,11 @@ def random_values(numel: int, dtype: torch.dtype, device: torch.device, seed: in
 
 
 def scaled(source: Tensor, divisor: int) -> Tensor:
-    """What the kernels promise, by torch's operations: the product in float (or double), one rounding."""
+    """The kernels' specification in torch's operators: a product in float (or double), rounded once."""
     if divisor == 1:
         return source.clone()
     product = source.to(torch.float64 if source.dtype == torch.float64 else torch.float32)
-    # A tensor, not a number: torch would multiply by the unrounded number in double.
+    # A tensor, because torch would multiply by a Python number in double.
     product = product * torch.tensor(1.0 / divisor, dtype=product.dtype, device=source.device)
     return product.to(source.dtype)
 
@@ -96,7 +96,7 @@ def assert_same(actual: Tensor, expected: Tensor) -> None:
 
 
 def guarded(numel: int, dtype: torch.dtype, shift: int, device: torch.device) -> Tensor:
-    """Zeros, `shift` elements after a 16-byte boundary, in the middle of memory filled with ones."""
+    """Zeros `shift` elements after a 16-byte boundary, between guard elements filled with ones."""
     memory = torch.ones(2 * GUARD + shift + numel, dtype=dtype, device=device)
     return memory[GUARD + shift : GUARD + shift + numel].zero_()
 
@@ -110,7 +110,7 @@ def guards(tensor: Tensor) -> Tensor:
 def check_apart(
     device: torch.device, numels: list[int], dtype: torch.dtype, divisor: int, shifts: tuple[int, ...] = (0,)
 ) -> None:
-    """Gradients in memory of their own, at any alignment: packed, and the averages unpacked to where they were."""
+    """Gradients in their own memory, at any alignment, are packed, and averages are unpacked to the same place."""
     ddp = wrapped(numels, dtype, device, divisor, gradient_as_bucket_view=False)
     for k, weight in enumerate(ddp.parameters()):
         weight.grad = guarded(weight.numel(), dtype, shifts[k % len(shifts)], device)
@@ -124,7 +124,7 @@ def check_apart(
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=name)
 @pytest.mark.parametrize("divisor", [1, 4, 3])
-def test_gradients_of_their_own_go_and_come_back(alone, dtype, divisor):
+def test_gradients_outside_the_bucket_are_packed_and_unpacked(alone, dtype, divisor):
     check_apart(alone, NUMELS, dtype, divisor)
 
 
@@ -167,7 +167,7 @@ def test_complex_gradients(alone, dtype, views):
         assert torch.equal(grad, value * 0.5)
 
 
-# Times a third and the like this exercises denormals and ties; the CPU's kernels are proved elsewhere.
+# With factors such as a third this exercises denormals and ties; other tests cover the CPU's kernels.
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=name)
 def test_every_16_bit_number(alone, dtype):
     every = torch.arange(-32768, 32768, dtype=torch.int32).to(torch.int16).view(dtype)
@@ -180,7 +180,7 @@ def test_every_16_bit_number(alone, dtype):
 @pytest.mark.parametrize("half", [torch.float16, torch.bfloat16], ids=name)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=name)
 def test_16_bit_gradients_of_wider_parameters(gpu, half, dtype):
-    """mixed_precision: the one conversion on the way into a bucket."""
+    """mixed_precision: the only conversion when packing."""
     options = {"mixed_precision": _MixedPrecision(param_dtype=half, reduce_dtype=half, buffer_dtype=half)}
     ddp = wrapped([65536, 7], dtype, gpu, gradient_as_bucket_view=True, **options)
     every = torch.arange(-32768, 32768, dtype=torch.int32).to(torch.int16).view(half).to(gpu)
@@ -208,7 +208,7 @@ def test_statistics_are_of_what_is_in_the_bucket(alone, dtype, divisor):
     grads = backward(ddp, [torch.randn(numel, device=alone).to(dtype) for numel in numels])
     (sum_squares, non_finite), *others = ddp.gradient_stats().tolist()
     flat = torch.cat(grads)
-    # Sums of one sign: n additions err by n roundings at most.
+    # All terms have the same sign, so n additions err by at most n roundings.
     assert sum_squares == pytest.approx(flat.double().square().sum().item(), rel=flat.numel() * 2.0**-51)
     assert non_finite == 0 and not others
 
@@ -222,7 +222,7 @@ def test_every_infinity_and_nan_is_counted(alone, dtype):
     assert not math.isfinite(sum_squares)
 
 
-def test_statistics_are_the_same_bits_every_time(gpu):
+def test_statistics_are_deterministic(gpu):
     values = [torch.randn(1 + 37 * k % 1000, device=gpu) for k in range(2500)]
     ddp = wrapped([value.numel() for value in values], torch.float32, gpu, 10, gradient_stats=True)
     results = []

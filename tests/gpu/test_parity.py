@@ -1,4 +1,4 @@
-"""One rank on a GPU over NCCL: the same gradients and weights as torch's class, bit for bit."""
+"""One rank on a GPU over NCCL: gradients and weights are bitwise equal to torch's class."""
 
 import copy
 from functools import partial
@@ -12,7 +12,7 @@ from torchddp import DistributedDataParallel
 
 
 def ways(device: torch.device) -> tuple[tuple[str, int], ...]:
-    """Transports, and from which size on gradients count as large there."""
+    """Transports, with the size from which gradients count as large."""
     return (("nccl", 0), ("nccl", LARGE_BYTES), ("c10d", 0)) if device.type == "cuda" else (("c10d", 0),)
 
 
@@ -36,7 +36,7 @@ def test_auto_takes_nccl_for_a_model_on_a_gpu(gpu):
 
 
 def test_gradients_are_memory_of_the_bucket(alone):
-    """No second copy of the gradients is kept."""
+    """There is no second copy of the gradients."""
     ddp = DistributedDataParallel(torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(3))).to(alone))
     for _ in range(3):
         ddp.zero_grad()
@@ -50,7 +50,7 @@ def test_gradients_are_memory_of_the_bucket(alone):
         assert len(begins) == 1 and len(bucket.params) > 1
 
 
-def test_large_gradients_keep_the_memory_that_autograd_gave_them(gpu):
+def test_large_gradients_stay_where_autograd_allocated_them(gpu):
     made = {}
     model = torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.Linear(512, 8)).to(gpu)
     large = model[0].weight
@@ -68,7 +68,7 @@ def test_large_gradients_keep_the_memory_that_autograd_gave_them(gpu):
 @pytest.mark.parametrize("divisor", [1, 2, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 def test_nccl_scales_large_gradients_as_torch_would(gpu, dtype, divisor):
-    """A rank without peers multiplies too, if it is to average over more than itself."""
+    """A single rank multiplies too, if the divisor is larger than one."""
     weight = torch.nn.Parameter(torch.zeros(1000, dtype=dtype, device=gpu))
     module = torch.nn.ParameterList([weight])
     module.forward = lambda gradient: (weight * gradient).sum()
@@ -80,5 +80,5 @@ def test_nccl_scales_large_gradients_as_torch_would(gpu, dtype, divisor):
         ddp.zero_grad()
         ddp(gradient).backward()
     assert ddp.reducer.bucket_memory_bytes == 0
-    # A product is formed in float, as a kernel of torch forms it, and rounded once.
+    # The product is computed in float, as in torch's kernels, and rounded once.
     torch.testing.assert_close(weight.grad, gradient * (1.0 / divisor), rtol=0, atol=0)

@@ -1,4 +1,4 @@
-"""What the profiler sees of a step with one rank: few kernels, and collectives that start before backward is over."""
+"""A profile of a step on one rank: few kernels, and collectives that start before backward ends."""
 
 import copy
 
@@ -16,7 +16,7 @@ STEPS = 3
 
 
 def work_of(module, x):
-    """What the device does for a step, once nothing is a first time any more."""
+    """The device's events of a step, after warm-up."""
 
     def step():
         module.zero_grad(set_to_none=True)
@@ -30,8 +30,8 @@ def work_of(module, x):
 
 @pytest.mark.profiler
 def test_a_thousand_gradients_take_a_few_launches(gpu, record_property):
-    """torch's class launches one kernel a gradient."""
-    torch.use_deterministic_algorithms(False)  # fills new memory, which is one more kernel for each
+    """torch's class launches one kernel per gradient."""
+    torch.use_deterministic_algorithms(False)  # otherwise torch fills new memory, with one more kernel per tensor
     try:
         model = seeded(ManySmallTensors).to(gpu)
         x = torch.randn(64, device=gpu)
@@ -43,13 +43,13 @@ def test_a_thousand_gradients_take_a_few_launches(gpu, record_property):
     record_property("kernels_of_the_bare_model", bare)
     record_property("kernels_added_by_torch", theirs)
     record_property("kernels_added_by_torchddp", ours)
-    assert bare > 0, "the profiler has recorded no kernel"
-    assert ours <= theirs / 10, f"ours adds {ours:g} launches a step, torch's {theirs:g}"
+    assert bare > 0, "the profiler recorded no kernel"
+    assert ours <= theirs / 10, f"ours adds {ours:g} launches per step, torch's {theirs:g}"
 
 
 @pytest.mark.profiler
-def test_nothing_of_a_bucket_waits_for_the_end_of_backward(gpu):
-    """On the device: what is ours begins while gradients are still computed, collectives on a stream of their own."""
+def test_buckets_do_not_wait_for_the_end_of_backward(gpu):
+    """On the device, our kernels start while gradients are still computed, and collectives have their own stream."""
     width = 4096
     model = nn.Sequential(*(nn.Linear(width, width) for _ in range(6))).to(gpu)
     ddp = DistributedDataParallel(model, bucket_cap_mb=width * width * 2 / 2**20)
@@ -64,7 +64,7 @@ def test_nothing_of_a_bucket_waits_for_the_end_of_backward(gpu):
     events = trace.record(step)
     computation = [event for event in events if trace.is_computation(event)]
     ours = [event for event in events if "torchddp" in event.name or trace.is_collective(event)]
-    assert computation, "the profiler has recorded no kernel"
+    assert computation, "the profiler recorded no kernel"
     assert ours, f"nothing of ours among {sorted({event.name for event in events})}"
     end_us = max(event.end_us for event in computation)
     early = sum(event.start_us < end_us for event in ours)

@@ -1,4 +1,4 @@
-"""ShardedDataParallel on a GPU: what it trains is what torch's class and the plain optimizer train."""
+"""ShardedDataParallel on a GPU trains like torch's class with the plain optimizer."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from tests.sharded import batch_of, loss_of, make_pair
 
 
 def train(rank: int, transport: str, options: dict[str, object]) -> list[str]:
-    """Twelve steps with accumulation and clipping; what differs."""
+    """Train twelve steps with accumulation and clipping; return the differences."""
     device = chosen_device()
     make_deterministic(device)
     pair = make_pair(torch.optim.AdamW, {"lr": 0.01}, transport=transport, device=device, **options)

@@ -1,4 +1,4 @@
-"""Streams: gradients are complete before they are packed, averages before they are read, and the host never waits."""
+"""Streams: gradients are complete before packing, averages before they are read, and the host never waits."""
 
 import contextlib
 import copy
@@ -11,14 +11,14 @@ from tests.gpu.test_graph import side_stream
 from tests.models import assert_grads, batch, grads_of, loss_of, seeded
 from torchddp import DistributedDataParallel
 
-WIDTH = 512  # weights of 1 MiB, which NCCL reduces where autograd made them
+WIDTH = 512  # weights of 1 MiB, which NCCL reduces where autograd allocated them
 SLEEP_CYCLES = 20_000_000  # about ten milliseconds: far longer than a step of these models
 LONG_SLEEP_CYCLES = 2_000_000_000  # about a second
 STEPS = 5
 
 
 class Delay(torch.autograd.Function):
-    """Keeps the stream that backward runs on busy before the gradient goes on."""
+    """Keeps backward's stream busy before the gradient is passed on."""
 
     @staticmethod
     def forward(ctx, x):
@@ -31,7 +31,7 @@ class Delay(torch.autograd.Function):
 
 
 class Late(nn.Module):
-    """Layers whose gradients come late on the device, though the host is through at once."""
+    """Layers whose gradients are late on the device, although the host returns at once."""
 
     def __init__(self):
         super().__init__()
@@ -44,7 +44,7 @@ class Late(nn.Module):
 
 
 class OnTwoStreams(nn.Module):
-    """Two branches, each on a stream of its own if there are any; backward follows them there."""
+    """Two branches, each on its own stream if any are given; backward runs on the same streams."""
 
     def __init__(self, streams=()):
         super().__init__()
@@ -79,7 +79,7 @@ def inputs(device, step):
 
 
 def reference(model, device, optimizer_of=None):
-    """Gradients of each step of the bare model, the device idle after each."""
+    """Gradients of each step of the bare model, synchronizing the device after each."""
     plain = copy.deepcopy(model)
     optimizer = optimizer_of(plain.parameters()) if optimizer_of else None
     seen = []
@@ -95,7 +95,7 @@ def reference(model, device, optimizer_of=None):
 
 
 def steps_of(ddp, device):
-    """Gradients of each step, copied on the current stream, which nobody has waited for."""
+    """Gradients of each step, copied on the current stream without synchronization."""
     got = []
     for step in range(STEPS):
         ddp.zero_grad(set_to_none=True)
@@ -125,7 +125,7 @@ def test_late_gradients_are_waited_for(gpu, views, aside):
 def test_gradients_from_two_backward_streams(gpu, options):
     model = seeded(lambda: OnTwoStreams((torch.cuda.Stream(), torch.cuda.Stream()))).to(gpu)
     want, _ = reference(model, gpu)
-    ddp = DistributedDataParallel(model, bucket_cap_mb=25, **options)  # one bucket gets gradients of three streams
+    ddp = DistributedDataParallel(model, bucket_cap_mb=25, **options)  # one bucket gets gradients from three streams
     assert_steps(steps_of(ddp, gpu), want)
 
 
@@ -135,7 +135,7 @@ def sgd(params):
 
 @pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": False, "adopt_large_gradients": False}], ids=str)
 def test_steps_run_ahead_of_the_device(gpu, options):
-    """The optimizer follows backward without anyone waiting, and freed memory is written to at once."""
+    """The optimizer follows backward without synchronization, and freed memory is overwritten at once."""
     model = seeded(Late).to(gpu)
     _, trained = reference(model, gpu, sgd)
     ddp = DistributedDataParallel(model, bucket_cap_mb=0.5, **options)
@@ -145,7 +145,7 @@ def test_steps_run_ahead_of_the_device(gpu, options):
         loss_of(ddp(inputs(gpu, step))).backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        for _ in range(8):  # takes the memory of gradients that were just let go
+        for _ in range(8):  # reuses the memory of gradients that were just freed
             torch.full((WIDTH, WIDTH), float("nan"), device=gpu)
     torch.cuda.synchronize()
     for (name, ours), theirs in zip(ddp.module.named_parameters(), trained.parameters(), strict=True):
@@ -153,11 +153,11 @@ def test_steps_run_ahead_of_the_device(gpu, options):
 
 
 def step_behind_a_busy_device(gpu, **options):
-    """The model after a step that the device begins only when backward() has returned."""
+    """The model after a step that the device starts only after backward() has returned."""
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4))).to(gpu)
     ddp = DistributedDataParallel(model, bucket_cap_mb=0.5, **options)
     x = inputs(gpu, 0)
-    for _ in range(3):  # what is loaded or allocated at first use may well wait
+    for _ in range(3):  # loads and allocations at first use may wait
         ddp.zero_grad(set_to_none=True)
         loss_of(ddp(x)).backward()
     ddp.zero_grad(set_to_none=True)
@@ -166,7 +166,7 @@ def step_behind_a_busy_device(gpu, **options):
     torch.cuda._sleep(LONG_SLEEP_CYCLES)
     asleep.record()
     loss_of(ddp(x)).backward()
-    assert not asleep.query(), "backward() returned only after the device had caught up"
+    assert not asleep.query(), "backward() waited for the device"
     torch.cuda.synchronize()
     return ddp
 
@@ -174,7 +174,7 @@ def step_behind_a_busy_device(gpu, **options):
 @pytest.mark.parametrize("transport", ["nccl", "c10d"])
 @pytest.mark.filterwarnings("ignore:find_unused_parameters=True was specified")
 def test_the_host_does_not_wait_for_the_device(gpu, transport):
-    """Nor to be told which parameters are used: its map is cleared for the next step before the device has read it."""
+    """Not even for the map of used parameters, which is cleared for the next step before the device has read it."""
     step_behind_a_busy_device(gpu, transport=transport)
     ddp = step_behind_a_busy_device(gpu, transport=transport, find_unused_parameters=True)
     assert ddp.reducer._get_local_used_map().tolist() == [1] * len(list(ddp.parameters()))

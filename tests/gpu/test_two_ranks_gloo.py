@@ -1,4 +1,4 @@
-"""Two ranks over gloo that share one GPU: the same numbers as torch's class, bit for bit."""
+"""Two ranks over gloo that share one GPU: bitwise equal to torch's class."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from tests.harness import run_ranks
 
 @pytest.fixture(scope="module")
 def outcomes():
-    """All cases in one pair of processes: starting one takes as long as many cases."""
+    """Run all cases in one pair of processes, because starting a process takes as long as many cases."""
     found = run_ranks(run_all_cases, 2, "c10d", timeout=90, start_method="spawn")
     assert found[0].keys() == found[1].keys() and len(found[0]) > len(CASES) // 2
     return found

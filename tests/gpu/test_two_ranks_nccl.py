@@ -1,7 +1,7 @@
 """Two ranks over NCCL that share one GPU, which NCCL 2.30 and later allow: parity, overlap, and lost peers.
 
-TORCHDDP_TEST_NCCL names such a libnccl.so.2, to tests/gpu/run.sh also a folder of its parts; torch may come with an
-older one. Correctness only: one chip does the work of both.
+TORCHDDP_TEST_NCCL is the path of such a libnccl.so.2 (for tests/gpu/run.sh, also of a folder with its parts); torch may
+ship an older one. These tests cover correctness only: one chip does the work of both ranks.
 """
 
 import os
@@ -16,9 +16,9 @@ from tests.harness import run_outcomes, run_ranks
 
 LIBRARY_ENV = "TORCHDDP_TEST_NCCL"
 FIRST_VERSION = (2, 30, 0)
-# Two ranks need their kernels on the chip at the same time, and no switch between GPUs reduces for them.
+# Both ranks' kernels must run on the chip at the same time, and there is no NVSwitch to reduce for them.
 ENVIRONMENT = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "4", "NCCL_NVLS_ENABLE": "0"}
-# gloo for what the ranks say to each other beside it, so that a lost peer is found by our communicator, not by torch's.
+# gloo for all other communication, so that our communicator, not torch's, detects a lost peer.
 BACKEND = "cpu:gloo,cuda:nccl"
 MARGIN_S = 15.0
 
@@ -27,7 +27,7 @@ LAUNCH = {"start_method": "spawn", "backend": BACKEND}
 
 @pytest.fixture(scope="module")
 def two_ranks_a_gpu():
-    """The environment in which ranks started now load the newer library."""
+    """Set the environment so that new ranks load the newer library."""
     library = os.environ.get(LIBRARY_ENV, "")
     if not library:
         pytest.skip(f"{LIBRARY_ENV} names no NCCL 2.30 or newer, and older ones refuse two ranks on one GPU")
@@ -38,7 +38,7 @@ def two_ranks_a_gpu():
     with pytest.MonkeyPatch.context() as patch:
         for name, value in ENVIRONMENT.items():
             patch.setenv(name, value)
-        # Found before the one that torch names by its path, as both are libnccl.so.2.
+        # Found before torch's, which has the same name, libnccl.so.2.
         patch.setenv("LD_PRELOAD", str(Path(library).resolve()))
         yield
 
@@ -58,14 +58,14 @@ def test_collectives_run_beside_the_computation(two_ranks_a_gpu):
     for rank, found in enumerate(run_ranks(overlap_of_a_step, 2, "nccl", timeout=60, **LAUNCH)):
         assert found.collectives >= 8, f"rank {rank}: {found}"
         assert found.on_their_own_stream == found.collectives, f"rank {rank}: {found}"
-        # All but the last bucket's, whose gradients are the last to be computed.
+        # All except the last bucket's, whose gradients are computed last.
         assert found.begun_before_the_end >= found.collectives // 2, f"rank {rank}: {found}"
         assert found.overlapped_us > 0, f"rank {rank}: {found}"
 
 
 @pytest.mark.parametrize("fault", ["late", "killed", "stopped"])
 def test_a_lost_peer_is_an_error_within_the_timeout(two_ranks_a_gpu, fault):
-    """And the process ends by itself afterwards: an exit code that is not 0 counts as an error."""
+    """The process then exits by itself; a nonzero exit code counts as an error."""
     first, _ = run_outcomes(train_until_fault, 2, "nccl", fault, timeout=60, needed_ranks=[0], **LAUNCH)
     assert first.error is None, first.error
     types, text, seconds = first.value

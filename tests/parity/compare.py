@@ -1,8 +1,8 @@
 """Runs the class under test and torch's own side by side, in the same ranks, and compares every gradient.
 
-At world sizes 1 and 2 results are bit for bit the same: the sum of two numbers does not depend on their order, and a
-division by a power of two is exact. From 3 ranks on, gloo's ring adds in an order that depends on where in the bucket
-an element lies, and the two classes may lay out their buckets differently: there the last bits may differ.
+At world sizes 1 and 2 results are bitwise equal: the sum of two numbers does not depend on their order, and dividing by
+a power of two is exact. With 3 or more ranks, gloo's ring adds in an order that depends on an element's position in the
+bucket, and the two classes may lay out buckets differently, so the last bits may differ.
 """
 
 from collections.abc import Callable, Iterable
@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from tests.models import Grads, assert_grads, grads_of, seeded
 
-# Relative to the largest element of the gradient: a handful of roundings in the dtype that travels.
+# Relative to the largest element of the gradient: a few roundings in the dtype that is sent.
 RTOL = {
     torch.float64: 1e-14,
     torch.complex128: 1e-14,
@@ -25,7 +25,7 @@ RTOL = {
     torch.bfloat16: 3e-2,
 }
 
-Run = Callable[[nn.Module, int, int], None]  # (model, rank, step): forward and backward, as often as it likes
+Run = Callable[[nn.Module, int, int], None]  # (model, rank, step): any number of forwards and backwards
 
 
 def train(
@@ -59,7 +59,7 @@ def train(
 def compare_on_rank(
     rank: int, ddp_class: type, make: Any, run: Any, steps: int, rtol: float, settings: dict[str, Any]
 ) -> None:
-    """Trains both classes in this process group and asserts what `assert_same_as_torch` says."""
+    """Train both classes in this process group and assert what `assert_same_as_torch` documents."""
     theirs, their_model = train(TorchDDP, make, run, rank, steps, **settings)
     ours, our_model = train(ddp_class, make, run, rank, steps, **settings)
     for step in range(steps):
@@ -79,9 +79,9 @@ def assert_same_as_torch(
     dtype: torch.dtype = torch.float64,
     **settings: Any,
 ) -> None:
-    """Collective. Trains both classes from the same seeds: equal gradients in each step and an equal model at the end.
+    """Train both classes from the same seeds; gradients in each step and the final models must be equal (collective).
 
-    Bit for bit up to two ranks, unless `rtol` says otherwise.
+    Bitwise for up to two ranks, unless `rtol` is given.
     """
     limit = rtol if rtol is not None else 0.0 if dist.get_world_size() <= 2 else RTOL[dtype]
     compare_on_rank(dist.get_rank(), ddp_class, make, run, steps, limit, settings)

@@ -1,4 +1,4 @@
-"""What can be done wrong with a DistributedDataParallel, with what is in tests/fault/test_bad_input.py."""
+"""Ways to misuse a DistributedDataParallel, in addition to those in tests/fault/test_bad_input.py."""
 
 import copy
 import functools
@@ -23,7 +23,7 @@ def linear() -> nn.Linear:
 
 
 class Heads(nn.Module):
-    """Two layers, of which a forward uses those that it is told to."""
+    """Two layers; a forward uses those named in `used`."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Gradients equal torch DDP's for each dtype and odd shape; random programs have more layouts and mixed dtypes."""
+"""Gradients equal torch DDP's for each dtype and odd shape; tests/fuzz covers more layouts and mixed dtypes."""
 
 from functools import partial
 
@@ -36,7 +36,7 @@ class Expanded(nn.Module):
 
 
 class OddShapes(nn.Module):
-    """A scalar, an empty tensor, one element, and sizes that fill no vector register."""
+    """A scalar, an empty tensor, one element, and sizes that don't fill a vector register."""
 
     def __init__(self):
         super().__init__()
@@ -60,7 +60,7 @@ def test_layout(ddp_class):
 
 @on_ranks(1, 2, 3)
 def test_channels_last_convolution(ddp_class):
-    """Fused optimizers and `foreach` paths depend on gradients laid out as their parameters."""
+    """Fused and `foreach` optimizers need gradients with the layout of their parameters."""
     channels_last = {"memory_format": torch.channels_last}
 
     def run(model, rank, step):
@@ -77,7 +77,7 @@ def test_channels_last_convolution(ddp_class):
 
 @on_ranks(2)
 def test_large_gradient_packed_by_several_threads(ddp_class):
-    """A gradient large enough to be split between threads, with a tail that no thread count divides."""
+    """A gradient large enough to be split between threads, with an uneven tail."""
 
     def run(model, rank, step):
         torch.set_num_threads(3)

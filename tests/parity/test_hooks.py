@@ -1,4 +1,4 @@
-"""torch's communication hooks run unmodified and give what they give with torch's class."""
+"""torch's communication hooks run unmodified, with the same results as in torch's class."""
 
 import os
 from types import SimpleNamespace
@@ -37,7 +37,7 @@ def _power_sgd(ddp, hook):
 
 
 def assert_same_weights(cls, make, **zeroing):
-    """That four steps of `make(class)` leave the same weights in both classes, and not those of the start."""
+    """Assert that four steps of `make(class)` change the weights, and equally in both classes."""
     ours, theirs = (
         {name: p.detach().clone() for name, p in ddp.module.named_parameters()}
         for ddp in (_trained(make(one), **zeroing) for one in (cls, TorchDDP))
@@ -60,8 +60,8 @@ def _registers_builtin(name):
     return lambda ddp: ddp._register_builtin_comm_hook(getattr(dist.BuiltinCommHookType, name))
 
 
-# Not here: in torch 2.13 batched_powerSGD_hook fails an assertion of its own and the quantization hooks cannot index
-# gloo's all-gather results, with torch's own class too.
+# Not tested: in torch 2.13 batched_powerSGD_hook fails its own assertion and the quantization hooks cannot index gloo's
+# all-gather results, with torch's class too.
 REGISTER = {
     "allreduce": _registers(default_hooks.allreduce_hook),
     "fp16": _registers(default_hooks.fp16_compress_hook),
@@ -80,17 +80,17 @@ REGISTER = {
 
 @on_ranks(1, 2)
 def test_hook(ddp_class):
-    # One bucket at first: what compressors do depends on the bucket's contents. After that both go by ready order.
+    # One bucket at first, because compressors depend on the bucket's contents. Later both classes use ready order.
     for name in each(REGISTER):
         assert_same_as_torch(ddp_class, _make, _step, steps=5, rtol=1e-6, prepare=REGISTER[name], dtype=torch.float32)
 
 
 @on_ranks(2)
 def test_hook_on_complex_parameters(ddp_class):
-    """Hooks see pairs of real numbers, and what they return is either the bucket's own memory or not."""
+    """Hooks see pairs of real numbers, and return the bucket's memory or another tensor."""
 
     def run(model, rank, step):
-        # Small: tanh has poles in the complex plane, and fp16 ends at 65,504.
+        # Small values: tanh has poles in the complex plane, and fp16 overflows above 65,504.
         loss_of(model(0.1 * batch(rank, step, 5, 16, dtype=torch.complex64))).backward()
 
     for name, transport in each([name for name in REGISTER if "power_sgd" not in name], ["c10d", "shm"]):
@@ -137,7 +137,7 @@ def test_optimizer_in_backward(ddp_class):
     from torch.distributed.optim import _apply_optimizer_in_backward
 
     def make(cls):
-        # torch's hook asks for an accelerator's stream, which a CPU build has not got.
+        # torch's hook asks for an accelerator's stream, which CPU builds lack.
         torch.accelerator.current_stream = lambda *_: SimpleNamespace(wait_stream=lambda stream: None)
         model = seeded(_make)
         _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.01})
@@ -159,7 +159,7 @@ def test_fused_optimizer(ddp_class):
 
 @on_ranks(2)
 def test_buffer_comm_hook(ddp_class):
-    """A user's own averaging of buffers instead of the broadcast."""
+    """A user-defined average of buffers instead of the broadcast."""
 
     def average(state, buffers):
         for value in buffers.values():
@@ -174,7 +174,7 @@ def test_buffer_comm_hook(ddp_class):
 
 @on_ranks(2)
 def test_delayed_all_reduce(ddp_class, rank):
-    """Named parameters reduced in one go once the hooked parameter's gradient is there."""
+    """Named parameters are reduced together once the hooked parameter's gradient is ready."""
 
     def grads(cls):
         model = seeded(_make)

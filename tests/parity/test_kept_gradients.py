@@ -1,4 +1,4 @@
-"""What a program keeps of its gradients keeps its values, as with torch DDP; random programs do more of it."""
+"""Gradients that a program keeps retain their values, as with torch DDP; tests/fuzz covers more cases."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from tests.parity.compare import TorchDDP
 
 pytestmark = pytest.mark.beyond_torch("has no transports to choose from")
 
-WIDTH = 600  # a weight of 1.4 MB, which lies alone in its bucket and is not copied
+WIDTH = 600  # a weight of 1.4 MB, alone in its bucket and not copied
 
 
 def large_and_small() -> nn.Module:
@@ -25,7 +25,7 @@ def train(ddp, rank, step):
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
 @on_ranks(2)
 def test_gradients_kept_from_every_step(ddp_class, transport, rank):
-    """More of them than the transport has memory for, also those that hooks see."""
+    """Keep more gradients than the transport's memory holds, also those passed to hooks."""
 
     def kept(cls, in_hooks, **options):
         ddp, found = cls(seeded(large_and_small), **options), []
@@ -45,7 +45,7 @@ def test_gradients_kept_from_every_step(ddp_class, transport, rank):
 
 @on_ranks(2)
 def test_nothing_is_copied_where_nothing_is_kept(ddp_class, rank):
-    """The view of a gradient is the same tensor in every step: no memory, no Python object is made."""
+    """A gradient's view is the same tensor in every step: no memory or Python object is allocated."""
     ddp = ddp_class(seeded(large_and_small), bucket_cap_mb=25, transport="c10d")
     seen = []
     for step in range(5):

@@ -1,4 +1,4 @@
-"""What torch's class raises, ours raises too: the same type or one derived from it, in all cases but a few."""
+"""Ours raises what torch's class raises, or a derived type, in all but a few cases."""
 
 from functools import partial
 
@@ -9,13 +9,13 @@ from tests.harness import errors_of, run_ranks
 from tests.parity.compare import TorchDDP
 from tests.parity.misuse import CASES
 
-# Those whose words are compared there: (what is called, the number of ranks).
+# Cases of test_bad_input.py, whose messages are compared there: (call, number of ranks).
 ALL = {
     **{name: (case, 2) for name, case in CASES.items()},
     **{name: (bad.build, bad.world_size) for name, bad in BAD.items() if not bad.beyond_torch},
 }
-CRASH = "crash"  # not tried
-# By case, what torch's class raises and what ours does; None: nothing. Each is in docs/migration.md.
+CRASH = "crash"  # not run
+# By case, what torch's class raises and what ours raises (None: nothing). Each is in docs/migration.md.
 DIFFERENCES = {
     "a_cap_that_is_negative": (None, "ValueError"),
     "a_cap_of_zero": (None, "ValueError"),
@@ -34,7 +34,7 @@ PIECES = 4  # of those for two ranks
 
 
 def raised_by(cls, names, world_size):
-    """By name, of each rank: the exception's type and those it is derived from; [None] if none was raised."""
+    """By name and rank: the MRO of the exception; [None] if none was raised."""
 
     def work(rank):
         return errors_of({name: partial(ALL[name][0], cls, rank) for name in names}, rank, world_size, timeout_s=10.0)

@@ -31,7 +31,7 @@ from tests.models import (
 )
 from tests.parity.compare import TorchDDP
 
-# The one default that differs, by intent: None means bucket views where nothing forbids them.
+# The one default that differs on purpose: None means bucket views unless something rules them out.
 OWN_DEFAULTS = {"gradient_as_bucket_view"}
 
 
@@ -62,7 +62,7 @@ def derived(base):
 
 
 @on_ranks(1)
-def test_warnings_of_the_constructor_point_at_the_line_that_torchs_do(ddp_class):
+def test_constructor_warnings_point_at_the_same_line_as_torchs(ddp_class):
     choices = [{"broadcast_buffers": True}, {"broadcast_buffers": False}, {"check_reduction": True}]
     choices.append({"broadcast_buffers": True, "forward_sync_buffers": True})
     classes = (lambda base: base, derived, lambda base: type("Inherits", (derived(base),), {}))
@@ -171,7 +171,7 @@ def test_wrapped_twice_gives_the_same_gradients(ddp_class, rank):
 
 @on_ranks(2)
 def test_ddp_inside_ddp_with_ignored_parameters(ddp_class, rank):
-    """An inner DDP over another group, whose parameters the outer one leaves alone."""
+    """An inner DDP over another group; the outer DDP ignores its parameters."""
     model = seeded(lambda: nn.Sequential(Mlp(), nn.Linear(8, 2, dtype=torch.float64)))
     want = expected_grads(model, step_on)
     model[0] = ddp_class(model[0], process_group=dist.new_group([0, 1]))
@@ -195,8 +195,8 @@ def test_hooks_on_modules_and_gradients_fire(ddp_class, rank):
 
 
 @on_ranks(2)
-def test_hooks_of_outputs_that_the_loss_leaves_out_fire_as_with_torch(ddp_class, rank):
-    """With the search for unused parameters they fire, without a gradient: .grad is what it was before."""
+def test_hooks_of_outputs_not_in_the_loss_fire_as_with_torch(ddp_class, rank):
+    """With find_unused_parameters they fire without a gradient, and .grad is unchanged."""
 
     def fired(cls, sync):
         ddp = cls(seeded(TwoHeads), find_unused_parameters=True)

@@ -1,4 +1,4 @@
-"""Whole training runs and the ways people train: the same numbers as torch DDP."""
+"""Whole training runs and common ways to train give the same numbers as torch DDP."""
 
 import os
 from functools import partial
@@ -21,7 +21,7 @@ def _step(model, rank, step):
 @pytest.mark.rest_is_thorough("2", "3")
 @on_ranks(1, 2, 3, 4)
 def test_fifty_steps_of_adamw(ddp_class, world_size):
-    """Bit for bit up to two ranks; on three and four AdamW's division carries last-bit differences further."""
+    """Bitwise for up to two ranks; on three and four, AdamW's division amplifies last-bit differences."""
     for options in each([{}, {"gradient_as_bucket_view": False}, {"static_graph": True}]):
         assert_same_as_torch(
             ddp_class,
@@ -74,7 +74,7 @@ def test_two_backwards_within_no_sync(ddp_class):
 
 
 class Checkpointed(nn.Module):
-    """Each layer recomputed in backward."""
+    """Recomputes each layer in backward."""
 
     def __init__(self, use_reentrant):
         super().__init__()
@@ -120,7 +120,7 @@ def test_join_with_accumulation_and_unused_search(ddp_class, rank):
 @pytest.mark.parametrize(("transport", "steps_before"), [("c10d", 0), ("c10d", 3), ("shm", 1), ("shm", 3)])
 @on_ranks(2)
 def test_training_goes_on_after_the_group_was_destroyed(ddp_class, transport, steps_before, monkeypatch, rank):
-    """Buffers, buckets that are rebuilt, no_sync and the search for unused parameters: over the group that is held."""
+    """Buffers, bucket rebuilds, no_sync and unused parameters work over the group that the model still holds."""
     monkeypatch.setenv("TORCHDDP_TRANSPORT", transport)
 
     def step_on(model, rank, step):
@@ -155,4 +155,4 @@ def test_subgroup(ddp_class, rank):
         grads.append(grads_of(ddp))
     if rank != 1:
         assert_grads(*grads, rtol=0.0)
-    dist.barrier()  # the one outside stays until the others are done: they still connect to each other through it
+    dist.barrier()  # rank 1 stays until the others, which connect through its store, are done

@@ -1,4 +1,4 @@
-"""Models for `--model tests.unit.benchmark_models:NAME`, good ones and bad ones."""
+"""Valid and invalid models for `--model tests.unit.benchmark_models:NAME`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 class TwoInputs(nn.Module):
-    """Two arguments, dropout, a frozen layer, and no loss of its own."""
+    """A model with two arguments, dropout and a frozen layer, but no loss."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Results of the benchmark as it makes them, of made-up times without noise."""
+"""Benchmark results from made-up times without noise."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROUNDS = 10
 
 
 def constant(*values_ms: float) -> np.ndarray:
-    """[variant, round] of steps without noise; no DDP, torch default, torch tuned, ours."""
+    """Times [variant, round] without noise for no DDP, torch default, torch tuned and ours."""
     return np.array(values_ms)[:, None] + np.zeros((1, ROUNDS))
 
 

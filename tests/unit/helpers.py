@@ -1,4 +1,4 @@
-"""What several of these tests need: printed tables, refused arguments, and processes to wait for."""
+"""Helpers for printed tables, rejected arguments, and waiting for processes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.console import Console
 
 
 def printed(renderable: Any, width: int = 80) -> str:
-    """Its text, of which no line is longer than `width` and nothing is cut off."""
+    """The printed text; asserts that no line is longer than `width` and none is truncated."""
     stream = io.StringIO()
     Console(file=stream, width=width).print(renderable)
     text = stream.getvalue()
@@ -24,7 +24,7 @@ def printed(renderable: Any, width: int = 80) -> str:
 def assert_refused(
     main: Callable[[list[str]], int], arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """That the command ends with exit code 2 and one sentence with these words."""
+    """Assert that the command exits with code 2 and prints one sentence with these words."""
     assert main(arguments) == 2
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.startswith("error: ") and captured.err.count("\n") == 1

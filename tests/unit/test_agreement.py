@@ -1,4 +1,4 @@
-"""What ranks tell each other and agree on, over each way there is to talk."""
+"""Exchanges and agreement between ranks, over each kind of exchange."""
 
 import datetime
 import os
@@ -34,11 +34,11 @@ from torchddp.transport.select import open_transport
 CPU = torch.device("cpu")
 SOON_S = 15.0
 SECOND, MINUTE = datetime.timedelta(seconds=1), datetime.timedelta(minutes=1)
-BIG = 2**62 + 1  # no fp64 number
+BIG = 2**62 + 1  # not representable in fp64
 
 
 def on_threads(work, size):
-    """Runs `work(rank)` on a thread for each rank; their results."""
+    """Run `work(rank)` on a thread per rank and return the results."""
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(work, range(size)))
 
@@ -63,7 +63,7 @@ def test_a_group_carries_any_value(rank, world_size):
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_a_store_carries_values_of_json_and_is_as_before(world_size):
+def test_a_store_carries_json_values_and_keeps_no_keys(world_size):
     store = dist.HashStore()
     before = store.num_keys()
 
@@ -73,7 +73,7 @@ def test_a_store_carries_values_of_json_and_is_as_before(world_size):
         exchange.close()
         return told
 
-    for _ in range(2):  # what the first left would be taken for the second's
+    for _ in range(2):  # the second must not read keys of the first
         ranks = range(world_size)
         expected = [{"rank": rank} for rank in ranks], ["a"] * world_size, [BIG - rank for rank in ranks]
         assert on_threads(work, world_size) == [expected] * world_size
@@ -81,7 +81,7 @@ def test_a_store_carries_values_of_json_and_is_as_before(world_size):
 
 
 @pytest.mark.parametrize(("size", "missing"), [(2, 1), (3, 0)])
-def test_a_store_names_the_rank_that_does_not_come(size, missing):
+def test_a_store_names_the_missing_rank(size, missing):
     store = dist.HashStore()
 
     def work(rank):
@@ -102,7 +102,7 @@ def test_an_interrupt_ends_the_wait_over_a_store():
 
 
 @on_ranks(2)
-def test_parts_of_a_store_have_keys_of_their_own_and_a_restarted_job_has_others(rank, monkeypatch):
+def test_store_keys_differ_between_parts_and_restarts(rank, monkeypatch):
     parts = [part_of_store(dist.group.WORLD, name) for name in "aab"]
     parts[0].set(f"key{rank}", "")
     dist.barrier()
@@ -114,14 +114,14 @@ def test_parts_of_a_store_have_keys_of_their_own_and_a_restarted_job_has_others(
 
 
 @on_ranks(1, 3)
-def test_a_transport_carries_numbers_of_one_kind(rank, world_size):
+def test_a_transport_carries_numbers_of_one_type(rank, world_size):
     ranks = range(world_size)
     for transport in each(["c10d", "shm"]):
         own = open_transport(transport, dist.group.WORLD)
         whole, real = TransportExchange(own, int, CPU), TransportExchange(own, float, CPU)
         assert (whole.rank, whole.size) == (rank, world_size)
         assert real.gather([rank * 0.5, float("inf")]) == [[r * 0.5, float("inf")] for r in ranks]
-        assert real.of_rank_0([1 if rank == 0 else 0.25]) == [1.0]  # whole on rank 0 only: all are sent alike
+        assert real.of_rank_0([1 if rank == 0 else 0.25]) == [1.0]  # an int on rank 0 only: all are sent as floats
         with pytest.raises(TypeError):
             whole.gather([0.5])
         assert whole.gather([BIG - rank, -rank]) == [[BIG - r, -r] for r in ranks]
@@ -129,7 +129,7 @@ def test_a_transport_carries_numbers_of_one_kind(rank, world_size):
 
 
 @on_ranks(2)
-def test_nobody_waits_longer_than_the_limit(rank):
+def test_no_rank_waits_longer_than_the_limit(rank):
     group = GroupExchange(dist.new_group(timeout=SECOND))
     c10d, shm = (
         TransportExchange(open_transport(choice, dist.group.WORLD), int, CPU, SECOND) for choice in ("c10d", "shm")
@@ -148,7 +148,7 @@ def test_problems_name_their_ranks():
 
 
 class Counted(GroupExchange):
-    """Counts the messages of a rank."""
+    """Counts the messages that a rank sends."""
 
     sent = 0
 
@@ -158,7 +158,7 @@ class Counted(GroupExchange):
 
 
 @on_ranks(1, 3)
-def test_values_travel_only_where_they_differ(rank, world_size):
+def test_values_are_sent_only_if_they_differ(rank, world_size):
     exchange = Counted(dist.group.WORLD)
     assert gather_if_different(["the same", (1, 2)], exchange) is None
     assert exchange.sent == (world_size > 1)
@@ -174,7 +174,7 @@ def test_ranks_of_the_fullest_host(rank, monkeypatch):
 
 
 @on_ranks(3)
-def test_the_first_difference_is_told_on_all_ranks(rank):
+def test_the_first_difference_is_reported_on_all_ranks(rank):
     verify_agreement(["a", "b"], None, dist.group.WORLD)
     with pytest.raises(RuntimeError) as caught:
         verify_agreement(["a", "c" if rank == 2 else "b"], None, dist.group.WORLD, "The test")
@@ -183,7 +183,7 @@ def test_the_first_difference_is_told_on_all_ranks(rank):
 
 
 @on_ranks(3)
-def test_an_error_of_some_ranks_is_one_of_all(rank):
+def test_an_error_on_some_ranks_is_raised_on_all(rank):
     for failing in each([(0,), (1,), (0, 1), (0, 1, 2)]):
         own = ValueError("no such thing") if rank in failing else None
         ranks = ", ".join(map(str, failing))
@@ -191,7 +191,7 @@ def test_an_error_of_some_ranks_is_one_of_all(rank):
         with pytest.raises((ValueError, RuntimeError)) as caught:
             verify_agreement(["a"], own, dist.group.WORLD)
         assert (type(caught.value), str(caught.value)) == (quoted if own is None else (ValueError, str(own)))
-    # Ranks that had gathered more than others would meet their next message.
+    # All ranks have made the same number of gathers.
     assert GroupExchange(dist.group.WORLD).gather(rank) == [0, 1, 2]
 
 
@@ -205,7 +205,7 @@ def test_an_error_of_some_ranks_is_one_of_all(rank):
         (["", "", ""], "", {1: ""}, ["rank 1: RuntimeError"] * 3),
     ],
 )
-def test_all_ranks_connect_or_hear_the_same_reason(problems, against, failing, outcome):
+def test_all_ranks_connect_or_get_the_same_reason(problems, against, failing, outcome):
     store = dist.HashStore()
 
     def work(rank):
@@ -222,7 +222,7 @@ def test_all_ranks_connect_or_hear_the_same_reason(problems, against, failing, o
 
 
 @on_ranks(1, 3)
-def test_groups_of_ranks_from_elsewhere_have_the_same_name(rank, world_size):
+def test_groups_have_equal_names_after_different_group_counts(rank, world_size):
     for _ in range(rank):
         dist.new_group([rank], use_local_synchronization=True)
     align_group_counts(dist.group.WORLD)

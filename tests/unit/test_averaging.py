@@ -16,7 +16,7 @@ def test_fragments_take_every_nth_layer():
         ["h.0.a.weight", "h.0.b.bias", "h.2.a.weight"],
     ]
     assert plan_fragments(names, 1) == [names]
-    # Fewer layers than fragments: parameters.
+    # With fewer layers than fragments, parameters are split.
     assert plan_fragments(["h.0.a", "h.0.b", "h.0.c"], 2) == [["h.0.a", "h.0.c"], ["h.0.b"]]
     assert plan_fragments(["params[0]", "params[1]"], 2) == [["params[0]"], ["params[1]"]]
     for fragments in (0, 8):

@@ -1,4 +1,4 @@
-"""The commands in benchmarks/: a wrong argument is one sentence that names it, and exit code 2."""
+"""The commands in benchmarks/: a wrong argument gives exit code 2 and one sentence that names it."""
 
 import importlib
 import importlib.util
@@ -34,13 +34,13 @@ def test_a_wrong_argument_is_one_sentence(benchmark, arguments, words, capsys):
     assert_refused(main_of(benchmark), arguments.split(), words, capsys)
 
 
-def test_without_scikit_learn_the_digits_are_refused(monkeypatch, capsys):
+def test_digits_need_scikit_learn(monkeypatch, capsys):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert_refused(main_of("convergence"), ["--task", "digits"], "needs scikit-learn", capsys)
 
 
 @pytest.mark.parametrize(("user", "missing", "words"), [(1000, "", "as root."), (0, "ip", "'ip' was not found")])
-def test_without_root_or_programs_there_is_no_network(user, missing, words, monkeypatch, capsys):
+def test_the_network_needs_root_and_programs(user, missing, words, monkeypatch, capsys):
     monkeypatch.setattr(os, "geteuid", lambda: user)
     monkeypatch.setattr(shutil, "which", lambda name: None if name == missing else f"/sbin/{name}")
     assert_refused(main_of("two_hosts"), ["--ours", TORCH_DDP], words, capsys)

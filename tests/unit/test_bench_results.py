@@ -1,4 +1,4 @@
-"""Results of benchmarks.checks and benchmarks.compress, of made-up times, and a run of the latter."""
+"""Results of benchmarks.checks and benchmarks.compress from made-up times, and a run of the latter."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ from benchmarks.compress.measure import COPY, FORMATS
 from benchmarks.compress.results import size_result
 
 
-def test_a_check_costs_its_part_of_each_step() -> None:
+def test_a_check_costs_its_share_of_each_step() -> None:
     step_ms = np.array([[8.0] * 3, [10.0] * 3, [10.0] * 3, [14.0] * 3, [10.1] * 3, [11.0] * 3, *[[10.0] * 3] * 2])
     raw = {"model": "mlp", "title": "MLP", "parameters": 12, "gradient_bytes": 10**6, "step_ms": step_ms}
     result = model_result(raw, make_field(), 2, 100)

@@ -1,4 +1,4 @@
-"""The benchmark command: its arithmetic, its tables, its errors, and that it leaves no process behind."""
+"""The benchmark command: arithmetic, tables and errors; it leaves no process behind."""
 
 import json
 import math
@@ -46,7 +46,7 @@ def test_summaries_intervals_and_the_slowest_rank() -> None:
 
 
 def test_paired_ratio_pairs_the_rounds() -> None:
-    # The machine slows down tenfold; only a per-round ratio sees that ours is always half of theirs.
+    # The machine slows down tenfold; only a per-round ratio shows that ours always takes half the time.
     theirs = np.array([1.0, 1.0, 1.0, 10.0, 10.0])
     assert stats.paired_ratio(theirs / 2, theirs) == stats.PairedRatio(*[0.5] * 6, rounds=5, odd_rounds=0)
     ratio = stats.paired_ratio([1.0, 1.0, 3.0, -2.0, 1.0], [2.0, 2.0, -1.0, 0.0, 2.0])
@@ -84,7 +84,7 @@ def fake_result(case: str = "exposed", ours_ms: float = 2.0) -> dict[str, Any]:
     return gradients.timed_result(CASES[case], field(), {**raw, "step_ms": step_ms}, world_size=2)
 
 
-def test_ratios_are_to_the_fastest_of_torchs_rows_and_costs_by_parameter() -> None:
+def test_ratios_are_to_torchs_fastest_row_and_costs_are_per_parameter() -> None:
     result = fake_result()
     rows = by_name(result["variants"])
     assert result["best_torch"] == "torch tuned, cap 1"
@@ -92,7 +92,7 @@ def test_ratios_are_to_the_fastest_of_torchs_rows_and_costs_by_parameter() -> No
     assert rows["torch tuned, cap 1"]["ratio_to_best_torch"] is None
     assert "cost" not in rows["no DDP"]
     result = fake_result("per_param")
-    assert by_name(result["variants"])["torch default"]["cost"]["median"] == pytest.approx(4.0)  # 4 ms by 1000
+    assert by_name(result["variants"])["torch default"]["cost"]["median"] == pytest.approx(4.0)  # 4 ms / 1000
     assert result["unit"] == "us/param"
 
 
@@ -123,7 +123,7 @@ def test_a_report_fits_its_columns_and_has_a_date_and_a_verdict(columns: int) ->
     assert "step_time · MLP: 12 parameters, 25 MB" in text and "* more ranks than cores" in text
 
 
-def test_a_goal_within_the_noise_or_of_another_model_is_neither_met_nor_missed() -> None:
+def test_a_goal_within_noise_or_of_another_model_is_neither_met_nor_missed() -> None:
     result = fake_result()
     ratio = gradients.our_row(result)["ratio_to_best_torch"]
     ratio.update(median=0.94, ci95_low=0.9, ci95_high=0.97)
@@ -180,13 +180,13 @@ def test_cases_are_a_few_by_default_and_all_on_request() -> None:
     assert check_names([], []) == ("step_time", "overlap", "memory")
     assert check_names(["all"], []) == tuple(CASES)
     assert check_names(["exposed", "memory", "exposed"], []) == ("exposed", "memory")
-    # Collectives, or --peers, alone select their case.
+    # --collectives or --peers alone selects its case.
     assert check_operations([], [], ["broadcast", "broadcast"]) == (("collective",), ("broadcast",))
     assert check_operations([], [], [], peers=True) == (("collective",), ("all_reduce",))
     assert check_operations([], [], []) == ([], ("all_reduce",))
 
 
-def test_a_package_that_does_not_load_says_what_to_do(monkeypatch):
+def test_the_error_of_a_package_that_does_not_load_says_what_to_do(monkeypatch):
     broken = SimpleNamespace(import_error=ImportError("no libtorch"))
     for package, words in ((None, "Cannot import 'torchddp'.*make build"), (broken, "`torchddp doctor` says why")):
         monkeypatch.setitem(sys.modules, "torchddp", package)
@@ -210,7 +210,7 @@ def test_a_run_of_collectives_writes_its_numbers_and_a_plot(tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_wrong_gradients_end_the_run_and_are_named(capsys: pytest.CaptureFixture[str]) -> None:
-    """Of a model whose ranks would all see the same batch, too."""
+    """Also for a model whose ranks would all get the same batch."""
     own = benchmark_models.__name__
     arguments = ["--case", "per_param", "--model", f"{own}:with_tuple", "--vs", f"{own}.NotAveraging"]
     assert cli.main([*arguments, *TORCH, "--seconds", "0.1", "--world-size", "2"]) == 1

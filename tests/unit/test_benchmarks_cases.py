@@ -30,17 +30,17 @@ def test_step_time_compares_whole_steps() -> None:
     assert rows["torch tuned, cap 25"]["ratio_to_best_torch"] is None
 
 
-def test_overlap_is_what_is_not_exposed_of_the_communication_alone() -> None:
+def test_overlap_is_the_share_of_communication_that_is_not_exposed() -> None:
     rows = by_name(overlap()["variants"])
     assert "hidden" not in rows["no DDP"]
-    default = rows["torch default"]  # adds 4 ms to a step, and 5 to a step without computation
+    default = rows["torch default"]  # adds 4 ms to a step, and 5 ms to a step without computation
     assert (default["exposed_ms"]["median"], default["comm_ms"]["median"]) == (4.0, 5.0)
     assert default["hidden"]["median"] == pytest.approx(0.2)
     assert rows["torch tuned, cap 25"]["hidden"]["median"] == pytest.approx(0.75)
     assert rows["torchddp default"]["hidden"]["median"] == pytest.approx(0.75)
 
 
-def test_a_share_beyond_its_range_is_kept_but_shown_within() -> None:
+def test_a_share_out_of_range_is_stored_but_clamped_in_the_table() -> None:
     share = hidden_share(np.array([3.0, 3.0, -1.0]), np.array([2.0, 2.0, 2.0]))
     assert (share["median"], share["q75"]) == (-0.5, 1.5)
     assert hidden_text(share) == "0% [0%..100%]"
@@ -60,7 +60,7 @@ def test_startup_sums_constructor_and_steps() -> None:
     assert rows["torchddp default"]["ratio_to_best_torch"]["median"] == pytest.approx(1 / 3)
 
 
-def test_efficiency_is_of_the_same_class_alone() -> None:
+def test_efficiency_is_relative_to_the_same_class() -> None:
     result = scaling()
     assert [size["world_size"] for size in result["sizes"]] == [1, 2, 4]
     assert [size["oversubscribed"] for size in result["sizes"]] == [False, False, True]
@@ -99,7 +99,7 @@ def settings(**changed: Any) -> Settings:
     return Settings(**{**unset, "ours": TORCH_DDP, "seed": 0, **changed})
 
 
-def test_what_is_not_asked_for_is_left_to_the_case() -> None:
+def test_options_that_are_not_given_are_left_to_the_case() -> None:
     step, memory = CASES["step_time"], CASES["memory"]
 
     def tuned(case: Case, **changed: Any) -> list[str]:

@@ -1,4 +1,4 @@
-"""The benchmark of single collectives: its formulas, its checks, and implementations that are not there."""
+"""The benchmark of single collectives: formulas, checks, and unavailable implementations."""
 
 import time
 from typing import Any
@@ -23,7 +23,7 @@ MB = 1024**2
 IMPLEMENTATIONS = [name for name, _ in OPENINGS]
 
 
-def test_bandwidths_and_how_often_the_clock_is_looked_at() -> None:
+def test_bandwidths_and_how_often_the_clock_is_read() -> None:
     assert operations.algbw_gb_per_s(5_000_000, 1000.0) == 5.0
     factors = {"all_reduce": [1, 1.75], "broadcast": [1, 1], "all_gather": [0.5, 0.875], "reduce_scatter": [0.5, 0.875]}
     for name, expected in factors.items():
@@ -33,8 +33,8 @@ def test_bandwidths_and_how_often_the_clock_is_looked_at() -> None:
     assert [next_batch(rounds, elapsed_s, seconds=10.0) for rounds, elapsed_s in cases] == [1, 1250, 0, 1, 0]
 
 
-def test_the_roofline_of_a_large_all_reduce_is_the_time_of_the_copies_it_was_measured_with() -> None:
-    # A rank's copy reads and writes one message: just what it must move in an all-reduce.
+def test_the_roofline_of_a_large_all_reduce_is_the_measured_copy_time() -> None:
+    # A rank's copy reads and writes one message, as much as it must move in an all-reduce.
     memory_gb_per_s = operations.streamed_gb_per_s(16 * MB, [2000.0] * 4)
     assert memory_gb_per_s == pytest.approx(4 * 2 * 16 * MB / 2e-3 / 1e9)
     assert operations.roofline_us(16 * MB, 4, memory_gb_per_s) == pytest.approx(2000.0)
@@ -44,13 +44,13 @@ def test_the_roofline_of_a_large_all_reduce_is_the_time_of_the_copies_it_was_mea
     assert not operations.has_roofline(OPERATIONS["broadcast"], 256 * MB, 2)
 
 
-def test_every_call_finds_its_input_as_it_was_and_a_wrong_result_is_named() -> None:
+def test_inputs_are_restored_before_every_call_and_wrong_results_are_named() -> None:
     found: list[torch.Tensor] = []
     tensor = torch.empty(1000)
 
     def run() -> None:
         found.append(tensor.clone())
-        tensor.mul_(2)  # of one rank alone it would be the sum of two
+        tensor.mul_(2)  # the expected sum of two equal ranks
 
     trial = LocalTrial("x", tensor, tensor, run, Check("x", "all_reduce", 0, 1, 1000), lambda: None)
     trial.time_ns(lead_in=2)
@@ -61,7 +61,7 @@ def test_every_call_finds_its_input_as_it_was_and_a_wrong_result_is_named() -> N
 
 
 @on_ranks(3)
-def test_nobody_leaves_a_meeting_before_the_last_has_come(rank: int) -> None:
+def test_no_rank_leaves_a_barrier_before_the_last_arrives(rank: int) -> None:
     meet = open_meeting()
     for late in (0, 2, 1):
         time.sleep(0.05 * (rank == late))
@@ -77,7 +77,7 @@ def timed(operation: str) -> dict[str, Any]:
 
 
 @on_ranks(2)
-def test_every_implementation_that_opens_is_timed(rank: int) -> None:
+def test_every_available_implementation_is_timed(rank: int) -> None:
     for name in each(OPERATIONS):
         raw = timed(name)
         if rank != 0:
@@ -91,8 +91,8 @@ def test_every_implementation_that_opens_is_timed(rank: int) -> None:
 
 
 @on_ranks(2)
-def test_what_one_rank_cannot_have_is_left_out_on_all(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shared memory at all, and a transport of the process group for the larger size."""
+def test_what_one_rank_lacks_is_skipped_on_all(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shared memory for all sizes, and the group's transport for the larger size."""
     real_open, real_allocate = implementations.open_transport, Ours.allocate
 
     def open_transport(choice: str, group: Any) -> Any:
@@ -149,7 +149,7 @@ def test_results_hold_times_bandwidths_and_ratios() -> None:
     other = by_name(fake_result("all_gather")["sizes"][1]["implementations"])["shm"]
     assert other["busbw_gb_per_s"] == pytest.approx(other["algbw_gb_per_s"] / 2)
 
-    # What is missing is told.
+    # The report lists what is missing.
     raw = raw_result("broadcast", [raw_size(1024, {"gloo": 100.0, "c10d": 90.0})], unavailable={"shm": "no room"})
     text = printed(collective_table(collective_result(raw, world_size=2)))
     assert "1 KB" in text and "c10d" in text and "shm not available: no room" in text

@@ -1,4 +1,4 @@
-"""The GPU benchmarks without a GPU: their arithmetic and their goals; tests/gpu/run.sh --dry-run runs them all."""
+"""Arithmetic and goals of the GPU benchmarks, without a GPU; tests/gpu/run.sh --dry-run runs the benchmarks."""
 
 import io
 from typing import Any
@@ -49,7 +49,7 @@ def test_a_trace_gives_the_devices_events_in_order() -> None:
     assert trace.count(events, 2) == trace.Counts(kernels=0.5, copies=0.5, fills=0.5)
 
 
-def test_overlap_counts_what_lies_in_the_computation() -> None:
+def test_overlap_counts_communication_during_computation() -> None:
     events = parsed(
         device_event("kernel", "gemm", 7, 0.0, 10.0),
         device_event("kernel", "torchddp::pack", 20, 10.0, 1.0),
@@ -66,7 +66,7 @@ def test_overlap_counts_what_lies_in_the_computation() -> None:
     assert trace.is_collective(event) and not trace.is_computation(event)
 
 
-def test_options_that_torch_does_not_know_are_left_out() -> None:
+def test_options_that_torch_lacks_are_left_out() -> None:
     tuned = Variant("torch", Role.TORCH, "a.B", (("static_graph", True), ("batched_grad_copy", True)))
     assert known_options(tuned, {"module", "static_graph"}).keywords == {"static_graph": True}
     for variant in make_field(TORCHDDP, (25,)):
@@ -96,10 +96,10 @@ def test_the_report_ends_with_the_goals() -> None:
     goals = text[text.index("Goals") :]
     assert "0.20 [0.20..0.20]" in goals and "0.3 met" in goals and "0.5 met" in goals
     assert "0.80 [0.80..0.80]" in goals and "0.9 missed" in goals
-    assert goals.count("gpt2") == 1  # what is trained in another way has no goal
+    assert goals.count("gpt2") == 1  # other ways to train have no goal
 
 
-def test_a_stage_that_fails_takes_no_result_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_stage_keeps_the_other_results(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(seconds: float, display: Any) -> Any:
         raise LaunchError("rank 0: out of memory")
 

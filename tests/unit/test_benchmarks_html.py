@@ -1,4 +1,4 @@
-"""The HTML report of the benchmark, and the command behind both doors."""
+"""The HTML report of the benchmark, and both ways to start the command."""
 
 import base64
 import html
@@ -32,7 +32,7 @@ def pictures_of(page: str) -> list[bytes]:
     return [base64.b64decode(data) for data in found]
 
 
-def test_the_page_holds_every_row_and_a_picture_of_each_case(tmp_path: Path) -> None:
+def test_the_page_has_every_row_and_a_plot_of_each_case(tmp_path: Path) -> None:
     results = [step_time(), overlap(), startup(), scaling(), exposed()]
     run, path = document(*results, quick=True), tmp_path / "report.html"
     write_report(run, path)
@@ -52,7 +52,7 @@ def test_the_page_holds_every_row_and_a_picture_of_each_case(tmp_path: Path) -> 
     for words in (machine["cpu"], machine["torch"], machine["python"], machine["git_commit"][:12], run["command"]):
         assert words in html.unescape(page)
     assert "--quick is a smoke test" in page and "* more ranks than cores" in page
-    assert not re.search(r'(?:src|href)="(?!data:)', page) and "url(" not in page  # it loads nothing
+    assert not re.search(r'(?:src|href)="(?!data:)', page) and "url(" not in page  # it loads no other file
     kept = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
     assert kept and json.loads(kept[1]) == run
 

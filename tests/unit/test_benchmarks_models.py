@@ -1,4 +1,4 @@
-"""The models of the benchmark: built-in ones, and the user's own."""
+"""The benchmark's built-in models, and user models."""
 
 import re
 from typing import Any
@@ -20,7 +20,7 @@ from torchddp.harness.variants import TORCH_DDP, ArgumentError
 OWN = benchmark_models.__name__
 
 
-def test_the_names_known_without_torch_are_those_of_cases_and_models() -> None:
+def test_names_known_without_torch_match_the_cases_and_models() -> None:
     assert set(DEFAULT_CASES) <= CASES.keys()
     assert re.findall(r"^  (\w+)  ", cli.HELP, re.MULTILINE) == list(CASES)
     assert ", ".join(OPERATIONS) in cli.OP_HELP
@@ -31,7 +31,7 @@ def test_the_names_known_without_torch_are_those_of_cases_and_models() -> None:
 @pytest.mark.parametrize(
     ("name", "tensors", "numel"), [("resnet50", 161, 25_557_032), ("gpt2", 148, 124_439_808), ("llama", 57, 23_173_632)]
 )
-def test_models_are_as_large_as_their_names_say(name: str, tensors: int, numel: int) -> None:
+def test_sizes_of_the_built_in_models(name: str, tensors: int, numel: int) -> None:
     with torch.device("meta"):
         found = describe_model(name, make_model(name, 0))
     assert (found["parameters"], found["gradient_bytes"]) == (tensors, 4 * numel)
@@ -59,7 +59,7 @@ def test_batches_of_any_kind_reach_the_module(factory: str) -> None:
         (f"{OWN}:no_loss", "the loss must be a scalar tensor that requires a gradient."),
     ],
 )
-def test_what_is_wrong_with_a_model_is_one_sentence(model, words, monkeypatch):
+def test_an_invalid_model_is_one_sentence(model, words, monkeypatch):
     monkeypatch.setattr(models.dist, "get_rank", lambda: 0)
     with pytest.raises(ArgumentError) as caught:
         prove(model, 0)

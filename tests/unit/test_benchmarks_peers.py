@@ -1,4 +1,4 @@
-"""Other packages' all-reduces in the benchmark of collectives: their companion processes, and what is said of them."""
+"""Other packages' all-reduces in the benchmark of collectives: companion processes and their messages."""
 
 import importlib.util
 import multiprocessing
@@ -37,7 +37,7 @@ def test_a_companion_writes_its_input_before_every_call() -> None:
     def bind(array: np.ndarray) -> Callable[[], object]:
         def run() -> None:
             seen.append(array.copy())
-            array[:] *= 2  # the sum over two ranks with the same input
+            array[:] *= 2  # the sum over two ranks with equal inputs
 
         return run
 
@@ -83,7 +83,7 @@ for one in ranks:
 
 @pytest.fixture
 def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MpiLibrary]:
-    """Of one rank, its sum is right."""
+    """A fake library whose result is correct for one rank."""
     package, prefix = tmp_path / "packages" / "mpi4py", tmp_path / "prefix"
     package.mkdir(parents=True)
     (package / "__init__.py").touch()
@@ -103,7 +103,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MpiLibrary
 
 
 def companions_of(library: MpiLibrary) -> list[int]:
-    """Their processes, once they are there."""
+    """The companions' process ids, once they have started."""
     path = Path(library.environment["FAKE_PIDS"])
     while not path.exists() or not path.read_text().endswith("\n"):
         time.sleep(0.01)
@@ -118,15 +118,15 @@ def wait_until_gone(pids: list[int]) -> None:
 def test_each_rank_has_a_companion_and_sees_its_result(rank: int, fake: MpiLibrary) -> None:
     companions = Companions(fake)
     trial = companions.trial(ALL_REDUCE, 1000)
-    trial.time_ns(1)  # ranks meet in it
+    trial.time_ns(1)  # ranks synchronize in it
     with pytest.raises(WrongResultError, match=f"all_reduce of 'fake' on rank {rank}"):
-        trial.check()  # nobody summed
+        trial.check()  # nothing was summed
     companions.close()
     assert len(companions_of(fake)) == 3
 
 
 def test_no_companion_and_no_memory_outlives_a_killed_rank(fake: MpiLibrary, tmp_path: Path) -> None:
-    """Not even a companion that hangs in a call."""
+    """Not even one that hangs in a call."""
     ready = tmp_path / "ready"
 
     def work(rank: int) -> None:
@@ -135,7 +135,7 @@ def test_no_companion_and_no_memory_outlives_a_killed_rank(fake: MpiLibrary, tmp
         ready.touch()
         trial.time_ns(1)
 
-    # Forked, and the rank from it: both are killed at once, as by an impatient user.
+    # The rank is forked from a forked process, and both are killed at once, as a user would.
     process = multiprocessing.get_context("fork").Process(target=lambda: (os.setpgid(0, 0), run_ranks(work, 1)))
     process.start()
     pids = companions_of(fake)
@@ -151,7 +151,7 @@ def test_no_companion_and_no_memory_outlives_a_killed_rank(fake: MpiLibrary, tmp
 
 
 @on_ranks(2)
-def test_what_is_not_installed_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_error_of_a_missing_library_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def missing(name: str) -> str:
         raise PackageNotFoundError(name)
 
@@ -165,7 +165,7 @@ def test_what_is_not_installed_says_how_to_install_it(monkeypatch: pytest.Monkey
     assert {name: reason for name, reason in reasons.items() if name != "shm"} == extra | vllm
 
 
-def test_peers_stand_beside_the_others_in_one_launch(fake: MpiLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peers_are_timed_in_the_same_launch(fake: MpiLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
     openings = (OPENINGS[0], ("fake", lambda meet: Companions(fake)), *OPENINGS[2:])
     monkeypatch.setattr(measure, "OPENINGS_WITH_PEERS", openings)
     job = Job("collective", (), (), 1, 0.02, operations=("all_reduce",), sizes_bytes=(64, 4096), with_peers=True)
@@ -176,7 +176,7 @@ def test_peers_stand_beside_the_others_in_one_launch(fake: MpiLibrary, monkeypat
     wait_until_gone(companions_of(fake))
 
 
-def test_ours_are_held_against_the_fastest_peer_of_each_size() -> None:
+def test_ours_are_compared_with_the_fastest_peer_of_each_size() -> None:
     small = dict(zip(NAMES, (400.0, 10.0, 2.0, 6.0, 8.0, 4.0, 6.0), strict=True))
     large = dict(zip(NAMES, (9000.0, 8000.0, 9000.0, 5000.0, 6000.0, 1000.0, 4000.0), strict=True))
     sizes = [raw_size(64, small), raw_size(16 * MB, large, 33.6)]

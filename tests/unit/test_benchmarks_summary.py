@@ -1,4 +1,4 @@
-"""Committed results of benchmarks, and the README's chart of them."""
+"""Committed benchmark results, and the README's chart of them."""
 
 import json
 from pathlib import Path

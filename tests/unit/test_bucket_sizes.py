@@ -1,4 +1,4 @@
-"""Default bucket sizes over shared memory, from what a message costs."""
+"""Default bucket sizes over shared memory, from the cost of a message."""
 
 import math
 
@@ -17,21 +17,21 @@ costs = st.builds(MessageLine, st.floats(0, 1), st.floats(0, 1e-6))
 
 
 def line_through(small_us: float, mebibyte_us: float) -> MessageLine:
-    """Of what a message takes that has next to no bytes, and one of 1 MiB."""
+    """The cost line through the times of an almost empty message and of a 1 MiB message."""
     return MessageLine(small_us * 1e-6, (mebibyte_us - small_us) * 1e-6 / MIB)
 
 
 @pytest.mark.parametrize(
     ("small_us", "mebibyte_us", "cap_mib", "solo_kib"),
     [
-        (2.5, 21, 1, 256),  # two ranks with a processor each
-        (3.5, 21, 1, 256),  # the same, measured badly
+        (2.5, 21, 1, 256),  # two ranks with one processor each
+        (3.5, 21, 1, 256),  # the same with measurement error
         (46, 104, 4, 512),  # four ranks that share two processors
-        (94, 342, 2, 256),  # eight
-        (1000, 1100, 25, 3200),  # bytes cost next to nothing beside the message
+        (94, 342, 2, 256),  # eight ranks on two processors
+        (1000, 1100, 25, 3200),  # the cost per byte is negligible
     ],
 )
-def test_dear_messages_make_large_buckets(small_us, mebibyte_us, cap_mib, solo_kib):
+def test_expensive_messages_make_large_buckets(small_us, mebibyte_us, cap_mib, solo_kib):
     assert shared_sizes(line_through(small_us, mebibyte_us)) == (cap_mib * MIB, solo_kib * KIB)
 
 
@@ -43,20 +43,20 @@ def test_sizes_are_steps_between_the_smallest_and_the_largest(line):
 
 
 @given(costs)
-def test_what_a_message_costs_is_an_eighth_of_its_time_or_hardly_more(line):
+def test_the_fixed_cost_is_about_an_eighth_of_a_messages_time(line):
     cap, _ = shared_sizes(line)
     if cap < 25 * MIB:
-        # sqrt(2) is half a step, by which the cap may be too small.
+        # The cap may be too small by half a step, a factor of sqrt(2).
         assert line.alpha_s <= math.sqrt(2) / 7 * cap * line.beta_s_per_byte * (1 + 1e-9)
 
 
 @given(costs, st.floats(1, 100))
-def test_dearer_messages_never_make_smaller_buckets(line, factor):
+def test_costlier_messages_never_make_smaller_buckets(line, factor):
     dearer = line._replace(alpha_s=line.alpha_s * factor)
     assert shared_sizes(dearer) >= shared_sizes(line)
 
 
-def test_sizes_that_the_user_asked_for():
+def test_sizes_that_the_user_sets():
     for arguments, caps in (
         ({}, []),
         ({"bucket_cap_mb": "auto"}, []),
@@ -64,7 +64,7 @@ def test_sizes_that_the_user_asked_for():
         ({"bucket_cap_mb_list": [1, 3]}, [MIB, 3 * MIB]),
     ):
         assert DDPOptions(**arguments).asked_caps == caps
-    # From which size on gradients on a device are reduced where autograd made them.
+    # The size from which gradients on a device are reduced where autograd allocated them.
     for arguments, expected in (
         ({}, MIB),
         ({"gradient_as_bucket_view": False}, MIB),

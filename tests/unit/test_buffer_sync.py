@@ -1,4 +1,4 @@
-"""Which buffers a model has, and which of them can travel as bytes: the compiled walk against torch's own."""
+"""A model's buffers, found by the compiled walk and by torch's, and which of them can be sent as bytes."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from torchddp import _C
 from torchddp.ddp import model as ddp_model
 from torchddp.ddp import options
 
-# A module of the tree: its parent, the buffers that it is given, and a module that it has as a child besides.
+# A module of the tree: its parent, its buffers, and another module that is also its child.
 Node = tuple[int, list[int], int]
 NODES = st.lists(
     st.tuples(st.integers(0, 20), st.lists(st.integers(0, 5), max_size=3), st.integers(0, 20)), max_size=12
@@ -18,7 +18,7 @@ NODES = st.lists(
 
 
 def _tree(nodes: list[Node]) -> nn.Module:
-    # Buffer 0 is None; the others may be in many places, and so may modules, in cycles too.
+    # Buffer 0 is None; the other buffers and the modules may be shared, and modules may form cycles.
     buffers = [None, *(torch.full((2,), float(index)) for index in range(5))]
     modules = [nn.Module()]
     for parent, indices, extra in nodes:
@@ -32,12 +32,12 @@ def _tree(nodes: list[Node]) -> nn.Module:
 
 
 @given(NODES)
-def test_buffers_are_those_of_torch_in_its_order(nodes: list[Node]) -> None:
+def test_buffers_are_torchs_in_the_same_order(nodes: list[Node]) -> None:
     module = _tree(nodes)
     assert [id(buffer) for buffer in ddp_model.buffers_of(module)] == [id(buffer) for buffer in module.buffers()]
 
 
-def test_a_buffer_that_was_put_in_the_place_of_another_is_found() -> None:
+def test_a_replaced_buffer_is_found() -> None:
     module = nn.Sequential(nn.BatchNorm1d(3))
     first = ddp_model.buffers_of(module)
     module[0].running_mean = torch.ones(3)
@@ -55,7 +55,7 @@ class _Odd(torch.Tensor):
     pass
 
 
-def test_what_can_travel_as_bytes() -> None:
+def test_what_can_be_sent_as_bytes() -> None:
     dense = torch.zeros(3)
     good = [dense, nn.Parameter(dense), dense.double(), torch.zeros(2, 3, dtype=torch.int64).t(), torch.zeros(0)]
     assert _C.can_travel_as_bytes(good)
@@ -69,7 +69,7 @@ def test_what_can_travel_as_bytes() -> None:
     ("forward", "both", "said"),
     [(None, None, True), (None, False, False), (None, True, True), (False, None, False), (True, False, True)],
 )
-def test_a_torch_that_has_one_word_for_both_is_told_in_that(monkeypatch, forward, both, said):
+def test_a_torch_with_one_argument_for_both_gets_that_argument(monkeypatch, forward, both, said):
     older = options._TORCH_ARGUMENTS - {"forward_sync_buffers"}
     monkeypatch.setattr(options, "_TORCH_ARGUMENTS", older)
     given = options.DDPOptions(broadcast_buffers=both, forward_sync_buffers=forward).for_torch(views=True)

@@ -1,4 +1,4 @@
-"""The comparison of what the extension was built for with what runs, and what the user is told."""
+"""The check of what the extension was built for against what is running, and its messages."""
 
 import os
 import subprocess
@@ -36,7 +36,7 @@ def test_what_fits_is_accepted(running):
         (CUDA | {"cuda": "13.2.51"}, {}, "built with CUDA 13.2.51, but torch 2.13.1+cu130 has CUDA 13.0"),
     ],
 )
-def test_what_does_not_fit_is_told(built, running, words):
+def test_a_misfit_is_reported(built, running, words):
     assert words in misfit(built, RUNNING | running)
 
 
@@ -54,23 +54,23 @@ def test_the_wheel_to_install_is_named(torch, cuda, words):
     assert ("TORCHDDP_CUDA=1 pip install" in advice) is bool(cuda)
 
 
-# --- what the extension says of itself ---
+# --- the extension's build info ---
 
 
 def write_extension(folder: Path, info: dict[str, str], suffix: str = OWN_SUFFIX) -> None:
-    """A file of an extension's name that does not load, with a build info among other bytes."""
+    """A file with an extension's name that does not load, with build info among other bytes."""
     text = "torchddp build info\n" + "".join(f"{name}={value}\n" for name, value in info.items())
     (folder / f"_C{suffix}").write_bytes(b"\x7fELF\0torchddp build info\n\0" + text.encode() + b"\0archs=none\n\0")
 
 
-def test_the_file_says_what_the_loaded_extension_says():
+def test_the_files_build_info_is_that_of_the_loaded_extension():
     told = read_build_info(_import_check.PACKAGE_DIR)
     assert told == parse_build_info(_C.build_info)
     assert told["version"] == _C.version and minor(told["torch"]) == minor(running_versions()["torch"])
     assert minor(told["python"]) == sys.version_info[:2] and bool(told["cuda"]) is _C.with_cuda
 
 
-def test_the_file_of_this_python_speaks_first(tmp_path):
+def test_the_file_of_this_python_takes_precedence(tmp_path):
     assert read_build_info(tmp_path) == {}
     (tmp_path / f"_C{OWN_SUFFIX}").write_bytes(b"\x7fELF, of something else")
     assert read_build_info(tmp_path) == {}
@@ -84,11 +84,11 @@ def test_the_file_of_this_python_speaks_first(tmp_path):
 
 
 def package_without_extension(folder: Path) -> Path:
-    """The package, with room for another extension."""
+    """The package without its extension, so that a test can add another."""
     package = folder / "torchddp"
     package.mkdir()
     for path in _import_check.PACKAGE_DIR.iterdir():
-        # Copied: a file that is linked would find the extension beside the original.
+        # Copied: a link would find the extension next to the original file.
         if path.name == "_import_check.py":
             (package / path.name).write_text(path.read_text())
         elif not path.name.startswith("_C"):
@@ -96,7 +96,7 @@ def package_without_extension(folder: Path) -> Path:
     return package
 
 
-# Of an editable installation, which has the extension wherever the package is.
+# Without an editable installation's finders, which would find the extension anywhere.
 NO_FINDER = "import sys; sys.meta_path = [f for f in sys.meta_path if not f.__module__.startswith('__editable__')]"
 
 
@@ -119,7 +119,7 @@ def import_error(folder: Path, before: str = NO_FINDER) -> str:
         ({}, OWN_SUFFIX, "ImportError: torchddp's compiled extension does not load with torch "),
     ],
 )
-def test_an_extension_that_does_not_load_is_told_apart_by_its_file(tmp_path, changes, suffix, words):
+def test_an_extension_that_does_not_load_is_diagnosed_from_its_file(tmp_path, changes, suffix, words):
     package = package_without_extension(tmp_path)
     write_extension(package, parse_build_info(_C.build_info) | {"version": "7.8.9"} | changes, suffix)
     told = import_error(tmp_path)
@@ -132,15 +132,15 @@ def test_a_package_without_an_extension_says_so(tmp_path):
 
 
 def test_an_extension_that_loads_with_another_torch_is_refused():
-    """A process whose torch claims another version must not get as far as the extension's classes."""
+    """A process with another version of torch must not load the extension's classes."""
     told = import_error(_import_check.PACKAGE_DIR.parent, before="import torch; torch.__version__ = '2.10.0'")
     assert "but torch 2.10.0 is running. Install the wheel for this torch" in told
 
 
-def test_import_does_not_start_torch_dynamo_or_plots_but_has_the_rooms() -> None:
+def test_import_loads_the_subpackages_but_not_dynamo_or_plots() -> None:
     done = run(
         "import torch, sys; before = set(sys.modules); import torchddp; print(set(sys.modules) - before)\n"
-        "print(torchddp.profiler.profile.__name__, torchddp.optim.OSS.__name__)"  # without an import of their own
+        "print(torchddp.profiler.profile.__name__, torchddp.optim.OSS.__name__)"  # without importing them
     )
     imported, names = done.stdout.splitlines()
     assert names.split() == ["profile", "OSS"]

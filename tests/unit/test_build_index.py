@@ -1,4 +1,4 @@
-"""The pages that pip installs wheels from: what is on them, that pip takes them, and what is refused."""
+"""The index pages that pip installs wheels from: their content, pip's use of them, and invalid input."""
 
 import os
 import re
@@ -19,7 +19,7 @@ VERSIONS = ("0.1.0+cpu.torch2.13", "0.1.0+cu130.torch2.13", "0.1.0+cu126.torch2.
 
 
 def write_wheel(folder: Path, version: str, tag: str = TAG, plat: str = PLATFORM, said_version: str = "") -> Path:
-    """One that pip installs, with a module that knows its version."""
+    """Write a wheel that pip can install, with a module that has its version."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"torchddp-{version}-{tag}-{tag}-{plat}.whl"
     info = f"torchddp-{version}.dist-info"
@@ -38,7 +38,7 @@ def write_wheel(folder: Path, version: str, tag: str = TAG, plat: str = PLATFORM
 
 @pytest.fixture(scope="module")
 def index(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of wheels for several torches, this Python and another one."""
+    """An index of wheels for several torch versions, this Python and another."""
     folder = tmp_path_factory.mktemp("index")
     for version in VERSIONS:
         write_wheel(folder / "dist" / version, version)
@@ -49,7 +49,7 @@ def index(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def pip_install(index_url: str, target: Path, requirement: str) -> subprocess.CompletedProcess[str]:
-    """With no other place to find packages than `index_url`, whatever pip is configured to."""
+    """Install from `index_url` only, whatever pip's configuration."""
     env = {name: value for name, value in os.environ.items() if not name.upper().startswith("PIP_")}
     env |= {"PIP_CONFIG_FILE": os.devnull, "PIP_DISABLE_PIP_VERSION_CHECK": "1", "no_proxy": "*", "PIP_RETRIES": "0"}
     command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-cache-dir", "--target", str(target)]
@@ -57,11 +57,11 @@ def pip_install(index_url: str, target: Path, requirement: str) -> subprocess.Co
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=100)
 
 
-def test_pip_installs_what_the_import_check_names_unless_it_has_changed(index: Path, tmp_path: Path) -> None:
+def test_pip_installs_the_wheel_named_by_the_import_check_unless_changed(index: Path, tmp_path: Path) -> None:
     advice = wheel_advice("0.1.0+cpu.torch2.13", {"torch": "2.13.1+cu130", "cuda": "13.0"})
     named = re.search(r"--no-deps (\S+) --index-url INDEX/(\S+) ", advice)
     assert named is not None
-    assert named[1].endswith(f"+{variant_name('13.0')}.torch{minor_version('2.13.1+cu130')}")  # as the wheel is built
+    assert named[1].endswith(f"+{variant_name('13.0')}.torch{minor_version('2.13.1+cu130')}")  # as built
     site = tmp_path / "site"
     shutil.copytree(index, site)
     done = pip_install(f"{site.as_uri()}/{named[2]}", tmp_path / "target", requirement=named[1])
@@ -90,7 +90,7 @@ def test_pages_have_each_wheel_once_and_a_command_for_each_torch_and_cuda(index:
         assert (index / href).is_file()
 
 
-def test_what_is_no_index_of_wheels_is_refused(tmp_path: Path) -> None:
+def test_invalid_wheels_and_folders_are_refused(tmp_path: Path) -> None:
     dist, out = tmp_path / "dist", tmp_path / "site"
 
     def refused(words: str) -> None:

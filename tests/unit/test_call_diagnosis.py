@@ -1,4 +1,4 @@
-"""From calls that ranks are in to one sentence."""
+"""The diagnosis of ranks' collective calls in one sentence."""
 
 import pytest
 
@@ -37,7 +37,7 @@ def test_one_rank_in_another_call():
 
 
 def test_an_earlier_difference_is_shown():
-    """A call that returned everywhere, although ranks called different ones, is where to look."""
+    """An earlier call that returned on all ranks, although it differed between them, is reported."""
     one, other = (
         [[2, name, "/home/me/train.py", at, ""], [3, "barrier", "f.py", 1, ""]]
         for name, at in (("all_gather", 7), ("gather", 9))
@@ -47,7 +47,7 @@ def test_an_earlier_difference_is_shown():
     assert "(rank 0 called all_gather at train.py:7, rank 1 called gather at train.py:9)" in finding.headline
 
 
-def test_ranks_that_differ_are_told_of_though_another_has_not_come_so_far():
+def test_ranks_that_differ_are_reported_though_another_is_behind():
     past = [[3, "all_reduce", "/home/me/train.py", 31, ""]]
     elsewhere = in_call(3, "barrier", 12, number=1, ranks=(1, 3), group="pair")
     elsewhere.groups["0"] = GroupCalls('group "default"', [0, 1, 2, 3], 3, past)
@@ -69,13 +69,13 @@ def test_ranks_that_differ_are_told_of_though_another_has_not_come_so_far():
         ),
     ],
 )
-def test_a_rank_that_is_in_none(state, said):
+def test_a_rank_that_is_in_no_call(state, said):
     finding = diagnose([*(in_call(rank, "barrier", 33) for rank in range(3)), state])
     assert finding.headline.startswith('ranks 0-2 wait in barrier at train.py:33 (4th on group "default"), ' + said)
     assert "differ" not in finding.headline and [culprit.rank for culprit in finding.culprits] == [3]
 
 
-def test_shapes_and_roots_are_told_where_they_differ():
+def test_shapes_and_roots_are_shown_if_they_differ():
     shapes = diagnose([in_call(0, "all_reduce", 5, shape="float32[4]"), in_call(1, "all_reduce", 5, shape="int64[2]")])
     assert "all_reduce of float32[4] at" in shapes.headline and "all_reduce of int64[2] at" in shapes.headline
     assert "they differ from call 4 on" in shapes.headline
@@ -83,7 +83,7 @@ def test_shapes_and_roots_are_told_where_they_differ():
     assert "in broadcast from rank 1 at train.py:5" in diagnose(roots).headline
 
 
-def test_nobody_is_missing():
+def test_no_rank_is_missing():
     same = [in_call(rank, "all_reduce", 5 + rank, shape="float32[4]", ranks=(0, 1)) for rank in range(2)]
     headline = diagnose(same).headline
     assert "no rank is known to be missing" in headline and "float32" not in headline and "differ" not in headline

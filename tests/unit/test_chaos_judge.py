@@ -1,4 +1,4 @@
-"""Plans of chaos runs, and the judge of their trials: what it passes, and what it must not pass."""
+"""Plans of chaos runs, and the judge of their trials: what passes and what fails."""
 
 import socket
 from collections.abc import Callable
@@ -23,13 +23,13 @@ def trial_of(kind: str, over: str) -> Trial:
 
 
 def steps(count: int, deviation: float = 0.0) -> list[StepRecord]:
-    """The last of them is off."""
+    """Steps of which the last deviates."""
     off = StepRecord(count - 1, "same", "same" if deviation == 0 else "other", deviation)
     return [*(StepRecord(step, "same", "same", 0.0) for step in range(count - 1)), off]
 
 
 def outcome_of(trial: Trial) -> Outcome:
-    """One that is as it must be."""
+    """A correct outcome of the trial."""
     expected = expect(trial, TIMEOUT_S)
     ranks = []
     for rank in range(trial.world_size):
@@ -77,7 +77,7 @@ ANOTHER = "TransportError: rank 0, step 3: rank 2 died after 1 s, bucket 1"
 UNNAMED = "TransportError: timed out; ranks 0, 1 and 2 have waited 1 s"
 ANOTHER_REPORT = HangReport("rank 2 is stopped; rank 1 has waited 1 s", [2])
 RIGHT_REPORT = HangReport("rank 1 is stopped; ranks 0 and 2 have waited 1 s", [CULPRIT])
-# What each does to an outcome that is right, and the column in which it fails; "": in none.
+# Changes to a correct outcome, with the column that then fails ("": none).
 CHANGES = [
     ("detected", KILL, SHM, changed(fault_s=None)),
     ("detected", KILL, SHM, report_changed(2, error="", error_types=[], steps=steps(plan.STEPS))),

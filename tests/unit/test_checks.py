@@ -1,4 +1,4 @@
-"""Hashes of tensors, and what is made of the ranks' hashes."""
+"""Hashes of tensors, and comparisons of ranks' hashes."""
 
 import pickle
 
@@ -18,7 +18,7 @@ def hash_of(tensor, by_operators=False):
 
 @pytest.mark.parametrize("by_operators", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_hash_is_of_the_bits_in_logical_order(dtype, by_operators):
+def test_a_hash_covers_the_bits_in_logical_order(dtype, by_operators):
     torch.manual_seed(0)
     plain = (torch.randn(7, 3, 5) * 100).to(dtype)
     strided = plain.transpose(0, 2).contiguous().transpose(0, 2)
@@ -34,8 +34,8 @@ def test_a_hash_is_of_the_bits_in_logical_order(dtype, by_operators):
         assert hash_of(swapped, by_operators) != hashes[0]
 
 
-def test_a_hash_by_operators_is_of_all_bits():
-    """Of the compiled one tests/cpp knows it."""
+def test_a_hash_by_operators_covers_all_bits():
+    """For the compiled hash, tests/cpp checks this."""
     values = torch.zeros(1000)
     seen = {hash_of(values, True)}
     for index in (0, 1, 499, 999):
@@ -59,10 +59,10 @@ def test_the_first_difference_and_the_majority():
     assert find_difference([[1, 2, 3], [1, 2, 4], [1, 5, 3]]) == Difference(1, 0, (2,), 2)
     assert find_difference([[9, 2], [1, 2], [1, 2]]) == Difference(0, 1, (0,), 1)
     assert find_difference([[1], [2]]) == Difference(0, 0, (1,), 1)
-    assert find_difference([[1], [2], [2], [3]]) == Difference(0, 0, (1, 2, 3), 1)  # half is not most
+    assert find_difference([[1], [2], [2], [3]]) == Difference(0, 0, (1, 2, 3), 1)  # half is no majority
 
 
-def test_the_error_tells_what_is_known():
+def test_the_error_names_what_is_known():
     amounts = [Amount(0, 0.0), Amount(0, 0.0), Amount(1, 0.25)]
     error = make_error(Difference(1, 0, (2,), 3), "a.weight", "torch.float32 [4]", 3, 7, amounts, 40)
     for words in ("after 40 synchronised", "3 of 7 differ", "'a.weight' (torch.float32 [4])", "rank 2 differs from"):

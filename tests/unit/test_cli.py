@@ -1,4 +1,4 @@
-"""What every command does alike: help, completion, models by file, errors of the user's code, outputs, Ctrl-C."""
+"""What all commands share: help, completion, models from files, errors in user code, outputs, Ctrl-C."""
 
 import contextlib
 import os
@@ -88,14 +88,14 @@ def model_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def test_a_model_may_be_named_by_its_file(model_file: Path) -> None:
+def test_a_model_may_be_given_by_its_file(model_file: Path) -> None:
     assert find_factory(f"{model_file}:make")()[0].in_features == 8
-    assert sys.modules[model_file.stem].WIDTH == 8  # where pickle looks for its classes
+    assert sys.modules[model_file.stem].WIDTH == 8  # pickle looks up its classes there
 
 
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What `prove` asks of a process group."""
+    """Fake the parts of a process group that `prove` uses."""
     monkeypatch.setattr(models.dist, "get_rank", lambda: 0)
 
 
@@ -163,8 +163,8 @@ def test_outputs_are_checked_before_the_run(tmp_path: Path, monkeypatch: pytest.
     there, folder = tmp_path / "there.json", tmp_path / "folder"
     there.touch()
     folder.mkdir()
-    check_output(there, "--out", folder=False)  # will be replaced
-    check_output(folder / "new" / "newer", "--out", folder=True)  # will be made
+    check_output(there, "--out", folder=False)  # will be overwritten
+    check_output(folder / "new" / "newer", "--out", folder=True)  # will be created
     for path, is_folder, said in [
         (folder, False, "--out must be a file, but .* is a folder"),
         (there, True, "--out must be a folder, but .* is a file"),
@@ -179,7 +179,7 @@ def test_outputs_are_checked_before_the_run(tmp_path: Path, monkeypatch: pytest.
             check_output(path, "--out", folder=is_folder)
 
 
-def test_the_doctors_spinner_is_for_terminals(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_doctor_shows_a_spinner_only_in_terminals(monkeypatch: pytest.MonkeyPatch) -> None:
     shown: list[str] = []
     for is_terminal in (True, False):
         monkeypatch.setattr(Console, "is_terminal", is_terminal)
@@ -231,7 +231,7 @@ class Slow(torch.nn.Linear):
 def make():
     return Slow(200, 400), torch.ones(3, 200)
 """
-# A finder that stands in for slow disks: it stops where a module is imported.
+# An import finder that simulates slow disks: it blocks when a module is imported.
 SLOW_IMPORT = """\
 import pathlib, sys, time
 class Finder:
@@ -247,7 +247,7 @@ main()
 
 
 def group_members(group: int) -> list[int]:
-    """Processes of a session that are alive."""
+    """The live processes of a session."""
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
@@ -258,7 +258,7 @@ def group_members(group: int) -> list[int]:
 
 
 def probes(folder: Path) -> int:
-    """How many processes of the doctor try a transport with a store in this folder."""
+    """The number of the doctor's processes that test a transport with a store in this folder."""
     found = 0
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
@@ -294,7 +294,7 @@ def test_ctrl_c_is_one_line_and_leaves_nothing(command: list[str] | None, when: 
         text=True,
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(scratch)},
-        start_new_session=True,  # as a terminal does, it signals the whole group
+        start_new_session=True,  # the whole group is signalled, as a terminal does
     )
 
     def is_reached() -> bool:
@@ -310,14 +310,14 @@ def test_ctrl_c_is_one_line_and_leaves_nothing(command: list[str] | None, when: 
         assert (process.returncode, errors) == (130, "interrupted\n"), (output, errors)
         assert "Traceback" not in output
         assert wait_until(lambda: not group_members(process.pid), 10)  # multiprocessing's tracker ends with the command
-        # Shared memory is anonymous (memfd_create), and gone with them.
+        # Shared memory is anonymous (memfd_create), so it is freed with them.
         assert probes(scratch) == 0 and list(scratch.iterdir()) == []
     finally:
         for pid in group_members(process.pid):
             os.kill(pid, signal.SIGKILL)
 
 
-def test_ranks_that_fail_alike_are_named_together() -> None:
+def test_ranks_with_the_same_error_are_reported_together() -> None:
     inbox = Inbox([], lambda what, done, total: None)
     inbox.errors |= {1: "ValueError: no", 0: "ValueError: no", 2: "KeyError: 'x'"}
     job = RankJob("trace", print, (), 3)

@@ -1,4 +1,4 @@
-"""Where gradients lie in a bucket, and how what was left out moves when buckets change."""
+"""The layout of gradients in a bucket, and how residuals move when buckets change."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def test_gaps():
 
 
 @pytest.mark.parametrize(("begin", "end"), [(0, 16), (0, 6), (6, 16), (5, 7), (10, 20), (16, 20)])
-def test_gaps_of_a_part_are_cleared(begin, end):
+def test_gaps_in_a_range_are_cleared(begin, end):
     part = torch.ones(end - begin)
     PADDED.clear_gaps(part, begin)
     inside = [any(slot.offset <= i < slot.end for slot in PADDED.slots) for i in range(begin, end)]
@@ -33,7 +33,7 @@ def test_residuals_move_by_name():
     held.copy_(torch.arange(16.0))
     again = residuals.of(PADDED, like, 0, 16)
     assert again.data_ptr() == held.data_ptr()
-    assert again[4:8].tolist() == [0.0] * 4  # of no parameter
+    assert again[4:8].tolist() == [0.0] * 4  # belongs to no parameter
     moved = residuals.of(Layout.packed((C, A)), like, 0, 6)
     assert moved.tolist() == [11, 12, 0, 1, 2, 3]
     moved[0] = 20.0
@@ -46,7 +46,7 @@ def test_residuals_move_by_name():
 
 
 def test_shares_of_residuals_move_between_ranks():
-    """Two ranks hold a half each; in other buckets they hold other halves, with nothing lost."""
+    """Two ranks hold half each; in new buckets they hold other halves, and nothing is lost."""
     like, ranks = torch.empty(0), [Residuals(), Residuals()]
     for index, residuals in enumerate(ranks):
         residuals.of(PADDED, like, 8 * index, 8 * index + 8).copy_(torch.arange(8.0) + 8 * index)

@@ -1,4 +1,4 @@
-"""Compressed numbers: the compiled kernels, which tests/cpp checks by themselves, against the operators of GPUs."""
+"""Compression: the compiled kernels, which tests/cpp also tests, compared with the operators used on GPUs."""
 
 import math
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from torchddp.comm_hooks import formats
 
 FORMATS = ("int8", "int4", "sign", "fp16", "bf16")
 
-# Lengths around blocks; magnitudes from where a block counts as zeros to where sums of squares would overflow.
+# Lengths around block sizes; magnitudes from blocks treated as zeros to overflowing sums of squares.
 vectors = st.builds(
     lambda numel, seed, magnitude: torch.randn(numel, generator=torch.Generator().manual_seed(seed)) * 10.0**magnitude,
     st.integers(0, 2100),
@@ -36,7 +36,7 @@ def decode(name: str, data: Tensor, numel: int) -> Tensor:
 
 
 def assert_alike(name: str, ours: Tensor, theirs: Tensor, largest: float = 0.0) -> None:
-    """Means of signs are added in another order, and what lies halfway between two codes may become either."""
+    """Allow for another summation order in sign's means, and for ties between two codes."""
     rtol = 1e-5 if name == "sign" else 0.0
     halfway = (ours != theirs) & theirs.isfinite() & (name in ("int8", "int4"))
     assert halfway.sum() <= 2
@@ -130,7 +130,7 @@ def test_bad_arguments_are_named(function: str, arguments: tuple, error: type[Ex
 
 @pytest.mark.slow
 def test_top_k_counts_its_elements_in_32_bits() -> None:
-    # Never touched: the check comes first. Where so much can't even be reserved, there is nothing to refuse.
+    # Never written: the check comes first. If this much memory can't be reserved, there is nothing to test.
     try:
         source = torch.empty(2**31 + 1)
     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.convergence`: ratios and bounds of made-up curves, and the data of its tasks."""
+"""`python -m benchmarks.convergence`: ratios and bounds from made-up curves, and the data of its tasks."""
 
 import math
 from typing import Any
@@ -14,7 +14,7 @@ from tests.unit.benchmark_results import by_name
 
 
 def run_of(seed: int, loss: float) -> dict[str, Any]:
-    """A curve of three looks."""
+    """A curve of three evaluations."""
     return {"seed": seed, "curve": [[0, 5.0, 0], [50, 3.0, 5e5], [100, loss, 1e6]]}
 
 
@@ -27,7 +27,7 @@ def rows_of(losses: dict[str, list[float]], errors: dict[str, str] | None = None
     return by_name(task_result({**told, "runs": runs}, whats)["methods"])
 
 
-def test_ratios_are_of_one_seed_each_and_a_bound_is_on_their_mean() -> None:
+def test_ratios_are_per_seed_and_bounds_apply_to_their_mean() -> None:
     row = rows_of({REFERENCE: [2.0, 4.0], "int8": [2.2, 3.6]})["int8"]
     assert row["ratio"] == pytest.approx({"mean": 1.0, "low": 0.9, "high": 1.1})
     assert row["loss"] == pytest.approx(2.9) and row["bytes_per_step"] == 1e4
@@ -58,7 +58,7 @@ def test_a_task_is_a_function_of_seed_step_and_rank(name: str) -> None:
         assert not torch.equal(inputs, task.batch(*other, 2)[0])
     first, second = task.make_model(1), again.make_model(1)
     assert all(map(torch.equal, first.parameters(), second.parameters()))
-    # Two ranks' parts of the evaluation set are as large, differ, and make up the whole.
+    # Two ranks' parts of the evaluation set have equal sizes, are disjoint, and cover the set.
     (whole,), parts = task.held_out(0, 1), [task.held_out(rank, 2)[0] for rank in range(2)]
     assert len(parts[0][0]) == len(parts[1][0]) == len(whole[0]) / 2
     both = [first(*part).item() for part in parts]

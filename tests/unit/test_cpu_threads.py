@@ -1,4 +1,4 @@
-"""Threads of ranks against processors: what is told, and what to set."""
+"""Threads of ranks compared with processors: the warning and its advice."""
 
 import os
 import re
@@ -11,7 +11,7 @@ from torchddp.diagnose.cpu_threads import RankThreads, advice
 
 
 def ranks(count, threads, processors=16, *, bound=None, quota=0, by_variable=False):
-    """``bound``: the processors of each rank, of `processors` that there are."""
+    """``bound``: each rank's affinity, out of `processors`."""
     machine = list(range(processors))
     return [
         RankThreads("host", threads, machine if bound is None else bound[rank], machine, quota, by_variable)
@@ -34,7 +34,7 @@ def ranks(count, threads, processors=16, *, bound=None, quota=0, by_variable=Fal
         (ranks(2, 1, by_variable=True), "1 thread each for 16 processors: most of them idle.* OMP_NUM_THREADS=8 "),
     ],
 )
-def test_what_does_not_fit(told, words):
+def test_too_many_threads_are_reported(told, words):
     assert re.search(words, advice(told)), advice(told)
 
 
@@ -42,18 +42,18 @@ def test_what_does_not_fit(told, words):
     "fits",
     [
         ranks(4, 4),
-        ranks(4, 1),  # by torch.set_num_threads(1): meant
+        ranks(4, 1),  # set by torch.set_num_threads(1): intended
         ranks(8, 1, by_variable=True),
-        ranks(4, 5),  # some more than there are
+        ranks(4, 5),  # slightly more threads than processors
         ranks(1, 16),
-        ranks(4, 1, 2),  # more ranks than processors: nothing to set
+        ranks(4, 1, 2),  # more ranks than processors: no setting helps
         ranks(2, 1, 1, by_variable=True),
         ranks(2, 2, bound=[[0, 1], [2, 3]]),
         ranks(8, 2, 64, quota=16),
-        ranks(4, 1, 16, bound=[[0]] * 4, quota=1),  # the others are out of reach
+        ranks(4, 1, 16, bound=[[0]] * 4, quota=1),  # the quota allows only one
     ],
 )
-def test_what_fits(fits):
+def test_no_report_if_threads_fit(fits):
     assert advice(fits) == ""
 
 
@@ -76,6 +76,6 @@ def test_of_this_process():
         (["10", None, None], ""),
     ],
 )
-def test_what_ranks_have_done_to_gradients(changes, words):
+def test_report_of_ranks_that_changed_gradients(changes, words):
     text = describe(changes, ["a", "b"])
     assert text.endswith(words) and bool(text) == bool(words)

@@ -5,7 +5,7 @@ A comment in the line before a block says who runs it, or why nobody does:
     <!-- runs: tests/distributed/test_averaging_diloco.py -->
     <!-- not run: needs a GPU -->
 
-Python without such a comment runs here, on one rank: all blocks of a page in turn, with what `names` gives them.
+Python without such a comment runs here on one rank: all blocks of a page in turn, with the names from `names`.
 Commands are not run, but their subcommands, options, targets, modules and extras must exist.
 """
 
@@ -42,7 +42,7 @@ def name_of(page):
 
 
 def complaint(page, block):
-    """What is wrong with a block's marker, or with the lack of one; empty if nothing is."""
+    """What is wrong with a block's marker, or that it is missing; empty if nothing is wrong."""
     if block.marker is None:
         if block.language in SHELL:
             return "; ".join(filter(None, map(wrong_with, commands(block.code))))
@@ -57,7 +57,7 @@ def complaint(page, block):
 
 
 def sources_of(test):
-    """The text of a test, and of the modules of tests/ that it imports or starts."""
+    """The source of a test, and of the modules in tests/ that it imports or starts."""
     text = test.read_text()
     yield text
     for module in set(re.findall(r"\btests\.[\w.]+", text)):
@@ -89,7 +89,7 @@ def test_every_block_runs_or_says_why_not(page):
         ("```sh\nrm -r build\n```", "can't be checked"),
     ],
 )
-def test_what_is_complained_about(text, wrong):
+def test_complaints(text, wrong):
     page = Path("no_such_" + "page.md")
     found = "; ".join(filter(None, (complaint(page, block) for block in blocks(text))))
     assert wrong in found if wrong else not found
@@ -99,7 +99,7 @@ def test_what_is_complained_about(text, wrong):
 
 
 def commands(code):
-    """The words of each command; a comment, or text after two spaces, is none of it."""
+    """The words of each command, without comments and text after two spaces."""
     for line in code.replace("\\\n", "").splitlines():
         for part in re.split(r"\s{2,}(?![-\\])", line.strip())[0].split(" && "):
             words = shlex.split(part, comments=True)
@@ -158,7 +158,7 @@ def wrong_with_module(module, words):
         return f"no module {module}"
     files = Path(spec.origin).parent.rglob("*.py") if spec.submodule_search_locations else [Path(spec.origin)]
     text = "".join(file.read_text() for file in files)
-    # An option is also one where a function has an argument of its name: typer makes the option.
+    # A function argument of this name also counts: typer makes an option of it.
     text += "".join(f"--{name.replace('_', '-')}\n" for name in re.findall(r"\b(\w+):", text))
     return not_found("option", options_in(words), text)
 
@@ -171,7 +171,7 @@ def fresh_module():
 
 
 def names():
-    """What a block may use without saying where it is from."""
+    """Names that a block may use without defining them."""
     batches = [torch.randn(4, 8) for _ in range(3)]
     module = fresh_module()
 
@@ -227,7 +227,7 @@ def test_links_out_of_docs():
 
 
 def test_links_of_the_readme_lead_somewhere():
-    """Those of docs/ are checked by `make docs`."""
+    """`make docs` checks those of docs/."""
     for page in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md"):
         targets = re.findall(r"\]\((?!https?:)([^)#\s]+)", (ROOT / page).read_text())
         assert [target for target in targets if not (ROOT / target).exists()] == [], page

@@ -1,4 +1,4 @@
-"""The reference in docs/ is whole: public names, the command, environment variables, tables of results."""
+"""The reference in docs/ is complete: public names, the command, environment variables, tables of results."""
 
 import ast
 import re
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.beyond_torch("pages about torchddp")
 
 
 def public_names(package):
-    """`__all__` of a package, read from its source: some need what is not installed here."""
+    """`__all__` of a package, read from its source, because some packages need what is not installed here."""
     source = (ROOT / "torchddp" / package / "__init__.py").read_text()
     for node in ast.parse(source).body:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id == "__all__":
@@ -35,18 +35,18 @@ def documented(page, module):
 @pytest.mark.parametrize("package", ["", *PUBLIC])
 def test_every_public_name_has_its_docstring_on_a_page(package):
     page = DOCS / "reference" / f"{package.partition('/')[0] or 'torchddp'}.md"
-    elsewhere = {"DDP", "__version__"} if not package else set()  # a second name for a class; a string
+    elsewhere = {"DDP", "__version__"} if not package else set()  # an alias of a class; a string
     module = f"torchddp.{package.replace('/', '.')}" if package else "torchddp"
     assert documented(page, module) == public_names(package) - elsewhere
     assert all(name in page.read_text() for name in elsewhere - {"__version__"})
 
 
-def test_the_command_page_is_what_the_command_says():
+def test_the_command_page_matches_the_commands_help():
     if (DOCS / "command.md").read_text() != write_command_page.page():
         pytest.fail("docs/command.md is not what the command says: run python -m scripts.write_command_page")
 
 
-def test_the_tables_are_those_of_the_results():
+def test_the_tables_match_the_results():
     page = (DOCS / "performance.md").read_text()
     if page != performance_page.filled(page):
         pytest.fail("docs/performance.md is not what the results say: run python -m benchmarks.performance_page")
@@ -62,7 +62,7 @@ def rows(heading):
 
 
 def named_in(*patterns):
-    """Variables that a line of a tracked file names in the way that a program does who reads it."""
+    """Variables that tracked files name in the way that code reads them."""
     pattern = r"(getenv\(|environ.*|_ENV = |^    )\"?TORCHDDP_[A-Z_]+\""
     grep = ["git", "-C", str(ROOT), "grep", "-hoE", pattern, "--", *patterns]
     found = subprocess.run(grep, capture_output=True, text=True, check=True).stdout
@@ -96,7 +96,7 @@ def test_docstrings_become_markdown():
 
 
 def test_sections_of_docstrings_are_lists_of_names():
-    """mkdocstrings drops an item without a colon in its first line, and takes two in one line for one."""
+    """mkdocstrings drops an item without a colon in its first line, and merges two items in one line."""
     found = []
     for path in sorted((ROOT / "torchddp").rglob("*.py")):
         nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, DOCUMENTED)]

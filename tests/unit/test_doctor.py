@@ -1,4 +1,4 @@
-"""`torchddp doctor`: what it finds, and that it speaks where the package does not load."""
+"""`torchddp doctor`: what it finds; it also works if the package does not load."""
 
 import dataclasses
 import io
@@ -36,7 +36,7 @@ CUDA_RUNNING = Running(python="3.11.7", torch="2.13.0+cu130", cuda="13.0", nccl=
 
 
 def doctor(*args: str, before: str = "", environ: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    """`torchddp doctor` in a process of its own, after the statements `before`."""
+    """Run `torchddp doctor` in its own process, after the statements `before`."""
     code = f"import sys; sys.argv = ['/somewhere/bin/torchddp', 'doctor', *{args!r}]\n{before}\n"
     code += "from torchddp.cli import main; main()"
     clean = {name: value for name, value in os.environ.items() if not name.startswith("TORCHDDP_")}
@@ -61,19 +61,19 @@ def test_all_is_well_here_but_for_too_many_threads() -> None:
     assert found["running"]["cpu_capability"] == _C.cpu_capability()
     assert found["running"]["threads"] == cores and found["running"]["ranks"] == 2
     if cores == 1:
-        return  # a rank has one thread, whatever is set
+        return  # a rank has one thread, whatever the variable says
     (hint,) = (hint for hint in found["hints"] if "OMP_NUM_THREADS" in hint)
     assert f"The 2 ranks of this host have {cores} threads each, {2 * cores} in all" in hint
 
 
-def test_a_torch_that_does_not_load_is_a_problem_that_is_told() -> None:
+def test_a_torch_that_does_not_load_is_reported() -> None:
     done = doctor("--json", before="sys.modules['torch'] = None")
     assert done.returncode == 1, done.stderr
     found = json.loads(done.stdout)
     assert "torch" in found["problems"][0] and found["running"]["torch"] == ""
 
 
-def test_an_extension_that_does_not_load_is_a_problem_that_is_told() -> None:
+def test_an_extension_that_does_not_load_is_reported() -> None:
     environ = {"LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
     done = doctor(before="import torch; sys.modules['torchddp._C'] = None", environ=environ)
     assert done.returncode == 1
@@ -81,7 +81,7 @@ def test_an_extension_that_does_not_load_is_a_problem_that_is_told() -> None:
     built = parse_build_info(_C.build_info)
     assert f"for torch       {built['torch']}" in done.stdout and built["compiler"] in done.stdout
     assert "threads         1 in each of 2 ranks" in done.stdout and "OMP_NUM_THREADS" not in done.stdout
-    assert "shm             torchddp does not load" in done.stdout  # no transport is tried
+    assert "shm             torchddp does not load" in done.stdout  # no transport is tested
     assert "torchddp will not work here: 1 problem, see above." in done.stdout
 
 
@@ -125,7 +125,7 @@ def test_the_verdict_is_one_sentence() -> None:
 # --- what does not fit ---
 
 
-def test_gpus_without_kernels_and_cpu_builds_beside_cuda_are_told() -> None:
+def test_gpus_without_kernels_and_cpu_builds_on_cuda_hosts_are_reported() -> None:
     gpus = [Gpu("NVIDIA H200", "9.0"), Gpu("NVIDIA A10", "8.6"), Gpu("one to come", "12.0")]
     assert hints(CUDA_BUILT, dataclasses.replace(CUDA_RUNNING, gpus=gpus)) == []
     old = dataclasses.replace(CUDA_RUNNING, gpus=[*gpus, Gpu("Tesla V100", "7.0")])
@@ -162,12 +162,12 @@ def test_which_gpus_have_kernels(archs: str, with_kernels: tuple[str, ...], with
         (CUDA_BUILT, {"gpus": [Gpu("NVIDIA H200", "9.0")]}, ""),
     ],
 )
-def test_why_nccl_is_not_tried(built: Built, changes: dict[str, Any], words: str) -> None:
+def test_why_nccl_is_not_tested(built: Built, changes: dict[str, Any], words: str) -> None:
     reason = reason_against_nccl(built, dataclasses.replace(CUDA_RUNNING, **changes))
     assert words in reason and bool(words) is bool(reason)
 
 
-def test_an_extension_says_what_the_doctor_shows() -> None:
+def test_the_doctor_shows_the_extensions_build_info() -> None:
     info = parse_build_info(_C.build_info)
     assert info.keys() == {field.name for field in dataclasses.fields(Built)} - {"files"}
     assert bool(info["cuda"]) is _C.with_cuda is bool(info["archs"])
@@ -197,11 +197,11 @@ def test_a_transport_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "TORCHDDP_SHM_LIMIT_MB must be a positive number of MiB" in checks.failures(["shm"])["shm"]
 
 
-def test_a_transport_that_hangs_is_told() -> None:
+def test_a_transport_that_hangs_is_reported() -> None:
     assert checks.failures(["shm"], timeout_s=0.05)["shm"] == "process 0 did not answer within 0.05 s"
 
 
-def test_ctrl_c_while_they_start_leaves_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_at_startup_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[subprocess.Popen[str]] = []
 
     def interrupted(*args: Any, **options: Any) -> subprocess.Popen[str]:
@@ -225,7 +225,7 @@ def test_an_answer_is_read_from_the_last_line() -> None:
     assert checks.read_answer("half a {", "", 0, -11) == "process 0 ended with exit code -11: it printed nothing"
 
 
-def test_variables_are_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith("TORCHDDP_")]:
         monkeypatch.delenv(name)
     assert set_variables() == []

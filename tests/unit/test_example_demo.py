@@ -1,4 +1,4 @@
-"""The demo without training: figures, comparison of losses, exit codes, and child processes that never outlive it."""
+"""The demo without training: figures, comparison of losses, exit codes, and child processes, which never outlive it."""
 
 import json
 import math
@@ -33,7 +33,7 @@ def test_step_times_leave_out_warm_up_and_probed_steps() -> None:
     assert summary["exposed_communication_ms_p50"] == 5.0
 
 
-def test_one_rounding_apart_is_equal_and_no_losses_are_not() -> None:
+def test_losses_within_rounding_are_equal_and_missing_losses_are_not() -> None:
     losses = _record([3.0, 2.0, 1.0])
     assert compare_losses(losses, losses).bitwise_equal
     comparison = compare_losses(losses, _record([3.0, math.nextafter(2.0, 3.0), 1.0]))
@@ -47,12 +47,12 @@ def test_one_rounding_apart_is_equal_and_no_losses_are_not() -> None:
 
 
 def _run_demo(monkeypatch: pytest.MonkeyPatch, out: Path, losses_of: dict[str, list[float]]) -> Any:
-    """With the metrics files that `train_gpt.py` would have written; without losses the run fails."""
+    """Run the demo with fake metrics files of `train_gpt.py`; without losses the run fails."""
 
     def torchrun(script: Path, arguments: list[str], **_: Any) -> None:
         options = dict(zip(arguments, arguments[1:], strict=False))
         if options["--ddp"] not in losses_of:
-            raise ExampleError("the run failed (torchrun ended with 1)")
+            raise ExampleError("the run failed (torchrun exited with 1)")
         Path(options["--json"]).write_text(json.dumps(_record(losses_of[options["--ddp"]])))
 
     monkeypatch.setattr(demo, "ddp_class", lambda name: None)
@@ -68,14 +68,14 @@ def test_demo_fails_if_losses_differ_or_a_run_fails(monkeypatch: pytest.MonkeyPa
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["loss.png", "result.json"]
     result = _run_demo(monkeypatch, tmp_path, {"torch": [3.0, 2.0], "torchddp": [3.0, 2.1]})
     assert result.exit_code == 1
-    assert "error: the losses of torch and torchddp are not the same" in result.stderr
+    assert "error: the losses of torch and torchddp differ" in result.stderr
     assert json.loads((tmp_path / "result.json").read_text())["losses"]["equal"] is False
     result = _run_demo(monkeypatch, tmp_path / "out", {})
     assert result.exit_code == 1 and "error: --ddp torch: the run failed" in result.stderr
-    assert list((tmp_path / "out").iterdir()) == []  # nothing left over that looks like a result
+    assert list((tmp_path / "out").iterdir()) == []  # no leftover that looks like a result
 
 
-# Stands in for torchrun: its child has a session of its own, as torchrun's workers have, and both ignore SIGTERM.
+# A fake torchrun: its child has its own session, as torchrun's workers have, and both ignore SIGTERM.
 _STUBBORN = """
 import signal, subprocess, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -1,4 +1,4 @@
-"""The parts of the GPT example that need no second rank: data, sampling, options, model, checkpoints."""
+"""The parts of the GPT example that don't need a second rank: data, sampling, options, model, checkpoints."""
 
 import json
 from pathlib import Path
@@ -28,21 +28,21 @@ def test_default_corpus_is_this_pythons_source(tmp_path: Path) -> None:
     assert bytes(corpus.validation.numpy()) == text[1800:]
 
 
-def test_data_errors_say_what_was_got(tmp_path: Path) -> None:
+def test_data_errors_name_what_was_given(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "empty").touch()
     (tmp_path / "short").write_bytes(b"x" * 17)
     for name, words in (
         ("nowhere", "no such data: .*nowhere"),
         ("folder", "the folder .*folder holds no files"),
-        ("empty", "no data: .*empty holds 0 bytes"),
+        ("empty", "no data: .*empty is empty"),
         ("short", r"data too short: .*short has 17 bytes, --block-size 8 needs at least 18"),
     ):
         with pytest.raises(ExampleError, match=words):
             data.load_corpus(tmp_path / name, 8)
 
 
-def test_each_rank_draws_batches_of_its_own_from_all_of_the_text() -> None:
+def test_each_rank_draws_its_own_batches_from_the_whole_text() -> None:
     def offsets(index: int, rank: int, choices: int) -> list[int]:
         drawn = data.batch_offsets(seed=3, index=index, rank=rank, world_size=2, batch_size=100, choices=choices)
         return drawn.tolist()
@@ -62,8 +62,8 @@ def test_each_rank_draws_batches_of_its_own_from_all_of_the_text() -> None:
     [
         ("--ddp horovod", "unknown --ddp 'horovod': choose one of torchddp, sharded, torch, none"),
         ("--ddp none --width 10 --heads 3", "--width must be a multiple of --heads, got width 10 and heads 3"),
-        ("--ddp none --checkpoint /no.ckpt --resume", "no checkpoint at /no.ckpt: leave --resume out"),
-        ("--ddp none --checkpoint /dev/null/x/y.pt", "--checkpoint /dev/null/x/y.pt: cannot make its folder"),
+        ("--ddp none --checkpoint /no.ckpt --resume", "no checkpoint at /no.ckpt: omit --resume"),
+        ("--ddp none --checkpoint /dev/null/x/y.pt", "--checkpoint /dev/null/x/y.pt: cannot create its folder"),
     ],
 )
 def test_bad_input_ends_with_one_line_and_exit_code_2(options: str, words: str) -> None:
@@ -95,7 +95,7 @@ def _content(**changes: Any) -> dict[str, Any]:
     return {"identity": _identity(**changes), "step": 7, **parts}
 
 
-def test_only_a_constant_schedule_over_the_same_data_can_go_on_for_longer(tmp_path: Path) -> None:
+def test_only_constant_schedules_over_the_same_data_can_be_extended(tmp_path: Path) -> None:
     path = tmp_path / "c.pt"
     checkpoint.save_checkpoint(path, _content())
     with pytest.raises(ExampleError, match="belongs to a run with other settings: steps 150 there, 9 here"):
@@ -106,7 +106,7 @@ def test_only_a_constant_schedule_over_the_same_data_can_go_on_for_longer(tmp_pa
     assert checkpoint.load_checkpoint(path, _identity(schedule="constant", steps=20))["step"] == 7
 
 
-def test_damaged_and_foreign_files_are_bad_checkpoints(tmp_path: Path) -> None:
+def test_damaged_and_unrelated_files_are_bad_checkpoints(tmp_path: Path) -> None:
     checkpoint.save_checkpoint(tmp_path / "whole.pt", _content())
     whole = (tmp_path / "whole.pt").read_bytes()
     (tmp_path / "half.pt").write_bytes(whole[: len(whole) // 2])

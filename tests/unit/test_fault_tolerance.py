@@ -1,4 +1,4 @@
-"""What torchddp.fault_tolerance says before there is a manager."""
+"""torchddp.fault_tolerance without a manager: imports, names and messages."""
 
 import importlib.util
 import socket
@@ -15,7 +15,7 @@ def _python(code):
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
 
 
-def test_torchft_is_imported_only_by_who_asks_for_it():
+def test_torchft_is_imported_only_on_demand():
     done = _python(
         "import sys, torchddp, torchddp.fault_tolerance\n"
         "print([m for m in sys.modules if m.startswith('torchft') or m.startswith('torchddp.fault_tolerance.')])"
@@ -29,8 +29,8 @@ def test_without_torchft_one_line_names_the_extra():
     assert done.stderr.endswith("ImportError: torchddp.fault_tolerance.state_dict needs torchft: pip install torchft\n")
 
 
-def test_public_names_are_there_and_no_others(monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)  # as with torchft
+def test_public_names_are_complete(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)  # as if torchft were installed
     assert all(callable(getattr(fault_tolerance, name)) for name in fault_tolerance.__all__)
     with pytest.raises(AttributeError, match="no attribute 'LocalSGD'"):
         _ = fault_tolerance.LocalSGD

@@ -1,4 +1,4 @@
-"""Where each parameter lies in flat memory: pure."""
+"""The layout of parameters in flat memory, which is a pure function."""
 
 import torch
 from hypothesis import given, settings
@@ -26,19 +26,19 @@ def test_chunks(params, max_bytes, small_numel):
     firsts = [min(chunk.params) for chunk in chunks]
     assert firsts == sorted(firsts)
     for number, chunk in enumerate(chunks):
-        # Nobody overlaps.
+        # No two overlap.
         ends = [offset + params[index][0] for index, offset in zip(chunk.params, chunk.offsets, strict=True)]
         assert chunk.offsets[0] == 0 and ends[-1] == chunk.numel
         assert all(end <= begin for end, begin in zip(ends, chunk.offsets[1:], strict=False))
-        # One kind and owner, within the limit, and aligned.
+        # One dtype and owner per chunk, within the limit, and aligned.
         kind, owner = params[chunk.params[0]][1:]
         assert {params[index][1:] for index in chunk.params} == {(kind, chunk.owner)}
         itemsize = ITEMSIZE[kind]
         assert len(chunk.params) == 1 or chunk.numel * itemsize <= max_bytes
         assert all(offset * itemsize % ALIGNMENT_BYTES == 0 for offset in chunk.offsets)
-        # Small ones are neighbours.
+        # Small parameters are adjacent.
         assert list(chunk.params) == sorted(chunk.params, key=lambda index: (params[index][0] >= small_numel, index))
-        # It was opened because the last one was full.
+        # A new chunk starts only if the last one is full.
         earlier = [c for c in chunks[:number] if c.owner == owner and params[c.params[0]][1] == kind]
         if earlier:
             first = params[min(chunk.params)][0]

@@ -1,4 +1,4 @@
-"""tests/gpu/run.sh without a GPU: a dry run of all of it, and that failures are shown and stop nothing."""
+"""tests/gpu/run.sh without a GPU: a dry run; failures are shown and don't stop later steps."""
 
 import json
 import os
@@ -20,12 +20,12 @@ from tests.unit.helpers import wait_until
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "tests" / "gpu" / "run.sh"
 DRY = ["--dry-run", "--skip-build"]
-# For a fake interpreter: every step succeeds at once.
+# The command of a fake interpreter: every step succeeds at once.
 NOTHING_TO_DO = r"*environment.py\ --cpu*|*-m\ pytest*|*benchmarks.gpu*) exit 0 ;; *--builds-cuda) exit 1 ;;"
 
 
 def command_of(out: Path, *arguments: str, python: Path | str = sys.executable, **variables: str) -> dict[str, Any]:
-    """What subprocess is to start."""
+    """The command for subprocess."""
     inherited = {name: value for name, value in os.environ.items() if name not in (DEVICE_ENV, LIBRARY_ENV)}
     env = {**inherited, "OUT": str(out), "PYTHON": str(python), **variables}
     return {"args": [str(SCRIPT), *arguments], "env": env, "text": True}
@@ -36,7 +36,7 @@ def run_script(*arguments: Any, **options: Any) -> subprocess.CompletedProcess[s
 
 
 def rows(output: str) -> dict[str, tuple[str, str]]:
-    """Of the table at the end: step -> (outcome, note)."""
+    """Rows of the final table: step -> (outcome, note)."""
     found = re.findall(r"^(\w+) +(ok|FAILED|skipped) +\d+ s  ?(.*)$", output, re.MULTILINE)
     return {name: (outcome, note.strip()) for name, outcome, note in found}
 
@@ -48,7 +48,7 @@ def write_program(path: Path, text: str) -> Path:
 
 
 def fake_python(folder: Path, case: str) -> Path:
-    """An interpreter that does something else for some commands."""
+    """An interpreter that runs something else for some commands."""
     return write_program(folder / "python", f'case "$*" in\n{case}\nesac\nexec {sys.executable} "$@"')
 
 
@@ -67,14 +67,14 @@ def test_a_dry_run_runs_everything_that_needs_no_gpu(tmp_path: Path) -> None:
         assert outcome == "ok" and int(note.split()[0]) > 20, note
     assert table["memcheck"] == ("skipped", "dry run")
     assert done.stdout.rstrip().endswith(f"all ok, results in {out}")
-    # Few enough files to be carried away one by one.
+    # Few enough files to copy one by one.
     names = sorted(path.name for path in out.iterdir())
     assert len(names) <= 8
     assert {"summary.txt", "environment.txt", "tests.xml", "bench.json", "logs.txt"} <= set(names)
     assert len([name for name in names if name.endswith(".png")]) == 1
     assert (out / "summary.txt").read_text() in done.stdout
     assert summary.counts(summary.suites_of(out / "tests.xml"))[0] > 40
-    assert len(json.loads((out / "bench.json").read_text())["results"]) == 3  # a model each
+    assert len(json.loads((out / "bench.json").read_text())["results"]) == 3  # one for each model
     rows_document = json.loads((out / "bench_rows.json").read_text())
     assert not rows_document["failures"]
     cases = {"gpu_pack", "gpu_scale", "gpu_host", "gpu_options", "gpu_memory", "gpu_leave"}
@@ -98,11 +98,11 @@ def test_a_failed_or_endless_step_is_shown_and_does_not_stop_the_next(tmp_path: 
     assert table["test_two_ranks_nccl"][0] == "ok" and table["benchmarks"][0] == "ok"
     assert "something FAILED" in done.stdout.splitlines()[-1]
     assert "a broken pipe" in done.stdout and "a broken pipe" in (out / "logs.txt").read_text()
-    # Results are there as soon as they are known, whatever becomes of the rest of the run.
+    # Results are written at once, whatever happens to the rest of the run.
     assert rows((out / "before.txt").read_text()).keys() == {"environment", "test_pack_gpu"}
 
 
-def test_what_is_known_survives_a_stop_from_outside(tmp_path: Path) -> None:
+def test_results_survive_an_external_stop(tmp_path: Path) -> None:
     python = fake_python(tmp_path, f'*pytest*test_parity*) echo "in the middle"; sleep 100 ;; {NOTHING_TO_DO}')
     out = tmp_path / "results"
     running = out / "running.txt"
@@ -110,7 +110,7 @@ def test_what_is_known_survives_a_stop_from_outside(tmp_path: Path) -> None:
     try:
         assert wait_until(lambda: running.is_file() and "in the middle" in running.read_text(), 60)
         process.send_signal(signal.SIGTERM)
-        output, _ = process.communicate(timeout=30)  # ends though the step would go on
+        output, _ = process.communicate(timeout=30)  # it ends although the step is still running
     finally:
         process.kill()
     assert process.returncode == 143 and "run.sh: interrupted after" in output
@@ -119,7 +119,7 @@ def test_what_is_known_survives_a_stop_from_outside(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_without_a_package_or_a_part_of_a_library_only_what_needs_it_is_left_out(tmp_path: Path, packed: bool) -> None:
+def test_a_missing_package_or_library_skips_only_what_needs_it(tmp_path: Path, packed: bool) -> None:
     parts = tmp_path / "parts"
     parts.mkdir()
     (tmp_path / "libnccl.so.2").write_bytes(b"\x7fELF" + os.urandom(2**21))
@@ -148,7 +148,7 @@ def test_without_a_package_or_a_part_of_a_library_only_what_needs_it_is_left_out
 @pytest.mark.parametrize(
     ("argument", "said"), [("--skip-build", "This machine lacks: CUDA device."), ("--fast", "run.sh [--dry-run]")]
 )
-def test_what_is_missing_or_unknown_is_told_at_once(argument: str, said: str, tmp_path: Path) -> None:
+def test_missing_requirements_and_unknown_arguments_fail_at_once(argument: str, said: str, tmp_path: Path) -> None:
     done = run_script(tmp_path / "results", argument, CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 2 and said in done.stdout
     assert "test_parity" not in done.stdout and "set -uo" not in done.stdout

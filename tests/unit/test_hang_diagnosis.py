@@ -1,4 +1,4 @@
-"""From states of ranks to one finding, its text and its JSON; and what those states are made of."""
+"""The diagnosis of ranks' states, its text and JSON, and how states are collected."""
 
 import json
 import signal
@@ -39,7 +39,7 @@ def missing(parameters, phase="backward", **more):
     return other(3, phase, armed=True, missing=parameters, **more)
 
 
-# A rank, and what is said of it beside where it is.
+# A rank's state, and words of its diagnosis.
 CASES = [
     (
         missing({5: ["a.weight"], 6: ["b"]}, backward="failed", backward_error="ValueError: boom\nfoo"),
@@ -91,7 +91,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("culprit", "words"), CASES)
-def test_one_rank_is_waited_for(culprit, words):
+def test_one_rank_is_missing(culprit, words):
     states = [waits(0), waits(1, waited_s=5.0), waits(2, bucket=6), culprit]
     finding = diagnose(states)
     assert finding.headline.startswith("rank 3 ") and words in finding.headline
@@ -144,7 +144,7 @@ def test_processes_as_the_kernel_sees_them():
         assert rank_state.look_up({**who, "started": who["started"] + 1}) == "gone"
     finally:
         child.kill()
-    assert wait_until(lambda: rank_state.look_up(who) == "gone")  # also while nobody has waited for it
+    assert wait_until(lambda: rank_state.look_up(who) == "gone")  # also as a zombie
     child.wait()
     assert rank_state.look_up(who) == "gone" and rank_state.look_up(None) is None
 
@@ -155,7 +155,7 @@ def test_collectives_in_a_stack():
 
 
 def test_uncaught_exceptions_are_noted_and_shown():
-    code = (  # alone: without the package
+    code = (  # only this module, without the package
         "import atexit, rank_state as s; s.note_uncaught(); s.note_uncaught()\n"
         "atexit.register(lambda: print(s.last_exception(1)['type'], s.last_exception(1)['where']))\n"
         "raise ValueError('seen')"
@@ -166,7 +166,7 @@ def test_uncaught_exceptions_are_noted_and_shown():
 
 
 def test_limits(monkeypatch):
-    """Others, and whose words win: tests/fault/test_hang_reports.py."""
+    """tests/fault/test_hang_reports.py tests other limits and their precedence."""
     monkeypatch.delenv(options.STALL_ENV, raising=False)
     assert options.stall_limit_s(None, 1800) == 60 and options.stall_limit_s(29.5, 30) == 29.5
     for text, words in (

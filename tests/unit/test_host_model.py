@@ -1,4 +1,4 @@
-"""The model of what ranks of a host move, against counts by hand, and its limits against those of the engine."""
+"""The model of memory traffic on a host, checked against manual counts; its limits are the engine's."""
 
 import json
 import re
@@ -11,21 +11,21 @@ from benchmarks.host_model.model import Count, Host, flat, grouped
 
 
 def test_small_hosts_counted_by_hand() -> None:
-    # Three ranks: six pairs; a count, a post, a line of 64 bytes and a tally, or two lines with a head.
+    # Three ranks: six pairs. Flat: a count, a post, a line of 64 bytes and a tally; grouped: two lines with a head.
     assert flat(Host(3, 1), 64).lines == Count(24)
     assert grouped(Host(3, 1), 64).lines == Count(12)
     # Nine ranks are groups of four and five: 3 + 4 posts, one partial, one total across, 3 + 4 totals.
     chain = grouped(Host(9, 1), 4)
-    assert chain.lines == Count(16 + 1)  # 72 pairs look once in 64 operations
+    assert chain.lines == Count(16 + 1)  # each of 72 pairs polls once per 64 operations
     assert chain.in_a_row == 4 + 1 + 1 + 1
-    # Eight on two nodes: the partial and the total cross, nothing else.
+    # Eight on two nodes: only the partial and the total cross.
     assert grouped(Host(8, 2), 4).lines == Count(14, 2)
-    # Two nodes of two: each owner reads a block of its node and the partial or the total, half of the bytes each.
+    # Two nodes of two: each owner reads a block of its node, and the partial or the total, each half of the bytes.
     assert grouped(Host(4, 2), 1 << 20).block_bytes == Count(6 << 20, 2 << 20)
     assert flat(Host(4, 2), 1 << 20).block_bytes == Count(6 << 20, 4 << 20)
 
 
-def test_the_limits_are_those_of_the_engine() -> None:
+def test_the_limits_match_the_engine() -> None:
     sources = [
         (Path(__file__).parents[2] / "csrc" / "shm" / name).read_text()
         for name in ("layout.h", "operation.cpp", "groups.cpp")

@@ -1,4 +1,4 @@
-"""torchddp.install() and uninstall(): what they switch, say and refuse. Training: tests/distributed/test_install.py."""
+"""torchddp.install() and uninstall(): effects, messages and errors. Training: tests/distributed/test_install.py."""
 
 import inspect
 import os
@@ -26,7 +26,7 @@ PLAIN = type(TorchDDP)
 
 
 def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Runs Python on the checkout, or on what PYTHONPATH says."""
+    """Runs Python with the checkout, or with the given PYTHONPATH."""
     command, clean = [sys.executable, *arguments], clean_environment(**environment)
     return subprocess.run(command, capture_output=True, text=True, timeout=110, env=clean)
 
@@ -49,7 +49,7 @@ def test_the_class_is_exactly_as_it_was_afterwards() -> None:
     assert dict(vars(TorchDDP)) == before and dict(vars(torch.nn.parallel)) == names
 
 
-def test_the_end_of_a_with_brings_back_what_was_before() -> None:
+def test_leaving_the_with_block_restores_the_previous_state() -> None:
     with torchddp.install(transport="shm"):
         with torchddp.install(find_nonfinite=True):
             assert install_module._defaults == {"transport": "shm", "find_nonfinite": True}
@@ -62,7 +62,7 @@ def test_the_end_of_a_with_brings_back_what_was_before() -> None:
         raise KeyError("inside")
     assert type(TorchDDP) is PLAIN
     with pytest.raises(ValueError, match="process group"), torchddp.install():
-        TorchDDP(torch.nn.Linear(1, 1))  # torch's own words: there is no group
+        TorchDDP(torch.nn.Linear(1, 1))  # torch's own error: there is no group
     assert type(TorchDDP) is PLAIN
 
 
@@ -74,7 +74,7 @@ def test_wrong_defaults_are_refused_at_once() -> None:
     assert not torchddp.installed()
 
 
-def test_classes_stay_what_they_are_and_the_signature_is_that_of_what_a_call_makes() -> None:
+def test_classes_keep_their_identity_and_the_signature_is_ours() -> None:
     own = list(inspect.signature(TorchDDP).parameters)
     with torchddp.install():
         names = list(inspect.signature(TorchDDP).parameters)
@@ -93,7 +93,7 @@ class OwnMeta(PLAIN):  # type: ignore[misc, valid-type]
     pass
 
 
-def test_classes_derived_meanwhile_are_derived_from_ours_and_those_of_before_get_back_what_they_had() -> None:
+def test_classes_derived_after_install_use_ours_and_earlier_ones_are_restored() -> None:
     class Before(TorchDDP):
         pass
 
@@ -104,7 +104,7 @@ def test_classes_derived_meanwhile_are_derived_from_ours_and_those_of_before_get
         assert type(Before) is type(TorchDDP) is not PLAIN and type(Special) is OwnMeta
 
         class Meanwhile(TorchDDP):
-            """Its own words."""
+            """Its own docstring."""
 
             answer = 42
 
@@ -115,15 +115,15 @@ def test_classes_derived_meanwhile_are_derived_from_ours_and_those_of_before_get
             pass
 
     assert issubclass(Meanwhile, torchddp.DDP) and type(Meanwhile) is PLAIN
-    assert (Meanwhile.__doc__, Meanwhile.answer, Meanwhile.__module__) == ("Its own words.", 42, __name__)
+    assert (Meanwhile.__doc__, Meanwhile.answer, Meanwhile.__module__) == ("Its own docstring.", 42, __name__)
     assert not issubclass(OfBefore, torchddp.DDP) and issubclass(OfOurs, torchddp.DDP)
     assert type(Before) is type(OfBefore) is PLAIN and type(Special) is OwnMeta
 
 
-# --- what is said. When models are made: tests/distributed/test_announcements.py. ---
+# --- messages. Those at construction of a model: tests/distributed/test_announcements.py. ---
 
 
-def test_nothing_is_claimed_before_a_model_and_classes_derived_before_are_named(caplog):
+def test_no_announcement_before_a_model_and_earlier_derived_classes_are_named(caplog):
     def work(rank: int, made: list[str]) -> str:
         class Before(TorchDDP):
             pass
@@ -155,11 +155,11 @@ def spark(context: Any, task: Any) -> SimpleNamespace:
     return SimpleNamespace(SparkContext=SimpleNamespace(_active_spark_context=context), TaskContext=task_context)
 
 
-def test_a_driver_is_told_that_its_workers_are_elsewhere(monkeypatch, caplog):
+def test_a_driver_is_warned_that_its_workers_are_other_processes(monkeypatch, caplog):
     for engine, module, changes, at_once, in_all in (
         ("Ray", {"ray": ray(0)}, {}, 1, 1),
         ("Ray", {"ray": ray(1)}, {}, 0, 0),  # a worker
-        ("Ray", {"ray": ray(None)}, {}, 0, 1),  # begun afterwards
+        ("Ray", {"ray": ray(None)}, {}, 0, 1),  # started afterwards
         ("Ray", {"ray": ray(None)}, {"_models": 1}, 0, 0),
         ("Ray", {"ray": ray(0)}, {"os": SimpleNamespace(environ={"RANK": "0", "WORLD_SIZE": "1"})}, 0, 0),
         ("Spark", {"pyspark": spark(object(), None)}, {}, 1, 1),
@@ -190,7 +190,7 @@ def test_a_missing_client_is_one_line_that_names_its_package(tmp_path: Path, mon
         require("some_client", "composer")
 
 
-def test_the_variable_installs_and_another_value_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_variable_installs_and_other_values_are_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     for wrong in ("yes", "2", " 1"):
         monkeypatch.setenv("TORCHDDP_INSTALL", wrong)
         with pytest.raises(ValueError, match=f"TORCHDDP_INSTALL must be 1 .* got '{wrong}'"):
@@ -216,7 +216,7 @@ StrategyRegistry = Registry()
 """
 
 
-def test_a_lightning_that_we_do_not_know_is_no_obstacle(tmp_path: Path) -> None:
+def test_an_unknown_lightning_does_not_break_the_import(tmp_path: Path) -> None:
     for name, strategies in (("fabric", ""), ("pytorch", REGISTRY)):
         package = tmp_path / "lightning" / name
         package.mkdir(parents=True)
@@ -244,7 +244,7 @@ if "--installed" in sys.argv:
 """
 
 
-def test_a_program_sees_what_it_sees_under_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_runs_as_under_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "package"
     folder.mkdir()
     (folder / "beside.py").touch()
@@ -264,7 +264,7 @@ def test_a_program_sees_what_it_sees_under_python(tmp_path: Path, monkeypatch: p
 
 
 def test_wrong_usage_is_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCHDDP_INSTALL", "")  # set by main, and put back by this
+    monkeypatch.setenv("TORCHDDP_INSTALL", "")  # main sets it; this restores it
     for arguments, code, words in (
         ([], 2, "which program?"),
         (["--fast", "script.py"], 2, "unknown option --fast"),

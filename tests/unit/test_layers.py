@@ -1,4 +1,4 @@
-"""The folders of csrc and of the package include only what stands below them (docs/architecture.md)."""
+"""Folders of csrc and of the package include only lower layers (docs/architecture.md)."""
 
 import ast
 import graphlib
@@ -10,11 +10,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Lower folders first; folders of equal rank do not know each other.
+# Lower folders first; folders of equal rank don't include each other.
 FOLDERS = [["common"], ["plan", "kernels", "timeline"], ["shm", "gpu"], ["transport"], ["bucket"], ["reducer/base"]]
 FOLDERS += [["reducer/report"], ["reducer/reduce", "reducer/graph"], ["reducer/pack"], ["reducer"], ["bindings"]]
 RANK = {folder: rank for rank, folders in enumerate(FOLDERS) for folder in folders}
-# Tested alone, under sanitizers: free of torch and Python.
+# Free of torch and Python, because their tests run alone under sanitizers.
 TORCH_FREE = {"plan", "kernels", "timeline", "shm", "gpu"}
 TORCH_HEADER = re.compile(r"^(torch|ATen|c10|caffe2|pybind11)/|^Python\.h$")
 INCLUDE = re.compile(r'^\s*#\s*include\s*(?:"([^"]+)"|<([^>]+)>)', re.MULTILINE)
@@ -22,13 +22,13 @@ SUFFIXES = {".h", ".hpp", ".cuh", ".cpp", ".cc", ".cu"}
 
 
 def folder_of(path: Path) -> str:
-    """The innermost folder that has a rank, else the outermost."""
+    """The innermost folder with a rank, else the outermost."""
     folders = [folder.as_posix() for folder in path.parents if folder.as_posix() in RANK]
     return folders[0] if folders else path.parts[0]
 
 
 def include_problems(csrc: Path) -> list[str]:
-    """Every include in `csrc` that goes upwards, sideways, nowhere, or from a torch-free folder to torch."""
+    """Includes in `csrc` of a higher or equal layer, of a missing file, or of torch from a torch-free folder."""
     problems = []
     for path in sorted(p for p in csrc.rglob("*") if p.suffix in SUFFIXES):
         where = path.relative_to(csrc)
@@ -51,21 +51,21 @@ def include_problems(csrc: Path) -> list[str]:
     return problems
 
 
-def test_includes_and_imports_follow_the_rooms() -> None:
+def test_includes_and_imports_follow_the_layers() -> None:
     assert any((ROOT / "csrc").rglob("*.cpp"))
     assert include_problems(ROOT / "csrc") == []
     assert len(modules_of(ROOT / "torchddp")) > 100
     assert import_problems(ROOT / "torchddp") == []
 
 
-# Modules and folders of the package, lower ones first: each may import those before it.
+# Modules and folders of the package, lower ones first; each may import those before it.
 PACKAGE = """_command _import_check errors traffic transport ddp distributed whole_file diagnose plan comm_hooks
     averaging composable sync sharded optim parallel fault_tolerance harness profiler simulate integrations run bench
     cli __main__""".split()
 
 
 def modules_of(package: Path) -> dict[str, Path]:
-    """By dotted name, without the package's own ``__init__``, which only lists what others have."""
+    """Modules by dotted name, without the package's own ``__init__``, which only re-exports names."""
     found = {}
     for path in package.rglob("*.py"):
         parts = path.relative_to(package.parent).with_suffix("").parts
@@ -76,7 +76,7 @@ def modules_of(package: Path) -> dict[str, Path]:
 
 
 def imports_of(package: Path) -> dict[str, set[str]]:
-    """Which modules each module imports anywhere in its file: in functions and for type checkers too."""
+    """The modules that each module imports anywhere, also in functions and for type checkers."""
     modules = modules_of(package)
     graph: dict[str, set[str]] = {}
     for module, path in modules.items():
@@ -89,7 +89,7 @@ def imports_of(package: Path) -> dict[str, set[str]]:
                 if node.level:
                     own = module if path.name == "__init__.py" else module.rpartition(".")[0]
                     base = importlib.util.resolve_name("." * node.level + base, own)
-                # `from torchddp import x` names a module or an attribute: a module only if there is such a file.
+                # In `from torchddp import x`, x is a module only if there is such a file.
                 inner = {f"{base}.{alias.name}" for alias in node.names} & set(modules)
                 names |= inner if len(inner) == len(node.names) else inner | {base}
         graph[module] = names & set(modules) - {module}
@@ -97,7 +97,7 @@ def imports_of(package: Path) -> dict[str, set[str]]:
 
 
 def import_problems(package: Path) -> list[str]:
-    """Circles between modules, folders without a place in `PACKAGE`, and imports of what stands above."""
+    """Import cycles, folders missing from `PACKAGE`, and imports of higher layers."""
     graph = imports_of(package)
     problems = []
     try:
@@ -115,7 +115,7 @@ def import_problems(package: Path) -> list[str]:
 
 
 def test_import_torchddp_loads_little() -> None:
-    """What a program without compression, planning and sharding has no use for is not loaded."""
+    """It doesn't load what only compression, planning and sharding need."""
     listing = "import sys, torchddp; print(*(m for m in sys.modules if m.split('.')[0] == 'torchddp'))"
     done = subprocess.run([sys.executable, "-c", listing], check=True, capture_output=True, text=True, cwd=ROOT)
     loaded = done.stdout.split()

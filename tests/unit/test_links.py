@@ -1,4 +1,4 @@
-"""`python -m benchmarks.links`: what is claimed of planned buckets and of predictions, from made-up steps."""
+"""`python -m benchmarks.links`: results for planned buckets and predictions, from made-up steps."""
 
 from typing import Any
 
@@ -16,13 +16,13 @@ VARIANTS = make_field((1, 25))
 
 
 def result_of(place: str, step_ms: dict[str, float]) -> dict[str, Any]:
-    """Of steps without noise."""
+    """A result from steps without noise."""
     steps = np.array([[step_ms.get(variant.name, 50.0)] * 9 for variant in VARIANTS])
     raw = {**MODEL, "transport": "c10d", "planned_bytes": [], "profile": make_profile(), "step_ms": steps}
     return place_result(place, VARIANTS, raw)
 
 
-def test_the_planned_buckets_stand_last_and_are_not_part_of_the_sweep() -> None:
+def test_the_planned_buckets_are_last_and_not_part_of_the_sweep() -> None:
     assert VARIANTS[-1].name == PLANNED
     result = result_of("1 Gbit/s", {PLANNED: 40.0, "torchddp, cap 1": 44.0, "torch default": 80.0})
     assert result["best_of_sweep"] == "torchddp, cap 1"

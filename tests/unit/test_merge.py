@@ -1,4 +1,4 @@
-"""The planner: known small cases, every error, and brute force over all ways to cut random models."""
+"""The planner: small cases, every error, and a brute-force search over all plans of random models."""
 
 import itertools
 import math
@@ -57,7 +57,7 @@ def test_bad_input_is_named():
 
 
 def finish(buckets, params, ready_s, cost):
-    """The definition, in other words than the planner's."""
+    """The finish time by definition, independent of the planner."""
     free_s = 0.0
     for bucket in buckets:
         nbytes = sum(4 * params[i].numel for i in bucket)
@@ -68,7 +68,7 @@ def finish(buckets, params, ready_s, cost):
 
 
 def all_plans(params):
-    """Every way to cut the order into runs, each with the buckets that it becomes."""
+    """Every way to cut the order into runs, with the resulting buckets."""
     for mask in range(1 << (len(params) - 1)):
         plan, run = [], {}
         for i, spec in enumerate(params):

@@ -1,4 +1,4 @@
-"""docs/migration.md and docs/torch_features.md name nothing that is not there, and leave out no argument."""
+"""docs/migration.md and docs/torch_features.md list every argument, and name only what exists."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torchddp.optim import OSS
 from torchddp.sync import DDPSyncStrategy, accumulate, even_batches
 
 TORCH_FEATURES = PAGE.parent / "torch_features.md"
-# The arguments in the sources of apex, fairscale and horovod, which are not installed here.
+# Arguments from the sources of apex, fairscale and horovod, which are not installed here.
 APEX = """module message_size delay_allreduce shared_param allreduce_trigger_params retain_allreduce_buffers
     allreduce_always_fp32 num_allreduce_streams allreduce_communicators gradient_average gradient_predivide_factor
     gradient_average_split_factor prof"""
@@ -36,7 +36,7 @@ OURS = arguments_of(torchddp.DDP, torchddp.ShardedDataParallel, OSS, accumulate,
 
 
 def named_in(section, heading):
-    """Arguments in the first column of the table with this head."""
+    """Arguments in the first column of the table with this heading."""
     table = sections()[section].split(heading)[1].split("\n\n")[0]
     return {re.split(r"[=(]", span)[0] for first, _ in rows(table) for span in spans(first)}
 
@@ -52,7 +52,7 @@ def test_every_argument_has_a_row():
         assert arguments - named_in(section, heading) == set(), section
 
 
-def test_arguments_that_are_said_to_be_the_same_are_ours():
+def test_arguments_listed_as_the_same_are_ours():
     found = 0
     for section, ours in (
         ("From torch.nn.parallel.DistributedDataParallel", arguments_of(torchddp.DDP) | set(dir(torchddp.DDP))),
@@ -70,7 +70,7 @@ def test_arguments_that_are_said_to_be_the_same_are_ours():
 
 
 def test_keyword_arguments_exist():
-    """`name=value` in the column "here" is an argument of ours, or of torch's function beside it."""
+    """`name=value` in the column "here" is an argument of ours, or of the torch function named in that cell."""
     seen = set()
     for text in sections().values():
         for _, here in rows(text):

@@ -1,4 +1,4 @@
-"""What is said about models that differ between ranks."""
+"""The messages about models that differ between ranks."""
 
 import torch
 
@@ -9,12 +9,12 @@ def _model(**shapes: tuple[int, ...]):
     return describe([torch.zeros(shape) for shape in shapes.values()], list(shapes))
 
 
-def test_equal_models_and_other_names_alone_are_no_difference():
+def test_models_that_differ_only_in_names_are_equal():
     assert find_differences([_model(a=(2, 3), b=(3,))] * 4) == []
     assert find_differences([_model(a=(2,), b=(3,)), _model(x=(2,), y=(3,))]) == []
 
 
-def test_shapes_order_and_number_name_parameters_and_ranks():
+def test_differences_of_shapes_order_and_number():
     (text,) = find_differences([_model(a=(2, 3)), _model(a=(2, 4))])
     assert text.startswith("[1]: params[0] ('a')")
     assert "[2, 4]" in text and "[2, 3]" in text and "process 0" in text

@@ -1,4 +1,4 @@
-"""Who may make a NCCL communicator together, and what each rank hears if they may not. No GPU: NCCL is replaced."""
+"""Which ranks may share an NCCL communicator, and what each rank reports if they may not. NCCL is faked: no GPU."""
 
 import datetime
 import json
@@ -22,13 +22,13 @@ ALONE = SimpleNamespace(gather=lambda value: [value])  # the exchange of a group
 
 
 def peers(count, **changes):
-    """What each rank tells of itself, all sound; `changes`: by rank."""
+    """Valid peers, one per rank, with `changes` by rank."""
     sound = {"size": count, "version": 22907, "shares_gpu": False, "shared": ""}
     return [NcclPeer(**{**sound, "device": f"gpu{r}", **changes.get(f"rank{r}", {})}) for r in range(count)]
 
 
 class Told:
-    """An exchange in which the other ranks say what `others` make of this rank's value, one for each round."""
+    """An exchange whose results are `others`, one function of this rank's value per round."""
 
     def __init__(self, *others):
         self._others = list(others)
@@ -37,7 +37,7 @@ class Told:
         return self._others.pop(0)(value)
 
 
-def test_ranks_that_can_not_are_told_why():
+def test_ranks_that_cannot_connect_get_the_reason():
     for changes, *words in (
         ({"rank2": {"size": 4}}, "rank 2 counts 4 ranks", "which has 3"),
         ({"rank1": {"version": 22809}}, "rank 0 runs NCCL 2.29.7", "rank 1 2.28.9"),
@@ -46,7 +46,7 @@ def test_ranks_that_can_not_are_told_why():
         reason = nccl.reason_against(peers(3, **changes))
         assert all(word in reason for word in words), reason
     assert nccl.reason_against(peers(1)) == nccl.reason_against(peers(4)) == ""
-    # A GPU is shared only if NCCL can and was told to.
+    # Ranks share a GPU only if NCCL supports it and it is enabled.
     for version, shares, reason in ((23000, True, ""), (22907, True, "same GPU"), (23007, False, "same GPU")):
         one = {"device": "gpu0", "version": version, "shares_gpu": shares}
         found = nccl.reason_against(peers(2, rank0=one, rank1=one))
@@ -54,7 +54,7 @@ def test_ranks_that_can_not_are_told_why():
 
 
 class Group:
-    """A process group as far as the set-up looks at it."""
+    """The parts of a process group that the setup uses."""
 
     bound_device_id = None
 
@@ -74,7 +74,7 @@ class Group:
 
 
 def replaced(**functions):
-    """The extension's functions as they would be with CUDA."""
+    """Patch the extension's functions as in a CUDA build."""
     sound = {
         "nccl_versions": lambda: (22907, 22907),
         "device_identity": lambda index: f"gpu{index}",
@@ -86,7 +86,7 @@ def replaced(**functions):
 
 
 class FakeTransport:
-    """Over a communicator, which ends with the last transport over it."""
+    """A transport over a communicator, which is freed with its last transport."""
 
     def __init__(self, communicator):
         self.communicator = communicator
@@ -103,7 +103,7 @@ class FakeTransport:
 
 
 def factory():
-    """In the place of `_C.NcclTransport`."""
+    """Replaces `_C.NcclTransport`."""
 
     class Communicator:
         is_sound = True
@@ -115,7 +115,7 @@ def connect(group, device=CUDA, exchange=ALONE):
     return nccl.connect(group, device, MINUTE, exchange)
 
 
-def test_without_an_id_or_with_an_option_that_can_not_be_honoured_nobody_connects():
+def test_no_rank_connects_without_an_id_or_with_an_unsupported_option():
     made = factory()
     with replaced(NcclTransport=made, make_nccl_id=mock.Mock(side_effect=RuntimeError("no socket"))):
         assert connect(Group(size=1)) == "rank 0: no id from rank 0: no socket"
@@ -125,7 +125,7 @@ def test_without_an_id_or_with_an_option_that_can_not_be_honoured_nobody_connect
     made.assert_not_called()
 
 
-def test_models_over_one_group_share_a_communicator_unless_it_is_gone_or_broken():
+def test_models_over_one_group_share_a_communicator_unless_freed_or_broken():
     made, group, other = factory(), Group(size=1), Group(size=1)
     with replaced(NcclTransport=made):
         first, second = connect(group), connect(group)
@@ -135,7 +135,7 @@ def test_models_over_one_group_share_a_communicator_unless_it_is_gone_or_broken(
         assert len({id(t.communicator) for t in (first, *elsewhere)}) == made.call_count == 3
         alive = weakref.ref(first.communicator)
         del first, second
-        assert alive() is None  # nobody but transports keeps it
+        assert alive() is None  # only transports keep it alive
         again = connect(group)
         again.communicator.is_sound = False
         assert connect(group).communicator is not again.communicator
@@ -163,7 +163,7 @@ def test_a_communicator_is_shared_only_if_all_ranks_have_it(theirs):
 
 
 def options(is_high_priority_stream=False, **fields):
-    """As ProcessGroupNCCL.Options, with NCCL's values for what is not set."""
+    """Like ProcessGroupNCCL.Options, with NCCL's values for unset fields."""
     unset = {"blocking": -(2**31), "min_ctas": -(2**31), "max_ctas": -(2**31), "net_name": None}
     config = SimpleNamespace(**{**unset, **fields}, unsafe_get_ptr=lambda: 7)
     return SimpleNamespace(config=config, is_high_priority_stream=is_high_priority_stream)
@@ -173,7 +173,7 @@ def test_the_options_of_the_group_reach_nccl():
     for given, settings, net_name, high_priority in (
         (None, {}, "", False),
         (options(), {}, "", False),
-        (SimpleNamespace(), {}, "", False),  # of a group that is none of NCCL's
+        (SimpleNamespace(), {}, "", False),  # a group of another backend
         (options(True, min_ctas=4, net_name="IB"), {"min_ctas": 4}, "IB", True),
         (options(blocking=0), {"blocking": 0}, "", False),
     ):
@@ -182,14 +182,14 @@ def test_the_options_of_the_group_reach_nccl():
             connect(Group(size=1, options=given))
         told = made.call_args.kwargs
         assert (told["settings"], told["net_name"], told["high_priority"]) == (settings, net_name, high_priority)
-    # Torch decides whether the calls of a bound group block.
+    # torch decides whether a bound group's calls block.
     group = Group(size=1, options=options(blocking=0))
     group.bound_device_id = CUDA
     with replaced():
         assert nccl.NcclOptions.of(group, CUDA).settings == {}
 
 
-def test_what_a_rank_lacks_is_its_problem():
+def test_a_rank_reports_what_it_lacks():
     for bound, functions, words in (
         (None, {"nccl_versions": lambda: None}, "built without CUDA"),
         (None, {"nccl_versions": lambda: (22809, 22907)}, "built with NCCL 2.29.7, but NCCL 2.28.9 is loaded"),
@@ -204,7 +204,7 @@ def test_what_a_rank_lacks_is_its_problem():
         assert words in problem and bool(problem) == bool(words)
 
 
-def test_a_rank_asks_a_store_once_for_what_all_have_said(tmp_path):
+def test_a_rank_reads_all_values_from_a_store_in_one_request(tmp_path):
     for store in (
         dist.HashStore(),
         dist.FileStore(str(tmp_path / "store"), 3),
@@ -223,17 +223,17 @@ def test_a_rank_asks_a_store_once_for_what_all_have_said(tmp_path):
 
 @pytest.mark.skipif(_C.with_cuda, reason="this build has CUDA")
 @on_ranks(2)
-def test_without_cuda_all_ranks_hear_the_same():
+def test_without_cuda_all_ranks_get_the_same_error():
     assert nccl.connect(dist.group.WORLD, CUDA, MINUTE) == "rank 0, 1: this torchddp was built without CUDA"
     with pytest.raises(RuntimeError, match="transport='nccl' can't be used: rank 0, 1: .*without CUDA"):
         select.open_transport("nccl", dist.group.WORLD, device=CUDA)
-    # auto takes the process group without asking anybody.
+    # auto uses the process group without communication.
     assert select.open_transport("auto", dist.group.WORLD, device=CUDA).name == "c10d"
 
 
 @pytest.fixture
 def group_of(monkeypatch):
-    """Makes what `auto` looks at: a group with a backend for CUDA of this name, in a build with CUDA or without."""
+    """Makes a group with this CUDA backend, in a build with or without CUDA, for `auto` to choose by."""
     monkeypatch.delenv("TORCHDDP_TRANSPORT", raising=False)
 
     def make(backend, with_cuda):
@@ -260,7 +260,7 @@ def test_auto_takes_nccl_for_a_nccl_group(group_of):
         assert found == [expected, "c10d"], (backend, with_cuda, devices, collective)
 
 
-def test_a_model_on_a_gpu_is_told_once_that_the_build_has_no_cuda(group_of, monkeypatch, caplog):
+def test_a_gpu_model_is_warned_once_that_the_build_has_no_cuda(group_of, monkeypatch, caplog):
     monkeypatch.setattr(once, "_said", set())
     group = group_of("nccl", with_cuda=False)
     for devices in ([torch.device("cpu")], [CUDA], [CUDA]):

@@ -1,4 +1,4 @@
-"""Who owns which parameter, which of them travel together, and what is said when ranks differ: all pure."""
+"""Parameter owners, buckets, and messages when ranks differ, all from pure functions."""
 
 import torch
 from hypothesis import given
@@ -20,7 +20,7 @@ def test_every_parameter_has_one_owner_and_loads_are_balanced(numels, world_size
 
 
 @given(sizes=st.lists(st.tuples(st.integers(1, 99), st.sampled_from("ab")), max_size=30), world_size=st.integers(1, 5))
-def test_each_device_is_balanced_by_itself(sizes, world_size):
+def test_each_device_is_balanced_separately(sizes, world_size):
     numels, devices = [size for size, _ in sizes], [device for _, device in sizes]
     owners = partition(numels, devices, world_size)
     for device in set(devices):
@@ -30,7 +30,7 @@ def test_each_device_is_balanced_by_itself(sizes, world_size):
 
 
 @given(data=st.data(), numels=NUMELS, world_size=st.integers(1, 5))
-def test_owners_stay_and_only_the_wanted_get_one(data, numels, world_size):
+def test_owners_are_kept_and_only_wanted_parameters_get_one(data, numels, world_size):
     maybe = st.none() | st.integers(0, world_size - 1)
     known = data.draw(st.lists(maybe, min_size=len(numels), max_size=len(numels)))
     wanted = data.draw(st.lists(st.booleans(), min_size=len(numels), max_size=len(numels)))

@@ -1,4 +1,4 @@
-"""The scripts behind `make wheel`, `make compat` and `make cuda-build` find what they are there to find."""
+"""The scripts behind `make wheel`, `make compat` and `make cuda-build` detect the problems they check for."""
 
 import email
 import subprocess
@@ -71,7 +71,7 @@ def test_missing_symbols_are_found_in_a_real_library(tmp_path: Path) -> None:
     needed = check_symbols.nm(library, "--undefined-only")
     assert any(name.startswith("puts@GLIBC_") for name in needed) and "perhaps" in needed
     assert check_symbols.missing_symbols(needed, set(defined)) == ["nowhere"]
-    # A symbol must be there in its version.
+    # A symbol must exist with its version.
     needed = check_symbols.symbols("U cudaMalloc@libcudart.so.13\nU cudaNew@libcudart.so.13\nU plain\n")
     older = set(check_symbols.symbols("1 T cudaMalloc@@libcudart.so.13\n2 T cudaNew@libcudart.so.12\n3 T plain@@V\n"))
     assert check_symbols.missing_symbols(needed, older) == ["cudaNew@libcudart.so.13"]
@@ -111,7 +111,7 @@ BROKEN = "template <class T> int h(T t) { return t.gone; }\nint g() { return h(2
 
 def test_the_source_that_does_not_compile_is_named(tmp_path: Path) -> None:
     for texts, failing, words in (
-        ((CLASHES % "f", CLASHES % "g"), [], ""),  # names that clash only in one unit
+        ((CLASHES % "f", CLASHES % "g"), [], ""),  # names that clash only in a unity build
         (("int f() { return 1; }", BROKEN), ["1.cpp"], "gone"),
         (("void f() { int unused = 1; }",), ["0.cpp"], "unused"),  # a warning
     ):

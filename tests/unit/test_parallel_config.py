@@ -1,4 +1,4 @@
-"""ParallelConfig: what it takes, from where, what it refuses and with which words; layouts of ranks."""
+"""ParallelConfig: values, sources and error messages; layouts of ranks."""
 
 from __future__ import annotations
 
@@ -250,11 +250,11 @@ def test_repeated_blocks_are_found():
     norm = nn.LayerNorm(2)
     head = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), norm, nn.ReLU())
     model = Blocks(nn.Embedding(2, 2), nn.ModuleList(blocks), head)
-    assert blocks_of(model, None) == blocks  # not what is in them, not the head's one Linear
+    assert blocks_of(model, None) == blocks  # not their submodules, and not the head's single Linear
     assert blocks_of(model, ()) == []
     assert blocks_of(model, ("Block", nn.LayerNorm)) == [*blocks, norm]
     assert blocks_of(model, (Blocks, Block)) == blocks  # never the model itself
     both = blocks_of(model, ("Linear", "Block"))
-    assert both.index(blocks[0]) < both.index(blocks[0][0][0])  # outer ones first
+    assert both.index(blocks[0]) < both.index(blocks[0][0][0])  # outer modules first
     with pytest.raises(ValueError, match=r"no module of class 'Blok'; did you mean 'Block'\? .*allowed: Blocks, "):
         blocks_of(model, ("Blok",))

@@ -1,4 +1,4 @@
-"""What ranks tell each other of an exception, and which exceptions are only the consequence of another rank's."""
+"""How ranks share an exception, and which exceptions only follow from another rank's."""
 
 import json
 import pickle
@@ -16,7 +16,7 @@ def failure_of(error: BaseException, step: int | None = 7) -> Failure:
         return Failure.of(caught, 3, step)
 
 
-def test_an_exception_becomes_text_and_an_error_again():
+def test_an_exception_survives_serialisation():
     posted = json.loads(json.dumps(failure_of(ValueError("no such file")).to_json()))
     error = Failure(**posted).error()
     assert str(error) == "rank 3 failed at step 7: ValueError: no such file"
@@ -31,7 +31,7 @@ def test_an_exception_becomes_text_and_an_error_again():
         assert type(copy) is PeerFailedError and str(copy) == str(error) and copy.rank == 3
 
 
-def test_what_is_a_consequence():
+def test_which_exceptions_are_consequences():
     for error, expected in (
         (TransportError("rank 0, step 3: bucket 1"), True),
         (PeerFailedError(1, "ValueError", "x"), True),

@@ -1,4 +1,4 @@
-"""Planning: the line through measured times, the decision, and plans on disk."""
+"""Planning: the cost line through measured times, the decision, and plans on disk."""
 
 import json
 import math
@@ -24,7 +24,7 @@ def specs(numels, dtypes=None):
 
 
 @given(alpha=st.floats(1e-7, 1e-1), beta=st.floats(1e-13, 1e-6))
-def test_a_line_is_found_again(alpha, beta):
+def test_a_line_is_recovered_from_its_points(alpha, beta):
     samples = [(n, alpha + beta * n) for n in SIZES]
     found = fit_line(samples)
     assert misfit(samples, *found) < 1e-6
@@ -32,14 +32,14 @@ def test_a_line_is_found_again(alpha, beta):
 
 
 @given(st.lists(st.tuples(st.floats(1, 1e8), st.floats(1e-7, 10)), min_size=1, max_size=8))
-def test_a_line_is_never_below_zero(samples):
+def test_a_line_is_never_negative(samples):
     alpha, beta = fit_line(samples)
     assert alpha >= 0 and beta >= 0 and math.isfinite(alpha) and math.isfinite(beta)
     with pytest.raises(ValueError, match="positive times"):
         fit_line([*samples, (1.0, 0.0)])
 
 
-def test_a_profile_survives_the_disk(tmp_path: Path):
+def test_a_profile_is_saved_and_loaded(tmp_path: Path):
     path = tmp_path / "p.json"
     profile = make_profile(cost=LinearCost(1e-3, 1e-9, 1e-10, 1e-4, 0.01), step_s=0.05)
     profile.save(path)
@@ -66,7 +66,7 @@ def test_a_wrong_profile_is_one_sentence(tmp_path: Path):
         assert str(path) in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_a_profile_holds_together():
+def test_an_inconsistent_profile_is_refused():
     for change, words in (
         ({"order": (0, 1, 1)}, "not a permutation"),
         ({"buckets": ((0, 1), (1, 2))}, "do not hold each of its 3 gradients once"),
@@ -88,7 +88,7 @@ def test_a_profile_holds_together():
 
 def test_buckets_change_only_for_a_gain():
     params = specs([1000] * 4)
-    current = _C.make_bucket_plan(params, [0, 1, 2, 3], [1])  # one each
+    current = _C.make_bucket_plan(params, [0, 1, 2, 3], [1])  # one parameter per bucket
     ready = StepTimes((0.0, 0.01, 0.02, 0.03), 0.01)
     dear = decide(params, ready, LinearCost(0.02, 0.0), current)
     assert len(dear.plan) < len(current) and dear.after_s < dear.before_s
@@ -99,7 +99,7 @@ def test_buckets_change_only_for_a_gain():
 KEY = PlanKey("abc", 2, 2, "c10d", "gloo")
 
 
-def test_a_plan_survives_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_plan_is_saved_and_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TORCHDDP_CACHE_DIR", str(tmp_path / "deep" / "cache"))
     path = KEY.path
     assert load_plan(path, KEY) is None
@@ -114,14 +114,14 @@ def test_a_plan_survives_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             load_plan(path, other)
 
 
-def test_without_a_home_there_is_no_place(monkeypatch: pytest.MonkeyPatch):
+def test_plans_need_a_home_or_cache_folder(monkeypatch: pytest.MonkeyPatch):
     for name in ("TORCHDDP_CACHE_DIR", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
 
-    def nobody():
+    def no_home():
         raise RuntimeError("Could not determine home directory.")
 
-    monkeypatch.setattr(Path, "home", nobody)
+    monkeypatch.setattr(Path, "home", no_home)
     with pytest.raises(PlanCacheError, match="TORCHDDP_CACHE_DIR"):
         assert KEY.path
     assert kept_plan(specs([1]), KEY) is None
@@ -138,7 +138,7 @@ def test_a_damaged_plan_is_one_sentence(tmp_path: Path):
         assert "\n" not in str(caught.value) and str(path) in str(caught.value)
 
 
-def test_a_fingerprint_knows_what_matters():
+def test_a_fingerprint_covers_what_matters():
     base = fingerprint(specs([10, 20]), "cpu")
     assert base == fingerprint(specs([10, 20]), "cpu")
     others = [specs([10, 21]), specs([10, 20], dtypes=[0, 1]), specs([20, 10]), specs([10])]

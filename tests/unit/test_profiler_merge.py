@@ -1,4 +1,4 @@
-"""All ranks on one clock: offsets, who was last, who waited for whom."""
+"""Profiles of all ranks on one clock: offsets, the last rank, and who waited for whom."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LATE_MS = 50.0
 
 
 def late_profile(clock_ahead_ms: float = 0.0) -> MergedProfile:
-    """Rank 1 is late with parameter 1, rank 0 waits for it; one more step without that."""
+    """Rank 1 is late with parameter 1 and rank 0 waits for it, in all steps except one."""
     ahead_ns = round(clock_ahead_ms * MS)
     ranks = [
         record(0, [waiting_step(LATE_MS), one_step(2, 200), one_step(3, 400)]),
@@ -38,7 +38,7 @@ def six_late_steps() -> MergedProfile:
 def test_offsets_of_clocks() -> None:
     assert align(["a", "a"], [(), ()]) == [Clock(), Clock()]
     assert clock_identity() == clock_identity() != ""
-    # Rank 1's clock shows 1000 more. Round 1 takes 100, round 2 takes 20: the second says most.
+    # Rank 1's clock is 1000 ahead. Round 1 takes 100 and round 2 takes 20, so round 2 is more precise.
     readings = [[(0, 100), (200, 220)], [(1000, 1100), (1200, 1220)]]
     assert align(["a", "b"], readings)[1] == Clock(-1000, 20)
     with pytest.raises(ValueError, match="without readings"):
@@ -50,7 +50,7 @@ def test_the_true_offset_is_within_the_uncertainty(offset: int, rounds: list[tup
     readings: list[list[tuple[int, int]]] = [[], []]
     now = 0
     for enter_a, enter_b, leave_a, leave_b in rounds:
-        all_in = now + max(enter_a, enter_b)  # nobody leaves before everybody has entered
+        all_in = now + max(enter_a, enter_b)  # no rank leaves before all have entered
         readings[0].append((now + enter_a, all_in + leave_a))
         readings[1].append((now + enter_b + offset, all_in + leave_b + offset))
         now = all_in + max(leave_a, leave_b)
@@ -77,12 +77,12 @@ def test_only_steps_of_all_ranks_are_merged() -> None:
     assert [step.index for step in profile.steps] == [1, 2]
     assert profile.mean_waits_ns() == [0, 24 * MS]
     assert profile.steps[1].straggler is None
-    assert profile.median_step().index == 2  # of two the shorter
+    assert profile.median_step().index == 2  # the shorter of two
     with pytest.raises(ValueError, match="no step .* rank 0: 1, rank 1: 0"):
         merge([record(0, [one_step()]), record(1, [])], [Clock(), Clock()])
 
 
-def test_a_rank_that_starts_late_is_told_from_one_that_is_slow() -> None:
+def test_a_rank_that_starts_late_is_distinguished_from_a_slow_one() -> None:
     late = merge_step([waiting_step(LATE_MS), one_step(1, begin_ms=LATE_MS)]).straggler
     assert (late.rank, late.where, late.parameter, late.lost_ns) == (1, "start", None, 50 * MS)
     slow_forward = [e if e.kind == "forward_begin" else e._replace(time_ns=e.time_ns + 50 * MS) for e in step_events()]
@@ -99,7 +99,7 @@ def test_a_bucket_that_all_skipped_has_no_last_rank() -> None:
 
 
 @given(st.lists(st.integers(0, 200), min_size=2, max_size=5))
-def test_whoever_comes_last_caused_all_waits(late_ms: list[int]) -> None:
+def test_the_last_rank_caused_all_waits(late_ms: list[int]) -> None:
     last = max(late_ms)
     events = []
     for late in late_ms:
@@ -112,7 +112,7 @@ def test_whoever_comes_last_caused_all_waits(late_ms: list[int]) -> None:
     assert not expected or late_ms[step.straggler.rank] == last
 
 
-def test_the_report_says_it_in_80_columns() -> None:
+def test_the_report_fits_80_columns() -> None:
     profile = six_late_steps()
     text = report.as_text(report.merged_report(profile))
     assert all(len(line) <= 80 for line in text.splitlines())
@@ -122,7 +122,7 @@ def test_the_report_says_it_in_80_columns() -> None:
     said = report.verdict(profile, profile.median_step())
     assert said == "Rank 1 is a straggler: each other rank waits 48.0 ms per step for it, 69% of the step."
     assert "clocks of different hosts aligned to within 0 us" in words
-    # Rank 0 is exposed for longer, rank 1 computes for longer: no mixture of the two.
+    # Rank 0 is exposed for longer and rank 1 computes for longer; the report doesn't mix them.
     assert "step 70.0 ms on rank 0, the slowest = forward 4.0 + backward 10.0 + exposed communication 56.0" in words
     # Many small delays are not blamed on one parameter.
     step = replace(profile.steps[0], straggler=replace(profile.steps[0].straggler, lost_ns=MS))
@@ -139,7 +139,7 @@ def test_printed_parts_add_up_to_the_printed_sum(values: list[float]) -> None:
 
 
 def lasts(*ranks: int, wait_ms: float = 10.0) -> MergedProfile:
-    """Steps of 100 ms, in each of which the given rank was last."""
+    """Steps of 100 ms, with the last rank of each."""
     profile, wait_ns = late_profile(), round(wait_ms * MS)
     steps = []
     for index, rank in enumerate(ranks):
@@ -169,7 +169,7 @@ def test_a_straggler_is_named_only_where_it_is_significant(ranks, wait_ms, is_st
 
 
 @given(st.integers(1, 30), st.integers(2, 9))
-def test_chance_is_that_of_the_binomial_distribution(of: int, ranks: int) -> None:
+def test_the_probability_is_binomial(of: int, ranks: int) -> None:
     chances = [chance_to_be_last(steps, of, ranks) for steps in range(of + 1)]
     assert chances[0] == 1 and chances == sorted(chances, reverse=True)
     assert chances[-1] == pytest.approx(ranks * ranks**-of)

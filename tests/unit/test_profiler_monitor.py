@@ -1,4 +1,4 @@
-"""What a logger gets, from known statistics."""
+"""The values that a logger gets, from known statistics."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_unknown_bytes_are_left_out_and_nothing_communicated_is_all_hidden() -> 
     assert values_of(still, SENT)["ddp/overlap_ratio"] == 1.0
 
 
-def test_a_copy_that_counts_from_zero_is_told_of_too() -> None:
+def test_a_copy_that_counts_from_zero_is_reported_too() -> None:
     told: list[int] = []
     watching = Monitor(lambda step, values: told.append(step), 2, 500)
     for finished in range(8):

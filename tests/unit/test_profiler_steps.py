@@ -1,4 +1,4 @@
-"""From events to steps, on hand-made timelines."""
+"""Steps parsed from the events of hand-made timelines."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tests.profiler_events import LAYOUT, MS, FakeEvent, one_step, step_events
 from torchddp.profiler.steps import BucketLayout, Layouts, read_steps
 
 
-def test_a_step_is_read() -> None:
+def test_a_step_is_parsed() -> None:
     step = one_step(index=7)
     assert (step.index, step.duration_ns, step.exposed_ns) == (7, 20 * MS, 6 * MS)
     assert (step.backward_begin_ns, step.compute_end_ns, step.backward_end_ns) == (4 * MS, 14 * MS, 20 * MS)
@@ -32,7 +32,7 @@ def test_a_skipped_bucket_was_not_sent() -> None:
     assert step.comm_ns == 8 * MS
     events = [e for e in events if e.kind not in ("launched", "wait_begin", "done")]
     (step,) = read_steps(events, lambda _: LAYOUT).complete
-    assert (step.comm_ns, step.overlap_ratio) == (0, 1.0)  # nothing was sent: all is hidden
+    assert (step.comm_ns, step.overlap_ratio) == (0, 1.0)  # nothing was sent, so all is hidden
 
 
 def test_parameters_without_gradients_and_buckets_that_queue() -> None:
@@ -56,13 +56,13 @@ def test_steps_that_are_cut_off_or_never_ended_are_counted() -> None:
     assert {step.duration_ns for step in read.complete} == {20 * MS}
     broken = step_events(1)[:6]  # an error in backward
     forward_only = [FakeEvent("forward_begin", 2, 30 * MS)]
-    out_of_order = step_events(3, begin_ms=60.0)  # as those of several threads may lie
+    out_of_order = step_events(3, begin_ms=60.0)  # as with several threads
     out_of_order[2], out_of_order[3] = out_of_order[3], out_of_order[2]
     read = read_steps([*broken, *forward_only, *out_of_order], lambda _: LAYOUT)
     assert read.complete == (one_step(3, begin_ms=60.0),) and read.incomplete == 2
 
 
-def test_each_step_has_the_buckets_of_its_time() -> None:
+def test_each_step_has_the_buckets_in_use_at_its_time() -> None:
     other = (BucketLayout((3, 2, 1, 0), 1200),)
     layouts = Layouts()
     layouts.note(0, other)

@@ -1,4 +1,4 @@
-"""What a type checker and an interactive shell see of the package: public names and literal choices."""
+"""The package as seen by type checkers and interactive shells: public names and literal choices."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torchddp.transport import select
 
 MODULES = """averaging comm_hooks composable distributed fault_tolerance integrations optim parallel profiler
     sync""".split()
-BUILT_IN_TRANSPORTS, _ = get_args(options.TransportChoice)  # the other one is for registered names
+BUILT_IN_TRANSPORTS, _ = get_args(options.TransportChoice)  # the other type is for registered names
 
 
 def test_dir_shows_the_public_names_and_nothing_else() -> None:
@@ -24,7 +24,7 @@ def test_dir_shows_the_public_names_and_nothing_else() -> None:
         TransportError UsageWarning __version__ check_parameters fail_together finished_steps install installed
         parallel_group_info parallelize replicate uninstall watch_collectives""".split()
     assert sorted(torchddp.__all__) == names
-    for name in ("errors", "ddp", *MODULES):  # modules are imported as ever, and show only where they are meant to
+    for name in ("errors", "ddp", *MODULES):  # modules can be imported, but dir() lists only public ones
         assert importlib.import_module(f"torchddp.{name}") is getattr(torchddp, name)
     assert dir(torchddp) == sorted([*names, *MODULES])
     assert all(hasattr(torchddp, name) for name in names)
@@ -57,7 +57,7 @@ def test_what_a_type_checker_allows_is_what_the_constructor_accepts() -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else value.__qualname__,
 )
-def test_an_argument_that_takes_a_few_words_lists_them(code: object, argument: str) -> None:
+def test_the_type_of_an_argument_with_fixed_choices_lists_them(code: object, argument: str) -> None:
     kind = code.__annotations__[argument]
     kind = eval(kind, vars(sys.modules[code.__module__])) if isinstance(kind, str) else kind
     parts = get_args(kind) if get_origin(kind) is not Literal else (kind,)

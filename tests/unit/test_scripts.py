@@ -1,4 +1,4 @@
-"""The scripts behind `make lint` and `make conformance` find what they are there to find."""
+"""The scripts behind `make lint` and `make conformance` detect the problems they check for."""
 
 import ast
 import json
@@ -18,7 +18,7 @@ def add(x: torch.Tensor) -> torch.Tensor: ...
 """
 
 
-def test_stub_check_sees_both_directions_and_members() -> None:
+def test_stub_check_covers_both_directions_and_members() -> None:
     module = ModuleType("_C")
     state = type("State", (), {"__qualname__": "Reducer.State"})
     module.Reducer = type("Reducer", (), {"__init__": lambda self: None, "State": state})

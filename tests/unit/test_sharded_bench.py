@@ -1,4 +1,4 @@
-"""`python -m benchmarks.sharded`: ratios, bounds, tables and what counts as training alike, from made-up numbers."""
+"""`python -m benchmarks.sharded`: ratios, bounds, tables and training errors, from made-up numbers."""
 
 from typing import Any
 
@@ -21,14 +21,14 @@ ALL = choose_variants(())
 
 
 def speed(step_ms: dict[str, float], **left_out: str) -> dict[str, Any]:
-    """One model's result, of steps without noise."""
+    """One model's result from steps without noise."""
     raw = {**MODEL, "left_out": left_out, "training_errors": dict.fromkeys(step_ms, 4e-7)}
     raw["step_ms"] = {name: np.full(40, value) for name, value in step_ms.items()}
     return speed_result([v for v in ALL if v.name in step_ms or v.name in left_out], raw, 2)
 
 
 def memory(bytes_of_rank: int = 250_000_000) -> dict[str, Any]:
-    """One model's result; the first has a second rank that holds twice as much, the last is left out."""
+    """One model's result; in the first, rank 1 holds twice as much, and the last is missing."""
     variants = choose_variants(["torch-zero", "torchddp-auto", "deepspeed"])
     rank = dict.fromkeys(MEMORY_KEYS, bytes_of_rank)
     raws = {v.name: {**MODEL, "left_out": None, "ranks": [{**rank, "bucket_bytes": None}] * 2} for v in variants}
@@ -46,7 +46,7 @@ def test_the_reference_always_runs() -> None:
     assert [variant.name for variant in ALL] == list(FIELD)
 
 
-def test_the_best_form_is_the_opponent_and_only_what_ran_is_compared() -> None:
+def test_the_best_form_is_compared_and_only_if_it_ran() -> None:
     result = speed({"torch-ddp": 90, "torch-zero": 80, "torch-zero-fused": 60, "torchddp-c10d": 48})
     found = {row["against"]: (row["opponent"], row["ratio"]["median"]) for row in result["comparisons"]}
     expected = {"ZeRO, best": ("torch-zero-fused", 48 / 60), "ZeRO, default": ("torch-zero", 48 / 80)}
@@ -64,20 +64,20 @@ def test_the_bound_says_met_or_missed() -> None:
     assert zero.rstrip().endswith("0.45 met") and deep.rstrip().endswith("0.3 missed")
 
 
-def test_memory_is_that_of_the_rank_that_holds_most() -> None:
+def test_memory_is_that_of_the_rank_that_uses_most() -> None:
     rows = {row["name"]: row for row in memory(50_000_000)["variants"]}
     assert rows["torch-ddp"]["largest"] == dict.fromkeys(MEMORY_KEYS, 100_000_000)
     assert rows["torch-zero"]["largest"]["bucket_bytes"] is None
     assert "largest" not in rows["deepspeed"]
 
 
-def test_training_alike_is_held_against_what_training_changed() -> None:
+def test_training_errors_are_relative_to_what_training_changed() -> None:
     start = [torch.zeros(4), torch.ones(2)]
     want = [torch.full((4,), 0.003), torch.ones(2) * 1.001]
     assert error_of(want, want, start) == 0
     assert error_of(start, want, start) == pytest.approx(1)  # it never stepped
-    assert error_of([want[0], want[1] * 1.0001], want, start) > TOLERANCE  # though near in absolute terms
-    assert error_of([want[0] * 0.994, want[1]], want, start) > TOLERANCE  # as far off as clipping was
+    assert error_of([want[0], want[1] * 1.0001], want, start) > TOLERANCE  # although close in absolute terms
+    assert error_of([want[0] * 0.994, want[1]], want, start) > TOLERANCE  # an error as large as clipping's
     assert error_of([want[0] * torch.nan, want[1]], want, start) == float("inf")
 
 

@@ -1,4 +1,4 @@
-"""Costs of all-reduce algorithms against their closed forms, and what a profile says of hops."""
+"""Costs of all-reduce algorithms against their closed forms, and hop costs from a profile."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from torchddp.simulate.network import (
 )
 from torchddp.simulate.predict import make_all_reduce
 
-# alpha 10 us, beta 1 ns per byte between hosts; 1 us, 0.01 ns inside.
+# alpha 10 us, beta 1 ns per byte between hosts; 1 us and 0.01 ns within a host.
 OUTER = Hop(10e-6, 1e-9, 0.0, 0.0)
 INNER = Hop(1e-6, 1e-11, 0.0, 0.0)
-# What TCP leaves of an Ethernet frame.
+# The share of an Ethernet frame that TCP payload fills.
 TCP = 1448 / 1538
 
 
@@ -43,7 +43,7 @@ def test_closed_forms() -> None:
     for algorithm, world_size, ranks_per_host, alpha_us, beta_ns in (
         (RING, 2, 1, 20, 1.0),
         (RING, 4, 1, 60, 1.5),
-        (RING, 4, 4, 6, 0.015),  # one host: its own link
+        (RING, 4, 4, 6, 0.015),  # one host: its internal link
         (RING, 8, 4, 14 * (10 + 3 * 1) / 4, 1.75),  # one step of four crosses between hosts
         (DOUBLING, 8, 1, 30, 3.0),
         (DOUBLING, 6, 1, 40, 4.0),  # 2 + 2 rounds
@@ -68,7 +68,7 @@ def test_a_tree_is_a_line_for_each_number_of_blocks() -> None:
     assert [either.best(nbytes).algorithm for nbytes in (64, 1e6, 1e12)] == [TREE, TREE, RING]
 
 
-def test_a_tree_over_hosts_goes_on_as_a_chain_inside_them() -> None:
+def test_a_tree_over_hosts_is_a_chain_within_them() -> None:
     flat, on_hosts = lines(TREE, 4)[0].cost, lines(TREE, 32, 8)[0].cost
     assert on_hosts.alpha_s - flat.alpha_s == pytest.approx(2 * 7 * 1e-6)
     assert on_hosts.beta_s_per_byte - flat.beta_s_per_byte == pytest.approx(7 * 1e-11)
@@ -91,7 +91,7 @@ def test_hierarchical_is_the_sum_of_its_levels() -> None:
     st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1e-6)), min_size=1, max_size=12),
     st.lists(st.floats(0, 1e9), min_size=1, max_size=8),
 )
-def test_the_least_line_is_found(costs: list[tuple[float, float]], sizes: list[float]) -> None:
+def test_the_lowest_line_is_found(costs: list[tuple[float, float]], sizes: list[float]) -> None:
     all_reduce = AllReduce([Line(str(i), LinearCost(*c)) for i, c in enumerate(costs)])
     for nbytes in sizes:
         least = min(alpha + nbytes * beta for alpha, beta in costs)
@@ -103,7 +103,7 @@ def test_the_least_line_is_found(costs: list[tuple[float, float]], sizes: list[f
 @pytest.mark.parametrize(("device", "world_size"), [("cpu", 2), ("cpu", 8), ("cuda", 64)])
 def test_the_recorded_link_has_the_recorded_cost(device: str, world_size: int) -> None:
     profile = with_host(make_profile(device=device, world_size=world_size), 0.4e-9, 2e-4)
-    # Measured with two ranks: one byte moved a byte, two steps; but no more than the recorded cost.
+    # Measured with two ranks: one byte moved per byte, in two steps, but no more than the recorded cost.
     volume, steps = 2 * (world_size - 1) / world_size, 2 * (world_size - 1)
     host = (min(1e-9, volume * 0.4e-9), min(1e-3, steps / 2 * 2e-4)) if device == "cpu" else (0.0, 0.0)
     (line,) = make_all_reduce(profile, MEASURED, Layout(world_size)).lines
@@ -120,7 +120,7 @@ def test_the_recorded_cost_is_scaled_to_other_numbers_of_ranks() -> None:
 def test_a_slow_link_sets_the_pace_and_over_a_fast_one_the_cpu_does() -> None:
     profile = with_host(make_profile(device="cpu"), 0.4e-9, 2e-4)
     slow, fast = (make_hop(profile, parse_link(text)) for text in ("100mbit", "400gbit,5us"))
-    assert slow.s_per_byte == pytest.approx(80e-9 / TCP) and slow.step_s == pytest.approx(0.5e-3)  # latency as recorded
+    assert slow.s_per_byte == pytest.approx(80e-9 / TCP) and slow.step_s == pytest.approx(0.5e-3)  # recorded latency
     assert fast.s_per_byte == pytest.approx(0.4e-9) and fast.step_s == pytest.approx(5e-6 + 1e-4)
     hop = make_hop(with_host(make_profile(device="cuda"), 1e-9, 1e-3), Link("l", "l", 1e10, 1e-6))
     assert hop == Hop(1e-6, 1e-10, 0.0, 0.0)

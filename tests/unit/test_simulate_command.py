@@ -1,4 +1,4 @@
-"""`torchddp simulate`: what it prints and writes, and how it refuses."""
+"""`torchddp simulate`: its output, files and errors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torchddp.cli.app import app
 from torchddp.harness.command import run_app
 from torchddp.plan.step_profile import LinearCost
 
-# Ranks, step, exposed, efficiency: the start of a table's row.
+# Ranks, step, exposed, efficiency: the start of a table row.
 ROW = r"^(\d+) +[\d.]+ +[\d.]+ +[\d.]+%"
 
 
@@ -43,7 +43,7 @@ def simulate(arguments: list[str]) -> int:
 
 @pytest.fixture
 def shown(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """What the command prints with these arguments."""
+    """Run the command with these arguments and return its output."""
 
     def run(*arguments: str) -> str:
         assert simulate([*arguments]) == 0
@@ -58,19 +58,19 @@ def test_every_link_and_power_of_two_is_shown(profile, shown):
         assert re.search(rf"^{name} · ", out, re.MULTILINE), out
         assert re.search(rf"^{name}, 4096 ranks: ", out, re.MULTILINE), out
     assert re.findall(ROW, out, re.MULTILINE) == 5 * ["2", "1", *(str(2**power) for power in range(2, 13))]
-    # The last of six messages: 0.2 ms, which begins late by the 0.06 ms of CPU that each of the others took.
+    # The last of six messages takes 0.2 ms; it starts late because each of the others took 0.06 ms of CPU.
     assert "warning: The model predicts 40.5 ms for the recorded step, which took 50.0 ms (-19.0%)." in out
     assert out.index("warning: The model ") < out.index("measured · ")
     assert re.findall(r"^\d{4}-\d\d-\d\d \d\d:\d\d UTC$", out, re.MULTILINE)
 
 
 def recorded(path: Path, step_s: float, **changes: Any) -> str:
-    """A profile of three ranks, whose step the model expects to take 40 to 41 ms."""
+    """A profile of three ranks, for which the model predicts steps of 40 to 41 ms."""
     replace(make_profile(cost=LinearCost(1e-4, 1e-10), world_size=3, step_s=step_s), **changes).save(path)
     return str(path)
 
 
-def test_a_model_that_fits_is_no_warning_and_what_a_profile_lacks_or_slowed_messages_are_told_of(tmp_path, shown):
+def test_warnings_about_profiles_and_slowed_messages(tmp_path, shown):
     out = shown(recorded(tmp_path / "p.json", 0.040), "--link", "eth1")
     assert out.splitlines()[1].startswith("The model predicts ") and "warning" not in out
     assert "lacks the cost of the transport's software" in out
@@ -79,7 +79,7 @@ def test_a_model_that_fits_is_no_warning_and_what_a_profile_lacks_or_slowed_mess
 
 
 @pytest.mark.parametrize("step_s", [0.100, 0.025])
-def test_a_model_that_is_far_off_predicts_nothing_unless_forced(step_s, tmp_path, capsys, shown):
+def test_an_inaccurate_model_predicts_nothing_unless_forced(step_s, tmp_path, capsys, shown):
     profile, page = recorded(tmp_path / "p.json", step_s), tmp_path / "page.html"
     assert simulate([profile, "--html", str(page)]) == 3
     said = capsys.readouterr()
@@ -93,7 +93,7 @@ def test_the_profiles_own_number_of_ranks_comes_first(tmp_path, shown):
     out = shown(recorded(tmp_path / "p.json", 0.040), "--link", "measured", "--link", "eth1")
     assert re.findall(ROW, out, re.MULTILINE) == 2 * ["3", *(str(2**power) for power in range(13))]
     assert out.splitlines()[2].startswith("measured, 3 ranks: ")
-    # Of each link its own number of ranks, then the largest; what stands on top is not repeated.
+    # For each link, first the profile's number of ranks, then the largest, without repetition.
     named = re.findall(r"^(\w+), (\d+) ranks: ", out, re.MULTILINE)
     assert named == [("measured", "3"), ("measured", "4096"), ("eth1", "3"), ("eth1", "4096")]
 
@@ -140,7 +140,7 @@ def test_json_plot_and_page(profile, tmp_path, shown):
     assert all(f"wrote {path}" in out.replace("\n", "") for path in (data, png, page))
 
 
-def test_ranks_of_a_host_go_over_the_inner_link(profile, tmp_path, shown):
+def test_ranks_of_a_host_use_the_inner_link(profile, tmp_path, shown):
     steps = []
     for inner in ("nvlink", "10mbit"):
         path = tmp_path / f"{inner}.json"
@@ -182,7 +182,7 @@ def test_mistakes_are_one_sentence(profile, tmp_path, capsys):
     assert_refused(simulate, [], "Missing argument", capsys)
 
 
-def test_no_extension_is_a_failure_that_names_the_doctor(profile, capsys, monkeypatch):
+def test_the_error_of_a_missing_extension_names_the_doctor(profile, capsys, monkeypatch):
     monkeypatch.setattr(torchddp, "import_error", ImportError("built for another torch"))
     assert simulate([profile]) == 1
     assert "see `torchddp doctor`: built for another torch" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Steps by hand, and what must hold of every prediction."""
+"""Steps calculated by hand, and properties of every prediction."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from torchddp.simulate.network import ALGORITHMS, MEASURED, PRESETS, RING, Link
 from torchddp.simulate.predict import Message, Scene, make_point, model_error, predict, run_backward
 
 
-def test_three_buckets_that_hide_but_for_the_last() -> None:
+def test_three_buckets_of_which_only_the_last_is_exposed() -> None:
     # 4, 2 and 1 MB at 1 ms + 1 ms per MB, ready after 10, 20 and 30 ms.
     found = predict(make_profile(), MEASURED, 2)
     times = (found.step_s, found.exposed_s, found.comm_s, found.compute_s, found.efficiency)
     assert times == pytest.approx((0.010 + 0.032, 0.002, 0.010, 0.040, 40 / 42))
     assert found.buckets == ((2,), (1,), (0,)) and found.algorithm == RING
-    # 1 ms + 5 ms per MB: 21, 11 and 6 ms, one after the other from 10 ms on.
+    # 1 ms + 5 ms per MB: 21, 11 and 6 ms, in sequence from 10 ms on.
     queue = predict(make_profile(cost=LinearCost(1e-3, 5e-9)), MEASURED, 2)
     assert queue.step_s == pytest.approx(0.010 + 0.010 + 0.021 + 0.011 + 0.006)
 
@@ -34,7 +34,7 @@ def test_a_bucket_waits_for_its_last_gradient() -> None:
     assert found.buckets == ((2, 0), (1,))
 
 
-def test_communication_that_burns_the_core_delays_compute() -> None:
+def test_communication_that_uses_the_core_delays_compute() -> None:
     messages = [Message(10, 5, 4), Message(20, 3, 3), Message(30, 2, 1)]
     assert run_backward(30, messages, shared_cpu=False).spans == ((10, 15), (20, 23), (30, 32))
     shared = run_backward(30, messages, shared_cpu=True)
@@ -78,7 +78,7 @@ def test_more_bandwidth_is_never_slower(profile, algorithm, world_size, bytes_pe
     assert times[1] <= times[0] * (1 + 1e-12)
 
 
-def test_auto_is_what_the_recorded_software_has() -> None:
+def test_auto_is_the_algorithm_of_the_recorded_software() -> None:
     small = make_profile([0.001] * 3)
     assert predict(small, PRESETS["eth10"], 4096).algorithm == "tree"
     assert predict(replace(small, device="cpu"), PRESETS["eth10"], 4096).algorithm == "ring"
@@ -90,7 +90,7 @@ def test_auto_is_what_the_recorded_software_has() -> None:
 
 @pytest.mark.parametrize(("recorded_gbit", "rate_gbit"), [(10, 0.1), (1, 1), (0.1, 10)])
 def test_a_profile_of_one_link_predicts_another(recorded_gbit: float, rate_gbit: float) -> None:
-    """Two ranks whose software takes 0.5 ns per byte and 100 us per message, over links that do what they promise."""
+    """Two ranks whose software takes 0.5 ns per byte and 100 us per message, over links at their nominal rate."""
 
     def over(gbit: float) -> LinearCost:
         return LinearCost(1.4e-4, max(0.5e-9, 8e-9 / gbit), host_s_per_byte=0.5e-9, host_s_per_message=1e-4)
@@ -111,10 +111,10 @@ def test_gradients_that_share_a_bucket_are_copied() -> None:
     together = predict(packed, MEASURED, 2, buckets=((2, 0), (1,)))
     assert together.comm_s == pytest.approx((1 + 5 * (1 + 2) + 1 + 2) / 1e3)
     on_cpu = predict(replace(packed, device="cpu"), MEASURED, 2, buckets=((2, 0), (1,)))
-    assert on_cpu.step_s == pytest.approx(0.010 + 0.030 + 0.016 + 0.003)  # the last ready: no compute is left to delay
+    assert on_cpu.step_s == pytest.approx(0.010 + 0.030 + 0.016 + 0.003)  # ready last: delays no compute
 
 
-def test_the_best_plan_merges_where_messages_are_dear() -> None:
+def test_the_best_plan_merges_if_messages_are_expensive() -> None:
     profile = make_profile([0.1] * 6, [30, 25, 20, 15, 10, 5], cost=LinearCost(1e-5, 1e-9))
     caps = by_cap(profile)
     scene = Scene(algorithm="ring")
@@ -131,7 +131,7 @@ def test_the_best_plan_is_never_worse(profile: StepProfile, link: Link, world_si
     assert sorted(i for bucket in point.best.buckets for i in bucket) == sorted(profile.order)
 
 
-def test_what_a_step_takes_besides_counts_everywhere() -> None:
+def test_the_remaining_time_of_a_step_counts_everywhere() -> None:
     lean, fat = make_profile(), replace(make_profile(), overhead_s=0.5)
     for world_size in (1, 2, 64):
         before, after = (predict(profile, PRESETS["eth10"], world_size) for profile in (lean, fat))

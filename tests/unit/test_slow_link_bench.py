@@ -1,4 +1,4 @@
-"""`python -m benchmarks.slow_link`: seconds to a loss, bounds, tables and mistakes, from made-up races."""
+"""`python -m benchmarks.slow_link`: time to a loss, bounds, tables and errors, from made-up races."""
 
 from typing import Any
 
@@ -12,15 +12,15 @@ from benchmarks.training.methods import METHODS
 
 
 def curve(*losses: float, step_s: float = 1.0, slice_steps: int = 5) -> list[Point]:
-    """Looks after each slice."""
+    """A curve with an evaluation after each slice."""
     return [Point(i * slice_steps, i * slice_steps * step_s, loss) for i, loss in enumerate(losses)]
 
 
-def test_arrival_is_linear_between_looks_and_no_single_look() -> None:
+def test_arrival_is_interpolated_and_needs_more_than_one_evaluation() -> None:
     falling = curve(6.0, 5.0, 4.0, 3.0, 2.0, step_s=2.0)
     assert [arrival(falling, loss) for loss in (4.0, 3.5, 6.0)] == [(10, 20), (12.5, 25), (0, 0)]
     assert target_of(falling) == 3.0
-    # 2.0 is the last look: it may be noise.
+    # Only the last evaluation is at 2.0, which may be noise.
     assert arrival(curve(6.0, 5.0, 4.0, 3.0, 2.0), 2.5) is None
     assert arrival(curve(6.0, 5.0, 4.0, 3.0, 2.0, 1.0), 2.5) == (17.5, 17.5)
     lucky = curve(6.0, 5.0, 1.0, 5.0, 4.0, 3.0, 2.0)
@@ -38,17 +38,17 @@ def test_the_faster_of_each_side_counts() -> None:
     assert (row["ours"], row["theirs"], row["ratio"], row["holds"]) == ("diloco", "torch-ddp-5", 12.0, True)
     (row,) = [row for row in judge({**seconds, "diloco": 12.1}, tuple(seconds)) if row["bound"] == 10.0]
     assert row["holds"] is False
-    # Who did not arrive holds nothing, and who did not run is not judged.
+    # A method that didn't arrive misses its bound; one that didn't run is not judged.
     ran = ("torch-ddp", "exact", "torch-powersgd", "powersgd")
     rows = {row["title"]: row for row in judge({"torch-ddp": 100.0, "powersgd": 50.0}, ran)}
     assert rows["exact / torch DDP"]["holds"] is False and rows["exact / torch DDP"]["ratio"] is None
-    # Theirs never came: ours is not slower.
+    # Theirs never arrived, so ours is not slower.
     assert rows["PowerSGD / torch's PowerSGD"]["holds"] is True
     assert "int8 / torch DDP" not in rows
 
 
 def raced(missing: str = "") -> dict[str, Any]:
-    """Of a race in which every method falls alike, the later ones in shorter steps."""
+    """The result of a race in which all losses fall alike, with shorter steps for later methods."""
     methods: dict[str, Any] = {}
     for index, name in enumerate(NAMES):
         step_s = 2.0 / (index + 1)
@@ -60,7 +60,7 @@ def raced(missing: str = "") -> dict[str, Any]:
     return race_result({**told, "methods": methods}, {name: METHODS[name].what for name in NAMES})
 
 
-def test_a_result_says_how_much_sooner_each_method_is_there_or_why_it_failed() -> None:
+def test_a_result_has_each_methods_speedup_or_error() -> None:
     result = raced()
     rows = {row["name"]: row for row in result["methods"]}
     assert rows[TARGET_METHOD]["arrival"] == {"steps": 15.0, "seconds": 30.0}

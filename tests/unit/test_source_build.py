@@ -1,4 +1,4 @@
-"""setup.py in small checkouts, with an extension of one line: what a wheel says of its torch, what stops a build."""
+"""setup.py in small checkouts with a one-line extension: the torch requirement of a wheel, and build errors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """The build's own files with sources that compile in a moment."""
+    """The real build files with sources that compile quickly."""
     folder = tmp_path / "checkout"
     shutil.copytree(ROOT / "cmake", folder / "cmake")
     for name in ("setup.py", "pyproject.toml", "CMakeLists.txt", "README.md", "LICENSE"):
@@ -37,7 +37,7 @@ def checkout(tmp_path: Path) -> Path:
 
 
 def setup(folder: Path, *arguments: str, flags: tuple[str, ...] = (), **variables: str) -> tuple[int, str]:
-    """The exit status and all that was printed."""
+    """The exit status and all output."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("TORCHDDP_", "PYTHON"))}
     done = subprocess.run(
         [sys.executable, *flags, "setup.py", "-q", *arguments],
@@ -56,14 +56,14 @@ def build(folder: Path, **variables: str) -> tuple[int, str]:
 
 
 def refusal(outcome: tuple[int, str]) -> str:
-    """The one line that a failed build printed last, with no traceback or CMake's context before it."""
+    """The last line of a failed build; asserts that no traceback or CMake context comes before it."""
     code, printed = outcome
     assert code == 1 and "Traceback" not in printed and "CMake Error" not in printed, printed
     return printed.strip().splitlines()[-1]
 
 
 def write_torch(folder: Path, version: str, cuda: str | None) -> dict[str, str]:
-    """A torch that says so of itself, before the one that is installed."""
+    """A fake torch of this version, found before the installed one."""
     (folder / "torch").mkdir(parents=True)
     (folder / "torch" / "__init__.py").write_text("raise SystemExit('the build must not import torch')\n")
     (folder / "torch" / "version.py").write_text(f"__version__ = {version!r}\ncuda: str | None = {cuda!r}\n")
@@ -76,7 +76,7 @@ def metadata(folder: Path, **variables: str) -> email.message.Message:
     return email.message_from_string((folder / "torchddp.egg-info" / "PKG-INFO").read_text())
 
 
-# --- what a wheel says ---
+# --- metadata of a wheel ---
 
 
 def test_a_build_requires_the_torch_that_it_is_built_for(checkout: Path, tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ def test_an_editable_install_is_a_path_that_type_checkers_follow(checkout: Path,
     script = checkout / "setup.py"
     extension = 'ext_modules=[Extension("torchddp._C", sources=[])],'
     assert extension in script.read_text()
-    script.write_text(script.read_text().replace(extension, ""))  # compiling it is no part of the question
+    script.write_text(script.read_text().replace(extension, ""))  # the test doesn't need it compiled
     code = f"from setuptools import build_meta\nbuild_meta.build_editable({str(tmp_path)!r})"
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=100, cwd=checkout)
     (wheel,) = tmp_path.glob("*.whl")
@@ -111,11 +111,11 @@ def test_an_editable_install_is_a_path_that_type_checkers_follow(checkout: Path,
     assert (ROOT / "torchddp" / "py.typed").is_file()
 
 
-# --- what stops a build ---
+# --- errors of a build ---
 
 
 def test_without_torch_one_sentence_says_how_to_build(checkout: Path, tmp_path: Path) -> None:
-    """Also what pip shows for `pip install .`, whose build sees no torch even where one is installed."""
+    """Also for `pip install .`, whose isolated build sees no torch even if one is installed."""
     (tmp_path / "only").mkdir()
     for name in ("setuptools", "_distutils_hack"):
         (tmp_path / "only" / name).symlink_to(Path(setuptools.__file__).parents[1] / name)
@@ -141,10 +141,10 @@ def test_a_torch_or_setuptools_that_is_not_supported_is_refused(checkout: Path, 
 
 
 def test_without_a_compiler_one_sentence_names_the_package(checkout: Path) -> None:
-    # CMake also looks in /usr/bin where PATH doesn't name it; CXX is all that it believes.
+    # CMake searches /usr/bin even if it is not in PATH, so this sets CXX.
     said = refusal(build(checkout, CXX="/nowhere/g++"))
     assert said.endswith("no C++ compiler was found; on Debian and Ubuntu install one with: apt-get install g++")
-    assert build(checkout)[0] == 0  # one that is installed later is found
+    assert build(checkout)[0] == 0  # a compiler that is installed later is found
 
 
 def test_without_pythons_headers_one_sentence_names_the_package(checkout: Path, tmp_path: Path) -> None:
@@ -158,7 +158,7 @@ def test_without_pythons_headers_one_sentence_names_the_package(checkout: Path, 
     assert said.endswith(f" of Python {version} with: apt-get install python{version}-dev")
 
 
-# --- what was built before ---
+# --- earlier builds ---
 
 
 def built_version(folder: Path) -> str:
@@ -185,7 +185,7 @@ def test_a_stale_build_folder_is_no_error(checkout: Path, tmp_path: Path) -> Non
     assert replaced == 1
     cache.write_text(text)
     assert is_built_from_the_start(copy)
-    # Another torch: compiled again, in the same folder.
+    # Another torch: everything is recompiled in the same folder.
     variables = write_torch(tmp_path / "other", "2.12.0+cpu", None)
     for name in ("lib", "include"):
         (tmp_path / "other" / "torch" / name).symlink_to(Path(torch.__file__).parent / name)

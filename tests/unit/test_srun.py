@@ -1,4 +1,4 @@
-"""What srun's tasks are told in torchrun's words. Under srun: tests/distributed/test_slurm.py."""
+"""torchrun's variables for srun's tasks. Under srun: tests/distributed/test_slurm.py."""
 
 import os
 
@@ -19,27 +19,27 @@ TASK = {
 TOLD = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def test_a_task_learns_what_torchrun_says() -> None:
+def test_a_task_gets_torchruns_variables() -> None:
     found = torchrun_variables(TASK)
     port = found.pop("MASTER_PORT")
     assert found == {"RANK": "2", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "n08"}
     assert 20_000 <= int(port) < 30_000
     others = {**TASK, "SLURM_PROCID": "0", "SLURM_NODEID": "0"}
-    assert torchrun_variables(others)["MASTER_PORT"] == port  # of the same step
+    assert torchrun_variables(others)["MASTER_PORT"] == port  # tasks of one step have the same port
     assert torchrun_variables({**TASK, "SLURM_STEP_ID": "3"})["MASTER_PORT"] != port
     assert tasks_by_node("2(x3),1") == [2, 2, 2, 1]
     assert tasks_by_node("4") == [4] and tasks_by_node("") == []
 
 
-def test_elsewhere_nothing_is_told() -> None:
-    # In a step of one task (torchrun inside of it starts the ranks), and in a batch script.
+def test_no_variables_outside_of_srun_tasks() -> None:
+    # In a step of one task (in which torchrun starts the ranks), and in a batch script.
     for changes in ({"SLURM_STEP_NUM_TASKS": "1"}, {"SLURM_STEP_ID": ""}, {"SLURM_PROCID": ""}):
         assert torchrun_variables({**TASK, **changes}) == {}
     assert torchrun_variables({}) == {}
 
 
-def test_what_is_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in TOLD:  # put back afterwards
+def test_variables_that_are_set_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in TOLD:  # restored afterwards
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     for name, value in TASK.items():

@@ -1,4 +1,4 @@
-"""Strategies, and the loop over microbatches where no ranks are needed."""
+"""Sync strategies, and the parts of the microbatch loop that need no ranks."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def test_modules_that_are_not_wrapped_are_left_alone():
 @pytest.mark.parametrize(("steps", "error"), [(0, ValueError), (-1, ValueError), (1.5, TypeError), (True, TypeError)])
 def test_numbers_of_microbatches(steps, error):
     with pytest.raises(error, match=r"steps must be .*got"):
-        accumulate(torch.nn.Linear(2, 2), steps)  # said at once, not when the loop begins
+        accumulate(torch.nn.Linear(2, 2), steps)  # raised at once, not when the loop starts
 
 
 def test_without_a_process_group_or_torch_distributed(monkeypatch):

@@ -1,4 +1,4 @@
-"""`torchddp trace`: the command."""
+"""The command `torchddp trace`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_mistake_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
         assert_refused(trace, arguments, words, capsys)
 
 
-def test_torchrun_has_the_say_about_ranks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_torchrun_determines_the_ranks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     assert_refused(trace, [], "With one rank there is nothing", capsys)
@@ -45,7 +45,7 @@ def test_torchrun_has_the_say_about_ranks(monkeypatch: pytest.MonkeyPatch, capsy
 
 
 @pytest.mark.thorough
-def test_a_kept_plan_is_traced_if_it_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_saved_plan_is_traced_if_it_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from torchddp.ddp.model import param_specs
     from torchddp.harness.models import make_model
     from torchddp.plan.plan_cache import PlanKey, fingerprint, save_plan
@@ -71,7 +71,7 @@ def test_a_kept_plan_is_traced_if_it_fits(tmp_path: Path, capsys: pytest.Capture
 
 
 @pytest.mark.slow
-def test_a_run_writes_all_it_was_asked_for(tmp_path: Path) -> None:
+def test_a_run_writes_all_requested_files(tmp_path: Path) -> None:
     names = {"--out": "trace.json", "--json": "report.json", "--html": "page.html", "--plot": "step.png"}
     paths = {option: tmp_path / name for option, name in names.items()}
     arguments = [text for option, path in paths.items() for text in (option, str(path))]

@@ -1,4 +1,4 @@
-"""Bytes of a step in words, and as sums."""
+"""Bytes of a step: text and totals."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from torchddp.profiler.report import sent_lines
 from torchddp.traffic import Traffic, text_of, total_wire_bytes
 
 
-def test_in_words_and_in_all() -> None:
+def test_text_and_totals() -> None:
     for traffic, words, total in (
         ({}, "nothing", 0),
         ({"shm": Traffic(25_200_000, 12_600_000)}, "25.2 MB as gradients, 12.6 MB on the wire (shm)", 12_600_000),
         (
-            # What goes to other hosts is a part of what shared memory was given.
+            # Bytes sent to other hosts are included in shared memory's.
             {"shm": Traffic(4_000_000, 3_000_000), "outer": Traffic(2_000_000, 1_000_000)},
             "4 MB as gradients, 3 MB on the wire (shm), 1 MB on the wire (to other hosts)",
             4_000_000,

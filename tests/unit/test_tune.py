@@ -1,4 +1,4 @@
-"""`torchddp tune`: what is tried, what is chosen, what is shown, and what is refused."""
+"""`torchddp tune`: candidates, choice, output and errors."""
 
 import json
 import re
@@ -19,7 +19,7 @@ from torchddp.harness.page import make_page
 from torchddp.plan.plan_cache import PlanKey, load_plan
 from torchddp.plan.step_profile import LinearCost, load_profile
 
-# Four gradients of a MiB each, 10 ms apart.
+# Four gradients of 1 MiB each, 10 ms apart.
 MIB = 1024 * 1024
 PROFILE = make_profile([MIB / 1e6] * 4, (30, 20, 10, 0), buckets=((3,), (2, 1, 0)), device="cpu", step_s=0.07)
 
@@ -32,7 +32,7 @@ def test_candidates_are_the_default_the_plan_and_sizes_up_to_one_bucket() -> Non
     assert candidates[3].argument == "bucket_cap_mb=2"
 
 
-def test_a_prediction_is_forward_and_the_last_bucket() -> None:
+def test_a_prediction_is_forward_plus_the_end_of_the_last_bucket() -> None:
     one = make_candidates(PROFILE, (100,))[2]
     assert predicted_ms(PROFILE, one) == pytest.approx(10 + 30 + 1 + 4 * MIB * 1e-6)
     assert predicted_ms(replace(PROFILE, cost=LinearCost(0.0, 0.0)), one) == pytest.approx(40)
@@ -42,18 +42,18 @@ def noisy(median: float, rounds: int = 40, noise: float = 0.5) -> np.ndarray:
     return median + noise * np.sin(np.arange(rounds) * 2.3)
 
 
-def test_the_fastest_is_chosen_only_if_it_is_told_apart() -> None:
+def test_the_fastest_is_chosen_only_if_significant() -> None:
     clear = np.stack([noisy(100), noisy(99), noisy(80), noisy(90)])
     assert choose(clear).index == 2 and choose(clear).doubtful is None
     shuffled = np.stack([noisy(80, noise=1), noisy(100), np.roll(noisy(79.99, noise=1), 7), noisy(90)])
     assert choose(shuffled).index == 0 and choose(shuffled).doubtful is None
-    # Both are faster than the default, and not told from each other: the plan comes first.
+    # Both are faster than the default but don't differ significantly: the plan is preferred.
     assert choose(np.stack([noisy(100), noisy(80, noise=1), np.roll(noisy(79.99, noise=1), 7)])).index == 1
 
 
 @pytest.mark.parametrize("median", [90, 97, 130])
-def test_an_answer_that_is_not_certain_says_so_and_what_to_try(median: float) -> None:
-    """Seven rounds are too few and too noisy to tell, unless the plan is slower than the default."""
+def test_an_uncertain_answer_says_so_and_what_to_try(median: float) -> None:
+    """Seven noisy rounds are too few to decide, unless the plan is slower than the default."""
     rough = np.array([0, 15, -15, 12, -12, 20, -20])
     step_ms = np.stack([100 + rough, median + np.roll(rough, 1), 120 + rough])
     document = tune_document(TuneResult(PROFILE, make_candidates(PROFILE, (1,)), step_ms, seconds=30.0))
@@ -81,7 +81,7 @@ def test_nothing_is_green_where_nothing_is_faster(times: list[list[float]]) -> N
 
 
 def test_the_same_buckets_are_never_faster() -> None:
-    """A size may make the default's buckets; what is measured between the two is noise."""
+    """A size may give the same buckets as the default; a difference between the two is noise."""
     same = Candidate("1 MiB", "bucket_cap_mb=1", PROFILE.buckets, 1.0)
     candidates = (*make_candidates(PROFILE, (25,))[:1], same)
     document = tune_document(TuneResult(PROFILE, candidates, np.stack([noisy(100), noisy(80)])))
@@ -90,13 +90,13 @@ def test_the_same_buckets_are_never_faster() -> None:
     assert re.search(r"^1 MiB .* 1 +same *$", shown, re.MULTILINE) and "0.80" not in shown
 
 
-def test_the_marks_survive_a_pipe() -> None:
+def test_the_marks_are_printed_to_a_pipe() -> None:
     shown = printed(tune_table(tune_document(RESULT)))
     for row in (r"planned .* 0\.70 \[.*\]  <- use", "1 MiB .* faster", "25 MiB .* slower"):
         assert re.search(rf"^{row} *$", shown, re.MULTILINE), row
 
 
-def test_expected_times_that_are_off_are_commented() -> None:
+def test_inaccurate_predictions_are_commented() -> None:
     document = tune_document(RESULT)
     expected = {row["name"]: row["predicted_ms"] for row in document["candidates"]}
 
@@ -119,7 +119,7 @@ def test_expected_times_that_are_off_are_commented() -> None:
 RESULT = TuneResult(PROFILE, make_candidates(PROFILE, (1, 2, 25)), np.stack([*map(noisy, (100, 70, 90, 95, 110))]))
 
 
-def test_the_document_holds_what_is_shown() -> None:
+def test_the_document_has_what_is_shown() -> None:
     document = tune_document(RESULT)
     assert json.loads(json.dumps(document, allow_nan=False))["candidates"] == document["candidates"]
     assert [row["chosen"] for row in document["candidates"]] == [False, True, False, False, False]
@@ -129,7 +129,7 @@ def test_the_document_holds_what_is_shown() -> None:
         shown = printed(tune_table(document), width)
         assert all(row["name"] in shown for row in document["candidates"])
         assert ("no room for: step p90" in shown) == (width == 60)
-    for row in (r"planned .* 0\.70 \[.*\]  <- use", "1 MiB .* faster", "25 MiB .* slower"):  # also through a pipe
+    for row in (r"planned .* 0\.70 \[.*\]  <- use", "1 MiB .* faster", "25 MiB .* slower"):  # also to a pipe
         assert re.search(rf"^{row} *$", shown, re.MULTILINE), row
     figure = draw_curve(document)
     assert {text.get_text() for text in figure.axes[0].get_xticklabels()} == {"1", "2", "25"}
@@ -144,7 +144,7 @@ def run_tune(*arguments: str) -> int:
 
 @pytest.mark.thorough
 @pytest.mark.timeout(300)
-def test_a_run_keeps_what_it_found(tmp_path, monkeypatch, capsys):
+def test_a_run_saves_its_plan(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("TORCHDDP_CACHE_DIR", str(tmp_path / "cache"))
     paths = {f"--{name}": tmp_path / f"t.{name}" for name in ("json", "html", "plot", "profile")}
     written = [text for option, path in paths.items() for text in (option, str(path))]

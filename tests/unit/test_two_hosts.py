@@ -1,4 +1,4 @@
-"""The benchmark over two emulated hosts: the network it asks for, its numbers, its table, its errors."""
+"""The benchmark over two emulated hosts: network commands, numbers, table and errors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_rates_are_bits_per_second() -> None:
             network.parse_rate(text)
 
 
-def test_each_end_is_limited_before_it_is_up() -> None:
+def test_each_end_is_rate_limited_before_it_is_up() -> None:
     lines = [" ".join(command) for command in network.setup_commands(network.make_hosts(77), GBIT)]
     for host in network.make_hosts(77):
         limit = f"tc -n {host.namespace} qdisc add dev slow0 root tbf rate 1000000000bit burst 125000 latency 50ms"
@@ -36,7 +36,7 @@ def field(transport: str = "auto") -> tuple[Variant, ...]:
     return results.with_transport(make_variants(TORCHDDP, (), (1, 100)), transport)
 
 
-def test_a_transport_is_passed_to_ours_only_and_auto_is_left_to_the_class() -> None:
+def test_a_transport_is_passed_only_to_ours_and_auto_is_the_default() -> None:
     assert field() == make_variants(TORCHDDP, (), (1, 100))
     (ours,) = (variant for variant in field("c10d") if variant.role is Role.OURS)
     assert (ours.name, ours.keywords) == ("torchddp, c10d", {"transport": "c10d"})

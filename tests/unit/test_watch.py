@@ -1,4 +1,4 @@
-"""The watcher's thread, and the board that ranks talk over."""
+"""The watcher thread, and the board through which ranks communicate."""
 
 import os
 import threading
@@ -15,39 +15,39 @@ from torchddp.transport.worker import BoundedCalls, watch
 
 
 def test_a_task_that_fails_ends_alone(caplog):
-    looks: list[str] = []
+    polled: list[str] = []
     failing = watch(mock.Mock(side_effect=ValueError("no such thing")), 0.01)
-    other = watch(lambda: looks.append(threading.current_thread().name), 0.01)
+    other = watch(lambda: polled.append(threading.current_thread().name), 0.01)
     assert wait_until(lambda: failing.closed)
-    count = len(looks)
-    assert wait_until(lambda: len(looks) > count + 2)
+    count = len(polled)
+    assert wait_until(lambda: len(polled) > count + 2)
     other.close()
     time.sleep(0.05)
-    count = len(looks)
+    count = len(polled)
     time.sleep(0.1)
-    assert looks == ["torchddp-watcher"] * count  # it looks until it is closed
+    assert polled == ["torchddp-watcher"] * count  # it polls until it is closed
     assert "no such thing" in caplog.text
 
 
 def test_a_forked_child_has_a_watcher_of_its_own():
-    looks: list[int] = []
-    task = watch(lambda: looks.append(os.getpid()), 0.01)
-    assert wait_until(lambda: looks)
+    polled: list[int] = []
+    task = watch(lambda: polled.append(os.getpid()), 0.01)
+    assert wait_until(lambda: polled)
 
     def work(rank):
-        of_parent = len(looks)
+        of_parent = len(polled)
         own: list[int] = []
         mine = watch(lambda: own.append(os.getpid()), 0.01)
         assert wait_until(lambda: own)
         mine.close()
-        return len(looks) - of_parent, own[0] == os.getpid()
+        return len(polled) - of_parent, own[0] == os.getpid()
 
     assert run_ranks(work, 2) == [(0, True)] * 2
     task.close()
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_what_ranks_post_all_can_read(world_size):
+def test_all_ranks_can_read_what_ranks_post(world_size):
     def work(rank):
         board, other = Board(None, "test"), Board(None, "test")
         assert board.read("nothing") is None
@@ -62,7 +62,7 @@ def test_what_ranks_post_all_can_read(world_size):
     assert sum(claims) == 1
 
 
-def test_a_call_that_does_not_return_holds_nobody_up():
+def test_a_call_that_does_not_return_times_out():
     calls = BoundedCalls(0.2)
     assert calls.call(lambda: threading.current_thread().name) == "torchddp-store"
     with pytest.raises(KeyError):
@@ -79,7 +79,7 @@ def test_a_call_that_does_not_return_holds_nobody_up():
     assert calls.call(lambda: 1) == 1
 
 
-def test_the_thread_of_calls_ends_with_them():
+def test_the_thread_of_calls_ends_with_its_owner():
     calls = BoundedCalls(5.0)
     thread = calls.call(threading.current_thread)
     del calls

@@ -1,4 +1,4 @@
-"""GitHub's workflows: which wheels are built and published, and that what is run is pinned and exists."""
+"""GitHub workflows: which wheels are built and published; actions and scripts are pinned and exist."""
 
 import fnmatch
 import itertools
@@ -24,7 +24,7 @@ def load(name: str) -> dict[str, Any]:
 
 
 def wheel_jobs() -> list[dict[str, str]]:
-    """As GitHub expands the matrix: an entry of `include` adds to the combinations that agree with it."""
+    """Expand the matrix as GitHub does: an entry of `include` extends the combinations it matches."""
     matrix = load("release.yml")["jobs"]["wheel"]["strategy"]["matrix"]
     names = ("torch", "device", "python")
     jobs = [dict(zip(names, values, strict=True)) for values in itertools.product(*(matrix[name] for name in names))]
@@ -64,13 +64,13 @@ def test_a_release_has_the_ten_wheels_of_the_page() -> None:
 def test_wheels_are_built_for_supported_versions() -> None:
     torches = {job["torch"] for job in wheel_jobs()}
     pinned = PROJECT["dependency-groups"]["torch"][0].removeprefix("torch==").rpartition(".")[0]
-    assert torches == {pinned, torch_range()[1]}  # what is tested, and the newest
+    assert torches == {pinned, torch_range()[1]}  # the tested version and the newest
     named = {line.rpartition(" ")[2] for line in PROJECT["project"]["classifiers"] if "Python :: 3." in line}
     assert {job["python"] for job in wheel_jobs()} < named
     assert f">={min(named, key=lambda version: int(version[2:]))}" == PROJECT["project"]["requires-python"]
     # `make compat` checks the ends of the range.
     assert [version.rpartition(".")[0] for version in TORCHES] == list(torch_range())
-    # Each has an image with its nvcc.
+    # Each has an image with the matching nvcc.
     for job in wheel_jobs():
         assert "manylinux2_28" in job["image"] or "manylinux_2_28" in job["image"]
         variant = job["variant"]
@@ -80,7 +80,7 @@ def test_wheels_are_built_for_supported_versions() -> None:
 def test_a_tag_publishes_the_wheels_that_were_built_and_an_index() -> None:
     jobs = load("release.yml")["jobs"]
     publish = jobs["publish"]
-    assert publish["needs"] == "wheel" and "refs/tags/v" in publish["if"]  # after all of them: a failed one stops it
+    assert publish["needs"] == "wheel" and "refs/tags/v" in publish["if"]  # runs only if all of them succeeded
     (upload,) = [step for step in jobs["wheel"]["steps"] if "upload-artifact" in step.get("uses", "")]
     (download,) = [step["with"] for step in publish["steps"] if "download-artifact" in step.get("uses", "")]
     assert fnmatch.fnmatch(upload["with"]["name"], download["pattern"]) and download["merge-multiple"]

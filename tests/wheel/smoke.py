@@ -1,4 +1,4 @@
-"""Started with torchrun by scripts/test_wheel.py where the wheel is: two ranks train with torch's class and ours."""
+"""Two ranks train with torch's class and ours; scripts/test_wheel.py starts this with torchrun next to the wheel."""
 
 import gc
 import os
@@ -40,8 +40,8 @@ def check_training() -> None:
         for mine, theirs in zip(ours, expected, strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-7)
     dist.destroy_process_group()
-    # The models hold the process group too. Its threads must have ended before Python does: gloo's take the GIL when
-    # they let go of an operation, and a thread that waits for it at the end of Python aborts the process.
+    # The models hold the process group too. Its threads must end before Python does: gloo's take the GIL when they drop
+    # an operation, and a thread that waits for the GIL while Python shuts down aborts the process.
     gc.collect()
 
 
