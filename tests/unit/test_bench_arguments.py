@@ -6,7 +6,9 @@ import os
 import shutil
 
 import pytest
+import torch
 
+from benchmarks.two_hosts import network
 from tests.unit.helpers import assert_refused
 from torchddp.harness.variants import TORCH_DDP
 
@@ -15,32 +17,113 @@ def main_of(benchmark: str):
     return importlib.import_module(f"benchmarks.{benchmark}.cli").main
 
 
-@pytest.mark.parametrize(
-    ("benchmark", "arguments", "words"),
-    [
-        ("chaos", "--trials 5 --only 5", "--only wants a trial's number, 0 to 4, not 5"),
-        ("checks", "--every 0", "--every wants 1 or more"),
-        ("compress", "--format int9", "no format 'int9'"),
-        ("convergence", "--methods int8,magic", "--methods: there is no 'magic'; choose from uncompressed"),
-        ("gpu", "--part nope", "There is no part 'nope'; choose from models, pack,"),
-        ("host_model", "--ranks 1", "--ranks wants 2 to 256, not 1."),
-        ("links", "--rate fast", "--rate wants"),
-        ("sharded", "--variants nothing", "--variants: there is no 'nothing'"),
-        ("slow_link", "--show /nowhere/x.json", "--show: '/nowhere/x.json' is not the JSON of a run"),
-        ("two_hosts", "--bogus", "; see python -m benchmarks.two_hosts --help."),
-    ],
-)
+WRONG = [
+    ("chaos", "--trials 0", "--trials wants a positive number, not 0"),
+    ("chaos", "--trials 5 --only 5", "--only wants a trial's number, 0 to 4, not 5"),
+    ("chaos", "--kinds kill,flood", "--kinds wants some of kill, stop, "),
+    ("chaos", "--over ,", "--over wants some of shm, gloo, torchft, separated by commas, not ','"),
+    ("chaos", "--world-sizes 2,5", "--world-sizes wants some of 2, 3, 4, separated by commas, not '5'"),
+    ("chaos", "--kinds full --over gloo", "No fault of kind full works over gloo."),
+    ("chaos", "--json /", "--json wants a file"),
+    ("checks", "--model none", "There is no model 'none'"),
+    ("checks", "--every 0", "--every wants 1 or more"),
+    ("checks", "--world-size 0", "--world-size wants 1 to"),
+    ("checks", "--json /", "--json wants a file"),
+    ("compress", "--format int9", "There is no format 'int9'; choose from "),
+    ("compress", "--kib 1 --kib 0", "--kib wants 1 to 4194304, not 0"),
+    ("compress", "--kib 4194305", "--kib wants 1 to 4194304, not 4194305"),
+    ("compress", "--top-k 0", "--top-k wants a share above 0 and at most 1, not 0"),
+    ("compress", "--rounds 0", "--rounds wants at least 1, not 0"),
+    ("compress", "--output .", "--output wants a file"),
+    ("convergence", "--task imagenet", "--task: there is no 'imagenet'; choose from gpt, digits, all"),
+    ("convergence", "--seeds 0", "--seeds wants 1 to 20, not 0"),
+    ("convergence", "--methods int8,magic", "--methods: there is no 'magic'; choose from uncompressed"),
+    ("convergence", "--output /", "--output wants a file"),
+    ("convergence", "--plot /nowhere/x.png", "--plot: the folder '/nowhere' does not exist"),
+    ("gpu", "--part nope", "There is no part 'nope'; choose from models, pack,"),
+    ("gpu", "--model conv", "There is no model 'conv'; choose from "),
+    ("gpu", "--device tpu", "There is no device 'tpu'; choose from "),
+    ("gpu", "--backend mpi", "There is no backend 'mpi'; choose from "),
+    ("gpu", "--device cpu", "use --backend gloo with --device cpu."),
+    ("gpu", "--sequence 1", "--sequence wants 16 to 8192 tokens, not 1."),
+    ("gpu", "--seconds 0", "--seconds wants a number above 0"),
+    ("gpu", "--caps x", "--caps wants numbers of MiB"),
+    ("gpu", "--out /etc/passwd", "--out wants a folder"),
+    ("host_model", "--ranks 1", "--ranks wants 2 to 256, not 1."),
+    ("host_model", "--nodes 0", "--nodes wants 1 to 256, not 0."),
+    ("host_model", "--bytes 0", "--bytes wants 1 to "),
+    ("host_model", "--counts /nowhere", "--counts wants objects with ranks, nodes, message_bytes, "),
+    ("links", "--model nothing", "There is no model 'nothing'"),
+    ("links", "--rate fast", "--rate wants 10mbit to 100gbit"),
+    ("links", "--rate 1gbit --rate 200gbit", "--rate wants 10mbit to 100gbit, like 500mbit or 2.5gbit, not '200gbit'"),
+    ("links", "--seconds 0", "--seconds wants a number above 0"),
+    ("links", "--caps x", "--caps wants numbers of MiB"),
+    ("links", "--json /nowhere/x.json", "--json: the folder '/nowhere' does not exist"),
+    ("sharded", "--models nothing", "--models: there is no 'nothing'; choose from "),
+    ("sharded", "--models ,", "--models wants names separated by commas, like "),
+    ("sharded", "--variants nothing", "--variants: there is no 'nothing'"),
+    ("sharded", "--ranks 1", "--ranks wants 2 to 64 ranks, not '1'"),
+    ("sharded", "--ranks x", "--ranks wants numbers separated by commas, like 2,4, not 'x'"),
+    ("sharded", "--seconds 0", "--seconds wants a number above 0"),
+    ("slow_link", "--ranks-per-host 0", "--ranks-per-host wants 1 to 8, not 0"),
+    ("slow_link", "--steps 1", "--steps wants 5 to"),
+    ("slow_link", "--methods magic", "--methods: there is no 'magic'; choose from torch-ddp"),
+    ("slow_link", "--rate fast", "--rate wants 10mbit to 100gbit"),
+    ("slow_link", "--show /nowhere/x.json", "--show: '/nowhere/x.json' is not the JSON of a run"),
+    ("two_hosts", "--model nope", "There is no model 'nope'; choose from small, mlp, gpt, conv."),
+    ("two_hosts", "--ours no_such_package.Thing", "Cannot import 'no_such_package'"),
+    ("two_hosts", "--rate fast", "--rate wants 10mbit to 100gbit"),
+    ("two_hosts", "--out /etc/passwd", "--out wants a folder"),
+    ("two_hosts", "--bogus", "; see python -m benchmarks.two_hosts --help."),
+]
+
+
+@pytest.mark.parametrize(("benchmark", "arguments", "words"), WRONG)
 def test_a_wrong_argument_is_one_sentence(benchmark, arguments, words, capsys):
     assert_refused(main_of(benchmark), arguments.split(), words, capsys)
 
 
-def test_without_scikit_learn_the_digits_are_refused(monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("benchmark", "arguments", "words"),
+    [
+        ("chaos", "--over torchft", "--over torchft needs torchft, which is not installed here."),
+        ("convergence", "--task digits", "--task digits needs scikit-learn: pip install scikit-learn, or --task gpt."),
+        ("gpu", "", "; --device cpu runs the program without one."),
+    ],
+)
+def test_without_a_package_or_a_gpu_one_sentence_says_so(benchmark, arguments, words, monkeypatch, capsys):
+    main = main_of(benchmark)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert_refused(main_of("convergence"), ["--task", "digits"], "needs scikit-learn", capsys)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert_refused(main, arguments.split(), words, capsys)
 
 
-@pytest.mark.parametrize(("user", "missing", "words"), [(1000, "", "as root."), (0, "ip", "'ip' was not found")])
-def test_without_root_or_programs_there_is_no_network(user, missing, words, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("benchmark", "text", "words"),
+    [
+        ("convergence", '{"results": [{"case": "links"}]}', "holds results of links, not convergence"),
+        ("slow_link", '{"results": []}', "holds results of nothing, not slow_link"),
+        ("host_model", '{"ranks": 2}', "KeyError 'nodes'"),
+    ],
+)
+def test_a_file_of_something_else_is_refused(benchmark, text, words, tmp_path, capsys):
+    path = tmp_path / "some.json"
+    path.write_text(text)
+    option = "--counts" if benchmark == "host_model" else "--show"
+    assert_refused(main_of(benchmark), [option, str(path)], words, capsys)
+
+
+@pytest.mark.parametrize(
+    ("user", "missing", "command", "words"),
+    [
+        (1000, "", [], "as root."),
+        (0, "ip", [], "'ip' was not found"),
+        (0, "", ["/nowhere/ip"], "Cannot build the emulated network: "),
+        (0, "", ["sh", "-c", "echo Operation not permitted. >&2; exit 2"], "said: Operation not permitted."),
+    ],
+)
+def test_without_root_or_programs_there_is_no_network(user, missing, command, words, monkeypatch, capsys):
     monkeypatch.setattr(os, "geteuid", lambda: user)
     monkeypatch.setattr(shutil, "which", lambda name: None if name == missing else f"/sbin/{name}")
+    monkeypatch.setattr(network, "setup_commands", lambda hosts, rate: [command])
     assert_refused(main_of("two_hosts"), ["--ours", TORCH_DDP], words, capsys)
