@@ -1,20 +1,18 @@
 """The GPU benchmarks without a GPU: their arithmetic and their goals; tests/gpu/run.sh --dry-run runs them all."""
 
-import io
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from rich.console import Console
 
-from benchmarks.gpu import report, trace
+from benchmarks.gpu import cli, report, trace
 from benchmarks.gpu import run as course
 from benchmarks.gpu.cases import HOST_CASE, MODELS_CASE, OPTIONS_CASE, PACK_CASE
 from benchmarks.gpu.duel import duel, split_by_call
 from benchmarks.gpu.given import GivenStep
 from benchmarks.gpu.results import duel_result, model_result
-from benchmarks.gpu.run import Settings, Stage
+from benchmarks.gpu.run import Stage
 from benchmarks.gpu.variants import known_options, make_field
 from tests.harness import on_ranks
 from tests.unit.benchmark_results import document
@@ -99,18 +97,18 @@ def test_the_report_ends_with_the_goals() -> None:
     assert goals.count("gpt2") == 1  # what is trained in another way has no goal
 
 
-def test_a_stage_that_fails_takes_no_result_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stage_that_fails_takes_no_result_with_it(monkeypatch, capsys):
     def fails(seconds: float, display: Any) -> Any:
         raise LaunchError("rank 0: out of memory")
 
     good = Stage("good", lambda seconds, display: [{"kind": "model"}], lambda raws: [fake_model()])
     monkeypatch.setattr(course, "stages", lambda settings: [good, Stage("bad", fails, lambda raws: []), good])
-    settings = Settings(("models",), ("small",), 100.0, 1, "gloo", "cpu", (25,), 64, True, 0)
-    kept: list[int] = []
-    console = Console(file=io.StringIO(), width=80)
-    found = course.run(settings, "command", console, lambda document: kept.append(len(document["results"])))
-    assert kept == [1, 1, 2]
-    assert found["failures"] == [{"stage": "bad", "error": "rank 0: out of memory"}]
+    kept: list[tuple[int, list[dict[str, str]]]] = []
+    monkeypatch.setattr(cli, "write_json", lambda _, found: kept.append((len(found["results"]), [*found["failures"]])))
+    assert cli.main("--device cpu --backend gloo --quick --json result.json".split()) == 1
+    failure = {"stage": "bad", "error": "rank 0: out of memory"}
+    assert kept == [(1, []), (1, [failure]), (2, [failure])]
+    assert capsys.readouterr().err == "error: failed: bad; the reasons are above\n"
 
 
 def test_kernels_are_summed_by_call_and_compared_with_the_first_way() -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tests.simulated import make_profile, with_host
 from torchddp.plan.step_profile import LinearCost
 from torchddp.simulate.network import (
+    ALGORITHMS,
     DOUBLING,
     HIERARCHICAL,
     MEASURED,
@@ -98,6 +99,19 @@ def test_the_least_line_is_found(costs: list[tuple[float, float]], sizes: list[f
         assert all_reduce.best(nbytes).cost.seconds(nbytes) == pytest.approx(least, rel=1e-9, abs=1e-12)
     between = all_reduce.lines_between(min(sizes), max(sizes))
     assert {all_reduce.best(nbytes).algorithm for nbytes in sizes} <= {line.algorithm for line in between}
+
+
+@given(
+    st.sampled_from(ALGORITHMS[1:]), st.integers(2, 4096), st.integers(1, 16), st.floats(0, 1e-4), st.floats(0, 1e-8)
+)
+def test_cpu_time_is_part_of_the_time(algorithm, world_size, ranks_per_host, step_s, s_per_byte):
+    outer, inner = (
+        replace(hop, step_s=hop.step_s + step_s, host_step_s=step_s, host_s_per_byte=s_per_byte)
+        for hop in (OUTER, INNER)
+    )
+    for line in all_reduce_lines(algorithm, Layout(world_size, ranks_per_host), outer, inner, (RING, TREE)):
+        assert line.cost.host_s_per_message <= line.cost.alpha_s * (1 + 1e-9)
+        assert line.cost.host_s_per_byte <= line.cost.beta_s_per_byte * (1 + 1e-9)
 
 
 @pytest.mark.parametrize(("device", "world_size"), [("cpu", 2), ("cpu", 8), ("cuda", 64)])

@@ -41,6 +41,24 @@ def test_communication_that_burns_the_core_delays_compute() -> None:
     assert shared.spans == ((10, 15), (24, 27), (37, 39)) and shared.end_s == 39
 
 
+def fluid_end(backward_s: float, messages: list[Message]) -> float:
+    """The same by walking through time: while a message travels, compute has the share of the core that it leaves."""
+    now_s = progress_s = 0.0
+    for message in messages:
+        waited_s = max(0.0, min(message.ready_s, backward_s) - progress_s)
+        now_s += waited_s + message.duration_s
+        progress_s = min(backward_s, progress_s + waited_s + message.duration_s - message.host_s)
+    return now_s + backward_s - progress_s
+
+
+@given(st.lists(st.tuples(st.floats(0, 10), st.floats(0.01, 5), st.floats(0, 1)), max_size=8))
+def test_the_lag_is_what_sharing_the_core_comes_to(drawn: list[tuple[float, float, float]]) -> None:
+    messages = [Message(ready, duration, duration * share) for ready, duration, share in drawn]
+    end_s = run_backward(10.0, messages, shared_cpu=True).end_s
+    assert end_s == pytest.approx(fluid_end(10.0, messages))
+    assert end_s >= 10.0 + sum(message.host_s for message in messages) - 1e-9
+
+
 def profiles(device: str) -> st.SearchStrategy[StepProfile]:
     gradient = st.tuples(st.floats(0.001, 50), st.floats(0, 30))
 
@@ -76,6 +94,12 @@ def test_more_bandwidth_is_never_slower(profile, algorithm, world_size, bytes_pe
     slow, fast = (Link("own", "own", rate, 1e-5) for rate in (bytes_per_s, bytes_per_s * factor))
     times = [predict(profile, link, world_size, algorithm=algorithm).step_s for link in (slow, fast)]
     assert times[1] <= times[0] * (1 + 1e-12)
+
+
+@given(ANY_PROFILE, ANY_LINK, st.integers(1, 11))
+def test_more_ranks_are_never_faster_on_a_ring(profile: StepProfile, link: Link, power: int) -> None:
+    times = [predict(profile, link, n, algorithm=RING).step_s for n in (2**power, 2 ** (power + 1))]
+    assert times[0] <= times[1] * (1 + 1e-12)
 
 
 def test_auto_is_what_the_recorded_software_has() -> None:
