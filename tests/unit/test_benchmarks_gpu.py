@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.gpu import cli, report, trace
+from benchmarks.gpu import cli, leave, report, trace
 from benchmarks.gpu import run as course
 from benchmarks.gpu.cases import HOST_CASE, MODELS_CASE, OPTIONS_CASE, PACK_CASE
 from benchmarks.gpu.duel import duel, split_by_call
@@ -109,6 +109,16 @@ def test_a_stage_that_fails_takes_no_result_with_it(monkeypatch, capsys):
     failure = {"stage": "bad", "error": "rank 0: out of memory"}
     assert kept == [(1, []), (1, [failure]), (2, [failure])]
     assert capsys.readouterr().err == "error: failed: bad; the reasons are above\n"
+
+
+@pytest.mark.parametrize(
+    ("device", "limit_s", "words"),
+    [("cpu", 0.1, "did not end within 0.1 s: it had not left the group"), ("tpu", 60, "ended with exit code 1: ")],
+)
+def test_a_program_that_does_not_end_or_fails_is_an_error(device, limit_s, words, monkeypatch):
+    monkeypatch.setattr(leave, "LIMIT_S", limit_s)
+    with pytest.raises(LaunchError, match=f"^a program using torch's class {words}"):
+        leave.time_leaving(device, "gloo", 1.0, lambda done, total: None)
 
 
 def test_kernels_are_summed_by_call_and_compared_with_the_first_way() -> None:

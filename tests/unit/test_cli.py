@@ -1,6 +1,7 @@
 """What every command does alike: help, completion, models by file, errors of the user's code, outputs, Ctrl-C."""
 
 import contextlib
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -317,7 +318,11 @@ def test_ctrl_c_is_one_line_and_leaves_nothing(command: list[str] | None, when: 
             os.kill(pid, signal.SIGKILL)
 
 
-def test_ranks_that_fail_alike_are_named_together() -> None:
+def test_ranks_that_fail_alike_or_say_nothing_are_named_together() -> None:
+    silent, _ = pipe = multiprocessing.Pipe()
+    with pytest.raises(LaunchError, match=r"^Case 'trace': nothing from ranks \[0, 1\] for 0.01 s, stopped\.$"):
+        follow(Inbox([silent], print), RankJob("trace", print, (), 2), 0.01)
+    assert not any(end.closed for end in pipe)
     inbox = Inbox([], lambda what, done, total: None)
     inbox.errors |= {1: "ValueError: no", 0: "ValueError: no", 2: "KeyError: 'x'"}
     job = RankJob("trace", print, (), 3)

@@ -28,6 +28,20 @@ def test_default_corpus_is_this_pythons_source(tmp_path: Path) -> None:
     assert bytes(corpus.validation.numpy()) == text[1800:]
 
 
+def test_hidden_files_and_what_is_not_of_the_standard_library_are_left_out(tmp_path: Path) -> None:
+    kept = ["abc.py", "json/__init__.py", "json/tool.py", "zlib_.py"]
+    others = ["abc.txt", "dist-packages/a.py", "json/tests/a.py", "site-packages/a.py", "test/a.py"]
+    for name in (*reversed(kept), *others, ".hidden.py", ".git/config.py", "json/.cache/a.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"{name:40}")
+    (tmp_path / "gone.py").symlink_to("nowhere")
+    assert data.python_source_files(tmp_path) == [tmp_path / name for name in kept]
+    names = sorted([*kept, *others])
+    assert data.data_files(tmp_path) == [tmp_path / name for name in names]
+    corpus = data.load_corpus(tmp_path, 8)
+    assert bytes([*corpus.train, *corpus.validation]).decode().split() == names
+
+
 def test_data_errors_say_what_was_got(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "empty").touch()
@@ -60,6 +74,17 @@ def test_each_rank_draws_batches_of_its_own_from_all_of_the_text() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
+        ("--steps 0", "--steps must be at least 1, got 0"),
+        ("--seed -1", "--seed must not be negative, got -1"),
+        ("--lr nan", "--lr must be a positive number, got nan"),
+        ("--dropout 1", "--dropout must be in [0, 1), got 1.0"),
+        ("--steps 5 --stop-after 6", "--stop-after must be between 1 and --steps (5), got 6"),
+        ("--schedule magic", "unknown --schedule 'magic': choose one of "),
+        ("--device tpu", "unknown --device 'tpu': choose one of "),
+        ("--resume", "--resume needs --checkpoint PATH"),
+        ("--save-every 5", "--save-every needs --checkpoint PATH"),
+        ("--ddp none --data /no/such/text", "no such data: /no/such/text"),
+        ("--ddp none --json /tmp", "--json /tmp is a folder: name a file"),
         ("--ddp horovod", "unknown --ddp 'horovod': choose one of torchddp, sharded, torch, none"),
         ("--ddp none --width 10 --heads 3", "--width must be a multiple of --heads, got width 10 and heads 3"),
         ("--ddp none --checkpoint /no.ckpt --resume", "no checkpoint at /no.ckpt: leave --resume out"),

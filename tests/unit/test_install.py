@@ -1,8 +1,10 @@
 """torchddp.install() and uninstall(): what they switch, say and refuse. Training: tests/distributed/test_install.py."""
 
+import importlib
 import inspect
 import os
 import pickle
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -19,7 +21,7 @@ import torchddp
 from tests.harness import run_ranks
 from tests.programs import CLAIM, ROOT, clean_environment
 from torchddp import run
-from torchddp.integrations import announce, require
+from torchddp.integrations import accelerate, announce, composer, require
 from torchddp.integrations import install as install_module
 
 PLAIN = type(TorchDDP)
@@ -190,6 +192,24 @@ def test_a_missing_client_is_one_line_that_names_its_package(tmp_path: Path, mon
         require("some_client", "composer")
 
 
+@pytest.mark.parametrize(
+    ("client", "use", "package"),
+    [
+        ("lightning", lambda: importlib.import_module("torchddp.integrations.lightning"), "lightning"),
+        ("composer", lambda: composer.enable(), "mosaicml"),
+        ("accelerate", lambda: accelerate.weigh, "accelerate"),
+    ],
+)
+def test_without_its_framework_an_integration_names_the_package(client, use, package, monkeypatch):
+    for name in [
+        name for name in sys.modules if re.match(rf"(torchddp\.integrations\.lightning|{client})(\.|$)", name)
+    ]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, client, None)
+    with pytest.raises(ImportError, match=rf"^{client}[.\w]* is not installed: pip install {package}$"):
+        use()
+
+
 def test_the_variable_installs_and_another_value_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     for wrong in ("yes", "2", " 1"):
         monkeypatch.setenv("TORCHDDP_INSTALL", wrong)
@@ -223,9 +243,9 @@ def test_a_lightning_that_we_do_not_know_is_no_obstacle(tmp_path: Path) -> None:
         (package / "__init__.py").touch()
         (package / "strategies.py").write_text(strategies)
     (tmp_path / "lightning" / "__init__.py").touch()
-    path = os.pathsep.join([str(tmp_path), str(ROOT)])
-    done = python("-c", "import lightning.pytorch, torchddp; print(torchddp.DDP.__name__)", PYTHONPATH=path)
-    assert done.stdout == "DistributedDataParallel\n", done.stdout + done.stderr
+    variables = {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)]), "TORCHDDP_INSTALL": "1"}
+    done = python("-c", "import lightning.pytorch, torchddp; print(torchddp.installed())", **variables)
+    assert done.stdout == "True\n", done.stdout + done.stderr
     assert "Lightning does not know torchddp's strategies by name" in done.stderr
 
 

@@ -3,6 +3,9 @@
 import json
 import re
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -12,10 +15,11 @@ from hypothesis import strategies as st
 from tests.simulated import make_profile
 from tests.unit.helpers import printed
 from torchddp.cli.app import app
-from torchddp.cli.tune import answer, draw_curve, expectation_text, notes, page_sections, tune_table
+from torchddp.cli.tune import _keep, answer, draw_curve, expectation_text, notes, page_sections, tune_table
 from torchddp.cli.tune_run import Candidate, TuneResult, choose, make_candidates, predicted_ms, tune_document
 from torchddp.harness.command import run_app
 from torchddp.harness.page import make_page
+from torchddp.harness.variants import ArgumentError
 from torchddp.plan.plan_cache import PlanKey, load_plan
 from torchddp.plan.step_profile import LinearCost, load_profile
 
@@ -162,6 +166,18 @@ def test_a_run_keeps_what_it_found(tmp_path, monkeypatch, capsys):
     assert buckets is not None and len(buckets) == chosen["buckets"]
     assert paths["--plot"].read_bytes().startswith(b"\x89PNG")
     assert str(kept) in capsys.readouterr().out
+
+
+def test_a_plan_that_cannot_be_kept_is_one_sentence(monkeypatch):
+    keeping = partial(_keep, RESULT, tune_document(RESULT))
+    monkeypatch.setenv("TORCHDDP_CACHE_DIR", "/dev/null/cache")
+    with pytest.raises(ArgumentError, match=r"^Cannot keep the plan in '/dev/null/cache/plan-.*'.*; see --no-keep\.$"):
+        keeping()
+    for name in ("TORCHDDP_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", mock.Mock(side_effect=RuntimeError("no home")))
+    with pytest.raises(ArgumentError, match=r"no folder for plans \(no home\).* Or keep no plan, with --no-keep\.$"):
+        keeping()
 
 
 def test_bad_input_is_one_sentence_and_exit_code_2(capsys):
