@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import torchddp
-from tests.migration_page import PAGE, rows, sections, spans
+from tests.pages import PAGE, rows, sections, spans
 from tests.parity.compare import TorchDDP
 from torchddp.comm_hooks import NAMES
 from torchddp.optim import OSS
