@@ -149,9 +149,8 @@ def test_saved_results_are_split_by_case_and_read_back(tmp_path: Path) -> None:
     assert written[1].read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
+def test_a_bad_argument_is_one_sentence_and_exit_code_2(capsys):
+    for arguments, words in (
         (["--case", "nope"], "There is no case 'nope'; choose from step_time, overlap, collective, startup, memory, "),
         (["--world-size", "1"], "--world-size 1: the case overlap needs 2 ranks or more"),
         (["--case", "scaling", "--world-sizes", "2,4"], "--world-sizes wants 1, for efficiency is relative to one"),
@@ -177,10 +176,8 @@ def test_saved_results_are_split_by_case_and_read_back(tmp_path: Path) -> None:
         (["--html", "/no/such/folder/x.html"], "--html: the folder '/no/such/folder' does not exist."),
         (["--out", "/etc/passwd"], "--out wants a folder"),
         (["--bogus"], "No such option: --bogus"),
-    ],
-)
-def test_a_bad_argument_is_one_sentence_and_exit_code_2(arguments, words, capsys):
-    assert_refused(cli.main, arguments, words, capsys)
+    ):
+        assert_refused(cli.main, arguments, words, capsys)
 
 
 def test_cases_are_a_few_by_default_and_all_on_request() -> None:

@@ -61,9 +61,8 @@ NO_TENSOR = nn.Linear(8, 2)
 NO_TENSOR.register_forward_hook(lambda *_: "text")
 
 
-@pytest.mark.parametrize(
-    ("made", "words"),
-    [
+def test_what_is_wrong_with_a_model_is_one_sentence(monkeypatch):
+    for made, words in (
         (7, "the factory returned an int; it must return (module, batch)"),
         ((LINEAR, 3), "the factory's batch is an int; it must return (module, batch)"),
         ((LINEAR, BATCH, 3), "the factory's loss is an int; it must return (module, batch)"),
@@ -73,16 +72,14 @@ NO_TENSOR.register_forward_hook(lambda *_: "text")
         ((LINEAR, BATCH, lambda output: output), "the loss must be a scalar tensor that requires a gradient."),
         ((LINEAR, BATCH, Undifferentiable.apply), "backward raised NotImplementedError: "),
         ((nn.Embedding(4, 2, sparse=True), torch.tensor([1])), "parameter 'weight' has a sparse gradient, which "),
-    ],
-)
-def test_what_is_wrong_with_a_model_is_one_sentence(made, words, monkeypatch):
-    monkeypatch.setattr(models.dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(benchmark_models, "seeded", lambda: made, raising=False)
-    load_factory.cache_clear()
-    with pytest.raises(ArgumentError) as caught:
-        prove(f"{OWN}:seeded", 0)
-    message = str(caught.value)
-    assert message.startswith(f"--model {OWN}:seeded: ") and "\n" not in message and words in message
+    ):
+        monkeypatch.setattr(models.dist, "get_rank", lambda: 0)
+        monkeypatch.setattr(benchmark_models, "seeded", lambda made=made: made, raising=False)
+        load_factory.cache_clear()
+        with pytest.raises(ArgumentError) as caught:
+            prove(f"{OWN}:seeded", 0)
+        message = str(caught.value)
+        assert message.startswith(f"--model {OWN}:seeded: ") and "\n" not in message and words in message
 
 
 def test_a_model_that_is_not_found_is_one_sentence():

@@ -24,9 +24,8 @@ def test_what_fits_is_accepted(running):
     assert misfit(CPU, RUNNING | running) == misfit(CUDA, RUNNING | running) == ""
 
 
-@pytest.mark.parametrize(
-    ("built", "running", "words"),
-    [
+def test_what_does_not_fit_is_told():
+    for built, running, words in (
         (CPU, {"torch": "2.12.1", "cuda": ""}, "built for torch 2.13.0+cpu, but torch 2.12.1 is running"),
         (CUDA, {"torch": "3.13.0"}, "built for torch 2.13.0+cu130, but torch 3.13.0 is running"),
         (CPU, {"python": "3.12.1"}, "built for Python 3.11.7, but this is Python 3.12.1"),
@@ -34,24 +33,19 @@ def test_what_fits_is_accepted(running):
         (CUDA, {"torch": "2.13.0+cu126", "cuda": "12.6"}, "torch 2.13.0+cu126 brings CUDA 12.6"),
         (CUDA | {"cuda": "12.9.1"}, {}, "serves only what was built with 13.0 to 13.0"),
         (CUDA | {"cuda": "13.2.51"}, {}, "built with CUDA 13.2.51, but torch 2.13.1+cu130 brings CUDA 13.0"),
-    ],
-)
-def test_what_does_not_fit_is_told(built, running, words):
-    assert words in misfit(built, RUNNING | running)
+    ):
+        assert words in misfit(built, RUNNING | running)
 
 
-@pytest.mark.parametrize(
-    ("torch", "cuda", "words"),
-    [
+def test_the_wheel_to_install_is_named():
+    for torch, cuda, words in (
         ("2.13.0+cpu", "", "torchddp==0.1.0+cpu.torch2.13 --index-url INDEX/torch-2.13/cpu/ "),
         ("2.12.1", "12.6", "torchddp==0.1.0+cu126.torch2.12 --index-url INDEX/torch-2.12/cu126/ "),
         ("2.14.0a0+git1234", "13.2.1", "torchddp==0.1.0+cu132.torch2.14 --index-url INDEX/torch-2.14/cu132/ "),
-    ],
-)
-def test_the_wheel_to_install_is_named(torch, cuda, words):
-    advice = wheel_advice("0.1.0+cu130.torch2.13", {"torch": torch, "cuda": cuda})
-    assert words in advice and "docs/install.md" in advice
-    assert ("TORCHDDP_CUDA=1 pip install" in advice) is bool(cuda)
+    ):
+        advice = wheel_advice("0.1.0+cu130.torch2.13", {"torch": torch, "cuda": cuda})
+        assert words in advice and "docs/install.md" in advice
+        assert ("TORCHDDP_CUDA=1 pip install" in advice) is bool(cuda)
 
 
 # --- what the extension says of itself ---

@@ -47,20 +47,17 @@ def test_the_list_of_commands_fits_60_columns() -> None:
     assert all(len(line) <= 60 and line.endswith(".") and not line.endswith("...") for line in lines)
 
 
-@pytest.mark.parametrize(
-    ("words", "completed"),
-    [
+def test_the_shell_completes_commands_and_values() -> None:
+    for words, completed in (
         ("torchddp t", {"trace", "tune"}),
         ("torchddp trace --model g", {"gpt", "gpt2"}),
         ("torchddp tune --transport s", {"shm"}),
         ("torchddp simulate --link eth1", {"eth1", "eth10", "eth100"}),
         ("torchddp bench --case s", {"step_time", "startup", "scaling"}),
-    ],
-)
-def test_the_shell_completes_commands_and_values(words: str, completed: set[str]) -> None:
-    variables = {"_TORCHDDP_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
-    assert set(CliRunner().invoke(app, [], prog_name="torchddp", env=variables).output.split()) == completed
-    assert "--install-completion" in CliRunner().invoke(app, ["-h"]).output
+    ):
+        variables = {"_TORCHDDP_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+        assert set(CliRunner().invoke(app, [], prog_name="torchddp", env=variables).output.split()) == completed
+        assert "--install-completion" in CliRunner().invoke(app, ["-h"]).output
 
 
 # --- models ----------------------------------------------------------------------------------------------------------

@@ -98,9 +98,8 @@ SOURCE, OUT = torch.ones(300), torch.empty(308, dtype=torch.uint8)
 NINE, INDICES, VALUES = torch.ones(9), torch.empty(4, dtype=torch.int32), torch.empty(4)
 
 
-@pytest.mark.parametrize(
-    ("function", "arguments", "error", "message"),
-    [
+def test_bad_arguments_are_named() -> None:
+    for function, arguments, error, message in (
         ("compressed_bytes", ("int9", 3), ValueError, "'int9'; allowed are int8, int4, sign, fp16 and bf16"),
         ("compressed_bytes", ("int8", -1), ValueError, r"between 0 and 2\*\*60, got -1"),
         ("compressed_bytes", ("int8", 2**61), ValueError, "between 0 and"),
@@ -122,11 +121,9 @@ NINE, INDICES, VALUES = torch.ones(9), torch.empty(4, dtype=torch.int32), torch.
         ("select_top_k", (NINE, 4, INDICES, VALUES[:3]), ValueError, "values must have 4 elements, got 3"),
         ("select_top_k", (NINE, 4, INDICES, NINE[:4]), ValueError, "source and values share memory"),
         ("select_top_k", (NINE, 4, INDICES, VALUES, NINE), ValueError, "source and residual share"),
-    ],
-)
-def test_bad_arguments_are_named(function: str, arguments: tuple, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        getattr(_C, function)(*arguments)
+    ):
+        with pytest.raises(error, match=message):
+            getattr(_C, function)(*arguments)
 
 
 @pytest.mark.slow

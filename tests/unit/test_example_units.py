@@ -75,9 +75,8 @@ def test_each_rank_draws_batches_of_its_own_from_all_of_the_text() -> None:
     assert targets.tolist() == [[1, 2, 3, 4, 5], [41, 42, 43, 44, 45]]
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
+def test_bad_input_ends_with_one_line_and_exit_code_2() -> None:
+    for options, words in (
         ("--steps 0", "--steps must be at least 1, got 0"),
         ("--seed -1", "--seed must not be negative, got -1"),
         ("--lr nan", "--lr must be a positive number, got nan"),
@@ -93,13 +92,11 @@ def test_each_rank_draws_batches_of_its_own_from_all_of_the_text() -> None:
         ("--ddp none --width 10 --heads 3", "--width must be a multiple of --heads, got width 10 and heads 3"),
         ("--ddp none --checkpoint /no.ckpt --resume", "no checkpoint at /no.ckpt: leave --resume out"),
         ("--ddp none --checkpoint /dev/null/x/y.pt", "--checkpoint /dev/null/x/y.pt: cannot make its folder"),
-    ],
-)
-def test_bad_input_ends_with_one_line_and_exit_code_2(options: str, words: str) -> None:
-    result = CliRunner().invoke(train_gpt.app, options.split())
-    assert result.exit_code == 2
-    assert len(result.stderr.splitlines()) == 1
-    assert result.stderr.startswith(f"error: {words}")
+    ):
+        result = CliRunner().invoke(train_gpt.app, options.split())
+        assert result.exit_code == 2
+        assert len(result.stderr.splitlines()) == 1
+        assert result.stderr.startswith(f"error: {words}")
 
 
 def test_learning_rate_warms_up_and_then_falls_to_a_tenth() -> None:

@@ -232,9 +232,8 @@ def test_ranks_that_differ_are_told_of_though_another_has_not_come_so_far():
     assert "rank 1 called broadcast at train.py:35)" in headline
 
 
-@pytest.mark.parametrize(
-    ("state", "said"),
-    [
+def test_a_rank_that_is_in_none():
+    for state, said in (
         (absent(3), 'rank 3 is at save.py:20 in write; its last call on group "default" was the 3rd, all_reduce at '),
         (RankState(3, WHO, alive="gone"), "rank 3 is dead: its process is gone (process 17 on node1)"),
         (RankState(3), "rank 3 does not answer"),
@@ -242,12 +241,10 @@ def test_ranks_that_differ_are_told_of_though_another_has_not_come_so_far():
             absent(3, exception={"type": "ValueError", "message": "boom", "where": "handled", "age_s": 0.0}),
             "rank 3 is at save.py:20 in write; it handles ValueError: boom",
         ),
-    ],
-)
-def test_a_rank_that_is_in_none(state, said):
-    finding = diagnose([*(in_call(rank, "barrier", 33) for rank in range(3)), state])
-    assert finding.headline.startswith('ranks 0-2 wait in barrier at train.py:33 (4th on group "default"), ' + said)
-    assert "differ" not in finding.headline and [culprit.rank for culprit in finding.culprits] == [3]
+    ):
+        finding = diagnose([*(in_call(rank, "barrier", 33) for rank in range(3)), state])
+        assert finding.headline.startswith('ranks 0-2 wait in barrier at train.py:33 (4th on group "default"), ' + said)
+        assert "differ" not in finding.headline and [culprit.rank for culprit in finding.culprits] == [3]
 
 
 def test_shapes_and_roots_are_told_where_they_differ():

@@ -192,22 +192,19 @@ def test_a_missing_client_is_one_line_that_names_its_package(tmp_path: Path, mon
         require("some_client", "composer")
 
 
-@pytest.mark.parametrize(
-    ("client", "use", "package"),
-    [
+def test_without_its_framework_an_integration_names_the_package(monkeypatch):
+    for client, use, package in (
         ("lightning", lambda: importlib.import_module("torchddp.integrations.lightning"), "lightning"),
         ("composer", lambda: composer.enable(), "mosaicml"),
         ("accelerate", lambda: accelerate.weigh, "accelerate"),
-    ],
-)
-def test_without_its_framework_an_integration_names_the_package(client, use, package, monkeypatch):
-    for name in [
-        name for name in sys.modules if re.match(rf"(torchddp\.integrations\.lightning|{client})(\.|$)", name)
-    ]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, client, None)
-    with pytest.raises(ImportError, match=rf"^{client}[.\w]* is not installed: pip install {package}$"):
-        use()
+    ):
+        for name in [
+            name for name in sys.modules if re.match(rf"(torchddp\.integrations\.lightning|{client})(\.|$)", name)
+        ]:
+            monkeypatch.delitem(sys.modules, name)
+        monkeypatch.setitem(sys.modules, client, None)
+        with pytest.raises(ImportError, match=rf"^{client}[.\w]* is not installed: pip install {package}$"):
+            use()
 
 
 def test_the_variable_installs_and_another_value_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -241,18 +241,15 @@ def line_through(small_us: float, mebibyte_us: float) -> MessageLine:
     return MessageLine(small_us * 1e-6, (mebibyte_us - small_us) * 1e-6 / MIB)
 
 
-@pytest.mark.parametrize(
-    ("small_us", "mebibyte_us", "cap_mib", "solo_kib"),
-    [
+def test_dear_messages_make_large_buckets():
+    for small_us, mebibyte_us, cap_mib, solo_kib in (
         (2.5, 21, 1, 256),  # two ranks with a processor each
         (3.5, 21, 1, 256),  # the same, measured badly
         (46, 104, 4, 512),  # four ranks that share two processors
         (94, 342, 2, 256),  # eight
         (1000, 1100, 25, 3200),  # bytes cost next to nothing beside the message
-    ],
-)
-def test_dear_messages_make_large_buckets(small_us, mebibyte_us, cap_mib, solo_kib):
-    assert shared_sizes(line_through(small_us, mebibyte_us)) == (cap_mib * MIB, solo_kib * KIB)
+    ):
+        assert shared_sizes(line_through(small_us, mebibyte_us)) == (cap_mib * MIB, solo_kib * KIB)
 
 
 @given(costs)
