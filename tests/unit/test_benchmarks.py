@@ -35,7 +35,7 @@ class Dying(nn.Module):
         os._exit(3)
 
 
-def test_summaries_intervals_and_the_slowest_rank() -> None:
+def test_summaries_are_of_paired_rounds_whose_number_follows_the_time() -> None:
     summary = stats.summarize([5.0, 1.0, 3.0, 2.0, 4.0])
     assert (summary.median, summary.q25, summary.q75) == (3.0, 2.0, 4.0)
     assert summary.p90 == pytest.approx(4.6)
@@ -43,9 +43,6 @@ def test_summaries_intervals_and_the_slowest_rank() -> None:
     assert many[1] - many[0] < (few[1] - few[0]) / 5
     by_rank = np.array([[[1.0, 5.0]], [[2.0, 3.0]]])
     assert stats.slowest_rank(by_rank).tolist() == [[2.0, 5.0]]
-
-
-def test_paired_ratio_pairs_the_rounds() -> None:
     # The machine slows down tenfold; only a per-round ratio sees that ours is always half of theirs.
     theirs = np.array([1.0, 1.0, 1.0, 10.0, 10.0])
     assert stats.paired_ratio(theirs / 2, theirs) == stats.PairedRatio(*[0.5] * 6, rounds=5, odd_rounds=0)
@@ -53,9 +50,6 @@ def test_paired_ratio_pairs_the_rounds() -> None:
     assert (ratio.median, ratio.odd_rounds) == (0.5, 2)
     mostly_noise = stats.paired_ratio([1.0, 1.0, 1.0], [0.0, -1.0, 2.0])
     assert math.isinf(mostly_noise.median) and mostly_noise.to_dict()["median"] is None
-
-
-def test_rounds_follow_the_time_budget_within_limits() -> None:
     enough = (100, 10.0), (MIN_ROUNDS, 99.0), (MAX_ROUNDS, 0.1)
     assert all(timing.enough(rounds, spent_s, seconds=10.0) for rounds, spent_s in enough)
     assert not timing.enough(100, 9.9, seconds=10.0) and not timing.enough(MIN_ROUNDS - 1, 99.0, seconds=10.0)

@@ -36,7 +36,7 @@ def parsed(*entries: dict[str, Any]) -> list[trace.DeviceEvent]:
 NCCL = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
 
 
-def test_a_trace_gives_the_devices_events_in_order() -> None:
+def test_a_trace_gives_the_devices_events_and_how_they_overlap() -> None:
     events = parsed(
         device_event("gpu_memset", "Memset (Device)", 7, 30.0, 1.0),
         device_event("kernel", "gemm", 7, 10.0, 5.0),
@@ -45,9 +45,6 @@ def test_a_trace_gives_the_devices_events_in_order() -> None:
     found = [(event.kind, event.stream, event.end_us) for event in events]
     assert found == [("kernel", 7, 15.0), ("copy", 20, 22.0), ("fill", 7, 31.0)]
     assert trace.count(events, 2) == trace.Counts(kernels=0.5, copies=0.5, fills=0.5)
-
-
-def test_overlap_counts_what_lies_in_the_computation() -> None:
     events = parsed(
         device_event("kernel", "gemm", 7, 0.0, 10.0),
         device_event("kernel", "torchddp::pack", 20, 10.0, 1.0),

@@ -80,9 +80,6 @@ def test_what_is_wrong_with_a_model_is_one_sentence(monkeypatch):
             prove(f"{OWN}:seeded", 0)
         message = str(caught.value)
         assert message.startswith(f"--model {OWN}:seeded: ") and "\n" not in message and words in message
-
-
-def test_a_model_that_is_not_found_is_one_sentence():
     for model, words in (
         ("no_such_package:x", "cannot import 'no_such_package'"),
         (f"{OWN}:missing", "has no function or class named 'missing'"),

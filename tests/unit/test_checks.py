@@ -55,15 +55,12 @@ def test_a_hash_by_operators_is_of_all_bits():
         hash_tensors([torch.ones(1), torch.ones(2, device="meta")])
 
 
-def test_the_first_difference_and_the_majority():
+def test_the_majority_is_told_with_all_that_is_known():
     assert find_difference([[1, 2], [1, 2], [1, 2]]) is None
     assert find_difference([[1, 2, 3], [1, 2, 4], [1, 5, 3]]) == Difference(1, 0, (2,), 2)
     assert find_difference([[9, 2], [1, 2], [1, 2]]) == Difference(0, 1, (0,), 1)
     assert find_difference([[1], [2]]) == Difference(0, 0, (1,), 1)
     assert find_difference([[1], [2], [2], [3]]) == Difference(0, 0, (1, 2, 3), 1)  # half is not most
-
-
-def test_the_error_tells_what_is_known():
     amounts = [Amount(0, 0.0), Amount(0, 0.0), Amount(1, 0.25)]
     error = make_error(Difference(1, 0, (2,), 3), "a.weight", "torch.float32 [4]", 3, 7, amounts, 40)
     for words in ("after 40 synchronised", "3 of 7 differ", "'a.weight' (torch.float32 [4])", "rank 2 differs from"):
@@ -95,12 +92,9 @@ def _model(**shapes: tuple[int, ...]):
     return describe([torch.zeros(shape) for shape in shapes.values()], list(shapes))
 
 
-def test_equal_models_and_other_names_alone_are_no_difference():
+def test_shapes_order_number_dtype_and_strides_name_parameters_and_ranks():
     assert find_differences([_model(a=(2, 3), b=(3,))] * 4) == []
     assert find_differences([_model(a=(2,), b=(3,)), _model(x=(2,), y=(3,))]) == []
-
-
-def test_shapes_order_and_number_name_parameters_and_ranks():
     (text,) = find_differences([_model(a=(2, 3)), _model(a=(2, 4))])
     assert text.startswith("[1]: params[0] ('a')")
     assert "[2, 4]" in text and "[2, 3]" in text and "process 0" in text
@@ -112,9 +106,6 @@ def test_shapes_order_and_number_name_parameters_and_ranks():
     found = find_differences([_model(a=(2,)), _model(a=(3,)), _model(a=(2,)), _model(a=(4,))])
     assert [text[:3] for text in found] == ["[1]", "[3]"]
     assert MAX_DIFFERENCES >= len(found)
-
-
-def test_dtype_and_strides():
     reference = _model(a=(2, 3), b=(2, 3))
     other = describe([torch.zeros(2, 3, dtype=torch.float64), torch.zeros(3, 2).t()], ["a", "b"])
     dtype, strides = find_differences([reference, reference, other])

@@ -159,7 +159,7 @@ def test_gaps_of_a_part_are_cleared(begin, end):
     assert part.tolist() == [float(used) for used in inside]
 
 
-def test_residuals_move_by_name():
+def test_residuals_move_by_name_and_between_ranks():
     residuals, like = Residuals(), torch.empty(0)
     held = residuals.of(PADDED, like, 0, 16)
     held.copy_(torch.arange(16.0))
@@ -175,10 +175,7 @@ def test_residuals_move_by_name():
         "b": [8, 9, 10],
         "c": [20, 12],
     }
-
-
-def test_shares_of_residuals_move_between_ranks():
-    """Two ranks hold a half each; in other buckets they hold other halves, with nothing lost."""
+    # Two ranks hold a half each; in other buckets they hold other halves, with nothing lost.
     like, ranks = torch.empty(0), [Residuals(), Residuals()]
     for index, residuals in enumerate(ranks):
         residuals.of(PADDED, like, 8 * index, 8 * index + 8).copy_(torch.arange(8.0) + 8 * index)

@@ -17,7 +17,7 @@ def ranks(count, threads, processors=16, *, bound=None, quota=0, by_variable=Fal
     ]
 
 
-def test_what_does_not_fit():
+def test_what_does_not_fit_and_what_does():
     for told, words in (
         (
             ranks(4, 16),
@@ -31,9 +31,6 @@ def test_what_does_not_fit():
         (ranks(2, 1, by_variable=True), "1 thread each for 16 processors: most of them idle.* OMP_NUM_THREADS=8 "),
     ):
         assert re.search(words, advice(told)), advice(told)
-
-
-def test_what_fits():
     for fits in (
         ranks(4, 4),
         ranks(4, 1),  # by torch.set_num_threads(1): meant
@@ -47,9 +44,6 @@ def test_what_fits():
         ranks(4, 1, 16, bound=[[0]] * 4, quota=1),  # the others are out of reach
     ):
         assert advice(fits) == ""
-
-
-def test_of_this_process():
     own = RankThreads.of_this_process()
     assert own.processors == sorted(os.sched_getaffinity(0)) and own.host == _C.host_identity()
     assert own.quota == _C.processor_quota() >= 0

@@ -216,15 +216,12 @@ def test_python_runs(page, tmp_path, monkeypatch):
 # --- links ---
 
 
-def test_links_out_of_docs():
+def test_links_lead_somewhere():
     text = "[the chart](../benchmarks/__init__.py), ![seen](../../README.md), [a page](sync.md), [nothing](../none.md)"
     assert linked_outside(text, "page.md", "") == text.replace("[the chart](../benchmarks/__init__.py)", "the chart")
     linked = linked_outside(text, "a/page.md", "https://here")
     assert "![seen](https://here/raw/main/README.md)" in linked and "[a page](sync.md)" in linked
-
-
-def test_links_of_the_readme_lead_somewhere():
-    """Those of docs/ are checked by `make docs`."""
+    # Those of docs/ are checked by `make docs`.
     for page in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md"):
         targets = re.findall(r"\]\((?!https?:)([^)#\s]+)", (ROOT / page).read_text())
         assert [target for target in targets if not (ROOT / target).exists()] == [], page

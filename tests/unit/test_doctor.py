@@ -122,7 +122,7 @@ def test_the_verdict_is_one_sentence() -> None:
 # --- what does not fit ---
 
 
-def test_gpus_without_kernels_and_cpu_builds_beside_cuda_are_told() -> None:
+def test_gpus_that_this_build_does_not_serve_are_told() -> None:
     gpus = [Gpu("NVIDIA H200", "9.0"), Gpu("NVIDIA A10", "8.6"), Gpu("one to come", "12.0")]
     assert hints(CUDA_BUILT, dataclasses.replace(CUDA_RUNNING, gpus=gpus)) == []
     old = dataclasses.replace(CUDA_RUNNING, gpus=[*gpus, Gpu("Tesla V100", "7.0")])
@@ -133,9 +133,6 @@ def test_gpus_without_kernels_and_cpu_builds_beside_cuda_are_told() -> None:
     assert "CPU models are fine" in hint and "torchddp==0.1.0+cu130.torch2.13 --index-url" in hint
     assert hints(built, dataclasses.replace(CUDA_RUNNING, cuda="")) == []
     assert hints(CUDA_BUILT, CUDA_RUNNING) == []
-
-
-def test_which_gpus_have_kernels() -> None:
     for archs, with_kernels, without in (
         ("80-real 90-real 100", ("8.0", "8.9", "10.3", "12.0"), ("7.5",)),
         ("86-real", (), ("8.0", "9.0")),
@@ -144,9 +141,6 @@ def test_which_gpus_have_kernels() -> None:
         ("", (), ("9.0",)),
     ):
         assert [gpu for gpu in (*with_kernels, *without) if has_kernels_for(archs, gpu)] == list(with_kernels)
-
-
-def test_why_nccl_is_not_tried() -> None:
     for built, changes, words in (
         (Built(), {}, "built without CUDA"),
         (CUDA_BUILT, {"nccl": ""}, "has no NCCL"),

@@ -121,7 +121,7 @@ def _content(**changes: Any) -> dict[str, Any]:
     return {"identity": _identity(**changes), "step": 7, **parts}
 
 
-def test_only_a_constant_schedule_over_the_same_data_can_go_on_for_longer(tmp_path: Path) -> None:
+def test_checkpoints_of_other_runs_damaged_and_foreign_ones_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "c.pt"
     checkpoint.save_checkpoint(path, _content())
     with pytest.raises(ExampleError, match="belongs to a run with other settings: steps 150 there, 9 here"):
@@ -130,9 +130,6 @@ def test_only_a_constant_schedule_over_the_same_data_can_go_on_for_longer(tmp_pa
         checkpoint.load_checkpoint(path, _identity() | {"data": "b" * 64})
     checkpoint.save_checkpoint(path, _content(schedule="constant", steps=10))
     assert checkpoint.load_checkpoint(path, _identity(schedule="constant", steps=20))["step"] == 7
-
-
-def test_damaged_and_foreign_files_are_bad_checkpoints(tmp_path: Path) -> None:
     checkpoint.save_checkpoint(tmp_path / "whole.pt", _content())
     whole = (tmp_path / "whole.pt").read_bytes()
     (tmp_path / "half.pt").write_bytes(whole[: len(whole) // 2])
@@ -173,13 +170,10 @@ def _record(losses: list[float]) -> dict[str, Any]:
     }
 
 
-def test_step_times_leave_out_warm_up_and_probed_steps() -> None:
+def test_one_rounding_apart_is_equal_and_no_losses_are_not() -> None:
     summary = metrics.summarise([_record([1.0] * 9)])
     assert summary["step_ms_p50"] == 17.0  # steps 4, 6, 7, 8, 9
     assert summary["exposed_communication_ms_p50"] == 5.0
-
-
-def test_one_rounding_apart_is_equal_and_no_losses_are_not() -> None:
     losses = _record([3.0, 2.0, 1.0])
     assert compare_losses(losses, losses).bitwise_equal
     comparison = compare_losses(losses, _record([3.0, math.nextafter(2.0, 3.0), 1.0]))

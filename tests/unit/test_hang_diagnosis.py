@@ -201,7 +201,7 @@ def absent(rank, **more):
     return RankState(rank, WHO, phase="no model", stack=BUSY, groups=groups, thread=1, **more)
 
 
-def test_one_rank_in_another_call():
+def test_ranks_in_calls_that_differ():
     finding = diagnose([*(in_call(rank, "barrier", 33) for rank in range(3)), in_call(3, "all_reduce", 120)])
     assert finding.headline == (
         'rank 3 waits in all_reduce at train.py:120 (4th on group "default"), ranks 0-2 in barrier at train.py:33: '
@@ -209,10 +209,7 @@ def test_one_rank_in_another_call():
     )
     assert [culprit.rank for culprit in finding.culprits] == [3] and finding.waiting == [0, 1, 2, 3]
     assert finding.waits_for == 'barrier (4th on group "default")'
-
-
-def test_an_earlier_difference_is_shown():
-    """A call that returned everywhere, although ranks called different ones, is where to look."""
+    # A call that returned everywhere, although ranks called different ones, is where to look.
     one, other = (
         [[2, name, "/home/me/train.py", at, ""], [3, "barrier", "f.py", 1, ""]]
         for name, at in (("all_gather", 7), ("gather", 9))
@@ -220,9 +217,6 @@ def test_an_earlier_difference_is_shown():
     finding = diagnose([in_call(0, "barrier", 33, past=one), in_call(1, "all_reduce", 34, past=other)])
     assert "they differ from call 2 on of group" in finding.headline
     assert "(rank 0 called all_gather at train.py:7, rank 1 called gather at train.py:9)" in finding.headline
-
-
-def test_ranks_that_differ_are_told_of_though_another_has_not_come_so_far():
     past = [[3, "all_reduce", "/home/me/train.py", 31, ""]]
     elsewhere = in_call(3, "barrier", 12, number=1, ranks=(1, 3), group="pair")
     elsewhere.groups["0"] = GroupCalls('group "default"', [0, 1, 2, 3], 3, past)
@@ -255,15 +249,12 @@ def test_shapes_and_roots_are_told_where_they_differ():
     assert "in broadcast from rank 1 at train.py:5" in diagnose(roots).headline
 
 
-def test_nobody_is_missing():
+def test_nobody_is_missing_and_other_groups_and_messages():
     same = [in_call(rank, "all_reduce", 5 + rank, shape="float32[4]", ranks=(0, 1)) for rank in range(2)]
     headline = diagnose(same).headline
     assert "no rank is known to be missing" in headline and "float32" not in headline and "differ" not in headline
     ordinals = "1st 2nd 3rd 4th 11th 12th 13th 21st 102nd 111th".split()
     assert [ordinal(int(text[:-2])) for text in ordinals] == ordinals
-
-
-def test_other_groups_and_messages():
     states = [
         in_call(0, "barrier", 33),
         in_call(1, "barrier", 12, number=2, group="tp", ranks=(1, 3)),

@@ -190,9 +190,6 @@ def test_a_missing_client_is_one_line_that_names_its_package(tmp_path: Path, mon
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ModuleNotFoundError, match="what_it_needs"):
         require("some_client", "composer")
-
-
-def test_without_its_framework_an_integration_names_the_package(monkeypatch):
     for client, use, package in (
         ("lightning", lambda: importlib.import_module("torchddp.integrations.lightning"), "lightning"),
         ("composer", lambda: composer.enable(), "mosaicml"),

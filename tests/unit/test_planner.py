@@ -3,7 +3,7 @@
 import itertools
 import json
 import math
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -46,15 +46,12 @@ def test_a_line_is_never_below_zero(samples):
         fit_line([*samples, (1.0, 0.0)])
 
 
-def test_a_profile_survives_the_disk(tmp_path: Path):
+def test_a_profile_survives_the_disk_and_a_wrong_one_is_one_sentence(tmp_path):
     path = tmp_path / "p.json"
     profile = make_profile(cost=LinearCost(1e-3, 1e-9, 1e-10, 1e-4, 0.01), step_s=0.05)
     profile.save(path)
     assert load_profile(path) == profile
-
-
-def test_a_wrong_profile_is_one_sentence(tmp_path: Path):
-    path = tmp_path / "p.json"
+    path = tmp_path / "wrong.json"
     for text, words in (
         (None, "Cannot read the profile"),
         ("{", "is not JSON"),
@@ -134,17 +131,6 @@ def test_without_a_home_there_is_no_place(monkeypatch: pytest.MonkeyPatch):
     assert kept_plan(specs([1]), KEY) is None
 
 
-def test_a_damaged_plan_is_one_sentence(tmp_path: Path):
-    path = tmp_path / "plan.json"
-    head = {"kind": "torchddp bucket plan", "format": 1, **asdict(KEY)}
-    wrong = [{**head, "format": 7}, head, {**head, "buckets": [[1e999]]}, {**head, "buckets": [[10**30]]}]
-    for text in ("{", "[]", *map(json.dumps, wrong)):
-        path.write_text(text)
-        with pytest.raises(PlanCacheError) as caught:
-            load_plan(path, KEY)
-        assert "\n" not in str(caught.value) and str(path) in str(caught.value)
-
-
 def test_a_fingerprint_knows_what_matters():
     base = fingerprint(specs([10, 20]), "cpu")
     assert base == fingerprint(specs([10, 20]), "cpu")
@@ -160,7 +146,7 @@ def planned(params, ready_s, cost, slack_s=0.0):
     return merged_buckets(params, range(len(params)), ready_s, cost, slack_s)
 
 
-def test_costs_slack_and_order():
+def test_costs_slack_order_and_kinds_of_buckets():
     assert planned(specs([1, 1, 1]), [0, 1, 2], cost(10)) == ((0, 1, 2),)
     assert planned([], [], cost(1, 1)) == ()
     assert planned(specs([1000, 1000]), [0, 0], cost(1, 0.001)) == ((0, 1),)
@@ -168,9 +154,6 @@ def test_costs_slack_and_order():
     assert len(planned(specs([1, 1, 1]), [0, 5, 10], cost(0, 0.25), 2.0)) == 1
     assert len(planned(specs([1, 1, 1]), [0, 5, 10], cost(0, 0.25), 1.5)) == 2
     assert merged_buckets(specs([1, 1, 1]), [2, 0, 1], [0.9, 10, 1], cost(0, 0.25)) == ((2, 0), (1,))
-
-
-def test_kinds_do_not_mix():
     params = specs([1] * 5, dtypes=[0, 1, 0, 1, 0], sparse=[4])
     assert planned(params, range(5), cost(100, 1)) == ((0, 2), (1, 3), (4,))
     others = [_C.ParamSpec(f"p{i}", 1, 4, device=i % 2, owner=i // 2) for i in range(4)]

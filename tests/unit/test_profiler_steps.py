@@ -90,7 +90,7 @@ STATS = {
 SENT = {"shm": Traffic(1200, 1000), "outer": Traffic(600, 300)}
 
 
-def test_values_are_ms() -> None:
+def test_what_a_logger_gets() -> None:
     assert values_of(STATS, SENT) == {
         "ddp/step_ms": 20.0,
         "ddp/forward_ms": 4.0,
@@ -102,9 +102,6 @@ def test_values_are_ms() -> None:
         "ddp/bytes": 1200,
         "ddp/wire_bytes": 1300,
     }
-
-
-def test_unknown_bytes_are_left_out_and_nothing_communicated_is_all_hidden() -> None:
     assert "ddp/wire_bytes" not in values_of(STATS, {**SENT, "hook": Traffic(1200, None)})
     still = {**STATS, "backward_comm_time": 0, "backward_compute_comm_overlap_time": 0}
     assert values_of(still, SENT)["ddp/overlap_ratio"] == 1.0
@@ -119,7 +116,7 @@ def test_a_copy_that_counts_from_zero_is_told_of_too() -> None:
     assert told and told[0] <= 4
 
 
-def test_in_words_and_in_all() -> None:
+def test_bytes_of_a_step_in_words_and_the_rank_that_sent_most() -> None:
     for traffic, words, total in (
         ({}, "nothing", 0),
         ({"shm": Traffic(25_200_000, 12_600_000)}, "25.2 MB as gradients, 12.6 MB on the wire (shm)", 12_600_000),
@@ -133,14 +130,11 @@ def test_in_words_and_in_all() -> None:
         ({"c10d": Traffic(0, 5), "hook": Traffic(10, None)}, "1e-05 MB as gradients", None),
     ):
         assert text_of(traffic).startswith(words) and total_wire_bytes(traffic) == total
-
-
-def record(rank: int, sent: int | None) -> RankRecord:
-    return RankRecord(rank, "host", "clock", (), (), traffic={"c10d": Traffic(1_000_000, sent)})
-
-
-def test_the_rank_that_sent_most_is_named_where_ranks_differ() -> None:
     said = ": 1 MB as gradients, 0.5 MB on the wire (c10d)"
     assert sent_lines([record(0, 500_000), record(1, 500_000)]) == [f"sent per step{said}"]
     assert sent_lines([record(0, 0), record(1, 500_000)]) == [f"sent per step, by rank 1{said}"]
     assert traffic_dicts([record(0, None)]) == [{"c10d": {"payload_bytes": 1_000_000, "wire_bytes": None}}]
+
+
+def record(rank: int, sent: int | None) -> RankRecord:
+    return RankRecord(rank, "host", "clock", (), (), traffic={"c10d": Traffic(1_000_000, sent)})

@@ -56,9 +56,6 @@ def test_closed_forms() -> None:
         (line,) = lines(algorithm, world_size, ranks_per_host)
         expected = pytest.approx((alpha_us * 1e-6, beta_ns * 1e-9))
         assert (line.cost.alpha_s, line.cost.beta_s_per_byte) == expected, (algorithm, world_size, ranks_per_host)
-
-
-def test_a_tree_is_a_line_for_each_number_of_blocks() -> None:
     first, *_, last = lines(TREE, 4)
     # 2 x (2 log2(4) + 2 blocks) rounds, each with a block of 1 / (2 blocks).
     assert (first.cost.alpha_s, first.cost.beta_s_per_byte) == pytest.approx((2 * 6 * 10e-6, 6e-9))
@@ -70,15 +67,9 @@ def test_a_tree_is_a_line_for_each_number_of_blocks() -> None:
     assert AllReduce(lines(TREE, 4)).best(nbytes).cost.seconds(nbytes) >= exact * (1 - 1e-12)
     either = AllReduce([*lines(RING, 4096), *lines(TREE, 4096)])
     assert [either.best(nbytes).algorithm for nbytes in (64, 1e6, 1e12)] == [TREE, TREE, RING]
-
-
-def test_a_tree_over_hosts_goes_on_as_a_chain_inside_them() -> None:
     flat, on_hosts = lines(TREE, 4)[0].cost, lines(TREE, 32, 8)[0].cost
     assert on_hosts.alpha_s - flat.alpha_s == pytest.approx(2 * 7 * 1e-6)
     assert on_hosts.beta_s_per_byte - flat.beta_s_per_byte == pytest.approx(7 * 1e-11)
-
-
-def test_hierarchical_is_the_sum_of_its_levels() -> None:
     ring, *_ = lines(HIERARCHICAL, 8, 4)
     assert ring.cost.alpha_s == pytest.approx(6 * 1e-6 + 2 * 10e-6)
     assert ring.cost.beta_s_per_byte == pytest.approx(1.5 * 1e-11 + 1.0 * 1e-9)
@@ -128,22 +119,16 @@ def test_the_recorded_link_has_the_recorded_cost(device: str, world_size: int) -
     assert found == pytest.approx((1e-3, 1e-9, *host))
 
 
-def test_the_recorded_cost_is_scaled_to_other_numbers_of_ranks() -> None:
+def test_recorded_costs_over_other_numbers_of_ranks_and_links() -> None:
     (line,) = make_all_reduce(make_profile(world_size=2), MEASURED, Layout(8)).lines
     # 14 steps instead of 2, 1.75 bytes moved instead of 1.
     assert (line.cost.alpha_s, line.cost.beta_s_per_byte) == pytest.approx((7e-3, 1.75e-9))
-
-
-def test_a_slow_link_sets_the_pace_and_over_a_fast_one_the_cpu_does() -> None:
     profile = with_host(make_profile(device="cpu"), 0.4e-9, 2e-4)
     slow, fast = (make_hop(profile, parse_link(text)) for text in ("100mbit", "400gbit,5us"))
     assert slow.s_per_byte == pytest.approx(80e-9 / TCP) and slow.step_s == pytest.approx(0.5e-3)  # latency as recorded
     assert fast.s_per_byte == pytest.approx(0.4e-9) and fast.step_s == pytest.approx(5e-6 + 1e-4)
     hop = make_hop(with_host(make_profile(device="cuda"), 1e-9, 1e-3), Link("l", "l", 1e10, 1e-6))
     assert hop == Hop(1e-6, 1e-10, 0.0, 0.0)
-
-
-def test_the_recorded_link_takes_no_more_cpu_than_time_and_others_take_what_tcp_does() -> None:
     # A profile of shared memory, say: faster than TCP.
     profile = with_host(make_profile(device="cpu"), 5e-9, 1e-2)
     recorded, other = make_hop(profile, MEASURED), make_hop(profile, parse_link("400gbit,0us"))
@@ -162,7 +147,7 @@ def test_links_by_name_and_by_rate() -> None:
     assert rates == sorted(rates, reverse=True)
 
 
-def test_three_buckets_that_hide_but_for_the_last() -> None:
+def test_steps_by_hand() -> None:
     # 4, 2 and 1 MB at 1 ms + 1 ms per MB, ready after 10, 20 and 30 ms.
     found = predict(make_profile(), MEASURED, 2)
     times = (found.step_s, found.exposed_s, found.comm_s, found.compute_s, found.efficiency)
@@ -171,15 +156,9 @@ def test_three_buckets_that_hide_but_for_the_last() -> None:
     # 1 ms + 5 ms per MB: 21, 11 and 6 ms, one after the other from 10 ms on.
     queue = predict(make_profile(cost=LinearCost(1e-3, 5e-9)), MEASURED, 2)
     assert queue.step_s == pytest.approx(0.010 + 0.010 + 0.021 + 0.011 + 0.006)
-
-
-def test_a_bucket_waits_for_its_last_gradient() -> None:
     found = predict(make_profile(), MEASURED, 2, buckets=((2, 0), (1,)))
     assert found.step_s == pytest.approx(0.010 + 0.030 + 0.006 + 0.003)
     assert found.buckets == ((2, 0), (1,))
-
-
-def test_communication_that_burns_the_core_delays_compute() -> None:
     messages = [Message(10, 5, 4), Message(20, 3, 3), Message(30, 2, 1)]
     assert run_backward(30, messages, shared_cpu=False).spans == ((10, 15), (20, 23), (30, 32))
     shared = run_backward(30, messages, shared_cpu=True)
@@ -300,15 +279,12 @@ def test_the_best_plan_is_never_worse(profile: StepProfile, link: Link, world_si
     assert sorted(i for bucket in point.best.buckets for i in bucket) == sorted(profile.order)
 
 
-def test_what_a_step_takes_besides_counts_everywhere() -> None:
+def test_what_a_step_takes_besides_counts_everywhere_and_is_compared_with_the_model() -> None:
     lean, fat = make_profile(), replace(make_profile(), overhead_s=0.5)
     for world_size in (1, 2, 64):
         before, after = (predict(profile, PRESETS["eth10"], world_size) for profile in (lean, fat))
         assert (after.step_s, after.compute_s) == pytest.approx((before.step_s + 0.5, before.compute_s + 0.5))
         assert after.exposed_s == before.exposed_s
-
-
-def test_the_model_is_compared_with_the_recorded_step() -> None:
     assert model_error(make_profile(step_s=0.042)) == pytest.approx(0, abs=1e-9)
     assert model_error(make_profile(step_s=0.084)) == pytest.approx(-0.5)
     assert model_error(make_profile(step_s=0.042, world_size=1)) is None

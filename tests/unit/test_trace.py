@@ -59,13 +59,15 @@ def test_torchrun_has_the_say_about_ranks(monkeypatch: pytest.MonkeyPatch, capsy
 def test_a_plan_that_does_not_fit_is_one_sentence(tmp_path: Path) -> None:
     ddp, path = torchddp.DDP(nn.Linear(2, 2), transport="c10d"), tmp_path / "plan.json"
     head = {"kind": "torchddp bucket plan", "format": 1, **asdict(plan_key(ddp.session))}
+    damaged = {}, {"buckets": 3}, {"buckets": [[1e999]]}, {"buckets": [[10**30]]}
     for content, words in (
         (None, "there is no file"),
         ("{", "can't be read"),
+        ([], "does not fit: its kind is None"),
         ({}, "does not fit: its kind is None, here it is 'torchddp bucket plan'"),
         ({**head, "format": 99}, "does not fit: its format is 99, here it is 1"),
         ({**head, "fingerprint": "0"}, "does not fit: its fingerprint is '0', here it is"),
-        (head, "is damaged: its buckets are not lists of indices"),
+        *(({**head, **own}, "is damaged: its buckets are not lists of indices") for own in damaged),
         ({**head, "buckets": [[0], [7]]}, "bucket 1 holds parameter index 7: allowed are 0 to 1"),
     ):
         if content is not None:

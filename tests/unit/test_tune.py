@@ -28,15 +28,12 @@ MIB = 1024 * 1024
 PROFILE = make_profile([MIB / 1e6] * 4, (30, 20, 10, 0), buckets=((3,), (2, 1, 0)), device="cpu", step_s=0.07)
 
 
-def test_candidates_are_the_default_the_plan_and_sizes_up_to_one_bucket() -> None:
+def test_candidates_and_what_is_predicted_of_them() -> None:
     candidates = make_candidates(PROFILE, (100, 1, 2, 25))
     assert [c.name for c in candidates] == ["default", "planned", "1 MiB", "2 MiB", "25 MiB"]
     assert [len(c.buckets) for c in candidates][2:] == [4, 2, 1]
     assert candidates[0].buckets == PROFILE.buckets and candidates[0].argument == ""
     assert candidates[3].argument == "bucket_cap_mb=2"
-
-
-def test_a_prediction_is_forward_and_the_last_bucket() -> None:
     one = make_candidates(PROFILE, (100,))[2]
     assert predicted_ms(PROFILE, one) == pytest.approx(10 + 30 + 1 + 4 * MIB * 1e-6)
     assert predicted_ms(replace(PROFILE, cost=LinearCost(0.0, 0.0)), one) == pytest.approx(40)
