@@ -1,4 +1,4 @@
-"""Extracts and runs the Python code of the pages in docs/."""
+"""The pages of docs/: their Python code and its run; docs/migration.md taken apart."""
 
 from __future__ import annotations
 
@@ -28,3 +28,27 @@ def run_code(page: str, section: str | None = None) -> dict[str, Any]:
     names: dict[str, Any] = {}
     exec(compile(code, page, "exec"), names)
     return names
+
+
+PAGE = DOCS / "migration.md"
+
+
+def sections() -> dict[str, str]:
+    """Text by heading."""
+    parts = PAGE.read_text().split("\n## ")[1:]
+    return {part.partition("\n")[0]: part.partition("\n")[2] for part in parts}
+
+
+def rows(text: str) -> list[tuple[str, str]]:
+    """The two cells of every table row, without headings."""
+    cells = [
+        [cell.strip() for cell in line.strip().strip("|").split("|")]
+        for line in text.splitlines()
+        if line.startswith("| ")
+    ]
+    return [(first, here) for first, here in cells if here != "here"]
+
+
+def spans(text: str) -> list[str]:
+    """The text of the code spans."""
+    return re.findall(r"`([^`]+)`", text)

@@ -99,6 +99,11 @@ def test_a_pod_requests_what_its_ranks_need(pods):
     assert mounts["/dev/shm"]["medium"] == "Memory"
     assert size_of(mounts["/dev/shm"]["sizeLimit"]) < size_of(limits["memory"])  # which includes it
     assert variables["TORCHDDP_HANG_REPORT_DIR"] in mounts and "/tmp" in mounts
+    # As the restricted Pod Security Standard wants it, and with nothing but the volumes to write to.
+    pod, own = pods.spec["securityContext"], pods.container["securityContext"]
+    assert pod["runAsNonRoot"] and pod["runAsUser"] == pod["fsGroup"] > 0
+    assert pod["seccompProfile"] == {"type": "RuntimeDefault"} and own["capabilities"] == {"drop": ["ALL"]}
+    assert own["readOnlyRootFilesystem"] and not own["allowPrivilegeEscalation"]
 
 
 @pytest.mark.slow

@@ -10,9 +10,8 @@ from torch import nn
 
 import torchddp
 from tests.harness import each, on_ranks
-from tests.migration_page import sections
 from tests.models import Mlp, batch, grads_of, local_grads, loss_of, same_on_all_ranks, seeded
-from tests.pages import code_of
+from tests.pages import code_of, sections
 
 
 @pytest.mark.parametrize("section", sections())

@@ -95,6 +95,39 @@ def test_operations_overlap_and_finish_in_any_order_of_waiting(rank, choice):
 
 
 @on_each_transport
+@on_ranks(2)
+def test_the_user_may_communicate_beside_each_operation(rank, choice):
+    transport, handle = opened(choice)
+    part, whole, other = (torch.full((numel,), rank + 1.0) for numel in (3, 6, 9))
+    for operation, arguments, result, want in (
+        (transport.all_reduce, (whole,), whole, 3),
+        (transport.reduce_scatter, (part, whole), part, 6),
+        (transport.all_gather, (whole, part), whole, 6),
+        (transport.reduce, (part, 0), part, 12 if rank == 0 else None),
+        (transport.broadcast, (other, 1), other, 2),
+        (transport.barrier, (), other, 2),
+    ):
+        users = torch.full((100_000,), rank + 1.0)
+        users_work = dist.all_reduce(users, async_op=True)
+        operation(*arguments, handle)
+        users_work.wait()
+        handle.wait()
+        assert users.eq(3).all() and (want is None or result.eq(want).all()), operation
+
+
+@on_ranks(2)
+def test_shared_memory_says_how_much_of_it_is_in_use():
+    transport, _ = opened("shm")
+    before = transport.memory
+    block = transport.allocate(2**21, torch.zeros(()))
+    held = transport.memory
+    assert held["allocated"] == before["allocated"] + 2**23
+    assert before["huge"] <= held["huge"] <= before["huge"] + 2**23
+    del block
+    assert transport.memory == before
+
+
+@on_each_transport
 @on_ranks(1)
 def test_idle_handles_and_bad_arguments(choice):
     transport, handle = opened(choice)

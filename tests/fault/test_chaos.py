@@ -7,11 +7,30 @@ import multiprocessing
 import sys
 
 import pytest
+import torch
 
 from benchmarks.chaos import plan
 from benchmarks.chaos.cli import main
+from benchmarks.chaos.job import LEARNING_RATE, NUMELS, deviation, digest, simulate, stamp
+from tests.harness import on_ranks
 
 pytestmark = pytest.mark.beyond_torch("names neither the rank nor the bucket")
+
+
+@on_ranks(1)
+def test_the_simulation_is_the_closed_form():
+    """A loss of squares: a gradient is twice the weight times the mean of the ranks' data."""
+    weights = [torch.ones(numel) for numel in NUMELS]
+    for step, (unused, *found) in enumerate(simulate(range(3), 4, has_unused=True)):
+        assert unused is None
+        for index, weight in enumerate(weights):
+            want = 2 * weight * sum(stamp(rank, step, index) for rank in range(3)) / 3
+            torch.testing.assert_close(found[index], want)
+            weight -= LEARNING_RATE * want
+    assert deviation(found, found) == 0 and deviation(found, [g * 1.001 for g in found]) > 1e-4
+    assert deviation(found, [*found[:-1], None]) == deviation([g * torch.nan for g in found], found) == float("inf")
+    changed = [*found[:-1], found[-1] + 2**-20]
+    assert len({digest(grads) for grads in (found, changed, [*found[:-1], None])}) == 3
 
 
 @pytest.fixture

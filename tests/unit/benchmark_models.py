@@ -41,14 +41,6 @@ def raising() -> tuple[Any, ...]:
     raise RuntimeError("no\nweights here")
 
 
-def returning_rubbish() -> int:
-    return 7
-
-
-def no_loss() -> tuple[Any, ...]:
-    return nn.Linear(8, 2), torch.randn(4, 8), lambda output: output
-
-
 class HalfUsed(nn.Module):
     def __init__(self) -> None:
         super().__init__()

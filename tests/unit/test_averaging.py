@@ -32,7 +32,7 @@ def test_starts_are_spread_evenly(fragments):
     assert min(gaps) >= 10 // fragments and max(gaps) <= -(-10 // fragments)
 
 
-def test_names():
+def test_names_and_memory():
     net = make_net()
     assert "frozen" not in named_parameters(net) and "embed.weight" in named_parameters(net)
     params = [p for p in net.parameters() if p.requires_grad]
@@ -41,9 +41,6 @@ def test_names():
     assert list(named_parameters(groups)) == [f"params[{i}]" for i in range(4)]
     with_names = torch.optim.SGD(list(net.named_parameters()), lr=0.1).param_groups
     assert named_parameters(with_names).keys() == named_parameters(net).keys()
-
-
-def test_memory_of():
     strided = torch.arange(24.0).reshape(2, 3, 2, 2).to(memory_format=torch.channels_last)
     flat = memory_of(strided)
     assert flat.shape == (24,) and flat.data_ptr() == strided.data_ptr()
@@ -57,7 +54,7 @@ def test_memory_of():
     assert "'w' is on meta, 'v' on cpu" in str(problem_of({"v": torch.ones(2), "w": other}))
 
 
-def test_flat_buckets_are_bounded_and_of_one_dtype():
+def test_flat_buckets_are_bounded_and_of_one_dtype_with_the_strides_of_tensors():
     sizes = [300, 200, 700, 10, 10]
     named = {f"p{i}": torch.full((n,), float(i)) for i, n in enumerate(sizes)}
     named["low"] = torch.ones(8, dtype=torch.bfloat16)
@@ -72,9 +69,6 @@ def test_flat_buckets_are_bounded_and_of_one_dtype():
         bucket.unpack(flat + 1)
     assert all(torch.equal(named[f"p{i}"], torch.full((n,), i + 1.0)) for i, n in enumerate(sizes))
     assert len([b for b in buckets if "p2" in b.named][0].named) == 1
-
-
-def test_views_have_the_strides_of_the_tensors_and_wires_their_dtype():
     strided = torch.randn(2, 3, 2, 2).to(memory_format=torch.channels_last)
     bucket = FlatBucket.of({"a": torch.ones(5), "b": strided})
     whole = torch.zeros(50)

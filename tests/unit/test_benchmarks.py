@@ -35,7 +35,7 @@ class Dying(nn.Module):
         os._exit(3)
 
 
-def test_summaries_intervals_and_the_slowest_rank() -> None:
+def test_summaries_are_of_paired_rounds_whose_number_follows_the_time() -> None:
     summary = stats.summarize([5.0, 1.0, 3.0, 2.0, 4.0])
     assert (summary.median, summary.q25, summary.q75) == (3.0, 2.0, 4.0)
     assert summary.p90 == pytest.approx(4.6)
@@ -43,9 +43,6 @@ def test_summaries_intervals_and_the_slowest_rank() -> None:
     assert many[1] - many[0] < (few[1] - few[0]) / 5
     by_rank = np.array([[[1.0, 5.0]], [[2.0, 3.0]]])
     assert stats.slowest_rank(by_rank).tolist() == [[2.0, 5.0]]
-
-
-def test_paired_ratio_pairs_the_rounds() -> None:
     # The machine slows down tenfold; only a per-round ratio shows that ours always takes half the time.
     theirs = np.array([1.0, 1.0, 1.0, 10.0, 10.0])
     assert stats.paired_ratio(theirs / 2, theirs) == stats.PairedRatio(*[0.5] * 6, rounds=5, odd_rounds=0)
@@ -53,9 +50,6 @@ def test_paired_ratio_pairs_the_rounds() -> None:
     assert (ratio.median, ratio.odd_rounds) == (0.5, 2)
     mostly_noise = stats.paired_ratio([1.0, 1.0, 1.0], [0.0, -1.0, 2.0])
     assert math.isinf(mostly_noise.median) and mostly_noise.to_dict()["median"] is None
-
-
-def test_rounds_follow_the_time_budget_within_limits() -> None:
     enough = (100, 10.0), (MIN_ROUNDS, 99.0), (MAX_ROUNDS, 0.1)
     assert all(timing.enough(rounds, spent_s, seconds=10.0) for rounds, spent_s in enough)
     assert not timing.enough(100, 9.9, seconds=10.0) and not timing.enough(MIN_ROUNDS - 1, 99.0, seconds=10.0)
@@ -149,31 +143,35 @@ def test_saved_results_are_split_by_case_and_read_back(tmp_path: Path) -> None:
     assert written[1].read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
+def test_a_bad_argument_is_one_sentence_and_exit_code_2(capsys):
+    for arguments, words in (
         (["--case", "nope"], "There is no case 'nope'; choose from step_time, overlap, collective, startup, memory, "),
         (["--world-size", "1"], "--world-size 1: the case overlap needs at least 2 ranks"),
         (["--case", "scaling", "--world-sizes", "2,4"], "--world-sizes must include 1, to which efficiency"),
+        (["--world-sizes", "1"], "--world-sizes wants 1, for efficiency is relative to one rank, and more, not '1'."),
+        (["--world-sizes", "1,x"], "--world-sizes wants numbers of ranks separated by commas, like 1,2,4, not '1,x'."),
+        (["--world-sizes", "1,99"], "--world-sizes wants 1 to 64 ranks, not '1,99'."),
         (["--case", "memory", "--world-sizes", "1,2"], "--world-sizes is for the case scaling"),
+        (["--case", "scaling", "--world-size", "2"], "scaling wants --world-sizes, like 1,2,4."),
         (["--op", "nope"], "There is no collective 'nope'; choose from all_reduce, broadcast, all_gather"),
         (["--case", "memory", "--op", "broadcast"], "--op is for the case collective; add --case collective."),
+        (["--case", "memory", "--peers"], "--peers is for the case collective; add --case collective."),
         (["--op", "broadcast", "--peers"], "--peers compares all_reduce only"),
         (["--case", "collective", "--model", "gpt"], "--model: collective takes no model."),
         (["--model", "nope"], "There is no model 'nope'; choose from small, mlp, gpt, conv, resnet50, gpt2, llama, or"),
         (["--seconds", "nan"], "above 0 and at most 3600, not nan."),
         (["--world-size", "0"], "--world-size must be 1 to 64, not 0."),
+        (["--caps", "1,x"], "--caps wants numbers of MiB separated by commas, like 1,5,25, not '1,x'."),
         (["--caps", "0,5"], "positive numbers of MiB, not '0,5'."),
         ([*TORCH, "--vs", "nodots"], "'nodots' is not a dotted path to a class"),
         ([*TORCH, "--vs", "no_such_package.Thing"], "Cannot import 'no_such_package'"),
         ([*TORCH, "--vs", "torch.nn.functional.relu"], "has no class named 'relu'."),
         (["--json", "/no/such/folder/x.json"], "--json: the folder '/no/such/folder' does not exist."),
+        (["--html", "/no/such/folder/x.html"], "--html: the folder '/no/such/folder' does not exist."),
         (["--out", "/etc/passwd"], "--out must be a folder"),
         (["--bogus"], "No such option: --bogus"),
-    ],
-)
-def test_a_bad_argument_is_one_sentence_and_exit_code_2(arguments, words, capsys):
-    assert_refused(cli.main, arguments, words, capsys)
+    ):
+        assert_refused(cli.main, arguments, words, capsys)
 
 
 def test_cases_are_a_few_by_default_and_all_on_request() -> None:
@@ -186,7 +184,10 @@ def test_cases_are_a_few_by_default_and_all_on_request() -> None:
     assert check_operations([], [], []) == ([], ("all_reduce",))
 
 
-def test_the_error_of_a_package_that_does_not_load_says_what_to_do(monkeypatch):
+def test_the_error_of_a_package_that_does_not_load_says_what_to_do(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "torchddp.bench.registry", None)
+    assert cli.main([]) == 1
+    assert "The benchmark does not load here, see `torchddp doctor`" in capsys.readouterr().err
     broken = SimpleNamespace(import_error=ImportError("no libtorch"))
     for package, words in ((None, "Cannot import 'torchddp'.*make build"), (broken, "`torchddp doctor` says why")):
         monkeypatch.setitem(sys.modules, "torchddp", package)

@@ -21,16 +21,13 @@ from torchddp.harness.variants import LOCAL, TORCH_DDP
 OWN = benchmark_models.__name__
 
 
-def test_step_time_compares_whole_steps() -> None:
+def test_the_arithmetic_of_each_case() -> None:
     result = step_time()
     rows = by_name(result["variants"])
     assert result["best_torch"] == "torch tuned, cap 25" and result["rounds"] == ROUNDS
     assert rows["torchddp default"]["ratio_to_best_torch"]["median"] == 0.75
     assert rows["no DDP"]["ratio_to_best_torch"]["median"] == 0.625
     assert rows["torch tuned, cap 25"]["ratio_to_best_torch"] is None
-
-
-def test_overlap_is_the_share_of_communication_that_is_not_exposed() -> None:
     rows = by_name(overlap()["variants"])
     assert "hidden" not in rows["no DDP"]
     default = rows["torch default"]  # adds 4 ms to a step, and 5 ms to a step without computation
@@ -38,6 +35,18 @@ def test_overlap_is_the_share_of_communication_that_is_not_exposed() -> None:
     assert default["hidden"]["median"] == pytest.approx(0.2)
     assert rows["torch tuned, cap 25"]["hidden"]["median"] == pytest.approx(0.75)
     assert rows["torchddp default"]["hidden"]["median"] == pytest.approx(0.75)
+    result = startup()
+    rows = by_name(result["variants"])
+    assert [rows[name]["total_ms"]["median"] for name in rows] == [10, 60, 60, 20]
+    assert rows["torchddp default"]["constructor_ms"]["median"] == 5
+    assert rows["torchddp default"]["first_step_ms"]["median"] == 10
+    assert rows["torchddp default"]["ratio_to_best_torch"]["median"] == pytest.approx(1 / 3)
+    result = scaling()
+    assert [size["world_size"] for size in result["sizes"]] == [1, 2, 4]
+    assert [size["oversubscribed"] for size in result["sizes"]] == [False, False, True]
+    ours = [by_name(size["variants"])["torchddp default"] for size in result["sizes"]]
+    assert [row["efficiency"] for row in ours] == pytest.approx([1.0, 10 / 12, 10 / 24])
+    assert ours[2]["ratio_to_best_torch"]["median"] == pytest.approx(24 / 40)
 
 
 def test_a_share_out_of_range_is_stored_but_clamped_in_the_table() -> None:
@@ -51,34 +60,13 @@ def test_a_share_out_of_range_is_stored_but_clamped_in_the_table() -> None:
     assert hidden_text(nothing).startswith("? [")
 
 
-def test_startup_sums_constructor_and_steps() -> None:
-    result = startup()
-    rows = by_name(result["variants"])
-    assert [rows[name]["total_ms"]["median"] for name in rows] == [10, 60, 60, 20]
-    assert rows["torchddp default"]["constructor_ms"]["median"] == 5
-    assert rows["torchddp default"]["first_step_ms"]["median"] == 10
-    assert rows["torchddp default"]["ratio_to_best_torch"]["median"] == pytest.approx(1 / 3)
-
-
-def test_efficiency_is_relative_to_the_same_class() -> None:
-    result = scaling()
-    assert [size["world_size"] for size in result["sizes"]] == [1, 2, 4]
-    assert [size["oversubscribed"] for size in result["sizes"]] == [False, False, True]
-    ours = [by_name(size["variants"])["torchddp default"] for size in result["sizes"]]
-    assert [row["efficiency"] for row in ours] == pytest.approx([1.0, 10 / 12, 10 / 24])
-    assert ours[2]["ratio_to_best_torch"]["median"] == pytest.approx(24 / 40)
-
-
-def test_a_training_step_updates_no_weight_but_makes_every_gradient() -> None:
+def test_a_training_step_updates_no_weight_and_a_replay_hands_out_recorded_gradients() -> None:
     module = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1))
     before = [p.clone() for p in module.parameters()]
     runner = TrainingRunner(LOCAL, module, lambda output: output.square().mean())
     assert runner.step(torch.ones(2, 4)) > 0
     assert all(gradient.abs().max() > 0 for _, gradient in runner.gradients())
     assert all(torch.equal(old, new) for old, new in zip(before, module.parameters(), strict=True))
-
-
-def test_a_replay_hands_out_the_recorded_gradients_each_step() -> None:
     model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
     model(torch.randn(5, 4)).square().mean().backward()
     recorded = [p.grad for p in model.parameters()]

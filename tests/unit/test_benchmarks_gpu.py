@@ -1,20 +1,18 @@
 """Arithmetic and goals of the GPU benchmarks, without a GPU; tests/gpu/run.sh --dry-run runs the benchmarks."""
 
-import io
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from rich.console import Console
 
-from benchmarks.gpu import report, trace
+from benchmarks.gpu import cli, leave, report, trace
 from benchmarks.gpu import run as course
 from benchmarks.gpu.cases import HOST_CASE, MODELS_CASE, OPTIONS_CASE, PACK_CASE
 from benchmarks.gpu.duel import duel, split_by_call
 from benchmarks.gpu.given import GivenStep
 from benchmarks.gpu.results import duel_result, model_result
-from benchmarks.gpu.run import Settings, Stage
+from benchmarks.gpu.run import Stage
 from benchmarks.gpu.variants import known_options, make_field
 from tests.harness import on_ranks
 from tests.unit.benchmark_results import document
@@ -38,7 +36,7 @@ def parsed(*entries: dict[str, Any]) -> list[trace.DeviceEvent]:
 NCCL = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
 
 
-def test_a_trace_gives_the_devices_events_in_order() -> None:
+def test_a_trace_gives_the_devices_events_and_how_they_overlap() -> None:
     events = parsed(
         device_event("gpu_memset", "Memset (Device)", 7, 30.0, 1.0),
         device_event("kernel", "gemm", 7, 10.0, 5.0),
@@ -47,9 +45,6 @@ def test_a_trace_gives_the_devices_events_in_order() -> None:
     found = [(event.kind, event.stream, event.end_us) for event in events]
     assert found == [("kernel", 7, 15.0), ("copy", 20, 22.0), ("fill", 7, 31.0)]
     assert trace.count(events, 2) == trace.Counts(kernels=0.5, copies=0.5, fills=0.5)
-
-
-def test_overlap_counts_communication_during_computation() -> None:
     events = parsed(
         device_event("kernel", "gemm", 7, 0.0, 10.0),
         device_event("kernel", "torchddp::pack", 20, 10.0, 1.0),
@@ -99,18 +94,28 @@ def test_the_report_ends_with_the_goals() -> None:
     assert goals.count("gpt2") == 1  # other ways to train have no goal
 
 
-def test_a_failed_stage_keeps_the_other_results(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_stage_keeps_the_other_results(monkeypatch, capsys):
     def fails(seconds: float, display: Any) -> Any:
         raise LaunchError("rank 0: out of memory")
 
     good = Stage("good", lambda seconds, display: [{"kind": "model"}], lambda raws: [fake_model()])
     monkeypatch.setattr(course, "stages", lambda settings: [good, Stage("bad", fails, lambda raws: []), good])
-    settings = Settings(("models",), ("small",), 100.0, 1, "gloo", "cpu", (25,), 64, True, 0)
-    kept: list[int] = []
-    console = Console(file=io.StringIO(), width=80)
-    found = course.run(settings, "command", console, lambda document: kept.append(len(document["results"])))
-    assert kept == [1, 1, 2]
-    assert found["failures"] == [{"stage": "bad", "error": "rank 0: out of memory"}]
+    kept: list[tuple[int, list[dict[str, str]]]] = []
+    monkeypatch.setattr(cli, "write_json", lambda _, found: kept.append((len(found["results"]), [*found["failures"]])))
+    assert cli.main("--device cpu --backend gloo --quick --json result.json".split()) == 1
+    failure = {"stage": "bad", "error": "rank 0: out of memory"}
+    assert kept == [(1, []), (1, [failure]), (2, [failure])]
+    assert capsys.readouterr().err == "error: failed: bad; the reasons are above\n"
+
+
+@pytest.mark.parametrize(
+    ("device", "limit_s", "words"),
+    [("cpu", 0.1, "did not end within 0.1 s: it had not left the group"), ("tpu", 60, "ended with exit code 1: ")],
+)
+def test_a_program_that_does_not_end_or_fails_is_an_error(device, limit_s, words, monkeypatch):
+    monkeypatch.setattr(leave, "LIMIT_S", limit_s)
+    with pytest.raises(LaunchError, match=f"^a program using torch's class {words}"):
+        leave.time_leaving(device, "gloo", 1.0, lambda done, total: None)
 
 
 def test_kernels_are_summed_by_call_and_compared_with_the_first_way() -> None:

@@ -50,21 +50,42 @@ def test_batches_of_any_kind_reach_the_module(factory: str) -> None:
         assert not torch.equal(make_batch(name, 0, rank=0, index=0), make_batch(name, 0, rank=1, index=0))
 
 
-@pytest.mark.parametrize(
-    ("model", "words"),
-    [
-        ("no_such_package:x", "--model no_such_package:x: cannot import 'no_such_package'"),
+class Undifferentiable(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor) -> torch.Tensor:
+        return output.sum()
+
+
+LINEAR, BATCH = nn.Linear(8, 2), torch.ones(4, 8)
+NO_TENSOR = nn.Linear(8, 2)
+NO_TENSOR.register_forward_hook(lambda *_: "text")
+
+
+def test_an_invalid_model_is_one_sentence(monkeypatch):
+    for made, words in (
+        (7, "the factory returned an int; it must return (module, batch)"),
+        ((LINEAR, 3), "the factory's batch is an int; it must return (module, batch)"),
+        ((LINEAR, BATCH, 3), "the factory's loss is an int; it must return (module, batch)"),
+        ((nn.Flatten(), BATCH), "no parameter of the module requires a gradient."),
+        ((LINEAR, torch.ones(4, 9)), "forward or loss raised RuntimeError: mat1 and mat2"),
+        ((NO_TENSOR, BATCH), "raised TypeError: found no tensor to differentiate in the model's output, a str"),
+        ((LINEAR, BATCH, lambda output: output), "the loss must be a scalar tensor that requires a gradient."),
+        ((LINEAR, BATCH, Undifferentiable.apply), "backward raised NotImplementedError: "),
+        ((nn.Embedding(4, 2, sparse=True), torch.tensor([1])), "parameter 'weight' has a sparse gradient, which "),
+    ):
+        monkeypatch.setattr(models.dist, "get_rank", lambda: 0)
+        monkeypatch.setattr(benchmark_models, "seeded", lambda made=made: made, raising=False)
+        load_factory.cache_clear()
+        with pytest.raises(ArgumentError) as caught:
+            prove(f"{OWN}:seeded", 0)
+        message = str(caught.value)
+        assert message.startswith(f"--model {OWN}:seeded: ") and "\n" not in message and words in message
+    for model, words in (
+        ("no_such_package:x", "cannot import 'no_such_package'"),
         (f"{OWN}:missing", "has no function or class named 'missing'"),
-        (f"{OWN}:returning_rubbish", "the factory returned an int; it must return (module, batch)"),
-        (f"{OWN}:no_loss", "the loss must be a scalar tensor that requires a gradient."),
-    ],
-)
-def test_an_invalid_model_is_one_sentence(model, words, monkeypatch):
-    monkeypatch.setattr(models.dist, "get_rank", lambda: 0)
-    with pytest.raises(ArgumentError) as caught:
-        prove(model, 0)
-    message = str(caught.value)
-    assert message.startswith("--model ") and "\n" not in message and words in message
+    ):
+        with pytest.raises(ArgumentError, match=f"^--model {model}: .*{words}"):
+            prove(model, 0)
 
 
 def test_a_model_that_fails_in_a_rank_ends_the_command_with_code_2(capsys: pytest.CaptureFixture[str]) -> None:

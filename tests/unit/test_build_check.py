@@ -24,9 +24,8 @@ def test_what_fits_is_accepted(running):
     assert misfit(CPU, RUNNING | running) == misfit(CUDA, RUNNING | running) == ""
 
 
-@pytest.mark.parametrize(
-    ("built", "running", "words"),
-    [
+def test_what_does_not_fit_is_told_with_the_wheel_to_install():
+    for built, running, words in (
         (CPU, {"torch": "2.12.1", "cuda": ""}, "built for torch 2.13.0+cpu, but torch 2.12.1 is running"),
         (CUDA, {"torch": "3.13.0"}, "built for torch 2.13.0+cu130, but torch 3.13.0 is running"),
         (CPU, {"python": "3.12.1"}, "built for Python 3.11.7, but this is Python 3.12.1"),
@@ -34,24 +33,16 @@ def test_what_fits_is_accepted(running):
         (CUDA, {"torch": "2.13.0+cu126", "cuda": "12.6"}, "torch 2.13.0+cu126 has CUDA 12.6"),
         (CUDA | {"cuda": "12.9.1"}, {}, "runs only extensions built with 13.0 to 13.0"),
         (CUDA | {"cuda": "13.2.51"}, {}, "built with CUDA 13.2.51, but torch 2.13.1+cu130 has CUDA 13.0"),
-    ],
-)
-def test_a_misfit_is_reported(built, running, words):
-    assert words in misfit(built, RUNNING | running)
-
-
-@pytest.mark.parametrize(
-    ("torch", "cuda", "words"),
-    [
+    ):
+        assert words in misfit(built, RUNNING | running)
+    for torch, cuda, words in (
         ("2.13.0+cpu", "", "torchddp==0.1.0+cpu.torch2.13 --index-url INDEX/torch-2.13/cpu/ "),
         ("2.12.1", "12.6", "torchddp==0.1.0+cu126.torch2.12 --index-url INDEX/torch-2.12/cu126/ "),
         ("2.14.0a0+git1234", "13.2.1", "torchddp==0.1.0+cu132.torch2.14 --index-url INDEX/torch-2.14/cu132/ "),
-    ],
-)
-def test_the_wheel_to_install_is_named(torch, cuda, words):
-    advice = wheel_advice("0.1.0+cu130.torch2.13", {"torch": torch, "cuda": cuda})
-    assert words in advice and "docs/install.md" in advice
-    assert ("TORCHDDP_CUDA=1 pip install" in advice) is bool(cuda)
+    ):
+        advice = wheel_advice("0.1.0+cu130.torch2.13", {"torch": torch, "cuda": cuda})
+        assert words in advice and "docs/install.md" in advice
+        assert ("TORCHDDP_CUDA=1 pip install" in advice) is bool(cuda)
 
 
 # --- the extension's build info ---
@@ -63,14 +54,11 @@ def write_extension(folder: Path, info: dict[str, str], suffix: str = OWN_SUFFIX
     (folder / f"_C{suffix}").write_bytes(b"\x7fELF\0torchddp build info\n\0" + text.encode() + b"\0archs=none\n\0")
 
 
-def test_the_files_build_info_is_that_of_the_loaded_extension():
+def test_the_file_says_what_the_loaded_extension_says_and_that_of_this_python_first(tmp_path):
     told = read_build_info(_import_check.PACKAGE_DIR)
     assert told == parse_build_info(_C.build_info)
     assert told["version"] == _C.version and minor(told["torch"]) == minor(running_versions()["torch"])
     assert minor(told["python"]) == sys.version_info[:2] and bool(told["cuda"]) is _C.with_cuda
-
-
-def test_the_file_of_this_python_takes_precedence(tmp_path):
     assert read_build_info(tmp_path) == {}
     (tmp_path / f"_C{OWN_SUFFIX}").write_bytes(b"\x7fELF, of something else")
     assert read_build_info(tmp_path) == {}

@@ -112,14 +112,11 @@ def test_what_is_wrong_fails_in_its_column(column: str, kind: str, over: str, ch
     assert list(judge(outcome, TIMEOUT_S).problems) == ([column] if column else [])
 
 
-def test_a_report_may_name_the_rank_for_all() -> None:
+def test_what_names_rank_1() -> None:
     outcome = outcome_of(trial_of(STOP, GLOO))
     report_changed(2, error=UNNAMED)(outcome)
     outcome.hang_reports = [RIGHT_REPORT]
     assert judge(outcome, TIMEOUT_S).ok
-
-
-def test_what_names_rank_1() -> None:
     naming = "rank 1 died", "Rank 1: no room", "ranks 0 and 1 have left", "ranks 0-2 wait", "ranks 0, 2, 1"
     naming += ("rank 1 is stopped; ranks 0 and 2 have waited 3 s",)
     others = "rank 11 died", "rank 0 of 11, step 1", "ranks 2-4 wait", "rank 1 has waited 3 s for rank 2", ""

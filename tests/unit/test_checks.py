@@ -1,4 +1,4 @@
-"""Hashes of tensors, and comparisons of ranks' hashes."""
+"""Models and parameters that differ between ranks: hashes of tensors, and what is said."""
 
 import pickle
 
@@ -7,6 +7,7 @@ import torch
 
 from torchddp import DesyncError
 from torchddp.ddp.options import DDPOptions
+from torchddp.ddp.same_model import MAX_DIFFERENCES, describe, find_differences
 from torchddp.diagnose.parameters import Amount, Difference, check_parameters, find_difference, hash_tensors, make_error
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.int8, torch.bool]
@@ -54,15 +55,12 @@ def test_a_hash_by_operators_covers_all_bits():
         hash_tensors([torch.ones(1), torch.ones(2, device="meta")])
 
 
-def test_the_first_difference_and_the_majority():
+def test_the_majority_is_told_with_all_that_is_known():
     assert find_difference([[1, 2], [1, 2], [1, 2]]) is None
     assert find_difference([[1, 2, 3], [1, 2, 4], [1, 5, 3]]) == Difference(1, 0, (2,), 2)
     assert find_difference([[9, 2], [1, 2], [1, 2]]) == Difference(0, 1, (0,), 1)
     assert find_difference([[1], [2]]) == Difference(0, 0, (1,), 1)
     assert find_difference([[1], [2], [2], [3]]) == Difference(0, 0, (1, 2, 3), 1)  # half is no majority
-
-
-def test_the_error_names_what_is_known():
     amounts = [Amount(0, 0.0), Amount(0, 0.0), Amount(1, 0.25)]
     error = make_error(Difference(1, 0, (2,), 3), "a.weight", "torch.float32 [4]", 3, 7, amounts, 40)
     for words in ("after 40 synchronised", "3 of 7 differ", "'a.weight' (torch.float32 [4])", "rank 2 differs from"):
@@ -88,3 +86,28 @@ def test_wrong_choices():
         DDPOptions(find_nonfinite="warn")
     with pytest.raises(TypeError, match=r"needs a torchddp\.DistributedDataParallel, got Linear"):
         check_parameters(torch.nn.Linear(1, 1))
+
+
+def _model(**shapes: tuple[int, ...]):
+    return describe([torch.zeros(shape) for shape in shapes.values()], list(shapes))
+
+
+def test_shapes_order_number_dtype_and_strides_name_parameters_and_ranks():
+    assert find_differences([_model(a=(2, 3), b=(3,))] * 4) == []
+    assert find_differences([_model(a=(2,), b=(3,)), _model(x=(2,), y=(3,))]) == []
+    (text,) = find_differences([_model(a=(2, 3)), _model(a=(2, 4))])
+    assert text.startswith("[1]: params[0] ('a')")
+    assert "[2, 4]" in text and "[2, 3]" in text and "process 0" in text
+    (text,) = find_differences([_model(a=(2,), b=(2,)), _model(b=(2,), a=(2,))])
+    assert "different order" in text and "'b'" in text and "'a'" in text and "Rank 1" in text
+    (text,) = find_differences([_model(a=(2,), b=(3,)), _model(a=(2,), c=(3,), d=(1,))])
+    assert "Rank 0 has 2 params, while rank 1 has inconsistent 3 params" in text
+    assert "Only Rank 0 has 'b'" in text and "Only rank 1 has 'c', 'd'" in text
+    found = find_differences([_model(a=(2,)), _model(a=(3,)), _model(a=(2,)), _model(a=(4,))])
+    assert [text[:3] for text in found] == ["[1]", "[3]"]
+    assert MAX_DIFFERENCES >= len(found)
+    reference = _model(a=(2, 3), b=(2, 3))
+    other = describe([torch.zeros(2, 3, dtype=torch.float64), torch.zeros(3, 2).t()], ["a", "b"])
+    dtype, strides = find_differences([reference, reference, other])
+    assert dtype.startswith("[2]: params[0] ('a')") and "float64" in dtype and "float32" in dtype
+    assert strides.startswith("[2]: params[1] ('b')") and "strides [1, 2]" in strides

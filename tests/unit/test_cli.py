@@ -1,6 +1,7 @@
 """What all commands share: help, completion, models from files, errors in user code, outputs, Ctrl-C."""
 
 import contextlib
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -46,20 +47,17 @@ def test_the_list_of_commands_fits_60_columns() -> None:
     assert all(len(line) <= 60 and line.endswith(".") and not line.endswith("...") for line in lines)
 
 
-@pytest.mark.parametrize(
-    ("words", "completed"),
-    [
+def test_the_shell_completes_commands_and_values() -> None:
+    for words, completed in (
         ("torchddp t", {"trace", "tune"}),
         ("torchddp trace --model g", {"gpt", "gpt2"}),
         ("torchddp tune --transport s", {"shm"}),
         ("torchddp simulate --link eth1", {"eth1", "eth10", "eth100"}),
         ("torchddp bench --case s", {"step_time", "startup", "scaling"}),
-    ],
-)
-def test_the_shell_completes_commands_and_values(words: str, completed: set[str]) -> None:
-    variables = {"_TORCHDDP_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
-    assert set(CliRunner().invoke(app, [], prog_name="torchddp", env=variables).output.split()) == completed
-    assert "--install-completion" in CliRunner().invoke(app, ["-h"]).output
+    ):
+        variables = {"_TORCHDDP_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+        assert set(CliRunner().invoke(app, [], prog_name="torchddp", env=variables).output.split()) == completed
+        assert "--install-completion" in CliRunner().invoke(app, ["-h"]).output
 
 
 # --- models ----------------------------------------------------------------------------------------------------------
@@ -317,7 +315,11 @@ def test_ctrl_c_is_one_line_and_leaves_nothing(command: list[str] | None, when: 
             os.kill(pid, signal.SIGKILL)
 
 
-def test_ranks_with_the_same_error_are_reported_together() -> None:
+def test_ranks_that_fail_alike_or_say_nothing_are_named_together() -> None:
+    silent, _ = pipe = multiprocessing.Pipe()
+    with pytest.raises(LaunchError, match=r"^Case 'trace': nothing from ranks \[0, 1\] for 0.01 s, stopped\.$"):
+        follow(Inbox([silent], print), RankJob("trace", print, (), 2), 0.01)
+    assert not any(end.closed for end in pipe)
     inbox = Inbox([], lambda what, done, total: None)
     inbox.errors |= {1: "ValueError: no", 0: "ValueError: no", 2: "KeyError: 'x'"}
     job = RankJob("trace", print, (), 3)

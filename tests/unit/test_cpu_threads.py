@@ -3,8 +3,6 @@
 import os
 import re
 
-import pytest
-
 from torchddp import _C
 from torchddp.diagnose.changed_gradients import describe
 from torchddp.diagnose.cpu_threads import RankThreads, advice
@@ -19,9 +17,8 @@ def ranks(count, threads, processors=16, *, bound=None, quota=0, by_variable=Fal
     ]
 
 
-@pytest.mark.parametrize(
-    ("told", "words"),
-    [
+def test_what_does_not_fit_and_what_does():
+    for told, words in (
         (
             ranks(4, 16),
             "The 4 ranks of this host have 16 threads each, 64 in all, for 16 processors, .*_THREADS=4 ",
@@ -32,15 +29,9 @@ def ranks(count, threads, processors=16, *, bound=None, quota=0, by_variable=Fal
         (ranks(4, 1, bound=[[0]] * 4), "to processor 0 of 16, .* each rank to 4 .*OMP_NUM_THREADS=4"),
         (ranks(3, 1, bound=[[0], [0], [1]]), "bound to processors 0, 1 of 16.* each rank to 5 "),
         (ranks(2, 1, by_variable=True), "1 thread each for 16 processors: most of them idle.* OMP_NUM_THREADS=8 "),
-    ],
-)
-def test_too_many_threads_are_reported(told, words):
-    assert re.search(words, advice(told)), advice(told)
-
-
-@pytest.mark.parametrize(
-    "fits",
-    [
+    ):
+        assert re.search(words, advice(told)), advice(told)
+    for fits in (
         ranks(4, 4),
         ranks(4, 1),  # set by torch.set_num_threads(1): intended
         ranks(8, 1, by_variable=True),
@@ -51,21 +42,15 @@ def test_too_many_threads_are_reported(told, words):
         ranks(2, 2, bound=[[0, 1], [2, 3]]),
         ranks(8, 2, 64, quota=16),
         ranks(4, 1, 16, bound=[[0]] * 4, quota=1),  # the quota allows only one
-    ],
-)
-def test_no_report_if_threads_fit(fits):
-    assert advice(fits) == ""
-
-
-def test_of_this_process():
+    ):
+        assert advice(fits) == ""
     own = RankThreads.of_this_process()
     assert own.processors == sorted(os.sched_getaffinity(0)) and own.host == _C.host_identity()
     assert own.quota == _C.processor_quota() >= 0
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
+def test_report_of_ranks_that_changed_gradients():
+    for changes, words in (
         (["00", "10", "00"], "'a' was changed on rank 1; left as backward gave it on ranks 0 and 2"),
         (
             ["22", "00", None],
@@ -74,8 +59,6 @@ def test_of_this_process():
         (["03", "00"], "that of 'b' was replaced by another tensor on rank 0; left as backward gave it on rank 1"),
         (["11", "11"], ""),
         (["10", None, None], ""),
-    ],
-)
-def test_report_of_ranks_that_changed_gradients(changes, words):
-    text = describe(changes, ["a", "b"])
-    assert text.endswith(words) and bool(text) == bool(words)
+    ):
+        text = describe(changes, ["a", "b"])
+        assert text.endswith(words) and bool(text) == bool(words)

@@ -74,9 +74,8 @@ def test_every_block_runs_or_says_why_not(page):
     assert not [f"{name_of(page)}:{line}: {text}" for line, text in found if text]
 
 
-@pytest.mark.parametrize(
-    ("text", "wrong"),
-    [
+def test_complaints():
+    for text, wrong in (
         ("```python\n1 / 0\n```", ""),  # run below
         ("    pip install 'torchddp[cli]'\n    torchddp tune --model mlp   # comment", ""),
         ("```text\nrank 1 died\n```", "needs a marker"),
@@ -87,12 +86,10 @@ def test_every_block_runs_or_says_why_not(page):
         ("```sh\nmake no-such-target\n```", "no target no-such-target"),
         ("```sh\npython -m benchmarks.chaos --no-such-option\n```", "no option --no-such-option"),
         ("```sh\nrm -r build\n```", "can't be checked"),
-    ],
-)
-def test_complaints(text, wrong):
-    page = Path("no_such_" + "page.md")
-    found = "; ".join(filter(None, (complaint(page, block) for block in blocks(text))))
-    assert wrong in found if wrong else not found
+    ):
+        page = Path("no_such_" + "page.md")
+        found = "; ".join(filter(None, (complaint(page, block) for block in blocks(text))))
+        assert wrong in found if wrong else not found
 
 
 # --- commands ---
@@ -219,15 +216,12 @@ def test_python_runs(page, tmp_path, monkeypatch):
 # --- links ---
 
 
-def test_links_out_of_docs():
+def test_links_lead_somewhere():
     text = "[the chart](../benchmarks/__init__.py), ![seen](../../README.md), [a page](sync.md), [nothing](../none.md)"
     assert linked_outside(text, "page.md", "") == text.replace("[the chart](../benchmarks/__init__.py)", "the chart")
     linked = linked_outside(text, "a/page.md", "https://here")
     assert "![seen](https://here/raw/main/README.md)" in linked and "[a page](sync.md)" in linked
-
-
-def test_links_of_the_readme_lead_somewhere():
-    """`make docs` checks those of docs/."""
+    # Those of docs/ are checked by `make docs`.
     for page in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md"):
         targets = re.findall(r"\]\((?!https?:)([^)#\s]+)", (ROOT / page).read_text())
         assert [target for target in targets if not (ROOT / target).exists()] == [], page

@@ -99,19 +99,16 @@ def test_the_command_starts_where_numpy_is_missing() -> None:
     assert done.returncode == 0 and "torchddp doctor" in done.stdout, done.stderr
 
 
-@pytest.mark.parametrize(
-    ("argv", "orig_argv", "expected"),
-    [
+def test_the_command_is_recognised() -> None:
+    for argv, orig_argv, expected in (
         (["/venv/bin/torchddp", "doctor"], ["python", "/venv/bin/torchddp", "doctor"], True),
         (["-m", "doctor"], ["python", "-X", "dev", "-m", "torchddp", "doctor"], True),
         (["-m"], ["python", "-m", "torchddp.cli.checks", "shm"], False),
         (["-m"], ["python", "-m", "pytest", "torchddp"], False),
         (["train.py", "torchddp"], ["python", "train.py", "torchddp"], False),
         ([], [], False),
-    ],
-)
-def test_the_command_is_recognised(argv: list[str], orig_argv: list[str], expected: bool) -> None:
-    assert is_command(argv, orig_argv) is expected
+    ):
+        assert is_command(argv, orig_argv) is expected
 
 
 def test_the_verdict_is_one_sentence() -> None:
@@ -125,7 +122,7 @@ def test_the_verdict_is_one_sentence() -> None:
 # --- what does not fit ---
 
 
-def test_gpus_without_kernels_and_cpu_builds_on_cuda_hosts_are_reported() -> None:
+def test_gpus_that_this_build_does_not_serve_are_told() -> None:
     gpus = [Gpu("NVIDIA H200", "9.0"), Gpu("NVIDIA A10", "8.6"), Gpu("one to come", "12.0")]
     assert hints(CUDA_BUILT, dataclasses.replace(CUDA_RUNNING, gpus=gpus)) == []
     old = dataclasses.replace(CUDA_RUNNING, gpus=[*gpus, Gpu("Tesla V100", "7.0")])
@@ -136,35 +133,23 @@ def test_gpus_without_kernels_and_cpu_builds_on_cuda_hosts_are_reported() -> Non
     assert "CPU models are fine" in hint and "torchddp==0.1.0+cu130.torch2.13 --index-url" in hint
     assert hints(built, dataclasses.replace(CUDA_RUNNING, cuda="")) == []
     assert hints(CUDA_BUILT, CUDA_RUNNING) == []
-
-
-@pytest.mark.parametrize(
-    ("archs", "with_kernels", "without"),
-    [
+    for archs, with_kernels, without in (
         ("80-real 90-real 100", ("8.0", "8.9", "10.3", "12.0"), ("7.5",)),
         ("86-real", (), ("8.0", "9.0")),
         ("80-virtual", ("9.0",), ()),
         ("100-virtual", (), ("9.0",)),
         ("", (), ("9.0",)),
-    ],
-)
-def test_which_gpus_have_kernels(archs: str, with_kernels: tuple[str, ...], without: tuple[str, ...]) -> None:
-    assert [gpu for gpu in (*with_kernels, *without) if has_kernels_for(archs, gpu)] == list(with_kernels)
-
-
-@pytest.mark.parametrize(
-    ("built", "changes", "words"),
-    [
+    ):
+        assert [gpu for gpu in (*with_kernels, *without) if has_kernels_for(archs, gpu)] == list(with_kernels)
+    for built, changes, words in (
         (Built(), {}, "built without CUDA"),
         (CUDA_BUILT, {"nccl": ""}, "has no NCCL"),
         (CUDA_BUILT, {}, "torch sees no GPU (there is no driver)"),
         (CUDA_BUILT, {"driver": "CUDA 12.2"}, "torch sees no GPU (CUDA 12.2)"),
         (CUDA_BUILT, {"gpus": [Gpu("NVIDIA H200", "9.0")]}, ""),
-    ],
-)
-def test_why_nccl_is_not_tested(built: Built, changes: dict[str, Any], words: str) -> None:
-    reason = reason_against_nccl(built, dataclasses.replace(CUDA_RUNNING, **changes))
-    assert words in reason and bool(words) is bool(reason)
+    ):
+        reason = reason_against_nccl(built, dataclasses.replace(CUDA_RUNNING, **changes))
+        assert words in reason and bool(words) is bool(reason)
 
 
 def test_the_doctor_shows_the_extensions_build_info() -> None:

@@ -1,6 +1,8 @@
 """The parts of the GPT example that don't need a second rank: data, sampling, options, model, checkpoints."""
 
 import json
+import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +10,12 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from examples import train_gpt
-from examples.gpt import checkpoint, data
+from examples import demo, train_gpt
+from examples.gpt import checkpoint, data, metrics, processes
+from examples.gpt.comparison import LOSS_TOLERANCE, compare_losses
 from examples.gpt.config import TrainConfig, lr_factor
 from examples.gpt.errors import ExampleError
+from tests.unit.helpers import is_running, wait_until
 
 
 def test_default_corpus_is_this_pythons_source(tmp_path: Path) -> None:
@@ -26,6 +30,20 @@ def test_default_corpus_is_this_pythons_source(tmp_path: Path) -> None:
     corpus = data.load_corpus(tmp_path / "text", 8)
     assert bytes(corpus.train.numpy()) == text[:1800]
     assert bytes(corpus.validation.numpy()) == text[1800:]
+
+
+def test_hidden_files_and_what_is_not_of_the_standard_library_are_left_out(tmp_path: Path) -> None:
+    kept = ["abc.py", "json/__init__.py", "json/tool.py", "zlib_.py"]
+    others = ["abc.txt", "dist-packages/a.py", "json/tests/a.py", "site-packages/a.py", "test/a.py"]
+    for name in (*reversed(kept), *others, ".hidden.py", ".git/config.py", "json/.cache/a.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"{name:40}")
+    (tmp_path / "gone.py").symlink_to("nowhere")
+    assert data.python_source_files(tmp_path) == [tmp_path / name for name in kept]
+    names = sorted([*kept, *others])
+    assert data.data_files(tmp_path) == [tmp_path / name for name in names]
+    corpus = data.load_corpus(tmp_path, 8)
+    assert bytes([*corpus.train, *corpus.validation]).decode().split() == names
 
 
 def test_data_errors_name_what_was_given(tmp_path: Path) -> None:
@@ -57,20 +75,28 @@ def test_each_rank_draws_its_own_batches_from_the_whole_text() -> None:
     assert targets.tolist() == [[1, 2, 3, 4, 5], [41, 42, 43, 44, 45]]
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
+def test_bad_input_ends_with_one_line_and_exit_code_2() -> None:
+    for options, words in (
+        ("--steps 0", "--steps must be at least 1, got 0"),
+        ("--seed -1", "--seed must not be negative, got -1"),
+        ("--lr nan", "--lr must be a positive number, got nan"),
+        ("--dropout 1", "--dropout must be in [0, 1), got 1.0"),
+        ("--steps 5 --stop-after 6", "--stop-after must be between 1 and --steps (5), got 6"),
+        ("--schedule magic", "unknown --schedule 'magic': choose one of "),
+        ("--device tpu", "unknown --device 'tpu': choose one of "),
+        ("--resume", "--resume needs --checkpoint PATH"),
+        ("--save-every 5", "--save-every needs --checkpoint PATH"),
+        ("--ddp none --data /no/such/text", "no such data: /no/such/text"),
+        ("--ddp none --json /tmp", "--json /tmp is a folder: name a file"),
         ("--ddp horovod", "unknown --ddp 'horovod': choose one of torchddp, sharded, torch, none"),
         ("--ddp none --width 10 --heads 3", "--width must be a multiple of --heads, got width 10 and heads 3"),
         ("--ddp none --checkpoint /no.ckpt --resume", "no checkpoint at /no.ckpt: omit --resume"),
         ("--ddp none --checkpoint /dev/null/x/y.pt", "--checkpoint /dev/null/x/y.pt: cannot create its folder"),
-    ],
-)
-def test_bad_input_ends_with_one_line_and_exit_code_2(options: str, words: str) -> None:
-    result = CliRunner().invoke(train_gpt.app, options.split())
-    assert result.exit_code == 2
-    assert len(result.stderr.splitlines()) == 1
-    assert result.stderr.startswith(f"error: {words}")
+    ):
+        result = CliRunner().invoke(train_gpt.app, options.split())
+        assert result.exit_code == 2
+        assert len(result.stderr.splitlines()) == 1
+        assert result.stderr.startswith(f"error: {words}")
 
 
 def test_learning_rate_warms_up_and_then_falls_to_a_tenth() -> None:
@@ -95,7 +121,7 @@ def _content(**changes: Any) -> dict[str, Any]:
     return {"identity": _identity(**changes), "step": 7, **parts}
 
 
-def test_only_constant_schedules_over_the_same_data_can_be_extended(tmp_path: Path) -> None:
+def test_checkpoints_of_other_runs_damaged_and_foreign_ones_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "c.pt"
     checkpoint.save_checkpoint(path, _content())
     with pytest.raises(ExampleError, match="belongs to a run with other settings: steps 150 there, 9 here"):
@@ -104,9 +130,6 @@ def test_only_constant_schedules_over_the_same_data_can_be_extended(tmp_path: Pa
         checkpoint.load_checkpoint(path, _identity() | {"data": "b" * 64})
     checkpoint.save_checkpoint(path, _content(schedule="constant", steps=10))
     assert checkpoint.load_checkpoint(path, _identity(schedule="constant", steps=20))["step"] == 7
-
-
-def test_damaged_and_unrelated_files_are_bad_checkpoints(tmp_path: Path) -> None:
     checkpoint.save_checkpoint(tmp_path / "whole.pt", _content())
     whole = (tmp_path / "whole.pt").read_bytes()
     (tmp_path / "half.pt").write_bytes(whole[: len(whole) // 2])
@@ -134,3 +157,91 @@ def test_a_failing_write_leaves_the_old_checkpoint_whole(tmp_path: Path, monkeyp
     monkeypatch.undo()
     assert checkpoint.load_checkpoint(path, _identity())["step"] == 7
     assert [file.name for file in tmp_path.iterdir()] == ["c.pt"]
+
+
+def _record(losses: list[float]) -> dict[str, Any]:
+    numbered = list(enumerate(losses, start=1))
+    return {
+        **{"world_size": 2, "device": "cpu", "parameters": 1_300_000, "data": {}, "versions": {}, "first_step": 1},
+        "steps": [{"step": n, "loss": v, "step_ms": 10.0 + n, "probed": n % 5 == 0} for n, v in numbered],
+        "validation": [{"step": len(losses), "loss": losses[-1] + 0.25}],
+        "communication": [{"step": n, "exposed_ms": float(n)} for n, _ in numbered if n % 5 == 0],
+        "memory": {"training_peak_rss_bytes": 1e8, "peak_rss_bytes": 2e8},
+    }
+
+
+def test_losses_within_rounding_are_equal_and_missing_losses_are_not() -> None:
+    summary = metrics.summarise([_record([1.0] * 9)])
+    assert summary["step_ms_p50"] == 17.0  # steps 4, 6, 7, 8, 9
+    assert summary["exposed_communication_ms_p50"] == 5.0
+    losses = _record([3.0, 2.0, 1.0])
+    assert compare_losses(losses, losses).bitwise_equal
+    comparison = compare_losses(losses, _record([3.0, math.nextafter(2.0, 3.0), 1.0]))
+    assert comparison.equal and not comparison.bitwise_equal
+    assert "within the tolerance" in comparison.words() and "training step 2" in comparison.words()
+    for none in ({"steps": [], "validation": []}, _record([math.nan])):
+        assert not compare_losses(none, none).equal
+    for other in ([3.0, 2.0 + 3 * LOSS_TOLERANCE, 1.0], [3.0, 2.0], [3.0, 2.0, 1.0, 1.0], [3.0, math.nan, 1.0]):
+        comparison = compare_losses(losses, _record(other))
+        assert not comparison.equal and "MORE THAN the tolerance" in comparison.words(), other
+
+
+def _run_demo(monkeypatch: pytest.MonkeyPatch, out: Path, losses_of: dict[str, list[float]]) -> Any:
+    """Run the demo with fake metrics files of `train_gpt.py`; without losses the run fails."""
+
+    def torchrun(script: Path, arguments: list[str], **_: Any) -> None:
+        options = dict(zip(arguments, arguments[1:], strict=False))
+        if options["--ddp"] not in losses_of:
+            raise ExampleError("the run failed (torchrun exited with 1)")
+        Path(options["--json"]).write_text(json.dumps(_record(losses_of[options["--ddp"]])))
+
+    monkeypatch.setattr(demo, "ddp_class", lambda name: None)
+    monkeypatch.setattr(demo, "torchrun", torchrun)
+    return CliRunner().invoke(demo.app, ["--quick", "--json", "--out", str(out)])
+
+
+def test_demo_fails_if_losses_differ_or_a_run_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    result = _run_demo(monkeypatch, tmp_path / "out", {"torch": [3.0, 2.0], "torchddp": [3.0, 2.0]})
+    assert result.exit_code == 0, result.stderr
+    assert json.loads(result.stdout)["losses"]["bitwise_equal"] is True
+    assert "All 3 losses are bitwise equal." in result.stderr
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["loss.png", "result.json"]
+    result = _run_demo(monkeypatch, tmp_path, {"torch": [3.0, 2.0], "torchddp": [3.0, 2.1]})
+    assert result.exit_code == 1
+    assert "error: the losses of torch and torchddp differ" in result.stderr
+    assert json.loads((tmp_path / "result.json").read_text())["losses"]["equal"] is False
+    result = _run_demo(monkeypatch, tmp_path / "out", {})
+    assert result.exit_code == 1 and "error: --ddp torch: the run failed" in result.stderr
+    assert list((tmp_path / "out").iterdir()) == []  # no leftover that looks like a result
+
+
+# A fake torchrun: its child has its own session, as torchrun's workers have, and both ignore SIGTERM.
+_STUBBORN = """
+import signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
+worker = subprocess.Popen([sys.executable, "-c", code], start_new_session=True, stdout=subprocess.PIPE)
+worker.stdout.readline()
+print(worker.pid, flush=True)
+time.sleep(60)
+"""
+
+
+def test_stubborn_children_are_ended_with_the_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "GRACE_SECONDS", 0.5)
+    said = tmp_path / "said"
+    with said.open("w") as output, pytest.raises(ZeroDivisionError):
+        with processes._child([sys.executable, "-c", _STUBBORN], output) as child:
+            assert wait_until(lambda: said.read_text().endswith("\n"))
+            worker = int(said.read_text())
+            assert is_running(child.pid) and is_running(worker)
+            raise ZeroDivisionError
+    assert not is_running(child.pid)
+    assert wait_until(lambda: not is_running(worker))
+
+
+def test_a_run_that_takes_too_long_is_an_error(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import time; time.sleep(60)")
+    with (tmp_path / "said").open("w") as output, pytest.raises(ExampleError, match="did not end within 1 seconds"):
+        processes.torchrun(script, [], ranks=1, timeout_seconds=1, output=output)

@@ -15,15 +15,12 @@ def _python(code):
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
 
 
-def test_torchft_is_imported_only_on_demand():
+def test_torchft_is_imported_only_by_who_asks_for_it_and_its_extra_is_named():
     done = _python(
         "import sys, torchddp, torchddp.fault_tolerance\n"
         "print([m for m in sys.modules if m.startswith('torchft') or m.startswith('torchddp.fault_tolerance.')])"
     )
     assert done.stdout.strip() == "[]", done.stderr
-
-
-def test_without_torchft_one_line_names_the_extra():
     done = _python("import sys\nsys.modules['torchft'] = None\nfrom torchddp.fault_tolerance import state_dict")
     assert done.returncode == 1
     assert done.stderr.endswith("ImportError: torchddp.fault_tolerance.state_dict needs torchft: pip install torchft\n")

@@ -1,5 +1,6 @@
 """tests/gpu/run.sh without a GPU: a dry run; failures are shown and don't stop later steps."""
 
+import collections
 import json
 import os
 import re
@@ -11,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from tests.gpu import summary
+from tests.gpu import environment, summary
 from tests.gpu.device import DEVICE_ENV
 from tests.gpu.test_two_ranks_nccl import LIBRARY_ENV
 from tests.unit.helpers import wait_until
@@ -129,11 +131,18 @@ def test_a_missing_package_or_library_skips_only_what_needs_it(tmp_path: Path, p
     subprocess.run(commands, shell=True, check=True, cwd=tmp_path)
     python = fake_python(
         tmp_path,
+        rf"*environment.py\ --tool-path*) echo {tmp_path}; exit 0 ;; "
         r"*--lacks\ typer*) echo typer rich; exit 0 ;; *--lacks\ pytest_timeout) echo pytest_timeout; exit 0 ;; "
         rf'*-m\ pytest*test_two_ranks_nccl*) head -c 4 "${LIBRARY_ENV}" || echo "no library"; exit 3 ;; '
         + NOTHING_TO_DO,
     )
-    done = run_script(tmp_path / "results", *DRY, python=python, **{LIBRARY_ENV: str(parts)})
+    write_program(tmp_path / "cmake", "exit 0")
+    variables = {LIBRARY_ENV: str(parts), "RUN_LIMIT_S": "10000"}
+    done = run_script(tmp_path / "results", "--dry-run", python=python, **variables)
+    # Each step may use its share and what all before it left, but never more than 35 hundredths.
+    limits = {name: int(s) for name, s in re.findall(r"^--- (\w+) \(at most (\d+) s\)", done.stdout, re.MULTILINE)}
+    for name, most_s in {"environment": 800, "configure": 1200, "build": 3000, "test_sharded": 3500}.items():
+        assert most_s - 200 <= limits[name] <= most_s
     table = rows(done.stdout)
     for name in ("benchmarks", "benchmarks_rows", "benchmarks_two_ranks"):
         assert table[name] == ("skipped", "no Python package typer, rich: put it on PYTHONPATH")
@@ -143,6 +152,57 @@ def test_a_missing_package_or_library_skips_only_what_needs_it(tmp_path: Path, p
     done = run_script(tmp_path / "results", *DRY, python=python, **{LIBRARY_ENV: str(parts)})
     assert rows(done.stdout)["join_nccl"][0] == "FAILED"
     assert "did NOT match" in done.stdout and "no library" in done.stdout
+
+
+def test_steps_have_the_whole_time_and_only_memcheck_hears_of_no_failed_calls(tmp_path: Path) -> None:
+    """Of the driver, by the CUDA runtime and by NCCL: they are no errors of memory."""
+    found = re.search(
+        r"^(shares=\(\n.*?^\)).*^(check_memory\(\) \{.*?^\})", SCRIPT.read_text(), re.MULTILINE | re.DOTALL
+    )
+    assert found is not None and sum(map(int, re.findall(r" (\d+)\b", found[1]))) == 100
+    write_program(tmp_path / "compute-sanitizer", 'echo "$@"')
+    prelude = 'dry_run=false; pytest=(pytest); step() { shift; "$@"; }'
+    commands = f"{prelude}\n{found[2]}\ncheck_memory memcheck; check_memory racecheck"
+    env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(["bash", "-c", commands], env=env, capture_output=True, text=True)
+    memcheck, racecheck = done.stdout.splitlines()
+    assert memcheck.startswith("--tool memcheck --error-exitcode 9 --report-api-errors no pytest -m not profiler ")
+    assert racecheck.startswith("--tool racecheck --error-exitcode 9 pytest -m not profiler ")
+
+
+def test_the_versions_of_the_tools_are_told_and_an_nvcc_that_does_not_fit(tmp_path, monkeypatch, capsys):
+    for tool, says in {
+        "cmake": "cmake version 4.4.4\n\nCMake suite maintained by Kitware",
+        "ninja": "1.13.2",
+        "c++": "",
+        "nvcc": "nvcc: NVIDIA (R)\nCuda compilation tools, release 13.0, V13.0.88",
+        "compute-sanitizer": "NVIDIA (R) Compute Sanitizer\nVersion 2025.3.1",
+    }.items():
+        write_program(tmp_path / tool, f"echo '{says}'")
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.delenv("CUDACXX", raising=False)
+    environment.report()
+    lines = capsys.readouterr().out.splitlines()
+    versions = [
+        "cmake version 4.4.4",
+        "1.13.2",
+        "nothing (exit code 0)",
+        "Cuda compilation tools, release 13.0, V13.0.88",
+    ]
+    found = zip(("cmake", "ninja", "c++", "nvcc", "sanitizer"), [*versions, "Version 2025.3.1"], strict=True)
+    assert [f"{tool:<11} {version}" for tool, version in found] == lines[1:6]
+    monkeypatch.setattr(environment, "look", lambda: collections.defaultdict(lambda: True))
+    for torch_cuda, reason in (
+        ("13.2", ""),
+        ("14.0", "nvcc is CUDA 13.0, torch .* with CUDA 14.0: nvcc must be of CUDA 14.0 to 14.0"),
+        ("12.9", "nvcc must be of CUDA 12.0 to 12.9"),
+        (None, "was built without CUDA: it must be a CUDA build"),
+    ):
+        monkeypatch.setattr(torch.version, "cuda", torch_cuda)
+        assert environment.main(["--builds-cuda"]) == environment.main([]) == bool(reason)
+        told = "This machine can't build the CUDA extension: " in (out := capsys.readouterr().out)
+        assert told is bool(reason) and re.search(reason, out)
+        assert environment.main(["--no-build"]) == 0
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,9 @@ def test_small_hosts_counted_by_hand() -> None:
     # Two nodes of two: each owner reads a block of its node, and the partial or the total, each half of the bytes.
     assert grouped(Host(4, 2), 1 << 20).block_bytes == Count(6 << 20, 2 << 20)
     assert flat(Host(4, 2), 1 << 20).block_bytes == Count(6 << 20, 4 << 20)
+    for ranks, limit_bytes in ((4, 8192), (5, 1024)):
+        assert grouped(Host(ranks, 1), limit_bytes).in_a_row is not None
+        assert grouped(Host(ranks, 1), limit_bytes + 1).in_a_row is None
 
 
 def test_the_limits_match_the_engine() -> None:
@@ -34,12 +37,6 @@ def test_the_limits_match_the_engine() -> None:
     names = ("kEagerBytes", "kChainBytes", "kSlots", "kFlatRanks", "kSmall")
     limits = [model.EAGER_BYTES, model.CHAIN_BYTES, model.SLOTS, model.FLAT_RANKS, model.GROUP_RANKS]
     assert [int(found[name]) for name in names] == limits
-
-
-def test_schemes_change_at_the_limits() -> None:
-    for ranks, limit_bytes in ((4, 8192), (5, 1024)):
-        assert grouped(Host(ranks, 1), limit_bytes).in_a_row is not None
-        assert grouped(Host(ranks, 1), limit_bytes + 1).in_a_row is None
 
 
 ROW = {"ranks": 16, "nodes": 2, "message_bytes": 64, "lines": 64, "far_lines": 6, "bytes": 0, "far_bytes": 0}

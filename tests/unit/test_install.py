@@ -1,8 +1,10 @@
 """torchddp.install() and uninstall(): effects, messages and errors. Training: tests/distributed/test_install.py."""
 
+import importlib
 import inspect
 import os
 import pickle
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -19,7 +21,7 @@ import torchddp
 from tests.harness import run_ranks
 from tests.programs import CLAIM, ROOT, clean_environment
 from torchddp import run
-from torchddp.integrations import announce, require
+from torchddp.integrations import accelerate, announce, composer, require
 from torchddp.integrations import install as install_module
 
 PLAIN = type(TorchDDP)
@@ -188,6 +190,18 @@ def test_a_missing_client_is_one_line_that_names_its_package(tmp_path: Path, mon
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ModuleNotFoundError, match="what_it_needs"):
         require("some_client", "composer")
+    for client, use, package in (
+        ("lightning", lambda: importlib.import_module("torchddp.integrations.lightning"), "lightning"),
+        ("composer", lambda: composer.enable(), "mosaicml"),
+        ("accelerate", lambda: accelerate.weigh, "accelerate"),
+    ):
+        for name in [
+            name for name in sys.modules if re.match(rf"(torchddp\.integrations\.lightning|{client})(\.|$)", name)
+        ]:
+            monkeypatch.delitem(sys.modules, name)
+        monkeypatch.setitem(sys.modules, client, None)
+        with pytest.raises(ImportError, match=rf"^{client}[.\w]* is not installed: pip install {package}$"):
+            use()
 
 
 def test_the_variable_installs_and_other_values_are_errors(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,9 +237,9 @@ def test_an_unknown_lightning_does_not_break_the_import(tmp_path: Path) -> None:
         (package / "__init__.py").touch()
         (package / "strategies.py").write_text(strategies)
     (tmp_path / "lightning" / "__init__.py").touch()
-    path = os.pathsep.join([str(tmp_path), str(ROOT)])
-    done = python("-c", "import lightning.pytorch, torchddp; print(torchddp.DDP.__name__)", PYTHONPATH=path)
-    assert done.stdout == "DistributedDataParallel\n", done.stdout + done.stderr
+    variables = {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)]), "TORCHDDP_INSTALL": "1"}
+    done = python("-c", "import lightning.pytorch, torchddp; print(torchddp.installed())", **variables)
+    assert done.stdout == "True\n", done.stdout + done.stderr
     assert "Can't register torchddp's strategies with Lightning" in done.stderr
 
 

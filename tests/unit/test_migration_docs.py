@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import torchddp
-from tests.migration_page import PAGE, rows, sections, spans
+from tests.pages import PAGE, rows, sections, spans
 from tests.parity.compare import TorchDDP
 from torchddp.comm_hooks import NAMES
 from torchddp.optim import OSS
@@ -69,7 +69,7 @@ def test_arguments_listed_as_the_same_are_ours():
     assert found > 25
 
 
-def test_keyword_arguments_exist():
+def test_names_and_values_exist():
     """`name=value` in the column "here" is an argument of ours, or of the torch function named in that cell."""
     seen = set()
     for text in sections().values():
@@ -80,9 +80,6 @@ def test_keyword_arguments_exist():
                     torchs = "torch.nn.Embedding" in span or span in ("use_reentrant=False", "async_op=True")
                     assert torchs or name in OURS, f"{name} in `{span}`"
     assert {"comm_hook", "sync", "bucket_cap_mb", "transport", "process_group"} <= seen
-
-
-def test_dotted_names_exist():
     names = set()
     for span in spans(PAGE.read_text()):
         names.update(re.findall(r"\b(?:torchddp|torch)(?:\.\w+)+", span))
@@ -91,9 +88,6 @@ def test_dotted_names_exist():
     assert len(names) > 20
     for name in sorted(names):
         pkgutil.resolve_name(name)
-
-
-def test_values_that_are_named_exist():
     text = PAGE.read_text()
     assert set(re.findall(r'comm_hook="(\w+)"', text)) <= set(NAMES)
     assert set(re.findall(r'sync="(\w+)"', text)) <= {strategy.value for strategy in DDPSyncStrategy}

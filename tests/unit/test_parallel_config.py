@@ -24,9 +24,8 @@ from torchddp.parallel.groups import plan_layout
 pytestmark = pytest.mark.beyond_torch("has no ParallelConfig")
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "words"),
-    [
+def test_what_is_refused():
+    for options, error, words in (
         ({"kind": "fdsp"}, ValueError, ["kind: got 'fdsp'", "did you mean 'fsdp'?", "hsdp"]),
         ({"kind": None}, TypeError, ["kind: got None", "a string"]),
         ({"use_fsdp": 1}, TypeError, ["use_fsdp: got 1 (int), allowed: true or false"]),
@@ -52,13 +51,11 @@ pytestmark = pytest.mark.beyond_torch("has no ParallelConfig")
         ({"wrap": ()}, ValueError, ["wrap with kind 'ddp'"]),
         ({"use_fsdp": True, "ddp": {"bucket_cap_mb": 4}}, ValueError, ["ddp.bucket_cap_mb with FSDP"]),
         ({"kind": "sharded", "model_parallel": 2}, ValueError, ["model_parallel 2 with kind 'sharded'"]),
-    ],
-)
-def test_what_is_refused(options, error, words):
-    with pytest.raises(error) as caught:
-        ParallelConfig(**options)
-    assert type(caught.value) is error
-    assert [word for word in words if word not in str(caught.value)] == [], str(caught.value)
+    ):
+        with pytest.raises(error) as caught:
+            ParallelConfig(**options)
+        assert type(caught.value) is error
+        assert [word for word in words if word not in str(caught.value)] == [], str(caught.value)
 
 
 def test_a_config_is_frozen_hashable_and_plain():
@@ -124,7 +121,7 @@ def test_a_missing_parser_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             ParallelConfig.from_file(tmp_path / name)
 
 
-def test_the_forms_of_arguments():
+def test_arguments():
     args = ["--use-fsdp", "--sharding-strategy=FULL_SHARD", "wrap=Block, Head", "--model-parallel", "2"]
     expected = {"use_fsdp": True, "sharding_strategy": "FULL_SHARD", "wrap": ("Block", "Head"), "model_parallel": 2}
     config = ParallelConfig.from_cli([*args, "--no-sync-module-states", "--param-dtype", "bfloat16"])
@@ -135,9 +132,6 @@ def test_the_forms_of_arguments():
     more = ParallelConfig.from_cli(["ddp.bucket_cap_mb=none"], base=config)
     assert more.ddp == {**config.ddp, "bucket_cap_mb": None}
     assert ParallelConfig.from_cli(["use_fsdp=false", "wrap=none"], base=ParallelConfig(use_fsdp=True)).wrap is None
-
-
-def test_wrong_arguments():
     cases = (
         (["--use-fdsp"], ValueError, "--use-fdsp has no value"),
         (["--use-fdsp=true"], ValueError, "command line: unknown option 'use_fdsp'; did you mean 'use_fsdp'?"),
@@ -214,17 +208,11 @@ def test_layouts():
     ):
         found = layout(world_size, **options)
         assert (found.world_size, found.kind, found.data_parallel, found.model_parallel) == (world_size, *expected)
-
-
-def test_strategies():
     strategies = None, "FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"
     found = [layout(4, host=2, use_fsdp=True, sharding_strategy=strategy) for strategy in strategies]
     assert [one.reshard_after_forward for one in found] == [True, True, False, False, True, False]
     assert [one.replicates for one in found] == [False, False, False, True, False, False]
     assert [one.kind for one in found] == ["fsdp"] * 4 + ["hsdp"] * 2
-
-
-def test_impossible_layouts():
     for options, words in (
         ({"data_parallel": 3}, "data_parallel 3 x model_parallel 1 is 3, but there are 4 ranks"),
         ({"kind": "hsdp", "model_parallel": 3}, "data_parallel 1 x model_parallel 3 is 3"),

@@ -1,26 +1,33 @@
-"""Planning: the cost line through measured times, the decision, and plans on disk."""
+"""Buckets: what their messages cost, default sizes, plans against brute force, the decision, and plans on disk."""
 
+import itertools
 import json
 import math
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+import torch
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.simulated import make_profile
 from torchddp import _C
+from torchddp.ddp import bucket_sizes
+from torchddp.ddp.bucket_sizes import shared_sizes
+from torchddp.ddp.options import DDPOptions
 from torchddp.plan.auto_plan import StepTimes, decide
+from torchddp.plan.buckets import finish_s, merged_buckets
 from torchddp.plan.plan_cache import PlanCacheError, PlanKey, fingerprint, kept_plan, load_plan, save_plan
 from torchddp.plan.step_profile import Gradient, LinearCost, ProfileError, load_profile, profile_from_dict
-from torchddp.transport.message_cost import fit_line, misfit
+from torchddp.transport.message_cost import MessageLine, fit_line, misfit
 
 SIZES = [4096.0 * 4**i for i in range(7)]
 
 
-def specs(numels, dtypes=None):
-    return [_C.ParamSpec(f"p{i}", numel, 4, dtype=0 if dtypes is None else dtypes[i]) for i, numel in enumerate(numels)]
+def specs(numels, dtypes=None, sparse=()):
+    dtypes = dtypes or [0] * len(numels)
+    return [_C.ParamSpec(f"p{i}", numel, 4, dtype=dtypes[i], sparse=i in sparse) for i, numel in enumerate(numels)]
 
 
 @given(alpha=st.floats(1e-7, 1e-1), beta=st.floats(1e-13, 1e-6))
@@ -39,15 +46,12 @@ def test_a_line_is_never_negative(samples):
         fit_line([*samples, (1.0, 0.0)])
 
 
-def test_a_profile_is_saved_and_loaded(tmp_path: Path):
+def test_a_profile_survives_the_disk_and_a_wrong_one_is_one_sentence(tmp_path):
     path = tmp_path / "p.json"
     profile = make_profile(cost=LinearCost(1e-3, 1e-9, 1e-10, 1e-4, 0.01), step_s=0.05)
     profile.save(path)
     assert load_profile(path) == profile
-
-
-def test_a_wrong_profile_is_one_sentence(tmp_path: Path):
-    path = tmp_path / "p.json"
+    path = tmp_path / "wrong.json"
     for text, words in (
         (None, "Cannot read the profile"),
         ("{", "is not JSON"),
@@ -127,19 +131,154 @@ def test_plans_need_a_home_or_cache_folder(monkeypatch: pytest.MonkeyPatch):
     assert kept_plan(specs([1]), KEY) is None
 
 
-def test_a_damaged_plan_is_one_sentence(tmp_path: Path):
-    path = tmp_path / "plan.json"
-    head = {"kind": "torchddp bucket plan", "format": 1, **asdict(KEY)}
-    wrong = [{**head, "format": 7}, head, {**head, "buckets": [[1e999]]}, {**head, "buckets": [[10**30]]}]
-    for text in ("{", "[]", *map(json.dumps, wrong)):
-        path.write_text(text)
-        with pytest.raises(PlanCacheError) as caught:
-            load_plan(path, KEY)
-        assert "\n" not in str(caught.value) and str(path) in str(caught.value)
-
-
 def test_a_fingerprint_covers_what_matters():
     base = fingerprint(specs([10, 20]), "cpu")
     assert base == fingerprint(specs([10, 20]), "cpu")
     others = [specs([10, 21]), specs([10, 20], dtypes=[0, 1]), specs([20, 10]), specs([10])]
     assert base not in {fingerprint(other, "cpu") for other in others} | {fingerprint(specs([10, 20]), "cuda")}
+
+
+def cost(alpha_s=0.0, beta_s_per_byte=0.0, pack_s_per_byte=0.0):
+    return LinearCost(alpha_s, beta_s_per_byte, pack_s_per_byte=pack_s_per_byte)
+
+
+def planned(params, ready_s, cost, slack_s=0.0):
+    return merged_buckets(params, range(len(params)), ready_s, cost, slack_s)
+
+
+def test_costs_slack_order_and_kinds_of_buckets():
+    assert planned(specs([1, 1, 1]), [0, 1, 2], cost(10)) == ((0, 1, 2),)
+    assert planned([], [], cost(1, 1)) == ()
+    assert planned(specs([1000, 1000]), [0, 0], cost(1, 0.001)) == ((0, 1),)
+    assert planned(specs([1000, 1000]), [0, 0], cost(1, 0.001, 0.01)) == ((0,), (1,))
+    assert len(planned(specs([1, 1, 1]), [0, 5, 10], cost(0, 0.25), 2.0)) == 1
+    assert len(planned(specs([1, 1, 1]), [0, 5, 10], cost(0, 0.25), 1.5)) == 2
+    assert merged_buckets(specs([1, 1, 1]), [2, 0, 1], [0.9, 10, 1], cost(0, 0.25)) == ((2, 0), (1,))
+    params = specs([1] * 5, dtypes=[0, 1, 0, 1, 0], sparse=[4])
+    assert planned(params, range(5), cost(100, 1)) == ((0, 2), (1, 3), (4,))
+    others = [_C.ParamSpec(f"p{i}", 1, 4, device=i % 2, owner=i // 2) for i in range(4)]
+    assert planned(others, range(4), cost(100, 1)) == ((0,), (1,), (2,), (3,))
+
+
+def test_bad_input_is_named():
+    params = specs([1, 1])
+    for words, call in {
+        r"each must occur exactly once, got \[0, 0\]": lambda: merged_buckets(params, [0, 0], [0, 0], cost()),
+        "ready_s has 1 entries for 2": lambda: planned(params, [0], cost()),
+        r"ready_s\[1\] must be finite and at least 0, got -1": lambda: planned(params, [0, -1], cost()),
+        "alpha_s must be finite and at least 0, got -1": lambda: planned(params, [0, 1], cost(-1)),
+        "pack_s_per_byte": lambda: planned(params, [0, 1], cost(0, 0, math.nan)),
+        "ready_s has 3 entries": lambda: finish_s([[0, 1]], params, [0, 1, 2], cost()),
+    }.items():
+        with pytest.raises(ValueError, match=words):
+            call()
+
+
+def finish(buckets, params, ready_s, cost):
+    """The finish time by definition, independent of the planner."""
+    free_s = 0.0
+    for bucket in buckets:
+        nbytes = sum(4 * params[i].numel for i in bucket)
+        free_s = max(free_s, max(ready_s[i] for i in bucket)) + cost.alpha_s + cost.beta_s_per_byte * nbytes
+        if len(bucket) > 1:
+            free_s += cost.pack_s_per_byte * nbytes
+    return free_s
+
+
+def all_plans(params):
+    """Every way to cut the order into runs, with the resulting buckets."""
+    for mask in range(1 << (len(params) - 1)):
+        plan, run = [], {}
+        for i, spec in enumerate(params):
+            key = (spec.dtype, i if spec.sparse else -1)
+            run[key] = [*run.pop(key, []), i]  # in the order of their last gradients
+            if i == len(params) - 1 or mask >> i & 1:
+                plan += run.values()
+                run = {}
+        yield plan
+
+
+GRADIENT = st.tuples(st.integers(0, 10_000), st.floats(0, 1), st.integers(0, 2), st.sampled_from([False] * 6 + [True]))
+COST = st.builds(cost, st.floats(0, 2), st.floats(0, 1e-4), st.sampled_from([0.0, 1e-6, 1e-4]))
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.lists(GRADIENT, min_size=1, max_size=11), st.integers(1, 3), COST)
+def test_brute_force_finds_nothing_better(gradients, kinds, this):
+    numels, gaps_s, dtypes, sparse = zip(*gradients, strict=True)
+    params = specs(numels, [dtype % kinds for dtype in dtypes], [i for i, is_sparse in enumerate(sparse) if is_sparse])
+    ready_s = list(itertools.accumulate(gaps_s))
+    buckets = planned(params, ready_s, this)
+    assert len(_C.BucketPlan(buckets, params)) == len(buckets)
+    best_s = min(finish(plan, params, ready_s, this) for plan in all_plans(params))
+    assert finish(buckets, params, ready_s, this) == pytest.approx(best_s, rel=1e-9, abs=1e-12)
+    assert finish_s(buckets, params, ready_s, this) == pytest.approx(best_s, rel=1e-9, abs=1e-12)
+
+
+KIB, MIB = 1024, 1024 * 1024
+costs = st.builds(MessageLine, st.floats(0, 1), st.floats(0, 1e-6))
+
+
+def line_through(small_us: float, mebibyte_us: float) -> MessageLine:
+    """The cost line through the times of an almost empty message and of a 1 MiB message."""
+    return MessageLine(small_us * 1e-6, (mebibyte_us - small_us) * 1e-6 / MIB)
+
+
+def test_expensive_messages_make_large_buckets():
+    for small_us, mebibyte_us, cap_mib, solo_kib in (
+        (2.5, 21, 1, 256),  # two ranks with one processor each
+        (3.5, 21, 1, 256),  # the same with measurement error
+        (46, 104, 4, 512),  # four ranks that share two processors
+        (94, 342, 2, 256),  # eight ranks on two processors
+        (1000, 1100, 25, 3200),  # the cost per byte is negligible
+    ):
+        assert shared_sizes(line_through(small_us, mebibyte_us)) == (cap_mib * MIB, solo_kib * KIB)
+
+
+@given(costs)
+def test_sizes_are_steps_between_the_smallest_and_the_largest(line):
+    cap, solo = shared_sizes(line)
+    assert cap in {*(MIB << step for step in range(5)), 25 * MIB}
+    assert 256 * KIB <= solo <= cap // 4
+
+
+@given(costs)
+def test_the_fixed_cost_is_about_an_eighth_of_a_messages_time(line):
+    cap, _ = shared_sizes(line)
+    if cap < 25 * MIB:
+        # The cap may be too small by half a step, a factor of sqrt(2).
+        assert line.alpha_s <= math.sqrt(2) / 7 * cap * line.beta_s_per_byte * (1 + 1e-9)
+
+
+@given(costs, st.floats(1, 100))
+def test_costlier_messages_never_make_smaller_buckets(line, factor):
+    dearer = line._replace(alpha_s=line.alpha_s * factor)
+    assert shared_sizes(dearer) >= shared_sizes(line)
+
+
+def test_sizes_that_the_user_sets():
+    for arguments, caps in (
+        ({}, []),
+        ({"bucket_cap_mb": "auto"}, []),
+        ({"bucket_cap_mb": 0.5}, [512 * KIB]),
+        ({"bucket_cap_mb_list": [1, 3]}, [MIB, 3 * MIB]),
+    ):
+        assert DDPOptions(**arguments).asked_caps == caps
+    # The size from which gradients on a device are reduced where autograd allocated them.
+    for arguments, expected in (
+        ({}, MIB),
+        ({"gradient_as_bucket_view": False}, MIB),
+        ({"gradient_as_bucket_view": True}, 0),
+        ({"adopt_large_gradients": False}, 0),
+    ):
+        assert DDPOptions(**arguments).adopt_bytes == expected
+
+
+class AnyMemory:
+    reaches_any_memory = True
+
+
+@pytest.mark.parametrize(("device", "sizes"), [("cpu", ([MIB, 8 * MIB], MIB)), ("meta", ([MIB, 25 * MIB], 0))])
+def test_transports_that_reach_any_memory_are_not_measured(device, sizes):
+    parameters = [torch.empty(4 * MIB, device=device)]
+    assert bucket_sizes.default_sizes(parameters, AnyMemory(), None) == sizes

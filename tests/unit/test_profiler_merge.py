@@ -149,23 +149,20 @@ def lasts(*ranks: int, wait_ms: float = 10.0) -> MergedProfile:
     return replace(profile, steps=tuple(steps))
 
 
-@pytest.mark.parametrize(
-    ("ranks", "wait_ms", "is_straggler", "words"),
-    [
+def test_a_straggler_is_named_only_where_it_is_significant():
+    for ranks, wait_ms, is_straggler, words in (
         ([1] * 15 + [0] * 5, 10.0, True, "straggler: rank 1 was last in 15 of 20 steps (p = 0.041)"),
         ([1] * 14 + [0] * 6, 10.0, False, "none; rank 1 was last in 14 of 20 steps (p = 0.12), which may be chance"),
         ([0] * 5, 10.0, False, "straggler: too few steps to tell; rank 0 was last in 5 of 5 steps (p = 0.062)"),
         ([0] * 20, 0.5, False, "none that matters; rank 0 was last in 20 of 20 steps (p < 0.001), but each other"),
-    ],
-)
-def test_a_straggler_is_named_only_where_it_is_significant(ranks, wait_ms, is_straggler, words):
-    profile = lasts(*ranks, wait_ms=wait_ms)
-    last = profile.last_rank()
-    assert last.is_straggler is is_straggler
-    assert words in report.straggler_lines(profile, profile.median_step())[0]
-    assert ("is a straggler" in report.verdict(profile, profile.median_step())) is is_straggler
-    data = report.merged_dict(profile, profile.median_step())
-    assert (data["straggler"] is not None) is is_straggler and data["last_rank"]["steps"] == last.steps
+    ):
+        profile = lasts(*ranks, wait_ms=wait_ms)
+        last = profile.last_rank()
+        assert last.is_straggler is is_straggler
+        assert words in report.straggler_lines(profile, profile.median_step())[0]
+        assert ("is a straggler" in report.verdict(profile, profile.median_step())) is is_straggler
+        data = report.merged_dict(profile, profile.median_step())
+        assert (data["straggler"] is not None) is is_straggler and data["last_rank"]["steps"] == last.steps
 
 
 @given(st.integers(1, 30), st.integers(2, 9))

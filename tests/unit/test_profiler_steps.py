@@ -1,11 +1,17 @@
-"""Steps parsed from the events of hand-made timelines."""
+"""Steps from events on hand-made timelines, and what a logger and a reader get of them."""
 
 from __future__ import annotations
+
+from unittest import mock
 
 import pytest
 
 from tests.profiler_events import LAYOUT, MS, FakeEvent, one_step, step_events
+from torchddp.profiler.monitor import Monitor, values_of
+from torchddp.profiler.ranks import RankRecord, traffic_dicts
+from torchddp.profiler.report import sent_lines
 from torchddp.profiler.steps import BucketLayout, Layouts, read_steps
+from torchddp.traffic import Traffic, text_of, total_wire_bytes
 
 
 def test_a_step_is_parsed() -> None:
@@ -69,3 +75,66 @@ def test_each_step_has_the_buckets_in_use_at_its_time() -> None:
     layouts.note(1, other)
     layouts.note(2, LAYOUT)
     assert [layouts.of(step) for step in range(4)] == [other, other, LAYOUT, LAYOUT]
+
+
+STATS = {
+    "finished": 1,
+    "num_buckets_reduced": 3,
+    "bytes_reduced": 1200,
+    "forward_compute_time": 4_000_000,
+    "backward_compute_time": 10_000_000,
+    "backward_comm_time": 12_000_000,
+    "backward_compute_comm_overlap_time": 6_000_000,
+    "exposed_comm_time": 6_000_000,
+}
+SENT = {"shm": Traffic(1200, 1000), "outer": Traffic(600, 300)}
+
+
+def test_what_a_logger_gets() -> None:
+    assert values_of(STATS, SENT) == {
+        "ddp/step_ms": 20.0,
+        "ddp/forward_ms": 4.0,
+        "ddp/backward_ms": 10.0,
+        "ddp/comm_ms": 12.0,
+        "ddp/exposed_ms": 6.0,
+        "ddp/overlap_ratio": 0.5,
+        "ddp/buckets": 3,
+        "ddp/bytes": 1200,
+        "ddp/wire_bytes": 1300,
+    }
+    assert "ddp/wire_bytes" not in values_of(STATS, {**SENT, "hook": Traffic(1200, None)})
+    still = {**STATS, "backward_comm_time": 0, "backward_compute_comm_overlap_time": 0}
+    assert values_of(still, SENT)["ddp/overlap_ratio"] == 1.0
+
+
+def test_a_copy_that_counts_from_zero_is_reported_too() -> None:
+    told: list[int] = []
+    watching = Monitor(lambda step, values: told.append(step), 2, 500)
+    for finished in range(8):
+        reducer = mock.Mock(**{"stats.return_value": STATS | {"finished": finished}})
+        watching(mock.Mock(**{"reducer": reducer, "traffic.return_value": SENT}), ())
+    assert told and told[0] <= 4
+
+
+def test_bytes_of_a_step_in_words_and_the_rank_that_sent_most() -> None:
+    for traffic, words, total in (
+        ({}, "nothing", 0),
+        ({"shm": Traffic(25_200_000, 12_600_000)}, "25.2 MB as gradients, 12.6 MB on the wire (shm)", 12_600_000),
+        (
+            # Bytes sent to other hosts are included in shared memory's.
+            {"shm": Traffic(4_000_000, 3_000_000), "outer": Traffic(2_000_000, 1_000_000)},
+            "4 MB as gradients, 3 MB on the wire (shm), 1 MB on the wire (to other hosts)",
+            4_000_000,
+        ),
+        ({"hook": Traffic(1_000, None)}, "0.001 MB as gradients, ? on the wire (hook)", None),
+        ({"c10d": Traffic(0, 5), "hook": Traffic(10, None)}, "1e-05 MB as gradients", None),
+    ):
+        assert text_of(traffic).startswith(words) and total_wire_bytes(traffic) == total
+    said = ": 1 MB as gradients, 0.5 MB on the wire (c10d)"
+    assert sent_lines([record(0, 500_000), record(1, 500_000)]) == [f"sent per step{said}"]
+    assert sent_lines([record(0, 0), record(1, 500_000)]) == [f"sent per step, by rank 1{said}"]
+    assert traffic_dicts([record(0, None)]) == [{"c10d": {"payload_bytes": 1_000_000, "wire_bytes": None}}]
+
+
+def record(rank: int, sent: int | None) -> RankRecord:
+    return RankRecord(rank, "host", "clock", (), (), traffic={"c10d": Traffic(1_000_000, sent)})

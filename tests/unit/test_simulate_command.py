@@ -157,7 +157,11 @@ def test_a_profile_of_one_rank_has_no_recorded_link(tmp_path, shown, capsys):
     make_profile(world_size=1).save(path)
     out = shown(str(path), "--ranks", "2")
     assert "measured ·" not in out and "Recorded with one rank" in out and "error is unknown" in out
-    assert_refused(simulate, [str(path), "--link", "measured"], "recorded with 1 rank", capsys)
+    for link in ("measured", "1gbit"):  # whose latency is the recorded one's
+        assert_refused(simulate, [str(path), "--link", link], "recorded with 1 rank", capsys)
+
+
+NO_LINKS = ["wifi", "", "10", "10gbit,", "10gbit,20", "gbit", "-1gbit", "10gbit 2us", "10gib,2us", "1gbit,2us,3us"]
 
 
 def test_mistakes_are_one_sentence(profile, tmp_path, capsys):
@@ -165,13 +169,13 @@ def test_mistakes_are_one_sentence(profile, tmp_path, capsys):
         (["--ranks", "2,5000"], "from 1 to 4096, not '2,5000'"),
         (["--ranks", "2,many"], "separated by commas, like 2,8,64, not '2,many'"),
         (["--ranks", ""], "not ''"),
-        (["--link", "wifi"], "There is no link 'wifi'"),
+        *((["--link", text], f"There is no link '{text}'") for text in NO_LINKS),
         (["--inner-link", "wire"], "There is no link 'wire'"),
-        (["--link", "0gbit"], "carries nothing"),
-        (["--link", "1gbit,2us,3us"], "There is no link '1gbit,2us,3us'"),
+        (["--link", "0gbit,2us"], "The link '0gbit,2us' carries nothing: its rate must be above 0."),
         (["--ranks-per-host", "0"], "must be 1 to 4096, not 0"),
         (["--algorithm", "magic"], "There is no algorithm 'magic'"),
         (["--json", "/nowhere/at/all.json"], "does not exist"),
+        (["--html", "/nowhere/page.html"], "--html: the folder '/nowhere' does not exist"),
         (["--plot", "/"], "must be a file"),
         (["--links", "eth1"], "No such option"),
     ):
@@ -179,6 +183,7 @@ def test_mistakes_are_one_sentence(profile, tmp_path, capsys):
     path = tmp_path / "bad.json"
     path.write_text(json.dumps({**make_profile().to_dict(), "gradients": None}))
     assert_refused(simulate, [str(path)], "The profile is damaged", capsys)
+    assert_refused(simulate, [str(tmp_path / "nowhere.json")], "Cannot read the profile", capsys)
     assert_refused(simulate, [], "Missing argument", capsys)
 
 

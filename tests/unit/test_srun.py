@@ -19,7 +19,7 @@ TASK = {
 TOLD = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def test_a_task_gets_torchruns_variables() -> None:
+def test_a_task_learns_what_torchrun_says_and_elsewhere_nothing_is_told() -> None:
     found = torchrun_variables(TASK)
     port = found.pop("MASTER_PORT")
     assert found == {"RANK": "2", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "n08"}
@@ -29,13 +29,12 @@ def test_a_task_gets_torchruns_variables() -> None:
     assert torchrun_variables({**TASK, "SLURM_STEP_ID": "3"})["MASTER_PORT"] != port
     assert tasks_by_node("2(x3),1") == [2, 2, 2, 1]
     assert tasks_by_node("4") == [4] and tasks_by_node("") == []
-
-
-def test_no_variables_outside_of_srun_tasks() -> None:
     # In a step of one task (in which torchrun starts the ranks), and in a batch script.
     for changes in ({"SLURM_STEP_NUM_TASKS": "1"}, {"SLURM_STEP_ID": ""}, {"SLURM_PROCID": ""}):
         assert torchrun_variables({**TASK, **changes}) == {}
     assert torchrun_variables({}) == {}
+    lists = ("vm", "a,b[1-2]", "node[08-11,20],login", "rack[1-2]n[3,4]", "n[7]-ib")
+    assert [first_host(nodes) for nodes in lists] == ["vm", "a", "node08", "rack1n3", "n7-ib"]
 
 
 def test_variables_that_are_set_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,8 +50,3 @@ def test_variables_that_are_set_are_kept(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
     tell_ranks()
     assert (os.environ["RANK"], os.environ["MASTER_ADDR"]) == ("2", "10.0.0.1")
-
-
-def test_the_first_host_of_a_list() -> None:
-    lists = ("vm", "a,b[1-2]", "node[08-11,20],login", "rack[1-2]n[3,4]", "n[7]-ib")
-    assert [first_host(nodes) for nodes in lists] == ["vm", "a", "node08", "rack1n3", "n7-ib"]

@@ -7,7 +7,7 @@ from torchddp.comm_hooks import resolve
 from torchddp.sync import DDPSyncStrategy, accumulate, prepare_ddp_module, sync_context
 
 
-def test_strategies_by_name():
+def test_strategies():
     for name in ("single_auto_sync", "MULTI_AUTO_SYNC", "Forced_Sync"):
         assert DDPSyncStrategy(name) is DDPSyncStrategy[name.upper()]
         assert DDPSyncStrategy(DDPSyncStrategy(name)) == name.lower()
@@ -15,9 +15,6 @@ def test_strategies_by_name():
     for value in ("sync", "", None, 3):
         with pytest.raises(ValueError, match=r"'single_auto_sync', 'multi_auto_sync', 'forced_sync'"):
             DDPSyncStrategy(value)
-
-
-def test_modules_that_are_not_wrapped_are_left_alone():
     module = torch.nn.Linear(2, 2)
     for strategy in (None, *DDPSyncStrategy):
         assert list(accumulate(module, 3, strategy)) == [0, 1, 2]

@@ -6,13 +6,20 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+from torch import nn
 
+import torchddp
+from tests.harness import on_ranks
 from tests.unit.helpers import assert_refused
 from torchddp.cli.app import app
+from torchddp.cli.trace import _use_kept_plan
 from torchddp.harness.command import run_app
+from torchddp.harness.variants import ArgumentError
+from torchddp.plan.auto_plan import plan_key
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -29,6 +36,10 @@ def test_a_mistake_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
         (["--steps", "0"], "--steps must be 1 to 10000, not 0"),
         (["--bucket-cap-mb", "-1"], "--bucket-cap-mb must be a positive number of MiB, not -1"),
         (["--bucket-cap-mb", "nan"], "--bucket-cap-mb must be a positive number"),
+        (
+            ["--plan", "kept.json", "--bucket-cap-mb", "1"],
+            "--plan and --bucket-cap-mb both choose the buckets: leave one",
+        ),
         (["--transport", "pigeon"], "--transport: transport must be 'auto', 'c10d', 'shm' or 'nccl', got 'pigeon'"),
         (["--out", "/nowhere/trace.json"], "--out: the folder '/nowhere' does not exist"),
         (["--plot", "/"], "--plot must be a file, but '/' is a folder"),
@@ -44,6 +55,32 @@ def test_torchrun_determines_the_ranks(monkeypatch: pytest.MonkeyPatch, capsys: 
     assert_refused(trace, ["--world-size", "4"], "torchrun started 1 rank; leave the option out", capsys)
 
 
+@on_ranks(1)
+def test_a_plan_that_does_not_fit_is_one_sentence(tmp_path: Path) -> None:
+    ddp, path = torchddp.DDP(nn.Linear(2, 2), transport="c10d"), tmp_path / "plan.json"
+    head = {"kind": "torchddp bucket plan", "format": 1, **asdict(plan_key(ddp.session))}
+    damaged = {}, {"buckets": 3}, {"buckets": [[1e999]]}, {"buckets": [[10**30]]}
+    for content, words in (
+        (None, "there is no file"),
+        ("{", "can't be read"),
+        ([], "does not fit: its kind is None"),
+        ({}, "does not fit: its kind is None, here it is 'torchddp bucket plan'"),
+        ({**head, "format": 99}, "does not fit: its format is 99, here it is 1"),
+        ({**head, "fingerprint": "0"}, "does not fit: its fingerprint is '0', here it is"),
+        *(({**head, **own}, "is damaged: its buckets are not lists of indices") for own in damaged),
+        ({**head, "buckets": [[0], [7]]}, "bucket 1 holds parameter index 7: allowed are 0 to 1"),
+    ):
+        if content is not None:
+            path.write_text(content if isinstance(content, str) else json.dumps(content))
+        with pytest.raises(ArgumentError) as caught:
+            _use_kept_plan(path, ddp)
+        message = str(caught.value)
+        assert message.startswith("--plan: ") and words in message and "\n" not in message, content
+    path.write_text(json.dumps({**head, "buckets": [[0], [1]]}))
+    _use_kept_plan(path, ddp)
+    assert len(ddp.reducer.plan) == 2
+
+
 @pytest.mark.thorough
 def test_a_saved_plan_is_traced_if_it_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from torchddp.ddp.model import param_specs
@@ -52,15 +89,8 @@ def test_a_saved_plan_is_traced_if_it_fits(tmp_path: Path, capsys: pytest.Captur
 
     path, report = tmp_path / "plan.json", tmp_path / "report.json"
     files = ["--plan", str(path), "--out", str(tmp_path / "t.json"), "--json", str(report)]
-    for text, words in (
-        (None, "there is no file"),
-        ('{"kind": "torchddp bucket plan", "format": 1, "fingerprint": "0"}', "its fingerprint is '0', here it is"),
-    ):
-        if text is not None:
-            path.write_text(text)
-        assert trace(files) == 2
-        (line,) = capsys.readouterr().err.splitlines()
-        assert line.startswith("error: --plan: ") and words in line
+    assert trace(files) == 2
+    assert capsys.readouterr().err == f"error: --plan: there is no file '{path}'.\n"
     named = list(make_model("mlp", 0).named_parameters())
     specs = param_specs([p for _, p in named], [name for name, _ in named], [False] * len(named))
     key = PlanKey(fingerprint(specs, "cpu"), 2, 2, "c10d", "gloo")

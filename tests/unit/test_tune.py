@@ -3,6 +3,9 @@
 import json
 import re
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -12,10 +15,11 @@ from hypothesis import strategies as st
 from tests.simulated import make_profile
 from tests.unit.helpers import printed
 from torchddp.cli.app import app
-from torchddp.cli.tune import answer, draw_curve, expectation_text, notes, page_sections, tune_table
+from torchddp.cli.tune import _keep, answer, draw_curve, expectation_text, notes, page_sections, tune_table
 from torchddp.cli.tune_run import Candidate, TuneResult, choose, make_candidates, predicted_ms, tune_document
 from torchddp.harness.command import run_app
 from torchddp.harness.page import make_page
+from torchddp.harness.variants import ArgumentError
 from torchddp.plan.plan_cache import PlanKey, load_plan
 from torchddp.plan.step_profile import LinearCost, load_profile
 
@@ -24,15 +28,12 @@ MIB = 1024 * 1024
 PROFILE = make_profile([MIB / 1e6] * 4, (30, 20, 10, 0), buckets=((3,), (2, 1, 0)), device="cpu", step_s=0.07)
 
 
-def test_candidates_are_the_default_the_plan_and_sizes_up_to_one_bucket() -> None:
+def test_candidates_and_what_is_predicted_of_them() -> None:
     candidates = make_candidates(PROFILE, (100, 1, 2, 25))
     assert [c.name for c in candidates] == ["default", "planned", "1 MiB", "2 MiB", "25 MiB"]
     assert [len(c.buckets) for c in candidates][2:] == [4, 2, 1]
     assert candidates[0].buckets == PROFILE.buckets and candidates[0].argument == ""
     assert candidates[3].argument == "bucket_cap_mb=2"
-
-
-def test_a_prediction_is_forward_plus_the_end_of_the_last_bucket() -> None:
     one = make_candidates(PROFILE, (100,))[2]
     assert predicted_ms(PROFILE, one) == pytest.approx(10 + 30 + 1 + 4 * MIB * 1e-6)
     assert predicted_ms(replace(PROFILE, cost=LinearCost(0.0, 0.0)), one) == pytest.approx(40)
@@ -88,12 +89,6 @@ def test_the_same_buckets_are_never_faster() -> None:
     assert answer(document) == "Leave bucket_cap_mb out: after 40 rounds nothing is faster than the default."
     shown = printed(tune_table(document))
     assert re.search(r"^1 MiB .* 1 +same *$", shown, re.MULTILINE) and "0.80" not in shown
-
-
-def test_the_marks_are_printed_to_a_pipe() -> None:
-    shown = printed(tune_table(tune_document(RESULT)))
-    for row in (r"planned .* 0\.70 \[.*\]  <- use", "1 MiB .* faster", "25 MiB .* slower"):
-        assert re.search(rf"^{row} *$", shown, re.MULTILINE), row
 
 
 def test_inaccurate_predictions_are_commented() -> None:
@@ -162,6 +157,18 @@ def test_a_run_saves_its_plan(tmp_path, monkeypatch, capsys):
     assert buckets is not None and len(buckets) == chosen["buckets"]
     assert paths["--plot"].read_bytes().startswith(b"\x89PNG")
     assert str(kept) in capsys.readouterr().out
+
+
+def test_a_plan_that_cannot_be_kept_is_one_sentence(monkeypatch):
+    keeping = partial(_keep, RESULT, tune_document(RESULT))
+    monkeypatch.setenv("TORCHDDP_CACHE_DIR", "/dev/null/cache")
+    with pytest.raises(ArgumentError, match=r"^Cannot keep the plan in '/dev/null/cache/plan-.*'.*; see --no-keep\.$"):
+        keeping()
+    for name in ("TORCHDDP_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", mock.Mock(side_effect=RuntimeError("no home")))
+    with pytest.raises(ArgumentError, match=r"no folder for plans \(no home\).* Or keep no plan, with --no-keep\.$"):
+        keeping()
 
 
 def test_bad_input_is_one_sentence_and_exit_code_2(capsys):

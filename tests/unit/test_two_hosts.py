@@ -15,15 +15,12 @@ from torchddp.harness.variants import TORCHDDP, ArgumentError, Role, Variant, ma
 GBIT = 1_000_000_000
 
 
-def test_rates_are_bits_per_second() -> None:
+def test_rates_are_bits_per_second_by_which_each_end_is_limited_before_it_is_up() -> None:
     texts = "1gbit", "2.5Gbit", " 10mbit", "100gbit"
     assert [network.parse_rate(text) for text in texts] == [GBIT, 2_500_000_000, 10_000_000, 100 * GBIT]
     for text in ("", "1", "1kbit", "-1gbit", "9mbit", "101gbit", "1e3mbit", "nangbit"):
         with pytest.raises(ArgumentError, match="--rate must be 10mbit to 100gbit"):
             network.parse_rate(text)
-
-
-def test_each_end_is_rate_limited_before_it_is_up() -> None:
     lines = [" ".join(command) for command in network.setup_commands(network.make_hosts(77), GBIT)]
     for host in network.make_hosts(77):
         limit = f"tc -n {host.namespace} qdisc add dev slow0 root tbf rate 1000000000bit burst 125000 latency 50ms"

@@ -93,6 +93,33 @@ def test_a_tag_publishes_the_wheels_that_were_built_and_an_index() -> None:
     assert publish["permissions"] == {"contents": "write"}
 
 
+def test_the_pages_that_are_built_are_published_with_the_wheels() -> None:
+    jobs = load("docs.yml")["jobs"]
+    steps = jobs["build"]["steps"]
+    (site,) = re.findall(r"^site_dir: (\S+)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    (upload,) = [step for step in steps if "upload-pages-artifact" in step.get("uses", "")]
+    assert upload["with"]["path"] == site and any(step.get("run", "").startswith("make docs") for step in steps)
+    (index,) = [step["run"] for step in steps if "build_index" in step.get("run", "")]
+    args = build_index.parse_args(shlex.split(index.partition("scripts.build_index ")[2]))
+    assert str(args.out) == f"{site}/wheels" and f"--dir {args.wheels}" in index
+    publish = jobs["publish"]
+    assert publish["needs"] == "build" and "refs/heads/main" in publish["if"]
+    assert any("deploy-pages" in step["uses"] for step in publish["steps"])
+
+
+def test_issue_forms_are_what_github_takes() -> None:
+    """Each asks for something that must be said, in fields of different names."""
+    forms = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
+    assert [path.stem for path in forms] == ["bug", "feature", "performance"]
+    for path in forms:
+        form = yaml.safe_load(path.read_text())
+        assert form["name"] and form["description"], path
+        fields = [field for field in form["body"] if field["type"] != "markdown"]
+        assert len({field["id"] for field in fields}) == len({field["attributes"]["label"] for field in fields}) > 1
+        required = {field["id"] for field in fields if field.get("validations", {}).get("required")}
+        assert required == {field["id"] for field in fields} - {"wanted"}, path
+
+
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
 def test_actions_and_pip_are_pinned_and_scripts_and_groups_exist(path: Path) -> None:
     text = path.read_text()
