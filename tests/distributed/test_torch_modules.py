@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
-from torch.utils.checkpoint import checkpoint
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import torchddp
 from tests.harness import each, on_ranks
@@ -96,6 +97,28 @@ def checkpoint_around(ddp, x, reentrant):
     return checkpoint(ddp, x.requires_grad_(), use_reentrant=reentrant)
 
 
+class Recomputed(nn.Sequential):
+    def __init__(self, reentrant):
+        super().__init__(*(linear(8, 8) if i % 2 == 0 else nn.Tanh() for i in range(7)))
+        self.reentrant = reentrant
+
+    def forward(self, x):
+        return checkpoint_sequential(list(self), 2, x.requires_grad_(), use_reentrant=self.reentrant)
+
+
+def averaged(cls):
+    """The averages of the weights after each step."""
+    ddp = cls(seeded(Mlp))
+    average, optimizer, seen = AveragedModel(ddp), SGD(ddp.parameters()), []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        step_on(ddp, dist.get_rank(), step)
+        optimizer.step()
+        average.update_parameters(ddp)
+        seen.append({name: value.clone() for name, value in average.state_dict().items()})
+    return seen
+
+
 def clip(ddp, norm, foreach):
     nn.utils.clip_grad_norm_(ddp.parameters(), 0.5, norm_type=norm, error_if_nonfinite=True, foreach=foreach)
 
@@ -135,6 +158,7 @@ PROGRAMS = {
     # Of the local gradient, as in torch.
     "hook on a gradient": steps_program(having(lambda m: m[0].weight.register_hook(lambda grad: grad.clamp(-1, 1)))),
     "hook after accumulation": steps_program(having(lambda m: m[0].weight.register_post_accumulate_grad_hook(clamp))),
+    "averaged": averaged,
     "autocast around": steps_program(float_mlp, forward=autocast),
     "autocast inside": steps_program(
         partial(Autocast, dtype=torch.float32), forward=partial(autocast, is_around=False)
@@ -151,6 +175,8 @@ for norm in (2.0, float("inf")):
 for reentrant, static in ((False, False), (False, True), (True, True)):  # torch refuses the other
     checkpointed = partial(checkpoint_around, reentrant=reentrant)
     PROGRAMS[f"checkpoint, {reentrant=}, {static=}"] = steps_program(Mlp, forward=checkpointed, static_graph=static)
+    recomputed = steps_program(partial(Recomputed, reentrant), static_graph=static)
+    PROGRAMS[f"checkpoint_sequential, {reentrant=}, {static=}"] = recomputed
 for optim in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad):
     PROGRAMS[f"fused {optim.__name__}"] = steps_program(Mlp, partial(optim, lr=0.01, fused=True))
 

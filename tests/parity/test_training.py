@@ -62,15 +62,22 @@ def test_skipped_gradients_of_earlier_steps_stay(ddp_class):
 
 
 @on_ranks(2)
-def test_two_backwards_within_no_sync(ddp_class):
+def test_forwards_and_backwards_that_do_not_alternate(ddp_class):
+    """A forward that raises, one with two backwards within no_sync(), three before one backward."""
+
     def run(model, rank, step):
+        handle = model.module.middle.register_forward_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model(batch(rank, 10 * step))
+        handle.remove()
         with model.no_sync():
             loss = loss_of(model(batch(rank, 10 * step)))
             loss.backward(retain_graph=True)
             loss.backward()
-        loss_of(model(batch(rank, 10 * step + 1))).backward()
+        loss_of([model(batch(rank, 10 * step + i)) for i in (1, 2, 3)]).backward()
 
-    assert_same_as_torch(ddp_class, Mlp, run)
+    for options in each([{}, {"find_unused_parameters": True}]):
+        assert_same_as_torch(ddp_class, Mlp, run, options=options)
 
 
 class Checkpointed(nn.Module):
