@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,23 +45,19 @@ def sum_of(out: torch.Tensor, of: Batch) -> torch.Tensor:
     return ((out - of[1]).square() * of[2]).sum()
 
 
-class Weights:
-    """Whether microbatches are weighed."""
-
-    given = True
-
-
 def give_weight(target: Any, of: Batch, loss: Any = "mean") -> None:
-    if Weights.given:
+    if Weighted.weighs:
         weigh(target, of[2].sum(), loss=loss)
 
 
 def mean_of(out: torch.Tensor, of: Batch) -> torch.Tensor:
     """NaN, with gradients that are NaN, without a sample; 0 where it would not be left out."""
-    return sum_of(out, of) / of[2].sum().clamp(min=0 if Weights.given else 1)
+    return sum_of(out, of) / of[2].sum().clamp(min=0 if Weighted.weighs else 1)
 
 
 class Weighted(pl.LightningModule):
+    weighs = True  # here and in the other loops
+
     def __init__(self, loss: str = "mean") -> None:
         super().__init__()
         self.kind = loss
@@ -186,21 +183,19 @@ def find(folder: Path) -> dict[Any, Any]:
         "manual sharded": (ManuallyWeighted, "torchddp_sharded", {}),
         "scheduled": (Weighted, "torchddp", {"callbacks": [scheduler]}),
         "compiled": (lambda: torch.compile(Weighted(), backend="eager"), "torchddp", accumulated),
+        "installed": (Weighted, "ddp", accumulated),
     }
     for weighs in (False, True):
-        Weights.given = weighs
+        Weighted.weighs = weighs
         for name, (make, strategy, options) in cases.items():
             module = make()
-            fit(module, strategy if isinstance(strategy, str) else strategy(weighted=weighs), **options)
+            with torchddp.install() if name == "installed" else nullcontext():
+                fit(module, strategy if isinstance(strategy, str) else strategy(weighted=weighs), **options)
             results[name, weighs] = distance(module.net, net(), reference)
         module = TwoOptimizersWeighted()
         fit(module, "torchddp_find_unused_parameters_true")
-        two_optimizers = distance(module, TwoOptimizersWeighted(), one_process_of_two_optimizers())
-        results["two optimizers", weighs] = two_optimizers
-        with torchddp.install():
-            module = Weighted()
-            fit(module, "ddp", **accumulated)
-            results["installed", weighs] = distance(module.net, net(), reference)
+        error = distance(module, TwoOptimizersWeighted(), one_process_of_two_optimizers())
+        results["two optimizers", weighs] = error
         results["fabric", weighs] = under_fabric(fabric_training, weighed)
     results["page", True] = page()
     results["page of fabric", True] = under_fabric(fabric_training, page_of_fabric)

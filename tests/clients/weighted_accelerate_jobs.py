@@ -105,9 +105,7 @@ def prepared(accelerator: Any) -> tuple[Any, Any, Any]:
     return accelerator.prepare(model, optimizer, DataLoader(Texts(), batch_size=BATCH))
 
 
-def loop(
-    weighs: bool, accelerator: Any, loss_kind: str = "mean", give_weight: Callable | None = None
-) -> dict[str, Any]:
+def loop(weighs: bool, accelerator: Any, loss_kind: str = "mean", give_weight: Any = None) -> dict[str, Any]:
     give_weight = give_weight or accelerator.weigh
     model, optimizer, loader = prepared(accelerator)
     before = torchddp.finished_steps()
@@ -149,10 +147,6 @@ def loops(weighs: bool = True) -> dict[str, Any]:
         plain = accelerator_of(cls=accelerate.Accelerator)
         found["installed"] = run(plain, give_weight=partial(weigh, plain))
     return found
-
-
-def loops_without_weights() -> dict[str, Any]:
-    return loops(weighs=False)
 
 
 def misuse() -> dict[str, str]:
@@ -366,8 +360,8 @@ def page() -> dict[str, Any]:
 
 def find(folder: Path) -> dict[str, Any]:
     accelerate.PartialState(cpu=True)
-    jobs = (loops, loops_without_weights, misuse, trainings, folds, evaluations, nothing_at_all, page)
-    results = {job.__name__: job() for job in jobs}
+    jobs = (loops, misuse, trainings, folds, evaluations, nothing_at_all, page)
+    results = {job.__name__: job() for job in jobs} | {"loops without weights": loops(weighs=False)}
     dist.barrier()
     dist.destroy_process_group()
     return results

@@ -1,7 +1,4 @@
-"""Hooks that compress: what they send and hold back adds up to the gradients, on all ranks the same.
-
-Also when they follow a model to another process group, with what they hold back.
-"""
+"""Hooks that compress: what they send and hold back adds up to the gradients, on all ranks the same."""
 
 import copy
 import os

@@ -1,7 +1,4 @@
-"""As on GPUs, on the CPU: large gradients are reduced where autograd made them, others begin at cache lines in buckets.
-
-Padded buckets give the same results as others, with zeros between gradients whatever hooks do.
-"""
+"""As on GPUs, on the CPU: large gradients are reduced where autograd made them, others start at cache lines."""
 
 from datetime import timedelta
 from unittest import mock

@@ -1,7 +1,4 @@
-"""main_grads=torch.float32: gradients of 16-bit parameters add up in fp32, over microbatches and ranks.
-
-Also the examples of docs/main_grads.md.
-"""
+"""main_grads=torch.float32: gradients of 16-bit parameters add up in fp32, over microbatches and ranks."""
 
 import copy
 import io

@@ -1,7 +1,6 @@
 """refresh_trainable(): after any change of parameters, training goes on as with a wrapper made anew.
 
 Random schedules of freezing, thawing, adding and accumulating, on a model that is refreshed and on one wrapped anew.
-Also the example of docs/freeze_and_thaw.md.
 """
 
 from __future__ import annotations

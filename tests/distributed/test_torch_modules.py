@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 from torch.optim.swa_utils import AveragedModel
-from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+from torch.utils.checkpoint import checkpoint
 
 import torchddp
 from tests.harness import each, on_ranks
@@ -23,13 +23,13 @@ STEPS = 4
 SMALL = {"bucket_cap_mb": 0.001}
 
 
-def steps_program(make, optimizer=None, forward=None, after_backward=None, **options):
+def steps_program(make, optimizer=None, forward=None, after_backward=None, averages=False, **options):
     """Trains what `make` builds; gradients and parameters after each step."""
 
     def program(cls):
         ddp = cls(seeded(make), **options)
         stepper = None if optimizer is None else optimizer(ddp.parameters())
-        seen = []
+        average, seen = AveragedModel(ddp) if averages else None, []
         for step in range(STEPS):
             ddp.zero_grad()
             inputs = batch(dist.get_rank(), step)
@@ -40,6 +40,9 @@ def steps_program(make, optimizer=None, forward=None, after_backward=None, **opt
             if stepper is not None:
                 stepper.step()
                 seen[-1] |= {f"{name} itself": p.detach().clone() for name, p in ddp.named_parameters()}
+            if average is not None:
+                average.update_parameters(ddp)
+                seen[-1] |= {f"{name} averaged": p.detach().clone() for name, p in average.named_parameters()}
         return seen
 
     return program
@@ -97,28 +100,6 @@ def checkpoint_around(ddp, x, reentrant):
     return checkpoint(ddp, x.requires_grad_(), use_reentrant=reentrant)
 
 
-class Recomputed(nn.Sequential):
-    def __init__(self, reentrant):
-        super().__init__(*(linear(8, 8) if i % 2 == 0 else nn.Tanh() for i in range(7)))
-        self.reentrant = reentrant
-
-    def forward(self, x):
-        return checkpoint_sequential(list(self), 2, x.requires_grad_(), use_reentrant=self.reentrant)
-
-
-def averaged(cls):
-    """The averages of the weights after each step."""
-    ddp = cls(seeded(Mlp))
-    average, optimizer, seen = AveragedModel(ddp), SGD(ddp.parameters()), []
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        step_on(ddp, dist.get_rank(), step)
-        optimizer.step()
-        average.update_parameters(ddp)
-        seen.append({name: value.clone() for name, value in average.state_dict().items()})
-    return seen
-
-
 def clip(ddp, norm, foreach):
     nn.utils.clip_grad_norm_(ddp.parameters(), 0.5, norm_type=norm, error_if_nonfinite=True, foreach=foreach)
 
@@ -158,7 +139,7 @@ PROGRAMS = {
     # Of the local gradient, as in torch.
     "hook on a gradient": steps_program(having(lambda m: m[0].weight.register_hook(lambda grad: grad.clamp(-1, 1)))),
     "hook after accumulation": steps_program(having(lambda m: m[0].weight.register_post_accumulate_grad_hook(clamp))),
-    "averaged": averaged,
+    "averaged": steps_program(Mlp, SGD, averages=True),
     "autocast around": steps_program(float_mlp, forward=autocast),
     "autocast inside": steps_program(
         partial(Autocast, dtype=torch.float32), forward=partial(autocast, is_around=False)
@@ -175,8 +156,6 @@ for norm in (2.0, float("inf")):
 for reentrant, static in ((False, False), (False, True), (True, True)):  # torch refuses the other
     checkpointed = partial(checkpoint_around, reentrant=reentrant)
     PROGRAMS[f"checkpoint, {reentrant=}, {static=}"] = steps_program(Mlp, forward=checkpointed, static_graph=static)
-    recomputed = steps_program(partial(Recomputed, reentrant), static_graph=static)
-    PROGRAMS[f"checkpoint_sequential, {reentrant=}, {static=}"] = recomputed
 for optim in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad):
     PROGRAMS[f"fused {optim.__name__}"] = steps_program(Mlp, partial(optim, lr=0.01, fused=True))
 

@@ -1,7 +1,4 @@
-"""weigh(): gradients of ranks with unequal numbers of samples are those of one process with all of them.
-
-Also the examples of docs/weighted_means.md.
-"""
+"""weigh(): gradients of ranks with unequal numbers of samples are those of one process with all of them."""
 
 import copy
 import functools

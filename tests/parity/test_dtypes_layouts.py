@@ -26,7 +26,7 @@ class MixedAndTransposed(nn.Module):
 
     def __init__(self):
         super().__init__()
-        dtypes = (torch.float32, torch.float64, torch.bfloat16, torch.float32)
+        dtypes = (torch.float32, torch.float64, torch.bfloat16)
         self.layers = nn.ModuleList(nn.Linear(4, 6, dtype=dtype) for dtype in dtypes)
         for layer in self.layers:
             layer.weight = nn.Parameter(layer.weight.detach().t().contiguous().t())
