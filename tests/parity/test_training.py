@@ -59,10 +59,7 @@ def test_skipped_gradients_of_earlier_steps_stay(ddp_class):
 
 @on_ranks(2)
 def test_forwards_and_backwards_that_do_not_alternate(ddp_class):
-    """A forward that raises, one with two backwards within no_sync(), three before one backward.
-
-    With batch norm in eval its buffers are saved for backward: broadcasting them in place broke it (pytorch 175024).
-    """
+    # With batch norm in eval its buffers are saved for backward: broadcasting them in place broke it (pytorch 175024).
 
     models = [(Mlp, (5, 8)), (lambda: NormNet().eval(), (4, 3, 6, 6))]
     for (make, shape), options in each(models, [{}, {"find_unused_parameters": True}]):
