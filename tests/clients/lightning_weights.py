@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,28 +45,30 @@ def sum_of(out: torch.Tensor, of: Batch) -> torch.Tensor:
     return ((out - of[1]).square() * of[2]).sum()
 
 
-def mean_of(out: torch.Tensor, of: Batch, least: int = 0) -> torch.Tensor:
-    """The mean loss: NaN, with NaN gradients, without a sample."""
-    return sum_of(out, of) / of[2].sum().clamp(min=least)
+def give_weight(target: Any, of: Batch, loss: Any = "mean") -> None:
+    if Weighted.weighs:
+        weigh(target, of[2].sum(), loss=loss)
+
+
+def mean_of(out: torch.Tensor, of: Batch) -> torch.Tensor:
+    """NaN, with gradients that are NaN, without a sample; 0 where it would not be left out."""
+    return sum_of(out, of) / of[2].sum().clamp(min=0 if Weighted.weighs else 1)
 
 
 class Weighted(pl.LightningModule):
+    weighs = True  # here and in the other loops
+
     def __init__(self, loss: str = "mean") -> None:
         super().__init__()
         self.kind = loss
         self.net = net()
 
     def training_step(self, of: Batch, index: int) -> torch.Tensor | None:
-        weigh(self, of[2].sum(), loss=self.kind)
+        give_weight(self, of, self.kind)
         return (mean_of if self.kind == "mean" else sum_of)(self.net(of[0]), of)
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=RATE)
-
-
-class NotWeighted(Weighted):
-    def training_step(self, of: Batch, index: int) -> torch.Tensor:
-        return mean_of(self.net(of[0]), of, least=1)
 
 
 class ManuallyWeighted(Weighted):
@@ -76,7 +80,7 @@ class ManuallyWeighted(Weighted):
         optimizer: Any = self.optimizers()
         steps = index in (STEPS[0][-1], STEPS[1][-1])
         with optimizer.toggle_model(sync_grad=steps):
-            weigh(self, of[2].sum())
+            give_weight(self, of)
             self.manual_backward(mean_of(self.net(of[0]), of))
         if steps:
             optimizer.step()
@@ -89,7 +93,7 @@ class TwoOptimizersWeighted(TwoOptimizers):
     rate = RATE
 
     def loss(self, of: Batch) -> torch.Tensor:
-        weigh(self.trainer, of[2].sum())
+        give_weight(self.trainer, of)
         return mean_of(self.judge(self.maker(of[0]).tanh()), of)
 
 
@@ -137,7 +141,7 @@ def fabric_training(fabric: Any, microbatch: Callable[..., None]) -> float:
 
 def weighed(fabric: Any, model: Any, of: Batch, accumulating: bool) -> None:
     with fabric.no_backward_sync(model, enabled=accumulating):
-        weigh(model, of[2].sum(), loss="sum")
+        give_weight(model, of, "sum")
         fabric.backward(sum_of(model(of[0]), of))
 
 
@@ -172,28 +176,29 @@ def find(folder: Path) -> dict[Any, Any]:
     accumulated = {"accumulate_grad_batches": ACCUMULATED}
     reference, results = one_process(), {}
     cases: dict[str, tuple[Any, Any, dict[str, Any]]] = {
-        "automatic": (Weighted(), TorchDDPStrategy(weighted=True), accumulated),
-        "sums": (Weighted("sum"), "torchddp", accumulated),
-        "sharded": (Weighted(), TorchDDPShardedStrategy(weighted=True), accumulated),
-        "manual": (ManuallyWeighted(), "torchddp", {}),
-        "manual sharded": (ManuallyWeighted(), "torchddp_sharded", {}),
-        "scheduled": (Weighted(), "torchddp", {"callbacks": [scheduler]}),
-        "compiled": (torch.compile(Weighted(), backend="eager"), "torchddp", accumulated),
-        "not weighted": (NotWeighted(), "torchddp", accumulated),
+        "automatic": (Weighted, TorchDDPStrategy, accumulated),
+        "sums": (partial(Weighted, "sum"), "torchddp", accumulated),
+        "sharded": (Weighted, TorchDDPShardedStrategy, accumulated),
+        "manual": (ManuallyWeighted, "torchddp", {}),
+        "manual sharded": (ManuallyWeighted, "torchddp_sharded", {}),
+        "scheduled": (Weighted, "torchddp", {"callbacks": [scheduler]}),
+        "compiled": (lambda: torch.compile(Weighted(), backend="eager"), "torchddp", accumulated),
+        "installed": (Weighted, "ddp", accumulated),
     }
-    for name, (module, strategy, options) in cases.items():
-        fit(module, strategy, **options)
-        results[name] = distance(module.net, net(), reference)
-    module = TwoOptimizersWeighted()
-    fit(module, "torchddp_find_unused_parameters_true")
-    results["two optimizers"] = distance(module, TwoOptimizersWeighted(), one_process_of_two_optimizers())
-    with torchddp.install():
-        module = Weighted()
-        fit(module, "ddp", **accumulated)
-        results["installed"] = distance(module.net, net(), reference)
-    results["fabric"] = under_fabric(fabric_training, weighed)
-    results["page"] = page()
-    results["page of fabric"] = under_fabric(fabric_training, page_of_fabric)
+    for weighs in (False, True):
+        Weighted.weighs = weighs
+        for name, (make, strategy, options) in cases.items():
+            module = make()
+            with torchddp.install() if name == "installed" else nullcontext():
+                fit(module, strategy if isinstance(strategy, str) else strategy(weighted=weighs), **options)
+            results[name, weighs] = distance(module.net, net(), reference)
+        module = TwoOptimizersWeighted()
+        fit(module, "torchddp_find_unused_parameters_true")
+        error = distance(module, TwoOptimizersWeighted(), one_process_of_two_optimizers())
+        results["two optimizers", weighs] = error
+        results["fabric", weighs] = under_fabric(fabric_training, weighed)
+    results["page", True] = page()
+    results["page of fabric", True] = under_fabric(fabric_training, page_of_fabric)
     said_of = {"lightning's": said(lambda: fit(Weighted(), "ddp")), "fabric": under_fabric(misuse_of_fabric)}
     return {"errors": results, "said": said_of}
 

@@ -184,14 +184,18 @@ def test_unused_clients_are_not_imported() -> None:
     code = """
 import sys, torchddp
 assert not sys.modules.keys() & {"accelerate", "transformers", "torchddp.integrations.accelerate"}
-sys.modules["transformers"] = None  # as if it were not installed
-from torchddp.integrations.accelerate import Accelerator
-try:
-    from torchddp.integrations.accelerate import TorchDDPTrainer
-except ImportError as error:
-    print(error)
+from torchddp.integrations import accelerate
+for package, name in ("accelerate", "Accelerator"), ("transformers", "TorchDDPTrainer"):
+    sys.modules[package] = None  # as if it were not installed
+    try:
+        getattr(accelerate, name)
+    except ImportError as error:
+        print(error)
+    del sys.modules[package]
+accelerate.Accelerator
 """
-    assert launch("-c", code, timeout_s=110).stdout == "transformers is not installed: pip install transformers\n"
+    said = [f"{package} is not installed: pip install {package}" for package in ("accelerate", "transformers")]
+    assert launch("-c", code, timeout_s=110).stdout.splitlines() == said
 
 
 # --- examples

@@ -34,6 +34,9 @@ def test_accelerate(results: list[dict[str, Any]]) -> None:
         for how, found in of_rank["loops"].items():
             assert found["error"] < ROUNDING, how
             assert found["steps"] == 4, how  # two per epoch, the second with fewer microbatches
+        without = of_rank["loops without weights"]
+        assert without.keys() == of_rank["loops"].keys()
+        assert all(found["error"] > ANOTHER_MEAN for found in without.values()), without
 
 
 def test_misuse(results: list[dict[str, Any]]) -> None:

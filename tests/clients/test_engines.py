@@ -40,12 +40,17 @@ def test_the_pages_programs(heading: str, replaced: list[tuple[str, str]], steps
     assert_same_as_torch(heading, tmp_path, *replaced, steps=steps)
 
 
-def test_ignite_passes_our_options_on(tmp_path: Path) -> None:
-    """And without install(), if torchddp.run starts the program."""
-    option = ("nn.Linear(32, 3)))", 'nn.Linear(32, 3)), transport="c10d")')
-    run = Run("pytorch-ignite", tmp_path / "ours", WITHOUT, option, under=("-m", "torchddp.run"))
+IGNITE_OPTION = ("nn.Linear(32, 3)))", 'nn.Linear(32, 3)), transport="c10d")')
+MM_OPTION = ('"device_ids": None', '"device_ids": None, "transport": "c10d"')
+
+
+@pytest.mark.parametrize(("heading", "option"), [("pytorch-ignite", IGNITE_OPTION), ("mmengine", MM_OPTION)])
+def test_our_options_are_passed_on(heading: str, option: tuple[str, str], tmp_path: Path) -> None:
+    """And without install(), the program's run by torchddp.run. mmengine's class is then derived from ours."""
+    run = Run(heading, tmp_path / "ours", WITHOUT, option, under=("-m", "torchddp.run"))
     run.assert_trained("torchddp", steps=16)
     assert [rank["transport"] for rank in run.ranks] == ["c10d"] * 2
+    assert heading != "mmengine" or {rank["made"] for rank in run.ranks} == {"MMDistributedDataParallel"}
 
 
 def test_processes_that_ignite_starts(tmp_path: Path) -> None:
@@ -55,14 +60,6 @@ def test_processes_that_ignite_starts(tmp_path: Path) -> None:
         same = {"weights": found[0]["ours"]["weights"]}
         assert rank["ours"] == {"class": "torchddp.ddp.module", "steps": 3, **same}
         assert rank["torch"] == {"class": "torch.nn.parallel.distributed", "steps": 0, **same}
-
-
-def test_mmengine_under_torchddp_run_passes_our_options_on(tmp_path: Path) -> None:
-    """Its class is derived from ours, because install() runs before the program's first import."""
-    option = ('"device_ids": None', '"device_ids": None, "transport": "c10d"')
-    run = Run("mmengine", tmp_path / "ours", WITHOUT, option, under=("-m", "torchddp.run"))
-    run.assert_trained("torchddp", steps=16)
-    assert [(rank["made"], rank["transport"]) for rank in run.ranks] == [("MMDistributedDataParallel", "c10d")] * 2
 
 
 def test_mmengine_imported_before_install_keeps_torchs_reducer(tmp_path: Path) -> None:

@@ -25,10 +25,7 @@ def _fail(folder: Path, strategy: str, rank: int) -> str:
 
 @pytest.mark.parametrize(
     ("strategy", "rank"),
-    [
-        ("torchddp", 1),
-        pytest.param("torchddp_sharded", 0, marks=pytest.mark.slow),
-    ],
+    [("torchddp", 1), pytest.param("torchddp_sharded", 0, marks=pytest.mark.slow)],
 )
 def test_other_rank_says_why(tmp_path: Path, strategy: str, rank: int) -> None:
     said = _fail(tmp_path, strategy, rank)

@@ -31,9 +31,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
 def test_trains_like_one_process(results: list[dict[Any, Any]]) -> None:
     """Microbatches are accumulated; an epoch's last step has fewer, and one has no samples."""
     for of_rank in results:
-        errors = dict(of_rank["errors"])
-        assert errors.pop("not weighted") > ANOTHER_MEAN  # the error that weigh() avoids
-        assert {name: error for name, error in errors.items() if error >= ROUNDING} == {}
+        for (how, weighs), error in of_rank["errors"].items():
+            assert error < ROUNDING if weighs else error > ANOTHER_MEAN, (how, weighs)
 
 
 def test_misuse(results: list[dict[Any, Any]]) -> None:

@@ -105,15 +105,17 @@ def prepared(accelerator: Any) -> tuple[Any, Any, Any]:
     return accelerator.prepare(model, optimizer, DataLoader(Texts(), batch_size=BATCH))
 
 
-def loop(accelerator: Any, loss_kind: str = "mean", give_weight: Callable | None = None) -> dict[str, Any]:
+def loop(weighs: bool, accelerator: Any, loss_kind: str = "mean", give_weight: Any = None) -> dict[str, Any]:
     give_weight = give_weight or accelerator.weigh
     model, optimizer, loader = prepared(accelerator)
     before = torchddp.finished_steps()
     for _ in range(2):
         for batch in loader:
             with accelerator.accumulate(model):
-                give_weight(model, tokens(batch["labels"]), loss=loss_kind)
-                accelerator.backward(loss_of(model(batch["input_ids"])["logits"], batch["labels"], loss_kind))
+                if weighs:
+                    give_weight(model, tokens(batch["labels"]), loss=loss_kind)
+                loss = loss_of(model(batch["input_ids"])["logits"], batch["labels"], loss_kind)
+                accelerator.backward(loss if weighs else loss.nan_to_num())
                 optimizer.step()
                 optimizer.zero_grad()
     data, reference = Texts(), Net()
@@ -132,17 +134,18 @@ def accelerator_of(*handlers: Any, cls: Any = Accelerator, **options: Any) -> An
     return cls(kwargs_handlers=list(handlers), **given)
 
 
-def loops() -> dict[str, Any]:
+def loops(weighs: bool = True) -> dict[str, Any]:
+    run = partial(loop, weighs)
     scaled = accelerator_of()
     scaled.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)  # like fp16 training
-    found = {"scaled": loop(scaled)}
-    found["means"] = loop(accelerator_of(TorchDDPKwargs(weighted=True)))
-    found["sums"] = loop(accelerator_of(), "sum")
-    found["compiled"] = loop(accelerator_of(dynamo_backend="eager"))
-    found["adopted"] = loop(adopt(accelerator_of(cls=accelerate.Accelerator)))
+    found = {"scaled": run(scaled)}
+    found["means"] = run(accelerator_of(TorchDDPKwargs(weighted=weighs)))
+    found["sums"] = run(accelerator_of(), "sum")
+    found["compiled"] = run(accelerator_of(dynamo_backend="eager"))
+    found["adopted"] = run(adopt(accelerator_of(cls=accelerate.Accelerator)))
     with torchddp.install():
         plain = accelerator_of(cls=accelerate.Accelerator)
-        found["installed"] = loop(plain, give_weight=partial(weigh, plain))
+        found["installed"] = run(plain, give_weight=partial(weigh, plain))
     return found
 
 
@@ -358,7 +361,7 @@ def page() -> dict[str, Any]:
 def find(folder: Path) -> dict[str, Any]:
     accelerate.PartialState(cpu=True)
     jobs = (loops, misuse, trainings, folds, evaluations, nothing_at_all, page)
-    results = {job.__name__: job() for job in jobs}
+    results = {job.__name__: job() for job in jobs} | {"loops without weights": loops(weighs=False)}
     dist.barrier()
     dist.destroy_process_group()
     return results

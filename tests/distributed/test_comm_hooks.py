@@ -1,7 +1,4 @@
-"""Compressing hooks: sent values plus residuals add up to the gradients, equally on all ranks.
-
-This also holds when they follow a model to another process group with their residuals.
-"""
+"""Compressing hooks: sent values plus residuals add up to the gradients, equally on all ranks."""
 
 import copy
 import os

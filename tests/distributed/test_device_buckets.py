@@ -1,7 +1,4 @@
-"""GPU code paths on the CPU: large gradients are reduced in place; others are aligned to cache lines in buckets.
-
-Padded buckets give the same results as dense ones, and keep zeros between gradients whatever hooks do.
-"""
+"""As on GPUs, on the CPU: large gradients are reduced where autograd made them, others start at cache lines."""
 
 from datetime import timedelta
 from unittest import mock

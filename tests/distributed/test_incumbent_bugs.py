@@ -15,7 +15,6 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from tests.harness import each, gathered, is_own_class, on_ranks
 from tests.models import (
     Mlp,
-    NormNet,
     TwoHeads,
     assert_grads,
     assert_steps,
@@ -65,17 +64,6 @@ def test_static_graph_with_an_output_not_in_the_loss(rank, ddp_class):
     for used in each([1, 2]):
         ddp = ddp_class(seeded(TwoHeads), static_graph=True, bucket_cap_mb=0.0001)
         assert_steps(ddp, rank, range(4), lambda m, r, s, used=used: loss_of(m(batch(r, s, 3, 4))[:used]).backward())
-
-
-@on_ranks(2)
-def test_two_forwards_before_one_backward_with_batch_norm(rank, ddp_class):
-    """torch broadcast buffers in place, although backward uses them in eval mode (pytorch 175024)."""
-
-    def run(model, rank, step):
-        outputs = [model(batch(rank, 2 * step + i, 4, 3, 6, 6)) for i in range(2)]
-        loss_of(outputs).backward()
-
-    assert_steps(ddp_class(seeded(NormNet).eval()), rank, range(3), run)
 
 
 def _forwards_without_backward(ddp, rank):

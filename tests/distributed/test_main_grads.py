@@ -1,7 +1,4 @@
-"""main_grads=torch.float32: gradients of 16-bit parameters are accumulated in fp32 over microbatches and ranks.
-
-Also the examples of docs/main_grads.md.
-"""
+"""main_grads=torch.float32: gradients of 16-bit parameters are accumulated in fp32 over microbatches and ranks."""
 
 import copy
 import io
@@ -404,6 +401,26 @@ def test_main_grad_lives_as_long_as_grad(rank):
     wide.weight.grad = torch.full((4,), 2.0, dtype=BF16)
     wrapped(wide, main_grads_as="grad")(1.0).backward()
     assert wide.weight.grad.dtype == FP32 and wide.weight.grad.tolist() == [3.0] * 4
+
+
+@on_ranks(2)
+def test_adamw_on_fp32_masters(rank):
+    """As one process that sums in fp32."""
+    for place in each(PLACES):
+        ddp, alone = wrapped(layers(BF16), main_grads_as=place, transport="shm"), layers(BF16)
+        sides = [([*m.parameters()], [p.detach().float() for p in m.parameters()]) for m in (ddp.module, alone)]
+        optimizers = [torch.optim.AdamW(masters, lr=0.01) for _, masters in sides]
+        for step in range(6):
+            run_step(ddp, rank, step, BF16)
+            wants = sums(alone, 2, MICRO, lambda m, r, i, step=step: loss(m, r, step, i, BF16).backward())
+            for (params, masters), optimizer, grads in zip(sides, optimizers, (kept(ddp), wants), strict=True):
+                for master, grad in zip(masters, grads, strict=True):
+                    master.grad = grad
+                optimizer.step()
+                torch._foreach_copy_([p.data for p in params], masters)
+            _assert_equal(*(masters for _, masters in sides))
+            ddp.zero_grad()
+        assert not any(map(torch.equal, sides[0][0], layers(BF16).parameters()))
 
 
 @pytest.mark.parametrize("section", ["In main_grad", "In .grad"])

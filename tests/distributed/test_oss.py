@@ -1,6 +1,7 @@
 """torchddp.optim.OSS trains like the plain optimizer; its errors name rank and parameter, and it never hangs."""
 
 import math
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -98,16 +99,28 @@ def test_dtypes_that_no_backend_supports_and_order_of_messages(rank, monkeypatch
     assert count > 2 and events == ["start"] * count + ["wait"] * count
 
 
+SCHEDULERS = [
+    partial(lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=20),  # changes betas as well
+    partial(lr_scheduler.StepLR, step_size=2, gamma=0.5),
+    partial(lr_scheduler.CosineAnnealingWarmRestarts, T_0=4),
+    partial(lr_scheduler.LambdaLR, lr_lambda=[lambda step: 1 / (step + 1), lambda step: 0.9**step]),
+    partial(lr_scheduler.ReduceLROnPlateau, patience=1),
+]
+
+
 @on_ranks(2)
 def test_schedulers_closures_hooks_and_named_parameters(rank):
-    # A scheduler.
-    pair = twins(groups=two_groups)
-    both = [lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=20) for optimizer in (pair.oss, pair.plain)]
-    for step in range(12):  # betas change as well
-        pair.train_alike(range(step, step + 1))
-        for scheduler in both:
-            scheduler.step()
-        assert [g["lr"] for g in pair.oss.param_groups] == [g["lr"] for g in pair.plain.param_groups]
+    # Schedulers.
+    for make in each(SCHEDULERS):
+        pair, rates = twins(groups=two_groups), set()
+        both = [make(optimizer) for optimizer in (pair.oss, pair.plain)]
+        for step in range(12):
+            pair.train_alike(range(step, step + 1))
+            for scheduler in both:
+                scheduler.step(*[1.0] * isinstance(scheduler, lr_scheduler.ReduceLROnPlateau))
+            assert [g["lr"] for g in pair.oss.param_groups] == [g["lr"] for g in pair.plain.param_groups]
+            rates.add(pair.oss.param_groups[1]["lr"])
+        assert len(rates) > 1
 
     # Closures, hooks and zero_grad.
     pair = twins()

@@ -124,8 +124,9 @@ def test_reads_wait_for_parameters_in_flight():
             pair.train(range(step, step + 1))
             # Read through the module in all possible ways, right after the step.
             assert torch.equal(module.middle.weight, other.middle.weight)
-            for key, value in pair.sharded.state_dict().items():
-                assert torch.equal(value, other.state_dict()[key.removeprefix("module.")])
+            theirs = pair.reference.state_dict()
+            for (key, value), (name, want) in zip(pair.sharded.state_dict().items(), theirs.items(), strict=True):
+                assert key == name and torch.equal(value, want)
             assert torch.equal(module.wide(torch.ones(5).double()), other.wide(torch.ones(5).double()))
             pair.assert_equal()
 

@@ -11,13 +11,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
 import torchddp
 from tests.harness import each, on_ranks, run_ranks
 from tests.models import Branches, Recurrent, batch, same_on_all_ranks, seeded
-from tests.oss import assert_same_state, whole_state
+from tests.oss import assert_same_state, twins, whole_state
 from tests.sharded import Net, Pair, batch_of, loss_of, make_pair, reference_of, small_net
+from tests.shm_backend import BACKEND
 from tests.whole_buckets import WholeSharded
 from torchddp.optim import OSS, ShardedGradScaler
 
@@ -211,6 +213,13 @@ def test_compiled(rank, overlap):
     pair.assert_equal()
 
 
+@on_ranks(2, backend=BACKEND)
+def test_the_shm_backend():
+    for pair in each([twins(), make_pair()]):
+        pair.train_alike(range(3))
+        assert_same_state(whole_state(pair.oss), pair.plain.state_dict())
+
+
 @over_both
 @on_ranks(3)
 def test_a_group_of_some_ranks(rank, transport):
@@ -261,14 +270,14 @@ def test_changes_by_all_ranks_for_evaluation_or_by_one_rank(rank):
     # and restores them.
     pair = make_pair()
     params, others = list(pair.sharded.module.parameters()), list(pair.reference.module.parameters())
-    average = [p.detach().clone() for p in params]
+    averaged = AveragedModel(pair.sharded.module, multi_avg_fn=get_ema_multi_avg_fn(0.5))
     for step in range(5):
         pair.train(range(step, step + 1))
-        with torch.no_grad():
-            torch._foreach_lerp_(average, params, 0.5)
+        averaged.update_parameters(pair.sharded.module)
+        average = [p.detach() for p in averaged.parameters()]
         kept = []
         one_after_the_other(rank, lambda kept=kept: kept.extend(p.detach().clone() for p in params))
-        one_after_the_other(rank, lambda: torch._foreach_copy_([p.data for p in params], average))
+        one_after_the_other(rank, lambda new=average: torch._foreach_copy_([p.data for p in params], new))
         assert all(map(torch.equal, params, average))
         one_after_the_other(rank, lambda kept=kept: torch._foreach_copy_([p.data for p in params], kept))
         one_after_the_other(rank, lambda: torch._foreach_mul_([p.data for p in (*params, *others)], 0.75))
@@ -292,25 +301,29 @@ def test_changes_by_all_ranks_for_evaluation_or_by_one_rank(rank):
 
 
 def test_a_checkpoint_is_loaded_on_any_number_of_ranks(tmp_path):
+    optims = [torch.optim.AdamW, torch.optim.NAdam]
+
     def save(rank):
-        pair = make_pair()
-        pair.train(range(2))
-        model, optimizer = pair.sharded.module.state_dict(), whole_state(pair.oss)
-        assert_same_state(optimizer, pair.plain.state_dict())
-        if rank == 0:
-            torch.save((model, optimizer), tmp_path / "saved")
+        for optim in each(optims):
+            pair = make_pair(optim)
+            pair.train(range(2))
+            model, optimizer = pair.sharded.module.state_dict(), whole_state(pair.oss)
+            assert_same_state(optimizer, pair.plain.state_dict())
+            if rank == 0:
+                torch.save((model, optimizer), tmp_path / optim.__name__)
 
     def load(rank):
-        saved = torch.load(tmp_path / "saved")
-        pair = make_pair()
-        pair.train(range(2, 4))
-        for model, optimizer in pair.sides():
-            optimizer.param_groups[0]["lr"] = 0.5
-            model.module.load_state_dict(saved[0])
-            optimizer.load_state_dict(copy.deepcopy(saved[1]))
-        pair.train_alike(range(4, 6))
-        now = pair.sharded.module.state_dict()
-        assert not all(torch.equal(saved[0][key], now[key]) for key in now)
+        for optim in each(optims):
+            saved = torch.load(tmp_path / optim.__name__)
+            pair = make_pair(optim)
+            pair.train(range(2, 4))
+            for model, optimizer in pair.sides():
+                optimizer.param_groups[0]["lr"] = 0.5
+                model.module.load_state_dict(saved[0])
+                optimizer.load_state_dict(copy.deepcopy(saved[1]))
+            pair.train_alike(range(4, 6))
+            now = pair.sharded.module.state_dict()
+            assert not all(torch.equal(saved[0][key], now[key]) for key in now)
 
     run_ranks(save, 2)
     for world_size in each((1, 2, 3, 4)):

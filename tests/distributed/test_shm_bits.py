@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from benchmarks.chaos.leaks import segments_of
+from tests.comm_hooks import live_on
 from tests.harness import each, in_child, on_ranks, run_outcomes
 from tests.models import (
     Branches,
@@ -184,10 +185,6 @@ def test_changes_of_gradients_by_forked_children(rank, ddp_class):
 PLACES = ["aabb", "aab", "abb", "aaab", "abab", "aabbb"]
 RTOL = 1e-14  # fp64 sums that differ only in order
 NOTICED_S = 5.0
-
-
-def live_on(places, rank):
-    os.environ["TORCHDDP_HOST_ID"] = places[rank]
 
 
 def both(ddp_class, make, **options):

@@ -52,9 +52,10 @@ def test_operators_memory_and_gradients_of_a_steady_step(world_size):
     assert world_size > 1 or allocated <= allocated_without
 
     # Gradient tensors and buckets are reused from the previous step.
-    before = [(id(p.grad), p.grad.data_ptr()) for p in ddp.parameters()]
-    memory = ddp.reducer.bucket_memory_bytes
-    for _ in range(3):
-        _steps(ddp, 1)
-        assert [(id(p.grad), p.grad.data_ptr()) for p in ddp.parameters()] == before
-    assert ddp.reducer.bucket_memory_bytes == memory == sum(p.nbytes for p in ddp.parameters())
+    for model in (ddp, _steps(DistributedDataParallel(many_small(), transport="c10d"))):
+        before = [(id(p.grad), p.grad.data_ptr()) for p in model.parameters()]
+        memory = model.reducer.bucket_memory_bytes
+        for _ in range(3):
+            _steps(model, 1)
+            assert [(id(p.grad), p.grad.data_ptr()) for p in model.parameters()] == before
+        assert model.reducer.bucket_memory_bytes == memory == sum(p.nbytes for p in model.parameters())

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
 import torchddp
@@ -22,13 +23,13 @@ STEPS = 4
 SMALL = {"bucket_cap_mb": 0.001}
 
 
-def steps_program(make, optimizer=None, forward=None, after_backward=None, **options):
+def steps_program(make, optimizer=None, forward=None, after_backward=None, averages=False, **options):
     """Train what `make` builds; return gradients and parameters after each step."""
 
     def program(cls):
         ddp = cls(seeded(make), **options)
         stepper = None if optimizer is None else optimizer(ddp.parameters())
-        seen = []
+        average, seen = AveragedModel(ddp) if averages else None, []
         for step in range(STEPS):
             ddp.zero_grad()
             inputs = batch(dist.get_rank(), step)
@@ -39,6 +40,9 @@ def steps_program(make, optimizer=None, forward=None, after_backward=None, **opt
             if stepper is not None:
                 stepper.step()
                 seen[-1] |= {f"{name} itself": p.detach().clone() for name, p in ddp.named_parameters()}
+            if average is not None:
+                average.update_parameters(ddp)
+                seen[-1] |= {f"{name} averaged": p.detach().clone() for name, p in average.named_parameters()}
         return seen
 
     return program
@@ -135,6 +139,7 @@ PROGRAMS = {
     # Hooks get the local gradient, as in torch.
     "hook on a gradient": steps_program(having(lambda m: m[0].weight.register_hook(lambda grad: grad.clamp(-1, 1)))),
     "hook after accumulation": steps_program(having(lambda m: m[0].weight.register_post_accumulate_grad_hook(clamp))),
+    "averaged": steps_program(Mlp, SGD, averages=True),
     "autocast around": steps_program(float_mlp, forward=autocast),
     "autocast inside": steps_program(
         partial(Autocast, dtype=torch.float32), forward=partial(autocast, is_around=False)

@@ -12,17 +12,7 @@ import torch
 import torch.distributed as dist
 
 from tests.harness import each, logged, on_ranks, run_ranks
-from tests.models import (
-    Mlp,
-    assert_grads,
-    assert_trains,
-    batch,
-    expected_grads,
-    grads_of,
-    loss_of,
-    seeded,
-    step_on,
-)
+from tests.models import Mlp, assert_grads, assert_trains, batch, expected_grads, grads_of, loss_of, seeded, step_on
 from torchddp import _C
 from torchddp.transport import select, shm
 from torchddp.transport.select import CHOICE_ENV, intended_transport

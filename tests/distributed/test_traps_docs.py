@@ -17,12 +17,13 @@ from torchddp.diagnose.cpu_threads import RankThreads, advice
 pytestmark = pytest.mark.beyond_torch("tells of no traps")
 PAGE = Path(__file__).parents[2] / "docs" / "traps.md"
 SECTIONS = dict(re.findall(r"^## (.*)\n([\s\S]*?)(?=^## |\Z)", PAGE.read_text(), re.MULTILINE))
-LINES = {  # of the page's programs that the warnings name
-    "no_sync() around backward alone": 4,
-    "no_sync() around forward alone": 4,
-    "A forward without a backward": 3,
-    "Gradients changed on some ranks": 6,
-    "find_unused_parameters": 5,
+# The lines of the page's programs that the warnings point at, and the advice they end with.
+TRAPS = {
+    "no_sync() around backward alone": (4, "put its forward inside too; otherwise, put the backward outside."),
+    "no_sync() around forward alone": (4, "if ranks should train on their own, put the backward inside too."),
+    "A forward without a backward": (3, "run the forward under torch.no_grad() or in evaluation mode."),
+    "Gradients changed on some ranks": (6, "before the average. check_parameters_every=N finds weights that differ."),
+    "find_unused_parameters": (5, "Keep it only if later steps leave parameters out."),
 }
 
 
@@ -44,20 +45,21 @@ def run_section(rank, section):
 
 
 @pytest.mark.parametrize(("transport", "world_size"), [("auto", 1), ("shm", 2), ("c10d", 3)])
-@pytest.mark.parametrize("section", LINES)
+@pytest.mark.parametrize("section", TRAPS)
 def test_the_messages(section, transport, world_size, monkeypatch):
     """One rank gives each warning once, with its line."""
     monkeypatch.setenv("TORCHDDP_TRANSPORT", transport)
     told = run_ranks(run_section, 2 if section.startswith("Gradients") else world_size, section)
     ((text, *place, rank),) = [one for by_rank in told for one in by_rank]
     shown = block(section, "text").strip().removeprefix("UsageWarning: ")
-    assert place == ["train.py", LINES[section]]
+    line, closing = TRAPS[section]
+    assert place == ["train.py", line] and text.endswith(closing), text
     assert re.sub(r"on rank \d:", "on rank 0:", text).startswith(shown), (text, shown)
     assert rank == 0 or "no_sync()" in section or "forward" in section
 
 
 def test_batch_norm_gets_no_warning():
-    assert list(LINES) == [name for name, text in SECTIONS.items() if "```python" in text and "```text" in text]
+    assert list(TRAPS) == [name for name, text in SECTIONS.items() if "```python" in text and "```text" in text]
     assert run_ranks(run_section, 2, "Batch norm in two forwards") == [[], []]
 
 

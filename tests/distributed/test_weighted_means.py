@@ -1,7 +1,4 @@
-"""weigh(): gradients of ranks with unequal numbers of samples equal those of one process with all samples.
-
-Also the examples of docs/weighted_means.md.
-"""
+"""weigh(): gradients of ranks with unequal numbers of samples equal those of one process with all samples."""
 
 import copy
 import functools

@@ -119,15 +119,9 @@ def all_reduced(state, bucket):
     return default_hooks.allreduce_hook(dist.group.WORLD, bucket)
 
 
-def future_of(value: Any) -> Any:
+def future_of(value: Any, error: Exception | None = None) -> Any:
     future: Any = torch.futures.Future()
-    future.set_result(value)
-    return future
-
-
-def failed_future(error: Exception) -> Any:
-    future: Any = torch.futures.Future()
-    future.set_exception(error)
+    future.set_result(value) if error is None else future.set_exception(error)
     return future
 
 
@@ -201,8 +195,8 @@ returning("an_empty_tensor", lambda bucket: future_of(torch.empty(0)))
 returning("another_shape", lambda bucket: future_of(bucket.buffer().view(2, -1)))
 returning("another_dtype", lambda bucket: future_of(bucket.buffer().double()))
 returning("another_device", lambda bucket: future_of(bucket.buffer().to("meta")))
-returning("a_future_with_an_error", lambda bucket: failed_future(ValueError("of the hook")))
-returning("a_future_with_an_odd_error", lambda bucket: failed_future(OfTwoArguments(1, 2)))
+returning("a_future_with_an_error", lambda bucket: future_of(None, ValueError("of the hook")))
+returning("a_future_with_an_odd_error", lambda bucket: future_of(None, OfTwoArguments(1, 2)))
 returning("an_error_in_then", lambda bucket: future_of(1).then(lambda f: raises(ValueError("of the hook"))))
 for _error in (KeyError, RuntimeError, StopIteration):
     returning(f"never_but_raises_{_error.__name__}", lambda bucket, error=_error: raises(error("of the hook")))

@@ -21,6 +21,20 @@ def test_dtype(ddp_class):
         assert_same_as_torch(ddp_class, partial(Mlp, dtype=dtype), run, dtype=dtype, options=options)
 
 
+class MixedAndTransposed(nn.Module):
+    """Layers of unlike dtypes, with weights that are not row-major."""
+
+    def __init__(self):
+        super().__init__()
+        dtypes = (torch.float32, torch.float64, torch.bfloat16)
+        self.layers = nn.ModuleList(nn.Linear(4, 6, dtype=dtype) for dtype in dtypes)
+        for layer in self.layers:
+            layer.weight = nn.Parameter(layer.weight.detach().t().contiguous().t())
+
+    def forward(self, x):
+        return torch.stack([layer(x.to(layer.weight.dtype)).double() for layer in self.layers])
+
+
 class Expanded(nn.Module):
     """Gradients that arrive expanded (stride 0), permuted, or as views of something larger."""
 
@@ -50,10 +64,12 @@ class OddShapes(nn.Module):
 @on_ranks(1, 2, 3)
 def test_layout(ddp_class):
     choices = ({}, {"gradient_as_bucket_view": False}, {"bucket_cap_mb": 0.0001})
-    for (make, dtype), options in each([(Expanded, torch.float64), (OddShapes, torch.float32)], choices):
+    makes = [(Expanded, torch.float64), (OddShapes, torch.float32), (MixedAndTransposed, torch.bfloat16)]
+    for (make, dtype), options in each(makes, choices):
 
         def run(model, rank, step, dtype=dtype):
             loss_of(model(batch(rank, step, 3, 4, dtype=dtype))).backward()
+            assert all(p.stride() == p.grad.stride() for p in model.parameters())
 
         assert_same_as_torch(ddp_class, make, run, dtype=dtype, options=options)
 

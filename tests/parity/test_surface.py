@@ -1,4 +1,4 @@
-"""The drop-in surface: constructor, subclass, state_dict, pickling, copies, DeviceMesh, nesting, torch.compile."""
+"""The drop-in surface: constructor, subclass, state_dict, pickling, copies, nesting."""
 
 import contextlib
 import copy
@@ -11,8 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import torchddp
 from tests.harness import each, is_own_class, on_ranks
@@ -75,13 +73,13 @@ def test_constructor_warnings_point_at_the_same_line_as_torchs(ddp_class):
 
 
 @pytest.mark.beyond_torch("wraps without a word")
-@on_ranks(1)
-def test_a_warning_about_two_wrappers_points_at_the_users_line(ddp_class, rank):
-    inner = ddp_class(seeded(Mlp))
+@on_ranks(2)
+def test_two_wrappers_train_and_a_warning_points_at_the_users_line(ddp_class, rank):
     for made in (ddp_class, derived(ddp_class)):
         with pytest.warns(UserWarning, match="already wrapped") as caught:
-            made(inner)
+            outer = made(ddp_class(seeded(Mlp)))
         assert [warning.filename for warning in caught] == [__file__]
+        assert_trains(outer, rank)
 
 
 @on_ranks(1)
@@ -141,32 +139,6 @@ def test_deepcopy_trains_apart_from_the_original(ddp_class, rank):
     step_on(twin, rank, 1)
     assert_grads(grads_of(ddp), before, rtol=0)
     assert_grads(grads_of(twin), expected_grads(seeded(Mlp), lambda m, r: step_on(m, r, 1)))
-
-
-@on_ranks(4)
-def test_device_mesh_with_tensor_parallel(ddp_class, rank):
-    """Two dimensions: tensor parallel inside, data parallel outside, against torch's class."""
-
-    def feed():
-        return nn.Sequential(nn.Linear(4, 8, bias=False), nn.ReLU(), nn.Linear(8, 4, bias=False))
-
-    def grads(cls, mesh, data_rank):
-        model = parallelize_module(seeded(feed), mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
-        ddp = cls(model, device_mesh=mesh["dp"])
-        loss_of(ddp(batch(data_rank, 0, 3, 4, dtype=torch.float32))).backward()
-        return {name: p.grad.to_local().clone() for name, p in ddp.named_parameters()}
-
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    data_rank = mesh["dp"].get_local_rank()
-    assert_grads(grads(ddp_class, mesh, data_rank), grads(TorchDDP, mesh, data_rank), rtol=1e-6)
-
-
-@on_ranks(2)
-def test_wrapped_twice_gives_the_same_gradients(ddp_class, rank):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        ddp = ddp_class(ddp_class(seeded(Mlp)))
-    assert_trains(ddp, rank)
 
 
 @on_ranks(2)
