@@ -57,7 +57,7 @@ setup: $(VENV)/.installed
 build: setup
 	@$(PY) setup.py -q build_ext --inplace
 
-# Tests of the torch-free folders: optimised as shipped, under AddressSanitizer and UndefinedBehaviorSanitizer, and, for
+# Tests of the torch-free folders: optimized as shipped, under AddressSanitizer and UndefinedBehaviorSanitizer, and, for
 # multi-threaded ones, under ThreadSanitizer.
 CPP_SANITIZERS ?= none address,undefined thread
 cpp-tests: setup

@@ -16,7 +16,7 @@ target_include_directories(torchddp_cpp_tests PRIVATE tests/cpp)
 target_link_libraries(torchddp_cpp_tests PRIVATE torchddp_options)
 target_compile_definitions(torchddp_cpp_tests PRIVATE TORCHDDP_COUNT_LINES)
 # The code under test is compiled as shipped, except for the sanitizers. The tests are compiled for the shortest total of compile
-# time and run time: with sanitizer checks, the device code that runs on the host takes longer to optimise than to run.
+# time and run time: with sanitizer checks, the device code that runs on the host takes longer to optimize than to run.
 if(TORCHDDP_SANITIZE)
   set(sanitizers -fsanitize=${TORCHDDP_SANITIZE} -fno-sanitize-recover=all)
   target_compile_options(torchddp_cpp_tests PRIVATE ${sanitizers} -O1 -g1 -fno-omit-frame-pointer)

@@ -24,7 +24,7 @@ if(TORCHDDP_UNITY)
     string(REPLACE "/" "_" group ${group})
     set_source_files_properties(${source} PROPERTIES UNITY_GROUP ${group})
   endforeach()
-  # The slowest source (31 s of CPU time, 44 with its neighbours): on many cores the whole build would wait for it.
+  # The slowest source (31 s of CPU time, 44 with its neighbors): on many cores the whole build would wait for it.
   set_source_files_properties(csrc/bindings/bind_reducer.cpp PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON)
 endif()
 target_link_libraries(_C PRIVATE torchddp_options torchddp_torch)

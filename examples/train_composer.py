@@ -25,8 +25,8 @@ def points() -> TensorDataset:
     """Four clouds of points in the plane, always the same."""
     generator = torch.Generator().manual_seed(0)
     labels = torch.arange(POINTS) % CLASSES
-    centres = torch.tensor([[2.0, 0.0], [0.0, 2.0], [-2.0, 0.0], [0.0, -2.0]])
-    return TensorDataset(centres[labels] + torch.randn(POINTS, 2, generator=generator) / 2, labels)
+    centers = torch.tensor([[2.0, 0.0], [0.0, 2.0], [-2.0, 0.0], [0.0, -2.0]])
+    return TensorDataset(centers[labels] + torch.randn(POINTS, 2, generator=generator) / 2, labels)
 
 
 def network() -> nn.Module:

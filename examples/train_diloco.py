@@ -1,4 +1,4 @@
-"""Train with few synchronisations: ranks train independently and average their models every few steps (DiLoCo).
+"""Train with few synchronizations: ranks train independently and average their models every few steps (DiLoCo).
 
 torchrun --nproc-per-node 2 -m examples.train_diloco --sync-every 20 --wire int8
 """
@@ -39,7 +39,7 @@ def train(ranks: Ranks, steps: int, lr: float, sync_every: int, wire: Wire) -> N
     if ranks.rank == 0:
         each_step = 4 * sum(p.numel() for p in model.parameters())
         print(f"bytes sent by this rank in {steps} steps: {sent_bytes} (gradients would take {each_step} per step)")
-        print(f"synchronisations by torchddp: {steps // sync_every}")
+        print(f"synchronizations by torchddp: {steps // sync_every}")
 
 
 def main() -> None:

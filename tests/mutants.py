@@ -1,4 +1,4 @@
-"""Deliberately broken DDP classes, each of which several checks of tests/behaviours must catch; tests/fuzz has others.
+"""Deliberately broken DDP classes, each of which several checks of tests/behaviors must catch; tests/fuzz has others.
 
 A suite that passes with one of these would miss the same bug in the real class.
 """

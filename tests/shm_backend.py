@@ -7,7 +7,7 @@ BACKEND = "torchddp_shm"
 
 
 def stamp(rank: int, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Small integers that differ between ranks and between neighbours."""
+    """Small integers that differ between ranks and between neighbors."""
     return ((rank * 3 + torch.arange(numel)) % 5 + 1).to(dtype)
 
 

@@ -42,7 +42,7 @@ class DesyncError(RuntimeError):
     """Parameters that should be equal on all ranks differ. Raised on all ranks.
 
     Attributes:
-        step: number of finished synchronised steps.
+        step: number of finished synchronized steps.
         parameter: name of the first parameter that differs, in registration order; None if their number differs.
         ranks: those whose value differs from the majority, or from rank 0 if there is no majority.
         num_parameters: how many parameters differ.
@@ -74,7 +74,7 @@ class DesyncError(RuntimeError):
 class NonFinite:
     """A gradient of one rank that was not finite before averaging."""
 
-    step: int  # synchronised forwards, counted from 1
+    step: int  # synchronized forwards, counted from 1
     rank: int
     parameter: str
     count: int | None  # infinite or NaN elements (parts of complex ones); None on a device, where they are not counted

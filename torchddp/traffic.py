@@ -29,7 +29,7 @@ class Traffic:
 
 
 def of_model(model: Any) -> dict[str, Traffic]:
-    """What this rank sent for gradients in the model's last finished synchronised step, by transport. Not collective.
+    """What this rank sent for gradients in the model's last finished synchronized step, by transport. Not collective.
 
     * ``"c10d"``, ``"nccl"``: computed for ring algorithms, 2 (W-1)/W of the payload for an all-reduce over W ranks,
       since neither gloo nor NCCL reports it. Other algorithms (NCCL's trees) may send a different amount.

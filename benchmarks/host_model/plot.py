@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.host_model.report import bytes_text, nodes_text
 
-_COLOURS = {"flat": "#9aa5b1", "grouped": "#4c6ef5"}
+_COLORS = {"flat": "#9aa5b1", "grouped": "#4c6ef5"}
 
 
 def save_model(results: Sequence[dict[str, Any]], path: Path) -> None:
@@ -33,7 +33,7 @@ def save_model(results: Sequence[dict[str, Any]], path: Path) -> None:
                 [row[key] for row in rows],
                 "-" if nodes == 1 else "--",
                 marker=".",
-                color=_COLOURS[scheme],
+                color=_COLORS[scheme],
                 label=f"{scheme}, {label}",
             )
         ranks = sorted({row["ranks"] for row in of_size})

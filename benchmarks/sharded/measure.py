@@ -90,7 +90,7 @@ class Contest:
 def time_model(job: Job, model: str, report: Reporter) -> dict[str, Any]:
     """Step times of all variants on one model. All ranks return the same dict; samples are of the slowest rank.
 
-    During timing the learning rate is zero: the work is the same, but weights and gradients do not drift towards
+    During timing the learning rate is zero: the work is the same, but weights and gradients do not drift toward
     values that are slow to compute with. Training continues afterwards, and must still agree.
     """
     contest = Contest(job, model)

@@ -71,7 +71,7 @@ def note(result: dict[str, Any]) -> Text:
     """Notes on how to read the numbers."""
     return Text(
         f"All methods train replicas of one model in one launch and take turns, {result['slice_steps']} steps each "
-        f"(diloco {result['sync_every']}); only a method's own steps count towards its time. After each turn the loss "
+        f"(diloco {result['sync_every']}); only a method's own steps count toward its time. After each turn the loss "
         "is evaluated on a fixed held-out set, off the clock. The target is torch-ddp's loss after "
         f"{result['steps']} steps. s a step: median over turns. sent: on the link, headers and acknowledgements "
         "included, by the host that sends more.",

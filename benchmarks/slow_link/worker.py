@@ -43,7 +43,7 @@ def quiet_count() -> int:
 
 
 class Racer:
-    """One method in the race to the target loss. Only its own steps count towards its time."""
+    """One method in the race to the target loss. Only its own steps count toward its time."""
 
     def __init__(self, entry: Entrant, job: SlowLinkJob, task: Task) -> None:
         self.entry, self.job, self.task = entry, job, task

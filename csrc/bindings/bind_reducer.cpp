@@ -182,7 +182,7 @@ void bind_reducer(py::module_& m) {
         py::arg("zero_weights_raise") = true, py::arg("timeout") = transport::kTransportTimeout);
   m.def(
       "finished_steps", [] { return all_finished_steps.load(std::memory_order_relaxed); },
-      "Number of synchronised backwards that this process's reducers, including destroyed ones, have finished.");
+      "Number of synchronized backwards that this process's reducers, including destroyed ones, have finished.");
   bind_step(c);
   bind_modes(c);
   bind_reducer_reports(m, c);

@@ -204,7 +204,7 @@ void bind_gradients(PyReducer& c) {
       .def("graph_has_been_static", of(&Parts::used, &UsedParams::have_been_static))
       .def("unused_bytes", of(&Parts::used, &UsedParams::unused_bytes))
       .def("gradient_stats", &gradient_stats,
-           "Of the last synchronised backward: one row per bucket, {sum of squares, number of non-finite values}.")
+           "Of the last synchronized backward: one row per bucket, {sum of squares, number of non-finite values}.")
       .def("nonfinite", &nonfinite_tuples, NoGil(),
            "This rank's infinite or NaN gradients in the last run of consecutive steps with any: (step, parameter "
            "index, "

@@ -8,7 +8,7 @@ namespace {
 // Note [Exceptions from another thread]
 // Python raises an asynchronous exception at the start of the next Python function or at a backward jump. If that function is
 // the `__exit__` of the block that the exception was meant to end, the block never gets to report its end. Here __enter__ and
-// __exit__ are C functions, in which Python raises nothing, and a pending exception is cancelled before any of their Python
+// __exit__ are C functions, in which Python raises nothing, and a pending exception is canceled before any of their Python
 // code runs. The GIL makes each method below atomic.
 class AsyncGate {
  public:

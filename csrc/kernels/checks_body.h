@@ -32,7 +32,7 @@ struct HashKernel {
         for (int i = 0; i < kVectors; ++i) {
           const Vector words = load(data + i * Isa::kBytes);
           const Vector keyed = words ^ load(&kHashKeys[static_cast<size_t>(stripe + i * kWidth)]);
-          sums[i] += Isa::multiply_halves(keyed) + Isa::swap_neighbours(words);
+          sums[i] += Isa::multiply_halves(keyed) + Isa::swap_neighbors(words);
         }
         data += kHashStripeBytes;
       }

@@ -1,4 +1,4 @@
-// Numbers in fewer bits: blockwise quantisation with error feedback, on the CPU, in one pass over memory.
+// Numbers in fewer bits: blockwise quantization with error feedback, on the CPU, in one pass over memory.
 //
 // Free of torch headers, like pack.h, and with the same choice of the instruction set at run time. Every instruction set
 // gives the same bits (but for the payload of a NaN in kFp16 and kBf16).

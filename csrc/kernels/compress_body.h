@@ -61,7 +61,7 @@ struct VectorAccess {
 
 // kInt8 and kInt4.
 template <class Isa, Format kFormat>
-struct Quantised : VectorAccess<Isa> {
+struct Quantized : VectorAccess<Isa> {
   using Access = VectorAccess<Isa>;
   using Floats = typename Isa::Floats;
   using Ints = typename Isa::Ints;

@@ -29,7 +29,7 @@ inline constexpr auto kHashKeys = [] {
 
 // Hashes a range of bytes given piece by piece. About as fast as reading memory, with the same result on every instruction set.
 // The method is that of XXH3 for long inputs (Yann Collet): eight lanes multiply the halves of keyed words and add each word to
-// the neighbouring lane, mixed every 1024 bytes, so that moved data changes the hash. A single changed word is always detected;
+// the neighboring lane, mixed every 1024 bytes, so that moved data changes the hash. A single changed word is always detected;
 // other changes are missed with a probability of about 2^-64. Not secure against adversaries.
 class Hash {
  public:

@@ -12,7 +12,7 @@
 //   scale_cast<Dst, Src>            the kernel: how it handles the last elements depends on the instructions
 //   any_top_bit                     whether the highest bit of any word of 32 or 64 bits is set
 //   multiply_halves                 of each 64-bit word: the lower half times the upper
-//   swap_neighbours                 of 64-bit words
+//   swap_neighbors                 of 64-bit words
 //   larger, largest                 of integers: in each place, in a vector
 // and for units of kUnit vectors of integers
 //   store_bytes, store_nibbles      the lowest bits of each

@@ -104,7 +104,7 @@ struct Avx2 : Vectors<32>, Avx2Floats {
     const __m256i value = (__m256i)words;
     return (Words64)_mm256_mul_epu32(value, _mm256_srli_epi64(value, 32));
   }
-  static TDDP_INLINE Words64 swap_neighbours(Words64 words) {
+  static TDDP_INLINE Words64 swap_neighbors(Words64 words) {
     return (Words64)_mm256_shuffle_epi32((__m256i)words, 0x4E);
   }
 

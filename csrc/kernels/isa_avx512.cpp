@@ -115,7 +115,7 @@ struct Avx512 : Vectors<64>, Avx512Floats {
     const __m512i value = (__m512i)words;
     return (Words64)_mm512_mul_epu32(value, _mm512_srli_epi64(value, 32));
   }
-  static TDDP_INLINE Words64 swap_neighbours(Words64 words) {
+  static TDDP_INLINE Words64 swap_neighbors(Words64 words) {
     return (Words64)_mm512_shuffle_epi32((__m512i)words, static_cast<_MM_PERM_ENUM>(0x4E));
   }
 

@@ -36,7 +36,7 @@ struct Generic : Vectors<16> {
   static TDDP_INLINE Words64 multiply_halves(Words64 words) {
     return Words64{(words[0] & 0xFFFFFFFFu) * (words[0] >> 32), (words[1] & 0xFFFFFFFFu) * (words[1] >> 32)};
   }
-  static TDDP_INLINE Words64 swap_neighbours(Words64 words) { return Words64{words[1], words[0]}; }
+  static TDDP_INLINE Words64 swap_neighbors(Words64 words) { return Words64{words[1], words[0]}; }
 
   static TDDP_INLINE Ints larger(Ints a, Ints b) { return a > b ? a : b; }
   static TDDP_INLINE uint32_t largest(Ints value) {

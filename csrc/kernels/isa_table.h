@@ -37,8 +37,8 @@ template <class Isa>
 constexpr KernelTable make_table(const char* capability) {
   using enum DType;
   using enum ReduceOp;
-  using Int8 = Blocks<Quantised<Isa, Format::kInt8>>;
-  using Int4 = Blocks<Quantised<Isa, Format::kInt4>>;
+  using Int8 = Blocks<Quantized<Isa, Format::kInt8>>;
+  using Int4 = Blocks<Quantized<Isa, Format::kInt4>>;
   using Sign = Blocks<Signs<Isa>>;
   using Fp16 = Halves<Isa, kF16>;
   using Bf16 = Halves<Isa, kBF16>;

@@ -131,7 +131,7 @@ class StridedPack {
     }
   }
 
-  // Gathers into a small contiguous buffer, so that only the vectorised conversion is needed.
+  // Gathers into a small contiguous buffer, so that only the vectorized conversion is needed.
   void staged_run(unsigned char* dst, const unsigned char* src, const Dim& dim) const {
     alignas(64) unsigned char gathered[kStagedRun * 8];
     alignas(64) unsigned char scaled[kStagedRun * 8];

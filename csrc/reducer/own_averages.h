@@ -10,7 +10,7 @@
 namespace torchddp::reducer {
 
 // Note [Averages that one rank has]
-// After a synchronised backward the owner's .grad holds an average and the other ranks have none. A second backward without
+// After a synchronized backward the owner's .grad holds an average and the other ranks have none. A second backward without
 // zero_grad() must not average that value again, because it exists on one rank only. So before autograd adds to such a
 // gradient, the hook sets the average aside, and it is added to the next average. Under no_sync() there is no next average yet,
 // and a zero_grad() in between could not reach the value set aside; that is an error unless the value is all zeros.

@@ -315,7 +315,7 @@ void Reducer::check_compiled_autograd() const {
 
 void Reducer::check_finalized() {
   check_not_unfinished();
-  TDDP_CHECK(!parts_.step.armed(), "Expected to have finished reduction: the last synchronised forward on rank ",
+  TDDP_CHECK(!parts_.step.armed(), "Expected to have finished reduction: the last synchronized forward on rank ",
              parts_.context.rank(),
              " was not followed by a backward that reached every bucket. Call backward() on its output first.");
 }

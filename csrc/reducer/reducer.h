@@ -38,12 +38,12 @@ class Reducer final : public GradSink, public std::enable_shared_from_this<Reduc
   void weigh(double weight, double count, bool goes_on);
   void on_grad_coming(int64_t param, at::Tensor& incoming) override;
   void on_grad_ready(int64_t param, const at::Tensor* incoming) override;
-  // The end of a static graph's first synchronised backward, which has reduced nothing yet.
+  // The end of a static graph's first synchronized backward, which has reduced nothing yet.
   void delay_all_reduce();
   // Collective: reduces the existing gradients without a backward. A gradient that a rank lacks counts as zero. If the ranks
   // search for unused parameters, gradients of those that no rank has used since the last reduction stay as they are.
   void reduce_now();
-  // RuntimeError, naming the missing gradients, if the backward of the last synchronised forward did not complete.
+  // RuntimeError, naming the missing gradients, if the backward of the last synchronized forward did not complete.
   void check_finalized();
   // The same, but a forward without any backward is not an error.
   void check_not_unfinished();

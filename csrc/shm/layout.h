@@ -14,7 +14,7 @@ inline constexpr int kMaxRanks = 256;
 
 // How many operations may be in flight at once. One more waits for the oldest.
 inline constexpr uint64_t kSlots = 64;
-// Inputs up to this size are sent in the post itself: one synchronisation instead of two.
+// Inputs up to this size are sent in the post itself: one synchronization instead of two.
 inline constexpr int64_t kEagerBytes = 8192;
 // The same for sums that are passed from group to group, see chain.h.
 inline constexpr int64_t kChainBytes = 1024;

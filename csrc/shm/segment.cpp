@@ -157,7 +157,7 @@ Mapping::Mapping(int fd, int64_t bytes) : bytes_(bytes) {
   }
   munmap(base_ + length, static_cast<size_t>(end - base_) - length);
   madvise(base_, static_cast<size_t>(bytes), MADV_DONTDUMP);  // the peers' memory, and holes that a dump would fill
-  madvise(base_, static_cast<size_t>(bytes), MADV_HUGEPAGE);  // an optimisation that the machine may not allow
+  madvise(base_, static_cast<size_t>(bytes), MADV_HUGEPAGE);  // an optimization that the machine may not allow
 }
 
 Mapping& Mapping::operator=(Mapping&& other) noexcept {

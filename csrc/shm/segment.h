@@ -71,7 +71,7 @@ class Segment {
   Mapping mapping_;
   int forks_ = 0;
   mutable std::mutex mutex_;
-  std::map<int64_t, int64_t> free_;             // offset -> bytes, neighbours merged
+  std::map<int64_t, int64_t> free_;             // offset -> bytes, neighbors merged
   std::unordered_map<int64_t, int64_t> taken_;  // offset -> bytes
   int64_t limit_bytes_ = 0;
   int64_t taken_bytes_ = 0;

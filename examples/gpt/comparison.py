@@ -11,7 +11,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from examples.gpt.metrics import summarise
+from examples.gpt.metrics import summarize
 
 # The sum of two ranks' gradients does not depend on their order, so we expect bitwise equality; the tolerance is for a
 # backend that rounds differently.
@@ -54,7 +54,7 @@ def merge_segments(segments: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     ordered = sorted(segments, key=lambda segment: segment["first_step"])
     merged = {key: [entry for part in ordered for entry in part[key]] for key in ("steps", "validation")}
     constant = {key: ordered[0][key] for key in ("world_size", "device", "parameters", "data", "versions")}
-    return {"summary": summarise([dict(part) for part in ordered]), **constant, **merged}
+    return {"summary": summarize([dict(part) for part in ordered]), **constant, **merged}
 
 
 def compare_losses(first: Mapping[str, Any], second: Mapping[str, Any]) -> LossComparison:

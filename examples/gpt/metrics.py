@@ -17,7 +17,7 @@ import torch
 
 from examples.gpt.errors import ExampleError
 
-WARMUP_STEPS_NOT_TIMED = 3  # first steps of a process: lazy initialisation, bucket rebuild
+WARMUP_STEPS_NOT_TIMED = 3  # first steps of a process: lazy initialization, bucket rebuild
 
 
 def peak_rss_bytes() -> int:
@@ -65,8 +65,8 @@ def percentile(values: Sequence[float], percent: float) -> float | None:
     return ordered[below] + (ordered[above] - ordered[below]) * (position - below)
 
 
-def summarise(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Summarise a run, or the segments of one run in order.
+def summarize(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Summarize a run, or the segments of one run in order.
 
     Step times exclude each process's first steps, and the probed ones, which contain barriers.
     """

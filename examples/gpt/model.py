@@ -55,13 +55,13 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(width, heads, dropout) for _ in range(layers))
         self.final_norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, VOCABULARY_SIZE, bias=False)
-        self._initialise(layers)
+        self._initialize(layers)
 
-    def _initialise(self, layers: int) -> None:
+    def _initialize(self, layers: int) -> None:
         """Linear layers preserve the variance of their input; residual branches start small, as in GPT-2."""
         for name, parameter in self.named_parameters():
             if parameter.dim() < 2:
-                continue  # norms keep PyTorch's initialisation; biases are zeroed below
+                continue  # norms keep PyTorch's initialization; biases are zeroed below
             if name.endswith(("attention.projection.weight", "mlp.2.weight")):
                 std = 0.02 / (2 * layers) ** 0.5
             elif "embedding" in name:

@@ -18,7 +18,7 @@ ForwardBackward = Callable[[bool], float]  # argument: exchange gradients?
 
 @dataclass
 class CommunicationProbe:
-    """On every `every`-th step, times the step's forward and backward once more without synchronisation.
+    """On every `every`-th step, times the step's forward and backward once more without synchronization.
 
     The extra pass has no side effects: its gradients are dropped and the random number generators are restored, so
     losses are the same with and without it. It runs alternately before and after the step, so that neither pass
@@ -38,27 +38,27 @@ class CommunicationProbe:
         return bool(self.every) and since_start >= WARMUP_STEPS_NOT_TIMED and since_start % self.every == 0
 
     def around(self, step: int, forward_backward: ForwardBackward, finish: Callable[[], None]) -> float:
-        """Run a whole step (`forward_backward`, then `finish`) and an unsynchronised pass; return the loss."""
+        """Run a whole step (`forward_backward`, then `finish`) and an unsynchronized pass; return the loss."""
         if self.training_peak_rss_bytes is None:
             # Read the peak before this pass, which, unlike training, holds gradients in addition to the buckets.
             self.training_peak_rss_bytes = peak_rss_bytes()
         local_first = len(self.measured) % 2 == 0
         local_ms = self._time_local(forward_backward) if local_first else 0.0
-        synchronised_ms, loss = self._time(forward_backward, exchange=True)
+        synchronized_ms, loss = self._time(forward_backward, exchange=True)
         finish()
         if not local_first:
             local_ms = self._time_local(forward_backward)
-        self.measured.append({"step": step + 1, "synchronised_ms": synchronised_ms, "local_ms": local_ms})
+        self.measured.append({"step": step + 1, "synchronized_ms": synchronized_ms, "local_ms": local_ms})
         return loss
 
     def averaged(self) -> list[dict[str, Any]]:
         """The measurements as means over the ranks (a collective call)."""
         world_size = self.ranks.world_size
-        flat = [value for entry in self.measured for value in (entry["synchronised_ms"], entry["local_ms"])]
+        flat = [value for entry in self.measured for value in (entry["synchronized_ms"], entry["local_ms"])]
         means = [total / world_size for total in self.ranks.sums(flat)]
         pairs = zip(self.measured, means[::2], means[1::2], strict=True)
         return [
-            {"step": entry["step"], "synchronised_ms": both, "local_ms": local, "exposed_ms": both - local}
+            {"step": entry["step"], "synchronized_ms": both, "local_ms": local, "exposed_ms": both - local}
             for entry, both, local in pairs
         ]
 

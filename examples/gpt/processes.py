@@ -113,7 +113,7 @@ def _kill_group(pid: int) -> None:
 
 
 def _descendants(pid: int) -> list[int]:
-    """All descendants of `pid` (Linux only; none elsewhere, so that only torchrun is signalled)."""
+    """All descendants of `pid` (Linux only; none elsewhere, so that only torchrun is signaled)."""
     found: list[int] = []
     for file in Path(f"/proc/{pid}/task").glob("*/children"):
         try:

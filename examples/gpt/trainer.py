@@ -15,7 +15,7 @@ from examples.gpt.checkpoint import load_checkpoint, rng_state, save_checkpoint,
 from examples.gpt.config import TrainConfig, lr_factor
 from examples.gpt.data import Batch, Corpus, batch_offsets, validation_offsets, windows_at
 from examples.gpt.errors import ExampleError
-from examples.gpt.metrics import peak_rss_bytes, summarise, versions
+from examples.gpt.metrics import peak_rss_bytes, summarize, versions
 from examples.gpt.model import GPT
 from examples.gpt.probe import CommunicationProbe
 from examples.gpt.progress import Reporter
@@ -249,4 +249,4 @@ class Trainer:
             },
             "versions": versions(),
         }
-        return {"summary": summarise([run]), **run}
+        return {"summary": summarize([run]), **run}

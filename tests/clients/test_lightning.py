@@ -55,7 +55,7 @@ def test_trains_like_lightnings_own_strategy(trained: list[dict[str, Any]], case
         assert same == (case not in RANKS_DIFFER)
 
 
-def test_only_synchronised_steps_are_reduced(trained: list[dict[str, Any]]) -> None:
+def test_only_synchronized_steps_are_reduced(trained: list[dict[str, Any]]) -> None:
     for case, steps in (("default", 6), ("accumulate", 3), ("manual_accumulate", 3), ("two_optimizers", 12)):
         assert [result["finished"] for result in trained[0][case][1:]] == [steps] * (len(trained[0][case]) - 1)
 

@@ -31,9 +31,9 @@ IGNORED = -100
 
 
 class Texts(torch.utils.data.Dataset):
-    """Samples with 0 to LENGTH labelled tokens; two samples of one batch have none."""
+    """Samples with 0 to LENGTH labeled tokens; two samples of one batch have none."""
 
-    def __init__(self, *unlabelled: int) -> None:
+    def __init__(self, *unlabeled: int) -> None:
         generator = torch.Generator().manual_seed(1)
         self.ids = torch.randint(TOKENS, (SIZE, LENGTH), generator=generator)
         self.labels = self.ids.clone()
@@ -41,7 +41,7 @@ class Texts(torch.utils.data.Dataset):
             self.labels[row, : 1 + int(torch.randint(LENGTH - 1, (), generator=generator))] = IGNORED
         self.labels[8:10] = IGNORED  # rank 0's third microbatch
         self.labels[0] = self.ids[0]
-        self.labels[list(unlabelled)] = IGNORED
+        self.labels[list(unlabeled)] = IGNORED
 
     def __len__(self) -> int:
         return SIZE
@@ -316,9 +316,9 @@ def evaluations() -> list[float]:
 
 def nothing_at_all() -> dict[str, Any]:
     """Steps without a label on any rank."""
-    unlabelled = Texts(*range(SIZE))
-    error = said(trainer(data=unlabelled).train)
-    other = trainer(data=unlabelled, zero_weights="zeros")
+    unlabeled = Texts(*range(SIZE))
+    error = said(trainer(data=unlabeled).train)
+    other = trainer(data=unlabeled, zero_weights="zeros")
     start = copy.deepcopy(other.model)
     other.train()
     same = all(torch.equal(a, b) for a, b in zip(other.model.parameters(), start.parameters(), strict=True))

@@ -88,7 +88,7 @@ TEST(swapped_words_change_the_hash) {
   std::set<uint64_t> seen{before};
   size_t swaps = 0;
   for (size_t a = 0; a < 1024; a += 5) {
-    // Neighbours, the other half of a word, and the same lane of the next stripe, a later stripe and the next block.
+    // Neighbors, the other half of a word, and the same lane of the next stripe, a later stripe and the next block.
     for (const size_t distance : {1u, 2u, 16u, 48u, 256u, 512u}) {
       if (a + distance >= 1024) continue;
       std::swap(words[a], words[a + distance]);

@@ -254,7 +254,7 @@ TEST(shm_segment_allocates_while_signals_come) {
   }
 }
 
-// What did not fit is freed, and its neighbours are kept.
+// What did not fit is freed, and its neighbors are kept.
 TEST(shm_segment_that_runs_out_of_room_between_signals_gives_back_what_it_got) {
   Segment segment(0, 1, 0);
   auto* small = segment.allocate(64);

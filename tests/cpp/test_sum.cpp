@@ -364,7 +364,7 @@ TEST(integers_wrap) {
 
 TEST(one_source_is_copied_bit_for_bit) {
   for_each_capability([] {
-    const std::vector<uint32_t> source(37, 0x7F800001);  // a signalling NaN, which arithmetic would quiet
+    const std::vector<uint32_t> source(37, 0x7F800001);  // a signaling NaN, which arithmetic would quiet
     std::vector<uint32_t> result(37);
     std::vector<uint32_t> in_place = source;
     void* const dsts[] = {result.data(), in_place.data()};

@@ -158,7 +158,7 @@ TEST(checked_sums_of_many_ranks_find_one_anywhere_in_a_tile) {
   });
 }
 
-// Infinities of opposite signs in ranks' blocks, and NaNs with the smallest, the largest and a signalling payload.
+// Infinities of opposite signs in ranks' blocks, and NaNs with the smallest, the largest and a signaling payload.
 TEST(checked_sums_find_every_kind_of_nan) {
   for_each_capability([] {
     for (const uint32_t bits :

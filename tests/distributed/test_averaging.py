@@ -231,5 +231,5 @@ def test_nan_reaches_all_ranks(rank):
                 model.blocks[1].bias[3] = float("nan")
         average()
         assert model.blocks[1].bias[3].isnan()
-        # int8 codes share a scale per block, so a NaN also spoils its neighbours.
+        # int8 codes share a scale per block, so a NaN also spoils its neighbors.
         assert 1 <= sum(int(p.isnan().sum()) for p in model.parameters()) <= (512 if wire == "int8" else 1)

@@ -45,7 +45,7 @@ def run(command):
     return done
 
 
-def assert_it_learnt(output):
+def assert_it_learned(output):
     losses = losses_in(output)
     assert len(losses) >= 5 and losses[-1] < 0.4 * losses[0], output
 
@@ -55,7 +55,7 @@ def assert_it_learnt(output):
     [
         (["-m", "examples.train_plain"], "steps reduced by torchddp", 60),
         (["examples/train_sharded.py"], "steps reduced by torchddp", 60),
-        (["-m", "examples.train_diloco", "--sync-every", "10"], "synchronisations by torchddp", 6),
+        (["-m", "examples.train_diloco", "--sync-every", "10"], "synchronizations by torchddp", 6),
         (["examples/train_parallelize.py", "ddp.bucket_cap_mb=1"], "steps reduced by torchddp", 60),
     ],
     ids=lambda value: Path(value[-1]).stem if isinstance(value, list) else "",
@@ -63,7 +63,7 @@ def assert_it_learnt(output):
 @pytest.mark.slow
 def test_two_ranks_under_torchrun(start, words, count):
     done = run([*TORCHRUN, *start, "--steps", "60"])
-    assert_it_learnt(done.stdout)
+    assert_it_learned(done.stdout)
     assert last_number(done.stdout, words) == count
     assert "Traceback" not in done.stderr and "terminate called" not in done.stderr
 
@@ -72,7 +72,7 @@ def test_two_ranks_under_torchrun(start, words, count):
 @pytest.mark.parametrize("name", ["train_plain", "train_parallelize"])
 def test_one_process(name):
     done = run([sys.executable, "-m", f"examples.{name}", "--steps", "60"])
-    assert_it_learnt(done.stdout)
+    assert_it_learned(done.stdout)
     assert last_number(done.stdout, "steps reduced by torchddp") == (60 if name == "train_plain" else 0)
 
 
@@ -102,7 +102,7 @@ def output_of(example, *arguments):
 def test_every_parallelism_learns(args, words):
     config = ParallelConfig.from_cli(args)
     output = output_of(train_parallelize, config, 60, 3e-3)
-    assert_it_learnt(output)
+    assert_it_learned(output)
     assert words in output and last_number(output, "steps reduced by torchddp") == 0
 
 
@@ -118,7 +118,7 @@ def test_ddp_of_parallelize_is_the_plain_loop_and_the_file_of_the_example_shards
 def test_the_sharded_checkpoint_is_plain_adamws(tmp_path):
     path = tmp_path / "new" / "sharded.pt"
     output = output_of(train_sharded, 60, 3e-3, path)
-    assert_it_learnt(output)
+    assert_it_learned(output)
     owned, total = map(int, re.findall(r"optimizer state for (\d+) of (\d+) parameters", output)[0])
     assert 0.3 * total < owned < 0.7 * total
     saved = torch.load(path)
@@ -137,7 +137,7 @@ def test_diloco_sends_less_than_gradients_would():
 
 def test_adapters_train_with_a_frozen_base():
     output = output_of(train_lora, 120, 3e-3)
-    assert_it_learnt(output)
+    assert_it_learned(output)
     adapters, base, changed = re.findall(
         r"(\d+) trained adapter weights; (\d+) frozen weights, changed: (\w+)", output
     )[0]
@@ -155,7 +155,7 @@ def test_unfreezing_sends_more_with_each_stage_and_keeps_the_optimizers_state():
 
 def test_blocks_are_added_during_training():
     output = output_of(train_growing, 120, 3e-3)
-    assert_it_learnt(output)
+    assert_it_learned(output)
     assert "updates of the blocks: 120, 80, 40" in output
 
 

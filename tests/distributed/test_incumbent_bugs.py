@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
 MIB = 1024 * 1024
 
 
-# Each list is a run of micro-batches (True: under no_sync); gradients are zeroed after each synchronised one.
+# Each list is a run of micro-batches (True: under no_sync); gradients are zeroed after each synchronized one.
 SCHEDULES = [
     [True, False, True, False, True, False],
     [False, False, True, False, True, False],
@@ -183,7 +183,7 @@ def test_bucket_cap_means_what_is_documented(rank, ddp_class):
 
 @pytest.mark.beyond_torch("says nothing")
 @on_ranks(2)
-def test_create_graph_warns_that_higher_orders_are_not_synchronised(rank, ddp_class):
+def test_create_graph_warns_that_higher_orders_are_not_synchronized(rank, ddp_class):
     """torch gave no warning (pytorch 63812)."""
     for create_graph in each((True, False)):
         ddp = ddp_class(seeded(Mlp))

@@ -129,7 +129,7 @@ def test_torchs_own_uses_of_its_class(rank):
 
 
 @on_ranks(1, 2)
-def test_each_synchronised_backward_of_ours_counts(rank):
+def test_each_synchronized_backward_of_ours_counts(rank):
     before = torchddp.finished_steps()
     ddp = torchddp.DDP(net())
     for step in range(3):

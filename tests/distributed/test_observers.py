@@ -59,7 +59,7 @@ class Told(StepObserver):
         self.session, self.told = session, []
 
     def before_step(self):
-        self.told.append("reduced" if self.session.synchronises else "kept")
+        self.told.append("reduced" if self.session.synchronizes else "kept")
 
     def on_error(self, error):
         self.told.append(type(error).__name__)
@@ -73,7 +73,7 @@ class Told(StepObserver):
 
 @on_ranks(2)
 def test_events_of_observers(rank):
-    """Steps with and without synchronisation, errors, groups, the end of a group; nothing in evaluation."""
+    """Steps with and without synchronization, errors, groups, the end of a group; nothing in evaluation."""
     observers.register("told", Told)
     model = DDP(nn.Linear(3, 2))
     told = model.observers.get("told").told

@@ -70,10 +70,10 @@ def by_ddp(rank: int) -> nn.Module:
     return train(torchddp.DistributedDataParallel(seeded(Net)), rank)
 
 
-@pytest.mark.parametrize("initialised", [False, True])
+@pytest.mark.parametrize("initialized", [False, True])
 @on_ranks(1)
-def test_one_process_gets_the_module_itself(initialised: bool):
-    if not initialised:
+def test_one_process_gets_the_module_itself(initialized: bool):
+    if not initialized:
         dist.destroy_process_group()
     for kind in each(["auto", "none", "ddp", "sharded", "fsdp", "hsdp"]):
         config, model = ParallelConfig(kind=kind), Net()

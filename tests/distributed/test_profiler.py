@@ -196,7 +196,7 @@ def test_clocks_and_profiles_of_other_hosts(rank, monkeypatch):
 
 @on_ranks(2)
 def test_monitors():
-    # A monitor is called after every n-th synchronised step.
+    # A monitor is called after every n-th synchronized step.
     for every in each([1, 3]):
         ddp = model()
         told = []

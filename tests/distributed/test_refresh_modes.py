@@ -349,7 +349,7 @@ def test_observers_are_kept(rank):
     assert model.reducer.status()["step"] == 12
     with torch.no_grad():
         model.module.last.weight.add_(rank)
-    with pytest.raises(torchddp.DesyncError, match=r"after 12 synchronised steps"):
+    with pytest.raises(torchddp.DesyncError, match=r"after 12 synchronized steps"):
         torchddp.check_parameters(model)
 
     # A profile ends with the change.

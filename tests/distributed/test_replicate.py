@@ -125,7 +125,7 @@ def test_optimizers_and_checkpoints(rank):
 
 
 def accumulate(model, rank, how):
-    """Three microbatches; the last is synchronised."""
+    """Three microbatches; the last is synchronized."""
     for micro in range(3):
         last = micro == 2
         if how == "flag":

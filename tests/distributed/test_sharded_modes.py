@@ -179,7 +179,7 @@ def test_models_whose_parameters_are_used_in_other_ways():
 
 @on_ranks(2)
 def test_saved_parameters_and_weights_at_startup(rank, tmp_path):
-    # Saved parameters don't include their neighbours.
+    # Saved parameters don't include their neighbors.
     pair = make_pair()
     pair.train(range(1))
     torch.save(pair.sharded.module.last.weight, tmp_path / str(rank))
@@ -332,7 +332,7 @@ def test_a_checkpoint_is_loaded_on_any_number_of_ranks(tmp_path):
 
 @on_ranks(2)
 def test_changes_of_all_kinds(rank):
-    # Freezing and thawing move parameters to other memory; a frozen one doesn't keep its neighbours' memory.
+    # Freezing and thawing move parameters to other memory; a frozen one doesn't keep its neighbors' memory.
     pair = make_pair(reference_options={"find_unused_parameters": True}, auto_refresh_trainable=False)
     weight = pair.sharded.module.last.weight
     for step in range(8):

@@ -71,8 +71,8 @@ def having(*changes):
     return make
 
 
-def lazy_but_initialised():
-    """tests/fault/test_bad_input.py tests uninitialised ones."""
+def lazy_but_initialized():
+    """tests/fault/test_bad_input.py tests uninitialized ones."""
     model = nn.Sequential(nn.LazyLinear(6, dtype=torch.float64), nn.Tanh(), nn.LazyLinear(2, dtype=torch.float64))
     model(torch.zeros(1, 8, dtype=torch.float64))
     return model
@@ -134,7 +134,7 @@ PROGRAMS = {
     "spectral norm": steps_program(having(lambda m: parametrizations.spectral_norm(m[0])), SGD, **SMALL),
     "tied": steps_program(having(lambda m: setattr(m[2], "weight", m[0].weight)), SGD, **SMALL),
     "scripted": steps_program(having(lambda m: setattr(m, "0", torch.jit.script(m[0]))), **SMALL),
-    "lazy": steps_program(lazy_but_initialised),
+    "lazy": steps_program(lazy_but_initialized),
     "autograd function around": steps_program(Mlp, forward=lambda ddp, x: Doubled.apply(ddp(x))),
     # Hooks get the local gradient, as in torch.
     "hook on a gradient": steps_program(having(lambda m: m[0].weight.register_hook(lambda grad: grad.clamp(-1, 1)))),

@@ -84,7 +84,7 @@ def test_what_changes_losses_and_what_does_not(text):
     probed = [step["step"] for step in measured["steps"] if step["probed"]]
     assert probed == [probe["step"] for probe in measured["communication"]] == [5, 7]
     for probe in measured["communication"]:
-        assert probe["exposed_ms"] == probe["synchronised_ms"] - probe["local_ms"]
+        assert probe["exposed_ms"] == probe["synchronized_ms"] - probe["local_ms"]
         assert probe["local_ms"] > 0
     others = [_losses(_run(data=text, stop_after=2, **o)) for o in ({"seed": 1}, {"grad_accum": 2})]
     assert len({_losses(mine)[2], *(losses[2] for losses in others)}) == 3

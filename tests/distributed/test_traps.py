@@ -126,7 +126,7 @@ def test_which_steps_are_checked(rank):
             loss_of(ddp(batch(rank, step))).backward()
             if rank == 0 and step >= 4:
                 clip(ddp.parameters())
-    assert "(synchronised step 8)" in only_one(told)[0]
+    assert "(synchronized step 8)" in only_one(told)[0]
 
     ddp, optimizer = made()
     train(ddp, optimizer, rank, 5)
@@ -136,7 +136,7 @@ def test_which_steps_are_checked(rank):
             loss_of(ddp(batch(rank, step))).backward()
             if rank == 1:
                 clip(ddp.parameters())
-    assert "(synchronised step 1)" in only_one(told)[0]
+    assert "(synchronized step 1)" in only_one(told)[0]
 
 
 @on_ranks(2)
@@ -203,7 +203,7 @@ class Right:
                     (loss_of(ddp(batch(rank, i))) / 3).backward()
 
     def forwards_alone_under_no_sync_whose_gradients_are_averaged_later(ddp, optimizer, rank):
-        """One backward through all microbatches, and one per microbatch with the last synchronised."""
+        """One backward through all microbatches, and one per microbatch with the last synchronized."""
         for step in range(3):
             for _ in steps(optimizer, 1):
                 with ddp.no_sync():

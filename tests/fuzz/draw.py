@@ -30,7 +30,7 @@ BIG_SHAPES = ((300, 1000), (131_200,), (260, 520), (70_000,), (530, 520), (64, 1
 REAL = ("float32", "float32", "float32", "float64", "bfloat16", "float16")
 RAW_DTYPES = (*REAL, "complex64", "complex128")
 WAYS = ("two_forwards", "two_forwards", "two_of_each", "retain", "forward_only", "bypass", "no_sync_around_forward",
-        "no_sync_around_backward", "autograd_grad", "forward_raises", "regularised", "flag_off")  # fmt: skip
+        "no_sync_around_backward", "autograd_grad", "forward_raises", "regularized", "flag_off")  # fmt: skip
 WITHOUT_BACKWARD = ("forward_only", "autograd_grad")
 ZEROING = ("model_none", "model_none", "model_none", "optimizer_none", "by_hand", "model_zeros", "optimizer_zeros",
            "in_place", "data", "new", "some", "")  # fmt: skip

@@ -70,7 +70,7 @@ class DrawsNumbers(Base):
 
 
 class DropsAccumulated(Base):
-    """Loses what was accumulated before the synchronised step."""
+    """Loses what was accumulated before the synchronized step."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.require_backward_grad_sync:

@@ -128,8 +128,8 @@ class Side:
         self.seen.append(("loss", loss.detach().clone()))
         loss.backward()
 
-    def train_regularised(self, when: When) -> None:
-        """Add a regulariser of the parameters to the loss, outside of forward."""
+    def train_regularized(self, when: When) -> None:
+        """Add a regularizer of the parameters to the loss, outside of forward."""
         loss = self._loss(when)
         dense = [p for p in self.ddp.parameters() if p.requires_grad and p.dtype is torch.float32]
         (loss + 0.01 * sum(p.pow(2).sum() for p in dense)).backward()

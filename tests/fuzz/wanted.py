@@ -1,6 +1,6 @@
 """The intended differences from torch's class, each with its reason. Any other difference is a failure.
 
-In these cases torch's behaviour is undefined or wrong; draw.py excludes programs that can't be compared at all.
+In these cases torch's behavior is undefined or wrong; draw.py excludes programs that can't be compared at all.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ def sync_batch_norm(rank: int) -> bool:
     return torch.equal(mean, net[1].running_mean)
 
 
-def test_synchronised_batch_norm(either):
+def test_synchronized_batch_norm(either):
     if either.type != "cuda" or torch.cuda.device_count() < 2:
         pytest.skip("torch's SyncBatchNorm runs on CUDA tensors only, and two ranks of NCCL take two GPUs")
     assert run_ranks(sync_batch_norm, 2, timeout=90, start_method="spawn", backend="nccl") == [True, True]

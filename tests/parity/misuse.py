@@ -63,7 +63,7 @@ CASES: dict[str, Case] = {
     "a_cap_of_zero": lambda cls, rank: cls(linear(), bucket_cap_mb=0),
     "a_cap_and_a_list_of_caps": lambda cls, rank: cls(linear(), bucket_cap_mb=1, bucket_cap_mb_list=[1]),
     "a_list_of_caps_that_is_a_number": lambda cls, rank: cls(linear(), bucket_cap_mb_list=3),
-    "synchronised_batch_norm_on_the_cpu": lambda cls, rank: cls(nn.Sequential(linear(), nn.SyncBatchNorm(4))),
+    "synchronized_batch_norm_on_the_cpu": lambda cls, rank: cls(nn.Sequential(linear(), nn.SyncBatchNorm(4))),
     "mixed_precision_that_is_none": lambda cls, rank: cls(linear(), mixed_precision="bf16"),
     "models_of_other_shapes": lambda cls, rank: cls(nn.Linear(4, 4 + rank)),
     "models_of_other_lengths": lambda cls, rank: cls(nn.Sequential(*(linear() for _ in range(1 + rank)))),

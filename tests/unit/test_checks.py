@@ -63,7 +63,7 @@ def test_the_majority_is_told_with_all_that_is_known():
     assert find_difference([[1], [2], [2], [3]]) == Difference(0, 0, (1, 2, 3), 1)  # half is no majority
     amounts = [Amount(0, 0.0), Amount(0, 0.0), Amount(1, 0.25)]
     error = make_error(Difference(1, 0, (2,), 3), "a.weight", "torch.float32 [4]", 3, 7, amounts, 40)
-    for words in ("after 40 synchronised", "3 of 7 differ", "'a.weight' (torch.float32 [4])", "rank 2 differs from"):
+    for words in ("after 40 synchronized", "3 of 7 differ", "'a.weight' (torch.float32 [4])", "rank 2 differs from"):
         assert words in str(error)
     assert "ranks 0, 1, most of the ranks" in str(error) and "rank 2 in 1 element, by up to 0.25" in str(error)
     assert (error.step, error.parameter, error.ranks, error.num_parameters) == (40, "a.weight", (2,), 3)

@@ -292,7 +292,7 @@ def test_ctrl_c_is_one_line_and_leaves_nothing(command: list[str] | None, when: 
         text=True,
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(scratch)},
-        start_new_session=True,  # the whole group is signalled, as a terminal does
+        start_new_session=True,  # the whole group is signaled, as a terminal does
     )
 
     def is_reached() -> bool:

@@ -99,7 +99,7 @@ def test_the_command_starts_where_numpy_is_missing() -> None:
     assert done.returncode == 0 and "torchddp doctor" in done.stdout, done.stderr
 
 
-def test_the_command_is_recognised() -> None:
+def test_the_command_is_recognized() -> None:
     for argv, orig_argv, expected in (
         (["/venv/bin/torchddp", "doctor"], ["python", "/venv/bin/torchddp", "doctor"], True),
         (["-m", "doctor"], ["python", "-X", "dev", "-m", "torchddp", "doctor"], True),

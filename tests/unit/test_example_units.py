@@ -171,7 +171,7 @@ def _record(losses: list[float]) -> dict[str, Any]:
 
 
 def test_losses_within_rounding_are_equal_and_missing_losses_are_not() -> None:
-    summary = metrics.summarise([_record([1.0] * 9)])
+    summary = metrics.summarize([_record([1.0] * 9)])
     assert summary["step_ms_p50"] == 17.0  # steps 4, 6, 7, 8, 9
     assert summary["exposed_communication_ms_p50"] == 5.0
     losses = _record([3.0, 2.0, 1.0])

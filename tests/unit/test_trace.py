@@ -31,7 +31,7 @@ def trace(arguments: list[str]) -> int:
 def test_a_mistake_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, words in (
         (["--model", "nope"], "There is no model 'nope'; choose from small, mlp, gpt, conv"),
-        (["--world-size", "1"], "With one rank there is nothing to synchronise"),
+        (["--world-size", "1"], "With one rank there is nothing to synchronize"),
         (["--world-size", "65"], "--world-size must be 1 to 64"),
         (["--steps", "0"], "--steps must be 1 to 10000, not 0"),
         (["--bucket-cap-mb", "-1"], "--bucket-cap-mb must be a positive number of MiB, not -1"),

@@ -174,7 +174,7 @@ def test_a_plan_that_cannot_be_kept_is_one_sentence(monkeypatch):
 def test_bad_input_is_one_sentence_and_exit_code_2(capsys):
     for arguments, words in (
         (["--model", "nothing"], "There is no model 'nothing'"),
-        (["--world-size", "1"], "With one rank there is nothing to synchronise"),
+        (["--world-size", "1"], "With one rank there is nothing to synchronize"),
         (["--caps", "a"], "--caps must be MiB"),
         (["--seconds", "0"], "--seconds"),
         (["--transport", "pigeon"], "pigeon"),

@@ -97,7 +97,7 @@ def failure_of(error: BaseException, step: int | None = 7) -> Failure:
         return Failure.of(caught, 3, step)
 
 
-def test_an_exception_survives_serialisation():
+def test_an_exception_survives_serialization():
     posted = json.loads(json.dumps(failure_of(ValueError("no such file")).to_json()))
     error = Failure(**posted).error()
     assert str(error) == "rank 3 failed at step 7: ValueError: no such file"

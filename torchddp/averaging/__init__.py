@@ -1,4 +1,4 @@
-"""Training with few synchronisations: averaging models instead of gradients. See docs/averaging.md."""
+"""Training with few synchronizations: averaging models instead of gradients. See docs/averaging.md."""
 
 from torchddp.averaging.averagers import HierarchicalAverager, PeriodicAverager
 from torchddp.averaging.diloco import DiLoCo

@@ -93,7 +93,7 @@ class PeriodicAverager(_Averager):
         params: a module, or its parameters (with names, if errors should name them), or an optimizer's groups.
         period: steps from one average to the next.
         warmup_steps: steps before the first average, in which something else (`DistributedDataParallel`) averages the
-            gradients. Initial weights are not synchronised here.
+            gradients. Initial weights are not synchronized here.
         process_group: None: the default one.
         buffers: average floating-point buffers too; ``params`` must be a module.
         bucket_cap_mb: MiB per message, and of the memory held for it.
@@ -141,7 +141,7 @@ class HierarchicalAverager(_Averager):
 
     Args:
         params: see `PeriodicAverager`.
-        periods: maps each period to the size of its groups of neighbouring ranks, in ascending order; or pairs of a
+        periods: maps each period to the size of its groups of neighboring ranks, in ascending order; or pairs of a
             period and this rank's process group. The last group must be all ranks of ``process_group``.
         warmup_steps, process_group, buffers, bucket_cap_mb: see `PeriodicAverager`.
 
@@ -168,7 +168,7 @@ class HierarchicalAverager(_Averager):
         for period, group in pairs:
             if isinstance(group, int):
                 whole = group == self.process_group.size()
-                group = self.process_group if whole else _group_of_neighbours(group, self.process_group)
+                group = self.process_group if whole else _group_of_neighbors(group, self.process_group)
             self.period_process_group_dict[period] = group
             self._open(group)
 
@@ -193,7 +193,7 @@ def _check_levels(levels: Sequence[tuple[int, int]], world_size: int) -> None:
         raise ValueError(f"group sizes must divide the {world_size} ranks of the process group, got {uneven}")
 
 
-def _group_of_neighbours(size: int, process_group: dist.ProcessGroup) -> dist.ProcessGroup:
+def _group_of_neighbors(size: int, process_group: dist.ProcessGroup) -> dist.ProcessGroup:
     ranks = dist.get_process_group_ranks(process_group)
     first = process_group.rank() // size * size
     return dist.new_group(ranks[first : first + size], use_local_synchronization=True)

@@ -136,7 +136,7 @@ class OuterLoop(OptimizerWrapper):
         """The inner optimizer's state and, under the method's name, the step, the global weights and the outer
         optimizer's state.
 
-        Between synchronisations parameters differ between ranks, so each rank saves its own model and optimizer.
+        Between synchronizations parameters differ between ranks, so each rank saves its own model and optimizer.
         """
         return {**self._inner.state_dict(), self._key: {"step": self.steps, **self._global.state_dict()}}
 
@@ -188,7 +188,7 @@ class DiLoCo(OuterLoop):
         outer_optimizer: instead of that SGD: a function that takes parameters and returns an optimizer.
         wire: the format in which outer gradients are sent: "fp32", "bf16", "fp16", "int8" or "int4" (in blocks with one
             scale each). Sums are always in fp32. None: the parameter's own format if it has 16 bits, otherwise fp32.
-        buffers: average floating-point buffers too, at each synchronisation; ``params`` must be a module.
+        buffers: average floating-point buffers too, at each synchronization; ``params`` must be a module.
         process_group: None: the default one.
         bucket_cap_mb: MiB per message, and of the memory held for it.
 
@@ -202,7 +202,7 @@ class DiLoCo(OuterLoop):
 
     Attributes:
         steps: steps that the inner optimizer has taken.
-        traffic: bytes of the last synchronisation.
+        traffic: bytes of the last synchronization.
     """
 
     _key = "diloco"

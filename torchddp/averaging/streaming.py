@@ -1,4 +1,4 @@
-"""Streaming DiLoCo: synchronises a fragment of the parameters at a time, while inner steps continue."""
+"""Streaming DiLoCo: synchronizes a fragment of the parameters at a time, while inner steps continue."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class StreamingDiLoCo(OuterLoop):
         optimizer = StreamingDiLoCo(model, torch.optim.AdamW(model.parameters(), lr=1e-3), sync_every=100,
                                     fragments=4, overlap_steps=5)
 
-    Each fragment (every F-th layer) is synchronised every ``sync_every`` steps, evenly spread. A thread averages its
+    Each fragment (every F-th layer) is synchronized every ``sync_every`` steps, evenly spread. A thread averages its
     outer gradients during ``overlap_steps`` more steps; then the outer optimizer moves the global weights, and the
     rank's parameters become ``alpha`` times themselves plus 1 - ``alpha`` times the global ones. Peak bandwidth falls
     by the number of fragments. With one fragment, no overlap and ``alpha=0`` this is `DiLoCo`.
@@ -218,7 +218,7 @@ def plan_fragments(names: Sequence[str], fragments: int) -> list[list[str]]:
 
 
 def fragment_starts(sync_every: int, fragments: int) -> list[int]:
-    """After which step of a round of ``sync_every`` (1 is the first) each fragment's synchronisation starts."""
+    """After which step of a round of ``sync_every`` (1 is the first) each fragment's synchronization starts."""
     return [(index + 1) * sync_every // fragments for index in range(fragments)]
 
 

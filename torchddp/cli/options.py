@@ -85,7 +85,7 @@ def check_world_size(asked: int | None, purpose: str) -> int:
     world_size = started or asked or 2
     if world_size == 1:
         raise ArgumentError(
-            f"With one rank there is nothing to synchronise, and so nothing {purpose}; use two or more."
+            f"With one rank there is nothing to synchronize, and so nothing {purpose}; use two or more."
         )
     return world_size
 

@@ -32,7 +32,7 @@ class PerParameter(CommHook):
     Args:
         default: a hook, or None.
         rules: pairs of a selector and a hook or None. A selector is a glob on the parameter's name ("encoder.*");
-            "norms" (of normalisation layers), "biases" (by name), or "vectors" (at most one dimension); a module class
+            "norms" (of normalization layers), "biases" (by name), or "vectors" (at most one dimension); a module class
             (``torch.nn.Embedding``: the parameters directly in such modules); or a function ``(name, parameter) ->
             bool``, which must answer the same on all ranks. A hook may be in several rules.
         hierarchical, timeout: for this hook's exchange, which all the others use instead of their own.
@@ -111,7 +111,7 @@ class PerParameter(CommHook):
 
 
 def without_norms_and_biases(hook: CommHook, **options: Any) -> PerParameter:
-    """``hook`` for everything except normalisation layers and biases, which are small and sensitive and are summed in
+    """``hook`` for everything except normalization layers and biases, which are small and sensitive and are summed in
     fp32.
 
     The options are those of :class:`PerParameter`.
@@ -147,7 +147,7 @@ class CastAround(CommHook):
     """Rounds the input of ``inner`` to ``dtype``, and sends its exact sums in 16 bits.
 
     Like torch's ``fp16_compress_wrapper`` and ``bf16_compress_wrapper``, but sums stay in fp32. PowerSGD's P and Q then
-    take half the bytes; quantisers send the same as without it. For torch's hooks, see :func:`cast_around_torch`.
+    take half the bytes; quantizers send the same as without it. For torch's hooks, see :func:`cast_around_torch`.
 
     Args:
         inner: a hook of torchddp.comm_hooks.

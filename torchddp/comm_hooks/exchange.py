@@ -200,7 +200,7 @@ def shard_numel(numel: int, count: int) -> int:
 
 def new_group(ranks: list[int], device: torch.device, timeout: datetime.timedelta, among_them: bool = False) -> Any:
     """A process group of these ranks of the default group, for tensors on ``device``. Collective among them."""
-    # The name of a locally synchronised group depends on how many groups a rank has; a group of all ranks avoids that.
+    # The name of a locally synchronized group depends on how many groups a rank has; a group of all ranks avoids that.
     among_them = among_them or len(ranks) < dist.get_world_size()
     backend = "gloo" if device.type == "cpu" else None
     return dist.new_group(sorted(ranks), timeout=timeout, backend=backend, use_local_synchronization=among_them)

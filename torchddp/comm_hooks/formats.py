@@ -1,7 +1,7 @@
 """Compressed number formats: how fp32 values are stored in fewer bits, as torch operators.
 
-Values are coded in blocks of B neighbours with one fp32 scale per block (Dettmers, 8-bit approximations, ICLR 2016, and
-blockwise quantisation, Dettmers et al., ICLR 2022); signs with the mean magnitude as in signSGD with error feedback
+Values are coded in blocks of B neighbors with one fp32 scale per block (Dettmers, 8-bit approximations, ICLR 2016, and
+blockwise quantization, Dettmers et al., ICLR 2022); signs with the mean magnitude as in signSGD with error feedback
 (Karimireddy et al., ICML 2019). A message is all scales, then all codes.
 
 The functions here work on any device. CPU tensors go through the compiled kernels, which are tested against the

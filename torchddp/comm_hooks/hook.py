@@ -104,7 +104,7 @@ class CommHook(abc.ABC):
         self._device = next((p.device for p in setup.parameters.values()), None)
 
     def _follow(self, lead: int) -> None:  # noqa: B027  # most hooks have no shared state
-        """Collective. After :meth:`_setup` with other ranks, some of them new: synchronise what must agree, from
+        """Collective. After :meth:`_setup` with other ranks, some of them new: synchronize what must agree, from
         ``lead``.
         """
 
@@ -297,7 +297,7 @@ class CommHook(abc.ABC):
 
     @property
     def traffic(self) -> Traffic:
-        """Bytes of the last synchronised step, once its backward is done."""
+        """Bytes of the last synchronized step, once its backward is done."""
         return Traffic(self._step.payload_bytes, self._step.wire_bytes)
 
     # --- checkpoints ---

@@ -264,7 +264,7 @@ def _check_parameters(
     if on_meta:
         raise RuntimeError(
             f"{len(on_meta)} parameters of this {kind} are on the meta device, without values ({', '.join(on_meta[:4])}"
-            "): give them memory by module.to_empty(device=...) and initialise them, then replicate"
+            "): give them memory by module.to_empty(device=...) and initialize them, then replicate"
         )
     if mesh is not None:
         elsewhere = sorted({p.device.type for p in parameters.values()} - {mesh.device_type})

@@ -77,7 +77,7 @@ class ReplicateEngine(DistributedDataParallel):
         self._local.give_gradients()
 
     def reduce_next_backward(self) -> None:
-        """Reduce the gradients of a forward that began without synchronisation in its backward."""
+        """Reduce the gradients of a forward that began without synchronization in its backward."""
         self.require_backward_grad_sync = self.require_forward_param_sync = True
         self.reducer.prepare_for_backward([])
 

@@ -1,4 +1,4 @@
-"""When and how a model's buffers are synchronised around forward.
+"""When and how a model's buffers are synchronized around forward.
 
 Behaves as in torch but is faster: torch looks up ``buffer_hook`` several times per forward, and on a model without it
 each lookup raises inside nn.Module, which takes longer than everything else here.

@@ -238,7 +238,7 @@ class ParameterWatch:
         self._has_told = False
 
     def begin_step(self, *, without_gradients: bool) -> None:
-        """``without_gradients``: the last synchronised forward got no gradient, often because it had no backward."""
+        """``without_gradients``: the last synchronized forward got no gradient, often because it had no backward."""
         self._steps_left -= 1
         if self._steps_left == 0:
             self._steps_left, self.in_doubt = LOOK_EVERY, True

@@ -48,7 +48,7 @@ class DistributedDataParallel(TorchDDP):
 
     Autograd hooks in C++ pack gradients into buckets and scale them by ``1 / world_size``. Buckets are summed over the
     ranks of ``process_group`` while backward runs, and gradients are final when ``backward()`` returns. Construction,
-    the first forwards, and every synchronised backward are collective: each rank must reach them in the same order.
+    the first forwards, and every synchronized backward are collective: each rank must reach them in the same order.
 
     Differences from torch's class:
 
@@ -343,7 +343,7 @@ class DistributedDataParallel(TorchDDP):
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """Average the existing gradients over the ranks, in buckets, as a synchronised backward would. Collective.
+        """Average the existing gradients over the ranks, in buckets, as a synchronized backward would. Collective.
 
         For gradients accumulated under `no_sync`; FORCED_SYNC of `torchddp.sync` calls this. Ranks may have used
         different parameters: a missing gradient counts as zero. If no rank has used a parameter since the last
@@ -485,7 +485,7 @@ class DistributedDataParallel(TorchDDP):
         self.session.interrupt(reason)
 
     def replan(self) -> None:
-        """Measure the next eight synchronised steps and plan the buckets again, even if they were not planned before.
+        """Measure the next eight synchronized steps and plan the buckets again, even if they were not planned before.
 
         Not collective itself, but every rank must call it before the same step, and the planning is collective. Use it
         when the model's speed or the network has changed. Until the planning is done, no rank may run a forward that
@@ -495,7 +495,7 @@ class DistributedDataParallel(TorchDDP):
         self.observers.add("bucket_planning").start(look_for_kept=False)
 
     def gradient_stats(self) -> torch.Tensor:
-        """Statistics of the averaged gradients of the last synchronised backward, without another pass over them.
+        """Statistics of the averaged gradients of the last synchronized backward, without another pass over them.
 
         Returns:
             float64 tensor ``[buckets, 2]`` on the model's device: each bucket's sum of squares and its number of
@@ -522,7 +522,7 @@ class DistributedDataParallel(TorchDDP):
         return list(finder.found())
 
     def traffic(self) -> dict[str, Traffic]:
-        """Bytes sent for gradients in the last synchronised step: see :func:`torchddp.traffic.of_model`."""
+        """Bytes sent for gradients in the last synchronized step: see :func:`torchddp.traffic.of_model`."""
         return of_model(self)
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:

@@ -29,7 +29,7 @@ class StepObserver(Protocol):
     """
 
     def before_step(self) -> None:
-        """At the start of each forward with gradients. ``session.synchronises``: whether they will be reduced."""
+        """At the start of each forward with gradients. ``session.synchronizes``: whether they will be reduced."""
 
     def after_forward(self, output: Any) -> None:
         """At the end of each forward with gradients. ``output``: what the program receives."""

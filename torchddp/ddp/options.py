@@ -95,7 +95,7 @@ class DDPOptions:
             larger than 1 MiB measure in a few milliseconds. (``bucket_bytes_cap``, which torch's compiler reads, is 25
             MiB as in torch.) A number applies to every bucket including the first, as in torch. Fractions are allowed;
             zero and negative numbers raise ValueError. ``"auto"``: the buckets that expose the least communication time
-            for this model and group, from a plan stored by ``torchddp tune``, or made after eight synchronised steps.
+            for this model and group, from a plan stored by ``torchddp tune``, or made after eight synchronized steps.
             The last five of these are measured without overlap, and then messages are timed for up to a second. See
             `DistributedDataParallel.replan`.
         transport: what moves buckets between ranks. ``"c10d"``: the process group itself. ``"shm"``: memory shared by
@@ -118,7 +118,7 @@ class DDPOptions:
             group's store and one of them logs why they are stuck (``docs/hang_reports.md``). 0: no reports. None: the
             environment variable TORCHDDP_STALL_REPORT_S, or else the smaller of 60 and a third of the timeout.
         gradient_stats: compute statistics of every reduced bucket; see :meth:`gradient_stats`.
-        check_parameters_every: before the forward of every n-th synchronised step, compare the parameters of all ranks
+        check_parameters_every: before the forward of every n-th synchronized step, compare the parameters of all ranks
             by a hash (collective); a difference raises :class:`torchddp.DesyncError` on all. Stops once ``join()`` was
             used. None: never. See :func:`torchddp.check_parameters`.
         find_nonfinite: look for infinities and NaNs in this rank's own gradients while they are packed; see
@@ -151,7 +151,7 @@ class DDPOptions:
             have it in their own dtype. The wrapper's ``zero_grad()`` clears it, as does ``parameter.main_grad = None``
             before the next forward (which restores the tensor); an optimizer's ``zero_grad()`` does not. ``"grad"``: in
             ``.grad``, which is then float32 (``Tensor.grad_dtype``); everything else works as usual.
-        auto_refresh_trainable: in every forward that begins a synchronised step, check whether parameters were frozen,
+        auto_refresh_trainable: in every forward that begins a synchronized step, check whether parameters were frozen,
             thawed, added or removed, and if so call :meth:`refresh_trainable`. Ranks compare results, so that a change
             on only some ranks is an error instead of a hang: an all-gather of one number per step. All ranks must run
             such forwards (those under ``no_grad`` don't count). Not inside ``join()``.

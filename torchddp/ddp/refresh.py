@@ -44,7 +44,7 @@ def refresh_if_changed(ddp: Any) -> None:
     reduced.
     """
     session = ddp.session
-    if not (session.synchronises or session.reduces_now) or session.is_joining:
+    if not (session.synchronizes or session.reduces_now) or session.is_joining:
         return
     changed = session.has_changed()
     if session.policy.ranks_compare_changes and session.process_group.size() > 1:
@@ -109,7 +109,7 @@ def _problem(ddp: Any) -> Exception | None:
     if empty:
         return RuntimeError(
             f"refresh_trainable() on rank {rank}: {model.listed(empty)} without values (on the meta device, or of a "
-            "lazy module before its first forward): initialise them first"
+            "lazy module before its first forward): initialize them first"
         )
     if not any(p.requires_grad for p in named.values()):
         return RuntimeError(

@@ -44,7 +44,7 @@ class ReducerPolicy:
         return parameters
 
     def transport(self, session: ReducerSession, before: ReducerSession | None) -> _C.Transport:
-        """Return the transport, with all ranks' states synchronised if the ranks may communicate now (then collective).
+        """Return the transport, with all ranks' states synchronized if the ranks may communicate now (then collective).
 
         ``before``: the model's previous session, whose transport is reused if it fits.
         """
@@ -196,7 +196,7 @@ class ReducerSession:
         return [(name, model.local_of(p)) for name, p in ddp.module.named_parameters() if name not in ignored]
 
     @property
-    def synchronises(self) -> bool:
+    def synchronizes(self) -> bool:
         """Whether the gradients of the next step are reduced."""
         return bool(self.ddp.require_backward_grad_sync)
 

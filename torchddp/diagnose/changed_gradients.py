@@ -98,7 +98,7 @@ class ChangedGradients:
         if self._board.add(_sum_key(step, changes), 0) < self._board.size:
             by_rank = [told[1] if told and told[0] == step else None for told in self._board.read_of_ranks(_key(step))]
             if text := describe(by_rank, [spec.name for spec in self._session.specs]):
-                self._teller.tell(CHANGED, f"{text} (synchronised step {step}). {_ADVICE}")
+                self._teller.tell(CHANGED, f"{text} (synchronized step {step}). {_ADVICE}")
         self._board.forget(_sum_key(step, changes))
 
 

@@ -24,12 +24,12 @@ LEFT = "forward without backward"
 
 @dataclass(slots=True)
 class _Forward:
-    """A forward that a backward should follow: synchronised in training, or under no_sync()."""
+    """A forward that a backward should follow: synchronized in training, or under no_sync()."""
 
     number: int
     where: tuple[str, int]
-    synchronised: bool
-    finished: int  # number of synchronised steps when it ended
+    synchronized: bool
+    finished: int  # number of synchronized steps when it ended
     finished_by_next: int | None = None  # the same, when the next one began
 
 
@@ -70,8 +70,8 @@ class ForwardTraps:
                 self._look_at_left(left)
             if self._pending is not None:
                 self._look_at_pending(self._pending, finished, used)
-        synchronised = self._session.synchronises
-        if synchronised:
+        synchronized = self._session.synchronizes
+        if synchronized:
             module = self._module()
             if module is None or not module.training:
                 return  # an evaluation does not get gradients
@@ -80,7 +80,7 @@ class ForwardTraps:
         outputs = [output] if type(output) is torch.Tensor else list(_find_tensors(output))
         if len(outputs) <= _MOST_OUTPUTS:
             self._count += 1
-            self._last = _Forward(self._count, user_line(), synchronised, finished)
+            self._last = _Forward(self._count, user_line(), synchronized, finished)
             self._forwards.append(self._last)
             reducer.watch_forward(self._count, outputs)
 
@@ -97,7 +97,7 @@ class ForwardTraps:
     def _begin_no_sync(self, finished: int) -> None:
         self._count_outside = self._count
         last = self._last
-        self._open = last if last is not None and last.synchronised and last.finished == finished else None
+        self._open = last if last is not None and last.synchronized and last.finished == finished else None
 
     def _end_no_sync(self, finished: int) -> None:
         outside, self._open = self._open, None
@@ -140,7 +140,7 @@ class ForwardTraps:
     def _look_at_left(self, number: int) -> None:
         found = next((forward for forward in self._forwards if forward.number == number), None)
         # The program may use more than these outputs; then gradients arrived before the next forward.
-        if found is None or not found.synchronised or found.finished != found.finished_by_next:
+        if found is None or not found.synchronized or found.finished != found.finished_by_next:
             return
         self._teller.tell(
             LEFT,

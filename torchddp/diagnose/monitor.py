@@ -214,7 +214,7 @@ class HangMonitor:
             self._go_on(self._round)
 
     def _get_to_know(self) -> None:
-        """Look up a few ranks' processes per check, so that dead ones are recognised even when the store has stopped
+        """Look up a few ranks' processes per check, so that dead ones are recognized even when the store has stopped
         answering.
         """
         unknown = [rank for rank in range(min(self._board.size, _RANKS_A_POLL_S)) if rank not in self._known]

@@ -27,7 +27,7 @@ class NeedlessSearch:
         steps = session.reducer.finished_steps - self._begin
         if session.joins:
             return False
-        if steps < LOOKED_AT or not session.synchronises:
+        if steps < LOOKED_AT or not session.synchronizes:
             return True
         try:
             return self._post() if not self._has_posted else self._judge(steps)
@@ -61,6 +61,6 @@ class NeedlessSearch:
         self._teller.tell(
             NEEDLESS,
             f"find_unused_parameters=True is not needed so far: every parameter was used on every rank in each of the "
-            f"first {LOOKED_AT} synchronised steps. Leave out find_unused_parameters=True: it walks through the graph "
+            f"first {LOOKED_AT} synchronized steps. Leave out find_unused_parameters=True: it walks through the graph "
             "after every forward, and sends one more message a step. Keep it only if later steps leave parameters out.",
         )

@@ -22,7 +22,7 @@ _PLACE, _FIRST, _SECOND = (word - 2**64 for word in (0x9E3779B97F4A7C15, 0xBF584
 
 
 class ParameterCheck(StepObserver):
-    """Compares parameters every ``check_parameters_every`` finished synchronised steps.
+    """Compares parameters every ``check_parameters_every`` finished synchronized steps.
 
     Not under `join()`, where ranks do different numbers of steps, nor after it, because torch doesn't reset its flag.
     """
@@ -37,7 +37,7 @@ class ParameterCheck(StepObserver):
         if session.joins:
             self._last = None  # ranks may do different numbers of steps from now on
         every = session.options.check_parameters_every
-        if session.joins or not session.synchronises or every is None:
+        if session.joins or not session.synchronizes or every is None:
             return
         if session.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return
@@ -81,7 +81,7 @@ def _check(session: ReducerSession) -> None:
         error = _find(session, steps)
     except TransportError as failure:
         raise TransportError(
-            f"rank {transport.rank}: comparing parameters with those of the other ranks after {steps} synchronised "
+            f"rank {transport.rank}: comparing parameters with those of the other ranks after {steps} synchronized "
             f"steps failed: {failure}"
         ) from failure
     if error is not None:
@@ -193,10 +193,10 @@ def make_error(
     most = ", most of the ranks" if majority else ""
     compared = f"{_ranks(difference.ranks)} {verb} from {_ranks(others)}{most}{told}"
     text = (
-        f"Parameters are not the same on all ranks after {steps} synchronised steps: {difference.count} of "
+        f"Parameters are not the same on all ranks after {steps} synchronized steps: {difference.count} of "
         f"{num_parameters} differ. The first is '{name}' ({parameter}): {compared}. Likely causes: a rank whose "
         "optimizer, learning rate or gradient clipping differs, or that skipped a step; parameters that were "
-        "loaded, set or initialised on some ranks only; gradients changed after backward; results that depend on the "
+        "loaded, set or initialized on some ranks only; gradients changed after backward; results that depend on the "
         "rank's hardware; a faulty machine. To continue, broadcast the parameters and optimizer state of a correct "
         "rank."
     )
@@ -215,7 +215,7 @@ def hash_tensors(tensors: Sequence[torch.Tensor], *, by_operators: bool = False)
     """A hash of each tensor's bits in logical order: 0.0 and -0.0 differ, NaNs with equal bits don't.
 
     On the CPU a kernel computes it. Elsewhere, or if ``by_operators``, torch's operators compute a different hash, with
-    one synchronisation per device.
+    one synchronization per device.
 
     Args:
         tensors: strided, of any dtype. RuntimeError for others.

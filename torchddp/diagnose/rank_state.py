@@ -123,7 +123,7 @@ class RankState:
         left: why it no longer takes part, if it said so.
         model: the key of the model that steps, phases and waits refer to; '' if it has none.
         members: the ranks of that model's process group.
-        step: number of synchronised forwards begun.
+        step: number of synchronized forwards begun.
         phase: 'idle', 'forward', 'backward' or 'waiting'; 'no model'; '' if it has not answered.
         armed: its forward has ended and gradients are to be reduced.
         waits_for, bucket, waited_s: what it waits in, for which bucket (-1: none), for how many seconds.

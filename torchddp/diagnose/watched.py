@@ -3,7 +3,7 @@
 Note [How a function is watched]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 Function objects stay in place, because a program may already hold them: ``from torch.distributed import all_reduce``
-and a stored ``dist.barrier`` are watched too, `P2POp` and Dynamo still recognise functions by identity, and they are
+and a stored ``dist.barrier`` are watched too, `P2POp` and Dynamo still recognize functions by identity, and they are
 still pickled by name. There are two ways in:
 
 * Almost all are decorated by torch (``_exception_logger``): the closure cell that holds the bare function is set to

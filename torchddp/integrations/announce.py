@@ -114,7 +114,7 @@ def _driven() -> str:
 
 
 def _mode_of(ray: ModuleType | None) -> int | None:
-    """Ray's number for this process's role; None if Ray is not initialised."""
+    """Ray's number for this process's role; None if Ray is not initialized."""
     if ray is None or not hasattr(ray, "is_initialized") or not ray.is_initialized():
         return None
     mode: int | None = getattr(getattr(ray.get_runtime_context(), "worker", None), "mode", None)

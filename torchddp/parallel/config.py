@@ -52,7 +52,7 @@ class ParallelConfig:
         sync_module_states: start from rank 0's parameters and buffers. False: they are already equal.
         model_parallel: number of ranks that share one copy of the model. With HSDP: those that a copy is sharded over
             (None: the ranks of one host); otherwise those of the model's own tensor parallel plan (None: 1).
-            Neighbouring ranks form such a group.
+            Neighboring ranks form such a group.
         data_parallel: number of copies. None: the number of model-parallel groups.
         parallel_backend: backend of new groups, e.g. ``"gloo"``; None: that of the process group.
         device_type: ``"cpu"``, ``"cuda"``...; None: that of the model's parameters.
@@ -61,7 +61,7 @@ class ParallelConfig:
         wrap: with FSDP: classes, or their names, whose modules are sharded and gathered one by one. None: the repeated
             modules of the model's lists. (): the model as a whole.
         forward_prefetch, backward_prefetch: with FSDP: number of modules whose parameters are gathered ahead. 0:
-            torch's own behaviour.
+            torch's own behavior.
         ddp: further options of DistributedDataParallel or ShardedDataParallel. ``timeout`` may be given in seconds,
             ``wire_dtype`` by its name.
 

@@ -89,7 +89,7 @@ def sync_from_rank_0(model: nn.Module, mesh: DeviceMesh) -> None:
     if empty:
         raise ValueError(
             f"sync_module_states: '{empty[0]}' is on the meta device and has no values: set it to False, and fill in "
-            "the parameters after parallelize (to_empty, then your initialisation)"
+            "the parameters after parallelize (to_empty, then your initialization)"
         )
     dp = mesh.get_group("dp")
     if "mp" in (mesh.mesh_dim_names or ()):

@@ -50,7 +50,7 @@ class StepTimes:
 
 
 class StepRecorder:
-    """Records a reducer's synchronised steps. While it records, buckets are launched after the step's last gradient."""
+    """Records a reducer's synchronized steps. While it records, buckets are launched after the step's last gradient."""
 
     def __init__(self, reducer: _C.Reducer) -> None:
         self._reducer = reducer
@@ -92,10 +92,10 @@ class StepRecorder:
             timeout: of the exchange; zero: the transport's own.
 
         Raises:
-            ValueError: no synchronised step was recorded.
+            ValueError: no synchronized step was recorded.
         """
         if not self._rows:
-            raise ValueError("no synchronised step was recorded: run forward and backward outside no_sync()")
+            raise ValueError("no synchronized step was recorded: run forward and backward outside no_sync()")
         mine = [statistics.median(column) for column in zip(*self._rows, strict=True)]
         by_rank = TransportExchange(self._reducer.transport, float, device, timeout).gather(mine)
         *ready_s, forward_s = (max(column) for column in zip(*by_rank, strict=True))
@@ -123,7 +123,7 @@ def decide(specs: Sequence[_C.ParamSpec], times: StepTimes, cost: LinearCost, cu
 
 
 class AutoPlan:
-    """Plans once. Call ``before_step`` at the start of every step that will be synchronised."""
+    """Plans once. Call ``before_step`` at the start of every step that will be synchronized."""
 
     def __init__(self, session: ReducerSession) -> None:
         self._session, self._reducer = session, session.reducer
@@ -134,7 +134,7 @@ class AutoPlan:
     def before_step(self) -> bool:
         """Measure or plan; return whether planning is over. Collective in the step that plans.
 
-        All ranks have finished the same number of synchronised steps, so they measure and plan in the same ones.
+        All ranks have finished the same number of synchronized steps, so they measure and plan in the same ones.
         """
         if self._recorder is None:
             if self._reducer.stats()["finished"] >= self._begin_at:
@@ -211,7 +211,7 @@ class BucketPlanning(StepObserver):
 
     def before_step(self) -> None:
         """Continue planning, if it is under way. Collective in the step that plans."""
-        if self.current is not None and self._session.synchronises:
+        if self.current is not None and self._session.synchronizes:
             self._carry_on(self.current)
 
     def close(self) -> None:

@@ -85,7 +85,7 @@ def merged_buckets(
 ) -> Buckets:
     """The buckets that finish first, over all ways to cut ``order`` into runs.
 
-    Exact, by dynamic programming over the cuts, O(n^2) at worst. Neighbouring runs are then merged, to send fewer
+    Exact, by dynamic programming over the cuts, O(n^2) at worst. Neighboring runs are then merged, to send fewer
     messages, as long as the last bucket finishes at most ``slack_s`` later.
 
     Args:

@@ -47,7 +47,7 @@ def record_profile(model: Any, step: Callable[[], Any], *, name: str = "", steps
         steps: at least this many of each kind.
 
     Raises:
-        ValueError: ``steps`` below 1, a model that is still planning, or steps that synchronise nothing.
+        ValueError: ``steps`` below 1, a model that is still planning, or steps that synchronize nothing.
         TransportError: a peer is gone.
         NoRoomError: no shared memory for the messages that are timed.
     """

@@ -12,7 +12,7 @@ Callback = Callable[[int, dict[str, float]], None]
 
 
 def monitor(model: Any, callback: Callback, every: int = 1) -> Monitor:
-    """Call `callback(step, values)` after every `every`-th synchronised step, at the start of the next forward.
+    """Call `callback(step, values)` after every `every`-th synchronized step, at the start of the next forward.
 
         def to_tensorboard(step, values):
             for name, value in values.items():

@@ -53,7 +53,7 @@ def profile(model: Any, steps: int | None = None) -> Iterator[Profile]:
         print(recorded.report(merged=True))           # all ranks, and the straggler; collective
         recorded.export_chrome_trace("trace.json")    # for https://ui.perfetto.dev
 
-    A step is a synchronised forward and backward; nothing under `no_sync()` is recorded. An event costs one reading of
+    A step is a synchronized forward and backward; nothing under `no_sync()` is recorded. An event costs one reading of
     the clock (tens of nanoseconds). For a model on a GPU, times are the host's. Not collective.
 
     Args:

@@ -52,9 +52,9 @@ class BucketTimes:
 
 @dataclass(frozen=True)
 class Step:
-    """One synchronised forward and backward of one rank. Times in ns of the rank's steady clock."""
+    """One synchronized forward and backward of one rank. Times in ns of the rank's steady clock."""
 
-    index: int  # the reducer's count of synchronised forwards; the same step has the same number on all ranks
+    index: int  # the reducer's count of synchronized forwards; the same step has the same number on all ranks
     forward_begin_ns: int
     backward_begin_ns: int  # the first gradient
     compute_end_ns: int  # the last gradient

@@ -52,7 +52,7 @@ class ShardedDataParallel(DistributedDataParallel):
     ``parameters()``, ``state_dict()``, forward. A tensor obtained earlier does not wait: see `synchronize`.
 
     Memory per rank besides the model: 1/W of the gradients after backward (during it, also those in transit) and 1/W of
-    the optimizer's state. The constructor and every synchronised backward, step and `refresh_trainable` are collective.
+    the optimizer's state. The constructor and every synchronized backward, step and `refresh_trainable` are collective.
 
     Raises:
         TypeError: an optimizer is not an OSS.
@@ -197,7 +197,7 @@ class ShardedDataParallel(DistributedDataParallel):
     # --- gradients ---
 
     def reduce(self) -> None:
-        """Reduce the existing gradients to their owners, as a synchronised backward would. Collective.
+        """Reduce the existing gradients to their owners, as a synchronized backward would. Collective.
 
         For gradients accumulated under `no_sync`. A missing gradient counts as zeros.
         """

@@ -1,7 +1,7 @@
 """Steps many small parameters as a few flat ones, for element-wise optimizers.
 
 Stepping a thousand small parameters takes a thousand times a dozen kernel calls; stepping the flat buffers of
-ShardedDataParallel takes a dozen. Small parameters of one group that are neighbours in a buffer become a
+ShardedDataParallel takes a dozen. Small parameters of one group that are neighbors in a buffer become a
 `FlatParameter` (as in FSDP): their gradients are copied side by side, and the optimizer steps one tensor instead.
 
 Results equal those of stepping tensor by tensor, bit for bit, except with ``fused=True`` on the CPU (SGD, Adam, AdamW):
@@ -105,7 +105,7 @@ class FlatStep:
             for buffer in buffers:
                 begin = bisect_left(members, buffer.data_ptr(), key=_address)
                 end = bisect_left(members, buffer.data_ptr() + buffer.nbytes, key=_address)
-                self._flat += _merge_neighbours(members[begin:end], buffer, state)
+                self._flat += _merge_neighbors(members[begin:end], buffer, state)
         elif all(flat.is_current(state) for _, flat in self._flat):
             return
         else:
@@ -114,9 +114,9 @@ class FlatStep:
                 if flat.is_current(state):
                     self._flat.append((number, flat))
                     continue
-                self._flat += _merge_neighbours([(number, param) for param in flat.params], flat.buffer, state)
+                self._flat += _merge_neighbors([(number, param) for param in flat.params], flat.buffer, state)
                 if not all(_lies_in(param, flat.buffer) for param in flat.params):
-                    self._buffers = []  # it moves back after this step; regroup then, as more may be neighbours
+                    self._buffers = []  # it moves back after this step; regroup then, as more may be neighbors
         merged = {param for _, flat in self._flat for param in flat.params}
         self._alone = [[param for param in group["params"] if param not in merged] for group in groups]
 
@@ -213,10 +213,10 @@ class FlatParameter:
         ]
 
 
-def _merge_neighbours(
+def _merge_neighbors(
     members: Sequence[tuple[int, torch.Tensor]], buffer: torch.Tensor, state: State
 ) -> list[tuple[int, FlatParameter]]:
-    """Flat parameters of two or more neighbours each. ``members``: group number and parameter."""
+    """Flat parameters of two or more neighbors each. ``members``: group number and parameter."""
     merged = []
     for (number, kind), alike in groupby(members, lambda member: (member[0], _merge_kind(member[1], buffer, state))):
         params = [param for _, param in alike]

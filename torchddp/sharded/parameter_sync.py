@@ -29,7 +29,7 @@ from torchddp.transport.waits import wait_for_work
 # The largest message of a gather: small enough that the first layers need not wait for the last ones.
 CHUNK_BYTES = 8 * 1024 * 1024
 
-# Views begin at multiples of this many bytes, which suits vectorised kernels and covers every dtype's alignment.
+# Views begin at multiples of this many bytes, which suits vectorized kernels and covers every dtype's alignment.
 ALIGNMENT_BYTES = 64
 
 
@@ -142,7 +142,7 @@ def plan_chunks(
     """Chunks of at most ``max_bytes`` each; a larger parameter is alone. See `pack`. Changes nothing.
 
     Parameters without elements are in none. In each chunk, parameters of less than ``small_numel`` elements come first,
-    so that they are neighbours.
+    so that they are neighbors.
     """
     if max_bytes < 1:
         raise ValueError(f"max_bytes must be at least 1, got {max_bytes}")

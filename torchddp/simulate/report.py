@@ -157,7 +157,7 @@ def notes(profile: StepProfile, scene: Scene) -> list[str]:
     inner = f", over {scene.inner.name} inside it" if scene.ranks_per_host > 1 else ""
     found.append(
         f"{hosts}{inner}; all-reduce: {scene.algorithm}. Efficiency is the step time without communication, divided by "
-        "the step time. Slow or failing ranks, and other traffic on the link, are not modelled."
+        "the step time. Slow or failing ranks, and other traffic on the link, are not modeled."
     )
     return found
 

@@ -207,7 +207,7 @@ def checked_strategy(model: torch.nn.Module, asked_for: DDPSyncStrategy | str | 
 
 
 def unreduced(model: TorchDDP) -> RuntimeError | None:
-    """The error of a synchronised forward whose backward did not complete, if there was one."""
+    """The error of a synchronized forward whose backward did not complete, if there was one."""
     try:
         model._check_reducer_finalized()
     except RuntimeError as error:

@@ -120,7 +120,7 @@ def seconds_of(call: Callable[[], object], device: torch.device | None = None) -
 def fit_line(samples: Sequence[tuple[float, float]]) -> tuple[float, float]:
     """Return (alpha, beta) of ``seconds = alpha + beta * nbytes``, neither below zero.
 
-    ``samples``: (nbytes, seconds > 0). Minimises relative errors, so that small messages determine alpha as well as
+    ``samples``: (nbytes, seconds > 0). Minimizes relative errors, so that small messages determine alpha as well as
     large ones determine beta.
 
     Raises:
@@ -128,7 +128,7 @@ def fit_line(samples: Sequence[tuple[float, float]]) -> tuple[float, float]:
     """
     if not samples or any(seconds <= 0 for _, seconds in samples):
         raise ValueError(f"fitting a line needs positive times, got {list(samples)}")
-    # Least squares of (alpha + beta * n - t) / t: minimise sum((alpha * u + beta * v - 1)^2), u = 1 / t, v = n / t.
+    # Least squares of (alpha + beta * n - t) / t: minimize sum((alpha * u + beta * v - 1)^2), u = 1 / t, v = n / t.
     u = [1 / seconds for _, seconds in samples]
     v = [nbytes / seconds for nbytes, seconds in samples]
     uu, uv, vv = (sum(a * b for a, b in zip(x, y, strict=True)) for x, y in ((u, u), (u, v), (v, v)))

@@ -35,7 +35,7 @@ class TransportKind:
         misfit: why it can't move tensors of these devices, the same on all ranks; or empty.
         connect: collective, with the first device and a time limit for operations: returns a transport on every rank,
             or the same reason for failure on every rank.
-        stands_in_for: backends that "auto" replaces with it, because their behaviour is known.
+        stands_in_for: backends that "auto" replaces with it, because their behavior is known.
         reason_against: why "auto" should not use it, the same on all ranks; or empty.
     """
 

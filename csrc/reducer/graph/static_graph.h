@@ -14,7 +14,7 @@ class StaticGraph {
 
   void enable();
   bool enabled() const { return enabled_; }
-  // The first synchronised backward reduces nothing until it ends, because only then is it known which firing is the last.
+  // The first synchronized backward reduces nothing until it ends, because only then is it known which firing is the last.
   bool recording() const { return enabled_ && !recorded_; }
   bool replaying() const { return enabled_ && recorded_; }
 

@@ -33,7 +33,7 @@ class UsedParams {
   // Keeps the marks of gradients accumulated under no_sync. `places`: each parameter's previous index, or kNotThere.
   void take_over(const UsedParams& before, std::span<const int64_t> places);
 
-  // Called in each hook, under no_sync too: a parameter used by any microbatch counts as used in the step that synchronises.
+  // Called in each hook, under no_sync too: a parameter used by any microbatch counts as used in the step that synchronizes.
   void note(int64_t param) {
     if (are_known() && !static_graph_.replaying()) [[unlikely]] {
       note_gradient(param);

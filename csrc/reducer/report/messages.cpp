@@ -89,7 +89,7 @@ std::string static_graph_changed_message(int rank, int64_t param, std::span<cons
       "Your training graph has changed in this iteration, e.g., one parameter is unused in first iteration, but then "
       "got used in the second iteration. this is not compatible with static_graph set to True. On rank ",
       rank, ", parameter '", specs[static_cast<size_t>(param)].name,
-      "' received a gradient more often than in the first synchronised step.");
+      "' received a gradient more often than in the first synchronized step.");
 }
 
 std::string transport_failure_message(int rank, int64_t step, int64_t bucket, int64_t num_buckets,

@@ -26,7 +26,7 @@ struct BucketStatus {
 
 // A snapshot, as returned by Reducer::status().
 struct Status {
-  int64_t step = 0;  // number of synchronised forwards begun
+  int64_t step = 0;  // number of synchronized forwards begun
   Phase phase = Phase::kIdle;
   bool waits = false;
   std::string waits_for;
@@ -35,7 +35,7 @@ struct Status {
   BackwardEnd backward = BackwardEnd::kNone;
   std::string backward_error;
   std::string error;   // of the last step or check that failed
-  bool armed = false;  // a synchronised forward has ended, but its reduction has not
+  bool armed = false;  // a synchronized forward has ended, but its reduction has not
   bool has_buckets = false;
   std::vector<BucketStatus> buckets;
 };

@@ -39,7 +39,7 @@ struct StepTimes {
 struct StepStats {
   StepTimes current;  // of the current step
   StepTimes last;     // of the last finished step
-  int64_t steps = 0;  // synchronised forwards begun
+  int64_t steps = 0;  // synchronized forwards begun
   int64_t finished = 0;
   int64_t sum_forward_ns = 0, sum_backward_ns = 0, sum_comm_ns = 0, sum_overlap_ns = 0;
 

@@ -34,7 +34,7 @@ class TorchDDPShardedStrategy(TorchDDPStrategy):
     all ranks' shares. Checkpoints hold the whole optimizer state in the plain optimizer's form, on rank 0's CPU: "ddp"
     loads them, and this strategy loads those of "ddp".
 
-    Modelled on Lightning's former ``ddp_sharded`` with FairScale.
+    Modeled on Lightning's former ``ddp_sharded`` with FairScale.
 
     Args:
         kwargs: as for `TorchDDPStrategy`, but those of `torchddp.ShardedDataParallel` (``reduce_fp16``,

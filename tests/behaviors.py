@@ -14,13 +14,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from tests import behaviours_grads, behaviours_options, behaviours_state
+from tests import behaviors_grads, behaviors_options, behaviors_state
 from tests.harness import GROUP_TIMEOUT_S, attempt, keep_until_exit, process_group, run_outcomes
 
 WORLD_SIZE = 2
-BEHAVIOURS = {
+BEHAVIORS = {
     name.removeprefix("check_"): check
-    for module in (behaviours_grads, behaviours_options, behaviours_state)
+    for module in (behaviors_grads, behaviors_options, behaviors_state)
     for name, check in vars(module).items()
     if name.startswith("check_")
 }
@@ -65,7 +65,7 @@ def _run_on_rank(
             log.write(json.dumps([name, "died in this check"]) + "\n")
             torch.manual_seed(0)
             with process_group(dist.PrefixStore(name, store), rank, WORLD_SIZE, timeout_s) as group:
-                _, error = attempt(BEHAVIOURS[name], ddp_class, rank)
+                _, error = attempt(BEHAVIORS[name], ddp_class, rank)
                 if error is None:
                     keep_until_exit(group)
             log.write(json.dumps([name, error]) + "\n")

@@ -69,7 +69,7 @@ def check_options_are_shown_as_given(ddp_class: type, rank: int) -> None:
     assert told.bucket_bytes_cap == 3 * 1024 * 1024
 
 
-def check_explicit_copy_is_honoured(ddp_class: type, rank: int) -> None:
+def check_explicit_copy_is_honored(ddp_class: type, rank: int) -> None:
     ddp = ddp_class(seeded(Mlp), gradient_as_bucket_view=False)
     for step in range(3):
         ddp.zero_grad()
