@@ -27,8 +27,8 @@ __all__ = [
 # Appended to the errors of waits outside a reduction, which lack this advice.
 ADVICE_FOR_A_LOST_PEER = (
     "If ranks have different numbers of batches, give all of them the same number (torchddp.sync.even_batches, a "
-    "sampler with drop_last=True), or train a DistributedDataParallel under `with model.join():`. Otherwise a peer has "
-    "died, left, or did not reach this step in time: look at the other ranks' logs for the first error."
+    "sampler with drop_last=True), or train a DistributedDataParallel under `with model.join():`. Otherwise a peer "
+    "died, left, or did not reach this step in time: look for the first error in the other ranks' logs."
 )
 _NOT_THE_USERS = (str(Path(__file__).parent) + "/", str(Path(torch.__file__).parent) + "/", contextlib.__file__)
 _is_users: dict[str, bool] = {}  # by file

@@ -50,14 +50,14 @@ def test_a_wrong_argument_is_one_sentence_that_names_it(benchmarks, capsys):
 @pytest.mark.parametrize(
     ("benchmark", "arguments", "words"),
     [
-        ("chaos", "--over ,", "--over wants some of shm, gloo, torchft, separated by commas, not ','."),
+        ("chaos", "--over ,", "--over must be some of shm, gloo, torchft, separated by commas, not ','."),
         ("chaos", "--kinds full --over gloo", "No fault of kind full works over gloo."),
-        ("compress", "--kib 1 --kib 0", "--kib wants 1 to 4194304, not 0."),
+        ("compress", "--kib 1 --kib 0", "--kib must be 1 to 4194304, not 0."),
         ("convergence", "--methods int8,magic", "--methods: there is no 'magic'; choose from uncompressed"),
         ("gpu", "--device cpu", "NCCL does not support CPU tensors: use --backend gloo with --device cpu."),
         ("links", "--rate fast", "--rate must be 10mbit to 100gbit, like 500mbit or 2.5gbit, not 'fast'."),
-        ("sharded", "--models ,", "--models wants names separated by commas, like "),
-        ("sharded", "--ranks x", "--ranks wants numbers separated by commas, like 2,4, not 'x'."),
+        ("sharded", "--models ,", "--models must be names separated by commas, like "),
+        ("sharded", "--ranks x", "--ranks must be numbers separated by commas, like 2,4, not 'x'."),
         ("two_hosts", "--bogus", "; see python -m benchmarks.two_hosts --help."),
     ],
 )

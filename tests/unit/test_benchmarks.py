@@ -148,11 +148,11 @@ def test_a_bad_argument_is_one_sentence_and_exit_code_2(capsys):
         (["--case", "nope"], "There is no case 'nope'; choose from step_time, overlap, collective, startup, memory, "),
         (["--world-size", "1"], "--world-size 1: the case overlap needs at least 2 ranks"),
         (["--case", "scaling", "--world-sizes", "2,4"], "--world-sizes must include 1, to which efficiency"),
-        (["--world-sizes", "1"], "--world-sizes wants 1, for efficiency is relative to one rank, and more, not '1'."),
-        (["--world-sizes", "1,x"], "--world-sizes wants numbers of ranks separated by commas, like 1,2,4, not '1,x'."),
-        (["--world-sizes", "1,99"], "--world-sizes wants 1 to 64 ranks, not '1,99'."),
+        (["--world-sizes", "1"], "--world-sizes must include 1, to which efficiency is relative, and more, not '1'."),
+        (["--world-sizes", "1,x"], "--world-sizes must be numbers of ranks separated by commas, like 1,2,4, not '1,x'."),
+        (["--world-sizes", "1,99"], "--world-sizes must be 1 to 64 ranks, not '1,99'."),
         (["--case", "memory", "--world-sizes", "1,2"], "--world-sizes is for the case scaling"),
-        (["--case", "scaling", "--world-size", "2"], "scaling wants --world-sizes, like 1,2,4."),
+        (["--case", "scaling", "--world-size", "2"], "--world-size does not apply to scaling: use --world-sizes, like 1,2,4."),
         (["--op", "nope"], "There is no collective 'nope'; choose from all_reduce, broadcast, all_gather"),
         (["--case", "memory", "--op", "broadcast"], "--op is for the case collective; add --case collective."),
         (["--case", "memory", "--peers"], "--peers is for the case collective; add --case collective."),
@@ -161,7 +161,7 @@ def test_a_bad_argument_is_one_sentence_and_exit_code_2(capsys):
         (["--model", "nope"], "There is no model 'nope'; choose from small, mlp, gpt, conv, resnet50, gpt2, llama, or"),
         (["--seconds", "nan"], "above 0 and at most 3600, not nan."),
         (["--world-size", "0"], "--world-size must be 1 to 64, not 0."),
-        (["--caps", "1,x"], "--caps wants numbers of MiB separated by commas, like 1,5,25, not '1,x'."),
+        (["--caps", "1,x"], "--caps must be MiB separated by commas, like 1,5,25, not '1,x'."),
         (["--caps", "0,5"], "positive numbers of MiB, not '0,5'."),
         ([*TORCH, "--vs", "nodots"], "'nodots' is not a dotted path to a class"),
         ([*TORCH, "--vs", "no_such_package.Thing"], "Cannot import 'no_such_package'"),
@@ -187,7 +187,7 @@ def test_cases_are_a_few_by_default_and_all_on_request() -> None:
 def test_the_error_of_a_package_that_does_not_load_says_what_to_do(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "torchddp.bench.registry", None)
     assert cli.main([]) == 1
-    assert "The benchmark does not load here, see `torchddp doctor`" in capsys.readouterr().err
+    assert "The benchmark cannot be loaded; run `torchddp doctor`" in capsys.readouterr().err
     broken = SimpleNamespace(import_error=ImportError("no libtorch"))
     for package, words in ((None, "Cannot import 'torchddp'.*make build"), (broken, "`torchddp doctor` says why")):
         monkeypatch.setitem(sys.modules, "torchddp", package)

@@ -317,7 +317,7 @@ def test_ctrl_c_is_one_line_and_leaves_nothing(command: list[str] | None, when: 
 
 def test_ranks_that_fail_alike_or_say_nothing_are_named_together() -> None:
     silent, _ = pipe = multiprocessing.Pipe()
-    with pytest.raises(LaunchError, match=r"^Case 'trace': nothing from ranks \[0, 1\] for 0.01 s, stopped\.$"):
+    with pytest.raises(LaunchError, match=r"^Case 'trace' stopped: no message from ranks \[0, 1\] for 0\.01 s\.$"):
         follow(Inbox([silent], print), RankJob("trace", print, (), 2), 0.01)
     assert not any(end.closed for end in pipe)
     inbox = Inbox([], lambda what, done, total: None)

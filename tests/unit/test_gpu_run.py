@@ -191,7 +191,7 @@ def test_the_versions_of_the_tools_are_told_and_an_nvcc_that_does_not_fit(tmp_pa
     ]
     found = zip(("cmake", "ninja", "c++", "nvcc", "sanitizer"), [*versions, "Version 2025.3.1"], strict=True)
     assert [f"{tool:<11} {version}" for tool, version in found] == lines[1:6]
-    monkeypatch.setattr(environment, "look", lambda: collections.defaultdict(lambda: True))
+    monkeypatch.setattr(environment, "find_items", lambda: collections.defaultdict(lambda: True))
     for torch_cuda, reason in (
         ("13.2", ""),
         ("14.0", "nvcc is CUDA 13.0, torch .* with CUDA 14.0: nvcc must be of CUDA 14.0 to 14.0"),

@@ -162,12 +162,12 @@ def test_a_run_saves_its_plan(tmp_path, monkeypatch, capsys):
 def test_a_plan_that_cannot_be_kept_is_one_sentence(monkeypatch):
     keeping = partial(_keep, RESULT, tune_document(RESULT))
     monkeypatch.setenv("TORCHDDP_CACHE_DIR", "/dev/null/cache")
-    with pytest.raises(ArgumentError, match=r"^Cannot keep the plan in '/dev/null/cache/plan-.*'.*; see --no-keep\.$"):
+    with pytest.raises(ArgumentError, match=r"^Cannot save the plan as '/dev/null/cache/plan-.*'.*; see --no-keep\.$"):
         keeping()
     for name in ("TORCHDDP_CACHE_DIR", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(Path, "home", mock.Mock(side_effect=RuntimeError("no home")))
-    with pytest.raises(ArgumentError, match=r"no folder for plans \(no home\).* Or keep no plan, with --no-keep\.$"):
+    with pytest.raises(ArgumentError, match=r"no folder for plans \(no home\).* Or save no plan, with --no-keep\.$"):
         keeping()
 
 
