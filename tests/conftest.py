@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import gc
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: the ranks share few cores
@@ -65,12 +64,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         marker = item.get_closest_marker("beyond_torch")
         if marker is not None:
             item.add_marker(pytest.mark.xfail(reason=f"torch's class: {marker.args[0]}", strict=False))
-
-
-def pytest_collection_finish() -> None:
-    # Ranks are forked from here, and a garbage collection in a rank would copy every page that holds an object.
-    gc.collect()
-    gc.freeze()
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

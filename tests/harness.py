@@ -322,6 +322,9 @@ def _collect(ranks: list[_Rank], needed: set[int], timeout: float, straggler_s: 
 
 
 def _rank_main(rank: int, plan: Launch, pipe: Connection) -> None:
+    # A forked rank must not collect its parent's garbage: a destructor of a TCPStore or process group would wait for
+    # threads that fork() did not copy. A collection would also copy every page that holds an object.
+    gc.freeze()
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     with open(plan.stacks_path(rank), "w") as stacks:
