@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 import setuptools
-import tomllib
 import torch
 
+tomllib = pytest.importorskip("tomllib", reason="needs Python 3.11")
 ROOT = Path(__file__).resolve().parents[2]
 
 
