@@ -352,10 +352,10 @@ class DistributedDataParallel(TorchDDP):
         then and have no gradient get none.
 
         Raises:
-            RuntimeError: see `check_can_reduce`.
+            RuntimeError: this mode of the model can only reduce in backward (the message says why).
             TransportError: a peer died or did not arrive in time.
         """
-        self.check_can_reduce()
+        self._check_can_reduce()
         self.session.reduces_now = True
         try:
             self._begin_step()
@@ -363,7 +363,7 @@ class DistributedDataParallel(TorchDDP):
         finally:
             self.session.reduces_now = False
 
-    def check_can_reduce(self) -> None:
+    def _check_can_reduce(self) -> None:
         """Raise RuntimeError with the reason if `reduce` can't work in this model's mode. Not collective."""
         if reason := model.reason_against_reducing(self):
             # the session may not exist: torch builds no reducer if it delays all parameters
@@ -395,7 +395,7 @@ class DistributedDataParallel(TorchDDP):
         """
         refresh.refresh_trainable(self)
 
-    def names_to_ignore(self) -> set[str]:
+    def _names_to_ignore(self) -> set[str]:
         """Names of the parameters and buffers that the module currently asks DDP to ignore."""
         return set(getattr(self.module, "_ddp_params_and_buffers_to_ignore", ()))
 
@@ -420,9 +420,9 @@ class DistributedDataParallel(TorchDDP):
         self._check_comm_hook(hook)
         hooks.attach(hook, self)
         self._comm_hooks.append((hook, state))
-        self.install_comm_hook(state, hook)
+        self._install_comm_hook(state, hook)
 
-    def install_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+    def _install_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Make the current reducer call the hook. Not collective."""
         self.logger._set_comm_hook_name(getattr(hook, "__qualname__", type(hook).__qualname__))
         self.reducer.register_comm_hook(state, hooks.checked(hook, self.process_group.rank()))

@@ -202,7 +202,7 @@ def checked_strategy(model: torch.nn.Module, asked_for: DDPSyncStrategy | str | 
                 f"{type(model).__module__}.{type(model).__qualname__} can't: wrap the model in "
                 "torchddp.DistributedDataParallel, or use MULTI_AUTO_SYNC"
             )
-        model.check_can_reduce()
+        model._check_can_reduce()
     return strategy
 
 
