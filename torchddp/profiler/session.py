@@ -46,9 +46,11 @@ def checked_model(model: Any) -> DistributedDataParallel:
 def profile(model: Any, steps: int | None = None) -> Iterator[Profile]:
     """Record when each gradient was ready and each bucket packed, launched and done, in every step of the context.
 
+    Example:
+
         with torchddp.profiler.profile(model) as recorded:
             for batch in batches:
-                train_step(batch)
+                loss_of(model(batch)).backward()
         print(recorded.report())                      # this rank
         print(recorded.report(merged=True))           # all ranks, and the straggler; collective
         recorded.export_chrome_trace("trace.json")    # for https://ui.perfetto.dev

@@ -31,7 +31,15 @@ class OSS(Optimizer):
     Each rank keeps state for the parameters it owns, updates them, and sends them to the others. Gradients must be
     equal on all ranks, as `DistributedDataParallel` leaves them.
 
+    Example:
+
+        model = torchddp.DistributedDataParallel(module)
         optimizer = torchddp.optim.OSS(model.parameters(), optim=torch.optim.AdamW, lr=1e-3)
+        loss_of(model(batch)).backward()
+        optimizer.step()  # updates this rank's parameters, then sends them to the others
+        optimizer.consolidate_state_dict(recipient_rank=0)
+        if dist.get_rank() == 0:
+            torch.save(optimizer.state_dict(), "optimizer.pt")
 
     ``param_groups`` holds all parameters, for learning rate schedulers and users to read and change; ``state`` only
     that of this rank's parameters. Parameters with ``requires_grad=False`` have no owner: see `refresh_trainable`.
@@ -39,7 +47,7 @@ class OSS(Optimizer):
     Attributes:
         optim: the optimizer of this rank's parameters. Its options are overwritten with those of ``param_groups``.
         process_group, rank, world_size: the group that the state is sharded over, this rank in it, and its size.
-        step_hooks: those of the ShardedDataParallel that sends the parameters, if there is one.
+        step_hooks: set by a ShardedDataParallel, which then sends the updated parameters; otherwise None.
 
     Args:
         params: parameters, groups, or ``named_parameters()``, as for any optimizer; the same on all ranks.
