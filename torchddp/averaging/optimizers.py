@@ -129,7 +129,7 @@ class PostLocalSGD(OptimizerWrapper):
         self._inner.add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """The inner optimizer's, and the averager's ``"step"``."""
+        """The inner optimizer's state dict, with the averager's step count as ``"step"``."""
         return {**self._inner.state_dict(), "step": self.averager.step}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

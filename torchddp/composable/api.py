@@ -133,6 +133,12 @@ def engine_of(module: torch.nn.Module) -> ReplicateEngine:
 
     It has a reducer, ``gradient_stats()``, ``nonfinite()``, ``traffic()``, ``reduce()``; it can't be called.
 
+    Example:
+
+        torchddp.replicate(module, gradient_stats=True)
+        loss_of(module(batch)).backward()
+        norm = torchddp.composable.engine_of(module).gradient_stats()[:, 0].sum().sqrt()
+
     Raises:
         TypeError: the module is not replicated.
     """

@@ -125,7 +125,7 @@ class ShardedDataParallel(DistributedDataParallel):
                 after_step=partial(self._shards.send_updated, number),
                 owners_changed=self._owners_changed,
             )
-            optimizer.attach(hooks)
+            optimizer._attach(hooks)
 
     # --- parameters in transit ---
 

@@ -107,7 +107,7 @@ class OSS(Optimizer):
         """The rank (in the group) that owns each parameter; parameters without an owner are missing. Read-only."""
         return MappingProxyType(self._partition.owner_of)
 
-    def attach(self, hooks: StepHooks | None) -> None:
+    def _attach(self, hooks: StepHooks | None) -> None:
         """Let the data parallel module that reduces gradients to their owners send parameters too; None: send them
         here.
         """
@@ -260,7 +260,7 @@ class OSS(Optimizer):
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = pre_hook(self, saved)
             saved = saved if changed is None else changed
-        by_index, others = self.check_state(saved)
+        by_index, others = self._check_state(saved)
         part = saved.get("sharded_params")
         missing = [] if part is None else sorted({*self._partition.owned()} - {*part})
         if missing:
@@ -273,7 +273,7 @@ class OSS(Optimizer):
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
-    def check_state(self, state_dict: Mapping[str, Any]) -> tuple[dict[int, Any], dict[Any, Any]]:
+    def _check_state(self, state_dict: Mapping[str, Any]) -> tuple[dict[int, Any], dict[Any, Any]]:
         """The saved state by parameter index, and the state that belongs to no parameter. ValueError for another
         model's.
 

@@ -202,7 +202,7 @@ def checked_strategy(model: torch.nn.Module, asked_for: DDPSyncStrategy | str | 
     if asked_for is None and isinstance(model, DistributedDataParallel):
         strategy = model.sync_strategy
     else:
-        strategy = DDPSyncStrategy.choose(asked_for, getattr(model, "find_unused_parameters", False))
+        strategy = DDPSyncStrategy._choose(asked_for, getattr(model, "find_unused_parameters", False))
     if strategy is DDPSyncStrategy.FORCED_SYNC and isinstance(model, TorchDDP):
         if not isinstance(model, DistributedDataParallel):
             raise RuntimeError(
