@@ -6,10 +6,10 @@ from typing import Any
 
 import griffe
 
-from scripts.docs_hooks import as_markdown
+from scripts.docs_hooks import as_markdown, fenced
 
 
 class Docstrings(griffe.Extension):
     def on_instance(self, *, obj: griffe.Object, **kwargs: Any) -> None:
         if obj.docstring is not None:
-            obj.docstring.value = as_markdown(obj.docstring.value)
+            obj.docstring.value = fenced(as_markdown(obj.docstring.value))

@@ -6,6 +6,7 @@ The pages are written for GitHub too, where links to ../csrc work and an indente
 from __future__ import annotations
 
 import ast
+import inspect
 import os
 import re
 from collections.abc import Iterator
@@ -57,6 +58,13 @@ def blocks(text: str) -> Iterator[Block]:
         else:
             end = at + 1
         at = end
+
+
+def examples(documented: Any) -> Iterator[Block]:
+    """The Python blocks in the docstrings of a function, or of a class and its own methods."""
+    methods = filter(inspect.isroutine, getattr(documented, "__dict__", {}).values())
+    for each in (documented, *methods):
+        yield from (block for block in blocks(inspect.cleandoc(each.__doc__ or "")) if block.language == "python")
 
 
 def _marker(before: list[str]) -> tuple[str, str] | None:

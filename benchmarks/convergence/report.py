@@ -18,7 +18,7 @@ NOTE = (
     "held-out set. sent: bytes per rank, as counted by its transport or hook. ratio: the final loss over that of the "
     "uncompressed run with the same seed, mean and [lowest..highest] over the seeds. The bound applies to the mean."
 )
-HEADINGS = ("method", "sent a step", "loss", "ratio", "bound", "holds")
+HEADINGS = ("method", "sent a step", "loss", "ratio", "bound", "within bound")
 
 
 def heading(result: dict[str, Any]) -> str:

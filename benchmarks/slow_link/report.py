@@ -15,7 +15,7 @@ from torchddp.harness.machine import origin
 from torchddp.harness.tables import number, plain_table, ranks_text
 
 HEADINGS = ("method", "steps to\nthe loss", "s a step", "s to\nthe loss", "torch DDP\n/ this", "sent a step\nby a host")
-BOUND_HEADINGS = ("time to the loss, theirs / ours", "ours", "theirs", "ratio", "at least", "holds")
+BOUND_HEADINGS = ("time to the loss, theirs / ours", "ours", "theirs", "ratio", "at least", "reached")
 
 
 def heading(result: dict[str, Any]) -> str:

@@ -16,8 +16,8 @@ def bytes_text(count: float | None) -> str:
 
 
 def holds_text(holds: bool | None) -> str:
-    """Whether a bound holds; empty without a bound."""
-    return "" if holds is None else "yes" if holds else "NO"
+    """Whether a bound holds: yes or no; empty without a bound."""
+    return "" if holds is None else "yes" if holds else "no"
 
 
 def markdown_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -6,10 +6,12 @@ A comment in the line before a block says who runs it, or why nobody does:
     <!-- not run: needs a GPU -->
 
 Python without such a comment runs here on one rank: all blocks of a page in turn, with the names from `names`.
-Commands are not run, but their subcommands, options, targets, modules and extras must exist.
+So do the examples in docstrings, on four ranks. Commands are not run, but their subcommands, options, targets, modules
+and extras must exist.
 """
 
 import importlib.util
+import pydoc
 import re
 import shlex
 from pathlib import Path
@@ -23,7 +25,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.distributed.run import get_args_parser
 
 import torchddp
-from scripts.docs_hooks import ROOT, blocks, linked_outside
+from scripts.docs_hooks import ROOT, blocks, examples, linked_outside
 from tests.harness import run_ranks
 from torchddp.cli.app import app
 
@@ -211,6 +213,19 @@ def test_python_runs(page, tmp_path, monkeypatch):
             exec(code, known)
 
     run_ranks(work, 1)
+
+
+def test_examples_in_docstrings_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    pages = "".join(page.read_text() for page in sorted((ROOT / "docs/reference").glob("*.md")))
+
+    def work(rank):
+        for name in re.findall(r"^::: (torchddp\.(?!fault_tolerance|integrations)\S+)", pages, re.MULTILINE):
+            for block in examples(pydoc.locate(name)):
+                known = {**names(), "module": fresh_module(), "model": torchddp.DDP(fresh_module())}
+                exec(compile(block.code, name, "exec"), known)
+
+    run_ranks(work, 4)
 
 
 # --- links ---

@@ -79,9 +79,13 @@ class _Averager(ModelAverager, abc.ABC):
 class PeriodicAverager(_Averager):
     """Averages parameters over the ranks every ``period`` steps (local SGD, Stich 2019; with warm-up, Lin et al. 2020).
 
-        averager = PeriodicAverager(model, period=8, warmup_steps=100)
+    Example:
+
+        averager = torchddp.averaging.PeriodicAverager(module, period=8)
         for batch in loader:
-            ...; optimizer.step()
+            optimizer.zero_grad()
+            loss_of(module(batch)).backward()
+            optimizer.step()
             averager.average_parameters()
 
     Averages after steps ``warmup_steps + 1``, ``warmup_steps + 1 + period`` and so on. Unlike torch's
@@ -94,16 +98,16 @@ class PeriodicAverager(_Averager):
         period: steps from one average to the next.
         warmup_steps: steps before the first average, in which something else (`DistributedDataParallel`) averages the
             gradients. Initial weights are not synchronized here.
-        process_group: None: the default one.
+        process_group: the ranks to average over; None: the default process group.
         buffers: average floating-point buffers too; ``params`` must be a module.
-        bucket_cap_mb: MiB per message, and of the memory held for it.
+        bucket_cap_mb: the size in MiB of a message, and of the buffer kept for it.
 
     Construction and averages are collective. Raises ValueError for invalid options and parameters, TypeError for
     anything that is not a parameter, and RuntimeError on all ranks if these differ between ranks.
 
     Attributes:
         step: calls of `average_parameters` so far; checkpoint it.
-        traffic: bytes of the last average.
+        traffic: the bytes of the last average; see `torchddp.traffic`.
     """
 
     def __init__(
@@ -134,7 +138,16 @@ class PeriodicAverager(_Averager):
 class HierarchicalAverager(_Averager):
     """Averages over small groups often, and over larger ones less often (hierarchical SGD, Lin et al. 2020, 3.2).
 
-        averager = HierarchicalAverager(model, {4: 8, 16: 64})   # 8 ranks every 4 steps, all 64 every 16
+    Example:
+
+        world_size = dist.get_world_size()  # for example 64
+        # Every 4 steps within half of the ranks, every 16 steps over all of them.
+        averager = torchddp.averaging.HierarchicalAverager(module, {4: world_size // 2, 16: world_size})
+        for batch in loader:
+            optimizer.zero_grad()
+            loss_of(module(batch)).backward()
+            optimizer.step()
+            averager.average_parameters()
 
     Works like torch's HierarchicalModelAverager: at step s (counted from 0, without the ``warmup_steps``), only the
     group with the largest period that divides s averages.

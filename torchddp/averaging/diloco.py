@@ -172,9 +172,14 @@ def _outer_factory(
 class DiLoCo(OuterLoop):
     """Any optimizer, with an outer step after every ``sync_every`` steps (DiLoCo, Douillard et al. 2023).
 
-        optimizer = DiLoCo(model, torch.optim.AdamW(model.parameters(), lr=1e-3), sync_every=50)
+    Example:
+
+        inner = torch.optim.AdamW(module.parameters(), lr=1e-3)
+        optimizer = torchddp.averaging.DiLoCo(module, inner, sync_every=50)
         for batch in loader:
-            model(batch).backward(); optimizer.step(); optimizer.zero_grad()
+            optimizer.zero_grad()
+            loss_of(module(batch)).backward()
+            optimizer.step()  # every 50th also takes an outer step
 
     The outer gradient is how far the parameters have moved since the last outer step, averaged over the ranks. The
     outer optimizer applies it to a copy of the parameters, and all ranks continue from there. The state of their inner
@@ -182,15 +187,15 @@ class DiLoCo(OuterLoop):
 
     Args:
         params: a module, or its parameters (with names, if errors should name them): all that ``optimizer`` steps.
-        optimizer: the inner optimizer: any torch optimizer whose steps are not collective.
-        sync_every: inner steps between outer ones (H).
-        outer_lr, outer_momentum, nesterov: of the outer SGD.
-        outer_optimizer: instead of that SGD: a function that takes parameters and returns an optimizer.
+        optimizer: the inner optimizer, which takes the local steps: any torch optimizer whose steps are not collective.
+        sync_every: the number of inner steps between outer steps (the paper's H).
+        outer_lr, outer_momentum, nesterov: options of the outer optimizer, SGD.
+        outer_optimizer: a function that takes parameters and returns the outer optimizer, to use another one than SGD.
         wire: the format in which outer gradients are sent: "fp32", "bf16", "fp16", "int8" or "int4" (in blocks with one
             scale each). Sums are always in fp32. None: the parameter's own format if it has 16 bits, otherwise fp32.
         buffers: average floating-point buffers too, at each synchronization; ``params`` must be a module.
-        process_group: None: the default one.
-        bucket_cap_mb: MiB per message, and of the memory held for it.
+        process_group: the ranks to average over; None: the default process group.
+        bucket_cap_mb: the size in MiB of a message, and of the buffer kept for it.
 
     Construction is collective: parameters become those of rank 0 (load checkpoints afterwards). So is every
     ``sync_every``-th step, after which all ranks hold the same parameters, bit for bit.
@@ -202,7 +207,7 @@ class DiLoCo(OuterLoop):
 
     Attributes:
         steps: steps that the inner optimizer has taken.
-        traffic: bytes of the last synchronization.
+        traffic: the bytes of the last synchronization; see `torchddp.traffic`.
     """
 
     _key = "diloco"

@@ -88,8 +88,13 @@ class OptimizerWrapper(Optimizer, abc.ABC):
 class PostLocalSGD(OptimizerWrapper):
     """Any optimizer, with parameters averaged after its steps (post-local SGD, Lin et al. 2020).
 
-        averager = PeriodicAverager(model, period=8, warmup_steps=100)
-        optimizer = PostLocalSGD(torch.optim.AdamW(model.parameters(), lr=1e-3), averager)
+    Example:
+
+        averager = torchddp.averaging.PeriodicAverager(module, period=8)
+        adamw = torch.optim.AdamW(module.parameters(), lr=1e-3)
+        optimizer = torchddp.averaging.PostLocalSGD(adamw, averager)
+        loss_of(module(batch)).backward()
+        optimizer.step()  # averages when the averager's period is over
 
     The optimizer's own state (momentum) stays local. Replaces torch's PostLocalSGDOptimizer, with the same
     ``state_dict``: the inner optimizer's, and ``"step"``.
@@ -98,8 +103,8 @@ class PostLocalSGD(OptimizerWrapper):
         optimizer: any torch optimizer whose steps are not collective.
         averager: `PeriodicAverager`, `HierarchicalAverager` or one of torch's.
 
-    Construction is not collective; `step` is whenever the averager averages. Raises TypeError and ValueError for
-    optimizers and averagers that it can't wrap.
+    Construction is not collective. `step` is collective in the steps in which the averager averages. Raises TypeError
+    and ValueError for optimizers and averagers that it can't wrap.
     """
 
     def __init__(self, optimizer: Optimizer, averager: ModelAverager) -> None:
@@ -124,7 +129,7 @@ class PostLocalSGD(OptimizerWrapper):
         self._inner.add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """The inner optimizer's, and the averager's ``"step"``."""
+        """The inner optimizer's state dict, with the averager's step count as ``"step"``."""
         return {**self._inner.state_dict(), "step": self.averager.step}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -138,7 +143,14 @@ class PostLocalSGD(OptimizerWrapper):
 class SlowMo(OptimizerWrapper):
     """Any optimizer, with an average and a step of slow momentum every ``period`` steps (SlowMo, Wang et al. 2020).
 
-        optimizer = SlowMo(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), period=12)
+    Example:
+
+        sgd = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+        optimizer = torchddp.averaging.SlowMo(sgd, period=12)
+        for batch in loader:
+            optimizer.zero_grad()
+            loss_of(module(batch)).backward()
+            optimizer.step()  # every 12th also averages
 
     After every ``period`` steps (a round), the parameters x are averaged. Then, with x0 the parameters at the start of
     the round, g the learning rate, u the slow momentum, and coefficients beta and alpha: u = beta * u + (x0 - x) / g; x
@@ -151,7 +163,7 @@ class SlowMo(OptimizerWrapper):
             alone, it averages at the end of a round.
         slow_momentum: beta, in [0, 1). With 0 and ``slow_lr=1`` this is periodic averaging.
         slow_lr: alpha, above 0.
-        process_group: None: the default one. Not together with an averager.
+        process_group: the ranks to average over; None: the default process group. Can't be combined with an averager.
 
     Construction is collective: parameters become those of rank 0. So is every ``period``-th step, after which all ranks
     hold the same parameters, bit for bit. Learning rates must be the same on all ranks. A parameter group whose

@@ -37,8 +37,15 @@ class _OnTheWay:
 class StreamingDiLoCo(OuterLoop):
     """DiLoCo on a part of the parameters at a time, overlapped with inner steps (Douillard et al. 2025).
 
-        optimizer = StreamingDiLoCo(model, torch.optim.AdamW(model.parameters(), lr=1e-3), sync_every=100,
-                                    fragments=4, overlap_steps=5)
+    Example:
+
+        inner = torch.optim.AdamW(module.parameters(), lr=1e-3)
+        optimizer = torchddp.averaging.StreamingDiLoCo(module, inner, sync_every=100, fragments=4, overlap_steps=5)
+        for batch in loader:
+            optimizer.zero_grad()
+            loss_of(module(batch)).backward()
+            optimizer.step()
+        optimizer.finish()
 
     Each fragment (every F-th layer) is synchronized every ``sync_every`` steps, evenly spread. A thread averages its
     outer gradients during ``overlap_steps`` more steps; then the outer optimizer moves the global weights, and the

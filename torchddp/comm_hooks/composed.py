@@ -29,13 +29,19 @@ class PerParameter(CommHook):
     A bucket is split (copied) by hook, and each part is reduced in turn; None sums exactly in fp32. Sends and stores
     what its hooks send and store.
 
+    Example:
+
+        hooks = torchddp.comm_hooks
+        rules = [("norms", None), (torch.nn.Embedding, hooks.BF16())]
+        model = torchddp.DistributedDataParallel(module, comm_hook=hooks.PerParameter(hooks.Int8(), rules))
+
     Args:
         default: a hook, or None.
         rules: pairs of a selector and a hook or None. A selector is a glob on the parameter's name ("encoder.*");
             "norms" (of normalization layers), "biases" (by name), or "vectors" (at most one dimension); a module class
             (``torch.nn.Embedding``: the parameters directly in such modules); or a function ``(name, parameter) ->
             bool``, which must answer the same on all ranks. A hook may be in several rules.
-        hierarchical, timeout: for this hook's exchange, which all the others use instead of their own.
+        hierarchical, timeout: as for :class:`CommHook`. They apply to all the hooks given here, whose own are ignored.
 
     Raises:
         TypeError: a value that is neither a hook nor None, or an invalid rule.
@@ -114,6 +120,11 @@ def without_norms_and_biases(hook: CommHook, **options: Any) -> PerParameter:
     """``hook`` for everything except normalization layers and biases, which are small and sensitive and are summed in
     fp32.
 
+    Example:
+
+        hook = torchddp.comm_hooks.without_norms_and_biases(torchddp.comm_hooks.Int4())
+        model = torchddp.DistributedDataParallel(module, comm_hook=hook)
+
     The options are those of :class:`PerParameter`.
     """
     return PerParameter(hook, [("norms", None), ("biases", None)], **options)
@@ -148,6 +159,11 @@ class CastAround(CommHook):
 
     Like torch's ``fp16_compress_wrapper`` and ``bf16_compress_wrapper``, but sums stay in fp32. PowerSGD's P and Q then
     take half the bytes; quantizers send the same as without it. For torch's hooks, see :func:`cast_around_torch`.
+
+    Example:
+
+        hook = torchddp.comm_hooks.CastAround(torchddp.comm_hooks.PowerSGD(rank=8), torch.bfloat16)
+        model = torchddp.DistributedDataParallel(module, comm_hook=hook)
 
     Args:
         inner: a hook of torchddp.comm_hooks.

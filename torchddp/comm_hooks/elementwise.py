@@ -97,6 +97,10 @@ class Cast(Quantized):
     Sends half as many bytes as fp32. Works on CPU models as well. Gradients are divided by the world size before the
     cast, so fp16 overflows only at 65504 times the world size; overflowing values become Inf.
 
+    Example:
+
+        model = torchddp.DistributedDataParallel(module, comm_hook=torchddp.comm_hooks.Cast("bf16"))
+
     Raises:
         ValueError: another format.
     """
@@ -108,36 +112,52 @@ class Cast(Quantized):
 
 
 class FP16(Cast):
-    """:class:`Cast` to float16: 10 bits of mantissa, and a small range."""
+    """Sends gradients as float16 (:class:`Cast`), which has 10 bits of mantissa and a small range."""
 
     def __init__(self, error_feedback: bool = False, **options: Any) -> None:
         super().__init__("fp16", error_feedback, **options)
 
 
 class BF16(Cast):
-    """:class:`Cast` to bfloat16: the range of fp32, 7 bits of mantissa."""
+    """Sends gradients as bfloat16 (:class:`Cast`), which has 7 bits of mantissa and the range of fp32."""
 
     def __init__(self, error_feedback: bool = False, **options: Any) -> None:
         super().__init__("bf16", error_feedback, **options)
 
 
 class Int8(Quantized):
-    """8 bits per element, in blocks of 256 with one scale each (Dettmers et al., ICLR 2022). A quarter of fp32."""
+    """Sends 8 bits per element, in blocks of 256 with one scale each (Dettmers et al., ICLR 2022): a quarter of fp32.
+
+    Example:
+
+        model = torchddp.DistributedDataParallel(module, comm_hook=torchddp.comm_hooks.Int8())
+    """
 
     def __init__(self, error_feedback: bool = True, **options: Any) -> None:
         super().__init__("int8", error_feedback, **options)
 
 
 class Int4(Quantized):
-    """4 bits per element, in blocks of 64 with one scale each. Between a seventh and an eighth of fp32."""
+    """Sends 4 bits per element, in blocks of 64 with one scale each: between a seventh and an eighth of fp32.
+
+    Example:
+
+        model = torchddp.DistributedDataParallel(module, comm_hook=torchddp.comm_hooks.Int4())
+    """
 
     def __init__(self, error_feedback: bool = True, **options: Any) -> None:
         super().__init__("int4", error_feedback, **options)
 
 
 class Sign(Quantized):
-    """One bit per element, and the mean magnitude of each 1024 (1-bit SGD, Seide et al., Interspeech 2014; with error
-    feedback: Karimireddy et al., ICML 2019). A thirty-second of fp32."""
+    """Sends the sign of each element, and one mean magnitude per 1024 elements: a thirty-second of fp32.
+
+    The method is 1-bit SGD (Seide et al., Interspeech 2014), with error feedback (Karimireddy et al., ICML 2019).
+
+    Example:
+
+        model = torchddp.DistributedDataParallel(module, comm_hook=torchddp.comm_hooks.Sign())
+    """
 
     def __init__(self, error_feedback: bool = True, **options: Any) -> None:
         super().__init__("sign", error_feedback, **options)
@@ -150,9 +170,13 @@ class TopK(FlatHook):
     Each rank sends ``8 * k`` bytes per bucket (indices and values) to every other, which pays off for few hosts. Holds
     fp32 residuals of the gradients' size.
 
+    Example:
+
+        model = torchddp.DistributedDataParallel(module, comm_hook=torchddp.comm_hooks.TopK(ratio=0.01))
+
     Args:
         ratio: the share of a bucket's elements to send; at least one is sent.
-        k: the number of elements, instead.
+        k: the number of elements of a bucket to send, instead of ``ratio``.
 
     Raises:
         ValueError: a ratio outside (0, 1], or both ``ratio`` and ``k``.

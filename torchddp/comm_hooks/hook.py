@@ -72,6 +72,12 @@ class CommHook(abc.ABC):
     (of machines with equal CPUs or GPUs, if the method computes after the exchange). The hook's own thread does the
     work while backward runs: Note [One thread per hook]. With one rank, gradients are unchanged.
 
+    Example:
+
+        model = torchddp.DistributedDataParallel(module, comm_hook=torchddp.comm_hooks.Int8())
+        loss_of(model(batch)).backward()
+        print(model.traffic()["hook"])
+
     A hook belongs to one model, over the model's process group. Gradients may be fp32, bf16 or fp16; sums are in fp32.
     A NaN or Inf in a gradient reaches the average on all ranks, and does not affect the next finite step. Under
     ``no_sync()`` nothing happens. A copy (pickle, deepcopy) belongs to no model yet.
@@ -80,7 +86,7 @@ class CommHook(abc.ABC):
         hierarchical: "auto": if there are several hosts with equally many ranks, sum exactly within each host and
             compress only between hosts; False: every rank sends to every other; True: sum exactly within the host even
             if there is only one.
-        timeout: of each exchange; None: that of the process group.
+        timeout: how long each of the hook's collectives may take; None: the process group's timeout.
     """
 
     # Whether it only sends exact sums, so that it works where nothing else is available (torchft's Manager).

@@ -52,14 +52,19 @@ class PowerSGD(CommHook):
     fp32 residuals of the matrices' size and 4 * r * m bytes of Q per matrix. All ranks get the same bits only if their
     CPUs (or GPUs) are the same.
 
+    Example:
+
+        hook = torchddp.comm_hooks.PowerSGD(rank=8, start_step=100)
+        model = torchddp.DistributedDataParallel(module, comm_hook=hook)
+
     Args:
         rank: r, the columns of P and Q.
         warm_start: start from the last step's Q (a power iteration over the steps); otherwise from random numbers.
-        error_feedback: False: the difference is lost.
+        error_feedback: add what the compression lost to the next step's gradient; False: drop it.
         start_step: gradients are sent uncompressed in the steps before this one (the first is 0).
         min_compression_rate: matrices that would not shrink by this factor are sent uncompressed.
         clamp_rank: use the largest possible rank for a matrix with fewer rows or columns than ``rank``.
-        seed: of the first Q, equal on all ranks.
+        seed: the seed for the first Q; the same on all ranks.
 
     Raises:
         ValueError: invalid options; with ``clamp_rank=False`` (at :meth:`attach`) a matrix with fewer rows or

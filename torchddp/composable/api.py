@@ -69,6 +69,13 @@ def replicate(
     are already replicated or sharded are left alone. A copy (deepcopy, pickle) is a module of the original class and
     not replicated.
 
+    Example:
+
+        torchddp.replicate(module, find_unused_parameters=True)
+        optimizer = torch.optim.AdamW(module.parameters())
+        loss_of(module(batch)).backward()  # gradients are now averages over all ranks
+        optimizer.step()
+
     Collective, as are forwards and backwards where those of DistributedDataParallel are.
 
     Args:
@@ -79,7 +86,7 @@ def replicate(
             ``reduce_dtype`` (None: in ``param_dtype``), inputs and outputs of forward cast. Parameters, ``.grad`` and
             the optimizer keep the module's dtype. None: nothing is cast.
         ignored_modules: submodules whose parameters and buffers are neither averaged, sent nor compared.
-        ignored_params: the same for single parameters.
+        ignored_params: single parameters to leave out in the same way.
         device_id: a GPU that forward's inputs are moved to; the CPU moves nothing (as in torch's ``replicate``).
         **options: those of :class:`torchddp.DistributedDataParallel`: ``bucket_cap_mb``, ``find_unused_parameters``,
             ``static_graph``, ``gradient_as_bucket_view``, ``init_sync``, ``forward_sync_buffers``, ``transport``,
@@ -125,6 +132,12 @@ def engine_of(module: torch.nn.Module) -> ReplicateEngine:
     """The engine of a replicated module, for functions that take a DistributedDataParallel, like ``check_parameters``.
 
     It has a reducer, ``gradient_stats()``, ``nonfinite()``, ``traffic()``, ``reduce()``; it can't be called.
+
+    Example:
+
+        torchddp.replicate(module, gradient_stats=True)
+        loss_of(module(batch)).backward()
+        norm = torchddp.composable.engine_of(module).gradient_stats()[:, 0].sum().sqrt()
 
     Raises:
         TypeError: the module is not replicated.

@@ -81,8 +81,8 @@ class ReplicateEngine(DistributedDataParallel):
         self.require_backward_grad_sync = self.require_forward_param_sync = True
         self.reducer.prepare_for_backward([])
 
-    def names_to_ignore(self) -> set[str]:
-        return super().names_to_ignore() | self._left_out()
+    def _names_to_ignore(self) -> set[str]:
+        return super()._names_to_ignore() | self._left_out()
 
     def refresh_trainable(self) -> None:
         super().refresh_trainable()

@@ -50,6 +50,15 @@ class DistributedDataParallel(TorchDDP):
     ranks of ``process_group`` while backward runs, and gradients are final when ``backward()`` returns. Construction,
     the first forwards, and every synchronized backward are collective: each rank must reach them in the same order.
 
+    Example:
+
+        model = torchddp.DistributedDataParallel(module)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for batch in loader:
+            optimizer.zero_grad()
+            loss_of(model(batch)).backward()  # gradients are now averages over all ranks
+            optimizer.step()
+
     Differences from torch's class:
 
     * ``gradient_as_bucket_view`` defaults to None: ``param.grad`` is bucket memory, so there is no second copy of the
@@ -309,8 +318,11 @@ class DistributedDataParallel(TorchDDP):
         """Set the weight of the next backward: gradients become ``sum(w * g) / sum(w)`` over all ranks and backwards of
         a step.
 
+        Example:
+
             model.weigh(len(batch))
-            loss_of(model(batch)).mean().backward()
+            loss_of(model(batch)).backward()  # the mean over the batch
+            optimizer.step()
 
         Call it on every rank before each backward of a step, including those under `no_sync`. ``g`` are the gradients
         of one backward, so a step of several microbatches needs no division of the loss. A rank without samples runs
@@ -351,11 +363,19 @@ class DistributedDataParallel(TorchDDP):
         without that option ranks can't tell, and it gets a gradient of zeros. Parameters that have been frozen since
         then and have no gradient get none.
 
+        Example:
+
+            with model.no_sync():
+                for batch in microbatches:
+                    loss_of(model(batch)).backward()
+            model.reduce()
+            optimizer.step()
+
         Raises:
-            RuntimeError: see `check_can_reduce`.
+            RuntimeError: this mode of the model can only reduce in backward (the message says why).
             TransportError: a peer died or did not arrive in time.
         """
-        self.check_can_reduce()
+        self._check_can_reduce()
         self.session.reduces_now = True
         try:
             self._begin_step()
@@ -363,7 +383,7 @@ class DistributedDataParallel(TorchDDP):
         finally:
             self.session.reduces_now = False
 
-    def check_can_reduce(self) -> None:
+    def _check_can_reduce(self) -> None:
         """Raise RuntimeError with the reason if `reduce` can't work in this model's mode. Not collective."""
         if reason := model.reason_against_reducing(self):
             # the session may not exist: torch builds no reducer if it delays all parameters
@@ -395,7 +415,7 @@ class DistributedDataParallel(TorchDDP):
         """
         refresh.refresh_trainable(self)
 
-    def names_to_ignore(self) -> set[str]:
+    def _names_to_ignore(self) -> set[str]:
         """Names of the parameters and buffers that the module currently asks DDP to ignore."""
         return set(getattr(self.module, "_ddp_params_and_buffers_to_ignore", ()))
 
@@ -416,13 +436,19 @@ class DistributedDataParallel(TorchDDP):
         Call it once, before the first backward. The bucket is not divided by the world size beforehand. Any hook
         written for torch's class works. Every rank must register a hook that runs the same collectives; registering one
         of ``torchddp.comm_hooks`` is itself collective.
+
+        Example:
+
+            from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+
+            model.register_comm_hook(None, bf16_compress_hook)
         """
         self._check_comm_hook(hook)
         hooks.attach(hook, self)
         self._comm_hooks.append((hook, state))
-        self.install_comm_hook(state, hook)
+        self._install_comm_hook(state, hook)
 
-    def install_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+    def _install_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Make the current reducer call the hook. Not collective."""
         self.logger._set_comm_hook_name(getattr(hook, "__qualname__", type(hook).__qualname__))
         self.reducer.register_comm_hook(state, hooks.checked(hook, self.process_group.rank()))
@@ -503,6 +529,12 @@ class DistributedDataParallel(TorchDDP):
             and ``stats[:, 1].sum()`` is what a loss scaler needs; neither waits for the device. Sparse gradients count
             as zero. The next backward overwrites the tensor, unless the buckets change before it.
 
+        Example:
+
+            model = torchddp.DistributedDataParallel(module, gradient_stats=True)
+            loss_of(model(batch)).backward()
+            norm = model.gradient_stats()[:, 0].sum().sqrt()
+
         Raises:
             RuntimeError: the module was not made with ``gradient_stats=True``.
         """
@@ -515,6 +547,13 @@ class DistributedDataParallel(TorchDDP):
         occurrence per parameter: the first entries are the source, and later ones may come from weights that it
         corrupted. Findings of other ranks arrive once those have begun another forward, or half a second later. Copies
         of a model (pickle, deepcopy) report their own rank only. RuntimeError without ``find_nonfinite``.
+
+        Example:
+
+            model = torchddp.DistributedDataParallel(module, find_nonfinite=True)
+            loss_of(model(batch)).backward()
+            for found in model.nonfinite():
+                print(found)
         """
         finder = self.observers.get("find_nonfinite")
         if finder is None:

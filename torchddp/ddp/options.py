@@ -75,7 +75,7 @@ class DDPSyncStrategy(str, Enum):
         raise ValueError(f"unknown sync strategy {value!r}: it must be a DDPSyncStrategy, or one of {allowed}")
 
     @classmethod
-    def choose(cls, asked_for: DDPSyncStrategy | str | None, find_unused_parameters: bool) -> DDPSyncStrategy:
+    def _choose(cls, asked_for: DDPSyncStrategy | str | None, find_unused_parameters: bool) -> DDPSyncStrategy:
         """The strategy for a model; ``None`` chooses as Composer's trainer does."""
         if asked_for is not None:
             return cls(asked_for)
@@ -211,7 +211,7 @@ class DDPOptions:
             raise ValueError(
                 f"check_parameters_every must be a number of steps, 1 or more, or None for no checks; got {every!r}"
             )
-        DDPSyncStrategy.choose(self.sync, self.find_unused_parameters)
+        DDPSyncStrategy._choose(self.sync, self.find_unused_parameters)
         self._check_precision()
         if not isinstance(self.auto_refresh_trainable, bool):
             raise TypeError(f"auto_refresh_trainable must be True or False, got {self.auto_refresh_trainable!r}")
@@ -269,7 +269,7 @@ class DDPOptions:
 
     @property
     def strategy(self) -> DDPSyncStrategy:
-        return DDPSyncStrategy.choose(self.sync, self.find_unused_parameters)
+        return DDPSyncStrategy._choose(self.sync, self.find_unused_parameters)
 
     @property
     def views(self) -> bool:

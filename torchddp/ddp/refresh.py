@@ -26,7 +26,7 @@ def refresh_trainable(ddp: Any) -> None:
     if reason := _reason_against(ddp):
         raise RuntimeError(f"refresh_trainable() can't be called on rank {ddp.process_group.rank()}: {reason}")
     session = ddp.session
-    ddp.parameters_to_ignore |= ddp.names_to_ignore()
+    ddp.parameters_to_ignore |= ddp._names_to_ignore()
     states = list(_states_of(ddp))
     _agree(ddp, [state for state, _ in states])
     if session.options.init_sync and session.policy.sends_states:
@@ -74,7 +74,7 @@ def restore_modes(ddp: Any, before: Any) -> None:
     else:
         for hook, state in ddp._comm_hooks:
             hooks.follow_parameters(hook, state, ddp)
-            ddp.install_comm_hook(state, hook)
+            ddp._install_comm_hook(state, hook)
     reducer.take_over(before.reducer)
 
 

@@ -40,7 +40,10 @@ os.register_at_fork(after_in_child=_after_fork)
 def watch_collectives(*, stall_report_s: float | None = None) -> ExitStack:
     """Report why a torch.distributed call hangs, with or without a wrapped model.
 
-        torchddp.watch_collectives()
+    Example:
+
+        with torchddp.watch_collectives(stall_report_s=30):
+            dist.all_reduce(torch.ones(1))  # if this hangs for 30 s, one rank logs which rank is missing, and where
 
     Watches the collectives, sends and receives of torch.distributed, however the program obtained the functions. It
     records each call's function, calling line, sequence number in the process group, and the shape and dtype of its

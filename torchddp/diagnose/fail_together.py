@@ -109,11 +109,12 @@ class Failure:
 def fail_together(process_group: Any = None, *, grace_s: float | None = 3.0) -> FailTogether:
     """A context for the training loop: an exception that leaves it on one rank ends it on all ranks within seconds.
 
-    ::
+    Example:
 
         with torchddp.fail_together():
             for batch in loader:
-                train_step(batch)
+                loss_of(model(batch)).backward()
+                optimizer.step()
 
     A rank whose body raises (an Exception, a KeyboardInterrupt, or a SystemExit with a code other than 0) posts the
     failure in the process group's store. Its own exception continues unchanged, after up to a second in which the

@@ -59,6 +59,14 @@ def check_parameters(model: TorchDDP) -> None:
     Bits count: 0.0 is not -0.0, while NaNs with equal bits are equal. Frozen parameters are included. Buffers are not
     (running statistics may legitimately differ), nor is anything the model was told to ignore.
 
+    Example:
+
+        for step, batch in enumerate(loader):
+            loss_of(model(batch)).backward()
+            optimizer.step()
+            if step % 100 == 0:
+                torchddp.check_parameters(model)
+
     Args:
         model: a torchddp.DistributedDataParallel or ShardedDataParallel; waits for the latter's updates.
 

@@ -48,11 +48,11 @@ _watching = ExitStack()  # watches collectives while installed
 def install(**defaults: Any) -> ExitStack:
     """Make ``torch.nn.parallel.DistributedDataParallel(...)`` create torchddp's class in this process.
 
-        torchddp.install()
-        trainer = SomeFramework(...)  # which wraps the model by itself
+    Example:
 
-        with torchddp.install(transport="shm"):
+        with torchddp.install(transport="shm"):  # or, for the rest of the program: torchddp.install()
             model = torch.nn.parallel.DistributedDataParallel(module)
+        assert isinstance(model, torchddp.DistributedDataParallel)
 
     This includes names of the class that were imported before. Classes derived from torch's while this is installed
     derive from torchddp's; those derived before keep torch's, and a warning names them. Existing models don't change.

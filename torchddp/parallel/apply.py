@@ -40,7 +40,15 @@ def parallelize(
 ) -> nn.Module | tuple[nn.Module, Optimizer]:
     """Make the model parallel as ``config`` says. Collective, with the same config on all ranks.
 
-        model, optimizer = torchddp.parallelize(model, config, optimizer=functools.partial(torch.optim.AdamW, lr=1e-3))
+    Example:
+
+        import functools
+
+        config = torchddp.ParallelConfig(kind="sharded")
+        adamw = functools.partial(torch.optim.AdamW, lr=1e-3)
+        model, optimizer = torchddp.parallelize(module, config, optimizer=adamw)
+        loss_of(model(batch)).backward()
+        optimizer.step()
 
     With one process or no process group, returns the module itself. Otherwise it returns a `DistributedDataParallel`, a
     `ShardedDataParallel` (ZeRO-2, Rajbhandari et al. 2020), or the same module with its parameters sharded by torch's

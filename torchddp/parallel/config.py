@@ -39,6 +39,12 @@ _FSDP_ONLY = ("cpu_offload", "param_dtype", "reduce_dtype", "wrap", "forward_pre
 class ParallelConfig:
     """What `torchddp.parallelize` should do with a model. Plain data that can be read from and written to a file.
 
+    Example:
+
+        config = torchddp.ParallelConfig(kind="ddp", ddp={"bucket_cap_mb": 25})
+        same = torchddp.ParallelConfig.from_cli(["--kind", "ddp", "ddp.bucket_cap_mb=25"])
+        model = torchddp.parallelize(module, config)
+
     Args:
         kind: ``"ddp"``: DistributedDataParallel. ``"sharded"``: ShardedDataParallel, gradients and optimizer state
             sharded (ZeRO-2). ``"fsdp"``, ``"hsdp"``: torch's ``fully_shard``, parameters sharded too, over all ranks,

@@ -103,10 +103,12 @@ def _check_plan(kind: str, model_parallel: int, tensor_parallel: bool) -> None:
 
 @dataclass(frozen=True)
 class GroupInfo:
-    """One group that contains this rank.
+    """A group of ranks that contains this one.
 
-    ``rank``: this rank's place in it, out of ``world_size``. ``global_rank``: its rank among all, and ``global_ranks``
-    those of all members in order. ``group``: its process group; None for a group of this rank alone.
+    Attributes:
+        rank, world_size: this rank's number in the group, and the number of ranks in the group.
+        global_rank, global_ranks: this rank's number in the whole job, and those of all members, in the group's order.
+        group: the process group; None if this rank is the only member.
     """
 
     rank: int
@@ -118,7 +120,12 @@ class GroupInfo:
 
 @dataclass(frozen=True)
 class ParallelGroupInfo:
-    """``mp``: the ranks that share one copy of the model. ``dp``: those that hold the same part of a copy."""
+    """The two groups that this rank belongs to.
+
+    Attributes:
+        mp: the ranks that together hold one copy of the model.
+        dp: the ranks that hold the same part of different copies.
+    """
 
     mp: GroupInfo
     dp: GroupInfo

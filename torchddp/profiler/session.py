@@ -46,9 +46,11 @@ def checked_model(model: Any) -> DistributedDataParallel:
 def profile(model: Any, steps: int | None = None) -> Iterator[Profile]:
     """Record when each gradient was ready and each bucket packed, launched and done, in every step of the context.
 
+    Example:
+
         with torchddp.profiler.profile(model) as recorded:
             for batch in batches:
-                train_step(batch)
+                loss_of(model(batch)).backward()
         print(recorded.report())                      # this rank
         print(recorded.report(merged=True))           # all ranks, and the straggler; collective
         recorded.export_chrome_trace("trace.json")    # for https://ui.perfetto.dev
@@ -104,7 +106,7 @@ class Profile:
         self._reducer.disable_timeline()
         if self._hook is not None:
             self._hook.remove()
-        self._final = self.record()
+        self._final = self._record()
 
     def _note_layout(self) -> None:
         reducer = self._reducer
@@ -114,24 +116,24 @@ class Profile:
     @property
     def steps(self) -> tuple[Step, ...]:
         """This rank's complete steps, oldest first; only the last ones if there were more than `profile` keeps."""
-        return self.record().steps
+        return self._record().steps
 
     @property
     def dropped(self) -> int:
         """Events of earlier steps that were overwritten by later ones."""
-        return self.record().dropped
+        return self._record().dropped
 
     @property
     def incomplete(self) -> int:
         """Steps recorded only in part: overwritten by later ones, begun before the context, or ended by an error."""
-        return self.record().incomplete
+        return self._record().incomplete
 
     @property
     def traffic(self) -> dict[str, Traffic]:
         """What this rank sent for the gradients of the last step, by transport: see `torchddp.traffic.of_model`."""
-        return self.record().traffic
+        return self._record().traffic
 
-    def record(self) -> RankRecord:
+    def _record(self) -> RankRecord:
         """This rank's record, for merging."""
         if self._final is not None:
             return self._final
@@ -155,7 +157,7 @@ class Profile:
         """
         group = self._model.process_group
         exchange = GroupExchange(group)
-        records = exchange.gather(self.record())
+        records = exchange.gather(self._record())
         identities = [record.clock_identity for record in records]
         readings: list[Any] = [()] * group.size()
         if len(set(identities)) > 1:
@@ -173,7 +175,7 @@ class Profile:
         """
         from torchddp.profiler.report import as_text, merged_report, rank_report
 
-        return as_text(merged_report(self.gather()) if merged else rank_report(self.record()))
+        return as_text(merged_report(self.gather()) if merged else rank_report(self._record()))
 
     def export_chrome_trace(self, path: str | Path, merged: bool = False) -> None:
         """Write all steps in Chrome's trace format, for https://ui.perfetto.dev or chrome://tracing.
@@ -181,7 +183,7 @@ class Profile:
         With `merged=True`, write the steps of all ranks: collective; rank 0 writes.
         """
         if not merged:
-            record = self.record()
+            record = self._record()
             mine = [(record.rank, _label(record), record.steps)]
             write_chrome_trace(Path(path), chrome_trace(mine, self.names, {"traffic": traffic_dicts([record])}))
             return

@@ -24,6 +24,14 @@ def load_checkpoint(
 
     Works on any number of ranks; each reads only the state of its own parameters, through the CPU.
 
+    Example:
+
+        import torch.distributed.checkpoint as dcp
+
+        optimizer = torchddp.optim.OSS(module.parameters())
+        dcp.save({"optim": optimizer.local_state_dict()}, checkpoint_id="saved")
+        torchddp.optim.load_checkpoint(optimizer, "optim", checkpoint_id="saved")
+
     Args:
         optimizer: the OSS to load into, over the same parameters as the saved one.
         key: where the optimizer is in the saved dict.
@@ -59,7 +67,7 @@ def load_checkpoint(
 
     state_names = [name for name, path in paths.items() if path[0] == "state"]
     shapes = state_of({name: _blank(saved[name], "meta") for name in state_names})
-    by_index, _ = optimizer.check_state({"state": shapes, "param_groups": groups})
+    by_index, _ = optimizer._check_state({"state": shapes, "param_groups": groups})
     mine = optimizer.assign_owners(by_index)
     others = {str(index) for index in shapes if isinstance(index, int)} - {str(index) for index in mine}
     values = {name: _blank(saved[name], "cpu") for name in state_names if str(paths[name][1]) not in others}

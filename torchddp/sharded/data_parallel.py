@@ -20,9 +20,14 @@ from torchddp.sharded.policy import ShardedPolicy, agreed_optimizers
 class ShardedDataParallel(DistributedDataParallel):
     """Data parallel training with sharded gradients and optimizer state (ZeRO stage 2, Rajbhandari et al. 2020).
 
-        optimizer = torchddp.optim.OSS(model.parameters(), optim=torch.optim.AdamW, lr=1e-3)
-        model = torchddp.ShardedDataParallel(model, optimizer)
-        loss = model(x).sum(); loss.backward(); optimizer.step(); optimizer.zero_grad()
+    Example:
+
+        optimizer = torchddp.optim.OSS(module.parameters(), optim=torch.optim.AdamW, lr=1e-3)
+        model = torchddp.ShardedDataParallel(module, optimizer)
+        for batch in loader:
+            optimizer.zero_grad()
+            loss_of(model(batch)).backward()
+            optimizer.step()
 
     Each bucket holds gradients of one owner and is reduced to it while backward runs. The other ranks free theirs at
     once, so after backward ``.grad`` is None except on the owner. ``optimizer.step()`` updates the owner's parameters
@@ -33,7 +38,7 @@ class ShardedDataParallel(DistributedDataParallel):
     Args:
         module: the model. Its parameters keep their identity but move to other memory.
         sharded_optimizer: the `torchddp.optim.OSS` of its trainable parameters, or a list of several.
-        process_group: the ranks, which must be those of the optimizers; default: all.
+        process_group: the ranks to train on, the same as the optimizers'; default: all ranks.
         broadcast_buffers: send rank 0's buffers before each forward.
         sync_models_at_startup: start from rank 0's parameters and buffers.
         reduce_buffer_size: elements of the largest gradient message, unless a single gradient is larger; 0: one message
@@ -120,7 +125,7 @@ class ShardedDataParallel(DistributedDataParallel):
                 after_step=partial(self._shards.send_updated, number),
                 owners_changed=self._owners_changed,
             )
-            optimizer.attach(hooks)
+            optimizer._attach(hooks)
 
     # --- parameters in transit ---
 

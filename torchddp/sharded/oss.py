@@ -31,7 +31,15 @@ class OSS(Optimizer):
     Each rank keeps state for the parameters it owns, updates them, and sends them to the others. Gradients must be
     equal on all ranks, as `DistributedDataParallel` leaves them.
 
+    Example:
+
+        model = torchddp.DistributedDataParallel(module)
         optimizer = torchddp.optim.OSS(model.parameters(), optim=torch.optim.AdamW, lr=1e-3)
+        loss_of(model(batch)).backward()
+        optimizer.step()  # updates this rank's parameters, then sends them to the others
+        optimizer.consolidate_state_dict(recipient_rank=0)
+        if dist.get_rank() == 0:
+            torch.save(optimizer.state_dict(), "optimizer.pt")
 
     ``param_groups`` holds all parameters, for learning rate schedulers and users to read and change; ``state`` only
     that of this rank's parameters. Parameters with ``requires_grad=False`` have no owner: see `refresh_trainable`.
@@ -39,7 +47,7 @@ class OSS(Optimizer):
     Attributes:
         optim: the optimizer of this rank's parameters. Its options are overwritten with those of ``param_groups``.
         process_group, rank, world_size: the group that the state is sharded over, this rank in it, and its size.
-        step_hooks: those of the ShardedDataParallel that sends the parameters, if there is one.
+        step_hooks: set by a ShardedDataParallel, which then sends the updated parameters; otherwise None.
 
     Args:
         params: parameters, groups, or ``named_parameters()``, as for any optimizer; the same on all ranks.
@@ -99,7 +107,7 @@ class OSS(Optimizer):
         """The rank (in the group) that owns each parameter; parameters without an owner are missing. Read-only."""
         return MappingProxyType(self._partition.owner_of)
 
-    def attach(self, hooks: StepHooks | None) -> None:
+    def _attach(self, hooks: StepHooks | None) -> None:
         """Let the data parallel module that reduces gradients to their owners send parameters too; None: send them
         here.
         """
@@ -252,7 +260,7 @@ class OSS(Optimizer):
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = pre_hook(self, saved)
             saved = saved if changed is None else changed
-        by_index, others = self.check_state(saved)
+        by_index, others = self._check_state(saved)
         part = saved.get("sharded_params")
         missing = [] if part is None else sorted({*self._partition.owned()} - {*part})
         if missing:
@@ -265,7 +273,7 @@ class OSS(Optimizer):
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
-    def check_state(self, state_dict: Mapping[str, Any]) -> tuple[dict[int, Any], dict[Any, Any]]:
+    def _check_state(self, state_dict: Mapping[str, Any]) -> tuple[dict[int, Any], dict[Any, Any]]:
         """The saved state by parameter index, and the state that belongs to no parameter. ValueError for another
         model's.
 

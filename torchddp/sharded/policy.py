@@ -121,7 +121,7 @@ class ShardedPolicy(ReducerPolicy):
     def release(self) -> None:
         """Let the optimizers step on their own again."""
         for optimizer in self.optimizers:
-            optimizer.attach(None)
+            optimizer._attach(None)
         self.gathers = []
 
 

@@ -25,10 +25,12 @@ _MORE, _END, _ERROR = 0, 1, 2
 def even_batches(batches: Iterable[T], model_or_group: Any = None) -> Iterator[T]:
     """Yield batches until the rank with the fewest runs out; then the loop ends on all ranks.
 
-    ::
+    Example:
 
-        for batch in even_batches(loader, model):
-            train_step(batch)
+        for batch in torchddp.sync.even_batches(loader, model):
+            optimizer.zero_grad()
+            loss_of(model(batch)).backward()
+            optimizer.step()
 
     For loaders of different or unknown length, instead of a sampler that pads or ``join()``. Remaining batches of the
     other ranks are dropped. One batch is prefetched: before a rank yields a batch it tells the others whether it has

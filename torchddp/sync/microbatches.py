@@ -24,6 +24,10 @@ def prepare_ddp_module(
 
     Composer's function of this name, for torchddp's class. ``options`` are further arguments of that class.
 
+    Example:
+
+        model = torchddp.sync.prepare_ddp_module(module, find_unused_parameters=True)
+
     Raises:
         RuntimeError: there is no process group, or torch was built without torch.distributed; also what
             DistributedDataParallel raises.
@@ -50,8 +54,10 @@ def accumulate(
 ) -> Generator[int, None, None]:
     """Iterate over the microbatches of one optimizer step, numbered from 0; the loop body runs in `sync_context`.
 
-        for i in accumulate(model, 4):
-            (loss_of(model(microbatches[i])) / 4).backward()
+    Example:
+
+        for i in torchddp.sync.accumulate(model, len(microbatches)):
+            (loss_of(model(microbatches[i])) / len(microbatches)).backward()
         optimizer.step()
 
     After the loop, gradients are summed over the microbatches and averaged over the ranks. If the loop is left early
@@ -142,8 +148,10 @@ def sync_context(
 ) -> Iterator[None]:
     """Context for the forward and backward of one microbatch; gradients are reduced when the strategy says so.
 
+    Example:
+
         for i, microbatch in enumerate(microbatches):
-            with sync_context(model, i == len(microbatches) - 1, "forced_sync"):
+            with torchddp.sync.sync_context(model, i == len(microbatches) - 1, "forced_sync"):
                 loss_of(model(microbatch)).backward()
 
     Composer's ``ddp_sync_context``, for a model instead of its State. A model whose gradients are not averaged is left
@@ -194,7 +202,7 @@ def checked_strategy(model: torch.nn.Module, asked_for: DDPSyncStrategy | str | 
     if asked_for is None and isinstance(model, DistributedDataParallel):
         strategy = model.sync_strategy
     else:
-        strategy = DDPSyncStrategy.choose(asked_for, getattr(model, "find_unused_parameters", False))
+        strategy = DDPSyncStrategy._choose(asked_for, getattr(model, "find_unused_parameters", False))
     if strategy is DDPSyncStrategy.FORCED_SYNC and isinstance(model, TorchDDP):
         if not isinstance(model, DistributedDataParallel):
             raise RuntimeError(
@@ -202,7 +210,7 @@ def checked_strategy(model: torch.nn.Module, asked_for: DDPSyncStrategy | str | 
                 f"{type(model).__module__}.{type(model).__qualname__} can't: wrap the model in "
                 "torchddp.DistributedDataParallel, or use MULTI_AUTO_SYNC"
             )
-        model.check_can_reduce()
+        model._check_can_reduce()
     return strategy
 
 

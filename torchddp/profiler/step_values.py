@@ -14,11 +14,8 @@ Callback = Callable[[int, dict[str, float]], None]
 def monitor(model: Any, callback: Callback, every: int = 1) -> Monitor:
     """Call `callback(step, values)` after every `every`-th synchronized step, at the start of the next forward.
 
-        def to_tensorboard(step, values):
-            for name, value in values.items():
-                writer.add_scalar(name, value, step)
+    Example:
 
-        torchddp.profiler.monitor(model, to_tensorboard, every=50)  # writer: a SummaryWriter
         torchddp.profiler.monitor(model, lambda step, values: wandb.log(values, step=step), every=50)
 
     `values` describe that step on this rank (for a model on a GPU, times are the host's):
