@@ -25,10 +25,10 @@ def assert_refused(
     main: Callable[[list[str]], int], arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Assert that the command exits with code 2 and prints one sentence with these words."""
-    assert main(arguments) == 2
+    assert main(arguments) == 2, arguments
     captured = capsys.readouterr()
-    assert captured.out == "" and captured.err.startswith("error: ") and captured.err.count("\n") == 1
-    assert words in captured.err
+    assert captured.out == "" and captured.err.startswith("error: ") and captured.err.count("\n") == 1, arguments
+    assert words in captured.err, arguments
 
 
 def is_running(pid: int) -> bool:

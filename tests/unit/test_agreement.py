@@ -1,4 +1,4 @@
-"""Exchanges and agreement between ranks, over each kind of exchange."""
+"""How ranks exchange values and agree: over a process group, a store and a transport."""
 
 import datetime
 import os
@@ -51,7 +51,7 @@ def raises_within(seconds, kind, match, call):
 
 
 @on_ranks(1, 3)
-def test_a_group_carries_any_value(rank, world_size):
+def test_a_group_exchanges_any_picklable_value(rank, world_size):
     exchange = GroupExchange(dist.group.WORLD)
     assert (exchange.rank, exchange.size) == (rank, world_size)
     for values in (
@@ -63,15 +63,15 @@ def test_a_group_carries_any_value(rank, world_size):
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_a_store_carries_json_values_and_keeps_no_keys(world_size):
+def test_a_store_exchanges_json_values_and_leaves_no_keys(world_size):
     store = dist.HashStore()
     before = store.num_keys()
 
     def work(rank):
         exchange = StoreExchange(store, rank, world_size, MINUTE, "the test")
-        told = exchange.gather({"rank": rank}), exchange.gather("a"), exchange.gather(BIG - rank)
+        gathered_values = exchange.gather({"rank": rank}), exchange.gather("a"), exchange.gather(BIG - rank)
         exchange.close()
-        return told
+        return gathered_values
 
     for _ in range(2):  # the second must not read keys of the first
         ranks = range(world_size)
@@ -81,7 +81,7 @@ def test_a_store_carries_json_values_and_keeps_no_keys(world_size):
 
 
 @pytest.mark.parametrize(("size", "missing"), [(2, 1), (3, 0)])
-def test_a_store_names_the_missing_rank(size, missing):
+def test_a_timeout_over_a_store_names_the_missing_rank(size, missing):
     store = dist.HashStore()
 
     def work(rank):
@@ -102,7 +102,7 @@ def test_an_interrupt_ends_the_wait_over_a_store():
 
 
 @on_ranks(2)
-def test_store_keys_differ_between_parts_and_restarts(rank, monkeypatch):
+def test_parts_of_a_store_and_restarts_use_different_keys(rank, monkeypatch):
     parts = [part_of_store(dist.group.WORLD, name) for name in "aab"]
     parts[0].set(f"key{rank}", "")
     dist.barrier()
@@ -114,7 +114,7 @@ def test_store_keys_differ_between_parts_and_restarts(rank, monkeypatch):
 
 
 @on_ranks(1, 3)
-def test_a_transport_carries_numbers_of_one_type(rank, world_size):
+def test_a_transport_exchanges_numbers_of_one_type(rank, world_size):
     ranks = range(world_size)
     for transport in each(["c10d", "shm"]):
         own = open_transport(transport, dist.group.WORLD)
@@ -141,7 +141,7 @@ def test_no_rank_waits_longer_than_the_limit(rank):
     stay(rank)
 
 
-def test_problems_name_their_ranks():
+def test_problems_are_grouped_by_rank():
     assert ranks_by([]) == {} and list(ranks_by("bab").items()) == [("b", [0, 2]), ("a", [1])]
     assert list_problems([]) == list_problems(["", ""]) == ""
     assert list_problems(["x", "", "y", "x"]) == "rank 0, 3: x; rank 2: y"
@@ -158,7 +158,7 @@ class Counted(GroupExchange):
 
 
 @on_ranks(1, 3)
-def test_values_are_sent_only_if_they_differ(rank, world_size):
+def test_values_are_gathered_only_if_they_differ(rank, world_size):
     exchange = Counted(dist.group.WORLD)
     assert gather_if_different(["the same", (1, 2)], exchange) is None
     assert exchange.sent == (world_size > 1)
@@ -168,13 +168,13 @@ def test_values_are_sent_only_if_they_differ(rank, world_size):
 
 
 @on_ranks(3)
-def test_ranks_of_the_fullest_host(rank, monkeypatch):
+def test_ranks_per_host_counts_the_fullest_host(rank, monkeypatch):
     monkeypatch.setenv("TORCHDDP_HOST_ID", "ab"[rank // 2])
     assert ranks_per_host(TransportExchange(_C.C10dTransport(dist.group.WORLD), int, CPU)) == 2
 
 
 @on_ranks(3)
-def test_the_first_difference_is_reported_on_all_ranks(rank):
+def test_the_first_difference_between_ranks_is_raised_on_all_ranks(rank):
     verify_agreement(["a", "b"], None, dist.group.WORLD)
     with pytest.raises(RuntimeError) as caught:
         verify_agreement(["a", "c" if rank == 2 else "b"], None, dist.group.WORLD, "The test")
@@ -222,7 +222,7 @@ def test_all_ranks_connect_or_get_the_same_reason(problems, against, failing, ou
 
 
 @on_ranks(1, 3)
-def test_groups_have_equal_names_after_different_group_counts(rank, world_size):
+def test_aligned_group_counts_give_new_groups_the_same_name_on_all_ranks(rank, world_size):
     for _ in range(rank):
         dist.new_group([rank], use_local_synchronization=True)
     align_group_counts(dist.group.WORLD)

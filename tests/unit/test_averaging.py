@@ -1,4 +1,4 @@
-"""The pure parts of torchddp.averaging: fragments, names, flat buckets."""
+"""The parts of torchddp.averaging that need no ranks: fragments, parameter names, memory layouts, flat buckets."""
 
 import pytest
 import torch
@@ -25,14 +25,14 @@ def test_fragments_take_every_nth_layer():
 
 
 @pytest.mark.parametrize("fragments", [1, 3, 4, 10])
-def test_starts_are_spread_evenly(fragments):
+def test_fragment_starts_are_spread_evenly(fragments):
     starts = fragment_starts(10, fragments)
     assert starts[-1] == 10 and len(set(starts)) == fragments
     gaps = [b - a for a, b in zip([0, *starts], starts, strict=False)]
     assert min(gaps) >= 10 // fragments and max(gaps) <= -(-10 // fragments)
 
 
-def test_names_and_memory():
+def test_parameters_are_named_by_module_optimizer_or_index():
     net = make_net()
     assert "frozen" not in named_parameters(net) and "embed.weight" in named_parameters(net)
     params = [p for p in net.parameters() if p.requires_grad]
@@ -41,6 +41,9 @@ def test_names_and_memory():
     assert list(named_parameters(groups)) == [f"params[{i}]" for i in range(4)]
     with_names = torch.optim.SGD(list(net.named_parameters()), lr=0.1).param_groups
     assert named_parameters(with_names).keys() == named_parameters(net).keys()
+
+
+def test_dense_tensors_are_viewed_flat_and_others_reported():
     strided = torch.arange(24.0).reshape(2, 3, 2, 2).to(memory_format=torch.channels_last)
     flat = memory_of(strided)
     assert flat.shape == (24,) and flat.data_ptr() == strided.data_ptr()
@@ -54,7 +57,7 @@ def test_names_and_memory():
     assert "'w' is on meta, 'v' on cpu" in str(problem_of({"v": torch.ones(2), "w": other}))
 
 
-def test_flat_buckets_are_bounded_and_of_one_dtype_with_the_strides_of_tensors():
+def test_flat_buckets_have_one_dtype_a_size_limit_and_their_tensors_strides():
     sizes = [300, 200, 700, 10, 10]
     named = {f"p{i}": torch.full((n,), float(i)) for i, n in enumerate(sizes)}
     named["low"] = torch.ones(8, dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""The commands in benchmarks/: a wrong argument gives exit code 2 and one sentence that names it."""
+"""The commands in benchmarks/ refuse a wrong argument with exit code 2 and one sentence that names it."""
 
 import importlib
 import importlib.util
@@ -41,7 +41,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("benchmarks", REFUSED)
 def test_a_wrong_argument_is_one_sentence_that_names_it(benchmarks, capsys):
-    """A number is told with its option."""
+    """The sentence quotes the wrong value, or names the option if the value is a number."""
     for benchmark, case in itertools.product(benchmarks.split(), REFUSED[benchmarks]):
         *_, option, value = arguments = case.split()
         assert_refused(main_of(benchmark), arguments, option if value.isdigit() else value.split(",")[-1], capsys)
@@ -61,11 +61,11 @@ def test_a_wrong_argument_is_one_sentence_that_names_it(benchmarks, capsys):
         ("two_hosts", "--bogus", "; see python -m benchmarks.two_hosts --help."),
     ],
 )
-def test_the_sentence_says_what_is_wanted(benchmark, arguments, words, capsys):
+def test_the_sentence_says_which_values_are_allowed(benchmark, arguments, words, capsys):
     assert_refused(main_of(benchmark), arguments.split(), words, capsys)
 
 
-def test_without_a_package_or_a_gpu_one_sentence_says_so(monkeypatch, capsys):
+def test_a_missing_package_or_gpu_is_reported_in_one_sentence(monkeypatch, capsys):
     for benchmark, arguments, words in (
         ("chaos", "--over torchft", "--over torchft needs torchft, which is not installed here."),
         ("convergence", "--task digits", "--task digits needs scikit-learn: pip install scikit-learn, or --task gpt."),
@@ -77,7 +77,7 @@ def test_without_a_package_or_a_gpu_one_sentence_says_so(monkeypatch, capsys):
         assert_refused(main, arguments.split(), words, capsys)
 
 
-def test_a_file_of_something_else_is_refused(tmp_path, capsys):
+def test_a_file_of_another_benchmark_is_refused(tmp_path, capsys):
     for benchmark, text, words in (
         ("convergence", '{"results": [{"case": "links"}]}', "holds results of links, not convergence"),
         ("slow_link", '{"results": []}', "holds results of nothing, not slow_link"),
@@ -89,7 +89,7 @@ def test_a_file_of_something_else_is_refused(tmp_path, capsys):
         assert_refused(main_of(benchmark), [option, str(path)], words, capsys)
 
 
-def test_the_network_needs_root_and_programs(monkeypatch, capsys):
+def test_the_emulated_network_needs_root_ip_and_tc(monkeypatch, capsys):
     for user, missing, command, words in (
         (1000, "", [], "as root."),
         (0, "ip", [], "'ip' was not found"),

@@ -1,4 +1,4 @@
-"""Results of the benchmarks beside torchddp bench: ratios, bounds and predictions, of made-up times and curves."""
+"""Results of the programs in benchmarks/: ratios, bounds and predictions from made-up times and curves."""
 
 import json
 import math
@@ -38,7 +38,7 @@ from torchddp.bench.cases import Job
 from torchddp.plan.step_profile import LinearCost
 
 
-def test_a_check_costs_its_share_of_each_step() -> None:
+def test_the_cost_of_a_check_is_spread_over_its_interval() -> None:
     step_ms = np.array([[8.0] * 3, [10.0] * 3, [10.0] * 3, [14.0] * 3, [10.1] * 3, [11.0] * 3, *[[10.0] * 3] * 2])
     raw = {"model": "mlp", "title": "MLP", "parameters": 12, "gradient_bytes": 10**6, "step_ms": step_ms}
     result = model_result(raw, field.make_field(), 2, 100)
@@ -49,7 +49,7 @@ def test_a_check_costs_its_share_of_each_step() -> None:
     assert ratios["find_nonfinite=True"]["median"] == pytest.approx(1.01)
 
 
-def test_speeds_are_of_the_fp32_side_and_ratios_of_one_round() -> None:
+def test_compression_speeds_count_fp32_bytes_and_ratios_are_per_round() -> None:
     seconds = np.array([[1e-3, 2e-3, 1e-3], [2e-3, 8e-3, 2e-3], [5e-4, 1e-3, 5e-4]])
     names = [(COPY, ""), ("int8", "compress"), ("int8", "decompress")]
     result = size_result(4_000_000, names, seconds)
@@ -61,7 +61,7 @@ def test_speeds_are_of_the_fp32_side_and_ratios_of_one_round() -> None:
     assert fast["to_memcpy"]["q25"] == pytest.approx(2.0)
 
 
-def test_the_command_times_every_kernel_and_writes_it(tmp_path: Path) -> None:
+def test_the_compression_benchmark_times_every_kernel(tmp_path: Path) -> None:
     path = tmp_path / "compress.json"
     assert cli.main(["--kib", "4", "--rounds", "1", "--output", str(path)]) == 0
     (result,) = json.loads(path.read_text())["results"]
@@ -82,7 +82,7 @@ def result_of(place: str, step_ms: dict[str, float]) -> dict[str, Any]:
     return place_result(place, VARIANTS, raw)
 
 
-def test_the_planned_buckets_are_last_and_not_part_of_the_sweep() -> None:
+def test_planned_buckets_are_compared_with_the_best_of_the_sweep() -> None:
     assert VARIANTS[-1].name == PLANNED
     result = result_of("1 Gbit/s", {PLANNED: 40.0, "torchddp, cap 1": 44.0, "torch default": 80.0})
     assert result["best_of_sweep"] == "torchddp, cap 1"
@@ -126,10 +126,11 @@ def test_ratios_are_per_seed_and_bounds_apply_to_their_mean() -> None:
     assert row["holds"] is True
     assert row["curve"][-1] == {"units": 102_400, "loss": pytest.approx(2.9), "bytes": 1e6}
     for ratio, holds in ((1.0099, True), (1.0101, False)):
-        assert rows_of({bounds.REFERENCE: [2.0, 4.0], "int8": [2.0 * ratio, 4.0 * ratio]})["int8"]["holds"] is holds
+        row = rows_of({bounds.REFERENCE: [2.0, 4.0], "int8": [2.0 * ratio, 4.0 * ratio]})["int8"]
+        assert row["holds"] is holds, ratio
 
 
-def test_without_a_loss_or_the_reference_nothing_is_claimed() -> None:
+def test_without_a_finite_loss_or_a_reference_no_bound_is_met() -> None:
     losses = {bounds.REFERENCE: [2.0, 4.0], "int8": [2.0, math.nan], "topk": [2.0, math.inf]}
     rows = rows_of(losses, {"fp16": "ImportError: no comm_hooks"})
     assert rows["fp16"]["holds"] is False and "comm_hooks" in rows["fp16"]["error"]
@@ -147,7 +148,7 @@ def test_a_task_is_a_function_of_seed_step_and_rank(name: str) -> None:
     inputs, targets = task.batch(3, 5, 1, 2)
     assert all(map(torch.equal, (inputs, targets), again.batch(3, 5, 1, 2)))
     for other in ((4, 5, 1), (3, 6, 1), (3, 5, 0)):
-        assert not torch.equal(inputs, task.batch(*other, 2)[0])
+        assert not torch.equal(inputs, task.batch(*other, 2)[0]), other
     first, second = task.make_model(1), again.make_model(1)
     assert all(map(torch.equal, first.parameters(), second.parameters()))
     # Two ranks' parts of the evaluation set have equal sizes, are disjoint, and cover the set.
@@ -162,7 +163,7 @@ def curve(*losses: float, step_s: float = 1.0, slice_steps: int = 5) -> list[Poi
     return [Point(i * slice_steps, i * slice_steps * step_s, loss) for i, loss in enumerate(losses)]
 
 
-def test_arrival_is_interpolated_and_needs_more_than_one_evaluation() -> None:
+def test_the_time_to_a_loss_is_interpolated_between_smoothed_evaluations() -> None:
     falling = curve(6.0, 5.0, 4.0, 3.0, 2.0, step_s=2.0)
     assert [arrival(falling, loss) for loss in (4.0, 3.5, 6.0)] == [(10, 20), (12.5, 25), (0, 0)]
     assert target_of(falling) == 3.0
@@ -178,7 +179,7 @@ def test_arrival_is_interpolated_and_needs_more_than_one_evaluation() -> None:
         target_of(curve(6.0, 5.0))
 
 
-def test_the_faster_of_each_side_counts() -> None:
+def test_the_fastest_method_of_each_side_is_compared() -> None:
     seconds = {"torch-ddp": 130.0, "torch-ddp-5": 120.0, "powersgd": 20.0, "diloco": 10.0}
     (row,) = [row for row in judge(seconds, tuple(seconds)) if row["bound"] == 10.0]
     assert (row["ours"], row["theirs"], row["ratio"], row["holds"]) == ("diloco", "torch-ddp-5", 12.0, True)
@@ -206,7 +207,7 @@ def raced(missing: str = "") -> dict[str, Any]:
     return race_result({**told, "methods": methods}, {name: METHODS[name].what for name in NAMES})
 
 
-def test_a_result_has_each_methods_speedup_or_error() -> None:
+def test_a_race_reports_each_methods_speedup_or_error() -> None:
     result = raced()
     rows = {row["name"]: row for row in result["methods"]}
     assert rows[TARGET_METHOD]["arrival"] == {"steps": 15.0, "seconds": 30.0}
@@ -245,7 +246,7 @@ def document(*results: dict[str, Any]) -> dict[str, Any]:
     return benchmark_results.document(*results) | {"peers": {"fairscale": "0.4.13", "deepspeed": None}}
 
 
-def test_the_reference_always_runs_and_the_best_form_is_the_opponent() -> None:
+def test_the_reference_always_runs_and_the_fastest_zero_variant_is_the_opponent() -> None:
     assert [variant.name for variant in choose_variants(["torchddp-auto"])] == [REFERENCE, "torchddp-auto"]
     assert [variant.name for variant in ALL] == list(FIELD)
     result = speed({"torch-ddp": 90, "torch-zero": 80, "torch-zero-fused": 60, "torchddp-c10d": 48})
@@ -255,7 +256,7 @@ def test_the_reference_always_runs_and_the_best_form_is_the_opponent() -> None:
     assert comparisons_of(["torch-zero", "deepspeed"]) == []
 
 
-def test_the_bound_says_met_or_missed() -> None:
+def test_the_report_says_whether_each_bound_is_met() -> None:
     steps = {"torch-ddp": 90.0, "torch-zero": 80.0, "deepspeed": 100.0, "torchddp-auto": 35.0}
     text = printed(render(document(speed(steps, fairscale="fairscale is not installed"), memory())))
     assert "fairscale is left out: fairscale is not installed" in text
@@ -265,11 +266,14 @@ def test_the_bound_says_met_or_missed() -> None:
     assert zero.rstrip().endswith("0.45 met") and deep.rstrip().endswith("0.3 missed")
 
 
-def test_memory_is_that_of_the_rank_that_holds_most_and_only_a_peer_is_left_out() -> None:
+def test_memory_is_that_of_the_largest_rank() -> None:
     rows = {row["name"]: row for row in memory(50_000_000)["variants"]}
     assert rows["torch-ddp"]["largest"] == dict.fromkeys(MEMORY_KEYS, 100_000_000)
     assert rows["torch-zero"]["largest"]["bucket_bytes"] is None
     assert "largest" not in rows["deepspeed"]
+
+
+def test_a_broken_peer_is_left_out_but_a_broken_reference_is_an_error() -> None:
     contest = Contest(Job("sharded", ("mlp",), ALL, 2, 1.0), "mlp")
     contest.drop(FIELD["fairscale"].variant, "it broke")
     assert contest.left_out == {"fairscale": "it broke"}
@@ -278,7 +282,7 @@ def test_memory_is_that_of_the_rank_that_holds_most_and_only_a_peer_is_left_out(
             contest.drop(FIELD[name].variant, "it broke")
 
 
-def test_training_errors_are_relative_to_what_training_changed() -> None:
+def test_training_errors_are_relative_to_the_change_by_training() -> None:
     start = [torch.zeros(4), torch.ones(2)]
     want = [torch.full((4,), 0.003), torch.ones(2) * 1.001]
     assert error_of(want, want, start) == 0

@@ -1,4 +1,4 @@
-"""The benchmark command: arithmetic, tables and errors; it leaves no process behind."""
+"""`torchddp bench`: statistics, reports and errors; no process outlives the command."""
 
 import json
 import math
@@ -35,7 +35,7 @@ class Dying(nn.Module):
         os._exit(3)
 
 
-def test_summaries_are_of_paired_rounds_whose_number_follows_the_time() -> None:
+def test_summaries_and_ratios_are_of_paired_rounds() -> None:
     summary = stats.summarize([5.0, 1.0, 3.0, 2.0, 4.0])
     assert (summary.median, summary.q25, summary.q75) == (3.0, 2.0, 4.0)
     assert summary.p90 == pytest.approx(4.6)
@@ -50,6 +50,9 @@ def test_summaries_are_of_paired_rounds_whose_number_follows_the_time() -> None:
     assert (ratio.median, ratio.odd_rounds) == (0.5, 2)
     mostly_noise = stats.paired_ratio([1.0, 1.0, 1.0], [0.0, -1.0, 2.0])
     assert math.isinf(mostly_noise.median) and mostly_noise.to_dict()["median"] is None
+
+
+def test_the_number_of_rounds_follows_the_time_within_its_limits() -> None:
     enough = (100, 10.0), (MIN_ROUNDS, 99.0), (MAX_ROUNDS, 0.1)
     assert all(timing.enough(rounds, spent_s, seconds=10.0) for rounds, spent_s in enough)
     assert not timing.enough(100, 9.9, seconds=10.0) and not timing.enough(MIN_ROUNDS - 1, 99.0, seconds=10.0)
@@ -59,7 +62,7 @@ def field() -> tuple[Variant, ...]:
     return make_variants("torchddp.DistributedDataParallel", ["a.b.C", "a.d.C"], (1, 25))
 
 
-def test_the_field_has_torch_default_torch_tuned_ours_and_peers() -> None:
+def test_the_field_has_torch_default_torch_tuned_torchddp_and_peers() -> None:
     variants = field()
     torchs = "torch default", "torch tuned, cap 1", "torch tuned, cap 25"
     assert [variant.name for variant in variants] == ["no DDP", *torchs, "torchddp default", "vs a.C", "vs a.C (2)"]
@@ -90,7 +93,7 @@ def test_ratios_are_to_torchs_fastest_row_and_costs_are_per_parameter() -> None:
     assert result["unit"] == "us/param"
 
 
-def test_memory_counts_beyond_the_bare_model_in_gradient_copies() -> None:
+def test_extra_memory_is_counted_in_copies_of_the_gradients() -> None:
     variants = (Variant("no DDP", Role.LOCAL), Variant("ours", Role.OURS, "a.B"))
     common = {"model": "mlp", "title": "MLP", "parameters": 12, "gradient_bytes": 20, "method": "x"}
     raws = [{**common, "peak_rss_bytes": peak, "grad_storage_bytes": 20} for peak in (100, 130)]
@@ -107,7 +110,7 @@ def test_a_report_fits_its_columns_and_has_a_date_and_a_verdict(columns: int) ->
     assert ("no room for: step p90" in text) is (columns == 60)
     names = (variant.name for variant in field())
     for words in (*names, "p50 [p25..p75]", "0.80 [0.80..0.80]", "2030-01-02 03:04 UTC"):
-        assert words in text
+        assert words in text, words
     assert text.count("2.50 @1") == 3 and "0.95 met" in text and "0.95 missed" in text
     verdict = "torchddp is faster than torch's best row in 2 of 3 comparisons, slower in 1, and within noise in 0."
     assert verdict in " ".join(text.split())
@@ -143,7 +146,7 @@ def test_saved_results_are_split_by_case_and_read_back(tmp_path: Path) -> None:
     assert written[1].read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_bad_argument_is_one_sentence_and_exit_code_2(capsys):
+def test_a_wrong_argument_is_refused_in_one_sentence(capsys):
     for arguments, words in (
         (["--case", "nope"], "There is no case 'nope'; choose from step_time, overlap, collective, startup, memory, "),
         (["--world-size", "1"], "--world-size 1: the case overlap needs at least 2 ranks"),
@@ -174,17 +177,17 @@ def test_a_bad_argument_is_one_sentence_and_exit_code_2(capsys):
         assert_refused(cli.main, arguments, words, capsys)
 
 
-def test_cases_are_a_few_by_default_and_all_on_request() -> None:
+def test_a_few_cases_run_by_default_and_all_on_request() -> None:
     assert check_names([], []) == ("step_time", "overlap", "memory")
     assert check_names(["all"], []) == tuple(CASES)
     assert check_names(["exposed", "memory", "exposed"], []) == ("exposed", "memory")
-    # --collectives or --peers alone selects its case.
+    # --op or --peers alone selects the case collective.
     assert check_operations([], [], ["broadcast", "broadcast"]) == (("collective",), ("broadcast",))
     assert check_operations([], [], [], peers=True) == (("collective",), ("all_reduce",))
     assert check_operations([], [], []) == ([], ("all_reduce",))
 
 
-def test_the_error_of_a_package_that_does_not_load_says_what_to_do(monkeypatch, capsys):
+def test_a_package_that_does_not_load_is_reported_with_advice(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "torchddp.bench.registry", None)
     assert cli.main([]) == 1
     assert "The benchmark cannot be loaded; run `torchddp doctor`" in capsys.readouterr().err
@@ -211,7 +214,7 @@ def test_a_run_of_collectives_writes_its_numbers_and_a_plot(tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_wrong_gradients_end_the_run_and_are_named(capsys: pytest.CaptureFixture[str]) -> None:
-    """Also for a model whose ranks would all get the same batch."""
+    """Ranks get different batches even from a model with a fixed batch, or the check could not fail."""
     own = benchmark_models.__name__
     arguments = ["--case", "per_param", "--model", f"{own}:with_tuple", "--vs", f"{own}.NotAveraging"]
     assert cli.main([*arguments, *TORCH, "--seconds", "0.1", "--world-size", "2"]) == 1

@@ -1,4 +1,4 @@
-"""step_time, overlap, startup and scaling: their arithmetic, and one launch of each case."""
+"""Benchmark cases: the arithmetic of their results, and one launch of each case."""
 
 import json
 from pathlib import Path
@@ -21,7 +21,7 @@ from torchddp.harness.variants import LOCAL, TORCH_DDP
 OWN = benchmark_models.__name__
 
 
-def test_the_arithmetic_of_each_case() -> None:
+def test_results_of_step_time_overlap_startup_and_scaling() -> None:
     result = step_time()
     rows = by_name(result["variants"])
     assert result["best_torch"] == "torch tuned, cap 25" and result["rounds"] == ROUNDS
@@ -60,13 +60,16 @@ def test_a_share_out_of_range_is_stored_but_clamped_in_the_table() -> None:
     assert hidden_text(nothing).startswith("? [")
 
 
-def test_a_training_step_updates_no_weight_and_a_replay_hands_out_recorded_gradients() -> None:
+def test_a_training_step_updates_no_weight() -> None:
     module = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1))
     before = [p.clone() for p in module.parameters()]
     runner = TrainingRunner(LOCAL, module, lambda output: output.square().mean())
     assert runner.step(torch.ones(2, 4)) > 0
     assert all(gradient.abs().max() > 0 for _, gradient in runner.gradients())
     assert all(torch.equal(old, new) for old, new in zip(before, module.parameters(), strict=True))
+
+
+def test_a_replay_returns_copies_of_the_recorded_gradients() -> None:
     model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
     model(torch.randn(5, 4)).square().mean().backward()
     recorded = [p.grad for p in model.parameters()]
@@ -87,7 +90,7 @@ def settings(**changed: Any) -> Settings:
     return Settings(**{**unset, "ours": TORCH_DDP, "seed": 0, **changed})
 
 
-def test_options_that_are_not_given_are_left_to_the_case() -> None:
+def test_options_default_to_those_of_the_case() -> None:
     step, memory = CASES["step_time"], CASES["memory"]
 
     def tuned(case: Case, **changed: Any) -> list[str]:
@@ -113,7 +116,7 @@ def test_options_that_are_not_given_are_left_to_the_case() -> None:
         (["--case", "memory", "--world-size", "1"], f"{OWN}:with_tuple", []),
     ],
 )
-def test_a_case_writes_what_it_measured(arguments, model, times, tmp_path, capsys):
+def test_a_case_saves_its_measurements(arguments, model, times, tmp_path, capsys):
     path = tmp_path / "result.json"
     brief = ["--model", model, "--seconds", "0.1", "--caps", "25", "--quick", "--json", str(path)]
     assert cli.main([*arguments, *brief]) == 0

@@ -1,4 +1,4 @@
-"""The benchmark of single collectives: its formulas, its checks, other packages' all-reduces, and what is not there."""
+"""The benchmark of single collectives: formulas, checks of results, other packages, and missing implementations."""
 
 import importlib.util
 import multiprocessing
@@ -34,12 +34,12 @@ MB = 1024**2
 IMPLEMENTATIONS = [name for name, _ in OPENINGS]
 
 
-def test_bandwidths_and_how_often_the_clock_is_read() -> None:
+def test_bandwidths_and_batch_sizes_follow_their_formulas() -> None:
     assert operations.algbw_gb_per_s(5_000_000, 1000.0) == 5.0
     factors = {"all_reduce": [1, 1.75], "broadcast": [1, 1], "all_gather": [0.5, 0.875], "reduce_scatter": [0.5, 0.875]}
     for name, expected in factors.items():
         found = [operations.busbw_gb_per_s(OPERATIONS[name], 5_000_000, 1000.0, ranks) for ranks in (2, 8)]
-        assert found == pytest.approx([5.0 * factor for factor in expected])
+        assert found == pytest.approx([5.0 * factor for factor in expected]), name
     cases = (1, 1.0), (10, 0.01), (100, 10.0), (MIN_ROUNDS - 1, 99.0), (MAX_ROUNDS, 0.1)
     assert [next_batch(rounds, elapsed_s, seconds=10.0) for rounds, elapsed_s in cases] == [1, 1250, 0, 1, 0]
 
@@ -102,8 +102,8 @@ def test_every_available_implementation_is_timed(rank: int) -> None:
 
 
 @on_ranks(2)
-def test_what_one_rank_lacks_is_skipped_on_all(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shared memory for all sizes, and the group's transport for the larger size."""
+def test_an_implementation_that_fails_on_one_rank_is_skipped_on_all(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 has no shared memory for any size, and no group transport for the larger size."""
     real_open, real_allocate = implementations.open_transport, Ours.allocate
 
     def open_transport(choice: str, group: Any) -> Any:
@@ -265,7 +265,7 @@ def test_each_rank_has_a_companion_and_sees_its_result(rank: int, fake: MpiLibra
 
 
 def test_no_companion_and_no_memory_outlives_a_killed_rank(fake: MpiLibrary, tmp_path: Path) -> None:
-    """Not even one that hangs in a call."""
+    """A companion that hangs in a call ends too."""
     ready = tmp_path / "ready"
 
     def work(rank: int) -> None:
@@ -290,7 +290,9 @@ def test_no_companion_and_no_memory_outlives_a_killed_rank(fake: MpiLibrary, tmp
 
 
 @on_ranks(2)
-def test_the_error_of_a_missing_library_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_missing_library_is_reported_with_the_command_that_installs_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     def missing(name: str) -> str:
         raise PackageNotFoundError(name)
 
@@ -315,7 +317,7 @@ def test_peers_are_timed_in_the_same_launch(fake: MpiLibrary, monkeypatch: pytes
     wait_until_gone(companions_of(fake))
 
 
-def test_ours_are_compared_with_the_fastest_peer_of_each_size() -> None:
+def test_torchddp_is_compared_with_the_fastest_peer_of_each_size() -> None:
     small = dict(zip(NAMES, (400.0, 10.0, 2.0, 6.0, 8.0, 4.0, 6.0), strict=True))
     large = dict(zip(NAMES, (9000.0, 8000.0, 9000.0, 5000.0, 6000.0, 1000.0, 4000.0), strict=True))
     sizes = [raw_size(64, small), raw_size(16 * MB, large, 33.6)]

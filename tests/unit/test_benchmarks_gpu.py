@@ -36,7 +36,7 @@ def parsed(*entries: dict[str, Any]) -> list[trace.DeviceEvent]:
 NCCL = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
 
 
-def test_a_trace_gives_the_devices_events_and_how_they_overlap() -> None:
+def test_device_events_and_their_overlap_are_read_from_a_trace() -> None:
     events = parsed(
         device_event("gpu_memset", "Memset (Device)", 7, 30.0, 1.0),
         device_event("kernel", "gemm", 7, 10.0, 5.0),
@@ -80,7 +80,7 @@ def fake_model(name: str = "gpt2", case: str = MODELS_CASE.name) -> dict[str, An
     return model_result(case, variants, raw, 1, ())
 
 
-def test_the_report_ends_with_the_goals() -> None:
+def test_the_report_ends_with_goals_met_and_missed() -> None:
     ours = "torchddp pack, times 1/2"
     times_us = {"copy": np.full(10, 100.0), ours: np.full(10, 125.0)}
     pack = duel_result(duel(PACK_CASE, "64 MiB in 9 gradients", times_us, bytes=10**8, goal={ours: 0.9}))
@@ -112,13 +112,13 @@ def test_a_failed_stage_keeps_the_other_results(monkeypatch, capsys):
     ("device", "limit_s", "words"),
     [("cpu", 0.1, "did not end within 0.1 s: it had not left the group"), ("tpu", 60, "ended with exit code 1: ")],
 )
-def test_a_program_that_does_not_end_or_fails_is_an_error(device, limit_s, words, monkeypatch):
+def test_a_program_that_hangs_or_fails_is_an_error(device, limit_s, words, monkeypatch):
     monkeypatch.setattr(leave, "LIMIT_S", limit_s)
     with pytest.raises(LaunchError, match=f"^a program using torch's class {words}"):
         leave.time_leaving(device, "gloo", 1.0, lambda done, total: None)
 
 
-def test_kernels_are_summed_by_call_and_compared_with_the_first_way() -> None:
+def test_kernel_times_are_summed_by_call_and_compared_with_the_first_implementation() -> None:
     assert split_by_call([1.0, 2.0, 3.0, 4.0], 2).tolist() == [3.0, 7.0]
     assert split_by_call([], 3).tolist() == [0.0, 0.0, 0.0]
     with pytest.raises(RuntimeError, match="3 matching events in 2 equal calls"):

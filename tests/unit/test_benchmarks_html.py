@@ -1,4 +1,4 @@
-"""The HTML report of the benchmark, and both ways to start the command."""
+"""The HTML report of `torchddp bench`, the committed results, and the chart in the README."""
 
 import base64
 import html
@@ -33,7 +33,7 @@ def pictures_of(page: str) -> list[bytes]:
     return [base64.b64decode(data) for data in found]
 
 
-def test_the_page_has_every_row_and_a_plot_of_each_case(tmp_path: Path) -> None:
+def test_the_html_report_has_every_row_and_a_plot_of_each_case(tmp_path: Path) -> None:
     results = [step_time(), overlap(), startup(), scaling(), exposed()]
     run, path = document(*results, quick=True), tmp_path / "report.html"
     write_report(run, path)
@@ -59,10 +59,9 @@ def test_the_page_has_every_row_and_a_plot_of_each_case(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_torchddp_bench_finds_a_model_beside_it_and_writes_a_page(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(
-        "import torch\n\ndef make():\n    return torch.nn.Linear(8, 2), torch.ones(3, 8)\n"
-    )
+def test_torchddp_bench_finds_a_model_in_the_current_folder_and_writes_a_page(tmp_path: Path) -> None:
+    code = "import torch\n\ndef make():\n    return torch.nn.Linear(8, 2), torch.ones(3, 8)\n"
+    (tmp_path / "mine.py").write_text(code)
     arguments = ["--case", "step_time", "--model", "mine:make", "--seconds", "0.1", "--quick", "--ours", TORCH_DDP]
     program = [sys.executable, "-m", "torchddp", "bench", *arguments, "--html", "report.html", "--out", "kept"]
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
@@ -79,14 +78,9 @@ def test_torchddp_bench_finds_a_model_beside_it_and_writes_a_page(tmp_path: Path
 RESULTS = Path(summary.__file__).parent / "results"
 
 
-def test_distributions_become_quartiles():
-    raw = {
-        "date": "2026-11-22",
-        "rounds": 12345,
-        "peer": None,
-        "step_ms": {"median": 12.3456, "q25": 11.1111, "q75": 13.5, "p99": 99.0},
-        "curve": [1.0, 2.0],
-    }
+def test_distributions_are_summarized_as_quartiles():
+    step_ms = {"median": 12.3456, "q25": 11.1111, "q75": 13.5, "p99": 99.0}
+    raw = {"date": "2026-11-22", "rounds": 12345, "peer": None, "step_ms": step_ms, "curve": [1.0, 2.0]}
     assert summary.summarized(raw) == {"date": "2026-11-22", "rounds": 12345, "step_ms": [11.1, 12.3, 13.5]}
 
 
@@ -97,7 +91,7 @@ def test_committed_results_are_summaries(path):
     assert path.stat().st_size < 20_000 and summary.summarized(result) == result
 
 
-def test_the_readme_shows_the_newest_result():
+def test_the_readmes_chart_shows_the_newest_result():
     result = json.loads(max(RESULTS.glob("*-exposed-*.json")).read_text())
     added = readme_chart.added_ms(result)
     assert len(added) == 4 and all(len(times) == 3 for times in added.values())

@@ -1,4 +1,4 @@
-"""The benchmark's built-in models, and user models."""
+"""The benchmark's built-in models and models given by the user."""
 
 import re
 from typing import Any
@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.harness import each
 from tests.unit import benchmark_models
 from torchddp.bench import cli
 from torchddp.bench.cases import DEFAULT_CASES
@@ -31,14 +32,14 @@ def test_names_known_without_torch_match_the_cases_and_models() -> None:
 @pytest.mark.parametrize(
     ("name", "tensors", "numel"), [("resnet50", 161, 25_557_032), ("gpt2", 148, 124_439_808), ("llama", 57, 23_173_632)]
 )
-def test_sizes_of_the_built_in_models(name: str, tensors: int, numel: int) -> None:
+def test_built_in_models_have_their_published_sizes(name: str, tensors: int, numel: int) -> None:
     with torch.device("meta"):
         found = describe_model(name, make_model(name, 0))
     assert (found["parameters"], found["gradient_bytes"]) == (tensors, 4 * numel)
 
 
 @pytest.mark.parametrize("factory", ["with_tuple", "with_dict", "with_generator"])
-def test_batches_of_any_kind_reach_the_module(factory: str) -> None:
+def test_tuple_dict_and_generated_batches_reach_the_module(factory: str) -> None:
     name = f"{OWN}:{factory}"
     spec, model = load_factory(name, 0), make_model(name, 0)
     loss = spec.loss(run_forward(model, make_batch(name, 0, rank=0, index=0)))
@@ -61,8 +62,8 @@ NO_TENSOR = nn.Linear(8, 2)
 NO_TENSOR.register_forward_hook(lambda *_: "text")
 
 
-def test_an_invalid_model_is_one_sentence(monkeypatch):
-    for made, words in (
+def test_an_invalid_model_is_reported_in_one_sentence(monkeypatch):
+    cases = (
         (7, "the factory returned an int; it must return (module, batch)"),
         ((LINEAR, 3), "the factory's batch is an int; it must return (module, batch)"),
         ((LINEAR, BATCH, 3), "the factory's loss is an int; it must return (module, batch)"),
@@ -72,7 +73,8 @@ def test_an_invalid_model_is_one_sentence(monkeypatch):
         ((LINEAR, BATCH, lambda output: output), "the loss must be a scalar tensor that requires a gradient."),
         ((LINEAR, BATCH, Undifferentiable.apply), "backward raised NotImplementedError: "),
         ((nn.Embedding(4, 2, sparse=True), torch.tensor([1])), "parameter 'weight' has a sparse gradient, which "),
-    ):
+    )
+    for made, words in each(cases):
         monkeypatch.setattr(models.dist, "get_rank", lambda: 0)
         monkeypatch.setattr(benchmark_models, "seeded", lambda made=made: made, raising=False)
         load_factory.cache_clear()
@@ -80,10 +82,11 @@ def test_an_invalid_model_is_one_sentence(monkeypatch):
             prove(f"{OWN}:seeded", 0)
         message = str(caught.value)
         assert message.startswith(f"--model {OWN}:seeded: ") and "\n" not in message and words in message
-    for model, words in (
+    cases = (
         ("no_such_package:x", "cannot import 'no_such_package'"),
         (f"{OWN}:missing", "has no function or class named 'missing'"),
-    ):
+    )
+    for model, words in each(cases):
         with pytest.raises(ArgumentError, match=f"^--model {model}: .*{words}"):
             prove(model, 0)
 

@@ -1,4 +1,4 @@
-"""A model's buffers, found by the compiled walk and by torch's, and which of them can be sent as bytes."""
+"""A model's buffers: the compiled walk against torch's, which can be sent as bytes, and the arguments for torch."""
 
 import pytest
 import torch
@@ -32,12 +32,12 @@ def _tree(nodes: list[Node]) -> nn.Module:
 
 
 @given(NODES)
-def test_buffers_are_torchs_in_the_same_order(nodes: list[Node]) -> None:
+def test_buffers_are_found_in_torchs_order(nodes: list[Node]) -> None:
     module = _tree(nodes)
     assert [id(buffer) for buffer in ddp_model.buffers_of(module)] == [id(buffer) for buffer in module.buffers()]
 
 
-def test_a_replaced_buffer_is_found() -> None:
+def test_replaced_and_scripted_buffers_are_found() -> None:
     module = nn.Sequential(nn.BatchNorm1d(3))
     first = ddp_model.buffers_of(module)
     module[0].running_mean = torch.ones(3)
@@ -55,21 +55,21 @@ class _Odd(torch.Tensor):
     pass
 
 
-def test_what_can_be_sent_as_bytes() -> None:
+def test_only_dense_cpu_tensors_can_be_sent_as_bytes() -> None:
     dense = torch.zeros(3)
     good = [dense, nn.Parameter(dense), dense.double(), torch.zeros(2, 3, dtype=torch.int64).t(), torch.zeros(0)]
     assert _C.can_travel_as_bytes(good)
     assert _C.can_travel_as_bytes([])
     for odd in (dense.to_sparse(), dense.to("meta"), dense.as_subclass(_Odd)):
-        assert not _C.can_travel_as_bytes([dense, odd])
-        assert not _C.can_travel_as_bytes([odd])
+        assert not _C.can_travel_as_bytes([dense, odd]), type(odd)
+        assert not _C.can_travel_as_bytes([odd]), type(odd)
 
 
 @pytest.mark.parametrize(
     ("forward", "both", "said"),
     [(None, None, True), (None, False, False), (None, True, True), (False, None, False), (True, False, True)],
 )
-def test_a_torch_with_one_argument_for_both_gets_that_argument(monkeypatch, forward, both, said):
+def test_torch_without_forward_sync_buffers_gets_broadcast_buffers(monkeypatch, forward, both, said):
     older = options._TORCH_ARGUMENTS - {"forward_sync_buffers"}
     monkeypatch.setattr(options, "_TORCH_ARGUMENTS", older)
     given = options.DDPOptions(broadcast_buffers=both, forward_sync_buffers=forward).for_torch(views=True)

@@ -1,4 +1,4 @@
-"""The check of what the extension was built for against what is running, and its messages."""
+"""The check at import that the extension was built for the running Python, torch and CUDA."""
 
 import os
 import subprocess
@@ -19,12 +19,12 @@ OWN_SUFFIX, OTHER_SUFFIX = sysconfig.get_config_var("EXT_SUFFIX"), ".cpython-30-
 
 
 @pytest.mark.parametrize("running", [{}, {"cuda": "13.2"}, {"torch": "2.13.0", "python": "3.11.0"}])
-def test_what_fits_is_accepted(running):
-    """A build without CUDA fits every build of torch."""
+def test_compatible_versions_are_accepted(running):
+    """A build without CUDA runs with every build of torch."""
     assert misfit(CPU, RUNNING | running) == misfit(CUDA, RUNNING | running) == ""
 
 
-def test_what_does_not_fit_is_told_with_the_wheel_to_install():
+def test_a_misfit_is_reported_with_the_wheel_to_install():
     for built, running, words in (
         (CPU, {"torch": "2.12.1", "cuda": ""}, "built for torch 2.13.0+cpu, but torch 2.12.1 is running"),
         (CUDA, {"torch": "3.13.0"}, "built for torch 2.13.0+cu130, but torch 3.13.0 is running"),
@@ -42,10 +42,7 @@ def test_what_does_not_fit_is_told_with_the_wheel_to_install():
     ):
         advice = wheel_advice("0.1.0+cu130.torch2.13", {"torch": torch, "cuda": cuda})
         assert words in advice and "docs/install.md" in advice
-        assert ("TORCHDDP_CUDA=1 pip install" in advice) is bool(cuda)
-
-
-# --- the extension's build info ---
+        assert ("TORCHDDP_CUDA=1 pip install" in advice) is bool(cuda), torch
 
 
 def write_extension(folder: Path, info: dict[str, str], suffix: str = OWN_SUFFIX) -> None:
@@ -54,7 +51,7 @@ def write_extension(folder: Path, info: dict[str, str], suffix: str = OWN_SUFFIX
     (folder / f"_C{suffix}").write_bytes(b"\x7fELF\0torchddp build info\n\0" + text.encode() + b"\0archs=none\n\0")
 
 
-def test_the_file_says_what_the_loaded_extension_says_and_that_of_this_python_first(tmp_path):
+def test_build_info_is_read_from_the_file_preferably_of_this_python(tmp_path):
     told = read_build_info(_import_check.PACKAGE_DIR)
     assert told == parse_build_info(_C.build_info)
     assert told["version"] == _C.version and minor(told["torch"]) == minor(running_versions()["torch"])
@@ -66,9 +63,6 @@ def test_the_file_says_what_the_loaded_extension_says_and_that_of_this_python_fi
     assert read_build_info(tmp_path) == CUDA
     write_extension(tmp_path, CPU)
     assert read_build_info(tmp_path) == CPU
-
-
-# --- the import ---
 
 
 def package_without_extension(folder: Path) -> Path:
@@ -114,7 +108,7 @@ def test_an_extension_that_does_not_load_is_diagnosed_from_its_file(tmp_path, ch
     assert told.startswith(words) and "torchddp==7.8.9+c" in told
 
 
-def test_a_package_without_an_extension_says_so(tmp_path):
+def test_a_missing_extension_is_reported(tmp_path):
     package_without_extension(tmp_path)
     assert f"torchddp has no compiled extension in {tmp_path / 'torchddp'}. Install the wheel" in import_error(tmp_path)
 

@@ -1,4 +1,4 @@
-"""The index pages that pip installs wheels from: their content, pip's use of them, and invalid input."""
+"""The index pages that pip installs wheels from: their content, installation with pip, and invalid input."""
 
 import os
 import re
@@ -57,7 +57,7 @@ def pip_install(index_url: str, target: Path, requirement: str) -> subprocess.Co
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=100)
 
 
-def test_pip_installs_the_wheel_named_by_the_import_check_unless_changed(index: Path, tmp_path: Path) -> None:
+def test_pip_installs_the_advised_wheel_and_refuses_a_changed_one(index: Path, tmp_path: Path) -> None:
     advice = wheel_advice("0.1.0+cpu.torch2.13", {"torch": "2.13.1+cu130", "cuda": "13.0"})
     named = re.search(r"--no-deps (\S+) --index-url INDEX/(\S+) ", advice)
     assert named is not None
@@ -73,7 +73,7 @@ def test_pip_installs_the_wheel_named_by_the_import_check_unless_changed(index: 
     assert done.returncode == 1 and "HASHES" in done.stderr
 
 
-def test_pages_have_each_wheel_once_and_a_command_for_each_torch_and_cuda(index: Path) -> None:
+def test_pages_list_each_wheel_once_and_a_command_for_each_torch_and_cuda(index: Path) -> None:
     page = (index / "torch-2.13" / "cu130" / "torchddp" / "index.html").read_text()
     links = re.findall(r'<a href="([^"#]+)#sha256=[0-9a-f]{64}" data-requires-python="&gt;=3.10">([^<]+)</a>', page)
     assert len(links) == 3 == page.count("<a ")
@@ -87,7 +87,7 @@ def test_pages_have_each_wheel_once_and_a_command_for_each_torch_and_cuda(index:
     assert commands == [(f"torchddp=={version}", url) for version, url in zip(VERSIONS, urls, strict=True)]
     assert page.count("manylinux_2_28_riscv64") == len(VERSIONS) and page.count(PLATFORM) == len(VERSIONS)
     for href in re.findall(r'href="([^"]+)"', page):
-        assert (index / href).is_file()
+        assert (index / href).is_file(), href
 
 
 def test_invalid_wheels_and_folders_are_refused(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Plans of chaos runs, and the judge of their trials: what passes and what fails."""
+"""The chaos benchmark: its plan of trials, the judge of their outcomes, and its search for leaks."""
 
 import socket
 from collections.abc import Callable
@@ -51,7 +51,7 @@ def outcome_of(trial: Trial) -> Outcome:
 
 
 @pytest.mark.parametrize(("kind", "over"), cells(KINDS, plan.OVER))
-def test_what_is_right_passes(kind: str, over: str) -> None:
+def test_a_correct_outcome_passes(kind: str, over: str) -> None:
     verdict = judge(outcome_of(trial_of(kind, over)), TIMEOUT_S)
     assert verdict.ok, verdict.problems
     goes_on = kind in (SLOW, FULL) or (kind, over) == (plan.SOCKET, SHM)
@@ -105,14 +105,14 @@ CHANGES = [
 
 
 @pytest.mark.parametrize(("column", "kind", "over", "change"), CHANGES)
-def test_what_is_wrong_fails_in_its_column(column: str, kind: str, over: str, change: Change) -> None:
+def test_a_wrong_outcome_fails_in_its_column(column: str, kind: str, over: str, change: Change) -> None:
     assert set(COLUMNS) <= {one[0] for one in CHANGES}
     outcome = outcome_of(trial_of(kind, over))
     change(outcome)
     assert list(judge(outcome, TIMEOUT_S).problems) == ([column] if column else [])
 
 
-def test_what_names_rank_1() -> None:
+def test_texts_that_blame_rank_1_are_recognized() -> None:
     outcome = outcome_of(trial_of(STOP, GLOO))
     report_changed(2, error=UNNAMED)(outcome)
     outcome.hang_reports = [RIGHT_REPORT]
@@ -124,14 +124,14 @@ def test_what_names_rank_1() -> None:
     assert [text for text in naming + others if names_rank(text, 1)] == list(naming)
 
 
-def test_trials_are_those_of_the_seed_and_make_sense() -> None:
+def test_a_plan_is_determined_by_its_seed_and_valid() -> None:
     trials = make_plan(300, 1)
     assert make_plan(20, 1) == trials[:20] != make_plan(20, 2)
     assert [trial.number for trial in trials] == list(range(300))
     for trial in trials:
-        assert 0 <= trial.rank < trial.world_size and trial.step < plan.STEPS - 1
-        assert (trial.phase == plan.CONSTRUCTION) == (trial.kind == FULL)
-        assert trial.kind != FULL or (trial.over == SHM and "hook" not in trial.option)
+        assert 0 <= trial.rank < trial.world_size and trial.step < plan.STEPS - 1, trial
+        assert (trial.phase == plan.CONSTRUCTION) == (trial.kind == FULL), trial
+        assert trial.kind != FULL or (trial.over == SHM and "hook" not in trial.option), trial
     assert {t.shortage for t in trials if t.kind == FULL} == set(plan.SHORTAGES)
 
 

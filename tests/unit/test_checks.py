@@ -1,4 +1,4 @@
-"""Models and parameters that differ between ranks: hashes of tensors, and what is said."""
+"""Checks that all ranks hold the same model: tensor hashes, the rank that differs, and the error messages."""
 
 import pickle
 
@@ -36,7 +36,7 @@ def test_a_hash_covers_the_bits_in_logical_order(dtype, by_operators):
 
 
 def test_a_hash_by_operators_covers_all_bits():
-    """For the compiled hash, tests/cpp checks this."""
+    """tests/cpp checks the same of the compiled hash."""
     values = torch.zeros(1000)
     seen = {hash_of(values, True)}
     for index in (0, 1, 499, 999):
@@ -44,7 +44,7 @@ def test_a_hash_by_operators_covers_all_bits():
             other = values.clone()
             other.view(torch.int32)[index] = word
             seen.add(hash_of(other, True))
-            assert hash_of(other.clone(), True) == hash_of(other, True)
+            assert hash_of(other.clone(), True) == hash_of(other, True), (index, word)
     assert len(seen) == 17
     assert hash_of(values[:999], True) not in seen
     values = torch.zeros(5 * 2**20, dtype=torch.int8)
@@ -55,7 +55,7 @@ def test_a_hash_by_operators_covers_all_bits():
         hash_tensors([torch.ones(1), torch.ones(2, device="meta")])
 
 
-def test_the_majority_is_told_with_all_that_is_known():
+def test_the_ranks_outside_the_majority_are_reported():
     assert find_difference([[1, 2], [1, 2], [1, 2]]) is None
     assert find_difference([[1, 2, 3], [1, 2, 4], [1, 5, 3]]) == Difference(1, 0, (2,), 2)
     assert find_difference([[9, 2], [1, 2], [1, 2]]) == Difference(0, 1, (0,), 1)
@@ -74,12 +74,12 @@ def test_the_majority_is_told_with_all_that_is_known():
 
 
 @pytest.mark.parametrize("wrong", [0, -3, 1.5, True, "100"])
-def test_wrong_intervals(wrong):
+def test_an_invalid_check_interval_is_refused(wrong):
     with pytest.raises(ValueError, match=r"check_parameters_every must be a number of steps, 1 or more.*got"):
         DDPOptions(check_parameters_every=wrong)
 
 
-def test_wrong_choices():
+def test_invalid_find_nonfinite_and_module_arguments_are_refused():
     for choice in (False, True, "raise"):
         DDPOptions(find_nonfinite=choice)
     with pytest.raises(ValueError, match="find_nonfinite must be False, True or \"raise\", got 'warn'"):
@@ -92,7 +92,7 @@ def _model(**shapes: tuple[int, ...]):
     return describe([torch.zeros(shape) for shape in shapes.values()], list(shapes))
 
 
-def test_shapes_order_number_dtype_and_strides_name_parameters_and_ranks():
+def test_differing_models_are_reported_by_rank_and_parameter():
     assert find_differences([_model(a=(2, 3), b=(3,))] * 4) == []
     assert find_differences([_model(a=(2,), b=(3,)), _model(x=(2,), y=(3,))]) == []
     (text,) = find_differences([_model(a=(2, 3)), _model(a=(2, 4))])

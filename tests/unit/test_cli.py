@@ -1,4 +1,4 @@
-"""What all commands share: help, completion, models from files, errors in user code, outputs, Ctrl-C."""
+"""What all commands share: help, completion, models from files, errors in user code, output files, Ctrl-C."""
 
 import contextlib
 import multiprocessing
@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
+from tests.harness import each
 from tests.unit.helpers import assert_refused, wait_until
 from torchddp.cli import doctor
 from torchddp.cli.app import app
@@ -30,14 +31,14 @@ COMMANDS = ["doctor", "trace", "tune", "simulate", "bench"]
 # --- help and completion ---------------------------------------------------------------------------------------------
 
 
-def test_h_is_help_with_examples_and_the_exit_is_clean() -> None:
+def test_h_and_help_print_the_same_help_with_examples() -> None:
     for command in COMMANDS:
         short, long = (CliRunner().invoke(app, [command, option]) for option in ("-h", "--help"))
-        assert short.exit_code == 0 and short.output == long.output
-        assert "Examples:\n" in short.output and f"torchddp {command}" in short.output
+        assert short.exit_code == 0 and short.output == long.output, command
+        assert "Examples:\n" in short.output and f"torchddp {command}" in short.output, command
         paragraphs = short.output.split("Options:")[0]
-        assert max(map(len, paragraphs.splitlines())) <= 80
-        assert ("--find-unused-parameters" in short.output) is (command in ("trace", "tune", "bench"))
+        assert max(map(len, paragraphs.splitlines())) <= 80, command
+        assert ("--find-unused-parameters" in short.output) is (command in ("trace", "tune", "bench")), command
 
 
 def test_the_list_of_commands_fits_60_columns() -> None:
@@ -56,8 +57,9 @@ def test_the_shell_completes_commands_and_values() -> None:
         ("torchddp bench --case s", {"step_time", "startup", "scaling"}),
     ):
         variables = {"_TORCHDDP_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
-        assert set(CliRunner().invoke(app, [], prog_name="torchddp", env=variables).output.split()) == completed
-        assert "--install-completion" in CliRunner().invoke(app, ["-h"]).output
+        found = CliRunner().invoke(app, [], prog_name="torchddp", env=variables).output
+        assert set(found.split()) == completed, words
+    assert "--install-completion" in CliRunner().invoke(app, ["-h"]).output
 
 
 # --- models ----------------------------------------------------------------------------------------------------------
@@ -101,7 +103,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     ("factory", "line", "said"),
     [("broken", 8, "the factory raised TypeError: "), ("wrong_loss", 11, "forward or loss raised RuntimeError: shape")],
 )
-def test_an_error_of_the_users_code_names_its_last_line(factory, line, said, model_file, alone):
+def test_an_error_in_user_code_names_the_line_that_raised_it(factory, line, said, model_file, alone):
     with pytest.raises(ArgumentError) as caught:
         prove(f"{model_file}:{factory}", 0)
     message = str(caught.value)
@@ -137,11 +139,11 @@ def test_a_file_that_does_not_load_is_refused_before_any_rank_starts(text, said,
     ],
 )
 @pytest.mark.parametrize("command", ["trace", "tune", "bench"])
-def test_a_model_that_is_not_there_is_one_sentence(command, model, said, capsys):
+def test_a_missing_model_is_reported_in_one_sentence(command, model, said, capsys):
     assert_refused(torchddp, [command, "--model", model], f"error: --model {said}", capsys)
 
 
-def test_an_unused_parameter_needs_the_option(alone: None) -> None:
+def test_an_unused_parameter_requires_the_option(alone: None) -> None:
     with pytest.raises(ArgumentError, match="'idle.weight' got no gradient.*add --find-unused-parameters"):
         prove(UNUSED, 0)
     prove(UNUSED, 0, find_unused_parameters=True)
@@ -157,18 +159,19 @@ def test_a_model_with_unused_parameters_runs(command, tmp_path, capsys):
 # --- outputs ---------------------------------------------------------------------------------------------------------
 
 
-def test_outputs_are_checked_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unusable_output_paths_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     there, folder = tmp_path / "there.json", tmp_path / "folder"
     there.touch()
     folder.mkdir()
     check_output(there, "--out", folder=False)  # will be overwritten
     check_output(folder / "new" / "newer", "--out", folder=True)  # will be created
-    for path, is_folder, said in [
+    cases = [
         (folder, False, "--out must be a file, but .* is a folder"),
         (there, True, "--out must be a folder, but .* is a file"),
         (tmp_path / "no" / "x.json", False, "the folder .* does not exist"),
         (there / "below", True, "cannot write to"),
-    ]:
+    ]
+    for path, is_folder, said in each(cases):
         with pytest.raises(ArgumentError, match=said):
             check_output(path, "--out", folder=is_folder)
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write everywhere
@@ -177,7 +180,7 @@ def test_outputs_are_checked_before_the_run(tmp_path: Path, monkeypatch: pytest.
             check_output(path, "--out", folder=is_folder)
 
 
-def test_the_doctor_shows_a_spinner_only_in_terminals(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_doctor_shows_a_spinner_only_in_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     shown: list[str] = []
     for is_terminal in (True, False):
         monkeypatch.setattr(Console, "is_terminal", is_terminal)
@@ -190,7 +193,7 @@ def test_the_doctor_shows_a_spinner_only_in_terminals(monkeypatch: pytest.Monkey
 # --- Ctrl-C ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_second_interrupt_does_not_disturb_cleaning_up(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_second_interrupt_does_not_disturb_the_cleanup(capsys: pytest.CaptureFixture[str]) -> None:
     cleaned = []
     one = typer.Typer(context_settings=CONTEXT)
 
@@ -278,7 +281,9 @@ def probes(folder: Path) -> int:
         pytest.param(["doctor"], "", id="doctor"),
     ],
 )
-def test_ctrl_c_is_one_line_and_leaves_nothing(command: list[str] | None, when: str, tmp_path: Path) -> None:
+def test_ctrl_c_prints_one_line_and_leaves_no_process_or_file(
+    command: list[str] | None, when: str, tmp_path: Path
+) -> None:
     (tmp_path / "slow.py").write_text(SLOW.format(when=when))
     program = ["-c", SLOW_IMPORT.format(when=when)] if command is None else ["-m", "torchddp", *command]
     if command is not None and when:
@@ -315,7 +320,7 @@ def test_ctrl_c_is_one_line_and_leaves_nothing(command: list[str] | None, when: 
             os.kill(pid, signal.SIGKILL)
 
 
-def test_ranks_that_fail_alike_or_say_nothing_are_named_together() -> None:
+def test_ranks_with_the_same_error_or_no_message_are_named_together() -> None:
     silent, _ = pipe = multiprocessing.Pipe()
     with pytest.raises(LaunchError, match=r"^Case 'trace' stopped: no message from ranks \[0, 1\] for 0\.01 s\.$"):
         follow(Inbox([silent], print), RankJob("trace", print, (), 2), 0.01)

@@ -1,4 +1,4 @@
-"""Compression: the compiled kernels, which tests/cpp also tests, compared with the operators used on GPUs."""
+"""Compression: compiled kernels against the torch operators used on GPUs; slot layouts and residuals."""
 
 import math
 from collections.abc import Callable
@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.harness import each
 from torchddp import _C
 from torchddp.comm_hooks import formats
 from torchddp.comm_hooks.layout import Layout, Residuals, Slot
@@ -65,7 +66,7 @@ def test_kernels_agree_with_the_operators(source: Tensor, bad: float | None, sca
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_slices_at_any_offset(name: str) -> None:
+def test_kernels_accept_unaligned_slices_and_stay_within_them(name: str) -> None:
     source = torch.randn(3001, generator=torch.Generator().manual_seed(3))
     size = _C.compressed_bytes(name, 3000)
     out, values = torch.full((size + 5,), 0xA5, dtype=torch.uint8), torch.full((3002,), 7.0)
@@ -84,7 +85,9 @@ def top_k(select: Callable[..., None], source: Tensor, k: int, residual: Tensor,
 
 
 @given(vectors, st.floats(0, 1), st.integers(0, 3), st.floats(0.1, 2))
-def test_both_select_the_same_top_k(source: Tensor, share: float, decimals: int, scale: float) -> None:
+def test_the_kernel_and_the_operators_select_the_same_top_k(
+    source: Tensor, share: float, decimals: int, scale: float
+) -> None:
     source = source.nan_to_num().round(decimals=decimals)  # many ties
     if source.numel() > 3:
         source[1], source[-2], source[2] = math.nan, math.nan, -math.inf
@@ -98,8 +101,8 @@ SOURCE, OUT = torch.ones(300), torch.empty(308, dtype=torch.uint8)
 NINE, INDICES, VALUES = torch.ones(9), torch.empty(4, dtype=torch.int32), torch.empty(4)
 
 
-def test_bad_arguments_are_named() -> None:
-    for function, arguments, error, message in (
+def test_invalid_arguments_are_named() -> None:
+    cases = (
         ("compressed_bytes", ("int9", 3), ValueError, "'int9'; allowed are int8, int4, sign, fp16 and bf16"),
         ("compressed_bytes", ("int8", -1), ValueError, r"between 0 and 2\*\*60, got -1"),
         ("compressed_bytes", ("int8", 2**61), ValueError, "between 0 and"),
@@ -121,13 +124,14 @@ def test_bad_arguments_are_named() -> None:
         ("select_top_k", (NINE, 4, INDICES, VALUES[:3]), ValueError, "values must have 4 elements, got 3"),
         ("select_top_k", (NINE, 4, INDICES, NINE[:4]), ValueError, "source and values share memory"),
         ("select_top_k", (NINE, 4, INDICES, VALUES, NINE), ValueError, "source and residual share"),
-    ):
+    )
+    for function, arguments, error, message in each(cases):
         with pytest.raises(error, match=message):
             getattr(_C, function)(*arguments)
 
 
 @pytest.mark.slow
-def test_top_k_counts_its_elements_in_32_bits() -> None:
+def test_top_k_refuses_more_elements_than_32_bits_can_index() -> None:
     # Never written: the check comes first. If this much memory can't be reserved, there is nothing to test.
     try:
         source = torch.empty(2**31 + 1)
@@ -142,7 +146,7 @@ PADDED = Layout((A, B, C), 16)
 SHAPES = {"a": torch.Size((2, 2)), "b": torch.Size((3,)), "c": torch.Size((2,))}
 
 
-def test_gaps():
+def test_gaps_between_slots_are_found_and_overlaps_refused():
     assert PADDED.gaps == ((4, 8), (13, 16))
     assert Layout.packed(PADDED.slots) == Layout((A, Slot("b", 4, (3,), 3), Slot("c", 7, (2,), 2)), 9)
     with pytest.raises(ValueError, match="b begins at 8, before the end of the previous slot, 13"):
@@ -159,7 +163,7 @@ def test_gaps_in_a_range_are_cleared(begin, end):
     assert part.tolist() == [float(used) for used in inside]
 
 
-def test_residuals_move_by_name_and_between_ranks():
+def test_residuals_follow_parameters_to_other_layouts_and_ranks():
     residuals, like = Residuals(), torch.empty(0)
     held = residuals.of(PADDED, like, 0, 16)
     held.copy_(torch.arange(16.0))
@@ -169,12 +173,8 @@ def test_residuals_move_by_name_and_between_ranks():
     moved = residuals.of(Layout.packed((C, A)), like, 0, 6)
     assert moved.tolist() == [11, 12, 0, 1, 2, 3]
     moved[0] = 20.0
-    state = residuals.state_dict(SHAPES)
-    assert {name: value.tolist() for name, value in state.items()} == {
-        "a": [[0, 1], [2, 3]],
-        "b": [8, 9, 10],
-        "c": [20, 12],
-    }
+    state = {name: value.tolist() for name, value in residuals.state_dict(SHAPES).items()}
+    assert state == {"a": [[0, 1], [2, 3]], "b": [8, 9, 10], "c": [20, 12]}
     # Two ranks hold a half each; in other buckets they hold other halves, with nothing lost.
     like, ranks = torch.empty(0), [Residuals(), Residuals()]
     for index, residuals in enumerate(ranks):

@@ -1,6 +1,6 @@
-"""Code in docs/ and README.md runs, or says why it doesn't.
+"""Code blocks in docs/ and README.md run, or say why they don't.
 
-A comment in the line before a block says who runs it, or why nobody does:
+A comment in the line before a block names the test that runs it, or says why none does:
 
     <!-- runs: tests/distributed/test_averaging_diloco.py -->
     <!-- not run: needs a GPU -->
@@ -76,7 +76,7 @@ def test_every_block_runs_or_says_why_not(page):
     assert not [f"{name_of(page)}:{line}: {text}" for line, text in found if text]
 
 
-def test_complaints():
+def test_wrong_markers_and_commands_are_found():
     for text, wrong in (
         ("```python\n1 / 0\n```", ""),  # run below
         ("    pip install 'torchddp[cli]'\n    torchddp tune --model mlp   # comment", ""),
@@ -91,7 +91,7 @@ def test_complaints():
     ):
         page = Path("no_such_" + "page.md")
         found = "; ".join(filter(None, (complaint(page, block) for block in blocks(text))))
-        assert wrong in found if wrong else not found
+        assert wrong in found if wrong else not found, (text, found)
 
 
 # --- commands ---
@@ -200,7 +200,7 @@ def run_here(page):
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if run_here(page)], ids=name_of)
-def test_python_runs(page, tmp_path, monkeypatch):
+def test_python_blocks_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     def work(rank):
@@ -228,10 +228,7 @@ def test_examples_in_docstrings_run(tmp_path, monkeypatch):
     run_ranks(work, 4)
 
 
-# --- links ---
-
-
-def test_links_lead_somewhere():
+def test_links_outside_docs_are_rewritten_and_their_targets_exist():
     text = "[the chart](../benchmarks/__init__.py), ![seen](../../README.md), [a page](sync.md), [nothing](../none.md)"
     assert linked_outside(text, "page.md", "") == text.replace("[the chart](../benchmarks/__init__.py)", "the chart")
     linked = linked_outside(text, "a/page.md", "https://here")

@@ -1,4 +1,4 @@
-"""The reference in docs/ is complete: public names, the command, environment variables, tables of results."""
+"""The reference in docs/ is complete: public names, commands, environment variables, result tables, docstrings."""
 
 import ast
 import re
@@ -53,23 +53,20 @@ def test_the_tables_match_the_results():
     assert set(re.findall(r"<!-- table: (\w+) -->", page)) == performance_page.TABLES.keys()
 
 
-# --- environment variables ---
-
-
 def rows(heading):
     section = (DOCS / "environment.md").read_text().split(f"## {heading}\n")[1].split("\n## ")[0]
     return set(re.findall(r"^\| `(\w+)`", section, re.MULTILINE))
 
 
 def named_in(*patterns):
-    """Variables that tracked files name in the way that code reads them."""
+    """Variables that code in tracked files reads."""
     pattern = r"(getenv\(|environ.*|_ENV = |^    )\"?TORCHDDP_[A-Z_]+\""
     grep = ["git", "-C", str(ROOT), "grep", "-hoE", pattern, "--", *patterns]
     found = subprocess.run(grep, capture_output=True, text=True, check=True).stdout
     return set(re.findall(r"TORCHDDP_[A-Z_]*[A-Z]", found))
 
 
-def test_every_variable_has_a_row():
+def test_every_environment_variable_has_a_row():
     assert rows("Read while training") == checks.READ_WHILE_TRAINING
     switches = set(re.findall(r'(?<!get)\("(TORCHDDP_\w+)"', (ROOT / "setup.py").read_text()))
     assert rows("Read while building") - {"MAX_JOBS"} == switches >= checks.READ_BY_THE_BUILD
@@ -82,9 +79,6 @@ def test_every_variable_has_a_row():
     found = {name for path in files for name in re.findall(reads, path.read_text())}
     page = (DOCS / "environment.md").read_text()
     assert len(found) > 15 and not {name for name in found if f"`{name}`" not in page}
-
-
-# --- docstrings ---
 
 
 def test_docstrings_become_markdown():

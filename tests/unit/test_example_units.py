@@ -1,4 +1,4 @@
-"""The parts of the GPT example that don't need a second rank: data, sampling, options, model, checkpoints."""
+"""The parts of the GPT example that need no second rank: data, sampling, options, checkpoints, losses, processes."""
 
 import json
 import math
@@ -15,10 +15,11 @@ from examples.gpt import checkpoint, data, metrics, processes
 from examples.gpt.comparison import LOSS_TOLERANCE, compare_losses
 from examples.gpt.config import TrainConfig, lr_factor
 from examples.gpt.errors import ExampleError
+from tests.harness import each
 from tests.unit.helpers import is_running, wait_until
 
 
-def test_default_corpus_is_this_pythons_source(tmp_path: Path) -> None:
+def test_the_corpus_is_the_standard_librarys_source_or_a_given_file(tmp_path: Path) -> None:
     corpus = data.load_corpus(None, 64)
     text = bytes(corpus.train.numpy()) + bytes(corpus.validation.numpy())
     assert Path(json.__file__).read_bytes() in text
@@ -32,7 +33,7 @@ def test_default_corpus_is_this_pythons_source(tmp_path: Path) -> None:
     assert bytes(corpus.validation.numpy()) == text[1800:]
 
 
-def test_hidden_files_and_what_is_not_of_the_standard_library_are_left_out(tmp_path: Path) -> None:
+def test_hidden_files_and_python_outside_the_standard_library_are_left_out(tmp_path: Path) -> None:
     kept = ["abc.py", "json/__init__.py", "json/tool.py", "zlib_.py"]
     others = ["abc.txt", "dist-packages/a.py", "json/tests/a.py", "site-packages/a.py", "test/a.py"]
     for name in (*reversed(kept), *others, ".hidden.py", ".git/config.py", "json/.cache/a.py"):
@@ -46,16 +47,17 @@ def test_hidden_files_and_what_is_not_of_the_standard_library_are_left_out(tmp_p
     assert bytes([*corpus.train, *corpus.validation]).decode().split() == names
 
 
-def test_data_errors_name_what_was_given(tmp_path: Path) -> None:
+def test_data_errors_name_the_path(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "empty").touch()
     (tmp_path / "short").write_bytes(b"x" * 17)
-    for name, words in (
+    cases = (
         ("nowhere", "no such data: .*nowhere"),
         ("folder", "the folder .*folder holds no files"),
         ("empty", "no data: .*empty is empty"),
         ("short", r"data too short: .*short has 17 bytes, --block-size 8 needs at least 18"),
-    ):
+    )
+    for name, words in each(cases):
         with pytest.raises(ExampleError, match=words):
             data.load_corpus(tmp_path / name, 8)
 
@@ -75,7 +77,7 @@ def test_each_rank_draws_its_own_batches_from_the_whole_text() -> None:
     assert targets.tolist() == [[1, 2, 3, 4, 5], [41, 42, 43, 44, 45]]
 
 
-def test_bad_input_ends_with_one_line_and_exit_code_2() -> None:
+def test_an_invalid_option_is_one_line_and_exit_code_2() -> None:
     for options, words in (
         ("--steps 0", "--steps must be at least 1, got 0"),
         ("--seed -1", "--seed must not be negative, got -1"),
@@ -94,9 +96,9 @@ def test_bad_input_ends_with_one_line_and_exit_code_2() -> None:
         ("--ddp none --checkpoint /dev/null/x/y.pt", "--checkpoint /dev/null/x/y.pt: cannot create its folder"),
     ):
         result = CliRunner().invoke(train_gpt.app, options.split())
-        assert result.exit_code == 2
-        assert len(result.stderr.splitlines()) == 1
-        assert result.stderr.startswith(f"error: {words}")
+        assert result.exit_code == 2, options
+        assert len(result.stderr.splitlines()) == 1, options
+        assert result.stderr.startswith(f"error: {words}"), options
 
 
 def test_learning_rate_warms_up_and_then_falls_to_a_tenth() -> None:
@@ -121,7 +123,7 @@ def _content(**changes: Any) -> dict[str, Any]:
     return {"identity": _identity(**changes), "step": 7, **parts}
 
 
-def test_checkpoints_of_other_runs_damaged_and_foreign_ones_are_refused(tmp_path: Path) -> None:
+def test_checkpoints_of_other_runs_and_damaged_files_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "c.pt"
     checkpoint.save_checkpoint(path, _content())
     with pytest.raises(ExampleError, match="belongs to a run with other settings: steps 150 there, 9 here"):
@@ -143,7 +145,7 @@ def test_checkpoints_of_other_runs_damaged_and_foreign_ones_are_refused(tmp_path
         assert "\n" not in str(caught.value)
 
 
-def test_a_failing_write_leaves_the_old_checkpoint_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_leaves_the_old_checkpoint_intact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "c.pt"
     checkpoint.save_checkpoint(path, _content())
 
@@ -170,7 +172,7 @@ def _record(losses: list[float]) -> dict[str, Any]:
     }
 
 
-def test_losses_within_rounding_are_equal_and_missing_losses_are_not() -> None:
+def test_losses_are_equal_only_within_rounding_and_if_none_is_missing() -> None:
     summary = metrics.summarize([_record([1.0] * 9)])
     assert summary["step_ms_p50"] == 17.0  # steps 4, 6, 7, 8, 9
     assert summary["exposed_communication_ms_p50"] == 5.0
@@ -180,7 +182,7 @@ def test_losses_within_rounding_are_equal_and_missing_losses_are_not() -> None:
     assert comparison.equal and not comparison.bitwise_equal
     assert "within the tolerance" in comparison.words() and "training step 2" in comparison.words()
     for none in ({"steps": [], "validation": []}, _record([math.nan])):
-        assert not compare_losses(none, none).equal
+        assert not compare_losses(none, none).equal, none
     for other in ([3.0, 2.0 + 3 * LOSS_TOLERANCE, 1.0], [3.0, 2.0], [3.0, 2.0, 1.0, 1.0], [3.0, math.nan, 1.0]):
         comparison = compare_losses(losses, _record(other))
         assert not comparison.equal and "MORE THAN the tolerance" in comparison.words(), other
@@ -200,7 +202,7 @@ def _run_demo(monkeypatch: pytest.MonkeyPatch, out: Path, losses_of: dict[str, l
     return CliRunner().invoke(demo.app, ["--quick", "--json", "--out", str(out)])
 
 
-def test_demo_fails_if_losses_differ_or_a_run_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_demo_fails_if_losses_differ_or_a_run_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     result = _run_demo(monkeypatch, tmp_path / "out", {"torch": [3.0, 2.0], "torchddp": [3.0, 2.0]})
     assert result.exit_code == 0, result.stderr
     assert json.loads(result.stdout)["losses"]["bitwise_equal"] is True
@@ -227,7 +229,9 @@ time.sleep(60)
 """
 
 
-def test_stubborn_children_are_ended_with_the_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_children_that_ignore_sigterm_are_killed_when_the_block_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(processes, "GRACE_SECONDS", 0.5)
     said = tmp_path / "said"
     with said.open("w") as output, pytest.raises(ZeroDivisionError):

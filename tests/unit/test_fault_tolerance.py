@@ -1,4 +1,4 @@
-"""torchddp.fault_tolerance without a manager: imports, names and messages."""
+"""torchddp.fault_tolerance without a manager: lazy imports, public names, the lighthouse's address."""
 
 import importlib.util
 import socket
@@ -15,7 +15,7 @@ def _python(code):
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
 
 
-def test_torchft_is_imported_only_by_who_asks_for_it_and_its_extra_is_named():
+def test_torchft_is_imported_only_on_use_and_reported_if_missing():
     done = _python(
         "import sys, torchddp, torchddp.fault_tolerance\n"
         "print([m for m in sys.modules if m.startswith('torchft') or m.startswith('torchddp.fault_tolerance.')])"
@@ -33,12 +33,12 @@ def test_public_names_are_complete(monkeypatch):
         _ = fault_tolerance.LocalSGD
 
 
-def test_lighthouse(monkeypatch):
+def test_the_lighthouse_must_be_set_valid_and_reachable(monkeypatch):
     monkeypatch.delenv("TORCHFT_LIGHTHOUSE", raising=False)
     with pytest.raises(ValueError, match="there is no lighthouse.*TORCHFT_LIGHTHOUSE"):
         check_lighthouse()
     for address in ("127.0.0.1:29510", "nonsense", "http://host", "http://host:port"):
-        with pytest.raises(ValueError, match="a lighthouse's address is http://host:port, got "):
+        with pytest.raises(ValueError, match=f"a lighthouse's address is http://host:port, got .*{address}"):
             check_lighthouse(address)
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))

@@ -1,4 +1,4 @@
-"""The diagnosis of ranks' states, its text and JSON, and how states are collected."""
+"""Hang reports: the diagnosis of ranks' states, its text and JSON, and how states are collected."""
 
 import json
 import signal
@@ -92,7 +92,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("culprit", "words"), CASES)
-def test_one_rank_is_missing(culprit, words):
+def test_the_rank_that_holds_up_the_others_is_named(culprit, words):
     states = [waits(0), waits(1, waited_s=5.0), waits(2, bucket=6), culprit]
     finding = diagnose(states)
     assert finding.headline.startswith("rank 3 ") and words in finding.headline
@@ -104,7 +104,7 @@ def test_one_rank_is_missing(culprit, words):
     assert through_json == states and diagnose(through_json) == finding
 
 
-def test_many_culprits_and_none():
+def test_many_missing_ranks_are_abbreviated_and_none_is_admitted():
     headline = diagnose([waits(0), *(RankState(rank) for rank in range(1, 9))]).headline
     assert headline.endswith(
         "; rank 4 does not answer; ranks 5-8 likewise hold up the others; rank 0 has waited 31.2 s"
@@ -116,7 +116,7 @@ def test_many_culprits_and_none():
     assert texts == ["rank 3", "ranks 0-2 and 5", "ranks 0, 1, 3 and 5"]
 
 
-def test_text_and_file(tmp_path, monkeypatch):
+def test_a_report_is_written_as_text_and_json(tmp_path, monkeypatch):
     monkeypatch.setenv(diagnosis.FOLDER_ENV, str(tmp_path / "new"))
     states = [waits(0), other(1, armed=True, missing={5: ["a"]}, stack=[TRAIN, *IN_BARRIER])]
     finding = diagnose(states)
@@ -133,7 +133,7 @@ def test_text_and_file(tmp_path, monkeypatch):
     assert "full report" not in diagnosis.report_text(finding, states, None)
 
 
-def test_processes_as_the_kernel_sees_them():
+def test_a_process_is_seen_as_running_stopped_or_gone():
     assert rank_state.look_up(rank_state.process_identity()) == "running"
     child = subprocess.Popen(["sleep", "60"])
     who = {**rank_state.process_identity(), "pid": child.pid, "started": rank_state._stat(child.pid)[1]}
@@ -150,12 +150,12 @@ def test_processes_as_the_kernel_sees_them():
     assert rank_state.look_up(who) == "gone" and rank_state.look_up(None) is None
 
 
-def test_collectives_in_a_stack():
+def test_the_collective_is_found_in_a_stack():
     assert rank_state.collective_in(IN_BARRIER) == "barrier, called from train.py:88"
     assert rank_state.collective_in([TRAIN]) is None and rank_state.collective_in([*IN_BARRIER, TRAIN]) is None
 
 
-def test_uncaught_exceptions_are_noted_and_shown():
+def test_an_uncaught_exception_is_recorded_and_printed():
     code = (  # only this module, without the package
         "import atexit, rank_state as s; s.note_uncaught(); s.note_uncaught()\n"
         "atexit.register(lambda: print(s.last_exception(1)['type'], s.last_exception(1)['where']))\n"
@@ -166,7 +166,7 @@ def test_uncaught_exceptions_are_noted_and_shown():
     assert done.stdout == "ValueError the program\n" and "ValueError: seen" in done.stderr and done.returncode == 1
 
 
-def test_limits(monkeypatch):
+def test_invalid_stall_limits_are_refused(monkeypatch):
     """tests/fault/test_hang_reports.py tests other limits and their precedence."""
     monkeypatch.delenv(options.STALL_ENV, raising=False)
     assert options.stall_limit_s(None, 1800) == 60 and options.stall_limit_s(29.5, 30) == 29.5
@@ -201,7 +201,7 @@ def absent(rank, **more):
     return RankState(rank, WHO, phase="no model", stack=BUSY, groups=groups, thread=1, **more)
 
 
-def test_ranks_in_calls_that_differ():
+def test_the_first_call_that_differs_between_ranks_is_named():
     finding = diagnose([*(in_call(rank, "barrier", 33) for rank in range(3)), in_call(3, "all_reduce", 120)])
     assert finding.headline == (
         'rank 3 waits in all_reduce at train.py:120 (4th on group "default"), ranks 0-2 in barrier at train.py:33: '
@@ -209,7 +209,7 @@ def test_ranks_in_calls_that_differ():
     )
     assert [culprit.rank for culprit in finding.culprits] == [3] and finding.waiting == [0, 1, 2, 3]
     assert finding.waits_for == 'barrier (4th on group "default")'
-    # A call that returned everywhere, although ranks called different ones, is where to look.
+    # Ranks that called different collectives are reported even if those calls returned.
     one, other = (
         [[2, name, "/home/me/train.py", at, ""], [3, "barrier", "f.py", 1, ""]]
         for name, at in (("all_gather", 7), ("gather", 9))
@@ -226,7 +226,7 @@ def test_ranks_in_calls_that_differ():
     assert "rank 1 called broadcast at train.py:35)" in headline
 
 
-def test_a_rank_that_is_in_no_call():
+def test_a_rank_outside_the_collective_is_named():
     for state, said in (
         (absent(3), 'rank 3 is at save.py:20 in write; its last call on group "default" was the 3rd, all_reduce at '),
         (RankState(3, WHO, alive="gone"), "rank 3 is dead: its process is gone (process 17 on node1)"),
@@ -238,7 +238,7 @@ def test_a_rank_that_is_in_no_call():
     ):
         finding = diagnose([*(in_call(rank, "barrier", 33) for rank in range(3)), state])
         assert finding.headline.startswith('ranks 0-2 wait in barrier at train.py:33 (4th on group "default"), ' + said)
-        assert "differ" not in finding.headline and [culprit.rank for culprit in finding.culprits] == [3]
+        assert "differ" not in finding.headline and [culprit.rank for culprit in finding.culprits] == [3], said
 
 
 def test_shapes_and_roots_are_shown_if_they_differ():
@@ -249,7 +249,7 @@ def test_shapes_and_roots_are_shown_if_they_differ():
     assert "in broadcast from rank 1 at train.py:5" in diagnose(roots).headline
 
 
-def test_nobody_is_missing_and_other_groups_and_messages():
+def test_waits_without_a_missing_rank_on_other_groups_and_for_messages_are_described():
     same = [in_call(rank, "all_reduce", 5 + rank, shape="float32[4]", ranks=(0, 1)) for rank in range(2)]
     headline = diagnose(same).headline
     assert "no rank is known to be missing" in headline and "float32" not in headline and "differ" not in headline

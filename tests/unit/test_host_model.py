@@ -1,4 +1,4 @@
-"""The model of memory traffic on a host, checked against manual counts; its limits are the engine's."""
+"""The model of memory traffic on a host against counts by hand and the limits in csrc/shm."""
 
 import json
 import re
@@ -10,7 +10,7 @@ from benchmarks.host_model import cli, model
 from benchmarks.host_model.model import Count, Host, flat, grouped
 
 
-def test_small_hosts_counted_by_hand() -> None:
+def test_traffic_on_small_hosts_matches_counts_by_hand() -> None:
     # Three ranks: six pairs. Flat: a count, a post, a line of 64 bytes and a tally; grouped: two lines with a head.
     assert flat(Host(3, 1), 64).lines == Count(24)
     assert grouped(Host(3, 1), 64).lines == Count(12)
@@ -24,15 +24,13 @@ def test_small_hosts_counted_by_hand() -> None:
     assert grouped(Host(4, 2), 1 << 20).block_bytes == Count(6 << 20, 2 << 20)
     assert flat(Host(4, 2), 1 << 20).block_bytes == Count(6 << 20, 4 << 20)
     for ranks, limit_bytes in ((4, 8192), (5, 1024)):
-        assert grouped(Host(ranks, 1), limit_bytes).in_a_row is not None
-        assert grouped(Host(ranks, 1), limit_bytes + 1).in_a_row is None
+        assert grouped(Host(ranks, 1), limit_bytes).in_a_row is not None, ranks
+        assert grouped(Host(ranks, 1), limit_bytes + 1).in_a_row is None, ranks
 
 
-def test_the_limits_match_the_engine() -> None:
-    sources = [
-        (Path(__file__).parents[2] / "csrc" / "shm" / name).read_text()
-        for name in ("layout.h", "operation.cpp", "groups.cpp")
-    ]
+def test_the_limits_match_the_constants_in_csrc() -> None:
+    folder = Path(__file__).parents[2] / "csrc" / "shm"
+    sources = [(folder / name).read_text() for name in ("layout.h", "operation.cpp", "groups.cpp")]
     found = dict(re.findall(r"constexpr \w+ (k\w+) = (\d+);", "".join(sources)))
     names = ("kEagerBytes", "kChainBytes", "kSlots", "kFlatRanks", "kSmall")
     limits = [model.EAGER_BYTES, model.CHAIN_BYTES, model.SLOTS, model.FLAT_RANKS, model.GROUP_RANKS]
@@ -49,10 +47,8 @@ def test_the_command_writes_the_model_and_a_plot(tmp_path: Path, capsys: pytest.
     arguments = ["--ranks", "8", "--nodes", "2", "--bytes", "64", "--counts", str(counts)]
     assert cli.main([*arguments, "--json", str(path), "--plot", str(plot)]) == 0
     document = json.loads(path.read_text())
-    assert {(row["scheme"], row["lines"], row["far_lines"]) for row in document["results"]} == {
-        ("flat", 224, 128),
-        ("grouped", 28, 4),
-    }
+    rows = {(row["scheme"], row["lines"], row["far_lines"]) for row in document["results"]}
+    assert rows == {("flat", 224, 128), ("grouped", 28, 4)}
     assert document["counts"][0]["lines"] == {"counted": 64, "model": 63}
     assert plot.stat().st_size > 0
     assert "64 / 63" in capsys.readouterr().out

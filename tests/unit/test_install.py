@@ -18,7 +18,7 @@ import torch
 from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 
 import torchddp
-from tests.harness import run_ranks
+from tests.harness import each, run_ranks
 from tests.programs import CLAIM, ROOT, clean_environment
 from torchddp import run
 from torchddp.integrations import accelerate, announce, composer, require
@@ -39,7 +39,7 @@ def nothing_left() -> Iterator[None]:
     torchddp.uninstall()
 
 
-def test_the_class_is_exactly_as_it_was_afterwards() -> None:
+def test_uninstall_restores_torchs_class_exactly() -> None:
     before = dict(vars(TorchDDP))
     names = dict(vars(torch.nn.parallel))
     torchddp.uninstall()
@@ -76,7 +76,7 @@ def test_wrong_defaults_are_refused_at_once() -> None:
     assert not torchddp.installed()
 
 
-def test_classes_keep_their_identity_and_the_signature_is_ours() -> None:
+def test_install_keeps_the_class_and_changes_its_signature() -> None:
     own = list(inspect.signature(TorchDDP).parameters)
     with torchddp.install():
         names = list(inspect.signature(TorchDDP).parameters)
@@ -125,7 +125,7 @@ def test_classes_derived_after_install_use_ours_and_earlier_ones_are_restored() 
 # --- messages. Those at construction of a model: tests/distributed/test_announcements.py. ---
 
 
-def test_no_announcement_before_a_model_and_earlier_derived_classes_are_named(caplog):
+def test_the_first_model_is_announced_and_classes_derived_earlier_are_named(caplog):
     def work(rank: int, made: list[str]) -> str:
         class Before(TorchDDP):
             pass
@@ -176,13 +176,15 @@ def test_a_driver_is_warned_that_its_workers_are_other_processes(monkeypatch, ca
             torchddp.install()
             torchddp.install()
             assert caplog.text.count(line) == at_once, (engine, changes)
-            assert len(ends) <= 1
+            assert len(ends) <= 1, (engine, changes)
             for call in ends:
                 call()
         assert caplog.text.count(line) == in_all, (engine, changes)
 
 
-def test_a_missing_client_is_one_line_that_names_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_integration_is_reported_with_the_package_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(ImportError, match=r"^no_such_client is not installed: pip install mosaicml$"):
         require("no_such_client.trainer", "mosaicml")
     assert require("json.decoder", "mosaicml").__name__ == "json.decoder"
@@ -190,21 +192,21 @@ def test_a_missing_client_is_one_line_that_names_its_package(tmp_path: Path, mon
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ModuleNotFoundError, match="what_it_needs"):
         require("some_client", "composer")
-    for client, use, package in (
+    cases = (
         ("lightning", lambda: importlib.import_module("torchddp.integrations.lightning"), "lightning"),
         ("composer", lambda: composer.enable(), "mosaicml"),
         ("accelerate", lambda: accelerate.weigh, "accelerate"),
-    ):
-        for name in [
-            name for name in sys.modules if re.match(rf"(torchddp\.integrations\.lightning|{client})(\.|$)", name)
-        ]:
+    )
+    for client, use, package in each(cases):
+        pattern = rf"(torchddp\.integrations\.lightning|{client})(\.|$)"
+        for name in [name for name in sys.modules if re.match(pattern, name)]:
             monkeypatch.delitem(sys.modules, name)
         monkeypatch.setitem(sys.modules, client, None)
         with pytest.raises(ImportError, match=rf"^{client}[.\w]* is not installed: pip install {package}$"):
             use()
 
 
-def test_the_variable_installs_and_other_values_are_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchddp_install_must_be_0_or_1(monkeypatch: pytest.MonkeyPatch) -> None:
     for wrong in ("yes", "2", " 1"):
         monkeypatch.setenv("TORCHDDP_INSTALL", wrong)
         with pytest.raises(ValueError, match=f"TORCHDDP_INSTALL must be 1 .* got '{wrong}'"):
@@ -212,11 +214,11 @@ def test_the_variable_installs_and_other_values_are_errors(monkeypatch: pytest.M
     for given in ("", "0", "1"):
         monkeypatch.setenv("TORCHDDP_INSTALL", given)
         install_module.install_by_variable()
-        assert torchddp.installed() == (given == "1")
+        assert torchddp.installed() == (given == "1"), given
 
 
 @pytest.mark.thorough
-def test_the_torchddp_command_compares_with_torchs_class() -> None:
+def test_the_torchddp_command_ignores_torchddp_install() -> None:
     code = "import sys; sys.argv = ['/bin/torchddp', 'doctor']; import torchddp; print(torchddp.installed())"
     done = python("-c", code, TORCHDDP_INSTALL="1")
     assert done.stdout == "False\n", done.stdout + done.stderr
@@ -230,7 +232,7 @@ StrategyRegistry = Registry()
 """
 
 
-def test_an_unknown_lightning_does_not_break_the_import(tmp_path: Path) -> None:
+def test_an_unsupported_lightning_does_not_break_the_import(tmp_path: Path) -> None:
     for name, strategies in (("fabric", ""), ("pytorch", REGISTRY)):
         package = tmp_path / "lightning" / name
         package.mkdir(parents=True)
@@ -270,14 +272,16 @@ def test_a_program_runs_as_under_python(tmp_path: Path, monkeypatch: pytest.Monk
     ways = {"script": ["package/script.py", "--lr", "-m", "--help"], "module": ["-m", "package.module"]}
     for name, arguments in ways.items():
         plain, ours = python(*arguments, "--fail"), python("-m", "torchddp.run", *arguments, "--fail")
-        assert ours.stdout == plain.stdout != "" and ours.returncode == plain.returncode == 1
+        assert ours.stdout == plain.stdout != "" and ours.returncode == plain.returncode == 1, name
         assert f'{folder}/{name}.py", line {line}, in <module>' in ours.stderr
         assert ours.stderr.endswith('KeyError: "the script\'s own"\n')
     done = python("-m", "torchddp.run", "package/script.py", "--installed")
     assert done.stdout.endswith("_InstalledMeta 1\n")
 
 
-def test_wrong_usage_is_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_arguments_of_torchddp_run_are_reported(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TORCHDDP_INSTALL", "")  # main sets it; this restores it
     for arguments, code, words in (
         ([], 2, "which program?"),
@@ -288,4 +292,4 @@ def test_wrong_usage_is_one_line(capsys: pytest.CaptureFixture[str], monkeypatch
     ):
         with pytest.raises(SystemExit) as ended:
             run.main(arguments)
-        assert ended.value.code == code and words in capsys.readouterr().err
+        assert ended.value.code == code and words in capsys.readouterr().err, arguments

@@ -1,4 +1,4 @@
-"""Folders of csrc and of the package include only lower layers (docs/architecture.md)."""
+"""Folders of csrc and of the package depend only on lower layers (docs/architecture.md)."""
 
 import ast
 import graphlib
@@ -114,8 +114,8 @@ def import_problems(package: Path) -> list[str]:
     return problems
 
 
-def test_import_torchddp_loads_little() -> None:
-    """It doesn't load what only compression, planning and sharding need."""
+def test_import_torchddp_loads_few_modules() -> None:
+    """It loads nothing that only compression, planning and sharding need."""
     listing = "import sys, torchddp; print(*(m for m in sys.modules if m.split('.')[0] == 'torchddp'))"
     done = subprocess.run([sys.executable, "-c", listing], check=True, capture_output=True, text=True, cwd=ROOT)
     loaded = done.stdout.split()

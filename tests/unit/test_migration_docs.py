@@ -1,4 +1,4 @@
-"""docs/migration.md and docs/torch_features.md list every argument, and name only what exists."""
+"""docs/migration.md and docs/torch_features.md list every argument and name only APIs and files that exist."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_every_argument_has_a_row():
         assert arguments - named_in(section, heading) == set(), section
 
 
-def test_arguments_listed_as_the_same_are_ours():
+def test_arguments_listed_as_unchanged_exist_in_torchddp():
     found = 0
     for section, ours in (
         ("From torch.nn.parallel.DistributedDataParallel", arguments_of(torchddp.DDP) | set(dir(torchddp.DDP))),
@@ -69,8 +69,8 @@ def test_arguments_listed_as_the_same_are_ours():
     assert found > 25
 
 
-def test_names_and_values_exist():
-    """`name=value` in the column "here" is an argument of ours, or of the torch function named in that cell."""
+def test_named_arguments_methods_and_values_exist():
+    """`name=value` in the column "here" is an argument of torchddp, or of the torch function named in that cell."""
     seen = set()
     for text in sections().values():
         for _, here in rows(text):
@@ -95,21 +95,21 @@ def test_names_and_values_exist():
     assert inspect.signature(OSS).parameters["optim"].default is torch.optim.AdamW
     assert "filter_params_fn" not in inspect.signature(OSS.clip_grad_norm).parameters
     for function in ("broadcast_object_list", "all_gather_object", "all_reduce", "all_gather_into_tensor"):
-        assert hasattr(torch.distributed, function)
+        assert hasattr(torch.distributed, function), function
 
 
 @pytest.mark.parametrize("page", [PAGE, TORCH_FEATURES], ids=lambda page: page.name)
-def test_files_that_are_named_exist(page):
+def test_named_files_exist(page):
     for name in re.findall(r"(?:tests|examples)/[\w/]+\.py", page.read_text()):
         assert (page.parents[1] / name).exists(), name
 
 
-def test_torch_features():
+def test_named_dynamo_modes_and_model_methods_exist():
     text = TORCH_FEATURES.read_text()
     modes = {"ddp_optimizer", "no_optimization", "python_reducer", "python_reducer_without_compiled_forward"}
     assert modes <= set(re.findall(r'`"(\w+)"`', text))
     for mode in modes:
         with torch._dynamo.config.patch(optimize_ddp=mode):
-            assert torch._dynamo.utils.get_optimize_ddp_mode() == mode
+            assert torch._dynamo.utils.get_optimize_ddp_mode() == mode, mode
     for name in re.findall(r"`model\.(\w+)`", text):
         assert hasattr(torchddp.DDP, name), name

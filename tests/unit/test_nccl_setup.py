@@ -1,4 +1,4 @@
-"""Which ranks may share an NCCL communicator, and what each rank reports if they may not. NCCL is faked: no GPU."""
+"""Setup of NCCL communicators with a fake NCCL, without a GPU: peers, options, sharing, and the choice of transport."""
 
 import datetime
 import json
@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.harness import on_ranks
+from tests.harness import each, on_ranks
 from torchddp import _C
 from torchddp.transport import nccl, once, select
 from torchddp.transport.agreement import StoreExchange
@@ -44,13 +44,13 @@ def test_ranks_that_cannot_connect_get_the_reason():
         ({"rank2": {"device": "gpu0"}}, "ranks 0 and 2 are on the same GPU (gpu0)", "NCCL_MULTI_RANK_GPU_ENABLE=1"),
     ):
         reason = nccl.reason_against(peers(3, **changes))
-        assert all(word in reason for word in words), reason
+        assert all(word in reason for word in words), (changes, reason)
     assert nccl.reason_against(peers(1)) == nccl.reason_against(peers(4)) == ""
     # Ranks share a GPU only if NCCL supports it and it is enabled.
     for version, shares, reason in ((23000, True, ""), (22907, True, "same GPU"), (23007, False, "same GPU")):
         one = {"device": "gpu0", "version": version, "shares_gpu": shares}
         found = nccl.reason_against(peers(2, rank0=one, rank1=one))
-        assert reason in found and bool(reason) == bool(found)
+        assert reason in found and bool(reason) == bool(found), (version, shares)
 
 
 class Group:
@@ -115,7 +115,7 @@ def connect(group, device=CUDA, exchange=ALONE):
     return nccl.connect(group, device, MINUTE, exchange)
 
 
-def test_no_rank_connects_without_an_id_or_with_an_unsupported_option():
+def test_without_an_id_or_with_an_unsupported_option_no_rank_connects():
     made = factory()
     with replaced(NcclTransport=made, make_nccl_id=mock.Mock(side_effect=RuntimeError("no socket"))):
         assert connect(Group(size=1)) == "rank 0: no id from rank 0: no socket"
@@ -125,7 +125,7 @@ def test_no_rank_connects_without_an_id_or_with_an_unsupported_option():
     made.assert_not_called()
 
 
-def test_models_over_one_group_share_a_communicator_unless_freed_or_broken():
+def test_models_on_one_group_and_device_share_a_sound_communicator():
     made, group, other = factory(), Group(size=1), Group(size=1)
     with replaced(NcclTransport=made):
         first, second = connect(group), connect(group)
@@ -169,7 +169,7 @@ def options(is_high_priority_stream=False, **fields):
     return SimpleNamespace(config=config, is_high_priority_stream=is_high_priority_stream)
 
 
-def test_the_options_of_the_group_reach_nccl():
+def test_the_process_groups_options_are_passed_to_nccl():
     for given, settings, net_name, high_priority in (
         (None, {}, "", False),
         (options(), {}, "", False),
@@ -181,7 +181,8 @@ def test_the_options_of_the_group_reach_nccl():
         with replaced(NcclTransport=made):
             connect(Group(size=1, options=given))
         told = made.call_args.kwargs
-        assert (told["settings"], told["net_name"], told["high_priority"]) == (settings, net_name, high_priority)
+        found = (told["settings"], told["net_name"], told["high_priority"])
+        assert found == (settings, net_name, high_priority), given
     # torch decides whether a bound group's calls block.
     group = Group(size=1, options=options(blocking=0))
     group.bound_device_id = CUDA
@@ -189,7 +190,7 @@ def test_the_options_of_the_group_reach_nccl():
         assert nccl.NcclOptions.of(group, CUDA).settings == {}
 
 
-def test_a_rank_reports_what_it_lacks():
+def test_a_rank_reports_why_it_cannot_use_nccl():
     for bound, functions, words in (
         (None, {"nccl_versions": lambda: None}, "built without CUDA"),
         (None, {"nccl_versions": lambda: (22809, 22907)}, "built with NCCL 2.29.7, but NCCL 2.28.9 is loaded"),
@@ -201,7 +202,7 @@ def test_a_rank_reports_what_it_lacks():
         group.bound_device_id = bound
         with replaced(**functions):
             problem = NcclPeer.of_this_rank(group, CUDA, "").problem
-        assert words in problem and bool(problem) == bool(words)
+        assert words in problem and bool(problem) == bool(words), (bound, functions)
 
 
 def test_a_rank_reads_all_values_from_a_store_in_one_request(tmp_path):
@@ -215,7 +216,7 @@ def test_a_rank_reads_all_values_from_a_store_in_one_request(tmp_path):
             store.set(f"0/{rank}", json.dumps({"rank": rank}))
         counted = mock.Mock(wraps=store)
         told = StoreExchange(counted, 0, 3, MINUTE, "this test").gather({"rank": 0})
-        assert told == [{"rank": rank} for rank in range(3)]
+        assert told == [{"rank": rank} for rank in range(3)], store
         calls = sorted(name for name, _, _ in counted.method_calls if name != "has_extended_api")
         reads = ["multi_get", "set"] if store.has_extended_api() else [*["get"] * 3, "set"]
         assert calls == [*reads, "wait"], store
@@ -246,7 +247,7 @@ def group_of(monkeypatch):
     return make
 
 
-def test_auto_takes_nccl_for_a_nccl_group(group_of):
+def test_auto_uses_nccl_only_for_one_gpu_of_an_nccl_group(group_of):
     for backend, with_cuda, devices, collective, expected in (
         ("nccl", True, [CUDA, CUDA], True, "auto"),
         ("nccl", False, [CUDA], True, "c10d"),
@@ -260,7 +261,7 @@ def test_auto_takes_nccl_for_a_nccl_group(group_of):
         assert found == [expected, "c10d"], (backend, with_cuda, devices, collective)
 
 
-def test_a_gpu_model_is_warned_once_that_the_build_has_no_cuda(group_of, monkeypatch, caplog):
+def test_a_gpu_model_in_a_build_without_cuda_is_warned_about_once(group_of, monkeypatch, caplog):
     monkeypatch.setattr(once, "_said", set())
     group = group_of("nccl", with_cuda=False)
     for devices in ([torch.device("cpu")], [CUDA], [CUDA]):
@@ -269,8 +270,8 @@ def test_a_gpu_model_is_warned_once_that_the_build_has_no_cuda(group_of, monkeyp
     assert record.levelname == "WARNING" and "built without CUDA, which is slow. Install the wheel" in record.message
 
 
-def test_nccl_is_for_one_gpu(monkeypatch):
+def test_nccl_refuses_models_that_are_not_on_one_gpu(monkeypatch):
     monkeypatch.delenv("TORCHDDP_TRANSPORT", raising=False)
-    for devices, words in (([torch.device("cpu")], "cpu"), ([CUDA, torch.device("cuda", 1)], "cuda:0 and ")):
+    for devices, words in each((([torch.device("cpu")], "cpu"), ([CUDA, torch.device("cuda", 1)], "cuda:0 and "))):
         with pytest.raises(ValueError, match=f"one CUDA device, but there are parameters on {words}"):
             select.intended_transport("nccl", Group(), devices, collective=True)

@@ -1,4 +1,4 @@
-"""ParallelConfig: values, sources and error messages; layouts of ranks."""
+"""ParallelConfig: options, files, command lines and error messages; layouts of ranks; blocks to wrap."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from tests.harness import assert_each_raises
+from tests.harness import assert_each_raises, each
 from torchddp.parallel.config import DTYPES, STRATEGIES, ParallelConfig
 from torchddp.parallel.fully import blocks_of
 from torchddp.parallel.groups import plan_layout
@@ -24,8 +24,8 @@ from torchddp.parallel.groups import plan_layout
 pytestmark = pytest.mark.beyond_torch("has no ParallelConfig")
 
 
-def test_what_is_refused():
-    for options, error, words in (
+def test_invalid_options_are_refused():
+    cases = (
         ({"kind": "fdsp"}, ValueError, ["kind: got 'fdsp'", "did you mean 'fsdp'?", "hsdp"]),
         ({"kind": None}, TypeError, ["kind: got None", "a string"]),
         ({"use_fsdp": 1}, TypeError, ["use_fsdp: got 1 (int), allowed: true or false"]),
@@ -51,7 +51,8 @@ def test_what_is_refused():
         ({"wrap": ()}, ValueError, ["wrap with kind 'ddp'"]),
         ({"use_fsdp": True, "ddp": {"bucket_cap_mb": 4}}, ValueError, ["ddp.bucket_cap_mb with FSDP"]),
         ({"kind": "sharded", "model_parallel": 2}, ValueError, ["model_parallel 2 with kind 'sharded'"]),
-    ):
+    )
+    for options, error, words in each(cases):
         with pytest.raises(error) as caught:
             ParallelConfig(**options)
         assert type(caught.value) is error
@@ -67,11 +68,10 @@ def test_a_config_is_frozen_hashable_and_plain():
     assert ParallelConfig(use_fsdp=True, param_dtype=torch.bfloat16).param_dtype == "bfloat16"
 
 
-def test_a_section_of_a_file(tmp_path: Path):
+def test_a_config_is_read_from_a_section_of_a_file(tmp_path: Path):
     path = tmp_path / "train.toml"
-    path.write_text(
-        'model = {}\n[train.parallel]\nuse_fsdp = true\nsharding_strategy = "SHARD_GRAD_OP"\nwrap = ["Block"]'
-    )
+    text = 'model = {}\n[train.parallel]\nuse_fsdp = true\nsharding_strategy = "SHARD_GRAD_OP"\nwrap = ["Block"]'
+    path.write_text(text)
     (tmp_path / "empty.yaml").write_text("")
     assert ParallelConfig.from_file(tmp_path / "empty.yaml") == ParallelConfig()
     expected = ParallelConfig(use_fsdp=True, sharding_strategy="SHARD_GRAD_OP", wrap=("Block",))
@@ -82,7 +82,7 @@ def test_a_section_of_a_file(tmp_path: Path):
         ParallelConfig.from_file(path)
 
 
-def test_each_kind_of_file_has_all_kinds_of_values(tmp_path: Path):
+def test_json_yaml_and_toml_files_round_trip(tmp_path: Path):
     expected = ParallelConfig(
         wrap=("A", "B.C"), use_fsdp=True, model_parallel=2, param_dtype="bfloat16", sync_module_states=False
     )
@@ -90,15 +90,15 @@ def test_each_kind_of_file_has_all_kinds_of_values(tmp_path: Path):
     for config in (expected, ParallelConfig(ddp=options)):
         for name, text in (("a.json", json.dumps(config.as_dict())), ("a.yaml", yaml.safe_dump(config.as_dict()))):
             (tmp_path / name).write_text(text, encoding="utf-8")
-            assert ParallelConfig.from_file(tmp_path / name) == config
+            assert ParallelConfig.from_file(tmp_path / name) == config, name
     text = 'model_parallel = 2\nddp = { timeout = inf, transport = "é\\u007f", bucket_cap_mb = 3 }'
     (tmp_path / "a.toml").write_text(text, encoding="utf-8")
     values = {"timeout": float("inf"), "transport": "é\x7f", "bucket_cap_mb": 3}
     assert ParallelConfig.from_file(tmp_path / "a.toml") == ParallelConfig(model_parallel=2, ddp=values)
 
 
-def test_a_wrong_file_is_named_with_its_option(tmp_path: Path):
-    for name, text, error, words in (
+def test_errors_in_a_file_name_the_file_and_the_option(tmp_path: Path):
+    cases = (
         ("a.toml", "use_fsdp = 1", TypeError, "a.toml: use_fsdp: got 1 (int), allowed: true or false"),
         ("a.toml", "use_fsdp = ", ValueError, "a.toml: "),
         ("a.json", "{", ValueError, "a.json: "),
@@ -107,9 +107,10 @@ def test_a_wrong_file_is_named_with_its_option(tmp_path: Path):
         ("a.yml", "3: 4", TypeError, "a.yml: option 3 is not a string"),
         ("a.yml", "ddp: {3: 4}", ValueError, "a.yml: ddp.3: unknown option"),
         ("a.ini", "", ValueError, "got the suffix '.ini', allowed: .toml, .yaml, .yml, .json"),
-    ):
+    )
+    for name, text, error, words in each(cases):
         (tmp_path / name).write_text(text)
-        assert_each_raises((lambda path=tmp_path / name: ParallelConfig.from_file(path), error, words))
+        assert_each_raises((partial(ParallelConfig.from_file, tmp_path / name), error, words))
 
 
 def test_a_missing_parser_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -121,7 +122,7 @@ def test_a_missing_parser_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             ParallelConfig.from_file(tmp_path / name)
 
 
-def test_arguments():
+def test_a_config_is_read_from_command_line_arguments():
     args = ["--use-fsdp", "--sharding-strategy=FULL_SHARD", "wrap=Block, Head", "--model-parallel", "2"]
     expected = {"use_fsdp": True, "sharding_strategy": "FULL_SHARD", "wrap": ("Block", "Head"), "model_parallel": 2}
     config = ParallelConfig.from_cli([*args, "--no-sync-module-states", "--param-dtype", "bfloat16"])
@@ -176,7 +177,7 @@ def test_arguments_round_trip(config: ParallelConfig):
     assert ParallelConfig.from_cli(config.to_cli()) == config
 
 
-def test_classes_to_wrap_are_written_as_names_and_functions_not_at_all():
+def test_classes_to_wrap_are_written_by_name_and_functions_are_refused():
     with pytest.raises(TypeError, match=r"ddp\.comm_hook: a function can't be written"):
         ParallelConfig(ddp={"comm_hook": layout}).as_dict()
     config = ParallelConfig(use_fsdp=True, wrap=(nn.Linear,))
@@ -190,7 +191,7 @@ def layout(world_size: int, host: int = 4, tensor_parallel: bool = False, **opti
     return plan_layout(ParallelConfig(**options), world_size, host, tensor_parallel)
 
 
-def test_layouts():
+def test_layouts_follow_from_the_config_and_the_world_size():
     for world_size, options, expected in (
         (1, {}, ("none", 1, 1)),
         (1, {"kind": "sharded"}, ("none", 1, 1)),
@@ -207,13 +208,14 @@ def test_layouts():
         (8, {"use_fsdp": True, "model_parallel": 2, "tensor_parallel": True}, ("fsdp", 4, 2)),
     ):
         found = layout(world_size, **options)
-        assert (found.world_size, found.kind, found.data_parallel, found.model_parallel) == (world_size, *expected)
+        sizes = (found.world_size, found.kind, found.data_parallel, found.model_parallel)
+        assert sizes == (world_size, *expected), options
     strategies = None, "FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"
     found = [layout(4, host=2, use_fsdp=True, sharding_strategy=strategy) for strategy in strategies]
     assert [one.reshard_after_forward for one in found] == [True, True, False, False, True, False]
     assert [one.replicates for one in found] == [False, False, False, True, False, False]
     assert [one.kind for one in found] == ["fsdp"] * 4 + ["hsdp"] * 2
-    for options, words in (
+    cases = (
         ({"data_parallel": 3}, "data_parallel 3 x model_parallel 1 is 3, but there are 4 ranks"),
         ({"kind": "hsdp", "model_parallel": 3}, "data_parallel 1 x model_parallel 3 is 3"),
         ({"model_parallel": 2}, "without a tensor parallel plan"),
@@ -221,7 +223,8 @@ def test_layouts():
         ({"tensor_parallel": True}, "DTensors, but model_parallel is 1"),
         ({"kind": "hsdp", "model_parallel": 2, "tensor_parallel": True}, "already DTensors"),
         ({"kind": "sharded", "tensor_parallel": True}, "already DTensors"),
-    ):
+    )
+    for options, words in each(cases):
         assert_each_raises((partial(layout, 4, **options), ValueError, words))
 
 

@@ -1,16 +1,18 @@
-"""Buckets: what their messages cost, default sizes, plans against brute force, the decision, and plans on disk."""
+"""Bucket planning: message costs, default sizes, plans against brute force, the decision, and files on disk."""
 
 import itertools
 import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.harness import each
 from tests.simulated import make_profile
 from torchddp import _C
 from torchddp.ddp import bucket_sizes
@@ -31,7 +33,7 @@ def specs(numels, dtypes=None, sparse=()):
 
 
 @given(alpha=st.floats(1e-7, 1e-1), beta=st.floats(1e-13, 1e-6))
-def test_a_line_is_recovered_from_its_points(alpha, beta):
+def test_a_cost_line_is_recovered_from_its_points(alpha, beta):
     samples = [(n, alpha + beta * n) for n in SIZES]
     found = fit_line(samples)
     assert misfit(samples, *found) < 1e-6
@@ -39,20 +41,20 @@ def test_a_line_is_recovered_from_its_points(alpha, beta):
 
 
 @given(st.lists(st.tuples(st.floats(1, 1e8), st.floats(1e-7, 10)), min_size=1, max_size=8))
-def test_a_line_is_never_negative(samples):
+def test_a_cost_line_is_never_negative(samples):
     alpha, beta = fit_line(samples)
     assert alpha >= 0 and beta >= 0 and math.isfinite(alpha) and math.isfinite(beta)
     with pytest.raises(ValueError, match="positive times"):
         fit_line([*samples, (1.0, 0.0)])
 
 
-def test_a_profile_survives_the_disk_and_a_wrong_one_is_one_sentence(tmp_path):
+def test_a_profile_is_saved_and_loaded_and_an_invalid_file_is_refused(tmp_path):
     path = tmp_path / "p.json"
     profile = make_profile(cost=LinearCost(1e-3, 1e-9, 1e-10, 1e-4, 0.01), step_s=0.05)
     profile.save(path)
     assert load_profile(path) == profile
     path = tmp_path / "wrong.json"
-    for text, words in (
+    cases = (
         (None, "Cannot read the profile"),
         ("{", "is not JSON"),
         ("[]", "This is not a step profile"),
@@ -62,7 +64,8 @@ def test_a_profile_survives_the_disk_and_a_wrong_one_is_one_sentence(tmp_path):
             "format 99 .written by torchddp 9",
         ),
         ('{"kind": "torchddp step profile", "format": 1}', "damaged"),
-    ):
+    )
+    for text, words in each(cases):
         if text is not None:
             path.write_text(text)
         with pytest.raises(ProfileError, match=words) as caught:
@@ -71,7 +74,7 @@ def test_a_profile_survives_the_disk_and_a_wrong_one_is_one_sentence(tmp_path):
 
 
 def test_an_inconsistent_profile_is_refused():
-    for change, words in (
+    cases = (
         ({"order": (0, 1, 1)}, "not a permutation"),
         ({"buckets": ((0, 1), (1, 2))}, "do not hold each of its 3 gradients once"),
         ({"forward_s": math.nan}, "negative or not finite"),
@@ -82,7 +85,8 @@ def test_an_inconsistent_profile_is_refused():
         ({"cost": LinearCost(0.0, 0.0, pack_s_per_byte=-1.0)}, "negative or not finite"),
         ({"gradients": (Gradient("p", -1, 4, 0, 0, False, 0.0),), "order": (0,), "buckets": ((0,),)}, "below 0"),
         ({"gradients": (Gradient("p", 1, 4, 0, 0, False, "x"),), "order": (0,), "buckets": ((0,),)}, "not a number"),
-    ):
+    )
+    for change, words in each(cases):
         with pytest.raises(ProfileError, match=words):
             replace(make_profile(), **change)
         if list(change) in (["order"], ["buckets"], ["world_size"]):
@@ -113,25 +117,22 @@ def test_a_plan_is_saved_and_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     others = {"fingerprint": "abd", "world_size": 3, "ranks_per_host": 1, "transport": "shm", "backend": "nccl"}
     for name, value in others.items():
         other = replace(KEY, **{name: value})
-        assert other.path != path
+        assert other.path != path, name
         with pytest.raises(PlanCacheError, match=f"its {name} is"):
             load_plan(path, other)
 
 
-def test_plans_need_a_home_or_cache_folder(monkeypatch: pytest.MonkeyPatch):
+def test_saving_a_plan_needs_a_home_or_cache_folder(monkeypatch: pytest.MonkeyPatch):
     for name in ("TORCHDDP_CACHE_DIR", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
 
-    def no_home():
-        raise RuntimeError("Could not determine home directory.")
-
-    monkeypatch.setattr(Path, "home", no_home)
+    monkeypatch.setattr(Path, "home", mock.Mock(side_effect=RuntimeError("no home")))
     with pytest.raises(PlanCacheError, match="TORCHDDP_CACHE_DIR"):
         assert KEY.path
     assert kept_plan(specs([1]), KEY) is None
 
 
-def test_a_fingerprint_covers_what_matters():
+def test_a_fingerprint_covers_sizes_dtypes_order_and_device():
     base = fingerprint(specs([10, 20]), "cpu")
     assert base == fingerprint(specs([10, 20]), "cpu")
     others = [specs([10, 21]), specs([10, 20], dtypes=[0, 1]), specs([20, 10]), specs([10])]
@@ -146,7 +147,7 @@ def planned(params, ready_s, cost, slack_s=0.0):
     return merged_buckets(params, range(len(params)), ready_s, cost, slack_s)
 
 
-def test_costs_slack_order_and_kinds_of_buckets():
+def test_merged_buckets_follow_costs_slack_order_and_kinds():
     assert planned(specs([1, 1, 1]), [0, 1, 2], cost(10)) == ((0, 1, 2),)
     assert planned([], [], cost(1, 1)) == ()
     assert planned(specs([1000, 1000]), [0, 0], cost(1, 0.001)) == ((0, 1),)
@@ -160,16 +161,17 @@ def test_costs_slack_order_and_kinds_of_buckets():
     assert planned(others, range(4), cost(100, 1)) == ((0,), (1,), (2,), (3,))
 
 
-def test_bad_input_is_named():
+def test_invalid_arguments_are_named():
     params = specs([1, 1])
-    for words, call in {
+    cases = {
         r"each must occur exactly once, got \[0, 0\]": lambda: merged_buckets(params, [0, 0], [0, 0], cost()),
         "ready_s has 1 entries for 2": lambda: planned(params, [0], cost()),
         r"ready_s\[1\] must be finite and at least 0, got -1": lambda: planned(params, [0, -1], cost()),
         "alpha_s must be finite and at least 0, got -1": lambda: planned(params, [0, 1], cost(-1)),
         "pack_s_per_byte": lambda: planned(params, [0, 1], cost(0, 0, math.nan)),
         "ready_s has 3 entries": lambda: finish_s([[0, 1]], params, [0, 1, 2], cost()),
-    }.items():
+    }.items()
+    for words, call in each(cases):
         with pytest.raises(ValueError, match=words):
             call()
 
@@ -204,7 +206,7 @@ COST = st.builds(cost, st.floats(0, 2), st.floats(0, 1e-4), st.sampled_from([0.0
 
 @settings(deadline=None, max_examples=150)
 @given(st.lists(GRADIENT, min_size=1, max_size=11), st.integers(1, 3), COST)
-def test_brute_force_finds_nothing_better(gradients, kinds, this):
+def test_brute_force_finds_no_better_plan(gradients, kinds, this):
     numels, gaps_s, dtypes, sparse = zip(*gradients, strict=True)
     params = specs(numels, [dtype % kinds for dtype in dtypes], [i for i, is_sparse in enumerate(sparse) if is_sparse])
     ready_s = list(itertools.accumulate(gaps_s))
@@ -224,7 +226,7 @@ def line_through(small_us: float, mebibyte_us: float) -> MessageLine:
     return MessageLine(small_us * 1e-6, (mebibyte_us - small_us) * 1e-6 / MIB)
 
 
-def test_expensive_messages_make_large_buckets():
+def test_default_sizes_grow_with_the_fixed_cost_of_a_message():
     for small_us, mebibyte_us, cap_mib, solo_kib in (
         (2.5, 21, 1, 256),  # two ranks with one processor each
         (3.5, 21, 1, 256),  # the same with measurement error
@@ -232,11 +234,12 @@ def test_expensive_messages_make_large_buckets():
         (94, 342, 2, 256),  # eight ranks on two processors
         (1000, 1100, 25, 3200),  # the cost per byte is negligible
     ):
-        assert shared_sizes(line_through(small_us, mebibyte_us)) == (cap_mib * MIB, solo_kib * KIB)
+        sizes = shared_sizes(line_through(small_us, mebibyte_us))
+        assert sizes == (cap_mib * MIB, solo_kib * KIB), (small_us, mebibyte_us)
 
 
 @given(costs)
-def test_sizes_are_steps_between_the_smallest_and_the_largest(line):
+def test_default_sizes_are_powers_of_two_within_their_limits(line):
     cap, solo = shared_sizes(line)
     assert cap in {*(MIB << step for step in range(5)), 25 * MIB}
     assert 256 * KIB <= solo <= cap // 4
@@ -256,14 +259,14 @@ def test_costlier_messages_never_make_smaller_buckets(line, factor):
     assert shared_sizes(dearer) >= shared_sizes(line)
 
 
-def test_sizes_that_the_user_sets():
+def test_options_set_bucket_caps_and_the_size_of_adopted_gradients():
     for arguments, caps in (
         ({}, []),
         ({"bucket_cap_mb": "auto"}, []),
         ({"bucket_cap_mb": 0.5}, [512 * KIB]),
         ({"bucket_cap_mb_list": [1, 3]}, [MIB, 3 * MIB]),
     ):
-        assert DDPOptions(**arguments).asked_caps == caps
+        assert DDPOptions(**arguments).asked_caps == caps, arguments
     # The size from which gradients on a device are reduced where autograd allocated them.
     for arguments, expected in (
         ({}, MIB),
@@ -271,7 +274,7 @@ def test_sizes_that_the_user_sets():
         ({"gradient_as_bucket_view": True}, 0),
         ({"adopt_large_gradients": False}, 0),
     ):
-        assert DDPOptions(**arguments).adopt_bytes == expected
+        assert DDPOptions(**arguments).adopt_bytes == expected, arguments
 
 
 class AnyMemory:
@@ -279,6 +282,6 @@ class AnyMemory:
 
 
 @pytest.mark.parametrize(("device", "sizes"), [("cpu", ([MIB, 8 * MIB], MIB)), ("meta", ([MIB, 25 * MIB], 0))])
-def test_transports_that_reach_any_memory_are_not_measured(device, sizes):
+def test_transports_that_read_any_memory_get_fixed_sizes_by_device(device, sizes):
     parameters = [torch.empty(4 * MIB, device=device)]
     assert bucket_sizes.default_sizes(parameters, AnyMemory(), None) == sizes

@@ -1,4 +1,4 @@
-"""Profiles of all ranks on one clock: offsets, the last rank, and who waited for whom."""
+"""Profiles of all ranks merged on one clock: clock offsets, stragglers, and the report."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def six_late_steps() -> MergedProfile:
     return MergedProfile(profile.records, profile.clocks, profile.steps[:1] * 6)
 
 
-def test_offsets_of_clocks() -> None:
+def test_clock_offsets_come_from_the_most_precise_round() -> None:
     assert align(["a", "a"], [(), ()]) == [Clock(), Clock()]
     assert clock_identity() == clock_identity() != ""
     # Rank 1's clock is 1000 ahead. Round 1 takes 100 and round 2 takes 20, so round 2 is more precise.
@@ -72,7 +72,7 @@ def test_the_straggler_is_named_with_its_wait_and_its_parameter(clock_ahead_ms: 
     assert (step.duration_ns, step.exposed_ns) == (70 * MS, 56 * MS)
 
 
-def test_only_steps_of_all_ranks_are_merged() -> None:
+def test_only_steps_that_all_ranks_recorded_are_merged() -> None:
     profile = late_profile()
     assert [step.index for step in profile.steps] == [1, 2]
     assert profile.mean_waits_ns() == [0, 24 * MS]
@@ -91,7 +91,7 @@ def test_a_rank_that_starts_late_is_distinguished_from_a_slow_one() -> None:
     assert (slower.rank, slower.where, slower.lost_ns) == (1, "forward", 50 * MS)
 
 
-def test_a_bucket_that_all_skipped_has_no_last_rank() -> None:
+def test_a_bucket_that_all_ranks_skipped_has_no_last_rank() -> None:
     events = [e for e in step_events() if not (e.id == 1 and e.kind in ("launched", "wait_begin", "done"))]
     step = merge_step([read_steps(events, lambda _: LAYOUT).complete[0]] * 2)
     assert step.buckets[1].last_rank is None and step.buckets[1].launched_ns is None
@@ -99,7 +99,7 @@ def test_a_bucket_that_all_skipped_has_no_last_rank() -> None:
 
 
 @given(st.lists(st.integers(0, 200), min_size=2, max_size=5))
-def test_the_last_rank_caused_all_waits(late_ms: list[int]) -> None:
+def test_all_waits_are_attributed_to_the_last_rank(late_ms: list[int]) -> None:
     last = max(late_ms)
     events = []
     for late in late_ms:
@@ -149,7 +149,7 @@ def lasts(*ranks: int, wait_ms: float = 10.0) -> MergedProfile:
     return replace(profile, steps=tuple(steps))
 
 
-def test_a_straggler_is_named_only_where_it_is_significant():
+def test_a_straggler_is_named_only_if_significant():
     for ranks, wait_ms, is_straggler, words in (
         ([1] * 15 + [0] * 5, 10.0, True, "straggler: rank 1 was last in 15 of 20 steps (p = 0.041)"),
         ([1] * 14 + [0] * 6, 10.0, False, "none; rank 1 was last in 14 of 20 steps (p = 0.12), which may be chance"),
@@ -158,11 +158,11 @@ def test_a_straggler_is_named_only_where_it_is_significant():
     ):
         profile = lasts(*ranks, wait_ms=wait_ms)
         last = profile.last_rank()
-        assert last.is_straggler is is_straggler
+        assert last.is_straggler is is_straggler, words
         assert words in report.straggler_lines(profile, profile.median_step())[0]
-        assert ("is a straggler" in report.verdict(profile, profile.median_step())) is is_straggler
+        assert ("is a straggler" in report.verdict(profile, profile.median_step())) is is_straggler, words
         data = report.merged_dict(profile, profile.median_step())
-        assert (data["straggler"] is not None) is is_straggler and data["last_rank"]["steps"] == last.steps
+        assert (data["straggler"] is not None) is is_straggler and data["last_rank"]["steps"] == last.steps, words
 
 
 @given(st.integers(1, 30), st.integers(2, 9))
@@ -172,7 +172,7 @@ def test_the_probability_is_binomial(of: int, ranks: int) -> None:
     assert chances[-1] == pytest.approx(ranks * ranks**-of)
 
 
-def test_a_rank_alone_has_a_report_without_others() -> None:
+def test_the_report_of_one_rank_and_of_lost_events() -> None:
     text = report.as_text(report.rank_report(record(0, [one_step()])))
     assert "last.weight" in text and "overlap ratio 0.50" in text and "straggler" not in text
     with pytest.raises(ValueError, match="no complete step"):
@@ -181,7 +181,7 @@ def test_a_rank_alone_has_a_report_without_others() -> None:
     assert line.startswith("rank 1: 17 events") and "2 steps" in line
 
 
-def test_json_has_names_and_numbers() -> None:
+def test_the_json_report_has_names_and_numbers() -> None:
     profile = six_late_steps()
     data = json.loads(json.dumps(report.merged_dict(profile, profile.steps[0]), allow_nan=False))
     assert data["straggler"]["rank"] == 1 and data["straggler"]["parameter"] == "first.bias"
@@ -192,7 +192,7 @@ def test_json_has_names_and_numbers() -> None:
     assert data["buckets"][0]["first_ready_us"] == 5000 and data["ranks"][0]["exposed_us"] == 56000
 
 
-def test_a_chrome_trace_has_ranks_threads_and_lengths() -> None:
+def test_the_chrome_trace_has_processes_threads_and_durations() -> None:
     trace = json.loads(json.dumps(merged_trace(late_profile(), only_step=1)))
     events = trace["traceEvents"]
     threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}

@@ -1,4 +1,4 @@
-"""Steps from events on hand-made timelines, and what a logger and a reader get of them."""
+"""Steps parsed from hand-made events, the values that loggers get, and traffic in words."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torchddp.profiler.steps import BucketLayout, Layouts, read_steps
 from torchddp.traffic import Traffic, text_of, total_wire_bytes
 
 
-def test_a_step_is_parsed() -> None:
+def test_a_step_is_parsed_from_its_events() -> None:
     step = one_step(index=7)
     assert (step.index, step.duration_ns, step.exposed_ns) == (7, 20 * MS, 6 * MS)
     assert (step.backward_begin_ns, step.compute_end_ns, step.backward_end_ns) == (4 * MS, 14 * MS, 20 * MS)
@@ -41,20 +41,23 @@ def test_a_skipped_bucket_was_not_sent() -> None:
     assert (step.comm_ns, step.overlap_ratio) == (0, 1.0)  # nothing was sent, so all is hidden
 
 
-def test_parameters_without_gradients_and_buckets_that_queue() -> None:
+def test_parameters_without_gradients_are_not_waited_for() -> None:
     events = [e for e in step_events() if not (e.kind == "grad_ready" and e.id in (0, 2, 3))]
     (step,) = read_steps(events, lambda _: LAYOUT).complete
     empty, half = step.buckets
     assert (empty.first_ready_ns, empty.last_ready_ns, empty.holder) == (None, None, None)
     assert (half.first_ready_ns, half.last_ready_ns, half.holder) == (10 * MS, 10 * MS, 1)
     assert step.compute_end_ns == 10 * MS
+
+
+def test_a_bucket_is_queued_behind_the_one_that_delays_its_launch() -> None:
     swap = {("packed", 0): 14, ("launched", 0): 14, ("packed", 1): 9, ("launched", 1): 14}
     events = [e._replace(time_ns=swap.get((e.kind, e.id), e.time_ns // MS) * MS) for e in step_events()]
     (step,) = read_steps(events, lambda _: LAYOUT).complete
     assert [bucket.behind for bucket in step.buckets] == [None, 0]
 
 
-def test_steps_that_are_cut_off_or_never_ended_are_counted() -> None:
+def test_truncated_and_unfinished_steps_are_counted_as_incomplete() -> None:
     events = [event for index in range(4) for event in step_events(index, begin_ms=30.0 * index)]
     read = read_steps(events[5:], lambda _: LAYOUT)
     assert [step.index for step in read.complete] == [1, 2, 3]
@@ -68,7 +71,7 @@ def test_steps_that_are_cut_off_or_never_ended_are_counted() -> None:
     assert read.complete == (one_step(3, begin_ms=60.0),) and read.incomplete == 2
 
 
-def test_each_step_has_the_buckets_in_use_at_its_time() -> None:
+def test_each_step_has_the_bucket_layout_that_it_used() -> None:
     other = (BucketLayout((3, 2, 1, 0), 1200),)
     layouts = Layouts()
     layouts.note(0, other)
@@ -90,7 +93,7 @@ STATS = {
 SENT = {"shm": Traffic(1200, 1000), "outer": Traffic(600, 300)}
 
 
-def test_what_a_logger_gets() -> None:
+def test_a_logger_gets_times_overlap_and_bytes() -> None:
     assert values_of(STATS, SENT) == {
         "ddp/step_ms": 20.0,
         "ddp/forward_ms": 4.0,
@@ -107,7 +110,7 @@ def test_what_a_logger_gets() -> None:
     assert values_of(still, SENT)["ddp/overlap_ratio"] == 1.0
 
 
-def test_a_copy_that_counts_from_zero_is_reported_too() -> None:
+def test_the_monitor_reports_although_its_step_count_starts_above_the_models() -> None:
     told: list[int] = []
     watching = Monitor(lambda step, values: told.append(step), 2, 500)
     for finished in range(8):
@@ -116,7 +119,7 @@ def test_a_copy_that_counts_from_zero_is_reported_too() -> None:
     assert told and told[0] <= 4
 
 
-def test_bytes_of_a_step_in_words_and_the_rank_that_sent_most() -> None:
+def test_traffic_is_described_in_words_with_the_rank_that_sent_most() -> None:
     for traffic, words, total in (
         ({}, "nothing", 0),
         ({"shm": Traffic(25_200_000, 12_600_000)}, "25.2 MB as gradients, 12.6 MB on the wire (shm)", 12_600_000),
@@ -129,7 +132,7 @@ def test_bytes_of_a_step_in_words_and_the_rank_that_sent_most() -> None:
         ({"hook": Traffic(1_000, None)}, "0.001 MB as gradients, ? on the wire (hook)", None),
         ({"c10d": Traffic(0, 5), "hook": Traffic(10, None)}, "1e-05 MB as gradients", None),
     ):
-        assert text_of(traffic).startswith(words) and total_wire_bytes(traffic) == total
+        assert text_of(traffic).startswith(words) and total_wire_bytes(traffic) == total, traffic
     said = ": 1 MB as gradients, 0.5 MB on the wire (c10d)"
     assert sent_lines([record(0, 500_000), record(1, 500_000)]) == [f"sent per step{said}"]
     assert sent_lines([record(0, 0), record(1, 500_000)]) == [f"sent per step, by rank 1{said}"]

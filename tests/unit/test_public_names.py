@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import torchddp
+from tests.harness import each
 from torchddp.ddp import options
 from torchddp.ddp.options import DDPOptions, DDPSyncStrategy
 from torchddp.transport import select
@@ -19,7 +20,7 @@ MODULES = """averaging comm_hooks composable distributed fault_tolerance integra
 BUILT_IN_TRANSPORTS, _ = get_args(options.TransportChoice)  # the other type is for registered names
 
 
-def test_dir_shows_the_public_names_and_nothing_else() -> None:
+def test_dir_lists_exactly_the_public_names() -> None:
     names = """DDP DesyncError DistributedDataParallel InternalError ParallelConfig PeerFailedError ShardedDataParallel
         TransportError UsageWarning __version__ check_parameters fail_together finished_steps install installed
         parallel_group_info parallelize replicate uninstall watch_collectives""".split()
@@ -30,13 +31,14 @@ def test_dir_shows_the_public_names_and_nothing_else() -> None:
     assert all(hasattr(torchddp, name) for name in names)
 
 
-def test_what_a_type_checker_allows_is_what_the_constructor_accepts() -> None:
-    for option, choices in {
+def test_the_constructor_accepts_exactly_the_literal_choices() -> None:
+    cases = {
         "transport": BUILT_IN_TRANSPORTS,
         "zero_weights": options.ZeroWeights,
         "sync": options.SyncChoice,
         "main_grads_as": options.MainGradsAs,
-    }.items():
+    }.items()
+    for option, choices in each(cases):
         for value in get_args(choices):
             DDPOptions(**{option: value, "main_grads": torch.float32 if value == "grad" else None})
         with pytest.raises(ValueError, match="'pigeon'"):
@@ -64,7 +66,7 @@ def test_the_type_of_an_argument_with_fixed_choices_lists_them(code: object, arg
     assert str not in parts and any(get_origin(part) is Literal for part in parts)
 
 
-def test_no_choice_is_missing() -> None:
+def test_literal_choices_cover_all_transports_strategies_and_precisions() -> None:
     assert set(get_args(BUILT_IN_TRANSPORTS)) == {"auto", select.C10D, *select._kinds}
     assert set(get_args(options.SyncChoice)) == {strategy.value for strategy in DDPSyncStrategy}
     assert set(get_args(options.MainGradsAs)) == set(options._PRECISIONS)

@@ -1,4 +1,4 @@
-"""The scripts behind the targets of the Makefile find what they are there to find."""
+"""The checks behind Makefile targets: stubs, conformance, wheels, symbols, CUDA code, and compatibility."""
 
 import ast
 import email
@@ -45,7 +45,7 @@ def test_stub_check_covers_both_directions_and_members() -> None:
     ]
 
 
-def test_conformance_outcome(tmp_path: Path) -> None:
+def test_missed_conformance_tests_are_found(tmp_path: Path) -> None:
     path, statuses = tmp_path / "results.json", {"a": "pass", "b": "fail", "d": "pass"}
     path.write_text(json.dumps({"results": {name: {"status": status} for name, status in statuses.items()}}))
     outcome = read_outcome(path, expected=frozenset({"a", "b", "gone"}))
@@ -53,11 +53,10 @@ def test_conformance_outcome(tmp_path: Path) -> None:
     assert outcome.passed == {"a", "d"} and outcome.reasons["b"].startswith("fail")
     for world_size in WORLD_SIZES:
         wanted = expected_tests(world_size)
-        assert len(wanted) > 90 and all(name.startswith("WheelDistTest.test_") for name in wanted)
+        assert len(wanted) > 90 and all(name.startswith("WheelDistTest.test_") for name in wanted), world_size
 
 
 ROOT = Path(__file__).resolve().parents[2]
-
 FILES = ("__init__.py", "py.typed", "_C.pyi", "_C.cpython-311-x86_64-linux-gnu.so", "cli/__init__.py")
 INFO = "torchddp-0.1.0+cpu.torch2.13.dist-info"
 NAMES = [*(f"torchddp/{name}" for name in FILES), f"{INFO}/METADATA", f"{INFO}/licenses/LICENSE"]
@@ -76,7 +75,7 @@ DYNAMIC = """
 """
 
 
-def test_wrong_metadata_tags_files_and_library_paths_are_found_and_a_whole_wheel_passes() -> None:
+def test_a_valid_wheel_passes_and_wrong_metadata_tags_files_and_library_paths_are_found() -> None:
     assert [variant_name(cuda) for cuda in ("", "12.6")] == ["cpu", "cu126"] and minor_version("2.13.0+cpu") == "2.13"
     assert content_problems(NAMES) == []
     assert metadata_problems(email.message_from_string(METADATA), "cpu", "2.13") == []
@@ -97,9 +96,9 @@ def test_wrong_metadata_tags_files_and_library_paths_are_found_and_a_whole_wheel
     assert runpath_problems(bundled, "cpu") == ["libgomp-a34b3233.so.1.0.0 is bundled"]
     for tag in ("linux_aarch64", "manylinux_2_28_x86_64", "manylinux_2_34_aarch64"):
         (problem,) = tag_problems(f"torchddp-0.1.0+cpu.torch2.13-cp311-cp311-{tag}.whl", PLATFORM_OF_ARM)
-        assert problem == "the name must end in -manylinux_2_28_aarch64.whl"
+        assert problem == "the name must end in -manylinux_2_28_aarch64.whl", tag
     for missing in ("torchddp/py.typed", "torchddp/_C.pyi", "LICENSE"):
-        assert len(content_problems([name for name in NAMES if not name.endswith(missing)])) == 1
+        assert len(content_problems([name for name in NAMES if not name.endswith(missing)])) == 1, missing
     for extra in ("tests/__init__.py", "torchddp_install.pth", "torchddp.libs/libgomp-a34b3233.so.1"):
         assert content_problems([*NAMES, extra]) == [f"{extra} does not belong in the wheel"]
 
@@ -123,17 +122,17 @@ def test_missing_symbols_are_found_in_a_real_library(tmp_path: Path) -> None:
     assert check_symbols.missing_symbols(needed, older) == ["cudaNew@libcudart.so.13"]
 
 
-def test_nvcc_is_not_newer_than_torchs_cuda(tmp_path: Path) -> None:
+def test_cmake_refuses_an_nvcc_newer_than_torchs_cuda(tmp_path: Path) -> None:
     script, cmake = tmp_path / "check.cmake", Path(sys.executable).parent / "cmake"
     for nvcc, torch_cuda, fits in (("13.9.1", "13.10", True), ("13.2.51", "13.0", False), ("12.9.86", "13.0", False)):
         call = f"torchddp_check_cuda_version({nvcc} {torch_cuda} 2.13.0)"
         script.write_text(f"include({ROOT}/cmake/cuda_version.cmake)\n{call}\n")
         done = subprocess.run([str(cmake), "-P", str(script)], capture_output=True, text=True)
         told = f"nvcc is CUDA {nvcc}, torch 2.13.0 was built with CUDA {torch_cuda}."
-        assert (done.returncode == 0) is fits and (told in " ".join(done.stderr.split())) is not fits
+        assert (done.returncode == 0) is fits and (told in " ".join(done.stderr.split())) is not fits, call
 
 
-def test_missing_code_is_found() -> None:
+def test_missing_machine_code_and_ptx_are_found() -> None:
     ptx = "PTX file    1: pack_cuda.1.sm_100.ptx\n"
 
     def problems(archs: tuple[str, ...], ptx: str) -> list[str]:
@@ -168,4 +167,4 @@ def test_the_source_that_does_not_compile_is_named(tmp_path: Path) -> None:
             commands[path] = f"c++ -std=c++20 -Wall -isystem /x/torch/include -o a.o -c {path}"
         (check,) = check_compat.grouped(commands, "2.11.0", tmp_path)
         found = check_compat.failures(check)
-        assert [path.name for path in found] == failing and all(words in text for text in found.values())
+        assert [path.name for path in found] == failing and all(words in text for text in found.values()), texts

@@ -1,4 +1,4 @@
-"""Who owns which parameter, and where each lies in flat memory: pure."""
+"""Which rank owns each parameter, and where each parameter lies in flat memory."""
 
 import torch
 from hypothesis import given, settings
@@ -30,7 +30,7 @@ def test_each_device_is_balanced_separately(sizes, world_size):
 
 
 @given(data=st.data(), numels=NUMELS, world_size=st.integers(1, 5))
-def test_owners_are_kept_and_only_wanted_parameters_get_one(data, numels, world_size):
+def test_known_owners_are_kept_and_only_wanted_parameters_get_new_ones(data, numels, world_size):
     maybe = st.none() | st.integers(0, world_size - 1)
     known = data.draw(st.lists(maybe, min_size=len(numels), max_size=len(numels)))
     wanted = data.draw(st.lists(st.booleans(), min_size=len(numels), max_size=len(numels)))
@@ -39,14 +39,14 @@ def test_owners_are_kept_and_only_wanted_parameters_get_one(data, numels, world_
         assert after == before if before is not None else (after is not None) == want
 
 
-def test_largest_first_ties_to_the_lower_rank():
+def test_the_largest_parameter_is_placed_first_and_ties_go_to_the_lower_rank():
     assert partition([1, 5, 5, 2], [0] * 4, 2) == [1, 0, 1, 0]
     assert partition([3], [0], 4) == [0]
     assert partition([10, 1, 1], [0] * 3, 2, [1, None, None]) == [1, 0, 0]
 
 
 @given(numels=NUMELS, limit=st.sampled_from([-1, 1, 50, 5_000]), world_size=st.integers(1, 4))
-def test_buckets_hold_each_owned_parameter_once_and_keep_the_limit(numels, limit, world_size):
+def test_buckets_hold_each_owned_parameter_once_within_the_limit(numels, limit, world_size):
     params = [torch.empty(n, dtype=[torch.float32, torch.float64][n % 2], device="meta") for n in numels]
     owners = [None if i % 5 == 4 else i % world_size for i in range(len(numels))]
     buckets = plan_buckets(params, owners, limit)
@@ -76,7 +76,7 @@ def plan(params, max_bytes, small_numel):
 
 @settings(max_examples=300)
 @given(params=PARAMS, **LIMITS)
-def test_chunks(params, max_bytes, small_numel):
+def test_chunks_hold_each_parameter_once_aligned_and_within_the_limit(params, max_bytes, small_numel):
     chunks = plan(params, max_bytes, small_numel)
     placed = sorted(index for chunk in chunks for index in chunk.params)
     assert placed == [index for index, (numel, _, _) in enumerate(params) if numel]

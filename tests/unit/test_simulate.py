@@ -1,4 +1,4 @@
-"""Costs of all-reduce algorithms against their closed forms, steps by hand, and what must hold of every prediction."""
+"""The simulator: all-reduce costs against closed forms, steps computed by hand, and properties of every prediction."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def lines(algorithm: str, world_size: int, ranks_per_host: int = 1) -> list[Line
     return all_reduce_lines(algorithm, Layout(world_size, ranks_per_host), OUTER, INNER, (RING, TREE))
 
 
-def test_closed_forms() -> None:
+def test_costs_of_algorithms_match_their_closed_forms() -> None:
     for algorithm, world_size, ranks_per_host, alpha_us, beta_ns in (
         (RING, 2, 1, 20, 1.0),
         (RING, 4, 1, 60, 1.5),
@@ -86,7 +86,7 @@ def test_closed_forms() -> None:
     st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1e-6)), min_size=1, max_size=12),
     st.lists(st.floats(0, 1e9), min_size=1, max_size=8),
 )
-def test_the_lowest_line_is_found(costs: list[tuple[float, float]], sizes: list[float]) -> None:
+def test_the_cheapest_line_for_each_size_is_found(costs: list[tuple[float, float]], sizes: list[float]) -> None:
     all_reduce = AllReduce([Line(str(i), LinearCost(*c)) for i, c in enumerate(costs)])
     for nbytes in sizes:
         least = min(alpha + nbytes * beta for alpha, beta in costs)
@@ -98,7 +98,7 @@ def test_the_lowest_line_is_found(costs: list[tuple[float, float]], sizes: list[
 @given(
     st.sampled_from(ALGORITHMS[1:]), st.integers(2, 4096), st.integers(1, 16), st.floats(0, 1e-4), st.floats(0, 1e-8)
 )
-def test_cpu_time_is_part_of_the_time(algorithm, world_size, ranks_per_host, step_s, s_per_byte):
+def test_cpu_time_never_exceeds_the_total_time(algorithm, world_size, ranks_per_host, step_s, s_per_byte):
     outer, inner = (
         replace(hop, step_s=hop.step_s + step_s, host_step_s=step_s, host_s_per_byte=s_per_byte)
         for hop in (OUTER, INNER)
@@ -119,7 +119,7 @@ def test_the_recorded_link_has_the_recorded_cost(device: str, world_size: int) -
     assert found == pytest.approx((1e-3, 1e-9, *host))
 
 
-def test_recorded_costs_over_other_numbers_of_ranks_and_links() -> None:
+def test_recorded_costs_are_scaled_to_other_world_sizes_and_links() -> None:
     (line,) = make_all_reduce(make_profile(world_size=2), MEASURED, Layout(8)).lines
     # 14 steps instead of 2, 1.75 bytes moved instead of 1.
     assert (line.cost.alpha_s, line.cost.beta_s_per_byte) == pytest.approx((7e-3, 1.75e-9))
@@ -137,7 +137,7 @@ def test_recorded_costs_over_other_numbers_of_ranks_and_links() -> None:
     assert make_hop(profile, parse_link("1gbit")).step_s == pytest.approx(5e-3)
 
 
-def test_links_by_name_and_by_rate() -> None:
+def test_links_are_parsed_by_name_and_by_rate() -> None:
     assert parse_link("ETH10") is PRESETS["eth10"] and parse_link("measured") is MEASURED
     assert parse_link("25gbit,16us") == Link("25gbit,16us", "25gbit, 16us", 25e9 / 8 * TCP, 16e-6)
     spaced = parse_link("2.5 Mbit , 1ms")
@@ -147,7 +147,7 @@ def test_links_by_name_and_by_rate() -> None:
     assert rates == sorted(rates, reverse=True)
 
 
-def test_steps_by_hand() -> None:
+def test_predicted_steps_match_steps_computed_by_hand() -> None:
     # 4, 2 and 1 MB at 1 ms + 1 ms per MB, ready after 10, 20 and 30 ms.
     found = predict(make_profile(), MEASURED, 2)
     times = (found.step_s, found.exposed_s, found.comm_s, found.compute_s, found.efficiency)
@@ -166,7 +166,7 @@ def test_steps_by_hand() -> None:
 
 
 def fluid_end(backward_s: float, messages: list[Message]) -> float:
-    """The same by walking through time: while a message travels, compute has the share of the core that it leaves."""
+    """Simulates time directly: while a message is in flight, compute gets the share of the core that it leaves."""
     now_s = progress_s = 0.0
     for message in messages:
         waited_s = max(0.0, min(message.ready_s, backward_s) - progress_s)
@@ -176,7 +176,7 @@ def fluid_end(backward_s: float, messages: list[Message]) -> float:
 
 
 @given(st.lists(st.tuples(st.floats(0, 10), st.floats(0.01, 5), st.floats(0, 1)), max_size=8))
-def test_the_lag_is_what_sharing_the_core_comes_to(drawn: list[tuple[float, float, float]]) -> None:
+def test_backward_on_a_shared_core_matches_a_direct_simulation(drawn: list[tuple[float, float, float]]) -> None:
     messages = [Message(ready, duration, duration * share) for ready, duration, share in drawn]
     end_s = run_backward(10.0, messages, shared_cpu=True).end_s
     assert end_s == pytest.approx(fluid_end(10.0, messages))
@@ -226,7 +226,7 @@ def test_more_ranks_are_never_faster_on_a_ring(profile: StepProfile, link: Link,
     assert times[0] <= times[1] * (1 + 1e-12)
 
 
-def test_auto_is_the_algorithm_of_the_recorded_software() -> None:
+def test_auto_chooses_from_the_algorithms_of_the_recorded_backend() -> None:
     small = make_profile([0.001] * 3)
     assert predict(small, PRESETS["eth10"], 4096).algorithm == "tree"
     assert predict(replace(small, device="cpu"), PRESETS["eth10"], 4096).algorithm == "ring"
@@ -253,7 +253,7 @@ def by_cap(profile: StepProfile) -> dict[float, Buckets]:
     return {one.cap_mb: one.buckets for one in make_candidates(profile, DEFAULT_CAPS_MB) if one.cap_mb is not None}
 
 
-def test_gradients_that_share_a_bucket_are_copied() -> None:
+def test_packing_is_charged_only_for_buckets_with_several_gradients() -> None:
     packed = make_profile(cost=LinearCost(1e-3, 1e-9, pack_s_per_byte=2e-9))
     assert predict(packed, MEASURED, 2).comm_s == pytest.approx(0.010)
     together = predict(packed, MEASURED, 2, buckets=((2, 0), (1,)))
@@ -279,12 +279,16 @@ def test_the_best_plan_is_never_worse(profile: StepProfile, link: Link, world_si
     assert sorted(i for bucket in point.best.buckets for i in bucket) == sorted(profile.order)
 
 
-def test_what_a_step_takes_besides_counts_everywhere_and_is_compared_with_the_model() -> None:
+def test_overhead_is_added_to_every_step() -> None:
     lean, fat = make_profile(), replace(make_profile(), overhead_s=0.5)
     for world_size in (1, 2, 64):
         before, after = (predict(profile, PRESETS["eth10"], world_size) for profile in (lean, fat))
-        assert (after.step_s, after.compute_s) == pytest.approx((before.step_s + 0.5, before.compute_s + 0.5))
-        assert after.exposed_s == before.exposed_s
+        expected = pytest.approx((before.step_s + 0.5, before.compute_s + 0.5))
+        assert (after.step_s, after.compute_s) == expected, world_size
+        assert after.exposed_s == before.exposed_s, world_size
+
+
+def test_the_model_error_compares_the_predicted_with_the_measured_step() -> None:
     assert model_error(make_profile(step_s=0.042)) == pytest.approx(0, abs=1e-9)
     assert model_error(make_profile(step_s=0.084)) == pytest.approx(-0.5)
     assert model_error(make_profile(step_s=0.042, world_size=1)) is None

@@ -52,7 +52,7 @@ def shown(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     return run
 
 
-def test_every_link_and_power_of_two_is_shown(profile, shown):
+def test_by_default_all_links_and_powers_of_two_are_shown(profile, shown):
     out = shown(profile)
     for name in ("measured", "ib400", "eth100", "eth10", "eth1"):
         assert re.search(rf"^{name} · ", out, re.MULTILINE), out
@@ -70,7 +70,7 @@ def recorded(path: Path, step_s: float, **changes: Any) -> str:
     return str(path)
 
 
-def test_warnings_about_profiles_and_slowed_messages(tmp_path, shown):
+def test_missing_software_costs_and_slowed_messages_are_reported(tmp_path, shown):
     out = shown(recorded(tmp_path / "p.json", 0.040), "--link", "eth1")
     assert out.splitlines()[1].startswith("The model predicts ") and "warning" not in out
     assert "lacks the cost of the transport's software" in out
@@ -99,14 +99,14 @@ def test_the_profiles_own_number_of_ranks_comes_first(tmp_path, shown):
 
 
 @pytest.mark.parametrize("columns", [60, 80])
-def test_tables_fit(columns, profile, shown, monkeypatch):
+def test_tables_fit_the_terminal(columns, profile, shown, monkeypatch):
     monkeypatch.setenv("COLUMNS", str(columns))
     out = shown(profile, "--ranks-per-host", "8", "--link", "100mbit,20ms", "--link", "nvlink")
     rows = [line for line in out.splitlines() if re.match(rf"ranks +ms|─|{ROW}", line)]
     assert len(rows) == 2 * 15 and max(len(row.rstrip()) for row in rows) <= columns
 
 
-def test_the_advice_names_what_to_do(profile, shown):
+def test_the_advice_says_which_buckets_to_use(profile, shown):
     out = " ".join(shown(profile, "--link", "eth1", "--ranks", "1024").split())
     assert "eth1, 1024 ranks: use 1 bucket (0.600 MB in launch order) instead of 6 to save " in out
     assert 'bucket_cap_mb="auto" plans such buckets there, and bucket_cap_mb=0.5 gives ' in out
@@ -115,7 +115,7 @@ def test_the_advice_names_what_to_do(profile, shown):
     assert "eth1, 1 rank: nothing is sent" in shown(profile, "--ranks", "1", "--link", "eth1")
 
 
-def test_json_plot_and_page(profile, tmp_path, shown):
+def test_json_plot_and_html_page_show_the_same_points(profile, tmp_path, shown):
     data, png, page = tmp_path / "all.json", tmp_path / "plot.png", tmp_path / "page.html"
     asked = ["--link", "eth10", "--link", "5gbit", "--link", "eth10", "--ranks", "64,2,64"]
     out = shown(profile, *asked, "--json", str(data), "--plot", str(png), "--html", str(page))
@@ -140,14 +140,14 @@ def test_json_plot_and_page(profile, tmp_path, shown):
     assert all(f"wrote {path}" in out.replace("\n", "") for path in (data, png, page))
 
 
-def test_ranks_of_a_host_use_the_inner_link(profile, tmp_path, shown):
+def test_ranks_on_one_host_use_the_inner_link(profile, tmp_path, shown):
     steps = []
     for inner in ("nvlink", "10mbit"):
         path = tmp_path / f"{inner}.json"
         asked = ["--link", "eth1", "--ranks", "4", "--ranks-per-host", "4", "--inner-link", inner]
         shown(profile, *asked, "--json", str(path))
         document = json.loads(path.read_text())
-        assert document["inner_link"] == inner and document["ranks_per_host"] == 4
+        assert document["inner_link"] == inner and document["ranks_per_host"] == 4, inner
         steps.append(document["points"][0]["recorded_plan"]["step_s"])
     assert steps[1] > 2 * steps[0]
 
@@ -157,14 +157,14 @@ def test_a_profile_of_one_rank_has_no_recorded_link(tmp_path, shown, capsys):
     make_profile(world_size=1).save(path)
     out = shown(str(path), "--ranks", "2")
     assert "measured ·" not in out and "Recorded with one rank" in out and "error is unknown" in out
-    for link in ("measured", "1gbit"):  # whose latency is the recorded one's
+    for link in ("measured", "1gbit"):  # a link without a latency uses the recorded one
         assert_refused(simulate, [str(path), "--link", link], "recorded with 1 rank", capsys)
 
 
 NO_LINKS = ["wifi", "", "10", "10gbit,", "10gbit,20", "gbit", "-1gbit", "10gbit 2us", "10gib,2us", "1gbit,2us,3us"]
 
 
-def test_mistakes_are_one_sentence(profile, tmp_path, capsys):
+def test_a_wrong_argument_is_refused_in_one_sentence(profile, tmp_path, capsys):
     for arguments, said in (
         (["--ranks", "2,5000"], "from 1 to 4096, not '2,5000'"),
         (["--ranks", "2,many"], "separated by commas, like 2,8,64, not '2,many'"),
@@ -187,7 +187,7 @@ def test_mistakes_are_one_sentence(profile, tmp_path, capsys):
     assert_refused(simulate, [], "Missing argument", capsys)
 
 
-def test_the_error_of_a_missing_extension_names_the_doctor(profile, capsys, monkeypatch):
+def test_a_missing_extension_points_to_the_doctor(profile, capsys, monkeypatch):
     monkeypatch.setattr(torchddp, "import_error", ImportError("built for another torch"))
     assert simulate([profile]) == 1
     assert "see `torchddp doctor`: built for another torch" in capsys.readouterr().err

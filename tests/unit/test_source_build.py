@@ -1,4 +1,4 @@
-"""setup.py in small checkouts with a one-line extension: the torch requirement of a wheel, and build errors."""
+"""setup.py in small checkouts with a one-line extension: metadata, build errors, and stale build folders."""
 
 from __future__ import annotations
 
@@ -39,15 +39,9 @@ def checkout(tmp_path: Path) -> Path:
 def setup(folder: Path, *arguments: str, flags: tuple[str, ...] = (), **variables: str) -> tuple[int, str]:
     """The exit status and all output."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("TORCHDDP_", "PYTHON"))}
-    done = subprocess.run(
-        [sys.executable, *flags, "setup.py", "-q", *arguments],
-        cwd=folder,
-        env=inherited | variables,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=100,
-    )
+    command = [sys.executable, *flags, "setup.py", "-q", *arguments]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    done = subprocess.run(command, **pipes, cwd=folder, env=inherited | variables, text=True, timeout=100)
     return done.returncode, done.stdout
 
 
@@ -76,21 +70,18 @@ def metadata(folder: Path, **variables: str) -> email.message.Message:
     return email.message_from_string((folder / "torchddp.egg-info" / "PKG-INFO").read_text())
 
 
-# --- metadata of a wheel ---
-
-
-def test_a_build_requires_the_torch_that_it_is_built_for(checkout: Path, tmp_path: Path) -> None:
+def test_a_wheel_requires_the_torch_that_it_was_built_for(checkout: Path, tmp_path: Path) -> None:
     for release, cuda, variables, version, requirement in (
         ("2.13.0+cpu", None, {}, "+cpu.torch2.13", "torch==2.13.*"),
         ("2.11.1", "13.0", {"TORCHDDP_CUDA": "1"}, "+cu130.torch2.11", "torch==2.11.*"),
         ("2.15.0a0+git1234", "13.2", {}, "+cpu.torch2.15", "torch==2.15.*"),
     ):
         said = metadata(checkout, **write_torch(tmp_path / release, release, cuda), **variables)
-        assert said["Version"].endswith(version)
-        assert [line for line in said.get_all("Requires-Dist", []) if "extra" not in line] == [requirement]
+        assert said["Version"].endswith(version), release
+        assert [line for line in said.get_all("Requires-Dist", []) if "extra" not in line] == [requirement], release
 
 
-def test_a_workflow_names_its_repository(checkout: Path) -> None:
+def test_a_build_in_a_workflow_names_its_repository(checkout: Path) -> None:
     assert metadata(checkout).get_all("Project-URL") is None
     said = metadata(checkout, GITHUB_SERVER_URL="https://example.org", GITHUB_REPOSITORY="some/where")
     assert "Source, https://example.org/some/where" in said.get_all("Project-URL", [])
@@ -111,11 +102,8 @@ def test_an_editable_install_is_a_path_that_type_checkers_follow(checkout: Path,
     assert (ROOT / "torchddp" / "py.typed").is_file()
 
 
-# --- errors of a build ---
-
-
 def test_without_torch_one_sentence_says_how_to_build(checkout: Path, tmp_path: Path) -> None:
-    """Also for `pip install .`, whose isolated build sees no torch even if one is installed."""
+    """`pip install .` builds in isolation and sees no torch, even if it is installed."""
     (tmp_path / "only").mkdir()
     for name in ("setuptools", "_distutils_hack"):
         (tmp_path / "only" / name).symlink_to(Path(setuptools.__file__).parents[1] / name)
@@ -128,7 +116,7 @@ def test_pip_downloads_no_torch_to_build() -> None:
     assert requires and not any(name.startswith("torch") for name in requires)
 
 
-def test_a_torch_or_setuptools_that_is_not_supported_is_refused(checkout: Path, tmp_path: Path) -> None:
+def test_an_unsupported_torch_or_setuptools_is_refused(checkout: Path, tmp_path: Path) -> None:
     for release in ("2.10.1", "2.16.0+cu132"):
         said = refusal(setup(checkout, "egg_info", **write_torch(tmp_path / release, release, None)))
         installed = rf"torchddp: torch {re.escape(release)} is installed"
@@ -158,16 +146,13 @@ def test_without_pythons_headers_one_sentence_names_the_package(checkout: Path, 
     assert said.endswith(f" of Python {version} with: apt-get install python{version}-dev")
 
 
-# --- earlier builds ---
-
-
 def built_version(folder: Path) -> str:
     (extension,) = (folder / "torchddp").glob("_C*.so")
     return re.search(rb"\d+\.\d+\.\d+\+\w+\.torch\d+\.\d+", extension.read_bytes())[0].decode()
 
 
 @pytest.mark.slow
-def test_a_stale_build_folder_is_no_error(checkout: Path, tmp_path: Path) -> None:
+def test_a_stale_build_folder_is_rebuilt(checkout: Path, tmp_path: Path) -> None:
     def is_built_from_the_start(folder: Path, **variables: str) -> bool:
         code, printed = build(folder, **variables)
         assert code == 0, printed

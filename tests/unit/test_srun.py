@@ -1,4 +1,4 @@
-"""torchrun's variables for srun's tasks. Under srun: tests/distributed/test_slurm.py."""
+"""torchrun's variables derived from srun's. tests/distributed/test_slurm.py tests them under srun."""
 
 import os
 
@@ -19,7 +19,7 @@ TASK = {
 TOLD = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def test_a_task_learns_what_torchrun_says_and_elsewhere_nothing_is_told() -> None:
+def test_torchruns_variables_are_derived_in_srun_tasks_and_only_there() -> None:
     found = torchrun_variables(TASK)
     port = found.pop("MASTER_PORT")
     assert found == {"RANK": "2", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "n08"}
@@ -29,15 +29,15 @@ def test_a_task_learns_what_torchrun_says_and_elsewhere_nothing_is_told() -> Non
     assert torchrun_variables({**TASK, "SLURM_STEP_ID": "3"})["MASTER_PORT"] != port
     assert tasks_by_node("2(x3),1") == [2, 2, 2, 1]
     assert tasks_by_node("4") == [4] and tasks_by_node("") == []
-    # In a step of one task (in which torchrun starts the ranks), and in a batch script.
+    # A step of one task, in which torchrun starts the ranks, and a batch script.
     for changes in ({"SLURM_STEP_NUM_TASKS": "1"}, {"SLURM_STEP_ID": ""}, {"SLURM_PROCID": ""}):
-        assert torchrun_variables({**TASK, **changes}) == {}
+        assert torchrun_variables({**TASK, **changes}) == {}, changes
     assert torchrun_variables({}) == {}
     lists = ("vm", "a,b[1-2]", "node[08-11,20],login", "rack[1-2]n[3,4]", "n[7]-ib")
     assert [first_host(nodes) for nodes in lists] == ["vm", "a", "node08", "rack1n3", "n7-ib"]
 
 
-def test_variables_that_are_set_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_set_by_the_user_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in TOLD:  # restored afterwards
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)

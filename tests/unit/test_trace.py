@@ -1,4 +1,4 @@
-"""The command `torchddp trace`."""
+"""`torchddp trace`: its arguments, kept bucket plans, and the files it writes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from torch import nn
 
 import torchddp
-from tests.harness import on_ranks
+from tests.harness import each, on_ranks
 from tests.unit.helpers import assert_refused
 from torchddp.cli.app import app
 from torchddp.cli.trace import _use_kept_plan
@@ -28,7 +28,7 @@ def trace(arguments: list[str]) -> int:
     return run_app(app, "torchddp", ["trace", *arguments])
 
 
-def test_a_mistake_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_argument_is_refused_in_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, words in (
         (["--model", "nope"], "There is no model 'nope'; choose from small, mlp, gpt, conv"),
         (["--world-size", "1"], "With one rank there is nothing to synchronize"),
@@ -48,7 +48,9 @@ def test_a_mistake_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
         assert_refused(trace, arguments, words, capsys)
 
 
-def test_torchrun_determines_the_ranks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_under_torchrun_the_world_size_cannot_be_chosen(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     assert_refused(trace, [], "With one rank there is nothing", capsys)
@@ -56,11 +58,11 @@ def test_torchrun_determines_the_ranks(monkeypatch: pytest.MonkeyPatch, capsys: 
 
 
 @on_ranks(1)
-def test_a_plan_that_does_not_fit_is_one_sentence(tmp_path: Path) -> None:
+def test_an_unusable_plan_is_reported_in_one_sentence(tmp_path: Path) -> None:
     ddp, path = torchddp.DDP(nn.Linear(2, 2), transport="c10d"), tmp_path / "plan.json"
     head = {"kind": "torchddp bucket plan", "format": 1, **asdict(plan_key(ddp.session))}
     damaged = {}, {"buckets": 3}, {"buckets": [[1e999]]}, {"buckets": [[10**30]]}
-    for content, words in (
+    cases = (
         (None, "there is no file"),
         ("{", "can't be read"),
         ([], "does not fit: its kind is None"),
@@ -69,7 +71,8 @@ def test_a_plan_that_does_not_fit_is_one_sentence(tmp_path: Path) -> None:
         ({**head, "fingerprint": "0"}, "does not fit: its fingerprint is '0', here it is"),
         *(({**head, **own}, "is damaged: its buckets are not lists of indices") for own in damaged),
         ({**head, "buckets": [[0], [7]]}, "bucket 1 holds parameter index 7: allowed are 0 to 1"),
-    ):
+    )
+    for content, words in each(cases):
         if content is not None:
             path.write_text(content if isinstance(content, str) else json.dumps(content))
         with pytest.raises(ArgumentError) as caught:
@@ -111,14 +114,9 @@ def test_a_run_writes_all_requested_files(tmp_path: Path) -> None:
         "    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 1))\n"
         "    return model, torch.ones(2, 8)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-m", "torchddp", "trace", "--model", "mine:make", "--steps", "4", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"},
-    )
+    command = [sys.executable, "-m", "torchddp", "trace", "--model", "mine:make", "--steps", "4", *arguments]
+    env = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=tmp_path, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "mine:make, 2 ranks, cpu, transport" in done.stdout
     assert all(f"wrote {path}" in "".join(done.stdout.split("\n")) for path in paths.values())

@@ -1,4 +1,4 @@
-"""`torchddp tune`: candidates, choice, output and errors."""
+"""`torchddp tune`: candidate bucket sizes, the choice among them, output and errors."""
 
 import json
 import re
@@ -28,7 +28,7 @@ MIB = 1024 * 1024
 PROFILE = make_profile([MIB / 1e6] * 4, (30, 20, 10, 0), buckets=((3,), (2, 1, 0)), device="cpu", step_s=0.07)
 
 
-def test_candidates_and_what_is_predicted_of_them() -> None:
+def test_candidates_and_their_predicted_times() -> None:
     candidates = make_candidates(PROFILE, (100, 1, 2, 25))
     assert [c.name for c in candidates] == ["default", "planned", "1 MiB", "2 MiB", "25 MiB"]
     assert [len(c.buckets) for c in candidates][2:] == [4, 2, 1]
@@ -53,7 +53,7 @@ def test_the_fastest_is_chosen_only_if_significant() -> None:
 
 
 @pytest.mark.parametrize("median", [90, 97, 130])
-def test_an_uncertain_answer_says_so_and_what_to_try(median: float) -> None:
+def test_an_uncertain_answer_says_how_to_decide(median: float) -> None:
     """Seven noisy rounds are too few to decide, unless the plan is slower than the default."""
     rough = np.array([0, 15, -15, 12, -12, 20, -20])
     step_ms = np.stack([100 + rough, median + np.roll(rough, 1), 120 + rough])
@@ -68,7 +68,7 @@ def test_an_uncertain_answer_says_so_and_what_to_try(median: float) -> None:
 
 
 @given(st.lists(st.lists(st.floats(1, 1000), min_size=12, max_size=12), min_size=3, max_size=6))
-def test_nothing_is_green_where_nothing_is_faster(times: list[list[float]]) -> None:
+def test_nothing_is_green_if_nothing_is_faster(times: list[list[float]]) -> None:
     step_ms = np.array(times)
     candidates = make_candidates(PROFILE, (1, 2, 25, 50))
     names = [Candidate(f"{index}", f"bucket_cap_mb={index}", ((3, 2, 1, 0),)) for index in range(1, len(times))]
@@ -82,7 +82,7 @@ def test_nothing_is_green_where_nothing_is_faster(times: list[list[float]]) -> N
 
 
 def test_the_same_buckets_are_never_faster() -> None:
-    """A size may give the same buckets as the default; a difference between the two is noise."""
+    """If a size gives the same buckets as the default, any difference is noise."""
     same = Candidate("1 MiB", "bucket_cap_mb=1", PROFILE.buckets, 1.0)
     candidates = (*make_candidates(PROFILE, (25,))[:1], same)
     document = tune_document(TuneResult(PROFILE, candidates, np.stack([noisy(100), noisy(80)])))
@@ -91,7 +91,7 @@ def test_the_same_buckets_are_never_faster() -> None:
     assert re.search(r"^1 MiB .* 1 +same *$", shown, re.MULTILINE) and "0.80" not in shown
 
 
-def test_inaccurate_predictions_are_commented() -> None:
+def test_inaccurate_predictions_are_explained() -> None:
     document = tune_document(RESULT)
     expected = {row["name"]: row["predicted_ms"] for row in document["candidates"]}
 
@@ -103,9 +103,8 @@ def test_inaccurate_predictions_are_commented() -> None:
         return expectation_text({**document, "candidates": rows})
 
     assert said() == ""
-    assert "the planned buckets takes 50% more time than expected: the planner's model misses" in said(
-        planned=1.5 * expected["planned"]
-    )
+    slow = said(planned=1.5 * expected["planned"])
+    assert "the planned buckets takes 50% more time than expected: the planner's model misses" in slow
     assert "all steps were slower than the recorded one" in said(**{name: 2 * ms for name, ms in expected.items()})
     assert "all steps were faster than the recorded one" in said(**{name: 0.5 * ms for name, ms in expected.items()})
     assert expectation_text(document) in notes(document)
@@ -114,7 +113,7 @@ def test_inaccurate_predictions_are_commented() -> None:
 RESULT = TuneResult(PROFILE, make_candidates(PROFILE, (1, 2, 25)), np.stack([*map(noisy, (100, 70, 90, 95, 110))]))
 
 
-def test_the_document_has_what_is_shown() -> None:
+def test_table_plot_and_page_show_the_document() -> None:
     document = tune_document(RESULT)
     assert json.loads(json.dumps(document, allow_nan=False))["candidates"] == document["candidates"]
     assert [row["chosen"] for row in document["candidates"]] == [False, True, False, False, False]
@@ -122,8 +121,8 @@ def test_the_document_has_what_is_shown() -> None:
     assert document["argument"] == 'bucket_cap_mb="auto"' and answer(document) == said
     for width in (60, 80):
         shown = printed(tune_table(document), width)
-        assert all(row["name"] in shown for row in document["candidates"])
-        assert ("no room for: step p90" in shown) == (width == 60)
+        assert all(row["name"] in shown for row in document["candidates"]), width
+        assert ("no room for: step p90" in shown) == (width == 60), width
     for row in (r"planned .* 0\.70 \[.*\]  <- use", "1 MiB .* faster", "25 MiB .* slower"):  # also to a pipe
         assert re.search(rf"^{row} *$", shown, re.MULTILINE), row
     figure = draw_curve(document)
@@ -159,7 +158,7 @@ def test_a_run_saves_its_plan(tmp_path, monkeypatch, capsys):
     assert str(kept) in capsys.readouterr().out
 
 
-def test_a_plan_that_cannot_be_kept_is_one_sentence(monkeypatch):
+def test_a_plan_that_cannot_be_saved_is_reported_in_one_sentence(monkeypatch):
     keeping = partial(_keep, RESULT, tune_document(RESULT))
     monkeypatch.setenv("TORCHDDP_CACHE_DIR", "/dev/null/cache")
     with pytest.raises(ArgumentError, match=r"^Cannot save the plan as '/dev/null/cache/plan-.*'.*; see --no-keep\.$"):
@@ -171,7 +170,7 @@ def test_a_plan_that_cannot_be_kept_is_one_sentence(monkeypatch):
         keeping()
 
 
-def test_bad_input_is_one_sentence_and_exit_code_2(capsys):
+def test_a_wrong_argument_is_refused_in_one_sentence(capsys):
     for arguments, words in (
         (["--model", "nothing"], "There is no model 'nothing'"),
         (["--world-size", "1"], "With one rank there is nothing to synchronize"),
@@ -182,6 +181,6 @@ def test_bad_input_is_one_sentence_and_exit_code_2(capsys):
         (["--plot", "/nowhere/x.png"], "folder '/nowhere' does not exist"),
         (["--what"], "No such option"),
     ):
-        assert run_tune(*arguments) == 2
+        assert run_tune(*arguments) == 2, arguments
         told = capsys.readouterr()
         assert words in told.err and told.err.count("\n") == 1 and told.out.strip() == "", arguments

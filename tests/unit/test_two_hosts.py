@@ -1,4 +1,4 @@
-"""The benchmark over two emulated hosts: network commands, numbers, table and errors."""
+"""The benchmark on two emulated hosts: its network, rates, results and report."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from benchmarks.two_hosts import network, report, results
+from tests.harness import each
 from tests.unit.benchmark_results import MODEL, document
 from tests.unit.helpers import printed
 from torchddp.harness.variants import TORCHDDP, ArgumentError, Role, Variant, make_variants
@@ -15,10 +16,10 @@ from torchddp.harness.variants import TORCHDDP, ArgumentError, Role, Variant, ma
 GBIT = 1_000_000_000
 
 
-def test_rates_are_bits_per_second_by_which_each_end_is_limited_before_it_is_up() -> None:
+def test_rates_are_parsed_and_each_end_is_limited_before_it_is_up() -> None:
     texts = "1gbit", "2.5Gbit", " 10mbit", "100gbit"
     assert [network.parse_rate(text) for text in texts] == [GBIT, 2_500_000_000, 10_000_000, 100 * GBIT]
-    for text in ("", "1", "1kbit", "-1gbit", "9mbit", "101gbit", "1e3mbit", "nangbit"):
+    for text in each(("", "1", "1kbit", "-1gbit", "9mbit", "101gbit", "1e3mbit", "nangbit")):
         with pytest.raises(ArgumentError, match="--rate must be 10mbit to 100gbit"):
             network.parse_rate(text)
     lines = [" ".join(command) for command in network.setup_commands(network.make_hosts(77), GBIT)]
@@ -33,7 +34,7 @@ def field(transport: str = "auto") -> tuple[Variant, ...]:
     return results.with_transport(make_variants(TORCHDDP, (), (1, 100)), transport)
 
 
-def test_a_transport_is_passed_only_to_ours_and_auto_is_the_default() -> None:
+def test_a_transport_is_passed_only_to_torchddp_and_defaults_to_auto() -> None:
     assert field() == make_variants(TORCHDDP, (), (1, 100))
     (ours,) = (variant for variant in field("c10d") if variant.role is Role.OURS)
     assert (ours.name, ours.keywords) == ("torchddp, c10d", {"transport": "c10d"})
@@ -48,7 +49,7 @@ def fake_result(transport: str = "auto", ours_ms: float = 75.0) -> dict[str, Any
     return results.two_hosts_result(field(transport), raw)
 
 
-def test_the_ratio_is_of_whole_steps_and_the_report_says_whether_it_meets_the_goal() -> None:
+def test_ratios_compare_whole_steps_and_the_report_says_whether_the_goal_is_met() -> None:
     result = fake_result()
     local, *_, ours = result["variants"]
     assert result["best_torch"] == "torch tuned, cap 1" and "ratio_to_best_torch" not in local

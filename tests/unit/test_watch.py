@@ -1,4 +1,4 @@
-"""The watcher's thread, the board that ranks talk over, and what they tell each other of an exception."""
+"""The watcher thread, the board on which ranks post values, calls with a time limit, and exceptions of other ranks."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from torchddp.transport.board import Board
 from torchddp.transport.worker import BoundedCalls, watch
 
 
-def test_a_task_that_fails_ends_alone(caplog):
+def test_a_failing_task_stops_without_affecting_others(caplog):
     polled: list[str] = []
     failing = watch(mock.Mock(side_effect=ValueError("no such thing")), 0.01)
     other = watch(lambda: polled.append(threading.current_thread().name), 0.01)
@@ -33,7 +33,7 @@ def test_a_task_that_fails_ends_alone(caplog):
     assert "no such thing" in caplog.text
 
 
-def test_a_forked_child_has_a_watcher_of_its_own():
+def test_a_forked_child_has_its_own_watcher():
     polled: list[int] = []
     task = watch(lambda: polled.append(os.getpid()), 0.01)
     assert wait_until(lambda: polled)
@@ -51,7 +51,7 @@ def test_a_forked_child_has_a_watcher_of_its_own():
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_all_ranks_can_read_what_ranks_post(world_size):
+def test_all_ranks_read_posted_values_and_one_rank_claims_a_key(world_size):
     def work(rank):
         board, other = Board(None, "test"), Board(None, "test")
         assert board.read("nothing") is None
@@ -83,7 +83,7 @@ def test_a_call_that_does_not_return_times_out():
     assert calls.call(lambda: 1) == 1
 
 
-def test_the_thread_of_calls_ends_with_its_owner():
+def test_the_call_thread_ends_with_its_owner():
     calls = BoundedCalls(5.0)
     thread = calls.call(threading.current_thread)
     del calls
@@ -97,7 +97,7 @@ def failure_of(error: BaseException, step: int | None = 7) -> Failure:
         return Failure.of(caught, 3, step)
 
 
-def test_an_exception_survives_serialization():
+def test_a_remote_exception_keeps_its_details_when_serialized():
     posted = json.loads(json.dumps(failure_of(ValueError("no such file")).to_json()))
     error = Failure(**posted).error()
     assert str(error) == "rank 3 failed at step 7: ValueError: no such file"
@@ -112,7 +112,7 @@ def test_an_exception_survives_serialization():
         assert type(copy) is PeerFailedError and str(copy) == str(error) and copy.rank == 3
 
 
-def test_which_exceptions_are_consequences():
+def test_exceptions_caused_by_other_ranks_are_recognized():
     for error, expected in (
         (TransportError("rank 0, step 3: bucket 1"), True),
         (PeerFailedError(1, "ValueError", "x"), True),

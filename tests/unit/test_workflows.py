@@ -1,4 +1,4 @@
-"""GitHub workflows: which wheels are built and published; actions and scripts are pinned and exist."""
+"""GitHub workflows and issue forms: wheels built and published, pinned actions, existing scripts."""
 
 import fnmatch
 import itertools
@@ -43,14 +43,11 @@ def torch_range() -> tuple[str, str]:
     return f"2.{found[1]}", f"2.{int(found[2]) - 1}"
 
 
-def test_a_release_has_the_ten_wheels_of_the_page() -> None:
+def test_a_release_has_the_ten_wheels_that_the_docs_list() -> None:
     """Each row of the first table of docs/install.md, with the command that installs its wheel."""
     page = (ROOT / "docs" / "install.md").read_text()
-    rows = re.findall(
-        r"^\| (\S+) \| (\S+).* \| (\S+) \| `pip install --no-deps RELEASE/torchddp-(\S+)-(\S+)-(\S+)-(\S+)\.whl` \|$",
-        page,
-        re.MULTILINE,
-    )
+    row = r"^\| (\S+) \| (\S+).* \| (\S+) \| `pip install --no-deps RELEASE/torchddp-(\S+)-(\S+)-(\S+)-(\S+)\.whl` \|$"
+    rows = re.findall(row, page, re.MULTILINE)
     version = PROJECT["tool"]["torchddp"]["version"]
     expected = set()
     for job in wheel_jobs():
@@ -70,14 +67,14 @@ def test_wheels_are_built_for_supported_versions() -> None:
     assert f">={min(named, key=lambda version: int(version[2:]))}" == PROJECT["project"]["requires-python"]
     # `make compat` checks the ends of the range.
     assert [version.rpartition(".")[0] for version in TORCHES] == list(torch_range())
-    # Each has an image with the matching nvcc.
+    # Each job's image has the matching nvcc.
     for job in wheel_jobs():
-        assert "manylinux2_28" in job["image"] or "manylinux_2_28" in job["image"]
+        assert "manylinux2_28" in job["image"] or "manylinux_2_28" in job["image"], job
         variant = job["variant"]
-        assert variant == "cpu" or f":cuda{variant[2:4]}.{variant[4:]}-" in job["image"]
+        assert variant == "cpu" or f":cuda{variant[2:4]}.{variant[4:]}-" in job["image"], job
 
 
-def test_a_tag_publishes_the_wheels_that_were_built_and_an_index() -> None:
+def test_a_tag_publishes_the_built_wheels_and_an_index() -> None:
     jobs = load("release.yml")["jobs"]
     publish = jobs["publish"]
     assert publish["needs"] == "wheel" and "refs/tags/v" in publish["if"]  # runs only if all of them succeeded
@@ -93,7 +90,7 @@ def test_a_tag_publishes_the_wheels_that_were_built_and_an_index() -> None:
     assert publish["permissions"] == {"contents": "write"}
 
 
-def test_the_pages_that_are_built_are_published_with_the_wheels() -> None:
+def test_the_built_docs_are_published_with_the_wheel_index() -> None:
     jobs = load("docs.yml")["jobs"]
     steps = jobs["build"]["steps"]
     (site,) = re.findall(r"^site_dir: (\S+)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
@@ -107,8 +104,8 @@ def test_the_pages_that_are_built_are_published_with_the_wheels() -> None:
     assert any("deploy-pages" in step["uses"] for step in publish["steps"])
 
 
-def test_issue_forms_are_what_github_takes() -> None:
-    """Each asks for something that must be said, in fields of different names."""
+def test_issue_forms_are_valid_and_have_required_fields() -> None:
+    """The ids and labels of a form's fields are unique, as GitHub requires."""
     forms = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
     assert [path.stem for path in forms] == ["bug", "feature", "performance"]
     for path in forms:
@@ -132,7 +129,7 @@ def test_actions_and_pip_are_pinned_and_scripts_and_groups_exist(path: Path) -> 
     assert set(re.findall(r"pip==\S+", text)) <= {pinned}
 
 
-def test_groups_are_pinned() -> None:
+def test_dependency_groups_are_pinned() -> None:
     for name, requirements in PROJECT["dependency-groups"].items():
         for requirement in requirements:
             if isinstance(requirement, dict):
