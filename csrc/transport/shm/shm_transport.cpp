@@ -233,11 +233,10 @@ at::Tensor ShmTransport::allocate(int64_t numel, at::ScalarType dtype, at::Devic
     if (auto memory = try_allocate(numel, dtype); memory.defined()) {
       return memory;
     }
-    TORCH_WARN(
-        "rank ", rank_, ": no room for ", numel * static_cast<int64_t>(c10::elementSize(dtype)),
-        " bytes of shared memory (", std::strerror(errno),
-        "): the ranks continue over the process group. Shared memory counts toward the memory of the container ",
-        "or cgroup, and TORCHDDP_SHM_LIMIT_MB also limits it.");
+    TORCH_WARN("rank ", rank_, ": no room for ", numel * static_cast<int64_t>(c10::elementSize(dtype)),
+               " bytes of shared memory (", std::strerror(errno),
+               "): the ranks continue over the process group. Shared memory counts toward the memory of the container ",
+               "or cgroup, and TORCHDDP_SHM_LIMIT_MB also limits it.");
     lost_memory_ = true;
   }
   return Transport::allocate(numel, dtype, device);
