@@ -116,9 +116,6 @@ def test_wrapping_twice_is_refused(results: Results) -> None:
     assert "torchddp." in said["ours"]
 
 
-# --- bad input, in one process
-
-
 @pytest.mark.parametrize("argument", ["fsdp_plugin", "deepspeed_plugin", "deepspeed_plugins", "megatron_lm_plugin"])
 def test_other_ways_to_distribute_are_refused(argument: str) -> None:
     with pytest.raises(ValueError, match=rf"distributes them itself \({argument} was given\)"):
@@ -196,9 +193,6 @@ accelerate.Accelerator
 """
     said = [f"{package} is not installed: pip install {package}" for package in ("accelerate", "transformers")]
     assert launch("-c", code, timeout_s=110).stdout.splitlines() == said
-
-
-# --- examples
 
 
 def ours_and_torchs(*arguments: str, own: tuple[str, ...] = (), steps: int) -> dict[str, Any]:

@@ -91,9 +91,6 @@ def test_the_page(results: list[dict[str, Any]]) -> None:
         assert of_rank["page"]["items"] == 3 + 4
 
 
-# --- in one process
-
-
 @pytest.mark.usefixtures("alone")
 def test_a_single_process_is_not_weighted_and_microbatches_warn() -> None:
     accelerator = Accelerator()

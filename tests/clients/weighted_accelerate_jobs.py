@@ -96,9 +96,6 @@ def one_process(model: nn.Module, steps: Steps, shift: Callable = lambda labels:
     return losses
 
 
-# --- Accelerate
-
-
 def prepared(accelerator: Any) -> tuple[Any, Any, Any]:
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
@@ -161,9 +158,6 @@ def misuse() -> dict[str, str]:
     accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = True
     found["each batch"] = said(lambda: weigh(accelerator, model, 1))
     return found
-
-
-# --- the Trainer
 
 
 class Noting:
@@ -323,9 +317,6 @@ def nothing_at_all() -> dict[str, Any]:
     other.train()
     same = all(torch.equal(a, b) for a, b in zip(other.model.parameters(), start.parameters(), strict=True))
     return {"said": error, "stays": same, "losses": logged(other)}
-
-
-# --- docs/weighted_means.md
 
 
 EVEN = 16  # samples, which divide evenly: Accelerate repeats none

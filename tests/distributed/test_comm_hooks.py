@@ -280,8 +280,6 @@ def test_copies_belong_to_no_model(rank):
         other.attach(model)
 
 
-# --- another process group ---
-
 IN_GROUPS = {
     "int8": Int8,
     "bf16": lambda: BF16(error_feedback=True),

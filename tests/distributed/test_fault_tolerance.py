@@ -319,8 +319,6 @@ def test_state_for_replicas_that_heal(rank):
     assert set(differs[1]()) == {"buckets", "hooks"}
 
 
-# --- PowerSGD, which only sends sums ---
-
 NEAR = {"rtol": 1e-4, "atol": 1e-6}
 
 

@@ -178,6 +178,23 @@ def test_dtypes_layouts_and_other_modes(rank):
     assert found_on_all(ddp) == [NonFinite(1, 1, "weight", 1)]
 
 
+@on_ranks(2)
+def test_a_grad_scaler_recovers_and_each_overflow_is_an_episode(rank):
+    ddp = DDP(seeded(lambda: Mlp(dtype=torch.float32)), find_nonfinite=True)
+    optimizer = torch.optim.SGD(ddp.parameters(), 1e-7)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, growth_interval=1000)
+    for step in range(1, 30):
+        optimizer.zero_grad()
+        scaler.scale(1000 * loss_of(ddp(batch(rank, step, dtype=torch.float32)))).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert all(p.isfinite().all() for p in ddp.parameters()) and scaler.get_scale() < 2.0**127
+    assert found_on_all(ddp)[0].step == 1
+    ddp.module.first.weight.data[0, 0] = math.nan
+    run_step(ddp, rank, 30, torch.float32)
+    assert {one.step for one in found_on_all(ddp)} == {30}
+
+
 @on_ranks(3)
 def test_the_culprit_warns_once_and_rank_0_reports_all(rank):
     lines = logged("torchddp.distributed")

@@ -279,6 +279,18 @@ def test_order_and_tags(rank):
     dist.send(stamp(rank, 4), 1 - rank, group=group)
     assert torch.equal(future.wait()[0], stamp(1 - rank, 4))
 
+    operations = [
+        dist.P2POp(dist.isend, stamp(rank, 4), 1 - rank, group),
+        dist.P2POp(dist.irecv, later, 1 - rank, group),
+    ]
+    for handle in dist.batch_isend_irecv(operations):
+        handle.wait()
+    assert torch.equal(later, stamp(1 - rank, 4))
+    dist.send_object_list([rank, "x" * 50_000], 1 - rank, group=group)
+    objects = [None, None]
+    assert dist.recv_object_list(objects, 1 - rank, group=group) == 1 - rank
+    assert objects == [1 - rank, "x" * 50_000]
+
 
 @on_ranks(2)
 def test_a_message_reaches_its_tensor_without_a_wait(rank):

@@ -74,6 +74,15 @@ def test_a_task_that_is_killed_ends_the_others_and_leaves_nothing(srun, settings
 
 
 @pytest.mark.slow
+def test_tasks_with_private_folders_share_memory(srun, settings, tmp_path):
+    """As with Slurm's job_container/tmpfs: no task sees another's /dev/shm."""
+    own = f"mount -t tmpfs none /dev/shm && exec {' '.join(TASK)} {tmp_path} train"
+    done = srun(2, "unshare", "--mount", "sh", "-c", own, **settings)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [task["transport"] for task in found_by(tmp_path)] == ["shm", "shm"]
+
+
+@pytest.mark.slow
 def test_unmodified_programs_under_run(srun, tmp_path):
     """torchddp.run sets MASTER_ADDR and MASTER_PORT."""
     (tmp_path / "program.py").write_text(UNMODIFIED)

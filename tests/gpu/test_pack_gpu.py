@@ -197,9 +197,6 @@ def test_plain_copies_keep_the_payload_of_a_nan(alone):
     assert ddp.gradient_stats()[0, 1].item() == bits.numel()
 
 
-# --- statistics ---
-
-
 @pytest.mark.parametrize("dtype", FLOATS, ids=name)
 @pytest.mark.parametrize("divisor", [1, 3])
 def test_statistics_are_of_what_is_in_the_bucket(alone, dtype, divisor):
@@ -231,9 +228,6 @@ def test_statistics_are_deterministic(gpu):
         backward(ddp, values)
         results.append(ddp.gradient_stats().view(torch.int64).tolist())
     assert results == results[:1] * 5
-
-
-# --- launches ---
 
 
 @pytest.mark.profiler

@@ -40,9 +40,6 @@ def name_of(page):
     return str(page.relative_to(ROOT))
 
 
-# --- markers ---
-
-
 def complaint(page, block):
     """What is wrong with a block's marker, or that it is missing; empty if nothing is wrong."""
     if block.marker is None:
@@ -92,9 +89,6 @@ def test_wrong_markers_and_commands_are_found():
         page = Path("no_such_" + "page.md")
         found = "; ".join(filter(None, (complaint(page, block) for block in blocks(text))))
         assert wrong in found if wrong else not found, (text, found)
-
-
-# --- commands ---
 
 
 def commands(code):
@@ -160,9 +154,6 @@ def wrong_with_module(module, words):
     # A function argument of this name also counts: typer makes an option of it.
     text += "".join(f"--{name.replace('_', '-')}\n" for name in re.findall(r"\b(\w+):", text))
     return not_found("option", options_in(words), text)
-
-
-# --- Python ---
 
 
 def fresh_module():

@@ -122,9 +122,6 @@ def test_classes_derived_after_install_use_ours_and_earlier_ones_are_restored() 
     assert type(Before) is type(OfBefore) is PLAIN and type(Special) is OwnMeta
 
 
-# --- messages. Those at construction of a model: tests/distributed/test_announcements.py. ---
-
-
 def test_the_first_model_is_announced_and_classes_derived_earlier_are_named(caplog):
     def work(rank: int, made: list[str]) -> str:
         class Before(TorchDDP):
