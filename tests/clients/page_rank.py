@@ -61,16 +61,18 @@ def main() -> None:
     seen = Seen()
     register_module_forward_pre_hook(seen.record)
     exec(compile(code, "engines.md", "exec"), {"__name__": "__main__"})
-    rooms = [cls.__module__.partition(".")[0] for cls in type(seen.model).__mro__]
+    packages = [cls.__module__.partition(".")[0] for cls in type(seen.model).__mro__]
     found = {
         "made": type(seen.model).__qualname__,
-        "class": next(room for room in rooms if room in CLASSES),
+        "class": next(name for name in packages if name in CLASSES),
         "start": seen.start,
         "weights": digest(seen.model.named_parameters()),
         "steps": torchddp.finished_steps(),
         "transport": seen.model.session.options.transport if isinstance(seen.model, torchddp.DDP) else "torch's",
     }
     Path(f"rank{os.environ['RANK']}.json").write_text(json.dumps(found))
+    # Skip the interpreter's shutdown, during which gloo's threads may want the GIL and abort, with any DDP class.
+    os._exit(0)
 
 
 if __name__ == "__main__":
