@@ -45,7 +45,7 @@ def test_misuse(results: list[dict[str, Any]]) -> None:
     assert "pass the model that prepare() returned" in said["bare"]
     assert "is a torch.nn.parallel.distributed.DistributedDataParallel: " in said["torch's"]
     assert said["negative"] == "ValueError: the weight on rank 1 must be 0 or more, and finite, got -1"
-    assert said["each batch"].startswith("RuntimeError: weigh() with sync_each_batch=True")
+    assert said["each batch"].startswith("RuntimeError: weigh() can't be used with sync_each_batch=True")
 
 
 @pytest.mark.parametrize(
