@@ -85,7 +85,17 @@ def test_backwards_without_zero_grad(rank):
         pair.backward(2 * step)
         pair.backward(2 * step + 1)
         pair.step()
+    with pair.sharded.no_sync():  # and reduced by hand
+        pair.backward(12)
+    pair.sharded.reduce()
+    pair.assert_sharded()
+    pair.step()
     pair.assert_equal(rtol=1e-5, atol=1e-6)
+    loss = loss_of(pair.sharded(batch_of(rank, 0)))
+    loss.backward(retain_graph=True)  # the step changes what the graph needs
+    pair.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
     # Accumulating on only one rank.
     pair.backward(0)
     model = pair.sharded

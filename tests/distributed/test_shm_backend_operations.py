@@ -150,7 +150,12 @@ def test_a_dead_rank_is_named_within_seconds(rank, how):
 
 
 @on_ranks(2)
-def test_an_abort_ends_a_receive(rank):
+def test_the_groups_timeout_and_an_abort_end_a_receive(rank):
+    group = shm_group(timeout=timedelta(milliseconds=300))
+    if rank == 0:
+        with pytest.raises(TransportError, match="timed out after 300 ms in recv of 4 bytes from rank 1"):
+            dist.recv(torch.zeros(1), 1, group=group)
+    dist.barrier()
     group = shm_group()
     if rank == 0:
         handle = dist.irecv(torch.zeros(1), 1, group=group)
@@ -279,11 +284,8 @@ def test_order_and_tags(rank):
     dist.send(stamp(rank, 4), 1 - rank, group=group)
     assert torch.equal(future.wait()[0], stamp(1 - rank, 4))
 
-    operations = [
-        dist.P2POp(dist.isend, stamp(rank, 4), 1 - rank, group),
-        dist.P2POp(dist.irecv, later, 1 - rank, group),
-    ]
-    for handle in dist.batch_isend_irecv(operations):
+    batched = [(dist.isend, stamp(rank, 4)), (dist.irecv, later)]
+    for handle in dist.batch_isend_irecv([dist.P2POp(call, tensor, 1 - rank, group) for call, tensor in batched]):
         handle.wait()
     assert torch.equal(later, stamp(1 - rank, 4))
     dist.send_object_list([rank, "x" * 50_000], 1 - rank, group=group)

@@ -81,14 +81,13 @@ def test_channels_last_convolution(ddp_class):
 
     def run(model, rank, step):
         loss_of(model(batch(rank, step, 4, 3, 6, 6, dtype=torch.float32).to(**channels_last))).backward()
-        for name, p in model.named_parameters():
-            assert p.stride() == p.grad.stride(), name
+        assert all(p.stride() == p.grad.stride() for p in model.parameters())
+
+    def make():
+        return NormNet(torch.float32).to(**channels_last)
 
     for set_to_none in each([True, False]):
-        assert_same_as_torch(
-            ddp_class, lambda: NormNet(torch.float32).to(**channels_last), run, dtype=torch.float32,
-            set_to_none=set_to_none,
-        )  # fmt: skip
+        assert_same_as_torch(ddp_class, make, run, dtype=torch.float32, set_to_none=set_to_none)
 
 
 @on_ranks(2)
@@ -99,7 +98,6 @@ def test_large_gradient_packed_by_several_threads(ddp_class):
         torch.set_num_threads(3)
         model(batch(rank, step, 1, dtype=torch.float32)).sin().sum().backward()
 
+    make = partial(nn.Linear, 1, 1_300_003, bias=False)
     for options in each([{}, {"gradient_as_bucket_view": False}]):
-        assert_same_as_torch(
-            ddp_class, lambda: nn.Linear(1, 1_300_003, bias=False), run, dtype=torch.float32, options=options
-        )
+        assert_same_as_torch(ddp_class, make, run, dtype=torch.float32, options=options)

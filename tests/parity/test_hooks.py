@@ -1,6 +1,7 @@
 """torch's communication hooks run unmodified, with the same results as in torch's class."""
 
 import os
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -95,9 +96,8 @@ def test_hook_on_complex_parameters(ddp_class):
 
     for name, transport in each([name for name in REGISTER if "power_sgd" not in name], ["c10d", "shm"]):
         os.environ["TORCHDDP_TRANSPORT"] = transport  # torch's class has no such option
-        assert_same_as_torch(
-            ddp_class, lambda: Mlp(16, torch.complex64), run, rtol=1e-6, prepare=REGISTER[name], dtype=torch.complex64
-        )
+        make, settings = partial(Mlp, 16, torch.complex64), {"prepare": REGISTER[name], "dtype": torch.complex64}
+        assert_same_as_torch(ddp_class, make, run, rtol=1e-6, **settings)
 
 
 @pytest.mark.beyond_torch("gives the gradients of complex parameters as real tensors of the parameters' shapes")
@@ -122,10 +122,8 @@ def test_gradients_of_a_complex_bucket_are_pairs(ddp_class, rank):
 @on_ranks(3)
 def test_hook_with_many_buckets_on_three_ranks(ddp_class):
     for name, view in each([("allreduce", False), ("fp16", True), ("builtin_fp16", False)]):
-        options = {"bucket_cap_mb": 0.001, "gradient_as_bucket_view": view}
-        assert_same_as_torch(
-            ddp_class, _make, _step, steps=4, rtol=4e-3, prepare=REGISTER[name], options=options, dtype=torch.float32
-        )
+        settings = {"options": {"bucket_cap_mb": 0.001, "gradient_as_bucket_view": view}, "dtype": torch.float32}
+        assert_same_as_torch(ddp_class, _make, _step, steps=4, rtol=4e-3, prepare=REGISTER[name], **settings)
 
 
 @pytest.mark.skipif(

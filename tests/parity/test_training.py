@@ -18,16 +18,10 @@ from tests.parity.compare import TorchDDP, assert_same_as_torch
 @on_ranks(1, 2, 3, 4)
 def test_fifty_steps_of_adamw(ddp_class, world_size):
     """Bitwise for up to two ranks; on three and four, AdamW's division amplifies last-bit differences."""
+    rtol, optimizer = 0.0 if world_size <= 2 else 1e-9, partial(torch.optim.AdamW, lr=1e-2)
     for options in each([{}, {"gradient_as_bucket_view": False}, {"static_graph": True}]):
-        assert_same_as_torch(
-            ddp_class,
-            Mlp,
-            step_on,
-            steps=50,
-            rtol=0.0 if world_size <= 2 else 1e-9,
-            options={"bucket_cap_mb": 0.001, **options},
-            optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2),
-        )
+        settings = {"options": {"bucket_cap_mb": 0.001, **options}, "optimizer": optimizer}
+        assert_same_as_torch(ddp_class, Mlp, step_on, steps=50, rtol=rtol, **settings)
 
 
 @on_ranks(2, 3)

@@ -126,5 +126,5 @@ def test_import_loads_the_subpackages_but_not_dynamo_or_plots() -> None:
     )
     imported, names = done.stdout.splitlines()
     assert names.split() == ["profile", "OSS"]
-    for heavy in ("torch._dynamo", "torch._inductor", "matplotlib", "rich", "numpy.testing"):
+    for heavy in ("torch._dynamo", "torch._inductor", "torch.distributed.fsdp", "matplotlib", "rich", "numpy.testing"):
         assert f"'{heavy}'" not in imported
