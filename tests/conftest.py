@@ -71,11 +71,11 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     if reporter is None or os.environ.get("CI") != "true" or session.exitstatus != pytest.ExitCode.OK:
         return
-    flaky = sorted({report.nodeid for report in reporter.stats.get("rerun", ()) if "may_rerun" not in report.keywords})
-    if flaky:
+    reruns = [report for report in reporter.stats.get("rerun", ()) if "may_rerun" not in report.keywords]
+    if reruns:
         reporter.ensure_newline()
-        advice = "mend it, or mark it with may_rerun and a reason"
-        reporter.write_line(f"Passed only when run again ({advice}): {', '.join(flaky)}")
+        told = "\n".join(f"{report.nodeid}: {report.longreprtext[-3000:]}" for report in reruns)
+        reporter.write_line(f"Passed only when run again (mend it, or mark it with may_rerun and a reason): {told}")
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 

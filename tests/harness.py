@@ -322,8 +322,7 @@ def _collect(ranks: list[_Rank], needed: set[int], timeout: float, straggler_s: 
 
 
 def _rank_main(rank: int, plan: Launch, pipe: Connection) -> None:
-    # A forked rank must not collect its parent's garbage: a destructor of a TCPStore or process group would wait for
-    # threads that fork() did not copy. A collection would also copy every page that holds an object.
+    # Never collect the parent's garbage: destructors of stores and groups would wait for threads lost in fork().
     gc.freeze()
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
