@@ -207,16 +207,14 @@ void bind_gradients(PyReducer& c) {
            "Of the last synchronized backward: one row per bucket, {sum of squares, number of non-finite values}.")
       .def("nonfinite", &nonfinite_tuples, NoGil(),
            "This rank's infinite or NaN gradients in the last run of consecutive steps with any: (step, parameter "
-           "index, "
-           "elements or -1), the first per parameter.")
+           "index, elements or -1), the first per parameter.")
       .def("nonfinite_version", of(&Parts::non_finite, &NonFiniteWatch::version), NoGil(),
            "Increases when nonfinite() changes.")
       .def("note_gradients", of(&Parts::changes, &GradientChanges::note_next),
            "Record the next step's averages for changed_gradients().")
       .def("changed_gradients", &changed_gradients, NoGil(),
            "By parameter, once: 0 if its gradient is unchanged since it was recorded, 1: changed in place, 2: None, 3: "
-           "another "
-           "tensor. Empty if none were recorded or a step is running.");
+           "another tensor. Empty if none were recorded or a step is running.");
 }
 
 void bind_forwards(PyReducer& c) {

@@ -79,8 +79,7 @@ void bind_interface(py::module_& m) {
           },
           py::arg("work"), py::arg("process_group"), NoGil(),
           "Like work.wait(), for an operation of this gloo group. Ends if this transport is interrupted or a signal "
-          "handler "
-          "raises.");
+          "handler raises.");
 
   m.def(
       "wait_for_work",

@@ -50,8 +50,7 @@ std::string unfinished_reduction_message(int rank, std::span<const int64_t> miss
   if (!static_graph && !find_unused_parameters) {
     text +=
         "\nIf steps skip these on purpose, wrap the model with find_unused_parameters=True, or with static_graph=True "
-        "if "
-        "every step skips the same ones. If no step uses them, set requires_grad=False before wrapping.";
+        "if every step skips the same ones. If no step uses them, set requires_grad=False before wrapping.";
   }
   if (debug_is_off) {
     text +=

@@ -88,8 +88,7 @@ at::Tensor NcclTransport::allocate(int64_t numel, at::ScalarType dtype, at::Devi
     if (plain_ != nullptr && !lost_memory_) {
       TORCH_WARN("torchddp on rank ", rank(), ": NCCL has no room for a bucket of ", bytes, " bytes on ", device,
                  ", even after torch released its cached memory. All ranks continue with buckets in torch's memory, "
-                 "which NCCL "
-                 "may have to copy.");
+                 "which NCCL may have to copy.");
       lost_memory_ = true;
     }
     if (communicator_->uses_windows()) {
