@@ -258,7 +258,7 @@ def _transports(built: Built, running: Running, load_error: str) -> list[Transpo
     against_nccl = reason_against_nccl(built, running)
     names = [name for name in checks.PROBES if name != "nccl" or not against_nccl]
     with _spinner(f"trying the transports {', '.join(names)} ..."):
-        failures = checks.failures(names)
+        failures = {name: checks.failure(name) for name in names}
     failures |= {"nccl": against_nccl} if against_nccl else {}
     return [Transport(name, not failures[name], failures[name]) for name in checks.PROBES]
 

@@ -203,6 +203,7 @@ def _die_with_parent() -> None:
 
 def _run_rank(rank: int, job: RankSettings, init_method: str, channel: Connection, measure: Measure) -> None:
     threading.Thread(target=_die_with_parent, daemon=True).start()
+    os.dup2(2, 1)  # what libraries print must not mix with the command's output
     serve_rank(rank, job, init_method, channel, measure)
 
 
@@ -265,7 +266,12 @@ def run_ranks(job: RankJob, progress: Progress) -> Any:
 
     Raises LaunchError if a rank fails, ArgumentError if a rank rejects what the user asked for.
     """
-    return _join_torchrun(job, progress) if started_by_torchrun() else launch(job, _call, progress)
+    return _join_torchrun(job, progress) if started_by_torchrun() else launch_ranks(job, progress)
+
+
+def launch_ranks(job: RankJob, progress: Progress, **options: Any) -> Any:
+    """Run the job on newly started ranks. `options`: of `launch`."""
+    return launch(job, _call, progress, **options)
 
 
 def _call(job: RankJob, rank: int, channel: Connection) -> Any:
