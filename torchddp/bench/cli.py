@@ -17,7 +17,6 @@ from torchddp.harness.command import (
     MODEL_NAMES,
     Display,
     FindUnusedParameters,
-    HtmlFile,
     JsonFile,
     check_numbers,
     check_output,
@@ -55,8 +54,8 @@ Examples:
       the same in under a minute, to check that it works
   torchddp bench --case step_time --model train.py:make
       your own model
-  torchddp bench --model gpt2 --seconds 120 --html report.html
-      many rounds of GPT-2 small, and a report to share
+  torchddp bench --model gpt2 --seconds 120 --out results
+      many rounds of GPT-2 small; keep a picture and the numbers
   torchddp bench --case exposed --vs mypackage.MyDDP
       your class next to torchddp's and torch's
   torchddp bench --case scaling --world-sizes 1,2,4,8
@@ -123,7 +122,6 @@ def benchmark(
     quick: Annotated[bool, typer.Option("--quick", help="Under 60 s: a smoke test. Do not quote its numbers.")] = False,
     seed: Annotated[int, typer.Option(help="Seed of weights, data and the order of the steps.")] = 0,
     json_path: JsonFile = None,
-    html_path: HtmlFile = None,
     out: Annotated[
         Path | None, typer.Option(help="Write <date>-<case>-<machine>.json and a .png plot into this folder.")
     ] = None,
@@ -131,7 +129,7 @@ def benchmark(
     # Imported here so that the other `torchddp` commands start without torch or numpy.
     try:
         from torchddp.bench.registry import check_names, check_operations, check_ranks, parse_world_sizes
-        from torchddp.bench.report import write_document, write_report
+        from torchddp.bench.report import write_document
     except (ImportError, OSError) as error:
         raise LaunchError(f"The benchmark cannot be loaded; run `torchddp doctor`: {error}") from error
 
@@ -162,9 +160,6 @@ def benchmark(
     console = make_console()
     document = run(settings, context.obj["command"], console)
     write_document(document, json_path, out, console)
-    if html_path is not None:
-        write_report(document, html_path)
-        console.print(f"wrote {html_path}", soft_wrap=True, highlight=False, markup=False)
 
 
 def run(settings: Settings, command: str, console: Console) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The report of a run, for the terminal, as an HTML page and as files. Depends on the run's document only."""
+"""The report of a run, for the terminal and as files. Depends on the run's document only."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from torchddp.bench.gradients import MAX_ODD_SHARE, summaries
 from torchddp.bench.registry import CASES
 from torchddp.bench.results import draw_bars
 from torchddp.harness.machine import machine_slug, origin, write_json
-from torchddp.harness.page import Block, PagePlot, Section, table_blocks, write_page
 from torchddp.harness.plots import figure_png
 from torchddp.harness.tables import ratio_sign
 from torchddp.harness.variants import TORCHDDP
@@ -79,42 +78,6 @@ def render(document: dict[str, Any]) -> RenderableType:
     parts += [Text(note, style="dim") for note in case_notes(document)]
     cautions = [Text(text, style="yellow") for text in warnings(document)]
     return Group(*parts, Text(verdict(document), style="bold"), *origin(document), *cautions)
-
-
-# --- the page --------------------------------------------------------------------------------------------------------
-
-
-def case_section(document: dict[str, Any], name: str) -> Section:
-    case, results = CASES[name], results_of(document, name)
-    blocks: list[Block] = []
-    for result in results:
-        blocks += table_blocks(case.table(result))
-    # The alternative text can be short: the tables above have all of the plot's numbers.
-    described = f"Plot of the case {name}: {', '.join(row_names(results))}"
-    blocks += [PagePlot(figure_png(case.draw(results)), described), case.note]
-    if case.models:
-        blocks.append(TUNED_NOTE)
-    return Section(f"{name}: {case.title}", blocks)
-
-
-def row_names(results: Iterable[dict[str, Any]]) -> list[str]:
-    """The names that the plot compares, without duplicates."""
-    groups = [group for result in results for group in (result, *result.get("sizes", ()))]
-    rows = [row for group in groups for row in group.get("variants") or group.get("implementations") or ()]
-    return list(dict.fromkeys(row["name"] for row in rows))
-
-
-def write_report(document: dict[str, Any], path: Path) -> None:
-    """Write a run's document as an HTML page, which also embeds the document as JSON."""
-    sections = [case_section(document, case) for case in case_names(document)]
-    for table in summaries(document["results"]):
-        sections.append(Section("Summary", list(table_blocks(table))))
-    if found := list(warnings(document)):
-        sections.append(Section("Warnings", found))
-    machine = document["machine"]
-    where = f"{machine['system']} · Python {machine['python']}"
-    about = [*map(str, origin(document)), where]
-    write_page(path, "torchddp bench", sections, about, document, verdict=verdict(document))
 
 
 # --- the files -------------------------------------------------------------------------------------------------------

@@ -20,20 +20,6 @@ if TYPE_CHECKING:
 # Rounds on either side that the median of the local step includes: few enough to follow the machine's drift, enough to
 # keep the noise of a single local step out of all costs of its round.
 LOCAL_HALF_WINDOW = 4
-# Columns to drop on a narrow terminal, in this order.
-NARROW_WITHOUT = (
-    "step\np99",
-    "step\np90",
-    "cost\np90",
-    "exposed\np90",
-    "total\np90",
-    "step 2",
-    "step 1",
-    "in copies of\nthe gradients",
-    "held by .grad\nMB",
-    "comm alone\np50 ms",
-    "step p50\nms",
-)
 
 
 def describe_variant(variant: Variant) -> dict[str, Any]:
@@ -61,8 +47,7 @@ def variants_table(
 ) -> Table:
     """A table with a row per variant; `cells` returns the cells after the name."""
     rounds = f", {result['rounds']} rounds" if "rounds" in result else ""
-    optional = [heading for heading in NARROW_WITHOUT if heading in columns]
-    table = plain_table(f"{result['case']} · {size_text(result)}{rounds}", "variant", *columns, optional=optional)
+    table = plain_table(f"{result['case']} · {size_text(result)}{rounds}", "variant", *columns)
     for row in result["variants"]:
         table.add_row(row["name"], *cells(row), style=row_style(row))
     return table

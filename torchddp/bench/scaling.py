@@ -69,9 +69,7 @@ def scaling_table(result: dict[str, Any]) -> Table:
     if any(size["oversubscribed"] for size in result["sizes"]):
         notes.append(OVERSUBSCRIBED)
     columns = ("step p50\nms", "step\np90", "effi-\nciency", "to torch's best\np50 [p25..p75]")
-    table = plain_table(
-        f"scaling · {weight_text(result)}", "ranks", *columns, second="variant", notes=notes, optional=("step\np90",)
-    )
+    table = plain_table(f"scaling · {weight_text(result)}", "ranks", *columns, second="variant", notes=notes)
     for size in result["sizes"]:
         ranks = _ranks(size)
         for row in size["variants"]:

@@ -10,9 +10,8 @@ import typer
 from rich.console import Console
 
 from torchddp.cli.options import check_loads, write_outputs
-from torchddp.harness.command import HtmlFile, JsonFile, make_console, output_option, report_error
+from torchddp.harness.command import JsonFile, make_console, output_option, report_error
 from torchddp.harness.machine import date_text, now, write_json
-from torchddp.harness.page import write_page
 from torchddp.harness.variants import ArgumentError
 from torchddp.plan.buckets import best_buckets
 from torchddp.plan.step_profile import ProfileError, StepProfile, load_profile
@@ -56,8 +55,8 @@ Examples:
       a slower link with the latency as recorded
   torchddp simulate gpt.json --link ib400 --ranks-per-host 8
       hosts with 8 ranks each and NVLink inside
-  torchddp simulate gpt.json --html report.html
-      keep the report
+  torchddp simulate gpt.json --plot efficiency.png --json all.json
+      keep a picture and the numbers
 """
 
 
@@ -132,7 +131,6 @@ def simulate(
     ] = False,
     json_path: JsonFile = None,
     plot: Annotated[Path | None, output_option("Write a PNG of efficiency over ranks to this file.")] = None,
-    html: HtmlFile = None,
 ) -> None:
     world_sizes = set(2**i for i in range(MAX_RANKS.bit_length())) if ranks is None else set(parse_ranks(ranks))
     Layout(1, ranks_per_host)  # checks the number
@@ -151,19 +149,9 @@ def simulate(
     points = _predict(profile, _choose_links(link or (), profile), sorted(world_sizes), scene)
     console = make_console()
     _show(profile, points, scene, console)
-    command = context.obj["command"]
-    document = report.document(profile, points, scene, command)
-    origin = [date_text(document["date"]), command]
-    verdict = document["verdict"]
-    title = f"torchddp simulate: {profile.model}"
+    document = report.document(profile, points, scene, context.obj["command"])
     write_outputs(
         console,
         (json_path, lambda path: write_json(path, document)),
         (plot, lambda path: path.write_bytes(report.efficiency_png(points))),
-        (
-            html,
-            lambda path: write_page(
-                path, title, report.page_sections(profile, points, scene), origin, document, verdict=verdict
-            ),
-        ),
     )

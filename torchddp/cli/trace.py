@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import base64
 import functools
+import io
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console, Group
+from rich.text import Text
 
 from torchddp.cli import options
-from torchddp.harness.command import FACTORY_HELP, FindUnusedParameters, HtmlFile, JsonFile, output_option
-from torchddp.harness.page import PagePlot, Section, page_table, write_page
+from torchddp.harness.command import FACTORY_HELP, FindUnusedParameters, JsonFile, output_option
 from torchddp.harness.plots import figure_png
 from torchddp.harness.tables import ranks_text
 from torchddp.harness.variants import ArgumentError
@@ -126,7 +129,9 @@ def trace(
     steps: Annotated[int, typer.Option(help="Steps to record, after a few to warm up.")] = 20,
     out: Annotated[Path, output_option("Write the trace of the median step to this file.")] = Path("trace.json"),
     json_path: JsonFile = None,
-    html: HtmlFile = None,
+    html: Annotated[
+        Path | None, output_option("Write the report and its picture as an HTML page to this file.")
+    ] = None,
     plot: Annotated[Path | None, output_option("Write a PNG of the step to this file.")] = None,
     bucket_cap_mb: Annotated[
         float | None, typer.Option(help="bucket_cap_mb, in MiB. [default: the constructor's]")
@@ -162,10 +167,8 @@ def trace(
     document["results"] = [{"transport": used_transport, "device": device, **report.merged_dict(profile, step)}]
     title = f"{model}, {ranks_text(settings.world_size)}, {device}, transport {used_transport}"
     console.print(f"{title}\n", markup=False, emoji=False)  # a factory's path may look like either
-    console.print(report.merged_report(profile))
-    console.print(f"\n{document['verdict']}", style="bold", markup=False, highlight=False)
-    about = [line.plain for line in origin(document)]
-    console.print(about[0], style="dim", markup=False, highlight=False)
+    shown = Group(report.merged_report(profile), Text(f"\n{document['verdict']}", "bold"), next(origin(document)))
+    console.print(shown, highlight=False)
     write_chrome_trace(out, merged_trace(profile, only_step=step.index))
     console.print(f"wrote {out}: open it at https://ui.perfetto.dev", soft_wrap=True, highlight=False, markup=False)
 
@@ -176,12 +179,10 @@ def trace(
         return figure_png(draw(step, ranks, f"{title}: step {step.index}\n{below}"))
 
     def write_html(path: Path) -> None:
-        sections = [
-            Section("Where the time went", report.lines_of(profile, step)),
-            Section("The step", [PagePlot(picture(), "Forward, backward and each bucket over time, a panel per rank")]),
-            Section("Buckets", [page_table(report.bucket_table(step, profile.names, "")), report.FOOTNOTE]),
-        ]
-        write_page(path, f"torchddp trace: {title}", sections, about, document, verdict=document["verdict"])
+        page = Console(record=True, file=io.StringIO(), width=report.WIDTH)
+        page.print(Text(f"torchddp trace: {title}\n", "bold"), shown, Text(document["command"]), highlight=False)
+        image = f'<img alt="each bucket over time" src="data:image/png;base64,{base64.b64encode(picture()).decode()}">'
+        path.write_text(page.export_html(inline_styles=True).replace("</body>", f"{image}\n</body>"))
 
     options.write_outputs(
         console,

@@ -15,13 +15,11 @@ from torchddp.harness.command import (
     FACTORY_HELP,
     MAX_SECONDS,
     FindUnusedParameters,
-    HtmlFile,
     JsonFile,
     check_numbers,
     output_option,
     parse_caps,
 )
-from torchddp.harness.page import PagePlot, Section, page_table, write_page
 from torchddp.harness.plots import figure_png, finish_panel, panels
 from torchddp.harness.tables import MB, number, plain_table, ranks_text, ratio_sign, ratio_text, threads_text
 from torchddp.harness.variants import ArgumentError
@@ -47,8 +45,8 @@ Examples:
       these sizes, and more rounds
   torchddp tune --model gpt --profile gpt.json --no-keep
       a profile for `torchddp simulate`; save no plan
-  torchddp tune --html tune.html
-      a report to share
+  torchddp tune --plot tune.png --json tune.json
+      keep a picture and the numbers
   torchrun --nproc-per-node 4 -m torchddp tune --model train.py:make
       on the ranks that torchrun started, also on several hosts
 """
@@ -69,7 +67,6 @@ def tune(
         Path | None, output_option("Write the step's profile, for `torchddp simulate`, to this file.", "--profile")
     ] = None,
     json_path: JsonFile = None,
-    html: HtmlFile = None,
     plot: Annotated[Path | None, output_option("Write a PNG of step time over bucket size to this file.")] = None,
 ) -> None:
     from torchddp.cli.tune_run import DEFAULT_CAPS_MB, TuneSettings, tune_document, tune_on_rank
@@ -92,13 +89,11 @@ def tune(
     for line in notes(found):
         console.print(f"\n{line}", style="dim", markup=False, highlight=False)
     console.print(f"\n{found['verdict']}", style="bold", markup=False, highlight=False)
-    name, lines = f"torchddp tune: {title(found)}", [line.plain for line in origin(document)]
-    console.print(lines[0], style="dim", markup=False, highlight=False)
+    console.print(next(origin(document)), highlight=False)
     options.write_outputs(
         console,
         (profile_path, result.profile.save),
         (json_path, lambda path: write_json(path, document)),
-        (html, lambda path: write_page(path, name, page_sections(found), lines, document, verdict=found["verdict"])),
         (plot, lambda path: path.write_bytes(figure_png(draw_curve(found)))),
     )
     if keep:
@@ -205,9 +200,7 @@ def mark(row: dict[str, Any]) -> str:
 
 def tune_table(result: dict[str, Any]) -> Table:
     columns = ("buckets", "step p50\nms", "step\np90", "expected\nms", "vs. default\np50 [p25..p75]")
-    table = plain_table(
-        f"{title(result)}, {result['rounds']} rounds", "buckets by", *columns, optional=("step\np90", "expected\nms")
-    )
+    table = plain_table(f"{title(result)}, {result['rounds']} rounds", "buckets by", *columns)
     table.add_column("", no_wrap=True)
     for row in result["candidates"]:
         table.add_row(
@@ -246,8 +239,3 @@ def draw_curve(result: dict[str, Any]) -> Figure:
     finish_panel(axis, title(result), "bucket_cap_mb, MiB", "step, ms")
     axis.legend(fontsize=8, frameon=False)
     return figure
-
-
-def page_sections(result: dict[str, Any]) -> list[Section]:
-    curve = PagePlot(figure_png(draw_curve(result)), "Step time over bucket size, measured and expected")
-    return [Section("Step time by bucket size", [curve, page_table(tune_table(result)), *notes(result)])]

@@ -128,7 +128,6 @@ FindUnusedParameters = Annotated[
     typer.Option("--find-unused-parameters", help="For models that leave some parameters unused in a step."),
 ]
 JsonFile = Annotated[Path | None, output_option("Write the report as JSON to this file.", "--json")]
-HtmlFile = Annotated[Path | None, output_option("Write the report as an HTML page to this file.", "--html")]
 
 
 def report_error(message: str) -> None:

@@ -9,7 +9,7 @@ import os
 import platform
 import re
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +105,7 @@ def write_json(path: Path, document: dict[str, Any]) -> None:
     path.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n")
 
 
-def origin(document: dict[str, Any]) -> Iterable[Text]:
+def origin(document: dict[str, Any]) -> Iterator[Text]:
     machine = document["machine"]
     commit = (machine["git_commit"] or "no commit")[:12] + (" (changed)" if machine["git_dirty"] else "")
     date = f"{date_text(document['date'])} · " if "date" in document else ""

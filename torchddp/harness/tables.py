@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from rich import box
-from rich.console import Console, ConsoleOptions, RenderResult
-from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -67,49 +65,18 @@ def ratio_text(ratio: dict[str, Any] | None, without: str = "1 (torch's best)") 
     return Text(f"{median} [{q25}..{q75}]", style=style)
 
 
-class FittingTable(Table):
-    """A table that drops columns if the terminal is too narrow, and says so.
-
-    `optional`: the headings of columns that may be dropped, in that order.
-    """
-
-    def __init__(self, *, optional: Sequence[str], **settings: Any) -> None:
-        super().__init__(**settings)
-        self.optional = tuple(optional)
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        columns, caption, min_width, left_out = list(self.columns), self.caption, self.min_width, []
-        self.min_width = None  # a long title may wrap
-        for heading in self.optional:
-            if Measurement.get(console, options.update(width=10_000), self).maximum <= options.max_width:
-                break
-            gone = [column for column in self.columns if str(column.header) == heading]
-            self.columns = [column for column in self.columns if column not in gone]
-            left_out += [heading.replace("-\n", "").replace("\n", " ")] if gone else []
-        if left_out:
-            note = Text(f"no room for: {', '.join(left_out)}", style="dim")
-            self.caption = note if caption is None else Text("\n").join([note, Text(str(caption), style="dim")])
-        self.min_width = min(min_width or 0, options.max_width)
-        try:
-            yield from super().__rich_console__(console, options)
-        finally:
-            self.columns, self.caption, self.min_width = columns, caption, min_width
-
-
 def plain_table(
     title: str,
     first: str,
     *numbers: str,
     second: str | None = None,
     notes: Sequence[str] = (),
-    optional: Sequence[str] = (),
 ) -> Table:
     """A table with a first column, an optional second one of text, and columns of numbers; notes go below it.
 
-    Gaps are narrow, so that every table fits 80 columns, or 60 without its `optional` ones.
+    Gaps are narrow, so that every table fits 80 columns.
     """
-    table = FittingTable(
-        optional=optional,
+    table = Table(
         title=title,
         box=box.SIMPLE_HEAD,
         show_edge=False,

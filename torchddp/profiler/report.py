@@ -91,7 +91,7 @@ def lines_of(profile: MergedProfile, step: MergedStep) -> list[str]:
 def bucket_table(step: MergedStep, names: Sequence[str], title: str) -> Table:
     last_rank = ["last\nrank"] if len(step.steps) > 1 else []
     columns = ("MB", "first\nready", "last\nready", "packed", "launched", "done", *last_rank)
-    table = plain_table(title, "bucket", *columns, optional=("packed", "first\nready", "MB"))
+    table = plain_table(title, "bucket", *columns)
     table.columns[0].justify = "right"
     table.add_column("held back by", overflow="fold")
     for row in bucket_rows(step, names):

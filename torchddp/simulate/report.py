@@ -1,4 +1,4 @@
-"""Reports a sweep: in the terminal, as a plot, as a page and as JSON."""
+"""Reports a sweep: in the terminal, as a plot and as JSON."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 from rich.table import Table
 
 from torchddp.harness.machine import now
-from torchddp.harness.page import PagePlot, Section, page_table
 from torchddp.harness.plots import figure_png, finish_panel, panels
 from torchddp.harness.tables import MB, number, plain_table, ranks_text
 from torchddp.plan.step_profile import StepProfile
@@ -62,7 +61,7 @@ def cells(point: Point) -> list[str]:
 def link_table(profile: StepProfile, points: Sequence[Point]) -> Table:
     """The table of one link, with the recorded number of ranks first."""
     link = points[0].link
-    table = plain_table(f"{link.name} · {link.title}", *_HEADINGS, optional=("algorithm",))
+    table = plain_table(f"{link.name} · {link.title}", *_HEADINGS)
     table.columns[_HEADINGS.index("algorithm")].justify = "left"
     for point in own_ranks_first(profile, points):
         table.add_row(*cells(point), end_section=point.world_size == profile.world_size)
@@ -180,19 +179,6 @@ def efficiency_png(points: Sequence[Point]) -> bytes:
     finish_panel(axis, "best plan (lines) and recorded plan (dotted)", "ranks", "efficiency (compute alone / step)")
     axis.legend(fontsize=8, frameon=False)
     return figure_png(figure)
-
-
-def page_sections(profile: StepProfile, points: Sequence[Point], scene: Scene) -> list[Section]:
-    groups = by_link(points)
-    plot = PagePlot(efficiency_png(points), "Efficiency over the number of ranks, a line per link.")
-    tables = [Section(f"{g[0].link.name}: {g[0].link.title}", [page_table(link_table(profile, g))]) for g in groups]
-    return [
-        Section("Can it be trusted?", [check_text(profile)]),
-        Section("Best plans", [text for group in groups for text in advice(profile, group)]),
-        Section("Efficiency", [plot]),
-        *tables,
-        Section("About", [profile_text(profile), *notes(profile, scene)]),
-    ]
 
 
 def _prediction_dict(prediction: Prediction) -> dict[str, Any]:

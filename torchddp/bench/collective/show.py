@@ -17,8 +17,6 @@ from torchddp.harness.tables import number, plain_table, ranks_text, ratio_text
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Columns to drop on a narrow terminal, in this order.
-NARROW_WITHOUT = ("slow\np50", "p99\nus", "alg\nGB/s", "x\nroof")
 # In the order of the legend. Ours have warm colors and are drawn last.
 CURVE_COLORS = {
     GLOO: "#9aa5b1",
@@ -85,7 +83,7 @@ def collective_table(result: dict[str, Any]) -> Table:
     headings = ["p50\nus", "p99\nus", "slow\np50", "alg\nGB/s", "bus\nGB/s", f"{against}\np50 [p25..p75]"]
     if any(size["roofline_us"] is not None for size in result["sizes"]):
         headings.append("x\nroof")
-    table = plain_table(title, "size", *headings, second="", notes=_notes(result), optional=NARROW_WITHOUT)
+    table = plain_table(title, "size", *headings, second="", notes=_notes(result))
     for size in result["sizes"]:
         text = size_text(size["bytes"])
         for row in size["implementations"]:
