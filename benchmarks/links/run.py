@@ -19,7 +19,7 @@ from benchmarks.two_hosts.report import rate_text
 from benchmarks.two_hosts.run import patience
 from torchddp.bench.cases import Job
 from torchddp.harness.command import Display, progress_bar
-from torchddp.harness.launch import STALL_TIMEOUT_S, launch
+from torchddp.harness.launch import STALL_TIMEOUT_S, ThisHost, launch
 from torchddp.harness.machine import new_document
 from torchddp.plan.plan_cache import CACHE_ENV
 from torchddp.plan.step_profile import StepProfile
@@ -55,7 +55,7 @@ def _measure_place(
         environment = {CACHE_ENV: folder}  # so that no cached plan is reused
         stall_s = STALL_TIMEOUT_S * slowness
         if rate is None:
-            raws: list[dict[str, Any]] = launch(job, measure, update, environment, stall_s)
+            raws: list[dict[str, Any]] = launch(job, measure, update, ThisHost(environment), stall_s)
             return raws
         with two_hosts(rate) as hosts:
             raws = launch_on_hosts(

@@ -16,7 +16,7 @@ from benchmarks.sharded.results import MEMORY_CASE, SPEED_CASE, memory_result, s
 from torchddp.bench.cases import Job
 from torchddp.bench.memory import ALLOCATOR_ENVIRONMENT
 from torchddp.harness.command import Display, progress_bar
-from torchddp.harness.launch import launch
+from torchddp.harness.launch import ThisHost, launch
 from torchddp.harness.machine import new_document
 from torchddp.harness.variants import Variant
 
@@ -59,7 +59,7 @@ def _memory(settings: Settings, variants: tuple[Variant, ...], world_size: int, 
             display.start(MEMORY_CASE)
             display.update(f"{model}, {variant.name}, {world_size} ranks", index, len(variants))
             job = Job(MEMORY_CASE, (model,), (variant,), world_size, settings.seconds, settings.seed)
-            raws.append(launch(job, memory.measure, display.update, ALLOCATOR_ENVIRONMENT))
+            raws.append(launch(job, memory.measure, display.update, ThisHost(ALLOCATOR_ENVIRONMENT)))
         results.append(memory_result(variants, raws, world_size))
     return results
 

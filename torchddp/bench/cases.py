@@ -1,20 +1,40 @@
 """Benchmark cases, the job that one launch of a case runs, and the checked command-line settings.
 
+A case is a `BenchCase` in a file of its own: what it measures, its results, table, plot and note (`step_time.py` is a
+short one). Users' cases are in this folder, developers' cases, which only `python -m benchmarks` has, in
+`benchmarks/cases`; both are registered in `registry`. A case without models leaves `models` empty and uses what else
+the framework has:
+
+    OPTIONS = {"rate": Option("1gbit", parse_rate, "Bandwidth of the link.", quick="10gbit")}
+
+    def run(case: BenchCase, settings: Settings, display: Display) -> list[Result]:
+        job = replace(settings.job_of(case), world_size=2)
+        rate = job.options["rate"]                               # also on the ranks; `--set rate=500mbit` changes it
+        with two_hosts(rate) as place:                           # a `harness.launch.Place`; the default is this host
+            raws = case.launch(job, display, place)              # `measure(job, name, report)` for each of job.subjects
+        return [{"case": case.name, **raw} for raw in raws]
+
+    CASE = BenchCase(name="links", options=OPTIONS, measure=measure, run=run, table=table, summary=tables, ...)
+
+`run` may make any number of launches, or start programs of its own instead. `table` shows one result and `summary` all
+results of the case. Everything in a result can be written as JSON.
+
 Imports neither torch nor numpy, so that `torchddp` starts even where one of them fails to load.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
+from torchddp.bench.options import Option
 from torchddp.harness.command import Display
-from torchddp.harness.launch import Report, Reporter, launch
+from torchddp.harness.launch import THIS_HOST, Place, Report, Reporter, launch
 from torchddp.harness.variants import DEFAULT_CAPS_MB, Variant, make_variants
 
 if TYPE_CHECKING:
@@ -32,6 +52,7 @@ QUICK_WORLD_SIZES = (1, 2)
 QUICK_SECONDS = 2.0
 
 Result = dict[str, Any]
+Measure = Callable[["Job", str, Report], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -59,21 +80,24 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchCase(Case):
-    """A case of `torchddp bench`: how to measure it and how to show its results."""
+    """A case: how to measure it and how to show its results."""
 
-    # Measures one model, or one collective. Runs on every rank.
-    measure: Callable[[Job, str, Report], dict[str, Any]]
-    # Makes all launches of the case; returns the results of all models or collectives.
+    # Measures one of the job's subjects. Runs on every rank.
+    measure: Measure
+    # Makes all launches of the case; returns the results of all subjects.
     run: Callable[[BenchCase, Settings, Display], list[Result]]
-    # Table and plot depend on the results only, so that a saved JSON reproduces them.
+    # Tables and plot depend on the results only, so that a saved JSON reproduces them.
     table: Callable[[Result], Table]
     draw: Callable[[Sequence[Result]], Figure]
+    # Tables of all results together. Cases with the same function share them.
+    summary: Callable[[Sequence[Result]], Sequence[Table]] | None = None
     # Printed with the results: how to read them.
     note: str
+    options: Mapping[str, Option] = field(default_factory=dict)
 
-    def launch(self, job: Job, display: Display, environment: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
-        """Measure each model, or collective, of the job on newly started ranks."""
-        raws: list[dict[str, Any]] = launch(job, partial(_measure_each, self.measure), display.update, environment)
+    def launch(self, job: Job, display: Display, place: Place = THIS_HOST) -> list[dict[str, Any]]:
+        """Measure each subject of the job on newly started ranks."""
+        raws: list[dict[str, Any]] = launch(job, partial(_measure_each, self.measure), display.update, place)
         return raws
 
 
@@ -96,6 +120,13 @@ class Job:
     # Whether to time other packages' collectives too.
     with_peers: bool = False
     find_unused_parameters: bool = False
+    # Of the case, with defaults filled in.
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def subjects(self) -> tuple[str, ...]:
+        """What the launch measures one after the other."""
+        return self.operations or self.models or (self.case,)
 
     @property
     def control_device(self) -> str:
@@ -122,6 +153,12 @@ class Settings:
     # For the case `collective`: whether to time other packages' collectives too.
     collective_peers: bool = False
     find_unused_parameters: bool = False
+    # By case, the options given with --set.
+    options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    def options_of(self, case: BenchCase) -> dict[str, Any]:
+        defaults = {name: option.value(self.quick) for name, option in case.options.items()}
+        return defaults | dict(self.options.get(case.name, {}))
 
     def models_of(self, case: Case) -> tuple[str, ...]:
         return self.models or (case.quick_models if self.quick else case.models)
@@ -143,7 +180,7 @@ class Settings:
         extra = {"find_unused_parameters": True} if self.find_unused_parameters else {}
         return make_variants(self.ours, self.peers, caps_mb, ours_tuned=self.ours_tuned, extra=extra)
 
-    def job_of(self, case: Case) -> Job:
+    def job_of(self, case: BenchCase) -> Job:
         """The job of one launch with all models and variants of a case."""
         return Job(
             case=case.name,
@@ -153,6 +190,7 @@ class Settings:
             seconds=self.seconds_of(case),
             seed=self.seed,
             find_unused_parameters=self.find_unused_parameters,
+            options=self.options_of(case),
         )
 
 
@@ -168,13 +206,11 @@ def one_launch(
     return [make_result(job.variants, raw, job.world_size) for raw in case.launch(job, display)]
 
 
-def _measure_each(
-    measure: Callable[[Job, str, Report], dict[str, Any]], job: Job, rank: int, channel: Connection
-) -> list[dict[str, Any]]:
+def _measure_each(measure: Measure, job: Job, rank: int, channel: Connection) -> list[dict[str, Any]]:
     from torchddp.harness.models import prove
 
     # Report problems with a user's model before timing anything.
     for name in job.models:
         if ":" in name:
             prove(name, job.seed, find_unused_parameters=job.find_unused_parameters)
-    return [measure(job, name, Reporter(channel, name, enabled=rank == 0)) for name in job.operations or job.models]
+    return [measure(job, name, Reporter(channel, name, enabled=rank == 0)) for name in job.subjects]

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from torchddp.bench.cases import DEFAULT_CASES, Settings
+from torchddp.bench.cases import DEFAULT_CASES, BenchCase, Settings
 from torchddp.harness.command import (
     CONTEXT,
     FACTORY_HELP,
@@ -70,7 +70,7 @@ Examples:
       everything, about ten minutes
 
 \b
-In a checkout, `python -m benchmarks` is the same command.
+In a checkout, `python -m benchmarks` has more cases, for developers.
 """
 
 CASE_HELP = f"One of the cases above, or all; repeatable. [default: {', '.join(DEFAULT_CASES)}]"
@@ -85,6 +85,7 @@ PEERS_HELP = (
 SECONDS_HELP = "Seconds of timed rounds for each model or collective. [default: 15 to 45, by case; 2 with --quick]"
 WORLD_SIZE_HELP = "Number of ranks. [default: 1 for per_param, otherwise 2]"
 WORLD_SIZES_HELP = "For scaling: numbers of ranks. [default: 1,2,4; 1,2 with --quick]"
+SET_HELP = "An option of a single case; repeatable."
 CAPS_HELP = (
     "bucket_cap_mb of torch's tuned rows, one row per value (memory always uses 25). "
     "[default: 1,5,25,100 for step_time, per_param and exposed, otherwise 25]"
@@ -97,10 +98,6 @@ def _case_names() -> list[str]:
     return [*CASES, ALL]
 
 
-app = typer.Typer(add_completion=False, rich_markup_mode=None, context_settings=CONTEXT)
-
-
-@app.command(help=HELP)
 def benchmark(
     context: typer.Context,
     case: Annotated[list[str] | None, typer.Option(autocompletion=_case_names, help=CASE_HELP)] = None,
@@ -121,6 +118,7 @@ def benchmark(
     find_unused_parameters: FindUnusedParameters = False,
     quick: Annotated[bool, typer.Option("--quick", help="Under 60 s: a smoke test. Do not quote its numbers.")] = False,
     seed: Annotated[int, typer.Option(help="Seed of weights, data and the order of the steps.")] = 0,
+    options: Annotated[list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help=SET_HELP)] = None,
     json_path: JsonFile = None,
     out: Annotated[
         Path | None, typer.Option(help="Write <date>-<case>-<machine>.json and a .png plot into this folder.")
@@ -128,7 +126,7 @@ def benchmark(
 ) -> None:
     # Imported here so that the other `torchddp` commands start without torch or numpy.
     try:
-        from torchddp.bench.registry import check_names, check_operations, check_ranks, parse_world_sizes
+        from torchddp.bench.registry import check_names, check_operations, check_ranks, parse_options, parse_world_sizes
         from torchddp.bench.report import write_document
     except (ImportError, OSError) as error:
         raise LaunchError(f"The benchmark cannot be loaded; run `torchddp doctor`: {error}") from error
@@ -156,6 +154,7 @@ def benchmark(
         seed=seed,
         collective_peers=peers,
         find_unused_parameters=find_unused_parameters,
+        options=parse_options(cases, options or ()),
     )
     console = make_console()
     document = run(settings, context.obj["command"], console)
@@ -186,6 +185,24 @@ def run(settings: Settings, command: str, console: Console) -> dict[str, Any]:
     return document
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Run the command and return its exit code. A user's mistake gives a one-sentence error and exit code 2."""
+def developers_help(cases: Sequence[BenchCase]) -> str:
+    """The help of `python -m benchmarks`: also its own cases, and the options of cases."""
+    parts = [HELP.rstrip(), "", "\b", "Cases for developers:"]
+    for case in cases:
+        parts.append(f"  {case.name:11} {case.title}")
+        parts += [f"    --set {name}=  {option.help}" for name, option in case.options.items()]
+    return "\n".join(parts)
+
+
+def main(arguments: Sequence[str], cases: Sequence[BenchCase] = ()) -> int:
+    """Run `python -m benchmarks`, with these cases besides the users', and return its exit code.
+
+    A user's mistake gives a one-sentence error and exit code 2.
+    """
+    if cases:
+        from torchddp.bench.registry import register
+
+        register(cases)
+    app = typer.Typer(add_completion=False, rich_markup_mode=None, context_settings=CONTEXT)
+    app.command(help=developers_help(cases))(benchmark)
     return run_app(app, "python -m benchmarks", arguments)

@@ -97,7 +97,7 @@ def verdict_text(goal: float | None, ratio: dict[str, Any]) -> Text:
     return Text(f"{goal:g} unclear", style="yellow")
 
 
-def summary_table(results: Sequence[dict[str, Any]]) -> Table:
+def summary_tables(results: Sequence[dict[str, Any]]) -> list[Table]:
     columns = ("torch\ndefault", "torch best\n@ cap MiB", "ours", "ours / torch best\np50 [p25..p75]")
     title = "Summary: our cost compared with torch's best (per_param in us, exposed in ms)"
     table = plain_table(title, "case", *columns, second="model")
@@ -116,12 +116,7 @@ def summary_table(results: Sequence[dict[str, Any]]) -> Table:
             ratio_text(ours["ratio_to_best_torch"]),
             goal_text(result),
         )
-    return table
-
-
-def summaries(results: Sequence[dict[str, Any]]) -> list[Table]:
-    found = [result for result in results if result["case"] in (PER_PARAM.name, EXPOSED.name)]
-    return [summary_table(found)] if found else []
+    return [table]
 
 
 PER_PARAM = BenchCase(
@@ -135,6 +130,7 @@ PER_PARAM = BenchCase(
     measure=time_model,
     run=_run,
     table=timed_table,
+    summary=summary_tables,
     draw=draw_bars,
     note=(
         "cost: the step minus a nearby step without DDP. Costs and ratios are taken per round; the table shows their "

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from torchddp.bench import gradients, memory, overlap, scaling, startup, step_time
 from torchddp.bench.cases import DEFAULT_CASES, BenchCase
 from torchddp.bench.collective import case as collective
 from torchddp.bench.collective.operations import OPERATIONS
+from torchddp.bench.options import read_option
 from torchddp.harness.command import MAX_WORLD_SIZE, check_model_name
 from torchddp.harness.variants import ArgumentError
 
@@ -25,6 +27,31 @@ CASES: dict[str, BenchCase] = {
         gradients.EXPOSED,
     )
 }
+
+
+# The cases of `torchddp bench`, which --case all runs.
+USERS_CASES = tuple(CASES)
+
+
+def register(cases: Iterable[BenchCase]) -> None:
+    """Add developers' cases."""
+    CASES.update({case.name: case for case in cases})
+
+
+def parse_options(cases: Sequence[str], texts: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """The values of --set by case and name."""
+    found: dict[str, dict[str, Any]] = {}
+    for given in texts:
+        name, equals, text = given.partition("=")
+        takers = [CASES[case] for case in cases if name in CASES[case].options]
+        if not equals or not takers:
+            known = dict.fromkeys(name for case in cases for name in CASES[case].options)
+            raise ArgumentError(
+                f"--set {given}: must be NAME=VALUE with an option of {', '.join(cases)}: {', '.join(known) or 'none'}."
+            )
+        for case in takers:
+            found.setdefault(case.name, {})[name] = read_option(name, case.options[name], text)
+    return found
 
 
 def parse_world_sizes(text: str) -> tuple[int, ...]:
@@ -47,7 +74,7 @@ def check_names(cases: Sequence[str], models: Sequence[str]) -> tuple[str, ...]:
     for case in cases:
         if case not in CASES and case != ALL:
             raise ArgumentError(f"There is no case '{case}'; choose from {', '.join(CASES)}, {ALL}.")
-    chosen = tuple(CASES) if ALL in cases else tuple(dict.fromkeys(cases)) or DEFAULT_CASES
+    chosen = USERS_CASES if ALL in cases else tuple(dict.fromkeys(cases)) or DEFAULT_CASES
     with_models = tuple(case for case in chosen if CASES[case].models)
     if models and not with_models:
         raise ArgumentError(f"--model: {', '.join(chosen)} takes no model.")

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
+from rich.table import Table
 from rich.text import Text
 
-from torchddp.bench.gradients import MAX_ODD_SHARE, summaries
+from torchddp.bench.gradients import MAX_ODD_SHARE
 from torchddp.bench.registry import CASES
 from torchddp.bench.results import draw_bars
 from torchddp.harness.machine import machine_slug, origin, write_json
@@ -37,6 +38,16 @@ def case_notes(document: dict[str, Any]) -> Iterable[str]:
     if any(case.models for case in cases):
         yield TUNED_NOTE
     yield from dict.fromkeys(case.note for case in cases)
+
+
+def summaries(results: Sequence[dict[str, Any]]) -> Iterable[Table]:
+    """The tables of all results of each case, or of the cases that share them."""
+    by_function: dict[Any, list[dict[str, Any]]] = {}
+    for result in results:
+        by_function.setdefault(CASES[result["case"]].summary, []).append(result)
+    for summary, its_results in by_function.items():
+        if summary is not None:
+            yield from summary(its_results)
 
 
 def verdict(document: dict[str, Any]) -> str:

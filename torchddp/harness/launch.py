@@ -16,7 +16,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -45,6 +45,34 @@ Measure = Callable[[Any, int, Connection], Any]
 
 class LaunchError(RuntimeError):
     """Ranks failed; the message says which and why."""
+
+
+class Place(Protocol):
+    """Where the ranks of a launch run. Picklable."""
+
+    @property
+    def environment(self) -> Mapping[str, str]: ...
+    @property
+    def patience(self) -> float: ...  # how many times longer than on this host ranks may wait
+    def init_method(self, folder: str) -> str: ...  # of the process group; the folder is on this host
+    def enter(self, rank: int) -> None: ...  # the first call of each rank
+
+
+@dataclass(frozen=True)
+class ThisHost:
+    """Ranks are ordinary processes on this machine."""
+
+    environment: Mapping[str, str] = field(default_factory=dict)
+    patience: float = 1.0
+
+    def init_method(self, folder: str) -> str:
+        return f"file://{folder}/store"
+
+    def enter(self, rank: int) -> None:
+        """Nothing to do."""
+
+
+THIS_HOST = ThisHost()
 
 
 class RankSettings(Protocol):
@@ -153,7 +181,7 @@ def launch(
     job: RankSettings,
     measure: Measure,
     progress: Progress,
-    environment: Mapping[str, str] | None = None,
+    place: Place = THIS_HOST,
     stall_timeout_s: float = STALL_TIMEOUT_S,
 ) -> Any:
     """Run `measure` on fresh processes, one for each rank of the job, and return rank 0's result."""
@@ -162,16 +190,16 @@ def launch(
     receivers: list[Connection] = []
     with tempfile.TemporaryDirectory(prefix="torchddp-benchmark-") as folder:
         try:
-            with _children_ignore_interrupts(), _environment({**ONE_THREAD, **(environment or {})}):
+            with _children_ignore_interrupts(), _environment({**ONE_THREAD, **place.environment}):
                 for rank in range(job.world_size):
                     receiver, sender = context.Pipe(duplex=False)
-                    arguments = (rank, job, f"file://{folder}/store", sender, measure)
+                    arguments = (rank, job, place, place.init_method(folder), sender, measure)
                     process = context.Process(target=_run_rank, args=arguments, daemon=True, name=f"rank{rank}")
                     process.start()
                     sender.close()
                     processes.append(process)
                     receivers.append(receiver)
-            return follow(Inbox(receivers, progress), job, stall_timeout_s)
+            return follow(Inbox(receivers, progress), job, stall_timeout_s * place.patience)
         finally:
             stop_processes(processes)
 
@@ -201,13 +229,18 @@ def _die_with_parent() -> None:
         os._exit(1)
 
 
-def _run_rank(rank: int, job: RankSettings, init_method: str, channel: Connection, measure: Measure) -> None:
+def _run_rank(
+    rank: int, job: RankSettings, place: Place, init_method: str, channel: Connection, measure: Measure
+) -> None:
     threading.Thread(target=_die_with_parent, daemon=True).start()
     os.dup2(2, 1)  # what libraries print must not mix with the command's output
-    serve_rank(rank, job, init_method, channel, measure)
+    place.enter(rank)
+    serve_rank(rank, job, init_method, channel, measure, place.patience)
 
 
-def serve_rank(rank: int, job: RankSettings, init_method: str, channel: Connection, measure: Measure) -> NoReturn:
+def serve_rank(
+    rank: int, job: RankSettings, init_method: str, channel: Connection, measure: Measure, patience: float = 1.0
+) -> NoReturn:
     """Join the process group, measure, send the result to the parent, and end the process."""
     exit_code = 1
     try:
@@ -221,7 +254,7 @@ def serve_rank(rank: int, job: RankSettings, init_method: str, channel: Connecti
             init_method=init_method,
             rank=rank,
             world_size=job.world_size,
-            timeout=datetime.timedelta(seconds=job.collective_timeout_s),
+            timeout=datetime.timedelta(seconds=job.collective_timeout_s * patience),
         )
         results = measure(job, rank, channel)
         # No rank may exit while another one still reads from it.

@@ -1,0 +1,7 @@
+"""Developers' cases of `python -m benchmarks`. `torchddp.bench.cases` says how to write one."""
+
+from __future__ import annotations
+
+from torchddp.bench.cases import BenchCase
+
+CASES: tuple[BenchCase, ...] = ()
