@@ -13,7 +13,7 @@ struct Memory {
 };
 
 // In place: the sum of `packed`, which may be empty, and of each other tensor times `scale`, rounded to `type`. NCCL scales
-// while it reads, which costs almost nothing, but its NVLink SHARP and symmetric-memory algorithms support plain sums only. The
+// while it reads, which costs almost nothing, but its NVLink SHARP algorithms support plain sums only. The
 // kind of sum must not depend on the scale, in which ranks may differ, because NCCL could then choose different algorithms.
 // Without peers (`size` 1) it may.
 int all_reduce_together(Nccl& nccl, Comm comm, Stream stream, kernels::DType type, const Memory& packed,

@@ -25,7 +25,6 @@ namespace torchddp::gpu {
 //   - A gradient reduced where it lies may be freed from the end of backward on. By then the stream that it came from waits for the
 //     reduction (finish), as does the current stream.
 //   - A bucket outlives the step; an operation that fails or times out holds it until the device is done (Communicator::start's `keep`).
-//     NCCL memory is only returned when the device is idle (Note [When windows are made]).
 //   - `param.grad` is a view of the bucket. Code that reads it on the stream that was current when backward() returned, or on one that
 //     waits for that stream, reads reduced values.
 //

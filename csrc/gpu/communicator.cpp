@@ -74,16 +74,9 @@ Communicator::~Communicator() {
   }
   keeps.clear();
   try {
-    state.device->synchronize();
+    state.device->synchronize();  // what was aborted may still write to the memory that it holds
   } catch (const std::exception&) {
     // The device is lost, and so is everything on it.
-  }
-  lock.lock();
-  state.closed = true;
-  const auto blocks = state.windows.take_let_go();
-  lock.unlock();
-  for (const auto& block : blocks) {
-    state.nccl->memory_free(block->memory);
   }
   state.destroy_streams();
 }
@@ -181,58 +174,6 @@ void Communicator::check() { state_->check(); }
 bool Communicator::is_broken() const {
   const std::lock_guard lock(state_->mutex);
   return state_->life != State::Life::kRunning;
-}
-
-bool Communicator::uses_windows() const {
-  return state_->config.size > 1 && std::min(state_->nccl->version(), state_->nccl->built_version()) >= kWindowsVersion;
-}
-
-std::shared_ptr<void> Communicator::allocate(int64_t bytes) {
-  auto& state = *state_;
-  state.check();
-  auto block = std::make_shared<Block>();
-  block->bytes = bytes;
-  if (state.nccl->memory_alloc(&block->memory, bytes) != kNcclSuccess) {
-    state.device->release_cache();
-    if (state.nccl->memory_alloc(&block->memory, bytes) != kNcclSuccess) {
-      return nullptr;
-    }
-  }
-  const std::lock_guard lock(state.mutex);
-  state.windows.add(block);
-  auto* const memory = block->memory;
-  return {memory, [state = state_, block = std::move(block)](void*) { state->release(block); }};
-}
-
-int64_t Communicator::memory_state() {
-  state_->let_operations_go();
-  const std::lock_guard lock(state_->mutex);
-  return state_->windows.propose();
-}
-
-void Communicator::commit_memory(std::chrono::milliseconds timeout) {
-  auto& state = *state_;
-  std::unique_lock lock(state.mutex);
-  state.throw_if_broken();
-  const auto change = state.windows.take_proposal();
-  lock.unlock();
-  state.give_back(change.give_back, timeout);
-  for (const auto& block : change.make) {
-    state.call({"registering memory with NCCL", -1, -1, timeout}, [&] {
-      const auto result = state.nccl->window_register(state.comm, block->memory, block->bytes, &block->window);
-      // Whatever it returns, the window exists only once the communicator reports that nothing is in progress.
-      return result == kNcclSuccess ? kNcclInProgress : result;
-    });
-  }
-}
-
-void Communicator::give_back_memory(std::chrono::milliseconds timeout) {
-  auto& state = *state_;
-  state.let_operations_go();
-  std::unique_lock lock(state.mutex);
-  const auto blocks = state.windows.take_let_go();
-  lock.unlock();
-  state.give_back(blocks, timeout);
 }
 
 }  // namespace torchddp::gpu

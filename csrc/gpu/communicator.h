@@ -54,8 +54,8 @@ struct Ticket {
 // A replayed graph makes no calls here. So after the first capture NCCL is asked for errors in every interval, and findings are
 // also written to stderr, because the program may never ask. How long a replay takes can't be observed.
 //
-// Calls on one communicator must come in the same order on all ranks. Thread-safe. Only start(), commit_memory() and
-// give_back_memory() wait for calls of other threads.
+// Calls on one communicator must come in the same order on all ranks. Thread-safe. Only start() waits for calls of other
+// threads.
 class Communicator {
  public:
   using Call = std::function<int(Comm, Stream)>;
@@ -89,20 +89,6 @@ class Communicator {
   // Throws what broke the communicator, if it is broken.
   void check();
   bool is_broken() const;
-
-  // Whether NCCL works better on its own memory than on other memory: there is a peer, and this version has windows.
-  bool uses_windows() const;
-  // Memory that can be registered as a window; null if there is no room. Not collective: see Note [When windows are made]. May
-  // be released at any time, but is only returned by the next commit_memory() or give_back_memory().
-  std::shared_ptr<void> allocate(int64_t bytes);
-  // What the next commit_memory() would do and what previous ones have done, as a number that is equal on two ranks if that is
-  // equal; never 0. Blocks until the device is idle if operations still hold memory.
-  int64_t memory_state();
-  // Collective, on ranks with the same memory_state(): registers what is not registered yet. Blocks until the device is idle if
-  // there is memory to return. Throws TransportError.
-  void commit_memory(std::chrono::milliseconds timeout);
-  // Not collective: returns released memory, on ranks that have agreed to register nothing.
-  void give_back_memory(std::chrono::milliseconds timeout);
 
  private:
   struct State;

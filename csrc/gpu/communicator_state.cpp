@@ -61,11 +61,6 @@ void OperationsInFlight::retire(Device& device, size_t at_most) {
   }
 }
 
-bool OperationsInFlight::holds_anything() const {
-  return !done_with_.empty() || std::any_of(operations_.begin(), operations_.end(),
-                                            [](const auto& operation) { return operation.keep != nullptr; });
-}
-
 Clock::time_point OperationsInFlight::deadline() const {
   return deadline_after(oldest().label.timeout, std::max(oldest().queued, last_end_));
 }
@@ -112,11 +107,6 @@ void Communicator::State::fail(std::string what) {
   const std::lock_guard lock(mutex);
   mark_broken(who() + ": " + std::move(what));
   throw TransportError(problem);
-}
-
-void Communicator::State::call(const OperationLabel& label, const std::function<int()>& body) {
-  const Turn turn(*this, label);
-  settle(body(), label);
 }
 
 // Waits until a call has taken effect: on a non-blocking communicator it may still be in progress. The watchdog makes sure that
@@ -305,63 +295,6 @@ void Communicator::State::destroy_streams() {
   in_flight.clear(*device);
   device->destroy_event(fork);
   device->destroy_stream(stream);
-}
-
-// --- memory ---
-
-// Releases what operations hold that have ended, or are about to, and were not joined.
-void Communicator::State::let_operations_go() {
-  {
-    const std::lock_guard lock(mutex);
-    throw_if_broken();
-    if (!in_flight.holds_anything()) {
-      return;
-    }
-  }
-  device->synchronize();
-  OperationsInFlight::Keeps keeps;  // released without the lock: blocks may be among them
-  const std::lock_guard lock(mutex);
-  throw_if_broken();
-  in_flight.retire(*device, in_flight.size());
-  keeps = in_flight.take_keeps();
-}
-
-void Communicator::State::give_back(const std::vector<BlockPtr>& blocks, milliseconds timeout) {
-  if (blocks.empty()) {
-    return;
-  }
-  device->synchronize();
-  for (const auto& block : blocks) {
-    if (block->window != nullptr) {
-      try {
-        call({"deregistering memory from NCCL", -1, -1, timeout},
-             [&] { return nccl->window_deregister(comm, block->window); });
-      } catch (const TransportError&) {
-        // Broken, as the next call will report; its windows go with it.
-      }
-    }
-    nccl->memory_free(block->memory);
-  }
-}
-
-// A block has no owner any more, but the device may still use it.
-void Communicator::State::release(BlockPtr block) noexcept {
-  if (forks() != made_in) {
-    return;  // a forked child: it belongs to the parent
-  }
-  try {
-    {
-      const std::lock_guard lock(mutex);
-      if (!closed) {
-        windows.let_go(std::move(block));
-        return;
-      }
-    }
-    device->synchronize();
-    nccl->memory_free(block->memory);
-  } catch (const std::exception&) {
-    // The device is lost, and its memory with it.
-  }
 }
 
 }  // namespace torchddp::gpu

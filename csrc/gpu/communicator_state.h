@@ -13,7 +13,6 @@
 
 #include "common/forks.h"
 #include "gpu/communicator.h"
-#include "gpu/window_memory.h"
 
 namespace torchddp::gpu {
 
@@ -42,14 +41,13 @@ class OperationsInFlight {
   void retire(Device& device, size_t at_most);
   // What finished operations held, to be released without the lock.
   Keeps take_keeps() { return std::exchange(done_with_, {}); }
-  bool holds_anything() const;
 
   bool empty() const { return operations_.empty(); }
   size_t size() const { return operations_.size(); }
   const Operation& oldest() const { return operations_.front(); }
   // Of the oldest operation.
   Clock::time_point deadline() const;
-  // Called without the lock, as it may release blocks of memory.
+  // Called without the lock, as it may release memory.
   void clear(Device& device);
 
  private:
@@ -86,8 +84,6 @@ struct Communicator::State {
   Stream stream = nullptr;
   Event fork = nullptr;
   OperationsInFlight in_flight;
-  WindowMemory windows;
-  bool closed = false;    // the communicator is gone, though its memory may not be
   bool captured = false;  // an operation was captured into a graph
 
   std::string who() const { return "rank " + std::to_string(config.rank) + " of " + std::to_string(config.size); }
@@ -101,11 +97,7 @@ struct Communicator::State {
   void check();
   void refuse_nested(const OperationLabel& label);
   [[noreturn]] void fail(std::string what);
-  void call(const OperationLabel& label, const std::function<int()>& body);
   void settle(int result, const OperationLabel& label);
-  void let_operations_go();
-  void give_back(const std::vector<BlockPtr>& blocks, std::chrono::milliseconds timeout);
-  void release(BlockPtr block) noexcept;
   void destroy_streams();
 
   // Threads.

@@ -58,8 +58,6 @@ class Device {
   virtual bool capturing(Stream stream) = 0;
   // Blocks until the device is idle.
   virtual void synchronize() = 0;
-  // Returns to the driver what torch's allocator has cached and no one uses.
-  virtual void release_cache() = 0;
 
  private:
   virtual void drop_stream(Stream stream) noexcept = 0;

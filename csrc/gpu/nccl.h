@@ -12,8 +12,7 @@
 
 namespace torchddp::gpu {
 
-using Comm = void*;    // ncclComm_t
-using Window = void*;  // ncclWindow_t
+using Comm = void*;  // ncclComm_t
 
 // ncclRedOp_t: the sum, or one made by make_pre_mul_sum().
 using SumOp = int;
@@ -26,9 +25,6 @@ struct UniqueId {
 // ncclResult_t values, of which we only distinguish these.
 inline constexpr int kNcclSuccess = 0;
 inline constexpr int kNcclInProgress = 7;
-
-// Symmetric memory windows exist since this version (2.27).
-inline constexpr int kWindowsVersion = 22700;
 
 // User settings for a communicator, by the names of torch's ncclConfig_t fields.
 struct CommSettings {
@@ -58,13 +54,6 @@ class Nccl {
   virtual int finalize(Comm comm) = 0;
   virtual int destroy(Comm comm) = 0;
   virtual int abort(Comm comm) = 0;
-
-  virtual int memory_alloc(void** memory, int64_t bytes) = 0;
-  virtual int memory_free(void* memory) = 0;
-  // Collective: equal sizes, in the same order on all ranks. `window` stays null if the hardware has no use for it; it may be
-  // written to until nothing is in progress.
-  virtual int window_register(Comm comm, void* memory, int64_t bytes, Window* window) = 0;
-  virtual int window_deregister(Comm comm, Window window) = 0;
 
   // Calls between the two are launched together; group_end returns the error of any of them.
   virtual int group_start() = 0;

@@ -82,20 +82,11 @@ std::shared_ptr<Transport> agree_on_memory(std::shared_ptr<Transport> transport,
   if (fallback == nullptr) {
     return transport;
   }
-  const auto mine = transport->memory_state();
-  const auto options = at::TensorOptions().dtype(at::kLong).device(transport->message_device());
-  const auto told = at::empty({transport->size()}, options);
+  const auto lost = at::full({1}, transport->has_lost_memory() ? 1 : 0, at::kLong);
   const auto work = transport->make_work();
-  transport->start(Collective::all_gather(told, at::full({1}, mine, options)), *work);
+  transport->start(Collective::all_reduce(lost), *work);
   work->wait(timeout);
-  const auto states = told.cpu();
-  transport->check();  // after a failure, what the device has read is garbage
-  const std::span<const int64_t> all(states.const_data_ptr<int64_t>(), static_cast<size_t>(states.numel()));
-  if (mine == 0 || std::any_of(all.begin(), all.end(), [&](int64_t state) { return state != mine; })) {
-    return fallback;
-  }
-  transport->commit_memory();
-  return transport;
+  return lost.item<int64_t>() == 0 ? transport : fallback;
 }
 
 }  // namespace torchddp::transport

@@ -133,15 +133,10 @@ class Transport {
   virtual void begin_backward() {}
   virtual void end_backward() {}
 
-  // For transports that can't always get or use the memory they want; see agree_on_memory. If ranks report different numbers,
-  // or one reports 0 because it had to hand out memory that its peers can't reach, all continue with fallback(). Null if that
-  // can't happen.
+  // For transports that can't always get the memory they want; see agree_on_memory. If a rank had to hand out memory that its
+  // peers can't reach, all continue with fallback(). Null if that can't happen.
   virtual std::shared_ptr<Transport> fallback() const { return nullptr; }
-  virtual int64_t memory_state() { return 1; }
-  // Collective; called when all ranks have reported the same.
-  virtual void commit_memory() {}
-  // The device on which small messages for the host begin.
-  virtual at::Device message_device() const { return at::kCPU; }
+  virtual bool has_lost_memory() const { return false; }
 
  protected:
   explicit Transport(Route route, Capabilities capabilities = {}) : route_(route), capabilities_(capabilities) {}

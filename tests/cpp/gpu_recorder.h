@@ -103,7 +103,6 @@ class RecordingDevice final : public gpu::Device {
   }
   bool capturing(gpu::Stream) override { return captures; }
   void synchronize() override { diary_.write("synchronize"); }
-  void release_cache() override { diary_.write("release_cache"); }
 
   static gpu::Stream handle(int number) { return reinterpret_cast<void*>(static_cast<intptr_t>(number)); }
 
@@ -155,9 +154,6 @@ class RecordingNccl final : public gpu::Nccl {
   int async_error(gpu::Comm comm, int* error) override {
     use(comm);
     ++asked;
-    if (auto* window = pending_window_.exchange(nullptr)) {
-      *window = this;  // later, on its own thread, as NCCL does for a non-blocking communicator
-    }
     *error = in_progress > 0 && in_progress-- > 0 ? gpu::kNcclInProgress : async.load();
     return gpu::kNcclSuccess;
   }
@@ -180,27 +176,6 @@ class RecordingNccl final : public gpu::Nccl {
     hangs = false;
     changed_.notify_all();
   }
-
-  int memory_alloc(void** memory, int64_t bytes) override {
-    if (allocs_that_fail > 0) {
-      --allocs_that_fail;
-      return 1;
-    }
-    *memory = ::operator new(static_cast<size_t>(bytes));
-    ++blocks;
-    return gpu::kNcclSuccess;
-  }
-  int memory_free(void* memory) override {
-    ::operator delete(memory);
-    --blocks;
-    diary_.write("free");
-    return gpu::kNcclSuccess;
-  }
-  int window_register(gpu::Comm comm, void*, int64_t bytes, gpu::Window* window) override {
-    pending_window_ = window;
-    return note(line_of("register ", bytes), comm);
-  }
-  int window_deregister(gpu::Comm comm, gpu::Window) override { return note("deregister", comm); }
 
   int group_start() override {
     diary_.write("group");
@@ -238,7 +213,6 @@ class RecordingNccl final : public gpu::Nccl {
   std::atomic<int> running{22907};
   std::atomic<int> init_result{gpu::kNcclSuccess}, call_result{gpu::kNcclSuccess}, group_result{gpu::kNcclSuccess},
       finalize_result{gpu::kNcclSuccess};
-  std::atomic<int> allocs_that_fail{0};
   std::atomic<int> async{gpu::kNcclSuccess};
   std::atomic<int> in_progress{0};  // returned this many more times
   std::atomic<int> asked{0};        // calls of async_error
@@ -246,7 +220,6 @@ class RecordingNccl final : public gpu::Nccl {
   std::atomic<bool> refuse_comm{false};
   // Block, as with a missing peer, until released or, for all but the first and the last kind, until the communicator is aborted.
   std::atomic<bool> init_hangs{false}, connect_hangs{false}, finalize_hangs{false}, abort_hangs{false};
-  std::atomic<int> blocks{0};
   std::atomic<bool> used_after_abort{false};
   gpu::CommSettings last_settings;
   std::atomic<int> ops{0};
@@ -278,7 +251,6 @@ class RecordingNccl final : public gpu::Nccl {
 
   Diary& diary_;
   std::atomic<bool> grouped_{false};
-  std::atomic<gpu::Window*> pending_window_{nullptr};
   std::mutex mutex_;
   std::condition_variable changed_;
   bool aborted_ = false;

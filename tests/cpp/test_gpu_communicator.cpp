@@ -255,9 +255,6 @@ TEST(gpu_a_device_that_fails_is_a_transport_error) {
 
 TEST(gpu_a_communicator_in_a_graph_is_left_behind) {
   Joined f;
-  auto memory = f.comm->allocate(4096);
-  f.comm->memory_state();
-  f.comm->commit_memory(1s);
   f.device->captures = true;
   f.all_reduce();
   f.comm->join(f.ticket);
@@ -267,8 +264,6 @@ TEST(gpu_a_communicator_in_a_graph_is_left_behind) {
   f.comm.reset();  // NCCL's own shutdown would wait for the graph
   CHECK_EQ(f.diary.count("finalize") + f.diary.count("destroy") + f.diary.count("abort"), 0);
   CHECK_EQ(f.device->alive.load(), 0);
-  memory.reset();
-  CHECK_EQ(f.nccl->blocks.load(), 0);
 }
 
 // During graph replays nothing is in flight and nothing calls the communicator.

@@ -126,9 +126,9 @@ class DDPOptions:
             non-finite averages (not with ``join()``; on a CUDA device backward then waits for the device).
         adopt_large_gradients: over NCCL, reduce gradients of 1 MiB and more where autograd allocated them, and pack
             only the smaller ones. ``param.grad`` keeps its memory, as with torch's default, and buckets reserve none
-            for it. Not with ``gradient_as_bucket_view=True`` or a communication hook. False packs everything into
-            memory registered with NCCL, as its NVLink SHARP and symmetric-memory algorithms require, which may be
-            faster between the GPUs of a host.
+            for it. Not with ``gradient_as_bucket_view=True`` or a communication hook. False packs everything, so
+            that NCCL's NVLink SHARP algorithms, which support plain sums only, can reduce it; may be faster between the
+            GPUs of a host.
         weighted: every backward has a weight, set with :meth:`weigh` before it, and gradients become sum(weight *
             gradient) / sum(weight) over the ranks and backwards of a step. A backward without one raises RuntimeError.
             False: only steps that call `weigh` are weighted, on all ranks or on none. Required under ``join()``, where

@@ -2,7 +2,6 @@
 
 #ifdef TORCHDDP_WITH_CUDA
 
-#include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 #include <cuda_runtime_api.h>
@@ -95,11 +94,6 @@ class CudaDevice final : public gpu::Device {
   void synchronize() override {
     const c10::cuda::CUDAGuard guard(index_);
     check(cudaDeviceSynchronize(), "the device failed");
-  }
-
-  void release_cache() override {
-    const c10::cuda::CUDAGuard guard(index_);
-    c10::cuda::CUDACachingAllocator::emptyCache();
   }
 
  private:

@@ -111,37 +111,6 @@ class NcclLibrary final : public gpu::Nccl {
     return ncclCommAbort(comm_of(comm));
   }
 
-  int memory_alloc(void** memory, int64_t bytes) override {
-    const c10::cuda::CUDAGuard guard(index_);
-    const auto result = ncclMemAlloc(memory, static_cast<size_t>(bytes));
-    static_cast<void>(cudaGetLastError());  // so that torch does not report it again elsewhere
-    return result;
-  }
-  int memory_free(void* memory) override {
-    const c10::cuda::CUDAGuard guard(index_);
-    return ncclMemFree(memory);
-  }
-  // gpu::Communicator only asks for windows if both versions support them.
-  int window_register(gpu::Comm comm, void* memory, int64_t bytes, gpu::Window* window) override {
-#if NCCL_VERSION_CODE >= 22700
-    const c10::cuda::CUDAGuard guard(index_);
-    return ncclCommWindowRegister(comm_of(comm), memory, static_cast<size_t>(bytes),
-                                  reinterpret_cast<ncclWindow_t*>(window), NCCL_WIN_COLL_SYMMETRIC);
-#else
-    static_cast<void>(comm), static_cast<void>(memory), static_cast<void>(bytes), static_cast<void>(window);
-    return ncclInvalidUsage;
-#endif
-  }
-  int window_deregister(gpu::Comm comm, gpu::Window window) override {
-#if NCCL_VERSION_CODE >= 22700
-    const c10::cuda::CUDAGuard guard(index_);
-    return ncclCommWindowDeregister(comm_of(comm), static_cast<ncclWindow_t>(window));
-#else
-    static_cast<void>(comm), static_cast<void>(window);
-    return ncclInvalidUsage;
-#endif
-  }
-
   int group_start() override { return ncclGroupStart(); }
   int group_end() override {
     const c10::cuda::CUDAGuard guard(index_);

@@ -2,7 +2,6 @@
 
 #include <ATen/Functions.h>
 #include <ATen/ops/_foreach_mul.h>
-#include <ATen/ops/from_blob.h>
 #include <c10/core/GradMode.h>
 
 #include <algorithm>
@@ -64,42 +63,11 @@ double scale_for_nccl(const Alongside& others, kernels::DType type) {
 
 NcclTransport::NcclTransport(std::shared_ptr<gpu::Communicator> communicator, at::Device device,
                              std::chrono::milliseconds timeout)
-    : NcclTransport(communicator, device, timeout, communicator->uses_windows() ? Memory::kWindows : Memory::kPlain) {}
-
-NcclTransport::NcclTransport(std::shared_ptr<gpu::Communicator> communicator, at::Device device,
-                             std::chrono::milliseconds timeout, Memory memory)
     : Transport(Route::kNccl, {.sums_alongside = true, .scales_alongside = true}),
       communicator_(std::move(communicator)),
       device_(device),
       timeout_(timeout) {
   TDDP_CHECK(device.is_cuda(), "NCCL only moves CUDA tensors, got device ", device);
-  if (memory == Memory::kWindows) {
-    plain_.reset(new NcclTransport(communicator_, device_, timeout_, Memory::kPlain));
-  }
-}
-
-at::Tensor NcclTransport::allocate(int64_t numel, at::ScalarType dtype, at::Device device) {
-  if (device != device_ || numel == 0) {
-    return Transport::allocate(numel, dtype, device);
-  }
-  const auto bytes = numel * static_cast<int64_t>(c10::elementSize(dtype));
-  auto memory = plain_ != nullptr ? communicator_->allocate(bytes) : nullptr;
-  if (memory == nullptr) {
-    if (plain_ != nullptr && !lost_memory_) {
-      TORCH_WARN("torchddp on rank ", rank(), ": NCCL has no room for a bucket of ", bytes, " bytes on ", device,
-                 ", even after torch released its cached memory. All ranks continue with buckets in torch's memory, "
-                 "which NCCL may have to copy.");
-      lost_memory_ = true;
-    }
-    if (communicator_->uses_windows()) {
-      communicator_->give_back_memory(timeout_);  // of buckets that this one replaces
-    }
-    return Transport::allocate(numel, dtype, device);
-  }
-  auto* const data = memory.get();
-  return at::from_blob(
-      data, {numel}, {1}, 0, [memory = std::move(memory)](void*) {}, at::TensorOptions().dtype(dtype).device(device),
-      device);
 }
 
 std::unique_ptr<Work> NcclTransport::make_work() { return std::make_unique<NcclWork>(communicator_); }

@@ -32,34 +32,20 @@ class NcclTransport final : public Transport {
 
   int rank() const override { return communicator_->rank(); }
   int size() const override { return communicator_->size(); }
-  // NCCL's memory if it can be registered, see Note [When windows are made] in gpu/window_memory.h; otherwise torch's.
-  at::Tensor allocate(int64_t numel, at::ScalarType dtype, at::Device device) override;
   std::unique_ptr<Work> make_work() override;
   // Aborts the communicator for all models that share it, so that anything waiting for the device returns.
   void interrupt(const std::string& reason) override;
   void check() override { communicator_->check(); }
 
-  // The same communicator with ordinary memory.
-  std::shared_ptr<Transport> fallback() const override { return plain_; }
-  int64_t memory_state() override { return lost_memory_ ? 0 : communicator_->memory_state(); }
-  void commit_memory() override { communicator_->commit_memory(timeout_); }
-  at::Device message_device() const override { return device_; }
-
   const std::shared_ptr<gpu::Communicator>& communicator() const { return communicator_; }
   at::Device device() const { return device_; }
 
  private:
-  enum class Memory : uint8_t { kWindows, kPlain };
-  NcclTransport(std::shared_ptr<gpu::Communicator> communicator, at::Device device, std::chrono::milliseconds timeout,
-                Memory memory);
-
   void launch(const Collective& operation, Work& work) override;
 
   std::shared_ptr<gpu::Communicator> communicator_;
   at::Device device_;
   std::chrono::milliseconds timeout_;
-  std::shared_ptr<NcclTransport> plain_;  // null: this is that transport
-  bool lost_memory_ = false;
   at::Tensor nothing_;  // what a barrier reduces
 };
 

@@ -71,7 +71,7 @@ class ShmTransport final : public Transport, public std::enable_shared_from_this
 
   int rank() const override { return rank_; }
   int size() const override { return size_; }
-  // In the segment; if that has no room, in private memory with a warning (see memory_state).
+  // In the segment; if that has no room, in private memory with a warning (see has_lost_memory).
   at::Tensor allocate(int64_t numel, at::ScalarType dtype, at::Device device) override;
   std::unique_ptr<Work> make_work() override;
   bool reaches(const at::Tensor& tensor) const override;
@@ -89,7 +89,7 @@ class ShmTransport final : public Transport, public std::enable_shared_from_this
   void begin_backward() override { pool_->set_active(true); }
   void end_backward() override { pool_->set_active(false); }
 
-  int64_t memory_state() override { return lost_memory_ ? 0 : 1; }
+  bool has_lost_memory() const override { return lost_memory_; }
   std::shared_ptr<Transport> fallback() const override { return c10d_; }
 
   // No one waits any more for an operation whose peers may still write to this memory: keeps it until that one is complete, or
