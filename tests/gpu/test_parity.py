@@ -65,15 +65,23 @@ def test_large_gradients_stay_where_autograd_allocated_them(gpu):
     assert packed.reducer.bucket_memory_bytes > large.nbytes
 
 
+class WeightedSum(torch.nn.Module):
+    """A weight whose gradient is forward's argument."""
+
+    def __init__(self, numel: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(numel, dtype=dtype))
+
+    def forward(self, gradient: torch.Tensor) -> torch.Tensor:
+        return (self.weight * gradient).sum()
+
+
 @pytest.mark.parametrize("divisor", [1, 2, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 def test_nccl_scales_large_gradients_as_torch_would(gpu, dtype, divisor):
     """A single rank multiplies too, if the divisor is larger than one."""
-    weight = torch.nn.Parameter(torch.zeros(1000, dtype=dtype, device=gpu))
-    module = torch.nn.ParameterList([weight])
-    module.forward = lambda gradient: (weight * gradient).sum()
     with large_from(LARGE_BYTES):
-        ddp = DistributedDataParallel(module, transport="nccl")
+        ddp = DistributedDataParallel(WeightedSum(1000, dtype).to(gpu), transport="nccl")
     ddp.reducer.set_divisor(lambda: divisor)
     gradient = torch.linspace(-3, 3, 1000, dtype=torch.float64).to(dtype).to(gpu)
     for _ in range(2):
@@ -81,4 +89,4 @@ def test_nccl_scales_large_gradients_as_torch_would(gpu, dtype, divisor):
         ddp(gradient).backward()
     assert ddp.reducer.bucket_memory_bytes == 0
     # The product is computed in float, as in torch's kernels, and rounded once.
-    torch.testing.assert_close(weight.grad, gradient * (1.0 / divisor), rtol=0, atol=0)
+    torch.testing.assert_close(ddp.module.weight.grad, gradient * (1.0 / divisor), rtol=0, atol=0)
