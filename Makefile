@@ -143,13 +143,12 @@ chaos: build
 	$(PY) -m benchmarks.chaos $(ARGS)
 
 # An environment with peer packages for sharding ($(PEERS_PY) -m benchmarks.sharded) and for reducing among the ranks of a host
-# ($(PEERS_PY) -m benchmarks --case collective --peers). It uses the checkout's extension.
+# ($(PEERS_PY) -m benchmarks --case collective). It uses the checkout's extension.
 $(PEERS_VENV)/.requirements: pyproject.toml
 	$(PYTHON) -m venv $(PEERS_VENV)
 	$(PEERS_PY) -m pip install -q $(PIP)
 	$(PEERS_PY) -m pip install -q --group build --group test
 	DS_BUILD_OPS=0 $(PEERS_PY) -m pip install -q --no-build-isolation --group peers
-	$(PEERS_PY) -m pip install -q --no-deps --group peers-no-deps
 	@echo "$(CURDIR)" > "$$($(PEERS_PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/torchddp.pth"
 	@touch $@
 

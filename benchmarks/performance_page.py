@@ -57,12 +57,13 @@ def source(case: str) -> str:
     return (
         f"{result['date'][:10]}, {machine['cpu']}, {machine['cores']} cores, {machine['system'].split('-')[0]}, Python "
         f"{machine['python']}, torch {machine['torch']}. "
-        f"[All rows](../benchmarks/results/{newest(case).name}) of `{_without_paths(result['command'])}`."
+        f"[All rows](../benchmarks/results/{newest(case).name}) of `{_shown(result['command'])}`."
     )
 
 
-def _without_paths(command: str) -> str:
-    return re.sub(r" --(out|output|json|plot) \S+", "", command)
+def _shown(command: str) -> str:
+    """Without the files that it wrote, and without --peers, which timed packages that the case no longer does."""
+    return re.sub(r" --(out|output|json|plot) \S+| --peers", "", command)
 
 
 # --- the tables ---

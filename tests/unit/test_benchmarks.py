@@ -21,7 +21,7 @@ from tests.unit.helpers import assert_refused, is_running, printed, wait_until
 from torchddp.bench import cli, gradients, report, timing
 from torchddp.bench.cases import MAX_ROUNDS, MIN_ROUNDS
 from torchddp.bench.memory import memory_result, parse_bytes
-from torchddp.bench.registry import CASES, check_names, check_operations
+from torchddp.bench.registry import CASES, check_names
 from torchddp.bench.report import save_results
 from torchddp.harness import stats
 from torchddp.harness.variants import TORCH_DDP, ArgumentError, Role, Variant, load_class, make_variants
@@ -154,10 +154,15 @@ def test_a_wrong_argument_is_refused_in_one_sentence(capsys):
         (["--world-sizes", "1,99"], "--world-sizes must be 1 to 64 ranks, not '1,99'."),
         (["--case", "memory", "--world-sizes", "1,2"], "--world-sizes is for the case scaling"),
         (["--case", "scaling", "--world-size", "2"], "does not apply to scaling: use --world-sizes, like 1,2,4."),
-        (["--op", "nope"], "There is no collective 'nope'; choose from all_reduce, broadcast, all_gather"),
-        (["--case", "memory", "--op", "broadcast"], "--op is for the case collective; add --case collective."),
-        (["--case", "memory", "--peers"], "--peers is for the case collective; add --case collective."),
-        (["--op", "broadcast", "--peers"], "--peers compares all_reduce only"),
+        (
+            ["--case", "collective", "--set", "op=nope"],
+            "--set op: there is no 'nope'; choose from all_reduce, broadcast",
+        ),
+        (["--case", "collective", "--set", "sizes=0"], "--set sizes: must be a whole number from 1"),
+        (
+            ["--case", "memory", "--set", "op=broadcast"],
+            "--set op=broadcast: must be NAME=VALUE with an option of memory",
+        ),
         (["--case", "collective", "--model", "gpt"], "--model: collective takes no model."),
         (["--model", "nope"], "There is no model 'nope'; choose from small, mlp, gpt, conv, resnet50, gpt2, llama, or"),
         (["--seconds", "nan"], "above 0 and at most 3600, not nan."),
@@ -178,10 +183,6 @@ def test_a_few_cases_run_by_default_and_all_on_request() -> None:
     assert check_names([], []) == ("step_time", "overlap", "memory")
     assert check_names(["all"], []) == tuple(CASES)
     assert check_names(["exposed", "memory", "exposed"], []) == ("exposed", "memory")
-    # --op or --peers alone selects the case collective.
-    assert check_operations([], [], ["broadcast", "broadcast"]) == (("collective",), ("broadcast",))
-    assert check_operations([], [], [], peers=True) == (("collective",), ("all_reduce",))
-    assert check_operations([], [], []) == ([], ("all_reduce",))
 
 
 def test_a_package_that_does_not_load_is_reported_with_advice(monkeypatch, capsys):
@@ -198,14 +199,13 @@ def test_a_package_that_does_not_load_is_reported_with_advice(monkeypatch, capsy
 @pytest.mark.thorough
 def test_a_run_of_collectives_writes_its_numbers_and_a_plot(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
-    arguments = ["--op", "all_reduce", "--quick", "--seconds", "0.1", "--json", str(path), "--out", str(tmp_path)]
+    arguments = ["--case", "collective", "--quick", "--seconds", "0.1", "--json", str(path), "--out", str(tmp_path)]
     assert cli.main(arguments) == 0
     (result,) = json.loads(path.read_text())["results"]
-    assert [size["bytes"] for size in result["sizes"]] == [1024, 65536, 16 * 1024**2]
+    assert [size["bytes"] for size in result["sizes"]] == [1024, 65536, 4 * 1024**2]
     for size in result["sizes"]:
         assert {"gloo", "c10d"} <= {entry["name"] for entry in size["implementations"]}
         assert all(entry["time_us"]["median"] > 0 for entry in size["implementations"])
-    assert result["sizes"][-1]["roofline_us"] > 0
     assert len(list(tmp_path.glob("*-collective-*.png"))) == 1
 
 

@@ -11,7 +11,7 @@ from tests.harness import each
 from tests.unit import benchmark_models
 from torchddp.bench import cli
 from torchddp.bench.cases import DEFAULT_CASES
-from torchddp.bench.collective.operations import OPERATIONS
+from torchddp.bench.collective import BUS_FACTORS
 from torchddp.bench.registry import CASES
 from torchddp.harness import models
 from torchddp.harness.command import MODEL_NAMES
@@ -24,7 +24,7 @@ OWN = benchmark_models.__name__
 def test_names_known_without_torch_match_the_cases_and_models() -> None:
     assert set(DEFAULT_CASES) <= CASES.keys()
     assert re.findall(r"^  (\w+)  ", cli.HELP, re.MULTILINE) == list(CASES)
-    assert ", ".join(OPERATIONS) in cli.OP_HELP
+    assert ",".join(BUS_FACTORS) in cli.SET_HELP
     assert tuple(MODELS) == MODEL_NAMES
     assert all(set(case.models) | set(case.quick_models) <= MODELS.keys() for case in CASES.values())
 

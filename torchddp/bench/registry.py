@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from torchddp.bench import gradients, memory, overlap, scaling, startup, step_time
+from torchddp.bench import collective, gradients, memory, overlap, scaling, startup, step_time
 from torchddp.bench.cases import DEFAULT_CASES, BenchCase
-from torchddp.bench.collective import case as collective
-from torchddp.bench.collective.operations import OPERATIONS
 from torchddp.bench.options import read_option
 from torchddp.harness.command import MAX_WORLD_SIZE, check_model_name
 from torchddp.harness.variants import ArgumentError
@@ -82,23 +80,6 @@ def check_names(cases: Sequence[str], models: Sequence[str]) -> tuple[str, ...]:
         check_model_name(model)
     # With --model, only the cases that have models.
     return with_models if models else chosen
-
-
-def check_operations(
-    cases: Sequence[str], models: Sequence[str], operations: Sequence[str], peers: bool = False
-) -> tuple[Sequence[str], tuple[str, ...]]:
-    """The requested cases and the collectives to time. --op or --peers without --case selects `collective`."""
-    for operation in operations:
-        if operation not in OPERATIONS:
-            raise ArgumentError(f"There is no collective '{operation}'; choose from {', '.join(OPERATIONS)}.")
-    option = "--op" if operations else "--peers"
-    if (operations or peers) and not cases and not models:
-        cases = ("collective",)
-    if (operations or peers) and not {"collective", ALL} & set(cases):
-        raise ArgumentError(f"{option} is for the case collective; add --case collective.")
-    if peers and set(operations) - {"all_reduce"}:
-        raise ArgumentError("--peers compares all_reduce only: leave out the other --op values.")
-    return cases, tuple(dict.fromkeys(operations)) or ("all_reduce",)
 
 
 def check_ranks(cases: Sequence[str], world_size: int | None, world_sizes: Sequence[int]) -> None:
