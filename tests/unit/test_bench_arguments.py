@@ -20,7 +20,7 @@ def main_of(benchmark: str):
 
 REFUSED = {
     "chaos checks gpu host_model links sharded two_hosts": ["--json /"],
-    "compress convergence slow_link": ["--output /"],
+    "convergence slow_link": ["--output /"],
     "convergence host_model slow_link": ["--plot /"],
     "checks gpu links sharded two_hosts": ["--seconds 0"],
     "checks gpu links two_hosts": ["--model nope"],
@@ -29,7 +29,6 @@ REFUSED = {
     "links slow_link two_hosts": ["--rate fast", "--rate 1gbit --rate 200gbit"],
     "chaos": ["--trials 0", "--trials 5 --only 5", "--kinds kill,flood", "--world-sizes 2,5"],
     "checks": ["--every 0"],
-    "compress": ["--format int9", "--kib 1 --kib 0", "--kib 4194305", "--top-k 0", "--rounds 0"],
     "convergence": ["--task imagenet", "--seeds 0", "--methods magic"],
     "gpu": ["--part nope", "--device tpu", "--backend mpi", "--sequence 1"],
     "host_model": ["--ranks 1", "--nodes 0", "--bytes 0", "--counts /nowhere"],
@@ -52,7 +51,6 @@ def test_a_wrong_argument_is_one_sentence_that_names_it(benchmarks, capsys):
     [
         ("chaos", "--over ,", "--over must be some of shm, gloo, torchft, separated by commas, not ','."),
         ("chaos", "--kinds full --over gloo", "No fault of kind full works over gloo."),
-        ("compress", "--kib 1 --kib 0", "--kib must be 1 to 4194304, not 0."),
         ("convergence", "--methods int8,magic", "--methods: there is no 'magic'; choose from uncompressed"),
         ("gpu", "--device cpu", "NCCL does not support CPU tensors: use --backend gloo with --device cpu."),
         ("links", "--rate fast", "--rate must be 10mbit to 100gbit, like 500mbit or 2.5gbit, not 'fast'."),

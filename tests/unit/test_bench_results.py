@@ -1,8 +1,6 @@
 """Results of the programs in benchmarks/: ratios, bounds and predictions from made-up times and curves."""
 
-import json
 import math
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,9 +9,6 @@ import torch
 
 from benchmarks.checks import field
 from benchmarks.checks.results import model_result
-from benchmarks.compress import cli
-from benchmarks.compress.measure import COPY, FORMATS
-from benchmarks.compress.results import size_result
 from benchmarks.convergence import bounds
 from benchmarks.convergence.results import task_result
 from benchmarks.links.field import LOCALHOST, PLANNED, make_field
@@ -47,28 +42,6 @@ def test_the_cost_of_a_check_is_spread_over_its_interval() -> None:
     ratios = {row["name"]: row["to_plain"] for row in result["variants"]}
     assert ratios["no DDP"] is None and ratios["plain"] is None
     assert ratios["find_nonfinite=True"]["median"] == pytest.approx(1.01)
-
-
-def test_compression_speeds_count_fp32_bytes_and_ratios_are_per_round() -> None:
-    seconds = np.array([[1e-3, 2e-3, 1e-3], [2e-3, 8e-3, 2e-3], [5e-4, 1e-3, 5e-4]])
-    names = [(COPY, ""), ("int8", "compress"), ("int8", "decompress")]
-    result = size_result(4_000_000, names, seconds)
-    copy, slow, fast = result["kernels"]
-    assert copy["gb_per_s"]["median"] == pytest.approx(4.0)
-    assert copy["to_memcpy"] is None
-    assert slow["to_memcpy"]["median"] == pytest.approx(0.5)
-    assert slow["gb_per_s"]["median"] == pytest.approx(2.0)
-    assert fast["to_memcpy"]["q25"] == pytest.approx(2.0)
-
-
-def test_the_compression_benchmark_times_every_kernel(tmp_path: Path) -> None:
-    path = tmp_path / "compress.json"
-    assert cli.main(["--kib", "4", "--rounds", "1", "--output", str(path)]) == 0
-    (result,) = json.loads(path.read_text())["results"]
-    assert result["nbytes"] == 4096
-    kernels = [kernel["what"] for kernel in result["kernels"]]
-    assert kernels == [COPY, *(name for name in FORMATS for _ in range(4)), *["top-k"] * 2]
-    assert all(kernel["gb_per_s"]["median"] > 0 for kernel in result["kernels"])
 
 
 MBIT, GBIT = 10**6, 10**9

@@ -82,8 +82,11 @@ def open_place(world_size: int) -> Iterator[Place]:
         return
     with tempfile.TemporaryDirectory(prefix="torchddp-benchmark-") as folder:
         command = [launcher, "-pmi-port", "-n", str(world_size), "sh", "-c", PLACEHOLDER, folder, str(os.getpid())]
+        nothing = subprocess.DEVNULL
         # In its own session, so that Ctrl-C reaches only this process.
-        with subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True) as process:
+        with subprocess.Popen(
+            command, stdin=nothing, stdout=nothing, stderr=nothing, start_new_session=True
+        ) as process:
             try:
                 yield MpiHost(folder=folder)
             finally:

@@ -1,1 +1,0 @@
-"""`python -m benchmarks.compress`: the compression kernels compared with a plain copy."""
