@@ -38,6 +38,8 @@ struct EngineConfig {
   std::vector<int> group_ranks;       // their names in errors
   std::function<bool(int)> gone;      // whether the process of a rank has exited
   std::chrono::milliseconds timeout{std::chrono::minutes(30)};
+  // How long a peer that gave up without naming a culprit is not itself blamed.
+  std::chrono::milliseconds reason_patience{500};
   OuterLink* outer = nullptr;  // not null if the group spans hosts
   int owners = 0;              // ranks that own shards: all on a single host, otherwise the smallest number on any host
   int threads = 1;             // for reducing a large block

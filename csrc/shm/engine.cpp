@@ -54,7 +54,11 @@ class Courtesy {
 }  // namespace
 
 Engine::Engine(EngineConfig config)
-    : config_(std::move(config)), board_(config_), failure_(board_), done_(board_), crowded_(board_.is_crowded()) {
+    : config_(std::move(config)),
+      board_(config_),
+      failure_(board_, config_.reason_patience),
+      done_(board_),
+      crowded_(board_.is_crowded()) {
   if (board_.rank() < 0 || board_.rank() >= board_.size() || board_.size() > kMaxRanks) {
     throw InternalError("a shared-memory engine for rank " + std::to_string(board_.rank()) + " of " +
                         std::to_string(board_.size()));

@@ -1,12 +1,6 @@
 #include "shm/failure.h"
 
 namespace torchddp::shm {
-namespace {
-
-// How long a peer that gave up without naming a culprit is not itself blamed.
-constexpr std::chrono::milliseconds kReasonPatience{500};
-
-}  // namespace
 
 void Failure::check() {
   if (is_forked()) {
@@ -57,7 +51,7 @@ void Failure::fail_after(const std::string& what, int rank, bool late) {
       silent_ = rank;
       silent_since_ = now;
     }
-    if (now < silent_since_ + kReasonPatience) {
+    if (now < silent_since_ + reason_patience_) {
       return;
     }
   }

@@ -17,7 +17,9 @@ class Failure {
  public:
   using Clock = std::chrono::steady_clock;
 
-  explicit Failure(const Board& board) : board_(board), forks_(forks()) {}
+  // `reason_patience` as in EngineConfig.
+  Failure(const Board& board, std::chrono::milliseconds reason_patience)
+      : board_(board), forks_(forks()), reason_patience_(reason_patience) {}
 
   // A forked child must not act for the rank.
   bool is_forked() const { return forks() != forks_; }
@@ -38,6 +40,7 @@ class Failure {
  private:
   const Board& board_;
   const int forks_;  // of this process when the engine was created
+  const std::chrono::milliseconds reason_patience_;
   std::string failed_;
   int silent_ = -1;  // first seen at silent_since_
   Clock::time_point silent_since_;

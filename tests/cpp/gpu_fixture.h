@@ -21,8 +21,13 @@ using testing::RecordingDevice;
 using testing::RecordingNccl;
 using Lines = std::vector<std::string>;
 
+// For what ends by itself: a busy machine takes less, so a wait that takes this long has hung.
+constexpr auto kPatience = 60s;
+// A time limit that a test lets pass, of something that takes no time: a busy machine does not take as long.
+constexpr auto kLimit = 1000ms;
+
 inline bool soon(const std::function<bool()>& condition) {
-  const auto deadline = std::chrono::steady_clock::now() + 5s;
+  const auto deadline = std::chrono::steady_clock::now() + kPatience;
   while (!condition()) {
     if (std::chrono::steady_clock::now() > deadline) return false;
     std::this_thread::sleep_for(1ms);
@@ -34,7 +39,7 @@ struct Fixture {
   Diary diary;
   std::shared_ptr<RecordingDevice> device = std::make_shared<RecordingDevice>(diary);
   std::shared_ptr<RecordingNccl> nccl = std::make_shared<RecordingNccl>(diary);
-  CommunicatorConfig config{1, 4, 2s, 2s, 1ms, 20ms};
+  CommunicatorConfig config{1, 4, kPatience, kPatience, 1ms, 20ms};
   std::chrono::milliseconds timeout = 10min;  // timeout of operations
 
   std::unique_ptr<Communicator> make() { return std::make_unique<Communicator>(nccl, device, config, UniqueId{}); }

@@ -1,4 +1,5 @@
 // Runs every registered test, or those whose name or file name (from the last slash on) contains the first argument.
+#include <csignal>
 #include <cstdio>
 #include <string_view>
 
@@ -39,6 +40,8 @@ bool run(const Test& test) {
 
 int main(int argc, char** argv) {
   std::setvbuf(stdout, nullptr, _IOLBF, 1 << 12);  // a crash must not lose earlier output
+  // Whoever started this may ignore them.
+  for (const int number : {SIGALRM, SIGCHLD, SIGPIPE}) std::signal(number, SIG_DFL);
   const std::string_view filter = argc > 1 ? argv[1] : "";
   int num_passed = 0;
   int num_failed = 0;

@@ -15,7 +15,6 @@
 #include <cstring>
 #include <functional>
 #include <memory>
-#include <source_location>
 #include <stdexcept>
 #include <string>
 #include <thread>
@@ -32,10 +31,9 @@ using Bytes = std::vector<std::byte>;
 using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 
-// Long enough for a busy machine under a sanitizer; a test that takes this long has hung.
+// Long enough for a busy machine under a sanitizer; a test that takes this long has hung. What ends earlier ended because of an
+// event, and its error says which.
 constexpr milliseconds kPatience{60'000};
-// For timers of 10 and 20 ms on a busy machine.
-constexpr milliseconds kQuickly{3'000};
 
 // The checks of check.h are for the main thread; other threads throw.
 inline void require(bool condition, const std::string& what) {
@@ -76,22 +74,6 @@ std::string error_of(const Call& call) {
 inline int64_t ms_since(Clock::time_point start) {
   return std::chrono::duration_cast<milliseconds>(Clock::now() - start).count();
 }
-
-// Checks that the rest of its scope finishes quickly.
-class Quickly {
- public:
-  explicit Quickly(std::source_location place = std::source_location::current()) : place_(place) {}
-  ~Quickly() {
-    testing::check_true(ms_since(since_) < kQuickly.count(), "over quickly", place_.file_name(),
-                        static_cast<int>(place_.line()));
-  }
-  Quickly(const Quickly&) = delete;
-  Quickly& operator=(const Quickly&) = delete;
-
- private:
-  const std::source_location place_;
-  const Clock::time_point since_ = Clock::now();
-};
 
 // Makes a call a moment later, from its own thread.
 class Later {

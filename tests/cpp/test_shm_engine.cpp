@@ -321,7 +321,7 @@ TEST(shm_a_wait_with_an_end_leaves_the_operation_alone) {
   CHECK(!early->wait_for(mine.seq(), milliseconds(0), false));
   const auto late = host.engine(1);
   Exchange other(host, 1, {.numel = 10}, *late);
-  CHECK(early->wait_for(mine.seq(), milliseconds(10'000), false));
+  CHECK(early->wait_for(mine.seq(), kPatience, false));
   mine.finish(*early);
   other.finish(*late);
 }

@@ -164,7 +164,6 @@ TEST(shm_a_wait_for_the_dead_ends_and_names_them) {
     Office office(host, 1);
     Bytes data(4);
     const auto message = office.start_receive(any ? -1 : 2, 7, data);
-    const Quickly quickly;
     const Later death([&] { host.gone[2] = true; });
     CHECK(has(error_of([&] { office.mail().wait(message, kPatience); }), {"rank 12 died", "recv", "tag 7"}));
     CHECK(has(error_of([&] { office.engine().start({}); }), {"rank 12 died"}));

@@ -103,10 +103,7 @@ TEST(shm_mesh_strangers_do_no_harm) {
     bad = good;
     bad.address[0] = '?';  // doesn't know the name of the rank it claims to be
     stranger().send(&bad, sizeof(bad), {own.fd()});
-    {
-      const Quickly quickly;
-      check_connects(ranks);
-    }
+    check_connects(ranks);
     strangers.clear();
     ranks.listeners.clear();
     ranks.segments.clear();
@@ -125,7 +122,7 @@ std::string refusal(const std::function<void(Hello&)>& change, const std::functi
     change(hello);
     const Fd sent(fcntl(fd(ranks), F_DUPFD_CLOEXEC, 0));
     other.send(&hello, sizeof(hello), {sent.get()});
-    message = testing::thrown_by<Unavailable>([&] { ranks.connect(0, milliseconds(300)); });
+    message = testing::thrown_by<Unavailable>([&] { ranks.connect(0); });
   }
   CHECK_EQ(open_files(), before);
   return message;
@@ -171,7 +168,6 @@ TEST(shm_mesh_a_segment_that_could_shrink_is_refused) {
 
 TEST(shm_mesh_a_rank_that_does_not_come_is_waited_for_no_longer_than_agreed) {
   const int before = open_files();
-  const Quickly quickly;
   {
     Ranks ranks(3);
     const Stranger silent(ranks.addresses[0]);
@@ -183,19 +179,16 @@ TEST(shm_mesh_a_rank_that_does_not_come_is_waited_for_no_longer_than_agreed) {
 
 TEST(shm_mesh_a_rank_that_gave_up_is_not_waited_for) {
   {
-    const Quickly quickly;
     Ranks ranks(3);
     CHECK_THROWS(Unavailable, ranks.connect(0, milliseconds(1)), "timed out");  // closes its socket
     CHECK_THROWS(Unavailable, ranks.connect(1, kPatience), "could not connect to local rank 0");
   }
   {
-    const Quickly quickly;
     Ranks ranks(3);
     ranks.listeners.pop_back();
     CHECK_THROWS(Unavailable, ranks.connect(0, kPatience), "local rank 2 gave up or died");
   }
   {
-    const Quickly quickly;
     Ranks ranks(8);
     ranks.listeners[5] = Listener();  // at another address
     CHECK_THROWS(Unavailable, ranks.connect(2, kPatience), "local rank 5 gave up or died");
@@ -238,10 +231,7 @@ TEST(shm_mesh_a_rank_that_gave_up_is_noticed_among_many_strangers) {
       }
     });
   }
-  {
-    const Quickly quickly;
-    CHECK_THROWS(Unavailable, ranks.connect(0, 2 * kQuickly), "local rank 2 gave up or died");
-  }
+  CHECK_THROWS(Unavailable, ranks.connect(0), "local rank 2 gave up or died");
   stop.store(true);
   for (auto& thread : crowd) thread.join();
 }
@@ -259,13 +249,10 @@ TEST(shm_mesh_connects_ranks_among_strangers_that_stay) {
     } catch (const std::runtime_error&) {
     }
   });
-  {
-    const Quickly quickly;
-    check_ranks(2, [&](int rank) {
-      if (rank == 1) std::this_thread::sleep_for(milliseconds(50));
-      ranks.connect(rank, kPatience);
-    });
-  }
+  check_ranks(2, [&](int rank) {
+    if (rank == 1) std::this_thread::sleep_for(milliseconds(50));
+    ranks.connect(rank, kPatience);
+  });
   stop.store(true);
   crowd.join();
 }
@@ -285,7 +272,6 @@ TEST(shm_mesh_a_rank_that_takes_nobody_is_waited_for_no_longer_than_agreed) {
   }
   CHECK_EQ(errno, EAGAIN);
   const Segment segment(1, 2, 0);
-  const Quickly quickly;
   CHECK_THROWS(Unavailable, own.connect({name, own.address()}, 1, segment, milliseconds(100)),
                "timed out reaching local rank 0", "too many connections");
 }

@@ -100,7 +100,7 @@ TEST(shm_mesh_another_user_in_the_place_of_a_rank_gets_nothing) {
   require(read(pipe.read.get(), &ready, 1) == 1, "nobody listens");
   Listener own;
   const Segment segment(1, 2, 0);
-  CHECK_THROWS(Unavailable, own.connect({name, own.address()}, 1, segment, kQuickly),
+  CHECK_THROWS(Unavailable, own.connect({name, own.address()}, 1, segment, kPatience),
                "local rank 0 runs as user 65534, this rank as 0");
   CHECK_EQ(other.end(), 0);
 }
@@ -114,7 +114,7 @@ TEST(shm_mesh_without_descriptors_a_rank_blames_itself) {
     const rlimit limit{static_cast<rlim_t>(next), static_cast<rlim_t>(next)};
     require(setrlimit(RLIMIT_NOFILE, &limit) == 0, "no limit");
     const auto said = "Too many open files in this process, which may have " + std::to_string(next) + " (ulimit -n)";
-    return has(testing::thrown_by<Unavailable>([&] { ranks.connect(rank, kQuickly); }), {said}) ? 0 : 1;
+    return has(testing::thrown_by<Unavailable>([&] { ranks.connect(rank); }), {said}) ? 0 : 1;
   };
   for (const int rank : {0, 1}) CHECK_EQ(Process([&] { return message(rank); }).end(), 0);
 }
@@ -141,13 +141,12 @@ TEST(shm_mesh_too_many_descriptors_under_way_are_waited_for) {
       std::this_thread::sleep_for(milliseconds(100));
       for (auto& end : pair) end = Fd();
     });
-    const auto since = Clock::now();
     const auto errors = run_ranks(3, [&](int rank) { ranks.connect(rank, kPatience); });
     reader.join();
     for (const auto& error : errors) {
       if (!error.empty()) throw std::runtime_error(error);
     }
-    return ms_since(since) < kQuickly.count() ? 0 : 5;
+    return 0;
   });
   CHECK_EQ(process.end(), 0);
 }
@@ -156,7 +155,6 @@ TEST(shm_mesh_too_many_descriptors_under_way_are_waited_for) {
 struct Crowd {
   std::atomic<int> listening, connected;
   std::atomic<bool> has_failed;
-  std::atomic<int64_t> slowest_ms;
   std::array<std::array<char, 32>, kMaxRanks> names;
 
   void wait_for(const std::atomic<int>& count, int size) const {
@@ -176,11 +174,7 @@ struct Crowd {
     wait_for(listening, size);
     std::vector<std::string> addresses;
     for (int peer = 0; peer < size; ++peer) addresses.emplace_back(names[static_cast<size_t>(peer)].data(), 32);
-    const auto since = Clock::now();
     const auto peers = listener.connect(addresses, rank, segment, kPatience);
-    const auto took = ms_since(since);
-    for (auto slowest = slowest_ms.load(); took > slowest && !slowest_ms.compare_exchange_weak(slowest, took);) {
-    }
     for (int peer = 0; peer < size; ++peer) {
       if (peer == rank) continue;
       const auto& found = peers[static_cast<size_t>(peer)];
@@ -193,7 +187,7 @@ struct Crowd {
 };
 
 // Many more ranks than processors; with 127 peers each process uses most of the descriptors that it may have in flight.
-TEST(shm_mesh_connects_all_ranks_of_a_large_host_in_time) {
+TEST(shm_mesh_connects_all_ranks_of_a_large_host) {
   for (const int size : {64, 128}) {
     void* memory = mmap(nullptr, sizeof(Crowd), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     require(memory != MAP_FAILED, "no memory");
@@ -211,7 +205,6 @@ TEST(shm_mesh_connects_all_ranks_of_a_large_host_in_time) {
       }));
     }
     for (const auto& process : processes) CHECK_EQ(process->end(), 0);
-    CHECK(crowd.slowest_ms.load() < kQuickly.count());
     munmap(memory, sizeof(Crowd));
   }
 }
@@ -233,19 +226,23 @@ TEST(shm_mesh_two_processes_reduce) {
 TEST(shm_mesh_a_process_that_exits_is_gone_at_once) {
   for (const bool is_killed : {false, true}) {
     Listener listener;
+    const Pipe leave;
     const Child child(listener, [&](const std::vector<Peer>&, Segment&) {
-      if (is_killed) pause();
-      usleep(50'000);
-      return true;
+      char word = 0;
+      return read(leave.read.get(), &word, 1) == 1;
     });
     const Segment segment(0, 2, 0);
     const auto peers = listener.connect(child.addresses, 0, segment, kPatience);
     CHECK(!peers[1].gone());
-    if (is_killed) child.kill();
+    if (is_killed) {
+      child.kill();
+    } else {
+      require(write(leave.write.get(), "x", 1) == 1, "the child has gone");
+    }
     const auto since = Clock::now();
-    while (!peers[1].gone() && ms_since(since) < kQuickly.count()) usleep(1000);
+    while (!peers[1].gone() && ms_since(since) < kPatience.count()) usleep(1000);
     CHECK(peers[1].gone());
-    child.end();
+    CHECK_EQ(child.end(), is_killed ? -1 : 0);
   }
 }
 
@@ -263,12 +260,9 @@ TEST(shm_mesh_a_process_that_is_killed_is_named) {
     const auto peers = listener.connect(child.addresses, 0, segment, kPatience);
     Engine engine(config_of(0, segment, peers));
     CHECK(reduce_some(engine, segment, 5, 100'003));
-    {
-      const Quickly quickly;
-      const Later killing([&] { child.kill(); });
-      CHECK_THROWS(TransportError, reduce_some(engine, segment, INT32_MAX, 100'003), "rank 11 died",
-                   "all_reduce of 400012 bytes");
-    }
+    const Later killing([&] { child.kill(); });
+    CHECK_THROWS(TransportError, reduce_some(engine, segment, INT32_MAX, 100'003), "rank 11 died",
+                 "all_reduce of 400012 bytes");
     child.end();
   }
 }

@@ -181,7 +181,6 @@ TEST(shm_a_rank_that_died_before_it_took_a_total_is_named) {
     }
   }
   host.gone[5].store(true);
-  const Quickly quickly;
   CHECK_THROWS(TransportError, start(1), "rank 15 died");
 }
 
