@@ -78,17 +78,24 @@ TEST_JOBS ?= 2
 TEST_RERUNS ?= 1
 PYTEST = -m pytest -q -n $(TEST_JOBS) --dist worksteal --reruns $(TEST_RERUNS) --reruns-delay 2 -rR
 
+# C++ tests with these sanitizers, then Python tests with these markers, whether or not the former passed.
+comma := ,
+define run-tests
+@$(MAKE) --no-print-directory cpp-tests CPP_SANITIZERS="$(1)"; cpp=$$?; \
+$(PY) $(PYTEST) -m "$(2)" $(ARGS); python=$$?; \
+[ $$cpp = 0 ] || echo "C++ tests failed: see above"; \
+[ $$cpp = 0 ] && [ $$python = 0 ]
+endef
+
 # About eight minutes on two cores, C++ tests included. `.ci/run` also runs test-slow; run test-thorough (full benchmarks and other
 # commands, further parameters, mutants) after changing the code that it tests.
 test: build
-	@$(MAKE) --no-print-directory cpp-tests CPP_SANITIZERS=none
-	$(PY) $(PYTEST) -m "not slow and not thorough" $(ARGS)
+	$(call run-tests,none,not slow and not thorough)
 
 # One more job, because most of these tests wait.
 test-slow: TEST_JOBS = 3
 test-slow: build
-	@$(MAKE) --no-print-directory cpp-tests CPP_SANITIZERS="address,undefined thread"
-	$(PY) $(PYTEST) -m "slow and not thorough" $(ARGS)
+	$(call run-tests,address$(comma)undefined thread,slow and not thorough)
 
 test-thorough: build
 	$(PY) $(PYTEST) -m thorough $(ARGS)
