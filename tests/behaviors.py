@@ -44,7 +44,7 @@ def results_of(
     while left := [name for name in names if name not in results]:
         log = folder / f"log_{len(left)}_"
         options = (ddp_class, left, log, timeout_s, enough_failures)
-        outcomes = run_outcomes(_run_on_rank, WORLD_SIZE, *options, timeout=110.0, straggler_s=2.0)
+        outcomes = run_outcomes(_run_on_rank, WORLD_SIZE, *options, straggler_s=2.0)
         found = _read_logs(log)
         results |= found
         if all(outcome.ok for outcome in outcomes):

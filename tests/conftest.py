@@ -12,6 +12,7 @@ import pytest
 
 from benchmarks.two_hosts.network import NoNetworkError, two_hosts
 from tests.harness import class_under_test, is_own_class
+from tests.surroundings import restore_usual
 
 
 def load_hypothesis_profile() -> None:
@@ -29,6 +30,7 @@ load_hypothesis_profile()
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    restore_usual()
     config.addinivalue_line("markers", "beyond_torch(why): what torchddp does and torch's own class does not")
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from tests.programs import clean_environment, free_port, run_together
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "sinfo")
-READY_TIMEOUT_S = 30.0
+READY_TIMEOUT_S = 120.0
 CONFIGURATION = """
 ClusterName=torchddp
 SlurmctldHost={host}(127.0.0.1)
@@ -107,7 +107,7 @@ def _await_idle(environment: Mapping[str, str], folder: Path) -> None:
     while time.monotonic() < deadline_s:
         with contextlib.suppress(subprocess.TimeoutExpired):
             done = subprocess.run(
-                ["sinfo", "-h", "-o", "%T"], env=environment, capture_output=True, text=True, timeout=5
+                ["sinfo", "-h", "-o", "%T"], env=environment, capture_output=True, text=True, timeout=60
             )
             if done.stdout.strip() == "idle":
                 return

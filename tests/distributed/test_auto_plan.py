@@ -3,7 +3,6 @@
 import copy
 import json
 import pickle
-import time
 from unittest import mock
 
 import pytest
@@ -255,11 +254,10 @@ def test_bad_input(rank):
 
 
 @on_ranks(2)
-def test_calibration_is_short_and_equal_on_all_ranks(rank):
+def test_calibration_is_equal_on_all_ranks(rank):
     for transport in each(["c10d", "shm"]):
         ddp = DistributedDataParallel(layers(), transport=transport)
-        agreed, begin_s = ddp.reducer.transport, time.monotonic()
+        agreed = ddp.reducer.transport
         cost = measure_cost(agreed, torch.device("cpu"), host_too=True)
-        assert time.monotonic() - begin_s < 5  # 0.6 s on an idle machine
         assert _C.agree_on_memory(agreed, ddp.session.wait_limit) is agreed  # no rank has lost memory
         assert cost.host_s_per_byte > 0 and gathered(cost) == [cost] * 2

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.thorough
 
 def run(benchmark, *options):
     command = [sys.executable, "-m", f"benchmarks.{benchmark}", *options]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
 
 

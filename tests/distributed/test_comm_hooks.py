@@ -123,7 +123,7 @@ def test_one_rank_sends_nothing(rank):
 @pytest.mark.parametrize(
     ("world_size", "hosts"), [pytest.param(2, None, marks=SLOW), (3, None), pytest.param(4, "aabb", marks=SLOW)]
 )
-@on_ranks(timeout=120)
+@on_ranks()
 def test_resume_is_exact_also_into_other_buckets(rank, hosts):
     live_on(hosts, rank)
     for make in (Sign, TopK, *COMPRESSORS[8:10], lambda: CastAround(PowerSGD(2, start_step=3))):
@@ -292,7 +292,7 @@ MEMBERS = [[0, 1], [0, 1, 2], [0, 1, 2, 3], [3, 1], [1], [0, 2, 1]]
 
 @pytest.mark.rest_is_thorough("aabb")
 @pytest.mark.parametrize("hosts", [None, "aabb"])
-@on_ranks(4, timeout=60)
+@on_ranks(4)
 def test_no_residual_is_lost(rank, hosts):
     """In several groups in sequence."""
     live_on(hosts, rank)
@@ -329,7 +329,7 @@ def test_power_sgd_keeps_its_warm_start(rank):
 
 
 @pytest.mark.parametrize("kind", ["int8", "powersgd", "rules"])
-@on_ranks(3, needed_ranks=[0, 2], timeout=30, straggler_s=20)
+@on_ranks(3, needed_ranks=[0, 2])
 def test_hooks_continue_after_a_death(rank, kind):
     """A death in the middle of a step, in which some ranks may have reduced some buckets."""
     hook = IN_GROUPS[kind]()

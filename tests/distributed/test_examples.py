@@ -40,7 +40,7 @@ def last_number(output, words):
 
 
 def run(command):
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     return done
 
@@ -60,7 +60,6 @@ def assert_it_learned(output):
     ],
     ids=lambda value: Path(value[-1]).stem if isinstance(value, list) else "",
 )
-@pytest.mark.may_rerun("failed once in some 40 runs on a busy machine; the cause is unknown")
 @pytest.mark.slow
 def test_two_ranks_under_torchrun(start, words, count):
     done = run([*TORCHRUN, *start, "--steps", "60"])

@@ -1,7 +1,6 @@
 """Transport.interrupt: another thread ends a rank's wait, wherever that is."""
 
 import threading
-import time
 
 import pytest
 import torch
@@ -16,15 +15,12 @@ from torchddp.comm_hooks.exchange import Exchange
 from torchddp.transport.select import open_transport
 
 REASON = "rank 1 failed: ValueError: no such file"
-SOON_S = 3.0
 
 
-def timed(call):
-    """What a call raises, within less time than any timeout."""
-    since_s = time.monotonic()
+def raised(call):
+    """What a call raises; one that waited for a timeout would have hung."""
     with pytest.raises(RuntimeError) as caught:
         call()
-    assert time.monotonic() - since_s < SOON_S
     return caught.value
 
 
@@ -32,7 +28,7 @@ def interrupted(waits, *calls):
     """What the calls raise when another thread interrupts `waits` a moment later."""
     interrupter = threading.Timer(0.1, lambda: waits.interrupt(REASON))
     interrupter.start()
-    errors = [timed(call) for call in calls]
+    errors = [raised(call) for call in calls]
     interrupter.join()
     return errors
 
@@ -72,7 +68,7 @@ def test_a_wait_ends_and_later_operations_fail(rank, choice, world_size):
                 transport.all_reduce(tensor, handle)
                 handle.wait()
 
-        assert "rank 0 gave up" in str(timed(go_on))
+        assert "rank 0 gave up" in str(raised(go_on))
     stay(rank)
 
 
@@ -88,7 +84,8 @@ def test_backward_ends(rank, choice, hook):
     for step in range(3):
         step_on(model, rank, step)
     if rank == 0:
-        (error,) = interrupted(model, lambda: step_on(model, rank, 3))
+        loss = loss_of(model(batch(rank, 3, dtype=torch.float32)))
+        (error,) = interrupted(model, loss.backward)
         assert isinstance(error, TransportError) and REASON in str(error) and "bucket 0" in str(error), error
         with pytest.raises(TransportError, match=REASON):
             step_on(model, rank, 4)

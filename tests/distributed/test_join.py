@@ -67,7 +67,7 @@ def test_a_join_that_is_switched_off_sends_nothing(rank, transport):
 def test_uneven_inputs_without_join_are_named_first(rank, transport, buffers):
     """Errors mention uneven inputs before lost ranks."""
     layers = [torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4)] if buffers else [torch.nn.Linear(4, 4)]
-    model = torchddp.DDP(torch.nn.Sequential(*layers), transport=transport, timeout=timedelta(seconds=1.5))
+    model = torchddp.DDP(torch.nn.Sequential(*layers), transport=transport, timeout=timedelta(seconds=6))
     for _ in range(2):
         model(torch.randn(4, 4)).sum().backward()
     if rank == 1:

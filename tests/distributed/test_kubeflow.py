@@ -107,7 +107,6 @@ def test_a_pod_requests_what_its_ranks_need(pods):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_the_command_trains_with_what_the_operator_sets(pods, tmp_path):
     (tmp_path / "train.py").write_text(UNMODIFIED)
     program, *arguments = pods.container["command"]
@@ -122,7 +121,7 @@ def test_the_command_trains_with_what_the_operator_sets(pods, tmp_path):
         clean_environment(**{**pods.variables_of(pod), **here, "TORCHDDP_HOST_ID": f"pod {pod}"})
         for pod in range(pods.count)
     ]
-    done = run_together([[*TORCHRUN, *arguments]] * pods.count, environments, 250, tmp_path)
+    done = run_together([[*TORCHRUN, *arguments]] * pods.count, environments, 500, tmp_path)
     output, errors = "".join(pod.stdout for pod in done), "".join(pod.stderr for pod in done)
     assert [pod.returncode for pod in done] == [0] * pods.count, output + errors
     assert sorted(output.splitlines()) == unmodified_says(pods.count * pods.ranks_each, pods.ranks_each)

@@ -186,7 +186,7 @@ def test_models_that_can_not_be_wrapped(rank):
 
 @over_both
 @pytest.mark.parametrize("where", ["backward", "step"])
-@on_ranks(2, timeout=30, needed_ranks=[0])
+@on_ranks(2, needed_ranks=[0])
 def test_a_peer_that_dies(rank, where, transport):
     pair = make_pair(transport=transport)
     pair.train(range(2))

@@ -332,7 +332,7 @@ def test_modes_that_exclude_it(rank):
 
 @on_ranks(2)
 def test_a_missing_rank(rank):
-    model, other = (torchddp.DDP(seeded(Mlp), transport="shm", timeout=timedelta(seconds=1)) for _ in range(2))
+    model, other = (torchddp.DDP(seeded(Mlp), transport="shm", timeout=timedelta(seconds=5)) for _ in range(2))
     if rank == 1:
         dist.barrier()
     else:

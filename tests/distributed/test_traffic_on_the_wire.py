@@ -23,7 +23,7 @@ def run_on(hosts, ranks_per_host):
         inside(hosts[rank // ranks_per_host].namespace, [*command, str(rank), str(size), init_method])
         for rank in range(size)
     ]
-    ranks = run_together(commands, [{**worker_environment(), "PYTHONPATH": str(ROOT)}] * size, 120)
+    ranks = run_together(commands, [{**worker_environment(), "PYTHONPATH": str(ROOT)}] * size, 500)
     assert [rank.returncode for rank in ranks] == [0] * size, "".join(rank.stderr for rank in ranks)
     return [json.loads(rank.stdout.splitlines()[-1]) for rank in ranks]
 

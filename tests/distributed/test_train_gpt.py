@@ -137,7 +137,7 @@ def _command(*options, ranks=None):
     for name in ("batch_size", "block_size", "layers", "width", "heads", "device"):
         command += ["--" + name.replace("_", "-"), str(SMALL[name])]
     # Run from another folder: the script finds its modules.
-    return subprocess.run([*command, *map(str, options)], cwd="/", capture_output=True, text=True, timeout=90)
+    return subprocess.run([*command, *map(str, options)], cwd="/", capture_output=True, text=True, timeout=300)
 
 
 @pytest.mark.slow

@@ -4,7 +4,6 @@ import copy
 import io
 import os
 import resource
-import time
 from functools import partial
 
 import pytest
@@ -184,7 +183,6 @@ def test_a_transport_that_replaces_gloo(rank, ddp_class):
     assert kind.opened == 1
 
 
-SOON_S = 5.0
 # Enough for this rank's segment, which is as large as the machine's memory, but not for a second.
 LITTLE_SPACE = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * 3 // 2
 WIDTH = 256  # fp64 gradients of 1, 3, and 1.5 MiB
@@ -192,10 +190,8 @@ WIDTH = 256  # fp64 gradients of 1, 3, and 1.5 MiB
 
 def wrapped(ddp_class, make=Mlp, **options):
     """(module, logged warnings)."""
-    lines, started_s = logged(), time.monotonic()
-    ddp = ddp_class(seeded(make), **options)
-    assert time.monotonic() - started_s < SOON_S, f"{time.monotonic() - started_s:.1f} s: {lines}"
-    return ddp, lines
+    lines = logged()
+    return ddp_class(seeded(make), **options), lines
 
 
 def falls_back(ddp_class, rank):

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torchddp
 
 WAITING_S = 0.2
-LIMIT = timedelta(seconds=120)
+LIMIT = timedelta(seconds=600)
 
 
 def main() -> None:

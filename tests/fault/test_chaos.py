@@ -45,7 +45,7 @@ def chaos(tmp_path, capfd):
         fork = multiprocessing.get_context("fork")
         process = fork.Process(target=lambda: sys.exit(main(["--json", str(path), *arguments])))
         process.start()
-        process.join(110)
+        process.join(500)
         process.kill()
         said = capfd.readouterr().out
         assert path.exists(), f"exit code {process.exitcode}: {said}"

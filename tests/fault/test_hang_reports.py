@@ -215,7 +215,7 @@ def test_no_report_without_a_stall(tmp_path):
             step_on(ddp, rank, step)
         assert len(monitor._sources) == 1
         del ddp
-        assert wait_until(lambda: not monitor._sources, 5)
+        assert wait_until(lambda: not monitor._sources)
         assert monitor_of(torchddp.DistributedDataParallel(seeded(Mlp), stall_report_s=0)) is None
         other = torchddp.DistributedDataParallel(seeded(Mlp))
         assert monitor_of(other) is monitor  # shared by all models of the process
@@ -255,7 +255,7 @@ def test_a_training_loop_in_another_thread(tmp_path):
             loop.join()
         return reports.texts
 
-    texts = [text for texts in run_ranks(work, 2, timeout=SECONDS) for text in texts]
+    texts = [text for texts in run_ranks(work, 2) for text in texts]
     assert len(texts) == 1 and "rank 1 is at step 3" in texts[0], texts
     assert "of the main thread" not in texts[0] and "in loop_of_a_trainer" in texts[0], texts[0]
 
@@ -323,7 +323,7 @@ def test_the_process_that_hosts_the_store_is_stopped(tmp_path):
             seeded(Mlp), transport="c10d", timeout=timedelta(seconds=9), stall_report_s=STALL_S
         )
         step_on(ddp, rank)
-        wait_until(lambda: len(monitor_of(ddp)._known) == 3, 5)
+        wait_until(lambda: len(monitor_of(ddp)._known) == 3)
         dist.barrier()
         if rank == 0:
             os.kill(os.getpid(), signal.SIGSTOP)
@@ -332,7 +332,7 @@ def test_the_process_that_hosts_the_store_is_stopped(tmp_path):
                 step_on(ddp, rank, 1 + step)
         return reports.texts
 
-    found = run_ranks(work, 3, timeout=SECONDS, needed_ranks=[1, 2])
+    found = run_ranks(work, 3, needed_ranks=[1, 2])
     for rank in (1, 2):
         (text,) = found[rank]
         assert re.search(rf"rank 0 is stopped, .* \(process \d+ on .*\); rank {rank} has waited [\d.]+ s\n", text), text

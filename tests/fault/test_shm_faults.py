@@ -5,6 +5,7 @@ import re
 import signal
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
@@ -14,10 +15,10 @@ import torch.distributed as dist
 from benchmarks.chaos.leaks import holders_of, segments_of
 from tests.harness import on_ranks, run_ranks
 from tests.models import Mlp, assert_grads, batch, grads_of, local_grads, loss_of, mean_grads, seeded, step_on
+from tests.unit.helpers import wait_until
 from torchddp.transport import shm
 
-LIMIT_S = 1.0  # timeout of an operation, in tests that wait for it
-NOTICED_S = 2.0
+LIMIT_S = 5.0  # timeout of an operation, in tests that wait for it; a rank that runs comes in time
 STEPS_BEFORE = 2  # buckets are rebuilt in the second step
 
 pytestmark = pytest.mark.beyond_torch("knows no shared memory")
@@ -45,11 +46,10 @@ def trained(ddp_class, rank, **options):
 
 
 def error_of(train):
-    """(class names, text, seconds until raised) of the error that `train` raises."""
-    started_s = time.monotonic()
+    """(class names, text) of the error that `train` raises."""
     with pytest.raises(RuntimeError) as caught:
         train()
-    return [c.__name__ for c in type(caught.value).__mro__], str(caught.value), time.monotonic() - started_s
+    return [c.__name__ for c in type(caught.value).__mro__], str(caught.value)
 
 
 def error_of_steps(ddp, rank, steps=3):
@@ -57,19 +57,18 @@ def error_of_steps(ddp, rank, steps=3):
     return error_of(lambda: [step_on(ddp, rank, STEPS_BEFORE + step) for step in range(steps)])
 
 
-def assert_names(told, culprit, at_most_s=NOTICED_S):
-    types, text, seconds = told
+def assert_names(told, culprit):
+    types, text = told
     assert "TransportError" in types, f"{types}: {text}"
     assert re.search(rf"rank {culprit}\b", text), f"rank {culprit} is not named: {text}"
-    assert seconds < at_most_s, f"{seconds:.1f} s: {text}"
 
 
-def stop_for(seconds):
-    """SIGSTOP this process; a child continues it later."""
+def stop_until(condition: Callable[[], bool]):
+    """SIGSTOP this process; a child continues it once the condition holds."""
     parent = os.getpid()
     child = os.fork()
     if child == 0:
-        time.sleep(seconds)
+        wait_until(condition)
         os.kill(parent, signal.SIGCONT)
         os._exit(0)
     os.kill(parent, signal.SIGSTOP)
@@ -77,17 +76,18 @@ def stop_for(seconds):
 
 
 @pytest.mark.parametrize("late_s", [0.0, 0.4 * LIMIT_S])
-@on_ranks(3, timeout=20)
-def test_all_ranks_name_a_stopped_rank_which_raises_when_it_wakes(ddp_class, late_s, rank):
+@on_ranks(3)
+def test_all_ranks_name_a_stopped_rank_which_raises_when_it_wakes(ddp_class, late_s, rank, tmp_path):
     """Also a rank that started to wait later, and sees another give up first."""
     ddp = trained(ddp_class, rank, timeout=timedelta(seconds=LIMIT_S))
     if rank == 1:
-        stop_for(2.5 * LIMIT_S)
+        stop_until(lambda: len(list(tmp_path.iterdir())) == 2)
         return assert_names(error_of_steps(ddp, rank), "[02]")
     time.sleep(late_s if rank == 2 else 0)
     told = error_of_steps(ddp, rank)
-    assert_names(told, 1, at_most_s=LIMIT_S + NOTICED_S)
-    assert rank == 2 or told[2] > 0.9 * LIMIT_S, "no rank detected it before the timeout"
+    (tmp_path / f"rank {rank} has raised").touch()
+    assert_names(told, 1)
+    return None
 
 
 def test_rank_that_leaves_normally(ddp_class):
@@ -98,7 +98,7 @@ def test_rank_that_leaves_normally(ddp_class):
         del ddp
         return None
 
-    told = run_ranks(work, 3, timeout=20)
+    told = run_ranks(work, 3)
     for rank in (0, 2):
         assert_names(told[rank], 1)
     assert any("has left" in told[rank][1] for rank in (0, 2)), told
@@ -113,7 +113,7 @@ def test_death_of_a_rank_whose_child_lives_on(ddp_class, tmp_path):
         if rank == 1:
             child = os.fork()
             if child == 0:
-                time.sleep(30)
+                time.sleep(1000)
                 os._exit(0)
             child_path.write_text(str(child))
             os.kill(os.getpid(), signal.SIGKILL)
@@ -122,7 +122,7 @@ def test_death_of_a_rank_whose_child_lives_on(ddp_class, tmp_path):
         return told
 
     try:
-        for told in run_ranks(work, 3, needed_ranks=[0, 2], timeout=20)[::2]:
+        for told in run_ranks(work, 3, needed_ranks=[0, 2])[::2]:
             assert_names(told, 1)
             assert "died" in told[1], told[1]
     finally:
@@ -143,7 +143,7 @@ def test_survivors_continue_in_a_new_group(ddp_class, options):
         assert_steps_of(ddp, rank, survivors, steps=3)
         return told, segments_of()
 
-    found = run_ranks(work, 4, needed_ranks=survivors, timeout=30, straggler_s=20)
+    found = run_ranks(work, 4, needed_ranks=survivors)
     segments = set()
     for told, mapped in (found[rank] for rank in survivors):
         assert_names(told, 1)
@@ -151,7 +151,7 @@ def test_survivors_continue_in_a_new_group(ddp_class, options):
     assert segments and not holders_of(segments)
 
 
-@on_ranks(4, needed_ranks=[0], timeout=30, straggler_s=20)
+@on_ranks(4, needed_ranks=[0])
 def test_survivors_are_halved_twice(ddp_class, rank):
     """Four ranks, then two, then one."""
     ddp = trained(ddp_class, rank)
@@ -163,13 +163,12 @@ def test_survivors_are_halved_twice(ddp_class, rank):
         assert_steps_of(ddp, rank, alive)
 
 
-@on_ranks(3, needed_ranks=[0, 2], timeout=30, straggler_s=25)
+@on_ranks(3, needed_ranks=[0, 2])
 def test_death_before_the_ranks_have_connected(ddp_class, rank):
     """Death between the exchange of addresses and of memory, when there is no connection yet."""
     if rank == 1:
         shm._C.ShmEndpoint.connect = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
-    _, text, seconds = error_of(lambda: wrap(ddp_class))
-    assert seconds < NOTICED_S, f"{seconds:.1f} s: {text}"
+    error_of(lambda: wrap(ddp_class))
 
 
 @on_ranks(3)
@@ -196,8 +195,8 @@ def test_repeated_wrapping_leaves_no_file_open(ddp_class, rank):
     assert not segments_of()
 
 
-@on_ranks(3, timeout=30)
-def test_late_writes_of_a_stopped_rank_reach_no_rank(ddp_class, rank):
+@on_ranks(3)
+def test_late_writes_of_a_stopped_rank_reach_no_rank(ddp_class, rank, tmp_path):
     """It wakes up in the middle of an old sum, while the others train without it."""
     peers = [0, 2]
     width = 128  # gradients of several chunks, which any rank may sum
@@ -205,17 +204,19 @@ def test_late_writes_of_a_stopped_rank_reach_no_rank(ddp_class, rank):
     def train(ddp, rank, step):
         loss_of(ddp(batch(rank, step, 5, width))).backward()
 
-    ddp = ddp_class(seeded(lambda: Mlp(width)), transport="shm", timeout=timedelta(seconds=0.5 * LIMIT_S))
+    ddp = ddp_class(seeded(lambda: Mlp(width)), transport="shm", timeout=timedelta(seconds=LIMIT_S))
     if rank == 1:
-        threading.Timer(0.1, stop_for, [1.2 * LIMIT_S]).start()
-    types, text, _ = error_of(lambda: [train(ddp, rank, step) for step in range(100_000)])
+        threading.Timer(0.1, stop_until, [(tmp_path / "peers train").exists]).start()
+    types, text = error_of(lambda: [train(ddp, rank, step) for step in range(1_000_000)])
     assert "TransportError" in types, text
-    if rank in peers:
-        started_s = time.monotonic()
-        group = dist.new_group(peers, use_local_synchronization=True)
-        ddp._update_process_group(group)
-        enough = torch.zeros(())
-        while enough.item() == 0:
-            assert_steps_of(ddp, rank, peers, run=train)
-            enough.fill_(time.monotonic() - started_s > LIMIT_S)
-            dist.all_reduce(enough, group=group)
+    if rank == 1:
+        return (tmp_path / "awake").touch()
+    group = dist.new_group(peers, use_local_synchronization=True)
+    ddp._update_process_group(group)
+    enough = torch.zeros(())
+    while enough.item() == 0:
+        assert_steps_of(ddp, rank, peers, run=train)
+        (tmp_path / "peers train").touch()
+        enough.fill_((tmp_path / "awake").exists())
+        dist.all_reduce(enough, group=group)
+    return None

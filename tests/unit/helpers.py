@@ -38,7 +38,7 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def wait_until(condition: Callable[[], Any], timeout_s: float = 20.0) -> bool:
+def wait_until(condition: Callable[[], Any], timeout_s: float = 120.0) -> bool:
     until_s = time.monotonic() + timeout_s
     while not condition() and time.monotonic() < until_s:
         time.sleep(0.02)

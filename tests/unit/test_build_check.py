@@ -83,7 +83,7 @@ NO_FINDER = "import sys; sys.meta_path = [f for f in sys.meta_path if not f.__mo
 
 
 def run(code: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, **options)
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, **options)
 
 
 def import_error(folder: Path, before: str = NO_FINDER) -> str:

@@ -54,7 +54,7 @@ def pip_install(index_url: str, target: Path, requirement: str) -> subprocess.Co
     env |= {"PIP_CONFIG_FILE": os.devnull, "PIP_DISABLE_PIP_VERSION_CHECK": "1", "no_proxy": "*", "PIP_RETRIES": "0"}
     command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-cache-dir", "--target", str(target)]
     command += ["--index-url", index_url, requirement]
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=100)
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
 
 
 def test_pip_installs_the_advised_wheel_and_refuses_a_changed_one(index: Path, tmp_path: Path) -> None:

@@ -221,7 +221,7 @@ def in_rank():
 
 if {when!r} == "import" and in_rank():
     MARK.touch()
-    time.sleep(60)
+    time.sleep(1000)
 
 class Slow(torch.nn.Linear):
     def forward(self, inputs):
@@ -239,7 +239,7 @@ class Finder:
     def find_spec(self, name, path=None, target=None):
         if name == {when!r}:
             pathlib.Path("reached").touch()
-            time.sleep(60)
+            time.sleep(1000)
 sys.meta_path.insert(0, Finder())
 sys.argv = ["/somewhere/bin/torchddp", "doctor"]
 from torchddp.cli import main
@@ -296,13 +296,13 @@ def test_ctrl_c_prints_one_line_and_leaves_no_process_or_file(
         return (tmp_path / "reached").exists()
 
     try:
-        wait_until(lambda: is_reached() or process.poll() is not None, 90)
+        wait_until(lambda: is_reached() or process.poll() is not None)
         assert is_reached(), process.communicate(timeout=1)
         os.killpg(process.pid, signal.SIGINT)
-        output, errors = process.communicate(timeout=30)
+        output, errors = process.communicate(timeout=300)
         assert (process.returncode, errors) == (130, "interrupted\n"), (output, errors)
         assert "Traceback" not in output
-        assert wait_until(lambda: not group_members(process.pid), 10)  # multiprocessing's tracker ends with the command
+        assert wait_until(lambda: not group_members(process.pid))  # multiprocessing's tracker ends with the command
         # Shared memory is anonymous (memfd_create), so it is freed with them.
         assert list(scratch.iterdir()) == []
     finally:

@@ -221,11 +221,11 @@ def test_the_demo_fails_if_losses_differ_or_a_run_fails(monkeypatch: pytest.Monk
 _STUBBORN = """
 import signal, subprocess, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
-code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
+code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(1000)"
 worker = subprocess.Popen([sys.executable, "-c", code], start_new_session=True, stdout=subprocess.PIPE)
 worker.stdout.readline()
 print(worker.pid, flush=True)
-time.sleep(60)
+time.sleep(1000)
 """
 
 
@@ -246,6 +246,6 @@ def test_children_that_ignore_sigterm_are_killed_when_the_block_ends(
 
 def test_a_run_that_takes_too_long_is_an_error(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
-    script.write_text("import time; time.sleep(60)")
+    script.write_text("import time; time.sleep(1000)")
     with (tmp_path / "said").open("w") as output, pytest.raises(ExampleError, match="did not end within 1 seconds"):
         processes.torchrun(script, [], ranks=1, timeout_seconds=1, output=output)

@@ -30,7 +30,7 @@ PLAIN = type(TorchDDP)
 def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Runs Python with the checkout, or with the given PYTHONPATH."""
     command, clean = [sys.executable, *arguments], clean_environment(**environment)
-    return subprocess.run(command, capture_output=True, text=True, timeout=110, env=clean)
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=clean)
 
 
 @pytest.fixture(autouse=True)

@@ -41,7 +41,7 @@ def setup(folder: Path, *arguments: str, flags: tuple[str, ...] = (), **variable
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("TORCHDDP_", "PYTHON"))}
     command = [sys.executable, *flags, "setup.py", "-q", *arguments]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    done = subprocess.run(command, **pipes, cwd=folder, env=inherited | variables, text=True, timeout=100)
+    done = subprocess.run(command, **pipes, cwd=folder, env=inherited | variables, text=True, timeout=300)
     return done.returncode, done.stdout
 
 
@@ -93,7 +93,7 @@ def test_an_editable_install_is_a_path_that_type_checkers_follow(checkout: Path,
     assert extension in script.read_text()
     script.write_text(script.read_text().replace(extension, ""))  # the test doesn't need it compiled
     code = f"from setuptools import build_meta\nbuild_meta.build_editable({str(tmp_path)!r})"
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=100, cwd=checkout)
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=300, cwd=checkout)
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         (path,) = [name for name in archive.namelist() if name.endswith(".pth")]

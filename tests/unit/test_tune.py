@@ -131,7 +131,6 @@ def run_tune(*arguments: str) -> int:
 
 
 @pytest.mark.thorough
-@pytest.mark.timeout(300)
 def test_a_run_saves_its_plan(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("TORCHDDP_CACHE_DIR", str(tmp_path / "cache"))
     paths = {f"--{name}": tmp_path / f"t.{name}" for name in ("json", "plot", "profile")}

@@ -4,7 +4,6 @@ import json
 import os
 import pickle
 import threading
-import time
 from unittest import mock
 
 import pytest
@@ -26,10 +25,11 @@ def test_a_failing_task_stops_without_affecting_others(caplog):
     count = len(polled)
     assert wait_until(lambda: len(polled) > count + 2)
     other.close()
-    time.sleep(0.05)
-    count = len(polled)
-    time.sleep(0.1)
-    assert polled == ["torchddp-watcher"] * count  # it polls until it is closed
+    later: list[int] = []  # of the same thread: what it polls next
+    third = watch(lambda: later.append(len(polled)), 0.01)
+    assert wait_until(lambda: len(later) > 3)
+    third.close()
+    assert len(set(later[1:])) == 1 and set(polled) == {"torchddp-watcher"}  # it polls until it is closed
     assert "no such thing" in caplog.text
 
 
@@ -67,24 +67,22 @@ def test_all_ranks_read_posted_values_and_one_rank_claims_a_key(world_size):
 
 
 def test_a_call_that_does_not_return_times_out():
-    calls = BoundedCalls(0.2)
+    calls = BoundedCalls(3.0)
     assert calls.call(lambda: threading.current_thread().name) == "torchddp-store"
     with pytest.raises(KeyError):
         calls.call(lambda: {}["nothing"])
     goes_on = threading.Event()
-    with pytest.raises(RuntimeError, match=r"no answer within 0\.2 s"):
+    with pytest.raises(RuntimeError, match=r"no answer within 3 s"):
         calls.call(goes_on.wait)
-    begun_s = time.monotonic()
-    with pytest.raises(RuntimeError, match=r"a call has not returned after 0\.2 s"):
+    with pytest.raises(RuntimeError, match=r"a call has not returned after 3 s"):
         calls.call(lambda: 1)
-    assert time.monotonic() - begun_s < 0.2
     goes_on.set()
     assert calls._late is not None and wait_until(calls._late.done)
     assert calls.call(lambda: 1) == 1
 
 
 def test_the_call_thread_ends_with_its_owner():
-    calls = BoundedCalls(5.0)
+    calls = BoundedCalls(60.0)
     thread = calls.call(threading.current_thread)
     del calls
     assert wait_until(lambda: not thread.is_alive())
