@@ -43,12 +43,12 @@ if $dry_run; then export TORCHDDP_TEST_DEVICE=cpu; fi
 
 # Each step's share of the time limit, in percent; later steps may use the time that earlier ones left.
 shares=(
-  environment 8 configure 4 build 18
-  test_pack_gpu 6 test_parity 7 test_streams 3 test_graph 3 test_profile 3
-  benchmarks 18
-  join_nccl 1 test_two_ranks_nccl 8
+  environment 3 configure 3 build 8
+  test_pack_gpu 4 test_parity 12 test_streams 5 test_graph 3 test_profile 4
+  benchmarks 12
+  join_nccl 1 test_two_ranks_nccl 23
   memcheck 5 racecheck 3
-  benchmarks_rows 7 test_two_ranks_gloo 3 test_sharded 2 benchmarks_two_ranks 1
+  benchmarks_rows 5 test_two_ranks_gloo 3 test_sharded 4 benchmarks_two_ranks 2
 )
 declare -A ends_at
 ends=0
