@@ -79,14 +79,6 @@ def compress(
     scale: float = 1.0,
 ) -> None: ...
 def decompress(format: str, data: torch.Tensor, out: torch.Tensor, accumulate: bool = False) -> None: ...
-def select_top_k(
-    source: torch.Tensor,
-    k: int,
-    indices: torch.Tensor,
-    values: torch.Tensor,
-    residual: torch.Tensor | None = None,
-    scale: float = 1.0,
-) -> None: ...
 
 class Event:
     @property

@@ -26,8 +26,6 @@ BOUNDS = (
     Bound("bf16", 1.01, _CAST),
     Bound("int8", 1.01, "a step's error is below 1/250 of a block's largest value, and is fed back"),
     Bound("int4"),
-    Bound("sign"),
-    Bound("topk"),
     Bound("powersgd", 1.03, _LOW_RANK),
     Bound("powersgd-8", 1.03, _LOW_RANK),
     Bound("powersgd-16", 1.03, _LOW_RANK),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class OuterSteps:
-    """Settings of DiLoCo and Streaming DiLoCo. `wire` is for DiLoCo only; Streaming DiLoCo uses its paper's.
+    """Settings of DiLoCo. `wire` is for the method without fragments; the one with fragments uses its paper's.
 
     The paper's outer learning rate and momentum, 0.7 and 0.9, are for long runs from trained weights. In a run of a
     dozen outer steps from random weights, that much momentum has not yet taken effect when the run ends.

@@ -8,7 +8,6 @@
 #include "bucket/tensor_checks.h"
 #include "kernels/compress.h"
 #include "kernels/pack.h"
-#include "kernels/top_k.h"
 
 namespace torchddp::bindings {
 namespace {
@@ -66,7 +65,7 @@ float* data_of(const std::optional<at::Tensor>& residual) {
 kernels::Format parse_format(const std::string& name) {
   const auto format = kernels::find_format(name);
   if (!format) {
-    fail<py::value_error>("there is no compressed format '", name, "'; allowed are int8, int4, sign, fp16 and bf16");
+    fail<py::value_error>("there is no compressed format '", name, "'; allowed are int8, int4, fp16 and bf16");
   }
   return *format;
 }
@@ -95,23 +94,6 @@ void decompress(const std::string& format, const at::Tensor& data, const at::Ten
                       accumulate);
 }
 
-void select_top_k(const at::Tensor& source, int64_t k, const at::Tensor& indices, const at::Tensor& values,
-                  const std::optional<at::Tensor>& residual, double scale) {
-  const auto numel = source.numel();
-  if (numel > kernels::kMaxTopKNumel) {
-    fail<py::value_error>("select_top_k: source must have at most 2**31 elements, whose indices fit 32 bits; got ",
-                          numel);
-  }
-  if (k < 0 || k > numel) {
-    fail<py::value_error>("select_top_k: k must be between 0 and the ", numel, " elements of source, got ", k);
-  }
-  check("select_top_k",
-        {{"source", source, at::kFloat, numel}, {"indices", indices, at::kInt, k}, {"values", values, at::kFloat, k}},
-        residual);
-  kernels::select_top_k(source.const_data_ptr<float>(), numel, k, indices.mutable_data_ptr<int32_t>(),
-                        values.mutable_data_ptr<float>(), data_of(residual), static_cast<float>(scale));
-}
-
 }  // namespace
 
 void bind_kernels(py::module_& m) {
@@ -127,9 +109,6 @@ void bind_kernels(py::module_& m) {
         "csrc/kernels/compress.h");
   m.def("decompress", &decompress, py::arg("format"), py::arg("data"), py::arg("out"), py::arg("accumulate") = false,
         NoGil(), "out = decode(data), or out += decode(data).");
-  m.def("select_top_k", &select_top_k, py::arg("source"), py::arg("k"), py::arg("indices"), py::arg("values"),
-        py::arg("residual") = py::none(), py::arg("scale") = 1.0, NoGil(),
-        "The k numbers of v = source * scale + residual with the largest |v|; residual = v without them.");
 }
 
 }  // namespace torchddp::bindings

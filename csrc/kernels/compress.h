@@ -9,12 +9,9 @@
 //   kInt8  256 a block: scale = max|v| / 127, code = round(v * (127 / max|v|)), value = code * scale. (Dettmers 2015,
 //          8-bit approximations for parallelism; the blocks are those of Dettmers et al. 2021.)
 //   kInt4  64 a block: 7 in place of 127; code + 8 in a nibble, the first of a pair in the low one.
-//   kSign  1024 a block: scale = mean |v|, value = scale with the sign of v; a set bit is a plus, lowest bit first.
-//          (Seide et al. 2014, 1-bit SGD; Karimireddy et al. 2019, EF-SignSGD.)
 //   kFp16, kBf16  casts, to nearest even.
 // A block so close to zero that 127 / max|v| is infinite counts as zeros. Where scale * 127 would be infinite although
-// max|v| is not, the scale is the next smaller number. The mean is formed in a fixed order: v[i] is added to sum i % 32,
-// the sums pairwise (in double where they overflow).
+// max|v| is not, the scale is the next smaller number.
 // A block with an infinity or a NaN gets a NaN as its scale, so that all its values are NaN: a broken gradient stays
 // visible. Its residual becomes zero: error feedback is not poisoned. So does that of a value which kFp16 or kBf16
 // can't hold, or which is not finite.
@@ -27,20 +24,16 @@
 
 namespace torchddp::kernels {
 
-enum class Format : uint8_t { kInt8, kInt4, kSign, kFp16, kBf16 };
+enum class Format : uint8_t { kInt8, kInt4, kFp16, kBf16 };
 
 // In the order of Format.
-inline constexpr std::array<std::string_view, 5> kFormatNames = {"int8", "int4", "sign", "fp16", "bf16"};
+inline constexpr std::array<std::string_view, 4> kFormatNames = {"int8", "int4", "fp16", "bf16"};
 std::optional<Format> find_format(std::string_view name);
 
 // Of the formats with blocks.
-constexpr int64_t block_numel(Format format) {
-  return format == Format::kInt8 ? 256 : format == Format::kInt4 ? 64 : 1024;
-}
+constexpr int64_t block_numel(Format format) { return format == Format::kInt8 ? 256 : 64; }
 
-constexpr int64_t code_bits(Format format) {
-  return format == Format::kInt8 ? 8 : format == Format::kInt4 ? 4 : format == Format::kSign ? 1 : 16;
-}
+constexpr int64_t code_bits(Format format) { return format == Format::kInt8 ? 8 : format == Format::kInt4 ? 4 : 16; }
 
 // Scales and codes of `numel` >= 0 floats; at most 2^60 of them.
 int64_t compressed_bytes(Format format, int64_t numel);

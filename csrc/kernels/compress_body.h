@@ -15,9 +15,6 @@
 namespace torchddp::kernels {
 namespace {
 
-// Sums of |v| that are carried side by side for the mean of a kSign block, whatever the width of a vector.
-inline constexpr int64_t kSignLanes = 32;
-
 // One number at any alignment.
 TDDP_INLINE float load_float(const float* src) {
   return load_as<DType::kF32, float>(reinterpret_cast<const unsigned char*>(src));
@@ -111,8 +108,7 @@ struct Quantized : VectorAccess<Isa> {
   }
 
   template <bool kResidual>
-  static TDDP_INLINE float block(unsigned char* codes, const float* source, float* residual, float scale,
-                                 int64_t /*numel*/) {
+  static TDDP_INLINE float block(unsigned char* codes, const float* source, float* residual, float scale) {
     const uint32_t bits = largest_magnitude<kResidual>(source, residual, scale);
     if (bits >= exponent_bits<DType::kF32>()) [[unlikely]] {
       std::memset(codes, kZeroCodes, kCodeBytes);
@@ -150,122 +146,28 @@ struct Quantized : VectorAccess<Isa> {
       }
     }
   }
-};
 
-template <class Isa>
-struct Signs : VectorAccess<Isa> {
-  using Access = VectorAccess<Isa>;
-  using Floats = typename Isa::Floats;
-  using Ints = typename Isa::Ints;
-  static constexpr int64_t kBlock = block_numel(Format::kSign);
-  static constexpr int64_t kCodeBytes = kBlock / 8;
-  static constexpr int64_t kUnitNumel = Isa::kUnit * Isa::kWidth;
-  static constexpr int32_t kSignBit = std::numeric_limits<int32_t>::min();
-
-  template <bool kResidual>
-  static TDDP_INLINE float sum_magnitudes(const float* source, float* residual, float scale) {
-    constexpr int kVectors = static_cast<int>(kSignLanes / Isa::kWidth);
-    Floats sums[kVectors] = {};
-    for (int64_t i = 0; i < kBlock; i += kSignLanes) {
-#pragma GCC unroll 8
-      for (int j = 0; j < kVectors; ++j) {
-        const int64_t at = i + j * Isa::kWidth;
-        const Floats value = Access::template first_round<kResidual>(source + at, residual + at, scale);
-        sums[j] += reinterpret_cast<Floats>(Access::magnitude(value));
-      }
-    }
-    float lanes[kSignLanes];
-    for (int j = 0; j < kVectors; ++j) Access::store(lanes + j * Isa::kWidth, sums[j]);
-    for (int64_t stride = kSignLanes / 2; stride > 0; stride /= 2) {
-      for (int64_t lane = 0; lane < stride; ++lane) lanes[lane] += lanes[lane + stride];
-    }
-    return lanes[0];
-  }
-
-  // The sum where it does not fit a float. Not finite only if a number is not.
-  template <bool kResidual>
-  [[gnu::cold]] TDDP_TARGET static double exact_sum(const float* source, const float* residual, float scale) {
-    double sum = 0;
-    for (int64_t i = 0; i < kBlock; ++i) {
-      const float value = kResidual ? load_float(residual + i) : load_float(source + i) * scale;
-      sum += value < 0 ? -value : value;
-    }
-    return sum;
-  }
-
-  template <bool kResidual>
-  static TDDP_INLINE float block(unsigned char* codes, const float* source, float* residual, float scale,
-                                 int64_t numel) {
-    constexpr float kMax = std::numeric_limits<float>::max();
-    const float sum = sum_magnitudes<kResidual>(source, residual, scale);
-    float mean = sum / static_cast<float>(numel);
-    if (!(sum <= kMax)) [[unlikely]] {
-      const double exact = exact_sum<kResidual>(source, residual, scale);
-      if (!(exact <= std::numeric_limits<double>::max())) {
-        std::memset(codes, 0, kCodeBytes);
-        if constexpr (kResidual) std::memset(residual, 0, kBlock * sizeof(float));
-        return std::numeric_limits<float>::quiet_NaN();
-      }
-      mean = static_cast<float>(exact / static_cast<double>(numel));
-    }
-    const Ints mean_bits = reinterpret_cast<Ints>(Floats{} + mean);
-    for (int64_t i = 0; i < kBlock; i += kUnitNumel) {
-      Ints unit[Isa::kUnit];
-#pragma GCC unroll 4
-      for (int j = 0; j < Isa::kUnit; ++j) {
-        const int64_t at = i + j * Isa::kWidth;
-        const Floats value = Access::template second_round<kResidual>(source + at, residual + at, scale);
-        unit[j] = reinterpret_cast<Ints>(value);
-        if constexpr (kResidual) {
-          Access::store(residual + at, value - reinterpret_cast<Floats>((unit[j] & kSignBit) | mean_bits));
-        }
-      }
-      Isa::store_pluses(codes + i / 8, unit);
-    }
-    return mean;
-  }
-
-  template <bool kAccumulate>
-  static TDDP_INLINE void decode(const unsigned char* codes, float* out, float mean) {
-    const Ints mean_bits = reinterpret_cast<Ints>(Floats{} + mean);
-    for (int64_t i = 0; i < kBlock; i += kUnitNumel) {
-      Ints unit[Isa::kUnit];  // the sign bit where there is a minus, else 0
-      Isa::load_minuses(codes + i / 8, unit);
-#pragma GCC unroll 4
-      for (int j = 0; j < Isa::kUnit; ++j) {
-        float* to = out + i + j * Isa::kWidth;
-        const Floats value = reinterpret_cast<Floats>(unit[j] ^ mean_bits);
-        Access::store(to, kAccumulate ? Access::load(to) + value : value);
-      }
-    }
-  }
-};
-
-// All blocks: Coder is one of the two above.
-template <class Coder>
-struct Blocks {
-  static constexpr int64_t kBlock = Coder::kBlock;
-
+  // All blocks.
   template <bool kResidual>
   TDDP_TARGET static void compress(unsigned char* scales, unsigned char* codes, const float* source, float* residual,
                                    int64_t numel, float scale) {
     for (; numel >= kBlock; numel -= kBlock) {
-      const float block_scale = Coder::template block<kResidual>(codes, source, residual, scale, kBlock);
+      const float block_scale = block<kResidual>(codes, source, residual, scale);
       std::memcpy(scales, &block_scale, sizeof(float));
       scales += sizeof(float);
-      codes += Coder::kCodeBytes;
+      codes += kCodeBytes;
       source += kBlock;
       if constexpr (kResidual) residual += kBlock;
     }
     if (numel == 0) return;
     const size_t bytes = static_cast<size_t>(numel) * sizeof(float);
     float whole_source[kBlock] = {}, whole_residual[kResidual ? kBlock : 1] = {};
-    unsigned char whole_codes[Coder::kCodeBytes];
+    unsigned char whole_codes[kCodeBytes];
     std::memcpy(whole_source, source, bytes);
     if constexpr (kResidual) std::memcpy(whole_residual, residual, bytes);
-    const float block_scale = Coder::template block<kResidual>(whole_codes, whole_source, whole_residual, scale, numel);
+    const float block_scale = block<kResidual>(whole_codes, whole_source, whole_residual, scale);
     std::memcpy(scales, &block_scale, sizeof(float));
-    std::memcpy(codes, whole_codes, static_cast<size_t>((numel * Coder::kCodeBytes + kBlock - 1) / kBlock));
+    std::memcpy(codes, whole_codes, static_cast<size_t>((numel * kCodeBytes + kBlock - 1) / kBlock));
     if constexpr (kResidual) std::memcpy(residual, whole_residual, bytes);
   }
 
@@ -275,19 +177,19 @@ struct Blocks {
     float block_scale;
     for (; numel >= kBlock; numel -= kBlock) {
       std::memcpy(&block_scale, scales, sizeof(float));
-      Coder::template decode<kAccumulate>(codes, out, block_scale);
+      decode<kAccumulate>(codes, out, block_scale);
       scales += sizeof(float);
-      codes += Coder::kCodeBytes;
+      codes += kCodeBytes;
       out += kBlock;
     }
     if (numel == 0) return;
     const size_t bytes = static_cast<size_t>(numel) * sizeof(float);
     float whole_out[kBlock] = {};
-    unsigned char whole_codes[Coder::kCodeBytes] = {};
+    unsigned char whole_codes[kCodeBytes] = {};
     std::memcpy(&block_scale, scales, sizeof(float));
-    std::memcpy(whole_codes, codes, static_cast<size_t>((numel * Coder::kCodeBytes + kBlock - 1) / kBlock));
+    std::memcpy(whole_codes, codes, static_cast<size_t>((numel * kCodeBytes + kBlock - 1) / kBlock));
     if constexpr (kAccumulate) std::memcpy(whole_out, out, bytes);
-    Coder::template decode<kAccumulate>(whole_codes, whole_out, block_scale);
+    decode<kAccumulate>(whole_codes, whole_out, block_scale);
     std::memcpy(out, whole_out, bytes);
   }
 };

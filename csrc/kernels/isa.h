@@ -17,8 +17,6 @@
 // and for units of kUnit vectors of integers
 //   store_bytes, store_nibbles      the lowest bits of each
 //   load_bytes, load_nibbles        signed bytes, unsigned nibbles
-//   store_pluses                    one bit each: the sign bit, inverted
-//   load_minuses                    the sign bit alone
 #pragma once
 
 #include <cstdint>

@@ -154,19 +154,6 @@ struct Avx2 : Vectors<32>, Avx2Floats {
       unit[j] = reinterpret_cast<Ints>(_mm256_srlv_epi32(_mm256_set1_epi32(nibbles), shifts)) & 15;
     }
   }
-
-  static TDDP_INLINE void store_pluses(unsigned char* dst, const Ints (&unit)[kUnit]) {
-    for (int j = 0; j < kUnit; ++j) {
-      dst[j] = static_cast<unsigned char>(~_mm256_movemask_ps(reinterpret_cast<__m256>(unit[j])));
-    }
-  }
-  static TDDP_INLINE void load_minuses(const unsigned char* src, Ints (&unit)[kUnit]) {
-    const __m256i shifts = _mm256_setr_epi32(31, 30, 29, 28, 27, 26, 25, 24);
-    for (int j = 0; j < kUnit; ++j) {
-      const __m256i minuses = _mm256_set1_epi32(~static_cast<int32_t>(src[j]));
-      unit[j] = reinterpret_cast<Ints>(_mm256_sllv_epi32(minuses, shifts)) & std::numeric_limits<int32_t>::min();
-    }
-  }
 };
 
 }  // namespace

@@ -141,17 +141,6 @@ struct Avx512 : Vectors<64>, Avx512Floats {
     const __m512i pairs = _mm512_cvtepu8_epi64(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(src)));
     unit[0] = reinterpret_cast<Ints>(_mm512_or_si512(pairs, _mm512_slli_epi64(pairs, 28))) & 15;
   }
-
-  static TDDP_INLINE void store_pluses(unsigned char* dst, const Ints (&unit)[kUnit]) {
-    const auto pluses = static_cast<uint16_t>(~_mm512_movepi32_mask(raw(unit[0])));
-    std::memcpy(dst, &pluses, sizeof(pluses));
-  }
-  static TDDP_INLINE void load_minuses(const unsigned char* src, Ints (&unit)[kUnit]) {
-    uint16_t pluses;
-    std::memcpy(&pluses, src, sizeof(pluses));
-    const auto minuses = static_cast<__mmask16>(~pluses);
-    unit[0] = reinterpret_cast<Ints>(_mm512_maskz_set1_epi32(minuses, std::numeric_limits<int32_t>::min()));
-  }
 };
 
 }  // namespace

@@ -68,21 +68,6 @@ struct Generic : Vectors<16> {
     for (int i = 0; i < kNumel; ++i) codes[i] = src[i / 2] >> (i % 2 * 4) & 15;
     std::memcpy(unit, codes, sizeof(unit));
   }
-
-  static TDDP_INLINE void store_pluses(unsigned char* dst, const Ints (&unit)[kUnit]) {
-    uint32_t values[kNumel];
-    std::memcpy(values, unit, sizeof(unit));
-    for (int byte = 0; byte < kNumel / 8; ++byte) {
-      uint32_t pluses = 0;
-      for (int bit = 0; bit < 8; ++bit) pluses |= (~values[byte * 8 + bit] >> 31) << bit;
-      dst[byte] = static_cast<unsigned char>(pluses);
-    }
-  }
-  static TDDP_INLINE void load_minuses(const unsigned char* src, Ints (&unit)[kUnit]) {
-    uint32_t minuses[kNumel];
-    for (int i = 0; i < kNumel; ++i) minuses[i] = ~static_cast<uint32_t>(src[i / 8]) >> (i % 8) << 31;
-    std::memcpy(unit, minuses, sizeof(unit));
-  }
 };
 
 }  // namespace

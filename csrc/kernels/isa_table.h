@@ -37,9 +37,8 @@ template <class Isa>
 constexpr KernelTable make_table(const char* capability) {
   using enum DType;
   using enum ReduceOp;
-  using Int8 = Blocks<Quantized<Isa, Format::kInt8>>;
-  using Int4 = Blocks<Quantized<Isa, Format::kInt4>>;
-  using Sign = Blocks<Signs<Isa>>;
+  using Int8 = Quantized<Isa, Format::kInt8>;
+  using Int4 = Quantized<Isa, Format::kInt4>;
   using Fp16 = Halves<Isa, kF16>;
   using Bf16 = Halves<Isa, kBF16>;
   return {
@@ -54,8 +53,8 @@ constexpr KernelTable make_table(const char* capability) {
       .checked_sum = each_float([]<DType Type>() { return &SumKernel<Isa, Type, kSum>::template run_checked<false>; }),
       .checked_scaled_sum =
           each<kF64, kF32>([]<DType Type>() { return &SumKernel<Isa, Type, kSum>::template run_checked<true>; }),
-      .compress = compressors<Int8, Int4, Sign, Fp16, Bf16>(),
-      .decompress = decompressors<Int8, Int4, Sign, Fp16, Bf16>(),
+      .compress = compressors<Int8, Int4, Fp16, Bf16>(),
+      .decompress = decompressors<Int8, Int4, Fp16, Bf16>(),
       .hash_blocks = &HashKernel<Isa>::run,
       .any_non_finite = each_float([]<DType Src>() { return &FiniteKernel<Isa, Src>::run; }),
   };

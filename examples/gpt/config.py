@@ -11,7 +11,7 @@ from examples.gpt.errors import ExampleError
 DDP_CHOICES = ("torchddp", "sharded", "torch", "none")
 DEVICE_CHOICES = ("auto", "cpu", "cuda")
 SCHEDULE_CHOICES = ("cosine", "constant")
-COMM_HOOK_CHOICES = ("fp16", "bf16", "int8", "int4", "topk", "powersgd", "sign")
+COMM_HOOK_CHOICES = ("fp16", "bf16", "int8", "int4", "powersgd")
 _AT_LEAST_ONE = (
     *("steps", "batch_size", "block_size", "layers", "width", "heads"),
     *("eval_interval", "eval_batches", "grad_accum", "threads"),

@@ -1,6 +1,5 @@
 // Compression: every format, instruction set, size and alignment against scalar loops.
 #include <algorithm>
-#include <array>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -22,7 +21,7 @@ using reference::kInfinity;
 using reference::kNan;
 using reference::same_bits;
 
-constexpr Format kFormats[] = {Format::kInt8, Format::kInt4, Format::kSign, Format::kFp16, Format::kBf16};
+constexpr Format kFormats[] = {Format::kInt8, Format::kInt4, Format::kFp16, Format::kBf16};
 constexpr float kMax = std::numeric_limits<float>::max();
 constexpr float kTiny = std::numeric_limits<float>::denorm_min();
 
@@ -35,23 +34,9 @@ struct Compressed {
   Floats residual;
 };
 
-int64_t reference_block(Format format) { return format == Format::kInt8 ? 256 : format == Format::kInt4 ? 64 : 1024; }
+int64_t reference_block(Format format) { return format == Format::kInt8 ? 256 : 64; }
 
 bool has_blocks(Format format) { return format != Format::kFp16 && format != Format::kBf16; }
-
-float reference_mean(const float* values, int64_t numel) {
-  std::array<float, 32> lanes{};
-  double exact = 0;
-  for (int64_t i = 0; i < numel; ++i) {
-    lanes[static_cast<size_t>(i % 32)] += std::fabs(values[i]);
-    exact += std::fabs(static_cast<double>(values[i]));
-  }
-  for (size_t stride = 16; stride > 0; stride /= 2) {
-    for (size_t lane = 0; lane < stride; ++lane) lanes[lane] += lanes[lane + stride];
-  }
-  if (std::isfinite(lanes[0])) return lanes[0] / static_cast<float>(numel);
-  return static_cast<float>(exact / static_cast<double>(numel));
-}
 
 // One block: its scale, codes and decoded values.
 struct Block {
@@ -72,42 +57,28 @@ Block reference_block_of(Format format, const float* values, int64_t numel) {
   const float inverse = static_cast<float>(most) / largest;
   if (!finite) {
     block.scale = kNan;
-  } else if (format == Format::kSign) {
-    block.scale = reference_mean(values, numel);
   } else if (!std::isinf(inverse)) {
     block.scale = largest / static_cast<float>(most);
     if (std::isinf(block.scale * static_cast<float>(most))) block.scale = std::nextafter(block.scale, 0.0f);
   }
   for (int64_t i = 0; i < numel; ++i) {
     int code = 0;
-    if (format == Format::kSign) {
-      code = finite && !std::signbit(values[i]) ? 1 : 0;
-      block.decoded.push_back(code == 1 ? block.scale : -block.scale);
-    } else {
-      if (finite && block.scale > 0) {
-        code = std::clamp(static_cast<int>(std::nearbyint(values[i] * inverse)), -most, most);
-      }
-      block.decoded.push_back(static_cast<float>(code) * block.scale);
+    if (finite && block.scale > 0) {
+      code = std::clamp(static_cast<int>(std::nearbyint(values[i] * inverse)), -most, most);
     }
+    block.decoded.push_back(static_cast<float>(code) * block.scale);
     block.codes.push_back(code);
   }
   return block;
 }
 
-void append_codes(Bytes& bytes, Format format, std::vector<int> codes, bool finite) {
+void append_codes(Bytes& bytes, Format format, std::vector<int> codes) {
   if (format == Format::kInt8) {
     for (const int code : codes) bytes.push_back(static_cast<unsigned char>(code));
-  } else if (format == Format::kInt4) {
+  } else {
     if (codes.size() % 2 == 1) codes.push_back(0);
     for (size_t i = 0; i < codes.size(); i += 2) {
       bytes.push_back(static_cast<unsigned char>((codes[i] + 8) | (codes[i + 1] + 8) << 4));
-    }
-  } else {
-    while (codes.size() % 8 != 0) codes.push_back(finite ? 1 : 0);
-    for (size_t i = 0; i < codes.size(); i += 8) {
-      int byte = 0;
-      for (size_t bit = 0; bit < 8; ++bit) byte |= codes[i + bit] << bit;
-      bytes.push_back(static_cast<unsigned char>(byte));
     }
   }
 }
@@ -136,7 +107,7 @@ Compressed reference_compress(Format format, const Floats& values) {
     unsigned char scale[4];
     std::memcpy(scale, &block.scale, 4);
     result.bytes.insert(result.bytes.end(), scale, scale + 4);
-    append_codes(codes, format, block.codes, std::isfinite(block.scale));
+    append_codes(codes, format, block.codes);
     for (size_t i = 0; i < block.decoded.size(); ++i) {
       result.residual.push_back(std::isfinite(block.scale) ? first[i] - block.decoded[i] : 0.0f);
     }
@@ -200,8 +171,6 @@ TEST(compressed_formats_have_names_and_sizes) {
   CHECK_EQ(compressed_bytes(Format::kInt8, 256), 4 + 256);
   CHECK_EQ(compressed_bytes(Format::kInt8, 257), 8 + 257);
   CHECK_EQ(compressed_bytes(Format::kInt4, 65), 8 + 33);
-  CHECK_EQ(compressed_bytes(Format::kSign, 1), 4 + 1);
-  CHECK_EQ(compressed_bytes(Format::kSign, 1033), 8 + 130);
   CHECK_EQ(compressed_bytes(Format::kFp16, 7), 14);
   CHECK_EQ(compressed_bytes(Format::kBf16, 7), 14);
 }
@@ -274,7 +243,7 @@ TEST(decompress_gives_what_compress_kept_back_from) {
 }
 
 TEST(a_number_that_is_not_finite_stays_visible_and_poisons_no_residual) {
-  for (const Format format : {Format::kInt8, Format::kInt4, Format::kSign}) {
+  for (const Format format : {Format::kInt8, Format::kInt4}) {
     const int64_t block = reference_block(format), numel = 3 * block + 5;
     for (const float bad : {kNan, kInfinity, -kInfinity}) {
       for (const int64_t at : {block, 2 * block - 1, 3 * block + 4}) {
@@ -297,7 +266,7 @@ TEST(a_number_that_is_not_finite_stays_visible_and_poisons_no_residual) {
 }
 
 TEST(the_largest_numbers_stay_finite_and_a_sum_that_overflows_does_not) {
-  for (const Format format : {Format::kInt8, Format::kInt4, Format::kSign}) {
+  for (const Format format : {Format::kInt8, Format::kInt4}) {
     Floats source(2000, kMax);
     for (size_t i = 0; i < source.size(); i += 3) source[i] = -kMax;
     const Floats nothing(source.size());

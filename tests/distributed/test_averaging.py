@@ -1,4 +1,4 @@
-"""Periodic and hierarchical averages, post-local SGD and SlowMo, compared with torch's and with the papers."""
+"""Periodic and hierarchical averages, post-local SGD, compared with torch's and with the papers."""
 
 import pytest
 import torch
@@ -12,7 +12,6 @@ import torchddp
 from tests.averaging import (
     EXACT,
     ROUNDING,
-    Simulation,
     assert_close,
     assert_same_on_all_ranks,
     batch_of,
@@ -24,7 +23,7 @@ from tests.averaging import (
     train_side_by_side,
 )
 from tests.harness import each, on_ranks
-from torchddp.averaging import DiLoCo, HierarchicalAverager, PeriodicAverager, PostLocalSGD, SlowMo
+from torchddp.averaging import DiLoCo, HierarchicalAverager, PeriodicAverager, PostLocalSGD
 
 
 @on_ranks(1, 2, 3, 4)
@@ -177,47 +176,6 @@ def test_schedulers_closures_and_hooks_work_on_the_wrapper(rank):
     assert seen == [0.05, 0.05, 0.025, 0.025]
     optimizer.zero_grad()
     assert all(p.grad is None for p in model.parameters())
-
-
-@on_ranks(1, 2, 3)
-def test_slowmo_follows_the_paper(rank, world_size):
-    beta, alpha, period = 0.6, 0.8, 3
-    for warmup_steps in each([0, 2]):
-        model = make_net(rank, torch.float64)  # rank 0's is used
-        averager = PeriodicAverager(model, period, warmup_steps=warmup_steps) if warmup_steps else period
-        optimizer = SlowMo(sgd(model.parameters()), averager, slow_momentum=beta, slow_lr=alpha)
-        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-        simulation = Simulation(world_size, sgd, torch.float64)
-        begin = [p.detach().clone() for p in simulation.trained()[0]]
-        slow = [torch.zeros_like(p) for p in begin]
-        for step in range(1, 10):
-            train(model, optimizer, rank, range(step, step + 1))
-            simulation.train(range(step, step + 1))
-            lr = simulation.optimizers[0].param_groups[0]["lr"]
-            means = simulation.means()
-            if step == warmup_steps:  # the first round starts here
-                begin = means
-            elif step > warmup_steps and (step - warmup_steps) % period == 0:
-                slow = [beta * u + (x0 - x) / lr for u, x0, x in zip(slow, begin, means, strict=True)]
-                begin = [x0 - alpha * lr * u for x0, u in zip(begin, slow, strict=True)]
-            if step >= warmup_steps and (step - warmup_steps) % period == 0:
-                simulation.write(begin)
-                assert_same_on_all_ranks(model)
-            assert_close(model, simulation.models[rank], **ROUNDING)
-            scheduler.step()
-            for inner in simulation.optimizers:
-                inner.param_groups[0]["lr"] = optimizer.param_groups[0]["lr"]
-
-
-@on_ranks(2)
-def test_slowmo_accepts_a_learning_rate_of_zero(rank):
-    model = make_net(0)
-    optimizer = SlowMo(torch.optim.AdamW(model.parameters(), lr=0.01), 2)
-    train(model, optimizer, rank, range(3))
-    optimizer.param_groups[0]["lr"] = 0.0  # the divisor of slow momentum
-    train(model, optimizer, rank, range(3, 4))
-    assert all(bool(p.isfinite().all()) for p in model.parameters())
-    assert_same_on_all_ranks(model)
 
 
 @on_ranks(2, 3)

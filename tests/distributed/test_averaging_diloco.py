@@ -1,4 +1,4 @@
-"""DiLoCo and Streaming DiLoCo, compared with simulations of all ranks in one process and with closed forms."""
+"""DiLoCo, at once and in fragments, compared with simulations of all ranks in one process and with closed forms."""
 
 import pytest
 import torch
@@ -15,14 +15,13 @@ from tests.averaging import (
     make_net,
     sgd,
     train,
-    train_side_by_side,
 )
 from tests.comm_hooks import live_on
 from tests.harness import on_ranks
 from tests.models import same_on_all_ranks
 from tests.pages import run_code
-from torchddp.averaging import DiLoCo, HierarchicalAverager, SlowMo, StreamingDiLoCo
-from torchddp.averaging.streaming import fragment_starts, plan_fragments
+from torchddp.averaging import DiLoCo, HierarchicalAverager
+from torchddp.averaging.fragments import fragment_starts, plan_fragments
 
 
 def adamw(params):
@@ -109,23 +108,12 @@ def test_parameters_of_16_bits_have_global_weights_in_fp32(rank):
     assert torch.equal(param, torch.full_like(param, 254.0))
 
 
-@on_ranks(1, 3)
-def test_streaming_with_one_fragment_is_diloco(rank):
-    one, other = make_net(rank), make_net(rank)
-    streaming = StreamingDiLoCo(one, adamw(one.parameters()), 4, wire=None, fragments=1)
-    plain = DiLoCo(other, adamw(other.parameters()), 4)
-    train_side_by_side(rank, range(12), (one, streaming), (other, plain), **EXACT)
-    assert streaming.traffic == plain.traffic
-
-
 @on_ranks(2, 3, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 4)))
-def test_streaming_equals_a_simulation(rank, world_size):
+def test_outer_steps_in_fragments_equal_a_simulation(rank, world_size):
     every, fragments, overlap, alpha = 6, 3, 1, 0.4
 
     model = make_net(rank, torch.float64)
-    optimizer = StreamingDiLoCo(
-        model, adamw(model.parameters()), every, wire=None, fragments=fragments, overlap_steps=overlap, alpha=alpha
-    )
+    optimizer = DiLoCo(model, adamw(model.parameters()), every, fragments=fragments, overlap_steps=overlap, alpha=alpha)
     simulation = Simulation(world_size, adamw, torch.float64)
     names = [name for name, p in model.named_parameters() if p.requires_grad]
     local = [dict(m.named_parameters()) for m in simulation.models]
@@ -161,7 +149,7 @@ def test_streaming_equals_a_simulation(rank, world_size):
 @on_ranks(2)
 def test_inner_steps_do_not_wait_for_a_fragment_in_flight(rank):
     model = make_net(0)
-    optimizer = StreamingDiLoCo(model, sgd(model.parameters()), 8, fragments=2, overlap_steps=3)
+    optimizer = DiLoCo(model, sgd(model.parameters()), 8, wire="int4", fragments=2, overlap_steps=3)
     train(model, optimizer, rank, range(3))
     store = dist.distributed_c10d._get_default_store()
     if rank == 1:  # its part of the fragment that starts in step 4 comes after the other's next steps
@@ -174,13 +162,12 @@ def test_inner_steps_do_not_wait_for_a_fragment_in_flight(rank):
 
 @on_ranks(2)
 def test_resumes_exactly(rank):
-    def streaming(model, inner):
-        return StreamingDiLoCo(model, inner, 8, fragments=2, overlap_steps=2, alpha=0.3, wire="int8")
+    def in_fragments(model, inner):
+        return DiLoCo(model, inner, 8, wire="int8", fragments=2, overlap_steps=2, alpha=0.3)
 
     for make, saved_after in (
-        (lambda model, inner: SlowMo(inner, 2), [4, 5]),  # at the end of a round, and in the middle
-        (lambda model, inner: DiLoCo(model, inner, 4, wire="int8"), [4, 6]),
-        (streaming, [7, 8, 9]),  # a fragment starts after 8, and is merged after 10
+        (lambda model, inner: DiLoCo(model, inner, 4, wire="int8"), [4, 6]),  # at the end of a round, and in the middle
+        (in_fragments, [7, 8, 9]),  # a fragment starts after 8, and is merged after 10
     ):
 
         def made(make=make):
@@ -193,16 +180,16 @@ def test_resumes_exactly(rank):
 @on_ranks(3)
 def test_only_rank_0_saves_while_a_fragment_is_in_flight(rank):
     model = make_net(0)
-    optimizer = StreamingDiLoCo(model, sgd(model.parameters()), 4, fragments=1, overlap_steps=3)
+    optimizer = DiLoCo(model, sgd(model.parameters()), 4, wire="int4", overlap_steps=3)
     train(model, optimizer, rank, range(5))
     if rank == 0:
         state = optimizer.state_dict()
-        assert "on_the_way" in state["streaming_diloco"]
+        assert "on_the_way" in state["diloco"]
     dist.barrier()
     train(model, optimizer, rank, range(5, 7))
     assert_same_on_all_ranks(model)
     assert 0 < optimizer.traffic.wire_bytes < 0.25 * optimizer.traffic.payload_bytes
-    other = StreamingDiLoCo(model, sgd(model.parameters()), 4, fragments=2)
+    other = DiLoCo(model, sgd(model.parameters()), 4, fragments=2)
     if rank == 0:
         with pytest.raises(ValueError, match="fragments are different now"):
             other.load_state_dict(state)
@@ -222,21 +209,33 @@ def test_buffers(rank):
     assert model.norm.num_batches_tracked == 2
 
 
+@on_ranks(2)
+def test_an_outer_step_out_of_turn(rank):
+    """With a fragment in transit, which is merged first: then all parameters are the same on all ranks."""
+    model = make_net(0)
+    optimizer = DiLoCo(model, sgd(model.parameters()), 6, fragments=3, overlap_steps=1, buffers=True)
+    train(model, optimizer, rank, range(2))
+    optimizer.synchronize()
+    assert_same_on_all_ranks(model)
+    assert same_on_all_ranks([model.norm.running_mean])
+    train(model, optimizer, rank, range(2, 7))
+    optimizer.finish()
+    assert_same_global_weights(optimizer)
+
+
 @on_ranks(4)
 def test_two_hosts(rank):
     """Ranks of a host are summed exactly; only messages between hosts are rounded."""
     live_on("aabb", rank)
     model = make_net(rank)
     optimizer = DiLoCo(model, sgd(model.parameters()), 2, 1.0, 0.0, wire="int8")
-    streaming_model = make_net(rank)
-    streaming = StreamingDiLoCo(
-        streaming_model, sgd(streaming_model.parameters()), 4, wire="int8", fragments=2, overlap_steps=1, alpha=0.5
-    )
+    other = make_net(rank)
+    in_fragments = DiLoCo(other, sgd(other.parameters()), 4, wire="int8", fragments=2, overlap_steps=1, alpha=0.5)
     train(model, optimizer, rank, range(2))
     assert_same_on_all_ranks(model)
-    train(streaming_model, streaming, rank, range(8))
-    streaming.finish()
-    assert_same_global_weights(streaming)
+    train(other, in_fragments, rank, range(8))
+    in_fragments.finish()
+    assert_same_global_weights(in_fragments)
     # Opposite changes by two ranks of a host cancel.
     before = {name: w.clone() for name, w in optimizer.global_weights.items()}
     with torch.no_grad():

@@ -5,12 +5,11 @@ import signal
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from tests.averaging import make_net, sgd, train
 from tests.harness import assert_each_raises, on_ranks, run_outcomes
 from tests.oss import weights
-from torchddp.averaging import DiLoCo, HierarchicalAverager, PeriodicAverager, PostLocalSGD, SlowMo, StreamingDiLoCo
+from torchddp.averaging import DiLoCo, HierarchicalAverager, PeriodicAverager, PostLocalSGD
 from torchddp.optim import OSS
 
 
@@ -52,30 +51,21 @@ def test_averagers(rank):
 @on_ranks(2)
 def test_optimizers(rank):
     net = make_net()
-    inner, no_lr, few = sgd(net.parameters()), sgd(net.parameters()), weights(2, 3)
+    inner, few = sgd(net.parameters()), weights(2, 3)
     oss = OSS(weights(2, 3), torch.optim.SGD, lr=0.1)
-    del no_lr.param_groups[0]["lr"]
-    averager, done = PeriodicAverager(net, 2), DiLoCo(net, inner, 2)
+    done = DiLoCo(net, inner, 2)
     wide = [("wide", *weights(3, dtype=torch.float64))]
     spin = [("spin", *weights(3, dtype=torch.complex64))]
-
-    def slowmo(optimizer=inner, period=2, **options):
-        return lambda: SlowMo(optimizer, period, **options)
 
     def diloco(params=net, optimizer=inner, every=2, **options):
         return lambda: DiLoCo(params, optimizer, every, **options)
 
-    def streaming(every=8, fragments=2, **options):
-        return lambda: StreamingDiLoCo(few, sgd(few), every, fragments=fragments, **options)
+    def in_fragments(every=8, fragments=2, **options):
+        return lambda: DiLoCo(few, sgd(few), every, fragments=fragments, **options)
 
     only = "wire='int8' carries float32, bfloat16 and float16, but parameter 'wide' is torch.float64"
     assert_each_raises(
-        (slowmo(period=0), ValueError, "period must be at least 1 step, got 0"),
-        (slowmo(slow_momentum=1.0), ValueError, "slow_momentum must be at least 0 and below 1, got 1.0"),
-        (slowmo(slow_lr=0.0), ValueError, "slow_lr must be above 0, got 0.0"),
-        (slowmo(period=averager, process_group=dist.group.WORLD), ValueError, "leave out process_group"),
-        (slowmo(oss), ValueError, "SlowMo can't wrap OSS, whose steps are collective"),
-        (slowmo(no_lr), ValueError, "SGD has a group without 'lr'"),
+        (diloco(optimizer=oss), ValueError, "DiLoCo can't wrap OSS, whose steps are collective"),
         (diloco(every=0), ValueError, "sync_every must be at least 1 step, got 0"),
         (diloco(outer_lr=0.0), ValueError, "outer_lr must be above 0, got 0.0"),
         (diloco(outer_momentum=1.0), ValueError, "outer_momentum must be at least 0 and below 1, got 1.0"),
@@ -88,11 +78,11 @@ def test_optimizers(rank):
         (lambda: done.__getstate__(), TypeError, "DiLoCo can't be copied or pickled"),
         (diloco(wide, sgd([p for _, p in wide]), wire="int8"), TypeError, only),
         (diloco(spin, sgd([p for _, p in spin])), TypeError, "parameter 'spin' is torch.complex64"),
-        (streaming(fragments=3), ValueError, "at most 2, the number of parameters, got 3"),
-        (streaming(1), ValueError, "fragments must be at most sync_every=1"),
-        (streaming(overlap_steps=4), ValueError, "below sync_every // fragments = 4, so that one fragment is in"),
-        (streaming(overlap_steps=-1), ValueError, "got -1"),
-        (streaming(alpha=1.0), ValueError, "alpha must be at least 0 and below 1"),
+        (in_fragments(fragments=3), ValueError, "at most 2, the number of parameters, got 3"),
+        (in_fragments(1), ValueError, "fragments must be at most sync_every=1"),
+        (in_fragments(overlap_steps=4), ValueError, "below sync_every // fragments = 4, so that one fragment is in"),
+        (in_fragments(overlap_steps=-1), ValueError, "got -1"),
+        (in_fragments(alpha=1.0), ValueError, "alpha must be at least 0 and below 1"),
     )
 
 
@@ -104,34 +94,26 @@ def test_models_and_options_that_differ_between_ranks(rank):
     def diloco(every, **options):
         return lambda: DiLoCo(net, sgd(net.parameters()), every, **options)
 
-    def slowmo():
-        return SlowMo(sgd(net.parameters()), 4, slow_momentum=odd)
-
     same = "PeriodicAverager needs the same parameters on all ranks. On rank 2 it is 'b'"
     assert_each_raises(
         (lambda: PeriodicAverager(shapes, 1), RuntimeError, same),
         (diloco(4 + rank // 2), RuntimeError, "On rank 2 it is sync_every=5"),
         (diloco(4, outer_lr=odd), RuntimeError, "On rank 1 it is sync_every=4, outer_lr=0.5"),
-        (slowmo, RuntimeError, "On rank 1 it is slow_momentum=0.5"),
     )
 
 
-BUCKET = "could not average bucket 0 of 1"
+BUCKET, FRAGMENT = "could not average bucket 0 of 1", "could not average fragment 0 of 1"
 METHODS = {
     "periodic": (lambda net, inner: PostLocalSGD(inner, PeriodicAverager(net, 2)), f"PeriodicAverager {BUCKET}", 4),
-    "streaming": (
-        lambda net, inner: StreamingDiLoCo(net, inner, 2, fragments=1, overlap_steps=1),
-        "StreamingDiLoCo could not average fragment 0",
-        5,
-    ),
-    "diloco": (lambda net, inner: DiLoCo(net, inner, 2), f"DiLoCo {BUCKET}", 4),
-    "int8": (lambda net, inner: DiLoCo(net, inner, 2, wire="int8"), f"DiLoCo {BUCKET}", 4),
+    "overlapped": (lambda net, inner: DiLoCo(net, inner, 2, overlap_steps=1), f"DiLoCo {FRAGMENT}", 5),
+    "diloco": (lambda net, inner: DiLoCo(net, inner, 2), f"DiLoCo {FRAGMENT}", 4),
+    "int8": (lambda net, inner: DiLoCo(net, inner, 2, wire="int8"), f"DiLoCo {FRAGMENT}", 4),
 }
 SLOW_METHODS = [pytest.param(method, marks=pytest.mark.slow) for method in ("diloco", "int8")]
 
 
 @pytest.mark.rest_is_thorough("periodic", "int8")
-@pytest.mark.parametrize("method", ["periodic", "streaming", *SLOW_METHODS])
+@pytest.mark.parametrize("method", ["periodic", "overlapped", *SLOW_METHODS])
 def test_a_rank_that_takes_fewer_steps(method):
     """The others' wait ends after the process group's timeout, with an error that says what they waited for."""
     make, words, step = METHODS[method]

@@ -14,7 +14,7 @@ from tests.comm_hooks import SHAPES, Given, assert_near, average, given, hooked,
 from tests.harness import assert_each_raises, in_child, on_ranks, stay
 from tests.unit.helpers import wait_until
 from torchddp import comm_hooks
-from torchddp.comm_hooks import FP16, Cast, CastAround, Int8, PerParameter, PowerSGD, TopK, resolve
+from torchddp.comm_hooks import FP16, Cast, CastAround, Int4, Int8, PerParameter, PowerSGD, resolve
 from torchddp.transport.worker import Worker
 
 pytestmark = pytest.mark.beyond_torch("hooks of its own")
@@ -27,7 +27,7 @@ def test_models_that_hooks_refuse(rank):
     for used, module, error, match in (
         (Int8(), Given(torch.float64), TypeError, "'embed' is torch.float64"),
         (Int8(), Given(torch.complex64), TypeError, "'embed' is torch.complex64"),
-        (TopK(), sparse, RuntimeError, "embedding 'words' has sparse=True"),
+        (Int4(), sparse, RuntimeError, "embedding 'words' has sparse=True"),
         (PowerSGD(26), Given(), ValueError, r"'wide' of shape \(24, 3, 9\) is a matrix of 24 x 27.*at most 24"),
         (PerParameter(Int8(), [("nothing.*", None)]), Given(), ValueError, "matches no parameter.*embed"),
         (hook, Given(), RuntimeError, "Int8 hook belongs to another model"),
@@ -41,12 +41,9 @@ def test_arguments():
     assert_each_raises(
         (lambda: PowerSGD(0), ValueError, "rank must be 1 or more, got 0"),
         (lambda: PowerSGD(start_step=-1), ValueError, "start_step must not be negative"),
-        (lambda: TopK(ratio=0), ValueError, "ratio must be above 0"),
-        (lambda: TopK(ratio=0.1, k=3), ValueError, "ratio or k, not both"),
-        (lambda: TopK(k=0), ValueError, "k must be 1 or more"),
         (lambda: Cast("int8"), ValueError, "'fp16' or 'bf16', got 'int8'"),
         (lambda: CastAround(Int8(), torch.float32), ValueError, "float16 or torch.bfloat16"),
-        (lambda: resolve("int3"), ValueError, "'sign' or a hook, got 'int3'"),
+        (lambda: resolve("int3"), ValueError, "'powersgd' or a hook, got 'int3'"),
         (lambda: CastAround(print), TypeError, "CastAround takes a hook"),
         (lambda: PerParameter(print, []), TypeError, "PerParameter takes hooks"),
         (lambda: PerParameter(None, [(3, None)]), TypeError, "a rule's selector must be a glob"),
@@ -67,12 +64,12 @@ def test_states_that_do_not_fit(rank):
     step_of(hooked(hook), given(rank, 0))
     state = hook.state_dict()
     assert {name: tuple(value.shape) for name, value in state["residual"].items()} == SHAPES
-    other, low, high = TopK(), PowerSGD(2), PowerSGD(3)
+    other, low, high = Int4(), PowerSGD(2), PowerSGD(3)
     hooked(other)
     hooked(high)
     step_of(hooked(low), given(rank, 0))
     for loads, wrong, match in [
-        (other, state, "state of a 'Int8' hook, not of 'TopK'"),
+        (other, state, "state of a 'Int8' hook, not of 'Int4'"),
         (hook, {**state, "residual": {"other": torch.zeros(3)}}, "'other', which the model does not have"),
         (hook, {**state, "residual": {"norm": torch.zeros(3)}}, r"'norm' has shape \(3,\), the parameter \(30,\)"),
         (high, low.state_dict(), r"a factor of \(\d+, 2\), this hook \(\d+, 3\)"),

@@ -21,7 +21,7 @@ import torchddp
 from tests.harness import each, on_ranks
 from tests.models import Branches, Mlp, batch, loss_of, same_on_all_ranks, seeded, step_on
 from tests.oss import float_mlp as mlp
-from torchddp.comm_hooks import BF16, CastAround, Int8, PerParameter, PowerSGD, TopK
+from torchddp.comm_hooks import BF16, CastAround, Int8, PerParameter, PowerSGD
 
 DDP = torchddp.DistributedDataParallel
 KINDS = [DDP, torchddp.replicate]
@@ -149,7 +149,6 @@ def test_hooks_are_kept(rank):
 HOOKS = [
     Int8,
     lambda: BF16(error_feedback=True),
-    lambda: TopK(0.1),
     lambda: PowerSGD(2),
     lambda: CastAround(PowerSGD(2)),
     lambda: PerParameter(Int8(), [("*.bias", None), ("last.*", PowerSGD(2))]),

@@ -62,7 +62,7 @@ def with_options(rank):
 
 
 def with_hooks(rank):
-    for hook in ("fp16", "bf16", "int8", "int4", "topk", "powersgd", "sign", (None, fp16_compress_hook)):
+    for hook in ("fp16", "bf16", "int8", "int4", "powersgd", (None, fp16_compress_hook)):
         train(torchddp.DDP(net(), comm_hook=hook), rank)
 
 

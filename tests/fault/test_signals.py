@@ -18,7 +18,7 @@ from benchmarks.chaos.leaks import holders_of, segments_of
 from tests.harness import GROUP_TIMEOUT_S, on_ranks, run_ranks
 from tests.models import Mlp, assert_grads, batch, grads_of, loss_of, seeded, step_on
 from torchddp import _C, TransportError
-from torchddp.averaging import StreamingDiLoCo
+from torchddp.averaging import DiLoCo
 from torchddp.transport.waits import wait_for_future, wait_for_keys
 
 LIMIT_S = GROUP_TIMEOUT_S  # of every operation; a rank that waited for it would have hung
@@ -212,7 +212,7 @@ def test_an_interrupt_ends_waits_for_the_store_and_for_jobs_of_a_thread(rank):
 def test_an_interrupt_ends_the_wait_for_an_average(rank):
     model = seeded(Mlp).float()
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer = StreamingDiLoCo(model, sgd, sync_every=1, fragments=1)
+    optimizer = DiLoCo(model, sgd, sync_every=1)
     loss_of(model(batch(rank, dtype=torch.float32))).backward()
     interrupts_rank_0(rank, optimizer.step)
 

@@ -5,8 +5,8 @@ import torch
 
 from tests.averaging import make_net
 from torchddp.averaging.flat import FlatBucket, plan_buckets, wire_of
+from torchddp.averaging.fragments import fragment_starts, plan_fragments
 from torchddp.averaging.parameters import memory_of, named_parameters, problem_of
-from torchddp.averaging.streaming import fragment_starts, plan_fragments
 
 
 def test_fragments_take_every_nth_layer():

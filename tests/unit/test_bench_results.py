@@ -104,11 +104,11 @@ def test_ratios_are_per_seed_and_bounds_apply_to_their_mean() -> None:
 
 
 def test_without_a_finite_loss_or_a_reference_no_bound_is_met() -> None:
-    losses = {bounds.REFERENCE: [2.0, 4.0], "int8": [2.0, math.nan], "topk": [2.0, math.inf]}
+    losses = {bounds.REFERENCE: [2.0, 4.0], "int8": [2.0, math.nan], "int4": [2.0, math.inf]}
     rows = rows_of(losses, {"fp16": "ImportError: no comm_hooks"})
     assert rows["fp16"]["holds"] is False and "comm_hooks" in rows["fp16"]["error"]
     assert rows["int8"]["holds"] is False and rows["int8"]["error"] == "loss is not finite, seed 1"
-    assert rows["topk"]["holds"] is None
+    assert rows["int4"]["holds"] is None
     row = rows_of({"int8": [2.0, 4.0]}, {bounds.REFERENCE: "RuntimeError: gone"})["int8"]
     assert row["ratio"] is None and row["holds"] is None
 

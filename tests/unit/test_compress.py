@@ -1,7 +1,6 @@
 """Compression: compiled kernels against the torch operators used on GPUs; slot layouts and residuals."""
 
 import math
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from torchddp import _C
 from torchddp.comm_hooks import formats
 from torchddp.comm_hooks.layout import Layout, Residuals, Slot
 
-FORMATS = ("int8", "int4", "sign", "fp16", "bf16")
+FORMATS = ("int8", "int4", "fp16", "bf16")
 
 # Lengths around block sizes; magnitudes from blocks treated as zeros to overflowing sums of squares.
 vectors = st.builds(
@@ -37,13 +36,12 @@ def decode(name: str, data: Tensor, numel: int) -> Tensor:
     return out
 
 
-def assert_alike(name: str, ours: Tensor, theirs: Tensor, largest: float = 0.0) -> None:
-    """Allow for another summation order in sign's means, and for ties between two codes."""
-    rtol = 1e-5 if name == "sign" else 0.0
+def assert_alike(name: str, ours: Tensor, theirs: Tensor) -> None:
+    """Allow for ties between two codes."""
     halfway = (ours != theirs) & theirs.isfinite() & (name in ("int8", "int4"))
     assert halfway.sum() <= 2
     ours = torch.where(halfway, theirs, ours)
-    torch.testing.assert_close(ours, theirs, rtol=rtol, atol=rtol * largest + 1e-44, equal_nan=True)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-44, equal_nan=True)
 
 
 @given(vectors, st.sampled_from([None, math.nan, math.inf]), st.floats(0.1, 2), st.booleans())
@@ -60,7 +58,7 @@ def test_kernels_agree_with_the_operators(source: Tensor, bad: float | None, sca
         torch.testing.assert_close(decode(name, data, numel), expected, rtol=0, atol=0, equal_nan=True)
         assert_alike(name, decode(name, encode(name, source, ours, scale), numel), expected)
         if theirs is not None and ours is not None:
-            assert_alike(name, ours, theirs, source.nan_to_num(posinf=0.0).abs().amax().item() if numel else 0.0)
+            assert_alike(name, ours, theirs)
         formats.decompress_reference(name, data, total, True)
         torch.testing.assert_close(total, expected + 1, rtol=0, atol=0, equal_nan=True)
 
@@ -78,32 +76,12 @@ def test_kernels_accept_unaligned_slices_and_stay_within_them(name: str) -> None
     assert values[0] == values[-1] == 7.0
 
 
-def top_k(select: Callable[..., None], source: Tensor, k: int, residual: Tensor, scale: float) -> tuple[Tensor, ...]:
-    indices, values, residual = torch.empty(k, dtype=torch.int32), torch.empty(k), residual.clone()
-    select(source, k, indices, values, residual, scale)
-    return indices, values, residual
-
-
-@given(vectors, st.floats(0, 1), st.integers(0, 3), st.floats(0.1, 2))
-def test_the_kernel_and_the_operators_select_the_same_top_k(
-    source: Tensor, share: float, decimals: int, scale: float
-) -> None:
-    source = source.nan_to_num().round(decimals=decimals)  # many ties
-    if source.numel() > 3:
-        source[1], source[-2], source[2] = math.nan, math.nan, -math.inf
-    k, residual = int(share * source.numel()), source.flip(0).nan_to_num(posinf=1.0, neginf=1.0)
-    found = [top_k(s, source, k, residual, scale) for s in (_C.select_top_k, formats.select_top_k_reference)]
-    for ours, theirs in zip(*found, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
-
-
 SOURCE, OUT = torch.ones(300), torch.empty(308, dtype=torch.uint8)
-NINE, INDICES, VALUES = torch.ones(9), torch.empty(4, dtype=torch.int32), torch.empty(4)
 
 
 def test_invalid_arguments_are_named() -> None:
     cases = (
-        ("compressed_bytes", ("int9", 3), ValueError, "'int9'; allowed are int8, int4, sign, fp16 and bf16"),
+        ("compressed_bytes", ("int9", 3), ValueError, "'int9'; allowed are int8, int4, fp16 and bf16"),
         ("compressed_bytes", ("int8", -1), ValueError, r"between 0 and 2\*\*60, got -1"),
         ("compressed_bytes", ("int8", 2**61), ValueError, "between 0 and"),
         ("compress", ("int8", SOURCE.double(), OUT), TypeError, "source must have .* Float, got Double"),
@@ -117,28 +95,10 @@ def test_invalid_arguments_are_named() -> None:
         ("decompress", ("int8", OUT[1:], SOURCE), ValueError, "data must have 308 elements, got 307"),
         ("decompress", ("int8", OUT, SOURCE.half()), TypeError, "out must have .* Float, got Half"),
         ("decompress", ("fp16", SOURCE.view(torch.uint8)[:600], SOURCE), ValueError, "data and out share"),
-        ("select_top_k", (NINE, -1, INDICES, VALUES), ValueError, "between 0 and the 9 .* got -1"),
-        ("select_top_k", (NINE, 10, INDICES, VALUES), ValueError, "between 0 and the 9 .* got 10"),
-        ("select_top_k", (NINE, 3, INDICES, VALUES), ValueError, "indices must have 3 elements, got 4"),
-        ("select_top_k", (NINE, 4, INDICES.long(), VALUES), TypeError, "indices must have .* Int, got Long"),
-        ("select_top_k", (NINE, 4, INDICES, VALUES[:3]), ValueError, "values must have 4 elements, got 3"),
-        ("select_top_k", (NINE, 4, INDICES, NINE[:4]), ValueError, "source and values share memory"),
-        ("select_top_k", (NINE, 4, INDICES, VALUES, NINE), ValueError, "source and residual share"),
     )
     for function, arguments, error, message in each(cases):
         with pytest.raises(error, match=message):
             getattr(_C, function)(*arguments)
-
-
-@pytest.mark.slow
-def test_top_k_refuses_more_elements_than_32_bits_can_index() -> None:
-    # Never written: the check comes first. If this much memory can't be reserved, there is nothing to test.
-    try:
-        source = torch.empty(2**31 + 1)
-    except RuntimeError as error:
-        pytest.skip(str(error))
-    with pytest.raises(ValueError, match=r"at most 2\*\*31 elements"):
-        _C.select_top_k(source, 0, torch.empty(0, dtype=torch.int32), torch.empty(0), None, 1.0)
 
 
 A, B, C = Slot("a", 0, (2, 2), 4), Slot("b", 8, (3,), 3), Slot("c", 11, (2,), 2)

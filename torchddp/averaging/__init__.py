@@ -2,7 +2,6 @@
 
 from torchddp.averaging.averagers import HierarchicalAverager, PeriodicAverager
 from torchddp.averaging.diloco import DiLoCo
-from torchddp.averaging.optimizers import PostLocalSGD, SlowMo
-from torchddp.averaging.streaming import StreamingDiLoCo
+from torchddp.averaging.optimizers import PostLocalSGD
 
-__all__ = ["DiLoCo", "HierarchicalAverager", "PeriodicAverager", "PostLocalSGD", "SlowMo", "StreamingDiLoCo"]
+__all__ = ["DiLoCo", "HierarchicalAverager", "PeriodicAverager", "PostLocalSGD"]

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.optim import Optimizer
 
-from torchddp.averaging.flat import DEFAULT_CAP_MB, FlatBucket, FlatMeans, Wire, check_wire
+from torchddp.averaging.flat import (
+    DEFAULT_CAP_MB,
+    FlatMeans,
+    Wire,
+    average_flat,
+    check_wire,
+    lost_peer,
+    plan_buckets,
+    wire_of,
+)
+from torchddp.averaging.fragments import check_overlap, fragment_starts, plan_fragments
+from torchddp.averaging.global_weights import GlobalWeights, OuterFactory, outer_factory
 from torchddp.averaging.optimizers import OptimizerWrapper
 from torchddp.averaging.parameters import (
     Named,
@@ -19,96 +30,130 @@ from torchddp.averaging.parameters import (
     group_or_default,
     named_buffers,
     named_parameters,
-    sum_dtype,
     verify_same,
 )
+from torchddp.comm_hooks.exchange import Exchange
 from torchddp.traffic import Traffic
+from torchddp.transport.waits import wait_for_future
+from torchddp.transport.worker import Worker
 
-OuterFactory = Callable[[list[nn.Parameter]], Optimizer]
+_GRACE_S = 10.0
+_MOST_MESSAGES = 4  # for one mean, sequentially: two within a host, two between hosts
+_KEY = "diloco"  # of our part of a state dict
 
 
-class GlobalWeights:
-    """A copy of the parameters in at least fp32, and the outer optimizer, which steps on the ranks' mean displacement
-    from it.
+@dataclass
+class _OnTheWay:
+    """A fragment whose mean is being computed, and the step after which it is merged."""
 
-    Equal on all ranks as long as all apply the same means.
+    fragment: int
+    due: int
+    flats: list[torch.Tensor]  # one per bucket; means once the future is done
+    future: torch.futures.Future[torch.Tensor] | None = None  # None: they are already means
+    sent_before: int = 0  # bytes
+
+
+class DiLoCo(OptimizerWrapper):
+    """Any optimizer, with an outer step after every ``sync_every`` steps (DiLoCo, Douillard et al. 2023), or with outer
+    steps for a part of the parameters at a time, overlapped with inner steps (Streaming DiLoCo, Douillard et al. 2025).
+
+    Example:
+
+        inner = torch.optim.AdamW(module.parameters(), lr=1e-3)
+        optimizer = torchddp.averaging.DiLoCo(module, inner, sync_every=50)
+        for batch in loader:
+            optimizer.zero_grad()
+            loss_of(module(batch)).backward()
+            optimizer.step()  # every 50th also takes an outer step
+
+    The outer gradient is how far the parameters have moved since the last outer step, averaged over the ranks. The
+    outer optimizer applies it to a copy of the parameters, and all ranks continue from there. The state of their inner
+    optimizers stays local. Pass the bare module, or train a `DistributedDataParallel` under ``no_sync()``.
+
+    With ``fragments``, each fragment (every F-th layer) is synchronized every ``sync_every`` steps, evenly spread: peak
+    bandwidth falls by F. A thread averages its outer gradients during ``overlap_steps`` more steps. Then the outer
+    optimizer moves the global weights, and the rank's parameters become ``alpha`` times themselves plus 1 - ``alpha``
+    times the global ones. For example ``DiLoCo(module, inner, 100, wire="int4", fragments=4, overlap_steps=5,
+    alpha=0.5)``; call :meth:`finish` after the last step.
+
+    Args:
+        params: a module, or its parameters (with names, if errors should name them): all that ``optimizer`` steps.
+        optimizer: the inner optimizer, which takes the local steps: any torch optimizer whose steps are not collective.
+        sync_every: the number of inner steps between outer steps (the paper's H).
+        outer_lr, outer_momentum, nesterov: options of the outer optimizer, SGD.
+        outer_optimizer: a function that takes parameters and returns the outer optimizer, to use another one than SGD.
+        wire: the format in which outer gradients are sent: "fp32", "bf16", "fp16", "int8" or "int4" (in blocks with one
+            scale each). Sums are always in fp32. None: the parameter's own format if it has 16 bits, otherwise fp32.
+        fragments: the number of fragments (F), at most one per parameter.
+        overlap_steps: inner steps while a fragment is in transit (tau). Must be below ``sync_every / fragments``, so
+            that only one is in transit at a time. 0: the step waits.
+        alpha: the weight of the rank's own parameters; 0: it continues from the global weights.
+        buffers: average floating-point buffers too, after the last fragment; ``params`` must be a module.
+        process_group: the ranks to average over; None: the default process group.
+        bucket_cap_mb: MiB per message; the messages of a fragment are sent one after the other.
+
+    Construction is collective: parameters become those of rank 0 (load checkpoints afterwards). So are the steps in
+    which a fragment is merged. Global weights are the same on all ranks, bit for bit. If ``alpha`` is 0, so are a
+    fragment's parameters right after it is merged. A lost peer is detected when the fragment is merged.
+
+    Held per rank: the parameters in fp32, the outer momentum, and a fragment in fp32 while it is in transit.
+
+    Raises TypeError and ValueError for invalid options, parameters and optimizers, and RuntimeError on all ranks if
+    parameters or options differ between ranks. `step` raises TransportError.
+
+    Attributes:
+        steps: steps that the inner optimizer has taken.
+        traffic: the bytes of the last synchronization of a fragment; see `torchddp.traffic`.
     """
-
-    def __init__(self, local: Named, make_optimizer: OuterFactory) -> None:
-        self._local = local
-        self.weights = {name: nn.Parameter(p.detach().to(sum_dtype(p.dtype), copy=True)) for name, p in local.items()}
-        self.optimizer = make_optimizer(list(self.weights.values()))
-        if not isinstance(self.optimizer, Optimizer):
-            raise TypeError(f"outer_optimizer must return an optimizer, got {type(self.optimizer).__name__}")
-
-    def pack_moved(self, bucket: FlatBucket, flat: torch.Tensor) -> None:
-        """This rank's outer gradient: its parameters' displacement, with the sign of a gradient."""
-        views = bucket.views(flat)
-        for view, name in zip(views, bucket.named, strict=True):
-            # Relative to what the ranks received: rounding to 16 bits is not a displacement.
-            view.copy_(self.weights[name].detach().to(bucket.dtype))
-        torch._foreach_sub_(views, [local.detach().to(flat.dtype) for local in bucket.named.values()])
-
-    def step(self, bucket: FlatBucket, flat: torch.Tensor, alpha: float = 0.0) -> None:
-        """Update the weights of a bucket with their outer gradient, which the optimizer may overwrite.
-
-        The rank's own parameters become ``alpha`` times themselves plus 1 - ``alpha`` times these.
-        """
-        for name, view in zip(bucket.named, bucket.views(flat), strict=True):
-            self.weights[name].grad = view
-        self.optimizer.step()  # skips parameters without a gradient
-        for name in bucket.named:
-            self.weights[name].grad = None
-            local, weight = self._local[name].detach(), self.weights[name].detach()
-            local.copy_(weight if alpha == 0 else torch.lerp(weight, local.to(weight.dtype), alpha))
-
-    def state_dict(self) -> dict[str, Any]:
-        weights = {name: weight.detach() for name, weight in self.weights.items()}
-        return {"weights": weights, "outer": self.optimizer.state_dict()}
-
-    @torch.no_grad()
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        saved = state_dict["weights"]
-        if different := sorted(set(saved) ^ set(self.weights)):
-            names = ", ".join(map(repr, different[:3]))
-            raise ValueError(f"the state dict is of another model: only one of the two has {names}")
-        for name, weight in self.weights.items():
-            weight.copy_(saved[name])
-        self.optimizer.load_state_dict(state_dict["outer"])
-
-
-class OuterLoop(OptimizerWrapper):
-    """Shared by DiLoCo and Streaming DiLoCo: global weights, a step count, and saving both."""
 
     def __init__(
         self,
         params: ParamSource,
         optimizer: Optimizer,
         sync_every: int,
-        outer_lr: float,
-        outer_momentum: float,
-        nesterov: bool,
-        outer_optimizer: OuterFactory | None,
-        wire: Wire | None,
-        process_group: dist.ProcessGroup | None,
-        options: str = "",  # what else must be equal on all ranks
+        outer_lr: float = 0.7,
+        outer_momentum: float = 0.9,
+        nesterov: bool = True,
+        outer_optimizer: OuterFactory | None = None,
+        wire: Wire | None = None,
+        *,
+        fragments: int = 1,
+        overlap_steps: int = 0,
+        alpha: float = 0.0,
+        buffers: bool = False,
+        process_group: dist.ProcessGroup | None = None,
+        bucket_cap_mb: float = DEFAULT_CAP_MB,
     ) -> None:
-        make_outer = _outer_factory(outer_optimizer, outer_lr, outer_momentum, nesterov)
+        make_outer = outer_factory(outer_optimizer, outer_lr, outer_momentum, nesterov)
+        averaged_buffers = named_buffers(params, buffers)
         super().__init__(optimizer)
         if sync_every < 1:
             raise ValueError(f"sync_every must be at least 1 step, got {sync_every}")
+        if not 0 <= alpha < 1:
+            raise ValueError(f"alpha must be at least 0 and below 1 (1 would never merge the ranks), got {alpha}")
         self.process_group = group_or_default(process_group)
-        self.sync_every = sync_every
+        self.sync_every, self.overlap_steps, self.alpha = sync_every, overlap_steps, alpha
         self.steps = 0
         self.traffic = Traffic(0, 0)
         self._wire = wire
         self._named = named_parameters(params)
         self._check(optimizer)
         check_wire(wire, self._named)
-        alike = f"{sync_every=}, {outer_lr=}, {outer_momentum=}, {nesterov=}, wire={wire}{options}"
-        verify_same(self._named, self.process_group, type(self).__name__, [alike])
+        alike = f"{sync_every=}, {outer_lr=}, {outer_momentum=}, {nesterov=}, wire={wire}"
+        options = f"{fragments=}, {overlap_steps=}, {alpha=}"
+        verify_same({**self._named, **averaged_buffers}, self.process_group, "DiLoCo", [f"{alike}, {options}"])
+        names = plan_fragments(list(self._named), fragments)
+        check_overlap(overlap_steps, sync_every, fragments)
+        self.fragments = [plan_buckets({n: self._named[n] for n in part}, bucket_cap_mb) for part in names]
+        self._starts = fragment_starts(sync_every, fragments)
         broadcast_from_first(self._named, self.process_group)
         self._global = GlobalWeights(self._named, make_outer)
+        self._exchange = Exchange(self.process_group, next(iter(self._named.values())).device)
+        self._worker = Worker("torchddp_averaging")
+        self._on_the_way: _OnTheWay | None = None
+        self._buffers = None
+        if averaged_buffers:
+            self._buffers = FlatMeans(averaged_buffers, self.process_group, "DiLoCo", bucket_cap_mb)
 
     def _check(self, optimizer: Optimizer) -> None:
         mine = {id(p) for p in self._named.values()}
@@ -132,121 +177,130 @@ class OuterLoop(OptimizerWrapper):
         """By name: the weights that all ranks agree on, in at least fp32. Read-only."""
         return {name: weight.detach() for name, weight in self._global.weights.items()}
 
-    def state_dict(self) -> dict[str, Any]:
-        """The inner optimizer's state and, under the method's name, the step, the global weights and the outer
-        optimizer's state.
-
-        Between synchronizations parameters differ between ranks, so each rank saves its own model and optimizer.
-        """
-        return {**self._inner.state_dict(), self._key: {"step": self.steps, **self._global.state_dict()}}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores training exactly, together with the model's state, in any order. ValueError for the state of another
-        optimizer or model."""
-        saved = self._saved_part(state_dict)
-        self._global.load_state_dict(saved)
-        self._inner.load_state_dict(state_dict)
-        self.steps = saved["step"]
-
-
-def _outer_factory(
-    outer_optimizer: OuterFactory | None, outer_lr: float, outer_momentum: float, nesterov: bool
-) -> OuterFactory:
-    if isinstance(outer_optimizer, Optimizer):
-        raise TypeError(
-            "outer_optimizer must be a function, which gets a copy of the model's parameters: "
-            "lambda params: torch.optim.SGD(params, lr=0.7)"
-        )
-    if outer_optimizer is not None:
-        if not callable(outer_optimizer):
-            raise TypeError(f"outer_optimizer must be a function, got {type(outer_optimizer).__name__}")
-        return outer_optimizer
-    if not outer_lr > 0:
-        raise ValueError(f"outer_lr must be above 0, got {outer_lr}")
-    if not 0 <= outer_momentum < 1:
-        raise ValueError(f"outer_momentum must be at least 0 and below 1, got {outer_momentum}")
-    use_nesterov = nesterov and outer_momentum > 0
-    return lambda params: torch.optim.SGD(params, lr=outer_lr, momentum=outer_momentum, nesterov=use_nesterov)
-
-
-class DiLoCo(OuterLoop):
-    """Any optimizer, with an outer step after every ``sync_every`` steps (DiLoCo, Douillard et al. 2023).
-
-    Example:
-
-        inner = torch.optim.AdamW(module.parameters(), lr=1e-3)
-        optimizer = torchddp.averaging.DiLoCo(module, inner, sync_every=50)
-        for batch in loader:
-            optimizer.zero_grad()
-            loss_of(module(batch)).backward()
-            optimizer.step()  # every 50th also takes an outer step
-
-    The outer gradient is how far the parameters have moved since the last outer step, averaged over the ranks. The
-    outer optimizer applies it to a copy of the parameters, and all ranks continue from there. The state of their inner
-    optimizers stays local. Pass the bare module, or train a `DistributedDataParallel` under ``no_sync()``.
-
-    Args:
-        params: a module, or its parameters (with names, if errors should name them): all that ``optimizer`` steps.
-        optimizer: the inner optimizer, which takes the local steps: any torch optimizer whose steps are not collective.
-        sync_every: the number of inner steps between outer steps (the paper's H).
-        outer_lr, outer_momentum, nesterov: options of the outer optimizer, SGD.
-        outer_optimizer: a function that takes parameters and returns the outer optimizer, to use another one than SGD.
-        wire: the format in which outer gradients are sent: "fp32", "bf16", "fp16", "int8" or "int4" (in blocks with one
-            scale each). Sums are always in fp32. None: the parameter's own format if it has 16 bits, otherwise fp32.
-        buffers: average floating-point buffers too, at each synchronization; ``params`` must be a module.
-        process_group: the ranks to average over; None: the default process group.
-        bucket_cap_mb: the size in MiB of a message, and of the buffer kept for it.
-
-    Construction is collective: parameters become those of rank 0 (load checkpoints afterwards). So is every
-    ``sync_every``-th step, after which all ranks hold the same parameters, bit for bit.
-
-    Held per rank: the parameters in fp32, the outer momentum, one message.
-
-    Raises TypeError and ValueError for invalid options, parameters and optimizers, and RuntimeError on all ranks if
-    parameters or ``sync_every`` differ between ranks. `step` raises TransportError.
-
-    Attributes:
-        steps: steps that the inner optimizer has taken.
-        traffic: the bytes of the last synchronization; see `torchddp.traffic`.
-    """
-
-    _key = "diloco"
-
-    def __init__(
-        self,
-        params: ParamSource,
-        optimizer: Optimizer,
-        sync_every: int,
-        outer_lr: float = 0.7,
-        outer_momentum: float = 0.9,
-        nesterov: bool = True,
-        outer_optimizer: OuterFactory | None = None,
-        wire: Wire | None = None,
-        *,
-        buffers: bool = False,
-        process_group: dist.ProcessGroup | None = None,
-        bucket_cap_mb: float = DEFAULT_CAP_MB,
-    ) -> None:
-        averaged_buffers = named_buffers(params, buffers)
-        outer = (outer_lr, outer_momentum, nesterov, outer_optimizer)
-        super().__init__(params, optimizer, sync_every, *outer, wire, process_group)
-        self._means = FlatMeans(self._named, self.process_group, "DiLoCo", bucket_cap_mb, wire)
-        self._buffers = None
-        if averaged_buffers:
-            verify_same(averaged_buffers, self.process_group, "DiLoCo")
-            self._buffers = FlatMeans(averaged_buffers, self.process_group, "DiLoCo", bucket_cap_mb)
+    # --- steps ---
 
     @torch.no_grad()
     def after_step(self) -> None:
         self.steps += 1
-        if self.steps % self.sync_every == 0:
-            self.synchronize()
+        self._merge_if_due()
+        in_round = (self.steps - 1) % self.sync_every + 1
+        if in_round in self._starts:
+            self._start(self._starts.index(in_round))
+            self._merge_if_due()  # without overlap
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Merge what is in transit now, at the end of training. All ranks must call it after the same step."""
+        arrived = self._on_the_way
+        if arrived is None:
+            return
+        self._wait(arrived)
+        self._on_the_way = None
+        for bucket, flat in zip(self.fragments[arrived.fragment], arrived.flats, strict=True):
+            self._global.step(bucket, flat, self.alpha)
+        if self._buffers is not None and arrived.fragment == len(self.fragments) - 1:
+            self._buffers.average(self.steps)
 
     @torch.no_grad()
     def synchronize(self) -> None:
-        """Take an outer step now, whatever the count; for example at the end of training. Collective."""
-        for bucket, mean in self._means.run(self.steps, self._global.pack_moved):
-            self._global.step(bucket, mean)
-        self.traffic = self._means.traffic
-        if self._buffers is not None:
-            self._buffers.average(self.steps)
+        """Take an outer step with all parameters now, whatever the count. Collective."""
+        self.finish()
+        for fragment in range(len(self.fragments)):
+            self._start(fragment)
+            self.finish()
+
+    def _start(self, fragment: int) -> None:
+        buckets = self.fragments[fragment]
+        flats = [bucket.new_flat() for bucket in buckets]
+        for bucket, flat in zip(buckets, flats, strict=True):
+            self._global.pack_moved(bucket, flat)
+        job = functools.partial(_average, self._exchange, flats, [wire_of(self._wire, bucket) for bucket in buckets])
+        due, sent_before = self.steps + self.overlap_steps, self._exchange.sent_bytes
+        future = self._worker.submit(job, f"fragment {fragment}", flats[0].device)
+        self._on_the_way = _OnTheWay(fragment, due, flats, future, sent_before)
+
+    def _merge_if_due(self) -> None:
+        if self._on_the_way is not None and self._on_the_way.due <= self.steps:
+            self.finish()
+
+    def _wait(self, pending: _OnTheWay) -> None:
+        """Wait for the means. The thread computes them, whatever step the other ranks are in."""
+        if pending.future is None:
+            return
+        # Each message ends within the process group's time limit.
+        limit_s = (self._exchange.time_limit or dist.default_pg_timeout).total_seconds()
+        limit_s = _MOST_MESSAGES * limit_s * len(pending.flats) + _GRACE_S
+        try:
+            if not wait_for_future(pending.future, limit_s):
+                raise RuntimeError(f"it did not end within {limit_s:.0f} s")
+            pending.future.wait()
+        except RuntimeError as error:
+            names = [name for bucket in self.fragments[pending.fragment] for name in bucket.named]
+            what = f"fragment {pending.fragment} of {len(self.fragments)}"
+            raise lost_peer(self.process_group, "DiLoCo", self.steps, what, names, error) from error
+        payload_bytes = sum(flat.nbytes for flat in pending.flats)
+        self.traffic = Traffic(payload_bytes, self._exchange.sent_bytes - pending.sent_before)
+        pending.future = None
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Not supported: the outer optimizer's state belongs to the constructor's parameters."""
+        raise RuntimeError("DiLoCo can't add parameters: create it after adding all groups")
+
+    # --- checkpoints ---
+
+    @torch.no_grad()
+    def state_dict(self) -> dict[str, Any]:
+        """The inner optimizer's state and, under "diloco", the step, the global weights and the outer optimizer's
+        state.
+
+        Between synchronizations parameters differ between ranks, so each rank saves its own model and optimizer. Waits
+        for a fragment in transit and saves it, without disturbing the run.
+        """
+        own = {"step": self.steps, **self._global.state_dict()}
+        pending = self._on_the_way
+        if pending is not None:
+            self._wait(pending)
+            means = {
+                name: view.clone()
+                for bucket, flat in zip(self.fragments[pending.fragment], pending.flats, strict=True)
+                for name, view in zip(bucket.named, bucket.views(flat), strict=True)
+            }
+            own["on_the_way"] = {"fragment": pending.fragment, "due": pending.due, "means": means}
+        return {**self._inner.state_dict(), _KEY: own}
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restores training exactly, together with the model's state, in any order.
+
+        ValueError for the state of another optimizer or model, and if ``fragments`` was different and a fragment was in
+        transit.
+        """
+        if _KEY not in state_dict:
+            raise ValueError(f"the state dict has no '{_KEY}': it was saved by another optimizer")
+        saved = state_dict[_KEY]
+        if self._on_the_way is not None:
+            self._wait(self._on_the_way)
+        arriving = self._saved_on_the_way(saved.get("on_the_way"))
+        self._global.load_state_dict(saved)
+        self._inner.load_state_dict(state_dict)
+        self.steps = saved["step"]
+        self._on_the_way = arriving
+
+    def _saved_on_the_way(self, saved: dict[str, Any] | None) -> _OnTheWay | None:
+        if saved is None:
+            return None
+        buckets = self.fragments[saved["fragment"]] if saved["fragment"] < len(self.fragments) else []
+        if {name for bucket in buckets for name in bucket.named} != set(saved["means"]):
+            raise ValueError("a fragment was in transit when the state was saved, but the fragments are different now")
+        flats = [bucket.new_flat() for bucket in buckets]
+        for bucket, flat in zip(buckets, flats, strict=True):
+            for name, view in zip(bucket.named, bucket.views(flat), strict=True):
+                view.copy_(saved["means"][name])
+        return _OnTheWay(saved["fragment"], saved["due"], flats)
+
+
+def _average(exchange: Exchange, flats: list[torch.Tensor], wires: list[str]) -> torch.Tensor:
+    """Runs on the thread and holds no reference to the model. On a device, the future waits for its stream."""
+    for flat, wire in zip(flats, wires, strict=True):
+        average_flat(exchange, flat, wire)
+    return flats[0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal, get_args
@@ -112,20 +112,14 @@ def average_flat(exchange: Exchange, flat: torch.Tensor, wire: str) -> None:
         sum_over_ranks(exchange, flat, wire, 1.0 / exchange.world_size)
 
 
-Pack = Callable[[FlatBucket, torch.Tensor], None]
-
-
 class FlatMeans:
     """Means of many tensors, bucket by bucket. Holds the memory of one bucket. Construction is collective.
 
-    ``who``: the averaging class, for errors. ``traffic``: bytes of the last run.
+    ``who``: the averaging class, for errors. ``traffic``: bytes of the last average.
     """
 
-    def __init__(
-        self, named: Named, process_group: dist.ProcessGroup, who: str, cap_mb: float, wire: Wire | None = None
-    ) -> None:
+    def __init__(self, named: Named, process_group: dist.ProcessGroup, who: str, cap_mb: float) -> None:
         self.buckets = plan_buckets(named, cap_mb)
-        self._wire = wire
         self.traffic = Traffic(0, 0)
         self._who, self._group = who, process_group
         device = next(iter(named.values())).device
@@ -135,30 +129,24 @@ class FlatMeans:
             largest[bucket.sum_dtype] = max(largest.get(bucket.sum_dtype, 0), bucket.numel)
         self._scratch = {dtype: torch.empty(n, dtype=dtype, device=device) for dtype, n in largest.items()}
 
-    def run(self, step: int, pack: Pack = FlatBucket.pack) -> Iterator[tuple[FlatBucket, torch.Tensor]]:
-        """Collective. Yield each bucket with the mean of what ``pack`` gave, valid until the next one is requested.
-        Must be exhausted.
+    @torch.no_grad()
+    def average(self, step: int) -> None:
+        """Collective, in place. All ranks hold the same bits afterwards.
 
         Raises TransportError: a peer died or did not arrive in time.
         """
         before, payload_bytes = self._exchange.sent_bytes, 0
         for index, bucket in enumerate(self.buckets):
             flat = self._scratch[bucket.sum_dtype][: bucket.numel]
-            pack(bucket, flat)
+            bucket.pack(flat)
             payload_bytes += flat.nbytes
             try:
-                average_flat(self._exchange, flat, wire_of(self._wire, bucket))
+                average_flat(self._exchange, flat, wire_of(None, bucket))
             except RuntimeError as error:
                 what = f"bucket {index} of {len(self.buckets)}"
                 raise lost_peer(self._group, self._who, step, what, list(bucket.named), error) from error
-            yield bucket, flat
+            bucket.unpack(flat)
         self.traffic = Traffic(payload_bytes, self._exchange.sent_bytes - before)
-
-    @torch.no_grad()
-    def average(self, step: int) -> None:
-        """Collective, in place. All ranks hold the same bits afterwards. Raises TransportError."""
-        for bucket, mean in self.run(step):
-            bucket.unpack(mean)
 
 
 def lost_peer(

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torchddp.comm_hooks.composed import CastAround, PerParameter, cast_around_torch, without_norms_and_biases
-from torchddp.comm_hooks.elementwise import BF16, FP16, Cast, Int4, Int8, Sign, TopK
+from torchddp.comm_hooks.elementwise import BF16, FP16, Cast, Int4, Int8
 from torchddp.comm_hooks.hook import CommHook
 from torchddp.comm_hooks.power_sgd import PowerSGD
 
@@ -21,8 +21,6 @@ __all__ = [
     "Int8",
     "PerParameter",
     "PowerSGD",
-    "Sign",
-    "TopK",
     "cast_around_torch",
     "resolve",
     "without_norms_and_biases",
@@ -33,9 +31,7 @@ NAMES: dict[str, Callable[[], CommHook]] = {
     "bf16": BF16,
     "int8": Int8,
     "int4": Int4,
-    "topk": TopK,
     "powersgd": lambda: PowerSGD(clamp_rank=True),
-    "sign": Sign,
 }
 
 

@@ -1,8 +1,7 @@
 """Compressed number formats: how fp32 values are stored in fewer bits, as torch operators.
 
 Values are coded in blocks of B neighbors with one fp32 scale per block (Dettmers, 8-bit approximations, ICLR 2016, and
-blockwise quantization, Dettmers et al., ICLR 2022); signs with the mean magnitude as in signSGD with error feedback
-(Karimireddy et al., ICML 2019). A message is all scales, then all codes.
+blockwise quantization, Dettmers et al., ICLR 2022). A message is all scales, then all codes.
 
 The functions here work on any device. CPU tensors go through the compiled kernels, which are tested against the
 operators below.
@@ -16,7 +15,7 @@ from torch import Tensor
 from torchddp import _C
 
 # Elements that share a scale; None: no scales.
-_BLOCKS = {"int8": 256, "int4": 64, "sign": 1024}
+_BLOCKS = {"int8": 256, "int4": 64}
 FORMATS: dict[str, int | None] = {"fp16": None, "bf16": None, **_BLOCKS}
 _CASTS = {"fp16": torch.float16, "bf16": torch.bfloat16}
 _LARGEST_CODE = {"int8": 127.0, "int4": 7.0}
@@ -54,24 +53,6 @@ def decompress(format: str, data: Tensor, out: Tensor, accumulate: bool = False)
     decode(format, data, out, accumulate)
 
 
-def select_top_k(
-    source: Tensor, k: int, indices: Tensor, values: Tensor, residual: Tensor | None = None, scale: float = 1.0
-) -> None:
-    """The ``k`` elements of largest magnitude of ``v = source * scale + residual``, in index order.
-
-    NaN counts as largest; ties go to the first. The residual becomes ``v`` without the chosen elements (and without NaN
-    and Inf).
-
-    Args:
-        source: fp32 [n], contiguous.
-        indices: int32 [k], written.
-        values: fp32 [k], written.
-        residual: fp32 [n], updated in place; None: what is not chosen is lost.
-    """
-    select = _C.select_top_k if source.device.type == "cpu" else select_top_k_reference
-    select(source, k, indices, values, residual, scale)
-
-
 # --- the same in torch operators ---
 
 
@@ -105,19 +86,6 @@ def decompress_reference(format: str, data: Tensor, out: Tensor, accumulate: boo
     out.add_(value) if accumulate else out.copy_(value)
 
 
-def select_top_k_reference(
-    source: Tensor, k: int, indices: Tensor, values: Tensor, residual: Tensor | None = None, scale: float = 1.0
-) -> None:
-    value = _with_residual(source, residual, scale)
-    order = torch.sort(value.abs(), descending=True, stable=True).indices[:k]  # to sort(), NaN is largest
-    chosen = order.sort().values
-    indices.copy_(chosen)
-    values.copy_(value[chosen])
-    if residual is not None:
-        residual.copy_(value).index_fill_(0, chosen, 0.0)
-        residual.masked_fill_(~torch.isfinite(residual), 0.0)
-
-
 def _with_residual(source: Tensor, residual: Tensor | None, scale: float) -> Tensor:
     value = source * scale
     return value if residual is None else value.add_(residual)
@@ -143,29 +111,19 @@ def _encode_blocks(format: str, value: Tensor, out: Tensor) -> Tensor:
     rows = _as_blocks(format, value)
     scales, codes = _split(format, out, numel)
     spoilt = ~torch.isfinite(rows).all(1)
-    if format == "sign":
-        count = torch.full_like(scales, float(rows.shape[1]))
-        if numel % rows.shape[1]:
-            count[-1] = numel % rows.shape[1]
-        block_scales = rows.abs().sum(1) / count
-        spoilt |= ~torch.isfinite(block_scales)
-        bits = _pad_to(~torch.signbit(value), 8).to(torch.uint8)
-        weights = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=value.device)
-        codes.copy_((bits.view(-1, 8) * weights).sum(1, dtype=torch.uint8))
+    largest = _LARGEST_CODE[format]
+    peak = rows.abs().amax(1) if numel else scales
+    inverse = largest / peak
+    empty = torch.isinf(inverse)  # blocks of zeros, or of numbers too small to tell from zero
+    block_scales = (peak / largest).masked_fill_(empty, 0.0)
+    inverse = inverse.masked_fill(empty | spoilt, 0.0)
+    whole = torch.nan_to_num((rows * inverse[:, None]).round_(), 0.0, 0.0, 0.0).clamp_(-largest, largest)
+    whole = whole.view(-1)[:numel]
+    if format == "int8":
+        codes.copy_(whole.to(torch.int8).view(torch.uint8))
     else:
-        largest = _LARGEST_CODE[format]
-        peak = rows.abs().amax(1) if numel else scales
-        inverse = largest / peak
-        empty = torch.isinf(inverse)  # blocks of zeros, or of numbers too small to tell from zero
-        block_scales = (peak / largest).masked_fill_(empty, 0.0)
-        inverse = inverse.masked_fill(empty | spoilt, 0.0)
-        whole = torch.nan_to_num((rows * inverse[:, None]).round_(), 0.0, 0.0, 0.0).clamp_(-largest, largest)
-        whole = whole.view(-1)[:numel]
-        if format == "int8":
-            codes.copy_(whole.to(torch.int8).view(torch.uint8))
-        else:
-            nibbles = _pad_to((whole + 8.0).to(torch.uint8), 2).view(-1, 2)
-            codes.copy_(nibbles[:, 0] | (nibbles[:, 1] << 4))
+        nibbles = _pad_to((whole + 8.0).to(torch.uint8), 2).view(-1, 2)
+        codes.copy_(nibbles[:, 0] | (nibbles[:, 1] << 4))
     scales.copy_(block_scales.masked_fill(spoilt, float("nan")))
     return spoilt.repeat_interleave(rows.shape[1])[:numel]
 
@@ -173,9 +131,5 @@ def _encode_blocks(format: str, value: Tensor, out: Tensor) -> Tensor:
 def _decode_codes(format: str, codes: Tensor, numel: int) -> Tensor:
     if format == "int8":
         return codes.view(torch.int8).to(torch.float32)
-    if format == "int4":
-        nibbles = torch.stack((codes & 15, codes >> 4), 1).view(-1)[:numel]
-        return nibbles.to(torch.float32).sub_(8.0)
-    places = torch.arange(8, dtype=torch.uint8, device=codes.device)
-    bits = (codes[:, None] >> places) & 1
-    return bits.view(-1)[:numel].to(torch.float32).mul_(2.0).sub_(1.0)
+    nibbles = torch.stack((codes & 15, codes >> 4), 1).view(-1)[:numel]
+    return nibbles.to(torch.float32).sub_(8.0)
