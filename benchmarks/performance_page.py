@@ -63,7 +63,7 @@ def source(case: str) -> str:
 
 def _shown(command: str) -> str:
     """Without the files that it wrote, and without --peers, which timed packages that the case no longer does."""
-    return re.sub(r" --(out|output|json|plot) \S+| --peers", "", command)
+    return re.sub(r" --(out|output|json) \S+| --peers", "", command)
 
 
 # --- the tables ---
@@ -151,7 +151,7 @@ def networks() -> Iterator[Row]:
 
 def two_hosts() -> Iterator[Row]:
     yield "model", "torch, at its best", "torchddp", "sent per host, torch", "sent per host, torchddp"
-    for model in loaded("two_hosts")["results"]:
+    for model in loaded("links_4_ranks")["results"]:
         rows = by_name(model["variants"])
         both = [rows[model["best_torch"]], rows["torchddp default"]]
         steps = (f"{number(row['step_ms'][1])} ms" for row in both)
@@ -160,9 +160,9 @@ def two_hosts() -> Iterator[Row]:
 
 def compressed() -> Iterator[Row]:
     yield "method", "step", "sent per host", "seconds to the loss", "speedup over torch DDP"
-    (result,) = loaded("slow_link")["results"]
+    (result,) = loaded("training_100mbit")["results"]
     for row in result["methods"]:
-        sent, step = f"{number(max(row['sent_bytes_per_step']) / 1e6)} MB", f"{number(1000 * row['step_s'][1])} ms"
+        sent, step = f"{number(row['bytes_per_step'] / 1e6)} MB", f"{number(1000 * row['step_s'][1])} ms"
         yield row["what"], step, sent, number(row["arrival"]["seconds"]), f"{row['speedup']:.2f}"
 
 
@@ -223,8 +223,8 @@ TABLES: dict[str, tuple[Callable[[], Iterator[Row]], str]] = {
     "all_reduce": (all_reduce, "collective_2_ranks"),
     "peers_win": (peers_win, "collective_2_ranks"),
     "networks": (networks, "links"),
-    "two_hosts": (two_hosts, "two_hosts"),
-    "compressed": (compressed, "slow_link"),
+    "two_hosts": (two_hosts, "links_4_ranks"),
+    "compressed": (compressed, "training_100mbit"),
     "sharded": (sharded, "sharded"),
     "sharded_memory": (sharded_memory, "sharded_memory"),
     "checks": (checks, "checks"),

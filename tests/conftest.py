@@ -10,7 +10,7 @@ os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 import pytest
 
-from benchmarks.two_hosts.network import NoNetworkError, two_hosts
+from benchmarks.hosts import NoNetworkError, two_hosts
 from tests.harness import class_under_test, is_own_class
 from tests.surroundings import restore_usual
 

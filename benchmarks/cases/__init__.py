@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from benchmarks.cases import links, training
 from torchddp.bench.cases import BenchCase
 
-CASES: tuple[BenchCase, ...] = ()
+CASES: tuple[BenchCase, ...] = (links.CASE, training.CASE)

@@ -1,1 +1,1 @@
-"""Training on real data with torch's methods and ours; shared by `convergence` and `slow_link`."""
+"""Training on real data with torch's methods and ours, for the case `training`."""

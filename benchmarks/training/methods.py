@@ -14,7 +14,6 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from benchmarks.training.outer_steps import OuterSteps
 from benchmarks.training.replica import Replica
 from benchmarks.training.tasks import Task
 from torchddp.harness.variants import TUNED_OPTIONS
@@ -39,8 +38,6 @@ class Setup:
     task: Task
     seed: int
     group: dist.ProcessGroup
-    # For local methods.
-    outer: OuterSteps
 
 
 @dataclass(frozen=True)
@@ -50,8 +47,8 @@ class Method:
     name: str
     what: str
     build: Callable[[Setup], Replica]
-    # Whether ranks have the same model only at the end of each round of `OuterSteps.sync_every` steps.
-    is_local: bool = False
+    # The highest final loss, over torch DDP's, that we accept on one host.
+    bound: float | None = None
 
 
 def ring_bytes(payload_bytes: int, world_size: int) -> int:
@@ -158,7 +155,7 @@ def _averaging() -> Any:
 
 
 def _outer_options(setup: Setup) -> dict[str, Any]:
-    outer = setup.outer
+    outer = setup.task.outer
     return {
         "sync_every": outer.sync_every,
         "outer_lr": outer.lr,
@@ -171,7 +168,7 @@ def _outer_options(setup: Setup) -> dict[str, Any]:
 def _diloco(setup: Setup) -> Replica:
     module = setup.task.make_model(setup.seed)
     inner = setup.task.make_optimizer(module)
-    outer = _averaging().DiLoCo(module, inner, wire=setup.outer.wire, **_outer_options(setup))
+    outer = _averaging().DiLoCo(module, inner, wire=setup.task.outer.wire, **_outer_options(setup))
     return _local(module, inner, outer)
 
 
@@ -197,6 +194,9 @@ def _streaming_diloco(setup: Setup) -> Replica:
 
 
 OTHER_CAP_MB = 5.0
+# A rounded gradient, or int8's error, which is fed back, is off by far less than the noise of a batch. What a low rank
+# leaves out is applied some steps later. Ranks of local methods diverge between outer steps.
+EXACT_BOUND, LOW_RANK_BOUND, LOCAL_BOUND = 1.01, 1.03, 1.03
 _ALL = (
     Method("torch-ddp", "torch DDP, tuned, default bucket sizes", _torch()),
     Method("torch-ddp-5", f"the same, bucket_cap_mb={OTHER_CAP_MB:g}", _torch(OTHER_CAP_MB)),
@@ -207,26 +207,26 @@ _ALL = (
     ),
     Method("torch-powersgd", f"torch DDP, tuned, one bucket, powerSGD_hook, rank {POWERSGD_RANK}", _torch_powersgd),
     Method("exact", "torchddp", _ours()),
-    Method("uncompressed", "torchddp, transport='c10d'", _ours(transport="c10d")),
     Method("wire-bf16", "torchddp, wire_dtype=torch.bfloat16", _ours(wire_dtype=torch.bfloat16)),
-    Method("fp16", "torchddp, comm_hook='fp16'", _hook("fp16")),
-    Method("bf16", "torchddp, comm_hook='bf16'", _hook("bf16")),
-    Method("int8", "torchddp, comm_hook='int8', error feedback", _hook("int8")),
+    Method("fp16", "torchddp, comm_hook='fp16'", _hook("fp16"), EXACT_BOUND),
+    Method("bf16", "torchddp, comm_hook='bf16'", _hook("bf16"), EXACT_BOUND),
+    Method("int8", "torchddp, comm_hook='int8', error feedback", _hook("int8"), EXACT_BOUND),
     Method("int4", "torchddp, comm_hook='int4', error feedback", _hook("int4")),
     *(
         Method(
             name,
             f"torchddp, one bucket, PowerSGD, rank {rank}, error feedback",
             _ours(partial(_power_sgd, rank), bucket_cap_mb=ONE_BUCKET_MB),
+            LOW_RANK_BOUND,
         )
         for name, rank in (("powersgd", POWERSGD_RANK), *((f"powersgd-{rank}", rank) for rank in POWERSGD_HIGHER_RANKS))
     ),
-    Method("diloco", "torchddp.averaging, DiLoCo", _diloco, is_local=True),
+    Method("diloco", "torchddp.averaging, DiLoCo", _diloco, LOCAL_BOUND),
     Method(
         "streaming-diloco",
         f"torchddp.averaging, DiLoCo, {FRAGMENTS} fragments, {STREAMING_WIRE}, overlap {OVERLAP_STEPS}",
         _streaming_diloco,
-        is_local=True,
+        bound=LOCAL_BOUND,
     ),
 )
 METHODS: dict[str, Method] = {method.name: method for method in _ALL}

@@ -1,4 +1,4 @@
-"""Short runs of `python -m benchmarks.sharded`, with torch's own variants, and of `benchmarks.convergence`."""
+"""Short runs of `python -m benchmarks.sharded`, with torch's own variants, and of the case `training`."""
 
 import json
 import subprocess
@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from benchmarks.convergence.bounds import NAMES
+from benchmarks.training.methods import METHODS
 from torchddp.harness.machine import ROOT
 
 pytestmark = pytest.mark.thorough
@@ -57,17 +57,19 @@ def test_sharded_state_is_a_share_of_the_whole(tmp_path):
 
 def test_a_short_run_trains_with_every_method(tmp_path):
     pytest.importorskip("sklearn")
-    path, plot = tmp_path / "run.json", tmp_path / "run.png"
-    chosen = ["--quick", "--task", "digits", "--seeds", "1"]
-    run("convergence", *chosen, "--output", str(path), "--plot", str(plot))
+    path = tmp_path / "run.json"
+    command = [sys.executable, "-m", "benchmarks", "--case", "training", "--quick", "--set", "tasks=digits"]
+    done = subprocess.run([*command, "--json", str(path), "--out", str(tmp_path)], cwd=ROOT, timeout=110)
+    assert done.returncode == 0
     (result,) = json.loads(path.read_text())["results"]
     rows = {row["name"]: row for row in result["methods"]}
-    assert tuple(rows) == NAMES
+    assert tuple(rows) == tuple(METHODS)
     assert {name: row["error"] for name, row in rows.items() if "error" in row} == {}
     # Ten classes: without learning the loss stays at 2.3.
-    assert all(row["curve"][0]["loss"] > 2.2 and row["loss"] < 2.1 for row in rows.values())
+    assert all(row["points"][0][2] > 2.2 and row["loss"] < 2.1 for row in rows.values())
     sent = {name: row["bytes_per_step"] for name, row in rows.items()}
-    assert sent["uncompressed"] == pytest.approx(4 * result["parameters"], rel=0.02)
-    assert sent["int4"] < sent["int8"] < sent["bf16"] == sent["fp16"] < sent["uncompressed"]
+    assert sent["exact"] == pytest.approx(4 * result["parameters"], rel=0.02)
+    assert sent["int4"] < sent["int8"] < sent["bf16"] == sent["fp16"] < sent["exact"]
     assert all(abs(rows[name]["ratio"]["mean"] - 1) < 0.02 for name in ("fp16", "bf16"))
+    (plot,) = tmp_path.glob("*-training-*.png")
     assert plot.read_bytes().startswith(b"\x89PNG")

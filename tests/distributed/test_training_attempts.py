@@ -1,12 +1,8 @@
 """Methods of the training benchmarks: one that fails is dropped on all ranks, and the others continue."""
 
-from functools import partial
-
 import torch.distributed as dist
 
-from benchmarks.convergence.job import OUTER_STEPS
-from benchmarks.training.attempt import entrant
-from benchmarks.training.replica import Replica
+from benchmarks.training.race import racers_of
 from benchmarks.training.tasks import gpt_for_one_host, shortened
 from tests.harness import on_ranks
 
@@ -20,21 +16,16 @@ def fails_on_rank_one(replica):
 
 @on_ranks(2)
 def test_a_method_that_fails_on_one_rank_is_dropped_on_all(rank):
-    small = shortened(gpt_for_one_host(), 4)
-    with (
-        entrant("torch-ddp", small, 0, OUTER_STEPS, TIMEOUT_S) as unlucky,
-        entrant("torch-powersgd", small, 0, OUTER_STEPS, TIMEOUT_S) as other,
-    ):
-        first = other.held_out_loss(small)
-        assert first is not None and first == unlucky.held_out_loss(small)
-        assert not unlucky.try_to(fails_on_rank_one)
+    small = shortened(gpt_for_one_host(), 6)
+    names = ("torch-ddp", "torch-powersgd", "nothing")
+    with racers_of(names, small, 0, TIMEOUT_S, over_link=False) as (unlucky, other, unknown):
+        assert other.points[0].loss == unlucky.points[0].loss
+        unlucky.try_to(fails_on_rank_one)
         assert unlucky.problem == "rank 1: ValueError: no such luck"
         # It stays dropped, and no rank waits for it.
-        assert not unlucky.try_to(lambda replica: None) and unlucky.held_out_loss(small) is None
-        assert other.try_to(partial(Replica.step, batch=small.batch(0, 0, rank, 2), lr=small.lr))
-        last = other.held_out_loss(small)
-        assert last is not None and last < first
-
-    # A method that cannot be built is dropped with the reason.
-    with entrant("nothing", small, 0, OUTER_STEPS, TIMEOUT_S) as entry:
-        assert entry.problem == "KeyError: 'nothing'"
+        unlucky.advance()
+        assert unlucky.result() == {"error": "rank 1: ValueError: no such luck"} and len(unlucky.points) == 1
+        other.advance()
+        assert other.points[1].steps == small.slice_steps and other.points[1].loss < other.points[0].loss
+        # A method that cannot be built is dropped with the reason.
+        assert unknown.problem == "KeyError: 'nothing'"

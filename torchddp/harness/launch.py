@@ -235,11 +235,11 @@ def _run_rank(
     threading.Thread(target=_die_with_parent, daemon=True).start()
     os.dup2(2, 1)  # what libraries print must not mix with the command's output
     place.enter(rank)
-    serve_rank(rank, job, init_method, channel, measure, place.patience)
+    _serve(rank, job, place, init_method, channel, measure)
 
 
-def serve_rank(
-    rank: int, job: RankSettings, init_method: str, channel: Connection, measure: Measure, patience: float = 1.0
+def _serve(
+    rank: int, job: RankSettings, place: Place, init_method: str, channel: Connection, measure: Measure
 ) -> NoReturn:
     """Join the process group, measure, send the result to the parent, and end the process."""
     exit_code = 1
@@ -254,7 +254,7 @@ def serve_rank(
             init_method=init_method,
             rank=rank,
             world_size=job.world_size,
-            timeout=datetime.timedelta(seconds=job.collective_timeout_s * patience),
+            timeout=datetime.timedelta(seconds=job.collective_timeout_s * place.patience),
         )
         results = measure(job, rank, channel)
         # No rank may exit while another one still reads from it.
@@ -294,7 +294,7 @@ def started_by_torchrun() -> bool:
     return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
 
 
-def run_ranks(job: RankJob, progress: Progress) -> Any:
+def run_ranks(job: RankJob, progress: Progress, place: Place = THIS_HOST) -> Any:
     """Run the job and return rank 0's result. Under torchrun, use its ranks; all but rank 0 get None.
 
     Raises LaunchError if a rank fails, ArgumentError if a rank rejects what the user asked for.
