@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.cases import links, training
+from benchmarks.cases import checks, links, training
 from torchddp.bench.cases import BenchCase
 
-CASES: tuple[BenchCase, ...] = (links.CASE, training.CASE)
+CASES: tuple[BenchCase, ...] = (checks.CASE, links.CASE, training.CASE)

@@ -192,9 +192,9 @@ def table(result: Result) -> Table:
 
 def summary(results: Sequence[Result]) -> list[Table]:
     """Planned buckets compared with the best of the sweep, and predictions with measurements."""
-    columns = ("buckets", "best of the sweep", "planned / best\np50 [p25..p75]", "planned / torch's best")
+    columns = ("buckets", "best of\nthe sweep", "planned / best\np50 [p25..p75]", "planned /\ntorch's best")
     planned = plain_table("Planned buckets (bucket_cap_mb='auto'), whole steps", "place", *columns, second="model")
-    columns = ("from a profile over", "predicted\nms", "measured\nms", "error")
+    columns = ("from a\nprofile over", "predicted\nms", "measured\nms", "error")
     predicted = plain_table("Predicted steps of torchddp (`torchddp simulate`)", "place", *columns, second="model")
     for result in results:
         where = (result["place"], result["model"])

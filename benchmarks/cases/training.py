@@ -178,16 +178,17 @@ def ratio_cell(row: dict[str, Any]) -> Text:
     """Green within the method's bound, red beyond it."""
     ratio, bound = row["ratio"], row["bound"]
     style = "" if bound is None else "green" if ratio["mean"] <= bound else "red"
-    limit = "" if bound is None else f", at most {bound:g}"
-    return Text(f"{ratio['mean']:.4f} [{ratio['low']:.4f}..{ratio['high']:.4f}]{limit}", style=style)
+    return Text(f"{ratio['mean']:.3f} [{ratio['low']:.3f}..{ratio['high']:.3f}]", style=style)
 
 
 def cells(row: dict[str, Any]) -> list[str | Text]:
     if "error" in row:
-        return ["", Text(row["error"], style="red"), "", "", ""]
+        return ["", Text("failed", style="red")]
     reached = "" if row["arrival"] is None else number(row["arrival"]["seconds"])
     speedup = "" if row["speedup"] is None else f"{row['speedup']:.2f}"
-    return [bytes_text(row["bytes_per_step"]), ratio_cell(row), number(row["step_s"]["median"]), reached, speedup]
+    bound = "" if row["bound"] is None else f"{row['bound']:g}"
+    times = [number(row["step_s"]["median"]), reached, speedup]
+    return [bytes_text(row["bytes_per_step"]), ratio_cell(row), bound, *times]
 
 
 def table(result: Result) -> Table:
@@ -197,15 +198,10 @@ def table(result: Result) -> Table:
         f"{result['place']}, {result['steps']} steps of {result['units_per_step']:,} {result['unit']}, {seeds}, "
         f"to loss {result['target']:.3f}"
     )
-    columns = (
-        "sent\na step",
-        "loss / torch's\nmean [lowest..highest]",
-        "s a step",
-        "s to\nthe loss",
-        "torch DDP\n/ this",
-    )
-    found = plain_table(title, "method", *columns)
-    found.columns[2].no_wrap = False
+    times = ("s a\nstep", "s to\nloss", "speed-\nup")
+    columns = ("sent\na step", "loss / torch's\nmean [low..high]", "bound", *times)
+    errors = [f"{row['name']}: {row['error']}" for row in result["methods"] if "error" in row]
+    found = plain_table(title, "method", *columns, notes=errors)
     for row in result["methods"]:
         found.add_row(row["name"], *cells(row))
     return found
@@ -244,7 +240,7 @@ CASE = BenchCase(
     draw=draw,
     note=(
         "training: the loss on a held-out set, after the given steps, over that of torch-ddp with the same seed; green "
-        "within our bound. s to the loss: until the loss that torch-ddp reaches; only a method's own steps count. "
-        "sent: bytes by the rank or, over a link, by the host that sends most."
+        "within our bound. s to loss: until the loss that torch-ddp reaches, counting only a method's own steps; "
+        "speedup: over torch DDP. sent: bytes by the rank or, over a link, by the host that sends most."
     ),
 )

@@ -15,12 +15,19 @@ def main_of(benchmark: str):
 
 
 REFUSED = {
-    "chaos checks gpu host_model sharded": ["--json /"],
-    "checks gpu sharded": ["--seconds 0"],
-    "checks gpu": ["--model nope", "--world-size 0"],
+    "chaos gpu host_model sharded": ["--json /"],
+    "gpu sharded": ["--seconds 0"],
     "chaos": ["--trials 0", "--trials 5 --only 5", "--kinds kill,flood", "--world-sizes 2,5"],
-    "checks": ["--every 0"],
-    "gpu": ["--out /etc/passwd", "--caps x", "--part nope", "--device tpu", "--backend mpi", "--sequence 1"],
+    "gpu": [
+        "--model nope",
+        "--world-size 0",
+        "--out /etc/passwd",
+        "--caps x",
+        "--part nope",
+        "--device tpu",
+        "--backend mpi",
+        "--sequence 1",
+    ],
     "host_model": ["--plot /", "--ranks 1", "--nodes 0", "--bytes 0", "--counts /nowhere"],
     "sharded": ["--output /etc/passwd", "--models nope", "--variants nope", "--ranks 1", "--ranks x"],
 }

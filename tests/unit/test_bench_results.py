@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.checks import field
-from benchmarks.checks.results import model_result
+from benchmarks.cases import checks
 from benchmarks.sharded.bounds import comparisons_of
 from benchmarks.sharded.field import FIELD, REFERENCE, choose_variants
 from benchmarks.sharded.measure import Contest, WrongTrainingError
@@ -20,15 +19,13 @@ from tests.unit.helpers import printed
 from torchddp.bench.cases import Job
 
 
-def test_the_cost_of_a_check_is_spread_over_its_interval() -> None:
+def test_checks_are_compared_with_the_plain_step_of_their_round() -> None:
     step_ms = np.array([[8.0] * 3, [10.0] * 3, [10.0] * 3, [14.0] * 3, [10.1] * 3, [11.0] * 3, *[[10.0] * 3] * 2])
-    raw = {"model": "mlp", "title": "MLP", "parameters": 12, "gradient_bytes": 10**6, "step_ms": step_ms}
-    result = model_result(raw, field.make_field(), 2, 100)
-    assert result["check_ms"]["median"] == pytest.approx(4.0)
-    assert result["check_share"] == pytest.approx(0.004)
+    result = checks.checks_result(checks.VARIANTS, {**MODEL, "step_ms": step_ms}, 2)
     ratios = {row["name"]: row["to_plain"] for row in result["variants"]}
     assert ratios["no DDP"] is None and ratios["plain"] is None
     assert ratios["find_nonfinite=True"]["median"] == pytest.approx(1.01)
+    assert "1.40 [" in printed(checks.table(result))
 
 
 ALL = choose_variants(())

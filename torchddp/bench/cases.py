@@ -5,13 +5,13 @@ short one). Users' cases are in this folder, developers' cases, which only `pyth
 `benchmarks/cases`; both are registered in `registry`. A case without models leaves `models` empty and uses what else
 the framework has:
 
-    OPTIONS = {"rate": Option("1gbit", parse_rate, "Bandwidth of the link.", quick="10gbit")}
+    OPTIONS = {"rate": Option(10**9, parse_rate, "Bandwidth of the link.", quick=10**10)}
 
     def run(case: BenchCase, settings: Settings, display: Display) -> list[Result]:
-        job = replace(settings.job_of(case), world_size=2)
+        job = replace(settings.job_of(case), models=TASKS)       # names for `measure`; without, the case's
         rate = job.options["rate"]                               # also on the ranks; `--set rate=500mbit` changes it
-        with two_hosts(rate) as place:                           # a `harness.launch.Place`; the default is this host
-            raws = case.launch(job, display, place)              # `measure(job, name, report)` for each of job.subjects
+        with two_hosts(rate, job.world_size) as place:           # a `harness.launch.Place`; the default is this host
+            raws = case.launch(job, display, place)              # `measure(job, name, report)` for each name
         return [{"case": case.name, **raw} for raw in raws]
 
     CASE = BenchCase(name="links", options=OPTIONS, measure=measure, run=run, table=table, summary=tables, ...)

@@ -294,7 +294,7 @@ def started_by_torchrun() -> bool:
     return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
 
 
-def run_ranks(job: RankJob, progress: Progress, place: Place = THIS_HOST) -> Any:
+def run_ranks(job: RankJob, progress: Progress) -> Any:
     """Run the job and return rank 0's result. Under torchrun, use its ranks; all but rank 0 get None.
 
     Raises LaunchError if a rank fails, ArgumentError if a rank rejects what the user asked for.

@@ -1,1 +1,0 @@
-"""`python -m benchmarks.checks`: the cost of parameter and gradient checks."""
