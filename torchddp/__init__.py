@@ -18,7 +18,6 @@ from torchddp._import_check import check_extension
 TYPE_CHECKING = False  # importing typing's takes longer than the rest of this import
 if TYPE_CHECKING:
     from torchddp.composable import replicate
-    from torchddp.diagnose.collectives import watch_collectives
     from torchddp.diagnose.fail_together import PeerFailedError, fail_together
     from torchddp.diagnose.parameters import check_parameters
     from torchddp.integrations.install import install, installed, uninstall
@@ -67,7 +66,6 @@ __all__ = [
     "parallelize",
     "replicate",
     "uninstall",
-    "watch_collectives",
 ]
 
 # Imported lazily, because most programs don't need these.
@@ -83,7 +81,6 @@ _MODULE_OF = {
     "parallelize": "parallel",
     "replicate": "composable",
     "uninstall": "integrations.install",
-    "watch_collectives": "diagnose.collectives",
 }
 _MODULES = (  # public as well, but not part of `from torchddp import *`
     "averaging",

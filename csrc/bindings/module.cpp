@@ -48,7 +48,6 @@ PYBIND11_MODULE(_C, m) {
   bind_transport(m);
   bind_buffers(m);
   bind_watch(m);
-  bind_calls(m);
   bind_cuda(m);
   bind_reducer(m);
 }

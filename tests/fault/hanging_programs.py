@@ -50,7 +50,7 @@ SYMMETRIC = (
     ("barrier",),
     ("all_gather", "all_gather_into_tensor", "all_gather_object"),
 )
-BY_NAME = ("all_reduce", "barrier")  # imported before torchddp watches
+BY_NAME = ("all_reduce", "barrier")  # also called as imported names
 # torchddp_shm raises at once if collectives mismatch; only these kinds, which exchange no message, hang.
 MEET_NOWHERE = ("missing", "other group", "receives", "new group")
 KINDS = ("other function", "one more", "once again", "asynchronous", *MEET_NOWHERE)
@@ -103,7 +103,7 @@ def draw(seed: int) -> HangingProgram:
         lines.append("    enter(''); time.sleep(1000)")
     elif kind == "asynchronous":
         lines.append(f"    work = dist.{started}({'torch.ones(3), ' if started == 'all_reduce' else ''}async_op=True)")
-        lines.append(f"    enter({started!r}, {len(lines)}); work.wait(); leave()")
+        lines.append("    enter(''); work.wait(); leave()")
     elif kind == "other group":
         add(first, "inner", inner)
     else:
@@ -153,9 +153,8 @@ def _rank(program: HangingProgram, rank: int, path: Path, places: torch.Tensor) 
 
     logging.getLogger("torchddp.hang").addHandler(Writer())
 
-    def enter(name, line=0):
-        at = line or inspect.currentframe().f_back.f_lineno
-        places[rank] = torch.tensor([NAMES.index(name), at])
+    def enter(name):
+        places[rank] = torch.tensor([NAMES.index(name), inspect.currentframe().f_back.f_lineno])
 
     def leave():
         places[rank] = torch.tensor([NAMES.index(""), 0])
@@ -164,12 +163,12 @@ def _rank(program: HangingProgram, rank: int, path: Path, places: torch.Tensor) 
     dist.destroy_process_group()
     from torch.distributed import all_reduce, barrier
 
-    torchddp.watch_collectives(stall_report_s=STALL_S)
     store = dist.FileStore(str(path.parent / "store"), program.world_size)
     timeout = timedelta(seconds=GROUP_TIMEOUT_S)
     dist.init_process_group(program.backend, store=store, rank=rank, world_size=program.world_size, timeout=timeout)
+    model = torchddp.DDP(torch.nn.Linear(1, 1), stall_report_s=STALL_S)
     found = {
-        "dist": dist, "torch": torch, "time": time, "rank": rank, "enter": enter, "leave": leave,
+        "model": model, "dist": dist, "torch": torch, "time": time, "rank": rank, "enter": enter, "leave": leave,
         "all_reduce": all_reduce, "barrier": barrier,
     }  # fmt: skip
     exec(compile(program.source, str(path), "exec"), found)
@@ -178,14 +177,14 @@ def _rank(program: HangingProgram, rank: int, path: Path, places: torch.Tensor) 
 # --- parsing a report ---
 
 _CLAUSE = re.compile(
-    r"ranks? (?P<ranks>[\d, and-]+?) (?:waits? )?(?:in (?P<function>\w+)[^:;]*?|is )at (?P<file>[\w.]+):(?P<line>\d+)"
+    r"ranks? (?P<ranks>[\d, and-]+?) (?:waits? in (?P<function>\w+)|is|are) at (?P<file>[\w.]+):(?P<line>\d+)"
 )
 
 
 def named_in(headline: str) -> dict[int, tuple[str, str, int]]:
     """Each rank's function ('' if in none), file and line from a report's headline."""
     found: dict[int, tuple[str, str, int]] = {}
-    for clause in _CLAUSE.finditer(headline.partition(": they differ")[0]):
+    for clause in _CLAUSE.finditer(headline):
         for part in re.findall(r"\d+(?:-\d+)?", clause["ranks"]):
             begin, _, end = part.partition("-")
             for rank in range(int(begin), int(end or begin) + 1):

@@ -11,19 +11,18 @@ import pytest
 from tests.unit.helpers import wait_until
 from torchddp.ddp import options
 from torchddp.diagnose import diagnosis, rank_state
-from torchddp.diagnose.call_diagnosis import ordinal
 from torchddp.diagnose.diagnosis import diagnose, ranks_text
-from torchddp.diagnose.rank_state import CallState, Frame, GroupCalls, RankState
+from torchddp.diagnose.rank_state import CallState, Frame, RankState
 
 WHO = {"host": "node1", "pid": 17, "kernel": "", "started": 0}
 TRAIN = Frame("/home/me/train.py", 88, "load", "user")
-IN_BARRIER = [
-    Frame("/home/me/train.py", 88, "validate", "user"),
-    Frame("/x/torch/distributed/c10d_logger.py", 83, "wrapper", "torch"),
-    Frame("/x/torch/distributed/distributed_c10d.py", 4, "barrier", "torch"),
-]
 MODEL = ["'a.weight' float32[2, 3]", "'a.bias' float32[2]"]
 BOOM = {"type": "ValueError", "message": "boom\nat line 3", "where": "forward", "stack": [], "age_s": 1.0}
+
+
+def call(function, line, thread=1, ranks=(), waited_s=61.2):
+    group = f'group "tp" of {ranks_text(list(ranks))}' if ranks else ""
+    return CallState(function, "/home/me/train.py", line, group, list(ranks), waited_s, thread, frame=line)
 
 
 def waits(rank, step=41, bucket=5, waited_s=31.2, **more):
@@ -52,8 +51,8 @@ CASES = [
     ),
     (missing({5: ["a"]}, backward="running"), "has not produced a (bucket 5 of 9, step 41)"),
     (
-        missing({5: ["a"]}, phase="forward", stack=IN_BARRIER),
-        "its backward has produced none yet; it is in barrier, called from train.py:88",
+        missing({5: ["a"]}, phase="forward", calls=[call("barrier", 33, waited_s=2.0)], thread=1),
+        "its backward has produced none yet; it is in barrier at train.py:33",
     ),
     (other(3, "forward", exception=BOOM), "the forward of step 41; it left forward with ValueError: boom"),
     (other(3, "forward", exception={**BOOM, "age_s": 99.0}), "has not ended the forward of step 41"),
@@ -97,7 +96,8 @@ def test_the_rank_that_holds_up_the_others_is_named(culprit, words):
     finding = diagnose(states)
     assert finding.headline.startswith("rank 3 ") and words in finding.headline
     assert finding.headline.endswith("; ranks 0-2 have waited 31.2 s")
-    assert ("it is at train.py:88 in load" in finding.headline) == (culprit.stack == [TRAIN] and culprit.digest == "d")
+    shows_line = culprit.stack == [TRAIN] and culprit.digest == "d" and not culprit.calls
+    assert ("it is at train.py:88 in load" in finding.headline) == shows_line
     assert [c.rank for c in finding.culprits] == [3] and finding.waiting == [0, 1, 2]
     assert finding.waits_for == "the reduction of bucket 5 of 9 (step 41)"
     through_json = [RankState.from_json(json.loads(json.dumps(state.to_json()))) for state in states]
@@ -118,13 +118,14 @@ def test_many_missing_ranks_are_abbreviated_and_none_is_admitted():
 
 def test_a_report_is_written_as_text_and_json(tmp_path, monkeypatch):
     monkeypatch.setenv(diagnosis.FOLDER_ENV, str(tmp_path / "new"))
-    states = [waits(0), other(1, armed=True, missing={5: ["a"]}, stack=[TRAIN, *IN_BARRIER])]
+    below = [Frame("/home/me/data.py", 3, "read", "user"), Frame("/usr/lib/socket.py", 1, "recv", "python")]
+    states = [waits(0), other(1, armed=True, missing={5: ["a"]}, stack=[TRAIN, *below])]
     finding = diagnose(states)
     content = diagnosis.report_json(finding, states, 0)
     path = diagnosis.write_report(content)
     assert json.loads(path.read_text()) == json.loads(json.dumps(content))
     lines = diagnosis.report_text(finding, states, path).splitlines()
-    where = [f"    /home/me/train.py:88 in {function}" for function in ("load", "validate")]
+    where = ["    /home/me/train.py:88 in load", "    /home/me/data.py:3 in read"]
     assert lines[:4] == [f"torchddp hang report: {finding.headline}", "  rank 1: process 17 on node1", *where]
     assert lines[-1] == f"  full report: {path}"
     (tmp_path / "file").touch()
@@ -148,11 +149,6 @@ def test_a_process_is_seen_as_running_stopped_or_gone():
     assert wait_until(lambda: rank_state.look_up(who) == "gone")  # also as a zombie
     child.wait()
     assert rank_state.look_up(who) == "gone" and rank_state.look_up(None) is None
-
-
-def test_the_collective_is_found_in_a_stack():
-    assert rank_state.collective_in(IN_BARRIER) == "barrier, called from train.py:88"
-    assert rank_state.collective_in([TRAIN]) is None and rank_state.collective_in([*IN_BARRIER, TRAIN]) is None
 
 
 def test_an_uncaught_exception_is_recorded_and_printed():
@@ -185,50 +181,31 @@ def test_invalid_stall_limits_are_refused(monkeypatch):
 BUSY = [Frame("/home/me/save.py", 20, "write", "user")]
 
 
-def in_call(rank, function, line, number=4, ranks=(0, 1, 2, 3), past=(), group="0", waited_s=61.2, **more):
-    title = 'group "default"' if group == "0" else f'group "{group}" of ranks 1 and 3'
-    rows = [*past, [number, function, "/home/me/train.py", line, more.get("shape", "")]] if number else list(past)
-    call = CallState(
-        function, "/home/me/train.py", line, group=group, number=number, waited_s=waited_s, thread=1, **more
-    )
-    groups = {group: GroupCalls(title, list(ranks), number, rows)}
-    return RankState(rank, WHO, phase="no model", calls=[call], groups=groups, thread=1)
+def in_call(rank, function, line, **more):
+    return RankState(rank, WHO, phase="no model", calls=[call(function, line, **more)], thread=1)
 
 
 def absent(rank, **more):
-    past = [[3, "all_reduce", "/home/me/train.py", 31, "float32[4]"]]
-    groups = {"0": GroupCalls('group "default"', [0, 1, 2, 3], 3, past)}
-    return RankState(rank, WHO, phase="no model", stack=BUSY, groups=groups, thread=1, **more)
+    return RankState(rank, WHO, phase="no model", stack=BUSY, thread=1, **more)
 
 
-def test_the_first_call_that_differs_between_ranks_is_named():
+def test_ranks_in_different_calls_are_all_named():
     finding = diagnose([*(in_call(rank, "barrier", 33) for rank in range(3)), in_call(3, "all_reduce", 120)])
     assert finding.headline == (
-        'rank 3 waits in all_reduce at train.py:120 (4th on group "default"), ranks 0-2 in barrier at train.py:33: '
-        "they differ from call 4 on; the longest wait is 61.2 s"
+        "rank 3 waits in all_reduce at train.py:120, ranks 0-2 wait in barrier at train.py:33; "
+        "the longest wait is 61.2 s"
     )
     assert [culprit.rank for culprit in finding.culprits] == [3] and finding.waiting == [0, 1, 2, 3]
-    assert finding.waits_for == 'barrier (4th on group "default")'
-    # Ranks that called different collectives are reported even if those calls returned.
-    one, other = (
-        [[2, name, "/home/me/train.py", at, ""], [3, "barrier", "f.py", 1, ""]]
-        for name, at in (("all_gather", 7), ("gather", 9))
-    )
-    finding = diagnose([in_call(0, "barrier", 33, past=one), in_call(1, "all_reduce", 34, past=other)])
-    assert "they differ from call 2 on of group" in finding.headline
-    assert "(rank 0 called all_gather at train.py:7, rank 1 called gather at train.py:9)" in finding.headline
-    past = [[3, "all_reduce", "/home/me/train.py", 31, ""]]
-    elsewhere = in_call(3, "barrier", 12, number=1, ranks=(1, 3), group="pair")
-    elsewhere.groups["0"] = GroupCalls('group "default"', [0, 1, 2, 3], 3, past)
-    states = [in_call(0, "barrier", 33), in_call(1, "broadcast", 35), in_call(2, "barrier", 33), elsewhere]
-    headline = diagnose(states).headline
-    assert 'they differ from call 4 on of group "default" (ranks 0 and 2 called barrier at train.py:33, ' in headline
-    assert "rank 1 called broadcast at train.py:35)" in headline
+    assert finding.waits_for == "barrier at train.py:33"
+    # Without a majority nobody knows who is wrong.
+    finding = diagnose([in_call(0, "barrier", 33), in_call(1, "all_reduce", 120)])
+    assert [culprit.rank for culprit in finding.culprits] == [0, 1]
 
 
 def test_a_rank_outside_the_collective_is_named():
     for state, said in (
-        (absent(3), 'rank 3 is at save.py:20 in write; its last call on group "default" was the 3rd, all_reduce at '),
+        (absent(3), "rank 3 is at save.py:20 in write"),
+        (RankState(3, WHO, phase="no model"), "rank 3 is elsewhere: its training thread has ended"),
         (RankState(3, WHO, alive="gone"), "rank 3 is dead: its process is gone (process 17 on node1)"),
         (RankState(3), "rank 3 does not answer"),
         (
@@ -237,31 +214,30 @@ def test_a_rank_outside_the_collective_is_named():
         ),
     ):
         finding = diagnose([*(in_call(rank, "barrier", 33) for rank in range(3)), state])
-        assert finding.headline.startswith('ranks 0-2 wait in barrier at train.py:33 (4th on group "default"), ' + said)
-        assert "differ" not in finding.headline and [culprit.rank for culprit in finding.culprits] == [3], said
+        assert finding.headline == f"ranks 0-2 wait in barrier at train.py:33, {said}; the longest wait is 61.2 s"
+        assert [culprit.rank for culprit in finding.culprits] == [3]
+    headline = diagnose([in_call(0, "barrier", 33), absent(1), absent(2), RankState(3), RankState(4)]).headline
+    assert "ranks 1 and 2 are at save.py:20 in write, ranks 3 and 4 do not answer; " in headline
 
 
-def test_shapes_and_roots_are_shown_if_they_differ():
-    shapes = diagnose([in_call(0, "all_reduce", 5, shape="float32[4]"), in_call(1, "all_reduce", 5, shape="int64[2]")])
-    assert "all_reduce of float32[4] at" in shapes.headline and "all_reduce of int64[2] at" in shapes.headline
-    assert "they differ from call 4 on" in shapes.headline
-    roots = [in_call(rank, "broadcast", 5, peers=[("from", rank)]) for rank in range(2)]
-    assert "in broadcast from rank 1 at train.py:5" in diagnose(roots).headline
+def test_waits_without_a_missing_rank_in_other_threads_and_on_other_groups():
+    headline = diagnose([in_call(rank, "all_reduce", 5 + rank) for rank in range(2)]).headline
+    assert headline.startswith(
+        "rank 0 waits in all_reduce at train.py:5, rank 1 waits in all_reduce at train.py:6: no "
+    )
+    # The training thread's call comes first.
+    both = RankState(0, WHO, phase="no model", calls=[call("recv", 8, thread=2), call("barrier", 33)], thread=1)
+    assert "ranks 0 and 1 wait in barrier" in diagnose([both, in_call(1, "barrier", 33)]).headline
+    # Only the group's members are waited for.
+    finding = diagnose([absent(0), in_call(1, "barrier", 12, ranks=(1, 3)), absent(2), absent(3)])
+    assert finding.headline.startswith(
+        'rank 1 waits in barrier at train.py:12 (group "tp" of ranks 1 and 3), rank 3 is at save.py:20 in write; '
+    )
+    assert [culprit.rank for culprit in finding.culprits] == [3]
 
 
-def test_waits_without_a_missing_rank_on_other_groups_and_for_messages_are_described():
-    same = [in_call(rank, "all_reduce", 5 + rank, shape="float32[4]", ranks=(0, 1)) for rank in range(2)]
-    headline = diagnose(same).headline
-    assert "no rank is known to be missing" in headline and "float32" not in headline and "differ" not in headline
-    ordinals = "1st 2nd 3rd 4th 11th 12th 13th 21st 102nd 111th".split()
-    assert [ordinal(int(text[:-2])) for text in ordinals] == ordinals
-    states = [
-        in_call(0, "barrier", 33),
-        in_call(1, "barrier", 12, number=2, group="tp", ranks=(1, 3)),
-        in_call(2, "barrier", 33),
-        in_call(3, "recv", 8, number=0, peers=[("from", 1)]),
-    ]
-    headline = diagnose(states).headline
-    assert 'rank 1 in barrier at train.py:12 (2nd on group "tp" of ranks 1 and 3)' in headline
-    assert 'rank 3 waits in recv from rank 1 at train.py:8 (group "default")' in headline
-    assert 'ranks 0 and 2 in barrier at train.py:33 (4th on group "default")' in headline
+def test_the_state_of_a_rank_in_a_call_goes_through_json_and_moves():
+    before = in_call(0, "barrier", 33)
+    assert RankState.from_json(json.loads(json.dumps(before.to_json()))) == before
+    assert not before.has_moved(in_call(0, "barrier", 33, waited_s=70.0)) and before.has_moved(absent(0))
+    assert before.has_moved(in_call(0, "barrier", 34))

@@ -6,27 +6,30 @@ This inspects no process and sends nothing.
 from __future__ import annotations
 
 import json
+import math
 import os
 import secrets
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from torchddp.diagnose.call_diagnosis import CallDiagnosis, call_in
 from torchddp.diagnose.rank_state import (
     GONE,
     STOPPED,
+    CallState,
+    Frame,
     RankState,
-    collective_in,
     ranks_text,
     user_part,
 )
 from torchddp.whole_file import write_whole
 
 FOLDER_ENV = "TORCHDDP_HANG_REPORT_DIR"
+_PLURALS = {"waits": "wait", "is": "are", "has": "have", "does": "do"}
 _SHOWN_RANKS = 4
 _SHOWN_NAMES = 3
 # An exception explains a stall if it is not much older than the wait.
@@ -71,10 +74,57 @@ def diagnose(states: list[RankState]) -> Finding:
 
 
 def _diagnose_calls(states: list[RankState]) -> Finding:
-    calls = CallDiagnosis(states, _silent, _exception)
-    culprits = [Culprit(rank, calls.why(rank)) for rank in calls.culprits()]
+    calls = {state.rank: call for state in states if (call := state.call) is not None}
+    concerned = [state for state in states if state.rank in calls or _is_waited_for(state.rank, calls.values())]
+    waited_s = max(state.longest_call_s for state in states)
+    doing = {state.rank: _doing(state, calls, waited_s) for state in concerned}
+    absent = [state.rank for state in concerned if state.rank not in calls]
+    culprits = absent or _in_rarer_calls(calls)
+    held = [call for rank, call in calls.items() if rank not in culprits] or list(calls.values())
+    by_text: dict[str, list[int]] = {}
+    for rank in [*calls, *absent]:
+        by_text.setdefault(doing[rank], []).append(rank)
+    # Calls come first, of those the one with the fewest ranks.
+    clauses = sorted(by_text.items(), key=lambda clause: len(clause[1]) if clause[1][0] in calls else math.inf)
+    headline = ", ".join(f"{ranks_text(ranks)} {_agreeing(text, ranks)}" for text, ranks in clauses)
+    if not culprits:
+        headline += ": no rank is known to be missing: the network, or a rank's device?"
+    headline += f"; the longest wait is {waited_s:.3g} s"
     step = max(state.step for state in states)
-    return Finding(calls.headline(), step, culprits, sorted(calls.waiting), calls.waited_s, calls.waits_for())
+    found = [Culprit(rank, doing[rank]) for rank in culprits]
+    return Finding(headline, step, found, list(calls), waited_s, str(held[0]))
+
+
+def _is_waited_for(rank: int, calls: Iterable[CallState]) -> bool:
+    return any(not call.ranks or rank in call.ranks for call in calls)
+
+
+def _in_rarer_calls(calls: dict[int, CallState]) -> list[int]:
+    """The ranks in a different function, or on a different group, than most; all if there is no majority."""
+    counts = Counter((call.function, call.group) for call in calls.values())
+    if len(counts) == 1:
+        return []
+    most = max(counts.values())
+    return [rank for rank, call in calls.items() if counts[call.function, call.group] < most] or list(calls)
+
+
+def _doing(state: RankState, calls: dict[int, CallState], waited_s: float) -> str:
+    if state.rank in calls:
+        return f"waits in {calls[state.rank]}"
+    if not state.answered:
+        return _silent(state)
+    if not state.stack:
+        text = "is elsewhere: its training thread has ended"
+    else:
+        user = user_part(state.stack)
+        text = f"is at {_place(user[-1])}" if user else "is elsewhere"
+    return text + _exception(state, waited_s)
+
+
+def _agreeing(text: str, ranks: list[int]) -> str:
+    """The text with its verb in the plural, for several ranks."""
+    verb, _, rest = text.partition(" ")
+    return text if len(ranks) == 1 else f"{_PLURALS[verb]} {rest}"
 
 
 def _diagnose_step(states: list[RankState]) -> Finding:
@@ -201,12 +251,14 @@ def _exception(state: RankState, waited_s: float) -> str:
 
 
 def _activity(state: RankState) -> str:
-    if within := call_in(state) or collective_in(state.stack):
-        return f"; it is in {within}"
+    if state.training_call is not None:
+        return f"; it is in {state.training_call}"
     user = user_part(state.stack)
-    if not user:
-        return ""
-    return f"; it is at {Path(user[-1].file).name}:{user[-1].line} in {user[-1].function}"
+    return f"; it is at {_place(user[-1])}" if user else ""
+
+
+def _place(frame: Frame) -> str:
+    return f"{Path(frame.file).name}:{frame.line} in {frame.function}"
 
 
 def _listed(names: list[str]) -> str:

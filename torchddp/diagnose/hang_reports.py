@@ -1,24 +1,14 @@
-"""A model's waits for other ranks, for the hang monitor. See docs/hang_reports.md."""
+"""Lets the hang monitor watch a model. See docs/hang_reports.md."""
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import threading
-import weakref
-from typing import Any
-
-import torch.distributed as dist
-from torch.distributed.distributed_c10d import _world
 
 from torchddp.ddp.observers import StepObserver
 from torchddp.ddp.session import ReducerSession
 from torchddp.diagnose import rank_state
-from torchddp.diagnose.monitor import HangMonitor, Wait, home_of, monitor_of
-from torchddp.diagnose.rank_state import RankState
-
-# Number of models so far, by process group; equal on all ranks.
-_models: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+from torchddp.diagnose.model_waits import ModelWaits
+from torchddp.diagnose.monitor import HangMonitor, home_of, monitor_of
 
 
 class HangReports(StepObserver):
@@ -32,6 +22,7 @@ class HangReports(StepObserver):
         self._session = session
         self.monitor: HangMonitor | None = None
         self.waits: ModelWaits | None = None
+        self.before_step()  # until the first step, the thread that wraps the model
         self._open()
 
     def before_step(self) -> None:
@@ -58,71 +49,3 @@ class HangReports(StepObserver):
         if self.monitor is not None:
             self.waits = ModelWaits(session, session.stall_limit_s)
             self.monitor.add(self.waits)
-
-
-class ModelWaits:
-    """The waits of one model. Does not keep the model alive.
-
-    Args:
-        session: of the model.
-        stall_s: seconds of waiting after which the other ranks are asked.
-    """
-
-    def __init__(self, session: ReducerSession, stall_s: float) -> None:
-        self.stall_s = stall_s
-        self._session: ReducerSession = weakref.proxy(session)
-        group = session.process_group
-        number = _models[group] = _models.get(group, -1) + 1
-        self.key = f"{_world.pg_names.get(group, '')}/{number}"
-        self._members = dist.get_process_group_ranks(group) if group in _world.pg_map else list(range(group.size()))
-        self._rank = session.rank
-
-    @property
-    def is_gone(self) -> bool:
-        """Whether the model was destroyed."""
-        return self._status() is None
-
-    def waits(self) -> list[Wait]:
-        status = self._status()
-        if status is None or status["phase"] != "waiting":
-            return []
-        return [Wait(self.key, status["waited_s"], self.stall_s)]
-
-    def describe(self, state: RankState, asked: str) -> None:
-        """Of several models, describe the one asked about, or else one that waits or has done more steps."""
-        status = self._status()
-        if status is None:
-            return
-        own = (self.key == asked, status["phase"] == "waiting", status["step"])
-        if state.model and own <= (state.model == asked, state.waits, state.step):
-            return
-        state.model, state.members = self.key, self._members
-        state.take_status(status)
-        with contextlib.suppress(ReferenceError):
-            state.digest, state.parameters = self._describe()
-
-    def meet(self, known: dict[int, dict[str, Any]]) -> None:
-        """The model's transport errors then say which of these processes are gone."""
-        here = [(rank, who) for rank, who in known.items() if rank in self._members and rank_state.is_here(who)]
-        peers = [(self._members.index(rank), who["pid"], who["started"]) for rank, who in here]
-        with contextlib.suppress(ReferenceError):
-            self._session.reducer.set_peers([peer for peer in peers if peer[0] != self._rank])
-
-    def fail_with(self, found: str) -> None:
-        with contextlib.suppress(ReferenceError):
-            self._session.reducer.note_failure(found)
-
-    def _status(self) -> dict[str, Any] | None:
-        """The reducer's status, or None if the model was destroyed."""
-        with contextlib.suppress(ReferenceError):
-            return self._session.reducer.status()
-        return None
-
-    def _describe(self) -> tuple[str, list[str]]:
-        """Name, dtype and shape of each reduced parameter, preceded by a digest of these."""
-        session = self._session
-        lines = [
-            f"'{spec.name}' {str(parameter.dtype).removeprefix('torch.')}{list(parameter.shape)}"
-            for spec, parameter in zip(session.specs, session.parameters, strict=True)
-        ]
-        return hashlib.sha256("\n".join(lines).encode()).hexdigest(), lines

@@ -9,18 +9,21 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
+import math
 import os
 import time
 import weakref
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _world
 
 from torchddp.diagnose import rank_state
+from torchddp.diagnose.collectives import CallWatch
 from torchddp.diagnose.diagnosis import diagnose, report_json, report_text, write_report
+from torchddp.diagnose.model_waits import ModelWaits
 from torchddp.diagnose.rank_state import GONE, STOPPED, RankState
 from torchddp.transport.board import Board
 from torchddp.transport.worker import Task, watch
@@ -28,6 +31,7 @@ from torchddp.transport.worker import Task, watch
 logger = logging.getLogger("torchddp.hang")
 
 _AGAIN = 4.0  # a lasting stall is reported again once it is this many times longer
+_SAME_S = 0.3  # a wait that began at most this much earlier or later is the same
 _MAX_POLL_S = 1.0
 _RANKS_A_POLL_S = 64  # larger worlds poll less often, so that the load on the store stays the same
 _QUICK_S = 0.05  # between checks, while ranks are being asked
@@ -37,17 +41,36 @@ _GIVE_UP_ROUNDS = 10  # collection times after which ranks stop waiting for a re
 
 
 class Wait(NamedTuple):
-    """A wait of this rank.
+    """A wait of this rank: in a model's step, or in a call of torch.distributed.
 
     Attributes:
-        key: identifies the wait.
-        waited_s: seconds so far.
+        key: what waits.
+        since_s: when it began, in seconds of the monotonic clock.
         limit_s: seconds after which the other ranks are asked.
     """
 
     key: Hashable
-    waited_s: float
+    since_s: float
     limit_s: float
+
+    @property
+    def waited_s(self) -> float:
+        return time.monotonic() - self.since_s
+
+
+class Told(NamedTuple):
+    """A wait that the ranks have been asked about.
+
+    Attributes:
+        since_s: when it began.
+        again_s: seconds of waiting after which they are asked again.
+    """
+
+    since_s: float
+    again_s: float
+
+    def is_of(self, wait: Wait) -> bool:
+        return abs(wait.since_s - self.since_s) < _SAME_S
 
 
 @dataclass(frozen=True)
@@ -63,26 +86,6 @@ class Question:
     @property
     def age_s(self) -> float:
         return time.monotonic() - self.begun_s
-
-
-class Source(Protocol):
-    """Something that can wait: a model's reductions, or calls of torch.distributed. Runs on the watcher's thread."""
-
-    stall_s: float
-
-    def waits(self) -> Iterable[Wait]: ...
-
-    def describe(self, state: RankState, asked: str) -> None:
-        """Add its part to this rank's state. ``asked``: the model that the question is about; '': none."""
-
-    def meet(self, known: dict[int, dict[str, Any]]) -> None:
-        """Learn the processes of more ranks (`rank_state.process_identity`)."""
-
-    def fail_with(self, found: str) -> None:
-        """Attach a report's headline to later errors."""
-
-    @property
-    def is_gone(self) -> bool: ...
 
 
 class HangMonitor:
@@ -101,8 +104,9 @@ class HangMonitor:
     def __init__(self, home: dist.ProcessGroup, board: Board) -> None:
         self._home, self._board = weakref.ref(home), board
         self._is_registered = home in _world.pg_map
-        self._sources: list[Source] = []
-        self._report_at_s: dict[Hashable, float] = {}  # by reported wait: when to report it again
+        self._models: list[ModelWaits] = []
+        self._calls = CallWatch()
+        self._told: dict[Hashable, Told] = {}
         self._round: Question | None = None
         self._last_number = 0
         self._known: dict[int, dict[str, Any]] = {}
@@ -116,14 +120,14 @@ class HangMonitor:
             board.post_own("who", rank_state.process_identity())
         self._task: Task = watch(self._look, _QUICK_S)
 
-    # --- its sources; from any thread ---
+    # --- its models; from any thread ---
 
-    def add(self, source: Source) -> None:
-        source.meet(dict(self._known))
-        self._sources = [*self._sources, source]
+    def add(self, model: ModelWaits) -> None:
+        model.meet(dict(self._known))
+        self._models = [*self._models, model]
 
-    def remove(self, source: Source) -> None:
-        self._sources = [other for other in self._sources if other is not source]
+    def remove(self, model: ModelWaits) -> None:
+        self._models = [other for other in self._models if other is not model]
 
     @property
     def closed(self) -> bool:
@@ -131,8 +135,8 @@ class HangMonitor:
 
     @property
     def stall_s(self) -> float:
-        """The smallest limit of its sources; a rank without any uses a default."""
-        return min((source.stall_s for source in self._sources), default=4 * _MAX_POLL_S)
+        """The smallest limit of its models; a rank without any uses a default."""
+        return min((model.stall_s for model in self._models), default=4 * _MAX_POLL_S)
 
     @property
     def _poll_s(self) -> float:
@@ -154,6 +158,7 @@ class HangMonitor:
         if self._task.closed or os.getpid() != self._pid:
             return
         self._task.close()
+        self._calls.forget()
         if why:
             told = rank_state.last_exception(rank_state.training.thread)
             ended = told is not None and told["where"] in rank_state.ENDS
@@ -176,13 +181,15 @@ class HangMonitor:
         if self._is_over:
             self.close("its process group was destroyed")
             return
-        for source in self._sources:
-            if source.is_gone:
-                self.remove(source)
+        for model in self._models:
+            if model.is_gone:
+                self.remove(model)
         waits = self._waits()
-        lasting = {wait.key for wait in waits if wait.waited_s >= wait.limit_s}
-        self._report_at_s = {key: at_s for key, at_s in self._report_at_s.items() if key in lasting}
-        stalls = [wait for wait in waits if wait.waited_s >= self._report_at_s.get(wait.key, wait.limit_s)]
+        self._told = {
+            wait.key: told for wait in waits if (told := self._told.get(wait.key)) is not None and told.is_of(wait)
+        }
+        again_s = {key: told.again_s for key, told in self._told.items()}
+        stalls = [wait for wait in waits if wait.waited_s >= max(wait.limit_s, again_s.get(wait.key, 0.0))]
         longest_s = max((wait.waited_s for wait in stalls), default=0.0)
         try:
             self._talk(waits, longest_s)
@@ -192,7 +199,22 @@ class HangMonitor:
             self._report_alone(waits, error)
 
     def _waits(self) -> list[Wait]:
-        return [wait for source in self._sources for wait in source.waits()]
+        """Without a model there is no limit, and none."""
+        if not self._models:
+            self._calls.forget()
+            return []
+        in_steps = [
+            Wait(model.key, since_s, model.stall_s) for model in self._models if (since_s := model.since_s) is not None
+        ]
+        in_calls = [
+            Wait(call.key, call.since_s, self.stall_s if call.is_certain else math.inf)
+            for call in self._calls.look(self.stall_s)
+        ]
+        return [*in_steps, *in_calls]
+
+    def _note_told(self, waits: list[Wait], asked_s: float) -> None:
+        """``asked_s``: the wait that the ranks were asked about."""
+        self._told = {wait.key: Told(wait.since_s, _AGAIN * max(wait.waited_s, asked_s)) for wait in waits}
 
     def _talk(self, waits: list[Wait], stalled_s: float) -> None:
         if not self._knows_all:
@@ -221,8 +243,8 @@ class HangMonitor:
         found = {rank: who for rank in unknown[:_KNOWN_A_LOOK] if (who := self._board.read(f"who/{rank}"))}
         if found:
             self._known |= found
-            for source in self._sources:
-                source.meet(dict(self._known))
+            for model in self._models:
+                model.meet(dict(self._known))
         self._meetings += 1
         self._knows_all = len(found) == len(unknown) or self._meetings > _MEETINGS
 
@@ -230,9 +252,7 @@ class HangMonitor:
 
     def _join_round(self, joined: Question, waits: list[Wait], *, tells_all: bool = False) -> None:
         self._round, self._last_number = joined, joined.number
-        for wait in waits:
-            if wait.waited_s > 0:
-                self._report_at_s[wait.key] = _AGAIN * max(wait.waited_s, joined.waited_s, wait.limit_s)
+        self._note_told(waits, joined.waited_s)
         state = self._own_state(joined.model)
         if state.digest == joined.digest and self._board.rank > 0 and not tells_all:
             state.parameters = None  # rank 0, or the asking rank, posts the same list
@@ -244,8 +264,9 @@ class HangMonitor:
         state.who = rank_state.process_identity()
         state.exception = rank_state.last_exception(thread)
         state.stack = rank_state.stack_of(thread)
-        for source in self._sources:
-            source.describe(state, asked)
+        state.calls = self._calls.states()
+        for model in self._models:
+            model.describe(state, asked)
         return state
 
     def _go_on(self, asked: Question) -> None:
@@ -253,7 +274,7 @@ class HangMonitor:
         if found is not None:
             self._round = None
             if found:
-                self._tell_sources(found)
+                self._tell_models(found)
             return
         if asked.age_s > _GIVE_UP_ROUNDS * self._collect_s:
             self._round = None
@@ -294,7 +315,7 @@ class HangMonitor:
 
     def _report(self, asked: Question, states: list[RankState]) -> str:
         """Print the finding; returns what errors should say about it."""
-        if states[self._board.rank].has_moved(self._own_state(asked.model), states):
+        if states[self._board.rank].has_moved(self._own_state(asked.model)):
             return ""  # the stall ended while ranks were being asked, so their answers don't fit together
         if max((state.longest_wait_s for state in states), default=0.0) < self.stall_s:
             return ""
@@ -310,8 +331,7 @@ class HangMonitor:
 
     def _report_alone(self, waits: list[Wait], error: Exception) -> None:
         """The store does not answer: report what this rank knows."""
-        for wait in waits:
-            self._report_at_s[wait.key] = _AGAIN * max(wait.waited_s, wait.limit_s)
+        self._note_told(waits, 0.0)
         self._round = None
         others = [
             RankState(rank, who=who, alive=rank_state.look_up(who) or "")
@@ -327,11 +347,11 @@ class HangMonitor:
             "dead or stopped",
             report_text(finding, states, path), self._board.rank, reason,
         )  # fmt: skip
-        self._tell_sources(f"Hang report of rank {self._board.rank} alone: {finding.headline}")
+        self._tell_models(f"Hang report of rank {self._board.rank} alone: {finding.headline}")
 
-    def _tell_sources(self, found: str) -> None:
-        for source in self._sources:
-            source.fail_with(found)
+    def _tell_models(self, found: str) -> None:
+        for model in self._models:
+            model.fail_with(found)
 
 
 # By id of the home group; a new monitor replaces a closed one.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import socket
 import sys
@@ -39,7 +40,7 @@ _thread_hook_before: Any = None
 
 
 class _Training:
-    """The training thread: the last one that ran a forward, or from which the program called a collective."""
+    """The training thread: the last one that wrapped a model or ran a forward."""
 
     __slots__ = ("thread",)
 
@@ -64,54 +65,32 @@ class Frame(NamedTuple):
 
 @dataclass
 class CallState:
-    """A torch.distributed call that has not returned.
+    """A call of torch.distributed that has not returned.
 
     Attributes:
-        function, shape: its name; its first tensor, e.g. 'float32[3, 4]', or ''.
-        file, line: the program's line that made the call; '' if there is none.
-        group, number: the key of its group; its index among the group's collectives, from 1, or 0 for messages.
-        peers: ranks it sends to or receives from, as ('to', 3) and ('from', -1) for any. For some collectives, the
-            root.
-        waits_at: file and line of a wait() for an operation started earlier; otherwise None.
-        thread: the calling thread.
+        function: its name.
+        file, line: the program's line that made the call; '' if it was made on a library's thread.
+        group, ranks: the title and ranks of its process group; empty for the default group.
+        waited_s: seconds since it was first seen.
+        thread, frame: the ids of the calling thread and of the function's frame, which tell calls apart.
     """
 
     function: str
     file: str
     line: int
-    shape: str = ""
-    group: str = ""
-    number: int = 0
-    peers: list[tuple[str, int]] = field(default_factory=list)
-    waits_at: tuple[str, int] | None = None
-    waited_s: float = 0.0
-    thread: int = 0
+    group: str
+    ranks: list[int]
+    waited_s: float
+    thread: int
+    frame: int
 
     @property
-    def identity(self) -> tuple[Any, ...]:
-        return self.thread, self.function, self.file, self.line, self.group, self.number
+    def identity(self) -> tuple[int, int]:
+        return self.thread, self.frame
 
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> CallState:
-        waits_at = values["waits_at"] and tuple(values["waits_at"])
-        return cls(**{**values, "peers": [(way, rank) for way, rank in values["peers"]], "waits_at": waits_at})
-
-
-@dataclass
-class GroupCalls:
-    """What a rank has called over one process group.
-
-    Attributes:
-        title: the group's name in reports.
-        ranks: its members.
-        count: number of collectives so far.
-        recent: [number, function, file, line, shape] of the last ones.
-    """
-
-    title: str
-    ranks: list[int]
-    count: int = 0
-    recent: list[list[Any]] = field(default_factory=list)
+    def __str__(self) -> str:
+        place = f"at {Path(self.file).name}:{self.line}" if self.file else "on a library's thread"
+        return f"{self.function} {place}" + (f" ({self.group})" if self.group else "")
 
 
 @dataclass
@@ -132,7 +111,7 @@ class RankState:
         error: the message of its reducer's last failed step.
         exception: `last_exception` of the training thread; stack: of that thread.
         digest, parameters: of the names, shapes and dtypes of its parameters; the list only if ranks may differ.
-        calls, groups: its current calls, longest wait first, and earlier ones by the group's key; if watched.
+        calls: its calls of torch.distributed, longest wait first.
         thread: the training thread.
     """
 
@@ -158,7 +137,6 @@ class RankState:
     digest: str = ""
     parameters: list[str] | None = None
     calls: list[CallState] = field(default_factory=list)
-    groups: dict[str, GroupCalls] = field(default_factory=dict)
     thread: int = 0
 
     @property
@@ -178,28 +156,24 @@ class RankState:
         """In a reduction or a call."""
         return max(self.waited_s if self.waits else 0.0, self.longest_call_s)
 
-    def has_moved(self, now: RankState, states: list[RankState]) -> bool:
-        """Whether this rank made progress between this and ``now``. ``states``: what the ranks reported then."""
+    def has_moved(self, now: RankState) -> bool:
+        """Whether this rank made progress between this and ``now``."""
         if (now.model, now.step) != (self.model, self.step):
             return True
         if self.waits and (now.phase, now.waits_for, now.bucket) != (self.phase, self.waits_for, self.bucket):
             return True
         # Only the longest calls count: others may come and go in unrelated threads.
         lasting = {call.identity for call in self.calls if call.waited_s >= self.longest_call_s / 2}
-        if not lasting <= {call.identity for call in now.calls}:
-            return True
-        waited_for = {call.group for state in states for call in state.calls}
-        return any(
-            now.groups[key].count != self.groups[key].count
-            for key in waited_for & self.groups.keys() & now.groups.keys()
-        )
+        return not lasting <= {call.identity for call in now.calls}
+
+    @property
+    def training_call(self) -> CallState | None:
+        return next((call for call in self.calls if call.thread == self.thread), None)
 
     @property
     def call(self) -> CallState | None:
-        """The call it is in: the training thread's, or another thread's collective, or whatever has lasted longest."""
-        in_training = [call for call in self.calls if call.thread == self.thread]
-        collectives = [call for call in self.calls if call.number]
-        return next(iter(in_training or collectives or self.calls), None)
+        """The call it is in: the training thread's, or whatever has lasted longest."""
+        return self.training_call or next(iter(self.calls), None)
 
     def take_status(self, status: dict[str, Any]) -> None:
         """Take over the part that a reducer knows, from its ``status()``."""
@@ -216,8 +190,7 @@ class RankState:
         inner = {
             "missing": {int(i): names for i, names in values["missing"].items()},
             "stack": [Frame(*frame) for frame in values["stack"]],
-            "calls": [CallState.from_json(call) for call in values["calls"]],
-            "groups": {key: GroupCalls(**group) for key, group in values["groups"].items()},
+            "calls": [CallState(**call) for call in values["calls"]],
         }
         return cls(**{**values, **inner})
 
@@ -283,36 +256,26 @@ def stack_of(thread_id: int) -> list[Frame]:
     found: list[Frame] = []
     while frame is not None and len(found) < _MAX_FRAMES:
         file = frame.f_code.co_filename
-        found.append(Frame(file, frame.f_lineno or 0, frame.f_code.co_name, _part(file)))
+        found.append(Frame(file, frame.f_lineno or 0, frame.f_code.co_name, part_of(file)))
         frame = frame.f_back
     return found[::-1]
 
 
-def _part(file: str) -> str:
+@functools.cache
+def part_of(file: str) -> str:
+    """Whose code a source file is: 'torch', 'torchddp', 'python' (its library) or 'user'."""
     if file.startswith(_OWN):
         return "torchddp"
     if file.startswith(_TORCH):
         return "torch"
+    if file.endswith("/typing_extensions.py"):  # wraps torch's deprecated functions
+        return "python"
     return "python" if file.startswith((_PYTHON, "<frozen")) and "site-packages" not in file else "user"
 
 
 def user_part(stack: list[Frame]) -> list[Frame]:
     """The user's own innermost frames."""
     return [frame for frame in stack if frame.part == "user"][-_USER_FRAMES:]
-
-
-def collective_in(stack: list[Frame]) -> str | None:
-    """'all_reduce, called from train.py:88', if the thread is in a collective of torch.distributed now."""
-    name, caller = None, None
-    for frame in reversed(stack):
-        if frame.part == "user":
-            caller = frame
-            break
-        if frame.file.endswith("torch/distributed/distributed_c10d.py"):
-            name = frame.function
-    if name is None:
-        return None
-    return f"{name}, called from {Path(caller.file).name}:{caller.line}" if caller else name
 
 
 # --- training's last exception, as text ---

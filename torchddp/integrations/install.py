@@ -10,8 +10,7 @@ metaclass decides what calling the class creates. So:
   while installed, are both instances of it, because ours is a subclass.
 * What torch stores on its class (``_active_ddp_module``, which Dynamo reads) exists only once.
 * Pickles of both find their class under its name. Unpickling doesn't call a class, so copies keep theirs.
-* Only the metaclass has to be restored, and modules imported later are unaffected. (``watch_collectives()``, active
-  while this is installed, works differently: Note [How a function is watched].)
+* Only the metaclass has to be restored, and modules imported later are unaffected.
 
 The metaclass gives a class that is derived from torch's while installed our class as its base. A class derived before
 keeps torch's, because it may already have instances. Meanwhile it also has our metaclass, which reports the first model
@@ -30,7 +29,6 @@ from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 
 from torchddp._command import is_command
 from torchddp.ddp.module import DistributedDataParallel
-from torchddp.diagnose.collectives import watch_collectives
 from torchddp.integrations import announce
 
 ENV = "TORCHDDP_INSTALL"
@@ -42,7 +40,6 @@ _DEFAULTABLE = _ARGUMENTS[1:]  # all but the module
 
 _lock = threading.RLock()
 _defaults: dict[str, Any] | None = None  # None: not installed
-_watching = ExitStack()  # watches collectives while installed
 
 
 def install(**defaults: Any) -> ExitStack:
@@ -57,8 +54,7 @@ def install(**defaults: Any) -> ExitStack:
     This includes names of the class that were imported before. Classes derived from torch's while this is installed
     derive from torchddp's; those derived before keep torch's, and a warning names them. Existing models don't change.
     The logger "torchddp" announces it with one warning per job, on rank 0, when the first model is created. In a driver
-    of Ray or Spark, whose workers are not affected, it warns of that instead. Collectives are watched while it is
-    installed: :func:`torchddp.watch_collectives`.
+    of Ray or Spark, whose workers are not affected, it warns of that instead.
 
     In a ``with`` statement, the previous state is restored at the end, even after an exception. Calls may be nested and
     repeated. Not collective, but every rank must do the same. Processes forked afterwards inherit it; others install it
@@ -172,12 +168,8 @@ class _InstalledMeta(_PlainMeta):
 
 
 def _switch(defaults: dict[str, Any] | None) -> None:
-    global _defaults, _watching
+    global _defaults
     with _lock:
-        if defaults is None:
-            _watching.close()
-        elif _defaults is None:
-            _watching = watch_collectives()
         _defaults = defaults
         off, on = (_InstalledMeta, _PlainMeta) if defaults is None else (_PlainMeta, _InstalledMeta)
         for cls in (TorchDDP, *announce.derived_early()):
