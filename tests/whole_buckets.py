@@ -1,15 +1,33 @@
 """The device code paths of the class, on the CPU: a complete bucket is packed at once."""
 
 import contextlib
+import functools
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
 
 import torchddp
-from benchmarks.gpu.large import large_from, packed_whole
 from torchddp import _C
 from torchddp.ddp import model
+from torchddp.ddp.options import DDPOptions
 from torchddp.sharded import ShardedDataParallel
+
+
+@contextlib.contextmanager
+def large_from(limit_bytes: int) -> Iterator[None]:
+    """Models constructed in the block reduce gradients of at least `limit_bytes` in place, over NCCL; 0: none."""
+
+    def adopt_bytes(options: DDPOptions) -> int:
+        return limit_bytes if options.adopt_large_gradients and not options.gradient_as_bucket_view else 0
+
+    with mock.patch.object(DDPOptions, "adopt_bytes", property(adopt_bytes)):
+        yield
+
+
+def packed_whole() -> AbstractContextManager[Any]:
+    """Models constructed in the block pack buckets only when they are complete, on the CPU as on a device."""
+    return mock.patch.object(_C, "Reducer", functools.partial(_C.Reducer, pack_whole_buckets=True))
 
 
 class _PacksWhole:

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from benchmarks.cases import checks, links, training
+from benchmarks.cases import checks, gpu, gpu_rows, links, training
 from torchddp.bench.cases import BenchCase
 
-CASES: tuple[BenchCase, ...] = (checks.CASE, links.CASE, training.CASE)
+CASES: tuple[BenchCase, ...] = (
+    checks.CASE,
+    links.CASE,
+    training.CASE,
+    gpu.CASE,
+    gpu_rows.PACK,
+    gpu_rows.SCALE,
+    gpu_rows.HOST,
+    gpu.MEMORY,
+)

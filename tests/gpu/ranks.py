@@ -11,12 +11,12 @@ from functools import partial
 
 import torch
 
-from benchmarks.gpu import trace
-from benchmarks.gpu.large import large_from
+from benchmarks import trace
 from tests.gpu.cases import names, run_case
 from tests.gpu.device import chosen_device, make_deterministic
 from tests.harness import attempt, gathered
 from tests.models import loss_of
+from tests.whole_buckets import large_from
 from torchddp import _C, DistributedDataParallel
 
 NOT_RUN = "not run: an earlier case failed, and left the ranks at different places"

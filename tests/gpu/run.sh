@@ -195,9 +195,9 @@ check_memory() {
   fi
 }
 
-# run_benchmarks NAME MOST_SECONDS ARGUMENTS...
+# run_benchmarks NAME LAUNCHES ARGUMENTS...
 run_benchmarks() {
-  local name=$1 seconds=$2 lacking where=()
+  local name=$1 launches=$2 seconds=1 lacking where=()
   shift 2
   lacking=$("$python" tests/gpu/environment.py --lacks typer rich)
   if [ -n "$lacking" ]; then
@@ -205,15 +205,13 @@ run_benchmarks() {
     return
   fi
   if $dry_run; then
-    where=(--device cpu --backend gloo --quick)
-    seconds=1
+    where=(--set device=cpu --set backend=gloo --quick)
   else
-    local left
-    left=$(($(seconds_of "$name") - 35)) # a table's minimum may exceed its share
-    seconds=$((left < seconds ? left : seconds))
-    seconds=$((seconds < 10 ? 10 : seconds))
+    # Of each launch: starting, building, checking and counting take the other half. A table's minimum may exceed its share.
+    seconds=$((($(seconds_of "$name") - 35) / launches / 2))
+    seconds=$((seconds < 2 ? 2 : seconds > 20 ? 20 : seconds))
   fi
-  step "$name" "$python" -m benchmarks.gpu "$@" "${where[@]}" --seconds "$seconds" --json "$out/${name/benchmarks/bench}.json"
+  step "$name" "$python" -m benchmarks "$@" "${where[@]}" --seconds "$seconds" --json "$out/${name/benchmarks/bench}.json"
 }
 
 checks=()
@@ -230,15 +228,15 @@ if ! $build || build_extension; then
   run_tests test_pack_gpu test_parity test_streams test_graph test_profile
   plots=()
   if [ -z "$("$python" tests/gpu/environment.py --lacks matplotlib)" ]; then plots=(--out "$work/plots"); fi
-  run_benchmarks benchmarks 120 --part models "${plots[@]}"
+  run_benchmarks benchmarks 3 --case gpu "${plots[@]}"
   cp "$work"/plots/*.png "$out" 2>/dev/null
   join_nccl
   run_tests test_two_ranks_nccl
   check_memory memcheck
   check_memory racecheck
-  run_benchmarks benchmarks_rows 150 --part rows
+  run_benchmarks benchmarks_rows 8 --case gpu_pack --case gpu_scale --case gpu_host --case gpu_memory
   run_tests test_two_ranks_gloo test_sharded
-  run_benchmarks benchmarks_two_ranks 20 --part models --world-size 2 --backend gloo --model resnet50
+  run_benchmarks benchmarks_two_ranks 1 --case gpu --world-size 2 --set backend=gloo --model resnet50
 fi
 
 cat "$out/summary.txt"

@@ -6,9 +6,9 @@ import copy
 import pytest
 import torch
 
-from benchmarks.gpu.large import large_from
 from tests.gpu.cases import LARGE_BYTES, sgd
 from tests.models import Branches, Mlp, batch, loss_of, seeded
+from tests.whole_buckets import large_from
 from torchddp import DistributedDataParallel
 
 WIDTH = 128

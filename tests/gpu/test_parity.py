@@ -6,8 +6,8 @@ from functools import partial
 import pytest
 import torch
 
-from benchmarks.gpu.large import large_from
 from tests.gpu.cases import CASES, LARGE_BYTES, run_case
+from tests.whole_buckets import large_from
 from torchddp import DistributedDataParallel
 
 

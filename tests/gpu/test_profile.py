@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from benchmarks.gpu import trace
+from benchmarks import trace
 from tests.models import seeded
 from torchddp import DistributedDataParallel
 from torchddp.harness.networks import ManySmallTensors

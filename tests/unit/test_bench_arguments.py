@@ -5,7 +5,6 @@ import importlib.util
 import itertools
 
 import pytest
-import torch
 
 from tests.unit.helpers import assert_refused
 
@@ -15,21 +14,10 @@ def main_of(benchmark: str):
 
 
 REFUSED = {
-    "chaos gpu host_model sharded": ["--json /"],
-    "gpu sharded": ["--seconds 0"],
+    "chaos host_model sharded": ["--json /"],
     "chaos": ["--trials 0", "--trials 5 --only 5", "--kinds kill,flood", "--world-sizes 2,5"],
-    "gpu": [
-        "--model nope",
-        "--world-size 0",
-        "--out /etc/passwd",
-        "--caps x",
-        "--part nope",
-        "--device tpu",
-        "--backend mpi",
-        "--sequence 1",
-    ],
     "host_model": ["--plot /", "--ranks 1", "--nodes 0", "--bytes 0", "--counts /nowhere"],
-    "sharded": ["--output /etc/passwd", "--models nope", "--variants nope", "--ranks 1", "--ranks x"],
+    "sharded": ["--seconds 0", "--output /etc/passwd", "--models nope", "--variants nope", "--ranks 1", "--ranks x"],
 }
 
 
@@ -46,7 +34,6 @@ def test_a_wrong_argument_is_one_sentence_that_names_it(benchmarks, capsys):
     [
         ("chaos", "--over ,", "--over must be some of shm, gloo, torchft, separated by commas, not ','."),
         ("chaos", "--kinds full --over gloo", "No fault of kind full works over gloo."),
-        ("gpu", "--device cpu", "NCCL does not support CPU tensors: use --backend gloo with --device cpu."),
         ("sharded", "--models ,", "--models must be names separated by commas, like "),
         ("sharded", "--ranks x", "--ranks must be numbers separated by commas, like 2,4, not 'x'."),
     ],
@@ -55,14 +42,12 @@ def test_the_sentence_says_which_values_are_allowed(benchmark, arguments, words,
     assert_refused(main_of(benchmark), arguments.split(), words, capsys)
 
 
-def test_a_missing_package_or_gpu_is_reported_in_one_sentence(monkeypatch, capsys):
+def test_a_missing_package_is_reported_in_one_sentence(monkeypatch, capsys):
     for benchmark, arguments, words in (
         ("chaos", "--over torchft", "--over torchft needs torchft, which is not installed here."),
-        ("gpu", "", "; --device cpu runs the program without one."),
     ):
         main = main_of(benchmark)
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
         assert_refused(main, arguments.split(), words, capsys)
 
 

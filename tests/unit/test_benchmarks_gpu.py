@@ -1,26 +1,39 @@
 """Arithmetic and goals of the GPU benchmarks, without a GPU; tests/gpu/run.sh --dry-run runs the benchmarks."""
 
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from benchmarks.gpu import cli, leave, report, trace
-from benchmarks.gpu import run as course
-from benchmarks.gpu.cases import HOST_CASE, MODELS_CASE, OPTIONS_CASE, PACK_CASE
-from benchmarks.gpu.duel import duel, split_by_call
-from benchmarks.gpu.given import GivenStep
-from benchmarks.gpu.results import duel_result, model_result
-from benchmarks.gpu.run import Stage
-from benchmarks.gpu.variants import known_options, make_field
+from benchmarks import trace
+from benchmarks.cases import gpu, gpu_rows
+from benchmarks.cases.gpu import field_of, gpu_result, known_options
+from benchmarks.cases.gpu_rows import given_step, rows_of, split_by_call
 from tests.harness import on_ranks
 from tests.unit.benchmark_results import document
-from tests.unit.helpers import printed
+from tests.unit.helpers import assert_refused, printed
+from torchddp.bench import cli, report
+from torchddp.bench.cases import BenchCase, Job, Result
+from torchddp.bench.registry import CASES
 from torchddp.harness.launch import LaunchError
-from torchddp.harness.variants import TORCHDDP, Role, Variant
+from torchddp.harness.variants import TORCH_DDP, TORCHDDP, Role, Variant, make_variants
 
 GPU = {"name": "NVIDIA Thing", "compute_capability": "9.0", "driver": "1.2", "cuda": "13.0", "nccl": "2.28.9"}
+FIELD = field_of(make_variants(TORCHDDP, (), (25,)))
+
+
+@pytest.fixture(autouse=True)
+def registered() -> Iterator[None]:
+    kept = dict(CASES)
+    CASES["gpu"] = gpu.CASE
+    yield
+    CASES.clear()
+    CASES.update(kept)
 
 
 def device_event(category: str, name: str, stream: int, start: float, duration: float) -> dict[str, Any]:
@@ -62,79 +75,95 @@ def test_device_events_and_their_overlap_are_read_from_a_trace() -> None:
 
 
 def test_options_that_torch_lacks_are_left_out() -> None:
-    tuned = Variant("torch", Role.TORCH, "a.B", (("static_graph", True), ("batched_grad_copy", True)))
-    assert known_options(tuned, {"module", "static_graph"}).keywords == {"static_graph": True}
-    for variant in make_field(TORCHDDP, (25,)):
-        if variant.role is Role.TORCH and variant.options:
-            assert variant.keywords["gradient_as_bucket_view"] and variant.keywords["bucket_cap_mb"] == 25
+    tuned = Variant("torch", Role.TORCH, TORCH_DDP, (("static_graph", True), ("no_such_option", True)))
+    assert known_options(tuned).keywords == {"static_graph": True}
+    (torch_tuned,) = (variant for variant in FIELD if variant.name == "torch tuned, cap 25")
+    assert torch_tuned.keywords["gradient_as_bucket_view"] and torch_tuned.keywords["bucket_cap_mb"] == 25
 
 
-def fake_model(name: str = "gpt2", case: str = MODELS_CASE.name) -> dict[str, Any]:
+def fake_model(name: str = "gpt2", device: str = "cuda") -> Result:
     """Local 10 ms; torch default +4, cap 25 +3, ours +0.6."""
-    variants = make_field(TORCHDDP, (25,))[:5]
-    step_ms = 10.0 + np.array([0.0, 4.0, 3.0, 0.6, 0.5])[:, None] + np.zeros((1, 40))
+    step_ms = 10.0 + np.array([0.0, 4.0, 3.0, 0.6, 0.5, 0.7])[:, None] + np.zeros((1, 40))
     raw = {"model": name, "title": "GPT-2", "parameters": 148, "gradient_bytes": 497759232, "step_ms": step_ms}
-    work = [{"kernels": 100.0 + 10 * i, "copies": 1.0, "fills": 0.0} for i in range(5)]
-    transports = [None, None, None, "nccl", "nccl"]
-    raw |= {"host_ms": step_ms / 2, "work": work, "transports": transports}
-    return model_result(case, variants, raw, 1, ())
+    work = [{"kernels": 100.0 + 10 * i, "copies": 1.0, "fills": 0.0} for i in range(len(FIELD))]
+    raw |= {"host_ms": step_ms / 2, "work": work, "transports": [None] * len(FIELD), "gpu": GPU}
+    return gpu_result(gpu.CASE, Job("gpu", (name,), FIELD, 1, 1.0, options={"device": device}), raw)
 
 
-def test_the_report_ends_with_goals_met_and_missed() -> None:
-    ours = "torchddp pack, times 1/2"
-    times_us = {"copy": np.full(10, 100.0), ours: np.full(10, 125.0)}
-    pack = duel_result(duel(PACK_CASE, "64 MiB in 9 gradients", times_us, bytes=10**8, goal={ours: 0.9}))
-    run = document(fake_model("small"), fake_model(), pack, fake_model(case=OPTIONS_CASE))
-    run |= {"failures": [], "settings": {"quick": False, "world_size": 1, "backend": "nccl"}}
-    run["machine"] |= {"gpu": GPU}
-    text = printed(report.render_end(run))
-    goals = text[text.index("Goals") :]
-    assert "0.20 [0.20..0.20]" in goals and "0.3 met" in goals and "0.5 met" in goals
-    assert "0.80 [0.80..0.80]" in goals and "0.9 missed" in goals
-    assert goals.count("gpt2") == 1  # other ways to train have no goal
+def test_the_report_shows_launches_and_goals_met_and_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(gpu.GOALS, "resnet50", 0.1)
+    text = printed(report.render(document(fake_model("small"), fake_model("resnet50"))), 100)
+    assert (
+        "NVIDIA Thing (compute capability 9.0), driver 1.2 · CUDA 13.0 · NCCL 2.28.9" in text
+        and "0.20 [0.20..0.20]" in text
+    )
+    assert "0.3 met" in text and "0.1 missed" in text
+    row = next(line.split() for line in text.splitlines() if line.startswith("torchddp default"))
+    assert row[2:7] == ["10.6", "5.30", "0.600", "130", "1"]
+    assert fake_model(device="cpu")["goal_ratio"] is None
 
 
-def test_a_failed_stage_keeps_the_other_results(monkeypatch, capsys):
-    def fails(seconds: float, display: Any) -> Any:
-        raise LaunchError("rank 0: out of memory")
+def test_a_model_that_fails_leaves_the_others_results(monkeypatch, capsys, tmp_path: Path):
+    def launch(case: BenchCase, job: Job, *_: Any) -> list[dict[str, Any]]:
+        if job.models == ("resnet50",):
+            raise LaunchError("rank 0: out of memory")
+        return [{"name": job.models[0]}]
 
-    good = Stage("good", lambda seconds, display: [{"kind": "model"}], lambda raws: [fake_model()])
-    monkeypatch.setattr(course, "stages", lambda settings: [good, Stage("bad", fails, lambda raws: []), good])
-    kept: list[tuple[int, list[dict[str, str]]]] = []
-    monkeypatch.setattr(cli, "write_json", lambda _, found: kept.append((len(found["results"]), [*found["failures"]])))
-    assert cli.main("--device cpu --backend gloo --quick --json result.json".split()) == 1
-    failure = {"stage": "bad", "error": "rank 0: out of memory"}
-    assert kept == [(1, []), (1, [failure]), (2, [failure])]
-    assert capsys.readouterr().err == "error: failed: bad; the reasons are above\n"
-
-
-@pytest.mark.parametrize(
-    ("device", "limit_s", "words"),
-    [("cpu", 0.1, "did not end within 0.1 s: it had not left the group"), ("tpu", 60, "ended with exit code 1: ")],
-)
-def test_a_program_that_hangs_or_fails_is_an_error(device, limit_s, words, monkeypatch):
-    monkeypatch.setattr(leave, "LIMIT_S", limit_s)
-    with pytest.raises(LaunchError, match=f"^a program using torch's class {words}"):
-        leave.time_leaving(device, "gloo", 1.0, lambda done, total: None)
+    monkeypatch.setattr(BenchCase, "launch", launch)
+    monkeypatch.setattr(gpu, "gpu_result", lambda case, job, raw: fake_model(raw["name"], "cpu"))
+    path = tmp_path / "result.json"
+    arguments = "--case gpu --set device=cpu --set backend=gloo --quick --json".split()
+    assert cli.main([*arguments, str(path)], [gpu.CASE]) == 1
+    kept = json.loads(path.read_text())
+    assert [result["model"] for result in kept["results"]] == ["small", "gpt2"]
+    assert kept["failures"] == ["resnet50: rank 0: out of memory"]
+    assert capsys.readouterr().err == "error: resnet50: rank 0: out of memory\n"
 
 
-def test_kernel_times_are_summed_by_call_and_compared_with_the_first_implementation() -> None:
+def test_results_are_written_before_the_next_is_measured(monkeypatch, tmp_path: Path):
+    path = tmp_path / "result.json"
+
+    def run(*_: Any) -> Iterator[Result]:
+        yield fake_model()
+        assert len(json.loads(path.read_text())["results"]) == 1
+        yield fake_model()
+
+    assert cli.main(["--case", "gpu", "--json", str(path)], [replace(gpu.CASE, run=run)]) == 0
+    assert len(json.loads(path.read_text())["results"]) == 2
+
+
+def test_a_wrong_device_is_refused_in_one_sentence(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    on_cpu = ["--set", "device=cpu", "--set", "backend=gloo"]
+    for arguments, words in (
+        ([], "; --set device=cpu --set backend=gloo runs without one."),
+        (["--set", "device=cpu"], "NCCL does not support CPU tensors: use --set backend=gloo with --set device=cpu."),
+        (["--set", "device=tpu"], "--set device: there is no 'tpu'; choose from cuda, cpu."),
+        (["--set", "sequence=1"], "--set sequence: must be a whole number from 16 to 8192, not '1'."),
+        (["--model", "mlp", *on_cpu], "The case gpu has the models small, resnet50, gpt2, not mlp."),
+    ):
+        assert_refused(lambda given: cli.main(given, [gpu.CASE]), ["--case", "gpu", *arguments], words, capsys)
+
+
+def test_kernel_times_are_summed_by_call_and_compared_with_the_first_way() -> None:
     assert split_by_call([1.0, 2.0, 3.0, 4.0], 2).tolist() == [3.0, 7.0]
-    assert split_by_call([], 3).tolist() == [0.0, 0.0, 0.0]
-    with pytest.raises(RuntimeError, match="3 matching events in 2 equal calls"):
-        split_by_call([1.0, 2.0, 3.0], 2)
-    result = duel_result(duel(HOST_CASE, "title", {"theirs": np.full(9, 20.0), "ours": np.full(9, 5.0)}, bytes=10**6))
+    for times_us in ([], [1.0, 2.0, 3.0]):
+        with pytest.raises(RuntimeError, match=f"saw {len(times_us)} matching events in 2 equal calls"):
+            split_by_call(times_us, 2)
+    result = rows_of("1 MiB", {"theirs": np.full(9, 20.0), "torchddp": np.full(9, 5.0)}, 10**6)
     theirs, ours = result["rows"]
     assert theirs["speed"] is None and ours["speed"]["median"] == 4.0
-    assert ours["values"]["us"]["median"] == 5.0 and ours["values"]["GB/s"]["median"] == pytest.approx(200.0)
+    assert ours["us"]["median"] == 5.0 and ours["gb_per_s"]["median"] == pytest.approx(200.0)
+    text = printed(gpu_rows.table({"case": "gpu_pack", "gpu": None, **result}))
+    assert "gpu_pack · 1 MiB" in text and "4.00 [4.00..4.00]" in text and "1 (the first)" in text
 
 
 @on_ranks(2)
 def test_given_gradients_are_averaged_and_checked() -> None:
-    step = GivenStep([torch.full((5,), 8.0), torch.full((40_000,), 2.0)], divisor=4)
-    step.check(2)
-    assert len(step.model.reducer.plan.buckets) == 1
-    step.model.reducer.set_divisor(lambda: 2)
+    gradients = [torch.full((5,), 8.0), torch.full((40_000,), 2.0)]
+    given_step(gradients, 4)()
+    with pytest.raises(RuntimeError, match="packed into the bucket, not reduced in place"):
+        given_step(gradients, 4, in_place=True)
+    gradients[0][0] = float("nan")  # equals nothing
     with pytest.raises(RuntimeError, match="gradient 0 of 2"):
-        step.check(2)
-    assert [weight.grad[0].item() for weight in step.model.module.weights] == [8.0, 2.0]
+        given_step(gradients, 4)

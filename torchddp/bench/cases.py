@@ -24,7 +24,7 @@ Imports neither torch nor numpy, so that `torchddp` starts even where one of the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection
@@ -84,8 +84,8 @@ class BenchCase(Case):
 
     # Measures one of the job's subjects. Runs on every rank.
     measure: Measure
-    # Makes all launches of the case; returns the results of all subjects.
-    run: Callable[[BenchCase, Settings, Display], list[Result]]
+    # Makes all launches of the case; returns the results of all subjects, or yields each as soon as it has it.
+    run: Callable[[BenchCase, Settings, Display], Iterable[Result]]
     # Tables and plot depend on the results only, so that a saved JSON reproduces them.
     table: Callable[[Result], Table]
     draw: Callable[[Sequence[Result]], Figure]

@@ -148,14 +148,18 @@ def benchmark(
         options=parse_options(cases, options or ()),
     )
     console = make_console()
-    document = run(settings, context.obj["command"], console)
+    document = run(settings, context.obj["command"], console, json_path)
     write_document(document, json_path, out, console)
+    if document["failures"]:
+        raise LaunchError("; ".join(document["failures"]))
 
 
-def run(settings: Settings, command: str, console: Console) -> dict[str, Any]:
+def run(settings: Settings, command: str, console: Console, json_path: Path | None = None) -> dict[str, Any]:
+    """Run the cases and print the report. The file has each result as soon as it is there; a case that fails does not
+    stop the next ones."""
     from torchddp.bench.registry import CASES
     from torchddp.bench.report import render, verdict
-    from torchddp.harness.machine import new_document
+    from torchddp.harness.machine import new_document, write_json
     from torchddp.harness.models import find_factory
 
     cases = [CASES[name] for name in settings.cases]
@@ -166,13 +170,20 @@ def run(settings: Settings, command: str, console: Console) -> dict[str, Any]:
         for model in settings.models:
             if ":" in model:
                 find_factory(model)
-    document = new_document(command, asdict(settings))
+    document = {**new_document(command, asdict(settings)), "failures": []}
     with progress_bar(console) as progress:
         display = Display(progress)
         for case in cases:
-            document["results"] += case.run(case, settings, display)
-    document["verdict"] = verdict(document)
-    console.print(render(document))
+            try:
+                for result in case.run(case, settings, display):
+                    document["results"].append(result)
+                    if json_path is not None:
+                        write_json(json_path, document)
+            except LaunchError as error:
+                document["failures"].append(str(error))
+    if document["results"]:
+        document["verdict"] = verdict(document)
+        console.print(render(document))
     return document
 
 

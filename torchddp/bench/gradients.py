@@ -99,7 +99,7 @@ def verdict_text(goal: float | None, ratio: dict[str, Any]) -> Text:
 
 def summary_tables(results: Sequence[dict[str, Any]]) -> list[Table]:
     columns = ("torch\ndefault", "torch best\n@ cap MiB", "ours", "ours / torch best\np50 [p25..p75]")
-    title = "Summary: our cost compared with torch's best (per_param in us, exposed in ms)"
+    title = "Summary: our cost compared with torch's best (per_param in us, otherwise ms)"
     table = plain_table(title, "case", *columns, second="model")
     table.add_column("goal", no_wrap=True)
     for result in results:

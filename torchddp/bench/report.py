@@ -109,7 +109,8 @@ def save_results(document: dict[str, Any], folder: Path, own_plots: Mapping[str,
     written = []
     for case in case_names(document):
         results = results_of(document, case)
-        stem = f"{document['date'][:10]}-{case}-{machine_slug(document['machine'])}"
+        machine = {**document["machine"], "gpu": results[0].get("gpu")}
+        stem = f"{document['date'][:10]}-{case}-{machine_slug(machine)}"
         json_path, plot_path = folder / f"{stem}.json", folder / f"{stem}.png"
         write_json(json_path, {**document, "results": results})
         (own_plots or {}).get(case, save_plot)(results, plot_path)

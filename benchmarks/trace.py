@@ -1,6 +1,6 @@
 """Device activity during a call, from torch's profiler: kernels, copies and fills, each with its stream and times.
 
-Read from the exported Chrome trace, whose fields are the same in every torch version that we support.
+They are read from the exported Chrome trace, whose fields are the same in every torch version that we support.
 """
 
 from __future__ import annotations
@@ -11,6 +11,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
 
 KINDS = {"kernel": "kernel", "gpu_memcpy": "copy", "gpu_memset": "fill"}
 
@@ -44,9 +47,6 @@ def parse_trace(trace: dict[str, Any]) -> list[DeviceEvent]:
 
 def record(work: Callable[[], object]) -> list[DeviceEvent]:
     """Runs `work`, waits for it and returns the device events. Empty without a device."""
-    import torch
-    from torch.profiler import ProfilerActivity, profile
-
     with_device = torch.cuda.is_available()
     activities = [ProfilerActivity.CUDA if with_device else ProfilerActivity.CPU]
     with tempfile.TemporaryDirectory(prefix="torchddp-trace-") as folder:

@@ -1,1 +1,0 @@
-"""Benchmarks on a GPU: `python -m benchmarks.gpu`."""
