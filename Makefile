@@ -1,4 +1,4 @@
-# make setup | build | demo | demo-faults | test | test-slow | test-thorough | lint | format | docs | docs-serve | bench | readme-chart | chaos | peers | ft-test | test-clients | conformance | compat | dry-run | cuda-build | cuda-test | wheel | wheel-test | clean
+# make setup | build | demo | demo-faults | test | test-slow | test-thorough | lint | format | docs | docs-serve | bench | pages | chaos | peers | ft-test | test-clients | conformance | compat | dry-run | cuda-build | cuda-test | wheel | wheel-test | clean
 # Everything runs in .venv, created on first use; the system only provides Python (with venv), g++ and make.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
@@ -27,7 +27,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build cpp-tests demo demo-faults test test-slow test-thorough lint format docs docs-serve bench readme-chart chaos peers ft-test test-clients conformance compat dry-run dry-python cuda-build cuda-test clean
+.PHONY: help setup build cpp-tests demo demo-faults test test-slow test-thorough lint format docs docs-serve bench pages chaos peers ft-test test-clients conformance compat dry-run dry-python cuda-build cuda-test clean
 .PHONY: wheel wheel-cpu wheel-cuda wheel-test wheel-test-cpu wheel-test-cuda
 
 help:
@@ -142,8 +142,8 @@ bench: build
 	$(PY) -m benchmarks $(ARGS)
 
 # docs/images/cost_of_ddp.png, from the newest result of the case `exposed` in benchmarks/results.
-readme-chart: build
-	$(PY) -m benchmarks.readme_chart
+pages: build
+	$(PY) -m benchmarks.pages
 
 # 300 faults at random points of training jobs: docs/chaos.md.
 chaos: build

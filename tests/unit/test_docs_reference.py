@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from benchmarks import performance_page
+from benchmarks import pages
 from scripts import write_command_page
 from scripts.docs_hooks import ROOT, as_markdown
 from torchddp.cli import checks
@@ -48,9 +48,9 @@ def test_the_command_page_matches_the_commands_help():
 
 def test_the_tables_match_the_results():
     page = (DOCS / "performance.md").read_text()
-    if page != performance_page.filled(page):
-        pytest.fail("docs/performance.md is not what the results say: run python -m benchmarks.performance_page")
-    assert set(re.findall(r"<!-- table: (\w+) -->", page)) == performance_page.TABLES.keys()
+    if page != pages.filled(page):
+        pytest.fail("docs/performance.md is not what the results say: run python -m benchmarks.pages")
+    assert set(re.findall(r"<!-- table: (\w+) -->", page)) == pages.TABLES.keys()
 
 
 def rows(heading):
