@@ -26,8 +26,8 @@ struct SegmentView {
 class OuterLink {
  public:
   virtual ~OuterLink() = default;
-  // `wire`: the type in which values are sent, if not their own.
-  virtual void start(void* data, kernels::DType type, int64_t numel, std::optional<kernels::DType> wire) = 0;
+  // `sent`: the type in which values are sent, if not their own.
+  virtual void start(void* data, kernels::DType type, int64_t numel, std::optional<kernels::DType> sent) = 0;
   // True if the oldest operation has finished; it is then forgotten. Throws TransportError.
   virtual bool finish_oldest() = 0;
 };

@@ -73,9 +73,9 @@ bool Chunks::work() {
     return false;
   }
   if (const auto range = outer_shard(); range.numel() > 0) {
-    const auto wire = has_wire(job_.operation, job_.board) ? std::optional(job_.operation.wire) : std::nullopt;
     auto* data = inputs_.block(mine) + range.begin * job_.item();
-    ask_outer(job_.failure, [&] { job_.config.outer->start(data, job_.operation.type, range.numel(), wire); });
+    ask_outer(job_.failure,
+              [&] { job_.config.outer->start(data, job_.operation.type, range.numel(), job_.operation.outer_type); });
   }
   return true;
 }

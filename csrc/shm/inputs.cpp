@@ -5,8 +5,6 @@
 #include <atomic>
 #include <cstring>
 
-#include "kernels/pack.h"
-
 namespace torchddp::shm {
 namespace {
 
@@ -55,7 +53,6 @@ Inputs::Inputs(Job& job)
     : job_(job),
       known_(static_cast<size_t>(job.board.size())),
       blocks_(known_.size()),
-      wires_(known_.size()),
       scales_(known_.size()),
       counted_(known_.size()) {}
 
@@ -70,7 +67,6 @@ Terms Inputs::terms() const {
   return {.kind = operation.kind,
           .type = static_cast<uint8_t>(operation.type),
           .op = static_cast<uint8_t>(operation.op),
-          .wire = static_cast<uint8_t>(has_wire(operation, job_.board) ? 1 + static_cast<int>(operation.wire) : 0),
           .root = static_cast<uint8_t>(operation.root),
           .form = operation.form,
           .accepts = static_cast<uint8_t>(operation.accepts),
@@ -111,15 +107,6 @@ void Inputs::check(int rank) {
   read_once();
   expect(rank, terms);
   blocks_[at] = operation.kind == OpKind::kAllToAllSplits ? find_split(rank, terms) : find_block(rank);
-  if (has_wire(operation, job_.board)) {
-    const auto offset = place_of(job_.slot(rank).post).wire_offset;
-    if (terms.wire != 1 + static_cast<uint8_t>(operation.wire) ||
-        !job_.board.holds(rank, offset, wire_bytes(operation))) {
-      job_.failure.fail(
-          job_.board.name(rank) + " does not send " + job_.describe() + " as 16-bit floats from its segment", rank);
-    }
-    wires_[at] = job_.board.base(rank) + offset;
-  }
   all_accept_ &= terms.accepts != 0;
   scales_[at] = terms.scale;
   scaled_ |= terms.scale != 1.0;
@@ -175,10 +162,6 @@ std::byte* Inputs::find_split(int rank, const Terms& terms) const {
 
 void Inputs::sum(Group ranks, const void* partial, Range range, std::span<void* const> targets) const {
   const auto& operation = job_.operation;
-  if (has_wire(operation, job_.board)) {
-    sum_wires(ranks, partial, range, targets);
-    return;
-  }
   const auto offset = range.begin * job_.item();
   std::array<const void*, kMaxRanks + 1> sources;
   std::array<double, kMaxRanks + 1> scales;
@@ -221,37 +204,6 @@ void Inputs::sum_checked(Group ranks, bool has_partial, std::span<void* const> t
     if (counted_[static_cast<size_t>(rank)] != 0) {
       const auto at = static_cast<size_t>(rank - ranks.first + (has_partial ? 1 : 0));
       job_.slot(rank).non_finite.fetch_add(static_cast<uint64_t>(found[at]));
-    }
-  }
-}
-
-// Sums of 16-bit floats, computed and written in kF32 piece by piece so that they stay in the L1 cache.
-void Inputs::sum_wires(Group ranks, const void* partial, Range range, std::span<void* const> targets) const {
-  constexpr int64_t kPiece = 2048;
-  std::array<float, kPiece> total;
-  std::array<float, kPiece> next;
-  const auto wire = job_.operation.wire;
-  const auto wire_item = kernels::item_size(wire);
-  for (auto begin = range.begin; begin < range.end; begin += kPiece) {
-    const auto numel = std::min(kPiece, range.end - begin);
-    const auto done = (begin - range.begin) * static_cast<int64_t>(sizeof(float));
-    bool is_first = partial == nullptr;
-    if (!is_first) {
-      std::memcpy(total.data(), static_cast<const std::byte*>(partial) + done,
-                  static_cast<size_t>(numel) * sizeof(float));
-    }
-    for (int rank = ranks.first; rank < ranks.end(); ++rank) {
-      const auto* source = wires_[static_cast<size_t>(rank)] + begin * wire_item;
-      kernels::scale_cast(is_first ? total.data() : next.data(), kernels::DType::kF32, source, wire, numel, 1.0);
-      if (!is_first) {
-        void* const sum = total.data();
-        const std::array<const void*, 2> sources{total.data(), next.data()};
-        kernels::reduce_ranks({&sum, 1}, sources, kernels::DType::kF32, kernels::ReduceOp::kSum, numel);
-      }
-      is_first = false;
-    }
-    for (auto* target : targets) {
-      std::memcpy(static_cast<std::byte*>(target) + done, total.data(), static_cast<size_t>(numel) * sizeof(float));
     }
   }
 }

@@ -38,16 +38,14 @@ class Inputs {
   std::byte* find_split(int rank, const Terms& terms) const;
   void sum_checked(Group ranks, bool has_partial, std::span<void* const> targets, std::span<const void* const> sources,
                    std::span<const double> scales, int64_t numel) const;
-  void sum_wires(Group ranks, const void* partial, Range range, std::span<void* const> targets) const;
 
   Job& job_;
-  std::vector<uint8_t> known_;           // by rank
-  std::vector<std::byte*> blocks_;       // every rank's input
-  std::vector<const std::byte*> wires_;  // what they send instead of their blocks
-  std::vector<double> scales_;           // what their inputs are multiplied by
-  std::vector<uint8_t> counted_;         // who asks for non-finite counts
-  bool scaled_ = false;                  // not all scales are 1
-  bool counts_ = false;                  // whether any rank does
+  std::vector<uint8_t> known_;      // by rank
+  std::vector<std::byte*> blocks_;  // every rank's input
+  std::vector<double> scales_;      // what their inputs are multiplied by
+  std::vector<uint8_t> counted_;    // who asks for non-finite counts
+  bool scaled_ = false;             // not all scales are 1
+  bool counts_ = false;             // whether any rank does
   bool all_accept_ = true;
   bool is_open_ = true;
 };

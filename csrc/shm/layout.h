@@ -41,9 +41,8 @@ enum class Form : uint8_t {
 // What a rank contributes to an operation.
 struct Terms {
   OpKind kind;
-  uint8_t type;      // kernels::DType
-  uint8_t op;        // kernels::ReduceOp
-  uint8_t wire = 0;  // 1 + kernels::DType of what is sent, if that is not `type`
+  uint8_t type;  // kernels::DType
+  uint8_t op;    // kernels::ReduceOp
   uint8_t root;
   Form form = Form::kUsual;
   uint8_t accepts = 0;  // the answer to a kQuestion
@@ -55,7 +54,6 @@ struct Terms {
 // The location of an input that is not sent in the post: offsets in the rank's segment.
 struct Place {
   int64_t offset;
-  int64_t wire_offset = 0;  // of what is sent, if that is not `type`
 };
 
 // Data for other ranks, beginning in the cache line that announces it.

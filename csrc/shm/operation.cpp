@@ -41,9 +41,8 @@ Moved moved_by_owner(const Operation& operation, const Board& board) {
   const auto numel =
       place < owners ? grid.range(grid.begin(place, owners), grid.begin(place + 1, owners)).numel() : int64_t{0};
   const auto item = kernels::item_size(operation.type);
-  const auto read_item = operation.wire_memory != nullptr ? kernels::item_size(operation.wire) : item;
   const auto handed_on = (at > 0 ? 1 : 0) + (at + 1 < nodes.size() ? 1 : 0);
-  return {numel * ((node.size - 1) * (read_item + item) + handed_on * item), board.spans() ? numel : 0};
+  return {numel * (2 * (node.size - 1) + handed_on) * item, board.spans() ? numel : 0};
 }
 
 }  // namespace
@@ -78,15 +77,8 @@ bool is_chunked(const Operation& operation, const Board& board) {
   return is_usual_sum(operation) && !is_eager(operation, board);
 }
 
-bool has_wire(const Operation& operation, const Board& board) {
-  return operation.wire_memory != nullptr && is_chunked(operation, board);
-}
-
-int64_t wire_bytes(const Operation& operation) { return operation.numel * kernels::item_size(operation.wire); }
-
 bool can_count(const Operation& operation, const Board& board) {
-  return is_chunked(operation, board) && operation.wire_memory == nullptr && operation.op == kernels::ReduceOp::kSum &&
-         kernels::is_float(operation.type);
+  return is_chunked(operation, board) && operation.op == kernels::ReduceOp::kSum && kernels::is_float(operation.type);
 }
 
 Moved moved(const Operation& operation, const Board& board) {

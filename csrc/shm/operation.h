@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -36,15 +37,13 @@ struct Operation {
   // Factor for this rank's input before it is summed (kAllReduce, kReduce); ranks may differ. Other than 1 only for sums of
   // kF64 or kF32.
   double scale = 1.0;
-  // For a large kAllReduce of kF32: memory of the segment for numel 16-bit floats of type `wire`, in which the input is sent.
-  // Sums are computed in kF32; sums that are sent on to other hosts are rounded again.
-  void* wire_memory = nullptr;
-  kernels::DType wire = kernels::DType::kBF16;
+  // For a large kAllReduce of kF32 over several hosts: the 16-bit float in which a host's sums are sent to the others.
+  std::optional<kernels::DType> outer_type = {};
   // For kAllReduce on a single host; equal on all ranks. The output of a kEveryone is what the input is a copy of. A kQuestion
   // has no input, and at most a bool as its output: whether all accept.
   Form form = Form::kUsual;
   bool accepts = false;
-  // For a large kAllReduce that sums floats without wire_memory; filled in by the time wait() returns. The rank that sums
+  // For a large kAllReduce that sums floats; filled in by the time wait() returns. The rank that sums
   // checks the values while they are in registers. Other operations report nothing.
   std::shared_ptr<NonFinite> non_finite = {};
   // kAllToAllSplits: the bytes that this rank expects from each rank, in rank order; empty: nothing from any.
@@ -62,9 +61,6 @@ bool is_eager(const Operation& operation, const Board& board);
 // Whether it is summed from group to group, or in chunks by their owners; otherwise each rank sums for itself.
 bool is_chained(const Operation& operation, const Board& board);
 bool is_chunked(const Operation& operation, const Board& board);
-// Whether the values are sent in 16 bits, and how many bytes that takes.
-bool has_wire(const Operation& operation, const Board& board);
-int64_t wire_bytes(const Operation& operation);
 // Whether infinities and NaNs can be reported.
 bool can_count(const Operation& operation, const Board& board);
 

@@ -5,8 +5,6 @@
 #include <cstring>
 #include <utility>
 
-#include "kernels/pack.h"
-
 namespace torchddp::shm {
 
 Running::Running(const EngineConfig& config, const Board& board, Failure& failure, Done& done, bool crowded)
@@ -69,15 +67,6 @@ void Running::put_input(Post& post) const {
     if (!board.holds(board.rank(), place.offset, operation.bytes())) {
       throw InternalError(std::string(kind_name(operation.kind)) + " of memory that is not in the shared segment");
     }
-  }
-  if (has_wire(operation, board)) {
-    place.wire_offset = static_cast<const std::byte*>(operation.wire_memory) - board.base(board.rank());
-    if (operation.type != kernels::DType::kF32 ||
-        !board.holds(board.rank(), place.wire_offset, wire_bytes(operation))) {
-      throw InternalError("only fp32 in the shared segment can be sent in 16 bits");
-    }
-    kernels::scale_cast(operation.wire_memory, operation.wire, input, kernels::DType::kF32, operation.numel,
-                        operation.scale);
   }
   std::memcpy(post.data.data(), &place, sizeof(place));
 }

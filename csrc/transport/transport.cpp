@@ -44,7 +44,7 @@ void Transport::check_arguments(const Collective& operation) const {
              " times the world size ", size());
   TDDP_CHECK(root >= 0 && root < size(), name, " on rank ", rank(), ": root ", root, " is not in [0, ", size(), ")");
   const bool may_narrow = capabilities_.narrows && kind == Collective::Kind::kAllReduce;
-  TDDP_INTERNAL((options.scale == 1.0 || capabilities_.scales) && (!options.wire || may_narrow), name,
+  TDDP_INTERNAL((options.scale == 1.0 || capabilities_.scales) && (!options.outer_dtype || may_narrow), name,
                 " can't scale or narrow so through ", this->name());
 }
 

@@ -20,9 +20,9 @@ namespace torchddp::transport {
 struct SumOptions {
   // Other than 1 only for fp32 and fp64, and only if the transport scales; ranks may differ. For all_reduce and reduce.
   double scale = 1.0;
-  // fp32 tensors may be sent as kBFloat16 or kHalf and are summed in fp32. Only if the transport narrows; equal on all ranks,
-  // which get equal results. For all_reduce only.
-  std::optional<at::ScalarType> wire;
+  // Between hosts, fp32 tensors are sent as kBFloat16 or kHalf and are summed in fp32; within a host, nothing changes. Only if the
+  // transport narrows; equal on all ranks, which get equal results. For all_reduce only.
+  std::optional<at::ScalarType> outer_dtype;
   // How errors refer to it if the operation is all that is left to name; -1: not a bucket.
   int64_t bucket = -1;
   // Work::non_finite() then reports this rank's own input, and Work::sums_finite() the result. For all_reduce only, and only if

@@ -15,7 +15,7 @@ class AddingLink final : public OuterLink {
  public:
   AddingLink(float constant, milliseconds delay) : constant_(constant), delay_(delay) {}
 
-  void start(void* data, DType type, int64_t numel, std::optional<DType> /*wire*/) override {
+  void start(void* data, DType type, int64_t numel, std::optional<DType> /*sent*/) override {
     require(type == DType::kF32 && numel > 0, "only shards with elements are reduced");
     running_.push_back({static_cast<float*>(data), numel, Clock::now() + delay_});
   }
@@ -136,7 +136,7 @@ class Meeting {
 class MeetingLink final : public OuterLink {
  public:
   MeetingLink(Meeting& meeting, size_t host) : meeting_(meeting), host_(host) {}
-  void start(void* data, DType /*type*/, int64_t numel, std::optional<DType> /*wire*/) override {
+  void start(void* data, DType /*type*/, int64_t numel, std::optional<DType> /*sent*/) override {
     meeting_.arrive(started_++, host_, static_cast<float*>(data), numel);
   }
   bool finish_oldest() override { return meeting_.finished(finished_) && (++finished_, true); }
@@ -197,14 +197,14 @@ TEST(shm_two_hosts_sum_with_each_other) {
 // Never completes an operation.
 class SilentLink : public OuterLink {
  public:
-  void start(void* /*data*/, DType /*type*/, int64_t /*numel*/, std::optional<DType> /*wire*/) override {}
+  void start(void* /*data*/, DType /*type*/, int64_t /*numel*/, std::optional<DType> /*sent*/) override {}
   bool finish_oldest() override { return false; }
 };
 
 class BrokenLink final : public SilentLink {
  public:
   explicit BrokenLink(bool at_start) : at_start_(at_start) {}
-  void start(void* /*data*/, DType /*type*/, int64_t /*numel*/, std::optional<DType> /*wire*/) override {
+  void start(void* /*data*/, DType /*type*/, int64_t /*numel*/, std::optional<DType> /*sent*/) override {
     if (at_start_) throw TransportError("the cable is cut");
   }
   bool finish_oldest() override { throw TransportError("the cable is cut"); }

@@ -92,12 +92,6 @@ TEST(traffic_of_shared_memory_is_the_owners) {
   CHECK_EQ(ranks[0].outer_numel + ranks[1].outer_numel, 50'000);
 }
 
-TEST(traffic_of_shared_memory_in_16_bits_is_read_narrow) {
-  int unused = 0;
-  const auto ranks = moved_by_ranks(2, {.numel = 100'000, .wire_memory = &unused}, 2, false);
-  CHECK_EQ(total_bytes(ranks), 100'000 * (2 + 4));
-}
-
 TEST(traffic_of_shared_memory_by_kind) {
   const int64_t numel = 24;
   const auto of = [&](OpKind kind) {

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
+from tests.comm_hooks import live_on
 from tests.harness import each, on_ranks
 from tests.main_grads import HALVES, MICRO, expected, grad_of, kept, layers, loss, run_step, sums, wrapped
 from tests.models import Branches, batch, loss_of, same_on_all_ranks, seeded
@@ -66,6 +67,7 @@ OPTIONS = [
 @on_ranks(2)
 def test_with_other_options(rank, place):
     for cls, options, share in each([*OPTIONS, *[(DDP, {"gradient_as_bucket_view": False}, 0)] * (place == "grad")]):
+        live_on("ab" if "wire_dtype" in options else "aa", rank)
         ddp = wrapped(layers(BF16), cls, main_grads_as=place, **options)
         for step in range(2):
             for i in accumulate(ddp, MICRO):

@@ -18,6 +18,7 @@ from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import torchddp
+from tests.comm_hooks import live_on
 from tests.harness import each, on_ranks
 from tests.models import Branches, Mlp, batch, loss_of, same_on_all_ranks, seeded, step_on
 from tests.oss import float_mlp as mlp
@@ -236,7 +237,9 @@ def test_options_are_kept(rank):
         assert same_on_all_ranks(list(model.parameters()))
     assert not torch.equal(before, model.module.last.weight)
 
-    # 16-bit sums.
+    # Gradients sent between hosts in 16 bits.
+    live_on("ab", rank)
+
     def gradients_of(model):
         model.zero_grad()
         model(batch(rank).float()).square().mean().backward()

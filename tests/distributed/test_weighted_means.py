@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import torchddp
+from tests.comm_hooks import live_on
 from tests.fault.test_bad_input import Twice
 from tests.harness import assert_each_raises, each, gathered, on_ranks
 from tests.managers import FakeManager
@@ -146,13 +147,14 @@ HOOKS = {
 
 
 @on_ranks(4)
-def test_hooks_and_16_bit_sums(rank):
+def test_hooks_and_16_bits_between_hosts(rank):
     """Also with weights that overflow 16-bit floats."""
     for hook, rtol in each(HOOKS.items()):
         check_steps(DDP(Net(), comm_hook=hook), rank, rtol=rtol, scale=30_000)
     model = DDP(Net())
     model._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
     check_steps(model, rank, rtol=2e-5, scale=30_000)
+    live_on("aabb", rank)
     for dtype in each([torch.bfloat16, torch.float16]):
         check_steps(DDP(Net(), transport="shm", wire_dtype=dtype), rank, rtol=0.02)
 
@@ -389,7 +391,8 @@ def test_gradients_whose_weights_are_unknown_and_large_totals(rank):
             mean_loss(model(samples(rank, count, 2))).backward()
     model.weigh(1)
 
-    # Totals that grow far beyond the first: float16 ranges from 6e-8 to 65504.
+    # Totals that grow far beyond the first: float16, between hosts, ranges from 6e-8 to 65504.
+    live_on("ab", rank)
     for first, later in each([(1e-3, 1e4), (1e5, 1e-6)]):
         model = DDP(Net(), transport="shm", wire_dtype=torch.float16)
         for step, times in enumerate([first, later, later]):

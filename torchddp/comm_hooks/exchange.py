@@ -2,10 +2,12 @@
 
 Uses separate process groups, so that other messages can't interleave.
 
-Note [Hosts] ~~~~~~~~~~~~ With several hosts, the ranks of each host first sum exactly in shared memory. Each rank then
-owns a shard of the bucket, and only that is compressed and sent to the ranks in the same place on the other hosts.
-Rounding then loses bits once per host instead of once per rank, and each byte crosses the link once. On a single host
-every rank counts as a host, because otherwise nothing would be compressed.
+Note [Hosts]
+~~~~~~~~~~~~
+With several hosts, the ranks of each host first sum exactly in shared memory. Each rank then owns a shard of the
+bucket, and only that is compressed and sent to the ranks in the same place on the other hosts. Rounding then loses bits
+once per host instead of once per rank, and each byte crosses the link once. On a single host every rank counts as a
+host, because otherwise nothing would be compressed.
 """
 
 from __future__ import annotations

@@ -75,9 +75,9 @@ class DistributedDataParallel(TorchDDP):
     ``transport`` and the arguments after it are torchddp's own: see :class:`torchddp.ddp.options.DDPOptions`.
 
     Memory per rank: the gradients, as buckets. Gradients of 16-bit parameters take 4 bytes per element with
-    ``main_grads`` and 4 + 2 with ``reduce_dtype``. ``wire_dtype`` adds half of the buckets. Over shared memory,
-    autograd allocates gradients of 256 KiB and more there instead of copying them, with up to three spare blocks of
-    each size. ``find_unused_parameters`` and ``static_graph`` add one int32 per parameter.
+    ``main_grads`` and 4 + 2 with ``reduce_dtype``. Over shared memory, autograd allocates gradients of 256 KiB and more
+    there instead of copying them, with up to three spare blocks of each size. ``find_unused_parameters`` and
+    ``static_graph`` add one int32 per parameter.
 
     Raises:
         TypeError: ``comm_hook`` or ``process_group`` has the wrong type.

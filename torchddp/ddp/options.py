@@ -107,10 +107,11 @@ class DDPOptions:
             may make. The environment variable TORCHDDP_TRANSPORT replaces "auto". A transport added with
             ``torchddp.transport.select.register`` is chosen by its name (for type checkers
             ``RegisteredTransport(name)``).
-        wire_dtype: ``torch.bfloat16`` or ``torch.float16``: send fp32 gradients in 16 bits and sum them in fp32. All
-            ranks get the same values, with rounding errors. Over shared memory only (RuntimeError otherwise; the hook
-            ``bf16_compress_hook`` works everywhere). Between two hosts it halves the traffic; with more, every host
-            sends its part to every other host. None: no conversion.
+        wire_dtype: ``torch.bfloat16`` or ``torch.float16``: send fp32 gradients between hosts in 16 bits, and sum them
+            in fp32. All ranks get the same values, with one rounding error per host. Between two hosts it halves the
+            traffic; with more, every host sends its part to every other host. Within a host sums are exact: with all
+            ranks on one host, this option changes nothing. Over shared memory only (RuntimeError otherwise; the hook
+            ``torchddp.comm_hooks.BF16`` works everywhere). None: no conversion.
         timeout: how long a reduction may take, e.g. ``datetime.timedelta(seconds=30)``; None: the process group's
             limit. A peer that dies or stalls raises :class:`torchddp.TransportError`, naming rank, bucket and
             parameters.

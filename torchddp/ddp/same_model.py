@@ -13,6 +13,14 @@ from torchddp.transport.agreement import GroupExchange, gather_if_different
 MAX_DIFFERENCES = 8
 
 
+# What ranks may have chosen differently, and the options to make equal.
+_CHOICES = (
+    ("chose different transports", "transport= and the same TORCHDDP_TRANSPORT"),
+    ("would reduce large gradients in different ways", "adopt_large_gradients= and the same gradient_as_bucket_view="),
+    ("would send gradients to other hosts in different dtypes", "wire_dtype="),
+)
+
+
 @dataclass(frozen=True)
 class ParamDescription:
     """What must agree between ranks for one parameter that DDP reduces."""
@@ -104,37 +112,27 @@ def verify_same_model(
     device: torch.device,
     transport: str,
     adopt_bytes: int = 0,
+    wire_dtype: torch.dtype | None = None,
     bucket_dtypes: Sequence[torch.dtype] | None = None,
 ) -> None:
     """Collective. Raise RuntimeError on every rank unless the parameters agree, ValueError unless the other values do.
 
     Parameters must agree in number, order, shape, strides and dtype, including the dtype of their buckets.
-    ``adopt_bytes``: as `DDPOptions.adopt_bytes`. Costs one all-gather of an integer if they agree; full descriptions
-    are only sent if they don't.
+    ``adopt_bytes``, ``wire_dtype``: as in `DDPOptions`. Costs one all-gather of an integer if they agree; full
+    descriptions are only sent if they don't.
     """
     if process_group.size() == 1:
         return
-    by_rank = gather_if_different(
-        (describe(parameters, names, bucket_dtypes), transport, adopt_bytes), GroupExchange(process_group, device)
-    )
+    choices = (repr(transport), "in place" if adopt_bytes > 0 else "in their buckets", str(wire_dtype))
+    mine = (choices, describe(parameters, names, bucket_dtypes))
+    by_rank = gather_if_different(mine, GroupExchange(process_group, device))
     if by_rank is None:
         return
-    transports = [choice for _, choice, _ in by_rank]
-    if len(set(transports)) > 1:
-        listed = ", ".join(f"rank {rank}: {choice!r}" for rank, choice in enumerate(transports))
-        raise ValueError(
-            f"The ranks chose different transports ({listed}). Give all of them the same transport= and the same "
-            "TORCHDDP_TRANSPORT."
-        )
-    limits = [limit for _, _, limit in by_rank]
-    if len(set(limits)) > 1:
-        ways = ("in their buckets", "in place")
-        listed = ", ".join(f"rank {rank}: {ways[limit > 0]}" for rank, limit in enumerate(limits))
-        raise ValueError(
-            f"The ranks would reduce large gradients in different ways ({listed}). Give all of them the same "
-            "adopt_large_gradients= and the same gradient_as_bucket_view=."
-        )
-    differences = find_differences([descriptions for descriptions, _, _ in by_rank])
+    for choice, (what, options) in zip(zip(*(choices for choices, _ in by_rank), strict=True), _CHOICES, strict=True):
+        if len(set(choice)) > 1:
+            listed = ", ".join(f"rank {rank}: {chosen}" for rank, chosen in enumerate(choice))
+            raise ValueError(f"The ranks {what} ({listed}). Give all of them the same {options}.")
+    differences = find_differences([descriptions for _, descriptions in by_rank])
     if not differences:
         return
     more = len(differences) - MAX_DIFFERENCES

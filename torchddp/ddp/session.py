@@ -244,8 +244,8 @@ class ReducerSession:
         choice = select.intended_transport(self.options.transport, group, devices, collective=collective)
         if collective:
             large_from = self.options.adopt_bytes if self.device.type == "cuda" else 0
-            dtypes = self._bucket_dtypes()
-            verify_same_model(self.parameters, self._names, group, self.device, choice, large_from, dtypes)
+            wire, dtypes = self.options.wire_dtype, self._bucket_dtypes()
+            verify_same_model(self.parameters, self._names, group, self.device, choice, large_from, wire, dtypes)
         elif self.is_copy:
             choice = select.C10D
         return select.open_transport(choice, group, device=self.device, timeout=self.wait_limit or None)

@@ -34,7 +34,7 @@ struct ReducerConfig {
   bucket::ViewStorage view_storage = bucket::ViewStorage::kOwn;
   bool skip_all_reduce_unused_params = false;
   bool compiled_autograd_takes_over = false;  // torch's "python_reducer" mode
-  std::optional<at::ScalarType> wire_dtype;   // fp32 buckets are sent in this dtype
+  std::optional<at::ScalarType> wire_dtype;   // fp32 buckets are sent to other hosts in this dtype
   // For fp32 buckets with an owner: the dtype they are cast to for the reduction, and back from afterwards.
   std::optional<at::ScalarType> reduce_dtype;
   GradPrecision grad_precision = GradPrecision::kOfParameter;

@@ -45,8 +45,7 @@ class AllReduce final : public Reduction {
  private:
   // Whether the transport can check for non-finite values while it sums.
   bool sums_tell(const bucket::Bucket& bucket) const {
-    return !context_.config.wire_dtype && bucket.apart().empty() &&
-           context_.transport->counts_non_finite(bucket.wire());
+    return bucket.apart().empty() && context_.transport->counts_non_finite(bucket.wire());
   }
 
   const Context& context_;
@@ -64,7 +63,7 @@ ReductionPtr make_all_reduce(const Context& context, NonFiniteWatch& non_finite,
 }
 
 transport::SumOptions all_reduce_options(const Context& context, int64_t index) {
-  return {.wire = context.transport->capabilities().narrows ? context.config.wire_dtype : std::nullopt,
+  return {.outer_dtype = context.transport->capabilities().narrows ? context.config.wire_dtype : std::nullopt,
           .bucket = index};
 }
 

@@ -17,16 +17,16 @@ class C10dOuterLink final : public shm::OuterLink {
   C10dOuterLink(c10::intrusive_ptr<c10d::ProcessGroup> group, std::shared_ptr<shm::Segment> segment)
       : group_(std::move(group)), segment_(std::move(segment)) {}
 
-  void start(void* data, kernels::DType type, int64_t numel, std::optional<kernels::DType> wire) override {
+  void start(void* data, kernels::DType type, int64_t numel, std::optional<kernels::DType> sent) override {
     const c10::NoGradGuard no_grad;
     const WithoutPythonObjects without_python_objects;
     Running running;
     running.data =
         at::from_blob(data, {numel}, [segment = segment_](void*) {}, at::TensorOptions().dtype(scalar_type(type)));
     try {
-      if (wire) {
+      if (sent) {
         // Process groups sum 16-bit floats in 16 bits. Here each host gets the others' addends and sums them in fp32.
-        auto mine = running.data.to(scalar_type(*wire));
+        auto mine = running.data.to(scalar_type(*sent));
         running.gathered = at::empty({group_->getSize() * numel}, mine.options());
         running.work = all_gather_flat(*group_, running.gathered, mine);
       } else {

@@ -86,26 +86,15 @@ class ShmWork final : public Work {
   int64_t non_finite() const override { return non_finite_ == nullptr ? 0 : non_finite_->inputs.load(); }
   bool sums_finite() const override { return non_finite_ != nullptr && non_finite_->sums_finite.load(); }
 
-  void* wire_memory(int64_t bytes) {
-    if (!wire.defined() || bytes_of(wire) < bytes) {
-      wire.reset();
-      wire = transport_->scratch().lend(bytes, at::kCPU);
-    }
-    return wire.mutable_data_ptr();
-  }
-
   void check_idle() const { TDDP_INTERNAL(!active_, "an operation on a Work whose last one was not waited for"); }
   Work& group_work() { return *group_work_; }
 
   OperationMemory memory;  // of the current operation
-  // Shared memory in which the input is sent in 16 bits; kept, since the next operation usually has the same size.
-  at::Tensor wire;
 
  private:
   void give_up() {
     if (active_) {
-      transport_->keep({memory.input, memory.output, memory.staging, wire}, seq_);
-      wire.reset();  // it may be in use
+      transport_->keep({memory.input, memory.output, memory.staging}, seq_);
       active_ = false;
     }
     forget();
@@ -295,9 +284,10 @@ void ShmTransport::count_operation(const shm::Operation& operation) {
   const auto bytes = mine.outer_numel * kernels::item_size(operation.type);
   const auto hosts = placement_.outer_group->getSize();
   // 16-bit floats are gathered and not summed by the process group: see C10dOuterLink.
-  const auto narrow_bytes = mine.outer_numel * kernels::item_size(operation.wire);
+  const auto& sent = operation.outer_type;
   count(Route::kOuter, bytes,
-        operation.wire_memory != nullptr ? one_way_bytes(hosts * narrow_bytes, hosts) : all_reduce_bytes(bytes, hosts));
+        sent ? one_way_bytes(hosts * mine.outer_numel * kernels::item_size(*sent), hosts)
+             : all_reduce_bytes(bytes, hosts));
 }
 
 void ShmTransport::interrupt(const std::string& reason) {
@@ -385,9 +375,8 @@ void ShmTransport::start_sum(const Collective& sum, Work& work) {
     run(work, operation, tensor, sum.root == engine_->board().rank() ? tensor : at::Tensor());
     return;
   }
-  if (sum.options.wire && operation.type == kernels::DType::kF32 && !engine_->is_eager(operation)) {
-    operation.wire = *sum_type(*sum.options.wire);
-    operation.wire_memory = own(work).wire_memory(tensor.numel() * kernels::item_size(operation.wire));
+  if (sum.options.outer_dtype && operation.type == kernels::DType::kF32) {
+    operation.outer_type = sum_type(*sum.options.outer_dtype);
   }
   if (sum.options.count_non_finite) {
     operation.non_finite = own(work).count_anew();
