@@ -20,7 +20,6 @@ __all__ = [
     "NonFinite",
     "TransportError",
     "UsageWarning",
-    "user_line",
     "warn_user",
 ]
 
@@ -31,7 +30,6 @@ ADVICE_FOR_A_LOST_PEER = (
     "died, left, or did not reach this step in time: look for the first error in the other ranks' logs."
 )
 _NOT_THE_USERS = (str(Path(__file__).parent) + "/", str(Path(torch.__file__).parent) + "/", contextlib.__file__)
-_is_users: dict[str, bool] = {}  # by file
 
 
 class UsageWarning(UserWarning):
@@ -84,25 +82,9 @@ class NonFinite:
 
 
 def warn_user(text: str, category: type[Warning] = UserWarning) -> None:
-    """Like ``warnings.warn``, attributed to the line that `user_line` finds."""
-    warnings.warn(text, category, stacklevel=_users_frame(sys._getframe())[1])
-
-
-def user_line() -> tuple[str, int]:
-    """File and line of the innermost running frame that belongs neither to this package nor to torch."""
-    frame, _ = _users_frame(sys._getframe())
-    return ("<unknown>", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
-
-
-def _users_frame(own: FrameType) -> tuple[FrameType | None, int]:
-    """The user's innermost frame above ``own``, and its stack level."""
-    level, frame = 1, own.f_back
-    while frame is not None:
-        file = frame.f_code.co_filename
-        users = _is_users.get(file)
-        if users is None:
-            users = _is_users[file] = not file.startswith(_NOT_THE_USERS)
-        if users:
-            break
-        frame, level = frame.f_back, level + 1
-    return frame, level + 1
+    """Like ``warnings.warn``, attributed to the innermost line that belongs neither to this package nor to torch."""
+    level = 1
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(text, category, stacklevel=level)

@@ -1,12 +1,10 @@
 // The Reducer's Python surface: its reports.
 #include <pybind11/stl.h>
-#include <torch/csrc/Exceptions.h>
 
 #include <array>
 
 #include "bindings/bind_reducer.h"
 #include "common/check.h"
-#include "reducer/report/backward_watch.h"
 
 namespace torchddp::bindings {
 namespace {
@@ -82,11 +80,6 @@ const char* name_of(timeline::EventKind kind) {
   return kNames.at(static_cast<size_t>(kind));
 }
 
-const char* name_of(BackwardEnd end) {
-  constexpr std::array<const char*, 4> kNames = {"none", "running", "ended", "failed"};
-  return kNames.at(static_cast<size_t>(end));
-}
-
 py::dict status_dict(Reducer& self) {
   Status status;
   {
@@ -113,8 +106,6 @@ py::dict status_dict(Reducer& self) {
   result["num_buckets"] = status.buckets.size();
   result["buckets"] = std::move(buckets);
   result["armed"] = status.armed;
-  result["backward"] = name_of(status.backward);
-  result["backward_error"] = status.backward_error;
   result["error"] = status.error;
   return result;
 }
@@ -130,22 +121,10 @@ std::vector<int64_t> changed_gradients(Reducer& self) {
   return result;
 }
 
-std::string python_type_name(const std::exception_ptr& error) {
-  try {
-    std::rethrow_exception(error);
-  } catch (const python_error& raised) {
-    const py::gil_scoped_acquire gil;
-    return raised.type == nullptr ? "" : py::str(py::handle(raised.type).attr("__name__"));
-  } catch (...) {
-    return "";
-  }
-}
-
 LiveStatus& live(Parts& parts) { return parts.events.live(); }
 timeline::Timeline& timeline_of(Parts& parts) { return parts.events.timeline(); }
 
 void bind_status(PyReducer& c) {
-  set_error_type_name(&python_type_name);
   c.def("status", &status_dict, "Where the step is; from any thread, at any time. See docs/hang_reports.md.")
       .def(
           "set_peers",
@@ -217,17 +196,6 @@ void bind_gradients(PyReducer& c) {
            "another tensor. Empty if none were recorded or a step is running.");
 }
 
-void bind_forwards(PyReducer& c) {
-  c.def(
-       "watch_forward",
-       [](Reducer& self, int64_t forward, const std::vector<at::Tensor>& outputs) {
-         self.parts().forwards.watch(forward, outputs);
-       },
-       py::arg("forward"), py::arg("outputs"), "Track a forward for left_and_used_forward(); numbers must increase.")
-      .def("left_and_used_forward", of(&Parts::forwards, &ForwardWatch::left_and_used),
-           "The last forward whose outputs were freed without a backward, and the last that had one; -1: none.");
-}
-
 void bind_buckets(PyReducer& c) {
   c.def_property_readonly("plan", of(&Parts::layout, &BucketLayout::plan))
       .def_property_readonly("is_in_graph", of(&Parts::keeper, &PlanKeeper::is_in_graph),
@@ -244,7 +212,6 @@ void bind_reducer_reports(py::module_& m, PyReducer& c) {
   bind_status(c);
   bind_times(m, c);
   bind_gradients(c);
-  bind_forwards(c);
   bind_buckets(c);
 }
 

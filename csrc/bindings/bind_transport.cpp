@@ -4,7 +4,6 @@
 
 #include "bindings/bindings.h"
 #include "shm/errors.h"
-#include "shm/processors.h"
 #include "transport/c10d/c10d_transport.h"
 #include "transport/c10d/group_work.h"
 #include "transport/shm/shm_backend.h"
@@ -163,9 +162,6 @@ void bind_transports(py::module_& m) {
       },
       py::arg("transport"), py::arg("timeout"), NoGil(), "The backend of a process group whose ranks share memory.");
   m.def("host_identity", &shm::host_identity, "Equal for processes that can share memory with each other.");
-  m.def(
-      "processor_quota", [] { return shm::processor_quota().processors; },
-      "The CPU quota of this process's cgroups, in processors; 0 if there is none.");
 }
 
 }  // namespace

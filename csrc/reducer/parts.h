@@ -4,7 +4,6 @@
 #include "reducer/base/context.h"
 #include "reducer/base/step.h"
 #include "reducer/divisor.h"
-#include "reducer/graph/forward_watch.h"
 #include "reducer/graph/static_graph.h"
 #include "reducer/graph/used_params.h"
 #include "reducer/join_shadow.h"
@@ -31,7 +30,7 @@ struct Parts {
 
   Context context;
   Step step{context.params.size()};
-  StepEvents events{context, step.num_ready()};
+  StepEvents events{context};
   NonFiniteWatch non_finite{context, events};
   StaticGraph static_graph{context};
   UsedParams used{context, static_graph, events};
@@ -47,7 +46,6 @@ struct Parts {
   PlanKeeper keeper{context, layout, used, events};
   QueuedFutures futures{context, events};
   JoinShadow shadow{context, layout, hook, events};
-  ForwardWatch forwards;
   GradientChanges changes{context};
 };
 

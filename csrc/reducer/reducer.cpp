@@ -219,7 +219,6 @@ void Reducer::finalize() {
   parts_.weights.finish();
   parts_.step.end();
   parts_.events.end_step();
-  parts_.forwards.reduced();
   parts_.changes.handed_back();
   parts_.non_finite.publish();
   parts_.non_finite.raise_if_bad();

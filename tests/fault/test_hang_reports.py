@@ -91,16 +91,17 @@ def has_another_model(ddp, rank, step, _):
 
 
 BUCKET = r"rank C has not produced middle\.bias, middle\.weight \(bucket 1 of 3, step 4\); "
+IS_OVER = "its backward is over: it raised an error, or the loss does not depend on "
 # The report's text about the culprit, C, in the fourth step.
 EXPECTED = {
-    raised: BUCKET + "it left backward with ValueError: no such number",
+    raised: BUCKET + IS_OVER + r"middle\.bias, .* test_hang_reports\.py:\d+ in _rank",
     raised_in_forward: r"rank C has not ended the forward of step 4; it left forward with RuntimeError: mat1",
     died: r"rank C is dead: its process is gone \(process \d+ on",
     stopped: r"rank C is stopped, by a signal or a debugger \(process \d+ on",
-    took_another_branch: BUCKET + r"its backward ended without middle\.bias, .* test_hang_reports\.py:\d+ in _rank",
+    took_another_branch: BUCKET + IS_OVER + r"middle\.bias, .* test_hang_reports\.py:\d+ in _rank",
     skipped_a_batch: r"rank C is at step 3 \(.*at 4\), .* skipped a batch, .* test_hang_reports\.py:\d+ in _rank",
     entered_another_collective: r"rank C has not produced last\.weight \(bucket 0 of 3, step 4\); its backward has "
-    r"produced none yet; it is in all_reduce, called from test_hang_reports\.py:\d+",
+    r"produced none yet; it is in all_reduce at test_hang_reports\.py:\d+ \(group ",
     has_another_model: r"rank C wraps a different model than rank \d+: 5 parameters, not 7; it lacks 'extra\.weight'",
 }
 
@@ -207,9 +208,9 @@ def test_no_report_without_a_stall(tmp_path):
             if rank == 1:
                 time.sleep(0.1)
             step_on(ddp, rank, step)
-        assert len(monitor._sources) == 1
+        assert len(monitor._models) == 1
         del ddp
-        assert wait_until(lambda: not monitor._sources)
+        assert wait_until(lambda: not monitor._models)
         assert monitor_of(torchddp.DistributedDataParallel(seeded(Mlp), stall_report_s=0)) is None
         other = torchddp.DistributedDataParallel(seeded(Mlp))
         assert monitor_of(other) is monitor  # shared by all models of the process

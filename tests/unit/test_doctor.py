@@ -43,7 +43,7 @@ def doctor(*args: str, before: str = "", environ: dict[str, str] | None = None) 
     )
 
 
-def test_a_working_installation_passes_with_a_hint_about_threads() -> None:
+def test_a_working_installation_passes() -> None:
     cores = len(os.sched_getaffinity(0))
     done = doctor("--json", environ={"LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": str(cores)})
     assert done.returncode == 0, done.stdout + done.stderr
@@ -55,10 +55,6 @@ def test_a_working_installation_passes_with_a_hint_about_threads() -> None:
     assert found["built"]["version"] == _C.version and found["built"]["compiler"].startswith(("GNU", "Clang"))
     assert found["running"]["cpu_capability"] == _C.cpu_capability()
     assert found["running"]["threads"] == cores and found["running"]["ranks"] == 2
-    if cores == 1:
-        return  # a rank has one thread, whatever the variable says
-    (hint,) = (hint for hint in found["hints"] if "OMP_NUM_THREADS" in hint)
-    assert f"The 2 ranks of this host have {cores} threads each, {2 * cores} in all" in hint
 
 
 def test_a_torch_that_does_not_load_is_reported() -> None:

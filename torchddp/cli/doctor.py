@@ -118,7 +118,7 @@ def diagnose() -> Diagnosis:
     load_error = str(torchddp.import_error) if torchddp.import_error is not None else ""
     problems = [load_error] if load_error else []
     problems += [variable.problem for variable in variables if variable.problem]
-    found = [] if load_error else [*hints(built, running), *thread_hints(running.ranks)]
+    found = [] if load_error else hints(built, running)
     transports = _transports(built, running, load_error)
     said = verdict(transports, problems)
     return Diagnosis(built, running, transports, variables, problems, found, now(), said)
@@ -151,14 +151,6 @@ def hints(built: Built, running: Running) -> list[str]:
         f"torchddp is a CPU build, but torch {running.torch} has CUDA {running.cuda}. CPU models are fine; gradients "
         f"on a GPU are packed by torch's operators and reduced by the process group. {advice}"
     ]
-
-
-def thread_hints(ranks: int) -> list[str]:
-    """What is wrong with the number of threads, if this host has `ranks` ranks like this process; 0: unknown."""
-    threads = importlib.import_module("torchddp.diagnose.cpu_threads")
-    own = threads.RankThreads.of_this_process()
-    text = threads.advice([own] * max(1, ranks)) if ranks or own.threads > 1 else ""
-    return [text] if text else []
 
 
 def has_kernels_for(archs: str, capability: str) -> bool:

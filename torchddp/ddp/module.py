@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import datetime
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -339,19 +338,6 @@ class DistributedDataParallel(TorchDDP):
             RuntimeError: under ``join()`` without ``weighted=True``.
         """
         self.session.weigh(*weight_and_count(weight, loss, self.session.rank))
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """As in torch: gradients of forwards inside stay local until a step outside averages the accumulated sums."""
-        observers = self.__dict__.get("observers")  # torch builds no reducer if it delays all parameters
-        if observers is not None:
-            observers.on_no_sync(begins=True)
-        try:
-            with super().no_sync():
-                yield
-        finally:
-            if observers is not None:
-                observers.on_no_sync(begins=False)
 
     @torch.no_grad()
     def reduce(self) -> None:

@@ -34,9 +34,6 @@ class StepObserver(Protocol):
     def after_forward(self, output: Any) -> None:
         """At the end of each forward with gradients. ``output``: what the program receives."""
 
-    def on_no_sync(self, *, begins: bool) -> None:
-        """``model.no_sync()`` begins or has ended."""
-
     def on_error(self, error: BaseException) -> None:
         """The forward raised this error."""
 
@@ -95,7 +92,7 @@ register(
     "hang_reports", "torchddp.diagnose.hang_reports:HangReports", lambda o: o.stall_report_s != 0, is_optional=True
 )
 register("bucket_planning", "torchddp.plan.auto_plan:BucketPlanning", lambda o: o.plans_buckets)
-register("traps", "torchddp.diagnose.traps:Traps", is_optional=True)
+register("changed_gradients", "torchddp.diagnose.changed_gradients:ChangedGradients", is_optional=True)
 
 
 class Observers:
@@ -112,8 +109,7 @@ class Observers:
                 if not entry.is_optional:
                     raise
                 logger.debug("no %s on rank %d: %s", name, session.rank, error)
-        self._after_forward = self._listeners("after_forward")
-        self._on_no_sync = self._listeners("on_no_sync")
+        self._after_forward = self._after_forwards()
 
     def __iter__(self) -> Iterator[StepObserver]:
         return iter(self._by_name.values())
@@ -126,14 +122,13 @@ class Observers:
         """Like `get`, but creates it if it is missing."""
         if name not in self._by_name:
             self._by_name[name] = _registered[name].make(self._session)
-            self._after_forward = self._listeners("after_forward")
-            self._on_no_sync = self._listeners("on_no_sync")
+            self._after_forward = self._after_forwards()
         return self._by_name[name]
 
-    def _listeners(self, event: str) -> list[Callable[..., None]]:
-        """Bound methods of the observers that override this optional event."""
-        default = getattr(StepObserver, event)
-        return [getattr(o, event) for o in self if getattr(type(o), event, default) is not default]
+    def _after_forwards(self) -> list[Callable[[Any], None]]:
+        """Bound methods of the observers that override this one."""
+        default = StepObserver.after_forward
+        return [o.after_forward for o in self if getattr(type(o), "after_forward", default) is not default]
 
     def before_step(self) -> None:
         for observer in self._by_name.values():
@@ -142,10 +137,6 @@ class Observers:
     def after_forward(self, output: Any) -> None:
         for notify in self._after_forward:
             notify(output)
-
-    def on_no_sync(self, *, begins: bool) -> None:
-        for notify in self._on_no_sync:
-            notify(begins=begins)
 
     def on_error(self, error: BaseException) -> None:
         for observer in self:

@@ -1,4 +1,7 @@
-"""Detects gradients that only some ranks change between the end of backward and the optimizer's step."""
+"""Warns of gradients that only some ranks change between the end of backward and the optimizer's step.
+
+See docs/traps.md.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +14,15 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from torchddp.ddp.observers import StepObserver
 from torchddp.ddp.session import ReducerSession
 from torchddp.diagnose.diagnosis import ranks_text
-from torchddp.diagnose.telling import Teller
+from torchddp.errors import UsageWarning, warn_user
 from torchddp.transport.agreement import ranks_by
 from torchddp.transport.board import Board
 
 logger = logging.getLogger("torchddp.distributed")
 
-CHANGED = "gradients changed on some ranks"
 _EACH_UNTIL = 4  # the first steps to check; after them, powers of two
 _SHOWN_NAMES = 3
 _WORDS = {"0": "left as backward gave it", "1": "changed", "2": "set to None", "3": "replaced by another tensor"}
@@ -30,35 +33,48 @@ def next_look(step: int) -> int:
     return step + 1 if step < _EACH_UNTIL else int(1 << step.bit_length())
 
 
-class ChangedGradients:
+class ChangedGradients(StepObserver):
     """In a few steps, each rank records the gradients that backward left, and when an optimizer steps, posts which of
     them have changed. All have posted by the next step of rank 0's optimizer, because they ran the backward in between.
+    Rank 0 compares them, and warns once.
     """
 
-    def __init__(self, session: ReducerSession, teller: Teller, board: Board) -> None:
-        self._session, self._teller, self._board = session, teller, board
+    def __init__(self, session: ReducerSession) -> None:
+        self._session = session
+        self._has_warned = False
+        self._hook: Any = None
+        self._open()
+
+    def _open(self) -> None:
+        session = self._session
+        self._board = _board_of(session)
         self._begin = session.reducer.finished_steps  # earlier, ranks may have finished different numbers of steps
         self._ids = {id(parameter) for parameter in session.parameters}
         self._ids |= {id(parameter) for _, parameter in session.named_parameters()}
         self._due = 1
         self._posted: tuple[int, str] | None = None  # on rank 0: the step and changes to compare the others' with
-        self._hook: Any = None
 
-    def after_forward(self) -> bool:
+    # The compiler must not trace into this when a compiled program calls the model.
+    @torch._disable_dynamo(recursive=True)
+    def after_forward(self, output: Any) -> None:
         session = self._session
-        if session.joins or self._teller.has_told(CHANGED):
+        if self._board is None or session.joins or self._has_warned:
             self.close()
-            return False
+            return
         finished = session.reducer.finished_steps - self._begin
         if finished + 1 >= self._due:  # under no_sync() too: reduce() has no forward of its own
             if not _is_captured(session.device):
                 session.reducer.note_gradients()
                 self._listen()
-        elif self._hook is not None and self._posted is None:
+        elif self._posted is None:
             self.close()
-        return True
+
+    def on_group_change(self) -> None:
+        self.close()
+        self._open()
 
     def close(self) -> None:
+        """Listen to no optimizer."""
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
@@ -70,8 +86,8 @@ class ChangedGradients:
     def before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Before a step of any optimizer in this process."""
         try:
-            if self._concerns(optimizer):
-                self._look()
+            if self._board is not None and self._concerns(optimizer):
+                self._look(self._board)
         except RuntimeError as error:
             logger.debug("rank %d can't compare its gradients with the other ranks': %s", self._session.rank, error)
             self._posted = None
@@ -79,27 +95,29 @@ class ChangedGradients:
     def _concerns(self, optimizer: torch.optim.Optimizer) -> bool:
         return any(id(parameter) in self._ids for group in optimizer.param_groups for parameter in group["params"])
 
-    def _look(self) -> None:
+    def _look(self, board: Board) -> None:
         step = self._session.reducer.finished_steps - self._begin
         if self._posted is not None and step > self._posted[0]:
             posted, self._posted = self._posted, None
-            self._compare(*posted)
+            self._compare(board, *posted)
         if changes := self._session.reducer.changed_gradients():
-            self._post(step, "".join(map(str, changes)))
+            self._post(board, step, "".join(map(str, changes)))
             self._due = next_look(step)
 
-    def _post(self, step: int, changes: str) -> None:
-        self._board.post_own(_key(step), [step, changes])
-        self._board.add(_sum_key(step, changes), 1)
+    def _post(self, board: Board, step: int, changes: str) -> None:
+        board.post_own(_key(step), [step, changes])
+        board.add(_sum_key(step, changes), 1)
         if self._session.rank == 0:
             self._posted = (step, changes)
 
-    def _compare(self, step: int, changes: str) -> None:
-        if self._board.add(_sum_key(step, changes), 0) < self._board.size:
-            by_rank = [told[1] if told and told[0] == step else None for told in self._board.read_of_ranks(_key(step))]
-            if text := describe(by_rank, [spec.name for spec in self._session.specs]):
-                self._teller.tell(CHANGED, f"{text} (synchronized step {step}). {_ADVICE}")
-        self._board.forget(_sum_key(step, changes))
+    def _compare(self, board: Board, step: int, changes: str) -> None:
+        differ = board.add(_sum_key(step, changes), 0) < board.size
+        told = board.read_of_ranks(_key(step)) if differ else []
+        board.forget(_sum_key(step, changes))
+        by_rank = [of_rank[1] if of_rank and of_rank[0] == step else None for of_rank in told]
+        if text := describe(by_rank, [spec.name for spec in self._session.specs]):
+            self._has_warned = True  # before the warning, which a filter may turn into an error
+            warn_user(f"{text} (synchronized step {step}). {_ADVICE}", UsageWarning)
 
 
 _ADVICE = (
@@ -140,6 +158,18 @@ def _key(step: int) -> str:
 
 def _sum_key(step: int, changes: str) -> str:
     return f"gradients/{step}/{hashlib.sha256(changes.encode()).hexdigest()[:16]}"
+
+
+def _board_of(session: ReducerSession) -> Board | None:
+    """None if there is nothing to compare. Not collective, but all ranks must call it equally often."""
+    is_sharded = any(spec.owner >= 0 for spec in session.specs)
+    if session.is_copy or session.process_group.size() == 1 or is_sharded:
+        return None
+    try:
+        return Board(session.process_group, "gradients")
+    except RuntimeError as error:
+        logger.debug("rank %d can't compare its gradients with the other ranks': %s", session.rank, error)
+        return None
 
 
 def _is_captured(device: torch.device) -> bool:

@@ -23,6 +23,7 @@ from torchddp.diagnose.rank_state import (
     CallState,
     Frame,
     RankState,
+    is_in_backward,
     ranks_text,
     user_part,
 )
@@ -38,7 +39,7 @@ _EXCEPTION_SLACK_S = 5.0
 
 @dataclass(frozen=True)
 class Culprit:
-    """A rank that others wait for, and why: 'has not produced ...; it left backward with ...'."""
+    """A rank that others wait for, and why: 'has not produced ...; its backward is over: ...'."""
 
     rank: int
     why: str
@@ -225,13 +226,12 @@ def _same_step(state: RankState, first: RankState) -> str:
         bucket = first.bucket if first.bucket in state.missing else min(state.missing)
         where = f"bucket {bucket} of {state.num_buckets}, step {state.step}"
         text = f"has not produced {_listed(state.missing[bucket])} ({where})"
-        if state.backward == "failed":
-            return f"{text}; it left backward with {_first_line(state.backward_error)}{_activity(state)}"
-        if state.backward == "ended":
+        if state.phase == "forward":
+            text += "; its backward has produced none yet"
+        elif state.stack and not is_in_backward(state.stack):
             every = [name for names in state.missing.values() for name in names]
-            return f"{text}; its backward ended without {_listed(every)}{_activity(state)}"
-        begun = "" if state.backward == "running" else "; its backward has produced none yet"
-        return text + begun + _exception(state, first.waited_s) + _activity(state)
+            text += f"; its backward is over: it raised an error, or the loss does not depend on {_listed(every)}"
+        return text + _exception(state, first.waited_s) + _activity(state)
     if state.phase == "forward":
         return f"has not ended the forward of step {state.step}{_exception(state, first.waited_s)}{_activity(state)}"
     if state.phase == "backward":

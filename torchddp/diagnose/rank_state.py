@@ -107,7 +107,6 @@ class RankState:
         armed: its forward has ended and gradients are to be reduced.
         waits_for, bucket, waited_s: what it waits in, for which bucket (-1: none), for how many seconds.
         missing: by bucket index, the parameters without a gradient in this step.
-        backward: 'none', 'running', 'ended' or 'failed'.
         error: the message of its reducer's last failed step.
         exception: `last_exception` of the training thread; stack: of that thread.
         digest, parameters: of the names, shapes and dtypes of its parameters; the list only if ranks may differ.
@@ -129,8 +128,6 @@ class RankState:
     num_buckets: int = 0
     waited_s: float = 0.0
     missing: dict[int, list[str]] = field(default_factory=dict)
-    backward: str = "none"
-    backward_error: str = ""
     error: str = ""
     exception: dict[str, Any] | None = None
     stack: list[Frame] = field(default_factory=list)
@@ -271,6 +268,10 @@ def part_of(file: str) -> str:
     if file.endswith("/typing_extensions.py"):  # wraps torch's deprecated functions
         return "python"
     return "python" if file.startswith((_PYTHON, "<frozen")) and "site-packages" not in file else "user"
+
+
+def is_in_backward(stack: list[Frame]) -> bool:
+    return any(frame.function == "_engine_run_backward" and frame.part == "torch" for frame in stack)
 
 
 def user_part(stack: list[Frame]) -> list[Frame]:

@@ -10,7 +10,7 @@ void Step::clear() {
   for (auto& mark : marks_) {
     mark.store(Mark::kNone, std::memory_order_relaxed);
   }
-  num_ready_->store(0, std::memory_order_relaxed);
+  num_ready_.store(0, std::memory_order_relaxed);
   take_late();
   begun_.store(false, std::memory_order_relaxed);
   incomplete_.store(false, std::memory_order_relaxed);
@@ -27,7 +27,7 @@ std::vector<int64_t> Step::unmarked() const {
 }
 
 std::vector<int64_t> Step::ready_order() const {
-  return {order_.begin(), order_.begin() + num_ready_->load(std::memory_order_relaxed)};
+  return {order_.begin(), order_.begin() + num_ready_.load(std::memory_order_relaxed)};
 }
 
 void Step::add_late(int64_t param, at::Tensor saved) {

@@ -5,7 +5,6 @@
 
 #include <atomic>
 #include <cstdint>
-#include <memory>
 #include <mutex>
 #include <vector>
 
@@ -58,11 +57,9 @@ class Step {
   std::vector<int64_t> unmarked() const;
 
   void add_to_order(int64_t param) {
-    order_[static_cast<size_t>(num_ready_->fetch_add(1, std::memory_order_relaxed))] = param;
+    order_[static_cast<size_t>(num_ready_.fetch_add(1, std::memory_order_relaxed))] = param;
   }
   std::vector<int64_t> ready_order() const;
-  // The number of gradients in that order, for reports that may outlive the step.
-  std::shared_ptr<const std::atomic<int64_t>> num_ready() const { return num_ready_; }
 
   void add_late(int64_t param, at::Tensor saved = {});
   std::vector<LateGrad> take_late();
@@ -78,7 +75,7 @@ class Step {
   std::mutex begin_mutex_;
   std::vector<std::atomic<Mark>> marks_;
   std::vector<int64_t> order_;
-  std::shared_ptr<std::atomic<int64_t>> num_ready_ = std::make_shared<std::atomic<int64_t>>(0);
+  std::atomic<int64_t> num_ready_{0};
   std::mutex late_mutex_;
   std::vector<LateGrad> late_;
   double scale_ = 1.0;

@@ -1,17 +1,12 @@
 #include "reducer/report/events.h"
 
-#include "reducer/report/backward_watch.h"
-
 namespace torchddp::reducer {
 
 using timeline::EventKind;
 
-StepEvents::StepEvents(const Context& context, std::shared_ptr<const std::atomic<int64_t>> num_ready)
-    : context_(context), live_(std::make_shared<LiveStatus>(std::move(num_ready))) {}
-
 void StepEvents::begin_forward() {
   ++stats_.steps;
-  live_->begin_forward(stats_.steps);
+  live_.begin_forward(stats_.steps);
   stats_.current = StepTimes{};
   stats_.current.forward_begin_ns = wall_clock_ns();
   if (ready_clock_ != nullptr) {
@@ -21,7 +16,7 @@ void StepEvents::begin_forward() {
 }
 
 void StepEvents::begin_backward() {
-  watch_backward(live_);
+  live_.begin_backward();
   stats_.current.backward_begin_ns = wall_clock_ns();
   backward_begin_ns_ = timeline::now_ns();
   timeline_.record_at(EventKind::kBackwardBegin, stats_.steps, backward_begin_ns_);
@@ -59,7 +54,7 @@ void StepEvents::launched(int64_t bytes, const transport::Traffic* operation) {
 void StepEvents::end_step() {
   timeline_.record(EventKind::kBackwardEnd, stats_.steps);
   stats_.finish_step();
-  live_->end_step();
+  live_.end_step();
 }
 
 void StepEvents::enable_timeline(int64_t capacity) {

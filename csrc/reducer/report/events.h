@@ -17,8 +17,7 @@ namespace torchddp::reducer {
 // one thread at a time, everything else from the training thread.
 class StepEvents {
  public:
-  // `num_ready`: the number of gradients that have arrived in this step.
-  StepEvents(const Context& context, std::shared_ptr<const std::atomic<int64_t>> num_ready);
+  explicit StepEvents(const Context& context) : context_(context) {}
 
   void begin_forward();
   void begin_backward();
@@ -41,7 +40,7 @@ class StepEvents {
   void take_over(const StepEvents& before) { stats_ = before.stats_; }
   int64_t steps() const { return stats_.steps; }
   const StepStats& stats() const { return stats_; }
-  LiveStatus& live() const { return *live_; }
+  LiveStatus& live() const { return live_; }
   timeline::Timeline& timeline() { return timeline_; }
   void enable_timeline(int64_t capacity);
 
@@ -56,7 +55,7 @@ class StepEvents {
   void record_ready(int64_t param);
 
   const Context& context_;
-  const std::shared_ptr<LiveStatus> live_;
+  mutable LiveStatus live_;
   StepStats stats_;
   timeline::Timeline timeline_;
   int64_t backward_begin_ns_ = 0;  // steady clock

@@ -9,26 +9,7 @@ namespace torchddp::reducer {
 void LiveStatus::begin_forward(int64_t step) {
   const std::lock_guard lock(mutex_);
   step_ = step;
-  backward_ = BackwardEnd::kNone;
-  ++backward_number_;  // reports of earlier backwards come too late
   phase_.store(Phase::kForward, std::memory_order_relaxed);
-}
-
-int64_t LiveStatus::begin_backward() {
-  const std::lock_guard lock(mutex_);
-  backward_ = BackwardEnd::kRunning;
-  phase_.store(Phase::kBackward, std::memory_order_relaxed);
-  return ++backward_number_;
-}
-
-void LiveStatus::end_backward(int64_t number, const std::string* error) {
-  const std::lock_guard lock(mutex_);
-  if (number != backward_number_) {
-    return;
-  }
-  backward_ = error == nullptr ? BackwardEnd::kDone : BackwardEnd::kFailed;
-  backward_error_ = error == nullptr ? std::string() : *error;
-  ready_at_end_ = num_ready_->load(std::memory_order_relaxed);
 }
 
 void LiveStatus::end_step() {
@@ -98,11 +79,6 @@ Status LiveStatus::read() const {
     status.bucket = wait.bucket;
     status.waited_ns = timeline::now_ns() - wait.since_ns;
   }
-  status.backward = backward_;
-  if (backward_ == BackwardEnd::kDone && num_ready_->load(std::memory_order_relaxed) != ready_at_end_) {
-    status.backward = BackwardEnd::kRunning;  // another backward of the same step is running
-  }
-  status.backward_error = backward_error_;
   status.error = error_;
   return status;
 }

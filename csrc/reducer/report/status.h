@@ -3,7 +3,6 @@
 
 #include <atomic>
 #include <cstdint>
-#include <memory>
 #include <mutex>
 #include <string>
 #include <utility>
@@ -15,9 +14,6 @@
 namespace torchddp::reducer {
 
 enum class Phase : uint8_t { kIdle, kForward, kBackward };
-
-// The state of the backward whose start this step's hooks have seen.
-enum class BackwardEnd : uint8_t { kNone, kRunning, kDone, kFailed };
 
 struct BucketStatus {
   bucket::BucketState state;
@@ -32,8 +28,6 @@ struct Status {
   std::string waits_for;
   int64_t bucket = -1;  // the bucket waited for; -1 if none
   int64_t waited_ns = 0;
-  BackwardEnd backward = BackwardEnd::kNone;
-  std::string backward_error;
   std::string error;   // of the last step or check that failed
   bool armed = false;  // a synchronized forward has ended, but its reduction has not
   bool has_buckets = false;
@@ -43,14 +37,8 @@ struct Status {
 // Thread-safe. The mutex is held for a few assignments and taken a few times per step, never in a gradient's hook.
 class LiveStatus {
  public:
-  // `num_ready`: the number of gradients that have arrived in this step.
-  explicit LiveStatus(std::shared_ptr<const std::atomic<int64_t>> num_ready) : num_ready_(std::move(num_ready)) {}
-
   void begin_forward(int64_t step);
-  // Returns this backward's number, for end_backward().
-  int64_t begin_backward();
-  // `error`: null if it succeeded.
-  void end_backward(int64_t number, const std::string* error);
+  void begin_backward() { phase_.store(Phase::kBackward, std::memory_order_relaxed); }
   void end_step();
   void abandon_step() { phase_.store(Phase::kIdle, std::memory_order_relaxed); }
 
@@ -80,17 +68,12 @@ class LiveStatus {
     int64_t since_ns;
   };
 
-  const std::shared_ptr<const std::atomic<int64_t>> num_ready_;
   std::atomic<Phase> phase_{Phase::kIdle};
   std::atomic<bool> has_note_{false};
   mutable std::mutex mutex_;
   int64_t step_ = 0;
   std::vector<Wait> waits_;  // innermost last
   int64_t wait_number_ = 0;
-  int64_t backward_number_ = 0;
-  int64_t ready_at_end_ = 0;
-  BackwardEnd backward_ = BackwardEnd::kNone;
-  std::string backward_error_;
   std::string error_;
   std::string note_;
   std::vector<PeerProcess> peers_;
