@@ -18,7 +18,7 @@ from torchddp._import_check import check_extension
 TYPE_CHECKING = False  # importing typing's takes longer than the rest of this import
 if TYPE_CHECKING:
     from torchddp.composable import replicate
-    from torchddp.diagnose.fail_together import PeerFailedError, fail_together
+    from torchddp.diagnose.fail_together import PeerFailedError, fail_together, finish_first
     from torchddp.diagnose.parameters import check_parameters
     from torchddp.integrations.install import install, installed, uninstall
     from torchddp.parallel import ParallelConfig, parallel_group_info, parallelize
@@ -59,6 +59,7 @@ __all__ = [
     "__version__",
     "check_parameters",
     "fail_together",
+    "finish_first",
     "finished_steps",
     "install",
     "installed",
@@ -75,6 +76,7 @@ _MODULE_OF = {
     "ShardedDataParallel": "sharded",
     "check_parameters": "diagnose.parameters",
     "fail_together": "diagnose.fail_together",
+    "finish_first": "diagnose.fail_together",
     "install": "integrations.install",
     "installed": "integrations.install",
     "parallel_group_info": "parallel",

@@ -113,7 +113,7 @@ def run_rank(rank: int, trial: Trial, place: Place, pipe: Connection) -> None:
         )
         group = dist.group.WORLD  # the last reference, so that the group is destroyed without the GIL
         # Other faults must be detected without it.
-        with torchddp.fail_together() if trial.kind == plan.EXCEPTION else contextlib.nullcontext():
+        with torchddp.fail_together(grace_s=None) if trial.kind == plan.EXCEPTION else contextlib.nullcontext():
             _train(rank, trial, injector, report, born_with)
     except BaseException as error:
         note_error(report, error)

@@ -70,15 +70,7 @@ void bind_interface(py::module_& m) {
       .def("progress", &Transport::progress, NoGil(),
            "Advance the running operations as far as possible. Never blocks.")
       .def("interrupt", &Transport::interrupt, py::arg("reason"), NoGil(),
-           "From any thread, not collective: current waits and all later operations raise TransportError(reason).")
-      .def(
-          "wait_for",
-          [](Transport& self, const c10::intrusive_ptr<c10d::Work>& work, const ProcessGroupPtr& group) {
-            return wait_interruptibly(*work, group, self.interruption());
-          },
-          py::arg("work"), py::arg("process_group"), NoGil(),
-          "Like work.wait(), for an operation of this gloo group. Ends if this transport is interrupted or a signal "
-          "handler raises.");
+           "From any thread, not collective: current waits and all later operations raise TransportError(reason).");
 
   m.def(
       "wait_for_work",

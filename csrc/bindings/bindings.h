@@ -14,7 +14,6 @@ void bind_plan(py::module_& m);
 void bind_kernels(py::module_& m);
 void bind_transport(py::module_& m);
 void bind_buffers(py::module_& m);
-void bind_watch(py::module_& m);
 void bind_cuda(py::module_& m);
 void bind_reducer(py::module_& m);
 

@@ -47,7 +47,6 @@ PYBIND11_MODULE(_C, m) {
   bind_kernels(m);
   bind_transport(m);
   bind_buffers(m);
-  bind_watch(m);
   bind_cuda(m);
   bind_reducer(m);
 }

@@ -58,7 +58,7 @@ def forked(child):
 
 def locks_of(model):
     calls = model.observers.get("hang_reports").monitor._board._calls
-    return [calls._lock, torchddp.transport.interruptible._lock, torchddp.transport.worker._watcher._lock]
+    return [calls._lock, torchddp.transport.worker._watcher._lock]
 
 
 def with_locks_held(child, models):

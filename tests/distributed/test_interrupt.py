@@ -11,7 +11,6 @@ import torchddp
 from tests.harness import on_ranks, stay
 from tests.models import Mlp, batch, loss_of, seeded
 from torchddp import TransportError
-from torchddp.comm_hooks.exchange import Exchange
 from torchddp.transport.select import open_transport
 
 REASON = "rank 1 failed: ValueError: no such file"
@@ -89,23 +88,6 @@ def test_backward_ends(rank, choice, hook):
         assert isinstance(error, TransportError) and REASON in str(error) and "bucket 0" in str(error), error
         with pytest.raises(TransportError, match=REASON):
             step_on(model, rank, 4)
-    stay(rank)
-
-
-@pytest.mark.parametrize("hierarchical", [False, True])
-@on_ranks(2)
-def test_an_exchange_ends(rank, hierarchical):
-    exchange = Exchange(dist.group.WORLD, torch.device("cpu"), hierarchical)
-    exchange.sum_(torch.ones(10))
-    waits = [lambda: exchange.sum_(torch.ones(10))]
-    if hierarchical:
-        waits.append(lambda: exchange.sum_to_shards(torch.ones(5000)))
-    else:
-        waits.insert(0, lambda: exchange.gather(torch.ones(64, dtype=torch.uint8)))
-        waits.insert(1, lambda: exchange.swap(torch.ones(2, 64, dtype=torch.uint8)))
-    if rank == 0:
-        errors = [str(error) for error in interrupted(exchange, *waits)]
-        assert all(REASON in error for error in errors), errors
     stay(rank)
 
 

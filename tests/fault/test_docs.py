@@ -11,15 +11,20 @@ from tests.harness import run_ranks
 from tests.pages import code_of
 
 
-def test_the_example_of_fail_together():
-    code = code_of("fault_tolerance.md", "Stop all ranks when one raises").partition("torchddp.PeerFailedError")[0]
+def test_the_example_of_fail_together(tmp_path):
+    loop, told, saving = code_of("fault_tolerance.md", "Stop all ranks when one raises").partition(
+        "torchddp.PeerFailedError"
+    )
+    saving = saving.partition("\n")[2]
 
     def work(rank):
         names = {}
-        exec(code.replace('dist.init_process_group("gloo")\n', ""), names)
-        return names["step"]
+        exec(loop.replace('dist.init_process_group("gloo")\n', ""), names)
+        os.chdir(tmp_path)
+        exec(saving, names)
+        return names["step"], os.listdir()
 
-    assert run_ranks(work, 2) == [19, 19]
+    assert told and run_ranks(work, 2) == [(19, ["checkpoint.pt"])] * 2
 
 
 @pytest.mark.slow

@@ -22,8 +22,8 @@ BUILT_IN_TRANSPORTS, _ = get_args(options.TransportChoice)  # the other type is 
 
 def test_dir_lists_exactly_the_public_names() -> None:
     names = """DDP DesyncError DistributedDataParallel InternalError ParallelConfig PeerFailedError ShardedDataParallel
-        TransportError UsageWarning __version__ check_parameters fail_together finished_steps install installed
-        parallel_group_info parallelize replicate uninstall""".split()
+        TransportError UsageWarning __version__ check_parameters fail_together finish_first finished_steps install
+        installed parallel_group_info parallelize replicate uninstall""".split()
     assert sorted(torchddp.__all__) == names
     for name in ("errors", "ddp", *MODULES):  # modules can be imported, but dir() lists only public ones
         assert importlib.import_module(f"torchddp.{name}") is getattr(torchddp, name)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from tests.harness import run_ranks
 from tests.unit.helpers import wait_until
 from torchddp import PeerFailedError, TransportError
-from torchddp.diagnose.fail_together import FailTogether, Failure, is_consequence
+from torchddp.diagnose.fail_together import is_consequence
 from torchddp.transport.board import Board
 from torchddp.transport.worker import BoundedCalls, watch
 
@@ -88,32 +88,27 @@ def test_the_call_thread_ends_with_its_owner():
     assert wait_until(lambda: not thread.is_alive())
 
 
-def failure_of(error: BaseException, step: int | None = 7) -> Failure:
-    try:
-        raise error
-    except BaseException as caught:
-        return Failure.of(caught, 3, step)
-
-
 def test_a_remote_exception_keeps_its_details_when_serialized():
-    posted = json.loads(json.dumps(failure_of(ValueError("no such file")).to_json()))
-    error = Failure(**posted).error()
-    assert str(error) == "rank 3 failed at step 7: ValueError: no such file"
-    assert (error.rank, error.exception_type, error.message, error.step) == (3, "ValueError", "no such file", 7)
-    assert "test_watch.py" in error.remote_traceback
-    assert isinstance(error, TransportError) and isinstance(error, RuntimeError)
-    assert str(failure_of(KeyError("x"), None).error()) == "rank 3 failed: KeyError: 'x'"
-    assert len(json.dumps(failure_of(ValueError("x" * 1_000_000)).to_json())) < 20_000
-    raised_in_a_thread = FailTogether(None, 1.0)._error_class(failure_of(ValueError("no such file")))()
-    for given in (error, raised_in_a_thread):
-        copy = pickle.loads(pickle.dumps(given))
-        assert type(copy) is PeerFailedError and str(copy) == str(error) and copy.rank == 3
+    def told(error):
+        try:
+            raise error
+        except BaseException as caught:
+            return PeerFailedError.of(caught, 3)
+
+    posted = json.loads(json.dumps(told(ValueError("no such file")).args))
+    for error in (PeerFailedError(*posted), pickle.loads(pickle.dumps(told(ValueError("no such file"))))):
+        assert str(error) == "rank 3 failed: ValueError: no such file"
+        assert (error.rank, error.exception_type, error.message, error.step) == (3, "ValueError", "no such file", 0)
+        assert "test_watch.py" in error.remote_traceback
+        assert type(error) is PeerFailedError and isinstance(error, TransportError)
+    assert str(PeerFailedError(1, "KeyError", "'x'", 7, "")) == "rank 1 failed after step 7: KeyError: 'x'"
+    assert len(json.dumps(told(ValueError("x" * 1_000_000)).args)) < 20_000
 
 
 def test_exceptions_caused_by_other_ranks_are_recognized():
     for error, expected in (
         (TransportError("rank 0, step 3: bucket 1"), True),
-        (PeerFailedError(1, "ValueError", "x"), True),
+        (PeerFailedError(1, "ValueError", "x", 0, ""), True),
         (dist.DistNetworkError("failed to recv"), True),
         (RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer"), True),
         (RuntimeError("Int8 on rank 0, step 3, bucket 1 (w): TransportError: rank 2 gave up"), True),
@@ -121,4 +116,4 @@ def test_exceptions_caused_by_other_ranks_are_recognized():
         (ValueError("gloo"), False),
         (KeyboardInterrupt(), False),
     ):
-        assert is_consequence(error) is failure_of(error).is_consequence is expected, error
+        assert is_consequence(error) is expected, error

@@ -22,9 +22,10 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _world
 
 from torchddp import _C
-from torchddp.transport import interruptible, select
+from torchddp.transport import select
 from torchddp.transport.agreement import GroupExchange, align_group_counts, ranks_of_hosts
 from torchddp.transport.once import is_first_in_job
+from torchddp.transport.waits import wait_for_work
 
 logger = logging.getLogger(__name__)
 
@@ -80,9 +81,7 @@ class Exchange:
         self.places = 1 if self._inner is None else self._inner.size
         self.place = 0 if self._inner is None else self._inner.rank
         self.process_group = process_group
-        self._is_gloo = device.type == "cpu" and not self.is_shared
         self.sent_bytes = 0
-        interruptible.register(self)
 
     def _open_groups(
         self, process_group: Any, device: torch.device, hierarchical: Hierarchical, timeout: datetime.timedelta
@@ -108,18 +107,6 @@ class Exchange:
     def step_after(self, number: int) -> int:
         """The number of the step after step ``number``; the same on all ranks."""
         return number + 1
-
-    def interrupt(self, reason: str) -> None:
-        """Thread-safe, not collective: current and later operations raise TransportError(reason)."""
-        self._everyone.interrupt(reason)
-        if self._inner is not None:
-            self._inner.interrupt(reason)
-
-    def _wait(self, work: dist.Work) -> None:
-        if self._is_gloo:
-            self._everyone.wait_for(work, self._outer)  # interrupt() ends this wait
-        else:
-            work.wait()
 
     # --- exact sums ---
 
@@ -182,14 +169,14 @@ class Exchange:
     def gather(self, message: Tensor) -> Tensor:
         """Every member's message: uint8 [n] -> [members, n]."""
         messages = message.new_empty(self.members, message.numel())
-        self._wait(self._outer._allgather_base(messages.view(-1), message))
+        wait_for_work(self._outer._allgather_base(messages.view(-1), message), self._outer)
         self.sent_bytes += message.nbytes * (self.members - 1)
         return messages
 
     def swap(self, messages: Tensor) -> Tensor:
         """Row j goes to member j: uint8 [members, n] -> [members, n], row j from member j."""
         received = torch.empty_like(messages)
-        self._wait(self._outer.alltoall_base(received.view(-1), messages.view(-1), [], []))
+        wait_for_work(self._outer.alltoall_base(received.view(-1), messages.view(-1), [], []), self._outer)
         self.sent_bytes += messages.nbytes * (self.members - 1) // self.members
         return received
 

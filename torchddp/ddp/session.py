@@ -17,7 +17,7 @@ from torchddp.ddp.bucket_sizes import default_sizes
 from torchddp.ddp.options import RAISE, DDPOptions
 from torchddp.ddp.same_model import verify_same_model
 from torchddp.errors import ADVICE_FOR_A_LOST_PEER, TransportError
-from torchddp.transport import interruptible, select
+from torchddp.transport import select
 from torchddp.transport.agreement import align_group_counts
 
 __all__ = ["ReducerPolicy", "ReducerSession"]
@@ -169,7 +169,6 @@ class ReducerSession:
         self._buffer_broadcast = (
             buffer_broadcast if self.reducer.transport is transport else self._broadcast_over(self.reducer.transport)
         )
-        interruptible.register(self)
         policy.opened(self)
 
     # --- queries ---
@@ -369,7 +368,6 @@ class ReducerSession:
             self.reducer.adopt_plan(None)
             self.reducer.reset_state()
         self._buffer_broadcast = self._broadcast_over(self.reducer.transport)
-        interruptible.register(self)
 
     def leave_group(self) -> None:
         """This rank is not in the new group, so no step can be reduced until it gets a group that contains it."""

@@ -14,7 +14,7 @@ from torchddp import _C
 from torchddp.comm_hooks.exchange import new_group
 from torchddp.errors import TransportError
 from torchddp.sync.microbatches import unwrapped
-from torchddp.transport import interruptible, select
+from torchddp.transport import select
 
 T = TypeVar("T")
 _CPU = torch.device("cpu")
@@ -90,7 +90,6 @@ class _Agreement:
     """How the ranks of a group learn about each other's next batch."""
 
     def __init__(self, process_group: Any) -> None:
-        self._group = weakref.ref(process_group)  # the cache key
         own = process_group
         if process_group in _world.pg_map:
             timeout = select.group_timeout(process_group, "cpu")
@@ -98,14 +97,6 @@ class _Agreement:
         self._transport = _C.C10dTransport(own)
         self.rank: int = process_group.rank()
         self._size: int = process_group.size()
-        interruptible.register(self)
-
-    @property
-    def process_group(self) -> Any:
-        return self._group()
-
-    def interrupt(self, reason: str) -> None:
-        self._transport.interrupt(reason)
 
     def start(self, said: int) -> tuple[_C.Work, torch.Tensor]:
         """Collective. Does not wait."""

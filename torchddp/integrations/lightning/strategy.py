@@ -38,9 +38,10 @@ class TorchDDPStrategy(FailsTogether, DDPStrategy):
         model_averaging_period: optimizer steps between averages of the parameters. Needs a ``PostLocalSGDState`` as
             ``ddp_comm_state``; averaging starts after its ``start_localSGD_iter`` steps.
         timeout: for the process group, and so for every reduction.
-        fail_together: an exception on one rank ends all ranks within seconds, with that rank's message: see
-            :func:`torchddp.fail_together`, whose ``grace_s`` is ``fail_together_grace_s``. Applies from the creation of
-            the process group to the end of teardown, in ``fit``, ``validate``, ``test`` and ``predict``.
+        fail_together: an exception on one rank ends all ranks within seconds, with that rank's message, but not while
+            one writes a checkpoint: see :func:`torchddp.fail_together`, whose ``grace_s`` is ``fail_together_grace_s``.
+            Applies from the creation of the process group to the end of teardown, in ``fit``, ``validate``, ``test``
+            and ``predict``.
         kwargs: arguments of `torchddp.DistributedDataParallel`: all of torch's, and ``transport``, ``comm_hook``,
             ``sync``, ``stall_report_s``, ``find_nonfinite`` and so on.
 

@@ -1,4 +1,6 @@
-"""Ends the run on all ranks if one raises: `torchddp.fail_together` around what a launcher starts."""
+"""Ends the run on all ranks if one raises: `torchddp.fail_together` around what a launcher starts. A rank that is
+writing a checkpoint finishes it.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from typing import Any
 
 from lightning.pytorch.utilities.exceptions import _TunerExitException
 
-from torchddp.diagnose.fail_together import FailTogether, fail_together
+from torchddp.diagnose.fail_together import FailTogether, fail_together, finish_first
 
 
 class FailsTogether:
@@ -44,6 +46,11 @@ class FailsTogether:
         super().setup_environment()  # type: ignore[misc]
         if self._watch is not None:
             self._watch.start()
+
+    def save_checkpoint(self, *arguments: Any, **more: Any) -> None:
+        """As in Lightning; if another rank fails meanwhile, the job ends once the file is written."""
+        with finish_first():
+            super().save_checkpoint(*arguments, **more)  # type: ignore[misc]
 
     def run_watched(self, function: Callable[..., Any], *arguments: Any, **more: Any) -> Any:
         """Call the function. Raises `torchddp.PeerFailedError` if another rank raised."""
