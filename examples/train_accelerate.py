@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import torchddp
-from torchddp.integrations.accelerate import Accelerator, TorchDDPKwargs
+from torchddp.integrations.accelerate import TorchDDPKwargs
 
 
 def points(size: int, seed: int) -> TensorDataset:
@@ -30,12 +30,12 @@ def main() -> None:
     torch.set_num_threads(1)
     accelerate.utils.set_seed(0)
     precision = "bf16" if arguments.bf16 else "no"
-    common = {"gradient_accumulation_steps": arguments.accumulate, "mixed_precision": precision}
-    if arguments.torch_ddp:
-        accelerator = accelerate.Accelerator(**common)
-    else:
-        options = {"comm_hook": arguments.comm_hook} if arguments.comm_hook else {}
-        accelerator = Accelerator(**common, kwargs_handlers=[TorchDDPKwargs(**options)])
+    handlers = [TorchDDPKwargs(comm_hook=arguments.comm_hook)] if arguments.comm_hook else []
+    if not arguments.torch_ddp:
+        torchddp.install()
+    accelerator = accelerate.Accelerator(
+        gradient_accumulation_steps=arguments.accumulate, mixed_precision=precision, kwargs_handlers=handlers
+    )
     model: nn.Module = nn.Sequential(nn.Linear(2, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     training = DataLoader(points(2000, seed=1), batch_size=16, shuffle=True)

@@ -25,7 +25,6 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 import torchddp
 from examples.gpt.data import load_corpus
 from examples.gpt.errors import ExampleError
-from torchddp.integrations.accelerate import TorchDDPTrainer
 
 BLOCK = 32
 
@@ -69,12 +68,9 @@ def main() -> None:
             use_cpu=os.environ.get("ACCELERATE_USE_CPU") == "true",
         )
         data = {"train_dataset": Windows(corpus.train), "eval_dataset": Windows(corpus.validation[: 64 * BLOCK])}
-        trainer: Trainer
-        if arguments.torch_ddp:
-            trainer = Trainer(model=model, args=training, **data)
-        else:
-            hook = {"comm_hook": arguments.comm_hook} if arguments.comm_hook else {}
-            trainer = TorchDDPTrainer(model=model, args=training, **data, ddp_kwargs=hook)
+        if not arguments.torch_ddp:
+            torchddp.install(comm_hook=arguments.comm_hook)
+        trainer = Trainer(model=model, args=training, **data)
         trainer.train()
         loss = trainer.evaluate()["eval_loss"]
     weights = sum(float(p.detach().double().abs().sum()) for p in model.parameters())

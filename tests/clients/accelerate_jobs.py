@@ -1,12 +1,12 @@
-"""Accelerate jobs of test_accelerate.py on two ranks: each runs with torch's class and ours in the same processes, and
-some also with Accelerate's own Accelerator after torchddp.install().
+"""Accelerate jobs of test_accelerate.py on two ranks: each runs with torch's class and, after torchddp.install(), ours
+in the same processes.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,8 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.data import DataLoader, TensorDataset
 
 import torchddp
-from tests.clients.common import digest, said, save_results
-from torchddp.integrations.accelerate import Accelerator, TorchDDPKwargs, adopt
+from tests.clients.common import digest, save_results
+from torchddp.integrations.accelerate import TorchDDPKwargs
 
 LENGTH, BATCH = 40, 4  # five batches per rank
 
@@ -47,24 +47,25 @@ class Net(nn.Module):
 
 
 class Kind:
-    """Makes accelerators that wrap models in one of the classes: "torch", "ours" or "installed"."""
+    """The class that models are wrapped in: "torch", or "ours" with torchddp installed."""
 
     def __init__(self, name: str, folder: Path) -> None:
         self.name, self.folder = name, folder
         self.ours = name == "ours"
 
-    def accelerator(self, handler: Any = None, cls: Any = None, **options: Any) -> Any:
-        reset()
-        cls = cls or (Accelerator if self.ours else accelerate.Accelerator)
-        return cls(kwargs_handlers=None if handler is None else [handler], **options)
-
-    def handler(self, **options: Any) -> Any:
-        return (TorchDDPKwargs if self.ours else DistributedDataParallelKwargs)(**options)
+    def wraps(self, **options: Any) -> AbstractContextManager[Any]:
+        """A context in which Accelerate wraps in this class; the options are torchddp's."""
+        return torchddp.install(**options) if self.ours else torchddp.uninstall()
 
 
 def reset() -> None:
     AcceleratorState._reset_state()
     GradientState._reset_state()
+
+
+def accelerator_of(handler: Any = None, **options: Any) -> Any:
+    reset()
+    return accelerate.Accelerator(kwargs_handlers=None if handler is None else [handler], **options)
 
 
 def prepared(accelerator: Any, length: int = LENGTH) -> tuple[Any, Any, Any]:
@@ -98,16 +99,12 @@ def results_of(model: Any, before: int) -> dict[str, Any]:
     return {"class": name, **model_of(model), "steps": torchddp.finished_steps() - before}
 
 
-def trained(
-    kind: Kind, *, both: Any = None, own: Any = None, handler: Any = None, spare: bool = True, **options: Any
-) -> dict[str, Any]:
-    """Train with wrapper options: `handler` is Accelerate's, `both` are for either class, `own` only for ours."""
+def trained(kind: Kind, *, own: Any = None, handler: Any = None, spare: bool = True, **options: Any) -> dict[str, Any]:
+    """Train with a handler of Accelerate's for both classes, or with `own` options, only for ours."""
     before = torchddp.finished_steps()
-    if both is not None:
-        handler = kind.handler(**both)
     if own is not None and kind.ours:
         handler = TorchDDPKwargs(**own)
-    accelerator = kind.accelerator(handler, **options)
+    accelerator = accelerator_of(handler, **options)
     model, optimizer, loader = prepared(accelerator)
     fit(accelerator, model, optimizer, loader, spare=spare)
     return results_of(model, before)
@@ -115,29 +112,17 @@ def trained(
 
 def named_hooks(kind: Kind) -> dict[str, Any]:
     """Only for ours: hooks that torch's class refuses on CPU, and hooks by name."""
-    hooks = {"bf16": DDPCommunicationHookType.BF16, "named": "bf16", "int8": "int8"}
-    return {name: trained(kind, own={"comm_hook": hook}) for name, hook in hooks.items()} if kind.ours else {}
-
-
-def adopted(kind: Kind) -> dict[str, Any]:
-    """An accelerator of another class, which ours adopts."""
-    before = torchddp.finished_steps()
-
-    class Theirs(accelerate.Accelerator):
-        pass
-
-    accelerator = kind.accelerator(DistributedDataParallelKwargs(find_unused_parameters=True), Theirs)
-    if kind.ours:
-        assert adopt(accelerator, {"transport": "c10d"}) is accelerator
-        assert isinstance(accelerator, Theirs) and accelerator.ddp_handler.find_unused_parameters
-    model, optimizer, loader = prepared(accelerator)
-    fit(accelerator, model, optimizer, loader, spare=False)
-    return results_of(model, before)
+    handlers = {
+        "bf16": DistributedDataParallelKwargs(comm_hook=HOOK.BF16),
+        "named": TorchDDPKwargs(comm_hook="bf16"),
+        "int8": TorchDDPKwargs(comm_hook="int8"),
+    }
+    return {name: trained(kind, handler=handler) for name, handler in handlers.items()} if kind.ours else {}
 
 
 def local_sgd(kind: Kind) -> dict[str, Any]:
     before = torchddp.finished_steps()
-    accelerator = kind.accelerator()
+    accelerator = accelerator_of()
     model, optimizer, loader = prepared(accelerator)
     with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=2, enabled=True) as local:
         for x, y in loader:
@@ -159,8 +144,9 @@ def states(kind: Kind) -> dict[str, Any]:
     ends: dict[str, Any] = {}
     for way in (kind, Kind("torch", kind.folder), Kind("ours", kind.folder)):
         before = torchddp.finished_steps()
-        accelerator = way.accelerator(gradient_accumulation_steps=2)
-        model, optimizer, loader = prepared(accelerator)
+        accelerator = accelerator_of(gradient_accumulation_steps=2)
+        with way.wraps():
+            model, optimizer, loader = prepared(accelerator)
         if ends:
             accelerator.load_state(str(folder))
         else:
@@ -174,7 +160,7 @@ def states(kind: Kind) -> dict[str, Any]:
 
 def evaluated(kind: Kind) -> dict[str, Any]:
     """On a data set that doesn't divide evenly each sample counts once. Also the functions that unwrap the model."""
-    accelerator = kind.accelerator(mixed_precision="bf16")
+    accelerator = accelerator_of(mixed_precision="bf16")
     model, _, loader = prepared(accelerator, length=37)
     bare = accelerator.unwrap_model(model)
     model.eval()
@@ -197,7 +183,7 @@ def evaluated(kind: Kind) -> dict[str, Any]:
 def synced_late(kind: Kind) -> dict[str, Any]:
     """Two forwards under no_sync; the second backward reduces."""
     before = torchddp.finished_steps()
-    accelerator = kind.accelerator()
+    accelerator = accelerator_of()
     model, optimizer, loader = prepared(accelerator)
     model.module.norm.eval()
     batches = list(loader)
@@ -212,7 +198,7 @@ def synced_late(kind: Kind) -> dict[str, Any]:
 
 def uneven(kind: Kind) -> dict[str, Any]:
     """Accelerate's join_uneven_inputs does nothing on CPU and warns; torch's Join around the model works."""
-    accelerator = kind.accelerator(dataloader_config=accelerate.DataLoaderConfiguration(even_batches=False))
+    accelerator = accelerator_of(dataloader_config=accelerate.DataLoaderConfiguration(even_batches=False))
     model, optimizer, loader = prepared(accelerator, length=36)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -226,15 +212,6 @@ def uneven(kind: Kind) -> dict[str, Any]:
             optimizer.zero_grad()
     told = any("no effect" in str(w.message) for w in caught)
     return {**model_of(model), "batches": len(batches), "said": told}
-
-
-def wrapped_before(kind: Kind) -> dict[str, Any]:
-    if not kind.ours:
-        return {}
-    model = Net().requires_grad_(False)
-    assert kind.accelerator().prepare(model) is model  # nothing to average
-    classes = {"torch": TorchDDP, "ours": torchddp.DistributedDataParallel}
-    return {name: said(lambda cls=cls: kind.accelerator().prepare(cls(Net()))) for name, cls in classes.items()}
 
 
 HOOK = DDPCommunicationHookType
@@ -252,32 +229,27 @@ JOBS: Jobs = {
     "accumulation": partial(trained, gradient_accumulation_steps=2),
     "bf16": partial(trained, mixed_precision="bf16"),
     "torchs_options": partial(trained, handler=DistributedDataParallelKwargs(**TORCHS_OPTIONS), spare=False),
-    "fp16_hook": partial(trained, both={"comm_hook": HOOK.FP16}),
-    "power_sgd_hook": partial(trained, both=POWER_SGD),
+    "fp16_hook": partial(trained, handler=DistributedDataParallelKwargs(comm_hook=HOOK.FP16)),
+    "power_sgd_hook": partial(trained, handler=DistributedDataParallelKwargs(**POWER_SGD)),
     "compiled": partial(trained, dynamo_backend="eager"),
     "own_options": partial(trained, own=OWN_OPTIONS),
     # With a static graph torch's class fails here or stops reducing, so it runs without one.
     "static_graph_accumulation": partial(trained, own={"static_graph": True}, gradient_accumulation_steps=2),
 }
-JOBS |= {
-    job.__name__: job
-    for job in (named_hooks, adopted, local_sgd, states, evaluated, synced_late, uneven, wrapped_before)
-}
-UNDER_INSTALL = {"plain", "accumulation", "bf16", "power_sgd_hook", "compiled", "synced_late"}
+JOBS |= {job.__name__: job for job in (named_hooks, local_sgd, states, evaluated, synced_late, uneven)}
 
 
-def run_jobs(jobs: Jobs, under_install: Collection[str] = ()) -> None:
+def run_jobs(jobs: Jobs) -> None:
     """Run a module of jobs from the command line."""
 
     def find(folder: Path) -> dict[str, Any]:
         accelerate.PartialState(cpu=True)
         results: dict[str, Any] = {}
         for name, job in jobs.items():
-            kinds = ["torch", "ours", *(["installed"] if name in under_install else [])]
             results[name] = {}
-            for kind in kinds:
-                with torchddp.install() if kind == "installed" else nullcontext():
-                    results[name][kind] = job(Kind(kind, folder))
+            for kind in (Kind("torch", folder), Kind("ours", folder)):
+                with kind.wraps():
+                    results[name][kind.name] = job(kind)
         dist.barrier()
         dist.destroy_process_group()
         return results

@@ -9,18 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 pytest.importorskip("transformers", reason="accelerate and transformers are not installed: make test-clients")
 
 import accelerate
-from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
 
+import torchddp
 from tests.clients.accelerate_ranks import Results, alone  # noqa: F401
 from tests.clients.common import launch
 from tests.harness import assert_each_raises
-from torchddp.integrations.accelerate import Accelerator, TorchDDPKwargs, adopt
-from torchddp.integrations.accelerate.options import merge
+from torchddp.integrations.accelerate import TorchDDPKwargs
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400), pytest.mark.beyond_torch("is not tested here")]
 pytestmark += [pytest.mark.usefixtures("alone")]
@@ -43,7 +41,6 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
         ("compiled", 10),
         ("own_options", 10),
         ("static_graph_accumulation", 6),
-        ("adopted", 10),
         ("local_sgd", 5),
         ("synced_late", 1),
         # Including losses and norms; twelve microbatches are reduced six times.
@@ -52,11 +49,9 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
         ("trainer_unused", 6),
         ("trainer_unused_by_default", 6),
         ("trainer_own_options", 6),
-        ("trainer_adopted", 6),
     ],
 )
 def test_training_is_bitwise_equal_to_torchs_class(results: Results, job: str, steps: int) -> None:
-    """Some jobs also run with Accelerate's own class after torchddp.install()."""
     results.assert_same(job, steps)
 
 
@@ -108,91 +103,27 @@ def test_uneven_inputs(results: Results) -> None:
         assert ours["batches"] == batches and ours["said"]
 
 
-def test_wrapping_twice_is_refused(results: Results) -> None:
-    said = results.ours("wrapped_before")
-    assert said.keys() == {"torch", "ours"}
-    for text in said.values():
-        assert "already" in text and "model.module" in text
-    assert "torchddp." in said["ours"]
-
-
-@pytest.mark.parametrize("argument", ["fsdp_plugin", "deepspeed_plugin", "deepspeed_plugins", "megatron_lm_plugin"])
-def test_other_ways_to_distribute_are_refused(argument: str) -> None:
-    with pytest.raises(ValueError, match=rf"distributes them itself \({argument} was given\)"):
-        Accelerator(**{argument: object()})
-
-
-def test_another_way_by_the_environment_or_before_adoption(monkeypatch: pytest.MonkeyPatch) -> None:
-    accelerator = accelerate.Accelerator()
-    accelerator.state.fsdp_plugin = object()
-    with pytest.raises(ValueError, match="FSDP distributes them itself"):
-        adopt(accelerator)
-    assert type(accelerator) is accelerate.Accelerator
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    with pytest.raises(ValueError, match="ACCELERATE_USE_FSDP=true"):
-        Accelerator()
-
-
-def test_wrong_arguments_are_named() -> None:
-    accelerator = accelerate.Accelerator()
-    two_handlers = [TorchDDPKwargs(), DistributedDataParallelKwargs()]
-    powersgd = {"comm_hook": "powersgd", "comm_state_option": {"rank": 2}}
-    wrapped = {"comm_hook": "int8", "comm_wrapper": DDPCommunicationHookType.FP16}
+def test_wrong_options_are_named() -> None:
+    """By the class's own checks, before the model is wrapped."""
     assert_each_raises(
-        (lambda: adopt(torch.nn.Linear(1, 1)), TypeError, "adopt() takes an accelerate.Accelerator, got Linear"),
-        (lambda: adopt(accelerator, {"transprot": "shm"}), TypeError, "no option 'transprot'"),
-        (lambda: adopt(accelerator, "shm"), TypeError, "got str"),
-        (lambda: Accelerator(kwargs_handlers=two_handlers), ValueError, "one handler"),
-        (lambda: Accelerator(transport="shm"), TypeError, "unexpected keyword argument 'transport'"),
         (lambda: TorchDDPKwargs(transprot="shm"), TypeError, "no option 'transprot': it takes adopt_large_gradients"),
-        # Invalid values are refused at once, by the class's own checks.
+        (lambda: TorchDDPKwargs(device_ids=[0]), TypeError, "no option 'device_ids'"),
         (lambda: TorchDDPKwargs(transport="smoke signals"), ValueError, "transport must be"),
-        (lambda: TorchDDPKwargs(bucket_cap_mb=-1), ValueError, "positive number of MiB"),
-        (lambda: TorchDDPKwargs(sync="never"), ValueError, "unknown sync strategy"),
-        (lambda: TorchDDPKwargs(zero_weights="ignore"), ValueError, 'zero_weights must be "raise" or "zeros"'),
         (lambda: TorchDDPKwargs(comm_hook="fp12"), ValueError, "comm_hook must be one of"),
-        (lambda: TorchDDPKwargs(**powersgd), ValueError, "goes with a DDPCommunicationHookType"),
-        (lambda: TorchDDPKwargs(**wrapped), ValueError, "goes with a DDPCommunicationHookType"),
+        (TorchDDPKwargs().to_kwargs, RuntimeError, "call torchddp.install() first"),
     )
 
 
-def test_only_explicit_options_are_passed_on() -> None:
-    assert TorchDDPKwargs().to_kwargs() == {}
-    options: dict[str, Any] = {"gradient_as_bucket_view": False, "broadcast_buffers": True, "weighted": True}
-    options["timeout"] = timedelta(seconds=5)
-    assert TorchDDPKwargs(**options, comm_hook=DDPCommunicationHookType.FP16).to_kwargs() == options
-    assert TorchDDPKwargs(comm_hook="int8").to_kwargs() == {"comm_hook": "int8"}
+def test_options_are_passed_on_as_they_are() -> None:
+    options: dict[str, Any] = {"gradient_as_bucket_view": False, "weighted": True, "timeout": timedelta(seconds=5)}
+    with torchddp.install():
+        assert TorchDDPKwargs(**options).to_kwargs() == options
+        accelerator = accelerate.Accelerator(kwargs_handlers=[TorchDDPKwargs(comm_hook="int8")])
+    assert isinstance(accelerator.ddp_handler, TorchDDPKwargs)
 
 
-def test_options_override_those_of_the_accelerator() -> None:
-    had = DistributedDataParallelKwargs(find_unused_parameters=True, bucket_cap_mb=1)
-    merged = merge(had, {"bucket_cap_mb": "auto", "transport": "c10d"})
-    assert merged.to_kwargs() == {"find_unused_parameters": True, "bucket_cap_mb": "auto", "transport": "c10d"}
-    assert merge(had, {"find_unused_parameters": False}).to_kwargs() == {"bucket_cap_mb": 1}
-    assert merge(None, TorchDDPKwargs(sync="forced_sync")).to_kwargs() == {"sync": "forced_sync"}
-
-
-def test_a_single_process_is_not_wrapped() -> None:
-    model = torch.nn.Linear(2, 2)
-    assert Accelerator(kwargs_handlers=[TorchDDPKwargs()]).prepare(model) is model
-
-
-def test_unused_clients_are_not_imported() -> None:
-    code = """
-import sys, torchddp
-assert not sys.modules.keys() & {"accelerate", "transformers", "torchddp.integrations.accelerate"}
-from torchddp.integrations import accelerate
-for package, name in ("accelerate", "Accelerator"), ("transformers", "TorchDDPTrainer"):
-    sys.modules[package] = None  # as if it were not installed
-    try:
-        getattr(accelerate, name)
-    except ImportError as error:
-        print(error)
-    del sys.modules[package]
-accelerate.Accelerator
-"""
-    said = [f"{package} is not installed: pip install {package}" for package in ("accelerate", "transformers")]
-    assert launch("-c", code, timeout_s=110).stdout.splitlines() == said
+def test_accelerate_is_not_imported_with_torchddp() -> None:
+    launch("-c", 'import sys, torchddp; assert "accelerate" not in sys.modules', timeout_s=110)
 
 
 def ours_and_torchs(*arguments: str, own: tuple[str, ...] = (), steps: int) -> dict[str, Any]:

@@ -12,7 +12,6 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 import torchddp
 from tests.clients import accelerate_jobs
 from tests.clients.accelerate_jobs import Jobs, Kind, model_of, reset, run_jobs
-from torchddp.integrations.accelerate import TorchDDPTrainer, adopt
 
 TOKENS, LENGTH = 48, 12
 LOSSES = ("loss", "eval_loss", "grad_norm")
@@ -69,24 +68,24 @@ def arguments(kind: Kind, **options: Any) -> TrainingArguments:
 STEPS = {"max_steps": 6, "gradient_accumulation_steps": 2, "learning_rate": 0.01, "max_grad_norm": 0.5}
 
 
-def trainer(kind: Kind, model: nn.Module | None = None, ddp_kwargs: Any = None, **options: Any) -> Trainer:
+def trainer(kind: Kind, model: nn.Module | None = None, **options: Any) -> Trainer:
     reset()
-    cls, own = (TorchDDPTrainer, {"ddp_kwargs": ddp_kwargs}) if kind.ours else (Trainer, {})
-    return cls(
+    return Trainer(
         model=model if model is not None else llama(),
         args=arguments(kind, **{**STEPS, "logging_steps": 3, **options}),
         train_dataset=Texts(64),
         eval_dataset=Texts(10),
-        **own,
     )
 
 
-def trained(kind: Kind, *args: Any, resume: str | None = None, adopts: bool = False, **options: Any) -> dict[str, Any]:
+def trained(
+    kind: Kind, model: nn.Module | None = None, resume: str | None = None, own: Any = None, **options: Any
+) -> dict[str, Any]:
+    """Train, for our class with its `own` options."""
     before = torchddp.finished_steps()
-    job = trainer(kind, *args, **options)
-    if adopts:
-        adopt(job.accelerator)
-    job.train(resume_from_checkpoint=resume)
+    job = trainer(kind, model, **options)
+    with kind.wraps(**(own or {}) if kind.ours else {}):
+        job.train(resume_from_checkpoint=resume)
     wrapped = job.model_wrapped
     return {
         "class": type(wrapped).__module__.partition(".")[0],
@@ -112,28 +111,16 @@ def checkpoints(kind: Kind) -> dict[str, Any]:
     return ends
 
 
-def own_options(kind: Kind) -> dict[str, Any]:
-    options = accelerate_jobs.OWN_OPTIONS
-    return trained(kind, None, options if kind.ours else None, ddp_bucket_cap_mb=1)
-
-
-def adopted(kind: Kind) -> dict[str, Any]:
-    """A trainer of another class, whose accelerator ours adopts."""
-    return trained(Kind("torch", kind.folder), adopts=kind.ours)
-
-
 JOBS: Jobs = {
     # Accumulation, clipping, and evaluation in between.
     "trainer": partial(trained, eval_strategy="steps", eval_steps=2),
     "trainer_bf16": partial(trained, bf16=True, ddp_find_unused_parameters=False),
     "trainer_unused": partial(branches, ddp_find_unused_parameters=True, ddp_broadcast_buffers=False),
     "trainer_unused_by_default": branches,
-    "trainer_own_options": own_options,
-    "trainer_adopted": adopted,
-    "trainer_hook": lambda kind: trained(kind, None, {"comm_hook": "bf16"}) if kind.ours else {},
+    "trainer_own_options": partial(trained, own=accelerate_jobs.OWN_OPTIONS),
+    "trainer_hook": lambda kind: trained(kind, own={"comm_hook": "bf16"}) if kind.ours else {},
     "checkpoints": checkpoints,
 }
 
 if __name__ == "__main__":
-    under_install = accelerate_jobs.UNDER_INSTALL | {"trainer", "trainer_unused"}
-    run_jobs({**accelerate_jobs.JOBS, **JOBS}, under_install)
+    run_jobs({**accelerate_jobs.JOBS, **JOBS})

@@ -21,7 +21,7 @@ import torchddp
 from tests.harness import each, run_ranks
 from tests.programs import CLAIM, ROOT, clean_environment
 from torchddp import run
-from torchddp.integrations import accelerate, announce, composer, require
+from torchddp.integrations import announce, composer, require
 from torchddp.integrations import install as install_module
 
 PLAIN = type(TorchDDP)
@@ -192,10 +192,10 @@ def test_a_missing_integration_is_reported_with_the_package_to_install(
     cases = (
         ("lightning", lambda: importlib.import_module("torchddp.integrations.lightning"), "lightning"),
         ("composer", lambda: composer.enable(), "mosaicml"),
-        ("accelerate", lambda: accelerate.weigh, "accelerate"),
+        ("accelerate", lambda: importlib.import_module("torchddp.integrations.accelerate"), "accelerate"),
     )
     for client, use, package in each(cases):
-        pattern = rf"(torchddp\.integrations\.lightning|{client})(\.|$)"
+        pattern = rf"(torchddp\.integrations\.(lightning|accelerate)|{client})(\.|$)"
         for name in [name for name in sys.modules if re.match(pattern, name)]:
             monkeypatch.delitem(sys.modules, name)
         monkeypatch.setitem(sys.modules, client, None)

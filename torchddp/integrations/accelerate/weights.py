@@ -10,14 +10,7 @@ import torch
 from torchddp.ddp.weights import LossKind
 from torchddp.integrations import weighing
 
-HOW = (
-    "pass the model that prepare() returned: that of torchddp.integrations.accelerate.Accelerator, of an accelerator "
-    "given to adopt(), or of any accelerator after torchddp.install()"
-)
-UNWEIGHED = (
-    "in a single process the model is not wrapped, so nothing is weighted: microbatches of a step count equally, "
-    "however many samples or tokens they have"
-)
+_HOW = "pass the model that prepare() returned, and call torchddp.install() before it"
 
 
 def weigh(
@@ -47,10 +40,14 @@ def weigh(
         RuntimeError: the model is not wrapped in torchddp's class, or ``sync_each_batch`` with accumulation.
     """
     divided_by = accelerator.gradient_accumulation_steps
-    wrapper = weighing.wrapper_of(model, accelerator.num_processes == 1, HOW)
+    wrapper = weighing.wrapper_of(model, accelerator.num_processes == 1, _HOW)
     if wrapper is None:
         if divided_by > 1:
-            warnings.warn(UNWEIGHED, stacklevel=2)
+            warnings.warn(
+                "in a single process the model is not wrapped, so nothing is weighted: microbatches of a step count "
+                "equally, however many samples or tokens they have",
+                stacklevel=2,
+            )
         return
     if divided_by > 1 and accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False):
         raise RuntimeError(

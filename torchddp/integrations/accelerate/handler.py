@@ -1,0 +1,55 @@
+"""The options of torchddp's class as a kwargs handler of Accelerate."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from accelerate.utils import DistributedDataParallelKwargs
+
+from torchddp import comm_hooks
+from torchddp.ddp.options import DDPOptions
+from torchddp.integrations.install import installed
+
+
+class TorchDDPKwargs(DistributedDataParallelKwargs):
+    """The arguments of :class:`torchddp.DistributedDataParallel`, as a kwargs handler of Accelerate.
+
+        torchddp.install()
+        accelerator = accelerate.Accelerator(kwargs_handlers=[TorchDDPKwargs(comm_hook="bf16")])
+
+    It takes the place of Accelerate's ``DistributedDataParallelKwargs``, whose ``comm_hook`` chooses one of torch's
+    hooks instead.
+
+    Args:
+        options: any argument of the class except the module and those that Accelerate sets (``device_ids``,
+            ``output_device``). They take precedence over those of `install`.
+
+    Raises:
+        TypeError: an unknown option, or a ``comm_hook`` that is not a hook.
+        ValueError: a value that is not allowed.
+        RuntimeError: in ``prepare()``, torchddp is not installed.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        known = {field.name for field in dataclasses.fields(DDPOptions)} - {"device_ids", "output_device"}
+        if unknown := sorted(options.keys() - known):
+            raise TypeError(f"TorchDDPKwargs has no option {unknown[0]!r}: it takes {', '.join(sorted(known))}")
+        DDPOptions(**options)  # checks the values
+        comm_hooks.resolve(options.get("comm_hook"))
+        super().__init__()
+        self._options = options
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return DistributedDataParallelKwargs  # Accelerate looks handlers up by their exact class
+
+    def to_kwargs(self) -> dict[str, Any]:
+        """Accelerate passes these to torch's class."""
+        if not installed():
+            raise RuntimeError("TorchDDPKwargs has options of torchddp's class: call torchddp.install() first")
+        return self._options
+
+    def register_comm_hook(self, model: torch.nn.Module) -> None:
+        """Nothing: the class has registered its own."""
