@@ -4,9 +4,9 @@
 
 #include "bindings/bindings.h"
 #include "shm/errors.h"
+#include "shm_backend/backend.h"
 #include "transport/c10d/c10d_transport.h"
 #include "transport/c10d/group_work.h"
-#include "transport/shm/shm_backend.h"
 #include "transport/shm/shm_transport.h"
 #include "transport/tensor_broadcast.h"
 
@@ -149,10 +149,14 @@ void bind_transports(py::module_& m) {
           "memory.");
   m.def(
       "make_shm_backend",
-      [](std::shared_ptr<ShmTransport> transport, std::chrono::milliseconds timeout) {
-        return c10::intrusive_ptr<c10d::Backend>(c10::make_intrusive<ShmBackend>(std::move(transport), timeout));
+      [](std::shared_ptr<ShmTransport> transport, c10::intrusive_ptr<c10d::Backend> gloo,
+         std::chrono::milliseconds timeout) {
+        return c10::intrusive_ptr<c10d::Backend>(
+            c10::make_intrusive<shm_backend::ShmBackend>(std::move(transport), std::move(gloo), timeout));
       },
-      py::arg("transport"), py::arg("timeout"), NoGil(), "The backend of a process group whose ranks share memory.");
+      py::arg("transport"), py::arg("gloo"), py::arg("timeout"), NoGil(),
+      "The backend of a process group whose ranks share memory. `gloo`, of the same ranks, does what it has no way "
+      "for.");
   m.def("host_identity", &shm::host_identity, "Equal for processes that can share memory with each other.");
 }
 

@@ -10,9 +10,9 @@
 
 namespace torchddp::kernels {
 
-enum class ReduceOp : uint8_t { kSum, kProduct, kMin, kMax };
+enum class ReduceOp : uint8_t { kSum, kMin, kMax };
 
-// dst[k][i] = src[0][i] + src[1][i] + ... (or *, min, max), in this order, for every k, i in [0, numel). All buffers are
+// dst[k][i] = src[0][i] + src[1][i] + ... (or min, max), in this order, for every k, i in [0, numel). All buffers are
 // contiguous, at any alignment. A destination may be one of the sources (same pointer); any other overlap is not
 // allowed. 16-bit floats are reduced in float and rounded once, to nearest even; the others are reduced in their own
 // type, and integers wrap. The minimum or maximum with a NaN is NaN, as in torch; of -0 and +0 it is the later source's.

@@ -13,10 +13,10 @@
 namespace torchddp::kernels {
 namespace {
 
-// The numbers an operation works on. Sums and products of integers are formed unsigned, where wrapping is defined.
+// The numbers an operation works on. Sums of integers are formed unsigned, where wrapping is defined.
 template <DType Type, ReduceOp Op>
 constexpr auto lane_of() {
-  constexpr bool kWraps = Op == ReduceOp::kSum || Op == ReduceOp::kProduct;
+  constexpr bool kWraps = Op == ReduceOp::kSum;
   if constexpr (Type == DType::kF64) return double{};
   if constexpr (Type == DType::kF32 || Type == DType::kF16 || Type == DType::kBF16) return float{};
   if constexpr (Type == DType::kU8) return uint8_t{};
@@ -73,8 +73,6 @@ struct SumKernel {
   static TDDP_INLINE Vector combine(Vector a, Vector b) {
     if constexpr (Op == ReduceOp::kSum) {
       return a + b;
-    } else if constexpr (Op == ReduceOp::kProduct) {
-      return a * b;
     } else if constexpr (std::is_integral_v<Lane>) {
       return Op == ReduceOp::kMin ? (a < b ? a : b) : (a > b ? a : b);
     } else {

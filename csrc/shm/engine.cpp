@@ -3,11 +3,14 @@
 #include <sched.h>
 #include <sys/resource.h>
 
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
 #include <algorithm>
 #include <utility>
 
 #include "common/deadline.h"
-#include "shm/waiting.h"
 
 namespace torchddp::shm {
 namespace {
@@ -17,15 +20,27 @@ using std::chrono::milliseconds;
 // A waiting rank spins for about 100 us if each rank has a processor, then yields for about 10 ms more before it sleeps on a
 // futex. On a virtual machine, waking the others costs the last rank to arrive 20 to 70 us, and they return 100 us after that
 // if they get their processors back at once, which they often don't.
+constexpr int kSpins = 2000;
 constexpr int kYields = 16'000;
 // If yielding took longer than this, another thread needs the processor, and the next few waits sleep early.
 constexpr std::chrono::microseconds kGaveWay{200};
 constexpr int kShortWaits = 8;
+// If ranks share processors.
+constexpr int kCrowdedSpins = 20;
 constexpr int kCrowdedYields = 100;
 // After this many checks, an owner that has not begun its chunks may not be running.
 constexpr int kHelpAfter = 64;
+// How often a sleeping rank checks that its peers are alive. The bound visible to users is two seconds.
+constexpr int64_t kSleepNs = 20'000'000;
+constexpr milliseconds kPeerCheck{10};
 // Nothing rings the doorbell when the link between hosts makes progress.
 constexpr int64_t kOuterSleepNs = 100'000;
+
+void pause_cpu() {
+#if defined(__x86_64__)
+  _mm_pause();
+#endif
+}
 
 // How often this thread lost its processor to another one; does not count times when the whole virtual machine was stopped.
 int64_t context_switches() {
@@ -186,21 +201,6 @@ void Engine::update_under_way() {
 void Engine::give_up(const std::string& reason, int culprit) {
   const auto lock = enter();
   failure_.fail(reason, culprit);
-}
-
-void Engine::check() {
-  const auto lock = enter();
-  failure_.check();
-  work();
-  update_under_way();
-}
-
-bool Engine::has_left(int rank) const { return board_.state(rank) != RankState::kOpen || config_.gone(rank); }
-
-void Engine::give_up_on(int rank, const std::string& what) {
-  const auto lock = enter();
-  failure_.check();
-  blame(rank, board_.state(rank), what);
 }
 
 bool Engine::poll(uint64_t seq) {

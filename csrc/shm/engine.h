@@ -57,13 +57,6 @@ class Engine {
   // `culprit`: the rank responsible, or -1. Always throws, as does every later call here and, soon, those of the peers. A
   // signal handler that ends a wait with an exception has the same effect, see Note [Signals in a wait].
   [[noreturn]] void give_up(const std::string& reason, int culprit = -1);
-  // For a caller that waits for a peer without an operation (mail.h). Makes progress, and throws what any other call would.
-  void check();
-  // Whether the rank closed its end, gave up or died, so that nothing more will come from it.
-  bool has_left(int rank) const;
-  // Throws because `what` needs that rank. A rank that gave up without a reason gets a moment to send one, see
-  // Failure::fail_after().
-  void give_up_on(int rank, const std::string& what);
   // Thread-safe; does not wait for threads inside the engine. Their calls, and all later ones, throw TransportError(reason);
   // the peers give up as above.
   void interrupt(const std::string& reason) { failure_.interrupt(reason); }

@@ -11,7 +11,7 @@ namespace {
 bool agrees(const Terms& terms, const Operation& mine) {
   return terms.kind == mine.kind && terms.type == static_cast<uint8_t>(mine.type) &&
          terms.op == static_cast<uint8_t>(mine.op) && terms.root == static_cast<uint8_t>(mine.root) &&
-         terms.form == mine.form && (terms.numel == mine.numel || mine.kind == OpKind::kAllToAllSplits);
+         terms.form == mine.form && terms.numel == mine.numel;
 }
 
 [[noreturn]] void fail_out_of_step(const Job& job, int rank, const Terms& terms) {
@@ -106,7 +106,7 @@ void Inputs::check(int rank) {
   const Terms terms = job_.slot(rank).post.terms;
   read_once();
   expect(rank, terms);
-  blocks_[at] = operation.kind == OpKind::kAllToAllSplits ? find_split(rank, terms) : find_block(rank);
+  blocks_[at] = find_block(rank);
   all_accept_ &= terms.accepts != 0;
   scales_[at] = terms.scale;
   scaled_ |= terms.scale != 1.0;
@@ -129,35 +129,6 @@ std::byte* Inputs::find_block(int rank) const {
   // A rank reads its own input where it was just read for the copy: from cache.
   const bool own = job_.operation.form == Form::kEveryone && rank == job_.rank();
   return own ? static_cast<std::byte*>(job_.operation.output) : job_.board.base(rank) + offset;
-}
-
-// The part of a rank's block that is meant for this one.
-std::byte* Inputs::find_split(int rank, const Terms& terms) const {
-  const auto& board = job_.board;
-  const auto table_bytes = split_table_bytes(board.size());
-  auto& post = job_.slot(rank).post;
-  const auto offset = place_of(post).offset;
-  const bool eager = terms.numel <= kEagerBytes;
-  if (terms.numel < table_bytes || !(eager || board.holds(rank, offset, terms.numel))) {
-    fail_outside(job_, rank);
-  }
-  auto* block = eager ? post.data.data() : board.base(rank) + offset;
-  std::array<int64_t, 2> part{};
-  std::memcpy(part.data(), block + static_cast<int64_t>(board.rank()) * 8, sizeof(part));
-  read_once();
-  const auto [begin, end] = part;
-  if (begin < 0 || end < begin || end > terms.numel - table_bytes) {
-    fail_outside(job_, rank);
-  }
-  const auto& expected = job_.operation.expected;
-  const auto want = expected.empty() ? 0 : expected[static_cast<size_t>(rank)];
-  if (end - begin != want) {
-    job_.failure.fail("the ranks disagree on the sizes in " + job_.describe() + ": " + board.name(rank) + " has " +
-                          std::to_string(end - begin) + " bytes for " + board.name(board.rank()) + ", which expects " +
-                          std::to_string(want),
-                      rank);
-  }
-  return block + table_bytes + begin;
 }
 
 void Inputs::sum(Group ranks, const void* partial, Range range, std::span<void* const> targets) const {

@@ -35,7 +35,6 @@ class Inputs {
  private:
   void check(int rank);
   std::byte* find_block(int rank) const;
-  std::byte* find_split(int rank, const Terms& terms) const;
   void sum_checked(Group ranks, bool has_partial, std::span<void* const> targets, std::span<const void* const> sources,
                    std::span<const double> scales, int64_t numel) const;
 

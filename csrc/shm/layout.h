@@ -9,7 +9,7 @@
 namespace torchddp::shm {
 
 inline constexpr uint64_t kMagic = 0x316d687370646474;  // "tddpshm1" in memory
-inline constexpr uint32_t kVersion = 7;                 // changes with anything in this file
+inline constexpr uint32_t kVersion = 8;                 // changes with anything in this file
 inline constexpr int kMaxRanks = 256;
 
 // How many operations may be in flight at once. One more waits for the oldest.
@@ -19,17 +19,8 @@ inline constexpr int64_t kEagerBytes = 8192;
 // The same for sums that are passed from group to group, see chain.h.
 inline constexpr int64_t kChainBytes = 1024;
 
-enum class OpKind : uint8_t {
-  kAllReduce,
-  kReduceScatter,
-  kAllGather,
-  kBroadcast,
-  kScatter,
-  kAllToAll,
-  kAllToAllSplits,
-  kReduce
-};
-inline constexpr size_t kNumOpKinds = 8;
+enum class OpKind : uint8_t { kAllReduce, kReduceScatter, kAllGather, kBroadcast, kReduce };
+inline constexpr size_t kNumOpKinds = 5;
 
 // How an all-reduce is done.
 enum class Form : uint8_t {
@@ -111,8 +102,6 @@ struct alignas(64) Header {
   std::atomic<uint32_t> sleeping;              // how many threads of all ranks are asleep
   alignas(64) std::atomic<uint32_t> state;     // RankState
   std::atomic<int32_t> culprit;                // of kFailed: the rank that was waited for, or -1
-
-  std::atomic<int64_t> mail;  // location of this rank's MailBox; 0: none yet
 
   std::array<Slot, kSlots> slots;
 };

@@ -1,8 +1,5 @@
 #include "shm/operation.h"
 
-#include <algorithm>
-#include <numeric>
-
 #include "shm/grid.h"
 
 namespace torchddp::shm {
@@ -49,8 +46,7 @@ Moved moved_by_owner(const Operation& operation, const Board& board) {
 
 const char* kind_name(OpKind kind) {
   constexpr const char* kNames[kNumOpKinds] = {
-      "all_reduce", "reduce_scatter",         "all_gather", "broadcast", "scatter",
-      "all_to_all", "all_to_all with splits", "reduce",
+      "all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce",
   };
   const auto index = static_cast<size_t>(kind);
   return index < kNumOpKinds ? kNames[index] : "an unknown operation";
@@ -96,17 +92,9 @@ Moved moved(const Operation& operation, const Board& board) {
     case OpKind::kAllGather:
       return {others * bytes, 0};
     case OpKind::kReduceScatter:
-    case OpKind::kAllToAll:
       return {others * (bytes / board.size()), 0};
     case OpKind::kBroadcast:
       return {is_root ? 0 : bytes, 0};
-    case OpKind::kScatter:
-      return {is_root ? 0 : bytes / board.size(), 0};
-    case OpKind::kAllToAllSplits: {
-      const auto& expected = operation.expected;
-      const auto total = std::accumulate(expected.begin(), expected.end(), int64_t{0});
-      return {expected.empty() ? 0 : total - expected[static_cast<size_t>(board.rank())], 0};
-    }
   }
   return {};
 }
@@ -119,7 +107,7 @@ std::string describe(const Operation& operation, uint64_t seq) {
 std::string details(const Operation& operation, const Board& board) {
   constexpr const char* kTypes[] = {"float64", "float32", "float16", "bfloat16", "int8",
                                     "uint8",   "int16",   "int32",   "int64"};
-  constexpr const char* kOps[] = {"sum", "product", "min", "max"};
+  constexpr const char* kOps[] = {"sum", "min", "max"};
   const auto kind = operation.kind;
   const bool known = operation.root >= 0 && operation.root < board.size();
   if (kind == OpKind::kAllReduce || kind == OpKind::kReduceScatter || kind == OpKind::kReduce) {
@@ -127,7 +115,7 @@ std::string details(const Operation& operation, const Board& board) {
            kTypes[static_cast<size_t>(operation.type)] +
            (kind == OpKind::kReduce && known ? " to " + board.name(operation.root) : "") + "]";
   }
-  if (kind == OpKind::kBroadcast || kind == OpKind::kScatter) {
+  if (kind == OpKind::kBroadcast) {
     return " [from " + (known ? board.name(operation.root) : "rank " + std::to_string(operation.root)) + "]";
   }
   return "";

@@ -6,9 +6,7 @@
 #include <memory>
 #include <optional>
 #include <string>
-#include <vector>
 
-#include "common/round_up.h"
 #include "kernels/sum.h"
 #include "shm/board.h"
 
@@ -28,7 +26,7 @@ struct Operation {
   kernels::DType type = kernels::DType::kF32;
   kernels::ReduceOp op = kernels::ReduceOp::kSum;
   int root = 0;
-  // Elements of this rank's input (kScatter: of the root's).
+  // Elements of this rank's input.
   int64_t numel = 0;
   // Must be in this rank's segment unless is_eager(); null on ranks without one (not the root).
   const void* input = nullptr;
@@ -46,15 +44,9 @@ struct Operation {
   // For a large kAllReduce that sums floats; filled in by the time wait() returns. The rank that sums
   // checks the values while they are in registers. Other operations report nothing.
   std::shared_ptr<NonFinite> non_finite = {};
-  // kAllToAllSplits: the bytes that this rank expects from each rank, in rank order; empty: nothing from any.
-  std::vector<int64_t> expected = {};
 
   int64_t bytes() const { return numel * kernels::item_size(type); }
 };
-
-// A block of kAllToAllSplits is a table of size + 1 offsets (int64), padded to this many bytes, then the data: bytes
-// [offsets[r], offsets[r + 1]) of it are for rank r.
-constexpr int64_t split_table_bytes(int size) { return round_up((size + 1) * 8, 16); }
 
 // Whether the operation's input is sent in the post itself.
 bool is_eager(const Operation& operation, const Board& board);

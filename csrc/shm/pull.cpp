@@ -13,7 +13,7 @@ constexpr int64_t kPieceBytes = 64 * 1024;
 
 bool Pull::needs(int rank) const {
   const auto& operation = job_.operation;
-  if (operation.kind == OpKind::kBroadcast || operation.kind == OpKind::kScatter) {
+  if (operation.kind == OpKind::kBroadcast) {
     return rank == operation.root;
   }
   return reads(job_.rank());
@@ -53,10 +53,9 @@ void Pull::move() {
   const int mine = job_.rank();
   const int size = job_.board.size();
   const auto bytes = operation.bytes();
-  const auto piece = bytes / size;
-  const auto copy = [&](int64_t to, int rank, int64_t from, int64_t count) {
-    if (count > 0) {
-      std::memcpy(static_cast<std::byte*>(output) + to, inputs_.block(rank) + from, static_cast<size_t>(count));
+  const auto copy = [&](int64_t to, int rank) {
+    if (bytes > 0) {
+      std::memcpy(static_cast<std::byte*>(output) + to, inputs_.block(rank), static_cast<size_t>(bytes));
     }
   };
   const Group all{0, size};
@@ -82,27 +81,12 @@ void Pull::move() {
       return;
     case OpKind::kBroadcast:
       if (mine != operation.root) {
-        copy(0, operation.root, 0, bytes);
+        copy(0, operation.root);
       }
-      return;
-    case OpKind::kScatter:
-      copy(0, operation.root, mine * piece, piece);
       return;
     case OpKind::kAllGather:
       for (int rank = 0; rank < size; ++rank) {
-        copy(rank * bytes, rank, 0, bytes);
-      }
-      return;
-    case OpKind::kAllToAll:
-      for (int rank = 0; rank < size; ++rank) {
-        copy(rank * piece, rank, mine * piece, piece);
-      }
-      return;
-    case OpKind::kAllToAllSplits:
-      int64_t to = 0;
-      for (size_t rank = 0; rank < operation.expected.size(); ++rank) {
-        copy(to, static_cast<int>(rank), 0, operation.expected[rank]);
-        to += operation.expected[rank];
+        copy(rank * bytes, rank);
       }
       return;
   }

@@ -108,7 +108,7 @@ bool Running::is_shared_work() const {
 
 bool Running::is_awaited() const {
   const auto& operation = job_.operation;
-  if (operation.kind == OpKind::kBroadcast || operation.kind == OpKind::kScatter) {
+  if (operation.kind == OpKind::kBroadcast) {
     return operation.root == job_.rank();
   }
   return job_.board.all_of_ranks([&](int rank) { return job_.has_posted(rank); });

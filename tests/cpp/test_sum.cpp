@@ -20,7 +20,7 @@ using reference::Bytes;
 
 constexpr DType kTypes[] = {DType::kF64, DType::kF32, DType::kF16, DType::kBF16, DType::kI8,
                             DType::kU8,  DType::kI16, DType::kI32, DType::kI64};
-constexpr ReduceOp kOps[] = {ReduceOp::kSum, ReduceOp::kProduct, ReduceOp::kMin, ReduceOp::kMax};
+constexpr ReduceOp kOps[] = {ReduceOp::kSum, ReduceOp::kMin, ReduceOp::kMax};
 // With thirteen or more ranks, through a tile.
 constexpr int64_t kRanks[] = {1, 2, 3, 4, 7, 12, 13, 17};
 // Sizes around one vector and one unrolled step of every instruction set.
@@ -37,7 +37,7 @@ T choose(ReduceOp op, T a, T b) {
 
 template <class T>
 T reduce_floats(ReduceOp op, T a, T b) {
-  return op == ReduceOp::kSum ? a + b : op == ReduceOp::kProduct ? a * b : choose(op, a, b);
+  return op == ReduceOp::kSum ? a + b : choose(op, a, b);
 }
 
 // Sign-extended unless unsigned.
@@ -53,7 +53,6 @@ int64_t reduce_integers(ReduceOp op, int64_t a, int64_t b) {
   const auto x = static_cast<uint64_t>(a);
   const auto y = static_cast<uint64_t>(b);
   if (op == ReduceOp::kSum) return static_cast<int64_t>(x + y);
-  if (op == ReduceOp::kProduct) return static_cast<int64_t>(x * y);
   return choose(op, a, b);
 }
 
@@ -293,8 +292,6 @@ TEST(infinities_and_zeros_are_reduced_as_ieee_754_says) {
       using enum ReduceOp;
       CHECK_EQ(reduce_values(type, kSum, {1, INFINITY, 2}), INFINITY);
       CHECK(std::isnan(reduce_values(type, kSum, {INFINITY, 1, -INFINITY})));
-      CHECK(std::isnan(reduce_values(type, kProduct, {INFINITY, 0})));
-      CHECK_EQ(reduce_values(type, kProduct, {-2, INFINITY}), -INFINITY);
       CHECK_EQ(reduce_values(type, kMin, {1, -INFINITY, 2}), -INFINITY);
       CHECK_EQ(reduce_values(type, kMax, {1, -INFINITY, 2}), 2);
       CHECK(std::signbit(reduce_values(type, kSum, {-0.0, -0.0})));
@@ -347,9 +344,6 @@ void check_wraps(DType type) {
   void* const dsts[] = {result.data()};
   reduce_ranks(dsts, srcs, type, ReduceOp::kSum, 37);
   CHECK(result == std::vector<T>(37, kLowest));
-  const void* const twice[] = {highest.data(), highest.data()};
-  reduce_ranks(dsts, twice, type, ReduceOp::kProduct, 37);
-  CHECK(result == ones);
 }
 
 TEST(integers_wrap) {

@@ -106,14 +106,8 @@ TEST(traffic_of_shared_memory_by_kind) {
   CHECK(of(OpKind::kAllReduce) == Expected({2 * whole, 2 * whole, 2 * whole}));  // small: every rank sums everything
   CHECK(of(OpKind::kReduce) == Expected({0, 2 * whole, 0}));
   CHECK(of(OpKind::kBroadcast) == Expected({whole, 0, whole}));
-  CHECK(of(OpKind::kScatter) == Expected({whole / 3, 0, whole / 3}));
   CHECK(of(OpKind::kAllGather) == Expected({2 * whole, 2 * whole, 2 * whole}));
   CHECK(of(OpKind::kReduceScatter) == Expected({2 * whole / 3, 2 * whole / 3, 2 * whole / 3}));
-  CHECK(of(OpKind::kAllToAll) == Expected({2 * whole / 3, 2 * whole / 3, 2 * whole / 3}));
-  const auto splits =
-      moved_by_ranks(3, {.kind = OpKind::kAllToAllSplits, .numel = 64, .expected = {5, 7, 11}}, 3, false);
-  CHECK_EQ(splits[0].bytes, 7 + 11);
-  CHECK_EQ(splits[2].bytes, 5 + 7);
 }
 
 }  // namespace

@@ -3,9 +3,9 @@
     import torchddp
     torch.distributed.init_process_group("torchddp_shm")  # or "cpu:torchddp_shm,cuda:nccl"
 
-The backend has all collectives and point-to-point operations on CPU tensors, for ranks of one host. A send does not
-wait for its receive: the message is copied to shared memory. A receive into a tensor of another size fails and loses
-the message; any other error, including a timeout, fails the whole group.
+The backend takes CPU tensors, for ranks of one host. What shared memory has no way for (messages, all-to-all, gather,
+scatter, products) goes to a gloo backend of the same ranks. An error in shared memory, including a timeout, fails the
+whole group.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import os
+import secrets
 import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import Backend, Store
+from torch._C._distributed_c10d import Backend, PrefixStore, Store
 
 from torchddp import _C
 from torchddp.transport.agreement import GroupExchange, Peer, StoreExchange, connect_all, list_problems, ranks_by
@@ -220,7 +221,10 @@ def _create(store: Store, rank: int, size: int, timeout: datetime.timedelta) -> 
     """Called by torch for each process group. Collective."""
     exchange = StoreExchange(store, rank, size, timeout, f"the {BACKEND_NAME} backend")
     transport = connect(exchange, timeout)
-    exchange.close()  # the store may be reused by the next process group of this name
+    # gloo leaves its keys in the store, which may be reused by the next process group of this name.
+    part_of_store = exchange.gather(secrets.token_hex(8))[0]
+    exchange.close()
     if isinstance(transport, str):
         raise RuntimeError(f"rank {rank}: the {BACKEND_NAME} backend can't share memory here: {transport}")
-    return _C.make_shm_backend(transport, timeout)
+    gloo = dist.ProcessGroupGloo(PrefixStore(part_of_store, store), rank, size, timeout)
+    return _C.make_shm_backend(transport, gloo, timeout)

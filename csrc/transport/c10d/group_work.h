@@ -14,14 +14,14 @@ bool is_gloo(c10d::ProcessGroup& group);
 
 using GroupPtr = c10::intrusive_ptr<c10d::ProcessGroup>;
 
-// Runs `wait` for an operation of `group` (which may be null). If a signal handler ends it, the group is kept alive forever:
-// gloo's destructor waits until its operations have ended, which would delay process exit for as long.
-template <typename Wait>
-auto wait_or_keep(const GroupPtr& group, Wait&& wait) {
+// Runs `wait` for an operation of `group`, a process group or a backend (which may be null). If a signal handler ends it, the group
+// is kept alive forever: gloo's destructor waits until its operations have ended, which would delay process exit for as long.
+template <typename Group, typename Wait>
+auto wait_or_keep(const c10::intrusive_ptr<Group>& group, Wait&& wait) {
   try {
     return wait();
   } catch (const SignalInterrupt&) {
-    static_cast<void>(GroupPtr(group).release());
+    static_cast<void>(c10::intrusive_ptr<Group>(group).release());
     throw;
   }
 }
@@ -72,8 +72,7 @@ auto all_gather_flat(Group& group, at::Tensor& out, at::Tensor& in) {
 // Splits: elements for and from each rank, in rank order.
 template <typename Group>
 auto all_to_all_flat(Group& group, at::Tensor& out, at::Tensor& in, std::vector<int64_t>& out_splits,
-                     std::vector<int64_t>& in_splits) {
-  const c10d::AllToAllOptions options;
+                     std::vector<int64_t>& in_splits, const c10d::AllToAllOptions& options = {}) {
   if constexpr (requires { group.all_to_all_single(out, in, out_splits, in_splits, options); }) {
     return group.all_to_all_single(out, in, out_splits, in_splits, options);
   } else {

@@ -28,9 +28,9 @@ void each_place(c10::ArrayRef<at::Tensor> tensors, std::byte* memory, Copy&& cop
 
 }  // namespace
 
-void OperationMemory::stage(ShmTransport& transport, c10::ArrayRef<at::Tensor> tensors, int64_t lead_bytes) {
-  staging = transport.scratch().lend(bytes_of(tensors) + lead_bytes, at::kCPU);
-  auto* const memory = data_of(staging) + lead_bytes;
+void OperationMemory::stage(ShmTransport& transport, c10::ArrayRef<at::Tensor> tensors) {
+  staging = transport.scratch().lend(bytes_of(tensors), at::kCPU);
+  auto* const memory = data_of(staging);
   if (tensors.size() == 1 && is_plain(tensors[0])) {
     transport.copier().copy(memory, tensors[0].const_data_ptr(), bytes_of(tensors));
   } else {

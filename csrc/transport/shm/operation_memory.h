@@ -17,9 +17,8 @@ struct OperationMemory {
   at::Tensor staging;             // the part lent by the transport for an input that the engine can't reach
   std::function<void()> deliver;  // moves the result to its destination; may be empty
 
-  // Copies the input, one tensor after the other, to where the engine reaches it, behind `lead_bytes` that are left free.
-  // Throws TransportError if there is no room.
-  void stage(ShmTransport& transport, c10::ArrayRef<at::Tensor> tensors, int64_t lead_bytes = 0);
+  // Copies the input, one tensor after the other, to where the engine reaches it. Throws TransportError if there is no room.
+  void stage(ShmTransport& transport, c10::ArrayRef<at::Tensor> tensors);
   // The result, which will be in `memory`, goes to the tensors.
   void deliver_to(std::vector<at::Tensor> tensors, at::Tensor memory);
 };

@@ -192,7 +192,6 @@ ShmTransport::ShmTransport(c10::intrusive_ptr<c10d::ProcessGroup> group, ShmPlac
   config.threads = at::get_num_threads();
   config.run_parallel = run_parallel;
   engine_ = std::make_unique<shm::Engine>(std::move(config));
-  mail_ = std::make_unique<shm::Mail>(*engine_, *segment_);
   // Named as the process group names them, since tools that read profiles know those names.
   const auto backend = group != nullptr ? group->getBackendName() : std::string("shm");
   for (size_t kind = 0; kind < titles_.size(); ++kind) {

@@ -11,7 +11,6 @@
 #include "common/pace.h"
 #include "shm/copier.h"
 #include "shm/engine.h"
-#include "shm/mail.h"
 #include "shm/mesh.h"
 #include "shm/segment.h"
 #include "transport/shm/gradient_pool.h"
@@ -101,7 +100,6 @@ class ShmTransport final : public Transport, public std::enable_shared_from_this
 
   // --- for the c10d backend, which has more operations and reductions ---
   shm::Engine& engine() { return *engine_; }
-  shm::Mail& mail() { return *mail_; }
   shm::Copier& copier() { return copier_; }
   // Throws TransportError if there is no room.
   at::Tensor shared_bytes(int64_t bytes);
@@ -126,7 +124,6 @@ class ShmTransport final : public Transport, public std::enable_shared_from_this
   std::vector<shm::Peer> peers_;
   std::unique_ptr<shm::OuterLink> outer_;
   std::unique_ptr<shm::Engine> engine_;
-  std::unique_ptr<shm::Mail> mail_;
   shm::Copier copier_;
   Pace looks_{kLookInterval};
   int rank_ = 0;

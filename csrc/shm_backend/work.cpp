@@ -1,17 +1,17 @@
-#include "transport/shm/shm_work.h"
+#include "shm_backend/work.h"
 
 #include <c10/util/StringUtil.h>
 #include <pthread.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstring>
 #include <utility>
 
 #include "common/check.h"
 #include "common/deadline.h"
-#include "transport/shm/shm_transport.h"
 
-namespace torchddp::transport {
+namespace torchddp::shm_backend {
 namespace {
 
 using Clock = shm::Engine::Clock;
@@ -27,14 +27,23 @@ constexpr milliseconds kFarewell{10'000};
 
 }  // namespace
 
-ShmC10dWork::ShmC10dWork(std::shared_ptr<ShmOperations> operations, int rank, Description description)
-    : Work(rank, description.type, description.title, description.inputs),
-      outputs_(std::move(description.outputs)),
-      timeout_(description.timeout),
-      operations_(std::move(operations)),
-      async_(description.async) {}
+std::string Description::where() const { return c10::str(std::strchr(title, ':') + 1, " on rank ", rank); }
 
-bool ShmC10dWork::isCompleted() {
+std::string Description::not_complete_after(milliseconds limit) const {
+  return c10::str("rank ", rank, ": ", c10d::opTypeToString(type), " was not complete ", limit.count(),
+                  " ms after wait(). The operation and the process group continue");
+}
+
+ShmCollective::ShmCollective(std::shared_ptr<ShmOperations> operations, Description description,
+                             std::vector<ShmPart> parts)
+    : Work(description.rank, description.type, description.title, description.inputs),
+      operations_(std::move(operations)),
+      description_(std::move(description)),
+      parts_(std::move(parts)) {
+  description_.inputs.clear();
+}
+
+bool ShmCollective::isCompleted() {
   if (is_over()) {
     return true;
   }
@@ -42,13 +51,12 @@ bool ShmC10dWork::isCompleted() {
   return transport != nullptr && try_finish(*transport, false);
 }
 
-bool ShmC10dWork::isSuccess() const { return is_over() && c10d::Work::isSuccess(); }
+bool ShmCollective::isSuccess() const { return is_over() && c10d::Work::isSuccess(); }
 
-bool ShmC10dWork::wait(milliseconds timeout) {
+bool ShmCollective::wait(milliseconds timeout) {
   const auto transport = is_over() ? nullptr : operations_->transport();
   if (transport != nullptr && !await_for(*transport, timeout)) {
-    throw TransportError(c10::str("rank ", rank_, ": ", c10d::opTypeToString(opType_), " was not complete ",
-                                  timeout.count(), " ms after wait(). The operation and the process group continue"));
+    throw TransportError(description_.not_complete_after(timeout));
   }
   const std::lock_guard lock(finishing_);  // another thread may be about to report that it is over
   TDDP_INTERNAL(is_over(), "a wait for an operation ended before the operation");
@@ -59,7 +67,7 @@ bool ShmC10dWork::wait(milliseconds timeout) {
 }
 
 // False if the caller's own time is up.
-bool ShmC10dWork::await_for(ShmTransport& transport, milliseconds longest) {
+bool ShmCollective::await_for(ShmTransport& transport, milliseconds longest) {
   try {
     if (longest <= kNoTimeout) {
       await(transport, Clock::now());
@@ -73,9 +81,9 @@ bool ShmC10dWork::await_for(ShmTransport& transport, milliseconds longest) {
   return true;
 }
 
-void ShmC10dWork::abort() { operations_->abort(c10::str("rank ", rank_, " aborted an operation")); }
+void ShmCollective::abort() { operations_->abort(c10::str("rank ", rank_, " aborted an operation")); }
 
-c10::intrusive_ptr<c10::ivalue::Future> ShmC10dWork::getFuture() {
+c10::intrusive_ptr<c10::ivalue::Future> ShmCollective::getFuture() {
   std::unique_lock lock(finishing_);
   if (future_ == nullptr) {
     future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
@@ -90,7 +98,7 @@ c10::intrusive_ptr<c10::ivalue::Future> ShmC10dWork::getFuture() {
 }
 
 // Whether it is over, successfully or not. `wait_for_others`: also if another thread is just ending it.
-bool ShmC10dWork::try_finish(ShmTransport& transport, bool wait_for_others) {
+bool ShmCollective::try_finish(ShmTransport& transport, bool wait_for_others) {
   std::unique_lock lock(finishing_, std::defer_lock);
   if (wait_for_others) {
     lock.lock();
@@ -105,8 +113,7 @@ bool ShmC10dWork::try_finish(ShmTransport& transport, bool wait_for_others) {
     if (!poll(transport)) {
       return false;
     }
-    const BelowAutograd guard;
-    deliver();
+    std::for_each(parts_.begin(), parts_.end(), deliver);
   } catch (...) {
     error = std::current_exception();
   }
@@ -115,31 +122,31 @@ bool ShmC10dWork::try_finish(ShmTransport& transport, bool wait_for_others) {
 }
 
 // Unless it is over.
-void ShmC10dWork::fail(ShmTransport& transport, std::exception_ptr error) {
+void ShmCollective::fail(ShmTransport& transport, std::exception_ptr error) {
   std::unique_lock lock(finishing_);
   if (!is_over()) {
     conclude(transport, error, std::move(lock));
   }
 }
 
-void ShmC10dWork::conclude(ShmTransport& transport, std::exception_ptr error, std::unique_lock<std::mutex> lock) {
+void ShmCollective::conclude(ShmTransport& transport, std::exception_ptr error, std::unique_lock<std::mutex> lock) {
   auto memory = give_back(transport, error != nullptr);
   finish(error);
   over_.store(true, std::memory_order_release);
   const auto future = future_;
   lock.unlock();  // callbacks may ask for this same operation
-  memory.reset();
+  memory.clear();
   operations_->remove(*this, future != nullptr);
   if (future != nullptr) {
     complete(*future);
   }
 }
 
-void ShmC10dWork::complete(c10::ivalue::Future& future) {
+void ShmCollective::complete(c10::ivalue::Future& future) {
   if (exception_ != nullptr) {
     future.setError(exception_);
   } else {
-    future.markCompleted(c10::IValue(outputs_));
+    future.markCompleted(c10::IValue(description_.outputs));
   }
 }
 
@@ -159,7 +166,7 @@ bool ShmCollective::poll(ShmTransport& transport) {
 
 void ShmCollective::await(ShmTransport& transport, Time since) {
   for (const auto seq : seqs_) {
-    transport.engine().wait(seq, timeout_, since);
+    transport.engine().wait(seq, description_.timeout, since);
   }
 }
 
@@ -168,21 +175,13 @@ bool ShmCollective::await_until(ShmTransport& transport, Time until, bool spin) 
                      [&](uint64_t seq) { return transport.engine().wait_for(seq, until - Clock::now(), spin); });
 }
 
-void ShmCollective::deliver() {
-  for (const auto& part : parts_) {
-    if (part.deliver) {
-      part.deliver();
-    }
-  }
-}
-
-std::shared_ptr<void> ShmCollective::give_back(ShmTransport& transport, bool failed) {
+std::vector<ShmPart> ShmCollective::give_back(ShmTransport& transport, bool failed) {
   for (auto& part : parts_) {
     if (failed && part.staging.defined()) {
       transport.keep({std::move(part.staging)});  // a peer may still write to it
     }
   }
-  return std::make_shared<std::vector<ShmPart>>(std::exchange(parts_, {}));
+  return std::exchange(parts_, {});
 }
 
 ShmOperations::ShmOperations(std::shared_ptr<ShmTransport> transport, milliseconds timeout)
@@ -207,11 +206,11 @@ std::shared_ptr<ShmTransport> ShmOperations::open_transport() const {
   return transport;
 }
 
-void ShmOperations::start(const c10::intrusive_ptr<ShmC10dWork>& work) {
+void ShmOperations::start(const c10::intrusive_ptr<ShmCollective>& work) {
   const auto transport = open_transport();
   try {
     work->start(*transport);
-    if (!work->async_) {
+    if (!work->description_.async) {
       work->wait();
       return;
     }
@@ -226,11 +225,11 @@ void ShmOperations::start(const c10::intrusive_ptr<ShmC10dWork>& work) {
   }
 }
 
-void ShmOperations::remove(ShmC10dWork& work, bool awaited) {
+void ShmOperations::remove(ShmCollective& work, bool awaited) {
   if (!work.place_) {
     return;  // it was over before any other thread could see it
   }
-  c10::intrusive_ptr<ShmC10dWork> last;  // released without holding the lock
+  c10::intrusive_ptr<ShmCollective> last;  // released without holding the lock
   const std::lock_guard lock(mutex_);
   last = std::move(**work.place_);
   works_.erase(*work.place_);
@@ -296,7 +295,7 @@ void ShmOperations::watch() {
 // Ends what can be ended. If a Future is waited for, sleeps until something happens to the first such operation; returns
 // whether it did.
 bool ShmOperations::look(ShmTransport& transport, const Works& works) {
-  ShmC10dWork* awaited = nullptr;
+  ShmCollective* awaited = nullptr;
   for (const auto& work : works) {
     const bool over = work->try_finish(transport, false);
     if (!over && awaited == nullptr && work->is_awaited()) {
@@ -308,7 +307,7 @@ bool ShmOperations::look(ShmTransport& transport, const Works& works) {
   }
   try {
     if (!awaited->await_until(transport, Clock::now() + kLook, false) &&
-        Clock::now() >= deadline_after(awaited->timeout_, awaited->started_)) {
+        Clock::now() >= deadline_after(awaited->description_.timeout, awaited->started_)) {
       awaited->await(transport, awaited->started_);
     }
   } catch (const TransportError&) {
@@ -377,4 +376,4 @@ void ShmOperations::abort(const std::string& reason) {
   }
 }
 
-}  // namespace torchddp::transport
+}  // namespace torchddp::shm_backend

@@ -1,18 +1,17 @@
-#include "transport/shm/shm_call.h"
+#include "shm_backend/call.h"
 
 #include <ATen/Functions.h>
 
 #include <algorithm>
-#include <cstring>
 #include <optional>
 #include <utility>
 
 #include "common/check.h"
-#include "transport/shm/pieces.h"
-#include "transport/shm/shm_backend.h"
+#include "shm_backend/backend.h"
+#include "shm_backend/pieces.h"
 #include "transport/sum_types.h"
 
-namespace torchddp::transport {
+namespace torchddp::shm_backend {
 namespace {
 
 using Tensors = ShmCall::Tensors;
@@ -20,23 +19,34 @@ using RedOpType = c10d::ReduceOp::RedOpType;
 
 constexpr const char* kName = ShmBackend::kName;
 
-// The engine's counterpart of each of c10d's reductions, in their order.
-std::optional<std::pair<kernels::DType, kernels::ReduceOp>> find_reduction(at::ScalarType dtype, RedOpType op) {
-  using kernels::ReduceOp;
-  constexpr ReduceOp kOps[] = {ReduceOp::kSum, ReduceOp::kSum, ReduceOp::kProduct, ReduceOp::kMin, ReduceOp::kMax};
-  const bool is_bool = dtype == at::kBool;
-  const auto type = is_bool ? kernels::DType::kU8 : sum_type(dtype);
-  if (!type || static_cast<size_t>(op) >= std::size(kOps) || (is_bool && op == RedOpType::AVG)) {
-    return std::nullopt;
-  }
-  // "Or" and "and" of bytes that are 0 or 1 and stay so.
-  const bool is_or = op == RedOpType::SUM || op == RedOpType::MAX;
-  return std::pair(*type, !is_bool ? kOps[op] : is_or ? ReduceOp::kMax : ReduceOp::kMin);
+bool is_of_pairs(const at::Tensor& tensor, RedOpType op) {
+  return tensor.is_complex() && (op == RedOpType::SUM || op == RedOpType::AVG);
 }
 
-const char* op_name(RedOpType op) {
-  constexpr const char* kNames[] = {"SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM"};
-  return static_cast<size_t>(op) < std::size(kNames) ? kNames[op] : "an unknown reduction";
+// The engine's counterparts of c10d's reductions and torch's dtypes; empty if it has none. Bools are bytes that are 0 or 1.
+std::optional<kernels::ReduceOp> engine_op(const at::Tensor& tensor, RedOpType op) {
+  using kernels::ReduceOp;
+  const bool is_bool = tensor.scalar_type() == at::kBool;
+  switch (op) {
+    case RedOpType::SUM:
+      return is_bool ? ReduceOp::kMax : ReduceOp::kSum;
+    case RedOpType::AVG:
+      return is_bool ? std::nullopt : std::optional(ReduceOp::kSum);
+    case RedOpType::PRODUCT:
+      return is_bool ? std::optional(ReduceOp::kMin) : std::nullopt;
+    case RedOpType::MIN:
+      return ReduceOp::kMin;
+    case RedOpType::MAX:
+      return ReduceOp::kMax;
+    default:
+      return std::nullopt;
+  }
+}
+
+std::optional<kernels::DType> engine_type(const at::Tensor& tensor, RedOpType op) {
+  const auto dtype = tensor.scalar_type();
+  return dtype == at::kBool ? kernels::DType::kU8
+                            : sum_type(is_of_pairs(tensor, op) ? c10::toRealValueType(dtype) : dtype);
 }
 
 // Where the first tensor begins, if all are consecutive in memory.
@@ -55,6 +65,18 @@ const std::byte* consecutive(const Tensors& tensors) {
     end = data + bytes_of(tensor);
   }
   return begin;
+}
+
+// Complex numbers are added as pairs of real ones.
+Tensors as_real(const Tensors& tensors, RedOpType op) {
+  Tensors real;
+  for (const auto& tensor : tensors) {
+    const bool pairs = is_of_pairs(tensor, op);
+    TDDP_CHECK(!pairs || !tensor.is_conj(), "the ", kName,
+               " backend can't reduce a conjugate view: call resolve_conj() first");
+    real.push_back(pairs ? at::view_as_real(tensor) : tensor);
+  }
+  return real;
 }
 
 void divide(const at::Tensor& tensor, int size) {
@@ -79,16 +101,12 @@ void divide_after(ShmPart& part, const Tensors& tensors, int size) {
 
 }  // namespace
 
-ShmCall::ShmCall(ShmOperations& operations, int rank, int size, ShmC10dWork::Description description)
+ShmCall::ShmCall(ShmOperations& operations, int size, Description description)
     : description(std::move(description)),
       operations_(operations),
       transport_(operations.open_transport()),
-      rank_(rank),
+      rank_(this->description.rank),
       size_(size) {}
-
-const char* ShmCall::name() const { return description.title + std::char_traits<char>::length(kName) + 1; }
-
-std::string ShmCall::where() const { return c10::str(name(), " on rank ", rank_); }
 
 void ShmCall::check_dense_cpu(const Tensors& tensors) const {
   for (const auto& tensor : tensors) {
@@ -124,52 +142,49 @@ void ShmCall::check_pairs(const Tensors& outputs, const Tensors& inputs) const {
   TDDP_CHECK(outputs.size() == inputs.size(), where(), ": ", outputs.size(), " outputs for ", inputs.size(), " inputs");
 }
 
+void ShmCall::check_reduce_scatter(const at::Tensor& output, const Tensors& inputs) const {
+  check_dense_cpu({output});
+  check_dense_cpu(inputs);
+  TDDP_CHECK(output.scalar_type() == inputs[0].scalar_type() && bytes_of(inputs) == bytes_of(output) * size_, where(),
+             ": input has ", bytes_of(inputs) / inputs[0].element_size(), " elements of ", inputs[0].scalar_type(),
+             ", output ", output.numel(), " of ", output.scalar_type(), ", expected ", size_,
+             " times as many in the input as in the output");
+}
+
 int ShmCall::root(int64_t root) const {
   TDDP_CHECK(root >= 0 && root < size_, where(), ": root ", root, " is not in [0, ", size_, ")");
   return static_cast<int>(root);
 }
 
 Tensors ShmCall::split_rows(const at::Tensor& tensor, const std::vector<int64_t>& splits) const {
-  TDDP_CHECK(tensor.dim() > 0, name(), ": a tensor without dimensions can't be split");
+  TDDP_CHECK(tensor.dim() > 0, where(), ": a tensor without dimensions can't be split");
   const auto rows = tensor.size(0);
-  TDDP_CHECK(splits.empty() ? rows % size_ == 0 : splits.size() == static_cast<size_t>(size_), name(), ": can't split ",
-             rows, " rows between ", size_, " ranks",
+  TDDP_CHECK(splits.empty() ? rows % size_ == 0 : splits.size() == static_cast<size_t>(size_), where(),
+             ": can't split ", rows, " rows between ", size_, " ranks",
              splits.empty() ? "" : c10::str(" by ", splits.size(), " split sizes"));
   Tensors parts;
   int64_t begin = 0;
   for (int rank = 0; rank < size_; ++rank) {
     const auto count = splits.empty() ? rows / size_ : splits[static_cast<size_t>(rank)];
-    TDDP_CHECK(count >= 0 && begin + count <= rows, name(), ": the split sizes are more than the ", rows, " rows");
+    TDDP_CHECK(count >= 0 && begin + count <= rows, where(), ": the split sizes are more than the ", rows, " rows");
     parts.push_back(tensor.narrow(0, begin, count));
     begin += count;
   }
-  TDDP_CHECK(begin == rows, name(), ": the split sizes add up to ", begin, ", the tensor has ", rows, " rows");
+  TDDP_CHECK(begin == rows, where(), ": the split sizes add up to ", begin, ", the tensor has ", rows, " rows");
   return parts;
 }
 
-// Complex numbers are added as pairs of real ones.
-Tensors ShmCall::as_real(const Tensors& tensors, const c10d::ReduceOp& op) const {
-  const bool adds = op.op_ == RedOpType::SUM || op.op_ == RedOpType::AVG;
-  Tensors real;
-  for (const auto& tensor : tensors) {
-    const bool pairs = tensor.is_complex() && adds;
-    TDDP_CHECK(!pairs || !tensor.is_conj(), "the ", kName,
-               " backend can't reduce a conjugate view: call resolve_conj() first");
-    real.push_back(pairs ? at::view_as_real(tensor) : tensor);
-  }
-  return real;
+bool ShmCall::can_reduce(const at::Tensor& tensor, const c10d::ReduceOp& op) {
+  return engine_op(tensor, op.op_) && engine_type(tensor, op.op_);
 }
 
 shm::Operation ShmCall::reducing(shm::OpKind kind, const Tensors& tensors, const c10d::ReduceOp& op, int root) const {
-  const auto dtype = tensors.front().scalar_type();
-  const auto found = find_reduction(dtype, op.op_);
-  TDDP_CHECK(
-      found, name(), ": the ", kName, " backend has no ", op_name(op.op_), " of ", dtype,
-      ". It has SUM, AVG, PRODUCT, MIN and MAX of floats and of integers up to int64, the same except AVG for bool, ",
-      "and SUM and AVG of complex numbers");
-  const auto [type, reduction] = *found;
-  const auto numel = bytes_of(tensors) / kernels::item_size(type);
-  return {.kind = kind, .type = type, .op = reduction, .root = root, .numel = numel};
+  const auto type = engine_type(tensors.front(), op.op_).value();
+  return {.kind = kind,
+          .type = type,
+          .op = engine_op(tensors.front(), op.op_).value(),
+          .root = root,
+          .numel = bytes_of(tensors) / kernels::item_size(type)};
 }
 
 // For calls that need memory: if this failed silently the other ranks would wait for their full timeout.
@@ -183,22 +198,21 @@ void ShmCall::or_abort(Take&& take) const {
   }
 }
 
-// The operation's input: in place if the engine reaches it, otherwise a copy behind `lead_bytes` that are left free. Not
-// `in_place`: the operation writes to its input, and the tensor must stay unchanged. Returns the memory.
-at::Tensor ShmCall::bring(ShmPart& part, const Tensors& tensors, int64_t lead_bytes, bool in_place) {
+// The operation's input: in place if the engine reaches it, otherwise a copy. Not `in_place`: the operation writes to its input, and the tensor must stay unchanged. Returns the memory.
+at::Tensor ShmCall::bring(ShmPart& part, const Tensors& tensors, bool in_place) {
   const BelowAutograd guard;
   const bool eager = transport_->engine().is_eager(part.operation);
-  const bool alone = in_place && tensors.size() == 1 && lead_bytes == 0 && is_plain(tensors[0]);
+  const bool alone = in_place && tensors.size() == 1 && is_plain(tensors[0]);
   if (alone && (eager || transport_->reaches(tensors[0]))) {
     part.input = tensors[0];
     part.operation.input = tensors[0].const_data_ptr();
     return tensors[0];
   }
   if (eager) {
-    part.input = private_bytes(bytes_of(tensors) + lead_bytes);
-    pack(tensors, data_of(part.input) + lead_bytes);
+    part.input = private_bytes(bytes_of(tensors));
+    pack(tensors, data_of(part.input));
   } else {
-    or_abort([&] { part.stage(*transport_, tensors, lead_bytes); });
+    or_abort([&] { part.stage(*transport_, tensors); });
     part.input = part.staging;
   }
   part.operation.input = data_of(part.input);
@@ -267,7 +281,7 @@ void ShmCall::sum_for_itself(ShmPart& part, const Tensors& tensors) {
 // Ranks sum for each other in memory that all of them reach; for a few numbers each sums for itself.
 void ShmCall::sum_together(ShmPart& part, const Tensors& tensors, bool keep) {
   const bool eager = transport_->engine().is_eager(part.operation);
-  const auto memory = bring(part, tensors, 0, keep || eager);
+  const auto memory = bring(part, tensors, keep || eager);
   if (!eager) {
     part.operation.output = data_of(memory);
     if (keep && part.staging.defined()) {
@@ -282,8 +296,7 @@ void ShmCall::sum_together(ShmPart& part, const Tensors& tensors, bool keep) {
 }
 
 void ShmCall::all_reduce(const Tensors& given, const c10d::ReduceOp& op, bool keep, int root) {
-  check_dense_cpu(given);
-  const auto tensors = as_real(given, op);
+  const auto tensors = as_real(given, op.op_);
   ShmPart part{{}, reducing(shm::OpKind::kAllReduce, tensors, op, root)};
   const bool for_itself = description.type != c10d::OpType::REDUCE &&
                           Pieces::sum_for_themselves(part.operation, transport_->engine().board());
@@ -303,14 +316,8 @@ void ShmCall::all_reduce(const Tensors& given, const c10d::ReduceOp& op, bool ke
 }
 
 void ShmCall::reduce_scatter(const at::Tensor& given_output, const Tensors& given_inputs, const c10d::ReduceOp& op) {
-  check_dense_cpu({given_output});
-  check_dense_cpu(given_inputs);
-  const auto output = as_real({given_output}, op);
-  const auto inputs = as_real(given_inputs, op);
-  TDDP_CHECK(output[0].scalar_type() == inputs[0].scalar_type() && bytes_of(inputs) == bytes_of(output) * size_,
-             where(), ": input has ", bytes_of(inputs) / inputs[0].element_size(), " elements of ",
-             inputs[0].scalar_type(), ", output ", output[0].numel(), " of ", output[0].scalar_type(), ", expected ",
-             size_, " times as many in the input as in the output");
+  const auto output = as_real({given_output}, op.op_);
+  const auto inputs = as_real(given_inputs, op.op_);
   ShmPart part{{}, reducing(shm::OpKind::kReduceScatter, inputs, op, 0)};
   bring(part, inputs);
   take_result(part, output);
@@ -343,36 +350,4 @@ void ShmCall::broadcast(const Tensors& tensors, int root) {
   parts.push_back(std::move(part));
 }
 
-void ShmCall::scatter(const Tensors& outputs, const Tensors& inputs, int root) {
-  ShmPart part{{}, of_bytes(shm::OpKind::kScatter, bytes_of(outputs) * size_, root)};
-  if (root == rank_) {
-    check_dense_cpu(inputs);
-    TDDP_CHECK(inputs[0].scalar_type() == outputs[0].scalar_type(), where(), ": inputs are ", inputs[0].scalar_type(),
-               ", the output ", outputs[0].scalar_type());
-    bring(part, inputs);
-  }
-  take_result(part, outputs);
-  parts.push_back(std::move(part));
-}
-
-void ShmCall::all_to_all(const Tensors& outputs, const Tensors& inputs, int root) {
-  check_dense_cpu(outputs);
-  check_dense_cpu(inputs);
-  const auto table_bytes = shm::split_table_bytes(size_);
-  ShmPart part{{}, of_bytes(shm::OpKind::kAllToAllSplits, bytes_of(inputs) + table_bytes, root)};
-  std::vector<int64_t> table{0};
-  for (const auto& tensor : inputs) {
-    table.push_back(table.back() + bytes_of(tensor));
-  }
-  const auto memory = bring(part, inputs, table_bytes);
-  std::memcpy(data_of(memory), table.data(), table.size() * sizeof(int64_t));
-  for (const auto& tensor : outputs) {
-    part.operation.expected.push_back(bytes_of(tensor));
-  }
-  if (!outputs.empty()) {
-    take_result(part, outputs);
-  }
-  parts.push_back(std::move(part));
-}
-
-}  // namespace torchddp::transport
+}  // namespace torchddp::shm_backend

@@ -1,12 +1,12 @@
-#include "transport/shm/pieces.h"
+#include "shm_backend/pieces.h"
 
 #include <algorithm>
 #include <deque>
 #include <vector>
 
-#include "transport/shm/shm_transport.h"
+#include "common/round_up.h"
 
-namespace torchddp::transport {
+namespace torchddp::shm_backend {
 namespace {
 
 using Clock = shm::Engine::Clock;
@@ -98,4 +98,4 @@ int64_t Pieces::bytes() const { return std::min(kMaxBuffers, ceil_div(whole.byte
 
 void Pieces::run(ShmTransport& transport, const at::Tensor& buffers) const { Run(*this, transport, buffers).run(); }
 
-}  // namespace torchddp::transport
+}  // namespace torchddp::shm_backend

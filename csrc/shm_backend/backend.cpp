@@ -1,18 +1,19 @@
-#include "transport/shm/shm_backend.h"
+#include "shm_backend/backend.h"
 
 #include <ATen/Functions.h>
 
 #include <utility>
 
 #include "common/check.h"
-#include "transport/shm/shm_call.h"
-#include "transport/shm/shm_message.h"
+#include "shm_backend/call.h"
 
-namespace torchddp::transport {
+namespace torchddp::shm_backend {
 
-ShmBackend::ShmBackend(std::shared_ptr<ShmTransport> transport, std::chrono::milliseconds timeout)
+ShmBackend::ShmBackend(std::shared_ptr<ShmTransport> transport, Gloo::BackendPtr gloo,
+                       std::chrono::milliseconds timeout)
     : Backend(transport->rank(), transport->size()),
-      operations_(std::make_shared<ShmOperations>(std::move(transport), timeout)) {}
+      operations_(std::make_shared<ShmOperations>(std::move(transport), timeout)),
+      gloo_(std::move(gloo)) {}
 
 ShmBackend::~ShmBackend() { operations_->close_later(); }
 
@@ -20,9 +21,16 @@ c10::intrusive_ptr<c10d::Backend::Options> ShmBackend::getBackendOptions() {
   return c10::make_intrusive<Options>(kName, operations_->timeout());
 }
 
-void ShmBackend::setTimeout(std::chrono::milliseconds timeout) { operations_->set_timeout(timeout); }
+void ShmBackend::setTimeout(std::chrono::milliseconds timeout) {
+  operations_->set_timeout(timeout);
+  gloo_.set_timeout(timeout);
+}
 
-void ShmBackend::abort() { operations_->abort(c10::str("rank ", rank_, " aborted the process group")); }
+void ShmBackend::abort() {
+  const auto reason = c10::str("rank ", rank_, " aborted the process group");
+  operations_->abort(reason);
+  gloo_.interrupt(reason);
+}
 
 at::Tensor ShmBackend::allocateTensor(long numel, at::TensorOptions options) {
   TDDP_CHECK(options.device().is_cpu(), "the ", kName, " backend can only allocate CPU tensors, not on ",
@@ -38,37 +46,54 @@ template <typename CallOptions>
 ShmCall ShmBackend::begin(c10d::OpType type, const char* title, const CallOptions& options, Tensors inputs,
                           Tensors outputs) {
   const auto timeout = options.timeout.count() > 0 ? options.timeout : operations_->timeout();
-  return {*operations_, rank_, size_, {type, title, std::move(inputs), std::move(outputs), timeout, options.asyncOp}};
+  ++started_;
+  return {*operations_, size_, {rank_, type, title, std::move(inputs), std::move(outputs), timeout, options.asyncOp}};
 }
 
 ShmBackend::WorkPtr ShmBackend::start(ShmCall& call) {
-  ++started_;
-  auto work =
-      c10::make_intrusive<ShmCollective>(operations_, rank_, std::move(call.description), std::move(call.parts));
+  auto work = c10::make_intrusive<ShmCollective>(operations_, std::move(call.description), std::move(call.parts));
   operations_->start(work);
   return work;
+}
+
+// `keep`: this rank wants the result.
+ShmBackend::WorkPtr ShmBackend::reduce_all(ShmCall& call, const Tensors& tensors, const c10d::ReduceOp& op, bool keep,
+                                           int root) {
+  call.check_dense_cpu(tensors);
+  if (!ShmCall::can_reduce(tensors[0], op)) {
+    return gloo_.all_reduce(std::move(call.description), tensors, op, keep ? tensors : Tensors());
+  }
+  call.all_reduce(tensors, op, keep, root);
+  return start(call);
+}
+
+ShmBackend::WorkPtr ShmBackend::reduce_parts(ShmCall& call, const at::Tensor& output, const Tensors& inputs,
+                                             const c10d::ReduceOp& op) {
+  call.check_reduce_scatter(output, inputs);
+  if (!ShmCall::can_reduce(output, op)) {
+    return gloo_.all_reduce(std::move(call.description), inputs, op, {output}, rank_ * output.numel());
+  }
+  call.reduce_scatter(output, inputs, op);
+  return start(call);
 }
 
 ShmBackend::WorkPtr ShmBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) {
   auto call = begin(c10d::OpType::ALLREDUCE, "torchddp_shm:all_reduce", options, tensors, tensors);
   call.only(tensors);
-  call.all_reduce(tensors, options.reduceOp);
-  return start(call);
+  return reduce_all(call, tensors, options.reduceOp);
 }
 
 ShmBackend::WorkPtr ShmBackend::allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) {
   auto call = begin(c10d::OpType::ALLREDUCE_COALESCED, "torchddp_shm:all_reduce_coalesced", options, tensors, tensors);
   TDDP_CHECK(!tensors.empty(), call.where(), ": no tensors");
-  call.all_reduce(tensors, options.reduceOp);
-  return start(call);
+  return reduce_all(call, tensors, options.reduceOp);
 }
 
 ShmBackend::WorkPtr ShmBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& options) {
   auto call = begin(c10d::OpType::REDUCE, "torchddp_shm:reduce", options, tensors, tensors);
   call.only(tensors);
   const auto root = call.root(options.rootRank);
-  call.all_reduce(tensors, options.reduceOp, root == rank_, root);
-  return start(call);
+  return reduce_all(call, tensors, options.reduceOp, root == rank_, root);
 }
 
 ShmBackend::WorkPtr ShmBackend::reduce_scatter(Tensors& outputs, Lists& inputs,
@@ -76,16 +101,14 @@ ShmBackend::WorkPtr ShmBackend::reduce_scatter(Tensors& outputs, Lists& inputs,
   auto call = begin(c10d::OpType::REDUCE_SCATTER, "torchddp_shm:reduce_scatter", options, {}, outputs);
   const auto& output = call.only(outputs);
   call.description.inputs = call.one_each(inputs, output);
-  call.reduce_scatter(output, inputs[0], options.reduceOp);
-  return start(call);
+  return reduce_parts(call, output, inputs[0], options.reduceOp);
 }
 
 ShmBackend::WorkPtr ShmBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                                      const c10d::ReduceScatterOptions& options) {
   auto call =
       begin(c10d::OpType::_REDUCE_SCATTER_BASE, "torchddp_shm:reduce_scatter_tensor", options, {input}, {output});
-  call.reduce_scatter(output, {input}, options.reduceOp);
-  return start(call);
+  return reduce_parts(call, output, {input}, options.reduceOp);
 }
 
 ShmBackend::WorkPtr ShmBackend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
@@ -93,6 +116,10 @@ ShmBackend::WorkPtr ShmBackend::reduce_scatter_tensor_coalesced(Tensors& outputs
   auto call = begin(c10d::OpType::COALESCED, "torchddp_shm:reduce_scatter_tensor_coalesced", options, inputs, outputs);
   call.check_pairs(outputs, inputs);
   for (size_t i = 0; i < inputs.size(); ++i) {
+    call.check_reduce_scatter(outputs[i], {inputs[i]});
+    TDDP_CHECK(ShmCall::can_reduce(outputs[i], options.reduceOp), call.where(), ": the ", kName,
+               " backend has no such reduction of several ", outputs[i].scalar_type(),
+               " tensors at once. It has SUM, AVG, MIN and MAX of floats and of integers up to int64");
     call.reduce_scatter(outputs[i], {inputs[i]}, options.reduceOp);
   }
   return start(call);
@@ -152,25 +179,32 @@ ShmBackend::WorkPtr ShmBackend::allgather_into_tensor_coalesced(Tensors& outputs
   return start(call);
 }
 
+ShmBackend::WorkPtr ShmBackend::barrier(const c10d::BarrierOptions& options) {
+  auto call = begin(c10d::OpType::BARRIER, "torchddp_shm:barrier", options, {}, {});
+  call.parts.resize(1);
+  return start(call);
+}
+
+// --- over gloo ---
+
 ShmBackend::WorkPtr ShmBackend::gather(Lists& outputs, Tensors& inputs, const c10d::GatherOptions& options) {
   auto call = begin(c10d::OpType::GATHER, "torchddp_shm:gather", options, inputs, {});
   const auto& input = call.only(inputs);
   const auto root = call.root(options.rootRank);
   call.description.outputs = root == rank_ ? call.one_each(outputs, input) : call.none("outputs", outputs);
-  Tensors to_each(static_cast<size_t>(size_), input.flatten().narrow(0, 0, 0));
-  to_each[static_cast<size_t>(root)] = input;
-  call.all_to_all(call.description.outputs, to_each, root);
-  return start(call);
+  call.check_dense_cpu(inputs);
+  call.check_dense_cpu(call.description.outputs);
+  return gloo_.gather(std::move(call.description), input, root);
 }
 
 ShmBackend::WorkPtr ShmBackend::scatter(Tensors& outputs, Lists& inputs, const c10d::ScatterOptions& options) {
   auto call = begin(c10d::OpType::SCATTER, "torchddp_shm:scatter", options, {}, outputs);
   const auto& output = call.only(outputs);
-  call.check_dense_cpu(outputs);
   const auto root = call.root(options.rootRank);
   call.description.inputs = root == rank_ ? call.one_each(inputs, output) : call.none("inputs", inputs);
-  call.scatter(outputs, call.description.inputs, root);
-  return start(call);
+  call.check_dense_cpu(outputs);
+  call.check_dense_cpu(call.description.inputs);
+  return gloo_.scatter(std::move(call.description), output, root);
 }
 
 ShmBackend::WorkPtr ShmBackend::alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options) {
@@ -178,8 +212,9 @@ ShmBackend::WorkPtr ShmBackend::alltoall(Tensors& outputs, Tensors& inputs, cons
   const auto size = static_cast<size_t>(size_);
   TDDP_CHECK(inputs.size() == size && outputs.size() == size, call.where(), ": ", inputs.size(), " inputs and ",
              outputs.size(), " outputs, expected ", size, " of each");
-  call.all_to_all(outputs, inputs);
-  return start(call);
+  call.check_dense_cpu(outputs);
+  call.check_dense_cpu(inputs);
+  return gloo_.all_to_all(std::move(call.description), outputs, inputs);
 }
 
 ShmBackend::WorkPtr ShmBackend::alltoall_base(at::Tensor& output, at::Tensor& input,
@@ -187,40 +222,35 @@ ShmBackend::WorkPtr ShmBackend::alltoall_base(at::Tensor& output, at::Tensor& in
                                               const c10d::AllToAllOptions& options) {
   auto call = begin(c10d::OpType::ALLTOALL_BASE, "torchddp_shm:all_to_all_single", options, {input}, {output});
   call.check_dense_cpu({output, input});
-  call.all_to_all(call.split_rows(output, output_splits), call.split_rows(input, input_splits));
-  return start(call);
+  const auto outputs = call.split_rows(output, output_splits);
+  const auto inputs = call.split_rows(input, input_splits);
+  return gloo_.all_to_all(std::move(call.description), outputs, inputs);
 }
 
-ShmBackend::WorkPtr ShmBackend::barrier(const c10d::BarrierOptions& options) {
-  auto call = begin(c10d::OpType::BARRIER, "torchddp_shm:barrier", options, {}, {});
-  call.parts.resize(1);
-  return start(call);
-}
-
-// A send or a receive. The caller may not wait at once, so it may continue after the call.
-ShmBackend::WorkPtr ShmBackend::start_message(c10d::OpType type, const char* title, Tensors& tensors, int peer,
-                                              int tag) {
+// The caller may not wait at once, so it may continue after the call.
+ShmCall ShmBackend::begin_message(c10d::OpType type, const char* title, const Tensors& tensors, int peer) {
   auto call = begin(type, title, c10d::BarrierOptions(), tensors, tensors);
-  const auto& tensor = call.only(tensors);
+  call.only(tensors);
   call.check_dense_cpu(tensors);
-  TDDP_CHECK(size_ > 1, call.where(), ": there is no other rank in the group");
   TDDP_CHECK(type == c10d::OpType::RECVANYSOURCE || (peer >= 0 && peer < size_ && peer != rank_), call.where(),
              ": rank ", peer, " is not another rank of this group of ", size_);
-  auto message = c10::make_intrusive<ShmMessage>(operations_, rank_, std::move(call.description), tensor, peer, tag);
-  operations_->start(message);
-  return message;
+  return call;
 }
 
 ShmBackend::WorkPtr ShmBackend::send(Tensors& tensors, int to, int tag) {
-  return start_message(c10d::OpType::SEND, "torchddp_shm:send", tensors, to, tag);
+  auto call = begin_message(c10d::OpType::SEND, "torchddp_shm:send", tensors, to);
+  return gloo_.send(std::move(call.description), tensors[0], to, tag);
 }
 
 ShmBackend::WorkPtr ShmBackend::recv(Tensors& tensors, int from, int tag) {
-  return start_message(c10d::OpType::RECV, "torchddp_shm:recv", tensors, from, tag);
+  auto call = begin_message(c10d::OpType::RECV, "torchddp_shm:recv", tensors, from);
+  return gloo_.receive(std::move(call.description), tensors[0], from, tag);
 }
 
 ShmBackend::WorkPtr ShmBackend::recvAnysource(Tensors& tensors, int tag) {
-  return start_message(c10d::OpType::RECVANYSOURCE, "torchddp_shm:recv_any_source", tensors, -1, tag);
+  auto call = begin_message(c10d::OpType::RECVANYSOURCE, "torchddp_shm:recv_any_source", tensors, -1);
+  TDDP_CHECK(size_ > 1, call.where(), ": there is no other rank in the group");
+  return gloo_.receive(std::move(call.description), tensors[0], -1, tag);
 }
 
-}  // namespace torchddp::transport
+}  // namespace torchddp::shm_backend

@@ -29,11 +29,13 @@
 
 #include "shm/engine.h"
 #include "transport/shm/operation_memory.h"
+#include "transport/shm/shm_transport.h"
 
-namespace torchddp::transport {
+namespace torchddp::shm_backend {
+
+using namespace transport;
 
 class ShmOperations;
-class ShmTransport;
 
 // Neither version counters nor graphs need to know about these copies.
 struct BelowAutograd {
@@ -41,18 +43,39 @@ struct BelowAutograd {
   c10::NoGradGuard no_grad;
 };
 
-// Thread-safe.
-class ShmC10dWork : public c10d::Work {
- public:
-  struct Description {
-    c10d::OpType type;
-    const char* title;  // for profiles
-    std::vector<at::Tensor> inputs, outputs;
-    std::chrono::milliseconds timeout;
-    bool async;
-  };
+// A call of the backend.
+struct Description {
+  int rank;
+  c10d::OpType type;
+  const char* title;                        // for profiles: "torchddp_shm:all_reduce"
+  std::vector<at::Tensor> inputs, outputs;  // inputs are for profiles, too
+  std::chrono::milliseconds timeout;
+  bool async;
 
-  ShmC10dWork(std::shared_ptr<ShmOperations> operations, int rank, Description description);
+  // For messages: "all_reduce on rank 3".
+  std::string where() const;
+  // What to say when a caller's own limit, shorter than the operation's, has passed.
+  std::string not_complete_after(std::chrono::milliseconds limit) const;
+};
+
+// Moves the result of an operation to its destination.
+inline void deliver(const OperationMemory& memory) {
+  if (memory.deliver) {
+    const BelowAutograd guard;
+    memory.deliver();
+  }
+}
+
+// An operation of the engine; a collective on several tensors is several.
+struct ShmPart : OperationMemory {
+  shm::Operation operation;
+  std::function<void()> run{};  // several engine operations in its place; complete on return
+};
+
+// Thread-safe.
+class ShmCollective final : public c10d::Work {
+ public:
+  ShmCollective(std::shared_ptr<ShmOperations> operations, Description description, std::vector<ShmPart> parts);
 
   bool isCompleted() override;
   bool isSuccess() const override;
@@ -60,28 +83,22 @@ class ShmC10dWork : public c10d::Work {
   bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
   void synchronize() override { wait(); }
   void abort() override;
-  std::vector<at::Tensor> result() override { return outputs_; }
+  std::vector<at::Tensor> result() override { return description_.outputs; }
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
-
- protected:
-  using Time = shm::Engine::Clock::time_point;
-  // In flight in the transport. All of these throw TransportError.
-  virtual void start(ShmTransport& transport) = 0;
-  virtual bool poll(ShmTransport& transport) = 0;
-  // Raises an error, for all ranks, if the operation's own time limit, counted from `since`, has passed.
-  virtual void await(ShmTransport& transport, Time since) = 0;
-  // False if it is not complete at `until`. `spin`: as for Engine::wait_for().
-  virtual bool await_until(ShmTransport& transport, Time until, bool spin) = 0;
-  // It is complete: moves the result to its destination.
-  virtual void deliver() = 0;
-  // What it worked with, to be released without a lock. `failed`: part of it may be in flight.
-  virtual std::shared_ptr<void> give_back(ShmTransport& transport, bool failed) = 0;
-
-  const std::vector<at::Tensor> outputs_;
-  const std::chrono::milliseconds timeout_;
+  uint64_t getSequencenumber() const override { return seqs_.empty() ? 0 : seqs_.front(); }
 
  private:
   friend class ShmOperations;
+  using Time = shm::Engine::Clock::time_point;
+  // In flight in the transport. All of these throw TransportError.
+  void start(ShmTransport& transport);
+  bool poll(ShmTransport& transport);
+  // Raises an error, for all ranks, if the operation's own time limit, counted from `since`, has passed.
+  void await(ShmTransport& transport, Time since);
+  // False if it is not complete at `until`. `spin`: as for Engine::wait_for().
+  bool await_until(ShmTransport& transport, Time until, bool spin);
+  // What it worked with, to be released without a lock. `failed`: part of it may be in flight.
+  std::vector<ShmPart> give_back(ShmTransport& transport, bool failed);
   bool is_over() const { return over_.load(std::memory_order_acquire); }
   bool is_awaited() const { return awaited_.load(std::memory_order_acquire); }
   bool await_for(ShmTransport& transport, std::chrono::milliseconds longest);
@@ -91,39 +108,16 @@ class ShmC10dWork : public c10d::Work {
   void complete(c10::ivalue::Future& future);
 
   std::shared_ptr<ShmOperations> operations_;
-  const bool async_;
+  Description description_;
+  std::vector<ShmPart> parts_;
+  std::vector<uint64_t> seqs_;
   const Time started_ = shm::Engine::Clock::now();
 
   std::mutex finishing_;
   std::atomic<bool> over_{false};
   std::atomic<bool> awaited_{false};  // its Future was requested
   c10::intrusive_ptr<c10::ivalue::Future> future_;
-  std::optional<std::list<c10::intrusive_ptr<ShmC10dWork>>::iterator> place_;  // among those in flight
-};
-
-// An operation of the engine; a collective on several tensors is several.
-struct ShmPart : OperationMemory {
-  shm::Operation operation;
-  std::function<void()> run{};  // several engine operations in its place; complete on return
-};
-
-class ShmCollective final : public ShmC10dWork {
- public:
-  ShmCollective(std::shared_ptr<ShmOperations> operations, int rank, Description description,
-                std::vector<ShmPart> parts)
-      : ShmC10dWork(std::move(operations), rank, std::move(description)), parts_(std::move(parts)) {}
-  uint64_t getSequencenumber() const override { return seqs_.empty() ? 0 : seqs_.front(); }
-
- private:
-  void start(ShmTransport& transport) override;
-  bool poll(ShmTransport& transport) override;
-  void await(ShmTransport& transport, Time since) override;
-  bool await_until(ShmTransport& transport, Time until, bool spin) override;
-  void deliver() override;
-  std::shared_ptr<void> give_back(ShmTransport& transport, bool failed) override;
-
-  std::vector<ShmPart> parts_;
-  std::vector<uint64_t> seqs_;
+  std::optional<std::list<c10::intrusive_ptr<ShmCollective>>::iterator> place_;  // among those in flight
 };
 
 // The operations in flight, and the watcher. Thread-safe.
@@ -140,7 +134,7 @@ class ShmOperations : public std::enable_shared_from_this<ShmOperations> {
   void set_timeout(std::chrono::milliseconds timeout) { timeout_ = timeout; }
 
   // An operation that is not asynchronous is over on return.
-  void start(const c10::intrusive_ptr<ShmC10dWork>& work);
+  void start(const c10::intrusive_ptr<ShmCollective>& work);
   // Waits a while for operations in flight, then releases the shared memory. What was not complete has failed.
   void close();
   // The same without waiting: the watcher does it. For destructors, which may hold the GIL.
@@ -148,9 +142,9 @@ class ShmOperations : public std::enable_shared_from_this<ShmOperations> {
   void abort(const std::string& reason);
 
  private:
-  friend class ShmC10dWork;
-  using Works = std::vector<c10::intrusive_ptr<ShmC10dWork>>;
-  void remove(ShmC10dWork& work, bool awaited);
+  friend class ShmCollective;
+  using Works = std::vector<c10::intrusive_ptr<ShmCollective>>;
+  void remove(ShmCollective& work, bool awaited);
   void attend();
   void wake_watcher(std::unique_lock<std::mutex>& lock);
   void watch();
@@ -162,11 +156,11 @@ class ShmOperations : public std::enable_shared_from_this<ShmOperations> {
   mutable std::mutex mutex_;
   std::condition_variable wake_;
   std::shared_ptr<ShmTransport> transport_;
-  std::list<c10::intrusive_ptr<ShmC10dWork>> works_;
+  std::list<c10::intrusive_ptr<ShmCollective>> works_;
   std::atomic<std::chrono::milliseconds> timeout_;
   std::thread watcher_;
   bool watching_ = false, dozing_ = false, stop_ = false;
   int awaited_futures_ = 0;
 };
 
-}  // namespace torchddp::transport
+}  // namespace torchddp::shm_backend

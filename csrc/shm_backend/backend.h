@@ -1,4 +1,4 @@
-// Shared memory as a backend of torch.distributed: collectives and point-to-point operations.
+// Shared memory as a backend of torch.distributed.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -6,23 +6,24 @@
 #include <memory>
 #include <vector>
 
-#include "transport/shm/shm_work.h"
+#include "shm_backend/gloo.h"
+#include "shm_backend/work.h"
 
-namespace torchddp::transport {
+namespace torchddp::shm_backend {
 
 class ShmCall;
 
-// Dense CPU tensors of any dtype, contiguous or not. Reductions: sum, average, product, minimum and maximum of the dtypes in
-// sum_types.h, of bool, and (sum and average) of complex numbers. Thread-safe, but all ranks must start collectives in the same
-// order. A send does not wait for its receive, see Note [How messages travel] in shm/mail.h. Method names are those of torch
-// 2.11; later versions' new names lead here.
+// Dense CPU tensors of any dtype, contiguous or not. Shared memory serves all-reduce, reduce, reduce-scatter, all-gather, broadcast
+// and barrier, and of reductions sum, average, minimum and maximum of the dtypes in sum_types.h, of bool, and (sum and average)
+// of complex numbers; everything else goes to a gloo backend of the same ranks. Thread-safe, but all ranks must start
+// collectives in the same order. Method names are those of torch 2.11; later versions' new names lead here.
 class ShmBackend final : public c10d::Backend {
  public:
   using WorkPtr = c10::intrusive_ptr<c10d::Work>;
   using Tensors = std::vector<at::Tensor>;
   using Lists = std::vector<Tensors>;
 
-  ShmBackend(std::shared_ptr<ShmTransport> transport, std::chrono::milliseconds timeout);
+  ShmBackend(std::shared_ptr<ShmTransport> transport, Gloo::BackendPtr gloo, std::chrono::milliseconds timeout);
   ~ShmBackend() override;
 
   const std::string getBackendName() const override { return kName; }
@@ -68,10 +69,13 @@ class ShmBackend final : public c10d::Backend {
   template <typename CallOptions>
   ShmCall begin(c10d::OpType type, const char* title, const CallOptions& options, Tensors inputs, Tensors outputs);
   WorkPtr start(ShmCall& call);
-  WorkPtr start_message(c10d::OpType type, const char* title, Tensors& tensors, int peer, int tag);
+  ShmCall begin_message(c10d::OpType type, const char* title, const Tensors& tensors, int peer);
+  WorkPtr reduce_all(ShmCall& call, const Tensors& tensors, const c10d::ReduceOp& op, bool keep = true, int root = 0);
+  WorkPtr reduce_parts(ShmCall& call, const at::Tensor& output, const Tensors& inputs, const c10d::ReduceOp& op);
 
   std::shared_ptr<ShmOperations> operations_;
+  Gloo gloo_;
   std::atomic<uint64_t> started_{0};
 };
 
-}  // namespace torchddp::transport
+}  // namespace torchddp::shm_backend

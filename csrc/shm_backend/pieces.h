@@ -18,10 +18,11 @@
 
 #include "shm/operation.h"
 #include "transport/shm/operation_memory.h"
+#include "transport/shm/shm_transport.h"
 
-namespace torchddp::transport {
+namespace torchddp::shm_backend {
 
-class ShmTransport;
+using namespace transport;
 
 struct Pieces {
   shm::Operation whole;  // without memory
@@ -39,4 +40,4 @@ struct Pieces {
   void run(ShmTransport& transport, const at::Tensor& buffers) const;
 };
 
-}  // namespace torchddp::transport
+}  // namespace torchddp::shm_backend
