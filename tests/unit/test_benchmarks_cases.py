@@ -85,7 +85,7 @@ def test_a_replay_returns_copies_of_the_recorded_gradients() -> None:
 
 
 def settings(**changed: Any) -> Settings:
-    unset = dict.fromkeys(("cases", "models", "operations", "world_sizes", "peers"), ())
+    unset = dict.fromkeys(("cases", "models", "world_sizes", "peers"), ())
     unset |= dict.fromkeys(("seconds", "world_size", "caps_mb")) | dict.fromkeys(("ours_tuned", "quick"), False)
     return Settings(**{**unset, "ours": TORCH_DDP, "seed": 0, **changed})
 
