@@ -176,7 +176,6 @@ class ShmEndpoint:
         outer_ranks: Sequence[int],
         owners: int,
         spans: bool,
-        node: int | None,
         connect_timeout: datetime.timedelta,
         timeout: datetime.timedelta,
     ) -> ShmTransport: ...

@@ -133,18 +133,18 @@ void bind_transports(py::module_& m) {
           "connect",
           [](ShmEndpoint& self, std::optional<ProcessGroupPtr> group, std::vector<int> local_ranks,
              std::vector<std::string> addresses, std::optional<ProcessGroupPtr> outer_group, std::vector<int> places,
-             std::vector<int> outer_ranks, int owners, bool spans, std::optional<int> node,
-             std::chrono::milliseconds connect_timeout, std::chrono::milliseconds timeout) {
+             std::vector<int> outer_ranks, int owners, bool spans, std::chrono::milliseconds connect_timeout,
+             std::chrono::milliseconds timeout) {
             const py::gil_scoped_release release;
             return no_gil(
                 self.connect(group.value_or(ProcessGroupPtr()),
                              {std::move(local_ranks), std::move(addresses), outer_group.value_or(ProcessGroupPtr()),
-                              std::move(places), std::move(outer_ranks), owners, spans, node},
+                              std::move(places), std::move(outer_ranks), owners, spans},
                              connect_timeout, timeout));
           },
           py::arg("process_group"), py::kw_only(), py::arg("local_ranks"), py::arg("addresses"), py::arg("outer_group"),
-          py::arg("places"), py::arg("outer_ranks"), py::arg("owners"), py::arg("spans"), py::arg("node"),
-          py::arg("connect_timeout"), py::arg("timeout"),
+          py::arg("places"), py::arg("outer_ranks"), py::arg("owners"), py::arg("spans"), py::arg("connect_timeout"),
+          py::arg("timeout"),
           "Collective among the ranks of a host. Raises SharedMemoryUnavailable with the reason if they can't share "
           "memory.");
   m.def(

@@ -11,19 +11,6 @@
 #include "shm/processors.h"
 
 namespace torchddp::shm {
-namespace {
-
-std::vector<int> nodes_of(const EngineConfig& config) {
-  std::vector<int> nodes;
-  for (const auto& segment : config.segments) {
-    nodes.push_back(reinterpret_cast<const Header*>(segment.base)->node);
-  }
-  return nodes;
-}
-
-}  // namespace
-
-Board::Board(const EngineConfig& config) : config_(config), groups_(nodes_of(config)) {}
 
 bool Board::is_crowded() const {
   std::vector<Allowance> of_ranks;

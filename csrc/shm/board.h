@@ -10,9 +10,7 @@
 #include <vector>
 
 #include "kernels/dtype.h"
-#include "shm/groups.h"
 #include "shm/layout.h"
-#include "shm/transfers.h"
 
 namespace torchddp::shm {
 
@@ -53,7 +51,7 @@ struct EngineConfig {
 class Board {
  public:
   // `config` must outlive it.
-  explicit Board(const EngineConfig& config);
+  explicit Board(const EngineConfig& config) : config_(config) {}
 
   int rank() const { return config_.rank; }
   int size() const { return static_cast<int>(config_.segments.size()); }
@@ -61,8 +59,6 @@ class Board {
   bool spans() const { return config_.outer != nullptr; }
   // For errors.
   std::string name(int rank) const { return "rank " + std::to_string(config_.group_ranks[static_cast<size_t>(rank)]); }
-  // Who works with whom.
-  const Groups& groups() const { return groups_; }
   RankState state(int rank) const { return static_cast<RankState>(header(rank).state.load()); }
   // Whether the ranks have fewer processors in total than there are ranks.
   bool is_crowded() const;
@@ -78,11 +74,6 @@ class Board {
     const auto all = config_.segments[static_cast<size_t>(rank)].bytes;
     return offset >= kDataOffset && bytes >= 0 && bytes <= all && offset <= all - bytes;
   }
-
-  // For transfers(): `lines` cache lines of a rank were read, or `bytes` of its blocks read or written.
-  void count_lines(int rank, int64_t lines) const { count(rank, lines, 0); }
-  void count_bytes(int rank, int64_t bytes) const { count(rank, 0, bytes); }
-  Transfers transfers() const { return {transfers_[0], transfers_[1], transfers_[2], transfers_[3]}; }
 
   template <class Test>
   bool all_of_ranks(Test&& test) const {
@@ -104,21 +95,7 @@ class Board {
   void rise() const { header(0).sleeping.fetch_sub(1); }
 
  private:
-  void count([[maybe_unused]] int rank, [[maybe_unused]] int64_t lines, [[maybe_unused]] int64_t bytes) const {
-#ifdef TORCHDDP_COUNT_LINES
-    if (rank != this->rank()) {
-      const bool far = groups_.node_of(rank) != groups_.node_of(this->rank());
-      const std::array added{lines, far ? lines : 0, bytes, far ? bytes : 0};
-      for (size_t i = 0; i < added.size(); ++i) {
-        transfers_[i].fetch_add(added[i], std::memory_order_relaxed);
-      }
-    }
-#endif
-  }
-
   const EngineConfig& config_;
-  const Groups groups_;
-  mutable std::array<std::atomic<int64_t>, 4> transfers_{};  // as in Transfers
 };
 
 }  // namespace torchddp::shm

@@ -17,7 +17,6 @@ class Done {
     auto& seen = seen_[static_cast<size_t>(rank)];
     if (seen <= seq) {
       seen = board_.header(rank).done.load();
-      board_.count_lines(rank, 1);
     }
     return seen > seq;
   }

@@ -79,7 +79,7 @@ Engine::Engine(EngineConfig config)
                         std::to_string(board_.size()));
   }
   for (uint64_t i = 0; i < kSlots; ++i) {
-    running_.emplace_back(config_, board_, failure_, done_, crowded_);
+    running_.emplace_back(config_, board_, failure_, done_);
   }
 }
 
@@ -266,9 +266,7 @@ bool Engine::wait_until(Goal goal, Running& op, const Patience& patience, Lock& 
   int looks = shortly ? spins : spins + (crowded_ ? kCrowdedYields : kYields);
   short_waits_ -= short_waits_ > 0 ? 1 : 0;
   Courtesy courtesy;
-  const auto work_or_help = [&](int idle) {
-    return work() || ((crowded_ || idle >= kHelpAfter) && op.help(idle >= spins));
-  };
+  const auto work_or_help = [&](int idle) { return work() || ((crowded_ || idle >= kHelpAfter) && op.help()); };
   // A peer that hands out the same work over and over must not keep us here.
   const auto check = [&](Clock::time_point now) {
     check_peers(op, patience.fails ? patience.until : Clock::time_point::max(), patience.limit);

@@ -4,11 +4,10 @@
 // Every rank starts the same operations in the same order; the n-th has number n everywhere and uses slot n % kSlots of each
 // segment. Starting an operation means filling in one's own slot and writing the number there. Any rank that is inside a
 // library call (start, progress, wait) and finds that the inputs it needs are posted does its own part of the work; there is no
-// helper thread and no request to another rank. There are three ways:
+// helper thread and no request to another rank. There are two ways:
 //
-//   Pull     each rank reads what it needs from the others: everything but all-reduces, and small ones of few ranks.
-//   Chain    small all-reduces of many ranks, summed from group to group.
-//   Chunks   all-reduces of blocks in the segments: owners sum their chunks over all ranks and write the result to all.
+//   Pull     each rank reads what it needs from the others: everything but large all-reduces.
+//   Chunks   large all-reduces of blocks in the segments: owners sum their chunks over all ranks and write the result to all.
 //
 // Sums are formed in rank order, whichever rank forms them and whenever, so every run gives the same bits.
 //

@@ -60,6 +60,7 @@ void Inputs::begin() {
   std::fill(known_.begin(), known_.end(), 0);
   scaled_ = counts_ = false;
   all_accept_ = is_open_ = true;
+  next_ = 0;
 }
 
 Terms Inputs::terms() const {
@@ -75,12 +76,6 @@ Terms Inputs::terms() const {
           .scale = operation.scale};
 }
 
-void Inputs::expect(int rank, const Terms& theirs) const {
-  if (!agrees(theirs, job_.operation)) {
-    fail_out_of_step(job_, rank, theirs);
-  }
-}
-
 bool Inputs::find(int rank) {
   if (known_[static_cast<size_t>(rank)] == 0) {
     if (!is_open_ || !job_.has_posted(rank)) {
@@ -91,9 +86,9 @@ bool Inputs::find(int rank) {
   return true;
 }
 
-bool Inputs::find(Group ranks, int& next) {
-  for (; next < ranks.end(); ++next) {
-    if (!find(next)) {
+bool Inputs::find_all() {
+  for (; next_ < job_.board.size(); ++next_) {
+    if (!find(next_)) {
       return false;
     }
   }
@@ -105,16 +100,16 @@ void Inputs::check(int rank) {
   const auto& operation = job_.operation;
   const Terms terms = job_.slot(rank).post.terms;
   read_once();
-  expect(rank, terms);
+  if (!agrees(terms, operation)) {
+    fail_out_of_step(job_, rank, terms);
+  }
   blocks_[at] = find_block(rank);
   all_accept_ &= terms.accepts != 0;
   scales_[at] = terms.scale;
   scaled_ |= terms.scale != 1.0;
   counted_[at] = terms.counted != 0 && can_count(operation, job_.board);
-  // No rank here knows about the ranks of other nodes.
-  counts_ |= counted_[at] != 0 || (can_count(operation, job_.board) && job_.board.groups().nodes().size() > 1);
+  counts_ |= counted_[at] != 0;
   known_[at] = 1;
-  job_.board.count_lines(rank, parcel_lines(is_eager(operation, job_.board) ? operation.bytes() : 0));
 }
 
 std::byte* Inputs::find_block(int rank) const {
@@ -131,50 +126,38 @@ std::byte* Inputs::find_block(int rank) const {
   return own ? static_cast<std::byte*>(job_.operation.output) : job_.board.base(rank) + offset;
 }
 
-void Inputs::sum(Group ranks, const void* partial, Range range, std::span<void* const> targets) const {
+void Inputs::sum(Range range, std::span<void* const> targets) const {
   const auto& operation = job_.operation;
   const auto offset = range.begin * job_.item();
-  std::array<const void*, kMaxRanks + 1> sources;
-  std::array<double, kMaxRanks + 1> scales;
-  size_t count = 0;
-  if (partial != nullptr) {
-    scales[count] = 1.0;
-    sources[count++] = partial;
-  }
-  for (int rank = ranks.first; rank < ranks.end(); ++rank) {
-    scales[count] = scales_[static_cast<size_t>(rank)];
-    sources[count++] = block(rank) + offset;
-  }
-  const std::span<const void* const> all(sources.data(), count);
+  std::array<const void*, kMaxRanks> room;
+  const std::span<const void*> sources(room.data(), blocks_.size());
+  std::transform(blocks_.begin(), blocks_.end(), sources.begin(),
+                 [&](const std::byte* block) { return block + offset; });
   const bool scaled = scaled_ && operation.op == kernels::ReduceOp::kSum && kernels::can_scale(operation.type);
   if (counts_) {
-    sum_checked(ranks, partial != nullptr, targets, all,
-                scaled ? std::span<const double>(scales.data(), count) : std::span<const double>(), range.numel());
+    sum_checked(targets, sources, scaled ? std::span<const double>(scales_) : std::span<const double>(), range.numel());
   } else if (scaled) {
-    kernels::scaled_sum_ranks(targets, all, {scales.data(), count}, operation.type, range.numel());
+    kernels::scaled_sum_ranks(targets, sources, scales_, operation.type, range.numel());
   } else {
-    kernels::reduce_ranks(targets, all, operation.type, operation.op, range.numel());
+    kernels::reduce_ranks(targets, sources, operation.type, operation.op, range.numel());
   }
 }
 
 // The rank that sums writes what it found to the others' slots, which only their owners clear.
-void Inputs::sum_checked(Group ranks, bool has_partial, std::span<void* const> targets,
-                         std::span<const void* const> sources, std::span<const double> scales, int64_t numel) const {
-  std::array<int64_t, kMaxRanks + 1> counts;
+void Inputs::sum_checked(std::span<void* const> targets, std::span<const void* const> sources,
+                         std::span<const double> scales, int64_t numel) const {
+  std::array<int64_t, kMaxRanks> counts;
   const std::span<int64_t> found(counts.data(), sources.size());
   std::fill(found.begin(), found.end(), 0);
   if (!kernels::checked_sum_ranks(targets, sources, scales, job_.operation.type, numel, found)) [[likely]] {
     return;
   }
-  // A non-finite partial sum makes a non-finite total.
-  const int size = job_.board.size();
-  for (int rank = ranks.end() == size ? 0 : size; rank < size; ++rank) {
-    job_.slot(rank).sums_not_finite.store(1);
-  }
-  for (int rank = ranks.first; rank < ranks.end(); ++rank) {
-    if (counted_[static_cast<size_t>(rank)] != 0) {
-      const auto at = static_cast<size_t>(rank - ranks.first + (has_partial ? 1 : 0));
-      job_.slot(rank).non_finite.fetch_add(static_cast<uint64_t>(found[at]));
+  for (int rank = 0; rank < job_.board.size(); ++rank) {
+    const auto at = static_cast<size_t>(rank);
+    auto& slot = job_.slot(rank);
+    slot.sums_not_finite.store(1);
+    if (counted_[at] != 0) {
+      slot.non_finite.fetch_add(static_cast<uint64_t>(found[at]));
     }
   }
 }

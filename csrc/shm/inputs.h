@@ -5,7 +5,6 @@
 #include <span>
 #include <vector>
 
-#include "shm/groups.h"
 #include "shm/job.h"
 
 namespace torchddp::shm {
@@ -16,27 +15,26 @@ class Inputs {
   explicit Inputs(Job& job);
 
   void begin();
-  // The terms of this rank's operation; an error if `theirs`, which `rank` wrote, differ.
+  // Of this rank's operation.
   Terms terms() const;
-  void expect(int rank, const Terms& theirs) const;
   // Stops looking for inputs: this rank's work is done, and slots may be reused by later operations.
   void close() { is_open_ = false; }
   // False as long as the rank has not posted its input.
   bool find(int rank);
-  // Whether the inputs of all these ranks are known. `next`: the first one not known yet, kept by the caller.
-  bool find(Group ranks, int& next);
+  // False as long as any rank has not.
+  bool find_all();
 
   // For ranks whose inputs are known. For Form::kQuestion: whether they accept.
   bool all_accept() const { return all_accept_; }
   std::byte* block(int rank) const { return blocks_[static_cast<size_t>(rank)]; }
-  // Adds `range` of these ranks' inputs to `partial`, which may be null, in rank order. Writes to all targets.
-  void sum(Group ranks, const void* partial, Range range, std::span<void* const> targets) const;
+  // Adds `range` of all ranks' inputs in rank order. Writes to all targets.
+  void sum(Range range, std::span<void* const> targets) const;
 
  private:
   void check(int rank);
   std::byte* find_block(int rank) const;
-  void sum_checked(Group ranks, bool has_partial, std::span<void* const> targets, std::span<const void* const> sources,
-                   std::span<const double> scales, int64_t numel) const;
+  void sum_checked(std::span<void* const> targets, std::span<const void* const> sources, std::span<const double> scales,
+                   int64_t numel) const;
 
   Job& job_;
   std::vector<uint8_t> known_;      // by rank
@@ -47,6 +45,7 @@ class Inputs {
   bool counts_ = false;             // whether any rank does
   bool all_accept_ = true;
   bool is_open_ = true;
+  int next_ = 0;  // the first rank not known yet, for find_all()
 };
 
 }  // namespace torchddp::shm

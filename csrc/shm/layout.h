@@ -9,22 +9,22 @@
 namespace torchddp::shm {
 
 inline constexpr uint64_t kMagic = 0x316d687370646474;  // "tddpshm1" in memory
-inline constexpr uint32_t kVersion = 8;                 // changes with anything in this file
+inline constexpr uint32_t kVersion = 9;                 // changes with anything in this file
 inline constexpr int kMaxRanks = 256;
 
 // How many operations may be in flight at once. One more waits for the oldest.
 inline constexpr uint64_t kSlots = 64;
 // Inputs up to this size are sent in the post itself: one synchronization instead of two.
 inline constexpr int64_t kEagerBytes = 8192;
-// The same for sums that are passed from group to group, see chain.h.
-inline constexpr int64_t kChainBytes = 1024;
+// And sums of which a rank reads no more than this from the others: beyond, owners of chunks have less to do.
+inline constexpr int64_t kPulledBytes = 3 * kEagerBytes;
 
 enum class OpKind : uint8_t { kAllReduce, kReduceScatter, kAllGather, kBroadcast, kReduce };
 inline constexpr size_t kNumOpKinds = 5;
 
 // How an all-reduce is done.
 enum class Form : uint8_t {
-  kUsual,     // by the owners of chunks; a small one in the way that suits the number of ranks
+  kUsual,     // by the owners of chunks; a small one by every rank
   kEveryone,  // every rank sums all blocks into its own memory, which its block is a copy of
   kQuestion,  // asks before the all-reduce whether all ranks take part and accept
 };
@@ -47,31 +47,19 @@ struct Place {
   int64_t offset;
 };
 
-// Data for other ranks, beginning in the cache line that announces it.
-template <int64_t kBytes>
-struct alignas(64) Parcel {
+// What a rank has to offer. The data begins in the cache line that announces it.
+struct alignas(64) Post {
   std::atomic<uint64_t> number;  // the operation's number plus one. Written last, read first
   Terms terms;
-  std::array<std::byte, kBytes> data;
-};
-// The number of cache lines for this much data.
-constexpr int64_t parcel_lines(int64_t data_bytes) { return (32 + data_bytes + 63) / 64; }
-using Post = Parcel<kEagerBytes>;  // `data` is the input, or its Place
-using Sum = Parcel<kChainBytes>;
-
-// Chunks of an all-reduce that belong to the segment's rank. Any rank may claim them, in order, and marks each one it has
-// finished.
-struct Stage {
-  alignas(64) std::atomic<uint64_t> claimed;  // Tally
-  alignas(64) std::atomic<uint64_t> marks;    // Marks
+  std::array<std::byte, kEagerBytes> data;  // the input, or its Place
 };
 
 struct Slot {
   Post post;
-  Sum partial;  // over all ranks up to the last of the group led by the segment's rank
-  Sum total;    // over all ranks
-  Stage sums;
-  Stage copies;
+  // Chunks of an all-reduce that belong to the segment's rank. Any rank may claim them, in order, and marks each one it has
+  // finished.
+  alignas(64) std::atomic<uint64_t> claimed;  // Tally
+  alignas(64) std::atomic<uint64_t> marks;    // Marks
   // Of the input of the segment's rank, as far as its chunks are summed; the rank that sums one adds to it.
   std::atomic<uint64_t> non_finite;
   // Whether the result, as far as it is summed, contains an infinity or NaN: written for every rank if any asks.
@@ -88,7 +76,6 @@ struct alignas(64) Header {
   int32_t rank;
   int32_t size;
   std::array<uint64_t, 16> cpu_mask;  // where this rank may run (the first 1024 processors)
-  int32_t node;                       // the memory node closest to those processors
   int32_t quota;                      // how many processors its control group may use at a time; 0: all
   uint64_t quota_group;               // identifies that group
 

@@ -5,41 +5,12 @@
 namespace torchddp::shm {
 namespace {
 
-// Up to this many ranks, every rank reads every post: a single step, and no more cache lines than a chain needs.
-constexpr int kFlatRanks = 4;
-
-bool is_half(kernels::DType type) { return type == kernels::DType::kF16 || type == kernels::DType::kBF16; }
-
-bool is_usual_sum(const Operation& operation) {
-  return operation.kind == OpKind::kAllReduce && operation.form == Form::kUsual;
-}
-
-// The leader of a group reads its ranks' posts, the previous sum, and the total's location; the others read that.
-int64_t read_in_chain(int64_t bytes, const Board& board) {
-  const auto& groups = board.groups();
-  const auto place = groups.small_of(board.rank());
-  const auto& group = groups.small()[place];
-  if (group.first != board.rank()) {
-    return bytes;
-  }
-  const bool has_total = place + 1 == groups.small().size();
-  return (group.size - 1 + (place > 0 ? 1 : 0) + (has_total ? 0 : 1)) * bytes;
-}
-
-// For its chunks, an owner reads its node's addends and the previous sum, and writes the sums to all ranks of the node,
-// directly or by way of the last node.
+// For its chunks, an owner reads the others' addends and writes the sums to all ranks.
 Moved moved_by_owner(const Operation& operation, const Board& board) {
-  const auto nodes = nodes_of(operation, board);
-  const auto at = nodes.size() == 1 ? 0 : board.groups().node_of(board.rank());
-  const auto& node = nodes[at];
-  const auto grid = grid_of(operation, board);
-  const int owners = owners_of(node, board);
-  const int place = board.rank() - node.first;
-  const auto numel =
-      place < owners ? grid.range(grid.begin(place, owners), grid.begin(place + 1, owners)).numel() : int64_t{0};
+  const Grid grid(operation, board);
+  const auto numel = grid.range(grid.share(board.rank())).numel();
   const auto item = kernels::item_size(operation.type);
-  const auto handed_on = (at > 0 ? 1 : 0) + (at + 1 < nodes.size() ? 1 : 0);
-  return {numel * (2 * (node.size - 1) + handed_on) * item, board.spans() ? numel : 0};
+  return {numel * (board.size() - 1) * 2 * item, board.spans() ? numel : 0};
 }
 
 }  // namespace
@@ -56,21 +27,14 @@ bool is_eager(const Operation& operation, const Board& board) {
   if (operation.form != Form::kUsual) {
     return operation.form == Form::kQuestion;
   }
-  if (operation.kind != OpKind::kAllReduce) {
+  if (operation.bytes() > kEagerBytes || operation.kind != OpKind::kAllReduce) {
     return operation.bytes() <= kEagerBytes;
   }
-  // A sum of 16-bit floats that is passed on would be rounded more than once.
-  const bool is_flat = board.size() <= kFlatRanks;
-  const bool fits = operation.bytes() <= (is_flat ? kEagerBytes : kChainBytes);
-  return fits && !board.spans() && (is_flat || !is_half(operation.type));
-}
-
-bool is_chained(const Operation& operation, const Board& board) {
-  return is_usual_sum(operation) && board.size() > kFlatRanks && is_eager(operation, board);
+  return (board.size() - 1) * operation.bytes() <= kPulledBytes && !board.spans();
 }
 
 bool is_chunked(const Operation& operation, const Board& board) {
-  return is_usual_sum(operation) && !is_eager(operation, board);
+  return operation.kind == OpKind::kAllReduce && operation.form == Form::kUsual && !is_eager(operation, board);
 }
 
 bool can_count(const Operation& operation, const Board& board) {
@@ -83,9 +47,6 @@ Moved moved(const Operation& operation, const Board& board) {
   const bool is_root = board.rank() == operation.root;
   switch (operation.kind) {
     case OpKind::kAllReduce:
-      if (is_chained(operation, board)) {
-        return {read_in_chain(bytes, board), 0};
-      }
       return is_chunked(operation, board) ? moved_by_owner(operation, board) : Moved{others * bytes, 0};
     case OpKind::kReduce:
       return {is_root ? others * bytes : 0, 0};

@@ -50,8 +50,7 @@ struct Operation {
 
 // Whether the operation's input is sent in the post itself.
 bool is_eager(const Operation& operation, const Board& board);
-// Whether it is summed from group to group, or in chunks by their owners; otherwise each rank sums for itself.
-bool is_chained(const Operation& operation, const Board& board);
+// Whether it is summed in chunks by their owners; otherwise each rank sums for itself.
 bool is_chunked(const Operation& operation, const Board& board);
 // Whether infinities and NaNs can be reported.
 bool can_count(const Operation& operation, const Board& board);

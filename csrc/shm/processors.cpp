@@ -24,34 +24,8 @@ void add(ProcessorMask& mask, size_t processor) {
   }
 }
 
-bool has(const ProcessorMask& mask, int processor) {
-  const auto at = static_cast<size_t>(processor);
-  return processor >= 0 && at < mask.size() * 64 && (mask[at / 64] >> (at % 64) & 1) != 0;
-}
-
 bool is_within(const ProcessorMask& mask, const ProcessorMask& other) {
   return std::equal(mask.begin(), mask.end(), other.begin(), [](uint64_t a, uint64_t b) { return (a & ~b) == 0; });
-}
-
-// As the kernel writes lists: "0-3,8-11". Empty for what is not there.
-ProcessorMask read_list(const std::string& path) {
-  std::ifstream file(path);
-  ProcessorMask mask{};
-  size_t first = 0;
-  while (file >> first) {
-    auto last = first;
-    if (file.peek() == '-') {
-      file.get();
-      file >> last;
-    }
-    for (auto next = first; next <= std::min(last, mask.size() * 64 - 1); ++next) {
-      add(mask, next);
-    }
-    if (file.get() != ',') {
-      break;
-    }
-  }
-  return mask;
 }
 
 // --- control groups ---
@@ -194,25 +168,6 @@ bool is_too_little(const std::vector<Allowance>& of_ranks) {
                      return other.quota.processors > 0 && other.quota.group == quota.group;
                    }));
          });
-}
-
-int memory_node(const ProcessorMask& allowed, int current, const std::string& root) {
-  const auto folder = root + "/sys/devices/system/node/";
-  const auto nodes = read_list(folder + "online");
-  int found = 0;
-  for (int node = 0; node < static_cast<int>(nodes.size()) * 64; ++node) {
-    if (!has(nodes, node)) {
-      continue;
-    }
-    const auto processors = read_list(folder + "node" + std::to_string(node) + "/cpulist");
-    if (count(allowed) > 0 && is_within(allowed, processors)) {
-      return node;
-    }
-    if (has(processors, current)) {
-      found = node;
-    }
-  }
-  return found;
 }
 
 }  // namespace torchddp::shm

@@ -1,4 +1,4 @@
-// Which processors this process may use, how many of them at a time, and which memory is close.
+// Which processors this process may use and how many of them at a time.
 #pragma once
 
 #include <array>
@@ -35,8 +35,5 @@ struct Allowance {
 // processors (a scheduler binds each rank to its own, or several to one), or ranks in one control group (each may have its own
 // container).
 bool is_too_little(const std::vector<Allowance>& of_ranks);
-
-// The memory node that has all of these processors; else the one of `current`; 0 if the kernel knows none.
-int memory_node(const ProcessorMask& allowed, int current, const std::string& root = "");
 
 }  // namespace torchddp::shm

@@ -58,7 +58,6 @@ void Pull::move() {
       std::memcpy(static_cast<std::byte*>(output) + to, inputs_.block(rank), static_cast<size_t>(bytes));
     }
   };
-  const Group all{0, size};
   switch (operation.kind) {
     case OpKind::kAllReduce:
       if (operation.form == Form::kQuestion) {
@@ -71,7 +70,7 @@ void Pull::move() {
       return;
     case OpKind::kReduceScatter: {
       const auto numel = operation.numel / size;
-      inputs_.sum(all, nullptr, {mine * numel, (mine + 1) * numel}, {&output, 1});
+      inputs_.sum({mine * numel, (mine + 1) * numel}, {&output, 1});
       return;
     }
     case OpKind::kReduce:
@@ -96,7 +95,7 @@ void Pull::sum_whole() {
   const auto& operation = job_.operation;
   const auto sum = [&](int64_t begin, int64_t end) {
     void* const target = static_cast<std::byte*>(operation.output) + begin * job_.item();
-    inputs_.sum({0, job_.board.size()}, nullptr, {begin, end}, {&target, 1});
+    inputs_.sum({begin, end}, {&target, 1});
   };
   if (!job_.config.is_parallel(operation.bytes())) {
     sum(0, operation.numel);

@@ -2,25 +2,16 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstddef>
 #include <cstring>
 #include <utility>
 
+#include "common/round_up.h"
+
 namespace torchddp::shm {
 
-Running::Running(const EngineConfig& config, const Board& board, Failure& failure, Done& done, bool crowded)
-    : job_{config, board, failure, done},
-      inputs_(job_),
-      pull_(job_, inputs_),
-      chain_(job_, inputs_, crowded),
-      chunks_(job_, inputs_),
-      way_(&pull_) {}
-
-Way& Running::way_for(const Operation& operation) {
-  if (is_chained(operation, job_.board)) {
-    return chain_;
-  }
-  return is_chunked(operation, job_.board) ? static_cast<Way&>(chunks_) : pull_;
-}
+Running::Running(const EngineConfig& config, const Board& board, Failure& failure, Done& done)
+    : job_{config, board, failure, done}, inputs_(job_), pull_(job_, inputs_), chunks_(job_, inputs_), way_(&pull_) {}
 
 void Running::start(const Operation& started, uint64_t number) {
   auto& post = job_.board.slot(job_.rank(), number).post;
@@ -31,7 +22,7 @@ void Running::start(const Operation& started, uint64_t number) {
   is_worked_ = is_finished_ = false;
   next_done_ = 0;
   inputs_.begin();
-  way_ = &way_for(started);
+  way_ = is_chunked(started, job_.board) ? static_cast<Way*>(&chunks_) : &pull_;
   way_->begin();
   post.terms = inputs_.terms();
   post.number.store(number + 1);
@@ -46,7 +37,8 @@ void Running::expect_another(uint64_t number, int64_t bytes) const {
   constexpr int64_t kLine = 64;
   constexpr int64_t kMaxLines = 32;
   auto* line = reinterpret_cast<std::byte*>(&job_.board.slot(job_.rank(), number).post);
-  for (auto left = std::min(parcel_lines(bytes), kMaxLines); left > 0; --left, line += kLine) {
+  for (auto left = std::min(ceil_div(int64_t{offsetof(Post, data)} + bytes, kLine), kMaxLines); left > 0;
+       --left, line += kLine) {
     __builtin_prefetch(line, 1);
   }
 }

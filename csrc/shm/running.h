@@ -4,7 +4,6 @@
 #include <cstdint>
 #include <string>
 
-#include "shm/chain.h"
 #include "shm/chunks.h"
 #include "shm/inputs.h"
 #include "shm/job.h"
@@ -15,7 +14,7 @@ namespace torchddp::shm {
 // From start() until the slot is reused: call work() until it returns true, then finish_outer() until that does.
 class Running {
  public:
-  Running(const EngineConfig& config, const Board& board, Failure& failure, Done& done, bool crowded);
+  Running(const EngineConfig& config, const Board& board, Failure& failure, Done& done);
   Running(const Running&) = delete;
   Running& operator=(const Running&) = delete;
 
@@ -26,7 +25,7 @@ class Running {
   // Between hosts. False until the shard that work() passed to the outer link is summed.
   bool finish_outer();
   // See Way.
-  bool help(bool is_late) { return way_->help(is_late); }
+  bool help() { return way_->help(); }
   bool has_helpers() const { return way_->has_helpers(); }
   // It is complete, so no rank adds to the counts any more. Values that other hosts add to a sum are not checked.
   void settle();
@@ -46,14 +45,12 @@ class Running {
   std::string describe() const { return job_.describe(); }
 
  private:
-  Way& way_for(const Operation& operation);
   void put_input(Post& post) const;
   void expect_another(uint64_t number, int64_t bytes) const;
 
   Job job_;
   Inputs inputs_;
   Pull pull_;
-  Chain chain_;
   Chunks chunks_;
   Way* way_;
   bool is_worked_ = false;    // work() has returned true

@@ -1,7 +1,6 @@
 #include "shm/segment.h"
 
 #include <fcntl.h>
-#include <sched.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
@@ -106,7 +105,7 @@ void give_back(const Fd& file, int64_t offset, int64_t bytes) {
   errno = reason;
 }
 
-void write_header(std::byte* base, int64_t bytes, int rank, int size, std::optional<int> node) {
+void write_header(std::byte* base, int64_t bytes, int rank, int size) {
   auto* header = new (base) Header{};
   header->magic = kMagic;
   header->version = kVersion;
@@ -118,7 +117,6 @@ void write_header(std::byte* base, int64_t bytes, int rank, int size, std::optio
   const auto quota = processor_quota();
   header->quota = quota.processors;
   header->quota_group = quota.group;
-  header->node = node ? *node : memory_node(header->cpu_mask, sched_getcpu());
   header->state.store(static_cast<uint32_t>(RankState::kOpen));
   header->culprit.store(-1);
 }
@@ -172,7 +170,7 @@ Mapping::~Mapping() {
   }
 }
 
-Segment::Segment(int rank, int size, int64_t limit_bytes, std::optional<int> node) : forks_(forks()) {
+Segment::Segment(int rank, int size, int64_t limit_bytes) : forks_(forks()) {
   const auto bytes = virtual_bytes(size);
   if (bytes < kDataOffset + kHugePage) {
     throw Unavailable("the limit on file sizes (ulimit -f) leaves no room for a shared segment");
@@ -182,7 +180,7 @@ Segment::Segment(int rank, int size, int64_t limit_bytes, std::optional<int> nod
   if (!commit(fd_, 0, kDataOffset)) {
     throw_unavailable("no room for a shared segment");
   }
-  write_header(base(), bytes, rank, size, node);
+  write_header(base(), bytes, rank, size);
   limit_bytes_ = limit_bytes > 0 ? limit_bytes : bytes;
   free_.emplace(kDataOffset, bytes - kDataOffset);
 }

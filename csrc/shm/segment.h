@@ -5,7 +5,6 @@
 #include <cstdint>
 #include <map>
 #include <mutex>
-#include <optional>
 #include <unordered_map>
 
 #include "shm/fd.h"
@@ -46,9 +45,8 @@ struct HeldMemory {
 // Thread-safe.
 class Segment {
  public:
-  // `limit_bytes`: how much allocate() may hand out; 0: limited only by the machine. `node`: the memory node to use; by default
-  // the one closest to this rank's processors. Throws Unavailable.
-  Segment(int rank, int size, int64_t limit_bytes, std::optional<int> node = std::nullopt);
+  // `limit_bytes`: how much allocate() may hand out; 0: limited only by the machine. Throws Unavailable.
+  Segment(int rank, int size, int64_t limit_bytes);
 
   int fd() const { return fd_.get(); }
   std::byte* base() const { return mapping_.base(); }

@@ -13,8 +13,7 @@ class Way {
   // After work() returned true: whether the result is ready and no rank needs this rank's memory any more.
   virtual bool is_complete() = 0;
   // Does some work of a rank that has not got to it, perhaps because it is waiting for a processor. True if there was any.
-  // `is_late`: this rank has waited for a long time.
-  virtual bool help(bool /*is_late*/) { return false; }
+  virtual bool help() { return false; }
   // Whether other ranks may be working on parts of the operation that are not their own.
   virtual bool has_helpers() const { return false; }
   // Whether `rank` is still being waited for. `is_worked`: work() has returned true.

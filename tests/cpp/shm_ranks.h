@@ -122,14 +122,7 @@ class Process {
 class Host {
  public:
   explicit Host(int size) : gone(static_cast<size_t>(size)) {
-    for (int rank = 0; rank < size; ++rank) {
-      segments_.push_back(std::make_unique<Segment>(rank, size, 0));
-      header(rank).node = 0;
-    }
-  }
-  // Ranks that run on these NUMA nodes.
-  explicit Host(const std::vector<int>& nodes) : Host(static_cast<int>(nodes.size())) {
-    for (int rank = 0; rank < size(); ++rank) header(rank).node = nodes[static_cast<size_t>(rank)];
+    for (int rank = 0; rank < size; ++rank) segments_.push_back(std::make_unique<Segment>(rank, size, 0));
   }
 
   // As if every rank had its own processor.
@@ -299,11 +292,9 @@ inline void fill_post(Post& post, const Operation& operation, int64_t offset) {
 }
 
 // With none of its chunks claimed.
-inline void open_stages(Slot& slot, uint64_t seq) {
-  for (Stage* stage : {&slot.sums, &slot.copies}) {
-    stage->claimed.store(Tally::pack(seq, 0));
-    stage->marks.store(Marks::none(seq));
-  }
+inline void open_chunks(Slot& slot, uint64_t seq) {
+  slot.claimed.store(Tally::pack(seq, 0));
+  slot.marks.store(Marks::none(seq));
 }
 
 // One rank's part of an operation: its memory and the expected result. Inputs sent in the slot, and all outputs except

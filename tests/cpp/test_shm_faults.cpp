@@ -28,13 +28,13 @@ TEST(shm_a_rank_that_died_while_it_helped_is_named_soon) {
   auto& dead = host.header(2);
   auto& slot = dead.slots[0];
   fill_post(slot.post, {.numel = kLarge}, host.segment(2).offset_of(host.segment(2).allocate(kLarge * 4)));
-  slot.sums.claimed.store(Tally::pack(0, Marks::kMaxChunks));
-  slot.sums.marks.store(Marks::none(0) | (Marks::bit(Marks::kMaxChunks) - 1));
+  slot.claimed.store(Tally::pack(0, Marks::kMaxChunks));
+  slot.marks.store(Marks::none(0) | (Marks::bit(Marks::kMaxChunks) - 1));
   slot.post.number.store(1);
   dead.done.store(1);
   const auto first = host.engine(0);
   const Exchange mine(host, 0, {.numel = kLarge}, *first);
-  host.header(0).slots[0].sums.claimed.fetch_add(1);
+  host.header(0).slots[0].claimed.fetch_add(1);
   const auto second = host.engine(1);
   Exchange other(host, 1, {.numel = kLarge}, *second);
   host.gone[2].store(true);
@@ -47,11 +47,11 @@ TEST(shm_the_owner_of_a_shard_hears_that_its_helper_died) {
   auto& dead = host.header(1);
   auto& slot = dead.slots[0];
   fill_post(slot.post, {.numel = kLarge}, host.segment(1).offset_of(host.segment(1).allocate(kLarge * 4)));
-  slot.sums.claimed.store(Tally::pack(0, 1000));
-  slot.sums.marks.store(Marks::none(kSlots));  // marks of a later operation count as complete
+  slot.claimed.store(Tally::pack(0, 1000));
+  slot.marks.store(Marks::none(kSlots));  // marks of a later operation count as complete
   const auto engine = host.engine(0);
   Exchange exchange(host, 0, {.numel = kLarge}, *engine);
-  host.header(0).slots[0].sums.claimed.fetch_add(1);
+  host.header(0).slots[0].claimed.fetch_add(1);
   slot.post.number.store(1);
   dead.done.store(1);
   host.gone[1].store(true);

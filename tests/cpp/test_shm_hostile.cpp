@@ -73,7 +73,7 @@ struct Victim {
   void post(const Operation& operation) const {
     auto& slot = peer.header().slots[0];
     fill_post(slot.post, operation, kDataOffset);
-    open_stages(slot, 0);
+    open_chunks(slot, 0);
     slot.post.number.store(1);
     peer.header().done.store(1);
   }
@@ -145,8 +145,8 @@ TEST(shm_counters_of_any_value_end_in_a_result_or_an_error) {
         // A peer maps this rank's segment too.
         auto& header = which % 2 == 0 ? victim.peer.header() : victim.own.header();
         auto& slot = header.slots[0];
-        const std::array<std::atomic<uint64_t>*, 4> counters{&slot.post.number, &header.done, &slot.sums.claimed,
-                                                             &slot.sums.marks};
+        const std::array<std::atomic<uint64_t>*, 4> counters{&slot.post.number, &header.done, &slot.claimed,
+                                                             &slot.marks};
         counters[static_cast<size_t>(which / 2)]->store(value);
         const std::string message = victim.run(operation, kBriefly);
         CHECK_EQ(message.empty() || has(message, {"timed out"}) ? "" : message, "");
@@ -208,8 +208,8 @@ TEST(shm_a_peer_that_takes_back_every_claim) {
       [](Victim& victim, std::mt19937& /*random*/) {
         for (const Guarded* memory : {&victim.peer, &victim.own}) {
           auto& slot = memory->header().slots[0];
-          slot.sums.claimed.store(0);
-          slot.sums.marks.store(0);
+          slot.claimed.store(0);
+          slot.marks.store(0);
         }
       },
       60);

@@ -128,36 +128,6 @@ ProcessorMask mask_of(std::initializer_list<int> processors) {
   return mask;
 }
 
-TEST(shm_processors_node_has_all_that_are_allowed_or_the_one_in_use) {
-  const Machine machine({{"/sys/devices/system/node/online", "0,2-3\n"},
-                         {"/sys/devices/system/node/node0/cpulist", "0-3,8-11\n"},
-                         {"/sys/devices/system/node/node2/cpulist", "4-7,12-15,100\n"},
-                         {"/sys/devices/system/node/node3/cpulist", "\n"}});
-  const auto node = [&](const ProcessorMask& allowed, int current) {
-    return memory_node(allowed, current, machine.root());
-  };
-  CHECK_EQ(node(mask_of({1, 9}), 1), 0);
-  CHECK_EQ(node(mask_of({4, 15, 100}), 4), 2);
-  CHECK_EQ(node(mask_of({4, 15, 100}), 0), 2);  // it has moved since
-  CHECK_EQ(node(mask_of({3, 4}), 3), 0);
-  CHECK_EQ(node(mask_of({3, 4}), 4), 2);
-  CHECK_EQ(node(mask_of({3, 101}), 100), 2);
-  CHECK_EQ(node({}, 12), 2);
-  CHECK_EQ(node(mask_of({3, 4}), 50), 0);  // unknown
-  CHECK_EQ(node(mask_of({3, 4}), -1), 0);
-}
-
-TEST(shm_processors_node_of_a_machine_that_says_nothing_is_the_first) {
-  CHECK_EQ(memory_node(mask_of({0, 1}), 1, Machine({}).root()), 0);
-  for (const char* garbage : {"", "x", "5-", "3-1", "-", ",", "99999999999999999999"}) {
-    const Machine machine({{"/sys/devices/system/node/online", "0-1\n"},
-                           {"/sys/devices/system/node/node0/cpulist", garbage},
-                           {"/sys/devices/system/node/node1/cpulist", "1\n"}});
-    CHECK_EQ(memory_node(mask_of({0, 1}), 0, machine.root()), 0);
-    CHECK_EQ(memory_node(mask_of({0, 1}), 1, machine.root()), 1);
-  }
-}
-
 TEST(shm_processors_of_this_process_are_in_its_header) {
   const Segment segment(0, 1, 0);
   const auto& header = *reinterpret_cast<const Header*>(segment.base());
@@ -165,8 +135,6 @@ TEST(shm_processors_of_this_process_are_in_its_header) {
   CHECK(header.cpu_mask == allowed_processors());
   CHECK_EQ(header.quota, processor_quota().processors);
   CHECK_EQ(header.quota_group, processor_quota().group);
-  const Segment elsewhere(0, 1, 0, 7);
-  CHECK_EQ(reinterpret_cast<const Header*>(elsewhere.base())->node, 7);
 }
 
 // One processor per rank, if their group may use as many.

@@ -308,7 +308,7 @@ def test_memory_stays_for_as_long_as_the_process_group_may_write_to_it():
     endpoint, outer = _C.ShmEndpoint(0), Silent()
     transport = endpoint.connect(
         outer, local_ranks=[0], addresses=[endpoint.address], outer_group=outer, places=[0, 0], outer_ranks=[0, 1],
-        owners=1, spans=True, node=None, **limits,
+        owners=1, spans=True, **limits,
     )  # fmt: skip
     tensor = transport.allocate(100_000, torch.ones(1))
     work = transport.make_work()

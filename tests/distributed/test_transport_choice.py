@@ -2,6 +2,7 @@
 
 import copy
 import io
+import itertools
 import os
 import resource
 from functools import partial
@@ -239,13 +240,12 @@ TROUBLES = {
     "one file": (lambda: fill_files(1), "Too many open files"),
     "few files": (lambda: fill_files(3), "Too many open files"),
     "small files": (lambda: limit(resource.RLIMIT_FSIZE, 1 << 20), "file sizes"),
-    "no nodes": (sets(shm.TOPOLOGY_ENV, "0,x"), "as in '0,0,1,1', got '0,x'"),
-    "nodes of fewer": (sets(shm.TOPOLOGY_ENV, "0,1"), "TORCHDDP_TOPOLOGY lists 2 nodes for the 3 ranks of its host"),
-    "nodes of more": (sets(shm.TOPOLOGY_ENV, "0,0,1,1"), "TORCHDDP_TOPOLOGY lists 4 nodes for the 3 ranks of its host"),
 }
 
 
-@pytest.mark.parametrize(("trouble", "unable"), [*zip(TROUBLES, [0, 2] * 5, strict=True), ("no memory", 0)])
+@pytest.mark.parametrize(
+    ("trouble", "unable"), [*zip(TROUBLES, itertools.cycle([0, 2]), strict=False), ("no memory", 0)]
+)
 @on_ranks(3)
 def test_one_rank_without_shared_memory(rank, ddp_class, trouble, unable):
     """All use the process group, and rank 0 logs why."""

@@ -186,7 +186,7 @@ def test_an_interrupt_ends_the_wait_for_ranks_to_connect(rank):
         KeyboardInterrupt,
         lambda: own.connect(
             None, local_ranks=[0, 1], addresses=[own.address, other.address], outer_group=None, places=[0, 1],
-            outer_ranks=[], owners=2, spans=False, node=None,
+            outer_ranks=[], owners=2, spans=False,
             connect_timeout=timedelta(seconds=LIMIT_S), timeout=timedelta(seconds=LIMIT_S),
         ),
     )  # fmt: skip

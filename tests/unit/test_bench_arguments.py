@@ -14,9 +14,8 @@ def main_of(benchmark: str):
 
 
 REFUSED = {
-    "chaos host_model sharded": ["--json /"],
+    "chaos sharded": ["--json /"],
     "chaos": ["--trials 0", "--trials 5 --only 5", "--kinds kill,flood", "--world-sizes 2,5"],
-    "host_model": ["--plot /", "--ranks 1", "--nodes 0", "--bytes 0", "--counts /nowhere"],
     "sharded": ["--seconds 0", "--output /etc/passwd", "--models nope", "--variants nope", "--ranks 1", "--ranks x"],
 }
 
@@ -49,9 +48,3 @@ def test_a_missing_package_is_reported_in_one_sentence(monkeypatch, capsys):
         main = main_of(benchmark)
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
         assert_refused(main, arguments.split(), words, capsys)
-
-
-def test_a_file_of_another_benchmark_is_refused(tmp_path, capsys):
-    path = tmp_path / "some.json"
-    path.write_text('{"ranks": 2}')
-    assert_refused(main_of("host_model"), ["--counts", str(path)], "KeyError 'nodes'", capsys)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 
-from torchddp.harness.launch import LaunchError, RankJob, Report, ThisHost, launch_ranks
+from torchddp.harness.launch import LaunchError, RankJob, Report, launch_ranks
 
 PROCESS_TIMEOUT_S = 60.0
 NUMEL = 4099  # not a multiple of any vector length
@@ -24,8 +24,7 @@ def failure(name: str, timeout_s: float = PROCESS_TIMEOUT_S) -> str:
     backend, device, ranks = PROBES[name]
     job = RankJob(name, _reduce, (name, device, ranks), ranks, backend, collective_timeout_s=GROUP_TIMEOUT_S)
     try:
-        here = ThisHost({"TORCHDDP_TOPOLOGY": ""})  # it describes other ranks than these
-        launch_ranks(job, lambda *_: None, place=here, stall_timeout_s=timeout_s)
+        launch_ranks(job, lambda *_: None, stall_timeout_s=timeout_s)
     except LaunchError as error:
         return str(error)
     return ""
@@ -101,12 +100,11 @@ _CHECKS: dict[str, Callable[[str], object] | None] = {
     "TORCHDDP_INSTALL": lambda value: import_module("torchddp.integrations.install").check_variable(value),
     "TORCHDDP_SHM_LIMIT_MB": lambda _: import_module("torchddp.transport.shm").limit_bytes(),
     "TORCHDDP_STALL_REPORT_S": lambda _: import_module("torchddp.ddp.options").stall_limit_s(None, math.inf),
-    "TORCHDDP_TOPOLOGY": lambda _: import_module("torchddp.transport.shm").topology(),
     "TORCHDDP_TRANSPORT": lambda _: import_module("torchddp.transport.select").check_choice("auto"),
 }
 READ_BY_THE_BUILD = frozenset({"TORCHDDP_CUDA", "TORCHDDP_UNITY", "TORCHDDP_WERROR"})
 READ_BY_TESTS_AND_BENCHMARKS = frozenset(
-    {"TORCHDDP_COMMIT", "TORCHDDP_COUNTS_FILE", "TORCHDDP_TEST_CLASS", "TORCHDDP_TEST_DEVICE", "TORCHDDP_TEST_NCCL"}
+    {"TORCHDDP_COMMIT", "TORCHDDP_TEST_CLASS", "TORCHDDP_TEST_DEVICE", "TORCHDDP_TEST_NCCL"}
 )
 READ_WHILE_TRAINING = frozenset(_CHECKS)
 KNOWN = READ_WHILE_TRAINING | READ_BY_THE_BUILD | READ_BY_TESTS_AND_BENCHMARKS

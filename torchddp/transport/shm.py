@@ -22,12 +22,10 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Backend, PrefixStore, Store
 
 from torchddp import _C
-from torchddp.transport.agreement import GroupExchange, Peer, StoreExchange, connect_all, list_problems, ranks_by
+from torchddp.transport.agreement import GroupExchange, Peer, StoreExchange, connect_all, ranks_by
 
 BACKEND_NAME = "torchddp_shm"
 LIMIT_ENV = "TORCHDDP_SHM_LIMIT_MB"
-TOPOLOGY_ENV = "TORCHDDP_TOPOLOGY"
-_MAX_NODE = 1023  # Linux's
 # Ranks reach this point within milliseconds of each other, because it follows a collective.
 _CONNECT_TIMEOUT = datetime.timedelta(seconds=20)
 _outer_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup | None] = weakref.WeakKeyDictionary()
@@ -47,23 +45,6 @@ def limit_bytes() -> int:
     return max(1, int(limit_mb * 2**20))
 
 
-def topology() -> list[int]:
-    """The memory node of each rank of this host from TORCHDDP_TOPOLOGY; empty: as the kernel reports.
-
-    ValueError if it is not a list of numbers.
-    """
-    text = os.environ.get(TOPOLOGY_ENV, "")
-    if not text:
-        return []
-    nodes = text.split(",")
-    if not all(node.strip().isdecimal() and int(node) <= _MAX_NODE for node in nodes):
-        raise ValueError(
-            f"{TOPOLOGY_ENV} must list the node of each rank of this host, numbers from 0 to {_MAX_NODE} as in "
-            f"'0,0,1,1', got {text!r}"
-        )
-    return [int(node) for node in nodes]
-
-
 # --- connecting ---
 
 
@@ -74,7 +55,6 @@ class ShmPeer(Peer):
     host: str
     user: int
     address: str
-    nodes: list[int]
 
 
 def connect(
@@ -91,15 +71,13 @@ def connect(
         outer_timeout: the limit for what is sent between hosts.
     """
     endpoint, problem, host = None, "", ""
-    nodes: list[int] = []
     try:
-        nodes = topology()
         host = _C.host_identity()
         endpoint = _C.ShmEndpoint(limit_bytes())
     except (RuntimeError, ValueError) as error:
         problem = str(error)
     address = endpoint.address if endpoint else ""
-    own = ShmPeer(problem=problem, host=host, user=os.geteuid(), address=address, nodes=nodes)
+    own = ShmPeer(problem=problem, host=host, user=os.geteuid(), address=address)
 
     def reason_against(peers: Sequence[ShmPeer]) -> str:
         return _reason_against(peers, may_span_hosts=process_group is not None)
@@ -120,7 +98,6 @@ def connect(
             outer_ranks=placement.outer_ranks,
             owners=placement.owners,
             spans=len(hosts) > 1,
-            node=nodes[mine.index(exchange.rank)] if nodes else None,
             connect_timeout=_CONNECT_TIMEOUT,
             timeout=timeout,
         )
@@ -142,13 +119,7 @@ def _reason_against(peers: Sequence[ShmPeer], *, may_span_hosts: bool) -> str:
         )
     if len(hosts) > 1 and max(map(len, hosts)) == 1:
         return "no two ranks are on the same host"
-    problems = {
-        rank: f"{TOPOLOGY_ENV} lists {len(peers[rank].nodes)} nodes for the {len(ranks)} ranks of its host"
-        for ranks in hosts
-        for rank in ranks
-        if len(peers[rank].nodes) not in (0, len(ranks))
-    }
-    return list_problems([problems.get(rank, "") for rank in range(len(peers))])
+    return ""
 
 
 @dataclasses.dataclass

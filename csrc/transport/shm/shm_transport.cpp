@@ -154,7 +154,7 @@ std::shared_ptr<ShmTransport> ShmEndpoint::connect(c10::intrusive_ptr<c10d::Proc
                 "this rank is not among those of its host");
   const auto rank = static_cast<int>(found - placement.addresses.begin());
   const auto size = static_cast<int>(placement.addresses.size());
-  auto segment = std::make_shared<shm::Segment>(rank, size, limit_bytes_, placement.node);
+  auto segment = std::make_shared<shm::Segment>(rank, size, limit_bytes_);
   auto peers = listener_.connect(placement.addresses, rank, *segment, connect_timeout);
   return std::make_shared<ShmTransport>(std::move(group), std::move(placement), std::move(segment), std::move(peers),
                                         timeout);

@@ -27,9 +27,8 @@ struct ShmPlacement {
   c10::intrusive_ptr<c10d::ProcessGroup> outer_group;
   // By group rank: its place among the ranks of its host, and its rank in the outer group of that place (-1: none).
   std::vector<int> places, outer_ranks;
-  int owners = 0;                          // ranks of each host that own shards
-  bool spans = false;                      // several hosts
-  std::optional<int> node = std::nullopt;  // the memory node next to this rank; empty: as the kernel reports
+  int owners = 0;      // ranks of each host that own shards
+  bool spans = false;  // several hosts
 };
 
 // A link through `group`, the ranks that own the same shard on each host. It may still write to the segment after an operation
