@@ -149,7 +149,7 @@ pages: build
 chaos: build
 	$(PY) -m benchmarks.chaos $(ARGS)
 
-# An environment with peer packages for sharding ($(PEERS_PY) -m benchmarks.sharded) and for reducing among the ranks of a host
+# An environment with peer packages for sharding ($(PEERS_PY) -m benchmarks --case sharded) and for reducing among the ranks of a host
 # ($(PEERS_PY) -m benchmarks --case collective). It uses the checkout's extension.
 $(PEERS_VENV)/.requirements: pyproject.toml
 	$(PYTHON) -m venv $(PEERS_VENV)
@@ -160,7 +160,7 @@ $(PEERS_VENV)/.requirements: pyproject.toml
 	@touch $@
 
 peers: build $(PEERS_VENV)/.requirements
-	$(PEERS_PY) -m benchmarks.sharded --list
+	$(PEERS_PY) -c "import fairscale, deepspeed"
 
 # All torchft tests, slow ones included, with torchft's release and its nightly. They use the checkout's extension.
 $(FT_VENVS:%=%/.requirements): .venv-%/.requirements: pyproject.toml

@@ -197,7 +197,7 @@ def sharded_memory() -> Iterator[Row]:
     ranks = [model["world_size"] for model, _ in found]
     yield "memory, largest over ranks", *(f"{count} ranks, {label}" for count in ranks for label in what)
     for name in ("torch-ddp", "torch-zero", "fsdp2", "torchddp-c10d", "torchddp-auto"):
-        yield SHARDED[name], *(megabytes(rows[name]["largest"][key]) for _, rows in found for key in what.values())
+        yield SHARDED[name], *(megabytes(rows[name][key]) for _, rows in found for key in what.values())
 
 
 def checks() -> Iterator[Row]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from benchmarks.cases import checks, gpu, gpu_rows, links, training
+from benchmarks.cases import checks, gpu, gpu_rows, links, sharded, torchft, training
 from torchddp.bench.cases import BenchCase
 
 CASES: tuple[BenchCase, ...] = (
     checks.CASE,
     links.CASE,
+    sharded.TIME_CASE,
+    sharded.MEMORY_CASE,
+    torchft.CASE,
     training.CASE,
     gpu.CASE,
     gpu_rows.PACK,

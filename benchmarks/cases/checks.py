@@ -90,6 +90,7 @@ CASE = BenchCase(
     models=("mlp", "gpt", "small"),
     quick_models=("mlp",),
     seconds=40.0,
+    caps_mb=(),
     takes_caps=False,
     measure=time_model,
     run=run,

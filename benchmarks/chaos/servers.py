@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Callable, Iterator
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -49,10 +50,10 @@ def _make_store() -> tuple[Any, int]:
     return store, store.port
 
 
-def _make_lighthouse() -> tuple[Any, str]:
+def _make_lighthouse(min_replicas: int) -> tuple[Any, str]:
     from torchft.coordination import LighthouseServer
 
-    server = LighthouseServer("[::]:0", 1, _JOIN_MS, _TICK_MS, _HEARTBEAT_MS)
+    server = LighthouseServer("[::]:0", min_replicas, _JOIN_MS, _TICK_MS, _HEARTBEAT_MS)
     return server, server.address()
 
 
@@ -61,9 +62,9 @@ def store() -> contextlib.AbstractContextManager[int]:
     return _served(_make_store)
 
 
-def lighthouse() -> contextlib.AbstractContextManager[str]:
+def lighthouse(min_replicas: int = 1) -> contextlib.AbstractContextManager[str]:
     """Runs torchft's lighthouse during the block; yields its address.
 
     Each trial needs a new one, since a lighthouse counts dead replicas of the last trial as members for a while.
     """
-    return _served(_make_lighthouse)
+    return _served(partial(_make_lighthouse, min_replicas))

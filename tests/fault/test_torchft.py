@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.torchft.processes import ROOT, Child, free_port, lighthouse
-from benchmarks.torchft.run import run_once
+from tests.fault.torchft_processes import ROOT, Child, free_port, lighthouse
+from tests.fault.torchft_run import run_once
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("torchft") is None, reason="torchft is not installed: pip install torchft"

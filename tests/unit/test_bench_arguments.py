@@ -14,9 +14,7 @@ def main_of(benchmark: str):
 
 
 REFUSED = {
-    "chaos sharded": ["--json /"],
-    "chaos": ["--trials 0", "--trials 5 --only 5", "--kinds kill,flood", "--world-sizes 2,5"],
-    "sharded": ["--seconds 0", "--output /etc/passwd", "--models nope", "--variants nope", "--ranks 1", "--ranks x"],
+    "chaos": ["--json /", "--trials 0", "--trials 5 --only 5", "--kinds kill,flood", "--world-sizes 2,5"],
 }
 
 
@@ -33,8 +31,6 @@ def test_a_wrong_argument_is_one_sentence_that_names_it(benchmarks, capsys):
     [
         ("chaos", "--over ,", "--over must be some of shm, gloo, torchft, separated by commas, not ','."),
         ("chaos", "--kinds full --over gloo", "No fault of kind full works over gloo."),
-        ("sharded", "--models ,", "--models must be names separated by commas, like "),
-        ("sharded", "--ranks x", "--ranks must be numbers separated by commas, like 2,4, not 'x'."),
     ],
 )
 def test_the_sentence_says_which_values_are_allowed(benchmark, arguments, words, capsys):

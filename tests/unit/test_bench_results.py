@@ -1,4 +1,4 @@
-"""Results of the programs in benchmarks/: ratios, bounds and predictions from made-up times and curves."""
+"""Results of developers' cases, from made-up times and memory."""
 
 from typing import Any
 
@@ -6,15 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.cases import checks
-from benchmarks.sharded.bounds import comparisons_of
-from benchmarks.sharded.field import FIELD, REFERENCE, choose_variants
-from benchmarks.sharded.measure import Contest, WrongTrainingError
-from benchmarks.sharded.proof import TOLERANCE, error_of
-from benchmarks.sharded.report import render
-from benchmarks.sharded.results import MEMORY_KEYS, memory_result, speed_result
-from tests.unit import benchmark_results
-from tests.unit.benchmark_results import MODEL
+from benchmarks.cases import checks, sharded, torchft
+from benchmarks.cases.sharded import REFERENCE, TOLERANCE, VARIANTS, Contest, WrongTrainingError, error_of
+from tests.unit.benchmark_results import MODEL, by_name
 from tests.unit.helpers import printed
 from torchddp.bench.cases import Job
 
@@ -28,64 +22,37 @@ def test_checks_are_compared_with_the_plain_step_of_their_round() -> None:
     assert "1.40 [" in printed(checks.table(result))
 
 
-ALL = choose_variants(())
-
-
-def speed(step_ms: dict[str, float], **left_out: str) -> dict[str, Any]:
-    """One model's result from steps without noise."""
-    raw = {**MODEL, "left_out": left_out, "training_errors": dict.fromkeys(step_ms, 4e-7)}
-    raw["step_ms"] = {name: np.full(40, value) for name, value in step_ms.items()}
-    return speed_result([v for v in ALL if v.name in step_ms or v.name in left_out], raw, 2)
-
-
-def memory(bytes_of_rank: int = 250_000_000) -> dict[str, Any]:
-    """One model's result; in the first, rank 1 holds twice as much, and the last is missing."""
-    variants = choose_variants(["torch-zero", "torchddp-auto", "deepspeed"])
-    rank = dict.fromkeys(MEMORY_KEYS, bytes_of_rank)
-    raws = {v.name: {**MODEL, "left_out": None, "ranks": [{**rank, "bucket_bytes": None}] * 2} for v in variants}
-    raws[REFERENCE]["ranks"] = [rank, {key: 2 * value for key, value in rank.items()}]
-    raws["deepspeed"] |= {"left_out": "deepspeed is not installed", "ranks": None}
-    return memory_result(variants, list(raws.values()), 4)
-
-
-def document(*results: dict[str, Any]) -> dict[str, Any]:
-    return benchmark_results.document(*results) | {"peers": {"fairscale": "0.4.13", "deepspeed": None}}
-
-
-def test_the_reference_always_runs_and_the_fastest_zero_variant_is_the_opponent() -> None:
-    assert [variant.name for variant in choose_variants(["torchddp-auto"])] == [REFERENCE, "torchddp-auto"]
-    assert [variant.name for variant in ALL] == list(FIELD)
-    result = speed({"torch-ddp": 90, "torch-zero": 80, "torch-zero-fused": 60, "torchddp-c10d": 48})
-    found = {row["against"]: (row["opponent"], row["ratio"]["median"]) for row in result["comparisons"]}
-    expected = {"ZeRO, best": ("torch-zero-fused", 48 / 60), "ZeRO, default": ("torch-zero", 48 / 80)}
-    assert found == {name: (opponent, pytest.approx(ratio)) for name, (opponent, ratio) in expected.items()}
-    assert comparisons_of(["torch-zero", "deepspeed"]) == []
-
-
-def test_the_report_says_whether_each_bound_is_met() -> None:
-    steps = {"torch-ddp": 90.0, "torch-zero": 80.0, "deepspeed": 100.0, "torchddp-auto": 35.0}
-    text = printed(render(document(speed(steps, fairscale="fairscale is not installed"), memory())))
-    assert "fairscale is left out: fairscale is not installed" in text
-    lines = text.splitlines()
-    (zero,) = (line for line in lines if "ZeRO, default" in line and "torch-zero" in line)
-    (deep,) = (line for line in lines if "deepspeed" in line and "0.35 [" in line)
-    assert zero.rstrip().endswith("0.45 met") and deep.rstrip().endswith("0.3 missed")
+def test_sharded_steps_are_compared_with_torchs_fastest() -> None:
+    steps = {"torch-ddp": 90.0, "torch-zero": 80.0, "deepspeed": 100.0, "torchddp-auto": 36.0}
+    raw = {**MODEL, "left_out": {"fairscale": "fairscale is not installed"}}
+    result = sharded.time_result({**raw, "step_ms": {name: np.full(40, ms) for name, ms in steps.items()}}, 2)
+    assert result["best_torch"] == "torch-zero"
+    assert by_name(result["variants"])["torchddp-auto"]["ratio_to_best_torch"]["median"] == pytest.approx(0.45)
+    text = printed(sharded.time_table(result))
+    assert "fairscale is left out: fairscale is not installed" in text and "0.45 [" in text
 
 
 def test_memory_is_that_of_the_largest_rank() -> None:
-    rows = {row["name"]: row for row in memory(50_000_000)["variants"]}
-    assert rows["torch-ddp"]["largest"] == dict.fromkeys(MEMORY_KEYS, 100_000_000)
-    assert rows["torch-zero"]["largest"]["bucket_bytes"] is None
-    assert "largest" not in rows["deepspeed"]
+    rank = dict.fromkeys(sharded.MEMORY_KEYS, 50_000_000)
+    larger = dict.fromkeys(sharded.MEMORY_KEYS, 100_000_000)
+    raws: dict[str, dict[str, Any]] = {
+        REFERENCE: {**MODEL, "left_out": None, "ranks": [rank, larger]},
+        "deepspeed": {**MODEL, "left_out": "deepspeed is not installed", "ranks": []},
+    }
+    result = sharded.memory_result(raws, 2)
+    (row,) = result["variants"]
+    assert {key: row[key] for key in sharded.MEMORY_KEYS} == larger
+    text = printed(sharded.memory_table(result))
+    assert "deepspeed is left out: deepspeed is not installed" in text and " 100.0 " in text
 
 
 def test_a_broken_peer_is_left_out_but_a_broken_reference_is_an_error() -> None:
-    contest = Contest(Job("sharded", ("mlp",), ALL, 2, 1.0), "mlp")
-    contest.drop(FIELD["fairscale"].variant, "it broke")
+    contest = Contest(Job("sharded", ("mlp",), tuple(VARIANTS.values()), 2, 1.0), "mlp")
+    contest.drop("fairscale", "it broke")
     assert contest.left_out == {"fairscale": "it broke"}
     for name in ("torchddp-auto", "torchddp-ddp", REFERENCE):
         with pytest.raises(WrongTrainingError, match=f"'{name}' on model 'mlp': it broke"):
-            contest.drop(FIELD[name].variant, "it broke")
+            contest.drop(name, "it broke")
 
 
 def test_training_errors_are_relative_to_the_change_by_training() -> None:
@@ -96,3 +63,12 @@ def test_training_errors_are_relative_to_the_change_by_training() -> None:
     assert error_of([want[0], want[1] * 1.0001], want, start) > TOLERANCE  # although close in absolute terms
     assert error_of([want[0] * 0.994, want[1]], want, start) > TOLERANCE  # an error as large as clipping's
     assert error_of([want[0] * torch.nan, want[1]], want, start) == float("inf")
+
+
+def test_steps_under_torchft_are_compared_with_torchfts_class() -> None:
+    variants = torchft.field((4.0,))
+    step_ms = np.array([[100.0] * 9, [75.0] * 9, [80.0] * 9])
+    result = torchft.torchft_result(variants, {**MODEL, "step_ms": step_ms}, 2)
+    ratios = [row["ratio_to_best_torch"] for row in result["variants"]]
+    assert ratios[0] is None and [ratio["median"] for ratio in ratios[1:]] == [0.75, 0.8]
+    assert "torchddp, cap 4" in printed(torchft.table(result))

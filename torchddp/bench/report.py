@@ -35,7 +35,7 @@ def results_of(document: dict[str, Any], case: str) -> list[dict[str, Any]]:
 def case_notes(document: dict[str, Any]) -> Iterable[str]:
     """The notes on the run's cases, without duplicates."""
     cases = [CASES[name] for name in case_names(document)]
-    if any(case.models for case in cases):
+    if any(case.models and case.caps_mb for case in cases):
         yield TUNED_NOTE
     yield from dict.fromkeys(case.note for case in cases)
 

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.torchft.processes import Child, lighthouse
+from tests.fault.torchft_processes import Child, lighthouse
 
 # Kinds of models: gradients in buckets, compressed buckets, one all-reduce per parameter.
 KINDS = ("buckets", "powersgd", "pure")
@@ -51,7 +51,7 @@ def run_once(seed: int, logs: Path, *, kind: str = "buckets", limit_s: float = 1
     with (logs / f"run{seed}.log").open("w") as log, contextlib.ExitStack() as stack:
 
         def start(name: str, die_after: int = -1) -> Child:
-            command = [sys.executable, "-m", "benchmarks.torchft.replica", name, "--die-after", str(die_after)]
+            command = [sys.executable, "-m", "tests.fault.torchft_replica", name, "--die-after", str(die_after)]
             command += ["--kind", kind]
             child = Child(command, {"TORCHFT_LIGHTHOUSE": address, "RUST_LOG": "error"}, log)
             stack.callback(child.kill)

@@ -14,8 +14,8 @@ import threading
 
 import torch
 
-from benchmarks.torchft.run import KINDS
 from examples.train_torchft import batch_of, checksum, make_manager, make_network
+from tests.fault.torchft_run import KINDS
 from torchddp import fault_tolerance
 
 _WIDTH = 256

@@ -1,1 +1,0 @@
-"""Kills and heals replicas under torchft (`--runs`), or compares step time with torchft's class (`--step-time`)."""

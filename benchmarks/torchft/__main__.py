@@ -1,3 +1,0 @@
-from benchmarks.torchft.cli import main
-
-main()
