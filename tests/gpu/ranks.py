@@ -14,6 +14,7 @@ import torch
 from benchmarks import trace
 from tests.gpu.cases import names, run_case
 from tests.gpu.device import chosen_device, make_deterministic
+from tests.gpu.overlap import Overlap, overlap
 from tests.harness import attempt, gathered
 from tests.models import loss_of
 from tests.whole_buckets import large_from
@@ -67,7 +68,7 @@ def assert_same_as_torch(outcomes: list[dict[str, str | None]], name: str) -> No
     assert not errors, "\n".join(errors)
 
 
-def overlap_of_a_step(rank: int, transport: str, layers: int = 8, width: int = 4096) -> trace.Overlap:
+def overlap_of_a_step(rank: int, transport: str, layers: int = 8, width: int = 4096) -> Overlap:
     """How the collectives of a step overlap its computation, with a bucket per layer."""
     device = chosen_device()
     make_deterministic(device)
@@ -82,7 +83,7 @@ def overlap_of_a_step(rank: int, transport: str, layers: int = 8, width: int = 4
 
     for _ in range(3):
         step()
-    return trace.overlap(trace.record(step))
+    return overlap(trace.record(step))
 
 
 def settle(device: torch.device) -> None:

@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from benchmarks import trace
+from tests.gpu.overlap import is_computation, overlap
 from tests.models import seeded
 from torchddp import DistributedDataParallel
 from torchddp.harness.networks import ManySmallTensors
@@ -62,12 +63,12 @@ def test_buckets_do_not_wait_for_the_end_of_backward(gpu):
     for _ in range(3):
         step()
     events = trace.record(step)
-    computation = [event for event in events if trace.is_computation(event)]
+    computation = [event for event in events if is_computation(event)]
     ours = [event for event in events if "torchddp" in event.name or trace.is_collective(event)]
     assert computation, "the profiler recorded no kernel"
     assert ours, f"nothing of ours among {sorted({event.name for event in events})}"
     end_us = max(event.end_us for event in computation)
     early = sum(event.start_us < end_us for event in ours)
     assert early >= len(ours) // 2, f"{early} of {len(ours)} began before the last gradient was there"
-    found = trace.overlap(events)
+    found = overlap(events)
     assert found.on_their_own_stream == found.collectives

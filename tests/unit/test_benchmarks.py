@@ -144,16 +144,17 @@ def test_saved_results_are_split_by_case_and_read_back(tmp_path: Path) -> None:
     assert written[1].read_bytes().startswith(b"\x89PNG")
 
 
+SCALING = ["--case", "scaling"]
+
+
 def test_a_wrong_argument_is_refused_in_one_sentence(capsys):
     for arguments, words in (
         (["--case", "nope"], "There is no case 'nope'; choose from step_time, overlap, collective, startup, memory, "),
         (["--world-size", "1"], "--world-size 1: the case overlap needs at least 2 ranks"),
-        (["--case", "scaling", "--world-sizes", "2,4"], "--world-sizes must include 1, to which efficiency"),
-        (["--world-sizes", "1"], "--world-sizes must include 1, to which efficiency is relative, and more, not '1'."),
-        (["--world-sizes", "1,x"], "--world-sizes must be numbers of ranks separated by commas, like 1,2,4, not"),
-        (["--world-sizes", "1,99"], "--world-sizes must be 1 to 64 ranks, not '1,99'."),
-        (["--case", "memory", "--world-sizes", "1,2"], "--world-sizes is for the case scaling"),
-        (["--case", "scaling", "--world-size", "2"], "does not apply to scaling: use --world-sizes, like 1,2,4."),
+        ([*SCALING, "--set", "world_sizes=2,4"], "--set world_sizes: must include 1, to which efficiency is relative,"),
+        ([*SCALING, "--set", "world_sizes=1"], "--set world_sizes: must include 1, to which efficiency is relative,"),
+        ([*SCALING, "--set", "world_sizes=1,99"], "--set world_sizes: must be a whole number from 1 to 64, not '99'."),
+        (["--case", "scaling", "--world-size", "2"], "does not apply to scaling: use --set world_sizes=1,2,4."),
         (
             ["--case", "collective", "--set", "op=nope"],
             "--set op: there is no 'nope'; choose from all_reduce, broadcast",

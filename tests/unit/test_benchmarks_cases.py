@@ -12,7 +12,7 @@ from torch import nn
 from tests.unit import benchmark_models
 from tests.unit.benchmark_results import ROUNDS, by_name, overlap, scaling, startup, step_time
 from torchddp.bench import cli
-from torchddp.bench.cases import MIN_ROUNDS, Case, Settings
+from torchddp.bench.cases import MIN_ROUNDS, BenchCase, Settings
 from torchddp.bench.overlap import Replay, hidden_share, hidden_text
 from torchddp.bench.registry import CASES
 from torchddp.bench.step_time import TrainingRunner
@@ -85,7 +85,7 @@ def test_a_replay_returns_copies_of_the_recorded_gradients() -> None:
 
 
 def settings(**changed: Any) -> Settings:
-    unset = dict.fromkeys(("cases", "models", "world_sizes", "peers"), ())
+    unset = dict.fromkeys(("cases", "models", "peers"), ())
     unset |= dict.fromkeys(("seconds", "world_size", "caps_mb")) | dict.fromkeys(("ours_tuned", "quick"), False)
     return Settings(**{**unset, "ours": TORCH_DDP, "seed": 0, **changed})
 
@@ -93,7 +93,7 @@ def settings(**changed: Any) -> Settings:
 def test_options_default_to_those_of_the_case() -> None:
     step, memory = CASES["step_time"], CASES["memory"]
 
-    def tuned(case: Case, **changed: Any) -> list[str]:
+    def tuned(case: BenchCase, **changed: Any) -> list[str]:
         names = [variant.name for variant in settings(**changed).variants_of(case)]
         return [name.removeprefix("torch tuned, cap ") for name in names if "tuned" in name]
 
@@ -134,7 +134,18 @@ def test_a_case_saves_its_measurements(arguments, model, times, tmp_path, capsys
 @pytest.mark.thorough
 def test_scaling_launches_each_world_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "result.json"
-    arguments = ["--world-sizes", "2,1", "--model", "conv", "--seconds", "0.2", "--json", str(path)]
+    arguments = [
+        "--case",
+        "scaling",
+        "--set",
+        "world_sizes=2,1",
+        "--model",
+        "conv",
+        "--seconds",
+        "0.2",
+        "--json",
+        str(path),
+    ]
     assert cli.main([*arguments, "--ours", TORCH_DDP]) == 0
     assert "scaling · batch-norm conv net" in capsys.readouterr().out
     alone, two = json.loads(path.read_text())["results"][0]["sizes"]

@@ -14,6 +14,7 @@ from benchmarks import trace
 from benchmarks.cases import gpu, gpu_rows
 from benchmarks.cases.gpu import field_of, gpu_result, known_options
 from benchmarks.cases.gpu_rows import given_step, rows_of, split_by_call
+from tests.gpu.overlap import Overlap, is_computation, overlap
 from tests.harness import on_ranks
 from tests.unit.benchmark_results import document
 from tests.unit.helpers import assert_refused, printed
@@ -66,12 +67,12 @@ def test_device_events_and_their_overlap_are_read_from_a_trace() -> None:
         device_event("kernel", "gemm", 9, 12.0, 5.0),
         device_event("kernel", NCCL, 7, 30.0, 4.0),
     )
-    assert trace.overlap(events) == trace.Overlap(
+    assert overlap(events) == Overlap(
         collectives=2, on_their_own_stream=1, begun_before_the_end=1, overlapped_us=6.0, total_us=14.0
     )
     of_one_rank = "void (anonymous namespace)::oneRankReduce<FuncPreMulSum<float> >(void*, void*, unsigned long)"
     (event,) = parsed(device_event("kernel", of_one_rank, 7, 0.0, 1.0))
-    assert trace.is_collective(event) and not trace.is_computation(event)
+    assert trace.is_collective(event) and not is_computation(event)
 
 
 def test_options_that_torch_lacks_are_left_out() -> None:

@@ -47,21 +47,19 @@ MIN_ROUNDS = 7
 MAX_ROUNDS = 5000
 # torch's default bucket size, for cases that do not compare sizes.
 ONE_CAP_MB = (25.0,)
-DEFAULT_WORLD_SIZES = (1, 2, 4)
-QUICK_WORLD_SIZES = (1, 2)
 QUICK_SECONDS = 2.0
 
 Result = dict[str, Any]
 Measure = Callable[["Job", str, Report], dict[str, Any]]
 
 
-@dataclass(frozen=True)
-class Case:
-    """What to measure, and the defaults. `models` is empty if the case measures no DDP class."""
+@dataclass(frozen=True, kw_only=True)
+class BenchCase:
+    """A case: what it measures and how, and how to show its results."""
 
     name: str
     title: str
-    # Used without --model, which accepts any model.
+    # Used without --model, which accepts any model. Empty if the case measures no DDP class.
     models: tuple[str, ...]
     quick_models: tuple[str, ...]
     default_world_size: int = 2
@@ -76,12 +74,6 @@ class Case:
     takes_caps: bool = True
     # With fewer ranks there is nothing to measure.
     min_world_size: int = 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class BenchCase(Case):
-    """A case: how to measure it and how to show its results."""
-
     # Measures one of the job's subjects. Runs on every rank.
     measure: Measure
     # Makes all launches of the case; returns the results of all subjects, or yields each as soon as it has it.
@@ -137,7 +129,6 @@ class Settings:
     models: tuple[str, ...]
     seconds: float | None
     world_size: int | None
-    world_sizes: tuple[int, ...]
     caps_mb: tuple[float, ...] | None
     ours: str
     peers: tuple[str, ...]
@@ -152,18 +143,15 @@ class Settings:
         defaults = {name: option.value(self.quick) for name, option in case.options.items()}
         return defaults | dict(self.options.get(case.name, {}))
 
-    def models_of(self, case: Case) -> tuple[str, ...]:
+    def models_of(self, case: BenchCase) -> tuple[str, ...]:
         return self.models or (case.quick_models if self.quick else case.models)
 
-    def seconds_of(self, case: Case) -> float:
+    def seconds_of(self, case: BenchCase) -> float:
         if self.seconds is not None:
             return self.seconds
         return QUICK_SECONDS if self.quick else case.seconds
 
-    def scaling_world_sizes(self) -> tuple[int, ...]:
-        return self.world_sizes or (QUICK_WORLD_SIZES if self.quick else DEFAULT_WORLD_SIZES)
-
-    def variants_of(self, case: Case) -> tuple[Variant, ...]:
+    def variants_of(self, case: BenchCase) -> tuple[Variant, ...]:
         if self.caps_mb is not None and case.takes_caps:
             caps_mb = self.caps_mb
         else:

@@ -58,7 +58,7 @@ Examples:
       many rounds of GPT-2 small; keep a picture and the numbers
   torchddp bench --case exposed --vs mypackage.MyDDP
       your class next to torchddp's and torch's
-  torchddp bench --case scaling --world-sizes 1,2,4,8
+  torchddp bench --case scaling --set world_sizes=1,2,4,8
       weak scaling on this machine
   torchddp bench --case collective --set op=all_reduce,broadcast
       single collectives by message size, without DDP
@@ -77,10 +77,9 @@ MODEL_HELP = (
 )
 SECONDS_HELP = "Seconds of timed rounds for each model or collective. [default: 15 to 45, by case; 2 with --quick]"
 WORLD_SIZE_HELP = "Number of ranks. [default: 1 for per_param, otherwise 2]"
-WORLD_SIZES_HELP = "For scaling: numbers of ranks. [default: 1,2,4; 1,2 with --quick]"
 SET_HELP = (
-    "An option of a single case; repeatable. Of collective: op=all_reduce,broadcast,all_gather,reduce_scatter (some of "
-    "them) and sizes=64,4096 (bytes)."
+    "An option of a single case; repeatable. Of scaling: world_sizes=1,2,4. Of collective: sizes=64,4096 (bytes), and "
+    "some of op=all_reduce,broadcast,all_gather,reduce_scatter."
 )
 CAPS_HELP = (
     "bucket_cap_mb of torch's tuned rows, one row per value (memory always uses 25). "
@@ -100,7 +99,6 @@ def benchmark(
     model: Annotated[list[str] | None, typer.Option(autocompletion=lambda: list(MODEL_NAMES), help=MODEL_HELP)] = None,
     seconds: Annotated[float | None, typer.Option(help=SECONDS_HELP)] = None,
     world_size: Annotated[int | None, typer.Option(help=WORLD_SIZE_HELP)] = None,
-    world_sizes: Annotated[str | None, typer.Option(help=WORLD_SIZES_HELP)] = None,
     caps: Annotated[str | None, typer.Option(help=CAPS_HELP)] = None,
     ours: Annotated[str, typer.Option(help="The class under test, as a dotted path.")] = TORCHDDP,
     vs: Annotated[
@@ -120,24 +118,21 @@ def benchmark(
 ) -> None:
     # Imported here so that the other `torchddp` commands start without torch or numpy.
     try:
-        from torchddp.bench.registry import check_names, check_ranks, parse_options, parse_world_sizes
+        from torchddp.bench.registry import check_names, check_ranks, parse_options
         from torchddp.bench.report import write_document
     except (ImportError, OSError) as error:
         raise LaunchError(f"The benchmark cannot be loaded; run `torchddp doctor`: {error}") from error
 
     models = tuple(dict.fromkeys(model or ()))
-    sizes = parse_world_sizes(world_sizes) if world_sizes is not None else ()
-    # An option of a single case implies that case.
-    cases = check_names(case or (("scaling",) if sizes else ()), models)
+    cases = check_names(case or (), models)
     check_numbers(seconds, world_size)
-    check_ranks(cases, world_size, sizes)
+    check_ranks(cases, world_size)
     check_output(out, "--out", folder=True)
     settings = Settings(
         cases=cases,
         models=models,
         seconds=seconds,
         world_size=world_size,
-        world_sizes=sizes,
         caps_mb=parse_caps(caps) if caps is not None else None,
         ours=ours,
         peers=tuple(vs or ()),

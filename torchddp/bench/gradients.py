@@ -11,7 +11,7 @@ import numpy as np
 from rich.table import Table
 from rich.text import Text
 
-from torchddp.bench.cases import BenchCase, Case, Settings, one_launch
+from torchddp.bench.cases import BenchCase, Settings, one_launch
 from torchddp.bench.results import added_ms, compared_rows, draw_bars, model_result, variants_table
 from torchddp.bench.timing import time_model
 from torchddp.harness.command import Display
@@ -28,13 +28,13 @@ def _run(case: BenchCase, settings: Settings, display: Display) -> list[dict[str
     return one_launch(partial(timed_result, case), case, settings, display)
 
 
-def costs(case: Case, variants: Sequence[Variant], step_ms: np.ndarray, parameters: int) -> np.ndarray:
+def costs(case: BenchCase, variants: Sequence[Variant], step_ms: np.ndarray, parameters: int) -> np.ndarray:
     """What each wrapper adds to the bare model's step near its round: [variant, round], in the case's unit."""
     added = added_ms(variants, step_ms)
     return added * 1000.0 / parameters if case.unit == PER_PARAM_UNIT else added
 
 
-def timed_result(case: Case, variants: Sequence[Variant], raw: dict[str, Any], world_size: int) -> dict[str, Any]:
+def timed_result(case: BenchCase, variants: Sequence[Variant], raw: dict[str, Any], world_size: int) -> dict[str, Any]:
     step_ms = raw["step_ms"]
     cost = costs(case, variants, step_ms, raw["parameters"])
     best, rows = compared_rows(variants, cost, "cost")

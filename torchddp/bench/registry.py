@@ -8,7 +8,7 @@ from typing import Any
 from torchddp.bench import collective, gradients, memory, overlap, scaling, startup, step_time
 from torchddp.bench.cases import DEFAULT_CASES, BenchCase
 from torchddp.bench.options import read_option
-from torchddp.harness.command import MAX_WORLD_SIZE, check_model_name
+from torchddp.harness.command import check_model_name
 from torchddp.harness.variants import ArgumentError
 
 ALL = "all"
@@ -52,21 +52,6 @@ def parse_options(cases: Sequence[str], texts: Sequence[str]) -> dict[str, dict[
     return found
 
 
-def parse_world_sizes(text: str) -> tuple[int, ...]:
-    """'1,4,2' -> (1, 2, 4). 1 must be among them, since efficiency is relative to one rank."""
-    try:
-        sizes = sorted({int(part) for part in text.split(",")})
-    except ValueError:
-        raise ArgumentError(
-            f"--world-sizes must be numbers of ranks separated by commas, like 1,2,4, not '{text}'."
-        ) from None
-    if not 1 <= sizes[0] <= sizes[-1] <= MAX_WORLD_SIZE:
-        raise ArgumentError(f"--world-sizes must be 1 to {MAX_WORLD_SIZE} ranks, not '{text}'.")
-    if sizes[0] != 1 or len(sizes) < 2:
-        raise ArgumentError(f"--world-sizes must include 1, to which efficiency is relative, and more, not '{text}'.")
-    return tuple(sizes)
-
-
 def check_names(cases: Sequence[str], models: Sequence[str]) -> tuple[str, ...]:
     """The cases to run. Raises `ArgumentError` for an unknown case or model, or a model where no case takes one."""
     for case in cases:
@@ -82,14 +67,12 @@ def check_names(cases: Sequence[str], models: Sequence[str]) -> tuple[str, ...]:
     return with_models if models else chosen
 
 
-def check_ranks(cases: Sequence[str], world_size: int | None, world_sizes: Sequence[int]) -> None:
+def check_ranks(cases: Sequence[str], world_size: int | None) -> None:
     """Raise `ArgumentError` if a case cannot run with this many ranks."""
-    if world_sizes and "scaling" not in cases:
-        raise ArgumentError("--world-sizes is for the case scaling; add --case scaling.")
     if world_size is None:
         return
     if tuple(cases) == ("scaling",):
-        raise ArgumentError("--world-size does not apply to scaling: use --world-sizes, like 1,2,4.")
+        raise ArgumentError("--world-size does not apply to scaling: use --set world_sizes=1,2,4.")
     for case in cases:
         if world_size < CASES[case].min_world_size:
             raise ArgumentError(

@@ -9,18 +9,28 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from torchddp.bench.cases import ONE_CAP_MB, BenchCase, Settings
+from torchddp.bench.options import Option, several, whole_number
 from torchddp.bench.results import compared_rows, model_fields, row_style
 from torchddp.bench.step_time import time_training
-from torchddp.harness.command import Display
+from torchddp.harness.command import MAX_WORLD_SIZE, Display
 from torchddp.harness.machine import available_cores
 from torchddp.harness.plots import COLORS, finish_panel, panels
 from torchddp.harness.tables import number, plain_table, ranks_text, ratio_text, weight_text
-from torchddp.harness.variants import Variant
+from torchddp.harness.variants import ArgumentError, Variant
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 OVERSUBSCRIBED = "* more ranks than cores: ranks share cores, which dominates the step time"
+
+
+def parse_sizes(text: str) -> tuple[int, ...]:
+    sizes = sorted(several(whole_number(1, MAX_WORLD_SIZE))(text))
+    if sizes[0] != 1 or len(sizes) < 2:
+        raise ArgumentError(f"must include 1, to which efficiency is relative, and more, not '{text}'")
+    return tuple(sizes)
+
+
 MARKERS = "osD^v<>P"
 # Lines need more contrast than bars.
 LOCAL_COLOR = "#495057"
@@ -28,7 +38,8 @@ LOCAL_COLOR = "#495057"
 
 def _run(case: BenchCase, settings: Settings, display: Display) -> list[dict[str, Any]]:
     """One launch per world size; the launches share the time for a model."""
-    job, world_sizes = settings.job_of(case), settings.scaling_world_sizes()
+    job = settings.job_of(case)
+    world_sizes = job.options["world_sizes"]
     raws: dict[str, dict[int, dict[str, Any]]] = {model: {} for model in job.models}
     for world_size in world_sizes:
         display.start(f"{case.name}, world size {world_size}")
@@ -123,6 +134,7 @@ CASE = BenchCase(
     quick_models=("mlp",),
     seconds=30.0,
     caps_mb=ONE_CAP_MB,
+    options={"world_sizes": Option((1, 2, 4), parse_sizes, "Numbers of ranks.", quick=(1, 2))},
     measure=time_training,
     run=_run,
     table=scaling_table,
