@@ -59,7 +59,6 @@ OPTIONS = [
     (DDP, {"sync": "multi_auto_sync"}, 1e-6),
     (DDP, {"comm_hook": "bf16"}, 0.02),
     (DDP, {"comm_hook": comm_hooks.FP16()}, 0.02),
-    (DDP, {"transport": "shm", "wire_dtype": BF16}, 0.02),
 ]
 
 
@@ -67,13 +66,22 @@ OPTIONS = [
 @on_ranks(2)
 def test_with_other_options(rank, place):
     for cls, options, share in each([*OPTIONS, *[(DDP, {"gradient_as_bucket_view": False}, 0)] * (place == "grad")]):
-        live_on("ab" if "wire_dtype" in options else "aa", rank)
         ddp = wrapped(layers(BF16), cls, main_grads_as=place, **options)
         for step in range(2):
             for i in accumulate(ddp, MICRO):
                 loss(ddp, rank, step, i, BF16).backward()
             _assert_equal(kept(ddp), expected(2, step, BF16), share)
             ddp.zero_grad()
+
+
+@on_ranks(3)
+def test_in_16_bits_between_hosts(rank):
+    live_on("aab", rank)
+    ddp = wrapped(layers(BF16), DDP, transport="shm", wire_dtype=BF16)
+    for step in range(2):
+        run_step(ddp, rank, step, BF16)
+        _assert_equal(kept(ddp), expected(3, step, BF16), 0.02)
+        ddp.zero_grad()
 
 
 class _Weight(nn.Module):

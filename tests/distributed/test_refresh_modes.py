@@ -237,8 +237,18 @@ def test_options_are_kept(rank):
         assert same_on_all_ranks(list(model.parameters()))
     assert not torch.equal(before, model.module.last.weight)
 
-    # Gradients sent between hosts in 16 bits.
-    live_on("ab", rank)
+    # Copies.
+    model = DDP(seeded(mlp), comm_hook="bf16")
+    model.refresh_trainable()
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        frozen_then_thawed(copied, rank)
+        assert not copied._comm_hooks
+    frozen_then_thawed(model, rank)
+
+
+@on_ranks(3)
+def test_wire_dtype_is_kept(rank):
+    live_on("aab", rank)
 
     def gradients_of(model):
         model.zero_grad()
@@ -253,14 +263,6 @@ def test_options_are_kept(rank):
     fresh = [DDP(copy.deepcopy(module), transport="shm", wire_dtype=dtype) for dtype in (torch.bfloat16, None)]
     refreshed, narrow, wide = map(gradients_of, [model, *fresh])
     assert torch.equal(refreshed, narrow) and not torch.equal(refreshed, wide)
-
-    # Copies.
-    model = DDP(seeded(mlp), comm_hook="bf16")
-    model.refresh_trainable()
-    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        frozen_then_thawed(copied, rank)
-        assert not copied._comm_hooks
-    frozen_then_thawed(model, rank)
 
 
 @on_ranks(2)
