@@ -73,7 +73,7 @@ cpp-tests: setup
 	done
 
 # Tests run in parallel, because most spend half of their time waiting for other ranks. TEST_JOBS=0 runs them serially, for a
-# debugger. A failed test is rerun once and listed in the summary (RERUN); in CI it counts as failed unless marked may_rerun.
+# debugger. A failed test is rerun once and listed in the summary (RERUN); in CI it counts as failed.
 TEST_JOBS ?= 2
 TEST_RERUNS ?= 1
 PYTEST = -m pytest -q -n $(TEST_JOBS) --dist worksteal --reruns $(TEST_RERUNS) --reruns-delay 2 -rR

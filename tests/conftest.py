@@ -69,15 +69,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """In CI a test that passed only on a rerun fails the run, unless it is marked `may_rerun` with a reason."""
+    """In CI a test that passed only on a rerun fails the run."""
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     if reporter is None or os.environ.get("CI") != "true" or session.exitstatus != pytest.ExitCode.OK:
         return
-    reruns = [report for report in reporter.stats.get("rerun", ()) if "may_rerun" not in report.keywords]
-    if reruns:
+    if reruns := reporter.stats.get("rerun", ()):
         reporter.ensure_newline()
         told = "\n".join(f"{report.nodeid}: {report.longreprtext[-3000:]}" for report in reruns)
-        reporter.write_line(f"Passed only when run again (mend it, or mark it with may_rerun and a reason): {told}")
+        reporter.write_line(f"Passed only when run again, so mend it: {told}")
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 

@@ -255,7 +255,7 @@ def test_as_the_default_group_and_again_with_the_same_store(rank, backend):
     store = dist.distributed_c10d._get_default_store()
     dist.destroy_process_group()
     for _ in range(2):
-        dist.init_process_group(backend, store=store, rank=rank, world_size=2, timeout=timedelta(seconds=20))
+        dist.init_process_group(backend, store=store, rank=rank, world_size=2)
         tensor = stamp(rank, 5000)
         dist.all_reduce(tensor)
         assert torch.equal(tensor, stamp(0, 5000) + stamp(1, 5000))

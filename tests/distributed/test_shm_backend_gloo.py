@@ -2,7 +2,6 @@
 
 import os
 import signal
-import time
 from datetime import timedelta
 
 import pytest
@@ -133,7 +132,7 @@ def test_the_groups_timeout_names_the_operation(rank):
         ("recv", lambda group: dist.recv(torch.zeros(1), 1, group=group)),
         ("gather", lambda group: dist.gather(torch.zeros(1), [torch.zeros(1)] * 2, 0, group=group)),
     ):
-        group = shm_group(timeout=timedelta(milliseconds=500))
+        group = shm_group(timeout=timedelta(seconds=5))
         if rank == 0:
             with pytest.raises(TransportError, match=f"{name} on rank 0 over gloo failed: .*[Tt]imed out"):
                 call(group)
@@ -161,13 +160,11 @@ def test_a_dead_rank_ends_what_waits_for_it(rank, what):
     dist.barrier(group=group)
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    started_s = time.monotonic()
     with pytest.raises(TransportError, match=f"{what} on rank 0 over gloo failed: .*(?:closed|reset) by peer"):
         if what == "recv":
             dist.recv(torch.zeros(3), 1, group=group)
         else:
             dist.gather(torch.zeros(3), [torch.zeros(3)] * 2, 0, group=group)
-    assert time.monotonic() - started_s < 10
 
 
 @on_ranks(2)

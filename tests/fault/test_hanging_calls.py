@@ -38,13 +38,13 @@ def test_a_random_program_that_hangs(seed, tmp_path):
     }, told
 
 
-STALL_S = 0.5
-TIMEOUT_S = 2.5  # of the process group, after which all raise
+STALL_S = 1.5  # longer than a busy machine keeps a rank waiting
+TIMEOUT_S = 5.0  # of the process group, after which all raise
 
 
 def headlines(work, world_size=2):
     """The headlines of the reports that `work(rank)` returns, and the reports."""
-    texts = [text for outcome in run_outcomes(work, world_size, timeout=60) for text in outcome.value or []]
+    texts = [text for outcome in run_outcomes(work, world_size) for text in outcome.value or []]
     return [text.partition("\n")[0] for text in texts], texts
 
 
@@ -85,7 +85,7 @@ def test_a_barrier_outside_of_the_model(elsewhere, tmp_path):
         dist.barrier()
         return reports.texts, first
 
-    (found, first), (others, _) = run_ranks(work, 2, timeout=60)
+    (found, first), (others, _) = run_ranks(work, 2)
     text, *_ = [*found, *others]  # repeated when it is four times as old
     file = r"test_hanging_calls\.py"
     group = r'\(group "1" of ranks 0 and 1\)'
@@ -102,9 +102,9 @@ def test_a_reduction_and_a_barrier(transport, tmp_path):
     """With a wrapped model there is one report, of the step, with the call of the rank that blocks it."""
 
     def work(rank):
-        reports, _, group = watching(tmp_path, timeout_s=4.0)
+        reports, _, group = watching(tmp_path, timeout_s=TIMEOUT_S + 0.5)
         ddp = torchddp.DistributedDataParallel(
-            seeded(Mlp), transport=transport, timeout=timedelta(seconds=3.5), stall_report_s=STALL_S
+            seeded(Mlp), transport=transport, timeout=timedelta(seconds=TIMEOUT_S), stall_report_s=STALL_S
         )
         for step in range(3):
             step_on(ddp, rank, step)
@@ -118,7 +118,7 @@ def test_a_reduction_and_a_barrier(transport, tmp_path):
         return reports.texts
 
     (headline, *more), texts = headlines(work, 3)
-    assert not [text for text in more if "waited 2" not in text and "waited 3" not in text], texts
+    assert all(float(re.findall(r"waited ([\d.]+)", text)[0]) >= 4 * STALL_S for text in more), texts
     assert "rank 1 is at step 3 (ranks 0 and 2 are at 4), which it has finished" in headline
     assert "it is in barrier at test_hanging_calls.py:" in headline and '(group "1" of ranks 0-2)' in headline
 
@@ -199,7 +199,7 @@ def test_a_rank_whose_program_has_ended(tmp_path):
             time.sleep(TIMEOUT_S)
             return []
         with pytest.raises(RuntimeError):
-            dist.monitored_barrier(timeout=timedelta(seconds=2))
+            dist.monitored_barrier(timeout=timedelta(seconds=0.8 * TIMEOUT_S))
         return reports.texts
 
     (headline, *_), _ = headlines(work)
