@@ -1,5 +1,6 @@
 """Transport.interrupt: another thread ends a rank's wait, wherever that is."""
 
+import re
 import threading
 
 import pytest
@@ -67,7 +68,8 @@ def test_a_wait_ends_and_later_operations_fail(rank, choice, world_size):
                 transport.all_reduce(tensor, handle)
                 handle.wait()
 
-        assert "rank 0 gave up" in str(raised(go_on))
+        # The third rank may hear of it from the second.
+        assert re.search("rank 0 gave up|rank . gave up because of rank 0", str(raised(go_on)))
     stay(rank)
 
 

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.beyond_torch("has no transports")
 
 @pytest.fixture(autouse=True)
 def _no_choice_from_outside(monkeypatch):
-    for name in (select.CHOICE_ENV, shm.LIMIT_ENV, shm.TOPOLOGY_ENV, "TORCHDDP_HOST_ID"):
+    for name in (select.CHOICE_ENV, shm.LIMIT_ENV, "TORCHDDP_HOST_ID"):
         monkeypatch.delenv(name, raising=False)
 
 

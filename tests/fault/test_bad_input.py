@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.checkpoint import checkpoint
 
-from tests.harness import errors_of, is_own_class, on_ranks, run_ranks
+from tests.harness import GROUP_TIMEOUT_S, errors_of, is_own_class, on_ranks, run_ranks
 from tests.models import Branches, Mlp, assert_grads, batch, expected_grads, grads_of, loss_of, seeded, step_on
 
 
@@ -184,7 +184,7 @@ BAD = {
     ),
     **{
         f"stall_report_s {limit}": given("ValueError", "stall_report_s", beyond_torch="has none", stall_report_s=limit)
-        for limit in (-1, float("nan"), 31.0)
+        for limit in (-1, float("nan"), GROUP_TIMEOUT_S + 1)
     },
     "cap '25'": given("ValueError", "bucket_cap_mb", beyond_torch=ARITHMETIC, bucket_cap_mb="25"),
     "cap [25]": given("TypeError", "bucket_cap_mb", beyond_torch=ARITHMETIC, bucket_cap_mb=[25]),
