@@ -37,7 +37,8 @@ class TorchDDPKwargs(DistributedDataParallelKwargs):
         if unknown := sorted(options.keys() - known):
             raise TypeError(f"TorchDDPKwargs has no option {unknown[0]!r}: it takes {', '.join(sorted(known))}")
         DDPOptions(**options)  # checks the values
-        comm_hooks.resolve(options.get("comm_hook"))
+        if options.get("comm_hook") is not None:
+            comm_hooks.resolve(options["comm_hook"])
         super().__init__()
         self._options = options
 
