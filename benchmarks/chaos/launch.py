@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import multiprocessing
 import os
 import signal
 import tempfile
@@ -22,7 +21,7 @@ from benchmarks.chaos.leaks import Inventory
 from benchmarks.chaos.outcome import Footprint, HangReport, Outcome, RankOutcome
 from benchmarks.chaos.plan import Trial
 from benchmarks.chaos.worker import Place
-from torchddp.harness.launch import stop_processes
+from torchddp.harness.launch import started
 
 # A rank that is silent for this long hangs: far beyond every timeout and bound.
 HANG_S = 25.0
@@ -35,17 +34,13 @@ Entry = Callable[[int, Trial, Place, Connection], None]
 class Rank:
     """One rank's process and the messages that it has sent."""
 
-    def __init__(self, rank: int, trial: Trial, place: Place, entry: Entry) -> None:
-        context = multiprocessing.get_context("fork")
+    def __init__(self, rank: int, process: BaseProcess, pipe: Connection, place: Place) -> None:
+        self.process, self.pipe = process, pipe
         self.outcome = RankOutcome(rank)
         self.footprints: list[Footprint] = []
         self.fault_s: float | None = None
         self.ended = self.is_silent = False
         self._stderr_path = place.stderr_path(rank)
-        self.pipe, theirs = context.Pipe(duplex=False)
-        self.process: BaseProcess = context.Process(target=entry, args=(rank, trial, place, theirs), daemon=True)
-        self.process.start()
-        theirs.close()
         # Not Process.sentinel: a child of the rank holds that open.
         self._handle = os.pidfd_open(self.process.pid or 0)
 
@@ -114,13 +109,9 @@ def run_trial(trial: Trial, store_port: int, entry: Entry, lighthouse: str = "")
     inventory = Inventory()
     with tempfile.TemporaryDirectory(prefix="torchddp-chaos-") as folder:
         place = Place(Path(folder), store_port, lighthouse)
-        ranks: list[Rank] = []
-        try:
-            for number in range(trial.world_size):
-                ranks.append(Rank(number, trial, place, entry))
+        with started(trial.world_size, entry, (trial, place), method="fork") as processes:
+            ranks = [Rank(number, *found, place) for number, found in enumerate(processes)]
             _follow(ranks, trial)
-        finally:
-            stop_processes([rank.process for rank in ranks])
         for rank in ranks:
             rank.read()  # messages of a killed rank
             rank.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from multiprocessing import resource_tracker
 from typing import Any
 
 import torch._dynamo  # noqa: F401  # imported once: the constructor of DDP would import it again in each rank
@@ -114,6 +115,8 @@ def _run(trial: Trial, store_port: int) -> Outcome:
 
 def _run_all(trials: Sequence[Trial], settings: Settings, progress: Progress) -> list[dict[str, Any]]:
     adopt_orphans()
+    # Otherwise the first launch would start it: a process that its trial leaves behind.
+    resource_tracker.ensure_running()
     bar = progress.add_task("", total=len(trials))
     rows = []
     with servers.store() as store_port:

@@ -77,9 +77,7 @@ def become_rank(rank: int, place: Place) -> None:
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
     logging.basicConfig(stream=sys.stderr, force=True)  # replaces the parent's handlers
     faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
-    os.environ.update(
-        {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "TORCHDDP_HANG_REPORT_DIR": str(place.hang_reports)}
-    )
+    os.environ.update({"GLOO_SOCKET_IFNAME": "lo", "TORCHDDP_HANG_REPORT_DIR": str(place.hang_reports)})
     torch.set_num_threads(1)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +13,12 @@ from rich.text import Text
 
 from torchddp.bench.gradients import MAX_ODD_SHARE
 from torchddp.bench.registry import CASES
-from torchddp.bench.results import draw_bars
 from torchddp.harness.machine import machine_slug, origin, write_json
 from torchddp.harness.plots import figure_png
 from torchddp.harness.tables import ratio_sign
 from torchddp.harness.variants import TORCHDDP
 
 TUNED_NOTE = "tuned: gradient_as_bucket_view, batched_grad_copy, static_graph, and the given bucket_cap_mb (cap)."
-
-SavePlot = Callable[[Sequence[dict[str, Any]], Path], None]
 
 
 def case_names(document: dict[str, Any]) -> tuple[str, ...]:
@@ -94,17 +91,8 @@ def render(document: dict[str, Any]) -> RenderableType:
 # --- the files -------------------------------------------------------------------------------------------------------
 
 
-def save_plot(results: Sequence[dict[str, Any]], path: Path) -> None:
-    """Write the plot of one case to a file; cases of other commands get a bar plot of costs."""
-    case = CASES.get(results[0]["case"])
-    path.write_bytes(figure_png((case.draw if case else draw_bars)(results), dpi=150))
-
-
-def save_results(document: dict[str, Any], folder: Path, own_plots: Mapping[str, SavePlot] | None = None) -> list[Path]:
-    """Write <date>-<case>-<machine>.json and .png for each case; return the paths.
-
-    `own_plots` maps cases of other commands to the functions that plot them.
-    """
+def save_results(document: dict[str, Any], folder: Path) -> list[Path]:
+    """Write <date>-<case>-<machine>.json and .png for each case; return the paths."""
     folder.mkdir(parents=True, exist_ok=True)
     written = []
     for case in case_names(document):
@@ -113,22 +101,16 @@ def save_results(document: dict[str, Any], folder: Path, own_plots: Mapping[str,
         stem = f"{document['date'][:10]}-{case}-{machine_slug(machine)}"
         json_path, plot_path = folder / f"{stem}.json", folder / f"{stem}.png"
         write_json(json_path, {**document, "results": results})
-        (own_plots or {}).get(case, save_plot)(results, plot_path)
+        plot_path.write_bytes(figure_png(CASES[case].draw(results), dpi=150))
         written += [json_path, plot_path]
     return written
 
 
-def write_document(
-    document: dict[str, Any],
-    json_path: Path | None,
-    out: Path | None,
-    console: Console,
-    own_plots: Mapping[str, SavePlot] | None = None,
-) -> None:
+def write_document(document: dict[str, Any], json_path: Path | None, out: Path | None, console: Console) -> None:
     """Write the document to the file of --json and the folder of --out, where given."""
+    written = save_results(document, out) if out is not None else []
     if json_path is not None:
         write_json(json_path, document)
-        console.print(f"wrote {json_path}", soft_wrap=True, highlight=False, markup=False)
-    if out is not None:
-        for path in save_results(document, out, own_plots):
-            console.print(f"wrote {path}", soft_wrap=True, highlight=False, markup=False)
+        written.insert(0, json_path)
+    for path in written:
+        console.print(f"wrote {path}", soft_wrap=True, highlight=False, markup=False)

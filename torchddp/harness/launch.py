@@ -177,6 +177,35 @@ def _by_ranks(errors: Mapping[int, str]) -> Iterator[str]:
         yield f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {text}"
 
 
+@contextlib.contextmanager
+def started(
+    world_size: int,
+    target: Callable[..., None],
+    arguments: tuple[Any, ...],
+    environment: Mapping[str, str] | None = None,
+    method: str = "spawn",
+) -> Iterator[list[tuple[BaseProcess, Connection]]]:
+    """A process per rank that runs `target(rank, *arguments, channel)`, and our end of its channel.
+
+    `method`: how multiprocessing starts processes. None of them outlives the block.
+    """
+    context: Any = multiprocessing.get_context(method)
+    ranks: list[tuple[BaseProcess, Connection]] = []
+    try:
+        with _children_ignore_interrupts(), _environment({**ONE_THREAD, **(environment or {})}):
+            for rank in range(world_size):
+                receiver, sender = context.Pipe(duplex=False)
+                process = context.Process(
+                    target=target, args=(rank, *arguments, sender), daemon=True, name=f"rank{rank}"
+                )
+                process.start()
+                sender.close()
+                ranks.append((process, receiver))
+        yield ranks
+    finally:
+        stop_processes([process for process, _ in ranks])
+
+
 def launch(
     job: RankSettings,
     measure: Measure,
@@ -185,23 +214,11 @@ def launch(
     stall_timeout_s: float = STALL_TIMEOUT_S,
 ) -> Any:
     """Run `measure` on fresh processes, one for each rank of the job, and return rank 0's result."""
-    context = multiprocessing.get_context("spawn")
-    processes: list[BaseProcess] = []
-    receivers: list[Connection] = []
     with tempfile.TemporaryDirectory(prefix="torchddp-benchmark-") as folder:
-        try:
-            with _children_ignore_interrupts(), _environment({**ONE_THREAD, **place.environment}):
-                for rank in range(job.world_size):
-                    receiver, sender = context.Pipe(duplex=False)
-                    arguments = (rank, job, place, place.init_method(folder), sender, measure)
-                    process = context.Process(target=_run_rank, args=arguments, daemon=True, name=f"rank{rank}")
-                    process.start()
-                    sender.close()
-                    processes.append(process)
-                    receivers.append(receiver)
-            return follow(Inbox(receivers, progress), job, stall_timeout_s * place.patience)
-        finally:
-            stop_processes(processes)
+        arguments = (job, place, place.init_method(folder), measure)
+        with started(job.world_size, _run_rank, arguments, place.environment) as ranks:
+            inbox = Inbox([channel for _, channel in ranks], progress)
+            return follow(inbox, job, stall_timeout_s * place.patience)
 
 
 # --- on a rank -------------------------------------------------------------------------------------------------------
@@ -230,18 +247,12 @@ def _die_with_parent() -> None:
 
 
 def _run_rank(
-    rank: int, job: RankSettings, place: Place, init_method: str, channel: Connection, measure: Measure
-) -> None:
+    rank: int, job: RankSettings, place: Place, init_method: str, measure: Measure, channel: Connection
+) -> NoReturn:
+    """Join the process group, measure, send the result to the parent, and end the process."""
     threading.Thread(target=_die_with_parent, daemon=True).start()
     os.dup2(2, 1)  # what libraries print must not mix with the command's output
     place.enter(rank)
-    _serve(rank, job, place, init_method, channel, measure)
-
-
-def _serve(
-    rank: int, job: RankSettings, place: Place, init_method: str, channel: Connection, measure: Measure
-) -> NoReturn:
-    """Join the process group, measure, send the result to the parent, and end the process."""
     exit_code = 1
     try:
         import torch

@@ -33,7 +33,6 @@ class PairedRatio:
     # 95% confidence interval of the median, without assumptions about the distribution.
     ci95_low: float
     ci95_high: float
-    of_medians: float
     rounds: int
     # Rounds in which noise made theirs cost nothing or less: see `paired_ratio`.
     odd_rounds: int
@@ -79,14 +78,12 @@ def paired_ratio(ours: Sequence[float] | np.ndarray, theirs: Sequence[float] | n
     np.divide(ours_array, theirs_array, out=ratios, where=usable)
     ordered = np.sort(ratios)
     low, high = median_interval(ordered)
-    theirs_median = float(np.median(theirs_array))
     return PairedRatio(
         median=_quantile(ordered, 0.5),
         q25=_quantile(ordered, 0.25),
         q75=_quantile(ordered, 0.75),
         ci95_low=low,
         ci95_high=high,
-        of_medians=float(np.median(ours_array)) / theirs_median if theirs_median > 0 else math.inf,
         rounds=len(ordered),
         odd_rounds=int(np.count_nonzero(~usable)),
     )
