@@ -60,7 +60,7 @@ TEST(shm_several_chunks_and_shards_with_tails) {
 Spec random_spec(std::mt19937& random, int size) {
   const auto below = [&](uint32_t end) { return random() % end; };
   Spec spec;
-  spec.kind = kKinds[below(6)];
+  spec.kind = kKinds[below(std::size(kKinds))];
   spec.numel = below(4) == 0 ? 2000 + below(40'000) : below(1500);
   spec.root = static_cast<int>(below(static_cast<uint32_t>(size)));
   spec.salt = below(1000);

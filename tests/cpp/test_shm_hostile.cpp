@@ -162,7 +162,7 @@ TEST(shm_random_bytes_in_a_header_end_in_a_result_or_an_error) {
   int num_errors = 0;
   constexpr int kRounds = 1500;
   for (int round = 0; round < kRounds; ++round) {
-    const auto operation = victim.operation(kKinds[random() % 6], random() % 2 == 0);
+    const auto operation = victim.operation(kKinds[random() % std::size(kKinds)], random() % 2 == 0);
     auto* begin = victim.peer.base();
     // Most of it is unused slots, so half of the writes go to the parts in use.
     const auto end = random() % 2 == 0 ? sizeof(Header) : offsetof(Header, slots) + sizeof(Slot);
@@ -184,7 +184,7 @@ void tamper_while_running(const std::function<void(Victim&, std::mt19937&)>& tam
     while (!stop.load()) tamper(victim, random);
   });
   for (int round = 0; round < rounds; ++round) {
-    const auto operation = victim.operation(kKinds[round % 6], round % 4 == 0);
+    const auto operation = victim.operation(kKinds[round % std::size(kKinds)], round % 4 == 0);
     victim.run(operation, kBriefly);
   }
   stop.store(true);
