@@ -22,7 +22,7 @@ struct SumOptions {
   double scale = 1.0;
   // Between hosts, fp32 tensors are sent as kBFloat16 or kHalf and are summed in fp32; within a host, nothing changes. Only if the
   // transport narrows; equal on all ranks, which get equal results. For all_reduce only.
-  std::optional<at::ScalarType> outer_dtype;
+  std::optional<at::ScalarType> outer_dtype = std::nullopt;
   // How errors refer to it if the operation is all that is left to name; -1: not a bucket.
   int64_t bucket = -1;
   // Work::non_finite() then reports this rank's own input, and Work::sums_finite() the result. For all_reduce only, and only if
