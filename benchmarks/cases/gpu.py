@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from rich.table import Table
@@ -28,6 +27,7 @@ from torchddp.bench.timing import (
     MIN_WARMUP_STEPS,
     check_gradients,
     gradients_of,
+    over_ranks,
     timed_rounds,
     warm_up,
     wrap_copies,
@@ -35,7 +35,7 @@ from torchddp.bench.timing import (
 from torchddp.harness.command import Display
 from torchddp.harness.launch import LaunchError, Report
 from torchddp.harness.networks import GPT2_VOCABULARY, SMALL_NUMEL, Gpt, ManySmallTensors, ResNet
-from torchddp.harness.stats import slowest_rank, summarize
+from torchddp.harness.stats import summarize
 from torchddp.harness.tables import MB, number, ratio_text
 from torchddp.harness.variants import TORCH_DDP, TORCHDDP, TUNED_OPTIONS, ArgumentError, Role, Variant, load_class
 
@@ -274,9 +274,7 @@ def measure(job: Job, name: str, report: Report) -> dict[str, Any]:
     check_gradients(job, name, runners, other_batch, MODELS[name].tolerance)
     times_ms = timed_rounds(runners, batch, job, report)  # [clock, variant, round]
     check_gradients(job, name, runners, other_batch, MODELS[name].tolerance)
-    by_rank: list[Any] = [None] * job.world_size
-    dist.all_gather_object(by_rank, times_ms)
-    step_ms, host_ms = (slowest_rank(np.stack([times[clock] for times in by_rank])) for clock in (0, 1))
+    step_ms, host_ms = over_ranks(times_ms, job)
     return {
         **about(job, name, runners, device),
         "step_ms": step_ms,

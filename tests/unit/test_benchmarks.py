@@ -41,8 +41,6 @@ def test_summaries_and_ratios_are_of_paired_rounds() -> None:
     assert summary.p90 == pytest.approx(4.6)
     few, many = (stats.median_interval(np.linspace(0, 1, count)) for count in (16, 1600))
     assert many[1] - many[0] < (few[1] - few[0]) / 5
-    by_rank = np.array([[[1.0, 5.0]], [[2.0, 3.0]]])
-    assert stats.slowest_rank(by_rank).tolist() == [[2.0, 5.0]]
     # The machine slows down tenfold; only a per-round ratio shows that ours always takes half the time.
     theirs = np.array([1.0, 1.0, 1.0, 10.0, 10.0])
     assert stats.paired_ratio(theirs / 2, theirs) == stats.PairedRatio(*[0.5] * 5, rounds=5, odd_rounds=0)
@@ -56,6 +54,9 @@ def test_the_number_of_rounds_follows_the_time_within_its_limits() -> None:
     enough = (100, 10.0), (MIN_ROUNDS, 99.0), (MAX_ROUNDS, 0.1)
     assert all(timing.enough(rounds, spent_s, seconds=10.0) for rounds, spent_s in enough)
     assert not timing.enough(100, 9.9, seconds=10.0) and not timing.enough(MIN_ROUNDS - 1, 99.0, seconds=10.0)
+    cases = (10, 0.01), (100, 10.0), (MIN_ROUNDS - 1, 99.0), (MAX_ROUNDS, 0.1)
+    decided = [timing.rounds_to_go(rounds, spent_s, seconds=10.0, decisions=8) for rounds, spent_s in cases]
+    assert decided == [1250, 0, 1, 0]
 
 
 def field() -> tuple[Variant, ...]:

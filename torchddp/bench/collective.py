@@ -5,30 +5,27 @@ from __future__ import annotations
 import importlib.util
 import mmap
 import os
-import random
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache, partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from rich.table import Table
 from torch import Tensor
 
-from torchddp.bench.cases import MAX_ROUNDS, BenchCase, Job, Result, Settings
+from torchddp.bench.cases import BenchCase, Job, Result, Settings
 from torchddp.bench.options import Option, one_of, several, whole_number
-from torchddp.bench.timing import agreed, enough, no_collections, over_ranks
+from torchddp.bench.timing import gathered, over_ranks, timed_rounds, warm_up
 from torchddp.harness.command import Display
 from torchddp.harness.launch import THIS_HOST, Place, Report, ThisHost
+from torchddp.harness.machine import available_cores
 from torchddp.harness.plots import finish_panel, panels
 from torchddp.harness.stats import paired_ratio, summarize
 from torchddp.harness.tables import number, plain_table, ranks_text, ratio_text
@@ -53,25 +50,16 @@ Run = Callable[[], object]
 
 # --- where MPI works -------------------------------------------------------------------------------------------------
 
-START_TIMEOUT_S = 60.0
-# MPICH's launcher starts a placeholder per rank, which writes down how to reach the launcher, and lives as long as this
+# MPICH's launcher starts a placeholder per rank, which prints how to reach the launcher, and lives as long as this
 # process.
-PLACEHOLDER = 'cd "$0" && env | grep ^PMI_ >new-$PMI_ID && mv new-$PMI_ID $PMI_ID; exec tail --pid=$1 -f /dev/null'
+PLACEHOLDER = "echo $PMI_PORT; exec tail --pid=$0 -f /dev/null"
 
 
-@dataclass(frozen=True)
 class MpiHost(ThisHost):
     """This host, with ranks that MPICH takes for those that its launcher has started."""
 
-    folder: str = ""
-
     def enter(self, rank: int) -> None:
-        path, deadline_s = Path(self.folder, str(rank)), time.monotonic() + START_TIMEOUT_S
-        while not path.exists():
-            if time.monotonic() > deadline_s:
-                return  # MPI then finds one rank, and its row says so
-            time.sleep(0.05)
-        os.environ.update(dict(line.split("=", 1) for line in path.read_text().splitlines()))
+        os.environ["PMI_ID"] = str(rank)
 
 
 @contextmanager
@@ -80,27 +68,28 @@ def open_place(world_size: int) -> Iterator[Place]:
     if launcher is None or importlib.util.find_spec("mpi4py") is None:
         yield THIS_HOST
         return
-    with tempfile.TemporaryDirectory(prefix="torchddp-benchmark-") as folder:
-        command = [launcher, "-pmi-port", "-n", str(world_size), "sh", "-c", PLACEHOLDER, folder, str(os.getpid())]
-        nothing = subprocess.DEVNULL
-        # In its own session, so that Ctrl-C reaches only this process.
-        with subprocess.Popen(
-            command, stdin=nothing, stdout=nothing, stderr=nothing, start_new_session=True
-        ) as process:
-            try:
-                yield MpiHost(folder=folder)
-            finally:
-                process.terminate()
+    command = [launcher, "-pmi-port", "-n", str(world_size), "sh", "-c", PLACEHOLDER, str(os.getpid())]
+    nothing, pipe = subprocess.DEVNULL, subprocess.PIPE
+    # In its own session, so that Ctrl-C reaches only this process.
+    with subprocess.Popen(
+        command, stdin=nothing, stdout=pipe, stderr=nothing, text=True, start_new_session=True
+    ) as process:
+        assert process.stdout is not None
+        try:
+            # Without a port, MPI finds one rank, and its row says so.
+            yield MpiHost({"PMI_PORT": process.stdout.readline().strip()})
+        finally:
+            process.terminate()
 
 
 # --- what is timed ---------------------------------------------------------------------------------------------------
 
 
 class Library(NamedTuple):
-    """How one row allocates a message, and how it binds an operation to an input and an output, or to one in place."""
+    """How one row allocates a message, and binds each operation to an input and an output, or to one in place."""
 
     allocate: Callable[[int], Tensor]
-    bind: Callable[[str, Tensor, Tensor], Run]
+    bind: Callable[[Tensor, Tensor], dict[str, Run]]
 
 
 def root_of(world_size: int) -> int:
@@ -114,17 +103,16 @@ def functions(backend: str) -> Library:
     # torch 2.13 renamed two collectives. The old names still work but warn in every call.
     all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-    def bind(operation: str, source: Tensor, target: Tensor) -> Run:
-        calls: dict[str, Run] = {
-            "all_reduce": lambda: dist.all_reduce(target, group=group),
-            "broadcast": lambda: dist.broadcast(target, src=root_of(dist.get_world_size()), group=group),
-            "all_gather": lambda: all_gather(target, source, group=group),
-            "reduce_scatter": lambda: reduce_scatter(target, source, group=group),
-        }
-        return calls[operation]
-
-    return Library(torch.empty, bind)
+    root = root_of(dist.get_world_size())
+    return Library(
+        torch.empty,
+        lambda source, target: {
+            "all_reduce": partial(dist.all_reduce, target, group=group),
+            "broadcast": partial(dist.broadcast, target, root, group=group),
+            "all_gather": partial(all_gather, target, source, group=group),
+            "reduce_scatter": partial(reduce_scatter, target, source, group=group),
+        },
+    )
 
 
 def transport(choice: str) -> Library:
@@ -135,17 +123,15 @@ def transport(choice: str) -> Library:
     assert group is not None
     opened = select.open_transport(choice, group)
     work, root = opened.make_work(), root_of(opened.size)
-
-    def bind(operation: str, source: Tensor, target: Tensor) -> Run:
-        calls: dict[str, Run] = {
+    return Library(
+        lambda numel: opened.allocate(numel, torch.empty(0)),
+        lambda source, target: {
             "all_reduce": partial(opened.all_reduce, target, work, True),
             "broadcast": partial(opened.broadcast, target, root, work, True),
             "all_gather": partial(opened.all_gather, target, source, work, True),
             "reduce_scatter": partial(opened.reduce_scatter, target, source, work, True),
-        }
-        return calls[operation]
-
-    return Library(lambda numel: opened.allocate(numel, torch.empty(0)), bind)
+        },
+    )
 
 
 def mpich() -> Library:
@@ -157,15 +143,14 @@ def mpich() -> Library:
     if world.size != dist.get_world_size():
         raise RuntimeError(f"{MPI.Get_library_version().splitlines()[0]} found {world.size} ranks")
 
-    def bind(operation: str, source: Tensor, target: Tensor) -> Run:
+    def bind(source: Tensor, target: Tensor) -> dict[str, Run]:
         given, result = [source.numpy(), MPI.FLOAT], [target.numpy(), MPI.FLOAT]
-        calls: dict[str, Run] = {
+        return {
             "all_reduce": partial(world.Allreduce, MPI.IN_PLACE, result),
             "broadcast": partial(world.Bcast, result, root_of(world.size)),
             "all_gather": partial(world.Allgather, given, result),
             "reduce_scatter": partial(world.Reduce_scatter_block, given, result),
         }
-        return calls[operation]
 
     return Library(torch.empty, bind)
 
@@ -184,14 +169,12 @@ def open_libraries() -> tuple[dict[str, Library], dict[str, str]]:
     opened: dict[str, Library] = {}
     reasons: dict[str, str] = {}
     for name, make in LIBRARIES.items():
-        reason: str | None = None
+        reason = ""
         try:
             opened[name] = make()
         except Exception as error:  # such as a library that does not load
             reason = (str(error).splitlines() or [type(error).__name__])[0]
-        said: list[str | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(said, reason)
-        if found := next(filter(None, said), None):
+        if found := next(filter(None, gathered(reason)), ""):
             opened.pop(name, None)
             reasons[name] = found
     return opened, reasons
@@ -221,8 +204,7 @@ def expected(operation: str, rank: int, world_size: int, numel: int) -> Tensor:
         return stamp(root_of(world_size), numel)
     if operation == "all_gather":
         return torch.cat([stamp(source, numel // world_size) for source in range(world_size)])
-    total = sum(stamp(source, numel) for source in range(world_size))
-    assert isinstance(total, Tensor)
+    total = sum((stamp(source, numel) for source in range(world_size)), torch.zeros(numel))
     return total.chunk(world_size)[rank] if operation == "reduce_scatter" else total
 
 
@@ -232,7 +214,6 @@ def expected(operation: str, rank: int, world_size: int, numel: int) -> Tensor:
 # small calls later.
 SMALL_BYTES = 64 * 1024
 LEAD_IN, LEAD_IN_SMALL = 1, 4
-WARMUP_ROUNDS = 3
 # How often rank 0 checks the clock at each size. In between, ranks communicate only in timed calls.
 BATCHES = 8
 LINE_BYTES = 64
@@ -244,23 +225,22 @@ class Meeting:
     """A spinning barrier of this host's ranks, who leave it within tenths of a microsecond of each other."""
 
     def __init__(self) -> None:
-        rank, size = dist.get_rank(), dist.get_world_size()
+        self._rank, size = dist.get_rank(), dist.get_world_size()
         path: list[Any] = [None]
-        if rank == 0:  # without a name, so that nothing is left behind, however the ranks end
+        if self._rank == 0:  # without a name, so that nothing is left behind, however the ranks end
             descriptor = os.memfd_create("torchddp-meeting")
             os.ftruncate(descriptor, size * LINE_BYTES)
             path = [f"/proc/{os.getpid()}/fd/{descriptor}"]
         dist.broadcast_object_list(path)
         with open(path[0], "r+b") as file:
-            self._counts = memoryview(mmap.mmap(file.fileno(), size * LINE_BYTES)).cast("q")
-        words = LINE_BYTES // self._counts.itemsize
-        self._mine = rank * words
-        self._others = [other * words for other in range(size) if other != rank]
+            words = memoryview(mmap.mmap(file.fileno(), size * LINE_BYTES)).cast("q")
+        self._counts = words[:: LINE_BYTES // words.itemsize]  # each in a cache line of its own
+        self._others = [other for other in range(size) if other != self._rank]
         dist.barrier()
 
     def __call__(self) -> None:
         counts = self._counts
-        counts[self._mine] = count = counts[self._mine] + 1
+        counts[self._rank] = count = counts[self._rank] + 1
         for other in self._others:
             polls = 0
             while counts[other] < count:
@@ -270,28 +250,28 @@ class Meeting:
 
 
 class Trial:
-    """One library's collective on one message."""
+    """One library's collective on one message. All ranks start each call together, when they `meet`."""
 
-    def __init__(self, name: str, library: Library, operation: str, numel: int) -> None:
-        self.name, self._operation = name, operation
+    def __init__(self, name: str, library: Library, operation: str, numel: int, meet: Run) -> None:
+        self.name, self._operation, self._numel, self._meet = name, operation, numel, meet
         rank, world_size = dist.get_rank(), dist.get_world_size()
         source = self._target = library.allocate(numel)
         if operation == "all_gather":
             source = library.allocate(numel // world_size)
         elif operation == "reduce_scatter":
             self._target = library.allocate(numel // world_size)
-        self._run = library.bind(operation, source, self._target)
+        self._run = library.bind(source, self._target)[operation]
         # numpy, because torch takes longer to copy a small tensor than an all-reduce takes.
         self._source, self._input = source.numpy(), own_stamp(rank, source.numel()).numpy()
-        self._numel = numel
+        self._lead_in = LEAD_IN_SMALL if numel * ITEM_BYTES <= SMALL_BYTES else LEAD_IN
 
-    def time_us(self, meet: Run, lead_in: int) -> float:
-        """The time of one call on an input that this rank has just written. All ranks start it together."""
-        for _ in range(lead_in):
+    def step(self, batch: None = None, world_size: int = 1) -> float:
+        """The time in us of one call on an input that this rank has just written."""
+        for _ in range(self._lead_in):
             self._source[:] = self._input
             self._run()
         self._source[:] = self._input
-        meet()
+        self._meet()
         start_ns = time.perf_counter_ns()
         self._run()
         return (time.perf_counter_ns() - start_ns) / 1e3
@@ -309,62 +289,28 @@ class Trial:
             )
 
 
-def next_batch(rounds: int, elapsed_s: float, seconds: float) -> int:
-    """The number of rounds until rank 0 decides again; 0 to stop."""
-    if enough(rounds, elapsed_s, seconds):
-        return 0
-    affordable = int(rounds / max(elapsed_s, 1e-9) * seconds / BATCHES)
-    return min(max(affordable, 1), MAX_ROUNDS - rounds) if rounds else 1
-
-
-def timed_rounds(
-    trials: Sequence[Trial], meet: Run, seconds: float, seed: int, lead_in: int, report: Report
-) -> np.ndarray:
-    """This rank's times in us, [trial, round]. Each round calls every trial once, in a new order that ranks share."""
-    shuffler, order = random.Random(seed), list(range(len(trials)))
-    times_us: list[list[float]] = []
-
-    def one_round() -> None:
-        shuffler.shuffle(order)
-        found = {index: trials[index].time_us(meet, lead_in) for index in order}
-        times_us.append([found[index] for index in range(len(trials))])
-
-    for _ in range(WARMUP_ROUNDS):
-        one_round()
-    times_us.clear()
-    with no_collections():
-        start_s = time.monotonic()
-        while batch := agreed(next_batch(len(times_us), time.monotonic() - start_s, seconds)):
-            for _ in range(batch):
-                one_round()
-            report(min(time.monotonic() - start_s, seconds), seconds)
-    return np.array(times_us).T
-
-
 def measure(job: Job, operation: str, report: Report) -> dict[str, Any]:
     """Collective: time one operation at all sizes, on rank 0 and on the slowest rank of each round."""
     meet = Meeting()
     libraries, reasons = open_libraries()
     sizes_bytes = job.options["sizes"]
+    share = replace(job, seconds=job.seconds / len(sizes_bytes))
     sizes: list[dict[str, Any]] = []
-
-    def report_size(done: float, total: float) -> None:
-        report(len(sizes) + done / total, len(sizes_bytes))
-
     for size_bytes in sizes_bytes:
         numel = max(size_bytes // ITEM_BYTES // job.world_size, 1) * job.world_size  # equal shards
-        trials = [Trial(name, library, operation, numel) for name, library in libraries.items()]
+        trials = [Trial(name, library, operation, numel, meet) for name, library in libraries.items()]
         for trial in trials:
             trial.check()
-        lead_in = LEAD_IN_SMALL if size_bytes <= SMALL_BYTES else LEAD_IN
-        times_us = timed_rounds(trials, meet, job.seconds / len(sizes_bytes), job.seed, lead_in, report_size)
+        warm_up(trials, None, share)
+        times_us = timed_rounds(
+            trials, None, share, lambda done, total: report(len(sizes) + done / total, len(sizes_bytes)), BATCHES
+        )
         for trial in trials:
             trial.check()
         sizes.append({"bytes": numel * ITEM_BYTES, "time_us": times_us, "slowest_us": over_ranks(times_us, job)})
-    processors = len(os.sched_getaffinity(0))
     return {
         "operation": operation,
-        "processors": processors,
+        "processors": available_cores(),
         "unavailable": reasons,
         "names": [*libraries],
         "sizes": sizes,

@@ -16,7 +16,7 @@ from torch import nn
 
 from torchddp.bench.cases import ONE_CAP_MB, BenchCase, Job, Settings
 from torchddp.bench.results import describe_variant, draw_bars, model_result, variants_table
-from torchddp.bench.timing import MIN_WARMUP_STEPS, build_runners
+from torchddp.bench.timing import MIN_WARMUP_STEPS, build_runners, gathered
 from torchddp.harness.command import Display
 from torchddp.harness.launch import Report, ThisHost
 from torchddp.harness.models import describe_model, make_batch
@@ -77,8 +77,7 @@ def measure_memory(job: Job, model_name: str, _report: Report) -> dict[str, Any]
     held = [p.grad.untyped_storage() for p in runner.module.parameters() if p.grad is not None]
     storages = {storage.data_ptr(): storage.nbytes() for storage in held}
     mine = {"peak_rss_bytes": _peak_rss_bytes(), "grad_storage_bytes": sum(storages.values())}
-    by_rank: list[Any] = [None] * job.world_size
-    dist.all_gather_object(by_rank, mine)
+    by_rank = gathered(mine)
     return {
         **describe_model(model_name, runner.module, job.seed),
         **{key: max(entry[key] for entry in by_rank) for key in mine},

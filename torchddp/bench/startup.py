@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import numpy as np
 from rich.table import Table
 from rich.text import Text
 from torch import Tensor, nn
@@ -76,7 +75,7 @@ def time_startup(job: Job, model_name: str, report: Report) -> dict[str, Any]:
 
     original, loss = make_model(model_name, job.seed), loss_of(job, model_name)
     clocks = timed_rounds([Beginning(variant, original, loss) for variant in job.variants], batch, job, report)
-    return {**model, "times_ms": np.stack([over_ranks(clock, job) for clock in clocks])}
+    return {**model, "times_ms": over_ranks(clocks, job)}
 
 
 def startup_result(variants: Sequence[Variant], raw: dict[str, Any], world_size: int) -> dict[str, Any]:

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torchddp.bench.cases import MAX_ROUNDS, MIN_ROUNDS, Job
 from torchddp.harness.launch import Report
 from torchddp.harness.models import describe_model, find_model, make_batch, make_model, output_is_loss, run_forward
-from torchddp.harness.stats import slowest_rank
 from torchddp.harness.variants import Role, Variant, load_class
 
 # static_graph records in step 1 and rebuilds buckets in step 2, so step 3 is the first steady one.
@@ -60,7 +59,7 @@ class Steps(Protocol):
     """Anything whose steps can be timed."""
 
     def step(self, batch: Any, world_size: int = 1) -> Any:
-        """Run one step and return its time, or times, in ms."""
+        """Run one step and return its time, or times."""
 
 
 class AnyRunner(Steps, Protocol):
@@ -189,11 +188,26 @@ def enough(rounds: int, elapsed_s: float, seconds: float) -> bool:
     return rounds >= MIN_ROUNDS and (elapsed_s >= seconds or rounds >= MAX_ROUNDS)
 
 
+def rounds_to_go(rounds: int, elapsed_s: float, seconds: float, decisions: int) -> int:
+    """The number of rounds until rank 0 decides again, which it does about `decisions` times; 0 to stop."""
+    if enough(rounds, elapsed_s, seconds):
+        return 0
+    affordable = int(rounds / max(elapsed_s, 1e-9) * seconds / decisions)
+    return min(max(affordable, 1), MAX_ROUNDS - rounds)
+
+
 def agreed(number: int, device: str = "cpu") -> int:
     """Collective: rank 0's number, on every rank."""
     shared = torch.tensor([number], device=device)
     dist.broadcast(shared, src=0)
     return int(shared.item())
+
+
+def gathered(value: Any) -> list[Any]:
+    """Collective: every rank's value."""
+    by_rank: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(by_rank, value)
+    return by_rank
 
 
 def warm_up(runners: Sequence[Steps], batch: Any, job: Job) -> None:
@@ -219,21 +233,27 @@ def no_collections() -> Iterator[None]:
         gc.unfreeze()
 
 
-def timed_rounds(runners: Sequence[Steps], batch: Any, job: Job, report: Report) -> np.ndarray:
-    """This rank's step times in ms, [variant, round]; [clock, variant, round] if a step has several times."""
+def timed_rounds(
+    runners: Sequence[Steps], batch: Any, job: Job, report: Report, decisions: int = MAX_ROUNDS
+) -> np.ndarray:
+    """This rank's step times, [variant, round]; [clock, variant, round] if a step has several times.
+
+    Rank 0 decides about `decisions` times whether to go on, by default after every round.
+    """
     # A new order each round, the same on every rank, so that no variant always follows the same other one.
     shuffler = random.Random(job.seed)
     order = list(range(len(runners)))
     rounds: list[list[float]] = []
     with no_collections():
-        start_s, finished = time.monotonic(), False
-        while not finished:
-            shuffler.shuffle(order)
-            rounds.append(one_round(runners, batch, order, job.world_size))
-            gc.collect(0)  # only this round's objects
+        start_s, wanted = time.monotonic(), 1
+        while wanted:
+            for _ in range(wanted):
+                shuffler.shuffle(order)
+                rounds.append(one_round(runners, batch, order, job.world_size))
+            gc.collect(0)  # only these rounds' objects
             elapsed_s = time.monotonic() - start_s
             report(elapsed_s, max(job.seconds, elapsed_s))
-            finished = bool(agreed(enough(len(rounds), elapsed_s, job.seconds), job.control_device))
+            wanted = agreed(rounds_to_go(len(rounds), elapsed_s, job.seconds, decisions), job.control_device)
     return np.array(rounds).T
 
 
@@ -253,7 +273,6 @@ def time_runners(job: Job, model_name: str, runners: Sequence[Runner], report: R
 
 
 def over_ranks(times_ms: np.ndarray, job: Job) -> np.ndarray:
-    """Collective: from each rank's times, [variant, round], take the slowest rank's."""
-    by_rank: list[Any] = [None] * job.world_size
-    dist.all_gather_object(by_rank, times_ms)
-    return slowest_rank(np.stack(by_rank))
+    """Collective: from each rank's times, take the slowest rank's, because a step takes as long as its slowest rank."""
+    slowest: np.ndarray = np.max(gathered(times_ms), axis=0)
+    return slowest

@@ -93,10 +93,3 @@ def running_median(values: Sequence[float] | np.ndarray, half_window: int) -> np
     """The median of each value and its neighbors, up to `half_window` on either side."""
     array = np.asarray(values, dtype=float)
     return np.array([np.median(array[max(0, i - half_window) : i + half_window + 1]) for i in range(len(array))])
-
-
-def slowest_rank(step_ms_by_rank: np.ndarray) -> np.ndarray:
-    """[rank, variant, round] -> [variant, round]: a step takes as long as its slowest rank."""
-    if step_ms_by_rank.ndim != 3:
-        raise ValueError(f"expected [rank, variant, round], got shape {step_ms_by_rank.shape}")
-    return step_ms_by_rank.max(axis=0)
