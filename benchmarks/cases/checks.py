@@ -69,7 +69,7 @@ def checks_result(variants: Sequence[Variant], raw: dict[str, Any], world_size: 
     rows = [
         {
             **describe_variant(variant),
-            "step_ms": summarize(times_ms).to_dict(),
+            "step_ms": summarize(times_ms),
             "to_plain": None if name in (LOCAL.name, PLAIN) else paired_ratio(times_ms, plain_ms).to_dict(),
         }
         for name, variant, times_ms in zip(names, variants, step_ms, strict=True)

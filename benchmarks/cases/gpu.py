@@ -313,7 +313,7 @@ def gpu_result(case: BenchCase, job: Job, raw: dict[str, Any]) -> Result:
     for row, host_ms, work, transport in zip(
         result["variants"], raw["host_ms"], raw["work"], raw["transports"], strict=True
     ):
-        row |= {"host_ms": summarize(host_ms).to_dict(), "work_per_step": work, "transport": transport}
+        row |= {"host_ms": summarize(host_ms), "work_per_step": work, "transport": transport}
     return result
 
 

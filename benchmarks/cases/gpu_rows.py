@@ -78,8 +78,8 @@ def rows_of(title: str, times_us: Mapping[str, np.ndarray], nbytes: int = 0) -> 
     rows = [
         {
             "name": name,
-            "us": summarize(each).to_dict(),
-            "gb_per_s": summarize(nbytes / each / 1e3).to_dict() if nbytes else None,
+            "us": summarize(each),
+            "gb_per_s": summarize(nbytes / each / 1e3) if nbytes else None,
             "speed": None if each is first else paired_ratio(first, each).to_dict(),
         }
         for name, each in times_us.items()

@@ -137,7 +137,7 @@ def method_row(name: str, raw: dict[str, Any]) -> dict[str, Any]:
         "arrival": dict(zip(("steps", "seconds"), map(mean, zip(*found, strict=True)), strict=True))
         if len(found) == len(runs)
         else None,
-        "step_s": summarize([seconds for each in runs for seconds in each["step_seconds"]]).to_dict(),
+        "step_s": summarize([seconds for each in runs for seconds in each["step_seconds"]]),
         "bytes_per_step": mean(sent) if len(sent) == len(runs) else None,
         "points": runs[0]["points"],
     }

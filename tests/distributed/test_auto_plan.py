@@ -42,7 +42,7 @@ def expensive_messages(monkeypatch):
 def planning_of(ddp):
     """The planning in progress, or None."""
     planning = ddp.observers.get("bucket_planning")
-    return None if planning is None else planning.current
+    return planning if planning is not None and planning.is_under_way else None
 
 
 def small_buckets(ddp):

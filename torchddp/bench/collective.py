@@ -324,13 +324,13 @@ def size_result(raw: dict[str, Any], names: Sequence[str], operation: str, world
     times_us = dict(zip(names, raw["time_us"], strict=True))
     summaries = {name: summarize(time_us) for name, time_us in times_us.items()}
     # It is chosen by the numbers that are then reported, which favors it.
-    best = min((name for name in names if name not in OURS), key=lambda name: summaries[name].median)
+    best = min((name for name in names if name not in OURS), key=lambda name: summaries[name]["median"])
     rows = [
         {
             "name": name,
-            "time_us": summaries[name].to_dict(),
-            "slowest_rank_us": summarize(slowest_us).to_dict(),
-            "busbw_gb_per_s": raw["bytes"] / summaries[name].median / 1e3 * BUS_FACTORS[operation](world_size),
+            "time_us": summaries[name],
+            "slowest_rank_us": summarize(slowest_us),
+            "busbw_gb_per_s": raw["bytes"] / summaries[name]["median"] / 1e3 * BUS_FACTORS[operation](world_size),
             "best_peer_ratio": paired_ratio(times_us[name], times_us[best]).to_dict() if name in OURS else None,
         }
         for name, slowest_us in zip(names, raw["slowest_us"], strict=True)

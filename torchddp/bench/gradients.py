@@ -39,7 +39,7 @@ def timed_result(case: BenchCase, variants: Sequence[Variant], raw: dict[str, An
     cost = costs(case, variants, step_ms, raw["parameters"])
     best, rows = compared_rows(variants, cost, "cost")
     for row, times_ms in zip(rows, step_ms, strict=True):
-        row["step_ms"] = summarize(times_ms).to_dict()
+        row["step_ms"] = summarize(times_ms)
         if row["role"] == "local":
             del row["cost"], row["ratio_to_best_torch"]
     return model_result(

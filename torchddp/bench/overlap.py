@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -13,18 +12,9 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor, nn
 
+from torchddp.bench import timing
 from torchddp.bench.cases import ONE_CAP_MB, BenchCase, Job, one_launch
 from torchddp.bench.results import added_ms, bars, describe_variant, draw_bars, model_result, variants_table
-from torchddp.bench.timing import (
-    Runner,
-    build_runners,
-    check_gradients,
-    over_ranks,
-    timed_rounds,
-    two_batches,
-    warm_up,
-    wrap_copies,
-)
 from torchddp.harness.launch import Report
 from torchddp.harness.models import describe_model
 from torchddp.harness.plots import COLORS
@@ -67,41 +57,31 @@ class Replay(nn.Module):
             self.register_buffer(f"buffer{index}", buffer.detach().clone())
         self.recorded = Recorded(gradient.detach().clone() for gradient in gradients)
 
-    def forward(self) -> Tensor:
+    def forward(self, *_batch: Any, **_more: Any) -> Tensor:
         return _HandOut.apply(self.recorded, *self.weights)
 
 
-@dataclass
-class ReplayRunner(Runner):
-    """A variant that wraps a `Replay`."""
-
-    def step(self, batch: Any, world_size: int = 1) -> float:
-        """A step as in `Runner`, ignoring the batch."""
-        return super().step((), world_size)
-
-
-def build_replays(job: Job, runners: Sequence[Runner]) -> list[ReplayRunner]:
+def build_replays(job: Job, runners: Sequence[timing.Runner]) -> list[timing.Runner]:
     """Build every variant around a replay of the bare model's current gradients on this rank."""
     local = next(runner for runner in runners if runner.variant.role is Role.LOCAL)
     original = Replay(local.module, (gradient for _, gradient in local.gradients()))
-    modules = wrap_copies(original, job.variants, lambda cls, module, options: cls(module, **options))
-    return [ReplayRunner(variant, module) for variant, module in zip(job.variants, modules, strict=True)]
+    return [timing.Runner(*pair) for pair in zip(job.variants, timing.wrap_copies(original, job.variants), strict=True)]
 
 
 def time_overlap(job: Job, model_name: str, report: Report) -> dict[str, Any]:
     """Time steps and replays of all variants after checking their gradients. Returns the same dict on every rank."""
-    batch, other_batch = two_batches(job, model_name)
-    runners = build_runners(job, model_name)
-    warm_up(runners, batch, job)
+    batch, other_batch = timing.two_batches(job, model_name)
+    runners = timing.build_runners(job, model_name)
+    timing.warm_up(runners, batch, job)
     replays = build_replays(job, runners)
-    warm_up(replays, batch, job)
+    timing.warm_up(replays, batch, job)
 
     def check() -> None:
-        check_gradients(job, model_name, runners, other_batch)
-        check_gradients(job, model_name, replays, other_batch)
+        timing.check_gradients(job, model_name, runners, other_batch)
+        timing.check_gradients(job, model_name, replays, other_batch)
 
     check()
-    samples = over_ranks(timed_rounds([*runners, *replays], batch, job, report), job)
+    samples = timing.over_ranks(timing.timed_rounds([*runners, *replays], batch, job, report), job)
     check()
     return {
         **describe_model(model_name, runners[0].module, job.seed),
@@ -128,7 +108,7 @@ def overlap_result(variants: Sequence[Variant], raw: dict[str, Any], world_size:
         if variant.role is not Role.LOCAL:
             times |= {"exposed_ms": exposed_ms, "comm_ms": comm_ms}
             hidden = {"hidden": hidden_share(exposed_ms[index], comm_ms[index])}
-        summaries = {key: summarize(each[index]).to_dict() for key, each in times.items()}
+        summaries = {key: summarize(each[index]) for key, each in times.items()}
         rows.append({**describe_variant(variant), **summaries, **hidden})
     return model_result("overlap", raw, world_size, rows, unit="ms", rounds=int(step_ms.shape[1]))
 

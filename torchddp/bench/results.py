@@ -71,11 +71,11 @@ def compared_rows(
 ) -> tuple[str, list[dict[str, Any]]]:
     """The name of torch's fastest row, and a row per variant with its time and its per-round ratio to that row."""
     summaries = [summarize(row) for row in times_ms]
-    best = best_torch(variants, [summary.median for summary in summaries])
+    best = best_torch(variants, [summary["median"] for summary in summaries])
     rows = [
         {
             **describe_variant(variant),
-            key: summaries[index].to_dict(),
+            key: summaries[index],
             "ratio_to_best_torch": None if index == best else paired_ratio(times_ms[index], times_ms[best]).to_dict(),
         }
         for index, variant in enumerate(variants)

@@ -13,19 +13,9 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor, nn
 
+from torchddp.bench import timing
 from torchddp.bench.cases import ONE_CAP_MB, BenchCase, Job, one_launch
 from torchddp.bench.results import compared_rows, draw_bars, model_result, variants_table
-from torchddp.bench.timing import (
-    Runner,
-    build_runners,
-    check_gradients,
-    loss_of,
-    over_ranks,
-    start_together,
-    timed_rounds,
-    two_batches,
-    wrap_copies,
-)
 from torchddp.harness.launch import Report
 from torchddp.harness.models import describe_model, make_model
 from torchddp.harness.stats import summarize
@@ -49,14 +39,14 @@ class Beginning:
 
         def build(cls: type, module: nn.Module, options: dict[str, Any]) -> nn.Module:
             nonlocal constructor_ms
-            start_together(world_size)
+            timing.start_together(world_size)
             start_ns = time.perf_counter_ns()
             wrapped: nn.Module = cls(module, **options)
             constructor_ms = (time.perf_counter_ns() - start_ns) / 1e6
             return wrapped
 
-        (module,) = wrap_copies(self.original, (self.variant,), build)
-        runner = Runner(self.variant, module, self.loss)
+        (module,) = timing.wrap_copies(self.original, (self.variant,), build)
+        runner = timing.Runner(self.variant, module, self.loss)
         times_ms = [constructor_ms, runner.step(batch, world_size), runner.step(batch, world_size)]
         del runner, module
         # Collected untimed, so that freeing the reducer's memory and threads is not charged to the next variant.
@@ -66,16 +56,16 @@ class Beginning:
 
 def time_startup(job: Job, model_name: str, report: Report) -> dict[str, Any]:
     """Check gradients, then measure times in ms, [clock, variant, round]. Returns the same dict on every rank."""
-    batch, other_batch = two_batches(job, model_name)
+    batch, other_batch = timing.two_batches(job, model_name)
     # Pays the costs that only the first wrapper of a process has, such as imports.
-    runners = build_runners(job, model_name)
-    check_gradients(job, model_name, runners, other_batch)
+    runners = timing.build_runners(job, model_name)
+    timing.check_gradients(job, model_name, runners, other_batch)
     model = describe_model(model_name, runners[0].module, job.seed)
     del runners
 
-    original, loss = make_model(model_name, job.seed), loss_of(job, model_name)
-    clocks = timed_rounds([Beginning(variant, original, loss) for variant in job.variants], batch, job, report)
-    return {**model, "times_ms": over_ranks(clocks, job)}
+    original, loss = make_model(model_name, job.seed), timing.loss_of(job, model_name)
+    clocks = timing.timed_rounds([Beginning(variant, original, loss) for variant in job.variants], batch, job, report)
+    return {**model, "times_ms": timing.over_ranks(clocks, job)}
 
 
 def startup_result(variants: Sequence[Variant], raw: dict[str, Any], world_size: int) -> dict[str, Any]:
@@ -83,7 +73,7 @@ def startup_result(variants: Sequence[Variant], raw: dict[str, Any], world_size:
     times_ms = raw["times_ms"]  # [clock, variant, round]
     best, rows = compared_rows(variants, times_ms.sum(axis=0), "total_ms")
     for index, row in enumerate(rows):
-        row |= {name: summarize(clock[index]).to_dict() for name, clock in zip(CLOCKS, times_ms, strict=True)}
+        row |= {name: summarize(clock[index]) for name, clock in zip(CLOCKS, times_ms, strict=True)}
     rounds = int(times_ms.shape[2])
     return model_result("startup", raw, world_size, rows, unit="ms", rounds=rounds, best_torch=best)
 

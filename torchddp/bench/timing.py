@@ -31,6 +31,9 @@ RELATIVE_TOLERANCE = 1e-4
 START_DELAY_NS = 1_000_000
 
 
+Build = Callable[[type, nn.Module, dict[str, Any]], nn.Module]
+
+
 class WrongGradientsError(RuntimeError):
     """A variant computed wrong gradients, so its time is meaningless."""
 
@@ -101,7 +104,9 @@ def gradients_of(variant: Variant, module: nn.Module) -> list[tuple[str, Tensor]
 
 
 def wrap_copies(
-    original: nn.Module, variants: Sequence[Variant], build: Callable[[type, nn.Module, dict[str, Any]], nn.Module]
+    original: nn.Module,
+    variants: Sequence[Variant],
+    build: Build = lambda cls, module, options: cls(module, **options),
 ) -> list[nn.Module]:
     """Copy the model for each variant; if the variant has a class, wrap the copy by `build(class, copy, options)`."""
     modules = []
@@ -128,8 +133,8 @@ def loss_of(job: Job, model_name: str) -> Callable[[Any], Tensor]:
 def build_runners(job: Job, model_name: str, kind: type[Runner] = Runner) -> list[Runner]:
     """Build one runner per variant around copies of one model, all in the default process group."""
     original = make_model(model_name, job.seed)
-    modules = wrap_copies(original, job.variants, lambda cls, module, options: cls(module, **options))
     loss = loss_of(job, model_name)
+    modules = wrap_copies(original, job.variants)
     return [kind(variant, module, loss) for variant, module in zip(job.variants, modules, strict=True)]
 
 

@@ -13,7 +13,6 @@ from torchddp.cli.options import check_loads, write_outputs
 from torchddp.harness.command import JsonFile, make_console, output_option, report_error
 from torchddp.harness.machine import date_text, now, write_json
 from torchddp.harness.variants import ArgumentError
-from torchddp.plan.buckets import best_buckets
 from torchddp.plan.step_profile import ProfileError, StepProfile, load_profile
 from torchddp.simulate import report
 from torchddp.simulate.network import (
@@ -85,7 +84,7 @@ def _predict(profile: StepProfile, links: Sequence[Link], ranks: Sequence[int], 
 
     candidates = make_candidates(profile, DEFAULT_CAPS_MB)
     by_cap = {candidate.cap_mb: candidate.buckets for candidate in candidates if candidate.cap_mb is not None}
-    return sweep(profile, links, ranks, scene, by_cap, best_buckets)
+    return sweep(profile, links, ranks, scene, by_cap)
 
 
 def _show(profile: StepProfile, points: Sequence[Point], scene: Scene, console: Console) -> None:

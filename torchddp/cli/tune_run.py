@@ -190,7 +190,7 @@ def tune_document(result: TuneResult) -> dict[str, Any]:
             "cap_mb": candidate.cap_mb,
             "buckets": len(candidate.buckets),
             "predicted_ms": predicted_ms(profile, candidate),
-            "step_ms": summarize(step_ms[index]).to_dict(),
+            "step_ms": summarize(step_ms[index]),
             "same_buckets": index in same,
             "ratio_to_default": None if index == 0 or index in same else choice.ratios[index].to_dict(),
             "chosen": index == choice.index,

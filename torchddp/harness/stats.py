@@ -10,20 +10,6 @@ import numpy as np
 
 
 @dataclass(frozen=True)
-class Summary:
-    """The order statistics we quote for one series."""
-
-    median: float
-    p90: float
-    q25: float
-    q75: float
-    p99: float
-
-    def to_dict(self) -> dict[str, float]:
-        return asdict(self)
-
-
-@dataclass(frozen=True)
 class PairedRatio:
     """Ours over theirs, round by round."""
 
@@ -42,12 +28,11 @@ class PairedRatio:
         return {key: value if math.isfinite(value) else None for key, value in asdict(self).items()}
 
 
-def summarize(values: Sequence[float] | np.ndarray) -> Summary:
-    if len(values) == 0:
-        raise ValueError("no values to summarize")
-    fractions = (0.25, 0.5, 0.75, 0.9, 0.99)
-    q25, median, q75, p90, p99 = (float(q) for q in np.quantile(np.asarray(values, dtype=float), fractions))
-    return Summary(median=median, p90=p90, q25=q25, q75=q75, p99=p99)
+def summarize(values: Sequence[float] | np.ndarray) -> dict[str, float]:
+    """The order statistics we quote for one series."""
+    fractions = {"median": 0.5, "p90": 0.9, "q25": 0.25, "q75": 0.75, "p99": 0.99}
+    found = np.quantile(np.asarray(values, dtype=float), list(fractions.values()))
+    return dict(zip(fractions, found.tolist(), strict=True))
 
 
 def _quantile(ordered: np.ndarray, fraction: float) -> float:

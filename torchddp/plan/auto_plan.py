@@ -62,7 +62,7 @@ class StepRecorder:
         return len(self._rows)
 
     def pause(self) -> None:
-        """Run steps as usual, without recording them, until `resume`."""
+        """Run steps as usual, without recording them, until `resume`: buckets are launched as soon as they are full."""
         self._reducer.set_overlap(True)
         self._reducer.record_ready_times(False)
 
@@ -79,10 +79,6 @@ class StepRecorder:
         self._finished = stats["finished"]
         times_ns = (*self._reducer.get_backward_stats(), self._reducer.forward_ns())
         self._rows.append([time_ns / 1e9 for time_ns in times_ns])
-
-    def stop(self) -> None:
-        """Stop recording; buckets are again launched as soon as they are full."""
-        self.pause()
 
     def times(self, device: torch.device, timeout: datetime.timedelta) -> StepTimes:
         """Combine what all ranks have recorded. Collective.
@@ -122,72 +118,17 @@ def decide(specs: Sequence[_C.ParamSpec], times: StepTimes, cost: LinearCost, cu
     return Decision(times, cost, before_s, after_s, _C.BucketPlan(best, specs))
 
 
-class AutoPlan:
-    """Plans once. Call ``before_step`` at the start of every step that will be synchronized."""
-
-    def __init__(self, session: ReducerSession) -> None:
-        self._session, self._reducer = session, session.reducer
-        self._begin_at = self._reducer.stats()["finished"] + WARMUP_STEPS
-        self._recorder: StepRecorder | None = None
-        self.decision: Decision | None = None
-
-    def before_step(self) -> bool:
-        """Measure or plan; return whether planning is over. Collective in the step that plans.
-
-        All ranks have finished the same number of synchronized steps, so they measure and plan in the same ones.
-        """
-        if self._recorder is None:
-            if self._reducer.stats()["finished"] >= self._begin_at:
-                self._recorder = StepRecorder(self._reducer)
-            return False
-        self._recorder.collect()
-        if self._recorder.steps < RECORDED_STEPS:
-            return False
-        self._recorder.stop()
-        self._plan(self._recorder.times(self._session.device, self._session.wait_limit))
-        return True
-
-    def stop(self) -> None:
-        """Stop recording; buckets stay as they are."""
-        if self._recorder is not None:
-            self._recorder.stop()
-
-    def _plan(self, times: StepTimes) -> None:
-        transport = self._reducer.transport
-        try:
-            cost = measure_cost(transport, self._session.device, self._session.wait_limit)
-        except NoRoomError as error:
-            _warn_that_buckets_stay(str(error), self._session.process_group)
-            return
-        decision = self.decision = decide(self._session.specs, times, cost, self._reducer.plan)
-        count = len(self._reducer.plan)
-        changed = self._reducer.adopt_plan(decision.plan)
-        if transport.rank == 0:
-            logger.info(
-                "bucket_cap_mb='auto': %s after %d measured steps; the last one is expected to finish %.2f ms after "
-                "backward begins, with the previous buckets %.2f ms (a message takes %.1f us plus %.3f ns per byte)",
-                f"{len(self._reducer.plan)} buckets instead of {count}" if changed else f"{count} buckets as before",
-                RECORDED_STEPS,
-                1e3 * decision.after_s,
-                1e3 * decision.before_s,
-                1e6 * cost.alpha_s,
-                1e9 * cost.beta_s_per_byte,
-            )
-
-
 class BucketPlanning(StepObserver):
     """Plans one model's buckets, step by step. Starts at once if ``bucket_cap_mb="auto"``."""
 
     def __init__(self, session: ReducerSession) -> None:
         self._session = session
-        self.current: AutoPlan | None = None  # None: no planning is under way
+        self.is_under_way = False  # whether the next steps are measured for a plan
+        self.decision: Decision | None = None  # of the last planning
+        self._begin_at = 0  # the number of finished steps after which to record
+        self._recorder: StepRecorder | None = None
         if session.options.plans_buckets:
             self.start(look_for_kept=session.is_collective)
-
-    @property
-    def is_under_way(self) -> bool:
-        """Whether the next steps are measured for a plan."""
-        return self.current is not None
 
     def start(self, look_for_kept: bool) -> None:
         """Plan from the next steps, unless there is only one rank. Collective if ``look_for_kept``.
@@ -195,30 +136,34 @@ class BucketPlanning(StepObserver):
         ``look_for_kept``: use the plan saved for this model and group, if rank 0 finds one.
         """
         self.close()
-        session, transport = self._session, self._session.reducer.transport
-        if transport.size == 1:
+        session, reducer = self._session, self._session.reducer
+        if reducer.transport.size == 1:
             return
         if look_for_kept:
             key = plan_key(session)
-            kept = kept_plan(session.specs, key) if transport.rank == 0 else None
-            (is_kept,) = TransportExchange(transport, int, session.device, session.wait_limit).of_rank_0(
-                [kept is not None]
-            )
+            kept = kept_plan(session.specs, key) if reducer.transport.rank == 0 else None
+            exchange = TransportExchange(reducer.transport, int, session.device, session.wait_limit)
+            (is_kept,) = exchange.of_rank_0([kept is not None])
             if is_kept:
-                session.reducer.adopt_plan(kept)
+                reducer.adopt_plan(kept)
                 return
-        self.current = AutoPlan(session)
+        self._begin_at = reducer.stats()["finished"] + WARMUP_STEPS
+        self.is_under_way = True
 
     def before_step(self) -> None:
-        """Continue planning, if it is under way. Collective in the step that plans."""
-        if self.current is not None and self._session.synchronizes:
-            self._carry_on(self.current)
+        """Measure or plan, if planning is under way. Collective in the step that plans.
+
+        All ranks have finished the same number of synchronized steps, so they measure and plan in the same ones.
+        """
+        if self.is_under_way and self._session.synchronizes:
+            self._carry_on()
 
     def close(self) -> None:
         """Stop planning; buckets stay as they are."""
-        if self.current is not None:
-            self.current.stop()
-            self.current = None
+        self.is_under_way = False
+        if self._recorder is not None:
+            self._recorder.pause()
+            self._recorder = None
 
     def on_group_change(self) -> None:
         self.close()
@@ -226,17 +171,41 @@ class BucketPlanning(StepObserver):
             self.start(look_for_kept=False)
 
     @torch._disable_dynamo
-    def _carry_on(self, planning: AutoPlan) -> None:
+    def _carry_on(self) -> None:
+        session = self._session
         if reason := self._reason_not_to_plan():
-            _warn_that_buckets_stay(reason, self._session.process_group)
+            _warn_that_buckets_stay(reason, session.process_group)
             self.close()
-            return
-        is_over = True  # also if planning fails
+        elif self._recorder is not None:
+            recorder = self._recorder
+            recorder.collect()
+            if recorder.steps == RECORDED_STEPS:
+                self.close()  # also if planning fails
+                self._plan(recorder.times(session.device, session.wait_limit))
+        elif session.reducer.stats()["finished"] >= self._begin_at:
+            self._recorder = StepRecorder(session.reducer)
+
+    def _plan(self, times: StepTimes) -> None:
+        session, reducer = self._session, self._session.reducer
         try:
-            is_over = planning.before_step()
-        finally:
-            if is_over:
-                self.close()
+            cost = measure_cost(reducer.transport, session.device, session.wait_limit)
+        except NoRoomError as error:
+            _warn_that_buckets_stay(str(error), session.process_group)
+            return
+        decision = self.decision = decide(session.specs, times, cost, reducer.plan)
+        count = len(reducer.plan)
+        changed = reducer.adopt_plan(decision.plan)
+        if reducer.transport.rank == 0:
+            logger.info(
+                "bucket_cap_mb='auto': %s after %d measured steps; the last one is expected to finish %.2f ms after "
+                "backward begins, with the previous buckets %.2f ms (a message takes %.1f us plus %.3f ns per byte)",
+                f"{len(reducer.plan)} buckets instead of {count}" if changed else f"{count} buckets as before",
+                RECORDED_STEPS,
+                1e3 * decision.after_s,
+                1e3 * decision.before_s,
+                1e6 * cost.alpha_s,
+                1e9 * cost.beta_s_per_byte,
+            )
 
     def _reason_not_to_plan(self) -> str:
         """Why the buckets must not change, the same on all ranks; empty if they may."""

@@ -73,7 +73,7 @@ def record_profile(model: Any, step: Callable[[], Any], *, name: str = "", steps
             recorder.collect()
             exposed_s.append(reducer.stats()["exposed_comm_time"] / 1e9)
     finally:
-        recorder.stop()
+        recorder.pause()
     times = recorder.times(device, timeout)
     cost = measure_cost(transport, device, timeout, host_too=True)
     buckets = buckets_of(reducer.plan)

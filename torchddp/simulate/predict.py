@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torchddp.harness.variants import ArgumentError
-from torchddp.plan.buckets import Buckets
-from torchddp.plan.step_profile import LinearCost, StepProfile
+from torchddp.plan.buckets import Buckets, best_buckets
+from torchddp.plan.step_profile import StepProfile
 from torchddp.simulate.network import (
     ALGORITHMS,
     AUTO,
@@ -25,8 +25,6 @@ from torchddp.simulate.network import (
     runs_on_cpu,
 )
 
-# The planner: finds the plan with the least exposed time for a cost that is linear in the bytes.
-BestBuckets = Callable[[StepProfile, LinearCost], Buckets]
 # A plan is called better only if it saves this share of the step: the model is not accurate enough for less.
 MIN_GAIN = 0.005
 
@@ -40,30 +38,21 @@ class Message:
     host_s: float = 0.0
 
 
-@dataclass(frozen=True)
-class Timeline:
-    """When each message began and ended, and when backward and all messages had ended; seconds since backward began."""
+def run_backward(backward_s: float, messages: Iterable[Message], *, shared_cpu: bool) -> float:
+    """When backward and all its messages have ended, in seconds since it began.
 
-    spans: tuple[tuple[float, float], ...]
-    end_s: float
-
-
-def run_backward(backward_s: float, messages: Iterable[Message], *, shared_cpu: bool) -> Timeline:
-    """Simulate backward with its messages. Each message waits for its gradients and for the message before it.
+    Each message waits for its gradients and for the message before it.
 
     With `shared_cpu`, messages take their CPU time from compute. The core is never idle until compute ends, so messages
     that used h seconds of it delay all later gradients by h.
     """
     free_s = lag_s = 0.0
-    spans = []
     for message in messages:
-        start_s = max(free_s, message.ready_s + lag_s)
-        free_s = start_s + message.duration_s
-        spans.append((start_s, free_s))
+        free_s = max(free_s, message.ready_s + lag_s) + message.duration_s
         if shared_cpu:
             # A message can't use a core for longer than it lasts.
             lag_s += min(message.host_s, message.duration_s)
-    return Timeline(tuple(spans), max(backward_s + lag_s, free_s))
+    return max(backward_s + lag_s, free_s)
 
 
 @dataclass(frozen=True)
@@ -115,10 +104,10 @@ def predict_with(profile: StepProfile, all_reduce: AllReduce, buckets: Buckets) 
         host_s = line.cost.host_s_per_message + nbytes * line.cost.host_s_per_byte + pack_s
         ready_s = max((profile.gradients[index].ready_s for index in bucket), default=0.0)
         messages.append(Message(ready_s, line.cost.seconds(nbytes) + pack_s, host_s))
-    timeline = run_backward(profile.backward_s, messages, shared_cpu=runs_on_cpu(profile))
+    end_s = run_backward(profile.backward_s, messages, shared_cpu=runs_on_cpu(profile))
     return Prediction(
-        step_s=profile.forward_s + profile.overhead_s + timeline.end_s,
-        exposed_s=timeline.end_s - profile.backward_s,
+        step_s=profile.forward_s + profile.overhead_s + end_s,
+        exposed_s=end_s - profile.backward_s,
         compute_s=profile.compute_s,
         comm_s=sum(message.duration_s for message in messages),
         algorithm=carried.most_common(1)[0][0],
@@ -178,7 +167,7 @@ class Point:
         return self.gain >= MIN_GAIN
 
 
-def _planned(profile: StepProfile, all_reduce: AllReduce, best_buckets: BestBuckets) -> list[Buckets]:
+def _planned(profile: StepProfile, all_reduce: AllReduce) -> list[Buckets]:
     # Buckets of different sizes may take different lines, but the planner takes a single line, so plan for each.
     smallest = min(gradient.nbytes for gradient in profile.gradients)
     lines = all_reduce.lines_between(smallest, profile.gradient_bytes)
@@ -192,19 +181,14 @@ def _quickness(prediction: Prediction) -> tuple[float, int]:
 
 
 def make_point(
-    profile: StepProfile,
-    link: Link,
-    world_size: int,
-    scene: Scene,
-    by_cap: Mapping[float, Buckets],
-    best_buckets: BestBuckets,
+    profile: StepProfile, link: Link, world_size: int, scene: Scene, by_cap: Mapping[float, Buckets]
 ) -> Point:
     """Predict one point. Raises ArgumentError as `make_all_reduce` does."""
     layout = Layout(world_size, scene.ranks_per_host)
     all_reduce = make_all_reduce(profile, link, layout, scene.algorithm, scene.inner)
     recorded = predict_with(profile, all_reduce, profile.buckets)
     capped = {cap_mib: predict_with(profile, all_reduce, buckets) for cap_mib, buckets in by_cap.items()}
-    planned = [predict_with(profile, all_reduce, plan) for plan in _planned(profile, all_reduce, best_buckets)]
+    planned = [predict_with(profile, all_reduce, plan) for plan in _planned(profile, all_reduce)]
     best_cap_mib = min(capped, key=lambda cap_mib: _quickness(capped[cap_mib]))
     best = min((recorded, *planned, *capped.values()), key=_quickness)
     return Point(link, world_size, recorded, best, best_cap_mib, capped[best_cap_mib])
@@ -216,10 +200,9 @@ def sweep(
     world_sizes: Sequence[int],
     scene: Scene,
     by_cap: Mapping[float, Buckets],
-    best_buckets: BestBuckets,
 ) -> list[Point]:
     """Predict every link with every number of ranks, link by link."""
-    return [make_point(profile, link, n, scene, by_cap, best_buckets) for link in links for n in world_sizes]
+    return [make_point(profile, link, n, scene, by_cap) for link in links for n in world_sizes]
 
 
 def model_error(profile: StepProfile) -> float | None:
