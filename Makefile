@@ -147,7 +147,7 @@ pages: build
 
 # 300 faults at random points of training jobs: docs/chaos.md.
 chaos: build
-	$(PY) -m benchmarks.chaos $(ARGS)
+	$(PY) -m benchmarks --case chaos $(ARGS)
 
 # An environment with peer packages for sharding ($(PEERS_PY) -m benchmarks --case sharded) and for reducing among the ranks of a host
 # ($(PEERS_PY) -m benchmarks --case collective). It uses the checkout's extension.

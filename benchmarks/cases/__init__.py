@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from benchmarks.cases import checks, gpu, gpu_rows, links, sharded, torchft, training
+from benchmarks.cases import chaos, checks, gpu, gpu_rows, links, sharded, torchft, training
 from torchddp.bench.cases import BenchCase
 
 CASES: tuple[BenchCase, ...] = (
+    chaos.CASE,
     checks.CASE,
     links.CASE,
     sharded.TIME_CASE,

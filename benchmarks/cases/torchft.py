@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 from torch import nn
 
-from benchmarks.chaos.servers import lighthouse
+from benchmarks.chaos.lighthouse import lighthouse
 from examples.train_torchft import batch_of, make_manager, make_network
 from torchddp import fault_tolerance
 from torchddp.bench.cases import BenchCase, Job, Result, Settings

@@ -1,1 +1,1 @@
-"""`python -m benchmarks.chaos`: random faults in training jobs, to check how the other ranks react."""
+"""Random faults in training jobs, and how the other ranks react: the case `chaos`."""

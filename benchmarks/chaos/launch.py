@@ -1,6 +1,7 @@
-"""Starts the ranks of a trial as forks of this process, follows them, ends them, and checks for leaks.
+"""Starts the ranks of trials, follows them, ends them, and checks for leaks.
 
-Forks import nothing, so a trial takes about as long as its fault. This process must not have run a backward pass.
+Ranks are forks of multiprocessing's fork server, which has imported all that they need, so a trial takes about as long
+as its fault.
 """
 
 from __future__ import annotations
@@ -11,22 +12,29 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+import torch.distributed as dist
+
 from benchmarks.chaos import plan
-from benchmarks.chaos.leaks import Inventory
+from benchmarks.chaos.leaks import Inventory, adopt_orphans
+from benchmarks.chaos.lighthouse import lighthouse
 from benchmarks.chaos.outcome import Footprint, HangReport, Outcome, RankOutcome
 from benchmarks.chaos.plan import Trial
-from benchmarks.chaos.worker import Place
+from benchmarks.chaos.replica import run_replica
+from benchmarks.chaos.worker import Place, run_rank
 from torchddp.harness.launch import started
 
 # A rank that is silent for this long hangs: far beyond every timeout and bound.
 HANG_S = 25.0
 EXIT_S = 8.0  # after its report, or after all others have ended
 _STACKS_S = 0.3
+# torch._dynamo, because the constructor of torch's DDP imports it.
+_IMPORTED = [__name__, "torch._dynamo", "torchft"]
 
 Entry = Callable[[int, Trial, Place, Connection], None]
 
@@ -41,8 +49,6 @@ class Rank:
         self.fault_s: float | None = None
         self.ended = self.is_silent = False
         self._stderr_path = place.stderr_path(rank)
-        # Not Process.sentinel: a child of the rank holds that open.
-        self._handle = os.pidfd_open(self.process.pid or 0)
 
     def read(self) -> None:
         """Reads pending messages and checks whether the process has ended: its children may hold the pipe open."""
@@ -60,7 +66,7 @@ class Rank:
 
     def waking(self) -> list[Connection | int]:
         """The handles to wait on."""
-        return [self._handle] if self.is_silent else [self.pipe, self._handle]
+        return [self.process.sentinel] if self.is_silent else [self.pipe, self.process.sentinel]
 
     def hangs(self) -> None:
         """Records that the rank hangs and dumps its stacks; it is killed later."""
@@ -74,7 +80,6 @@ class Rank:
         self.outcome.exit_code = self.process.exitcode
         self.outcome.stderr = self._stderr_path.read_text() if self._stderr_path.exists() else ""
         self.pipe.close()
-        os.close(self._handle)
 
 
 def _follow(ranks: list[Rank], trial: Trial) -> None:
@@ -103,13 +108,30 @@ def _read_reports(folder: Path) -> list[HangReport]:
     return found
 
 
-def run_trial(trial: Trial, store_port: int, entry: Entry, lighthouse: str = "") -> Outcome:
-    """Runs one trial, each rank in `entry`, and cleans up after it."""
+def run_trials(trials: Sequence[Trial]) -> Iterator[Outcome]:
+    """Runs one trial after the other, and cleans up after each."""
+    adopt_orphans()
+    forkserver.set_forkserver_preload(_IMPORTED)
+    # Otherwise the first trial would start them, and seem to leave them behind.
+    resource_tracker.ensure_running()
+    forkserver.ensure_running()
+    # As with torchrun, the store outlives the ranks.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for trial in trials:
+        if trial.over == plan.TORCHFT:
+            # A new one each time, because a lighthouse counts the last trial's dead replicas as members for a while.
+            with lighthouse() as address:
+                yield _run_trial(trial, store.port, run_replica, address)
+        else:
+            yield _run_trial(trial, store.port, run_rank)
+
+
+def _run_trial(trial: Trial, store_port: int, entry: Entry, lighthouse: str = "") -> Outcome:
     started_s = time.monotonic()
     inventory = Inventory()
     with tempfile.TemporaryDirectory(prefix="torchddp-chaos-") as folder:
         place = Place(Path(folder), store_port, lighthouse)
-        with started(trial.world_size, entry, (trial, place), method="fork") as processes:
+        with started(trial.world_size, entry, (trial, place), method="forkserver") as processes:
             ranks = [Rank(number, *found, place) for number, found in enumerate(processes)]
             _follow(ranks, trial)
         for rank in ranks:

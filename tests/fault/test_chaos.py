@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
+import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
 
+from benchmarks.cases import CASES
 from benchmarks.chaos import plan
-from benchmarks.chaos.cli import main
 from benchmarks.chaos.job import LEARNING_RATE, NUMELS, deviation, digest, simulate, stamp
 from tests.harness import on_ranks
+from tests.unit.helpers import assert_refused
+from torchddp.bench.cli import main
 
 pytestmark = pytest.mark.beyond_torch("names neither the rank nor the bucket")
 
@@ -34,22 +37,17 @@ def test_the_simulation_is_the_closed_form():
 
 
 @pytest.fixture
-def chaos(tmp_path, capfd):
-    """A function that runs the command in a fork, without repeating imports.
+def chaos(tmp_path):
+    """A function that runs the case and returns the exit code, the trials, and the output."""
 
-    It returns the exit code, the trials, and the output.
-    """
-
-    def run(*arguments: str) -> tuple[int, list[dict], str]:
+    def run(*options: str) -> tuple[int, list[dict], str]:
         path = tmp_path / "chaos.json"
-        fork = multiprocessing.get_context("fork")
-        process = fork.Process(target=lambda: sys.exit(main(["--json", str(path), *arguments])))
-        process.start()
-        process.join(500)
-        process.kill()
-        said = capfd.readouterr().out
-        assert path.exists(), f"exit code {process.exitcode}: {said}"
-        return process.exitcode, json.loads(path.read_text())["results"], said
+        command = [sys.executable, "-m", "benchmarks", "--case", "chaos", "--seed", "3", "--json", str(path)]
+        command += [word for option in options for word in ("--set", option)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=500)
+        assert path.exists(), f"exit code {done.returncode}: {done.stderr}"
+        (result,) = json.loads(path.read_text())["results"]
+        return done.returncode, result["trials"], done.stdout
 
     return run
 
@@ -63,7 +61,7 @@ def untimely_aside(rows: list[dict]) -> set[str]:
 def test_nine_trials(chaos):
     """Every kind except a slow rank, once over every transport."""
     kinds = ",".join(kind for kind in plan.KINDS if kind != plan.SLOW)
-    _, rows, said = chaos("--trials", "9", "--kinds", kinds, "--over", "shm,gloo", "--seed", "3")
+    _, rows, said = chaos("trials=9", f"kinds={kinds}", "over=shm,gloo")
     assert not untimely_aside(rows), said
     assert len({(row["kind"], row["over"]) for row in rows}) == 9
 
@@ -71,18 +69,25 @@ def test_nine_trials(chaos):
 def test_deliberately_wrong_trials_fail(chaos):
     """A rank that trains wrong weights, and a rank that leaves a process behind."""
     kinds = f"{plan.CORRUPT},{plan.ORPHAN}"
-    code, rows, said = chaos("--trials", "2", "--kinds", kinds, "--over", "shm", "--world-sizes", "2")
+    code, rows, said = chaos("trials=2", f"kinds={kinds}", "over=shm", "world_sizes=2")
     assert code == 1
     corrupt, orphan = rows
     assert list(corrupt["problems"]) == ["gradients"], said
     assert list(orphan["problems"]) == ["no leak"] and "process" in orphan["problems"]["no leak"], said
-    again = next(line for line in said.replace("\n", " ").split("failed: ")[1:] if "--only 1" in line)
-    assert f"--seed 1 --kinds {kinds} --over shm --world-sizes 2 --only 1" in again
+    again = f"--seed 3 --set kinds={kinds} --set over=shm --set world_sizes=2 --set only=1"
+    assert f"python -m benchmarks --case chaos {again}\n" in said
 
 
 @pytest.mark.slow
 def test_three_trials_over_torchft(chaos):
     pytest.importorskip("torchft")
-    _, rows, said = chaos("--trials", "3", "--over", plan.TORCHFT)
+    _, rows, said = chaos("trials=3", f"over={plan.TORCHFT}")
     assert not untimely_aside(rows), said
     assert {row["kind"] for row in rows} == {plan.KILL, plan.EXCEPTION, plan.SLOW}
+
+
+def test_a_fault_that_no_transport_has_is_refused(capsys):
+    arguments = ["--case", "chaos", "--set", "over=gloo", "--set"]
+    assert_refused(partial(main, cases=CASES), [*arguments, "kinds=full"], "No fault of kind full works over", capsys)
+    refused = partial(main, cases=CASES), [*arguments, "kinds=kill,flood"]
+    assert_refused(*refused, "--set kinds: there is no 'flood'; choose from kill, stop,", capsys)

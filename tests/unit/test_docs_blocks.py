@@ -83,7 +83,7 @@ def test_wrong_markers_and_commands_are_found():
         ("<!-- not run: tests/unit/no_such_test.py does -->\n```text\n1\n```", "does not exist"),
         ("```sh\ntorchrun --nproc-per-node 2 -m torchddp trace --nothing\n```", "no option --nothing"),
         ("```sh\nmake no-such-target\n```", "no target no-such-target"),
-        ("```sh\npython -m benchmarks.chaos --no-such-option\n```", "no option --no-such-option"),
+        ("```sh\npython -m tests.fuzz --no-such-option\n```", "no option --no-such-option"),
         ("```sh\nrm -r build\n```", "can't be checked"),
     ):
         page = Path("no_such_" + "page.md")

@@ -74,8 +74,8 @@ class BenchCase:
     takes_caps: bool = True
     # With fewer ranks there is nothing to measure.
     min_world_size: int = 1
-    # Measures one of the job's subjects. Runs on every rank.
-    measure: Measure
+    # Measures one of the job's subjects. Runs on every rank. None if `run` starts programs of its own.
+    measure: Measure | None = None
     # Makes all launches of the case; returns the results of all subjects, or yields each as soon as it has it.
     run: Callable[[BenchCase, Settings, Display], Iterable[Result]]
     # Tables and plot depend on the results only, so that a saved JSON reproduces them.
@@ -89,6 +89,7 @@ class BenchCase:
 
     def launch(self, job: Job, display: Display, place: Place = THIS_HOST) -> list[dict[str, Any]]:
         """Measure each subject of the job on newly started ranks."""
+        assert self.measure is not None
         raws: list[dict[str, Any]] = launch(job, partial(_measure_each, self.measure), display.update, place)
         return raws
 

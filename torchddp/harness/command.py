@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from torchddp.harness.launch import LaunchError
@@ -116,6 +116,10 @@ class Display:
 
     def update(self, what: str, done: float, total: float) -> None:
         self._progress.update(self._task, description=f"{self._case} · {what}", completed=done, total=total)
+
+    def show(self, text: RenderableType) -> None:
+        """Print above the progress bar."""
+        self._progress.console.print(text, soft_wrap=True)
 
 
 # --- options of several commands ---
