@@ -7,7 +7,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 from rich.table import Table
 from rich.text import Text
 
@@ -28,15 +27,11 @@ def _run(case: BenchCase, settings: Settings, display: Display) -> list[dict[str
     return one_launch(partial(timed_result, case), case, settings, display)
 
 
-def costs(case: BenchCase, variants: Sequence[Variant], step_ms: np.ndarray, parameters: int) -> np.ndarray:
-    """What each wrapper adds to the bare model's step near its round: [variant, round], in the case's unit."""
-    added = added_ms(variants, step_ms)
-    return added * 1000.0 / parameters if case.unit == PER_PARAM_UNIT else added
-
-
 def timed_result(case: BenchCase, variants: Sequence[Variant], raw: dict[str, Any], world_size: int) -> dict[str, Any]:
     step_ms = raw["step_ms"]
-    cost = costs(case, variants, step_ms, raw["parameters"])
+    cost = added_ms(variants, step_ms)  # in the case's unit
+    if case.unit == PER_PARAM_UNIT:
+        cost *= 1000.0 / raw["parameters"]
     best, rows = compared_rows(variants, cost, "cost")
     for row, times_ms in zip(rows, step_ms, strict=True):
         row["step_ms"] = summarize(times_ms)
@@ -80,11 +75,8 @@ def our_row(result: dict[str, Any]) -> dict[str, Any]:
 
 
 def goal_text(result: dict[str, Any]) -> Text:
-    return verdict_text(result["goal_ratio"], our_row(result)["ratio_to_best_torch"])
-
-
-def verdict_text(goal: float | None, ratio: dict[str, Any]) -> Text:
     """Whether the goal is met, missed, or unclear (it lies in the median's 95% interval); empty without a goal."""
+    goal, ratio = result["goal_ratio"], our_row(result)["ratio_to_best_torch"]
     if goal is None:
         return Text("")
     if ratio["odd_rounds"] > MAX_ODD_SHARE * ratio["rounds"]:

@@ -104,17 +104,11 @@ def memory_result(variants: Sequence[Variant], raws: Sequence[dict[str, Any]], w
     local = next(raw for variant, raw in zip(variants, raws, strict=True) if variant.role is Role.LOCAL)
     rows = []
     for variant, raw in zip(variants, raws, strict=True):
-        extra_bytes = raw["peak_rss_bytes"] - local["peak_rss_bytes"]
-        rows.append(
-            {
-                **describe_variant(variant),
-                "peak_rss_bytes": raw["peak_rss_bytes"],
-                "grad_storage_bytes": raw["grad_storage_bytes"],
-                "extra_bytes": extra_bytes,
-                # 1.0 means one whole additional copy of the gradients.
-                "extra_gradient_copies": extra_bytes / local["gradient_bytes"],
-            }
-        )
+        row = {**describe_variant(variant), **{key: raw[key] for key in ("peak_rss_bytes", "grad_storage_bytes")}}
+        row["extra_bytes"] = raw["peak_rss_bytes"] - local["peak_rss_bytes"]
+        # 1.0 means one whole additional copy of the gradients.
+        row["extra_gradient_copies"] = row["extra_bytes"] / local["gradient_bytes"]
+        rows.append(row)
     return model_result("memory", local, world_size, rows, method=local["method"])
 
 

@@ -92,32 +92,19 @@ def scaling_table(result: dict[str, Any]) -> Table:
     return table
 
 
-def lines(result: dict[str, Any]) -> list[tuple[str, str, list[float], list[float]]]:
-    """Each variant's (name, role, steps in ms, efficiencies); the lists are by world size."""
-    by_size = [size["variants"] for size in result["sizes"]]
-    return [
-        (
-            rows[0]["name"],
-            rows[0]["role"],
-            [row["step_ms"]["median"] for row in rows],
-            [row["efficiency"] for row in rows],
-        )
-        for rows in zip(*by_size, strict=True)
-    ]
-
-
 def draw_scaling(results: Sequence[dict[str, Any]]) -> Figure:
     """Two panels per model: step time and efficiency."""
     figure, axes = panels(len(results), 2, 9.0, 3.2 * len(results))
     for row, result in zip(axes, results, strict=True):
         ranks = [size["world_size"] for size in result["sizes"]]
-        for index, (name, role, steps_ms, efficiencies) in enumerate(lines(result)):
-            marker = MARKERS[index % len(MARKERS)]
-            style = {"color": COLORS[role], "marker": marker, "markersize": 4}
+        by_size = [size["variants"] for size in result["sizes"]]
+        for index, found in enumerate(zip(*by_size, strict=True)):  # a variant's rows
+            name, role = found[0]["name"], found[0]["role"]
+            style = {"color": COLORS[role], "marker": MARKERS[index % len(MARKERS)], "markersize": 4, "label": name}
             if role == "local":
                 style |= {"color": LOCAL_COLOR, "linestyle": "--"}
-            row[0].plot(ranks, steps_ms, label=name, **style)
-            row[1].plot(ranks, efficiencies, label=name, **style)
+            row[0].plot(ranks, [each["step_ms"]["median"] for each in found], **style)
+            row[1].plot(ranks, [each["efficiency"] for each in found], **style)
         many = any(size["oversubscribed"] for size in result["sizes"])
         for axis, label in zip(row, ("step p50, ms", "efficiency, t(1) / t(n)"), strict=True):
             axis.set_xticks(ranks, [_ranks(size) for size in result["sizes"]])

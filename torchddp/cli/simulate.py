@@ -27,7 +27,7 @@ from torchddp.simulate.network import (
     Link,
     parse_link,
 )
-from torchddp.simulate.predict import Point, Scene, sweep
+from torchddp.simulate.predict import Point, Scene, model_error, sweep
 
 # Exit status when the model is too far off to predict anything.
 EXIT_USELESS = 3
@@ -89,7 +89,7 @@ def _predict(profile: StepProfile, links: Sequence[Link], ranks: Sequence[int], 
 
 def _show(profile: StepProfile, points: Sequence[Point], scene: Scene, console: Console) -> None:
     console.print(report.profile_text(profile), markup=False, highlight=False)
-    doubt = "yellow" if report.is_doubtful(profile) else ""
+    doubt = "yellow" if abs(model_error(profile) or 0.0) > report.DOUBTFUL_ERROR else ""
     warning = "warning: " if doubt else ""
     console.print(f"{warning}{report.check_text(profile)}", style=doubt, markup=False, highlight=False)
     console.print(report.verdict(profile, points), style="bold", markup=False, highlight=False)
@@ -138,7 +138,7 @@ def simulate(
         profile = load_profile(profile_path)
     except ProfileError as error:
         raise ArgumentError(str(error)) from error
-    if report.is_useless(profile) and not force:
+    if abs(model_error(profile) or 0.0) > report.LARGEST_ERROR and not force:
         report_error(
             f"{report.check_text(profile)} Record it again on an idle machine, or predict anyway with --force."
         )

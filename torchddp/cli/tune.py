@@ -21,7 +21,7 @@ from torchddp.harness.command import (
     parse_caps,
 )
 from torchddp.harness.plots import figure_png, finish_panel, panels
-from torchddp.harness.tables import MB, number, plain_table, ranks_text, ratio_sign, ratio_text, threads_text
+from torchddp.harness.tables import MB, counted, number, plain_table, ranks_text, ratio_sign, ratio_text
 from torchddp.harness.variants import ArgumentError
 
 # torch and numpy load only when the command runs: `torchddp doctor` must start without them.
@@ -127,15 +127,10 @@ NOTE = (
 OFF = 0.15
 
 
-def seconds_to_try(seconds: float) -> int:
-    """The --seconds to suggest: twice what was not enough, rounded up to a multiple of ten."""
-    return min(MAX_SECONDS, 10 * math.ceil(2 * seconds / 10))
-
-
 def title(result: dict[str, Any]) -> str:
     return (
         f"{result['model']}: {result['parameters']} gradients, {result['gradient_bytes'] / MB:.3g} MB, "
-        f"{ranks_text(result['world_size'])} of {threads_text(result['threads'])} over {result['transport']}"
+        f"{ranks_text(result['world_size'])} of {counted(result['threads'], 'thread')} over {result['transport']}"
     )
 
 
@@ -180,7 +175,7 @@ def answer(result: dict[str, Any]) -> str:
         return f"Leave bucket_cap_mb out: after {result['rounds']} rounds nothing is faster than the default."
     doubtful = next(row for row in result["candidates"] if row["name"] == result["in_doubt"])
     ratio = doubtful["ratio_to_default"]
-    more = seconds_to_try(result["seconds"])
+    more = min(MAX_SECONDS, 10 * math.ceil(2 * result["seconds"] / 10))
     return (
         f"Leave bucket_cap_mb out for now: not certain after {result['rounds']} rounds, try --seconds {more}. "
         f"{doubtful['argument']} may be faster: {ratio['median']:.2f} of the default's step, 95% interval "

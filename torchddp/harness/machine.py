@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import importlib.metadata
 import json
@@ -19,18 +20,11 @@ from rich.text import Text
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def parse_cpu_model(cpuinfo: str) -> str | None:
-    """The first 'model name' of a /proc/cpuinfo text."""
-    found = re.search(r"^model name\s*:\s*(.+)$", cpuinfo, re.MULTILINE)
-    return " ".join(found.group(1).split()) if found else None
-
-
 def _cpu_model() -> str:
-    try:
-        model = parse_cpu_model(Path("/proc/cpuinfo").read_text())
-    except OSError:
-        model = None
-    return model or platform.processor() or platform.machine()
+    with contextlib.suppress(OSError):
+        if found := re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE):
+            return " ".join(found[1].split())
+    return platform.processor() or platform.machine()
 
 
 def available_cores() -> int:

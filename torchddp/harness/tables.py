@@ -31,12 +31,13 @@ def adding_up(values: Sequence[float]) -> tuple[str, list[str]]:
     return f"{ends[-1]:.{decimals}f}", parts
 
 
+def counted(count: int, noun: str) -> str:
+    """'1 rank', '2 ranks'."""
+    return f"{count} {noun}{'s' if count > 1 else ''}"
+
+
 def ranks_text(count: int) -> str:
-    return f"{count} rank{'s' if count > 1 else ''}"
-
-
-def threads_text(count: int) -> str:
-    return f"{count} thread{'s' if count > 1 else ''}"
+    return counted(count, "rank")
 
 
 def weight_text(result: dict[str, Any]) -> str:

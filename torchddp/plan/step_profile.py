@@ -82,33 +82,26 @@ class StepProfile:
     message_slowdown: float = 1.0
 
     def __post_init__(self) -> None:
-        self._check_types()
-        count = len(self.gradients)
+        """Check everything, because a file may contain anything."""
+        count, indices = len(self.gradients), [index for bucket in self.buckets for index in bucket]
+        own_s = (self.forward_s, self.backward_s, self.step_s, self.overhead_s, self.message_slowdown)
+        times = (*own_s, *asdict(self.cost).values(), *self.ready_s)
+        if not all(isinstance(value, (int, float)) for value in times):
+            raise ProfileError("The profile has a time that is not a number.")
+        sizes = [size for g in self.gradients for size in (g.numel, g.itemsize, g.dtype, g.device)]
+        counts = (self.world_size, self.ranks_per_host, *sizes, *self.order, *indices)
+        if not all(isinstance(value, int) and 0 <= value < 2**48 for value in counts):
+            raise ProfileError("The profile has a size or an index that is not a number, below 0, or too large.")
         if count == 0 or sorted(self.order) != list(range(count)):
             raise ProfileError(f"The order of the profile is not a permutation of its {count} gradients.")
-        if sorted(index for bucket in self.buckets for index in bucket) != list(range(count)):
+        if sorted(indices) != list(range(count)):
             raise ProfileError(f"The buckets of the profile do not hold each of its {count} gradients once.")
-        if not all(math.isfinite(value) and value >= 0 for value in self._times()):
+        if not all(math.isfinite(value) and value >= 0 for value in times):
             raise ProfileError("The profile has a time that is negative or not finite.")
         if self.world_size < 1 or self.ranks_per_host < 1:
             raise ProfileError(
                 f"The profile has {self.world_size} ranks, {self.ranks_per_host} per host; both must be at least 1."
             )
-
-    def _times(self) -> tuple[Any, ...]:
-        cost = asdict(self.cost).values()
-        own = (self.forward_s, self.backward_s, self.step_s, self.overhead_s, self.message_slowdown)
-        return (*own, *cost, *(g.ready_s for g in self.gradients))
-
-    def _check_types(self) -> None:
-        """Check types, because a file may contain anything."""
-        if not all(isinstance(value, (int, float)) for value in self._times()):
-            raise ProfileError("The profile has a time that is not a number.")
-        sizes = [size for g in self.gradients for size in (g.numel, g.itemsize, g.dtype, g.device)]
-        indices = [*self.order, *(index for bucket in self.buckets for index in bucket)]
-        counts = (self.world_size, self.ranks_per_host, *sizes, *indices)
-        if not all(isinstance(value, int) and 0 <= value < 2**48 for value in counts):
-            raise ProfileError("The profile has a size or an index that is not a number, below 0, or too large.")
 
     @property
     def ready_s(self) -> list[float]:

@@ -30,9 +30,6 @@ COLORS = {
 }
 MAX_PANEL_INCHES = 8.0
 
-# (row, what, start in ms, length in ms)
-Bar = tuple[int, str, float, float]
-
 
 def row_names(buckets: int) -> list[str]:
     return ["autograd", *(f"bucket {index}" for index in range(buckets))]
@@ -129,16 +126,6 @@ def _bucket_dict(bucket: BucketTimes, names: Sequence[str]) -> dict[str, Any]:
 # --- a picture ---
 
 
-def bars(step: Step, zero_ns: int) -> list[Bar]:
-    """The bars of one rank: row 0 is autograd, row 1 + i bucket i. Packing counts as gathering."""
-    found = []
-    for row, what, begin_ns, end_ns in spans(step):
-        kind = "gathering" if what == "packing" else what
-        if kind in COLORS:  # leaves out waits, which are part of the exposed time
-            found.append((row, kind, (begin_ns - zero_ns) / 1e6, (end_ns - begin_ns) / 1e6))
-    return found
-
-
 def draw(step: MergedStep, ranks: Sequence[int], title: str) -> Figure:
     """The figure; the caller closes it."""
     from matplotlib.patches import Patch
@@ -148,8 +135,11 @@ def draw(step: MergedStep, ranks: Sequence[int], title: str) -> Figure:
     height = min(MAX_PANEL_INCHES, 0.7 + 0.22 * len(labels))
     figure, axes = panels(len(ranks), 1, 9.0, 0.8 + height * len(ranks), sharex=True, layout="constrained")
     for axis, rank, rank_step in zip(axes[:, 0], ranks, step.steps, strict=True):
-        for row, what, begin_ms, length_ms in bars(rank_step, zero_ns):
-            axis.barh(row, length_ms, left=begin_ms, height=0.8, color=COLORS[what])
+        for row, what, begin_ns, end_ns in spans(rank_step):
+            kind = "gathering" if what == "packing" else what
+            if kind in COLORS:  # leaves out waits, which are part of the exposed time
+                left_ms, length_ms = (begin_ns - zero_ns) / 1e6, (end_ns - begin_ns) / 1e6
+                axis.barh(row, length_ms, left=left_ms, height=0.8, color=COLORS[kind])
         axis.axvline((rank_step.compute_end_ns - zero_ns) / 1e6, color="black", linewidth=0.8, linestyle="--")
         axis.set_ylabel(f"rank {rank}")
         every = max(1, len(labels) // 40)

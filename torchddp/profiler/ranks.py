@@ -22,6 +22,7 @@ With two ranks, p can fall below 0.05 only from six steps on.
 from __future__ import annotations
 
 import math
+import os
 import socket
 import time
 from collections import Counter
@@ -57,16 +58,9 @@ class Clock:
 
 def clock_identity() -> str:
     """Equal for processes that read the same CLOCK_MONOTONIC: same boot, same time namespace."""
-    parts = []
-    for read in (
-        lambda: Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
-        lambda: str(Path("/proc/self/ns/time").readlink()),
-    ):
-        try:
-            parts.append(read())
-        except OSError:
-            parts.append("unknown")
-    return " ".join([socket.gethostname() if parts[0] == "unknown" else "", *parts]).strip()
+    boot, namespace = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/time")
+    host = boot.read_text().strip() if os.access(boot, os.R_OK) else socket.gethostname()
+    return f"{host} {namespace.readlink() if namespace.is_symlink() else 'without time namespaces'}"
 
 
 def align(identities: Sequence[str], readings: Sequence[Readings]) -> list[Clock]:

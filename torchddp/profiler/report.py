@@ -74,18 +74,14 @@ def merged_report(profile: MergedProfile) -> RenderableType:
 def _report(profile: MergedProfile, title: str) -> RenderableType:
     step = profile.median_step()
     table = bucket_table(step, profile.names, f"Step {step.index}{title}")
-    return Group(table, "", *map(Text, lines_of(profile, step)), Text(FOOTNOTE, style="dim"))
-
-
-def lines_of(profile: MergedProfile, step: MergedStep) -> list[str]:
-    """The text below the table."""
-    return [
+    lines = [
         *summary_of(profile, step),
         *sent_lines(profile.records),
-        *straggler_lines(profile, step),
+        *straggler_lines(profile),
         *clock_lines(profile),
         *lost_lines(profile.records),
     ]
+    return Group(table, "", *map(Text, lines), Text(FOOTNOTE, style="dim"))
 
 
 def bucket_table(step: MergedStep, names: Sequence[str], title: str) -> Table:
@@ -145,7 +141,7 @@ def sent_lines(records: Sequence[RankRecord]) -> list[str]:
     return [f"sent per step{of_rank}: {text_of(most.traffic)}"]
 
 
-def straggler_lines(profile: MergedProfile, step: MergedStep) -> list[str]:
+def straggler_lines(profile: MergedProfile) -> list[str]:
     if len(profile.records) == 1:
         return []
     last = profile.last_rank()

@@ -90,16 +90,13 @@ class Step:
     def shifted(self, offset_ns: int) -> Step:
         """The same step with `offset_ns` added to all times."""
 
-        def moved(times: BucketTimes | Step, *names: str) -> dict[str, Any]:
-            found = {name: getattr(times, name) for name in names}
+        def moved(times: BucketTimes | Step) -> dict[str, Any]:
+            found = {name: time_ns for name, time_ns in vars(times).items() if name.endswith("_ns")}
             return {name: None if time_ns is None else time_ns + offset_ns for name, time_ns in found.items()}
 
-        return replace(
-            self,
-            **moved(self, "forward_begin_ns", "backward_begin_ns", "compute_end_ns", "backward_end_ns"),
-            buckets=tuple(replace(bucket, **moved(bucket, *BUCKET_TIMES, "wait_begin_ns")) for bucket in self.buckets),
-            gradients=tuple((param, time_ns + offset_ns) for param, time_ns in self.gradients),
-        )
+        buckets = tuple(replace(bucket, **moved(bucket)) for bucket in self.buckets)
+        gradients = tuple((param, time_ns + offset_ns) for param, time_ns in self.gradients)
+        return replace(self, **moved(self), buckets=buckets, gradients=gradients)
 
     def _in_flight(self) -> list[tuple[int, int]]:
         return union((b.launched_ns, b.done_ns) for b in self.buckets)

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from torchddp.harness.machine import now
 from torchddp.harness.plots import figure_png, finish_panel, panels
-from torchddp.harness.tables import MB, number, plain_table, ranks_text
+from torchddp.harness.tables import MB, counted, number, plain_table, ranks_text
 from torchddp.plan.step_profile import StepProfile
 from torchddp.simulate.network import NO_SOFTWARE, software_of
 from torchddp.simulate.predict import MIN_GAIN, Point, Prediction, Scene, model_error
@@ -31,10 +31,6 @@ def _ms(seconds: float) -> str:
 
 def _percent(share: float) -> str:
     return f"{share:.1%}"
-
-
-def _buckets_text(count: int) -> str:
-    return f"{count} bucket{'s' if count > 1 else ''}"
 
 
 def by_link(points: Sequence[Point]) -> list[list[Point]]:
@@ -72,7 +68,7 @@ def profile_text(profile: StepProfile) -> str:
     return (
         f"{profile.model}: {profile.gradient_bytes / MB:.3g} MB in {len(profile.gradients)} gradients, recorded with "
         f"{ranks_text(profile.world_size)} ({profile.transport}, {profile.device}), step {_ms(profile.step_s)} ms, "
-        f"{_buckets_text(len(profile.buckets))}"
+        f"{counted(len(profile.buckets), 'bucket')}"
     )
 
 
@@ -95,10 +91,10 @@ def _advice(profile: StepProfile, point: Point) -> str:
     if point.world_size == 1:
         return f"{where}: nothing is sent, so any plan will do."
     if not point.is_worth_changing:
-        kept = _buckets_text(len(recorded.buckets))
+        kept = counted(len(recorded.buckets), "bucket")
         return f"{where}: keep the recorded plan ({kept}): no other saves {MIN_GAIN:.1%} of the step."
     change = (
-        f"{where}: use {_buckets_text(len(best.buckets))} ({_sizes_text(profile, best)}) instead of "
+        f"{where}: use {counted(len(best.buckets), 'bucket')} ({_sizes_text(profile, best)}) instead of "
         f"{len(recorded.buckets)} to save {_percent(point.gain)} of the step, "
         f"{_ms(recorded.step_s)} -> {_ms(best.step_s)} ms"
     )
@@ -123,14 +119,6 @@ def check_text(profile: StepProfile) -> str:
     if abs(error) > DOUBTFUL_ERROR:
         return f"{text} Expect errors of this size in all predictions below."
     return text
-
-
-def is_doubtful(profile: StepProfile) -> bool:
-    return abs(model_error(profile) or 0.0) > DOUBTFUL_ERROR
-
-
-def is_useless(profile: StepProfile) -> bool:
-    return abs(model_error(profile) or 0.0) > LARGEST_ERROR
 
 
 def verdict(profile: StepProfile, points: Sequence[Point]) -> str:
