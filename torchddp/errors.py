@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -20,6 +21,7 @@ __all__ = [
     "NonFinite",
     "TransportError",
     "UsageWarning",
+    "listed",
     "warn_user",
 ]
 
@@ -79,6 +81,12 @@ class NonFinite:
 
     def __str__(self) -> str:
         return f"'{self.parameter}'" + ("" if self.count is None else f" ({self.count} values)")
+
+
+def listed(items: Sequence[object], most: int = 4) -> str:
+    """'a, b, c, d and 2 more'."""
+    more = len(items) - most
+    return ", ".join(map(str, items[:most])) + (f" and {more} more" if more > 0 else "")
 
 
 def warn_user(text: str, category: type[Warning] = UserWarning) -> None:

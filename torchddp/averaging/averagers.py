@@ -10,13 +10,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.model_averaging.averagers import ModelAverager
 
 from torchddp.averaging.flat import DEFAULT_CAP_MB, FlatMeans
-from torchddp.averaging.parameters import (
-    ParamSource,
-    group_or_default,
-    named_buffers,
-    named_parameters,
-    verify_same,
-)
+from torchddp.averaging.parameters import ParamSource, group_or_default, named_buffers, named_parameters, verify_same
 from torchddp.traffic import Traffic
 
 

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchddp.errors import listed
+
 
 @dataclass(frozen=True)
 class Slot:
@@ -55,8 +57,7 @@ class Layout:
 
     def names(self) -> str:
         """For messages: at most four names."""
-        names = [slot.name for slot in self.slots]
-        return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+        return listed([slot.name for slot in self.slots])
 
     def clear_gaps(self, flat: Tensor, begin: int = 0) -> None:
         """Zero the padding in ``flat`` (elements from ``begin`` on), because compressors write to it."""

@@ -13,7 +13,7 @@ from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 from torch.nn.parallel.distributed import _DDPSink, _tree_flatten_with_rref, _tree_unflatten_with_rref
 
 from torchddp import _C
-from torchddp.errors import warn_user
+from torchddp.errors import listed, warn_user
 
 # --- DTensors: the engine works on this rank's local part ---
 
@@ -211,7 +211,6 @@ def param_specs(
 
 
 LOOK_EVERY = 64  # steps
-_SHOWN_NAMES = 4
 _STATELESS = torch.nn.utils.stateless.__file__
 
 
@@ -274,7 +273,7 @@ class ParameterWatch:
             return
         self._has_told, self._hooked = True, []
         kinds = ((converted, _CONVERTED), (replaced, _REPLACED), (added, _ADDED))
-        found = [f"{listed(names)} {what}" for names, what in kinds if names]
+        found = [f"{they_were(names)} {what}" for names, what in kinds if names]
         warn_user(
             f"The model of this DistributedDataParallel (rank {ddp.session.rank}) was changed after it was wrapped: "
             f"{'; '.join(found)}. Their gradients are not averaged: each rank trains them on its own. To average "
@@ -307,7 +306,5 @@ def in_functional_call() -> bool:
     return False
 
 
-def listed(names: Sequence[str]) -> str:
-    more = len(names) - _SHOWN_NAMES
-    text = ", ".join(names[:_SHOWN_NAMES]) + (f" and {more} more" if more > 0 else "")
-    return f"{text} {'was' if len(names) == 1 else 'were'}"
+def they_were(names: Sequence[str]) -> str:
+    return f"{listed(names)} {'was' if len(names) == 1 else 'were'}"

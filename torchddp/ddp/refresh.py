@@ -10,13 +10,7 @@ import torch
 from torch.nn.parallel.distributed import _cast_buffers, _setup_mixed_precision_params
 
 from torchddp.ddp import hooks, model
-from torchddp.transport.agreement import (
-    GroupExchange,
-    TransportExchange,
-    gather_if_different,
-    list_problems,
-    ranks_by,
-)
+from torchddp.transport.agreement import GroupExchange, TransportExchange, gather_if_different, list_problems, ranks_by
 
 MAX_DIFFERENCES = 8
 
@@ -108,7 +102,7 @@ def _problem(ddp: Any) -> Exception | None:
     empty = [n for n, p in named.items() if p.is_meta or isinstance(p, torch.nn.UninitializedParameter)]
     if empty:
         return RuntimeError(
-            f"refresh_trainable() on rank {rank}: {model.listed(empty)} without values (on the meta device, or of a "
+            f"refresh_trainable() on rank {rank}: {model.they_were(empty)} without values (on the meta device, or of a "
             "lazy module before its first forward): initialize them first"
         )
     if not any(p.requires_grad for p in named.values()):
@@ -119,8 +113,8 @@ def _problem(ddp: Any) -> Exception | None:
     new = [n for n, p in named.items() if p.requires_grad and p.grad is not None and id(p) not in session.reduced_ids]
     if new and session.is_weighing:
         return RuntimeError(
-            f"refresh_trainable() on rank {rank}: {model.listed(new)} given gradients in this weighted step before the "
-            "reducer knew that they are trained, so their weights are unknown. Call it before the step's first "
+            f"refresh_trainable() on rank {rank}: {model.they_were(new)} given gradients in this weighted step before "
+            "the reducer knew that they are trained, so their weights are unknown. Call it before the step's first "
             "weigh(), or clear these gradients."
         )
     devices = sorted({p.device.type for p in named.values()})

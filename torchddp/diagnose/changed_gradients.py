@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torchddp.ddp.observers import StepObserver
 from torchddp.ddp.session import ReducerSession
 from torchddp.diagnose.diagnosis import ranks_text
-from torchddp.errors import UsageWarning, warn_user
+from torchddp.errors import UsageWarning, listed, warn_user
 from torchddp.transport.agreement import ranks_by
 from torchddp.transport.board import Board
 
@@ -145,10 +145,8 @@ def describe(changes: Sequence[str | None], names: Sequence[str]) -> str:
         f"{_WORDS[kind]} on {ranks_text([ranks[at] for at in places])}"
         for kind, places in sorted(kinds.items(), reverse=True)
     )
-    others = [f"'{names[index]}'" for index in differ[1:_SHOWN_NAMES]]
-    more = len(differ) - 1 - len(others)
-    listed = ", ".join(others) + (f" and {more} more" if more > 0 else "")
-    also = f"; ranks also differ on {listed}" if listed else ""
+    others = [f"'{names[index]}'" for index in differ[1:]]
+    also = f"; ranks also differ on {listed(others, _SHOWN_NAMES - 1)}" if others else ""
     return f"Ranks treat averaged gradients differently: that of '{names[differ[0]]}' was {told}{also}"
 
 

@@ -27,6 +27,7 @@ from torchddp.diagnose.rank_state import (
     ranks_text,
     user_part,
 )
+from torchddp.errors import listed
 from torchddp.whole_file import write_whole
 
 FOLDER_ENV = "TORCHDDP_HANG_REPORT_DIR"
@@ -225,12 +226,12 @@ def _same_step(state: RankState, first: RankState) -> str:
     if state.armed and state.missing:
         bucket = first.bucket if first.bucket in state.missing else min(state.missing)
         where = f"bucket {bucket} of {state.num_buckets}, step {state.step}"
-        text = f"has not produced {_listed(state.missing[bucket])} ({where})"
+        text = f"has not produced {listed(state.missing[bucket], _SHOWN_NAMES)} ({where})"
         if state.phase == "forward":
             text += "; its backward has produced none yet"
         elif state.stack and not is_in_backward(state.stack):
-            every = [name for names in state.missing.values() for name in names]
-            text += f"; its backward is over: it raised an error, or the loss does not depend on {_listed(every)}"
+            every = listed([name for names in state.missing.values() for name in names], _SHOWN_NAMES)
+            text += f"; its backward is over: it raised an error, or the loss does not depend on {every}"
         return text + _exception(state, first.waited_s) + _activity(state)
     if state.phase == "forward":
         return f"has not ended the forward of step {state.step}{_exception(state, first.waited_s)}{_activity(state)}"
@@ -259,11 +260,6 @@ def _activity(state: RankState) -> str:
 
 def _place(frame: Frame) -> str:
     return f"{Path(frame.file).name}:{frame.line} in {frame.function}"
-
-
-def _listed(names: list[str]) -> str:
-    more = len(names) - _SHOWN_NAMES
-    return ", ".join(names[:_SHOWN_NAMES]) + (f" and {more} more" if more > 0 else "")
 
 
 def _first_line(text: str) -> str:

@@ -6,13 +6,12 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Sequence
 from typing import Any
 
 from torchddp import _C
 from torchddp.ddp.observers import StepObserver
 from torchddp.ddp.session import ReducerSession
-from torchddp.errors import NonFinite
+from torchddp.errors import NonFinite, listed
 from torchddp.transport.board import Board
 from torchddp.transport.worker import Task, watch
 
@@ -111,7 +110,7 @@ class _Finds:
             self._rank,
             first,
             len(sources),
-            _listed(sources),
+            listed(sources, _LISTED),
         )
 
     def _post(self) -> None:
@@ -168,7 +167,7 @@ class _Finds:
             return
         first = min(step for _, step in news)
         sources = "; ".join(
-            f"rank {rank}: {_listed([one for one in found if one.step == step])}"
+            f"rank {rank}: {listed([one for one in found if one.step == step], _LISTED)}"
             for (rank, step), found in sorted(news.items())
             if step == first
         )
@@ -179,8 +178,3 @@ class _Finds:
             sources,
             f". In later steps also on rank {', '.join(later)}" if later else "",
         )
-
-
-def _listed(found: Sequence[NonFinite]) -> str:
-    more = len(found) - _LISTED
-    return ", ".join(map(str, found[:_LISTED])) + (f" and {more} more" if more > 0 else "")

@@ -14,11 +14,10 @@ import torch.distributed as dist
 from torchddp import _C
 from torchddp.ddp.model import wrapped_inside
 from torchddp.ddp.session import ReducerPolicy, ReducerSession
+from torchddp.errors import listed
 from torchddp.sharded.oss import OSS
 from torchddp.sharded.parameter_sync import ParameterGather
 from torchddp.transport.agreement import verify_agreement
-
-MAX_NAMES = 8
 
 
 class ShardedPolicy(ReducerPolicy):
@@ -62,8 +61,8 @@ class ShardedPolicy(ReducerPolicy):
         unowned = [f"parameter {i} (shape {list(p.shape)})" for i, p in enumerate(parameters) if p not in found]
         if unowned:
             raise RuntimeError(
-                f"{len(unowned)} trainable parameters have no owner: {_some(unowned)}. Call refresh_trainable() of the "
-                "ShardedDataParallel on all ranks after thawing parameters"
+                f"{len(unowned)} trainable parameters have no owner: {listed(unowned, 8)}. Call refresh_trainable() of "
+                "the ShardedDataParallel on all ranks after thawing parameters"
             )
         return [found[param] for param in parameters]
 
@@ -191,16 +190,12 @@ def _check_coverage(module: torch.nn.Module, optimizers: Sequence[OSS]) -> None:
                 held_by[param] = number
         if strangers:
             raise ValueError(
-                f"optimizer {number} holds {len(strangers)} parameters that are not the module's: {_some(strangers)}. "
-                "Build it from the parameters of the wrapped module"
+                f"optimizer {number} holds {len(strangers)} parameters that are not the module's: "
+                f"{listed(strangers, 8)}. Build it from the parameters of the wrapped module"
             )
     missing = [n for p, n in names.items() if p.requires_grad and p not in held_by and n not in skipped]
     if missing:
         raise ValueError(
-            f"{len(missing)} trainable parameters are in no optimizer: {_some([repr(n) for n in missing])}. Give them "
-            "to one, or freeze them (requires_grad=False)"
+            f"{len(missing)} trainable parameters are in no optimizer: {listed([repr(n) for n in missing], 8)}. Give "
+            "them to one, or freeze them (requires_grad=False)"
         )
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:MAX_NAMES]) + (f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else "")
