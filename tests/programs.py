@@ -1,7 +1,5 @@
 """Starts ranks as separate programs, as launchers do."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess
@@ -40,6 +38,12 @@ def clean_environment(**more: str) -> dict[str, str]:
     """The environment without launchers' variables, for ranks that import this checkout."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHERS) and k not in TORCHRUNS}
     return {**clean, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", **more}
+
+
+def python(*arguments: str, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run Python with this checkout, or with the given PYTHONPATH."""
+    command, clean = [sys.executable, *arguments], clean_environment(**environment)
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=cwd, env=clean)
 
 
 def free_port() -> int:

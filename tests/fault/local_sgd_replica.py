@@ -1,7 +1,5 @@
 """One replica with torchft's LocalSGD or DiLoCo, or with our averager, around a torchddp model; prints its checksum."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys
@@ -15,12 +13,13 @@ from examples.train_torchft import batch_of, checksum, make_manager, make_networ
 from torchddp import fault_tolerance
 
 
-def main(method: str, name: str) -> None:
+def main(method: str) -> None:
     from torchft.local_sgd import DiLoCo, LocalSGD
 
     torch.set_num_threads(1)
+    name = f"replica_{os.environ['REPLICA_GROUP_ID']}"
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    network = make_network(32, 2, seed=len(name))
+    network = make_network(32, 2)
     optimizer = torch.optim.SGD(network.parameters(), 0.05)
     manager = make_manager(network, optimizer, name, timeout_s=20, min_replicas=2, use_async_quorum=False)
     model = torchddp.DistributedDataParallel(network)
@@ -46,4 +45,4 @@ def main(method: str, name: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(sys.argv[1])

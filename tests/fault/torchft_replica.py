@@ -1,41 +1,26 @@
-"""One replica of a run: a child process that reports its steps on stdout and learns from stdin where to stop.
+"""One rank of a replica, under torchrun and a torchft Manager; each rank of a replica has its own network.
 
-Lines out: `step N PARTICIPANTS COMMITTED`, finally `done N CHECKSUM`. Lines in: `stop N`. It runs until stdin ends,
-so that the other's last step does not fail because this one has left.
+Prints `RANK step N PARTICIPANTS COMMITTED`, and finally `RANK done N CHECKSUM`. It trains until the step in the file
+`stop`, and exits when all ranks of both replicas have reached it: none fails in its last step because another has left.
 """
-
-from __future__ import annotations
 
 import argparse
 import os
 import signal
 import sys
-import threading
+import time
+from pathlib import Path
 
 import torch
 
 from examples.train_torchft import batch_of, checksum, make_manager, make_network
-from tests.fault.torchft_run import KINDS
 from torchddp import fault_tolerance
 
-_WIDTH = 256
+WIDTH = 256
+REPLICAS = 2
 
 
-class _Orders:
-    """The instructions read from stdin so far."""
-
-    def __init__(self) -> None:
-        self.stop_at = sys.maxsize
-        self.ended = threading.Event()
-        threading.Thread(target=self._read, daemon=True).start()
-
-    def _read(self) -> None:
-        for line in sys.stdin:
-            self.stop_at = int(line.split()[1])
-        self.ended.set()
-
-
-class _Doom:
+class Doom:
     """Sends SIGKILL to this process during a backward pass, while the later half of the gradients is in flight."""
 
     def __init__(self, network: torch.nn.Module, steps_left: int) -> None:
@@ -48,13 +33,17 @@ class _Doom:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def run(name: str, kind: str, die_after: int) -> None:
-    """Train until told to stop."""
+def say(line: str) -> None:
+    """Print the line in one write, because a replica's ranks share stdout."""
+    os.write(1, f"{os.environ['RANK']} {line}\n".encode())
+
+
+def run(folder: Path, name: str, kind: str, die_after: int) -> None:
     from torchft import Optimizer
 
     torch.set_num_threads(1)
-    orders = _Orders()
-    network = make_network(_WIDTH, seed=int.from_bytes(os.urandom(4), "little"))  # the weights must be healed
+    torchrun, rank, world_size = os.getppid(), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    network = make_network(WIDTH, seed=int.from_bytes(os.urandom(4), "little"))  # the weights must be healed
     inner = torch.optim.AdamW(network.parameters(), 1e-3)
     manager = make_manager(network, inner, name)
     model: torch.nn.Module
@@ -63,25 +52,29 @@ def run(name: str, kind: str, die_after: int) -> None:
     else:
         hook = "powersgd" if kind == "powersgd" else None
         model = fault_tolerance.DistributedDataParallel(manager, network, bucket_cap_mb=0.3, comm_hook=hook)
-    doom = _Doom(network, die_after)
+    doom = Doom(network, die_after if rank == world_size - 1 else -1)
     optimizer = Optimizer(manager, inner)
-    while (step := manager.current_step()) < orders.stop_at and not orders.ended.is_set():
+    stop = folder / "stop"
+    while (step := manager.current_step()) < (int(stop.read_text()) if stop.exists() else sys.maxsize):
+        if os.getppid() != torchrun:
+            os._exit(1)
         optimizer.zero_grad()
-        model(batch_of(step, name, _WIDTH)).square().mean().backward()
+        model(batch_of(step, f"{name} {rank}", WIDTH)).square().mean().backward()
         optimizer.step()
         after = manager.current_step()
         doom.steps_left -= int(after > step and manager.num_participants() > 1)
-        print(f"step {after} {manager.num_participants()} {int(after > step)}", flush=True)
-    print(f"done {manager.current_step()} {checksum(network)}", flush=True)
-    orders.ended.wait()
-    sys.stdout.flush()
+        say(f"step {after} {manager.num_participants()} {int(after > step)}")
+    say(f"done {manager.current_step()} {checksum(network)}")
+    (folder / f"done {name} {rank}").touch()
+    while len(list(folder.glob("done *"))) < REPLICAS * world_size and os.getppid() == torchrun:
+        time.sleep(0.05)
     os._exit(0)  # torchft's manager threads would delay a normal exit by seconds
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
     parser.add_argument("name")
-    parser.add_argument("--kind", choices=KINDS, default=KINDS[0])
-    parser.add_argument("--die-after", type=int, default=-1, help="die after so many steps committed by two replicas")
-    arguments = parser.parse_args()
-    run(arguments.name, arguments.kind, arguments.die_after)
+    parser.add_argument("--kind")
+    parser.add_argument("--die-after", type=int, default=-1, help="the last rank dies after so many shared steps")
+    run(**vars(parser.parse_args()))
