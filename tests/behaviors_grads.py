@@ -3,6 +3,7 @@
 import torch
 import torch.distributed as dist
 
+from tests.harness import future_of
 from tests.models import Mlp, assert_grads, expected_grads, grads_of, seeded, step_on, storage_of, train_and_compare
 
 TINY_BUCKETS_MB = 0.001  # about one parameter per bucket
@@ -18,9 +19,7 @@ def check_no_sync_communicates_nothing(ddp_class: type, rank: int) -> None:
     def hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         nonlocal calls
         calls += 1
-        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-        future.set_result(bucket.buffer())
-        return future
+        return future_of(bucket.buffer())
 
     ddp = ddp_class(seeded(Mlp))
     ddp.register_comm_hook(None, hook)

@@ -7,15 +7,8 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.utils.checkpoint import checkpoint
 
+from tests.harness import future_of
 from tests.models import Branches, Mlp, batch, loss_of, seeded, step_on, train_and_compare
-
-TensorFuture = torch.futures.Future[Tensor]
-
-
-def _done(value: Tensor) -> TensorFuture:
-    future: TensorFuture = torch.futures.Future()
-    future.set_result(value)
-    return future
 
 
 def check_comm_hook_sees_each_gradient_once(ddp_class: type, rank: int) -> None:
@@ -24,12 +17,12 @@ def check_comm_hook_sees_each_gradient_once(ddp_class: type, rank: int) -> None:
     state = object()
     states = []
 
-    def note(given: object, bucket: dist.GradBucket) -> TensorFuture:
+    def note(given: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         states.append(given)
         numel = sum(g.numel() for g in bucket.gradients())
         steps[-1].append((bucket.index(), bucket.is_last(), len(bucket.parameters()), numel))
         assert bucket.buffer().numel() >= numel
-        return _done(bucket.buffer())
+        return future_of(bucket.buffer())
 
     ddp = ddp_class(seeded(Mlp), bucket_cap_mb=0.001)
     ddp.register_comm_hook(state, note)

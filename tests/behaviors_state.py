@@ -1,7 +1,5 @@
 """Checks of ignored parameters and of uneven inputs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

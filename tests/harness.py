@@ -11,8 +11,6 @@ whatever needs autograd runs inside `run_ranks`.
 does (marker `beyond_torch`) are then expected to fail.
 """
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import functools
@@ -188,6 +186,13 @@ def gathered(value: Any) -> list[Any]:
     values = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
+
+
+def future_of(value: Any = None, error: Exception | None = None) -> Any:
+    """A completed future, as a communication hook returns it."""
+    future: Any = torch.futures.Future()
+    future.set_result(value) if error is None else future.set_exception(error)
+    return future
 
 
 def stay(rank: int) -> None:

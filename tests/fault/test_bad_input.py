@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.checkpoint import checkpoint
 
-from tests.harness import GROUP_TIMEOUT_S, errors_of, is_own_class, on_ranks, run_ranks
+from tests.harness import GROUP_TIMEOUT_S, errors_of, future_of, is_own_class, on_ranks, run_ranks
 from tests.models import Branches, Mlp, assert_grads, batch, expected_grads, grads_of, loss_of, seeded, step_on
 
 
@@ -112,9 +112,7 @@ def wrong_result(state, bucket: dist.GradBucket) -> int: ...
 
 
 def completed(value=None, error=None):
-    future = torch.futures.Future()
-    future.set_result(value) if error is None else future.set_exception(error)
-    return lambda state, bucket: future
+    return lambda state, bucket: future_of(value, error)
 
 
 def replace_a_layer(model):

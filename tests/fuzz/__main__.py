@@ -1,7 +1,5 @@
 """Entry point of `python -m tests.fuzz`."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

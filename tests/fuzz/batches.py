@@ -1,7 +1,5 @@
 """Runs programs on ranks: several in a row on the same processes, which are restarted after a failure."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

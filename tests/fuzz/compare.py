@@ -1,7 +1,5 @@
 """Compares the visible state of two sides after the same operation and finds the first difference."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import torch

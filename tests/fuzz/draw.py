@@ -12,8 +12,6 @@ Not drawn, because the two classes could not be compared:
 - bucket caps that are not positive (ours refuses them), and torch's bf16_compress_hook (torch's class does, on CPU).
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import replace

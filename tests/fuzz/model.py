@@ -1,7 +1,5 @@
 """The module that a program describes: independent parts, each with its own parameters and a scalar output."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -151,12 +149,6 @@ class Embedded(nn.Module):
 
 class Buffered(nn.Module):
     """Buffers of several kinds, which forward changes, and one parameter."""
-
-    calls: Tensor
-    mean: Tensor
-    hidden: Tensor
-    mask: Tensor
-    halves: Tensor
 
     def __init__(self, part: Part) -> None:
         super().__init__()

@@ -3,8 +3,6 @@
 Programs with the same repr are equal: all randomness of a run is derived from `Program.key`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, fields
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Runs programs on one rank: each operation with torch's class, then with the other, then compares them."""
 
-from __future__ import annotations
-
 import gc
 import os
 import traceback

@@ -1,7 +1,5 @@
 """Runs a program's operations with one class of DistributedDataParallel, and exposes what is compared."""
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import warnings
@@ -16,6 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from tests.fuzz.compare import Named
 from tests.fuzz.model import When, Zoo, hash_of, inputs, loss_of
 from tests.fuzz.program import Do, Op, Program, Train
+from tests.harness import future_of
 
 KEPT_STEPS = 4  # how many steps' gradients a program keeps at once
 
@@ -31,7 +30,7 @@ class Side:
         self.kept: list[tuple[str, Tensor]] = []
         self.seen: list[tuple[str, Tensor]] = []  # results of hooks and forwards; cleared after comparison
         self.ever_kept = 0
-        self.frozen: set[int] = set()
+        self.frozen: list[nn.Parameter] = []
 
     # --- what is compared ---
 
@@ -109,15 +108,13 @@ class Side:
         first.backward()
         second.backward()
 
-    def train_retain(self, when: When) -> None:
+    def train_retain(self, when: When, retain_graph: bool = True) -> None:
         loss = self._loss(when)
-        loss.backward(retain_graph=True)
+        loss.backward(retain_graph=retain_graph)
         loss.backward()
 
     def train_twice_without_retain(self, when: When) -> None:
-        loss = self._loss(when)
-        loss.backward()
-        loss.backward()
+        self.train_retain(when, retain_graph=False)
 
     def train_forward_only(self, when: When) -> None:
         self._loss(when)
@@ -190,14 +187,11 @@ class Side:
 
     def freeze(self, when: When) -> None:
         """Freeze some parameters and thaw those frozen before."""
-        for i, p in enumerate(self.ddp.parameters()):
-            if i in self.frozen:
-                p.requires_grad_(True)
-        trained = [i for i, p in enumerate(self.ddp.parameters()) if p.requires_grad]
-        self.frozen = set(trained[:: when.step + 2])
-        for i, p in enumerate(self.ddp.parameters()):
-            if i in self.frozen:
-                p.requires_grad_(False)
+        for p in self.frozen:
+            p.requires_grad_(True)
+        self.frozen = [p for p in self.ddp.parameters() if p.requires_grad][:: when.step + 2]
+        for p in self.frozen:
+            p.requires_grad_(False)
 
     def evaluate_inside(self, when: When) -> None:
         """Evaluate the wrapped module on rank 0 only."""
@@ -339,13 +333,6 @@ def copying_hook(group, bucket):
     return work.get_future().then(lambda f: f.value()[0] / group.size())
 
 
-def local_hook(group, bucket):
-    """Each rank keeps its local gradients."""
-    future: torch.futures.Future[Tensor] = torch.futures.Future()
-    future.set_result(bucket.buffer())
-    return future
-
-
 def failing_hook(group, bucket):
     raise KeyError("a communication hook's own fault")
 
@@ -355,7 +342,7 @@ COMM_HOOKS = {
     "fp16": default_hooks.fp16_compress_hook,
     "sum": sum_hook,
     "copying": copying_hook,
-    "local": local_hook,
+    "local": lambda group, bucket: future_of(bucket.buffer()),  # each rank keeps its own
     "failing": failing_hook,
     "wrong": lambda group, bucket: bucket.buffer(),  # a tensor instead of a future
 }

@@ -3,8 +3,6 @@
 In these cases torch's behavior is undefined or wrong; draw.py excludes programs that can't be compared at all.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from tests.fuzz.compare import Difference, Strictness

@@ -3,24 +3,21 @@
 This holds for one and two ranks: a sum of two numbers does not depend on their order, and dividing by 1 or 2 is exact.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power_sgd
 from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn.parallel.distributed import _MixedPrecision
 
 from tests.gpu.device import chosen_device
 from tests.models import Branches, Mlp, NormNet, batch, loss_of
 from tests.parity.compare import compare_on_rank
+from tests.parity.test_hooks import REGISTER, registers
 from tests.parity.test_training import Checkpointed
 
 FLOAT = torch.float32
@@ -174,21 +171,6 @@ def channels_last_images(device: torch.device, model: Any, rank: int, step: int)
     loss_of(model(images.contiguous(memory_format=torch.channels_last))).backward()
 
 
-def hook(function: Any) -> Callable[[Any], None]:
-    return lambda ddp: ddp.register_comm_hook(None, function)
-
-
-def power_sgd_hook(ddp: Any) -> None:
-    state = power_sgd.PowerSGDState(None, 2, start_powerSGD_iter=2, min_compression_rate=0.5)
-    ddp.register_comm_hook(state, power_sgd.powerSGD_hook)
-
-
-def chained(state, bucket):  # type: ignore[no-untyped-def]  # torch refuses other annotations
-    sent = bucket.buffer() * 2
-    future = dist.all_reduce(sent, async_op=True).get_future()
-    return future.then(lambda f: f.value()[0] / (2 * dist.get_world_size()))
-
-
 def adamw(fused: bool) -> Callable[[Iterable[Tensor]], torch.optim.Optimizer]:
     return lambda params: torch.optim.AdamW(params, lr=1e-3, fused=fused)
 
@@ -229,14 +211,12 @@ CASES: dict[str, Case] = {
     "adamw_fused": Case(mlp(), plain(), SMALL_BUCKETS, optimizer=adamw(True)),
     "autocast_bf16": Case(mlp(), autocast_bf16, SMALL_BUCKETS, optimizer=sgd),
     "grad_scaler": Case(mlp(), scaled, SMALL_BUCKETS, prepare=prepare_scaler),
-    "hook_allreduce": Case(mlp(), plain(), prepare=hook(default_hooks.allreduce_hook)),
-    "hook_fp16": Case(mlp(), plain(), prepare=hook(default_hooks.fp16_compress_hook)),
-    "hook_bf16": Case(mlp(), plain(), prepare=hook(default_hooks.bf16_compress_hook), gpu_only=True),
-    "hook_in_python": Case(mlp(), plain(), SMALL_BUCKETS, prepare=hook(chained)),
-    "hook_power_sgd": Case(mlp(), plain(), prepare=power_sgd_hook, rtol=1e-6),
-    "hook_builtin_fp16": Case(
-        mlp(), plain(), prepare=lambda ddp: ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
-    ),
+    "hook_allreduce": Case(mlp(), plain(), prepare=REGISTER["allreduce"]),
+    "hook_fp16": Case(mlp(), plain(), prepare=REGISTER["fp16"]),
+    "hook_bf16": Case(mlp(), plain(), prepare=registers(default_hooks.bf16_compress_hook), gpu_only=True),
+    "hook_in_python": Case(mlp(), plain(), SMALL_BUCKETS, prepare=REGISTER["futures_chained_in_python"]),
+    "hook_power_sgd": Case(mlp(), plain(), prepare=REGISTER["power_sgd"], rtol=1e-6),
+    "hook_builtin_fp16": Case(mlp(), plain(), prepare=REGISTER["builtin_fp16"]),
     # torch sums in the reduced precision, ours in that of the buckets.
     "mixed_precision": Case(
         mlp(), plain(), {"mixed_precision": BF16}, optimizer=sgd, rtol=1e-2, gpu_only=True

@@ -12,7 +12,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.join import Join
-from torch.utils.checkpoint import checkpoint
+
+from tests.fault.test_bad_input import used_twice
+from tests.harness import future_of
 
 Case = Callable[[Any, int], Any]
 
@@ -93,6 +95,7 @@ CASES: dict[str, Case] = {
     "names_that_have_no_parameter": lambda cls, rank: (m := cls(linear()))._build_debug_param_to_name_mapping(
         [m.module.weight]
     ),
+    "checkpoints_that_share_a_layer": used_twice,
     "an_attribute_that_is_not_there": lambda cls, rank: cls(linear()).no_such_thing,
 }
 
@@ -117,12 +120,6 @@ def python_reducer_with_a_list_of_caps(cls, rank):
 
 def all_reduced(state, bucket):
     return default_hooks.allreduce_hook(dist.group.WORLD, bucket)
-
-
-def future_of(value: Any, error: Exception | None = None) -> Any:
-    future: Any = torch.futures.Future()
-    future.set_result(value) if error is None else future.set_exception(error)
-    return future
 
 
 def raises(error: Exception) -> Any:
@@ -202,19 +199,6 @@ for _error in (KeyError, RuntimeError, StopIteration):
     returning(f"never_but_raises_{_error.__name__}", lambda bucket, error=_error: raises(error("of the hook")))
 returning("never_but_exits", lambda bucket: raises(SystemExit(3)))  # type: ignore[arg-type]
 returning("never_but_is_interrupted", lambda bucket: raises(KeyboardInterrupt()))  # type: ignore[arg-type]
-
-
-@case
-def checkpoints_that_share_a_layer(cls, rank):
-    class Twice(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = linear()
-
-        def forward(self, x):
-            return checkpoint(self.layer, checkpoint(self.layer, x, use_reentrant=True), use_reentrant=True)
-
-    cls(Twice())(torch.ones(2, 4, requires_grad=True)).sum().backward()
 
 
 @case

@@ -53,8 +53,8 @@ def _encode_and_decode(state, bucket):
     return dist.all_reduce(sent, async_op=True).get_future().then(lambda f: f.value()[0] / (2 * dist.get_world_size()))
 
 
-def _registers(hook, state=None):
-    return lambda ddp: ddp.register_comm_hook(state, hook)
+def registers(hook):
+    return lambda ddp: ddp.register_comm_hook(None, hook)
 
 
 def _registers_builtin(name):
@@ -64,16 +64,16 @@ def _registers_builtin(name):
 # Not tested: in torch 2.13 batched_powerSGD_hook fails its own assertion and the quantization hooks cannot index gloo's
 # all-gather results, with torch's class too.
 REGISTER = {
-    "allreduce": _registers(default_hooks.allreduce_hook),
-    "fp16": _registers(default_hooks.fp16_compress_hook),
-    "fp16_wrapped_allreduce": _registers(default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook)),
+    "allreduce": registers(default_hooks.allreduce_hook),
+    "fp16": registers(default_hooks.fp16_compress_hook),
+    "fp16_wrapped_allreduce": registers(default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook)),
     "power_sgd": lambda ddp: _power_sgd(ddp, power_sgd.powerSGD_hook),
     "fp16_wrapped_power_sgd": lambda ddp: _power_sgd(ddp, default_hooks.fp16_compress_wrapper(power_sgd.powerSGD_hook)),
     "post_local_sgd": lambda ddp: ddp.register_comm_hook(
         PostLocalSGDState(process_group=None, subgroup=dist.group.WORLD, start_localSGD_iter=2), post_localSGD_hook
     ),
-    "noop": _registers(noop_hook),
-    "futures_chained_in_python": _registers(_encode_and_decode),
+    "noop": registers(noop_hook),
+    "futures_chained_in_python": registers(_encode_and_decode),
     "builtin_allreduce": _registers_builtin("ALLREDUCE"),
     "builtin_fp16": _registers_builtin("FP16_COMPRESS"),
 }
