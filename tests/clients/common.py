@@ -1,7 +1,5 @@
 """Helpers shared by the clients' tests: start programs and compare trained models."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re
@@ -16,7 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.programs import ROOT
+
 OURS = "torchddp.ddp.module.DistributedDataParallel"
 TORCHS = "torch.nn.parallel.distributed.DistributedDataParallel"
 # Variables of launchers or the user's shell that test programs must not inherit.

@@ -2,13 +2,12 @@
 
 import os
 import re
-import subprocess
-import sys
 
 import pytest
 
 from tests.harness import run_ranks
 from tests.pages import code_of
+from tests.programs import python
 
 
 def test_the_example_of_fail_together(tmp_path):
@@ -35,9 +34,8 @@ def test_the_example_of_collectives(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(code.strip())
     promised = "torchddp hang report" + told.splitlines()[0]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", "--standalone", str(script)]
-    environment = {**os.environ, "TORCHDDP_HANG_REPORT_DIR": str(tmp_path), "GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "4", "--standalone")
+    done = python(*torchrun, str(script), TORCHDDP_HANG_REPORT_DIR=str(tmp_path))
     reports = [line for line in done.stderr.splitlines() if line.startswith("torchddp hang report")]
     assert len(reports) == 1, done.stderr
     assert re.sub(r"[\d.]+ s$", "", reports[0]) == re.sub(r"[\d.]+ s$", "", promised)

@@ -17,13 +17,13 @@ import torchddp
 from benchmarks.chaos.leaks import holders_of, segments_of
 from tests.harness import GROUP_TIMEOUT_S, on_ranks, run_ranks
 from tests.models import Mlp, assert_grads, batch, grads_of, loss_of, seeded, step_on
+from tests.programs import ROOT
 from torchddp import _C, TransportError
 from torchddp.averaging import DiLoCo
 from torchddp.transport.waits import wait_for_future, wait_for_keys
 
 LIMIT_S = GROUP_TIMEOUT_S  # of every operation; a rank that waited for it would have hung
 TRANSPORTS = ["shm", "c10d"]
-ROOT = Path(__file__).resolve().parents[2]
 
 pytestmark = pytest.mark.beyond_torch("torch's class runs handlers when the wait is over")
 

@@ -1,7 +1,5 @@
 """Valid and invalid models for `--model tests.unit.benchmark_models:NAME`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

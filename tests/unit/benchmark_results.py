@@ -1,7 +1,5 @@
 """Benchmark results from made-up times without noise."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

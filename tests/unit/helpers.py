@@ -1,12 +1,11 @@
 """Helpers for printed tables, rejected arguments, and waiting for processes."""
 
-from __future__ import annotations
-
 import io
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from rich.console import Console
@@ -29,6 +28,13 @@ def assert_refused(
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.startswith("error: ") and captured.err.count("\n") == 1, arguments
     assert words in captured.err, arguments
+
+
+def remove_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave no folder for caches."""
+    for name in ("TORCHDDP_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", mock.Mock(side_effect=RuntimeError("no home")))
 
 
 def is_running(pid: int) -> bool:

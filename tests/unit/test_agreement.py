@@ -13,21 +13,7 @@ import torch.distributed as dist
 from tests.harness import each, gathered, on_ranks, stay
 from torchddp import _C, TransportError
 from torchddp.transport import agreement
-from torchddp.transport.agreement import (
-    GroupExchange,
-    Peer,
-    StoreExchange,
-    TransportExchange,
-    align_group_counts,
-    connect_all,
-    first_difference,
-    gather_if_different,
-    list_problems,
-    part_of_store,
-    ranks_by,
-    ranks_per_host,
-    verify_agreement,
-)
+from torchddp.transport.agreement import GroupExchange, Peer, StoreExchange, TransportExchange
 from torchddp.transport.select import open_transport
 
 CPU = torch.device("cpu")
@@ -97,13 +83,13 @@ def test_an_interrupt_ends_the_wait_over_a_store():
 
 @on_ranks(2)
 def test_parts_of_a_store_and_restarts_use_different_keys(rank, monkeypatch):
-    parts = [part_of_store(dist.group.WORLD, name) for name in "aab"]
+    parts = [agreement.part_of_store(dist.group.WORLD, name) for name in "aab"]
     parts[0].set(f"key{rank}", "")
     dist.barrier()
     for attempt in "01":
         agreement._parts.clear()  # as in a new process
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
-        parts.append(part_of_store(dist.group.WORLD, "a"))
+        parts.append(agreement.part_of_store(dist.group.WORLD, "a"))
     assert [part.check([f"key{1 - rank}"]) for part in parts] == [True, False, False, True, False]
 
 
@@ -140,9 +126,9 @@ def test_no_rank_waits_longer_than_the_limit(rank):
 
 
 def test_problems_are_grouped_by_rank():
-    assert ranks_by([]) == {} and list(ranks_by("bab").items()) == [("b", [0, 2]), ("a", [1])]
-    assert list_problems([]) == list_problems(["", ""]) == ""
-    assert list_problems(["x", "", "y", "x"]) == "rank 0, 3: x; rank 2: y"
+    assert agreement.ranks_by([]) == {} and list(agreement.ranks_by("bab").items()) == [("b", [0, 2]), ("a", [1])]
+    assert agreement.list_problems([]) == agreement.list_problems(["", ""]) == ""
+    assert agreement.list_problems(["x", "", "y", "x"]) == "rank 0, 3: x; rank 2: y"
 
 
 class Counted(GroupExchange):
@@ -158,9 +144,9 @@ class Counted(GroupExchange):
 @on_ranks(1, 3)
 def test_values_are_gathered_only_if_they_differ(rank, world_size):
     exchange = Counted(dist.group.WORLD)
-    assert gather_if_different(["the same", (1, 2)], exchange) is None
+    assert agreement.gather_if_different(["the same", (1, 2)], exchange) is None
     assert exchange.sent == (world_size > 1)
-    told = gather_if_different(["differs on the last", rank == world_size - 1], exchange)
+    told = agreement.gather_if_different(["differs on the last", rank == world_size - 1], exchange)
     values = [["differs on the last", rank == world_size - 1] for rank in range(world_size)]
     assert (told, exchange.sent) == ((values, 4) if world_size > 1 else (None, 0))
 
@@ -168,16 +154,16 @@ def test_values_are_gathered_only_if_they_differ(rank, world_size):
 @on_ranks(3)
 def test_ranks_per_host_counts_the_fullest_host(rank, monkeypatch):
     monkeypatch.setenv("TORCHDDP_HOST_ID", "ab"[rank // 2])
-    assert ranks_per_host(TransportExchange(_C.C10dTransport(dist.group.WORLD), int, CPU)) == 2
+    assert agreement.ranks_per_host(TransportExchange(_C.C10dTransport(dist.group.WORLD), int, CPU)) == 2
 
 
 @on_ranks(3)
 def test_the_first_difference_between_ranks_is_raised_on_all_ranks(rank):
-    verify_agreement(["a", "b"], None, dist.group.WORLD)
+    agreement.verify_agreement(["a", "b"], None, dist.group.WORLD)
     with pytest.raises(RuntimeError) as caught:
-        verify_agreement(["a", "c" if rank == 2 else "b"], None, dist.group.WORLD, "The test")
+        agreement.verify_agreement(["a", "c" if rank == 2 else "b"], None, dist.group.WORLD, "The test")
     assert str(caught.value) == "The test needs the same parameters on all ranks. On rank 2 it is c, on rank 0 b."
-    assert "only rank 1 has is b" in first_difference([["a"], ["a", "b"]])
+    assert "only rank 1 has is b" in agreement.first_difference([["a"], ["a", "b"]])
 
 
 @on_ranks(3)
@@ -187,7 +173,7 @@ def test_an_error_on_some_ranks_is_raised_on_all(rank):
         ranks = ", ".join(map(str, failing))
         quoted = RuntimeError, f"OSS failed on other ranks: rank {ranks}: ValueError: no such thing"
         with pytest.raises((ValueError, RuntimeError)) as caught:
-            verify_agreement(["a"], own, dist.group.WORLD)
+            agreement.verify_agreement(["a"], own, dist.group.WORLD)
         assert (type(caught.value), str(caught.value)) == (quoted if own is None else (ValueError, str(own)))
     # All ranks have made the same number of gathers.
     assert GroupExchange(dist.group.WORLD).gather(rank) == [0, 1, 2]
@@ -214,7 +200,7 @@ def test_all_ranks_connect_or_get_the_same_reason(problems, against, failing, ou
             return f"connection of rank {rank}"
 
         exchange = StoreExchange(store, rank, 3, MINUTE, "the test")
-        return connect_all(exchange, Peer(problem=problems[rank]), lambda _: against, connect)
+        return agreement.connect_all(exchange, Peer(problem=problems[rank]), lambda _: against, connect)
 
     assert on_threads(work, 3) == outcome
 
@@ -223,7 +209,7 @@ def test_all_ranks_connect_or_get_the_same_reason(problems, against, failing, ou
 def test_aligned_group_counts_give_new_groups_the_same_name_on_all_ranks(rank, world_size):
     for _ in range(rank):
         dist.new_group([rank], use_local_synchronization=True)
-    align_group_counts(dist.group.WORLD)
+    agreement.align_group_counts(dist.group.WORLD)
     ranks = list(range(world_size))
     group = dist.new_group(ranks, use_local_synchronization=True, timeout=MINUTE)
     assert GroupExchange(group).gather(rank) == ranks

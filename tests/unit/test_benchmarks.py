@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from torch import nn
 
+from tests.programs import ROOT
 from tests.unit import benchmark_models
 from tests.unit.benchmark_results import by_name, document, overlap, scaling, startup, step_time
 from tests.unit.helpers import assert_refused, is_running, printed, wait_until
@@ -26,7 +27,6 @@ from torchddp.bench.report import save_results
 from torchddp.harness import stats
 from torchddp.harness.variants import TORCH_DDP, ArgumentError, Role, Variant, load_class, make_variants
 
-ROOT = Path(__file__).resolve().parents[2]
 TORCH = ["--ours", TORCH_DDP]
 
 

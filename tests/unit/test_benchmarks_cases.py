@@ -134,19 +134,8 @@ def test_a_case_saves_its_measurements(arguments, model, times, tmp_path, capsys
 @pytest.mark.thorough
 def test_scaling_launches_each_world_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "result.json"
-    arguments = [
-        "--case",
-        "scaling",
-        "--set",
-        "world_sizes=2,1",
-        "--model",
-        "conv",
-        "--seconds",
-        "0.2",
-        "--json",
-        str(path),
-    ]
-    assert cli.main([*arguments, "--ours", TORCH_DDP]) == 0
+    arguments = "--case scaling --set world_sizes=2,1 --model conv --seconds 0.2 --json".split()
+    assert cli.main([*arguments, str(path), "--ours", TORCH_DDP]) == 0
     assert "scaling · batch-norm conv net" in capsys.readouterr().out
     alone, two = json.loads(path.read_text())["results"][0]["sizes"]
     assert (alone["world_size"], two["world_size"]) == (1, 2)

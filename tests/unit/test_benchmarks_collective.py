@@ -17,22 +17,7 @@ from tests.unit.benchmark_results import by_name
 from tests.unit.helpers import printed, wait_until
 from torchddp.bench import collective
 from torchddp.bench.cases import MIN_ROUNDS, Job
-from torchddp.bench.collective import (
-    BUS_FACTORS,
-    LEAD_IN_SMALL,
-    LIBRARIES,
-    Library,
-    Meeting,
-    MpiHost,
-    Trial,
-    WrongResultError,
-    collective_result,
-    collective_table,
-    draw,
-    measure,
-    open_place,
-    stamp,
-)
+from torchddp.bench.collective import LIBRARIES, Library
 from torchddp.harness.launch import THIS_HOST
 
 MB = 1024**2
@@ -49,17 +34,19 @@ def test_inputs_are_restored_before_every_call_and_wrong_results_are_named() -> 
 
         return {"all_reduce": run}
 
-    trial = Trial("x", Library(torch.empty, bind), "all_reduce", 1000, meet=lambda: None)
+    trial = collective.Trial("x", Library(torch.empty, bind), "all_reduce", 1000, meet=lambda: None)
     trial.step()
     words = r"all_reduce of 'x' on rank 0: \d+ of 1000 elements are wrong, the first at index \d+ with value"
-    with pytest.raises(WrongResultError, match=words):
+    with pytest.raises(collective.WrongResultError, match=words):
         trial.check()
-    assert len(found) == LEAD_IN_SMALL + 2 and all(torch.equal(one, stamp(0, 1000)) for one in found)
+    assert len(found) == collective.LEAD_IN_SMALL + 2 and all(
+        torch.equal(one, collective.stamp(0, 1000)) for one in found
+    )
 
 
 @on_ranks(3)
 def test_no_rank_leaves_a_barrier_before_the_last_arrives(rank: int) -> None:
-    meet = Meeting()
+    meet = collective.Meeting()
     for late in (0, 2, 1):
         time.sleep(0.05 * (rank == late))
         came_s = time.monotonic()
@@ -70,12 +57,12 @@ def test_no_rank_leaves_a_barrier_before_the_last_arrives(rank: int) -> None:
 
 def timed(operation: str) -> dict[str, Any]:
     job = Job("collective", (), (), 2, seconds=0.02, options={"sizes": (1024, 4096)})
-    return measure(job, operation, lambda done, total: None)
+    return collective.measure(job, operation, lambda done, total: None)
 
 
 @on_ranks(2)
 def test_every_library_that_opens_is_timed(rank: int) -> None:
-    for operation in each(BUS_FACTORS):
+    for operation in each(collective.BUS_FACTORS):
         raw = timed(operation)
         if rank != 0:
             continue
@@ -117,7 +104,7 @@ def test_mpis_launcher_knows_the_ranks_and_ends_with_the_launch(
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with open_place(2) as place:
+    with collective.open_place(2) as place:
         assert place is THIS_HOST  # without the launcher and mpi4py
     launcher = tmp_path / "mpiexec.hydra"
     launcher.write_text(f"#!{sys.executable}\n{FAKE_LAUNCHER}")
@@ -128,8 +115,8 @@ def test_mpis_launcher_knows_the_ranks_and_ends_with_the_launch(
     monkeypatch.setattr(
         subprocess, "Popen", lambda *args, **options: started.append(real(*args, **options)) or started[0]
     )
-    with open_place(2) as place:
-        assert isinstance(place, MpiHost)
+    with collective.open_place(2) as place:
+        assert isinstance(place, collective.MpiHost)
         for rank in range(2):
             monkeypatch.setenv("PMI_ID", "none")
             place.enter(rank)
@@ -144,7 +131,7 @@ def fake_result(operation: str = "all_reduce", names: tuple[str, ...] = tuple(LI
         time_us = np.array([[one] * 20 for one in times_us[: len(names)]])
         sizes.append({"bytes": nbytes, "time_us": time_us, "slowest_us": 2 * time_us})
     plain = {"operation": operation, "processors": 8, "unavailable": {}, "names": list(names), "sizes": sizes}
-    return collective_result(plain | changed, world_size=4)
+    return collective.collective_result(plain | changed, world_size=4)
 
 
 def test_torchddp_is_compared_with_the_fastest_peer_of_each_size() -> None:
@@ -164,8 +151,8 @@ def test_torchddp_is_compared_with_the_fastest_peer_of_each_size() -> None:
 
 def test_the_report_says_what_is_missing_and_that_ranks_share_processors() -> None:
     result = fake_result(names=("gloo",), unavailable={"shm": "no room"}, processors=2)
-    text = printed(collective_table(result))
+    text = printed(collective.collective_table(result))
     for words in ("1 KB", "16 MB", "shm not available: no room", "4 ranks share 2 processors", "1 (best peer)"):
         assert words in text
-    axes = draw([fake_result(), result]).axes
+    axes = collective.draw([fake_result(), result]).axes
     assert [len(axis.lines) for axis in axes] == [5, 5, 1, 1]

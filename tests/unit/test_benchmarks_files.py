@@ -1,14 +1,12 @@
 """The files of `torchddp bench`, the committed results, and the chart in the README."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from benchmarks import pages, summary
+from tests.programs import python
 from torchddp.harness.variants import TORCH_DDP
 
 
@@ -18,9 +16,7 @@ def test_torchddp_bench_finds_a_model_in_the_current_folder_and_writes_its_files
     code = "import torch\n\ndef make():\n    return torch.nn.Linear(8, 2), torch.ones(3, 8)\n"
     (tmp_path / "mine.py").write_text(code)
     arguments = ["--case", "step_time", "--model", "mine:make", "--seconds", "0.1", "--quick", "--ours", TORCH_DDP]
-    program = [sys.executable, "-m", "torchddp", "bench", *arguments, "--out", "kept"]
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
-    done = subprocess.run(program, capture_output=True, text=True, timeout=300, cwd=tmp_path, env=env)
+    done = python("-m", "torchddp", "bench", *arguments, "--out", "kept", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "step_time · mine:make: 2 parameters" in done.stdout and "under test default" in done.stdout
     kept, picture = sorted((tmp_path / "kept").iterdir())

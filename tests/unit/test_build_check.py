@@ -1,14 +1,12 @@
 """The check at import that the extension was built for the running Python, torch and CUDA."""
 
-import os
-import subprocess
 import sys
 import sysconfig
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests.programs import python
 from torchddp import _C, _import_check
 from torchddp._import_check import minor, misfit, parse_build_info, read_build_info, running_versions, wheel_advice
 
@@ -82,13 +80,8 @@ def package_without_extension(folder: Path) -> Path:
 NO_FINDER = "import sys; sys.meta_path = [f for f in sys.meta_path if not f.__module__.startswith('__editable__')]"
 
 
-def run(code: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, **options)
-
-
 def import_error(folder: Path, before: str = NO_FINDER) -> str:
-    env = os.environ | {"PYTHONPATH": str(folder)}
-    done = run(f"{before}\nimport torchddp", cwd=folder, env=env)
+    done = python("-c", f"{before}\nimport torchddp", cwd=folder, PYTHONPATH=str(folder))
     assert done.returncode == 1
     return done.stderr.strip().splitlines()[-1]
 
@@ -120,9 +113,10 @@ def test_an_extension_that_loads_with_another_torch_is_refused():
 
 
 def test_import_loads_the_subpackages_but_not_dynamo_or_plots() -> None:
-    done = run(
+    done = python(
+        "-c",
         "import torch, sys; before = set(sys.modules); import torchddp; print(set(sys.modules) - before)\n"
-        "print(torchddp.profiler.profile.__name__, torchddp.optim.OSS.__name__)"  # without importing them
+        "print(torchddp.profiler.profile.__name__, torchddp.optim.OSS.__name__)",  # without importing them
     )
     imported, names = done.stdout.splitlines()
     assert names.split() == ["profile", "OSS"]

@@ -15,6 +15,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from tests.harness import each
+from tests.programs import ROOT
 from tests.unit.helpers import assert_refused, wait_until
 from torchddp.cli import doctor
 from torchddp.cli.app import app
@@ -24,7 +25,6 @@ from torchddp.harness.launch import Inbox, LaunchError, RankJob, follow
 from torchddp.harness.models import find_factory, prove
 from torchddp.harness.variants import ArgumentError
 
-ROOT = Path(__file__).resolve().parents[2]
 UNUSED = "tests.unit.benchmark_models:unused"
 COMMANDS = ["doctor", "trace", "tune", "simulate", "bench"]
 
@@ -271,9 +271,7 @@ def group_members(group: int) -> list[int]:
         pytest.param(["doctor"], "", id="doctor"),
     ],
 )
-def test_ctrl_c_prints_one_line_and_leaves_no_process_or_file(
-    command: list[str] | None, when: str, tmp_path: Path
-) -> None:
+def test_ctrl_c_prints_one_line_and_leaves_no_process_or_file(command, when, tmp_path):
     (tmp_path / "slow.py").write_text(SLOW.format(when=when))
     program = ["-c", SLOW_IMPORT.format(when=when)] if command is None else ["-m", "torchddp", *command]
     if command is not None and when:

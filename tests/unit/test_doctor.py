@@ -5,11 +5,11 @@ import io
 import json
 import os
 import subprocess
-import sys
 
 import pytest
 from rich.console import Console
 
+from tests.programs import python
 from torchddp import _C
 from torchddp._command import is_command
 from torchddp._import_check import parse_build_info
@@ -33,19 +33,16 @@ CUDA_BUILT = Built(torch="2.13.0+cu130", cuda="13.0.88", nccl="2.29.7", archs="7
 CUDA_RUNNING = Running(python="3.11.7", torch="2.13.0+cu130", cuda="13.0", nccl="2.29.7")
 
 
-def doctor(*args: str, before: str = "", environ: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+def doctor(*args: str, before: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
     """Run `torchddp doctor` in its own process, after the statements `before`."""
     code = f"import sys; sys.argv = ['/somewhere/bin/torchddp', 'doctor', *{args!r}]\n{before}\n"
     code += "from torchddp.cli import main; main()"
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("TORCHDDP_")}
-    return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, env=clean | (environ or {})
-    )
+    return python("-c", code, **environment)
 
 
 def test_a_working_installation_passes() -> None:
     cores = len(os.sched_getaffinity(0))
-    done = doctor("--json", environ={"LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": str(cores)})
+    done = doctor("--json", LOCAL_WORLD_SIZE="2", OMP_NUM_THREADS=str(cores))
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout)
     works = {transport["name"]: transport["works"] for transport in found["transports"]}
@@ -65,8 +62,7 @@ def test_a_torch_that_does_not_load_is_reported() -> None:
 
 
 def test_an_extension_that_does_not_load_is_reported() -> None:
-    environ = {"LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
-    done = doctor(before="import torch; sys.modules['torchddp._C'] = None", environ=environ)
+    done = doctor(before="import torch; sys.modules['torchddp._C'] = None", LOCAL_WORLD_SIZE="2", OMP_NUM_THREADS="1")
     assert done.returncode == 1
     assert "compiled extension does not load" in done.stdout
     built = parse_build_info(_C.build_info)

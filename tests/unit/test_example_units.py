@@ -229,9 +229,7 @@ time.sleep(1000)
 """
 
 
-def test_children_that_ignore_sigterm_are_killed_when_the_block_ends(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_children_that_ignore_sigterm_are_killed_when_the_block_ends(tmp_path, monkeypatch):
     monkeypatch.setattr(processes, "GRACE_SECONDS", 0.5)
     said = tmp_path / "said"
     with said.open("w") as output, pytest.raises(ZeroDivisionError):

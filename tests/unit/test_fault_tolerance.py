@@ -2,26 +2,22 @@
 
 import importlib.util
 import socket
-import subprocess
-import sys
 
 import pytest
 
+from tests.programs import python
 from torchddp import fault_tolerance
 from torchddp.fault_tolerance.manager import check_lighthouse
 
 
-def _python(code):
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-
-
 def test_torchft_is_imported_only_on_use_and_reported_if_missing():
-    done = _python(
+    done = python(
+        "-c",
         "import sys, torchddp, torchddp.fault_tolerance\n"
-        "print([m for m in sys.modules if m.startswith('torchft') or m.startswith('torchddp.fault_tolerance.')])"
+        "print([m for m in sys.modules if m.startswith('torchft') or m.startswith('torchddp.fault_tolerance.')])",
     )
     assert done.stdout.strip() == "[]", done.stderr
-    done = _python("import sys\nsys.modules['torchft'] = None\nfrom torchddp.fault_tolerance import state_dict")
+    done = python("-c", "import sys\nsys.modules['torchft'] = None\nfrom torchddp.fault_tolerance import state_dict")
     assert done.returncode == 1
     assert done.stderr.endswith("ImportError: torchddp.fault_tolerance.state_dict needs torchft: pip install torchft\n")
 

@@ -17,9 +17,9 @@ import torch
 from tests.gpu import environment, summary
 from tests.gpu.device import DEVICE_ENV
 from tests.gpu.test_two_ranks_nccl import LIBRARY_ENV
+from tests.programs import ROOT
 from tests.unit.helpers import wait_until
 
-ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "tests" / "gpu" / "run.sh"
 DRY = ["--dry-run", "--skip-build"]
 # The command of a fake interpreter: every step succeeds at once.

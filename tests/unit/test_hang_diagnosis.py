@@ -3,11 +3,11 @@
 import json
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.programs import python
 from tests.unit.helpers import wait_until
 from torchddp.ddp import options
 from torchddp.diagnose import diagnosis, rank_state
@@ -163,13 +163,12 @@ def test_an_uncaught_exception_is_recorded_and_printed():
         "atexit.register(lambda: print(s.last_exception(1)['type'], s.last_exception(1)['where']))\n"
         "raise ValueError('seen')"
     )
-    folder = Path(rank_state.__file__).parent
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=folder)
+    done = python("-c", code, cwd=Path(rank_state.__file__).parent)
     assert done.stdout == "ValueError the program\n" and "ValueError: seen" in done.stderr and done.returncode == 1
 
 
 def test_invalid_stall_limits_are_refused(monkeypatch):
-    """tests/fault/test_hang_reports.py tests other limits and their precedence."""
+    """tests/fault/test_bad_input.py tests those of the option."""
     monkeypatch.delenv(options.STALL_ENV, raising=False)
     assert options.stall_limit_s(None, 1800) == 60 and options.stall_limit_s(29.5, 30) == 29.5
     for text, words in (

@@ -5,7 +5,6 @@ import inspect
 import os
 import pickle
 import re
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,18 +18,12 @@ from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 
 import torchddp
 from tests.harness import each, run_ranks
-from tests.programs import CLAIM, ROOT, clean_environment
+from tests.programs import CLAIM, ROOT, python
 from torchddp import run
 from torchddp.integrations import announce, composer, require
 from torchddp.integrations import install as install_module
 
 PLAIN = type(TorchDDP)
-
-
-def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Runs Python with the checkout, or with the given PYTHONPATH."""
-    command, clean = [sys.executable, *arguments], clean_environment(**environment)
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=clean)
 
 
 @pytest.fixture(autouse=True)
@@ -179,9 +172,7 @@ def test_a_driver_is_warned_that_its_workers_are_other_processes(monkeypatch, ca
         assert caplog.text.count(line) == in_all, (engine, changes)
 
 
-def test_a_missing_integration_is_reported_with_the_package_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_integration_is_reported_with_the_package_to_install(tmp_path, monkeypatch):
     with pytest.raises(ImportError, match=r"^no_such_client is not installed: pip install mosaicml$"):
         require("no_such_client.trainer", "mosaicml")
     assert require("json.decoder", "mosaicml").__name__ == "json.decoder"
@@ -276,9 +267,7 @@ def test_a_program_runs_as_under_python(tmp_path: Path, monkeypatch: pytest.Monk
     assert done.stdout.endswith("_InstalledMeta 1\n")
 
 
-def test_wrong_arguments_of_torchddp_run_are_reported(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wrong_arguments_of_torchddp_run_are_reported(capsys, monkeypatch):
     monkeypatch.setenv("TORCHDDP_INSTALL", "")  # main sets it; this restores it
     for arguments, code, words in (
         ([], 2, "which program?"),

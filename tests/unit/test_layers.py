@@ -4,11 +4,9 @@ import ast
 import graphlib
 import importlib.util
 import re
-import subprocess
-import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.programs import ROOT, python
 
 # Lower folders first; folders of equal rank don't include each other.
 FOLDERS = [["common"], ["plan", "kernels", "timeline"], ["shm", "gpu"], ["transport"], ["shm_backend", "bucket"]]
@@ -127,8 +125,8 @@ def import_problems(package: Path) -> list[str]:
 def test_import_torchddp_loads_few_modules() -> None:
     """It loads nothing that only compression, planning and sharding need."""
     listing = "import sys, torchddp; print(*(m for m in sys.modules if m.split('.')[0] == 'torchddp'))"
-    done = subprocess.run([sys.executable, "-c", listing], check=True, capture_output=True, text=True, cwd=ROOT)
+    done = python("-c", listing)
     loaded = done.stdout.split()
-    assert "torchddp.ddp.module" in loaded and len(loaded) <= 30, loaded
+    assert "torchddp.ddp.module" in loaded and len(loaded) <= 30, (loaded, done.stderr)
     allowed = {*PACKAGE[: PACKAGE.index("ddp") + 1], "_C"}
     assert {name.split(".")[1] for name in loaded if name != "torchddp"} <= allowed

@@ -1,7 +1,5 @@
 """The cases `links` and `training`: emulated links, results from made-up times and losses, and tasks."""
 
-from __future__ import annotations
-
 import math
 import os
 import shutil

@@ -1,7 +1,5 @@
 """docs/migration.md and docs/torch_features.md list every argument and name only APIs and files that exist."""
 
-from __future__ import annotations
-
 import inspect
 import pkgutil
 import re

@@ -1,7 +1,5 @@
 """ParallelConfig: options, files, command lines and error messages; layouts of ranks; blocks to wrap."""
 
-from __future__ import annotations
-
 import dataclasses
 import datetime
 import json

@@ -5,7 +5,6 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ from hypothesis import strategies as st
 
 from tests.harness import each
 from tests.simulated import make_profile
+from tests.unit.helpers import remove_home
 from torchddp import _C
 from torchddp.ddp import bucket_sizes
 from torchddp.ddp.bucket_sizes import shared_sizes
@@ -123,10 +123,7 @@ def test_a_plan_is_saved_and_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_saving_a_plan_needs_a_home_or_cache_folder(monkeypatch: pytest.MonkeyPatch):
-    for name in ("TORCHDDP_CACHE_DIR", "XDG_CACHE_HOME"):
-        monkeypatch.delenv(name, raising=False)
-
-    monkeypatch.setattr(Path, "home", mock.Mock(side_effect=RuntimeError("no home")))
+    remove_home(monkeypatch)
     with pytest.raises(PlanCacheError, match="TORCHDDP_CACHE_DIR"):
         assert KEY.path
     assert kept_plan(specs([1]), KEY) is None
@@ -218,15 +215,10 @@ def test_brute_force_finds_no_better_plan(gradients, kinds, this):
 
 
 KIB, MIB = 1024, 1024 * 1024
-costs = st.builds(MessageLine, st.floats(0, 1), st.floats(0, 1e-6))
-
-
-def line_through(small_us: float, mebibyte_us: float) -> MessageLine:
-    """The cost line through the times of an almost empty message and of a 1 MiB message."""
-    return MessageLine(small_us * 1e-6, (mebibyte_us - small_us) * 1e-6 / MIB)
 
 
 def test_default_sizes_grow_with_the_fixed_cost_of_a_message():
+    # The times of an almost empty message and of a 1 MiB message.
     for small_us, mebibyte_us, cap_mib, solo_kib in (
         (2.5, 21, 1, 256),  # two ranks with one processor each
         (3.5, 21, 1, 256),  # the same with measurement error
@@ -234,29 +226,18 @@ def test_default_sizes_grow_with_the_fixed_cost_of_a_message():
         (94, 342, 2, 256),  # eight ranks on two processors
         (1000, 1100, 25, 3200),  # the cost per byte is negligible
     ):
-        sizes = shared_sizes(line_through(small_us, mebibyte_us))
-        assert sizes == (cap_mib * MIB, solo_kib * KIB), (small_us, mebibyte_us)
+        line = MessageLine(small_us * 1e-6, (mebibyte_us - small_us) * 1e-6 / MIB)
+        assert shared_sizes(line) == (cap_mib * MIB, solo_kib * KIB), (small_us, mebibyte_us)
 
 
-@given(costs)
-def test_default_sizes_are_powers_of_two_within_their_limits(line):
-    cap, solo = shared_sizes(line)
+@given(st.floats(0, 1), st.floats(0, 1e-6), st.floats(1, 100))
+def test_default_sizes_keep_within_their_limits_and_the_fixed_cost_about_an_eighth(alpha_s, beta_s_per_byte, factor):
+    cap, solo = shared_sizes(MessageLine(alpha_s, beta_s_per_byte))
     assert cap in {*(MIB << step for step in range(5)), 25 * MIB}
     assert 256 * KIB <= solo <= cap // 4
-
-
-@given(costs)
-def test_the_fixed_cost_is_about_an_eighth_of_a_messages_time(line):
-    cap, _ = shared_sizes(line)
-    if cap < 25 * MIB:
-        # The cap may be too small by half a step, a factor of sqrt(2).
-        assert line.alpha_s <= math.sqrt(2) / 7 * cap * line.beta_s_per_byte * (1 + 1e-9)
-
-
-@given(costs, st.floats(1, 100))
-def test_costlier_messages_never_make_smaller_buckets(line, factor):
-    dearer = line._replace(alpha_s=line.alpha_s * factor)
-    assert shared_sizes(dearer) >= shared_sizes(line)
+    # The cap may be too small by half a step, a factor of sqrt(2).
+    assert cap == 25 * MIB or alpha_s <= math.sqrt(2) / 7 * cap * beta_s_per_byte * (1 + 1e-9)
+    assert shared_sizes(MessageLine(alpha_s * factor, beta_s_per_byte)) >= (cap, solo)
 
 
 def test_options_set_bucket_caps_and_the_size_of_adopted_gradients():

@@ -1,7 +1,5 @@
 """Profiles of all ranks merged on one clock: clock offsets, stragglers, and the report."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, replace
 from decimal import Decimal

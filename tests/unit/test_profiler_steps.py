@@ -1,7 +1,5 @@
 """Steps parsed from hand-made events, the values that loggers get, and traffic in words."""
 
-from __future__ import annotations
-
 from unittest import mock
 
 import pytest

@@ -1,7 +1,5 @@
 """The package as seen by type checkers and interactive shells: public names and literal choices."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from typing import Literal, get_args, get_origin

@@ -14,6 +14,7 @@ from scripts.check_conformance import WORLD_SIZES, expected_tests, read_outcome
 from scripts.check_cuda_binary import ARCHS, code_problems
 from scripts.check_stubs import built_names, compare, stub_names
 from scripts.check_wheel import content_problems, metadata_problems, runpath_problems, tag_problems
+from tests.programs import ROOT
 
 STUB = """
 import torch
@@ -56,7 +57,6 @@ def test_missed_conformance_tests_are_found(tmp_path: Path) -> None:
         assert len(wanted) > 90 and all(name.startswith("WheelDistTest.test_") for name in wanted), world_size
 
 
-ROOT = Path(__file__).resolve().parents[2]
 FILES = ("__init__.py", "py.typed", "_C.pyi", "_C.cpython-311-x86_64-linux-gnu.so", "cli/__init__.py")
 INFO = "torchddp-0.1.0+cpu.torch2.13.dist-info"
 NAMES = [*(f"torchddp/{name}" for name in FILES), f"{INFO}/METADATA", f"{INFO}/licenses/LICENSE"]

@@ -1,7 +1,5 @@
 """The simulator: all-reduce costs against closed forms, steps computed by hand, and properties of every prediction."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

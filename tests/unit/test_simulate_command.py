@@ -1,7 +1,5 @@
 """`torchddp simulate`: its output, files and errors."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

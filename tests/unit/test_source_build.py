@@ -1,7 +1,5 @@
 """setup.py in small checkouts with a one-line extension: metadata, build errors, and stale build folders."""
 
-from __future__ import annotations
-
 import email
 import os
 import re
@@ -15,8 +13,9 @@ import pytest
 import setuptools
 import torch
 
+from tests.programs import ROOT
+
 tomllib = pytest.importorskip("tomllib", reason="needs Python 3.11")
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture

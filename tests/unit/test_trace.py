@@ -1,11 +1,7 @@
 """`torchddp trace`: its arguments, kept bucket plans, and the files it writes."""
 
-from __future__ import annotations
-
 import json
 import os
-import subprocess
-import sys
 from dataclasses import asdict
 from pathlib import Path
 
@@ -14,14 +10,13 @@ from torch import nn
 
 import torchddp
 from tests.harness import each, on_ranks
+from tests.programs import ROOT, python
 from tests.unit.helpers import assert_refused
 from torchddp.cli.app import app
 from torchddp.cli.trace import _use_kept_plan
 from torchddp.harness.command import run_app
 from torchddp.harness.variants import ArgumentError
 from torchddp.plan.auto_plan import plan_key
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def trace(arguments: list[str]) -> int:
@@ -48,9 +43,7 @@ def test_a_wrong_argument_is_refused_in_one_sentence(capsys: pytest.CaptureFixtu
         assert_refused(trace, arguments, words, capsys)
 
 
-def test_under_torchrun_the_world_size_cannot_be_chosen(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_under_torchrun_the_world_size_cannot_be_chosen(monkeypatch, capsys):
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     assert_refused(trace, [], "With one rank there is nothing", capsys)
@@ -114,9 +107,8 @@ def test_a_run_writes_all_requested_files(tmp_path: Path) -> None:
         "    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 1))\n"
         "    return model, torch.ones(2, 8)\n"
     )
-    command = [sys.executable, "-m", "torchddp", "trace", "--model", "mine:make", "--steps", "4", *arguments]
-    env = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path, env=env)
+    command = ["-m", "torchddp", "trace", "--model", "mine:make", "--steps", "4", *arguments]
+    done = python(*command, cwd=tmp_path, PYTHONPATH=f"{ROOT}{os.pathsep}{tmp_path}")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "mine:make, 2 ranks, cpu, transport" in done.stdout
     assert all(f"wrote {path}" in "".join(done.stdout.split("\n")) for path in paths.values())

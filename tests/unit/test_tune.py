@@ -4,8 +4,6 @@ import json
 import re
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -13,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.simulated import make_profile
-from tests.unit.helpers import printed
+from tests.unit.helpers import assert_refused, printed, remove_home
 from torchddp.cli.app import app
 from torchddp.cli.tune import _keep, answer, draw_curve, expectation_text, notes, tune_table
 from torchddp.cli.tune_run import Candidate, TuneResult, choose, make_candidates, predicted_ms, tune_document
@@ -126,7 +124,7 @@ def test_table_and_plot_show_the_document() -> None:
     assert {text.get_text() for text in figure.axes[0].get_xticklabels()} == {"1", "2", "25"}
 
 
-def run_tune(*arguments: str) -> int:
+def run_tune(arguments: list[str]) -> int:
     return run_app(app, "torchddp", ["tune", *arguments])
 
 
@@ -135,7 +133,8 @@ def test_a_run_saves_its_plan(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("TORCHDDP_CACHE_DIR", str(tmp_path / "cache"))
     paths = {f"--{name}": tmp_path / f"t.{name}" for name in ("json", "plot", "profile")}
     written = [text for option, path in paths.items() for text in (option, str(path))]
-    assert run_tune("--model", "mlp", "--seconds", "0.2", "--caps", "4,25", *written) == 0, capsys.readouterr().err
+    arguments = ["--model", "mlp", "--seconds", "0.2", "--caps", "4,25", *written]
+    assert run_tune(arguments) == 0, capsys.readouterr().err
     document = json.loads(paths["--json"].read_text())["results"][0]
     assert [row["name"] for row in document["candidates"]][:3] == ["default", "planned", "4 MiB"]
     found = load_profile(paths["--profile"])
@@ -156,9 +155,7 @@ def test_a_plan_that_cannot_be_saved_is_reported_in_one_sentence(monkeypatch):
     monkeypatch.setenv("TORCHDDP_CACHE_DIR", "/dev/null/cache")
     with pytest.raises(ArgumentError, match=r"^Cannot save the plan as '/dev/null/cache/plan-.*'.*; see --no-keep\.$"):
         keeping()
-    for name in ("TORCHDDP_CACHE_DIR", "XDG_CACHE_HOME"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(Path, "home", mock.Mock(side_effect=RuntimeError("no home")))
+    remove_home(monkeypatch)
     with pytest.raises(ArgumentError, match=r"no folder for plans \(no home\).* Or save no plan, with --no-keep\.$"):
         keeping()
 
@@ -174,6 +171,4 @@ def test_a_wrong_argument_is_refused_in_one_sentence(capsys):
         (["--plot", "/nowhere/x.png"], "folder '/nowhere' does not exist"),
         (["--what"], "No such option"),
     ):
-        assert run_tune(*arguments) == 2, arguments
-        told = capsys.readouterr()
-        assert words in told.err and told.err.count("\n") == 1 and told.out.strip() == "", arguments
+        assert_refused(run_tune, arguments, words, capsys)

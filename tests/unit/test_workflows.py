@@ -12,9 +12,9 @@ import yaml
 
 from scripts import build_index
 from scripts.check_compat import TORCHES
+from tests.programs import ROOT
 
 tomllib = pytest.importorskip("tomllib", reason="needs Python 3.11")
-ROOT = Path(__file__).resolve().parents[2]
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
