@@ -1,7 +1,5 @@
 """Models, batches and simulations shared by the tests of torchddp.averaging."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable
 from typing import Any

@@ -5,8 +5,6 @@ The ordinary tests run them on the class under test, the mutant tests on deliber
 step when a check fails, a check makes its collective calls first and asserts afterwards.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A model with given gradients, for which the expected result of a communication hook has a closed form."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Sequence
 from typing import Any

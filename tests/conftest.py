@@ -1,7 +1,5 @@
 """Fixtures and test order of the whole suite."""
 
-from __future__ import annotations
-
 import fnmatch
 import os
 

@@ -1,7 +1,5 @@
 """A framework as torchddp.install() finds it: it imported torch's class by name long before."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

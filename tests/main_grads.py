@@ -1,7 +1,5 @@
 """16-bit models, and the expected fp32 gradients after accumulation over microbatches and ranks."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Small models and reference gradients shared by the suites."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterable
 from typing import Any

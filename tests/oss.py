@@ -1,7 +1,5 @@
 """Two models side by side, one with OSS and one with the plain optimizer, which must stay bitwise equal."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The pages of docs/: their Python code and its run; docs/migration.md taken apart."""
 
-from __future__ import annotations
-
 import re
 import textwrap
 from pathlib import Path

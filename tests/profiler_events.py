@@ -1,7 +1,5 @@
 """Hand-made timelines with known answers."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from torchddp.profiler.ranks import RankRecord

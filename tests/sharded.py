@@ -1,7 +1,5 @@
 """A sharded model and optimizer compared with torch's DDP and the plain optimizer on the same batches."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """Hand-made profiles for the tests of the simulator."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

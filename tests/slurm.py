@@ -6,8 +6,6 @@ starts munge, slurmctld and slurmd (Debian: apt-get install slurmd slurmctld slu
 stops them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

@@ -1,7 +1,5 @@
 """What tests rely on of the process that runs them, and what those that they start inherit, whoever started it."""
 
-from __future__ import annotations
-
 import os
 import resource
 import signal

@@ -1,7 +1,5 @@
 """Helpers for the tests of torch's features with our class."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

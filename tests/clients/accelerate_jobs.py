@@ -2,8 +2,6 @@
 in the same processes.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager

@@ -1,7 +1,5 @@
 """The results of a module of jobs; and a fixture that resets the state of tests without ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -5,8 +5,6 @@ whose attributes are empty classes. `python -m tests.clients.composer_stubs scri
 stubs.
 """
 
-from __future__ import annotations
-
 import importlib.abc
 import importlib.machinery
 import runpy

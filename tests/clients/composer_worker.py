@@ -1,7 +1,5 @@
 """One rank of tests/clients/test_composer.py, under torchrun: Composer's Trainer on torch's class and on ours."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

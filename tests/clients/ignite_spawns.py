@@ -3,8 +3,6 @@
 python -m tests.clients.ignite_spawns FOLDER
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -5,8 +5,6 @@ python -m tests.clients.lightning_failure FOLDER RUN START_METHOD FAILING_RANK
 RUN is a name of `STRATEGIES`, or "saving": then the rank raises while rank 0 writes a checkpoint.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import time

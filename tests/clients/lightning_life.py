@@ -1,7 +1,5 @@
 """The lifetime of wrappers before, after and between fits."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Cases, each trained with Lightning's strategy and ours: final weights, losses, and steps reduced by ours."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from typing import Any
 

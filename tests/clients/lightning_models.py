@@ -1,7 +1,5 @@
 """LightningModules of the tests, and their data."""
 
-from __future__ import annotations
-
 import logging
 import os
 import warnings

@@ -1,7 +1,5 @@
 """Two ranks with unequal numbers of samples, compared with one process with all samples."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial

@@ -1,7 +1,5 @@
 """Runs the programs of docs/engines.md on two ranks, unmodified and without torchddp."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

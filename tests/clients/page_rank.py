@@ -5,8 +5,6 @@
 The program runs in FOLDER, where each rank writes rank<N>.json. ``--replace`` edits it first.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import json

@@ -3,8 +3,6 @@
 python -m tests.clients.ray_driver FOLDER
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """The workers of test_ray.py: a small training with checkpoints, in which one worker may die."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -3,8 +3,6 @@
 WHERE: "driver" (local_mode: torchrun as a child of the driver) or "tasks" (a torchrun in each task of a barrier stage).
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from typing import Any
@@ -16,7 +14,6 @@ from pyspark.sql import SparkSession
 def train(folder: str) -> str:
     """Train with torch's class, then with ours after install(), and compare weights on every rank."""
     import json
-    import logging
     import os
     from pathlib import Path
 
@@ -26,12 +23,10 @@ def train(folder: str) -> str:
 
     import torchddp
     from tests import framework
+    from tests.harness import logged
     from tests.models import Mlp, seeded
 
-    said: list[str] = []
-    listener = logging.Handler(logging.WARNING)
-    listener.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("torchddp").addHandler(listener)
+    said = logged()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank = dist.get_rank()

@@ -1,7 +1,5 @@
 """Accelerate and the Trainer with our engine: bitwise equal to torch's class, on two ranks under torchrun."""
 
-from __future__ import annotations
-
 import json
 import re
 from datetime import timedelta

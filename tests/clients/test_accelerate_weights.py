@@ -1,7 +1,5 @@
 """Weighted means with Accelerate and the Trainer: ranks with unequal token counts train like one process with all."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Composer's Trainer with torchddp's class: the same weights as with torch's, for each sync strategy."""
 
-from __future__ import annotations
-
 import importlib.util
 from typing import Any
 

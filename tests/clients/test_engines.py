@@ -2,8 +2,6 @@
 to torch's class.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The Trainer with torchddp's strategies, compared with Lightning's: two ranks, started by Lightning."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

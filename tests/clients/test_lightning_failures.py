@@ -1,7 +1,5 @@
 """A rank that raises ends the others within seconds, whatever started them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

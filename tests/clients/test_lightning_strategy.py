@@ -1,7 +1,5 @@
 """Names, arguments and errors of the strategies, in one process."""
 
-from __future__ import annotations
-
 import os
 import warnings
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Weighted means with Lightning: ranks with unequal numbers of samples train like one process with all."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

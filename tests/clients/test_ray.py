@@ -1,7 +1,5 @@
 """Ray Train with our engine: two CPU workers get the weights of torch's class, also after one died."""
 
-from __future__ import annotations
-
 import json
 import os
 import tempfile

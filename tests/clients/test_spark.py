@@ -1,7 +1,5 @@
 """Spark's TorchDistributor: install() in the function that it runs, with ranks in the driver or one in each task."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import shutil

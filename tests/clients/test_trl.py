@@ -1,7 +1,5 @@
 """trl's SFTTrainer with LoRA and our engine: the program of docs/engines.md, bitwise equal to torch's class."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

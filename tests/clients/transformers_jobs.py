@@ -1,7 +1,5 @@
 """Trainer jobs of test_accelerate.py with a tiny model. As a program, runs these and the Accelerate jobs."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 
@@ -22,13 +20,13 @@ class Texts(torch.utils.data.Dataset):
 
     def __init__(self, size: int) -> None:
         starts = torch.randint(TOKENS, (size, 1), generator=torch.Generator().manual_seed(size))
-        self.ids = (starts + 5 * torch.arange(LENGTH)) % TOKENS
+        self.ids = self.labels = (starts + 5 * torch.arange(LENGTH)) % TOKENS
 
     def __len__(self) -> int:
         return len(self.ids)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return {"input_ids": self.ids[index], "labels": self.ids[index]}
+        return {"input_ids": self.ids[index], "labels": self.labels[index]}
 
 
 class Branches(nn.Module):
@@ -68,22 +66,14 @@ def arguments(kind: Kind, **options: Any) -> TrainingArguments:
 STEPS = {"max_steps": 6, "gradient_accumulation_steps": 2, "learning_rate": 0.01, "max_grad_norm": 0.5}
 
 
-def trainer(kind: Kind, model: nn.Module | None = None, **options: Any) -> Trainer:
-    reset()
-    return Trainer(
-        model=model if model is not None else llama(),
-        args=arguments(kind, **{**STEPS, "logging_steps": 3, **options}),
-        train_dataset=Texts(64),
-        eval_dataset=Texts(10),
-    )
-
-
 def trained(
     kind: Kind, model: nn.Module | None = None, resume: str | None = None, own: Any = None, **options: Any
 ) -> dict[str, Any]:
     """Train, for our class with its `own` options."""
     before = torchddp.finished_steps()
-    job = trainer(kind, model, **options)
+    reset()
+    args = arguments(kind, **{**STEPS, "logging_steps": 3, **options})
+    job = Trainer(llama() if model is None else model, args, train_dataset=Texts(64), eval_dataset=Texts(10))
     with kind.wraps(**(own or {}) if kind.ours else {}):
         job.train(resume_from_checkpoint=resume)
     wrapped = job.model_wrapped

@@ -2,8 +2,6 @@
 the Trainer, compared with one process with all tokens.
 """
 
-from __future__ import annotations
-
 import copy
 import sys
 from collections.abc import Callable
@@ -30,7 +28,7 @@ RATE = 0.5
 IGNORED = -100
 
 
-class Texts(torch.utils.data.Dataset):
+class Texts(transformers_jobs.Texts):
     """Samples with 0 to LENGTH labeled tokens; two samples of one batch have none."""
 
     def __init__(self, *unlabeled: int) -> None:
@@ -42,12 +40,6 @@ class Texts(torch.utils.data.Dataset):
         self.labels[8:10] = IGNORED  # rank 0's third microbatch
         self.labels[0] = self.ids[0]
         self.labels[list(unlabeled)] = IGNORED
-
-    def __len__(self) -> int:
-        return SIZE
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return {"input_ids": self.ids[index], "labels": self.labels[index]}
 
 
 class Net(nn.Module):

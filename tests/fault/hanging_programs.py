@@ -1,7 +1,5 @@
 """Random programs whose ranks call mismatched collectives, and the ranks that run them."""
 
-from __future__ import annotations
-
 import inspect
 import logging
 import os

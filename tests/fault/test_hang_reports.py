@@ -22,7 +22,7 @@ from tests.unit.helpers import wait_until
 from torchddp.diagnose import diagnosis
 
 STALL_S = 1.5  # longer than a busy machine keeps a rank waiting
-TIMEOUT_S = 5.0  # of a reduction, less than four times the stall limit: no hang is reported twice
+TIMEOUT_S = 5.0  # of a reduction or a group, less than four times the stall limit: no hang is reported twice
 slow = pytest.mark.slow
 
 pytestmark = pytest.mark.beyond_torch("torch's class waits in silence")

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torchddp
 from tests.fault import hanging_programs
 from tests.fault.hanging_programs import draw, named_in
-from tests.fault.test_hang_reports import Reports, step_on
+from tests.fault.test_hang_reports import STALL_S, TIMEOUT_S, Reports, step_on
 from tests.harness import run_outcomes, run_ranks
 from tests.models import Mlp, seeded
 from torchddp.diagnose import rank_state
@@ -36,10 +36,6 @@ def test_a_random_program_that_hangs(seed, tmp_path):
     assert named_in(headline) == {
         rank: (name, f"program{seed}.py", line) for rank, (name, line) in enumerate(places)
     }, told
-
-
-STALL_S = 1.5  # longer than a busy machine keeps a rank waiting
-TIMEOUT_S = 5.0  # of the process group, after which all raise
 
 
 def headlines(work, world_size=2):

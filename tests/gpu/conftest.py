@@ -1,7 +1,5 @@
 """Marks and skips the tests of this folder; one process group of one rank for those that share it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The device of the tests in this folder: a GPU, or the CPU to check the tests themselves."""
 
-from __future__ import annotations
-
 import os
 
 # Libraries read these variables at first use. Counting devices through the driver's management library leaves a

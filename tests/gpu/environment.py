@@ -6,8 +6,6 @@ build tools that may not be on the PATH, `environment.py --architecture` the GPU
 built here.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import platform

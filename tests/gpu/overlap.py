@@ -1,7 +1,5 @@
 """How the collectives of a step overlap with its computation on a device."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Functions of two ranks that share one GPU, run by name in fresh processes, because CUDA does not survive a fork."""
 
-from __future__ import annotations
-
 import datetime
 import os
 import re

@@ -3,8 +3,6 @@
 `summary.py count FILE` prints the counts of a report; `summary.py merge FOLDER OUT` merges reports and lists failures.
 """
 
-from __future__ import annotations
-
 import sys
 import xml.etree.ElementTree as ET
 from collections.abc import Iterable

@@ -4,8 +4,6 @@ One rank, whose average is its own gradient over the divisor, compared with torc
 replaces NaN payloads, so NaNs are compared as NaNs and all else bitwise.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from typing import Any
