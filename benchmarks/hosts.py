@@ -10,13 +10,13 @@ import shlex
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch.distributed as dist
 
-from torchddp.harness.launch import THIS_HOST, ThisHost
+from torchddp.harness.launch import THIS_HOST, Place
 from torchddp.harness.variants import ArgumentError
 
 # The same name at both ends; the pair is created inside the namespaces and never visible outside.
@@ -62,18 +62,12 @@ class Host:
     address: str
 
 
-@dataclass(frozen=True)
-class TwoHosts:
+@dataclass(frozen=True, kw_only=True)
+class TwoHosts(Place):
     """The place of ranks on both hosts: the first `ranks_per_host` on the first host, the others on the second."""
 
     hosts: tuple[Host, Host]
-    rate: int
     ranks_per_host: int
-    environment: Mapping[str, str] = field(default_factory=lambda: ENVIRONMENT)
-
-    @property
-    def patience(self) -> float:
-        return max(1.0, FULL_SPEED / self.rate)
 
     def init_method(self, folder: str) -> str:
         return f"tcp://{self.hosts[0].address}:{STORE_PORT}"
@@ -185,7 +179,8 @@ def two_hosts(rate: int, world_size: int = 2) -> Iterator[TwoHosts]:
     try:
         for command in setup_commands(hosts, rate):
             _run(command)
-        yield TwoHosts(hosts, rate, world_size // 2)
+        patience = max(1.0, FULL_SPEED / rate)
+        yield TwoHosts(environment=ENVIRONMENT, patience=patience, hosts=hosts, ranks_per_host=world_size // 2)
     finally:
         cleaner.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -193,7 +188,7 @@ def two_hosts(rate: int, world_size: int = 2) -> Iterator[TwoHosts]:
 
 
 @contextlib.contextmanager
-def place_at(rate: int | None, world_size: int) -> Iterator[ThisHost | TwoHosts]:
+def place_at(rate: int | None, world_size: int) -> Iterator[Place]:
     """One host, or two with a link of this rate."""
     if rate is None:
         yield THIS_HOST

@@ -28,7 +28,7 @@ from torchddp.bench.options import Option, one_of, several, whole_number
 from torchddp.bench.results import compared_rows, draw_bars, model_result, variants_table
 from torchddp.bench.timing import over_ranks, timed_rounds, warm_up
 from torchddp.harness.command import MAX_WORLD_SIZE, Display
-from torchddp.harness.launch import Report, ThisHost
+from torchddp.harness.launch import Place, Report
 from torchddp.harness.models import describe_model, find_model, make_batch, make_model, run_forward
 from torchddp.harness.tables import MB, number, ratio_text
 from torchddp.harness.variants import Role, Variant
@@ -255,7 +255,7 @@ def run_memory(case: BenchCase, settings: Settings, display: Display) -> list[Re
                 display.start(case.name)
                 display.update(f"{model}, {variant.name}, {world_size} ranks", index, len(chosen(job)))
                 alone = replace(job, models=(model,), variants=(variant,), world_size=world_size)
-                (raws[variant.name],) = case.launch(alone, display, ThisHost(ALLOCATOR_ENVIRONMENT))
+                (raws[variant.name],) = case.launch(alone, display, Place(ALLOCATOR_ENVIRONMENT))
             results.append(memory_result(raws, world_size))
     return results
 

@@ -24,7 +24,7 @@ from torchddp.bench.cases import BenchCase, Job, Result, Settings
 from torchddp.bench.results import compared_rows, draw_bars, model_result, variants_table
 from torchddp.bench.timing import over_ranks, start_together, timed_rounds, warm_up
 from torchddp.harness.command import Display
-from torchddp.harness.launch import Report, ThisHost
+from torchddp.harness.launch import Place, Report
 from torchddp.harness.tables import number, ratio_text
 from torchddp.harness.variants import ArgumentError, Role, Variant
 
@@ -91,7 +91,7 @@ def run(case: BenchCase, settings: Settings, display: Display) -> list[Result]:
     job = replace(settings.job_of(case), variants=field(settings.caps_mb or ()))
     display.start(case.name)
     with lighthouse(min_replicas=job.world_size) as address:
-        raws = case.launch(job, display, ThisHost({"TORCHFT_LIGHTHOUSE": address, "RUST_LOG": "error"}))
+        raws = case.launch(job, display, Place({"TORCHFT_LIGHTHOUSE": address, "RUST_LOG": "error"}))
     return [torchft_result(job.variants, raw, job.world_size) for raw in raws]
 
 

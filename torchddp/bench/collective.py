@@ -24,7 +24,7 @@ from torchddp.bench.cases import BenchCase, Job, Result, Settings
 from torchddp.bench.options import Option, one_of, several, whole_number
 from torchddp.bench.timing import gathered, over_ranks, timed_rounds, warm_up
 from torchddp.harness.command import Display
-from torchddp.harness.launch import THIS_HOST, Place, Report, ThisHost
+from torchddp.harness.launch import THIS_HOST, Place, Report
 from torchddp.harness.machine import available_cores
 from torchddp.harness.plots import finish_panel, panels
 from torchddp.harness.stats import paired_ratio, summarize
@@ -55,7 +55,7 @@ Run = Callable[[], object]
 PLACEHOLDER = "echo $PMI_PORT; exec tail --pid=$0 -f /dev/null"
 
 
-class MpiHost(ThisHost):
+class MpiHost(Place):
     """This host, with ranks that MPICH takes for those that its launcher has started."""
 
     def enter(self, rank: int) -> None:

@@ -18,7 +18,7 @@ from torchddp.bench.cases import ONE_CAP_MB, BenchCase, Job, Settings
 from torchddp.bench.results import describe_variant, draw_bars, model_result, variants_table
 from torchddp.bench.timing import MIN_WARMUP_STEPS, build_runners, gathered
 from torchddp.harness.command import Display
-from torchddp.harness.launch import Report, ThisHost
+from torchddp.harness.launch import Place, Report
 from torchddp.harness.models import describe_model, make_batch
 from torchddp.harness.tables import MB
 from torchddp.harness.variants import Role, Variant
@@ -94,7 +94,7 @@ def _run(case: BenchCase, settings: Settings, display: Display) -> list[dict[str
         display.start(case.name)
         display.update(f"{model}, {variant.name}", index, len(launches))
         raws[model] += case.launch(
-            replace(job, models=(model,), variants=(variant,)), display, ThisHost(ALLOCATOR_ENVIRONMENT)
+            replace(job, models=(model,), variants=(variant,)), display, Place(ALLOCATOR_ENVIRONMENT)
         )
     return [memory_result(job.variants, raws[model], job.world_size) for model in job.models]
 

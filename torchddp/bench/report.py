@@ -113,4 +113,4 @@ def write_document(document: dict[str, Any], json_path: Path | None, out: Path |
         write_json(json_path, document)
         written.insert(0, json_path)
     for path in written:
-        console.print(f"wrote {path}", soft_wrap=True, highlight=False, markup=False)
+        console.print(f"wrote {path}", soft_wrap=True)

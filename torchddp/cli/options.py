@@ -13,6 +13,7 @@ from rich.console import Console
 from torchddp.harness.command import (
     MODEL_NAMES,
     Display,
+    ModelSettings,
     check_model_name,
     check_numbers,
     make_console,
@@ -91,12 +92,16 @@ def check_world_size(asked: int | None, purpose: str) -> int:
 
 
 def run_command(
-    case: str, function: Callable[..., Any], settings: Any, console: Console, describe: Callable[[float, float], str]
+    case: str,
+    function: Callable[..., Any],
+    settings: ModelSettings,
+    console: Console,
+    describe: Callable[[float, float], str],
 ) -> Any:
     """Run `function(report, settings)` on every rank, with a progress bar, and return rank 0's result; None if this
     process is another of torchrun's ranks.
 
-    `settings` has a `world_size`; `describe(done, total)` returns the bar's text.
+    `describe(done, total)` returns the bar's text.
     """
     from torchddp.harness.subject import choose_backend, threads_each
 
@@ -125,4 +130,4 @@ def write_outputs(console: Console, *outputs: tuple[Path | None, Callable[[Path]
     for path, write in outputs:
         if path is not None:
             write(path)
-            console.print(f"wrote {path}", soft_wrap=True, highlight=False)
+            console.print(f"wrote {path}", soft_wrap=True)

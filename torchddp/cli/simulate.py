@@ -88,20 +88,20 @@ def _predict(profile: StepProfile, links: Sequence[Link], ranks: Sequence[int], 
 
 
 def _show(profile: StepProfile, points: Sequence[Point], scene: Scene, console: Console) -> None:
-    console.print(report.profile_text(profile), markup=False, highlight=False)
+    console.print(report.profile_text(profile))
     doubt = "yellow" if abs(model_error(profile) or 0.0) > report.DOUBTFUL_ERROR else ""
     warning = "warning: " if doubt else ""
-    console.print(f"{warning}{report.check_text(profile)}", style=doubt, markup=False, highlight=False)
-    console.print(report.verdict(profile, points), style="bold", markup=False, highlight=False)
+    console.print(f"{warning}{report.check_text(profile)}", style=doubt)
+    console.print(report.verdict(profile, points), style="bold")
     for group in report.by_link(points):
         console.print("", report.link_table(profile, group), sep="\n")
     console.print()
     for line in (line for group in report.by_link(points) for line in report.advice(profile, group)):
         if line != report.verdict(profile, points):
-            console.print(line, markup=False, highlight=False)
+            console.print(line)
     for note in report.notes(profile, scene):
-        console.print(note, style="dim", markup=False, highlight=False)
-    console.print(date_text(now()), style="dim", markup=False, highlight=False)
+        console.print(note, style="dim")
+    console.print(date_text(now()), style="dim")
 
 
 def simulate(

@@ -15,7 +15,7 @@ from rich.console import Console, Group
 from rich.text import Text
 
 from torchddp.cli import options
-from torchddp.harness.command import FACTORY_HELP, FindUnusedParameters, JsonFile, output_option
+from torchddp.harness.command import FACTORY_HELP, FindUnusedParameters, JsonFile, ModelSettings, output_option
 from torchddp.harness.plots import figure_png
 from torchddp.harness.tables import ranks_text
 from torchddp.harness.variants import ArgumentError
@@ -48,18 +48,11 @@ Examples:
 """
 
 
-@dataclass(frozen=True)
-class TraceSettings:
-    """The options of the command line, checked."""
-
-    model: str
-    world_size: int
+@dataclass(frozen=True, kw_only=True)
+class TraceSettings(ModelSettings):
     steps: int
     bucket_cap_mb: float | None
     plan: str | None  # a file's path
-    transport: str
-    find_unused_parameters: bool = False
-    seed: int = 0
 
 
 def _use_kept_plan(path: Path, model: DistributedDataParallel) -> None:
@@ -98,13 +91,7 @@ def trace_rank(report: Callable[[float, float], None], settings: TraceSettings) 
     from torchddp.harness.subject import make_subject
     from torchddp.profiler import profile
 
-    subject = make_subject(
-        settings.model,
-        settings.seed,
-        bucket_cap_mb=settings.bucket_cap_mb,
-        transport=settings.transport,
-        find_unused_parameters=settings.find_unused_parameters,
-    )
+    subject = make_subject(settings, settings.bucket_cap_mb)
     ddp = subject.model
     if settings.plan is not None:
         _use_kept_plan(Path(settings.plan), ddp)
@@ -147,8 +134,15 @@ def trace(
     if plan is not None and bucket_cap_mb is not None:
         raise ArgumentError("--plan and --bucket-cap-mb both choose the buckets: leave one out.")
     ranks = options.check_world_size(world_size, "to trace")
-    kept = None if plan is None else str(plan)
-    settings = TraceSettings(model, ranks, steps, bucket_cap_mb, kept, transport, find_unused_parameters)
+    settings = TraceSettings(
+        model=model,
+        world_size=ranks,
+        transport=transport,
+        find_unused_parameters=find_unused_parameters,
+        steps=steps,
+        bucket_cap_mb=bucket_cap_mb,
+        plan=None if plan is None else str(plan),
+    )
     from torchddp.harness.machine import new_document, origin, write_json
     from torchddp.profiler import report
     from torchddp.profiler.export import draw, write_chrome_trace
@@ -166,11 +160,11 @@ def trace(
     document["verdict"] = report.verdict(profile, step)
     document["results"] = [{"transport": used_transport, "device": device, **report.merged_dict(profile, step)}]
     title = f"{model}, {ranks_text(settings.world_size)}, {device}, transport {used_transport}"
-    console.print(f"{title}\n", markup=False, emoji=False)  # a factory's path may look like either
+    console.print(f"{title}\n")
     shown = Group(report.merged_report(profile), Text(f"\n{document['verdict']}", "bold"), next(origin(document)))
-    console.print(shown, highlight=False)
+    console.print(shown)
     write_chrome_trace(out, merged_trace(profile, only_step=step.index))
-    console.print(f"wrote {out}: open it at https://ui.perfetto.dev", soft_wrap=True, highlight=False, markup=False)
+    console.print(f"wrote {out}: open it at https://ui.perfetto.dev", soft_wrap=True)
 
     @functools.cache
     def picture() -> bytes:

@@ -75,7 +75,14 @@ def tune(
     check_numbers(seconds, None)
     caps_mb = DEFAULT_CAPS_MB if caps is None else parse_caps(caps)
     ranks = options.check_world_size(world_size, "to tune")
-    settings = TuneSettings(model, transport, caps_mb, seconds, ranks, find_unused_parameters)
+    settings = TuneSettings(
+        model=model,
+        world_size=ranks,
+        transport=transport,
+        find_unused_parameters=find_unused_parameters,
+        caps_mb=caps_mb,
+        seconds=seconds,
+    )
     console = options.rank_console()
     result: TuneResult | None = options.run_command(
         "tune", tune_on_rank, settings, console, lambda done, total: "timing bucket sizes"
@@ -87,9 +94,9 @@ def tune(
     document["verdict"] = found["verdict"] = answer(found)
     console.print(tune_table(found))
     for line in notes(found):
-        console.print(f"\n{line}", style="dim", markup=False, highlight=False)
-    console.print(f"\n{found['verdict']}", style="bold", markup=False, highlight=False)
-    console.print(next(origin(document)), highlight=False)
+        console.print(f"\n{line}", style="dim")
+    console.print(f"\n{found['verdict']}", style="bold")
+    console.print(next(origin(document)))
     options.write_outputs(
         console,
         (profile_path, result.profile.save),
@@ -97,7 +104,7 @@ def tune(
         (plot, lambda path: path.write_bytes(figure_png(draw_curve(found)))),
     )
     if keep:
-        console.print(f'saved for bucket_cap_mb="auto": {_keep(result, found)}', soft_wrap=True, highlight=False)
+        console.print(f'saved for bucket_cap_mb="auto": {_keep(result, found)}', soft_wrap=True)
 
 
 def _keep(result: TuneResult, document: dict[str, Any]) -> Path:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torchddp import _C
 from torchddp.bench.cases import Job
 from torchddp.bench.timing import over_ranks, timed_rounds
+from torchddp.harness.command import ModelSettings
 from torchddp.harness.stats import PairedRatio, paired_ratio, summarize
 from torchddp.harness.subject import Subject, make_subject
 from torchddp.plan.buckets import Buckets, best_buckets, buckets_of, finish_s
@@ -61,17 +62,10 @@ def make_candidates(profile: StepProfile, caps_mb: Sequence[float]) -> tuple[Can
     return tuple(found)
 
 
-@dataclass(frozen=True)
-class TuneSettings:
-    """The options of the command line, checked."""
-
-    model: str
-    transport: str
+@dataclass(frozen=True, kw_only=True)
+class TuneSettings(ModelSettings):
     caps_mb: tuple[float, ...]
     seconds: float
-    world_size: int
-    find_unused_parameters: bool = False
-    seed: int = 0
 
 
 @dataclass(frozen=True)
@@ -88,12 +82,7 @@ class TuneResult:
 
 def tune_on_rank(report: Callable[[float, float], None], settings: TuneSettings) -> TuneResult:
     """Record a profile, and time the candidates. Collective."""
-    subject = make_subject(
-        settings.model,
-        settings.seed,
-        transport=settings.transport,
-        find_unused_parameters=settings.find_unused_parameters,
-    )
+    subject = make_subject(settings)
     start_s = time.monotonic()
 
     def step() -> None:

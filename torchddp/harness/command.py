@@ -8,6 +8,7 @@ import shlex
 import signal
 import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -91,9 +92,13 @@ def knows_width(console: Console) -> bool:
 
 
 def make_console() -> Console:
-    """A console as wide as the terminal, up to 100 columns; in a file or a pipe 100, unless COLUMNS is set."""
+    """A console as wide as the terminal, up to 100 columns; in a file or a pipe 100, unless COLUMNS is set.
+
+    It prints text as it is: a path may look like markup.
+    """
     console = Console()
-    return Console(width=min(console.width, 100) if knows_width(console) else 100, emoji=False)
+    width = min(console.width, 100) if knows_width(console) else 100
+    return Console(width=width, markup=False, emoji=False, highlight=False)
 
 
 def progress_bar(console: Console) -> Progress:
@@ -123,6 +128,18 @@ class Display:
 
 
 # --- options of several commands ---
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSettings:
+    """The options of a command that runs one model, checked."""
+
+    model: str
+    world_size: int
+    transport: str
+    find_unused_parameters: bool
+    seed: int = 0
+
 
 FACTORY_HELP = """\b
 --model takes a built-in model, or a function of yours that returns

@@ -47,32 +47,22 @@ class LaunchError(RuntimeError):
     """Ranks failed; the message says which and why."""
 
 
-class Place(Protocol):
-    """Where the ranks of a launch run. Picklable."""
-
-    @property
-    def environment(self) -> Mapping[str, str]: ...
-    @property
-    def patience(self) -> float: ...  # how many times longer than on this host ranks may wait
-    def init_method(self, folder: str) -> str: ...  # of the process group; the folder is on this host
-    def enter(self, rank: int) -> None: ...  # the first call of each rank
-
-
 @dataclass(frozen=True)
-class ThisHost:
-    """Ranks are ordinary processes on this machine."""
+class Place:
+    """Where the ranks of a launch run: here as ordinary processes on this machine. Picklable."""
 
     environment: Mapping[str, str] = field(default_factory=dict)
-    patience: float = 1.0
+    patience: float = 1.0  # how many times longer than on this host ranks may wait
 
     def init_method(self, folder: str) -> str:
+        """Of the process group; the folder is on this host."""
         return f"file://{folder}/store"
 
     def enter(self, rank: int) -> None:
-        """Nothing to do."""
+        """The first call of each rank."""
 
 
-THIS_HOST = ThisHost()
+THIS_HOST = Place()
 
 
 class RankSettings(Protocol):

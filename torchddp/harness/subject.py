@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torchddp.ddp.module import DistributedDataParallel
 from torchddp.ddp.options import TransportChoice
 from torchddp.errors import TransportError
+from torchddp.harness.command import ModelSettings
 from torchddp.harness.machine import available_cores
 from torchddp.harness.models import find_model, make_batch, make_model, prove, run_forward
 from torchddp.harness.variants import ArgumentError, one_line
@@ -43,18 +44,11 @@ def threads_each(world_size: int) -> int:
     return max(1, available_cores() // local_ranks(world_size))
 
 
-def make_subject(
-    name: str,
-    seed: int,
-    *,
-    bucket_cap_mb: float | None = None,
-    transport: str = "auto",
-    find_unused_parameters: bool = False,
-) -> Subject:
+def make_subject(settings: ModelSettings, bucket_cap_mb: float | None = None) -> Subject:
     """Wrap a built-in model, or the user's own at `package.module:factory`. Collective. ArgumentError if that fails."""
-    rank = dist.get_rank()
+    name, seed, rank = settings.model, settings.seed, dist.get_rank()
     if ":" in name:
-        prove(name, seed, find_unused_parameters=find_unused_parameters)
+        prove(name, seed, find_unused_parameters=settings.find_unused_parameters)
     module = make_model(name, seed)
     device = torch.device("cpu")
     if dist.get_backend() == "nccl":
@@ -68,13 +62,13 @@ def make_subject(
             module,
             device_ids=device_ids,
             bucket_cap_mb=bucket_cap_mb,
-            transport=cast("TransportChoice", transport),
-            find_unused_parameters=find_unused_parameters,
+            transport=cast("TransportChoice", settings.transport),
+            find_unused_parameters=settings.find_unused_parameters,
         )
     except (ValueError, RuntimeError) as error:
-        if transport == "auto" or isinstance(error, TransportError):
+        if settings.transport == "auto" or isinstance(error, TransportError):
             raise
-        raise ArgumentError(f"--transport {transport}: {one_line(error)}.") from error
+        raise ArgumentError(f"--transport {settings.transport}: {one_line(error)}.") from error
     loss_of = find_model(name, seed).loss
 
     # A repeated step must not include the time to make a batch.
