@@ -249,16 +249,12 @@ def _transports(built: Built, running: Running, load_error: str) -> list[Transpo
         return [Transport(name, False, "torchddp does not load") for name in checks.PROBES]
     against_nccl = reason_against_nccl(built, running)
     names = [name for name in checks.PROBES if name != "nccl" or not against_nccl]
-    with _spinner(f"trying the transports {', '.join(names)} ..."):
+    console = Console(stderr=True)  # apart from the command's output
+    text = f"trying the transports {', '.join(names)} ..."
+    with console.status(text) if console.is_terminal else contextlib.nullcontext():
         failures = {name: checks.failure(name) for name in names}
     failures |= {"nccl": against_nccl} if against_nccl else {}
     return [Transport(name, not failures[name], failures[name]) for name in checks.PROBES]
-
-
-def _spinner(text: str) -> contextlib.AbstractContextManager[object]:
-    """Shown on a terminal only, and on stderr, apart from the command's output."""
-    console = Console(stderr=True)
-    return console.status(text) if console.is_terminal else contextlib.nullcontext()
 
 
 def reason_against_nccl(built: Built, running: Running) -> str:
@@ -333,9 +329,7 @@ def _threads_text(running: Running) -> str:
     return text
 
 
-def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-) -> None:
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False) -> None:
     found = diagnose()
     if as_json:
         typer.echo(json.dumps(dataclasses.asdict(found), indent=1))

@@ -59,7 +59,9 @@ def decompress(format: str, data: Tensor, out: Tensor, accumulate: bool = False)
 def compress_reference(
     format: str, source: Tensor, out: Tensor, residual: Tensor | None = None, scale: float = 1.0
 ) -> None:
-    value = _with_residual(source, residual, scale)
+    value = source * scale
+    if residual is not None:
+        value.add_(residual)
     if format in _CASTS:
         out.view(_CASTS[format]).copy_(value)
         spoilt = None
@@ -84,11 +86,6 @@ def decompress_reference(format: str, data: Tensor, out: Tensor, accumulate: boo
     rows = _as_blocks(format, _decode_codes(format, codes, numel))
     value = (rows * scales[:, None]).view(-1)[:numel]
     out.add_(value) if accumulate else out.copy_(value)
-
-
-def _with_residual(source: Tensor, residual: Tensor | None, scale: float) -> Tensor:
-    value = source * scale
-    return value if residual is None else value.add_(residual)
 
 
 def _pad_to(value: Tensor, multiple: int) -> Tensor:

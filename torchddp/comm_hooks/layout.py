@@ -118,7 +118,8 @@ class Residuals:
             flat = torch.zeros(end - begin + 16, dtype=torch.float32, device=like.device)[: end - begin]
             if any(slot.name in self._parts for slot in layout.slots):
                 flat[: max(0, layout.numel - begin)] = self._collect(layout, like, add_parts)[begin:end]
-            self._forget(layout)
+            names = {slot.name for slot in layout.slots}  # which leave the buckets that they were in
+            self._flats = {k: f for k, f in self._flats.items() if not any(s.name in names for s in k[0].slots)}
             self._flats[key] = flat
             for slot in layout.slots:
                 first = min(max(slot.offset, begin), slot.end)
@@ -139,10 +140,6 @@ class Residuals:
         if add_parts is not None:
             add_parts(whole)
         return whole
-
-    def _forget(self, layout: Layout) -> None:
-        names = {slot.name for slot in layout.slots}
-        self._flats = {k: flat for k, flat in self._flats.items() if not any(s.name in names for s in k[0].slots)}
 
     def state_dict(self, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
         """Copies by parameter name, fp32, in the parameter's shape."""

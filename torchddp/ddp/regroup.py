@@ -32,7 +32,7 @@ def update_process_group(ddp: Any, new_group: dist.ProcessGroup) -> None:
     if _rank_not_in_group(new_group):
         ddp.observers.close()
         _forget_steps(ddp)
-        session.leave_group()
+        session.is_in_group = False  # no step can be reduced until it gets a group that contains this rank
         return
     _check_group(new_group, session.device)
     following = hooks_that_follow(

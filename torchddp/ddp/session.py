@@ -205,6 +205,11 @@ class ReducerSession:
         return bool(self.ddp._join_config.enable)
 
     @property
+    def is_captured(self) -> bool:
+        """Whether the current stream is being captured in a CUDA graph."""
+        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+    @property
     def has_owners(self) -> bool:
         """Whether each average goes to a single rank."""
         return any(spec.owner >= 0 for spec in self.specs)
@@ -368,10 +373,6 @@ class ReducerSession:
             self.reducer.adopt_plan(None)
             self.reducer.reset_state()
         self._buffer_broadcast = self._broadcast_over(self.reducer.transport)
-
-    def leave_group(self) -> None:
-        """This rank is not in the new group, so no step can be reduced until it gets a group that contains it."""
-        self.is_in_group = False
 
     def _take_group(self, group: dist.ProcessGroup) -> None:
         self.process_group, self.rank, self.is_in_group = group, group.rank(), True

@@ -63,9 +63,9 @@ class ChangedGradients(StepObserver):
             return
         finished = session.reducer.finished_steps - self._begin
         if finished + 1 >= self._due:  # under no_sync() too: reduce() has no forward of its own
-            if not _is_captured(session.device):
+            if not session.is_captured:
                 session.reducer.note_gradients()
-                self._listen()
+                self._hook = self._hook or register_optimizer_step_pre_hook(_weakly(self))
         elif self._posted is None:
             self.close()
 
@@ -78,10 +78,6 @@ class ChangedGradients(StepObserver):
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
-
-    def _listen(self) -> None:
-        if self._hook is None:
-            self._hook = register_optimizer_step_pre_hook(_weakly(self))
 
     def before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Before a step of any optimizer in this process."""
@@ -160,18 +156,13 @@ def _sum_key(step: int, changes: str) -> str:
 
 def _board_of(session: ReducerSession) -> Board | None:
     """None if there is nothing to compare. Not collective, but all ranks must call it equally often."""
-    is_sharded = any(spec.owner >= 0 for spec in session.specs)
-    if session.is_copy or session.process_group.size() == 1 or is_sharded:
+    if session.is_copy or session.process_group.size() == 1 or session.has_owners:
         return None
     try:
         return Board(session.process_group, "gradients")
     except RuntimeError as error:
         logger.debug("rank %d can't compare its gradients with the other ranks': %s", session.rank, error)
         return None
-
-
-def _is_captured(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _weakly(check: ChangedGradients) -> Callable[[torch.optim.Optimizer, Any, Any], None]:

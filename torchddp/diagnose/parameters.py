@@ -37,9 +37,7 @@ class ParameterCheck(StepObserver):
         if session.joins:
             self._last = None  # ranks may do different numbers of steps from now on
         every = session.options.check_parameters_every
-        if session.joins or not session.synchronizes or every is None:
-            return
-        if session.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if session.joins or not session.synchronizes or every is None or session.is_captured:
             return
         finished = session.reducer.finished_steps
         if self._last is None:

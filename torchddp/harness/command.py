@@ -145,8 +145,7 @@ FACTORY_HELP = """\b
 --model takes a built-in model, or a function of yours that returns
 (module, batch) or (module, batch, loss): train.py:make or package.train:make."""
 FindUnusedParameters = Annotated[
-    bool,
-    typer.Option("--find-unused-parameters", help="For models that leave some parameters unused in a step."),
+    bool, typer.Option("--find-unused-parameters", help="For models that leave some parameters unused in a step.")
 ]
 JsonFile = Annotated[Path | None, output_option("Write the report as JSON to this file.", "--json")]
 

@@ -147,7 +147,8 @@ def straggler_lines(profile: MergedProfile) -> list[str]:
     last = profile.last_rank()
     if last is None:
         return ["straggler: none, no rank waited for another"]
-    often = f"rank {last.rank} was last in {last.steps} of {last.of} steps (p {_p_text(last.p_value)})"
+    p_text = "< 0.001" if last.p_value < 0.001 else f"= {last.p_value:.2g}"
+    often = f"rank {last.rank} was last in {last.steps} of {last.of} steps (p {p_text})"
     waited = f"each other rank waited {ms(last.wait_ns)} ms per step for it"
     if last.is_straggler:
         return [
@@ -159,10 +160,6 @@ def straggler_lines(profile: MergedProfile) -> list[str]:
     if chance_to_be_last(last.of, last.of, len(profile.records)) >= SIGNIFICANCE:
         return [f"straggler: too few steps to tell; {often}"]
     return [f"straggler: none; {often}, which may be chance"]
-
-
-def _p_text(p_value: float) -> str:
-    return "< 0.001" if p_value < 0.001 else f"= {p_value:.2g}"
 
 
 def _where_text(found: Straggler, names: Sequence[str]) -> str:

@@ -154,9 +154,7 @@ def _read_step(events: Sequence[Event], layout_of: Callable[[int], Layout]) -> S
         backward_begin_ns=backward.time_ns,
         compute_end_ns=max(ready.values(), default=backward.time_ns),
         backward_end_ns=end.time_ns,
-        buckets=_queued(
-            [_read_bucket(index, layout, ready, at) for index, layout in enumerate(layout_of(begin.id))],
-        ),
+        buckets=_queued([_read_bucket(index, layout, ready, at) for index, layout in enumerate(layout_of(begin.id))]),
         gradients=gradients,
     )
 

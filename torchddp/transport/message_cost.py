@@ -52,57 +52,42 @@ def measure_line(
     """
     if transport.size == 1:
         return MessageLine(0.0, 0.0)
-    channel = _Channel(transport, device, timeout)
+    nbytes, largest, growth = _FIRST_BYTES, _LAST_BYTES, _GROWTH
+    if not transport.reaches_any_memory:
+        nbytes, largest, growth = _FIRST_SHARED_BYTES, _LAST_SHARED_BYTES, _SHARED_GROWTH
+    memory = transport.allocate(largest // 4, torch.empty(0, device=device)).zero_()
+    if _C.agree_on_memory(transport, timeout) is not transport:
+        raise NoRoomError(f"there is no room for a message of {largest} bytes in the memory that ranks share")
+    exchange = TransportExchange(transport, float, device, timeout)
+    work = transport.make_work()
     times: list[tuple[float, float]] = []
     start_s = time.monotonic()
-    nbytes = channel.first_bytes
     while True:
-        seconds = _time_message(channel, nbytes, budget_s / _MAX_SIZES)
+        send = partial(_all_reduce, transport, memory[: nbytes // 4], work, timeout)
+        seconds = _time_message(partial(seconds_of, send, device), exchange, budget_s / _MAX_SIZES)
         times.append((float(nbytes), seconds))
-        nbytes *= channel.growth
+        nbytes *= growth
         # A warm-up, the call that is timed first, and at least one more.
-        next_s = 3 * channel.growth * seconds
+        next_s = 3 * growth * seconds
         late = len(times) >= _LEAST_SIZES and time.monotonic() - start_s + next_s > budget_s
-        if channel.of_rank_0(float(late or nbytes > channel.memory.nbytes))[0]:
+        if exchange.of_rank_0([late or nbytes > memory.nbytes])[0]:
             break
     line = fit_line(times)
-    return MessageLine(*channel.of_rank_0(*line, misfit(times, *line)))
+    return MessageLine(*exchange.of_rank_0([*line, misfit(times, *line)]))
 
 
-class _Channel:
-    """The transport's collectives that measuring needs, each complete on return."""
-
-    def __init__(self, transport: _C.Transport, device: torch.device, timeout: datetime.timedelta) -> None:
-        self._transport, self._device, self._timeout = transport, device, timeout
-        self._work = transport.make_work()
-        anywhere = transport.reaches_any_memory
-        self.first_bytes, largest, self.growth = (
-            (_FIRST_BYTES, _LAST_BYTES, _GROWTH)
-            if anywhere
-            else (_FIRST_SHARED_BYTES, _LAST_SHARED_BYTES, _SHARED_GROWTH)
-        )
-        self.memory = transport.allocate(largest // 4, torch.empty(0, device=device)).zero_()
-        if _C.agree_on_memory(transport, timeout) is not transport:
-            raise NoRoomError(f"there is no room for a message of {largest} bytes in the memory that ranks share")
-
-    def all_reduce(self, tensor: torch.Tensor) -> None:
-        self._transport.all_reduce(tensor, self._work)
-        self._work.wait(self._timeout)
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-
-    def of_rank_0(self, *values: float) -> list[float]:
-        return TransportExchange(self._transport, float, self._device, self._timeout).of_rank_0(values)
+def _all_reduce(transport: _C.Transport, message: torch.Tensor, work: _C.Work, timeout: datetime.timedelta) -> None:
+    transport.all_reduce(message, work)
+    work.wait(timeout)
 
 
-def _time_message(channel: _Channel, nbytes: int, budget_s: float) -> float:
-    message = channel.memory[: nbytes // 4]
-    channel.all_reduce(message)
-    send = partial(channel.all_reduce, message)
-    affordable = budget_s / max(seconds_of(send), 1e-9)
-    repeats = int(channel.of_rank_0(min(_MAX_REPEATS, max(1, affordable)))[0])
+def _time_message(timed: Callable[[], float], exchange: TransportExchange, budget_s: float) -> float:
+    """``timed``: sends the message once, and returns the seconds it took."""
+    timed()
+    affordable = budget_s / max(timed(), 1e-9)
+    repeats = int(exchange.of_rank_0([min(_MAX_REPEATS, max(1, affordable))])[0])
     # The lower quartile: on a busy machine some calls wait for a core, which says nothing about the message.
-    return sorted(seconds_of(send) for _ in range(repeats))[repeats // 4]
+    return sorted(timed() for _ in range(repeats))[repeats // 4]
 
 
 def seconds_of(call: Callable[[], object], device: torch.device | None = None) -> float:
