@@ -55,15 +55,9 @@ Run = Callable[[], object]
 PLACEHOLDER = "echo $PMI_PORT; exec tail --pid=$0 -f /dev/null"
 
 
-class MpiHost(Place):
-    """This host, with ranks that MPICH takes for those that its launcher has started."""
-
-    def enter(self, rank: int) -> None:
-        os.environ["PMI_ID"] = str(rank)
-
-
 @contextmanager
 def open_place(world_size: int) -> Iterator[Place]:
+    """This host, with ranks that MPICH takes for those that its launcher has started, if it is installed."""
     launcher = shutil.which("mpiexec.hydra", path=f"{sys.prefix}/bin") or shutil.which("mpiexec.hydra")
     if launcher is None or importlib.util.find_spec("mpi4py") is None:
         yield THIS_HOST
@@ -76,8 +70,8 @@ def open_place(world_size: int) -> Iterator[Place]:
     ) as process:
         assert process.stdout is not None
         try:
-            # Without a port, MPI finds one rank, and its row says so.
-            yield MpiHost({"PMI_PORT": process.stdout.readline().strip()})
+            port = process.stdout.readline().strip()
+            yield Place({"PMI_PORT": port}) if port else THIS_HOST  # MPI then finds one rank, and its row says so
         finally:
             process.terminate()
 
@@ -137,6 +131,7 @@ def transport(choice: str) -> Library:
 def mpich() -> Library:
     if importlib.util.find_spec("mpi4py") is None:
         raise RuntimeError("pip install mpi4py mpich")
+    os.environ["PMI_ID"] = str(dist.get_rank())  # as the launcher sets it for its own ranks
     from mpi4py import MPI
 
     world = MPI.COMM_WORLD

@@ -9,9 +9,9 @@ import numpy as np
 from rich.table import Table
 from rich.text import Text
 
-from torchddp.harness.plots import COLORS, bar_panels, finish_panel
+from torchddp.harness.plots import COLORS, finish_panel, panels
 from torchddp.harness.stats import paired_ratio, running_median, summarize
-from torchddp.harness.tables import MB, plain_table, ranks_text, size_text
+from torchddp.harness.tables import MB, plain_table, ranks_text, weight_text
 from torchddp.harness.variants import Role, Variant
 
 if TYPE_CHECKING:
@@ -47,7 +47,8 @@ def variants_table(
 ) -> Table:
     """A table with a row per variant; `cells` returns the cells after the name."""
     rounds = f", {result['rounds']} rounds" if "rounds" in result else ""
-    table = plain_table(f"{result['case']} · {size_text(result)}{rounds}", "variant", *columns)
+    title = f"{result['case']} · {weight_text(result)}, {ranks_text(result['world_size'])}{rounds}"
+    table = plain_table(title, "variant", *columns)
     for row in result["variants"]:
         table.add_row(row["name"], *cells(row), style=row_style(row))
     return table
@@ -60,18 +61,14 @@ def added_ms(variants: Sequence[Variant], step_ms: np.ndarray) -> np.ndarray:
     return added
 
 
-def best_torch(variants: Sequence[Variant], medians: Sequence[float]) -> int:
-    """The index of torch's fastest row. It is chosen by the numbers that are then reported, which favors torch."""
-    candidates = [index for index, variant in enumerate(variants) if variant.role is Role.TORCH]
-    return min(candidates, key=lambda index: medians[index])
-
-
 def compared_rows(
     variants: Sequence[Variant], times_ms: np.ndarray, key: str = "step_ms"
 ) -> tuple[str, list[dict[str, Any]]]:
     """The name of torch's fastest row, and a row per variant with its time and its per-round ratio to that row."""
     summaries = [summarize(row) for row in times_ms]
-    best = best_torch(variants, [summary["median"] for summary in summaries])
+    candidates = [index for index, variant in enumerate(variants) if variant.role is Role.TORCH]
+    # It is chosen by the numbers that are then reported, which favors torch.
+    best = min(candidates, key=lambda index: summaries[index]["median"])
     rows = [
         {
             **describe_variant(variant),
@@ -112,7 +109,8 @@ def draw_bars(
     height: float = 0.8,
 ) -> Figure:
     """One panel per model, side by side, of the summary or the bytes that each row has under `key`."""
-    figure, axes = bar_panels(len(results), max(len(result["variants"]) for result in results))
+    count, most = len(results), max(len(result["variants"]) for result in results)
+    figure, (axes,) = panels(1, count, 2.0 + 3.4 * count, 1.4 + 0.36 * most, sharey=True)
     for axis, result in zip(axes, results, strict=True):
         names, roles, heights, below, above = zip(*bars(result, key, with_local=with_local), strict=True)
         positions = range(len(names))

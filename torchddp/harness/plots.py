@@ -24,12 +24,6 @@ def panels(rows: int, columns: int, width: float, height: float, **options: Any)
     return figure, axes
 
 
-def bar_panels(count: int, bars: int) -> tuple[Figure, Any]:
-    """A panel per model, side by side, for horizontal bars from the top down; one row of axes."""
-    figure, axes = panels(1, count, 2.0 + 3.4 * count, 1.4 + 0.36 * bars, sharey=True)
-    return figure, axes[0]
-
-
 def finish_panel(axis: Any, title: str, xlabel: str, ylabel: str | None = None) -> None:
     """Set title and labels, and remove the frame's top and right; with `ylabel`, for curves, also draw a grid."""
     axis.set_title(title, fontsize=9)

@@ -45,11 +45,6 @@ def weight_text(result: dict[str, Any]) -> str:
     return f"{result['title']}: {result['parameters']} parameters, {result['gradient_bytes'] / MB:.3g} MB"
 
 
-def size_text(result: dict[str, Any]) -> str:
-    """The same, and the number of ranks."""
-    return f"{weight_text(result)}, {ranks_text(result['world_size'])}"
-
-
 def ratio_sign(ratio: dict[str, Any]) -> int:
     """-1: significantly below one, 1: significantly above, 0: the median's 95% interval contains 1."""
     low, high = ratio["ci95_low"], ratio["ci95_high"]  # None: infinite
