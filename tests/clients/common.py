@@ -5,7 +5,6 @@ import os
 import re
 import subprocess
 import sys
-import textwrap
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from scripts import docs_hooks
 from tests.programs import ROOT
 
 OURS = "torchddp.ddp.module.DistributedDataParallel"
@@ -69,8 +69,7 @@ def blocks(page: str, section: str) -> list[str]:
     """The indented code under a heading of a page of docs/."""
     text = re.split(r"^#+ ", Path(ROOT, "docs", page).read_text(), flags=re.MULTILINE)
     body = next(part for part in text if part.partition("\n")[0] == section).partition("\n")[2]
-    found = re.findall(r"(?:^    [^\n]*\n(?:\n+(?=    ))?)+", body, flags=re.MULTILINE)
-    return [textwrap.dedent(block) for block in found]
+    return [block.code for block in docs_hooks.blocks(body) if not block.fenced]
 
 
 def digest(named: Any) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -11,15 +12,45 @@ import pytest
 pytest.importorskip("transformers", reason="accelerate and transformers are not installed: make test-clients")
 
 import accelerate
+from accelerate.state import AcceleratorState, GradientState, PartialState
 
 import torchddp
-from tests.clients.accelerate_ranks import Results, alone  # noqa: F401
-from tests.clients.common import launch
+from tests.clients.common import launch, saved_by_ranks
 from tests.harness import assert_each_raises
 from torchddp.integrations.accelerate import TorchDDPKwargs
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400), pytest.mark.beyond_torch("is not tested here")]
 pytestmark += [pytest.mark.usefixtures("alone")]
+
+
+class Results:
+    """Results by job and class: "torch" and "ours"."""
+
+    def __init__(self, module: str, folder: Path) -> None:
+        self.ranks = saved_by_ranks(module, folder, ranks=2, timeout_s=380)
+
+    def ours(self, job: str, rank: int = 0) -> Any:
+        return self.ranks[rank][job]["ours"]
+
+    def torchs(self, job: str, rank: int = 0) -> Any:
+        return self.ranks[rank][job]["torch"]
+
+    def assert_same(self, job: str, steps: int) -> None:
+        """Assert bitwise equal results of both classes, equal weights on both ranks, and ``steps`` steps by ours."""
+        for rank in range(2):
+            torchs = self.torchs(job, rank)
+            assert (torchs["class"], torchs["steps"]) == ("torch", 0)
+            assert self.ours(job, rank) == {**torchs, "class": "torchddp", "steps": steps}, f"rank {rank}"
+        assert self.ours(job, 0)["weights"] == self.ours(job, 1)["weights"]
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Accelerate in this process."""
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    yield
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
 
 
 @pytest.fixture(scope="module")

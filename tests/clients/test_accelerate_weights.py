@@ -10,8 +10,8 @@ pytest.importorskip("transformers", reason="transformers is not installed: make 
 
 import accelerate
 
-from tests.clients.accelerate_ranks import alone  # noqa: F401
 from tests.clients.common import saved_by_ranks
+from tests.clients.test_accelerate import alone  # noqa: F401
 from torchddp.integrations.accelerate import weigh
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400), pytest.mark.beyond_torch("is not tested here")]
