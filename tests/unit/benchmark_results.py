@@ -4,9 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from torchddp.bench.gradients import timed_result
 from torchddp.bench.overlap import overlap_result
-from torchddp.bench.registry import CASES
 from torchddp.bench.scaling import scaling_result
 from torchddp.bench.startup import startup_result
 from torchddp.bench.step_time import step_time_result
@@ -44,10 +42,6 @@ def startup() -> dict[str, Any]:
 def scaling() -> dict[str, Any]:
     raws = {2: constant(10, 20, 15, 12), 4: constant(20, 50, 40, 24), 1: constant(10, 12, 12, 10)}
     return scaling_result(FIELD, {n: {**MODEL, "step_ms": steps} for n, steps in raws.items()}, cores=2)
-
-
-def exposed() -> dict[str, Any]:
-    return timed_result(CASES["exposed"], FIELD, {**MODEL, "step_ms": constant(10, 14, 13, 11)}, 2)
 
 
 def document(*results: dict[str, Any], quick: bool = False) -> dict[str, Any]:
