@@ -1,6 +1,5 @@
 """Models, batches and simulations shared by the tests of torchddp.averaging."""
 
-import io
 from collections.abc import Callable
 from typing import Any
 
@@ -8,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tests.harness import through_a_file
 from tests.models import seeded
 
 WIDTH = 12
@@ -78,14 +78,6 @@ def assert_same_on_all_ranks(model: nn.Module) -> None:
 
 def assert_close(model: nn.Module, other: nn.Module, **tolerance: float) -> None:
     torch.testing.assert_close(list(model.parameters()), list(other.parameters()), **tolerance)
-
-
-def through_a_file(value: Any) -> Any:
-    """Save a checkpoint and load it again."""
-    file = io.BytesIO()
-    torch.save(value, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 def assert_resumes_exactly(rank: int, make: Callable[[], tuple[nn.Module, Any]], saved_after: list[int]) -> None:

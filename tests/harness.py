@@ -17,6 +17,7 @@ import functools
 import gc
 import importlib
 import inspect
+import io
 import itertools
 import logging
 import multiprocessing
@@ -232,6 +233,14 @@ def logged(logger: str = "torchddp") -> list[str]:
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger(logger).addHandler(handler)
     return messages
+
+
+def through_a_file(value: Any, weights_only: bool = True) -> Any:
+    """Save a checkpoint or a model and load it again."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=weights_only)
 
 
 def assert_each_raises(*cases: tuple[Callable[[], Any], type[Exception], str]) -> None:

@@ -18,11 +18,10 @@ from tests.averaging import (
     local_backward,
     make_net,
     sgd,
-    through_a_file,
     train,
     train_side_by_side,
 )
-from tests.harness import each, on_ranks
+from tests.harness import each, on_ranks, through_a_file
 from torchddp.averaging import DiLoCo, HierarchicalAverager, PeriodicAverager, PostLocalSGD
 
 

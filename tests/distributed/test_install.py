@@ -4,7 +4,6 @@ Also the count of steps, which proves that our reducer ran.
 """
 
 import copy
-import io
 import pickle
 
 import pytest
@@ -14,7 +13,7 @@ from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 
 import torchddp
 from tests import framework
-from tests.harness import on_ranks
+from tests.harness import on_ranks, through_a_file
 from tests.models import Mlp, seeded, step_on
 
 
@@ -61,11 +60,8 @@ def test_models_of_both_classes_continue_across_the_switch(rank):
         ours = framework.wrap(net())
         for made in (copy.deepcopy(torchs), pickle.loads(pickle.dumps(torchs))):
             assert type(made) is TorchDDP  # a copy has the class of the original
-        file = io.BytesIO()
-        torch.save(ours, file)
+        loaded = through_a_file(ours, weights_only=False)
     assert isinstance(ours, TorchDDP) and same(framework.train(ours, rank), first)
-    file.seek(0)
-    loaded = torch.load(file, weights_only=False)
     assert type(loaded) is torchddp.DDP and same(framework.train(loaded, rank), first)
 
 

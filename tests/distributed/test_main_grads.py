@@ -1,7 +1,6 @@
 """main_grads=torch.float32: gradients of 16-bit parameters are accumulated in fp32 over microbatches and ranks."""
 
 import copy
-import io
 import pickle
 import weakref
 from functools import partial
@@ -13,7 +12,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from tests.comm_hooks import live_on
-from tests.harness import each, on_ranks
+from tests.fault.test_bad_input import Twice
+from tests.harness import each, on_ranks, through_a_file
 from tests.main_grads import HALVES, MICRO, expected, grad_of, kept, layers, loss, run_step, sums, wrapped
 from tests.models import Branches, batch, loss_of, same_on_all_ranks, seeded
 from tests.pages import run_code
@@ -62,26 +62,25 @@ OPTIONS = [
 ]
 
 
+def _check_steps(ddp, rank, share):
+    for step in range(2):
+        for i in accumulate(ddp, MICRO):
+            loss(ddp, rank, step, i, BF16).backward()
+        _assert_equal(kept(ddp), expected(dist.get_world_size(), step, BF16), share)
+        ddp.zero_grad()
+
+
 @EACH_PLACE
 @on_ranks(2)
 def test_with_other_options(rank, place):
     for cls, options, share in each([*OPTIONS, *[(DDP, {"gradient_as_bucket_view": False}, 0)] * (place == "grad")]):
-        ddp = wrapped(layers(BF16), cls, main_grads_as=place, **options)
-        for step in range(2):
-            for i in accumulate(ddp, MICRO):
-                loss(ddp, rank, step, i, BF16).backward()
-            _assert_equal(kept(ddp), expected(2, step, BF16), share)
-            ddp.zero_grad()
+        _check_steps(wrapped(layers(BF16), cls, main_grads_as=place, **options), rank, share)
 
 
 @on_ranks(3)
 def test_in_16_bits_between_hosts(rank):
     live_on("aab", rank)
-    ddp = wrapped(layers(BF16), DDP, transport="shm", wire_dtype=BF16)
-    for step in range(2):
-        run_step(ddp, rank, step, BF16)
-        _assert_equal(kept(ddp), expected(3, step, BF16), 0.02)
-        ddp.zero_grad()
+    _check_steps(wrapped(layers(BF16), transport="shm", wire_dtype=BF16), rank, 0.02)
 
 
 class _Weight(nn.Module):
@@ -251,29 +250,21 @@ def test_unused_parameters(rank, place, cls):
 def test_a_parameter_used_by_two_checkpoints_in_a_static_graph(rank, place):
     """Its hook fires twice per step, and the first gradient is incomplete."""
 
-    class Twice(nn.Module):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(0)
-            self.layer = nn.Linear(4, 4, dtype=BF16)
+    def backward(model, rank, step):
+        loss_of(model(_input(rank, step)).float()).backward()
 
-        def forward(self, x):
-            for _ in range(2):
-                x = torch.utils.checkpoint.checkpoint(self.layer, x, use_reentrant=True)
-            return x.float().square().sum()
-
-    ddp = wrapped(Twice(), main_grads_as=place, static_graph=True)
+    ddp = wrapped(seeded(Twice).to(BF16), main_grads_as=place, static_graph=True)
     for step in range(3):
-        ddp(_input(rank, step).requires_grad_()).backward()
+        backward(ddp, rank, step)
         want = [torch.zeros_like(p, dtype=FP32) for p in ddp.parameters()]
         for r in range(2):
             # autograd passes gradients one by one, so that nothing adds them in bf16.
-            model, came = Twice(), []
-            for p in model.parameters():
-                p.register_hook(lambda g, came=came: came.append(g.float()))
-            model(_input(r, step).requires_grad_()).backward()
-            for g in came:
-                next(w for w in want if w.shape == g.shape).add_(g / 2)
+            model, came = seeded(Twice).to(BF16), []
+            for p, total in zip(model.parameters(), want, strict=True):
+                p.register_hook(lambda g, total=total, came=came: came.append((total, g.float())))
+            backward(model, r, step)
+            for total, g in came:
+                total.add_(g / 2)
         torch.testing.assert_close(kept(ddp), want, rtol=1e-6, atol=1e-5)
         ddp.zero_grad()
 
@@ -354,10 +345,7 @@ def test_layouts_that_are_not_row_major_and_copies(rank, place):
     # Copies.
     ddp = wrapped(_Weight(), main_grads_as=place)
     ddp(2.0).backward()
-    file = io.BytesIO()
-    torch.save(ddp, file)
-    file.seek(0)
-    for other in (copy.deepcopy(ddp), pickle.loads(pickle.dumps(ddp)), torch.load(file, weights_only=False)):
+    for other in (copy.deepcopy(ddp), pickle.loads(pickle.dumps(ddp)), through_a_file(ddp, weights_only=False)):
         assert grad_of(other.module.weight) is not grad_of(ddp.module.weight)
         other.zero_grad()
         other(float(rank)).backward()
@@ -414,8 +402,7 @@ def test_main_grad_lives_as_long_as_grad(rank):
 
 
 @on_ranks(2)
-def test_adamw_on_fp32_masters(rank):
-    """As one process that sums in fp32."""
+def test_adamw_on_fp32_masters_as_in_one_process(rank):
     for place in each(PLACES):
         ddp, alone = wrapped(layers(BF16), main_grads_as=place, transport="shm"), layers(BF16)
         sides = [([*m.parameters()], [p.detach().float() for p in m.parameters()]) for m in (ddp.module, alone)]
@@ -454,6 +441,7 @@ def test_unsupported_options_and_models(rank):
     wide, main, late = {"reduce_dtype": FP32}, {"main_grads": FP32}, {"delay_all_reduce_named_params": [("a", None)]}
     narrow, embedding = _Weight(), partial(nn.Embedding, 4, 4, sparse=True)
     only = "must be torch.float32 or None, got"
+    as_bucket = "gradient_as_bucket_view"
     for model, options, text in (
         (narrow, {"reduce_dtype": torch.float64}, rf"reduce_dtype {only} torch.float64.*wire_dtype"),
         (narrow, {"reduce_dtype": BF16}, rf"reduce_dtype {only} torch.bfloat16"),
@@ -461,12 +449,8 @@ def test_unsupported_options_and_models(rank):
         (narrow, {"main_grads": True}, rf"main_grads {only} True"),
         (narrow, {**main, "main_grads_as": "x"}, r"main_grads_as must be one of 'main_grad', 'grad', got 'x'"),
         (narrow, {"main_grads_as": "grad"}, r"main_grads_as='grad' has no effect without main_grads="),
-        (
-            narrow,
-            {**main, "gradient_as_bucket_view": False},
-            r"gradient_as_bucket_view=False: main_grad is bucket memory",
-        ),
-        (narrow, {**wide, "gradient_as_bucket_view": True}, r"gradient_as_bucket_view=True: a 16-bit .grad"),
+        (narrow, {**main, as_bucket: False}, rf"{as_bucket}=False: main_grad is bucket memory"),
+        (narrow, {**wide, as_bucket: True}, rf"{as_bucket}=True: a 16-bit .grad"),
         (narrow, {**main, "mixed_precision": "fp16"}, r"main_grads=torch.float32 conflicts with mixed_precision"),
         (narrow, {**wide, **late}, r"conflicts with delay_all_reduce_named"),
         (embedding(dtype=BF16), main, r"main_grads=torch.float32 needs dense gradients.*'weight'"),

@@ -1,7 +1,6 @@
 """The choice of a transport: "auto", explicit choices, and fallbacks if memory can't be shared."""
 
 import copy
-import io
 import itertools
 import os
 import resource
@@ -11,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.harness import each, logged, on_ranks, run_ranks
+from tests.harness import each, logged, on_ranks, run_ranks, through_a_file
 from tests.models import Mlp, assert_grads, assert_trains, batch, expected_grads, grads_of, loss_of, seeded, step_on
 from torchddp import _C
 from torchddp.transport import select, shm
@@ -100,11 +99,8 @@ def test_copying_is_not_collective(rank, ddp_class):
     ddp = ddp_class(seeded(Mlp), transport="shm")
     step_on(ddp, rank)
     if rank == 0:
-        file = io.BytesIO()
-        torch.save(ddp, file)
-        file.seek(0)
         os.environ[CHOICE_ENV] = "shm"
-        copies = [copy.deepcopy(ddp), torch.load(file, weights_only=False)]
+        copies = [copy.deepcopy(ddp), through_a_file(ddp, weights_only=False)]
         assert [transport_of(other) for other in copies] == ["c10d", "c10d"]
     dist.barrier()
     assert_trains_over("shm", ddp, rank)

@@ -216,11 +216,8 @@ def test_managers_calls_and_copies(rank):
         with model.no_sync():
             model.weigh(50)
             mean_loss(model(samples(rank, 7, 5))).backward()
-        if where == "grad":
-            model.zero_grad()
-        else:
-            for p in model.parameters():
-                p.main_grad = None
+        for p in model.parameters():
+            setattr(p, where, None)
         model.weigh(99)
         run_step(model, rank, MICROBATCHES)
         assert_same(model, reference(MICROBATCHES), where=where)
