@@ -44,6 +44,7 @@ CLASS_ENV = "TORCHDDP_TEST_CLASS"
 STRAGGLER_S = 30.0  # how long the other ranks may run after one has failed
 LIMIT_S = 240.0  # of all ranks: those that take as long have hung
 GROUP_TIMEOUT_S = 300.0  # of an operation: a test in which a rank waits for it hangs
+over_both = pytest.mark.parametrize("transport", ["shm", "c10d"])
 
 
 def class_under_test() -> type[torch.nn.Module]:

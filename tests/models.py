@@ -79,6 +79,18 @@ def seeded(make: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
     return make()
 
 
+def linears(count: int, width: int, **options: Any) -> nn.Sequential:
+    """Layers of one size."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(width, width, **options) for _ in range(count)))
+
+
+def reordered(module: nn.Module) -> nn.Module:
+    """Register the first layer last. Layers are used in another order then, so buckets change after the first step."""
+    module._modules["first"] = module._modules.pop("first")
+    return module
+
+
 def batch(rank: int, step: int = 0, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
     """The batch of one rank in one step; each rank can compute those of the others."""
     generator = torch.Generator().manual_seed(1000 * step + rank)

@@ -3,6 +3,7 @@
 Over shared memory autograd allocates them in the segment; other tensors may land there too.
 """
 
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -10,17 +11,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from tests.harness import each, in_child, on_ranks, status_bytes
-from tests.models import assert_grads, grads_of
+from tests.models import assert_grads, grads_of, linears
 from torchddp import DistributedDataParallel
 
 TRANSPORTS = ["c10d", "shm"]
 WIDTH = 512  # a weight of 1 MiB: large enough for its own bucket
 MIB = 1024 * 1024
-
-
-def _layers(depth: int = 4) -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(depth)))
+_layers = partial(linears, width=WIDTH, bias=False)
 
 
 def _in_segment(tensor: torch.Tensor) -> bool:
@@ -84,7 +81,7 @@ def test_memory_that_another_branch_still_reads_is_not_reduced(rank):
 
 @on_ranks(2)
 def test_large_gradients_are_allocated_in_the_segment(rank):
-    ddp = DistributedDataParallel(_layers(), transport="shm")
+    ddp = DistributedDataParallel(_layers(4), transport="shm")
     born = {}
     for name, p in ddp.module.named_parameters():
         p.register_hook(lambda grad, name=name: born.update({name: _in_segment(grad)}))
@@ -117,8 +114,7 @@ def test_other_tensors_of_the_same_size_behave_normally(rank):
             return grad
 
     kept: list[torch.Tensor] = []
-    model = _layers()
-    ddp = DistributedDataParallel(nn.Sequential(model[0], model[1]), transport="shm")
+    ddp = DistributedDataParallel(_layers(2), transport="shm")
     for step in range(12):
         ddp.zero_grad()
         (Keep.apply(ddp(torch.randn(3, WIDTH))) * (step + rank)).sum().backward()
@@ -146,7 +142,7 @@ def test_memory_is_bounded_and_freed_with_the_model(rank):
 @on_ranks(2)
 def test_a_child_forked_in_backward_gets_no_pool_memory(rank):
     """It would write to memory that its parent and the parent's peers consider free."""
-    ddp = DistributedDataParallel(_layers(), transport="shm")
+    ddp = DistributedDataParallel(_layers(4), transport="shm")
     ddp(torch.randn(3, WIDTH)).sum().backward()
     ended = []
 
@@ -179,7 +175,7 @@ def test_a_rank_that_copies_and_one_that_does_not_agree(rank, world_size):
         model(torch.randn(3, WIDTH)).square().sum().backward()
         return [p.grad for p in model.parameters()]
 
-    ddp, plain = DistributedDataParallel(_layers(), transport="shm"), _layers()
+    ddp, plain = DistributedDataParallel(_layers(4), transport="shm"), _layers(4)
     if rank == 0:
         for p in ddp.parameters():  # a hook that replaces the gradient with one in ordinary memory
             p.register_hook(lambda g: torch.from_numpy(g.clone().numpy().copy()))

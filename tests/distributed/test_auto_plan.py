@@ -3,6 +3,7 @@
 import copy
 import json
 import pickle
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -12,6 +13,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from tests.harness import each, gathered, logged, on_ranks
+from tests.models import linears
 from torchddp import _C, DistributedDataParallel
 from torchddp.plan import auto_plan, plan_cache
 from torchddp.plan.auto_plan import RECORDED_STEPS, WARMUP_STEPS, plan_key
@@ -21,16 +23,12 @@ from torchddp.plan.step_profile import LinearCost
 from torchddp.transport import message_cost
 
 PLANNING_STEPS = WARMUP_STEPS + RECORDED_STEPS
+layers = partial(linears, 4, 16)
 
 
 @pytest.fixture(autouse=True)
 def no_saved_plans(tmp_path, monkeypatch):
     monkeypatch.setenv(plan_cache.CACHE_ENV, str(tmp_path))
-
-
-def layers(count=4, width=16):
-    torch.manual_seed(0)
-    return nn.Sequential(*(nn.Linear(width, width) for _ in range(count)))
 
 
 @pytest.fixture
@@ -94,7 +92,7 @@ def test_results_are_unchanged_and_buckets_change_once(rank, expensive_messages,
 @on_ranks(3)
 def test_measurements_improve_poor_buckets(rank):
     """A real measurement: eighty messages through gloo take several times as long as the computation."""
-    ddp = DistributedDataParallel(layers(40), transport="c10d")
+    ddp = DistributedDataParallel(linears(40, 16), transport="c10d")
     small_buckets(ddp)
     ddp.replan()
     steps(ddp, rank, PLANNING_STEPS)
@@ -244,7 +242,7 @@ def test_another_group(rank, expensive_messages):
 def test_bad_input(rank):
     with pytest.raises((TypeError, ValueError), match="leave bucket_cap_mb_list out"):
         DistributedDataParallel(layers(), bucket_cap_mb="auto", bucket_cap_mb_list=[1])
-    ddp = DistributedDataParallel(layers(2))
+    ddp = DistributedDataParallel(linears(2, 16))
     other = [_C.ParamSpec(f"p{i}", 3, 4) for i in range(4)]
     with pytest.raises(ValueError, match="0.weight.*256 elements, its slot in bucket 0 has 3"):
         ddp.reducer.adopt_plan(_C.make_bucket_plan(other, [0, 1, 2, 3], [1]))

@@ -28,6 +28,11 @@ def adamw(params):
     return torch.optim.AdamW(params, lr=0.01)
 
 
+def made(every, rank=0, **options):
+    model = make_net(rank)
+    return model, DiLoCo(model, sgd(model.parameters()), every, **options)
+
+
 def assert_same_global_weights(optimizer):
     assert same_on_all_ranks(optimizer.global_weights.values())
 
@@ -53,10 +58,7 @@ def test_outer_steps_equal_a_simulation(rank, world_size):
 
 @on_ranks(2)
 def test_another_outer_optimizer_and_its_scheduler(rank):
-    model = make_net(0)
-    optimizer = DiLoCo(
-        model, sgd(model.parameters()), 2, outer_optimizer=lambda params: torch.optim.Adam(params, lr=0.01)
-    )
+    model, optimizer = made(2, outer_optimizer=lambda params: torch.optim.Adam(params, lr=0.01))
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer.outer_optimizer, 1, 0.0)
     train(model, optimizer, rank, range(2))
     scheduler.step()
@@ -148,8 +150,7 @@ def test_outer_steps_in_fragments_equal_a_simulation(rank, world_size):
 
 @on_ranks(2)
 def test_inner_steps_do_not_wait_for_a_fragment_in_flight(rank):
-    model = make_net(0)
-    optimizer = DiLoCo(model, sgd(model.parameters()), 8, wire="int4", fragments=2, overlap_steps=3)
+    model, optimizer = made(8, wire="int4", fragments=2, overlap_steps=3)
     train(model, optimizer, rank, range(3))
     store = dist.distributed_c10d._get_default_store()
     if rank == 1:  # its part of the fragment that starts in step 4 comes after the other's next steps
@@ -179,8 +180,7 @@ def test_resumes_exactly(rank):
 
 @on_ranks(3)
 def test_only_rank_0_saves_while_a_fragment_is_in_flight(rank):
-    model = make_net(0)
-    optimizer = DiLoCo(model, sgd(model.parameters()), 4, wire="int4", overlap_steps=3)
+    model, optimizer = made(4, wire="int4", overlap_steps=3)
     train(model, optimizer, rank, range(5))
     if rank == 0:
         state = optimizer.state_dict()
@@ -189,7 +189,7 @@ def test_only_rank_0_saves_while_a_fragment_is_in_flight(rank):
     train(model, optimizer, rank, range(5, 7))
     assert_same_on_all_ranks(model)
     assert 0 < optimizer.traffic.wire_bytes < 0.25 * optimizer.traffic.payload_bytes
-    other = DiLoCo(model, sgd(model.parameters()), 4, fragments=2)
+    _, other = made(4, fragments=2)
     if rank == 0:
         with pytest.raises(ValueError, match="fragments are different now"):
             other.load_state_dict(state)
@@ -198,8 +198,7 @@ def test_only_rank_0_saves_while_a_fragment_is_in_flight(rank):
 
 @on_ranks(2)
 def test_buffers(rank):
-    model = make_net(0)
-    optimizer = DiLoCo(model, sgd(model.parameters()), 2, buffers=True)
+    model, optimizer = made(2, buffers=True)
     train(model, optimizer, rank, range(1))
     local_backward(model, rank, 1)
     mean = model.norm.running_mean.clone()
@@ -212,8 +211,7 @@ def test_buffers(rank):
 @on_ranks(2)
 def test_an_outer_step_out_of_turn(rank):
     """With a fragment in transit, which is merged first: then all parameters are the same on all ranks."""
-    model = make_net(0)
-    optimizer = DiLoCo(model, sgd(model.parameters()), 6, fragments=3, overlap_steps=1, buffers=True)
+    model, optimizer = made(6, fragments=3, overlap_steps=1, buffers=True)
     train(model, optimizer, rank, range(2))
     optimizer.synchronize()
     assert_same_on_all_ranks(model)
@@ -227,10 +225,8 @@ def test_an_outer_step_out_of_turn(rank):
 def test_two_hosts(rank):
     """Ranks of a host are summed exactly; only messages between hosts are rounded."""
     live_on("aabb", rank)
-    model = make_net(rank)
-    optimizer = DiLoCo(model, sgd(model.parameters()), 2, 1.0, 0.0, wire="int8")
-    other = make_net(rank)
-    in_fragments = DiLoCo(other, sgd(other.parameters()), 4, wire="int8", fragments=2, overlap_steps=1, alpha=0.5)
+    model, optimizer = made(2, rank, outer_lr=1.0, outer_momentum=0.0, wire="int8")
+    other, in_fragments = made(4, rank, wire="int8", fragments=2, overlap_steps=1, alpha=0.5)
     train(model, optimizer, rank, range(2))
     assert_same_on_all_ranks(model)
     train(other, in_fragments, rank, range(8))

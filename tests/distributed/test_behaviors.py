@@ -1,9 +1,10 @@
-"""The class under test passes every named check, and so does the device code path, which packs whole buckets."""
+"""The class under test passes every named check, also on the device code path; every broken class fails several."""
 
 import pytest
 
 from tests.behaviors import BEHAVIORS, BEYOND_TORCH, results_of
 from tests.harness import class_under_test, is_own_class
+from tests.mutants import MUTANTS
 from tests.whole_buckets import LargeApart, WholeBuckets
 
 OWN_WAY = pytest.mark.beyond_torch("packs whole buckets in its own way")
@@ -17,3 +18,21 @@ def test_behaviors(kind, tmp_path):
     results = results_of(kind, names, tmp_path)
     failed = "\n".join(f"{name}: {error}" for name, error in results.items() if error)
     assert not failed and list(results) == names, failed
+
+
+LEAST_FAILURES = 3
+ENOUGH_FAILURES = 6  # stop after this many
+# A mutant may make a rank wait forever; the real class gets the harness's usual timeout.
+MUTANT_TIMEOUT_S = 4.0
+# A mutant must pass some check: it must fail because of its bug, not because it cannot be constructed.
+CONTROLS = ["second_comm_hook_is_refused", "explicit_copy_is_honored", "bucket_view_option_is_shown"]
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+@pytest.mark.thorough
+def test_mutant_is_caught(name, tmp_path):
+    names = CONTROLS + [n for n in BEHAVIORS if n not in CONTROLS]
+    results = results_of(MUTANTS[name], names, tmp_path, MUTANT_TIMEOUT_S, ENOUGH_FAILURES)
+    failed = {check for check, error in results.items() if error}
+    assert len(failed) >= LEAST_FAILURES, f"only {sorted(failed)} notice {name}"
+    assert not set(CONTROLS) <= failed, f"{name} fails all checks, so it proves nothing"

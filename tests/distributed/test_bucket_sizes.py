@@ -1,11 +1,14 @@
 """Bucket sizes over shared memory follow the measured cost of a message, measured once and equal on all ranks."""
 
+from functools import partial
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from tests.harness import gathered, on_ranks
+from tests.models import linears
 from torchddp import DistributedDataParallel
 from torchddp.ddp import bucket_sizes
 from torchddp.ddp.bucket_sizes import default_sizes
@@ -15,23 +18,14 @@ from torchddp.transport.message_cost import MessageLine, NoRoomError, measure_li
 MIB = 1024 * 1024
 CHEAP, DEAR = MessageLine(0.0, 1e-9), MessageLine(1.0, 1e-9)
 WIDTH = 256
-
-
-def layers(count=12):
-    torch.manual_seed(0)
-    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(count)))
+layers = partial(linears, 12, WIDTH)
 
 
 def count_calls(monkeypatch, line=None):
     """Count measurements in this process from now on; they return `line`, or the real cost."""
-    calls = []
-
-    def measured(*arguments):
-        calls.append(arguments)
-        return measure_line(*arguments) if line is None else line
-
+    measured = mock.Mock(return_value=line, side_effect=measure_line if line is None else None)
     monkeypatch.setattr(bucket_sizes, "measure_line", measured)
-    return calls
+    return measured
 
 
 def gradients(ddp, rank):
@@ -45,7 +39,7 @@ def test_a_group_is_measured_once_and_by_rank_0(rank, monkeypatch, world_size):
     calls = count_calls(monkeypatch)
     ddp = DistributedDataParallel(layers(), transport="shm")
     (cap,) = ddp.session.bucket_caps_bytes
-    assert cap in {*(MIB << step for step in range(5)), 25 * MIB} and len(calls) == 1
+    assert cap in {*(MIB << step for step in range(5)), 25 * MIB} and calls.call_count == 1
     logged = ddp._get_ddp_logging_data()
     assert logged["bucket_caps_bytes"] == str(cap) and logged["bucket_cap_bytes"] == 25 * MIB
     gradients(ddp, rank)
@@ -56,10 +50,10 @@ def test_a_group_is_measured_once_and_by_rank_0(rank, monkeypatch, world_size):
     if rank == world_size - 1:
         bucket_sizes._lines.clear()  # not missed
     second = DistributedDataParallel(layers(), transport="shm").session
-    assert len(calls) == 1 and second.bucket_caps_bytes == [cap]
+    assert calls.call_count == 1 and second.bucket_caps_bytes == [cap]
     other = dist.new_group(range(world_size))
     DistributedDataParallel(layers(), transport="shm", process_group=other)
-    assert len(calls) == 2
+    assert calls.call_count == 2
 
 
 @on_ranks(3)
@@ -85,8 +79,8 @@ def test_costs_are_not_measured_if_sizes_do_not_depend_on_them(rank, monkeypatch
         (12, {"bucket_cap_mb_list": [1, 2]}, [MIB, 2 * MIB]),
         (12, {"transport": "c10d"}, [MIB, 8 * MIB]),
     ):
-        ddp = DistributedDataParallel(layers(count), **{"transport": "shm", **arguments})
-        assert not calls and ddp.session.bucket_caps_bytes == caps, arguments
+        ddp = DistributedDataParallel(linears(count, WIDTH), **{"transport": "shm", **arguments})
+        assert not calls.called and ddp.session.bucket_caps_bytes == caps, arguments
 
 
 @on_ranks(3)

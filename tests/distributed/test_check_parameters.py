@@ -24,8 +24,8 @@ def flip(parameter, index=0, bit=0):
     words[index] ^= 1 << bit
 
 
-def train(ddp, steps, rank, lr=0.01, first=0):
-    optimizer = torch.optim.SGD(ddp.parameters(), lr)
+def train(ddp, steps, rank, first=0):
+    optimizer = torch.optim.SGD(ddp.parameters(), 0.01)
     for step in range(first, first + steps):
         optimizer.zero_grad()
         loss_of(ddp(batch(rank, step))).backward()

@@ -10,18 +10,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
 from tests.harness import each, on_ranks, stay
-from tests.models import (
-    Mlp,
-    assert_grads,
-    assert_steps,
-    batch,
-    expected_grads,
-    grads_of,
-    local_grads,
-    loss_of,
-    seeded,
-    step_on,
-)
+from tests.models import Mlp, assert_grads, assert_steps, batch, expected_grads, grads_of, loss_of, seeded, step_on
 from tests.whole_buckets import LargeApart, PaddedBuckets, PaddedSharded, WholeBuckets, WholeSharded
 from torchddp import _C, TransportError, comm_hooks
 from torchddp.ddp.model import SLOT_ALIGNMENT_BYTES
@@ -134,8 +123,7 @@ def test_models_inside_each_other_explicit_views_and_ranks_that_differ(rank):
         assert ddp.reducer.bucket_memory_bytes >= sum(p.nbytes for p in inner.parameters())
 
     # Ranks that would reduce differently get an error.
-    parameters = list(Mlp().parameters())
-    names = [str(i) for i in range(len(parameters))]
+    names, parameters = map(list, zip(*Mlp().named_parameters(), strict=True))
     with pytest.raises(ValueError, match="rank 0: in their buckets, rank 1: in place"):
         verify_same_model(parameters, names, dist.group.WORLD, torch.device("cpu"), "nccl", rank * 1024)
 
@@ -165,10 +153,11 @@ def test_layouts_hooks_and_statistics(rank):
 
     ddp.register_comm_hook(None, hook)
     ddp.zero_grad()
-    want = local_grads(ddp.module, lambda model: step_on(model, rank, 1))
-    step_on(ddp, rank, 1)
+    plain = seeded(Mlp)
+    for model in (plain, ddp):
+        step_on(model, rank, 1)
     assert sum(sizes) >= sum(p.numel() for p in ddp.parameters())
-    assert_grads(grads_of(ddp), {name: 3 * grad for name, grad in want.items()})
+    assert_grads(grads_of(ddp), {name: 3 * grad for name, grad in grads_of(plain).items()})
 
     # Observers of averages also get large gradients.
     options = {"gradient_stats": True, "find_nonfinite": "raise"}
@@ -205,6 +194,7 @@ def test_no_gradient_of_a_failed_step_stays_in_memory_that_peers_may_write(rank)
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.complex64]
 SHAPES = [(7,), (3, 5), (1,), (33, 2), (0,), (4, 3, 3, 3), (257,)]
 STEPS = 3
+EXACT = {"rtol": 0.0, "atol": 0.0}
 
 
 class Odd(nn.Module):
@@ -219,20 +209,6 @@ class Odd(nn.Module):
 
     def forward(self, factor):
         return torch.stack([(w * w * factor).sum().real.double() for w in self.parameters()]).sum()
-
-
-def train(ddp, rank):
-    """The gradients of each step, some accumulated; buckets are rebuilt after the first."""
-    seen = []
-    for step in range(STEPS):
-        ddp.zero_grad(set_to_none=step != 1)
-        ddp(torch.tensor(0.37 + rank + step, dtype=torch.float32)).backward()
-        seen.append(grads_of(ddp))
-    return seen
-
-
-def assert_equal_steps(ours, theirs, tolerance=0.0):
-    torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
 
 
 def assert_padded(ddp):
@@ -260,11 +236,15 @@ class ChecksGaps:
 
 
 def trained(kind, rank, dtypes=(torch.float32,), shapes=SHAPES, hook=None, **options):
-    """(wrapper, the gradients of each step)."""
-    ddp = kind(seeded(lambda: Odd(dtypes, shapes)), **options)
+    """(wrapper, the gradients of each step); buckets are rebuilt after the first."""
+    ddp, seen = kind(seeded(lambda: Odd(dtypes, shapes)), **options), []
     if hook is not None:
         ddp.register_comm_hook(*hook)
-    return ddp, train(ddp, rank)
+    for step in range(STEPS):
+        ddp.zero_grad(set_to_none=step != 1)
+        ddp(torch.tensor(0.37 + rank + step)).backward()
+        seen.append(grads_of(ddp))
+    return ddp, seen
 
 
 @on_ranks(2)
@@ -272,11 +252,11 @@ def test_bitwise_equal_to_dense_buckets(rank):
     for transport, views in each(["c10d", "auto"], [None, True, False]):
         options = {"transport": transport, "bucket_cap_mb": 0.002, "gradient_as_bucket_view": views}
         padded, mine = trained(PaddedBuckets, rank, DTYPES, **options)
-        assert_equal_steps(mine, trained(WholeBuckets, rank, DTYPES, **options)[1])
+        torch.testing.assert_close(mine, trained(WholeBuckets, rank, DTYPES, **options)[1], **EXACT)
         assert_padded(padded)
     padded, mine = trained(PaddedBuckets, rank, gradient_stats=True)
     plain, theirs = trained(WholeBuckets, rank, gradient_stats=True)
-    assert_equal_steps(mine, theirs)
+    torch.testing.assert_close(mine, theirs, **EXACT)
     torch.testing.assert_close(padded.gradient_stats(), plain.gradient_stats())
 
 
@@ -301,7 +281,8 @@ def test_hooks(rank):
     shapes = [shape for shape in SHAPES if 0 not in shape]  # torch's PowerSGD needs nonempty shapes
     for make, tolerance in each(HOOKS):
         padded, mine = trained(PaddedBuckets, rank, shapes=shapes, hook=make())
-        assert_equal_steps(mine, trained(WholeBuckets, rank, shapes=shapes, hook=make())[1], tolerance)
+        _, theirs = trained(WholeBuckets, rank, shapes=shapes, hook=make())
+        torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance)
         assert_padded(padded)
 
 

@@ -1,6 +1,7 @@
 """The small examples train on two ranks under torchrun and on one without, and exit cleanly; all are listed."""
 
 import contextlib
+import importlib
 import io
 import re
 import subprocess
@@ -10,15 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from examples import (
-    train_diloco,
-    train_growing,
-    train_lora,
-    train_parallelize,
-    train_plain,
-    train_sharded,
-    train_unfreezing,
-)
+from examples import train_sharded
 from examples.gpt.ranks import Ranks
 from tests.harness import run_ranks
 from torchddp import ParallelConfig
@@ -76,8 +69,9 @@ def test_one_process(name):
     assert last_number(done.stdout, "steps reduced by torchddp") == (60 if name == "train_plain" else 0)
 
 
-def output_of(example, *arguments):
-    """The output of rank 0 of two forked ranks."""
+def output_of(name, *arguments):
+    """The output of rank 0 of two forked ranks of this example."""
+    example = importlib.import_module(f"examples.{name}")
 
     def on_rank(rank):
         torch.set_num_threads(1)
@@ -101,23 +95,23 @@ def output_of(example, *arguments):
 )
 def test_every_parallelism_learns(args, words):
     config = ParallelConfig.from_cli(args)
-    output = output_of(train_parallelize, config, 60, 3e-3)
+    output = output_of("train_parallelize", config, 60, 3e-3)
     assert_it_learned(output)
     assert words in output and last_number(output, "steps reduced by torchddp") == 0
 
 
 def test_ddp_of_parallelize_is_the_plain_loop_and_the_file_of_the_example_shards():
-    plain = output_of(train_plain, 40, 3e-3)
-    same = output_of(train_parallelize, ParallelConfig(), 40, 3e-3)
+    plain = output_of("train_plain", 40, 3e-3)
+    same = output_of("train_parallelize", ParallelConfig(), 40, 3e-3)
     assert losses_in(same) == losses_in(plain) != []
     config = ParallelConfig.from_file(ROOT / "examples" / "parallelize.toml")
-    output = output_of(train_parallelize, config, 60, 3e-3)
+    output = output_of("train_parallelize", config, 60, 3e-3)
     assert "ShardedDataParallel" in output and last_number(output, "steps reduced by torchddp") == 60
 
 
 def test_the_sharded_checkpoint_is_plain_adamws(tmp_path):
     path = tmp_path / "new" / "sharded.pt"
-    output = output_of(train_sharded, 60, 3e-3, path)
+    output = output_of("train_sharded", 60, 3e-3, path)
     assert_it_learned(output)
     owned, total = map(int, re.findall(r"optimizer state for (\d+) of (\d+) parameters", output)[0])
     assert 0.3 * total < owned < 0.7 * total
@@ -130,13 +124,13 @@ def test_the_sharded_checkpoint_is_plain_adamws(tmp_path):
 
 
 def test_diloco_sends_less_than_gradients_would():
-    output = output_of(train_diloco, 60, 3e-3, 10, "int8")
+    output = output_of("train_diloco", 60, 3e-3, 10, "int8")
     sent, gradients = map(int, re.findall(r"60 steps: (\d+) .*would take (\d+) per step", output)[0])
     assert 0 < sent < 60 * gradients / 30
 
 
 def test_adapters_train_with_a_frozen_base():
-    output = output_of(train_lora, 120, 3e-3)
+    output = output_of("train_lora", 120, 3e-3)
     assert_it_learned(output)
     adapters, base, changed = re.findall(
         r"(\d+) trained adapter weights; (\d+) frozen weights, changed: (\w+)", output
@@ -145,7 +139,7 @@ def test_adapters_train_with_a_frozen_base():
 
 
 def test_unfreezing_sends_more_with_each_stage_and_keeps_the_optimizers_state():
-    output = output_of(train_unfreezing, 120, 3e-3)
+    output = output_of("train_unfreezing", 120, 3e-3)
     first, *_, last = losses_in(output)
     assert last < first
     sent = [int(n) for n in re.findall(r"by stage: (.*)", output)[0].split(", ")]
@@ -154,7 +148,7 @@ def test_unfreezing_sends_more_with_each_stage_and_keeps_the_optimizers_state():
 
 
 def test_blocks_are_added_during_training():
-    output = output_of(train_growing, 120, 3e-3)
+    output = output_of("train_growing", 120, 3e-3)
     assert_it_learned(output)
     assert "updates of the blocks: 120, 80, 40" in output
 

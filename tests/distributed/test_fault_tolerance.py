@@ -13,7 +13,7 @@ from torch import nn
 import torchddp
 from tests.harness import each, gathered, on_ranks
 from tests.managers import FakeManager
-from tests.models import Branches, assert_steps, batch, same_on_all_ranks, seeded
+from tests.models import Branches, assert_steps, batch, reordered, same_on_all_ranks, seeded
 from tests.sharded import batch_of, loss_of, small_net
 from torchddp import TransportError
 from torchddp.comm_hooks import BF16, PowerSGD
@@ -83,23 +83,11 @@ def test_gradients_are_averages_over_participants(rank):
         assert model._get_ddp_logging_data()["backend_name"] == "torchft"
 
 
-class Backwards(nn.ModuleList):
-    """Gradients arrive in registration order instead of its reverse, which normally rebuilds buckets."""
-
-    def __init__(self):
-        super().__init__(nn.Linear(16, 16) for _ in range(4))
-
-    def forward(self, x):
-        for layer in reversed(self):
-            x = torch.tanh(layer(x))
-        return x
-
-
 @on_ranks(2)
 def test_buckets_are_never_rebuilt(rank):
     for options in MODES:
-        _, manager, model = under_manager(Backwards, **options)
-        ordinary = torchddp.DistributedDataParallel(Backwards(), bucket_cap_mb=SMALL, **options)
+        _, manager, model = under_manager(lambda: reordered(net()), **options)
+        ordinary = torchddp.DistributedDataParallel(reordered(net()), bucket_cap_mb=SMALL, **options)
         buckets = bucket_names(model)
         assert bucket_names(ordinary) == buckets
         for step in range(3):

@@ -9,10 +9,8 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import torchddp
-from tests.harness import each, on_ranks, stay
+from tests.harness import each, on_ranks, over_both, stay
 from tests.models import Mlp, batch, loss_of, seeded, step_on
-
-over_both = pytest.mark.parametrize("transport", ["c10d", "shm"])
 
 
 def trained(cls, rank, steps, options, **join_options):

@@ -10,18 +10,9 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.programs import (
-    CLAIM,
-    ROOT,
-    TORCHRUN,
-    UNMODIFIED,
-    clean_environment,
-    free_port,
-    run_together,
-    unmodified_says,
-)
+from tests.programs import CLAIM, TORCHRUN, UNMODIFIED, clean_environment, free_port, run_together, unmodified_says
 
-FOLDER = ROOT / "examples" / "kubeflow"
+FOLDER = Path(__file__).resolve().parents[2] / "examples" / "kubeflow"
 UNITS = {"Mi": 2**20, "Gi": 2**30}
 
 

@@ -148,11 +148,8 @@ def test_dtypes_layouts_and_other_modes(rank):
         assert counts.keys() == {"p.a"} and counts["p.a"] in (2, 4)
 
     # Like devices, which report later and without counts. Unused parameters, a static graph, sparse gradients, copies.
-    for cls, options in (
-        (WholeBuckets, {}),
-        (WholeBuckets, {"gradient_as_bucket_view": False}),
-        (DDP, {"static_graph": True}),
-    ):
+    copies, static = {"gradient_as_bucket_view": False}, {"static_graph": True}
+    for cls, options in ((WholeBuckets, {}), (WholeBuckets, copies), (DDP, static)):
         ddp = cls(seeded(Mlp), find_nonfinite=True, **options)
         if rank == 1:
             spoil_gradient(ddp.module.middle, math.nan)

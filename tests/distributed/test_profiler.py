@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from tests.harness import assert_each_raises, each, gathered, on_ranks
+from tests.models import linears
 from torchddp import DDP
 from torchddp.plan.record_profile import record_profile
 from torchddp.profiler import monitor, profile, ranks
@@ -22,9 +23,7 @@ SLEEP_S = 0.5  # a busy machine delays the other ranks less, in most steps
 
 
 def model(count=4, **options):
-    torch.manual_seed(0)
-    layers = nn.Sequential(*(nn.Linear(16, 16) for _ in range(count)))
-    return DDP(layers, bucket_cap_mb=0.001, **options)
+    return DDP(linears(count, 16), bucket_cap_mb=0.001, **options)
 
 
 def steps(ddp, count):
@@ -234,8 +233,7 @@ def test_monitors():
 @on_ranks(2)
 def test_the_model_fits_a_small_step_with_overhead_and_a_late_rank(rank):
     """`record_profile` includes a small step's overhead besides computation."""
-    torch.manual_seed(0)
-    ddp = DDP(nn.Sequential(*(nn.Linear(16, 16) for _ in range(4))), transport="c10d")
+    ddp = DDP(linears(4, 16), transport="c10d")
     number = itertools.count()
 
     def step():

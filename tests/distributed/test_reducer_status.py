@@ -92,7 +92,6 @@ def test_waits_and_plans():
 
 @on_ranks(2)
 def test_while_buckets_are_rebuilt_and_models_are_freed(rank):
-    """With rebuilds, checkpoints that run a backward inside of a backward, and static graphs."""
     for options in ({}, {"static_graph": True}, {"find_unused_parameters": True}):
         ddp = torchddp.DDP(seeded(Mlp), bucket_cap_mb=0.001, **options)
         seen, over = [], threading.Event()

@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import torchddp
 from tests.comm_hooks import live_on
 from tests.harness import each, on_ranks
-from tests.models import Branches, Mlp, batch, loss_of, same_on_all_ranks, seeded, step_on
+from tests.models import Branches, Mlp, batch, loss_of, reordered, same_on_all_ranks, seeded, step_on
 from tests.oss import float_mlp as mlp
 from torchddp.comm_hooks import BF16, CastAround, Int8, PerParameter, PowerSGD
 
@@ -371,10 +371,9 @@ def test_replicated_modules(rank):
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     module = torchddp.replicate(seeded(mlp), mp_policy=policy)
     frozen_then_thawed(module, rank)
-    module.extra = nn.Linear(8, 8)
+    grow(module)
     seen = []
     module.extra.register_forward_hook(lambda m, a, out: seen.append((m.weight.dtype, out.dtype)))
-    module.last.register_forward_hook(lambda *args: module.extra(args[2]))
     module.refresh_trainable()
     train(module, rank)
     assert set(seen) == {(torch.bfloat16, torch.bfloat16)}
@@ -450,10 +449,6 @@ def replace(module):
     module.last.weight = nn.Parameter(module.last.weight.detach().clone())
 
 
-def reorder(module):
-    module._modules["first"] = module._modules.pop("first")
-
-
 def told(name, others, last):
     return f"'{name}' is {others} on rank {{others}}, {last} on rank {{last}}"
 
@@ -465,7 +460,7 @@ DIFFERENCES = [
     (lambda m: setattr(m.first, "bias", None), told("first.bias", "trained (float64[16])", "missing")),
     (lambda m: m.requires_grad_(False), told("last.weight", f"trained {LAST}", f"frozen {LAST}")),
     (replace, told("last.weight", f"trained {LAST}", f"trained {LAST}, new")),
-    (reorder, "rank {last} has its parameters in a different order from rank 0"),
+    (reordered, "rank {last} has its parameters in a different order from rank 0"),
 ]
 
 
@@ -474,13 +469,13 @@ DIFFERENCES = [
 @on_ranks()
 def test_ranks_that_disagree_all_raise(rank, world_size, transport, auto):
     for kind, (change, words) in each(KINDS, DIFFERENCES):
-        if auto and change is reorder and world_size > 2:
+        if auto and change is reordered and world_size > 2:
             continue
         module = seeded(Mlp)
         model = kind(module, transport=transport, auto_refresh_trainable=auto)
         train_twice(model, rank)
         reducer = getattr(model, "reducer", None)
-        kept = copy.copy(module._modules), dict(module.first._parameters), module.last.weight
+        kept = [(held, dict(held)) for part in module.modules() for held in (part._modules, part._parameters)]
         if rank == world_size - 1:
             change(module)
         text = error_of(partial(model, batch(rank)) if auto else model.refresh_trainable)
@@ -489,10 +484,9 @@ def test_ranks_that_disagree_all_raise(rank, world_size, transport, auto):
         assert f"on rank {rank}: the model is not the same on all ranks" in text
         assert reducer is getattr(model, "reducer", None)
         # Once repaired, here by undoing the change, training continues.
-        module._modules.clear()
-        module._modules.update(kept[0])
-        module.first._parameters.update(kept[1])
-        module.last._parameters["weight"] = kept[2]
+        for held, before in kept:
+            held.clear()
+            held.update(before)
         module.requires_grad_(True)
         if not auto:
             model.refresh_trainable()

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import torchddp
-from tests.harness import assert_each_raises, each, on_ranks
+from tests.harness import assert_each_raises, each, on_ranks, over_both
 from tests.models import same_on_all_ranks
 from tests.sharded import batch_of, loss_of, make_pair, small_net
 from torchddp import ShardedDataParallel
@@ -25,7 +25,6 @@ OPTIMIZERS = [
 IDS = [optim.__name__ for optim, _ in OPTIMIZERS]
 SGD = OPTIMIZERS[0]
 slow = pytest.mark.slow
-over_both = pytest.mark.parametrize("transport", ["shm", "c10d"])
 # Shared memory needs two ranks.
 RUNS = [("c10d", 1), ("shm", 2), ("c10d", 2), ("shm", 4)]
 LONG_RUNS = [pytest.param(*run, marks=slow) for run in (("shm", 3), ("c10d", 3), ("c10d", 4))]

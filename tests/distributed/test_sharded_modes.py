@@ -3,7 +3,6 @@
 import copy
 import gc
 import itertools
-import warnings
 import weakref
 
 import pytest
@@ -15,7 +14,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
 import torchddp
-from tests.harness import each, on_ranks, run_ranks
+from tests.harness import each, on_ranks, over_both, run_ranks
 from tests.models import Branches, Recurrent, batch, same_on_all_ranks, seeded
 from tests.oss import assert_same_state, twins, whole_state
 from tests.sharded import Net, Pair, batch_of, loss_of, make_pair, reference_of, small_net
@@ -24,12 +23,10 @@ from tests.whole_buckets import WholeSharded
 from torchddp.optim import OSS, ShardedGradScaler
 
 SGD = (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9})
-over_both = pytest.mark.parametrize("transport", ["shm", "c10d"])
 
 
-def assert_all_equal(mine, theirs, tolerance=0.0):
-    for a, b in zip(mine, theirs, strict=True):
-        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+def assert_all_equal(mine, theirs):
+    torch.testing.assert_close([*mine], [*theirs], rtol=0, atol=0)
 
 
 @on_ranks(3)
@@ -96,6 +93,7 @@ def test_buffers(rank):
         assert not same_on_all_ranks([pair.sharded.module[1].running_mean])  # each rank has its last forward's
 
 
+@pytest.mark.filterwarnings("ignore")
 @over_both
 @on_ranks(2)
 def test_parameters_that_some_ranks_or_none_use(rank, transport):
@@ -104,9 +102,7 @@ def test_parameters_that_some_ranks_or_none_use(rank, transport):
     for step in range(12):
         branch = "left" if (rank + step) % 3 else "right"
         for ddp, _ in pair.sides():
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                ddp(batch(rank, step, 3, 4), branch).square().mean().backward()
+            ddp(batch(rank, step, 3, 4), branch).square().mean().backward()
         pair.step()
     pair.assert_equal(rtol=1e-12, atol=1e-12)
 
@@ -374,7 +370,7 @@ def even(width):
 
 
 @pytest.mark.rest_is_thorough("2-*", "3-alone-c10d")
-@pytest.mark.parametrize("transport", ["shm", "c10d"])
+@over_both
 @pytest.mark.parametrize("width", [128, 520], ids=["in-buckets", "alone"])
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow), 4])
 @on_ranks()

@@ -15,10 +15,9 @@ from tests.shm_backend import shm_group, stamp
 from torchddp import TransportError
 
 
-def exchange(group: dist.ProcessGroup, mine: torch.Tensor, theirs: torch.Tensor, peer: int, tag: int = 0) -> None:
+def exchange(group: dist.ProcessGroup, mine: torch.Tensor, theirs: torch.Tensor, peer: int) -> None:
     """Send and receive at once; gloo's sends wait for their receives."""
-    handles = [dist.isend(mine, peer, group=group, tag=tag), dist.irecv(theirs, peer, group=group, tag=tag)]
-    for handle in handles:
+    for handle in (dist.isend(mine, peer, group=group), dist.irecv(theirs, peer, group=group)):
         handle.wait()
 
 

@@ -148,10 +148,6 @@ SMALLEST = 1 << 20
 WHOLE = 2049  # the smallest float32 message that doesn't fit a slot
 NUMELS = [WHOLE, 70_001, SMALLEST, SMALLEST + 1, SMALLEST + 2 * 262_144 + 4001]
 
-needs_a_processor_each = pytest.mark.skipif(
-    len(os.sched_getaffinity(0)) < 2, reason="ranks that share one use no pieces"
-)
-
 
 @functools.cache
 def noise(rank: int, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -193,7 +189,7 @@ def test_ranks_may_call_it_in_different_ways(rank):
             assert torch.equal(tensor, noise(0, numel) + noise(1, numel))
 
 
-@needs_a_processor_each
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="ranks that share a processor use no pieces")
 @on_ranks(2)
 def test_they_need_no_memory_of_the_tensors_size(rank):
     os.environ["TORCHDDP_SHM_LIMIT_MB"] = "4"

@@ -13,19 +13,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from benchmarks.chaos.leaks import segments_of
 from tests.comm_hooks import live_on
 from tests.harness import each, in_child, on_ranks, run_outcomes
-from tests.models import (
-    Branches,
-    Mlp,
-    NormNet,
-    assert_grads,
-    assert_trains,
-    batch,
-    grads_of,
-    loss_of,
-    same_on_all_ranks,
-    seeded,
-    step_on,
-)
+from tests.models import Branches, Mlp, NormNet, assert_grads, assert_trains, batch, grads_of, same_on_all_ranks, seeded
 from tests.shm_backend import stamp
 from torchddp import _C, TransportError
 
@@ -42,7 +30,7 @@ def grads_with(cls, rank, dtype=torch.float64, width=WIDTH, **options):
     ddp = cls(seeded(lambda: Mlp(width, dtype)), **options)
     for step in range(3):
         ddp.zero_grad()
-        loss_of(ddp(batch(rank, step, 5, width, dtype=dtype))).backward()
+        ddp(batch(rank, step, 5, width, dtype=dtype)).square().sum().backward()
     return grads_of(ddp)
 
 
@@ -85,7 +73,7 @@ def test_more_buckets_than_operations_in_flight(rank, ddp_class, world_size):
 def train(ddp, rank, steps):
     for step in steps:
         ddp.zero_grad()
-        step_on(ddp, rank, step)
+        ddp(batch(rank, step)).square().sum().backward()
 
 
 def trained(ddp_class, rank, **options):
@@ -94,31 +82,27 @@ def trained(ddp_class, rank, **options):
     return ddp
 
 
-def clip(ddp):
-    torch.nn.utils.clip_grad_norm_(ddp.parameters(), 1e-3)
-
-
-def unscale(ddp):
-    torch._foreach_div_([p.grad for p in ddp.parameters()], 1024.0)
-
-
-def zero(ddp):
-    ddp.zero_grad(set_to_none=False)
-
-
 def spoil(ddp):
     for p in ddp.parameters():
         p.grad.fill_(float("nan"))
 
 
+CHANGES = {
+    "clip": lambda ddp: torch.nn.utils.clip_grad_norm_(ddp.parameters(), 1e-3),
+    "unscale": lambda ddp: torch._foreach_div_([p.grad for p in ddp.parameters()], 1024.0),
+    "zero": lambda ddp: ddp.zero_grad(set_to_none=False),
+    "spoil": spoil,
+}
+
+
 @on_ranks(3)
 def test_a_change_by_one_rank_is_local(rank, ddp_class):
-    for change, cap_mb in each([clip, unscale, zero, spoil], [0.001, 25]):
+    for change, cap_mb in each(CHANGES, [0.001, 25]):
         ddp = trained(ddp_class, rank, bucket_cap_mb=cap_mb)
         right = grads_of(ddp)
         dist.barrier()
         if rank == 1:
-            change(ddp)
+            CHANGES[change](ddp)
             assert not torch.equal(ddp.module.first.weight.grad, right["first.weight"])
         dist.barrier()
         if rank != 1:
@@ -158,7 +142,7 @@ def test_gradients_outlive_module_and_peer(rank, ddp_class, width):
         dist.barrier()  # the peer has gone
     assert_grads(grads_of(module), right, rtol=0)
     torch.optim.SGD(module.parameters(), lr=0.1).step()
-    loss_of(module(batch(rank, 0, 5, width))).backward()
+    module(batch(rank, 0, 5, width)).square().sum().backward()
     for p in module.parameters():
         p.grad.mul_(2)
 
@@ -192,12 +176,12 @@ def both(ddp_class, make, **options):
     return ours, TorchDDP(seeded(make), bucket_cap_mb=0.001, **options)
 
 
-def assert_same(models, backward, steps):
+def assert_same(models, inputs, steps):
     """Assert equal gradients after each step."""
     for step in range(steps):
         for ddp in models:
             ddp.zero_grad()
-            backward(ddp, step)
+            ddp(*inputs(step)).square().sum().backward()
         assert_grads(grads_of(models[0]), grads_of(models[1]), rtol=RTOL, what=f"step {step}:")
         grads = [p.grad for p in models[0].parameters() if p.grad is not None]
         assert same_on_all_ranks(grads), f"step {step}: ranks differ"
@@ -212,7 +196,7 @@ def at(*places):
 def test_gradients_are_those_of_torch(rank, ddp_class, places):
     live_on(places, rank)
     for options in each([{}, {"static_graph": True}, {"gradient_as_bucket_view": False}]):
-        assert_same(both(ddp_class, Mlp, **options), lambda ddp, step: step_on(ddp, rank, step), 3)
+        assert_same(both(ddp_class, Mlp, **options), lambda step: [batch(rank, step)], 3)
 
 
 @pytest.mark.rest_is_thorough("aaa-3", "aabb-4")
@@ -233,17 +217,17 @@ def test_other_models_and_uneven_inputs(rank, ddp_class, places):
     live_on(places, rank)
     # Gradients of 3 MiB and buckets that don't divide into shards: many chunks.
     models = both(ddp_class, lambda: Mlp(257))
-    assert_same(models, lambda ddp, step: loss_of(ddp(batch(rank, step, 5, 257))).backward(), 2)
+    assert_same(models, lambda step: [batch(rank, step, 5, 257)], 2)
 
-    def branches(ddp, step):
+    def branches(step):
         branch = ("left", "right")[(rank + step) % 2] if step < 3 else "left"
-        loss_of(ddp(batch(rank, step, 5, 4), branch)).backward()
+        return batch(rank, step, 5, 4), branch
 
     assert_same(both(ddp_class, Branches, find_unused_parameters=True), branches, 4)
 
     # Buffers are rank 0's.
     models = both(ddp_class, NormNet)
-    assert_same(models, lambda ddp, step: loss_of(ddp(batch(rank, step, 2, 3, 6, 6))).backward(), 3)
+    assert_same(models, lambda step: [batch(rank, step, 2, 3, 6, 6)], 3)
     with torch.no_grad():
         for ddp in models:
             ddp(batch(0, 9, 2, 3, 6, 6))
@@ -257,7 +241,7 @@ def test_other_models_and_uneven_inputs(rank, ddp_class, places):
         with ddp.join():
             for step in range(rank + 1):
                 ddp.zero_grad()
-                step_on(ddp, rank, step)
+                ddp(batch(rank, step)).square().sum().backward()
     assert_grads(grads_of(models[0]), grads_of(models[1]), rtol=RTOL)
 
 

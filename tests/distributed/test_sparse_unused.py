@@ -6,12 +6,11 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from tests.harness import each, on_ranks
+from tests.harness import each, on_ranks, over_both
 from tests.models import assert_grads, batch, grads_of, loss_of, seeded
 from torchddp import DistributedDataParallel
 
 STEPS = 7
-over_both = pytest.mark.parametrize("transport", ["c10d", "shm"])
 
 
 class Lookup(nn.Module):

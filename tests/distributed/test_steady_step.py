@@ -7,24 +7,14 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from tests.harness import on_ranks
-from tests.models import seeded
 from torchddp import DistributedDataParallel
 
 LAYERS = 50
 
 
-class Scale(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.randn(8))
-
-    def forward(self, x):
-        return x * self.scale
-
-
 def many_small():
     """Many small parameters, whose gradients become ready one after the other."""
-    return seeded(lambda: nn.Sequential(*(Scale() for _ in range(LAYERS))))
+    return nn.Sequential(*(nn.RMSNorm(8) for _ in range(LAYERS)))
 
 
 def _steps(model, count=3):

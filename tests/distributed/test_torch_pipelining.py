@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 import torch
 from torch import nn
 from torch.distributed._composable.replicate import replicate
@@ -97,15 +99,9 @@ def test_stages_over_the_shared_memory_backend(rank):
         assert_those_of_the_whole_model(steps, rank, 1, rows, width=40)
 
 
-class Feed(nn.Module):
+def feed():
     """Two layers for tensor parallelism, and a norm that is not split."""
-
-    def __init__(self):
-        super().__init__()
-        self.up, self.down, self.norm = nn.Linear(4, 8), nn.Linear(8, 4), nn.LayerNorm(4)
-
-    def forward(self, x):
-        return self.norm(self.down(torch.relu(self.up(x))))
+    return nn.Sequential(OrderedDict(up=nn.Linear(4, 8), relu=nn.ReLU(), down=nn.Linear(8, 4), norm=nn.LayerNorm(4)))
 
 
 @on_ranks(4)
@@ -116,7 +112,7 @@ def test_tensor_parallel_inside_data_parallel(ddp_class):
     for options in each([{}, {"static_graph": True}, {"gradient_as_bucket_view": False}]):
 
         def program(cls, options=options):
-            ddp = cls(parallelize_module(seeded(Feed), mesh["tp"], plan), device_mesh=mesh["dp"], **options)
+            ddp = cls(parallelize_module(seeded(feed), mesh["tp"], plan), device_mesh=mesh["dp"], **options)
             optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
             seen = []
             for step in range(4):

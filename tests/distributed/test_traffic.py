@@ -2,6 +2,7 @@
 
 import inspect
 import os
+from functools import partial
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import torchddp
-from tests.harness import each, on_ranks
+from tests.harness import each, gathered, on_ranks
+from tests.models import linears
 from torchddp.optim import OSS
 from torchddp.profiler import monitor, profile
 from torchddp.traffic import Traffic, of_model
@@ -20,23 +22,12 @@ from torchddp.transport.select import open_transport
 WIDTH = 12
 # Elements that divide into shards (units of 128) for 1 to 4 ranks, and too many bytes for a slot.
 LARGE = 128 * 12 * 10
+layers = partial(linears, 3, WIDTH)
 
 
-class Large(nn.Module):
+def large():
     """A model with two gradients of LARGE floats each."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Parameter(torch.ones(LARGE))
-        self.second = nn.Parameter(torch.ones(LARGE))
-
-    def forward(self, x):
-        return (self.first * x * self.second).sum()
-
-
-def layers():
-    torch.manual_seed(0)
-    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+    return nn.Sequential(nn.RMSNorm(LARGE), nn.RMSNorm(LARGE))
 
 
 def wrapped(make, **options):
@@ -45,18 +36,11 @@ def wrapped(make, **options):
 
 def step(ddp):
     ddp.zero_grad()
-    x = torch.ones(()) if isinstance(ddp.module, Large) else torch.ones(2, WIDTH)
-    ddp(x).sum().backward()
+    ddp(torch.ones(2, ddp.module[0].weight.shape[-1])).sum().backward()
 
 
 def bucket_bytes(ddp):
     return [bucket.nbytes for bucket in ddp.reducer.plan.buckets]
-
-
-def total(value):
-    summed = torch.tensor([value], dtype=torch.int64)
-    dist.all_reduce(summed)
-    return int(summed)
 
 
 @on_ranks(1, 2, 3, 4)
@@ -83,12 +67,12 @@ def test_all_reduces(world_size):
         assert option == "static_graph" or other.traffic() == {"c10d": want}
 
     # In shared memory.
-    large = wrapped(Large, transport="shm")
+    big = wrapped(large, transport="shm")
     small = wrapped(layers, transport="shm")  # sums through slots: each rank reads all others' data
-    for ddp in (large, small):
+    for ddp in (big, small):
         step(ddp)
     nbytes = 2 * 4 * LARGE
-    assert large.traffic() == {"shm": Traffic(nbytes, 2 * others * nbytes // world_size)}
+    assert big.traffic() == {"shm": Traffic(nbytes, 2 * others * nbytes // world_size)}
     assert small.traffic() == {"shm": Traffic(sum(bucket_bytes(small)), others * sum(bucket_bytes(small)))}
 
 
@@ -111,40 +95,24 @@ def test_sharded_gradients_go_to_their_owners(rank, world_size):
         sent = given - mine if transport == "c10d" else (world_size - 1) * mine
         assert ddp.traffic() == {transport: Traffic(given, sent)}
     (counted,) = trained(transport="c10d", reduce_fp16=True).traffic().values()
-    assert counted.payload_bytes == given and total(counted.wire_bytes) == (world_size - 1) * given // 2
-
-
-class Last(nn.Sequential):
-    def forward(self, x):
-        return self[2](x)
-
-
-ROWS, COLUMNS = 3, 4
-
-
-class Table(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.table = nn.Embedding(50, COLUMNS, sparse=True)
-
-    def forward(self, x):
-        return self.table(torch.arange(ROWS))
+    assert counted.payload_bytes == given and sum(gathered(counted.wire_bytes)) == (world_size - 1) * given // 2
 
 
 @on_ranks(3)
 def test_buckets_that_are_skipped_sparse_or_reduced_later(rank):
     skipping = {"find_unused_parameters": True, "skip_all_reduce_unused_params": True}
     if "skip_all_reduce_unused_params" in inspect.signature(TorchDDP.__init__).parameters:
-        ddp = wrapped(lambda: Last(*layers()), transport="c10d", **skipping)
+        ddp = wrapped(layers, transport="c10d", **skipping)
+        ddp.module.forward = ddp.module[2].forward
         step(ddp)
         used = [b.nbytes for b in ddp.reducer.plan.buckets if any(p >= 4 for p in b.params)]
         assert 0 < len(used) < len(ddp.reducer.plan.buckets)
         assert ddp.traffic()["c10d"].payload_bytes == sum(used)
 
     for transport in each(["c10d", "shm"]):  # sparse gradients are gathered, always by the process group
-        ddp = wrapped(Table, transport=transport)
-        step(ddp)
-        nbytes = ROWS * (8 + 4 * COLUMNS)
+        ddp = wrapped(lambda: nn.Embedding(50, 4, sparse=True), transport=transport)
+        ddp(torch.arange(3)).sum().backward()
+        nbytes = 3 * (8 + 4 * 4)  # an index and a row of floats each
         assert ddp.traffic() == {"c10d": Traffic(nbytes, 2 * nbytes)}
 
     # Reduced after the last microbatch.
@@ -165,16 +133,16 @@ def test_between_hosts(rank, places):
     hosts, nbytes = len(locals_), 2 * 4 * LARGE
     os.environ["TORCHDDP_HOST_ID"] = places[rank]
     for wire in each((None, torch.bfloat16)):
-        ddp = wrapped(Large, transport="shm", wire_dtype=wire)
+        ddp = wrapped(large, transport="shm", wire_dtype=wire)
         step(ddp)
         traffic = ddp.traffic()
         inside, outer = traffic["shm"], traffic.get("outer", Traffic(0, 0))
         assert inside.payload_bytes == nbytes
-        assert total(inside.wire_bytes) == sum((size - 1) * 2 * nbytes for size in locals_)  # read, and written
+        assert sum(gathered(inside.wire_bytes)) == sum((size - 1) * 2 * nbytes for size in locals_)  # read, and written
         # Each byte crosses once per host: in a ring, or in 16 bits to every other host.
         each_host = 2 * (hosts - 1) * nbytes // hosts if wire is None else (hosts - 1) * nbytes // 2
-        assert total(outer.payload_bytes) == hosts * nbytes
-        assert total(outer.wire_bytes) == hosts * each_host
+        assert sum(gathered(outer.payload_bytes)) == hosts * nbytes
+        assert sum(gathered(outer.wire_bytes)) == hosts * each_host
 
 
 class Counting:

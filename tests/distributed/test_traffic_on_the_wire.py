@@ -3,10 +3,10 @@
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 import torchddp
 from benchmarks.hosts import quiet_count, two_hosts
+from tests.models import linears
 from torchddp.harness.launch import RankJob, launch_ranks
 
 
@@ -32,9 +32,7 @@ STEPS = 4
 
 def measure(route, **options):
     """Bytes of one step by `model.traffic()` and by this host's interface."""
-    torch.manual_seed(0)
-    layers = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))
-    ddp = torchddp.DistributedDataParallel(layers, **options)
+    ddp = torchddp.DistributedDataParallel(linears(4, 512), **options)
 
     def step():
         ddp(torch.ones(2, 512)).sum().backward()

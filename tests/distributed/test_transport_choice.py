@@ -1,10 +1,12 @@
 """The choice of a transport: "auto", explicit choices, and fallbacks if memory can't be shared."""
 
+import contextlib
 import copy
 import itertools
 import os
 import resource
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -207,20 +209,15 @@ def fill_files(left):
     """Leave this process only `left` file descriptors."""
     limit(resource.RLIMIT_NOFILE, max(int(fd) for fd in os.listdir("/proc/self/fd")) + 8)
     taken = []
-    while True:
-        try:
+    with contextlib.suppress(OSError):
+        while True:
             taken.append(os.dup(0))
-        except OSError:
-            break
     for fd in taken[:left]:
         os.close(fd)
 
 
 def fails(words):
-    def fail(*_, **__):
-        raise RuntimeError(words)
-
-    return fail
+    return mock.Mock(side_effect=RuntimeError(words))
 
 
 def sets(name, text):
@@ -299,18 +296,12 @@ def test_gradients_that_do_not_fit(ddp_class, limited, capfd):
         assert said.count(f"rank {rank}: no room for") == len(limits) * (rank in limited), said
 
 
-class Reordered(Mlp):
-    """A model used in another order than registered, so buckets change after the first step.
-
-    A buffer is broadcast before each forward.
-    """
-
-    def __init__(self, width, numel):
-        super().__init__(width)
-        first = self.first
-        del self.first
-        self.first = first
-        self.register_buffer("table", torch.ones(numel))
+def with_buffer(width, numel):
+    """A model whose buckets change after the first step, with a buffer that is broadcast before each forward."""
+    module = Mlp(width)
+    module._modules["first"] = module._modules.pop("first")
+    module.register_buffer("table", torch.ones(numel))
+    return module
 
 
 @pytest.mark.parametrize("limited", [(0,), (1,), (0, 1)], ids=str)
@@ -319,7 +310,7 @@ def test_no_memory_for_buffers_or_during_training(rank, ddp_class, limited):
     """New buckets are made while gradients still hold the old ones: memory is enough for only one set."""
     for width, numel, limit_mb in each([(8, 700_000, "1"), (WIDTH, 100_000, "9")]):
         os.environ[shm.LIMIT_ENV] = limit_mb if rank in limited else ""
-        ddp, _ = wrapped(ddp_class, lambda width=width, numel=numel: Reordered(width, numel), bucket_cap_mb=3.5)
+        ddp, _ = wrapped(ddp_class, partial(with_buffer, width, numel), bucket_cap_mb=3.5)
         for step in range(4):
             if rank == 1:
                 ddp.module.table.zero_()

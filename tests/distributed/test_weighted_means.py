@@ -14,7 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 import torchddp
 from tests.comm_hooks import live_on
 from tests.fault.test_bad_input import Twice
-from tests.harness import assert_each_raises, each, gathered, on_ranks
+from tests.harness import assert_each_raises, each, gathered, on_ranks, over_both
 from tests.managers import FakeManager
 from tests.models import assert_grads, batch, same_on_all_ranks, seeded
 from tests.pages import run_code
@@ -26,7 +26,6 @@ MICROBATCHES = [[3, 1, 2], [2, 5, 0], [0, 0, 0], [1, 2, 2]]
 SMALL = 0.001  # MiB: several buckets
 # Relative to the largest element of a gradient.
 RTOL = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 0.04, torch.float16: 0.01}
-over_both = pytest.mark.parametrize("transport", ["shm", "c10d"])
 
 
 class Net(nn.Module):
@@ -55,10 +54,6 @@ def mean_loss(output):
     return (output.square().sum(1) / output.shape[0]).sum() + output.new_zeros(()) / output.shape[0]
 
 
-def sum_loss(output):
-    return output.square().sum()
-
-
 def of_all_ranks(counts, step=0, dtype=torch.float32):
     of = [(rank, 10 * step + m, n) for rank, micros in enumerate(counts) for m, n in enumerate(micros)]
     return torch.cat([samples(*each_, dtype) for each_ in of])
@@ -78,7 +73,7 @@ def run_step(model, rank, counts, dtype=torch.float32, step=0, loss="mean", scal
         with nullcontext() if last else model.no_sync():
             model.weigh(scale * count, loss=loss)
             output = model(samples(rank, 10 * step + micro, count, dtype))
-            (mean_loss if loss == "mean" else sum_loss)(output).backward()
+            (mean_loss(output) if loss == "mean" else output.square().sum()).backward()
 
 
 def grads_of(model, where="grad"):

@@ -1,0 +1,141 @@
+"""The programs of docs/first_run.md, tune_buckets.md, traps.md and fault_tolerance.md do what the pages say."""
+
+import re
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import torchddp
+from examples.gpt.processes import torchrun
+from scripts.docs_hooks import blocks
+from tests.harness import gathered, on_ranks, over_both, run_ranks
+from tests.models import batch, loss_of, same_on_all_ranks, seeded
+from tests.pages import DOCS, code_of, run_code
+
+pytestmark = pytest.mark.beyond_torch("pages about torchddp")
+
+
+def blocks_of(page, language):
+    return [block.code for block in blocks((DOCS / page).read_text()) if block.language == language]
+
+
+def test_the_first_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (program,), (_, printed) = blocks_of("first_run.md", "python"), blocks_of("first_run.md", "text")
+    (tmp_path / "train.py").write_text(program)
+    with (tmp_path / "log").open("w+") as log:
+        torchrun(tmp_path / "train.py", [], ranks=2, timeout_seconds=100, output=log, errors=log)
+        log.seek(0)
+        text = log.read()
+    # Not by line: under torchrun Python writes a line and its end separately, so lines of two ranks mix.
+    said = sorted(re.findall(r"rank \d, step \d+: loss \d+\.\d{3}|weights saved; .* over shm", text))
+    losses, promised = re.compile(r"loss ([\d.]+)"), sorted(printed.splitlines())
+    assert [losses.sub("", line) for line in said] == [losses.sub("", line) for line in promised]
+    found, wanted = ([float(value) for value in losses.findall("\n".join(text))] for text in (said, promised))
+    assert found == pytest.approx(wanted, rel=0.05, abs=0.02)  # other processors may add in another order
+    assert torch.load("model.pt", weights_only=True).keys() == {"0.weight", "0.bias", "2.weight", "2.bias"}
+
+
+def test_the_model_to_tune():
+    page = "tune_buckets.md"
+    factory, *uses = blocks_of(page, "python")
+    names = {}
+    exec(compile(factory, page, "exec"), names)
+    module, batch = names["make"]()
+    assert module(batch).shape == (64, 10)
+    parameters = list(module.parameters())
+    mb = sum(p.numel() * p.element_size() for p in parameters) / 1e6
+    _, tuned = blocks_of(page, "text")
+    assert tuned.startswith(f"make_model:make: {len(parameters)} gradients, {mb:.2f} MB, 2 ranks")
+    assert len(uses) == 2  # test_docs_blocks.py runs them
+
+
+CHANGED, BATCH_NORM = "Gradients changed on some ranks", "Batch norm in two forwards"
+
+
+def block(section, language):
+    of_section = (DOCS / "traps.md").read_text().partition(f"\n## {section}\n")[2].partition("\n## ")[0]
+    (found,) = re.findall(rf"```{language}\n(.*?)```", of_section, re.DOTALL)
+    return found
+
+
+def run_section(rank, section):
+    module = seeded(lambda: nn.Sequential(nn.Linear(8, 8)))
+    names = {"torch": torch, "torchddp": torchddp, "dist": dist, "loss_of": loss_of, "rank": rank}
+    names["batches"] = [batch(rank, step, dtype=torch.float32) for step in range(4)]
+    names["model"] = torchddp.DistributedDataParallel(module)
+    names["optimizer"] = torch.optim.SGD(module.parameters(), lr=0.01)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        exec(compile(block(section, "python"), "train.py", "exec"), names)
+    return [(str(w.message), w.filename, w.lineno) for w in caught if w.category is torchddp.UsageWarning]
+
+
+@over_both
+def test_the_message_of_a_trap(transport, monkeypatch):
+    """Rank 0 warns once, with the line of the program."""
+    monkeypatch.setenv("TORCHDDP_TRANSPORT", transport)
+    ((text, *place),), others = run_ranks(run_section, 2, CHANGED)
+    assert place == ["train.py", 6] and others == []
+    assert text.startswith(block(CHANGED, "text").strip().removeprefix("UsageWarning: ")), text
+    assert text.endswith("before the average. check_parameters_every=N finds weights that differ.")
+
+
+def test_batch_norm_gets_no_warning():
+    assert run_ranks(run_section, 2, BATCH_NORM) == [[], []]
+
+
+def test_the_filters_of_the_warning():
+    with warnings.catch_warnings():
+        exec(code_of("traps.md", "Turning the warning off"))
+        warnings.warn("Ranks treat averaged gradients differently", torchddp.UsageWarning, stacklevel=1)
+    assert issubclass(torchddp.UsageWarning, UserWarning)
+
+
+@on_ranks(3)
+def test_another_process_group(rank):
+    names = run_code("fault_tolerance.md", "Another process group")
+    model, optimizer = names["model"], names["optimizer"]
+    assert model.process_group.size() == 3
+    assert same_on_all_ranks([p.detach() for p in model.parameters()])
+    assert gathered([state["step"].item() for state in optimizer.state.values()]) == [[40.0, 40.0]] * 3
+
+
+@pytest.mark.rest_is_thorough("True")
+@pytest.mark.slow
+@pytest.mark.parametrize("dies", [False, True])
+def test_restart_with_torchrun(dies, tmp_path, monkeypatch):
+    """Rank 1 dies in step 25 of the first attempt; the final weights equal those of one process."""
+    monkeypatch.chdir(tmp_path)
+    code = code_of("fault_tolerance.md", "Restart with torchrun")
+    fault = "    if step == 25 and rank == 1 and attempt == '0': os.kill(os.getpid(), 9)\n"
+    if dies:
+        code, count = re.subn(r"(?m)^    optimizer\.zero_grad\(\)$", fault.rstrip() + r"\n\g<0>", code)
+        assert count == 1
+    script = tmp_path / "train.py"
+    script.write_text(code)
+    with (tmp_path / "log").open("w") as log:
+        torchrun(script, [], ranks=2, timeout_seconds=120, output=log, errors=log, max_restarts=int(dies))
+    saved = torch.load("checkpoint.pt", weights_only=True)
+    assert saved["step"] == 40
+    assert ("SIGTERM" in (tmp_path / "log").read_text() or "exitcode: -9" in (tmp_path / "log").read_text()) == dies
+    (wanted,) = run_ranks(lambda rank: {n: v.tolist() for n, v in alone().state_dict().items()}, 1)
+    for name, value in saved["model"].items():
+        torch.testing.assert_close(value, torch.tensor(wanted[name]))
+
+
+def alone():
+    """The weights that one process trains with both ranks' data."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(8, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for step in range(40):
+        optimizer.zero_grad()
+        for rank in range(2):
+            x = torch.randn(16, 8, generator=torch.Generator().manual_seed(1000 * step + rank))
+            ((model(x) - x.sum(1, keepdim=True)).square().mean() / 2).backward()
+        optimizer.step()
+    return model
