@@ -136,8 +136,7 @@ def test_with_options_and_accumulation(rank, expensive_messages):
 
 @on_ranks(2)
 def test_a_saved_plan_is_used_at_once(rank):
-    probe = DistributedDataParallel(layers())
-    key = plan_key(probe.session)
+    key = plan_key(DistributedDataParallel(layers()).session)
     assert (key.world_size, key.ranks_per_host, key.transport, key.backend) == (2, 2, "shm", "gloo")
     wanted = ((7, 6, 5), (4, 3, 2, 1, 0))
     if rank == 0:

@@ -1,15 +1,17 @@
-"""Short runs of the cases `sharded`, with torch's own variants, and `training`."""
+"""Short runs of the cases `sharded`, with torch's own variants, and `training`, also with a method that fails."""
 
 import json
 import subprocess
 import sys
 
 import pytest
+import torch.distributed as dist
 
 from benchmarks.training.methods import METHODS
+from benchmarks.training.race import racers_of
+from benchmarks.training.tasks import gpt_for_one_host, shortened
+from tests.harness import on_ranks
 from torchddp.harness.machine import ROOT
-
-pytestmark = pytest.mark.thorough
 
 
 def result_of(folder, case, *options):
@@ -24,6 +26,7 @@ def result_of(folder, case, *options):
     return result
 
 
+@pytest.mark.thorough
 def test_torchs_variants_train_alike_and_are_timed(tmp_path):
     variants = ["torch-ddp", "torch-ddp-fused", "torch-zero", "fsdp2"]
     result = result_of(tmp_path, "sharded", "--set", f"variants={','.join(variants)}")
@@ -31,6 +34,7 @@ def test_torchs_variants_train_alike_and_are_timed(tmp_path):
     assert result["rounds"] >= 7 and all(row["step_ms"]["median"] > 0 for row in result["variants"])
 
 
+@pytest.mark.thorough
 def test_sharded_state_is_a_share_of_the_whole(tmp_path):
     result = result_of(tmp_path, "sharded_memory", "--set", "variants=torch-zero,fsdp2")
     rows = {row["name"]: row for row in result["variants"]}
@@ -47,6 +51,7 @@ def test_sharded_state_is_a_share_of_the_whole(tmp_path):
     assert all(row["peak_bytes"] > 0 and row["pss_bytes"] > 0 for row in rows.values())
 
 
+@pytest.mark.thorough
 def test_a_short_run_trains_with_every_method(tmp_path):
     pytest.importorskip("sklearn")
     result = result_of(tmp_path, "training", "--set", "tasks=digits")
@@ -59,3 +64,25 @@ def test_a_short_run_trains_with_every_method(tmp_path):
     assert sent["exact"] == pytest.approx(4 * result["parameters"], rel=0.02)
     assert sent["int4"] < sent["int8"] < sent["bf16"] == sent["fp16"] < sent["exact"]
     assert all(abs(rows[name]["ratio"]["mean"] - 1) < 0.02 for name in ("fp16", "bf16"))
+
+
+def fails_on_rank_one(replica):
+    if dist.get_rank() == 1:
+        raise ValueError("no such luck\nand more")
+
+
+@on_ranks(2)
+def test_a_method_that_fails_on_one_rank_is_dropped_on_all(rank):
+    small = shortened(gpt_for_one_host(), 6)
+    names = ("torch-ddp", "torch-powersgd", "nothing")
+    with racers_of(names, small, 0, 20.0, over_link=False) as (unlucky, other, unknown):
+        assert other.points[0].loss == unlucky.points[0].loss
+        unlucky.try_to(fails_on_rank_one)
+        assert unlucky.problem == "rank 1: ValueError: no such luck"
+        # It stays dropped, and no rank waits for it.
+        unlucky.advance()
+        assert unlucky.result() == {"error": "rank 1: ValueError: no such luck"} and len(unlucky.points) == 1
+        other.advance()
+        assert other.points[1].steps == small.slice_steps and other.points[1].loss < other.points[0].loss
+        # A method that cannot be built is dropped with the reason.
+        assert unknown.problem == "KeyError: 'nothing'"

@@ -51,8 +51,7 @@ def test_a_group_is_measured_once_and_by_rank_0(rank, monkeypatch, world_size):
         bucket_sizes._lines.clear()  # not missed
     second = DistributedDataParallel(layers(), transport="shm").session
     assert calls.call_count == 1 and second.bucket_caps_bytes == [cap]
-    other = dist.new_group(range(world_size))
-    DistributedDataParallel(layers(), transport="shm", process_group=other)
+    DistributedDataParallel(layers(), transport="shm", process_group=dist.new_group(range(world_size)))
     assert calls.call_count == 2
 
 

@@ -202,8 +202,7 @@ def test_options_of_the_model(rank):
 def test_16_bit_gradients(rank):
     for dtype, make in each((torch.bfloat16, torch.float16), (BF16, Int8, lambda: PowerSGD(rank=2))):
         model = hooked(make(), Given(dtype))
-        gradients = {name: value.to(dtype) for name, value in given(rank, 0).items()}
-        averages = step_of(model, gradients)
+        averages = step_of(model, {name: value.to(dtype) for name, value in given(rank, 0).items()})
         assert_finite(averages)
         assert averages["embed"].norm() > 0
         assert model.module.embed.grad.dtype == dtype

@@ -23,8 +23,7 @@ def low_rank(rank, step):
     generator = torch.Generator().manual_seed(step)
     for name in MATRICES:
         rows, *rest = SHAPES[name]
-        columns = torch.Size(rest).numel()
-        plane = torch.randn(2, columns, generator=generator)
+        plane = torch.randn(2, torch.Size(rest).numel(), generator=generator)
         mix = torch.randn(rows, 2, generator=torch.Generator().manual_seed(77 * step + rank))
         gradients[name] = (mix @ plane).view(SHAPES[name])
     return gradients

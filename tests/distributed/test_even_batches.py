@@ -121,8 +121,7 @@ def test_batches_are_prefetched_and_messages_overlap_the_step(rank):
 
     for value in even_batches(loader()):
         log.append(("step", value))
-    order = [("got", 0), ("got", 1), ("step", 0), ("got", 2), ("step", 1), ("step", 2)]
-    assert log == order
+    assert log == [("got", 0), ("got", 1), ("step", 0), ("got", 2), ("step", 1), ("step", 2)]
     # A late rank doesn't delay the other ranks' steps.
     store = dist.distributed_c10d._get_default_store()
     for value in even_batches(range(2)):

@@ -94,8 +94,7 @@ def output_of(name, *arguments):
     ],
 )
 def test_every_parallelism_learns(args, words):
-    config = ParallelConfig.from_cli(args)
-    output = output_of("train_parallelize", config, 60, 3e-3)
+    output = output_of("train_parallelize", ParallelConfig.from_cli(args), 60, 3e-3)
     assert_it_learned(output)
     assert words in output and last_number(output, "steps reduced by torchddp") == 0
 

@@ -4,6 +4,7 @@ import copy
 import gc
 import pickle
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -23,11 +24,8 @@ from torchddp.fault_tolerance.pure import PureDistributedDataParallel
 from torchddp.fault_tolerance.replica_state import bucket_names, check_buckets, load_state_dict, state_dict
 
 SMALL = 0.001  # MiB: several buckets
+net = partial(seeded, small_net, 3)
 MODES = [{}, {"find_unused_parameters": True}, {"static_graph": True}]
-
-
-def net():
-    return seeded(small_net, 3)
 
 
 def under_manager(make=net, bucket_cap_mb=SMALL, **options):

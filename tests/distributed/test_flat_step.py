@@ -171,8 +171,7 @@ def test_groups_schedulers_closures_and_clipping(rank):
         optimizer.register_step_post_hook(hook)
     for step in range(5):
         pair.backward(step)
-        norms = [optimizer.clip_grad_norm(0.01) for optimizer in pair.optimizers]
-        assert torch.equal(*norms)
+        assert torch.equal(*[optimizer.clip_grad_norm(0.01) for optimizer in pair.optimizers])
         flat, single = pair.step()
         for scheduler in schedulers:
             scheduler.step()

@@ -13,18 +13,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from tests.harness import each, gathered, is_own_class, on_ranks
-from tests.models import (
-    Mlp,
-    TwoHeads,
-    assert_grads,
-    assert_steps,
-    batch,
-    expected_grads,
-    grads_of,
-    loss_of,
-    seeded,
-    step_on,
-)
+from tests.models import Mlp, TwoHeads, assert_grads, assert_steps, batch, expected_grads, grads_of, seeded, step_on
 
 ROOT = Path(__file__).resolve().parents[2]
 MIB = 1024 * 1024
@@ -63,7 +52,11 @@ def test_static_graph_with_an_output_not_in_the_loss(rank, ddp_class):
     """torch reduced nothing after the first step."""
     for used in each([1, 2]):
         ddp = ddp_class(seeded(TwoHeads), static_graph=True, bucket_cap_mb=0.0001)
-        assert_steps(ddp, rank, range(4), lambda m, r, s, used=used: loss_of(m(batch(r, s, 3, 4))[:used]).backward())
+
+        def run(model, rank, step, used=used):
+            torch.cat(model(batch(rank, step, 3, 4))[:used]).square().sum().backward()
+
+        assert_steps(ddp, rank, range(4), run)
 
 
 def _forwards_without_backward(ddp, rank):
@@ -138,7 +131,7 @@ def test_buckets_are_rebuilt_with_find_unused_parameters(rank, ddp_class):
     ddp.register_comm_hook(None, note)
     for step in range(3):
         orders.append([])
-        loss_of(ddp(batch(rank, step), (2, 1, 0))).backward()
+        ddp(batch(rank, step), (2, 1, 0)).square().sum().backward()
     assert gathered(orders) == [orders] * 2
     assert orders[0][0].startswith("2"), "at first the reverse of registration order"
     assert orders[2][0].startswith("0"), f"ready order after a step, got {orders[2]}"
@@ -149,7 +142,7 @@ def test_ranks_with_different_ready_orders_agree_on_a_rebuild(rank, ddp_class):
     """Ranks may use layers in different orders, but must send the same buckets."""
 
     def run(model, rank, step):
-        loss_of(model(batch(rank, step), (0, 1, 2, 3) if rank % 2 else (0, 2, 1, 3))).backward()
+        model(batch(rank, step), ((0, 1, 2, 3) if rank % 2 else (0, 2, 1, 3))).square().sum().backward()
 
     assert_steps(ddp_class(layers(4), bucket_cap_mb=0.0001), rank, range(4), run)
 
@@ -189,7 +182,7 @@ def test_create_graph_warns_that_higher_orders_are_not_synchronized(rank, ddp_cl
         ddp = ddp_class(seeded(Mlp))
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            loss_of(ddp(batch(rank))).backward(create_graph=create_graph)
+            ddp(batch(rank)).square().sum().backward(create_graph=create_graph)
         assert_grads(grads_of(ddp), expected_grads(seeded(Mlp), step_on))
         texts = [str(w.message) for w in caught if "create_graph" in str(w.message)]
         assert any("synchroni" in text for text in texts) == bool(texts) == create_graph, texts
@@ -217,7 +210,7 @@ def test_fused_optimizer_with_no_sync(rank, ddp_class):
 @on_ranks(2)
 def test_bf16_compress_hook_works_on_cpu(rank, ddp_class):
     def step(model, r):
-        loss_of(model(batch(r, dtype=torch.float32))).backward()
+        model(batch(r, dtype=torch.float32)).square().sum().backward()
 
     wrapped = default_hooks.bf16_compress_wrapper(default_hooks.allreduce_hook)
     for hook in (default_hooks.bf16_compress_hook, wrapped):

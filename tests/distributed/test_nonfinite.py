@@ -168,8 +168,7 @@ def test_dtypes_layouts_and_other_modes(rank):
     loss_of(ddp(batch(rank, 0, 2, 4), "left" if rank == 0 else "right")).backward()
     assert {o.parameter for o in found_on_all(ddp)} == {"left.weight", "left.bias", "trunk.weight", "trunk.bias"}
 
-    embedding = nn.Embedding(5, 3, sparse=True)
-    ddp = DDP(embedding, find_nonfinite=True)
+    ddp = DDP(nn.Embedding(5, 3, sparse=True), find_nonfinite=True)
     factor = torch.tensor([[1.0, 1.0, math.nan if rank == 1 else 1.0]])
     (ddp(torch.tensor([2])) * factor).sum().backward()
     assert found_on_all(ddp) == [NonFinite(1, 1, "weight", 1)]

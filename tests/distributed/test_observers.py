@@ -41,8 +41,7 @@ def test_the_observer_of_the_docs(rank, tmp_path, monkeypatch):
     lines = logged()
     exec(line, {"observers": observers})
     assert "step_rate" not in sys.modules  # until a model uses it
-    without = DDP(nn.Linear(3, 2), static_graph=True)
-    assert without.observers.get("step_rate") is None
+    assert DDP(nn.Linear(3, 2), static_graph=True).observers.get("step_rate") is None
     model, other = (DDP(nn.Linear(3, 2)) for _ in range(2))
     importlib.import_module("step_rate").StepRate.EVERY = 3
     for _ in range(7):

@@ -62,8 +62,7 @@ def test_ranks_join_and_leave(rank, mode):
             model._update_process_group(group)
             assert_as_fresh(model, group, rank)
     transport = "c10d" if mode == "c10d" else "shm"
-    names = gathered(model.reducer.transport_name)
-    assert names[1:] == [transport] * 3
+    assert gathered(model.reducer.transport_name)[1:] == [transport] * 3
 
 
 def shuffled():

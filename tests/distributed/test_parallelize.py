@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
 import os
@@ -213,8 +212,7 @@ def test_weights_at_the_start_and_options(rank):
     model.blocks[0].register_forward_hook(lambda module, inputs, output: dtypes.append(output.dtype))
     model(torch.zeros(1, 6))
     assert dtypes == [torch.bfloat16]
-    group = parallel_group_info().dp.group
-    assert dist.get_backend(group) == "torchddp_shm"
+    assert dist.get_backend(parallel_group_info().dp.group) == "torchddp_shm"
     train(model, rank)
 
     # All start from rank 0.
@@ -227,11 +225,9 @@ def test_weights_at_the_start_and_options(rank):
         assert net.scale.eq(1).all() and net.grid.eq(0).all()
 
     # Ranks may keep their own.
-    first = seeded(Net, seed=rank)
-    want = copy.deepcopy(first)
-    model = parallelize(first, ParallelConfig(use_fsdp=True, sync_module_states=False))
+    model = parallelize(seeded(Net, seed=rank), ParallelConfig(use_fsdp=True, sync_module_states=False))
     local = model.last.bias.to_local()
-    assert torch.equal(local, want.last.bias[rank * 2 : rank * 2 + 2][: len(local)])
+    assert torch.equal(local, seeded(Net, seed=rank).last.bias[rank * 2 : rank * 2 + 2][: len(local)])
 
     # A model on the meta device.
     empty = Net().to("meta")

@@ -168,5 +168,4 @@ def test_the_example(rank):
     assert torchddp.finished_steps() - before == 30
     module, optimizer = names["module"], names["optimizer"]
     assert same_on_all_ranks(list(module.parameters()))
-    steps = [int(optimizer.state[module[place].weight]["step"]) for place in (0, 2, 3)]
-    assert steps == [20, 30, 10]
+    assert [int(optimizer.state[module[place].weight]["step"]) for place in (0, 2, 3)] == [20, 30, 10]

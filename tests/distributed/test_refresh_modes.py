@@ -435,8 +435,7 @@ def test_messages(rank):
             train(model, rank, steps=65, optimizer=optimizer)
 
 
-def train_twice(model, rank):
-    train(model, rank, steps=2, dtype=torch.float64)
+train_twice = partial(train, steps=2, dtype=torch.float64)
 
 
 def error_of(call):

@@ -60,8 +60,7 @@ def test_same_bits_as_the_wrapper_and_torchs_class(rank, world_size):
         parameters = list(model.parameters())
         assert torchddp.replicate(model, bucket_cap_mb=0.001, **options) is model
         assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
-        wrapped = torchddp.DDP(seeded(Mlp), bucket_cap_mb=0.001, **options)
-        assert_trains_alike(model, wrapped, rank)
+        assert_trains_alike(model, torchddp.DDP(seeded(Mlp), bucket_cap_mb=0.001, **options), rank)
         theirs = TorchDDP(seeded(Mlp))
         train(theirs, rank)
         assert_same_training(model, theirs, 0.0 if world_size <= 2 else 1e-12)

@@ -2,6 +2,7 @@
 
 import copy
 import os
+from functools import partial
 
 import pytest
 import torch
@@ -140,10 +141,7 @@ def test_reads_wait_for_parameters_in_flight():
             pair.assert_equal()
 
 
-def sgd(params):
-    return OSS(params, torch.optim.SGD, lr=0.1)
-
-
+sgd = partial(OSS, optim=torch.optim.SGD, lr=0.1)
 FOREIGN = "optimizer 0 holds 11 parameters that are not the module's: parameter 0 of group 0"
 SPARSE = "'0.weight' has sparse gradients, which can't be reduced to one rank. Create its embedding with sparse=False"
 SIZE = "reduce_buffer_size must be a number of elements"

@@ -21,6 +21,7 @@ from tests.torch_features import assert_same_program
 
 STEPS = 4
 SMALL = {"bucket_cap_mb": 0.001}
+linear = partial(nn.Linear, dtype=torch.float64)
 
 
 def steps_program(make, optimizer=None, forward=None, after_backward=None, averages=False, **options):
@@ -46,10 +47,6 @@ def steps_program(make, optimizer=None, forward=None, after_backward=None, avera
         return seen
 
     return program
-
-
-def linear(*features):
-    return nn.Linear(*features, dtype=torch.float64)
 
 
 class Symmetric(nn.Module):

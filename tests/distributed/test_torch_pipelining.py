@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from functools import partial
 
 import torch
 from torch import nn
@@ -83,11 +84,8 @@ def test_wrapped_stages(rank, ddp_class):
         return run_stage(ddp, place, replica, schedule, mesh.get_group("pp"), told)
 
     for schedule, search in each(SCHEDULES, [False, True]):
-        assert_same_program(
-            ddp_class,
-            lambda cls, schedule=schedule, search=search: program(cls, schedule, find_unused_parameters=search),
-            reductions=3,
-        )
+        with_options = partial(program, schedule=schedule, find_unused_parameters=search)
+        assert_same_program(ddp_class, with_options, reductions=3)
     assert_those_of_the_whole_model(program(ddp_class, told=False), place, replicas=2)
 
 

@@ -220,10 +220,6 @@ def fails(words):
     return mock.Mock(side_effect=RuntimeError(words))
 
 
-def sets(name, text):
-    return partial(os.environ.update, {name: text})
-
-
 # name -> (change to a rank, words in the log)
 TROUBLES = {
     "no sockets": (lambda: setattr(shm._C, "ShmEndpoint", fails("no sockets")), "no sockets"),
@@ -254,7 +250,7 @@ def test_shared_memory_or_nothing(rank, ddp_class):
     """An explicit "shm" raises on all ranks, with rank and reason; the process group stays usable."""
     make, connect = shm._C.ShmEndpoint, shm._C.ShmEndpoint.connect
     limits = [
-        (sets(shm.LIMIT_ENV, text), f"{shm.LIMIT_ENV} must be .* got '{text}'")
+        (partial(os.environ.update, {shm.LIMIT_ENV: text}), f"{shm.LIMIT_ENV} must be .* got '{text}'")
         for text in ("nonsense", "-1", "0", "nan", "inf")
     ]
     for cause, reason in each([TROUBLES["no memory"], TROUBLES["no sockets"], *limits]):

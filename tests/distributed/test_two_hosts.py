@@ -98,8 +98,7 @@ def test_in_a_short_run_all_methods_reach_the_loss(tmp_path):
     assert {name: row["error"] for name, row in rows.items() if "error" in row} == {}
     # The gradients differ only by rounding.
     assert rows["exact"]["arrival"]["steps"] == pytest.approx(rows["torch-ddp"]["arrival"]["steps"], rel=0.05)
-    gradient_bytes = 4 * result["parameters"]
-    sent = {name: row["bytes_per_step"] / gradient_bytes for name, row in rows.items()}
+    sent = {name: row["bytes_per_step"] / (4 * result["parameters"]) for name, row in rows.items()}
     assert 0.95 < sent["torch-ddp"] < 1.2 and 0.95 < sent["exact"] < 1.2
     assert sent["int8"] < 0.3 and sent["powersgd"] < 0.3 and sent["diloco"] < 0.3
     (plot,) = tmp_path.glob("*-training-*.png")

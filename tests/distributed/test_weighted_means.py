@@ -69,8 +69,7 @@ def reference(counts, dtype=torch.float32, step=0):
 def run_step(model, rank, counts, dtype=torch.float32, step=0, loss="mean", scale=1):
     """A step of several microbatches, as users write it."""
     for micro, count in enumerate(counts[rank]):
-        last = micro == len(counts[rank]) - 1
-        with nullcontext() if last else model.no_sync():
+        with nullcontext() if micro == len(counts[rank]) - 1 else model.no_sync():
             model.weigh(scale * count, loss=loss)
             output = model(samples(rank, 10 * step + micro, count, dtype))
             (mean_loss(output) if loss == "mean" else output.square().sum()).backward()
