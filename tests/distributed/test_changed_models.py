@@ -136,8 +136,6 @@ def test_no_warning_if_nothing_is_lost(rank):
 
 @on_ranks(2)
 def test_no_warning_about_parameters_handled_elsewhere(rank):
-    """Parametrised, ignored, averaged later, sharded by FSDP2, replicated, and cast for the forward."""
-
     def parametrised():
         module = net()
         parametrizations.weight_norm(module[0])

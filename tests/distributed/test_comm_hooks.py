@@ -275,8 +275,7 @@ MEMBERS = [[0, 1], [0, 1, 2], [0, 1, 2, 3], [3, 1], [1], [0, 2, 1]]
 @pytest.mark.rest_is_thorough("aabb")
 @pytest.mark.parametrize("hosts", [None, "aabb"])
 @on_ranks(4)
-def test_no_residual_is_lost(rank, hosts):
-    """In several groups in sequence."""
+def test_no_residual_is_lost_in_several_groups(rank, hosts):
     live_on(hosts, rank)
     for make in IN_GROUPS.values():
         groups = [dist.new_group(ranks) for ranks in MEMBERS]

@@ -232,7 +232,6 @@ def test_monitors():
 
 @on_ranks(2)
 def test_the_model_fits_a_small_step_with_overhead_and_a_late_rank(rank):
-    """`record_profile` includes a small step's overhead besides computation."""
     ddp = DDP(linears(4, 16), transport="c10d")
     number = itertools.count()
 
