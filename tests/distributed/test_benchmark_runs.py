@@ -1,8 +1,6 @@
 """Short runs of the cases `sharded`, with torch's own variants, and `training`, also with a method that fails."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 import torch.distributed as dist
@@ -11,14 +9,13 @@ from benchmarks.training.methods import METHODS
 from benchmarks.training.race import racers_of
 from benchmarks.training.tasks import gpt_for_one_host, shortened
 from tests.harness import on_ranks
-from torchddp.harness.machine import ROOT
+from tests.programs import ROOT, python
 
 
 def result_of(folder, case, *options):
     """The only result of a short run, which must also draw a plot."""
-    command = [sys.executable, "-m", "benchmarks", "--case", case, "--quick", *options]
-    command += ["--json", str(folder / "run.json"), "--out", str(folder)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110)
+    written = "--json", str(folder / "run.json"), "--out", str(folder)
+    done = python("-m", "benchmarks", "--case", case, "--quick", *options, *written, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     (plot,) = folder.glob(f"*-{case}-*.png")
     assert plot.read_bytes().startswith(b"\x89PNG")

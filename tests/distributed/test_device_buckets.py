@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
 from tests.gpu.test_pack_gpu import FLOATS, Given, assert_same, random_values, scaled
-from tests.harness import each, on_ranks, stay
+from tests.harness import each, future_of, on_ranks, stay
 from tests.models import Mlp, assert_grads, assert_steps, batch, expected_grads, grads_of, loss_of, seeded, step_on
 from tests.whole_buckets import LargeApart, PaddedBuckets, PaddedSharded, WholeBuckets, WholeSharded
 from torchddp import _C, TransportError, comm_hooks
@@ -150,9 +150,7 @@ def test_layouts_hooks_and_statistics(rank):
 
     def hook(_state, bucket):
         sizes.append(bucket.buffer().numel())
-        future = torch.futures.Future()
-        future.set_result(bucket.buffer() * 3)
-        return future
+        return future_of(bucket.buffer() * 3)
 
     ddp.register_comm_hook(None, hook)
     ddp.zero_grad()
@@ -272,9 +270,7 @@ def test_hooks(rank):
     assert all(outside.numel() > 0 and not outside.any() for outside in checks.outside)
 
     def divides(state, bucket):
-        future = torch.futures.Future()
-        future.set_result(bucket.buffer() / bucket.buffer())  # NaN in the gaps
-        return future
+        return future_of(bucket.buffer() / bucket.buffer())  # NaN in the gaps
 
     padded, _ = trained(PaddedBuckets, rank, hook=(None, divides), gradient_stats=True)
     assert padded.gradient_stats().tolist() == [[sum(p.numel() for p in padded.parameters()), 0.0]]

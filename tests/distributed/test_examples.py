@@ -4,8 +4,6 @@ import contextlib
 import importlib
 import io
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,12 +12,12 @@ import torch
 from examples import train_sharded
 from examples.gpt.ranks import Ranks
 from tests.harness import run_ranks
+from tests.programs import ROOT, python
 from torchddp import ParallelConfig
 
 pytestmark = pytest.mark.beyond_torch("is not what the examples train with")
 
-ROOT = Path(__file__).resolve().parents[2]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
 def losses_in(output):
@@ -32,8 +30,8 @@ def last_number(output, words):
     return int(found[1])
 
 
-def run(command):
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+def run(*arguments):
+    done = python(*arguments, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
     return done
 
@@ -55,7 +53,7 @@ def assert_it_learned(output):
 )
 @pytest.mark.slow
 def test_two_ranks_under_torchrun(start, words, count):
-    done = run([*TORCHRUN, *start, "--steps", "60"])
+    done = run(*TORCHRUN, *start, "--steps", "60")
     assert_it_learned(done.stdout)
     assert last_number(done.stdout, words) == count
     assert "Traceback" not in done.stderr and "terminate called" not in done.stderr
@@ -64,7 +62,7 @@ def test_two_ranks_under_torchrun(start, words, count):
 @pytest.mark.rest_is_thorough("train_parallelize")
 @pytest.mark.parametrize("name", ["train_plain", "train_parallelize"])
 def test_one_process(name):
-    done = run([sys.executable, "-m", f"examples.{name}", "--steps", "60"])
+    done = run("-m", f"examples.{name}", "--steps", "60")
     assert_it_learned(done.stdout)
     assert last_number(done.stdout, "steps reduced by torchddp") == (60 if name == "train_plain" else 0)
 

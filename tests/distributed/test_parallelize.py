@@ -1,7 +1,5 @@
 """parallelize() compared with the same parallelism set up by hand, and the groups that it reports."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import os

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 import torchddp
-from tests.harness import on_ranks
+from tests.harness import future_of, on_ranks
 from tests.models import Mlp, batch, seeded, step_on
 from tests.unit.helpers import wait_until
 from torchddp.diagnose import rank_state
@@ -128,9 +128,7 @@ def test_a_step_that_fails_while_a_bucket_is_launched(rank):
     def hook(state, bucket):
         launched.set()
         assert go_on.wait(60.0)
-        done = torch.futures.Future()
-        done.set_result(bucket.buffer())
-        return done
+        return future_of(bucket.buffer())
 
     ddp.register_comm_hook(None, hook)
     ddp(batch(rank))

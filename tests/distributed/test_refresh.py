@@ -3,8 +3,6 @@
 Random schedules of freezing, thawing, adding and accumulating, on a refreshed model and on one that is wrapped again.
 """
 
-from __future__ import annotations
-
 import copy
 import random
 from functools import partial

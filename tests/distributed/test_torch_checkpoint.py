@@ -1,7 +1,5 @@
 """torch.distributed.checkpoint with our class: the plain module's keys, other world sizes, torch's class."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """torch.compile around, inside and in parts of a wrapped model: gradients, graphs and recompilations equal torch's."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 

@@ -1,7 +1,5 @@
 """torch's ways to write models and steps, including mixed precision: bitwise equal to torch's class."""
 
-from __future__ import annotations
-
 import json
 import math
 from functools import partial

@@ -1,7 +1,5 @@
 """torch.distributed.pipelining with wrapped stages, tensor parallelism, and torch's composable replicate."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from functools import partial
 
