@@ -5,9 +5,9 @@ from __future__ import annotations
 import copy
 import copyreg
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from types import FrameType
 from typing import Any, cast
 
 import torch
@@ -150,13 +150,8 @@ class ReplicateState(_State):
 
 def _calls_itself(module: torch.nn.Module) -> bool:
     """Whether the current call of ``module`` was made inside another call of it."""
-    frame: FrameType | None = sys._getframe(1)
-    calls = 0
-    while frame is not None:
-        if frame.f_code is _CALL and frame.f_locals.get("self") is module:
-            calls += 1
-        frame = frame.f_back
-    return calls > 1
+    calls = (frame for frame, _ in traceback.walk_stack(sys._getframe(1)) if frame.f_code is _CALL)
+    return sum(frame.f_locals.get("self") is module for frame in calls) > 1
 
 
 class ReplicateModule:

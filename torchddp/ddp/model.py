@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
+import traceback
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from types import FrameType
 from typing import Any
 
 import torch
@@ -298,12 +298,7 @@ def _node(parameter: torch.Tensor) -> Any:
 
 def in_functional_call() -> bool:
     """Whether other tensors replace the parameters during this call."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        if frame.f_code.co_filename == _STATELESS:
-            return True
-        frame = frame.f_back
-    return False
+    return any(frame.f_code.co_filename == _STATELESS for frame, _ in traceback.walk_stack(sys._getframe()))
 
 
 def they_were(names: Sequence[str]) -> str:

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import sys
 import time
+import traceback
+from itertools import islice
 from types import FrameType
 
 import torch.distributed as dist
@@ -79,25 +81,21 @@ class CallWatch:
         return [(self._calls[thread], frame) for thread, frame in frames.items()]
 
 
-def _function_on(frame: FrameType | None) -> FrameType | None:
+def _function_on(innermost: FrameType) -> FrameType | None:
     """The function of torch.distributed that the program's innermost frame has called; None if it has called none."""
     found = None
-    for _ in range(_MAX_FRAMES):
-        if frame is None:
-            break
+    for frame, _ in islice(traceback.walk_stack(innermost), _MAX_FRAMES):
         file = frame.f_code.co_filename
         if file == _FUNCTIONS:
             found = frame
         elif part_of(file) == "user":
             break
-        frame = frame.f_back
     return found
 
 
 def _state_of(call: Call, frame: FrameType) -> CallState:
-    caller = frame.f_back
-    while caller is not None and part_of(caller.f_code.co_filename) != "user":
-        caller = caller.f_back
+    frames = (outer for outer, _ in traceback.walk_stack(frame))
+    caller = next((outer for outer in frames if part_of(outer.f_code.co_filename) == "user"), None)
     place = ("", 0) if caller is None else (caller.f_code.co_filename, caller.f_lineno or 0)
     return CallState(frame.f_code.co_name, *place, *_group_of(frame), call.waited_s, *call.key)
 

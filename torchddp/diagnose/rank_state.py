@@ -12,8 +12,9 @@ import threading
 import time
 import traceback
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
@@ -249,12 +250,11 @@ def _stat(pid: int) -> tuple[str, int, bool]:
 
 def stack_of(thread_id: int) -> list[Frame]:
     """Innermost last; empty if there is no such thread."""
-    frame: FrameType | None = sys._current_frames().get(thread_id)
-    found: list[Frame] = []
-    while frame is not None and len(found) < _MAX_FRAMES:
-        file = frame.f_code.co_filename
-        found.append(Frame(file, frame.f_lineno or 0, frame.f_code.co_name, part_of(file)))
-        frame = frame.f_back
+    innermost = sys._current_frames().get(thread_id)
+    if innermost is None:
+        return []
+    codes = ((frame.f_code, line) for frame, line in islice(traceback.walk_stack(innermost), _MAX_FRAMES))
+    found = [Frame(code.co_filename, line or 0, code.co_name, part_of(code.co_filename)) for code, line in codes]
     return found[::-1]
 
 
