@@ -131,7 +131,7 @@ def transport(choice: str) -> Library:
 def mpich() -> Library:
     if importlib.util.find_spec("mpi4py") is None:
         raise RuntimeError("pip install mpi4py mpich")
-    os.environ["PMI_ID"] = str(dist.get_rank())  # as the launcher sets it for its own ranks
+    os.environ.update(PMI_ID=str(dist.get_rank()))  # as the launcher sets it for its own ranks
     from mpi4py import MPI
 
     world = MPI.COMM_WORLD
