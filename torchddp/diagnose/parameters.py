@@ -13,6 +13,7 @@ from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 from torchddp import _C
 from torchddp.ddp.observers import StepObserver
 from torchddp.ddp.session import ReducerSession
+from torchddp.diagnose.rank_state import ranks_text
 from torchddp.errors import DesyncError, TransportError
 from torchddp.transport.agreement import TransportExchange
 
@@ -197,7 +198,7 @@ def make_error(
     told = f" ({'; '.join(parts)})" if parts else ""
     verb = "differ" if len(difference.ranks) > 1 else "differs"
     most = ", most of the ranks" if majority else ""
-    compared = f"{_ranks(difference.ranks)} {verb} from {_ranks(others)}{most}{told}"
+    compared = f"{ranks_text(list(difference.ranks))} {verb} from {ranks_text(others)}{most}{told}"
     text = (
         f"Parameters are not the same on all ranks after {steps} synchronized steps: {difference.count} of "
         f"{num_parameters} differ. The first is '{name}' ({parameter}): {compared}. Likely causes: a rank whose "
@@ -207,10 +208,6 @@ def make_error(
         "rank."
     )
     return DesyncError(text, steps, name, difference.ranks, difference.count, largest)
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 # --- hashes: 64 bits of a tensor's bits, at memory speed ---
