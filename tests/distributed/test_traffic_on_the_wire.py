@@ -7,7 +7,7 @@ import torch.distributed as dist
 import torchddp
 from benchmarks.hosts import quiet_count, two_hosts
 from tests.models import linears
-from torchddp.harness.launch import RankJob, launch_ranks
+from torchddp.harness.launch import RankJob, launch
 
 
 @pytest.mark.rest_is_thorough("2")
@@ -18,7 +18,7 @@ from torchddp.harness.launch import RankJob, launch_ranks
 def test_counted_bytes_match_the_interface(ranks_per_host):
     size = 2 * ranks_per_host
     with two_hosts(1_000_000_000, size) as place:
-        found = launch_ranks(RankJob("traffic", both_counts, (), size), lambda what, done, total: None, place=place)
+        found = launch(RankJob("traffic", both_counts, (), size), lambda what, done, total: None, place=place)
     for first in range(0, len(found), ranks_per_host):
         ranks = found[first : first + ranks_per_host]
         for name in ranks[0]:

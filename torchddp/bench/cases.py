@@ -26,15 +26,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
 from torchddp.bench.options import Option
 from torchddp.harness.command import Display
-from torchddp.harness.launch import THIS_HOST, Place, Report, Reporter, launch
+from torchddp.harness.launch import THIS_HOST, Place, RankJob, Report, Reporter, launch
 from torchddp.harness.variants import DEFAULT_CAPS_MB, Variant, make_variants
 
 if TYPE_CHECKING:
@@ -89,8 +87,10 @@ class BenchCase:
 
     def launch(self, job: Job, display: Display, place: Place = THIS_HOST) -> list[dict[str, Any]]:
         """Measure each subject of the job on newly started ranks."""
-        assert self.measure is not None
-        raws: list[dict[str, Any]] = launch(job, partial(_measure_each, self.measure), display.update, place)
+        ranks = RankJob(
+            job.case, _measure_each, (self.measure, job), job.world_size, job.backend, job.collective_timeout_s
+        )
+        raws: list[dict[str, Any]] = launch(ranks, display.update, place)
         return raws
 
 
@@ -187,11 +187,11 @@ def one_launch(
     return [make_result(job.variants, raw, job.world_size) for raw in case.launch(job, display)]
 
 
-def _measure_each(measure: Measure, job: Job, rank: int, channel: Connection) -> list[dict[str, Any]]:
+def _measure_each(report: Reporter, measure: Measure, job: Job) -> list[dict[str, Any]]:
     from torchddp.harness.models import prove
 
     # Report problems with a user's model before timing anything.
     for name in job.models:
         if ":" in name:
             prove(name, job.seed, find_unused_parameters=job.find_unused_parameters)
-    return [measure(job, name, Reporter(channel, name, enabled=rank == 0)) for name in job.subjects]
+    return [measure(job, name, report.about(name)) for name in job.subjects]

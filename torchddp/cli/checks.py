@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 
-from torchddp.harness.launch import LaunchError, RankJob, Report, launch_ranks
+from torchddp.harness.launch import LaunchError, RankJob, Report, launch
 
 PROCESS_TIMEOUT_S = 60.0
 NUMEL = 4099  # not a multiple of any vector length
@@ -24,7 +24,7 @@ def failure(name: str, timeout_s: float = PROCESS_TIMEOUT_S) -> str:
     backend, device, ranks = PROBES[name]
     job = RankJob(name, _reduce, (name, device, ranks), ranks, backend, collective_timeout_s=GROUP_TIMEOUT_S)
     try:
-        launch_ranks(job, lambda *_: None, stall_timeout_s=timeout_s)
+        launch(job, lambda *_: None, stall_timeout_s=timeout_s)
     except LaunchError as error:
         return str(error)
     return ""

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 from torchddp.harness.variants import ArgumentError, describe_error
 
@@ -38,9 +38,6 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 Progress = Callable[[str, float, float], None]
 # Called on a rank with the amount done and the total.
 Report = Callable[[float, float], None]
-# Runs on a rank once the process group exists, with the job, the rank and a connection to the parent. Only rank 0's
-# result is kept. It must be a module-level function, because ranks import it by name.
-Measure = Callable[[Any, int, Connection], Any]
 
 
 class LaunchError(RuntimeError):
@@ -65,17 +62,22 @@ class Place:
 THIS_HOST = Place()
 
 
-class RankSettings(Protocol):
-    """What a launch needs to know about a job: its name, for messages, and the process group."""
+@dataclass(frozen=True)
+class RankJob:
+    """One call of `function(report, *arguments)` on every rank, once the process group exists.
 
-    @property
-    def case(self) -> str: ...
-    @property
-    def world_size(self) -> int: ...
-    @property
-    def backend(self) -> str: ...
-    @property
-    def collective_timeout_s(self) -> float: ...  # a rank that waits longer for another one fails
+    Picklable if `function` is module-level. Only rank 0's result is kept.
+    """
+
+    case: str  # for messages
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    world_size: int
+    backend: str = "gloo"
+    # A rank that waits longer than this for another rank raises an error.
+    collective_timeout_s: float = 60.0
+    # Of each rank that the command starts; torchrun's ranks keep their own number.
+    threads: int = 1
 
 
 @contextlib.contextmanager
@@ -143,7 +145,7 @@ class Inbox:
         return bool(ready)
 
 
-def follow(inbox: Inbox, job: RankSettings, stall_timeout_s: float) -> Any:
+def follow(inbox: Inbox, job: RankJob, stall_timeout_s: float) -> Any:
     """Wait until every rank is done and return rank 0's result. `LaunchError` with what the ranks reported."""
     while inbox.open and not inbox.errors and not inbox.refusal:
         if not inbox.read(stall_timeout_s):
@@ -196,16 +198,10 @@ def started(
         stop_processes([process for process, _ in ranks])
 
 
-def launch(
-    job: RankSettings,
-    measure: Measure,
-    progress: Progress,
-    place: Place = THIS_HOST,
-    stall_timeout_s: float = STALL_TIMEOUT_S,
-) -> Any:
-    """Run `measure` on fresh processes, one for each rank of the job, and return rank 0's result."""
+def launch(job: RankJob, progress: Progress, place: Place = THIS_HOST, stall_timeout_s: float = STALL_TIMEOUT_S) -> Any:
+    """Run the job on fresh processes and return rank 0's result."""
     with tempfile.TemporaryDirectory(prefix="torchddp-benchmark-") as folder:
-        arguments = (job, place, place.init_method(folder), measure)
+        arguments = (job, place, place.init_method(folder))
         with started(job.world_size, _run_rank, arguments, place.environment) as ranks:
             inbox = Inbox([channel for _, channel in ranks], progress)
             return follow(inbox, job, stall_timeout_s * place.patience)
@@ -220,6 +216,10 @@ class Reporter:
     def __init__(self, channel: Connection, what: str, enabled: bool) -> None:
         self._channel, self._what, self._enabled = channel, what, enabled
         self._last_s = 0.0
+
+    def about(self, what: str) -> Reporter:
+        """For another activity."""
+        return Reporter(self._channel, what, self._enabled)
 
     def __call__(self, done: float, total: float) -> None:
         now_s = time.monotonic()
@@ -236,10 +236,8 @@ def _die_with_parent() -> None:
         os._exit(1)
 
 
-def _run_rank(
-    rank: int, job: RankSettings, place: Place, init_method: str, measure: Measure, channel: Connection
-) -> NoReturn:
-    """Join the process group, measure, send the result to the parent, and end the process."""
+def _run_rank(rank: int, job: RankJob, place: Place, init_method: str, channel: Connection) -> NoReturn:
+    """Join the process group, call the job's function, send the result to the parent, and end the process."""
     threading.Thread(target=_die_with_parent, daemon=True).start()
     os.dup2(2, 1)  # what libraries print must not mix with the command's output
     place.enter(rank)
@@ -249,7 +247,7 @@ def _run_rank(
         import torch.distributed as dist
 
         warnings.simplefilter("ignore")
-        torch.set_num_threads(1)
+        torch.set_num_threads(job.threads)
         dist.init_process_group(
             job.backend,
             init_method=init_method,
@@ -257,10 +255,10 @@ def _run_rank(
             world_size=job.world_size,
             timeout=datetime.timedelta(seconds=job.collective_timeout_s * place.patience),
         )
-        results = measure(job, rank, channel)
+        result = job.function(Reporter(channel, job.case, enabled=rank == 0), *job.arguments)
         # No rank may exit while another one still reads from it.
         dist.barrier()
-        channel.send(("result", results if rank == 0 else None))
+        channel.send(("result", result if rank == 0 else None))
         exit_code = 0
     except ArgumentError as error:
         channel.send(("refusal", str(error)))
@@ -276,20 +274,6 @@ def _run_rank(
 # --- for commands that torchrun may have started ---------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class RankJob:
-    """One call of `function(report, *arguments)` on every rank. Picklable if `function` is module-level."""
-
-    case: str
-    function: Callable[..., Any]
-    arguments: tuple[Any, ...]
-    world_size: int
-    backend: str = "gloo"
-    collective_timeout_s: float = 60.0
-    # Of each rank that the command starts; torchrun's ranks keep their own number.
-    threads: int = 1
-
-
 def started_by_torchrun() -> bool:
     """Whether this process is already a rank: its environment has all that init_process_group needs."""
     return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
@@ -300,19 +284,7 @@ def run_ranks(job: RankJob, progress: Progress) -> Any:
 
     Raises LaunchError if a rank fails, ArgumentError if a rank rejects what the user asked for.
     """
-    return _join_torchrun(job, progress) if started_by_torchrun() else launch_ranks(job, progress)
-
-
-def launch_ranks(job: RankJob, progress: Progress, **options: Any) -> Any:
-    """Run the job on newly started ranks. `options`: of `launch`."""
-    return launch(job, _call, progress, **options)
-
-
-def _call(job: RankJob, rank: int, channel: Connection) -> Any:
-    import torch
-
-    torch.set_num_threads(job.threads)
-    return job.function(Reporter(channel, job.case, enabled=rank == 0), *job.arguments)
+    return _join_torchrun(job, progress) if started_by_torchrun() else launch(job, progress)
 
 
 def _join_torchrun(job: RankJob, progress: Progress) -> Any:
