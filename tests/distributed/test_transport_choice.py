@@ -220,10 +220,21 @@ def fails(words):
     return mock.Mock(side_effect=RuntimeError(words))
 
 
+def runs_out_of_memory():
+    """A connection fails once the others have connected, or they would wait for it."""
+    connect = shm._C.ShmEndpoint.connect
+
+    def fail(*args, **kwargs):
+        connect(*args, **kwargs)
+        raise RuntimeError("no memory here")
+
+    shm._C.ShmEndpoint.connect = fail
+
+
 # name -> (change to a rank, words in the log)
 TROUBLES = {
     "no sockets": (lambda: setattr(shm._C, "ShmEndpoint", fails("no sockets")), "no sockets"),
-    "no memory": (lambda: setattr(shm._C.ShmEndpoint, "connect", fails("no memory here")), "no memory here"),
+    "no memory": (runs_out_of_memory, "no memory here"),
     "little address space": (lambda: limit(resource.RLIMIT_AS, LITTLE_SPACE), "could not map"),
     "no files": (lambda: fill_files(0), "Too many open files"),
     "one file": (lambda: fill_files(1), "Too many open files"),

@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import time
 from datetime import timedelta
 
 import pytest
@@ -13,6 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from tests.fault.test_shm_faults import error_of
 from tests.harness import GROUP_TIMEOUT_S, run_ranks
 from tests.models import Mlp, seeded, step_on
+from torchddp.diagnose.monitor import _monitors
 
 LIMIT_S = 8.0  # timeout of the group, in tests that wait for it; a rank that runs comes in time
 FAULT_STEP = 2
@@ -38,6 +40,9 @@ def _train_until_fault(rank, ddp_class, number, options):
     for step in range(FAULT_STEP):
         ddp.zero_grad()
         step_on(ddp, rank, step)
+    # The ranks' processes are looked up soon after the start; on a busy machine, the steps may be faster.
+    while not all(monitor._knows_all for monitor in _monitors.values()):
+        time.sleep(0.01)
     dist.barrier()
     if rank == 1:
         ddp.module.signal_number = number
