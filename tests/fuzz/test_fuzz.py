@@ -18,7 +18,7 @@ TRIALS = 60
 PIECES = 4  # that run concurrently
 
 
-def first_failure(programs, ddp_class, limit_s=60.0):
+def first_failure(programs, ddp_class, limit_s=240.0):
     """The first failed trial, or None."""
     return next((result for result in run_trials(programs, ddp_class, limit_s) if result.failed), None)
 
