@@ -35,7 +35,7 @@ OPTIONS = {
         several(one_of((*plan.KINDS, *plan.MUTANTS))),
         f"Some of {', '.join(plan.KINDS)}, or {' and '.join(plan.MUTANTS)}, whose trials must fail.",
     ),
-    "over": Option(OVER_HERE, several(one_of(OVER_HERE)), f"Some of {', '.join(plan.OVER)}, if it is installed."),
+    "over": Option(OVER_HERE, several(one_of(plan.OVER)), f"Some of {', '.join(plan.OVER)}, if it is installed."),
     "world_sizes": Option(
         plan.WORLD_SIZES, several(whole_number(2, max(plan.WORLD_SIZES))), "Numbers of ranks. [default: 2,3,4]"
     ),
@@ -44,9 +44,11 @@ OPTIONS = {
 
 
 def planned(job: Job) -> list[plan.Trial]:
-    """The trials of these options. `ArgumentError` if no fault of these kinds works over these transports."""
+    """The trials of these options. `ArgumentError` if they can't run here, or no fault works over these transports."""
     options = dict(job.options)
     only = options.pop("only")
+    if not set(options["over"]) <= set(OVER_HERE):
+        raise ArgumentError(f"--set over={plan.TORCHFT} needs torchft, which is not installed here.")
     if not plan.cells(options["kinds"], options["over"]):
         raise ArgumentError(f"No fault of kind {', '.join(options['kinds'])} works over {', '.join(options['over'])}.")
     if only is not None:

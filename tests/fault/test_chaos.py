@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from benchmarks.cases import CASES
+from benchmarks.cases import chaos as chaos_case
 from benchmarks.chaos import plan
 from benchmarks.chaos.job import LEARNING_RATE, NUMELS, deviation, digest, simulate, stamp
 from tests.harness import on_ranks
@@ -91,3 +92,9 @@ def test_a_fault_that_no_transport_has_is_refused(capsys):
     assert_refused(partial(main, cases=CASES), [*arguments, "kinds=full"], "No fault of kind full works over", capsys)
     refused = partial(main, cases=CASES), [*arguments, "kinds=kill,flood"]
     assert_refused(*refused, "--set kinds: there is no 'flood'; choose from kill, stop,", capsys)
+
+
+def test_a_missing_torchft_is_named(monkeypatch, capsys):
+    monkeypatch.setattr(chaos_case, "OVER_HERE", (plan.SHM, plan.GLOO))
+    refused = partial(main, cases=CASES), ["--case", "chaos", "--set", "over=shm,torchft"]
+    assert_refused(*refused, "--set over=torchft needs torchft, which is not installed here.", capsys)

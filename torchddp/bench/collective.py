@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import mmap
 import os
+import select
 import shutil
 import subprocess
 import sys
@@ -53,6 +54,7 @@ Run = Callable[[], object]
 # MPICH's launcher starts a placeholder per rank, which prints how to reach the launcher, and lives as long as this
 # process.
 PLACEHOLDER = "echo $PMI_PORT; exec tail --pid=$0 -f /dev/null"
+START_TIMEOUT_S = 60.0
 
 
 @contextmanager
@@ -70,7 +72,8 @@ def open_place(world_size: int) -> Iterator[Place]:
     ) as process:
         assert process.stdout is not None
         try:
-            port = process.stdout.readline().strip()
+            answers = select.select([process.stdout], [], [], START_TIMEOUT_S)[0]
+            port = process.stdout.readline().strip() if answers else ""
             yield Place({"PMI_PORT": port}) if port else THIS_HOST  # MPI then finds one rank, and its row says so
         finally:
             process.terminate()
@@ -111,11 +114,11 @@ def functions(backend: str) -> Library:
 
 def transport(choice: str) -> Library:
     """A transport of torchddp, on memory that it allocated, as for gradient buckets."""
-    from torchddp.transport import select
+    from torchddp.transport.select import open_transport
 
     group = dist.group.WORLD
     assert group is not None
-    opened = select.open_transport(choice, group)
+    opened = open_transport(choice, group)
     work, root = opened.make_work(), root_of(opened.size)
     return Library(
         lambda numel: opened.allocate(numel, torch.empty(0)),
