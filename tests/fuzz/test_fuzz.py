@@ -6,8 +6,8 @@ import pytest
 
 from tests import mutants as common
 from tests.fuzz import mutants
-from tests.fuzz.__main__ import main
 from tests.fuzz.batches import run_trials
+from tests.fuzz.cli import main
 from tests.fuzz.draw import draw
 from tests.fuzz.program import Do, Part, Program, Train
 from tests.harness import CLASS_ENV
