@@ -11,6 +11,8 @@ import pytest
 from benchmarks.hosts import NoNetworkError, two_hosts
 from tests.harness import class_under_test, is_own_class
 from tests.surroundings import restore_usual
+from torchddp.ddp import bucket_sizes
+from torchddp.transport.message_cost import MessageLine
 
 
 def load_hypothesis_profile() -> None:
@@ -82,6 +84,12 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 def ddp_class() -> type:
     """The class under test (see TORCHDDP_TEST_CLASS in tests/harness.py)."""
     return class_under_test()
+
+
+@pytest.fixture
+def cheap_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Default bucket sizes are those of a quiet machine; on a busy one, large gradients share buckets."""
+    monkeypatch.setattr(bucket_sizes, "measure_line", lambda *arguments: MessageLine(2e-6, 1e-10))
 
 
 @pytest.fixture(scope="session")

@@ -6,6 +6,7 @@ Over shared memory autograd allocates them in the segment; other tensors may lan
 from functools import partial
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
@@ -13,6 +14,8 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from tests.harness import each, in_child, on_ranks, status_bytes
 from tests.models import assert_grads, grads_of, linears
 from torchddp import DistributedDataParallel
+
+pytestmark = pytest.mark.usefixtures("cheap_messages")
 
 TRANSPORTS = ["c10d", "shm"]
 WIDTH = 512  # a weight of 1 MiB: large enough for its own bucket

@@ -14,9 +14,7 @@ from tests.models import Branches, Mlp, batch, grads_of, loss_of, seeded
 from tests.unit.helpers import wait_until
 from tests.whole_buckets import WholeBuckets
 from torchddp import DDP
-from torchddp.ddp import bucket_sizes
 from torchddp.diagnose.nonfinite import NonFinite
-from torchddp.transport.message_cost import MessageLine
 
 TRANSPORTS = ["shm", "c10d"]
 UPSTREAM = ["first.bias", "first.weight", "middle.bias", "middle.weight"]
@@ -92,12 +90,11 @@ def expected_counts(ddp):
     return {name: int((~grad.isfinite()).sum()) for name, grad in grads.items() if not grad.isfinite().all()}
 
 
+@pytest.mark.usefixtures("cheap_messages")
 @pytest.mark.parametrize(("transport", "world_size"), [("shm", 3), ("c10d", 2)])
 @on_ranks()
-def test_gradients_that_are_not_copied(rank, monkeypatch, transport):
+def test_gradients_that_are_not_copied(rank, transport):
     """Over shared memory the summing rank counts them; elsewhere a separate pass does."""
-    quick = MessageLine(2e-6, 1e-10)  # on a busy machine messages are expensive, and one bucket would hold all
-    monkeypatch.setattr(bucket_sizes, "measure_line", lambda *arguments: quick)
     for threads in (1, 2):
         torch.set_num_threads(threads)
         ddp = DDP(seeded(wide), find_nonfinite=True, transport=transport)
