@@ -6,6 +6,7 @@
 #include <atomic>
 #include <optional>
 #include <span>
+#include <utility>
 
 #include "bucket/grad_slot.h"
 #include "plan/bucket_plan.h"
@@ -86,14 +87,17 @@ class Bucket {
   // Whether the transport can scale the gradient that makes up this whole bucket, and by how much. Otherwise gradients are
   // scaled when they are packed.
   bool scales_in_flight() const { return scales_; }
-  double scale = 1.0;
+  // Packing leaves its factor to the reduction, which takes it once, when it starts.
+  void leave_scale(double scale) { scale_ = scale; }
+  double take_scale() { return std::exchange(scale_, 1.0); }
+  bool owes_scale() const { return scale_ != 1.0; }
 
   // Writes {sum of squares, number of non-finite values} of the bucket to `stats`, two doubles on the bucket's device. Both are
   // zero for dtypes that are not floating point and for sparse buckets.
   void measure(const at::Tensor& stats) const;
 
   void begin_step() {
-    scale = 1.0;
+    scale_ = 1.0;
     pending_.store(num_slots(), std::memory_order_relaxed);
     state = BucketState::kFilling;
   }
@@ -115,6 +119,7 @@ class Bucket {
   std::vector<at::Tensor> padding_;  // of flat_
   std::optional<at::Tensor> row_ids_;
   std::atomic<int64_t> pending_{0};
+  double scale_ = 1.0;
   int owner_ = -1;
   bool given_away_ = false;
   bool sparse_ = false;

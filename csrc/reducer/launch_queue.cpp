@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "common/check.h"
 #include "reducer/report/bucket_range.h"
 #include "reducer/report/failure.h"
 #include "reducer/report/messages.h"
@@ -51,6 +52,7 @@ void LaunchQueue::launch(int64_t index) {
   const auto bytes = bucket.is_sparse() ? transport::bytes_of(bucket.buffer()) : bucket.bytes();
   const auto before = context_.transport->traffic();
   described([&](const std::string& reason) { return failed(index, reason); }, [&] { reduction.start(bucket); });
+  TDDP_INTERNAL(!bucket.owes_scale(), "bucket ", index, " was reduced without its factor");
   const auto operation = context_.transport->traffic() - before;
   events_.launched(bytes, reduction.goes_unseen() ? nullptr : &operation);
   bucket.state = BucketState::kInFlight;

@@ -2,6 +2,7 @@
 #include "reducer/reducer.h"
 
 #include <c10/core/GradMode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/distributed/c10d/debug.h>
 
@@ -239,6 +240,9 @@ void Reducer::abandon() {
 
 bool Reducer::rebuild_buckets() {
   check_not_unfinished();
+  // torch.func may run this forward, but the buckets are none of its tensors.
+  const c10::impl::ExcludeDispatchKeyGuard no_transforms(c10::DispatchKeySet(
+      {c10::DispatchKey::FuncTorchDynamicLayerFrontMode, c10::DispatchKey::FuncTorchDynamicLayerBackMode}));
   return parts_.keeper.rebuild();
 }
 

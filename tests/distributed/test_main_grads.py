@@ -401,6 +401,30 @@ def test_main_grad_lives_as_long_as_grad(rank):
     assert wide.weight.grad.dtype == FP32 and wide.weight.grad.tolist() == [3.0] * 4
 
 
+@EACH_PLACE
+@on_ranks(2)
+def test_a_refused_refresh_changes_nothing(rank, place):
+    for transport in each(["shm", "c10d"]):
+        ddp = wrapped(layers(BF16), transport=transport, main_grads_as=place)
+        run_step(ddp, rank, 0, BF16)
+        ddp.module.extra = nn.Embedding(4, 4, sparse=True, dtype=BF16)
+        for _ in range(2):
+            with pytest.raises(ValueError, match=rf"rank {rank}.*extra\.weight.*sparse"):
+                ddp.refresh_trainable()
+        _assert_equal(kept(ddp.module[:-1]), expected(2, 0, BF16))
+        del ddp.module.extra
+        ddp.zero_grad()
+        run_step(ddp, rank, 1, BF16)
+        _assert_equal(kept(ddp), expected(2, 1, BF16))
+        # Closed, the model keeps its gradients, and clearing them is safe.
+        ddp.session.close()
+        _assert_equal(kept(ddp), expected(2, 1, BF16))
+        ddp.zero_grad()
+        assert all(p.main_grad.count_nonzero() == 0 for p in ddp.parameters() if place == "main_grad")
+        with pytest.raises(RuntimeError, match="no longer reduces gradients"):
+            run_step(ddp, rank, 2, BF16)
+
+
 @on_ranks(2)
 def test_adamw_on_fp32_masters_as_in_one_process(rank):
     for place in each(PLACES):

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import torchddp
 from tests.harness import each, on_ranks
-from tests.models import Mlp, batch, grads_of, loss_of, same_on_all_ranks, seeded, step_on
+from tests.models import Mlp, assert_grads, batch, grads_of, loss_of, same_on_all_ranks, seeded, step_on
 from tests.parity.compare import TorchDDP
 from tests.torch_features import assert_same_program
 
@@ -179,6 +179,45 @@ def test_traces_of_torchs_profiler(rank, tmp_path):
     wanted = {name for name in theirs if name.startswith(("DistributedDataParallel", "gloo:", "my step"))}
     assert len(wanted) > 2 and wanted <= set(ours), wanted - set(ours)
     assert ours.count("DistributedDataParallel.forward") == 2
+
+
+class KeepsOneToItself(nn.BatchNorm1d):
+    """A buffer that it doesn't list, which each rank therefore keeps."""
+
+    def __init__(self):
+        super().__init__(4)
+        self.register_buffer("own", torch.full((3,), float(dist.get_rank())))
+
+    def named_buffers(self, *args, **options):
+        return ((name, buffer) for name, buffer in super().named_buffers(*args, **options) if name != "own")
+
+
+@on_ranks(2)
+def test_buffers_that_a_module_does_not_list(ddp_class, rank):
+    def train(cls):
+        module = KeepsOneToItself()
+        ddp = cls(module)
+        for step in range(3):
+            loss_of(ddp(batch(rank, step, 6, 4, dtype=torch.float32))).backward()
+        return {"own": module.own, "mean": module.running_mean, "bias": module.bias.grad}
+
+    ours, theirs = train(ddp_class), train(TorchDDP)
+    assert_grads(ours, theirs, 0.0)
+    assert torch.equal(ours["own"], torch.full((3,), float(rank)))
+
+
+@on_ranks(2)
+def test_torch_func_grad(ddp_class, rank):
+    """Before each step, also those in which buckets are rebuilt, where torch's class raises."""
+    ours, theirs = ddp_class(seeded(Mlp), **SMALL), TorchDDP(seeded(Mlp))
+    for step in range(4):
+        x = batch(rank, step)
+        found = [torch.func.grad(lambda x, m=m: m(x).square().sum())(x) for m in (ours, theirs.module)]
+        assert torch.equal(*found)
+        for model in (ours, theirs):
+            model.zero_grad()
+            step_on(model, rank, step)
+        assert_grads(grads_of(ours), grads_of(theirs), 0.0)
 
 
 SCALED_STEPS, OVERFLOWS = 6, (1, 4)

@@ -154,6 +154,26 @@ def test_hooks_and_16_bits_between_hosts(rank):
 
 
 @over_both
+@pytest.mark.usefixtures("cheap_messages")
+@on_ranks(1, 2, 3, 4)
+def test_a_hook_gets_weighted_gradients(rank, world_size, transport):
+    """Also of a bucket that holds a single gradient, which is not copied when it is packed."""
+    for layers in each([[64, 1100], [300, 300, 300]]):
+        pairs = zip(layers[:-1], layers[1:], strict=True)
+        model = DDP(nn.Sequential(*[nn.Linear(*pair, bias=False) for pair in pairs]), transport=transport)
+        model.register_comm_hook(None, default_hooks.allreduce_hook)
+        for step in range(3):
+            model.zero_grad()
+            inputs = [batch(r, step, 1 + r, layers[0], dtype=torch.float32) for r in range(world_size)]
+            model.weigh(1 + rank)
+            model(inputs[rank]).square().sum(1).mean().backward()
+            whole = copy.deepcopy(model.module)
+            whole.zero_grad()
+            whole(torch.cat(inputs)).square().sum(1).mean().backward()
+            assert_same(model, grads_of(whole))
+
+
+@over_both
 @on_ranks(4)
 def test_sharded(rank, transport):
     module, whole = Net(), Net()

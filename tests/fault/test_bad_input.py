@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.checkpoint import checkpoint
@@ -101,6 +102,11 @@ def registered(hook, errors, *words, times=1):
     return alone(build, errors, *words)
 
 
+def under_fake_mode(ddp_class, rank):
+    with FakeTensorMode():
+        ddp_class(nn.Linear(2, 2))
+
+
 def raising(state, bucket):
     raise ZeroDivisionError("the hook's own words")
 
@@ -186,6 +192,7 @@ BAD = {
     },
     "cap '25'": given("ValueError", "bucket_cap_mb", beyond_torch=ARITHMETIC, bucket_cap_mb="25"),
     "cap [25]": given("TypeError", "bucket_cap_mb", beyond_torch=ARITHMETIC, bucket_cap_mb=[25]),
+    "fake tensors": alone(under_fake_mode, "RuntimeError", "[Ff]ake"),
     "number differs": differs(
         lambda rank: Named(alpha=(2,), beta=(3,)) if rank != 1 else Named(alpha=(2,)),
         "rank 1", r"\b2\b", r"\b1\b", "beta", world_size=3, beyond_torch="does not say on all ranks who differs",

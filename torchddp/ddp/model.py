@@ -5,10 +5,11 @@ from __future__ import annotations
 import sys
 import traceback
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 from torch.nn.parallel.distributed import _DDPSink, _tree_flatten_with_rref, _tree_unflatten_with_rref
 
@@ -37,11 +38,37 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return local
 
 
+# --- tensors without memory ---
+
+
+def check_not_fake(module: torch.nn.Module) -> None:
+    """RuntimeError under FakeTensorMode, or for a module that was made under it."""
+    under_mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+    if under_mode or any(isinstance(parameter, FakeTensor) for parameter in module.parameters()):
+        raise RuntimeError(
+            "DistributedDataParallel can't reduce fake tensors, which have no memory. Make and wrap the model outside "
+            'of FakeTensorMode; without other ranks, use init_process_group("fake")'
+        )
+
+
 # --- buffers and states ---
 
 
+def lists_members_itself(module: torch.nn.Module) -> bool:
+    """Whether its class overrides how nn.Module lists parameters and buffers, perhaps to leave some out."""
+    own, torchs = type(module), torch.nn.Module
+    return (
+        own.named_buffers is not torchs.named_buffers
+        or own.named_parameters is not torchs.named_parameters
+        or own.named_modules is not torchs.named_modules
+        or own._named_members is not torchs._named_members
+    )
+
+
 def buffers_of(module: torch.nn.Module) -> list[torch.Tensor]:
-    """Each buffer once, in the order of ``module.buffers()``. Faster than that, because every forward calls this."""
+    """The tensors of ``module.named_buffers()``. Faster than that, because every forward calls this."""
+    if lists_members_itself(module):
+        return [local_of(buffer) for _, buffer in module.named_buffers()]
     found = _C.module_buffers(module)
     return found if _C.can_travel_as_bytes(found) else [local_of(buffer) for buffer in found]
 
@@ -57,6 +84,15 @@ def states_of(module: torch.nn.Module, ignored: Collection[str], *, buffers: boo
 
 
 # --- wrappers, and changes made after wrapping ---
+
+
+def trains_as_before(module: torch.nn.Module, known: list[torch.Tensor], trained: bytes) -> bool:
+    """Whether ``known`` are all of the module's parameters, and exactly those with a byte of 1 require grad."""
+    if not lists_members_itself(module):
+        return bool(_C.trains_as_before(module, known, trained))
+    now = list(module.parameters())
+    return [*map(id, now)] == [*map(id, known)] and bytes(p.requires_grad for p in now) == trained
+
 
 REFRESH = "call its refresh_trainable() on all ranks after such a change"
 
@@ -179,6 +215,11 @@ def through_sink(ddp: TorchDDP, output: Any) -> Any:
     return _tree_unflatten_with_rref(kept, spec, is_rref)
 
 
+def names_in_order(names: Mapping[int, str]) -> list[str]:
+    """torch's names of the parameters, by index, without the dot that it puts before those of the outermost module."""
+    return [names[i].removeprefix(".") for i in range(len(names))]
+
+
 # Alignment of gradients in a bucket on a GPU: a cache line, so that kernels and views move whole lines.
 SLOT_ALIGNMENT_BYTES = 128
 
@@ -248,6 +289,8 @@ class ParameterWatch:
     @torch._disable_dynamo(recursive=True)
     def look(self, ddp: Any, reduced_ids: Collection[int]) -> None:
         """Check before forward. Not collective. ``reduced_ids``: ids of the parameters in the reducer."""
+        if torch._C._are_functorch_transforms_active():
+            return  # parameters have no autograd nodes there: check in the next step
         self.in_doubt = False
         if self._has_told:
             return

@@ -136,6 +136,7 @@ class DistributedDataParallel(TorchDDP):
     ) -> None:
         options = DDPOptions.of(locals())
         hook = None if comm_hook is None else load("torchddp.comm_hooks:resolve")(comm_hook)
+        model.check_not_fake(module)
         inner = model.wrapped_inside(module)
         # Set before torch's constructor, which builds the reducer from them; plain attributes only.
         self._options = options.kept()
@@ -160,8 +161,8 @@ class DistributedDataParallel(TorchDDP):
     ) -> None:
         """Build ``self.reducer`` and ``self.logger``."""
         before: ReducerSession | None = self.__dict__.get("session")
-        in_order = [names[i].removeprefix(".") for i in range(len(parameters))]
         is_collective = before is not None or (self._options.init_sync and not self._is_copy)
+        in_order = model.names_in_order(names)
         self.session = ReducerSession(
             self, self._options, self._policy, parameters, in_order, sparse, is_collective=is_collective, before=before
         )

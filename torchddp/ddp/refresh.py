@@ -27,7 +27,7 @@ def refresh_trainable(ddp: Any) -> None:
         session.send([tensor for state, tensor in states if state.is_new], src=0)
     ddp.observers.close()
     session.close()
-    ddp._module_parameters = [p for n, p in ddp.module.named_parameters() if n not in ddp.parameters_to_ignore]
+    ddp._module_parameters = _parameters_of(ddp)
     parameters, sparse = ddp._build_params_for_reducer()
     names = ddp._build_debug_param_to_name_mapping(parameters)
     ddp._ddp_init_helper(parameters, sparse, names, ddp.static_graph)
@@ -123,7 +123,27 @@ def _problem(ddp: Any) -> Exception | None:
             f"refresh_trainable() on rank {rank}: the module's parameters must be on one type of device, but are on "
             f"{' and '.join(devices)}: move the new ones first"
         )
+    try:
+        _check_supported(ddp)
+    except (RuntimeError, ValueError) as error:
+        return type(error)(f"refresh_trainable() on rank {rank}: {error}")
     return None
+
+
+def _check_supported(ddp: Any) -> None:
+    """Raise what the next session would raise for the module as it is now."""
+    before = ddp._module_parameters
+    ddp._module_parameters = _parameters_of(ddp)
+    try:
+        parameters, sparse = ddp._build_params_for_reducer()
+        names = model.names_in_order(ddp._build_debug_param_to_name_mapping(parameters))
+    finally:
+        ddp._module_parameters = before
+    ddp._options.make_precision().check(ddp, parameters, names, sparse)
+
+
+def _parameters_of(ddp: Any) -> list[torch.nn.Parameter]:
+    return [p for name, p in ddp.module.named_parameters() if name not in ddp.parameters_to_ignore]
 
 
 @dataclass(frozen=True)

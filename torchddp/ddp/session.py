@@ -228,8 +228,7 @@ class ReducerSession:
     def has_changed(self) -> bool:
         """Whether parameters were frozen, thawed, added or removed on this rank since it opened. Not collective."""
         module = self.ddp.module
-        same = _C.trains_as_before(module, self._known, self._trained)
-        return not (same or model.in_functional_call())
+        return not (model.trains_as_before(module, self._known, self._trained) or model.in_functional_call())
 
     @property
     def has_comm_hook(self) -> bool:
@@ -298,7 +297,6 @@ class ReducerSession:
 
     def begin_step(self) -> None:
         """Called before a forward with gradients. Collective when the reducer rebuilds its buckets."""
-        self.precision.before_forward()
         ddp = self.ddp
         if not self._is_open:
             raise RuntimeError(
@@ -311,6 +309,7 @@ class ReducerSession:
                 "group that this rank is not in, so it has no ranks to reduce gradients with. Pass a group with this "
                 "rank to _update_process_group(), or train under no_sync()."
             )
+        self.precision.before_forward()
         if ddp.require_backward_grad_sync:
             self._parameter_watch.begin_step(without_gradients=self.reducer.prepare_for_forward())
         if self._parameter_watch.in_doubt:

@@ -47,7 +47,11 @@ void MainGrads::clear(int64_t param) {
   const auto index = static_cast<size_t>(param);
   if (of(param).defined()) {
     grads_[index].reset();
-    slots_[index]->zero();
+    if (slots_[index] != nullptr) {
+      slots_[index]->zero();
+    } else {
+      shown_[index].zero_();  // the reducer is closed, or an error interrupted the creation of its buckets
+    }
     note_version(index);
   }
 }

@@ -81,7 +81,7 @@ void HookPacker::copy_into(int64_t param, bucket::GradSlot& slot, const at::Tens
 
 void HookPacker::scale(const BucketLayout::Place& place) const {
   if (place.bucket->scales_in_flight()) {
-    place.bucket->scale = rules_.step.scale();
+    place.bucket->leave_scale(rules_.step.scale());
   } else {
     place.slot->scale_in_place(rules_.step.scale());
   }

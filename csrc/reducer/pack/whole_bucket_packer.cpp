@@ -55,7 +55,7 @@ void WholeBucketPacker::pack(int64_t index, int64_t last, const at::Tensor* inco
   }
   pieces.run();
   if (!bucket.apart().empty()) {
-    bucket.scale = rules_.step.scale();
+    bucket.leave_scale(rules_.step.scale());
   }
   if (streams != nullptr) {
     streams->end_packing();

@@ -19,10 +19,10 @@ class AllReduce final : public Reduction {
   void start(bucket::Bucket& bucket) override {
     checks_sums_ = context_.config.raise_non_finite && sums_tell(bucket);
     auto options = all_reduce_options(context_, index_);
-    const bool has_others = !bucket.apart().empty();
-    options.scale = has_others ? 1.0 : bucket.scale;
+    const auto scale = bucket.take_scale();
+    options.scale = bucket.apart().empty() ? scale : 1.0;
     options.count_non_finite = counts_input_ || checks_sums_;
-    const transport::Alongside others{bucket.apart(), bucket.scale};
+    const transport::Alongside others{bucket.apart(), scale};
     context_.transport->start(transport::Collective::all_reduce(bucket.wire(), options, others), *work_);
   }
 

@@ -16,6 +16,9 @@ class HookReduction final : public Reduction {
 
   void start(bucket::Bucket& bucket) override {
     const WaitScope waits(events_.live(), "a communication hook that was called", index_);
+    if (const auto scale = bucket.take_scale(); scale != 1.0) {
+      bucket.wire().mul_(scale);
+    }
     auto grad_bucket = make_grad_bucket(index_, count_, bucket, context_.params);
     future_ = hook_.run(grad_bucket);
   }

@@ -88,6 +88,9 @@ void BucketLayout::adapt() {
 
 void BucketLayout::clear() {
   const std::lock_guard lock(layout_mutex_);
+  if (context_.main_grads != nullptr) {
+    context_.main_grads->leave_slots();
+  }
   places_.clear();
   ways_.clear();
   buckets_.clear();

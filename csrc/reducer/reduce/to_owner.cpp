@@ -31,7 +31,7 @@ class ToOwner final : public Reduction {
     const c10::NoGradGuard no_grad;
     const auto dtype = context_.config.reduce_dtype.value_or(at::kFloat);
     auto wire = bucket.wire();
-    transport::SumOptions options{.scale = bucket.scale, .bucket = index_};
+    transport::SumOptions options{.scale = bucket.take_scale(), .bucket = index_};
     if (wire.scalar_type() == at::kFloat && dtype != at::kFloat) {
       wire = narrow_ = narrowed(wire, dtype, std::exchange(options.scale, 1.0), *context_.transport);
     }
