@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -77,12 +78,20 @@ def test_an_inconsistent_profile_is_refused():
     cases = (
         ({"order": (0, 1, 1)}, "not a permutation"),
         ({"buckets": ((0, 1), (1, 2))}, "do not hold each of its 3 gradients once"),
-        ({"forward_s": math.nan}, "negative or not finite"),
-        ({"forward_s": -1.0}, "negative or not finite"),
+        ({"forward_s": math.nan}, "negative, not finite"),
+        ({"forward_s": -1.0}, "negative, not finite"),
+        ({"forward_s": 1e300}, "too long"),
+        ({"device": None}, "not a printable text"),
+        ({"model": "\x1b[2J"}, "not a printable text"),
+        (
+            {"gradients": (Gradient("p", 1, 0, 0, 0, False, 0.0),), "order": (0,), "buckets": ((0,),)},
+            "impossible",
+        ),
+        ({"gradients": (Gradient("p", 1, 4, 0, 0, 2, 0.0),), "order": (0,), "buckets": ((0,),)}, "neither sparse nor"),
         ({"world_size": 0}, "has 0 ranks"),
         ({"gradients": ()}, "not a permutation"),
         ({"order": (0, 1, 2.5)}, "not a number"),
-        ({"cost": LinearCost(0.0, 0.0, pack_s_per_byte=-1.0)}, "negative or not finite"),
+        ({"cost": LinearCost(0.0, 0.0, pack_s_per_byte=-1.0)}, "negative, not finite"),
         ({"gradients": (Gradient("p", -1, 4, 0, 0, False, 0.0),), "order": (0,), "buckets": ((0,),)}, "below 0"),
         ({"gradients": (Gradient("p", 1, 4, 0, 0, False, "x"),), "order": (0,), "buckets": ((0,),)}, "not a number"),
     )
@@ -120,6 +129,28 @@ def test_a_plan_is_saved_and_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert other.path != path, name
         with pytest.raises(PlanCacheError, match=f"its {name} is"):
             load_plan(path, other)
+
+
+def test_what_others_put_in_the_cache_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A FIFO, on which reading would wait for a writer, among others."""
+    monkeypatch.setenv("TORCHDDP_CACHE_DIR", str(tmp_path))
+    elsewhere = tmp_path / "plan.json"
+    save_plan(elsewhere, ((0,),), KEY, None)
+    places = {
+        "a FIFO": os.mkfifo,
+        "a folder": os.mkdir,
+        "a link": lambda path: path.symlink_to(elsewhere),
+        "nested too deeply": lambda path: path.write_text("[" * 100_000),
+        "bytes": lambda path: (path.touch(), os.truncate(path, 2**30)),
+        "not JSON": lambda path: path.write_bytes(b"\xff\0"),
+    }
+    for words, make in each(places.items()):
+        make(KEY.path)
+        with pytest.raises(PlanCacheError, match="can't be read") as caught:
+            load_plan(KEY.path, KEY)
+        assert "\n" not in str(caught.value)
+        assert kept_plan(specs([1]), KEY) is None
+        KEY.path.rmdir() if words == "a folder" else KEY.path.unlink()
 
 
 def test_saving_a_plan_needs_a_home_or_cache_folder(monkeypatch: pytest.MonkeyPatch):

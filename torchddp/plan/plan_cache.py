@@ -13,7 +13,7 @@ from typing import Any
 
 from torchddp import _C
 from torchddp.plan.buckets import Buckets
-from torchddp.whole_file import write_whole
+from torchddp.whole_file import read_json, write_whole
 
 logger = logging.getLogger("torchddp.distributed")
 
@@ -77,7 +77,7 @@ def save_plan(path: Path, buckets: Buckets, key: PlanKey, measured: Any) -> None
 def load_plan(path: Path, key: PlanKey) -> Buckets | None:
     """Load a saved plan; None if there is none. PlanCacheError if it is damaged or was made for another key."""
     try:
-        document = json.loads(path.read_text())
+        document = read_json(path)
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:

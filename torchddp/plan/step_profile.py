@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from torchddp.whole_file import parse_json
+
 FORMAT = 1
+_LONGEST_S = 1e9  # a century; sums and products stay finite
 
 
 class ProfileError(ValueError):
@@ -96,8 +98,18 @@ class StepProfile:
             raise ProfileError(f"The order of the profile is not a permutation of its {count} gradients.")
         if sorted(indices) != list(range(count)):
             raise ProfileError(f"The buckets of the profile do not hold each of its {count} gradients once.")
-        if not all(math.isfinite(value) and value >= 0 for value in times):
-            raise ProfileError("The profile has a time that is negative or not finite.")
+        if not all(0 <= value <= _LONGEST_S for value in times):
+            raise ProfileError("The profile has a time that is negative, not finite, or too long.")
+        itemsizes = {gradient.dtype: gradient.itemsize for gradient in self.gradients}
+        for g in self.gradients:
+            if itemsizes[g.dtype] != g.itemsize or not 1 <= g.itemsize <= 16 or max(g.dtype, g.device) >= 2**31:
+                raise ProfileError("The profile has a gradient of an impossible dtype or device.")
+            if not isinstance(g.sparse, bool):
+                raise ProfileError("The profile has a gradient that is neither sparse nor dense.")
+        own = (self.model, self.fingerprint, self.transport, self.device, self.backend)
+        texts = (*own, self.torchddp_version, self.torch_version, *(gradient.name for gradient in self.gradients))
+        if not all(isinstance(text, str) and text.isprintable() for text in texts):
+            raise ProfileError("The profile has a name that is not a printable text.")
         if self.world_size < 1 or self.ranks_per_host < 1:
             raise ProfileError(
                 f"The profile has {self.world_size} ranks, {self.ranks_per_host} per host; both must be at least 1."
@@ -148,7 +160,7 @@ def profile_from_dict(data: Any) -> StepProfile:
 def load_profile(path: Path) -> StepProfile:
     """Read a profile that `save` wrote; `ProfileError` in one sentence if that fails."""
     try:
-        data = json.loads(path.read_text())
+        data = parse_json(path.read_text())
     except OSError as error:
         raise ProfileError(f"Cannot read the profile '{path}': {error.strerror}.") from error
     except ValueError as error:
