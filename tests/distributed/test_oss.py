@@ -270,6 +270,32 @@ def test_ranks_that_differ(rank):
         assert_each_raises((lambda own=own: OSS(own), RuntimeError, words))
 
 
+class WithOwnOption(torch.optim.SGD):
+    """Its groups must say something that no default says, as Muon's variants ask for `use_muon`."""
+
+    def __init__(self, params, lr):
+        groups = [dict(group) for group in params]
+        for group in groups:
+            group["lr"] = lr * (2 if group["use_own"] else 1)
+        super().__init__(groups, lr)
+
+
+@on_ranks(1, 3)
+def test_groups_with_options_that_the_class_requires(rank):
+    tensors = weights(3, 5, 2)
+    whole = [p.detach().clone() for p in tensors]
+    oss = OSS(({"params": [p], "use_own": i == 1} for i, p in enumerate(tensors[:2])), WithOwnOption, lr=0.5)
+    oss.add_param_group({"params": tensors[2:], "use_own": True, "lr": 1.0})
+    for _ in range(2):
+        for p in tensors:
+            p.grad = torch.full_like(p, 2.0)
+        oss.step()
+    for p, before, lr in zip(tensors, whole, (0.5, 1.0, 1.0), strict=True):
+        assert torch.equal(p.detach(), before - 2 * lr * 2.0)
+    with pytest.raises(KeyError, match="use_own"):
+        OSS(weights(2), WithOwnOption, lr=0.5)
+
+
 @on_ranks(2)
 def test_errors_of_one_rank_and_differences_between_ranks(rank):
     # An error on one rank reaches all.
@@ -295,6 +321,10 @@ def test_errors_of_one_rank_and_differences_between_ranks(rank):
         (lambda: oss.add_param_group({"params": weights((2, 2))}), *told(1)),
         (thawing.refresh_trainable, *told(1)),
     )
+    # A group that rank 1 already has.
+    again = {"params": oss.param_groups[0]["params"] if rank == 1 else weights(3)}
+    error = ValueError if rank == 1 else RuntimeError
+    assert_each_raises((lambda: oss.add_param_group(again), error, "some parameters appear in more than one"))
     assert len(oss.param_groups) == 1 and list(thawing.param_to_rank) == frozen[:1]
 
     # Ranks that thaw or add different parameters.

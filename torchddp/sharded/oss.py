@@ -89,9 +89,13 @@ class OSS(Optimizer):
         self.step_hooks: StepHooks | None = None
         error: Exception | None = None
         try:
-            self.optim = optim([{"params": []}], **defaults)
+            groups = _groups_of(params)
+            # The class may require options in its groups, and may set others.
+            self.optim = optim([{**_options(own), "params": []} for own in groups], **defaults)
+            for own, made in zip(groups, self.optim.param_groups, strict=True):
+                own |= {key: value for key, value in _options(made).items() if key not in own}
             self.optim.param_groups.clear()
-            super().__init__(params, self.optim.defaults)
+            super().__init__(groups, self.optim.defaults)
         except Exception as caught:
             error = caught
         active = self._partition.trainable()
@@ -117,21 +121,27 @@ class OSS(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch. The new parameters go to the ranks that own the fewest elements. Collective.
 
-        Raises ValueError, adding nothing, for parameters given twice or unknown to an attached data parallel module,
-        and RuntimeError on every rank if the new parameters differ between ranks.
+        Raises ValueError, adding nothing, for parameters given twice or unknown to an attached data parallel module.
+        RuntimeError on every rank if the new parameters differ between ranks, and on the others if one has an error.
         """
-        super().add_param_group(param_group)
+        if not self._built:  # called by torch's constructor: owners are assigned for all groups at once
+            super().add_param_group(param_group)
+            self._partition.set_groups(self.param_groups)
+            return
+        count, error = len(self.param_groups), None
         try:
+            super().add_param_group(param_group)
             if self.step_hooks is not None:
                 self.step_hooks.check_new(self.param_groups[-1]["params"])
             self._partition.set_groups(self.param_groups)
-            if not self._built:  # called by torch's constructor: owners are assigned for all groups at once
-                return
-            known = self._partition.active
-            active = [*known, *self._partition.trainable()[len(known) :]]
-            owners, state = self._agree_on_owners(active)
+        except Exception as caught:
+            error = caught
+        known = self._partition.active
+        active = [*known, *self._partition.trainable()[len(known) :]]
+        try:
+            owners, state = self._agree_on_owners(active, error)
         except Exception:
-            self.param_groups.pop()
+            del self.param_groups[count:]
             self._partition.set_groups(self.param_groups)
             raise
         self._apply(owners, active, state)
@@ -377,6 +387,16 @@ def _resolve_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     if not isinstance(resolved, dist.ProcessGroup) or dist.get_rank(resolved) < 0:
         raise ValueError(f"rank {dist.get_rank()} is not in the process group that was given to OSS")
     return resolved
+
+
+def _groups_of(params: ParamsT) -> list[dict[str, Any]]:
+    """The groups that torch's constructor makes of its first argument. TypeError if that is a tensor."""
+    if isinstance(params, torch.Tensor):
+        raise TypeError(f"params must be an iterable of Tensors or dicts, got {torch.typename(params)}")
+    given: list[Any] = list(params)
+    if given and not isinstance(given[0], dict):
+        return [{"params": given}]
+    return [dict(group) for group in given]
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
