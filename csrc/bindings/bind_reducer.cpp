@@ -120,7 +120,9 @@ void bind_modes(PyReducer& c) {
       .def("_set_mixed_precision_param_dtype", of(&Parts::packers, &Packers::set_grad_dtype), py::arg("dtype"))
       .def("_set_sparse_metadata", of(&Parts::packers, &Packers::set_sparse_metadata), py::arg("global_unique_ids"))
       .def("share_gradients", &Reducer::share_gradients, NoGil(),
-           "Another reducer averages the same gradients: keep them in their own memory from the next step on.")
+           "Another reducer averages the same gradients: keep them in their own memory from the next backward on.")
+      .def_property_readonly("awaits_backward", of(&Parts::step, &Step::armed),
+                             "Whether a forward was synchronized whose backward has not ended.")
       .def(
           "main_grads",
           [](Reducer& self) {

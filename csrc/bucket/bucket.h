@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <algorithm>
 #include <atomic>
 #include <optional>
 #include <span>
@@ -96,6 +97,11 @@ class Bucket {
   // zero for dtypes that are not floating point and for sparse buckets.
   void measure(const at::Tensor& stats) const;
 
+  // The memory was taken from it: see SlotView::is_displaced.
+  bool is_displaced() const {
+    const auto first = std::find_if(slots_.begin(), slots_.end(), [](const auto& slot) { return slot.has_memory(); });
+    return first != slots_.end() && first->is_displaced();
+  }
   void begin_step() {
     scale_ = 1.0;
     pending_.store(num_slots(), std::memory_order_relaxed);

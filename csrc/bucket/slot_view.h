@@ -53,6 +53,8 @@ class SlotView {
     return grad.unsafeGetTensorImpl() == view_.unsafeGetTensorImpl() ? is_intact() : holds_slow(grad);
   }
   bool has_memory() const { return data_ != nullptr; }
+  // The flat tensor's storage got other memory, from the program: share_memory_() on a gradient that has the same storage.
+  bool is_displaced() const { return data_ != nullptr && numel_ != 0 && address() != data_; }
 
   // User code may have re-pointed the view (`p.grad.data = x`): then the slot needs a new one before it is handed out again.
   void restore_view();

@@ -279,9 +279,22 @@ void Reducer::reset_state() {
 }
 
 void Reducer::share_gradients() {
-  parts_.context.views = false;
-  parts_.context.shares_gradients = true;
+  auto& context = parts_.context;
+  if (context.shares_gradients) {
+    return;
+  }
+  check_not_unfinished();
+  TDDP_CHECK(!context.owned && context.main_grads == nullptr, "rank ", context.rank(),
+             ": two wrappers reduce the same parameters in one backward, but one of them keeps gradients in buckets ",
+             "(a sharded model, or main_grads=): wrap once");
+  parts_.layout.give_up_views();
+  context.views = false;
+  context.shares_gradients = true;
   parts_.layout.adapt();
+  if (parts_.step.armed()) {
+    parts_.layout.begin_step();
+    parts_.packers.begin_step();
+  }
 }
 
 void Reducer::close() {

@@ -59,8 +59,8 @@ class Reducer final : public GradSink, public std::enable_shared_from_this<Reduc
     install(parts_.hook);
     parts_.layout.adapt();
   }
-  // Another reducer averages the same gradients: from the next step on they keep their own memory, and nothing is reduced in
-  // place.
+  // Another reducer averages the same gradients: from the next backward on they keep their own memory, and nothing is reduced
+  // in place. RuntimeError for gradients that only live in buckets.
   void share_gradients();
   void remove_autograd_hooks() { hooks_->remove(); }
   // Final: removes hooks and buckets. Counters stay readable and can be taken over.

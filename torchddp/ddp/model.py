@@ -160,6 +160,27 @@ def copy_gradients(models: Iterable[Any]) -> None:
             ddp.gradient_as_bucket_view = False
 
 
+_alive: weakref.WeakSet[Any] = weakref.WeakSet()  # torchddp's wrappers in this process
+
+
+def meet_siblings(ddp: Any) -> None:
+    """Let this new wrapper and others of the same parameters know each other."""
+    mine = {id(parameter) for parameter in ddp._module_parameters}
+    for other in list(_alive):
+        if any(id(parameter) in mine for parameter in other._module_parameters):
+            ddp._siblings.append(weakref.ref(other))
+            other._siblings.append(weakref.ref(ddp))
+    _alive.add(ddp)
+
+
+def share_with_siblings(ddp: Any) -> None:
+    """Before a forward: one backward may serve all wrappers of these parameters that await theirs."""
+    ddp._siblings[:] = [sibling for sibling in ddp._siblings if sibling() is not None]
+    waiting = [other for sibling in ddp._siblings if (other := sibling()) and other.session.awaits_backward]
+    if waiting:
+        copy_gradients([*waiting, ddp])
+
+
 def _has_our_reducer(ddp: TorchDDP) -> bool:
     return isinstance(ddp.reducer, _C.Reducer)
 

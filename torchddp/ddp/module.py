@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import logging
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -145,6 +146,8 @@ class DistributedDataParallel(TorchDDP):
         super().__init__(module, **options.for_torch(views=options.views and not inner))
         if inner:
             model.copy_gradients([*inner, self])
+        self._siblings: list[weakref.ref[Any]] = []
+        model.meet_siblings(self)
         if hook is not None:
             self.register_comm_hook(*hook)
 
@@ -181,6 +184,7 @@ class DistributedDataParallel(TorchDDP):
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
         del state["session"], state["observers"]
+        state["_siblings"] = []
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -264,6 +268,8 @@ class DistributedDataParallel(TorchDDP):
     def _begin_step(self) -> None:
         if self._options.auto_refresh_trainable:
             refresh.refresh_if_changed(self)
+        if self._siblings:
+            model.share_with_siblings(self)
         try:
             self.session.begin_step()
             if self._join_config.enable and (work := Join.notify_join_context(self)):

@@ -210,6 +210,11 @@ class ReducerSession:
         return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     @property
+    def awaits_backward(self) -> bool:
+        """Whether a forward was synchronized whose backward has not ended."""
+        return self._is_open and self.reducer.awaits_backward
+
+    @property
     def has_owners(self) -> bool:
         """Whether each average goes to a single rank."""
         return any(spec.owner >= 0 for spec in self.specs)

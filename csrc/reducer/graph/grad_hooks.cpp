@@ -30,27 +30,23 @@ class ReadyHook final : public torch::autograd::FunctionPostHook {
 
 class ComingHook final : public torch::autograd::FunctionPreHook {
  public:
-  ComingHook(GradSink& sink, int64_t param, std::shared_ptr<std::atomic<bool>> removed)
-      : sink_(sink), param_(param), removed_(std::move(removed)) {}
+  ComingHook(GradSink& sink, int64_t param) : sink_(sink), param_(param) {}
 
   variable_list operator()(const variable_list& grads) override {
     auto coming = grads;
-    if (coming.size() == 1 && !removed_->load(std::memory_order_relaxed)) {
+    if (coming.size() == 1) {
       sink_.on_grad_coming(param_, coming[0]);
     }
     return coming;
   }
 
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& /*args*/) const override {
-    if (!removed_->load(std::memory_order_relaxed)) {
-      sink_.check_compiled_autograd();
-    }
+    sink_.check_compiled_autograd();
   }
 
  private:
   GradSink& sink_;
   int64_t param_;
-  std::shared_ptr<std::atomic<bool>> removed_;
 };
 
 }  // namespace
@@ -62,25 +58,28 @@ GradHooks::GradHooks(std::span<const at::Tensor> params, GradSink& sink) : sink_
     TDDP_CHECK(accumulator != nullptr, "parameter ", i,
                " has no gradient accumulator: it is not a leaf that requires grad");
     const auto key = accumulator->add_post_hook(std::make_unique<ReadyHook>(sink, static_cast<int64_t>(i)));
-    hooks_.emplace_back(std::move(accumulator), key);
+    hooks_.push_back({std::move(accumulator), key});
   }
 }
 
 void GradHooks::call_before() {
-  if (std::exchange(calls_before_, true)) {
+  if (removed_ || std::exchange(calls_before_, true)) {
     return;
   }
   for (size_t i = 0; i < hooks_.size(); ++i) {
-    hooks_[i].first->add_pre_hook(std::make_unique<ComingHook>(sink_, static_cast<int64_t>(i), removed_));
+    auto hook = std::make_unique<ComingHook>(sink_, static_cast<int64_t>(i));
+    hooks_[i].coming = hook.get();
+    hooks_[i].node->add_pre_hook(std::move(hook));
   }
 }
 
 void GradHooks::remove() {
-  if (removed_->exchange(true)) {
+  if (std::exchange(removed_, true)) {
     return;
   }
-  for (auto& [accumulator, key] : hooks_) {
-    accumulator->del_post_hook(key);
+  for (auto& [node, ready, coming] : hooks_) {
+    node->del_post_hook(ready);
+    std::erase_if(node->pre_hooks(), [coming](const auto& hook) { return hook.get() == coming; });
   }
 }
 

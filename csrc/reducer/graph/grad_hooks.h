@@ -3,8 +3,6 @@
 
 #include <torch/csrc/autograd/variable.h>
 
-#include <atomic>
-#include <memory>
 #include <span>
 #include <utility>
 #include <vector>
@@ -37,18 +35,22 @@ class GradHooks {
   void call_before();
   void remove();
   // A parameter's AccumulateGrad node, where every autograd graph that uses the parameter ends.
-  torch::autograd::Node* accumulator(int64_t param) const { return hooks_[static_cast<size_t>(param)].first.get(); }
+  torch::autograd::Node* accumulator(int64_t param) const { return hooks_[static_cast<size_t>(param)].node.get(); }
   int64_t size() const { return static_cast<int64_t>(hooks_.size()); }
 
  private:
   // A parameter only holds its accumulator weakly, so the hooks keep it alive. The pointer type changed from std::shared_ptr
   // (torch 2.12) to c10::intrusive_ptr (2.13) under the same mangled name, so it is taken from the header.
   using AccumulatorPtr = decltype(torch::autograd::impl::grad_accumulator(std::declval<const at::Tensor&>()));
+  struct Hooked {
+    AccumulatorPtr node;
+    uintptr_t ready;                                     // the key of the hook that runs after it
+    torch::autograd::FunctionPreHook* coming = nullptr;  // runs before it, and belongs to it
+  };
   GradSink& sink_;
   bool calls_before_ = false;
-  std::vector<std::pair<AccumulatorPtr, uintptr_t>> hooks_;
-  // autograd can't remove a hook that runs before a node, so these hooks check this flag instead.
-  std::shared_ptr<std::atomic<bool>> removed_ = std::make_shared<std::atomic<bool>>(false);
+  bool removed_ = false;
+  std::vector<Hooked> hooks_;
 };
 
 }  // namespace torchddp::reducer

@@ -86,6 +86,17 @@ void BucketLayout::adapt() {
   }
 }
 
+void BucketLayout::give_up_views() const {
+  const c10::NoGradGuard no_grad;
+  for (size_t i = 0; i < places_.size(); ++i) {
+    auto& grad = context_.kept_grad(static_cast<int64_t>(i));
+    const auto* const slot = places_[i].slot;
+    if (slot != nullptr && grad.defined() && slot->holds(grad)) {
+      grad = slot->clone_as(slot->grad_dtype());
+    }
+  }
+}
+
 void BucketLayout::clear() {
   const std::lock_guard lock(layout_mutex_);
   if (context_.main_grads != nullptr) {
@@ -119,6 +130,9 @@ void BucketLayout::begin_step() {
     lay_out_again();
   }
   for (const auto& bucket : buckets_) {
+    if (bucket->is_displaced()) [[unlikely]] {
+      bucket->move(*context_.transport);
+    }
     bucket->begin_step();
   }
 }

@@ -32,6 +32,9 @@ class BucketLayout {
   // Called when a communication hook now reduces all buckets, or another reducer averages the same gradients.
   void adapt();
 
+  // Gradients that live in buckets get memory of their own.
+  void give_up_views() const;
+
   // Releases all buckets. Gradients that are views keep their memory.
   void clear();
 

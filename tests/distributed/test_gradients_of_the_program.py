@@ -1,0 +1,161 @@
+"""`.grad` belongs to the program: several wrappers may reduce it in one backward, and its storage may be swapped."""
+
+import ctypes
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+import torchddp
+from tests.harness import each, on_ranks, over_both
+from tests.models import assert_grads, grads_of, seeded
+from tests.parity.compare import TorchDDP
+
+pytestmark = pytest.mark.usefixtures("cheap_messages")
+
+
+class Net(nn.Module):
+    """Gradients of 2.5 KiB that are copied into a bucket, and of 1.1 MiB, which are reduced where they lie."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.large, self.last = nn.Linear(1, 540), nn.Linear(540, 540), nn.Linear(540, 1)
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.large(torch.tanh(self.first(x)))))
+
+
+def batch(rank, step):
+    return torch.linspace(-1, 1 + rank, 5).unsqueeze(1) * (1 + step)
+
+
+class Wrappers:
+    """Programs with several wrappers of one module; each yields after every step."""
+
+    def in_one_backward(cls, module, rank):
+        a, b = cls(module), cls(module)
+        for step in range(4):
+            module.zero_grad(set_to_none=step % 2 == 0)
+            (a(batch(rank, step)) + b(batch(rank, step).flip(0) * 2)).square().sum().backward()
+            yield
+
+    def in_turn_then_in_one_backward(cls, module, rank):
+        a, b = cls(module), cls(module)
+        for step in range(5):
+            module.zero_grad(set_to_none=False)
+            if step < 3:
+                for model in (a, b):
+                    model(batch(rank, step)).square().sum().backward()
+            else:
+                (a(batch(rank, step)) + b(batch(rank, step).flip(0) * 2)).square().sum().backward()
+            yield
+
+    def after_accumulation(cls, module, rank):
+        a, b = cls(module), cls(module)
+        for step in range(3):
+            module.zero_grad()
+            with b.no_sync():
+                b(batch(rank, step)).square().sum().backward()
+            (a(batch(rank, step)) + b(batch(rank, step).flip(0) * 2)).square().sum().backward()
+            yield
+
+    def of_a_part(cls, module, rank):
+        part, whole = cls(module.last), cls(module)
+        for step in range(3):
+            module.zero_grad(set_to_none=step == 1)
+            (part(torch.ones(5, 540) * (1 + rank)) + whole(batch(rank, step))).square().sum().backward()
+            yield
+
+    def three_with_one_dropped(cls, module, rank):
+        a, b, c = (cls(module, find_unused_parameters=i > 0) for i in range(3))
+        for step in range(4):
+            module.zero_grad()
+            sum(model(batch(rank, step) * i) for i, model in enumerate((a, b, c), 1)).sum().backward()
+            if step == 1:
+                c = a
+            yield
+
+    def around_one_that_has_gradients(cls, module, rank):
+        inner = cls(module)
+        inner(batch(rank, 0)).square().sum().backward()
+        yield
+        outer = cls(nn.Sequential(inner))
+        for step in range(3):
+            outer.zero_grad(set_to_none=False)
+            outer(batch(rank, step)).square().sum().backward()
+            yield
+
+
+@pytest.mark.filterwarnings("ignore:DistributedDataParallel wraps a model that is already wrapped")
+@over_both
+@on_ranks(1, 2, 3)
+def test_several_wrappers_of_one_module(rank, world_size, ddp_class, transport):
+    rtol = 0.0 if world_size < 3 else 1e-6
+    for name in each([name for name in vars(Wrappers) if name[0] != "_"]):
+        seen = []
+        for cls in (lambda m, **o: ddp_class(m, transport=transport, **o), TorchDDP):
+            module = seeded(Net)
+            seen.append([grads_of(module) for _ in getattr(Wrappers, name)(cls, module, rank)])
+        for step, (ours, theirs) in enumerate(zip(*seen, strict=True)):
+            assert_grads(ours, theirs, rtol, f"{name}, step {step}:")
+
+
+SWAPS = {
+    "each gradient": lambda model: [p.grad.share_memory_() for p in model.parameters()],
+    "the large one": lambda model: model.module.large.weight.grad.share_memory_(),
+    "the model": lambda model: model.share_memory(),
+}
+
+
+@over_both
+@on_ranks(2)
+def test_storage_that_moves_to_torchs_shared_memory(rank, ddp_class, transport):
+    """As for a queue to another process."""
+    for (name, swap), views, set_to_none in each(SWAPS.items(), [False, True], [False, True]):
+        seen = []
+        for cls, own in ((ddp_class, {"transport": transport}), (TorchDDP, {})):
+            model = cls(seeded(Net), gradient_as_bucket_view=views, **own)
+            grads = []
+            for step in range(6):
+                model.zero_grad(set_to_none)
+                model(batch(rank, step)).square().sum().backward()
+                grads.append(grads_of(model))
+                if step in (1, 2, 4):
+                    swap(model)
+            seen.append(grads)
+        for step, (ours, theirs) in enumerate(zip(*seen, strict=True)):
+            assert_grads(ours, theirs, 0.0, f"{name}, step {step}:")
+
+
+class MallInfo(ctypes.Structure):  # struct mallinfo2
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
+    ]
+
+
+def bytes_in_use():
+    gc.collect()
+    libc = ctypes.CDLL(None)
+    libc.mallinfo2.restype = MallInfo
+    return libc.mallinfo2().uordblks
+
+
+@on_ranks(2)
+def test_a_refresh_leaves_nothing_behind(rank):
+    """A hook that stayed on each parameter's node would take 48 bytes, and run in every later backward."""
+    count, times = 200, 60
+    model = torchddp.DDP(nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(count))), transport="shm")
+
+    def refresh():
+        for _ in range(times):
+            model.refresh_trainable()
+            model.zero_grad()
+            model.weigh(1.0)
+            model(torch.ones(1, 2)).sum().backward()
+
+    refresh()
+    before = bytes_in_use()
+    refresh()
+    assert bytes_in_use() - before < 10 * count * times
