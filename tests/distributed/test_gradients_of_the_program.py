@@ -101,6 +101,15 @@ def test_several_wrappers_of_one_module(rank, world_size, ddp_class, transport):
             assert_grads(ours, theirs, rtol, f"{name}, step {step}:")
 
 
+@on_ranks(2)
+def test_gradients_that_live_in_buckets_are_not_shared(rank):
+    module = seeded(Net)
+    a, b = torchddp.DDP(module, main_grads=torch.float32), torchddp.DDP(module)
+    a(batch(rank, 0))
+    with pytest.raises(RuntimeError, match=f"rank {rank}: two wrappers reduce the same parameters.*wrap once"):
+        b(batch(rank, 0))
+
+
 SWAPS = {
     "each gradient": lambda model: [p.grad.share_memory_() for p in model.parameters()],
     "the large one": lambda model: model.module.large.weight.grad.share_memory_(),
