@@ -211,8 +211,14 @@ class ReducerSession:
 
     @property
     def awaits_backward(self) -> bool:
-        """Whether a forward was synchronized whose backward has not ended."""
-        return self._is_open and self.reducer.awaits_backward
+        """Whether a forward was synchronized whose backward has not begun."""
+        if not (self._is_open and self.reducer.awaits_backward):
+            return False
+        try:
+            self.reducer.check_not_unfinished()
+        except RuntimeError:  # its backward failed halfway
+            return False
+        return True
 
     @property
     def has_owners(self) -> bool:
