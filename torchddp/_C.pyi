@@ -2,6 +2,7 @@
 
 import datetime
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ build_info: str
 
 class TransportError(RuntimeError): ...
 class InternalError(RuntimeError): ...
+
+def stacks(limit: int) -> dict[int, list[FrameType]]: ...
 
 class ParamSpec:
     def __init__(

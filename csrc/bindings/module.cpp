@@ -43,6 +43,7 @@ PYBIND11_MODULE(_C, m) {
   m.attr("with_cuda") = false;
 #endif
   bind_errors(m);
+  bind_stacks(m);
   bind_plan(m);
   bind_kernels(m);
   bind_transport(m);

@@ -2,7 +2,6 @@
 
 import inspect
 import queue
-import sys
 import threading
 import weakref
 
@@ -10,14 +9,51 @@ import pytest
 import torch
 from torch.distributed import distributed_c10d
 
+from tests.programs import python
 from tests.unit.helpers import wait_until
-from torchddp.diagnose import collectives
 from torchddp.diagnose.collectives import CallWatch
 
 # A function of torch's file, which returns when the test lets it.
 functions = {}
 exec(compile("def barrier(wait, tensor, group=None): return wait()", distributed_c10d.__file__, "exec"), functions)
 barrier = functions["barrier"]
+
+
+RETURNING = """
+import gc, threading, time
+from torchddp.diagnose.collectives import CallWatch
+
+class Garbage:
+    finalized = 0
+    def __init__(self):
+        self.cycle = self
+    def __del__(self):
+        if threading.current_thread() is threading.main_thread():
+            Garbage.finalized += 1
+            if Garbage.finalized % 40 == 0:
+                time.sleep(0.001)
+
+def descend(depth):
+    if depth:
+        return descend(depth - 1)
+    for _ in range(20):
+        Garbage()
+    time.sleep(0.0003)
+
+def work():
+    while True:
+        descend(900)
+        descend(30)
+
+# Deep in code that isn't the user's, so that the whole stack is walked.
+descend.__code__ = descend.__code__.replace(co_filename=threading.__file__)
+gc.set_threshold(100)
+threading.Thread(target=work, daemon=True).start()
+watch, until_s = CallWatch(), time.monotonic() + 4
+while time.monotonic() < until_s:
+    assert watch.look(limit_s=1) == []
+    time.sleep(0.0001)
+"""
 
 
 class Loop:
@@ -40,8 +76,7 @@ class Loop:
         return tensor
 
     def _entered(self, before):
-        stacks = sys._current_frames
-        assert wait_until(lambda: self._tensor is not before and collectives._function_on(stacks()[self._thread.ident]))
+        assert wait_until(lambda: self._tensor is not before and CallWatch()._look())
         return self._tensor
 
     def next(self):
@@ -98,3 +133,9 @@ def test_tensors_are_only_kept_by_calls_that_seem_to_last(loop):
     assert tensor() is not None
     watch.look(limit_s=0)
     assert tensor() is None
+
+
+def test_looking_at_a_running_thread_is_safe():
+    # While its frames are looked at, finalizers let the thread return from them, so that its stack is unmapped.
+    done = python("-c", RETURNING)
+    assert done.returncode == 0, done.stderr

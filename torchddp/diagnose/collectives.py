@@ -11,19 +11,15 @@ again after that.
 
 from __future__ import annotations
 
-import sys
 import time
-import traceback
-from itertools import islice
 from types import FrameType
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from torchddp.diagnose.rank_state import CallState, part_of, ranks_text
+from torchddp.diagnose.rank_state import CallState, frames_of_threads, part_of, ranks_text
 
 _FUNCTIONS = distributed_c10d.__file__
-_MAX_FRAMES = 100
 
 
 class Call:
@@ -59,45 +55,45 @@ class CallWatch:
     def look(self, limit_s: float) -> list[Call]:
         """The current calls. Those that last for this limit become certain in time."""
         found = self._look()
-        for call, frame in found:
+        for call, frames in found:
             if call.waited_s >= limit_s / 2:
-                call.make_certain(frame)
+                call.make_certain(frames[0])
         return [call for call, _ in found]
 
     def states(self) -> list[CallState]:
         """All calls, longest first."""
-        states = [_state_of(call, frame) for call, frame in self._look()]
+        states = [_state_of(call, frames) for call, frames in self._look()]
         return sorted(states, key=lambda state: -state.waited_s)
 
     def forget(self) -> None:
         self._calls.clear()
 
-    def _look(self) -> list[tuple[Call, FrameType]]:
-        frames = {thread: frame for thread, top in sys._current_frames().items() if (frame := _function_on(top))}
+    def _look(self) -> list[tuple[Call, list[FrameType]]]:
+        """Each call with the frames from its function outwards."""
+        stacks = {thread: found for thread, frames in frames_of_threads().items() if (found := _from_function(frames))}
         before, self._calls = self._calls, {}
-        for thread, frame in frames.items():
+        for thread, (frame, *_) in stacks.items():
             call = before.get(thread)
             self._calls[thread] = call if call is not None and call.is_in(frame) else Call(thread, frame)
-        return [(self._calls[thread], frame) for thread, frame in frames.items()]
+        return [(self._calls[thread], frames) for thread, frames in stacks.items()]
 
 
-def _function_on(innermost: FrameType) -> FrameType | None:
-    """The function of torch.distributed that the program's innermost frame has called; None if it has called none."""
+def _from_function(frames: list[FrameType]) -> list[FrameType]:
+    """The stack from the function of torch.distributed that the program's innermost frame has called; [] if none."""
     found = None
-    for frame, _ in islice(traceback.walk_stack(innermost), _MAX_FRAMES):
+    for index, frame in enumerate(frames):
         file = frame.f_code.co_filename
         if file == _FUNCTIONS:
-            found = frame
+            found = index
         elif part_of(file) == "user":
             break
-    return found
+    return [] if found is None else frames[found:]
 
 
-def _state_of(call: Call, frame: FrameType) -> CallState:
-    frames = (outer for outer, _ in traceback.walk_stack(frame))
-    caller = next((outer for outer in frames if part_of(outer.f_code.co_filename) == "user"), None)
+def _state_of(call: Call, frames: list[FrameType]) -> CallState:
+    caller = next((frame for frame in frames if part_of(frame.f_code.co_filename) == "user"), None)
     place = ("", 0) if caller is None else (caller.f_code.co_filename, caller.f_lineno or 0)
-    return CallState(frame.f_code.co_name, *place, *_group_of(frame), call.waited_s, *call.key)
+    return CallState(frames[0].f_code.co_name, *place, *_group_of(frames[0]), call.waited_s, *call.key)
 
 
 def _group_of(frame: FrameType) -> tuple[str, list[int]]:

@@ -20,7 +20,7 @@ from typing import Any
 import torch.distributed as dist
 
 from torchddp import _C
-from torchddp.diagnose.rank_state import note_exception
+from torchddp.diagnose.rank_state import frames_of_threads, note_exception
 from torchddp.errors import TransportError
 from torchddp.transport.board import Board
 from torchddp.transport.worker import Task, watch
@@ -293,8 +293,8 @@ class FailTogether:
         with self._lock:
             if self._left or ((saves or self._holds) and waited_s < _LONGEST_SAVE_S):
                 return
-            frame = sys._current_frames().get(self._thread)
-            stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
+            frames = reversed(frames_of_threads().get(self._thread, []))
+            stack = "".join(traceback.StackSummary.extract((frame, frame.f_lineno) for frame in frames).format())
             sys.stdout.flush()
             print(
                 f"torchddp.fail_together: rank {board.rank} ends with exit code 1, because {failure}\n"

@@ -12,12 +12,13 @@ import threading
 import time
 import traceback
 from dataclasses import asdict, dataclass, field
-from itertools import islice
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, NamedTuple
 
 import torch
+
+from torchddp import _C
 
 # Values of `RankState.alive` besides 'running', as seen by another rank; '' if none could check.
 STOPPED, GONE = "stopped", "gone"
@@ -250,12 +251,13 @@ def _stat(pid: int) -> tuple[str, int, bool]:
 
 def stack_of(thread_id: int) -> list[Frame]:
     """Innermost last; empty if there is no such thread."""
-    innermost = sys._current_frames().get(thread_id)
-    if innermost is None:
-        return []
-    codes = ((frame.f_code, line) for frame, line in islice(traceback.walk_stack(innermost), _MAX_FRAMES))
-    found = [Frame(code.co_filename, line or 0, code.co_name, part_of(code.co_filename)) for code, line in codes]
-    return found[::-1]
+    codes = [(frame.f_code, frame.f_lineno or 0) for frame in reversed(frames_of_threads().get(thread_id, []))]
+    return [Frame(code.co_filename, line, code.co_name, part_of(code.co_filename)) for code, line in codes]
+
+
+def frames_of_threads() -> dict[int, list[FrameType]]:
+    """Innermost first. Walking another thread's stack in Python may crash: csrc/bindings/bind_stacks.cpp."""
+    return _C.stacks(_MAX_FRAMES)
 
 
 @functools.cache
