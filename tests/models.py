@@ -107,6 +107,17 @@ def loss_of(output: Any) -> Tensor:
     return sum((loss_of(value) for value in values), torch.zeros((), dtype=torch.float64))
 
 
+def after_backward_of(module: nn.Module, look: Callable[[], Any]) -> None:
+    """Call `look` in each backward, after that of the module, by a hook on its input, which the reducer can't see."""
+
+    def watch(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        x = args[0] if args[0].requires_grad else args[0].detach().requires_grad_()
+        x.register_hook(lambda _grad: (look(), None)[1])
+        return (x.clone(), *args[1:])  # the parameters' gradients come before that of x
+
+    module.register_forward_pre_hook(watch)
+
+
 def grads_of(model: nn.Module) -> Grads:
     """Copies of all gradients by parameter name (without DDP's `module.` prefixes)."""
     return {

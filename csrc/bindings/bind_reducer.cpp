@@ -59,12 +59,16 @@ void bind_step(PyReducer& c) {
   c.def("prepare_for_forward", &Reducer::begin_forward, NoGil())
       .def(
           "prepare_for_backward",
-          [](Reducer& self, const std::vector<at::Tensor>& outputs) { self.prepare_for_backward(outputs); },
-          py::arg("output"), NoGil())
+          [](Reducer& self, const std::vector<at::Tensor>& outputs, bool has_hooks) {
+            self.prepare_for_backward(outputs, has_hooks);
+          },
+          py::arg("output"), py::arg("has_hooks") = true, NoGil())
       .def(
           "prepare_for_backward",
-          [](Reducer& self, const at::Tensor& output) { self.prepare_for_backward({&output, 1}); }, py::arg("output"),
-          NoGil())
+          [](Reducer& self, const at::Tensor& output, bool has_hooks) {
+            self.prepare_for_backward({&output, 1}, has_hooks);
+          },
+          py::arg("output"), py::arg("has_hooks") = true, NoGil())
       .def(
           "_autograd_hook", [](Reducer& self, int64_t index) { self.on_grad_ready(index, nullptr); }, py::arg("index"),
           NoGil())
@@ -116,7 +120,7 @@ void bind_modes(PyReducer& c) {
            py::arg("use_static_world_size"))
       .def("set_divisor", of(&Parts::divisor, &Divisor::set), py::arg("divisor"),
            "`divisor()` returns, in each backward, the number of ranks to average over.")
-      .def("_set_optimizer_in_backward", of(&Parts::hand_back, &HandBack::leave_to_optimizer))
+      .def("_set_optimizer_in_backward", of(&Parts::packed, &PackedGrads::leave_to_optimizer))
       .def("_set_mixed_precision_param_dtype", of(&Parts::packers, &Packers::set_grad_dtype), py::arg("dtype"))
       .def("_set_sparse_metadata", of(&Parts::packers, &Packers::set_sparse_metadata), py::arg("global_unique_ids"))
       .def("share_gradients", &Reducer::share_gradients, NoGil(),

@@ -133,7 +133,7 @@ void Bucket::take_memory(const at::Tensor& memory) {
   clear_padding();
 }
 
-std::vector<int64_t> Bucket::move(transport::Transport& transport) {
+void Bucket::move(transport::Transport& transport) {
   const c10::NoGradGuard no_grad;
   const auto memory = flat_.is_cpu() ? transport.allocate(flat_.numel(), flat_.scalar_type(), flat_.device())
                                      : at::empty({flat_.numel()}, flat_.options());
@@ -141,13 +141,11 @@ std::vector<int64_t> Bucket::move(transport::Transport& transport) {
   point_at(memory);
   make_wire();
   find_padding();
-  std::vector<int64_t> stay;
-  for (size_t i = 0; i < slots_.size(); ++i) {
-    if (!slots_[i].is_apart() && !slots_[i].follow()) {
-      stay.push_back(params_[i]);
+  for (auto& slot : slots_) {
+    if (!slot.is_apart()) {
+      slot.follow();
     }
   }
-  return stay;
 }
 
 void Bucket::release_memory() {

@@ -74,9 +74,9 @@ class Bucket {
   bool has_memory() const { return !given_away_ || slots_[0].has_memory(); }
   // `memory`: at least bytes() bytes.
   void take_memory(const at::Tensor& memory);
-  // Moves to new memory with the same values; ordinary memory on a device, because a single rank may have to move. Returns the
-  // parameters whose views stayed where they were.
-  std::vector<int64_t> move(transport::Transport& transport);
+  // Moves to new memory with the same values; ordinary memory on a device, because a single rank may have to move. Views that
+  // can't follow stay where they were.
+  void move(transport::Transport& transport);
   void release_memory();
   // Zeros the padding between slots, because sums, norms and hooks run over it. Called after anything that may have written
   // there.

@@ -208,10 +208,10 @@ void SlotView::rebind() {
   data_ = address();
 }
 
-bool SlotView::follow() {
+void SlotView::follow() {
   if (storage_ && (adopted_ || !storage_.resizable())) {
     rebind();
-    return false;
+    return;
   }
   data_ = numel_ != 0 ? address() : nullptr;
   if (storage_) {
@@ -219,7 +219,6 @@ bool SlotView::follow() {
     auto before = impl->set_data_ptr(memory());
     impl->set_data_ptr(memory(std::move(before)));  // for bare pointers
   }
-  return true;
 }
 
 }  // namespace torchddp::bucket

@@ -63,9 +63,8 @@ class SlotView {
   bool leave_to_holders() { return view_storage_ == ViewStorage::kBucket || !is_held() || part_from_holders(); }
   // The flat tensor now has different memory.
   void rebind();
-  // The flat tensor now has different memory with the same values; the view and anything kept of it move there. False if they
-  // can't.
-  bool follow();
+  // The flat tensor now has different memory with the same values; the view and anything kept of it move there if they can.
+  void follow();
   // Another tensor over the slot's memory, with a storage of its own: `shown`, which is made if it is undefined and stays the same tensor
   // when the slot is another one.
   void show_as(at::Tensor& shown) const;

@@ -10,6 +10,7 @@
 #include "reducer/launch_queue.h"
 #include "reducer/own_averages.h"
 #include "reducer/pack/hand_back.h"
+#include "reducer/pack/packed_grads.h"
 #include "reducer/pack/packers.h"
 #include "reducer/plan_keeper.h"
 #include "reducer/queued_futures.h"
@@ -38,11 +39,12 @@ struct Parts {
   Reductions reductions{context, hook, non_finite, events};
   BucketLayout layout{context, reductions};
   OwnAverages own_averages{context, step, layout};
-  Packers packers{context, step, layout, non_finite, used};
+  PackedGrads packed{context};
+  Packers packers{context, step, layout, non_finite, packed, used};
   Divisor divisor{context, hook, events};
   Weights weights{context, divisor, events};
   LaunchQueue queue{context, step, layout, packers, used, weights, events};
-  HandBack hand_back{context, layout, used};
+  HandBack hand_back{context, layout, packed, used};
   PlanKeeper keeper{context, layout, used, events};
   QueuedFutures futures{context, events};
   JoinShadow shadow{context, layout, hook, events};

@@ -78,8 +78,9 @@ void Reducer::arm() {
   parts_.context.transport->begin_backward();
 }
 
-void Reducer::prepare_for_backward(std::span<const at::Tensor> outputs) {
+void Reducer::prepare_for_backward(std::span<const at::Tensor> outputs, bool has_hooks) {
   begin_step();
+  parts_.packed.begin_step(has_hooks);
   parts_.used.search(outputs);
   arm();
 }
@@ -130,6 +131,7 @@ void Reducer::take_main_grad(int64_t param) {
 void Reducer::begin_backward() {
   parts_.events.begin_backward();
   parts_.context.rpc = torch::distributed::autograd::ThreadLocalDistAutogradContext::getContextPtr();
+  parts_.packed.begin_backward(hooks_->are_others());
   parts_.step.set_scale(parts_.weights.begin());
 }
 
@@ -182,6 +184,7 @@ void Reducer::delay_all_reduce() {
 // The earlier backwards without reduction have marked what was used: there are no outputs to search from.
 void Reducer::reduce_now() {
   begin_step();
+  parts_.packed.begin_step(/*has_hooks=*/false);
   arm();
   guarded([&] {
     begin_backward();
@@ -202,6 +205,8 @@ void Reducer::finalize() {
       parts_.queue.finish(index);
       parts_.layout.measure(index);  // while it is in cache
       parts_.non_finite.look_at_average(bucket, parts_.layout.reduction(index).is_known_finite());
+    }
+    if (bucket.state == bucket::BucketState::kReduced) {  // perhaps during backward
       parts_.hand_back.run(bucket);
     }
   }
@@ -223,6 +228,7 @@ void Reducer::finalize() {
   parts_.changes.handed_back();
   parts_.non_finite.publish();
   parts_.non_finite.raise_if_bad();
+  parts_.packed.tell();
   parts_.weights.raise_if_zero();
 }
 
@@ -313,6 +319,7 @@ void Reducer::take_over(const Reducer& before) {
   }
   if (before.parts_.step.armed()) {
     begin_step();
+    parts_.packed.begin_step(/*has_hooks=*/true);
     arm();
   }
 }

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from tests.harness import each, in_child, on_ranks, status_bytes
-from tests.models import assert_grads, grads_of, linears
+from tests.models import after_backward_of, assert_grads, grads_of, linears
 from torchddp import DistributedDataParallel
 
 pytestmark = pytest.mark.usefixtures("cheap_messages")
@@ -44,8 +44,10 @@ def test_the_gradient_is_the_tensor_that_autograd_allocated(rank):
         ddp = DistributedDataParallel(module, transport=transport)
         assert len(ddp.reducer.plan) == 2
         made = {}
-        for p in module.parameters():
-            p.register_post_accumulate_grad_hook(lambda p, made=made: made.update({p: p.grad.data_ptr()}))
+        parameters = list(module.parameters())
+        after_backward_of(
+            module, partial(lambda made, ps: made.update({p: p.grad.data_ptr() for p in ps}), made, parameters)
+        )
         for _ in range(3):
             _step(ddp)
         assert [p.grad.data_ptr() == made[p] for p in module.parameters()] == [False] * 4 + [True]
@@ -149,7 +151,7 @@ def test_a_child_forked_in_backward_gets_no_pool_memory(rank):
     ddp(torch.randn(3, WIDTH)).sum().backward()
     ended = []
 
-    def fork(_grad):
+    def fork():
         lent = torch.empty(WIDTH, WIDTH)
         assert _in_segment(lent)  # the pool is active
 
@@ -162,7 +164,7 @@ def test_a_child_forked_in_backward_gets_no_pool_memory(rank):
 
         ended.append(in_child(allocate))
 
-    ddp.module[2].weight.register_hook(fork)
+    after_backward_of(ddp.module[2], fork)
     _step(ddp)
     assert ended == [True]
     assert all(_in_segment(p.grad) for p in ddp.parameters())

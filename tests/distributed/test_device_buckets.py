@@ -11,7 +11,18 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 
 from tests.gpu.test_pack_gpu import FLOATS, Given, assert_same, random_values, scaled
 from tests.harness import each, future_of, on_ranks, stay
-from tests.models import Mlp, assert_grads, assert_steps, batch, expected_grads, grads_of, loss_of, seeded, step_on
+from tests.models import (
+    Mlp,
+    after_backward_of,
+    assert_grads,
+    assert_steps,
+    batch,
+    expected_grads,
+    grads_of,
+    loss_of,
+    seeded,
+    step_on,
+)
 from tests.whole_buckets import LargeApart, PaddedBuckets, PaddedSharded, WholeBuckets, WholeSharded
 from torchddp import _C, TransportError, comm_hooks
 from torchddp.ddp.model import SLOT_ALIGNMENT_BYTES
@@ -30,8 +41,8 @@ def _large(module):
 def _made(module):
     """Record by name where autograd allocates each gradient from now on."""
     made = {}
-    for name, p in module.named_parameters():
-        p.register_post_accumulate_grad_hook(lambda p, name=name: made.__setitem__(name, p.grad.data_ptr()))
+    grads = lambda: {name: p.grad.data_ptr() for name, p in module.named_parameters() if p.grad is not None}
+    after_backward_of(module, lambda: made.update(grads()))
     return made
 
 

@@ -79,7 +79,7 @@ class ReplicateEngine(DistributedDataParallel):
     def reduce_next_backward(self) -> None:
         """Reduce the gradients of a forward that began without synchronization in its backward."""
         self.require_backward_grad_sync = self.require_forward_param_sync = True
-        self.reducer.prepare_for_backward([])
+        self.reducer.prepare_for_backward([], self.session.has_backward_hooks)
 
     def _names_to_ignore(self) -> set[str]:
         return super()._names_to_ignore() | self._left_out()

@@ -86,6 +86,13 @@ def states_of(module: torch.nn.Module, ignored: Collection[str], *, buffers: boo
 # --- wrappers, and changes made after wrapping ---
 
 
+def backward_hook_tables(module: torch.nn.Module) -> list[Any]:
+    """The tables of backward hooks of a module and its parts, and those of all modules; they fill as hooks register."""
+    names = ("_backward_hooks", "_backward_pre_hooks")
+    tables = [part.__dict__.get(name, {}) for part in module.modules() for name in names]
+    return [*tables, *(getattr(torch.nn.modules.module, f"_global{name}") for name in names)]
+
+
 def trains_as_before(module: torch.nn.Module, known: list[torch.Tensor], trained: bytes) -> bool:
     """Whether ``known`` are all of the module's parameters, and exactly those with a byte of 1 require grad."""
     if not lists_members_itself(module):

@@ -249,7 +249,8 @@ class DistributedDataParallel(TorchDDP):
         reduced = graph and self.require_backward_grad_sync
         search = graph and self.find_unused_parameters and not self.static_graph
         if reduced:
-            self.reducer.prepare_for_backward(self._search_from(output) if search else [])
+            search_from = self._search_from(output) if search else []
+            self.reducer.prepare_for_backward(search_from, self.session.has_backward_hooks)
         # Only in steps of a static graph that are reduced: under no_sync() it would end the recording too early.
         recording = reduced and self.static_graph and not self._static_graph_delay_allreduce_enqueued
         if search or recording:

@@ -165,6 +165,7 @@ class ReducerSession:
         self._parameter_watch = model.ParameterWatch(ddp.module, watched, names[: len(watched)])
         self._known = list(ddp.module.parameters())
         self._trained = bytes(parameter.requires_grad for parameter in self._known)
+        self._hook_tables = model.backward_hook_tables(ddp)
         self.buffer_names = {name for name, _ in ddp.module.named_buffers()}
         self._buffer_broadcast = (
             buffer_broadcast if self.reducer.transport is transport else self._broadcast_over(self.reducer.transport)
@@ -208,6 +209,11 @@ class ReducerSession:
     def is_captured(self) -> bool:
         """Whether the current stream is being captured in a CUDA graph."""
         return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+    @property
+    def has_backward_hooks(self) -> bool:
+        """Whether the program has registered a backward hook with one of the modules, or with all modules."""
+        return any(self._hook_tables)
 
     @property
     def awaits_backward(self) -> bool:

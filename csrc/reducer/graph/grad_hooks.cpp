@@ -3,6 +3,8 @@
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/function_hook.h>
 
+#include <algorithm>
+
 #include "common/check.h"
 
 namespace torchddp::reducer {
@@ -71,6 +73,15 @@ void GradHooks::call_before() {
     hooks_[i].coming = hook.get();
     hooks_[i].node->add_pre_hook(std::move(hook));
   }
+}
+
+bool GradHooks::are_others() const {
+  return std::any_of(hooks_.begin(), hooks_.end(), [](const Hooked& hooked) {
+    auto& node = *hooked.node;
+    const size_t own_before = hooked.coming != nullptr ? 1 : 0;
+    return node.post_hooks().size() > 1 || node.pre_hooks().size() > own_before || !node.tensor_pre_hooks().empty() ||
+           node.tensor_post_acc_grad_hooks() != nullptr;
+  });
 }
 
 void GradHooks::remove() {

@@ -34,6 +34,8 @@ class GradHooks {
   // From now on the sink is also called before each gradient is accumulated.
   void call_before();
   void remove();
+  // Whether someone else has registered a hook with one of the parameters or its node.
+  bool are_others() const;
   // A parameter's AccumulateGrad node, where every autograd graph that uses the parameter ends.
   torch::autograd::Node* accumulator(int64_t param) const { return hooks_[static_cast<size_t>(param)].node.get(); }
   int64_t size() const { return static_cast<int64_t>(hooks_.size()); }

@@ -7,12 +7,15 @@ void HandBack::run(bucket::Bucket& bucket) {
     bucket.release_memory();
     return;
   }
-  if (bucket.is_sparse() || left_to_optimizer_ || layout_.gives_views(bucket)) {
+  if (bucket.is_sparse() || packed_.are_left_to_optimizer()) {
     return;
   }
   auto pieces = pieces_to_move();
   for (const auto param : bucket.params()) {
-    context_.with_grad(param, [&](at::Tensor& grad) { copy_back(param, grad, pieces); });
+    context_.with_grad(param, [&](at::Tensor& grad) {
+      packed_.compare(param, grad);
+      hand_back(param, grad, pieces);
+    });
   }
   pieces.run();
 }
@@ -21,17 +24,18 @@ bucket::DevicePieces HandBack::pieces_to_move() const {
   return bucket::DevicePieces(bucket::DevicePieces::Direction::kUnpack, 1.0, context_.packs_whole_buckets());
 }
 
-void HandBack::copy_back(int64_t param, at::Tensor& grad, bucket::DevicePieces& pieces) {
+void HandBack::hand_back(int64_t param, at::Tensor& grad, bucket::DevicePieces& pieces) {
   const auto& place = layout_.place(param);
   auto& slot = *place.slot;
-  if (used_.is_unused_everywhere(param)) {
-    return;  // no rank used it, so its gradient stays as it is
+  if (used_.is_unused_everywhere(param) || (grad.defined() && slot.holds(grad))) {
+    return;  // a gradient that no rank used stays as it is
   }
-  if (!grad.defined()) {
+  if (layout_.becomes_view(*place.bucket, grad)) {
     slot.restore_view();
-    grad =
-        layout_.gives_views(*place.bucket) && context_.rpc == nullptr ? slot.view() : slot.clone_as(slot.grad_dtype());
-  } else if (!slot.holds(grad)) {
+    grad = slot.view();
+  } else if (!grad.defined()) {
+    grad = slot.clone_as(slot.grad_dtype());
+  } else {
     pieces.add(slot, grad);  // if the gradient is part of a graph (create_graph), only its values change
   }
 }
@@ -40,14 +44,14 @@ void HandBack::finish(const LateGrad& late) {
   const auto& place = layout_.place(late.param);
   const bool sparse = place.slot == nullptr;
   const bool skipped = place.bucket->state == bucket::BucketState::kSkipped;
-  if (left_to_optimizer_ && !skipped) {
+  if (packed_.are_left_to_optimizer() && !skipped) {
     return;
   }
   context_.with_grad(late.param, [&](at::Tensor& grad) {
     if (!skipped && !used_.is_unused_everywhere(late.param)) {
       if (!sparse) {
         auto pieces = pieces_to_move();
-        copy_back(late.param, grad, pieces);
+        hand_back(late.param, grad, pieces);
         pieces.run();
       }
     } else if (sparse) {

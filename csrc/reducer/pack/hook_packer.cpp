@@ -12,34 +12,24 @@ void HookPacker::pack(int64_t param, at::Tensor& grad, bool unused, const at::Te
   if (!grad.defined()) [[unlikely]] {
     rules_.leave_to_holders(place);
     slot.zero();
-    rules_.step.add_late(param);
     return;
   }
-  if (slot.holds(grad)) {
+  if (rules_.packed.shows_own() && slot.holds(grad)) {
+    rules_.leave_to_holders(place);
+  }
+  if (slot.holds(grad) || (rules_.may_adopt(*place.bucket, grad, unused, incoming) && slot.adopt(grad))) {
     look_in_place(param, place, grad);
     if (unused) {
       rules_.step.add_late(param, slot.clone());
+    } else {
+      rules_.packed.note(param, grad, /*in_place=*/true);
     }
-    scale(place);
-    return;
-  }
-  const bool replaced = rules_.becomes_view(*place.bucket, grad, unused, incoming);
-  if (replaced && (rules_.context.keeps_apart() || bucket::is_unshared(grad, incoming)) && slot.adopt(grad)) {
-    look_in_place(param, place, grad);
     scale(place);
     return;
   }
   rules_.leave_to_holders(place);
   copy_into(param, slot, grad);
-  if (!rules_.layout.gives_views(*place.bucket)) {
-    return;  // HandBack will copy the average back
-  }
-  if (!replaced) [[unlikely]] {
-    rules_.stays(param, grad);
-    return;
-  }
-  slot.restore_view();
-  grad = slot.view();
+  rules_.copied(param, grad, unused);
 }
 
 // See Note [Gradients that are given away] in bucket/bucket.h.

@@ -6,19 +6,32 @@
 
 namespace torchddp::reducer {
 
-bool PackRules::becomes_view(const bucket::Bucket& bucket, const at::Tensor& grad, bool unused,
-                             const at::Tensor* incoming) const {
-  return layout.gives_views(bucket) && !unused && !grad.requires_grad() && context.rpc == nullptr &&
-         (!context.keeps_apart() || bucket::is_unshared(grad, incoming));
+bool PackRules::may_adopt(const bucket::Bucket& bucket, const at::Tensor& grad, bool unused,
+                          const at::Tensor* incoming) const {
+  return !unused && !packed.shows_own() && layout.gives_views(bucket) && !grad.requires_grad() &&
+         context.rpc == nullptr && bucket::is_unshared(grad, incoming);
+}
+
+void PackRules::copied(int64_t param, at::Tensor& grad, bool unused) const {
+  warn_create_graph(grad);
+  const auto& place = layout.place(param);
+  const bool at_once = !context.keeps_apart() || packed.are_left_to_optimizer();
+  const bool in_place =
+      at_once && !unused && layout.gives_views(*place.bucket) && !grad.requires_grad() && context.rpc == nullptr;
+  if (in_place) {
+    place.slot->restore_view();
+    grad = place.slot->view();
+  }
+  if (!unused) {
+    packed.note(param, grad, in_place);
+  }
 }
 
 void PackRules::leave_to_holders(const BucketLayout::Place& place) const {
   if (place.slot->leave_to_holders()) [[likely]] {
     return;
   }
-  for (const auto param : place.bucket->move(*context.transport)) {
-    step.add_late(param);
-  }
+  place.bucket->move(*context.transport);
 }
 
 void PackRules::check(int64_t param, const at::Tensor& grad) const {
@@ -33,11 +46,6 @@ void PackRules::check(int64_t param, const at::Tensor& grad) const {
   TDDP_CHECK(grad.numel() == slot.numel() && grad.sizes() == slot.sizes(), "parameter '", name, "' on rank ",
              context.rank(), ": the gradient has shape ", grad.sizes(), ", its bucket slot ", slot.sizes(),
              ". The model was changed after it was wrapped; wrap it again.");
-}
-
-void PackRules::stays(int64_t param, const at::Tensor& grad) const {
-  warn_create_graph(grad);
-  step.add_late(param);
 }
 
 void warn_create_graph(const at::Tensor& grad) {

@@ -4,6 +4,7 @@
 #include <optional>
 
 #include "reducer/base/step.h"
+#include "reducer/pack/packed_grads.h"
 #include "reducer/reduce/layout.h"
 #include "reducer/report/non_finite_watch.h"
 
@@ -11,18 +12,18 @@ namespace torchddp::reducer {
 
 class PackRules {
  public:
-  PackRules(const Context& context, Step& step, BucketLayout& layout, NonFiniteWatch& non_finite)
-      : context(context), step(step), layout(layout), non_finite(non_finite) {}
+  PackRules(const Context& context, Step& step, BucketLayout& layout, NonFiniteWatch& non_finite, PackedGrads& packed)
+      : context(context), step(step), layout(layout), non_finite(non_finite), packed(packed) {}
 
-  // Whether the slot's view replaces a gradient that is not yet in its slot. If not, the average is copied back.
-  bool becomes_view(const bucket::Bucket& bucket, const at::Tensor& grad, bool unused,
-                    const at::Tensor* incoming) const;
+  // Whether a gradient that is not yet in its slot may be reduced where it is.
+  bool may_adopt(const bucket::Bucket& bucket, const at::Tensor& grad, bool unused, const at::Tensor* incoming) const;
+  // The gradient was copied into its slot. With gradient_as_bucket_view=True the slot's view replaces it now, otherwise the
+  // average does later.
+  void copied(int64_t param, at::Tensor& grad, bool unused) const;
   // Called before a slot is overwritten: see Note [Gradients that the program keeps] in bucket/slot_view.h.
   void leave_to_holders(const BucketLayout::Place& place) const;
   // Throws if the gradient doesn't fit its slot.
   void check(int64_t param, const at::Tensor& grad) const;
-  // The program's gradient tensor stays in place; the end of the step copies the average into it.
-  void stays(int64_t param, const at::Tensor& grad) const;
   // The dtype of gradients, if it is not that of their parameters.
   void set_grad_dtype(std::optional<at::ScalarType> dtype) { grad_dtype_ = dtype; }
 
@@ -30,6 +31,7 @@ class PackRules {
   Step& step;
   BucketLayout& layout;
   NonFiniteWatch& non_finite;
+  PackedGrads& packed;
 
  private:
   std::optional<at::ScalarType> grad_dtype_;

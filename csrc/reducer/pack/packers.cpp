@@ -7,10 +7,10 @@
 namespace torchddp::reducer {
 
 Packers::Packers(const Context& context, Step& step, BucketLayout& layout, NonFiniteWatch& non_finite,
-                 const UsedParams& used)
+                 PackedGrads& packed, const UsedParams& used)
     : whole_(context.packs_whole_buckets()),
       used_(used),
-      rules_(context, step, layout, non_finite),
+      rules_(context, step, layout, non_finite, packed),
       in_hook_(rules_),
       whole_bucket_(rules_) {}
 

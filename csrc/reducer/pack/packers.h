@@ -11,7 +11,8 @@ namespace torchddp::reducer {
 
 class Packers {
  public:
-  Packers(const Context& context, Step& step, BucketLayout& layout, NonFiniteWatch& non_finite, const UsedParams& used);
+  Packers(const Context& context, Step& step, BucketLayout& layout, NonFiniteWatch& non_finite, PackedGrads& packed,
+          const UsedParams& used);
 
   void begin_step() {
     if (whole_) {

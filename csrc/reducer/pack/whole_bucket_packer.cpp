@@ -72,14 +72,13 @@ void WholeBucketPacker::gather(int64_t param, bucket::Bucket& bucket, at::Tensor
   const bool unused = rules_.step.mark_of(param) == Mark::kUnused;
   if (!grad.defined()) {
     slot.zero();
-    if (!bucket.is_given_away()) {
-      rules_.step.add_late(param);
-    }
     return;
   }
   if (slot.holds(grad)) {
     if (unused) {
       rules_.step.add_late(param, slot.clone());
+    } else {
+      rules_.packed.note(param, grad, /*in_place=*/true);
     }
     if (rules_.step.scale() != 1.0) {
       pieces.add(slot, grad);
@@ -87,51 +86,38 @@ void WholeBucketPacker::gather(int64_t param, bucket::Bucket& bucket, at::Tensor
     return;
   }
   rules_.check(param, grad);
-  slot.restore_view();
-  // decided before `pieces` shares the tensor
-  const bool replaced = rules_.becomes_view(bucket, grad, unused, incoming);
   pieces.add(slot, grad);
   if (bucket.is_given_away()) {
     grad.reset();
-  } else if (replaced) {
-    grad = slot.view();
-  } else if (rules_.layout.gives_views(bucket)) {  // otherwise HandBack copies the average back
-    rules_.stays(param, grad);
+  } else {
+    rules_.copied(param, grad, unused);
   }
 }
 
 void WholeBucketPacker::place_apart(int64_t param, bucket::GradSlot& slot, at::Tensor& grad,
                                     const at::Tensor* incoming) const {
   const bool unused = rules_.step.mark_of(param) == Mark::kUnused;
-  const bool is_free = grad.defined() && !unused && !grad.requires_grad() && rules_.context.rpc == nullptr &&
-                       bucket::is_unshared(grad, incoming);
-  if (is_free && came_unshared_[static_cast<size_t>(param)] != 0 && slot.adopt(grad)) {
+  const auto& bucket = *rules_.layout.place(param).bucket;
+  if (grad.defined() && came_unshared_[static_cast<size_t>(param)] != 0 &&
+      rules_.may_adopt(bucket, grad, unused, incoming) && slot.adopt(grad)) {
+    rules_.packed.note(param, grad, /*in_place=*/true);
     return;
   }
   slot.take_fresh_memory();
   if (!grad.defined()) {
     slot.zero();
-    rules_.step.add_late(param);
     return;
   }
   rules_.check(param, grad);
   slot.pack(grad, 1.0);
-  if (!rules_.context.views) {
-    return;  // HandBack will copy the average back
-  }
-  if (is_free) {
-    slot.restore_view();
-    grad = slot.view();
-  } else {
-    rules_.stays(param, grad);
-  }
+  rules_.copied(param, grad, unused);
 }
 
 void WholeBucketPacker::leave_to_holders(const bucket::Bucket& bucket) const {
   for (const auto param : bucket.params()) {
     const auto& place = rules_.layout.place(param);
     rules_.context.with_grad(param, [&](const at::Tensor& grad) {
-      if (!grad.defined() || !place.slot->holds(grad)) {
+      if (!grad.defined() || rules_.packed.shows_own() || !place.slot->holds(grad)) {
         rules_.leave_to_holders(place);
       }
     });

@@ -53,6 +53,12 @@ class BucketLayout {
   Reduction& reduction(int64_t index) const { return *ways_[static_cast<size_t>(index)]; }
   // Whether gradients are views of the bucket. If not, averages are copied back.
   bool gives_views(const bucket::Bucket& bucket) const { return context_.views && bucket.keeping().views; }
+  // Whether the slot's view replaces a gradient that is not in its slot. If not, the average is copied back.
+  bool becomes_view(const bucket::Bucket& bucket, const at::Tensor& grad) const {
+    return gives_views(bucket) && context_.rpc == nullptr &&
+           (!grad.defined() ||
+            (!grad.requires_grad() && (!context_.keeps_apart() || bucket::is_unshared(grad, nullptr))));
+  }
   const Place& place(int64_t param) const { return places_[static_cast<size_t>(param)]; }
 
   // Gives a bucket memory if it has none: see Note [Gradients that are given away] in bucket/bucket.h. Thread-safe.
