@@ -337,7 +337,7 @@ def test_a_store_that_is_down_is_logged_once(caplog):
     class Lost(module.Board):
         def __init__(self, *args):
             super().__init__(*args)
-            self._store = Down()
+            self._mine = lambda _store: Down()
 
     def work(rank):
         module.Board = Lost

@@ -24,7 +24,7 @@ from torch.distributed.distributed_c10d import _world
 from torchddp import _C
 from torchddp.transport import select
 from torchddp.transport.agreement import GroupExchange, align_group_counts, ranks_of_hosts
-from torchddp.transport.once import is_first_in_job
+from torchddp.transport.store import is_first_in_job
 from torchddp.transport.waits import wait_for_work
 
 logger = logging.getLogger(__name__)

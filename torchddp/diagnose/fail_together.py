@@ -174,6 +174,7 @@ class FailTogether:
         self._board = self._open_board()
         if self._board is not None:
             _watching.append(self)
+            self._board.link.hold(1)  # the body may destroy the group before its exception gets here
             every_s = min(_SLOWEST_LOOK_S, _LOOK_S * max(1.0, self._board.size / _MANY))
             self._task = watch(self._look, every_s)
 
@@ -194,6 +195,8 @@ class FailTogether:
                 failure = self._tell(self._board, error)
         except RuntimeError as problem:
             self._warn(problem)
+        finally:
+            self._board.link.hold(-1)
         if failure is not None:
             raise failure from error
 
