@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import os
+import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -175,20 +176,30 @@ def test_no_rank_ends_while_one_saves(tmp_path):
     assert outcomes[1].value.kind == "ValueError", outcomes
 
 
-def test_a_save_that_does_not_end_is_ended():
+@pytest.mark.parametrize("dies", [False, True])
+def test_a_save_takes_as_long_as_its_rank_lives(dies, tmp_path):
+    silent_s = 2.0
+
     def loop(rank):
-        module._LONGEST_SAVE_S = 0.5
+        module._SILENT_SAVE_S = silent_s
         with torchddp.fail_together(grace_s=0.1):
-            if rank == 0:
+            if rank == 1:
                 with torchddp.finish_first():
                     dist.barrier()
-                    asleep()
+                    if dies:
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    time.sleep(3 * silent_s)
+                    (tmp_path / "saved").touch()
+                asleep()
             dist.barrier()
-            raise ValueError(TEXT)
+            if rank == 0:
+                raise ValueError(TEXT)
+            asleep()
 
-    outcomes = run_outcomes(lambda rank: ending(loop, rank), 2, straggler_s=LIMIT_S)
-    assert [outcome.exit_code for outcome in outcomes] == [1, 0], outcomes
-    assert outcomes[1].value.kind == "ValueError", outcomes
+    outcomes = run_outcomes(lambda rank: ending(loop, rank), 3, straggler_s=LIMIT_S)
+    assert (tmp_path / "saved").exists() is not dies
+    assert [outcome.exit_code for outcome in outcomes] == [0, -signal.SIGKILL if dies else 1, 1], outcomes
+    assert outcomes[0].value.kind == "ValueError", outcomes
 
 
 def until_told():

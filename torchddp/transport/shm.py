@@ -158,17 +158,19 @@ def _place(process_group: dist.ProcessGroup | None, hosts: Sequence[Sequence[int
 def _outer_group(
     process_group: dist.ProcessGroup, placement: _Placement, timeout: datetime.timedelta | None
 ) -> dist.ProcessGroup | None:
-    """The ranks in this rank's place on each host, or None if its place owns no shard. Cached per process group."""
+    """The ranks in this rank's place on each host, or None if its place owns no shard. Cached per process group.
+
+    The name of a locally synchronized group depends on how many groups a rank has: a rank without one makes one of its
+    own, so that later groups have the same names everywhere.
+    """
     if not placement.columns:
         return None
     if process_group not in _outer_groups:
         place = placement.places[process_group.rank()]
-        group = None
-        if place < placement.owners:
-            group = dist.new_group(
-                placement.columns[place], backend="gloo", timeout=timeout, use_local_synchronization=True
-            )
-        _outer_groups[process_group] = group
+        owns = place < placement.owners
+        ranks = placement.columns[place] if owns else [dist.get_rank()]
+        group = dist.new_group(ranks, backend="gloo", timeout=timeout, use_local_synchronization=True)
+        _outer_groups[process_group] = group if owns else None
     return _outer_groups[process_group]
 
 
