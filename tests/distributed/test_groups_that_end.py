@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torchddp
 from tests.harness import on_ranks, over_both
 from tests.unit.helpers import wait_until
+from torchddp.comm_hooks import exchange
 
 pytestmark = pytest.mark.beyond_torch
 
@@ -123,6 +124,33 @@ def test_a_wrapper_for_each_layer_takes_few_descriptors_and_little_address_space
         models += [wrapped() for _ in range(30)]
         sum(model(torch.full((1, 4), 1.0 + rank)).sum() for model in models[1:]).backward()
         assert all(torch.equal(model.module.weight.grad, torch.full((4, 4), 2.0)) for model in models)
+    dist.barrier()
+
+
+@on_ranks(2)
+def test_hooks_that_are_gone_leave_their_process_groups_to_others(rank):
+    def groups():
+        return len(dist.distributed_c10d._world.pg_map)
+
+    def gone():
+        return all(one.is_free for one in exchange._made[dist.group.WORLD])
+
+    pair = [train(comm_hook="bf16") for _ in range(2)]
+    before = groups()
+    for number in range(4):
+        del pair[number % 2]
+        gc.collect()
+        pair.insert(0, train(comm_hook=("int8", "bf16")[number % 2]))
+        assert torch.allclose(pair[0].module.weight.grad, torch.full((4, 4), 2.0)) and groups() == before
+    # Not those of which a rank did not finish an operation.
+    if rank == 1:
+        exchange._made[dist.group.WORLD][0].begun += 1
+    pair.clear()
+    gc.collect()
+    assert wait_until(gone)
+    dist.barrier()
+    pair = [train(comm_hook="bf16") for _ in range(2)]
+    assert groups() == before + 1
     dist.barrier()
 
 

@@ -3,9 +3,13 @@
 import contextlib
 import logging
 import os
+import runpy
 import signal
+import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -200,6 +204,35 @@ def test_a_save_takes_as_long_as_its_rank_lives(dies, tmp_path):
     assert (tmp_path / "saved").exists() is not dies
     assert [outcome.exit_code for outcome in outcomes] == [0, -signal.SIGKILL if dies else 1, 1], outcomes
     assert outcomes[0].value.kind == "ValueError", outcomes
+
+
+def test_lightnings_saves_in_the_background_are_held(monkeypatch):
+    """With stand-ins for Lightning, which tests/clients has."""
+    exceptions = SimpleNamespace(_TunerExitException=KeyError)
+    monkeypatch.setitem(sys.modules, "lightning.pytorch.utilities.exceptions", exceptions)
+    path = Path(module.__file__).parents[1] / "integrations" / "lightning" / "together.py"
+    together = runpy.run_path(str(path))
+    holds, goes_on = [], threading.Event()
+    monkeypatch.setattr(module, "_watching", [SimpleNamespace(hold=holds.append)])
+
+    class Strategy:
+        def save_checkpoint(self, background):
+            if background:
+                self.inner._executor.submit(goes_on.wait)
+
+    class OurStrategy(together["FailsTogether"], Strategy):
+        inner = SimpleNamespace(checkpoint_io=None, _executor=ThreadPoolExecutor(1))
+        checkpoint_io = None
+
+    strategy = OurStrategy()
+    strategy.save_checkpoint(False)
+    assert holds == [1, -1]
+    strategy.checkpoint_io = SimpleNamespace(checkpoint_io=strategy.inner)  # a plugin around AsyncCheckpointIO
+    strategy.save_checkpoint(True)
+    assert holds == [1, -1, 1]
+    goes_on.set()
+    OurStrategy.inner._executor.shutdown()
+    assert holds == [1, -1, 1, -1]
 
 
 def until_told():
