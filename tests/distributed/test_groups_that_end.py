@@ -3,7 +3,11 @@
 import gc
 import os
 import resource
+import signal
+import subprocess
+import sys
 import threading
+import time
 from datetime import timedelta
 
 import pytest
@@ -14,6 +18,7 @@ import torchddp
 from tests.harness import on_ranks, over_both
 from tests.unit.helpers import wait_until
 from torchddp.comm_hooks import exchange
+from torchddp.transport import store
 
 pytestmark = pytest.mark.beyond_torch
 
@@ -31,9 +36,10 @@ def tcp_store(rank):
     return store
 
 
-def join(store, name, rank, world_size):
-    where = dist.PrefixStore(name, store)
-    dist.init_process_group("gloo", store=where, rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
+def join(base, name, rank, world_size):
+    dist.init_process_group(
+        "gloo", store=dist.PrefixStore(name, base), rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
+    )
 
 
 def open_resources():
@@ -52,11 +58,11 @@ def train(**options):
 @over_both
 @on_ranks(2)
 def test_a_group_and_its_models_leave_no_thread_and_no_descriptor(rank, transport, order):
-    store = tcp_store(rank)
+    where = tcp_store(rank)
     kept = []
 
     def live(number):
-        join(store, f"life {number}", rank, 2)
+        join(where, f"life {number}", rank, 2)
         models = [
             train(transport=transport, **options) for options in ({"find_nonfinite": True}, {"comm_hook": "bf16"})
         ]
@@ -85,8 +91,8 @@ def test_a_group_and_its_models_leave_no_thread_and_no_descriptor(rank, transpor
 
 @on_ranks(2)
 def test_all_checks_of_a_process_share_one_connection_to_the_store(rank):
-    store = tcp_store(rank)
-    join(store, "all", rank, 2)
+    where = tcp_store(rank)
+    join(where, "all", rank, 2)
     pair = dist.new_group([0, 1])
     before = open_resources()
     models = [
@@ -99,6 +105,43 @@ def test_all_checks_of_a_process_share_one_connection_to_the_store(rank):
         assert files == 1 + served and threads <= 3, (files, threads, [thread.name for thread in threading.enumerate()])
     assert len(models) == 6
     dist.barrier()
+
+
+SERVER = (
+    "import time, torch.distributed as dist\n"
+    "store = dist.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)\n"
+    "print(store.port, flush=True)\n"
+    "time.sleep(600)"
+)
+
+
+@on_ranks(2)
+def test_a_store_whose_host_has_stopped_costs_one_timeout(rank):
+    told, server = dist.distributed_c10d._get_default_store(), None
+    if rank == 0:
+        server = subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True)
+        told.set("port", server.stdout.readline())
+    try:
+        where = dist.TCPStore("127.0.0.1", int(told.get("port")), is_master=False)
+        dist.destroy_process_group()
+        join(where, "stopped", rank, 2)
+        model = train(transport="c10d", find_nonfinite=True)
+        dist.barrier()
+        if server is not None:
+            server.send_signal(signal.SIGSTOP)
+        dist.barrier()
+        begun = time.monotonic()
+        for _ in range(2):
+            with torchddp.fail_together(), torchddp.finish_first():
+                pass
+            assert model.nonfinite() == []
+            model = train(transport="c10d", find_nonfinite=True)
+        assert time.monotonic() - begun < 1.8 * store.TIMEOUT.total_seconds()
+        dist.barrier()
+    finally:
+        if server is not None:
+            server.kill()
+            server.wait()
 
 
 @over_both
