@@ -147,6 +147,12 @@ def check_logging_data_of_a_static_graph(ddp_class: type, rank: int) -> None:
             branch = "right" if changes and step == 1 else "left"
             loss_of(ddp(batch(rank, step, 3, 4), branch)).backward()
         assert bool(ddp._get_ddp_logging_data()["can_set_static_graph"]) is not changes
+    # Nothing is known before the second step, and nothing is gained where the graph is not searched.
+    for options, steps in (({"find_unused_parameters": True}, 1), ({}, 5)):
+        ddp = ddp_class(seeded(Mlp), **options)
+        for step in range(steps):
+            step_on(ddp, rank, step)
+        assert not ddp._get_ddp_logging_data().get("can_set_static_graph")
 
 
 def check_logging_data_of_the_comm_hook(ddp_class: type, rank: int) -> None:

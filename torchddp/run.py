@@ -4,9 +4,9 @@
     torchrun --nproc-per-node 2 -m torchddp.run -m package.train --lr 0.1
 
 Calls torchddp.install() before the program's first line. The program sees the same sys.argv, `__main__` and sys.path[0]
-as under plain Python, and an exception ends the process with its own traceback. TORCHDDP_INSTALL=1 is set for Python
-processes that the program starts, which then install torchddp when they import it. Tasks of Slurm's srun get RANK,
-WORLD_SIZE and the other variables of torchrun, unless they are already set.
+as under plain Python, and an exception ends the process with its own traceback. Python processes that the program
+starts, such as ranks of its own, install torchddp when they import torch: TORCHDDP_INSTALL=1 is set for them, and
+PYTHONPATH. Tasks of Slurm's srun get RANK, WORLD_SIZE and the other variables of torchrun, unless they are already set.
 
     srun --ntasks 4 python -m torchddp.run train.py
 """
@@ -22,7 +22,6 @@ from typing import Any
 
 from torchddp.harness.srun import tell_ranks
 from torchddp.integrations import install
-from torchddp.integrations.install import ENV
 
 USAGE = "usage: python -m torchddp.run [-h] (script.py | -m module) [args ...]"
 
@@ -39,9 +38,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         wrong = f"unknown option {arguments[0]}" if arguments else "which program?"
         print(f"{USAGE}\ntorchddp.run: {wrong}", file=sys.stderr)
         sys.exit(2)
-    os.environ[ENV] = "1"
     tell_ranks()
     install.install()
+    install.reach_children()
     (_run_module if as_module else _run_script)(arguments)
 
 

@@ -126,25 +126,39 @@ void bind_transports(py::module_& m) {
             return bytes;
           },
           "Bytes of this rank's segment in use, and how many of them are in huge pages. Takes milliseconds.");
+  py::class_<ShmMeeting, std::shared_ptr<ShmMeeting>>(m, "ShmMeeting",
+                                                      "What the transports of one process group share.")
+      .def(py::init<>());
   py::class_<ShmEndpoint>(m, "ShmEndpoint", "A rank's socket, at which the ranks of its host can reach it.")
-      .def(py::init<int64_t>(), py::arg("limit_bytes"))
+      .def(py::init<int64_t, std::shared_ptr<ShmMeeting>>(), py::arg("limit_bytes"), py::arg("meeting") = nullptr)
       .def_property_readonly("address", &ShmEndpoint::address)
+      .def_property_readonly(
+          "offer",
+          [](const ShmEndpoint& self) {
+            const auto offer = self.offer();
+            return py::make_tuple(offer.mesh, offer.end.number, offer.end.header);
+          },
+          "Its part in memory that the ranks share already.")
       .def(
           "connect",
           [](ShmEndpoint& self, std::optional<ProcessGroupPtr> group, std::vector<int> local_ranks,
              std::vector<std::string> addresses, std::optional<ProcessGroupPtr> outer_group, std::vector<int> places,
              std::vector<int> outer_ranks, int owners, bool spans, std::chrono::milliseconds connect_timeout,
-             std::chrono::milliseconds timeout) {
+             std::chrono::milliseconds timeout, const std::vector<std::tuple<std::string, int, int64_t>>& offers) {
             const py::gil_scoped_release release;
+            std::vector<ShmOffer> offered;
+            for (const auto& [mesh, number, header] : offers) {
+              offered.push_back({mesh, {number, header}});
+            }
             return no_gil(
                 self.connect(group.value_or(ProcessGroupPtr()),
                              {std::move(local_ranks), std::move(addresses), outer_group.value_or(ProcessGroupPtr()),
                               std::move(places), std::move(outer_ranks), owners, spans},
-                             connect_timeout, timeout));
+                             offered, connect_timeout, timeout));
           },
           py::arg("process_group"), py::kw_only(), py::arg("local_ranks"), py::arg("addresses"), py::arg("outer_group"),
           py::arg("places"), py::arg("outer_ranks"), py::arg("owners"), py::arg("spans"), py::arg("connect_timeout"),
-          py::arg("timeout"),
+          py::arg("timeout"), py::arg("offers") = std::vector<std::tuple<std::string, int, int64_t>>(),
           "Collective among the ranks of a host. Raises SharedMemoryUnavailable with the reason if they can't share "
           "memory.");
   m.def(

@@ -14,9 +14,9 @@ namespace torchddp::shm {
 
 bool Board::is_crowded() const {
   std::vector<Allowance> of_ranks;
-  for (const auto& segment : config_.segments) {
-    const auto& header = *reinterpret_cast<const Header*>(segment.base);
-    of_ranks.push_back({header.cpu_mask, {header.quota, header.quota_group}});
+  for (int rank = 0; rank < size(); ++rank) {
+    const auto& of_rank = header(rank);
+    of_ranks.push_back({of_rank.cpu_mask, {of_rank.quota, of_rank.quota_group}});
   }
   return is_too_little(of_ranks);
 }

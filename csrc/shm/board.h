@@ -14,10 +14,11 @@
 
 namespace torchddp::shm {
 
-// Where the segment of a rank is mapped in this process.
+// Where the segment of a rank is mapped in this process, and where in it the engine's header is.
 struct SegmentView {
   std::byte* base = nullptr;
   int64_t bytes = 0;
+  int64_t header = 0;
 };
 
 // The all-reduce between hosts of the shards that one rank on each host owns. Operations finish in the order they start.
@@ -64,7 +65,10 @@ class Board {
   bool is_crowded() const;
 
   std::byte* base(int rank) const { return config_.segments[static_cast<size_t>(rank)].base; }
-  Header& header(int rank) const { return *reinterpret_cast<Header*>(base(rank)); }
+  Header& header(int rank) const {
+    const auto& segment = config_.segments[static_cast<size_t>(rank)];
+    return *reinterpret_cast<Header*>(segment.base + segment.header);
+  }
   Header& own_header() const { return header(rank()); }
   Slot& slot(int rank, uint64_t seq) const { return header(rank).slots[seq % kSlots]; }
   // Whether a rank has started an operation, so that its post can be read.

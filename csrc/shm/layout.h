@@ -1,4 +1,5 @@
 // The layout of a rank's shared segment. Every process of a group maps every segment; this is the only protocol between them.
+// It begins with a header; more of them, one for each further channel (mesh.h), are among the blocks.
 #pragma once
 
 #include <array>
@@ -9,8 +10,10 @@
 namespace torchddp::shm {
 
 inline constexpr uint64_t kMagic = 0x316d687370646474;  // "tddpshm1" in memory
-inline constexpr uint32_t kVersion = 9;                 // changes with anything in this file
+inline constexpr uint32_t kVersion = 10;                // changes with anything in this file
 inline constexpr int kMaxRanks = 256;
+// How many channels can be opened during the life of a mesh.
+inline constexpr int kMaxChannels = 4096;
 
 // How many operations may be in flight at once. One more waits for the oldest.
 inline constexpr uint64_t kSlots = 64;
@@ -91,6 +94,9 @@ struct alignas(64) Header {
   std::atomic<int32_t> culprit;                // of kFailed: the rank that was waited for, or -1
 
   std::array<Slot, kSlots> slots;
+
+  // In a segment's first header: the channels, by number, that its rank has closed.
+  std::array<std::atomic<uint8_t>, kMaxChannels> closed;
 };
 
 inline constexpr int64_t kDataOffset = (static_cast<int64_t>(sizeof(Header)) + 4095) / 4096 * 4096;

@@ -16,6 +16,7 @@
 #include <utility>
 
 #include "common/deadline.h"
+#include "common/forks.h"
 #include "common/signals.h"
 #include "shm/errors.h"
 #include "shm/layout.h"
@@ -441,6 +442,90 @@ std::vector<Peer> Listener::connect(const std::vector<std::string>& addresses, i
   hello.size = size;
   std::copy_n(address_.begin(), kAddressLength, hello.address.begin());
   return Handshake(listener.get(), addresses, hello, own, deadline_after(timeout)).run();
+}
+
+Mesh::Mesh(std::string name, int rank, std::shared_ptr<Segment> own, std::vector<Peer> peers)
+    : name_(std::move(name)), rank_(rank), forks_(forks()), own_(std::move(own)), peers_(std::move(peers)) {}
+
+bool Mesh::is_inherited() const { return forks() != forks_; }
+
+std::optional<ChannelEnd> Mesh::open() {
+  std::vector<Closed> done;  // its memory is released without holding the lock
+  const std::lock_guard lock(mutex_);
+  const auto first = std::partition(closed_.begin(), closed_.end(), [&](const Closed& closed) {
+    return closed.forever || !is_closed_by_all(closed.ends);
+  });
+  done.assign(std::make_move_iterator(first), std::make_move_iterator(closed_.end()));
+  closed_.erase(first, closed_.end());
+  for (const auto& closed : done) {
+    release(closed.ends[static_cast<size_t>(rank_)]);
+  }
+  if (next_ == kMaxChannels) {
+    return std::nullopt;
+  }
+  ChannelEnd end{.number = next_};
+  if (end.number > 0) {  // the first one has the header that the segment was made with
+    auto* memory = own_->allocate(sizeof(Header));
+    if (memory == nullptr) {
+      return std::nullopt;
+    }
+    end.header = own_->offset_of(memory);
+    own_->write_header(end.header);
+  }
+  ++next_;
+  return end;
+}
+
+std::vector<SegmentView> Mesh::view(const std::vector<ChannelEnd>& ends) const {
+  std::vector<SegmentView> views;
+  for (size_t i = 0; i < peers_.size(); ++i) {
+    const bool self = static_cast<int>(i) == rank_;
+    const auto bytes = self ? own_->bytes() : peers_[i].segment.bytes();
+    const auto& [number, header] = ends.at(i);
+    const bool fits = header == 0 || (header >= kDataOffset && header <= bytes - kDataOffset);
+    if (!fits || header % static_cast<int64_t>(alignof(Header)) != 0 || number < 0 || number >= kMaxChannels) {
+      throw Unavailable("the channel of " + local_rank(i) + " is not in its segment");
+    }
+    views.push_back({self ? own_->base() : peers_[i].segment.base(), bytes, header});
+  }
+  return views;
+}
+
+void Mesh::drop(const ChannelEnd& end) {
+  if (!is_inherited()) {
+    const std::lock_guard lock(mutex_);
+    release(end);
+  }
+}
+
+void Mesh::close(std::vector<ChannelEnd> ends, std::shared_ptr<void> kept, bool forever) {
+  if (is_inherited()) {
+    return;
+  }
+  const std::lock_guard lock(mutex_);
+  auto* first = reinterpret_cast<Header*>(own_->base());
+  first->closed[static_cast<size_t>(ends[static_cast<size_t>(rank_)].number)].store(1);
+  closed_.push_back({std::move(ends), std::move(kept), forever});
+}
+
+const Header& Mesh::first_header(size_t rank) const {
+  const auto* base = static_cast<int>(rank) == rank_ ? own_->base() : peers_[rank].segment.base();
+  return *reinterpret_cast<const Header*>(base);
+}
+
+bool Mesh::is_closed_by_all(const std::vector<ChannelEnd>& ends) const {
+  for (size_t i = 0; i < ends.size(); ++i) {
+    if (first_header(i).closed[static_cast<size_t>(ends[i].number)].load() == 0) {
+      return false;
+    }
+  }
+  return true;
+}
+
+void Mesh::release(const ChannelEnd& end) {
+  if (end.header != 0) {
+    own_->release(own_->base() + end.header);
+  }
 }
 
 }  // namespace torchddp::shm

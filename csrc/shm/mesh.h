@@ -1,10 +1,15 @@
-// How the processes of a host find each other: over Unix sockets, on which each sends its segment to the others.
+// How the processes of a host find each other, over Unix sockets on which each sends its segment to the others; and what their
+// engines then share.
 #pragma once
 
 #include <chrono>
+#include <memory>
+#include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
+#include "shm/board.h"
 #include "shm/segment.h"
 
 namespace torchddp::shm {
@@ -42,6 +47,63 @@ class Listener {
  private:
   Fd socket_;
   std::string address_;
+};
+
+// Where a rank has its part of a channel.
+struct ChannelEnd {
+  int number = 0;      // among the channels that the rank has opened
+  int64_t header = 0;  // offset in its segment
+};
+
+// Note [Channels]
+// The engines of a process that talk to the same peers use the same segments, sockets and process handles: a model may have a
+// wrapper for each layer, and descriptors and address space are limited. Each engine has a channel: one header in each segment,
+// with slots, doorbell and states of its own. So engines neither wait for each other nor fail together.
+//
+// A channel's header, and memory that its peers may still write to, can't be used for anything else before all ranks have
+// closed the channel. Each rank says so in the first header of its segment, which lasts as long as the segment, and looks for
+// it when it opens the next channel.
+
+// The segments of a host's ranks, connected. Thread-safe. A forked child has nothing of it.
+class Mesh {
+ public:
+  // `name`: the same on all ranks, and unique. `peers` as returned by Listener::connect.
+  Mesh(std::string name, int rank, std::shared_ptr<Segment> own, std::vector<Peer> peers);
+
+  const std::string& name() const { return name_; }
+  const std::shared_ptr<Segment>& segment() const { return own_; }
+  int rank() const { return rank_; }
+  int size() const { return static_cast<int>(peers_.size()); }
+  bool is_inherited() const;
+  bool gone(int rank) const { return peers_[static_cast<size_t>(rank)].gone(); }
+
+  // Makes this rank's end of a channel, which is to be told to the peers. Null if there is no room, or too many were opened.
+  std::optional<ChannelEnd> open();
+  // `ends`: of all ranks. Throws Unavailable if a peer's is not in its segment.
+  std::vector<SegmentView> view(const std::vector<ChannelEnd>& ends) const;
+  // No peer has been told of this end.
+  void drop(const ChannelEnd& end);
+  // This rank's engine is gone. `kept`: memory that the others may still write to. `forever`: others than these ranks may, too.
+  void close(std::vector<ChannelEnd> ends, std::shared_ptr<void> kept, bool forever);
+
+ private:
+  struct Closed {
+    std::vector<ChannelEnd> ends;
+    std::shared_ptr<void> kept;
+    bool forever;
+  };
+  const Header& first_header(size_t rank) const;
+  bool is_closed_by_all(const std::vector<ChannelEnd>& ends) const;
+  void release(const ChannelEnd& end);
+
+  const std::string name_;
+  const int rank_;
+  const int forks_;
+  const std::shared_ptr<Segment> own_;
+  const std::vector<Peer> peers_;
+  std::mutex mutex_;
+  int next_ = 0;
+  std::vector<Closed> closed_;  // by this rank, but not yet by all
 };
 
 }  // namespace torchddp::shm

@@ -35,9 +35,16 @@ constexpr int64_t kHugePage = 2 << 20;
 // Large blocks don't share pages, so that pages can be returned with their block.
 int64_t alignment_for(int64_t bytes) { return bytes >= kHugePage ? kHugePage : bytes >= kPage ? kPage : 64; }
 
+// This process's address space that is in use.
+int64_t mapped_bytes() {
+  int64_t pages = 0;
+  std::ifstream("/proc/self/statm") >> pages;
+  return pages * sysconf(_SC_PAGESIZE);
+}
+
 // As much as the machine could ever hold, but no more than kFairShares of an even division: each rank maps every segment, and
-// 128 times the memory of a large machine would fill its address space. Also no more than the file size limit, which is
-// enforced by a fatal signal.
+// 128 times the memory of a large machine would fill its address space. All segments together take at most half of what a limit
+// on the address space leaves. Also no more than the file size limit, which is enforced by a fatal signal.
 int64_t virtual_bytes(int size) {
   constexpr int kFairShares = 4;
   int64_t bytes = static_cast<int64_t>(sysconf(_SC_PHYS_PAGES)) * sysconf(_SC_PAGESIZE);
@@ -45,6 +52,10 @@ int64_t virtual_bytes(int size) {
   rlimit limit{};
   if (getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY) {
     bytes = std::min(bytes, static_cast<int64_t>(std::min<rlim_t>(limit.rlim_cur, INT64_MAX)));
+  }
+  if (getrlimit(RLIMIT_AS, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY) {
+    const auto left = static_cast<int64_t>(std::min<rlim_t>(limit.rlim_cur, INT64_MAX)) - mapped_bytes();
+    bytes = std::min(bytes, std::max<int64_t>(left, 0) / 2 / size);
   }
   return bytes / kHugePage * kHugePage;
 }
@@ -105,22 +116,6 @@ void give_back(const Fd& file, int64_t offset, int64_t bytes) {
   errno = reason;
 }
 
-void write_header(std::byte* base, int64_t bytes, int rank, int size) {
-  auto* header = new (base) Header{};
-  header->magic = kMagic;
-  header->version = kVersion;
-  header->header_bytes = sizeof(Header);
-  header->segment_bytes = bytes;
-  header->rank = rank;
-  header->size = size;
-  header->cpu_mask = allowed_processors();
-  const auto quota = processor_quota();
-  header->quota = quota.processors;
-  header->quota_group = quota.group;
-  header->state.store(static_cast<uint32_t>(RankState::kOpen));
-  header->culprit.store(-1);
-}
-
 }  // namespace
 
 int64_t sealed_bytes(const Fd& file) {
@@ -170,19 +165,35 @@ Mapping::~Mapping() {
   }
 }
 
-Segment::Segment(int rank, int size, int64_t limit_bytes) : forks_(forks()) {
+Segment::Segment(int rank, int size, int64_t limit_bytes) : rank_(rank), size_(size), forks_(forks()) {
   const auto bytes = virtual_bytes(size);
   if (bytes < kDataOffset + kHugePage) {
-    throw Unavailable("the limit on file sizes (ulimit -f) leaves no room for a shared segment");
+    throw Unavailable("the limit on file sizes or address space (ulimit -f, -v) leaves no room for a shared segment");
   }
   fd_ = make_sealed_file(bytes);
   mapping_ = Mapping(fd_.get(), bytes);
   if (!commit(fd_, 0, kDataOffset)) {
     throw_unavailable("no room for a shared segment");
   }
-  write_header(base(), bytes, rank, size);
+  write_header(0);
   limit_bytes_ = limit_bytes > 0 ? limit_bytes : bytes;
   free_.emplace(kDataOffset, bytes - kDataOffset);
+}
+
+void Segment::write_header(int64_t offset) {
+  auto* header = new (base() + offset) Header{};
+  header->magic = kMagic;
+  header->version = kVersion;
+  header->header_bytes = sizeof(Header);
+  header->segment_bytes = bytes();
+  header->rank = rank_;
+  header->size = size_;
+  header->cpu_mask = allowed_processors();
+  const auto quota = processor_quota();
+  header->quota = quota.processors;
+  header->quota_group = quota.group;
+  header->state.store(static_cast<uint32_t>(RankState::kOpen));
+  header->culprit.store(-1);
 }
 
 void* Segment::allocate(int64_t bytes) {

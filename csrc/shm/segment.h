@@ -51,7 +51,10 @@ class Segment {
   int fd() const { return fd_.get(); }
   std::byte* base() const { return mapping_.base(); }
   int64_t bytes() const { return mapping_.bytes(); }
+  int64_t limit_bytes() const { return limit_bytes_; }
 
+  // A new header of this rank, at the beginning or in a block.
+  void write_header(int64_t offset);
   // At least `bytes` of memory, 64-byte aligned; large blocks are page-aligned. The contents are unspecified. Null, with errno
   // set, if there is no room. A forked child gets nothing, because parent and child would hand out the same memory.
   void* allocate(int64_t bytes);
@@ -65,6 +68,7 @@ class Segment {
  private:
   bool populate(int64_t offset, int64_t bytes);
 
+  const int rank_, size_;
   Fd fd_;
   Mapping mapping_;
   int forks_ = 0;

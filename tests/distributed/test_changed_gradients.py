@@ -19,7 +19,7 @@ import torchddp.sync
 from tests.harness import each, gathered, on_ranks, over_both
 from tests.models import Mlp, batch, loss_of, seeded
 from torchddp.diagnose.changed_gradients import next_look
-from torchddp.transport.board import BoundedCalls
+from torchddp.transport.worker import BoundedCalls
 
 pytestmark = pytest.mark.beyond_torch("tells of no traps")
 

@@ -57,8 +57,8 @@ def forked(child):
 
 
 def locks_of(model):
-    calls = model.observers.get("hang_reports").monitor._board._calls
-    return [calls._lock, torchddp.transport.worker._watcher._lock]
+    calls = model.observers.get("hang_reports").monitor._board.link._calls
+    return [calls._lock, torchddp.transport.store._lock, torchddp.transport.worker._watcher._lock]
 
 
 def with_locks_held(child, models):

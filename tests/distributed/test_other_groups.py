@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from tests.harness import gathered, on_ranks
+from tests.harness import gathered, logged, on_ranks
 from tests.models import Branches, Mlp, NormNet, assert_grads, assert_steps, batch, grads_of, loss_of, seeded, step_on
 from torchddp import DDP
 from torchddp.errors import TransportError
@@ -202,3 +202,26 @@ def test_a_new_store(rank, tmp_path):
             model._update_process_group(dist.group.WORLD)
             assert_as_fresh(model, dist.group.WORLD, rank)
             assert model.reducer.transport_name == "shm"
+
+
+@on_ranks(3)
+def test_ranks_beyond_those_that_own_shards_keep_the_names_of_groups_equal(rank):
+    """Of two hosts with two ranks and one, the second rank of the first owns nothing between them."""
+    os.environ["TORCHDDP_HOST_ID"] = str(rank // 2)
+    model = wrap(None, transport="shm")
+    step_on(model, rank)
+    pair = dist.new_group([0, 1] if rank < 2 else [2], use_local_synchronization=True)
+    others = dist.new_group([0, 1, 2], use_local_synchronization=True)
+    for group in (pair, others):
+        total = torch.ones(1)
+        dist.all_reduce(total, group=group)
+        assert total == group.size()
+
+
+@on_ranks(2)
+def test_a_group_of_one_rank_in_a_job_of_many_is_told_once(rank):
+    lines = logged()
+    alone = [dist.new_group([one]) for one in range(2)][rank]
+    models = [wrap(group) for group in (alone, alone, None)]
+    said = [line for line in lines if "no other rank of the job's 2" in line]
+    assert sum(gathered(len(said))) == 1 and len(models) == 3

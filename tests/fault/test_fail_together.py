@@ -3,8 +3,13 @@
 import contextlib
 import logging
 import os
+import runpy
+import signal
+import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -175,20 +180,59 @@ def test_no_rank_ends_while_one_saves(tmp_path):
     assert outcomes[1].value.kind == "ValueError", outcomes
 
 
-def test_a_save_that_does_not_end_is_ended():
+@pytest.mark.parametrize("dies", [False, True])
+def test_a_save_takes_as_long_as_its_rank_lives(dies, tmp_path):
+    silent_s = 2.0
+
     def loop(rank):
-        module._LONGEST_SAVE_S = 0.5
+        module._SILENT_SAVE_S = silent_s
         with torchddp.fail_together(grace_s=0.1):
-            if rank == 0:
+            if rank == 1:
                 with torchddp.finish_first():
                     dist.barrier()
-                    asleep()
+                    if dies:
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    time.sleep(3 * silent_s)
+                    (tmp_path / "saved").touch()
+                asleep()
             dist.barrier()
-            raise ValueError(TEXT)
+            if rank == 0:
+                raise ValueError(TEXT)
+            asleep()
 
-    outcomes = run_outcomes(lambda rank: ending(loop, rank), 2, straggler_s=LIMIT_S)
-    assert [outcome.exit_code for outcome in outcomes] == [1, 0], outcomes
-    assert outcomes[1].value.kind == "ValueError", outcomes
+    outcomes = run_outcomes(lambda rank: ending(loop, rank), 3, straggler_s=LIMIT_S)
+    assert (tmp_path / "saved").exists() is not dies
+    assert [outcome.exit_code for outcome in outcomes] == [0, -signal.SIGKILL if dies else 1, 1], outcomes
+    assert outcomes[0].value.kind == "ValueError", outcomes
+
+
+def test_lightnings_saves_in_the_background_are_held(monkeypatch):
+    """With stand-ins for Lightning, which tests/clients has."""
+    exceptions = SimpleNamespace(_TunerExitException=KeyError)
+    monkeypatch.setitem(sys.modules, "lightning.pytorch.utilities.exceptions", exceptions)
+    path = Path(module.__file__).parents[1] / "integrations" / "lightning" / "together.py"
+    together = runpy.run_path(str(path))
+    holds, goes_on = [], threading.Event()
+    monkeypatch.setattr(module, "_watching", [SimpleNamespace(hold=holds.append)])
+
+    class Strategy:
+        def save_checkpoint(self, background):
+            if background:
+                self.inner._executor.submit(goes_on.wait)
+
+    class OurStrategy(together["FailsTogether"], Strategy):
+        inner = SimpleNamespace(checkpoint_io=None, _executor=ThreadPoolExecutor(1))
+        checkpoint_io = None
+
+    strategy = OurStrategy()
+    strategy.save_checkpoint(False)
+    assert holds == [1, -1]
+    strategy.checkpoint_io = SimpleNamespace(checkpoint_io=strategy.inner)  # a plugin around AsyncCheckpointIO
+    strategy.save_checkpoint(True)
+    assert holds == [1, -1, 1]
+    goes_on.set()
+    OurStrategy.inner._executor.shutdown()
+    assert holds == [1, -1, 1, -1]
 
 
 def until_told():
@@ -337,7 +381,7 @@ def test_a_store_that_is_down_is_logged_once(caplog):
     class Lost(module.Board):
         def __init__(self, *args):
             super().__init__(*args)
-            self._store = Down()
+            self._mine = lambda _store: Down()
 
     def work(rank):
         module.Board = Lost

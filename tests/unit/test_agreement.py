@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from tests.harness import each, gathered, on_ranks, stay
 from torchddp import _C, TransportError
-from torchddp.transport import agreement
+from torchddp.transport import agreement, store
 from torchddp.transport.agreement import GroupExchange, Peer, StoreExchange, TransportExchange
 from torchddp.transport.select import open_transport
 
@@ -82,15 +82,19 @@ def test_an_interrupt_ends_the_wait_over_a_store():
 
 
 @on_ranks(2)
-def test_parts_of_a_store_and_restarts_use_different_keys(rank, monkeypatch):
-    parts = [agreement.part_of_store(dist.group.WORLD, name) for name in "aab"]
+def test_keys_belong_to_one_attempt_and_one_life_of_a_group(rank, monkeypatch):
+    """Also of groups that one process after another joins over one store, under one name."""
+    parts = [store.part_of_store(dist.group.WORLD, name) for name in "aab"]
     parts[0].set(f"key{rank}", "")
     dist.barrier()
-    for attempt in "01":
-        agreement._parts.clear()  # as in a new process
+    shared = dist.distributed_c10d._get_default_store()
+    for attempt in "0011":
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
-        parts.append(agreement.part_of_store(dist.group.WORLD, "a"))
-    assert [part.check([f"key{1 - rank}"]) for part in parts] == [True, False, False, True, False]
+        parts.append(dist.PrefixStore("a/0", dist.PrefixStore(store.begin_life(shared, "group_0", rank), shared)))
+        parts[-1].set(f"own{rank}", "")
+    dist.barrier()
+    assert [part.check([f"key{1 - rank}"]) for part in parts] == [True, *[False] * 6]
+    assert [part.check([f"own{1 - rank}"]) for part in parts] == [*[False] * 3, *[True] * 4]
 
 
 @on_ranks(1, 3)

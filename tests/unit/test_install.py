@@ -195,6 +195,7 @@ def test_a_missing_integration_is_reported_with_the_package_to_install(tmp_path,
 
 
 def test_torchddp_install_must_be_0_or_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "")  # this restores it
     for wrong in ("yes", "2", " 1"):
         monkeypatch.setenv("TORCHDDP_INSTALL", wrong)
         with pytest.raises(ValueError, match=f"TORCHDDP_INSTALL must be 1 .* got '{wrong}'"):
@@ -267,8 +268,51 @@ def test_a_program_runs_as_under_python(tmp_path: Path, monkeypatch: pytest.Monk
     assert done.stdout.endswith("_InstalledMeta 1\n")
 
 
+STARTS_RANKS = """
+import multiprocessing, subprocess, sys
+SAYS = "import torch; from torch.nn.parallel import DistributedDataParallel as D; print(type(D).__name__)"
+def rank():
+    exec(SAYS)
+if __name__ == "__main__":
+    if "import" in sys.argv:
+        import torchddp
+    process = multiprocessing.get_context("spawn").Process(target=rank)
+    process.start()
+    process.join()
+    code = "import subprocess, sys; subprocess.run([sys.executable, '-c', " + repr(SAYS) + "])"
+    subprocess.run([sys.executable, "-c", code])  # a grandchild
+    plain = "import sys, sitecustomize; print(sitecustomize.mine, [name for name in sys.modules if 'torch' in name])"
+    subprocess.run([sys.executable, "-c", plain])
+"""
+
+
+def test_processes_that_a_program_starts_itself_are_reached(tmp_path: Path) -> None:
+    """A module sitecustomize of the user still runs, and processes without torch stay without it."""
+    (tmp_path / "script.py").write_text(STARTS_RANKS)
+    (tmp_path / "sitecustomize.py").write_text("mine = 'my own'\n")
+    paths = os.pathsep.join([str(tmp_path), str(ROOT)])
+    script = str(tmp_path / "script.py")
+    for arguments, more in ((["-m", "torchddp.run", script], {}), ([script, "import"], {"TORCHDDP_INSTALL": "1"})):
+        done = python(*arguments, PYTHONPATH=paths, **more)
+        said = ["_InstalledMeta", "_InstalledMeta", "my own []"]
+        assert done.stdout.splitlines() == said and not done.stderr, done.stdout + done.stderr
+
+
+def test_processes_without_torchddp_do_not_notice(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").touch()
+    (tmp_path / "torchddp.py").write_text("raise ModuleNotFoundError('no such module', name='torchddp')")
+    folder = Path(install_module.__file__).parent / "in_children"
+    for paths in ([folder, tmp_path], [folder]):  # with torch, and without
+        done = python(
+            *("-c", "import sys, sitecustomize\ntry: import torch\nexcept ImportError: pass\nprint(sys.meta_path[-1])"),
+            PYTHONPATH=os.pathsep.join(map(str, paths)), TORCHDDP_INSTALL="1", cwd=tmp_path,
+        )  # fmt: skip
+        assert "PathFinder" in done.stdout and not done.stderr, done.stdout + done.stderr
+
+
 def test_wrong_arguments_of_torchddp_run_are_reported(capsys, monkeypatch):
-    monkeypatch.setenv("TORCHDDP_INSTALL", "")  # main sets it; this restores it
+    for name in ("TORCHDDP_INSTALL", "PYTHONPATH"):
+        monkeypatch.setenv(name, "")  # main sets it; this restores it
     for arguments, code, words in (
         ([], 2, "which program?"),
         (["--fast", "script.py"], 2, "unknown option --fast"),

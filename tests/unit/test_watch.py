@@ -4,6 +4,7 @@ import json
 import os
 import pickle
 import threading
+import time
 from unittest import mock
 
 import pytest
@@ -79,6 +80,30 @@ def test_a_call_that_does_not_return_times_out():
     goes_on.set()
     assert calls._late is not None and wait_until(calls._late.done)
     assert calls.call(lambda: 1) == 1
+
+
+def test_a_store_that_does_not_answer_costs_its_callers_one_wait_together():
+    calls, goes_on = BoundedCalls(2.0), threading.Event()
+    calls.start(goes_on.wait)
+    begun, errors = time.monotonic(), []
+
+    def call():
+        with pytest.raises(RuntimeError) as raised:
+            calls.call(lambda: 1)
+        errors.append(str(raised.value))
+
+    threads = [threading.Thread(target=call) for _ in range(5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for _ in range(5):
+        call()
+    assert time.monotonic() - begun < 2 * 2.0 and len(errors) == 10
+    goes_on.set()
+    calls.end("it was destroyed")
+    with pytest.raises(RuntimeError, match="has not returned|was destroyed"):
+        calls.call(lambda: 1)
 
 
 def test_the_call_thread_ends_with_its_owner():

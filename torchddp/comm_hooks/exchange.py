@@ -12,8 +12,12 @@ host, because otherwise nothing would be compressed.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import datetime
 import logging
+import weakref
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
@@ -24,16 +28,52 @@ from torch.distributed.distributed_c10d import _world
 from torchddp import _C
 from torchddp.transport import select
 from torchddp.transport.agreement import GroupExchange, align_group_counts, ranks_of_hosts
-from torchddp.transport.once import is_first_in_job
+from torchddp.transport.store import is_first_in_job
 from torchddp.transport.waits import wait_for_work
 
 logger = logging.getLogger(__name__)
 
 Hierarchical = bool | Literal["auto"]
+_Purpose = tuple[torch.device, Hierarchical, datetime.timedelta]
 
 # Shards begin at multiples of this if they are much larger; it is a multiple of every format's block.
 _ALIGNMENT = 1024
 _SMALL_ALIGNMENT = 16
+
+
+@dataclasses.dataclass(eq=False)
+class _Groups:
+    """The process groups of an exchange, which another one gets when it is gone: torch keeps them until the end.
+
+    Attributes:
+        everyone: the ranks of the model's group.
+        outer: those in the same place on each host, or everyone.
+        inner: those of this host; None: every rank counts as a host.
+        purpose: what they can be used for.
+        begun, done: how many operations. They differ after an error. If ranks have done different numbers, they would
+            get each other's messages.
+    """
+
+    everyone: _C.Transport
+    outer: dist.ProcessGroup
+    inner: _C.Transport | None = None
+    purpose: _Purpose | None = None
+    is_free: bool = False
+    begun: int = 0
+    done: int = 0
+
+    def free(self) -> None:
+        self.is_free = True
+
+    @contextlib.contextmanager
+    def operation(self) -> Iterator[None]:
+        self.begun += 1
+        yield
+        self.done += 1
+
+
+# By the group of the models, in the order in which its ranks made them together.
+_made: weakref.WeakKeyDictionary[dist.ProcessGroup, list[_Groups]] = weakref.WeakKeyDictionary()
 
 
 class Exchange:
@@ -67,13 +107,13 @@ class Exchange:
         # torch can't create a group of the ranks of a torchft group, so nothing else may use that one during backward.
         self.is_shared = process_group not in _world.pg_map
         self.time_limit = timeout
-        self._inner: _C.Transport | None = None
         if self.is_shared:
-            self._everyone: _C.Transport = _C.C10dTransport(process_group)
-            self._outer = process_group
+            self._groups = _Groups(_C.C10dTransport(process_group), process_group)
         else:
-            self.time_limit = timeout or select.group_timeout(process_group, device.type)
-            self._open_groups(process_group, device, hierarchical, self.time_limit)
+            limit = self.time_limit = timeout or select.group_timeout(process_group, device.type)
+            self._groups = _take_groups(process_group, (device, hierarchical, limit))
+            weakref.finalize(self, self._groups.free).atexit = False
+        self._everyone, self._outer, self._inner = self._groups.everyone, self._groups.outer, self._groups.inner
         self.world_size: int = self._everyone.size
         self.rank: int = self._everyone.rank
         self.members: int = self._outer.size()
@@ -82,23 +122,6 @@ class Exchange:
         self.place = 0 if self._inner is None else self._inner.rank
         self.process_group = process_group
         self.sent_bytes = 0
-
-    def _open_groups(
-        self, process_group: Any, device: torch.device, hierarchical: Hierarchical, timeout: datetime.timedelta
-    ) -> None:
-        """Open groups for exact sums, and for the shards of ranks in the same place on each host: see Note [Hosts]."""
-        ranks = dist.get_process_group_ranks(process_group)
-        align_group_counts(process_group)
-        own = self._outer = new_group(ranks, device, timeout)
-        self._everyone = select.open_transport("auto", own, device=device, timeout=timeout)
-        hosts = _hosts_to_sum_in(own, hierarchical)
-        if not hosts:
-            return
-        mine = next(host for host in hosts if own.rank() in host)
-        place = mine.index(own.rank())
-        inner_group = new_group([ranks[rank] for rank in mine], device, timeout, among_them=True)
-        self._outer = new_group([ranks[host[place]] for host in hosts], device, timeout, among_them=True)
-        self._inner = select.open_transport("auto", inner_group, device=device, timeout=timeout)
 
     @property
     def is_alone(self) -> bool:
@@ -127,9 +150,10 @@ class Exchange:
     def _all_reduce(self, transport: _C.Transport, flat: Tensor) -> None:
         if transport.size == 1 or flat.numel() == 0:
             return
-        work = transport.make_work()
-        transport.all_reduce(flat, work)
-        work.wait()
+        with self._groups.operation():
+            work = transport.make_work()
+            transport.all_reduce(flat, work)
+            work.wait()
         self.sent_bytes += 2 * flat.nbytes * (transport.size - 1) // transport.size
 
     # --- shards of a host ---
@@ -147,9 +171,10 @@ class Exchange:
         whole = flat.new_zeros((end - begin) * self.places)
         whole[: flat.numel()] = flat
         shard = flat.new_empty(end - begin)
-        work = self._inner.make_work()
-        self._inner.reduce_scatter(shard, whole, work)
-        work.wait()
+        with self._groups.operation():
+            work = self._inner.make_work()
+            self._inner.reduce_scatter(shard, whole, work)
+            work.wait()
         self.sent_bytes += whole.nbytes * (self.places - 1) // self.places
         return shard
 
@@ -158,9 +183,10 @@ class Exchange:
         if self._inner is None:
             return
         whole = flat.new_empty(shard.numel() * self.places)
-        work = self._inner.make_work()
-        self._inner.all_gather(whole, shard, work)
-        work.wait()
+        with self._groups.operation():
+            work = self._inner.make_work()
+            self._inner.all_gather(whole, shard, work)
+            work.wait()
         self.sent_bytes += shard.nbytes * (self.places - 1)
         flat.copy_(whole[: flat.numel()])
 
@@ -169,16 +195,53 @@ class Exchange:
     def gather(self, message: Tensor) -> Tensor:
         """Every member's message: uint8 [n] -> [members, n]."""
         messages = message.new_empty(self.members, message.numel())
-        wait_for_work(self._outer._allgather_base(messages.view(-1), message), self._outer)
+        with self._groups.operation():
+            wait_for_work(self._outer._allgather_base(messages.view(-1), message), self._outer)
         self.sent_bytes += message.nbytes * (self.members - 1)
         return messages
 
     def swap(self, messages: Tensor) -> Tensor:
         """Row j goes to member j: uint8 [members, n] -> [members, n], row j from member j."""
         received = torch.empty_like(messages)
-        wait_for_work(self._outer.alltoall_base(received.view(-1), messages.view(-1), [], []), self._outer)
+        with self._groups.operation():
+            wait_for_work(self._outer.alltoall_base(received.view(-1), messages.view(-1), [], []), self._outer)
         self.sent_bytes += messages.nbytes * (self.members - 1) // self.members
         return received
+
+
+def _take_groups(process_group: dist.ProcessGroup, purpose: _Purpose) -> _Groups:
+    """Groups that no exchange of any rank has any more, or new ones. Collective."""
+    made = _made.setdefault(process_group, [])
+    free = [
+        [number, groups.done]
+        for number, groups in enumerate(made)
+        if groups.is_free and groups.begun == groups.done and groups.purpose == purpose
+    ]
+    by_rank = GroupExchange(process_group).gather(free)
+    for number, done in free:
+        if all([number, done] in of_rank for of_rank in by_rank):
+            made[number].is_free = False
+            return made[number]
+    made.append(_make_groups(process_group, purpose))
+    return made[-1]
+
+
+def _make_groups(process_group: dist.ProcessGroup, purpose: _Purpose) -> _Groups:
+    """For exact sums, and for the shards of ranks in the same place on each host: see Note [Hosts]."""
+    device, hierarchical, timeout = purpose
+    ranks = dist.get_process_group_ranks(process_group)
+    align_group_counts(process_group)
+    own = new_group(ranks, device, timeout)
+    everyone = select.open_transport("auto", own, device=device, timeout=timeout)
+    hosts = _hosts_to_sum_in(own, hierarchical)
+    if not hosts:
+        return _Groups(everyone, own, purpose=purpose)
+    mine = next(host for host in hosts if own.rank() in host)
+    place = mine.index(own.rank())
+    inner_group = new_group([ranks[rank] for rank in mine], device, timeout, among_them=True)
+    outer = new_group([ranks[host[place]] for host in hosts], device, timeout, among_them=True)
+    inner = select.open_transport("auto", inner_group, device=device, timeout=timeout)
+    return _Groups(everyone, outer, inner, purpose)
 
 
 def shard_numel(numel: int, count: int) -> int:

@@ -152,7 +152,9 @@ class DDPLogger(dist.Logger):
                 " ".join(map(str, bucket.params)) for bucket in reducer.plan.buckets
             )
         if not static:
-            data.ints_map["can_set_static_graph"] = int(reducer.graph_has_been_static())
+            # Known only if steps were compared, and of use only where the graph is searched: Lightning then advises it.
+            compared = steps_finished > 1 and data.ints_map["find_unused_parameters"]
+            data.ints_map["can_set_static_graph"] = int(bool(compared) and reducer.graph_has_been_static())
         data.strs_map["transport"] = reducer.transport_name
         self._add_errors(data)
         data.strs_map.update(self._events.strs_map)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import logging
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -19,8 +20,11 @@ from torchddp.ddp.same_model import verify_same_model
 from torchddp.errors import ADVICE_FOR_A_LOST_PEER, TransportError
 from torchddp.transport import select
 from torchddp.transport.agreement import align_group_counts
+from torchddp.transport.store import home_of, is_first_in_job
 
 __all__ = ["ReducerPolicy", "ReducerSession"]
+
+logger = logging.getLogger(__name__)
 
 
 class ReducerPolicy:
@@ -117,6 +121,7 @@ class ReducerSession:
         self._join_hook: weakref.ref[Any] | None = None
         self._weighed_in: int = -1 if before is None else before._weighed_in  # steps finished at the last weigh()
         self._take_group(ddp.process_group)
+        _tell_if_alone(ddp.process_group)
         self.parameters = policy.parameters(parameters)
         self.device = self.parameters[0].device
         self.reduced_ids = {id(p) for p in (*parameters, *self.parameters)}
@@ -411,3 +416,16 @@ class ReducerSession:
             self._is_open = False
             self.policy.closing(self)
             self.reducer.close()
+
+
+def _tell_if_alone(group: dist.ProcessGroup) -> None:
+    """Warn, once per job, of a group of one rank in a job of many."""
+    ranks = home_of(group).size()
+    if group.size() == 1 < ranks and is_first_in_job("a group of one rank", group):
+        logger.warning(
+            "rank %d: the process group of this model has no other rank of the job's %d, so its gradients are not "
+            "averaged. That is right if each rank trains a model of its own; otherwise pass the group of the ranks "
+            "that train this one",
+            dist.get_rank(),
+            ranks,
+        )

@@ -36,7 +36,9 @@ _CAUSE_S = 1.0
 # How long a failed rank stays for the others to read its post, since it may host the store.
 _LINGER_S = 1.0
 _MOMENT_S = 0.02
-_LONGEST_SAVE_S = 600.0
+# A rank that saves shows several times a second that it lives, unless the save holds the interpreter. After so long
+# without a sign it has died.
+_SILENT_SAVE_S = 600.0
 _MESSAGE_CHARACTERS = 2000
 _TRACEBACK_CHARACTERS = 8000
 # What torch's backends say when a peer has closed its connection (gloo's errors have no type of their own), and how
@@ -122,8 +124,8 @@ def finish_first() -> Iterator[None]:
         with torchddp.finish_first():
             torch.save(model.state_dict(), path)
 
-    If another rank fails under :func:`torchddp.fail_together`, this process ends when the body has, at the latest ten
-    minutes after the failure. Until then the other ranks stay too: launchers such as torchrun kill all processes when
+    If another rank fails under :func:`torchddp.fail_together`, this process ends when the body has, however long that
+    takes. Until then the other ranks stay too, unless this one dies: launchers such as torchrun kill all processes when
     the first one ends with an error. The body must not wait for other ranks, which may have failed. Not collective;
     from any thread. Outside of fail_together() it does nothing.
     """
@@ -149,6 +151,7 @@ class FailTogether:
         self._since_s = 0.0
         self._knows = False  # whether "known" counts this rank
         self._holds = 0
+        self._save_signs, self._sign_seen_s = 0, 0.0
         self._warned = False
         self._board: Board | None = None
         self._task: Task | None = None
@@ -174,6 +177,7 @@ class FailTogether:
         self._board = self._open_board()
         if self._board is not None:
             _watching.append(self)
+            self._board.link.hold(1)  # the body may destroy the group before its exception gets here
             every_s = min(_SLOWEST_LOOK_S, _LOOK_S * max(1.0, self._board.size / _MANY))
             self._task = watch(self._look, every_s)
 
@@ -194,6 +198,8 @@ class FailTogether:
                 failure = self._tell(self._board, error)
         except RuntimeError as problem:
             self._warn(problem)
+        finally:
+            self._board.link.hold(-1)
         if failure is not None:
             raise failure from error
 
@@ -227,9 +233,10 @@ class FailTogether:
         """Wait until all ranks know of the failure, which takes a moment, and for those that save."""
         since_s = time.monotonic()
         with suppress(RuntimeError):  # the rank with the store has left, so there is no one to wait for
-            while (waited_s := time.monotonic() - since_s) < _LONGEST_SAVE_S:
+            while True:
                 known = board.add("known", 0)  # 0: all know, and it was removed
-                if (waited_s > _LINGER_S or not 0 < known < board.size) and not board.add("saving", 0):
+                lingered = time.monotonic() - since_s > _LINGER_S
+                if (lingered or not 0 < known < board.size) and not self._is_anyone_saving(board):
                     break
                 time.sleep(_MOMENT_S)
             if posted and known == board.size:
@@ -247,6 +254,14 @@ class FailTogether:
             self._board.add("saving", change)
         except RuntimeError as error:
             self._warn(error)
+
+    def _is_anyone_saving(self, board: Board) -> bool:
+        """Whether a save has begun on some rank and not ended, and that rank lives. Shows that this one does."""
+        signs = board.add("signs", 1 if self._holds else 0)
+        now_s = time.monotonic()
+        if signs != self._save_signs or not self._sign_seen_s:
+            self._save_signs, self._sign_seen_s = signs, now_s
+        return board.add("saving", 0) > 0 and (self._holds > 0 or now_s - self._sign_seen_s < _SILENT_SAVE_S)
 
     def _read_first(self, board: Board) -> PeerFailedError | None:
         """The first failure, which this rank then counts as known."""
@@ -284,14 +299,13 @@ class FailTogether:
         logger.error("rank %d: %s.%s\n%s", self._board.rank, failure, ends, failure.remote_traceback)
 
     def _end_if_due(self, board: Board, failure: PeerFailedError) -> None:
-        waited_s = time.monotonic() - self._since_s
-        if self._grace_s is None or waited_s < self._grace_s:
-            return
-        saves = 0
+        saves = False
         with suppress(RuntimeError):  # the rank with the store may have left
-            saves = board.add("saving", 0)
+            saves = self._is_anyone_saving(board)
+        if self._grace_s is None or time.monotonic() - self._since_s < self._grace_s:
+            return
         with self._lock:
-            if self._left or ((saves or self._holds) and waited_s < _LONGEST_SAVE_S):
+            if self._left or saves or self._holds:
                 return
             frames = reversed(frames_of_threads().get(self._thread, []))
             stack = "".join(traceback.StackSummary.extract((frame, frame.f_lineno) for frame in frames).format())

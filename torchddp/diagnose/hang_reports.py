@@ -8,7 +8,8 @@ from torchddp.ddp.observers import StepObserver
 from torchddp.ddp.session import ReducerSession
 from torchddp.diagnose import rank_state
 from torchddp.diagnose.model_waits import ModelWaits
-from torchddp.diagnose.monitor import HangMonitor, home_of, monitor_of
+from torchddp.diagnose.monitor import HangMonitor, monitor_of
+from torchddp.transport.store import home_of
 
 
 class HangReports(StepObserver):

@@ -12,13 +12,11 @@ import logging
 import math
 import os
 import time
-import weakref
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _world
 
 from torchddp.diagnose import rank_state
 from torchddp.diagnose.collectives import CallWatch
@@ -97,13 +95,11 @@ class HangMonitor:
     question), ``answer/N/R`` (a `RankState`) and ``report/N`` (the finding) of question N.
 
     Args:
-        home: the process group of all ranks that talk to each other.
-        board: over that group.
+        board: over the process group of all ranks that talk to each other.
     """
 
-    def __init__(self, home: dist.ProcessGroup, board: Board) -> None:
-        self._home, self._board = weakref.ref(home), board
-        self._is_registered = home in _world.pg_map
+    def __init__(self, board: Board) -> None:
+        self._board = board
         self._models: list[ModelWaits] = []
         self._calls = CallWatch()
         self._told: dict[Hashable, Told] = {}
@@ -114,11 +110,12 @@ class HangMonitor:
         self._pid = os.getpid()  # a forked child has no watcher, and locks in an unknown state
         rank_state.note_uncaught()
         # Runs before the watcher's own exit handler, which was registered earlier.
-        self._at_exit = lambda: self.close("" if self._is_over else "its program has ended")
+        self._at_exit = lambda: self.close("" if board.link.is_over else "its program has ended")
         atexit.register(self._at_exit)
-        with contextlib.suppress(Exception):  # a report will say less about this rank
-            board.post_own("who", rank_state.process_identity())
+        with contextlib.suppress(RuntimeError):  # a report will say less about this rank
+            board.start_post_own("who", rank_state.process_identity())
         self._task: Task = watch(self._look, _QUICK_S)
+        board.link.at_end(self._end)
 
     # --- its models; from any thread ---
 
@@ -146,11 +143,9 @@ class HangMonitor:
     def _collect_s(self) -> float:
         return 2 * self._poll_s + 0.2
 
-    @property
-    def _is_over(self) -> bool:
-        """Whether its process group was destroyed."""
-        home = self._home()
-        return home is None or (self._is_registered and home not in _world.pg_map)
+    def is_of(self, home: dist.ProcessGroup) -> bool:
+        """Whether it is open, and this group's."""
+        return not self.closed and self._board.link.is_of(home)
 
     def close(self, why: str = "") -> None:
         """End the task; ``why`` is posted for the other ranks if their store still answers."""
@@ -159,6 +154,8 @@ class HangMonitor:
             return
         self._task.close()
         self._calls.forget()
+        for key in [key for key, monitor in _monitors.items() if monitor is self]:
+            del _monitors[key]
         if why:
             told = rank_state.last_exception(rank_state.training.thread)
             ended = told is not None and told["where"] in rank_state.ENDS
@@ -167,6 +164,9 @@ class HangMonitor:
                 self._board.post_own("left", why + after)
 
     # --- the task ---
+
+    def _end(self) -> None:
+        self.close("its process group was destroyed")
 
     def _look(self) -> None:
         try:
@@ -178,9 +178,6 @@ class HangMonitor:
         self._task.every_s = min(_QUICK_S, self._poll_s) if busy else self._poll_s
 
     def _look_once(self) -> None:
-        if self._is_over:
-            self.close("its process group was destroyed")
-            return
         for model in self._models:
             if model.is_gone:
                 self.remove(model)
@@ -354,15 +351,9 @@ class HangMonitor:
             model.fail_with(found)
 
 
-# By id of the home group; a new monitor replaces a closed one.
+# Those that are open, by id of the home group.
 _monitors: dict[int, HangMonitor] = {}
 os.register_at_fork(after_in_child=_monitors.clear)
-
-
-def home_of(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """The group whose ranks exchange reports on this one: the job's default group, if it includes this one."""
-    default = dist.group.WORLD
-    return default if default is not None and group in _world.pg_map else group
 
 
 def monitor_of(home: dist.ProcessGroup) -> HangMonitor | None:
@@ -371,7 +362,7 @@ def monitor_of(home: dist.ProcessGroup) -> HangMonitor | None:
     None for a job of one rank, and for a group without a store for the ranks to communicate through.
     """
     found = _monitors.get(id(home))
-    if found is not None and not found.closed and found._home() is home:
+    if found is not None and found.is_of(home):
         return found
     if home.size() == 1:
         return None
@@ -380,5 +371,5 @@ def monitor_of(home: dist.ProcessGroup) -> HangMonitor | None:
     except RuntimeError as error:
         logger.debug("no hang reports: %s", error)
         return None
-    made = _monitors[id(home)] = HangMonitor(home, board)
+    made = _monitors[id(home)] = HangMonitor(board)
     return made

@@ -67,7 +67,10 @@ class _Finds:
         self._news = False
         self._told: set[tuple[int, int]] = set()  # rank and first step of what rank 0 has logged
         self._board = None if session.is_copy else self._open_board(session.process_group)
-        self._task: Task | None = watch(self._look, LOOK_EVERY_S) if self._board is not None else None
+        self._task: Task | None = None
+        if self._board is not None:
+            self._task = watch(self._look, LOOK_EVERY_S)
+            self._board.link.at_end(self.close)
 
     def close(self) -> None:
         if self._task is not None:

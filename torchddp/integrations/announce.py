@@ -13,7 +13,7 @@ from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 
 from torchddp import _C
 from torchddp.ddp.module import DistributedDataParallel
-from torchddp.transport.once import is_first_in_job
+from torchddp.transport.store import is_first_in_job
 
 logger = logging.getLogger("torchddp")
 

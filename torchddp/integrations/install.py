@@ -58,7 +58,7 @@ def install(**defaults: Any) -> ExitStack:
 
     In a ``with`` statement, the previous state is restored at the end, even after an exception. Calls may be nested and
     repeated. Not collective, but every rank must do the same. Processes forked afterwards inherit it; others install it
-    when they import torchddp, if the environment variable TORCHDDP_INSTALL is 1.
+    only if the environment variable TORCHDDP_INSTALL is 1.
 
     Args:
         defaults: for any argument of :class:`torchddp.DistributedDataParallel` except ``module``: torchddp's own
@@ -110,8 +110,20 @@ def install_by_variable() -> None:
     if value in _OFF or is_command():  # the command compares torchddp with torch's class
         return
     check_variable(value)
+    reach_children()
     with _lock:
         _switch(_defaults or {})
+
+
+def reach_children() -> None:
+    """Install in Python processes that this one starts, as soon as they import torch: by spawn or as a command. Those
+    that it forks have what it has.
+    """
+    os.environ[ENV] = "1"
+    folder = os.path.join(os.path.dirname(os.path.abspath(__file__)), "in_children")
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    if folder not in paths:
+        os.environ["PYTHONPATH"] = os.pathsep.join([folder, *filter(None, paths)])
 
 
 def check_variable(value: str) -> None:

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from torchddp.parallel.config import ParallelConfig
-from torchddp.transport.agreement import StoreExchange, part_of_store, ranks_of_hosts
+from torchddp.transport.agreement import StoreExchange, ranks_of_hosts
+from torchddp.transport.store import part_of_store
 
 
 @dataclass(frozen=True)

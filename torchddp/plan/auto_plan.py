@@ -20,7 +20,7 @@ from torchddp.plan.plan_cache import PlanKey, fingerprint, kept_plan
 from torchddp.plan.step_profile import LinearCost
 from torchddp.transport.agreement import TransportExchange, ranks_per_host
 from torchddp.transport.message_cost import NoRoomError
-from torchddp.transport.once import is_first_in_job
+from torchddp.transport.store import is_first_in_job
 
 logger = logging.getLogger("torchddp.distributed")
 

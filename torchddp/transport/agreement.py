@@ -8,9 +8,7 @@ import datetime
 import hashlib
 import json
 import operator
-import os
 import pickle
-import weakref
 import zlib
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, TypeVar
@@ -18,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Backend
-from torch.distributed.distributed_c10d import PrefixStore, Store, _get_process_group_store, _world
+from torch.distributed.distributed_c10d import Store, _world
 
 from torchddp import _C
 from torchddp.transport.waits import wait_for_keys, wait_for_work
@@ -28,10 +26,6 @@ Key = TypeVar("Key", bound=Hashable)
 Connection = TypeVar("Connection")
 
 _SHOWN_RANKS = 8  # used in the error about missing ranks
-
-# How many parts of a group's store were handed out, by process group and purpose; equal on all ranks.
-_parts: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, int]] = weakref.WeakKeyDictionary()
-
 
 # --- exchanges: every rank gets every rank's value ---
 
@@ -75,7 +69,7 @@ class StoreExchange:
     """Exchange JSON values through a store, which needs neither a device nor a working backend.
 
     Args:
-        store: with no other keys in it (`part_of_store`).
+        store: with no other keys in it (`store.part_of_store`).
         timeout: how long `gather` waits for the other ranks.
         who: named as waiting in the error about a missing rank.
     """
@@ -185,18 +179,6 @@ def object_of(data: torch.Tensor) -> Any:
     """The inverse of `tensor_of`. Avoids numpy, which neither torch nor this package requires."""
     data = data.cpu().contiguous()
     return pickle.loads(ctypes.string_at(data.data_ptr(), data.numel()))
-
-
-def part_of_store(process_group: dist.ProcessGroup, purpose: str) -> Store:
-    """The group's store under a fresh key prefix that no other call gets.
-
-    Not collective, but all ranks must call it equally often per purpose. KeyError for a group that torch doesn't know.
-    """
-    counts = _parts.setdefault(process_group, {})
-    number = counts[purpose] = counts.get(purpose, -1) + 1
-    # torchrun keeps its store, with its contents, when it restarts all ranks.
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return PrefixStore(f"torchddp/attempt_{attempt}/{purpose}/{number}", _get_process_group_store(process_group))
 
 
 # --- ranks, hosts, backends ---

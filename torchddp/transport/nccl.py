@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 from torchddp import _C
-from torchddp.transport.agreement import Peer, StoreExchange, backend_of, connect_all, part_of_store
+from torchddp.transport.agreement import Peer, StoreExchange, backend_of, connect_all
+from torchddp.transport.store import part_of_store
 
 # From this version on, NCCL allows several ranks on one GPU if this variable is 1.
 _SHARED_GPU_VERSION = 23000

@@ -16,7 +16,7 @@ from torchddp import _C
 from torchddp._import_check import running_versions, wheel_advice
 from torchddp.transport import nccl, shm
 from torchddp.transport.agreement import GroupExchange, backend_of
-from torchddp.transport.once import is_first_in_job
+from torchddp.transport.store import is_first_in_job
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import os
-import secrets
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -23,12 +22,14 @@ from torch._C._distributed_c10d import Backend, PrefixStore, Store
 
 from torchddp import _C
 from torchddp.transport.agreement import GroupExchange, Peer, StoreExchange, connect_all, ranks_by
+from torchddp.transport.store import begin_life
 
 BACKEND_NAME = "torchddp_shm"
 LIMIT_ENV = "TORCHDDP_SHM_LIMIT_MB"
 # Ranks reach this point within milliseconds of each other, because it follows a collective.
 _CONNECT_TIMEOUT = datetime.timedelta(seconds=20)
 _outer_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup | None] = weakref.WeakKeyDictionary()
+_meetings: weakref.WeakKeyDictionary[dist.ProcessGroup, _C.ShmMeeting] = weakref.WeakKeyDictionary()
 
 
 def limit_bytes() -> int:
@@ -55,6 +56,7 @@ class ShmPeer(Peer):
     host: str
     user: int
     address: str
+    offer: Sequence[Any]  # in memory that the group's ranks share already: Note [Channels] in csrc/shm/mesh.h
 
 
 def connect(
@@ -73,11 +75,13 @@ def connect(
     endpoint, problem, host = None, "", ""
     try:
         host = _C.host_identity()
-        endpoint = _C.ShmEndpoint(limit_bytes())
+        meeting = None if process_group is None else _meetings.setdefault(process_group, _C.ShmMeeting())
+        endpoint = _C.ShmEndpoint(limit_bytes(), meeting)
     except (RuntimeError, ValueError) as error:
         problem = str(error)
     address = endpoint.address if endpoint else ""
-    own = ShmPeer(problem=problem, host=host, user=os.geteuid(), address=address)
+    offer = endpoint.offer if endpoint else ("", 0, 0)
+    own = ShmPeer(problem=problem, host=host, user=os.geteuid(), address=address, offer=offer)
 
     def reason_against(peers: Sequence[ShmPeer]) -> str:
         return _reason_against(peers, may_span_hosts=process_group is not None)
@@ -100,6 +104,7 @@ def connect(
             spans=len(hosts) > 1,
             connect_timeout=_CONNECT_TIMEOUT,
             timeout=timeout,
+            offers=[tuple(peers[rank].offer) for rank in mine],
         )
 
     return connect_all(exchange, own, reason_against, join)
@@ -153,17 +158,19 @@ def _place(process_group: dist.ProcessGroup | None, hosts: Sequence[Sequence[int
 def _outer_group(
     process_group: dist.ProcessGroup, placement: _Placement, timeout: datetime.timedelta | None
 ) -> dist.ProcessGroup | None:
-    """The ranks in this rank's place on each host, or None if its place owns no shard. Cached per process group."""
+    """The ranks in this rank's place on each host, or None if its place owns no shard. Cached per process group.
+
+    The name of a locally synchronized group depends on how many groups a rank has: a rank without one makes one of its
+    own, so that later groups have the same names everywhere.
+    """
     if not placement.columns:
         return None
     if process_group not in _outer_groups:
         place = placement.places[process_group.rank()]
-        group = None
-        if place < placement.owners:
-            group = dist.new_group(
-                placement.columns[place], backend="gloo", timeout=timeout, use_local_synchronization=True
-            )
-        _outer_groups[process_group] = group
+        owns = place < placement.owners
+        ranks = placement.columns[place] if owns else [dist.get_rank()]
+        group = dist.new_group(ranks, backend="gloo", timeout=timeout, use_local_synchronization=True)
+        _outer_groups[process_group] = group if owns else None
     return _outer_groups[process_group]
 
 
@@ -190,12 +197,12 @@ class _Plugins(dict[str, Any]):
 
 def _create(store: Store, rank: int, size: int, timeout: datetime.timedelta) -> Backend:
     """Called by torch for each process group. Collective."""
+    # The store may be reused by the next process group of this name, and gloo leaves its keys there.
+    store = PrefixStore(begin_life(store, BACKEND_NAME, rank), store)
     exchange = StoreExchange(store, rank, size, timeout, f"the {BACKEND_NAME} backend")
     transport = connect(exchange, timeout)
-    # gloo leaves its keys in the store, which may be reused by the next process group of this name.
-    part_of_store = exchange.gather(secrets.token_hex(8))[0]
     exchange.close()
     if isinstance(transport, str):
         raise RuntimeError(f"rank {rank}: the {BACKEND_NAME} backend can't share memory here: {transport}")
-    gloo = dist.ProcessGroupGloo(PrefixStore(part_of_store, store), rank, size, timeout)
+    gloo = dist.ProcessGroupGloo(PrefixStore("gloo", store), rank, size, timeout)
     return _C.make_shm_backend(transport, gloo, timeout)

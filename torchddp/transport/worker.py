@@ -155,8 +155,8 @@ class _Order:
 
 
 class BoundedCalls:
-    """Makes calls that may never return without blocking the caller: one at a time, on a thread that starts with the
-    first call. Thread-safe.
+    """Makes calls that may never return without blocking the caller: in order, on a thread that starts with the first
+    call and ends with this object. Thread-safe.
 
     A client of torch's TCPStore waits forever for a server whose process is stopped, whatever its timeout. In a forked
     child every call raises RuntimeError, because the thread and its connection belong to the parent.
@@ -167,27 +167,42 @@ class BoundedCalls:
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._jobs: _Jobs | None = None
+        self._ended = ""
         self._late: concurrent.futures.Future[Any] | None = None
 
     def call(self, function: Callable[[], Result]) -> Result:
         """Return or raise what ``function()`` does; RuntimeError if it takes too long, or an earlier call has not
         returned.
         """
+        answer = self.start(function)
+        concurrent.futures.wait([answer], self._limit_s)
+        if not answer.done():
+            self._late = answer
+            raise RuntimeError(f"no answer within {self._limit_s:g} s")
+        return answer.result()
+
+    def start(self, function: Callable[[], Result]) -> concurrent.futures.Future[Result]:
+        """Like `call`, without waiting."""
         if os.getpid() != self._pid:
             raise RuntimeError("this is the forked child of the process that makes these calls")
+        answer: concurrent.futures.Future[Result] = concurrent.futures.Future()
         with self._lock:
             if self._late is not None and not self._late.done():
                 raise RuntimeError(f"a call has not returned after {self._limit_s:g} s")
+            if self._ended:
+                raise RuntimeError(self._ended)
             self._late = None
             if self._jobs is None:
                 self._jobs = _Jobs(self, "torchddp-store")
-            answer: concurrent.futures.Future[Result] = concurrent.futures.Future()
             self._jobs.put(functools.partial(_answer, answer, function))
-            concurrent.futures.wait([answer], self._limit_s)
-            if not answer.done():
-                self._late = answer
-                raise RuntimeError(f"no answer within {self._limit_s:g} s")
-        return answer.result()
+        return answer
+
+    def end(self, why: str) -> None:
+        """End the thread after the calls made so far; later ones raise RuntimeError(why)."""
+        with self._lock:
+            self._ended = why
+            if self._jobs is not None:
+                self._jobs.end()
 
 
 def _answer(answer: concurrent.futures.Future[Result], function: Callable[[], Result]) -> None:

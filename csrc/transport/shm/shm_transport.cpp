@@ -146,7 +146,39 @@ void run_parallel(int threads, const std::function<void()>& body) {
 
 }  // namespace
 
+std::shared_ptr<shm::Mesh> ShmMeeting::find(int64_t limit_bytes) {
+  const std::lock_guard lock(mutex_);
+  auto mesh = limit_bytes == limit_bytes_ ? mesh_.lock() : nullptr;
+  return mesh != nullptr && !mesh->is_inherited() ? mesh : nullptr;
+}
+
+void ShmMeeting::set(const std::shared_ptr<shm::Mesh>& mesh, int64_t limit_bytes) {
+  const std::lock_guard lock(mutex_);
+  mesh_ = mesh;
+  limit_bytes_ = limit_bytes;
+}
+
+ShmEndpoint::ShmEndpoint(int64_t limit_bytes, std::shared_ptr<ShmMeeting> meeting)
+    : limit_bytes_(limit_bytes),
+      meeting_(std::move(meeting)),
+      mesh_(meeting_ != nullptr ? meeting_->find(limit_bytes) : nullptr) {
+  if (mesh_ != nullptr) {
+    end_ = mesh_->open();
+  }
+  if (!end_) {
+    mesh_ = nullptr;
+    shm::Segment(0, 1, limit_bytes);
+  }
+}
+
+ShmEndpoint::~ShmEndpoint() {
+  if (end_) {
+    mesh_->drop(*end_);
+  }
+}
+
 std::shared_ptr<ShmTransport> ShmEndpoint::connect(c10::intrusive_ptr<c10d::ProcessGroup> group, ShmPlacement placement,
+                                                   const std::vector<ShmOffer>& offers,
                                                    std::chrono::milliseconds connect_timeout,
                                                    std::chrono::milliseconds timeout) {
   const auto found = std::find(placement.addresses.begin(), placement.addresses.end(), address());
@@ -154,33 +186,48 @@ std::shared_ptr<ShmTransport> ShmEndpoint::connect(c10::intrusive_ptr<c10d::Proc
                 "this rank is not among those of its host");
   const auto rank = static_cast<int>(found - placement.addresses.begin());
   const auto size = static_cast<int>(placement.addresses.size());
-  auto segment = std::make_shared<shm::Segment>(rank, size, limit_bytes_);
-  auto peers = listener_.connect(placement.addresses, rank, *segment, connect_timeout);
-  return std::make_shared<ShmTransport>(std::move(group), std::move(placement), std::move(segment), std::move(peers),
+  std::vector<shm::ChannelEnd> ends;
+  for (const auto& offer : offers) {
+    ends.push_back(offer.end);
+  }
+  // A rank whose garbage collector was faster may have lost the mesh that others still have.
+  const bool has_met = !offers.empty() && !offers.front().mesh.empty() &&
+                       std::all_of(offers.begin(), offers.end(),
+                                   [&](const ShmOffer& offer) { return offer.mesh == offers.front().mesh; });
+  auto mesh = std::exchange(mesh_, nullptr);
+  const auto own_end = std::exchange(end_, std::nullopt);
+  if (!has_met) {
+    if (own_end) {
+      mesh->drop(*own_end);
+    }
+    auto segment = std::make_shared<shm::Segment>(rank, size, limit_bytes_);
+    auto peers = listener_.connect(placement.addresses, rank, *segment, connect_timeout);
+    mesh = std::make_shared<shm::Mesh>(placement.addresses.front(), rank, std::move(segment), std::move(peers));
+    ends.assign(static_cast<size_t>(size), *mesh->open());
+    if (meeting_ != nullptr) {
+      meeting_->set(mesh, limit_bytes_);
+    }
+  }
+  return std::make_shared<ShmTransport>(std::move(group), std::move(placement), std::move(mesh), std::move(ends),
                                         timeout);
 }
 
 ShmTransport::ShmTransport(c10::intrusive_ptr<c10d::ProcessGroup> group, ShmPlacement placement,
-                           std::shared_ptr<shm::Segment> segment, std::vector<shm::Peer> peers,
+                           std::shared_ptr<shm::Mesh> mesh, std::vector<shm::ChannelEnd> ends,
                            std::chrono::milliseconds timeout)
     : Transport(Route::kShm, {.reaches_any_memory = false, .scales = true, .narrows = true, .is_network = false}),
       placement_(std::move(placement)),
-      segment_(std::move(segment)),
-      pool_(std::make_shared<GradientPool>(segment_)),
-      peers_(std::move(peers)) {
+      mesh_(std::move(mesh)),
+      ends_(std::move(ends)),
+      segment_(mesh_->segment()),
+      pool_(std::make_shared<GradientPool>(segment_)) {
   shm::EngineConfig config;
   config.group_ranks = placement_.local_ranks;
-  for (size_t i = 0; i < peers_.size(); ++i) {
-    const bool self = !peers_[i].socket;
-    if (self) {
-      config.rank = static_cast<int>(i);
-    }
-    config.segments.push_back(self ? shm::SegmentView{segment_->base(), segment_->bytes()}
-                                   : shm::SegmentView{peers_[i].segment.base(), peers_[i].segment.bytes()});
-  }
+  config.rank = mesh_->rank();
+  config.segments = mesh_->view(ends_);
   rank_ = placement_.local_ranks[static_cast<size_t>(config.rank)];
-  size_ = group != nullptr ? group->getSize() : static_cast<int>(peers_.size());
-  config.gone = [this](int peer) { return peers_[static_cast<size_t>(peer)].gone(); };
+  size_ = group != nullptr ? group->getSize() : mesh_->size();
+  config.gone = [this](int peer) { return mesh_->gone(peer); };
   if (timeout.count() > 0) {
     config.timeout = timeout;
   }
@@ -200,6 +247,12 @@ ShmTransport::ShmTransport(c10::intrusive_ptr<c10d::ProcessGroup> group, ShmPlac
   if (group != nullptr) {
     c10d_ = std::make_shared<C10dTransport>(std::move(group));
   }
+}
+
+ShmTransport::~ShmTransport() {
+  engine_.reset();
+  const bool forever = placement_.spans && !kept_.empty();  // the process group between hosts may write to it, too
+  mesh_->close(ends_, std::make_shared<std::vector<Kept>>(std::move(kept_)), forever);
 }
 
 // Undefined, with errno set, if there is no room.

@@ -38,20 +38,49 @@ std::unique_ptr<shm::OuterLink> make_outer_link(c10::intrusive_ptr<c10d::Process
 
 class ShmTransport;
 
+// The mesh that the transports of a process group share, for as long as one of them lives.
+class ShmMeeting {
+ public:
+  // Null if there is none with this limit that belongs to this process.
+  std::shared_ptr<shm::Mesh> find(int64_t limit_bytes);
+  void set(const std::shared_ptr<shm::Mesh>& mesh, int64_t limit_bytes);
+
+ private:
+  std::mutex mutex_;
+  std::weak_ptr<shm::Mesh> mesh_;
+  int64_t limit_bytes_ = 0;
+};
+
+// The name of a rank's mesh ("": none), and its end of a channel there.
+struct ShmOffer {
+  std::string mesh;
+  shm::ChannelEnd end;
+};
+
 // The first half of opening the transport: what a rank sends to the others before they connect.
 class ShmEndpoint {
  public:
-  // `limit_bytes`: of the segment; 0 for as much as the machine has. Throws shm::Unavailable if not even an empty one can be
-  // made.
-  explicit ShmEndpoint(int64_t limit_bytes) : limit_bytes_(limit_bytes) { shm::Segment(0, 1, limit_bytes); }
+  // `limit_bytes`: of the segment; 0 for as much as the machine has. `meeting`: null if there are no other transports. Throws
+  // shm::Unavailable if not even an empty segment can be made.
+  ShmEndpoint(int64_t limit_bytes, std::shared_ptr<ShmMeeting> meeting);
+  ShmEndpoint(const ShmEndpoint&) = delete;
+  ShmEndpoint& operator=(const ShmEndpoint&) = delete;
+  ~ShmEndpoint();
+
   const std::string& address() const { return listener_.address(); }
-  // Every rank of the host must call it at about the same time. Throws shm::Unavailable.
+  ShmOffer offer() const { return mesh_ != nullptr ? ShmOffer{mesh_->name(), *end_} : ShmOffer{}; }
+  // Every rank of the host must call it at about the same time, with what all of them offer (or nothing). Throws
+  // shm::Unavailable.
   std::shared_ptr<ShmTransport> connect(c10::intrusive_ptr<c10d::ProcessGroup> group, ShmPlacement placement,
-                                        std::chrono::milliseconds connect_timeout, std::chrono::milliseconds timeout);
+                                        const std::vector<ShmOffer>& offers, std::chrono::milliseconds connect_timeout,
+                                        std::chrono::milliseconds timeout);
 
  private:
-  int64_t limit_bytes_;
+  const int64_t limit_bytes_;
+  const std::shared_ptr<ShmMeeting> meeting_;
   shm::Listener listener_;
+  std::shared_ptr<shm::Mesh> mesh_;
+  std::optional<shm::ChannelEnd> end_;
 };
 
 // The minimum interval at which hooks check on the peers. A check takes the engine's mutex and a cache line from each peer's
@@ -64,8 +93,10 @@ inline constexpr std::chrono::microseconds kLookInterval{5};
 // is copied in and out.
 class ShmTransport final : public Transport, public std::enable_shared_from_this<ShmTransport> {
  public:
-  ShmTransport(c10::intrusive_ptr<c10d::ProcessGroup> group, ShmPlacement placement,
-               std::shared_ptr<shm::Segment> segment, std::vector<shm::Peer> peers, std::chrono::milliseconds timeout);
+  // `ends`: of the channel that it takes over.
+  ShmTransport(c10::intrusive_ptr<c10d::ProcessGroup> group, ShmPlacement placement, std::shared_ptr<shm::Mesh> mesh,
+               std::vector<shm::ChannelEnd> ends, std::chrono::milliseconds timeout);
+  ~ShmTransport() override;
 
   int rank() const override { return rank_; }
   int size() const override { return size_; }
@@ -118,9 +149,10 @@ class ShmTransport final : public Transport, public std::enable_shared_from_this
 
   const ShmPlacement placement_;
   std::shared_ptr<Transport> c10d_;  // null without a process group
+  const std::shared_ptr<shm::Mesh> mesh_;
+  const std::vector<shm::ChannelEnd> ends_;
   std::shared_ptr<shm::Segment> segment_;
   std::shared_ptr<GradientPool> pool_;
-  std::vector<shm::Peer> peers_;
   std::unique_ptr<shm::OuterLink> outer_;
   std::unique_ptr<shm::Engine> engine_;
   shm::Copier copier_;

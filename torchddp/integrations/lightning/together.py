@@ -5,12 +5,23 @@ writing a checkpoint finishes it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
 from lightning.pytorch.utilities.exceptions import _TunerExitException
 
 from torchddp.diagnose.fail_together import FailTogether, fail_together, finish_first
+
+
+def _background_of(checkpoint_io: Any) -> ThreadPoolExecutor | None:
+    """What a checkpoint plugin, or one that it wraps, saves with in the background."""
+    while checkpoint_io is not None:
+        if isinstance(executor := getattr(checkpoint_io, "_executor", None), ThreadPoolExecutor):
+            return executor
+        checkpoint_io = getattr(checkpoint_io, "checkpoint_io", None)
+    return None
 
 
 class FailsTogether:
@@ -48,9 +59,14 @@ class FailsTogether:
             self._watch.start()
 
     def save_checkpoint(self, *arguments: Any, **more: Any) -> None:
-        """As in Lightning; if another rank fails meanwhile, the job ends once the file is written."""
-        with finish_first():
+        """As in Lightning; if another rank fails meanwhile, the job ends once the file is written, also by
+        `AsyncCheckpointIO` in the background.
+        """
+        with ExitStack() as saving:
+            saving.enter_context(finish_first())
             super().save_checkpoint(*arguments, **more)  # type: ignore[misc]
+            if (background := _background_of(self.checkpoint_io)) is not None:  # type: ignore[attr-defined]
+                background.submit(saving.pop_all().close)  # after the save, because it has one thread
 
     def run_watched(self, function: Callable[..., Any], *arguments: Any, **more: Any) -> Any:
         """Call the function. Raises `torchddp.PeerFailedError` if another rank raised."""

@@ -1,0 +1,213 @@
+"""The store of a job: one connection of a process besides torch's, and keys that belong to one life of one group."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import hashlib
+import os
+import threading
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store, _get_process_group_store, _world
+
+from torchddp.transport.worker import BoundedCalls, Task, watch
+
+Result = TypeVar("Result")
+
+# A store that doesn't answer (its host is stopped) must not block its callers for longer.
+TIMEOUT = datetime.timedelta(seconds=5)
+_END_LOOK_S = 0.25  # how often to check whether the group was destroyed; asks nobody
+
+# How many parts of a group's store were handed out, by process group and purpose; equal on all ranks.
+_parts: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, int]] = weakref.WeakKeyDictionary()
+
+
+def home_of(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """The job's default group, if it includes this one: its ranks exchange reports, and all have its store."""
+    default = dist.group.WORLD
+    return default if default is not None and group in _world.pg_map else group
+
+
+def attempt_prefix() -> str:
+    """Of all keys: torchrun keeps its store, with its contents, when it restarts all ranks."""
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return f"torchddp/attempt_{attempt}"
+
+
+def begin_life(store: Store, name: str, rank: int) -> str:
+    """A prefix for the keys of a group that begins now: earlier ones of its name may have left theirs in the store.
+
+    All ranks of a group must call it once. They get the same prefix, because each counts the groups that it was in.
+    """
+    prefix = f"{attempt_prefix()}/{name}"
+    return f"{prefix}/life_{store.add(f'{prefix}/lives/{rank}', 1)}"
+
+
+class StoreLink:
+    """This process's only connection to the store of its job besides torch's own, which a blocking wait may hold.
+
+    It connects on a thread of its own, which also makes the calls, so that a store without an answer delays no caller
+    by more than `TIMEOUT`, and only once. It ends when the watcher finds that its group was destroyed. Thread-safe. See
+    `link_of`.
+    """
+
+    def __init__(self, home: dist.ProcessGroup) -> None:
+        torchs = _get_process_group_store(home)
+        self._home = weakref.ref(home)
+        self._store: Store | None = None
+        self._problem = ""
+        self._holds = 0
+        self._lives: weakref.WeakKeyDictionary[dist.ProcessGroup, Future[str]] = weakref.WeakKeyDictionary()
+        self._at_end: list[weakref.WeakMethod[Callable[[], None]]] = []
+        self._calls = BoundedCalls(TIMEOUT.total_seconds())
+        self._calls.start(lambda: self._connect(torchs))
+        self._task: Task = watch(self._look, _END_LOOK_S)
+
+    def call(self, use: Callable[[Store], Result]) -> Result:
+        """``use(store)``. RuntimeError if there is no answer in time, or the group was destroyed."""
+        return self._calls.call(lambda: use(self._connected()))
+
+    def start(self, use: Callable[[Store], Result]) -> Future[Result]:
+        """Like `call`, without waiting; later calls run after it."""
+        return self._calls.start(lambda: use(self._connected()))
+
+    def life_of(self, group: dist.ProcessGroup) -> Future[str]:
+        """The key prefix of this life of the group: complete in the next call."""
+        with _lock:
+            life = self._lives.get(group)
+            if life is None:
+                name, rank = f"group_{_world.pg_names[group]}", group.rank()
+                life = self._lives[group] = self.start(lambda store: begin_life(store, name, rank))
+            return life
+
+    def at_end(self, do: Callable[[], None]) -> None:
+        """Call this method on the watcher when the group was destroyed, while the store may still answer. Doesn't keep
+        the method's object alive.
+        """
+        self._at_end = [method for method in self._at_end if method() is not None]
+        self._at_end.append(weakref.WeakMethod(do))
+
+    def hold(self, change: int) -> None:
+        """1: stay connected even after the group was destroyed, until -1."""
+        with _lock:
+            self._holds += change
+
+    def is_of(self, home: dist.ProcessGroup) -> bool:
+        """Whether it is this group's, and not that of an earlier one with the same id."""
+        return self._home() is home
+
+    @property
+    def is_over(self) -> bool:
+        """Whether its group was destroyed."""
+        home = self._home()
+        return home is None or home not in _world.pg_map
+
+    def _connect(self, torchs: Store) -> None:
+        try:
+            self._store = torchs.clone()  # type: ignore[attr-defined]  # torch's stubs lack it
+            self._store.set_timeout(TIMEOUT)
+        except Exception as error:
+            self._problem = str(error)
+
+    def _connected(self) -> Store:
+        if self._store is None:
+            raise RuntimeError(f"no connection to the store of the process group: {self._problem}")
+        return self._store
+
+    def _disconnect(self) -> None:
+        self._store = None
+
+    def _look(self) -> None:
+        if not self.is_over:
+            return
+        methods, self._at_end = self._at_end, []
+        for method in methods:
+            if (do := method()) is not None:
+                do()
+        if self._holds:
+            return
+        self._task.close()
+        with contextlib.suppress(RuntimeError):  # its thread waits for an answer
+            self._calls.start(self._disconnect)
+        self._calls.end("the process group was destroyed")
+        with _lock:
+            for key in [key for key, link in _links.items() if link is self]:
+                del _links[key]
+
+
+_links: dict[int, StoreLink] = {}  # by id of the home group
+_lock = threading.Lock()
+
+
+def _after_fork() -> None:
+    global _lock
+    _lock = threading.Lock()
+    _links.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def link_of(group: dist.ProcessGroup) -> StoreLink:
+    """This process's link to the store of the group's job. RuntimeError if torch knows of no store of the group.
+
+    Not collective.
+    """
+    home = home_of(group)
+    with _lock:
+        found = _links.get(id(home))
+        if found is not None and found.is_of(home) and not found.is_over:
+            return found
+        try:
+            made = _links[id(home)] = StoreLink(home)
+        except KeyError as error:
+            raise RuntimeError(f"the process group of rank {group.rank()} has no store to use") from error
+        return made
+
+
+def next_part(group: dist.ProcessGroup, purpose: str) -> str:
+    """A prefix for keys within the group's life that no other call gets.
+
+    Not collective, but all ranks must call it equally often per purpose.
+    """
+    counts = _parts.setdefault(group, {})
+    number = counts[purpose] = counts.get(purpose, -1) + 1
+    return f"{purpose}/{number}"
+
+
+def part_of_store(group: dist.ProcessGroup, purpose: str) -> Store:
+    """The store over torch's own connection, for waits, under a fresh key prefix (see `next_part`).
+
+    RuntimeError if the group has no store, or it doesn't answer.
+    """
+    link = link_of(group)
+    life = link.life_of(group)
+    link.call(lambda _: None)
+    return PrefixStore(f"{life.result()}/{next_part(group, purpose)}", _get_process_group_store(home_of(group)))
+
+
+_said: set[str] = set()  # by this process, so that later models don't ask the store
+
+
+def is_first_in_job(what: str, process_group: dist.ProcessGroup) -> bool:
+    """Whether this process should say ``what``: true on rank 0 of the group if no group of the job has said it yet.
+
+    The ranks of a job are those of the default process group, whose store counts; without one, this process is the job.
+    A restart (by torchrun, after a failure) is a new job. Not collective: only rank 0 of each group asks the store.
+    """
+    if process_group.rank() != 0 or what in _said:
+        return False
+    _said.add(what)
+    default = dist.group.WORLD
+    if default is None or default.size() == 1:
+        return True
+    key = f"{attempt_prefix()}/said/{hashlib.sha256(what.encode()).hexdigest()}"
+    try:
+        return link_of(default).call(lambda store: store.add(key, 1) == 1)
+    except RuntimeError:  # its store is gone or missing
+        return True
