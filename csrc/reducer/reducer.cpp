@@ -130,6 +130,9 @@ void Reducer::take_main_grad(int64_t param) {
 void Reducer::begin_backward() {
   parts_.events.begin_backward();
   parts_.context.rpc = torch::distributed::autograd::ThreadLocalDistAutogradContext::getContextPtr();
+  if (parts_.weights.is_open()) {
+    parts_.queue.agree();
+  }
   parts_.step.set_scale(parts_.weights.begin());
 }
 
@@ -171,6 +174,7 @@ void Reducer::delay_all_reduce() {
   }
   guarded([&] {
     parts_.step.begin([&] { begin_backward(); });
+    parts_.queue.agree();
     parts_.used.start_reduction();
     parts_.used.take_from_graph();
     pack_all([&](int64_t param) { return parts_.static_graph.was_used(param); });
