@@ -116,6 +116,8 @@ void bind_modes(PyReducer& c) {
             self.parts().futures.add(list);
           },
           py::arg("futures"))
+      .def("before_next_step", of(&Parts::queue, &LaunchQueue::before_next_step), py::arg("agree"),
+           "`agree()` is called once before the next step sends anything; again if it has raised an exception.")
       .def("set_forward_pass_work_handle", of(&Parts::divisor, &Divisor::set_forward_work), py::arg("work"),
            py::arg("use_static_world_size"))
       .def("set_divisor", of(&Parts::divisor, &Divisor::set), py::arg("divisor"),

@@ -3,6 +3,8 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include "bindings/bindings.h"
+#include "common/errors.h"
+#include "common/signals.h"
 #include "shm/errors.h"
 #include "shm_backend/backend.h"
 #include "transport/c10d/c10d_transport.h"
@@ -75,10 +77,20 @@ void bind_interface(py::module_& m) {
   m.def(
       "wait_for_work",
       [](const c10::intrusive_ptr<c10d::Work>& work, const ProcessGroupPtr& group) {
-        return is_gloo(*group) ? wait_interruptibly(*work, group, Interruption()) : work->wait();
+        try {
+          return is_gloo(*group) ? wait_interruptibly(*work, group, Interruption()) : work->wait();
+        } catch (const SignalInterrupt&) {
+          throw;
+        } catch (const py::error_already_set&) {
+          throw;  // by a Work that is written in Python
+        } catch (const std::exception& error) {
+          throw TransportError(error.what());
+        }
       },
       py::arg("work"), py::arg("process_group"), NoGil(),
-      "Like work.wait(), for an operation of this group. Over gloo, signal handlers run meanwhile.");
+      "Like work.wait(), for an operation of this group. Over gloo, signal handlers run meanwhile. TransportError if "
+      "it "
+      "failed.");
   m.def(
       "agree_on_memory",
       [](const std::shared_ptr<Transport>& transport, std::chrono::milliseconds timeout) {

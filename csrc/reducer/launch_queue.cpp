@@ -38,7 +38,15 @@ bool LaunchQueue::ready(int64_t index, int64_t last, const at::Tensor* incoming)
   return true;
 }
 
+void LaunchQueue::agree() {
+  if (agree_) [[unlikely]] {
+    agree_();
+    agree_ = nullptr;
+  }
+}
+
 void LaunchQueue::launch(int64_t index) {
+  agree();
   auto& bucket = layout_.bucket(index);
   auto& reduction = layout_.reduction(index);
   if (can_skip(bucket)) {

@@ -1,7 +1,9 @@
 // Launches buckets and waits for them, in plan order on every rank.
 #pragma once
 
+#include <functional>
 #include <mutex>
+#include <utility>
 
 #include "reducer/base/context.h"
 #include "reducer/base/step.h"
@@ -39,6 +41,11 @@ class LaunchQueue {
   // after them communication alone. The results are the same. Every rank must use the same setting.
   void set_overlap(bool overlap) { overlap_ = overlap; }
 
+  // `agree` is collective: the ranks compare what must be equal before the next step sends anything.
+  void before_next_step(std::function<void()> agree) { agree_ = std::move(agree); }
+  // Calls it unless it has returned before.
+  void agree();
+
  private:
   void launch(int64_t index);
   bool can_skip(const bucket::Bucket& bucket) const;
@@ -53,6 +60,7 @@ class LaunchQueue {
   Weights& weights_;
   StepEvents& events_;
   bool overlap_ = true;
+  std::function<void()> agree_;
   std::mutex mutex_;
   int64_t num_ready_ = 0;
   int64_t next_launch_ = 0;

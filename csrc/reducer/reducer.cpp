@@ -132,6 +132,9 @@ void Reducer::begin_backward() {
   parts_.events.begin_backward();
   parts_.context.rpc = torch::distributed::autograd::ThreadLocalDistAutogradContext::getContextPtr();
   parts_.packed.begin_backward(hooks_->are_others());
+  if (parts_.weights.is_open()) {
+    parts_.queue.agree();
+  }
   parts_.step.set_scale(parts_.weights.begin());
 }
 
@@ -173,6 +176,7 @@ void Reducer::delay_all_reduce() {
   }
   guarded([&] {
     parts_.step.begin([&] { begin_backward(); });
+    parts_.queue.agree();
     parts_.used.start_reduction();
     parts_.used.take_from_graph();
     pack_all([&](int64_t param) { return parts_.static_graph.was_used(param); });

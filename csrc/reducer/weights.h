@@ -52,6 +52,8 @@ class Weights {
   void take_over(const Weights& before);
   // Whether coming() must be called.
   bool listens() const { return open_ || context_.config.weighted; }
+  // Whether there are weighted gradients that are not reduced yet.
+  bool is_open() const { return open_; }
   // Called before ranks join or leave.
   void forget_total() { reference_.reset(); }
   // Collective: a rank without inputs takes part with weight 0 if the model's steps are weighted.

@@ -280,8 +280,8 @@ def test_models_and_options_that_differ_between_ranks(rank):
     same = "PeriodicAverager needs the same parameters on all ranks. On rank 2 it is 'b'"
     assert_each_raises(
         (lambda: PeriodicAverager(shapes, 1), RuntimeError, same),
-        (diloco(4 + rank // 2), RuntimeError, "On rank 2 it is sync_every=5"),
-        (diloco(4, outer_lr=odd), RuntimeError, "On rank 1 it is sync_every=4, outer_lr=0.5"),
+        (diloco(4 + rank // 2), ValueError, "sync_every is 4 on rank 0, 1, 5 on rank 2"),
+        (diloco(4, outer_lr=odd), ValueError, "outer_lr is 0.7 on rank 0, 2, 0.5 on rank 1"),
     )
 
 

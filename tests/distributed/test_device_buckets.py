@@ -5,7 +5,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
@@ -26,7 +25,6 @@ from tests.models import (
 from tests.whole_buckets import LargeApart, PaddedBuckets, PaddedSharded, WholeBuckets, WholeSharded
 from torchddp import _C, TransportError, comm_hooks
 from torchddp.ddp.model import SLOT_ALIGNMENT_BYTES
-from torchddp.ddp.same_model import verify_same_model
 from torchddp.optim import OSS
 
 LIMIT = LargeApart.adopt_bytes
@@ -41,8 +39,11 @@ def _large(module):
 def _made(module):
     """Record by name where autograd allocates each gradient from now on."""
     made = {}
-    grads = lambda: {name: p.grad.data_ptr() for name, p in module.named_parameters() if p.grad is not None}
-    after_backward_of(module, lambda: made.update(grads()))
+
+    def look():
+        made.update({name: p.grad.data_ptr() for name, p in module.named_parameters() if p.grad is not None})
+
+    after_backward_of(module, look)
     return made
 
 
@@ -136,10 +137,11 @@ def test_models_inside_each_other_explicit_views_and_ranks_that_differ(rank):
     for ddp in (inner, outer, views):
         assert ddp.reducer.bucket_memory_bytes >= sum(p.nbytes for p in inner.parameters())
 
-    # Ranks that would reduce differently get an error.
-    names, parameters = map(list, zip(*Mlp().named_parameters(), strict=True))
-    with pytest.raises(ValueError, match="rank 0: in their buckets, rank 1: in place"):
-        verify_same_model(parameters, names, dist.group.WORLD, torch.device("cpu"), "nccl", rank * 1024)
+    # If one rank does not reduce large gradients in place, none does.
+    for name, value in each([("adopt_large_gradients", rank == 0), ("gradient_as_bucket_view", rank == 1)]):
+        ddp = _apart(**{name: value})
+        assert_steps(ddp, rank, range(3))
+        assert ddp.reducer.bucket_memory_bytes >= sum(p.nbytes for p in ddp.parameters())
 
 
 @on_ranks(2)

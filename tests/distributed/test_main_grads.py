@@ -319,8 +319,7 @@ def test_models_of_several_dtypes_and_ranks_that_differ(rank):
     assert main.reducer.bucket_memory_bytes == sum(p.numel() * max(4, p.dtype.itemsize) for p in main.parameters())
 
     # Ranks that differ.
-    text = r"\[1\]: params\[0\] \('weight'\) in this process has dtype bfloat16 \(reduced in float32\), in process 0"
-    with pytest.raises(RuntimeError, match=text):
+    with pytest.raises(ValueError, match="main_grads is None on rank 0, torch.float32 on rank 1"):
         DDP(_Weight(), main_grads=FP32 if rank == 1 else None)
 
 

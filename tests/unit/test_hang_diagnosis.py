@@ -13,6 +13,7 @@ from torchddp.ddp import options
 from torchddp.diagnose import diagnosis, rank_state
 from torchddp.diagnose.diagnosis import diagnose, ranks_text
 from torchddp.diagnose.rank_state import CallState, Frame, RankState
+from torchddp.transport import processes
 
 WHO = {"host": "node1", "pid": 17, "kernel": "", "started": 0}
 TRAIN = Frame("/home/me/train.py", 88, "load", "user")
@@ -141,20 +142,20 @@ def test_a_report_is_written_as_text_and_json(tmp_path, monkeypatch):
 
 
 def test_a_process_is_seen_as_running_stopped_or_gone():
-    assert rank_state.look_up(rank_state.process_identity()) == "running"
+    assert processes.look_up(processes.process_identity()) == "running"
     child = subprocess.Popen(["sleep", "60"])
-    who = {**rank_state.process_identity(), "pid": child.pid, "started": rank_state._stat(child.pid)[1]}
+    who = {**processes.process_identity(), "pid": child.pid, "started": processes._stat(child.pid)[1]}
     try:
-        assert rank_state.look_up(who) == "running"
+        assert processes.look_up(who) == "running"
         child.send_signal(signal.SIGSTOP)
-        assert wait_until(lambda: rank_state.look_up(who) == "stopped")
-        assert rank_state.look_up({**who, "kernel": "another"}) is None
-        assert rank_state.look_up({**who, "started": who["started"] + 1}) == "gone"
+        assert wait_until(lambda: processes.look_up(who) == "stopped")
+        assert processes.look_up({**who, "kernel": "another"}) is None
+        assert processes.look_up({**who, "started": who["started"] + 1}) == "gone"
     finally:
         child.kill()
-    assert wait_until(lambda: rank_state.look_up(who) == "gone")  # also as a zombie
+    assert wait_until(lambda: processes.look_up(who) == "gone")  # also as a zombie
     child.wait()
-    assert rank_state.look_up(who) == "gone" and rank_state.look_up(None) is None
+    assert processes.look_up(who) == "gone" and processes.look_up(None) is None
 
 
 def test_an_uncaught_exception_is_recorded_and_printed():

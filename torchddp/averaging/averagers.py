@@ -9,15 +9,23 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.algorithms.model_averaging.averagers import ModelAverager
 
-from torchddp.averaging.flat import DEFAULT_CAP_MB, FlatMeans
-from torchddp.averaging.parameters import ParamSource, group_or_default, named_buffers, named_parameters, verify_same
+from torchddp.averaging.flat import DEFAULT_CAP_MB, FlatMeans, check_cap
+from torchddp.averaging.parameters import (
+    Named,
+    ParamSource,
+    group_or_default,
+    named_buffers,
+    named_parameters,
+    verify_same,
+)
 from torchddp.traffic import Traffic
+from torchddp.transport.agreement import Agreement
 
 
 class _Averager(ModelAverager, abc.ABC):
     """Parameters and a step count; subclasses decide which steps average."""
 
-    _alike: str  # what must be equal on all ranks
+    _alike: dict[str, object]  # options that must be equal on all ranks
 
     def __init__(
         self,
@@ -28,20 +36,32 @@ class _Averager(ModelAverager, abc.ABC):
         bucket_cap_mb: float,
     ) -> None:
         super().__init__(group_or_default(process_group))
-        if warmup_steps < 0:
-            raise ValueError(f"warmup_steps must be at least 0, got {warmup_steps}")
         self.warmup_steps = warmup_steps
         self.traffic = Traffic(0, 0)
-        self._buffers = named_buffers(params, buffers)
-        self._params = named_parameters(params)
         self._cap_mb = bucket_cap_mb
         self._means: dict[dist.ProcessGroup, FlatMeans] = {}
+        with self._agreement(self.process_group) as agreement:
+            if warmup_steps < 0:
+                raise ValueError(f"warmup_steps must be at least 0, got {warmup_steps}")
+            check_cap(bucket_cap_mb)
+            self._buffers = named_buffers(params, buffers)
+            self._params = named_parameters(params)
+            self._alike = {**self._check_options(), "warmup_steps": warmup_steps, "bucket_cap_mb": bucket_cap_mb}
+            verify_same(self._everything, agreement, self._alike)
+
+    @abc.abstractmethod
+    def _check_options(self) -> dict[str, object]:
+        """Return the options that decide when to average. ValueError for invalid ones."""
+
+    @property
+    def _everything(self) -> Named:
+        return {**self._params, **self._buffers}
+
+    def _agreement(self, group: dist.ProcessGroup) -> Agreement:
+        return Agreement(type(self).__name__, group)
 
     def _open(self, group: dist.ProcessGroup) -> None:
-        who = type(self).__name__
-        everything = {**self._params, **self._buffers}
-        verify_same(everything, group, who, [self._alike])
-        self._means[group] = FlatMeans(everything, group, who, self._cap_mb)
+        self._means[group] = FlatMeans(self._everything, group, type(self).__name__, self._cap_mb)
 
     @abc.abstractmethod
     def _group_due(self) -> dist.ProcessGroup | None:
@@ -64,6 +84,8 @@ class _Averager(ModelAverager, abc.ABC):
                 self._params = given
                 self._means.clear()
         if group not in self._means:
+            with self._agreement(group) as agreement:
+                verify_same(self._everything, agreement, self._alike)
             self._open(group)
         means = self._means[group]
         means.average(self.step)
@@ -114,12 +136,14 @@ class PeriodicAverager(_Averager):
         buffers: bool = False,
         bucket_cap_mb: float = DEFAULT_CAP_MB,
     ) -> None:
-        super().__init__(params, warmup_steps, process_group, buffers, bucket_cap_mb)
-        if period < 1:
-            raise ValueError(f"period must be at least 1 step, got {period}")
         self.period = period
-        self._alike = f"{period=}, {warmup_steps=}"
+        super().__init__(params, warmup_steps, process_group, buffers, bucket_cap_mb)
         self._open(self.process_group)
+
+    def _check_options(self) -> dict[str, object]:
+        if self.period < 1:
+            raise ValueError(f"period must be at least 1 step, got {self.period}")
+        return {"period": self.period}
 
     def _group_due(self) -> dist.ProcessGroup | None:
         return self.process_group if (self.step - self.warmup_steps) % self.period == 0 else None
@@ -165,19 +189,20 @@ class HierarchicalAverager(_Averager):
         buffers: bool = False,
         bucket_cap_mb: float = DEFAULT_CAP_MB,
     ) -> None:
+        self._pairs: list[tuple[int, Any]] = list(periods.items() if isinstance(periods, Mapping) else periods)
         super().__init__(params, warmup_steps, process_group, buffers, bucket_cap_mb)
-        pairs: list[tuple[int, Any]] = list(periods.items() if isinstance(periods, Mapping) else periods)
-        sizes = [(period, size if isinstance(size, int) else size.size()) for period, size in pairs]
-        _check_levels(sizes, self.process_group.size())
-        levels = ", ".join(f"{size} ranks every {period} steps" for period, size in sizes)
-        self._alike = f"{levels}, {warmup_steps=}"
         self.period_process_group_dict: dict[int, dist.ProcessGroup] = {}
-        for period, group in pairs:
+        for period, group in self._pairs:
             if isinstance(group, int):
                 whole = group == self.process_group.size()
                 group = self.process_group if whole else _group_of_neighbors(group, self.process_group)
             self.period_process_group_dict[period] = group
             self._open(group)
+
+    def _check_options(self) -> dict[str, object]:
+        sizes = [(period, size if isinstance(size, int) else size.size()) for period, size in self._pairs]
+        _check_levels(sizes, self.process_group.size())
+        return {"periods": ", ".join(f"{size} ranks every {period} steps" for period, size in sizes)}
 
     def _group_due(self) -> dist.ProcessGroup | None:
         by_size = reversed(self.period_process_group_dict.items())

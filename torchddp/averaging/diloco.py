@@ -30,10 +30,12 @@ from torchddp.averaging.parameters import (
     group_or_default,
     named_buffers,
     named_parameters,
+    problem_of,
     verify_same,
 )
 from torchddp.comm_hooks.exchange import Exchange
 from torchddp.traffic import Traffic
+from torchddp.transport.agreement import Agreement
 from torchddp.transport.waits import wait_for_future
 from torchddp.transport.worker import Worker
 
@@ -124,27 +126,41 @@ class DiLoCo(OptimizerWrapper):
         process_group: dist.ProcessGroup | None = None,
         bucket_cap_mb: float = DEFAULT_CAP_MB,
     ) -> None:
-        make_outer = outer_factory(outer_optimizer, outer_lr, outer_momentum, nesterov)
-        averaged_buffers = named_buffers(params, buffers)
-        super().__init__(optimizer)
-        if sync_every < 1:
-            raise ValueError(f"sync_every must be at least 1 step, got {sync_every}")
-        if not 0 <= alpha < 1:
-            raise ValueError(f"alpha must be at least 0 and below 1 (1 would never merge the ranks), got {alpha}")
         self.process_group = group_or_default(process_group)
         self.sync_every, self.overlap_steps, self.alpha = sync_every, overlap_steps, alpha
         self.steps = 0
         self.traffic = Traffic(0, 0)
         self._wire = wire
-        self._named = named_parameters(params)
-        self._check(optimizer)
-        check_wire(wire, self._named)
-        alike = f"{sync_every=}, {outer_lr=}, {outer_momentum=}, {nesterov=}, wire={wire}"
-        options = f"{fragments=}, {overlap_steps=}, {alpha=}"
-        verify_same({**self._named, **averaged_buffers}, self.process_group, "DiLoCo", [f"{alike}, {options}"])
-        names = plan_fragments(list(self._named), fragments)
-        check_overlap(overlap_steps, sync_every, fragments)
-        self.fragments = [plan_buckets({n: self._named[n] for n in part}, bucket_cap_mb) for part in names]
+        alike = {
+            "sync_every": sync_every,
+            "outer_lr": outer_lr,
+            "outer_momentum": outer_momentum,
+            "nesterov": nesterov,
+            "outer_optimizer": outer_optimizer,
+            "wire": wire,
+            "fragments": fragments,
+            "overlap_steps": overlap_steps,
+            "alpha": alpha,
+            "bucket_cap_mb": bucket_cap_mb,
+        }
+        with Agreement("DiLoCo", self.process_group) as agreement:
+            make_outer = outer_factory(outer_optimizer, outer_lr, outer_momentum, nesterov)
+            averaged_buffers = named_buffers(params, buffers)
+            super().__init__(optimizer)
+            if sync_every < 1:
+                raise ValueError(f"sync_every must be at least 1 step, got {sync_every}")
+            if not 0 <= alpha < 1:
+                raise ValueError(f"alpha must be at least 0 and below 1 (1 would never merge the ranks), got {alpha}")
+            self._named = named_parameters(params)
+            self._check(optimizer)
+            check_wire(wire, self._named)
+            check_overlap(overlap_steps, sync_every, fragments)
+            everything = {**self._named, **averaged_buffers}
+            if problem := problem_of(everything):
+                raise problem
+            names = plan_fragments(list(self._named), fragments)
+            self.fragments = [plan_buckets({n: self._named[n] for n in part}, bucket_cap_mb) for part in names]
+            verify_same(everything, agreement, alike)
         self._starts = fragment_starts(sync_every, fragments)
         broadcast_from_first(self._named, self.process_group)
         self._global = GlobalWeights(self._named, make_outer)

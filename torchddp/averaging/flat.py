@@ -71,10 +71,14 @@ class FlatBucket:
         torch._foreach_copy_([memory_of(t) for t in self.named.values()], self.pieces(flat))
 
 
-def plan_buckets(named: Named, cap_mb: float) -> list[FlatBucket]:
-    """Buckets of at most ``cap_mb`` MiB of tensors, in their order; a larger tensor gets its own."""
+def check_cap(cap_mb: float) -> None:
     if not cap_mb > 0:
         raise ValueError(f"bucket_cap_mb must be above 0, got {cap_mb}")
+
+
+def plan_buckets(named: Named, cap_mb: float) -> list[FlatBucket]:
+    """Buckets of at most ``cap_mb`` MiB of tensors, in their order; a larger tensor gets its own."""
+    check_cap(cap_mb)
     names, tensors = list(named), list(named.values())
     specs = param_specs(tensors, names, [False] * len(names))
     plan = _C.make_bucket_plan(specs, range(len(names)), [max(1, int(cap_mb * _MIB))])
@@ -142,7 +146,7 @@ class FlatMeans:
             payload_bytes += flat.nbytes
             try:
                 average_flat(self._exchange, flat, wire_of(None, bucket))
-            except RuntimeError as error:
+            except TransportError as error:
                 what = f"bucket {index} of {len(self.buckets)}"
                 raise lost_peer(self._group, self._who, step, what, list(bucket.named), error) from error
             bucket.unpack(flat)

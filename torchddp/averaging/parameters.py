@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from torchddp import _C
-from torchddp.transport.agreement import verify_agreement
+from torchddp.transport.agreement import Agreement, in_words
 
 Named = dict[str, torch.Tensor]
 _MESSAGE_BYTES = 25 * 1024 * 1024
@@ -102,13 +102,16 @@ def problem_of(named: Named) -> ValueError | None:
     return None
 
 
-def verify_same(named: Named, process_group: dist.ProcessGroup, who: str, options: Iterable[str] = ()) -> None:
-    """Collective. RuntimeError on every rank unless parameters and ``options`` are the same on all ranks.
+def verify_same(named: Named, agreement: Agreement, options: Mapping[str, object]) -> None:
+    """Collective. RuntimeError on every rank unless the parameters are the same on all ranks, ValueError unless the
+    options are.
 
     ValueError on a rank where they can't be averaged; RuntimeError with its reason on the others.
     """
-    lines = [*options, *(f"'{n}' {p.dtype}{list(p.shape)} with strides {list(p.stride())}" for n, p in named.items())]
-    verify_agreement(lines, problem_of(named), process_group, who)
+    if problem := problem_of(named):
+        raise problem
+    lines = [f"'{n}' {p.dtype}{list(p.shape)} with strides {list(p.stride())}" for n, p in named.items()]
+    agreement.verify(lines, {name: in_words(value) for name, value in options.items()})
 
 
 def broadcast_from_first(named: Named, process_group: dist.ProcessGroup) -> None:

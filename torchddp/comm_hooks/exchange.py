@@ -29,7 +29,7 @@ from torchddp import _C
 from torchddp.transport import select
 from torchddp.transport.agreement import GroupExchange, align_group_counts, ranks_of_hosts
 from torchddp.transport.store import is_first_in_job
-from torchddp.transport.waits import wait_for_work
+from torchddp.transport.waits import run_collective
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +39,7 @@ _Purpose = tuple[torch.device, Hierarchical, datetime.timedelta]
 # Shards begin at multiples of this if they are much larger; it is a multiple of every format's block.
 _ALIGNMENT = 1024
 _SMALL_ALIGNMENT = 16
+_COMPRESSED = "an exchange of compressed values"  # for errors
 
 
 @dataclasses.dataclass(eq=False)
@@ -196,7 +197,7 @@ class Exchange:
         """Every member's message: uint8 [n] -> [members, n]."""
         messages = message.new_empty(self.members, message.numel())
         with self._groups.operation():
-            wait_for_work(self._outer._allgather_base(messages.view(-1), message), self._outer)
+            run_collective(lambda: self._outer._allgather_base(messages.view(-1), message), self._outer, _COMPRESSED)
         self.sent_bytes += message.nbytes * (self.members - 1)
         return messages
 
@@ -204,7 +205,11 @@ class Exchange:
         """Row j goes to member j: uint8 [members, n] -> [members, n], row j from member j."""
         received = torch.empty_like(messages)
         with self._groups.operation():
-            wait_for_work(self._outer.alltoall_base(received.view(-1), messages.view(-1), [], []), self._outer)
+            run_collective(
+                lambda: self._outer.alltoall_base(received.view(-1), messages.view(-1), [], []),
+                self._outer,
+                _COMPRESSED,
+            )
         self.sent_bytes += messages.nbytes * (self.members - 1) // self.members
         return received
 

@@ -161,16 +161,20 @@ class CommHook(abc.ABC):
             RuntimeError: an embedding with sparse gradients, by name; a hook that belongs to another model; a process
                 group that torch does not know, together with ``find_unused_parameters``.
         """
+        self.check(model)
         if self._attachment is not None:
-            if self._attachment.model() is model:
-                return
-            raise RuntimeError(f"this {type(self).__name__} hook belongs to another model: make one for each")
+            return
         parameters = _reduced_parameters(model)
-        _check_parameters(parameters, model)
         self._connect(model, parameters)
         names = {id(p): name for name, p in parameters.items()}
         worker = Worker(f"torchddp {type(self).__name__}")
         self._attachment = _Attachment(weakref.ref(model), model.process_group, names, worker)
+
+    def check(self, model: Any) -> None:
+        """Raise what :meth:`attach` would raise for this rank's model. Not collective."""
+        if self._attachment is not None and self._attachment.model() is not model:
+            raise RuntimeError(f"this {type(self).__name__} hook belongs to another model: make one for each")
+        _check_parameters(_reduced_parameters(model), model)
 
     def _connect(self, model: Any, parameters: dict[str, nn.Parameter]) -> None:
         if (opens := getattr(model.process_group, "open_exchange", None)) is not None:  # its own kind of exchange

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 
-from torchddp.composable.engine import ReplicateEngine
+from torchddp.composable.engine import ReplicateEngine, ReplicatePolicy
 from torchddp.composable.module import (
     NAME,
     ReplicateModule,
@@ -27,8 +27,9 @@ from torchddp.composable.module import (
     state_of,
 )
 from torchddp.composable.precision import reduce_in
-from torchddp.ddp.model import is_dtensor
+from torchddp.ddp.model import device_of, group_of, is_dtensor
 from torchddp.ddp.module import DistributedDataParallel
+from torchddp.transport.agreement import Agreement
 
 M = TypeVar("M", bound=torch.nn.Module)
 _IGNORED = "_ddp_params_and_buffers_to_ignore"  # where DistributedDataParallel looks for names
@@ -102,26 +103,30 @@ def replicate(
 
     The idea and names are those of torch's ``torch.distributed._composable.replicate`` and ``fully_shard``.
     """
-    _check_options(options)
-    _check_module(module)
-    policy = MixedPrecisionPolicy() if mp_policy is None else mp_policy
-    if not isinstance(policy, MixedPrecisionPolicy):
-        raise TypeError(f"mp_policy must be a torch.distributed.fsdp.MixedPrecisionPolicy, got {type(policy).__name__}")
-    group = _group_of(mesh)
-    left_out = partial(_left_to_others, module, _checked_modules(ignored_modules), list(ignored_params or ()))
 
     def parameters() -> dict[str, torch.nn.Parameter]:
         names = left_out()
         return {name: p for name, p in module.named_parameters() if name not in names}
 
-    present = parameters()
-    _check_parameters(module, present, mesh, dist.get_rank())
-    sent_in = _differing_dtype(policy.reduce_dtype or policy.param_dtype, present.values())
-    _check_wire_dtype(sent_in, options)
+    policy = MixedPrecisionPolicy() if mp_policy is None else mp_policy
+    # These checks' errors reach all ranks, as those of the engine do.
+    ranks = group_of(None, mesh) if options.get("init_sync", True) else None
+    with Agreement(ReplicatePolicy.who, ranks, device_of(module)):
+        _check_options(options)
+        _check_module(module)
+        if not isinstance(policy, MixedPrecisionPolicy):
+            raise TypeError(
+                f"mp_policy must be a torch.distributed.fsdp.MixedPrecisionPolicy, got {type(policy).__name__}"
+            )
+        group = _group_of(mesh)
+        left_out = partial(_left_to_others, module, _checked_modules(ignored_modules), list(ignored_params or ()))
+        present = parameters()
+        _check_parameters(module, present, mesh, dist.get_rank())
+        sent_in = _differing_dtype(policy.reduce_dtype or policy.param_dtype, present.values())
+        _check_wire_dtype(sent_in, options)
+        device_ids = _device_ids(device_id, present.values())
     with _ignoring(module, left_out()):
-        engine = ReplicateEngine(
-            module, left_out, device_ids=_device_ids(device_id, present.values()), process_group=group, **options
-        )
+        engine = ReplicateEngine(module, left_out, policy, device_ids=device_ids, process_group=group, **options)
     if sent_in is not None:
         engine.register_comm_hook(engine.process_group, reduce_in(sent_in))
     _install(module, engine, policy, parameters)

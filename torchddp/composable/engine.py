@@ -15,10 +15,16 @@ from torchddp.ddp.session import ReducerPolicy, ReducerSession
 
 
 class ReplicatePolicy(ReducerPolicy):
-    """The reducer works on the local parts of DTensors."""
+    """The reducer works on the local parts of DTensors. ``precision``: the module's mixed precision."""
 
-    def __init__(self) -> None:
+    who = "replicate()"
+
+    def __init__(self, precision: object) -> None:
         self.local = LocalParameters([], {})
+        self._precision = precision
+
+    def compared(self) -> dict[str, str]:
+        return {"mp_policy": str(self._precision)}
 
     def parameters(self, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
         self.local = LocalParameters(parameters, self.local.leaves())
@@ -36,10 +42,13 @@ class ReplicateEngine(DistributedDataParallel):
 
     Args:
         left_out: returns the names to ignore in the module as it is now.
+        precision: the module's mixed precision.
     """
 
-    def __init__(self, module: torch.nn.Module, left_out: Callable[[], set[str]], **options: Any) -> None:
-        self._policy = self._replicate = ReplicatePolicy()
+    def __init__(
+        self, module: torch.nn.Module, left_out: Callable[[], set[str]], precision: object, **options: Any
+    ) -> None:
+        self._policy = self._replicate = ReplicatePolicy(precision)
         self._left_out = left_out
         self.refreshed: Callable[[], None] = lambda: None  # called after `refresh_trainable`
         super().__init__(module, **options)

@@ -39,8 +39,11 @@ def default_sizes(
     transport: _C.Transport,
     process_group: dist.ProcessGroup,
     timeout: datetime.timedelta = datetime.timedelta(0),
+    first_bytes: int = dist._DEFAULT_FIRST_BUCKET_BYTES,
 ) -> tuple[list[int], int]:
     """Return bucket caps in bytes (the last one repeats) and the size from which a gradient gets its own bucket.
+
+    ``first_bytes``: the first bucket's cap, where ranks share no memory; the same on all ranks.
 
     Equal on all ranks. Collective over shared memory if the gradients exceed the smallest bucket; the first call for a
     group takes a few milliseconds. Averages do not depend on the bucket sizes, because sums are formed in rank order.
@@ -56,7 +59,7 @@ def default_sizes(
         return [cap_bytes], solo_bytes
     on_cpu = all(p.device.type == "cpu" for p in parameters)
     cap_bytes = _CPU_CAP_BYTES if on_cpu else _DEFAULT_CAP_BYTES
-    return [min(dist._DEFAULT_FIRST_BUCKET_BYTES, cap_bytes), cap_bytes], _CPU_SOLO_BYTES if on_cpu else 0
+    return [min(first_bytes, cap_bytes), cap_bytes], _CPU_SOLO_BYTES if on_cpu else 0
 
 
 def shared_sizes(line: MessageLine) -> tuple[int, int]:

@@ -47,6 +47,16 @@ def check_hook_signature(hook: object) -> None:
         )
 
 
+def is_attached(hook: object) -> bool:
+    return isinstance(hook, AttachedHook)
+
+
+def check_attachable(hook: object, model: Any) -> None:
+    """Raise what `attach` would raise for this rank's model. Not collective."""
+    if isinstance(hook, AttachedHook) and callable(check := getattr(hook, "check", None)):
+        check(model)
+
+
 def attach(hook: object, model: Any) -> None:
     """Collective for an `AttachedHook`; does nothing for other hooks."""
     if isinstance(hook, AttachedHook):
@@ -64,6 +74,48 @@ def follow_parameters(hook: object, state: object, model: Any) -> None:
         for held in (powersgd.error_dict, powersgd.p_memory_dict, powersgd.q_memory_dict):
             held.clear()
         powersgd.iter = 0
+
+
+def describe_all(ddp: Any, *coming: tuple[object, object]) -> str:
+    """The model's hooks, and those that are about to be registered, in words: what must be equal on all ranks."""
+    constructors = [(hook, state) for state, hook in ddp.__dict__.get("_coming_hooks", ())]
+    found = [describe(hook, state) for hook, state in (*ddp.__dict__.get("_comm_hooks", ()), *constructors, *coming)]
+    if ddp._builtin_hook is not None:
+        found.append(str(ddp._builtin_hook))
+    if (buffer_hook := ddp.__dict__.get("buffer_hook")) is not None:
+        where = buffer_hook.buffer_comm_hook_location.name
+        found.append(f"{describe(buffer_hook.buffer_comm_hook)} for buffers ({where})")
+    return ", ".join(found) or "no hook"
+
+
+def describe(hook: object, state: object = None) -> str:
+    """A hook's name and, if it is one of torch's or torchddp's, its options and those of its state."""
+    if isinstance(hook, functools.partial):
+        return describe(hook.func, state)
+    name = getattr(hook, "__qualname__", None) or type(hook).__qualname__
+    cells = [cell.cell_contents for cell in getattr(hook, "__closure__", None) or ()] if _is_known(hook) else []
+    inner = [
+        describe(value) if callable(value) else str(value) for value in cells if callable(value) or _is_plain(value)
+    ]
+    return name + "".join(f"({', '.join(found)})" for found in (inner, _options_of(hook), _options_of(state)) if found)
+
+
+def _options_of(value: object) -> list[str]:
+    """Its public plain attributes; none for classes of the program, which may hold what belongs to one rank."""
+    if not _is_known(value):
+        return []
+    names = dict.fromkeys([*getattr(value, "__slots__", ()), *getattr(value, "__dict__", ())])
+    options = {name: getattr(value, name) for name in names if not name.startswith("_")}
+    return [f"{name}={option}" for name, option in options.items() if _is_plain(option)]
+
+
+def _is_known(value: object) -> bool:
+    module = getattr(value, "__module__", None) or ""
+    return module.startswith(("torch.distributed.algorithms.", "torchddp."))
+
+
+def _is_plain(value: object) -> bool:
+    return isinstance(value, bool | int | float | str | torch.dtype)
 
 
 def is_bf16(hook: object) -> bool:

@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 from torch.nn.parallel.distributed import _DDPSink, _tree_flatten_with_rref, _tree_unflatten_with_rref
@@ -36,6 +37,23 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     if hasattr(local, "trigger_wait"):  # a collective may still be writing it
         local = local.wait()  # type: ignore[attr-defined]
     return local
+
+
+# --- what a constructor was given ---
+
+
+def group_of(process_group: Any, device_mesh: Any) -> dist.ProcessGroup | None:
+    """The group that a wrapper with these arguments uses; None if there is none that this rank is in."""
+    if device_mesh is not None and process_group is None and getattr(device_mesh, "ndim", 0) == 1:
+        process_group = device_mesh.get_group(mesh_dim=0)
+    if process_group is None and dist.is_initialized():
+        process_group = dist.group.WORLD
+    return process_group if isinstance(process_group, dist.ProcessGroup) else None
+
+
+def device_of(module: Any) -> torch.device | None:
+    """Of its first parameter; None without any."""
+    return next((p.device for p in module.parameters()), None) if isinstance(module, torch.nn.Module) else None
 
 
 # --- tensors without memory ---

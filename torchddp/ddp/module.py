@@ -32,10 +32,12 @@ from torchddp.ddp.options import (
     TransportChoice,
     ZeroWeights,
 )
+from torchddp.ddp.same_model import ModelDescription, agree_on_model
 from torchddp.ddp.session import ReducerPolicy, ReducerSession
 from torchddp.ddp.weights import LossKind, weight_and_count
 from torchddp.errors import NonFinite
 from torchddp.traffic import Traffic, of_model
+from torchddp.transport.agreement import Agreement
 
 __all__ = ["DistributedDataParallel"]
 
@@ -135,21 +137,28 @@ class DistributedDataParallel(TorchDDP):
         main_grads_as: MainGradsAs = MAIN_GRAD,
         auto_refresh_trainable: bool = False,
     ) -> None:
-        options = DDPOptions.of(locals())
-        hook = None if comm_hook is None else load("torchddp.comm_hooks:resolve")(comm_hook)
-        model.check_not_fake(module)
-        inner = model.wrapped_inside(module)
-        # Set before torch's constructor, which builds the reducer from them; plain attributes only.
-        self._options = options.kept()
-        self._is_copy = False
-        self.sync_strategy = options.strategy
-        super().__init__(module, **options.for_torch(views=options.views and not inner))
+        given = locals()
+        ranks = model.group_of(process_group, device_mesh) if init_sync else None
+        # Until the ranks have agreed, an error on one reaches all. torch's constructor builds the reducer, so plain
+        # attributes are set before it.
+        with Agreement(self._policy.who, ranks, model.device_of(module)) as self._construction:
+            options = DDPOptions.of(given)
+            self._coming_hooks = [] if comm_hook is None else [load("torchddp.comm_hooks:resolve")(comm_hook)]
+            model.check_not_fake(module)
+            inner = model.wrapped_inside(module)
+            self._options = options.kept()
+            self._is_copy = False
+            self.sync_strategy = options.strategy
+            super().__init__(module, **options.for_torch(views=options.views and not inner))
+            if not self._construction.is_over:  # torch built no reducer: it delays all parameters
+                agree_on_model(self._construction, ModelDescription([]), options.compared(has_buffers=False), None)
+        del self._construction
         if inner:
             model.copy_gradients([*inner, self])
         self._siblings: list[weakref.ref[Any]] = []
         model.meet_siblings(self)
-        if hook is not None:
-            self.register_comm_hook(*hook)
+        for state, hook in self.__dict__.pop("_coming_hooks"):
+            self.register_comm_hook(state, hook)
 
     # --- called by torch's constructor and by unpickling ---
 
@@ -299,10 +308,15 @@ class DistributedDataParallel(TorchDDP):
     def _default_broadcast_coalesced(
         self, bufs: list[torch.Tensor] | None = None, bucket_size: int | None = None, authoritative_rank: int = 0
     ) -> None:
+        self.session.agree_once()
         found = self.modules_buffers if bufs is None else bufs
         if not buffers.broadcast(self, found, authoritative_rank):
             with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(found)):
                 super()._default_broadcast_coalesced(found, bucket_size, authoritative_rank)
+
+    def _sync_module_buffers(self, authoritative_rank: int) -> None:
+        self.session.agree_once()
+        super()._sync_module_buffers(authoritative_rank)
 
     def _delayed_all_reduce_hook(self, grad: torch.Tensor) -> torch.Tensor:
         """torch's version never waits for the all-reduce, so over gloo the optimizer may read unfinished sums."""
@@ -428,8 +442,8 @@ class DistributedDataParallel(TorchDDP):
         """Reduce buckets with ``hook(state, bucket: GradBucket) -> Future[Tensor]`` from now on (torch's types).
 
         Call it once, before the first backward. The bucket is not divided by the world size beforehand. Any hook
-        written for torch's class works. Every rank must register a hook that runs the same collectives; registering one
-        of ``torchddp.comm_hooks`` is itself collective.
+        written for torch's class works. Every rank must register the same hook, which is compared in the next step;
+        registering one of ``torchddp.comm_hooks`` is itself collective.
 
         Example:
 
@@ -437,10 +451,15 @@ class DistributedDataParallel(TorchDDP):
 
             model.register_comm_hook(None, bf16_compress_hook)
         """
-        self._check_comm_hook(hook)
+        with self.session.agreement() as agreement:
+            self._check_comm_hook(hook)
+            hooks.check_attachable(hook, self)
+            if hooks.is_attached(hook):  # which communicates now
+                self.session.agree(agreement, (hook, state))
         hooks.attach(hook, self)
         self._comm_hooks.append((hook, state))
         self._install_comm_hook(state, hook)
+        self.session.expect_agreement()
 
     def _install_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Make the current reducer call the hook. Not collective."""
@@ -451,6 +470,7 @@ class DistributedDataParallel(TorchDDP):
         self.logger._set_comm_hook_name(str(comm_hook_type))
         self._builtin_hook = comm_hook_type
         self.reducer.register_builtin_comm_hook(comm_hook_type)
+        self.session.expect_agreement()
 
     def join_hook(self, **kwargs: Any) -> Any:
         """As in torch, for `join()`. RuntimeError with ``find_nonfinite="raise"``."""
@@ -468,6 +488,7 @@ class DistributedDataParallel(TorchDDP):
         self.session.joining(None)
 
     def _match_all_reduce_for_bwd_pass(self) -> None:
+        self.session.agree_once()
         self.reducer.match_weights()
         super()._match_all_reduce_for_bwd_pass()
 

@@ -8,7 +8,7 @@ import math
 import numbers
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Final, Literal, NewType
 
@@ -36,6 +36,10 @@ FindNonfinite = bool | Literal["raise"]
 ZeroWeights = Literal["raise", "zeros"]
 MainGradsAs = Literal["main_grad", "grad"]
 SyncChoice = Literal["single_auto_sync", "multi_auto_sync", "forced_sync"]
+
+# What holds if ranks give an option different values. Where a field says nothing, that is an error on all ranks.
+_OWN: Final = {"ranks": "each rank's own"}
+_RANK_0S: Final = {"ranks": "rank 0's"}
 
 _TORCH_ARGUMENTS = frozenset(inspect.signature(TorchDDP.__init__).parameters)
 # timedelta.max in microseconds, the unit passed to C++, does not fit in 64 bits.
@@ -85,6 +89,8 @@ class DDPSyncStrategy(str, Enum):
 @dataclass(frozen=True)
 class DDPOptions:
     """Every argument of DistributedDataParallel except the module, in its order; checked on construction.
+
+    All ranks must give an option the same value, unless its field says that each has its own, or that rank 0's holds.
 
     Those up to ``forward_sync_buffers`` mean what they mean in torch's class, or what DistributedDataParallel says.
 
@@ -161,33 +167,34 @@ class DDPOptions:
         TypeError, ValueError: a value is not allowed; the message says which values are.
     """
 
-    device_ids: Sequence[int | torch.device] | None = None
-    output_device: int | torch.device | None = None
-    dim: int = 0
+    device_ids: Sequence[int | torch.device] | None = field(default=None, metadata=_OWN)
+    output_device: int | torch.device | None = field(default=None, metadata=_OWN)
+    dim: int = field(default=0, metadata=_OWN)
     broadcast_buffers: bool | None = None
     init_sync: bool = True
-    process_group: dist.ProcessGroup | None = None
-    bucket_cap_mb: BucketCap = None
+    process_group: dist.ProcessGroup | None = field(default=None, metadata=_OWN)
+    bucket_cap_mb: BucketCap = field(default=None, metadata=_RANK_0S)
     find_unused_parameters: bool = False
-    check_reduction: bool = False
-    gradient_as_bucket_view: bool | None = None
+    check_reduction: bool = field(default=False, metadata=_OWN)
+    gradient_as_bucket_view: bool | None = field(default=None, metadata=_OWN)
     static_graph: bool = False
-    delay_all_reduce_named_params: Any = None
-    param_to_hook_all_reduce: Any = None
+    # Of these two, the names are compared: they are ignored by the reducer.
+    delay_all_reduce_named_params: Any = field(default=None, metadata=_OWN)
+    param_to_hook_all_reduce: Any = field(default=None, metadata=_OWN)
     mixed_precision: Any = None
-    device_mesh: DeviceMesh | None = None
+    device_mesh: DeviceMesh | None = field(default=None, metadata=_OWN)
     skip_all_reduce_unused_params: bool = False
-    bucket_cap_mb_list: Sequence[float] | None = None
-    batched_grad_copy: bool = False
+    bucket_cap_mb_list: Sequence[float] | None = field(default=None, metadata=_RANK_0S)
+    batched_grad_copy: bool = field(default=False, metadata=_OWN)
     forward_sync_buffers: bool | None = None
     transport: TransportChoice = "auto"
     wire_dtype: torch.dtype | None = None
-    timeout: datetime.timedelta | None = None
-    stall_report_s: float | None = None
-    gradient_stats: bool = False
+    timeout: datetime.timedelta | None = field(default=None, metadata=_OWN)
+    stall_report_s: float | None = field(default=None, metadata=_OWN)
+    gradient_stats: bool = field(default=False, metadata=_OWN)
     check_parameters_every: int | None = None
     find_nonfinite: FindNonfinite = False
-    adopt_large_gradients: bool = True
+    adopt_large_gradients: bool = field(default=True, metadata=_OWN)  # used where all ranks do
     weighted: bool = False
     zero_weights: ZeroWeights = RAISE
     comm_hook: object = None
@@ -260,6 +267,21 @@ class DDPOptions:
                 f"{precision.why_views}"
             )
 
+    # --- other ranks ---
+
+    def compared(self, *, has_buffers: bool) -> dict[str, str]:
+        """The values that must be equal on all ranks, in words. ``has_buffers``: the model has some to send."""
+        values = {f.name: str(getattr(self, f.name)) for f in fields(self) if not f.metadata}
+        del values["transport"]  # what is chosen is compared
+        values["sync"] = self.strategy.value
+        values["broadcast_buffers"] = str(self.sends_buffers_at_init or not has_buffers)
+        values["forward_sync_buffers"] = str(self.sends_buffers_in_forward or not has_buffers)
+        return values
+
+    def of_rank_0(self) -> dict[str, Any]:
+        """The values for which rank 0's holds on all ranks."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.metadata == _RANK_0S}
+
     # --- derived values ---
 
     def make_precision(self) -> GradPrecision:
@@ -284,6 +306,11 @@ class DDPOptions:
     @property
     def sends_buffers_at_init(self) -> bool:
         return self.forward_sync_buffers is not None or self.broadcast_buffers is not False
+
+    @property
+    def sends_buffers_in_forward(self) -> bool:
+        given = self.broadcast_buffers if self.forward_sync_buffers is None else self.forward_sync_buffers
+        return given is not False
 
     @property
     def wait_limit(self) -> datetime.timedelta:

@@ -10,7 +10,7 @@ import torch
 from torch.nn.parallel.distributed import _cast_buffers, _setup_mixed_precision_params
 
 from torchddp.ddp import hooks, model
-from torchddp.transport.agreement import GroupExchange, TransportExchange, gather_if_different, list_problems, ranks_by
+from torchddp.transport.agreement import Agreement, TransportExchange, list_problems, ranks_by
 
 MAX_DIFFERENCES = 8
 
@@ -20,9 +20,11 @@ def refresh_trainable(ddp: Any) -> None:
     if reason := _reason_against(ddp):
         raise RuntimeError(f"refresh_trainable() can't be called on rank {ddp.process_group.rank()}: {reason}")
     session = ddp.session
-    ddp.parameters_to_ignore |= ddp._names_to_ignore()
-    states = list(_states_of(ddp))
-    _agree(ddp, [state for state, _ in states])
+    first = next(ddp.module.parameters(), session.parameters[0])  # whose device may have changed
+    with Agreement("refresh_trainable()", ddp.process_group, first.device) as agreement:
+        ddp.parameters_to_ignore |= ddp._names_to_ignore()
+        states = list(_states_of(ddp))
+        _agree(ddp, [state for state, _ in states], agreement)
     if session.options.init_sync and session.policy.sends_states:
         session.send([tensor for state, tensor in states if state.is_new], src=0)
     ddp.observers.close()
@@ -42,6 +44,7 @@ def refresh_if_changed(ddp: Any) -> None:
         return
     changed = session.has_changed()
     if session.policy.ranks_compare_changes and session.process_group.size() > 1:
+        session.agree_once()
         exchange = TransportExchange(session.reducer.transport, int, session.device, session.wait_limit)
         changed = any(flag for (flag,) in exchange.gather([int(changed)]))
     if changed:
@@ -181,26 +184,23 @@ def _describe(name: str, tensor: torch.Tensor, role: str, is_new: bool) -> tuple
     return _State(name, f"{role} ({dtype}{list(held.shape)})", strides, is_new), held
 
 
-def _agree(ddp: Any, states: Sequence[_State]) -> None:
+def _agree(ddp: Any, states: Sequence[_State], agreement: Agreement) -> None:
     """Collective: raise on every rank if one has a problem or their models differ."""
     problem = _problem(ddp)
-    if ddp.process_group.size() > 1:
-        told = "" if problem is None else f"{type(problem).__name__}: {problem}"
-        first = next(ddp.module.parameters(), ddp.session.parameters[0])  # whose device may have changed
-        exchange = GroupExchange(ddp.process_group, first.device)
-        by_rank = gather_if_different((told, list(states)), exchange)
-        if by_rank is not None:
-            differences = find_differences([theirs for _, theirs in by_rank])
-            if differences:
-                more = len(differences) - MAX_DIFFERENCES
-                listed = "; ".join(differences[:MAX_DIFFERENCES]) + (f"; and {more} more" if more > 0 else "")
-                raise RuntimeError(
-                    f"refresh_trainable() on rank {exchange.rank}: the model is not the same on all ranks: {listed}. "
-                    "Nothing was changed. Freeze, thaw, add and remove the same parameters on every rank, and call it "
-                    "again."
-                )
-            if problem is None and (others := list_problems([theirs for theirs, _ in by_rank])):
-                raise RuntimeError(f"refresh_trainable() failed on other ranks, and changed nothing: {others}")
+    told = "" if problem is None else f"{type(problem).__name__}: {problem}"
+    by_rank = agreement.gather((told, list(states)))
+    if by_rank is not None:
+        differences = find_differences([theirs for _, theirs in by_rank])
+        if differences:
+            more = len(differences) - MAX_DIFFERENCES
+            listed = "; ".join(differences[:MAX_DIFFERENCES]) + (f"; and {more} more" if more > 0 else "")
+            raise RuntimeError(
+                f"refresh_trainable() on rank {ddp.session.rank}: the model is not the same on all ranks: {listed}. "
+                "Nothing was changed. Freeze, thaw, add and remove the same parameters on every rank, and call it "
+                "again."
+            )
+        if problem is None and (others := list_problems([theirs for theirs, _ in by_rank])):
+            raise RuntimeError(f"refresh_trainable() failed on other ranks, and changed nothing: {others}")
     if problem is not None:
         raise problem
 

@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
-import torch.distributed as dist
 
-from torchddp.transport.agreement import GroupExchange, gather_if_different
+from torchddp.transport.agreement import Agreement
+
+Value = TypeVar("Value")
 
 MAX_DIFFERENCES = 8
 
 
-# What ranks may have chosen differently, and the options to make equal.
-_CHOICES = (
-    ("chose different transports", "transport= and the same TORCHDDP_TRANSPORT"),
-    ("would reduce large gradients in different ways", "adopt_large_gradients= and the same gradient_as_bucket_view="),
-    ("would send gradients to other hosts in different dtypes", "wire_dtype="),
-)
-
-
 @dataclass(frozen=True)
 class ParamDescription:
-    """What must agree between ranks for one parameter that DDP reduces."""
+    """What must agree between ranks for one parameter or buffer."""
 
     name: str
     shape: tuple[int, ...]
@@ -38,9 +32,13 @@ def describe(
     parameters: Sequence[torch.Tensor], names: Sequence[str], bucket_dtypes: Sequence[torch.dtype] | None = None
 ) -> list[ParamDescription]:
     return [
-        ParamDescription(name, tuple(p.shape), tuple(p.stride()), _dtype_in_words(p.dtype, reduced_in))
+        ParamDescription(name, tuple(p.shape), _strides_of(p), _dtype_in_words(p.dtype, reduced_in))
         for p, name, reduced_in in zip(parameters, names, bucket_dtypes or [p.dtype for p in parameters], strict=True)
     ]
+
+
+def _strides_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    return tuple(tensor.stride()) if tensor.layout == torch.strided else ()
 
 
 def _dtype_in_words(dtype: torch.dtype, reduced_in: torch.dtype) -> str:
@@ -48,8 +46,47 @@ def _dtype_in_words(dtype: torch.dtype, reduced_in: torch.dtype) -> str:
     return text if reduced_in == dtype else f"{text} (reduced in {str(reduced_in).removeprefix('torch.')})"
 
 
-def find_differences(by_rank: Sequence[Sequence[ParamDescription]]) -> list[str]:
-    """Describe every rank whose parameters don't match rank 0's; empty if gradients can be reduced together.
+@dataclass(frozen=True)
+class ModelDescription:
+    """What a wrapper sends of a model.
+
+    Attributes:
+        params: those that are reduced.
+        frozen: other parameters, which are copied from rank 0.
+        buffers: those that are copied from rank 0, at construction or later.
+        ignored: names of parameters and buffers that are left alone.
+    """
+
+    params: list[ParamDescription]
+    frozen: list[ParamDescription] = field(default_factory=list)
+    buffers: list[ParamDescription] = field(default_factory=list)
+    ignored: list[str] = field(default_factory=list)
+
+
+def find_model_differences(by_rank: Sequence[ModelDescription]) -> list[str]:
+    """Describe how the ranks' models differ; empty if they can be trained together."""
+    return [
+        *find_differences([model.params for model in by_rank]),
+        *find_differences([model.frozen for model in by_rank], "frozen"),
+        *find_differences([model.buffers for model in by_rank], "buffers"),
+        *_ignored_on_some(by_rank),
+    ]
+
+
+def _ignored_on_some(by_rank: Sequence[ModelDescription]) -> list[str]:
+    """Ranks may ignore what only they have, but not what others send."""
+    found = []
+    for sender, model in enumerate(by_rank):
+        sent = {d.name for d in (*model.params, *model.frozen, *model.buffers)}
+        for rank, other in enumerate(by_rank):
+            if names := sorted(sent.intersection(other.ignored)):
+                shown = ", ".join(map(repr, names[:MAX_DIFFERENCES]))
+                found.append(f"[{rank}]: {shown} is in parameters_to_ignore here, but not in process {sender}")
+    return found
+
+
+def find_differences(by_rank: Sequence[Sequence[ParamDescription]], what: str = "params") -> list[str]:
+    """Describe every rank whose parameters don't match rank 0's; empty if they can be sent together.
 
     Names may differ (a rank may use other names for the same layers), unless the same names appear in another order:
     gradients would then be added to those of other layers.
@@ -58,27 +95,29 @@ def find_differences(by_rank: Sequence[Sequence[ParamDescription]]) -> list[str]
     reference = by_rank[0]
     for rank, mine in enumerate(by_rank[1:], start=1):
         if len(mine) != len(reference):
-            found.append(_count_difference(rank, reference, mine))
+            found.append(_count_difference(rank, reference, mine, what))
             continue
         names, reference_names = [d.name for d in mine], [d.name for d in reference]
         if names != reference_names and sorted(names) == sorted(reference_names):
             at = next(i for i, (a, b) in enumerate(zip(reference_names, names, strict=True)) if a != b)
             found.append(
-                f"[{rank}]: params[{at}] is '{names[at]}' in this process, '{reference_names[at]}' in process 0: "
-                f"the parameters of Rank {rank} are registered in a different order from those of Rank 0"
+                f"[{rank}]: {what}[{at}] is '{names[at]}' in this process, '{reference_names[at]}' in process 0: "
+                f"the {what} of Rank {rank} are registered in a different order from those of Rank 0"
             )
             continue
         for i, (theirs, ours) in enumerate(zip(reference, mine, strict=True)):
             if (theirs.shape, theirs.stride, theirs.dtype) != (ours.shape, ours.stride, ours.dtype):
-                found.append(_param_difference(rank, i, theirs, ours))
+                found.append(_param_difference(rank, i, theirs, ours, what))
     return found
 
 
-def _count_difference(rank: int, reference: Sequence[ParamDescription], mine: Sequence[ParamDescription]) -> str:
+def _count_difference(
+    rank: int, reference: Sequence[ParamDescription], mine: Sequence[ParamDescription], what: str
+) -> str:
     reference_names, names = {d.name for d in reference}, {d.name for d in mine}
     text = (
-        f"DDP expects same model across all ranks, but Rank 0 has {len(reference)} params, "
-        f"while rank {rank} has inconsistent {len(mine)} params."
+        f"DDP expects same model across all ranks, but Rank 0 has {len(reference)} {what}, "
+        f"while rank {rank} has inconsistent {len(mine)} {what}."
     )
     only_reference = [f"'{d.name}'" for d in reference if d.name not in names]
     only_mine = [f"'{d.name}'" for d in mine if d.name not in reference_names]
@@ -89,52 +128,37 @@ def _count_difference(rank: int, reference: Sequence[ParamDescription], mine: Se
     return text
 
 
-def _param_difference(rank: int, index: int, theirs: ParamDescription, ours: ParamDescription) -> str:
+def _param_difference(rank: int, index: int, theirs: ParamDescription, ours: ParamDescription, what: str) -> str:
     if theirs.shape != ours.shape:
-        what, got, expected = "sizes", list(ours.shape), list(theirs.shape)
+        kind, got, expected = "sizes", list(ours.shape), list(theirs.shape)
     elif theirs.dtype != ours.dtype:
         return (
-            f"[{rank}]: params[{index}] ('{ours.name}') in this process has dtype {ours.dtype}, "
+            f"[{rank}]: {what}[{index}] ('{ours.name}') in this process has dtype {ours.dtype}, "
             f"in process 0 ('{theirs.name}') dtype {theirs.dtype}"
         )
     else:
-        what, got, expected = "strides", list(ours.stride), list(theirs.stride)
+        kind, got, expected = "strides", list(ours.stride), list(theirs.stride)
     return (
-        f"[{rank}]: params[{index}] ('{ours.name}') in this process with {what} {got} appears not to match {what} "
+        f"[{rank}]: {what}[{index}] ('{ours.name}') in this process with {kind} {got} appears not to match {kind} "
         f"of the same param in process 0 ('{theirs.name}', {expected})"
     )
 
 
-def verify_same_model(
-    parameters: Sequence[torch.Tensor],
-    names: Sequence[str],
-    process_group: dist.ProcessGroup,
-    device: torch.device,
-    transport: str,
-    adopt_bytes: int = 0,
-    wire_dtype: torch.dtype | None = None,
-    bucket_dtypes: Sequence[torch.dtype] | None = None,
-) -> None:
-    """Collective. Raise RuntimeError on every rank unless the parameters agree, ValueError unless the other values do.
+def agree_on_model(
+    agreement: Agreement, model: ModelDescription, options: Mapping[str, str], own: Value
+) -> list[Value] | None:
+    """Collective. Every rank's ``own`` if some differ, else None.
 
-    Parameters must agree in number, order, shape, strides and dtype, including the dtype of their buckets.
-    ``adopt_bytes``, ``wire_dtype``: as in `DDPOptions`. Costs one all-gather of an integer if they agree; full
-    descriptions are only sent if they don't.
+    Raises on every rank: RuntimeError if the models differ, ValueError if the options do. Costs one all-gather of an
+    integer if all are equal; descriptions are only sent if they are not.
     """
-    if process_group.size() == 1:
-        return
-    choices = (repr(transport), "in place" if adopt_bytes > 0 else "in their buckets", str(wire_dtype))
-    mine = (choices, describe(parameters, names, bucket_dtypes))
-    by_rank = gather_if_different(mine, GroupExchange(process_group, device))
+    by_rank = agreement.gather((options, model, own))
     if by_rank is None:
-        return
-    for choice, (what, options) in zip(zip(*(choices for choices, _ in by_rank), strict=True), _CHOICES, strict=True):
-        if len(set(choice)) > 1:
-            listed = ", ".join(f"rank {rank}: {chosen}" for rank, chosen in enumerate(choice))
-            raise ValueError(f"The ranks {what} ({listed}). Give all of them the same {options}.")
-    differences = find_differences([descriptions for _, descriptions in by_rank])
+        return None
+    agreement.check_options([theirs for theirs, _, _ in by_rank])
+    differences = find_model_differences([theirs for _, theirs, _ in by_rank])
     if not differences:
-        return
+        return [theirs for *_, theirs in by_rank]
     more = len(differences) - MAX_DIFFERENCES
     text = "\n".join(differences[:MAX_DIFFERENCES]) + (f"\n... and {more} more differences" if more > 0 else "")
     raise RuntimeError(

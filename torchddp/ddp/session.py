@@ -6,6 +6,7 @@ import datetime
 import logging
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,13 +14,13 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _world
 
 from torchddp import _C
-from torchddp.ddp import model
+from torchddp.ddp import hooks, model
 from torchddp.ddp.bucket_sizes import default_sizes
 from torchddp.ddp.options import RAISE, DDPOptions
-from torchddp.ddp.same_model import verify_same_model
+from torchddp.ddp.same_model import ModelDescription, agree_on_model, describe
 from torchddp.errors import ADVICE_FOR_A_LOST_PEER, TransportError
 from torchddp.transport import select
-from torchddp.transport.agreement import align_group_counts
+from torchddp.transport.agreement import Agreement, align_group_counts
 from torchddp.transport.store import home_of, is_first_in_job
 
 __all__ = ["ReducerPolicy", "ReducerSession"]
@@ -33,15 +34,23 @@ class ReducerPolicy:
     Other kinds of data parallelism derive from it and pass it to the session, which calls it while it opens.
 
     Attributes:
+        who: the class or function, for errors of ranks that differ.
+        ranks_agree: whether the ranks compare options, models and hooks; not where ranks come and go.
         reduce_dtype: dtype in which float32 gradients of buckets with an owner are sent; None: no conversion.
         sends_states: whether all ranks get rank 0's parameters when the first session opens.
         ranks_compare_changes: with ``auto_refresh_trainable``, whether ranks tell each other before each step if
             parameters have changed. Otherwise each rank checks only its own, and all must change in the same way.
     """
 
+    who = "DistributedDataParallel"
+    ranks_agree = True
     reduce_dtype: torch.dtype | None = None
     sends_states = True
     ranks_compare_changes = True
+
+    def compared(self) -> dict[str, str]:
+        """Options besides `DDPOptions` that must be equal on all ranks, in words."""
+        return {}
 
     def parameters(self, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
         """The tensors that the reducer gets instead of the model's parameters, one for each."""
@@ -67,7 +76,9 @@ class ReducerPolicy:
         """The caps the user asked for, or those of `default_sizes` (then collective if that is)."""
         if asked_for := session.options.asked_caps:
             return asked_for, 0
-        return default_sizes(session.parameters, transport, session.process_group, session.wait_limit)
+        return default_sizes(
+            session.parameters, transport, session.process_group, session.wait_limit, session.first_bucket_bytes
+        )
 
     def opened(self, session: ReducerSession) -> None:
         """The reducer exists. Its transport may have changed, if some rank had no room in shared memory."""
@@ -90,6 +101,7 @@ class ReducerSession:
         is_copy: the model was pickled or copied, perhaps by this rank alone, so its setup does not communicate.
         reduces_now: the step has no backward (`DistributedDataParallel.reduce`).
         buffer_names: names of the module's buffers when the session opened.
+        first_bucket_bytes: rank 0's cap of the first bucket, where the transport has no other.
 
     Args:
         ddp: held weakly; torch's constructor has run up to the reducer.
@@ -130,6 +142,11 @@ class ReducerSession:
         self.precision.check(ddp, self.parameters, names, sparse)
         self.reduces_now = False
         _ = self.stall_limit_s  # an invalid value raises before anything is sent
+        self.first_bucket_bytes = dist._DEFAULT_FIRST_BUCKET_BYTES
+        self._model = self._describe_model(ddp)
+        self._has_buffers = bool(ddp.named_module_buffers)
+        self._has_agreed = False
+        self._choice: str = select.C10D if before is None else before._choice
         transport = policy.transport(self, before)
         buffer_broadcast = self._reserved_broadcast(transport, ddp.modules_buffers)  # before ranks agree on memory
         dtypes = self._bucket_dtypes()
@@ -156,7 +173,7 @@ class ReducerSession:
             raise_nonfinite=options.find_nonfinite == RAISE,
             weighted=options.weighted,
             zero_weights_raise=options.zero_weights == RAISE,
-            adopt_bytes=0 if ddp._shares_gradients else options.adopt_bytes,
+            adopt_bytes=0 if ddp._shares_gradients else self.options.adopt_bytes,
             timeout=self.wait_limit,
         )
         self.precision.opened(self.reducer, self.parameters)
@@ -175,6 +192,7 @@ class ReducerSession:
         self._buffer_broadcast = (
             buffer_broadcast if self.reducer.transport is transport else self._broadcast_over(self.reducer.transport)
         )
+        self.expect_agreement()
         policy.opened(self)
 
     # --- queries ---
@@ -267,13 +285,90 @@ class ReducerSession:
         group = group or self.process_group
         devices = [p.device for p in self.parameters]
         choice = select.intended_transport(self.options.transport, group, devices, collective=collective)
-        if collective:
-            large_from = self.options.adopt_bytes if self.device.type == "cuda" else 0
-            wire, dtypes = self.options.wire_dtype, self._bucket_dtypes()
-            verify_same_model(self.parameters, self._names, group, self.device, choice, large_from, wire, dtypes)
-        elif self.is_copy:
+        if not collective and self.is_copy:
             choice = select.C10D
+        self._choice = choice
+        if collective:
+            self._agree_on_options(group)
         return select.open_transport(choice, group, device=self.device, timeout=self.wait_limit or None)
+
+    def _agree_on_options(self, group: dist.ProcessGroup) -> None:
+        """Compare everything, and take rank 0's values of options that it decides. Collective."""
+        own = {**self.options.of_rank_0(), "first_bucket_bytes": self.first_bucket_bytes}
+        agreement = self.agreement(group)
+        by_rank = agree_on_model(agreement, self._model, self._compared(), (own, self.options.adopt_bytes > 0))
+        if by_rank is None:
+            return
+        taken = dict(by_rank[0][0])
+        self.first_bucket_bytes = taken.pop("first_bucket_bytes")
+        all_adopt = self.options.adopt_large_gradients and all(adopts for _, adopts in by_rank)
+        self.options = self.ddp._options = replace(self.options, **taken, adopt_large_gradients=all_adopt)
+
+    def agreement(self, group: dist.ProcessGroup | None = None, who: str | None = None) -> Agreement:
+        """Errors in its context reach all ranks. In the constructor, that one has begun already."""
+        begun: Agreement | None = self.ddp.__dict__.get("_construction")
+        if begun is not None and not begun.is_over:
+            return begun
+        ranks = self.process_group if group is None else group
+        return Agreement(who or self.policy.who, ranks if self.policy.ranks_agree else None, self.device)
+
+    def expect_agreement(self) -> None:
+        """Make ranks compare everything, hooks included, before they send anything for the next step."""
+        if self.policy.ranks_agree and self.process_group.size() > 1:
+            me = weakref.ref(self)
+            self._has_agreed = False
+
+            def agree_once() -> None:
+                if (session := me()) is not None:
+                    session.agree_once()
+
+            self.reducer.before_next_step(agree_once)
+        else:
+            self._has_agreed = True
+
+    @torch._disable_dynamo(recursive=True)
+    def agree_once(self) -> None:
+        """Compare the ranks if they are expected to. Collective. Call it before sending anything.
+
+        Raises:
+            RuntimeError: the models differ, or another rank failed.
+            ValueError: the options or hooks differ.
+        """
+        if self._has_agreed or self.is_captured or torch._C._are_functorch_transforms_active():
+            return
+        self.agree(self.agreement())
+        self._has_agreed = True
+
+    def agree(self, agreement: Agreement, *coming: tuple[object, object]) -> None:
+        """Compare everything with the other ranks. Collective. ``coming``: hooks that are about to be registered."""
+        of_rank_0 = {name: str(value) for name, value in self.options.of_rank_0().items()}
+        agree_on_model(agreement, self._model, {**self._compared(*coming), **of_rank_0}, None)
+
+    def _compared(self, *coming: tuple[object, object]) -> dict[str, str]:
+        """What must be equal on all ranks apart from the model, in words."""
+        ddp = self.ddp
+        compared = self.options.compared(has_buffers=self._has_buffers)
+        compared["transport (or TORCHDDP_TRANSPORT)"] = self._choice
+        compared["static_graph"] = str(self.options.static_graph or ddp.static_graph)
+        compared["comm_hook"] = hooks.describe_all(ddp, *coming)
+        return {**compared, **self.policy.compared()}
+
+    def _describe_model(self, ddp: Any) -> ModelDescription:
+        options, ignored = self.options, ddp.parameters_to_ignore
+        copied = options.init_sync and self.policy.sends_states
+        frozen = (
+            {n: model.local_of(p) for n, p in ddp.module.named_parameters() if not p.requires_grad} if copied else {}
+        )
+        sends_buffers = options.sends_buffers_in_forward or (copied and options.sends_buffers_at_init)
+        buffers = ddp.named_module_buffers if sends_buffers else {}
+        frozen = {name: parameter for name, parameter in frozen.items() if name not in ignored}
+        members = {name for name, _ in (*ddp.module.named_parameters(), *ddp.module.named_buffers())}
+        return ModelDescription(
+            describe(self.parameters, self._names, self._bucket_dtypes()),
+            describe(list(frozen.values()), list(frozen)),
+            describe(list(buffers.values()), list(buffers)),
+            sorted(members.intersection(ignored)),
+        )
 
     def _bucket_dtypes(self) -> list[torch.dtype]:
         return [self.precision.bucket_dtype(p) for p in self.parameters]
@@ -394,6 +489,7 @@ class ReducerSession:
             self.reducer.adopt_plan(None)
             self.reducer.reset_state()
         self._buffer_broadcast = self._broadcast_over(self.reducer.transport)
+        self.expect_agreement()
 
     def _take_group(self, group: dist.ProcessGroup) -> None:
         self.process_group, self.rank, self.is_in_group = group, group.rank(), True

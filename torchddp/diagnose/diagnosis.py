@@ -18,8 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from torchddp.diagnose.rank_state import (
-    GONE,
-    STOPPED,
     CallState,
     Frame,
     RankState,
@@ -28,6 +26,7 @@ from torchddp.diagnose.rank_state import (
     user_part,
 )
 from torchddp.errors import listed
+from torchddp.transport.processes import GONE, STOPPED
 from torchddp.whole_file import write_whole
 
 FOLDER_ENV = "TORCHDDP_HANG_REPORT_DIR"

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _world
 
 from torchddp.ddp.session import ReducerSession
-from torchddp.diagnose import rank_state
 from torchddp.diagnose.rank_state import RankState
+from torchddp.transport import processes
 
 # Number of models so far, by process group; equal on all ranks.
 _models: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
@@ -64,7 +64,7 @@ class ModelWaits:
 
     def meet(self, known: dict[int, dict[str, Any]]) -> None:
         """Learn the processes of more ranks: the model's transport errors then say which of them are gone."""
-        here = [(rank, who) for rank, who in known.items() if rank in self._members and rank_state.is_here(who)]
+        here = [(rank, who) for rank, who in known.items() if rank in self._members and processes.is_here(who)]
         peers = [(self._members.index(rank), who["pid"], who["started"]) for rank, who in here]
         with contextlib.suppress(ReferenceError):
             self._session.reducer.set_peers([peer for peer in peers if peer[0] != self._rank])

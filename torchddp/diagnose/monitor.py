@@ -22,8 +22,10 @@ from torchddp.diagnose import rank_state
 from torchddp.diagnose.collectives import CallWatch
 from torchddp.diagnose.diagnosis import diagnose, report_json, report_text, write_report
 from torchddp.diagnose.model_waits import ModelWaits
-from torchddp.diagnose.rank_state import GONE, STOPPED, RankState
+from torchddp.diagnose.rank_state import RankState
+from torchddp.transport import processes
 from torchddp.transport.board import Board
+from torchddp.transport.processes import GONE, STOPPED
 from torchddp.transport.worker import Task, watch
 
 logger = logging.getLogger("torchddp.hang")
@@ -113,7 +115,7 @@ class HangMonitor:
         self._at_exit = lambda: self.close("" if board.link.is_over else "its program has ended")
         atexit.register(self._at_exit)
         with contextlib.suppress(RuntimeError):  # a report will say less about this rank
-            board.start_post_own("who", rank_state.process_identity())
+            board.start_post_own("who", processes.process_identity())
         self._task: Task = watch(self._look, _QUICK_S)
         board.link.at_end(self._end)
 
@@ -258,7 +260,7 @@ class HangMonitor:
     def _own_state(self, asked: str) -> RankState:
         thread = rank_state.training.thread
         state = RankState(self._board.rank, phase=rank_state.NO_MODEL, thread=thread)
-        state.who = rank_state.process_identity()
+        state.who = processes.process_identity()
         state.exception = rank_state.last_exception(thread)
         state.stack = rank_state.stack_of(thread)
         state.calls = self._calls.states()
@@ -306,7 +308,7 @@ class HangMonitor:
     def _silent_state(self, rank: int) -> RankState:
         who = self._known.get(rank) or self._board.read(f"who/{rank}")
         left = self._board.read(f"left/{rank}") or ""
-        return RankState(rank, who=who, left=left, alive=rank_state.look_up(who) or "")
+        return RankState(rank, who=who, left=left, alive=processes.look_up(who) or "")
 
     # --- reports ---
 
@@ -331,11 +333,14 @@ class HangMonitor:
         self._note_told(waits, 0.0)
         self._round = None
         others = [
-            RankState(rank, who=who, alive=rank_state.look_up(who) or "")
+            RankState(rank, who=who, alive=processes.look_up(who) or "")
             for rank, who in self._known.items()
             if rank != self._board.rank
         ]
-        states = [self._own_state(""), *(state for state in others if state.alive in (GONE, STOPPED))]
+        states = [
+            self._own_state(""),
+            *(state for state in others if state.alive in (GONE, STOPPED)),
+        ]
         finding = diagnose(states)
         path = write_report(report_json(finding, states, self._board.rank))
         reason = str(error).partition("\n")[0]

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import os
-import socket
 import sys
 import sysconfig
 import threading
@@ -20,9 +17,6 @@ import torch
 
 from torchddp import _C
 
-# Values of `RankState.alive` besides 'running', as seen by another rank; '' if none could check.
-STOPPED, GONE = "stopped", "gone"
-_EXITING = 0x4  # the kernel's PF_EXITING
 # Value of `RankState.phase`: the rank answers but has no such model.
 NO_MODEL = "no model"
 
@@ -119,7 +113,7 @@ class RankState:
     rank: int
     who: dict[str, Any] | None = None
     left: str = ""
-    alive: str = ""
+    alive: str = ""  # 'running', or as in transport/processes.py; '' if no rank could check
     model: str = ""
     members: list[int] = field(default_factory=list)
     step: int = 0
@@ -205,45 +199,6 @@ def ranks_text(ranks: list[int]) -> str:
     parts = [part for run in runs for part in ([f"{run[0]}-{run[-1]}"] if len(run) > 2 else [str(r) for r in run])]
     joined = parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
     return f"rank{'s' if len(ranks) > 1 else ''} {joined}"
-
-
-# --- processes, as reported by their host's kernel ---
-
-
-def process_identity() -> dict[str, Any]:
-    """This process's ``{"host", "pid", "kernel", "started"}``. Ranks with equal ``kernel`` see each other in /proc."""
-    return {"host": socket.gethostname(), "pid": os.getpid(), "kernel": _kernel(), "started": _stat(os.getpid())[1]}
-
-
-def is_here(who: dict[str, Any]) -> bool:
-    """Whether the process is on this host and visible in /proc."""
-    return bool(who["kernel"]) and who["kernel"] == _kernel()
-
-
-def look_up(who: dict[str, Any] | None) -> str | None:
-    """'running', 'stopped' or 'gone'; None if this host can't tell (another host, or an unknown process)."""
-    if who is None or not is_here(who):
-        return None
-    state, started, exits = _stat(who["pid"])
-    if started != who["started"] or state in "ZX" or exits:  # the pid may have been reused
-        return GONE
-    return STOPPED if state in "Tt" else "running"
-
-
-def _kernel() -> str:
-    """The boot id and pid namespace; empty if /proc does not tell."""
-    with contextlib.suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
-    return ""
-
-
-def _stat(pid: int) -> tuple[str, int, bool]:
-    """A process's state, start time, and whether it is exiting; ('X', 0, True) if there is none."""
-    with contextlib.suppress(OSError, IndexError, ValueError):
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return fields[0], int(fields[19]), bool(int(fields[6]) & _EXITING)
-    return "X", 0, True
 
 
 # --- stacks ---

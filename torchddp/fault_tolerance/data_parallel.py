@@ -10,6 +10,7 @@ import torch
 
 from torchddp.comm_hooks import CommHook
 from torchddp.ddp.module import DistributedDataParallel as DDP
+from torchddp.ddp.session import ReducerPolicy
 from torchddp.fault_tolerance import replica_state
 from torchddp.fault_tolerance.manager import check_manager, count_participants
 from torchddp.fault_tolerance.manager_group import ManagerGroup
@@ -34,6 +35,10 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "auto_refresh_trainable": ((False,), _SAME_BUCKETS),
     "check_parameters_every": ((None,), "it compares ranks of a fixed group"),
 }
+
+
+class _ManagerPolicy(ReducerPolicy):
+    ranks_agree = False  # replicas come and go
 
 
 class DistributedDataParallel(DDP):
@@ -75,6 +80,8 @@ class DistributedDataParallel(DDP):
         TransportError: in backward: there was no quorum within the manager's time limits; says whether the lighthouse
             can be reached.
     """
+
+    _policy = _ManagerPolicy()
 
     def __init__(self, manager: Any, module: torch.nn.Module, *, carry_weights: bool = False, **kwargs: Any) -> None:
         check_manager(manager, "DistributedDataParallel")

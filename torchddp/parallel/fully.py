@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from torchddp.parallel.config import ParallelConfig, nearest
 from torchddp.parallel.groups import Layout
-from torchddp.transport.waits import wait_for_work
+from torchddp.transport.waits import run_collective
 
 
 def shard(model: nn.Module, config: ParallelConfig, layout: Layout, mesh: DeviceMesh) -> None:
@@ -110,7 +111,8 @@ def _broadcast(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
         return
     values = tensor.detach()
     dense = values.contiguous()
-    wait_for_work(dist.broadcast(dense, group=group, group_src=0, async_op=True), group)
+    send = partial(dist.broadcast, dense, group=group, group_src=0, async_op=True)
+    run_collective(send, group, "sending the first rank's values")
     if dense is not values:
         values.copy_(dense)
 

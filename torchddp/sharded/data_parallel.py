@@ -10,11 +10,13 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from torchddp.ddp.model import device_of
 from torchddp.ddp.module import DistributedDataParallel
 from torchddp.ddp.options import TransportChoice, ZeroWeights
 from torchddp.sharded.oss import OSS
 from torchddp.sharded.parameter_sync import StepHooks, is_compiling
 from torchddp.sharded.policy import ShardedPolicy, agreed_optimizers
+from torchddp.transport.agreement import Agreement
 
 
 class ShardedDataParallel(DistributedDataParallel):
@@ -88,11 +90,19 @@ class ShardedDataParallel(DistributedDataParallel):
         weighted: bool = False,
         zero_weights: ZeroWeights = "raise",
     ) -> None:
-        if isinstance(reduce_buffer_size, bool) or not isinstance(reduce_buffer_size, int) or reduce_buffer_size < 0:
-            raise ValueError(f"reduce_buffer_size must be a number of elements, 0 or more, got {reduce_buffer_size!r}")
         if not dist.is_initialized():
             raise RuntimeError("ShardedDataParallel needs a process group: call init_process_group first")
-        optimizers = agreed_optimizers(module, sharded_optimizer, process_group or dist.group.WORLD)
+        group = process_group or dist.group.WORLD
+        with Agreement("ShardedDataParallel", group, device_of(module)) as agreement:
+            if (
+                isinstance(reduce_buffer_size, bool)
+                or not isinstance(reduce_buffer_size, int)
+                or reduce_buffer_size < 0
+            ):
+                raise ValueError(
+                    f"reduce_buffer_size must be a number of elements, 0 or more, got {reduce_buffer_size!r}"
+                )
+            optimizers = agreed_optimizers(module, sharded_optimizer, group, agreement)
         # Read while torch's constructor runs, so it must be a plain attribute.
         self._policy = self._shards = ShardedPolicy(
             module,

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import sys
+import traceback
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from torchddp.transport.agreement import message_device
-from torchddp.transport.waits import wait_for_work
+from torchddp.transport.agreement import Agreement, message_device
+from torchddp.transport.waits import run_collective
+
+_NEAR_FRAMES = 8  # between OSS.step and its caller there are torch's wrappers of step
 
 
 @torch.no_grad()
@@ -21,26 +26,50 @@ def sharded_norm(
     dtype: torch.dtype,
     group: dist.ProcessGroup,
     device: torch.device,
+    check: Callable[[], None],
 ) -> torch.Tensor:
     """The norm of all ranks' ``grads`` as a scalar of ``dtype`` on ``device``. Collective (one all-reduce).
 
-    NaN if any element is; equal on all ranks. ValueError for norms of order 0 and below.
+    NaN if any element is; equal on all ranks. ValueError for norms of order 0 and below. What ``check`` raises on one
+    rank reaches all.
     """
-    if not norm_type > 0:
-        raise ValueError(f"norm_type must be above 0, got {norm_type}")
-    local = torch.nn.utils.get_total_norm(grads, norm_type)
+    problem: Exception | None = None
+    local = torch.zeros((), device=device)
+    try:
+        if not norm_type > 0:
+            raise ValueError(f"norm_type must be above 0, got {norm_type}")
+        check()
+        local = torch.nn.utils.get_total_norm(grads, norm_type)
+    except (RuntimeError, ValueError) as error:
+        if group.size() == 1:
+            raise
+        problem = error
     if group.size() == 1:
         return local.to(device=device, dtype=dtype)
     wide = torch.float32 if device.type == "mps" else torch.float64
     local = local.to(device=device, dtype=wide)
-    if math.isinf(norm_type):
-        # A maximum may lose a NaN depending on rank order, so a flag for NaNs is sent along.
-        both = torch.stack([local.nan_to_num(nan=0.0, posinf=math.inf), local.isnan().to(wide)])
-        _all_reduce(both, group, dist.ReduceOp.MAX)
-        return torch.where(both[1] > 0, math.nan, both[0]).to(dtype)
-    total = local.pow(norm_type)
-    _all_reduce(total, group)
-    return total.pow(1.0 / norm_type).to(dtype)
+    is_max = math.isinf(norm_type)
+    failed = torch.full_like(local, problem is not None)
+    # A maximum may lose a NaN depending on rank order, so a flag for NaNs is sent along.
+    mine = local.nan_to_num(nan=0.0, posinf=math.inf) if is_max else local.pow(norm_type)
+    told = torch.stack([mine, local.isnan().to(wide), failed])
+    _all_reduce(told, group, dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM)
+    if bool(told[2] > 0):
+        with Agreement("clip_grad_norm()", group) as agreement:
+            if problem is not None:
+                raise problem
+            agreement.verify()
+    return torch.where(told[1] > 0, math.nan, told[0] if is_max else told[0].pow(1.0 / norm_type)).to(dtype)
+
+
+def refuse_local_sgd() -> None:
+    """RuntimeError inside a step of torch's PostLocalSGDOptimizer, whose ranks have gradients of their own."""
+    module = sys.modules.get("torch.distributed.optim.post_localSGD_optimizer")
+    callers = itertools.islice(traceback.walk_stack(sys._getframe()), _NEAR_FRAMES) if module is not None else ()
+    if any(frame.f_code.co_filename == module.__file__ for frame, _ in callers):  # type: ignore[union-attr]
+        raise ValueError(
+            "PostLocalSGDOptimizer can't wrap OSS, whose steps are collective: here, ranks step independently"
+        )
 
 
 class ShardedGradScaler(torch.amp.GradScaler):
@@ -113,4 +142,6 @@ def _agree_on_inf(mine: bool, group: dist.ProcessGroup, sharded: bool) -> bool:
 def _all_reduce(
     tensor: torch.Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
 ) -> None:
-    wait_for_work(dist.all_reduce(tensor, op, group=group, async_op=True), group)
+    run_collective(
+        lambda: dist.all_reduce(tensor, op, group=group, async_op=True), group, "a sum over sharded gradients"
+    )

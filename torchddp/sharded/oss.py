@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from functools import reduce
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial, reduce
 from types import MappingProxyType
 from typing import Any, NoReturn, overload
 
@@ -13,11 +14,12 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from torchddp.sharded.flat_step import FlatStep
-from torchddp.sharded.gradients import sharded_norm, skips_step
+from torchddp.sharded.gradients import refuse_local_sgd, sharded_norm, skips_step
 from torchddp.sharded.parameter_sync import StepHooks, broadcast_buckets, plan_buckets
 from torchddp.sharded.partition import ParameterPartition
 from torchddp.sharded.sharded_state import check_state, gather_state
-from torchddp.transport.agreement import message_device, verify_agreement
+from torchddp.sharded.written_options import WrittenOptions
+from torchddp.transport.agreement import Agreement, in_words, message_device
 
 # Keys of a parameter group that OSS and the inner optimizer each keep for themselves; the rest are shared.
 OWN_KEYS = ("params", "param_names")
@@ -40,6 +42,9 @@ class OSS(Optimizer):
         optimizer.consolidate_state_dict(recipient_rank=0)
         if dist.get_rank() == 0:
             torch.save(optimizer.state_dict(), "optimizer.pt")
+
+    An optimizer may write options into its groups (a step count, a learning rate found so far): see `WrittenOptions`.
+    ``train`` and ``eval`` of a schedule-free optimizer are collective, and reach the parameters of all ranks.
 
     ``param_groups`` holds all parameters, for learning rate schedulers and users to read and change; ``state`` only
     that of this rank's parameters. Parameters with ``requires_grad=False`` have no owner: see `refresh_trainable`.
@@ -77,9 +82,6 @@ class OSS(Optimizer):
         broadcast_fp16: bool = False,
         **defaults: Any,
     ) -> None:
-        _check_class(optim)
-        if broadcast_buffer_size != -1 and broadcast_buffer_size < 1:
-            raise ValueError(f"broadcast_buffer_size must be -1 or at least 1 element, got {broadcast_buffer_size}")
         self.process_group = _resolve_group(group)
         self.rank, self.world_size = self.process_group.rank(), self.process_group.size()
         self._optim, self._optim_options = optim, defaults
@@ -87,8 +89,10 @@ class OSS(Optimizer):
         self._partition = ParameterPartition(self.rank, self.world_size)
         self._consolidated: dict[Any, Any] | None = None
         self.step_hooks: StepHooks | None = None
-        error: Exception | None = None
-        try:
+        with self._agreement() as agreement:
+            _check_class(optim)
+            if broadcast_buffer_size != -1 and broadcast_buffer_size < 1:
+                raise ValueError(f"broadcast_buffer_size must be -1 or at least 1 element, got {broadcast_buffer_size}")
             groups = _groups_of(params)
             # The class may require options in its groups, and may set others.
             self.optim = optim([{**_options(own), "params": []} for own in groups], **defaults)
@@ -96,12 +100,12 @@ class OSS(Optimizer):
                 own |= {key: value for key, value in _options(made).items() if key not in own}
             self.optim.param_groups.clear()
             super().__init__(groups, self.optim.defaults)
-        except Exception as caught:
-            error = caught
-        active = self._partition.trainable()
-        owners, state = self._agree_on_owners(active, error)
+            active = self._partition.trainable()
+            owners, state = self._find_owners(active)
+            self._verify(agreement)
         self._built = True
         self._flat_step = FlatStep(self.optim)
+        self._written = WrittenOptions(self.process_group, possible=not self._is_torchs)
         self._apply(owners, active, state)
 
     # --- parameters and owners ---
@@ -128,18 +132,17 @@ class OSS(Optimizer):
             super().add_param_group(param_group)
             self._partition.set_groups(self.param_groups)
             return
-        count, error = len(self.param_groups), None
+        count = len(self.param_groups)
         try:
-            super().add_param_group(param_group)
-            if self.step_hooks is not None:
-                self.step_hooks.check_new(self.param_groups[-1]["params"])
-            self._partition.set_groups(self.param_groups)
-        except Exception as caught:
-            error = caught
-        known = self._partition.active
-        active = [*known, *self._partition.trainable()[len(known) :]]
-        try:
-            owners, state = self._agree_on_owners(active, error)
+            with self._agreement() as agreement:
+                super().add_param_group(param_group)
+                if self.step_hooks is not None:
+                    self.step_hooks.check_new(self.param_groups[-1]["params"])
+                self._partition.set_groups(self.param_groups)
+                known = self._partition.active
+                active = [*known, *self._partition.trainable()[len(known) :]]
+                owners, state = self._find_owners(active)
+                self._verify(agreement)
         except Exception:
             del self.param_groups[count:]
             self._partition.set_groups(self.param_groups)
@@ -152,8 +155,10 @@ class OSS(Optimizer):
         Newly trainable parameters without an owner go to the ranks that own the fewest elements. All others stay where
         they are, with their state; frozen ones are left out of steps until they are thawed and this is called again.
         """
-        active = self._partition.trainable()
-        owners, state = self._agree_on_owners(active)
+        with self._agreement() as agreement:
+            active = self._partition.trainable()
+            owners, state = self._find_owners(active)
+            self._verify(agreement)
         self._apply(owners, active, state)
 
     def assign_owners(self, indices: Iterable[int]) -> list[int]:
@@ -185,23 +190,41 @@ class OSS(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        refuse_local_sgd()
         self._partition.check_gradients()
         if skips_step(self, self._partition.params, self.process_group, sharded=self.step_hooks is not None):
             return loss
         self._consolidated = None
-        hooks = self.step_hooks
-        if hooks is not None:
-            hooks.before_step()
-        _copy_options(self.param_groups, self.optim.param_groups)
-        buffers = () if hooks is None else hooks.owned_buffers()
-        with self._partition.frozen_gradients_hidden(), self._flat_step.flattened(buffers):
+        self._written.begin_step(self.param_groups)
+        buffers = () if self.step_hooks is None else self.step_hooks.owned_buffers()
+        with self._changing(), self._partition.frozen_gradients_hidden(), self._flat_step.flattened(buffers):
             self.optim.step()
+        self._written.end_step(self.param_groups)
+        return loss
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """A context in which the inner optimizer changes this rank's parameters, which all ranks get afterwards."""
+        if self.step_hooks is not None:
+            self.step_hooks.before_step()
+        _copy_options(self.param_groups, self.optim.param_groups)
+        yield
         _copy_options(self.optim.param_groups, self.param_groups)
-        if hooks is not None and not self._half:
-            hooks.after_step()
+        if self.step_hooks is not None and not self._half:
+            self.step_hooks.after_step()
         else:
             broadcast_buckets(self._buckets, self.process_group, self._half)
-        return loss
+
+    def __getattr__(self, name: str) -> Callable[[], None]:
+        """``train`` and ``eval`` of an optimizer that has them (schedule-free ones). Collective."""
+        if name in ("train", "eval") and callable(getattr(self.__dict__.get("optim"), name, None)):
+            return partial(self._switch, name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    @torch.no_grad()
+    def _switch(self, mode: str) -> None:
+        with self._changing():
+            getattr(self.optim, mode)()
 
     @torch.no_grad()
     def clip_grad_norm(
@@ -213,12 +236,11 @@ class OSS(Optimizer):
         of its own parameters. The norm is a scalar of the parameters' dtype, at least float32. RuntimeError for a
         non-finite norm if ``error_if_nonfinite``, ValueError for ``norm_type`` <= 0.
         """
-        self._partition.check_gradients()
         params, group = self._partition.params, self.process_group
         grads = [grad for grad in (params[index].grad for index in self._partition.owned()) if grad is not None]
         dtype = reduce(torch.promote_types, (param.dtype.to_real() for param in params), torch.float32)
         device = params[0].device if params else message_device(group)
-        norm = sharded_norm(grads, float(norm_type), dtype, group, device)
+        norm = sharded_norm(grads, float(norm_type), dtype, group, device, check=self._partition.check_gradients)
         if error_if_nonfinite and not bool(norm.isfinite()):
             raise RuntimeError(f"the gradients' norm of order {norm_type} is {norm.item()}, so it can't be clipped")
         torch.nn.utils.clip_grads_with_norm_(params, max_norm, norm, foreach)
@@ -232,10 +254,12 @@ class OSS(Optimizer):
         One owner sends at a time; the other ranks hold nothing. The next step drops the gathered state. ValueError for
         a rank outside of the group.
         """
-        if not 0 <= recipient_rank < self.world_size:
-            raise ValueError(
-                f"recipient_rank must be a rank of the group (0 to {self.world_size - 1}), got {recipient_rank}"
-            )
+        with self._agreement() as agreement:
+            if not 0 <= recipient_rank < self.world_size:
+                raise ValueError(
+                    f"recipient_rank must be a rank of the group (0 to {self.world_size - 1}), got {recipient_rank}"
+                )
+            agreement.verify(options={"recipient_rank": str(recipient_rank)})
         self._consolidated = gather_state(self.optim.state, self._partition, recipient_rank, self.process_group)
 
     def state_dict(self) -> dict[str, Any]:
@@ -263,21 +287,23 @@ class OSS(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load this rank's part of a whole state: saved by OSS on any number of ranks, or by ``optim`` without OSS.
 
-        All ranks load the same state. A rank may load a `local_state_dict` that covers all its parameters. ValueError,
-        changing nothing, for the state of another model or for a part with other parameters.
+        Collective: all ranks load the same state. A rank may load a `local_state_dict` that covers all its parameters.
+        ValueError, changing nothing, for the state of another model or for a part with other parameters.
         """
-        saved = dict(state_dict)
-        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
-            changed = pre_hook(self, saved)
-            saved = saved if changed is None else changed
-        by_index, others = self._check_state(saved)
-        part = saved.get("sharded_params")
-        missing = [] if part is None else sorted({*self._partition.owned()} - {*part})
-        if missing:
-            raise ValueError(
-                f"this is another rank's part of the state: {self._partition.names[missing[0]]} is not in it. Load a "
-                "whole state (consolidate_state_dict) or a checkpoint (torchddp.optim.load_checkpoint)"
-            )
+        with self._agreement() as agreement:
+            saved = dict(state_dict)
+            for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+                changed = pre_hook(self, saved)
+                saved = saved if changed is None else changed
+            by_index, others = self._check_state(saved)
+            part = saved.get("sharded_params")
+            missing = [] if part is None else sorted({*self._partition.owned()} - {*part})
+            if missing:
+                raise ValueError(
+                    f"this is another rank's part of the state: {self._partition.names[missing[0]]} is not in it. Load "
+                    "a whole state (consolidate_state_dict) or a checkpoint (torchddp.optim.load_checkpoint)"
+                )
+            agreement.verify()
         mine = self._partition.owned() if part is not None else self.assign_owners(by_index)
         self._load({**others, **{index: by_index[index] for index in mine if index in by_index}}, saved["param_groups"])
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
@@ -289,24 +315,30 @@ class OSS(Optimizer):
 
         Changes nothing.
         """
-        torch_own = self._optim.__module__.startswith("torch.optim")
-        return check_state(state_dict, self.param_groups, self._partition, self.optim.state, torch_own)
+        return check_state(state_dict, self.param_groups, self._partition, self.optim.state, self._is_torchs)
+
+    @property
+    def _is_torchs(self) -> bool:
+        return self._optim.__module__.startswith("torch.optim")
 
     def __getstate__(self) -> NoReturn:
         raise TypeError("an OSS can't be copied or pickled: it belongs to a process group; use its state_dict")
 
     # --- internals ---
 
-    def _agree_on_owners(self, wanted: list[bool], error: Exception | None = None) -> tuple[list[int | None], State]:
-        """Like `_find_owners`. Collective: raises on every rank if one has an error or their parameters differ."""
-        found: tuple[list[int | None], State] = ([], {})
-        if error is None:
-            try:
-                found = self._find_owners(wanted)
-            except Exception as caught:
-                error = caught
-        verify_agreement(self._partition.describe(), error, self.process_group)
-        return found
+    def _agreement(self) -> Agreement:
+        return Agreement("OSS", self.process_group)
+
+    def _verify(self, agreement: Agreement) -> None:
+        """Collective: the ranks have the same parameters and options."""
+        options = {
+            "optim": self._optim.__qualname__,
+            "broadcast_buffer_size": str(self._bucket_numel),
+            "broadcast_fp16": str(self._half),
+        }
+        for number, group in enumerate(self.param_groups):
+            options |= {f"{key} of group {number}": in_words(value) for key, value in _options(group).items()}
+        agreement.verify(self._partition.describe(), options)
 
     def _find_owners(self, wanted: list[bool]) -> tuple[list[int | None], State]:
         """The owners once each wanted parameter has one, and the initial state of those that are new to this rank.

@@ -24,7 +24,7 @@ from torchddp import _C
 from torchddp.errors import ADVICE_FOR_A_LOST_PEER, TransportError
 from torchddp.sharded.flat_step import SMALL_NUMEL
 from torchddp.sharded.partition import pack
-from torchddp.transport.waits import wait_for_work
+from torchddp.transport.waits import started
 
 # The largest message of a gather: small enough that the first layers need not wait for the last ones.
 CHUNK_BYTES = 8 * 1024 * 1024
@@ -111,10 +111,11 @@ def broadcast_buckets(buckets: Sequence[Bucket], group: dist.ProcessGroup, half:
         else:
             flat = torch.cat([param.detach().reshape(-1) for param in bucket.params]).to(wire_dtype)
         # As bytes: no backend supports all dtypes, and a broadcast does no arithmetic.
-        work = dist.broadcast(flat.view(torch.uint8), group=group, group_src=bucket.owner, async_op=True)
-        sent.append((bucket, flat, work, in_place))
-    for bucket, flat, work, in_place in sent:
-        wait_for_work(work, group)
+        data, owner = flat.view(torch.uint8), bucket.owner
+        send = partial(dist.broadcast, data, group=group, group_src=owner, async_op=True)
+        sent.append((bucket, flat, started(send, group, f"sending updated parameters of rank {owner}"), in_place))
+    for bucket, flat, wait, in_place in sent:
+        wait()
         rounded = flat.dtype != bucket.dtype  # then the owner, too, takes the rounded values
         if in_place or (group.rank() == bucket.owner and not rounded):
             continue

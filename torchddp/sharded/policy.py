@@ -17,7 +17,7 @@ from torchddp.ddp.session import ReducerPolicy, ReducerSession
 from torchddp.errors import listed
 from torchddp.sharded.oss import OSS
 from torchddp.sharded.parameter_sync import ParameterGather
-from torchddp.transport.agreement import verify_agreement
+from torchddp.transport.agreement import Agreement
 
 
 class ShardedPolicy(ReducerPolicy):
@@ -28,6 +28,7 @@ class ShardedPolicy(ReducerPolicy):
     """
 
     _reducer: _C.Reducer  # set once the session is open
+    who = "ShardedDataParallel"
     ranks_compare_changes = False
 
     def __init__(
@@ -49,6 +50,14 @@ class ShardedPolicy(ReducerPolicy):
         self._transport: _C.Transport | None = None
 
     # --- called by the session ---
+
+    def compared(self) -> dict[str, str]:
+        return {
+            "reduce_buffer_size": str(self._buffer_numel),
+            "reduce_fp16": str(self.reduce_dtype is not None),
+            "sync_models_at_startup": str(self.sends_states),
+            "overlap_gather": str(self._overlap_wanted),
+        }
 
     def transport(self, session: ReducerSession, before: ReducerSession | None) -> _C.Transport:
         self._transport = super().transport(session, before)
@@ -124,24 +133,18 @@ class ShardedPolicy(ReducerPolicy):
         self.gathers = []
 
 
-def agreed_optimizers(module: torch.nn.Module, given: Any, group: Any) -> list[OSS]:
-    """Collective: the optimizers as a list, or an error on all ranks."""
-    optimizers: list[OSS] = []
-    lines: list[str] = []
-    error: Exception | None = None
-    try:
-        optimizers = _check_optimizers(given, group)
-        _check_coverage(module, optimizers)
-        owners = {param: rank for optimizer in optimizers for param, rank in optimizer.param_to_rank.items()}
-        lines = [
-            f"'{name}' {list(param.shape)}, {f'owned by rank {owners[param]}' if param in owners else 'frozen'}"
-            for name, param in module.named_parameters()
-        ]
-        if wrapped_inside(module):
-            raise ValueError("the module is, or contains, a DistributedDataParallel over these parameters: wrap once")
-    except (TypeError, ValueError) as caught:
-        error = caught
-    verify_agreement(lines, error, group, "ShardedDataParallel")
+def agreed_optimizers(module: torch.nn.Module, given: Any, group: Any, agreement: Agreement) -> list[OSS]:
+    """Collective: the optimizers as a list, whose owners the ranks agree on."""
+    optimizers = _check_optimizers(given, group)
+    _check_coverage(module, optimizers)
+    owners = {param: rank for optimizer in optimizers for param, rank in optimizer.param_to_rank.items()}
+    lines = [
+        f"'{name}' {list(param.shape)}, {f'owned by rank {owners[param]}' if param in owners else 'frozen'}"
+        for name, param in module.named_parameters()
+    ]
+    if wrapped_inside(module):
+        raise ValueError("the module is, or contains, a DistributedDataParallel over these parameters: wrap once")
+    agreement.verify(lines)
     return optimizers
 
 

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map_only
 
 from torchddp.sharded.partition import ParameterPartition, pack
 from torchddp.transport.agreement import message_device, object_of, tensor_of
-from torchddp.transport.waits import wait_for_work
+from torchddp.transport.waits import run_collective
 
 MESSAGE_NUMEL = 4 * 2**20  # elements of parameters whose state is sent in one message
 
@@ -69,7 +69,11 @@ def _send_tensor(data: torch.Tensor, numel: int, source: int, target: int, group
     if group.rank() == target:
         receives[source] = numel
     received = torch.empty(sum(receives), dtype=data.dtype, device=data.device)
-    wait_for_work(dist.all_to_all_single(received, data, receives, sends, group=group, async_op=True), group)
+    run_collective(
+        lambda: dist.all_to_all_single(received, data, receives, sends, group=group, async_op=True),
+        group,
+        f"sending the state of rank {source} to rank {target}",
+    )
     return received
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 import datetime
@@ -9,8 +10,9 @@ import hashlib
 import json
 import operator
 import pickle
+import re
 import zlib
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -19,13 +21,18 @@ from torch._C._distributed_c10d import Backend
 from torch.distributed.distributed_c10d import Store, _world
 
 from torchddp import _C
-from torchddp.transport.waits import wait_for_keys, wait_for_work
+from torchddp.errors import TransportError
+from torchddp.transport.processes import process_identity
+from torchddp.transport.waits import knows, meet, run_collective, wait_for_keys
 
 Value = TypeVar("Value")
 Key = TypeVar("Key", bound=Hashable)
 Connection = TypeVar("Connection")
 
 _SHOWN_RANKS = 8  # used in the error about missing ranks
+# Set in all digests. The first message of torch's DistributedDataParallel looks like a digest, but is the number of
+# parameters, which it reads as an int.
+_IS_DIGEST = 1 << 30
 
 # --- exchanges: every rank gets every rank's value ---
 
@@ -61,7 +68,9 @@ class GroupExchange:
     def _all_gather(self, own: torch.Tensor) -> list[torch.Tensor]:
         received = [torch.empty_like(own) for _ in range(self.size)]
         # This is where ranks wait for late ones.
-        wait_for_work(dist.all_gather(received, own, group=self._group, async_op=True), self._group)
+        run_collective(
+            lambda: dist.all_gather(received, own, group=self._group, async_op=True), self._group, "comparing the ranks"
+        )
         return received
 
 
@@ -80,7 +89,7 @@ class StoreExchange:
         self._rounds = 0
 
     def gather(self, value: Value) -> list[Value]:
-        """Return every rank's value, in rank order. RuntimeError with the ranks that did not arrive in time."""
+        """Return every rank's value, in rank order. TransportError with the ranks that did not arrive in time."""
         keys = self._keys(self._rounds)
         self._rounds += 1
         self._store.set(keys[self.rank], json.dumps(value))
@@ -90,7 +99,7 @@ class StoreExchange:
             silent = [rank for rank, key in enumerate(keys) if not self._has(key)]
             if silent:
                 shown = ", ".join(map(str, silent[:_SHOWN_RANKS])) + ("..." if len(silent) > _SHOWN_RANKS else "")
-                raise RuntimeError(
+                raise TransportError(
                     f"rank {self.rank}: {self._who} got no answer from rank {shown} within {self._timeout}: {error}"
                 ) from error
         if self._store.has_extended_api():  # type: ignore[attr-defined]  # torch's stubs lack it
@@ -164,10 +173,12 @@ class TransportExchange:
 # --- messages and keys ---
 
 
-def message_device(process_group: dist.ProcessGroup) -> torch.device:
-    """The device for messages that start on the CPU: the CPU, if the group supports it."""
+def message_device(process_group: dist.ProcessGroup, otherwise: torch.device | None = None) -> torch.device:
+    """The device for messages that start on the CPU: the CPU, if the group supports it; ``otherwise``, if it does."""
     types = [device.type for device in process_group._device_types]
-    return torch.device("cpu" if "cpu" in types or not types else types[0])
+    if "cpu" in types or not types:
+        return torch.device("cpu")
+    return otherwise if otherwise is not None and otherwise.type in types else torch.device(types[0])
 
 
 def tensor_of(value: object) -> torch.Tensor:
@@ -228,26 +239,104 @@ def gather_if_different(value: Value, exchange: GroupExchange) -> list[Value] | 
     """
     if exchange.size == 1:
         return None
-    digest = int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:8], "big") >> 2
-    return None if len(set(exchange.gather_integer(digest))) == 1 else exchange.gather(value)
+    digest = int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:4], "big") >> 2 | _IS_DIGEST
+    received = exchange.gather_integer(digest)
+    if strangers := [str(rank) for rank, theirs in enumerate(received) if not theirs & _IS_DIGEST]:
+        raise RuntimeError(
+            f"rank {exchange.rank}: rank {', '.join(strangers)} sent something else than a description to compare, as "
+            "torch.nn.parallel.DistributedDataParallel does when it is constructed. Use the same class, torchddp's or "
+            "torch's, on all ranks, and make the same calls."
+        )
+    return None if len(set(received)) == 1 else exchange.gather(value)
 
 
-def verify_agreement(
-    lines: Sequence[str], error: Exception | None, process_group: dist.ProcessGroup, who: str = "OSS"
-) -> None:
-    """Raise on every rank if one failed (``error``) or the descriptions in ``lines`` differ.
+class Agreement:
+    """Collective: the ranks compare what must be equal on all of them before they go on together.
 
-    A rank with an error raises that error; the others raise a RuntimeError that quotes it.
+    As a context, an error on one rank before its `verify` reaches all of them:
+
+        with Agreement("OSS", group) as agreement:
+            ...  # this rank's own checks
+            agreement.verify(lines)
+
+    That rank raises its error, the others a RuntimeError that quotes it. A context without `verify` only tells errors,
+    to ranks that agree on something else there.
+
+    Args:
+        who: the class or function whose ranks agree, for errors.
+        process_group: None: there is no one to agree with.
+        device: of the model, for groups that only work with such devices.
     """
-    problem = "" if error is None else f"{type(error).__name__}: {error}"
-    by_rank = gather_if_different((problem, list(lines)), GroupExchange(process_group))
-    if error is not None:
-        raise error
-    if by_rank is None:
-        return
-    if problems := list_problems([problem for problem, _ in by_rank]):
-        raise RuntimeError(f"{who} failed on other ranks: {problems}")
-    raise RuntimeError(f"{who} needs the same parameters on all ranks. {first_difference([ls for _, ls in by_rank])}")
+
+    def __init__(self, who: str, process_group: dist.ProcessGroup | None, device: torch.device | None = None) -> None:
+        self.is_over = process_group is None or process_group.size() == 1
+        self._who, self._group, self._device = who, process_group, device
+
+    def __enter__(self) -> Agreement:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, Exception) and not self.is_over:
+            with contextlib.suppress(TransportError):  # the error itself matters more
+                self.tell(error)
+
+    def tell(self, error: Exception) -> None:
+        """Collective: give the other ranks this rank's error, which they raise in their `verify`."""
+        self._exchange(f"{type(error).__name__}: {error}", None)
+
+    def verify(self, lines: Sequence[str] = (), options: Mapping[str, str] | None = None) -> None:
+        """Raise on every rank if one of them told an error, or if ``options`` or ``lines`` differ.
+
+        RuntimeError for errors of others and for lines, ValueError for options, by name with the ranks' values.
+        """
+        by_rank = self.gather((list(lines), dict(options or {})))
+        if by_rank is None:
+            return
+        by_rank_lines, given = [theirs for theirs, _ in by_rank], [given for _, given in by_rank]
+        shared = set.intersection(*map(set, given))  # those of parameter groups may differ because the parameters do
+        self.check_options([{name: value for name, value in own.items() if name in shared} for own in given])
+        if any(theirs != by_rank_lines[0] for theirs in by_rank_lines):
+            raise RuntimeError(f"{self._who} needs the same parameters on all ranks. {first_difference(by_rank_lines)}")
+        self.check_options(given)
+
+    def gather(self, own: Value) -> list[Value] | None:
+        """Like `verify`, but returns every rank's ``own`` if they differ, and otherwise None."""
+        by_rank = self._exchange("", own)
+        if by_rank is None:
+            return None
+        if len({who for who, *_ in by_rank}) > 1:
+            places = _by_value([who for who, *_ in by_rank])
+            raise RuntimeError(f"The ranks are in different calls: {places}. Make the same calls on all ranks.")
+        if problems := list_problems([problem for _, problem, _ in by_rank]):
+            raise RuntimeError(f"{self._who} failed on other ranks: {problems}")
+        return [theirs for *_, theirs in by_rank]
+
+    def check_options(self, by_rank: Sequence[Mapping[str, str]]) -> None:
+        """Raise ValueError, with names, values and ranks, unless all ranks have given the same."""
+        told = {name: [given.get(name, "not given") for given in by_rank] for given in by_rank for name in given}
+        differ = "; ".join(f"{n} is {_by_value(values)}" for n, values in told.items() if len(set(values)) > 1)
+        if differ:
+            raise ValueError(f"{self._who} needs the same options on all ranks: {differ}.")
+
+    def _exchange(self, problem: str, own: Any) -> list[Any] | None:
+        self.is_over = True
+        if self._group is None or self._group.size() == 1:
+            return None
+        exchange = GroupExchange(self._group, message_device(self._group, self._device))
+        by_rank = gather_if_different((self._who, problem, own), exchange)
+        if by_rank is None and not knows(self._group):
+            meet(self._group, exchange.gather(process_identity()))
+        return by_rank
+
+
+def _by_value(values: Sequence[str]) -> str:
+    """'True on rank 0, 2, False on rank 1'."""
+    return ", ".join(f"{value} on rank {', '.join(map(str, ranks))}" for value, ranks in ranks_by(values).items())
+
+
+def in_words(value: object) -> str:
+    """The value of an option for comparison: without addresses, which differ between equal objects."""
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
 
 
 def first_difference(by_rank: Sequence[Sequence[str]]) -> str:

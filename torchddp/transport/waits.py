@@ -8,7 +8,8 @@ from __future__ import annotations
 import datetime
 import threading
 import time
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,20 +17,78 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from torchddp import _C
+from torchddp.errors import ADVICE_FOR_A_LOST_PEER, TransportError
+from torchddp.transport import processes
 
 _SLICE_S = 0.25
+_PATIENCE_S = 0.3
+_processes: weakref.WeakKeyDictionary[dist.ProcessGroup, Sequence[dict[str, Any]]] = weakref.WeakKeyDictionary()
 
 
 def wait_for_work(work: Any, process_group: dist.ProcessGroup | None) -> None:
     """Like ``work.wait()``, for an operation of this group (None: the default one).
 
-    Runs handlers meanwhile if the group is gloo's.
+    Runs handlers meanwhile if the group is gloo's. TransportError if the operation failed.
     """
     process_group = process_group if process_group is not None else dist.group.WORLD
     if isinstance(work, dist.Work) and isinstance(process_group, dist.ProcessGroup):
         _C.wait_for_work(work, process_group)
     else:
         work.wait()  # not one of torch's
+
+
+def run_collective(start: Callable[[], Any], process_group: dist.ProcessGroup | None, doing: str) -> None:
+    """Start an operation of this group (None: the default one) and wait for it. Raises the errors of `started`."""
+    started(start, process_group, doing)()
+
+
+def started(start: Callable[[], Any], process_group: dist.ProcessGroup | None, doing: str) -> Callable[[], None]:
+    """Start an operation of this group (None: the default one), and return a function that waits for it.
+
+    Raises:
+        TransportError: it failed; says which rank was ``doing`` what, and which other ranks are known to be gone.
+    """
+    group = process_group if process_group is not None else dist.group.WORLD
+    try:
+        work = start()
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:  # from the backend, which has lost a connection
+        raise _failed(group, doing, error) from error
+
+    def wait() -> None:
+        try:
+            wait_for_work(work, group)
+        except TransportError as error:
+            raise _failed(group, doing, error) from error
+
+    return wait
+
+
+def meet(process_group: dist.ProcessGroup, by_rank: Sequence[dict[str, Any]]) -> None:
+    """Remember the processes of this group's ranks (`process_identity`), so that errors can say which are gone."""
+    _processes[process_group] = by_rank
+
+
+def knows(process_group: dist.ProcessGroup) -> bool:
+    return process_group in _processes
+
+
+def _failed(group: Any, doing: str, error: Exception) -> TransportError:
+    return TransportError(f"rank {group.rank()}: {doing} failed: {error}{_gone(group)}\n{ADVICE_FOR_A_LOST_PEER}")
+
+
+def _gone(group: Any) -> str:
+    """A dying process closes its connections before it disappears, so this keeps looking for a while."""
+    deadline_s = time.monotonic() + _PATIENCE_S
+    known = _processes.get(group, ())
+    while known:
+        states = {rank: processes.look_up(who) for rank, who in enumerate(known)}
+        gone = [f"rank {rank} is {state}" for rank, state in states.items() if state in ("gone", "stopped")]
+        if gone or time.monotonic() > deadline_s:
+            return f"\nOf the other ranks, {', '.join(gone)}." if gone else ""
+        time.sleep(0.005)
+    return ""
 
 
 def wait_for_future(future: torch.futures.Future[Any], limit_s: float) -> bool:
