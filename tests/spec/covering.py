@@ -48,7 +48,7 @@ def within(row: Row, strength: int) -> Iterator[Combination]:
 
 
 def complete(start: Row, columns: Columns, forbidden: Forbidden, source: random.Random | None = None) -> Row | None:
-    """A valid row that has these values; None if there is none. Without a source, values are the first possible ones."""
+    """A valid row that has these values; None if there is none. Without a source, the first possible values."""
     possible = {name: [start[name]] if name in start else list(values) for name, values in columns.items()}
     found = _search(possible, forbidden, source)
     return None if found is None else {name: found[name][0] for name in columns}

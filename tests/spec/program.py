@@ -15,25 +15,25 @@ from tests.spec.table import DEFAULTS, HOOKS, OPTIONS
 
 # The beginning of every program. A rank's gradients depend on nothing but the arguments of `gradient`.
 PRELUDE = """\
-import datetime, os, tempfile, torch, torch.distributed as dist, torchddp
+import datetime, os, tempfile, torch, torch.distributed as dist, torchddp, torch.nn as nn
 from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default_hooks
-from torch.nn import Embedding, Module, Parameter, functional
 def gradient(name, shape, dtype, key, rank, exact):
     random = torch.Generator().manual_seed(10_000 * key + 10 * ord(name) + rank)
+    draw = lambda size: torch.randn(size, generator=random, dtype=torch.float64)
     if exact: draw = lambda size: 27.0 * torch.randint(-2, 3, size, generator=random)
-    else: draw = lambda size: torch.randn(size, generator=random, dtype=torch.float64)
     if name == "s": rows = torch.randperm(11, generator=random)[None, :3]
     if name == "s": return torch.sparse_coo_tensor(rows, draw((3, 4)), shape).coalesce().to(dtype)
     return torch.complex(draw(shape), draw(shape)).to(dtype) if dtype.is_complex else draw(shape).to(dtype)
-class Net(Module):
+class Net(nn.Module):
     def __init__(self, exact, **parameters):
-        super().__init__(); self.exact = exact; self.table = Embedding(11, 4, sparse=True) if "s" in parameters else None
-        for name in parameters: setattr(self, name, None if name == "s" else Parameter(torch.ones_like(parameters[name])))
+        super().__init__(); self.exact = exact
+        for name in parameters: setattr(self, name, nn.Parameter(torch.ones_like(parameters[name])))
+        if hasattr(self, "s"): del self.s; self.table = nn.Embedding(11, 4, sparse=True)
     def forward(self, names, key, rank): return sum(self.term(name, key, rank) for name in names)
     def term(self, name, key, rank):
-        p = self.table.weight if name == "s" else getattr(self, name)
+        p = getattr(self, name) if hasattr(self, name) else self.table.weight
         g = gradient(name, p.shape, p.dtype, key, rank, self.exact)
-        if name == "s": return (functional.embedding(g.indices()[0], p, sparse=True) * g.values()).sum().double()
+        if name == "s": return (nn.functional.embedding(g.indices()[0], p, sparse=True) * g.values()).sum().double()
         return (p * g.conj()).sum().real.double()
 """
 _prelude: dict[str, Any] = {}
@@ -132,10 +132,8 @@ class Program:
         if ddp == TORCHS:
             options = options.replace(f", transport={self.row['transport']}", "").replace(f", comm_hook={hook}", "")
         if self.row["wrapper"] == "sharded":
-            group = ", process_group=group" if self.in_groups else ""
-            lines.append(
-                f"optimizer = torchddp.optim.OSS(module.parameters(), torch.optim.SGD, lr=0.1{group.replace('process_', '')})"
-            )
+            group = ", group=group" if self.in_groups else ""
+            lines.append(f"optimizer = torchddp.optim.OSS(module.parameters(), torch.optim.SGD, lr=0.1{group})")
             lines.append(f"model = torchddp.ShardedDataParallel(module, optimizer{options})")
         else:
             models = ["model", "second"] if self.row["wrapper"].startswith("two") else ["model"]
@@ -187,7 +185,8 @@ class Program:
         elif how == "some" and self._where == "grad":
             names = self.names[step % 2 :: 2].replace("s", "")
             yield Op(
-                f"for name in {names!r}: getattr(module, name).grad = None", lambda world: _write(world, names, _none)
+                f"[setattr(p, 'grad', None) for name, p in module.named_parameters() if name in {names!r}]",
+                lambda world: _drop(world, names),
             )
 
     @property
@@ -211,8 +210,8 @@ class Program:
 
         dtype = "p.main_grad.dtype" if where == "main_grad" else "p.grad_dtype or p.dtype"
         line = (
-            f"for name in {names!r}: p = getattr(module, name); "
-            f"p.{where} = gradient(name, p.shape, p.dtype, {90 + step}, rank, {self.exact}).to({dtype})"
+            f"[setattr(p, {where!r}, gradient(name, p.shape, p.dtype, {90 + step}, rank, {self.exact}).to({dtype})) "
+            f"for name, p in module.named_parameters() if name in {names!r}]"
         )
         return Op(line, do)
 
@@ -354,7 +353,7 @@ class Program:
         how, where = self.row["edit"], self._where
         trained = f"[p for p in module.parameters() if p.requires_grad and p.{where} is not None]"
         if how == "scale":
-            yield Op(f"for p in {trained}: p.{where}.mul_(0.5)", lambda world: _write(world, self.names, _half))
+            yield Op(f"[p.{where}.mul_(0.5) for p in {trained}]", lambda world: _write(world, self.names, _half))
         elif how == "clip" and where == "grad":
             call = (
                 f"optimizer.clip_grad_norm({CLIP})"
@@ -366,7 +365,7 @@ class Program:
             kept = f"[(p.{where}, p.{where}.to_dense().clone()) for p in module.parameters() if p.{where} is not None]"
             yield Op(f"kept = {kept}", lambda world: None)
         elif how == "drop" and step % 2:
-            yield Op(f"module.a.{where} = None", lambda world: _write(world, "a", _none))
+            yield Op(f"module.a.{where} = None", lambda world: _drop(world, "a"))
 
 
 _READ = {
@@ -382,19 +381,21 @@ _READ = {
 }
 
 
-def _none(value: Tensor) -> None:
-    return None
+def _drop(world: World, names: str) -> None:
+    for index in range(world.size):
+        for name in names:
+            world.drop(index, name)
 
 
 def _half(value: Tensor) -> Tensor:
     return value * 0.5
 
 
-def _write(world: World, names: str, change: Callable[[Tensor], Tensor | None]) -> None:
+def _write(world: World, names: str, change: Callable[[Tensor], Tensor]) -> None:
     for index in range(world.size):
         for name in names:
             value = world.grad_of(index, name)
-            if value is not None and (name in world.trained or change is _none):
+            if value is not None and name in world.trained:
                 world.write(index, name, change(value))
 
 
@@ -409,18 +410,17 @@ def _added(given: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 def standalone(row: Row, lines: Sequence[str], check: str) -> str:
     """A program that repeats these lines on every rank, and then the check."""
-    prelude = [
-        text
-        for text in PRELUDE.splitlines()
-        if row["model"] == "sparse" or not text.strip().startswith('if name == "s"')
-    ]
+    needed = {'"s"': row["model"] == "sparse", "_hooks": row["comm_hook"] != "None", "exact:": row["values"] == "exact"}
+    left_out = [word for word, is_needed in needed.items() if not is_needed]
+    prelude = [text for text in PRELUDE.splitlines() if not any(word in text for word in left_out)]
+    size = row["ranks"]
     main = "dist.init_process_group('gloo', store=dist.FileStore(path, world_size), rank=rank, world_size=world_size)"
     body = _joined([main, *lines, *([check] if check else [])])
     return "\n".join([
         *prelude,
         "def main(rank, world_size, path):",
         *(f"    {line}" for line in body),
-        f'if __name__ == "__main__": torch.multiprocessing.spawn(main, ({row["ranks"]}, tempfile.mktemp()), {row["ranks"]})\n',
+        f'if __name__ == "__main__": torch.multiprocessing.spawn(main, ({size}, tempfile.mktemp()), {size})\n',
     ])  # fmt: skip
 
 

@@ -81,6 +81,8 @@ class World:
         self.known = set(self.trained)  # those that are or were reduced
         self.errors: list[Exception | None] = [None] * size
         self.order_matters = self.is_rounded = False
+        # Main gradients that the program has set to None. The next forward brings them back, as zeros.
+        self.dropped: list[set[str]] = [set() for _ in range(size)]
 
     @property
     def size(self) -> int:
@@ -119,6 +121,8 @@ class World:
             if name in self.known:
                 grad = grads[name]
                 main[f"{name}.main_grad"] = self.zeros(name) if grad is None else grad
+                if name in self.dropped[index]:
+                    main[f"{name}.main_grad"] = None
                 grads[name] = None
         return {**grads, **main}
 
@@ -150,6 +154,12 @@ class World:
         # Main gradients that are zero count as missing; so does an owner's average that was cleared.
         if value is None or (name in rank.averages and not _dense(value).any()):
             rank.averages.discard(name)
+
+    def drop(self, index: int, name: str) -> None:
+        """The program sets a gradient to None."""
+        self.write(index, name, None)
+        if self.in_main_grad:
+            self.dropped[index].add(name)
 
     def clip_norm(self, limit: float) -> float:
         """Clip the trained gradients as torch's `clip_grad_norm_` does; sharded ones by the norm over all ranks."""
@@ -205,6 +215,7 @@ class World:
             wrappers: of two wrappers of the module, those whose forward this is the backward of.
         """
         self.errors = [None] * self.size
+        self.dropped = [set() for _ in self.ranks]
         if reduces and self.settings.auto_refresh_trainable:
             self.refresh()
         for index, given in enumerate(gradients):
@@ -350,8 +361,11 @@ class World:
 
     def _sum(self, terms: Sequence[Tensor]) -> Tensor:
         total = _sum_in_order(terms)
-        if not terms[0].is_sparse and not torch.equal(total, _sum_in_order(terms[::-1])):
-            self.order_matters = True
+        if len(terms) > 2 and not terms[0].is_sparse:
+            starts = [[*terms[i:], *terms[:i]] for i in range(1, len(terms))]
+            pairs = [_sum_in_order(terms[i : i + 2]) for i in range(0, len(terms), 2)]
+            others = [terms[::-1], *starts, pairs]
+            self.order_matters |= not all(torch.equal(total, _sum_in_order(other)) for other in others)
         return total
 
     def _weighted_mean(self, name: str, total: float) -> Tensor:

@@ -160,6 +160,14 @@ FAULTS = [
         main_grads_as="'main_grad'",
     ),
     _fault(
+        "join(): a rank without inputs waits for weights, whose sender waits for its communication hook",
+        join=_but("join", "never"),
+        weigh=_but("weigh", "never"),
+        comm_hook=_but("comm_hook", "None"),
+        hosts="two",
+        transport="'shm'",
+    ),
+    _fault(
         "join() sends the buckets that others skip",
         join=_but("join", "never"),
         skip_all_reduce_unused_params=YES,
@@ -192,22 +200,30 @@ EXCLUSIONS = [
     _refused(ValueError, "conflicts with gradient_as_bucket_view=False", main_grads=FLOAT32,
              main_grads_as="'main_grad'", gradient_as_bucket_view=NO),
     _refused(ValueError, "leave bucket_cap_mb_list out", bucket_cap_mb="'auto'", bucket_cap_mb_list="[0.0001, 1]"),
-    _refused(ValueError, "can't be specified at the same time", bucket_cap_mb={"0.0001", "25"},
-             bucket_cap_mb_list="[0.0001, 1]"),
     _refused(RuntimeError, "wire_dtype needs shared memory", wire_dtype=BFLOAT16, transport="'c10d'"),
     _refused(RuntimeError, "no two ranks are on the same host", hosts="two", transport="'shm'", ranks="2"),
     _refused(RuntimeError, "no two ranks are on the same host", hosts="two", transport="'shm'", process_group="group",
-             ranks={"3", "4"}),
+             ranks="4"),
+    _meaningless("ranks without a peer on their host", hosts="two", transport="'shm'", process_group="group",
+                 ranks="3"),
     # Options and models.
-    _refused(RuntimeError, "needs dense gradients", model="sparse", main_grads=FLOAT32, main_grads_as="'main_grad'"),
+    _refused(ValueError, "needs dense gradients", model="sparse", main_grads=FLOAT32, main_grads_as="'main_grad'"),
     _refused(NotImplementedError, "aten::linalg_vector_norm", model="sparse", edit="clip", use="all", trainable="same",
              wrapper=_but("wrapper", "sharded")),
     _meaningless("clip_grad_norm_ doesn't take sparse gradients", model="sparse", edit="clip"),
     _meaningless("gloo doesn't add sparse tensors of 16 bits", model="sparse",
                  comm_hook={HOOK.format("fp16_compress"), HOOK.format("bf16_compress")}),
     # Parameters that are left out.
-    _refused(RuntimeError, "find_unused_parameters=True", use=_but("use", "all"), find_unused_parameters=NO,
-             static_graph=NO, micro=_but("micro", "reduce")),
+    _refused(RuntimeError, "find_unused_parameters=True", use="never", find_unused_parameters=NO, static_graph=NO,
+             micro=_but("micro", "reduce")),
+    _meaningless("raises on some ranks", use={"one rank", "first microbatch"}, find_unused_parameters=NO,
+                 static_graph=NO, micro=_but("micro", "reduce")),
+    _meaningless("nothing is reduced", use=_but("use", "all"), find_unused_parameters=NO, static_graph=NO,
+                 join=_but("join", "never")),
+    _refused(RuntimeError, "mark a variable ready only once", use="first microbatch", find_unused_parameters=YES,
+             micro="two forwards", trainable={"same", "freeze"}),
+    _meaningless("mark a variable ready only once", use="first microbatch", find_unused_parameters=YES,
+                 micro="two forwards"),
     _meaningless("a static graph is the same in each step and on each rank", static_graph=YES,
                  use={"one rank", "first microbatch"}),
     _meaningless("a static graph is the same in each step and on each rank", static_graph=YES,
@@ -226,7 +242,7 @@ EXCLUSIONS = [
              micro=_but("micro", "no_sync", "reduce")),
     # Uneven inputs.
     _refused(RuntimeError, "can't be used with join()", find_nonfinite="'raise'", join=_but("join", "never")),
-    _refused(RuntimeError, "without weighted=True", weighted=NO, weigh=_but("weigh", "never"),
+    _refused(RuntimeError, "must be made with weighted=True", weighted=NO, weigh=_but("weigh", "never"),
              join=_but("join", "never")),
     # Sharded models.
     *(
@@ -261,6 +277,12 @@ TORCH_COLUMNS = {
     "wrapper": ("one", "two at once", "two in turn"),
 }
 TORCH_FAULTS = [
+    _fault(
+        "a rank without inputs uses all parameters",
+        find_unused_parameters=YES,
+        join=_but("join", "never"),
+        use=_but("use", "all"),
+    ),
     _fault("two wrappers can't share views", gradient_as_bucket_view=YES, wrapper={"two at once", "two in turn"}),
     _fault("stops reducing", static_graph=YES, wrapper={"two at once", "two in turn"}),
     _fault("meets a bug of its own", find_unused_parameters=YES, wrapper="two in turn", use=_but("use", "all")),
