@@ -197,6 +197,7 @@ class World:
                 # The averages stand for all that they are means of.
                 rank.sums = {n: _wide(g) * rank.total for n, g in rank.grads.items() if g is not None}
                 rank.grads = dict.fromkeys(rank.grads)
+                rank.unit = rank.total
             rank.unit = rank.factor if rank.factor > 0 else rank.unit
 
     def backward(
@@ -276,6 +277,8 @@ class World:
     def _reduce(self, names: set[str], takes_part: Sequence[bool], count: int, wrappers: Sequence[int]) -> None:
         is_weighing = any(rank.is_weighing for rank in self.ranks)
         total = sum(rank.total for rank in self.ranks if rank.is_weighing)
+        if is_weighing and (self.settings.find_unused_parameters or self.settings.static_graph):
+            names = names | set().union(*(rank.sums for rank in self.ranks)) & self.trained
         for name in names:
             for rank in self.ranks:
                 if name in rank.averages:
@@ -390,10 +393,11 @@ class World:
     def refresh(self) -> None:
         """The reducer learns which parameters are trained. Their gradients stay."""
         self.errors = [None] * self.size
-        self.trained = {name for name, parameter in self.parameters.items() if parameter.trained}
+        before, self.trained = self.trained, {name for name, parameter in self.parameters.items() if parameter.trained}
         self.known |= self.trained
         for rank in self.ranks:
-            rank.used = [used & self.trained for used in rank.used]
+            thawed = {name for name in self.trained - before if rank.grads[name] is not None}
+            rank.used = [(used & self.trained) | thawed for used in rank.used]
             rank.averages &= self.trained
 
 
