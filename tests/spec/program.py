@@ -183,20 +183,14 @@ class Program:
         if how in ("none", "zeros"):
             yield Op(f"model.zero_grad(set_to_none={to_none})", lambda world: world.zero_grad(to_none))
         elif how == "some" and self._where == "grad":
-            names = self.names[step % 2 :: 2].replace("s", "")
-            yield Op(
-                f"[setattr(p, 'grad', None) for name, p in module.named_parameters() if name in {names!r}]",
-                lambda world: _drop(world, names),
-            )
+            names = self.names[0] if step % 2 == 0 else self.names[2:]
+            line = f"[setattr(p, 'grad', None) for name, p in module.named_parameters() if name in {names!r}]"
+            yield Op(line, lambda world: _drop(world, names))
 
     @property
     def _where(self) -> str:
         to_main = self.row["main_grads"] != "None" and self.row["main_grads_as"] == "'main_grad'"
         return "main_grad" if to_main else "grad"
-
-    def _trained(self, world: World) -> str:
-        """Dense parameters that are trained and known to the reducer."""
-        return "".join(name for name in self.names if name in world.trained and name != "s")
 
     def _assign(self, step: int) -> Op:
         """Each rank's own tensor."""
@@ -430,7 +424,7 @@ def _joined(lines: Sequence[str]) -> list[str]:
     is_open = False  # whether the last line may go on
     for line in lines:
         is_simple = not line.startswith(("with ", "for ", "if "))
-        if is_open and is_simple and len(joined[-1]) + len(line) < 200:
+        if is_open and is_simple and len(joined[-1]) + len(line) < 260:
             joined[-1] += f"; {line}"
         else:
             joined.append(line)

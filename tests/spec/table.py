@@ -114,100 +114,49 @@ def _but(name: str, *values: str) -> set[str]:
 
 
 NOOP = "(group, debugging_hooks.noop_hook)"
-# What is wrong today. A row has none of these; to be removed when mended.
+SEVERAL = {"no_sync", "reduce", "loop", "retain"}  # values of micro: several backwards in a step
+# What is wrong today: no row has these values. Remove a fault when it is mended (`test_known_faults` then fails).
 FAULTS = [
-    _fault(
-        "join(): a rank without inputs waits for weights, whose sender waits for its sparse gradients",
-        join=_but("join", "never"),
-        weigh=_but("weigh", "never"),
-        model="sparse",
-        hosts="two",
-        transport="'shm'",
-    ),
-    _fault(
-        "accumulate(weights=) with MULTI_AUTO_SYNC: ranks scale differently what only an earlier microbatch used",
-        micro="loop",
-        weigh=_but("weigh", "never"),
-        use="first microbatch",
-        find_unused_parameters=YES,
-        sync={"None", "'multi_auto_sync'"},
-    ),
+    # Silently other numbers.
     _fault("weigh(): a gradient that was kept is divided by the number of samples", zero={"keep", "some"}, weigh="sum"),
-    _fault("weigh(): a gradient that was kept is divided by the number of samples", micro="each", weigh="sum"),
-    _fault(
-        "weigh(): a gradient that was kept counts as much as the first backward",
-        zero={"keep", "some"},
-        weigh=_but("weigh", "never"),
-        micro={"no_sync", "reduce", "loop", "retain"},
-    ),
-    _fault(
-        "weigh(): a gradient that the program has set is divided by the number of samples",
-        weigh="sum",
-        edit="assign before",
-    ),
-    _fault(
-        "weigh(): a gradient that the program has set counts as much as the first backward",
-        weigh=_but("weigh", "never"),
-        micro={"no_sync", "reduce", "loop", "retain"},
-        edit="assign before",
-    ),
-    _fault(
-        "a gradient that the program has set is taken for an average that only its owner has",
-        wrapper="sharded",
-        edit="assign before",
-    ),
-    _fault(
-        "main gradients of two wrappers overwrite each other",
-        wrapper="two at once",
-        main_grads=FLOAT32,
-        main_grads_as="'main_grad'",
-        micro={"no_sync", "reduce"},
-    ),
-    _fault(
-        "main gradients of two wrappers overwrite each other",
-        wrapper="two in turn",
-        main_grads=FLOAT32,
-        main_grads_as="'main_grad'",
-    ),
-    _fault(
-        "the main gradient of a frozen parameter keeps its last value",
-        trainable="freeze",
-        main_grads=FLOAT32,
-        main_grads_as="'main_grad'",
-    ),
-    _fault(
-        "join(): a rank without inputs waits for weights, whose sender waits for its communication hook",
-        join=_but("join", "never"),
-        weigh=_but("weigh", "never"),
-        comm_hook=_but("comm_hook", "None"),
-        hosts="two",
-        transport="'shm'",
-    ),
-    _fault(
-        "join() sends the buckets that others skip",
-        join=_but("join", "never"),
-        skip_all_reduce_unused_params=YES,
-        use=_but("use", "all"),
-    ),
-    _fault(
-        "join() waits for a message that a static graph doesn't send",
-        join=_but("join", "never"),
-        static_graph=YES,
-        find_unused_parameters=YES,
-    ),
-    _fault(
-        "a step without any weight raises on the ranks that have inputs, and the others wait for them",
-        join=_but("join", "never"),
-        weigh={"some zero", "all zero"},
-        zero_weights="'raise'",
-    ),
-    _fault(
-        "sparse gradients of two wrappers: those that no rank has become zeros",
-        wrapper="two at once",
-        model="sparse",
-        use="never",
-    ),
-]
+    _fault("the same, in two backwards without zero_grad()", micro="each", weigh="sum"),
+    _fault("the same, with a gradient that the program has set", weigh="sum", edit="assign before"),
+    _fault("weigh(): a gradient that was kept counts as much as the first backward", zero={"keep", "some"},
+           weigh=_but("weigh", "never", "equal"), micro=SEVERAL),
+    _fault("weigh(): the same, of equal weights", zero={"keep", "some"}, weigh="equal", micro=SEVERAL),
+    _fault("the same, with a gradient that the program has set", weigh=_but("weigh", "never"), micro=SEVERAL,
+           edit="assign before"),
+    _fault("accumulate(weights=) with MULTI_AUTO_SYNC: ranks scale differently what only an earlier microbatch used",
+           micro="loop", weigh=_but("weigh", "never", "equal"), use="first microbatch", find_unused_parameters=YES,
+           sync={"None", "'multi_auto_sync'"}),
+    _fault("the same, of equal weights", micro="loop", weigh="equal", use="first microbatch",
+           find_unused_parameters=YES, sync={"None", "'multi_auto_sync'"}),
+    _fault("sharded: a gradient that the program has set is taken for an average that only its owner has",
+           wrapper="sharded", edit="assign before"),
+    _fault("main gradients of two wrappers overwrite each other", wrapper="two at once", main_grads=FLOAT32,
+           main_grads_as="'main_grad'", micro="reduce"),
+    _fault("the same, before the first reduction", wrapper="two at once", main_grads=FLOAT32,
+           main_grads_as="'main_grad'", micro="no_sync", edit="assign before"),
+    _fault("the same, in turn", wrapper="two in turn", main_grads=FLOAT32, main_grads_as="'main_grad'"),
+    _fault("the main gradient of a frozen parameter keeps its last value", trainable="freeze", main_grads=FLOAT32,
+           main_grads_as="'main_grad'"),
+    _fault("sparse gradients of two wrappers are averaged twice, or become zeros where no rank has any",
+           wrapper="two at once", model="sparse", comm_hook=_but("comm_hook", "None", NOOP)),
+    _fault("the same, with a static graph", wrapper="two at once", model="sparse", static_graph=YES),
+    _fault("the same, unused", wrapper="two at once", model="sparse", use="never", find_unused_parameters=YES),
+    # Ranks that wait for each other.
+    _fault("join(): a rank without inputs waits for weights, whose sender waits for its communication hook",
+           join=_but("join", "never"), weigh=_but("weigh", "never"), comm_hook=_but("comm_hook", "None"), hosts="two",
+           transport="'shm'"),
+    _fault("the same, with sparse gradients", join=_but("join", "never"), weigh=_but("weigh", "never"), model="sparse",
+           hosts="two", transport="'shm'"),
+    _fault("join() sends the buckets that others skip, as torch's does", join=_but("join", "never"),
+           skip_all_reduce_unused_params=YES, use="never"),
+    _fault("join() waits for a message that a static graph doesn't send, as torch's does", join=_but("join", "never"),
+           static_graph=YES, find_unused_parameters=YES),
+    _fault("a step without any weight raises on the ranks that have inputs, and the others wait for them",
+           join=_but("join", "never"), weigh={"some zero", "all zero"}, zero_weights="'raise'"),
+]  # fmt: skip
 EXCLUSIONS = [
     # Options among themselves.
     _refused(ValueError, "has no effect without main_grads=", main_grads="None", main_grads_as="'grad'"),
@@ -260,7 +209,7 @@ EXCLUSIONS = [
     _meaningless("does not average", comm_hook=NOOP, weigh=_but("weigh", "never")),
     # Two wrappers.
     _refused(RuntimeError, "wrap once", wrapper="two at once", main_grads=FLOAT32, main_grads_as="'main_grad'",
-             micro=_but("micro", "no_sync", "reduce")),
+             micro=_but("micro", "reduce")),
     # Uneven inputs.
     _refused(RuntimeError, "can't be used with join()", find_nonfinite="'raise'", join=_but("join", "never")),
     _refused(RuntimeError, "must be made with weighted=True", weighted=NO, weigh=_but("weigh", "never"),
@@ -284,7 +233,8 @@ FORBIDDEN = [exclusion.values for exclusion in (*EXCLUSIONS, *FAULTS)]
 # What the reference says of torch's class: its own options, and what a program can do with it.
 _TORCH_OPTIONS = {
     "process_group", "find_unused_parameters", "gradient_as_bucket_view", "static_graph", "bucket_cap_mb", "comm_hook",
-    "skip_all_reduce_unused_params", "batched_grad_copy",
+    "skip_all_reduce_unused_params", "batched_grad_copy", "bucket_cap_mb_list", "broadcast_buffers",
+    "forward_sync_buffers", "init_sync",
 }  # fmt: skip
 TORCH_COLUMNS = {
     **{name: values if name in _TORCH_OPTIONS else values[:1] for name, values in OPTIONS.items()},
