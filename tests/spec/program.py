@@ -276,6 +276,10 @@ class Program:
                 world.weigh([weights[rank] for rank in self.members], loss)
             # Autograd begins with the last forward.
             given = [self._given(key, step, micro) for _ in models for key, micro in keys][::-1]
+            if self._where == "grad":  # and adds in the dtype of .grad
+                given = [
+                    [{n: g.to(world.grad_dtype(n)) for n, g in of_rank.items()} for of_rank in each] for each in given
+                ]
             world.backward([_added(each) for each in zip(*given, strict=True)], reduces=reduces, wrappers=which)
 
         return Op(line, do)
@@ -424,7 +428,7 @@ def _joined(lines: Sequence[str]) -> list[str]:
     is_open = False  # whether the last line may go on
     for line in lines:
         is_simple = not line.startswith(("with ", "for ", "if "))
-        if is_open and is_simple and len(joined[-1]) + len(line) < 260:
+        if is_open and is_simple and len(joined[-1]) + len(line) < 320:
             joined[-1] += f"; {line}"
         else:
             joined.append(line)

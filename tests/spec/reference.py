@@ -140,7 +140,7 @@ class World:
     def zero_grad(self, set_to_none: bool, of: Sequence[int] | None = None) -> None:
         for index in range(self.size) if of is None else of:
             for name in self.parameters:
-                self.write(index, name, None if set_to_none else self._zeroed(index, name))
+                self.write(index, name, None if set_to_none or self.in_main_grad else self._zeroed(index, name))
 
     def _zeroed(self, index: int, name: str) -> Tensor | None:
         grad = self.grad_of(index, name)
@@ -163,9 +163,10 @@ class World:
 
     def clip_norm(self, limit: float) -> float:
         """Clip the trained gradients as torch's `clip_grad_norm_` does; sharded ones by the norm over all ranks."""
+        names = self.trained if self.settings.owners is None else self.parameters
         squares = [0.0] * self.size
         for index in range(self.size):
-            for name in self.trained:
+            for name in names:
                 grad = self.grad_of(index, name)
                 if grad is not None:
                     squares[index] += _dense(grad).abs().double().pow(2).sum().item()
@@ -173,7 +174,7 @@ class World:
             squares = [sum(squares)] * self.size
         for index, square in enumerate(squares):
             factor = min(1.0, limit / (math.sqrt(square) + 1e-6))
-            for name in self.trained:
+            for name in names:
                 grad = self.grad_of(index, name)
                 if grad is not None:
                     self.write(index, name, grad * factor)

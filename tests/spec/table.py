@@ -141,9 +141,9 @@ FAULTS = [
     _fault("the main gradient of a frozen parameter keeps its last value", trainable="freeze", main_grads=FLOAT32,
            main_grads_as="'main_grad'"),
     _fault("sparse gradients of two wrappers are averaged twice, or become zeros where no rank has any",
-           wrapper="two at once", model="sparse", comm_hook=_but("comm_hook", "None", NOOP)),
-    _fault("the same, with a static graph", wrapper="two at once", model="sparse", static_graph=YES),
-    _fault("the same, unused", wrapper="two at once", model="sparse", use="never", find_unused_parameters=YES),
+           wrapper="two at once", model="sparse"),
+    _fault("sharded: an average of zeros becomes None, also of a parameter that isn't used", wrapper="sharded",
+           use="first microbatch", micro="each", weigh="all zero"),
     # Ranks that wait for each other.
     _fault("join(): a rank without inputs waits for weights, whose sender waits for its communication hook",
            join=_but("join", "never"), weigh=_but("weigh", "never"), comm_hook=_but("comm_hook", "None"), hosts="two",
@@ -183,6 +183,12 @@ EXCLUSIONS = [
              micro=_but("micro", "reduce")),
     _meaningless("raises on some ranks", use={"one rank", "first microbatch"}, find_unused_parameters=NO,
                  static_graph=NO, micro=_but("micro", "reduce")),
+    _meaningless(
+        "each wrapper refreshes in its own forward",
+        wrapper="two in turn",
+        auto_refresh_trainable=YES,
+        trainable={"freeze", "thaw"},
+    ),
     _meaningless(
         "two reducers send their buckets in different orders, as torch's do",
         wrapper="two at once",
