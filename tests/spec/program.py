@@ -56,6 +56,7 @@ MODELS: dict[str, dict[str, tuple[tuple[int, ...], torch.dtype]]] = {
     "complex": {"a": ((5, 3), torch.complex64), "b": ((7,), torch.complex128), "c": ((4,), torch.float32)},
 }  # fmt: skip
 STEPS = 4
+MAX_LINES = 40  # of a program that is printed
 WEIGHTS = {"equal": (2, 2, 2, 2), "unequal": (1, 3, 2, 5), "some zero": (2, 0, 1, 0), "all zero": (0,) * 4}
 WEIGHTS["sum"] = WEIGHTS["unequal"]
 CLIP = 0.5
@@ -413,22 +414,25 @@ def standalone(row: Row, lines: Sequence[str], check: str) -> str:
     prelude = [text for text in PRELUDE.splitlines() if not any(word in text for word in left_out)]
     size = row["ranks"]
     main = "dist.init_process_group('gloo', store=dist.FileStore(path, world_size), rank=rank, world_size=world_size)"
-    body = _joined([main, *lines, *([check] if check else [])])
-    return "\n".join([
-        *prelude,
-        "def main(rank, world_size, path):",
-        *(f"    {line}" for line in body),
-        f'if __name__ == "__main__": torch.multiprocessing.spawn(main, ({size}, tempfile.mktemp()), {size})\n',
-    ])  # fmt: skip
+    for width in (100, 200, 400):  # as short lines as 40 of them allow
+        text = "\n".join([
+            *prelude,
+            "def main(rank, world_size, path):",
+            *(f"    {line}" for line in _joined([main, *lines, *([check] if check else [])], width)),
+            f'if __name__ == "__main__": torch.multiprocessing.spawn(main, ({size}, tempfile.mktemp()), {size})\n',
+        ])  # fmt: skip
+        if text.count("\n") <= MAX_LINES:
+            break
+    return text
 
 
-def _joined(lines: Sequence[str]) -> list[str]:
-    """Several simple statements in a line, as long as it isn't too long."""
+def _joined(lines: Sequence[str], width: int) -> list[str]:
+    """Several simple statements in a line, up to this width."""
     joined: list[str] = []
     is_open = False  # whether the last line may go on
     for line in lines:
         is_simple = not line.startswith(("with ", "for ", "if "))
-        if is_open and is_simple and len(joined[-1]) + len(line) < 320:
+        if is_open and is_simple and len(joined[-1]) + len(line) < width:
             joined[-1] += f"; {line}"
         else:
             joined.append(line)

