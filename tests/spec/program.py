@@ -419,7 +419,7 @@ def standalone(row: Row, lines: Sequence[str], check: str) -> str:
             *prelude,
             "def main(rank, world_size, path):",
             *(f"    {line}" for line in _joined([main, *lines, *([check] if check else [])], width)),
-            f'if __name__ == "__main__": torch.multiprocessing.spawn(main, ({size}, tempfile.mktemp()), {size})\n',
+            f"torch.multiprocessing.start_processes(main, ({size}, tempfile.mktemp()), {size}, start_method='fork')\n",
         ])  # fmt: skip
         if text.count("\n") <= MAX_LINES:
             break

@@ -44,7 +44,6 @@ class Settings:
     hosts: str = ""  # the host of each rank; empty: one
     wire_dtype: torch.dtype | None = None
     owners: dict[str, int] | None = None  # sharded: the only rank that gets each parameter's average
-    reduce_fp16: bool = False  # sharded: fp32 gradients are sent as fp16
 
 
 @dataclass
@@ -349,9 +348,7 @@ class World:
         return [average.to(self.grad_dtype(name)) for _ in grads]
 
     def _sum_over_hosts(self, terms: list[Tensor]) -> Tensor:
-        """In rank order; between hosts in `wire_dtype`. A sharded model may send fp16."""
-        if self.settings.reduce_fp16 and terms[0].dtype is torch.float32:
-            return self._sum([term.half() for term in terms]).float()
+        """In rank order; between hosts in `wire_dtype`."""
         if not self.settings.hosts:
             return self._sum(terms)
         by_host: dict[str, list[Tensor]] = {}
