@@ -92,7 +92,8 @@ class World:
     def grad_dtype(self, name: str) -> torch.dtype:
         """Of the gradient that is kept and accumulated into."""
         dtype = self.parameters[name].dtype
-        return torch.float32 if self.settings.main_grads is not None and dtype in HALVES else dtype
+        is_wide = self.settings.main_grads is not None and dtype in HALVES and name in self.known
+        return torch.float32 if is_wide else dtype
 
     def sent_dtype(self, name: str) -> torch.dtype:
         """Of the gradient in its bucket."""
@@ -395,6 +396,7 @@ class World:
         before, self.trained = self.trained, {name for name, parameter in self.parameters.items() if parameter.trained}
         self.known |= self.trained
         for rank in self.ranks:
+            rank.grads = {name: g if g is None else g.to(self.grad_dtype(name)) for name, g in rank.grads.items()}
             thawed = {name for name in self.trained - before if rank.grads[name] is not None}
             rank.used = [(used & self.trained) | thawed for used in rank.used]
             rank.averages &= self.trained

@@ -187,6 +187,9 @@ EXCLUSIONS = [
     _meaningless("raises on some ranks", use={"one rank", "first microbatch"}, find_unused_parameters=NO,
                  static_graph=NO, micro=_but("micro", "reduce")),
     _meaningless(
+        "raises on the owners alone, in the middle of a loop", wrapper="sharded", micro="loop", zero={"keep", "some"}
+    ),
+    _meaningless(
         "each wrapper refreshes in its own forward",
         wrapper="two in turn",
         auto_refresh_trainable=YES,
