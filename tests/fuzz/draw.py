@@ -18,9 +18,15 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from tests.fuzz.program import Do, Op, Optimizer, Part, Program, Train
+from tests.spec.table import COLUMNS, TORCH_COLUMNS
 
 T = TypeVar("T")
-TRANSPORTS = ("shm", "c10d")
+TRANSPORTS = tuple(map(eval, COLUMNS["transport"]))
+# How often a program has another value than the default, of those in the table.
+OPTIONS = {
+    "gradient_as_bucket_view": 0.4, "bucket_cap_mb": 0.6, "bucket_cap_mb_list": 0.1, "batched_grad_copy": 0.15,
+    "broadcast_buffers": 0.1, "forward_sync_buffers": 0.1, "init_sync": 0.05,
+}  # fmt: skip
 WORLD_SIZES = (1, 2, 2, 2, 2, 3, 3, 4)
 
 SMALL_SHAPES = ((), (1,), (7,), (3, 5), (5, 1, 3), (2, 3, 2, 2), (0,), (3, 0), (129,))
@@ -154,21 +160,11 @@ class _Drawing:
             options["find_unused_parameters"] = True
         if self.static:
             options["static_graph"] = True
-        views = self.of((None, None, None, True, False))
-        if views is not None:
-            options["gradient_as_bucket_view"] = views
-        cap = self.of((None, None, None, 0.00001, 0.0002, 0.002, 0.3, 1, 25))
-        if cap is not None:
-            options["bucket_cap_mb"] = cap
-        elif self.chance(0.1):
-            options["bucket_cap_mb_list"] = [1, 2]
-        if self.chance(0.15):
-            options["batched_grad_copy"] = True
-        for name in ("broadcast_buffers", "forward_sync_buffers"):
-            if self.chance(0.15):
-                options[name] = self.chance(0.4)
-        if self.chance(0.05):
-            options["init_sync"] = False
+        for name, probability in OPTIONS.items():
+            if self.chance(probability):
+                options[name] = eval(self.of(TORCH_COLUMNS[name][1:]))
+        if "bucket_cap_mb" in options:
+            options.pop("bucket_cap_mb_list", None)
         same = all(part.used in ("always", "never") for part in parts)
         if self.search and same and self.chance(0.4):
             options["skip_all_reduce_unused_params"] = True

@@ -1,0 +1,440 @@
+"""The specification: what every parameter's gradient is on every rank after each call, and what is raised.
+
+All ranks live in one process and take each step together, one rank after the other. Nothing overlaps, nothing is
+packed, and a sum is a loop in rank order.
+
+A backward is given as the gradients that autograd computes on each rank: `{"a": tensor}` for the parameters that the
+rank's loss uses.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+HALVES = (torch.bfloat16, torch.float16)
+Grads = dict[str, Tensor | None]
+
+
+@dataclass
+class Parameter:
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    sparse: bool = False
+    trained: bool = True
+
+
+@dataclass
+class Settings:
+    """What the wrapper was made with. The other options change no gradient."""
+
+    find_unused_parameters: bool = False
+    static_graph: bool = False
+    weighted: bool = False
+    zero_weights: str = "raise"
+    comm_hook: str | None = None
+    reduce_dtype: torch.dtype | None = None
+    main_grads: torch.dtype | None = None
+    main_grads_as: str = "main_grad"
+    auto_refresh_trainable: bool = False
+    hosts: str = ""  # the host of each rank; empty: one
+    wire_dtype: torch.dtype | None = None
+    owners: dict[str, int] | None = None  # sharded: the only rank that gets each parameter's average
+
+
+@dataclass
+class Rank:
+    """One rank's gradients, and how far it is in a weighted step."""
+
+    grads: Grads
+    # Of an unfinished weighted step: sums of weight * gradient, the last weight above 0, the sum of all weights.
+    sums: dict[str, Tensor] = field(default_factory=dict)
+    unit: float = 0.0
+    total: float = 0.0
+    is_weighing: bool = False
+    came: bool = False  # whether the backward of the last weigh() has run
+    factor: float = 1.0  # of the next backward's gradients
+    count: float = 0.0  # what it adds to the total
+    used: list[set[str]] = field(default_factory=lambda: [set(), set()])  # by wrapper: since its last reduction
+    averages: set[str] = field(default_factory=set)  # sharded: which gradients are averages that no other rank has
+    aside: dict[str, Tensor] = field(default_factory=dict)  # such averages, while a backward adds to the gradient
+
+
+class World:
+    """The ranks of a process group and their model.
+
+    Attributes:
+        errors: what the last call raised, by rank.
+        order_matters: whether some sum over ranks has other bits in another order.
+        is_rounded: whether a result may differ in its last bits from that of other arithmetic, such as a weighted mean.
+    """
+
+    def __init__(self, size: int, parameters: dict[str, Parameter], settings: Settings) -> None:
+        self.parameters, self.settings = parameters, settings
+        self.ranks = [Rank(dict.fromkeys(parameters)) for _ in range(size)]
+        self.trained = {name for name, parameter in parameters.items() if parameter.trained}
+        self.known = set(self.trained)  # those that are or were reduced
+        self.errors: list[Exception | None] = [None] * size
+        self.order_matters = self.is_rounded = False
+        # Main gradients that the program has set to None. The next forward brings them back, as zeros.
+        self.dropped: list[set[str]] = [set() for _ in range(size)]
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    # --- dtypes ---
+
+    def grad_dtype(self, name: str) -> torch.dtype:
+        """Of the gradient that is kept and accumulated into."""
+        dtype = self.parameters[name].dtype
+        is_wide = self.settings.main_grads is not None and dtype in HALVES and name in self.known
+        return torch.float32 if is_wide else dtype
+
+    def sent_dtype(self, name: str) -> torch.dtype:
+        """Of the gradient in its bucket."""
+        dtype = self.grad_dtype(name)
+        return torch.float32 if self.settings.reduce_dtype is not None and dtype in HALVES else dtype
+
+    @property
+    def in_main_grad(self) -> bool:
+        return self.settings.main_grads is not None and self.settings.main_grads_as == "main_grad"
+
+    def zeros(self, name: str) -> Tensor:
+        parameter = self.parameters[name]
+        layout = torch.sparse_coo if parameter.sparse else torch.strided
+        return torch.zeros(parameter.shape, dtype=self.grad_dtype(name), layout=layout)
+
+    # --- what the program sees ---
+
+    def seen(self, index: int) -> Grads:
+        """A rank's `.grad` of every parameter, and "NAME.main_grad" if the gradients are there."""
+        grads: Grads = {name: self.grad_of(index, name) for name in self.parameters}
+        if not self.in_main_grad:
+            return grads
+        main: Grads = {}
+        for name in self.parameters:
+            if name in self.known:
+                grad = grads[name]
+                main[f"{name}.main_grad"] = self.zeros(name) if grad is None else grad
+                if name in self.dropped[index]:
+                    main[f"{name}.main_grad"] = None
+                grads[name] = None
+        return {**grads, **main}
+
+    def grad_of(self, index: int, name: str) -> Tensor | None:
+        """In a weighted step, the sum so far is divided by the last weight."""
+        rank = self.ranks[index]
+        base, weighted = rank.grads[name], rank.sums.get(name)
+        if weighted is None:
+            return base
+        shown = weighted / rank.unit if rank.unit > 0 else torch.zeros_like(weighted)
+        return (shown if base is None else base.to(shown.dtype) + shown).to(self.grad_dtype(name))
+
+    # --- what the program does to gradients ---
+
+    def zero_grad(self, set_to_none: bool, of: Sequence[int] | None = None) -> None:
+        for index in range(self.size) if of is None else of:
+            for name in self.parameters:
+                self.write(index, name, None if set_to_none or self.in_main_grad else self._zeroed(index, name))
+
+    def _zeroed(self, index: int, name: str) -> Tensor | None:
+        grad = self.grad_of(index, name)
+        return None if grad is None else torch.zeros_like(grad)
+
+    def write(self, index: int, name: str, value: Tensor | None) -> None:
+        """The program sets a gradient, or changes it in place. Sums of a weighted step are overwritten with it."""
+        rank = self.ranks[index]
+        rank.grads[name] = value
+        rank.sums.pop(name, None)
+        # Main gradients that are zero count as missing; so does an owner's average that was cleared.
+        if value is None or (name in rank.averages and not _dense(value).any()):
+            rank.averages.discard(name)
+
+    def drop(self, index: int, name: str) -> None:
+        """The program sets a gradient to None."""
+        self.write(index, name, None)
+        if self.in_main_grad:
+            self.dropped[index].add(name)
+
+    def clip_norm(self, limit: float) -> float:
+        """Clip the trained gradients as torch's `clip_grad_norm_` does; sharded ones by the norm over all ranks."""
+        names = self.trained if self.settings.owners is None else self.parameters
+        squares = [0.0] * self.size
+        for index in range(self.size):
+            for name in names:
+                grad = self.grad_of(index, name)
+                if grad is not None:
+                    squares[index] += _dense(grad).abs().double().pow(2).sum().item()
+        if self.settings.owners is not None:
+            squares = [sum(squares)] * self.size
+        for index, square in enumerate(squares):
+            factor = min(1.0, limit / (math.sqrt(square) + 1e-6))
+            for name in names:
+                grad = self.grad_of(index, name)
+                if grad is not None:
+                    self.write(index, name, grad * factor)
+        self.is_rounded = True
+        return math.sqrt(squares[0])
+
+    # --- training ---
+
+    def weigh(self, weights: Sequence[float], loss: str = "mean", goes_on: bool = False) -> None:
+        """Each rank's weight of the next backward. `goes_on`: it adds to the mean that earlier ones have made."""
+        self.is_rounded = True
+        for rank, weight in zip(self.ranks, weights, strict=True):
+            if rank.is_weighing and rank.came and not rank.sums and not any(g is not None for g in rank.grads.values()):
+                rank.total = rank.unit = 0.0  # the program has dropped what it had accumulated
+            if not rank.is_weighing:
+                rank.is_weighing = True
+                rank.sums, rank.unit, rank.total = {}, 0.0, rank.total if goes_on else 0.0
+            rank.came = False
+            rank.factor, rank.count = (weight if loss == "mean" else float(weight > 0)), weight
+            if goes_on and rank.total > 0:
+                # The averages stand for all that they are means of.
+                rank.sums = {n: _wide(g) * rank.total for n, g in rank.grads.items() if g is not None}
+                rank.grads = dict.fromkeys(rank.grads)
+                rank.unit = rank.total
+            rank.unit = rank.factor if rank.factor > 0 else rank.unit
+
+    def backward(
+        self,
+        gradients: Sequence[dict[str, Tensor] | None],
+        *,
+        reduces: bool = True,
+        count: int | None = None,
+        wrappers: Sequence[int] = (0,),
+    ) -> None:
+        """Accumulate every rank's gradients and, unless under `no_sync()`, average them.
+
+        Args:
+            gradients: by rank; None: under `join()`, the rank has run out of inputs.
+            count: divide by this number instead of the number of ranks.
+            wrappers: of two wrappers of the module, those whose forward this is the backward of.
+        """
+        self.errors = [None] * self.size
+        self.dropped = [set() for _ in self.ranks]
+        if reduces and self.settings.auto_refresh_trainable:
+            self.refresh()
+        for index, given in enumerate(gradients):
+            if given is not None:
+                self._accumulate(index, given, reduces)
+        if reduces and not any(self.errors):
+            takes_part = [given is not None for given in gradients]
+            names = set().union(*map(self._reduced_in_backward, wrappers))
+            self._reduce(names, takes_part, count or self.size, wrappers)
+
+    def reduce(self, wrapper: int = 0) -> None:
+        """Average what has been accumulated, without a backward. A missing gradient counts as zero."""
+        self.errors = [None] * self.size
+        if self.settings.auto_refresh_trainable:
+            self.refresh()
+        self._reduce(self._reduced_after_backward(wrapper), [True] * self.size, self.size, [wrapper])
+
+    def _accumulate(self, index: int, given: dict[str, Tensor], reduces: bool) -> None:
+        rank = self.ranks[index]
+        if self.settings.weighted and not rank.is_weighing:
+            self.errors[index] = RuntimeError("whose weight is unknown")
+            return
+        for name, gradient in given.items():
+            if not self.parameters[name].trained:
+                continue
+            if name not in self.trained:
+                value = rank.grads[name]
+                rank.grads[name] = gradient if value is None else value + gradient
+                continue
+            if name in rank.averages and not self._put_aside(rank, name, reduces):
+                self.errors[index] = RuntimeError("Call zero_grad() before accumulating under no_sync()")
+                return
+            for used in rank.used:
+                used.add(name)
+            if rank.is_weighing:
+                came = _wide(gradient) * rank.factor if rank.factor > 0 else torch.zeros_like(_wide(gradient))
+                rank.sums[name] = rank.sums[name] + came if name in rank.sums else came
+            else:
+                came, value = gradient.to(self.grad_dtype(name)), rank.grads[name]
+                rank.grads[name] = came if value is None else value + came
+        if rank.is_weighing:
+            rank.total += 0.0 if rank.came else rank.count
+            rank.came = True
+
+    def _reduced_in_backward(self, wrapper: int) -> set[str]:
+        """Those that any rank has used since the last reduction; all, if the model may not leave any unused."""
+        if not (self.settings.find_unused_parameters or self.settings.static_graph):
+            return self.trained
+        return set().union(*(rank.used[wrapper] for rank in self.ranks)) & self.trained
+
+    def _reduced_after_backward(self, wrapper: int) -> set[str]:
+        """Without the option, ranks can't tell which parameters others have used. Frozen ones stay as they are."""
+        if self.settings.find_unused_parameters or self.settings.static_graph:
+            return self._reduced_in_backward(wrapper)
+        there = {name for rank in self.ranks for name, grad in rank.grads.items() if grad is not None or rank.sums}
+        return {name for name in self.trained if self.parameters[name].trained or name in there}
+
+    def _reduce(self, names: set[str], takes_part: Sequence[bool], count: int, wrappers: Sequence[int]) -> None:
+        is_weighing = any(rank.is_weighing for rank in self.ranks)
+        total = sum(rank.total for rank in self.ranks if rank.is_weighing)
+        if is_weighing and (self.settings.find_unused_parameters or self.settings.static_graph):
+            names = names | set().union(*(rank.sums for rank in self.ranks)) & self.trained
+        for name in names:
+            for rank in self.ranks:
+                if name in rank.averages:
+                    self._put_aside(rank, name, True)
+            if is_weighing:
+                averages = [self._weighted_mean(name, total)] * self.size
+            else:
+                grads = [self.ranks[i].grads[name] if takes_part[i] else None for i in range(self.size)]
+                averages = self._averages(name, [self.zeros(name) if g is None else g for g in grads], count)
+            for index, average in enumerate(averages):
+                if takes_part[index]:
+                    self._give(index, name, average)
+        for index, rank in enumerate(self.ranks):
+            for wrapper in wrappers:
+                rank.used[wrapper] = set()
+            if rank.is_weighing:
+                for name in [*rank.sums]:  # of parameters that are not reduced
+                    rank.grads[name] = self.grad_of(index, name)
+                rank.is_weighing, rank.sums, rank.unit = False, {}, 0.0
+        if is_weighing and total == 0 and self.settings.zero_weights == "raise":
+            self.errors = [ValueError("no rank gave this step a weight above 0")] * self.size
+
+    def _give(self, index: int, name: str, average: Tensor) -> None:
+        rank, owners = self.ranks[index], self.settings.owners
+        rank.sums.pop(name, None)
+        if owners is None:
+            rank.grads[name] = average
+        elif owners[name] != index:
+            rank.grads[name] = None
+        else:
+            before = rank.aside.pop(name, None)
+            rank.grads[name] = average if before is None else average + before
+            rank.averages.add(name)
+
+    def _put_aside(self, rank: Rank, name: str, reduces: bool) -> bool:
+        """An average that only its owner has must not be averaged again. False: under `no_sync()` that is an error."""
+        value = rank.grads[name]
+        if value is not None and value.any() and not reduces:
+            return False
+        rank.averages.discard(name)
+        rank.grads[name] = None
+        if value is not None and value.any():
+            rank.aside[name] = value
+        return True
+
+    # --- arithmetic ---
+
+    def _averages(self, name: str, grads: Sequence[Tensor], count: int) -> list[Tensor]:
+        """The result on each rank for these gradients of all ranks."""
+        hook = self.settings.comm_hook
+        if hook == "noop":
+            return list(grads)
+        real = [torch.view_as_real(g) if g.is_complex() else g for g in grads]
+        dtype = self.sent_dtype(name)
+        real = [
+            g.to(dtype) if g.is_floating_point() and not self.parameters[name].dtype.is_complex else g for g in real
+        ]
+        if self.parameters[name].sparse and hook is None:
+            average = self._sum([g.coalesce() * (1 / count) for g in real])
+            self.is_rounded = True  # equal rows of several backwards are added up before or after
+        elif hook is None:
+            average = self._sum_over_hosts([g * (1 / count) for g in real])
+        else:
+            average = _HOOKS[hook](real, self.size, self._sum)
+        if grads[0].is_complex():
+            average = torch.view_as_complex(average.contiguous())
+        return [average.to(self.grad_dtype(name)) for _ in grads]
+
+    def _sum_over_hosts(self, terms: list[Tensor]) -> Tensor:
+        """In rank order; between hosts in `wire_dtype`."""
+        if not self.settings.hosts:
+            return self._sum(terms)
+        by_host: dict[str, list[Tensor]] = {}
+        for host, term in zip(self.settings.hosts, terms, strict=True):
+            by_host.setdefault(host, []).append(term)
+        sums = [self._sum(each) for each in by_host.values()]
+        wire = self.settings.wire_dtype
+        if wire is not None and terms[0].dtype is torch.float32 and len(sums) > 1:
+            sums = [total.to(wire).float() for total in sums]
+        return self._sum(sums)
+
+    def _sum(self, terms: Sequence[Tensor]) -> Tensor:
+        total = _sum_in_order(terms)
+        if len(terms) > 2 and not terms[0].is_sparse:
+            starts = [[*terms[i:], *terms[:i]] for i in range(1, len(terms))]
+            pairs = [_sum_in_order(terms[i : i + 2]) for i in range(0, len(terms), 2)]
+            others = [terms[::-1], *starts, pairs]
+            self.order_matters |= not all(torch.equal(total, _sum_in_order(other)) for other in others)
+        return total
+
+    def _weighted_mean(self, name: str, total: float) -> Tensor:
+        """sum(weight * gradient) / sum(weight) over all ranks and backwards. What a step began with is averaged too."""
+        mean = _wide(self.zeros(name))
+        if total > 0:
+            for rank in self.ranks:
+                if name in rank.sums:
+                    mean = mean + rank.sums[name] / total
+                base = rank.grads[name]
+                if base is not None:
+                    mean = mean + _wide(base) * (rank.total / total)
+        return mean.to(self.grad_dtype(name))
+
+    # --- freezing and thawing ---
+
+    def set_trained(self, names: set[str]) -> None:
+        """The program sets `requires_grad`, on all ranks alike."""
+        for name, parameter in self.parameters.items():
+            parameter.trained = name in names
+
+    def refresh(self) -> None:
+        """The reducer learns which parameters are trained. Their gradients stay."""
+        self.errors = [None] * self.size
+        self.dropped = [set() for _ in self.ranks]
+        before, self.trained = self.trained, {name for name, parameter in self.parameters.items() if parameter.trained}
+        self.known |= self.trained
+        for rank in self.ranks:
+            rank.grads = {name: g if g is None else g.to(self.grad_dtype(name)) for name, g in rank.grads.items()}
+            thawed = {name for name in self.trained - before if rank.grads[name] is not None}
+            rank.used = [(used & self.trained) | thawed for used in rank.used]
+            rank.averages &= self.trained
+
+
+def _sum_in_order(terms: Sequence[Tensor]) -> Tensor:
+    """16-bit floats are added in fp32 and rounded once."""
+    dtype = terms[0].dtype
+    wide = torch.float32 if dtype in HALVES else dtype
+    total = terms[0].to(wide)
+    for term in terms[1:]:
+        total = total + term.to(wide)
+    return total.to(dtype)
+
+
+def _wide(value: Tensor) -> Tensor:
+    return value.to(torch.complex128 if value.is_complex() else torch.float64)
+
+
+def _dense(value: Tensor) -> Tensor:
+    return value.to_dense() if value.is_sparse else value
+
+
+Sum = Callable[[Sequence[Tensor]], Tensor]
+
+
+def _all_reduce_hook(grads: Sequence[Tensor], size: int, add: Sum) -> Tensor:
+    return add([grad / size for grad in grads])
+
+
+def _compress_hook(dtype: torch.dtype) -> Callable[[Sequence[Tensor], int, Sum], Tensor]:
+    """torch's hooks: cast, then divide, then sum in 16 bits."""
+    return lambda grads, size, add: add([grad.to(dtype) / size for grad in grads]).to(grads[0].dtype)
+
+
+# torch's communication hooks. Each gets the ranks' gradients as they are sent.
+_HOOKS: dict[str, Callable[[Sequence[Tensor], int, Sum], Tensor]] = {
+    "allreduce": _all_reduce_hook,
+    "fp16": _compress_hook(torch.float16),
+    "bf16": _compress_hook(torch.bfloat16),
+}
