@@ -1,6 +1,7 @@
 #include "shm/segment.h"
 
 #include <fcntl.h>
+#include <pthread.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
@@ -116,6 +117,56 @@ void give_back(const Fd& file, int64_t offset, int64_t bytes) {
   errno = reason;
 }
 
+// All mappings, for the children of fork().
+class Mapped {
+ public:
+  static Mapped& instance() {
+    static auto* const mapped = new Mapped;  // outlives what is destroyed at exit
+    return *mapped;
+  }
+
+  void add(std::byte* base, int64_t bytes) {
+    const std::lock_guard lock(mutex_);
+    areas_[base] = {bytes, -1};
+  }
+  void keep_private(std::byte* base, int fd) {
+    const std::lock_guard lock(mutex_);
+    areas_[base].fd = fd;
+  }
+  // Unmaps it, so that a child that is forked meanwhile puts nothing in its place.
+  void remove(std::byte* base, int64_t bytes) {
+    const std::lock_guard lock(mutex_);
+    areas_.erase(base);
+    munmap(base, static_cast<size_t>(bytes));
+  }
+
+ private:
+  struct Area {
+    int64_t bytes = 0;
+    int fd = -1;  // -1: a peer's
+  };
+
+  Mapped() {
+    pthread_atfork([] { instance().mutex_.lock(); }, [] { instance().mutex_.unlock(); },
+                   [] {
+                     instance().part_from_parent();
+                     instance().mutex_.unlock();
+                   });
+  }
+
+  // In the child, where only calls that are safe in signal handlers are allowed.
+  void part_from_parent() {
+    constexpr int kProtection = PROT_READ | PROT_WRITE;
+    constexpr int kFlags = MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE;
+    for (const auto& [base, area] : areas_) {
+      mmap(base, static_cast<size_t>(area.bytes), kProtection, kFlags | (area.fd < 0 ? MAP_ANONYMOUS : 0), area.fd, 0);
+    }
+  }
+
+  std::mutex mutex_;
+  std::map<std::byte*, Area> areas_;
+};
+
 }  // namespace
 
 int64_t sealed_bytes(const Fd& file) {
@@ -151,7 +202,10 @@ Mapping::Mapping(int fd, int64_t bytes) : bytes_(bytes) {
   munmap(base_ + length, static_cast<size_t>(end - base_) - length);
   madvise(base_, static_cast<size_t>(bytes), MADV_DONTDUMP);  // the peers' memory, and holes that a dump would fill
   madvise(base_, static_cast<size_t>(bytes), MADV_HUGEPAGE);  // an optimization that the machine may not allow
+  Mapped::instance().add(base_, bytes_);
 }
+
+void Mapping::keep_private(int fd) const { Mapped::instance().keep_private(base_, fd); }
 
 Mapping& Mapping::operator=(Mapping&& other) noexcept {
   std::swap(base_, other.base_);
@@ -161,7 +215,7 @@ Mapping& Mapping::operator=(Mapping&& other) noexcept {
 
 Mapping::~Mapping() {
   if (base_ != nullptr) {
-    munmap(base_, static_cast<size_t>(bytes_));
+    Mapped::instance().remove(base_, bytes_);
   }
 }
 
@@ -172,6 +226,7 @@ Segment::Segment(int rank, int size, int64_t limit_bytes) : rank_(rank), size_(s
   }
   fd_ = make_sealed_file(bytes);
   mapping_ = Mapping(fd_.get(), bytes);
+  mapping_.keep_private(fd_.get());
   if (!commit(fd_, 0, kDataOffset)) {
     throw_unavailable("no room for a shared segment");
   }

@@ -14,7 +14,8 @@ namespace torchddp::shm {
 // The size of a file from another process, or -1 unless it is sealed, so that a mapping of it stays valid.
 int64_t sealed_bytes(const Fd& file);
 
-// A mapping of a segment, our own or a peer's. Aligned to huge pages.
+// A mapping of a segment, our own or a peer's. Aligned to huge pages. A child that fork() makes gets other memory at the same
+// addresses: of the peers' segments zeros, and of our own (`keep_private`) pages that are copied when it writes to them.
 class Mapping {
  public:
   Mapping() = default;
@@ -26,6 +27,8 @@ class Mapping {
 
   std::byte* base() const { return base_; }
   int64_t bytes() const { return bytes_; }
+  // `fd`: of the mapped file; it stays open for as long as the mapping exists.
+  void keep_private(int fd) const;
 
  private:
   std::byte* base_ = nullptr;

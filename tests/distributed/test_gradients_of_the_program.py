@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import torchddp
-from tests.harness import each, on_ranks, over_both
+from tests.harness import each, in_child, on_ranks, over_both
 from tests.models import assert_grads, grads_of, seeded
 from tests.parity.compare import TorchDDP
 
@@ -168,3 +168,21 @@ def test_a_refresh_leaves_nothing_behind(rank):
     before = bytes_in_use()
     refresh()
     assert bytes_in_use() - before < 10 * count * times
+
+
+@over_both
+@on_ranks(1, 2)
+def test_a_forked_child_has_its_own_gradients(rank, ddp_class, transport):
+    model = ddp_class(seeded(Net), transport=transport)
+    for step in each(range(2)):
+        model.zero_grad()
+        model(batch(rank, step)).square().sum().backward()
+        before = grads_of(model)
+
+        def write(before=before):
+            assert_grads(grads_of(model), before, 0)
+            model.zero_grad(set_to_none=False)
+            assert not any(p.grad.any() for p in model.parameters())
+
+        assert in_child(write)
+        assert_grads(grads_of(model), before, 0)
