@@ -105,14 +105,15 @@ void Reducer::on_grad_ready(int64_t param, const at::Tensor* incoming) {
     return;
   }
   guarded([&] {
-    if (!parts_.step.begun()) [[unlikely]] {
-      parts_.step.begin([&] {
-        begin_backward();
-        for (const auto unused : parts_.used.unused()) {
-          parts_.own_averages.coming(unused);
-          arrive(unused, Mark::kUnused, nullptr);
-        }
-      });
+    const auto begin = [&] {
+      begin_backward();
+      for (const auto unused : parts_.used.unused()) {
+        parts_.own_averages.coming(unused);
+        arrive(unused, Mark::kUnused, nullptr);
+      }
+    };
+    if (!parts_.step.begun() && !parts_.step.begin(begin)) [[unlikely]] {
+      return;  // it has failed on another device's thread
     }
     if (parts_.static_graph.is_last(param, incoming)) {
       arrive(param, Mark::kUsed, incoming);

@@ -65,6 +65,10 @@ socklen_t fill_address(sockaddr_un& address, const std::string& name) {
   address = {};
   address.sun_family = AF_UNIX;
   const std::string path = "torchddp-" + name;
+  if (path.size() >= sizeof(address.sun_path)) {  // another rank has published the name
+    throw Unavailable("a rank's name for its shared memory has " + std::to_string(name.size()) +
+                      " characters, which is too long for a socket");
+  }
   std::copy(path.begin(), path.end(), address.sun_path + 1);  // a leading zero byte: the abstract namespace
   return static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + path.size());
 }

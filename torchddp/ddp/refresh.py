@@ -21,7 +21,7 @@ def refresh_trainable(ddp: Any) -> None:
         raise RuntimeError(f"refresh_trainable() can't be called on rank {ddp.process_group.rank()}: {reason}")
     session = ddp.session
     first = next(ddp.module.parameters(), session.parameters[0])  # whose device may have changed
-    with Agreement("refresh_trainable()", ddp.process_group, first.device) as agreement:
+    with Agreement("refresh_trainable()", ddp.process_group, first.device, session.digests()) as agreement:
         ddp.parameters_to_ignore |= ddp._names_to_ignore()
         states = list(_states_of(ddp))
         _agree(ddp, [state for state, _ in states], agreement)

@@ -20,7 +20,7 @@ from torchddp.ddp.options import RAISE, DDPOptions
 from torchddp.ddp.same_model import ModelDescription, agree_on_model, describe
 from torchddp.errors import ADVICE_FOR_A_LOST_PEER, TransportError
 from torchddp.transport import select
-from torchddp.transport.agreement import Agreement, align_group_counts
+from torchddp.transport.agreement import Agreement, TransportExchange, align_group_counts
 from torchddp.transport.store import home_of, is_first_in_job
 
 __all__ = ["ReducerPolicy", "ReducerSession"]
@@ -146,6 +146,7 @@ class ReducerSession:
         self._model = self._describe_model(ddp)
         self._has_buffers = bool(ddp.named_module_buffers)
         self._has_agreed = False
+        self._shares_transport: bool = before is not None and (before._has_agreed or before._shares_transport)
         self._choice: str = select.C10D if before is None else before._choice
         transport = policy.transport(self, before)
         buffer_broadcast = self._reserved_broadcast(transport, ddp.modules_buffers)  # before ranks agree on memory
@@ -310,7 +311,15 @@ class ReducerSession:
         if begun is not None and not begun.is_over:
             return begun
         ranks = self.process_group if group is None else group
-        return Agreement(who or self.policy.who, ranks if self.policy.ranks_agree else None, self.device)
+        return Agreement(
+            who or self.policy.who, ranks if self.policy.ranks_agree else None, self.device, self.digests(group)
+        )
+
+    def digests(self, group: dist.ProcessGroup | None = None) -> TransportExchange | None:
+        """An exchange over the transport, once all ranks are known to have the same."""
+        if group is not None or not (self._has_agreed or self._shares_transport):
+            return None
+        return TransportExchange(self.reducer.transport, int, self.device, self.wait_limit)
 
     def expect_agreement(self) -> None:
         """Make ranks compare everything, hooks included, before they send anything for the next step."""

@@ -232,15 +232,17 @@ def ranks_per_host(exchange: TransportExchange) -> int:
 # --- agreements ---
 
 
-def gather_if_different(value: Value, exchange: GroupExchange) -> list[Value] | None:
+def gather_if_different(
+    value: Value, exchange: GroupExchange, digests: TransportExchange | None = None
+) -> list[Value] | None:
     """Every rank's value, in rank order; None if all have the same `repr`.
 
-    Sends one integer per rank, and the values only if they differ.
+    Sends one integer per rank (through ``digests``, if given), and the values only if they differ.
     """
     if exchange.size == 1:
         return None
     digest = int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:4], "big") >> 2 | _IS_DIGEST
-    received = exchange.gather_integer(digest)
+    received = exchange.gather_integer(digest) if digests is None else [n for (n,) in digests.gather([digest])]
     if strangers := [str(rank) for rank, theirs in enumerate(received) if not theirs & _IS_DIGEST]:
         raise RuntimeError(
             f"rank {exchange.rank}: rank {', '.join(strangers)} sent something else than a description to compare, as "
@@ -266,11 +268,18 @@ class Agreement:
         who: the class or function whose ranks agree, for errors.
         process_group: None: there is no one to agree with.
         device: of the model, for groups that only work with such devices.
+        digests: how equal ranks find out that they are, where all are known to have the same transport.
     """
 
-    def __init__(self, who: str, process_group: dist.ProcessGroup | None, device: torch.device | None = None) -> None:
+    def __init__(
+        self,
+        who: str,
+        process_group: dist.ProcessGroup | None,
+        device: torch.device | None = None,
+        digests: TransportExchange | None = None,
+    ) -> None:
         self.is_over = process_group is None or process_group.size() == 1
-        self._who, self._group, self._device = who, process_group, device
+        self._who, self._group, self._device, self._digests = who, process_group, device, digests
 
     def __enter__(self) -> Agreement:
         return self
@@ -323,7 +332,7 @@ class Agreement:
         if self._group is None or self._group.size() == 1:
             return None
         exchange = GroupExchange(self._group, message_device(self._group, self._device))
-        by_rank = gather_if_different((self._who, problem, own), exchange)
+        by_rank = gather_if_different((self._who, problem, own), exchange, self._digests)
         if by_rank is None and not knows(self._group):
             meet(self._group, exchange.gather(process_identity()))
         return by_rank

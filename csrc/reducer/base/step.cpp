@@ -13,6 +13,7 @@ void Step::clear() {
   num_ready_.store(0, std::memory_order_relaxed);
   take_late();
   begun_.store(false, std::memory_order_relaxed);
+  begin_failed_ = false;
   incomplete_.store(false, std::memory_order_relaxed);
 }
 

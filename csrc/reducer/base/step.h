@@ -38,14 +38,20 @@ class Step {
   bool is_unfinished() const { return incomplete_.load(std::memory_order_acquire) && armed(); }
   bool is_under_way() const { return armed() || incomplete_.load(std::memory_order_acquire); }
 
-  // Runs `body` in the first hook to arrive; the others wait for it.
+  // Runs `body` in the first hook to arrive; the others wait for it. False if it has thrown, which ends the step.
   template <typename Body>
-  void begin(Body&& body) {
+  bool begin(Body&& body) {
     const std::lock_guard lock(begin_mutex_);
+    if (begin_failed_) {
+      return false;
+    }
     if (!begun_.load(std::memory_order_relaxed)) {
+      begin_failed_ = true;
       body();
+      begin_failed_ = false;
       begun_.store(true, std::memory_order_release);
     }
+    return true;
   }
 
   // Returns the previous mark.
@@ -73,6 +79,7 @@ class Step {
   std::atomic<bool> begun_{false};
   std::atomic<bool> incomplete_{false};
   std::mutex begin_mutex_;
+  bool begin_failed_ = false;
   std::vector<std::atomic<Mark>> marks_;
   std::vector<int64_t> order_;
   std::atomic<int64_t> num_ready_{0};
