@@ -127,6 +127,6 @@ def test_import_torchddp_loads_few_modules() -> None:
     listing = "import sys, torchddp; print(*(m for m in sys.modules if m.split('.')[0] == 'torchddp'))"
     done = python("-c", listing)
     loaded = done.stdout.split()
-    assert "torchddp.ddp.module" in loaded and len(loaded) <= 30, (loaded, done.stderr)
+    assert "torchddp.ddp.module" in loaded and len(loaded) <= 31, (loaded, done.stderr)
     allowed = {*PACKAGE[: PACKAGE.index("ddp") + 1], "_C"}
     assert {name.split(".")[1] for name in loaded if name != "torchddp"} <= allowed

@@ -291,7 +291,9 @@ class ReducerSession:
         self._choice = choice
         if collective:
             self._agree_on_options(group)
-        return select.open_transport(choice, group, device=self.device, timeout=self.wait_limit or None)
+        transport = select.open_transport(choice, group, device=self.device, timeout=self.wait_limit or None)
+        self._shares_transport = collective
+        return transport
 
     def _agree_on_options(self, group: dist.ProcessGroup) -> None:
         """Compare everything, and take rank 0's values of options that it decides. Collective."""

@@ -242,7 +242,12 @@ def gather_if_different(
     if exchange.size == 1:
         return None
     digest = int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:4], "big") >> 2 | _IS_DIGEST
-    received = exchange.gather_integer(digest) if digests is None else [n for (n,) in digests.gather([digest])]
+    try:
+        received = exchange.gather_integer(digest) if digests is None else [n for (n,) in digests.gather([digest])]
+    except TransportError as error:
+        if digests is None:
+            raise
+        raise TransportError(f"rank {exchange.rank}: comparing the ranks failed: {error}") from error
     if strangers := [str(rank) for rank, theirs in enumerate(received) if not theirs & _IS_DIGEST]:
         raise RuntimeError(
             f"rank {exchange.rank}: rank {', '.join(strangers)} sent something else than a description to compare, as "

@@ -29,7 +29,8 @@ LIMIT_ENV = "TORCHDDP_SHM_LIMIT_MB"
 # Ranks reach this point within milliseconds of each other, because it follows a collective.
 _CONNECT_TIMEOUT = datetime.timedelta(seconds=20)
 _outer_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup | None] = weakref.WeakKeyDictionary()
-_meetings: weakref.WeakKeyDictionary[dist.ProcessGroup, _C.ShmMeeting] = weakref.WeakKeyDictionary()
+# By host, which a test may change.
+_meetings: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, _C.ShmMeeting]] = weakref.WeakKeyDictionary()
 
 
 def limit_bytes() -> int:
@@ -75,7 +76,9 @@ def connect(
     endpoint, problem, host = None, "", ""
     try:
         host = _C.host_identity()
-        meeting = None if process_group is None else _meetings.setdefault(process_group, _C.ShmMeeting())
+        meeting = None
+        if process_group is not None:
+            meeting = _meetings.setdefault(process_group, {}).setdefault(host, _C.ShmMeeting())
         endpoint = _C.ShmEndpoint(limit_bytes(), meeting)
     except (RuntimeError, ValueError) as error:
         problem = str(error)

@@ -21,7 +21,7 @@ from torchddp.errors import ADVICE_FOR_A_LOST_PEER, TransportError
 from torchddp.transport import processes
 
 _SLICE_S = 0.25
-_PATIENCE_S = 0.3
+_PATIENCE_S = 2.0
 _processes: weakref.WeakKeyDictionary[dist.ProcessGroup, Sequence[dict[str, Any]]] = weakref.WeakKeyDictionary()
 
 
