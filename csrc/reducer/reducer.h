@@ -15,8 +15,8 @@ namespace torchddp::reducer {
 // Note [A step]
 //   begin_forward        checks that the last step finished; Python then rebuilds the buckets once, in measured gradient order
 //   prepare_for_backward arms the hooks (not under no_sync) and looks for unused parameters
-//   on_grad_ready        per parameter: packs into the bucket, points param.grad at it; a bucket's last gradient launches it
-//   finalize             at the end of backward: waits for each bucket and copies out what is not a view
+//   on_grad_ready        per parameter: packs into the bucket; a bucket's last gradient launches it
+//   finalize             at the end of backward: waits for each bucket, and hands back averages as views or copies
 // An exception in any of them leaves the reducer idle (abandon), so that the process can continue.
 //
 // Note [Threads]
