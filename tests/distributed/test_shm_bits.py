@@ -155,12 +155,10 @@ def test_changes_of_gradients_by_forked_children(rank, ddp_class):
     assert in_child(ddp.zero_grad)
     assert_grads(grads_of(ddp), right)
     dist.barrier()
-    if rank == 0:  # shared mappings are inherited: a parent sees what its child writes to `.grad`; other ranks don't
+    if rank == 0:
         assert in_child(lambda: spoil(ddp))
-        assert ddp.module.first.weight.grad.isnan().all()
     dist.barrier()
-    if rank == 1:
-        assert_grads(grads_of(ddp), right)
+    assert_grads(grads_of(ddp), right)
     assert_trains(ddp, rank)
 
 

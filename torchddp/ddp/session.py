@@ -177,6 +177,7 @@ class ReducerSession:
             adopt_bytes=0 if ddp._shares_gradients else self.options.adopt_bytes,
             timeout=self.wait_limit,
         )
+        self._shares_transport |= is_collective
         self.precision.opened(self.reducer, self.parameters)
         if ddp._shares_gradients:
             self.reducer.share_gradients()
@@ -291,9 +292,7 @@ class ReducerSession:
         self._choice = choice
         if collective:
             self._agree_on_options(group)
-        transport = select.open_transport(choice, group, device=self.device, timeout=self.wait_limit or None)
-        self._shares_transport = collective
-        return transport
+        return select.open_transport(choice, group, device=self.device, timeout=self.wait_limit or None)
 
     def _agree_on_options(self, group: dist.ProcessGroup) -> None:
         """Compare everything, and take rank 0's values of options that it decides. Collective."""
@@ -318,8 +317,9 @@ class ReducerSession:
         )
 
     def digests(self, group: dist.ProcessGroup | None = None) -> TransportExchange | None:
-        """An exchange over the transport, once all ranks are known to have the same."""
-        if group is not None or not (self._has_agreed or self._shares_transport):
+        """An exchange over the transport, if all ranks are known to have the same and it isn't the process group."""
+        known = self._has_agreed or self._shares_transport
+        if group is not None or not known or self.reducer.transport.name == select.C10D:
             return None
         return TransportExchange(self.reducer.transport, int, self.device, self.wait_limit)
 
