@@ -137,9 +137,7 @@ def _diagnose_step(states: list[RankState]) -> Finding:
     states = [state for state in states if not members or state.rank in members]
     front = max((state.step for state in waiting), default=0)
     first = min((state for state in waiting if state.step == front), key=lambda state: (state.bucket < 0, state.bucket))
-    digests = Counter(state.digest for state in states if state.digest and state.model == model)
-    common = digests.most_common(1)[0][0] if digests else ""
-    culprits = [Culprit(state.rank, why) for state in states if (why := _why(state, first, states, common))]
+    culprits = [Culprit(state.rank, why) for state in states if (why := _why(state, first, states))]
     held = {culprit.rank for culprit in culprits}
     stuck = [state.rank for state in waiting if state.rank not in held] or [state.rank for state in waiting]
     longest_s = max(state.waited_s for state in waiting if state.rank in stuck)
@@ -164,14 +162,12 @@ def _waits_for(state: RankState) -> str:
     return f"{state.waits_for} of bucket {state.bucket} of {state.num_buckets} (step {state.step})"
 
 
-def _why(state: RankState, first: RankState, states: list[RankState], model: str) -> str:
+def _why(state: RankState, first: RankState, states: list[RankState]) -> str:
     """Why `first` waits for this rank; empty if it does not."""
     if not state.answered:
         return _silent(state)
     if state.model != first.model:
         return f"does not have this model: it was deleted, or never wrapped{_activity(state)}"
-    if state.digest and state.digest != model:
-        return _other_model(state, next(other for other in states if other.digest == model))
     if state.step != first.step:
         return _other_step(state, first, states)
     if state.waits:
@@ -190,21 +186,6 @@ def _silent(state: RankState) -> str:
         return f"is stopped, by a signal or a debugger{process}"
     busy = ": its Python threads don't run" if state.alive else ""
     return f"does not answer{busy}{process}"
-
-
-def _other_model(state: RankState, common: RankState) -> str:
-    text = f"wraps a different model than rank {common.rank}"
-    mine, theirs = state.parameters, common.parameters
-    if mine is None or theirs is None:
-        return text
-    if len(mine) == len(theirs):
-        index = next(i for i, (own, other) in enumerate(zip(mine, theirs, strict=True)) if own != other)
-        return f"{text}: its parameter {index} is {mine[index]}, not {theirs[index]}"
-    text = f"{text}: {len(mine)} parameters, not {len(theirs)}"
-    for one, other, whose in ((mine, theirs, "it alone has"), (theirs, mine, "it lacks")):
-        if extra := [parameter for parameter in one if parameter not in set(other)]:
-            text += f"; {whose} {extra[0]}" + (f" and {len(extra) - 1} more" if len(extra) > 1 else "")
-    return text
 
 
 def _other_step(state: RankState, first: RankState, states: list[RankState]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import time
 import weakref
 from typing import Any
@@ -59,8 +58,6 @@ class ModelWaits:
             return
         state.model, state.members = self.key, self._members
         state.take_status(status)
-        with contextlib.suppress(ReferenceError):
-            state.digest, state.parameters = self._describe()
 
     def meet(self, known: dict[int, dict[str, Any]]) -> None:
         """Learn the processes of more ranks: the model's transport errors then say which of them are gone."""
@@ -79,12 +76,3 @@ class ModelWaits:
         with contextlib.suppress(ReferenceError):
             return self._session.reducer.status()
         return None
-
-    def _describe(self) -> tuple[str, list[str]]:
-        """Name, dtype and shape of each reduced parameter, preceded by a digest of these."""
-        session = self._session
-        lines = [
-            f"'{spec.name}' {str(parameter.dtype).removeprefix('torch.')}{list(parameter.shape)}"
-            for spec, parameter in zip(session.specs, session.parameters, strict=True)
-        ]
-        return hashlib.sha256("\n".join(lines).encode()).hexdigest(), lines

@@ -75,11 +75,10 @@ class Told(NamedTuple):
 
 @dataclass(frozen=True)
 class Question:
-    """A waiting rank's question to all ranks. ``model``: whose reduction waits; ``digest``: of its parameters."""
+    """A waiting rank's question to all ranks. ``model``: whose reduction waits."""
 
     number: int
     model: str
-    digest: str
     waited_s: float
     begun_s: float = field(default_factory=time.monotonic)
 
@@ -225,12 +224,9 @@ class HangMonitor:
         elif stalled_s and self._round is None:
             state = self._own_state("")
             model = state.model if state.waits else ""
-            asked = Question(self._last_number + 1, model, state.digest, stalled_s)
-            self._board.post(
-                "request",
-                {"number": asked.number, "model": model, "digest": asked.digest, "waited_s": asked.waited_s},
-            )
-            self._join_round(asked, waits, tells_all=True)
+            asked = Question(self._last_number + 1, model, stalled_s)
+            self._board.post("request", {"number": asked.number, "model": model, "waited_s": asked.waited_s})
+            self._join_round(asked, waits)
         if self._round is not None:
             self._go_on(self._round)
 
@@ -249,13 +245,10 @@ class HangMonitor:
 
     # --- a question to all ranks ---
 
-    def _join_round(self, joined: Question, waits: list[Wait], *, tells_all: bool = False) -> None:
+    def _join_round(self, joined: Question, waits: list[Wait]) -> None:
         self._round, self._last_number = joined, joined.number
         self._note_told(waits, joined.waited_s)
-        state = self._own_state(joined.model)
-        if state.digest == joined.digest and self._board.rank > 0 and not tells_all:
-            state.parameters = None  # rank 0, or the asking rank, posts the same list
-        self._board.post(f"answer/{joined.number}/{self._board.rank}", state.to_json())
+        self._board.post(f"answer/{joined.number}/{self._board.rank}", self._own_state(joined.model).to_json())
 
     def _own_state(self, asked: str) -> RankState:
         thread = rank_state.training.thread
@@ -319,11 +312,6 @@ class HangMonitor:
         if max((state.longest_wait_s for state in states), default=0.0) < self.stall_s:
             return ""
         finding = diagnose(states)
-        seen: set[str] = set()  # each parameter list appears in the file once
-        for state in states:
-            if state.digest in seen:
-                state.parameters = None
-            seen.add(state.digest)
         path = write_report(report_json(finding, states, self._board.rank))
         logger.error("%s", report_text(finding, states, path))
         return f"Hang report: {finding.headline}"

@@ -105,7 +105,6 @@ class RankState:
         missing: by bucket index, the parameters without a gradient in this step.
         error: the message of its reducer's last failed step.
         exception: `last_exception` of the training thread; stack: of that thread.
-        digest, parameters: of the names, shapes and dtypes of its parameters; the list only if ranks may differ.
         calls: its calls of torch.distributed, longest wait first.
         thread: the training thread.
     """
@@ -127,8 +126,6 @@ class RankState:
     error: str = ""
     exception: dict[str, Any] | None = None
     stack: list[Frame] = field(default_factory=list)
-    digest: str = ""
-    parameters: list[str] | None = None
     calls: list[CallState] = field(default_factory=list)
     thread: int = 0
 
