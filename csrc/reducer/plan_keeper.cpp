@@ -92,7 +92,7 @@ void PlanKeeper::agree_on_memory() {
 
 void PlanKeeper::change_transport(std::shared_ptr<transport::Transport> transport) {
   // Work objects of the old transport, held by reductions, must not outlive it.
-  const auto old = std::exchange(context_.transport, std::move(transport));
+  const auto old = context_.exchange_transport(std::move(transport));
   used_.rebind();
   layout_.lay_out_again();
 }

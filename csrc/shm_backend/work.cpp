@@ -129,6 +129,12 @@ void ShmCollective::fail(ShmTransport& transport, std::exception_ptr error) {
   }
 }
 
+void ShmCollective::fail_at_end(ShmTransport& transport) {
+  fail(transport,
+       std::make_exception_ptr(TransportError(c10::str("rank ", transport.rank(), " left the process group before ",
+                                                       c10d::opTypeToString(opType_), " was complete"))));
+}
+
 void ShmCollective::conclude(ShmTransport& transport, std::exception_ptr error, std::unique_lock<std::mutex> lock) {
   auto memory = give_back(transport, error != nullptr);
   finish(error);
@@ -177,8 +183,8 @@ bool ShmCollective::await_until(ShmTransport& transport, Time until, bool spin) 
 
 std::vector<ShmPart> ShmCollective::give_back(ShmTransport& transport, bool failed) {
   for (auto& part : parts_) {
-    if (failed && part.staging.defined()) {
-      transport.keep({std::move(part.staging)});  // a peer may still write to it
+    if (failed) {  // a peer may still write to them
+      transport.keep({std::move(part.input), std::move(part.output), std::move(part.staging)});
     }
   }
   return std::exchange(parts_, {});
@@ -220,8 +226,13 @@ void ShmOperations::start(const c10::intrusive_ptr<ShmCollective>& work) {
   }
   if (!work->try_finish(*transport, true)) {
     std::unique_lock lock(mutex_);
-    work->place_ = works_.insert(works_.end(), work);
-    wake_watcher(lock);
+    if (!stop_) {
+      work->place_ = works_.insert(works_.end(), work);
+      wake_watcher(lock);
+      return;
+    }
+    lock.unlock();
+    work->fail_at_end(*transport);  // nobody would look at it any more
   }
 }
 
@@ -335,9 +346,7 @@ void ShmOperations::drain_and_drop() {
       // try_finish() reports it.
     }
     if (!work->try_finish(*transport, true)) {
-      work->fail(*transport, std::make_exception_ptr(
-                                 TransportError(c10::str("rank ", transport->rank(), " left the process group before ",
-                                                         c10d::opTypeToString(work->opType_), " was complete"))));
+      work->fail_at_end(*transport);
     }
   }
   std::shared_ptr<ShmTransport> last;  // released without holding the lock

@@ -104,6 +104,7 @@ class ShmCollective final : public c10d::Work {
   bool await_for(ShmTransport& transport, std::chrono::milliseconds longest);
   bool try_finish(ShmTransport& transport, bool wait_for_others);
   void fail(ShmTransport& transport, std::exception_ptr error);
+  void fail_at_end(ShmTransport& transport);
   void conclude(ShmTransport& transport, std::exception_ptr error, std::unique_lock<std::mutex> lock);
   void complete(c10::ivalue::Future& future);
 

@@ -3,6 +3,7 @@
 import functools
 import os
 import signal
+import threading
 import time
 from datetime import timedelta
 
@@ -363,6 +364,23 @@ def test_an_abort_ends_the_wait_for_a_collective(rank):
     dist.barrier()
     if rank == 1:
         dist.scatter(torch.zeros(1), [torch.ones(1)] * 2, 1, group=group)  # so that gloo has nothing left to do
+    dist.barrier()
+
+
+@on_ranks(2)
+def test_a_collective_that_begins_during_shutdown_ends(rank):
+    group = shm_group(timeout=timedelta(seconds=5))
+    backend = group._get_backend(torch.device("cpu"))
+    if rank == 0:
+        held_up = dist.all_reduce(torch.ones(10), group=group, async_op=True)
+        closing = threading.Thread(target=backend.shutdown)
+        closing.start()
+        time.sleep(0.5)  # now it waits for rank 1, which takes part in nothing
+        late = dist.all_reduce(torch.ones(10), group=group, async_op=True)
+        for handle in (late, held_up):
+            with pytest.raises(TransportError, match="rank 0 left the process group before ALLREDUCE"):
+                handle.wait()
+        closing.join()
     dist.barrier()
 
 

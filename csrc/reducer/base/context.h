@@ -7,7 +7,9 @@
 
 #include <chrono>
 #include <memory>
+#include <mutex>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "bucket/slot_view.h"
@@ -54,7 +56,8 @@ struct ReducerConfig {
 // The place of a parameter that the other reducer did not have.
 inline constexpr int64_t kNotThere = -1;
 
-// The Reducer writes to it between steps, and to `rpc` when a backward begins. Only PlanKeeper changes the transport.
+// The Reducer writes to it between steps, and to `rpc` when a backward begins. Only PlanKeeper changes the transport, under a
+// lock: other threads, which may interrupt it at any time, ask for `current_transport()`.
 struct Context {
   Context(std::vector<at::Tensor> params_, std::vector<plan::ParamSpec> specs_,
           c10::intrusive_ptr<c10d::ProcessGroup> group_, std::shared_ptr<transport::Transport> transport_,
@@ -63,6 +66,15 @@ struct Context {
   Context& operator=(const Context&) = delete;
 
   int rank() const { return transport->rank(); }
+  std::shared_ptr<transport::Transport> current_transport() const {
+    const std::lock_guard lock(transport_mutex_);
+    return transport;
+  }
+  // Returns the one before.
+  std::shared_ptr<transport::Transport> exchange_transport(std::shared_ptr<transport::Transport> other) {
+    const std::lock_guard lock(transport_mutex_);
+    return std::exchange(transport, std::move(other));
+  }
   int64_t num_params() const { return static_cast<int64_t>(params.size()); }
   const plan::ParamSpec& spec(int64_t param) const { return specs[static_cast<size_t>(param)]; }
   at::Device param_device() const { return params.front().device(); }
@@ -110,6 +122,9 @@ struct Context {
   bool views;                                         // gradients are views of the buckets
   bool shares_gradients = false;                      // another reducer averages the same gradients
   torch::distributed::autograd::ContextPtr rpc = {};  // of the current backward
+
+ private:
+  mutable std::mutex transport_mutex_;
 };
 
 }  // namespace torchddp::reducer
