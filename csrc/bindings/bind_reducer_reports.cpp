@@ -64,11 +64,6 @@ py::dict stats_dict(Reducer& self) {
   return result;
 }
 
-const char* name_of(bucket::BucketState state) {
-  constexpr std::array<const char*, 6> kNames = {"idle", "filling", "ready", "in flight", "skipped", "reduced"};
-  return kNames.at(static_cast<size_t>(state));
-}
-
 const char* name_of(const Status& status) {
   constexpr std::array<const char*, 3> kNames = {"idle", "forward", "backward"};
   return status.waits ? "waiting" : kNames.at(static_cast<size_t>(status.phase));
@@ -93,7 +88,7 @@ py::dict status_dict(Reducer& self) {
       missing.append(self.parts().context.spec(param).name);
     }
     py::dict entry;
-    entry["state"] = name_of(bucket.state);
+    entry["state"] = bucket::name_of(bucket.state);
     entry["missing"] = std::move(missing);
     buckets.append(std::move(entry));
   }
@@ -201,8 +196,10 @@ void bind_buckets(PyReducer& c) {
       .def_property_readonly("is_in_graph", of(&Parts::keeper, &PlanKeeper::is_in_graph),
                              "Whether a captured CUDA graph holds the buckets, which therefore can't change.")
       .def_property_readonly("has_rebuilt_buckets", of(&Parts::keeper, &PlanKeeper::has_rebuilt))
-      .def_property_readonly("transport", [](Reducer& self) { return no_gil(self.parts().context.transport); })
-      .def_property_readonly("transport_name", [](Reducer& self) { return self.parts().context.transport->name(); })
+      .def_property_readonly("transport",
+                             [](Reducer& self) { return no_gil(self.parts().context.current_transport()); })
+      .def_property_readonly("transport_name",
+                             [](Reducer& self) { return self.parts().context.current_transport()->name(); })
       .def_property_readonly("bucket_memory_bytes", of(&Parts::layout, &BucketLayout::memory_bytes));
 }
 

@@ -6,6 +6,7 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <algorithm>
+#include <array>
 
 #include "bucket/tensor_checks.h"
 #include "common/check.h"
@@ -30,7 +31,29 @@ void measure_flat(const at::Tensor& flat, const at::Tensor& stats) {
   }
 }
 
+bool may_follow(BucketState from, BucketState to) {
+  switch (to) {
+    case BucketState::kIdle:
+      return true;
+    case BucketState::kFilling:  // a forward may have had no backward
+      return from != BucketState::kReady && from != BucketState::kInFlight;
+    case BucketState::kReady:
+      return from == BucketState::kFilling;
+    case BucketState::kInFlight:
+    case BucketState::kSkipped:
+      return from == BucketState::kReady;
+    case BucketState::kReduced:
+      return from == BucketState::kInFlight;
+  }
+  return false;
+}
+
 }  // namespace
+
+const char* name_of(BucketState state) {
+  constexpr std::array<const char*, 6> kNames = {"idle", "filling", "ready", "in flight", "skipped", "reduced"};
+  return kNames.at(static_cast<size_t>(state));
+}
 
 Bucket::Bucket(const plan::BucketSpec& spec, std::span<const at::Tensor> params, transport::Transport& transport,
                const Keeping& keeping)
@@ -74,6 +97,18 @@ Bucket::Bucket(const plan::BucketSpec& spec, std::span<const at::Tensor> params,
     }
     scales_ = transport.capabilities().scales && kernels::can_scale(slots_[0].kernel_dtype());
   }
+}
+
+void Bucket::advance(BucketState to) {
+  const auto from = state_.exchange(to, std::memory_order_acq_rel);
+  TDDP_INTERNAL(may_follow(from, to), "the bucket of parameter ", params_.front(), " went from ", name_of(from), " to ",
+                name_of(to));
+}
+
+bool Bucket::arrive() {
+  const auto left = pending_.fetch_sub(1, std::memory_order_acq_rel) - 1;
+  TDDP_INTERNAL(left >= 0, "the bucket of parameter ", params_.front(), " got a gradient more than it has slots");
+  return left == 0;
 }
 
 void Bucket::release_apart() {

@@ -15,7 +15,7 @@
 
 namespace torchddp::bucket {
 
-// idle -> filling -> ready -> in_flight -> reduced -> filling ...
+// idle -> filling -> ready -> in_flight -> reduced -> filling ... Any state may become idle, when a step is abandoned.
 enum class BucketState : uint8_t {
   kIdle,      // no step in progress
   kFilling,   // waiting for gradients
@@ -24,6 +24,8 @@ enum class BucketState : uint8_t {
   kSkipped,   // no rank uses its parameters, so it is not reduced in this step
   kReduced,   // results are in flat memory
 };
+
+const char* name_of(BucketState state);
 
 // Owned by the Reducer. Several autograd threads may call arrive() concurrently; everything else is called by one thread at a
 // time.
@@ -82,8 +84,11 @@ class Bucket {
   // there.
   void clear_padding();
 
-  // Written by one thread at a time; any thread may read it for a report.
-  std::atomic<BucketState> state{BucketState::kIdle};
+  // Changed by one thread at a time; any thread may read it for a report.
+  BucketState state() const { return state_.load(std::memory_order_acquire); }
+  // InternalError if this is no step from the current state.
+  void advance(BucketState to);
+  void abandon() noexcept { state_.store(BucketState::kIdle, std::memory_order_release); }
 
   // Whether the transport can scale the gradient that makes up this whole bucket, and by how much. Otherwise gradients are
   // scaled when they are packed.
@@ -105,10 +110,10 @@ class Bucket {
   void begin_step() {
     scale_ = 1.0;
     pending_.store(num_slots(), std::memory_order_relaxed);
-    state = BucketState::kFilling;
+    advance(BucketState::kFilling);
   }
   // One more gradient is packed. True for the last one.
-  bool arrive() { return pending_.fetch_sub(1, std::memory_order_acq_rel) == 1; }
+  bool arrive();
 
  private:
   void make_wire();
@@ -124,6 +129,7 @@ class Bucket {
   std::vector<at::Tensor> apart_;
   std::vector<at::Tensor> padding_;  // of flat_
   std::optional<at::Tensor> row_ids_;
+  std::atomic<BucketState> state_{BucketState::kIdle};
   std::atomic<int64_t> pending_{0};
   double scale_ = 1.0;
   int owner_ = -1;

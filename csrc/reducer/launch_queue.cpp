@@ -19,13 +19,13 @@ bool LaunchQueue::ready(int64_t index, int64_t last, const at::Tensor* incoming)
     return false;  // the step was abandoned in the meantime
   }
   packers_.complete(index, last, incoming);
-  layout_.bucket(index).state = BucketState::kReady;
+  layout_.bucket(index).advance(BucketState::kReady);
   events_.packed(index);
   const auto count = layout_.size();
   if (++num_ready_ < count && !overlap_) {
     return false;
   }
-  while (next_launch_ < count && layout_.bucket(next_launch_).state == BucketState::kReady) {
+  while (next_launch_ < count && layout_.bucket(next_launch_).state() == BucketState::kReady) {
     launch(next_launch_++);
   }
   finish_early();
@@ -51,7 +51,7 @@ void LaunchQueue::launch(int64_t index) {
   auto& reduction = layout_.reduction(index);
   if (can_skip(bucket)) {
     reduction.abandon();  // drop what the packer has already requested from it
-    bucket.state = BucketState::kSkipped;
+    bucket.advance(BucketState::kSkipped);
     return;
   }
   const BucketRange range("launch", index, bucket, context_.specs);
@@ -63,7 +63,7 @@ void LaunchQueue::launch(int64_t index) {
   TDDP_INTERNAL(!bucket.owes_scale(), "bucket ", index, " was reduced without its factor");
   const auto operation = context_.transport->traffic() - before;
   events_.launched(bytes, reduction.goes_unseen() ? nullptr : &operation);
-  bucket.state = BucketState::kInFlight;
+  bucket.advance(BucketState::kInFlight);
 }
 
 bool LaunchQueue::can_skip(const bucket::Bucket& bucket) const {
@@ -81,7 +81,7 @@ void LaunchQueue::finish_early() {
   }
   for (; next_finish_ < next_launch_; ++next_finish_) {
     auto& bucket = layout_.bucket(next_finish_);
-    if (bucket.state != BucketState::kInFlight) {
+    if (bucket.state() != BucketState::kInFlight) {
       continue;
     }
     if (!layout_.reduction(next_finish_).poll()) {
@@ -103,7 +103,7 @@ void LaunchQueue::finish(int64_t index) {
   described([&](const std::string& reason) { return failed(index, reason); },
             [&] { layout_.reduction(index).finish(bucket); });
   weights_.correct(bucket);
-  bucket.state = BucketState::kReduced;
+  bucket.advance(BucketState::kReduced);
   events_.reduced(index);
 }
 

@@ -206,12 +206,12 @@ void Reducer::finalize() {
   const c10::NoGradGuard no_grad;
   for (int64_t index = 0; index < parts_.layout.size(); ++index) {
     auto& bucket = parts_.layout.bucket(index);
-    if (bucket.state == bucket::BucketState::kInFlight) {
+    if (bucket.state() == bucket::BucketState::kInFlight) {
       parts_.queue.finish(index);
       parts_.layout.measure(index);  // while it is in cache
       parts_.non_finite.look_at_average(bucket, parts_.layout.reduction(index).is_known_finite());
     }
-    if (bucket.state == bucket::BucketState::kReduced) {  // perhaps during backward
+    if (bucket.state() == bucket::BucketState::kReduced) {  // perhaps during backward
       parts_.hand_back.run(bucket);
     }
   }

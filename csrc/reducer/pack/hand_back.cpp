@@ -43,7 +43,7 @@ void HandBack::hand_back(int64_t param, at::Tensor& grad, bucket::DevicePieces& 
 void HandBack::finish(const LateGrad& late) {
   const auto& place = layout_.place(late.param);
   const bool sparse = place.slot == nullptr;
-  const bool skipped = place.bucket->state == bucket::BucketState::kSkipped;
+  const bool skipped = place.bucket->state() == bucket::BucketState::kSkipped;
   if (packed_.are_left_to_optimizer() && !skipped) {
     return;
   }

@@ -148,7 +148,7 @@ void BucketLayout::abandon() noexcept {
     way->abandon();
   }
   for (const auto& bucket : buckets_) {
-    bucket->state = bucket::BucketState::kIdle;
+    bucket->abandon();
   }
 }
 
@@ -181,7 +181,7 @@ void BucketLayout::describe(Status& status, const Step& step) const {
   }
   status.has_buckets = true;
   for (const auto& bucket : buckets_) {
-    auto& entry = status.buckets.emplace_back(BucketStatus{bucket->state, {}});
+    auto& entry = status.buckets.emplace_back(BucketStatus{bucket->state(), {}});
     if (!status.armed) {
       continue;
     }
