@@ -71,6 +71,8 @@ class World:
         errors: what the last call raised, by rank.
         order_matters: whether some sum over ranks has other bits in another order.
         is_rounded: whether a result may differ in its last bits from that of other arithmetic, such as a weighted mean.
+        squares: by rank, the sum of squares of what the last reduction gave it, as `gradient_stats()` says.
+        largest: by parameter, the largest element that any rank has added.
     """
 
     def __init__(self, size: int, parameters: dict[str, Parameter], settings: Settings) -> None:
@@ -80,6 +82,8 @@ class World:
         self.known = set(self.trained)  # those that are or were reduced
         self.errors: list[Exception | None] = [None] * size
         self.order_matters = self.is_rounded = False
+        self.squares: list[float] = []
+        self.largest = dict.fromkeys(parameters, 0.0)
         # Main gradients that the program has set to None. The next forward brings them back, as zeros.
         self.dropped: list[set[str]] = [set() for _ in range(size)]
 
@@ -243,6 +247,7 @@ class World:
         for name, gradient in given.items():
             if not self.parameters[name].trained:
                 continue
+            self.largest[name] = max(self.largest[name], _dense(gradient).abs().max().item())
             if name not in self.trained:
                 value = rank.grads[name]
                 rank.grads[name] = gradient if value is None else value + gradient
@@ -269,17 +274,19 @@ class World:
         return set().union(*(rank.used[wrapper] for rank in self.ranks)) & self.trained
 
     def _reduced_after_backward(self, wrapper: int) -> set[str]:
-        """Without the option, ranks can't tell which parameters others have used. Frozen ones stay as they are."""
+        """All that some rank has a gradient of; with the option, all that some rank has used."""
         if self.settings.find_unused_parameters or self.settings.static_graph:
             return self._reduced_in_backward(wrapper)
-        there = {name for rank in self.ranks for name, grad in rank.grads.items() if grad is not None or rank.sums}
-        return {name for name in self.trained if self.parameters[name].trained or name in there}
+        return self.trained & {
+            n for rank in self.ranks for n, g in [*rank.grads.items(), *rank.sums.items()] if g is not None
+        }
 
     def _reduce(self, names: set[str], takes_part: Sequence[bool], count: int, wrappers: Sequence[int]) -> None:
         is_weighing = any(rank.is_weighing for rank in self.ranks)
         total = sum(rank.total for rank in self.ranks if rank.is_weighing)
         if is_weighing and (self.settings.find_unused_parameters or self.settings.static_graph):
             names = names | set().union(*(rank.sums for rank in self.ranks)) & self.trained
+        self.squares = [0.0] * self.size
         for name in names:
             for rank in self.ranks:
                 if name in rank.averages:
@@ -290,6 +297,8 @@ class World:
                 grads = [self.ranks[i].grads[name] if takes_part[i] else None for i in range(self.size)]
                 averages = self._averages(name, [self.zeros(name) if g is None else g for g in grads], count)
             for index, average in enumerate(averages):
+                if not self.parameters[name].sparse:
+                    self.squares[index] += average.abs().double().pow(2).sum().item()
                 if takes_part[index]:
                     self._give(index, name, average)
         for index, rank in enumerate(self.ranks):

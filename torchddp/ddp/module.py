@@ -366,10 +366,9 @@ class DistributedDataParallel(TorchDDP):
         """Average the existing gradients over the ranks, in buckets, as a synchronized backward would. Collective.
 
         For gradients accumulated under `no_sync`; FORCED_SYNC of `torchddp.sync` calls this. Ranks may have used
-        different parameters: a missing gradient counts as zero. If no rank has used a parameter since the last
-        reduction and the model was made with ``find_unused_parameters``, its ``.grad`` stays as it is, even None;
-        without that option ranks can't tell, and it gets a gradient of zeros. Parameters that have been frozen since
-        then and have no gradient get none.
+        different parameters: a missing gradient counts as zero, unless no rank has one: then it stays None. With
+        ``find_unused_parameters``, ``.grad`` also stays as it is if no rank has used the parameter since the last
+        reduction.
 
         Example:
 

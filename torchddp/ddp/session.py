@@ -477,10 +477,21 @@ class ReducerSession:
 
     def reduce(self) -> None:
         """Average the existing gradients without a backward. Collective."""
-        frozen = [p for p in self.parameters if not p.requires_grad and p.grad is None]
+        self.agree_once()
+        without = self._without_gradient()
         self.reducer.reduce_now()
-        for parameter in frozen:
+        for parameter in without:
             parameter.grad = None
+
+    def _without_gradient(self) -> list[torch.Tensor]:
+        """The parameters of which no rank has a gradient. Collective."""
+        there = torch.tensor([p.grad is not None for p in self.parameters], dtype=torch.int32, device=self.device)
+        transport = self.reducer.transport
+        if transport.size > 1 and not self.is_captured:
+            work = transport.make_work()
+            transport.all_reduce(there, work)
+            work.wait(self.wait_limit)
+        return [p for p, count in zip(self.parameters, there.tolist(), strict=True) if not count]
 
     # --- other ranks ---
 

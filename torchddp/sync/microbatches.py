@@ -156,7 +156,8 @@ def sync_context(
 
     Composer's ``ddp_sync_context``, for a model instead of its State. A model whose gradients are not averaged is left
     alone, as is one with several replicated modules inside. An outer ``no_sync()`` takes precedence: nothing is reduced
-    inside. If the body raises, nothing more is reduced.
+    inside. If the body raises, FORCED_SYNC still reduces, as the other ranks do; the other strategies reduce
+    nothing more.
 
     Args:
         model: torchddp's or torch's DistributedDataParallel, a replicated module, or any other module, compiled or not.
@@ -176,10 +177,12 @@ def sync_context(
     if not isinstance(wrapper, TorchDDP) or not wrapper.require_backward_grad_sync:
         yield
     elif chosen is DDPSyncStrategy.FORCED_SYNC:
-        with wrapper.no_sync():
-            yield
-        if is_final_microbatch and isinstance(wrapper, DistributedDataParallel):
-            wrapper.reduce()
+        try:
+            with wrapper.no_sync():
+                yield
+        finally:
+            if is_final_microbatch and isinstance(wrapper, DistributedDataParallel):
+                wrapper.reduce()
     elif chosen is DDPSyncStrategy.SINGLE_AUTO_SYNC and not is_final_microbatch:
         with wrapper.no_sync():
             yield
