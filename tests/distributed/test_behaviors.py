@@ -1,10 +1,16 @@
 """The class under test passes every named check, also on the device code path; every broken class fails several."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 
 from tests.behaviors import BEHAVIORS, BEYOND_TORCH, results_of
 from tests.harness import class_under_test, is_own_class
 from tests.mutants import MUTANTS
+from tests.mutations import CAUGHT_BY, NAME_ENV
+from tests.programs import ROOT
 from tests.whole_buckets import LargeApart, WholeBuckets
 
 OWN_WAY = pytest.mark.beyond_torch("packs whole buckets in its own way")
@@ -36,3 +42,12 @@ def test_mutant_is_caught(name, tmp_path):
     failed = {check for check, error in results.items() if error}
     assert len(failed) >= LEAST_FAILURES, f"only {sorted(failed)} notice {name}"
     assert not set(CONTROLS) <= failed, f"{name} fails all checks, so it proves nothing"
+
+
+@pytest.mark.parametrize("mutation", CAUGHT_BY, ids=lambda mutation: mutation.__name__)
+@pytest.mark.thorough
+def test_a_fault_of_the_package_is_caught(mutation):
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "tests.mutations", "--reruns=0", CAUGHT_BY[mutation]]
+    environment = {**os.environ, NAME_ENV: mutation.__name__}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout + done.stderr
