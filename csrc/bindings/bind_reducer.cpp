@@ -72,7 +72,8 @@ void bind_step(PyReducer& c) {
       .def(
           "_autograd_hook", [](Reducer& self, int64_t index) { self.on_grad_ready(index, nullptr); }, py::arg("index"),
           NoGil())
-      .def("weigh", &Reducer::weigh, py::arg("weight"), py::arg("count"), py::arg("goes_on") = false, NoGil(),
+      .def("weigh", &Reducer::weigh, py::arg("weight"), py::arg("count"), py::arg("begins") = true,
+           py::arg("ends") = true, NoGil(),
            "Multiply the next backward's gradients by `weight`, and add `count` to the divisor.")
       .def("_delay_all_reduce", &Reducer::delay_all_reduce, NoGil())
       .def("reduce_now", &Reducer::reduce_now, NoGil(), "Reduce the existing gradients without a backward. Collective.")

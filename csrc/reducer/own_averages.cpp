@@ -14,10 +14,13 @@ constexpr size_t kKeptBlocks = 8;
 
 }  // namespace
 
-OwnAverages::OwnAverages(const Context& context, const Step& step, const BucketLayout& layout)
+OwnAverages::OwnAverages(const Context& context, const Step& step, const BucketLayout& layout, UsedParams& used,
+                         GradMarks& marks)
     : context_(context),
       step_(step),
       layout_(layout),
+      used_(used),
+      marks_(marks),
       reduced_(context.params.size(), 0),
       kept_(context.owned ? context.params.size() : 0) {}
 
@@ -34,14 +37,10 @@ void OwnAverages::put_aside(int64_t param) {
   }
   reduced_[index] = 0;
   context_.with_grad(param, [&](at::Tensor& grad) {
-    if (!grad.defined()) {
+    if (!marks_.has(param, grad) || grad.count_nonzero().item<int64_t>() == 0) {
       return;
     }
     const c10::NoGradGuard no_grad;
-    if (grad.count_nonzero().item<int64_t>() == 0) {
-      grad.reset();
-      return;
-    }
     if (!step_.armed()) {
       reduced_[index] = 1;
       throw std::runtime_error(c10::str(
@@ -60,10 +59,11 @@ void OwnAverages::finish() {
   }
   context_.transport->scratch().trim(kKeptBlocks);
   for (size_t i = 0; i < reduced_.size(); ++i) {
-    if (layout_.place(static_cast<int64_t>(i)).bucket->is_given_away()) {
+    const auto param = static_cast<int64_t>(i);
+    if (layout_.place(param).bucket->is_given_away() || (!kept_[i].defined() && used_.is_unused_everywhere(param))) {
       continue;
     }
-    context_.with_grad(static_cast<int64_t>(i), [&](at::Tensor& grad) {
+    context_.with_grad(param, [&](at::Tensor& grad) {
       if (kept_[i].defined()) {
         if (grad.defined()) {
           grad.add_(kept_[i]);
@@ -73,6 +73,9 @@ void OwnAverages::finish() {
         kept_[i].reset();
       }
       reduced_[i] = grad.defined() ? 1 : 0;
+      if (grad.defined()) {
+        marks_.note(param, grad);
+      }
     });
   }
 }

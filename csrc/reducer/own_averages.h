@@ -4,7 +4,9 @@
 #include <span>
 #include <vector>
 
+#include "reducer/base/grad_marks.h"
 #include "reducer/base/step.h"
+#include "reducer/graph/used_params.h"
 #include "reducer/reduce/layout.h"
 
 namespace torchddp::reducer {
@@ -13,12 +15,13 @@ namespace torchddp::reducer {
 // After a synchronized backward the owner's .grad holds an average and the other ranks have none. A second backward without
 // zero_grad() must not average that value again, because it exists on one rank only. So before autograd adds to such a
 // gradient, the hook sets the average aside, and it is added to the next average. Under no_sync() there is no next average yet,
-// and a zero_grad() in between could not reach the value set aside; that is an error unless the value is all zeros.
+// and a zero_grad() in between could not reach the value set aside; that is an error. An average of zeros stays where it is, and a
+// tensor that the program has put in its place is this rank's share of the next average, as anywhere.
 //
 // Does nothing unless buckets have owners.
 class OwnAverages {
  public:
-  OwnAverages(const Context& context, const Step& step, const BucketLayout& layout);
+  OwnAverages(const Context& context, const Step& step, const BucketLayout& layout, UsedParams& used, GradMarks& marks);
 
   // Called when autograd or the reducer is about to add to a gradient.
   void coming(int64_t param) {
@@ -40,6 +43,8 @@ class OwnAverages {
   const Context& context_;
   const Step& step_;
   const BucketLayout& layout_;
+  UsedParams& used_;
+  GradMarks& marks_;
   std::vector<uint8_t> reduced_;  // by parameter: whether its gradient is such an average
   std::vector<at::Tensor> kept_;  // the averages set aside while a backward adds to them
 };

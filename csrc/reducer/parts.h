@@ -2,6 +2,7 @@
 #pragma once
 
 #include "reducer/base/context.h"
+#include "reducer/base/grad_marks.h"
 #include "reducer/base/step.h"
 #include "reducer/divisor.h"
 #include "reducer/graph/static_graph.h"
@@ -37,12 +38,13 @@ struct Parts {
   UsedParams used{context, static_graph, events};
   CommHook hook;
   Reductions reductions{context, hook, non_finite, events};
-  BucketLayout layout{context, reductions};
-  OwnAverages own_averages{context, step, layout};
+  GradMarks marks{context};
+  BucketLayout layout{context, reductions, marks};
+  OwnAverages own_averages{context, step, layout, used, marks};
   PackedGrads packed{context};
   Packers packers{context, step, layout, non_finite, packed, used};
   Divisor divisor{context, hook, events};
-  Weights weights{context, divisor, events};
+  Weights weights{context, divisor, events, step, marks};
   LaunchQueue queue{context, step, layout, packers, used, weights, events};
   HandBack hand_back{context, layout, packed, used};
   PlanKeeper keeper{context, layout, used, events};

@@ -85,14 +85,17 @@ void Reducer::prepare_for_backward(std::span<const at::Tensor> outputs, bool has
   arm();
 }
 
-void Reducer::weigh(double weight, double count, bool goes_on) {
+void Reducer::weigh(double weight, double count, bool begins, bool ends) {
   hooks_->call_before();
-  parts_.weights.announce(weight, count, goes_on);
+  if (!begins && !parts_.weights.is_open()) {
+    parts_.used.resume();
+  }
+  parts_.weights.announce(weight, count, begins, ends);
 }
 
 void Reducer::on_grad_coming(int64_t param, at::Tensor& incoming) {
   parts_.own_averages.coming(param);
-  guarded([&] { parts_.weights.coming(param, parts_.step.armed(), parts_.static_graph.enabled(), incoming); });
+  guarded([&] { parts_.weights.coming(param, parts_.static_graph.enabled(), incoming); });
 }
 
 void Reducer::on_grad_ready(int64_t param, const at::Tensor* incoming) {
@@ -100,7 +103,7 @@ void Reducer::on_grad_ready(int64_t param, const at::Tensor* incoming) {
     take_main_grad(param);
   }
   parts_.used.note(param);
-  parts_.weights.came(parts_.step.armed());
+  parts_.weights.came(param);
   if (!parts_.step.armed()) {
     return;
   }
@@ -109,6 +112,7 @@ void Reducer::on_grad_ready(int64_t param, const at::Tensor* incoming) {
       begin_backward();
       for (const auto unused : parts_.used.unused()) {
         parts_.own_averages.coming(unused);
+        parts_.weights.prepare(unused, !parts_.used.is_used_here(unused));
         arrive(unused, Mark::kUnused, nullptr);
       }
     };
@@ -163,6 +167,7 @@ void Reducer::pack_all(IsUsed&& is_used) {
     for (const auto param : parts_.layout.bucket(index).params()) {
       const bool unused = !is_used(param);
       parts_.own_averages.coming(param);
+      parts_.weights.prepare(param, unused);
       parts_.step.mark(param, unused ? Mark::kUnused : Mark::kUsed);
       parts_.packers.pack(param, unused, nullptr);
     }
@@ -216,8 +221,9 @@ void Reducer::finalize() {
     }
   }
   parts_.events.all_reduced();
-  for (const auto& late : parts_.step.take_late()) {
-    parts_.hand_back.finish(late);
+  const auto late = parts_.step.take_late();
+  for (size_t i = late.size(); i > 0; --i) {  // of several of a parameter, what was there first remains
+    parts_.hand_back.finish(late[i - 1]);
   }
   parts_.own_averages.finish();
   parts_.packers.end_step();
@@ -318,7 +324,8 @@ void Reducer::take_over(const Reducer& before) {
   parts_.own_averages.take_over(before.parts_.own_averages, places);
   parts_.used.take_over(before.parts_.used, places);
   parts_.events.take_over(before.parts_.events);
-  parts_.weights.take_over(before.parts_.weights);
+  parts_.marks.take_over(before.parts_.marks, places);
+  parts_.weights.take_over(before.parts_.weights, places);
   if (parts_.weights.listens()) {
     hooks_->call_before();
   }

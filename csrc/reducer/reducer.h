@@ -36,7 +36,7 @@ class Reducer final : public GradSink, public std::enable_shared_from_this<Reduc
   // `has_hooks`: a module has backward hooks, see Note [Gradients during backward] in pack/packed_grads.h.
   void prepare_for_backward(std::span<const at::Tensor> outputs, bool has_hooks);
   // Sets the weight of the next backward: see Weights::announce.
-  void weigh(double weight, double count, bool goes_on);
+  void weigh(double weight, double count, bool begins, bool ends);
   void on_grad_coming(int64_t param, at::Tensor& incoming) override;
   void on_grad_ready(int64_t param, const at::Tensor* incoming) override;
   // The end of a static graph's first synchronized backward, which has reduced nothing yet.

@@ -9,25 +9,36 @@
 #include "reducer/report/failure.h"
 
 namespace torchddp::reducer {
+namespace {
 
-void Weights::announce(double weight, double count, bool goes_on) {
+// Gradients may have been cleared to zeros.
+bool is_any(const at::Tensor& grad) {
+  return (grad.layout() == at::kStrided ? grad : grad._values()).any().item<bool>();
+}
+
+}  // namespace
+
+void Weights::announce(double weight, double count, bool begins, bool ends) {
   TDDP_CHECK(
       !has_unweighted_.exchange(false) || !has_values(), "rank ", context_.rank(),
       ": weigh() was called, but there are gradients of an earlier backward whose weight is unknown. Call weigh(n) "
       "before each backward of a step, or clear the gradients first.");
-  if (open_ && phase_.load(std::memory_order_relaxed) == Phase::kCame && !has_gradients()) {
-    own_ = unit_ = 0.0;  // the program has dropped the accumulated gradients
+  if (open_ && phase_.load(std::memory_order_relaxed) == Phase::kCame && !has_accumulated()) {
+    open_ = false;  // the program has dropped the accumulated gradients
+    begins = true;
   }
-  if (!open_) {
-    own_ = unit_ = goes_on ? reduced_ : 0.0;
-    open_ = true;
+  if (!std::exchange(open_, true)) {
+    own_ = unit_ = begins ? 0.0 : reduced_;
+    if (begins) {
+      parts_.assign(parts_.size(), {});
+    } else {
+      resume();
+    }
   }
   if (weight > 0.0) {
-    if (unit_ != weight && unit_ > 0.0) {
-      rescale(unit_ / weight);
-    }
     unit_ = weight;
   }
+  ends_ = ends;
   drops_ = weight == 0.0;
   count_ = count;
   first_param_ = -1;
@@ -35,26 +46,32 @@ void Weights::announce(double weight, double count, bool goes_on) {
 }
 
 // A backward that does not reduce may belong to the bare module, whose gradients are cleared before the next step.
-void Weights::check_unannounced(int64_t param, bool reduces) {
+void Weights::check_unannounced(int64_t param) {
   if (!context_.config.weighted && !open_) [[likely]] {
     return;
   }
-  TDDP_CHECK(!reduces && !open_, "rank ", context_.rank(), ": a backward has begun (parameter '",
+  TDDP_CHECK(!step_.armed() && !open_, "rank ", context_.rank(), ": a backward has begun (parameter '",
              context_.spec(param).name,
              "') whose weight is unknown, and this model's gradients are weighted. Call weigh(n) before each "
              "backward, with its number of samples or tokens.");
 }
 
-void Weights::came(bool reduces) {
-  if (!reduces && !open_) {
+void Weights::came(int64_t param) {
+  if (open_) {
+    context_.with_grad(param, [&](const at::Tensor& grad) {
+      if (grad.defined()) {
+        marks_.note(param, grad);
+      }
+    });
+  } else if (!step_.armed()) {
     has_unweighted_.store(true, std::memory_order_relaxed);
   }
 }
 
-void Weights::coming(int64_t param, bool reduces, bool may_repeat, at::Tensor& incoming) {
+void Weights::coming(int64_t param, bool may_repeat, at::Tensor& incoming) {
   const auto phase = phase_.load(std::memory_order_acquire);
   if (phase == Phase::kNone) [[likely]] {
-    check_unannounced(param, reduces);
+    check_unannounced(param);
     return;
   }
   if (phase == Phase::kAnnounced) {
@@ -70,47 +87,89 @@ void Weights::coming(int64_t param, bool reduces, bool may_repeat, at::Tensor& i
                "' got a second gradient after one weigh(). Call weigh(n) before each backward; for several "
                "losses of the same samples, add them up and call backward() once.");
   }
+  settle(param, /*unused=*/false);
   if (drops_ && incoming.defined()) [[unlikely]] {
     incoming = at::zeros_like(incoming);
   }
 }
 
-bool Weights::has_gradients() const {
-  bool found = false;
-  for (int64_t param = 0; param < context_.num_params() && !found; ++param) {
-    context_.with_grad(param, [&](const at::Tensor& grad) { found = grad.defined(); });
-  }
-  return found;
-}
-
-// Gradients may have been cleared to zeros.
-bool Weights::has_values() const {
+bool Weights::has_accumulated() const {
   bool found = false;
   for (int64_t param = 0; param < context_.num_params() && !found; ++param) {
     context_.with_grad(param, [&](const at::Tensor& grad) {
-      found = grad.defined() && (grad.layout() == at::kStrided ? grad : grad._values()).any().item<bool>();
+      found = parts_[static_cast<size_t>(param)].is_known() && marks_.has(param, grad);
     });
   }
   return found;
 }
 
-void Weights::rescale(double factor) const {
-  const c10::NoGradGuard no_grad;
-  std::vector<at::Tensor> grads;
+bool Weights::has_values() const {
+  bool found = false;
+  for (int64_t param = 0; param < context_.num_params() && !found; ++param) {
+    context_.with_grad(param, [&](const at::Tensor& grad) { found = grad.defined() && is_any(grad); });
+  }
+  return found;
+}
+
+void Weights::resume() {
   for (int64_t param = 0; param < context_.num_params(); ++param) {
-    context_.with_grad(param, [&](at::Tensor& grad) {
+    auto& part = parts_[static_cast<size_t>(param)];
+    context_.with_grad(param, [&](const at::Tensor& grad) {
       if (!grad.defined()) {
+        part = {};
         return;
       }
-      if (grad.layout() == at::kStrided) {
-        grads.push_back(grad);
-      } else {
-        grad.mul_(factor);
-      }
+      part = {.begun = true, .unit = reduced_, .counted = reduced_, .start = std::move(part.start)};
+      marks_.note(param, grad);
     });
   }
-  if (!grads.empty()) {
-    at::_foreach_mul_(grads, factor);
+}
+
+void Weights::settle(int64_t param, bool unused) {
+  const c10::NoGradGuard no_grad;
+  auto& part = parts_[static_cast<size_t>(param)];
+  context_.with_grad(param, [&](at::Tensor& grad) {
+    look_for_changes(param, part, grad);
+    if (!part.begun && !(step_.armed() && ends_)) {
+      part.start = grad.defined() && !(grad.is_cpu() && !is_any(grad)) ? grad.clone() : at::Tensor();
+    }
+    if (unit_ == 0.0) {
+      return;  // nothing of this rank counts yet
+    }
+    if (grad.defined()) {
+      if (unused) {
+        step_.add_late(param, grad.clone());
+      }
+      convert(part, grad);
+    }
+    part.begun = true;
+    part.unit = unit_;
+  });
+}
+
+void Weights::look_for_changes(int64_t param, Part& part, const at::Tensor& grad) const {
+  if (!grad.defined() || (part.is_known() && !marks_.has(param, grad))) {
+    part = {};  // the program has cleared or replaced it
+  } else if (part.start.defined() && !marks_.is_intact(param, grad)) {
+    TDDP_CHECK(
+        !is_any(grad), "rank ", context_.rank(), ": the gradient of '", context_.spec(param).name,
+        "' was changed between two backwards of a weighted step that began with a gradient, so the weights of its "
+        "parts are unknown. Change it before the step or after it, or clear it before.");
+    part.start.reset();
+  }
+}
+
+void Weights::convert(Part& part, at::Tensor& grad) const {
+  const bool reduces = step_.armed();
+  if (!part.begun) {
+    part.unit = part.counted = reduces ? own_ : unit_;
+  }
+  if (part.unit != unit_) {
+    grad.mul_(part.unit / unit_);
+  }
+  if (reduces && part.start.defined() && part.counted != own_) {
+    grad.add_(part.start, (own_ - part.counted) / unit_);
+    part.counted = own_;
   }
 }
 
@@ -190,6 +249,9 @@ void Weights::finish() {
   }
   phase_.store(Phase::kNone, std::memory_order_relaxed);
   reduced_ = own_;
+  if (ends_) {
+    parts_.assign(parts_.size(), {});
+  }
   factor_.reset();
 }
 
@@ -217,7 +279,7 @@ void Weights::abandon() {
   forget_total();
 }
 
-void Weights::take_over(const Weights& before) {
+void Weights::take_over(const Weights& before, std::span<const int64_t> places) {
   phase_.store(before.phase_.load(std::memory_order_relaxed), std::memory_order_relaxed);
   count_ = before.count_;
   drops_ = before.drops_;
@@ -225,6 +287,10 @@ void Weights::take_over(const Weights& before) {
   open_ = before.open_;
   own_ = before.own_;
   unit_ = before.unit_;
+  ends_ = before.ends_;
+  for (size_t i = 0; i < parts_.size(); ++i) {
+    parts_[i] = places[i] == kNotThere ? Part{} : before.parts_[static_cast<size_t>(places[i])];
+  }
   reduced_ = before.reduced_;
   reference_ = before.reference_;
 }

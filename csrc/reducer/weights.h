@@ -5,8 +5,12 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <span>
+#include <vector>
 
 #include "bucket/bucket.h"
+#include "reducer/base/grad_marks.h"
+#include "reducer/base/step.h"
 #include "reducer/divisor.h"
 
 namespace torchddp::reducer {
@@ -19,24 +23,37 @@ namespace torchddp::reducer {
 //   equal, the result is the plain average to the bit.
 //   This rank's share of the total is summed beside the first bucket. Each bucket's sum is then multiplied by R / total, which costs
 //   one pass over it unless the total is R.
-//   Between the backwards of a step, .grad holds sum(w g) / unit, where unit is the last weight. The next backward adds to it as
-//   usual, and .grad is rescaled only when the weight changes.
+//   Between the backwards of a step, .grad holds sum(w g) / unit, where unit is the weight of the last backward that used the
+//   parameter. The next one adds to it as usual, and .grad is rescaled only when the weight changes.
+//   A gradient that is there when the step's first gradient comes counts as part of each loss: with this rank's share of the total.
+//   It is multiplied once all weights are known. If several backwards are added to it, a copy has to be kept of it until then.
+//   What the program changes between the backwards of a step is what has been added up so far, and keeps that weight.
 //   A backward of weight 0 contributes nothing even if its gradients are NaN, as those of a mean over no samples are.
 //
 // Autograd threads call coming(); everything else is called by one thread at a time.
 class Weights {
  public:
-  Weights(const Context& context, const Divisor& divisor, const StepEvents& events)
-      : context_(context), divisor_(divisor), events_(events) {}
+  Weights(const Context& context, const Divisor& divisor, const StepEvents& events, Step& step, GradMarks& marks)
+      : context_(context),
+        divisor_(divisor),
+        events_(events),
+        step_(step),
+        marks_(marks),
+        parts_(context.params.size()) {}
 
-  // For the next backward: its gradients are multiplied by `weight`, and `count` is added to the divisor. `goes_on`: it belongs
-  // to the same step as the reduced backwards before it.
-  void announce(double weight, double count, bool goes_on);
-  // Autograd is about to add `incoming` to a parameter's gradient, in a backward that may or may not reduce. `may_repeat`: one
-  // backward may give a parameter several gradients.
-  void coming(int64_t param, bool reduces, bool may_repeat, at::Tensor& incoming);
+  // For the next backward: its gradients are multiplied by `weight`, and `count` is added to the divisor. If a step is reduced several
+  // times, `begins` and `ends` tell whether the backward belongs to its first and its last reduction.
+  void announce(double weight, double count, bool begins, bool ends);
+  // Autograd is about to add `incoming` to a parameter's gradient. `may_repeat`: one backward may give a parameter several gradients.
+  void coming(int64_t param, bool may_repeat, at::Tensor& incoming);
   // It has been added. Also called if the model does not listen.
-  void came(bool reduces);
+  void came(int64_t param);
+  // A parameter without a gradient of this backward is about to be packed. `unused`: no backward of the step has used it.
+  void prepare(int64_t param, bool unused) {
+    if (open_) {
+      settle(param, unused);
+    }
+  }
 
   // A reduction begins. Returns the factor that packing applies.
   double begin();
@@ -49,7 +66,7 @@ class Weights {
   // The reduction has failed.
   void abandon();
   // Another reducer continues with the same model, between steps.
-  void take_over(const Weights& before);
+  void take_over(const Weights& before, std::span<const int64_t> places);
   // Whether coming() must be called.
   bool listens() const { return open_ || context_.config.weighted; }
   // Whether there are weighted gradients that are not reduced yet.
@@ -60,14 +77,30 @@ class Weights {
   void match();
 
  private:
-  void check_unannounced(int64_t param, bool reduces);
+  void check_unannounced(int64_t param);
 
   // State of the most recently announced backward.
   enum class Phase : uint8_t { kNone, kAnnounced, kCame };
 
-  bool has_gradients() const;
+  // What a parameter's .grad holds in an open step, multiplied by `unit`: the weighted gradients, and `counted` times what the step
+  // began with.
+  struct Part {
+    bool is_known() const { return begun || start.defined(); }
+
+    bool begun = false;  // otherwise nothing counts yet, and .grad is what the step began with
+    double unit = 0.0;
+    double counted = 0.0;
+    at::Tensor start;  // undefined if there was nothing, or it need not be counted again
+  };
+
+  bool has_accumulated() const;
   bool has_values() const;
-  void rescale(double factor) const;
+  // The step goes on after a reduction, whose averages stand for all that they are means of.
+  void resume();
+  // Expresses a gradient in the current unit. In a backward that reduces, what the step began with gets all of its weight.
+  void settle(int64_t param, bool unused);
+  void look_for_changes(int64_t param, Part& part, const at::Tensor& grad) const;
+  void convert(Part& part, at::Tensor& grad) const;
   // Lets R follow the total, which all ranks know.
   void follow(double total);
   void start_exchange(double count);
@@ -77,6 +110,8 @@ class Weights {
   const Context& context_;
   const Divisor& divisor_;
   const StepEvents& events_;
+  Step& step_;
+  GradMarks& marks_;
 
   std::atomic<Phase> phase_{Phase::kNone};
   std::mutex mutex_;          // held while a backward's first gradient changes the phase
@@ -86,9 +121,11 @@ class Weights {
 
   std::atomic<bool> has_unweighted_{false};  // gradients arrived without an announced weight
 
-  bool open_ = false;     // there are weighted gradients that are not reduced yet
-  double own_ = 0.0;      // this rank's share of the total
-  double unit_ = 0.0;     // see Note [Weighted means]
+  bool open_ = false;  // there are weighted gradients that are not reduced yet
+  double own_ = 0.0;   // this rank's share of the total
+  double unit_ = 0.0;  // the last weight above 0
+  bool ends_ = true;   // no further reduction belongs to the step
+  std::vector<Part> parts_;
   double reduced_ = 0.0;  // own_ of the last reduced step
 
   std::optional<double> reference_;  // R

@@ -201,7 +201,7 @@ class Program:
             for index, rank in enumerate(self.members):
                 for name in names:
                     value = self._gradient(name, 90 + step, rank).to(world.grad_dtype(name))
-                    world.write(index, name, value)
+                    world.replace(index, name, value)
 
         dtype = "p.main_grad.dtype" if where == "main_grad" else "p.grad_dtype or p.dtype"
         line = (

@@ -47,19 +47,32 @@ class Settings:
 
 
 @dataclass
+class Share:
+    """A parameter's gradients in an unfinished weighted step."""
+
+    start: Tensor | None  # what the step began with, which counts with the rank's total
+    counted: float  # how much of that is in `sum`
+    sum: Tensor  # of weight * gradient
+    unit: float  # what the program sees is divided by it: the weight of the last backward that used the parameter
+    was_changed: bool = False  # by the program, so that nobody knows which part of it is `start`
+
+
+@dataclass
 class Rank:
     """One rank's gradients, and how far it is in a weighted step."""
 
     grads: Grads
-    # Of an unfinished weighted step: sums of weight * gradient, the last weight above 0, the sum of all weights.
-    sums: dict[str, Tensor] = field(default_factory=dict)
+    # Of an unfinished weighted step: its gradients, the last weight above 0, the sum of all weights.
+    shares: dict[str, Share] = field(default_factory=dict)
     unit: float = 0.0
     total: float = 0.0
+    began: Grads = field(default_factory=dict)  # with what, where it is reduced several times
     is_weighing: bool = False
     came: bool = False  # whether the backward of the last weigh() has run
     factor: float = 1.0  # of the next backward's gradients
     count: float = 0.0  # what it adds to the total
     used: list[set[str]] = field(default_factory=lambda: [set(), set()])  # by wrapper: since its last reduction
+    used_before: set[str] = field(default_factory=set)  # until that
     averages: set[str] = field(default_factory=set)  # sharded: which gradients are averages that no other rank has
     aside: dict[str, Tensor] = field(default_factory=dict)  # such averages, while a backward adds to the gradient
 
@@ -133,35 +146,41 @@ class World:
     def grad_of(self, index: int, name: str) -> Tensor | None:
         """In a weighted step, the sum so far is divided by the last weight."""
         rank = self.ranks[index]
-        base, weighted = rank.grads[name], rank.sums.get(name)
-        if weighted is None:
-            return base
-        shown = weighted / rank.unit if rank.unit > 0 else torch.zeros_like(weighted)
-        return (shown if base is None else base.to(shown.dtype) + shown).to(self.grad_dtype(name))
+        share = rank.shares.get(name)
+        return rank.grads[name] if share is None else (share.sum / share.unit).to(self.grad_dtype(name))
 
     # --- what the program does to gradients ---
 
     def zero_grad(self, set_to_none: bool, of: Sequence[int] | None = None) -> None:
         for index in range(self.size) if of is None else of:
             for name in self.parameters:
-                self.write(index, name, None if set_to_none or self.in_main_grad else self._zeroed(index, name))
+                if set_to_none or self.in_main_grad:
+                    self.replace(index, name, None)
+                elif (grad := self.grad_of(index, name)) is not None:
+                    self.write(index, name, torch.zeros_like(grad))
 
-    def _zeroed(self, index: int, name: str) -> Tensor | None:
-        grad = self.grad_of(index, name)
-        return None if grad is None else torch.zeros_like(grad)
-
-    def write(self, index: int, name: str, value: Tensor | None) -> None:
-        """The program sets a gradient, or changes it in place. Sums of a weighted step are overwritten with it."""
+    def replace(self, index: int, name: str, value: Tensor | None) -> None:
+        """The program sets a gradient. Whatever was there is gone."""
         rank = self.ranks[index]
         rank.grads[name] = value
-        rank.sums.pop(name, None)
-        # Main gradients that are zero count as missing; so does an owner's average that was cleared.
-        if value is None or (name in rank.averages and not _dense(value).any()):
+        rank.shares.pop(name, None)
+        rank.averages.discard(name)
+
+    def write(self, index: int, name: str, value: Tensor) -> None:
+        """The program changes a gradient in place: in a weighted step, what has been added up so far."""
+        rank, share = self.ranks[index], self.ranks[index].shares.get(name)
+        if share is None:
+            rank.grads[name] = value
+        else:
+            was_changed = share.was_changed or share.start is not None
+            is_zero = not _dense(value).any()
+            rank.shares[name] = Share(None, 0.0, _wide(value) * share.unit, share.unit, was_changed and not is_zero)
+        if not _dense(value).any():  # so was an owner's average
             rank.averages.discard(name)
 
     def drop(self, index: int, name: str) -> None:
         """The program sets a gradient to None."""
-        self.write(index, name, None)
+        self.replace(index, name, None)
         if self.in_main_grad:
             self.dropped[index].add(name)
 
@@ -191,18 +210,19 @@ class World:
         """Each rank's weight of the next backward. `goes_on`: it adds to the mean that earlier ones have made."""
         self.is_rounded = True
         for rank, weight in zip(self.ranks, weights, strict=True):
-            if rank.is_weighing and rank.came and not rank.sums and not any(g is not None for g in rank.grads.values()):
+            if rank.is_weighing and rank.came and not rank.shares:
                 rank.total = rank.unit = 0.0  # the program has dropped what it had accumulated
-            if not rank.is_weighing:
-                rank.is_weighing = True
-                rank.sums, rank.unit, rank.total = {}, 0.0, rank.total if goes_on else 0.0
-            rank.came = False
-            rank.factor, rank.count = (weight if loss == "mean" else float(weight > 0)), weight
-            if goes_on and rank.total > 0:
+            if not rank.is_weighing and not goes_on:
+                rank.unit = rank.total = 0.0
+                rank.began = {}
+            elif not rank.is_weighing:
                 # The averages stand for all that they are means of.
-                rank.sums = {n: _wide(g) * rank.total for n, g in rank.grads.items() if g is not None}
-                rank.grads = dict.fromkeys(rank.grads)
-                rank.unit = rank.total
+                total = rank.unit = rank.total
+                grads = {n: _wide(g) for n, g in rank.grads.items() if g is not None}
+                rank.shares = {n: Share(rank.began.get(n, g), total, g * total, total or 1.0) for n, g in grads.items()}
+                rank.used[0] = rank.used_before
+            rank.is_weighing, rank.came = True, False
+            rank.factor, rank.count = (weight if loss == "mean" else float(weight > 0)), weight
             rank.unit = rank.factor if rank.factor > 0 else rank.unit
 
     def backward(
@@ -258,14 +278,29 @@ class World:
             for used in rank.used:
                 used.add(name)
             if rank.is_weighing:
-                came = _wide(gradient) * rank.factor if rank.factor > 0 else torch.zeros_like(_wide(gradient))
-                rank.sums[name] = rank.sums[name] + came if name in rank.sums else came
+                self._weighted(index, name, gradient)
             else:
                 came, value = gradient.to(self.grad_dtype(name)), rank.grads[name]
                 rank.grads[name] = came if value is None else value + came
         if rank.is_weighing:
             rank.total += 0.0 if rank.came else rank.count
             rank.came = True
+
+    def _weighted(self, index: int, name: str, gradient: Tensor) -> None:
+        rank = self.ranks[index]
+        came = _wide(gradient) * rank.factor if rank.factor > 0 else torch.zeros_like(_wide(gradient))
+        if rank.unit == 0:  # nothing of this rank counts yet
+            value = rank.grads[name]
+            rank.grads[name] = came.to(self.grad_dtype(name)) if value is None else value
+            return
+        if name not in rank.shares:
+            start = rank.grads[name]
+            start = _wide(start) if start is not None and _dense(start).any() else None
+            rank.shares[name] = Share(start, rank.unit, came * 0 if start is None else start * rank.unit, rank.unit)
+        share = rank.shares[name]
+        if share.was_changed:
+            self.errors[index] = RuntimeError("so the weights of its parts are unknown")
+        share.sum, share.unit = share.sum + came, rank.unit
 
     def _reduced_in_backward(self, wrapper: int) -> set[str]:
         """Those that any rank has used since the last reduction; all, if the model may not leave any unused."""
@@ -278,14 +313,12 @@ class World:
         if self.settings.find_unused_parameters or self.settings.static_graph:
             return self._reduced_in_backward(wrapper)
         return self.trained & {
-            n for rank in self.ranks for n, g in [*rank.grads.items(), *rank.sums.items()] if g is not None
+            name for rank in self.ranks for name, grad in rank.grads.items() if grad is not None or name in rank.shares
         }
 
     def _reduce(self, names: set[str], takes_part: Sequence[bool], count: int, wrappers: Sequence[int]) -> None:
         is_weighing = any(rank.is_weighing for rank in self.ranks)
         total = sum(rank.total for rank in self.ranks if rank.is_weighing)
-        if is_weighing and (self.settings.find_unused_parameters or self.settings.static_graph):
-            names = names | set().union(*(rank.sums for rank in self.ranks)) & self.trained
         self.squares = [0.0] * self.size
         for name in names:
             for rank in self.ranks:
@@ -301,19 +334,16 @@ class World:
                     self.squares[index] += average.abs().double().pow(2).sum().item()
                 if takes_part[index]:
                     self._give(index, name, average)
-        for index, rank in enumerate(self.ranks):
+        for rank in self.ranks:
+            rank.used_before = rank.used[0]
             for wrapper in wrappers:
                 rank.used[wrapper] = set()
-            if rank.is_weighing:
-                for name in [*rank.sums]:  # of parameters that are not reduced
-                    rank.grads[name] = self.grad_of(index, name)
-                rank.is_weighing, rank.sums, rank.unit = False, {}, 0.0
+            rank.is_weighing, rank.shares = False, {}
         if is_weighing and total == 0 and self.settings.zero_weights == "raise":
             self.errors = [ValueError("no rank gave this step a weight above 0")] * self.size
 
     def _give(self, index: int, name: str, average: Tensor) -> None:
         rank, owners = self.ranks[index], self.settings.owners
-        rank.sums.pop(name, None)
         if owners is None:
             rank.grads[name] = average
         elif owners[name] != index:
@@ -380,15 +410,19 @@ class World:
         return total
 
     def _weighted_mean(self, name: str, total: float) -> Tensor:
-        """sum(weight * gradient) / sum(weight) over all ranks and backwards. What a step began with is averaged too."""
+        """sum(weight * gradient) / sum(weight) over all ranks and backwards.
+
+        What a step began with counts as part of each loss.
+        """
         mean = _wide(self.zeros(name))
-        if total > 0:
-            for rank in self.ranks:
-                if name in rank.sums:
-                    mean = mean + rank.sums[name] / total
-                base = rank.grads[name]
-                if base is not None:
-                    mean = mean + _wide(base) * (rank.total / total)
+        for rank in self.ranks:
+            share, start = rank.shares.get(name), rank.grads[name]
+            if share is None and start is not None:
+                share = Share(_wide(start), 0.0, _wide(start) * 0, 1.0)
+            rank.began[name] = None if share is None else share.start
+            if share is not None:
+                owed = share.sum * 0 if share.start is None else share.start * (rank.total - share.counted)
+                mean = mean + (share.sum + owed) / total if total > 0 else mean
         return mean.to(self.grad_dtype(name))
 
     # --- freezing and thawing ---
@@ -404,7 +438,9 @@ class World:
         self.dropped = [set() for _ in self.ranks]
         before, self.trained = self.trained, {name for name, parameter in self.parameters.items() if parameter.trained}
         self.known |= self.trained
-        for rank in self.ranks:
+        for index, rank in enumerate(self.ranks):
+            for name in before - self.trained:
+                self.replace(index, name, self.grad_of(index, name))
             rank.grads = {name: g if g is None else g.to(self.grad_dtype(name)) for name, g in rank.grads.items()}
             thawed = {name for name in self.trained - before if rank.grads[name] is not None}
             rank.used = [(used & self.trained) | thawed for used in rank.used]

@@ -131,6 +131,7 @@ def _run(program: Program, ddp: str, refusal: Exclusion | None, mutate: Any) -> 
         if (error := error_of(line)) is not None:
             return at(f"{error!r}\n{names['trace']}", ends=True)
     world = program.world()
+    largest: dict[str, float] = {}
     if mutate is not None:
         mutate(world)
     for op in program.ops():
@@ -149,7 +150,8 @@ def _run(program: Program, ddp: str, refusal: Exclusion | None, mutate: Any) -> 
         if any(isinstance(error, RuntimeError) for error in world.errors):
             return failure
         if failure is None:
-            found = _difference(names["module"], program, world) or _other_squares(names["model"], program, world)
+            found = _difference(names["module"], program, world, largest)
+            found = found or _other_squares(names["model"], program, world)
             failure = None if found is None else at(**found)
         world.squares = []
     return failure
@@ -183,8 +185,10 @@ def tolerance(program: Program, world: World, dtype: torch.dtype) -> float:
     return ROUNDINGS * max(torch.finfo(d).eps for d in dtypes)
 
 
-def _difference(module: torch.nn.Module, program: Program, world: World) -> dict[str, Any] | None:
-    """The first gradient that differs."""
+def _difference(
+    module: torch.nn.Module, program: Program, world: World, largest: dict[str, float]
+) -> dict[str, Any] | None:
+    """The first gradient that differs. `largest`: each one's largest element so far, whose rounding it may have kept."""
     for name, want in world.seen(program.index).items():
         parameter, _, where = name.partition(".")
         text = f"module.{'table.weight' if parameter == 's' else parameter}.{where or 'grad'}"
@@ -197,8 +201,9 @@ def _difference(module: torch.nn.Module, program: Program, world: World) -> dict
             continue
         mine, expected = _flat(got), _flat(want)
         # In 16 bits, what is left of large gradients that cancel each other has their rounding.
-        largest = world.largest[parameter] if narrows(program) else expected.abs().max().item()
-        limit = tolerance(program, world, want.dtype) * max(1.0, largest)
+        added = world.largest[parameter] if narrows(program) else 0.0
+        largest[name] = max(largest.get(name, 1.0), expected.abs().max().item(), added)
+        limit = tolerance(program, world, want.dtype) * largest[name]
         wrong = ~((mine.double() - expected.double()).abs() <= limit)
         if wrong.any():
             at = int(wrong.nonzero()[0].item())

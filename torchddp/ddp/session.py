@@ -443,12 +443,12 @@ class ReducerSession:
         if self._parameter_watch.in_doubt:
             self._parameter_watch.look(ddp, self.reduced_ids)
 
-    def weigh(self, weight: float, count: float, *, goes_on: bool = False) -> None:
+    def weigh(self, weight: float, count: float, *, begins: bool = True, ends: bool = True) -> None:
         """Multiply the next backward's gradients by ``weight``, and add ``count`` to the divisor of all ranks' sum. Not
         collective.
 
         Args:
-            goes_on: it belongs to the same step as the backwards that are already reduced.
+            begins, ends: of a step that is reduced several times, whether this is for its first and its last reduction.
 
         RuntimeError: under ``join()`` without ``weighted=True``.
         """
@@ -458,7 +458,7 @@ class ReducerSession:
                 "that has run out of inputs knows that the others send weights"
             )
         self.precision.before_forward()  # main gradients that were set to None are dropped, and their weights with them
-        self.reducer.weigh(weight, count, goes_on)
+        self.reducer.weigh(weight, count, begins, ends)
         self._weighed_in = self.reducer.finished_steps
 
     def sync_buffers(self, buffers: list[torch.Tensor], root: int) -> None:

@@ -117,9 +117,9 @@ def _microbatches(
 ) -> Generator[int, None, None]:
     for index in range(steps):
         if weights is not None:
-            goes_on = index > 0 and strategy is DDPSyncStrategy.MULTI_AUTO_SYNC
+            once = strategy is not DDPSyncStrategy.MULTI_AUTO_SYNC
             wrapper: Any = unwrapped(model)
-            wrapper.session.weigh(*weights[index], goes_on=goes_on)
+            wrapper.session.weigh(*weights[index], begins=once or index == 0, ends=once or index == steps - 1)
         try:
             with sync_context(model, index == steps - 1, strategy):
                 yield index

@@ -80,7 +80,7 @@ void MainGrads::take_what_was_written(int64_t param) {
   auto* const slot = slots_[index];
   if (slot != nullptr && shown_[index].unsafeGetTensorImpl()->version_counter().current_version() != versions_[index]) {
     slot->restore_view();
-    grads_[index] = slot->view();
+    grads_[index] = slot->view().detach();  // not the tensor that was cleared
   }
 }
 

@@ -26,6 +26,7 @@ UsedParams::UsedParams(const Context& context, const StaticGraph& static_graph, 
 void UsedParams::make_map() {
   if (!are_known()) {
     host_map_ = at::zeros({context_.num_params()}, at::kInt);
+    last_map_ = at::zeros_like(host_map_);
     device_map_ = at::zeros_like(host_map_, at::TensorOptions().device(context_.param_device()));
     used_here_ = host_map_.mutable_data_ptr<int32_t>();
     work_ = context_.transport->make_work();
@@ -139,8 +140,15 @@ void UsedParams::finish() {
   }
 }
 
+void UsedParams::resume() {
+  if (are_searched()) {
+    host_map_.bitwise_or_(last_map_);
+  }
+}
+
 void UsedParams::reset() {
-  host_map_.zero_();
+  std::swap(host_map_, last_map_);
+  used_here_ = host_map_.zero_().mutable_data_ptr<int32_t>();
   counts_.reset();
   in_flight_ = false;
 }

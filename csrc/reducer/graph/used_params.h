@@ -54,6 +54,8 @@ class UsedParams {
   void start_reduction();
   // Starts the reduction when the last bucket did not, because a static graph is being recorded.
   void start_reduction_if_recording();
+  // The next reduction belongs to the same step as the last one: what was used there counts as used again.
+  void resume();
   // May wait for other ranks; throws while a CUDA graph is being captured.
   bool is_unused_everywhere(int64_t param);
   void finish();
@@ -83,6 +85,7 @@ class UsedParams {
   bool static_ = true;
 
   at::Tensor host_map_;    // CPU
+  at::Tensor last_map_;    // what it was in the last reduction
   at::Tensor device_map_;  // on the device where it is reduced
   // The maps that captured graphs read on each replay, as they were at capture.
   std::vector<at::Tensor> captured_maps_;

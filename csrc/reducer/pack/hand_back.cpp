@@ -49,12 +49,12 @@ void HandBack::finish(const LateGrad& late) {
   }
   context_.with_grad(late.param, [&](at::Tensor& grad) {
     if (!skipped && !used_.is_unused_everywhere(late.param)) {
-      if (!sparse) {
+      if (!sparse && !place.bucket->is_given_away()) {
         auto pieces = pieces_to_move();
         hand_back(late.param, grad, pieces);
         pieces.run();
       }
-    } else if (sparse) {
+    } else if (sparse || !grad.defined()) {
       grad = late.saved;
     } else if (late.saved.defined()) {
       grad.copy_(late.saved);

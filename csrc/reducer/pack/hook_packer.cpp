@@ -6,7 +6,7 @@ void HookPacker::pack(int64_t param, at::Tensor& grad, bool unused, const at::Te
   const auto& place = rules_.layout.place(param);
   auto& slot = *place.slot;
   if (place.bucket->is_given_away()) {
-    pack_given_away(param, grad, incoming);
+    pack_given_away(param, grad, unused, incoming);
     return;
   }
   if (!grad.defined()) [[unlikely]] {
@@ -33,7 +33,7 @@ void HookPacker::pack(int64_t param, at::Tensor& grad, bool unused, const at::Te
 }
 
 // See Note [Gradients that are given away] in bucket/bucket.h.
-void HookPacker::pack_given_away(int64_t param, at::Tensor& grad, const at::Tensor* incoming) const {
+void HookPacker::pack_given_away(int64_t param, at::Tensor& grad, bool unused, const at::Tensor* incoming) const {
   const auto& place = rules_.layout.place(param);
   auto& slot = *place.slot;
   const auto lend = [&] {
@@ -46,7 +46,11 @@ void HookPacker::pack_given_away(int64_t param, at::Tensor& grad, const at::Tens
     slot.zero();
     return;
   }
-  if (!grad.requires_grad() && !slot.has_memory() && bucket::is_unshared(grad, incoming) && slot.adopt(grad)) {
+  if (unused) {
+    rules_.step.add_late(param, grad);
+  }
+  if (!unused && !grad.requires_grad() && !slot.has_memory() && bucket::is_unshared(grad, incoming) &&
+      slot.adopt(grad)) {
     rules_.non_finite.look_at(param, grad);
     scale(place);
   } else {

@@ -14,7 +14,7 @@ class HookPacker {
   void pack(int64_t param, at::Tensor& grad, bool unused, const at::Tensor* incoming) const;
 
  private:
-  void pack_given_away(int64_t param, at::Tensor& grad, const at::Tensor* incoming) const;
+  void pack_given_away(int64_t param, at::Tensor& grad, bool unused, const at::Tensor* incoming) const;
   void copy_into(int64_t param, bucket::GradSlot& slot, const at::Tensor& grad) const;
   // For a gradient that already lies in its slot.
   void scale(const BucketLayout::Place& place) const;

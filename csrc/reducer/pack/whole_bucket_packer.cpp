@@ -88,6 +88,9 @@ void WholeBucketPacker::gather(int64_t param, bucket::Bucket& bucket, at::Tensor
   rules_.check(param, grad);
   pieces.add(slot, grad);
   if (bucket.is_given_away()) {
+    if (unused) {
+      rules_.step.add_late(param, grad);
+    }
     grad.reset();
   } else {
     rules_.copied(param, grad, unused);

@@ -62,20 +62,25 @@ void BucketLayout::add_bucket(const plan::BucketSpec& spec, const std::vector<bo
     const auto param = static_cast<size_t>(bucket.params()[static_cast<size_t>(i)]);
     auto* slot = bucket.is_sparse() ? nullptr : &bucket.slot(i);
     places_[param] = Place{slot, &bucket, index};
-    if (context_.main_grads != nullptr) {
-      context_.main_grads->move_to(*slot, static_cast<int64_t>(param));
-      continue;
-    }
-    if (is_view[param] && slot != nullptr) {
-      auto& grad = context_.params[param].mutable_grad();
-      if (slot->is_apart()) {
-        grad = grad.clone(at::MemoryFormat::Preserve);
-        continue;
-      }
-      slot->pack(grad, 1.0);
-      grad = slot->view();
-    }
+    marks_.across(static_cast<int64_t>(param), [&] { move_grad(static_cast<int64_t>(param), slot, is_view[param]); });
   }
+}
+
+void BucketLayout::move_grad(int64_t param, bucket::GradSlot* slot, bool is_view) const {
+  if (context_.main_grads != nullptr) {
+    context_.main_grads->move_to(*slot, param);
+    return;
+  }
+  if (!is_view || slot == nullptr) {
+    return;
+  }
+  auto& grad = context_.kept_grad(param);
+  if (slot->is_apart()) {
+    grad = grad.clone(at::MemoryFormat::Preserve);
+    return;
+  }
+  slot->pack(grad, 1.0);
+  grad = slot->view();
 }
 
 void BucketLayout::adapt() {
@@ -92,7 +97,7 @@ void BucketLayout::give_up_views() const {
     auto& grad = context_.kept_grad(static_cast<int64_t>(i));
     const auto* const slot = places_[i].slot;
     if (slot != nullptr && grad.defined() && slot->holds(grad)) {
-      grad = slot->clone_as(slot->grad_dtype());
+      marks_.across(static_cast<int64_t>(i), [&] { grad = slot->clone_as(slot->grad_dtype()); });
     }
   }
 }

@@ -8,6 +8,7 @@
 #include "bucket/bucket.h"
 #include "plan/bucket_plan.h"
 #include "reducer/base/context.h"
+#include "reducer/base/grad_marks.h"
 #include "reducer/base/step.h"
 #include "reducer/reduce/reductions.h"
 #include "reducer/report/status.h"
@@ -23,7 +24,8 @@ class BucketLayout {
     int64_t index = 0;
   };
 
-  BucketLayout(const Context& context, const Reductions& reductions) : context_(context), reductions_(reductions) {}
+  BucketLayout(const Context& context, const Reductions& reductions, GradMarks& marks)
+      : context_(context), reductions_(reductions), marks_(marks) {}
 
   // Creates new buckets. Gradients that live in the old ones move.
   void lay_out(plan::BucketPlan plan);
@@ -75,11 +77,13 @@ class BucketLayout {
  private:
   std::vector<bool> find_views() const;
   void add_bucket(const plan::BucketSpec& spec, const std::vector<bool>& is_view);
+  void move_grad(int64_t param, bucket::GradSlot* slot, bool is_view) const;
   void choose_reductions();
   void expect_gradients() const;
 
   const Context& context_;
   const Reductions& reductions_;
+  GradMarks& marks_;
   plan::BucketPlan plan_;
   std::vector<std::unique_ptr<bucket::Bucket>> buckets_;
   std::vector<ReductionPtr> ways_;  // by bucket

@@ -1,0 +1,51 @@
+// Which gradients the program has replaced or written since the reducer last saw them.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include "reducer/base/context.h"
+
+namespace torchddp::reducer {
+
+// A mark survives that the reducer moves the gradient to another bucket. It keeps no memory but that of the tensor object, whose
+// address is therefore not used again.
+class GradMarks {
+ public:
+  explicit GradMarks(const Context& context) : context_(context), marks_(context.params.size()) {}
+
+  void note(int64_t param, const at::Tensor& grad);
+  // Whether `grad` is the tensor that was there then, and whether nothing was written to it either.
+  bool has(int64_t param, const at::Tensor& grad) const;
+  bool is_intact(int64_t param, const at::Tensor& grad) const;
+
+  // `move` puts the same values into another tensor.
+  template <typename Move>
+  void across(int64_t param, Move&& move) {
+    const auto& grad = context_.kept_grad(param);
+    const auto [same, intact] = std::pair(has(param, grad), is_intact(param, grad));
+    move();
+    follow(param, same, intact);
+  }
+  // Takes over from a previous reducer. `places`: each parameter's index there, or kNotThere.
+  void take_over(const GradMarks& before, std::span<const int64_t> places);
+
+ private:
+  struct Mark {
+    std::optional<c10::weak_intrusive_ptr<at::TensorImpl, at::UndefinedTensorImpl>> tensor;
+    uint32_t version = 0;
+  };
+
+  uint32_t version_of(int64_t param, const at::Tensor& grad) const;
+  void follow(int64_t param, bool same, bool intact);
+
+  const Context& context_;
+  std::vector<Mark> marks_;  // by parameter
+};
+
+}  // namespace torchddp::reducer
