@@ -48,13 +48,6 @@ std::shared_ptr<Reducer> make_reducer(std::vector<at::Tensor> params, std::vecto
                                           std::move(config)));
 }
 
-// The part of a rank without inputs in reducing a bucket, as torch's future.
-auto shadowed(c10::intrusive_ptr<c10::ivalue::Future> (JoinShadow::*reduce)(c10d::GradBucket&) const) {
-  return [reduce](Reducer& self, c10d::GradBucket& bucket) {
-    return std::make_shared<torch::jit::PythonFutureWrapper>((self.parts().shadow.*reduce)(bucket));
-  };
-}
-
 void bind_step(PyReducer& c) {
   c.def("prepare_for_forward", &Reducer::begin_forward, NoGil())
       .def(
@@ -85,8 +78,7 @@ void bind_step(PyReducer& c) {
       .def("adopt_plan", &Reducer::adopt_plan, py::arg("plan"), NoGil(),
            "Adopt rank 0's plan, or its current one if it passes None. Returns whether buckets changed. Collective, "
            "between steps.")
-      .def("_push_all_rebuilt_params", of(&Parts::keeper, &PlanKeeper::take_reverse_order), NoGil())
-      .def("_get_zeros_like_grad_buckets", of(&Parts::shadow, &JoinShadow::zero_buckets), NoGil());
+      .def("_push_all_rebuilt_params", [](Reducer&) {});  // match_step does it;
 }
 
 void bind_modes(PyReducer& c) {
@@ -105,8 +97,12 @@ void bind_modes(PyReducer& c) {
             self.set_hook([&](CommHook& mine) { mine.install_builtin(type, self.parts().context.group); });
           },
           py::arg("comm_hook_type"))
-      .def("_run_comm_hook", shadowed(&JoinShadow::reduce), py::arg("bucket"), NoGil())
-      .def("_run_allreduce_hook", shadowed(&JoinShadow::all_reduce), py::arg("bucket"), NoGil())
+      .def(
+          "_run_allreduce_hook",
+          [](Reducer& self, c10d::GradBucket& bucket) {
+            return std::make_shared<torch::jit::PythonFutureWrapper>(self.parts().shadow.all_reduce(bucket));
+          },
+          py::arg("bucket"), NoGil())
       .def(
           "_install_post_backward_futures",
           [](Reducer& self, const std::vector<FuturePtr>& futures) {
@@ -146,16 +142,20 @@ void bind_modes(PyReducer& c) {
             }
           },
           py::arg("params"), NoGil(), "Zero the main gradients of the parameters with these indices.")
+      .def(
+          "take_main_grad",
+          [](Reducer& self, int64_t param, bool take) { self.parts().context.main_grads->set_taken(param, take); },
+          py::arg("param"), py::arg("take"), "Whether the parameter's gradients go to its main gradient here.")
       .def("remove_autograd_hooks", &Reducer::remove_autograd_hooks, NoGil())
       .def("close", &Reducer::close, NoGil(), "Remove hooks and buckets, permanently.")
       .def("take_over", &Reducer::take_over, py::arg("before"), NoGil(),
            "Continue where a closed reducer stopped, for the same parameters or others.")
       .def("update_process_group", &Reducer::update_process_group, py::arg("new_process_group"),
            py::arg("transport").none(false), NoGil())
-      .def("match_used_map", of(&Parts::used, &UsedParams::match), NoGil(),
-           "On a rank without inputs: join the reduction of used parameters, with none. Collective.")
-      .def("match_weights", of(&Parts::weights, &Weights::match), NoGil(),
-           "On a rank without inputs: join the sum of weights, with 0. Collective.")
+      .def("match_step", &Reducer::match_step, NoGil(),
+           "On a rank without inputs: take part in a step of the others, with zeros. Collective.")
+      .def("skip_nothing", of(&Parts::queue, &LaunchQueue::skip_nothing),
+           "From now on, also reduce buckets whose parameters no rank uses.")
       .def("reset_state", &Reducer::reset_state, NoGil());
 }
 

@@ -148,7 +148,7 @@ void bind_transports(py::module_& m) {
           "offer",
           [](const ShmEndpoint& self) {
             const auto offer = self.offer();
-            return py::make_tuple(offer.mesh, offer.end.number, offer.end.header);
+            return py::make_tuple(offer.mesh, offer.end.number, offer.end.header, offer.is_shared);
           },
           "Its part in memory that the ranks share already.")
       .def(
@@ -156,11 +156,12 @@ void bind_transports(py::module_& m) {
           [](ShmEndpoint& self, std::optional<ProcessGroupPtr> group, std::vector<int> local_ranks,
              std::vector<std::string> addresses, std::optional<ProcessGroupPtr> outer_group, std::vector<int> places,
              std::vector<int> outer_ranks, int owners, bool spans, std::chrono::milliseconds connect_timeout,
-             std::chrono::milliseconds timeout, const std::vector<std::tuple<std::string, int, int64_t>>& offers) {
+             std::chrono::milliseconds timeout,
+             const std::vector<std::tuple<std::string, int, int64_t, bool>>& offers) {
             const py::gil_scoped_release release;
             std::vector<ShmOffer> offered;
-            for (const auto& [mesh, number, header] : offers) {
-              offered.push_back({mesh, {number, header}});
+            for (const auto& [mesh, number, header, is_shared] : offers) {
+              offered.push_back({mesh, {number, header}, is_shared});
             }
             return no_gil(
                 self.connect(group.value_or(ProcessGroupPtr()),
@@ -170,7 +171,7 @@ void bind_transports(py::module_& m) {
           },
           py::arg("process_group"), py::kw_only(), py::arg("local_ranks"), py::arg("addresses"), py::arg("outer_group"),
           py::arg("places"), py::arg("outer_ranks"), py::arg("owners"), py::arg("spans"), py::arg("connect_timeout"),
-          py::arg("timeout"), py::arg("offers") = std::vector<std::tuple<std::string, int, int64_t>>(),
+          py::arg("timeout"), py::arg("offers") = std::vector<std::tuple<std::string, int, int64_t, bool>>(),
           "Collective among the ranks of a host. Raises SharedMemoryUnavailable with the reason if they can't share "
           "memory.");
   m.def(

@@ -67,8 +67,7 @@ void LaunchQueue::launch(int64_t index) {
 }
 
 bool LaunchQueue::can_skip(const bucket::Bucket& bucket) const {
-  return context_.config.skip_all_reduce_unused_params &&
-         std::all_of(bucket.params().begin(), bucket.params().end(), [&](int64_t param) {
+  return skips_ && std::all_of(bucket.params().begin(), bucket.params().end(), [&](int64_t param) {
            return step_.mark_of(param) == Mark::kUnused && !(used_.are_known() && used_.is_used_here(param));
          });
 }

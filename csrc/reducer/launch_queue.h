@@ -26,7 +26,8 @@ class LaunchQueue {
         packers_(packers),
         used_(used),
         weights_(weights),
-        events_(events) {}
+        events_(events),
+        skips_(context.config.skip_all_reduce_unused_params) {}
 
   void begin_step() { num_ready_ = next_launch_ = next_finish_ = 0; }
   // All gradients of the bucket are packed, or can be. `last`: the parameter whose hook this is; `incoming`: its incoming
@@ -40,6 +41,9 @@ class LaunchQueue {
   // If off, no bucket is launched before the last gradient is ready, so that ready times show computation alone and the time
   // after them communication alone. The results are the same. Every rank must use the same setting.
   void set_overlap(bool overlap) { overlap_ = overlap; }
+
+  // Under join(): ranks without inputs can't tell which buckets the others skip, so those are sent as well.
+  void skip_nothing() { skips_ = false; }
 
   // `agree` is collective: the ranks compare what must be equal before the next step sends anything.
   void before_next_step(std::function<void()> agree) { agree_ = std::move(agree); }
@@ -60,6 +64,7 @@ class LaunchQueue {
   Weights& weights_;
   StepEvents& events_;
   bool overlap_ = true;
+  bool skips_;
   std::function<void()> agree_;
   std::mutex mutex_;
   int64_t num_ready_ = 0;

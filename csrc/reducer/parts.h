@@ -49,7 +49,7 @@ struct Parts {
   HandBack hand_back{context, layout, packed, used};
   PlanKeeper keeper{context, layout, used, events};
   QueuedFutures futures{context, events};
-  JoinShadow shadow{context, layout, hook, events};
+  JoinShadow shadow{context, layout, hook, static_graph, used, weights, events};
   GradientChanges changes{context};
 };
 

@@ -99,8 +99,8 @@ void Reducer::on_grad_coming(int64_t param, at::Tensor& incoming) {
 }
 
 void Reducer::on_grad_ready(int64_t param, const at::Tensor* incoming) {
-  if (parts_.context.main_grads != nullptr) {
-    take_main_grad(param);
+  if (parts_.context.main_grads != nullptr && !take_main_grad(param) && incoming != nullptr) {
+    parts_.used.mark(param);
   }
   parts_.used.note(param);
   parts_.weights.came(param);
@@ -126,11 +126,16 @@ void Reducer::on_grad_ready(int64_t param, const at::Tensor* incoming) {
   });
 }
 
-void Reducer::take_main_grad(int64_t param) {
+// False if another reducer takes it.
+bool Reducer::take_main_grad(int64_t param) {
   auto& context = parts_.context;
+  if (!context.main_grads->is_taken(param)) [[unlikely]] {
+    return false;
+  }
   if (auto& grad = context.params[static_cast<size_t>(param)].mutable_grad(); grad.defined()) {
     context.main_grads->take(param, std::exchange(grad, at::Tensor()), parts_.step.armed());
   }
+  return true;
 }
 
 void Reducer::begin_backward() {
@@ -155,9 +160,14 @@ void Reducer::arrive(int64_t param, Mark mark, const at::Tensor* incoming) {
   parts_.packers.pack(param, unused, incoming);
   const auto& place = parts_.layout.place(param);
   if (place.bucket->arrive() && parts_.queue.ready(place.index, param, incoming)) {
-    torch::autograd::Engine::get_default_engine().queue_callback(
-        [self = shared_from_this()] { self->guarded([&] { self->finalize(); }); });
+    queue_finalize();
   }
+}
+
+// Averages are handed back once the whole backward has ended: another reducer may have to pack the same gradients until then.
+void Reducer::queue_finalize() {
+  torch::autograd::Engine::get_default_engine().queue_callback(
+      [self = shared_from_this()] { self->guarded([&] { self->finalize(); }); });
 }
 
 // Packs the gradients that exist, without hooks. `is_used` tells which parameters count as used.
@@ -183,11 +193,12 @@ void Reducer::delay_all_reduce() {
   guarded([&] {
     parts_.step.begin([&] { begin_backward(); });
     parts_.queue.agree();
-    parts_.used.start_reduction();
+    follow_measurement();
+    parts_.used.start_reduction_if_recording();
     parts_.used.take_from_graph();
     pack_all([&](int64_t param) { return parts_.static_graph.was_used(param); });
     parts_.static_graph.finish_recording();
-    finalize();
+    queue_finalize();
   });
 }
 
@@ -202,6 +213,20 @@ void Reducer::reduce_now() {
     parts_.used.start_reduction_if_recording();
     finalize();
   });
+}
+
+void Reducer::match_step() {
+  guarded([&] {
+    follow_measurement();
+    parts_.shadow.take_part();
+  });
+}
+
+// In a step of the others that this rank doesn't measure. They don't measure the one in which they record a static graph.
+void Reducer::follow_measurement() {
+  if (!parts_.static_graph.all_record()) {
+    parts_.keeper.take_reverse_order();
+  }
 }
 
 void Reducer::finalize() {
@@ -291,7 +316,7 @@ void Reducer::reset_state() {
   abandon();
   parts_.keeper.forget();
   if (parts_.static_graph.enabled()) {
-    parts_.static_graph.restart_recording();
+    parts_.static_graph.enable();
   }
 }
 

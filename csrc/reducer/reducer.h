@@ -44,6 +44,8 @@ class Reducer final : public GradSink, public std::enable_shared_from_this<Reduc
   // Collective: reduces the existing gradients without a backward. A gradient that a rank lacks counts as zero. If the ranks
   // search for unused parameters, gradients of those that no rank has used since the last reduction stay as they are.
   void reduce_now();
+  // Collective: the part of a rank that has run out of inputs (join) in a step of the others.
+  void match_step();
   // RuntimeError, naming the missing gradients, if the backward of the last synchronized forward did not complete.
   void check_finalized();
   // The same, but a forward without any backward is not an error.
@@ -84,8 +86,10 @@ class Reducer final : public GradSink, public std::enable_shared_from_this<Reduc
   void begin_step();
   void arm();
   void begin_backward();
-  void take_main_grad(int64_t param);
+  bool take_main_grad(int64_t param);
   void arrive(int64_t param, Mark mark, const at::Tensor* incoming);
+  void queue_finalize();
+  void follow_measurement();
   template <typename IsUsed>
   void pack_all(IsUsed&& is_used);
   void finalize();

@@ -179,13 +179,17 @@ double Weights::begin() {
   }
   TDDP_CHECK(!context_.is_captured(), "rank ", context_.rank(),
              ": weighted gradients can't be captured in a CUDA graph, because every replay would use the same weight");
+  share(own_);
+  return reference_ ? unit_ / *reference_ * divisor_.of_hooks() : 0.0;
+}
+
+void Weights::share(double count) {
   if (!reference_ || divisor_.changes()) {
     reference_.reset();
-    follow(agreed_total(own_));
+    follow(agreed_total(count));
   } else {
-    start_exchange(own_);
+    start_exchange(count);
   }
-  return reference_ ? unit_ / *reference_ * divisor_.of_hooks() : 0.0;
 }
 
 void Weights::follow(double total) {
@@ -296,14 +300,17 @@ void Weights::take_over(const Weights& before, std::span<const int64_t> places) 
 }
 
 void Weights::match() {
-  if (!context_.config.weighted) {
-    return;
+  if (context_.config.weighted) {
+    share(0.0);
   }
-  const auto total = agreed_total(0.0);
-  if (!reference_ || total_.is_cpu()) {
-    follow(total);
+}
+
+void Weights::finish_match() {
+  wait_for_total();
+  if (total_.defined() && total_.is_cpu()) {
+    follow(total_.item<double>());
   }
-  total_.reset();
+  raise_if_zero();
 }
 
 }  // namespace torchddp::reducer

@@ -73,8 +73,10 @@ class Weights {
   bool is_open() const { return open_; }
   // Called before ranks join or leave.
   void forget_total() { reference_.reset(); }
-  // Collective: a rank without inputs takes part with weight 0 if the model's steps are weighted.
+  // Under join(), a rank without inputs takes part with weight 0 if the model's steps are weighted: begin(), then finish() and
+  // raise_if_zero() of the others.
   void match();
+  void finish_match();
 
  private:
   void check_unannounced(int64_t param);
@@ -101,6 +103,8 @@ class Weights {
   void settle(int64_t param, bool unused);
   void look_for_changes(int64_t param, Part& part, const at::Tensor& grad) const;
   void convert(Part& part, at::Tensor& grad) const;
+  // Tells the others this rank's share of the total, and waits for theirs if there is no R yet.
+  void share(double count);
   // Lets R follow the total, which all ranks know.
   void follow(double total);
   void start_exchange(double count);

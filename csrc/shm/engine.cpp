@@ -203,6 +203,12 @@ void Engine::give_up(const std::string& reason, int culprit) {
   failure_.fail(reason, culprit);
 }
 
+bool Engine::is_open() {
+  const auto lock = enter();
+  return !failure_.has_failed() &&
+         board_.all_of_ranks([&](int rank) { return board_.state(rank) == RankState::kOpen; });
+}
+
 bool Engine::poll(uint64_t seq) {
   const auto lock = enter();
   failure_.check();

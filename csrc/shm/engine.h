@@ -59,6 +59,8 @@ class Engine {
   // Thread-safe; does not wait for threads inside the engine. Their calls, and all later ones, throw TransportError(reason);
   // the peers give up as above.
   void interrupt(const std::string& reason) { failure_.interrupt(reason); }
+  // Whether it can go on, as far as can be seen.
+  bool is_open();
   bool poll(uint64_t seq);
   // Several threads may wait, and start other operations meanwhile. The time limit counts from `since`.
   void wait(uint64_t seq, std::chrono::milliseconds timeout, std::optional<Clock::time_point> since = {});

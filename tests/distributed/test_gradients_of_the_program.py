@@ -2,9 +2,11 @@
 
 import ctypes
 import gc
+import os
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import torchddp
@@ -101,13 +103,104 @@ def test_several_wrappers_of_one_module(rank, world_size, ddp_class, transport):
             assert_grads(ours, theirs, rtol, f"{name}, step {step}:")
 
 
+@on_ranks(4)
+def test_messages_of_several_wrappers_between_hosts(rank, ddp_class):
+    """Large ones too, whose sums within the hosts may be complete in another order."""
+    os.environ["TORCHDDP_HOST_ID"] = "aabb"[rank]
+    for name in each(["in_one_backward", "of_a_part"]):
+        seen = []
+        for cls in (lambda m: ddp_class(m, transport="shm"), TorchDDP):
+            module = seeded(Net)
+            seen.append([grads_of(module) for _ in getattr(Wrappers, name)(cls, module, rank)])
+        for step, (ours, theirs) in enumerate(zip(*seen, strict=True)):
+            assert_grads(ours, theirs, 1e-6, f"{name}, step {step}:")
+
+
+@over_both
 @on_ranks(2)
-def test_gradients_that_live_in_buckets_are_not_shared(rank):
+def test_each_wrapper_sends_this_ranks_own_gradients(rank, transport):
+    """And not averages that the other one has handed back: hooks that add up would add them up twice."""
+
+    def total(hook_state, bucket):
+        return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda f: f.value()[0])
+
+    for sparse, static in each([False, True], [False, True]):
+        module = seeded(lambda: nn.ModuleList([nn.Embedding(9, 4, sparse=sparse), nn.Linear(4, 1)]))  # noqa: B023
+        module.forward = lambda rows: module[1](module[0](rows))  # noqa: B023
+        models = [
+            torchddp.DDP(module, transport=transport, static_graph=static, comm_hook=(None, total)) for _ in range(2)
+        ]
+        for step in range(3):
+            module.zero_grad()
+            rows = torch.tensor([rank, 3 + step])
+            sum(model(rows) for model in models).sum().backward()
+            grad = module[0].weight.grad.to_dense()
+            want = torch.zeros(9, 4).index_add_(0, torch.tensor([0, 1, 3 + step]), torch.ones(3, 1) * module[1].weight)
+            want[3 + step] *= 2
+            torch.testing.assert_close(grad, 2 * want.detach())
+
+
+@over_both
+@on_ranks(2)
+def test_a_sparse_gradient_of_several_wrappers(rank, transport):
+    for is_used in each([True, False]):
+        table = seeded(lambda: nn.Embedding(9, 4, sparse=True))
+        module = nn.ModuleDict({"table": table, "head": nn.Linear(4, 1)})
+        module.forward = lambda rows: module["head"](table(rows) if is_used else torch.ones(2, 4))  # noqa: B023
+        models = [torchddp.DDP(module, transport=transport, find_unused_parameters=True) for _ in range(2)]
+        for times in (1, 2):  # without zero_grad()
+            held = table.weight.grad
+            sum(model(torch.tensor([rank, 3])) for model in models).sum().backward()
+            if not is_used:
+                assert table.weight.grad is None
+                continue
+            assert held is None or table.weight.grad is held
+            want = torch.zeros(9, 1).index_add_(0, torch.tensor([0, 1, 3]), torch.tensor([[1.0], [1.0], [2.0]]))
+            torch.testing.assert_close(table.weight.grad.to_dense(), times * want * module["head"].weight.detach())
+
+
+@over_both
+@on_ranks(2)
+def test_main_gradients_follow_the_wrapper_in_use(rank, transport):
+    module = nn.Linear(4, 1, bias=False, dtype=torch.bfloat16)
+    a, b = (torchddp.DDP(module, transport=transport, main_grads=torch.float32) for _ in range(2))
+
+    def loss(model, gradient):
+        return model(torch.full((1, 4), gradient, dtype=torch.bfloat16)).sum()
+
+    def now():
+        assert module.weight.grad is None and module.weight.main_grad.unique().numel() == 1
+        return module.weight.main_grad[0, 0].item()
+
+    for model in (a, b, b, a):
+        a.zero_grad()
+        assert now() == 0.0
+        loss(model, 1.0 + rank).backward()
+        assert now() == 1.5
+    loss(b, 1.0 + rank).backward()
+    assert now() == 3.0
+    with a.no_sync(), b.no_sync():
+        (loss(a, 1.0 + rank) + loss(b, 2.0 * rank)).backward()
+    assert now() == 4.0 + 3 * rank
+    a.reduce()
+    assert now() == 5.5
+    b.zero_grad()
+    assert now() == 0.0
+    loss(a, 1.0)
+    with pytest.raises(RuntimeError, match=f"rank {rank}: two wrappers reduce the same parameters.*wrap once"):
+        loss(b, 1.0)
+
+
+@on_ranks(2)
+def test_a_wrapper_with_main_gradients_and_one_without(rank):
     module = seeded(Net)
     a, b = torchddp.DDP(module, main_grads=torch.float32), torchddp.DDP(module)
-    a(batch(rank, 0))
-    with pytest.raises(RuntimeError, match=f"rank {rank}: two wrappers reduce the same parameters.*wrap once"):
-        b(batch(rank, 0))
+    for model in (a, b):
+        with pytest.raises(RuntimeError, match=f"rank {rank}: two wrappers reduce the same parameters.*wrap once"):
+            model(batch(rank, 0))
+    del a, model
+    b(batch(rank, 0)).sum().backward()
+    assert all(p.grad is not None for p in module.parameters())
 
 
 SWAPS = {

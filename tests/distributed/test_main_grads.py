@@ -13,9 +13,9 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from tests.comm_hooks import live_on
 from tests.fault.test_bad_input import Twice
-from tests.harness import each, on_ranks, through_a_file
+from tests.harness import each, gathered, on_ranks, through_a_file
 from tests.main_grads import HALVES, MICRO, expected, grad_of, kept, layers, loss, run_step, sums, wrapped
-from tests.models import Branches, batch, loss_of, same_on_all_ranks, seeded
+from tests.models import Branches, Mlp, batch, loss_of, same_on_all_ranks, seeded
 from tests.pages import run_code
 from tests.whole_buckets import LargeApart, WholeBuckets
 from torchddp import DDP, comm_hooks
@@ -404,6 +404,28 @@ def test_main_grad_lives_as_long_as_grad(rank):
     wide.weight.grad = torch.full((4,), 2.0, dtype=BF16)
     wrapped(wide, main_grads_as="grad")(1.0).backward()
     assert wide.weight.grad.dtype == FP32 and wide.weight.grad.tolist() == [3.0] * 4
+
+
+@on_ranks(2)
+def test_freezing_and_thawing(rank):
+    ddp = wrapped(Mlp(4, dtype=BF16))
+    first, last = ddp.module.first.weight, ddp.module.last.weight
+    ddp(_input(rank, 0)).float().sum().backward()
+    first.requires_grad_(False)
+    last.requires_grad_(False)
+    ddp.refresh_trainable()
+    assert first.main_grad.any() and last.main_grad.any()
+    ddp.zero_grad()
+    assert not first.main_grad.any() and not last.main_grad.any()
+    # What autograd has accumulated before the reducer knew.
+    last.requires_grad_(True)
+    with ddp.no_sync():
+        ddp(_input(rank, 1)).float().sum().backward()
+    own = last.grad.float()
+    ddp.refresh_trainable()
+    assert last.grad is None and torch.equal(last.main_grad, own)
+    ddp.reduce()
+    torch.testing.assert_close(last.main_grad, sum(gathered(own)) / 2)
 
 
 @EACH_PLACE

@@ -345,6 +345,8 @@ class Program:
                 given = self._given(50 + k, 0, 0)
                 present = [g if rank >= k else None for g, rank in zip(given, self.members, strict=True)]
                 world.backward(present, count=None if by_all else len(active))
+                if any(world.errors):
+                    return
 
         return Op(line, do)
 

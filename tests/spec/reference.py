@@ -403,10 +403,11 @@ class World:
     def _sum(self, terms: Sequence[Tensor]) -> Tensor:
         total = _sum_in_order(terms)
         if len(terms) > 2 and not terms[0].is_sparse:
-            starts = [[*terms[i:], *terms[:i]] for i in range(1, len(terms))]
+            starts = [[*each[i:], *each[:i]] for each in (terms, terms[::-1]) for i in range(len(terms))]
             pairs = [_sum_in_order(terms[i : i + 2]) for i in range(0, len(terms), 2)]
-            others = [terms[::-1], *starts, pairs]
-            self.order_matters |= not all(torch.equal(total, _sum_in_order(other)) for other in others)
+            for other in (*starts, pairs):
+                rounded = sum(other[1:], other[0])  # as gloo does, which rounds each sum of 16-bit floats
+                self.order_matters |= not torch.equal(total, _sum_in_order(other)) or not torch.equal(total, rounded)
         return total
 
     def _weighted_mean(self, name: str, total: float) -> Tensor:

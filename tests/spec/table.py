@@ -114,33 +114,8 @@ def _but(name: str, *values: str) -> set[str]:
 
 
 NOOP = "(group, debugging_hooks.noop_hook)"
-SEVERAL = {"no_sync", "reduce", "loop", "retain"}  # values of micro: several backwards in a step
 # What is wrong today: no row has these values. Remove a fault when it is mended (`test_known_faults` then fails).
-FAULTS = [
-    # Silently other numbers.
-    _fault("main gradients of two wrappers overwrite each other", wrapper="two at once", main_grads=FLOAT32,
-           main_grads_as="'main_grad'", micro="reduce"),
-    _fault("the same, in turn", wrapper="two in turn", main_grads=FLOAT32, main_grads_as="'main_grad'"),
-    _fault("the main gradient of a frozen parameter keeps its last value", trainable="freeze", main_grads=FLOAT32,
-           main_grads_as="'main_grad'"),
-    _fault("sparse gradients of two wrappers are averaged twice, or become zeros where no rank has any",
-           wrapper="two at once", model="sparse"),
-    # Ranks that wait for each other, or end.
-    _fault("two wrappers in one backward over shared memory of two hosts mix their messages", wrapper="two at once",
-           hosts="two", transport="'shm'"),
-    _fault("join(): a rank without inputs waits for weights, whose sender waits for its communication hook",
-           join=_but("join", "never"), weigh=_but("weigh", "never"), comm_hook=_but("comm_hook", "None"), hosts="two",
-           transport="'shm'"),
-    _fault("sometimes, with sparse gradients", join=_but("join", "never"), weigh=_but("weigh", "never"), model="sparse",
-           hosts="two", transport="'shm'"),
-    _fault("join() sends the buckets that others skip, as torch's does", join=_but("join", "never"),
-           skip_all_reduce_unused_params=YES, use="never", find_unused_parameters=YES, model="halves"),
-    _fault("sometimes, in other buckets", join=_but("join", "never"), skip_all_reduce_unused_params=YES, use="never"),
-    _fault("join() waits for a message that a static graph doesn't send, as torch's does", join=_but("join", "never"),
-           static_graph=YES, find_unused_parameters=YES),
-    _fault("a step without any weight raises on the ranks that have inputs, and the others wait for them",
-           join=_but("join", "never"), weigh={"some zero", "all zero"}, zero_weights="'raise'"),
-]  # fmt: skip
+FAULTS: list[Exclusion] = []
 EXCLUSIONS = [
     # Options among themselves.
     _refused(ValueError, "has no effect without main_grads=", main_grads="None", main_grads_as="'grad'"),

@@ -5,10 +5,12 @@ The reducer does the work (`_C.GradPrecision`); this module checks the model and
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from torchddp import _C
 
@@ -16,6 +18,8 @@ __all__ = ["MAIN_GRAD", "GradPrecision", "MainGrads", "ReducedWide", "WideGrads"
 
 MAIN_GRAD: Final = "main_grad"
 _HALVES = (torch.bfloat16, torch.float16)
+# Which wrapper takes a parameter's gradients, and the parameter's index there.
+_takers = WeakTensorKeyDictionary()
 
 
 class GradPrecision:
@@ -94,7 +98,11 @@ class WideGrads(ReducedWide):
 
 
 class MainGrads(ReducedWide):
-    """Accumulate gradients in ``parameter.main_grad``, which is bucket memory; ``.grad`` is None after backward."""
+    """Accumulate gradients in ``parameter.main_grad``, which is bucket memory; ``.grad`` is None after backward.
+
+    Of several wrappers of a parameter, the one with the last forward has its ``main_grad``, and takes over what it
+    holds.
+    """
 
     kind = _C.GradPrecision.MAIN_GRADS
     shares_storage = True
@@ -108,10 +116,19 @@ class MainGrads(ReducedWide):
     def __init__(self) -> None:
         self._pairs: list[tuple[Any, torch.Tensor]] = []
         self._names: Sequence[str] = ()
+        self._takes: list[bool] = []
+        self._frozen: list[Any] = []  # they were trained, and have a main_grad from that time
 
     def check(self, ddp: Any, parameters: Sequence[torch.Tensor], names: Sequence[str], sparse: Sequence[bool]) -> None:
         super().check(ddp, parameters, names, sparse)
         self._names = names
+        trained = {id(parameter) for parameter in parameters}
+        named = ddp.module.named_parameters()
+        self._frozen = [
+            p
+            for name, p in named
+            if hasattr(p, MAIN_GRAD) and id(p) not in trained and name not in ddp.parameters_to_ignore
+        ]
         if not ddp.gradient_as_bucket_view:  # an explicit False was rejected earlier, so the model is wrapped twice
             raise ValueError(
                 f"{self.asked_by} conflicts with wrapping a model twice: both wrappers would take the same gradients. "
@@ -121,7 +138,13 @@ class MainGrads(ReducedWide):
     def opened(self, reducer: _C.Reducer, parameters: Sequence[torch.Tensor]) -> None:
         self._reducer = reducer
         self._pairs = list(zip(parameters, reducer.main_grads(), strict=True))
+        self._takes = [False] * len(self._pairs)
         self.before_forward()
+        with torch.no_grad():
+            for parameter, main in self._pairs:
+                if parameter.grad is not None:  # from before it was wrapped or thawed
+                    main.add_(parameter.grad)
+                    parameter.grad = None
 
     def before_forward(self) -> None:
         changed = [i for i, (p, main) in enumerate(self._pairs) if getattr(p, MAIN_GRAD, None) is not main]
@@ -137,6 +160,21 @@ class MainGrads(ReducedWide):
                 with torch.no_grad():
                     main.copy_(value)
             parameter.main_grad = main
+            if not self._takes[index]:
+                self._take(index)
+
+    def _take(self, index: int) -> None:
+        parameter = self._pairs[index][0]
+        if parameter in _takers:
+            before, place = _takers[parameter]
+            if (other := before()) is not None:
+                other._set_taken(place, False)
+        _takers[parameter] = weakref.ref(self), index
+        self._set_taken(index, True)
+
+    def _set_taken(self, index: int, take: bool) -> None:
+        self._takes[index] = take
+        self._reducer.take_main_grad(index, take)
 
     def _check_value(self, index: int, value: object) -> None:
         shape = list(self._pairs[index][1].shape)
@@ -147,6 +185,12 @@ class MainGrads(ReducedWide):
 
     def zero(self) -> None:
         self._reducer.clear_main_grads(list(range(len(self._pairs))))
+        others = list(self._frozen)
+        if False in self._takes:
+            others += [p for (p, _), takes in zip(self._pairs, self._takes, strict=True) if not takes]
+        for parameter in others:
+            if (main := getattr(parameter, MAIN_GRAD, None)) is not None:
+                main.zero_()
 
     def _must_be_dense(self, parameter: torch.Tensor) -> bool:
         return True

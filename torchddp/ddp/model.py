@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import traceback
 import weakref
@@ -201,9 +202,25 @@ def meet_siblings(ddp: Any) -> None:
 def share_with_siblings(ddp: Any) -> None:
     """Before a forward: one backward may serve all wrappers of these parameters that await theirs."""
     ddp._siblings[:] = [sibling for sibling in ddp._siblings if sibling() is not None]
-    waiting = [other for sibling in ddp._siblings if (other := sibling()) and other.session.awaits_backward]
+    if _is_one_with_main_grads(ddp):
+        gc.collect()  # wrappers that the program has dropped don't count
+        if _is_one_with_main_grads(ddp):
+            raise RuntimeError(
+                f"rank {ddp.session.rank}: two wrappers reduce the same parameters, and only one of them has "
+                "main_grads=, which moves gradients to main_grad, where the other doesn't find them: wrap once"
+            )
+    waiting = [other for other in _siblings_of(ddp) if other.session.awaits_backward]
     if waiting:
         copy_gradients([*waiting, ddp])
+
+
+def _siblings_of(ddp: Any) -> list[Any]:
+    alive = (sibling() for sibling in ddp._siblings)
+    return [other for other in alive if "session" in getattr(other, "__dict__", ()) and other.session.is_open]
+
+
+def _is_one_with_main_grads(ddp: Any) -> bool:
+    return any(_takes_gradients(other) != _takes_gradients(ddp) for other in _siblings_of(ddp))
 
 
 def _has_our_reducer(ddp: TorchDDP) -> bool:

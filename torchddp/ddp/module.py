@@ -479,6 +479,8 @@ class DistributedDataParallel(TorchDDP):
                 "Make the module with find_nonfinite=True"
             )
         hook = super().join_hook(**kwargs)
+        self.skip_all_reduce_unused_params = False  # also of later reducers
+        self.reducer.skip_nothing()
         self.session.joining(hook)
         return hook
 
@@ -488,12 +490,10 @@ class DistributedDataParallel(TorchDDP):
 
     def _match_all_reduce_for_bwd_pass(self) -> None:
         self.session.agree_once()
-        self.reducer.match_weights()
-        super()._match_all_reduce_for_bwd_pass()
+        self.reducer.match_step()
 
     def _match_unused_params_allreduce(self) -> None:
-        # A rank without inputs uses no parameter. (torch resends the last step's sum and marks everything as used.)
-        self.reducer.match_used_map()
+        pass  # match_step() does it
 
     # --- process groups ---
 

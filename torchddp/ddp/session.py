@@ -97,6 +97,7 @@ class ReducerSession:
             them.
         precision: the dtype in which their gradients are reduced and stored.
         process_group, rank: the current ones.
+        is_open: False once closed.
         is_collective: whether ranks could communicate when it was opened (not with ``init_sync=False``).
         is_copy: the model was pickled or copied, perhaps by this rank alone, so its setup does not communicate.
         reduces_now: the step has no backward (`DistributedDataParallel.reduce`).
@@ -129,7 +130,7 @@ class ReducerSession:
         self.options, self.is_collective, self.is_copy = options, is_collective, ddp._is_copy
         self.policy = policy
         self._ddp = weakref.ref(ddp)
-        self._is_open = True
+        self.is_open = True
         self._join_hook: weakref.ref[Any] | None = None
         self._weighed_in: int = -1 if before is None else before._weighed_in  # steps finished at the last weigh()
         self._take_group(ddp.process_group)
@@ -243,7 +244,7 @@ class ReducerSession:
     @property
     def awaits_backward(self) -> bool:
         """Whether a forward was synchronized whose backward has not begun."""
-        if not (self._is_open and self.reducer.awaits_backward):
+        if not (self.is_open and self.reducer.awaits_backward):
             return False
         try:
             self.reducer.check_not_unfinished()
@@ -426,7 +427,7 @@ class ReducerSession:
     def begin_step(self) -> None:
         """Called before a forward with gradients. Collective when the reducer rebuilds its buckets."""
         ddp = self.ddp
-        if not self._is_open:
+        if not self.is_open:
             raise RuntimeError(
                 f"This DistributedDataParallel (rank {self.rank}) no longer reduces gradients: it was unwrapped, or "
                 "refresh_trainable() failed halfway. Call that again on all ranks, or wrap the module again."
@@ -530,8 +531,8 @@ class ReducerSession:
 
     def close(self) -> None:
         """Not collective. Steps raise from now on; another session may take over."""
-        if self._is_open:
-            self._is_open = False
+        if self.is_open:
+            self.is_open = False
             self.policy.closing(self)
             self.reducer.close()
 

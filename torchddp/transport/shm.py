@@ -83,7 +83,7 @@ def connect(
     except (RuntimeError, ValueError) as error:
         problem = str(error)
     address = endpoint.address if endpoint else ""
-    offer = endpoint.offer if endpoint else ("", 0, 0)
+    offer = endpoint.offer if endpoint else ("", 0, 0, False)
     own = ShmPeer(problem=problem, host=host, user=os.geteuid(), address=address, offer=offer)
 
     def reason_against(peers: Sequence[ShmPeer]) -> str:

@@ -22,7 +22,11 @@ namespace torchddp::reducer {
 class MainGrads {
  public:
   explicit MainGrads(size_t num_params)
-      : grads_(num_params), shown_(num_params), versions_(num_params, 0), slots_(num_params, nullptr) {}
+      : grads_(num_params),
+        shown_(num_params),
+        versions_(num_params, 0),
+        slots_(num_params, nullptr),
+        is_left_(num_params) {}
 
   at::Tensor& of(int64_t param) {
     auto& grad = grads_[static_cast<size_t>(param)];
@@ -38,6 +42,9 @@ class MainGrads {
   void take(int64_t param, at::Tensor came, bool packed);
   // Drops what has been accumulated.
   void clear(int64_t param);
+  // If off, the parameter's gradients are left in .grad, for another reducer with main gradients.
+  void set_taken(int64_t param, bool taken) { is_left_[static_cast<size_t>(param)] = !taken; }
+  bool is_taken(int64_t param) const { return !is_left_[static_cast<size_t>(param)]; }
 
   // Called before the buckets are replaced, when the old slots go away; then, for each parameter, its new slot.
   void leave_slots();
@@ -54,6 +61,7 @@ class MainGrads {
   std::vector<at::Tensor> shown_;
   std::vector<uint32_t> versions_;  // of the shown tensor when it was cleared
   std::vector<bucket::GradSlot*> slots_;
+  std::vector<bool> is_left_;  // to another reducer
 };
 
 }  // namespace torchddp::reducer

@@ -7,6 +7,7 @@ namespace torchddp::reducer {
 
 void StaticGraph::enable() {
   enabled_ = true;
+  others_recorded_ = false;
   restart_recording();
 }
 

@@ -17,6 +17,9 @@ class StaticGraph {
   // The first synchronized backward reduces nothing until it ends, because only then is it known which firing is the last.
   bool recording() const { return enabled_ && !recorded_; }
   bool replaying() const { return enabled_ && recorded_; }
+  // Whether the other ranks record in this step, too. Not if this rank had no inputs when they did (join).
+  bool all_record() const { return recording() && !others_recorded_; }
+  void note_others_recorded() { others_recorded_ = true; }
 
   // The recording is complete, or a new one begins.
   void finish_recording() { recorded_ = true; }
@@ -34,6 +37,7 @@ class StaticGraph {
   const Context& context_;
   bool enabled_ = false;
   bool recorded_ = false;
+  bool others_recorded_ = false;
   std::vector<int32_t> expected_;
   std::vector<int32_t> left_;
 };

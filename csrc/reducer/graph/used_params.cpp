@@ -99,13 +99,23 @@ void UsedParams::copy_to_device() {
 void UsedParams::start_reduction() {
   const c10::NoGradGuard no_grad;
   copy_to_device();
+  reduce_map();
+}
+
+void UsedParams::match() {
+  const c10::NoGradGuard no_grad;
+  device_map_.zero_();
+  reduce_map();
+}
+
+void UsedParams::reduce_map() {
   context_.transport->start(transport::Collective::all_reduce(device_map_), *work_);
   in_flight_ = true;
   counts_.reset();
 }
 
 void UsedParams::start_reduction_if_recording() {
-  if (static_graph_.recording()) {
+  if (static_graph_.all_record()) {
     start_reduction();
   }
 }
@@ -170,15 +180,6 @@ void UsedParams::rebind() {
 at::Tensor UsedParams::map() const {
   TDDP_CHECK(are_known(), "the map of used parameters exists only with find_unused_parameters or static_graph");
   return device_map_;
-}
-
-void UsedParams::match() {
-  TDDP_CHECK(are_known(), "there is no map of used parameters to match");
-  auto none = at::zeros_like(device_map_);
-  auto work = context_.transport->make_work();
-  const WaitScope waits(events_.live(), kWaitsForOthers);
-  context_.transport->start(transport::Collective::all_reduce(none), *work);
-  work->wait(context_.config.timeout);
 }
 
 }  // namespace torchddp::reducer

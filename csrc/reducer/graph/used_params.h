@@ -39,6 +39,12 @@ class UsedParams {
       note_gradient(param);
     }
   }
+  // The same, if another reducer holds the gradient.
+  void mark(int64_t param) {
+    if (are_known() && !static_graph_.replaying()) {
+      used_here_[param] = 1;
+    }
+  }
   // Finds the parameters that `outputs` do not depend on.
   void search(std::span<const at::Tensor> outputs);
   // A static graph has been recorded.
@@ -56,6 +62,9 @@ class UsedParams {
   void start_reduction_if_recording();
   // The next reduction belongs to the same step as the last one: what was used there counts as used again.
   void resume();
+  // The part of a rank without inputs (join), which uses no parameter.
+  void match();
+  void wait_for_reduction();
   // May wait for other ranks; throws while a CUDA graph is being captured.
   bool is_unused_everywhere(int64_t param);
   void finish();
@@ -67,13 +76,11 @@ class UsedParams {
   bool have_been_static() const { return static_; }
   // int32, one element per parameter: after a step, the number of ranks that used it.
   at::Tensor map() const;
-  // Collective: the part of a rank without inputs, which uses no parameter.
-  void match();
 
  private:
   void note_gradient(int64_t param);
   void copy_to_device();
-  void wait_for_reduction();
+  void reduce_map();
   void reset();
 
   const Context& context_;

@@ -53,8 +53,15 @@ void HandBack::finish(const LateGrad& late) {
         auto pieces = pieces_to_move();
         hand_back(late.param, grad, pieces);
         pieces.run();
+      } else if (context_.shares_gradients) {
+        const auto& average = place.bucket->buffer();
+        if (grad.defined()) {
+          grad.copy_(average);
+        } else {
+          grad = average;
+        }
       }
-    } else if (sparse || !grad.defined()) {
+    } else if ((sparse && !context_.shares_gradients) || !grad.defined()) {
       grad = late.saved;
     } else if (late.saved.defined()) {
       grad.copy_(late.saved);

@@ -40,21 +40,27 @@ void Packers::pack_sparse(int64_t param, const BucketLayout::Place& place, at::T
   const c10::NoGradGuard no_grad;
   const auto& context = rules_.context;
   const auto& name = context.spec(param).name;
-  if (unused || !grad.defined()) {
+  auto packed = grad;
+  if (context.shares_gradients) {
+    rules_.step.add_late(param);  // gets a copy of the average
+    packed = grad.defined() ? grad.clone() : grad;
+  } else if (unused || !grad.defined()) {
     rules_.step.add_late(param, grad.defined() ? grad.clone() : grad);
   }
-  if (!grad.defined()) {
-    grad = no_rows(context.params[static_cast<size_t>(param)]);
+  if (!packed.defined()) {
+    packed = no_rows(context.params[static_cast<size_t>(param)]);
   }
-  if (grad.layout() == at::kSparse) {
-    TDDP_CHECK(!used_.are_known() || grad.sparse_dim() == 1, "parameter '", name, "' on rank ", context.rank(),
-               ": its sparse gradient has sparse_dim ", grad.sparse_dim(),
+  if (packed.layout() == at::kSparse) {
+    TDDP_CHECK(!used_.are_known() || packed.sparse_dim() == 1, "parameter '", name, "' on rank ", context.rank(),
+               ": its sparse gradient has sparse_dim ", packed.sparse_dim(),
                ", but if ranks may skip parameters it must be 1 (whole rows), as for embeddings");
-    rules_.non_finite.look_at(param, grad._values());
+    rules_.non_finite.look_at(param, packed._values());
   }
-  auto sparse = make_sparse_grad(grad, rules_.step.scale(), name, sparse_metadata_);
+  auto sparse = make_sparse_grad(packed, rules_.step.scale(), name, sparse_metadata_);
   place.bucket->set_sparse_gradient(sparse.gradient, std::move(sparse.row_ids));
-  grad = std::move(sparse.gradient);
+  if (!context.shares_gradients) {
+    grad = std::move(sparse.gradient);
+  }
 }
 
 }  // namespace torchddp::reducer

@@ -42,7 +42,8 @@ class ShmWork final : public Work {
       }
       return;
     }
-    wait_or_keep(transport_->placement_.outer_group, [&] { engine_.wait(seq_, timeout); });
+    const auto limit = timeout == kTransportTimeout ? transport_->timeout_ : timeout;
+    wait_or_keep(transport_->placement_.outer_group, [&] { engine_.wait(seq_, limit); });
     active_ = false;
     if (memory.deliver) {
       const c10::NoGradGuard no_grad;
@@ -152,18 +153,30 @@ std::shared_ptr<shm::Mesh> ShmMeeting::find(int64_t limit_bytes) {
   return mesh != nullptr && !mesh->is_inherited() ? mesh : nullptr;
 }
 
+std::shared_ptr<ShmChannel> ShmMeeting::find_channel(const std::shared_ptr<shm::Mesh>& mesh) {
+  const std::lock_guard lock(mutex_);
+  auto channel = channel_.lock();
+  return channel != nullptr && channel->mesh() == mesh && channel->engine().is_open() ? channel : nullptr;
+}
+
 void ShmMeeting::set(const std::shared_ptr<shm::Mesh>& mesh, int64_t limit_bytes) {
   const std::lock_guard lock(mutex_);
   mesh_ = mesh;
   limit_bytes_ = limit_bytes;
 }
 
+void ShmMeeting::set(const std::shared_ptr<ShmChannel>& channel) {
+  const std::lock_guard lock(mutex_);
+  channel_ = channel;
+}
+
 ShmEndpoint::ShmEndpoint(int64_t limit_bytes, std::shared_ptr<ShmMeeting> meeting)
     : limit_bytes_(limit_bytes),
       meeting_(std::move(meeting)),
-      mesh_(meeting_ != nullptr ? meeting_->find(limit_bytes) : nullptr) {
+      mesh_(meeting_ != nullptr ? meeting_->find(limit_bytes) : nullptr),
+      channel_(mesh_ != nullptr ? meeting_->find_channel(mesh_) : nullptr) {
   if (mesh_ != nullptr) {
-    end_ = mesh_->open();
+    end_ = channel_ != nullptr ? channel_->end() : mesh_->open();
   }
   if (!end_) {
     mesh_ = nullptr;
@@ -172,7 +185,7 @@ ShmEndpoint::ShmEndpoint(int64_t limit_bytes, std::shared_ptr<ShmMeeting> meetin
 }
 
 ShmEndpoint::~ShmEndpoint() {
-  if (end_) {
+  if (end_ && channel_ == nullptr) {
     mesh_->drop(*end_);
   }
 }
@@ -190,16 +203,19 @@ std::shared_ptr<ShmTransport> ShmEndpoint::connect(c10::intrusive_ptr<c10d::Proc
   for (const auto& offer : offers) {
     ends.push_back(offer.end);
   }
-  // A rank whose garbage collector was faster may have lost the mesh that others still have.
+  // A rank whose garbage collector was faster may have lost what others still have.
   const bool has_met = !offers.empty() && !offers.front().mesh.empty() &&
-                       std::all_of(offers.begin(), offers.end(),
-                                   [&](const ShmOffer& offer) { return offer.mesh == offers.front().mesh; });
+                       std::all_of(offers.begin(), offers.end(), [&](const ShmOffer& offer) {
+                         return offer.mesh == offers.front().mesh && offer.is_shared == offers.front().is_shared;
+                       });
   auto mesh = std::exchange(mesh_, nullptr);
+  auto channel = std::exchange(channel_, nullptr);
   const auto own_end = std::exchange(end_, std::nullopt);
   if (!has_met) {
-    if (own_end) {
+    if (own_end && channel == nullptr) {
       mesh->drop(*own_end);
     }
+    channel = nullptr;
     auto segment = std::make_shared<shm::Segment>(rank, size, limit_bytes_);
     auto peers = listener_.connect(placement.addresses, rank, *segment, connect_timeout);
     mesh = std::make_shared<shm::Mesh>(placement.addresses.front(), rank, std::move(segment), std::move(peers));
@@ -208,37 +224,67 @@ std::shared_ptr<ShmTransport> ShmEndpoint::connect(c10::intrusive_ptr<c10d::Proc
       meeting_->set(mesh, limit_bytes_);
     }
   }
-  return std::make_shared<ShmTransport>(std::move(group), std::move(placement), std::move(mesh), std::move(ends),
-                                        timeout);
+  if (channel == nullptr) {
+    channel = std::make_shared<ShmChannel>(placement, std::move(mesh), std::move(ends), timeout);
+    if (placement.spans && meeting_ != nullptr) {
+      meeting_->set(channel);
+    }
+  }
+  return std::make_shared<ShmTransport>(std::move(group), std::move(placement), std::move(channel), timeout);
 }
 
-ShmTransport::ShmTransport(c10::intrusive_ptr<c10d::ProcessGroup> group, ShmPlacement placement,
-                           std::shared_ptr<shm::Mesh> mesh, std::vector<shm::ChannelEnd> ends,
-                           std::chrono::milliseconds timeout)
-    : Transport(Route::kShm, {.reaches_any_memory = false, .scales = true, .narrows = true, .is_network = false}),
-      placement_(std::move(placement)),
-      mesh_(std::move(mesh)),
-      ends_(std::move(ends)),
-      segment_(mesh_->segment()),
-      pool_(std::make_shared<GradientPool>(segment_)) {
+ShmChannel::ShmChannel(const ShmPlacement& placement, std::shared_ptr<shm::Mesh> mesh,
+                       std::vector<shm::ChannelEnd> ends, std::chrono::milliseconds timeout)
+    : mesh_(std::move(mesh)), ends_(std::move(ends)) {
   shm::EngineConfig config;
-  config.group_ranks = placement_.local_ranks;
+  config.group_ranks = placement.local_ranks;
   config.rank = mesh_->rank();
   config.segments = mesh_->view(ends_);
-  rank_ = placement_.local_ranks[static_cast<size_t>(config.rank)];
-  size_ = group != nullptr ? group->getSize() : mesh_->size();
   config.gone = [this](int peer) { return mesh_->gone(peer); };
   if (timeout.count() > 0) {
     config.timeout = timeout;
   }
-  if (placement_.spans) {
-    outer_ = make_outer_link(placement_.outer_group, segment_);
+  if (placement.spans) {
+    outer_ = make_outer_link(placement.outer_group, mesh_->segment());
     config.outer = outer_.get();
   }
-  config.owners = placement_.owners;
+  config.owners = placement.owners;
   config.threads = at::get_num_threads();
   config.run_parallel = run_parallel;
   engine_ = std::make_unique<shm::Engine>(std::move(config));
+}
+
+ShmChannel::~ShmChannel() {
+  engine_.reset();
+  const bool forever = outer_ != nullptr && !kept_.empty();  // the process group between hosts may write to it, too
+  mesh_->close(ends_, std::make_shared<std::vector<Kept>>(std::move(kept_)), forever);
+}
+
+void ShmChannel::keep(std::vector<at::Tensor> memory, std::optional<uint64_t> until) {
+  const std::lock_guard lock(kept_mutex_);
+  kept_.push_back({std::move(memory), until});
+}
+
+void ShmChannel::drop_finished() {
+  std::vector<Kept> finished;  // released without holding the lock
+  const std::lock_guard lock(kept_mutex_);
+  const auto first = std::partition(kept_.begin(), kept_.end(),
+                                    [&](const Kept& kept) { return !kept.until || !engine_->poll(*kept.until); });
+  finished.assign(std::make_move_iterator(first), std::make_move_iterator(kept_.end()));
+  kept_.erase(first, kept_.end());
+}
+
+ShmTransport::ShmTransport(c10::intrusive_ptr<c10d::ProcessGroup> group, ShmPlacement placement,
+                           std::shared_ptr<ShmChannel> channel, std::chrono::milliseconds timeout)
+    : Transport(Route::kShm, {.reaches_any_memory = false, .scales = true, .narrows = true, .is_network = false}),
+      placement_(std::move(placement)),
+      timeout_(timeout),
+      channel_(std::move(channel)),
+      segment_(channel_->mesh()->segment()),
+      pool_(std::make_shared<GradientPool>(segment_)),
+      engine_(&channel_->engine()),
+      rank_(placement_.local_ranks[static_cast<size_t>(channel_->mesh()->rank())]),
+      size_(group != nullptr ? group->getSize() : channel_->mesh()->size()) {
   // Named as the process group names them, since tools that read profiles know those names.
   const auto backend = group != nullptr ? group->getBackendName() : std::string("shm");
   for (size_t kind = 0; kind < titles_.size(); ++kind) {
@@ -247,12 +293,6 @@ ShmTransport::ShmTransport(c10::intrusive_ptr<c10d::ProcessGroup> group, ShmPlac
   if (group != nullptr) {
     c10d_ = std::make_shared<C10dTransport>(std::move(group));
   }
-}
-
-ShmTransport::~ShmTransport() {
-  engine_.reset();
-  const bool forever = placement_.spans && !kept_.empty();  // the process group between hosts may write to it, too
-  mesh_->close(ends_, std::make_shared<std::vector<Kept>>(std::move(kept_)), forever);
 }
 
 // Undefined, with errno set, if there is no room.
@@ -308,7 +348,7 @@ at::Tensor ShmTransport::allocate_scratch(int64_t bytes, at::Device device) {
 void ShmTransport::run(Work& work, shm::Operation operation, const at::Tensor& input, const at::Tensor& output) {
   auto& mine = own(work);
   mine.check_idle();
-  drop_finished();
+  channel_->drop_finished();
   const c10::NoGradGuard no_grad;
   mine.memory.input = input;
   mine.memory.output = output;
@@ -356,20 +396,6 @@ Traffic ShmTransport::traffic() const {
     total += c10d_->traffic();
   }
   return total;
-}
-
-void ShmTransport::keep(std::vector<at::Tensor> memory, std::optional<uint64_t> until) {
-  const std::lock_guard lock(kept_mutex_);
-  kept_.push_back({std::move(memory), until});
-}
-
-void ShmTransport::drop_finished() {
-  std::vector<Kept> finished;  // released without holding the lock
-  const std::lock_guard lock(kept_mutex_);
-  const auto first = std::partition(kept_.begin(), kept_.end(),
-                                    [&](const Kept& kept) { return !kept.until || !engine_->poll(*kept.until); });
-  finished.assign(std::make_move_iterator(first), std::make_move_iterator(kept_.end()));
-  kept_.erase(first, kept_.end());
 }
 
 bool ShmTransport::goes_through_group(const Collective& operation) const {

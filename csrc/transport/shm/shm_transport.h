@@ -36,25 +36,64 @@ struct ShmPlacement {
 std::unique_ptr<shm::OuterLink> make_outer_link(c10::intrusive_ptr<c10d::ProcessGroup> group,
                                                 std::shared_ptr<shm::Segment> segment);
 
+// An engine with its channel in the mesh, and what must live as long as the engine does.
+class ShmChannel {
+ public:
+  // `ends`: of all ranks of the host.
+  ShmChannel(const ShmPlacement& placement, std::shared_ptr<shm::Mesh> mesh, std::vector<shm::ChannelEnd> ends,
+             std::chrono::milliseconds timeout);
+  ShmChannel(const ShmChannel&) = delete;
+  ShmChannel& operator=(const ShmChannel&) = delete;
+  ~ShmChannel();
+
+  shm::Engine& engine() { return *engine_; }
+  const std::shared_ptr<shm::Mesh>& mesh() const { return mesh_; }
+  const shm::ChannelEnd& end() const { return ends_[static_cast<size_t>(mesh_->rank())]; }
+
+  // No one waits any more for an operation whose peers may still write to this memory: keeps it until that one is complete, or
+  // forever.
+  void keep(std::vector<at::Tensor> memory, std::optional<uint64_t> until = std::nullopt);
+  void drop_finished();
+
+ private:
+  const std::shared_ptr<shm::Mesh> mesh_;
+  const std::vector<shm::ChannelEnd> ends_;
+  std::unique_ptr<shm::OuterLink> outer_;
+  std::unique_ptr<shm::Engine> engine_;
+  struct Kept {
+    std::vector<at::Tensor> memory;
+    std::optional<uint64_t> until;
+  };
+  std::mutex kept_mutex_;
+  std::vector<Kept> kept_;
+};
+
 class ShmTransport;
 
-// The mesh that the transports of a process group share, for as long as one of them lives.
+// What the transports of a process group share, for as long as one of them lives: the mesh, and between hosts the channel too.
+// There all channels of a host would use one link, whose messages are matched by their order, so operations of several models
+// need one order as well: that in which they are started.
 class ShmMeeting {
  public:
   // Null if there is none with this limit that belongs to this process.
   std::shared_ptr<shm::Mesh> find(int64_t limit_bytes);
+  // Null unless there is one in this mesh that can go on.
+  std::shared_ptr<ShmChannel> find_channel(const std::shared_ptr<shm::Mesh>& mesh);
   void set(const std::shared_ptr<shm::Mesh>& mesh, int64_t limit_bytes);
+  void set(const std::shared_ptr<ShmChannel>& channel);
 
  private:
   std::mutex mutex_;
   std::weak_ptr<shm::Mesh> mesh_;
+  std::weak_ptr<ShmChannel> channel_;
   int64_t limit_bytes_ = 0;
 };
 
-// The name of a rank's mesh ("": none), and its end of a channel there.
+// The name of a rank's mesh ("": none), its end of a channel there, and whether the channel is in use already.
 struct ShmOffer {
   std::string mesh;
   shm::ChannelEnd end;
+  bool is_shared = false;
 };
 
 // The first half of opening the transport: what a rank sends to the others before they connect.
@@ -68,7 +107,7 @@ class ShmEndpoint {
   ~ShmEndpoint();
 
   const std::string& address() const { return listener_.address(); }
-  ShmOffer offer() const { return mesh_ != nullptr ? ShmOffer{mesh_->name(), *end_} : ShmOffer{}; }
+  ShmOffer offer() const { return mesh_ != nullptr ? ShmOffer{mesh_->name(), *end_, channel_ != nullptr} : ShmOffer{}; }
   // Every rank of the host must call it at about the same time, with what all of them offer (or nothing). Throws
   // shm::Unavailable.
   std::shared_ptr<ShmTransport> connect(c10::intrusive_ptr<c10d::ProcessGroup> group, ShmPlacement placement,
@@ -80,6 +119,7 @@ class ShmEndpoint {
   const std::shared_ptr<ShmMeeting> meeting_;
   shm::Listener listener_;
   std::shared_ptr<shm::Mesh> mesh_;
+  std::shared_ptr<ShmChannel> channel_;
   std::optional<shm::ChannelEnd> end_;
 };
 
@@ -93,10 +133,9 @@ inline constexpr std::chrono::microseconds kLookInterval{5};
 // is copied in and out.
 class ShmTransport final : public Transport, public std::enable_shared_from_this<ShmTransport> {
  public:
-  // `ends`: of the channel that it takes over.
-  ShmTransport(c10::intrusive_ptr<c10d::ProcessGroup> group, ShmPlacement placement, std::shared_ptr<shm::Mesh> mesh,
-               std::vector<shm::ChannelEnd> ends, std::chrono::milliseconds timeout);
-  ~ShmTransport() override;
+  // `timeout`: of operations whose own is kTransportTimeout; 0: the channel's.
+  ShmTransport(c10::intrusive_ptr<c10d::ProcessGroup> group, ShmPlacement placement,
+               std::shared_ptr<ShmChannel> channel, std::chrono::milliseconds timeout);
 
   int rank() const override { return rank_; }
   int size() const override { return size_; }
@@ -121,9 +160,10 @@ class ShmTransport final : public Transport, public std::enable_shared_from_this
   bool has_lost_memory() const override { return lost_memory_; }
   std::shared_ptr<Transport> fallback() const override { return c10d_; }
 
-  // No one waits any more for an operation whose peers may still write to this memory: keeps it until that one is complete, or
-  // forever.
-  void keep(std::vector<at::Tensor> memory, std::optional<uint64_t> until = std::nullopt);
+  // See ShmChannel.
+  void keep(std::vector<at::Tensor> memory, std::optional<uint64_t> until = std::nullopt) {
+    channel_->keep(std::move(memory), until);
+  }
 
   // Of this rank's segment.
   shm::HeldMemory held_memory() const { return segment_->held(); }
@@ -145,28 +185,19 @@ class ShmTransport final : public Transport, public std::enable_shared_from_this
   void broadcast_between_hosts(const at::Tensor& tensor, int root);
   void count_operation(const shm::Operation& operation);
   at::Tensor allocate_scratch(int64_t bytes, at::Device device) override;
-  void drop_finished();
 
   const ShmPlacement placement_;
+  const std::chrono::milliseconds timeout_;
   std::shared_ptr<Transport> c10d_;  // null without a process group
-  const std::shared_ptr<shm::Mesh> mesh_;
-  const std::vector<shm::ChannelEnd> ends_;
+  const std::shared_ptr<ShmChannel> channel_;
   std::shared_ptr<shm::Segment> segment_;
   std::shared_ptr<GradientPool> pool_;
-  std::unique_ptr<shm::OuterLink> outer_;
-  std::unique_ptr<shm::Engine> engine_;
+  shm::Engine* const engine_;  // the channel's
   shm::Copier copier_;
   Pace looks_{kLookInterval};
-  int rank_ = 0;
-  int size_ = 0;
+  const int rank_, size_;
   bool lost_memory_ = false;
   std::array<std::string, shm::kNumOpKinds> titles_;  // by OpKind
-  struct Kept {
-    std::vector<at::Tensor> memory;
-    std::optional<uint64_t> until;
-  };
-  std::mutex kept_mutex_;
-  std::vector<Kept> kept_;
 };
 
 }  // namespace torchddp::transport
