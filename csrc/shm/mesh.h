@@ -58,7 +58,8 @@ struct ChannelEnd {
 // Note [Channels]
 // The engines of a process that talk to the same peers use the same segments, sockets and process handles: a model may have a
 // wrapper for each layer, and descriptors and address space are limited. Each engine has a channel: one header in each segment,
-// with slots, doorbell and states of its own. So engines neither wait for each other nor fail together.
+// with slots, doorbell and states of its own. So engines neither wait for each other nor fail together. (Between hosts there is
+// one engine for a process group: see ShmMeeting.)
 //
 // A channel's header, and memory that its peers may still write to, can't be used for anything else before all ranks have
 // closed the channel. Each rank says so in the first header of its segment, which lasts as long as the segment, and looks for

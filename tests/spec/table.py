@@ -224,6 +224,15 @@ TORCH_FAULTS = [
         join=_but("join", "never"),
         use=_but("use", "all"),
     ),
+    _fault(
+        "waits for buckets that others skip", skip_all_reduce_unused_params=YES, join=_but("join", "never"), use="never"
+    ),
+    _fault(
+        "waits for a message that a static graph doesn't send",
+        static_graph=YES,
+        find_unused_parameters=YES,
+        join=_but("join", "never"),
+    ),
     _fault("two wrappers can't share views", gradient_as_bucket_view=YES, wrapper={"two at once", "two in turn"}),
     _fault("stops reducing", static_graph=YES, wrapper={"two at once", "two in turn"}),
     _fault("meets a bug of its own", find_unused_parameters=YES, wrapper="two in turn", use=_but("use", "all")),
