@@ -16,6 +16,9 @@ Packers::Packers(const Context& context, Step& step, BucketLayout& layout, NonFi
 
 void Packers::pack(int64_t param, bool unused, const at::Tensor* incoming) {
   const auto& place = rules_.layout.place(param);
+  const auto& main_grads = rules_.context.main_grads;
+  TDDP_INTERNAL(main_grads == nullptr || main_grads->slot(param) == place.slot, "the main gradient of parameter ",
+                param, " is in another bucket than the one that is sent");
   if (place.slot == nullptr) [[unlikely]] {
     rules_.context.with_grad(param, [&](at::Tensor& grad) { pack_sparse(param, place, grad, unused); });
   } else if (whole_) {
