@@ -234,6 +234,12 @@ TORCH_FAULTS = [
         join=_but("join", "never"),
     ),
     _fault("two wrappers can't share views", gradient_as_bucket_view=YES, wrapper={"two at once", "two in turn"}),
+    _fault(
+        "raises if what a second backward has used was cleared",
+        find_unused_parameters=YES,
+        micro="retain",
+        use={"one rank"},
+    ),
     _fault("stops reducing", static_graph=YES, wrapper={"two at once", "two in turn"}),
     _fault("meets a bug of its own", find_unused_parameters=YES, wrapper="two in turn", use=_but("use", "all")),
     _fault("crashes, or stops reducing", static_graph=YES, micro=_but("micro", "one")),
