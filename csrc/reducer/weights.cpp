@@ -261,7 +261,7 @@ void Weights::finish() {
 
 void Weights::raise_if_zero() {
   const auto total = std::exchange(total_, at::Tensor());
-  if (!total.defined() || !context_.config.zero_weights_raise || total.item<double>() > 0.0) {
+  if (!total.defined() || !ends_ || !context_.config.zero_weights_raise || total.item<double>() > 0.0) {
     return;
   }
   throw ZeroWeightError(c10::str("rank ", context_.rank(), ", step ", events_.steps(),

@@ -103,6 +103,28 @@ def test_backwards_without_zero_grad(rank):
         loss_of(model(batch_of(rank, 1))).backward()
 
 
+@over_both
+@on_ranks(2, 3)
+def test_gradients_that_the_program_has_set(rank, world_size, transport):
+    """They are averaged, also where an average was before; those that no rank uses stay."""
+    module = nn.ModuleDict({name: nn.Linear(2, 2, bias=False) for name in "ab"})
+    optimizer = OSS(module.parameters(), torch.optim.SGD, lr=0.1)
+    model = ShardedDataParallel(module, optimizer, transport=transport, find_unused_parameters=True)
+    used, unused = (module[name].weight for name in "ab")
+    model.module.forward = lambda x: module["a"](x).sum()
+    for clear in (True, False, True):
+        if clear:
+            model.zero_grad()
+        for p in (used, unused):
+            p.grad = torch.full_like(p, 10.0 * rank)
+        model(torch.ones(1, 2)).backward()
+        if optimizer.param_to_rank[used] == rank:
+            torch.testing.assert_close(used.grad, torch.full_like(used, 1.0 + 5.0 * (world_size - 1)))
+        else:
+            assert used.grad is None
+        assert torch.equal(unused.grad, torch.full_like(unused, 10.0 * rank))
+
+
 @pytest.mark.rest_is_thorough("0-shm", "1-c10d", "1000-c10d", "8388608-shm")
 @over_both
 @pytest.mark.parametrize("size", [0, 1, 1000, 2**23])

@@ -132,6 +132,65 @@ def test_ways_to_train(rank, transport):
             assert_same(model, reference(MICROBATCHES, step=step))
 
 
+@over_both
+@on_ranks(1, 2, 4)
+def test_a_step_that_begins_with_gradients(rank, world_size, transport):
+    """Kept ones are added to the mean; those that a rank has set count with its share of the weights."""
+    counts = [[0, 2, 1], *MICROBATCHES][:world_size]
+    total = sum(map(sum, counts))
+    shares = [sum(of_rank) / total for of_rank in counts]
+    strategies = ["single_auto_sync", "multi_auto_sync", "forced_sync", None]
+    ways = [{}, {"gradient_as_bucket_view": True}, {"find_unused_parameters": True}, {"main_grads": torch.float32}]
+    for options, strategy, kept in each(ways, strategies, [True, False]):
+        model = DDP(Net(), transport=transport, bucket_cap_mb=SMALL, **options)
+        where = "main_grad" if "main_grads" in options else "grad"
+        for step in range(3):
+            # What each rank begins with is a multiple of the reference's gradients.
+            before = {name: 1.0 * step * grad for name, grad in reference(counts).items()}
+            if not kept:
+                for name, p in model.module.named_parameters():
+                    setattr(p, where, before[name] * (1 + rank))
+            if strategy is None:
+                run_step(model, rank, counts, loss="sum")
+            else:
+                for micro in accumulate(model, 3, strategy, weights=counts[rank]):
+                    mean_loss(model(samples(rank, micro, counts[rank][micro]))).backward()
+            times = 1.0 if kept else sum((1 + r) * share for r, share in enumerate(shares))
+            want = {name: times * before[name] + grad for name, grad in reference(counts).items()}
+            assert_same(model, want, where=where)
+
+
+@on_ranks(2)
+def test_gradients_that_are_changed_between_backwards_of_a_step(rank):
+    """Replaced or cleared, they are what the rest of it begins with. Scaled after a step began with them: an error."""
+    model = DDP(Net())
+
+    def begin(kept):
+        if not kept:
+            model.zero_grad()
+        with model.no_sync():
+            model.weigh(1)
+            mean_loss(model(samples(rank, 7, 1))).backward()
+
+    for kept in (False, True):
+        begin(kept)
+        for p in model.parameters():
+            p.grad = None
+        run_step(model, rank, MICROBATCHES[:2])
+        assert_same(model, reference(MICROBATCHES[:2]))
+    begin(True)
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    run_step(model, rank, MICROBATCHES[:2])
+    assert_same(model, reference(MICROBATCHES[:2]))
+    begin(True)
+    for p in model.parameters():
+        p.grad.mul_(0.5)
+    model.weigh(1)
+    with pytest.raises(RuntimeError, match=rf"rank {rank}: the gradient of '.*' was changed between two backwards"):
+        mean_loss(model(samples(rank, 0, 1))).backward()
+
+
 HOOKS = {
     (None, default_hooks.allreduce_hook): 2e-5,
     (None, default_hooks.bf16_compress_hook): 0.04,

@@ -313,8 +313,9 @@ class Program:
         def do(world: World) -> None:
             for micro in range(2):
                 if weigh:
-                    goes_on = micro > 0 and strategy == "multi_auto_sync"
-                    world.weigh([by_micro[micro][rank] for rank in self.members], goes_on=goes_on)
+                    several = strategy == "multi_auto_sync"
+                    by_rank = [by_micro[micro][rank] for rank in self.members]
+                    world.weigh(by_rank, goes_on=several and micro > 0, is_last=not several or micro == 1)
                 reduces = strategy == "multi_auto_sync" or (micro == 1 and strategy == "single_auto_sync")
                 world.backward(self._given(key + micro, step, micro), reduces=reduces, wrappers=[wrapper])
                 if any(world.errors):

@@ -97,6 +97,7 @@ class World:
         self.order_matters = self.is_rounded = False
         self.squares: list[float] = []
         self.largest = dict.fromkeys(parameters, 0.0)
+        self.is_last = True  # whether the next reduction ends a weighted step
         # Main gradients that the program has set to None. The next forward brings them back, as zeros.
         self.dropped: list[set[str]] = [set() for _ in range(size)]
 
@@ -206,9 +207,14 @@ class World:
 
     # --- training ---
 
-    def weigh(self, weights: Sequence[float], loss: str = "mean", goes_on: bool = False) -> None:
-        """Each rank's weight of the next backward. `goes_on`: it adds to the mean that earlier ones have made."""
-        self.is_rounded = True
+    def weigh(self, weights: Sequence[float], loss: str = "mean", goes_on: bool = False, is_last: bool = True) -> None:
+        """Each rank's weight of the next backward.
+
+        Args:
+            goes_on: it adds to the mean that earlier ones have made.
+            is_last: no other will add to its mean.
+        """
+        self.is_rounded, self.is_last = True, is_last
         for rank, weight in zip(self.ranks, weights, strict=True):
             if rank.is_weighing and rank.came and not rank.shares:
                 rank.total = rank.unit = 0.0  # the program has dropped what it had accumulated
@@ -339,7 +345,7 @@ class World:
             for wrapper in wrappers:
                 rank.used[wrapper] = set()
             rank.is_weighing, rank.shares = False, {}
-        if is_weighing and total == 0 and self.settings.zero_weights == "raise":
+        if is_weighing and self.is_last and total == 0 and self.settings.zero_weights == "raise":
             self.errors = [ValueError("no rank gave this step a weight above 0")] * self.size
 
     def _give(self, index: int, name: str, average: Tensor) -> None:

@@ -188,7 +188,7 @@ def tolerance(program: Program, world: World, dtype: torch.dtype) -> float:
 def _difference(
     module: torch.nn.Module, program: Program, world: World, largest: dict[str, float]
 ) -> dict[str, Any] | None:
-    """The first gradient that differs. `largest`: of each, the largest element so far, whose rounding it may keep."""
+    """The first difference. `largest`: each one's largest element so far, whose rounding may have been kept."""
     for name, want in world.seen(program.index).items():
         parameter, _, where = name.partition(".")
         text = f"module.{'table.weight' if parameter == 's' else parameter}.{where or 'grad'}"
