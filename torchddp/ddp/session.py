@@ -480,9 +480,11 @@ class ReducerSession:
         """Average the existing gradients without a backward. Collective."""
         self.agree_once()
         without = self._without_gradient()
-        self.reducer.reduce_now()
-        for parameter in without:
-            parameter.grad = None
+        try:
+            self.reducer.reduce_now()
+        finally:  # it raises after a step without any weight
+            for parameter in without:
+                parameter.grad = None
 
     def _without_gradient(self) -> list[torch.Tensor]:
         """The parameters of which no rank has a gradient. Collective."""
