@@ -78,7 +78,7 @@ void bind_step(PyReducer& c) {
       .def("adopt_plan", &Reducer::adopt_plan, py::arg("plan"), NoGil(),
            "Adopt rank 0's plan, or its current one if it passes None. Returns whether buckets changed. Collective, "
            "between steps.")
-      .def("_push_all_rebuilt_params", [](Reducer&) {});  // match_step does it;
+      .def("_push_all_rebuilt_params", [](Reducer&) {});  // torch's join() calls it; match_step does it
 }
 
 void bind_modes(PyReducer& c) {

@@ -107,7 +107,7 @@ void Bucket::advance(BucketState to) {
 
 bool Bucket::arrive() {
   const auto left = pending_.fetch_sub(1, std::memory_order_acq_rel) - 1;
-  TDDP_INTERNAL(left >= 0, "the bucket of parameter ", params_.front(), " got a gradient more than it has slots");
+  TDDP_INTERNAL(left >= 0, "the bucket of parameter ", params_.front(), " got more gradients than it has slots");
   return left == 0;
 }
 

@@ -44,9 +44,9 @@ class MainGrads {
   void clear(int64_t param);
   // If off, the parameter's gradients are left in .grad, for another reducer with main gradients.
   void set_taken(int64_t param, bool taken) { is_left_[static_cast<size_t>(param)] = !taken; }
+  bool is_taken(int64_t param) const { return !is_left_[static_cast<size_t>(param)]; }
   // Where it is kept; null without buckets.
   const bucket::GradSlot* slot(int64_t param) const { return slots_[static_cast<size_t>(param)]; }
-  bool is_taken(int64_t param) const { return !is_left_[static_cast<size_t>(param)]; }
 
   // Called before the buckets are replaced, when the old slots go away; then, for each parameter, its new slot.
   void leave_slots();
