@@ -4,8 +4,8 @@
 
 #include <vector>
 
-#include "reducer/pack/sparse_grad.h"
-#include "reducer/reduce/future_wait.h"
+#include "reducer/pack/pack_rules.h"
+#include "reducer/reduce/futures.h"
 #include "reducer/reduce/reductions.h"
 
 namespace torchddp::reducer {

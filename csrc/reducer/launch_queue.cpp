@@ -5,8 +5,7 @@
 #include <algorithm>
 
 #include "common/check.h"
-#include "reducer/report/bucket_range.h"
-#include "reducer/report/failure.h"
+#include "reducer/report/events.h"
 #include "reducer/report/messages.h"
 
 namespace torchddp::reducer {

@@ -5,7 +5,7 @@
 #include <utility>
 
 #include "common/check.h"
-#include "reducer/report/failure.h"
+#include "reducer/report/messages.h"
 
 namespace torchddp::reducer {
 namespace {

@@ -7,7 +7,6 @@
 #include <torch/csrc/distributed/c10d/debug.h>
 
 #include "common/check.h"
-#include "reducer/report/failure.h"
 #include "reducer/report/messages.h"
 
 namespace torchddp::reducer {

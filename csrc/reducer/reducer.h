@@ -33,7 +33,7 @@ class Reducer final : public GradSink, public std::enable_shared_from_this<Reduc
   // --- a step ---
   // True if a step was begun before this one, and no gradient has come in it.
   bool begin_forward();
-  // `has_hooks`: a module has backward hooks, see Note [Gradients during backward] in pack/packed_grads.h.
+  // `has_hooks`: a module has backward hooks, see Note [Gradients during backward] in pack/pack_rules.h.
   void prepare_for_backward(std::span<const at::Tensor> outputs, bool has_hooks);
   // Sets the weight of the next backward: see Weights::announce.
   void weigh(double weight, double count, bool begins, bool ends);

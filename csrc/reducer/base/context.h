@@ -42,7 +42,7 @@ struct ReducerConfig {
   GradPrecision grad_precision = GradPrecision::kOfParameter;
   bool gradient_stats = false;   // compute statistics of every reduced bucket
   bool find_non_finite = false;  // check this rank's own gradients before they are averaged
-  // ... and check the averages: see Note [Non-finite averages] in report/non_finite_watch.h
+  // ... and check the averages: see Note [Non-finite averages] in report/non_finite.h
   bool raise_non_finite = false;
   bool weighted = false;           // every backward needs a weight: see Note [Weighted means] in weights.h
   bool zero_weights_raise = true;  // ... and each step needs a weight above 0 on at least one rank

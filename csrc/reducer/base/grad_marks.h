@@ -1,4 +1,4 @@
-// Which gradients the program has replaced or written since the reducer last saw them.
+// What the program has done with gradients since the reducer last saw them.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -13,7 +13,7 @@
 
 namespace torchddp::reducer {
 
-// A mark survives that the reducer moves the gradient to another bucket. It keeps no memory but that of the tensor object, whose
+// Which gradients the program has replaced or written. A mark survives that the reducer moves the gradient to another bucket. It keeps no memory but that of the tensor object, whose
 // address is therefore not used again.
 class GradMarks {
  public:
@@ -46,6 +46,39 @@ class GradMarks {
 
   const Context& context_;
   std::vector<Mark> marks_;  // by parameter
+};
+
+enum class GradChange : uint8_t { kNone, kChanged, kGone, kReplaced };
+
+// Whether gradients have changed since they were handed back. Costs nothing except in the requested steps. In those it compares version counters and, on the CPU, a hash of the values,
+// because changes through `.data` do not bump the version.
+class GradientChanges {
+ public:
+  explicit GradientChanges(const Context& context) : context_(context) {}
+
+  // Records the gradients of the next step when they are handed back.
+  void note_next() { wanted_ = true; }
+  void handed_back() {
+    if (wanted_) [[unlikely]] {
+      note();
+    }
+  }
+  // By parameter, the changes since then; empty if nothing was recorded. Forgets the record.
+  std::vector<GradChange> take();
+
+ private:
+  struct Noted {
+    const void* tensor = nullptr;  // null if there was no gradient
+    int64_t version = 0;
+    uint64_t hash = 0;
+  };
+
+  Noted look_at(int64_t param) const;
+  void note();
+
+  const Context& context_;
+  bool wanted_ = false;
+  std::vector<Noted> noted_;  // by parameter, or empty
 };
 
 }  // namespace torchddp::reducer

@@ -6,6 +6,7 @@
 #include <atomic>
 #include <cstdint>
 #include <mutex>
+#include <utility>
 #include <vector>
 
 namespace torchddp::reducer {
@@ -22,9 +23,18 @@ struct LateGrad {
 // order; the rest is atomic or locked. The outcome of a step stays readable until the next one begins (clear).
 class Step {
  public:
-  explicit Step(size_t num_params);
+  explicit Step(size_t num_params) : marks_(num_params), order_(num_params) {}
 
-  void clear();
+  void clear() {
+    for (auto& mark : marks_) {
+      mark.store(Mark::kNone, std::memory_order_relaxed);
+    }
+    num_ready_.store(0, std::memory_order_relaxed);
+    take_late();
+    begun_.store(false, std::memory_order_relaxed);
+    begin_failed_ = false;
+    incomplete_.store(false, std::memory_order_relaxed);
+  }
   // From here on, hooks reduce.
   void arm() { armed_.store(true, std::memory_order_release); }
   void disarm() { armed_.store(false, std::memory_order_release); }
@@ -60,15 +70,31 @@ class Step {
     return marks_[static_cast<size_t>(param)].exchange(mark, std::memory_order_relaxed);
   }
   Mark mark_of(int64_t param) const { return marks_[static_cast<size_t>(param)].load(std::memory_order_relaxed); }
-  std::vector<int64_t> unmarked() const;
+  std::vector<int64_t> unmarked() const {
+    std::vector<int64_t> result;
+    for (int64_t param = 0; param < static_cast<int64_t>(marks_.size()); ++param) {
+      if (mark_of(param) == Mark::kNone) {
+        result.push_back(param);
+      }
+    }
+    return result;
+  }
 
   void add_to_order(int64_t param) {
     order_[static_cast<size_t>(num_ready_.fetch_add(1, std::memory_order_relaxed))] = param;
   }
-  std::vector<int64_t> ready_order() const;
+  std::vector<int64_t> ready_order() const {
+    return {order_.begin(), order_.begin() + num_ready_.load(std::memory_order_relaxed)};
+  }
 
-  void add_late(int64_t param, at::Tensor saved = {});
-  std::vector<LateGrad> take_late();
+  void add_late(int64_t param, at::Tensor saved = {}) {
+    const std::lock_guard lock(late_mutex_);
+    late_.push_back({param, std::move(saved)});
+  }
+  std::vector<LateGrad> take_late() {
+    const std::lock_guard lock(late_mutex_);
+    return std::exchange(late_, {});
+  }
 
   // The factor that gradients are multiplied by.
   double scale() const { return scale_; }

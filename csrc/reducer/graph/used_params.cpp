@@ -7,9 +7,76 @@
 #include <utility>
 
 #include "common/check.h"
-#include "reducer/report/failure.h"
+#include "common/errors.h"
+#include "reducer/report/messages.h"
 
 namespace torchddp::reducer {
+
+void StaticGraph::enable() {
+  enabled_ = true;
+  others_recorded_ = false;
+  restart_recording();
+}
+
+void StaticGraph::restart_recording() {
+  recorded_ = false;
+  expected_.assign(context_.params.size(), 0);
+  left_ = expected_;
+}
+
+void StaticGraph::begin_step() {
+  if (recording()) {
+    restart_recording();  // left by a step that failed
+  }
+  left_ = expected_;
+}
+
+bool StaticGraph::count(int64_t param, const at::Tensor* incoming) {
+  const auto index = static_cast<size_t>(param);
+  if (incoming == nullptr && left_[index] <= 0) {
+    // This belongs to an output that the loss doesn't use: torch's sink, present only in the recorded step, leads here.
+    bool lacking = false;
+    context_.with_grad(param, [&](const at::Tensor& grad) { lacking = !grad.defined(); });
+    if (lacking) {
+      return false;
+    }
+  }
+  if (!recorded_) {
+    ++expected_[index];
+    return false;
+  }
+  if (left_[index] <= 0) {
+    throw GraphError(static_graph_changed_message(context_.rank(), param, context_.specs));
+  }
+  return --left_[index] == 0;
+}
+
+std::vector<int64_t> UnusedSearch::find(std::span<const at::Tensor> outputs) {
+  seen_.clear();
+  const auto visit = [&](torch::autograd::Node* node) {
+    if (node != nullptr && seen_.insert(node).second) {
+      stack_.push_back(node);
+    }
+  };
+  for (const auto& output : outputs) {
+    visit(output.grad_fn().get());
+  }
+  while (!stack_.empty()) {
+    auto* node = stack_.back();
+    stack_.pop_back();
+    for (const auto& edge : node->next_edges()) {
+      visit(edge.function.get());
+    }
+  }
+  std::vector<int64_t> unused;
+  for (int64_t i = 0; i < hooks_.size(); ++i) {
+    if (seen_.count(hooks_.accumulator(i)) == 0) {
+      unused.push_back(i);
+    }
+  }
+  return unused;
+}
+
 namespace {
 
 constexpr const char* kWaitsForOthers = "which parameters other ranks used";

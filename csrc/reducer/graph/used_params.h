@@ -1,17 +1,69 @@
-// Which parameters a step uses, for models that may leave some out.
+// Which parameters a step uses: recorded once (static graph), searched for in every step, or exchanged by the ranks.
 #pragma once
 
+#include <ATen/core/Tensor.h>
+#include <c10/util/flat_hash_map.h>
+#include <torch/csrc/autograd/function.h>
+
+#include <cstdint>
 #include <memory>
 #include <optional>
 #include <span>
 #include <vector>
 
 #include "reducer/base/context.h"
-#include "reducer/graph/static_graph.h"
-#include "reducer/graph/unused_search.h"
+#include "reducer/graph/grad_hooks.h"
 #include "reducer/report/events.h"
 
 namespace torchddp::reducer {
+
+// How often each gradient hook fires per step, recorded once and then expected in every step.
+class StaticGraph {
+ public:
+  explicit StaticGraph(const Context& context) : context_(context) {}
+
+  void enable();
+  bool enabled() const { return enabled_; }
+  // The first synchronized backward reduces nothing until it ends, because only then is it known which firing is the last.
+  bool recording() const { return enabled_ && !recorded_; }
+  bool replaying() const { return enabled_ && recorded_; }
+  // Whether the other ranks record in this step, too. Not if this rank had no inputs when they did (join).
+  bool all_record() const { return recording() && !others_recorded_; }
+  void note_others_recorded() { others_recorded_ = true; }
+
+  // The recording is complete, or a new one begins.
+  void finish_recording() { recorded_ = true; }
+  void restart_recording();
+  void begin_step();
+
+  // A parameter's hook has fired. True if its gradient is complete, which is always so when no graph is expected. Throws
+  // GraphError if the hook has fired more often than in the recorded step.
+  bool is_last(int64_t param, const at::Tensor* incoming) { return !enabled_ || count(param, incoming); }
+  bool was_used(int64_t param) const { return expected_[static_cast<size_t>(param)] != 0; }
+
+ private:
+  bool count(int64_t param, const at::Tensor* incoming);
+
+  const Context& context_;
+  bool enabled_ = false;
+  bool recorded_ = false;
+  bool others_recorded_ = false;
+  std::vector<int32_t> expected_;
+  std::vector<int32_t> left_;
+};
+
+// Finds the parameters that an autograd graph does not reach. Reuses its memory from step to step.
+class UnusedSearch {
+ public:
+  explicit UnusedSearch(const GradHooks& hooks) : hooks_(hooks) {}
+  // Indices, in ascending order, of the parameters whose accumulators cannot be reached from `outputs`.
+  std::vector<int64_t> find(std::span<const at::Tensor> outputs);
+
+ private:
+  const GradHooks& hooks_;
+  ska::flat_hash_set<const torch::autograd::Node*> seen_;
+  std::vector<torch::autograd::Node*> stack_;
+};
 
 // With find_unused_parameters the graph is searched in every step; with a static graph the first step records it. Otherwise all
 // parameters count as used.

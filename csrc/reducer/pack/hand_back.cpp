@@ -1,6 +1,85 @@
 #include "reducer/pack/hand_back.h"
 
+#include <ATen/Functions.h>
+#include <c10/core/GradMode.h>
+
+#include "common/check.h"
+
 namespace torchddp::reducer {
+
+namespace {
+
+// How many blocks of the memory for other ranks' gradients are kept between steps. A rank that runs ahead borrows more: it must
+// not wait for its peers in the middle of backward, where they may be waiting for it in a collective of the user's own.
+constexpr size_t kKeptBlocks = 8;
+
+}  // namespace
+
+OwnAverages::OwnAverages(const Context& context, const Step& step, const BucketLayout& layout, UsedParams& used,
+                         GradMarks& marks)
+    : context_(context),
+      step_(step),
+      layout_(layout),
+      used_(used),
+      marks_(marks),
+      reduced_(context.params.size(), 0),
+      kept_(context.owned ? context.params.size() : 0) {}
+
+void OwnAverages::take_over(const OwnAverages& before, std::span<const int64_t> places) {
+  for (size_t i = 0; i < reduced_.size(); ++i) {
+    reduced_[i] = places[i] == kNotThere ? 0 : before.reduced_[static_cast<size_t>(places[i])];
+  }
+}
+
+void OwnAverages::put_aside(int64_t param) {
+  const auto index = static_cast<size_t>(param);
+  if (reduced_[index] == 0) {
+    return;
+  }
+  reduced_[index] = 0;
+  context_.with_grad(param, [&](at::Tensor& grad) {
+    if (!marks_.has(param, grad) || grad.count_nonzero().item<int64_t>() == 0) {
+      return;
+    }
+    const c10::NoGradGuard no_grad;
+    if (!step_.armed()) {
+      reduced_[index] = 1;
+      throw std::runtime_error(c10::str(
+          "parameter '", context_.spec(param).name, "' on rank ", context_.rank(),
+          ": its gradient was already reduced, and this backward under no_sync() would add to it only on its owner. "
+          "Call zero_grad() before accumulating under no_sync()."));
+    }
+    kept_[index] = layout_.place(param).slot->holds(grad) ? grad.clone() : grad;
+    grad.reset();
+  });
+}
+
+void OwnAverages::finish() {
+  if (!context_.owned) {
+    return;
+  }
+  context_.transport->scratch().trim(kKeptBlocks);
+  for (size_t i = 0; i < reduced_.size(); ++i) {
+    const auto param = static_cast<int64_t>(i);
+    if (layout_.place(param).bucket->is_given_away() || (!kept_[i].defined() && used_.is_unused_everywhere(param))) {
+      continue;
+    }
+    context_.with_grad(param, [&](at::Tensor& grad) {
+      if (kept_[i].defined()) {
+        if (grad.defined()) {
+          grad.add_(kept_[i]);
+        } else {
+          grad = kept_[i];
+        }
+        kept_[i].reset();
+      }
+      reduced_[i] = grad.defined() ? 1 : 0;
+      if (grad.defined()) {
+        marks_.note(param, grad);
+      }
+    });
+  }
+}
 
 void HandBack::run(bucket::Bucket& bucket) {
   if (bucket.is_given_away()) {

@@ -1,10 +1,72 @@
 #include "reducer/pack/pack_rules.h"
 
+#include <ATen/Functions.h>
+#include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
+
+#include <stdexcept>
+#include <utility>
 
 #include "common/check.h"
 
 namespace torchddp::reducer {
+
+void PackedGrads::begin_step(bool has_hooks) {
+  has_hooks_ = has_hooks;
+  packed_.assign(packed_.size(), {});
+  written_.clear();
+}
+
+void PackedGrads::begin_backward(bool has_hooks) {
+  // With gradient_as_bucket_view=True, main_grads= and sharded models the program has asked for gradients in buckets.
+  shows_own_ = (has_hooks_ || has_hooks) && context_.keeps_apart() && !context_.owned && !left_to_optimizer_;
+}
+
+void PackedGrads::tell() {
+  for (const auto param : std::exchange(written_, {})) {
+    const auto text =
+        c10::str("parameter '", context_.spec(param).name, "' on rank ", context_.rank(),
+                 ": its gradient was written during backward, after it had been packed for the reduction");
+    if (packed_[static_cast<size_t>(param)].in_place) {
+      throw std::runtime_error(
+          c10::str(text,
+                   " and while it was being reduced, so the averages of this step may be wrong on any rank. "
+                   "Write gradients after backward(), or in a hook of the parameter itself."));
+    }
+    TORCH_WARN_ONCE(
+        text,
+        ". The average replaces it, as with torch's class, so the write has no effect. Write gradients after "
+        "backward(), or in a hook of the parameter itself.");
+  }
+}
+
+at::Tensor no_rows(const at::Tensor& param) {
+  return at::_sparse_coo_tensor_with_dims(1, param.dim() - 1, param.sizes(), param.options().layout(at::kSparse));
+}
+
+SparseGrad make_sparse_grad(const at::Tensor& grad, double scale, const std::string& name,
+                            const std::optional<SparseMetadata>& metadata) {
+  c10::NoGradGuard no_grad;
+  TDDP_CHECK(grad.defined(), "Expected sparse gradient to be defined: parameter '", name, "' got none");
+  TDDP_CHECK(grad.layout() == at::kSparse, "Expected variable to have sparse gradient: parameter '", name,
+             "' got a dense one; was its embedding made with sparse=False after wrapping?");
+  SparseGrad result{grad, std::nullopt};
+  if (metadata) {
+    const auto found = metadata->find(name);
+    TDDP_CHECK(found != metadata->end(), "parameter '", name, "' not found in sparse metadata");
+    const auto mine = grad.coalesce();
+    const auto ids = found->second.to(mine.device(), at::kLong);
+    auto shape = mine.values().sizes().vec();
+    shape[0] = ids.numel();
+    auto rows = at::zeros(shape, mine.values().options());
+    rows.index_copy_(0, at::searchsorted(ids, mine.indices()[0]), mine.values());
+    result = {at::sparse_coo_tensor(ids.unsqueeze(0), rows, mine.sizes()), ids};
+  }
+  if (scale != 1.0) {
+    result.gradient.mul_(scale);
+  }
+  return result;
+}
 
 bool PackRules::may_adopt(const bucket::Bucket& bucket, const at::Tensor& grad, bool unused,
                           const at::Tensor* incoming) const {

@@ -1,15 +1,96 @@
-// Rules for a gradient on its way into a bucket, however it is packed.
+// Rules for a gradient on its way into a bucket, however it is packed, and what becomes of it until the step ends.
 #pragma once
 
-#include <optional>
+#include <ATen/core/Tensor.h>
 
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "reducer/base/context.h"
 #include "reducer/base/step.h"
-#include "reducer/pack/packed_grads.h"
 #include "reducer/reduce/layout.h"
-#include "reducer/report/non_finite_watch.h"
+#include "reducer/report/non_finite.h"
 
 namespace torchddp::reducer {
 
+// Note [Gradients during backward]
+// As with torch's class, a gradient stays this rank's own until the end of backward, where the average replaces it: hooks that
+// run in between see it, and after a backward that raises it is what autograd computed. What is written to it after it was
+// packed is lost, as with torch's class, but not silently: version counters tell. They are compared when averages are handed
+// back.
+//
+// Two kinds of gradients are reduced in the program's own memory, to save copies: those whose memory a bucket adopts, and those
+// that autograd accumulated in their slot. They become averages, or partial sums, earlier. So if a hook is registered with a
+// parameter or a module when backward begins, they are copied as well (`shows_own`). A hook on another tensor and a function's
+// own backward can't be seen: they read such a gradient at their own risk, and a write is an error.
+class PackedGrads {
+ public:
+  explicit PackedGrads(const Context& context) : context_(context), packed_(context.params.size()) {}
+
+  // `has_hooks`: of modules; then of parameters.
+  void begin_step(bool has_hooks);
+  void begin_backward(bool has_hooks);
+  // Whether no gradient may be reduced in the program's memory in this step.
+  bool shows_own() const { return shows_own_; }
+  // An optimizer that runs in backward takes the averages out of the buckets.
+  void leave_to_optimizer() { left_to_optimizer_ = true; }
+  bool are_left_to_optimizer() const { return left_to_optimizer_; }
+
+  // Called by a parameter's own hook.
+  void note(int64_t param, const at::Tensor& grad, bool in_place) {
+    packed_[static_cast<size_t>(param)] = {grad.unsafeGetTensorImpl(), version_of(grad), in_place};
+  }
+  // Called before the average replaces it.
+  void compare(int64_t param, const at::Tensor& grad) {
+    const auto& then = packed_[static_cast<size_t>(param)];
+    if (then.tensor != nullptr && (grad.unsafeGetTensorImpl() != then.tensor || version_of(grad) != then.version)) {
+      written_.push_back(param);
+    }
+  }
+  // At the end of the step. RuntimeError if a gradient was written while it was reduced, a warning if a write was lost.
+  void tell();
+
+ private:
+  struct Packed {
+    const void* tensor = nullptr;  // null if there was none
+    uint32_t version = 0;
+    bool in_place = false;
+  };
+
+  static uint32_t version_of(const at::Tensor& grad) {
+    return grad.defined() && !grad.is_inference() ? grad.unsafeGetTensorImpl()->version_counter().current_version() : 0;
+  }
+
+  const Context& context_;
+  bool has_hooks_ = false;
+  bool shows_own_ = false;
+  bool left_to_optimizer_ = false;
+  std::vector<Packed> packed_;    // by parameter
+  std::vector<int64_t> written_;  // parameters
+};
+
+// Row ids that every rank announced before the step (torch's `_set_sparse_metadata`), by parameter name. With them only the
+// values are sent: all ranks hold rows for the same ids, so the values are dense and have the same shape.
+using SparseMetadata = std::map<std::string, at::Tensor>;
+
+// The gradient of an unused parameter. It has the dimensions that gradients of embeddings have, because gloo aborts the process
+// if they differ between ranks.
+at::Tensor no_rows(const at::Tensor& param);
+
+// In a bucket of its own; reduced as it is, or on an agreed set of row ids.
+struct SparseGrad {
+  at::Tensor gradient;
+  std::optional<at::Tensor> row_ids;  // only with metadata
+};
+
+// The gradient of parameter `name`, times `scale`, in the form it is reduced in. In place if there is no metadata.
+SparseGrad make_sparse_grad(const at::Tensor& grad, double scale, const std::string& name,
+                            const std::optional<SparseMetadata>& metadata);
+
+// What every packer asks before and after it packs a gradient.
 class PackRules {
  public:
   PackRules(const Context& context, Step& step, BucketLayout& layout, NonFiniteWatch& non_finite, PackedGrads& packed)

@@ -1,13 +1,67 @@
-// Packs gradients into their buckets: one by one in their hooks, or a whole bucket at once.
+// The ways to pack gradients, and which one a step takes.
 #pragma once
 
+#include <memory>
+#include <vector>
+
+#include "bucket/device_pieces.h"
+#include "gpu/bucket_streams.h"
 #include "reducer/graph/used_params.h"
-#include "reducer/pack/hook_packer.h"
 #include "reducer/pack/pack_rules.h"
-#include "reducer/pack/sparse_grad.h"
-#include "reducer/pack/whole_bucket_packer.h"
 
 namespace torchddp::reducer {
+
+// Packs each gradient in its hook, while it is in cache; for CPUs. Called by autograd threads, each for its own parameters.
+class HookPacker {
+ public:
+  explicit HookPacker(const PackRules& rules) : rules_(rules) {}
+
+  // `grad`: the gradient of `param`. param.grad may be another tensor afterwards.
+  void pack(int64_t param, at::Tensor& grad, bool unused, const at::Tensor* incoming) const;
+
+ private:
+  void pack_given_away(int64_t param, at::Tensor& grad, bool unused, const at::Tensor* incoming) const;
+  void copy_into(int64_t param, bucket::GradSlot& slot, const at::Tensor& grad) const;
+  // For a gradient that already lies in its slot.
+  void scale(const BucketLayout::Place& place) const;
+  void look_in_place(int64_t param, const BucketLayout::Place& place, const at::Tensor& grad) const;
+
+  const PackRules& rules_;
+};
+
+// Packs a complete bucket in one launch, on the stream of its last gradient; for devices.
+class WholeBucketPacker {
+ public:
+  explicit WholeBucketPacker(const PackRules& rules) : rules_(rules) {}
+
+  void begin_step();
+  void end_step();
+  // The streams of a dense bucket on a CUDA device; null for other buckets.
+  gpu::BucketStreams* streams(int64_t index) const {
+    return streams_.empty() ? nullptr : streams_[static_cast<size_t>(index)].get();
+  }
+
+  // Called in the hook of a gradient that is reduced where it lies.
+  void note_gradient(int64_t param, const at::Tensor* incoming);
+
+  // Called under the queue's lock. `last`: the parameter whose hook this is, and `incoming` its incoming gradient; -1 if there
+  // is none.
+  void pack(int64_t index, int64_t last, const at::Tensor* incoming);
+
+ private:
+  void leave_to_holders(const bucket::Bucket& bucket) const;
+  void gather(int64_t param, bucket::Bucket& bucket, at::Tensor& grad, const at::Tensor* incoming,
+              bucket::DevicePieces& pieces) const;
+  // Handles a gradient that is reduced where it lies.
+  void place_apart(int64_t param, bucket::GradSlot& slot, at::Tensor& grad, const at::Tensor* incoming) const;
+  void look_at_all(const bucket::Bucket& bucket) const;
+
+  const PackRules& rules_;
+  std::vector<std::unique_ptr<gpu::BucketStreams>> streams_;  // by bucket
+  // By parameter: whether only .grad referred to its memory in its hook. Any other holder may still be reading it on another
+  // stream.
+  std::vector<uint8_t> came_unshared_;
+};
 
 class Packers {
  public:

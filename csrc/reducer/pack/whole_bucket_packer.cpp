@@ -1,4 +1,4 @@
-#include "reducer/pack/whole_bucket_packer.h"
+#include "reducer/pack/packers.h"
 
 #include <c10/core/GradMode.h>
 

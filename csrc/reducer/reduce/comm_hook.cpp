@@ -5,11 +5,16 @@
 #include <mutex>
 #include <set>
 #include <string_view>
+#include <utility>
 
 #include "common/check.h"
 #include "common/errors.h"
+#include "reducer/reduce/futures.h"
+#include "reducer/reduce/reductions.h"
+#include "reducer/report/messages.h"
 
 namespace torchddp::reducer {
+
 namespace {
 
 using GroupPtr = c10::intrusive_ptr<c10d::ProcessGroup>;
@@ -121,6 +126,61 @@ c10d::GradBucket make_grad_bucket(int64_t index, int64_t bucket_count, const buc
   return c10d::GradBucket(static_cast<size_t>(index), static_cast<size_t>(bucket_count), buffer.value_or(bucket.wire()),
                           std::move(offsets), std::move(lengths), std::move(sizes), std::move(variables),
                           buffer ? std::nullopt : bucket.row_ids());
+}
+
+namespace {
+
+class HookReduction final : public Reduction {
+ public:
+  HookReduction(const Context& context, const CommHook& hook, const StepEvents& events, int64_t index, int64_t count)
+      : Reduction(Scaling::kBefore), context_(context), hook_(hook), events_(events), index_(index), count_(count) {}
+
+  void begin(bucket::Bucket& bucket, double /*scale*/) override {
+    const WaitScope waits(events_.live(), "a communication hook that was called", index_);
+    auto grad_bucket = make_grad_bucket(index_, count_, bucket, context_.params);
+    future_ = hook_.run(grad_bucket);
+  }
+
+  bool poll() override { return future_ == nullptr || future_->completed(); }
+
+  void finish(bucket::Bucket& bucket) override {
+    const auto future = std::exchange(future_, nullptr);
+    TDDP_CHECK(future != nullptr, "the communication hook returned no future for bucket ", index_, " on rank ",
+               context_.rank(), ": it must return a torch.futures.Future that holds one tensor");
+    wait_for_future(context_, *future, "the communication hook's future");
+    const auto result = hook_.wait(*future);
+    const auto& flat = bucket.wire();
+    if (bucket.is_sparse()) {
+      if (!result.is_same(flat)) {
+        flat.copy_(result);
+      }
+      return;
+    }
+    TDDP_CHECK(result.numel() == flat.numel(), "the communication hook returned ", result.numel(),
+               " elements for bucket ", index_, " on rank ", context_.rank(), ", which has ", flat.numel(),
+               " (parameters ", list_names(bucket.params(), context_.specs), ")");
+    if (!result.is_alias_of(flat)) {
+      flat.copy_(result.view_as(flat));
+    }
+    bucket.clear_padding();
+  }
+
+  void abandon() noexcept override { future_.reset(); }
+  bool goes_unseen() const override { return true; }
+
+ private:
+  const Context& context_;
+  const CommHook& hook_;
+  const StepEvents& events_;
+  const int64_t index_, count_;  // of all buckets
+  c10::intrusive_ptr<c10::ivalue::Future> future_;
+};
+
+}  // namespace
+
+ReductionPtr make_hook_reduction(const Context& context, const CommHook& hook, const StepEvents& events, int64_t index,
+                                 int64_t count) {
+  return std::make_unique<HookReduction>(context, hook, events, index, count);
 }
 
 }  // namespace torchddp::reducer

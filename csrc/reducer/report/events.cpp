@@ -1,6 +1,34 @@
 #include "reducer/report/events.h"
 
+#include <chrono>
+
+#include "reducer/report/messages.h"
+
 namespace torchddp::reducer {
+
+void StepTimes::count(transport::Traffic operation, int64_t gradient_bytes) {
+  for (size_t i = 0; i < transport::kNumRoutes; ++i) {
+    auto& payload_bytes = operation.routes[i].payload_bytes;
+    if (payload_bytes > 0 && i != static_cast<size_t>(transport::Route::kOuter)) {  // sees only part of them
+      payload_bytes = gradient_bytes;
+    }
+  }
+  traffic += operation;
+}
+
+int64_t wall_clock_ns() {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::system_clock::now().time_since_epoch())
+      .count();
+}
+
+BucketRange::BucketRange(const char* what, int64_t index, const bucket::Bucket& bucket,
+                         std::span<const plan::ParamSpec> specs)
+    : guard_(at::RecordScope::USER_SCOPE) {
+  if (guard_.isActive()) [[unlikely]] {
+    guard_.before(c10::str("torchddp.", what, " bucket ", index, " (", bucket.bytes(),
+                           " bytes: ", list_names(bucket.params(), specs, 2), ")"));
+  }
+}
 
 using timeline::EventKind;
 

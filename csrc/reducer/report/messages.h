@@ -1,11 +1,14 @@
-// The longer error messages: what was got, on which rank, for which parameter and bucket, and what to do.
+// What errors say.
 #pragma once
 
 #include <cstdint>
 #include <span>
 #include <string>
+#include <utility>
 
+#include "common/check.h"
 #include "plan/bucket_plan.h"
+#include "reducer/report/events.h"
 
 namespace torchddp::reducer {
 
@@ -24,5 +27,26 @@ std::string non_finite_message(int rank, int64_t step, std::span<const int64_t> 
 std::string transport_failure_message(int rank, int64_t step, int64_t bucket, int64_t num_buckets,
                                       std::span<const int64_t> params, std::span<const plan::ParamSpec> specs,
                                       const std::string& reason);
+
+// Runs `body`; a TransportError is rethrown as one that says `describe(its text)`.
+template <typename Describe, typename Body>
+decltype(auto) described(Describe&& describe, Body&& body) {
+  try {
+    return body();
+  } catch (const TransportError& error) {
+    throw TransportError(describe(std::string(error.what())));
+  }
+}
+
+// The same for failures within a step: "rank 1, step 3: `what` failed: ...".
+template <typename Body>
+decltype(auto) described_in_step(const Context& context, const StepEvents& events, const std::string& what,
+                                 Body&& body) {
+  return described(
+      [&](const std::string& reason) {
+        return c10::str("rank ", context.rank(), ", step ", events.steps(), ": ", what, " failed: ", reason);
+      },
+      std::forward<Body>(body));
+}
 
 }  // namespace torchddp::reducer

@@ -1,7 +1,8 @@
-// The progress of a step: written by the training threads, readable by any other without ever holding those up.
+// The progress of a step, and the other ranks' processes: written by the training threads, readable by any other without ever holding those up.
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <mutex>
 #include <string>
@@ -9,9 +10,20 @@
 #include <vector>
 
 #include "bucket/bucket.h"
-#include "reducer/report/peer_processes.h"
 
 namespace torchddp::reducer {
+
+// Another rank of this host: a closed connection does not say whose it was.
+struct PeerProcess {
+  int64_t rank = 0;
+  int64_t pid = 0;
+  int64_t started = 0;  // kernel start time, as the pid may have been reused
+};
+
+// Peers that are gone or stopped, with rank and pid, except those that `told` already reports as dead; empty if there are none.
+// A dying process closes its connections before it disappears, so this keeps looking for up to `patience`.
+std::string missing_peers(const std::vector<PeerProcess>& peers, const std::string& told,
+                          std::chrono::milliseconds patience);
 
 enum class Phase : uint8_t { kIdle, kForward, kBackward };
 

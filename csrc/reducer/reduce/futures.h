@@ -1,4 +1,4 @@
-// Futures that communication hooks queued for the end of backward (torch's _install_post_backward_futures).
+// Futures, which their owners may never complete.
 #pragma once
 
 #include <ATen/core/ivalue.h>
@@ -11,6 +11,11 @@
 
 namespace torchddp::reducer {
 
+// Returns once it is complete, successfully or not. After the time limit of the module or its group, throws a TransportError
+// that names `what`.
+void wait_for_future(const Context& context, c10::ivalue::Future& future, const char* what);
+
+// Those that communication hooks queued for the end of backward (torch's _install_post_backward_futures).
 class QueuedFutures {
  public:
   using FuturePtr = c10::intrusive_ptr<c10::ivalue::Future>;
