@@ -18,10 +18,10 @@ from torchddp.sharded import ShardedDataParallel
 def large_from(limit_bytes: int) -> Iterator[None]:
     """Models constructed in the block reduce gradients of at least `limit_bytes` in place, over NCCL; 0: none."""
 
-    def adopt_bytes(options: DDPOptions) -> int:
+    def in_place_bytes(options: DDPOptions) -> int:
         return limit_bytes if options.adopt_large_gradients and not options.gradient_as_bucket_view else 0
 
-    with mock.patch.object(DDPOptions, "adopt_bytes", property(adopt_bytes)):
+    with mock.patch.object(DDPOptions, "in_place_bytes", property(in_place_bytes)):
         yield
 
 
@@ -31,10 +31,10 @@ def packed_whole() -> AbstractContextManager[Any]:
 
 
 class _PacksWhole:
-    adopt_bytes = 0
+    in_place_bytes = 0
 
     def _ddp_init_helper(self, *args: Any, **kwargs: Any) -> None:
-        with packed_whole(), large_from(self.adopt_bytes):
+        with packed_whole(), large_from(self.in_place_bytes):
             super()._ddp_init_helper(*args, **kwargs)  # type: ignore[misc]  # of the class it is mixed into
 
 
@@ -66,10 +66,10 @@ class PaddedBuckets(_PadsSlots, torchddp.DistributedDataParallel):
     """As on GPUs, gradients are aligned to cache lines, with zeros between them."""
 
 
-class LargeApart(PaddedBuckets):
+class LargeInPlace(PaddedBuckets):
     """The GPU code path over NCCL: gradients of 256 bytes or more stay where autograd allocated them."""
 
-    adopt_bytes = 256
+    in_place_bytes = 256
 
 
 class PaddedSharded(_PadsSlots, ShardedDataParallel):

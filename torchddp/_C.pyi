@@ -225,7 +225,7 @@ class Reducer:
         gradient_stats: bool = ...,
         find_nonfinite: bool = ...,
         raise_nonfinite: bool = ...,
-        adopt_bytes: int = ...,
+        in_place_bytes: int = ...,
         pack_whole_buckets: bool = ...,
         weighted: bool = ...,
         zero_weights_raise: bool = ...,

@@ -23,7 +23,7 @@ std::shared_ptr<Reducer> make_reducer(std::vector<at::Tensor> params, std::vecto
                                       bool compiled_autograd_takes_over, std::optional<at::ScalarType> wire_dtype,
                                       std::optional<at::ScalarType> reduce_dtype, GradPrecision grad_precision,
                                       bool gradient_stats, bool find_nonfinite, bool raise_nonfinite,
-                                      int64_t adopt_bytes, bool pack_whole_buckets, bool weighted,
+                                      int64_t in_place_bytes, bool pack_whole_buckets, bool weighted,
                                       bool zero_weights_raise, std::chrono::milliseconds timeout) {
   ReducerConfig config;
   config.limits = {std::move(caps_bytes), solo_bytes};
@@ -38,7 +38,7 @@ std::shared_ptr<Reducer> make_reducer(std::vector<at::Tensor> params, std::vecto
   config.gradient_stats = gradient_stats;
   config.find_non_finite = find_nonfinite;
   config.raise_non_finite = raise_nonfinite;
-  config.adopt_bytes = adopt_bytes;
+  config.in_place_bytes = in_place_bytes;
   config.pack_whole_buckets = pack_whole_buckets;
   config.weighted = weighted;
   config.zero_weights_raise = zero_weights_raise;
@@ -187,7 +187,7 @@ void bind_reducer(py::module_& m) {
         py::arg("compiled_autograd_takes_over") = false, py::arg("wire_dtype") = py::none(),
         py::arg("reduce_dtype") = py::none(), py::arg("grad_precision") = GradPrecision::kOfParameter,
         py::arg("gradient_stats") = false, py::arg("find_nonfinite") = false, py::arg("raise_nonfinite") = false,
-        py::arg("adopt_bytes") = 0, py::arg("pack_whole_buckets") = false, py::arg("weighted") = false,
+        py::arg("in_place_bytes") = 0, py::arg("pack_whole_buckets") = false, py::arg("weighted") = false,
         py::arg("zero_weights_raise") = true, py::arg("timeout") = transport::kTransportTimeout);
   m.def(
       "finished_steps", [] { return all_finished_steps.load(std::memory_order_relaxed); },

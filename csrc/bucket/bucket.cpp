@@ -78,9 +78,9 @@ Bucket::Bucket(const plan::BucketSpec& spec, std::span<const at::Tensor> params,
   slots_.reserve(spec.slots.size());
   for (const auto& slot : spec.slots) {
     const auto& param = params[static_cast<size_t>(slot.param)];
-    if (slot.offset == plan::kApart) {
-      apart_.push_back(at::empty({slot.numel}, flat_.options()));
-      slots_.emplace_back(apart_.back(), 0, param, keeping).lie_apart(transport);
+    if (slot.offset == plan::kInPlace) {
+      in_place_.push_back(at::empty({slot.numel}, flat_.options()));
+      slots_.emplace_back(in_place_.back(), 0, param, keeping).lie_in_place(transport);
     } else {
       slots_.emplace_back(flat_, slot.offset, param, keeping);
     }
@@ -111,15 +111,15 @@ bool Bucket::arrive() {
   return left == 0;
 }
 
-void Bucket::release_apart() {
+void Bucket::release_in_place() {
   for (auto& slot : slots_) {
-    slot.release_if_apart();
+    slot.release_if_in_place();
   }
 }
 
 at::Tensor Bucket::values(int64_t i) const {
   const auto& slot = slots_[static_cast<size_t>(i)];
-  return slot.is_apart() ? slot.flat() : flat_.narrow(0, offsets_[static_cast<size_t>(i)], slot.numel());
+  return slot.is_in_place() ? slot.flat() : flat_.narrow(0, offsets_[static_cast<size_t>(i)], slot.numel());
 }
 
 void Bucket::make_wire() {
@@ -135,7 +135,7 @@ void Bucket::find_padding() {
   padding_.clear();
   int64_t end = 0;
   for (size_t i = 0; i < slots_.size(); ++i) {
-    if (!slots_[i].is_apart()) {
+    if (!slots_[i].is_in_place()) {
       if (offsets_[i] > end) {
         padding_.push_back(flat_.narrow(0, end, offsets_[i] - end));
       }
@@ -177,7 +177,7 @@ void Bucket::move(transport::Transport& transport) {
   make_wire();
   find_padding();
   for (auto& slot : slots_) {
-    if (!slot.is_apart()) {
+    if (!slot.is_in_place()) {
       slot.follow();
     }
   }
@@ -201,14 +201,14 @@ void Bucket::measure(const at::Tensor& stats) const {
     return;
   }
   measure_flat(wire_, stats);
-  for (const auto& gradient : apart_) {
+  for (const auto& gradient : in_place_) {
     measure_flat(gradient, stats);
   }
 }
 
 int64_t Bucket::bytes() const {
   auto bytes = sparse_ ? 0 : static_cast<int64_t>(flat_.nbytes());
-  for (const auto& gradient : apart_) {
+  for (const auto& gradient : in_place_) {
     bytes += static_cast<int64_t>(gradient.nbytes());
   }
   return bytes;

@@ -32,7 +32,7 @@ const char* name_of(BucketState state);
 class Bucket {
  public:
   // `params`: all parameters of the reducer, indexed by the plan's slots. A bucket owned by another rank has no memory yet.
-  // Gradients with offset plan::kApart are reduced where they lie, see Note [Adopted gradients] in grad_slot.h.
+  // Gradients with offset plan::kInPlace are reduced where they lie, see Note [Adopted gradients] in grad_slot.h.
   Bucket(const plan::BucketSpec& spec, std::span<const at::Tensor> params, transport::Transport& transport,
          const Keeping& keeping);
 
@@ -56,9 +56,9 @@ class Bucket {
   // set.
   const at::Tensor& wire() const { return wire_; }
   // The gradients that are reduced where they lie, each 1-d; without memory between steps.
-  const std::vector<at::Tensor>& apart() const { return apart_; }
+  const std::vector<at::Tensor>& in_place() const { return in_place_; }
   // At the end of a step: the memory now belongs to whoever holds the gradients.
-  void release_apart();
+  void release_in_place();
   // The values of slot `i`, 1-d.
   at::Tensor values(int64_t i) const;
   // The same memory in the parameters' dtype, or the sparse gradient.
@@ -126,7 +126,7 @@ class Bucket {
   std::vector<GradSlot> slots_;
   at::Tensor flat_;
   at::Tensor wire_;
-  std::vector<at::Tensor> apart_;
+  std::vector<at::Tensor> in_place_;
   std::vector<at::Tensor> padding_;  // of flat_
   std::optional<at::Tensor> row_ids_;
   std::atomic<BucketState> state_{BucketState::kIdle};

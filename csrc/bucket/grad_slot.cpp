@@ -63,10 +63,10 @@ bool GradSlot::adopt(const at::Tensor& grad) {
   return true;
 }
 
-void GradSlot::lie_apart(const transport::Transport& transport) {
+void GradSlot::lie_in_place(const transport::Transport& transport) {
   allow_adoption(transport);
-  is_apart_ = true;
-  release_if_apart();
+  is_in_place_ = true;
+  release_if_in_place();
 }
 
 void GradSlot::take_fresh_memory() {
@@ -75,8 +75,8 @@ void GradSlot::take_fresh_memory() {
   rebind();
 }
 
-void GradSlot::release_if_apart() {
-  if (is_apart_) {
+void GradSlot::release_if_in_place() {
+  if (is_in_place_) {
     release_memory();
     flat_.unsafeGetTensorImpl()->set_storage_keep_dtype(
         c10::Storage(c10::Storage::use_byte_size_t(), 0, c10::DataPtr(nullptr, flat_.device())));
@@ -174,7 +174,7 @@ at::Tensor GradSlot::clone_as(at::ScalarType dtype) const {
 }
 
 std::optional<GradSlot::Piece> GradSlot::piece_of(const at::Tensor& grad) const {
-  if (is_apart_ || grad.layout() != at::kStrided || !grad.has_storage() || grad.device() != flat_.device() ||
+  if (is_in_place_ || grad.layout() != at::kStrided || !grad.has_storage() || grad.device() != flat_.device() ||
       grad.is_conj() || grad.is_neg() || grad.sizes() != c10::IntArrayRef(sizes_) || !lies_as_slot(grad) ||
       grad.is_complex() != flat_.is_complex()) {
     return std::nullopt;

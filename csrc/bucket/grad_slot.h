@@ -14,7 +14,7 @@ namespace torchddp::bucket {
 // is re-pointed and nothing is allocated. The slot keeps the gradient alive until the next one arrives, so memory rotates
 // between steps as it does when a bucket is copied into.
 //
-// On a device, the large gradients of a bucket are reduced where they lie (`adopt_bytes`) and only the small ones are packed.
+// On a device, the large gradients of a bucket are reduced where they lie (`in_place_bytes`) and only the small ones are packed.
 // Such a slot has memory from the moment its bucket is complete until the end of the step: the gradient's own, which stays
 // param.grad, or, where that can't be used (another layout, shared, part of a graph, missing), temporary memory for this step.
 // Which slots these are follows from the plan, so it is the same on all ranks, whatever their gradients are.
@@ -44,11 +44,11 @@ class GradSlot : public SlotView {
   // The slot fills its flat tensor, so it may adopt any memory that the bucket's transport reaches.
   void allow_adoption(const transport::Transport& transport) { adopter_ = &transport; }
   // The flat tensor belongs to the slot alone, and has memory only from take_fresh_memory() or adopt() until
-  // release_if_apart().
-  void lie_apart(const transport::Transport& transport);
-  bool is_apart() const { return is_apart_; }
+  // release_if_in_place().
+  void lie_in_place(const transport::Transport& transport);
+  bool is_in_place() const { return is_in_place_; }
   void take_fresh_memory();
-  void release_if_apart();
+  void release_if_in_place();
   const at::Tensor& flat() const { return flat_; }
   // flat <- flat * scale, for a gradient that was accumulated in place.
   void scale_in_place(double scale);
@@ -75,7 +75,7 @@ class GradSlot : public SlotView {
   void pack_plain(const void* source, kernels::DType source_dtype, double scale, int64_t* non_finite = nullptr);
 
   const transport::Transport* adopter_ = nullptr;
-  bool is_apart_ = false;
+  bool is_in_place_ = false;
 };
 
 }  // namespace torchddp::bucket

@@ -23,7 +23,7 @@ at::Tensor tensor_at(void* data, int64_t numel, kernels::DType dtype, at::Device
 }
 
 // Except for what is already in place.
-void copy_apart(const Tensors& to, const Tensors& from) {
+void copy_if_elsewhere(const Tensors& to, const Tensors& from) {
   Tensors targets;
   Tensors sources;
   for (size_t i = 0; i < to.size(); ++i) {
@@ -56,7 +56,7 @@ void move_by_operators(kernels::Direction direction, const GradSlot& slot, std::
     }
   }
   if (scale == 1.0 || to.empty()) {
-    copy_apart(to, from);
+    copy_if_elsewhere(to, from);
     return;
   }
   TDDP_CHECK(kernels::is_float(flat_type) && kernels::is_float(outside_type), "gradients of dtype ",
@@ -65,7 +65,7 @@ void move_by_operators(kernels::Direction direction, const GradSlot& slot, std::
   const auto product = c10::promoteTypes(
       at::kFloat, c10::promoteTypes(transport::scalar_type(flat_type), transport::scalar_type(outside_type)));
   if (product == to.front().scalar_type()) {
-    copy_apart(to, from);
+    copy_if_elsewhere(to, from);
     at::_foreach_mul_(to, scale);
     return;
   }

@@ -8,7 +8,7 @@
 namespace torchddp::gpu {
 
 int all_reduce_together(Nccl& nccl, Comm comm, Stream stream, kernels::DType type, const Memory& packed,
-                        std::span<const Memory> others, double scale, int size) {
+                        std::span<const Memory> in_place, double scale, int size) {
   SumOp scaled_sum = kPlainSum;
   if (size > 1 || scale != 1.0) {
     if (const auto result = nccl.make_pre_mul_sum(&scaled_sum, scale, type, comm); result != kNcclSuccess) {
@@ -23,7 +23,7 @@ int all_reduce_together(Nccl& nccl, Comm comm, Stream stream, kernels::DType typ
       }
     };
     add(packed, kPlainSum);
-    for (const auto& memory : others) {
+    for (const auto& memory : in_place) {
       add(memory, scaled_sum);
     }
     // Also after an error, or the thread would stay in the group.

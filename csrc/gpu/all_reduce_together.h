@@ -17,7 +17,7 @@ struct Memory {
 // kind of sum must not depend on the scale, in which ranks may differ, because NCCL could then choose different algorithms.
 // Without peers (`size` 1) it may.
 int all_reduce_together(Nccl& nccl, Comm comm, Stream stream, kernels::DType type, const Memory& packed,
-                        std::span<const Memory> others, double scale, int size);
+                        std::span<const Memory> in_place, double scale, int size);
 
 // Whether NCCL may multiply values of `type` by `scale`, which it rounds to that type. (torch forms the product in float.)
 bool can_scale_by(kernels::DType type, double scale);

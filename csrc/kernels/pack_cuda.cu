@@ -27,7 +27,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
 }
 
 template <int kCapacity>
-int launch(const Job& job, PieceTable<kCapacity>& table, uint32_t num_blocks, cudaStream_t stream) {
+int launch(const PackJob& job, PieceTable<kCapacity>& table, uint32_t num_blocks, cudaStream_t stream) {
   using Kernel = void (*)(PieceTable<kCapacity>);
   const Kernel kernel = visit_kernel(job, [](auto pack) -> Kernel { return pack_kernel<decltype(pack), kCapacity>; });
   void* arguments[] = {&table};
@@ -40,7 +40,7 @@ int launch(const Job& job, PieceTable<kCapacity>& table, uint32_t num_blocks, cu
 
 int move_on_device(Direction direction, void* flat, DType flat_type, const DevicePiece* pieces, int64_t count,
                    DType outside_type, double scale, void* stream) {
-  const device::Job job{direction, flat, flat_type, pieces, count, outside_type, scale};
+  const device::PackJob job{direction, flat, flat_type, pieces, count, outside_type, scale};
   return device::for_each_launch(job, [&](auto& table, uint32_t num_blocks) {
     return device::launch(job, table, num_blocks, static_cast<cudaStream_t>(stream));
   });

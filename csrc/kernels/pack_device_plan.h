@@ -26,7 +26,7 @@ inline constexpr uint32_t kMaxBlocks = 4096;
 
 inline constexpr int kInvalidValue = 1;  // cudaErrorInvalidValue
 
-struct Job {
+struct PackJob {
   Direction direction;
   void* flat;
   DType flat_type;
@@ -63,13 +63,13 @@ inline bool is_aligned(const void* pointer, DType dtype) {
   return reinterpret_cast<uintptr_t>(pointer) % static_cast<uintptr_t>(item_size(dtype)) == 0;
 }
 
-inline bool is_valid(const Job& job, const DevicePiece& piece) {
+inline bool is_valid(const PackJob& job, const DevicePiece& piece) {
   if (piece.numel == 0) return true;
   return piece.numel > 0 && piece.numel <= kMaxNumel && piece.begin >= 0 && piece.begin <= kMaxNumel &&
          piece.outside != nullptr && job.flat != nullptr && is_aligned(piece.outside, job.outside_type);
 }
 
-inline bool is_valid(const Job& job) {
+inline bool is_valid(const PackJob& job) {
   if (!job.is_copy() && (!is_float(job.flat_type) || !is_float(job.outside_type))) return false;
   if (job.count < 0 || !is_aligned(job.flat, job.flat_type)) return false;
   int64_t num_tiles = 0;
@@ -97,7 +97,7 @@ auto visit_cast(DType src_type, const Visit& visit) {
 
 // Returns visit() of the Pack<Dst, Src> that does the job.
 template <class Visit>
-auto visit_kernel(const Job& job, const Visit& visit) {
+auto visit_kernel(const PackJob& job, const Visit& visit) {
   if (job.is_copy()) {
     switch (item_size(job.dst_type())) {
       case 1:
@@ -124,7 +124,7 @@ auto visit_kernel(const Job& job, const Visit& visit) {
 
 // Fills `table` with as many non-empty pieces as fit, starting at `next`; returns where the rest begins.
 template <int kCapacity>
-int64_t fill_table(PieceTable<kCapacity>& table, const Job& job, int64_t next) {
+int64_t fill_table(PieceTable<kCapacity>& table, const PackJob& job, int64_t next) {
   table.scale = job.scale;
   table.count = 0;
   table.first_tile[0] = 0;
@@ -142,7 +142,7 @@ int64_t fill_table(PieceTable<kCapacity>& table, const Job& job, int64_t next) {
 
 // The launches of a job, in order. launch(table, num_blocks) returns an error, or 0 to continue.
 template <class Launch>
-int for_each_launch(const Job& job, const Launch& launch) {
+int for_each_launch(const PackJob& job, const Launch& launch) {
   if (!is_valid(job)) return kInvalidValue;
   int64_t left = 0;
   for (int64_t i = 0; i < job.count; ++i) left += job.pieces[i].numel > 0 ? 1 : 0;

@@ -188,12 +188,12 @@ BucketPlan make_bucket_plan(std::span<const ParamSpec> params, std::span<const i
   return plan_of(buckets, params);
 }
 
-BucketSpec lay_apart(BucketSpec bucket, std::span<const ParamSpec> params, int64_t bytes) {
+BucketSpec lay_in_place(BucketSpec bucket, std::span<const ParamSpec> params, int64_t bytes) {
   bucket.numel = 0;
   for (Slot& slot : bucket.slots) {
     const ParamSpec& spec = params[static_cast<size_t>(slot.param)];
-    slot.offset = spec.bytes() >= bytes ? kApart : begin_after(bucket.numel, spec);
-    if (slot.offset != kApart) bucket.numel = slot.offset + slot.numel;
+    slot.offset = spec.bytes() >= bytes ? kInPlace : begin_after(bucket.numel, spec);
+    if (slot.offset != kInPlace) bucket.numel = slot.offset + slot.numel;
   }
   return bucket;
 }

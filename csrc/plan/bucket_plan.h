@@ -73,8 +73,8 @@ BucketPlan plan_of(const BucketIndices& buckets, std::span<const ParamSpec> para
 
 // The offset of parameters of at least this many bytes in buckets that leave them where they are; the other slots close the
 // gap.
-inline constexpr int64_t kApart = -1;
-BucketSpec lay_apart(BucketSpec bucket, std::span<const ParamSpec> params, int64_t bytes);
+inline constexpr int64_t kInPlace = -1;
+BucketSpec lay_in_place(BucketSpec bucket, std::span<const ParamSpec> params, int64_t bytes);
 
 // Throws std::invalid_argument naming parameter and bucket unless every parameter lies in exactly one bucket, with
 // matching dtype, device and owner, where its alignment puts it, sparse ones alone.

@@ -47,12 +47,12 @@ void JoinShadow::take_part() {
 }
 
 std::unique_ptr<transport::Work> JoinShadow::start(int64_t index, const at::Tensor& buffer) const {
-  std::vector<at::Tensor> others;
-  for (const auto& gradient : layout_.bucket(index).apart()) {
-    others.push_back(at::zeros_like(gradient));
+  std::vector<at::Tensor> in_place;
+  for (const auto& gradient : layout_.bucket(index).in_place()) {
+    in_place.push_back(at::zeros_like(gradient));
   }
   auto work = context_.transport->make_work();
-  context_.transport->start(transport::Collective::all_reduce(buffer, all_reduce_options(context_, index), {others}),
+  context_.transport->start(transport::Collective::all_reduce(buffer, all_reduce_options(context_, index), {in_place}),
                             *work);
   return work;
 }

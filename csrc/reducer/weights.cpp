@@ -268,7 +268,7 @@ void Weights::correct(bucket::Bucket& bucket) {
     return;
   }
   bucket.wire().mul_(factor_);
-  for (auto gradient : bucket.apart()) {
+  for (auto gradient : bucket.in_place()) {
     gradient.mul_(factor_);
   }
 }

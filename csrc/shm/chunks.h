@@ -9,13 +9,13 @@
 
 #include <span>
 
+#include "shm/algorithm.h"
 #include "shm/grid.h"
 #include "shm/inputs.h"
-#include "shm/way.h"
 
 namespace torchddp::shm {
 
-class Chunks final : public Way {
+class Chunks final : public Algorithm {
  public:
   Chunks(Job& job, Inputs& inputs) : job_(job), inputs_(inputs) {}
 

@@ -55,19 +55,19 @@ void Copier::copy(void* to, const void* from, int64_t bytes) {
   using Clock = std::chrono::steady_clock;
   const auto size = std::min<int>(std::bit_width(static_cast<uint64_t>(bytes) / 1024), kSizes) - 1;
   auto& quicker = quicker_[static_cast<size_t>(size)];
-  const auto way = [&] {
+  const auto choice = [&] {
     const std::lock_guard lock(mutex_);
-    return quicker.way();
+    return quicker.choice();
   }();
   const auto start = Clock::now();
-  if (way == kStream) {
+  if (choice == kStream) {
     stream_copy(to, from, bytes);
   } else {
     std::memcpy(to, from, static_cast<size_t>(bytes));
   }
   const std::chrono::duration<double> took = Clock::now() - start;
   const std::lock_guard lock(mutex_);
-  quicker.took(way, took.count() / static_cast<double>(bytes) * (way == kStream ? kReader : 1));
+  quicker.took(choice, took.count() / static_cast<double>(bytes) * (choice == kStream ? kReader : 1));
 }
 
 }  // namespace torchddp::shm

@@ -40,8 +40,8 @@ bool agrees(const Terms& terms, const Operation& mine) {
 // Keeps the compiler from reading it again: the peer may have changed it.
 void read_once() { std::atomic_signal_fence(std::memory_order_seq_cst); }
 
-Place place_of(const Post& post) {
-  Place place;
+Location location_of(const Post& post) {
+  Location place;
   std::memcpy(&place, post.data.data(), sizeof(place));
   read_once();
   return place;
@@ -117,7 +117,7 @@ std::byte* Inputs::find_block(int rank) const {
   if (is_eager(job_.operation, job_.board)) {
     return post.data.data();
   }
-  const auto offset = place_of(post).offset;
+  const auto offset = location_of(post).offset;
   if (!job_.board.holds(rank, offset, job_.operation.bytes())) {
     fail_outside(job_, rank);
   }

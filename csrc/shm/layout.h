@@ -46,7 +46,7 @@ struct Terms {
 };
 
 // The location of an input that is not sent in the post: offsets in the rank's segment.
-struct Place {
+struct Location {
   int64_t offset;
 };
 
@@ -54,7 +54,7 @@ struct Place {
 struct alignas(64) Post {
   std::atomic<uint64_t> number;  // the operation's number plus one. Written last, read first
   Terms terms;
-  std::array<std::byte, kEagerBytes> data;  // the input, or its Place
+  std::array<std::byte, kEagerBytes> data;  // the input, or its Location
 };
 
 struct Slot {

@@ -2,12 +2,12 @@
 // was in the post.
 #pragma once
 
+#include "shm/algorithm.h"
 #include "shm/inputs.h"
-#include "shm/way.h"
 
 namespace torchddp::shm {
 
-class Pull final : public Way {
+class Pull final : public Algorithm {
  public:
   Pull(Job& job, Inputs& inputs) : job_(job), inputs_(inputs) {}
 

@@ -12,14 +12,14 @@ namespace torchddp::shm {
 class Quicker {
  public:
   // The way to take now: 0, the initial choice, or 1.
-  int way() const { return trials_ > 0 ? 1 - best_ : best_; }
+  int choice() const { return trials_ > 0 ? 1 - best_ : best_; }
 
   // What it cost, in any unit, for a comparable amount of work.
-  void took(int way, double cost) {
-    auto& known = cost_[static_cast<size_t>(way)];
+  void took(int choice, double cost) {
+    auto& known = cost_[static_cast<size_t>(choice)];
     // Being descheduled makes a run look slow, so rare slow results are trusted slowly.
     known = cost < known ? cost : known + (std::min(cost, 2 * known) - known) / 8;
-    if (way == best_) {
+    if (choice == best_) {
       const bool has_changed = known > kChange * at_decision_;
       if (trials_ == 0 && (--until_trial_ <= 0 || has_changed)) {
         trials_ = kTrials;

@@ -11,7 +11,11 @@
 namespace torchddp::shm {
 
 Running::Running(const EngineConfig& config, const Board& board, Failure& failure, Done& done)
-    : job_{config, board, failure, done}, inputs_(job_), pull_(job_, inputs_), chunks_(job_, inputs_), way_(&pull_) {}
+    : job_{config, board, failure, done},
+      inputs_(job_),
+      pull_(job_, inputs_),
+      chunks_(job_, inputs_),
+      algorithm_(&pull_) {}
 
 void Running::start(const Operation& started, uint64_t number) {
   auto& post = job_.board.slot(job_.rank(), number).post;
@@ -22,8 +26,8 @@ void Running::start(const Operation& started, uint64_t number) {
   is_worked_ = is_finished_ = false;
   next_done_ = 0;
   inputs_.begin();
-  way_ = is_chunked(started, job_.board) ? static_cast<Way*>(&chunks_) : &pull_;
-  way_->begin();
+  algorithm_ = is_chunked(started, job_.board) ? static_cast<Algorithm*>(&chunks_) : &pull_;
+  algorithm_->begin();
   post.terms = inputs_.terms();
   post.number.store(number + 1);
   if (is_eager(started, job_.board)) {
@@ -53,7 +57,7 @@ void Running::put_input(Post& post) const {
     }
     return;
   }
-  Place place{0};
+  Location place{0};
   if (input != nullptr) {
     place.offset = input - board.base(board.rank());
     if (!board.holds(board.rank(), place.offset, operation.bytes())) {
@@ -64,7 +68,7 @@ void Running::put_input(Post& post) const {
 }
 
 bool Running::work() {
-  is_worked_ = way_->work();
+  is_worked_ = algorithm_->work();
   if (is_worked_) {
     inputs_.close();
   }
@@ -72,7 +76,7 @@ bool Running::work() {
 }
 
 bool Running::finish_outer() {
-  is_finished_ = way_ != &chunks_ || chunks_.finish_outer();
+  is_finished_ = algorithm_ != &chunks_ || chunks_.finish_outer();
   return is_finished_;
 }
 
@@ -91,7 +95,7 @@ bool Running::is_recyclable() {
 
 bool Running::waits_for(int rank) {
   const bool lags = job_.board.header(rank).done.load() <= job_.seq;
-  return way_->waits_for(rank, is_worked_) || (lags && is_complete());  // in that case the slot is waited for
+  return algorithm_->waits_for(rank, is_worked_) || (lags && is_complete());  // in that case the slot is waited for
 }
 
 bool Running::is_shared_work() const {

@@ -24,16 +24,16 @@ class Running {
   bool work();
   // Between hosts. False until the shard that work() passed to the outer link is summed.
   bool finish_outer();
-  // See Way.
-  bool help() { return way_->help(); }
-  bool has_helpers() const { return way_->has_helpers(); }
+  // See Algorithm.
+  bool help() { return algorithm_->help(); }
+  bool has_helpers() const { return algorithm_->has_helpers(); }
   // It is complete, so no rank adds to the counts any more. Values that other hosts add to a sum are not checked.
   void settle();
 
   uint64_t seq() const { return job_.seq; }
   bool is_all_reduce() const { return job_.operation.kind == OpKind::kAllReduce; }
   bool is_worked() const { return is_worked_; }
-  bool is_complete() { return is_worked_ && way_->is_complete(); }
+  bool is_complete() { return is_worked_ && algorithm_->is_complete(); }
   // No rank looks at the slot any more.
   bool is_recyclable();
   // Whether this rank's post may be the last one that some rank waits for, as far as can be seen.
@@ -52,7 +52,7 @@ class Running {
   Inputs inputs_;
   Pull pull_;
   Chunks chunks_;
-  Way* way_;
+  Algorithm* algorithm_;
   bool is_worked_ = false;    // work() has returned true
   bool is_finished_ = false;  // and so has finish_outer()
   int next_done_ = 0;         // the first rank not yet seen to have released the slot

@@ -88,8 +88,8 @@ class Run {
 }  // namespace
 
 bool Pieces::sum_for_themselves(const shm::Operation& whole, const shm::Board& board) {
-  const bool is_apart = !shm::is_eager(whole, board) && !board.spans();
-  return is_apart && board.size() > 1 && board.size() <= kMaxRanks && !board.is_crowded();
+  const bool is_in_place = !shm::is_eager(whole, board) && !board.spans();
+  return is_in_place && board.size() > 1 && board.size() <= kMaxRanks && !board.is_crowded();
 }
 
 bool Pieces::are_used(const shm::Operation& whole) { return whole.bytes() >= kMinBytes; }

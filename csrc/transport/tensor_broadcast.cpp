@@ -36,12 +36,12 @@ TensorBroadcast::TensorBroadcast(std::shared_ptr<Transport> transport, int64_t m
                                                                    : std::min(message_bytes, kPieceBytes)),
       timeout_(timeout) {}
 
-TensorBroadcast::Way TensorBroadcast::way(const at::Tensor& tensor) const {
+TensorBroadcast::Sending TensorBroadcast::sending(const at::Tensor& tensor) const {
   const auto bytes = padded_bytes(tensor);
   if (!transport_->capabilities().reaches_any_memory && tensor.device().is_cpu()) {
-    return bytes > message_bytes_ ? Way::kInPieces : Way::kTogether;
+    return bytes > message_bytes_ ? Sending::kInPieces : Sending::kTogether;
   }
-  return bytes >= kAloneBytes && tensor.is_contiguous() ? Way::kAlone : Way::kTogether;
+  return bytes >= kAloneBytes && tensor.is_contiguous() ? Sending::kAlone : Sending::kTogether;
 }
 
 void TensorBroadcast::reserve(std::span<const at::Tensor> tensors) {
@@ -79,15 +79,15 @@ void TensorBroadcast::run(std::span<const at::Tensor> tensors, int root) {
   };
   for (size_t i = 0; i < tensors.size(); ++i) {
     const auto more = padded_bytes(tensors[i]);
-    const auto way = this->way(tensors[i]);
-    if (way != Way::kTogether || bytes + more > message_bytes_) {
+    const auto sending = this->sending(tensors[i]);
+    if (sending != Sending::kTogether || bytes + more > message_bytes_) {
       send_collected(i);
     }
-    if (way == Way::kTogether) {
+    if (sending == Sending::kTogether) {
       bytes += more;
       continue;
     }
-    if (way == Way::kAlone) {
+    if (sending == Sending::kAlone) {
       run_alone(tensors[i], root);
     } else {
       run_in_pieces(tensors[i], root);

@@ -23,8 +23,8 @@ class TensorBroadcast {
   void run(std::span<const at::Tensor> tensors, int root);
 
  private:
-  enum class Way { kTogether, kAlone, kInPieces };
-  Way way(const at::Tensor& tensor) const;
+  enum class Sending { kTogether, kAlone, kInPieces };
+  Sending sending(const at::Tensor& tensor) const;
   void run_together(std::span<const at::Tensor> tensors, int64_t bytes, int root);
   // Where the message has `tensor`, the index-th that is copied by operators: the view of the last run, if it fits.
   at::Tensor& place(size_t index, const at::Tensor& message, int64_t offset, const at::Tensor& tensor);

@@ -23,16 +23,16 @@ at::Tensor Transport::allocate_scratch(int64_t bytes, at::Device device) {
 
 void Transport::check_arguments(const Collective& operation) const {
   const auto* const name = operation.name();
-  const auto& [kind, output, input, root, options, others] = operation;
+  const auto& [kind, output, input, root, options, in_place] = operation;
   for (const auto* tensor : {&input, &output}) {
     TDDP_CHECK(tensor->defined() && (tensor->is_sparse() || tensor->is_contiguous()), name, " on rank ", rank(),
                " needs a contiguous tensor");
   }
-  TDDP_INTERNAL(others.tensors.empty() || capabilities_.sums_alongside, name, " through ", this->name(),
-                " takes no tensors alongside");
-  for (const auto& tensor : others.tensors) {
+  TDDP_INTERNAL(in_place.tensors.empty() || capabilities_.sums_in_place, name, " through ", this->name(),
+                " takes no further tensors in place");
+  for (const auto& tensor : in_place.tensors) {
     TDDP_INTERNAL(tensor.is_contiguous() && tensor.scalar_type() == input.scalar_type(), name,
-                  " takes contiguous tensors of one dtype alongside");
+                  " takes contiguous tensors of one dtype in place");
   }
   TDDP_CHECK(input.scalar_type() == output.scalar_type(), name, " on rank ", rank(), ": input is ", input.scalar_type(),
              ", output ", output.scalar_type());
@@ -60,7 +60,7 @@ void Transport::start(const Collective& operation, Work& work) {
     return;
   }
   auto bytes = std::max(bytes_of(operation.input), bytes_of(operation.output));
-  for (const auto& tensor : operation.others.tensors) {
+  for (const auto& tensor : operation.in_place.tensors) {
     bytes += bytes_of(tensor);
   }
   auto on_wire = one_way_bytes(bytes, size());

@@ -31,8 +31,8 @@ struct SumOptions {
 };
 
 // More tensors for an all_reduce, each where it lies: the sum over ranks of tensor * scale, in place. Floating point, one
-// dtype, the same number and sizes on all ranks, which may differ in the scale. Only if the transport sums_alongside.
-struct Alongside {
+// dtype, the same number and sizes on all ranks, which may differ in the scale. Only if the transport sums_in_place.
+struct InPlace {
   std::span<const at::Tensor> tensors = {};  // until start() returns
   double scale = 1.0;
 };
@@ -41,9 +41,9 @@ struct Alongside {
 struct Collective {
   enum class Kind : uint8_t { kAllReduce, kReduce, kReduceScatter, kAllGather, kBroadcast, kBarrier };
 
-  // In place: the sum over ranks of tensor * options.scale. May be empty if there are tensors alongside.
-  static Collective all_reduce(const at::Tensor& tensor, const SumOptions& options = {}, const Alongside& others = {}) {
-    return {Kind::kAllReduce, tensor, tensor, 0, options, others};
+  // In place: the sum over ranks of tensor * options.scale. May be empty if there are others in place.
+  static Collective all_reduce(const at::Tensor& tensor, const SumOptions& options = {}, const InPlace& in_place = {}) {
+    return {Kind::kAllReduce, tensor, tensor, 0, options, in_place};
   }
   // In place on rank `root`: the sum over ranks of tensor * options.scale. On the others the values are unspecified afterwards.
   static Collective reduce(const at::Tensor& tensor, int root, const SumOptions& options = {}) {
@@ -68,7 +68,7 @@ struct Collective {
   at::Tensor output = {}, input = {};
   int root = 0;
   SumOptions options = {};
-  Alongside others = {};
+  InPlace in_place = {};
 };
 
 struct Capabilities {
@@ -78,9 +78,9 @@ struct Capabilities {
   bool scales = false;
   // all_reduce can send fp32 in 16 bits.
   bool narrows = false;
-  // all_reduce takes tensors alongside, and scales them for less than a pass over memory.
-  bool sums_alongside = false;
-  bool scales_alongside = false;
+  // all_reduce takes further tensors in place, and scales them for less than a pass over memory.
+  bool sums_in_place = false;
+  bool scales_in_place = false;
   // The bytes on the wire follow from Note [Bytes on the wire]; otherwise launch() counts them.
   bool is_network = true;
 };

@@ -25,7 +25,7 @@ void run_grid(const PieceTable<kCapacity>& table, uint32_t num_blocks, bool back
 }
 
 // Returns 0 or the error.
-inline int run(const Job& job, Schedule schedule = {}) {
+inline int run(const PackJob& job, Schedule schedule = {}) {
   return for_each_launch(job, [&](auto& table, uint32_t planned) {
     const auto num_blocks = static_cast<uint32_t>(std::min<int64_t>(planned, schedule.max_blocks));
     visit_kernel(job, [&](auto pack) { run_grid<decltype(pack)>(table, num_blocks, schedule.backwards); });

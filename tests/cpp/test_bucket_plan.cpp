@@ -371,11 +371,11 @@ TEST(large_slots_lie_apart_and_the_others_move_together) {
     params.push_back({.name = "p", .numel = numel, .itemsize = 4, .alignment = 16});
   }
   const auto bucket = plan_of({{0, 1, 2, 3, 4}}, params).buckets.front();
-  const auto apart = lay_apart(bucket, params, 400);
-  CHECK(offsets_of(apart) == (Longs{0, kApart, 4, 12, 112}));
+  const auto apart = lay_in_place(bucket, params, 400);
+  CHECK(offsets_of(apart) == (Longs{0, kInPlace, 4, 12, 112}));
   CHECK_EQ(apart.numel, 113);
-  CHECK_EQ(lay_apart(bucket, params, 1).numel, 0);
-  CHECK(lay_apart(bucket, params, 401) == bucket);
+  CHECK_EQ(lay_in_place(bucket, params, 1).numel, 0);
+  CHECK(lay_in_place(bucket, params, 401) == bucket);
 }
 
 // Change one word or swap two: the result is an error, or another valid plan that encodes to the same words.

@@ -112,8 +112,8 @@ void check_case(const Case& c) {
 
   std::vector<DevicePiece> shuffled = pieces;
   std::shuffle(shuffled.begin(), shuffled.end(), std::mt19937(c.seed));
-  const Job job{c.direction,    flat.data(), c.flat_type, shuffled.data(), static_cast<int64_t>(shuffled.size()),
-                c.outside_type, c.scale};
+  const PackJob job{c.direction,    flat.data(), c.flat_type, shuffled.data(), static_cast<int64_t>(shuffled.size()),
+                    c.outside_type, c.scale};
 
   CHECK_EQ(run(job, c.schedule) == 0 ? "" : c.describe(), "");
   CHECK_EQ(flat.get() == expected_flat ? "" : c.describe(), "");
@@ -292,7 +292,7 @@ TEST(the_last_tile_beyond_two_to_the_32_elements) {
   const uint16_t one = 0x3C00;
   std::memcpy(src + (kNumel - 1) * 2, &one, 2);
   const DevicePiece piece{src, 0, kNumel};
-  const Job job{Direction::kPack, dst, DType::kF16, &piece, 1, DType::kF16, 0.5};
+  const PackJob job{Direction::kPack, dst, DType::kF16, &piece, 1, DType::kF16, 0.5};
   const int error = for_each_launch(job, [&](auto& table, uint32_t num_blocks) {
     CHECK_EQ(num_blocks, kMaxBlocks);
     CHECK_EQ(table.first_tile[1], (kNumel + 8191) / 8192);

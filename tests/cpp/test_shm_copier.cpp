@@ -63,9 +63,9 @@ template <class Cost>
 Taken take(Quicker& quicker, int turns, Cost&& cost) {
   Taken taken;
   for (int turn = 0; turn < turns; ++turn) {
-    const auto way = quicker.way();
-    (way == 0 ? taken.first : taken.second) += 1;
-    quicker.took(way, cost(way, turn));
+    const auto choice = quicker.choice();
+    (choice == 0 ? taken.first : taken.second) += 1;
+    quicker.took(choice, cost(choice, turn));
   }
   return taken;
 }
@@ -73,30 +73,30 @@ Taken take(Quicker& quicker, int turns, Cost&& cost) {
 TEST(shm_quicker_finds_the_quicker_way_and_rarely_tries_the_other) {
   for (const int better : {0, 1}) {
     Quicker quicker;
-    const auto cost = [&](int way, int /*turn*/) { return way == better ? 1.0 : 10.0; };
+    const auto cost = [&](int choice, int /*turn*/) { return choice == better ? 1.0 : 10.0; };
     take(quicker, 10, cost);
     const auto early = take(quicker, 200, cost);
     const auto late = take(quicker, 10'000, cost);
     const auto wrong = [&](const Taken& taken) { return better == 0 ? taken.second : taken.first; };
     CHECK(wrong(early) <= 20);
     CHECK(wrong(late) >= 6 && wrong(late) <= 60);
-    CHECK_EQ(quicker.way(), better);
+    CHECK_EQ(quicker.choice(), better);
   }
 }
 
 TEST(shm_quicker_notices_that_the_better_way_has_become_slow) {
   Quicker quicker;
-  take(quicker, 5000, [](int way, int /*turn*/) { return way == 1 ? 1.0 : 3.0; });
-  CHECK_EQ(quicker.way(), 1);
-  const auto after = take(quicker, 50, [](int way, int /*turn*/) { return way == 1 ? 10.0 : 3.0; });
+  take(quicker, 5000, [](int choice, int /*turn*/) { return choice == 1 ? 1.0 : 3.0; });
+  CHECK_EQ(quicker.choice(), 1);
+  const auto after = take(quicker, 50, [](int choice, int /*turn*/) { return choice == 1 ? 10.0 : 3.0; });
   CHECK(after.second <= 20);
 }
 
 TEST(shm_quicker_stays_where_both_are_alike_or_single_turns_are_slow) {
   Quicker quicker;
   const auto taken =
-      take(quicker, 5000, [](int way, int turn) { return (way == 0 ? 1.0 : 1.05) * (turn % 7 == 0 ? 50.0 : 1.0); });
-  CHECK_EQ(quicker.way(), 0);
+      take(quicker, 5000, [](int choice, int turn) { return (choice == 0 ? 1.0 : 1.05) * (turn % 7 == 0 ? 50.0 : 1.0); });
+  CHECK_EQ(quicker.choice(), 0);
   CHECK(taken.second < 100);
 }
 

@@ -11,13 +11,13 @@ from tests.harness import class_under_test, is_own_class
 from tests.mutants import MUTANTS
 from tests.mutations import CAUGHT_BY, NAME_ENV
 from tests.programs import ROOT
-from tests.whole_buckets import LargeApart, WholeBuckets
+from tests.whole_buckets import LargeInPlace, WholeBuckets
 
 OWN_WAY = pytest.mark.beyond_torch("packs whole buckets in its own way")
 
 
 @pytest.mark.parametrize(
-    "kind", [class_under_test(), *(pytest.param(kind, marks=OWN_WAY) for kind in (WholeBuckets, LargeApart))]
+    "kind", [class_under_test(), *(pytest.param(kind, marks=OWN_WAY) for kind in (WholeBuckets, LargeInPlace))]
 )
 def test_behaviors(kind, tmp_path):
     names = [name for name in BEHAVIORS if is_own_class() or name not in BEYOND_TORCH]

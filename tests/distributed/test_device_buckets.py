@@ -22,12 +22,12 @@ from tests.models import (
     seeded,
     step_on,
 )
-from tests.whole_buckets import LargeApart, PaddedBuckets, PaddedSharded, WholeBuckets, WholeSharded
+from tests.whole_buckets import LargeInPlace, PaddedBuckets, PaddedSharded, WholeBuckets, WholeSharded
 from torchddp import _C, TransportError, comm_hooks
 from torchddp.ddp.model import SLOT_ALIGNMENT_BYTES
 from torchddp.optim import OSS
 
-LIMIT = LargeApart.adopt_bytes
+LIMIT = LargeInPlace.in_place_bytes
 
 pytestmark = pytest.mark.beyond_torch("packs whole buckets in its own way")
 
@@ -48,7 +48,7 @@ def _made(module):
 
 
 def _apart(**options):
-    return LargeApart(seeded(Mlp), transport="c10d", **options)
+    return LargeInPlace(seeded(Mlp), transport="c10d", **options)
 
 
 @pytest.mark.parametrize("views", [None, False])
@@ -103,7 +103,7 @@ def _run_parameters(model, rank, step):
 def test_gradients_that_something_else_uses(rank):
     # Not copied.
     model = seeded(Twice)
-    ddp = LargeApart(model, transport="c10d")
+    ddp = LargeInPlace(model, transport="c10d")
     kept = []
     model.first.register_hook(lambda grad: kept.append((grad, grad.clone())))
     for step in range(2):
@@ -114,7 +114,7 @@ def test_gradients_that_something_else_uses(rank):
     # Copied if in use on arrival: another stream may still read it when the bucket is complete.
     model = seeded(Late)
     made = _made(model)
-    ddp = LargeApart(model, transport="c10d")
+    ddp = LargeInPlace(model, transport="c10d")
     for step in range(3):
         assert_steps(ddp, rank, [step], _run_parameters)
         assert model.second.grad.data_ptr() != made["second"]
@@ -126,7 +126,7 @@ def test_models_inside_each_other_explicit_views_and_ranks_that_differ(rank):
     # Two models must not reduce in memory that the other reads.
     inner = _apart()
     with pytest.warns(UserWarning, match="already wrapped"):
-        outer = LargeApart(inner, transport="c10d")
+        outer = LargeInPlace(inner, transport="c10d")
     for step in range(3):
         outer.zero_grad()
         want = expected_grads(inner.module, lambda model, r, step=step: step_on(model, r, step))
@@ -344,7 +344,7 @@ def test_sharded_gradients(rank):
 
 @on_ranks(1, 3)
 def test_same_bits_as_packing_in_the_hook(rank, ddp_class, world_size):
-    for transport, views, whole_class in each(["c10d", "auto"], [None, True, False], [WholeBuckets, LargeApart]):
+    for transport, views, whole_class in each(["c10d", "auto"], [None, True, False], [WholeBuckets, LargeInPlace]):
         options = {"transport": transport, "gradient_as_bucket_view": views, "bucket_cap_mb": 0.001}
         ours, whole = ddp_class(seeded(Mlp), **options), whole_class(seeded(Mlp), **options)
         assert len(whole.reducer.plan.buckets) > 1

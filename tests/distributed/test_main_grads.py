@@ -17,7 +17,7 @@ from tests.harness import each, gathered, on_ranks, through_a_file
 from tests.main_grads import HALVES, MICRO, expected, grad_of, kept, layers, loss, run_step, sums, wrapped
 from tests.models import Branches, Mlp, batch, loss_of, same_on_all_ranks, seeded
 from tests.pages import run_code
-from tests.whole_buckets import LargeApart, WholeBuckets
+from tests.whole_buckets import LargeInPlace, WholeBuckets
 from torchddp import DDP, comm_hooks
 from torchddp.composable import replicate
 from torchddp.sync import accumulate
@@ -52,7 +52,7 @@ def test_equal_to_sums_in_fp32(rank, shm_dtype, world_size):
 
 # The share of an element by which sums may differ.
 OPTIONS = [
-    (LargeApart, {"transport": "c10d"}, 0),
+    (LargeInPlace, {"transport": "c10d"}, 0),
     (DDP, {"gradient_as_bucket_view": True}, 0),
     (DDP, {"static_graph": True}, 0),
     (DDP, {"sync": "forced_sync"}, 1e-6),
@@ -112,7 +112,7 @@ def test_reduced_as_by_a_hook_that_casts(rank, world_size):
         ]
         for ddp in ours[:2]:
             assert ddp.reducer.bucket_memory_bytes == 4 * sum(p.numel() for p in ddp.parameters())
-        ours += [WholeBuckets(layers(dtype), reduce_dtype=FP32), LargeApart(layers(dtype), reduce_dtype=FP32)]
+        ours += [WholeBuckets(layers(dtype), reduce_dtype=FP32), LargeInPlace(layers(dtype), reduce_dtype=FP32)]
         for step in range(2):
             for ddp in (theirs, *ours):
                 ddp.zero_grad()

@@ -11,7 +11,7 @@ from tests.fuzz.cli import main
 from tests.fuzz.draw import draw
 from tests.fuzz.program import Do, Part, Program, Train
 from tests.harness import CLASS_ENV
-from tests.whole_buckets import LargeApart, WholeBuckets
+from tests.whole_buckets import LargeInPlace, WholeBuckets
 
 SEED = 2026
 TRIALS = 60
@@ -26,7 +26,7 @@ def first_failure(programs, ddp_class, limit_s=240.0):
 OWN_WAY = pytest.mark.beyond_torch("packs whole buckets in its own way")
 RUNS = [(None, 0), (None, 1)]
 RUNS += [pytest.param(None, piece, marks=pytest.mark.slow) for piece in (2, 3)]
-RUNS += [pytest.param(kind, 0, marks=[pytest.mark.slow, OWN_WAY]) for kind in (WholeBuckets, LargeApart)]
+RUNS += [pytest.param(kind, 0, marks=[pytest.mark.slow, OWN_WAY]) for kind in (WholeBuckets, LargeInPlace)]
 
 
 @pytest.mark.parametrize(("kind", "piece"), RUNS)

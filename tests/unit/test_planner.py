@@ -286,7 +286,7 @@ def test_options_set_bucket_caps_and_the_size_of_adopted_gradients():
         ({"gradient_as_bucket_view": True}, 0),
         ({"adopt_large_gradients": False}, 0),
     ):
-        assert DDPOptions(**arguments).adopt_bytes == expected, arguments
+        assert DDPOptions(**arguments).in_place_bytes == expected, arguments
 
 
 class AnyMemory:

@@ -52,7 +52,7 @@ _MIB = 1024 * 1024
 # A CUDA gradient of this size is reduced in place. Packing reads and writes it, which takes 0.7 us at an H100's 3 TB/s
 # and 1.3 us at an A100's 1.6 TB/s. One more all-reduce in a group should cost the host about as much (not measured
 # yet), and the host runs ahead.
-_CUDA_ADOPT_BYTES = 1 * _MIB
+_CUDA_IN_PLACE_BYTES = 1 * _MIB
 
 
 class DDPSyncStrategy(str, Enum):
@@ -325,9 +325,9 @@ class DDPOptions:
         return [max(1, int(cap * _MIB)) for cap in asked_for]
 
     @property
-    def adopt_bytes(self) -> int:
+    def in_place_bytes(self) -> int:
         """The size from which a gradient is reduced in place over NCCL; 0: none is."""
-        return _CUDA_ADOPT_BYTES if self.adopt_large_gradients and not self.gradient_as_bucket_view else 0
+        return _CUDA_IN_PLACE_BYTES if self.adopt_large_gradients and not self.gradient_as_bucket_view else 0
 
     def stall_limit_s(self, group_timeout: datetime.timedelta) -> float:
         """Seconds of waiting after which ranks report why; 0: never. ValueError: see `stall_limit_s`."""

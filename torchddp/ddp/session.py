@@ -175,7 +175,7 @@ class ReducerSession:
             raise_nonfinite=options.find_nonfinite == RAISE,
             weighted=options.weighted,
             zero_weights_raise=options.zero_weights == RAISE,
-            adopt_bytes=0 if ddp._shares_gradients else self.options.adopt_bytes,
+            in_place_bytes=0 if ddp._shares_gradients else self.options.in_place_bytes,
             timeout=self.wait_limit,
         )
         self._shares_transport |= is_collective
@@ -299,7 +299,7 @@ class ReducerSession:
         """Compare everything, and take rank 0's values of options that it decides. Collective."""
         own = {**self.options.of_rank_0(), "first_bucket_bytes": self.first_bucket_bytes}
         agreement = self.agreement(group)
-        by_rank = agree_on_model(agreement, self._model, self._compared(), (own, self.options.adopt_bytes > 0))
+        by_rank = agree_on_model(agreement, self._model, self._compared(), (own, self.options.in_place_bytes > 0))
         if by_rank is None:
             return
         taken = dict(by_rank[0][0])

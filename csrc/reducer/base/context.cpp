@@ -62,7 +62,7 @@ Context::Context(std::vector<at::Tensor> params_, std::vector<plan::ParamSpec> s
   TDDP_CHECK(params.size() == specs.size(), "got ", params.size(), " parameters but ", specs.size(),
              " descriptions of them");
   check_owners(*this);
-  TDDP_CHECK(main_grads == nullptr || (views && !keeps_apart()), "main gradients are views of the buckets' memory");
+  TDDP_CHECK(main_grads == nullptr || (views && !has_own_storage()), "main gradients are views of the buckets' memory");
 }
 
 bucket::Keeping Context::keeping(int64_t param) const {

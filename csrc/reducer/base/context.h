@@ -48,7 +48,7 @@ struct ReducerConfig {
   bool zero_weights_raise = true;  // ... and each step needs a weight above 0 on at least one rank
   // Where whole buckets are packed, gradients of at least this size are reduced in the memory that autograd gave them: see
   // Note [Adopted gradients] in bucket/grad_slot.h. 0: none.
-  int64_t adopt_bytes = 0;
+  int64_t in_place_bytes = 0;
   bool pack_whole_buckets = false;  // pack a bucket once it is complete on the CPU as well, as other devices do
   std::chrono::milliseconds timeout = transport::kTransportTimeout;
 };
@@ -81,7 +81,7 @@ struct Context {
   // Whether a bucket is packed in one go when it is complete, rather than gradient by gradient.
   bool packs_whole_buckets() const { return config.pack_whole_buckets || !param_device().is_cpu(); }
   // Whether views have their own storage, so that the program may keep them.
-  bool keeps_apart() const { return config.view_storage == bucket::ViewStorage::kOwn; }
+  bool has_own_storage() const { return config.view_storage == bucket::ViewStorage::kOwn; }
   // Whether the step is being captured into a CUDA graph.
   bool is_captured() const;
   // For each parameter, its index in `other`, or kNotThere.

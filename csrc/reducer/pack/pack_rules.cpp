@@ -19,7 +19,7 @@ void PackedGrads::begin_step(bool has_hooks) {
 
 void PackedGrads::begin_backward(bool has_hooks) {
   // With gradient_as_bucket_view=True, main_grads= and sharded models the program has asked for gradients in buckets.
-  shows_own_ = (has_hooks_ || has_hooks) && context_.keeps_apart() && !context_.owned && !left_to_optimizer_;
+  shows_own_ = (has_hooks_ || has_hooks) && context_.has_own_storage() && !context_.owned && !left_to_optimizer_;
 }
 
 void PackedGrads::tell() {
@@ -77,7 +77,7 @@ bool PackRules::may_adopt(const bucket::Bucket& bucket, const at::Tensor& grad, 
 void PackRules::copied(int64_t param, at::Tensor& grad, bool unused) const {
   warn_create_graph(grad);
   const auto& place = layout.place(param);
-  const bool at_once = !context.keeps_apart() || packed.are_left_to_optimizer();
+  const bool at_once = !context.has_own_storage() || packed.are_left_to_optimizer();
   const bool in_place =
       at_once && !unused && layout.gives_views(*place.bucket) && !grad.requires_grad() && context.rpc == nullptr;
   if (in_place) {

@@ -111,7 +111,7 @@ void Packers::pack(int64_t param, bool unused, const at::Tensor* incoming) {
     if (auto* const streams = whole_bucket_.streams(place.index)) {
       streams->note();
     }
-    if (place.slot->is_apart()) {
+    if (place.slot->is_in_place()) {
       whole_bucket_.note_gradient(param, incoming);
     }
   } else {

@@ -30,7 +30,7 @@ void WholeBucketPacker::note_gradient(int64_t param, const at::Tensor* incoming)
 void WholeBucketPacker::end_step() {
   for (int64_t index = 0; index < std::ssize(streams_); ++index) {
     auto& bucket = rules_.layout.bucket(index);
-    if (streams_[static_cast<size_t>(index)] != nullptr && !bucket.apart().empty()) {
+    if (streams_[static_cast<size_t>(index)] != nullptr && !bucket.in_place().empty()) {
       streams_[static_cast<size_t>(index)]->finish();
     }
   }
@@ -54,7 +54,7 @@ void WholeBucketPacker::pack(int64_t index, int64_t last, const at::Tensor* inco
         param, [&](at::Tensor& grad) { gather(param, bucket, grad, param == last ? incoming : nullptr, pieces); });
   }
   pieces.run();
-  if (!bucket.apart().empty()) {
+  if (!bucket.in_place().empty()) {
     bucket.leave_scale(rules_.step.scale());
   }
   if (streams != nullptr) {
@@ -65,8 +65,8 @@ void WholeBucketPacker::pack(int64_t index, int64_t last, const at::Tensor* inco
 void WholeBucketPacker::gather(int64_t param, bucket::Bucket& bucket, at::Tensor& grad, const at::Tensor* incoming,
                                bucket::DevicePieces& pieces) const {
   auto& slot = *rules_.layout.place(param).slot;
-  if (slot.is_apart()) {
-    place_apart(param, slot, grad, incoming);
+  if (slot.is_in_place()) {
+    leave_in_place(param, slot, grad, incoming);
     return;
   }
   const bool unused = rules_.step.mark_of(param) == Mark::kUnused;
@@ -97,8 +97,8 @@ void WholeBucketPacker::gather(int64_t param, bucket::Bucket& bucket, at::Tensor
   }
 }
 
-void WholeBucketPacker::place_apart(int64_t param, bucket::GradSlot& slot, at::Tensor& grad,
-                                    const at::Tensor* incoming) const {
+void WholeBucketPacker::leave_in_place(int64_t param, bucket::GradSlot& slot, at::Tensor& grad,
+                                       const at::Tensor* incoming) const {
   const bool unused = rules_.step.mark_of(param) == Mark::kUnused;
   const auto& bucket = *rules_.layout.place(param).bucket;
   if (grad.defined() && came_unshared_[static_cast<size_t>(param)] != 0 &&

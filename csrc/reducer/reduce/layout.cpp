@@ -16,7 +16,7 @@ std::vector<bool> BucketLayout::find_views() const {
     const auto& grad = context_.kept_grad(static_cast<int64_t>(i));
     auto* const slot = places_[i].slot;
     is_view[i] = slot != nullptr && grad.defined() && slot->holds(grad);
-    if (is_view[i] && context_.keeps_apart() && !retired_) {
+    if (is_view[i] && context_.has_own_storage() && !retired_) {
       slot->release_memory();
       is_view[i] = bucket::is_unshared(grad, nullptr);
     }
@@ -33,9 +33,9 @@ void BucketLayout::lay_out(plan::BucketPlan plan) {
     context_.main_grads->leave_slots();
   }
   // The old memory is released bucket by bucket, as soon as its last gradient has moved.
-  apart_bytes_ = reductions_.apart_bytes();
+  in_place_bytes_ = reductions_.in_place_bytes();
   places_.assign(context_.params.size(), Place{});
-  ways_.clear();
+  of_buckets_.clear();
   buckets_.clear();
   const c10::NoGradGuard no_grad;
   for (const auto& spec : plan.buckets) {
@@ -53,10 +53,11 @@ void BucketLayout::lay_out(plan::BucketPlan plan) {
 void BucketLayout::add_bucket(const plan::BucketSpec& spec, const std::vector<bool>& is_view) {
   const auto index = size();
   const auto keeping = context_.keeping(spec.slots.front().param);
-  const bool may_lie_apart = apart_bytes_ > 0 && !spec.sparse && keeping.may_adopt && at::isFloatingType(keeping.dtype);
-  buckets_.push_back(
-      std::make_unique<bucket::Bucket>(may_lie_apart ? plan::lay_apart(spec, context_.specs, apart_bytes_) : spec,
-                                       context_.params, *context_.transport, keeping));
+  const bool may_lie_in_place =
+      in_place_bytes_ > 0 && !spec.sparse && keeping.may_adopt && at::isFloatingType(keeping.dtype);
+  buckets_.push_back(std::make_unique<bucket::Bucket>(
+      may_lie_in_place ? plan::lay_in_place(spec, context_.specs, in_place_bytes_) : spec, context_.params,
+      *context_.transport, keeping));
   auto& bucket = *buckets_.back();
   for (int64_t i = 0; i < bucket.num_slots(); ++i) {
     const auto param = static_cast<size_t>(bucket.params()[static_cast<size_t>(i)]);
@@ -75,7 +76,7 @@ void BucketLayout::move_grad(int64_t param, bucket::GradSlot* slot, bool is_view
     return;
   }
   auto& grad = context_.kept_grad(param);
-  if (slot->is_apart()) {
+  if (slot->is_in_place()) {
     grad = grad.clone(at::MemoryFormat::Preserve);
     return;
   }
@@ -84,7 +85,7 @@ void BucketLayout::move_grad(int64_t param, bucket::GradSlot* slot, bool is_view
 }
 
 void BucketLayout::adapt() {
-  if (apart_bytes_ == reductions_.apart_bytes()) {
+  if (in_place_bytes_ == reductions_.in_place_bytes()) {
     choose_reductions();
   } else {
     lay_out_again();
@@ -108,14 +109,14 @@ void BucketLayout::clear() {
     context_.main_grads->leave_slots();
   }
   places_.clear();
-  ways_.clear();
+  of_buckets_.clear();
   buckets_.clear();
 }
 
 void BucketLayout::choose_reductions() {
-  ways_.clear();
+  of_buckets_.clear();
   for (int64_t i = 0; i < size(); ++i) {
-    ways_.push_back(reductions_.make(bucket(i), i, size()));
+    of_buckets_.push_back(reductions_.make(bucket(i), i, size()));
   }
 }
 
@@ -144,13 +145,13 @@ void BucketLayout::begin_step() {
 
 void BucketLayout::end_step() {
   for (const auto& bucket : buckets_) {
-    bucket->release_apart();
+    bucket->release_in_place();
   }
 }
 
 void BucketLayout::abandon() noexcept {
-  for (const auto& way : ways_) {
-    way->abandon();
+  for (const auto& reduction : of_buckets_) {
+    reduction->abandon();
   }
   for (const auto& bucket : buckets_) {
     bucket->abandon();

@@ -52,14 +52,14 @@ class BucketLayout {
   void check(const plan::BucketPlan& plan) const;
   int64_t size() const { return static_cast<int64_t>(buckets_.size()); }
   bucket::Bucket& bucket(int64_t index) const { return *buckets_[static_cast<size_t>(index)]; }
-  Reduction& reduction(int64_t index) const { return *ways_[static_cast<size_t>(index)]; }
+  Reduction& reduction(int64_t index) const { return *of_buckets_[static_cast<size_t>(index)]; }
   // Whether gradients are views of the bucket. If not, averages are copied back.
   bool gives_views(const bucket::Bucket& bucket) const { return context_.views && bucket.keeping().views; }
   // Whether the slot's view replaces a gradient that is not in its slot. If not, the average is copied back.
   bool becomes_view(const bucket::Bucket& bucket, const at::Tensor& grad) const {
     return gives_views(bucket) && context_.rpc == nullptr &&
            (!grad.defined() ||
-            (!grad.requires_grad() && (!context_.keeps_apart() || bucket::is_unshared(grad, nullptr))));
+            (!grad.requires_grad() && (!context_.has_own_storage() || bucket::is_unshared(grad, nullptr))));
   }
   const Place& place(int64_t param) const { return places_[static_cast<size_t>(param)]; }
 
@@ -86,10 +86,10 @@ class BucketLayout {
   GradMarks& marks_;
   plan::BucketPlan plan_;
   std::vector<std::unique_ptr<bucket::Bucket>> buckets_;
-  std::vector<ReductionPtr> ways_;  // by bucket
-  std::vector<Place> places_;       // by parameter
+  std::vector<ReductionPtr> of_buckets_;  // by bucket
+  std::vector<Place> places_;             // by parameter
   at::Tensor gradient_stats_;
-  int64_t apart_bytes_ = 0;  // see Bucket
+  int64_t in_place_bytes_ = 0;  // see Bucket
   bool retired_ = false;
   mutable std::mutex layout_mutex_;  // guards buckets_; a step whose buckets stay never takes it
   std::mutex lend_mutex_;

@@ -27,10 +27,10 @@ class AllReduce final : public Reduction {
   void begin(bucket::Bucket& bucket, double scale) override {
     checks_sums_ = context_.config.raise_non_finite && sums_tell(bucket);
     auto options = all_reduce_options(context_, index_);
-    options.scale = bucket.apart().empty() ? scale : 1.0;
+    options.scale = bucket.in_place().empty() ? scale : 1.0;
     options.count_non_finite = counts_input_ || checks_sums_;
-    const transport::Alongside others{bucket.apart(), scale};
-    context_.transport->start(transport::Collective::all_reduce(bucket.wire(), options, others), *work_);
+    const transport::InPlace in_place{bucket.in_place(), scale};
+    context_.transport->start(transport::Collective::all_reduce(bucket.wire(), options, in_place), *work_);
   }
 
   bool poll() override { return work_->poll(); }
@@ -52,7 +52,7 @@ class AllReduce final : public Reduction {
  private:
   // Whether the transport can check for non-finite values while it sums.
   bool sums_tell(const bucket::Bucket& bucket) const {
-    return bucket.apart().empty() && context_.transport->counts_non_finite(bucket.wire());
+    return bucket.in_place().empty() && context_.transport->counts_non_finite(bucket.wire());
   }
 
   const Context& context_;
@@ -167,12 +167,12 @@ void Reduction::start(bucket::Bucket& bucket) {
   begin(bucket, scale);
 }
 
-int64_t Reductions::apart_bytes() const {
+int64_t Reductions::in_place_bytes() const {
   const auto& transport = context_.transport->capabilities();
-  const bool pays = transport.scales_alongside || context_.config.pack_whole_buckets;
-  const bool can = context_.packs_whole_buckets() && context_.keeps_apart() && !context_.owned && !hook_ &&
-                   !context_.shares_gradients && transport.sums_alongside && pays;
-  return can ? context_.config.adopt_bytes : 0;
+  const bool pays = transport.scales_in_place || context_.config.pack_whole_buckets;
+  const bool can = context_.packs_whole_buckets() && context_.has_own_storage() && !context_.owned && !hook_ &&
+                   !context_.shares_gradients && transport.sums_in_place && pays;
+  return can ? context_.config.in_place_bytes : 0;
 }
 
 ReductionPtr Reductions::make(const bucket::Bucket& bucket, int64_t index, int64_t count) const {

@@ -59,7 +59,7 @@ class Reductions {
 
   // The size from which gradients are reduced where they lie (Note [Adopted gradients] in bucket/grad_slot.h); 0: none are. A
   // communication hook always gets the whole bucket in one piece.
-  int64_t apart_bytes() const;
+  int64_t in_place_bytes() const;
   // For bucket `index` of `count`.
   ReductionPtr make(const bucket::Bucket& bucket, int64_t index, int64_t count) const;
 

@@ -128,7 +128,7 @@ void NonFiniteWatch::look_at_average(const bucket::Bucket& bucket, bool known_fi
   }
   const auto& average = bucket.is_sparse() ? bucket.buffer()._values() : bucket.wire();
   const auto is_bad = [](const at::Tensor& values) { return bucket::count_non_finite(values) > 0; };
-  if (!is_bad(average) && std::none_of(bucket.apart().begin(), bucket.apart().end(), is_bad)) [[likely]] {
+  if (!is_bad(average) && std::none_of(bucket.in_place().begin(), bucket.in_place().end(), is_bad)) [[likely]] {
     return;
   }
   for (int64_t i = 0; i < bucket.num_slots(); ++i) {

@@ -92,7 +92,7 @@ C10dWork& own(Work& work) {
 }  // namespace
 
 C10dTransport::C10dTransport(c10::intrusive_ptr<c10d::ProcessGroup> group)
-    : Transport(Route::kC10d, {.sums_alongside = true}), group_(std::move(group)) {
+    : Transport(Route::kC10d, {.sums_in_place = true}), group_(std::move(group)) {
   TDDP_CHECK(group_ != nullptr, "the process group is None: call torch.distributed.init_process_group first");
   is_gloo_ = is_gloo(*group_);
 }
@@ -157,7 +157,7 @@ void C10dTransport::launch(const Collective& operation, Work& work) {
   auto output = operation.output;
   auto input = operation.input;
   std::vector<at::Tensor> in_place{output};
-  if (!operation.others.tensors.empty()) {
+  if (!operation.in_place.tensors.empty()) {
     all_reduce_each(operation, work);
     return;
   }
@@ -197,9 +197,9 @@ void C10dTransport::all_reduce_each(const Collective& operation, Work& work) {
     if (operation.input.numel() > 0) {
       sum(operation.input);
     }
-    for (const auto& tensor : operation.others.tensors) {
-      if (operation.others.scale != 1.0) {
-        tensor.mul_(operation.others.scale);
+    for (const auto& tensor : operation.in_place.tensors) {
+      if (operation.in_place.scale != 1.0) {
+        tensor.mul_(operation.in_place.scale);
       }
       sum(tensor);
     }

@@ -19,7 +19,7 @@ class C10dTransport final : public Transport {
 
  private:
   void launch(const Collective& operation, Work& work) override;
-  // The tensors alongside are scaled here and sent one after the other.
+  // The tensors in place are scaled here and sent one after the other.
   void all_reduce_each(const Collective& operation, Work& work);
   bool sums_itself(const Collective& operation) const;
   void exchange_and_sum(const Collective& operation, Work& work);

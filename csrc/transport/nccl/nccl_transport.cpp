@@ -50,12 +50,12 @@ kernels::DType type_of(const Collective& operation) {
 }
 
 // The factor that NCCL applies to these tensors. A scale that it would round is applied here.
-double scale_for_nccl(const Alongside& others, kernels::DType type) {
-  if (gpu::can_scale_by(type, others.scale)) {
-    return others.scale;
+double scale_for_nccl(const InPlace& in_place, kernels::DType type) {
+  if (gpu::can_scale_by(type, in_place.scale)) {
+    return in_place.scale;
   }
   const c10::NoGradGuard no_grad;
-  at::_foreach_mul_(at::TensorList(others.tensors.data(), others.tensors.size()), others.scale);
+  at::_foreach_mul_(at::TensorList(in_place.tensors.data(), in_place.tensors.size()), in_place.scale);
   return 1.0;
 }
 
@@ -63,7 +63,7 @@ double scale_for_nccl(const Alongside& others, kernels::DType type) {
 
 NcclTransport::NcclTransport(std::shared_ptr<gpu::Communicator> communicator, at::Device device,
                              std::chrono::milliseconds timeout)
-    : Transport(Route::kNccl, {.sums_alongside = true, .scales_alongside = true}),
+    : Transport(Route::kNccl, {.sums_in_place = true, .scales_in_place = true}),
       communicator_(std::move(communicator)),
       device_(device),
       timeout_(timeout) {
@@ -74,7 +74,7 @@ std::unique_ptr<Work> NcclTransport::make_work() { return std::make_unique<NcclW
 
 void NcclTransport::launch(const Collective& operation, Work& work) {
   using Kind = Collective::Kind;
-  const auto& [kind, output, input, root, options, others] = operation;
+  const auto& [kind, output, input, root, options, in_place] = operation;
   if (kind == Kind::kBarrier) {
     if (!nothing_.defined()) {
       nothing_ = at::zeros({1}, at::TensorOptions().dtype(at::kInt).device(device_));
@@ -91,19 +91,19 @@ void NcclTransport::launch(const Collective& operation, Work& work) {
     check_device(tensor);
     memory->push_back(tensor.storage());
   }
-  std::vector<gpu::Memory> alongside;
-  for (const auto& tensor : others.tensors) {
+  std::vector<gpu::Memory> pieces;
+  for (const auto& tensor : in_place.tensors) {
     check_device(tensor);
     memory->push_back(tensor.storage());
-    alongside.push_back({tensor.mutable_data_ptr(), tensor.numel()});
+    pieces.push_back({tensor.mutable_data_ptr(), tensor.numel()});
   }
   const auto type = type_of(operation);
-  const auto scale = alongside.empty() ? 1.0 : scale_for_nccl(others, type);
+  const auto scale = pieces.empty() ? 1.0 : scale_for_nccl(in_place, type);
   auto* mine = dynamic_cast<NcclWork*>(&work);
   TDDP_INTERNAL(mine != nullptr && mine->belongs_to(*communicator_), "a Work of another transport was given to NCCL");
   TDDP_INTERNAL(!mine->under_way, operation.name(), " on a Work whose last operation was not waited for");
   auto numel = std::max(input.numel(), output.numel());
-  for (const auto& tensor : others.tensors) {
+  for (const auto& tensor : in_place.tensors) {
     numel += tensor.numel();
   }
   const gpu::OperationLabel label{operation.name(), numel, options.bucket, timeout_};
@@ -112,10 +112,9 @@ void NcclTransport::launch(const Collective& operation, Work& work) {
     auto* const to = operation.output.mutable_data_ptr();
     switch (operation.kind) {
       case Kind::kAllReduce:
-        return alongside.empty()
-                   ? nccl.all_reduce(from, to, operation.input.numel(), type, gpu::kPlainSum, comm, stream)
-                   : gpu::all_reduce_together(nccl, comm, stream, type, {to, operation.input.numel()}, alongside, scale,
-                                              size());
+        return pieces.empty() ? nccl.all_reduce(from, to, operation.input.numel(), type, gpu::kPlainSum, comm, stream)
+                              : gpu::all_reduce_together(nccl, comm, stream, type, {to, operation.input.numel()},
+                                                         pieces, scale, size());
       case Kind::kReduce:
         return nccl.reduce(to, operation.input.numel(), type, operation.root, comm, stream);
       case Kind::kReduceScatter:

@@ -20,7 +20,7 @@ class C10dOuterLink final : public shm::OuterLink {
   void start(void* data, kernels::DType type, int64_t numel, std::optional<kernels::DType> sent) override {
     const c10::NoGradGuard no_grad;
     const WithoutPythonObjects without_python_objects;
-    Running running;
+    Transfer running;
     running.data =
         at::from_blob(data, {numel}, [segment = segment_](void*) {}, at::TensorOptions().dtype(scalar_type(type)));
     try {
@@ -65,12 +65,12 @@ class C10dOuterLink final : public shm::OuterLink {
  private:
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
   std::shared_ptr<shm::Segment> segment_;
-  struct Running {
+  struct Transfer {
     c10::intrusive_ptr<c10d::Work> work;
     at::Tensor data;
     at::Tensor gathered;  // what all hosts sent, one row each, unless the process group sums it
   };
-  std::deque<Running> running_;
+  std::deque<Transfer> running_;
 };
 
 }  // namespace

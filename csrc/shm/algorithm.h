@@ -1,11 +1,11 @@
-// How an operation is done: one class per way; Running chooses. Called by one thread at a time.
+// How an operation is done: one class per algorithm; Running chooses. Called by one thread at a time.
 #pragma once
 
 namespace torchddp::shm {
 
-class Way {
+class Algorithm {
  public:
-  virtual ~Way() = default;
+  virtual ~Algorithm() = default;
   // Called before this rank posts.
   virtual void begin() = 0;
   // Does as much of this rank's own work as possible. True once it is all done and no peer's input is needed here any more.
