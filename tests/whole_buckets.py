@@ -27,7 +27,7 @@ def large_from(limit_bytes: int) -> Iterator[None]:
 
 def packed_whole() -> AbstractContextManager[Any]:
     """Models constructed in the block pack buckets only when they are complete, on the CPU as on a device."""
-    return mock.patch.object(_C, "Reducer", functools.partial(_C.Reducer, pack_whole_buckets=True))
+    return mock.patch.object(_C, "ReducerConfig", functools.partial(_C.ReducerConfig, pack_whole_buckets=True))
 
 
 class _PacksWhole:

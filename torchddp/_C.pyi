@@ -204,6 +204,35 @@ class GradPrecision:
     @property
     def value(self) -> int: ...
 
+class ViewStorage:
+    OWN: ViewStorage
+    BUCKET: ViewStorage
+    @property
+    def name(self) -> str: ...
+    @property
+    def value(self) -> int: ...
+
+class ReducerConfig:
+    caps_bytes: list[int]
+    solo_bytes: int
+    find_unused_parameters: bool
+    gradient_as_bucket_view: bool
+    view_storage: ViewStorage
+    skip_all_reduce_unused_params: bool
+    compiled_autograd_takes_over: bool
+    wire_dtype: torch.dtype | None
+    reduce_dtype: torch.dtype | None
+    grad_precision: GradPrecision
+    gradient_stats: bool
+    find_nonfinite: bool
+    raise_nonfinite: bool
+    in_place_bytes: int
+    pack_whole_buckets: bool
+    weighted: bool
+    zero_weights_raise: bool
+    timeout: datetime.timedelta
+    def __init__(self, **options: Any) -> None: ...
+
 class Reducer:
     def __init__(
         self,
@@ -211,25 +240,7 @@ class Reducer:
         specs: Sequence[ParamSpec],
         process_group: ProcessGroup,
         transport: Transport,
-        *,
-        caps_bytes: Sequence[int],
-        solo_bytes: int = ...,
-        find_unused_parameters: bool = ...,
-        gradient_as_bucket_view: bool = ...,
-        gradients_share_storage: bool = ...,
-        skip_all_reduce_unused_params: bool = ...,
-        compiled_autograd_takes_over: bool = ...,
-        wire_dtype: torch.dtype | None = ...,
-        reduce_dtype: torch.dtype | None = ...,
-        grad_precision: GradPrecision = ...,
-        gradient_stats: bool = ...,
-        find_nonfinite: bool = ...,
-        raise_nonfinite: bool = ...,
-        in_place_bytes: int = ...,
-        pack_whole_buckets: bool = ...,
-        weighted: bool = ...,
-        zero_weights_raise: bool = ...,
-        timeout: datetime.timedelta = ...,
+        config: ReducerConfig,
     ) -> None: ...
     def prepare_for_forward(self) -> bool: ...
     def prepare_for_backward(self, output: Sequence[torch.Tensor] | torch.Tensor, has_hooks: bool = ...) -> None: ...

@@ -17,35 +17,53 @@ using FuturePtr = std::shared_ptr<torch::jit::PythonFutureWrapper>;
 
 std::shared_ptr<Reducer> make_reducer(std::vector<at::Tensor> params, std::vector<plan::ParamSpec> specs,
                                       c10::intrusive_ptr<c10d::ProcessGroup> group,
-                                      std::shared_ptr<transport::Transport> transport, std::vector<int64_t> caps_bytes,
-                                      int64_t solo_bytes, bool find_unused_parameters, bool gradient_as_bucket_view,
-                                      bool gradients_share_storage, bool skip_all_reduce_unused_params,
-                                      bool compiled_autograd_takes_over, std::optional<at::ScalarType> wire_dtype,
-                                      std::optional<at::ScalarType> reduce_dtype, GradPrecision grad_precision,
-                                      bool gradient_stats, bool find_nonfinite, bool raise_nonfinite,
-                                      int64_t in_place_bytes, bool pack_whole_buckets, bool weighted,
-                                      bool zero_weights_raise, std::chrono::milliseconds timeout) {
-  ReducerConfig config;
-  config.limits = {std::move(caps_bytes), solo_bytes};
-  config.find_unused_parameters = find_unused_parameters;
-  config.gradient_as_bucket_view = gradient_as_bucket_view;
-  config.view_storage = gradients_share_storage ? bucket::ViewStorage::kBucket : bucket::ViewStorage::kOwn;
-  config.skip_all_reduce_unused_params = skip_all_reduce_unused_params;
-  config.compiled_autograd_takes_over = compiled_autograd_takes_over;
-  config.wire_dtype = wire_dtype;
-  config.reduce_dtype = reduce_dtype;
-  config.grad_precision = grad_precision;
-  config.gradient_stats = gradient_stats;
-  config.find_non_finite = find_nonfinite;
-  config.raise_non_finite = raise_nonfinite;
-  config.in_place_bytes = in_place_bytes;
-  config.pack_whole_buckets = pack_whole_buckets;
-  config.weighted = weighted;
-  config.zero_weights_raise = zero_weights_raise;
-  config.timeout = timeout;
+                                      std::shared_ptr<transport::Transport> transport, ReducerConfig config) {
   const py::gil_scoped_release release;
   return no_gil(std::make_shared<Reducer>(std::move(params), std::move(specs), std::move(group), std::move(transport),
                                           std::move(config)));
+}
+
+// Each option is a keyword argument and a field.
+void bind_config(py::module_& m) {
+  py::enum_<GradPrecision>(m, "GradPrecision",
+                           "The dtype in which gradients of 16-bit parameters are reduced and stored.")
+      .value("OF_PARAMETER", GradPrecision::kOfParameter)
+      .value("REDUCED", GradPrecision::kReduced, "reduced in float32, and rounded to .grad")
+      .value("GRADS", GradPrecision::kGrads, ".grad is float32")
+      .value("MAIN_GRADS", GradPrecision::kMainGrads, "accumulated in float32, outside .grad");
+  py::enum_<bucket::ViewStorage>(m, "ViewStorage", "Which storage gradients that are views of a bucket use.")
+      .value("OWN", bucket::ViewStorage::kOwn)
+      .value("BUCKET", bucket::ViewStorage::kBucket);
+  py::class_<ReducerConfig>(m, "ReducerConfig", "The options of a Reducer.")
+      .def(py::init([](const py::kwargs& options) {
+        auto config = py::cast(ReducerConfig());
+        for (const auto& [name, value] : options) {
+          py::setattr(config, name, value);
+        }
+        return config.cast<ReducerConfig>();
+      }))
+      .def_property(
+          "caps_bytes", [](const ReducerConfig& self) { return self.limits.caps_bytes; },
+          [](ReducerConfig& self, std::vector<int64_t> caps) { self.limits.caps_bytes = std::move(caps); })
+      .def_property(
+          "solo_bytes", [](const ReducerConfig& self) { return self.limits.solo_bytes; },
+          [](ReducerConfig& self, int64_t bytes) { self.limits.solo_bytes = bytes; })
+      .def_readwrite("find_unused_parameters", &ReducerConfig::find_unused_parameters)
+      .def_readwrite("gradient_as_bucket_view", &ReducerConfig::gradient_as_bucket_view)
+      .def_readwrite("view_storage", &ReducerConfig::view_storage)
+      .def_readwrite("skip_all_reduce_unused_params", &ReducerConfig::skip_all_reduce_unused_params)
+      .def_readwrite("compiled_autograd_takes_over", &ReducerConfig::compiled_autograd_takes_over)
+      .def_readwrite("wire_dtype", &ReducerConfig::wire_dtype)
+      .def_readwrite("reduce_dtype", &ReducerConfig::reduce_dtype)
+      .def_readwrite("grad_precision", &ReducerConfig::grad_precision)
+      .def_readwrite("gradient_stats", &ReducerConfig::gradient_stats)
+      .def_readwrite("find_nonfinite", &ReducerConfig::find_non_finite)
+      .def_readwrite("raise_nonfinite", &ReducerConfig::raise_non_finite)
+      .def_readwrite("in_place_bytes", &ReducerConfig::in_place_bytes)
+      .def_readwrite("pack_whole_buckets", &ReducerConfig::pack_whole_buckets)
+      .def_readwrite("weighted", &ReducerConfig::weighted)
+      .def_readwrite("zero_weights_raise", &ReducerConfig::zero_weights_raise)
+      .def_readwrite("timeout", &ReducerConfig::timeout);
 }
 
 void bind_step(PyReducer& c) {
@@ -172,23 +190,11 @@ void bind_torch_names(PyReducer& c) {
 }  // namespace
 
 void bind_reducer(py::module_& m) {
-  py::enum_<GradPrecision>(m, "GradPrecision",
-                           "The dtype in which gradients of 16-bit parameters are reduced and stored.")
-      .value("OF_PARAMETER", GradPrecision::kOfParameter)
-      .value("REDUCED", GradPrecision::kReduced, "reduced in float32, and rounded to .grad")
-      .value("GRADS", GradPrecision::kGrads, ".grad is float32")
-      .value("MAIN_GRADS", GradPrecision::kMainGrads, "accumulated in float32, outside .grad");
+  bind_config(m);
   PyReducer c(m, "Reducer",
               "Packs gradients into buckets and reduces them while autograd runs. Created by DistributedDataParallel.");
   c.def(py::init(&make_reducer), py::arg("params"), py::arg("specs"), py::arg("process_group"),
-        py::arg("transport").none(false), py::kw_only(), py::arg("caps_bytes"), py::arg("solo_bytes") = 0,
-        py::arg("find_unused_parameters") = false, py::arg("gradient_as_bucket_view") = true,
-        py::arg("gradients_share_storage") = false, py::arg("skip_all_reduce_unused_params") = false,
-        py::arg("compiled_autograd_takes_over") = false, py::arg("wire_dtype") = py::none(),
-        py::arg("reduce_dtype") = py::none(), py::arg("grad_precision") = GradPrecision::kOfParameter,
-        py::arg("gradient_stats") = false, py::arg("find_nonfinite") = false, py::arg("raise_nonfinite") = false,
-        py::arg("in_place_bytes") = 0, py::arg("pack_whole_buckets") = false, py::arg("weighted") = false,
-        py::arg("zero_weights_raise") = true, py::arg("timeout") = transport::kTransportTimeout);
+        py::arg("transport").none(false), py::arg("config"));
   m.def(
       "finished_steps", [] { return all_finished_steps.load(std::memory_order_relaxed); },
       "Number of synchronized backwards that this process's reducers, including destroyed ones, have finished.");

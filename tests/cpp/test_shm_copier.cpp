@@ -94,8 +94,8 @@ TEST(shm_quicker_notices_that_the_better_way_has_become_slow) {
 
 TEST(shm_quicker_stays_where_both_are_alike_or_single_turns_are_slow) {
   Quicker quicker;
-  const auto taken =
-      take(quicker, 5000, [](int choice, int turn) { return (choice == 0 ? 1.0 : 1.05) * (turn % 7 == 0 ? 50.0 : 1.0); });
+  const auto taken = take(
+      quicker, 5000, [](int choice, int turn) { return (choice == 0 ? 1.0 : 1.05) * (turn % 7 == 0 ? 50.0 : 1.0); });
   CHECK_EQ(quicker.choice(), 0);
   CHECK(taken.second < 100);
 }

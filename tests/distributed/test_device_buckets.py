@@ -310,17 +310,17 @@ HOOKS = [
 ]
 
 
-REDUCER = _C.Reducer
+CONFIG = _C.ReducerConfig
 
 
 def measured(*args, **kwargs):
-    return REDUCER(*args, **{**kwargs, "gradient_stats": True})
+    return CONFIG(*args, **{**kwargs, "gradient_stats": True})
 
 
 def sharded(kind, rank, reduce_fp16):
     model = seeded(lambda: Odd([torch.float32, torch.float64]))
     optimizer = OSS(model.parameters(), torch.optim.SGD, lr=0.1)
-    with mock.patch.object(_C, "Reducer", measured):
+    with mock.patch.object(_C, "ReducerConfig", measured):
         ddp = kind(model, optimizer, reduce_fp16=reduce_fp16)
     for step in range(STEPS):
         optimizer.zero_grad()

@@ -155,16 +155,13 @@ class ReducerSession:
         self.specs = model.param_specs(self.parameters, names, sparse, dtypes, policy.owners(parameters))
         self.bucket_caps_bytes, solo_bytes = policy.bucket_caps(self, transport)
         self.precision.prepare(self.parameters)
-        self.reducer = _C.Reducer(
-            self.parameters,
-            self.specs,
-            self.process_group,
-            transport,
+        shares = bool(options.gradient_as_bucket_view) or self.precision.shares_storage
+        config = _C.ReducerConfig(
             caps_bytes=self.bucket_caps_bytes,
             solo_bytes=solo_bytes,
             find_unused_parameters=ddp.find_unused_parameters,
             gradient_as_bucket_view=ddp.gradient_as_bucket_view,
-            gradients_share_storage=bool(options.gradient_as_bucket_view) or self.precision.shares_storage,
+            view_storage=_C.ViewStorage.BUCKET if shares else _C.ViewStorage.OWN,
             skip_all_reduce_unused_params=ddp.skip_all_reduce_unused_params,
             compiled_autograd_takes_over=ddp._use_python_reducer,
             wire_dtype=options.wire_dtype,
@@ -178,6 +175,7 @@ class ReducerSession:
             in_place_bytes=0 if ddp._shares_gradients else self.options.in_place_bytes,
             timeout=self.wait_limit,
         )
+        self.reducer = _C.Reducer(self.parameters, self.specs, self.process_group, transport, config)
         self._shares_transport |= is_collective
         self.precision.opened(self.reducer, self.parameters)
         if ddp._shares_gradients:
