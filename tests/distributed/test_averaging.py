@@ -285,9 +285,9 @@ def test_models_and_options_that_differ_between_ranks(rank):
     )
 
 
-BUCKET, FRAGMENT = "could not average bucket 0 of 1", "could not average fragment 0 of 1"
+WEIGHTS, FRAGMENT = "could not average weights", "could not average fragment 0 of 1"
 METHODS = {
-    "periodic": (lambda net, inner: PostLocalSGD(inner, PeriodicAverager(net, 2)), f"PeriodicAverager {BUCKET}", 4),
+    "periodic": (lambda net, inner: PostLocalSGD(inner, PeriodicAverager(net, 2)), f"PeriodicAverager {WEIGHTS}", 4),
     "overlapped": (lambda net, inner: DiLoCo(net, inner, 2, overlap_steps=1), f"DiLoCo {FRAGMENT}", 5),
     "diloco": (lambda net, inner: DiLoCo(net, inner, 2), f"DiLoCo {FRAGMENT}", 4),
     "int8": (lambda net, inner: DiLoCo(net, inner, 2, wire="int8"), f"DiLoCo {FRAGMENT}", 4),

@@ -152,6 +152,14 @@ def power_sgd(rank):
     return powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1 + rank, start_powerSGD_iter=2)
 
 
+def own_inner(rank):
+    return comm_hooks.Int4() if rank else comm_hooks.Int8()
+
+
+def own_rule(rank):
+    return lambda name, parameter: 1 / 0 if rank == 1 else True
+
+
 def with_buffers(rank):
     """The first step begins with a broadcast of buffers, before it comes to gradients."""
     model = torchddp.DDP(WithBuffer())
@@ -192,6 +200,13 @@ def test_hooks_that_differ_are_named(rank, transport, world_size):
         "ours on one": (hooked_here(comm_hooks.FP16()), "comm_hook is FP16.* on rank 0, no hook"),
         "ours and torch's": (hooked_here(fp16 if rank else comm_hooks.FP16(), on=everywhere), "FP16.*fp16_compress"),
         "ranks of ours": (hooked_here(comm_hooks.PowerSGD(rank=1 + rank), on=everywhere), "rank=1.*rank=2"),
+        "inside ours": (hooked_here(comm_hooks.CastAround(own_inner(rank)), on=everywhere), "CastAround.*Int8.*Int4"),
+        "rules": (hooked_here(comm_hooks.PerParameter(None, [("*", own_inner(rank))]), on=everywhere), "Int8.*Int4"),
+        "seeds": (hooked_here(of_torch, powerSGD_hook.PowerSGDState(None, random_seed=rank), on=everywhere), "rng="),
+        "failing rule": (
+            hooked_here(comm_hooks.PerParameter(None, [(own_rule(rank), None)]), on=everywhere),
+            "by zero",
+        ),
         "with buffers": (partial(with_buffers, rank), "bf16_compress_hook"),
         "built in": (partial(builtin, rank), "FP16_COMPRESS"),
         "of buffers": (partial(hook_for_buffers, rank), "for buffers"),
@@ -246,6 +261,12 @@ def test_classes_and_their_own_options(rank, world_size):
     def oss(optim=torch.optim.SGD, **options):
         return OSS(nn.Linear(4, 4).parameters(), **{"optim": optim, "lr": 0.1, **options})
 
+    def loaded(lr):
+        optimizer = oss()
+        state = optimizer.local_state_dict()
+        state["param_groups"][0]["lr"] = lr
+        optimizer.load_state_dict(state)
+
     def averager(**options):
         return PeriodicAverager(nn.Linear(4, 4), **{"period": 2, **options})
 
@@ -269,6 +290,10 @@ def test_classes_and_their_own_options(rank, world_size):
         "period": (lambda: averager(period=2 + last), "period"),
         "warmup": (lambda: averager(warmup_steps=0 + last), "warmup_steps"),
         "levels": (lambda: HierarchicalAverager(nn.Linear(4, 4), {2 + last: size}), "periods"),
+        "params": (lambda: averager(period=1).average_parameters(nn.Linear(4, 5 - last)), "same parameters"),
+        "norm_type": (lambda: oss().clip_grad_norm(1.0, 1.0 if last else float("inf")), "norm_type is inf on rank 0"),
+        "max_norm": (lambda: oss().clip_grad_norm(2.0 if last else 1.0), "max_norm is 1.0 on rank 0"),
+        "loaded": (lambda: loaded(0.2 if last else 0.1), "lr of group 0 is 0.1"),
         "outer": (lambda: diloco(outer_lr=0.5 if last else 0.6), "outer_lr"),
         **{
             name: (lambda name=name, value=value: sharded(**({name: value} if last else {})), name)
@@ -304,16 +329,8 @@ def test_an_error_of_one_rank_reaches_all(rank, world_size):
         optimizer = oss()
         optimizer.load_state_dict({} if last else {**optimizer.local_state_dict()})
 
-    def thawed(call):
-        def run():
-            model = torchddp.DDP(WithBuffer())
-            model.frozen_later = None
-            model.module.frozen.requires_grad_(True)
-            if last:
-                model.module.layer.weight.register_hook(lambda grad: 1 / 0)
-            call(model)
-
-        return run
+    def outer(params):
+        return torch.optim.SGD(params, 1 / 0 if last else 1)
 
     bad = partial(torchddp.DDP, module)
     cases = {
@@ -329,6 +346,9 @@ def test_an_error_of_one_rank_reaches_all(rank, world_size):
         "group": (lambda: oss().add_param_group({"params": [] if last else [nn.Parameter(torch.ones(2))]}), "param"),
         "recipient": (lambda: oss().consolidate_state_dict(-1 if last else 0), "recipient_rank"),
         "clip": (clip, "norm_type"),
+        "clip types": (lambda: oss().clip_grad_norm(1.0, norm_type="x" if last else 2), "norm_type|convert"),
+        "levels": (lambda: HierarchicalAverager(module, None if last else {2: world_size}), "iterable"),
+        "outer": (lambda: DiLoCo(module, torch.optim.SGD(module.parameters(), 0.1), 2, outer_optimizer=outer), "zero"),
         "load": (load, "not an optimizer's state dict"),
         "period": (lambda: PeriodicAverager(module, 0 if last else 1), "period"),
         "averaged": (lambda: PeriodicAverager([1] if last else module, 2), "parameter"),

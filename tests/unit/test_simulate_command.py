@@ -182,3 +182,9 @@ def test_a_missing_extension_points_to_the_doctor(profile, capsys, monkeypatch):
     monkeypatch.setattr(torchddp, "import_error", ImportError("built for another torch"))
     assert simulate([profile]) == 1
     assert "see `torchddp doctor`: built for another torch" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--json", "--plot"])
+def test_an_output_on_a_full_disk_is_one_sentence(profile, option, capsys):
+    assert simulate([profile, "--ranks", "2", option, "/dev/full"]) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == "error: cannot write to '/dev/full': No space left on device"

@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.algorithms.model_averaging.averagers import ModelAverager
 
-from torchddp.averaging.flat import DEFAULT_CAP_MB, FlatMeans, check_cap
+from torchddp.averaging.flat import DEFAULT_CAP_MB, FlatMeans, check_cap, lost_peer
 from torchddp.averaging.parameters import (
     Named,
     ParamSource,
@@ -18,6 +18,7 @@ from torchddp.averaging.parameters import (
     named_parameters,
     verify_same,
 )
+from torchddp.errors import TransportError
 from torchddp.traffic import Traffic
 from torchddp.transport.agreement import Agreement
 
@@ -78,18 +79,25 @@ class _Averager(ModelAverager, abc.ABC):
         self.step += 1
 
     def _average_over(self, group: dist.ProcessGroup, params: ParamSource | None) -> None:
-        if params is not None:
-            given = named_parameters(params)
-            if {id(p) for p in given.values()} != {id(p) for p in self._params.values()}:
-                self._params = given
-                self._means.clear()
+        if params is not None or group not in self._means:
+            self._take(group, self._params.items() if params is None else params)
         if group not in self._means:
-            with self._agreement(group) as agreement:
-                verify_same(self._everything, agreement, self._alike)
             self._open(group)
         means = self._means[group]
         means.average(self.step)
         self.traffic = means.traffic
+
+    def _take(self, group: dist.ProcessGroup, params: ParamSource) -> None:
+        """Average these from now on, if they are the same on all ranks of the group. Collective."""
+        try:
+            with self._agreement(group) as agreement:
+                given = named_parameters(params)
+                verify_same({**given, **self._buffers}, agreement, self._alike)
+        except TransportError as error:
+            raise lost_peer(group, type(self).__name__, self.step, "weights", list(self._params), error) from error
+        if {id(p) for p in given.values()} != {id(p) for p in self._params.values()}:
+            self._params = given
+            self._means.clear()
 
 
 class PeriodicAverager(_Averager):
@@ -189,7 +197,7 @@ class HierarchicalAverager(_Averager):
         buffers: bool = False,
         bucket_cap_mb: float = DEFAULT_CAP_MB,
     ) -> None:
-        self._pairs: list[tuple[int, Any]] = list(periods.items() if isinstance(periods, Mapping) else periods)
+        self._periods = periods
         super().__init__(params, warmup_steps, process_group, buffers, bucket_cap_mb)
         self.period_process_group_dict: dict[int, dist.ProcessGroup] = {}
         for period, group in self._pairs:
@@ -200,6 +208,8 @@ class HierarchicalAverager(_Averager):
             self._open(group)
 
     def _check_options(self) -> dict[str, object]:
+        periods = self._periods
+        self._pairs: list[tuple[int, Any]] = list(periods.items() if isinstance(periods, Mapping) else periods)
         sizes = [(period, size if isinstance(size, int) else size.size()) for period, size in self._pairs]
         _check_levels(sizes, self.process_group.size())
         return {"periods": ", ".join(f"{size} ranks every {period} steps" for period, size in sizes)}

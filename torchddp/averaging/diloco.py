@@ -163,7 +163,9 @@ class DiLoCo(OptimizerWrapper):
             verify_same(everything, agreement, alike)
         self._starts = fragment_starts(sync_every, fragments)
         broadcast_from_first(self._named, self.process_group)
-        self._global = GlobalWeights(self._named, make_outer)
+        with Agreement("DiLoCo", self.process_group) as agreement:
+            self._global = GlobalWeights(self._named, make_outer)
+            agreement.verify()
         self._exchange = Exchange(self.process_group, next(iter(self._named.values())).device)
         self._worker = Worker("torchddp_averaging")
         self._on_the_way: _OnTheWay | None = None

@@ -126,8 +126,11 @@ def rank_console() -> Console:
 
 
 def write_outputs(console: Console, *outputs: tuple[Path | None, Callable[[Path], object]]) -> None:
-    """Write each requested file, and print its path."""
+    """Write each requested file, and print its path. ArgumentError if one can't be written, as on a full disk."""
     for path, write in outputs:
         if path is not None:
-            write(path)
+            try:
+                write(path)
+            except OSError as error:
+                raise ArgumentError(f"cannot write to '{path}': {error.strerror}") from error
             console.print(f"wrote {path}", soft_wrap=True)

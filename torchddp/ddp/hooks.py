@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -105,8 +106,20 @@ def _options_of(value: object) -> list[str]:
     if not _is_known(value):
         return []
     names = dict.fromkeys([*getattr(value, "__slots__", ()), *getattr(value, "__dict__", ())])
-    options = {name: getattr(value, name) for name in names if not name.startswith("_")}
-    return [f"{name}={option}" for name, option in options.items() if _is_plain(option)]
+    options = {name: _in_words(getattr(value, name)) for name in names if not name.startswith("_")}
+    return [f"{name}={option}" for name, option in options.items() if option]
+
+
+def _in_words(value: object) -> str:
+    """An option that is plain, another hook, a list of both (rules), or a numpy generator; else empty."""
+    if _is_plain(value):
+        return str(value)
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(_in_words(member) or type(member).__name__ for member in value)}]"
+    if type(value).__name__ == "RandomState":
+        state: Any = value
+        return f"seeded {zlib.crc32(repr(state.get_state()).encode()):08x}"
+    return describe(value) if callable(value) else ""
 
 
 def _is_known(value: object) -> bool:

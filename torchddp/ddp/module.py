@@ -455,7 +455,8 @@ class DistributedDataParallel(TorchDDP):
             hooks.check_attachable(hook, self)
             if hooks.is_attached(hook):  # which communicates now
                 self.session.agree(agreement, (hook, state))
-        hooks.attach(hook, self)
+        with self.session.agreement():  # of the next step, in which the others get this rank's error
+            hooks.attach(hook, self)
         self._comm_hooks.append((hook, state))
         self._install_comm_hook(state, hook)
         self.session.expect_agreement()

@@ -6,16 +6,19 @@ import itertools
 import math
 import sys
 import traceback
+import zlib
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from torchddp.transport.agreement import Agreement, message_device
+from torchddp.transport.agreement import Agreement, in_words, message_device
 from torchddp.transport.waits import run_collective
 
+_DIGESTS = 2**24  # numbers that are exact in float32
 _NEAR_FRAMES = 8  # between OSS.step and its caller there are torch's wrappers of step
 
 
@@ -27,39 +30,46 @@ def sharded_norm(
     group: dist.ProcessGroup,
     device: torch.device,
     check: Callable[[], None],
+    alike: Mapping[str, Any],
 ) -> torch.Tensor:
-    """The norm of all ranks' ``grads`` as a scalar of ``dtype`` on ``device``. Collective (one all-reduce).
+    """The norm of all ranks' ``grads`` as a scalar of ``dtype`` on ``device``. Collective (one all-gather).
 
-    NaN if any element is; equal on all ranks. ValueError for norms of order 0 and below. What ``check`` raises on one
-    rank reaches all.
+    NaN if any element is; equal on all ranks. ValueError for norms of order 0 and below, and if the options ``alike``
+    differ between ranks. What ``check`` raises on one rank reaches all.
     """
     problem: Exception | None = None
-    local = torch.zeros((), device=device)
+    local, order = torch.zeros((), device=device), 1.0
     try:
-        if not norm_type > 0:
+        order = float(norm_type)
+        if not order > 0:
             raise ValueError(f"norm_type must be above 0, got {norm_type}")
         check()
-        local = torch.nn.utils.get_total_norm(grads, norm_type)
-    except (RuntimeError, ValueError) as error:
+        local = torch.nn.utils.get_total_norm(grads, order)
+    except (RuntimeError, TypeError, ValueError) as error:
         if group.size() == 1:
             raise
         problem = error
     if group.size() == 1:
         return local.to(device=device, dtype=dtype)
+    words = {name: in_words(value) for name, value in {"norm_type": norm_type, **alike}.items()}
+    digest = zlib.crc32(repr(words).encode()) % _DIGESTS
     wide = torch.float32 if device.type == "mps" else torch.float64
-    local = local.to(device=device, dtype=wide)
-    is_max = math.isinf(norm_type)
-    failed = torch.full_like(local, problem is not None)
-    # A maximum may lose a NaN depending on rank order, so a flag for NaNs is sent along.
-    mine = local.nan_to_num(nan=0.0, posinf=math.inf) if is_max else local.pow(norm_type)
-    told = torch.stack([mine, local.isnan().to(wide), failed])
-    _all_reduce(told, group, dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM)
-    if bool(told[2] > 0):
+    told = torch.stack([local.to(device=device, dtype=wide), torch.tensor(digest, dtype=wide, device=device)])
+    if problem is not None:
+        told[1] = -1
+    by_rank = torch.empty(group.size(), 2, dtype=wide, device=device)
+    run_collective(
+        lambda: dist.all_gather_into_tensor(by_rank.view(-1), told, group=group, async_op=True),
+        group,
+        "a norm over sharded gradients",
+    )
+    if bool((by_rank[:, 1] != digest).any()):
         with Agreement("clip_grad_norm()", group) as agreement:
             if problem is not None:
                 raise problem
-            agreement.verify()
-    return torch.where(told[1] > 0, math.nan, told[0] if is_max else told[0].pow(1.0 / norm_type)).to(dtype)
+            agreement.verify(options=words)
+    norms = by_rank[:, 0]
+    return (norms.max() if math.isinf(order) else norms.pow(order).sum().pow(1.0 / order)).to(dtype)
 
 
 def refuse_local_sgd() -> None:

@@ -240,7 +240,8 @@ class OSS(Optimizer):
         grads = [grad for grad in (params[index].grad for index in self._partition.owned()) if grad is not None]
         dtype = reduce(torch.promote_types, (param.dtype.to_real() for param in params), torch.float32)
         device = params[0].device if params else message_device(group)
-        norm = sharded_norm(grads, float(norm_type), dtype, group, device, check=self._partition.check_gradients)
+        alike = {"max_norm": max_norm, "error_if_nonfinite": error_if_nonfinite}
+        norm = sharded_norm(grads, norm_type, dtype, group, device, self._partition.check_gradients, alike)
         if error_if_nonfinite and not bool(norm.isfinite()):
             raise RuntimeError(f"the gradients' norm of order {norm_type} is {norm.item()}, so it can't be clipped")
         torch.nn.utils.clip_grads_with_norm_(params, max_norm, norm, foreach)
@@ -303,7 +304,9 @@ class OSS(Optimizer):
                     f"this is another rank's part of the state: {self._partition.names[missing[0]]} is not in it. Load "
                     "a whole state (consolidate_state_dict) or a checkpoint (torchddp.optim.load_checkpoint)"
                 )
-            agreement.verify()
+            gained = [] if part is not None else [i for i in sorted(by_index) if self._partition.owners[i] is None]
+            options = {"state for frozen parameters": in_words([self._partition.names[i] for i in gained])}
+            agreement.verify(options={**options, **_options_in_words(saved["param_groups"])})
         mine = self._partition.owned() if part is not None else self.assign_owners(by_index)
         self._load({**others, **{index: by_index[index] for index in mine if index in by_index}}, saved["param_groups"])
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
@@ -336,9 +339,7 @@ class OSS(Optimizer):
             "broadcast_buffer_size": str(self._bucket_numel),
             "broadcast_fp16": str(self._half),
         }
-        for number, group in enumerate(self.param_groups):
-            options |= {f"{key} of group {number}": in_words(value) for key, value in _options(group).items()}
-        agreement.verify(self._partition.describe(), options)
+        agreement.verify(self._partition.describe(), {**options, **_options_in_words(self.param_groups)})
 
     def _find_owners(self, wanted: list[bool]) -> tuple[list[int | None], State]:
         """The owners once each wanted parameter has one, and the initial state of those that are new to this rank.
@@ -433,6 +434,14 @@ def _groups_of(params: ParamsT) -> list[dict[str, Any]]:
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in OWN_KEYS}
+
+
+def _options_in_words(groups: Iterable[Mapping[str, Any]]) -> dict[str, str]:
+    return {
+        f"{key} of group {number}": in_words(value)
+        for number, group in enumerate(groups)
+        for key, value in _options(group).items()
+    }
 
 
 def _copy_options(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
