@@ -170,7 +170,7 @@ IN_EXTENSION = {
         "reducer/own_averages.cpp",
         "!marks_.has(param, grad)",
         "!grad.defined()",
-        "tests/spec/test_spec.py::test_owners_tell_averages_from_gradients_that_the_program_sets",
+        "tests/spec/test_spec.py::test_more_values_together[an owner sets gradients]",
     ),
     "wrappers_share_a_sparse_gradient": InExtension(
         "reducer/pack/packers.cpp",

@@ -319,6 +319,9 @@ class Program:
             forwards[0].replace(f" {key},", f" {key} + i,") if same else f"({forwards[0]} if i == 0 else {forwards[1]})"
         )
         line = f"for i in torchddp.sync.accumulate({model}, 2{weights}): {body}.backward()"
+        refreshes = self.row["micro"] == "refreshed loop"
+        if refreshes:
+            line += f"; {model}.refresh_trainable()"
 
         def do(world: World) -> None:
             for micro in range(2):
@@ -330,6 +333,8 @@ class Program:
                 world.backward(self._given(key + micro, step, micro), reduces=reduces, wrappers=[wrapper])
                 if any(world.errors):
                     return
+                if refreshes:
+                    world.refresh()
             if strategy == "forced_sync":
                 world.reduce(wrapper)
 

@@ -450,7 +450,7 @@ class World:
 
     def refresh(self) -> None:
         """The reducer learns which parameters are trained. Their gradients stay."""
-        self.errors = [None] * self.size
+        self.errors, self.squares = [None] * self.size, []
         self.dropped = [set() for _ in self.ranks]
         before, self.trained = self.trained, {name for name, parameter in self.parameters.items() if parameter.trained}
         self.known |= self.trained

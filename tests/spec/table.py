@@ -79,12 +79,13 @@ ACTIONS: dict[str, tuple[str, ...]] = {
     "use": ("all", "one rank", "never", "first microbatch"),  # of one parameter
     "zero": ("none", "zeros", "keep", "some"),  # before each step
     "edit": ("nothing", "scale", "clip", "drop", "assign before", "keep"),
-    "micro": ("one", "no_sync", "each", "loop", "reduce", "two forwards", "retain"),
+    "micro": ("one", "no_sync", "each", "loop", "refreshed loop", "reduce", "two forwards", "retain"),
     "weigh": ("never", "equal", "unequal", "some zero", "all zero", "sum"),
     "trainable": ("same", "frozen", "freeze", "thaw"),  # one parameter, before wrapping or after two steps
     "wrapper": ("one", "two at once", "two in turn", "sharded", "replicate"),
     "join": ("never", "all ranks", "ranks left"),  # what uneven inputs are divided by
 }
+LOOPS = {"loop", "refreshed loop"}
 COLUMNS = {**OPTIONS, **SHARDED_OPTIONS, **ACTIONS}
 DEFAULTS = {name: values[0] for name, values in COLUMNS.items()}
 SHARDED_TAKES = {
@@ -158,7 +159,7 @@ EXCLUSIONS = [
     _meaningless("raises on some ranks", use={"one rank", "first microbatch"}, find_unused_parameters=NO,
                  static_graph=NO, micro=_but("micro", "reduce")),
     _meaningless(
-        "raises on the owners alone, in the middle of a loop", wrapper="sharded", micro="loop", zero={"keep", "some"}
+        "raises on the owners alone, in the middle of a loop", wrapper="sharded", micro=LOOPS, zero={"keep", "some"}
     ),
     _meaningless(
         "each wrapper refreshes in its own forward",
@@ -185,7 +186,7 @@ EXCLUSIONS = [
                  use={"one rank", "first microbatch"}),
     # Weights.
     _refused(RuntimeError, "so their weights are unknown", auto_refresh_trainable=YES, trainable="thaw",
-             weigh=_but("weigh", "never"), micro={"no_sync", "reduce", "loop"}, use=_but("use", "never")),
+             weigh=_but("weigh", "never"), micro={"no_sync", "reduce", *LOOPS}, use=_but("use", "never")),
     _refused(RuntimeError, "so the weights of its parts are unknown", micro="retain", zero={"keep", "some"},
              edit={"scale", "clip"}, weigh=_but("weigh", "never")),
     _meaningless("both wrappers would need every weight", weigh=_but("weigh", "never"),
@@ -211,7 +212,7 @@ EXCLUSIONS = [
         for name in SHARDED_OPTIONS
     ),
     _refused(RuntimeError, "sparse gradients", wrapper="sharded", model="sparse"),
-    _refused(RuntimeError, "use SINGLE_AUTO_SYNC", wrapper="sharded", find_unused_parameters=YES, micro="loop",
+    _refused(RuntimeError, "use SINGLE_AUTO_SYNC", wrapper="sharded", find_unused_parameters=YES, micro=LOOPS,
              weigh=_but("weigh", "never")),
     _refused(RuntimeError, "can't be used with join()", wrapper={"sharded", "replicate"}, join=_but("join", "never")),
     # Replicated modules.

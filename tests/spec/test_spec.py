@@ -95,8 +95,18 @@ def test_torchs_class_does_what_the_reference_says():
         check([row for row in rows if row["ranks"] == ranks], ddp=TORCHS)
 
 
-def test_owners_tell_averages_from_gradients_that_the_program_sets():
-    check([{**table.DEFAULTS, "ranks": "2", "wrapper": "sharded", "edit": "assign before", "zero": "keep"}])
+# What went wrong only with more than three values together.
+MORE = {
+    "an owner sets gradients": {"wrapper": "sharded", "edit": "assign before", "zero": "keep"},
+    "a refresh between microbatches": {
+        "micro": "refreshed loop", "find_unused_parameters": "True", "use": "first microbatch", "weigh": "equal",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("values", MORE.values(), ids=MORE)
+def test_more_values_together(values):
+    check([{**table.DEFAULTS, "ranks": "2", **values}])
 
 
 def row_of(exclusion: table.Exclusion) -> Row:
