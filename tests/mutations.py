@@ -84,7 +84,7 @@ def what_optimizers_write_stays_on_a_rank() -> None:
 CAUGHT_BY: dict[Callable[[], None], str] = {
     weights_are_lost_with_a_hook: TESTS + "weighted_means.py::test_a_hook_gets_weighted_gradients",
     hooks_see_averages: TESTS + "gradients_during_backward.py::test_a_registered_hook_sees_this_ranks_gradients",
-    wrappers_do_not_know_each_other: "tests/spec/test_spec.py::test_pairs[1-0]",
+    wrappers_do_not_know_each_other: "tests/spec/test_spec.py::test_named_programs[two wrappers in one backward]",
     options_are_not_compared: TESTS + "ranks_that_differ.py::test_hooks_that_differ_are_named",
     errors_stay_on_their_rank: TESTS + "ranks_that_differ.py::test_an_error_of_one_rank_reaches_all",
     keys_are_those_of_earlier_groups: UNIT + "agreement.py::test_keys_belong_to_one_attempt_and_one_life_of_a_group",
@@ -170,7 +170,7 @@ IN_EXTENSION = {
         "reducer/own_averages.cpp",
         "!marks_.has(param, grad)",
         "!grad.defined()",
-        "tests/spec/test_spec.py::test_more_values_together[an owner sets gradients]",
+        "tests/spec/test_spec.py::test_named_programs[an owner sets gradients]",
     ),
     "wrappers_share_a_sparse_gradient": InExtension(
         "reducer/pack/packers.cpp",

@@ -95,8 +95,9 @@ def test_torchs_class_does_what_the_reference_says():
         check([row for row in rows if row["ranks"] == ranks], ddp=TORCHS)
 
 
-# What went wrong only with more than three values together.
-MORE = {
+# Whatever rows the array has: what tests/mutations.py counts on, and what needs more than three values together.
+NAMED = {
+    "two wrappers in one backward": {"wrapper": "two at once", "model": "sparse"},
     "an owner sets gradients": {"wrapper": "sharded", "edit": "assign before", "zero": "keep"},
     "a refresh between microbatches": {
         "micro": "refreshed loop", "find_unused_parameters": "True", "use": "first microbatch", "weigh": "equal",
@@ -104,8 +105,8 @@ MORE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("values", MORE.values(), ids=MORE)
-def test_more_values_together(values):
+@pytest.mark.parametrize("values", NAMED.values(), ids=NAMED)
+def test_named_programs(values):
     check([{**table.DEFAULTS, "ranks": "2", **values}])
 
 
