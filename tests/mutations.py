@@ -1,12 +1,16 @@
 """Faults to put into the package, each of which the tests named with it must catch.
 
 A pytest plugin: `TORCHDDP_TEST_MUTATION=NAME pytest -p tests.mutations TESTS`. Broken classes are in tests/mutants.py;
-these are faults of what a class is made of.
+these are faults of what a class is made of. Those of the extension are compiled into a copy of the checkout, all at
+once, and chosen by the same variable.
 """
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from torchddp.ddp import model
 from torchddp.ddp.session import ReducerSession
@@ -80,7 +84,7 @@ def what_optimizers_write_stays_on_a_rank() -> None:
 CAUGHT_BY: dict[Callable[[], None], str] = {
     weights_are_lost_with_a_hook: TESTS + "weighted_means.py::test_a_hook_gets_weighted_gradients",
     hooks_see_averages: TESTS + "gradients_during_backward.py::test_a_registered_hook_sees_this_ranks_gradients",
-    wrappers_do_not_know_each_other: "tests/spec/test_spec.py::test_pairs[1-0]",
+    wrappers_do_not_know_each_other: "tests/spec/test_spec.py::test_named_programs[two wrappers in one backward]",
     options_are_not_compared: TESTS + "ranks_that_differ.py::test_hooks_that_differ_are_named",
     errors_stay_on_their_rank: TESTS + "ranks_that_differ.py::test_an_error_of_one_rank_reaches_all",
     keys_are_those_of_earlier_groups: UNIT + "agreement.py::test_keys_belong_to_one_attempt_and_one_life_of_a_group",
@@ -90,6 +94,116 @@ CAUGHT_BY: dict[Callable[[], None], str] = {
     what_optimizers_write_stays_on_a_rank: TESTS
     + "oss_written_options.py::test_ranks_keep_what_one_process_would_have_written",
 }
+
+
+class InExtension(NamedTuple):
+    """An expression that occurs once in a file of csrc, what replaces it, and the test that must fail."""
+
+    file: str
+    text: str
+    instead: str
+    test: str
+
+
+IN_EXTENSION = {
+    "a_fork_shares_buckets": InExtension(
+        "shm/segment.cpp",
+        "kFlags | (area.fd < 0 ? MAP_ANONYMOUS : 0)",
+        "MAP_SHARED | MAP_FIXED | (area.fd < 0 ? MAP_ANONYMOUS : 0)",
+        TESTS + "gradients_of_the_program.py::test_a_forked_child_has_its_own_gradients",
+    ),
+    "threads_mix_steps": InExtension(
+        "reducer/reducer.cpp",
+        "before != Mark::kNone",
+        "false",
+        TESTS + "threads.py::test_two_threads_in_one_backward",
+    ),
+    "threads_begin_steps": InExtension(
+        "reducer/reducer.cpp",
+        "!parts_.step.is_unfinished()",
+        "true",
+        TESTS + "threads.py::test_a_forward_during_a_backward",
+    ),
+    "buckets_stay_where_they_were": InExtension(
+        "reducer/reduce/layout.cpp",
+        "bucket->is_displaced()",
+        "false",
+        TESTS + "gradients_of_the_program.py::test_storage_that_moves_to_torchs_shared_memory",
+    ),
+    "a_scale_is_dropped": InExtension(
+        "reducer/reduce/hook.cpp",
+        "bucket.take_scale()",
+        "bucket.take_scale() * 0 + 1",
+        TESTS + "weighted_means.py::test_a_hook_gets_weighted_gradients",
+    ),
+    "a_scale_is_applied_twice": InExtension(
+        "reducer/pack/hook_packer.cpp",
+        "place.bucket->leave_scale(rules_.step.scale())",
+        "place.bucket->leave_scale(rules_.step.scale() * rules_.step.scale())",
+        TESTS + "weighted_means.py::test_a_hook_gets_weighted_gradients",
+    ),
+    "main_gradients_keep_old_slots": InExtension(
+        "reducer/base/main_grads.cpp",
+        "std::fill(slots_.begin(), slots_.end(), nullptr)",
+        "void()",
+        TESTS + "main_grads.py::test_a_refused_refresh_changes_nothing",
+    ),
+    "hooks_see_averages_in_buckets": InExtension(
+        "reducer/pack/packed_grads.cpp",
+        "(has_hooks_ || has_hooks) && context_.keeps_apart() && !context_.owned && !left_to_optimizer_",
+        "false",
+        TESTS + "gradients_during_backward.py::test_a_registered_hook_sees_this_ranks_gradients",
+    ),
+    "lost_writes_are_silent": InExtension(
+        "reducer/pack/packed_grads.cpp",
+        "std::exchange(written_, {})",
+        "std::vector<int64_t>()",
+        TESTS + "gradients_during_backward.py::test_a_lost_write_is_a_warning",
+    ),
+    "writes_leave_no_mark": InExtension(
+        "reducer/base/grad_marks.cpp",
+        "has(param, grad) && marks_[static_cast<size_t>(param)].version == version_of(param, grad)",
+        "has(param, grad)",
+        TESTS + "weighted_means.py::test_gradients_that_are_changed_between_backwards_of_a_step",
+    ),
+    "owners_take_any_gradient_for_an_average": InExtension(
+        "reducer/own_averages.cpp",
+        "!marks_.has(param, grad)",
+        "!grad.defined()",
+        "tests/spec/test_spec.py::test_named_programs[an owner sets gradients]",
+    ),
+    "wrappers_share_a_sparse_gradient": InExtension(
+        "reducer/pack/packers.cpp",
+        "packed = grad.defined() ? grad.clone() : grad",
+        "packed = grad",
+        TESTS + "gradients_of_the_program.py::test_a_sparse_gradient_of_several_wrappers",
+    ),
+}
+SWITCH = """
+#pragma once
+#include <cstdlib>
+#include <string_view>
+inline bool is_mutated(std::string_view name) {
+  const char* const chosen = std::getenv("%s");
+  return chosen != nullptr && name == chosen;
+}
+"""
+
+
+def build_mutated(root: Path, tree: Path) -> None:
+    """Copy the checkout and compile the copy, with each mutation of the extension behind a switch."""
+    files = subprocess.run(["git", "ls-files", "-z"], cwd=root, check=True, capture_output=True).stdout
+    subprocess.run(["xargs", "-0", "cp", "--parents", "-t", tree], cwd=root, check=True, input=files)
+    (tree / ".venv").symlink_to(sys.prefix)  # for ccache, as in the checkout
+    (tree / "csrc" / "mutated.h").write_text(SWITCH % NAME_ENV)
+    for name, mutation in IN_EXTENSION.items():
+        file = tree / "csrc" / mutation.file
+        switched = f'(is_mutated("{name}") ? ({mutation.instead}) : ({mutation.text}))'
+        file.write_text('#include "mutated.h"\n' + file.read_text().replace(mutation.text, switched))
+    environment = {**os.environ, "CCACHE_BASEDIR": str(tree), "CCACHE_NOHASHDIR": "1"}
+    command = [tree / ".venv/bin/python", "setup.py", "-q", "build_ext", "--inplace"]
+    subprocess.run(command, cwd=tree, env=environment, check=True)
+
 
 for mutation in CAUGHT_BY:
     if mutation.__name__ == os.environ.get(NAME_ENV):

@@ -3,13 +3,14 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from tests.behaviors import BEHAVIORS, BEYOND_TORCH, results_of
 from tests.harness import class_under_test, is_own_class
 from tests.mutants import MUTANTS
-from tests.mutations import CAUGHT_BY, NAME_ENV
+from tests.mutations import CAUGHT_BY, IN_EXTENSION, NAME_ENV, build_mutated
 from tests.programs import ROOT
 from tests.whole_buckets import LargeInPlace, WholeBuckets
 
@@ -44,10 +45,38 @@ def test_mutant_is_caught(name, tmp_path):
     assert not set(CONTROLS) <= failed, f"{name} fails all checks, so it proves nothing"
 
 
+def run_mutated(test: str, name: str, *options: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "--reruns=0", *options, test]
+    return subprocess.run(
+        command, cwd=cwd, env={**os.environ, NAME_ENV: name}, capture_output=True, text=True, timeout=300
+    )
+
+
 @pytest.mark.parametrize("mutation", CAUGHT_BY, ids=lambda mutation: mutation.__name__)
 @pytest.mark.thorough
 def test_a_fault_of_the_package_is_caught(mutation):
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "tests.mutations", "--reruns=0", CAUGHT_BY[mutation]]
-    environment = {**os.environ, NAME_ENV: mutation.__name__}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    done = run_mutated(CAUGHT_BY[mutation], mutation.__name__, "-p", "tests.mutations")
     assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("name", IN_EXTENSION)
+def test_what_is_mutated_occurs_once(name):
+    assert (ROOT / "csrc" / IN_EXTENSION[name].file).read_text().count(IN_EXTENSION[name].text) == 1
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(3000)
+def test_faults_of_the_extension_are_caught(tmp_path, capsys):
+    """All are compiled at once. Without one chosen, the tests pass."""
+    build_mutated(ROOT, tmp_path)
+    left = [name for name, mutation in IN_EXTENSION.items() if not fails(mutation.test, name, tmp_path)]
+    with capsys.disabled():
+        print(f"\n{len(IN_EXTENSION) - len(left)} of {len(IN_EXTENSION)} faults of the extension are caught")
+    wrong = [test for test in {mutation.test for mutation in IN_EXTENSION.values()} if fails(test, "", tmp_path)]
+    assert not left and not wrong, (left, wrong)
+
+
+def fails(test: str, name: str, tree: Path) -> bool:
+    done = run_mutated(test, name, cwd=tree)
+    assert done.returncode in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED), done.stdout + done.stderr
+    return done.returncode == pytest.ExitCode.TESTS_FAILED

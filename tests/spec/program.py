@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.spec.covering import Row
 from tests.spec.reference import Parameter, Settings, World
-from tests.spec.table import DEFAULTS, HOOKS, OPTIONS
+from tests.spec.table import DEFAULTS, HOOKS, OPTIONS, SHARDED_OPTIONS
 
 # The beginning of every program. A rank's gradients depend on nothing but the arguments of `gradient`.
 PRELUDE = """\
@@ -128,7 +128,9 @@ class Program:
             lines.append(f"group = {halves if self.size > 2 else 'dist.new_group()'}")
         else:
             lines.append("group = None")
-        options = "".join(f", {n}={self.row[n]}" for n in OPTIONS if self.row[n] != DEFAULTS[n] or n == "transport")
+        always = {"transport"} | ({"auto_refresh_trainable"} if self.row["wrapper"] == "sharded" else set())
+        given = [n for n in (*OPTIONS, *SHARDED_OPTIONS) if self.row[n] != DEFAULTS[n] or n in always]
+        options = "".join(f", {n}={self.row[n]}" for n in given)
         hook = self.row["comm_hook"]
         if ddp == TORCHS:
             options = options.replace(f", transport={self.row['transport']}", "").replace(f", comm_hook={hook}", "")
@@ -136,12 +138,20 @@ class Program:
             group = ", group=group" if self.in_groups else ""
             lines.append(f"optimizer = torchddp.optim.OSS(module.parameters(), torch.optim.SGD, lr=0.1{group})")
             lines.append(f"model = torchddp.ShardedDataParallel(module, optimizer{options})")
+        elif self.row["wrapper"] == "replicate":
+            mesh = "mesh=torch.distributed.device_mesh.DeviceMesh.from_group(group, 'cpu')"
+            lines.append(f"model = torchddp.replicate(module{options.replace('process_group=group', mesh)})")
+            lines.append("engine = torchddp.composable.engine_of(model)")
         else:
             models = ["model", "second"] if self.row["wrapper"].startswith("two") else ["model"]
             lines += [f"{name} = {ddp}(module{options})" for name in models]
         if ddp == TORCHS and hook != "None":
             lines += [f"{name}.register_comm_hook(*{hook})" for name in models]
         return lines
+
+    def _wrapper(self, model: str) -> str:
+        """What has the calls that replicate() doesn't add to a module."""
+        return "engine" if self.row["wrapper"] == "replicate" else model
 
     @property
     def _special_text(self) -> str:
@@ -248,7 +258,7 @@ class Program:
             yield self._backward(models, which, step, [(key, 0)], False)
             yield self._backward(models, which, step, [(key + 1, 1)], how == "no_sync")
             if how == "reduce":
-                yield Op(f"{models[0]}.reduce()", lambda world: world.reduce(which[0]))
+                yield Op(f"{self._wrapper(models[0])}.reduce()", lambda world: world.reduce(which[0]))
         elif how == "each":
             yield self._backward(models, which, step, [(key, 0)], True)
             yield self._backward(models, which, step, [(key + 1, 1)], True)
@@ -309,6 +319,9 @@ class Program:
             forwards[0].replace(f" {key},", f" {key} + i,") if same else f"({forwards[0]} if i == 0 else {forwards[1]})"
         )
         line = f"for i in torchddp.sync.accumulate({model}, 2{weights}): {body}.backward()"
+        refreshes = self.row["micro"] == "refreshed loop"
+        if refreshes:
+            line += f"; {model}.refresh_trainable()"
 
         def do(world: World) -> None:
             for micro in range(2):
@@ -320,6 +333,8 @@ class Program:
                 world.backward(self._given(key + micro, step, micro), reduces=reduces, wrappers=[wrapper])
                 if any(world.errors):
                     return
+                if refreshes:
+                    world.refresh()
             if strategy == "forced_sync":
                 world.reduce(wrapper)
 
@@ -333,7 +348,8 @@ class Program:
         forward = self._forward("model", 50, 0, 0).replace(" 50,", " 50 + k,")
         weigh = f"model.weigh({list(weights)}[rank], loss={loss!r}), " if weights else ""
         more = "" if by_all else "divide_by_initial_world_size=False"
-        line = f"with model.join({more}): [(model.zero_grad(), {weigh}{forward}.backward()) for k in range(1 + rank)]"
+        step = f"model.zero_grad(), {weigh}{forward}.backward()"
+        line = f"with {self._wrapper('model')}.join({more}): [({step}) for k in range(1 + rank)]"
 
         def do(world: World) -> None:
             for k in range(self.size):
@@ -379,6 +395,7 @@ _READ = {
     "main_grads",
     "main_grads_as",
     "wire_dtype",
+    "reduce_fp16",
     "auto_refresh_trainable",
 }
 

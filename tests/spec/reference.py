@@ -43,6 +43,7 @@ class Settings:
     auto_refresh_trainable: bool = False
     hosts: str = ""  # the host of each rank; empty: one
     wire_dtype: torch.dtype | None = None
+    reduce_fp16: bool = False
     owners: dict[str, int] | None = None  # sharded: the only rank that gets each parameter's average
 
 
@@ -326,10 +327,12 @@ class World:
         is_weighing = any(rank.is_weighing for rank in self.ranks)
         total = sum(rank.total for rank in self.ranks if rank.is_weighing)
         self.squares = [0.0] * self.size
-        for name in names:
+        for name in self.trained:  # what no rank used stays as it is, but gradient_stats() counts it
             for rank in self.ranks:
-                if name in rank.averages:
+                if name in rank.averages and name in names:
                     self._put_aside(rank, name, True)
+                if is_weighing and name in names:
+                    rank.began[name] = self._start_of(rank, name)
             if is_weighing:
                 averages = [self._weighted_mean(name, total)] * self.size
             else:
@@ -338,7 +341,7 @@ class World:
             for index, average in enumerate(averages):
                 if not self.parameters[name].sparse:
                     self.squares[index] += average.abs().double().pow(2).sum().item()
-                if takes_part[index]:
+                if takes_part[index] and name in names:
                     self._give(index, name, average)
         for rank in self.ranks:
             rank.used_before = rank.used[0]
@@ -386,7 +389,9 @@ class World:
             average = self._sum([g.coalesce() * (1 / count) for g in real])
             self.is_rounded = True  # equal rows of several backwards are added up before or after
         elif hook is None:
-            average = self._sum_over_hosts([g * (1 / count) for g in real])
+            terms = [g * (1 / count) for g in real]
+            narrow = self.settings.reduce_fp16 and terms[0].dtype is torch.float32
+            average = self._sum_over_hosts([g.half() for g in terms] if narrow else terms).to(terms[0].dtype)
         else:
             average = _HOOKS[hook](real, self.size, self._sum)
         if grads[0].is_complex():
@@ -426,11 +431,15 @@ class World:
             share, start = rank.shares.get(name), rank.grads[name]
             if share is None and start is not None:
                 share = Share(_wide(start), 0.0, _wide(start) * 0, 1.0)
-            rank.began[name] = None if share is None else share.start
             if share is not None:
                 owed = share.sum * 0 if share.start is None else share.start * (rank.total - share.counted)
                 mean = mean + (share.sum + owed) / total if total > 0 else mean
         return mean.to(self.grad_dtype(name))
+
+    def _start_of(self, rank: Rank, name: str) -> Tensor | None:
+        """What the step began with."""
+        share, kept = rank.shares.get(name), rank.grads[name]
+        return share.start if share is not None else None if kept is None else _wide(kept)
 
     # --- freezing and thawing ---
 
@@ -441,7 +450,7 @@ class World:
 
     def refresh(self) -> None:
         """The reducer learns which parameters are trained. Their gradients stay."""
-        self.errors = [None] * self.size
+        self.errors, self.squares = [None] * self.size, []
         self.dropped = [set() for _ in self.ranks]
         before, self.trained = self.trained, {name for name, parameter in self.parameters.items() if parameter.trained}
         self.known |= self.trained

@@ -151,7 +151,7 @@ def _run(program: Program, ddp: str, refusal: Exclusion | None, mutate: Any) -> 
             return failure
         if failure is None:
             found = _difference(names["module"], program, world, largest)
-            found = found or _other_squares(names["model"], program, world)
+            found = found or _other_squares(names.get("engine", names["model"]), program, world)
             failure = None if found is None else at(**found)
         world.squares = []
     return failure
@@ -169,7 +169,8 @@ def _parameter(module: torch.nn.Module, name: str) -> Any:
 
 def narrows(program: Program) -> bool:
     """Whether gradients travel in 16 bits."""
-    return "compress" in program.row["comm_hook"] or program.row["wire_dtype"] != "None"
+    row = program.row
+    return "compress" in row["comm_hook"] or row["wire_dtype"] != "None" or row["reduce_fp16"] == "True"
 
 
 def tolerance(program: Program, world: World, dtype: torch.dtype) -> float:
@@ -218,7 +219,8 @@ def _difference(
 def _other_squares(model: Any, program: Program, world: World) -> dict[str, Any] | None:
     """gradient_stats() after a reduction, except under join(), where ranks have taken part in different ones."""
     row = program.row
-    if row["gradient_stats"] == "False" or row["wrapper"] != "one" or row["join"] != "never" or not world.squares:
+    is_one = row["wrapper"] in ("one", "replicate")
+    if row["gradient_stats"] == "False" or not is_one or row["join"] != "never" or not world.squares:
         return None
     want, got = world.squares[program.index], model.gradient_stats()[:, 0].sum().item()
     dtypes = [torch.float32, *(p.dtype for p in program.parameters.values())]
@@ -230,7 +232,7 @@ def _other_squares(model: Any, program: Program, world: World) -> dict[str, Any]
     )
     if abs(got - want) <= limit:
         return None
-    value = "model.gradient_stats()[:, 0].sum().item()"
+    value = f"{'engine' if row['wrapper'] == 'replicate' else 'model'}.gradient_stats()[:, 0].sum().item()"
     check = f"assert rank != {program.rank} or abs({value} - {want!r}) <= {limit!r}, {value}"
     return {"what": f"the squares of gradient_stats() are {got}, the reference says {want}", "check": check}
 

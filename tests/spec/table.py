@@ -17,6 +17,7 @@ HOOKS = {
     "(group, debugging_hooks.noop_hook)": "noop",
 }
 NO, YES = "False", "True"
+MIXED = "nn.parallel.distributed._MixedPrecision(torch.bfloat16, torch.float32)"
 FLOAT32, BFLOAT16 = "torch.float32", "torch.bfloat16"
 
 # Fields of DDPOptions that change gradients, or how they are computed.
@@ -36,6 +37,7 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "main_grads": ("None", FLOAT32),
     "main_grads_as": ("'main_grad'", "'grad'"),
     "auto_refresh_trainable": (NO, YES),
+    "mixed_precision": ("None", MIXED),
     # The rest must not change any gradient.
     "bucket_cap_mb": ("None", "0.0001", "25", "'auto'"),
     "bucket_cap_mb_list": ("None", "[0.0001, 1]"),
@@ -49,6 +51,13 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "check_parameters_every": ("None", "1"),
     "find_nonfinite": (NO, YES, "'raise'"),
 }
+# What ShardedDataParallel alone takes. Only the first may change a gradient.
+SHARDED_OPTIONS: dict[str, tuple[str, ...]] = {
+    "reduce_fp16": (NO, YES),
+    "reduce_buffer_size": ("2**23", "0", "20"),
+    "sync_models_at_startup": (YES, NO),
+    "overlap_gather": (YES, NO),
+}
 # Fields that have no column, and why.
 NOT_DRAWN = {
     "device_ids": "GPUs",
@@ -57,9 +66,8 @@ NOT_DRAWN = {
     "adopt_large_gradients": "NCCL",
     "device_mesh": "another form of process_group",
     "check_reduction": "deprecated: does nothing",
-    "mixed_precision": "the gradients are those of torch's casts",
-    "delay_all_reduce_named_params": "torch's own hook reduces them",
-    "param_to_hook_all_reduce": "torch's own hook reduces them",
+    "delay_all_reduce_named_params": "torch starts their reduction and never waits for it: nothing says when it ends",
+    "param_to_hook_all_reduce": "goes with delay_all_reduce_named_params",
 }
 
 # What the program does.
@@ -71,18 +79,21 @@ ACTIONS: dict[str, tuple[str, ...]] = {
     "use": ("all", "one rank", "never", "first microbatch"),  # of one parameter
     "zero": ("none", "zeros", "keep", "some"),  # before each step
     "edit": ("nothing", "scale", "clip", "drop", "assign before", "keep"),
-    "micro": ("one", "no_sync", "each", "loop", "reduce", "two forwards", "retain"),
+    "micro": ("one", "no_sync", "each", "loop", "refreshed loop", "reduce", "two forwards", "retain"),
     "weigh": ("never", "equal", "unequal", "some zero", "all zero", "sum"),
     "trainable": ("same", "frozen", "freeze", "thaw"),  # one parameter, before wrapping or after two steps
-    "wrapper": ("one", "two at once", "two in turn", "sharded"),
+    "wrapper": ("one", "two at once", "two in turn", "sharded", "replicate"),
     "join": ("never", "all ranks", "ranks left"),  # what uneven inputs are divided by
 }
-COLUMNS = {**OPTIONS, **ACTIONS}
+LOOPS = {"loop", "refreshed loop"}
+COLUMNS = {**OPTIONS, **SHARDED_OPTIONS, **ACTIONS}
 DEFAULTS = {name: values[0] for name, values in COLUMNS.items()}
 SHARDED_TAKES = {
     "process_group", "find_unused_parameters", "static_graph", "transport", "timeout", "stall_report_s", "weighted",
     "broadcast_buffers", "zero_weights", "auto_refresh_trainable",
 }  # fmt: skip
+# What replicate() doesn't take, or under another name.
+REPLICATE_REFUSES = ("broadcast_buffers", "mixed_precision", "reduce_dtype", "main_grads", "main_grads_as")
 
 
 @dataclass(frozen=True)
@@ -124,6 +135,11 @@ EXCLUSIONS = [
     _refused(ValueError, "conflicts with gradient_as_bucket_view=False", main_grads=FLOAT32,
              main_grads_as="'main_grad'", gradient_as_bucket_view=NO),
     _refused(ValueError, "leave bucket_cap_mb_list out", bucket_cap_mb="'auto'", bucket_cap_mb_list="[0.0001, 1]"),
+    _refused(ValueError, "conflicts with mixed_precision=", mixed_precision=MIXED, main_grads=FLOAT32,
+             wrapper=_but("wrapper", "sharded", "replicate")),
+    _refused(ValueError, "conflicts with mixed_precision=", mixed_precision=MIXED, reduce_dtype=FLOAT32,
+             main_grads="None", wrapper=_but("wrapper", "sharded", "replicate")),
+    _refused(RuntimeError, "cpu backend doesn't support events", mixed_precision=MIXED),
     _refused(RuntimeError, "wire_dtype needs shared memory", wire_dtype=BFLOAT16, transport="'c10d'"),
     _refused(RuntimeError, "no two ranks are on the same host", hosts="two", transport="'shm'", ranks="2"),
     _refused(RuntimeError, "no two ranks are on the same host", hosts="two", transport="'shm'", process_group="group",
@@ -143,7 +159,7 @@ EXCLUSIONS = [
     _meaningless("raises on some ranks", use={"one rank", "first microbatch"}, find_unused_parameters=NO,
                  static_graph=NO, micro=_but("micro", "reduce")),
     _meaningless(
-        "raises on the owners alone, in the middle of a loop", wrapper="sharded", micro="loop", zero={"keep", "some"}
+        "raises on the owners alone, in the middle of a loop", wrapper="sharded", micro=LOOPS, zero={"keep", "some"}
     ),
     _meaningless(
         "each wrapper refreshes in its own forward",
@@ -170,7 +186,7 @@ EXCLUSIONS = [
                  use={"one rank", "first microbatch"}),
     # Weights.
     _refused(RuntimeError, "so their weights are unknown", auto_refresh_trainable=YES, trainable="thaw",
-             weigh=_but("weigh", "never"), micro={"no_sync", "reduce", "loop"}, use=_but("use", "never")),
+             weigh=_but("weigh", "never"), micro={"no_sync", "reduce", *LOOPS}, use=_but("use", "never")),
     _refused(RuntimeError, "so the weights of its parts are unknown", micro="retain", zero={"keep", "some"},
              edit={"scale", "clip"}, weigh=_but("weigh", "never")),
     _meaningless("both wrappers would need every weight", weigh=_but("weigh", "never"),
@@ -190,10 +206,21 @@ EXCLUSIONS = [
                  **{name: _but(name, DEFAULTS[name])})
         for name in OPTIONS if name not in SHARDED_TAKES
     ),
+    *(
+        _refused(TypeError, f"unexpected keyword argument '{name}'", wrapper=_but("wrapper", "sharded", "replicate"),
+                 **{name: _but(name, DEFAULTS[name])})
+        for name in SHARDED_OPTIONS
+    ),
     _refused(RuntimeError, "sparse gradients", wrapper="sharded", model="sparse"),
-    _refused(RuntimeError, "use SINGLE_AUTO_SYNC", wrapper="sharded", find_unused_parameters=YES, micro="loop",
+    _refused(RuntimeError, "use SINGLE_AUTO_SYNC", wrapper="sharded", find_unused_parameters=YES, micro=LOOPS,
              weigh=_but("weigh", "never")),
-    _refused(RuntimeError, "can't be used with join()", wrapper="sharded", join=_but("join", "never")),
+    _refused(RuntimeError, "can't be used with join()", wrapper={"sharded", "replicate"}, join=_but("join", "never")),
+    # Replicated modules.
+    *(
+        _refused(TypeError, f"replicate() has no argument '{name}'", wrapper="replicate",
+                 **{name: _but(name, DEFAULTS[name])})
+        for name in (*REPLICATE_REFUSES, *SHARDED_OPTIONS)
+    ),
 ]  # fmt: skip
 
 
@@ -207,7 +234,7 @@ _TORCH_OPTIONS = {
     "forward_sync_buffers", "init_sync",
 }  # fmt: skip
 TORCH_COLUMNS = {
-    **{name: values if name in _TORCH_OPTIONS else values[:1] for name, values in OPTIONS.items()},
+    **{name: values if name in _TORCH_OPTIONS else values[:1] for name, values in (OPTIONS | SHARDED_OPTIONS).items()},
     **ACTIONS,
     "bucket_cap_mb": ("None", "0.0001", "25"),
     "transport": ("'c10d'",),

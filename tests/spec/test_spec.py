@@ -1,6 +1,7 @@
 """The package and torch's class do what the reference says, in programs that combine every two (or three) values."""
 
 import functools
+import inspect
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -16,7 +17,9 @@ from tests.spec.covering import Row, combinations, complete, covering_array, wit
 from tests.spec.program import MAX_LINES, TORCHS, Program, standalone
 from tests.spec.reference import World
 from tests.spec.run import run_rows
+from torchddp.composable.api import _OPTIONS
 from torchddp.ddp.options import DDPOptions
+from torchddp.sharded.data_parallel import ShardedDataParallel
 
 pytestmark = pytest.mark.beyond_torch("the options of torchddp")
 RANKS = ("1", "2", "3", "4")
@@ -42,6 +45,18 @@ def test_every_option_has_a_column():
     for name, values in table.OPTIONS.items():
         default = next(field.default for field in fields(DDPOptions) if field.name == name)
         assert name == "transport" or eval(values[0], {"torch": torch}) == default, name
+
+
+def test_every_option_of_sharded_models_has_a_column():
+    parameters = inspect.signature(ShardedDataParallel.__init__).parameters
+    taken = parameters.keys() - {"self", "module", "sharded_optimizer"} - table.NOT_DRAWN.keys()
+    assert taken == table.SHARDED_TAKES | table.SHARDED_OPTIONS.keys()
+    for name, values in table.SHARDED_OPTIONS.items():
+        assert eval(values[0]) == parameters[name].default, name
+
+
+def test_every_option_of_replicated_modules_has_a_column():
+    assert table.OPTIONS.keys() - {"process_group", *table.REPLICATE_REFUSES} == _OPTIONS - table.NOT_DRAWN.keys()
 
 
 @pytest.mark.parametrize("strength", [2, pytest.param(3, marks=pytest.mark.thorough)])
@@ -78,6 +93,21 @@ def test_torchs_class_does_what_the_reference_says():
     rows = covering_array(table.TORCH_COLUMNS, 2, forbidden)
     for ranks in ("1", "2", "3"):
         check([row for row in rows if row["ranks"] == ranks], ddp=TORCHS)
+
+
+# Whatever rows the array has: what tests/mutations.py counts on, and what needs more than three values together.
+NAMED = {
+    "two wrappers in one backward": {"wrapper": "two at once", "model": "sparse"},
+    "an owner sets gradients": {"wrapper": "sharded", "edit": "assign before", "zero": "keep"},
+    "a refresh between microbatches": {
+        "micro": "refreshed loop", "find_unused_parameters": "True", "use": "first microbatch", "weigh": "equal",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("values", NAMED.values(), ids=NAMED)
+def test_named_programs(values):
+    check([{**table.DEFAULTS, "ranks": "2", **values}])
 
 
 def row_of(exclusion: table.Exclusion) -> Row:

@@ -82,7 +82,8 @@ class UsedParams {
   bool are_known() const { return used_here_ != nullptr; }
   bool are_searched() const { return context_.config.find_unused_parameters && !static_graph_.enabled(); }
 
-  // Keeps the marks of gradients accumulated under no_sync. `places`: each parameter's previous index, or kNotThere.
+  // Keeps the marks of gradients accumulated under no_sync, and of the last reduction for resume(). `places`: each parameter's
+  // previous index, or kNotThere.
   void take_over(const UsedParams& before, std::span<const int64_t> places);
 
   // Called in each hook, under no_sync too: a parameter used by any microbatch counts as used in the step that synchronizes.
