@@ -131,13 +131,13 @@ IN_EXTENSION = {
         TESTS + "gradients_of_the_program.py::test_storage_that_moves_to_torchs_shared_memory",
     ),
     "a_scale_is_dropped": InExtension(
-        "reducer/reduce/hook.cpp",
+        "reducer/reduce/reductions.cpp",
         "bucket.take_scale()",
         "bucket.take_scale() * 0 + 1",
         TESTS + "weighted_means.py::test_a_hook_gets_weighted_gradients",
     ),
     "a_scale_is_applied_twice": InExtension(
-        "reducer/pack/hook_packer.cpp",
+        "reducer/pack/packers.cpp",
         "place.bucket->leave_scale(rules_.step.scale())",
         "place.bucket->leave_scale(rules_.step.scale() * rules_.step.scale())",
         TESTS + "weighted_means.py::test_a_hook_gets_weighted_gradients",
@@ -149,13 +149,13 @@ IN_EXTENSION = {
         TESTS + "main_grads.py::test_a_refused_refresh_changes_nothing",
     ),
     "hooks_see_averages_in_buckets": InExtension(
-        "reducer/pack/packed_grads.cpp",
-        "(has_hooks_ || has_hooks) && context_.keeps_apart() && !context_.owned && !left_to_optimizer_",
+        "reducer/pack/pack_rules.cpp",
+        "(has_hooks_ || has_hooks) && context_.has_own_storage() && !context_.owned && !left_to_optimizer_",
         "false",
         TESTS + "gradients_during_backward.py::test_a_registered_hook_sees_this_ranks_gradients",
     ),
     "lost_writes_are_silent": InExtension(
-        "reducer/pack/packed_grads.cpp",
+        "reducer/pack/pack_rules.cpp",
         "std::exchange(written_, {})",
         "std::vector<int64_t>()",
         TESTS + "gradients_during_backward.py::test_a_lost_write_is_a_warning",
@@ -167,7 +167,7 @@ IN_EXTENSION = {
         TESTS + "weighted_means.py::test_gradients_that_are_changed_between_backwards_of_a_step",
     ),
     "owners_take_any_gradient_for_an_average": InExtension(
-        "reducer/own_averages.cpp",
+        "reducer/pack/hand_back.cpp",
         "!marks_.has(param, grad)",
         "!grad.defined()",
         "tests/spec/test_spec.py::test_named_programs[an owner sets gradients]",
