@@ -1,12 +1,14 @@
-"""Compiles the sources against the headers of the oldest and the newest supported torch, with warnings as errors.
+"""Compiles the sources against the headers of the oldest and the newest supported torch, with warnings as errors, and
+looks up in their Python sources what `torchddp/_torch.py` imports.
 
 Nothing is linked and no code is generated, but templates are instantiated, so the compiler checks what a build would.
 Because torch's headers take most of the time, the sources of a folder are compiled as one, and separately only if that
 fails. The commands come from build/cpu; if build/cuda exists, CUDA-only sources are checked too, against that torch's
-NCCL. Headers are extracted from torch's wheels into build/compat, once.
+NCCL. Headers and sources are extracted from torch's wheels into build/compat, once.
 """
 
 import argparse
+import ast
 import concurrent.futures
 import json
 import os
@@ -45,11 +47,11 @@ class Check:
 def fetch_headers(torch: str) -> Path:
     """A folder with torch/include, and nvidia/nccl/include where that torch is a CUDA build."""
     folder = HEADERS_DIR / f"torch-{torch}"
-    complete = folder / "complete"
+    complete = folder / "with_sources"
     if complete.exists():
         return folder
     shutil.rmtree(folder, ignore_errors=True)
-    metadata = extract_from_wheel(f"torch=={torch}", r"torch/(include/|version\.py$)", folder)
+    metadata = extract_from_wheel(f"torch=={torch}", r"torch/(include/|.*\.pyi?$)", folder)
     if found := re.search(r"^Requires-Dist: (nvidia-nccl-cu\d+==[\d.]+)", metadata, re.MULTILINE):
         extract_from_wheel(found.group(1), r"nvidia/nccl/include/", folder)
     complete.touch()
@@ -71,6 +73,21 @@ def extract_from_wheel(requirement: str, wanted: str, folder: Path) -> str:
             archive.extractall(folder, [name for name in names if re.match(wanted, name)])
             (metadata,) = [name for name in names if re.fullmatch(r"[^/]+\.dist-info/METADATA", name)]
             return archive.read(metadata).decode()
+
+
+def missing_names(folder: Path, seam: Path = ROOT / "torchddp" / "_torch.py") -> list[str]:
+    """What the module imports from torch that this torch's Python sources and stubs don't mention."""
+    missing = []
+    for node in ast.walk(ast.parse(seam.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module is not None and node.module.partition(".")[0] == "torch":
+            path = folder / node.module.replace(".", "/")
+            sources = [path.with_suffix(".py"), path.with_suffix(".pyi"), *path.glob("__init__.py*")]
+            if node.module in ("torch", "torch._C"):  # torch re-exports its operators from the extension
+                sources += (folder / "torch/_C").glob("*.pyi")
+            text = "".join(source.read_text() for source in sources if source.exists())
+            names = [alias.name for alias in node.names]
+            missing += [f"{node.module}.{name}" for name in names if not re.search(rf"\b{name}\b", text)]
+    return missing
 
 
 # --- what to compile ---
@@ -169,6 +186,9 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="compilers to run in parallel")
     args = parser.parse_args()
     checks = plan(args.torches)
+    for torch in args.torches:
+        if missing := missing_names(fetch_headers(torch)):
+            sys.exit(f"compat: torch {torch} has no {', '.join(missing)}, which torchddp/_torch.py imports")
     with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
         found = list(pool.map(failures, checks))
     num_failed = 0

@@ -67,7 +67,7 @@ def test_includes_and_imports_follow_the_layers() -> None:
 
 
 # Modules and folders of the package, lower ones first; each may import those before it.
-PACKAGE = """_command _import_check errors traffic transport ddp distributed whole_file diagnose plan comm_hooks
+PACKAGE = """_command _import_check _torch errors traffic transport ddp distributed whole_file diagnose plan comm_hooks
     averaging composable sync sharded optim parallel fault_tolerance harness profiler simulate integrations run bench
     cli __main__""".split()
 
@@ -122,11 +122,42 @@ def import_problems(package: Path) -> list[str]:
     return problems
 
 
+def private_names_of_torch(path: Path) -> set[str]:
+    """Dotted names of torch that a module imports or reads and whose last parts begin with an underscore."""
+    tree, names, found = ast.parse(path.read_text(), str(path)), {}, set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {
+                a.asname or a.name.partition(".")[0]: a.name if a.asname else a.name.partition(".")[0]
+                for a in node.names
+            }
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute | ast.Name):
+            head, _, rest = ast.unparse(node).partition(".")
+            found.add(f"{names.get(head, '')}.{rest}")
+    found |= set(names.values())
+    return {name for name in found if re.match(r"torch\.(\w+\.)*_[A-Za-z]", name)}
+
+
+def test_one_module_names_what_is_private_in_torch() -> None:
+    """Except for members of the class that ours derives from."""
+    own_class = "torch.nn.parallel.distributed.DistributedDataParallel."
+    seen = {
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in modules_of(ROOT / "torchddp").values()
+        for name in private_names_of_torch(path)
+        if path.name != "_torch.py" and not name.startswith(own_class)
+    }
+    assert not seen and private_names_of_torch(ROOT / "torchddp/_torch.py")
+
+
 def test_import_torchddp_loads_few_modules() -> None:
     """It loads nothing that only compression, planning and sharding need."""
     listing = "import sys, torchddp; print(*(m for m in sys.modules if m.split('.')[0] == 'torchddp'))"
     done = python("-c", listing)
     loaded = done.stdout.split()
-    assert "torchddp.ddp.module" in loaded and len(loaded) <= 31, (loaded, done.stderr)
+    assert "torchddp.ddp.module" in loaded and len(loaded) <= 32, (loaded, done.stderr)
     allowed = {*PACKAGE[: PACKAGE.index("ddp") + 1], "_C"}
     assert {name.split(".")[1] for name in loaded if name != "torchddp"} <= allowed

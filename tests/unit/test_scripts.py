@@ -168,3 +168,11 @@ def test_the_source_that_does_not_compile_is_named(tmp_path: Path) -> None:
         (check,) = check_compat.grouped(commands, "2.11.0", tmp_path)
         found = check_compat.failures(check)
         assert [path.name for path in found] == failing and all(words in text for text in found.values()), texts
+
+
+def test_a_private_name_that_another_torch_lacks_is_found(tmp_path):
+    (tmp_path / "torch/utils").mkdir(parents=True)
+    (tmp_path / "torch/utils/tree.py").write_text("def _map(): ...\n")
+    seam = tmp_path / "_torch.py"
+    seam.write_text("from torch.utils.tree import _map, _gone\nfrom torch.moved import _there\n")
+    assert check_compat.missing_names(tmp_path, seam) == ["torch.utils.tree._gone", "torch.moved._there"]

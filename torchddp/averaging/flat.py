@@ -10,7 +10,7 @@ from typing import Literal, get_args
 import torch
 import torch.distributed as dist
 
-from torchddp import _C
+from torchddp import _C, _torch
 from torchddp.averaging.parameters import Named, memory_of, sum_dtype
 from torchddp.comm_hooks.compressed_sum import sum_over_ranks
 from torchddp.comm_hooks.exchange import Exchange
@@ -65,10 +65,10 @@ class FlatBucket:
         ]
 
     def pack(self, flat: torch.Tensor) -> None:
-        torch._foreach_copy_(self.pieces(flat), [memory_of(t) for t in self.named.values()])
+        _torch.foreach_copy(self.pieces(flat), [memory_of(t) for t in self.named.values()])
 
     def unpack(self, flat: torch.Tensor) -> None:
-        torch._foreach_copy_([memory_of(t) for t in self.named.values()], self.pieces(flat))
+        _torch.foreach_copy([memory_of(t) for t in self.named.values()], self.pieces(flat))
 
 
 def check_cap(cap_mb: float) -> None:

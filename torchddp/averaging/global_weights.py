@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from torchddp import _torch
 from torchddp.averaging.flat import FlatBucket
 from torchddp.averaging.parameters import Named, sum_dtype
 
@@ -35,7 +36,7 @@ class GlobalWeights:
         for view, name in zip(views, bucket.named, strict=True):
             # Relative to what the ranks received: rounding to 16 bits is not a displacement.
             view.copy_(self.weights[name].detach().to(bucket.dtype))
-        torch._foreach_sub_(views, [local.detach().to(flat.dtype) for local in bucket.named.values()])
+        _torch.foreach_sub(views, [local.detach().to(flat.dtype) for local in bucket.named.values()])
 
     def step(self, bucket: FlatBucket, flat: torch.Tensor, alpha: float) -> None:
         """Update the weights of a bucket with their outer gradient, which the optimizer may overwrite.

@@ -13,13 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from torchddp import _torch
 from torchddp.comm_hooks.exchange import Hierarchical
 from torchddp.comm_hooks.hook import CommHook, Setup
 from torchddp.comm_hooks.layout import Layout, Piece, Slot
 
 # A glob on names, "norms", "biases", "vectors", a module class, or a function of name and parameter.
 Which = str | type[nn.Module] | Callable[[str, nn.Parameter], bool]
-_NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+_NORMS = (_torch.BatchNormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 _FORMATS = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 

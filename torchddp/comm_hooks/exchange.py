@@ -23,9 +23,8 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import _world
 
-from torchddp import _C
+from torchddp import _C, _torch
 from torchddp.transport import select
 from torchddp.transport.agreement import GroupExchange, align_group_counts, ranks_of_hosts
 from torchddp.transport.store import is_first_in_job
@@ -106,7 +105,7 @@ class Exchange:
         timeout: datetime.timedelta | None = None,
     ) -> None:
         # torch can't create a group of the ranks of a torchft group, so nothing else may use that one during backward.
-        self.is_shared = process_group not in _world.pg_map
+        self.is_shared = not _torch.is_alive(process_group)
         self.time_limit = timeout
         if self.is_shared:
             self._groups = _Groups(_C.C10dTransport(process_group), process_group)

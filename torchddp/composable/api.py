@@ -10,12 +10,11 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed._composable import contract
-from torch.distributed._composable.contract import _get_registry
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 
+from torchddp import _torch
 from torchddp.composable.engine import ReplicateEngine, ReplicatePolicy
 from torchddp.composable.module import (
     NAME,
@@ -170,7 +169,7 @@ def _install(
         return marked
 
     mark.__name__ = NAME
-    composable = contract(state_cls=ReplicateState)(mark)
+    composable = _torch.contract(state_cls=ReplicateState)(mark)
     composable(module)
     composable.state(module).install(module, engine, policy, parameters)
 
@@ -221,7 +220,7 @@ def _check_module(module: Any) -> None:
     kind = type(module).__name__
     if isinstance(module, ReplicateModule):
         raise RuntimeError(f"this {kind} is already replicated. torchddp.composable.unreplicate() undoes it.")
-    taken = {"fully_shard", "replicate"} & set(_get_registry(module) or ())
+    taken = {"fully_shard", "replicate"} & set(_torch.get_registry(module) or ())
     if taken:
         raise RuntimeError(f"this {kind} was already given to torch's {taken.pop()}(), which reduces its gradients")
     inner = next((name for name, m in module.named_modules() if isinstance(m, TorchDDP)), None)
@@ -254,7 +253,7 @@ def _left_to_others(
 ) -> set[str]:
     """The names of all tensors that are ignored, or belong to submodules that are replicated or sharded themselves."""
     inside = [m for m in module.modules() if m is not module]
-    own_way = [m for m in inside if find_state(m) is not None or "fully_shard" in (_get_registry(m) or {})]
+    own_way = [m for m in inside if find_state(m) is not None or "fully_shard" in (_torch.get_registry(m) or {})]
     ids = {id(p) for p in ignored_params}
     for other in [*ignored_modules, *own_way]:
         ids |= {id(t) for t in [*other.parameters(), *other.buffers()]}

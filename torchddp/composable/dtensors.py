@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from torchddp import _C
+from torchddp import _C, _torch
 from torchddp.ddp.model import is_dtensor, local_of
 
 GRADIENT_IS_LATE = 3  # after this many callbacks in a row, the reducer's own has run, which may queue another
@@ -163,4 +163,4 @@ def _after_backward(action: Callable[[], None], turns: int) -> None:
         else:
             action()
 
-    torch.autograd.Variable._execution_engine.queue_callback(turn)
+    _torch.at_end_of_backward(turn)

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
-from torch.nn.parallel.distributed import _find_tensors
 
+from torchddp import _torch
 from torchddp.composable.dtensors import LocalParameters
 from torchddp.ddp.model import local_of
 from torchddp.ddp.module import DistributedDataParallel
@@ -77,7 +77,7 @@ class ReplicateEngine(DistributedDataParallel):
         # hook.
         differ = self.find_unused_parameters or self.static_graph or self.skip_all_reduce_unused_params
         if differ and self._local and torch.is_grad_enabled() and self.require_backward_grad_sync:
-            self._local.around_backward(_find_tensors(output))
+            self._local.around_backward(_torch.find_tensors(output))
         return output
 
     def reduce(self) -> None:

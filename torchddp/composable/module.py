@@ -11,21 +11,19 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
-from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
-from torch.distributed._composable_state import _State
 from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 
+from torchddp import _torch
 from torchddp.composable.engine import ReplicateEngine
 from torchddp.composable.precision import ParameterCast, cast_tensors, in_backward
 from torchddp.ddp.weights import LossKind
 
 NAME = "replicate"  # the registry of torch's contract, where fully_shard looks for it
 _classes: dict[type, type] = {}
-_CALL = torch.nn.Module._call_impl.__code__
 _HOOKS = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks", "_forward_hooks_always_called")
 
 
-class ReplicateState(_State):
+class ReplicateState(_torch.State):
     """Created by torch's ``contract``, filled by `install`."""
 
     engine: ReplicateEngine
@@ -80,14 +78,14 @@ class ReplicateState(_State):
 
     # --- hooks ---
 
-    @torch._disable_dynamo(recursive=True)
+    @_torch.disable_dynamo(recursive=True)
     def _before_forward(self, module: torch.nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         if self._is_open:
             if _calls_itself(module):
                 self._recurses = True
                 return args, kwargs
             self._close()  # the previous forward ended with a KeyboardInterrupt, which hooks don't see
-        if "fully_shard" in module.__dict__[REGISTRY_KEY]:
+        if "fully_shard" in module.__dict__[_torch.REGISTRY_KEY]:
             raise RuntimeError(
                 "this module was given to fully_shard() after torchddp.replicate(), and both would reduce its "
                 "gradients: use one of them, or call fully_shard() on inner modules before replicate()"
@@ -106,7 +104,7 @@ class ReplicateState(_State):
             self.cast.enter()
         return args, kwargs
 
-    @torch._disable_dynamo(recursive=True)
+    @_torch.disable_dynamo(recursive=True)
     def _after_forward(self, module: torch.nn.Module, _args: Any, output: Any) -> Any:
         if self._is_open:
             if self._recurses and _calls_itself(module):
@@ -115,7 +113,7 @@ class ReplicateState(_State):
             output = self.engine._post_forward(output)
         return cast_tensors(output, self.policy.output_dtype)
 
-    @torch._disable_dynamo(recursive=True)
+    @_torch.disable_dynamo(recursive=True)
     def _after_failure(self, module: torch.nn.Module, _args: Any, _output: Any) -> None:
         """Also called after success, when there is nothing left to close."""
         if not self._is_open or (self._recurses and _calls_itself(module)):
@@ -150,7 +148,7 @@ class ReplicateState(_State):
 
 def _calls_itself(module: torch.nn.Module) -> bool:
     """Whether the current call of ``module`` was made inside another call of it."""
-    calls = (frame for frame, _ in traceback.walk_stack(sys._getframe(1)) if frame.f_code is _CALL)
+    calls = (frame for frame, _ in traceback.walk_stack(sys._getframe(1)) if frame.f_code is _torch.MODULE_CALL)
     return sum(frame.f_locals.get("self") is module for frame in calls) > 1
 
 
@@ -244,7 +242,7 @@ def original_class(replicated: type) -> type:
 
 
 def find_state(module: torch.nn.Module) -> ReplicateState | None:
-    states = module.__dict__.get(STATE_KEY, {}).values()
+    states = module.__dict__.get(_torch.STATE_KEY, {}).values()
     return next((state for state in states if isinstance(state, ReplicateState)), None)
 
 
@@ -270,14 +268,14 @@ def _states(module: Any, recurse: bool) -> list[ReplicateState]:
 def forget(module: torch.nn.Module) -> None:
     """Undo `make_replicated`, and remove what torch's contract recorded."""
     module.__class__ = original_class(type(module))
-    states, registry = module.__dict__[STATE_KEY], module.__dict__[REGISTRY_KEY]
+    states, registry = module.__dict__[_torch.STATE_KEY], module.__dict__[_torch.REGISTRY_KEY]
     for key in [key for key, state in states.items() if isinstance(state, ReplicateState)]:
         del states[key]
     del registry[NAME]
     if not states:
-        del module.__dict__[STATE_KEY]
+        del module.__dict__[_torch.STATE_KEY]
     if not registry:
-        del module.__dict__[REGISTRY_KEY]
+        del module.__dict__[_torch.REGISTRY_KEY]
 
 
 @contextmanager
@@ -295,7 +293,7 @@ def plain(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
                 hooks = owner.__dict__[name]
                 kept = [(key, hook) for key, hook in hooks.items() if key not in ours]
                 owner.__dict__[name] = type(hooks)(kept)
-        for key in (STATE_KEY, REGISTRY_KEY):
+        for key in (_torch.STATE_KEY, _torch.REGISTRY_KEY):
             module.__dict__[key] = {k: v for k, v in saved[key].items() if k != NAME and v is not state}
             if not module.__dict__[key]:
                 del module.__dict__[key]
@@ -303,7 +301,7 @@ def plain(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
         yield module
     finally:
         module.__class__ = replicated
-        for key in (STATE_KEY, REGISTRY_KEY):
+        for key in (_torch.STATE_KEY, _torch.REGISTRY_KEY):
             module.__dict__[key] = saved[key]
         for attributes, hooks in reversed(swapped):  # a module may be listed twice
             attributes.update(hooks)

@@ -11,18 +11,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.utils import _apply_to_tensors
+
+from torchddp import _torch
 
 
 def cast_tensors(value: Any, dtype: torch.dtype | None) -> Any:
     """``value`` with its floating-point tensors cast to ``dtype``; None: unchanged."""
     if dtype is None:
         return value
-    return _apply_to_tensors(lambda t: t.to(dtype) if torch.is_floating_point(t) else t, value)
+    return _torch.apply_to_tensors(lambda t: t.to(dtype) if torch.is_floating_point(t) else t, value)
 
 
 def in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
+    return _torch.graph_task() is not None
 
 
 class ParameterCast:

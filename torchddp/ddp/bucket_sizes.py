@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from torchddp import _C
+from torchddp import _C, _torch
 from torchddp.transport.agreement import TransportExchange
 from torchddp.transport.message_cost import MessageLine, NoRoomError, measure_line
 
@@ -39,7 +39,7 @@ def default_sizes(
     transport: _C.Transport,
     process_group: dist.ProcessGroup,
     timeout: datetime.timedelta = datetime.timedelta(0),
-    first_bytes: int = dist._DEFAULT_FIRST_BUCKET_BYTES,
+    first_bytes: int = _torch.FIRST_BUCKET_BYTES,
 ) -> tuple[list[int], int]:
     """Return bucket caps in bytes (the last one repeats) and the size from which a gradient gets its own bucket.
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 
-from torchddp import _C
+from torchddp import _C, _torch
 from torchddp.ddp.model import buffers_of
 
 
@@ -43,7 +43,7 @@ def sync(ddp: Any) -> None:
         return
     # An in-place update must not invalidate the backward of an earlier forward (two forwards, then a backward). Our own
     # broadcast does not bump version counters.
-    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(ddp.modules_buffers)):
+    with torch.no_grad(), _torch.keep_versions(tuple(ddp.modules_buffers)):
         ddp._sync_module_buffers(root)
 
 

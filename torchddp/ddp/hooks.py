@@ -11,6 +11,8 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 import torch.distributed as dist
 
+from torchddp import _torch
+
 Hook = Callable[[Any, Any], Any]
 
 
@@ -142,7 +144,7 @@ def checked(hook: Hook, rank: int) -> Hook:
     @functools.wraps(hook)
     def call(state: object, bucket: dist.GradBucket) -> Any:
         future = hook(state, bucket)
-        if not isinstance(future, torch._C.Future):  # base class of torch.futures.Future, returned by Work.get_future()
+        if not isinstance(future, _torch.CFuture):  # base class of torch.futures.Future, returned by Work.get_future()
             raise RuntimeError(  # as torch raises
                 f"Communication hook {getattr(hook, '__qualname__', hook)!r} returned {type(future).__name__} for "
                 f"bucket {bucket.index()} on rank {rank}: it must return a torch.futures.Future that holds one tensor."

@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _world
 
-from torchddp import _C
+from torchddp import _C, _torch
 from torchddp.ddp.session import ReducerSession
 
 _ENVIRONMENT = {
@@ -69,7 +68,7 @@ class DDPLogger(dist.Logger):
         """Record what does not change after construction."""
         parameters = session.parameters
         # Groups unknown to torch (torchft's) name their backend themselves.
-        known = ddp.process_group in _world.pg_map
+        known = _torch.is_alive(ddp.process_group)
         backend = dist.get_backend(ddp.process_group) if known else ddp.process_group.name()
         dtypes = dict.fromkeys(str(p.dtype).removeprefix("torch.") for p in parameters)
         strings = self._fixed.strs_map

@@ -11,11 +11,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
-from torch.nn.parallel.distributed import _DDPSink, _tree_flatten_with_rref, _tree_unflatten_with_rref
 
-from torchddp import _C
+from torchddp import _C, _torch
 from torchddp.errors import listed, warn_user
 
 # --- DTensors: the engine works on this rank's local part ---
@@ -62,8 +60,7 @@ def device_of(module: Any) -> torch.device | None:
 
 def check_not_fake(module: torch.nn.Module) -> None:
     """RuntimeError under FakeTensorMode, or for a module that was made under it."""
-    under_mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
-    if under_mode or any(isinstance(parameter, FakeTensor) for parameter in module.parameters()):
+    if _torch.is_fake_mode() or any(map(_torch.is_fake, module.parameters())):
         raise RuntimeError(
             "DistributedDataParallel can't reduce fake tensors, which have no memory. Make and wrap the model outside "
             'of FakeTensorMode; without other ranks, use init_process_group("fake")'
@@ -265,19 +262,6 @@ def reason_against_reducing(ddp: TorchDDP) -> str:
     return "under join(), ranks that have run out of inputs would not take part" if ddp._join_config.enable else ""
 
 
-def through_sink(ddp: TorchDDP, output: Any) -> Any:
-    """Route outputs through an autograd node of torch's DDP.
-
-    Its backward runs first. It signals when the outermost backward of a static graph's first step begins, and passes
-    undefined gradients to the hooks of parameters whose outputs the loss does not use.
-    """
-    tensors, spec, is_rref = _tree_flatten_with_rref(output)
-    through = _DDPSink.apply(weakref.ref(ddp), *tensors)
-    # Tensors that are not part of a graph stay as they are.
-    kept = [t if torch.is_tensor(t) and t.grad_fn is None else s for t, s in zip(tensors, through, strict=True)]
-    return _tree_unflatten_with_rref(kept, spec, is_rref)
-
-
 def names_in_order(names: Mapping[int, str]) -> list[str]:
     """torch's names of the parameters, by index, without the dot that it puts before those of the outermost module."""
     return [names[i].removeprefix(".") for i in range(len(names))]
@@ -349,10 +333,10 @@ class ParameterWatch:
             self._steps_without_gradients += 1
             self.in_doubt |= self._steps_without_gradients & (self._steps_without_gradients - 1) == 0
 
-    @torch._disable_dynamo(recursive=True)
+    @_torch.disable_dynamo(recursive=True)
     def look(self, ddp: Any, reduced_ids: Collection[int]) -> None:
         """Check before forward. Not collective. ``reduced_ids``: ids of the parameters in the reducer."""
-        if torch._C._are_functorch_transforms_active():
+        if _torch.in_functorch():
             return  # parameters have no autograd nodes there: check in the next step
         self.in_doubt = False
         if self._has_told:

@@ -12,11 +12,9 @@ import torch
 import torch.distributed as dist
 from torch.autograd.profiler import record_function
 from torch.distributed.algorithms.join import Join
-from torch.distributed.utils import _cast_forward_inputs, _to_kwargs
 from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
-from torch.nn.parallel.distributed import _find_tensors
 
-from torchddp import _C
+from torchddp import _C, _torch
 from torchddp.ddp import buffers, hooks, model, refresh, regroup
 from torchddp.ddp.grad_precision import MAIN_GRAD
 from torchddp.ddp.logger import DDPLogger
@@ -205,12 +203,12 @@ class DistributedDataParallel(TorchDDP):
 
     # --- forward ---
 
-    @torch._disable_dynamo(recursive=False)
+    @_torch.disable_dynamo(recursive=False)
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Return ``module(*inputs, **kwargs)``, between ``_pre_forward`` and ``_post_forward``."""
         if self._use_python_reducer or self._delay_all_reduce_all_params:
             return super().forward(*inputs, **kwargs)
-        if torch.autograd._profiler_enabled():
+        if _torch.profiler_enabled():
             with record_function("DistributedDataParallel.forward"):
                 return self._forward(*inputs, **kwargs)
         return self._forward(*inputs, **kwargs)
@@ -243,10 +241,10 @@ class DistributedDataParallel(TorchDDP):
             self._check_global_requires_backward_grad_sync(is_joined_rank=False)
         if self.device_ids:
             device = torch.device(self.device_type, self.device_ids[0])
-            moved, moved_kwargs = _to_kwargs(inputs, kwargs, device, self.use_side_stream_for_tensor_copies)
+            moved, moved_kwargs = _torch.to_kwargs(inputs, kwargs, device, self.use_side_stream_for_tensor_copies)
             inputs, kwargs = moved[0], moved_kwargs[0]
         if self.mixed_precision is not None:
-            inputs, kwargs = _cast_forward_inputs(self.mixed_precision.param_dtype, *inputs, **kwargs)
+            inputs, kwargs = _torch.cast_forward_inputs(self.mixed_precision.param_dtype, *inputs, **kwargs)
         return inputs, kwargs
 
     def _post_forward(self, output: Any) -> Any:
@@ -263,7 +261,7 @@ class DistributedDataParallel(TorchDDP):
         # Only in steps of a static graph that are reduced: under no_sync() it would end the recording too early.
         recording = reduced and self.static_graph and not self._static_graph_delay_allreduce_enqueued
         if search or recording:
-            output = model.through_sink(self, output)
+            output = _torch.through_sink(self, output)
         if graph:
             self.observers.after_forward(output)
         if self.require_forward_param_sync != reduced:  # nn.Module is slow to set attributes
@@ -273,7 +271,7 @@ class DistributedDataParallel(TorchDDP):
 
     def _search_from(self, output: Any) -> list[torch.Tensor]:
         """Where the search for unused parameters starts."""
-        return list(_find_tensors(output))
+        return list(_torch.find_tensors(output))
 
     def _begin_step(self) -> None:
         if self._options.auto_refresh_trainable:
@@ -311,7 +309,7 @@ class DistributedDataParallel(TorchDDP):
         self.session.agree_once()
         found = self.modules_buffers if bufs is None else bufs
         if not buffers.broadcast(self, found, authoritative_rank):
-            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(found)):
+            with torch.no_grad(), _torch.keep_versions(tuple(found)):
                 super()._default_broadcast_coalesced(found, bucket_size, authoritative_rank)
 
     def _sync_module_buffers(self, authoritative_rank: int) -> None:
@@ -324,7 +322,7 @@ class DistributedDataParallel(TorchDDP):
         assert late is not None  # torch registers this hook after making the buffer
         late.div_(self.process_group.size())
         work = dist.all_reduce(late, group=self.process_group, async_op=True)
-        torch.autograd.Variable._execution_engine.queue_callback(work.wait)
+        _torch.at_end_of_backward(work.wait)
         return grad
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.nn.parallel.distributed import _cast_buffers, _setup_mixed_precision_params
 
+from torchddp import _torch
 from torchddp.ddp import hooks, model
 from torchddp.transport.agreement import Agreement, TransportExchange, list_problems, ranks_by
 
@@ -236,8 +236,8 @@ def find_differences(by_rank: Sequence[Sequence[_State]]) -> list[str]:
 def _prepare_mixed_precision(ddp: Any) -> None:
     """As torch's constructor does; what already exists stays as it is."""
     ddp.reducer._set_mixed_precision_param_dtype(ddp.mixed_precision.param_dtype)
-    _setup_mixed_precision_params(ddp.mixed_precision, ddp.module)
-    _cast_buffers(ddp.mixed_precision, ddp.module)
+    _torch.setup_mixed_precision_params(ddp.mixed_precision, ddp.module)
+    _torch.cast_buffers(ddp.mixed_precision, ddp.module)
     wait = ddp._module_wait_for_copy_hook
     for module in ddp.module.modules():
         if wait not in module._forward_pre_hooks.values():

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _rank_not_in_group, _world
 
+from torchddp import _torch
 from torchddp.ddp.hooks import hooks_that_follow
 from torchddp.transport.agreement import backend_of
 
@@ -29,7 +29,7 @@ def update_process_group(ddp: Any, new_group: dist.ProcessGroup) -> None:
         TransportError: a rank of the group died or did not arrive in time.
     """
     session = ddp.session
-    if _rank_not_in_group(new_group):
+    if _torch.rank_not_in_group(new_group):
         ddp.observers.close()
         _forget_steps(ddp)
         session.is_in_group = False  # no step can be reduced until it gets a group that contains this rank
@@ -61,7 +61,7 @@ def _check_group(group: object, device: torch.device) -> None:
         raise TypeError(f"_update_process_group takes a process group, got {type(group).__name__}")
     if type(group) is not dist.ProcessGroup:  # written in Python (torchft's, for instance): trust it
         return
-    if group not in _world.pg_map and _name_of(group):
+    if not _torch.is_alive(group) and _name_of(group):
         raise RuntimeError(
             f"the process group {_name_of(group)!r} was destroyed by destroy_process_group(): make a new one"
         )

@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _world
 
-from torchddp import _C
+from torchddp import _C, _torch
 from torchddp.ddp import hooks, model
 from torchddp.ddp.bucket_sizes import default_sizes
 from torchddp.ddp.options import RAISE, DDPOptions
@@ -143,7 +142,7 @@ class ReducerSession:
         self.precision.check(ddp, self.parameters, names, sparse)
         self.reduces_now = False
         _ = self.stall_limit_s  # an invalid value raises before anything is sent
-        self.first_bucket_bytes = dist._DEFAULT_FIRST_BUCKET_BYTES
+        self.first_bucket_bytes = _torch.FIRST_BUCKET_BYTES
         self._model = self._describe_model(ddp)
         self._has_buffers = bool(ddp.named_module_buffers)
         self._has_agreed = False
@@ -265,7 +264,7 @@ class ReducerSession:
         """Whether the step that has not been reduced yet is weighted."""
         return self._weighed_in == self.reducer.finished_steps
 
-    @torch._disable_dynamo(recursive=True)
+    @_torch.disable_dynamo(recursive=True)
     def has_changed(self) -> bool:
         """Whether parameters were frozen, thawed, added or removed on this rank since it opened. Not collective."""
         module = self.ddp.module
@@ -336,7 +335,7 @@ class ReducerSession:
         else:
             self._has_agreed = True
 
-    @torch._disable_dynamo(recursive=True)
+    @_torch.disable_dynamo(recursive=True)
     def agree_once(self) -> None:
         """Compare the ranks if they are expected to. Collective. Call it before sending anything.
 
@@ -344,7 +343,7 @@ class ReducerSession:
             RuntimeError: the models differ, or another rank failed.
             ValueError: the options or hooks differ.
         """
-        if self._has_agreed or self.is_captured or torch._C._are_functorch_transforms_active():
+        if self._has_agreed or self.is_captured or _torch.in_functorch():
             return
         self.agree(self.agreement())
         self._has_agreed = True
@@ -403,7 +402,7 @@ class ReducerSession:
         if transport.size == 1 or not states:
             return transport
         if not _C.can_travel_as_bytes(states):
-            dist._broadcast_coalesced(self.process_group, states, self.ddp.broadcast_bucket_size, src)
+            _torch.broadcast_coalesced(self.process_group, states, self.ddp.broadcast_bucket_size, src)
             return transport
         broadcast = self._broadcast_over(transport)
         broadcast.reserve(states)
@@ -502,7 +501,7 @@ class ReducerSession:
         Raises:
             ValueError, RuntimeError: the ranks have different transports or models; the session keeps its group.
         """
-        if new_group in _world.pg_map:
+        if _torch.is_alive(new_group):
             align_group_counts(new_group)
         transport = self.connect(collective=True, group=new_group)
         self._take_group(new_group)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from torchddp import _torch
 from torchddp.ddp.observers import StepObserver
 from torchddp.ddp.session import ReducerSession
 from torchddp.diagnose.diagnosis import ranks_text
@@ -55,7 +56,7 @@ class ChangedGradients(StepObserver):
         self._posted: tuple[int, str] | None = None  # on rank 0: the step and changes to compare the others' with
 
     # The compiler must not trace into this when a compiled program calls the model.
-    @torch._disable_dynamo(recursive=True)
+    @_torch.disable_dynamo(recursive=True)
     def after_forward(self, output: Any) -> None:
         session = self._session
         if self._board is None or session.joins or self._has_warned:

@@ -17,6 +17,7 @@ from types import FrameType
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from torchddp import _torch
 from torchddp.diagnose.rank_state import CallState, frames_of_threads, part_of, ranks_text
 
 _FUNCTIONS = distributed_c10d.__file__
@@ -101,8 +102,8 @@ def _group_of(frame: FrameType) -> tuple[str, list[int]]:
     group = frame.f_locals.get("group")
     if not isinstance(group, dist.ProcessGroup) or group is dist.group.WORLD:
         return "", []
-    name = distributed_c10d._world.pg_names.get(group)
-    if name is None:
+    name = _torch.name_of(group)
+    if not name:
         return "", []
     ranks = sorted(dist.get_process_group_ranks(group))
     title = group.group_desc if group.group_desc not in ("", "undefined") else name[:12]

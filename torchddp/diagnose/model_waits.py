@@ -8,8 +8,8 @@ import weakref
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _world
 
+from torchddp import _torch
 from torchddp.ddp.session import ReducerSession
 from torchddp.diagnose.rank_state import RankState
 from torchddp.transport import processes
@@ -31,8 +31,8 @@ class ModelWaits:
         self._session: ReducerSession = weakref.proxy(session)
         group = session.process_group
         number = _models[group] = _models.get(group, -1) + 1
-        self.key = f"{_world.pg_names.get(group, '')}/{number}"
-        self._members = dist.get_process_group_ranks(group) if group in _world.pg_map else list(range(group.size()))
+        self.key = f"{_torch.name_of(group)}/{number}"
+        self._members = dist.get_process_group_ranks(group) if _torch.is_alive(group) else list(range(group.size()))
         self._rank = session.rank
 
     @property

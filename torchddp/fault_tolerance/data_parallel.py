@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from torchddp import _torch
 from torchddp.comm_hooks import CommHook
 from torchddp.ddp.module import DistributedDataParallel as DDP
 from torchddp.ddp.session import ReducerPolicy
@@ -158,7 +159,7 @@ def _check_options(options: Mapping[str, Any], module: torch.nn.Module) -> None:
     for name, part in module.named_modules():
         if isinstance(part, torch.nn.Embedding | torch.nn.EmbeddingBag) and part.sparse:
             raise ValueError(f"embedding {name!r} has sparse=True: torchft can't all-reduce sparse gradients")
-    if torch._dynamo.config.optimize_ddp == "python_reducer":
+    if _torch.dynamo_reduces():
         raise ValueError(
             "torch._dynamo.config.optimize_ddp='python_reducer' reduces over a fixed group and bypasses the manager"
         )

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torchddp import _torch
 from torchddp.comm_hooks import CommHook
 from torchddp.fault_tolerance.manager import count_participants
 
@@ -106,14 +107,14 @@ class ManagerExchange:
         self.sent_bytes += 2 * flat.nbytes * (size - 1) // size
 
 
-class _Done(dist._Work):
+class _Done(_torch.Work):
     """A completed operation that did nothing."""
 
     def wait(self, timeout: Any = None) -> bool:
         return True
 
 
-class _ManagedSum(dist._Work):
+class _ManagedSum(_torch.Work):
     """A sum in flight. For the reducer it always succeeds: should_commit() decides whether the step counts."""
 
     def __init__(self, group: ManagerGroup, work: dist.Work) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from torchddp import _torch
 from torchddp.fault_tolerance.manager import check_manager, count_participants
 
 
@@ -51,21 +52,21 @@ class _Averages:
         self._manager = manager
         self._lock = threading.Lock()  # hooks of several devices run in several threads
         self._works: list[Any] = []
-        self._backward = -1
+        self._backward: int | None = None
 
     def start(self, parameter: torch.Tensor) -> None:
         if parameter.grad is None:
             return
         with self._lock:
-            backward = torch._C._current_graph_task_id()
+            backward = _torch.graph_task()
             if backward != self._backward:
                 count_participants(self._manager)  # raises, with the reason, if there is no quorum
                 # A backward that ended with an error never reached its end.
                 self._works, self._backward = [], backward
-                torch.autograd.Variable._execution_engine.queue_callback(self.finish)
+                _torch.at_end_of_backward(self.finish)
             self._works.append(self._manager.allreduce(parameter.grad))
 
     def finish(self) -> None:
-        works, self._works, self._backward = self._works, [], -1
+        works, self._works, self._backward = self._works, [], None
         for work in works:
             work.wait()  # False after an error, which the manager has recorded

@@ -9,12 +9,12 @@ from typing import Any, TypeAlias, overload
 
 import torch
 from torch import nn
-from torch.distributed._composable.contract import _get_registry
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from torchddp import _torch
 from torchddp.composable import replicate
 from torchddp.ddp.module import DistributedDataParallel
 from torchddp.optim import OSS
@@ -155,7 +155,7 @@ def _check_model(model: nn.Module) -> None:
         raise TypeError(f"model: got a {type(model).__name__}, allowed: a torch.nn.Module")
     for name, module in model.named_modules():
         wrapped = isinstance(module, nn.parallel.DistributedDataParallel | FSDPModule)
-        if wrapped or "replicate" in (_get_registry(module) or {}):
+        if wrapped or "replicate" in (_torch.get_registry(module) or {}):
             where = f"its module '{name}'" if name else "the model"
             raise ValueError(f"{where} is already parallel (a {type(module).__name__}): pass the bare model")
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from torchddp import _C
+from torchddp import _C, _torch
 from torchddp.ddp.observers import StepObserver
 from torchddp.ddp.session import ReducerSession
 from torchddp.plan.buckets import buckets_of, finish_s, planned_buckets
@@ -170,7 +170,7 @@ class BucketPlanning(StepObserver):
         if self._session.options.plans_buckets:
             self.start(look_for_kept=False)
 
-    @torch._disable_dynamo
+    @_torch.disable_dynamo
     def _carry_on(self) -> None:
         session = self._session
         if reason := self._reason_not_to_plan():

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from torchddp import _torch
 from torchddp.sharded.oss import OSS
 
 if TYPE_CHECKING:  # importing torch.distributed.checkpoint takes half a second, so only loading does it
@@ -43,7 +44,6 @@ def load_checkpoint(
             changed.
     """
     from torch.distributed.checkpoint import filesystem, state_dict_loader
-    from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 
     if storage_reader is None:
         if checkpoint_id is None:
@@ -58,11 +58,11 @@ def load_checkpoint(
     saved = metadata.state_dict_metadata
     group_values = {name: _blank(saved[name], "cpu") for name in group_names}
     state_dict_loader.load(group_values, storage_reader=storage_reader, process_group=optimizer.process_group)
-    groups = unflatten_state_dict(group_values, paths)["param_groups"]
+    groups = _torch.unflatten_state_dict(group_values, paths)["param_groups"]
 
     def state_of(values: dict[str, Any]) -> dict[Any, Any]:
         """By parameter index; torch.distributed.checkpoint turns the keys of dicts into strings."""
-        state = unflatten_state_dict(values, paths).get("state", {})
+        state = _torch.unflatten_state_dict(values, paths).get("state", {})
         return {int(key) if key.isdigit() else key: entry for key, entry in state.items()}
 
     state_names = [name for name, path in paths.items() if path[0] == "state"]

@@ -10,11 +10,12 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from torchddp import _torch
 from torchddp.ddp.model import device_of
 from torchddp.ddp.module import DistributedDataParallel
 from torchddp.ddp.options import TransportChoice, ZeroWeights
 from torchddp.sharded.oss import OSS
-from torchddp.sharded.parameter_sync import StepHooks, is_compiling
+from torchddp.sharded.parameter_sync import StepHooks
 from torchddp.sharded.policy import ShardedPolicy, agreed_optimizers
 from torchddp.transport.agreement import Agreement
 
@@ -149,7 +150,7 @@ class ShardedDataParallel(DistributedDataParallel):
         self._shards.synchronize()
 
     def _forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        if is_compiling():
+        if _torch.is_compiling():
             self.synchronize()
         return super()._forward(*inputs, **kwargs)
 

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from torchddp import _C
+from torchddp import _C, _torch
 
 # Parameters with at least this many elements are stepped alone: the cost of a call is small compared to the work, and
 # their gradients should not be copied.
@@ -159,7 +159,7 @@ class FlatParameter:
 
     def begin_step(self, state: State) -> None:
         """Before the optimizer's step: set the flat gradient and the flat state."""
-        torch._foreach_copy_(self._grads, [param.grad for param in self.params if param.grad is not None])
+        _torch.foreach_copy(self._grads, [param.grad for param in self.params if param.grad is not None])
         self.data.grad = self._grad
         if self._state:
             state[self.data] = dict(self._state)
@@ -186,7 +186,7 @@ class FlatParameter:
             return
         self._expose_state(flat, state)
         for key in flat.keys() - SCALAR_STATE:
-            torch._foreach_copy_([state[param][key] for param in self.params], [entry[key] for entry in entries])
+            _torch.foreach_copy([state[param][key] for param in self.params], [entry[key] for entry in entries])
 
     def _expose_state(self, flat: dict[str, torch.Tensor], state: State) -> None:
         """Give each parameter its part of the flat state, and remember it."""

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
+from torchddp import _torch
 from torchddp.transport.agreement import Agreement, in_words, message_device
 from torchddp.transport.waits import run_collective
 
@@ -125,7 +126,7 @@ def skips_step(optimizer: Optimizer, params: Sequence[torch.Tensor], group: dist
             by_kind[grad.device, grad.dtype].append(grad)
         for (device, _), alike in by_kind.items():
             known_to_be_finite = torch.zeros((), device=device)
-            torch._amp_foreach_non_finite_check_and_unscale_(alike, known_to_be_finite, inverse.to(device))
+            _torch.amp_unscale(alike, known_to_be_finite, inverse.to(device))
     return False
 
 

@@ -355,12 +355,6 @@ for _name in ("getitem", "setitem", "delitem", "iter"):
     _add_method(f"__{_name}__")
 
 
-def is_compiling() -> bool:
-    """Whether torch.compile is tracing the running code, which bypasses dictionaries."""
-    get_callback = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", None)
-    return get_callback is not None and get_callback() not in (None, False)
-
-
 def _resolve(module: nn.Module, *_: object) -> None:
     """Wait for a module's own pending parameters, if any. Also used as a forward hook."""
     if isinstance(module._parameters, PendingParameters):

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils._pytree import tree_map_only
 
+from torchddp import _torch
 from torchddp.sharded.partition import ParameterPartition, pack
 from torchddp.transport.agreement import message_device, object_of, tensor_of
 from torchddp.transport.waits import run_collective
@@ -43,7 +43,7 @@ def gather_state(
 
 def _to_cpu(value: Any) -> Any:
     """Copy tensors in dicts, lists and tuples to the CPU, each with its own memory."""
-    return tree_map_only(torch.Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), value)
+    return _torch.tree_map_only(torch.Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), value)
 
 
 def _send_object(value: Any, source: int, target: int, group: dist.ProcessGroup) -> Any:

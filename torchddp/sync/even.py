@@ -8,9 +8,8 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _world
 
-from torchddp import _C
+from torchddp import _C, _torch
 from torchddp.comm_hooks.exchange import new_group
 from torchddp.errors import TransportError
 from torchddp.sync.microbatches import unwrapped
@@ -91,7 +90,7 @@ class _Agreement:
 
     def __init__(self, process_group: Any) -> None:
         own = process_group
-        if process_group in _world.pg_map:
+        if _torch.is_alive(process_group):
             timeout = select.group_timeout(process_group, "cpu")
             own = new_group(dist.get_process_group_ranks(process_group), _CPU, timeout)
         self._transport = _C.C10dTransport(own)

@@ -17,10 +17,8 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Backend
-from torch.distributed.distributed_c10d import Store, _world
 
-from torchddp import _C
+from torchddp import _C, _torch
 from torchddp.errors import TransportError
 from torchddp.transport.processes import process_identity
 from torchddp.transport.waits import knows, meet, run_collective, wait_for_keys
@@ -83,7 +81,7 @@ class StoreExchange:
         who: named as waiting in the error about a missing rank.
     """
 
-    def __init__(self, store: Store, rank: int, size: int, timeout: datetime.timedelta, who: str) -> None:
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: datetime.timedelta, who: str) -> None:
         self.rank, self.size = rank, size
         self._store, self._timeout, self._who = store, timeout, who
         self._rounds = 0
@@ -195,7 +193,7 @@ def object_of(data: torch.Tensor) -> Any:
 # --- ranks, hosts, backends ---
 
 
-def backend_of(process_group: dist.ProcessGroup, device_type: str) -> Backend | None:
+def backend_of(process_group: dist.ProcessGroup, device_type: str) -> _torch.Backend | None:
     """The group's backend for tensors on this type of device; None if it has none."""
     try:
         return process_group._get_backend(torch.device(device_type))
@@ -412,6 +410,6 @@ def align_group_counts(process_group: dist.ProcessGroup) -> None:
     name and time out. Ranks that have created fewer catch up by creating single-rank groups.
     """
     exchange = GroupExchange(process_group)
-    counts = exchange.gather_integer(len(_world.pg_names))
+    counts = exchange.gather_integer(_torch.number_of_groups())
     for _ in range(max(counts) - counts[exchange.rank]):
         dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)

@@ -10,9 +10,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _world
 
-from torchddp import _C
+from torchddp import _C, _torch
 from torchddp._import_check import running_versions, wheel_advice
 from torchddp.transport import nccl, shm
 from torchddp.transport.agreement import GroupExchange, backend_of
@@ -127,7 +126,7 @@ def _reason_for_c10d(process_group: dist.ProcessGroup, devices: Sequence[torch.d
         return reason
     # A process group written in Python, or a wrapper around one, may do more than reduce.
     backend = backend_of(process_group, kind.device_type)
-    if type(process_group) is not dist.ProcessGroup or process_group not in _world.pg_map or backend is None:
+    if type(process_group) is not dist.ProcessGroup or not _torch.is_alive(process_group) or backend is None:
         return "the process group is not one of torch's own"
     if backend.name() not in kind.stands_in_for or "Wrapper" in type(backend).__name__:
         return f"the process group's backend is {type(backend).__name__}"

@@ -18,9 +18,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import Backend, PrefixStore, Store
 
-from torchddp import _C
+from torchddp import _C, _torch
 from torchddp.transport.agreement import GroupExchange, Peer, StoreExchange, connect_all, ranks_by
 from torchddp.transport.store import begin_life
 
@@ -184,7 +183,7 @@ def register() -> None:
     """Register the backend's name with ``init_process_group`` and ``new_group``. Idempotent."""
     if BACKEND_NAME not in dist.Backend.backend_list:
         dist.Backend.register_backend(BACKEND_NAME, _create, devices=["cpu"])
-        dist.Backend._plugins = _Plugins(dist.Backend._plugins)
+        _torch.set_backend_plugins(_Plugins(_torch.backend_plugins()))
 
 
 class _Plugins(dict[str, Any]):
@@ -198,14 +197,14 @@ class _Plugins(dict[str, Any]):
         return {name: None for name in self if name != BACKEND_NAME.upper()}.keys()
 
 
-def _create(store: Store, rank: int, size: int, timeout: datetime.timedelta) -> Backend:
+def _create(store: dist.Store, rank: int, size: int, timeout: datetime.timedelta) -> _torch.Backend:
     """Called by torch for each process group. Collective."""
     # The store may be reused by the next process group of this name, and gloo leaves its keys there.
-    store = PrefixStore(begin_life(store, BACKEND_NAME, rank), store)
+    store = dist.PrefixStore(begin_life(store, BACKEND_NAME, rank), store)
     exchange = StoreExchange(store, rank, size, timeout, f"the {BACKEND_NAME} backend")
     transport = connect(exchange, timeout)
     exchange.close()
     if isinstance(transport, str):
         raise RuntimeError(f"rank {rank}: the {BACKEND_NAME} backend can't share memory here: {transport}")
-    gloo = dist.ProcessGroupGloo(PrefixStore("gloo", store), rank, size, timeout)
+    gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout)
     return _C.make_shm_backend(transport, gloo, timeout)

@@ -13,8 +13,9 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, Store, _get_process_group_store, _world
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from torchddp import _torch
 from torchddp.transport.worker import BoundedCalls, Task, watch
 
 Result = TypeVar("Result")
@@ -30,7 +31,7 @@ _parts: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, int]] = weakref.W
 def home_of(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """The job's default group, if it includes this one: its ranks exchange reports, and all have its store."""
     default = dist.group.WORLD
-    return default if default is not None and group in _world.pg_map else group
+    return default if default is not None and _torch.is_alive(group) else group
 
 
 def attempt_prefix() -> str:
@@ -57,7 +58,7 @@ class StoreLink:
     """
 
     def __init__(self, home: dist.ProcessGroup) -> None:
-        torchs = _get_process_group_store(home)
+        torchs = _torch.store_of(home)
         self._home = weakref.ref(home)
         self._store: Store | None = None
         self._problem = ""
@@ -81,7 +82,7 @@ class StoreLink:
         with _lock:
             life = self._lives.get(group)
             if life is None:
-                name, rank = f"group_{_world.pg_names[group]}", group.rank()
+                name, rank = f"group_{_torch.name_of(group)}", group.rank()
                 life = self._lives[group] = self.start(lambda store: begin_life(store, name, rank))
             return life
 
@@ -105,7 +106,7 @@ class StoreLink:
     def is_over(self) -> bool:
         """Whether its group was destroyed."""
         home = self._home()
-        return home is None or home not in _world.pg_map
+        return home is None or not _torch.is_alive(home)
 
     def _connect(self, torchs: Store) -> None:
         try:
@@ -188,7 +189,7 @@ def part_of_store(group: dist.ProcessGroup, purpose: str) -> Store:
     link = link_of(group)
     life = link.life_of(group)
     link.call(lambda _: None)
-    return PrefixStore(f"{life.result()}/{next_part(group, purpose)}", _get_process_group_store(home_of(group)))
+    return PrefixStore(f"{life.result()}/{next_part(group, purpose)}", _torch.store_of(home_of(group)))
 
 
 _said: set[str] = set()  # by this process, so that later models don't ask the store

@@ -8,6 +8,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.wrappers import _FabricModule
 
+from torchddp import _torch
 from torchddp.ddp.weights import LossKind
 from torchddp.integrations import weighing
 from torchddp.sync.microbatches import unwrapped
@@ -18,7 +19,7 @@ _HOW = (
 )
 
 
-@torch._disable_dynamo(recursive=True)
+@_torch.disable_dynamo(recursive=True)
 def weigh(target: Any, weight: float | torch.Tensor, *, loss: LossKind = "mean") -> None:
     """Set the weight of the next backward: :meth:`torchddp.DistributedDataParallel.weigh`.
 

@@ -1,0 +1,163 @@
+"""torch's private names that torchddp uses: no other module names them, but for what `DistributedDataParallel` and its
+parts use of the class they derive from. `make compat` checks that the oldest and the newest supported torch have them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import _amp_foreach_non_finite_check_and_unscale_ as amp_unscale
+from torch import _disable_dynamo as disable_dynamo
+from torch import _foreach_copy_ as foreach_copy
+from torch import _foreach_sub_ as foreach_sub
+from torch import _foreach_zero_ as foreach_zero
+from torch._C import Future as CFuture  # base class of torch.futures.Future, which Work.get_future() returns
+from torch._C import _are_functorch_transforms_active as in_functorch
+from torch._C import _current_graph_task_id, _get_dispatch_mode, _TorchDispatchModeKey
+from torch._C._distributed_c10d import Backend, PrefixStore, Store
+from torch._C._dynamo import eval_frame
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import _profiler_enabled as profiler_enabled
+from torch.autograd import _unsafe_preserve_version_counter as keep_versions
+from torch.distributed import _DEFAULT_FIRST_BUCKET_BYTES as FIRST_BUCKET_BYTES
+from torch.distributed import _broadcast_coalesced as broadcast_coalesced
+from torch.distributed import _Work as Work  # can be derived from, unlike dist.Work
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, contract
+from torch.distributed._composable.contract import _get_registry as get_registry
+from torch.distributed._composable_state import _State as State
+from torch.distributed.distributed_c10d import _get_process_group_store as store_of
+from torch.distributed.distributed_c10d import _rank_not_in_group as rank_not_in_group
+from torch.distributed.distributed_c10d import _world
+from torch.distributed.utils import _apply_to_tensors as apply_to_tensors
+from torch.distributed.utils import _cast_forward_inputs as cast_forward_inputs
+from torch.distributed.utils import _to_kwargs as to_kwargs
+from torch.nn.modules.batchnorm import _NormBase as BatchNormBase
+from torch.nn.parallel.distributed import _cast_buffers as cast_buffers
+from torch.nn.parallel.distributed import _DDPSink, _tree_flatten_with_rref, _tree_unflatten_with_rref
+from torch.nn.parallel.distributed import _find_tensors as find_tensors
+from torch.nn.parallel.distributed import _setup_mixed_precision_params as setup_mixed_precision_params
+from torch.utils._pytree import tree_map_only
+
+__all__ = [
+    "FIRST_BUCKET_BYTES",
+    "MODULE_CALL",
+    "REGISTRY_KEY",
+    "STATE_KEY",
+    "Backend",
+    "BatchNormBase",
+    "CFuture",
+    "PrefixStore",
+    "State",
+    "Store",
+    "Work",
+    "amp_unscale",
+    "apply_to_tensors",
+    "broadcast_coalesced",
+    "cast_buffers",
+    "cast_forward_inputs",
+    "contract",
+    "disable_dynamo",
+    "find_tensors",
+    "foreach_copy",
+    "foreach_sub",
+    "foreach_zero",
+    "get_registry",
+    "in_functorch",
+    "keep_versions",
+    "profiler_enabled",
+    "rank_not_in_group",
+    "setup_mixed_precision_params",
+    "store_of",
+    "to_kwargs",
+    "tree_map_only",
+]
+
+MODULE_CALL = torch.nn.Module._call_impl.__code__  # of every call of a module
+
+
+# --- process groups ---
+
+
+def is_alive(group: dist.ProcessGroup) -> bool:
+    """Whether torch made the group and has not destroyed it."""
+    return group in _world.pg_map
+
+
+def name_of(group: dist.ProcessGroup) -> str:
+    """The name that torch gave the group; empty if `is_alive` is false."""
+    return _world.pg_names.get(group, "")
+
+
+def number_of_groups() -> int:
+    """How many groups this rank has created, from which torch derives the next one's name."""
+    return len(_world.pg_names)
+
+
+def backend_plugins() -> dict[str, Any]:
+    """torch's table of external backends."""
+    return dist.Backend._plugins
+
+
+def set_backend_plugins(table: dict[str, Any]) -> None:
+    dist.Backend._plugins = table
+
+
+# --- autograd, modes, compilers ---
+
+
+def graph_task() -> int | None:
+    """The number of the backward that runs on this thread, if any."""
+    number = _current_graph_task_id()
+    return None if number == -1 else number
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Call it when the backward that runs on this thread ends."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def is_fake_mode() -> bool:
+    """Whether tensors that are made now have no memory."""
+    return _get_dispatch_mode(_TorchDispatchModeKey.FAKE) is not None
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, FakeTensor)
+
+
+def is_compiling() -> bool:
+    """Whether torch.compile is tracing the running code, which bypasses dictionaries."""
+    get_callback = getattr(eval_frame, "get_eval_frame_callback", None)
+    return get_callback is not None and get_callback() not in (None, False)
+
+
+def dynamo_reduces() -> bool:
+    """Whether compiled models reduce their gradients themselves."""
+    return bool(torch._dynamo.config.optimize_ddp == "python_reducer")
+
+
+# --- outputs, checkpoints ---
+
+
+def through_sink(ddp: torch.nn.Module, output: Any) -> Any:
+    """Route outputs through an autograd node of torch's DDP.
+
+    Its backward runs first. It signals when the outermost backward of a static graph's first step begins, and passes
+    undefined gradients to the hooks of parameters whose outputs the loss does not use.
+    """
+    tensors, spec, is_rref = _tree_flatten_with_rref(output)
+    through = _DDPSink.apply(weakref.ref(ddp), *tensors)
+    # Tensors that are not part of a graph stay as they are.
+    kept = [t if torch.is_tensor(t) and t.grad_fn is None else s for t, s in zip(tensors, through, strict=True)]
+    return _tree_unflatten_with_rref(kept, spec, is_rref)
+
+
+def unflatten_state_dict(flat: dict[str, Any], paths: dict[str, Any]) -> dict[str, Any]:
+    """The inverse of what torch's planners do to nested states."""
+    from torch.distributed.checkpoint._nested_dict import unflatten_state_dict as unflatten  # takes a second to import
+
+    return unflatten(flat, paths)
