@@ -5,6 +5,7 @@ import os
 import re
 from dataclasses import fields
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 import torchddp
 from tests.harness import each, errors_of, on_ranks, over_both, run_ranks
 from tests.models import Mlp, assert_steps, seeded, step_on
-from torchddp import comm_hooks
+from torchddp import _torch, comm_hooks
 from torchddp.averaging import DiLoCo, HierarchicalAverager, PeriodicAverager
 from torchddp.ddp.options import DDPOptions
 from torchddp.optim import OSS
@@ -332,6 +333,12 @@ def test_an_error_of_one_rank_reaches_all(rank, world_size):
     def outer(params):
         return torch.optim.SGD(params, 1 / 0 if last else 1)
 
+    def refresh():
+        model = torchddp.DDP(nn.Linear(4, 4))
+        if last:
+            model.module.named_parameters = mock.Mock(side_effect=ValueError("no parameters here"))
+        model.refresh_trainable()
+
     bad = partial(torchddp.DDP, module)
     cases = {
         "option": (lambda: bad(bucket_cap_mb=-1 if last else None), "bucket_cap_mb"),
@@ -351,6 +358,7 @@ def test_an_error_of_one_rank_reaches_all(rank, world_size):
         "outer": (lambda: DiLoCo(module, torch.optim.SGD(module.parameters(), 0.1), 2, outer_optimizer=outer), "zero"),
         "load": (load, "not an optimizer's state dict"),
         "period": (lambda: PeriodicAverager(module, 0 if last else 1), "period"),
+        "refresh": (refresh, "no parameters here"),
         "averaged": (lambda: PeriodicAverager([1] if last else module, 2), "parameter"),
     }
     assert_refused(cases, rank, world_size)
@@ -361,12 +369,12 @@ def test_what_agreeing_costs(rank, monkeypatch):
     """A first step compares hooks once; later ones send nothing more. init_sync=False sends nothing at construction."""
     sent = []
 
-    def counted(name, original=None):
-        original = getattr(dist, name)
-        monkeypatch.setattr(dist, name, lambda *args, **kwargs: sent.append(name) or original(*args, **kwargs))
+    def counted(module, name):
+        original = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *args, **kwargs: sent.append(name) or original(*args, **kwargs))
 
-    for name in ("all_gather", "_broadcast_coalesced"):
-        counted(name)
+    counted(dist, "all_gather")
+    counted(_torch, "broadcast_coalesced")
     gather = TransportExchange.gather
     monkeypatch.setattr(TransportExchange, "gather", lambda *args: sent.append("digest") or gather(*args))
     model = torchddp.DDP(seeded(Mlp))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,8 +21,10 @@ def refresh_trainable(ddp: Any) -> None:
     if reason := _reason_against(ddp):
         raise RuntimeError(f"refresh_trainable() can't be called on rank {ddp.process_group.rank()}: {reason}")
     session = ddp.session
-    first = next(ddp.module.parameters(), session.parameters[0])  # whose device may have changed
-    with Agreement("refresh_trainable()", ddp.process_group, first.device, session.digests()) as agreement:
+    device = session.device
+    with contextlib.suppress(Exception):  # raised again below, where the other ranks are told
+        device = next(ddp.module.parameters()).device
+    with Agreement("refresh_trainable()", ddp.process_group, device, session.digests()) as agreement:
         ddp.parameters_to_ignore |= ddp._names_to_ignore()
         states = list(_states_of(ddp))
         _agree(ddp, [state for state, _ in states], agreement)
