@@ -41,7 +41,7 @@ def hooks_see_averages() -> None:
 
 
 def wrappers_do_not_know_each_other() -> None:
-    model.meet_siblings = nothing
+    model.link_wrappers = nothing
 
 
 def options_are_not_compared() -> None:

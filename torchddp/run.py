@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from types import CodeType, ModuleType
 from typing import Any
 
-from torchddp.harness.srun import tell_ranks
+from torchddp.harness.srun import set_rank_variables
 from torchddp.integrations import install
 
 USAGE = "usage: python -m torchddp.run [-h] (script.py | -m module) [args ...]"
@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         wrong = f"unknown option {arguments[0]}" if arguments else "which program?"
         print(f"{USAGE}\ntorchddp.run: {wrong}", file=sys.stderr)
         sys.exit(2)
-    tell_ranks()
+    set_rank_variables()
     install.install()
     install.reach_children()
     (_run_module if as_module else _run_script)(arguments)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from tests.harness import each, on_ranks
-from torchddp import _C
+from torchddp import _C, _torch
 from torchddp.transport import nccl, select
 from torchddp.transport.agreement import StoreExchange
 from torchddp.transport.nccl import NcclPeer
@@ -241,7 +241,7 @@ def group_of(monkeypatch):
         group = dist.ProcessGroup(dist.HashStore(), 0, 2)
         monkeypatch.setattr(_C, "with_cuda", with_cuda)
         monkeypatch.setattr(select, "backend_of", lambda *args: SimpleNamespace(name=lambda: backend))
-        monkeypatch.setitem(select._world.pg_map, group, (backend, None))
+        monkeypatch.setitem(_torch._world.pg_map, group, (backend, None))
         return group
 
     return make

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from torchddp.harness.srun import first_host, tasks_by_node, tell_ranks, torchrun_variables
+from torchddp.harness.srun import first_host, set_rank_variables, tasks_by_node, torchrun_variables
 
 TASK = {
     "SLURM_JOB_ID": "4711",
@@ -44,9 +44,9 @@ def test_variables_set_by_the_user_are_kept(monkeypatch: pytest.MonkeyPatch) -> 
     for name, value in TASK.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("RANK", "7")
-    tell_ranks()
+    set_rank_variables()
     assert "WORLD_SIZE" not in os.environ
     monkeypatch.delenv("RANK")
     monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
-    tell_ranks()
+    set_rank_variables()
     assert (os.environ["RANK"], os.environ["MASTER_ADDR"]) == ("2", "10.0.0.1")

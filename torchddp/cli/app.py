@@ -9,7 +9,7 @@ import typer
 from torchddp.bench import cli as bench
 from torchddp.cli import doctor, simulate, trace, tune
 from torchddp.harness.command import CONTEXT
-from torchddp.harness.srun import tell_ranks
+from torchddp.harness.srun import set_rank_variables
 
 HELP = """Measure, tune and check data-parallel training with torchddp.
 
@@ -40,7 +40,7 @@ def torchddp(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    tell_ranks()
+    set_rank_variables()
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
 

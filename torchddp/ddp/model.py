@@ -186,7 +186,7 @@ def copy_gradients(models: Iterable[Any]) -> None:
 _alive: weakref.WeakSet[Any] = weakref.WeakSet()  # torchddp's wrappers in this process
 
 
-def meet_siblings(ddp: Any) -> None:
+def link_wrappers(ddp: Any) -> None:
     """Let this new wrapper and others of the same parameters know each other."""
     mine = {id(parameter) for parameter in ddp._module_parameters}
     for other in list(_alive):

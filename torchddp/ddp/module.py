@@ -154,7 +154,7 @@ class DistributedDataParallel(TorchDDP):
         if inner:
             model.copy_gradients([*inner, self])
         self._siblings: list[weakref.ref[Any]] = []
-        model.meet_siblings(self)
+        model.link_wrappers(self)
         for state, hook in self.__dict__.pop("_coming_hooks"):
             self.register_comm_hook(state, hook)
 

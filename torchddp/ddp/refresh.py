@@ -190,8 +190,8 @@ def _describe(name: str, tensor: torch.Tensor, role: str, is_new: bool) -> tuple
 def _agree(ddp: Any, states: Sequence[_State], agreement: Agreement) -> None:
     """Collective: raise on every rank if one has a problem or their models differ."""
     problem = _problem(ddp)
-    told = "" if problem is None else f"{type(problem).__name__}: {problem}"
-    by_rank = agreement.gather((told, list(states)))
+    reason = "" if problem is None else f"{type(problem).__name__}: {problem}"
+    by_rank = agreement.gather((reason, list(states)))
     if by_rank is not None:
         differences = find_differences([theirs for _, theirs in by_rank])
         if differences:

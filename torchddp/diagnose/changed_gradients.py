@@ -109,9 +109,9 @@ class ChangedGradients(StepObserver):
 
     def _compare(self, board: Board, step: int, changes: str) -> None:
         differ = board.add(_sum_key(step, changes), 0) < board.size
-        told = board.read_of_ranks(_key(step)) if differ else []
+        answers = board.read_of_ranks(_key(step)) if differ else []
         board.forget(_sum_key(step, changes))
-        by_rank = [of_rank[1] if of_rank and of_rank[0] == step else None for of_rank in told]
+        by_rank = [of_rank[1] if of_rank and of_rank[0] == step else None for of_rank in answers]
         if text := describe(by_rank, [spec.name for spec in self._session.specs]):
             self._has_warned = True  # before the warning, which a filter may turn into an error
             warn_user(f"{text} (synchronized step {step}). {_ADVICE}", UsageWarning)
@@ -138,13 +138,13 @@ def describe(changes: Sequence[str | None], names: Sequence[str]) -> str:
         return ""
     ranks = list(known)
     kinds = ranks_by(known[rank][differ[0]] for rank in ranks)
-    told = "; ".join(
+    changes = "; ".join(
         f"{_WORDS[kind]} on {ranks_text([ranks[at] for at in places])}"
         for kind, places in sorted(kinds.items(), reverse=True)
     )
     others = [f"'{names[index]}'" for index in differ[1:]]
     also = f"; ranks also differ on {listed(others, _SHOWN_NAMES - 1)}" if others else ""
-    return f"Ranks treat averaged gradients differently: that of '{names[differ[0]]}' was {told}{also}"
+    return f"Ranks treat averaged gradients differently: that of '{names[differ[0]]}' was {changes}{also}"
 
 
 def _key(step: int) -> str:

@@ -224,11 +224,11 @@ def _same_step(state: RankState, first: RankState) -> str:
 
 
 def _exception(state: RankState, waited_s: float) -> str:
-    told = state.exception
-    if told is None or told["age_s"] > waited_s + _EXCEPTION_SLACK_S:
+    exception = state.exception
+    if exception is None or exception["age_s"] > waited_s + _EXCEPTION_SLACK_S:
         return ""
-    text = _first_line(f"{told['type']}: {told['message']}")
-    return f"; it handles {text}" if told["where"] == "handled" else f"; it left {told['where']} with {text}"
+    text = _first_line(f"{exception['type']}: {exception['message']}")
+    return f"; it handles {text}" if exception["where"] == "handled" else f"; it left {exception['where']} with {text}"
 
 
 def _activity(state: RankState) -> str:

@@ -95,7 +95,7 @@ def fail_together(process_group: Any = None, *, grace_s: float | None = 3.0) -> 
 
     Errors caught inside the body are not reported. A rank that dies silently is noticed as it would be without this
     context; the error on the ranks that notice ends those that have not noticed yet. A body that ends normally before a
-    failure is known waits for no one.
+    failure is known returns at once.
 
     Not collective, but all ranks of the group must enter the same number of these contexts in the same order. They may
     be nested, used one after another, and entered again after an error once all ranks have left. In a child that the

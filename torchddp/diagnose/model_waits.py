@@ -59,7 +59,7 @@ class ModelWaits:
         state.model, state.members = self.key, self._members
         state.take_status(status)
 
-    def meet(self, known: dict[int, dict[str, Any]]) -> None:
+    def set_peers(self, known: dict[int, dict[str, Any]]) -> None:
         """Learn the processes of more ranks: the model's transport errors then say which of them are gone."""
         here = [(rank, who) for rank, who in known.items() if rank in self._members and processes.is_here(who)]
         peers = [(self._members.index(rank), who["pid"], who["started"]) for rank, who in here]

@@ -58,7 +58,7 @@ class Wait(NamedTuple):
         return time.monotonic() - self.since_s
 
 
-class Told(NamedTuple):
+class Reported(NamedTuple):
     """A wait that the ranks have been asked about.
 
     Attributes:
@@ -103,7 +103,7 @@ class HangMonitor:
         self._board = board
         self._models: list[ModelWaits] = []
         self._calls = CallWatch()
-        self._told: dict[Hashable, Told] = {}
+        self._reported: dict[Hashable, Reported] = {}
         self._round: Question | None = None
         self._last_number = 0
         self._known: dict[int, dict[str, Any]] = {}
@@ -121,7 +121,7 @@ class HangMonitor:
     # --- its models; from any thread ---
 
     def add(self, model: ModelWaits) -> None:
-        model.meet(dict(self._known))
+        model.set_peers(dict(self._known))
         self._models = [*self._models, model]
 
     def remove(self, model: ModelWaits) -> None:
@@ -158,9 +158,9 @@ class HangMonitor:
         for key in [key for key, monitor in _monitors.items() if monitor is self]:
             del _monitors[key]
         if why:
-            told = rank_state.last_exception(rank_state.training.thread)
-            ended = told is not None and told["where"] in rank_state.ENDS
-            after = f" after {told['type']}: {told['message']}" if told is not None and ended else ""
+            noted = rank_state.last_exception(rank_state.training.thread)
+            ended = noted is not None and noted["where"] in rank_state.ENDS
+            after = f" after {noted['type']}: {noted['message']}" if noted is not None and ended else ""
             with contextlib.suppress(Exception):
                 self._board.post_own("left", why + after)
 
@@ -183,10 +183,12 @@ class HangMonitor:
             if model.is_gone:
                 self.remove(model)
         waits = self._waits()
-        self._told = {
-            wait.key: told for wait in waits if (told := self._told.get(wait.key)) is not None and told.is_of(wait)
+        self._reported = {
+            wait.key: reported
+            for wait in waits
+            if (reported := self._reported.get(wait.key)) is not None and reported.is_of(wait)
         }
-        again_s = {key: told.again_s for key, told in self._told.items()}
+        again_s = {key: reported.again_s for key, reported in self._reported.items()}
         stalls = [wait for wait in waits if wait.waited_s >= max(wait.limit_s, again_s.get(wait.key, 0.0))]
         longest_s = max((wait.waited_s for wait in stalls), default=0.0)
         try:
@@ -210,9 +212,9 @@ class HangMonitor:
         ]
         return [*in_steps, *in_calls]
 
-    def _note_told(self, waits: list[Wait], asked_s: float) -> None:
+    def _note_reported(self, waits: list[Wait], asked_s: float) -> None:
         """``asked_s``: the wait that the ranks were asked about."""
-        self._told = {wait.key: Told(wait.since_s, _AGAIN * max(wait.waited_s, asked_s)) for wait in waits}
+        self._reported = {wait.key: Reported(wait.since_s, _AGAIN * max(wait.waited_s, asked_s)) for wait in waits}
 
     def _talk(self, waits: list[Wait], stalled_s: float) -> None:
         if not self._knows_all:
@@ -239,7 +241,7 @@ class HangMonitor:
         if found:
             self._known |= found
             for model in self._models:
-                model.meet(dict(self._known))
+                model.set_peers(dict(self._known))
         self._meetings += 1
         self._knows_all = len(found) == len(unknown) or self._meetings > _MEETINGS
 
@@ -247,7 +249,7 @@ class HangMonitor:
 
     def _join_round(self, joined: Question, waits: list[Wait]) -> None:
         self._round, self._last_number = joined, joined.number
-        self._note_told(waits, joined.waited_s)
+        self._note_reported(waits, joined.waited_s)
         self._board.post(f"answer/{joined.number}/{self._board.rank}", self._own_state(joined.model).to_json())
 
     def _own_state(self, asked: str) -> RankState:
@@ -285,17 +287,17 @@ class HangMonitor:
 
     def _answers(self, asked: Question) -> list[RankState] | None:
         """The states by rank; None if it is too early, or another rank's turn."""
-        told = self._board.read_of_ranks(f"answer/{asked.number}")
-        if None in told and asked.age_s < self._collect_s:
+        answers = self._board.read_of_ranks(f"answer/{asked.number}")
+        if None in answers and asked.age_s < self._collect_s:
             return None
-        answering = [rank for rank, values in enumerate(told) if values is not None]
+        answering = [rank for rank, values in enumerate(answers) if values is not None]
         # Among ranks that answer, lower ones take their turn earlier.
         turn = answering.index(self._board.rank) if self._board.rank in answering else len(answering)
         if self._board.rank > 0 and asked.age_s < (1.5 + turn) * self._collect_s:
             return None
         return [
             self._silent_state(rank) if values is None else RankState.from_json(values)
-            for rank, values in enumerate(told)
+            for rank, values in enumerate(answers)
         ]
 
     def _silent_state(self, rank: int) -> RankState:
@@ -318,7 +320,7 @@ class HangMonitor:
 
     def _report_alone(self, waits: list[Wait], error: Exception) -> None:
         """The store does not answer: report what this rank knows."""
-        self._note_told(waits, 0.0)
+        self._note_reported(waits, 0.0)
         self._round = None
         others = [
             RankState(rank, who=who, alive=processes.look_up(who) or "")

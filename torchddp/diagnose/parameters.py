@@ -195,10 +195,10 @@ def make_error(
         f"rank {rank} in {amount.elements} element{'s' if amount.elements != 1 else ''}, by up to {amount.largest:.6g}"
         for rank, amount in found.items()
     ]
-    told = f" ({'; '.join(parts)})" if parts else ""
+    details = f" ({'; '.join(parts)})" if parts else ""
     verb = "differ" if len(difference.ranks) > 1 else "differs"
     most = ", most of the ranks" if majority else ""
-    compared = f"{ranks_text(list(difference.ranks))} {verb} from {ranks_text(others)}{most}{told}"
+    compared = f"{ranks_text(list(difference.ranks))} {verb} from {ranks_text(others)}{most}{details}"
     text = (
         f"Parameters are not the same on all ranks after {steps} synchronized steps: {difference.count} of "
         f"{num_parameters} differ. The first is '{name}' ({parameter}): {compared}. Likely causes: a rank whose "

@@ -258,8 +258,8 @@ def last_exception(thread_id: int) -> dict[str, Any] | None:
     found = [noted for noted in (_noted.get(thread_id), _noted.get(None)) if noted is not None]
     if not found:
         return None
-    noted_at_s, told = max(found, key=lambda noted: noted[0])
-    return {**told, "age_s": time.monotonic() - noted_at_s}
+    noted_at_s, exception = max(found, key=lambda noted: noted[0])
+    return {**exception, "age_s": time.monotonic() - noted_at_s}
 
 
 def note_uncaught() -> None:
@@ -281,19 +281,19 @@ def _excepthook(kind: type[BaseException], error: BaseException, where: Tracebac
         (_hook_before or sys.__excepthook__)(kind, error, where)
 
 
-def _thread_excepthook(told: Any) -> None:
+def _thread_excepthook(args: Any) -> None:
     try:
-        if told.exc_value is not None:
-            note_exception(told.exc_value, _THREAD)
+        if args.exc_value is not None:
+            note_exception(args.exc_value, _THREAD)
     finally:
-        (_thread_hook_before or threading.__excepthook__)(told)
+        (_thread_hook_before or threading.__excepthook__)(args)
 
 
 def _handled_now(thread_id: int) -> BaseException | None:
     current: Any = sys._current_exceptions().get(thread_id)
     if isinstance(current, tuple):  # before Python 3.12: as sys.exc_info()
         current = current[1]
-    # Exceptions that normally end a loop or the process are not news.
+    # Not those that normally end a loop or the process.
     return None if isinstance(current, StopIteration | SystemExit) else current
 
 

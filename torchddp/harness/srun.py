@@ -10,7 +10,7 @@ from collections.abc import Mapping
 _FIRST_PORT, _PORTS = 20_000, 10_000
 
 
-def tell_ranks() -> None:
+def set_rank_variables() -> None:
     """In a step of several tasks, set RANK, WORLD_SIZE and the other variables that init_process_group reads, unless
     they are set. Do nothing elsewhere, or if RANK is set."""
     if "RANK" not in os.environ:

@@ -190,8 +190,8 @@ class ShardedDataParallel(DistributedDataParallel):
 
     def _check_new(self, params: list[torch.Tensor]) -> None:
         known = set(self.module.parameters())
-        if strangers := sum(param not in known for param in params):
-            raise ValueError(f"{strangers} of {len(params)} new parameters are not in the ShardedDataParallel's module")
+        if unknown := sum(param not in known for param in params):
+            raise ValueError(f"{unknown} of {len(params)} new parameters are not in the ShardedDataParallel's module")
 
     def _owners_changed(self) -> None:
         """An optimizer has new parameters or new owners."""

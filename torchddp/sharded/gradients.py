@@ -55,12 +55,12 @@ def sharded_norm(
     words = {name: in_words(value) for name, value in {"norm_type": norm_type, **alike}.items()}
     digest = zlib.crc32(repr(words).encode()) % _DIGESTS
     wide = torch.float32 if device.type == "mps" else torch.float64
-    told = torch.stack([local.to(device=device, dtype=wide), torch.tensor(digest, dtype=wide, device=device)])
+    own = torch.stack([local.to(device=device, dtype=wide), torch.tensor(digest, dtype=wide, device=device)])
     if problem is not None:
-        told[1] = -1
+        own[1] = -1
     by_rank = torch.empty(group.size(), 2, dtype=wide, device=device)
     run_collective(
-        lambda: dist.all_gather_into_tensor(by_rank.view(-1), told, group=group, async_op=True),
+        lambda: dist.all_gather_into_tensor(by_rank.view(-1), own, group=group, async_op=True),
         group,
         "a norm over sharded gradients",
     )

@@ -180,21 +180,21 @@ def _check_coverage(module: torch.nn.Module, optimizers: Sequence[OSS]) -> None:
     skipped = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
     held_by: dict[torch.Tensor, int] = {}
     for number, optimizer in enumerate(optimizers):
-        strangers = []
+        unknown = []
         for group_number, group in enumerate(optimizer.param_groups):
             for place, param in enumerate(group["params"]):
                 if param not in names:
-                    strangers.append(f"parameter {place} of group {group_number} (shape {list(param.shape)})")
+                    unknown.append(f"parameter {place} of group {group_number} (shape {list(param.shape)})")
                 elif param in held_by:
                     raise ValueError(
                         f"parameter '{names[param]}' is in optimizer {held_by[param]} and in optimizer {number}: each "
                         "must belong to one"
                     )
                 held_by[param] = number
-        if strangers:
+        if unknown:
             raise ValueError(
-                f"optimizer {number} holds {len(strangers)} parameters that are not the module's: "
-                f"{listed(strangers, 8)}. Build it from the parameters of the wrapped module"
+                f"optimizer {number} holds {len(unknown)} parameters that are not the module's: "
+                f"{listed(unknown, 8)}. Build it from the parameters of the wrapped module"
             )
     missing = [n for p, n in names.items() if p.requires_grad and p not in held_by and n not in skipped]
     if missing:

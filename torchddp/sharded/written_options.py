@@ -59,15 +59,15 @@ class WrittenOptions:
 
     def _take(self, number: int, group: dict[str, Any], by_rank: Sequence[_Plain]) -> None:
         for key in dict.fromkeys(key for written in by_rank for key in written):
-            told = {rank: written[key] for rank, written in enumerate(by_rank) if key in written}
-            if len(set(map(in_words, told.values()))) > 1:
-                each = ", ".join(f"{value!r} on rank {rank}" for rank, value in told.items())
+            values = {rank: written[key] for rank, written in enumerate(by_rank) if key in written}
+            if len(set(map(in_words, values.values()))) > 1:
+                each = ", ".join(f"{value!r} on rank {rank}" for rank, value in values.items())
                 raise RuntimeError(
                     f"OSS: the optimizer has written different values of {key!r} into group {number} ({each}). Each "
                     "rank steps only its own parameters, so a value that is computed from all of them must be reduced "
                     "over the ranks by the optimizer itself (Prodigy: fsdp_in_use=True), or can't be used with OSS."
                 )
-            value = next(iter(told.values()))
+            value = next(iter(values.values()))
             if isinstance(group.get(key), torch.Tensor):
                 group[key].fill_(value)
             else:

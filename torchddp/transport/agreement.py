@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torchddp import _C, _torch
 from torchddp.errors import TransportError
 from torchddp.transport.processes import process_identity
-from torchddp.transport.waits import knows, meet, run_collective, wait_for_keys
+from torchddp.transport.waits import knows_peers, note_peers, run_collective, wait_for_keys
 
 Value = TypeVar("Value")
 Key = TypeVar("Key", bound=Hashable)
@@ -246,11 +246,11 @@ def gather_if_different(
         if digests is None:
             raise
         raise TransportError(f"rank {exchange.rank}: comparing the ranks failed: {error}") from error
-    if strangers := [str(rank) for rank, theirs in enumerate(received) if not theirs & _IS_DIGEST]:
+    if without_digest := [str(rank) for rank, theirs in enumerate(received) if not theirs & _IS_DIGEST]:
         raise RuntimeError(
-            f"rank {exchange.rank}: rank {', '.join(strangers)} sent something else than a description to compare, as "
-            "torch.nn.parallel.DistributedDataParallel does when it is constructed. Use the same class, torchddp's or "
-            "torch's, on all ranks, and make the same calls."
+            f"rank {exchange.rank}: rank {', '.join(without_digest)} sent something else than a description to "
+            "compare, as torch.nn.parallel.DistributedDataParallel does when it is constructed. Use the same class, "
+            "torchddp's or torch's, on all ranks, and make the same calls."
         )
     return None if len(set(received)) == 1 else exchange.gather(value)
 
@@ -325,8 +325,8 @@ class Agreement:
 
     def check_options(self, by_rank: Sequence[Mapping[str, str]]) -> None:
         """Raise ValueError, with names, values and ranks, unless all ranks have given the same."""
-        told = {name: [given.get(name, "not given") for given in by_rank] for given in by_rank for name in given}
-        differ = "; ".join(f"{n} is {_by_value(values)}" for n, values in told.items() if len(set(values)) > 1)
+        by_option = {name: [given.get(name, "not given") for given in by_rank] for given in by_rank for name in given}
+        differ = "; ".join(f"{n} is {_by_value(values)}" for n, values in by_option.items() if len(set(values)) > 1)
         if differ:
             raise ValueError(f"{self._who} needs the same options on all ranks: {differ}.")
 
@@ -336,8 +336,8 @@ class Agreement:
             return None
         exchange = GroupExchange(self._group, message_device(self._group, self._device))
         by_rank = gather_if_different((self._who, problem, own), exchange, self._digests)
-        if by_rank is None and not knows(self._group):
-            meet(self._group, exchange.gather(process_identity()))
+        if by_rank is None and not knows_peers(self._group):
+            note_peers(self._group, exchange.gather(process_identity()))
         return by_rank
 
 
@@ -390,7 +390,7 @@ def connect_all(
         reason_against: why peers without a problem of their own can't connect to each other, or empty. Deterministic.
         connect: collective. If it fails on some rank, the others drop what they have created.
     """
-    peers = [dataclasses.replace(own, **told) for told in exchange.gather(dataclasses.asdict(own))]
+    peers = [dataclasses.replace(own, **theirs) for theirs in exchange.gather(dataclasses.asdict(own))]
     if reason := list_problems([peer.problem for peer in peers]) or reason_against(peers):
         return reason
     made: Connection | str = ""
@@ -399,7 +399,7 @@ def connect_all(
         made = connect(peers)
     except RuntimeError as error:
         problem = str(error) or type(error).__name__
-    return list_problems([told["problem"] for told in exchange.gather({"problem": problem})]) or made
+    return list_problems([theirs["problem"] for theirs in exchange.gather({"problem": problem})]) or made
 
 
 def align_group_counts(process_group: dist.ProcessGroup) -> None:

@@ -148,12 +148,12 @@ def connect(
         if at_hand is not None and all(peer.shared == shared_id for peer in peers):
             return at_hand
         own_id, problem = _new_id() if rank == 0 else ("", "")
-        told = exchange.gather([own_id, problem])[0]
-        if told[1]:
-            raise RuntimeError(told[1])
+        of_root = exchange.gather([own_id, problem])[0]
+        if of_root[1]:
+            raise RuntimeError(of_root[1])
         options = NcclOptions.of(process_group, device)
         made = _C.NcclTransport(
-            bytes.fromhex(told[0]),
+            bytes.fromhex(of_root[0]),
             rank=rank,
             size=size,
             device_index=index,
@@ -163,7 +163,7 @@ def connect(
             connect_timeout=_CONNECT_TIMEOUT,
             timeout=timeout,
         )
-        communicators[index] = told[0], made.shared
+        communicators[index] = of_root[0], made.shared
         return made
 
     own = NcclPeer.of_this_rank(process_group, device, "" if at_hand is None else shared_id)

@@ -65,12 +65,12 @@ def started(start: Callable[[], Any], process_group: dist.ProcessGroup | None, d
     return wait
 
 
-def meet(process_group: dist.ProcessGroup, by_rank: Sequence[dict[str, Any]]) -> None:
+def note_peers(process_group: dist.ProcessGroup, by_rank: Sequence[dict[str, Any]]) -> None:
     """Remember the processes of this group's ranks (`process_identity`), so that errors can say which are gone."""
     _processes[process_group] = by_rank
 
 
-def knows(process_group: dist.ProcessGroup) -> bool:
+def knows_peers(process_group: dist.ProcessGroup) -> bool:
     return process_group in _processes
 
 

@@ -36,11 +36,11 @@ const char* trouble_of(const PeerProcess& peer) {
   return state == 'T' || state == 't' ? "stopped" : nullptr;
 }
 
-std::string look(const std::vector<PeerProcess>& peers, const std::string& told) {
+std::string look(const std::vector<PeerProcess>& peers, const std::string& error) {
   std::string text;
   for (const auto& peer : peers) {
     const auto* const trouble = trouble_of(peer);
-    if (trouble != nullptr && told.find(c10::str("rank ", peer.rank, " died")) == std::string::npos) {
+    if (trouble != nullptr && error.find(c10::str("rank ", peer.rank, " died")) == std::string::npos) {
       text += c10::str(text.empty() ? "" : ", ", "rank ", peer.rank, " is ", trouble, " (process ", peer.pid,
                        " of this host)");
     }
@@ -50,14 +50,14 @@ std::string look(const std::vector<PeerProcess>& peers, const std::string& told)
 
 }  // namespace
 
-std::string missing_peers(const std::vector<PeerProcess>& peers, const std::string& told,
+std::string missing_peers(const std::vector<PeerProcess>& peers, const std::string& error,
                           std::chrono::milliseconds patience) {
   constexpr std::chrono::milliseconds kPause(5);
   const auto until = std::chrono::steady_clock::now() + patience;
-  const bool is_told = told.find(" died") != std::string::npos;
+  const bool is_known = error.find(" died") != std::string::npos;
   for (;;) {
-    auto text = look(peers, told);
-    if (!text.empty() || is_told || peers.empty() || std::chrono::steady_clock::now() >= until) {
+    auto text = look(peers, error);
+    if (!text.empty() || is_known || peers.empty() || std::chrono::steady_clock::now() >= until) {
       return text;
     }
     std::this_thread::sleep_for(kPause);
