@@ -228,7 +228,7 @@ def test_another_group(rank, expensive_messages):
     ddp = DistributedDataParallel(layers())
     ddp.replan()
     steps(ddp, rank, WARMUP_STEPS + 2)  # while recording
-    ddp._update_process_group(dist.new_group([0, 1]))
+    ddp.update_process_group(dist.new_group([0, 1]))
     assert planning_of(ddp) is None
     small_buckets(ddp)
     assert launches_before_the_last_gradient(ddp, rank)
@@ -236,7 +236,7 @@ def test_another_group(rank, expensive_messages):
     ddp = DistributedDataParallel(layers(), bucket_cap_mb="auto")
     steps(ddp, rank, PLANNING_STEPS + 1)
     assert planning_of(ddp) is None
-    ddp._update_process_group(dist.new_group([0, 1]))
+    ddp.update_process_group(dist.new_group([0, 1]))
     assert planning_of(ddp) is not None
     small_buckets(ddp)
     steps(ddp, rank, PLANNING_STEPS + 1)

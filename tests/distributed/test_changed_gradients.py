@@ -105,7 +105,7 @@ def test_which_steps_are_checked(rank):
         ddp, optimizer = made()
         train(ddp, optimizer, rank, 4)
         if other_group:
-            ddp._update_process_group(dist.new_group([0, 1]))
+            ddp.update_process_group(dist.new_group([0, 1]))
         with caught_warnings() as told:
             for step in steps(optimizer, 7):
                 loss_of(ddp(batch(rank, step))).backward()

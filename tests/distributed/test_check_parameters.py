@@ -180,7 +180,7 @@ def test_another_process_group_restarts_the_count(rank):
     group = dist.new_group([0, 1])
     if rank == 2:
         return
-    ddp._update_process_group(group)
+    ddp.update_process_group(group)
     flip(ddp.module.last.weight, bit=rank)
     train(ddp, 2, rank)
     assert caught(lambda: train(ddp, 1, rank)).step == 5

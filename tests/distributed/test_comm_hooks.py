@@ -285,7 +285,7 @@ def test_no_residual_is_lost_in_several_groups(rank, hosts):
         for number, (ranks, group) in enumerate(zip(MEMBERS, groups, strict=True)):
             if rank in ranks:
                 own = held_back(hook)
-                model._update_process_group(group)
+                model.update_process_group(group)
                 assert_near(held_back(hook), own, 1e-6, f"rank {rank} in {ranks}:")
                 assert_nothing_gets_lost(model, hook, range(100 * number, 100 * number + 2), 2e-5, ranks)
 
@@ -298,7 +298,7 @@ def test_power_sgd_keeps_its_warm_start(rank):
     for step in range(3 if rank else 1):
         step_of(model, given(rank, step))
     wanted = gathered(hook.state_dict()["inner"]["factors"])[1]
-    model._update_process_group(dist.group.WORLD)
+    model.update_process_group(dist.group.WORLD)
     state = hook.state_dict()
     assert state["step"] == 3
     mine = state["inner"]["factors"]
@@ -321,7 +321,7 @@ def test_hooks_continue_after_a_death(rank, kind):
         model.module.wide.register_hook(lambda grad: os.kill(os.getpid(), signal.SIGKILL))
     with pytest.raises(RuntimeError, match=rf"on rank {rank}, step 4"):
         step_of(model, given(rank, 3))
-    model._update_process_group(dist.new_group([0, 2], use_local_synchronization=True))
+    model.update_process_group(dist.new_group([0, 2], use_local_synchronization=True))
     assert_nothing_gets_lost(model, hook, range(4, 7), 2e-5, [0, 2])
     assert hook.state_dict()["step"] == 7
 
@@ -338,13 +338,13 @@ def test_torch_hooks_bound_to_the_old_ranks_are_refused(rank):
         model = torchddp.DDP(Given())
         model.register_comm_hook(given_state, hook)
         with pytest.raises(RuntimeError, match=words):
-            model._update_process_group(dist.new_group([0, 1]))
+            model.update_process_group(dist.new_group([0, 1]))
         step_of(model, given(rank, 0))
     state.process_group = dist.new_group([0, 1])
-    model._update_process_group(state.process_group)
+    model.update_process_group(state.process_group)
     step_of(model, given(rank, 1))
     builtin = torchddp.DDP(Given())
     builtin._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
     with pytest.raises(RuntimeError, match="built-in communication hook on rank"):
-        builtin._update_process_group(dist.new_group([0, 1]))
-    builtin._update_process_group(whole)
+        builtin.update_process_group(dist.new_group([0, 1]))
+    builtin.update_process_group(whole)

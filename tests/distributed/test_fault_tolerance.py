@@ -241,7 +241,7 @@ def test_bad_input(rank):
         lambda: model.register_comm_hook(None, lambda state, bucket: None),
         model.replan,
         model.join_hook,
-        lambda: model._update_process_group(None),
+        lambda: model.update_process_group(None),
         lambda: copy.deepcopy(model),
         lambda: pickle.dumps(model),
     ):

@@ -374,7 +374,7 @@ def test_accumulated_gradients_stay_in_other_buckets_and_over_another_group(rank
     shown = [getattr(p, "main_grad", None) for p in ddp.parameters()]
     with ddp.no_sync():
         loss(ddp, rank, 0, 0, BF16).backward()
-    ddp._update_process_group(dist.new_group())
+    ddp.update_process_group(dist.new_group())
     loss(ddp, rank, 0, 1, BF16).backward()
     _assert_equal(kept(ddp), expected(2, 0, BF16, micro=2))
     assert all(getattr(p, "main_grad", None) is s for p, s in zip(ddp.parameters(), shown, strict=True))

@@ -296,7 +296,7 @@ def test_another_group_has_its_own_board(rank):
     group = dist.new_group([0, 1])
     if rank == 2:
         return
-    ddp._update_process_group(group)
+    ddp.update_process_group(group)
     if rank == 1:
         spoil_gradient(ddp.module.middle, math.nan)
     run_step(ddp, rank, 2)

@@ -87,10 +87,10 @@ def test_events_of_observers(rank):
     told.clear()
     step_on(model)
     alone = [dist.new_group([each]) for each in range(2)]
-    model._update_process_group(alone[rank])
+    model.update_process_group(alone[rank])
     step_on(model)
-    model._update_process_group(dist.group.WORLD)
-    model._update_process_group(alone[1 - rank])
+    model.update_process_group(dist.group.WORLD)
+    model.update_process_group(alone[1 - rank])
     assert told == ["reduced", "group of 1", "reduced", "group of 2", "closed"]
     observers.unregister("told")
     assert DDP(nn.Linear(3, 2)).observers.get("told") is None

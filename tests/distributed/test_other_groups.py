@@ -59,7 +59,7 @@ def test_ranks_join_and_leave(rank, mode):
         step_on(model, rank, step)
     for ranks, group in zip(members, groups, strict=True):
         if rank in ranks:
-            model._update_process_group(group)
+            model.update_process_group(group)
             assert_as_fresh(model, group, rank)
     transport = "c10d" if mode == "c10d" else "shm"
     assert gathered(model.reducer.transport_name)[1:] == [transport] * 3
@@ -83,7 +83,7 @@ def test_joining_ranks_use_the_buckets_that_the_others_measured(rank, make, opti
     model = DDP(seeded(make), process_group=group, bucket_cap_mb=0.0001, **options)
     for step in range(3) if rank < 2 or make is Branches else ():
         run(model, rank, step)
-    model._update_process_group(dist.group.WORLD)
+    model.update_process_group(dist.group.WORLD)
     plans = gathered([list(bucket.params) for bucket in model.reducer.plan.buckets])
     assert plans == [plans[0]] * 3
     assert_steps_of(TorchDDP(seeded(make), **options), model, rank, run, 3)
@@ -103,7 +103,7 @@ def test_ranks_die(rank):
             for step in range(3):
                 step_on(model, rank, step)
         group = among(*alive)
-        model._update_process_group(group)
+        model.update_process_group(group)
         assert_as_fresh(model, group, rank)
     module = model.module
     del model, group
@@ -119,7 +119,7 @@ def test_joining_ranks_get_parameters_and_buffers(rank):
     start = among(1, 2) if rank else among(0)
     model = DDP(model, process_group=start, forward_sync_buffers=False)
     wanted = gathered({name: value.clone() for name, value in model.module.state_dict().items()})[2]
-    model._update_process_group(whole)
+    model.update_process_group(whole)
     held = [p.data_ptr() for p in model.parameters()]
     model.sync_module_states(src=2)
     torch.testing.assert_close(dict(model.module.state_dict()), wanted, rtol=0, atol=0)
@@ -139,7 +139,7 @@ def test_parameters_that_can_not_be_sent_as_bytes(rank):
     module = nn.Linear(2, 2, bias=False)
     module.weight = Special(torch.full((2, 2), float(rank)))
     model = DDP(module, process_group=among(rank))
-    model._update_process_group(dist.group.WORLD)
+    model.update_process_group(dist.group.WORLD)
     model.sync_module_states(src=1)
     assert gathered(model.module.weight.sum().item()) == [4.0, 4.0]
 
@@ -149,7 +149,7 @@ def test_groups_without_this_rank_are_refused_by_the_next_step(rank):
     model = wrap(dist.group.WORLD)
     step_on(model, rank)
     pair = dist.new_group([0, 1])
-    model._update_process_group(pair)
+    model.update_process_group(pair)
     if rank == 2:
         with pytest.raises(RuntimeError, match="rank 2 of its old process group.*this rank is not in"):
             step_on(model, rank)
@@ -158,7 +158,7 @@ def test_groups_without_this_rank_are_refused_by_the_next_step(rank):
     else:
         assert_as_fresh(model, pair, rank)
     whole = dist.new_group([0, 1, 2])
-    model._update_process_group(whole)
+    model.update_process_group(whole)
     assert_as_fresh(model, whole, rank)
 
 
@@ -169,19 +169,19 @@ def test_refused_groups_leave_the_old_group_in_place(rank):
     gone = dist.new_group([0, 1])
     dist.destroy_process_group(gone)
     with pytest.raises(RuntimeError, match="was destroyed"):
-        model._update_process_group(gone)
+        model.update_process_group(gone)
     for wrong in (None, [0, 1], "gloo"):
         with pytest.raises(TypeError, match=f"takes a process group, got {type(wrong).__name__}"):
-            model._update_process_group(wrong)
+            model.update_process_group(wrong)
     elsewhere = dist.new_group([0, 1], backend="cuda:gloo")
     with pytest.raises(ValueError, match="no backend for cpu tensors, and the model is on cpu.*one for cuda"):
-        model._update_process_group(elsewhere)
+        model.update_process_group(elsewhere)
     assert_as_fresh(model, dist.group.WORLD, rank)
 
     # Differing models are reported.
     model = DDP(nn.Linear(3, 3 + rank), process_group=among(rank))
     with pytest.raises(RuntimeError, match="not the same on all ranks") as caught:
-        model._update_process_group(dist.group.WORLD)
+        model.update_process_group(dist.group.WORLD)
     assert re.search(r"\[1\].*'bias'\) .* sizes \[4\].*process 0 \('bias', \[3\]\)", str(caught.value))
     assert model.process_group.size() == 1
     model(torch.ones(1, 3)).sum().backward()
@@ -199,7 +199,7 @@ def test_a_new_store(rank, tmp_path):
             dist.init_process_group("gloo", store=store, rank=ranks.index(rank), world_size=len(ranks))
             if model is None:
                 model = wrap(among(ranks.index(rank)))
-            model._update_process_group(dist.group.WORLD)
+            model.update_process_group(dist.group.WORLD)
             assert_as_fresh(model, dist.group.WORLD, rank)
             assert model.reducer.transport_name == "shm"
 

@@ -194,7 +194,7 @@ def test_models_that_can_not_be_wrapped(rank):
         # Modes that reduce to all ranks.
         (lambda: model.register_comm_hook(None, None), RuntimeError, "communication hook"),
         (model.join, RuntimeError, "join"),
-        (lambda: model._update_process_group(None), RuntimeError, "share of the optimizer's state"),
+        (lambda: model.update_process_group(None), RuntimeError, "share of the optimizer's state"),
         (model.replan, RuntimeError, "plan"),
         (lambda: copy.deepcopy(model), TypeError, "copied or pickled"),
     )

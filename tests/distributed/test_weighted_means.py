@@ -377,7 +377,7 @@ def test_weights_are_sent_with_the_first_bucket(rank, transport):
 
     pair = dist.new_group([0, 1])
     if rank < 2:
-        model._update_process_group(pair)
+        model.update_process_group(pair)
         check_steps(model, rank, SAMPLES[:2], steps=1)
 
 

@@ -192,7 +192,7 @@ class CommHook(abc.ABC):
     def rebind(self, model: Any) -> None:
         """Continue over the process group that the model has now. Collective among its ranks.
 
-        torchddp's ``_update_process_group()`` calls it; after torch's, call it yourself. Residuals are sent with the
+        torchddp's ``update_process_group()`` calls it; after torch's, call it yourself. Residuals are sent with the
         next steps; new ranks start with zeros, and the residuals of ranks that are gone are lost. The step count
         continues from the largest on any rank. The old process groups exist until ``destroy_process_group()``.
 

@@ -496,14 +496,32 @@ class DistributedDataParallel(TorchDDP):
 
     # --- process groups ---
 
-    def _update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
-        """Continue over another process group. Collective: see `regroup.update_process_group`."""
+    def update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
+        """Continue over another process group. Collective among its ranks, each of which has wrapped this model.
+
+        Call it between steps, or after a failed step; in that case clear the gradients, which may be partly averaged.
+        The ranks agree on buckets and connect shared memory again. Hooks of ``torchddp.comm_hooks`` move along with
+        their state, ``static_graph`` records again, and ``bucket_cap_mb="auto"`` plans again. Parameters, buffers and
+        optimizer state stay as they are on each rank: see :meth:`sync_module_states`. A rank outside the group may call
+        this too; its model can't be trained until it gets a group that contains the rank.
+
+        Raises:
+            TypeError: not a process group.
+            ValueError: the group has no backend for the model's device, or the ranks have different transports.
+            RuntimeError: the group was destroyed; the models differ between its ranks (names the parameters and
+                ranks); a communication hook can't move. The model keeps its previous group.
+            TransportError: a rank of the group died or did not arrive in time.
+        """
         regroup.update_process_group(self, new_process_group)
+
+    def _update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
+        """torch's name of :meth:`update_process_group`."""
+        self.update_process_group(new_process_group)
 
     def sync_module_states(self, src: int = 0) -> None:
         """Copy one rank's parameters and buffers to all ranks. Collective.
 
-        For ranks that joined through :meth:`_update_process_group`. Ignored parameters and buffers are left alone.
+        For ranks that joined through :meth:`update_process_group`. Ignored parameters and buffers are left alone.
         Works in place, so optimizers keep their parameters; optimizer state is not sent.
 
         Args:

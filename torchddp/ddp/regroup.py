@@ -13,21 +13,7 @@ from torchddp.transport.agreement import backend_of
 
 
 def update_process_group(ddp: Any, new_group: dist.ProcessGroup) -> None:
-    """Continue over another process group. Collective among its ranks, each of which has wrapped this model.
-
-    Call it between steps, or after a failed step; in that case clear the gradients, which may be partly averaged. The
-    ranks agree on buckets and connect shared memory again. Hooks of ``torchddp.comm_hooks`` move along with their
-    state, ``static_graph`` records again, and ``bucket_cap_mb="auto"`` plans again. Parameters, buffers and optimizer
-    state stay as they are on each rank: see ``sync_module_states``. A rank outside the group may call this too; its
-    model can't be trained until it gets a group that contains the rank.
-
-    Raises:
-        TypeError: not a process group.
-        ValueError: the group has no backend for the model's device, or the ranks have different transports.
-        RuntimeError: the group was destroyed; the models differ between its ranks (names the parameters and ranks); a
-            communication hook can't move. The model keeps its previous group.
-        TransportError: a rank of the group died or did not arrive in time.
-    """
+    """See `DistributedDataParallel.update_process_group`. Collective among the group's ranks."""
     session = ddp.session
     if _torch.rank_not_in_group(new_group):
         ddp.observers.close()
@@ -58,7 +44,7 @@ def _forget_steps(ddp: Any) -> None:
 def _check_group(group: object, device: torch.device) -> None:
     """TypeError, RuntimeError or ValueError for a group that can't reduce a model on this device."""
     if not isinstance(group, dist.ProcessGroup):
-        raise TypeError(f"_update_process_group takes a process group, got {type(group).__name__}")
+        raise TypeError(f"update_process_group takes a process group, got {type(group).__name__}")
     if type(group) is not dist.ProcessGroup:  # written in Python (torchft's, for instance): trust it
         return
     if not _torch.is_alive(group) and _name_of(group):

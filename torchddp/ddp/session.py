@@ -433,7 +433,7 @@ class ReducerSession:
             raise RuntimeError(
                 f"This DistributedDataParallel (rank {self.rank} of its old process group) was given a process "
                 "group that this rank is not in, so it has no ranks to reduce gradients with. Pass a group with this "
-                "rank to _update_process_group(), or train under no_sync()."
+                "rank to update_process_group(), or train under no_sync()."
             )
         self.precision.before_forward()
         if ddp.require_backward_grad_sync:

@@ -133,8 +133,8 @@ class DistributedDataParallel(DDP):
         """RuntimeError: buckets can't change."""
         self._refuse("refresh_trainable()", f"{_SAME_BUCKETS}; wrap it again")
 
-    def _update_process_group(self, new_process_group: Any) -> None:
-        self._refuse("_update_process_group()", "the manager reconfigures its own group at each change of the quorum")
+    def update_process_group(self, new_process_group: Any) -> None:
+        self._refuse("update_process_group()", "the manager reconfigures its own group at each change of the quorum")
 
     def __getstate__(self) -> dict[str, Any]:
         self._refuse("a copy (pickle, deepcopy)", "it could not share the manager; copy model.module and wrap that")

@@ -228,7 +228,7 @@ class ShardedDataParallel(DistributedDataParallel):
     def replan(self) -> NoReturn:
         raise RuntimeError("ShardedDataParallel does not plan its buckets: reduce_buffer_size bounds them")
 
-    def _update_process_group(self, new_process_group: Any) -> NoReturn:
+    def update_process_group(self, new_process_group: Any) -> NoReturn:
         raise RuntimeError(
             "the ranks of a ShardedDataParallel can't change: each holds a share of the optimizer's state. Save it "
             "(consolidate_state_dict, or torch.distributed.checkpoint) and load it on the new ranks"
