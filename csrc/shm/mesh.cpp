@@ -451,14 +451,20 @@ std::vector<Peer> Listener::connect(const std::vector<std::string>& addresses, i
 Mesh::Mesh(std::string name, int rank, std::shared_ptr<Segment> own, std::vector<Peer> peers)
     : name_(std::move(name)), rank_(rank), forks_(forks()), own_(std::move(own)), peers_(std::move(peers)) {}
 
+Mesh::~Mesh() {
+  const auto is_kept = [&](const Closed& closed) { return is_needed(closed); };
+  if (!is_inherited() && std::any_of(closed_.begin(), closed_.end(), is_kept)) {
+    own_->keep_pages();
+  }
+}
+
 bool Mesh::is_inherited() const { return forks() != forks_; }
 
 std::optional<ChannelEnd> Mesh::open() {
   std::vector<Closed> done;  // its memory is released without holding the lock
   const std::lock_guard lock(mutex_);
-  const auto first = std::partition(closed_.begin(), closed_.end(), [&](const Closed& closed) {
-    return closed.forever || !is_closed_by_all(closed.ends);
-  });
+  const auto first =
+      std::partition(closed_.begin(), closed_.end(), [&](const Closed& closed) { return is_needed(closed); });
   done.assign(std::make_move_iterator(first), std::make_move_iterator(closed_.end()));
   closed_.erase(first, closed_.end());
   for (const auto& closed : done) {
@@ -517,13 +523,14 @@ const Header& Mesh::first_header(size_t rank) const {
   return *reinterpret_cast<const Header*>(base);
 }
 
-bool Mesh::is_closed_by_all(const std::vector<ChannelEnd>& ends) const {
-  for (size_t i = 0; i < ends.size(); ++i) {
-    if (first_header(i).closed[static_cast<size_t>(ends[i].number)].load() == 0) {
-      return false;
+// By a rank that has not closed the channel, or by others than these ranks.
+bool Mesh::is_needed(const Closed& closed) const {
+  for (size_t i = 0; i < closed.ends.size(); ++i) {
+    if (first_header(i).closed[static_cast<size_t>(closed.ends[i].number)].load() == 0) {
+      return true;
     }
   }
-  return true;
+  return closed.forever;
 }
 
 void Mesh::release(const ChannelEnd& end) {

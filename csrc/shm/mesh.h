@@ -61,8 +61,8 @@ struct ChannelEnd {
 // with slots, doorbell and states of its own. So engines neither wait for each other nor fail together. (Between hosts there is
 // one engine for a process group: see ShmMeeting.)
 //
-// A channel's header, and memory that its peers may still write to, can't be used for anything else before all ranks have
-// closed the channel. Each rank says so in the first header of its segment, which lasts as long as the segment, and looks for
+// A channel's header, and memory that its peers may still read or write, can't be used for anything else, or lose its pages,
+// before all ranks have closed the channel. Each rank says so in the first header of its segment, which lasts as long as the segment, and looks for
 // it when it opens the next channel.
 
 // The segments of a host's ranks, connected. Thread-safe. A forked child has nothing of it.
@@ -70,6 +70,7 @@ class Mesh {
  public:
   // `name`: the same on all ranks, and unique. `peers` as returned by Listener::connect.
   Mesh(std::string name, int rank, std::shared_ptr<Segment> own, std::vector<Peer> peers);
+  ~Mesh();
 
   const std::string& name() const { return name_; }
   const std::shared_ptr<Segment>& segment() const { return own_; }
@@ -84,7 +85,7 @@ class Mesh {
   std::vector<SegmentView> view(const std::vector<ChannelEnd>& ends) const;
   // No peer has been told of this end.
   void drop(const ChannelEnd& end);
-  // This rank's engine is gone. `kept`: memory that the others may still write to. `forever`: others than these ranks may, too.
+  // This rank's engine is gone. `kept`: memory that the others may still read or write. `forever`: others than these ranks may, too.
   void close(std::vector<ChannelEnd> ends, std::shared_ptr<void> kept, bool forever);
 
  private:
@@ -94,7 +95,7 @@ class Mesh {
     bool forever;
   };
   const Header& first_header(size_t rank) const;
-  bool is_closed_by_all(const std::vector<ChannelEnd>& ends) const;
+  bool is_needed(const Closed& closed) const;
   void release(const ChannelEnd& end);
 
   const std::string name_;

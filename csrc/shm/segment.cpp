@@ -314,7 +314,9 @@ void Segment::release(void* memory) {
   auto [offset, bytes] = *taken;
   taken_.erase(taken);
   taken_bytes_ -= bytes;
-  give_back(fd_, offset, bytes);
+  if (!keeps_pages_) {
+    give_back(fd_, offset, bytes);
+  }
   const auto merge_with_next = [&](auto block) {
     const auto next = std::next(block);
     if (next != free_.end() && block->first + block->second == next->first) {
@@ -327,6 +329,11 @@ void Segment::release(void* memory) {
   if (block != free_.begin()) {
     merge_with_next(std::prev(block));
   }
+}
+
+void Segment::keep_pages() {
+  const std::lock_guard lock(mutex_);
+  keeps_pages_ = true;
 }
 
 HeldMemory Segment::held() const {

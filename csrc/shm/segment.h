@@ -62,6 +62,8 @@ class Segment {
   // set, if there is no room. A forked child gets nothing, because parent and child would hand out the same memory.
   void* allocate(int64_t bytes);
   void release(void* memory);
+  // Peers may still read or write what is released from now on: its pages last as long as anyone maps them.
+  void keep_pages();
   // Reads the kernel's list of all mappings, which takes milliseconds.
   HeldMemory held() const;
   // Whether all of [memory, memory + bytes) was handed out by allocate().
@@ -80,6 +82,7 @@ class Segment {
   std::unordered_map<int64_t, int64_t> taken_;  // offset -> bytes
   int64_t limit_bytes_ = 0;
   int64_t taken_bytes_ = 0;
+  bool keeps_pages_ = false;
 };
 
 }  // namespace torchddp::shm

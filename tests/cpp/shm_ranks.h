@@ -278,7 +278,7 @@ inline Bytes expected_result(const Spec& spec, int size, int rank) {
 
 // What a rank posts, for peers without an engine.
 inline void set_place(Post& post, int64_t offset) {
-  const Place place{offset};
+  const Location place{offset};
   std::memcpy(post.data.data(), &place, sizeof(place));
 }
 

@@ -26,7 +26,7 @@ constexpr int capacity_of(const PieceTable<kCapacity>& /*table*/) {
   return kCapacity;
 }
 
-std::vector<Launch> launches_of(const Job& job) {
+std::vector<Launch> launches_of(const PackJob& job) {
   std::vector<Launch> launches;
   const int error = for_each_launch(job, [&](auto& table, uint32_t num_blocks) {
     CHECK_EQ(table.scale, job.scale);
@@ -50,7 +50,7 @@ std::vector<DevicePiece> pieces_of(const std::vector<int64_t>& numels) {
   return pieces;
 }
 
-Job pack_job(const std::vector<DevicePiece>& pieces) {
+PackJob pack_job(const std::vector<DevicePiece>& pieces) {
   return {Direction::kPack,
           address(4096),
           DType::kF32,
@@ -97,7 +97,7 @@ TEST(every_piece_is_launched_once_with_its_pointers) {
     std::vector<int64_t> numels;
     for (int64_t i = 0; i < 3000; ++i) numels.push_back(i * 7919 % 23 * (i % 50 == 0 ? 1000 : 1));
     const auto pieces = pieces_of(numels);
-    Job job = pack_job(pieces);
+    PackJob job = pack_job(pieces);
     job.direction = direction;
     size_t next = 0;
     for_each_launch(job, [&](auto& table, uint32_t /*num_blocks*/) {
@@ -125,7 +125,7 @@ TEST(tiles_count_from_the_boundary_before_the_destination) {
                {4100, 4096, 2}, {4108, 4093, 1}, {4108, 4094, 2}, {4096, 40960, 10}};
   for (const auto& expected : cases) {
     const std::vector<DevicePiece> pieces = {{address(uintptr_t{1} << 40), 0, expected.numel}};
-    Job job = pack_job(pieces);
+    PackJob job = pack_job(pieces);
     job.flat = address(expected.dst);
     CHECK_EQ(launches_of(job).at(0).num_tiles, expected.num_tiles);
   }
@@ -185,9 +185,9 @@ TEST(a_tile_is_found_in_its_piece) {
 
 TEST(what_cannot_be_done_is_refused_before_anything_is_launched) {
   const std::vector<DevicePiece> good = {{address(1 << 20), 0, 5}, {address(1 << 21), 5, 5}};
-  const Job job = pack_job(good);
+  const PackJob job = pack_job(good);
   CHECK_EQ(launches_of(job).size(), 1u);
-  const auto check_refused = [](const Job& bad) {
+  const auto check_refused = [](const PackJob& bad) {
     bool launched = false;
     const auto launch = [&](auto& /*table*/, uint32_t /*num_blocks*/) {
       launched = true;
@@ -205,7 +205,7 @@ TEST(what_cannot_be_done_is_refused_before_anything_is_launched) {
     const std::vector<DevicePiece> pieces = {good[0], bad_piece};
     check_refused(pack_job(pieces));
   }
-  Job bad = job;
+  PackJob bad = job;
   for (void* flat : {address(0), address(4098)}) {
     bad.flat = flat;
     check_refused(bad);

@@ -106,6 +106,25 @@ TEST(shm_channels_keep_memory_until_all_ranks_have_closed_them) {
   CHECK_EQ(always.use_count(), 4);
 }
 
+TEST(shm_channels_keep_pages_that_peers_may_read_when_the_mesh_is_gone) {
+  for (const bool all_closed : {false, true}) {
+    Meshes meshes;
+    Channel channel(meshes);
+    const auto segment = meshes.of(0).segment();
+    constexpr int64_t kBytes = 1 << 20;
+    auto* memory = static_cast<char*>(segment->allocate(kBytes));
+    std::fill_n(memory, kBytes, 'x');
+    const auto offset = segment->offset_of(memory);
+    channel.close(0, std::shared_ptr<void>(memory, [segment](void* kept) { segment->release(kept); }));
+    for (int rank = 1; rank < kSize; ++rank) {
+      if (all_closed) channel.close(rank);
+    }
+    const char* seen = reinterpret_cast<const char*>(meshes.of(1).view(channel.ends)[0].base) + offset;
+    meshes.meshes[0] = nullptr;
+    CHECK_EQ(std::count(seen, seen + kBytes, 'x'), all_closed ? 0 : kBytes);
+  }
+}
+
 TEST(shm_channels_of_peers_are_checked) {
   Meshes meshes;
   const auto bytes = meshes.of(1).segment()->bytes();

@@ -50,7 +50,7 @@ class ShmChannel {
   const std::shared_ptr<shm::Mesh>& mesh() const { return mesh_; }
   const shm::ChannelEnd& end() const { return ends_[static_cast<size_t>(mesh_->rank())]; }
 
-  // No one waits any more for an operation whose peers may still write to this memory: keeps it until that one is complete, or
+  // No one waits any more for an operation whose peers may still use this memory: keeps it until that one is complete, or
   // forever.
   void keep(std::vector<at::Tensor> memory, std::optional<uint64_t> until = std::nullopt);
   void drop_finished();
