@@ -263,7 +263,7 @@ void Reducer::finalize() {
   parts_.changes.handed_back();
   parts_.non_finite.publish();
   parts_.non_finite.raise_if_bad();
-  parts_.packed.tell();
+  parts_.packed.report();
   parts_.weights.raise_if_zero();
 }
 

@@ -164,14 +164,14 @@ bool Engine::advance() {
   while (cursor_ < next_ && running(cursor_).work()) {
     const auto& worked = running(cursor_);
     board_.own_header().done.store(++cursor_);
-    tell_done(worked);
+    announce_done(worked);
     moved = true;
   }
   return moved;
 }
 
 // For ranks that may be waiting for nothing else.
-void Engine::tell_done(const Running& op) {
+void Engine::announce_done(const Running& op) {
   if (!board_.has_sleepers()) {
     return;
   }

@@ -82,7 +82,7 @@ class Engine {
   void progress_slow();
   bool work();
   bool advance();
-  void tell_done(const Running& op);
+  void announce_done(const Running& op);
   bool advance_outer();
   bool awaits_outer() const { return board_.spans() && outer_cursor_ < cursor_; }
   void update_under_way();

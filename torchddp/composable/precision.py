@@ -81,13 +81,13 @@ class _Owner:
                 if id(parameter) not in copies:
                     copies[id(parameter)] = parameter.to(dtype)
                 registered[name] = copies[id(parameter)]
-        self._tell_rnn()
+        self._update_rnn()
 
     def restore(self) -> None:
         self.module._parameters.update(self._slots)  # type: ignore[arg-type]
-        self._tell_rnn()
+        self._update_rnn()
 
-    def _tell_rnn(self) -> None:
+    def _update_rnn(self) -> None:
         names = getattr(self.module, "_flat_weights_names", None)  # torch.nn.RNNBase keeps a list of weights
         if names is not None:
             self.module.__dict__["_flat_weights"] = [getattr(self.module, name, None) for name in names]

@@ -133,7 +133,7 @@ class ReducerSession:
         self._join_hook: weakref.ref[Any] | None = None
         self._weighed_in: int = -1 if before is None else before._weighed_in  # steps finished at the last weigh()
         self._take_group(ddp.process_group)
-        _tell_if_alone(ddp.process_group)
+        _warn_if_alone(ddp.process_group)
         self.parameters = policy.parameters(parameters)
         self.device = self.parameters[0].device
         self.reduced_ids = {id(p) for p in (*parameters, *self.parameters)}
@@ -536,7 +536,7 @@ class ReducerSession:
             self.reducer.close()
 
 
-def _tell_if_alone(group: dist.ProcessGroup) -> None:
+def _warn_if_alone(group: dist.ProcessGroup) -> None:
     """Warn, once per job, of a group of one rank in a job of many."""
     ranks = home_of(group).size()
     if group.size() == 1 < ranks and is_first_in_job("a group of one rank", group):

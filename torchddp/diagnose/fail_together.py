@@ -195,7 +195,7 @@ class FailTogether:
                 self._stay(self._board)
             elif error is not None and _is_failure(error):
                 note_exception(error, "the training loop")
-                failure = self._tell(self._board, error)
+                failure = self._report(self._board, error)
         except RuntimeError as problem:
             self._warn(problem)
         finally:
@@ -215,7 +215,7 @@ class FailTogether:
             self._warn(error)
             return None
 
-    def _tell(self, board: Board, error: BaseException) -> PeerFailedError | None:
+    def _report(self, board: Board, error: BaseException) -> PeerFailedError | None:
         """Post the failure, unless another rank's is the cause; in that case return that one."""
         until_s = time.monotonic() + (_CAUSE_S if is_consequence(error) else 0.0)
         cause = None

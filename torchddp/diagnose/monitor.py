@@ -268,7 +268,7 @@ class HangMonitor:
         if found is not None:
             self._round = None
             if found:
-                self._tell_models(found)
+                self._fail_models(found)
             return
         if asked.age_s > _GIVE_UP_ROUNDS * self._collect_s:
             self._round = None
@@ -339,9 +339,9 @@ class HangMonitor:
             "dead or stopped",
             report_text(finding, states, path), self._board.rank, reason,
         )  # fmt: skip
-        self._tell_models(f"Hang report of rank {self._board.rank} alone: {finding.headline}")
+        self._fail_models(f"Hang report of rank {self._board.rank} alone: {finding.headline}")
 
-    def _tell_models(self, found: str) -> None:
+    def _fail_models(self, found: str) -> None:
         for model in self._models:
             model.fail_with(found)
 

@@ -160,9 +160,9 @@ class _Finds:
             self._posted, self._news = last, True
         elif self._news:
             self._news = False
-            self._tell()
+            self._report()
 
-    def _tell(self) -> None:
+    def _report(self) -> None:
         starts = {(found[0].rank, found[0].step): found for found in self.by_rank() if found}
         news = {start: found for start, found in starts.items() if start not in self._told}
         self._told = set(starts)

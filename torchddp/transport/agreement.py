@@ -290,9 +290,9 @@ class Agreement:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, Exception) and not self.is_over:
             with contextlib.suppress(TransportError):  # the error itself matters more
-                self.tell(error)
+                self.share(error)
 
-    def tell(self, error: Exception) -> None:
+    def share(self, error: Exception) -> None:
         """Collective: give the other ranks this rank's error, which they raise in their `verify`."""
         self._exchange(f"{type(error).__name__}: {error}", None)
 

@@ -22,7 +22,7 @@ void PackedGrads::begin_backward(bool has_hooks) {
   shows_own_ = (has_hooks_ || has_hooks) && context_.has_own_storage() && !context_.owned && !left_to_optimizer_;
 }
 
-void PackedGrads::tell() {
+void PackedGrads::report() {
   for (const auto param : std::exchange(written_, {})) {
     const auto text =
         c10::str("parameter '", context_.spec(param).name, "' on rank ", context_.rank(),

@@ -51,7 +51,7 @@ class PackedGrads {
     }
   }
   // At the end of the step. RuntimeError if a gradient was written while it was reduced, a warning if a write was lost.
-  void tell();
+  void report();
 
  private:
   struct Packed {

@@ -20,12 +20,12 @@ class AllReduce final : public Reduction {
         work_(context.transport->make_work()) {}
 
   bool counts_non_finite(const bucket::Bucket& bucket) override {
-    counts_input_ = bucket.params().size() == 1 && sums_tell(bucket);
+    counts_input_ = bucket.params().size() == 1 && transport_checks(bucket);
     return counts_input_;
   }
 
   void begin(bucket::Bucket& bucket, double scale) override {
-    checks_sums_ = context_.config.raise_non_finite && sums_tell(bucket);
+    checks_sums_ = context_.config.raise_non_finite && transport_checks(bucket);
     auto options = all_reduce_options(context_, index_);
     options.scale = bucket.in_place().empty() ? scale : 1.0;
     options.count_non_finite = counts_input_ || checks_sums_;
@@ -51,7 +51,7 @@ class AllReduce final : public Reduction {
 
  private:
   // Whether the transport can check for non-finite values while it sums.
-  bool sums_tell(const bucket::Bucket& bucket) const {
+  bool transport_checks(const bucket::Bucket& bucket) const {
     return bucket.in_place().empty() && context_.transport->counts_non_finite(bucket.wire());
   }
 
