@@ -4,6 +4,8 @@ parts use of the class they derive from. `make compat` checks that the oldest an
 
 from __future__ import annotations
 
+import ctypes
+import os
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -95,6 +97,15 @@ def name_of(group: dist.ProcessGroup) -> str:
 def number_of_groups() -> int:
     """How many groups this rank has created, from which torch derives the next one's name."""
     return len(_world.pg_names)
+
+
+def _keep_groups() -> None:
+    # Destroying one joins its threads, which a forked child does not have.
+    for group in _world.pg_map:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+
+os.register_at_fork(after_in_child=_keep_groups)
 
 
 def backend_plugins() -> dict[str, Any]:
