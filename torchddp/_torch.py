@@ -12,15 +12,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import _amp_foreach_non_finite_check_and_unscale_ as amp_unscale
+from torch import _amp_foreach_non_finite_check_and_unscale_ as amp_unscale_
 from torch import _disable_dynamo as disable_dynamo
-from torch import _foreach_copy_ as foreach_copy
-from torch import _foreach_sub_ as foreach_sub
-from torch import _foreach_zero_ as foreach_zero
+from torch import _foreach_copy_ as foreach_copy_
+from torch import _foreach_sub_ as foreach_sub_
+from torch import _foreach_zero_ as foreach_zero_
 from torch._C import Future as CFuture  # base class of torch.futures.Future, which Work.get_future() returns
 from torch._C import _are_functorch_transforms_active as in_functorch
 from torch._C import _current_graph_task_id, _get_dispatch_mode, _TorchDispatchModeKey
-from torch._C._distributed_c10d import Backend, PrefixStore, Store
+from torch._C._distributed_c10d import Backend
 from torch._C._dynamo import eval_frame
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import _profiler_enabled as profiler_enabled
@@ -52,11 +52,9 @@ __all__ = [
     "Backend",
     "BatchNormBase",
     "CFuture",
-    "PrefixStore",
     "State",
-    "Store",
     "Work",
-    "amp_unscale",
+    "amp_unscale_",
     "apply_to_tensors",
     "broadcast_coalesced",
     "cast_buffers",
@@ -64,9 +62,9 @@ __all__ = [
     "contract",
     "disable_dynamo",
     "find_tensors",
-    "foreach_copy",
-    "foreach_sub",
-    "foreach_zero",
+    "foreach_copy_",
+    "foreach_sub_",
+    "foreach_zero_",
     "get_registry",
     "in_functorch",
     "keep_versions",
@@ -100,7 +98,7 @@ def number_of_groups() -> int:
 
 
 def _keep_groups() -> None:
-    # Destroying one joins its threads, which a forked child does not have.
+    # Destroying a group joins its threads, which a forked child does not have. A list would be cleared at exit.
     for group in _world.pg_map:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
@@ -114,6 +112,7 @@ def backend_plugins() -> dict[str, Any]:
 
 
 def set_backend_plugins(table: dict[str, Any]) -> None:
+    """Replace that table."""
     dist.Backend._plugins = table
 
 

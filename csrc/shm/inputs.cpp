@@ -41,10 +41,10 @@ bool agrees(const Terms& terms, const Operation& mine) {
 void read_once() { std::atomic_signal_fence(std::memory_order_seq_cst); }
 
 Location location_of(const Post& post) {
-  Location place;
-  std::memcpy(&place, post.data.data(), sizeof(place));
+  Location location;
+  std::memcpy(&location, post.data.data(), sizeof(location));
   read_once();
-  return place;
+  return location;
 }
 
 }  // namespace

@@ -62,8 +62,8 @@ struct ChannelEnd {
 // one engine for a process group: see ShmMeeting.)
 //
 // A channel's header, and memory that its peers may still read or write, can't be used for anything else, or lose its pages,
-// before all ranks have closed the channel. Each rank says so in the first header of its segment, which lasts as long as the segment, and looks for
-// it when it opens the next channel.
+// before all ranks have closed the channel. Each rank says so in the first header of its segment, which lasts as long as the
+// segment, and looks for it when it opens the next channel.
 
 // The segments of a host's ranks, connected. Thread-safe. A forked child has nothing of it.
 class Mesh {
@@ -85,7 +85,8 @@ class Mesh {
   std::vector<SegmentView> view(const std::vector<ChannelEnd>& ends) const;
   // No peer has been told of this end.
   void drop(const ChannelEnd& end);
-  // This rank's engine is gone. `kept`: memory that the others may still read or write. `forever`: others than these ranks may, too.
+  // This rank's engine is gone. `kept`: memory that the others may still read or write. `forever`: others than these ranks may,
+  // too.
   void close(std::vector<ChannelEnd> ends, std::shared_ptr<void> kept, bool forever);
 
  private:

@@ -57,14 +57,14 @@ void Running::put_input(Post& post) const {
     }
     return;
   }
-  Location place{0};
+  Location location{0};
   if (input != nullptr) {
-    place.offset = input - board.base(board.rank());
-    if (!board.holds(board.rank(), place.offset, operation.bytes())) {
+    location.offset = input - board.base(board.rank());
+    if (!board.holds(board.rank(), location.offset, operation.bytes())) {
       throw InternalError(std::string(kind_name(operation.kind)) + " of memory that is not in the shared segment");
     }
   }
-  std::memcpy(post.data.data(), &place, sizeof(place));
+  std::memcpy(post.data.data(), &location, sizeof(location));
 }
 
 bool Running::work() {

@@ -277,9 +277,9 @@ inline Bytes expected_result(const Spec& spec, int size, int rank) {
 }
 
 // What a rank posts, for peers without an engine.
-inline void set_place(Post& post, int64_t offset) {
-  const Location place{offset};
-  std::memcpy(post.data.data(), &place, sizeof(place));
+inline void set_location(Post& post, int64_t offset) {
+  const Location location{offset};
+  std::memcpy(post.data.data(), &location, sizeof(location));
 }
 
 inline void fill_post(Post& post, const Operation& operation, int64_t offset) {

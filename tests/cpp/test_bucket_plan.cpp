@@ -365,15 +365,15 @@ TEST(random_plans_keep_every_promise_and_survive_the_broadcast) {
   }
 }
 
-TEST(large_slots_lie_apart_and_the_others_move_together) {
+TEST(large_slots_lie_in_place_and_the_others_move_together) {
   std::vector<ParamSpec> params;
   for (const int64_t numel : {3, 100, 5, 99, 1}) {
     params.push_back({.name = "p", .numel = numel, .itemsize = 4, .alignment = 16});
   }
   const auto bucket = plan_of({{0, 1, 2, 3, 4}}, params).buckets.front();
-  const auto apart = lay_in_place(bucket, params, 400);
-  CHECK(offsets_of(apart) == (Longs{0, kInPlace, 4, 12, 112}));
-  CHECK_EQ(apart.numel, 113);
+  const auto laid = lay_in_place(bucket, params, 400);
+  CHECK(offsets_of(laid) == (Longs{0, kInPlace, 4, 12, 112}));
+  CHECK_EQ(laid.numel, 113);
   CHECK_EQ(lay_in_place(bucket, params, 1).numel, 0);
   CHECK(lay_in_place(bucket, params, 401) == bucket);
 }

@@ -98,13 +98,13 @@ TEST(shm_offsets_outside_of_a_segment_are_refused) {
     for (const int64_t offset : {int64_t{-1}, int64_t{-4096}, INT64_MIN, int64_t{0}, kDataOffset - 1, kLast + 1,
                                  Guarded::kBytes, Guarded::kBytes + 1, INT64_MAX - kLargeNumel * 4, INT64_MAX}) {
       const auto operation = victim.operation(kind, false);
-      set_place(victim.peer.header().slots[0].post, offset);
+      set_location(victim.peer.header().slots[0].post, offset);
       CHECK(has(victim.run(operation), {"rank 11 offers memory that is not in its segment"}));
     }
     // The last bytes of the mapping are valid, and so is an unaligned offset.
     for (const int64_t offset : {kLast, kLast - 1, kDataOffset + 3}) {
       const auto operation = victim.operation(kind, false);
-      set_place(victim.peer.header().slots[0].post, offset);
+      set_location(victim.peer.header().slots[0].post, offset);
       CHECK_EQ(victim.run(operation), "");
     }
   }
@@ -114,7 +114,7 @@ TEST(shm_offsets_of_small_inputs_mean_nothing) {
   Victim victim;
   for (const OpKind kind : kKinds) {
     const auto operation = victim.operation(kind, true);
-    set_place(victim.peer.header().slots[0].post, INT64_MIN);
+    set_location(victim.peer.header().slots[0].post, INT64_MIN);
     CHECK_EQ(victim.run(operation), "");
   }
 }

@@ -47,14 +47,14 @@ def _made(module):
     return made
 
 
-def _apart(**options):
+def _in_place(**options):
     return LargeInPlace(seeded(Mlp), transport="c10d", **options)
 
 
 @pytest.mark.parametrize("views", [None, False])
 @on_ranks(2)
 def test_large_gradients_stay_where_autograd_allocated_them(rank, views):
-    ddp = _apart(gradient_as_bucket_view=views)
+    ddp = _in_place(gradient_as_bucket_view=views)
     made = _made(ddp.module)
     for step in range(4):
         ddp.zero_grad(set_to_none=step % 2 == 0)
@@ -124,7 +124,7 @@ def test_gradients_that_something_else_uses(rank):
 @on_ranks(2)
 def test_models_inside_each_other_explicit_views_and_ranks_that_differ(rank):
     # Two models must not reduce in memory that the other reads.
-    inner = _apart()
+    inner = _in_place()
     with pytest.warns(UserWarning, match="already wrapped"):
         outer = LargeInPlace(inner, transport="c10d")
     for step in range(3):
@@ -132,14 +132,14 @@ def test_models_inside_each_other_explicit_views_and_ranks_that_differ(rank):
         want = expected_grads(inner.module, lambda model, r, step=step: step_on(model, r, step))
         step_on(outer, rank, step)
         assert_grads({name.removeprefix("module."): grad for name, grad in grads_of(outer).items()}, want)
-    views = _apart(gradient_as_bucket_view=True)
+    views = _in_place(gradient_as_bucket_view=True)
     step_on(views, rank)
     for ddp in (inner, outer, views):
         assert ddp.reducer.bucket_memory_bytes >= sum(p.nbytes for p in inner.parameters())
 
     # If one rank does not reduce large gradients in place, none does.
     for name, value in each([("adopt_large_gradients", rank == 0), ("gradient_as_bucket_view", rank == 1)]):
-        ddp = _apart(**{name: value})
+        ddp = _in_place(**{name: value})
         assert_steps(ddp, rank, range(3))
         assert ddp.reducer.bucket_memory_bytes >= sum(p.nbytes for p in ddp.parameters())
 
@@ -147,7 +147,7 @@ def test_models_inside_each_other_explicit_views_and_ranks_that_differ(rank):
 @on_ranks(2)
 def test_layouts_hooks_and_statistics(rank):
     # Gradients of another layout are copied.
-    ddp, packed = _apart(), WholeBuckets(seeded(Mlp), transport="c10d")
+    ddp, packed = _in_place(), WholeBuckets(seeded(Mlp), transport="c10d")
     for model in (ddp, packed):
         for p in model.parameters():
             if p.ndim == 2:
@@ -157,7 +157,7 @@ def test_layouts_hooks_and_statistics(rank):
     assert not ddp.module.first.weight.grad.is_contiguous()
 
     # A hook gets all gradients in one buffer.
-    ddp = _apart()
+    ddp = _in_place()
     step_on(ddp, rank)
     sizes = []
 
@@ -175,7 +175,7 @@ def test_layouts_hooks_and_statistics(rank):
 
     # Observers of averages also get large gradients.
     options = {"gradient_stats": True, "find_nonfinite": "raise"}
-    ddp = _apart(**options)
+    ddp = _in_place(**options)
     packed = WholeBuckets(seeded(Mlp), transport="c10d", **options)
     for model in (ddp, packed):
         step_on(model, rank)
@@ -190,7 +190,7 @@ def test_layouts_hooks_and_statistics(rank):
 
 @on_ranks(2)
 def test_no_gradient_of_a_failed_step_stays_in_memory_that_peers_may_write(rank):
-    ddp = _apart(timeout=timedelta(seconds=5))
+    ddp = _in_place(timeout=timedelta(seconds=5))
     for step in range(2):
         step_on(ddp, rank, step)
     if rank == 1:

@@ -123,7 +123,7 @@ def import_problems(package: Path) -> list[str]:
 
 
 def private_names_of_torch(path: Path) -> set[str]:
-    """Dotted names of torch that a module imports or reads and whose last parts begin with an underscore."""
+    """Dotted names of torch that a module imports or reads and of which a part begins with an underscore."""
     tree, names, found = ast.parse(path.read_text(), str(path)), {}, set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):

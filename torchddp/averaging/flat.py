@@ -65,10 +65,10 @@ class FlatBucket:
         ]
 
     def pack(self, flat: torch.Tensor) -> None:
-        _torch.foreach_copy(self.pieces(flat), [memory_of(t) for t in self.named.values()])
+        _torch.foreach_copy_(self.pieces(flat), [memory_of(t) for t in self.named.values()])
 
     def unpack(self, flat: torch.Tensor) -> None:
-        _torch.foreach_copy([memory_of(t) for t in self.named.values()], self.pieces(flat))
+        _torch.foreach_copy_([memory_of(t) for t in self.named.values()], self.pieces(flat))
 
 
 def check_cap(cap_mb: float) -> None:

@@ -36,7 +36,7 @@ class GlobalWeights:
         for view, name in zip(views, bucket.named, strict=True):
             # Relative to what the ranks received: rounding to 16 bits is not a displacement.
             view.copy_(self.weights[name].detach().to(bucket.dtype))
-        _torch.foreach_sub(views, [local.detach().to(flat.dtype) for local in bucket.named.values()])
+        _torch.foreach_sub_(views, [local.detach().to(flat.dtype) for local in bucket.named.values()])
 
     def step(self, bucket: FlatBucket, flat: torch.Tensor, alpha: float) -> None:
         """Update the weights of a bucket with their outer gradient, which the optimizer may overwrite.

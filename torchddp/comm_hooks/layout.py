@@ -63,7 +63,7 @@ class Layout:
     def clear_gaps(self, flat: Tensor, begin: int = 0) -> None:
         """Zero the padding in ``flat`` (elements from ``begin`` on), because compressors write to it."""
         gaps = [flat[max(first - begin, 0) : max(last - begin, 0)] for first, last in self.gaps]
-        _torch.foreach_zero([*gaps, flat[max(self.numel - begin, 0) :]])
+        _torch.foreach_zero_([*gaps, flat[max(self.numel - begin, 0) :]])
 
 
 @dataclass(frozen=True)

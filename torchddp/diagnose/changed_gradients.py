@@ -138,13 +138,13 @@ def describe(changes: Sequence[str | None], names: Sequence[str]) -> str:
         return ""
     ranks = list(known)
     kinds = ranks_by(known[rank][differ[0]] for rank in ranks)
-    changes = "; ".join(
+    by_kind = "; ".join(
         f"{_WORDS[kind]} on {ranks_text([ranks[at] for at in places])}"
         for kind, places in sorted(kinds.items(), reverse=True)
     )
     others = [f"'{names[index]}'" for index in differ[1:]]
     also = f"; ranks also differ on {listed(others, _SHOWN_NAMES - 1)}" if others else ""
-    return f"Ranks treat averaged gradients differently: that of '{names[differ[0]]}' was {changes}{also}"
+    return f"Ranks treat averaged gradients differently: that of '{names[differ[0]]}' was {by_kind}{also}"
 
 
 def _key(step: int) -> str:

@@ -159,7 +159,7 @@ class FlatParameter:
 
     def begin_step(self, state: State) -> None:
         """Before the optimizer's step: set the flat gradient and the flat state."""
-        _torch.foreach_copy(self._grads, [param.grad for param in self.params if param.grad is not None])
+        _torch.foreach_copy_(self._grads, [param.grad for param in self.params if param.grad is not None])
         self.data.grad = self._grad
         if self._state:
             state[self.data] = dict(self._state)
@@ -186,7 +186,7 @@ class FlatParameter:
             return
         self._expose_state(flat, state)
         for key in flat.keys() - SCALAR_STATE:
-            _torch.foreach_copy([state[param][key] for param in self.params], [entry[key] for entry in entries])
+            _torch.foreach_copy_([state[param][key] for param in self.params], [entry[key] for entry in entries])
 
     def _expose_state(self, flat: dict[str, torch.Tensor], state: State) -> None:
         """Give each parameter its part of the flat state, and remember it."""

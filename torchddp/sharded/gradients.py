@@ -126,7 +126,7 @@ def skips_step(optimizer: Optimizer, params: Sequence[torch.Tensor], group: dist
             by_kind[grad.device, grad.dtype].append(grad)
         for (device, _), alike in by_kind.items():
             known_to_be_finite = torch.zeros((), device=device)
-            _torch.amp_unscale(alike, known_to_be_finite, inverse.to(device))
+            _torch.amp_unscale_(alike, known_to_be_finite, inverse.to(device))
     return False
 
 

@@ -13,8 +13,8 @@
 
 namespace torchddp::reducer {
 
-// Which gradients the program has replaced or written. A mark survives that the reducer moves the gradient to another bucket. It keeps no memory but that of the tensor object, whose
-// address is therefore not used again.
+// Which gradients the program has replaced or written. A mark survives that the reducer moves the gradient to another bucket.
+// It keeps no memory but that of the tensor object, whose address is therefore not used again.
 class GradMarks {
  public:
   explicit GradMarks(const Context& context) : context_(context), marks_(context.params.size()) {}
@@ -50,8 +50,8 @@ class GradMarks {
 
 enum class GradChange : uint8_t { kNone, kChanged, kGone, kReplaced };
 
-// Whether gradients have changed since they were handed back. Costs nothing except in the requested steps. In those it compares version counters and, on the CPU, a hash of the values,
-// because changes through `.data` do not bump the version.
+// Whether gradients have changed since they were handed back. Costs nothing except in the requested steps. In those it compares
+// version counters and, on the CPU, a hash of the values, because changes through `.data` do not bump the version.
 class GradientChanges {
  public:
   explicit GradientChanges(const Context& context) : context_(context) {}

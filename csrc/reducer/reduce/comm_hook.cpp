@@ -130,6 +130,7 @@ c10d::GradBucket make_grad_bucket(int64_t index, int64_t bucket_count, const buc
 
 namespace {
 
+// Leaves a bucket to the communication hook.
 class HookReduction final : public Reduction {
  public:
   HookReduction(const Context& context, const CommHook& hook, const StepEvents& events, int64_t index, int64_t count)

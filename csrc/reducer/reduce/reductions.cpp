@@ -10,6 +10,7 @@ namespace torchddp::reducer {
 
 namespace {
 
+// The default: an all-reduce of the bucket in place.
 class AllReduce final : public Reduction {
  public:
   AllReduce(const Context& context, NonFiniteWatch& non_finite, int64_t index)
@@ -76,6 +77,7 @@ transport::SumOptions all_reduce_options(const Context& context, int64_t index) 
 
 namespace {
 
+// A sparse gradient: as a whole, or only its values where ranks have agreed on row ids.
 class SparseReduction final : public Reduction {
  public:
   explicit SparseReduction(const Context& context)
@@ -113,6 +115,7 @@ at::Tensor narrowed(const at::Tensor& wire, at::ScalarType dtype, double scale, 
   return narrow;
 }
 
+// To the rank that owns the bucket, which alone gets the averages.
 class ToOwner final : public Reduction {
  public:
   ToOwner(const Context& context, int64_t index)

@@ -51,7 +51,8 @@ class Reduction {
 
 using ReductionPtr = std::unique_ptr<Reduction>;
 
-// The factory. A new way of reducing is a class in reductions.cpp or in a file beside it, a function below, and one line in make().
+// The factory. A new way of reducing is a class in reductions.cpp or in a file beside it, a function below, and one line in
+// make().
 class Reductions {
  public:
   Reductions(const Context& context, const CommHook& hook, NonFiniteWatch& non_finite, const StepEvents& events)

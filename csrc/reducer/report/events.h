@@ -68,7 +68,8 @@ struct StepStats {
 
 int64_t wall_clock_ns();
 
-// A torch.profiler range around work on one bucket: "torchddp.launch bucket 3 (4194304 bytes: 'head.weight', 'norm.bias' and 7 more)". Takes nanoseconds while no profiler runs.
+// A torch.profiler range around work on one bucket: "torchddp.launch bucket 3 (4194304 bytes: 'head.weight', 'norm.bias' and 7
+// more)". Takes nanoseconds while no profiler runs.
 class BucketRange {
  public:
   BucketRange(const char* what, int64_t index, const bucket::Bucket& bucket, std::span<const plan::ParamSpec> specs);

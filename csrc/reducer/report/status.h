@@ -1,4 +1,5 @@
-// The progress of a step, and the other ranks' processes: written by the training threads, readable by any other without ever holding those up.
+// The progress of a step, and the other ranks' processes: written by the training threads, readable by any other without ever
+// holding those up.
 #pragma once
 
 #include <atomic>
