@@ -288,7 +288,7 @@ inline void fill_post(Post& post, const Operation& operation, int64_t offset) {
                 .op = static_cast<uint8_t>(operation.op),
                 .root = static_cast<uint8_t>(operation.root),
                 .numel = operation.numel};
-  set_place(post, offset);
+  set_location(post, offset);
 }
 
 // With none of its chunks claimed.
