@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import torchddp
+from torchddp import Precision
 
 HALVES = [torch.bfloat16, torch.float16]
 MICRO = 3
@@ -68,5 +69,13 @@ def kept(ddp: nn.Module) -> list[Tensor]:
     return found
 
 
-def wrapped(module: nn.Module, cls: type = torchddp.DistributedDataParallel, **options: Any) -> Any:
-    return cls(module, main_grads=torch.float32, **options)
+def wrapped(
+    module: nn.Module,
+    cls: type = torchddp.DistributedDataParallel,
+    *,
+    main_grads_as: Any = "main_grad",
+    wire: torch.dtype | None = None,
+    **options: Any,
+) -> Any:
+    precision = Precision(main_grads=torch.float32, main_grads_as=main_grads_as, wire=wire)
+    return cls(module, precision=precision, **options)

@@ -19,7 +19,7 @@ def large_from(limit_bytes: int) -> Iterator[None]:
     """Models constructed in the block reduce gradients of at least `limit_bytes` in place, over NCCL; 0: none."""
 
     def in_place_bytes(options: DDPOptions) -> int:
-        return limit_bytes if options.adopt_large_gradients and not options.gradient_as_bucket_view else 0
+        return 0 if options.gradient_as_bucket_view else limit_bytes
 
     with mock.patch.object(DDPOptions, "in_place_bytes", property(in_place_bytes)):
         yield

@@ -31,6 +31,8 @@ try:
     check_extension()
 
     from torchddp._C import finished_steps
+    from torchddp.ddp.checks import Checks
+    from torchddp.ddp.grad_precision import Precision
     from torchddp.ddp.module import DistributedDataParallel
     from torchddp.errors import DesyncError, InternalError, TransportError, UsageWarning
     from torchddp.transport.shm import register
@@ -47,12 +49,14 @@ except (ImportError, OSError) as error:  # OSError: one of torch's libraries doe
     import_error = error  # `torchddp doctor` explains what is wrong
 
 __all__ = [
+    "Checks",
     "DDP",
     "DesyncError",
     "DistributedDataParallel",
     "InternalError",
     "ParallelConfig",
     "PeerFailedError",
+    "Precision",
     "ShardedDataParallel",
     "TransportError",
     "UsageWarning",

@@ -10,7 +10,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from torchddp import DistributedDataParallel
+from torchddp import Checks, DistributedDataParallel
 from torchddp.bench.cases import BenchCase, Result, Settings
 from torchddp.bench.results import describe_variant, draw_bars, model_result, variants_table
 from torchddp.bench.timing import time_model
@@ -47,10 +47,10 @@ VARIANTS = (
     # The same again: the difference between the two rows is noise.
     ours("plain again"),
     # Checks before every step, so that each round includes a check.
-    ours("check_parameters_every=1", check_parameters_every=1),
-    ours("find_nonfinite=True", find_nonfinite=True),
-    ours('find_nonfinite="raise"', find_nonfinite="raise"),
-    ours("no hang reports", stall_report_s=0),
+    ours("check_parameters_every=1", checks=Checks(parameters_every=1)),
+    ours("find_nonfinite=True", checks=Checks(nonfinite=True)),
+    ours('find_nonfinite="raise"', checks=Checks(nonfinite="raise")),
+    ours("no hang reports", checks=Checks(stall_report=0)),
     Variant("weigh()", Role.OURS, f"{__name__}.{Weighted.__name__}"),
 )
 

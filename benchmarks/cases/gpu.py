@@ -198,7 +198,7 @@ def field_of(variants: Sequence[Variant]) -> tuple[Variant, ...]:
     """Also ours with static_graph, which torch's tuned rows use, and without reducing large gradients in place."""
     ours = [
         Variant("torchddp static_graph", Role.OURS, TORCHDDP, (("static_graph", True),)),
-        Variant("torchddp all packed", Role.OURS, TORCHDDP, (("adopt_large_gradients", False),)),
+        Variant("torchddp all packed", Role.OURS, TORCHDDP, (("gradient_as_bucket_view", True),)),
     ]
     return (*(known_options(variant) if variant.role is Role.TORCH else variant for variant in variants), *ours)
 

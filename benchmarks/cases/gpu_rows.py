@@ -196,7 +196,7 @@ def measure_scale(job: Job, name: str, report: Report) -> dict[str, Any]:
     for size in QUICK_SCALE_BYTES if job.options["quick"] else SCALE_BYTES:
         report(len(tables), len(SCALE_BYTES))
         (gradient,) = random_gradients([size // 4], device, job.seed)
-        packed = given_step([gradient], divisor, adopt_large_gradients=False)
+        packed = given_step([gradient], divisor, gradient_as_bucket_view=True)
         times_us = {"packed with the scale, then reduced": device_us(packed, device, counts)}
         if job.backend == "nccl":  # only NCCL has PreMulSum
             in_place = given_step([gradient], divisor, in_place=True)

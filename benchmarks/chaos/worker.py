@@ -28,6 +28,7 @@ from benchmarks.chaos.job import Stamped, make_optimizer, record_step, simulate
 from benchmarks.chaos.leaks import footprint, open_sockets
 from benchmarks.chaos.outcome import RankReport
 from benchmarks.chaos.plan import Trial
+from torchddp import Checks
 from torchddp.comm_hooks import PerParameter
 from torchddp.ddp.options import TransportChoice
 
@@ -163,6 +164,6 @@ def wrap(trial: Trial, module: torch.nn.Module) -> Any:
         module,
         transport=transport,
         bucket_cap_mb=trial.bucket_cap_mb,
-        stall_report_s=STOP_STALL_REPORT_S if trial.kind == plan.STOP else STALL_REPORT_S,
+        checks=Checks(stall_report=STOP_STALL_REPORT_S if trial.kind == plan.STOP else STALL_REPORT_S),
         **options,
     )

@@ -327,7 +327,7 @@ void Reducer::share_gradients() {
   check_not_unfinished();
   TDDP_CHECK(!context.owned && context.main_grads == nullptr, "rank ", context.rank(),
              ": two wrappers reduce the same parameters in one backward, but one of them keeps gradients in buckets ",
-             "(a sharded model, or main_grads=): wrap once");
+             "(a sharded model, or main gradients): wrap once");
   parts_.layout.give_up_views();
   context.views = false;
   context.shares_gradients = true;

@@ -298,7 +298,7 @@ void Weights::raise_if_zero() {
   throw ZeroWeightError(c10::str("rank ", context_.rank(), ", step ", events_.steps(),
                                  ": no rank gave this step a weight above 0, so there is no weighted mean; the "
                                  "gradients are zeros. Skip such steps on "
-                                 "all ranks, or make the model with zero_weights=\"zeros\"."));
+                                 "all ranks, or make the model with Checks(zero_weights=\"zeros\")."));
 }
 
 void Weights::abandon() {

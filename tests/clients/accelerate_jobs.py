@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import torchddp
 from tests.clients.common import digest, save_results
+from torchddp import Checks
 from torchddp.integrations.accelerate import TorchDDPKwargs
 
 LENGTH, BATCH = 40, 4  # five batches per rank
@@ -220,7 +221,7 @@ POWER_SGD = {
 }
 TORCHS_OPTIONS = {"find_unused_parameters": True, "bucket_cap_mb": 1, "gradient_as_bucket_view": True}
 # These don't change results.
-OWN_OPTIONS = {"bucket_cap_mb": "auto", "transport": "c10d", "stall_report_s": 5, "find_nonfinite": True}
+OWN_OPTIONS = {"bucket_cap_mb": "auto", "transport": "c10d", "checks": Checks(stall_report=5, nonfinite=True)}
 Jobs = dict[str, Callable[[Kind], dict[str, Any]]]
 JOBS: Jobs = {
     "plain": trained,

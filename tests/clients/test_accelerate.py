@@ -135,7 +135,7 @@ def test_uneven_inputs(results: Results) -> None:
 def test_wrong_options_are_named() -> None:
     """By the class's own checks, before the model is wrapped."""
     assert_each_raises(
-        (lambda: TorchDDPKwargs(transprot="shm"), TypeError, "no option 'transprot': it takes adopt_large_gradients"),
+        (lambda: TorchDDPKwargs(transprot="shm"), TypeError, "argument 'transprot'. Did you mean 'transport'"),
         (lambda: TorchDDPKwargs(device_ids=[0]), TypeError, "no option 'device_ids'"),
         (lambda: TorchDDPKwargs(transport="smoke signals"), ValueError, "transport must be"),
         (lambda: TorchDDPKwargs(comm_hook="fp12"), ValueError, "comm_hook must be one of"),

@@ -18,6 +18,7 @@ import torchddp.optim
 import torchddp.sync
 from tests.harness import each, gathered, on_ranks, over_both
 from tests.models import Mlp, batch, loss_of, seeded
+from torchddp import Checks
 from torchddp.diagnose.changed_gradients import next_look
 from torchddp.transport.worker import BoundedCalls
 
@@ -116,7 +117,7 @@ def test_which_steps_are_checked(rank):
 
 @on_ranks(2)
 def test_checking_gradients_leaves_nothing_behind(rank):
-    ddp, optimizer = made(stall_report_s=0)  # the hang monitor sends too
+    ddp, optimizer = made(checks=Checks(stall_report=0))  # the hang monitor sends too
     counts = []
     for _ in range(7):
         train(ddp, optimizer, rank, 1)
@@ -131,7 +132,7 @@ def test_checking_gradients_leaves_nothing_behind(rank):
     # Nothing is sent in steps that are not checked.
     sent, call = [], BoundedCalls.call
     BoundedCalls.call = lambda self, do: (sent.append(do), call(self, do))[1]
-    ddp, optimizer = made(stall_report_s=0)
+    ddp, optimizer = made(checks=Checks(stall_report=0))
     counts = []
     for count in (17, 14, 1):  # steps 16 and 32 are checked
         train(ddp, optimizer, rank, count)

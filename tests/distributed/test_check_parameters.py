@@ -12,6 +12,7 @@ from tests.harness import each, gathered, on_ranks
 from tests.models import Mlp, NormNet, batch, loss_of, seeded
 from tests.sharded import batch_of, small_net
 from tests.sharded import loss_of as sharded_loss
+from torchddp import Checks
 
 pytestmark = pytest.mark.beyond_torch("does not compare parameters")
 
@@ -42,7 +43,7 @@ def caught(call):
 @on_ranks(1, 2, 3, 4)
 def test_one_bit_on_one_rank_is_named_on_all(rank, world_size, transport):
     odd = world_size - 1
-    ddp = torchddp.DistributedDataParallel(seeded(Mlp), check_parameters_every=2, transport=transport)
+    ddp = torchddp.DistributedDataParallel(seeded(Mlp), checks=Checks(parameters_every=2), transport=transport)
     train(ddp, 7, rank)
     torchddp.check_parameters(ddp)
     if world_size == 1:
@@ -125,7 +126,7 @@ def test_ranks_that_differ_in_different_parameters(rank):
 def test_modes_of_a_model(rank):
     """no_sync, evaluation, static_graph, unused parameters, copies, join, reduce: all ranks check, or none."""
     for options in ({"static_graph": True}, {"find_unused_parameters": True}, {"transport": "c10d"}):
-        ddp = torchddp.DistributedDataParallel(seeded(Mlp), check_parameters_every=1, **options)
+        ddp = torchddp.DistributedDataParallel(seeded(Mlp), checks=Checks(parameters_every=1), **options)
         train(ddp, 2, rank)
         flip(ddp.module.first.weight, bit=rank)
         with ddp.no_sync():
@@ -134,7 +135,7 @@ def test_modes_of_a_model(rank):
             with torch.no_grad():
                 ddp(batch(rank))
         assert caught(lambda ddp=ddp: train(ddp, 1, rank)).parameter == "first.weight"
-    ddp = torchddp.DistributedDataParallel(seeded(Mlp), check_parameters_every=2)
+    ddp = torchddp.DistributedDataParallel(seeded(Mlp), checks=Checks(parameters_every=2))
     train(ddp, 3, rank)
     other = copy.deepcopy(ddp)
     flip(other.module.first.weight, bit=rank)
@@ -146,7 +147,7 @@ def test_modes_of_a_model(rank):
     flip(ddp.module.first.weight, bit=rank)
     train(ddp, 3, rank, first=50)  # torch leaves join() switched on
     assert caught(lambda: torchddp.check_parameters(ddp)).parameter == "first.weight"
-    ddp = torchddp.DistributedDataParallel(seeded(NormNet), check_parameters_every=1, broadcast_buffers=False)
+    ddp = torchddp.DistributedDataParallel(seeded(NormNet), checks=Checks(parameters_every=1), broadcast_buffers=False)
     for step in range(3):
         with ddp.no_sync():
             loss_of(ddp(batch(rank, step, 2, 3, 5, 5))).backward()
@@ -175,7 +176,7 @@ def test_checks_wait_for_updates_in_flight(rank, transport):
 
 @on_ranks(3)
 def test_another_process_group_restarts_the_count(rank):
-    ddp = torchddp.DistributedDataParallel(seeded(Mlp), check_parameters_every=2, transport="c10d")
+    ddp = torchddp.DistributedDataParallel(seeded(Mlp), checks=Checks(parameters_every=2), transport="c10d")
     train(ddp, 3, rank)
     group = dist.new_group([0, 1])
     if rank == 2:

@@ -23,7 +23,7 @@ from tests.models import (
     step_on,
 )
 from tests.whole_buckets import LargeInPlace, PaddedBuckets, PaddedSharded, WholeBuckets, WholeSharded
-from torchddp import _C, TransportError, comm_hooks
+from torchddp import _C, Checks, TransportError, comm_hooks
 from torchddp.ddp.model import SLOT_ALIGNMENT_BYTES
 from torchddp.optim import OSS
 
@@ -138,7 +138,7 @@ def test_models_inside_each_other_explicit_views_and_ranks_that_differ(rank):
         assert ddp.reducer.bucket_memory_bytes >= sum(p.nbytes for p in inner.parameters())
 
     # If one rank does not reduce large gradients in place, none does.
-    for name, value in each([("adopt_large_gradients", rank == 0), ("gradient_as_bucket_view", rank == 1)]):
+    for name, value in each([("gradient_as_bucket_view", rank == 0), ("gradient_as_bucket_view", rank == 1)]):
         ddp = _in_place(**{name: value})
         assert_steps(ddp, rank, range(3))
         assert ddp.reducer.bucket_memory_bytes >= sum(p.nbytes for p in ddp.parameters())
@@ -174,7 +174,7 @@ def test_layouts_hooks_and_statistics(rank):
     assert_grads(grads_of(ddp), {name: 3 * grad for name, grad in grads_of(plain).items()})
 
     # Observers of averages also get large gradients.
-    options = {"gradient_stats": True, "find_nonfinite": "raise"}
+    options = {"checks": Checks(gradient_stats=True, nonfinite="raise")}
     ddp = _in_place(**options)
     packed = WholeBuckets(seeded(Mlp), transport="c10d", **options)
     for model in (ddp, packed):
@@ -268,8 +268,8 @@ def test_bitwise_equal_to_dense_buckets(rank):
         padded, mine = trained(PaddedBuckets, rank, DTYPES, **options)
         torch.testing.assert_close(mine, trained(WholeBuckets, rank, DTYPES, **options)[1], **EXACT)
         assert_padded(padded)
-    padded, mine = trained(PaddedBuckets, rank, gradient_stats=True)
-    plain, theirs = trained(WholeBuckets, rank, gradient_stats=True)
+    padded, mine = trained(PaddedBuckets, rank, checks=Checks(gradient_stats=True))
+    plain, theirs = trained(WholeBuckets, rank, checks=Checks(gradient_stats=True))
     torch.testing.assert_close(mine, theirs, **EXACT)
     torch.testing.assert_close(padded.gradient_stats(), plain.gradient_stats())
 
@@ -285,7 +285,7 @@ def test_hooks(rank):
     def divides(state, bucket):
         return future_of(bucket.buffer() / bucket.buffer())  # NaN in the gaps
 
-    padded, _ = trained(PaddedBuckets, rank, hook=(None, divides), gradient_stats=True)
+    padded, _ = trained(PaddedBuckets, rank, hook=(None, divides), checks=Checks(gradient_stats=True))
     assert padded.gradient_stats().tolist() == [[sum(p.numel() for p in padded.parameters()), 0.0]]
 
     # Results equal those of dense buckets.
@@ -365,7 +365,7 @@ def test_gradients_become_memory_of_the_bucket(rank):
     """There is no second copy, and none is copied back."""
     for views, nonfinite in each([None, True], [False, True]):
         options = {} if views is None else {"gradient_as_bucket_view": views}
-        whole = WholeBuckets(seeded(Mlp), find_nonfinite=nonfinite, **options)
+        whole = WholeBuckets(seeded(Mlp), checks=Checks(nonfinite=nonfinite), **options)
         for step in range(3):
             whole.zero_grad()
             step_on(whole, rank, step)

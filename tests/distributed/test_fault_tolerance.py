@@ -16,7 +16,7 @@ from tests.harness import each, gathered, on_ranks
 from tests.managers import FakeManager
 from tests.models import Branches, assert_steps, batch, reordered, same_on_all_ranks, seeded
 from tests.sharded import batch_of, loss_of, small_net
-from torchddp import TransportError
+from torchddp import Checks, Precision, TransportError
 from torchddp.comm_hooks import BF16, PowerSGD
 from torchddp.fault_tolerance.averager import PeriodicAverager
 from torchddp.fault_tolerance.data_parallel import DistributedDataParallel
@@ -170,7 +170,7 @@ def test_a_parameter_is_used_if_any_replica_used_it(rank):
 
 @on_ranks(2)
 def test_reduce_with_gradient_stats_and_one_that_heals(rank):
-    module, manager, model = under_manager(gradient_stats=True)
+    module, manager, model = under_manager(checks=Checks(gradient_stats=True))
     with model.no_sync():
         loss_of(model(batch_of(rank, 3))).backward()
     model.reduce()
@@ -209,7 +209,7 @@ REFUSED = {
     "init_sync": True,
     "broadcast_buffers": True,
     "transport": "shm",
-    "wire_dtype": torch.bfloat16,
+    "precision": Precision(wire=torch.bfloat16),
     "bucket_cap_mb": "auto",
     "skip_all_reduce_unused_params": True,
     "delay_all_reduce_named_params": [],

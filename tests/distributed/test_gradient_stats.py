@@ -9,6 +9,7 @@ import torchddp
 from tests.harness import each, on_ranks
 from tests.models import Mlp, same_on_all_ranks, seeded, step_on
 from tests.whole_buckets import WholeBuckets
+from torchddp import Checks
 
 pytestmark = pytest.mark.beyond_torch("does not measure gradients")
 
@@ -30,13 +31,13 @@ def measured_vector(numel, dtype):
     module = torch.nn.Module()
     module.weight = torch.nn.Parameter(torch.ones(numel, dtype=dtype))
     module.forward = lambda x: (module.weight * x).sum().real
-    return torchddp.DistributedDataParallel(module, gradient_stats=True)
+    return torchddp.DistributedDataParallel(module, checks=Checks(gradient_stats=True))
 
 
 @on_ranks(1, 2, 3)
 def test_stats_describe_the_averages(rank):
     for ddp_class, options in each(CLASSES, [{}, {"transport": "c10d"}, {"gradient_as_bucket_view": False}]):
-        ddp = ddp_class(seeded(Mlp), gradient_stats=True, bucket_cap_mb=0.001, **options)
+        ddp = ddp_class(seeded(Mlp), checks=Checks(gradient_stats=True), bucket_cap_mb=0.001, **options)
         for step in range(3):
             ddp.zero_grad()
             with ddp.no_sync():
@@ -51,7 +52,7 @@ def test_stats_describe_the_averages(rank):
 @on_ranks(2)
 def test_one_bad_value_on_one_rank_is_counted_on_all(rank):
     for ddp_class, value in each(CLASSES, (float("inf"), float("nan"))):
-        ddp = ddp_class(seeded(Mlp), gradient_stats=True)
+        ddp = ddp_class(seeded(Mlp), checks=Checks(gradient_stats=True))
         weight = ddp.module.last.weight
         rows = torch.arange(rank)
         handle = weight.register_hook(lambda g, rows=rows, value=value: g.index_fill(0, rows, value))

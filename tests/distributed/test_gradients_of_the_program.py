@@ -13,6 +13,7 @@ import torchddp
 from tests.harness import each, in_child, on_ranks, over_both
 from tests.models import assert_grads, grads_of, seeded
 from tests.parity.compare import TorchDDP
+from torchddp import Precision
 
 pytestmark = pytest.mark.usefixtures("cheap_messages")
 
@@ -163,7 +164,7 @@ def test_a_sparse_gradient_of_several_wrappers(rank, transport):
 @on_ranks(2)
 def test_main_gradients_follow_the_wrapper_in_use(rank, transport):
     module = nn.Linear(4, 1, bias=False, dtype=torch.bfloat16)
-    a, b = (torchddp.DDP(module, transport=transport, main_grads=torch.float32) for _ in range(2))
+    a, b = (torchddp.DDP(module, transport=transport, precision=Precision(main_grads=torch.float32)) for _ in range(2))
 
     def loss(model, gradient):
         return model(torch.full((1, 4), gradient, dtype=torch.bfloat16)).sum()
@@ -194,7 +195,7 @@ def test_main_gradients_follow_the_wrapper_in_use(rank, transport):
 @on_ranks(2)
 def test_a_wrapper_with_main_gradients_and_one_without(rank):
     module = seeded(Net)
-    a, b = torchddp.DDP(module, main_grads=torch.float32), torchddp.DDP(module)
+    a, b = torchddp.DDP(module, precision=Precision(main_grads=torch.float32)), torchddp.DDP(module)
     for model in (a, b):
         with pytest.raises(RuntimeError, match=f"rank {rank}: two wrappers reduce the same parameters.*wrap once"):
             model(batch(rank, 0))

@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torchddp
 from tests.harness import on_ranks, over_both
 from tests.unit.helpers import wait_until
+from torchddp import Checks
 from torchddp.comm_hooks import exchange
 from torchddp.transport import store
 
@@ -64,7 +65,8 @@ def test_a_group_and_its_models_leave_no_thread_and_no_descriptor(rank, transpor
     def live(number):
         join(where, f"life {number}", rank, 2)
         models = [
-            train(transport=transport, **options) for options in ({"find_nonfinite": True}, {"comm_hook": "bf16"})
+            train(transport=transport, **options)
+            for options in ({"checks": Checks(nonfinite=True)}, {"comm_hook": "bf16"})
         ]
         with torchddp.fail_together():
             dist.barrier()
@@ -96,7 +98,9 @@ def test_all_checks_of_a_process_share_one_connection_to_the_store(rank):
     pair = dist.new_group([0, 1])
     before = open_resources()
     models = [
-        train(transport="c10d", find_nonfinite=True, process_group=group) for group in (None, pair) for _ in range(3)
+        train(transport="c10d", checks=Checks(nonfinite=True), process_group=group)
+        for group in (None, pair)
+        for _ in range(3)
     ]
     with torchddp.fail_together(), torchddp.fail_together(pair):
         dist.barrier()
@@ -125,7 +129,7 @@ def test_a_store_whose_host_has_stopped_costs_one_timeout(rank):
         where = dist.TCPStore("127.0.0.1", int(told.get("port")), is_master=False)
         dist.destroy_process_group()
         join(where, "stopped", rank, 2)
-        model = train(transport="c10d", find_nonfinite=True)
+        model = train(transport="c10d", checks=Checks(nonfinite=True))
         dist.barrier()
         if server is not None:
             server.send_signal(signal.SIGSTOP)
@@ -135,7 +139,7 @@ def test_a_store_whose_host_has_stopped_costs_one_timeout(rank):
             with torchddp.fail_together(), torchddp.finish_first():
                 pass
             assert model.nonfinite() == []
-            model = train(transport="c10d", find_nonfinite=True)
+            model = train(transport="c10d", checks=Checks(nonfinite=True))
         assert time.monotonic() - begun < 1.8 * store.TIMEOUT.total_seconds()
         dist.barrier()
     finally:

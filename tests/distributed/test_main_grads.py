@@ -18,7 +18,7 @@ from tests.main_grads import HALVES, MICRO, expected, grad_of, kept, layers, los
 from tests.models import Branches, Mlp, batch, loss_of, same_on_all_ranks, seeded
 from tests.pages import run_code
 from tests.whole_buckets import LargeInPlace, WholeBuckets
-from torchddp import DDP, comm_hooks
+from torchddp import DDP, Checks, Precision, comm_hooks
 from torchddp.composable import replicate
 from torchddp.sync import accumulate
 
@@ -80,7 +80,7 @@ def test_with_other_options(rank, place):
 @on_ranks(3)
 def test_in_16_bits_between_hosts(rank):
     live_on("aab", rank)
-    _check_steps(wrapped(layers(BF16), transport="shm", wire_dtype=BF16), rank, 0.02)
+    _check_steps(wrapped(layers(BF16), transport="shm", wire=BF16), rank, 0.02)
 
 
 class _Weight(nn.Module):
@@ -106,13 +106,16 @@ def test_reduced_as_by_a_hook_that_casts(rank, world_size):
         theirs = TorchDDP(layers(dtype))
         theirs.register_comm_hook(None, in_fp32)
         ours = [
-            DDP(layers(dtype), transport=transport, reduce_dtype=FP32, **options)
+            DDP(layers(dtype), transport=transport, precision=Precision(reduce=FP32), **options)
             for options in ({}, {"gradient_as_bucket_view": False})
             for transport in ("shm", "c10d")
         ]
         for ddp in ours[:2]:
             assert ddp.reducer.bucket_memory_bytes == 4 * sum(p.numel() for p in ddp.parameters())
-        ours += [WholeBuckets(layers(dtype), reduce_dtype=FP32), LargeInPlace(layers(dtype), reduce_dtype=FP32)]
+        ours += [
+            WholeBuckets(layers(dtype), precision=Precision(reduce=FP32)),
+            LargeInPlace(layers(dtype), precision=Precision(reduce=FP32)),
+        ]
         for step in range(2):
             for ddp in (theirs, *ours):
                 ddp.zero_grad()
@@ -284,7 +287,7 @@ def test_join_stats_and_nonfinite(rank, place):
             ddp.zero_grad()
             ddp(4.0 + rank).backward()
             assert [g[0].item() for g in kept(ddp)] == [[4.5, 2.5][step]]
-    ddp = wrapped(_Weight(), main_grads_as=place, gradient_stats=True, find_nonfinite=True)
+    ddp = wrapped(_Weight(), main_grads_as=place, checks=Checks(gradient_stats=True, nonfinite=True))
     ddp(1.0 + rank).backward()
     assert ddp.gradient_stats().tolist() == [[4 * 1.5**2, 0.0]]
     ddp.zero_grad()
@@ -313,7 +316,7 @@ def test_models_of_several_dtypes_and_ranks_that_differ(rank):
             return self.fp64(x.double()).sum()
 
     wants = sums(Mixed(), 2, 1, lambda model, r, i: model(_input(r, 0)).backward())
-    main, reduced = wrapped(Mixed()), DDP(Mixed(), reduce_dtype=FP32)
+    main, reduced = wrapped(Mixed()), DDP(Mixed(), precision=Precision(reduce=FP32))
     for ddp in (main, wrapped(Mixed(), main_grads_as="grad"), reduced):
         for _ in range(2):
             ddp.zero_grad()
@@ -326,7 +329,7 @@ def test_models_of_several_dtypes_and_ranks_that_differ(rank):
 
     # Ranks that differ.
     with pytest.raises(ValueError, match="main_grads is None on rank 0, torch.float32 on rank 1"):
-        DDP(_Weight(), main_grads=FP32 if rank == 1 else None)
+        DDP(_Weight(), precision=Precision(main_grads=FP32 if rank == 1 else None))
 
 
 @EACH_PLACE
@@ -489,29 +492,41 @@ def test_example(rank, section):
 
 @on_ranks(1)
 def test_unsupported_options_and_models(rank):
-    wide, main, late = {"reduce_dtype": FP32}, {"main_grads": FP32}, {"delay_all_reduce_named_params": [("a", None)]}
+    wide, main, late = (
+        {"precision": Precision(reduce=FP32)},
+        {"precision": Precision(main_grads=FP32)},
+        {"delay_all_reduce_named_params": [("a", None)]},
+    )
     narrow, embedding = _Weight(), partial(nn.Embedding, 4, 4, sparse=True)
     only = "must be torch.float32 or None, got"
     as_bucket = "gradient_as_bucket_view"
     for model, options, text in (
-        (narrow, {"reduce_dtype": torch.float64}, rf"reduce_dtype {only} torch.float64.*wire_dtype"),
-        (narrow, {"reduce_dtype": BF16}, rf"reduce_dtype {only} torch.bfloat16"),
-        (narrow, {"main_grads": BF16}, rf"main_grads {only} torch.bfloat16"),
-        (narrow, {"main_grads": True}, rf"main_grads {only} True"),
-        (narrow, {**main, "main_grads_as": "x"}, r"main_grads_as must be one of 'main_grad', 'grad', got 'x'"),
-        (narrow, {"main_grads_as": "grad"}, r"main_grads_as='grad' has no effect without main_grads="),
+        (narrow, {"precision": Precision(reduce=torch.float64)}, rf"reduce=\) {only} torch.float64.*wire="),
+        (narrow, {"precision": Precision(reduce=BF16)}, rf"reduce=\) {only} torch.bfloat16"),
+        (narrow, {"precision": Precision(main_grads=BF16)}, rf"main_grads=\) {only} torch.bfloat16"),
+        (narrow, {"precision": Precision(main_grads=True)}, rf"main_grads=\) {only} True"),
+        (
+            narrow,
+            {"precision": Precision(main_grads=FP32, main_grads_as="x")},
+            r"main_grads_as=\) must be one of 'main_grad', 'grad', got 'x'",
+        ),
+        (
+            narrow,
+            {"precision": Precision(main_grads_as="grad")},
+            r"main_grads_as='grad'\) has no effect without main_grads=",
+        ),
         (narrow, {**main, as_bucket: False}, rf"{as_bucket}=False: main_grad is bucket memory"),
         (narrow, {**wide, as_bucket: True}, rf"{as_bucket}=True: a 16-bit .grad"),
-        (narrow, {**main, "mixed_precision": "fp16"}, r"main_grads=torch.float32 conflicts with mixed_precision"),
+        (narrow, {**main, "mixed_precision": "fp16"}, r"main_grads=torch.float32\) conflicts with mixed_precision"),
         (narrow, {**wide, **late}, r"conflicts with delay_all_reduce_named"),
-        (embedding(dtype=BF16), main, r"main_grads=torch.float32 needs dense gradients.*'weight'"),
-        (embedding(dtype=FP32), main, r"main_grads=torch.float32 needs dense gradients.*'weight'"),
-        (embedding(dtype=BF16), wide, r"reduce_dtype=torch.float32 needs dense gradients.*'weight'"),
+        (embedding(dtype=BF16), main, r"main_grads=torch.float32\) needs dense gradients.*'weight'"),
+        (embedding(dtype=FP32), main, r"main_grads=torch.float32\) needs dense gradients.*'weight'"),
+        (embedding(dtype=BF16), wide, r"reduce=torch.float32\) needs dense gradients.*'weight'"),
         (wrapped(_Weight()), {}, r"already wrapped with main_grads"),
-        (DDP(_Weight()), main, r"main_grads=torch.float32 conflicts with wrapping a model twice"),
+        (DDP(_Weight()), main, r"main_grads=torch.float32\) conflicts with wrapping a model twice"),
     ):
         with pytest.raises(ValueError, match=text):
             DDP(model, **options)
     DDP(embedding(dtype=FP32), **wide)(torch.tensor([1])).sum().backward()
-    with pytest.raises(TypeError, match=r"replicate\(\) has no argument 'main_grads': use torchddp.Dist"):
-        replicate(_Weight(), main_grads=FP32)
+    with pytest.raises(ValueError, match=r"no main gradients: use torchddp.Dist"):
+        replicate(_Weight(), precision=Precision(main_grads=FP32))

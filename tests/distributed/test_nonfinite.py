@@ -13,7 +13,7 @@ from tests.harness import assert_each_raises, each, gathered, logged, on_ranks
 from tests.models import Branches, Mlp, batch, grads_of, loss_of, seeded
 from tests.unit.helpers import wait_until
 from tests.whole_buckets import WholeBuckets
-from torchddp import DDP
+from torchddp import DDP, Checks
 from torchddp.diagnose.nonfinite import NonFinite
 
 TRANSPORTS = ["shm", "c10d"]
@@ -51,7 +51,12 @@ def found_on_all(ddp):
 @on_ranks(1, 2, 3, 4)
 def test_rank_step_and_parameters_upstream_are_named(rank, world_size, transport):
     bad = min(1, world_size - 1)
-    ddp = DDP(seeded(Mlp), find_nonfinite=True, bucket_cap_mb=0.001, transport="auto" if world_size == 1 else transport)
+    ddp = DDP(
+        seeded(Mlp),
+        checks=Checks(nonfinite=True),
+        bucket_cap_mb=0.001,
+        transport="auto" if world_size == 1 else transport,
+    )
     for step in (1, 2):
         run_step(ddp, rank, step)
     assert found_on_all(ddp) == []
@@ -97,7 +102,7 @@ def test_gradients_that_are_not_copied(rank, transport):
     """Over shared memory the summing rank counts them; elsewhere a separate pass does."""
     for threads in (1, 2):
         torch.set_num_threads(threads)
-        ddp = DDP(seeded(wide), find_nonfinite=True, transport=transport)
+        ddp = DDP(seeded(wide), checks=Checks(nonfinite=True), transport=transport)
         assert 1 in [len(bucket.params) for bucket in ddp.reducer.plan.buckets]
         for step in (1, 2):
             run_step(ddp, rank, step, torch.float32)
@@ -131,7 +136,7 @@ def test_dtypes_layouts_and_other_modes(rank):
     # Dtypes, copies and layouts.
     dtypes = (torch.float16, torch.bfloat16, torch.float32, torch.complex64)
     for dtype, views in each(dtypes, [True, False]):
-        options = {"find_nonfinite": True, "gradient_as_bucket_view": views, "transport": "c10d"}
+        options = {"checks": Checks(nonfinite=True), "gradient_as_bucket_view": views, "transport": "c10d"}
         ddp = DDP(Given(dtype, a=(3, 70), b=(4, 5)), **options)
         factor = torch.ones(3, 70, dtype=dtype)
         ddp({"a": factor}).backward()
@@ -147,7 +152,7 @@ def test_dtypes_layouts_and_other_modes(rank):
     # Like devices, which report later and without counts. Unused parameters, a static graph, sparse gradients, copies.
     copies, static = {"gradient_as_bucket_view": False}, {"static_graph": True}
     for cls, options in ((WholeBuckets, {}), (WholeBuckets, copies), (DDP, static)):
-        ddp = cls(seeded(Mlp), find_nonfinite=True, **options)
+        ddp = cls(seeded(Mlp), checks=Checks(nonfinite=True), **options)
         if rank == 1:
             spoil_gradient(ddp.module.middle, math.nan)
         for step in (1, 2):
@@ -159,13 +164,13 @@ def test_dtypes_layouts_and_other_modes(rank):
         run_step(other, rank, 1)
         assert [one.rank for one in other.nonfinite()] == ([1] * 4 if rank == 1 else [])
 
-    ddp = DDP(seeded(Branches), find_unused_parameters=True, find_nonfinite=True)
+    ddp = DDP(seeded(Branches), find_unused_parameters=True, checks=Checks(nonfinite=True))
     if rank == 0:
         spoil_gradient(ddp.module.left, math.inf)
     loss_of(ddp(batch(rank, 0, 2, 4), "left" if rank == 0 else "right")).backward()
     assert {o.parameter for o in found_on_all(ddp)} == {"left.weight", "left.bias", "trunk.weight", "trunk.bias"}
 
-    ddp = DDP(nn.Embedding(5, 3, sparse=True), find_nonfinite=True)
+    ddp = DDP(nn.Embedding(5, 3, sparse=True), checks=Checks(nonfinite=True))
     factor = torch.tensor([[1.0, 1.0, math.nan if rank == 1 else 1.0]])
     (ddp(torch.tensor([2])) * factor).sum().backward()
     assert found_on_all(ddp) == [NonFinite(1, 1, "weight", 1)]
@@ -173,7 +178,7 @@ def test_dtypes_layouts_and_other_modes(rank):
 
 @on_ranks(2)
 def test_a_grad_scaler_recovers_and_each_overflow_is_an_episode(rank):
-    ddp = DDP(seeded(lambda: Mlp(dtype=torch.float32)), find_nonfinite=True)
+    ddp = DDP(seeded(lambda: Mlp(dtype=torch.float32)), checks=Checks(nonfinite=True))
     optimizer = torch.optim.SGD(ddp.parameters(), 1e-7)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, growth_interval=1000)
     for step in range(1, 30):
@@ -191,7 +196,7 @@ def test_a_grad_scaler_recovers_and_each_overflow_is_an_episode(rank):
 @on_ranks(3)
 def test_the_culprit_warns_once_and_rank_0_reports_all(rank):
     lines = logged("torchddp.distributed")
-    ddp = DDP(seeded(Mlp), find_nonfinite=True)
+    ddp = DDP(seeded(Mlp), checks=Checks(nonfinite=True))
     optimizer = torch.optim.SGD(ddp.parameters(), 0.01)
     for step in range(1, 7):
         if step == 3 and rank in (1, 2):
@@ -214,7 +219,7 @@ def test_the_culprit_warns_once_and_rank_0_reports_all(rank):
 @pytest.mark.parametrize(("cls", "transport"), [*((DDP, t) for t in TRANSPORTS), (WholeBuckets, "c10d")])
 @on_ranks(3)
 def test_raise_on_all_ranks_at_the_end_of_that_backward(rank, cls, transport):
-    ddp = cls(seeded(Mlp), find_nonfinite="raise", transport=transport, bucket_cap_mb=0.001)
+    ddp = cls(seeded(Mlp), checks=Checks(nonfinite="raise"), transport=transport, bucket_cap_mb=0.001)
     run_step(ddp, rank, 1)
     with spoil_gradient(ddp.module.middle, math.nan, rank == 1), pytest.raises(FloatingPointError) as info:
         run_step(ddp, rank, 2)
@@ -246,7 +251,7 @@ def test_large_averages_are_checked_on_all_ranks(rank, transport):
 
     One parameter has its own bucket, and two share one.
     """
-    ddp = DDP(Given(**SIZES), find_nonfinite="raise", transport=transport)
+    ddp = DDP(Given(**SIZES), checks=Checks(nonfinite="raise"), transport=transport)
 
     def step(name="", place=0, culprit=0, value=math.nan):
         ddp.zero_grad()
@@ -272,7 +277,7 @@ def test_a_sum_that_overflows_and_bad_arguments(rank):
     def sum_hook(state, bucket):
         return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda f: f.value()[0])
 
-    ddp = DDP(Given(torch.float16, a=4), find_nonfinite="raise", transport="c10d")
+    ddp = DDP(Given(torch.float16, a=4), checks=Checks(nonfinite="raise"), transport="c10d")
     ddp.register_comm_hook(None, sum_hook)
     with pytest.raises(FloatingPointError, match=r"own gradients were finite: .* or the sum overflowed"):
         ddp({"a": torch.full((4,), 4e4, dtype=torch.float16)}).backward()
@@ -283,15 +288,15 @@ def test_a_sum_that_overflows_and_bad_arguments(rank):
         return DDP(seeded(Mlp), **options)
 
     assert_each_raises(
-        (lambda: wrap(find_nonfinite="all"), ValueError, 'must be False, True or "raise"'),
+        (lambda: wrap(checks=Checks(nonfinite="all")), ValueError, 'must be False, True or "raise"'),
         (lambda: wrap().nonfinite(), RuntimeError, "with find_nonfinite=True"),
-        (lambda: wrap(find_nonfinite="raise").join().__enter__(), RuntimeError, "can't be used with join()"),
+        (lambda: wrap(checks=Checks(nonfinite="raise")).join().__enter__(), RuntimeError, "can't be used with join()"),
     )
 
 
 @on_ranks(3)
 def test_another_group_has_its_own_board(rank):
-    ddp = DDP(seeded(Mlp), find_nonfinite=True, transport="c10d")
+    ddp = DDP(seeded(Mlp), checks=Checks(nonfinite=True), transport="c10d")
     run_step(ddp, rank, 1)
     group = dist.new_group([0, 1])
     if rank == 2:

@@ -19,6 +19,7 @@ import torchddp
 from tests.harness import assert_each_raises, each, on_ranks, run_ranks
 from tests.models import assert_same_training, seeded
 from tests.pages import DOCS, run_code
+from torchddp import Precision
 from torchddp.optim import OSS
 from torchddp.parallel import ParallelConfig, device_mesh, parallel_group_info, parallelize
 
@@ -107,8 +108,8 @@ def test_ddp(rank: int, world_size: int):
     config = ParallelConfig.from_cli(["ddp.bucket_cap_mb=0.001", "ddp.transport=c10d", "ddp.timeout=20"])
     model = train(parallelize(seeded(Net), config), rank)
     with pytest.raises(ValueError, match=r"ddp\.wire_dtype: got 'int3', allowed: bfloat16"):
-        parallelize(seeded(Net), ParallelConfig(ddp={"wire_dtype": "int3"}))
-    narrow = parallelize(seeded(Net).float(), ParallelConfig(ddp={"wire_dtype": torch.bfloat16}))
+        parallelize(seeded(Net), ParallelConfig(ddp={"precision": Precision(wire="int3")}))
+    narrow = parallelize(seeded(Net).float(), ParallelConfig(ddp={"precision": Precision(wire=torch.bfloat16)}))
     assert model._get_ddp_logging_data()["bucket_cap_bytes"] == 1048
     assert model.session.wait_limit.total_seconds() == 20.0
     assert narrow.session.options.wire_dtype == torch.bfloat16

@@ -17,9 +17,9 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 import torchddp
 from tests.harness import each, errors_of, on_ranks, over_both, run_ranks
 from tests.models import Mlp, assert_steps, seeded, step_on
-from torchddp import _torch, comm_hooks
+from torchddp import Checks, Precision, _torch, comm_hooks
 from torchddp.averaging import DiLoCo, HierarchicalAverager, PeriodicAverager
-from torchddp.ddp.options import DDPOptions
+from torchddp.ddp.module import OPTIONS
 from torchddp.optim import OSS
 from torchddp.transport.agreement import TransportExchange
 
@@ -35,14 +35,9 @@ REFUSED = {
     "skip_all_reduce_unused_params": True,
     "forward_sync_buffers": False,
     "transport": "c10d",
-    "check_parameters_every": 1,
-    "find_nonfinite": True,
     "weighted": True,
-    "zero_weights": "zeros",
     "comm_hook": "fp16",
     "sync": "forced_sync",
-    "reduce_dtype": torch.float32,
-    "main_grads": torch.float32,
     "auto_refresh_trainable": True,
 }
 # Those with which the ranks train.
@@ -54,19 +49,33 @@ ALLOWED = {
     "bucket_cap_mb_list": [0.0005, 0.001],
     "batched_grad_copy": True,
     "timeout": datetime.timedelta(seconds=100),
-    "stall_report_s": 0,
-    "gradient_stats": True,
-    "adopt_large_gradients": False,
 }
+# Fields of Precision and Checks.
+REFUSED_FIELDS = {
+    "reduce": torch.float32,
+    "main_grads": torch.float32,
+    "nonfinite": True,
+    "parameters_every": 1,
+    "zero_weights": "zeros",
+}
+ALLOWED_FIELDS = {"stall_report": 0, "gradient_stats": True, "traps": False}
 # Objects of each rank, devices, and options that need others, below.
 ELSEWHERE = {
     "device_ids", "output_device", "process_group", "device_mesh", "delay_all_reduce_named_params",
-    "param_to_hook_all_reduce", "mixed_precision", "wire_dtype", "main_grads_as",
+    "param_to_hook_all_reduce", "mixed_precision", "wire", "main_grads_as",
 }  # fmt: skip
 
 
+def settings(field, value):
+    """The argument that has this field."""
+    kind = Precision if hasattr(Precision, field) else Checks
+    return {kind.__name__.lower(): kind(**{field: value})}
+
+
 def test_no_option_is_forgotten():
-    assert {*REFUSED, *ALLOWED, *ELSEWHERE} == {field.name for field in fields(DDPOptions)}
+    names = {field.name for kind in (Precision, Checks) for field in fields(kind)}
+    assert {*REFUSED_FIELDS, *ALLOWED_FIELDS} == names - ELSEWHERE
+    assert {*REFUSED, *ALLOWED, *ELSEWHERE} - names == {*OPTIONS} - {"precision", "checks"}
 
 
 class WithBuffer(nn.Module):
@@ -112,11 +121,14 @@ def test_an_option_that_differs_is_named(rank, world_size):
         name: (partial(train, partial(given_by_last, rank, world_size, **{name: value})), name)
         for name, value in REFUSED.items()
     }
+    for field, value in REFUSED_FIELDS.items():
+        mine = partial(given_by_last, rank, world_size, **settings(field, value))
+        cases[field] = partial(train, mine), rf"(precision|checks)\.{field} \(formerly "
     last = rank == world_size - 1
-    kind = {"main_grads": torch.float32, "main_grads_as": "grad" if last else "main_grad"}
+    kind = {"precision": Precision(main_grads=torch.float32, main_grads_as="grad" if last else "main_grad")}
     cases["main_grads_as"] = lambda: train(lambda: torchddp.DDP(WithBuffer(), **kind)), "main_grads_as"
-    wire = {"transport": "shm", "wire_dtype": torch.bfloat16 if last else torch.float16}
-    cases["wire_dtype"] = lambda: train(lambda: torchddp.DDP(WithBuffer(), **wire)), "wire_dtype"
+    wire = {"transport": "shm", "precision": Precision(wire=torch.bfloat16 if last else torch.float16)}
+    cases["wire"] = lambda: train(lambda: torchddp.DDP(WithBuffer(), **wire)), "wire_dtype"
     assert_refused(cases, rank, world_size)
 
 
@@ -125,9 +137,9 @@ def test_an_option_that_differs_is_named(rank, world_size):
 @on_ranks(3)
 def test_options_of_which_each_rank_has_its_own(rank, transport, late):
     """bucket_cap_mb: rank 0's, also if it is planned there; a first bucket that a program has changed."""
-    for name, value in ALLOWED.items():
-        print("case:", name, value, flush=True)
-        mine = {name: value} if (rank == 0) != late else {}
+    given = [{name: value} for name, value in ALLOWED.items()]
+    for options in each(given + [settings(field, value) for field, value in ALLOWED_FIELDS.items()]):
+        mine = options if (rank == 0) != late else {}
         model = torchddp.DDP(seeded(Mlp), transport=transport, **mine)
         assert_steps(model, rank, range(3))
         plans = [None] * dist.get_world_size()
@@ -345,7 +357,10 @@ def test_an_error_of_one_rank_reaches_all(rank, world_size):
         "device": (lambda: bad(device_ids=[0] if last else None), "device_ids"),
         "module": (lambda: torchddp.DDP(nn.ReLU() if last else module), "require"),
         "hook name": (lambda: bad(comm_hook="fp17" if last else "fp16"), "fp17"),
-        "precision": (lambda: bad(main_grads=torch.float16 if last else torch.float32), "main_grads"),
+        "precision": (
+            lambda: bad(precision=Precision(main_grads=torch.float16 if last else torch.float32)),
+            "main_grads",
+        ),
         "replicate": (lambda: torchddp.replicate(nn.ReLU() if last else nn.Linear(2, 2)), "requires grad"),
         "OSS": (lambda: OSS([] if last else module.parameters(), torch.optim.SGD, lr=0.1), "empty|parameters"),
         "OSS class": (lambda: OSS(module.parameters(), int if last else torch.optim.SGD, lr=0.1), "class"),

@@ -16,6 +16,7 @@ import torchddp
 from tests.harness import each, on_ranks
 from tests.models import batch, same_on_all_ranks, seeded
 from tests.pages import run_code
+from torchddp import Checks
 
 WIDTH = 6
 OPTIMIZERS = [partial(torch.optim.AdamW, lr=0.01), partial(torch.optim.SGD, lr=0.05, momentum=0.9)]
@@ -144,7 +145,7 @@ def test_random_schedules_equal_wrapping_again(rank, world_size, kind, transport
 def test_options_are_kept(rank, kind):
     plain = [{"static_graph": True}, {"bucket_cap_mb": 0.0005}, {"bucket_cap_mb": "auto"}, UNUSED]
     plain += [{"forward_sync_buffers": False}, {"gradient_as_bucket_view": True}, {"gradient_as_bucket_view": False}]
-    together = {"gradient_stats": True, "find_nonfinite": True, "check_parameters_every": 1}
+    together = {"checks": Checks(gradient_stats=True, nonfinite=True, parameters_every=1)}
     for options in each([*plain, together, {"skip_all_reduce_unused_params": True, **UNUSED}]):
         own_buffers = "forward_sync_buffers" in options  # which a new wrapper sends once
         play(rank, partial(kind, **options), seeds=[20], buffers=not own_buffers)

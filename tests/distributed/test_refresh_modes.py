@@ -22,6 +22,7 @@ from tests.comm_hooks import live_on
 from tests.harness import each, on_ranks
 from tests.models import Branches, Mlp, batch, loss_of, reordered, same_on_all_ranks, seeded, step_on
 from tests.oss import float_mlp as mlp
+from torchddp import Checks, Precision
 from torchddp.comm_hooks import BF16, CastAround, Int8, PerParameter, PowerSGD
 
 DDP = torchddp.DistributedDataParallel
@@ -257,10 +258,12 @@ def test_wire_dtype_is_kept(rank):
 
     module = seeded(lambda: nn.Sequential(nn.Linear(8, 4096), nn.Linear(4096, 8)))
     module[0].requires_grad_(False)
-    model = DDP(module, transport="shm", wire_dtype=torch.bfloat16)
+    model = DDP(module, transport="shm", precision=Precision(wire=torch.bfloat16))
     module[0].requires_grad_(True)
     model.refresh_trainable()
-    fresh = [DDP(copy.deepcopy(module), transport="shm", wire_dtype=dtype) for dtype in (torch.bfloat16, None)]
+    fresh = [
+        DDP(copy.deepcopy(module), transport="shm", precision=Precision(wire=dtype)) for dtype in (torch.bfloat16, None)
+    ]
     refreshed, narrow, wide = map(gradients_of, [model, *fresh])
     assert torch.equal(refreshed, narrow) and not torch.equal(refreshed, wide)
 
@@ -343,7 +346,7 @@ def test_gradients_in_flight(rank):
 @on_ranks(2)
 def test_observers_are_kept(rank):
     # The step count continues.
-    model = DDP(seeded(mlp), gradient_stats=True, check_parameters_every=2, find_nonfinite=True, stall_report_s=20.0)
+    model = DDP(seeded(mlp), checks=Checks(gradient_stats=True, parameters_every=2, nonfinite=True, stall_report=20.0))
     train(model, rank)
     buckets = model.gradient_stats().shape
     frozen_then_thawed(model, rank)

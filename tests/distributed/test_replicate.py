@@ -22,6 +22,7 @@ import torchddp
 from tests.harness import assert_each_raises, each, on_ranks
 from tests.models import Branches, Mlp, NormNet, assert_same_training, batch, same_on_all_ranks, seeded, step_on
 from tests.pages import run_code
+from torchddp import Checks
 from torchddp.composable import ReplicateModule, engine_of, unreplicate
 
 
@@ -242,7 +243,7 @@ def test_copies_are_plain_and_parameters_are_checked(rank):
         torchddp.replicate(model)(x).sum().backward()
 
     # check_parameters_every=
-    model = torchddp.replicate(seeded(Mlp), check_parameters_every=1)
+    model = torchddp.replicate(seeded(Mlp), checks=Checks(parameters_every=1))
     train(model, rank, steps=2)
     with torch.no_grad():
         model.last.weight[0, 0] += rank

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import torchddp
 from tests.harness import each, on_ranks
 from tests.models import Recurrent, assert_same_training
+from torchddp import Precision
 from torchddp.composable import ReplicateModule, unreplicate
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -152,7 +153,7 @@ def test_recurrent_layers_copies_and_conflicts(rank):
     assert step(model, rank) == FP32 and not model.up._forward_hooks
 
     # Conflicts.
-    for options in ({"comm_hook": "fp16"}, {"wire_dtype": BF16}):
+    for options in ({"comm_hook": "fp16"}, {"precision": Precision(wire=BF16)}):
         model = Net()
         with pytest.raises(ValueError, match=f"conflicts with {next(iter(options))}="):
             torchddp.replicate(model, mp_policy=POLICIES[0], **options)

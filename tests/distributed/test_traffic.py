@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 import torchddp
 from tests.harness import each, gathered, on_ranks
 from tests.models import linears
+from torchddp import Precision
 from torchddp.optim import OSS
 from torchddp.profiler import monitor, profile
 from torchddp.traffic import Traffic, of_model
@@ -133,7 +134,7 @@ def test_between_hosts(rank, places):
     hosts, nbytes = len(locals_), 2 * 4 * LARGE
     os.environ["TORCHDDP_HOST_ID"] = places[rank]
     for wire in each((None, torch.bfloat16)):
-        ddp = wrapped(large, transport="shm", wire_dtype=wire)
+        ddp = wrapped(large, transport="shm", precision=Precision(wire=wire))
         step(ddp)
         traffic = ddp.traffic()
         inside, outer = traffic["shm"], traffic.get("outer", Traffic(0, 0))

@@ -52,7 +52,7 @@ def both_counts(report):
     if world_size == 2:
         mine = {"c10d": measure("c10d", transport="c10d")}
     else:  # ranks of a host share memory
-        narrow = measure("outer", transport="shm", wire_dtype=torch.bfloat16)
+        narrow = measure("outer", transport="shm", precision=torchddp.Precision(wire=torch.bfloat16))
         mine = {"outer": measure("outer", transport="shm"), "narrow": narrow}
     by_rank = [None] * world_size
     dist.all_gather_object(by_rank, mine)

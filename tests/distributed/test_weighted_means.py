@@ -18,6 +18,7 @@ from tests.harness import assert_each_raises, each, gathered, on_ranks, over_bot
 from tests.managers import FakeManager
 from tests.models import assert_grads, batch, same_on_all_ranks, seeded
 from tests.pages import run_code
+from torchddp import Checks, Precision
 from torchddp import DistributedDataParallel as DDP
 from torchddp.sync import accumulate
 
@@ -140,7 +141,12 @@ def test_a_step_that_begins_with_gradients(rank, world_size, transport):
     total = sum(map(sum, counts))
     shares = [sum(of_rank) / total for of_rank in counts]
     strategies = ["single_auto_sync", "multi_auto_sync", "forced_sync", None]
-    ways = [{}, {"gradient_as_bucket_view": True}, {"find_unused_parameters": True}, {"main_grads": torch.float32}]
+    ways = [
+        {},
+        {"gradient_as_bucket_view": True},
+        {"find_unused_parameters": True},
+        {"precision": Precision(main_grads=torch.float32)},
+    ]
     for options, strategy, kept in each(ways, strategies, [True, False]):
         model = DDP(Net(), transport=transport, bucket_cap_mb=SMALL, **options)
         where = "main_grad" if "main_grads" in options else "grad"
@@ -209,7 +215,7 @@ def test_hooks_and_16_bits_between_hosts(rank):
     check_steps(model, rank, rtol=2e-5, scale=30_000)
     live_on("aabb", rank)
     for dtype in each([torch.bfloat16, torch.float16]):
-        check_steps(DDP(Net(), transport="shm", wire_dtype=dtype), rank, rtol=0.02)
+        check_steps(DDP(Net(), transport="shm", precision=Precision(wire=dtype)), rank, rtol=0.02)
 
 
 @over_both
@@ -285,7 +291,7 @@ def test_managers_calls_and_copies(rank):
 
     # The last call counts; a microbatch that the program dropped does not.
     for where in each(["grad", "main_grad"]):
-        model = DDP(Net(), main_grads=torch.float32 if where == "main_grad" else None)
+        model = DDP(Net(), precision=Precision(main_grads=torch.float32 if where == "main_grad" else None))
         with model.no_sync():
             model.weigh(50)
             mean_loss(model(samples(rank, 7, 5))).backward()
@@ -301,7 +307,7 @@ def test_managers_calls_and_copies(rank):
 @on_ranks(2)
 def test_steps_without_any_weight(rank, transport):
     model = DDP(Net(), transport=transport, bucket_cap_mb=SMALL)
-    zeros = DDP(Net(), transport=transport, zero_weights="zeros")
+    zeros = DDP(Net(), transport=transport, checks=Checks(zero_weights="zeros"))
     for step in range(3):
         nothing = step % 2 == 0  # also in the first step, whose total scales the others
         for ddp in (model, zeros):
@@ -347,7 +353,11 @@ def test_missing_and_wrong_weights(rank):
         *((partial(model.weigh, bad), ValueError, f"{weight} 0 or more, and finite") for bad in wrong),
         *((partial(model.weigh, bad), TypeError, f"{weight} a number") for bad in no_numbers),
         (partial(model.weigh, 1, loss="max"), ValueError, 'loss must be "mean" or "sum"'),
-        (partial(DDP, Net(), zero_weights="skip"), ValueError, 'zero_weights must be "raise" or "zeros"'),
+        (
+            partial(DDP, Net(), checks=Checks(zero_weights="skip")),
+            ValueError,
+            'zero_weights must be "raise" or "zeros"',
+        ),
         (partial(accumulate, model, 3, weights=[1, 2]), ValueError, "a weight for each of the 3 microbatches, got 2"),
         (partial(accumulate, model, 1, weights=[-1]), ValueError, f"rank {rank} must be 0 or more"),
         *((partial(accumulate, m, 1, weights=[1]), RuntimeError, "weights= needs a torchddp.Dist") for m in others),
@@ -399,7 +409,7 @@ def exact_means(step):
 def test_in_fp32_for_16_bit_parameters(rank, transport):
     """As accurate as fp32 sums."""
     for where in each(["main_grad", "grad"]):
-        options = {"main_grads": torch.float32, "main_grads_as": where, "bucket_cap_mb": SMALL}
+        options = {"precision": Precision(main_grads=torch.float32, main_grads_as=where), "bucket_cap_mb": SMALL}
         model = DDP(Net(torch.bfloat16), transport=transport, **options)
         for step in range(2):
             model.zero_grad()
@@ -412,7 +422,7 @@ def test_in_fp32_for_16_bit_parameters(rank, transport):
 @on_ranks(4)
 def test_thawed_in_the_middle_of_a_step(rank, transport):
     """Accumulated gradients keep their weight."""
-    for options in each([{}, {"main_grads": torch.float32}]):
+    for options in each([{}, {"precision": Precision(main_grads=torch.float32)}]):
         model = DDP(Net(), transport=transport, bucket_cap_mb=SMALL, **options)
         model.module.other.requires_grad_(False)
         for micro, count in enumerate(MICROBATCHES[rank]):
@@ -467,7 +477,7 @@ def test_totals_that_grow_far_beyond_the_first(rank):
     """In float16, which ranges from 6e-8 to 65504, between hosts."""
     live_on("aab", rank)
     for first, later in each([(1e-3, 1e4), (1e5, 1e-6)]):
-        model = DDP(Net(), transport="shm", wire_dtype=torch.float16)
+        model = DDP(Net(), transport="shm", precision=Precision(wire=torch.float16))
         for step, times in enumerate([first, later, later]):
             model.zero_grad()
             model.weigh(times * (1 + rank))

@@ -7,7 +7,7 @@ from torch import nn
 from tests.comm_hooks import live_on
 from tests.harness import each, on_ranks
 from tests.models import Mlp, assert_grads, grads_of, same_on_all_ranks, seeded, step_on
-from torchddp import DistributedDataParallel
+from torchddp import DistributedDataParallel, Precision
 
 HALVES = [torch.bfloat16, torch.float16]
 
@@ -31,7 +31,7 @@ def test_each_host_rounds_its_sum_once(rank, dtype, world_size):
     """With one owner per host, and two."""
     hosts = "aabb"[:world_size]
     live_on(hosts, rank)
-    ddp = DistributedDataParallel(_model(), transport="shm", wire_dtype=dtype)
+    ddp = DistributedDataParallel(_model(), transport="shm", precision=Precision(wire=dtype))
     for step in range(3):
         got = _step(ddp, rank, step)
         for grad, *local in zip(got, *(_step(_model(), r, step) for r in range(world_size)), strict=True):
@@ -44,7 +44,7 @@ def test_each_host_rounds_its_sum_once(rank, dtype, world_size):
 
 @on_ranks(1, 3)
 def test_on_one_host_nothing_is_rounded(rank):
-    narrow = DistributedDataParallel(_model(), transport="shm", wire_dtype=torch.bfloat16)
+    narrow = DistributedDataParallel(_model(), transport="shm", precision=Precision(wire=torch.bfloat16))
     plain = DistributedDataParallel(_model(), transport="shm")
     for grad, exact in zip(_step(narrow, rank), _step(plain, rank), strict=True):
         assert torch.equal(grad, exact)
@@ -56,7 +56,7 @@ def test_ranks_without_inputs(rank, world_size):
     """They send zeros in the same format as the others' gradients."""
     live_on("abbb", rank)
     for dtype in each(HALVES):
-        ddp = DistributedDataParallel(_model(), transport="shm", wire_dtype=dtype)
+        ddp = DistributedDataParallel(_model(), transport="shm", precision=Precision(wire=dtype))
         with ddp.join():
             for step in range(1 + rank):
                 grads = [g.clone() for g in _step(ddp, rank, step)]
@@ -70,14 +70,16 @@ def test_ranks_without_inputs(rank, world_size):
 @on_ranks(3)
 def test_other_dtypes_are_sent_unchanged_and_bad_arguments(rank):
     live_on("aab", rank)
-    ddp = DistributedDataParallel(seeded(Mlp), transport="shm", wire_dtype=torch.bfloat16)
+    ddp = DistributedDataParallel(seeded(Mlp), transport="shm", precision=Precision(wire=torch.bfloat16))
     plain = DistributedDataParallel(seeded(Mlp), transport="shm")
     for model in (ddp, plain):
         step_on(model, rank)
     assert_grads(grads_of(ddp), grads_of(plain), rtol=0)
     with pytest.raises(ValueError, match=r"must be torch.bfloat16, torch.float16 or None, got torch.int8"):
-        DistributedDataParallel(_model(), wire_dtype=torch.int8)
+        DistributedDataParallel(_model(), precision=Precision(wire=torch.int8))
     with pytest.raises(RuntimeError, match=r"wire_dtype needs shared memory .*c10d"):
-        DistributedDataParallel(_model(), transport="c10d", wire_dtype=torch.bfloat16)
+        DistributedDataParallel(_model(), transport="c10d", precision=Precision(wire=torch.bfloat16))
     with pytest.raises(ValueError, match="wire_dtype is None on rank 0, 2, torch.bfloat16 on rank 1"):
-        DistributedDataParallel(_model(), transport="shm", wire_dtype=torch.bfloat16 if rank == 1 else None)
+        DistributedDataParallel(
+            _model(), transport="shm", precision=Precision(wire=torch.bfloat16 if rank == 1 else None)
+        )

@@ -27,6 +27,7 @@ from torch import nn  # noqa: E402
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook  # noqa: E402
 
 import torchddp  # noqa: E402
+from torchddp import Checks, Precision  # noqa: E402
 from torchddp.optim import OSS  # noqa: E402
 
 
@@ -50,8 +51,8 @@ def with_options(rank):
         {"static_graph": True},
         {"gradient_as_bucket_view": False, "bucket_cap_mb": 0.001},
         {"bucket_cap_mb": "auto"},
-        {"check_parameters_every": 2, "gradient_stats": True, "find_nonfinite": True},
-        {"transport": "shm", "wire_dtype": torch.bfloat16},
+        {"checks": Checks(parameters_every=2, gradient_stats=True, nonfinite=True)},
+        {"transport": "shm", "precision": Precision(wire=torch.bfloat16)},
         {"transport": "c10d"},
     ):
         model = torchddp.DDP(net(), **options)

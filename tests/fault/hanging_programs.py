@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torchddp
 from tests.harness import run_ranks
 from tests.unit.helpers import wait_until
+from torchddp import Checks
 from torchddp.diagnose import diagnosis
 
 STALL_S = 1.5  # on a busy machine, gloo's first connections take half a second
@@ -164,7 +165,7 @@ def _rank(program: HangingProgram, rank: int, path: Path, places: torch.Tensor) 
     store = dist.FileStore(str(path.parent / "store"), program.world_size)
     timeout = timedelta(seconds=GROUP_TIMEOUT_S)
     dist.init_process_group(program.backend, store=store, rank=rank, world_size=program.world_size, timeout=timeout)
-    model = torchddp.DDP(torch.nn.Linear(1, 1), stall_report_s=STALL_S)
+    model = torchddp.DDP(torch.nn.Linear(1, 1), checks=Checks(stall_report=STALL_S))
     found = {
         "model": model, "dist": dist, "torch": torch, "time": time, "rank": rank, "enter": enter, "leave": leave,
         "all_reduce": all_reduce, "barrier": barrier,

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.harness import GROUP_TIMEOUT_S, errors_of, future_of, is_own_class, on_ranks, run_ranks
 from tests.models import Branches, Mlp, assert_grads, batch, expected_grads, grads_of, loss_of, seeded, step_on
+from torchddp import Checks
 
 
 class Bad(NamedTuple):
@@ -187,8 +188,8 @@ BAD = {
         "ValueError", "bucket_cap_mb_list", "positive", beyond_torch=ANY_NUMBER, bucket_cap_mb_list=[1, 0]
     ),
     **{
-        f"stall_report_s {limit}": given("ValueError", "stall_report_s", beyond_torch="has none", stall_report_s=limit)
-        for limit in (-1, float("nan"), GROUP_TIMEOUT_S + 1)
+        f"stall_report {s}": given("ValueError", "stall_report", beyond_torch="none", checks=Checks(stall_report=s))
+        for s in (-1, float("nan"), GROUP_TIMEOUT_S + 1)
     },
     "cap '25'": given("ValueError", "bucket_cap_mb", beyond_torch=ARITHMETIC, bucket_cap_mb="25"),
     "cap [25]": given("TypeError", "bucket_cap_mb", beyond_torch=ARITHMETIC, bucket_cap_mb=[25]),

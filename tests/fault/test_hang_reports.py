@@ -19,6 +19,7 @@ from tests.distributed.test_reducer_status import Branching
 from tests.harness import keep_until_exit, run_ranks
 from tests.models import Mlp, batch, loss_of, seeded, step_on
 from tests.unit.helpers import wait_until
+from torchddp import Checks
 from torchddp.diagnose import diagnosis, monitor
 
 STALL_S = 2.0  # longer than a busy machine keeps a rank waiting
@@ -101,7 +102,7 @@ def _rank(rank, culprit, case, transport, folder):
     other = dist.new_group(timeout=timedelta(seconds=3 * TIMEOUT_S))
     ddp = torchddp.DistributedDataParallel(
         seeded(Branching), bucket_cap_mb=0.001, transport=transport, timeout=timedelta(seconds=TIMEOUT_S),
-        stall_report_s=STALL_S,
+        checks=Checks(stall_report=STALL_S),
     )  # fmt: skip
     first_step = 3
     for step in range(first_step):
@@ -188,7 +189,8 @@ def test_no_report_without_a_stall(tmp_path):
         logging.getLogger("torchddp").setLevel(logging.WARNING)
         logging.getLogger("torchddp").addHandler(reports)
         ddp = torchddp.DistributedDataParallel(
-            torch.nn.Sequential(seeded(Mlp), torch.nn.BatchNorm1d(8, dtype=torch.float64)), stall_report_s=10 * STALL_S
+            torch.nn.Sequential(seeded(Mlp), torch.nn.BatchNorm1d(8, dtype=torch.float64)),
+            checks=Checks(stall_report=10 * STALL_S),
         )
         monitor = monitor_of(ddp)
         for step in range(8):
@@ -198,7 +200,7 @@ def test_no_report_without_a_stall(tmp_path):
         assert len(monitor._models) == 1
         del ddp
         assert wait_until(lambda: not monitor._models)
-        assert monitor_of(torchddp.DistributedDataParallel(seeded(Mlp), stall_report_s=0)) is None
+        assert monitor_of(torchddp.DistributedDataParallel(seeded(Mlp), checks=Checks(stall_report=0))) is None
         other = torchddp.DistributedDataParallel(seeded(Mlp))
         assert monitor_of(other) is monitor  # shared by all models of the process
         assert other.observers.get("hang_reports").waits.stall_s == 10.0  # a third of the group's timeout
@@ -217,7 +219,7 @@ def test_a_training_loop_in_another_thread(tmp_path):
     def work(rank):
         reports = Reports(tmp_path)
         ddp = torchddp.DistributedDataParallel(
-            seeded(Mlp), transport="c10d", timeout=timedelta(seconds=TIMEOUT_S), stall_report_s=STALL_S
+            seeded(Mlp), transport="c10d", timeout=timedelta(seconds=TIMEOUT_S), checks=Checks(stall_report=STALL_S)
         )
 
         def loop_of_a_trainer():
@@ -272,7 +274,7 @@ def test_a_stall_that_ends_while_ranks_are_asked(tmp_path):
 
     def work(rank):
         reports = Reports(tmp_path)
-        ddp = torchddp.DistributedDataParallel(seeded(Mlp), stall_report_s=STALL_S)
+        ddp = torchddp.DistributedDataParallel(seeded(Mlp), checks=Checks(stall_report=STALL_S))
         for step in range(4):
             if rank == 1:
                 time.sleep(STALL_S + 0.03 * step)
@@ -303,7 +305,7 @@ def test_the_process_that_hosts_the_store_is_stopped(tmp_path):
         dist.init_process_group("gloo", store=store, rank=rank, world_size=3)
         keep_until_exit(dist.group.WORLD)  # destroying it would wait for the hanging reduction
         ddp = torchddp.DistributedDataParallel(
-            seeded(Mlp), transport="c10d", timeout=timedelta(seconds=20), stall_report_s=STALL_S
+            seeded(Mlp), transport="c10d", timeout=timedelta(seconds=20), checks=Checks(stall_report=STALL_S)
         )
         step_on(ddp, rank)
         wait_until(lambda: len(monitor_of(ddp)._known) == 3)

@@ -17,6 +17,7 @@ from tests.fault.hanging_programs import draw, named_in
 from tests.fault.test_hang_reports import STALL_S, TIMEOUT_S, Reports, step_on
 from tests.harness import run_outcomes, run_ranks
 from tests.models import Mlp, seeded
+from torchddp import Checks
 from torchddp.diagnose import rank_state
 
 pytestmark = pytest.mark.beyond_torch("torch waits in silence")
@@ -47,7 +48,7 @@ def headlines(work, world_size=2):
 def watching(folder, timeout_s=TIMEOUT_S):
     """This rank's reports, a model that makes them, and a new group with a short timeout."""
     reports = Reports(folder)
-    model = torchddp.DistributedDataParallel(seeded(Mlp), stall_report_s=STALL_S)
+    model = torchddp.DistributedDataParallel(seeded(Mlp), checks=Checks(stall_report=STALL_S))
     return reports, model, dist.new_group(timeout=timedelta(seconds=timeout_s))
 
 
@@ -100,7 +101,7 @@ def test_a_reduction_and_a_barrier(transport, tmp_path):
     def work(rank):
         reports, _, group = watching(tmp_path, timeout_s=TIMEOUT_S + 0.5)
         ddp = torchddp.DistributedDataParallel(
-            seeded(Mlp), transport=transport, timeout=timedelta(seconds=TIMEOUT_S), stall_report_s=STALL_S
+            seeded(Mlp), transport=transport, timeout=timedelta(seconds=TIMEOUT_S), checks=Checks(stall_report=STALL_S)
         )
         for step in range(3):
             step_on(ddp, rank, step)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel.distributed import _MixedPrecision
 
-from torchddp import DistributedDataParallel
+from torchddp import Checks, DistributedDataParallel
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -189,7 +189,9 @@ def test_16_bit_gradients_of_wider_parameters(gpu, half, dtype):
 
 def test_plain_copies_keep_the_payload_of_a_nan(alone):
     bits = torch.tensor([0x7F800001, 0x7FABCDEF, -1, 0x7FC00000] * 5, dtype=torch.int32, device=alone)
-    ddp = wrapped([bits.numel()], torch.float32, alone, gradient_as_bucket_view=True, gradient_stats=True)
+    ddp = wrapped(
+        [bits.numel()], torch.float32, alone, gradient_as_bucket_view=True, checks=Checks(gradient_stats=True)
+    )
     (grad,) = backward(ddp, [bits.view(torch.float32)])
     assert torch.equal(grad.view(torch.int32), bits)
     assert ddp.gradient_stats()[0, 1].item() == bits.numel()
@@ -199,7 +201,7 @@ def test_plain_copies_keep_the_payload_of_a_nan(alone):
 @pytest.mark.parametrize("divisor", [1, 3])
 def test_statistics_are_of_what_is_in_the_bucket(alone, dtype, divisor):
     numels = [1, 5000, 300_001, 33]
-    ddp = wrapped(numels, dtype, alone, divisor, gradient_stats=True)
+    ddp = wrapped(numels, dtype, alone, divisor, checks=Checks(gradient_stats=True))
     grads = backward(ddp, [torch.randn(numel, device=alone).to(dtype) for numel in numels])
     (sum_squares, non_finite), *others = ddp.gradient_stats().tolist()
     flat = torch.cat(grads)
@@ -210,7 +212,7 @@ def test_statistics_are_of_what_is_in_the_bucket(alone, dtype, divisor):
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=name)
 def test_every_infinity_and_nan_is_counted(alone, dtype):
-    ddp = wrapped([200_003], dtype, alone, 2, gradient_stats=True)
+    ddp = wrapped([200_003], dtype, alone, 2, checks=Checks(gradient_stats=True))
     (grad,) = backward(ddp, [random_values(200_003, dtype, alone, 9)])
     sum_squares, non_finite = ddp.gradient_stats()[0].tolist()
     assert non_finite == (~grad.isfinite()).sum().item() > 0
@@ -219,7 +221,7 @@ def test_every_infinity_and_nan_is_counted(alone, dtype):
 
 def test_statistics_are_deterministic(gpu):
     values = [torch.randn(1 + 37 * k % 1000, device=gpu) for k in range(2500)]
-    ddp = wrapped([value.numel() for value in values], torch.float32, gpu, 10, gradient_stats=True)
+    ddp = wrapped([value.numel() for value in values], torch.float32, gpu, 10, checks=Checks(gradient_stats=True))
     results = []
     for _ in range(5):
         ddp.zero_grad()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.spec.covering import Row
 from tests.spec.reference import Parameter, Settings, World
-from tests.spec.table import DEFAULTS, HOOKS, OPTIONS, SHARDED_OPTIONS
+from tests.spec.table import DEFAULTS, FIELDS, HOOKS, OPTIONS, SHARDED_OPTIONS
 
 # The beginning of every program. A rank's gradients depend on nothing but the arguments of `gradient`.
 PRELUDE = """\
@@ -131,6 +131,9 @@ class Program:
         always = {"transport"} | ({"auto_refresh_trainable"} if self.row["wrapper"] == "sharded" else set())
         given = [n for n in (*OPTIONS, *SHARDED_OPTIONS) if self.row[n] != DEFAULTS[n] or n in always]
         options = "".join(f", {n}={self.row[n]}" for n in given)
+        for argument, columns in FIELDS.items():
+            if fields := ", ".join(f"{n}={self.row[n]}" for n in columns if self.row[n] != DEFAULTS[n]):
+                options += f", {argument}=torchddp.{argument.title()}({fields})"
         hook = self.row["comm_hook"]
         if ddp == TORCHS:
             options = options.replace(f", transport={self.row['transport']}", "").replace(f", comm_hook={hook}", "")
@@ -391,10 +394,10 @@ _READ = {
     "static_graph",
     "weighted",
     "zero_weights",
-    "reduce_dtype",
+    "reduce",
     "main_grads",
     "main_grads_as",
-    "wire_dtype",
+    "wire",
     "reduce_fp16",
     "auto_refresh_trainable",
 }

@@ -37,12 +37,12 @@ class Settings:
     weighted: bool = False
     zero_weights: str = "raise"
     comm_hook: str | None = None
-    reduce_dtype: torch.dtype | None = None
+    reduce: torch.dtype | None = None
     main_grads: torch.dtype | None = None
     main_grads_as: str = "main_grad"
     auto_refresh_trainable: bool = False
     hosts: str = ""  # the host of each rank; empty: one
-    wire_dtype: torch.dtype | None = None
+    wire: torch.dtype | None = None
     reduce_fp16: bool = False
     owners: dict[str, int] | None = None  # sharded: the only rank that gets each parameter's average
 
@@ -117,7 +117,7 @@ class World:
     def sent_dtype(self, name: str) -> torch.dtype:
         """Of the gradient in its bucket."""
         dtype = self.grad_dtype(name)
-        return torch.float32 if self.settings.reduce_dtype is not None and dtype in HALVES else dtype
+        return torch.float32 if self.settings.reduce is not None and dtype in HALVES else dtype
 
     @property
     def in_main_grad(self) -> bool:
@@ -399,14 +399,14 @@ class World:
         return [average.to(self.grad_dtype(name)) for _ in grads]
 
     def _sum_over_hosts(self, terms: list[Tensor]) -> Tensor:
-        """In rank order; between hosts in `wire_dtype`."""
+        """In rank order; between hosts in `wire`."""
         if not self.settings.hosts:
             return self._sum(terms)
         by_host: dict[str, list[Tensor]] = {}
         for host, term in zip(self.settings.hosts, terms, strict=True):
             by_host.setdefault(host, []).append(term)
         sums = [self._sum(each) for each in by_host.values()]
-        wire = self.settings.wire_dtype
+        wire = self.settings.wire
         if wire is not None and terms[0].dtype is torch.float32 and len(sums) > 1:
             sums = [total.to(wire).float() for total in sums]
         return self._sum(sums)

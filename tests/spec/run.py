@@ -170,7 +170,7 @@ def _parameter(module: torch.nn.Module, name: str) -> Any:
 def narrows(program: Program) -> bool:
     """Whether gradients travel in 16 bits."""
     row = program.row
-    return "compress" in row["comm_hook"] or row["wire_dtype"] != "None" or row["reduce_fp16"] == "True"
+    return "compress" in row["comm_hook"] or row["wire"] != "None" or row["reduce_fp16"] == "True"
 
 
 def tolerance(program: Program, world: World, dtype: torch.dtype) -> float:

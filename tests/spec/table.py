@@ -20,7 +20,7 @@ NO, YES = "False", "True"
 MIXED = "nn.parallel.distributed._MixedPrecision(torch.bfloat16, torch.float32)"
 FLOAT32, BFLOAT16 = "torch.float32", "torch.bfloat16"
 
-# Fields of DDPOptions that change gradients, or how they are computed.
+# Arguments that change gradients, or how they are computed.
 OPTIONS: dict[str, tuple[str, ...]] = {
     "process_group": ("None", "group"),
     "find_unused_parameters": (NO, YES),
@@ -28,14 +28,9 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "static_graph": (NO, YES),
     "skip_all_reduce_unused_params": (NO, YES),
     "transport": ("'shm'", "'c10d'"),
-    "wire_dtype": ("None", BFLOAT16),
     "weighted": (NO, YES),
-    "zero_weights": ("'raise'", "'zeros'"),
     "comm_hook": ("None", *HOOKS),
     "sync": ("None", "'single_auto_sync'", "'multi_auto_sync'", "'forced_sync'"),
-    "reduce_dtype": ("None", FLOAT32),
-    "main_grads": ("None", FLOAT32),
-    "main_grads_as": ("'main_grad'", "'grad'"),
     "auto_refresh_trainable": (NO, YES),
     "mixed_precision": ("None", MIXED),
     # The rest must not change any gradient.
@@ -46,11 +41,24 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "broadcast_buffers": ("None", NO),
     "forward_sync_buffers": ("None", NO),
     "timeout": ("None", "datetime.timedelta(seconds=60)"),
-    "stall_report_s": ("None", "0"),
-    "gradient_stats": (NO, YES),
-    "check_parameters_every": ("None", "1"),
-    "find_nonfinite": (NO, YES, "'raise'"),
 }
+# Fields of Precision and Checks.
+PRECISION: dict[str, tuple[str, ...]] = {
+    "wire": ("None", BFLOAT16),
+    "reduce": ("None", FLOAT32),
+    "main_grads": ("None", FLOAT32),
+    "main_grads_as": ("'main_grad'", "'grad'"),
+}
+CHECKS: dict[str, tuple[str, ...]] = {
+    "zero_weights": ("'raise'", "'zeros'"),
+    # The rest must not change any gradient.
+    "nonfinite": (NO, YES, "'raise'"),
+    "parameters_every": ("None", "1"),
+    "stall_report": ("None", "0"),
+    "gradient_stats": (NO, YES),
+    "traps": (YES, NO),
+}
+FIELDS = {"precision": PRECISION, "checks": CHECKS}
 # What ShardedDataParallel alone takes. Only the first may change a gradient.
 SHARDED_OPTIONS: dict[str, tuple[str, ...]] = {
     "reduce_fp16": (NO, YES),
@@ -58,12 +66,11 @@ SHARDED_OPTIONS: dict[str, tuple[str, ...]] = {
     "sync_models_at_startup": (YES, NO),
     "overlap_gather": (YES, NO),
 }
-# Fields that have no column, and why.
+# Arguments that have no column, and why.
 NOT_DRAWN = {
     "device_ids": "GPUs",
     "output_device": "GPUs",
     "dim": "GPUs",
-    "adopt_large_gradients": "NCCL",
     "device_mesh": "another form of process_group",
     "check_reduction": "deprecated: does nothing",
     "delay_all_reduce_named_params": "torch starts their reduction and never waits for it: nothing says when it ends",
@@ -86,14 +93,15 @@ ACTIONS: dict[str, tuple[str, ...]] = {
     "join": ("never", "all ranks", "ranks left"),  # what uneven inputs are divided by
 }
 LOOPS = {"loop", "refreshed loop"}
-COLUMNS = {**OPTIONS, **SHARDED_OPTIONS, **ACTIONS}
+COLUMNS = {**OPTIONS, **PRECISION, **CHECKS, **SHARDED_OPTIONS, **ACTIONS}
 DEFAULTS = {name: values[0] for name, values in COLUMNS.items()}
 SHARDED_TAKES = {
-    "process_group", "find_unused_parameters", "static_graph", "transport", "timeout", "stall_report_s", "weighted",
-    "broadcast_buffers", "zero_weights", "auto_refresh_trainable",
+    "process_group", "find_unused_parameters", "static_graph", "transport", "timeout", "weighted",
+    "broadcast_buffers", "auto_refresh_trainable",
 }  # fmt: skip
+SHARDED_CHECKS = {"zero_weights", "stall_report", "traps"}
 # What replicate() doesn't take, or under another name.
-REPLICATE_REFUSES = ("broadcast_buffers", "mixed_precision", "reduce_dtype", "main_grads", "main_grads_as")
+REPLICATE_REFUSES = ("broadcast_buffers", "mixed_precision")
 
 
 @dataclass(frozen=True)
@@ -130,17 +138,17 @@ FAULTS: list[Exclusion] = []
 EXCLUSIONS = [
     # Options among themselves.
     _refused(ValueError, "has no effect without main_grads=", main_grads="None", main_grads_as="'grad'"),
-    _refused(ValueError, "conflicts with gradient_as_bucket_view=True", reduce_dtype=FLOAT32, main_grads="None",
+    _refused(ValueError, "conflicts with gradient_as_bucket_view=True", reduce=FLOAT32, main_grads="None",
              gradient_as_bucket_view=YES),
     _refused(ValueError, "conflicts with gradient_as_bucket_view=False", main_grads=FLOAT32,
              main_grads_as="'main_grad'", gradient_as_bucket_view=NO),
     _refused(ValueError, "leave bucket_cap_mb_list out", bucket_cap_mb="'auto'", bucket_cap_mb_list="[0.0001, 1]"),
     _refused(ValueError, "conflicts with mixed_precision=", mixed_precision=MIXED, main_grads=FLOAT32,
              wrapper=_but("wrapper", "sharded", "replicate")),
-    _refused(ValueError, "conflicts with mixed_precision=", mixed_precision=MIXED, reduce_dtype=FLOAT32,
+    _refused(ValueError, "conflicts with mixed_precision=", mixed_precision=MIXED, reduce=FLOAT32,
              main_grads="None", wrapper=_but("wrapper", "sharded", "replicate")),
     _refused(RuntimeError, "cpu backend doesn't support events", mixed_precision=MIXED),
-    _refused(RuntimeError, "wire_dtype needs shared memory", wire_dtype=BFLOAT16, transport="'c10d'"),
+    _refused(RuntimeError, "Precision(wire=) needs shared memory", wire=BFLOAT16, transport="'c10d'"),
     _refused(RuntimeError, "no two ranks are on the same host", hosts="two", transport="'shm'", ranks="2"),
     _refused(RuntimeError, "no two ranks are on the same host", hosts="two", transport="'shm'", process_group="group",
              ranks="4"),
@@ -197,7 +205,7 @@ EXCLUSIONS = [
     _refused(RuntimeError, "wrap once", wrapper="two at once", main_grads=FLOAT32, main_grads_as="'main_grad'",
              micro=_but("micro", "reduce")),
     # Uneven inputs.
-    _refused(RuntimeError, "can't be used with join()", find_nonfinite="'raise'", join=_but("join", "never")),
+    _refused(RuntimeError, "can't be used with join()", nonfinite="'raise'", join=_but("join", "never")),
     _refused(RuntimeError, "must be made with weighted=True", weighted=NO, weigh=_but("weigh", "never"),
              join=_but("join", "never")),
     # Sharded models.
@@ -205,6 +213,15 @@ EXCLUSIONS = [
         _refused(TypeError, f"unexpected keyword argument '{name}'", wrapper="sharded",
                  **{name: _but(name, DEFAULTS[name])})
         for name in OPTIONS if name not in SHARDED_TAKES
+    ),
+    *(
+        _refused(TypeError, "unexpected keyword argument 'precision'", wrapper="sharded",
+                 **{name: _but(name, DEFAULTS[name])})
+        for name in PRECISION
+    ),
+    *(
+        _refused(ValueError, f"Checks({name}=", wrapper="sharded", **{name: _but(name, DEFAULTS[name])})
+        for name in CHECKS if name not in SHARDED_CHECKS
     ),
     *(
         _refused(TypeError, f"unexpected keyword argument '{name}'", wrapper=_but("wrapper", "sharded", "replicate"),
@@ -217,10 +234,12 @@ EXCLUSIONS = [
     _refused(RuntimeError, "can't be used with join()", wrapper={"sharded", "replicate"}, join=_but("join", "never")),
     # Replicated modules.
     *(
-        _refused(TypeError, f"replicate() has no argument '{name}'", wrapper="replicate",
+        _refused(TypeError, f"unexpected keyword argument '{name}'", wrapper="replicate",
                  **{name: _but(name, DEFAULTS[name])})
         for name in (*REPLICATE_REFUSES, *SHARDED_OPTIONS)
     ),
+    _refused(ValueError, "MixedPrecisionPolicy", wrapper="replicate", reduce=FLOAT32, main_grads="None"),
+    _refused(ValueError, "no main gradients", wrapper="replicate", main_grads=FLOAT32),
 ]  # fmt: skip
 
 
@@ -234,7 +253,7 @@ _TORCH_OPTIONS = {
     "forward_sync_buffers", "init_sync",
 }  # fmt: skip
 TORCH_COLUMNS = {
-    **{name: values if name in _TORCH_OPTIONS else values[:1] for name, values in (OPTIONS | SHARDED_OPTIONS).items()},
+    **{name: values if name in _TORCH_OPTIONS else values[:1] for name, values in COLUMNS.items()},
     **ACTIONS,
     "bucket_cap_mb": ("None", "0.0001", "25"),
     "transport": ("'c10d'",),

@@ -1,24 +1,25 @@
 """The package and torch's class do what the reference says, in programs that combine every two (or three) values."""
 
+import dataclasses
 import functools
 import inspect
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+import torchddp
 from tests.programs import ROOT, clean_environment
 from tests.spec import table
 from tests.spec.covering import Row, combinations, complete, covering_array, within
 from tests.spec.program import MAX_LINES, TORCHS, Program, standalone
 from tests.spec.reference import World
 from tests.spec.run import run_rows
-from torchddp.composable.api import _OPTIONS
-from torchddp.ddp.options import DDPOptions
+from torchddp.ddp.module import OPTIONS, DistributedDataParallel
 from torchddp.sharded.data_parallel import ShardedDataParallel
 
 pytestmark = pytest.mark.beyond_torch("the options of torchddp")
@@ -40,23 +41,30 @@ def check(rows: Sequence[Row], **how: object) -> None:
 
 def test_every_option_has_a_column():
     """Or a reason not to have one."""
-    assert {field.name for field in fields(DDPOptions)} == table.OPTIONS.keys() | table.NOT_DRAWN.keys()
+    assert set(OPTIONS) == table.OPTIONS.keys() | table.NOT_DRAWN.keys() | table.FIELDS.keys()
     assert not table.OPTIONS.keys() & table.NOT_DRAWN.keys()
     for name, values in table.OPTIONS.items():
-        default = next(field.default for field in fields(DDPOptions) if field.name == name)
+        default = inspect.signature(DistributedDataParallel).parameters[name].default
         assert name == "transport" or eval(values[0], {"torch": torch}) == default, name
+    for kind, columns in ((torchddp.Precision, table.PRECISION), (torchddp.Checks, table.CHECKS)):
+        assert {name: eval(values[0]) for name, values in columns.items()} == dataclasses.asdict(kind())
 
 
 def test_every_option_of_sharded_models_has_a_column():
     parameters = inspect.signature(ShardedDataParallel.__init__).parameters
     taken = parameters.keys() - {"self", "module", "sharded_optimizer"} - table.NOT_DRAWN.keys()
-    assert taken == table.SHARDED_TAKES | table.SHARDED_OPTIONS.keys()
+    assert taken == table.SHARDED_TAKES | table.SHARDED_OPTIONS.keys() | {"checks"}
     for name, values in table.SHARDED_OPTIONS.items():
         assert eval(values[0]) == parameters[name].default, name
 
 
 def test_every_option_of_replicated_modules_has_a_column():
-    assert table.OPTIONS.keys() - {"process_group", *table.REPLICATE_REFUSES} == _OPTIONS - table.NOT_DRAWN.keys()
+    own = {"module", "mesh", "mp_policy", "ignored_modules", "ignored_params", "device_id"}
+    taken = inspect.signature(torchddp.replicate).parameters
+    drawn = table.OPTIONS.keys() - {"process_group", *table.REPLICATE_REFUSES} | table.FIELDS.keys()
+    assert taken.keys() - own == drawn
+    declared = inspect.signature(DistributedDataParallel).parameters
+    assert all(taken[name].default == declared[name].default for name in drawn)
 
 
 @pytest.mark.parametrize("strength", [2, pytest.param(3, marks=pytest.mark.thorough)])

@@ -5,8 +5,8 @@ import pickle
 import pytest
 import torch
 
-from torchddp import DesyncError
-from torchddp.ddp.options import DDPOptions
+from torchddp import Checks, DesyncError
+from torchddp.ddp.module import options_of
 from torchddp.ddp.same_model import MAX_DIFFERENCES, describe, find_differences
 from torchddp.diagnose.parameters import Amount, Difference, check_parameters, find_difference, hash_tensors, make_error
 
@@ -75,15 +75,15 @@ def test_the_ranks_outside_the_majority_are_reported():
 
 @pytest.mark.parametrize("wrong", [0, -3, 1.5, True, "100"])
 def test_an_invalid_check_interval_is_refused(wrong):
-    with pytest.raises(ValueError, match=r"check_parameters_every must be a number of steps, 1 or more.*got"):
-        DDPOptions(check_parameters_every=wrong)
+    with pytest.raises(ValueError, match=r"parameters_every=\) must be a number of steps, 1 or more.*got"):
+        options_of(checks=Checks(parameters_every=wrong))
 
 
 def test_invalid_find_nonfinite_and_module_arguments_are_refused():
     for choice in (False, True, "raise"):
-        DDPOptions(find_nonfinite=choice)
-    with pytest.raises(ValueError, match="find_nonfinite must be False, True or \"raise\", got 'warn'"):
-        DDPOptions(find_nonfinite="warn")
+        options_of(checks=Checks(nonfinite=choice))
+    with pytest.raises(ValueError, match="nonfinite=\\) must be False, True or \"raise\", got 'warn'"):
+        options_of(checks=Checks(nonfinite="warn"))
     with pytest.raises(TypeError, match=r"needs a torchddp\.DistributedDataParallel, got Linear"):
         check_parameters(torch.nn.Linear(1, 1))
 

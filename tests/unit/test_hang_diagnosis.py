@@ -9,7 +9,9 @@ import pytest
 
 from tests.programs import python
 from tests.unit.helpers import wait_until
-from torchddp.ddp import options
+from torchddp import Checks
+from torchddp.ddp import checks
+from torchddp.ddp.module import options_of
 from torchddp.diagnose import diagnosis, rank_state
 from torchddp.diagnose.diagnosis import diagnose, ranks_text
 from torchddp.diagnose.rank_state import CallState, Frame, RankState
@@ -160,18 +162,18 @@ def test_an_uncaught_exception_is_recorded_and_printed():
 
 def test_invalid_stall_limits_are_refused(monkeypatch):
     """tests/fault/test_bad_input.py tests those of the option."""
-    monkeypatch.delenv(options.STALL_ENV, raising=False)
-    assert options.stall_limit_s(None, 1800) == 60 and options.stall_limit_s(29.5, 30) == 29.5
+    monkeypatch.delenv(checks.STALL_ENV, raising=False)
+    assert Checks().stall_limit_s(1800) == 60 and Checks(stall_report=29.5).stall_limit_s(30) == 29.5
     for text, words in (
         ("-1", "must hold seconds.*got '-1'"),
         ("nan", "must hold seconds.*got 'nan'"),
         ("31", "is 31 s, but a reduction fails after 30 s"),
     ):
-        monkeypatch.setenv(options.STALL_ENV, text)
+        monkeypatch.setenv(checks.STALL_ENV, text)
         with pytest.raises(ValueError, match=f"TORCHDDP_STALL_REPORT_S {words}"):
-            options.stall_limit_s(None, 30)
-    with pytest.raises(TypeError, match="stall_report_s must be a number"):
-        options.DDPOptions(stall_report_s=True)
+            Checks().stall_limit_s(30)
+    with pytest.raises(TypeError, match="stall_report=.* must be a number"):
+        options_of(checks=Checks(stall_report=True))
 
 
 BUSY = [Frame("/home/me/save.py", 20, "write", "user")]

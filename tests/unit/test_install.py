@@ -19,7 +19,7 @@ from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 import torchddp
 from tests.harness import each, run_ranks
 from tests.programs import CLAIM, ROOT, python
-from torchddp import run
+from torchddp import Checks, run
 from torchddp.integrations import announce, composer, require
 from torchddp.integrations import install as install_module
 
@@ -46,8 +46,8 @@ def test_uninstall_restores_torchs_class_exactly() -> None:
 
 def test_leaving_the_with_block_restores_the_previous_state() -> None:
     with torchddp.install(transport="shm"):
-        with torchddp.install(find_nonfinite=True):
-            assert install_module._defaults == {"transport": "shm", "find_nonfinite": True}
+        with torchddp.install(checks=Checks(nonfinite=True)):
+            assert install_module._defaults == {"transport": "shm", "checks": Checks(nonfinite=True)}
         assert install_module._defaults == {"transport": "shm"}
         with torchddp.uninstall():
             assert not torchddp.installed() and type(TorchDDP) is PLAIN

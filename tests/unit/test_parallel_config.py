@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tests.harness import assert_each_raises, each
+from torchddp import Precision
 from torchddp.parallel.config import DTYPES, STRATEGIES, ParallelConfig
 from torchddp.parallel.fully import blocks_of
 from torchddp.parallel.groups import plan_layout
@@ -58,8 +59,8 @@ def test_invalid_options_are_refused():
 
 
 def test_a_config_is_frozen_hashable_and_plain():
-    config = ParallelConfig(ddp={"timeout": datetime.timedelta(seconds=3), "wire_dtype": torch.bfloat16})
-    assert config.ddp == {"timeout": 3.0, "wire_dtype": "bfloat16"}
+    config = ParallelConfig(ddp={"timeout": datetime.timedelta(seconds=3), "precision": Precision(wire=torch.bfloat16)})
+    assert config.ddp == {"timeout": 3.0, "precision": Precision(wire="bfloat16")}
     assert hash(config) == hash(ParallelConfig())
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.kind = "ddp"

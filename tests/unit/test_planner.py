@@ -18,7 +18,7 @@ from tests.unit.helpers import remove_home
 from torchddp import _C
 from torchddp.ddp import bucket_sizes
 from torchddp.ddp.bucket_sizes import shared_sizes
-from torchddp.ddp.options import DDPOptions
+from torchddp.ddp.module import options_of
 from torchddp.plan.auto_plan import StepTimes, decide
 from torchddp.plan.buckets import finish_s, merged_buckets
 from torchddp.plan.plan_cache import PlanCacheError, PlanKey, fingerprint, kept_plan, load_plan, save_plan
@@ -278,15 +278,14 @@ def test_options_set_bucket_caps_and_the_size_of_adopted_gradients():
         ({"bucket_cap_mb": 0.5}, [512 * KIB]),
         ({"bucket_cap_mb_list": [1, 3]}, [MIB, 3 * MIB]),
     ):
-        assert DDPOptions(**arguments).asked_caps == caps, arguments
+        assert options_of(**arguments).asked_caps == caps, arguments
     # The size from which gradients on a device are reduced where autograd allocated them.
     for arguments, expected in (
         ({}, MIB),
         ({"gradient_as_bucket_view": False}, MIB),
         ({"gradient_as_bucket_view": True}, 0),
-        ({"adopt_large_gradients": False}, 0),
     ):
-        assert DDPOptions(**arguments).in_place_bytes == expected, arguments
+        assert options_of(**arguments).in_place_bytes == expected, arguments
 
 
 class AnyMemory:

@@ -5,12 +5,12 @@ import sys
 from typing import Literal, get_args, get_origin
 
 import pytest
-import torch
 
 import torchddp
 from tests.harness import each
 from torchddp.ddp import options
-from torchddp.ddp.options import DDPOptions, DDPSyncStrategy
+from torchddp.ddp.module import options_of
+from torchddp.ddp.options import DDPSyncStrategy
 from torchddp.transport import select
 
 MODULES = """averaging comm_hooks composable distributed fault_tolerance integrations optim parallel profiler
@@ -19,9 +19,10 @@ BUILT_IN_TRANSPORTS, _ = get_args(options.TransportChoice)  # the other type is 
 
 
 def test_dir_lists_exactly_the_public_names() -> None:
-    names = """DDP DesyncError DistributedDataParallel InternalError ParallelConfig PeerFailedError ShardedDataParallel
-        TransportError UsageWarning __version__ check_parameters fail_together finish_first finished_steps install
-        installed parallel_group_info parallelize replicate uninstall""".split()
+    names = """Checks DDP DesyncError DistributedDataParallel InternalError ParallelConfig
+        PeerFailedError Precision ShardedDataParallel TransportError UsageWarning __version__
+        check_parameters fail_together finish_first finished_steps install installed parallel_group_info
+        parallelize replicate uninstall""".split()
     assert sorted(torchddp.__all__) == names
     for name in ("errors", "ddp", *MODULES):  # modules can be imported, but dir() lists only public ones
         assert importlib.import_module(f"torchddp.{name}") is getattr(torchddp, name)
@@ -32,15 +33,13 @@ def test_dir_lists_exactly_the_public_names() -> None:
 def test_the_constructor_accepts_exactly_the_literal_choices() -> None:
     cases = {
         "transport": BUILT_IN_TRANSPORTS,
-        "zero_weights": options.ZeroWeights,
         "sync": options.SyncChoice,
-        "main_grads_as": options.MainGradsAs,
     }.items()
     for option, choices in each(cases):
         for value in get_args(choices):
-            DDPOptions(**{option: value, "main_grads": torch.float32 if value == "grad" else None})
+            options_of(**{option: value})
         with pytest.raises(ValueError, match="'pigeon'"):
-            DDPOptions(**{option: "pigeon"})
+            options_of(**{option: "pigeon"})
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,20 +25,26 @@ from torchddp.composable.module import (
     state_of,
 )
 from torchddp.composable.precision import reduce_in
+from torchddp.ddp.checks import ChecksChoice
+from torchddp.ddp.former_names import accepts_former_names
+from torchddp.ddp.grad_precision import Precision
 from torchddp.ddp.model import device_of, group_of, is_dtensor
-from torchddp.ddp.module import DistributedDataParallel
+from torchddp.ddp.module import OPTIONS
+from torchddp.ddp.options import BucketCap, DDPSyncStrategy, SyncChoice, TransportChoice
+from torchddp.durations import Duration
 from torchddp.transport.agreement import Agreement
 
 M = TypeVar("M", bound=torch.nn.Module)
 _IGNORED = "_ddp_params_and_buffers_to_ignore"  # where DistributedDataParallel looks for names
-# DistributedDataParallel's options, and what replaces them here.
-_INSTEAD = {
+_OF_THE_WRAPPER = "torchddp.DistributedDataParallel(module, precision=...), whose zero_grad() clears main gradients"
+# DistributedDataParallel's arguments, and what replaces them here.
+_INSTEAD: Final = {
     "device_mesh": "mesh=",
     "process_group": "mesh=",
     "mixed_precision": "mp_policy=",
     "reduce_dtype": "mp_policy=MixedPrecisionPolicy(reduce_dtype=...)",
-    "main_grads": "torchddp.DistributedDataParallel(module, main_grads=...), whose zero_grad() clears them",
-    "main_grads_as": "torchddp.DistributedDataParallel(module, main_grads=...), whose zero_grad() clears them",
+    "main_grads": _OF_THE_WRAPPER,
+    "main_grads_as": _OF_THE_WRAPPER,
     "device_ids": "device_id=",
     "output_device": "no argument: outputs stay where the module creates them",
     "dim": "no argument: it was for several devices per process",
@@ -48,9 +53,9 @@ _INSTEAD = {
     "delay_all_reduce_named_params": "ignored_params= and a reduction of your own",
     "param_to_hook_all_reduce": "ignored_params= and a reduction of your own",
 }
-_OPTIONS = frozenset(inspect.signature(DistributedDataParallel.__init__).parameters) - {"self", "module", *_INSTEAD}
 
 
+@accepts_former_names(**_INSTEAD)
 def replicate(
     module: M,
     *,
@@ -59,7 +64,23 @@ def replicate(
     ignored_modules: Iterable[torch.nn.Module] | None = None,
     ignored_params: Iterable[torch.nn.Parameter] | None = None,
     device_id: int | torch.device | None = None,
-    **options: Any,
+    init_sync: bool = True,
+    bucket_cap_mb: BucketCap = None,
+    bucket_cap_mb_list: list[int] | None = None,
+    find_unused_parameters: bool = False,
+    static_graph: bool = False,
+    gradient_as_bucket_view: bool | None = None,
+    skip_all_reduce_unused_params: bool = False,
+    batched_grad_copy: bool = False,
+    forward_sync_buffers: bool | None = None,
+    transport: TransportChoice = "auto",
+    comm_hook: object = None,
+    timeout: Duration | None = None,
+    sync: DDPSyncStrategy | SyncChoice | None = None,
+    weighted: bool = False,
+    precision: Precision | None = None,
+    checks: ChecksChoice = None,
+    auto_refresh_trainable: bool = False,
 ) -> M:
     """Data parallelism as in :class:`torchddp.DistributedDataParallel`, with hooks instead of a wrapper.
 
@@ -88,10 +109,7 @@ def replicate(
         ignored_modules: submodules whose parameters and buffers are neither averaged, sent nor compared.
         ignored_params: single parameters to leave out in the same way.
         device_id: a GPU that forward's inputs are moved to; the CPU moves nothing (as in torch's ``replicate``).
-        **options: those of :class:`torchddp.DistributedDataParallel`: ``bucket_cap_mb``, ``find_unused_parameters``,
-            ``static_graph``, ``gradient_as_bucket_view``, ``init_sync``, ``forward_sync_buffers``, ``transport``,
-            ``wire_dtype``, ``timeout``, ``stall_report_s``, ``gradient_stats``, ``check_parameters_every``,
-            ``find_nonfinite``, ``comm_hook``, ``sync``, ``auto_refresh_trainable``, ...
+        init_sync and all after it: as for :class:`torchddp.DistributedDataParallel`; of ``precision``, only ``wire``.
 
     Raises:
         TypeError: an unknown option (named), one that has another name here, or not a module.
@@ -103,15 +121,17 @@ def replicate(
     The idea and names are those of torch's ``torch.distributed._composable.replicate`` and ``fully_shard``.
     """
 
+    given = locals()
+    options = {name: given[name] for name in OPTIONS if name in given}
+
     def parameters() -> dict[str, torch.nn.Parameter]:
         names = left_out()
         return {name: p for name, p in module.named_parameters() if name not in names}
 
     policy = MixedPrecisionPolicy() if mp_policy is None else mp_policy
     # These checks' errors reach all ranks, as those of the engine do.
-    ranks = group_of(None, mesh) if options.get("init_sync", True) else None
+    ranks = group_of(None, mesh) if init_sync else None
     with Agreement(ReplicatePolicy.who, ranks, device_of(module)):
-        _check_options(options)
         _check_module(module)
         if not isinstance(policy, MixedPrecisionPolicy):
             raise TypeError(
@@ -122,7 +142,7 @@ def replicate(
         present = parameters()
         _check_parameters(module, present, mesh, dist.get_rank())
         sent_in = _differing_dtype(policy.reduce_dtype or policy.param_dtype, present.values())
-        _check_wire_dtype(sent_in, options)
+        _check_precision(precision, sent_in, comm_hook)
         device_ids = _device_ids(device_id, present.values())
     with _ignoring(module, left_out()):
         engine = ReplicateEngine(module, left_out, policy, device_ids=device_ids, process_group=group, **options)
@@ -139,7 +159,7 @@ def engine_of(module: torch.nn.Module) -> ReplicateEngine:
 
     Example:
 
-        torchddp.replicate(module, gradient_stats=True)
+        torchddp.replicate(module, checks=torchddp.Checks(gradient_stats=True))
         loss_of(module(batch)).backward()
         norm = torchddp.composable.engine_of(module).gradient_stats()[:, 0].sum().sqrt()
 
@@ -204,14 +224,6 @@ def _ignoring(module: torch.nn.Module, names: set[str]) -> Iterator[None]:
 
 
 # --- checks of the arguments; which ranks and parameters ---
-
-
-def _check_options(options: Mapping[str, Any]) -> None:
-    for name in options:
-        if name in _INSTEAD:
-            raise TypeError(f"replicate() has no argument {name!r}: use {_INSTEAD[name]}")
-        if name not in _OPTIONS:
-            raise TypeError(f"replicate() has no argument {name!r}; its options are {', '.join(sorted(_OPTIONS))}")
 
 
 def _check_module(module: Any) -> None:
@@ -301,11 +313,17 @@ def _check_parameters(
             )
 
 
-def _check_wire_dtype(wire_dtype: torch.dtype | None, options: Mapping[str, Any]) -> None:
-    """The ``wire_dtype`` that a policy needs for its gradients; None: no cast."""
-    for name in ("comm_hook", "wire_dtype") if wire_dtype is not None else ():
-        if options.get(name):
+def _check_precision(precision: Precision | None, sent_in: torch.dtype | None, comm_hook: object) -> None:
+    """``sent_in``: the dtype to which a policy's gradients are cast to be reduced; None: no cast."""
+    asked_for = precision or Precision()
+    if asked_for.main_grads is not None:
+        raise ValueError(f"replicate() has no main gradients: use {_OF_THE_WRAPPER}")
+    if asked_for.reduce is not None:
+        raise ValueError(f"replicate() takes the dtype of reductions from its policy: use {_INSTEAD['reduce_dtype']}")
+    conflicts = {"comm_hook=": comm_hook, "Precision(wire=)": asked_for.wire}
+    for name, value in conflicts.items():
+        if sent_in is not None and value is not None:
             raise ValueError(
-                f"mp_policy reduces gradients in {wire_dtype} with a communication hook, which conflicts with {name}=. "
+                f"mp_policy reduces gradients in {sent_in} with a communication hook, which conflicts with {name}. "
                 "Set its reduce_dtype= to the parameters' own dtype, which needs no hook."
             )

@@ -15,16 +15,16 @@ from torchddp.ddp.session import ReducerPolicy, ReducerSession
 
 
 class ReplicatePolicy(ReducerPolicy):
-    """The reducer works on the local parts of DTensors. ``precision``: the module's mixed precision."""
+    """The reducer works on the local parts of DTensors. ``mp_policy``: the module's mixed precision."""
 
     who = "replicate()"
 
-    def __init__(self, precision: object) -> None:
+    def __init__(self, mp_policy: object) -> None:
         self.local = LocalParameters([], {})
-        self._precision = precision
+        self._mp_policy = mp_policy
 
     def compared(self) -> dict[str, str]:
-        return {"mp_policy": str(self._precision)}
+        return {"mp_policy": str(self._mp_policy)}
 
     def parameters(self, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
         self.local = LocalParameters(parameters, self.local.leaves())
@@ -42,13 +42,13 @@ class ReplicateEngine(DistributedDataParallel):
 
     Args:
         left_out: returns the names to ignore in the module as it is now.
-        precision: the module's mixed precision.
+        policy: the module's mixed precision.
     """
 
     def __init__(
-        self, module: torch.nn.Module, left_out: Callable[[], set[str]], precision: object, **options: Any
+        self, module: torch.nn.Module, left_out: Callable[[], set[str]], policy: object, **options: Any
     ) -> None:
-        self._policy = self._replicate = ReplicatePolicy(precision)
+        self._policy = self._replicate = ReplicatePolicy(policy)
         self._left_out = left_out
         self.refreshed: Callable[[], None] = lambda: None  # called after `refresh_trainable`
         super().__init__(module, **options)

@@ -6,15 +6,16 @@ The reducer does the work (`_C.GradPrecision`); this module checks the model and
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
-from typing import Any, Final
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from torchddp import _C
 
-__all__ = ["MAIN_GRAD", "GradPrecision", "MainGrads", "ReducedWide", "WideGrads"]
+__all__ = ["MAIN_GRAD", "GradPrecision", "MainGrads", "Precision", "ReducedWide", "WideGrads"]
 
 MAIN_GRAD: Final = "main_grad"
 _HALVES = (torch.bfloat16, torch.float16)
@@ -52,10 +53,10 @@ class ReducedWide(GradPrecision):
     """Reduce in float32, then round to ``.grad``."""
 
     kind = _C.GradPrecision.REDUCED
-    asked_by = "reduce_dtype=torch.float32"
+    asked_by = "Precision(reduce=torch.float32)"
     # Values of gradient_as_bucket_view that don't work here, and why.
     views_allowed: tuple[bool | None, ...] = (None, False)
-    why_views = "a 16-bit .grad isn't a view of a float32 bucket. Leave it out, or use main_grads=torch.float32"
+    why_views = "a 16-bit .grad isn't a view of a float32 bucket: leave it out, or use Precision(main_grads=...)"
 
     def bucket_dtype(self, parameter: torch.Tensor) -> torch.dtype:
         return torch.float32 if parameter.dtype in _HALVES else parameter.dtype
@@ -86,7 +87,7 @@ class WideGrads(ReducedWide):
     """``.grad`` of a 16-bit parameter is float32, and autograd accumulates into it."""
 
     kind = _C.GradPrecision.GRADS
-    asked_by = 'main_grads=torch.float32 with main_grads_as="grad"'
+    asked_by = 'Precision(main_grads=torch.float32, main_grads_as="grad")'
     views_allowed = (None, False, True)
 
     def prepare(self, parameters: Sequence[torch.Tensor]) -> None:
@@ -107,7 +108,7 @@ class MainGrads(ReducedWide):
     kind = _C.GradPrecision.MAIN_GRADS
     shares_storage = True
     can_share = False
-    asked_by = "main_grads=torch.float32"
+    asked_by = "Precision(main_grads=torch.float32)"
     views_allowed = (None, True)
     why_views = 'main_grad is bucket memory. Leave it out, or use main_grads_as="grad"'
 
@@ -194,3 +195,63 @@ class MainGrads(ReducedWide):
 
     def _must_be_dense(self, parameter: torch.Tensor) -> bool:
         return True
+
+
+@dataclass(frozen=True)
+class Precision:
+    """The dtypes in which gradients are sent, reduced and kept: the argument ``precision`` of DistributedDataParallel.
+    All ranks must give the same. The values are checked by the class that gets them, on all ranks.
+
+    Args:
+        wire: ``torch.bfloat16`` or ``torch.float16``: send fp32 gradients between hosts in 16 bits, and sum them in
+            fp32. All ranks get the same values, with one rounding error per host. Between two hosts it halves the
+            traffic; with more, every host sends its part to every other host. Within a host sums are exact: with all
+            ranks on one host, this option changes nothing. Over shared memory only (RuntimeError otherwise; the hook
+            ``torchddp.comm_hooks.BF16`` works everywhere). None: no conversion.
+        reduce: ``torch.float32``: cast gradients of bfloat16 and float16 parameters to float32 as they enter their
+            buckets, scale and sum them over the ranks in float32, and round once, to ``.grad`` in the parameter's
+            dtype. Accumulation under ``no_sync()`` still happens in ``.grad``. Buckets take 4 bytes per element, in
+            addition to the 2 of ``.grad``. None: no conversion. Other gradients are always reduced in their own dtype.
+        main_grads: ``torch.float32``: also accumulate these gradients in float32 over microbatches and ranks (implies
+            ``reduce``). Takes 4 bytes per element, which is the bucket itself; the 16-bit gradient made by autograd
+            lives until its hook has run. None: off. ``docs/main_grads.md`` has examples.
+        main_grads_as: where they are stored. ``"main_grad"``: in ``parameter.main_grad``, always the same tensor,
+            initially zero; ``.grad`` is None after each backward. All parameters have one; those that are not 16-bit
+            have it in their own dtype. The wrapper's ``zero_grad()`` clears it, as does ``parameter.main_grad = None``
+            before the next forward (which restores the tensor); an optimizer's ``zero_grad()`` does not. ``"grad"``: in
+            ``.grad``, which is then float32 (``Tensor.grad_dtype``); everything else works as usual.
+    """
+
+    wire: torch.dtype | None = None
+    reduce: torch.dtype | None = None
+    main_grads: torch.dtype | None = None
+    main_grads_as: Literal["main_grad", "grad"] = MAIN_GRAD
+
+    def check(self) -> None:
+        """ValueError for a value that is not allowed."""
+        if self.wire not in (None, torch.bfloat16, torch.float16):
+            raise ValueError(f"Precision(wire=) must be torch.bfloat16, torch.float16 or None, got {self.wire!r}")
+        for name, dtype in (("reduce", self.reduce), ("main_grads", self.main_grads)):
+            if dtype not in (None, torch.float32):
+                raise ValueError(
+                    f"Precision({name}=) must be torch.float32 or None, got {dtype!r}. (To send float32 gradients in "
+                    "16 bits there are Precision(wire=torch.bfloat16), over shared memory, and the hook "
+                    "torchddp.comm_hooks.BF16)"
+                )
+        if self.main_grads_as not in _STORED:
+            allowed = ", ".join(map(repr, _STORED))
+            raise ValueError(f"Precision(main_grads_as=) must be one of {allowed}, got {self.main_grads_as!r}")
+        if self.main_grads is None and self.main_grads_as != MAIN_GRAD:
+            raise ValueError(
+                f"Precision(main_grads_as={self.main_grads_as!r}) has no effect without main_grads=: set that too"
+            )
+
+    def mode(self) -> GradPrecision:
+        """How gradients of 16-bit parameters are reduced and stored, for one session."""
+        if self.main_grads is not None:
+            return _STORED[self.main_grads_as]()
+        return GradPrecision() if self.reduce is None else ReducedWide()
+
+
+# By main_grads_as.
+_STORED: dict[str, Callable[[], GradPrecision]] = {MAIN_GRAD: MainGrads, "grad": WideGrads}

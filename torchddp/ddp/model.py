@@ -313,16 +313,18 @@ class ParameterWatch:
     and after the first, second, fourth, eighth, ... step that ended without any gradient.
     """
 
-    def __init__(self, module: torch.nn.Module, parameters: Sequence[torch.Tensor], names: Iterable[str]) -> None:
+    def __init__(
+        self, module: torch.nn.Module, parameters: Sequence[torch.Tensor], names: Iterable[str], *, warns: bool
+    ) -> None:
         there = _ids(module)
         self._hooked = [
             (name, parameter, parameter.dtype, _node(parameter), id(parameter) in there)
             for name, parameter in zip(names, parameters, strict=True)
         ]
-        self.in_doubt = True
+        self.in_doubt = warns
         self._steps_left = LOOK_EVERY
         self._steps_without_gradients = 0
-        self._has_told = False
+        self._has_told = not warns
 
     def begin_step(self, *, without_gradients: bool) -> None:
         """``without_gradients``: the last synchronized forward got no gradient, often because it had no backward."""

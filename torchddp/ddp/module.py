@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import datetime
+import inspect
 import logging
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -16,23 +16,16 @@ from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 
 from torchddp import _C, _torch
 from torchddp.ddp import buffers, hooks, model, refresh, regroup
-from torchddp.ddp.grad_precision import MAIN_GRAD
+from torchddp.ddp.checks import RAISE, ChecksChoice
+from torchddp.ddp.former_names import accepts_former_names
+from torchddp.ddp.grad_precision import Precision
 from torchddp.ddp.logger import DDPLogger
 from torchddp.ddp.observers import Observers, load
-from torchddp.ddp.options import (
-    RAISE,
-    BucketCap,
-    DDPOptions,
-    DDPSyncStrategy,
-    FindNonfinite,
-    MainGradsAs,
-    SyncChoice,
-    TransportChoice,
-    ZeroWeights,
-)
+from torchddp.ddp.options import BucketCap, DDPOptions, DDPSyncStrategy, SyncChoice, TransportChoice
 from torchddp.ddp.same_model import ModelDescription, agree_on_model
 from torchddp.ddp.session import ReducerPolicy, ReducerSession
 from torchddp.ddp.weights import LossKind, weight_and_count
+from torchddp.durations import Duration
 from torchddp.errors import NonFinite
 from torchddp.traffic import Traffic, of_model
 from torchddp.transport.agreement import Agreement
@@ -72,12 +65,54 @@ class DistributedDataParallel(TorchDDP):
     * ``batched_grad_copy`` is accepted and has no effect: packing never uses one operator per parameter.
     * ``bf16_compress_hook`` also works for CPU models.
 
-    ``transport`` and the arguments after it are torchddp's own: see :class:`torchddp.ddp.options.DDPOptions`.
+    Args:
+        bucket_cap_mb: None: a first bucket of 1 MiB, then 25 MiB. On a CPU later buckets are 8 MiB, and gradients of at
+            least 1 MiB get a bucket each and are reduced in place. Over shared memory these sizes are 1 MiB and 256
+            KiB; they grow, up to 25 MiB, if messages are expensive because of many ranks or few cores, which models
+            larger than 1 MiB measure in a few milliseconds. (``bucket_bytes_cap``, which torch's compiler reads, is 25
+            MiB as in torch.) A number applies to every bucket including the first, as in torch. Fractions are allowed;
+            zero and negative numbers raise ValueError. ``"auto"``: the buckets that expose the least communication time
+            for this model and group, from a plan stored by ``torchddp tune``, or made after eight synchronized steps.
+            The last five of these are measured without overlap, and then messages are timed for up to a second. See
+            `replan`.
+        gradient_as_bucket_view: see above. Over NCCL, True also packs gradients of 1 MiB and more, which are otherwise
+            reduced where autograd allocated them. NCCL's NVLink SHARP algorithms, which support plain sums only, can
+            then reduce them; that may be faster between the GPUs of a host.
+        transport: what moves buckets between ranks. ``"c10d"``: the process group itself. ``"shm"``: memory shared by
+            the ranks of a host, for CPU models (with several hosts: shared memory within each, the process group
+            between them). ``"nccl"``: our own NCCL communicator and stream, for models on one CUDA device per rank.
+            Both raise RuntimeError where they can't work. ``"auto"``: shared memory if the process group is gloo's and
+            all ranks can use it; NCCL for a CUDA model if the process group is NCCL's and all ranks can use it;
+            otherwise c10d. Also c10d with ``init_sync=False``, and for copies (pickle, deepcopy), which a single rank
+            may make. The environment variable TORCHDDP_TRANSPORT replaces "auto". A transport added with
+            ``torchddp.transport.select.register`` is chosen by its name (for type checkers
+            ``RegisteredTransport(name)``).
+        comm_hook: registered with :meth:`register_comm_hook`: a hook ``hook(state, bucket)`` called with state None, a
+            tuple ``(state, hook)``, or the name of a hook in ``torchddp.comm_hooks``.
+        timeout: how long a reduction may take, in seconds or as a ``datetime.timedelta``; None: the process group's
+            limit. A peer that dies or stalls raises :class:`torchddp.TransportError`, naming rank, bucket and
+            parameters.
+        sync: how ``torchddp.sync`` reduces accumulated microbatches: a ``DDPSyncStrategy`` or its name. None:
+            SINGLE_AUTO_SYNC, or MULTI_AUTO_SYNC with ``find_unused_parameters``.
+        weighted: every backward has a weight, set with :meth:`weigh` before it, and gradients become sum(weight *
+            gradient) / sum(weight) over the ranks and backwards of a step. A backward without one raises RuntimeError.
+            False: only steps that call `weigh` are weighted, on all ranks or on none. Required under ``join()``, where
+            a rank that has run out of inputs must know that the others send weights.
+        precision: the dtypes in which gradients are sent, reduced and kept: :class:`torchddp.Precision`. None: those of
+            the parameters.
+        checks: what to watch for: :class:`torchddp.Checks`. None: ``Checks()``, with hang reports and warnings of
+            traps. ``"off"``, or the environment variable TORCHDDP_CHECKS=0, which takes precedence: nothing.
+        auto_refresh_trainable: in every forward that begins a synchronized step, check whether parameters were frozen,
+            thawed, added or removed, and if so call :meth:`refresh_trainable`. Ranks compare results, so that a change
+            on only some ranks is an error instead of a hang: an all-gather of one number per step. All ranks must run
+            such forwards (those under ``no_grad`` don't count). Not inside ``join()``.
+
+    Former names (``find_nonfinite``, ``main_grads``, ...) still work, with a FutureWarning (docs/migration.md).
 
     Memory per rank: the gradients, as buckets. Gradients of 16-bit parameters take 4 bytes per element with
-    ``main_grads`` and 4 + 2 with ``reduce_dtype``. Over shared memory, autograd allocates gradients of 256 KiB and more
-    there instead of copying them, with up to three spare blocks of each size. ``find_unused_parameters`` and
-    ``static_graph`` add one int32 per parameter.
+    ``Precision(main_grads=)`` and 4 + 2 with ``Precision(reduce=)``. Over shared memory, autograd allocates gradients
+    of 256 KiB and more there instead of copying them, with up to three spare blocks of each size.
+    ``find_unused_parameters`` and ``static_graph`` add one int32 per parameter.
 
     Raises:
         TypeError: ``comm_hook`` or ``process_group`` has the wrong type.
@@ -95,6 +130,7 @@ class DistributedDataParallel(TorchDDP):
     # Another model reduces the gradients of the same parameters.
     _shares_gradients = False
 
+    @accepts_former_names()
     def __init__(
         self,
         module: torch.nn.Module,
@@ -119,20 +155,12 @@ class DistributedDataParallel(TorchDDP):
         forward_sync_buffers: bool | None = None,
         *,
         transport: TransportChoice = "auto",
-        wire_dtype: torch.dtype | None = None,
-        timeout: datetime.timedelta | None = None,
-        stall_report_s: float | None = None,
-        gradient_stats: bool = False,
-        check_parameters_every: int | None = None,
-        find_nonfinite: FindNonfinite = False,
-        adopt_large_gradients: bool = True,
-        weighted: bool = False,
-        zero_weights: ZeroWeights = RAISE,
         comm_hook: object = None,
+        timeout: Duration | None = None,
         sync: DDPSyncStrategy | SyncChoice | None = None,
-        reduce_dtype: torch.dtype | None = None,
-        main_grads: torch.dtype | None = None,
-        main_grads_as: MainGradsAs = MAIN_GRAD,
+        weighted: bool = False,
+        precision: Precision | None = None,
+        checks: ChecksChoice = None,
         auto_refresh_trainable: bool = False,
     ) -> None:
         given = locals()
@@ -140,7 +168,7 @@ class DistributedDataParallel(TorchDDP):
         # Until the ranks have agreed, an error on one reaches all. torch's constructor builds the reducer, so plain
         # attributes are set before it.
         with Agreement(self._policy.who, ranks, model.device_of(module)) as self._construction:
-            options = DDPOptions.of(given)
+            options = DDPOptions({name: given[name] for name in OPTIONS})
             self._coming_hooks = [] if comm_hook is None else [load("torchddp.comm_hooks:resolve")(comm_hook)]
             model.check_not_fake(module)
             inner = model.wrapped_inside(module)
@@ -149,7 +177,9 @@ class DistributedDataParallel(TorchDDP):
             self.sync_strategy = options.strategy
             super().__init__(module, **options.for_torch(views=options.views and not inner))
             if not self._construction.is_over:  # torch built no reducer: it delays all parameters
-                agree_on_model(self._construction, ModelDescription([]), options.compared(has_buffers=False), None)
+                agree_on_model(
+                    self._construction, ModelDescription([]), self._options.compared(has_buffers=False), None
+                )
         del self._construction
         if inner:
             model.copy_gradients([*inner, self])
@@ -471,11 +501,11 @@ class DistributedDataParallel(TorchDDP):
         self.session.expect_agreement()
 
     def join_hook(self, **kwargs: Any) -> Any:
-        """As in torch, for `join()`. RuntimeError with ``find_nonfinite="raise"``."""
-        if self._options.find_nonfinite == RAISE:
+        """As in torch, for `join()`. RuntimeError with ``Checks(nonfinite="raise")``."""
+        if self._options.checks.nonfinite == RAISE:
             raise RuntimeError(
-                'find_nonfinite="raise" can\'t be used with join(): ranks that have run out of inputs would not raise. '
-                "Make the module with find_nonfinite=True"
+                'Checks(nonfinite="raise") can\'t be used with join(): ranks that have run out of inputs would not '
+                "raise. Use Checks(nonfinite=True)"
             )
         hook = super().join_hook(**kwargs)
         self.skip_all_reduce_unused_params = False  # also of later reducers
@@ -562,12 +592,12 @@ class DistributedDataParallel(TorchDDP):
 
         Example:
 
-            model = torchddp.DistributedDataParallel(module, gradient_stats=True)
+            model = torchddp.DistributedDataParallel(module, checks=Checks(gradient_stats=True))
             loss_of(model(batch)).backward()
             norm = model.gradient_stats()[:, 0].sum().sqrt()
 
         Raises:
-            RuntimeError: the module was not made with ``gradient_stats=True``.
+            RuntimeError: the module was not made with ``Checks(gradient_stats=True)``.
         """
         return self.reducer.gradient_stats()
 
@@ -577,18 +607,18 @@ class DistributedDataParallel(TorchDDP):
         Not collective. For each rank it covers the last run of consecutive steps with such gradients, with the first
         occurrence per parameter: the first entries are the source, and later ones may come from weights that it
         corrupted. Findings of other ranks arrive once those have begun another forward, or half a second later. Copies
-        of a model (pickle, deepcopy) report their own rank only. RuntimeError without ``find_nonfinite``.
+        of a model (pickle, deepcopy) report their own rank only. RuntimeError without ``Checks(nonfinite=True)``.
 
         Example:
 
-            model = torchddp.DistributedDataParallel(module, find_nonfinite=True)
+            model = torchddp.DistributedDataParallel(module, checks=Checks(nonfinite=True))
             loss_of(model(batch)).backward()
             for found in model.nonfinite():
                 print(found)
         """
         finder = self.observers.get("find_nonfinite")
         if finder is None:
-            raise RuntimeError("gradients are only checked by a DistributedDataParallel with find_nonfinite=True")
+            raise RuntimeError("gradients are only checked by a DistributedDataParallel with Checks(nonfinite=True)")
         return list(finder.found())
 
     def traffic(self) -> dict[str, Traffic]:
@@ -601,3 +631,15 @@ class DistributedDataParallel(TorchDDP):
             what = "DDP runtime logging sample rate should be equal or greater than 1"
             self._log_and_throw(ValueError, f"{what}, got {sample_rate}")
         self.logger.set_sample_rate(sample_rate)
+
+
+# The names of all arguments but the module, in their order.
+_SIGNATURE: Final = inspect.signature(DistributedDataParallel.__init__)
+OPTIONS: Final = tuple(_SIGNATURE.parameters)[2:]
+
+
+def options_of(**given: Any) -> DDPOptions:
+    """These arguments, checked, and the defaults of the others. TypeError or ValueError: see `DDPOptions`."""
+    bound = _SIGNATURE.bind_partial(**given)
+    bound.apply_defaults()
+    return DDPOptions({name: bound.arguments[name] for name in OPTIONS})

@@ -86,13 +86,18 @@ def unregister(name: str) -> None:
 
 
 # In the order in which they are notified of a step.
-register("find_nonfinite", "torchddp.diagnose.nonfinite:NonFiniteFinder", lambda o: bool(o.find_nonfinite))
-register("check_parameters", "torchddp.diagnose.parameters:ParameterCheck", lambda o: bool(o.check_parameters_every))
+register("find_nonfinite", "torchddp.diagnose.nonfinite:NonFiniteFinder", lambda o: bool(o.checks.nonfinite))
+register("check_parameters", "torchddp.diagnose.parameters:ParameterCheck", lambda o: bool(o.checks.parameters_every))
 register(
-    "hang_reports", "torchddp.diagnose.hang_reports:HangReports", lambda o: o.stall_report_s != 0, is_optional=True
+    "hang_reports", "torchddp.diagnose.hang_reports:HangReports", lambda o: o.checks.reports_stalls, is_optional=True
 )
 register("bucket_planning", "torchddp.plan.auto_plan:BucketPlanning", lambda o: o.plans_buckets)
-register("changed_gradients", "torchddp.diagnose.changed_gradients:ChangedGradients", is_optional=True)
+register(
+    "changed_gradients",
+    "torchddp.diagnose.changed_gradients:ChangedGradients",
+    lambda o: o.checks.traps,
+    is_optional=True,
+)
 
 
 class Observers:

@@ -145,7 +145,7 @@ def _check_supported(ddp: Any) -> None:
         names = model.names_in_order(ddp._build_debug_param_to_name_mapping(parameters))
     finally:
         ddp._module_parameters = before
-    ddp._options.make_precision().check(ddp, parameters, names, sparse)
+    ddp._options.precision.mode().check(ddp, parameters, names, sparse)
 
 
 def _parameters_of(ddp: Any) -> list[torch.nn.Parameter]:

@@ -6,7 +6,6 @@ import datetime
 import logging
 import weakref
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,7 +14,8 @@ import torch.distributed as dist
 from torchddp import _C, _torch
 from torchddp.ddp import hooks, model
 from torchddp.ddp.bucket_sizes import default_sizes
-from torchddp.ddp.options import RAISE, DDPOptions
+from torchddp.ddp.checks import RAISE
+from torchddp.ddp.options import DDPOptions
 from torchddp.ddp.same_model import ModelDescription, agree_on_model, describe
 from torchddp.errors import ADVICE_FOR_A_LOST_PEER, TransportError
 from torchddp.transport import select
@@ -138,7 +138,7 @@ class ReducerSession:
         self.device = self.parameters[0].device
         self.reduced_ids = {id(p) for p in (*parameters, *self.parameters)}
         self._names = names
-        self.precision = options.make_precision()
+        self.precision = options.precision.mode()
         self.precision.check(ddp, self.parameters, names, sparse)
         self.reduces_now = False
         _ = self.stall_limit_s  # an invalid value raises before anything is sent
@@ -148,6 +148,7 @@ class ReducerSession:
         self._has_agreed = False
         self._shares_transport: bool = before is not None and (before._has_agreed or before._shares_transport)
         self._choice: str = select.C10D if before is None else before._choice
+        self._all_in_place: bool = before is None or before._all_in_place  # over NCCL, all ranks or none
         transport = policy.transport(self, before)
         buffer_broadcast = self._reserved_broadcast(transport, ddp.modules_buffers)  # before ranks agree on memory
         dtypes = self._bucket_dtypes()
@@ -163,15 +164,15 @@ class ReducerSession:
             view_storage=_C.ViewStorage.BUCKET if shares else _C.ViewStorage.OWN,
             skip_all_reduce_unused_params=ddp.skip_all_reduce_unused_params,
             compiled_autograd_takes_over=ddp._use_python_reducer,
-            wire_dtype=options.wire_dtype,
+            wire_dtype=options.precision.wire,
             reduce_dtype=policy.reduce_dtype,
             grad_precision=self.precision.kind,
-            gradient_stats=options.gradient_stats,
-            find_nonfinite=bool(options.find_nonfinite),
-            raise_nonfinite=options.find_nonfinite == RAISE,
+            gradient_stats=options.checks.gradient_stats,
+            find_nonfinite=bool(options.checks.nonfinite),
+            raise_nonfinite=options.checks.nonfinite == RAISE,
             weighted=options.weighted,
-            zero_weights_raise=options.zero_weights == RAISE,
-            in_place_bytes=0 if ddp._shares_gradients else self.options.in_place_bytes,
+            zero_weights_raise=options.checks.zero_weights == RAISE,
+            in_place_bytes=self.options.in_place_bytes if self._all_in_place and not ddp._shares_gradients else 0,
             timeout=self.wait_limit,
         )
         self.reducer = _C.Reducer(self.parameters, self.specs, self.process_group, transport, config)
@@ -184,7 +185,9 @@ class ReducerSession:
                 parameter._idx = index  # type: ignore[attr-defined]  # torch's mixed-precision hooks pass it back
         # torch's mixed precision replaces the parameters with other tensors in every step.
         watched = self.parameters if ddp.mixed_precision is None else []
-        self._parameter_watch = model.ParameterWatch(ddp.module, watched, names[: len(watched)])
+        self._parameter_watch = model.ParameterWatch(
+            ddp.module, watched, names[: len(watched)], warns=options.checks.traps
+        )
         self._known = list(ddp.module.parameters())
         self._trained = bytes(parameter.requires_grad for parameter in self._known)
         self._hook_tables = model.backward_hook_tables(ddp)
@@ -301,8 +304,8 @@ class ReducerSession:
             return
         taken = dict(by_rank[0][0])
         self.first_bucket_bytes = taken.pop("first_bucket_bytes")
-        all_adopt = self.options.adopt_large_gradients and all(adopts for _, adopts in by_rank)
-        self.options = self.ddp._options = replace(self.options, **taken, adopt_large_gradients=all_adopt)
+        self._all_in_place = all(in_place for _, in_place in by_rank)
+        self.options = self.ddp._options = self.options.but(**taken)
 
     def agreement(self, group: dist.ProcessGroup | None = None, who: str | None = None) -> Agreement:
         """Errors in its context reach all ranks. In the constructor, that one has begun already."""

@@ -121,7 +121,7 @@ _ADVICE = (
     "It happened between the end of backward and the optimizer's step; from then on the ranks' weights drift apart, "
     "without an error. Do the same on all ranks: averaged gradients are equal everywhere, and stay equal if all ranks "
     "clip or scale them the same way. Whatever should differ between ranks belongs in the loss, before the average. "
-    "check_parameters_every=N finds weights that differ."
+    "checks=Checks(parameters_every=N) finds weights that differ."
 )
 
 

@@ -98,7 +98,7 @@ class _Finds:
         try:
             return Board(process_group, "nonfinite")
         except RuntimeError as error:
-            logger.warning("find_nonfinite: rank %d can't tell the others what it finds: %s", self._rank, error)
+            logger.warning("Checks(nonfinite=): rank %d can't tell the others what it finds: %s", self._rank, error)
             return None
 
     def _warn(self) -> None:
@@ -123,7 +123,7 @@ class _Finds:
             self._board.post_own("found", [[one.step, one.parameter, one.count] for one in self._own])
             self._board.post("last", [self._rank, self._version])
         except RuntimeError as error:
-            logger.warning("find_nonfinite: rank %d can't tell the others what it found: %s", self._rank, error)
+            logger.warning("Checks(nonfinite=): rank %d can't tell the others what it found: %s", self._rank, error)
 
     def by_rank(self) -> list[list[NonFinite]]:
         """The findings of all ranks, or of this one alone if the store does not answer."""

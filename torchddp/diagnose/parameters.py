@@ -23,7 +23,7 @@ _PLACE, _FIRST, _SECOND = (word - 2**64 for word in (0x9E3779B97F4A7C15, 0xBF584
 
 
 class ParameterCheck(StepObserver):
-    """Compares parameters every ``check_parameters_every`` finished synchronized steps.
+    """Compares parameters every ``Checks(parameters_every=)`` finished synchronized steps.
 
     Not under `join()`, where ranks do different numbers of steps, nor after it, because torch doesn't reset its flag.
     """
@@ -37,7 +37,7 @@ class ParameterCheck(StepObserver):
         session = self._session
         if session.joins:
             self._last = None  # ranks may do different numbers of steps from now on
-        every = session.options.check_parameters_every
+        every = session.options.checks.parameters_every
         if session.joins or not session.synchronizes or every is None or session.is_captured:
             return
         finished = session.reducer.finished_steps

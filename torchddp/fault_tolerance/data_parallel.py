@@ -10,6 +10,8 @@ import torch
 
 from torchddp import _torch
 from torchddp.comm_hooks import CommHook
+from torchddp.ddp.former_names import current
+from torchddp.ddp.module import OPTIONS
 from torchddp.ddp.module import DistributedDataParallel as DDP
 from torchddp.ddp.session import ReducerPolicy
 from torchddp.fault_tolerance import replica_state
@@ -27,14 +29,17 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "forward_sync_buffers": ((None, False), f"no replica's buffers are authoritative: {_TALK}"),
     "transport": (("auto", "c10d"), "the manager's process group moves the gradients"),
     "timeout": ((None,), "the manager's timeout applies: torchft.Manager(timeout=...)"),
-    "wire_dtype": ((None,), "the manager's process group sends gradients as they are"),
+    "precision.wire": ((None,), "the manager's process group sends gradients as they are"),
     "mixed_precision": ((None,), "its communication hook averages over a fixed group; use torch.autocast"),
     "delay_all_reduce_named_params": ((None,), "it reduces over a fixed group"),
     "param_to_hook_all_reduce": ((None,), "it reduces over a fixed group"),
     "skip_all_reduce_unused_params": ((False,), "a replica can't know alone that the others skip the same buckets"),
-    "stall_report_s": ((None, 0), "a replica that stalls is left behind by the quorum, after the manager's timeout"),
+    "checks.stall_report": (
+        (None, 0),
+        "the quorum leaves a replica behind that stalls for the manager's timeout",
+    ),
     "auto_refresh_trainable": ((False,), _SAME_BUCKETS),
-    "check_parameters_every": ((None,), "it compares ranks of a fixed group"),
+    "checks.parameters_every": ((None,), "it compares ranks of a fixed group"),
 }
 
 
@@ -86,6 +91,7 @@ class DistributedDataParallel(DDP):
 
     def __init__(self, manager: Any, module: torch.nn.Module, *, carry_weights: bool = False, **kwargs: Any) -> None:
         check_manager(manager, "DistributedDataParallel")
+        kwargs = current(kwargs, [*OPTIONS], "DistributedDataParallel")
         _check_options(kwargs, module)
         group = ManagerGroup(manager)
         options = {**kwargs, "broadcast_buffers": None, "forward_sync_buffers": False}
@@ -145,7 +151,12 @@ class DistributedDataParallel(DDP):
 
 def _check_options(options: Mapping[str, Any], module: torch.nn.Module) -> None:
     """ValueError, with the reason, for an option that doesn't work under a manager, and for sparse gradients."""
-    for name, value in options.items():
+    fields = {
+        f"{argument}.{name}": value
+        for argument in ("precision", "checks")
+        for name, value in getattr(options.get(argument), "__dict__", {}).items()
+    }
+    for name, value in {**options, **fields}.items():
         if name not in _REFUSED:
             continue
         allowed, reason = _REFUSED[name]

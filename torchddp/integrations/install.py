@@ -28,16 +28,14 @@ from typing import Any
 from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 
 from torchddp._command import is_command
-from torchddp.ddp.module import DistributedDataParallel
+from torchddp.ddp.former_names import current
+from torchddp.ddp.module import OPTIONS, DistributedDataParallel
 from torchddp.integrations import announce
 
 ENV = "TORCHDDP_INSTALL"
 _OFF = ("", "0")
 
 _PlainMeta: Any = type(TorchDDP)
-_ARGUMENTS = tuple(inspect.signature(DistributedDataParallel.__init__).parameters)[1:]  # in positional order
-_DEFAULTABLE = _ARGUMENTS[1:]  # all but the module
-
 _lock = threading.RLock()
 _defaults: dict[str, Any] | None = None  # None: not installed
 
@@ -69,12 +67,7 @@ def install(**defaults: Any) -> ExitStack:
     Raises:
         TypeError: a default for an argument that doesn't exist.
     """
-    unknown = sorted(set(defaults) - set(_DEFAULTABLE))
-    if unknown:
-        raise TypeError(
-            f"install() got {', '.join(map(repr, unknown))}; allowed are the arguments of DistributedDataParallel: "
-            f"{', '.join(_DEFAULTABLE)}"
-        )
+    defaults = current(defaults, OPTIONS, "install")
     with _lock:
         before = _back_to(_defaults)
         _switch({**(_defaults or {}), **defaults})
@@ -190,5 +183,5 @@ def _switch(defaults: dict[str, Any] | None) -> None:
 
 
 def _with_defaults(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    by_place = _ARGUMENTS[: len(args)]
+    by_place = OPTIONS[: max(0, len(args) - 1)]  # after the module
     return {**{name: value for name, value in (_defaults or {}).items() if name not in by_place}, **kwargs}

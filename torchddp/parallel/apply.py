@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import functools
 from collections.abc import Callable
 from typing import Any, TypeAlias, overload
@@ -16,6 +15,7 @@ from torch.optim import Optimizer
 
 from torchddp import _torch
 from torchddp.composable import replicate
+from torchddp.ddp.former_names import SETTINGS
 from torchddp.ddp.module import DistributedDataParallel
 from torchddp.optim import OSS
 from torchddp.parallel import fully, groups
@@ -120,24 +120,27 @@ def _shard_states(
 
 def _wrapper_options(config: ParallelConfig) -> dict[str, Any]:
     """`ParallelConfig.ddp`, with values that files can't hold converted from what they do hold."""
-    options = dict(config.ddp)
-    timeout = options.get("timeout")
-    if isinstance(timeout, int | float) and not isinstance(timeout, bool):
-        options["timeout"] = datetime.timedelta(seconds=timeout)
-    for name, allowed in _DTYPE_OPTIONS.items():
-        dtype = options.get(name)
-        if isinstance(dtype, str):
-            if dtype not in allowed:
-                raise ValueError(f"ddp.{name}: got '{dtype}', allowed: {', '.join(allowed)}, none")
-            options[name] = getattr(torch, dtype)
-    return options
+    options: dict[str, Any] = {}
+    fields: dict[str, dict[str, Any]] = {}
+    for name, value in config.ddp.items():
+        argument, _, field = name.partition(".")
+        if field:
+            fields.setdefault(argument, {})[field] = _dtype(field, value) if field in _DTYPES else value
+        else:
+            options[name] = value
+    return options | {argument: SETTINGS[argument](**given) for argument, given in fields.items()}
 
 
-_DTYPE_OPTIONS = {
-    "wire_dtype": ("bfloat16", "float16"),
-    "reduce_dtype": ("float32",),
-    "main_grads": ("float32",),
-}
+_DTYPES = {"wire": ("bfloat16", "float16"), "reduce": ("float32",), "main_grads": ("float32",)}
+
+
+def _dtype(name: str, given: str | torch.dtype | None) -> torch.dtype | None:
+    if not isinstance(given, str):
+        return given
+    if given not in _DTYPES[name]:
+        raise ValueError(f"ddp.precision.{name}: got '{given}', allowed: {', '.join(_DTYPES[name])}, none")
+    dtype: torch.dtype = getattr(torch, given)
+    return dtype
 
 
 def _check_optimizer(optimizer: object) -> None:

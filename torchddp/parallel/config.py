@@ -12,7 +12,11 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from torchddp.ddp.checks import Checks
+from torchddp.ddp.former_names import FORMER, SETTINGS
+from torchddp.ddp.grad_precision import Precision
 from torchddp.ddp.module import DistributedDataParallel
+from torchddp.errors import warn_user
 from torchddp.parallel import read
 from torchddp.sharded import ShardedDataParallel
 
@@ -68,8 +72,8 @@ class ParallelConfig:
             modules of the model's lists. (): the model as a whole.
         forward_prefetch, backward_prefetch: with FSDP: number of modules whose parameters are gathered ahead. 0:
             torch's own behavior.
-        ddp: further options of DistributedDataParallel or ShardedDataParallel. ``timeout`` may be given in seconds,
-            ``wire_dtype`` by its name.
+        ddp: further options of DistributedDataParallel or ShardedDataParallel. fields of their ``precision``
+            and ``checks`` may be a table, or options like ``"precision.wire"``; dtypes may be names.
 
     Raises:
         TypeError: a value of the wrong type.
@@ -99,6 +103,8 @@ class ParallelConfig:
         wrap: Any = self.wrap
         if isinstance(wrap, list):  # as in files
             self._set("wrap", tuple(wrap))
+        if isinstance(self.ddp, Mapping):
+            self._set("ddp", _flat(self.ddp))
         _check_types(self)
         _check_together(self)
         self._set("ddp", {name: _plain(value) for name, value in self.ddp.items()})
@@ -169,6 +175,23 @@ def _made(values: Mapping[str, Any], source: str, base: ParallelConfig) -> Paral
         return dataclasses.replace(base, **changes)
     except (TypeError, ValueError) as error:
         raise type(error)(f"{source}: {error}") from None
+
+
+def _flat(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options with the fields of ``precision`` and ``checks`` one by one: ``"precision.wire"``."""
+    flat: dict[str, Any] = {}
+    for name, value in options.items():
+        now = ".".join(FORMER[name]) if name in FORMER else name
+        if now != name:
+            warn_user(f"ddp.{name} is deprecated: use ddp.{now}", FutureWarning)
+        if isinstance(value, Precision | Checks):
+            changed = {item.name: getattr(value, item.name) for item in dataclasses.fields(value)}
+            value = {key: item for key, item in changed.items() if item != getattr(type(value)(), key)}
+        if name in SETTINGS and isinstance(value, Mapping):
+            flat |= {f"{name}.{field}": item for field, item in value.items()}
+        else:
+            flat[now] = value
+    return flat
 
 
 def _plain(value: Any) -> Any:
@@ -263,6 +286,9 @@ def _check_ddp_options(kind: str, options: Mapping[str, Any]) -> None:
     wrapper: type = ShardedDataParallel if kind == "sharded" else DistributedDataParallel
     parameters = inspect.signature(wrapper.__init__).parameters  # type: ignore[misc]
     allowed = [name for name in parameters if name not in _NOT_FOR_USERS]
+    for argument, settings in SETTINGS.items():
+        if argument in allowed:
+            allowed += [f"{argument}.{item.name}" for item in dataclasses.fields(settings)]
     for name in map(str, options):
         if _NOT_FOR_USERS.get(name):
             raise ValueError(f"ddp.{name}: use {_NOT_FOR_USERS[name]} instead")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NoReturn
@@ -11,9 +10,12 @@ import torch
 import torch.distributed as dist
 
 from torchddp import _torch
+from torchddp.ddp.checks import Checks, ChecksChoice, chosen
+from torchddp.ddp.former_names import accepts_former_names
 from torchddp.ddp.model import device_of
 from torchddp.ddp.module import DistributedDataParallel
-from torchddp.ddp.options import TransportChoice, ZeroWeights
+from torchddp.ddp.options import TransportChoice
+from torchddp.durations import Duration
 from torchddp.sharded.oss import OSS
 from torchddp.sharded.parameter_sync import StepHooks
 from torchddp.sharded.policy import ShardedPolicy, agreed_optimizers
@@ -51,8 +53,8 @@ class ShardedDataParallel(DistributedDataParallel):
         reduce_fp16: send float32 gradients as float16, after dividing by the world size: half the bytes, about three
             decimal digits. Sums are rounded to float16 too: once over shared memory and gloo, otherwise as the backend
             does it.
-        transport, timeout, stall_report_s, find_unused_parameters, static_graph, device_ids, weighted, zero_weights: as
-            for DistributedDataParallel.
+        transport, timeout, find_unused_parameters, static_graph, device_ids, weighted: as for DistributedDataParallel.
+        checks: ``stall_report``, ``zero_weights`` and ``traps`` of :class:`torchddp.Checks`, or ``"off"``.
         overlap_gather: False: a step returns once all ranks have the updated parameters. Otherwise they are sent while
             the next forward runs, unless memory is shared.
 
@@ -70,6 +72,7 @@ class ShardedDataParallel(DistributedDataParallel):
             grad.
     """
 
+    @accepts_former_names()
     def __init__(
         self,
         module: torch.nn.Module,
@@ -82,14 +85,13 @@ class ShardedDataParallel(DistributedDataParallel):
         reduce_fp16: bool = False,
         *,
         transport: TransportChoice = "auto",
-        timeout: datetime.timedelta | None = None,
-        stall_report_s: float | None = None,
+        timeout: Duration | None = None,
         find_unused_parameters: bool = False,
         static_graph: bool = False,
         device_ids: list[Any] | None = None,
         overlap_gather: bool = True,
         weighted: bool = False,
-        zero_weights: ZeroWeights = "raise",
+        checks: ChecksChoice = None,
     ) -> None:
         if not dist.is_initialized():
             raise RuntimeError("ShardedDataParallel needs a process group: call init_process_group first")
@@ -103,6 +105,7 @@ class ShardedDataParallel(DistributedDataParallel):
                 raise ValueError(
                     f"reduce_buffer_size must be a number of elements, 0 or more, got {reduce_buffer_size!r}"
                 )
+            _check_checks(chosen(checks))
             optimizers = agreed_optimizers(module, sharded_optimizer, group, agreement)
         # Read while torch's constructor runs, so it must be a plain attribute.
         self._policy = self._shards = ShardedPolicy(
@@ -122,10 +125,9 @@ class ShardedDataParallel(DistributedDataParallel):
             static_graph=static_graph,
             transport=transport,
             timeout=timeout,
-            stall_report_s=stall_report_s,
             forward_sync_buffers=broadcast_buffers,
             weighted=weighted,
-            zero_weights=zero_weights,
+            checks=checks,
             auto_refresh_trainable=auto_refresh_trainable,
         )
         for number, optimizer in enumerate(optimizers):
@@ -244,3 +246,12 @@ class ShardedDataParallel(DistributedDataParallel):
         raise TypeError(
             "a ShardedDataParallel can't be copied or pickled: it belongs to its optimizers. Copy its .module instead"
         )
+
+
+def _check_checks(checks: Checks) -> None:
+    for name in ("nonfinite", "parameters_every", "gradient_stats"):
+        if value := getattr(checks, name):
+            raise ValueError(
+                f"Checks({name}={value!r}) doesn't work with ShardedDataParallel, whose averages are on one rank each; "
+                "stall_report, zero_weights and traps do"
+            )

@@ -118,7 +118,7 @@ std::string non_finite_message(int rank, int64_t step, std::span<const int64_t> 
          "; the model's nonfinite() reports on which rank and when. All ranks raise this at the end of the same "
          "backward. Before continuing, clear the gradients (zero_grad), and check the batch, the learning rate, and "
          "operations such as log, sqrt or a division in the named layers. With a GradScaler, which produces such "
-         "gradients on purpose, use find_nonfinite=True or False.";
+         "gradients on purpose, use Checks(nonfinite=True) or none.";
 }
 
 }  // namespace torchddp::reducer

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import torch
 from accelerate.utils import DistributedDataParallelKwargs
 
 from torchddp import comm_hooks
-from torchddp.ddp.options import DDPOptions
+from torchddp.ddp.former_names import current
+from torchddp.ddp.module import OPTIONS, options_of
 from torchddp.integrations.install import installed
+
+_ACCELERATES = {"device_ids", "output_device"}  # set by Accelerate
 
 
 class TorchDDPKwargs(DistributedDataParallelKwargs):
@@ -33,10 +35,8 @@ class TorchDDPKwargs(DistributedDataParallelKwargs):
     """
 
     def __init__(self, **options: Any) -> None:
-        known = {field.name for field in dataclasses.fields(DDPOptions)} - {"device_ids", "output_device"}
-        if unknown := sorted(options.keys() - known):
-            raise TypeError(f"TorchDDPKwargs has no option {unknown[0]!r}: it takes {', '.join(sorted(known))}")
-        DDPOptions(**options)  # checks the values
+        options = current(options, [*(set(OPTIONS) - _ACCELERATES)], "TorchDDPKwargs")
+        options_of(**options)  # checks the values
         if options.get("comm_hook") is not None:
             comm_hooks.resolve(options["comm_hook"])
         super().__init__()

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -18,18 +16,20 @@ from lightning.pytorch.utilities.exceptions import _augment_message
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
+from torchddp.ddp.former_names import current
 from torchddp.ddp.module import DistributedDataParallel
+from torchddp.durations import Duration, timedelta_of
 from torchddp.integrations.lightning.together import FailsTogether
 
 # Arguments of the wrapper that the strategy sets itself.
-_OF_THE_STRATEGY = frozenset({"self", "module", "sharded_optimizer", "device_ids", "timeout"})
+_OF_THE_STRATEGY = frozenset({"module", "sharded_optimizer", "device_ids", "timeout"})
 
 
 class TorchDDPStrategy(FailsTogether, DDPStrategy):
     """Lightning's DDPStrategy with torchddp's DistributedDataParallel. It takes all of that class's arguments, in its
     order; those not listed here mean what they mean there.
 
-        trainer = Trainer(accelerator="cpu", devices=2, strategy=TorchDDPStrategy(find_nonfinite=True))
+        trainer = Trainer(accelerator="cpu", devices=2, strategy=TorchDDPStrategy(gradient_as_bucket_view=True))
 
     Args:
         ddp_comm_state, ddp_comm_hook, ddp_comm_wrapper: a communication hook with torch's interface, its state, and a
@@ -43,7 +43,7 @@ class TorchDDPStrategy(FailsTogether, DDPStrategy):
             Applies from the creation of the process group to the end of teardown, in ``fit``, ``validate``, ``test``
             and ``predict``.
         kwargs: arguments of `torchddp.DistributedDataParallel`: all of torch's, and ``transport``, ``comm_hook``,
-            ``sync``, ``stall_report_s``, ``find_nonfinite`` and so on.
+            ``sync``, ``precision``, ``checks`` and so on.
 
     Raises:
         TypeError: an unknown argument; raised here rather than when the model is wrapped.
@@ -65,14 +65,14 @@ class TorchDDPStrategy(FailsTogether, DDPStrategy):
         ddp_comm_wrapper: Callable[..., Any] | None = None,
         model_averaging_period: int | None = None,
         process_group_backend: str | None = None,
-        timeout: timedelta | None = default_pg_timeout,
+        timeout: Duration | None = default_pg_timeout,
         start_method: str = "popen",
         *,
         fail_together: bool = True,
         fail_together_grace_s: float | None = 3.0,
         **kwargs: Any,
     ) -> None:
-        _check_options(type(self).__name__, self._wrapper, kwargs)
+        kwargs = _options_of(self, self._wrapper, kwargs)
         _check_hook(ddp_comm_hook, ddp_comm_wrapper, kwargs.get("comm_hook"))
         _check_averaging(model_averaging_period, ddp_comm_state)
         super().__init__(
@@ -86,7 +86,7 @@ class TorchDDPStrategy(FailsTogether, DDPStrategy):
             ddp_comm_wrapper=ddp_comm_wrapper,
             model_averaging_period=model_averaging_period,
             process_group_backend=process_group_backend,
-            timeout=timeout,
+            timeout=timedelta_of(timeout, "timeout"),
             start_method=start_method,
             **kwargs,
         )
@@ -150,14 +150,14 @@ class TorchDDPFabricStrategy(FailsTogether, FabricDDPStrategy):
         checkpoint_io: Any = None,
         precision: Any = None,
         process_group_backend: str | None = None,
-        timeout: timedelta | None = default_pg_timeout,
+        timeout: Duration | None = default_pg_timeout,
         start_method: str = "popen",
         *,
         fail_together: bool = True,
         fail_together_grace_s: float | None = 3.0,
         **kwargs: Any,
     ) -> None:
-        _check_options(type(self).__name__, DistributedDataParallel, kwargs)
+        kwargs = _options_of(self, DistributedDataParallel, kwargs)
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -165,7 +165,7 @@ class TorchDDPFabricStrategy(FailsTogether, FabricDDPStrategy):
             checkpoint_io=checkpoint_io,
             precision=precision,
             process_group_backend=process_group_backend,
-            timeout=timeout,
+            timeout=timedelta_of(timeout, "timeout"),
             start_method=start_method,
             **kwargs,
         )
@@ -182,15 +182,10 @@ def side_stream(device: torch.device) -> Any:
     return torch.cuda.stream(torch.cuda.Stream()) if device.type == "cuda" else nullcontext()
 
 
-def _check_options(strategy: str, wrapper: type, given: Iterable[str]) -> None:
+def _options_of(strategy: object, wrapper: type, given: Mapping[str, Any]) -> dict[str, Any]:
     """TypeError for a name that ``wrapper`` does not take. Lightning's own fail only when the model is wrapped."""
-    known = sorted(set(inspect.signature(wrapper.__init__).parameters) - _OF_THE_STRATEGY)  # type: ignore[misc]
-    for name in given:
-        if name in known:
-            continue
-        near = difflib.get_close_matches(name, known, n=2)
-        hint = f"Did you mean {' or '.join(near)}?" if near else f"It takes its own and: {', '.join(known)}"
-        raise TypeError(f"{strategy} got an argument {name!r} that torchddp.{wrapper.__name__} does not take. {hint}")
+    known = inspect.signature(wrapper).parameters.keys() - _OF_THE_STRATEGY
+    return current(given, sorted(known), type(strategy).__name__)
 
 
 def _check_hook(hook: Any, wrapper: Any, named: Any) -> None:

@@ -1,0 +1,106 @@
+"""The constructor's own arguments: few, declared once, with their former names."""
+
+import datetime
+import inspect
+
+import pytest
+import torch
+
+import torchddp
+from tests.harness import on_ranks
+from tests.models import Mlp, seeded
+from torchddp import DDP, Checks, Precision
+from torchddp.ddp.checks import OFF
+from torchddp.ddp.former_names import FORMER
+from torchddp.diagnose import monitor
+from torchddp.optim import OSS
+
+pytestmark = pytest.mark.beyond_torch("its own arguments")
+TORCHS = inspect.signature(torch.nn.parallel.DistributedDataParallel).parameters
+OURS = {"transport", "comm_hook", "timeout", "sync", "weighted", "precision", "checks", "auto_refresh_trainable"}
+VALUES = {
+    "wire_dtype": torch.bfloat16,
+    "reduce_dtype": torch.float32,
+    "main_grads": torch.float32,
+    "main_grads_as": "grad",
+    "find_nonfinite": "raise",
+    "check_parameters_every": 7,
+    "stall_report_s": 20,
+    "gradient_stats": True,
+    "zero_weights": "zeros",
+}
+
+
+def test_eight_arguments_are_our_own():
+    taken = inspect.signature(DDP).parameters
+    assert [name for name in taken if name in TORCHS] == list(TORCHS)
+    assert taken.keys() - TORCHS.keys() == OURS
+
+
+@on_ranks(1)
+def test_former_names_set_the_fields(rank):
+    assert VALUES.keys() == FORMER.keys()
+    for name, value in VALUES.items():
+        argument, field = FORMER[name]
+        also = {"main_grads": torch.float32} if name == "main_grads_as" else {}
+        with pytest.warns(FutureWarning, match=rf"{name}= is deprecated: pass {argument}=torchddp\.\w+\({field}="):
+            model = DDP(seeded(Mlp), transport="shm", **{name: value}, **also)
+        assert getattr(getattr(model._options, argument), field) == value
+    with pytest.warns(FutureWarning, match="adopt_large_gradients=False has no effect"):
+        DDP(seeded(Mlp), adopt_large_gradients=False)
+    with pytest.warns(FutureWarning, match="stall_report_s"):
+        optimizer = OSS((module := seeded(Mlp)).parameters(), torch.optim.SGD, lr=0.1)
+        assert torchddp.ShardedDataParallel(module, optimizer, stall_report_s=9)._options.checks.stall_report == 9
+    with pytest.warns(FutureWarning, match="gradient_stats"):
+        torchddp.replicate(seeded(Mlp), gradient_stats=True)
+    with pytest.warns(FutureWarning), pytest.raises(TypeError, match="got both checks='off' and find_nonfinite=True"):
+        DDP(seeded(Mlp), checks="off", find_nonfinite=True)
+
+
+@on_ranks(1)
+def test_wrong_arguments_are_explained(rank):
+    module = seeded(Mlp)
+    for call, error, words in (
+        (lambda: DDP(module, transprot="shm"), TypeError, r"keyword argument 'transprot'. Did you mean 'transport'\?"),
+        (lambda: torchddp.replicate(module, mixed_precision=None), TypeError, "use mp_policy="),
+        (lambda: torchddp.replicate(module, find_unusd_parameters=True), TypeError, "Did you mean 'find_unused_param"),
+        (lambda: DDP(module, precision=torch.float32), TypeError, r"must be a torchddp\.Precision or None, got torch"),
+        (lambda: DDP(module, checks="all"), TypeError, "must be a torchddp.Checks, \"off\" or None, got 'all'"),
+        (lambda: DDP(module, timeout="30"), TypeError, "timeout must be a number of seconds, a datetime.timedelta"),
+        (lambda: DDP(module, timeout=-1), ValueError, "timeout"),
+        (lambda: torchddp.replicate(module, precision=Precision(reduce=torch.float32)), ValueError, "PrecisionPolicy"),
+    ):
+        with pytest.raises(error, match=words):
+            call()
+    optimizer = OSS(module.parameters(), torch.optim.SGD, lr=0.1)
+    for checks in (Checks(nonfinite=True), Checks(parameters_every=2), Checks(gradient_stats=True)):
+        with pytest.raises(ValueError, match="doesn't work with ShardedDataParallel"):
+            torchddp.ShardedDataParallel(module, optimizer, checks=checks)
+
+
+@on_ranks(2)
+def test_a_timeout_is_seconds_or_a_timedelta(rank):
+    for timeout in (30, 30.0, datetime.timedelta(seconds=30)):
+        assert DDP(seeded(Mlp), timeout=timeout).session.wait_limit == datetime.timedelta(seconds=30)
+
+
+@pytest.mark.parametrize("by", ["argument", "variable"])
+@on_ranks(2)
+def test_checks_can_be_turned_off(rank, monkeypatch, by):
+    """No observer, no thread, no exchange of numbers, whatever the program asks for."""
+    if by == "variable":
+        monkeypatch.setenv("TORCHDDP_CHECKS", "0")
+    asked_for = "off" if by == "argument" else Checks(nonfinite="raise", parameters_every=1, stall_report=10)
+    model = DDP(seeded(Mlp), checks=asked_for)
+    assert list(model.observers) == [] and model._options.checks == OFF
+    assert not monitor._monitors
+    with pytest.raises(RuntimeError, match="nonfinite"):
+        model.nonfinite()
+    watch = model.session._parameter_watch
+    assert not watch.in_doubt
+
+
+def test_the_variable_is_checked(monkeypatch):
+    monkeypatch.setenv("TORCHDDP_CHECKS", "no")
+    with pytest.raises(ValueError, match=r"TORCHDDP_CHECKS must be 0 \(no checks\), or 1 or empty, got 'no'"):
+        DDP(torch.nn.Linear(2, 2))
