@@ -30,6 +30,7 @@ try:
 
     check_extension()
 
+    from torchddp import _assembly  # noqa: F401  registers what models get from higher rooms
     from torchddp._C import finished_steps
     from torchddp.ddp.checks import Checks
     from torchddp.ddp.grad_precision import Precision

@@ -107,12 +107,12 @@ def test_ddp(rank: int, world_size: int):
     # Its options are passed on.
     config = ParallelConfig.from_cli(["ddp.bucket_cap_mb=0.001", "ddp.transport=c10d", "ddp.timeout=20"])
     model = train(parallelize(seeded(Net), config), rank)
-    with pytest.raises(ValueError, match=r"ddp\.wire_dtype: got 'int3', allowed: bfloat16"):
+    with pytest.raises(ValueError, match=r"ddp\.precision\.wire: got 'int3', allowed: bfloat16"):
         parallelize(seeded(Net), ParallelConfig(ddp={"precision": Precision(wire="int3")}))
     narrow = parallelize(seeded(Net).float(), ParallelConfig(ddp={"precision": Precision(wire=torch.bfloat16)}))
     assert model._get_ddp_logging_data()["bucket_cap_bytes"] == 1048
     assert model.session.wait_limit.total_seconds() == 20.0
-    assert narrow.session.options.wire_dtype == torch.bfloat16
+    assert narrow.session.options.precision.wire == torch.bfloat16
 
 
 @on_ranks(2, 4)

@@ -123,7 +123,7 @@ def test_an_option_that_differs_is_named(rank, world_size):
     }
     for field, value in REFUSED_FIELDS.items():
         mine = partial(given_by_last, rank, world_size, **settings(field, value))
-        cases[field] = partial(train, mine), rf"(precision|checks)\.{field} \(formerly "
+        cases[field] = partial(train, mine), rf"(precision|checks)\.{field} "
     last = rank == world_size - 1
     kind = {"precision": Precision(main_grads=torch.float32, main_grads_as="grad" if last else "main_grad")}
     cases["main_grads_as"] = lambda: train(lambda: torchddp.DDP(WithBuffer(), **kind)), "main_grads_as"

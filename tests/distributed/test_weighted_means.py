@@ -149,7 +149,7 @@ def test_a_step_that_begins_with_gradients(rank, world_size, transport):
     ]
     for options, strategy, kept in each(ways, strategies, [True, False]):
         model = DDP(Net(), transport=transport, bucket_cap_mb=SMALL, **options)
-        where = "main_grad" if "main_grads" in options else "grad"
+        where = "main_grad" if "precision" in options else "grad"
         for step in range(3):
             # What each rank begins with is a multiple of the reference's gradients.
             before = {name: 1.0 * step * grad for name, grad in reference(counts).items()}
@@ -356,7 +356,7 @@ def test_missing_and_wrong_weights(rank):
         (
             partial(DDP, Net(), checks=Checks(zero_weights="skip")),
             ValueError,
-            'zero_weights must be "raise" or "zeros"',
+            'zero_weights=) must be "raise" or "zeros"',
         ),
         (partial(accumulate, model, 3, weights=[1, 2]), ValueError, "a weight for each of the 3 microbatches, got 2"),
         (partial(accumulate, model, 1, weights=[-1]), ValueError, f"rank {rank} must be 0 or more"),

@@ -62,9 +62,9 @@ def test_leaving_the_with_block_restores_the_previous_state() -> None:
 
 
 def test_wrong_defaults_are_refused_at_once() -> None:
-    with pytest.raises(TypeError, match=r"install\(\) got 'transprot'; allowed are .*transport.*comm_hook.*sync"):
+    with pytest.raises(TypeError, match="argument 'transprot'. Did you mean 'transport'"):
         torchddp.install(transprot="shm")
-    with pytest.raises(TypeError, match="'module'; allowed are the arguments of DistributedDataParallel: device_ids"):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'module'"):
         torchddp.install(module=None)
     assert not torchddp.installed()
 

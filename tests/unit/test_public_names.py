@@ -2,13 +2,13 @@
 
 import importlib
 import sys
-from typing import Literal, get_args, get_origin
+from typing import Literal, get_args, get_origin, get_type_hints
 
 import pytest
 
 import torchddp
 from tests.harness import each
-from torchddp.ddp import options
+from torchddp.ddp import grad_precision, options
 from torchddp.ddp.module import options_of
 from torchddp.ddp.options import DDPSyncStrategy
 from torchddp.transport import select
@@ -66,4 +66,5 @@ def test_the_type_of_an_argument_with_fixed_choices_lists_them(code: object, arg
 def test_literal_choices_cover_all_transports_strategies_and_precisions() -> None:
     assert set(get_args(BUILT_IN_TRANSPORTS)) == {"auto", select.C10D, *select._kinds}
     assert set(get_args(options.SyncChoice)) == {strategy.value for strategy in DDPSyncStrategy}
-    assert set(get_args(options.MainGradsAs)) == set(options._PRECISIONS)
+    main_grads_as = get_type_hints(torchddp.Precision)["main_grads_as"]
+    assert set(get_args(main_grads_as)) == set(grad_precision._STORED)

@@ -94,12 +94,13 @@ def _check_capability(value: str) -> None:
 # The package's modules are imported only if the variable is set; most checks read the variable themselves.
 _CHECKS: dict[str, Callable[[str], object] | None] = {
     "TORCHDDP_CACHE_DIR": None,  # any path
+    "TORCHDDP_CHECKS": lambda _: import_module("torchddp.ddp.checks").chosen(None),
     "TORCHDDP_CPU_CAPABILITY": _check_capability,
     "TORCHDDP_HANG_REPORT_DIR": None,  # any path
     "TORCHDDP_HOST_ID": None,  # any text
     "TORCHDDP_INSTALL": lambda value: import_module("torchddp.integrations.install").check_variable(value),
     "TORCHDDP_SHM_LIMIT_MB": lambda _: import_module("torchddp.transport.shm").limit_bytes(),
-    "TORCHDDP_STALL_REPORT_S": lambda _: import_module("torchddp.ddp.options").stall_limit_s(None, math.inf),
+    "TORCHDDP_STALL_REPORT_S": lambda _: import_module("torchddp.ddp.checks").Checks().stall_limit_s(math.inf),
     "TORCHDDP_TRANSPORT": lambda _: import_module("torchddp.transport.select").check_choice("auto"),
 }
 READ_BY_THE_BUILD = frozenset({"TORCHDDP_CUDA", "TORCHDDP_UNITY", "TORCHDDP_WERROR"})

@@ -109,7 +109,9 @@ def replicate(
         ignored_modules: submodules whose parameters and buffers are neither averaged, sent nor compared.
         ignored_params: single parameters to leave out in the same way.
         device_id: a GPU that forward's inputs are moved to; the CPU moves nothing (as in torch's ``replicate``).
-        init_sync and all after it: as for :class:`torchddp.DistributedDataParallel`; of ``precision``, only ``wire``.
+        precision: of :class:`torchddp.Precision`, only ``wire``.
+
+    The other arguments are those of :class:`torchddp.DistributedDataParallel`.
 
     Raises:
         TypeError: an unknown option (named), one that has another name here, or not a module.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
 from collections.abc import Callable, Collection, Mapping
@@ -38,7 +37,7 @@ _NOW: Final = {now: former for former, now in FORMER.items()}
 def label(argument: str, field: str) -> str:
     """The field of an argument, in words that a program with the former name recognizes too."""
     former = _NOW.get((argument, field))
-    return f"{argument}.{field}" + (f" (formerly {former})" if former else "")
+    return f"{argument}.{field}" + ("" if former in (field, None) else f" (formerly {former})")
 
 
 def accepts_former_names(**instead: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -87,6 +86,8 @@ def current(
                 raise TypeError(f"{who}() got both {argument}={before!r} and {name}={value!r}: leave one out")
             options[argument] = replace(before, **{field: value})
         else:
+            import difflib
+
             near = difflib.get_close_matches(name, known, n=1)
             hint = f". Did you mean {near[0]!r}?" if near else ""
             raise TypeError(f"{who}() got an unexpected keyword argument {name!r}{hint}")

@@ -14,6 +14,19 @@ import torch.distributed as dist
 from torchddp import _torch
 
 Hook = Callable[[Any, Any], Any]
+_resolver: Callable[[object], tuple[object, Hook]] | None = None
+
+
+def set_resolver(resolver: Callable[[object], tuple[object, Hook]]) -> None:
+    """Say how a constructor's ``comm_hook`` becomes a state and a hook; names of hooks are known in a higher room."""
+    global _resolver
+    _resolver = resolver
+
+
+def resolve(hook: object) -> tuple[object, Hook]:
+    """The state and the hook of a constructor's ``comm_hook``. TypeError or ValueError for what is none."""
+    assert _resolver is not None, "import torchddp sets it"
+    return _resolver(hook)
 
 
 @runtime_checkable

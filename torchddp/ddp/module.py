@@ -20,7 +20,7 @@ from torchddp.ddp.checks import RAISE, ChecksChoice
 from torchddp.ddp.former_names import accepts_former_names
 from torchddp.ddp.grad_precision import Precision
 from torchddp.ddp.logger import DDPLogger
-from torchddp.ddp.observers import Observers, load
+from torchddp.ddp.observers import Observers
 from torchddp.ddp.options import BucketCap, DDPOptions, DDPSyncStrategy, SyncChoice, TransportChoice
 from torchddp.ddp.same_model import ModelDescription, agree_on_model
 from torchddp.ddp.session import ReducerPolicy, ReducerSession
@@ -169,7 +169,7 @@ class DistributedDataParallel(TorchDDP):
         # attributes are set before it.
         with Agreement(self._policy.who, ranks, model.device_of(module)) as self._construction:
             options = DDPOptions({name: given[name] for name in OPTIONS})
-            self._coming_hooks = [] if comm_hook is None else [load("torchddp.comm_hooks:resolve")(comm_hook)]
+            self._coming_hooks = [] if comm_hook is None else [hooks.resolve(comm_hook)]
             model.check_not_fake(module)
             inner = model.wrapped_inside(module)
             self._options = options.kept()

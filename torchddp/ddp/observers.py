@@ -1,7 +1,7 @@
 """Observers of a model's steps: bucket planning, checks, hang reports, and whatever a program adds.
 
-To add one, write a class with the methods of `StepObserver` and register it with one line below, or from outside the
-package with `register`. The module and the session use observers only through these methods.
+To add one, write a class with the methods of `StepObserver` and register it with one line in `torchddp/_assembly.py`,
+or from outside the package with `register`. The module and the session use observers only through these methods.
 """
 
 from __future__ import annotations
@@ -83,21 +83,6 @@ def register(
 def unregister(name: str) -> None:
     """Stop giving this observer to new models. KeyError if there is none of that name."""
     del _registered[name]
-
-
-# In the order in which they are notified of a step.
-register("find_nonfinite", "torchddp.diagnose.nonfinite:NonFiniteFinder", lambda o: bool(o.checks.nonfinite))
-register("check_parameters", "torchddp.diagnose.parameters:ParameterCheck", lambda o: bool(o.checks.parameters_every))
-register(
-    "hang_reports", "torchddp.diagnose.hang_reports:HangReports", lambda o: o.checks.reports_stalls, is_optional=True
-)
-register("bucket_planning", "torchddp.plan.auto_plan:BucketPlanning", lambda o: o.plans_buckets)
-register(
-    "changed_gradients",
-    "torchddp.diagnose.changed_gradients:ChangedGradients",
-    lambda o: o.checks.traps,
-    is_optional=True,
-)
 
 
 class Observers:
