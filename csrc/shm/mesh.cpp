@@ -248,7 +248,7 @@ class Handshake {
     throw_unavailable("could not send the shared segment to " + local_rank(rank));
   }
 
-  // Either we were mistaken for a stranger or the rank is gone; connecting again will tell.
+  // Either we were mistaken for another program or the rank is gone; connecting again will tell.
   void hear_no_more(size_t rank) {
     others_[rank].obstacle = "it hung up";
     others_[rank].peer.socket = Fd();
@@ -316,7 +316,7 @@ class Handshake {
     if (received.hello.rank <= hello_.rank || rank >= others_.size() || others_[rank].peer.socket ||
         !std::equal(received.hello.address.begin(), received.hello.address.end(), addresses_[rank].begin(),
                     addresses_[rank].end())) {
-      return;  // a stranger
+      return;  // another program
     }
     others_[rank].peer.socket = std::move(socket);
     know(rank, received);

@@ -17,6 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostL
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from torchddp.ddp.former_names import current
+from torchddp.ddp.grad_precision import Precision
 from torchddp.ddp.module import DistributedDataParallel
 from torchddp.durations import Duration, timedelta_of
 from torchddp.integrations.lightning.together import FailsTogether
@@ -133,6 +134,7 @@ class TorchDDPFabricStrategy(FailsTogether, FabricDDPStrategy):
     ``fabric.no_backward_sync`` is our ``no_sync``. Communication hooks: ``comm_hook=``, a name or ``(state, hook)``.
 
     Args:
+        precision: Fabric's plugin, or a `torchddp.Precision` for the wrapper.
         timeout: for the process group, and so for every reduction.
         fail_together, fail_together_grace_s: see `TorchDDPStrategy`; applies to the function passed to
             ``fabric.launch``. A script that calls ``launch()`` without one enters :func:`torchddp.fail_together`.
@@ -158,6 +160,9 @@ class TorchDDPFabricStrategy(FailsTogether, FabricDDPStrategy):
         **kwargs: Any,
     ) -> None:
         kwargs = _options_of(self, DistributedDataParallel, kwargs)
+        reduced_in = kwargs.pop("precision", None)
+        if isinstance(precision, Precision):
+            precision, reduced_in = None, precision
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -169,6 +174,7 @@ class TorchDDPFabricStrategy(FailsTogether, FabricDDPStrategy):
             start_method=start_method,
             **kwargs,
         )
+        self._ddp_kwargs["precision"] = reduced_in
         self._choose_failing(fail_together, fail_together_grace_s)
 
     def setup_module(self, module: torch.nn.Module) -> TorchDDP:
