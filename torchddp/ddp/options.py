@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 
+from torchddp._torch import MixedPrecision
 from torchddp.ddp.grad_precision import MAIN_GRAD, GradPrecision, MainGrads, ReducedWide, WideGrads
 from torchddp.errors import warn_user
 from torchddp.transport import select
@@ -179,9 +180,9 @@ class DDPOptions:
     gradient_as_bucket_view: bool | None = field(default=None, metadata=_OWN)
     static_graph: bool = False
     # Of these two, the names are compared: they are ignored by the reducer.
-    delay_all_reduce_named_params: Any = field(default=None, metadata=_OWN)
-    param_to_hook_all_reduce: Any = field(default=None, metadata=_OWN)
-    mixed_precision: Any = None
+    delay_all_reduce_named_params: Sequence[tuple[str, torch.nn.Parameter]] | None = field(default=None, metadata=_OWN)
+    param_to_hook_all_reduce: torch.nn.Parameter | None = field(default=None, metadata=_OWN)
+    mixed_precision: MixedPrecision | None = None
     device_mesh: DeviceMesh | None = field(default=None, metadata=_OWN)
     skip_all_reduce_unused_params: bool = False
     bucket_cap_mb_list: Sequence[float] | None = field(default=None, metadata=_RANK_0S)
