@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import torch
 from accelerate.utils import DistributedDataParallelKwargs
@@ -32,21 +31,22 @@ class TorchDDPKwargs(DistributedDataParallelKwargs):
         RuntimeError: in ``prepare()``, torchddp is not installed.
     """
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, **options: object) -> None:
         known = {field.name for field in dataclasses.fields(DDPOptions)} - {"device_ids", "output_device"}
         if unknown := sorted(options.keys() - known):
             raise TypeError(f"TorchDDPKwargs has no option {unknown[0]!r}: it takes {', '.join(sorted(known))}")
-        DDPOptions(**options)  # checks the values
+        DDPOptions.of(options)  # checks the values
         if options.get("comm_hook") is not None:
             comm_hooks.resolve(options["comm_hook"])
         super().__init__()
-        self._options = options
+        self._options: dict[str, object] = options
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        return DistributedDataParallelKwargs  # Accelerate looks handlers up by their exact class
+        kind: type = DistributedDataParallelKwargs
+        return kind  # Accelerate looks handlers up by their exact class
 
-    def to_kwargs(self) -> dict[str, Any]:
+    def to_kwargs(self) -> dict[str, object]:
         """Accelerate passes these to torch's class."""
         if not installed():
             raise RuntimeError("TorchDDPKwargs has options of torchddp's class: call torchddp.install() first")

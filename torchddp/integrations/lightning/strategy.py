@@ -5,14 +5,19 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from lightning.fabric.accelerators import Accelerator as FabricAccelerator
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.plugins import Precision as FabricPrecision
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy
+from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.overrides.distributed import _register_ddp_comm_hook
+from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import _augment_message
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
@@ -21,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torchddp.ddp.module import DistributedDataParallel
 from torchddp.integrations.lightning.together import FailsTogether
 
+StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 # Arguments of the wrapper that the strategy sets itself.
 _OF_THE_STRATEGY = frozenset({"self", "module", "sharded_optimizer", "device_ids", "timeout"})
 
@@ -55,22 +61,22 @@ class TorchDDPStrategy(FailsTogether, DDPStrategy):
 
     def __init__(
         self,
-        accelerator: Any = None,
+        accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
-        cluster_environment: Any = None,
-        checkpoint_io: Any = None,
-        precision_plugin: Any = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
         ddp_comm_state: object | None = None,
         ddp_comm_hook: Callable[..., Any] | None = None,
         ddp_comm_wrapper: Callable[..., Any] | None = None,
         model_averaging_period: int | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
-        start_method: str = "popen",
+        start_method: StartMethod = "popen",
         *,
         fail_together: bool = True,
         fail_together_grace_s: float | None = 3.0,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> None:
         _check_options(type(self).__name__, self._wrapper, kwargs)
         _check_hook(ddp_comm_hook, ddp_comm_wrapper, kwargs.get("comm_hook"))
@@ -144,18 +150,18 @@ class TorchDDPFabricStrategy(FailsTogether, FabricDDPStrategy):
 
     def __init__(
         self,
-        accelerator: Any = None,
+        accelerator: FabricAccelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
-        cluster_environment: Any = None,
-        checkpoint_io: Any = None,
-        precision: Any = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision: FabricPrecision | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
-        start_method: str = "popen",
+        start_method: StartMethod = "popen",
         *,
         fail_together: bool = True,
         fail_together_grace_s: float | None = 3.0,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> None:
         _check_options(type(self).__name__, DistributedDataParallel, kwargs)
         super().__init__(
@@ -177,7 +183,7 @@ class TorchDDPFabricStrategy(FailsTogether, FabricDDPStrategy):
             return DistributedDataParallel(module, device_ids=self._determine_ddp_device_ids(), **self._ddp_kwargs)
 
 
-def side_stream(device: torch.device) -> Any:
+def side_stream(device: torch.device) -> AbstractContextManager[object]:
     """A context on the stream on which torch requires wrapping if a step may be captured in a CUDA graph."""
     return torch.cuda.stream(torch.cuda.Stream()) if device.type == "cuda" else nullcontext()
 
@@ -193,7 +199,7 @@ def _check_options(strategy: str, wrapper: type, given: Iterable[str]) -> None:
         raise TypeError(f"{strategy} got an argument {name!r} that torchddp.{wrapper.__name__} does not take. {hint}")
 
 
-def _check_hook(hook: Any, wrapper: Any, named: Any) -> None:
+def _check_hook(hook: object, wrapper: object, named: object) -> None:
     if hook is not None and named is not None:
         raise ValueError("TorchDDPStrategy got two communication hooks, ddp_comm_hook and comm_hook: leave one out")
     if hook is None and wrapper is not None:
