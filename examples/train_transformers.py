@@ -29,7 +29,7 @@ from examples.gpt.errors import ExampleError
 BLOCK = 32
 
 
-class Windows(torch.utils.data.Dataset):
+class Windows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     """Non-overlapping windows of ``BLOCK`` bytes."""
 
     def __init__(self, text: torch.Tensor) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torchddp.ddp import model
+from torchddp.ddp import wrapper
 from torchddp.ddp.session import ReducerSession
 from torchddp.sharded.written_options import WrittenOptions
 from torchddp.transport import shm, store
@@ -41,7 +41,7 @@ def hooks_see_averages() -> None:
 
 
 def wrappers_do_not_know_each_other() -> None:
-    model.link_wrappers = nothing
+    wrapper.link_wrappers = nothing
 
 
 def options_are_not_compared() -> None:

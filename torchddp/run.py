@@ -18,7 +18,6 @@ import runpy
 import sys
 from collections.abc import Sequence
 from types import CodeType, ModuleType
-from typing import Any
 
 from torchddp.harness.srun import set_rank_variables
 from torchddp.integrations import install
@@ -87,7 +86,7 @@ def _first_on_path(folder: str) -> None:
         sys.path[0] = folder
 
 
-def _run(code: CodeType, **attributes: Any) -> None:
+def _run(code: CodeType, **attributes: object) -> None:
     """Run as `__main__` and leave it in place: pickled functions and later processes look there."""
     module = ModuleType("__main__")
     module.__dict__.update({"__builtins__": __builtins__, "__loader__": None, "__package__": None, "__spec__": None})

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from torchddp import _C
+from torchddp._torch import TorchWrapper
 
 __all__ = ["OUTER", "Traffic", "of_model", "text_of", "total_wire_bytes"]
 
@@ -28,7 +28,7 @@ class Traffic:
     wire_bytes: int | None
 
 
-def of_model(model: Any) -> dict[str, Traffic]:
+def of_model(model: TorchWrapper) -> dict[str, Traffic]:
     """What this rank sent for gradients in the model's last finished synchronized step, by transport. Not collective.
 
     * ``"c10d"``, ``"nccl"``: computed for ring algorithms, 2 (W-1)/W of the payload for an all-reduce over W ranks,

@@ -111,7 +111,8 @@ class Given(nn.Module):
         self.gradients = list(gradients)
 
     def forward(self) -> Tensor:
-        given = [_Give.apply(weight, grad) for weight, grad in zip(self.weights, self.gradients, strict=True)]
+        pairs = zip(self.weights, self.gradients, strict=True)
+        given = [_Give.apply(weight, grad) for weight, grad in pairs]  # type: ignore[no-untyped-call]
         return torch.stack(given).sum()
 
 

@@ -238,4 +238,5 @@ def _check_levels(levels: Sequence[tuple[int, int]], world_size: int) -> None:
 def _group_of_neighbors(size: int, process_group: dist.ProcessGroup) -> dist.ProcessGroup:
     ranks = dist.get_process_group_ranks(process_group)
     first = process_group.rank() // size * size
-    return dist.new_group(ranks[first : first + size], use_local_synchronization=True)
+    group: dist.ProcessGroup = dist.new_group(ranks[first : first + size], use_local_synchronization=True)
+    return group

@@ -20,9 +20,9 @@ class OptimizerWrapper(Optimizer, abc.ABC):
     Learning rate schedulers and hooks accept either optimizer.
     """
 
-    param_groups: Any = property(attrgetter("_inner.param_groups"))
-    state: Any = property(attrgetter("_inner.state"))
-    defaults: Any = property(attrgetter("_inner.defaults"))
+    param_groups = property(attrgetter("_inner.param_groups"))
+    state = property(attrgetter("_inner.state"))
+    defaults = property(attrgetter("_inner.defaults"))
 
     def __init__(self, optimizer: Optimizer) -> None:
         who, given = type(self).__name__, type(optimizer).__name__
@@ -54,7 +54,7 @@ class OptimizerWrapper(Optimizer, abc.ABC):
     def zero_grad(self, set_to_none: bool = True) -> None:
         self._inner.zero_grad(set_to_none)
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Step the inner optimizer, then do what is due. Collective in some steps. Raises TransportError."""
         loss = self._inner.step() if closure is None else self._inner.step(closure)
         self.after_step()

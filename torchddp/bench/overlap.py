@@ -57,8 +57,9 @@ class Replay(nn.Module):
             self.register_buffer(f"buffer{index}", buffer.detach().clone())
         self.recorded = Recorded(gradient.detach().clone() for gradient in gradients)
 
-    def forward(self, *_batch: Any, **_more: Any) -> Tensor:
-        return _HandOut.apply(self.recorded, *self.weights)
+    def forward(self, *_batch: object, **_more: object) -> Tensor:
+        loss: Tensor = _HandOut.apply(self.recorded, *self.weights)  # type: ignore[no-untyped-call]
+        return loss
 
 
 def build_replays(job: Job, runners: Sequence[timing.Runner]) -> list[timing.Runner]:

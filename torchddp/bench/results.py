@@ -36,7 +36,7 @@ def model_fields(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def model_result(
-    case: str, raw: dict[str, Any], world_size: int, rows: list[dict[str, Any]], **about: Any
+    case: str, raw: dict[str, Any], world_size: int, rows: list[dict[str, Any]], **about: object
 ) -> dict[str, Any]:
     """The result of one model, ready for the table and for JSON."""
     return {"case": case, **model_fields(raw), "world_size": world_size, **about, "variants": rows}

@@ -33,7 +33,7 @@ class Beginning:
     original: nn.Module
     loss: Callable[[Any], Tensor]
 
-    def step(self, batch: Any, world_size: int = 1) -> list[float]:
+    def step(self, batch: object, world_size: int = 1) -> list[float]:
         """Build the variant, run two steps, drop it; times in ms of the constructor (0: bare model) and each step."""
         constructor_ms = 0.0
 

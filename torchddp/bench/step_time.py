@@ -34,7 +34,7 @@ class TrainingRunner(Runner):
     def __post_init__(self) -> None:
         self.optimizer = torch.optim.SGD((p for p in self.module.parameters() if p.requires_grad), lr=0.0)
 
-    def step(self, batch: Any, world_size: int = 1) -> float:
+    def step(self, batch: object, world_size: int = 1) -> float:
         """Zero gradients, forward, backward, SGD step; wall time in ms. `world_size` ranks start it together."""
         start_together(world_size)
         start_ns = time.perf_counter_ns()

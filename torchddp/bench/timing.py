@@ -61,7 +61,7 @@ def start_together(world_size: int) -> None:
 class Steps(Protocol):
     """Anything whose steps can be timed."""
 
-    def step(self, batch: Any, world_size: int = 1) -> Any:
+    def step(self, batch: Any, world_size: int = 1) -> object:
         """Run one step and return its time, or times."""
 
 
@@ -83,7 +83,7 @@ class Runner:
     # Maps the module's output to the loss.
     loss: Callable[[Any], Tensor] = output_is_loss
 
-    def step(self, batch: Any, world_size: int = 1) -> float:
+    def step(self, batch: object, world_size: int = 1) -> float:
         """Run one forward and backward and return their wall time in ms. `world_size` ranks start it together."""
         # Not timed: its cost belongs to the optimizer and is the same for every variant.
         self.module.zero_grad(set_to_none=True)
@@ -144,7 +144,7 @@ def two_batches(job: Job, model_name: str) -> list[Any]:
 
 
 def check_gradients(
-    job: Job, model_name: str, runners: Sequence[AnyRunner], batch: Any, tolerance: float = RELATIVE_TOLERANCE
+    job: Job, model_name: str, runners: Sequence[AnyRunner], batch: object, tolerance: float = RELATIVE_TOLERANCE
 ) -> None:
     """Compare each variant's gradients with the mean over ranks of the bare model's; raise `WrongGradientsError`."""
     local = next(runner for runner in runners if runner.variant.role is Role.LOCAL)
@@ -163,7 +163,7 @@ def check_gradients(
             _compare(runner.variant, model_name, name, want, got, tolerance)
 
 
-def _same_step(runner: AnyRunner, batch: Any, job: Job) -> None:
+def _same_step(runner: AnyRunner, batch: object, job: Job) -> None:
     # With dropout, steps are equal only if they draw the same random numbers.
     torch.manual_seed(job.seed)
     runner.step(batch)
@@ -178,7 +178,7 @@ def _compare(variant: Variant, model_name: str, name: str, want: Tensor, got: Te
         raise WrongGradientsError(f"{where}: off by {error:.3g}, while the largest gradient is {scale:.3g}")
 
 
-def one_round(runners: Sequence[Steps], batch: Any, order: list[int], world_size: int) -> list[Any]:
+def one_round(runners: Sequence[Steps], batch: object, order: list[int], world_size: int) -> list[Any]:
     """Run one step of every variant in the given order; return the steps' results by variant."""
     step_ms: list[Any] = [None] * len(runners)
     for index in order:
@@ -206,14 +206,14 @@ def agreed(number: int, device: str = "cpu") -> int:
     return int(shared.item())
 
 
-def gathered(value: Any) -> list[Any]:
+def gathered(value: object) -> list[Any]:
     """Collective: every rank's value."""
     by_rank: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(by_rank, value)
     return by_rank
 
 
-def warm_up(runners: Sequence[Steps], batch: Any, job: Job) -> None:
+def warm_up(runners: Sequence[Steps], batch: object, job: Job) -> None:
     """Collective: run steps until all variants are in a steady state."""
     order = list(range(len(runners)))
     start_s = time.monotonic()
@@ -237,7 +237,7 @@ def no_collections() -> Iterator[None]:
 
 
 def timed_rounds(
-    runners: Sequence[Steps], batch: Any, job: Job, report: Report, decisions: int = MAX_ROUNDS
+    runners: Sequence[Steps], batch: object, job: Job, report: Report, decisions: int = MAX_ROUNDS
 ) -> np.ndarray:
     """This rank's step times, [variant, round]; [clock, variant, round] if a step has several times.
 

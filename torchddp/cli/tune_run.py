@@ -115,7 +115,7 @@ class _Runner:
     settle: Callable[[], None]
     plan: _C.BucketPlan
 
-    def step(self, batch: Any, world_size: int = 1) -> float:
+    def step(self, batch: object, world_size: int = 1) -> float:
         subject = self.subject
         subject.model.reducer.adopt_plan(self.plan)
         for _ in range(SETTLING_STEPS):

@@ -35,7 +35,7 @@ NAMES: dict[str, Callable[[], CommHook]] = {
 }
 
 
-def resolve(spec: Any) -> tuple[Any, Callable[..., Any]]:
+def resolve(spec: object) -> tuple[object, Callable[..., Any]]:
     """The ``(state, hook)`` that ``register_comm_hook`` takes.
 
     Args:
@@ -53,7 +53,7 @@ def resolve(spec: Any) -> tuple[Any, Callable[..., Any]]:
     if isinstance(spec, type) and issubclass(spec, CommHook):
         raise TypeError(f"comm_hook takes a hook, not its class: write {spec.__name__}()")
     if isinstance(spec, tuple) and len(spec) == 2 and callable(spec[1]):
-        return spec
+        return spec[0], spec[1]
     if callable(spec):
         return None, spec
     raise TypeError(

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from typing_extensions import Unpack
 
 from torchddp import _torch
 from torchddp.comm_hooks.exchange import Hierarchical
-from torchddp.comm_hooks.hook import CommHook, Setup
+from torchddp.comm_hooks.hook import CommHook, HookOptions, Setup
 from torchddp.comm_hooks.layout import Layout, Piece, Slot
 
 # A glob on names, "norms", "biases", "vectors", a module class, or a function of name and parameter.
@@ -117,7 +118,7 @@ class PerParameter(CommHook):
             hook._load_state(part)
 
 
-def without_norms_and_biases(hook: CommHook, **options: Any) -> PerParameter:
+def without_norms_and_biases(hook: CommHook, **options: Unpack[HookOptions]) -> PerParameter:
     """``hook`` for everything except normalization layers and biases, which are small and sensitive and are summed in
     fp32.
 
@@ -216,7 +217,7 @@ def cast_around_torch(
     """
     _checked(dtype)
 
-    def cast_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def cast_hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         whole = bucket.buffer()
         bucket.set_buffer(whole.to(dtype))
 

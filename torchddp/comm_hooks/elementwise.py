@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from typing_extensions import Unpack
+
 from torchddp.comm_hooks.compressed_sum import server_shard, sum_compressed
-from torchddp.comm_hooks.hook import CommHook
+from torchddp.comm_hooks.hook import CommHook, HookOptions
 from torchddp.comm_hooks.layout import Piece, Residuals, check_names
 
 
@@ -19,7 +21,7 @@ class Quantized(CommHook):
     gradients' size (shared by a host's ranks), and of 1/W of it for sums.
     """
 
-    def __init__(self, format: str, error_feedback: bool = True, **options: Any) -> None:
+    def __init__(self, format: str, error_feedback: bool = True, **options: Unpack[HookOptions]) -> None:
         super().__init__(**options)
         self.format = format
         self.error_feedback = error_feedback
@@ -78,7 +80,9 @@ class Cast(Quantized):
         ValueError: another format.
     """
 
-    def __init__(self, format: Literal["fp16", "bf16"], error_feedback: bool = False, **options: Any) -> None:
+    def __init__(
+        self, format: Literal["fp16", "bf16"], error_feedback: bool = False, **options: Unpack[HookOptions]
+    ) -> None:
         if format not in ("fp16", "bf16"):
             raise ValueError(f"Cast takes 'fp16' or 'bf16', got {format!r}")
         super().__init__(format, error_feedback, **options)
@@ -87,14 +91,14 @@ class Cast(Quantized):
 class FP16(Cast):
     """Sends gradients as float16 (:class:`Cast`), which has 10 bits of mantissa and a small range."""
 
-    def __init__(self, error_feedback: bool = False, **options: Any) -> None:
+    def __init__(self, error_feedback: bool = False, **options: Unpack[HookOptions]) -> None:
         super().__init__("fp16", error_feedback, **options)
 
 
 class BF16(Cast):
     """Sends gradients as bfloat16 (:class:`Cast`), which has 7 bits of mantissa and the range of fp32."""
 
-    def __init__(self, error_feedback: bool = False, **options: Any) -> None:
+    def __init__(self, error_feedback: bool = False, **options: Unpack[HookOptions]) -> None:
         super().__init__("bf16", error_feedback, **options)
 
 
@@ -106,7 +110,7 @@ class Int8(Quantized):
         model = torchddp.DistributedDataParallel(module, comm_hook=torchddp.comm_hooks.Int8())
     """
 
-    def __init__(self, error_feedback: bool = True, **options: Any) -> None:
+    def __init__(self, error_feedback: bool = True, **options: Unpack[HookOptions]) -> None:
         super().__init__("int8", error_feedback, **options)
 
 
@@ -118,5 +122,5 @@ class Int4(Quantized):
         model = torchddp.DistributedDataParallel(module, comm_hook=torchddp.comm_hooks.Int4())
     """
 
-    def __init__(self, error_feedback: bool = True, **options: Any) -> None:
+    def __init__(self, error_feedback: bool = True, **options: Unpack[HookOptions]) -> None:
         super().__init__("int4", error_feedback, **options)

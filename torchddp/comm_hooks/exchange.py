@@ -18,7 +18,7 @@ import datetime
 import logging
 import weakref
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -99,7 +99,7 @@ class Exchange:
 
     def __init__(
         self,
-        process_group: Any,
+        process_group: dist.ProcessGroup,
         device: torch.device,
         hierarchical: Hierarchical = "auto",
         timeout: datetime.timedelta | None = None,
@@ -254,15 +254,19 @@ def shard_numel(numel: int, count: int) -> int:
     return -(-numel // (count * alignment)) * alignment
 
 
-def new_group(ranks: list[int], device: torch.device, timeout: datetime.timedelta, among_them: bool = False) -> Any:
+def new_group(
+    ranks: list[int], device: torch.device, timeout: datetime.timedelta, among_them: bool = False
+) -> dist.ProcessGroup:
     """A process group of these ranks of the default group, for tensors on ``device``. Collective among them."""
     # The name of a locally synchronized group depends on how many groups a rank has; a group of all ranks avoids that.
     among_them = among_them or len(ranks) < dist.get_world_size()
     backend = "gloo" if device.type == "cpu" else None
-    return dist.new_group(sorted(ranks), timeout=timeout, backend=backend, use_local_synchronization=among_them)
+    members = sorted(ranks)
+    group: dist.ProcessGroup = dist.new_group(members, timeout, backend, use_local_synchronization=among_them)
+    return group
 
 
-def _hosts_to_sum_in(group: Any, hierarchical: Hierarchical) -> list[list[int]]:
+def _hosts_to_sum_in(group: dist.ProcessGroup, hierarchical: Hierarchical) -> list[list[int]]:
     """The ranks of each host, by their rank in the group; empty if every rank counts as a host."""
     if hierarchical not in (True, False, "auto"):
         raise ValueError(f"hierarchical must be True, False or 'auto', got {hierarchical!r}")

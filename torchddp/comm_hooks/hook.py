@@ -8,12 +8,13 @@ import datetime
 import weakref
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from torchddp._torch import TorchWrapper
 from torchddp.comm_hooks.compressed_sum import sum_over_ranks
 from torchddp.comm_hooks.exchange import Exchange, Hierarchical
 from torchddp.comm_hooks.layout import Layout, Piece, layout_of
@@ -58,11 +59,18 @@ class _Step:
 class _Attachment:
     """State that belongs to one model."""
 
-    model: weakref.ReferenceType[Any]
-    process_group: Any
+    model: weakref.ReferenceType[TorchWrapper]
+    process_group: dist.ProcessGroup
     names: dict[int, str]
     worker: Worker
     layouts: dict[tuple[int, ...], Layout] = field(default_factory=dict)
+
+
+class HookOptions(TypedDict, total=False):
+    """Arguments of every hook: see :class:`CommHook`."""
+
+    hierarchical: Hierarchical
+    timeout: datetime.timedelta | None
 
 
 class CommHook(abc.ABC):
@@ -91,12 +99,12 @@ class CommHook(abc.ABC):
 
     # Whether it only sends exact sums, so that it works where nothing else is available (torchft's Manager).
     sends_sums_only = False
+    _exchange: Exchange  # once attached
 
     def __init__(self, *, hierarchical: Hierarchical = "auto", timeout: datetime.timedelta | None = None) -> None:
         self.hierarchical = hierarchical
         self.timeout = timeout
         self._attachment: _Attachment | None = None
-        self._exchange: Any = None  # an Exchange, once attached
         self._step = _Step(0)
 
     # --- implemented by each method ---
@@ -149,7 +157,7 @@ class CommHook(abc.ABC):
 
     # --- lifetime ---
 
-    def attach(self, model: Any) -> None:
+    def attach(self, model: TorchWrapper) -> None:
         """Create the hook's process groups. Collective; called by the model when the hook is registered.
 
         Args:
@@ -170,13 +178,13 @@ class CommHook(abc.ABC):
         worker = Worker(f"torchddp {type(self).__name__}")
         self._attachment = _Attachment(weakref.ref(model), model.process_group, names, worker)
 
-    def check(self, model: Any) -> None:
+    def check(self, model: TorchWrapper) -> None:
         """Raise what :meth:`attach` would raise for this rank's model. Not collective."""
         if self._attachment is not None and self._attachment.model() is not model:
             raise RuntimeError(f"this {type(self).__name__} hook belongs to another model: make one for each")
         _check_parameters(_reduced_parameters(model), model)
 
-    def _connect(self, model: Any, parameters: dict[str, nn.Parameter]) -> None:
+    def _connect(self, model: TorchWrapper, parameters: dict[str, nn.Parameter]) -> None:
         if (opens := getattr(model.process_group, "open_exchange", None)) is not None:  # its own kind of exchange
             exchange = opens(self)
         else:
@@ -189,7 +197,7 @@ class CommHook(abc.ABC):
             )
         self._setup(Setup(exchange, parameters, model.module))
 
-    def rebind(self, model: Any) -> None:
+    def rebind(self, model: TorchWrapper) -> None:
         """Continue over the process group that the model has now. Collective among its ranks.
 
         torchddp's ``update_process_group()`` calls it; after torch's, call it yourself. Residuals are sent with the
@@ -215,7 +223,7 @@ class CommHook(abc.ABC):
         attachment.process_group = model.process_group
         attachment.worker = Worker(f"torchddp {type(self).__name__}")
 
-    def follow_parameters(self, model: Any) -> None:
+    def follow_parameters(self, model: TorchWrapper) -> None:
         """Continue with the parameters that are trainable now. Collective. Called by the model's ``refresh_trainable``.
 
         A parameter's residual is kept if name and shape are still the same.
@@ -235,7 +243,7 @@ class CommHook(abc.ABC):
         attachment.names = {id(p): name for name, p in parameters.items()}
         attachment.layouts.clear()
 
-    def _attached_to(self, model: Any) -> _Attachment:
+    def _attached_to(self, model: TorchWrapper) -> _Attachment:
         attachment = self._attachment
         owner = None if attachment is None else attachment.model()
         if attachment is None or owner is None or model is not owner:
@@ -248,15 +256,16 @@ class CommHook(abc.ABC):
             self._attachment.worker.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_attachment": None, "_exchange": None}
+        return {name: value for name, value in self.__dict__.items() if name != "_exchange"} | {"_attachment": None}
 
     # --- a step ---
 
-    def __call__(self, state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def __call__(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """torch's signature; ``state`` is unused. The future holds the bucket's buffer with the averages."""
-        attachment, exchange = self._attachment, self._exchange
+        attachment = self._attachment
         if attachment is None:
             raise RuntimeError(f"{type(self).__name__} was not attached: call hook.attach(model) on all ranks first")
+        exchange = self._exchange
         who = f"{type(self).__name__} on rank {exchange.rank}"
         model = attachment.model()
         if model is not None and model.process_group is not attachment.process_group:
@@ -342,14 +351,14 @@ def _without(state: Any, names: Set[str]) -> Any:
     return [_without(value, names) for value in state] if isinstance(state, list) else state
 
 
-def _reduced_parameters(model: Any) -> dict[str, nn.Parameter]:
+def _reduced_parameters(model: TorchWrapper) -> dict[str, nn.Parameter]:
     ignored = {name.removeprefix(".") for name in model.parameters_to_ignore}
     leaves = getattr(model, "_leaves", {})  # replace DTensor parameters in buckets
     named = model.module.named_parameters()
     return {n: leaves.get(id(p), p) for n, p in named if p.requires_grad and n not in ignored}
 
 
-def _check_parameters(parameters: dict[str, nn.Parameter], model: Any) -> None:
+def _check_parameters(parameters: dict[str, nn.Parameter], model: TorchWrapper) -> None:
     for name, param in parameters.items():
         if param.dtype not in _DTYPES:
             raise TypeError(

@@ -185,7 +185,7 @@ class PowerSGD(CommHook):
         stacked = torch.stack(factors)
         peak = stacked.abs().amax(1, keepdim=True)
         stacked = stacked / peak.masked_fill(peak == 0, 1.0)
-        return stacked / stacked.norm(dim=1, keepdim=True).clamp_min(1e-30)
+        return torch.div(stacked, stacked.norm(dim=1, keepdim=True).clamp_min(1e-30))
 
     def _sum_lefts(self, split: _Split, matrices: list[Tensor], factors: list[Tensor], piece: Piece) -> list[Tensor]:
         """P of all matrices. The same message averages the vectors."""
@@ -274,4 +274,5 @@ def orthonormal(matrices: Tensor) -> Tensor:
     wide = matrices.double()
     peak = wide.abs().amax(-2, keepdim=True)
     wide = wide / peak.masked_fill(peak == 0, 1.0)
-    return torch.linalg.qr(wide).Q.float()
+    directions: Tensor = torch.linalg.qr(wide).Q
+    return directions.float()

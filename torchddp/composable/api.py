@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -184,7 +184,10 @@ def unreplicate(module: M) -> M:
 
 
 def _install(
-    module: Any, engine: ReplicateEngine, policy: Any, parameters: Callable[[], Mapping[str, torch.nn.Parameter]]
+    module: torch.nn.Module,
+    engine: ReplicateEngine,
+    policy: MixedPrecisionPolicy,
+    parameters: Callable[[], Mapping[str, torch.nn.Parameter]],
 ) -> None:
     def mark(marked: torch.nn.Module) -> torch.nn.Module:
         make_replicated(marked)
@@ -202,7 +205,7 @@ def _differing_dtype(dtype: torch.dtype | None, parameters: Iterable[torch.Tenso
     return None if dtype is None or trained == {dtype} else dtype
 
 
-def _device_ids(device_id: Any, parameters: Iterable[torch.Tensor]) -> list[Any] | None:
+def _device_ids(device_id: object, parameters: Iterable[torch.Tensor]) -> list[int | torch.device] | None:
     if device_id is None:
         return None
     if isinstance(device_id, bool) or not isinstance(device_id, int | torch.device):
@@ -228,7 +231,7 @@ def _ignoring(module: torch.nn.Module, names: set[str]) -> Iterator[None]:
 # --- checks of the arguments; which ranks and parameters ---
 
 
-def _check_module(module: Any) -> None:
+def _check_module(module: object) -> None:
     if not isinstance(module, torch.nn.Module):
         raise TypeError(f"replicate() needs a torch.nn.Module, got {type(module).__name__}")
     kind = type(module).__name__
@@ -306,7 +309,7 @@ def _check_parameters(
             )
     ranks = set(range(dist.get_world_size())) if mesh is None else set(mesh.mesh.flatten().tolist())
     for name, parameter in parameters.items():
-        theirs = set(parameter.device_mesh.mesh.flatten().tolist()) if is_dtensor(parameter) else set()  # type: ignore[attr-defined]
+        theirs = set(parameter.device_mesh.mesh.flatten().tolist()) if is_dtensor(parameter) else set()
         if len(ranks & theirs) > 1:
             raise ValueError(
                 f"parameter {name!r} is a DTensor over ranks {sorted(theirs)}, and replicate() would average over "

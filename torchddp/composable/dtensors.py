@@ -129,7 +129,7 @@ class LocalParameters:
         seen = set(todo)
         reached = []
         while todo:
-            node: Any = todo.pop()
+            node = todo.pop()
             leaf = by_id.get(id(getattr(node, "variable", None)))
             if leaf is not None:
                 reached.append(leaf.view_as(leaf))

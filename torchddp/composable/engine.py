@@ -67,11 +67,11 @@ class ReplicateEngine(DistributedDataParallel):
         self.modules_buffers = [local_of(buffer) for buffer in self.modules_buffers]
         self.named_module_buffers = {name: local_of(b) for name, b in self.named_module_buffers.items()}
 
-    def _search_from(self, output: Any) -> list[torch.Tensor]:
+    def _search_from(self, output: object) -> list[torch.Tensor]:
         outputs = super()._search_from(output)
         return outputs + self._local.reached_from(outputs) if self._local else outputs
 
-    def _post_forward(self, output: Any) -> Any:
+    def _post_forward(self, output: object) -> object:
         output = super()._post_forward(output)
         # Ranks may use different parameters, and averages of parameters that this rank did not use arrive without a
         # hook.
@@ -102,12 +102,12 @@ class ReplicateEngine(DistributedDataParallel):
         self.session.close()
         self.observers.close()
 
-    def join(self, *args: Any, **kwargs: Any) -> NoReturn:
+    def join(self, *args: object, **kwargs: object) -> NoReturn:
         raise RuntimeError(
             f"rank {self.session.rank}: a replicated module can't be used with join(), which needs "
             "a wrapper around the training loop. Give all ranks the same number of batches (torchddp.sync "
             "has even_batches for that), or wrap the model in torchddp.DistributedDataParallel."
         )
 
-    def forward(self, *inputs: Any, **kwargs: Any) -> NoReturn:
+    def forward(self, *inputs: object, **kwargs: object) -> NoReturn:
         raise RuntimeError("call the module that was given to torchddp.replicate(), not its engine")

@@ -8,14 +8,16 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, SupportsIndex, cast
 
 import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 
 from torchddp import _torch
 from torchddp.composable.engine import ReplicateEngine
 from torchddp.composable.precision import ParameterCast, cast_tensors, in_backward
+from torchddp.ddp.module import Inputs
 from torchddp.ddp.weights import LossKind
 
 NAME = "replicate"  # the registry of torch's contract, where fully_shard looks for it
@@ -27,7 +29,7 @@ class ReplicateState(_torch.State):
     """Created by torch's ``contract``, filled by `install`."""
 
     engine: ReplicateEngine
-    policy: Any  # a MixedPrecisionPolicy
+    policy: MixedPrecisionPolicy
     cast: ParameterCast | None
 
     def __init__(self) -> None:
@@ -43,18 +45,18 @@ class ReplicateState(_torch.State):
         self,
         module: torch.nn.Module,
         engine: ReplicateEngine,
-        policy: Any,
+        policy: MixedPrecisionPolicy,
         parameters: Callable[[], Mapping[str, torch.nn.Parameter]],
     ) -> None:
         """``parameters``: returns the module's current replicated parameters."""
         self.engine, self.policy, self.cast = engine, policy, None
+        if (dtype := policy.param_dtype) is not None:
 
-        def cast_anew() -> None:
-            if self.cast is not None:
-                self.cast.remove()
-            self.cast = ParameterCast(module, parameters().values(), policy.param_dtype)
+            def cast_anew() -> None:
+                if self.cast is not None:
+                    self.cast.remove()
+                self.cast = ParameterCast(module, parameters().values(), dtype)
 
-        if policy.param_dtype is not None:
             engine.refreshed = cast_anew
             cast_anew()
         # Outermost on both sides, except for hooks registered later.
@@ -79,7 +81,7 @@ class ReplicateState(_torch.State):
     # --- hooks ---
 
     @_torch.disable_dynamo(recursive=True)
-    def _before_forward(self, module: torch.nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def _before_forward(self, module: torch.nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> Inputs:
         if self._is_open:
             if _calls_itself(module):
                 self._recurses = True
@@ -105,7 +107,7 @@ class ReplicateState(_torch.State):
         return args, kwargs
 
     @_torch.disable_dynamo(recursive=True)
-    def _after_forward(self, module: torch.nn.Module, _args: Any, output: Any) -> Any:
+    def _after_forward(self, module: torch.nn.Module, _args: object, output: object) -> object:
         if self._is_open:
             if self._recurses and _calls_itself(module):
                 return output
@@ -114,7 +116,7 @@ class ReplicateState(_torch.State):
         return cast_tensors(output, self.policy.output_dtype)
 
     @_torch.disable_dynamo(recursive=True)
-    def _after_failure(self, module: torch.nn.Module, _args: Any, _output: Any) -> None:
+    def _after_failure(self, module: torch.nn.Module, _args: object, _output: object) -> None:
         """Also called after success, when there is nothing left to close."""
         if not self._is_open or (self._recurses and _calls_itself(module)):
             return
@@ -125,7 +127,7 @@ class ReplicateState(_torch.State):
 
     # --- what the hooks do ---
 
-    def _cast_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def _cast_inputs(self, args: tuple[object, ...], kwargs: dict[str, object]) -> Inputs:
         if not self.policy.cast_forward_inputs:
             return args, kwargs
         return cast_tensors(args, self.policy.param_dtype), cast_tensors(kwargs, self.policy.param_dtype)
@@ -210,14 +212,14 @@ class ReplicateModule:
         """See :meth:`torchddp.DistributedDataParallel.register_comm_hook`."""
         state_of(self).engine.register_comm_hook(state, hook)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Module:
         """Copy as a module of the original class, which is not replicated because it has no peers."""
         with plain(cast(torch.nn.Module, self)) as module:
             copied = copy.deepcopy(module, memo)
         memo[id(self)] = copied
         return copied
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[Any, ...]:
         """Pickle as a module of the original class, which is not replicated."""
         with plain(cast(torch.nn.Module, self)) as module:
             reduced = module.__reduce_ex__(protocol)
@@ -246,7 +248,7 @@ def find_state(module: torch.nn.Module) -> ReplicateState | None:
     return next((state for state in states if isinstance(state, ReplicateState)), None)
 
 
-def state_of(module: Any) -> ReplicateState:
+def state_of(module: object) -> ReplicateState:
     """TypeError for a module that is not replicated."""
     state = find_state(module) if isinstance(module, torch.nn.Module) else None
     if state is None:
@@ -260,8 +262,9 @@ def sole_engine(module: torch.nn.Module) -> ReplicateEngine | None:
     return states[0].engine if len(states) == 1 else None
 
 
-def _states(module: Any, recurse: bool) -> list[ReplicateState]:
-    found = [find_state(m) for m in (module.modules() if recurse else [module])]
+def _states(module: ReplicateModule, recurse: bool) -> list[ReplicateState]:
+    root = cast(torch.nn.Module, module)
+    found = [find_state(m) for m in (root.modules() if recurse else [root])]
     return [state for state in found if state is not None]
 
 

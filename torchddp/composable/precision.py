@@ -7,19 +7,22 @@ gradients flow back through the cast to the parameters, in the parameters' dtype
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from torchddp import _torch
 
+T = TypeVar("T")
 
-def cast_tensors(value: Any, dtype: torch.dtype | None) -> Any:
+
+def cast_tensors(value: T, dtype: torch.dtype | None) -> T:
     """``value`` with its floating-point tensors cast to ``dtype``; None: unchanged."""
     if dtype is None:
         return value
-    return _torch.apply_to_tensors(lambda t: t.to(dtype) if torch.is_floating_point(t) else t, value)
+    cast: T = _torch.apply_to_tensors(lambda t: t.to(dtype) if torch.is_floating_point(t) else t, value)
+    return cast
 
 
 def in_backward() -> bool:
@@ -92,12 +95,12 @@ class _Owner:
         if names is not None:
             self.module.__dict__["_flat_weights"] = [getattr(self.module, name, None) for name in names]
 
-    def begin(self, _module: torch.nn.Module, _args: Any) -> None:
+    def begin(self, _module: torch.nn.Module, _args: object) -> None:
         if not self._cast.active and in_backward():
             self._depth += 1
             self.put({}, self._cast.dtype)
 
-    def end(self, _module: torch.nn.Module, _args: Any, _output: Any) -> None:
+    def end(self, _module: torch.nn.Module, _args: object, _output: object) -> None:
         if self._depth > 0:
             self._depth -= 1
             if self._depth == 0:
@@ -110,7 +113,7 @@ class _Owner:
 class _NoHook:
     """What remains of an `_Owner`'s hooks in a copy."""
 
-    def begin(self, *_: Any) -> None:
+    def begin(self, *_: object) -> None:
         pass
 
     end = begin
@@ -122,9 +125,11 @@ def reduce_in(dtype: torch.dtype) -> Callable[[dist.ProcessGroup, dist.GradBucke
     def reduce_cast(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         flat = bucket.buffer()
         sent = flat.to(dtype, copy=True).div_(group.size())
-        reduced = dist.all_reduce(sent, group=group, async_op=True).get_future()
+        reduced: torch.futures.Future[list[torch.Tensor]] = dist.all_reduce(
+            sent, group=group, async_op=True
+        ).get_future()
 
-        def back(future: torch.futures.Future[Any]) -> torch.Tensor:
+        def back(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
             return flat.copy_(future.value()[0])
 
         return reduced.then(back)

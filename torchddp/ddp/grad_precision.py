@@ -8,16 +8,18 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from torchddp import _C
+from torchddp._torch import TorchWrapper
 
 __all__ = ["MAIN_GRAD", "GradPrecision", "MainGrads", "Precision", "ReducedWide", "WideGrads"]
 
 MAIN_GRAD: Final = "main_grad"
+Tensors = Sequence[torch.Tensor]
 _HALVES = (torch.bfloat16, torch.float16)
 # Which wrapper takes a parameter's gradients, and the parameter's index there.
 _takers = WeakTensorKeyDictionary()
@@ -33,7 +35,7 @@ class GradPrecision:
     def bucket_dtype(self, parameter: torch.Tensor) -> torch.dtype:
         return parameter.dtype
 
-    def check(self, ddp: Any, parameters: Sequence[torch.Tensor], names: Sequence[str], sparse: Sequence[bool]) -> None:
+    def check(self, ddp: TorchWrapper, parameters: Tensors, names: Sequence[str], sparse: Sequence[bool]) -> None:
         """Raise ValueError or RuntimeError for a model that this mode does not support. Not collective."""
 
     def prepare(self, parameters: Sequence[torch.Tensor]) -> None:
@@ -61,7 +63,7 @@ class ReducedWide(GradPrecision):
     def bucket_dtype(self, parameter: torch.Tensor) -> torch.dtype:
         return torch.float32 if parameter.dtype in _HALVES else parameter.dtype
 
-    def check(self, ddp: Any, parameters: Sequence[torch.Tensor], names: Sequence[str], sparse: Sequence[bool]) -> None:
+    def check(self, ddp: TorchWrapper, parameters: Tensors, names: Sequence[str], sparse: Sequence[bool]) -> None:
         for parameter, name, is_sparse in zip(parameters, names, sparse, strict=True):
             if is_sparse and self._must_be_dense(parameter):
                 raise ValueError(
@@ -115,12 +117,12 @@ class MainGrads(ReducedWide):
     _reducer: _C.Reducer
 
     def __init__(self) -> None:
-        self._pairs: list[tuple[Any, torch.Tensor]] = []
+        self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._names: Sequence[str] = ()
         self._takes: list[bool] = []
-        self._frozen: list[Any] = []  # they were trained, and have a main_grad from that time
+        self._frozen: list[torch.Tensor] = []  # they were trained, and have a main_grad from that time
 
-    def check(self, ddp: Any, parameters: Sequence[torch.Tensor], names: Sequence[str], sparse: Sequence[bool]) -> None:
+    def check(self, ddp: TorchWrapper, parameters: Tensors, names: Sequence[str], sparse: Sequence[bool]) -> None:
         super().check(ddp, parameters, names, sparse)
         self._names = names
         trained = {id(parameter) for parameter in parameters}
@@ -160,7 +162,7 @@ class MainGrads(ReducedWide):
             if value is not None:
                 with torch.no_grad():
                     main.copy_(value)
-            parameter.main_grad = main
+            parameter.main_grad = main  # type: ignore[attr-defined]
             if not self._takes[index]:
                 self._take(index)
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from torchddp import _torch
+from torchddp._torch import TorchWrapper
 
 Hook = Callable[[Any, Any], Any]
 _resolver: Callable[[object], tuple[object, Hook]] | None = None
@@ -33,10 +34,10 @@ def resolve(hook: object) -> tuple[object, Hook]:
 class AttachedHook(Protocol):
     """A hook with its own process groups, like those of ``torchddp.comm_hooks``. Both methods are collective."""
 
-    def attach(self, model: Any) -> None:
+    def attach(self, model: TorchWrapper) -> None:
         """Create the groups for the model; called when the hook is registered."""
 
-    def rebind(self, model: Any) -> None:
+    def rebind(self, model: TorchWrapper) -> None:
         """Recreate the groups for the model's current process group."""
 
 
@@ -67,19 +68,19 @@ def is_attached(hook: object) -> bool:
     return isinstance(hook, AttachedHook)
 
 
-def check_attachable(hook: object, model: Any) -> None:
+def check_attachable(hook: object, model: TorchWrapper) -> None:
     """Raise what `attach` would raise for this rank's model. Not collective."""
     if isinstance(hook, AttachedHook) and callable(check := getattr(hook, "check", None)):
         check(model)
 
 
-def attach(hook: object, model: Any) -> None:
+def attach(hook: object, model: TorchWrapper) -> None:
     """Collective for an `AttachedHook`; does nothing for other hooks."""
     if isinstance(hook, AttachedHook):
         hook.attach(model)
 
 
-def follow_parameters(hook: object, state: object, model: Any) -> None:
+def follow_parameters(hook: object, state: object, model: TorchWrapper) -> None:
     """Tell the hook that the model's parameters have changed. Collective if its ``follow_parameters`` is."""
     if callable(follow := getattr(hook, "follow_parameters", None)):
         follow(model)
@@ -92,12 +93,12 @@ def follow_parameters(hook: object, state: object, model: Any) -> None:
         powersgd.iter = 0
 
 
-def describe_all(ddp: Any, *coming: tuple[object, object]) -> str:
+def describe_all(ddp: TorchWrapper, *coming: tuple[object, object]) -> str:
     """The model's hooks, and those that are about to be registered, in words: what must be equal on all ranks."""
     constructors = [(hook, state) for state, hook in ddp.__dict__.get("_coming_hooks", ())]
     found = [describe(hook, state) for hook, state in (*ddp.__dict__.get("_comm_hooks", ()), *constructors, *coming)]
-    if ddp._builtin_hook is not None:
-        found.append(str(ddp._builtin_hook))
+    if (builtin := ddp.__dict__.get("_builtin_hook")) is not None:
+        found.append(str(builtin))
     if (buffer_hook := ddp.__dict__.get("buffer_hook")) is not None:
         where = buffer_hook.buffer_comm_hook_location.name
         found.append(f"{describe(buffer_hook.buffer_comm_hook)} for buffers ({where})")
@@ -155,7 +156,7 @@ def checked(hook: Hook, rank: int) -> Hook:
     """Wrap ``hook`` with a check of its return value: the engine can only wait for a torch future."""
 
     @functools.wraps(hook)
-    def call(state: object, bucket: dist.GradBucket) -> Any:
+    def call(state: object, bucket: dist.GradBucket) -> _torch.CFuture[Any]:
         future = hook(state, bucket)
         if not isinstance(future, _torch.CFuture):  # base class of torch.futures.Future, returned by Work.get_future()
             raise RuntimeError(  # as torch raises

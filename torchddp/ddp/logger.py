@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 
 from torchddp import _C, _torch
 from torchddp.ddp.session import ReducerSession
@@ -64,7 +64,7 @@ class DDPLogger(dist.Logger):
     def set_sample_rate(self, sample_rate: int) -> None:
         self._sample_rate = sample_rate
 
-    def log_construction(self, ddp: Any, session: ReducerSession) -> None:
+    def log_construction(self, ddp: TorchDDP, session: ReducerSession) -> None:
         """Record what does not change after construction."""
         parameters = session.parameters
         # Groups unknown to torch (torchft's) name their backend themselves.
@@ -126,7 +126,7 @@ class DDPLogger(dist.Logger):
             else max(_ALWAYS_SAMPLED, iteration - iteration % self._sample_rate)
         )
 
-    def _get_ddp_logging_data(self) -> Any:
+    def _get_ddp_logging_data(self) -> DDPLoggingData:  # type: ignore[override]
         reducer = self._reducer
         stats = dict(reducer.stats())
         steps_finished = stats.pop("finished")

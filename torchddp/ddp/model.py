@@ -1,27 +1,29 @@
-"""Facts about the wrapped model: parameters, buffers, nested wrappers, and changes after wrapping."""
+"""Facts about the wrapped model: parameters, buffers, and changes after wrapping."""
 
 from __future__ import annotations
 
-import gc
 import sys
 import traceback
-import weakref
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Sized
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 
 from torchddp import _C, _torch
+from torchddp._torch import TorchWrapper
 from torchddp.errors import listed, warn_user
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 # --- DTensors: the engine works on this rank's local part ---
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
-def is_dtensor(tensor: torch.Tensor) -> bool:
+def is_dtensor(tensor: torch.Tensor) -> TypeGuard[DTensor]:
     if type(tensor) in _PLAIN:
         return False
     module = sys.modules.get("torch.distributed.tensor")  # a program that has a DTensor has imported it
@@ -32,7 +34,7 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor, or the local part of a DTensor: same memory, no graph. Not collective."""
     if not is_dtensor(tensor):
         return tensor
-    local: torch.Tensor = tensor._local_tensor  # type: ignore[attr-defined]  # to_local() would make a Parameter of it
+    local: torch.Tensor = tensor._local_tensor  # to_local() would make a Parameter of it
     if hasattr(local, "trigger_wait"):  # a collective may still be writing it
         local = local.wait()  # type: ignore[attr-defined]
     return local
@@ -41,7 +43,7 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 # --- what a constructor was given ---
 
 
-def group_of(process_group: Any, device_mesh: Any) -> dist.ProcessGroup | None:
+def group_of(process_group: object, device_mesh: dist.DeviceMesh | None) -> dist.ProcessGroup | None:
     """The group that a wrapper with these arguments uses; None if there is none that this rank is in."""
     if device_mesh is not None and process_group is None and getattr(device_mesh, "ndim", 0) == 1:
         process_group = device_mesh.get_group(mesh_dim=0)
@@ -50,7 +52,7 @@ def group_of(process_group: Any, device_mesh: Any) -> dist.ProcessGroup | None:
     return process_group if isinstance(process_group, dist.ProcessGroup) else None
 
 
-def device_of(module: Any) -> torch.device | None:
+def device_of(module: object) -> torch.device | None:
     """Of its first parameter; None without any."""
     return next((p.device for p in module.parameters()), None) if isinstance(module, torch.nn.Module) else None
 
@@ -99,10 +101,10 @@ def states_of(module: torch.nn.Module, ignored: Collection[str], *, buffers: boo
             yield local_of(buffer).detach()
 
 
-# --- wrappers, and changes made after wrapping ---
+# --- changes made after wrapping ---
 
 
-def backward_hook_tables(module: torch.nn.Module) -> list[Any]:
+def backward_hook_tables(module: torch.nn.Module | TorchWrapper) -> list[Sized]:
     """The tables of backward hooks of a module and its parts, and those of all modules; they fill as hooks register."""
     names = ("_backward_hooks", "_backward_pre_hooks")
     tables = [part.__dict__.get(name, {}) for part in module.modules() for name in names]
@@ -120,7 +122,7 @@ def trains_as_before(module: torch.nn.Module, known: list[torch.Tensor], trained
 REFRESH = "call its refresh_trainable() on all ranks after such a change"
 
 
-def describe_changes(ddp: TorchDDP, reduced_ids: Collection[int]) -> str:
+def describe_changes(ddp: TorchWrapper, reduced_ids: Collection[int]) -> str:
     """Describe how the model was changed after it was wrapped; empty if it was not.
 
     ``reduced_ids``: ids of the parameters whose gradients are reduced.
@@ -139,116 +141,6 @@ def describe_changes(ddp: TorchDDP, reduced_ids: Collection[int]) -> str:
         parts.append(f"these no longer require grad: {', '.join(frozen[:8])}")
     changed = "; ".join(parts)
     return f"The model was changed after it was wrapped ({changed}): {REFRESH}, or wrap it again." if parts else ""
-
-
-def wrapped_inside(module: torch.nn.Module) -> list[TorchDDP]:
-    """Return the DDP modules inside ``module`` whose parameters would be reduced twice.
-
-    Raises:
-        ValueError: an inner wrapper of torch's class has ``gradient_as_bucket_view=True``, so two reducers would
-            overwrite each other's gradients; or an inner wrapper keeps its gradients outside ``.grad``.
-    """
-    ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-    mine = {id(p) for n, p in module.named_parameters() if n not in ignored and p.requires_grad}
-    inner = [
-        m for m in module.modules() if isinstance(m, TorchDDP) and any(id(p) in mine for p in m._module_parameters)
-    ]
-    for other in inner:
-        # Our wrappers switch to copying (`copy_gradients`); torch's can't switch after construction.
-        if other.gradient_as_bucket_view and not _has_our_reducer(other):
-            raise ValueError(
-                "DistributedDataParallel can't wrap a model in which torch.nn.parallel.DistributedDataParallel with "
-                "gradient_as_bucket_view=True wraps the same parameters: both would average the same gradients, in "
-                "the buckets of one of them. Wrap once: give this class the model itself (its .module)."
-            )
-        if _takes_gradients(other):
-            raise ValueError(
-                "DistributedDataParallel can't wrap a model that is already wrapped with main_grads=torch.float32: "
-                "that wrapper moves gradients to main_grad. Wrap once: give this class the model itself (its .module)."
-            )
-    if inner:
-        warn_user(
-            "DistributedDataParallel wraps a model that is already wrapped: its gradients are reduced twice, at twice "
-            "the cost, and kept outside of buckets. Wrap once (trainers such as Accelerate wrap in prepare())."
-        )
-    return inner
-
-
-def copy_gradients(models: Iterable[Any]) -> None:
-    """Make torchddp's models among these copy averages back, because ``.grad`` can't be a view of two buckets."""
-    for ddp in models:
-        if _has_our_reducer(ddp):
-            ddp._shares_gradients = True  # survives pickling
-            ddp.reducer.share_gradients()
-            ddp.gradient_as_bucket_view = False
-
-
-_alive: weakref.WeakSet[Any] = weakref.WeakSet()  # torchddp's wrappers in this process
-
-
-def link_wrappers(ddp: Any) -> None:
-    """Let this new wrapper and others of the same parameters know each other."""
-    mine = {id(parameter) for parameter in ddp._module_parameters}
-    for other in list(_alive):
-        if any(id(parameter) in mine for parameter in other._module_parameters):
-            ddp._siblings.append(weakref.ref(other))
-            other._siblings.append(weakref.ref(ddp))
-    _alive.add(ddp)
-
-
-def share_with_siblings(ddp: Any) -> None:
-    """Before a forward: one backward may serve all wrappers of these parameters that await theirs."""
-    ddp._siblings[:] = [sibling for sibling in ddp._siblings if sibling() is not None]
-    if _is_one_with_main_grads(ddp):
-        gc.collect()  # wrappers that the program has dropped don't count
-        if _is_one_with_main_grads(ddp):
-            raise RuntimeError(
-                f"rank {ddp.session.rank}: two wrappers reduce the same parameters, and only one of them has "
-                "main_grads=, which moves gradients to main_grad, where the other doesn't find them: wrap once"
-            )
-    waiting = [other for other in _siblings_of(ddp) if other.session.awaits_backward]
-    if waiting:
-        copy_gradients([*waiting, ddp])
-
-
-def _siblings_of(ddp: Any) -> list[Any]:
-    alive = (sibling() for sibling in ddp._siblings)
-    return [other for other in alive if "session" in getattr(other, "__dict__", ()) and other.session.is_open]
-
-
-def _is_one_with_main_grads(ddp: Any) -> bool:
-    return any(_takes_gradients(other) != _takes_gradients(ddp) for other in _siblings_of(ddp))
-
-
-def _has_our_reducer(ddp: TorchDDP) -> bool:
-    return isinstance(ddp.reducer, _C.Reducer)
-
-
-def _takes_gradients(ddp: Any) -> bool:
-    """Whether the wrapper stores gradients outside ``.grad``, where no other wrapper finds them."""
-    return _has_our_reducer(ddp) and not ddp.session.precision.can_share
-
-
-def check_outer(ddp: TorchDDP, outer: TorchDDP | None) -> None:
-    """Before the first forward of ``ddp``, check the wrapper ``outer`` whose forward is running, if any.
-
-    Raises:
-        RuntimeError: torch's class wraps the same parameters, and their gradients are views of ``ddp``'s buckets.
-    """
-    if outer is None or _has_our_reducer(outer):
-        return  # ours checked this when it was constructed
-    shared = {id(p) for p in ddp._module_parameters} & {id(p) for p in outer._module_parameters}
-    if not shared:
-        return
-    what = (
-        "torch.nn.parallel.DistributedDataParallel wraps a model that is already wrapped by torchddp, so its gradients "
-        "are averaged twice"
-    )
-    once = "Wrap once (trainers such as Accelerate wrap in prepare(): give it the model itself)."
-    if ddp.gradient_as_bucket_view:
-        raise RuntimeError(f"{what}, in the same memory, with wrong results. {once}")
-    warn_user(f"{what}, at twice the cost. {once}")
-    copy_gradients([ddp])
 
 
 def reason_against_reducing(ddp: TorchDDP) -> str:
@@ -336,7 +228,7 @@ class ParameterWatch:
             self.in_doubt |= self._steps_without_gradients & (self._steps_without_gradients - 1) == 0
 
     @_torch.disable_dynamo(recursive=True)
-    def look(self, ddp: Any, reduced_ids: Collection[int]) -> None:
+    def look(self, ddp: TorchWrapper, reduced_ids: Collection[int]) -> None:
         """Check before forward. Not collective. ``reduced_ids``: ids of the parameters in the reducer."""
         if _torch.in_functorch():
             return  # parameters have no autograd nodes there: check in the next step
@@ -366,8 +258,9 @@ class ParameterWatch:
         self._has_told, self._hooked = True, []
         kinds = ((converted, _CONVERTED), (replaced, _REPLACED), (added, _ADDED))
         found = [f"{they_were(names)} {what}" for names, what in kinds if names]
+        rank = ddp.process_group.rank()
         warn_user(
-            f"The model of this DistributedDataParallel (rank {ddp.session.rank}) was changed after it was wrapped: "
+            f"The model of this DistributedDataParallel (rank {rank}) was changed after it was wrapped: "
             f"{'; '.join(found)}. Their gradients are not averaged: each rank trains them on its own. To average "
             f"them, {REFRESH} (auto_refresh_trainable=True does this), or wrap the module itself (.module) again. "
             "load_state_dict() without assign=True keeps the parameters."
@@ -383,7 +276,7 @@ def _ids(module: torch.nn.Module) -> set[int]:
     return {id(parameter) for parameter in module.parameters()}
 
 
-def _node(parameter: torch.Tensor) -> Any:
+def _node(parameter: torch.Tensor) -> object:
     """The node in which autograd accumulates the gradient; the same object for as long as it is referenced."""
     return torch.autograd.graph.get_gradient_edge(parameter).node if parameter.requires_grad else None
 

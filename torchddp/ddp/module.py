@@ -11,11 +11,11 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 from torch.autograd.profiler import record_function
-from torch.distributed.algorithms.join import Join
+from torch.distributed.algorithms.join import Join, JoinHook
 from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 
 from torchddp import _C, _torch
-from torchddp.ddp import buffers, hooks, model, refresh, regroup
+from torchddp.ddp import hooks, model, refresh, regroup, wrapper
 from torchddp.ddp.checks import RAISE, ChecksChoice
 from torchddp.ddp.former_names import accepts_former_names
 from torchddp.ddp.grad_precision import Precision
@@ -32,6 +32,7 @@ from torchddp.transport.agreement import Agreement
 
 __all__ = ["DistributedDataParallel"]
 
+Inputs = tuple[tuple[object, ...], dict[str, object]]  # of a forward: by place, by name
 logger = logging.getLogger("torchddp.distributed")
 
 
@@ -121,7 +122,7 @@ class DistributedDataParallel(TorchDDP):
     """
 
     reducer: _C.Reducer  # type: ignore[assignment]  # torch's stubs expect torch's own
-    logger: Any
+    logger: DDPLogger
     # Used by the session while it opens; subclasses replace it.
     _policy = ReducerPolicy()
     session: ReducerSession
@@ -145,10 +146,10 @@ class DistributedDataParallel(TorchDDP):
         check_reduction: bool = False,
         gradient_as_bucket_view: bool | None = None,
         static_graph: bool = False,
-        delay_all_reduce_named_params: Any = None,
-        param_to_hook_all_reduce: Any = None,
-        mixed_precision: Any = None,
-        device_mesh: Any = None,
+        delay_all_reduce_named_params: Sequence[tuple[str, torch.nn.Parameter]] | None = None,
+        param_to_hook_all_reduce: torch.nn.Parameter | None = None,
+        mixed_precision: _torch.MixedPrecision | None = None,
+        device_mesh: dist.DeviceMesh | None = None,
         skip_all_reduce_unused_params: bool = False,
         bucket_cap_mb_list: list[int] | None = None,
         batched_grad_copy: bool = False,
@@ -171,7 +172,7 @@ class DistributedDataParallel(TorchDDP):
             options = DDPOptions({name: given[name] for name in OPTIONS})
             self._coming_hooks = [] if comm_hook is None else [hooks.resolve(comm_hook)]
             model.check_not_fake(module)
-            inner = model.wrapped_inside(module)
+            inner = wrapper.wrapped_inside(module)
             self._options = options.kept()
             self._is_copy = False
             self.sync_strategy = options.strategy
@@ -182,9 +183,9 @@ class DistributedDataParallel(TorchDDP):
                 )
         del self._construction
         if inner:
-            model.copy_gradients([*inner, self])
-        self._siblings: list[weakref.ref[Any]] = []
-        model.link_wrappers(self)
+            wrapper.copy_gradients([*inner, self])
+        self._siblings: list[weakref.ref[wrapper.Wrapper]] = []
+        wrapper.link_wrappers(self)
         for state, hook in self.__dict__.pop("_coming_hooks"):
             self.register_comm_hook(state, hook)
 
@@ -194,7 +195,8 @@ class DistributedDataParallel(TorchDDP):
         # torch compares f"{module}.{parameter}", which begins with a dot for the outermost module; users don't write
         # that dot.
         self.parameters_to_ignore |= {f".{name}" for name in self.parameters_to_ignore if "." not in name}
-        return super()._build_params_for_reducer()
+        found: tuple[list[torch.Tensor], list[bool]] = super()._build_params_for_reducer()
+        return found
 
     def _ddp_init_helper(
         self, parameters: list[torch.Tensor], sparse: list[bool], names: dict[int, str], static_graph: bool
@@ -219,7 +221,7 @@ class DistributedDataParallel(TorchDDP):
         self.observers = Observers(self.session)
 
     def __getstate__(self) -> dict[str, Any]:
-        state = super().__getstate__()
+        state: dict[str, Any] = super().__getstate__()
         del state["session"], state["observers"]
         state["_siblings"] = []
         return state
@@ -234,7 +236,7 @@ class DistributedDataParallel(TorchDDP):
     # --- forward ---
 
     @_torch.disable_dynamo(recursive=False)
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+    def forward(self, *inputs: object, **kwargs: object) -> Any:
         """Return ``module(*inputs, **kwargs)``, between ``_pre_forward`` and ``_post_forward``."""
         if self._use_python_reducer or self._delay_all_reduce_all_params:
             return super().forward(*inputs, **kwargs)
@@ -243,7 +245,7 @@ class DistributedDataParallel(TorchDDP):
                 return self._forward(*inputs, **kwargs)
         return self._forward(*inputs, **kwargs)
 
-    def _forward(self, *inputs: Any, **kwargs: Any) -> Any:
+    def _forward(self, *inputs: object, **kwargs: object) -> object:
         inputs, kwargs = self._pre_forward(*inputs, **kwargs)
         outer = TorchDDP._active_ddp_module
         TorchDDP._active_ddp_module = self
@@ -256,11 +258,12 @@ class DistributedDataParallel(TorchDDP):
             TorchDDP._active_ddp_module = outer
         return self._post_forward(output)
 
-    def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
+    def _pre_forward(self, *inputs: object, **kwargs: object) -> Inputs:
         if self._use_python_reducer or self._delay_all_reduce_all_params:
-            return super()._pre_forward(*inputs, **kwargs)
+            prepared: Inputs = super()._pre_forward(*inputs, **kwargs)
+            return prepared
         if not self._lazy_init_ran and not torch.compiler.is_compiling():
-            model.check_outer(self, TorchDDP._active_ddp_module)
+            wrapper.check_outer(self, TorchDDP._active_ddp_module)
             self._lazy_init()
         if torch.is_grad_enabled():
             self._begin_step()
@@ -277,7 +280,7 @@ class DistributedDataParallel(TorchDDP):
             inputs, kwargs = _torch.cast_forward_inputs(self.mixed_precision.param_dtype, *inputs, **kwargs)
         return inputs, kwargs
 
-    def _post_forward(self, output: Any) -> Any:
+    def _post_forward(self, output: object) -> object:
         if self._use_python_reducer or self._delay_all_reduce_all_params:
             return super()._post_forward(output)
         if self._check_sync_bufs_post_fwd():
@@ -299,7 +302,7 @@ class DistributedDataParallel(TorchDDP):
         self._clear_grad_buffer()
         return output
 
-    def _search_from(self, output: Any) -> list[torch.Tensor]:
+    def _search_from(self, output: object) -> list[torch.Tensor]:
         """Where the search for unused parameters starts."""
         return list(_torch.find_tensors(output))
 
@@ -307,7 +310,7 @@ class DistributedDataParallel(TorchDDP):
         if self._options.auto_refresh_trainable:
             refresh.refresh_if_changed(self)
         if self._siblings:
-            model.share_with_siblings(self)
+            wrapper.share_with_siblings(self)
         try:
             self.session.begin_step()
             if self._join_config.enable and (work := Join.notify_join_context(self)):
@@ -324,23 +327,47 @@ class DistributedDataParallel(TorchDDP):
             raise RuntimeError(f"{error}\n{changed}") from error
         self.observers.before_step()
 
+    # Buffers are synchronized as in torch, but faster: torch looks up ``buffer_hook`` several times per forward, and on
+    # a model without it each lookup raises inside nn.Module, which takes longer than everything else here.
+
+    @property
+    def _has_buffer_hook(self) -> bool:
+        return "buffer_hook" in self.__dict__
+
     def _check_sync_bufs_pre_fwd(self) -> bool:
-        return buffers.wanted_before_forward(self)
+        return bool(super()._check_sync_bufs_pre_fwd() if self._has_buffer_hook else self.will_sync_module_buffers())
 
     def _check_sync_bufs_post_fwd(self) -> bool:
-        return buffers.wanted_after_forward(self)
+        return self._has_buffer_hook and bool(super()._check_sync_bufs_post_fwd())
 
     def _sync_buffers(self) -> None:
-        buffers.sync(self)
+        # Same order as torch: under join(), all ranks first agree on whose buffers are authoritative.
+        root = self._find_common_rank(self._distributed_rank, True) if self._join_config.enable else 0
+        if self.parameters_to_ignore or self._has_buffer_hook:
+            self._assign_modules_buffers()  # with names, using torch's slower traversal
+        else:
+            # Buffers may have been reassigned. Bypasses nn.Module.__setattr__, which is slow.
+            self.__dict__["modules_buffers"] = model.buffers_of(self.module)
+        if not self._has_buffer_hook:
+            self._default_broadcast_coalesced(authoritative_rank=root)
+            return
+        # An in-place update must not invalidate the backward of an earlier forward (two forwards, then a backward). Our
+        # own broadcast does not bump version counters.
+        with torch.no_grad(), _torch.keep_versions(tuple(self.modules_buffers)):
+            self._sync_module_buffers(root)
 
     def _default_broadcast_coalesced(
         self, bufs: list[torch.Tensor] | None = None, bucket_size: int | None = None, authoritative_rank: int = 0
     ) -> None:
         self.session.agree_once()
         found = self.modules_buffers if bufs is None else bufs
-        if not buffers.broadcast(self, found, authoritative_rank):
-            with torch.no_grad(), _torch.keep_versions(tuple(found)):
-                super()._default_broadcast_coalesced(found, bucket_size, authoritative_rank)
+        if self.process_group.size() == 1 or not found:
+            return
+        if _C.can_travel_as_bytes(found):
+            self.session.sync_buffers(found, authoritative_rank)
+            return
+        with torch.no_grad(), _torch.keep_versions(tuple(found)):
+            super()._default_broadcast_coalesced(found, bucket_size, authoritative_rank)
 
     def _sync_module_buffers(self, authoritative_rank: int) -> None:
         self.session.agree_once()
@@ -500,14 +527,14 @@ class DistributedDataParallel(TorchDDP):
         self.reducer.register_builtin_comm_hook(comm_hook_type)
         self.session.expect_agreement()
 
-    def join_hook(self, **kwargs: Any) -> Any:
+    def join_hook(self, **kwargs: object) -> JoinHook:
         """As in torch, for `join()`. RuntimeError with ``Checks(nonfinite="raise")``."""
         if self._options.checks.nonfinite == RAISE:
             raise RuntimeError(
                 'Checks(nonfinite="raise") can\'t be used with join(): ranks that have run out of inputs would not '
                 "raise. Use Checks(nonfinite=True)"
             )
-        hook = super().join_hook(**kwargs)
+        hook: JoinHook = super().join_hook(**kwargs)
         self.skip_all_reduce_unused_params = False  # also of later reducers
         self.reducer.skip_nothing()
         self.session.joining(hook)

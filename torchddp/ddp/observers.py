@@ -10,11 +10,10 @@ import importlib
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
-if TYPE_CHECKING:
-    from torchddp.ddp.options import DDPOptions
-    from torchddp.ddp.session import ReducerSession
+from torchddp.ddp.options import DDPOptions
+from torchddp.ddp.session import ReducerSession
 
 __all__ = ["Observers", "StepObserver", "register"]
 
@@ -31,7 +30,7 @@ class StepObserver(Protocol):
     def before_step(self) -> None:
         """At the start of each forward with gradients. ``session.synchronizes``: whether they will be reduced."""
 
-    def after_forward(self, output: Any) -> None:
+    def after_forward(self, output: object) -> None:
         """At the end of each forward with gradients. ``output``: what the program receives."""
 
     def on_error(self, error: BaseException) -> None:
@@ -45,7 +44,7 @@ class StepObserver(Protocol):
 
 
 # Called with a model's session once the reducer exists.
-Factory = Callable[["ReducerSession"], StepObserver]
+Factory = Callable[[ReducerSession], StepObserver]
 
 
 @dataclass(frozen=True)
@@ -115,7 +114,7 @@ class Observers:
             self._after_forward = self._after_forwards()
         return self._by_name[name]
 
-    def _after_forwards(self) -> list[Callable[[Any], None]]:
+    def _after_forwards(self) -> list[Callable[[object], None]]:
         """Bound methods of the observers that override this one."""
         default = StepObserver.after_forward
         return [o.after_forward for o in self if getattr(type(o), "after_forward", default) is not default]
@@ -124,7 +123,7 @@ class Observers:
         for observer in self._by_name.values():
             observer.before_step()
 
-    def after_forward(self, output: Any) -> None:
+    def after_forward(self, output: object) -> None:
         for notify in self._after_forward:
             notify(output)
 

@@ -5,18 +5,19 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from torchddp import _torch
 from torchddp.ddp import hooks, model
+from torchddp.ddp.session import ReducerSession
+from torchddp.ddp.wrapper import Wrapper
 from torchddp.transport.agreement import Agreement, TransportExchange, list_problems, ranks_by
 
 MAX_DIFFERENCES = 8
 
 
-def refresh_trainable(ddp: Any) -> None:
+def refresh_trainable(ddp: Wrapper) -> None:
     """See `DistributedDataParallel.refresh_trainable`. Collective."""
     if reason := _reason_against(ddp):
         raise RuntimeError(f"refresh_trainable() can't be called on rank {ddp.process_group.rank()}: {reason}")
@@ -38,7 +39,7 @@ def refresh_trainable(ddp: Any) -> None:
     ddp._ddp_init_helper(parameters, sparse, names, ddp.static_graph)
 
 
-def refresh_if_changed(ddp: Any) -> None:
+def refresh_if_changed(ddp: Wrapper) -> None:
     """Before a forward: call `refresh_trainable` if any rank's parameters have changed. Collective if steps are
     reduced.
     """
@@ -54,7 +55,7 @@ def refresh_if_changed(ddp: Any) -> None:
         ddp.refresh_trainable()
 
 
-def restore_modes(ddp: Any, before: Any) -> None:
+def restore_modes(ddp: Wrapper, before: ReducerSession) -> None:
     """Restore the previous session's modes on the new one. Collective if the hooks are."""
     reducer = ddp.reducer
     ddp._has_rebuilt_buckets = False
@@ -64,7 +65,7 @@ def restore_modes(ddp: Any, before: Any) -> None:
         ddp.logger._set_static_graph()
         ddp._static_graph_delay_allreduce_enqueued = False
     if ddp.mixed_precision is not None:
-        _prepare_mixed_precision(ddp)
+        _prepare_mixed_precision(ddp, ddp.mixed_precision)
     if ddp._builtin_hook is not None:
         reducer.register_builtin_comm_hook(ddp._builtin_hook)
         ddp.logger._set_comm_hook_name(str(ddp._builtin_hook))
@@ -81,7 +82,7 @@ def restore_modes(ddp: Any, before: Any) -> None:
 # --- checks, on this rank and on all ranks ---
 
 
-def _reason_against(ddp: Any) -> str:
+def _reason_against(ddp: Wrapper) -> str:
     """Why this model can't be refreshed; empty if it can. The same on all ranks that call it."""
     if ddp._delay_all_reduce_all_params:
         return "delay_all_reduce_named_params reduces all parameters of this model: wrap it again"
@@ -92,7 +93,7 @@ def _reason_against(ddp: Any) -> str:
     return "" if ddp.session.is_in_group else "this rank is not in the model's process group"
 
 
-def _problem(ddp: Any) -> Exception | None:
+def _problem(ddp: Wrapper) -> Exception | None:
     """The error that prevents a refresh on this rank, if any."""
     rank, session = ddp.session.rank, ddp.session
     try:
@@ -136,7 +137,7 @@ def _problem(ddp: Any) -> Exception | None:
     return None
 
 
-def _check_supported(ddp: Any) -> None:
+def _check_supported(ddp: Wrapper) -> None:
     """Raise what the next session would raise for the module as it is now."""
     before = ddp._module_parameters
     ddp._module_parameters = _parameters_of(ddp)
@@ -148,7 +149,7 @@ def _check_supported(ddp: Any) -> None:
     ddp._options.precision.mode().check(ddp, parameters, names, sparse)
 
 
-def _parameters_of(ddp: Any) -> list[torch.nn.Parameter]:
+def _parameters_of(ddp: Wrapper) -> list[torch.nn.Parameter]:
     return [p for name, p in ddp.module.named_parameters() if name not in ddp.parameters_to_ignore]
 
 
@@ -165,7 +166,7 @@ class _State:
         return f"{self.what}{', new' if self.is_new else ''}"
 
 
-def _states_of(ddp: Any) -> Iterator[tuple[_State, torch.Tensor]]:
+def _states_of(ddp: Wrapper) -> Iterator[tuple[_State, torch.Tensor]]:
     """The model's parameters, and its new buffers if wrapping would send them."""
     session = ddp.session
     known = {id(parameter) for parameter in ddp._module_parameters}
@@ -187,7 +188,7 @@ def _describe(name: str, tensor: torch.Tensor, role: str, is_new: bool) -> tuple
     return _State(name, f"{role} ({dtype}{list(held.shape)})", strides, is_new), held
 
 
-def _agree(ddp: Any, states: Sequence[_State], agreement: Agreement) -> None:
+def _agree(ddp: Wrapper, states: Sequence[_State], agreement: Agreement) -> None:
     """Collective: raise on every rank if one has a problem or their models differ."""
     problem = _problem(ddp)
     reason = "" if problem is None else f"{type(problem).__name__}: {problem}"
@@ -236,11 +237,12 @@ def find_differences(by_rank: Sequence[Sequence[_State]]) -> list[str]:
 # --- torch's mixed precision ---
 
 
-def _prepare_mixed_precision(ddp: Any) -> None:
+def _prepare_mixed_precision(ddp: Wrapper, precision: _torch.MixedPrecision) -> None:
     """As torch's constructor does; what already exists stays as it is."""
-    ddp.reducer._set_mixed_precision_param_dtype(ddp.mixed_precision.param_dtype)
-    _torch.setup_mixed_precision_params(ddp.mixed_precision, ddp.module)
-    _torch.cast_buffers(ddp.mixed_precision, ddp.module)
+    assert precision.param_dtype is not None  # the constructor of the reducer that this one replaces needed it
+    ddp.reducer._set_mixed_precision_param_dtype(precision.param_dtype)
+    _torch.setup_mixed_precision_params(precision, ddp.module)
+    _torch.cast_buffers(precision, ddp.module)
     wait = ddp._module_wait_for_copy_hook
     for module in ddp.module.modules():
         if wait not in module._forward_pre_hooks.values():

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 
 from torchddp import _torch
 from torchddp.ddp.hooks import hooks_that_follow
+from torchddp.ddp.wrapper import Wrapper
 from torchddp.transport.agreement import backend_of
 
 
-def update_process_group(ddp: Any, new_group: dist.ProcessGroup) -> None:
+def update_process_group(ddp: Wrapper, new_group: dist.ProcessGroup) -> None:
     """See `DistributedDataParallel.update_process_group`. Collective among the group's ranks."""
     session = ddp.session
     if _torch.rank_not_in_group(new_group):
@@ -33,7 +32,7 @@ def update_process_group(ddp: Any, new_group: dist.ProcessGroup) -> None:
         hook.rebind(ddp)
 
 
-def _forget_steps(ddp: Any) -> None:
+def _forget_steps(ddp: Wrapper) -> None:
     # torch's own method does this too, but would leave the reducer on the old transport.
     ddp._has_rebuilt_buckets = False
     ddp.reducer.reset_state()

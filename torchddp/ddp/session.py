@@ -6,12 +6,13 @@ import datetime
 import logging
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
 from torchddp import _C, _torch
+from torchddp._torch import TorchWrapper
 from torchddp.ddp import hooks, model
 from torchddp.ddp.bucket_sizes import default_sizes
 from torchddp.ddp.checks import RAISE
@@ -25,6 +26,14 @@ from torchddp.transport.store import home_of, is_first_in_job
 __all__ = ["ReducerPolicy", "ReducerSession"]
 
 logger = logging.getLogger(__name__)
+
+
+class SessionOwner(TorchWrapper, Protocol):
+    """What a session uses of the wrapper that it belongs to."""
+
+    _options: DDPOptions
+    _is_copy: bool
+    _shares_gradients: bool  # with another wrapper's reducer
 
 
 class ReducerPolicy:
@@ -111,7 +120,7 @@ class ReducerSession:
 
     def __init__(
         self,
-        ddp: Any,
+        ddp: SessionOwner,
         options: DDPOptions,
         policy: ReducerPolicy,
         parameters: list[torch.Tensor],
@@ -130,7 +139,7 @@ class ReducerSession:
         self.policy = policy
         self._ddp = weakref.ref(ddp)
         self.is_open = True
-        self._join_hook: weakref.ref[Any] | None = None
+        self._join_hook: weakref.ref[object] | None = None
         self._weighed_in: int = -1 if before is None else before._weighed_in  # steps finished at the last weigh()
         self._take_group(ddp.process_group)
         _warn_if_alone(ddp.process_group)
@@ -188,7 +197,7 @@ class ReducerSession:
         self._parameter_watch = model.ParameterWatch(
             ddp.module, watched, names[: len(watched)], warns=options.checks.traps
         )
-        self._known = list(ddp.module.parameters())
+        self._known: list[torch.Tensor] = list(ddp.module.parameters())
         self._trained = bytes(parameter.requires_grad for parameter in self._known)
         self._hook_tables = model.backward_hook_tables(ddp)
         self.buffer_names = {name for name, _ in ddp.module.named_buffers()}
@@ -211,9 +220,9 @@ class ReducerSession:
         return self.options.stall_limit_s(select.group_timeout(self.process_group, self.device.type))
 
     @property
-    def ddp(self) -> Any:
-        """The model; None once it is destroyed."""
-        return self._ddp()
+    def ddp(self) -> SessionOwner:
+        """The model. Not called once that is destroyed."""
+        return self._ddp()  # type: ignore[return-value]
 
     def named_parameters(self) -> list[tuple[str, torch.Tensor]]:
         """The module's current parameters, including frozen but not ignored ones; of a DTensor, this rank's part."""
@@ -365,7 +374,7 @@ class ReducerSession:
         compared["comm_hook"] = hooks.describe_all(ddp, *coming)
         return {**compared, **self.policy.compared()}
 
-    def _describe_model(self, ddp: Any) -> ModelDescription:
+    def _describe_model(self, ddp: TorchWrapper) -> ModelDescription:
         options, ignored = self.options, ddp.parameters_to_ignore
         copied = options.init_sync and self.policy.sends_states
         frozen = (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, get_args
+from typing import Literal, SupportsFloat, get_args
 
 import torch
 
@@ -13,7 +13,7 @@ LossKind = Literal["mean", "sum"]
 LOSSES = get_args(LossKind)
 
 
-def weight_and_count(weight: Any, loss: LossKind, rank: int) -> tuple[float, float]:
+def weight_and_count(weight: SupportsFloat | torch.Tensor, loss: LossKind, rank: int) -> tuple[float, float]:
     """The factor for a backward's gradients, and what the backward adds to the divisor of all ranks' sum.
 
     Args:

@@ -9,15 +9,15 @@ import hashlib
 import logging
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from torchddp import _torch
 from torchddp.ddp.observers import StepObserver
 from torchddp.ddp.session import ReducerSession
-from torchddp.diagnose.diagnosis import ranks_text
+from torchddp.diagnose.rank_state import ranks_text
 from torchddp.errors import UsageWarning, listed, warn_user
 from torchddp.transport.agreement import ranks_by
 from torchddp.transport.board import Board
@@ -43,7 +43,7 @@ class ChangedGradients(StepObserver):
     def __init__(self, session: ReducerSession) -> None:
         self._session = session
         self._has_warned = False
-        self._hook: Any = None
+        self._hook: RemovableHandle | None = None
         self._open()
 
     def _open(self) -> None:
@@ -57,7 +57,7 @@ class ChangedGradients(StepObserver):
 
     # The compiler must not trace into this when a compiled program calls the model.
     @_torch.disable_dynamo(recursive=True)
-    def after_forward(self, output: Any) -> None:
+    def after_forward(self, output: object) -> None:
         session = self._session
         if self._board is None or session.joins or self._has_warned:
             self.close()
@@ -166,11 +166,11 @@ def _board_of(session: ReducerSession) -> Board | None:
         return None
 
 
-def _weakly(check: ChangedGradients) -> Callable[[torch.optim.Optimizer, Any, Any], None]:
+def _weakly(check: ChangedGradients) -> Callable[[torch.optim.Optimizer, object, object], None]:
     """torch keeps its hooks forever; this one does not keep the model alive."""
     reference = weakref.ref(check)
 
-    def before_optimizer_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+    def before_optimizer_step(optimizer: torch.optim.Optimizer, _args: object, _kwargs: object) -> None:
         if (alive := reference()) is not None:
             alive.before_optimizer_step(optimizer)
 

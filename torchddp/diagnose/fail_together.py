@@ -74,7 +74,7 @@ class PeerFailedError(TransportError):
         return f"rank {self.rank} failed{when}: {self.exception_type}: {self.message}"
 
 
-def fail_together(process_group: Any = None, *, grace_s: float | None = 3.0) -> FailTogether:
+def fail_together(process_group: dist.ProcessGroup | None = None, *, grace_s: float | None = 3.0) -> FailTogether:
     """A context for the training loop: an exception that leaves it on one rank ends all ranks within seconds.
 
     Example:
@@ -142,8 +142,8 @@ def finish_first() -> Iterator[None]:
 class FailTogether:
     """The result of `fail_together`; can be entered once."""
 
-    def __init__(self, process_group: Any, grace_s: float | None) -> None:
-        self._group: Any = process_group
+    def __init__(self, process_group: dist.ProcessGroup | None, grace_s: float | None) -> None:
+        self._group: Any = process_group  # or what new_group() returns on ranks that it leaves out
         self._grace_s = grace_s
         self._lock = threading.Lock()
         self._left = False

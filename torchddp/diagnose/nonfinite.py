@@ -6,7 +6,8 @@ import logging
 import os
 import threading
 import weakref
-from typing import Any
+
+import torch.distributed as dist
 
 from torchddp import _C
 from torchddp.ddp.observers import StepObserver
@@ -92,7 +93,7 @@ class _Finds:
             self._warn()
             self._post()
 
-    def _open_board(self, process_group: Any) -> Board | None:
+    def _open_board(self, process_group: dist.ProcessGroup) -> Board | None:
         if process_group.size() == 1:
             return None
         try:

@@ -8,6 +8,7 @@ import sysconfig
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -31,8 +32,8 @@ _PROGRAM, _THREAD = "the program", "its thread"
 ENDS = (_PROGRAM, _THREAD)  # an exception's "where" after which nothing continues
 # By thread, with its time; None for what ended the program. Lock-free, since a fork could copy a held lock.
 _noted: dict[int | None, tuple[float, dict[str, Any]]] = {}
-_hook_before: Any = None
-_thread_hook_before: Any = None
+_hook_before: Callable[[type[BaseException], BaseException, TracebackType | None], object] | None = None
+_thread_hook_before: Callable[[threading.ExceptHookArgs], object] | None = None
 
 
 class _Training:
@@ -281,7 +282,7 @@ def _excepthook(kind: type[BaseException], error: BaseException, where: Tracebac
         (_hook_before or sys.__excepthook__)(kind, error, where)
 
 
-def _thread_excepthook(args: Any) -> None:
+def _thread_excepthook(args: threading.ExceptHookArgs) -> None:
     try:
         if args.exc_value is not None:
             note_exception(args.exc_value, _THREAD)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from torchddp.averaging.flat import DEFAULT_CAP_MB, plan_buckets
 from torchddp.averaging.parameters import ParamSource, named_parameters, problem_of
-from torchddp.fault_tolerance.manager import check_manager, count_participants
+from torchddp.fault_tolerance.manager import Manager, check_manager, count_participants
 
 
 class PeriodicAverager:
@@ -45,7 +43,7 @@ class PeriodicAverager:
 
     def __init__(
         self,
-        manager: Any,
+        manager: Manager,
         params: ParamSource,
         period: int,
         warmup_steps: int = 0,

@@ -15,7 +15,7 @@ from torchddp.ddp.module import OPTIONS
 from torchddp.ddp.module import DistributedDataParallel as DDP
 from torchddp.ddp.session import ReducerPolicy
 from torchddp.fault_tolerance import replica_state
-from torchddp.fault_tolerance.manager import check_manager, count_participants
+from torchddp.fault_tolerance.manager import Manager, check_manager, count_participants
 from torchddp.fault_tolerance.manager_group import ManagerGroup
 
 _TALK = "replicas come and go, and one that has just been restarted must be able to wrap its model alone"
@@ -89,7 +89,9 @@ class DistributedDataParallel(DDP):
 
     _policy = _ManagerPolicy()
 
-    def __init__(self, manager: Any, module: torch.nn.Module, *, carry_weights: bool = False, **kwargs: Any) -> None:
+    def __init__(
+        self, manager: Manager, module: torch.nn.Module, *, carry_weights: bool = False, **kwargs: Any
+    ) -> None:
         check_manager(manager, "DistributedDataParallel")
         kwargs = current(kwargs, [*OPTIONS], "DistributedDataParallel")
         _check_options(kwargs, module)
@@ -102,7 +104,7 @@ class DistributedDataParallel(DDP):
         replica_state.register(manager, self, weights=carry_weights)
 
     @property
-    def manager(self) -> Any:
+    def manager(self) -> Manager:
         return self._manager_group.manager
 
     def _begin_step(self) -> None:
@@ -124,10 +126,10 @@ class DistributedDataParallel(DDP):
             self._refuse("this communication hook", "it would bypass the manager; comm_hooks.PowerSGD does not")
         super().register_comm_hook(state, hook)
 
-    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
+    def _register_builtin_comm_hook(self, comm_hook_type: object) -> None:
         self._refuse("this communication hook", "it would bypass the manager; comm_hooks.PowerSGD does not")
 
-    def join_hook(self, **kwargs: Any) -> Any:
+    def join_hook(self, **kwargs: object) -> NoReturn:
         """RuntimeError: replicas may leave at any time, and the others continue."""
         self._refuse("join()", "a replica that has run out of inputs may just leave, and the others continue")
 
@@ -139,7 +141,7 @@ class DistributedDataParallel(DDP):
         """RuntimeError: buckets can't change."""
         self._refuse("refresh_trainable()", f"{_SAME_BUCKETS}; wrap it again")
 
-    def update_process_group(self, new_process_group: Any) -> None:
+    def update_process_group(self, new_process_group: object) -> None:
         self._refuse("update_process_group()", "the manager reconfigures its own group at each change of the quorum")
 
     def __getstate__(self) -> dict[str, Any]:

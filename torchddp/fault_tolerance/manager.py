@@ -6,8 +6,11 @@ import contextlib
 import inspect
 import os
 import socket
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import urlsplit
+
+import torch
+import torch.distributed as dist
 
 from torchddp.errors import TransportError
 
@@ -16,7 +19,18 @@ ADDRESS_ENV = "TORCHFT_LIGHTHOUSE"
 _NEEDED = ("allreduce", "current_step", "errored", "num_participants", "report_error")
 
 
-def check_manager(manager: Any, who: str) -> None:
+class Manager(Protocol):
+    """What torchddp calls of a torchft.Manager."""
+
+    def allreduce(self, tensor: torch.Tensor, *, reduce_op: Any = ...) -> dist.Work: ...
+    def current_step(self) -> int: ...
+    def errored(self) -> object: ...
+    def num_participants(self) -> int: ...
+    def should_commit(self) -> bool: ...
+    def start_quorum(self) -> None: ...
+
+
+def check_manager(manager: object, who: str) -> None:
     """TypeError for anything without a torchft Manager's methods, ValueError for a Manager without a process group."""
     missing = [name for name in _NEEDED if not callable(getattr(manager, name, None))]
     if inspect.isclass(manager) or missing:
@@ -30,7 +44,7 @@ def check_manager(manager: Any, who: str) -> None:
         )
 
 
-def count_participants(manager: Any) -> int:
+def count_participants(manager: Manager) -> int:
     """The number of replicas that this step averages over; waits for the quorum within the manager's time limits.
 
     RuntimeError: no quorum was started. TransportError: no quorum was reached, for example because the
@@ -48,7 +62,7 @@ def count_participants(manager: Any) -> int:
     return max(count, 1)
 
 
-def _no_quorum(manager: Any, error: Exception) -> str:
+def _no_quorum(manager: Manager, error: Exception) -> str:
     replica = getattr(manager, "_replica_id", None)
     step = manager.current_step()
     text = f"replica {replica or '?'}, step {step}: torchft found no quorum: {error}"

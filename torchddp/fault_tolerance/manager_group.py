@@ -11,7 +11,6 @@ packs. The manager's own average would be another pass over the bucket after the
 from __future__ import annotations
 
 import contextlib
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from torchddp import _torch
 from torchddp.comm_hooks import CommHook
-from torchddp.fault_tolerance.manager import count_participants
+from torchddp.fault_tolerance.manager import Manager, count_participants
 
 _SUM = dist.ReduceOp.SUM
 
@@ -38,7 +37,7 @@ class ManagerGroup(dist.ProcessGroup):
         "torchddp.fault_tolerance.PeriodicAverager(manager, ...) averages parameters."
     )
 
-    def __init__(self, manager: Any) -> None:
+    def __init__(self, manager: Manager) -> None:
         super().__init__(0, 1)  # type: ignore[call-arg]  # torch's stubs lack this one
         self.manager = manager
         self.sums_used = False
@@ -57,17 +56,17 @@ class ManagerGroup(dist.ProcessGroup):
             )
         return ManagerExchange(self)
 
-    def allreduce(self, tensors: Any, opts: Any = None) -> dist.Work:  # type: ignore[override]
+    def allreduce(self, tensors: list[Tensor], opts: object = None) -> dist.Work:  # type: ignore[override]
         """Start the sum of one tensor over the replicas. Never raises for a network error."""
         (tensor,) = tensors
         if not (tensor.is_floating_point() or tensor.is_complex() or self.sums_used):
             return _Done()
         return _ManagedSum(self, self.manager.allreduce(tensor, reduce_op=_SUM))
 
-    def broadcast(self, tensors: Any, opts: Any = None) -> dist.Work:  # type: ignore[override]
+    def broadcast(self, tensors: list[Tensor], opts: object = None) -> dist.Work:  # type: ignore[override]
         return _Done()
 
-    def barrier(self, opts: Any = None) -> dist.Work:
+    def barrier(self, opts: object = None) -> dist.Work:
         return _Done()
 
     def getBackendName(self) -> str:  # noqa: N802  torch's name
@@ -110,7 +109,7 @@ class ManagerExchange:
 class _Done(_torch.Work):
     """A completed operation that did nothing."""
 
-    def wait(self, timeout: Any = None) -> bool:
+    def wait(self, timeout: object = None) -> bool:
         return True
 
 
@@ -124,7 +123,7 @@ class _ManagedSum(_torch.Work):
         # torchft asserts that the waiter is on the stream that started the sum; backward may end on another.
         self._stream = torch.accelerator.current_stream() if torch.accelerator.is_available() else None
 
-    def wait(self, timeout: Any = None) -> bool:
+    def wait(self, timeout: object = None) -> bool:
         # torchft's futures are lazy and get their values here. The time limit is the manager's.
         with self._stream if self._stream is not None else contextlib.nullcontext():
             succeeded = self._work.wait()

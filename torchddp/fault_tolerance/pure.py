@@ -6,10 +6,11 @@ import threading
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from torchddp import _torch
-from torchddp.fault_tolerance.manager import check_manager, count_participants
+from torchddp.fault_tolerance.manager import Manager, check_manager, count_participants
 
 
 class PureDistributedDataParallel(nn.Module):
@@ -31,7 +32,7 @@ class PureDistributedDataParallel(nn.Module):
         TransportError: in backward: there was no quorum within the manager's time limits.
     """
 
-    def __init__(self, manager: Any, module: nn.Module) -> None:
+    def __init__(self, manager: Manager, module: nn.Module) -> None:
         super().__init__()
         check_manager(manager, "PureDistributedDataParallel")
         self.module = module
@@ -40,7 +41,7 @@ class PureDistributedDataParallel(nn.Module):
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(sums.start)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> Any:
         """``module(*args, **kwargs)``."""
         return self.module(*args, **kwargs)
 
@@ -48,10 +49,10 @@ class PureDistributedDataParallel(nn.Module):
 class _Averages:
     """The averages in flight in the current backward."""
 
-    def __init__(self, manager: Any) -> None:
+    def __init__(self, manager: Manager) -> None:
         self._manager = manager
         self._lock = threading.Lock()  # hooks of several devices run in several threads
-        self._works: list[Any] = []
+        self._works: list[dist.Work] = []
         self._backward: int | None = None
 
     def start(self, parameter: torch.Tensor) -> None:

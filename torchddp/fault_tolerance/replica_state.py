@@ -7,20 +7,20 @@ import weakref
 from collections.abc import Mapping
 from typing import Any
 
-from torch.nn.parallel import DistributedDataParallel as TorchDDP
-
 from torchddp.comm_hooks import CommHook
+from torchddp.ddp.module import DistributedDataParallel
+from torchddp.fault_tolerance.manager import Manager
 
-_counts: weakref.WeakKeyDictionary[Any, itertools.count[int]] = weakref.WeakKeyDictionary()
+_counts: weakref.WeakKeyDictionary[Manager, itertools.count[int]] = weakref.WeakKeyDictionary()
 
 
-def bucket_names(model: Any) -> list[list[str]]:
+def bucket_names(model: DistributedDataParallel) -> list[list[str]]:
     """The parameters of each bucket, in reduction order."""
     names = [spec.name for spec in model.session.specs]
     return [[names[index] for index in bucket.params] for bucket in model.reducer.plan.buckets]
 
 
-def state_dict(model: TorchDDP) -> dict[str, Any]:
+def state_dict(model: DistributedDataParallel) -> dict[str, Any]:
     """The wrapped module's state dict ("module"), its buckets ("buckets"), and its hook's carried state ("hooks").
 
     Not collective. For `Manager.register_state_dict_fn` or checkpoints; the tensors are the live ones.
@@ -28,7 +28,7 @@ def state_dict(model: TorchDDP) -> dict[str, Any]:
     return {"module": model.module.state_dict(), "buckets": bucket_names(model), "hooks": _hook_states(model)}
 
 
-def load_state_dict(model: TorchDDP, state: Mapping[str, Any]) -> None:
+def load_state_dict(model: DistributedDataParallel, state: Mapping[str, Any]) -> None:
     """Load another replica's :func:`state_dict`. Not collective.
 
     Raises:
@@ -38,15 +38,15 @@ def load_state_dict(model: TorchDDP, state: Mapping[str, Any]) -> None:
     _load(model, state, weights=True)
 
 
-def hooks_of(model: Any) -> list[CommHook]:
+def hooks_of(model: DistributedDataParallel) -> list[CommHook]:
     return [hook for hook, _ in model._comm_hooks if isinstance(hook, CommHook)]
 
 
-def _hook_states(model: Any) -> list[dict[str, Any]]:
+def _hook_states(model: DistributedDataParallel) -> list[dict[str, Any]]:
     return [{"hook": type(hook).__name__, **hook.carried_state()} for hook in hooks_of(model)]
 
 
-def _load(model: Any, state: Mapping[str, Any], *, weights: bool) -> None:
+def _load(model: DistributedDataParallel, state: Mapping[str, Any], *, weights: bool) -> None:
     check_buckets(model, state["buckets"])
     hooks, states = hooks_of(model), state["hooks"]
     mine, theirs = [type(hook).__name__ for hook in hooks], [state["hook"] for state in states]
@@ -61,7 +61,7 @@ def _load(model: Any, state: Mapping[str, Any], *, weights: bool) -> None:
         hook.start_over(carried)
 
 
-def check_buckets(model: Any, theirs: list[list[str]]) -> None:
+def check_buckets(model: DistributedDataParallel, theirs: list[list[str]]) -> None:
     """RuntimeError unless the other replica groups the same parameters into buckets."""
     mine = bucket_names(model)
     for index, (a, b) in enumerate(itertools.zip_longest(mine, theirs)):
@@ -72,7 +72,7 @@ def check_buckets(model: Any, theirs: list[list[str]]) -> None:
             )
 
 
-def register(manager: Any, model: TorchDDP, *, weights: bool) -> None:
+def register(manager: Manager, model: DistributedDataParallel, *, weights: bool) -> None:
     """Let the manager send the model's state to healing replicas; a manager that is too old sends nothing."""
     add = getattr(manager, "register_state_dict_fn", None)
     if add is None:

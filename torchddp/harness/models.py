@@ -26,10 +26,9 @@ CONTRACT = (
 )
 
 
-def output_is_loss(output: Any) -> Tensor:
+def output_is_loss(output: Tensor) -> Tensor:
     """For a module that returns its loss."""
-    loss: Tensor = output
-    return loss
+    return output
 
 
 @dataclass(frozen=True)
@@ -46,14 +45,14 @@ class ModelSpec:
     batches_differ: bool = True
 
 
-def run_forward(module: nn.Module, batch: Any) -> Any:
+def run_forward(module: nn.Module, batch: object) -> Any:
     """The module's output for a batch: a tensor, or a tuple or dict of its arguments."""
     if isinstance(batch, dict):
         return module(**batch)
     return module(*batch) if isinstance(batch, (tuple, list)) else module(batch)
 
 
-def default_loss(output: Any) -> Tensor:
+def default_loss(output: object) -> Tensor:
     """A scalar to differentiate: `output.loss`, `output["loss"]`, or the mean of the (first) tensor."""
     if isinstance(output, dict) and "loss" in output:
         output = output["loss"]
@@ -95,7 +94,7 @@ def make_model(name: str, seed: int) -> nn.Module:
     return spec.build()
 
 
-def make_batch(name: str, seed: int, rank: int, index: int) -> Any:
+def make_batch(name: str, seed: int, rank: int, index: int) -> object:
     """Batch `index` of a rank. Ranks see different data, so that gradients must really be averaged."""
     generator = torch.Generator().manual_seed(seed + 1000 * rank + index)
     return find_model(name, seed).make_batch(generator)

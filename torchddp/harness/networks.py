@@ -42,7 +42,7 @@ class Mlp(nn.Module):
         self.layers = nn.Sequential(*(layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.ReLU())))
 
     def forward(self, inputs: Tensor) -> Tensor:
-        return self.layers(inputs).square().mean()
+        return torch.square(self.layers(inputs)).mean()
 
 
 class _GptBlock(nn.Module):
@@ -62,7 +62,7 @@ class _GptBlock(nn.Module):
         query, key, value = qkv.permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         hidden = hidden + self.projection(mixed.transpose(1, 2).reshape(batch, length, width))
-        return hidden + self.down(F.gelu(self.up(self.mlp_norm(hidden))))
+        return torch.add(hidden, self.down(F.gelu(self.up(self.mlp_norm(hidden)))))
 
 
 class Gpt(nn.Module):
@@ -186,7 +186,7 @@ class _LlamaBlock(nn.Module):
         self.down = nn.Linear(hidden_width, width, bias=False)
 
     def _split(self, hidden: Tensor) -> Tensor:
-        return hidden.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        return hidden.view(*hidden.shape[:-1], self.heads, -1).transpose(1, 2)
 
     def forward(self, hidden: Tensor) -> Tensor:
         normed = self.attention_norm(hidden)
@@ -194,7 +194,7 @@ class _LlamaBlock(nn.Module):
         mixed = F.scaled_dot_product_attention(rotate(query), rotate(key), value, is_causal=True)
         hidden = hidden + self.projection(mixed.transpose(1, 2).flatten(2))
         normed = self.mlp_norm(hidden)
-        return hidden + self.down(F.silu(self.gate(normed)) * self.up(normed))
+        return torch.add(hidden, self.down(F.silu(self.gate(normed)) * self.up(normed)))
 
 
 class Llama(nn.Module):

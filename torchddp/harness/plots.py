@@ -6,6 +6,7 @@ import io
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 COLORS = {"torch": "#9aa5b1", "ours": "#d9480f", "peer": "#4c6ef5", "local": "#dee2e6"}
@@ -24,7 +25,7 @@ def panels(rows: int, columns: int, width: float, height: float, **options: Any)
     return figure, axes
 
 
-def finish_panel(axis: Any, title: str, xlabel: str, ylabel: str | None = None) -> None:
+def finish_panel(axis: Axes, title: str, xlabel: str, ylabel: str | None = None) -> None:
     """Set title and labels, and remove the frame's top and right; with `ylabel`, for curves, also draw a grid."""
     axis.set_title(title, fontsize=9)
     axis.set_xlabel(xlabel)

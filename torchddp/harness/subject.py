@@ -6,7 +6,7 @@ import functools
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -73,7 +73,7 @@ def make_subject(settings: ModelSettings, bucket_cap_mb: float | None = None) ->
 
     # A repeated step must not include the time to make a batch.
     @functools.lru_cache(maxsize=2)
-    def batch(index: int) -> Any:
+    def batch(index: int) -> object:
         return make_batch(name, seed, rank, index)
 
     def step(index: int) -> None:

@@ -7,13 +7,17 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from torchddp.ddp.module import DistributedDataParallel
+from torchddp.ddp.options import SyncChoice
 from torchddp.integrations import require
 from torchddp.sync import prepare_ddp_module, sync_context
+
+if TYPE_CHECKING:
+    from composer.core import State
 
 # Where Composer's two functions are looked up. The trainer has imported them by name.
 _PLACES = ("composer.trainer.trainer", "composer.distributed", "composer.distributed.dist_strategy")
@@ -23,7 +27,7 @@ _originals: dict[tuple[str, str], Callable[..., Any]] = {}
 _options: dict[str, Any] = {}
 
 
-def enable(**options: Any) -> ExitStack:
+def enable(**options: object) -> ExitStack:
     """Make Composer's trainers wrap models in torchddp's DistributedDataParallel from now on.
 
         torchddp.integrations.composer.enable(transport="shm")
@@ -85,9 +89,10 @@ def _prepare(module: torch.nn.Module, find_unused_parameters: bool) -> torch.nn.
     return prepare_ddp_module(module, find_unused_parameters, **_options)
 
 
-def _sync_context(state: Any, is_final_microbatch: bool, sync_strategy: Any) -> AbstractContextManager[None]:
+def _sync_context(state: State, is_final_microbatch: bool, sync_strategy: SyncChoice) -> AbstractContextManager[None]:
     if _originals and not isinstance(state.model, DistributedDataParallel):  # wrapped before, or not at all
         original = _originals["composer.distributed.dist_strategy", "ddp_sync_context"]
-        return original(state, is_final_microbatch, sync_strategy)
+        context: AbstractContextManager[None] = original(state, is_final_microbatch, sync_strategy)
+        return context
     strategy = getattr(sync_strategy, "value", sync_strategy)  # Composer's own enum
     return sync_context(state.model, is_final_microbatch, strategy)

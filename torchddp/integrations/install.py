@@ -40,7 +40,7 @@ _lock = threading.RLock()
 _defaults: dict[str, Any] | None = None  # None: not installed
 
 
-def install(**defaults: Any) -> ExitStack:
+def install(**defaults: object) -> ExitStack:
     """Make ``torch.nn.parallel.DistributedDataParallel(...)`` create torchddp's class in this process.
 
     Example:
@@ -147,7 +147,7 @@ class DerivedDDP(DistributedDataParallel):
 class _InstalledMeta(_PlainMeta):
     """The metaclass of torch's class while torchddp is installed: Note [What is replaced]."""
 
-    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+    def __call__(cls, *args: Any, **kwargs: Any) -> object:
         if _defaults is None or issubclass(cls, DistributedDataParallel):
             return super().__call__(*args, **kwargs)
         if cls is not TorchDDP:

@@ -100,7 +100,7 @@ class ParallelConfig:
     def __post_init__(self) -> None:
         for name in ("param_dtype", "reduce_dtype"):
             self._set(name, _plain(getattr(self, name)))
-        wrap: Any = self.wrap
+        wrap: object = self.wrap
         if isinstance(wrap, list):  # as in files
             self._set("wrap", tuple(wrap))
         if isinstance(self.ddp, Mapping):
@@ -194,14 +194,14 @@ def _flat(options: Mapping[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """An option's value as files store it."""
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
     return value.total_seconds() if isinstance(value, datetime.timedelta) else value
 
 
-def _filed(name: str, value: Any) -> Any:
+def _filed(name: str, value: Any) -> object:
     if name == "wrap" and value is not None:
         return [item if isinstance(item, str) else f"{item.__module__}.{item.__qualname__}" for item in value]
     if name == "ddp":

@@ -18,7 +18,7 @@ _SUFFIXES = ".toml, .yaml, .yml, .json"
 def read_file(path: str | os.PathLike[str], section: str | None) -> dict[str, Any]:
     """The table of options in a file: see ParallelConfig.from_file."""
     path = Path(path)
-    table: Any = _parse(path)
+    table = _parse(path)
     for name in section.split(".") if section else ():
         if not isinstance(table, Mapping) or name not in table:
             found = ", ".join(map(str, table)) if isinstance(table, Mapping) else "no table"
@@ -35,7 +35,7 @@ def read_file(path: str | os.PathLike[str], section: str | None) -> dict[str, An
     return dict(table)
 
 
-def _parse(path: Path) -> Any:
+def _parse(path: Path) -> object:
     if path.suffix not in _SUFFIXES.split(", "):
         raise ValueError(f"{path}: got the suffix '{path.suffix}', allowed: {_SUFFIXES}")
     text = path.read_text(encoding="utf-8")
@@ -98,7 +98,7 @@ def read_arguments(args: Iterable[str]) -> dict[str, Any]:
     return found
 
 
-def _value(name: str, text: str) -> Any:
+def _value(name: str, text: str) -> object:
     """The value of the option ``name``. A value that can't be parsed stays a string, which the config rejects."""
     if name != "kind" and text.lower() in ("none", "null"):
         return None
@@ -114,7 +114,7 @@ def _value(name: str, text: str) -> Any:
     return text
 
 
-def _guessed(text: str) -> Any:
+def _guessed(text: str) -> object:
     """A value of unknown type: parsed as JSON, or as none, True or False, or else a string."""
     if text.lower() in _WORDS:
         return _WORDS[text.lower()]
@@ -138,7 +138,7 @@ def written_arguments(values: Mapping[str, Any]) -> list[str]:
     return written
 
 
-def _written(value: Any) -> str:
+def _written(value: object) -> str:
     if isinstance(value, str) and _guessed(value) == value:
         return value
     return json.dumps(value)

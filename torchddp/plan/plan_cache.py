@@ -9,7 +9,6 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from torchddp import _C
 from torchddp.plan.buckets import Buckets
@@ -61,7 +60,7 @@ def cache_folder() -> Path:
         raise PlanCacheError(f"There is no folder for plans ({error}); set {CACHE_ENV} to one.") from error
 
 
-def save_plan(path: Path, buckets: Buckets, key: PlanKey, measured: Any) -> None:
+def save_plan(path: Path, buckets: Buckets, key: PlanKey, measured: object) -> None:
     """Save a plan. ``measured``: what it is based on, for readers of the file. OSError if it can't be written."""
     document = {
         "format": FORMAT,

@@ -15,11 +15,11 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import torch
 
 from torchddp import _C
+from torchddp.ddp.module import DistributedDataParallel
 from torchddp.plan.auto_plan import StepRecorder, plan_key
 from torchddp.plan.buckets import buckets_of
 from torchddp.plan.cost import measure_cost
@@ -32,7 +32,9 @@ WARMUP_STEPS = 4
 LEAST_S, MOST_STEPS = 2.0, 400
 
 
-def record_profile(model: Any, step: Callable[[], Any], *, name: str = "", steps: int = 9) -> StepProfile:
+def record_profile(
+    model: DistributedDataParallel, step: Callable[[], object], *, name: str = "", steps: int = 9
+) -> StepProfile:
     """Run and measure a model's step. Collective; all ranks get the same profile.
 
     After four warm-up steps, ``steps`` steps with overlap, which give ``step_s``, alternate with as many without, which

@@ -135,7 +135,7 @@ class StepProfile:
         path.write_text(json.dumps(self.to_dict(), indent=1, allow_nan=False) + "\n")
 
 
-def profile_from_dict(data: Any) -> StepProfile:
+def profile_from_dict(data: object) -> StepProfile:
     """Undo `to_dict`; `ProfileError` for anything else than its result."""
     if not isinstance(data, dict) or data.get("kind") != "torchddp step profile":
         raise ProfileError("This is not a step profile (record one with `torchddp tune --profile FILE`).")

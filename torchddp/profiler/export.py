@@ -84,7 +84,7 @@ def write_chrome_trace(path: Path, trace: dict[str, Any]) -> None:
 
 
 def _metadata(rank: int, label: str, buckets: int) -> Iterable[dict[str, Any]]:
-    def entry(kind: str, thread: int, **arguments: Any) -> dict[str, Any]:
+    def entry(kind: str, thread: int, **arguments: object) -> dict[str, Any]:
         return {"ph": "M", "name": kind, "pid": rank, "tid": thread, "args": arguments}
 
     yield entry("process_name", AUTOGRAD, name=label)

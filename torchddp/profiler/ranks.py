@@ -31,7 +31,6 @@ from dataclasses import asdict, dataclass, field
 from itertools import product
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -90,7 +89,7 @@ def _bounded(here: Sequence[int], there: Sequence[int], readings: Sequence[Readi
     return Clock(round((low + high) / 2), round(abs(high - low) / 2))
 
 
-def take_readings(group: Any, device: Any, rounds: int = ROUNDS) -> Readings:
+def take_readings(group: dist.ProcessGroup | None, device: torch.device | str, rounds: int = ROUNDS) -> Readings:
     """Run small all-reduces, and return when this rank entered and left each. Collective."""
     token = torch.ones(1, device=device)
     readings = []

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch.utils.hooks import RemovableHandle
 
 from torchddp.ddp.module import DistributedDataParallel
 from torchddp.profiler import ranks
@@ -27,7 +28,7 @@ _EVENTS_PER_STEP, _EVENTS_PER_PARAMETER = 3, 5
 _profiled: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 
 
-def checked_model(model: Any) -> DistributedDataParallel:
+def checked_model(model: object) -> DistributedDataParallel:
     """Return the model if its gradients pass through torchddp's reducer; TypeError or ValueError otherwise."""
     if not isinstance(model, DistributedDataParallel):
         kind = f"{type(model).__module__}.{type(model).__qualname__}"
@@ -43,7 +44,7 @@ def checked_model(model: Any) -> DistributedDataParallel:
 
 
 @contextmanager
-def profile(model: Any, steps: int | None = None) -> Iterator[Profile]:
+def profile(model: DistributedDataParallel, steps: int | None = None) -> Iterator[Profile]:
     """Record when each gradient was ready and each bucket packed, launched and done, in every step of the context.
 
     Example:
@@ -92,7 +93,7 @@ class Profile:
         # Names of the reduced parameters, to which the steps refer by index.
         self.names: tuple[str, ...] = tuple(spec.name for spec in model.session.specs)
         self._layouts = Layouts()
-        self._hook: Any = None
+        self._hook: RemovableHandle | None = None
         self._final: RankRecord | None = None  # once the context has ended
 
     def _start(self) -> None:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
+from torch.utils.hooks import RemovableHandle
+
+from torchddp.ddp.module import DistributedDataParallel
 from torchddp.profiler.session import checked_model
 from torchddp.traffic import Traffic, total_wire_bytes
 
 Callback = Callable[[int, dict[str, float]], None]
 
 
-def monitor(model: Any, callback: Callback, every: int = 1) -> Monitor:
+def monitor(model: DistributedDataParallel, callback: Callback, every: int = 1) -> Monitor:
     """Call `callback(step, values)` after every `every`-th synchronized step, at the start of the next forward.
 
     Example:
@@ -55,9 +57,9 @@ class Monitor:
         self._every = every
         self._told = finished  # the count of finished steps when the callback was last called
         self._forwards = 0  # since then; at least as many as finished steps
-        self._handle: Any = None
+        self._handle: RemovableHandle  # set by `monitor`
 
-    def __call__(self, module: Any, inputs: Any) -> None:
+    def __call__(self, module: DistributedDataParallel, inputs: object) -> None:
         """Count a forward of the module; read the reducer's statistics only when a callback may be due."""
         if self._forwards < self._every:
             self._forwards += 1

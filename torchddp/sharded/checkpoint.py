@@ -75,7 +75,7 @@ def load_checkpoint(
     optimizer.load_state_dict({"state": state_of(values), "param_groups": groups, "sharded_params": mine})
 
 
-def _blank(saved: Any, device: str) -> torch.Tensor | None:
+def _blank(saved: object, device: str) -> torch.Tensor | None:
     """A placeholder that a saved value is read into."""
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 

@@ -77,7 +77,7 @@ class ShardedDataParallel(DistributedDataParallel):
         self,
         module: torch.nn.Module,
         sharded_optimizer: OSS | list[OSS],
-        process_group: Any = None,
+        process_group: dist.ProcessGroup | None = None,
         broadcast_buffers: bool = True,
         sync_models_at_startup: bool = True,
         reduce_buffer_size: int = 2**23,
@@ -96,6 +96,7 @@ class ShardedDataParallel(DistributedDataParallel):
         if not dist.is_initialized():
             raise RuntimeError("ShardedDataParallel needs a process group: call init_process_group first")
         group = process_group or dist.group.WORLD
+        assert group is not None
         with Agreement("ShardedDataParallel", group, device_of(module)) as agreement:
             if (
                 isinstance(reduce_buffer_size, bool)
@@ -151,7 +152,7 @@ class ShardedDataParallel(DistributedDataParallel):
         """Wait for all updated parameters. Needed before reading a tensor that was not obtained from a module."""
         self._shards.synchronize()
 
-    def _forward(self, *inputs: Any, **kwargs: Any) -> Any:
+    def _forward(self, *inputs: object, **kwargs: object) -> object:
         if _torch.is_compiling():
             self.synchronize()
         return super()._forward(*inputs, **kwargs)
@@ -172,7 +173,8 @@ class ShardedDataParallel(DistributedDataParallel):
             for param in self._module_parameters:
                 param.grad = None
                 param.data = param.data.clone()
-        return self.module
+        module: torch.nn.Module = self.module
+        return module
 
     # --- freezing and thawing ---
 
@@ -203,7 +205,7 @@ class ShardedDataParallel(DistributedDataParallel):
         ):
             super().refresh_trainable()
 
-    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> ShardedDataParallel:
         """``to``, ``half``, ``cuda`` and the like. Collective."""
         self.synchronize()
         super()._apply(fn, recurse)
@@ -230,13 +232,13 @@ class ShardedDataParallel(DistributedDataParallel):
     def replan(self) -> NoReturn:
         raise RuntimeError("ShardedDataParallel does not plan its buckets: reduce_buffer_size bounds them")
 
-    def update_process_group(self, new_process_group: Any) -> NoReturn:
+    def update_process_group(self, new_process_group: object) -> NoReturn:
         raise RuntimeError(
             "the ranks of a ShardedDataParallel can't change: each holds a share of the optimizer's state. Save it "
             "(consolidate_state_dict, or torch.distributed.checkpoint) and load it on the new ranks"
         )
 
-    def join(self, *arguments: Any, **more: Any) -> NoReturn:
+    def join(self, *arguments: object, **more: object) -> NoReturn:
         raise RuntimeError(
             "ShardedDataParallel can't be used with join(): a rank that has run out of inputs still owns parameters. "
             "Give all ranks the same number of batches"

@@ -244,7 +244,7 @@ def _merge_kind(param: torch.Tensor, buffer: torch.Tensor, state: Mapping[torch.
     return None if None in values else (grad is not None, *values)
 
 
-def _state_kind(key: str, value: Any, param: torch.Tensor) -> Hashable:
+def _state_kind(key: str, value: object, param: torch.Tensor) -> Hashable:
     """As `_merge_kind`, for one entry of the parameter's state."""
     if not isinstance(value, torch.Tensor):
         return None

@@ -404,7 +404,7 @@ class OSS(Optimizer):
             group.update({**_options(inner), **own, **named})
 
 
-def _check_class(optim: Any) -> None:
+def _check_class(optim: object) -> None:
     if not (isinstance(optim, type) and issubclass(optim, Optimizer)):
         raise TypeError(f"optim must be a class of torch.optim.Optimizer, got {optim!r}")
     if issubclass(optim, OSS):

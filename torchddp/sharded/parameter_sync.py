@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -343,7 +342,7 @@ class PendingParameters(Parameters):
 
 
 def _add_method(name: str) -> None:
-    def call(self: PendingParameters, *arguments: Any, **more: Any) -> Any:
+    def call(self: PendingParameters, *arguments: object, **more: object) -> object:
         return getattr(self.resolve(), name)(*arguments, **more)
 
     setattr(PendingParameters, name, call)

@@ -6,14 +6,13 @@ Its optimizers must assign an owner to each trainable parameter of the module.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from torchddp import _C
-from torchddp.ddp.model import wrapped_inside
 from torchddp.ddp.session import ReducerPolicy, ReducerSession
+from torchddp.ddp.wrapper import wrapped_inside
 from torchddp.errors import listed
 from torchddp.sharded.oss import OSS
 from torchddp.sharded.parameter_sync import ParameterGather
@@ -133,7 +132,9 @@ class ShardedPolicy(ReducerPolicy):
         self.gathers = []
 
 
-def agreed_optimizers(module: torch.nn.Module, given: Any, group: Any, agreement: Agreement) -> list[OSS]:
+def agreed_optimizers(
+    module: torch.nn.Module, given: OSS | Sequence[OSS], group: dist.ProcessGroup, agreement: Agreement
+) -> list[OSS]:
     """Collective: the optimizers as a list, whose owners the ranks agree on."""
     optimizers = _check_optimizers(given, group)
     _check_coverage(module, optimizers)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,7 @@ from torchddp.sharded.partition import ParameterPartition, pack
 from torchddp.transport.agreement import message_device, object_of, tensor_of
 from torchddp.transport.waits import run_collective
 
+T = TypeVar("T")
 MESSAGE_NUMEL = 4 * 2**20  # elements of parameters whose state is sent in one message
 
 
@@ -41,12 +42,13 @@ def gather_state(
     return {**{params[index]: found[index] for index in sorted(found)}, **others}
 
 
-def _to_cpu(value: Any) -> Any:
+def _to_cpu(value: T) -> T:
     """Copy tensors in dicts, lists and tuples to the CPU, each with its own memory."""
-    return _torch.tree_map_only(torch.Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), value)
+    copied: T = _torch.tree_map_only(torch.Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), value)
+    return copied
 
 
-def _send_object(value: Any, source: int, target: int, group: dist.ProcessGroup) -> Any:
+def _send_object(value: T, source: int, target: int, group: dist.ProcessGroup) -> T | None:
     """Send the value of ``source`` to ``target``; None elsewhere. Collective.
 
     Uses an all_to_all with only this message, because some backends have no send.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator
-from typing import Any, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,9 @@ _CPU = torch.device("cpu")
 _MORE, _END, _ERROR = 0, 1, 2
 
 
-def even_batches(batches: Iterable[T], model_or_group: Any = None) -> Iterator[T]:
+def even_batches(
+    batches: Iterable[T], model_or_group: torch.nn.Module | dist.ProcessGroup | None = None
+) -> Iterator[T]:
     """Yield batches until the rank with the fewest runs out; then the loop ends on all ranks.
 
     Example:
@@ -58,13 +60,13 @@ def even_batches(batches: Iterable[T], model_or_group: Any = None) -> Iterator[T
     return _even(_Source(batches), _agreements[group])
 
 
-class _Source:
+class _Source(Generic[T]):
     """One rank's batches, with one prefetched."""
 
-    def __init__(self, batches: Iterable[Any]) -> None:
+    def __init__(self, batches: Iterable[T]) -> None:
         self._batches = batches
-        self._iterator: Iterator[Any] | None = None
-        self._next: Any = None
+        self._iterator: Iterator[T] | None = None
+        self._next: list[T] = []
         self.error: Exception | None = None
 
     def look(self) -> int:
@@ -72,7 +74,7 @@ class _Source:
         try:
             if self._iterator is None:
                 self._iterator = iter(self._batches)
-            self._next = next(self._iterator)
+            self._next.append(next(self._iterator))
         except StopIteration:
             return _END
         except Exception as error:
@@ -80,15 +82,14 @@ class _Source:
             return _ERROR
         return _MORE
 
-    def take(self) -> Any:
-        batch, self._next = self._next, None
-        return batch
+    def take(self) -> T:
+        return self._next.pop()
 
 
 class _Agreement:
     """How the ranks of a group learn about each other's next batch."""
 
-    def __init__(self, process_group: Any) -> None:
+    def __init__(self, process_group: dist.ProcessGroup) -> None:
         own = process_group
         if _torch.is_alive(process_group):
             timeout = select.group_timeout(process_group, "cpu")
@@ -106,7 +107,7 @@ class _Agreement:
         return work, answers
 
 
-def _even(source: _Source, agreement: _Agreement) -> Iterator[Any]:
+def _even(source: _Source[T], agreement: _Agreement) -> Iterator[T]:
     number = 0
     work, answers = agreement.start(source.look())
     try:
@@ -122,7 +123,7 @@ def _even(source: _Source, agreement: _Agreement) -> Iterator[Any]:
         work.abandon()  # if the loop was left early: the other ranks have started it too, so it completes
 
 
-def _go_on(work: _C.Work, answers: torch.Tensor, source: _Source, rank: int, number: int) -> bool:
+def _go_on(work: _C.Work, answers: torch.Tensor, source: _Source[T], rank: int, number: int) -> bool:
     try:
         work.wait()
     except TransportError as error:
@@ -143,10 +144,10 @@ def _go_on(work: _C.Work, answers: torch.Tensor, source: _Source, rank: int, num
 
 
 # Shared by all loops over a group, because process groups are expensive.
-_agreements: weakref.WeakKeyDictionary[Any, _Agreement] = weakref.WeakKeyDictionary()
+_agreements: weakref.WeakKeyDictionary[dist.ProcessGroup, _Agreement] = weakref.WeakKeyDictionary()
 
 
-def _group_of(model_or_group: Any) -> Any:
+def _group_of(model_or_group: object) -> dist.ProcessGroup | None:
     if model_or_group is None:
         return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
     if isinstance(model_or_group, dist.ProcessGroup):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -118,7 +118,7 @@ def _microbatches(
     for index in range(steps):
         if weights is not None:
             once = strategy is not DDPSyncStrategy.MULTI_AUTO_SYNC
-            wrapper: Any = unwrapped(model)
+            wrapper = cast(DistributedDataParallel, unwrapped(model))
             wrapper.session.weigh(*weights[index], begins=once or index == 0, ends=once or index == steps - 1)
         try:
             with sync_context(model, index == steps - 1, strategy):

@@ -330,7 +330,7 @@ class Agreement:
         if differ:
             raise ValueError(f"{self._who} needs the same options on all ranks: {differ}.")
 
-    def _exchange(self, problem: str, own: Any) -> list[Any] | None:
+    def _exchange(self, problem: str, own: object) -> list[Any] | None:
         self.is_over = True
         if self._group is None or self._group.size() == 1:
             return None

@@ -25,7 +25,7 @@ _PATIENCE_S = 2.0
 _processes: weakref.WeakKeyDictionary[dist.ProcessGroup, Sequence[dict[str, Any]]] = weakref.WeakKeyDictionary()
 
 
-def wait_for_work(work: Any, process_group: dist.ProcessGroup | None) -> None:
+def wait_for_work(work: dist.Work, process_group: dist.ProcessGroup | None) -> None:
     """Like ``work.wait()``, for an operation of this group (None: the default one).
 
     Runs handlers meanwhile if the group is gloo's. TransportError if the operation failed.
@@ -49,6 +49,7 @@ def started(start: Callable[[], Any], process_group: dist.ProcessGroup | None, d
         TransportError: it failed; says which rank was ``doing`` what, and which other ranks are known to be gone.
     """
     group = process_group if process_group is not None else dist.group.WORLD
+    assert group is not None
     try:
         work = start()
     except torch.OutOfMemoryError:
@@ -74,11 +75,11 @@ def knows_peers(process_group: dist.ProcessGroup) -> bool:
     return process_group in _processes
 
 
-def _failed(group: Any, doing: str, error: Exception) -> TransportError:
+def _failed(group: dist.ProcessGroup, doing: str, error: Exception) -> TransportError:
     return TransportError(f"rank {group.rank()}: {doing} failed: {error}{_gone(group)}\n{ADVICE_FOR_A_LOST_PEER}")
 
 
-def _gone(group: Any) -> str:
+def _gone(group: dist.ProcessGroup) -> str:
     """A dying process closes its connections before it disappears, so this keeps looking for a while."""
     deadline_s = time.monotonic() + _PATIENCE_S
     known = _processes.get(group, ())

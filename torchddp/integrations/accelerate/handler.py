@@ -40,13 +40,14 @@ class TorchDDPKwargs(DistributedDataParallelKwargs):
         if options.get("comm_hook") is not None:
             comm_hooks.resolve(options["comm_hook"])
         super().__init__()
-        self._options = options
+        self._options: dict[str, object] = options
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        return DistributedDataParallelKwargs  # Accelerate looks handlers up by their exact class
+        kind: type = DistributedDataParallelKwargs
+        return kind  # Accelerate looks handlers up by their exact class
 
-    def to_kwargs(self) -> dict[str, Any]:
+    def to_kwargs(self) -> dict[str, object]:
         """Accelerate passes these to torch's class."""
         if not installed():
             raise RuntimeError("TorchDDPKwargs has options of torchddp's class: call torchddp.install() first")

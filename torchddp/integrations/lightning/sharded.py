@@ -9,7 +9,9 @@ import weakref
 from collections.abc import Iterable
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from torch.optim import Optimizer
@@ -49,8 +51,8 @@ class TorchDDPShardedStrategy(TorchDDPStrategy):
 
     _wrapper = ShardedDataParallel
     # Lightning's.
-    model: Any
-    optimizers: Any
+    model: torch.nn.Module
+    optimizers: list[Any]
 
     def __init__(self, *arguments: Any, **kwargs: Any) -> None:
         super().__init__(*arguments, **kwargs)
@@ -64,7 +66,7 @@ class TorchDDPShardedStrategy(TorchDDPStrategy):
     def configure_ddp(self) -> None:
         """Nothing yet: the wrapper needs the optimizers."""
 
-    def setup_optimizers(self, trainer: Any) -> None:
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
         """``configure_optimizers``, sharding, and wrapping. Collective."""
         super().setup_optimizers(trainer)
         self._check_scaler()
@@ -115,7 +117,7 @@ class TorchDDPShardedStrategy(TorchDDPStrategy):
 
 def _clip_gradients(
     plugin: Precision,
-    optimizer: Any,
+    optimizer: Optimizer | LightningOptimizer,
     clip_val: float = 0.0,
     gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
 ) -> None:

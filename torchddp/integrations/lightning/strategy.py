@@ -4,24 +4,30 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal
 
 import torch
+from lightning.fabric.accelerators import Accelerator as FabricAccelerator
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.plugins import Precision as FabricPrecision
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy
+from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.overrides.distributed import _register_ddp_comm_hook
+from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import _augment_message
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
+from torchddp.ddp import grad_precision
 from torchddp.ddp.former_names import current
-from torchddp.ddp.grad_precision import Precision
 from torchddp.ddp.module import DistributedDataParallel
 from torchddp.durations import Duration, timedelta_of
 from torchddp.integrations.lightning.together import FailsTogether
 
+StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 # Arguments of the wrapper that the strategy sets itself.
 _OF_THE_STRATEGY = frozenset({"module", "sharded_optimizer", "device_ids", "timeout"})
 
@@ -56,22 +62,22 @@ class TorchDDPStrategy(FailsTogether, DDPStrategy):
 
     def __init__(
         self,
-        accelerator: Any = None,
+        accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
-        cluster_environment: Any = None,
-        checkpoint_io: Any = None,
-        precision_plugin: Any = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
         ddp_comm_state: object | None = None,
         ddp_comm_hook: Callable[..., Any] | None = None,
         ddp_comm_wrapper: Callable[..., Any] | None = None,
         model_averaging_period: int | None = None,
         process_group_backend: str | None = None,
         timeout: Duration | None = default_pg_timeout,
-        start_method: str = "popen",
+        start_method: StartMethod = "popen",
         *,
         fail_together: bool = True,
         fail_together_grace_s: float | None = 3.0,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> None:
         kwargs = _options_of(self, self._wrapper, kwargs)
         _check_hook(ddp_comm_hook, ddp_comm_wrapper, kwargs.get("comm_hook"))
@@ -146,22 +152,22 @@ class TorchDDPFabricStrategy(FailsTogether, FabricDDPStrategy):
 
     def __init__(
         self,
-        accelerator: Any = None,
+        accelerator: FabricAccelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
-        cluster_environment: Any = None,
-        checkpoint_io: Any = None,
-        precision: Any = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision: FabricPrecision | grad_precision.Precision | None = None,
         process_group_backend: str | None = None,
         timeout: Duration | None = default_pg_timeout,
-        start_method: str = "popen",
+        start_method: StartMethod = "popen",
         *,
         fail_together: bool = True,
         fail_together_grace_s: float | None = 3.0,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> None:
         kwargs = _options_of(self, DistributedDataParallel, kwargs)
         reduced_in = kwargs.pop("precision", None)
-        if isinstance(precision, Precision):
+        if isinstance(precision, grad_precision.Precision):
             precision, reduced_in = None, precision
         super().__init__(
             accelerator=accelerator,
@@ -183,7 +189,7 @@ class TorchDDPFabricStrategy(FailsTogether, FabricDDPStrategy):
             return DistributedDataParallel(module, device_ids=self._determine_ddp_device_ids(), **self._ddp_kwargs)
 
 
-def side_stream(device: torch.device) -> Any:
+def side_stream(device: torch.device) -> AbstractContextManager[object]:
     """A context on the stream on which torch requires wrapping if a step may be captured in a CUDA graph."""
     return torch.cuda.stream(torch.cuda.Stream()) if device.type == "cuda" else nullcontext()
 
@@ -194,7 +200,7 @@ def _options_of(strategy: object, wrapper: type, given: Mapping[str, Any]) -> di
     return current(given, sorted(known), type(strategy).__name__)
 
 
-def _check_hook(hook: Any, wrapper: Any, named: Any) -> None:
+def _check_hook(hook: object, wrapper: object, named: object) -> None:
     if hook is not None and named is not None:
         raise ValueError("TorchDDPStrategy got two communication hooks, ddp_comm_hook and comm_hook: leave one out")
     if hook is None and wrapper is not None:

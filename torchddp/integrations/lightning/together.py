@@ -8,14 +8,20 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from lightning.pytorch.utilities.exceptions import _TunerExitException
 
 from torchddp.diagnose.fail_together import FailTogether, fail_together, finish_first
 
+if TYPE_CHECKING:
+    from lightning.fabric.strategies.launchers.launcher import _Launcher
 
-def _background_of(checkpoint_io: Any) -> ThreadPoolExecutor | None:
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _background_of(checkpoint_io: object) -> ThreadPoolExecutor | None:
     """What a checkpoint plugin, or one that it wraps, saves with in the background."""
     while checkpoint_io is not None:
         if isinstance(executor := getattr(checkpoint_io, "_executor", None), ThreadPoolExecutor):
@@ -40,7 +46,7 @@ class FailsTogether:
         self._fails_together, self._grace_s = wanted, grace_s
 
     @classmethod
-    def register_strategies(cls, strategy_registry: Any) -> None:
+    def register_strategies(cls, strategy_registry: object) -> None:
         """No-op: `torchddp.integrations.lightning.register` registers the names."""
 
     _launcher: Any  # Lightning's, which checks its class
@@ -49,8 +55,9 @@ class FailsTogether:
         super()._configure_launcher()  # type: ignore[misc]
         self._launcher.launch = partial(self._launch, self._launcher)
 
-    def _launch(self, launcher: Any, function: Callable[..., Any], *arguments: Any, **more: Any) -> Any:
-        return type(launcher).launch(launcher, partial(self.run_watched, function), *arguments, **more)
+    def _launch(self, launcher: _Launcher, function: Callable[P, T], *arguments: P.args, **more: P.kwargs) -> T:
+        result: T = type(launcher).launch(launcher, partial(self.run_watched, function), *arguments, **more)
+        return result
 
     def setup_environment(self) -> None:
         """Create the process group, and start watching the other ranks."""
@@ -58,7 +65,7 @@ class FailsTogether:
         if self._watch is not None:
             self._watch.start()
 
-    def save_checkpoint(self, *arguments: Any, **more: Any) -> None:
+    def save_checkpoint(self, *arguments: object, **more: object) -> None:
         """As in Lightning; if another rank fails meanwhile, the job ends once the file is written, also by
         `AsyncCheckpointIO` in the background.
         """
@@ -68,22 +75,16 @@ class FailsTogether:
             if (background := _background_of(self.checkpoint_io)) is not None:  # type: ignore[attr-defined]
                 background.submit(saving.pop_all().close)  # after the save, because it has one thread
 
-    def run_watched(self, function: Callable[..., Any], *arguments: Any, **more: Any) -> Any:
+    def run_watched(self, function: Callable[P, T], *arguments: P.args, **more: P.kwargs) -> T:
         """Call the function. Raises `torchddp.PeerFailedError` if another rank raised."""
         if not self._fails_together or self._watch is not None:
             return function(*arguments, **more)
-        stop: _TunerExitException | None = None
-        result = None
         try:
-            watch = fail_together(grace_s=self._grace_s)
-            with watch:
-                self._watch = watch
+            with fail_together(grace_s=self._grace_s) as self._watch:
                 try:
-                    result = function(*arguments, **more)
+                    return function(*arguments, **more)
                 except _TunerExitException as error:  # a tuner is done, on all ranks
                     stop = error
         finally:
             self._watch = None
-        if stop is not None:
-            raise stop
-        return result
+        raise stop

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.wrappers import _FabricModule
@@ -20,7 +18,7 @@ _HOW = (
 
 
 @_torch.disable_dynamo(recursive=True)
-def weigh(target: Any, weight: float | torch.Tensor, *, loss: LossKind = "mean") -> None:
+def weigh(target: torch.nn.Module | pl.Trainer, weight: float | torch.Tensor, *, loss: LossKind = "mean") -> None:
     """Set the weight of the next backward: :meth:`torchddp.DistributedDataParallel.weigh`.
 
         def training_step(self, batch, index):
@@ -47,7 +45,7 @@ def weigh(target: Any, weight: float | torch.Tensor, *, loss: LossKind = "mean")
         weighing.weigh(wrapper, weight, loss, divided_by=divided_by)
 
 
-def _place(target: Any) -> tuple[torch.nn.Module, int, bool]:
+def _place(target: torch.nn.Module | pl.Trainer) -> tuple[torch.nn.Module, int, bool]:
     """The wrapped model, the divisor of its loss, and whether it may be unwrapped (one process, no accumulation)."""
     if isinstance(target, torch.nn.Module):
         target = unwrapped(target)
