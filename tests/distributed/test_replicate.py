@@ -315,10 +315,10 @@ def mesh(*shape, **names):
 
 
 WRONG_OPTIONS = [
-    ({"bucket_cap": 25}, "no argument 'bucket_cap'; its options are .*bucket_cap_mb"),
-    ({"mixed_precision": None}, "no argument 'mixed_precision': use mp_policy="),
-    ({"process_group": None}, "no argument 'process_group': use mesh="),
-    ({"device_ids": [0]}, "no argument 'device_ids': use device_id="),
+    ({"bucket_cap": 25}, "argument 'bucket_cap'. Did you mean 'bucket_cap_mb'"),
+    ({"mixed_precision": None}, "argument 'mixed_precision': use mp_policy="),
+    ({"process_group": None}, "argument 'process_group': use mesh="),
+    ({"device_ids": [0]}, "argument 'device_ids': use device_id="),
     ({"device_id": "cuda"}, "device_id must be the number of a GPU or a torch.device, got str"),
     ({"ignored_modules": ["first"]}, "ignored_modules must be modules, got str"),
 ]
