@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
-_END_S = 2.0  # how long the interpreter waits at exit for a running check
+_END_S = 2.0  # how long the interpreter waits at exit for running calls
 
 
 class _Jobs:
@@ -46,7 +46,8 @@ class _Jobs:
         self._thread = threading.Thread(target=_run_jobs, args=(self._queue,), name=name, daemon=True)
         self._thread.start()
         self.end = weakref.finalize(owner, self._queue.put, None)
-        self.end.atexit = False  # daemon threads end with the process
+        self.end.atexit = False  # `_end_threads` does it
+        _jobs.add(self)
 
     @property
     def is_here(self) -> bool:
@@ -59,6 +60,9 @@ class _Jobs:
         """Called after `end`: whether the thread ended in time."""
         self._thread.join(limit_s)
         return not self._thread.is_alive()
+
+
+_jobs: weakref.WeakSet[_Jobs] = weakref.WeakSet()  # whose threads may be running
 
 
 def _run_jobs(jobs: queue.SimpleQueue[Callable[[], object] | None]) -> None:
@@ -270,18 +274,28 @@ class _Watcher:
                     continue
             task.run()
 
-    def end(self) -> None:
-        """Called before the interpreter ends: a thread that returns from C++ after that would abort the process."""
+    def end(self, limit_s: float) -> None:
         with self._changed:
             self._ends = True
             thread = self._thread
             self._changed.notify()
         if thread is not None:
-            thread.join(_END_S)
+            thread.join(limit_s)
 
 
 _watcher = _Watcher()
-atexit.register(lambda: _watcher.end())
+
+
+@atexit.register
+def _end_threads() -> None:
+    """Before the interpreter ends: a thread that returns from C++ after that would abort the process."""
+    until_s = time.monotonic() + _END_S
+    _watcher.end(_END_S)  # it makes calls on the others
+    here = [jobs for jobs in _jobs if jobs.is_here]
+    for jobs in here:
+        jobs.end()
+    for jobs in here:
+        jobs.join(max(0.0, until_s - time.monotonic()))
 
 
 def _after_fork() -> None:
