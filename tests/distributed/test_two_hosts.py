@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.cases.links import PLANNED
 from benchmarks.hosts import make_hosts
 from tests.unit.helpers import wait_until
 from torchddp.harness.machine import ROOT
@@ -103,19 +102,3 @@ def test_in_a_short_run_all_methods_reach_the_loss(tmp_path):
     assert sent["int8"] < 0.3 and sent["powersgd"] < 0.3 and sent["diloco"] < 0.3
     (plot,) = tmp_path.glob("*-training-*.png")
     assert plot.read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.thorough
-def test_a_short_run_measures_plans_and_predicts(tmp_path):
-    path = tmp_path / "links.json"
-    rates = ["--set", "place=1gbit,500mbit"]
-    arguments = ["--model", "conv", "--caps", "25", "--seconds", "0.2", "--json", str(path)]
-    document = result_of(path, "links", *rates, *arguments)
-    assert [result["place"] for result in document["results"]] == ["1 Gbit/s", "500 Mbit/s"]
-    for result in document["results"]:
-        # 4.7 MB take 38 ms at 1 Gbit/s.
-        planned = next(row for row in result["variants"] if row["name"] == PLANNED)
-        assert result["transport"] == "c10d" and planned["step_ms"]["median"] > 30
-    rows = [row for result in document["results"] for row in result["predictions"]]
-    assert [row["recorded_over"] for row in rows] == ["500 Mbit/s", "1 Gbit/s"]
-    assert all(abs(row["error"]) < 1 for row in rows)
