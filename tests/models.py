@@ -193,32 +193,6 @@ def assert_trains(ddp: nn.Module, rank: int, width: int = 8, steps: Iterable[int
     assert_steps(ddp, rank, steps, lambda model, r, step: loss_of(model(batch(r, step, 5, width))).backward())
 
 
-def train_and_compare(
-    ddp_class: type,
-    rank: int,
-    model: nn.Module,
-    run: Callable[[nn.Module, int, int], Any],
-    steps: int,
-    *only: str,
-    **options: Any,
-) -> nn.Module:
-    """Steps of `run(model, rank, step)` on a wrapper of the model must give the mean gradients (`only` these).
-
-    They are compared after the last step, so that a failure doesn't leave other ranks waiting.
-    """
-    want = [expected_grads(model, lambda m, r, step=step: run(m, r, step)) for step in range(steps)]
-    ddp = ddp_class(model, **options)
-    got = []
-    for step in range(steps):
-        ddp.zero_grad()
-        run(ddp, rank, step)
-        got.append({name: grad if grad is None else dense(grad) for name, grad in grads_of(ddp).items()})
-    for step in range(steps):
-        names = only or want[step].keys()
-        assert_grads({n: got[step][n] for n in names}, {n: want[step][n] for n in names}, what=f"step {step}:")
-    return ddp
-
-
 def dense(value: Tensor) -> Tensor:
     """A dense copy of a sparse gradient; other gradients unchanged."""
     return value.to_dense() if value.is_sparse else value

@@ -88,11 +88,10 @@ CAUGHT_BY: dict[Callable[[], None], str] = {
     options_are_not_compared: TESTS + "ranks_that_differ.py::test_hooks_that_differ_are_named",
     errors_stay_on_their_rank: TESTS + "ranks_that_differ.py::test_an_error_of_one_rank_reaches_all",
     keys_are_those_of_earlier_groups: UNIT + "agreement.py::test_keys_belong_to_one_attempt_and_one_life_of_a_group",
-    connections_stay_open: TESTS + "groups_that_end.py::test_a_group_and_its_models_leave_no_thread_and_no_descriptor",
+    connections_stay_open: TESTS + "other_groups.py::test_a_group_and_its_models_leave_no_thread_and_no_descriptor",
     hooks_stay_after_a_refresh: TESTS + "gradients_of_the_program.py::test_a_refresh_leaves_nothing_behind",
     reducing_after_backward_makes_zeros: TESTS + "sync.py::test_forced_sync_and_untouched_gradients",
-    what_optimizers_write_stays_on_a_rank: TESTS
-    + "oss_written_options.py::test_ranks_keep_what_one_process_would_have_written",
+    what_optimizers_write_stays_on_a_rank: TESTS + "oss_state.py::test_ranks_keep_what_one_process_would_have_written",
 }
 
 

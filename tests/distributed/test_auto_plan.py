@@ -12,7 +12,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from tests.harness import each, gathered, logged, on_ranks
@@ -120,24 +119,6 @@ def test_while_measured_nothing_overlaps(rank):
     steps(ddp, rank, WARMUP_STEPS)
     assert not launches_before_the_last_gradient(ddp, rank)
     assert [e.id for e in ddp.reducer.timeline() if e.kind == "launched"] == list(range(8))
-
-
-@on_ranks(2)
-def test_with_options_and_accumulation(rank, expensive_messages):
-    for options in each([{"find_unused_parameters": True}, {"static_graph": True}, {}]):
-        auto = DistributedDataParallel(layers(), bucket_cap_mb="auto", **options)
-        plain = nn.parallel.DistributedDataParallel(layers(), **options)
-        for index in range(PLANNING_STEPS + 2):
-            for model in (auto, plain):
-                model.zero_grad()
-                if not options:
-                    with model.no_sync():  # such steps don't count
-                        model(torch.full((1, 16), float(rank + index))).sum().backward()
-                torch.manual_seed(100 * rank + index)
-                model(torch.randn(4, 16)).sum().backward()
-            for mine, theirs in zip(auto.parameters(), plain.parameters(), strict=True):
-                torch.testing.assert_close(mine.grad, theirs.grad)
-        assert planning_of(auto) is None and len(auto.reducer.plan) == 1
 
 
 @on_ranks(2)

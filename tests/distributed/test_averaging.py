@@ -269,22 +269,6 @@ def test_arguments_of_diloco(rank):
     )
 
 
-@on_ranks(3)
-def test_models_and_options_that_differ_between_ranks(rank):
-    net, shapes = make_net(), list(zip("ab", weights(4, 3 + rank // 2), strict=True))
-    odd = 0.5 if rank == 1 else 0.7
-
-    def diloco(every, **options):
-        return lambda: DiLoCo(net, sgd(net.parameters()), every, **options)
-
-    same = "PeriodicAverager needs the same parameters on all ranks. On rank 2 it is 'b'"
-    assert_each_raises(
-        (lambda: PeriodicAverager(shapes, 1), RuntimeError, same),
-        (diloco(4 + rank // 2), ValueError, "sync_every is 4 on rank 0, 1, 5 on rank 2"),
-        (diloco(4, outer_lr=odd), ValueError, "outer_lr is 0.7 on rank 0, 2, 0.5 on rank 1"),
-    )
-
-
 WEIGHTS, FRAGMENT = "could not average weights", "could not average fragment 0 of 1"
 METHODS = {
     "periodic": (lambda net, inner: PostLocalSGD(inner, PeriodicAverager(net, 2)), f"PeriodicAverager {WEIGHTS}", 4),

@@ -1,6 +1,5 @@
-"""check_parameters_every: one wrong bit on one rank is found and reported on all ranks, with its parameter."""
+"""Checks(parameters_every=): one wrong bit on one rank is found and reported on all ranks, with its parameter."""
 
-import copy
 import math
 
 import pytest
@@ -9,7 +8,7 @@ import torch.distributed as dist
 
 import torchddp
 from tests.harness import each, gathered, on_ranks
-from tests.models import Mlp, NormNet, batch, loss_of, seeded
+from tests.models import Mlp, batch, loss_of, seeded
 from tests.sharded import batch_of, small_net
 from tests.sharded import loss_of as sharded_loss
 from torchddp import Checks
@@ -120,43 +119,6 @@ def test_ranks_that_differ_in_different_parameters(rank):
             ddp.module.register_parameter("more", torch.nn.Parameter(torch.ones(1)))
         error = caught(lambda ddp=ddp: torchddp.check_parameters(ddp))
         assert error.ranks == (1,) and "rank 0: 5, rank 1: 6, rank 2: 5" in str(error)
-
-
-@on_ranks(2)
-def test_modes_of_a_model(rank):
-    """no_sync, evaluation, static_graph, unused parameters, copies, join, reduce: all ranks check, or none."""
-    for options in ({"static_graph": True}, {"find_unused_parameters": True}, {"transport": "c10d"}):
-        ddp = torchddp.DistributedDataParallel(seeded(Mlp), checks=Checks(parameters_every=1), **options)
-        train(ddp, 2, rank)
-        flip(ddp.module.first.weight, bit=rank)
-        with ddp.no_sync():
-            loss_of(ddp(batch(rank))).backward()
-        if rank == 0:
-            with torch.no_grad():
-                ddp(batch(rank))
-        assert caught(lambda ddp=ddp: train(ddp, 1, rank)).parameter == "first.weight"
-    ddp = torchddp.DistributedDataParallel(seeded(Mlp), checks=Checks(parameters_every=2))
-    train(ddp, 3, rank)
-    other = copy.deepcopy(ddp)
-    flip(other.module.first.weight, bit=rank)
-    train(other, 2, rank)
-    assert caught(lambda: train(other, 1, rank)).step == 2
-    with ddp.join():
-        train(ddp, 2 + 3 * rank, rank)
-    torchddp.check_parameters(ddp)
-    flip(ddp.module.first.weight, bit=rank)
-    train(ddp, 3, rank, first=50)  # torch leaves join() switched on
-    assert caught(lambda: torchddp.check_parameters(ddp)).parameter == "first.weight"
-    ddp = torchddp.DistributedDataParallel(seeded(NormNet), checks=Checks(parameters_every=1), broadcast_buffers=False)
-    for step in range(3):
-        with ddp.no_sync():
-            loss_of(ddp(batch(rank, step, 2, 3, 5, 5))).backward()
-        ddp.reduce()
-    flip(ddp.module.head.bias, bit=rank)
-    assert caught(ddp.reduce).parameter == "head.bias"
-    ddp = torchddp.DistributedDataParallel(seeded(Mlp))
-    flip(ddp.module.first.weight, bit=rank)
-    train(ddp, 5, rank)  # there is no check by default
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

@@ -262,19 +262,6 @@ def trained(kind, rank, dtypes=(torch.float32,), shapes=SHAPES, hook=None, **opt
 
 
 @on_ranks(2)
-def test_bitwise_equal_to_dense_buckets(rank):
-    for transport, views in each(["c10d", "auto"], [None, True, False]):
-        options = {"transport": transport, "bucket_cap_mb": 0.002, "gradient_as_bucket_view": views}
-        padded, mine = trained(PaddedBuckets, rank, DTYPES, **options)
-        torch.testing.assert_close(mine, trained(WholeBuckets, rank, DTYPES, **options)[1], **EXACT)
-        assert_padded(padded)
-    padded, mine = trained(PaddedBuckets, rank, checks=Checks(gradient_stats=True))
-    plain, theirs = trained(WholeBuckets, rank, checks=Checks(gradient_stats=True))
-    torch.testing.assert_close(mine, theirs, **EXACT)
-    torch.testing.assert_close(padded.gradient_stats(), plain.gradient_stats())
-
-
-@on_ranks(2)
 def test_hooks(rank):
     # What hooks read and write between gradients.
     checks = ChecksGaps()
@@ -340,24 +327,6 @@ def test_sharded_gradients(rank):
         assert_padded(padded)
         assert_grads(mine, theirs, rtol=0)
         torch.testing.assert_close(stats, plain_stats)
-
-
-@on_ranks(1, 3)
-def test_same_bits_as_packing_in_the_hook(rank, ddp_class, world_size):
-    for transport, views, whole_class in each(["c10d", "auto"], [None, True, False], [WholeBuckets, LargeInPlace]):
-        options = {"transport": transport, "gradient_as_bucket_view": views, "bucket_cap_mb": 0.001}
-        ours, whole = ddp_class(seeded(Mlp), **options), whole_class(seeded(Mlp), **options)
-        assert len(whole.reducer.plan.buckets) > 1
-        for step in range(4):
-            # With and without existing gradients.
-            for ddp in (ours, whole):
-                ddp.zero_grad(set_to_none=step % 2 == 0)
-                with ddp.no_sync():
-                    step_on(ddp, rank, 10 + step)
-                step_on(ddp, rank, step)
-            # With three or more ranks, gloo's order depends on a gradient's position in the message.
-            exact = world_size < 3 or whole_class is WholeBuckets
-            assert_grads(grads_of(whole), grads_of(ours), 0 if exact else 1e-14, f"step {step}")
 
 
 @on_ranks(2)

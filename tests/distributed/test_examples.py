@@ -59,14 +59,6 @@ def test_two_ranks_under_torchrun(start, words, count):
     assert "Traceback" not in done.stderr and "terminate called" not in done.stderr
 
 
-@pytest.mark.rest_is_thorough("train_parallelize")
-@pytest.mark.parametrize("name", ["train_plain", "train_parallelize"])
-def test_one_process(name):
-    done = run("-m", f"examples.{name}", "--steps", "60")
-    assert_it_learned(done.stdout)
-    assert last_number(done.stdout, "steps reduced by torchddp") == (60 if name == "train_plain" else 0)
-
-
 def output_of(name, *arguments):
     """The output of rank 0 of two forked ranks of this example."""
     example = importlib.import_module(f"examples.{name}")
@@ -80,21 +72,6 @@ def output_of(name, *arguments):
     first, other = run_ranks(on_rank, 2)
     assert other == ""
     return first
-
-
-@pytest.mark.rest_is_thorough("args[02]*")
-@pytest.mark.parametrize(
-    ("args", "words"),
-    [
-        (["kind=none"], "Regressor, 2 data parallel x 1 model parallel"),
-        (["--use-fsdp"], "FSDPRegressor, 2 data parallel x 1 model parallel"),
-        (["--kind=hsdp"], "FSDPRegressor, 1 data parallel x 2 model parallel"),
-    ],
-)
-def test_every_parallelism_learns(args, words):
-    output = output_of("train_parallelize", ParallelConfig.from_cli(args), 60, 3e-3)
-    assert_it_learned(output)
-    assert words in output and last_number(output, "steps reduced by torchddp") == 0
 
 
 def test_ddp_of_parallelize_is_the_plain_loop_and_the_file_of_the_example_shards():

@@ -2,7 +2,6 @@
 
 import ctypes
 import gc
-import os
 
 import pytest
 import torch
@@ -36,13 +35,6 @@ def batch(rank, step):
 class Wrappers:
     """Programs with several wrappers of one module; each yields after every step."""
 
-    def in_one_backward(cls, module, rank):
-        a, b = cls(module), cls(module)
-        for step in range(4):
-            module.zero_grad(set_to_none=step % 2 == 0)
-            (a(batch(rank, step)) + b(batch(rank, step).flip(0) * 2)).square().sum().backward()
-            yield
-
     def in_turn_then_in_one_backward(cls, module, rank):
         a, b = cls(module), cls(module)
         for step in range(5):
@@ -52,15 +44,6 @@ class Wrappers:
                     model(batch(rank, step)).square().sum().backward()
             else:
                 (a(batch(rank, step)) + b(batch(rank, step).flip(0) * 2)).square().sum().backward()
-            yield
-
-    def after_accumulation(cls, module, rank):
-        a, b = cls(module), cls(module)
-        for step in range(3):
-            module.zero_grad()
-            with b.no_sync():
-                b(batch(rank, step)).square().sum().backward()
-            (a(batch(rank, step)) + b(batch(rank, step).flip(0) * 2)).square().sum().backward()
             yield
 
     def of_a_part(cls, module, rank):
@@ -104,19 +87,6 @@ def test_several_wrappers_of_one_module(rank, world_size, ddp_class, transport):
             assert_grads(ours, theirs, rtol, f"{name}, step {step}:")
 
 
-@on_ranks(4)
-def test_messages_of_several_wrappers_between_hosts(rank, ddp_class):
-    """Large ones too, whose sums within the hosts may be complete in another order."""
-    os.environ["TORCHDDP_HOST_ID"] = "aabb"[rank]
-    for name in each(["in_one_backward", "of_a_part"]):
-        seen = []
-        for cls in (lambda m: ddp_class(m, transport="shm"), TorchDDP):
-            module = seeded(Net)
-            seen.append([grads_of(module) for _ in getattr(Wrappers, name)(cls, module, rank)])
-        for step, (ours, theirs) in enumerate(zip(*seen, strict=True)):
-            assert_grads(ours, theirs, 1e-6, f"{name}, step {step}:")
-
-
 @over_both
 @on_ranks(2)
 def test_each_wrapper_sends_this_ranks_own_gradients(rank, transport):
@@ -158,38 +128,6 @@ def test_a_sparse_gradient_of_several_wrappers(rank, transport):
             assert held is None or table.weight.grad is held
             want = torch.zeros(9, 1).index_add_(0, torch.tensor([0, 1, 3]), torch.tensor([[1.0], [1.0], [2.0]]))
             torch.testing.assert_close(table.weight.grad.to_dense(), times * want * module["head"].weight.detach())
-
-
-@over_both
-@on_ranks(2)
-def test_main_gradients_follow_the_wrapper_in_use(rank, transport):
-    module = nn.Linear(4, 1, bias=False, dtype=torch.bfloat16)
-    a, b = (torchddp.DDP(module, transport=transport, precision=Precision(main_grads=torch.float32)) for _ in range(2))
-
-    def loss(model, gradient):
-        return model(torch.full((1, 4), gradient, dtype=torch.bfloat16)).sum()
-
-    def now():
-        assert module.weight.grad is None and module.weight.main_grad.unique().numel() == 1
-        return module.weight.main_grad[0, 0].item()
-
-    for model in (a, b, b, a):
-        a.zero_grad()
-        assert now() == 0.0
-        loss(model, 1.0 + rank).backward()
-        assert now() == 1.5
-    loss(b, 1.0 + rank).backward()
-    assert now() == 3.0
-    with a.no_sync(), b.no_sync():
-        (loss(a, 1.0 + rank) + loss(b, 2.0 * rank)).backward()
-    assert now() == 4.0 + 3 * rank
-    a.reduce()
-    assert now() == 5.5
-    b.zero_grad()
-    assert now() == 0.0
-    loss(a, 1.0)
-    with pytest.raises(RuntimeError, match=f"rank {rank}: two wrappers reduce the same parameters.*wrap once"):
-        loss(b, 1.0)
 
 
 @on_ranks(2)

@@ -11,9 +11,22 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from tests.harness import each, gathered, is_own_class, on_ranks
-from tests.models import Mlp, TwoHeads, assert_grads, assert_steps, batch, expected_grads, grads_of, seeded, step_on
+from tests.models import (
+    Mlp,
+    TwoHeads,
+    assert_grads,
+    assert_steps,
+    batch,
+    expected_grads,
+    grads_of,
+    loss_of,
+    seeded,
+    step_on,
+)
+from torchddp import DistributedDataParallel
 
 ROOT = Path(__file__).resolve().parents[2]
 MIB = 1024 * 1024
@@ -206,24 +219,6 @@ def test_fused_optimizer_with_no_sync(rank, ddp_class):
     torch.testing.assert_close(dict(ddp.named_parameters()), dict(plain.named_parameters()))
 
 
-@pytest.mark.beyond_torch("refuses bf16 hooks without CUDA")
-@on_ranks(2)
-def test_bf16_compress_hook_works_on_cpu(rank, ddp_class):
-    def step(model, r):
-        model(batch(r, dtype=torch.float32)).square().sum().backward()
-
-    wrapped = default_hooks.bf16_compress_wrapper(default_hooks.allreduce_hook)
-    for hook in (default_hooks.bf16_compress_hook, wrapped):
-        ddp = ddp_class(seeded(lambda: Mlp(dtype=torch.float32)))
-        exact = expected_grads(ddp.module, step)
-        ddp.register_comm_hook(None, hook)
-        step(ddp, rank)
-        for name, grad in grads_of(ddp).items():
-            assert torch.equal(grad.bfloat16().float(), grad), f"'{name}' was not cast"
-            rounding = torch.finfo(torch.bfloat16).eps
-            torch.testing.assert_close(grad, exact[name], rtol=4 * rounding, atol=20 * rounding)
-
-
 EXIT_SCRIPT = """
 import os, sys, tempfile
 import torch, torch._dynamo
@@ -268,3 +263,50 @@ def test_model_may_outlive_its_process_group(rank, ddp_class):
         dist.barrier()
         dist.destroy_process_group()
         del ddp
+
+
+STEPS = 7
+
+
+class Lookup(nn.Module):
+    """A table that a forward may skip, and a layer that is always used."""
+
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        self.table = nn.Embedding(9, 4, sparse=sparse, dtype=torch.float64)
+        self.head = nn.Linear(4, 2, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
+        return self.head(x if rows is None else x + self.table(rows))
+
+
+def make(sparse: bool, transport: str, find_unused_parameters: bool = True, **options) -> nn.Module:
+    """Ours with a sparse table, or torch's with a dense one."""
+    wrap = DistributedDataParallel if sparse else TorchDDP
+    more = {"transport": transport} if sparse else {}
+    return wrap(seeded(lambda: Lookup(sparse)), find_unused_parameters=find_unused_parameters, **more, **options)
+
+
+def backward(model: nn.Module, rank: int, step: int, uses: bool) -> None:
+    rows = torch.tensor([rank, 3, (3 + step) % 9, 8]) if uses else None
+    loss_of(model(batch(rank, step, 4, 4), rows)).backward()
+
+
+def assert_same(train, rank: int, *args) -> None:
+    """Compare gradients after each step of `train(rank, sparse, *args)`."""
+    for step, (ours, theirs) in enumerate(zip(train(rank, True, *args), train(rank, False, *args), strict=True)):
+        assert_grads(ours, theirs, 1e-12, what=f"rank {rank}, step {step}:")
+
+
+@on_ranks(2)
+def test_sparse_gradients_that_are_not_rows(rank):
+    """Accepted as in torch if all ranks use the parameter; otherwise refused, because gloo would abort."""
+    for search in each([False, True]):
+        model = make(True, "c10d", search)
+        model.module.table.weight.register_hook(lambda grad: grad.to_dense().to_sparse(2))
+        if not search:
+            backward(model, rank, 0, True)
+            assert model.module.table.weight.grad.sparse_dim() == 2
+            continue
+        with pytest.raises(RuntimeError, match=r"'table.weight' on rank \d: its sparse gradient has sparse_dim 2"):
+            backward(model, rank, 0, True)

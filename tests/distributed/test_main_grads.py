@@ -1,30 +1,90 @@
-"""main_grads=torch.float32: gradients of 16-bit parameters are accumulated in fp32 over microbatches and ranks."""
+"""Precision(main_grads=): gradients of 16-bit parameters are accumulated in fp32 over microbatches and ranks."""
 
+import contextlib
 import copy
+import functools
 import pickle
 import weakref
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch import Tensor, nn
 
-from tests.comm_hooks import live_on
 from tests.fault.test_bad_input import Twice
 from tests.harness import each, gathered, on_ranks, through_a_file
-from tests.main_grads import HALVES, MICRO, expected, grad_of, kept, layers, loss, run_step, sums, wrapped
-from tests.models import Branches, Mlp, batch, loss_of, same_on_all_ranks, seeded
+from tests.models import Mlp, batch, loss_of, same_on_all_ranks, seeded
 from tests.pages import run_code
-from tests.whole_buckets import LargeInPlace, WholeBuckets
-from torchddp import DDP, Checks, Precision, comm_hooks
+from tests.whole_buckets import WholeBuckets
+from torchddp import DDP, Checks, Precision
 from torchddp.composable import replicate
-from torchddp.sync import accumulate
 
 BF16, FP32 = torch.bfloat16, torch.float32
+HALVES = [torch.bfloat16, torch.float16]
+MICRO = 3
 PLACES = ["main_grad", "grad"]
 EACH_PLACE = pytest.mark.parametrize("place", PLACES)
+
+
+def layers(dtype: torch.dtype) -> nn.Module:
+    """Layers of which one has a gradient large enough for its own bucket."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(30, 40), nn.Tanh(), nn.Linear(40, 1700), nn.Tanh(), nn.Linear(1700, 7)).to(dtype)
+
+
+def loss(model: nn.Module, rank: int, step: int, micro: int, dtype: torch.dtype) -> Tensor:
+    torch.manual_seed(100 * step + 10 * micro + rank)
+    return model(torch.randn(5, 30).to(dtype)).square().sum()
+
+
+def sums(model: nn.Module, world_size: int, micro: int, run: Callable[[nn.Module, int, int], Any]) -> list[Tensor]:
+    """Sum autograd's gradients in this process, over microbatches and then ranks, in fp32 (or fp64)."""
+
+    def zeros() -> list[Tensor]:
+        return [torch.zeros(p.shape, dtype=max(p.dtype, torch.float32, key=lambda d: d.itemsize)) for p in parameters]
+
+    parameters = list(model.parameters())
+    total = zeros()
+    for rank in range(world_size):
+        mine = zeros()
+        for i in range(micro):
+            model.zero_grad()
+            run(model, rank, i)
+            for t, p in zip(mine, parameters, strict=True):
+                t += 0 if p.grad is None else p.grad
+        for t, m in zip(total, mine, strict=True):
+            t += m * (1 / world_size)
+    return total
+
+
+@functools.cache
+def expected(world_size: int, step: int, dtype: torch.dtype, micro: int = MICRO) -> list[Tensor]:
+    """The expected gradients of the model that `layers` makes."""
+    return sums(layers(dtype), world_size, micro, lambda model, r, i: loss(model, r, step, i, dtype).backward())
+
+
+def run_step(ddp: Any, rank: int, step: int, dtype: torch.dtype, micro: int = MICRO) -> None:
+    for i in range(micro):
+        with ddp.no_sync() if i < micro - 1 else contextlib.nullcontext():
+            loss(ddp, rank, step, i, dtype).backward()
+
+
+def grad_of(p: Any) -> Any:
+    """The fp32 gradient, in `main_grad` or `grad`."""
+    return p.grad if getattr(p, "main_grad", None) is None else p.main_grad
+
+
+def kept(ddp: nn.Module) -> list[Tensor]:
+    found = [grad_of(p) for p in ddp.parameters()]
+    assert all(g.dtype == torch.float32 for g in found), [g.dtype for g in found]
+    return found
+
+
+def wrapped(module: nn.Module, cls: type = DDP, *, main_grads_as: Any = "main_grad", **options: Any) -> Any:
+    return cls(module, precision=Precision(main_grads=torch.float32, main_grads_as=main_grads_as), **options)
 
 
 def _assert_equal(got, want, share=0.0):
@@ -50,39 +110,6 @@ def test_equal_to_sums_in_fp32(rank, shm_dtype, world_size):
         assert cls is WholeBuckets or ddp.reducer.bucket_memory_bytes == 4 * sum(p.numel() for p in ddp.parameters())
 
 
-# The share of an element by which sums may differ.
-OPTIONS = [
-    (LargeInPlace, {"transport": "c10d"}, 0),
-    (DDP, {"gradient_as_bucket_view": True}, 0),
-    (DDP, {"static_graph": True}, 0),
-    (DDP, {"sync": "forced_sync"}, 1e-6),
-    (DDP, {"sync": "multi_auto_sync"}, 1e-6),
-    (DDP, {"comm_hook": "bf16"}, 0.02),
-    (DDP, {"comm_hook": comm_hooks.FP16()}, 0.02),
-]
-
-
-def _check_steps(ddp, rank, share):
-    for step in range(2):
-        for i in accumulate(ddp, MICRO):
-            loss(ddp, rank, step, i, BF16).backward()
-        _assert_equal(kept(ddp), expected(dist.get_world_size(), step, BF16), share)
-        ddp.zero_grad()
-
-
-@EACH_PLACE
-@on_ranks(2)
-def test_with_other_options(rank, place):
-    for cls, options, share in each([*OPTIONS, *[(DDP, {"gradient_as_bucket_view": False}, 0)] * (place == "grad")]):
-        _check_steps(wrapped(layers(BF16), cls, main_grads_as=place, **options), rank, share)
-
-
-@on_ranks(3)
-def test_in_16_bits_between_hosts(rank):
-    live_on("aab", rank)
-    _check_steps(wrapped(layers(BF16), transport="shm", wire=BF16), rank, 0.02)
-
-
 class _Weight(nn.Module):
     """A weight whose gradient is forward's argument."""
 
@@ -92,37 +119,6 @@ class _Weight(nn.Module):
 
     def forward(self, x):
         return (self.weight * x).sum()
-
-
-@on_ranks(1, 2, 3)
-def test_reduced_as_by_a_hook_that_casts(rank, world_size):
-    """torch's class needs a communication hook for this; ours needs no copies, and works over every transport."""
-
-    def in_fp32(group: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        wide = bucket.buffer().float().mul_(1 / world_size)
-        return dist.all_reduce(wide, async_op=True).get_future().then(lambda f: f.value()[0].to(bucket.buffer().dtype))
-
-    for dtype in HALVES:
-        theirs = TorchDDP(layers(dtype))
-        theirs.register_comm_hook(None, in_fp32)
-        ours = [
-            DDP(layers(dtype), transport=transport, precision=Precision(reduce=FP32), **options)
-            for options in ({}, {"gradient_as_bucket_view": False})
-            for transport in ("shm", "c10d")
-        ]
-        for ddp in ours[:2]:
-            assert ddp.reducer.bucket_memory_bytes == 4 * sum(p.numel() for p in ddp.parameters())
-        ours += [
-            WholeBuckets(layers(dtype), precision=Precision(reduce=FP32)),
-            LargeInPlace(layers(dtype), precision=Precision(reduce=FP32)),
-        ]
-        for step in range(2):
-            for ddp in (theirs, *ours):
-                ddp.zero_grad()
-                run_step(ddp, rank, step, dtype)
-                got, want = ([p.grad for p in model.parameters()] for model in (ddp, theirs))
-                torch.testing.assert_close(got, want, **({"rtol": 0, "atol": 0} if world_size <= 2 else {}))
-                assert {grad.dtype for grad in got} == {dtype}
 
 
 @pytest.mark.parametrize("cls", [DDP, WholeBuckets])
@@ -216,44 +212,6 @@ def _input(rank, step):
     return batch(rank, step, 3, 4, dtype=BF16)
 
 
-def _backward(model, rank, step, branch):
-    model(_input(rank, step), branch).float().sum().backward()
-
-
-@pytest.mark.parametrize("cls", [DDP, WholeBuckets])
-@EACH_PLACE
-@on_ranks(2)
-def test_unused_parameters(rank, place, cls):
-    """Ranks use different ones; what no rank used keeps its gradient, here one that the test assigned."""
-    make = partial(seeded, partial(Branches, BF16))
-    branches = [["left", "left"], ["left", "right"]]
-    ddp = wrapped(make(), cls, main_grads_as=place, find_unused_parameters=True)
-    setattr(ddp.module.never.weight, place, torch.full((4, 4), 3.0))
-    for first in (0, 2):
-        with ddp.no_sync():
-            _backward(ddp, rank, first, branches[rank][0])
-        _backward(ddp, rank, first + 1, branches[rank][1])
-        wants = sums(make(), 2, 2, lambda m, r, i, first=first: _backward(m, r, first + i, branches[r][i]))
-        for (name, p), want in zip(ddp.module.named_parameters(), wants, strict=True):
-            grad = getattr(p, place)
-            if name == "never.weight":
-                assert grad.tolist() == [[3.0] * 4] * 4
-                continue
-            torch.testing.assert_close(torch.zeros_like(want) if grad is None else grad, want, rtol=1e-5, atol=1e-6)
-            setattr(p, place, None)
-    ddp = wrapped(make(), cls, main_grads_as=place, sync="forced_sync")
-    for i in accumulate(ddp, 2):
-        _backward(ddp, rank, i, "left")
-    wants = sums(make(), 2, 2, lambda m, r, i: _backward(m, r, i, "left"))
-    for parameter, want in zip(ddp.module.parameters(), wants, strict=True):
-        grad = getattr(parameter, place)
-        if grad is None:  # no rank has one
-            assert place == "grad" and not want.any()
-        else:
-            torch.testing.assert_close(grad, want)
-    assert place == "grad" or all(p.grad is None for p in ddp.parameters())
-
-
 @EACH_PLACE
 @on_ranks(2)
 def test_a_parameter_used_by_two_checkpoints_in_a_static_graph(rank, place):
@@ -296,40 +254,6 @@ def test_join_stats_and_nonfinite(rank, place):
     ddp(0.0)  # a forward publishes what was found
     found = [(f.rank, f.parameter) for f in ddp.nonfinite()]
     assert found == [(1, "weight")] or (rank == 0 and not found)
-
-
-@on_ranks(2)
-def test_models_of_several_dtypes_and_ranks_that_differ(rank):
-    # One rule: 16-bit gradients are kept in fp32, others in their own dtype, all in main_grad.
-
-    class Mixed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(0)
-            self.fp16 = nn.Linear(4, 4, dtype=torch.float16)
-            self.bf16 = nn.Linear(4, 4, dtype=BF16)
-            self.norm = nn.LayerNorm(4)
-            self.fp64 = nn.Linear(4, 1, dtype=torch.float64)
-
-        def forward(self, x):
-            x = self.norm(self.bf16(self.fp16(x.half()).to(BF16)).float())
-            return self.fp64(x.double()).sum()
-
-    wants = sums(Mixed(), 2, 1, lambda model, r, i: model(_input(r, 0)).backward())
-    main, reduced = wrapped(Mixed()), DDP(Mixed(), precision=Precision(reduce=FP32))
-    for ddp in (main, wrapped(Mixed(), main_grads_as="grad"), reduced):
-        for _ in range(2):
-            ddp.zero_grad()
-            ddp(_input(rank, 0)).backward()
-        for p, want in zip(ddp.parameters(), wants, strict=True):
-            got = p.main_grad if ddp is main else p.grad
-            torch.testing.assert_close(got, want.to(p.dtype) if ddp is reduced else want, rtol=0, atol=0)
-            assert (p.grad is None) == (ddp is main)
-    assert main.reducer.bucket_memory_bytes == sum(p.numel() * max(4, p.dtype.itemsize) for p in main.parameters())
-
-    # Ranks that differ.
-    with pytest.raises(ValueError, match="main_grads is None on rank 0, torch.float32 on rank 1"):
-        DDP(_Weight(), precision=Precision(main_grads=FP32 if rank == 1 else None))
 
 
 @EACH_PLACE
@@ -455,25 +379,6 @@ def test_a_refused_refresh_changes_nothing(rank, place):
             run_step(ddp, rank, 2, BF16)
 
 
-@on_ranks(2)
-def test_adamw_on_fp32_masters_as_in_one_process(rank):
-    for place in each(PLACES):
-        ddp, alone = wrapped(layers(BF16), main_grads_as=place, transport="shm"), layers(BF16)
-        sides = [([*m.parameters()], [p.detach().float() for p in m.parameters()]) for m in (ddp.module, alone)]
-        optimizers = [torch.optim.AdamW(masters, lr=0.01) for _, masters in sides]
-        for step in range(6):
-            run_step(ddp, rank, step, BF16)
-            wants = sums(alone, 2, MICRO, lambda m, r, i, step=step: loss(m, r, step, i, BF16).backward())
-            for (params, masters), optimizer, grads in zip(sides, optimizers, (kept(ddp), wants), strict=True):
-                for master, grad in zip(masters, grads, strict=True):
-                    master.grad = grad
-                optimizer.step()
-                torch._foreach_copy_([p.data for p in params], masters)
-            _assert_equal(*(masters for _, masters in sides))
-            ddp.zero_grad()
-        assert not any(map(torch.equal, sides[0][0], layers(BF16).parameters()))
-
-
 @pytest.mark.parametrize("section", ["In main_grad", "In .grad"])
 @on_ranks(2)
 def test_example(rank, section):
@@ -528,5 +433,5 @@ def test_unsupported_options_and_models(rank):
         with pytest.raises(ValueError, match=text):
             DDP(model, **options)
     DDP(embedding(dtype=FP32), **wide)(torch.tensor([1])).sum().backward()
-    with pytest.raises(ValueError, match=r"no main gradients: use torchddp.Dist"):
+    with pytest.raises(ValueError, match="no main gradients: use torchddp.Dist"):
         replicate(_Weight(), precision=Precision(main_grads=FP32))

@@ -1,4 +1,4 @@
-"""find_nonfinite: NaNs and infinities are traced to their rank, parameters and step."""
+"""Checks(nonfinite=) traces NaNs and infinities to their rank, parameters and step; gradient_stats counts them."""
 
 import contextlib
 import copy
@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import torchddp
 from tests.harness import assert_each_raises, each, gathered, logged, on_ranks
-from tests.models import Branches, Mlp, batch, grads_of, loss_of, seeded
+from tests.models import Branches, Mlp, batch, grads_of, loss_of, seeded, step_on
 from tests.unit.helpers import wait_until
 from tests.whole_buckets import WholeBuckets
 from torchddp import DDP, Checks
@@ -308,3 +309,52 @@ def test_another_group_has_its_own_board(rank):
     ddp.nonfinite()
     dist.barrier(group)
     assert {(one.step, one.rank) for one in ddp.nonfinite()} == {(2, 1)}
+
+
+CLASSES = [torchddp.DistributedDataParallel, WholeBuckets]
+
+
+def measured_vector(numel, dtype):
+    """A model with one parameter, whose gradient is the model's input."""
+    module = torch.nn.Module()
+    module.weight = torch.nn.Parameter(torch.ones(numel, dtype=dtype))
+    module.forward = lambda x: (module.weight * x).sum().real
+    return torchddp.DistributedDataParallel(module, checks=Checks(gradient_stats=True))
+
+
+@on_ranks(2)
+def test_one_bad_value_on_one_rank_is_counted_on_all(rank):
+    for ddp_class, value in each(CLASSES, (float("inf"), float("nan"))):
+        ddp = ddp_class(seeded(Mlp), checks=Checks(gradient_stats=True))
+        weight = ddp.module.last.weight
+        rows = torch.arange(rank)
+        handle = weight.register_hook(lambda g, rows=rows, value=value: g.index_fill(0, rows, value))
+        step_on(ddp, rank)
+        squares, bad = ddp.gradient_stats().sum(0).tolist()
+        assert bad == weight.shape[1] and not math.isfinite(squares)
+        handle.remove()
+        ddp.zero_grad()
+        step_on(ddp, rank)
+        assert ddp.gradient_stats()[:, 1].sum() == 0
+    with pytest.raises(RuntimeError, match="gradient_stats=True"):
+        torchddp.DistributedDataParallel(seeded(Mlp)).gradient_stats()
+
+
+@on_ranks(1)
+def test_extreme_values(rank):
+    """Infinities and NaNs are counted at any position, and squares are summed in double, for every dtype."""
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        gradient = torch.ones(5003, dtype=dtype)
+        gradient[7] = float("inf")
+        for last, row in ((1.0, "[inf, 1.0]"), (float("nan"), "[nan, 2.0]")):
+            gradient[5002] = last
+            ddp = measured_vector(5003, dtype)
+            ddp(gradient).backward()
+            assert str(ddp.gradient_stats()[0].tolist()) == row, dtype
+    extremes = [(torch.float64, 1e150), (torch.float16, 6e4)]
+    extremes += [(dtype, 3e38) for dtype in (torch.float32, torch.bfloat16, torch.complex64)]
+    for dtype, value in extremes:
+        ddp = measured_vector(2000, dtype)
+        ddp(torch.full([2000], value, dtype=dtype)).backward()
+        exact = abs(torch.tensor(value, dtype=dtype).item()) ** 2 * 2000
+        assert ddp.gradient_stats()[0].tolist() == [pytest.approx(exact, rel=1e-12), 0], dtype

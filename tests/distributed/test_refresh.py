@@ -1,10 +1,8 @@
-"""refresh_trainable(): after any change of parameters, training continues as with a new wrapper.
-
-Random schedules of freezing, thawing, adding and accumulating, on a refreshed model and on one that is wrapped again.
-"""
+"""refresh_trainable(): after any change of parameters, training continues as with a new wrapper; its errors."""
 
 import copy
 import random
+import warnings
 from functools import partial
 
 import pytest
@@ -13,15 +11,15 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import torchddp
+from tests.distributed.test_refresh_modes import DDP, backward, grow, names_of, train
 from tests.harness import each, on_ranks
-from tests.models import batch, same_on_all_ranks, seeded
+from tests.models import Mlp, batch, loss_of, reordered, same_on_all_ranks, seeded
+from tests.oss import float_mlp as mlp
 from tests.pages import run_code
-from torchddp import Checks
 
 WIDTH = 6
 OPTIMIZERS = [partial(torch.optim.AdamW, lr=0.01), partial(torch.optim.SGD, lr=0.05, momentum=0.9)]
 KINDS = [torchddp.DistributedDataParallel, torchddp.replicate]
-UNUSED = {"find_unused_parameters": True}
 
 
 class Tower(nn.Module):
@@ -141,17 +139,6 @@ def test_random_schedules_equal_wrapping_again(rank, world_size, kind, transport
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@on_ranks(2)
-def test_options_are_kept(rank, kind):
-    plain = [{"static_graph": True}, {"bucket_cap_mb": 0.0005}, {"bucket_cap_mb": "auto"}, UNUSED]
-    plain += [{"forward_sync_buffers": False}, {"gradient_as_bucket_view": True}, {"gradient_as_bucket_view": False}]
-    together = {"checks": Checks(gradient_stats=True, nonfinite=True, parameters_every=1)}
-    for options in each([*plain, together, {"skip_all_reduce_unused_params": True, **UNUSED}]):
-        own_buffers = "forward_sync_buffers" in options  # which a new wrapper sends once
-        play(rank, partial(kind, **options), seeds=[20], buffers=not own_buffers)
-
-
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("transport", "world_size"), [("c10d", 1), ("shm", 2), ("c10d", 3)])
 @on_ranks()
 def test_noticed_in_forward(rank, kind, transport):
@@ -168,3 +155,169 @@ def test_the_example(rank):
     module, optimizer = names["module"], names["optimizer"]
     assert same_on_all_ranks(list(module.parameters()))
     assert [int(optimizer.state[module[place].weight]["step"]) for place in (0, 2, 3)] == [20, 30, 10]
+
+
+@on_ranks(2)
+def test_messages(rank):
+    # An error in forward names the remedy.
+    model = DDP(seeded(mlp))
+    train(model, rank)
+    model.module.first.requires_grad_(False)
+    backward(rank, model)
+    with pytest.raises(RuntimeError, match=r"no longer require grad: first\.weight.*refresh_trainable\(\) on all"):
+        model(batch(rank).float())
+
+    # Thawed and added parameters are named.
+    for kind in each(KINDS):
+        module = seeded(mlp)
+        module.first.requires_grad_(False)
+        model = kind(module)
+        optimizer = torch.optim.SGD(module.last.parameters(), lr=0.1)
+        train(model, rank, optimizer=optimizer)
+        module.first.requires_grad_(True)
+        grow(module)
+        with pytest.warns(UserWarning, match=r"first\.weight, .*extra\.bias were thawed or added.*refresh_trainable"):
+            train(model, rank, steps=64, optimizer=optimizer)
+        model.refresh_trainable()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)
+            train(model, rank, steps=65, optimizer=optimizer)
+
+
+train_twice = partial(train, steps=2, dtype=torch.float64)
+
+
+def error_of(call):
+    with pytest.raises((RuntimeError, ValueError)) as caught:
+        call()
+    return str(caught.value)
+
+
+def replace(module):
+    module.last.weight = nn.Parameter(module.last.weight.detach().clone())
+
+
+def told(name, others, last):
+    return f"'{name}' is {others} on rank {{others}}, {last} on rank {{last}}"
+
+
+FIRST, LAST, EXTRA = "(float64[16, 8])", "(float64[8, 24])", "(float64[2, 3])"
+DIFFERENCES = [
+    (lambda m: m.first.weight.requires_grad_(False), told("first.weight", f"trained {FIRST}", f"frozen {FIRST}")),
+    (lambda m: setattr(m, "extra", nn.Linear(3, 2).double()), told("extra.weight", "missing", f"trained {EXTRA}, new")),
+    (lambda m: setattr(m.first, "bias", None), told("first.bias", "trained (float64[16])", "missing")),
+    (lambda m: m.requires_grad_(False), told("last.weight", f"trained {LAST}", f"frozen {LAST}")),
+    (replace, told("last.weight", f"trained {LAST}", f"trained {LAST}, new")),
+    (reordered, "rank {last} has its parameters in a different order from rank 0"),
+]
+
+
+@pytest.mark.parametrize("auto", [False, True])
+@pytest.mark.parametrize(("transport", "world_size"), [("shm", 2), ("c10d", 3)])
+@on_ranks()
+def test_ranks_that_disagree_all_raise(rank, world_size, transport, auto):
+    for kind, (change, words) in each(KINDS, DIFFERENCES):
+        if auto and change is reordered and world_size > 2:
+            continue
+        module = seeded(Mlp)
+        model = kind(module, transport=transport, auto_refresh_trainable=auto)
+        train_twice(model, rank)
+        reducer = getattr(model, "reducer", None)
+        kept = [(held, dict(held)) for part in module.modules() for held in (part._modules, part._parameters)]
+        if rank == world_size - 1:
+            change(module)
+        text = error_of(partial(model, batch(rank)) if auto else model.refresh_trainable)
+        others = ", ".join(map(str, range(world_size - 1)))
+        assert words.format(others=others, last=world_size - 1) in text, text
+        assert f"on rank {rank}: the model is not the same on all ranks" in text
+        assert reducer is getattr(model, "reducer", None)
+        # Once repaired, here by undoing the change, training continues.
+        for held, before in kept:
+            held.clear()
+            held.update(before)
+        module.requires_grad_(True)
+        if not auto:
+            model.refresh_trainable()
+        train_twice(model, rank)
+
+
+@on_ranks(2)
+def test_nothing_to_train_join_and_models_that_can_not_be_refreshed(rank):
+    # Nothing to train and thawed later.
+    for kind, auto in each(KINDS, [False, True]):
+        module = seeded(Mlp)
+        model = kind(module, auto_refresh_trainable=auto)
+        refresh = (lambda: None) if auto else model.refresh_trainable
+        train_twice(model, rank)
+        module.requires_grad_(False)
+        for _ in range(2):
+            text = error_of(partial(model, batch(rank)) if auto else model.refresh_trainable)
+            assert f"rank {rank}" in text and "no parameter of the module requires grad" in text
+        module.last.requires_grad_(True)
+        refresh()
+        before = module.first.weight.clone()
+        train_twice(model, rank)
+        module.requires_grad_(True)
+        refresh()
+        assert torch.equal(module.first.weight, before)
+        train_twice(model, rank)
+        assert not torch.equal(module.first.weight, before)
+
+    # Not inside join(), but after it.
+    module = seeded(Mlp)
+    model = DDP(module, auto_refresh_trainable=True)
+    for epoch in range(3):
+        with model.join():
+            for step in range(2 + rank):
+                loss_of(model(batch(rank, step))).backward()
+                if epoch == 0 and step < 2:
+                    assert "join() context" in error_of(model.refresh_trainable)
+        module.first.requires_grad_(epoch == 1)
+        model.refresh_trainable()
+        assert ("first.weight" in names_of(model)) == (epoch == 1)
+
+    # What can't be refreshed.
+    module = seeded(Mlp)
+    module.last.requires_grad_(False)
+    late = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
+    delayed = DDP(module, delay_all_reduce_named_params=late, param_to_hook_all_reduce=module.first.weight)
+    assert "delay_all_reduce_named_params" in error_of(delayed.refresh_trainable)
+    with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
+        python = DDP(seeded(Mlp))
+    assert "python_reducer" in error_of(python.refresh_trainable)
+    model = DDP(seeded(Mlp))
+    model.module.extra = nn.Linear(2, 2, device="meta")
+    assert "extra.weight, extra.bias were without values" in error_of(model.refresh_trainable)
+    model.module.extra = nn.LazyLinear(2)
+    assert "without values" in error_of(model.refresh_trainable)
+    with pytest.raises(TypeError, match="auto_refresh_trainable must be True or False, got 'yes'"):
+        DDP(seeded(Mlp), auto_refresh_trainable="yes")
+
+    # The model raises in forward until a refresh succeeds.
+    module = seeded(mlp)
+    model = DDP(module, comm_hook=torchddp.comm_hooks.PowerSGD(4))
+
+    def step():
+        backward(rank, model)
+        assert same_on_all_ranks([p.grad for p in module.parameters()])
+
+    step()
+    module.extra = nn.Linear(2, 2, dtype=torch.float64)
+    with pytest.raises(TypeError, match=r"'extra\.weight' is torch\.float64"):
+        model.refresh_trainable()
+    assert "refresh_trainable() failed halfway" in error_of(lambda: model(batch(rank).float()))
+    del module.extra
+    model.refresh_trainable()
+    step()
+
+    # A rank with an incomplete backward makes all ranks raise.
+    module = seeded(Mlp)
+    model = DDP(module, bucket_cap_mb=100)
+    train_twice(model, rank)
+    if rank == 1:  # a graph without the first layer: its gradients never come
+        hidden = model(batch(rank))
+        module.last.weight.grad = None
+        torch.autograd.backward(hidden.sum(), inputs=[module.last.weight])
+    text = error_of(model.refresh_trainable)
+    assert "refresh_trainable() failed on other ranks" in text if rank == 0 else "first.weight" in text
+    assert rank == 1 or "rank 1: RuntimeError" in text

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import torchddp
 from tests.harness import assert_each_raises, each, on_ranks
-from tests.models import Branches, Mlp, NormNet, assert_same_training, batch, same_on_all_ranks, seeded, step_on
+from tests.models import Mlp, NormNet, assert_same_training, batch, same_on_all_ranks, seeded, step_on
 from tests.pages import run_code
 from torchddp import Checks
 from torchddp.composable import ReplicateModule, engine_of, unreplicate
@@ -144,18 +144,8 @@ def test_accumulation(rank):
             model.zero_grad()
             wrapped.zero_grad()
 
-    # torchddp.sync accepts the engine.
-    model, wrapped = both()
-    engine = engine_of(model)
-    for strategy in ("single_auto_sync", "forced_sync"):
-        for i in torchddp.sync.accumulate(engine, 3, strategy):
-            step_on(model, rank, i)
-        for i in torchddp.sync.accumulate(wrapped, 3, strategy):
-            step_on(wrapped, rank, i)
-        assert engine.reducer.stats()["finished"] == wrapped.reducer.stats()["finished"]
-        assert_same_training(model, wrapped)
-
     # no_sync() restores what was set before.
+    engine = engine_of(model)
     model.set_requires_gradient_sync(False)
     with model.no_sync():
         pass
@@ -167,15 +157,7 @@ def test_accumulation(rank):
 
 
 @on_ranks(2)
-def test_unused_parameters_and_buffers(rank):
-    for options in each([{"find_unused_parameters": True}, {"static_graph": True}]):
-        model, wrapped = both(Branches, **options)
-        for step in range(3):
-            branch = ("left", "right")[(rank + step) % 2 if "static_graph" not in options else 0]
-            for net in (model, wrapped):
-                net.zero_grad()
-                net(batch(rank, step, 3, 4), branch).sum().backward()
-            assert_same_training(model, wrapped)
+def test_buffers(rank):
     model, wrapped = both(NormNet)
     own = torchddp.replicate(seeded(NormNet), forward_sync_buffers=False)
     for _ in range(3):

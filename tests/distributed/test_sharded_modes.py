@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import torchddp
 from tests.harness import each, on_ranks, over_both, run_ranks
-from tests.models import Branches, Recurrent, batch, same_on_all_ranks, seeded
+from tests.models import Recurrent, same_on_all_ranks, seeded
 from tests.oss import assert_same_state, twins, whole_state
 from tests.sharded import Net, Pair, batch_of, loss_of, make_pair, reference_of, small_net
 from tests.shm_backend import BACKEND
@@ -91,20 +91,6 @@ def test_buffers(rank):
         pair.train_alike(range(10))
         assert_all_equal(pair.sharded.module.buffers(), pair.reference.module.buffers())
         assert not same_on_all_ranks([pair.sharded.module[1].running_mean])  # each rank has its last forward's
-
-
-@pytest.mark.filterwarnings("ignore")
-@over_both
-@on_ranks(2)
-def test_parameters_that_some_ranks_or_none_use(rank, transport):
-    options = {"lr": 0.01, "weight_decay": 0.5}
-    pair = make_pair(torch.optim.AdamW, options, Branches, find_unused_parameters=True, transport=transport)
-    for step in range(12):
-        branch = "left" if (rank + step) % 3 else "right"
-        for ddp, _ in pair.sides():
-            ddp(batch(rank, step, 3, 4), branch).square().mean().backward()
-        pair.step()
-    pair.assert_equal(rtol=1e-12, atol=1e-12)
 
 
 def middle_frozen():

@@ -10,16 +10,11 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import torchddp
 from tests.harness import each, gathered, on_ranks
 from tests.models import Branches, Mlp, assert_grads, batch, expected_grads, grads_of, loss_of, seeded, step_on
-from tests.sharded import batch_of, small_net
-from tests.sharded import loss_of as sharded_loss_of
-from tests.sharded import make_pair as make_sharded_pair
 from tests.whole_buckets import WholeBuckets
 from torchddp.sync import DDPSyncStrategy, accumulate, prepare_ddp_module, sync_context
 
@@ -32,7 +27,6 @@ USAGES = [
     (("left", "right"), ("right", "left"), ("right", "right"), ("left", "left")),
 ]
 LEFT, BOTH = (("left", "left"),) * 4, (("left", "right"),) * 4
-EVERYTHING_IN_SMALL_BUCKETS = {"bucket_cap_mb": 1e-4}
 
 
 make_branches = partial(seeded, Branches)
@@ -78,50 +72,12 @@ def check_usages(rank, ddp_class, strategy, **options):
         check_step(model, rank, usage, strategy, step)
 
 
-@pytest.mark.rest_is_thorough("[123]")
-@on_ranks(1, 2, 3, 4)
-def test_different_parameters_in_different_microbatches(rank):
-    for strategy in (SINGLE, MULTI, FORCED):
-        check_usages(rank, torchddp.DDP, strategy)
-        check_usages(rank, torchddp.DDP, strategy, transport="c10d", **EVERYTHING_IN_SMALL_BUCKETS)
-        check_usages(rank, torchddp.DDP, strategy, gradient_as_bucket_view=False)
-        check_usages(rank, WholeBuckets, strategy, **EVERYTHING_IN_SMALL_BUCKETS)
-    check_usages(rank, torchddp.DDP, FORCED, comm_hook=(None, allreduce_hook))
-
-
 @on_ranks(2, 3)
 def test_torchs_own_class(rank):
     for strategy in (SINGLE, MULTI):
         check_usages(rank, TorchDDP, strategy)
     with pytest.raises(RuntimeError, match=r"which torch\S+DistributedDataParallel can't: wrap the model in torchddp"):
         run_step(TorchDDP(make_branches()), rank, USAGES[0], FORCED)
-
-
-@on_ranks(2)
-def test_other_modes(rank):
-    for strategy in each((SINGLE, FORCED)):  # a skippable bucket is reduced if an earlier microbatch used it
-        options = {"find_unused_parameters": True, "skip_all_reduce_unused_params": True, **EVERYTHING_IN_SMALL_BUCKETS}
-        model = torchddp.DDP(make_branches(), **options)
-        for step in range(2):
-            check_step(model, rank, BOTH, strategy, step)
-
-    # Static graphs.
-    model = torchddp.DDP(make_branches(), static_graph=True, find_unused_parameters=True)
-    for step, strategy in enumerate((FORCED, FORCED, SINGLE, FORCED, SINGLE)):
-        check_step(model, rank, LEFT, strategy, step)
-
-    # Frozen parameters.
-    module = make_branches()
-    module.left.weight.requires_grad_(False)  # before wrapping: unknown to the reducer
-    model = torchddp.DDP(module)
-    run_step(model, rank, BOTH, FORCED)
-    assert module.left.weight.grad is None and module.left.bias.grad is not None
-    model.zero_grad()
-    module.right.requires_grad_(False)  # later, as in GANs
-    run_step(model, rank, BOTH, FORCED)
-    assert module.right.weight.grad is None and module.right.bias.grad is None
-    assert torch.count_nonzero(module.left.bias.grad) > 0
-    assert_equal_on_all_ranks(model)
 
 
 @on_ranks(3)
@@ -151,16 +107,6 @@ def test_forced_sync_and_untouched_gradients(rank):
         torch.testing.assert_close(after["left.weight"], before["left.weight"] + added, rtol=1e-10, atol=1e-12)
 
 
-@on_ranks(2, 3)
-def test_one_reduction_gives_the_same_bits_in_backward_and_after_it(rank):
-    for hook in each((None, (None, fp16_compress_hook))):
-        models = [torchddp.DDP(seeded(Mlp), transport="shm", comm_hook=hook) for _ in range(2)]
-        for step in range(3):
-            for model, strategy in zip(models, (SINGLE, FORCED), strict=True):
-                run_mlp(model, rank, 3, strategy, step)
-        assert_grads(*map(grads_of, models), rtol=0)
-
-
 @on_ranks(2)
 def test_how_often_gradients_are_reduced(rank):
     for strategy, times in ((SINGLE, 1), (MULTI, 4), (FORCED, 1), (None, 1)):
@@ -175,31 +121,6 @@ def test_how_often_gradients_are_reduced(rank):
     run_mlp(model, rank, 3)
     assert model.reducer.stats()["finished"] == 3
     assert copy.deepcopy(model).sync_strategy is MULTI
-
-
-@on_ranks(2)
-def test_sparse_gradients(rank):
-    def run(model, r):
-        for micro in accumulate(model, 2, FORCED):
-            loss_of(model(torch.tensor([r, micro + 2, 6]))).backward()
-
-    table = partial(nn.Embedding, 7, 3, sparse=True, dtype=torch.float64)
-    model = torchddp.DDP(seeded(lambda: nn.Sequential(table(), nn.Linear(3, 2, dtype=torch.float64))))
-    run(model, rank)
-    assert_grads(grads_of(model), expected_grads(model.module, run))
-
-
-@on_ranks(2, 3)
-def test_sharded_gradients(rank):
-    for search in (False, True):
-        pair = make_sharded_pair(make=small_net, find_unused_parameters=search)
-        for step, strategy in enumerate((FORCED, SINGLE, MULTI, FORCED)):
-            for model, plain in ((pair.sharded, None), (pair.reference, SINGLE)):
-                for micro in accumulate(model, 3, plain or strategy):
-                    sharded_loss_of(model(batch_of(rank, 3 * step + micro))).backward()
-            pair.assert_sharded()
-            pair.step()
-        pair.assert_equal(rtol=1e-4, atol=1e-5)
 
 
 @on_ranks(2)

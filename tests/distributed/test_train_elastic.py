@@ -14,12 +14,12 @@ from examples import demo_faults
 from examples.gpt.config import TrainConfig
 from examples.gpt.data import load_corpus
 from examples.gpt.errors import ExampleError
-from examples.gpt.faults import Event, Fault, InjectedFaultError, Journal, read_journal
+from examples.gpt.faults import Journal, read_journal
 from examples.gpt.ranks import Ranks
 from examples.train_elastic import EXIT_TERMINATED, ElasticTrainer
 from tests.distributed.test_train_gpt import SMALL as TWO_LAYERS
 from tests.distributed.test_train_gpt import TEXT
-from tests.harness import GROUP_TIMEOUT_S, on_ranks, run_ranks
+from tests.harness import GROUP_TIMEOUT_S, on_ranks
 from tests.models import same_on_all_ranks
 
 pytestmark = pytest.mark.beyond_torch("raises another error")
@@ -63,27 +63,6 @@ def test_a_checkpoint_has_the_residuals_of_each_ranks_hook(rank, text, tmp_path,
     assert not same_on_all_ranks(was["residual"].values())
 
 
-def test_an_injected_exception_is_raised_once(text, tmp_path):
-    def trainer_of(rank):
-        return _trainer(rank, tmp_path, text, fault=Fault(2, 0, "exception", tmp_path / "marker"))
-
-    def work(rank):
-        words = "rank 0 raised the injected exception in step 2" if rank == 0 else "rank 0"
-        with pytest.raises(InjectedFaultError if rank == 0 else RuntimeError, match=words):
-            trainer_of(rank).run()
-
-    def again(rank):
-        trainer = trainer_of(rank)
-        trainer.run()
-        return trainer.step
-
-    run_ranks(work, 2)
-    events = read_journal(tmp_path / "journal")
-    assert [(event.kind, event.rank, event.step) for event in events] == [("fault", 0, 2)]
-    (tmp_path / "gpt.pt").unlink(missing_ok=True)
-    assert run_ranks(again, 2) == [6, 6]
-
-
 @on_ranks(2)
 def test_after_sigterm_it_exits_between_steps(rank, text, tmp_path):
     trainer = _trainer(rank, tmp_path, text)
@@ -99,26 +78,6 @@ def test_after_sigterm_it_exits_between_steps(rank, text, tmp_path):
         trainer.run()
     assert (trainer.step, caught.value.exit_code) == (2, EXIT_TERMINATED)
     assert {event.kind for event in read_journal(tmp_path / "journal")} == {"asked to end"}
-
-
-def test_an_outcome_is_built_from_the_journal():
-    events = [
-        Event("started", 0, 0, 0, 1.0),
-        Event("fault", 0, 1, 5, 2.0, "kill"),
-        Event("noticed", 0, 0, 5, 2.5, "TransportError: rank 0, step 5: bucket 0 failed: rank 1 died"),
-        Event("started", 1, 0, 4, 9.0),
-        Event("finished", 1, 0, 8, 11.0),
-    ]
-    result = {"weights_sha256": "ab", "summary": {"final_train_loss": 1.5}}
-
-    def outcome_of(events=events, wanted="ab", leftovers=()):
-        return demo_faults.outcome_of("kill", events, result, wanted, leftovers, 12.0)
-
-    assert outcome_of() == demo_faults.Outcome("kill", 1, 0, 0.5, events[2].text, 4, 7.0, 1.5, "ab", True, (), 12.0)
-    assert outcome_of().ok
-    unnoticed = outcome_of(events=[event for event in events if event.kind != "noticed"])
-    for bad in (unnoticed, outcome_of(wanted="cd"), outcome_of(leftovers=["process 7: python"])):
-        assert not bad.ok
 
 
 @pytest.mark.slow

@@ -90,20 +90,6 @@ def test_what_changes_losses_and_what_does_not(text):
     assert len({_losses(mine)[2], *(losses[2] for losses in others)}) == 3
 
 
-@pytest.mark.beyond_torch("has no such class")
-@pytest.mark.thorough
-def test_sharded_training_has_the_same_losses_and_resumes(text, tmp_path):
-    options = {"data": text, "grad_accum": 2}
-    plain = _run(**options, ddp="torch")
-    sharded = _run(**options, ddp="sharded", measure_comm=3)
-    saved = {"ddp": "sharded", "checkpoint": tmp_path / "c.pt"}
-    _run(**options, **saved, stop_after=4)
-    resumed = _run(**options, **saved, resume=True)
-    # Clipping sums the norm by rank.
-    assert _losses(sharded) == pytest.approx(_losses(plain), rel=1e-5)
-    assert _losses(resumed) == {step: loss for step, loss in _losses(sharded).items() if step > 4}
-
-
 def test_ranks_with_different_or_missing_data_refuse_together(text, tmp_path):
     def other_data(rank, path):
         return _refused(rank, 2, {"data": path if rank == 1 else text})
@@ -114,21 +100,6 @@ def test_ranks_with_different_or_missing_data_refuse_together(text, tmp_path):
     assert run_ranks(other_data, 2, other) == [words, words]
     words = f"rank 1: no such data: {tmp_path / 'nowhere'}"
     assert run_ranks(other_data, 2, tmp_path / "nowhere") == [words, words]
-
-
-def test_checkpoints_of_other_runs_are_refused(text, tmp_path):
-    saved = tmp_path / "c.pt"
-    _run(data=text, checkpoint=saved)
-    before = saved.read_bytes()
-    for world_size, options, words in (
-        (2, {}, "is already at step 8, but this run ends with step 8"),
-        (1, {}, "belongs to another world size: 2 ranks wrote it, this run has 1"),
-        (2, {"width": 32}, "belongs to another model: width 16 there, 32 here"),
-    ):
-        wanted = {"data": text, "checkpoint": saved, "resume": True, **options}
-        for refusal in run_ranks(_refused, world_size, world_size, wanted):
-            assert words in refusal
-    assert saved.read_bytes() == before
 
 
 def _command(*options, ranks=None):
@@ -150,11 +121,3 @@ def test_torchrun_trains_and_leaves_metrics(text, tmp_path):
     assert record["versions"]["torch"] == torch.__version__
     assert record["memory"]["peak_rss_bytes"] > 50e6
     assert run.stdout.count(f"{DDP}: step 6/6  train loss") == 1  # only rank 0 prints
-
-
-@pytest.mark.parametrize("ddp", [DDP, "none"])
-@pytest.mark.thorough
-def test_one_process_without_torchrun(text, tmp_path, ddp):
-    run = _command("--ddp", ddp, "--data", text, "--steps", 4, "--json", tmp_path / "m.json")
-    assert run.returncode == 0, run.stderr
-    assert len(json.loads((tmp_path / "m.json").read_text())["steps"]) == 4

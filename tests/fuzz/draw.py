@@ -13,11 +13,12 @@ Not drawn, because the two classes could not be compared:
 """
 
 import random
+import textwrap
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from tests.fuzz.program import Do, Op, Optimizer, Part, Program, Train
+from tests.fuzz.program import Part, Program
 from tests.spec.table import COLUMNS, TORCH_COLUMNS
 
 T = TypeVar("T")
@@ -33,14 +34,78 @@ SMALL_SHAPES = ((), (1,), (7,), (3, 5), (5, 1, 3), (2, 3, 2, 2), (0,), (3, 0), (
 BIG_SHAPES = ((300, 1000), (131_200,), (260, 520), (70_000,), (530, 520), (64, 16, 9, 33))
 REAL = ("float32", "float32", "float32", "float64", "bfloat16", "float16")
 RAW_DTYPES = (*REAL, "complex64", "complex128")
-WAYS = ("two_forwards", "two_forwards", "two_of_each", "retain", "forward_only", "bypass", "no_sync_around_forward",
-        "no_sync_around_backward", "autograd_grad", "forward_raises", "regularized", "flag_off")  # fmt: skip
-WITHOUT_BACKWARD = ("forward_only", "autograd_grad")
-ZEROING = ("model_none", "model_none", "model_none", "optimizer_none", "by_hand", "model_zeros", "optimizer_zeros",
-           "in_place", "data", "new", "some", "")  # fmt: skip
-KEEPING = ("grad", "grad", "some", "clone", "detach", "data", "view", "piece", "numpy")
-EDITS = ("mul", "add", "foreach", "clip_norm", "clip_value", "assign", "assign_some", "assign_kept", "assign_flat",
-         "data", "poison")  # fmt: skip
+# How a microbatch is trained.
+PLAIN = "loss({m}).backward()"
+FORWARD_ONLY = "loss({m})"
+AUTOGRAD_GRAD = (
+    "grads = torch.autograd.grad(loss({m}), [p for p in trained() if p.numel() < 1000], allow_unused=True)\n"
+    "look('autograd.grad', grads)"
+)
+TWO_FORWARDS = "(loss({m}) + loss({m}, 1)).backward()"
+WAYS = (
+    TWO_FORWARDS,
+    TWO_FORWARDS,
+    "first, second = loss({m}), loss({m}, 1); first.backward(); second.backward()",
+    "one = loss({m}); one.backward(retain_graph=True); one.backward()",
+    FORWARD_ONLY,
+    "loss({m}, model=module).backward()",  # as generate() and similar methods do
+    "with ddp.no_sync(): one = loss({m})\none.backward()",
+    "one = loss({m})\nwith ddp.no_sync(): one.backward()",
+    AUTOGRAD_GRAD,
+    "module.fails = True\nwith contextlib.suppress(KeyError): loss({m})\nmodule.fails = False",
+    "(loss({m}) + 0.01 * sum(p.pow(2).sum() for p in trained(torch.float32))).backward()",  # a regularizer outside
+    # As some trainers do instead of no_sync().
+    "ddp.require_backward_grad_sync = False; loss({m}).backward(); ddp.require_backward_grad_sync = True",
+)
+BROKEN_WAYS = {
+    "twice_without_retain": "one = loss(); one.backward(); one.backward()",
+    "hook_raises": "trained()[0].register_hook(lambda grad: {}['a fault of a hook'])\nloss().backward()",
+}
+ZERO_DATA = "for p in with_grad(): p.grad.data = torch.zeros_like(p.grad)"
+ZERO_IN_PLACE = "for p in with_grad(sparse=True): p.grad.zero_()"
+ZEROING = (
+    *["ddp.zero_grad()"] * 3,
+    "optimizer.zero_grad()",
+    "for p in ddp.parameters(): p.grad = None",
+    "ddp.zero_grad(set_to_none=False)",
+    "optimizer.zero_grad(set_to_none=False)",
+    ZERO_IN_PLACE,
+    ZERO_DATA,
+    "for p in ddp.parameters(): p.grad = torch.zeros_like(p)",
+    "for p in [*ddp.parameters()][step % 2 :: 2]: p.grad = None",
+    "",
+)
+KEEP_VIEW = "keep(lambda i, grad: grad[...], sparse=False)"
+KEEPING = (
+    *["keep(lambda i, grad: grad)"] * 2,
+    "keep(lambda i, grad: grad if i % 3 == 0 else None)",
+    "keep(lambda i, grad: grad.clone())",
+    "keep(lambda i, grad: grad.detach())",
+    "keep(lambda i, grad: grad.data)",
+    KEEP_VIEW,
+    "keep(lambda i, grad: grad.select(0, -1) if grad.dim() and grad.shape[0] > 1 else None, sparse=False)",
+    "keep(lambda i, grad: torch.from_numpy(grad.numpy()) if grad.dtype is not torch.bfloat16 else None, sparse=False)",
+)
+ASSIGN, ASSIGN_KEPT = "for p in with_grad(sparse=True): p.grad = p.grad * 2", "assign_kept()"
+EDITS = (
+    "for p in with_grad(sparse=True): p.grad.mul_(0.5)",
+    "for p in with_grad(): p.grad.add_(0.125)",
+    "torch._foreach_mul_([p.grad for p in with_grad()], 0.75)",
+    "look('norm', [nn.utils.clip_grad_norm_(with_grad(), 0.5)])",
+    "nn.utils.clip_grad_value_([p for p in with_grad() if not p.is_complex()], 0.25)",
+    ASSIGN,
+    "for p in with_grad()[1::2]: p.grad = torch.ones_like(p, memory_format=torch.contiguous_format)",
+    ASSIGN_KEPT,
+    "assign_flat()",
+    "for p in with_grad(): p.grad.data.add_(0.25)",
+    "for p in with_grad()[rank : rank + 1]: p.grad.fill_(float('nan'))",
+)
+OTHERS = (
+    "ddp.eval()\nwith torch.no_grad(): loss(0, 3)\nddp.train()",
+    "if rank == 0:\n  module.eval()\n  with torch.inference_mode(): loss(model=module)\n  module.train()",
+    "with torch.no_grad(): loss(0, 3)",  # in training mode, as for batch norm statistics
+    "ddp.load_state_dict({name: value.clone() for name, value in ddp.state_dict().items()})",
+)
 FAULTS = ("twice_without_retain", "hook_raises", "unused", "failing", "wrong", "mixed_unused")
 
 
@@ -184,17 +249,22 @@ class _Drawing:
             return "none"
         return self.of(("look", "double", "accumulated", "halve_accumulated", "replace_accumulated"))
 
-    def optimizer(self, sparse: bool) -> Optimizer:
+    def optimizer(self, sparse: bool) -> str:
         foreach = self.of((None, True, False))
         if sparse:
-            return Optimizer("SGD", 0.0, foreach)
-        return self.of((Optimizer("SGD", 0.9, foreach), Optimizer("Adam", 0.0, foreach), Optimizer("SGD")))
+            return f"SGD(trained(), lr=0.05, foreach={foreach})"
+        return self.of((
+            f"SGD(trained(), lr=0.05, momentum=0.9, foreach={foreach})",
+            # A large epsilon, so that Adam doesn't amplify last-bit differences in sums over three ranks.
+            f"Adam(trained(), lr=0.01, eps=1e-3, foreach={foreach})",
+            "SGD(trained(), lr=0.05)",
+        ))  # fmt: skip
 
     # --- steps ---
 
-    def steps(self) -> tuple[tuple[Op, ...], ...]:
+    def steps(self) -> tuple[tuple[str, ...], ...]:
         zero = self.zeroing()
-        keep = self.keeping()
+        keep = "" if self.chance(0.4) else self.of(KEEPING)
         count = self.source.randint(3, 8)
         fault_at = self.source.randint(1, count - 1)
         return tuple(
@@ -204,52 +274,50 @@ class _Drawing:
 
     def zeroing(self) -> str:
         how = self.of(ZEROING)
-        return "in_place" if how == "data" and self.views else how
-
-    def keeping(self) -> str:
-        return "" if self.chance(0.4) else self.of(KEEPING)
+        return ZERO_IN_PLACE if how == ZERO_DATA and self.views else how
 
     def editing(self) -> str:
         how = self.of(EDITS)
-        return "assign" if how == "assign_kept" and self.views else how
+        return ASSIGN if how == ASSIGN_KEPT and self.views else how
 
-    def step(self, zero: str, keep: str, fault: str) -> tuple[Op, ...]:
-        ops: list[Op] = []
-        if zero:
-            ops.append(Do("zero", zero))
+    def step(self, zero: str, keep: str, fault: str) -> tuple[str, ...]:
+        lines = [zero] if zero else []
         if self.chance(0.08):
-            ops.append(Do(self.of(("evaluate", "evaluate_inside", "evaluate_training", "reload"))))
+            lines.append(self.of(OTHERS))
         if self.varies and self.chance(0.05):
-            ops.append(Do("freeze"))
-        ops += self.training(fault)
+            lines.append("freeze()")
+        lines += self.training(fault)
         if keep and self.chance(0.8):
-            ops.append(Do("keep", keep))
-        elif self.chance(0.1):
-            ops.append(Do("keep", "forget"))
+            lines.append(keep)
         if self.chance(0.3):
-            ops.append(Do("edit", self.editing()))
+            lines.append(self.editing())
         if self.chance(0.7):
-            ops.append(Do("step"))
-        return tuple(ops)
+            lines.append("optimizer.step()")
+        return tuple(lines)
 
-    def training(self, fault: str) -> list[Op]:
-        if fault in ("twice_without_retain", "hook_raises"):
-            return [Train(how=fault)]
+    def training(self, fault: str) -> list[str]:
+        if fault in BROKEN_WAYS:
+            return [BROKEN_WAYS[fault]]
         if self.static:  # a static graph must be the same in each step
-            return [Train()]
+            return [trained()]
         autocast = self.chance(0.06)
         micros = self.of((1, 1, 1, 1, 2, 3))
-        ops: list[Op] = [Train(i, sync=False, how=self.way(0.1), autocast=autocast) for i in range(micros - 1)]
-        ops.append(Train(micros - 1, how=self.way(0.2), autocast=autocast))
+        lines = [trained(i, self.way(0.1), sync=False, autocast=autocast) for i in range(micros - 1)]
+        lines.append(trained(micros - 1, self.way(0.2), autocast=autocast))
         if self.chance(0.04):
-            ops.append(Train(micros, sync=False))  # with no reduction after it
-        return ops
+            lines.append(trained(micros, sync=False))  # with no reduction after it
+        return lines
 
     def way(self, unusual: float) -> str:
-        if not self.chance(unusual):
-            return "plain"
-        how = self.of(WAYS)
-        return "plain" if how in WITHOUT_BACKWARD and self.varies else how
+        how = self.of(WAYS) if self.chance(unusual) else PLAIN
+        return PLAIN if how in (FORWARD_ONLY, AUTOGRAD_GRAD) and self.varies else how
+
+
+def trained(micro: int = 0, way: str = PLAIN, sync: bool = True, autocast: bool = False) -> str:
+    """The lines that train a microbatch."""
+    around = ["ddp.no_sync()"] * (not sync) + ["torch.autocast('cpu', torch.bfloat16)"] * autocast
+    lines = way.format(m=micro)
+    return f"with {', '.join(around)}:\n{textwrap.indent(lines, '  ')}" if around else lines
 
 
 def _with_true_ties(parts: list[Part]) -> list[Part]:

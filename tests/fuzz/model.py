@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +17,7 @@ BATCH = 4
 FAULT = "a fault of the program's own"
 
 
-@dataclass(frozen=True)
-class When:
+class When(NamedTuple):
     """The step, microbatch and rank of a forward."""
 
     rank: int

@@ -1,4 +1,4 @@
-"""A random training program as plain data: the model, the options, and the operations of each step.
+"""A random training program as plain data: the model, the options, and the lines of each step.
 
 Programs with the same repr are equal: all randomness of a run is derived from `Program.key`.
 """
@@ -7,21 +7,9 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 
-class _Short:
-    """Prints only what differs from the defaults."""
-
-    def __repr__(self) -> str:
-        shown = [
-            f"{f.name}={getattr(self, f.name)!r}"
-            for f in fields(self)  # type: ignore[arg-type]
-            if getattr(self, f.name) != f.default
-        ]
-        return f"{type(self).__name__}({', '.join(shown)})"
-
-
 @dataclass(frozen=True, repr=False)
-class Part(_Short):
-    """A part of the model with its own parameters and output."""
+class Part:
+    """A part of the model with its own parameters and output. Prints only what differs from the defaults."""
 
     kind: str  # a key of tests.fuzz.model.KINDS
     dtype: str = "float32"
@@ -35,40 +23,13 @@ class Part(_Short):
     used: str = "always"  # a key of tests.fuzz.model.USES
     in_loss: bool = True  # False: its output is not in the loss
 
-
-@dataclass(frozen=True, repr=False)
-class Train(_Short):
-    """Forward and backward."""
-
-    micro: int = 0
-    sync: bool = True  # False: under no_sync()
-    how: str = "plain"  # a method of tests.fuzz.side.Side without its train_ prefix
-    autocast: bool = False
-
-
-@dataclass(frozen=True, repr=False)
-class Do(_Short):
-    """Anything else: `Do("edit", "clip_norm")` is `Side.edit_clip_norm()`, or else `Side.edit("clip_norm")`."""
-
-    what: str
-    how: str = ""
-
     def __repr__(self) -> str:
-        return f"{self.what}({self.how})"
+        shown = [f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if getattr(self, f.name) != f.default]
+        return f"Part({', '.join(shown)})"
 
 
-Op = Train | Do
-
-
-@dataclass(frozen=True, repr=False)
-class Optimizer(_Short):
-    kind: str = "SGD"
-    momentum: float = 0.0
-    foreach: bool | None = None
-
-
-@dataclass(frozen=True, repr=False)
-class Program(_Short):
+@dataclass(frozen=True)
+class Program:
     key: str
     world_size: int
     transport: str
@@ -78,16 +39,14 @@ class Program(_Short):
     tensor_hooks: str = "none"
     output: str = "tensor"
     seeds_differ: bool = True  # ranks start with different parameters
-    optimizer: Optimizer = Optimizer()
-    steps: tuple[tuple[Op, ...], ...] = ()
+    optimizer: str = "SGD(trained(), lr=0.05)"  # of torch.optim
+    steps: tuple[tuple[str, ...], ...] = ()  # lines, with the names of tests.fuzz.side.Side
 
     def text(self) -> str:
         """A multi-line description for people."""
-        lines = [f"world_size={self.world_size} transport={self.transport} options={self.options}"]
-        rest = {f.name: getattr(self, f.name) for f in fields(self)[6:-1] if getattr(self, f.name) != f.default}
-        lines += [f"  {name}: {value}" for name, value in rest.items()]
-        if self.comm_hook != "none":
-            lines.append(f"  comm_hook: {self.comm_hook}")
+        names = ("world_size", "transport", "options", "comm_hook", "tensor_hooks", "output", "seeds_differ")
+        lines = [" ".join(f"{name}={getattr(self, name)}" for name in names), f"  optimizer: {self.optimizer}"]
         lines += [f"  part {i}: {part!r}" for i, part in enumerate(self.parts)]
-        lines += [f"  step {i}: " + ", ".join(map(repr, ops)) for i, ops in enumerate(self.steps)]
+        for i, step in enumerate(self.steps):
+            lines += [f"  step {i}:", *(f"    {text}" for line in step for text in line.splitlines())]
         return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""Runs a program's operations with one class of DistributedDataParallel, and exposes what is compared."""
+"""Runs a program's lines with one class of DistributedDataParallel, and exposes what is compared."""
 
 import contextlib
 import inspect
@@ -13,301 +13,118 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 
 from tests.fuzz.compare import Named
 from tests.fuzz.model import When, Zoo, hash_of, inputs, loss_of
-from tests.fuzz.program import Do, Op, Program, Train
+from tests.fuzz.program import Program
 from tests.harness import future_of
 
 KEPT_STEPS = 4  # how many steps' gradients a program keeps at once
 
 
 class Side:
-    """A wrapped model, its optimizer, and the gradients that the program keeps."""
+    """A wrapped model, its optimizer, the gradients that the program keeps, and what its lines call."""
 
     def __init__(self, program: Program, ddp_class: type, rank: int, group: dist.ProcessGroup) -> None:
-        self.program = program
-        self.rank = rank
-        self.group = group
-        self.ddp_class = ddp_class
+        self.program, self.ddp_class, self.rank, self.group = program, ddp_class, rank, group
         self.kept: list[tuple[str, Tensor]] = []
         self.seen: list[tuple[str, Tensor]] = []  # results of hooks and forwards; cleared after comparison
-        self.ever_kept = 0
+        self.ever_kept = self.number = 0
         self.frozen: list[nn.Parameter] = []
+        called = (self.make, self.loss, self.look, self.trained, self.with_grad, self.keep, self.freeze)
+        called += (self.assign_flat, self.assign_kept)
+        self.names: dict[str, Any] = {"torch": torch, "nn": nn, "contextlib": contextlib, "rank": rank}
+        self.names |= {call.__name__: call for call in called}
 
-    # --- what is compared ---
+    def run(self, line: str, step: int) -> None:
+        self.number = self.names["step"] = step
+        exec(line, self.names)
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        return dict(self.ddp.module.named_parameters())
+        return dict(self.module.named_parameters())
 
     def visible(self) -> dict[str, Named]:
+        """What is compared."""
         parameters = self.parameters()
         return {
             "parameter": {name: p.detach() for name, p in parameters.items()},
             "gradient": {name: p.grad for name, p in parameters.items()},
-            "buffer": dict(self.ddp.module.named_buffers()),
+            "buffer": dict(self.module.named_buffers()),
             "kept gradient": dict(self.kept),
             "seen": {f"{i} {name}": value for i, (name, value) in enumerate(self.seen)},
         }
 
-    # --- construction ---
+    # --- what lines call ---
 
-    def make(self, when: When) -> None:
+    def make(self) -> None:
         program = self.program
         torch.manual_seed(hash_of(program.key, self.rank if program.seeds_differ else 0))
-        module = Zoo(program.parts, program.output)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            self.ddp = self.ddp_class(module, process_group=self.group, **self._options())
-        register_comm_hook(self.ddp, program.comm_hook, self.group)
-        register_tensor_hooks(self.ddp.module, program.tensor_hooks, self.seen)
-        self.optimizer = self._make_optimizer()
-
-    def _options(self) -> dict[str, Any]:
+        self.module = Zoo(program.parts, program.output)
         accepted = inspect.signature(self.ddp_class.__init__).parameters
         takes_all = any(p.kind is p.VAR_KEYWORD for p in accepted.values())
-        options = {name: value for name, value in self.program.options.items() if takes_all or name in accepted}
-        if self.program.transport != "auto" and self.ddp_class.__module__.split(".")[0] != "torch":
-            options["transport"] = self.program.transport
-        return options
+        options = {name: value for name, value in program.options.items() if takes_all or name in accepted}
+        if program.transport != "auto" and self.ddp_class.__module__.split(".")[0] != "torch":
+            options["transport"] = program.transport
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            self.ddp = self.ddp_class(self.module, process_group=self.group, **options)
+        register_comm_hook(self.ddp, program.comm_hook, self.group)
+        for name, p in self.module.named_parameters():
+            if p.requires_grad and program.tensor_hooks != "none":
+                TENSOR_HOOKS[program.tensor_hooks](self, name, p)
+        self.names |= {"ddp": self.ddp, "module": self.module}
+        self.names["optimizer"] = eval(f"torch.optim.{program.optimizer}", self.names)
 
-    def _make_optimizer(self) -> torch.optim.Optimizer:
-        wanted = self.program.optimizer
-        parameters = [p for p in self.ddp.parameters() if p.requires_grad]
-        if wanted.kind == "SGD":
-            return torch.optim.SGD(parameters, lr=0.05, momentum=wanted.momentum, foreach=wanted.foreach)
-        # A large epsilon, so that Adam doesn't amplify last-bit differences in sums over three ranks.
-        return torch.optim.Adam(parameters, lr=0.01, eps=1e-3, foreach=wanted.foreach)
-
-    # --- operations ---
-
-    def do(self, op: Op, step: int) -> None:
-        when = When(self.rank, self.program.world_size, step, op.micro if isinstance(op, Train) else 0)
-        if isinstance(op, Do):
-            method = getattr(self, f"{op.what}_{op.how}" if op.how else op.what, None)
-            method(when) if method is not None else getattr(self, op.what)(op.how, when)
-            return
-        with contextlib.ExitStack() as stack:
-            if not op.sync:
-                stack.enter_context(self.ddp.no_sync())
-            if op.autocast:
-                stack.enter_context(torch.autocast("cpu", torch.bfloat16))
-            getattr(self, f"train_{op.how}")(when)
-
-    def _loss(self, when: When, offset: int = 0) -> Tensor:
-        x = inputs(self.program.key, when) + offset
-        loss = loss_of(self.ddp(x, when))
-        self.seen.append(("loss", loss.detach().clone()))
+    def loss(self, micro: int = 0, offset: int = 0, model: Any = None) -> Tensor:
+        when = When(self.rank, self.program.world_size, self.number, micro)
+        loss = loss_of((model or self.ddp)(inputs(self.program.key, when) + offset, when))
+        self.look("loss", [loss])
         return loss
 
-    def train_plain(self, when: When) -> None:
-        self._loss(when).backward()
+    def look(self, name: str, values: Iterable[Tensor | None]) -> None:
+        """Compare these too."""
+        self.seen += [(name, value.detach().clone()) for value in values if value is not None]
 
-    def train_two_forwards(self, when: When) -> None:
-        (self._loss(when) + self._loss(when, 1)).backward()
+    def trained(self, dtype: torch.dtype | None = None) -> list[nn.Parameter]:
+        return [p for p in self.ddp.parameters() if p.requires_grad and dtype in (None, p.dtype)]
 
-    def train_two_of_each(self, when: When) -> None:
-        first, second = self._loss(when), self._loss(when, 1)
-        first.backward()
-        second.backward()
+    def with_grad(self, sparse: bool = False) -> list[Any]:
+        return [p for p in self.ddp.parameters() if p.grad is not None and (sparse or not p.grad.is_sparse)]
 
-    def train_retain(self, when: When, retain_graph: bool = True) -> None:
-        loss = self._loss(when)
-        loss.backward(retain_graph=retain_graph)
-        loss.backward()
+    def keep(self, what: Callable[[int, Tensor], Tensor | None], sparse: bool = True) -> None:
+        """Keep something of each gradient."""
+        names = {id(p): name for name, p in self.parameters().items()}
+        self._keep((names[id(p)], what(i, p.grad)) for i, p in enumerate(self.with_grad(sparse)))
 
-    def train_twice_without_retain(self, when: When) -> None:
-        self.train_retain(when, retain_graph=False)
-
-    def train_forward_only(self, when: When) -> None:
-        self._loss(when)
-
-    def train_bypass(self, when: When) -> None:
-        """Train through the wrapped module, as generate() and similar methods do."""
-        loss = loss_of(self.ddp.module(inputs(self.program.key, when), when))
-        self.seen.append(("loss", loss.detach().clone()))
-        loss.backward()
-
-    def train_regularized(self, when: When) -> None:
-        """Add a regularizer of the parameters to the loss, outside of forward."""
-        loss = self._loss(when)
-        dense = [p for p in self.ddp.parameters() if p.requires_grad and p.dtype is torch.float32]
-        (loss + 0.01 * sum(p.pow(2).sum() for p in dense)).backward()
-
-    def train_flag_off(self, when: When) -> None:
-        """Accumulate by a flag, as some trainers do instead of no_sync()."""
-        self.ddp.require_backward_grad_sync = False
-        try:
-            self._loss(when).backward()
-        finally:
-            self.ddp.require_backward_grad_sync = True
-
-    def train_no_sync_around_forward(self, when: When) -> None:
-        with self.ddp.no_sync():
-            loss = self._loss(when)
-        loss.backward()
-
-    def train_no_sync_around_backward(self, when: When) -> None:
-        loss = self._loss(when)
-        with self.ddp.no_sync():
-            loss.backward()
-
-    def train_autograd_grad(self, when: When) -> None:
-        wanted = [p for p in self.ddp.parameters() if p.requires_grad and p.numel() < 1000]
-        for grad in torch.autograd.grad(self._loss(when), wanted, allow_unused=True):
-            if grad is not None:
-                self.seen.append(("autograd.grad", grad.detach().clone()))
-
-    def train_forward_raises(self, when: When) -> None:
-        self.ddp.module.fails = True
-        try:
-            with contextlib.suppress(KeyError):
-                self._loss(when)
-        finally:
-            self.ddp.module.fails = False
-
-    def train_hook_raises(self, when: When) -> None:
-        def fail(grad: Tensor) -> None:
-            raise KeyError("a hook's own fault")
-
-        parameter = next(p for p in self.ddp.parameters() if p.requires_grad)
-        handle = parameter.register_hook(fail)
-        try:
-            self._loss(when).backward()
-        finally:
-            handle.remove()
-
-    def evaluate(self, when: When) -> None:
-        self.ddp.eval()
-        with torch.no_grad():
-            self._loss(when, 3)
-        self.ddp.train()
-
-    def evaluate_training(self, when: When) -> None:
-        """Run in training mode without gradients, as for batch norm statistics."""
-        with torch.no_grad():
-            self._loss(when, 3)
-
-    def freeze(self, when: When) -> None:
-        """Freeze some parameters and thaw those frozen before."""
-        for p in self.frozen:
-            p.requires_grad_(True)
-        self.frozen = [p for p in self.ddp.parameters() if p.requires_grad][:: when.step + 2]
-        for p in self.frozen:
-            p.requires_grad_(False)
-
-    def evaluate_inside(self, when: When) -> None:
-        """Evaluate the wrapped module on rank 0 only."""
-        if self.rank == 0:
-            self.ddp.module.eval()
-            with torch.inference_mode():
-                self.ddp.module(inputs(self.program.key, when), when)
-            self.ddp.module.train()
-
-    def step(self, when: When) -> None:
-        self.optimizer.step()
-
-    def reload(self, when: When) -> None:
-        self.ddp.load_state_dict({name: value.clone() for name, value in self.ddp.state_dict().items()})
-
-    # --- zeroing ---
-
-    def zero(self, how: str, when: When) -> None:
-        target, _, to = how.partition("_")
-        if target in ("model", "optimizer"):
-            (self.ddp if target == "model" else self.optimizer).zero_grad(set_to_none=to == "none")
-            return
-        assert how in ("new", "by_hand", "some", "in_place", "data"), how
-        for i, p in enumerate(self.ddp.parameters()):
-            if how == "new":
-                p.grad = torch.zeros_like(p)
-            elif how == "by_hand" or (how == "some" and i % 2 == when.step % 2):
-                p.grad = None
-            elif how == "in_place" and p.grad is not None:
-                p.grad.zero_()
-            elif how == "data" and p.grad is not None and not p.grad.is_sparse:
-                p.grad.data = torch.zeros_like(p.grad)
-
-    def _with_grad(self, dense: bool = True) -> list[tuple[str, Any]]:
-        named = self.parameters().items()
-        return [(name, p) for name, p in named if p.grad is not None and not (dense and p.grad.is_sparse)]
-
-    # --- gradients that are kept ---
-
-    def _keep(self, how: str, when: When, values: Iterable[tuple[str, Tensor]]) -> None:
-        self.kept += [
-            (f"{name} of step {when.step} ({how}, {self.ever_kept + i})", v) for i, (name, v) in enumerate(values)
-        ]
+    def _keep(self, values: Iterable[tuple[str, Tensor | None]]) -> None:
+        for i, (name, value) in enumerate(values):
+            if value is not None:
+                self.kept.append((f"{name} of step {self.number} ({self.ever_kept + i})", value))
         self.ever_kept += len(self.parameters())
         del self.kept[: -KEPT_STEPS * len(self.parameters())]
 
-    def keep(self, how: str, when: When) -> None:
-        dense = how in ("view", "piece", "numpy")
-        values = ((name, KEPT[how](i, p.grad)) for i, (name, p) in enumerate(self._with_grad(dense)))
-        self._keep(how, when, ((name, value) for name, value in values if value is not None))
+    def freeze(self) -> None:
+        """Freeze some parameters and thaw those frozen before."""
+        for p in self.frozen:
+            p.requires_grad_(True)
+        self.frozen = self.trained()[:: self.number + 2]
+        for p in self.frozen:
+            p.requires_grad_(False)
 
-    def keep_forget(self, when: When) -> None:
-        self.kept.clear()
-
-    # --- gradients that are changed ---
-
-    def edit(self, how: str, when: When) -> None:
-        for i, (_, p) in enumerate(self._with_grad(dense=how not in ("mul", "assign"))):
-            EDITED[how](i, p, self.rank)
-
-    def edit_foreach(self, when: When) -> None:
-        torch._foreach_mul_([p.grad for _, p in self._with_grad()], 0.75)
-
-    def edit_clip_norm(self, when: When) -> None:
-        norm = nn.utils.clip_grad_norm_([p for _, p in self._with_grad()], 0.5)
-        self.seen.append(("norm", norm.detach().clone()))
-
-    def edit_clip_value(self, when: When) -> None:
-        nn.utils.clip_grad_value_([p for _, p in self._with_grad() if not p.is_complex()], 0.25)
-
-    def edit_assign_flat(self, when: When) -> None:
+    def assign_flat(self) -> None:
         """Assign views of one flat tensor per dtype, as programs with flat gradients do."""
-        flat: dict[torch.dtype, Tensor] = {}
-        for dtype in {p.dtype for _, p in self._with_grad()}:
-            mine = [p for _, p in self._with_grad() if p.dtype is dtype]
-            flat[dtype] = torch.cat([p.grad.reshape(-1) for p in mine])
-            for p, piece in zip(mine, flat[dtype].split([p.numel() for p in mine]), strict=True):
+        flat: dict[str, Tensor] = {}
+        for dtype in {p.dtype for p in self.with_grad()}:
+            mine = [p for p in self.with_grad() if p.dtype is dtype]
+            flat[str(dtype)] = torch.cat([p.grad.reshape(-1) for p in mine])
+            for p, piece in zip(mine, flat[str(dtype)].split([p.numel() for p in mine]), strict=True):
                 p.grad = piece.view(p.shape)
-        self._keep("flat", when, ((str(dtype), flat[dtype]) for dtype in sorted(flat, key=str)))
+        self._keep(sorted(flat.items()))
 
-    def edit_assign_kept(self, when: When) -> None:
+    def assign_kept(self) -> None:
         """Replace gradients by ones kept from earlier steps."""
         kept = {name.partition(" ")[0]: value for name, value in self.kept}
         for name, p in self.parameters().items():
             value = kept.get(name)
             if value is not None and value.shape == p.shape and value.dtype == p.dtype and not value.is_sparse:
                 p.grad = value
-
-
-# What a program keeps of the gradient of parameter i (None: nothing).
-KEPT: dict[str, Callable[[int, Tensor], Tensor | None]] = {
-    "grad": lambda i, grad: grad,
-    "some": lambda i, grad: grad if i % 3 == 0 else None,
-    "clone": lambda i, grad: grad.clone(),
-    "detach": lambda i, grad: grad.detach(),
-    "data": lambda i, grad: grad.data,
-    "view": lambda i, grad: grad[...],
-    "piece": lambda i, grad: grad.select(0, -1) if grad.dim() and grad.shape[0] > 1 else None,
-    "numpy": lambda i, grad: torch.from_numpy(grad.numpy()) if grad.dtype is not torch.bfloat16 else None,
-}
-
-
-def assign_some(i: int, p: Any, rank: int) -> None:
-    if i % 2:
-        p.grad = torch.ones_like(p, memory_format=torch.contiguous_format)
-
-
-# How a program changes parameter i's gradient.
-EDITED: dict[str, Callable[[int, Any, int], Any]] = {
-    "mul": lambda i, p, rank: p.grad.mul_(0.5),
-    "add": lambda i, p, rank: p.grad.add_(0.125),
-    "assign": lambda i, p, rank: setattr(p, "grad", p.grad * 2),
-    "assign_some": assign_some,
-    "data": lambda i, p, rank: p.grad.data.add_(0.25),
-    "poison": lambda i, p, rank: p.grad.fill_(float("nan")) if i == rank else None,
-}
 
 
 def register_comm_hook(ddp: Any, name: str, group: dist.ProcessGroup) -> None:
@@ -348,34 +165,24 @@ COMM_HOOKS = {
 }
 
 
-def register_tensor_hooks(module: nn.Module, how: str, seen: list[tuple[str, Tensor]]) -> None:
-    """Register hooks on every parameter that read or change gradients."""
+# With find_unused_parameters torch's class runs hooks of outputs that are not in the loss, without a gradient.
+def after_accumulation(act: Callable[[Side, str, Any], None]) -> Callable[[Side, str, Any], Any]:
+    def register(side: Side, name: str, p: Any) -> None:
+        p.register_post_accumulate_grad_hook(lambda p: None if p.grad is None else act(side, name, p))
 
-    # With find_unused_parameters torch's class runs hooks of outputs that are not in the loss, without a gradient.
-    def look(name: str, grad: Tensor | None) -> None:
-        if grad is not None and not grad.is_sparse and grad.numel() < 1000:
-            seen.append((f"{how} {name}", grad.detach().clone()))
-
-    for name, p in module.named_parameters():
-        if not p.requires_grad or how == "none":
-            continue
-        if how == "look":
-            p.register_hook(lambda grad, name=name: look(name, grad))
-        elif how == "double":
-            p.register_hook(lambda grad: grad * 2)
-        elif how == "accumulated":
-            p.register_post_accumulate_grad_hook(lambda p, name=name: look(name, p.grad))
-        elif how == "halve_accumulated":
-            p.register_post_accumulate_grad_hook(halve)
-        elif how == "replace_accumulated":
-            p.register_post_accumulate_grad_hook(replace_by_clone)
+    return register
 
 
-def halve(p: Tensor) -> None:
-    if p.grad is not None:
-        p.grad.mul_(0.5)
+def look_at(side: Side, name: str, grad: Tensor | None) -> None:
+    if grad is not None and not grad.is_sparse and grad.numel() < 1000:
+        side.look(name, [grad])
 
 
-def replace_by_clone(p: Tensor) -> None:
-    if p.grad is not None:
-        p.grad = p.grad.clone()
+# Hooks on every parameter that read or change gradients.
+TENSOR_HOOKS: dict[str, Callable[[Side, str, Any], Any]] = {
+    "look": lambda side, name, p: p.register_hook(lambda grad: look_at(side, name, grad)),
+    "double": lambda side, name, p: p.register_hook(lambda grad: grad * 2),
+    "accumulated": after_accumulation(lambda side, name, p: look_at(side, name, p.grad)),
+    "halve_accumulated": after_accumulation(lambda side, name, p: p.grad.mul_(0.5)),
+    "replace_accumulated": after_accumulation(lambda side, name, p: setattr(p, "grad", p.grad.clone())),
+}

@@ -16,7 +16,7 @@ from torch.nn.parallel.distributed import _MixedPrecision
 
 from tests.gpu.device import chosen_device
 from tests.models import Branches, Mlp, NormNet, batch, loss_of
-from tests.parity.compare import compare_on_rank
+from tests.parity.compare import assert_same_as_torch
 from tests.parity.test_hooks import REGISTER, registers
 from tests.parity.test_training import Checkpointed
 
@@ -236,7 +236,7 @@ def names(device: torch.device) -> list[str]:
     return [name for name, case in CASES.items() if (device.type == "cuda" or not case.gpu_only) and not case.slow]
 
 
-def run_case(name: str, device: torch.device, rank: int, ddp_class: Any, *, device_ids: bool = True) -> None:
+def run_case(name: str, device: torch.device, ddp_class: Any, *, device_ids: bool = True) -> None:
     """Train both classes in this process group and compare gradients after each step, weights and buffers at the end.
 
     `ddp_class` takes torch's arguments; bind a transport to it beforehand.
@@ -249,4 +249,4 @@ def run_case(name: str, device: torch.device, rank: int, ddp_class: Any, *, devi
     torch.utils.deterministic.fill_uninitialized_memory = "mixed_precision" not in options
     settings = {name: getattr(case, name) for name in ("prepare", "optimizer", "set_to_none")} | {"options": options}
     run = partial(case.run, device)
-    compare_on_rank(rank, ddp_class, lambda: case.make().to(device), run, case.steps, case.rtol, settings)
+    assert_same_as_torch(ddp_class, lambda: case.make().to(device), run, case.steps, case.rtol, **settings)

@@ -34,7 +34,7 @@ def run_all_cases(
     for name in outcomes:
         ours = partial(DistributedDataParallel, transport=transport)
         with large_from(limit_bytes):
-            _, outcomes[name] = attempt(run_case, name, device, rank, ours)
+            _, outcomes[name] = attempt(run_case, name, device, ours)
         if lost_step(gathered(outcomes[name])):
             break
     return outcomes

@@ -22,11 +22,11 @@ def test_same_as_torch(alone, name):
         pytest.skip("torch's class takes this on a GPU only")
     for transport, limit_bytes in ways(alone):
         with large_from(limit_bytes):
-            run_case(name, alone, 0, partial(DistributedDataParallel, transport=transport))
+            run_case(name, alone, partial(DistributedDataParallel, transport=transport))
 
 
 def test_without_device_ids(alone):
-    run_case("fp32", alone, 0, DistributedDataParallel, device_ids=False)
+    run_case("fp32", alone, DistributedDataParallel, device_ids=False)
 
 
 def test_auto_takes_nccl_for_a_model_on_a_gpu(gpu):
@@ -61,7 +61,7 @@ def test_large_gradients_stay_where_autograd_allocated_them(gpu):
         ddp(torch.ones(2, 512, device=gpu)).sum().backward()
         assert large.grad.data_ptr() == made[large]
     assert ddp.reducer.bucket_memory_bytes < large.nbytes
-    packed = DistributedDataParallel(copy.deepcopy(model), adopt_large_gradients=False)
+    packed = DistributedDataParallel(copy.deepcopy(model), gradient_as_bucket_view=True)
     assert packed.reducer.bucket_memory_bytes > large.nbytes
 
 

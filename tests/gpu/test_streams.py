@@ -133,7 +133,7 @@ def sgd(params):
     return torch.optim.SGD(params, lr=1e-4, momentum=0.9)
 
 
-@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": False, "adopt_large_gradients": False}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}], ids=str)
 def test_steps_run_ahead_of_the_device(gpu, options):
     """The optimizer follows backward without synchronization, and freed memory is overwritten at once."""
     model = seeded(Late).to(gpu)

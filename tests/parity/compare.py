@@ -56,20 +56,6 @@ def train(
     return seen, ddp
 
 
-def compare_on_rank(
-    rank: int, ddp_class: type, make: Any, run: Any, steps: int, rtol: float, settings: dict[str, Any]
-) -> None:
-    """Train both classes in this process group and assert what `assert_same_as_torch` documents."""
-    theirs, their_model = train(TorchDDP, make, run, rank, steps, **settings)
-    ours, our_model = train(ddp_class, make, run, rank, steps, **settings)
-    for step in range(steps):
-        assert_grads(ours[step], theirs[step], rtol, what=f"rank {rank}, step {step}:")
-    for what in ("named_parameters", "named_buffers"):
-        want = {name: value.detach() for name, value in getattr(their_model.module, what)()}
-        got = {name: value.detach() for name, value in getattr(our_model.module, what)()}
-        assert_grads(got, want, 100 * rtol, what=f"rank {rank}, {what} at the end:")
-
-
 def assert_same_as_torch(
     ddp_class: type,
     make: Callable[[], nn.Module],
@@ -84,4 +70,12 @@ def assert_same_as_torch(
     Bitwise for up to two ranks, unless `rtol` is given.
     """
     limit = rtol if rtol is not None else 0.0 if dist.get_world_size() <= 2 else RTOL[dtype]
-    compare_on_rank(dist.get_rank(), ddp_class, make, run, steps, limit, settings)
+    rank = dist.get_rank()
+    theirs, their_model = train(TorchDDP, make, run, rank, steps, **settings)
+    ours, our_model = train(ddp_class, make, run, rank, steps, **settings)
+    for step in range(steps):
+        assert_grads(ours[step], theirs[step], limit, what=f"rank {rank}, step {step}:")
+    for what in ("named_parameters", "named_buffers"):
+        want = {name: value.detach() for name, value in getattr(their_model.module, what)()}
+        got = {name: value.detach() for name, value in getattr(our_model.module, what)()}
+        assert_grads(got, want, 100 * limit, what=f"rank {rank}, {what} at the end:")

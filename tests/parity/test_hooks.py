@@ -1,7 +1,5 @@
 """torch's communication hooks run unmodified, with the same results as in torch's class."""
 
-import os
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -86,20 +84,6 @@ def test_hook(ddp_class):
         assert_same_as_torch(ddp_class, _make, _step, steps=5, rtol=1e-6, prepare=REGISTER[name], dtype=torch.float32)
 
 
-@on_ranks(2)
-def test_hook_on_complex_parameters(ddp_class):
-    """Hooks see pairs of real numbers, and return the bucket's memory or another tensor."""
-
-    def run(model, rank, step):
-        # Small values: tanh has poles in the complex plane, and fp16 overflows above 65,504.
-        loss_of(model(0.1 * batch(rank, step, 5, 16, dtype=torch.complex64))).backward()
-
-    for name, transport in each([name for name in REGISTER if "power_sgd" not in name], ["c10d", "shm"]):
-        os.environ["TORCHDDP_TRANSPORT"] = transport  # torch's class has no such option
-        make, settings = partial(Mlp, 16, torch.complex64), {"prepare": REGISTER[name], "dtype": torch.complex64}
-        assert_same_as_torch(ddp_class, make, run, rtol=1e-6, **settings)
-
-
 @pytest.mark.beyond_torch("gives the gradients of complex parameters as real tensors of the parameters' shapes")
 @on_ranks(2)
 def test_gradients_of_a_complex_bucket_are_pairs(ddp_class, rank):
@@ -117,13 +101,6 @@ def test_gradients_of_a_complex_bucket_are_pairs(ddp_class, rank):
     (bucket,) = buckets[1:]
     for grad, param in zip(bucket.gradients(), bucket.parameters(), strict=True):
         assert torch.equal(torch.view_as_complex(grad), param.grad)
-
-
-@on_ranks(3)
-def test_hook_with_many_buckets_on_three_ranks(ddp_class):
-    for name, view in each([("allreduce", False), ("fp16", True), ("builtin_fp16", False)]):
-        settings = {"options": {"bucket_cap_mb": 0.001, "gradient_as_bucket_view": view}, "dtype": torch.float32}
-        assert_same_as_torch(ddp_class, _make, _step, steps=4, rtol=4e-3, prepare=REGISTER[name], **settings)
 
 
 @pytest.mark.skipif(

@@ -1,6 +1,5 @@
 """Whole training runs and common ways to train give the same numbers as torch DDP."""
 
-import os
 from functools import partial
 
 import pytest
@@ -10,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from tests.harness import each, on_ranks
-from tests.models import Branches, Mlp, NormNet, assert_grads, batch, grads_of, loss_of, seeded, step_on
+from tests.models import Mlp, NormNet, assert_grads, batch, grads_of, loss_of, seeded, step_on
 from tests.parity.compare import TorchDDP, assert_same_as_torch
 
 
@@ -22,33 +21,6 @@ def test_fifty_steps_of_adamw(ddp_class, world_size):
     for options in each([{}, {"gradient_as_bucket_view": False}, {"static_graph": True}]):
         settings = {"options": {"bucket_cap_mb": 0.001, **options}, "optimizer": optimizer}
         assert_same_as_torch(ddp_class, Mlp, step_on, steps=50, rtol=rtol, **settings)
-
-
-@on_ranks(2, 3)
-def test_sparse_embedding_bag(ddp_class, world_size):
-    def run(model, rank, step):
-        loss_of(model(torch.tensor([[rank, 3], [3, 5 + step]]))).backward()
-
-    for mode in each(["sum", "mean"]):
-
-        def make(mode=mode):
-            bag = nn.EmbeddingBag(12, 4, sparse=True, mode=mode, dtype=torch.float64)
-            return nn.Sequential(bag, nn.Linear(4, 3, dtype=torch.float64))
-
-        assert_same_as_torch(ddp_class, make, run, rtol=0.0 if world_size == 2 else 1e-12)
-
-
-@on_ranks(2)
-def test_skipped_gradients_of_earlier_steps_stay(ddp_class):
-    options = {"find_unused_parameters": True, "skip_all_reduce_unused_params": True, "bucket_cap_mb": 0.0001}
-    for dtype, transport in each([torch.float64, torch.complex128], ["c10d", "shm"]):
-        os.environ["TORCHDDP_TRANSPORT"] = transport  # torch's class has no such option
-
-        def run(model, rank, step, dtype=dtype):
-            for i, branch in enumerate(["left", "right", "right", "left", "never"]):
-                loss_of(model(batch(rank, 10 * step + i, 3, 4, dtype=dtype), branch)).backward()
-
-        assert_same_as_torch(ddp_class, partial(Branches, dtype), run, dtype=dtype, options=options)
 
 
 @on_ranks(2)
@@ -95,24 +67,6 @@ def test_activation_checkpointing(ddp_class):
         assert_same_as_torch(ddp_class, partial(Checkpointed, use_reentrant), run, options=options)
 
 
-@on_ranks(2)
-def test_join_with_accumulation_and_unused_search(ddp_class, rank):
-    def uneven(cls, find_unused):
-        ddp = cls(seeded(Mlp), find_unused_parameters=find_unused)
-        seen = []
-        with ddp.join():
-            for step in range(1 + rank):
-                with ddp.no_sync():
-                    step_on(ddp, rank, 2 * step)
-                step_on(ddp, rank, 2 * step + 1)
-                seen.append(grads_of(ddp))
-        return seen
-
-    for find_unused in each([False, True]):
-        for ours, theirs in zip(uneven(ddp_class, find_unused), uneven(TorchDDP, find_unused), strict=True):
-            assert_grads(ours, theirs, rtol=0.0)
-
-
 @pytest.mark.parametrize(("transport", "steps_before"), [("c10d", 0), ("c10d", 3), ("shm", 1), ("shm", 3)])
 @on_ranks(2)
 def test_training_goes_on_after_the_group_was_destroyed(ddp_class, transport, steps_before, monkeypatch, rank):
@@ -138,3 +92,104 @@ def test_training_goes_on_after_the_group_was_destroyed(ddp_class, transport, st
         (ours, our_buffers), (theirs, their_buffers) = [step_on(model, rank, step) for model in models]
         assert_grads(ours, theirs, 0.0, what=f"rank {rank}, step {step}:")
         assert_grads(our_buffers, their_buffers, 0.0, what=f"rank {rank}, step {step}:")
+
+
+class Expanded(nn.Module):
+    """Gradients that arrive expanded (stride 0), permuted, or as views of something larger."""
+
+    def __init__(self):
+        super().__init__()
+        self.summed = nn.Parameter(torch.randn(5, 3, dtype=torch.float64))
+        self.sliced = nn.Parameter(torch.randn(4, 6, dtype=torch.float64))
+        self.turned = nn.Parameter(torch.randn(3, 5, dtype=torch.float64))
+
+    def forward(self, x):
+        scale = x.mean()
+        return scale * (self.summed.sum() + self.sliced[:, ::2].sum() + (self.turned.t() + self.summed).sum())
+
+
+class OddShapes(nn.Module):
+    """A scalar, an empty tensor, one element, and sizes that don't fill a vector register."""
+
+    def __init__(self):
+        super().__init__()
+        shapes = [(), (0,), (1,), (3, 0, 2), (7,), (17, 3), (1, 1, 1), (63,), (65,)]
+        self.values = nn.ParameterList(nn.Parameter(torch.randn(shape)) for shape in shapes)
+
+    def forward(self, x):
+        return x.mean() * sum((value * (i + 1)).square().sum() for i, value in enumerate(self.values))
+
+
+@on_ranks(1, 2, 3)
+def test_layout(ddp_class):
+    choices = ({}, {"gradient_as_bucket_view": False}, {"bucket_cap_mb": 0.0001})
+    makes = [(Expanded, torch.float64), (OddShapes, torch.float32)]
+    for (make, dtype), options in each(makes, choices):
+
+        def run(model, rank, step, dtype=dtype):
+            loss_of(model(batch(rank, step, 3, 4, dtype=dtype))).backward()
+            assert all(p.stride() == p.grad.stride() for p in model.parameters())
+
+        assert_same_as_torch(ddp_class, make, run, dtype=dtype, options=options)
+
+
+@on_ranks(1, 2, 3)
+def test_channels_last_convolution(ddp_class):
+    """Fused and `foreach` optimizers need gradients with the layout of their parameters."""
+    channels_last = {"memory_format": torch.channels_last}
+
+    def run(model, rank, step):
+        loss_of(model(batch(rank, step, 4, 3, 6, 6, dtype=torch.float32).to(**channels_last))).backward()
+        assert all(p.stride() == p.grad.stride() for p in model.parameters())
+
+    def make():
+        return NormNet(torch.float32).to(**channels_last)
+
+    for set_to_none in each([True, False]):
+        assert_same_as_torch(ddp_class, make, run, dtype=torch.float32, set_to_none=set_to_none)
+
+
+@on_ranks(2)
+def test_large_gradient_packed_by_several_threads(ddp_class):
+    """A gradient large enough to be split between threads, with an uneven tail."""
+
+    def run(model, rank, step):
+        torch.set_num_threads(3)
+        model(batch(rank, step, 1, dtype=torch.float32)).sin().sum().backward()
+
+    make = partial(nn.Linear, 1, 1_300_003, bias=False)
+    for options in each([{}, {"gradient_as_bucket_view": False}]):
+        assert_same_as_torch(ddp_class, make, run, dtype=torch.float32, options=options)
+
+
+WIDTH = 600  # a weight of 1.4 MB, alone in its bucket and not copied
+
+
+def large_and_small() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 3))
+
+
+def train_kept(ddp, rank, step):
+    ddp.zero_grad()
+    loss_of(ddp(batch(rank, step, 2, 4, dtype=torch.float32))).backward()
+
+
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+@on_ranks(2)
+def test_gradients_kept_from_every_step(ddp_class, transport, rank):
+    """Keep more gradients than the transport's memory holds, also those passed to hooks."""
+
+    def kept(cls, in_hooks, **options):
+        ddp, found = cls(seeded(large_and_small), **options), []
+        for p in ddp.parameters() if in_hooks else ():
+            p.register_hook(found.append)
+            p.register_post_accumulate_grad_hook(lambda p: found.append(p.grad))
+        for step in range(12):
+            train_kept(ddp, rank, step)
+            found.extend(p.grad for p in ddp.parameters())
+        return found
+
+    for in_hooks in each([False, True]):
+        ours, theirs = kept(ddp_class, in_hooks, transport=transport), kept(TorchDDP, in_hooks)
+        for index, (got, want) in enumerate(zip(ours, theirs, strict=True)):
+            assert torch.equal(got, want), f"gradient {index}"

@@ -103,6 +103,18 @@ def test_torchs_class_does_what_the_reference_says():
         check([row for row in rows if row["ranks"] == ranks], ddp=TORCHS)
 
 
+# Classes that take the device's code paths on the CPU: buckets are packed when they are complete, large gradients stay.
+ON_DEVICES = "__import__('tests.whole_buckets', fromlist=['*'])."
+
+
+@pytest.mark.parametrize("kind", ["WholeBuckets", "LargeInPlace"])
+@pytest.mark.parametrize("ranks", ["2", pytest.param("3", marks=pytest.mark.thorough)])
+def test_code_paths_of_devices(ranks, kind):
+    columns = {**table.COLUMNS, "ranks": (ranks,), "wrapper": ("one", "two at once", "two in turn")}
+    columns |= {name: values[:1] for name, values in table.SHARDED_OPTIONS.items()}
+    check(covering_array(columns, 2, table.FORBIDDEN), ddp=ON_DEVICES + kind)
+
+
 # Whatever rows the array has: what tests/mutations.py counts on, and what needs more than three values together.
 NAMED = {
     "two wrappers in one backward": {"wrapper": "two at once", "model": "sparse"},

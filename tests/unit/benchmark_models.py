@@ -35,10 +35,6 @@ def with_generator() -> tuple[Any, ...]:
     return nn.Linear(8, 2), lambda generator: torch.randn(4, 8, generator=generator)
 
 
-def raising() -> tuple[Any, ...]:
-    raise RuntimeError("no\nweights here")
-
-
 class HalfUsed(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -1,33 +1,82 @@
-"""`torchddp bench`: statistics, reports and errors; no process outlives the command."""
+"""`torchddp bench`: statistics, cases, models, reports and errors; no process outlives the command."""
 
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from torch import nn
 
+from benchmarks import trace
+from tests.gpu.overlap import Overlap, is_computation, overlap
+from tests.harness import each, on_ranks
 from tests.programs import ROOT
 from tests.unit import benchmark_models
-from tests.unit.benchmark_results import by_name, document, overlap, scaling, startup, step_time
 from tests.unit.helpers import assert_refused, is_running, printed, wait_until
-from torchddp.bench import cli, gradients, report, timing
-from torchddp.bench.cases import MAX_ROUNDS, MIN_ROUNDS
-from torchddp.bench.memory import memory_result, parse_bytes
-from torchddp.bench.registry import CASES, USERS_CASES, check_names
+from torchddp.bench import cli, collective, gradients, report
+from torchddp.bench.cases import DEFAULT_CASES, MIN_ROUNDS, Job
+from torchddp.bench.collective import BUS_FACTORS, LIBRARIES, Library
+from torchddp.bench.overlap import overlap_result
+from torchddp.bench.registry import CASES, USERS_CASES
 from torchddp.bench.report import save_results
-from torchddp.harness import stats
-from torchddp.harness.variants import TORCH_DDP, ArgumentError, Role, Variant, load_class, make_variants
+from torchddp.bench.scaling import scaling_result
+from torchddp.bench.startup import startup_result
+from torchddp.bench.step_time import step_time_result
+from torchddp.harness import models, stats
+from torchddp.harness.command import MODEL_NAMES
+from torchddp.harness.machine import describe_machine
+from torchddp.harness.models import MODELS, load_factory, make_batch, make_model, prove, run_forward
+from torchddp.harness.variants import TORCH_DDP, ArgumentError, Role, Variant, make_variants
 
 TORCH = ["--ours", TORCH_DDP]
+OWN = benchmark_models.__name__
+
+# Made-up times without noise.
+VARIANTS = make_variants("torchddp.DistributedDataParallel", [], (25,))
+MODEL = {"model": "mlp", "title": "MLP", "parameters": 12, "gradient_bytes": 25_000_000}
+ROUNDS = 10
+
+
+def constant(*values_ms: float) -> np.ndarray:
+    """Times [variant, round] without noise for no DDP, torch default, torch tuned and ours."""
+    return np.array(values_ms)[:, None] + np.zeros((1, ROUNDS))
+
+
+def by_name(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    return {row["name"]: row for row in rows}
+
+
+def step_time() -> dict[str, Any]:
+    return step_time_result(VARIANTS, {**MODEL, "step_ms": constant(10, 20, 16, 12)}, 2)
+
+
+def overlapped() -> dict[str, Any]:
+    raw = {**MODEL, "step_ms": constant(10, 14, 12, 10.5), "replay_ms": constant(1, 6, 9, 3)}
+    return overlap_result(VARIANTS, raw, 2)
+
+
+def startup() -> dict[str, Any]:
+    clocks = [constant(0, 30, 40, 5), constant(5, 20, 10, 10), constant(5, 10, 10, 5)]
+    return startup_result(VARIANTS, {**MODEL, "times_ms": np.stack(clocks)}, 2)
+
+
+def scaling() -> dict[str, Any]:
+    raws = {2: constant(10, 20, 15, 12), 4: constant(20, 50, 40, 24), 1: constant(10, 12, 12, 10)}
+    return scaling_result(VARIANTS, {n: {**MODEL, "step_ms": steps} for n, steps in raws.items()}, cores=2)
+
+
+def document(*results: dict[str, Any], quick: bool = False) -> dict[str, Any]:
+    head = {"date": "2030-01-02T03:04:05+00:00", "command": "torchddp bench", "machine": describe_machine()}
+    return {**head, "settings": {"quick": quick}, "results": list(results)}
 
 
 class Dying(nn.Module):
@@ -48,15 +97,6 @@ def test_summaries_and_ratios_are_of_paired_rounds() -> None:
     assert (ratio.median, ratio.odd_rounds) == (0.5, 2)
     mostly_noise = stats.paired_ratio([1.0, 1.0, 1.0], [0.0, -1.0, 2.0])
     assert math.isinf(mostly_noise.median) and mostly_noise.to_dict()["median"] is None
-
-
-def test_the_number_of_rounds_follows_the_time_within_its_limits() -> None:
-    enough = (100, 10.0), (MIN_ROUNDS, 99.0), (MAX_ROUNDS, 0.1)
-    assert all(timing.enough(rounds, spent_s, seconds=10.0) for rounds, spent_s in enough)
-    assert not timing.enough(100, 9.9, seconds=10.0) and not timing.enough(MIN_ROUNDS - 1, 99.0, seconds=10.0)
-    cases = (10, 0.01), (100, 10.0), (MIN_ROUNDS - 1, 99.0), (MAX_ROUNDS, 0.1)
-    decided = [timing.rounds_to_go(rounds, spent_s, seconds=10.0, decisions=8) for rounds, spent_s in cases]
-    assert decided == [1250, 0, 1, 0]
 
 
 def field() -> tuple[Variant, ...]:
@@ -94,16 +134,6 @@ def test_ratios_are_to_torchs_fastest_row_and_costs_are_per_parameter() -> None:
     assert result["unit"] == "us/param"
 
 
-def test_extra_memory_is_counted_in_copies_of_the_gradients() -> None:
-    variants = (Variant("no DDP", Role.LOCAL), Variant("ours", Role.OURS, "a.B"))
-    common = {"model": "mlp", "title": "MLP", "parameters": 12, "gradient_bytes": 20, "method": "x"}
-    raws = [{**common, "peak_rss_bytes": peak, "grad_storage_bytes": 20} for peak in (100, 130)]
-    result = memory_result(variants, raws, world_size=2)
-    assert [entry["extra_bytes"] for entry in result["variants"]] == [0, 30]
-    assert result["variants"][1]["extra_gradient_copies"] == 1.5
-    assert parse_bytes("Name:\tx\nVmHWM:\t    12 kB\nVmRSS:\t 3 kB\n", "VmHWM") == 12 * 1024
-
-
 def test_a_report_has_every_row_a_date_and_a_verdict() -> None:
     results = fake_result(), fake_result("per_param"), fake_result(ours_ms=5.0)
     text = printed(report.render(document(*results)), 80)
@@ -113,25 +143,10 @@ def test_a_report_has_every_row_a_date_and_a_verdict() -> None:
     assert text.count("2.50 @1") == 3 and "0.95 met" in text and "0.95 missed" in text
     verdict = "torchddp is faster than torch's best row in 2 of 3 comparisons, slower in 1, and within noise in 0."
     assert verdict in " ".join(text.split())
-    text = printed(report.render(document(step_time(), overlap(), startup(), scaling())), 80)
+    text = printed(report.render(document(step_time(), overlapped(), startup(), scaling())), 80)
     for words in ("0.75 [0.75..0.75]", "1 (torch's best)", "75% [75%..75%]", "0.33 [0.33..0.33]", "4*", "42%"):
         assert words in text
     assert "step_time · MLP: 12 parameters, 25 MB" in text and "* more ranks than cores" in text
-
-
-def test_a_goal_within_noise_or_of_another_model_is_neither_met_nor_missed() -> None:
-    result = fake_result()
-    ratio = gradients.our_row(result)["ratio_to_best_torch"]
-    ratio.update(median=0.94, ci95_low=0.9, ci95_high=0.97)
-    assert str(gradients.goal_text(result)) == "0.95 unclear"
-    ratio.update(median=0.5, ci95_low=0.4, ci95_high=0.6)
-    assert str(gradients.goal_text(result)) == "0.95 met"
-    ratio.update(odd_rounds=ratio["rounds"] // 2)
-    assert str(gradients.goal_text(result)) == "0.95 unclear"
-    raw = {"model": "a.b:c", "title": "a.b:c", "parameters": 2, "gradient_bytes": 8, "step_ms": np.ones((7, 40))}
-    result = gradients.timed_result(CASES["per_param"], field(), raw, world_size=1)
-    assert result["goal_ratio"] is None and str(gradients.goal_text(result)) == ""
-    assert fake_result("per_param")["goal_ratio"] == 0.15
 
 
 def test_saved_results_are_split_by_case_and_read_back(tmp_path: Path) -> None:
@@ -181,40 +196,10 @@ def test_a_wrong_argument_is_refused_in_one_sentence(capsys):
         assert_refused(cli.main, arguments, words, capsys)
 
 
-def test_a_few_cases_run_by_default_and_all_on_request() -> None:
-    assert check_names([], []) == ("step_time", "overlap", "memory")
-    assert check_names(["all"], []) == USERS_CASES
-    assert check_names(["exposed", "memory", "exposed"], []) == ("exposed", "memory")
-
-
-def test_a_package_that_does_not_load_is_reported_with_advice(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "torchddp.bench.registry", None)
-    assert cli.main([]) == 1
-    assert "The benchmark cannot be loaded; run `torchddp doctor`" in capsys.readouterr().err
-    broken = SimpleNamespace(import_error=ImportError("no libtorch"))
-    for package, words in ((None, "Cannot import 'torchddp'.*make build"), (broken, "`torchddp doctor` says why")):
-        monkeypatch.setitem(sys.modules, "torchddp", package)
-        with pytest.raises(ArgumentError, match=words):
-            load_class("torchddp.DistributedDataParallel")
-
-
-@pytest.mark.thorough
-def test_a_run_of_collectives_writes_its_numbers_and_a_plot(tmp_path: Path) -> None:
-    path = tmp_path / "result.json"
-    arguments = ["--case", "collective", "--quick", "--seconds", "0.1", "--json", str(path), "--out", str(tmp_path)]
-    assert cli.main(arguments) == 0
-    (result,) = json.loads(path.read_text())["results"]
-    assert [size["bytes"] for size in result["sizes"]] == [1024, 65536, 4 * 1024**2]
-    for size in result["sizes"]:
-        assert {"gloo", "c10d"} <= {entry["name"] for entry in size["implementations"]}
-        assert all(entry["time_us"]["median"] > 0 for entry in size["implementations"])
-    assert len(list(tmp_path.glob("*-collective-*.png"))) == 1
-
-
 @pytest.mark.slow
 def test_wrong_gradients_end_the_run_and_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     """Ranks get different batches even from a model with a fixed batch, or the check could not fail."""
-    own = benchmark_models.__name__
+    own = OWN
     arguments = ["--case", "per_param", "--model", f"{own}:with_tuple", "--vs", f"{own}.NotAveraging"]
     assert cli.main([*arguments, *TORCH, "--seconds", "0.1", "--world-size", "2"]) == 1
     captured = capsys.readouterr()
@@ -245,3 +230,227 @@ def test_no_rank_outlives_a_killed_command() -> None:
     finally:
         command.kill()
         command.wait(300)
+
+
+def test_results_of_step_time_overlap_startup_and_scaling() -> None:
+    result = step_time()
+    rows = by_name(result["variants"])
+    assert result["best_torch"] == "torch tuned, cap 25" and result["rounds"] == ROUNDS
+    assert rows["torchddp default"]["ratio_to_best_torch"]["median"] == 0.75
+    assert rows["no DDP"]["ratio_to_best_torch"]["median"] == 0.625
+    assert rows["torch tuned, cap 25"]["ratio_to_best_torch"] is None
+    rows = by_name(overlapped()["variants"])
+    assert "hidden" not in rows["no DDP"]
+    default = rows["torch default"]  # adds 4 ms to a step, and 5 ms to a step without computation
+    assert (default["exposed_ms"]["median"], default["comm_ms"]["median"]) == (4.0, 5.0)
+    assert default["hidden"]["median"] == pytest.approx(0.2)
+    assert rows["torch tuned, cap 25"]["hidden"]["median"] == pytest.approx(0.75)
+    assert rows["torchddp default"]["hidden"]["median"] == pytest.approx(0.75)
+    result = startup()
+    rows = by_name(result["variants"])
+    assert [rows[name]["total_ms"]["median"] for name in rows] == [10, 60, 60, 20]
+    assert rows["torchddp default"]["constructor_ms"]["median"] == 5
+    assert rows["torchddp default"]["first_step_ms"]["median"] == 10
+    assert rows["torchddp default"]["ratio_to_best_torch"]["median"] == pytest.approx(1 / 3)
+    result = scaling()
+    assert [size["world_size"] for size in result["sizes"]] == [1, 2, 4]
+    assert [size["oversubscribed"] for size in result["sizes"]] == [False, False, True]
+    ours = [by_name(size["variants"])["torchddp default"] for size in result["sizes"]]
+    assert [row["efficiency"] for row in ours] == pytest.approx([1.0, 10 / 12, 10 / 24])
+    assert ours[2]["ratio_to_best_torch"]["median"] == pytest.approx(24 / 40)
+
+
+@pytest.mark.rest_is_thorough("arguments0-*")
+@pytest.mark.parametrize(
+    ("arguments", "model", "times"),
+    [
+        (["--case", "per_param"], "small", ["step_ms"]),
+        (["--case", "step_time"], f"{OWN}:with_tuple", ["step_ms"]),
+        (["--case", "overlap"], "conv", ["step_ms", "replay_ms"]),
+        (["--case", "startup"], f"{OWN}:with_dict", ["first_step_ms", "second_step_ms", "total_ms"]),
+        (["--case", "memory", "--world-size", "1"], f"{OWN}:with_tuple", []),
+    ],
+)
+def test_a_case_saves_its_measurements(arguments, model, times, tmp_path, capsys):
+    path = tmp_path / "result.json"
+    brief = ["--model", model, "--seconds", "0.1", "--caps", "25", "--quick", "--json", str(path)]
+    assert cli.main([*arguments, *brief]) == 0
+    assert "torchddp default" in capsys.readouterr().out
+    saved = json.loads(path.read_text())
+    (result,) = saved["results"]
+    assert (result["case"], result["model"]) == (arguments[1], model)
+    assert not model.startswith(OWN) or (result["title"], result["parameters"]) == (model, 6)
+    assert not times or result["rounds"] >= MIN_ROUNDS
+    assert [row["role"] for row in result["variants"]] == ["local", "torch", "torch", "ours"]
+    assert all(row[key]["median"] > 0 for row in result["variants"] for key in times)
+    assert saved["machine"]["torch"] and saved["command"].startswith("python -m benchmarks --case")
+
+
+OWN = benchmark_models.__name__
+
+
+def test_names_known_without_torch_match_the_cases_and_models() -> None:
+    assert set(DEFAULT_CASES) <= set(USERS_CASES)
+    assert re.findall(r"^  (\w+)  ", cli.HELP, re.MULTILINE) == list(USERS_CASES)
+    assert ",".join(BUS_FACTORS) in cli.SET_HELP
+    assert tuple(MODELS) == MODEL_NAMES
+    assert all(
+        set(case.models) | set(case.quick_models) <= MODELS.keys() for case in (CASES[name] for name in USERS_CASES)
+    )
+
+
+@pytest.mark.parametrize("factory", ["with_tuple", "with_dict", "with_generator"])
+def test_tuple_dict_and_generated_batches_reach_the_module(factory: str) -> None:
+    name = f"{OWN}:{factory}"
+    spec, model = load_factory(name, 0), make_model(name, 0)
+    loss = spec.loss(run_forward(model, make_batch(name, 0, rank=0, index=0)))
+    loss.backward()
+    assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
+    model.zero_grad(set_to_none=True)
+    assert spec.batches_differ is (factory == "with_generator")
+    if spec.batches_differ:
+        assert not torch.equal(make_batch(name, 0, rank=0, index=0), make_batch(name, 0, rank=1, index=0))
+
+
+class Undifferentiable(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor) -> torch.Tensor:
+        return output.sum()
+
+
+LINEAR, BATCH = nn.Linear(8, 2), torch.ones(4, 8)
+NO_TENSOR = nn.Linear(8, 2)
+NO_TENSOR.register_forward_hook(lambda *_: "text")
+
+
+def test_an_invalid_model_is_reported_in_one_sentence(monkeypatch):
+    cases = (
+        (7, "the factory returned an int; it must return (module, batch)"),
+        ((LINEAR, 3), "the factory's batch is an int; it must return (module, batch)"),
+        ((LINEAR, BATCH, 3), "the factory's loss is an int; it must return (module, batch)"),
+        ((nn.Flatten(), BATCH), "no parameter of the module requires a gradient."),
+        ((LINEAR, torch.ones(4, 9)), "forward or loss raised RuntimeError: mat1 and mat2"),
+        ((NO_TENSOR, BATCH), "raised TypeError: found no tensor to differentiate in the model's output, a str"),
+        ((LINEAR, BATCH, lambda output: output), "the loss must be a scalar tensor that requires a gradient."),
+        ((LINEAR, BATCH, Undifferentiable.apply), "backward raised NotImplementedError: "),
+        ((nn.Embedding(4, 2, sparse=True), torch.tensor([1])), "parameter 'weight' has a sparse gradient, which "),
+    )
+    for made, words in each(cases):
+        monkeypatch.setattr(models.dist, "get_rank", lambda: 0)
+        monkeypatch.setattr(benchmark_models, "seeded", lambda made=made: made, raising=False)
+        load_factory.cache_clear()
+        with pytest.raises(ArgumentError) as caught:
+            prove(f"{OWN}:seeded", 0)
+        message = str(caught.value)
+        assert message.startswith(f"--model {OWN}:seeded: ") and "\n" not in message and words in message
+    cases = (
+        ("no_such_package:x", "cannot import 'no_such_package'"),
+        (f"{OWN}:missing", "has no function or class named 'missing'"),
+    )
+    for model, words in each(cases):
+        with pytest.raises(ArgumentError, match=f"^--model {model}: .*{words}"):
+            prove(model, 0)
+
+
+MB = 1024**2
+
+
+@on_ranks(1)
+def test_inputs_are_restored_before_every_call_and_wrong_results_are_named() -> None:
+    found: list[torch.Tensor] = []
+
+    def bind(source: torch.Tensor, target: torch.Tensor) -> dict[str, collective.Run]:
+        def run() -> None:
+            found.append(source.clone())
+            target.mul_(2)  # the sum of two equal ranks
+
+        return {"all_reduce": run}
+
+    trial = collective.Trial("x", Library(torch.empty, bind), "all_reduce", 1000, meet=lambda: None)
+    trial.step()
+    words = r"all_reduce of 'x' on rank 0: \d+ of 1000 elements are wrong, the first at index \d+ with value"
+    with pytest.raises(collective.WrongResultError, match=words):
+        trial.check()
+    assert len(found) == collective.LEAD_IN_SMALL + 2
+    assert all(torch.equal(one, collective.stamp(0, 1000)) for one in found)
+
+
+def timed(operation: str) -> dict[str, Any]:
+    job = Job("collective", (), (), 2, seconds=0.02, options={"sizes": (1024, 4096)})
+    return collective.measure(job, operation, lambda done, total: None)
+
+
+@on_ranks(2)
+def test_every_library_that_opens_is_timed(rank: int) -> None:
+    for operation in each(collective.BUS_FACTORS):
+        raw = timed(operation)
+        if rank != 0:
+            continue
+        assert raw["names"] == [name for name in LIBRARIES if name not in raw["unavailable"]]
+        assert {"gloo", "c10d", "torchddp_shm"} <= set(raw["names"])
+        assert [size["bytes"] for size in raw["sizes"]] == [1024, 4096]
+        for size in raw["sizes"]:
+            assert size["time_us"].shape[0] == len(raw["names"]) and size["time_us"].shape[1] >= MIN_ROUNDS
+            assert (size["time_us"] > 0).all() and (size["slowest_us"] >= size["time_us"]).all()
+
+
+def collectives(operation: str = "all_reduce", names: tuple[str, ...] = tuple(LIBRARIES), **changed: Any) -> Any:
+    sizes = []
+    for nbytes, times_us in ((1024, (100.0, 10.0, 90.0, 5.0, 20.0)), (16 * MB, (8e3, 9e3, 8e3, 4e3, 5e3))):
+        time_us = np.array([[one] * 20 for one in times_us[: len(names)]])
+        sizes.append({"bytes": nbytes, "time_us": time_us, "slowest_us": 2 * time_us})
+    plain = {"operation": operation, "processors": 8, "unavailable": {}, "names": list(names), "sizes": sizes}
+    return collective.collective_result(plain | changed, world_size=4)
+
+
+def test_torchddp_is_compared_with_the_fastest_peer_of_each_size() -> None:
+    result = collectives()
+    assert [size["best_peer"] for size in result["sizes"]] == ["mpich", "gloo"]
+    small, large = (by_name(size["implementations"]) for size in result["sizes"])
+    assert small["shm"]["best_peer_ratio"]["median"] == pytest.approx(0.5)
+    assert small["torchddp_shm"]["best_peer_ratio"]["median"] == pytest.approx(2.0)
+    assert large["shm"]["best_peer_ratio"]["median"] == pytest.approx(0.5)
+    assert small["mpich"]["best_peer_ratio"] is None and large["mpich"]["best_peer_ratio"] is None
+    assert small["shm"]["slowest_rank_us"]["median"] == pytest.approx(10.0)
+    bandwidth = 16 * MB / 4e-3 / 1e9
+    for operation, factor in (("all_reduce", 1.5), ("broadcast", 1.0), ("all_gather", 0.75), ("reduce_scatter", 0.75)):
+        row = by_name(collectives(operation)["sizes"][1]["implementations"])["shm"]
+        assert row["busbw_gb_per_s"] == pytest.approx(factor * bandwidth), operation
+
+
+def device_event(category: str, name: str, stream: int, start: float, duration: float) -> dict[str, Any]:
+    return {"ph": "X", "cat": category, "name": name, "ts": start, "dur": duration, "args": {"stream": stream}}
+
+
+def parsed(*entries: dict[str, Any]) -> list[trace.DeviceEvent]:
+    host = {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": 0.0, "dur": 900.0, "args": {}}
+    begin = {"ph": "s", "cat": "ac2g", "name": "ac2g", "ts": 0.0, "id": 1}
+    return trace.parse_trace({"traceEvents": [host, begin, *entries]})
+
+
+NCCL = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
+
+
+def test_device_events_and_their_overlap_are_read_from_a_trace() -> None:
+    events = parsed(
+        device_event("gpu_memset", "Memset (Device)", 7, 30.0, 1.0),
+        device_event("kernel", "gemm", 7, 10.0, 5.0),
+        device_event("gpu_memcpy", "Memcpy DtoD", 20, 20.0, 2.0),
+    )
+    found = [(event.kind, event.stream, event.end_us) for event in events]
+    assert found == [("kernel", 7, 15.0), ("copy", 20, 22.0), ("fill", 7, 31.0)]
+    assert trace.count(events, 2) == trace.Counts(kernels=0.5, copies=0.5, fills=0.5)
+    events = parsed(
+        device_event("kernel", "gemm", 7, 0.0, 10.0),
+        device_event("kernel", "torchddp::pack", 20, 10.0, 1.0),
+        device_event("kernel", NCCL, 20, 11.0, 10.0),
+        device_event("kernel", "gemm", 7, 10.0, 5.0),
+        device_event("kernel", "gemm", 9, 12.0, 5.0),
+        device_event("kernel", NCCL, 7, 30.0, 4.0),
+    )
+    assert overlap(events) == Overlap(
+        collectives=2, on_their_own_stream=1, begun_before_the_end=1, overlapped_us=6.0, total_us=14.0
+    )
+    of_one_rank = "void (anonymous namespace)::oneRankReduce<FuncPreMulSum<float> >(void*, void*, unsigned long)"
+    (event,) = parsed(device_event("kernel", of_one_rank, 7, 0.0, 1.0))
+    assert trace.is_collective(event) and not is_computation(event)

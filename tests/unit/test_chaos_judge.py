@@ -1,16 +1,23 @@
-"""The chaos benchmark: its plan of trials, the judge of their outcomes, and its search for leaks."""
+"""Developers' benchmarks: the judge of chaos, and the options and tasks of the cases `links` and `training`."""
 
-import socket
+import os
+import shutil
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 
+from benchmarks import hosts
+from benchmarks.cases import CASES, training
 from benchmarks.chaos import plan
-from benchmarks.chaos.judge import COLUMNS, expect, judge, names_rank
-from benchmarks.chaos.leaks import Inventory, footprint, open_sockets
-from benchmarks.chaos.outcome import Footprint, HangReport, Outcome, RankOutcome, RankReport, StepRecord
-from benchmarks.chaos.plan import EXCEPTION, FULL, GLOO, KILL, KINDS, SHM, SLOW, STOP, TORCHFT, Trial, cells, make_plan
+from benchmarks.chaos.judge import COLUMNS, expect, judge
+from benchmarks.chaos.outcome import Outcome, RankOutcome, RankReport, StepRecord
+from benchmarks.chaos.plan import EXCEPTION, FULL, GLOO, KILL, KINDS, SHM, SLOW, STOP, TORCHFT, Trial, cells
+from benchmarks.training.tasks import TASKS
+from tests.unit.helpers import assert_refused
+from torchddp.bench import cli, registry
 
 FAULT_S = 100.0
 TIMEOUT_S = 3.0
@@ -75,32 +82,22 @@ def report_changed(rank: int, **values: Any) -> Change:
 
 ANOTHER = "TransportError: rank 0, step 3: rank 2 died after 1 s, bucket 1"
 UNNAMED = "TransportError: timed out; ranks 0, 1 and 2 have waited 1 s"
-ANOTHER_REPORT = HangReport("rank 2 is stopped; rank 1 has waited 1 s", [2])
-RIGHT_REPORT = HangReport("rank 1 is stopped; ranks 0 and 2 have waited 1 s", [CULPRIT])
 # Changes to a correct outcome, with the column that then fails ("": none).
 CHANGES = [
     ("detected", KILL, SHM, changed(fault_s=None)),
     ("detected", KILL, SHM, report_changed(2, error="", error_types=[], steps=steps(plan.STEPS))),
-    ("detected", KILL, SHM, report_changed(2, error_s=FAULT_S - 1)),
-    ("detected", KILL, SHM, report_changed(2, error_types=["KeyError"])),
     ("detected", SLOW, SHM, report_changed(0, error=UNNAMED)),
     ("detected", KILL, TORCHFT, report_changed(2, recovered_s=None)),
     ("detected", EXCEPTION, TORCHFT, report_changed(2, error="RuntimeError: no quorum", error_s=FAULT_S)),
-    ("in time", KILL, SHM, report_changed(0, error_s=FAULT_S + 2.1)),
     ("", STOP, GLOO, report_changed(0, error_s=FAULT_S + TIMEOUT_S + 1.9)),
     ("in time", STOP, GLOO, report_changed(0, error_s=FAULT_S + TIMEOUT_S + 2.1)),
     ("named", KILL, SHM, report_changed(0, error=ANOTHER)),
-    ("named", KILL, SHM, changed(hang_reports=[ANOTHER_REPORT])),
     ("named", STOP, GLOO, report_changed(2, error=UNNAMED)),
     ("ended", KILL, SHM, rank_changed(2, hung="neither result nor error")),
-    ("ended", KILL, SHM, rank_changed(2, report=None)),
-    ("ended", KILL, SHM, rank_changed(2, exit_code=-6)),
     ("no leak", KILL, SHM, changed(leaks=["process 77 (python)"])),
     ("gradients", KILL, SHM, report_changed(2, steps=steps(2, 1e-8))),
-    ("gradients", KILL, SHM, report_changed(2, steps=steps(1))),
     ("", KILL, GLOO, report_changed(0, steps=steps(2, 1e-6))),
     ("gradients", KILL, GLOO, report_changed(0, steps=steps(2, 1e-4))),
-    ("gradients", KILL, GLOO, report_changed(0, steps=steps(2, float("nan")))),
 ]
 
 
@@ -112,37 +109,58 @@ def test_a_wrong_outcome_fails_in_its_column(column: str, kind: str, over: str, 
     assert list(judge(outcome, TIMEOUT_S).problems) == ([column] if column else [])
 
 
-def test_texts_that_blame_rank_1_are_recognized() -> None:
-    outcome = outcome_of(trial_of(STOP, GLOO))
-    report_changed(2, error=UNNAMED)(outcome)
-    outcome.hang_reports = [RIGHT_REPORT]
-    assert judge(outcome, TIMEOUT_S).ok
-    naming = "rank 1 died", "Rank 1: no room", "ranks 0 and 1 have left", "ranks 0-2 wait", "ranks 0, 2, 1"
-    naming += ("rank 1 is stopped; ranks 0 and 2 have waited 3 s",)
-    others = "rank 11 died", "rank 0 of 11, step 1", "ranks 2-4 wait", "rank 1 has waited 3 s for rank 2", ""
-    others += ("ranks 0-2 have waited 3 s",)
-    assert [text for text in naming + others if names_rank(text, 1)] == list(naming)
+@pytest.fixture(autouse=True)
+def own_cases():
+    """The command adds the developers' cases to those that all tests of this process see."""
+    with mock.patch.dict(registry.CASES):
+        yield
 
 
-def test_a_plan_is_determined_by_its_seed_and_valid() -> None:
-    trials = make_plan(300, 1)
-    assert make_plan(20, 1) == trials[:20] != make_plan(20, 2)
-    assert [trial.number for trial in trials] == list(range(300))
-    for trial in trials:
-        assert 0 <= trial.rank < trial.world_size and trial.step < plan.STEPS - 1, trial
-        assert (trial.phase == plan.CONSTRUCTION) == (trial.kind == FULL), trial
-        assert trial.kind != FULL or (trial.over == SHM and "hook" not in trial.option), trial
-    assert {t.shortage for t in trials if t.kind == FULL} == set(plan.SHORTAGES)
+def test_the_emulated_network_needs_root_ip_and_tc(monkeypatch, capsys) -> None:
+    for user, missing, command, words in (
+        (1000, "", [], "as root."),
+        (0, "ip", [], "'ip' was not found"),
+        (0, "", ["/nowhere/ip"], "Cannot build the emulated network: "),
+        (0, "", ["sh", "-c", "echo Operation not permitted. >&2; exit 2"], "said: Operation not permitted."),
+    ):
+        monkeypatch.setattr(os, "geteuid", lambda user=user: user)
+        monkeypatch.setattr(shutil, "which", {"ip": "/sbin/ip", "tc": "/sbin/tc", missing: None}.get)
+        monkeypatch.setattr(hosts, "setup_commands", lambda found, rate, command=command: [command])
+        assert_refused(main, ["--case", "links", "--set", "place=1gbit"], words, capsys)
 
 
-def test_listening_sockets_are_leaks_until_they_are_closed() -> None:
-    before = frozenset(open_sockets().values())
-    inventory = Inventory()
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        mine = footprint(before)
-        assert len(mine.listening) == 1
-        assert any("listening socket" in text for text in inventory.leaks([mine]))
-        assert footprint(frozenset(open_sockets().values())) == Footprint()
-        with socket.create_connection(server.getsockname()), server.accept()[0]:
-            assert footprint(before).listening == mine.listening  # connections do not listen
-    assert inventory.leaks([mine]) == []
+def main(arguments: list[str]) -> int:
+    return cli.main(arguments, CASES)
+
+
+def test_a_wrong_option_of_a_case_is_refused_with_what_is_allowed(monkeypatch, capsys) -> None:
+    for arguments, words in (
+        ("links --set place=fast", "--set place: must be 'host', or a rate of 10mbit to 100gbit"),
+        ("links --set speed=1", "--set speed=1: must be NAME=VALUE with an option of links: place."),
+        ("step_time --set place=host", "with an option of step_time: none."),
+        ("links --world-size 3", "--world-size must be even for the case links"),
+        ("links --ours torch.nn.parallel.DistributedDataParallel", "--ours: the case links plans torchddp's"),
+        ("training --set methods=magic", "--set methods: there is no 'magic'; choose from torch-ddp, "),
+        ("training --set seeds=0", "--set seeds: must be a whole number from 1 to 20, not '0'."),
+    ):
+        assert_refused(main, ["--case", *arguments.split()], words, capsys)
+    monkeypatch.setattr(training.importlib.util, "find_spec", lambda name: None)
+    assert_refused(main, ["--case", "training"], "The task digits needs scikit-learn", capsys)
+
+
+@pytest.mark.parametrize("name", sorted(TASKS))
+def test_a_task_is_a_function_of_seed_step_and_rank(name: str) -> None:
+    if name == "digits":
+        pytest.importorskip("sklearn")
+    task, again = TASKS[name](), TASKS[name]()
+    inputs, targets = task.batch(3, 5, 1, 2)
+    assert all(map(torch.equal, (inputs, targets), again.batch(3, 5, 1, 2)))
+    for other in ((4, 5, 1), (3, 6, 1), (3, 5, 0)):
+        assert not torch.equal(inputs, task.batch(*other, 2)[0]), other
+    first, second = task.make_model(1), again.make_model(1)
+    assert all(map(torch.equal, first.parameters(), second.parameters()))
+    # Two ranks' parts of the evaluation set have equal sizes, are disjoint, and cover the set.
+    (whole,), parts = task.held_out(0, 1), [task.held_out(rank, 2)[0] for rank in range(2)]
+    assert len(parts[0][0]) == len(parts[1][0]) == len(whole[0]) / 2
+    both = [first(*part).item() for part in parts]
+    assert both[0] != both[1] and sum(both) / 2 == pytest.approx(first(*whole).item(), rel=1e-5)

@@ -11,13 +11,11 @@ from pathlib import Path
 
 import pytest
 import typer
-from rich.console import Console
 from typer.testing import CliRunner
 
 from tests.harness import each
 from tests.programs import ROOT
 from tests.unit.helpers import assert_refused, wait_until
-from torchddp.cli import doctor
 from torchddp.cli.app import app
 from torchddp.harness import models
 from torchddp.harness.command import CONTEXT, check_output, run_app
@@ -39,13 +37,6 @@ def test_h_and_help_print_the_same_help_with_examples() -> None:
         paragraphs = short.output.split("Options:")[0]
         assert max(map(len, paragraphs.splitlines())) <= 80, command
         assert ("--find-unused-parameters" in short.output) is (command in ("trace", "tune", "bench")), command
-
-
-def test_the_list_of_commands_fits_60_columns() -> None:
-    shown = CliRunner().invoke(app, [], terminal_width=60, env={"COLUMNS": "60"}).output
-    lines = [line for line in shown.splitlines() if line.split()[:1] and line.split()[0] in COMMANDS]
-    assert [line.split()[0] for line in lines] == COMMANDS
-    assert all(len(line) <= 60 and line.endswith(".") and not line.endswith("...") for line in lines)
 
 
 def test_the_shell_completes_commands_and_values() -> None:
@@ -178,16 +169,6 @@ def test_unusable_output_paths_are_refused(tmp_path: Path, monkeypatch: pytest.M
     for path, is_folder in [(there, False), (tmp_path / "new.json", False), (folder / "new" / "newer", True)]:
         with pytest.raises(ArgumentError, match=f"--out: cannot write to '{path}'"):
             check_output(path, "--out", folder=is_folder)
-
-
-def test_the_doctor_shows_a_spinner_only_in_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    shown: list[str] = []
-    for is_terminal in (True, False):
-        monkeypatch.setattr(Console, "is_terminal", is_terminal)
-        monkeypatch.setattr(Console, "status", lambda console, text: shown.append(text) or console)
-        monkeypatch.setattr(doctor.checks, "failure", lambda name: "")
-        doctor._transports(doctor.Built(), doctor.Running(), "")
-    assert shown == ["trying the transports c10d, shm ..."]
 
 
 # --- Ctrl-C ----------------------------------------------------------------------------------------------------------

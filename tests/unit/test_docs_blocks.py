@@ -25,7 +25,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.distributed.run import get_args_parser
 
 import torchddp
-from scripts.docs_hooks import ROOT, blocks, examples, linked_outside
+from scripts.docs_hooks import ROOT, blocks, examples
 from tests.harness import run_ranks
 from torchddp.cli.app import app
 
@@ -217,14 +217,3 @@ def test_examples_in_docstrings_run(tmp_path, monkeypatch):
                 exec(compile(block.code, name, "exec"), known)
 
     run_ranks(work, 4)
-
-
-def test_links_outside_docs_are_rewritten_and_their_targets_exist():
-    text = "[the chart](../benchmarks/__init__.py), ![seen](../../README.md), [a page](sync.md), [nothing](../none.md)"
-    assert linked_outside(text, "page.md", "") == text.replace("[the chart](../benchmarks/__init__.py)", "the chart")
-    linked = linked_outside(text, "a/page.md", "https://here")
-    assert "![seen](https://here/raw/main/README.md)" in linked and "[a page](sync.md)" in linked
-    # Those of docs/ are checked by `make docs`.
-    for page in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md"):
-        targets = re.findall(r"\]\((?!https?:)([^)#\s]+)", (ROOT / page).read_text())
-        assert [target for target in targets if not (ROOT / target).exists()] == [], page

@@ -1,13 +1,11 @@
 """`torchddp doctor`: its findings, also where torch or the compiled extension does not load."""
 
 import dataclasses
-import io
 import json
 import os
 import subprocess
 
 import pytest
-from rich.console import Console
 
 from tests.programs import python
 from torchddp import _C
@@ -17,16 +15,12 @@ from torchddp.cli import checks
 from torchddp.cli.checks import set_variables
 from torchddp.cli.doctor import (
     Built,
-    Diagnosis,
     Gpu,
     Running,
-    Transport,
     has_kernels_for,
     hints,
     installed_version,
     reason_against_nccl,
-    show,
-    verdict,
 )
 
 CUDA_BUILT = Built(torch="2.13.0+cu130", cuda="13.0.88", nccl="2.29.7", archs="75-real 80-real 90-real 100")
@@ -78,12 +72,6 @@ def test_without_the_extra_one_sentence_says_what_to_install() -> None:
     assert done.returncode == 1 and done.stderr.strip() == said
 
 
-@pytest.mark.thorough
-def test_the_command_starts_where_numpy_is_missing() -> None:
-    done = doctor("--help", before="sys.modules['numpy'] = None")
-    assert done.returncode == 0 and "torchddp doctor" in done.stdout, done.stderr
-
-
 def test_the_command_is_recognized() -> None:
     for argv, orig_argv, expected in (
         (["/venv/bin/torchddp", "doctor"], ["python", "/venv/bin/torchddp", "doctor"], True),
@@ -93,14 +81,6 @@ def test_the_command_is_recognized() -> None:
         ([], [], False),
     ):
         assert is_command(argv, orig_argv) is expected, orig_argv
-
-
-def test_the_verdict_is_one_sentence() -> None:
-    shm, c10d = (Transport(name, works=True) for name in ("shm", "c10d"))
-    nccl = Transport("nccl", works=False, reason="no GPU")
-    assert verdict([c10d, shm, nccl], []) == "torchddp works here, over c10d, shm."
-    assert verdict([nccl], []) == "torchddp loads, but no transport works: see above."
-    assert verdict([shm], ["a", "b"]) == "torchddp will not work here: 2 problems, see above."
 
 
 def test_gpus_that_this_build_does_not_support_are_reported() -> None:
@@ -145,19 +125,6 @@ def test_the_doctor_shows_the_extensions_build_info() -> None:
     assert info.keys() == {field.name for field in dataclasses.fields(Built)} - {"files"}
     assert bool(info["cuda"]) is _C.with_cuda is bool(info["archs"])
     assert installed_version() == _C.version
-
-
-@pytest.mark.parametrize("columns", [60, 80])
-def test_rows_fit_the_terminal(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", str(columns))
-    running = Running(python="3.11", torch="2.13.0", cores=64, threads=64)
-    failed = Transport("shm", False, "no memory " * 20)
-    found = Diagnosis(Built(), running, [failed], [], [], [], "2026-11-24T15:30:00+00:00")
-    console = Console(highlight=False, soft_wrap=True, record=True, file=io.StringIO())
-    show(found, console)
-    lines = console.export_text().splitlines()
-    assert max(map(len, lines)) <= columns
-    assert " ".join(failed.reason.split()) in " ".join(" ".join(lines).split())
 
 
 @pytest.mark.thorough

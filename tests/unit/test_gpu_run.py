@@ -1,25 +1,19 @@
 """tests/gpu/run.sh without a GPU: dry runs, failed and interrupted steps, missing requirements, reports."""
 
-import collections
-import contextlib
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
-import xml.etree.ElementTree as ET
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from tests.gpu import environment, summary
+from tests.gpu import summary
 from tests.gpu.device import DEVICE_ENV
 from tests.gpu.test_two_ranks_nccl import LIBRARY_ENV
 from tests.programs import ROOT
-from tests.unit.helpers import wait_until
 
 SCRIPT = ROOT / "tests" / "gpu" / "run.sh"
 DRY = ["--dry-run", "--skip-build"]
@@ -104,28 +98,6 @@ def test_a_failed_or_endless_step_is_shown_and_does_not_stop_the_next(tmp_path: 
     assert rows((out / "before.txt").read_text()).keys() == {"environment", "test_pack_gpu"}
 
 
-def test_results_survive_an_external_stop(tmp_path: Path) -> None:
-    python = fake_python(tmp_path, f'*pytest*test_parity*) echo "in the middle"; sleep 1000 ;; {NOTHING_TO_DO}')
-    out = tmp_path / "results"
-    running = out / "running.txt"
-
-    def is_in_the_middle() -> bool:
-        with contextlib.suppress(FileNotFoundError):  # also between two steps
-            return "in the middle" in running.read_text()
-        return False
-
-    process = subprocess.Popen(**command_of(out, *DRY, python=python), stdout=subprocess.PIPE, start_new_session=True)
-    try:
-        assert wait_until(is_in_the_middle)
-        process.send_signal(signal.SIGTERM)
-        output, _ = process.communicate(timeout=300)  # it ends although the step is still running
-    finally:
-        process.kill()
-    assert process.returncode == 143 and "run.sh: interrupted after" in output
-    assert rows((out / "summary.txt").read_text())["test_pack_gpu"][0] == "ok"
-    assert "in the middle" in running.read_text()
-
-
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_missing_package_or_library_skips_only_what_needs_it(tmp_path: Path, packed: bool) -> None:
     parts = tmp_path / "parts"
@@ -160,56 +132,6 @@ def test_a_missing_package_or_library_skips_only_what_needs_it(tmp_path: Path, p
     assert "did NOT match" in done.stdout and "no library" in done.stdout
 
 
-def test_time_shares_add_up_to_100_and_only_memcheck_ignores_failed_api_calls(tmp_path: Path) -> None:
-    """The CUDA runtime and NCCL make driver calls that fail, which are not memory errors."""
-    pattern = r"^(shares=\(\n.*?^\)).*^(check_memory\(\) \{.*?^\})"
-    found = re.search(pattern, SCRIPT.read_text(), re.MULTILINE | re.DOTALL)
-    assert found is not None and sum(map(int, re.findall(r" (\d+)\b", found[1]))) == 100
-    write_program(tmp_path / "compute-sanitizer", 'echo "$@"')
-    prelude = 'dry_run=false; pytest=(pytest); step() { shift; "$@"; }'
-    commands = f"{prelude}\n{found[2]}\ncheck_memory memcheck; check_memory racecheck"
-    env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    done = subprocess.run(["bash", "-c", commands], env=env, capture_output=True, text=True)
-    memcheck, racecheck = done.stdout.splitlines()
-    assert memcheck.startswith("--tool memcheck --error-exitcode 9 --report-api-errors no pytest -m not profiler ")
-    assert racecheck.startswith("--tool racecheck --error-exitcode 9 pytest -m not profiler ")
-
-
-def test_tool_versions_and_an_unsuitable_nvcc_are_reported(tmp_path, monkeypatch, capsys):
-    for tool, says in {
-        "cmake": "cmake version 4.4.4\n\nCMake suite maintained by Kitware",
-        "ninja": "1.13.2",
-        "c++": "",
-        "nvcc": "nvcc: NVIDIA (R)\nCuda compilation tools, release 13.0, V13.0.88",
-        "compute-sanitizer": "NVIDIA (R) Compute Sanitizer\nVersion 2025.3.1",
-    }.items():
-        write_program(tmp_path / tool, f"echo '{says}'")
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    monkeypatch.delenv("CUDACXX", raising=False)
-    environment.report()
-    lines = capsys.readouterr().out.splitlines()
-    versions = (
-        "cmake version 4.4.4",
-        "1.13.2",
-        "nothing (exit code 0)",
-        "Cuda compilation tools, release 13.0, V13.0.88",
-    )
-    found = zip(("cmake", "ninja", "c++", "nvcc", "sanitizer"), [*versions, "Version 2025.3.1"], strict=True)
-    assert [f"{tool:<11} {version}" for tool, version in found] == lines[1:6]
-    monkeypatch.setattr(environment, "find_items", lambda: collections.defaultdict(lambda: True))
-    for torch_cuda, reason in (
-        ("13.2", ""),
-        ("14.0", "nvcc is CUDA 13.0, torch .* with CUDA 14.0: nvcc must be of CUDA 14.0 to 14.0"),
-        ("12.9", "nvcc must be of CUDA 12.0 to 12.9"),
-        (None, "was built without CUDA: it must be a CUDA build"),
-    ):
-        monkeypatch.setattr(torch.version, "cuda", torch_cuda)
-        assert environment.main(["--builds-cuda"]) == environment.main([]) == bool(reason), torch_cuda
-        told = "This machine can't build the CUDA extension: " in (out := capsys.readouterr().out)
-        assert told is bool(reason) and re.search(reason, out), torch_cuda
-        assert environment.main(["--no-build"]) == 0, torch_cuda
-
-
 @pytest.mark.parametrize(
     ("argument", "said"), [("--skip-build", "This machine lacks: CUDA device."), ("--fast", "run.sh [--dry-run]")]
 )
@@ -217,25 +139,3 @@ def test_missing_requirements_and_unknown_arguments_fail_at_once(argument: str, 
     done = run_script(tmp_path / "results", argument, CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 2 and said in done.stdout
     assert "test_parity" not in done.stdout and "set -uo" not in done.stdout
-
-
-REPORT = """<testsuites><testsuite tests="4" failures="1" errors="1" skipped="1">
-<testcase classname="tests.gpu.test_x" name="test_a"/>
-<testcase classname="tests.gpu.test_x" name="test_b"><failure message="not equal&#10;more">stack</failure></testcase>
-<testcase classname="tests.gpu.test_x" name="test_c"><error message="">stack</error></testcase>
-<testcase classname="tests.gpu.test_x" name="test_d"><skipped message="no"/></testcase>
-</testsuite></testsuites>"""
-
-
-def test_reports_are_merged_and_failures_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = tmp_path / "xml"
-    folder.mkdir()
-    (folder / "a.xml").write_text(REPORT)
-    (folder / "b.xml").write_text(REPORT)
-    (folder / "c.xml").write_text("<testsuites><tests")  # the process died while writing
-    suites = summary.merge(folder, tmp_path / "all.xml")
-    assert summary.counts(suites) == (2, 4, 2)
-    assert summary.failures(suites)[:2] == ["test_x::test_b: not equal", "test_x::test_c: no reason given"]
-    assert len(list(ET.parse(tmp_path / "all.xml").getroot().iter("testcase"))) == 8
-    assert summary.main(["count", str(tmp_path / "none.xml")]) == 0
-    assert capsys.readouterr().out == "no report: pytest died\n"

@@ -153,7 +153,7 @@ _COMMON = {
 }
 _VALUES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8)
 _DDP = st.dictionaries(
-    st.sampled_from(["bucket_cap_mb", "transport", "static_graph", "comm_hook", "timeout", "wire_dtype"]), _VALUES
+    st.sampled_from(["bucket_cap_mb", "transport", "static_graph", "comm_hook", "timeout", "precision.wire"]), _VALUES
 )
 _NAMES = st.lists(st.from_regex(r"[A-Za-z_][A-Za-z0-9_.]{0,9}", fullmatch=True), max_size=3)
 CONFIGS = st.builds(ParallelConfig, kind=st.sampled_from(["auto", "ddp"]), ddp=_DDP, **_COMMON) | st.builds(

@@ -1,49 +1,25 @@
-"""The checks behind Makefile targets: stubs, conformance, wheels, symbols, CUDA code, and compatibility."""
+"""The checks behind Makefile targets, GitHub's workflows, and the index that pip installs wheels from."""
 
-import ast
-import email
+import itertools
 import json
+import os
+import re
+import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
-from types import ModuleType
+from typing import Any
+
+import pytest
+import yaml
 
 from scripts import check_compat, check_symbols
-from scripts.build_wheel import minor_version, variant_name
+from scripts.build_index import main
+from scripts.build_wheel import PLATFORM, minor_version, variant_name
 from scripts.check_conformance import WORLD_SIZES, expected_tests, read_outcome
-from scripts.check_cuda_binary import ARCHS, code_problems
-from scripts.check_stubs import built_names, compare, stub_names
-from scripts.check_wheel import content_problems, metadata_problems, runpath_problems, tag_problems
 from tests.programs import ROOT
-
-STUB = """
-import torch
-version: str
-class Reducer:
-    def __init__(self) -> None: ...
-    class State: ...
-def add(x: torch.Tensor) -> torch.Tensor: ...
-"""
-
-
-def test_stub_check_covers_both_directions_and_members() -> None:
-    module = ModuleType("_C")
-    state = type("State", (), {"__qualname__": "Reducer.State"})
-    module.Reducer = type("Reducer", (), {"__init__": lambda self: None, "State": state})
-    module.version, module.add = "1", lambda x: x
-
-    def problems() -> list[str]:
-        return compare(stub_names(ast.parse(STUB).body), built_names(module))
-
-    assert problems() == []
-    del module.add
-    module.extra = 1
-    module.Reducer.State.more = 2
-    assert problems() == [
-        "in the stub, not in the extension: add",
-        "in the extension, not in the stub: Reducer.State.more",
-        "in the extension, not in the stub: extra",
-    ]
+from torchddp._import_check import wheel_advice
 
 
 def test_missed_conformance_tests_are_found(tmp_path: Path) -> None:
@@ -55,52 +31,6 @@ def test_missed_conformance_tests_are_found(tmp_path: Path) -> None:
     for world_size in WORLD_SIZES:
         wanted = expected_tests(world_size)
         assert len(wanted) > 90 and all(name.startswith("WheelDistTest.test_") for name in wanted), world_size
-
-
-FILES = ("__init__.py", "py.typed", "_C.pyi", "_C.cpython-311-x86_64-linux-gnu.so", "cli/__init__.py")
-INFO = "torchddp-0.1.0+cpu.torch2.13.dist-info"
-NAMES = [*(f"torchddp/{name}" for name in FILES), f"{INFO}/METADATA", f"{INFO}/licenses/LICENSE"]
-METADATA = """Metadata-Version: 2.4
-Name: torchddp
-Version: 0.1.0+cpu.torch2.13
-Requires-Dist: torch==2.13.*
-Provides-Extra: cli
-Requires-Dist: rich; extra == "cli"
-"""
-PLATFORM_OF_ARM = "manylinux_2_28_aarch64"
-DYNAMIC = """
- 0x0000000000000001 (NEEDED)             Shared library: [libc10.so]
- 0x0000000000000001 (NEEDED)             Shared library: [libgomp.so.1]
- 0x000000000000001d (RUNPATH)            Library runpath: [$ORIGIN/../torch/lib]
-"""
-
-
-def test_a_valid_wheel_passes_and_wrong_metadata_tags_files_and_library_paths_are_found() -> None:
-    assert [variant_name(cuda) for cuda in ("", "12.6")] == ["cpu", "cu126"] and minor_version("2.13.0+cpu") == "2.13"
-    assert content_problems(NAMES) == []
-    assert metadata_problems(email.message_from_string(METADATA), "cpu", "2.13") == []
-    assert runpath_problems(DYNAMIC, "cpu") == []
-    assert tag_problems("torchddp-0.1.0+cpu.torch2.13-cp311-cp311-manylinux_2_28_aarch64.whl", PLATFORM_OF_ARM) == []
-
-    for old, new, words in (
-        ("torch==2.13.*", "torch>=2.11,<2.16", "the only requirement must be torch==2.13.*"),
-        ("0.1.0+cpu.torch2.13", "0.1.0", "the version must end in +cpu.torch2.13"),
-        ("Provides-Extra: cli\n", "", "extra 'cli'"),
-    ):
-        (problem,) = metadata_problems(email.message_from_string(METADATA.replace(old, new)), "cpu", "2.13")
-        assert words in problem
-    assert "the library path must be" in runpath_problems(DYNAMIC.replace("RUNPATH", "SONAME"), "cpu")[0]
-    assert "nvidia/cu13/lib" in runpath_problems(DYNAMIC, "cu130")[0]
-    assert "nvidia/cuda_runtime/lib" in runpath_problems(DYNAMIC, "cu126")[0]
-    bundled = DYNAMIC.replace("libgomp.so.1", "libgomp-a34b3233.so.1.0.0")
-    assert runpath_problems(bundled, "cpu") == ["libgomp-a34b3233.so.1.0.0 is bundled"]
-    for tag in ("linux_aarch64", "manylinux_2_28_x86_64", "manylinux_2_34_aarch64"):
-        (problem,) = tag_problems(f"torchddp-0.1.0+cpu.torch2.13-cp311-cp311-{tag}.whl", PLATFORM_OF_ARM)
-        assert problem == "the name must end in -manylinux_2_28_aarch64.whl", tag
-    for missing in ("torchddp/py.typed", "torchddp/_C.pyi", "LICENSE"):
-        assert len(content_problems([name for name in NAMES if not name.endswith(missing)])) == 1, missing
-    for extra in ("tests/__init__.py", "torchddp_install.pth", "torchddp.libs/libgomp-a34b3233.so.1"):
-        assert content_problems([*NAMES, extra]) == [f"{extra} does not belong in the wheel"]
 
 
 def test_missing_symbols_are_found_in_a_real_library(tmp_path: Path) -> None:
@@ -120,34 +50,6 @@ def test_missing_symbols_are_found_in_a_real_library(tmp_path: Path) -> None:
     needed = check_symbols.symbols("U cudaMalloc@libcudart.so.13\nU cudaNew@libcudart.so.13\nU plain\n")
     older = set(check_symbols.symbols("1 T cudaMalloc@@libcudart.so.13\n2 T cudaNew@libcudart.so.12\n3 T plain@@V\n"))
     assert check_symbols.missing_symbols(needed, older) == ["cudaNew@libcudart.so.13"]
-
-
-def test_cmake_refuses_an_nvcc_newer_than_torchs_cuda(tmp_path: Path) -> None:
-    script, cmake = tmp_path / "check.cmake", Path(sys.executable).parent / "cmake"
-    for nvcc, torch_cuda, fits in (("13.9.1", "13.10", True), ("13.2.51", "13.0", False), ("12.9.86", "13.0", False)):
-        call = f"torchddp_check_cuda_version({nvcc} {torch_cuda} 2.13.0)"
-        script.write_text(f"include({ROOT}/cmake/cuda_version.cmake)\n{call}\n")
-        done = subprocess.run([str(cmake), "-P", str(script)], capture_output=True, text=True)
-        told = f"nvcc is CUDA {nvcc}, torch 2.13.0 was built with CUDA {torch_cuda}."
-        assert (done.returncode == 0) is fits and (told in " ".join(done.stderr.split())) is not fits, call
-
-
-def test_missing_machine_code_and_ptx_are_found() -> None:
-    ptx = "PTX file    1: pack_cuda.1.sm_100.ptx\n"
-
-    def problems(archs: tuple[str, ...], ptx: str) -> list[str]:
-        elf = (f"ELF file    {i}: pack_cuda.{i}.{arch}.cubin\n" for i, arch in enumerate(archs, 1))
-        return code_problems("".join(elf), ptx)
-
-    for archs, found, words in (
-        (ARCHS[:-1], ptx, "machine code for sm_100: 0 files"),
-        ((*ARCHS, "sm_75", "sm_80", "sm_100"), ptx * 2, "machine code for sm_90: 1 files"),
-        (ARCHS, "", "PTX of sm_100"),
-        (ARCHS, ptx.replace("sm_100", "sm_80"), "PTX of sm_100"),
-    ):
-        (problem,) = problems(archs, found)
-        assert words in problem
-    assert problems(ARCHS * 2, ptx * 2) == []
 
 
 CLASHES = "namespace { struct Own { int value; }; }\nint %s() { return Own{1}.value; }"
@@ -176,3 +78,120 @@ def test_a_private_name_that_another_torch_lacks_is_found(tmp_path):
     seam = tmp_path / "_torch.py"
     seam.write_text("from torch.utils.tree import _map, _gone\nfrom torch.moved import _there\n")
     assert check_compat.missing_names(tmp_path, seam) == ["torch.utils.tree._gone", "torch.moved._there"]
+
+
+tomllib = pytest.importorskip("tomllib", reason="needs Python 3.11")
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def load(name: str) -> dict[str, Any]:
+    return yaml.safe_load((ROOT / ".github" / "workflows" / name).read_text())
+
+
+def wheel_jobs() -> list[dict[str, str]]:
+    """Expand the matrix as GitHub does: an entry of `include` extends the combinations it matches."""
+    matrix = load("release.yml")["jobs"]["wheel"]["strategy"]["matrix"]
+    names = ("torch", "device", "python")
+    jobs = [dict(zip(names, values, strict=True)) for values in itertools.product(*(matrix[name] for name in names))]
+    jobs = [job for job in jobs if not any(rule.items() <= job.items() for rule in matrix["exclude"])]
+    for job in jobs:
+        for extra in matrix["include"]:
+            if all(job.get(name, value) == value for name, value in extra.items() if name in names):
+                job |= extra
+    return jobs
+
+
+def test_a_release_has_the_ten_wheels_that_the_docs_list() -> None:
+    """Each row of the first table of docs/install.md, with the command that installs its wheel."""
+    page = (ROOT / "docs" / "install.md").read_text()
+    row = r"^\| (\S+) \| (\S+).* \| (\S+) \| `pip install --no-deps RELEASE/torchddp-(\S+)-(\S+)-(\S+)-(\S+)\.whl` \|$"
+    rows = re.findall(row, page, re.MULTILINE)
+    version = PROJECT["tool"]["torchddp"]["version"]
+    expected = set()
+    for job in wheel_jobs():
+        tag = f"cp{job['python'].replace('.', '')}"
+        device = "CPU" if job["variant"] == "cpu" else "CUDA"
+        name = f"{version}+{job['variant']}.torch{job['torch']}"
+        expected.add((job["torch"], device, job["python"], name, tag, tag, "manylinux_2_28_x86_64"))
+    assert set(rows) == expected and len(rows) == 10
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
+def test_actions_and_pip_are_pinned_and_scripts_and_groups_exist(path: Path) -> None:
+    text = path.read_text()
+    uses = re.findall(r"uses: (\S+)", text)
+    assert uses and all(re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40}", action) for action in uses), uses
+    for module in re.findall(r"-m (scripts\.\w+)", text):
+        assert (ROOT / f"{module.replace('.', '/')}.py").is_file(), module
+    assert set(re.findall(r"--group (\S+)", text)) <= PROJECT["dependency-groups"].keys()
+    (pinned,) = re.findall(r"^PIP := (pip==\S+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert set(re.findall(r"pip==\S+", text)) <= {pinned}
+
+
+def test_dependency_groups_are_pinned() -> None:
+    for name, requirements in PROJECT["dependency-groups"].items():
+        for requirement in requirements:
+            if isinstance(requirement, dict):
+                assert requirement.keys() == {"include-group"}, name
+            else:
+                assert re.fullmatch(r"[\w.-]+(\[\w+\])?={2,3}[\w.]+", requirement), (name, requirement)
+
+
+TAG = f"cp{sys.version_info.major}{sys.version_info.minor}"
+VERSIONS = ("0.1.0+cpu.torch2.13", "0.1.0+cu130.torch2.13", "0.1.0+cu126.torch2.12")
+
+
+def write_wheel(folder: Path, version: str, tag: str = TAG, plat: str = PLATFORM, said_version: str = "") -> Path:
+    """Write a wheel that pip can install, with a module that has its version."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"torchddp-{version}-{tag}-{tag}-{plat}.whl"
+    info = f"torchddp-{version}.dist-info"
+    metadata = f"Metadata-Version: 2.4\nName: torchddp\nVersion: {said_version or version}\nRequires-Python: >=3.10\n"
+    files = {
+        "torchddp/__init__.py": f"__version__ = '{version}'\n",
+        f"{info}/METADATA": metadata + "Requires-Dist: torch==2.13.*\n",
+        f"{info}/WHEEL": f"Wheel-Version: 1.0\nRoot-Is-Purelib: false\nTag: {tag}-{tag}-{plat}\n",
+        f"{info}/RECORD": "",
+    }
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, text in files.items():
+            archive.writestr(name, text)
+    return path
+
+
+@pytest.fixture(scope="module")
+def index(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An index of wheels for several torch versions, this Python and another."""
+    folder = tmp_path_factory.mktemp("index")
+    for version in VERSIONS:
+        write_wheel(folder / "dist" / version, version)
+        write_wheel(folder / "dist" / "other", version, tag="cp310" if TAG != "cp310" else "cp311")
+        write_wheel(folder / "dist" / "other", version, plat="manylinux_2_28_riscv64")
+    main([str(folder / "dist"), "--out", str(folder / "site"), "--url", "https://example.org/wheels/"])
+    return folder / "site"
+
+
+def pip_install(index_url: str, target: Path, requirement: str) -> subprocess.CompletedProcess[str]:
+    """Install from `index_url` only, whatever pip's configuration."""
+    env = {name: value for name, value in os.environ.items() if not name.upper().startswith("PIP_")}
+    env |= {"PIP_CONFIG_FILE": os.devnull, "PIP_DISABLE_PIP_VERSION_CHECK": "1", "no_proxy": "*", "PIP_RETRIES": "0"}
+    command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-cache-dir", "--target", str(target)]
+    command += ["--index-url", index_url, requirement]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+
+
+def test_pip_installs_the_advised_wheel_and_refuses_a_changed_one(index: Path, tmp_path: Path) -> None:
+    advice = wheel_advice("0.1.0+cpu.torch2.13", {"torch": "2.13.1+cu130", "cuda": "13.0"})
+    named = re.search(r"--no-deps (\S+) --index-url INDEX/(\S+) ", advice)
+    assert named is not None
+    assert named[1].endswith(f"+{variant_name('13.0')}.torch{minor_version('2.13.1+cu130')}")  # as built
+    site = tmp_path / "site"
+    shutil.copytree(index, site)
+    done = pip_install(f"{site.as_uri()}/{named[2]}", tmp_path / "target", requirement=named[1])
+    assert done.returncode == 0, done.stderr
+    assert VERSIONS[1] in (tmp_path / "target" / "torchddp" / "__init__.py").read_text()
+    for wheel in (site / "wheels").iterdir():
+        wheel.write_bytes(wheel.read_bytes() + b"\0")
+    done = pip_install(f"{site.as_uri()}/{named[2]}", tmp_path / "other", requirement=named[1])
+    assert done.returncode == 1 and "HASHES" in done.stderr

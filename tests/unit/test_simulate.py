@@ -1,13 +1,21 @@
-"""The simulator: all-reduce costs against closed forms, steps computed by hand, and properties of every prediction."""
+"""The simulator: costs against closed forms, steps computed by hand, properties; the command `torchddp simulate`."""
 
+import json
+import re
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.simulated import MB, make_profile, with_host
+from tests.unit.helpers import assert_refused
+from torchddp.cli.app import app
 from torchddp.cli.tune_run import DEFAULT_CAPS_MB, make_candidates
+from torchddp.harness.command import run_app
 from torchddp.harness.variants import ArgumentError
 from torchddp.plan.buckets import Buckets
 from torchddp.plan.step_profile import LinearCost, StepProfile
@@ -78,32 +86,6 @@ def test_costs_of_algorithms_match_their_closed_forms() -> None:
     assert Layout(9, 4).hosts == 3 and Layout(3, 4).local == 3  # a host that is not full counts as full
     (alone,) = lines(HIERARCHICAL, 4, 4)
     assert (alone.cost.alpha_s, alone.cost.beta_s_per_byte) == pytest.approx((6e-6, 1.5e-11))
-
-
-@given(
-    st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1e-6)), min_size=1, max_size=12),
-    st.lists(st.floats(0, 1e9), min_size=1, max_size=8),
-)
-def test_the_cheapest_line_for_each_size_is_found(costs: list[tuple[float, float]], sizes: list[float]) -> None:
-    all_reduce = AllReduce([Line(str(i), LinearCost(*c)) for i, c in enumerate(costs)])
-    for nbytes in sizes:
-        least = min(alpha + nbytes * beta for alpha, beta in costs)
-        assert all_reduce.best(nbytes).cost.seconds(nbytes) == pytest.approx(least, rel=1e-9, abs=1e-12)
-    between = all_reduce.lines_between(min(sizes), max(sizes))
-    assert {all_reduce.best(nbytes).algorithm for nbytes in sizes} <= {line.algorithm for line in between}
-
-
-@given(
-    st.sampled_from(ALGORITHMS[1:]), st.integers(2, 4096), st.integers(1, 16), st.floats(0, 1e-4), st.floats(0, 1e-8)
-)
-def test_cpu_time_never_exceeds_the_total_time(algorithm, world_size, ranks_per_host, step_s, s_per_byte):
-    outer, inner = (
-        replace(hop, step_s=hop.step_s + step_s, host_step_s=step_s, host_s_per_byte=s_per_byte)
-        for hop in (OUTER, INNER)
-    )
-    for line in all_reduce_lines(algorithm, Layout(world_size, ranks_per_host), outer, inner, (RING, TREE)):
-        assert line.cost.host_s_per_message <= line.cost.alpha_s * (1 + 1e-9)
-        assert line.cost.host_s_per_byte <= line.cost.beta_s_per_byte * (1 + 1e-9)
 
 
 @pytest.mark.parametrize(("device", "world_size"), [("cpu", 2), ("cpu", 8), ("cuda", 64)])
@@ -207,22 +189,6 @@ def test_a_step_takes_at_least_its_compute(profile, link, world_size, ranks_per_
     assert (found.comm_s == 0) == (world_size == 1)
 
 
-SOME = st.sampled_from(["auto", "ring", "doubling"])
-
-
-@given(ANY_PROFILE, SOME, st.integers(2, 4096), st.floats(1e6, 1e11), st.floats(1, 100))
-def test_more_bandwidth_is_never_slower(profile, algorithm, world_size, bytes_per_s, factor):
-    slow, fast = (Link("own", "own", rate, 1e-5) for rate in (bytes_per_s, bytes_per_s * factor))
-    times = [predict(profile, link, world_size, algorithm=algorithm).step_s for link in (slow, fast)]
-    assert times[1] <= times[0] * (1 + 1e-12)
-
-
-@given(ANY_PROFILE, ANY_LINK, st.integers(1, 11))
-def test_more_ranks_are_never_faster_on_a_ring(profile: StepProfile, link: Link, power: int) -> None:
-    times = [predict(profile, link, n, algorithm=RING).step_s for n in (2**power, 2 ** (power + 1))]
-    assert times[0] <= times[1] * (1 + 1e-12)
-
-
 def test_auto_chooses_from_the_algorithms_of_the_recorded_backend() -> None:
     small = make_profile([0.001] * 3)
     assert predict(small, PRESETS["eth10"], 4096).algorithm == "tree"
@@ -276,18 +242,126 @@ def test_the_best_plan_is_never_worse(profile: StepProfile, link: Link, world_si
     assert sorted(i for bucket in point.best.buckets for i in bucket) == sorted(profile.order)
 
 
-def test_overhead_is_added_to_every_step() -> None:
-    lean, fat = make_profile(), replace(make_profile(), overhead_s=0.5)
-    for world_size in (1, 2, 64):
-        before, after = (predict(profile, PRESETS["eth10"], world_size) for profile in (lean, fat))
-        expected = pytest.approx((before.step_s + 0.5, before.compute_s + 0.5))
-        assert (after.step_s, after.compute_s) == expected, world_size
-        assert after.exposed_s == before.exposed_s, world_size
-
-
 def test_the_model_error_compares_the_predicted_with_the_measured_step() -> None:
     assert model_error(make_profile(step_s=0.042)) == pytest.approx(0, abs=1e-9)
     assert model_error(make_profile(step_s=0.084)) == pytest.approx(-0.5)
     assert model_error(make_profile(step_s=0.042, world_size=1)) is None
     assert model_error(make_profile()) is None  # no step was measured
     assert make_profile().gradient_bytes == 7 * MB
+
+
+# Ranks, step, exposed, efficiency: the start of a table row.
+ROW = r"^(\d+) +[\d.]+ +[\d.]+ +[\d.]+%"
+
+
+@pytest.fixture(autouse=True)
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+
+
+@pytest.fixture
+def profile(tmp_path: Path) -> str:
+    path = tmp_path / "toy.json"
+    ready = [30, 25, 20, 15, 10, 5]
+    small = make_profile([0.1] * 6, ready, cost=LinearCost(1e-4, 1e-9), device="cpu", step_s=0.05)
+    with_host(small, 0.4e-9, 2e-5).save(path)
+    return str(path)
+
+
+def simulate(arguments: list[str]) -> int:
+    return run_app(app, "torchddp", ["simulate", *arguments])
+
+
+@pytest.fixture
+def shown(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Run the command with these arguments and return its output."""
+
+    def run(*arguments: str) -> str:
+        assert simulate([*arguments]) == 0
+        return capsys.readouterr().out
+
+    return run
+
+
+def test_by_default_all_links_and_powers_of_two_are_shown(profile, shown):
+    out = shown(profile)
+    for name in ("measured", "ib400", "eth100", "eth10", "eth1"):
+        assert re.search(rf"^{name} · ", out, re.MULTILINE), out
+        assert re.search(rf"^{name}, 4096 ranks: ", out, re.MULTILINE), out
+    assert re.findall(ROW, out, re.MULTILINE) == 5 * ["2", "1", *(str(2**power) for power in range(2, 13))]
+    # The last of six messages takes 0.2 ms; it starts late because each of the others took 0.06 ms of CPU.
+    assert "warning: The model predicts 40.5 ms for the recorded step, which took 50.0 ms (-19.0%)." in out
+    assert out.index("warning: The model ") < out.index("measured · ")
+    assert re.findall(r"^\d{4}-\d\d-\d\d \d\d:\d\d UTC$", out, re.MULTILINE)
+
+
+def recorded(path: Path, step_s: float, **changes: Any) -> str:
+    """A profile of three ranks, for which the model predicts steps of 40 to 41 ms."""
+    replace(make_profile(cost=LinearCost(1e-4, 1e-10), world_size=3, step_s=step_s), **changes).save(path)
+    return str(path)
+
+
+@pytest.mark.parametrize("step_s", [0.100, 0.025])
+def test_an_inaccurate_model_predicts_nothing_unless_forced(step_s, tmp_path, capsys, shown):
+    profile, data = recorded(tmp_path / "p.json", step_s), tmp_path / "all.json"
+    assert simulate([profile, "--json", str(data)]) == 3
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.count("\n") == 1 and not data.exists()
+    assert "can be trusted. Record it again on an idle machine, or predict anyway with --force." in said.err
+    assert "warning: The model predicts " in shown(profile, "--force", "--json", str(data))
+    assert data.exists()
+
+
+def test_the_advice_says_which_buckets_to_use(profile, shown):
+    out = " ".join(shown(profile, "--link", "eth1", "--ranks", "1024").split())
+    assert "eth1, 1024 ranks: use 1 bucket (0.600 MB in launch order) instead of 6 to save " in out
+    assert 'bucket_cap_mb="auto" plans such buckets there, and bucket_cap_mb=0.5 gives ' in out
+    out = shown(profile, "--link", "measured", "--ranks", "2")
+    assert "measured, 2 ranks: keep the recorded plan (6 buckets)" in out
+    assert "eth1, 1 rank: nothing is sent" in shown(profile, "--ranks", "1", "--link", "eth1")
+
+
+def test_json_and_plot_hold_the_points_of_the_tables(profile, tmp_path, shown):
+    data, png = tmp_path / "all.json", tmp_path / "plot.png"
+    asked = ["--link", "eth10", "--link", "5gbit", "--link", "eth10", "--ranks", "64,2,64"]
+    out = shown(profile, *asked, "--json", str(data), "--plot", str(png))
+    document = json.loads(data.read_text())
+    points = document["points"]
+    assert document["date"] and document["verdict"].startswith("eth10, 2 ranks: ")
+    assert [(p["link"], p["ranks"]) for p in points] == [("eth10", 2), ("eth10", 64), ("5gbit", 2), ("5gbit", 64)]
+    assert document["gradients"] == [f"layer{i}.weight" for i in range(6)]
+    for point in points:
+        for plan in (point["recorded_plan"], point["best_plan"]):
+            assert plan["step_s"] == pytest.approx(plan["compute_s"] + plan["exposed_s"])
+            assert sorted(i for bucket in plan["buckets"] for i in bucket) == list(range(6))
+    assert png.read_bytes().startswith(b"\x89PNG")
+    rows = re.findall(r"^(\d+) +([\d.]+) +[\d.]+ +[\d.]+%", out, re.MULTILINE)
+    expected = [(str(p["ranks"]), float(p["recorded_plan"]["step_s"] * 1e3)) for p in points]
+    assert [(ranks, float(step)) for ranks, step in rows] == [(r, pytest.approx(s, rel=5e-3)) for r, s in expected]
+    assert all(f"wrote {path}" in out.replace("\n", "") for path in (data, png))
+
+
+NO_LINKS = ["wifi", "", "10", "10gbit,", "10gbit,20", "gbit", "-1gbit", "10gbit 2us", "10gib,2us", "1gbit,2us,3us"]
+
+
+def test_a_wrong_argument_is_refused_in_one_sentence(profile, tmp_path, capsys):
+    for arguments, said in (
+        (["--ranks", "2,5000"], "from 1 to 4096, not '2,5000'"),
+        (["--ranks", "2,many"], "separated by commas, like 2,8,64, not '2,many'"),
+        (["--ranks", ""], "not ''"),
+        *((["--link", text], f"There is no link '{text}'") for text in NO_LINKS),
+        (["--inner-link", "wire"], "There is no link 'wire'"),
+        (["--link", "0gbit,2us"], "The link '0gbit,2us' carries nothing: its rate must be above 0."),
+        (["--ranks-per-host", "0"], "must be 1 to 4096, not 0"),
+        (["--algorithm", "magic"], "There is no algorithm 'magic'"),
+        (["--json", "/nowhere/at/all.json"], "does not exist"),
+        (["--plot", "/nowhere/plot.png"], "--plot: the folder '/nowhere' does not exist"),
+        (["--plot", "/"], "must be a file"),
+        (["--links", "eth1"], "No such option"),
+    ):
+        assert_refused(simulate, [profile, *arguments], said, capsys)
+    path = tmp_path / "bad.json"
+    path.write_text(json.dumps({**make_profile().to_dict(), "gradients": None}))
+    assert_refused(simulate, [str(path)], "The profile is damaged", capsys)
+    assert_refused(simulate, [str(tmp_path / "nowhere.json")], "Cannot read the profile", capsys)
+    assert_refused(simulate, [], "Missing argument", capsys)

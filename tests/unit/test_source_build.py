@@ -6,7 +6,6 @@ import re
 import shutil
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -80,27 +79,6 @@ def test_a_wheel_requires_the_torch_that_it_was_built_for(checkout: Path, tmp_pa
         assert [line for line in said.get_all("Requires-Dist", []) if "extra" not in line] == [requirement], release
 
 
-def test_a_build_in_a_workflow_names_its_repository(checkout: Path) -> None:
-    assert metadata(checkout).get_all("Project-URL") is None
-    said = metadata(checkout, GITHUB_SERVER_URL="https://example.org", GITHUB_REPOSITORY="some/where")
-    assert "Source, https://example.org/some/where" in said.get_all("Project-URL", [])
-
-
-def test_an_editable_install_is_a_path_that_type_checkers_follow(checkout: Path, tmp_path: Path) -> None:
-    script = checkout / "setup.py"
-    extension = 'ext_modules=[Extension("torchddp._C", sources=[])],'
-    assert extension in script.read_text()
-    script.write_text(script.read_text().replace(extension, ""))  # the test doesn't need it compiled
-    code = f"from setuptools import build_meta\nbuild_meta.build_editable({str(tmp_path)!r})"
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=300, cwd=checkout)
-    (wheel,) = tmp_path.glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        (path,) = [name for name in archive.namelist() if name.endswith(".pth")]
-        assert archive.read(path).decode().strip() == str(checkout)
-        assert not any(name.endswith("_finder.py") for name in archive.namelist())
-    assert (ROOT / "torchddp" / "py.typed").is_file()
-
-
 def test_without_torch_one_sentence_says_how_to_build(checkout: Path, tmp_path: Path) -> None:
     """`pip install .` builds in isolation and sees no torch, even if it is installed."""
     (tmp_path / "only").mkdir()
@@ -108,11 +86,6 @@ def test_without_torch_one_sentence_says_how_to_build(checkout: Path, tmp_path: 
         (tmp_path / "only" / name).symlink_to(Path(setuptools.__file__).parents[1] / name)
     line = refusal(setup(checkout, "egg_info", flags=("-S",), PYTHONPATH=str(tmp_path / "only")))
     assert line.startswith("torchddp: this build sees no torch in ") and "`pip install --no-build-isolation .`" in line
-
-
-def test_pip_downloads_no_torch_to_build() -> None:
-    requires = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
-    assert requires and not any(name.startswith("torch") for name in requires)
 
 
 def test_an_unsupported_torch_or_setuptools_is_refused(checkout: Path, tmp_path: Path) -> None:
@@ -132,17 +105,6 @@ def test_without_a_compiler_one_sentence_names_the_package(checkout: Path) -> No
     said = refusal(build(checkout, CXX="/nowhere/g++"))
     assert said.endswith("no C++ compiler was found; on Debian and Ubuntu install one with: apt-get install g++")
     assert build(checkout)[0] == 0  # a compiler that is installed later is found
-
-
-def test_without_pythons_headers_one_sentence_names_the_package(checkout: Path, tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text(
-        "import sysconfig\npaths = sysconfig.get_paths()\n"
-        "sysconfig.get_paths = lambda *args: paths | {'include': '/nowhere/include'}\n"
-    )
-    version = ".".join(map(str, sys.version_info[:2]))
-    said = refusal(build(checkout, PYTHONPATH=str(tmp_path)))
-    assert said.startswith("torchddp: /nowhere/include/Python.h is missing; on Debian and Ubuntu install the headers")
-    assert said.endswith(f" of Python {version} with: apt-get install python{version}-dev")
 
 
 def built_version(folder: Path) -> str:

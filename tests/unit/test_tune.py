@@ -1,22 +1,28 @@
-"""`torchddp tune`: candidate bucket sizes, the choice among them, output and errors."""
+"""`torchddp tune` and `torchddp trace`: candidates, the choice among them, kept plans, files and errors."""
 
 import json
+import os
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from torch import nn
 
+import torchddp
+from tests.harness import each, on_ranks
+from tests.programs import ROOT, python
 from tests.simulated import make_profile
 from tests.unit.helpers import assert_refused, printed, remove_home
 from torchddp.cli.app import app
-from torchddp.cli.tune import _keep, answer, draw_curve, expectation_text, notes, tune_table
+from torchddp.cli.trace import _use_kept_plan
+from torchddp.cli.tune import _keep, answer, draw_curve, tune_table
 from torchddp.cli.tune_run import Candidate, TuneResult, choose, make_candidates, predicted_ms, tune_document
 from torchddp.harness.command import run_app
 from torchddp.harness.variants import ArgumentError
+from torchddp.plan.auto_plan import plan_key
 from torchddp.plan.plan_cache import PlanKey, load_plan
 from torchddp.plan.step_profile import LinearCost, load_profile
 
@@ -64,20 +70,6 @@ def test_an_uncertain_answer_says_how_to_decide(median: float) -> None:
     assert 'bucket_cap_mb="auto" may be faster: ' in said and "95% interval 0." in said
 
 
-@given(st.lists(st.lists(st.floats(1, 1000), min_size=12, max_size=12), min_size=3, max_size=6))
-def test_nothing_is_green_if_nothing_is_faster(times: list[list[float]]) -> None:
-    step_ms = np.array(times)
-    candidates = make_candidates(PROFILE, (1, 2, 25, 50))
-    names = [Candidate(f"{index}", f"bucket_cap_mb={index}", ((3, 2, 1, 0),)) for index in range(1, len(times))]
-    document = tune_document(TuneResult(PROFILE, (candidates[0], *names), step_ms))
-    greens = [cell for cell in tune_table(document).columns[5].cells if getattr(cell, "style", "") == "green"]
-    marks = list(tune_table(document).columns[6].cells)
-    if answer(document).startswith("Use "):
-        assert greens and "<- use" in marks
-    else:
-        assert not greens and marks[0] == "<- keep" and "faster" not in marks
-
-
 def test_the_same_buckets_are_never_faster() -> None:
     """If a size gives the same buckets as the default, any difference is noise."""
     same = Candidate("1 MiB", "bucket_cap_mb=1", PROFILE.buckets, 1.0)
@@ -86,25 +78,6 @@ def test_the_same_buckets_are_never_faster() -> None:
     assert answer(document) == "Leave bucket_cap_mb out: after 40 rounds nothing is faster than the default."
     shown = printed(tune_table(document))
     assert re.search(r"^1 MiB .* 1 +same *$", shown, re.MULTILINE) and "0.80" not in shown
-
-
-def test_inaccurate_predictions_are_explained() -> None:
-    document = tune_document(RESULT)
-    expected = {row["name"]: row["predicted_ms"] for row in document["candidates"]}
-
-    def said(**measured: float) -> str:
-        rows = [
-            {**row, "step_ms": {"median": measured.get(row["name"], expected[row["name"]])}}
-            for row in document["candidates"]
-        ]
-        return expectation_text({**document, "candidates": rows})
-
-    assert said() == ""
-    slow = said(planned=1.5 * expected["planned"])
-    assert "the planned buckets takes 50% more time than expected: the planner's model misses" in slow
-    assert "all steps were slower than the recorded one" in said(**{name: 2 * ms for name, ms in expected.items()})
-    assert "all steps were faster than the recorded one" in said(**{name: 0.5 * ms for name, ms in expected.items()})
-    assert expectation_text(document) in notes(document)
 
 
 RESULT = TuneResult(PROFILE, make_candidates(PROFILE, (1, 2, 25)), np.stack([*map(noisy, (100, 70, 90, 95, 110))]))
@@ -172,3 +145,110 @@ def test_a_wrong_argument_is_refused_in_one_sentence(capsys):
         (["--what"], "No such option"),
     ):
         assert_refused(run_tune, arguments, words, capsys)
+
+
+def trace(arguments: list[str]) -> int:
+    return run_app(app, "torchddp", ["trace", *arguments])
+
+
+def test_a_wrong_argument_of_trace_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, words in (
+        (["--model", "nope"], "There is no model 'nope'; choose from small, mlp, gpt, conv"),
+        (["--world-size", "1"], "With one rank there is nothing to synchronize"),
+        (["--world-size", "65"], "--world-size must be 1 to 64"),
+        (["--steps", "0"], "--steps must be 1 to 10000, not 0"),
+        (["--bucket-cap-mb", "-1"], "--bucket-cap-mb must be a positive number of MiB, not -1"),
+        (["--bucket-cap-mb", "nan"], "--bucket-cap-mb must be a positive number"),
+        (
+            ["--plan", "kept.json", "--bucket-cap-mb", "1"],
+            "--plan and --bucket-cap-mb both choose the buckets: leave one",
+        ),
+        (["--transport", "pigeon"], "--transport: transport must be 'auto', 'c10d', 'shm' or 'nccl', got 'pigeon'"),
+        (["--out", "/nowhere/trace.json"], "--out: the folder '/nowhere' does not exist"),
+        (["--plot", "/"], "--plot must be a file, but '/' is a folder"),
+        (["--steps", "many"], "see torchddp trace --help"),
+    ):
+        assert_refused(trace, arguments, words, capsys)
+
+
+def test_under_torchrun_the_world_size_cannot_be_chosen(monkeypatch, capsys):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert_refused(trace, [], "With one rank there is nothing", capsys)
+    assert_refused(trace, ["--world-size", "4"], "torchrun started 1 rank; leave the option out", capsys)
+
+
+@on_ranks(1)
+def test_an_unusable_plan_is_reported_in_one_sentence(tmp_path: Path) -> None:
+    ddp, path = torchddp.DDP(nn.Linear(2, 2), transport="c10d"), tmp_path / "plan.json"
+    head = {"kind": "torchddp bucket plan", "format": 1, **asdict(plan_key(ddp.session))}
+    damaged = {}, {"buckets": 3}, {"buckets": [[1e999]]}, {"buckets": [[10**30]]}
+    cases = (
+        (None, "there is no file"),
+        ("{", "can't be read"),
+        ([], "does not fit: its kind is None"),
+        ({}, "does not fit: its kind is None, here it is 'torchddp bucket plan'"),
+        ({**head, "format": 99}, "does not fit: its format is 99, here it is 1"),
+        ({**head, "fingerprint": "0"}, "does not fit: its fingerprint is '0', here it is"),
+        *(({**head, **own}, "is damaged: its buckets are not lists of indices") for own in damaged),
+        ({**head, "buckets": [[0], [7]]}, "bucket 1 holds parameter index 7: allowed are 0 to 1"),
+    )
+    for content, words in each(cases):
+        if content is not None:
+            path.write_text(content if isinstance(content, str) else json.dumps(content))
+        with pytest.raises(ArgumentError) as caught:
+            _use_kept_plan(path, ddp)
+        message = str(caught.value)
+        assert message.startswith("--plan: ") and words in message and "\n" not in message, content
+    path.write_text(json.dumps({**head, "buckets": [[0], [1]]}))
+    _use_kept_plan(path, ddp)
+    assert len(ddp.reducer.plan) == 2
+
+
+@pytest.mark.thorough
+def test_a_saved_plan_is_traced_if_it_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from torchddp.ddp.model import param_specs
+    from torchddp.harness.models import make_model
+    from torchddp.plan.plan_cache import PlanKey, fingerprint, save_plan
+
+    path, report = tmp_path / "plan.json", tmp_path / "report.json"
+    files = ["--plan", str(path), "--out", str(tmp_path / "t.json"), "--json", str(report)]
+    assert trace(files) == 2
+    assert capsys.readouterr().err == f"error: --plan: there is no file '{path}'.\n"
+    named = list(make_model("mlp", 0).named_parameters())
+    specs = param_specs([p for _, p in named], [name for name, _ in named], [False] * len(named))
+    key = PlanKey(fingerprint(specs, "cpu"), 2, 2, "c10d", "gloo")
+    buckets = (tuple(reversed(range(6, len(named)))), tuple(reversed(range(6))))
+    save_plan(path, buckets, key, None)
+    assert trace([*files, "--transport", "c10d", "--steps", "3"]) == 0, capsys.readouterr().err
+    assert len(json.loads(report.read_text())["results"][0]["buckets"]) == 2
+
+
+@pytest.mark.slow
+def test_a_run_writes_all_requested_files(tmp_path: Path) -> None:
+    names = {"--out": "trace.json", "--json": "report.json", "--html": "page.html", "--plot": "step.png"}
+    paths = {option: tmp_path / name for option, name in names.items()}
+    arguments = [text for option, path in paths.items() for text in (option, str(path))]
+    (tmp_path / "mine.py").write_text(
+        "import torch\n"
+        "def make():\n"
+        "    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 1))\n"
+        "    return model, torch.ones(2, 8)\n"
+    )
+    command = ["-m", "torchddp", "trace", "--model", "mine:make", "--steps", "4", *arguments]
+    done = python(*command, cwd=tmp_path, PYTHONPATH=f"{ROOT}{os.pathsep}{tmp_path}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "mine:make, 2 ranks, cpu, transport" in done.stdout
+    assert all(f"wrote {path}" in "".join(done.stdout.split("\n")) for path in paths.values())
+    trace_file = json.loads(paths["--out"].read_text())
+    events, traffic = trace_file["traceEvents"], trace_file["otherData"]["traffic"]
+    assert [each["payload_bytes"] for rank in traffic for each in rank.values()] == [324, 324]
+    steps = {event["args"]["step"] for event in events if event["ph"] == "X" and "step" in event["args"]}
+    (result,) = json.loads(paths["--json"].read_text())["results"]
+    assert steps == {result["step"]} and 6 <= result["step"] <= 9
+    assert result["world_size"] == 2 and result["steps_recorded"] == 4
+    assert [rank["traffic"] for rank in result["ranks"]] == traffic
+    assert paths["--plot"].read_bytes().startswith(b"\x89PNG")
+    page = paths["--html"].read_text()
+    assert "data:image/png;base64" in page and "overlap ratio" in page and ".weight" in page
+    assert "sent per step: 0.000324 MB" in page

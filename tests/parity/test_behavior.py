@@ -1,4 +1,7 @@
-"""Checks of options, uneven inputs, and of what the class reports."""
+"""What torch's class promises: gradients' memory, hooks, static graphs, uneven inputs, and what it reports of itself.
+
+A class of tests/mutants.py must fail some of these tests, and pass some.
+"""
 
 from typing import Any
 
@@ -9,11 +12,96 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.utils.checkpoint import checkpoint
 
-from tests.harness import future_of
-from tests.models import Branches, Mlp, NormNet, batch, loss_of, same_on_all_ranks, seeded, step_on, train_and_compare
+from tests.harness import future_of, on_ranks
+from tests.models import (
+    Branches,
+    Mlp,
+    NormNet,
+    assert_grads,
+    assert_steps,
+    assert_trains,
+    batch,
+    expected_grads,
+    grads_of,
+    loss_of,
+    same_on_all_ranks,
+    seeded,
+    step_on,
+    storage_of,
+)
 
 
-def check_comm_hook_sees_each_gradient_once(ddp_class: type, rank: int) -> None:
+@on_ranks(2)
+def test_gradients_are_averaged_in_each_of_several_steps(ddp_class, rank):
+    assert_trains(ddp_class(seeded(Mlp), bucket_cap_mb=0.001), rank, steps=range(4))
+
+
+@on_ranks(2)
+def test_no_sync_communicates_nothing(ddp_class, rank):
+    calls = 0
+
+    def hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        nonlocal calls
+        calls += 1
+        return future_of(bucket.buffer())
+
+    ddp = ddp_class(seeded(Mlp))
+    ddp.register_comm_hook(None, hook)
+    with ddp.no_sync():
+        step_on(ddp, rank)
+        flag_inside = ddp.require_backward_grad_sync
+    inside = calls
+    step_on(ddp, rank)
+    assert inside == 0 and not flag_inside, f"{inside} buckets were sent within no_sync"
+    assert calls > 0, "no bucket was sent after no_sync"
+
+
+@on_ranks(2)
+def test_bucket_view_gradients_share_their_bucket(ddp_class, rank):
+    ddp = ddp_class(seeded(Mlp), gradient_as_bucket_view=True)
+    storages = []
+    for step in range(3):
+        ddp.zero_grad()
+        step_on(ddp, rank, step)
+        storages.append({storage_of(p.grad) for p in ddp.parameters()})
+    assert len(storages[1]) == 1 and len(storages[2]) == 1, f"gradients of one bucket in {storages} storages"
+
+
+@on_ranks(2)
+def test_bucket_view_alias_survives_in_place_zeroing(ddp_class, rank):
+    """After zero_grad(set_to_none=False), the next gradient is in the same memory, and correct."""
+    ddp = ddp_class(seeded(Mlp), gradient_as_bucket_view=True)
+    want = expected_grads(seeded(Mlp), lambda m, r: step_on(m, r, 4))
+    pointers = []
+    for step in range(5):
+        ddp.zero_grad(set_to_none=False)
+        step_on(ddp, rank, step)
+        pointers.append([p.grad.data_ptr() for p in ddp.parameters()])
+    one_storage = len({storage_of(p.grad) for p in ddp.parameters()}) == 1
+    assert_grads(grads_of(ddp), want)
+    assert one_storage, "gradients do not share the bucket"
+    assert pointers[2] == pointers[3] == pointers[4], "gradients moved between steps"
+
+
+@on_ranks(2)
+def test_comm_hook_writes_reach_bucket_view_gradients(ddp_class, rank):
+    """With views, the hook's buffer in the second step is the gradients' memory."""
+    seen: list[int] = []
+
+    def hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        seen.append(storage_of(bucket.buffer()))
+        return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda f: f.value()[0])
+
+    ddp = ddp_class(seeded(Mlp), gradient_as_bucket_view=True)
+    ddp.register_comm_hook(None, hook)
+    for step in range(3):
+        ddp.zero_grad(set_to_none=False)
+        step_on(ddp, rank, step)
+    assert {storage_of(p.grad) for p in ddp.parameters()} == {seen[-1]}
+
+
+@on_ranks(2)
+def test_comm_hook_sees_each_gradient_once(ddp_class, rank):
     """In each step the buckets hold all parameters and arrive in index order; only the last is marked."""
     steps: list[list[tuple[int, bool, int, int]]] = [[]]
     state = object()
@@ -40,7 +128,8 @@ def check_comm_hook_sees_each_gradient_once(ddp_class: type, rank: int) -> None:
     assert all(given is state for given in states)
 
 
-def check_output_is_passed_through_without_search(ddp_class: type, rank: int) -> None:
+@on_ranks(2)
+def test_output_is_passed_through_without_search(ddp_class, rank):
     """Without find_unused_parameters the caller gets the model's own output."""
     outputs: list[Tensor] = []
 
@@ -53,7 +142,8 @@ def check_output_is_passed_through_without_search(ddp_class: type, rank: int) ->
     assert got is outputs[0], f"{got.grad_fn} instead of {outputs[0].grad_fn}"
 
 
-def check_options_are_shown_as_given(ddp_class: type, rank: int) -> None:
+@on_ranks(2)
+def test_options_are_shown_as_given(ddp_class, rank):
     plain = ddp_class(seeded(Mlp))
     told = ddp_class(seeded(Mlp), find_unused_parameters=True, bucket_cap_mb=3)
     static = ddp_class(seeded(Mlp), static_graph=True)
@@ -64,7 +154,8 @@ def check_options_are_shown_as_given(ddp_class: type, rank: int) -> None:
     assert told.bucket_bytes_cap == 3 * 1024 * 1024
 
 
-def check_explicit_copy_is_honored(ddp_class: type, rank: int) -> None:
+@on_ranks(2)
+def test_explicit_copy_is_honored(ddp_class, rank):
     ddp = ddp_class(seeded(Mlp), gradient_as_bucket_view=False)
     for step in range(3):
         ddp.zero_grad()
@@ -72,10 +163,6 @@ def check_explicit_copy_is_honored(ddp_class: type, rank: int) -> None:
     storages = {p.grad.untyped_storage().data_ptr() for p in ddp.parameters()}
     assert len(storages) == len(list(ddp.parameters())), "gradients share memory although copies were requested"
     assert ddp.gradient_as_bucket_view is False
-
-
-def check_bucket_view_option_is_shown(ddp_class: type, rank: int) -> None:
-    assert ddp_class(seeded(Mlp), gradient_as_bucket_view=True).gradient_as_bucket_view is True
 
 
 class _Checkpointed(nn.Module):
@@ -97,19 +184,13 @@ def _run(model: nn.Module, rank: int, step: int) -> None:
     loss_of(model(batch(rank, step, 3, 4))).backward()
 
 
-def check_static_graph_allows_repeated_checkpoints(ddp_class: type, rank: int) -> None:
-    train_and_compare(ddp_class, rank, seeded(_Checkpointed), _run, 3, static_graph=True)
+@on_ranks(2)
+def test_static_graph_allows_repeated_checkpoints(ddp_class, rank):
+    assert_steps(ddp_class(seeded(_Checkpointed), static_graph=True), rank, range(3), _run)
 
 
-def check_static_graph_allows_unused_parameters(ddp_class: type, rank: int) -> None:
-    def run(model: nn.Module, r: int, step: int) -> None:
-        loss_of(model(batch(r, step, 3, 4), "left")).backward()
-
-    used = ("trunk.weight", "left.weight", "left.bias")
-    train_and_compare(ddp_class, rank, seeded(Branches), run, 3, *used, static_graph=True)
-
-
-def check_static_graph_allows_unused_checkpoints(ddp_class: type, rank: int) -> None:
+@on_ranks(2)
+def test_static_graph_allows_unused_checkpoints(ddp_class, rank):
     """Two of torch's guarantees combined: reentrant checkpoints with parameters that are never used."""
 
     class Spare(_Checkpointed):
@@ -117,10 +198,19 @@ def check_static_graph_allows_unused_checkpoints(ddp_class: type, rank: int) -> 
             super().__init__()
             self.spare = nn.Linear(4, 4, dtype=torch.float64)
 
-    train_and_compare(ddp_class, rank, seeded(Spare), _run, 2, "first.weight", "second.weight", static_graph=True)
+    ddp = ddp_class(seeded(Spare), static_graph=True)
+    for step in range(2):
+        ddp.zero_grad()
+        want = expected_grads(ddp.module, lambda model, r, step=step: _run(model, r, step))
+        _run(ddp, rank, step)
+        got = grads_of(ddp)
+        assert_grads(
+            {name: got[name] for name in want if "spare" not in name}, {n: g for n, g in want.items() if g is not None}
+        )
 
 
-def check_logging_data_of_the_constructor(ddp_class: type, rank: int) -> None:
+@on_ranks(2)
+def test_logging_data_of_the_constructor(ddp_class, rank):
     data = ddp_class(seeded(Mlp), bucket_cap_mb=2)._get_ddp_logging_data()
     params = list(seeded(Mlp).parameters())
     assert data["world_size"] == dist.get_world_size() and data["rank"] == rank
@@ -130,7 +220,8 @@ def check_logging_data_of_the_constructor(ddp_class: type, rank: int) -> None:
     assert data["bucket_cap_bytes"] == 2 * 1024 * 1024
 
 
-def check_logging_data_of_training(ddp_class: type, rank: int) -> None:
+@on_ranks(2)
+def test_logging_data_of_training(ddp_class, rank):
     ddp = ddp_class(seeded(Mlp))
     for step in range(3):
         step_on(ddp, rank, step)
@@ -140,7 +231,9 @@ def check_logging_data_of_training(ddp_class: type, rank: int) -> None:
     assert sum(int(size) for size in data["rebuilt_bucket_sizes"].split(",")) == total_bytes
 
 
-def check_logging_data_of_a_static_graph(ddp_class: type, rank: int) -> None:
+@pytest.mark.beyond_torch("doesn't tell")
+@on_ranks(2)
+def test_logging_data_of_a_static_graph(ddp_class, rank):
     for changes in (False, True):
         ddp = ddp_class(seeded(Branches), find_unused_parameters=True)
         for step in range(5):
@@ -155,7 +248,8 @@ def check_logging_data_of_a_static_graph(ddp_class: type, rank: int) -> None:
         assert not ddp._get_ddp_logging_data().get("can_set_static_graph")
 
 
-def check_logging_data_of_the_comm_hook(ddp_class: type, rank: int) -> None:
+@on_ranks(2)
+def test_logging_data_of_the_comm_hook(ddp_class, rank):
     ddp = ddp_class(seeded(Mlp))
     ddp.register_comm_hook(None, default_hooks.allreduce_hook)
     step_on(ddp, rank)
@@ -163,14 +257,16 @@ def check_logging_data_of_the_comm_hook(ddp_class: type, rank: int) -> None:
     assert ddp._get_ddp_logging_data()["comm_hook"] == "allreduce_hook"
 
 
-def check_second_comm_hook_is_refused(ddp_class: type, rank: int) -> None:
+@on_ranks(2)
+def test_second_comm_hook_is_refused(ddp_class, rank):
     ddp = ddp_class(seeded(Mlp))
     ddp.register_comm_hook(None, default_hooks.allreduce_hook)
     with pytest.raises(RuntimeError, match="hook"):
         ddp.register_comm_hook(None, default_hooks.allreduce_hook)
 
 
-def check_ignored_parameters_may_be_unused(ddp_class: type, rank: int) -> None:
+@on_ranks(2)
+def test_ignored_parameters_may_be_unused(ddp_class, rank):
     """DDP doesn't wait for the gradient of an ignored parameter."""
 
     class WithSpare(Mlp):
@@ -179,7 +275,7 @@ def check_ignored_parameters_may_be_unused(ddp_class: type, rank: int) -> None:
             self.spare = nn.Linear(3, 3)
 
     model = seeded(WithSpare)
-    ddp_class._set_params_and_buffers_to_ignore_for_model(model, ["spare.weight", "spare.bias"])  # type: ignore[attr-defined]
+    ddp_class._set_params_and_buffers_to_ignore_for_model(model, ["spare.weight", "spare.bias"])
     ddp = ddp_class(model)
     step_on(ddp, rank, 0)
     step_on(ddp, rank, 1)
@@ -207,18 +303,15 @@ def _uneven_grads(ddp: nn.Module, rank: int, **options: Any) -> list[float]:
     return seen
 
 
-def check_join_averages_over_the_initial_world(ddp_class: type, rank: int) -> None:
-    want = [(1 + 2) / 2, (3 + 4) / 2, 6 / 2, 8 / 2]
-    assert _uneven_grads(ddp_class(_Scalar()), rank) == want[: 2 + 2 * rank]
-
-
-def check_join_averages_over_those_left(ddp_class: type, rank: int) -> None:
+@on_ranks(2)
+def test_join_averages_over_those_left(ddp_class, rank):
     want = [(1 + 2) / 2, (3 + 4) / 2, 6.0, 8.0]
     got = _uneven_grads(ddp_class(_Scalar()), rank, divide_by_initial_world_size=False)
     assert got == pytest.approx(want[: 2 + 2 * rank], rel=1e-9)
 
 
-def check_join_shadows_buffers(ddp_class: type, rank: int) -> None:
+@on_ranks(2)
+def test_join_shadows_buffers(ddp_class, rank):
     ddp = ddp_class(seeded(NormNet))
     with ddp.join():
         for step in range(1 + 2 * rank):
