@@ -13,8 +13,8 @@ WIDTH = 88
 _INTRO = """\
 # The torchddp command
 
-The command needs typer and rich: `pip install typer rich`, and matplotlib for plots. `python -m torchddp` runs the same
-command with a given Python. Below is what `--help` prints (`python -m scripts.write_command_page` updates this page).
+All but `torchddp doctor` needs typer and rich: `pip install typer rich`, and matplotlib for plots. `python -m torchddp`
+runs the same command with a given Python. Below is what `--help` prints (`python -m scripts.write_command_page` updates this page).
 
 | To | Command | Guide |
 |---|---|---|

@@ -18,10 +18,9 @@ from rich.text import Text
 from torch import Tensor, nn
 
 from benchmarks.trace import Counts, count, record
-from torchddp.bench.cases import BenchCase, Job, Result, Settings
+from torchddp.bench.cases import BenchCase, Job, Option, Result, Settings, one_of, whole_number
 from torchddp.bench.gradients import summary_tables, timed_result
 from torchddp.bench.memory import MEASURED_STEPS, parse_bytes
-from torchddp.bench.options import Option, one_of, whole_number
 from torchddp.bench.results import describe_variant, draw_bars, model_result, variants_table
 from torchddp.bench.timing import (
     MIN_WARMUP_STEPS,

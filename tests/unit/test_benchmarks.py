@@ -17,7 +17,7 @@ from torch import nn
 
 from tests.programs import ROOT
 from tests.unit import benchmark_models
-from tests.unit.benchmark_results import by_name, document, overlap, scaling, startup, step_time
+from tests.unit.benchmark_results import by_name, document, step_time
 from tests.unit.helpers import assert_refused, is_running, printed, wait_until
 from torchddp.bench import cli, gradients, report, timing
 from torchddp.bench.cases import MAX_ROUNDS, MIN_ROUNDS
@@ -113,10 +113,9 @@ def test_a_report_has_every_row_a_date_and_a_verdict() -> None:
     assert text.count("2.50 @1") == 3 and "0.95 met" in text and "0.95 missed" in text
     verdict = "torchddp is faster than torch's best row in 2 of 3 comparisons, slower in 1, and within noise in 0."
     assert verdict in " ".join(text.split())
-    text = printed(report.render(document(step_time(), overlap(), startup(), scaling())), 80)
-    for words in ("0.75 [0.75..0.75]", "1 (torch's best)", "75% [75%..75%]", "0.33 [0.33..0.33]", "4*", "42%"):
+    text = printed(report.render(document(step_time())), 80)
+    for words in ("0.75 [0.75..0.75]", "1 (torch's best)", "step_time · MLP: 12 parameters, 25 MB"):
         assert words in text
-    assert "step_time · MLP: 12 parameters, 25 MB" in text and "* more ranks than cores" in text
 
 
 def test_a_goal_within_noise_or_of_another_model_is_neither_met_nor_missed() -> None:
@@ -145,17 +144,9 @@ def test_saved_results_are_split_by_case_and_read_back(tmp_path: Path) -> None:
     assert written[1].read_bytes().startswith(b"\x89PNG")
 
 
-SCALING = ["--case", "scaling"]
-
-
 def test_a_wrong_argument_is_refused_in_one_sentence(capsys):
     for arguments, words in (
-        (["--case", "nope"], "There is no case 'nope'; choose from step_time, overlap, collective, startup, memory, "),
-        (["--world-size", "1"], "--world-size 1: the case overlap needs at least 2 ranks"),
-        ([*SCALING, "--set", "world_sizes=2,4"], "--set world_sizes: must include 1, to which efficiency is relative,"),
-        ([*SCALING, "--set", "world_sizes=1"], "--set world_sizes: must include 1, to which efficiency is relative,"),
-        ([*SCALING, "--set", "world_sizes=1,99"], "--set world_sizes: must be a whole number from 1 to 64, not '99'."),
-        (["--case", "scaling", "--world-size", "2"], "does not apply to scaling: use --set world_sizes=1,2,4."),
+        (["--case", "nope"], "There is no case 'nope'; choose from step_time, exposed, memory, per_param, "),
         (
             ["--case", "collective", "--set", "op=nope"],
             "--set op: there is no 'nope'; choose from all_reduce, broadcast",
@@ -166,7 +157,7 @@ def test_a_wrong_argument_is_refused_in_one_sentence(capsys):
             "--set op=broadcast: must be NAME=VALUE with an option of memory",
         ),
         (["--case", "collective", "--model", "gpt"], "--model: collective takes no model."),
-        (["--model", "nope"], "There is no model 'nope'; choose from small, mlp, gpt, conv, resnet50, gpt2, llama, or"),
+        (["--model", "nope"], "There is no model 'nope'; choose from small, mlp, gpt, conv, resnet50, gpt2, or"),
         (["--seconds", "nan"], "above 0 and at most 3600, not nan."),
         (["--world-size", "0"], "--world-size must be 1 to 64, not 0."),
         (["--caps", "1,x"], "--caps must be MiB separated by commas, like 1,5,25, not '1,x'."),
@@ -182,7 +173,7 @@ def test_a_wrong_argument_is_refused_in_one_sentence(capsys):
 
 
 def test_a_few_cases_run_by_default_and_all_on_request() -> None:
-    assert check_names([], []) == ("step_time", "overlap", "memory")
+    assert check_names([], []) == ("step_time", "exposed", "memory")
     assert check_names(["all"], []) == USERS_CASES
     assert check_names(["exposed", "memory", "exposed"], []) == ("exposed", "memory")
 

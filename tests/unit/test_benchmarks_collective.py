@@ -34,7 +34,7 @@ def test_inputs_are_restored_before_every_call_and_wrong_results_are_named() -> 
 
         return {"all_reduce": run}
 
-    trial = collective.Trial("x", Library(torch.empty, bind), "all_reduce", 1000, meet=lambda: None)
+    trial = collective.Trial("x", Library(torch.empty, bind), "all_reduce", 1000, barrier=lambda: None)
     trial.step()
     words = r"all_reduce of 'x' on rank 0: \d+ of 1000 elements are wrong, the first at index \d+ with value"
     with pytest.raises(collective.WrongResultError, match=words):
@@ -45,11 +45,11 @@ def test_inputs_are_restored_before_every_call_and_wrong_results_are_named() -> 
 
 @on_ranks(3)
 def test_no_rank_leaves_a_barrier_before_the_last_arrives(rank: int) -> None:
-    meet = collective.Meeting()
+    barrier = collective.Barrier()
     for late in (0, 2, 1):
         time.sleep(0.05 * (rank == late))
         came_s = time.monotonic()
-        meet()
+        barrier()
         left_s = time.monotonic()
         assert max(gathered(came_s)) <= left_s
 

@@ -31,9 +31,7 @@ def test_names_known_without_torch_match_the_cases_and_models() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("name", "tensors", "numel"), [("resnet50", 161, 25_557_032), ("gpt2", 148, 124_439_808), ("llama", 57, 23_173_632)]
-)
+@pytest.mark.parametrize(("name", "tensors", "numel"), [("resnet50", 161, 25_557_032), ("gpt2", 148, 124_439_808)])
 def test_built_in_models_have_their_published_sizes(name: str, tensors: int, numel: int) -> None:
     with torch.device("meta"):
         found = describe_model(name, make_model(name, 0))

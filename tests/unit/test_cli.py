@@ -11,13 +11,11 @@ from pathlib import Path
 
 import pytest
 import typer
-from rich.console import Console
 from typer.testing import CliRunner
 
 from tests.harness import each
 from tests.programs import ROOT
 from tests.unit.helpers import assert_refused, wait_until
-from torchddp.cli import doctor
 from torchddp.cli.app import app
 from torchddp.harness import models
 from torchddp.harness.command import CONTEXT, check_output, run_app
@@ -54,7 +52,7 @@ def test_the_shell_completes_commands_and_values() -> None:
         ("torchddp trace --model g", {"gpt", "gpt2"}),
         ("torchddp tune --transport s", {"shm"}),
         ("torchddp simulate --link eth1", {"eth1", "eth10", "eth100"}),
-        ("torchddp bench --case s", {"step_time", "startup", "scaling"}),
+        ("torchddp bench --case e", {"exposed"}),
     ):
         variables = {"_TORCHDDP_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
         found = CliRunner().invoke(app, [], prog_name="torchddp", env=variables).output
@@ -178,16 +176,6 @@ def test_unusable_output_paths_are_refused(tmp_path: Path, monkeypatch: pytest.M
     for path, is_folder in [(there, False), (tmp_path / "new.json", False), (folder / "new" / "newer", True)]:
         with pytest.raises(ArgumentError, match=f"--out: cannot write to '{path}'"):
             check_output(path, "--out", folder=is_folder)
-
-
-def test_the_doctor_shows_a_spinner_only_in_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    shown: list[str] = []
-    for is_terminal in (True, False):
-        monkeypatch.setattr(Console, "is_terminal", is_terminal)
-        monkeypatch.setattr(Console, "status", lambda console, text: shown.append(text) or console)
-        monkeypatch.setattr(doctor.checks, "failure", lambda name: "")
-        doctor._transports(doctor.Built(), doctor.Running(), "")
-    assert shown == ["trying the transports c10d, shm ..."]
 
 
 # --- Ctrl-C ----------------------------------------------------------------------------------------------------------

@@ -1,13 +1,11 @@
 """`torchddp doctor`: its findings, also where torch or the compiled extension does not load."""
 
 import dataclasses
-import io
 import json
 import os
 import subprocess
 
 import pytest
-from rich.console import Console
 
 from tests.programs import python
 from torchddp import _C
@@ -72,10 +70,22 @@ def test_an_extension_that_does_not_load_is_reported() -> None:
     assert "torchddp will not work here: 1 problem, see above." in done.stdout
 
 
-def test_without_the_extra_one_sentence_says_what_to_install() -> None:
-    done = doctor(before="sys.modules['typer'] = None")
-    said = "torchddp: the command line needs typer and rich; install them with: pip install typer rich"
-    assert done.returncode == 1 and done.stderr.strip() == said
+WITHOUT_THE_EXTRA = "sys.modules.update(dict.fromkeys(('typer', 'rich', 'matplotlib', 'numpy')))"
+
+
+def test_it_needs_no_package_besides_torch() -> None:
+    done = doctor(before=WITHOUT_THE_EXTRA)
+    assert done.returncode == 0 and "torchddp works here, over c10d, shm" in done.stdout, done.stdout + done.stderr
+    done = doctor("--json", before=WITHOUT_THE_EXTRA)
+    assert done.returncode == 0 and json.loads(done.stdout)["problems"] == [], done.stderr
+    done = doctor("--nope", before=WITHOUT_THE_EXTRA)
+    assert done.returncode == 2 and "unrecognized arguments: --nope" in done.stderr
+
+
+def test_without_the_extra_other_commands_say_in_one_sentence_what_to_install() -> None:
+    done = doctor(before=f"{WITHOUT_THE_EXTRA}; sys.argv[1:] = ['trace']")
+    said = "torchddp: all commands but `torchddp doctor` need typer and rich: pip install typer rich"
+    assert done.returncode == 1 and done.stderr.splitlines()[-1] == said
 
 
 @pytest.mark.thorough
@@ -153,9 +163,7 @@ def test_rows_fit_the_terminal(columns: int, monkeypatch: pytest.MonkeyPatch) ->
     running = Running(python="3.11", torch="2.13.0", cores=64, threads=64)
     failed = Transport("shm", False, "no memory " * 20)
     found = Diagnosis(Built(), running, [failed], [], [], [], "2026-11-24T15:30:00+00:00")
-    console = Console(highlight=False, soft_wrap=True, record=True, file=io.StringIO())
-    show(found, console)
-    lines = console.export_text().splitlines()
+    lines = "\n".join(show(found)).splitlines()
     assert max(map(len, lines)) <= columns
     assert " ".join(failed.reason.split()) in " ".join(" ".join(lines).split())
 

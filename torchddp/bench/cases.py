@@ -30,16 +30,15 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from torchddp.bench.options import Option
 from torchddp.harness.command import Display
 from torchddp.harness.launch import THIS_HOST, Place, RankJob, Report, Reporter, launch
-from torchddp.harness.variants import DEFAULT_CAPS_MB, Variant, make_variants
+from torchddp.harness.variants import DEFAULT_CAPS_MB, ArgumentError, Variant, make_variants
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 # About two minutes.
-DEFAULT_CASES = ("step_time", "overlap", "memory")
+DEFAULT_CASES = ("step_time", "exposed", "memory")
 # A round is one step of every variant. A median of fewer rounds means little.
 MIN_ROUNDS = 7
 MAX_ROUNDS = 5000
@@ -49,6 +48,21 @@ QUICK_SECONDS = 2.0
 
 Result = dict[str, Any]
 Measure = Callable[["Job", str, Report], dict[str, Any]]
+Parse = Callable[[str], Any]
+
+
+@dataclass(frozen=True)
+class Option:
+    """An option of one case. `parse` turns the text into the value and raises `ArgumentError` or `ValueError`."""
+
+    default: Any
+    parse: Parse
+    help: str
+    # The value with --quick; None means the default.
+    quick: Any = None
+
+    def value(self, quick: bool) -> Any:
+        return self.default if self.quick is None or not quick else self.quick
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,8 +84,6 @@ class BenchCase:
     caps_mb: tuple[float, ...] = DEFAULT_CAPS_MB
     # Whether --caps changes them.
     takes_caps: bool = True
-    # With fewer ranks there is nothing to measure.
-    min_world_size: int = 1
     # Measures one of the job's subjects. Runs on every rank. None if `run` starts programs of its own.
     measure: Measure | None = None
     # Makes all launches of the case; returns the results of all subjects, or yields each as soon as it has it.
@@ -185,6 +197,31 @@ def one_launch(
     job = settings.job_of(case)
     display.start(case.name)
     return [make_result(job.variants, raw, job.world_size) for raw in case.launch(job, display)]
+
+
+def whole_number(low: int, high: int) -> Parse:
+    def parse(text: str) -> int:
+        if not text.isdecimal() or not low <= int(text) <= high:
+            raise ArgumentError(f"must be a whole number from {low} to {high}, not '{text}'")
+        return int(text)
+
+    return parse
+
+
+def one_of(names: Iterable[str]) -> Parse:
+    known = tuple(names)
+
+    def parse(text: str) -> str:
+        if text not in known:
+            raise ArgumentError(f"there is no '{text}'; choose from {', '.join(known)}")
+        return text
+
+    return parse
+
+
+def several(parse: Parse) -> Parse:
+    """Values separated by commas, without duplicates."""
+    return lambda text: tuple(dict.fromkeys(parse(part.strip()) for part in text.split(",")))
 
 
 def _measure_each(report: Reporter, measure: Measure, job: Job) -> list[dict[str, Any]]:

@@ -38,18 +38,15 @@ with their quartiles. A ratio is colored if its 95% interval excludes 1. Ranks r
 \b
 Cases:
   step_time   a training step: forward, backward, SGD
-  overlap     how much of the communication is hidden behind computation
-  collective  single collectives by message size, no DDP
-  startup     the constructor and the first two steps
-  memory      the peak memory of a step
-  scaling     a training step by number of ranks
-  per_param   the cost per parameter, on one rank
   exposed     what a class adds to a step
+  memory      the peak memory of a step
+  per_param   the cost per parameter, on one rank
+  collective  single collectives by message size, no DDP
 
 \b
 Examples:
   torchddp bench
-      step_time, overlap and memory, about two minutes
+      step_time, exposed and memory, about two minutes
   torchddp bench --quick
       the same in under a minute, to check that it works
   torchddp bench --case step_time --model train.py:make
@@ -58,14 +55,12 @@ Examples:
       many rounds of GPT-2 small; keep a picture and the numbers
   torchddp bench --case exposed --vs mypackage.MyDDP
       your class next to torchddp's and torch's
-  torchddp bench --case scaling --set world_sizes=1,2,4,8
-      weak scaling on this machine
   torchddp bench --case collective --set op=all_reduce,broadcast
       single collectives by message size, without DDP
   torchddp bench --ours torch.nn.parallel.DistributedDataParallel
       torch against itself: the noise of the harness
   torchddp bench --case all --json result.json --out results
-      everything, about ten minutes
+      everything, about eight minutes
 
 \b
 In a checkout, `python -m benchmarks` has more cases, for developers.
@@ -78,8 +73,8 @@ MODEL_HELP = (
 SECONDS_HELP = "Seconds of timed rounds for each model or collective. [default: 15 to 45, by case; 2 with --quick]"
 WORLD_SIZE_HELP = "Number of ranks. [default: 1 for per_param, otherwise 2]"
 SET_HELP = (
-    "An option of a single case; repeatable. Of scaling: world_sizes=1,2,4. Of collective: sizes=64,4096 (bytes), and "
-    "some of op=all_reduce,broadcast,all_gather,reduce_scatter."
+    "An option of a single case; repeatable. Of collective: sizes=64,4096 (bytes), and some of "
+    "op=all_reduce,broadcast,all_gather,reduce_scatter."
 )
 CAPS_HELP = (
     "bucket_cap_mb of torch's tuned rows, one row per value (memory always uses 25). "
@@ -118,7 +113,7 @@ def benchmark(
 ) -> None:
     # Imported here so that the other `torchddp` commands start without torch or numpy.
     try:
-        from torchddp.bench.registry import check_names, check_ranks, parse_options
+        from torchddp.bench.registry import check_names, parse_options
         from torchddp.bench.report import write_document
     except (ImportError, OSError) as error:
         raise LaunchError(f"The benchmark cannot be loaded; run `torchddp doctor`: {error}") from error
@@ -126,7 +121,6 @@ def benchmark(
     models = tuple(dict.fromkeys(model or ()))
     cases = check_names(case or (), models)
     check_numbers(seconds, world_size)
-    check_ranks(cases, world_size)
     check_output(out, "--out", folder=True)
     settings = Settings(
         cases=cases,

@@ -136,6 +136,7 @@ EXPOSED = replace(
     models=("small", "mlp", "gpt", "conv"),
     quick_models=("small", "mlp", "conv"),
     default_world_size=2,
+    seconds=15.0,
     unit="ms",
     goal_ratio=0.95,
 )

@@ -13,9 +13,9 @@ from rich.text import Text
 
 from torchddp.bench.gradients import MAX_ODD_SHARE
 from torchddp.bench.registry import CASES
-from torchddp.harness.machine import machine_slug, origin, write_json
+from torchddp.harness.machine import machine_slug, write_json
 from torchddp.harness.plots import figure_png
-from torchddp.harness.tables import ratio_sign
+from torchddp.harness.tables import origin, ratio_sign
 from torchddp.harness.variants import TORCHDDP
 
 TUNED_NOTE = "tuned: gradient_as_bucket_view, batched_grad_copy, static_graph, and the given bucket_cap_mb (cap)."
@@ -49,8 +49,7 @@ def summaries(results: Sequence[dict[str, Any]]) -> Iterable[Table]:
 
 def verdict(document: dict[str, Any]) -> str:
     """A one-sentence summary: in how many comparisons the class under test is faster than torch's best row."""
-    groups = [group for result in document["results"] for group in (result, *result.get("sizes", ()))]
-    rows = [row for group in groups for row in group.get("variants", ()) if row["role"] == "ours"]
+    rows = [row for result in document["results"] for row in result.get("variants", ()) if row["role"] == "ours"]
     ratios = [row["ratio_to_best_torch"] for row in rows if row.get("ratio_to_best_torch")]
     if not ratios:
         return f"Measured: {', '.join(case_names(document))}."
@@ -74,7 +73,7 @@ def warnings(document: dict[str, Any]) -> Iterable[str]:
 
 
 def _odd_share(result: dict[str, Any]) -> float:
-    ratios = [row.get("ratio_to_best_torch") or row.get("hidden") for row in result.get("variants", ())]
+    ratios = [row.get("ratio_to_best_torch") for row in result.get("variants", ())]
     return max((ratio["odd_rounds"] / ratio["rounds"] for ratio in ratios if ratio), default=0.0)
 
 

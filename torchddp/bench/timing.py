@@ -121,26 +121,17 @@ def wrap_copies(
     return modules
 
 
-def loss_of(job: Job, model_name: str) -> Callable[[Any], Tensor]:
-    """The model's loss; if all ranks have the same batch, weighted by rank, so that gradients must be averaged."""
-    spec = find_model(model_name, job.seed)
-    if spec.batches_differ:
-        return spec.loss
-    weight = 1 + dist.get_rank()
-    return lambda output: weight * spec.loss(output)
-
-
 def build_runners(job: Job, model_name: str, kind: type[Runner] = Runner) -> list[Runner]:
     """Build one runner per variant around copies of one model, all in the default process group."""
-    original = make_model(model_name, job.seed)
-    loss = loss_of(job, model_name)
-    modules = wrap_copies(original, job.variants)
+    spec = find_model(model_name, job.seed)
+    # If all ranks have the same batch, losses are weighted by rank: otherwise averaging gradients would prove nothing.
+    weight = 1 if spec.batches_differ else 1 + dist.get_rank()
+
+    def loss(output: Any) -> Tensor:
+        return weight * spec.loss(output)
+
+    modules = wrap_copies(make_model(model_name, job.seed), job.variants)
     return [kind(variant, module, loss) for variant, module in zip(job.variants, modules, strict=True)]
-
-
-def two_batches(job: Job, model_name: str) -> list[Any]:
-    """This rank's batch for timing, and another for the checks, so that stale gradients don't pass them."""
-    return [make_batch(model_name, job.seed, dist.get_rank(), index) for index in (0, 1)]
 
 
 def check_gradients(
@@ -239,14 +230,14 @@ def no_collections() -> Iterator[None]:
 def timed_rounds(
     runners: Sequence[Steps], batch: Any, job: Job, report: Report, decisions: int = MAX_ROUNDS
 ) -> np.ndarray:
-    """This rank's step times, [variant, round]; [clock, variant, round] if a step has several times.
+    """This rank's step times, [variant, round].
 
     Rank 0 decides about `decisions` times whether to go on, by default after every round.
     """
     # A new order each round, the same on every rank, so that no variant always follows the same other one.
     shuffler = random.Random(job.seed)
     order = list(range(len(runners)))
-    rounds: list[list[float]] = []
+    rounds: list[list[Any]] = []
     with no_collections():
         start_s, wanted = time.monotonic(), 1
         while wanted:
@@ -267,7 +258,8 @@ def time_model(job: Job, model_name: str, report: Report) -> dict[str, Any]:
 
 def time_runners(job: Job, model_name: str, runners: Sequence[Runner], report: Report) -> dict[str, Any]:
     """`time_model` for variants that the caller has built and keeps."""
-    batch, other_batch = two_batches(job, model_name)
+    # Another batch for the checks, so that stale gradients don't pass them.
+    batch, other_batch = (make_batch(model_name, job.seed, dist.get_rank(), index) for index in (0, 1))
     warm_up(runners, batch, job)
     check_gradients(job, model_name, runners, other_batch)
     samples = timed_rounds(runners, batch, job, report)

@@ -17,7 +17,7 @@ from rich.text import Text
 from torchddp.cli import options
 from torchddp.harness.command import FACTORY_HELP, FindUnusedParameters, JsonFile, ModelSettings, output_option
 from torchddp.harness.plots import figure_png
-from torchddp.harness.tables import ranks_text
+from torchddp.harness.tables import origin, ranks_text
 from torchddp.harness.variants import ArgumentError
 
 # torch and numpy load only when the command runs: `torchddp doctor` must start without them.
@@ -143,7 +143,7 @@ def trace(
         bucket_cap_mb=bucket_cap_mb,
         plan=None if plan is None else str(plan),
     )
-    from torchddp.harness.machine import new_document, origin, write_json
+    from torchddp.harness.machine import new_document, write_json
     from torchddp.profiler import report
     from torchddp.profiler.export import draw, write_chrome_trace
     from torchddp.profiler.session import merged_trace

@@ -21,7 +21,7 @@ from torchddp.harness.command import (
     parse_caps,
 )
 from torchddp.harness.plots import figure_png, finish_panel, panels
-from torchddp.harness.tables import MB, counted, number, plain_table, ranks_text, ratio_sign, ratio_text
+from torchddp.harness.tables import MB, counted, number, origin, plain_table, ranks_text, ratio_sign, ratio_text
 from torchddp.harness.variants import ArgumentError
 
 # torch and numpy load only when the command runs: `torchddp doctor` must start without them.
@@ -70,7 +70,7 @@ def tune(
     plot: Annotated[Path | None, output_option("Write a PNG of step time over bucket size to this file.")] = None,
 ) -> None:
     from torchddp.cli.tune_run import DEFAULT_CAPS_MB, TuneSettings, tune_document, tune_on_rank
-    from torchddp.harness.machine import new_document, origin, write_json
+    from torchddp.harness.machine import new_document, write_json
 
     check_numbers(seconds, None)
     caps_mb = DEFAULT_CAPS_MB if caps is None else parse_caps(caps)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shlex
-import signal
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,14 +13,14 @@ import typer
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from torchddp.harness.launch import LaunchError
+from torchddp.harness.launch import EXIT_INTERRUPTED, LaunchError, interrupted_once
 from torchddp.harness.variants import ArgumentError
 
 MAX_WORLD_SIZE, MAX_SECONDS = 64, 3600
 # The built-in models, in torchddp.harness.models; all other names are `package.module:factory` or `file.py:factory`.
-MODEL_NAMES = ("small", "mlp", "gpt", "conv", "resnet50", "gpt2", "llama")
+MODEL_NAMES = ("small", "mlp", "gpt", "conv", "resnet50", "gpt2")
 
-EXIT_FAILED, EXIT_BAD_ARGUMENT, EXIT_INTERRUPTED = 1, 2, 130
+EXIT_FAILED, EXIT_BAD_ARGUMENT = 1, 2
 
 # For every app: -h as well as --help.
 CONTEXT = {"help_option_names": ["-h", "--help"]}
@@ -86,18 +83,13 @@ def output_option(help_text: str, *names: str) -> Any:
     return typer.Option(*names, help=help_text, callback=_checked_output)
 
 
-def knows_width(console: Console) -> bool:
-    """Whether lines should fit the console's width: not in a file or a pipe, unless COLUMNS is set."""
-    return console.is_terminal or "COLUMNS" in os.environ
-
-
 def make_console() -> Console:
     """A console as wide as the terminal, up to 100 columns; in a file or a pipe 100, unless COLUMNS is set.
 
     It prints text as it is: a path may look like markup.
     """
     console = Console()
-    width = min(console.width, 100) if knows_width(console) else 100
+    width = min(console.width, 100) if console.is_terminal or "COLUMNS" in os.environ else 100
     return Console(width=width, markup=False, emoji=False, highlight=False)
 
 
@@ -156,30 +148,11 @@ def report_error(message: str) -> None:
     Console(stderr=True, emoji=False).print(f"error: {message}", markup=False, highlight=False, soft_wrap=True)
 
 
-@contextlib.contextmanager
-def _interrupted_once() -> Iterator[None]:
-    """The first Ctrl-C raises KeyboardInterrupt; later ones must not disturb the cleanup."""
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    if not in_main_thread or signal.getsignal(signal.SIGINT) in (signal.SIG_IGN, None):
-        yield
-        return
-
-    def interrupt(number: int, frame: object) -> None:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGINT, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
 def run_app(program_app: typer.Typer, program: str, arguments: Sequence[str]) -> int:
     """Run a command and return its exit code. An error prints one sentence to stderr."""
     command = shlex.join([*program.split(), *arguments])
     try:
-        with _interrupted_once():
+        with interrupted_once():
             result = program_app(list(arguments), standalone_mode=False, prog_name=program, obj={"command": command})
     except (ArgumentError, LaunchError, typer.TyperException) as error:
         message, code = str(error), EXIT_BAD_ARGUMENT if isinstance(error, ArgumentError) else EXIT_FAILED

@@ -31,6 +31,9 @@ ERROR_GRACE_S = 1.0
 # Often enough for a progress bar, rarely enough not to disturb a measurement.
 PROGRESS_INTERVAL_S = 0.5
 
+# Of a command that Ctrl-C has ended.
+EXIT_INTERRUPTED = 130
+
 # One thread each, also for libraries that read the variable when they are loaded.
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
@@ -101,6 +104,25 @@ def _children_ignore_interrupts() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextlib.contextmanager
+def interrupted_once() -> Iterator[None]:
+    """The first Ctrl-C raises KeyboardInterrupt; later ones must not disturb the cleanup."""
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if not in_main_thread or signal.getsignal(signal.SIGINT) in (signal.SIG_IGN, None):
+        yield
+        return
+
+    def interrupt(number: int, frame: object) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def stop_processes(processes: Sequence[BaseProcess]) -> None:

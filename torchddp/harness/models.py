@@ -84,7 +84,6 @@ MODELS: dict[str, ModelSpec] = {
     # Small images and short texts, so that a step on one core takes at most a second.
     "resnet50": ModelSpec("ResNet-50", networks.ResNet, _noise(4, 3, 64, 64)),
     "gpt2": ModelSpec("GPT-2 small", networks.gpt2, _tokens(networks.GPT2_VOCABULARY, 32)),
-    "llama": ModelSpec("LLaMA-like", networks.Llama, _tokens(4096, 64)),
 }
 
 

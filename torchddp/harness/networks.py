@@ -11,7 +11,6 @@ from torch.nn import functional as F
 SMALL_TENSORS = 1000
 SMALL_NUMEL = 64
 GPT2_VOCABULARY = 50257
-ROTARY_BASE = 10_000.0
 
 
 class ManySmallTensors(nn.Module):
@@ -160,55 +159,3 @@ class ResNet(_Classifier):
                 layers.append(Bottleneck(channels, width << stage, stride))
                 channels = 4 * (width << stage)
         super().__init__(layers, channels, classes)
-
-
-def rotate(heads: Tensor) -> Tensor:
-    """Apply rotary positions to [batch, head, length, width]: rotate each pair of channels by its token's position."""
-    length, half = heads.shape[2], heads.shape[3] // 2
-    # Computed in each forward, because DDP would broadcast a table in a buffer in every step.
-    pace = ROTARY_BASE ** (-torch.arange(half, device=heads.device) / half)
-    angle = torch.arange(length, device=heads.device)[:, None] * pace
-    cosine, sine = angle.cos(), angle.sin()
-    first, second = heads[..., :half], heads[..., half:]
-    return torch.cat((first * cosine - second * sine, first * sine + second * cosine), dim=-1)
-
-
-class _LlamaBlock(nn.Module):
-    def __init__(self, width: int, heads: int, hidden_width: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.attention_norm = nn.RMSNorm(width)
-        square = (nn.Linear(width, width, bias=False) for _ in range(4))
-        self.query, self.key, self.value, self.projection = square
-        self.mlp_norm = nn.RMSNorm(width)
-        self.gate = nn.Linear(width, hidden_width, bias=False)
-        self.up = nn.Linear(width, hidden_width, bias=False)
-        self.down = nn.Linear(hidden_width, width, bias=False)
-
-    def _split(self, hidden: Tensor) -> Tensor:
-        return hidden.unflatten(-1, (self.heads, -1)).transpose(1, 2)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        normed = self.attention_norm(hidden)
-        query, key, value = (self._split(project(normed)) for project in (self.query, self.key, self.value))
-        mixed = F.scaled_dot_product_attention(rotate(query), rotate(key), value, is_causal=True)
-        hidden = hidden + self.projection(mixed.transpose(1, 2).flatten(2))
-        normed = self.mlp_norm(hidden)
-        return hidden + self.down(F.silu(self.gate(normed)) * self.up(normed))
-
-
-class Llama(nn.Module):
-    """A LLaMA-like decoder (RMSNorm, rotary attention, SwiGLU, no biases); by default 23 M parameters in 57 tensors."""
-
-    def __init__(
-        self, vocabulary: int = 4096, width: int = 512, depth: int = 6, heads: int = 8, hidden_width: int = 1376
-    ) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(vocabulary, width)
-        self.blocks = nn.Sequential(*(_LlamaBlock(width, heads, hidden_width) for _ in range(depth)))
-        self.norm = nn.RMSNorm(width)
-        self.head = nn.Linear(width, vocabulary, bias=False)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        logits = self.head(self.norm(self.blocks(self.tokens(tokens[:, :-1]))))
-        return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())

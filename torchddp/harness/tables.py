@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rich import box
 from rich.table import Table
 from rich.text import Text
+
+from torchddp.harness.machine import date_text
 
 MB = 1e6
 MAX_WIDTH = 80
@@ -88,3 +90,16 @@ def plain_table(
     for heading in numbers:
         table.add_column(Text(heading), justify="right", no_wrap=True)
     return table
+
+
+def origin(document: dict[str, Any]) -> Iterator[Text]:
+    """When, where and by which command the results of a document were made."""
+    machine = document["machine"]
+    commit = (machine["git_commit"] or "no commit")[:12] + (" (changed)" if machine["git_dirty"] else "")
+    date = f"{date_text(document['date'])} · " if "date" in document else ""
+    yield Text(
+        f"{date}{machine['cpu']}, {machine['cores']} cores, load {machine['load_average_1min']:g} · torch "
+        f"{machine['torch']} · torchddp {machine['torchddp'] or 'not installed'} · {commit}",
+        style="dim",
+    )
+    yield Text(document["command"], style="dim")
