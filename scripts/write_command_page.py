@@ -14,7 +14,8 @@ _INTRO = """\
 # The torchddp command
 
 All but `torchddp doctor` needs typer and rich: `pip install typer rich`, and matplotlib for plots. `python -m torchddp`
-runs the same command with a given Python. Below is what `--help` prints (`python -m scripts.write_command_page` updates this page).
+runs the same command with a given Python. Below is what `--help` prints (`python -m scripts.write_command_page` updates
+this page).
 
 | To | Command | Guide |
 |---|---|---|

@@ -1,6 +1,5 @@
 """Errors of communication hooks, also when another rank is lost."""
 
-import datetime
 import os
 import threading
 
@@ -118,7 +117,7 @@ def test_a_lost_rank(rank):
 
 @on_ranks(2)
 def test_the_time_limit_of_the_hook(rank):
-    model = hooked(Int8(timeout=datetime.timedelta(seconds=5)))
+    model = hooked(Int8(timeout=5))
     step_of(model, given(rank, 0))
     if rank == 0:
         with pytest.raises(RuntimeError, match="Int8 on rank 0, step 2"):

@@ -147,10 +147,7 @@ def choose(step_ms: np.ndarray, same: Collection[int] = ()) -> Choice:
     Significantly: the 95% interval of the paired ratio lies below 1. Of the candidates that can't be told apart from
     the fastest, the first is chosen, which is the planned one if it is among them. Doubtful: none is significantly
     faster, but a ratio's median promises a gain, or is at most 1 with an interval that leaves room for twice the gain.
-
-    Args:
-        step_ms: [candidate, round].
-        same: candidates with the default's own buckets, which can only be faster by chance.
+    ``step_ms``: [candidate, round]. ``same``: those with the default's own buckets, faster only by chance.
     """
     ratios = tuple(paired_ratio(row, step_ms[0]) for row in step_ms)
     others = [index for index in range(1, len(ratios)) if index not in same]

@@ -3,7 +3,6 @@
 # No `from __future__ import annotations` here: torch's register_comm_hook() compares a hook's annotations with the
 # types.
 
-import datetime
 import fnmatch
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -17,6 +16,7 @@ from torchddp import _torch
 from torchddp.comm_hooks.exchange import Hierarchical
 from torchddp.comm_hooks.hook import CommHook, Setup
 from torchddp.comm_hooks.layout import Layout, Piece, Slot
+from torchddp.durations import Duration
 
 # A glob on names, "norms", "biases", "vectors", a module class, or a function of name and parameter.
 Which = str | type[nn.Module] | Callable[[str, nn.Parameter], bool]
@@ -55,7 +55,7 @@ class PerParameter(CommHook):
         rules: Sequence[tuple[Which, CommHook | None]],
         *,
         hierarchical: Hierarchical = "auto",
-        timeout: datetime.timedelta | None = None,
+        timeout: Duration | None = None,
     ) -> None:
         super().__init__(hierarchical=hierarchical, timeout=timeout)
         self.default = default

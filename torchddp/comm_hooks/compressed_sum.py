@@ -33,10 +33,8 @@ def sum_compressed(
     them in fp32 and send the sum to all, compressed again (with a residual at the owner: server-side error feedback as
     in double squeeze, Tang et al., ICML 2019).
 
-    Args:
-        flat: fp32 [n], contiguous.
-        residual: fp32 [n], or None: no error feedback.
-        server_residual: fp32 of this member's shard (see :func:`server_shard`), or None.
+    ``flat``: fp32 [n], contiguous. ``residual``: fp32 [n]; ``server_residual``: fp32 of this member's shard
+    (:func:`server_shard`); None: no error feedback.
     """
     if exchange.members == 1:
         flat.mul_(scale)
@@ -66,9 +64,7 @@ def sum_compressed(
 
 
 def server_shard(exchange: Exchange, numel: int) -> tuple[int, int]:
-    """The part of ``numel`` elements that this member sums, as [begin, end); empty if members send each other
-    everything.
-    """
+    """The part of ``numel`` elements that this member sums, as [begin, end); empty for two members."""
     if exchange.members <= 2:
         return 0, 0
     return _shards(numel, exchange.members)[exchange.member]

@@ -45,13 +45,9 @@ _COMPRESSED = "an exchange of compressed values"  # for errors
 class _Groups:
     """The process groups of an exchange, which another one gets when it is gone: torch keeps them until the end.
 
-    Attributes:
-        everyone: the ranks of the model's group.
-        outer: those in the same place on each host, or everyone.
-        inner: those of this host; None: every rank counts as a host.
-        purpose: what they can be used for.
-        begun, done: how many operations. They differ after an error. If ranks have done different numbers, they would
-            get each other's messages.
+    ``everyone``: the ranks of the model's group. ``outer``: those in the same place on each host, or everyone.
+    ``inner``: those of this host; None: every rank counts as a host. ``begun`` and ``done`` count operations and
+    differ after an error: ranks that have done different numbers would get each other's messages.
     """
 
     everyone: _C.Transport
@@ -79,22 +75,15 @@ _made: weakref.WeakKeyDictionary[dist.ProcessGroup, list[_Groups]] = weakref.Wea
 class Exchange:
     """Collectives of one hook over its own process groups. Only its thread uses it, in the same order on all ranks.
 
-    Collective. All operations end within the process group's time limit, with an error of torch's.
-
-    Args:
-        process_group: the model's.
-        device: where the gradients are.
-        hierarchical: sum exactly inside each host, and compress between hosts: "auto" if there are several with equal
-            numbers of ranks; False never; True also where there is one host (then nothing is compressed).
-        timeout: of each collective; None: that of the process group.
+    Collective. Operations end within ``timeout`` (None: the process group's limit), with an error of torch's.
+    ``hierarchical``: sum exactly inside each host, and compress between hosts: "auto" if there are several with equal
+    numbers of ranks; False never; True also where there is one host (then nothing is compressed).
 
     Attributes:
-        members: the number of ranks that exchange messages (one per host, or all ranks).
-        member: this rank's index among them.
+        members, member: how many ranks exchange messages (one per host, or all), and this rank's index among them.
         is_shared: it uses the model's own group, because torch can't create others of its ranks.
-        time_limit: of each collective, where it is known.
-        sent_bytes: bytes passed to the network or to shared memory so far. Exact sums are counted as ring all-reduces;
-            over shared memory a rank reads and writes as much of the others' memory.
+        sent_bytes: passed to the network or to shared memory so far. Exact sums are counted as ring all-reduces; over
+            shared memory a rank reads and writes as much of the others' memory.
     """
 
     def __init__(

@@ -29,25 +29,18 @@ def compressed_bytes(format: str, numel: int) -> int:
 def compress(format: str, source: Tensor, out: Tensor, residual: Tensor | None = None, scale: float = 1.0) -> None:
     """Write ``v = source * scale + residual`` to ``out`` in ``format``; the residual becomes the coding error.
 
-    A block with NaN or Inf gets the scale NaN, so that all of it is NaN after :func:`decompress`, and a zero residual,
-    so that the next step is unaffected.
-
-    Args:
-        source: fp32 [n], contiguous.
-        out: uint8 [compressed_bytes(format, n)], contiguous.
-        residual: fp32 [n], updated in place; None: no error feedback.
+    A block with NaN or Inf becomes NaN after :func:`decompress`, with a zero residual, so that the next step is
+    unaffected. ``source``: fp32 [n], contiguous. ``out``: uint8 [compressed_bytes(format, n)], contiguous.
+    ``residual``: fp32 [n], updated in place; None: no error feedback.
     """
     code = _C.compress if source.device.type == "cpu" else compress_reference
     code(format, source, out, residual, scale)
 
 
 def decompress(format: str, data: Tensor, out: Tensor, accumulate: bool = False) -> None:
-    """Write (or add) the fp32 values of a message to ``out``.
+    """Write (or ``accumulate``: add) the fp32 values of a message to ``out``.
 
-    Args:
-        data: uint8 [compressed_bytes(format, n)], contiguous.
-        out: fp32 [n], contiguous.
-        accumulate: add to what ``out`` holds.
+    ``data``: uint8 [compressed_bytes(format, n)], contiguous. ``out``: fp32 [n], contiguous.
     """
     decode = _C.decompress if out.device.type == "cpu" else decompress_reference
     decode(format, data, out, accumulate)

@@ -4,7 +4,6 @@
 # types.
 
 import abc
-import datetime
 import weakref
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field, replace
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from torchddp.comm_hooks.compressed_sum import sum_over_ranks
 from torchddp.comm_hooks.exchange import Exchange, Hierarchical
 from torchddp.comm_hooks.layout import Layout, Piece, layout_of
+from torchddp.durations import Duration, timedelta_of
 from torchddp.traffic import Traffic
 from torchddp.transport.worker import Worker
 
@@ -26,13 +26,8 @@ _GRACE_S = 5.0  # beyond the limit of a collective, for its thread to end
 
 @dataclass(frozen=True)
 class Setup:
-    """What a hook gets before it reduces anything.
-
-    Attributes:
-        exchange: how to reach the other ranks.
-        parameters: those that will be reduced, by name.
-        module: the model without its wrapper.
-        sum_format: the format in which exact sums are sent: "fp16", "bf16" or None (unchanged).
+    """What a hook gets before it reduces anything: the exchange, the parameters that will be reduced, by name, and the
+    model without its wrapper. ``sum_format``: in which exact sums are sent: "fp16", "bf16" or None (unchanged).
     """
 
     exchange: Exchange
@@ -86,15 +81,15 @@ class CommHook(abc.ABC):
         hierarchical: "auto": if there are several hosts with equally many ranks, sum exactly within each host and
             compress only between hosts; False: every rank sends to every other; True: sum exactly within the host even
             if there is only one.
-        timeout: how long each of the hook's collectives may take; None: the process group's timeout.
+        timeout: seconds or a timedelta that each of the hook's collectives may take; None: the process group's timeout.
     """
 
     # Whether it only sends exact sums, so that it works where nothing else is available (torchft's Manager).
     sends_sums_only = False
 
-    def __init__(self, *, hierarchical: Hierarchical = "auto", timeout: datetime.timedelta | None = None) -> None:
+    def __init__(self, *, hierarchical: Hierarchical = "auto", timeout: Duration | None = None) -> None:
         self.hierarchical = hierarchical
-        self.timeout = timeout
+        self.timeout = timedelta_of(timeout, "timeout")
         self._attachment: _Attachment | None = None
         self._exchange: Any = None  # an Exchange, once attached
         self._step = _Step(0)

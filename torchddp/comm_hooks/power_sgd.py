@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from torch import Tensor
 from torchddp.comm_hooks.compressed_sum import sum_over_ranks
 from torchddp.comm_hooks.hook import CommHook, Setup
 from torchddp.comm_hooks.layout import Layout, Piece, Residuals, Slot, check_names
+from torchddp.durations import Duration
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class PowerSGD(CommHook):
         min_compression_rate: float = 2.0,
         clamp_rank: bool = False,
         seed: int = 0,
-        timeout: datetime.timedelta | None = None,
+        timeout: Duration | None = None,
     ) -> None:
         super().__init__(timeout=timeout, hierarchical=False)  # exact sums already take the hosts into account
         if rank < 1:

@@ -60,11 +60,7 @@ class LocalParameter:
 
 
 class LocalParameters:
-    """A model's parameters for its reducer, some of which are DTensors.
-
-    Args:
-        known: the previous `leaves`, for DTensors that stay.
-    """
+    """A model's parameters for its reducer, some of which are DTensors. ``known``: the previous `leaves`."""
 
     def __init__(self, parameters: Sequence[torch.Tensor], known: Mapping[int, torch.nn.Parameter]) -> None:
         self.pairs: list[LocalParameter] = []

@@ -128,9 +128,7 @@ _ADVICE = (
 def describe(changes: Sequence[str | None], names: Sequence[str]) -> str:
     """Describe which ranks changed which gradients; "" if all ranks did the same.
 
-    Args:
-        changes: by rank, one digit per parameter (the reducer's `changed_gradients()`); None: unknown.
-        names: of the parameters.
+    ``changes``: by rank, one digit per parameter (the reducer's `changed_gradients()`); None: unknown.
     """
     known = {rank: own for rank, own in enumerate(changes) if own is not None}
     differ = [index for index in range(len(names)) if len({own[index] for own in known.values()}) > 1]

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from torchddp import _C
 from torchddp.diagnose.rank_state import frames_of_threads, note_exception
+from torchddp.durations import Duration, seconds
 from torchddp.errors import TransportError
 from torchddp.transport.board import Board
 from torchddp.transport.worker import Task, watch
@@ -64,7 +65,7 @@ class PeerFailedError(TransportError):
 
     @classmethod
     def of(cls, error: BaseException, rank: int) -> PeerFailedError:
-        """What the other ranks are told about an exception of this rank."""
+        """What this rank posts about its exception."""
         trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
         said = str(error)[:_MESSAGE_CHARACTERS]
         return cls(rank, type(error).__name__, said, _C.finished_steps(), trace[-_TRACEBACK_CHARACTERS:])
@@ -74,7 +75,7 @@ class PeerFailedError(TransportError):
         return f"rank {self.rank} failed{when}: {self.exception_type}: {self.message}"
 
 
-def fail_together(process_group: Any = None, *, grace_s: float | None = 3.0) -> FailTogether:
+def fail_together(process_group: Any = None, *, grace_s: Duration | None = 3.0) -> FailTogether:
     """A context for the training loop: an exception that leaves it on one rank ends all ranks within seconds.
 
     Example:
@@ -104,15 +105,13 @@ def fail_together(process_group: Any = None, *, grace_s: float | None = 3.0) -> 
 
     Args:
         process_group: None is the default group.
-        grace_s: seconds from the notification to the end of the process; None: never end it.
+        grace_s: seconds (or a timedelta) from the notification to the end of the process; None: never end it.
 
     Raises:
-        ValueError: ``grace_s`` is negative or NaN.
+        TypeError, ValueError: ``grace_s`` is not a duration, negative or NaN.
         PeerFailedError: on leaving, as above.
     """
-    if grace_s is not None and not grace_s >= 0:
-        raise ValueError(f"grace_s must be a number of seconds from 0 on, or None for never, got {grace_s}")
-    return FailTogether(process_group, grace_s)
+    return FailTogether(process_group, seconds(grace_s, "grace_s"))
 
 
 @contextmanager

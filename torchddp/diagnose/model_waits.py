@@ -19,12 +19,7 @@ _models: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDict
 
 
 class ModelWaits:
-    """The waits of one model. Does not keep the model alive.
-
-    Args:
-        session: of the model.
-        stall_s: seconds of waiting after which the other ranks are asked.
-    """
+    """The waits of one model, which it does not keep alive. ``stall_s``: how long until the other ranks are asked."""
 
     def __init__(self, session: ReducerSession, stall_s: float) -> None:
         self.stall_s = stall_s

@@ -41,12 +41,8 @@ _GIVE_UP_ROUNDS = 10  # collection times after which ranks stop waiting for a re
 
 
 class Wait(NamedTuple):
-    """A wait of this rank: in a model's step, or in a call of torch.distributed.
-
-    Attributes:
-        key: what waits.
-        since_s: when it began, in seconds of the monotonic clock.
-        limit_s: seconds after which the other ranks are asked.
+    """A wait of this rank, in a model's step or in a call of torch.distributed: what waits, since when (seconds of the
+    monotonic clock), and the seconds after which the other ranks are asked.
     """
 
     key: Hashable
@@ -59,12 +55,7 @@ class Wait(NamedTuple):
 
 
 class Reported(NamedTuple):
-    """A wait that the ranks have been asked about.
-
-    Attributes:
-        since_s: when it began.
-        again_s: seconds of waiting after which they are asked again.
-    """
+    """A wait that the ranks have been asked about: when it began, and the seconds after which they are asked again."""
 
     since_s: float
     again_s: float
@@ -92,11 +83,8 @@ class HangMonitor:
 
     A forked child is not a rank: its copy neither checks nor reports anything.
 
-    Keys on the board: ``who/R`` (a rank's process), ``left/R`` (why it no longer takes part), ``request`` (the last
-    question), ``answer/N/R`` (a `RankState`) and ``report/N`` (the finding) of question N.
-
-    Args:
-        board: over the process group of all ranks that talk to each other.
+    Keys on the board, which is over all ranks of the job: ``who/R`` (a rank's process), ``left/R`` (why it no longer
+    takes part), ``request`` (the last question), ``answer/N/R`` (a `RankState`) and ``report/N`` of question N.
     """
 
     def __init__(self, board: Board) -> None:
@@ -354,7 +342,7 @@ os.register_at_fork(after_in_child=_monitors.clear)
 def monitor_of(home: dist.ProcessGroup) -> HangMonitor | None:
     """The job's monitor, created if it is missing (all ranks must then do so); it lasts as long as the group.
 
-    None for a job of one rank, and for a group without a store for the ranks to communicate through.
+    None for a job of one rank, and for a group without a store.
     """
     found = _monitors.get(id(home))
     if found is not None and found.is_of(home):

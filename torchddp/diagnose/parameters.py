@@ -215,13 +215,10 @@ def make_error(
 
 @torch.no_grad()
 def hash_tensors(tensors: Sequence[torch.Tensor], *, by_operators: bool = False) -> list[int]:
-    """A hash of each tensor's bits in logical order: 0.0 and -0.0 differ, NaNs with equal bits don't.
+    """A hash of each strided tensor's bits in logical order: 0.0 and -0.0 differ, NaNs with equal bits don't.
 
     On the CPU a kernel computes it. Elsewhere, or if ``by_operators``, torch's operators compute a different hash, with
-    one synchronization per device.
-
-    Args:
-        tensors: strided, of any dtype. RuntimeError for others.
+    one synchronization per device. RuntimeError for other layouts.
     """
     hashes = [0] * len(tensors)
     sums: dict[torch.device, list[tuple[int, torch.Tensor]]] = defaultdict(list)

@@ -9,6 +9,7 @@ import socket
 from typing import Any
 from urllib.parse import urlsplit
 
+from torchddp.durations import Duration, seconds
 from torchddp.errors import TransportError
 
 ADDRESS_ENV = "TORCHFT_LIGHTHOUSE"
@@ -59,14 +60,14 @@ def _no_quorum(manager: Any, error: Exception) -> str:
     return f"{text}. Restart the lighthouse, then this replica: the others heal it."
 
 
-def check_lighthouse(address: str | None = None, timeout_s: float = 3.0) -> str:
+def check_lighthouse(address: str | None = None, timeout_s: Duration = 3.0) -> str:
     """Raise unless something listens at the lighthouse's address. Not collective.
 
     torchft itself detects this only after its ``connect_timeout`` (60 s by default).
 
     Args:
         address: "http://host:port"; None: the environment variable TORCHFT_LIGHTHOUSE.
-        timeout_s: seconds to wait for a connection.
+        timeout_s: seconds (or a timedelta) to wait for a connection.
 
     Returns:
         The address.
@@ -81,12 +82,12 @@ def check_lighthouse(address: str | None = None, timeout_s: float = 3.0) -> str:
             f"there is no lighthouse: start one ('torchft_lighthouse --min_replicas 1') and set {ADDRESS_ENV} to its "
             "address, http://host:port"
         )
-    if problem := why_unreachable(address, timeout_s):
+    if problem := why_unreachable(address, seconds(timeout_s, "timeout_s")):
         raise RuntimeError(f"{problem}. Start it with 'torchft_lighthouse --bind \"[::]:PORT\" --min_replicas 1'.")
     return address
 
 
-def why_unreachable(address: str, timeout_s: float = 3.0) -> str:
+def why_unreachable(address: str, timeout_s: float | None = 3.0) -> str:
     """Why the address can't be reached; empty if it can. ValueError for an invalid address."""
     try:
         parts = urlsplit(address)

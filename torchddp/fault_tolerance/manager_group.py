@@ -27,10 +27,8 @@ _SUM = dist.ReduceOp.SUM
 class ManagerGroup(dist.ProcessGroup):
     """See Note [A group of one].
 
-    Attributes:
-        sums_used: whether maps of used parameters are summed over the replicas; otherwise each replica uses its own.
-        refusal: the error for averaging over this group, which would do nothing.
-        failed: whether a sum has failed since the last `take_failure`.
+    ``sums_used``: whether maps of used parameters are summed over the replicas. ``refusal``: the error for averaging
+    over this group, which would do nothing. ``failed``: whether a sum has failed since the last `take_failure`.
     """
 
     refusal = (
@@ -75,10 +73,9 @@ class ManagerGroup(dist.ProcessGroup):
 
 
 class ManagerExchange:
-    """The communication of a hook between replicas: exact sums only.
+    """The part of `torchddp.comm_hooks.exchange.Exchange` that hooks with exact sums need. Not collective to create.
 
-    The part of `torchddp.comm_hooks.exchange.Exchange` that such hooks need. Creating it is not collective. A failed
-    sum does not raise: its values are invalid, and the manager records the error.
+    A failed sum does not raise: its values are invalid, and the manager records the error.
     """
 
     rank = 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import functools
 from collections.abc import Callable
 from typing import Any, TypeAlias, overload
@@ -17,6 +16,7 @@ from torch.optim import Optimizer
 from torchddp import _torch
 from torchddp.composable import replicate
 from torchddp.ddp.module import DistributedDataParallel
+from torchddp.durations import timedelta_of
 from torchddp.optim import OSS
 from torchddp.parallel import fully, groups
 from torchddp.parallel.config import ParallelConfig
@@ -52,7 +52,7 @@ def parallelize(
 
     With one process or no process group, returns the module itself. Otherwise it returns a `DistributedDataParallel`, a
     `ShardedDataParallel` (ZeRO-2, Rajbhandari et al. 2020), or the same module with its parameters sharded by torch's
-    ``fully_shard`` (FSDP2, Zhao et al. 2023; with replicas: HSDP). `parallel_group_info` then reports the groups.
+    ``fully_shard`` (FSDP2, Zhao et al. 2023; with replicas: HSDP). `parallel_group_info` reports the model's groups.
 
     Args:
         model: already on its device. With tensor parallelism: after ``parallelize_module`` over
@@ -78,14 +78,17 @@ def parallelize(
     layout = groups.layout_here(config, has_dtensors)
     if layout.kind == "sharded" and optimizer is None:
         raise ValueError("kind 'sharded' shards the optimizer's state: pass optimizer=functools.partial(AdamW, lr=...)")
-    mesh = groups.open_groups(layout, config, config.device_type or _device_type(model))
-    if layout.kind == "sharded":
-        assert optimizer is not None and mesh is not None
-        return _shard_states(model, config, optimizer, mesh)
+    opened = groups.open_groups(layout, config, config.device_type or _device_type(model))
+    made: Optimizer | None = None
     if layout.kind != "none":
-        assert mesh is not None
-        model = _apply(model, config, layout, mesh)
-    return model if optimizer is None else (model, optimizer(model.parameters()))
+        assert opened.mesh is not None
+        if layout.kind == "sharded":
+            assert optimizer is not None
+            model, made = _shard_states(model, config, optimizer, opened.mesh)
+        else:
+            model = _apply(model, config, layout, opened.mesh)
+    groups.note_groups(model, opened)
+    return model if optimizer is None else (model, made or optimizer(model.parameters()))
 
 
 def _apply(model: nn.Module, config: ParallelConfig, layout: groups.Layout, mesh: DeviceMesh) -> nn.Module:
@@ -121,9 +124,8 @@ def _shard_states(
 def _wrapper_options(config: ParallelConfig) -> dict[str, Any]:
     """`ParallelConfig.ddp`, with values that files can't hold converted from what they do hold."""
     options = dict(config.ddp)
-    timeout = options.get("timeout")
-    if isinstance(timeout, int | float) and not isinstance(timeout, bool):
-        options["timeout"] = datetime.timedelta(seconds=timeout)
+    if "timeout" in options:
+        options["timeout"] = timedelta_of(options["timeout"], "ddp.timeout")
     for name, allowed in _DTYPE_OPTIONS.items():
         dtype = options.get(name)
         if isinstance(dtype, str):

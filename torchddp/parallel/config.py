@@ -68,8 +68,7 @@ class ParallelConfig:
             modules of the model's lists. (): the model as a whole.
         forward_prefetch, backward_prefetch: with FSDP: number of modules whose parameters are gathered ahead. 0:
             torch's own behavior.
-        ddp: further options of DistributedDataParallel or ShardedDataParallel. ``timeout`` may be given in seconds,
-            ``wire_dtype`` by its name.
+        ddp: further options of DistributedDataParallel or ShardedDataParallel; ``wire_dtype`` may be given by its name.
 
     Raises:
         TypeError: a value of the wrong type.

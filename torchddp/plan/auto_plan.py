@@ -81,14 +81,9 @@ class StepRecorder:
         self._rows.append([time_ns / 1e9 for time_ns in times_ns])
 
     def times(self, device: torch.device, timeout: datetime.timedelta) -> StepTimes:
-        """Combine what all ranks have recorded. Collective.
+        """Combine what all ranks have recorded. Collective. ``timeout``: of the exchange; zero: the transport's own.
 
-        Args:
-            device: of the parameters.
-            timeout: of the exchange; zero: the transport's own.
-
-        Raises:
-            ValueError: no synchronized step was recorded.
+        ValueError: no synchronized step was recorded.
         """
         if not self._rows:
             raise ValueError("no synchronized step was recorded: run forward and backward outside no_sync()")

@@ -64,11 +64,8 @@ def clock_identity() -> str:
 
 
 def align(identities: Sequence[str], readings: Sequence[Readings]) -> list[Clock]:
-    """The clock of each rank relative to rank 0's.
-
-    Args:
-        identities: `clock_identity()` of each rank.
-        readings: of each rank, with equally many rounds; empty if all identities are equal.
+    """The clock of each rank relative to rank 0's, from each rank's `clock_identity()` and its readings, which may be
+    empty if all identities are equal.
     """
     reference = identities[0]
     members = ranks_by(identities)

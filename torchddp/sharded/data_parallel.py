@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NoReturn
@@ -14,6 +13,7 @@ from torchddp import _torch
 from torchddp.ddp.model import device_of
 from torchddp.ddp.module import DistributedDataParallel
 from torchddp.ddp.options import TransportChoice, ZeroWeights
+from torchddp.durations import Duration, timedelta_of
 from torchddp.sharded.oss import OSS
 from torchddp.sharded.parameter_sync import StepHooks
 from torchddp.sharded.policy import ShardedPolicy, agreed_optimizers
@@ -82,7 +82,7 @@ class ShardedDataParallel(DistributedDataParallel):
         reduce_fp16: bool = False,
         *,
         transport: TransportChoice = "auto",
-        timeout: datetime.timedelta | None = None,
+        timeout: Duration | None = None,
         stall_report_s: float | None = None,
         find_unused_parameters: bool = False,
         static_graph: bool = False,
@@ -103,6 +103,7 @@ class ShardedDataParallel(DistributedDataParallel):
                 raise ValueError(
                     f"reduce_buffer_size must be a number of elements, 0 or more, got {reduce_buffer_size!r}"
                 )
+            time_limit = timedelta_of(timeout, "timeout")
             optimizers = agreed_optimizers(module, sharded_optimizer, group, agreement)
         # Read while torch's constructor runs, so it must be a plain attribute.
         self._policy = self._shards = ShardedPolicy(
@@ -121,7 +122,7 @@ class ShardedDataParallel(DistributedDataParallel):
             find_unused_parameters=find_unused_parameters,
             static_graph=static_graph,
             transport=transport,
-            timeout=timeout,
+            timeout=time_limit,
             stall_report_s=stall_report_s,
             forward_sync_buffers=broadcast_buffers,
             weighted=weighted,

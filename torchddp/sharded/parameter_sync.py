@@ -39,8 +39,7 @@ class StepHooks:
 
     Attributes:
         check_new: raises ValueError for new parameters that the module doesn't have.
-        owned_buffers: flat tensors that hold this rank's parameters, the same until parameters move. Gaps between the
-            optimizer's parameters are unused and may be written to.
+        owned_buffers: flat tensors that hold this rank's parameters; gaps between those may be written to.
         before_step: before parameters are changed.
         after_step: after this rank has updated its own. Collective.
         owners_changed: after parameters were added, frozen, thawed, or got owners. Collective.

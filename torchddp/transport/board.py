@@ -15,15 +15,11 @@ Result = TypeVar("Result")
 
 
 class Board:
-    """Values by key in the store of a process group, over the process's `StoreLink`.
+    """Values by key in the store of a process group (None: the default one), over the process's `StoreLink`.
 
     Nothing here waits for another rank, so it works while collectives hang; a value read may not have arrived yet.
-    Creating a board is not collective, but all ranks of the group must create the same number per purpose, in the same
-    order. Thread-safe.
-
-    Args:
-        process_group: None is the default group. RuntimeError if it has no store (a group that torch doesn't know).
-        purpose: separates the keys of different users.
+    Creating a board is not collective, but all ranks of the group must create the same number per ``purpose`` (which
+    separates the keys of users), in the same order. RuntimeError for a group without a store. Thread-safe.
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None, purpose: str) -> None:

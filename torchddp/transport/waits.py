@@ -26,9 +26,9 @@ _processes: weakref.WeakKeyDictionary[dist.ProcessGroup, Sequence[dict[str, Any]
 
 
 def wait_for_work(work: Any, process_group: dist.ProcessGroup | None) -> None:
-    """Like ``work.wait()``, for an operation of this group (None: the default one).
+    """Like ``work.wait()``, for an operation of this group (None: the default one), running handlers if it is gloo's.
 
-    Runs handlers meanwhile if the group is gloo's. TransportError if the operation failed.
+    TransportError if the operation failed.
     """
     process_group = process_group if process_group is not None else dist.group.WORLD
     if isinstance(work, dist.Work) and isinstance(process_group, dist.ProcessGroup):
@@ -45,8 +45,7 @@ def run_collective(start: Callable[[], Any], process_group: dist.ProcessGroup | 
 def started(start: Callable[[], Any], process_group: dist.ProcessGroup | None, doing: str) -> Callable[[], None]:
     """Start an operation of this group (None: the default one), and return a function that waits for it.
 
-    Raises:
-        TransportError: it failed; says which rank was ``doing`` what, and which other ranks are known to be gone.
+    TransportError: it failed; names the rank, what it was ``doing``, and which other ranks are known to be gone.
     """
     group = process_group if process_group is not None else dist.group.WORLD
     try:
@@ -99,11 +98,7 @@ def wait_for_future(future: torch.futures.Future[Any], limit_s: float) -> bool:
 
 
 def wait_for_keys(store: Store, keys: Sequence[str], timeout: datetime.timedelta) -> None:
-    """Like ``store.wait(keys, timeout)``.
-
-    Raises:
-        RuntimeError: as torch's stores do, if the time is up or the store can't be reached.
-    """
+    """Like ``store.wait(keys, timeout)``, with the errors of torch's stores."""
     deadline_s = time.monotonic() + timeout.total_seconds()
     while True:
         begun_s = time.monotonic()
