@@ -13,7 +13,7 @@ from tests.comm_hooks import SHAPES, Given, assert_near, average, given, hooked,
 from tests.harness import assert_each_raises, in_child, on_ranks, stay
 from tests.unit.helpers import wait_until
 from torchddp import comm_hooks
-from torchddp.comm_hooks import FP16, Cast, CastAround, Int4, Int8, PerParameter, PowerSGD, resolve
+from torchddp.comm_hooks import FP16, Cast, Int4, Int8, PerParameter, PowerSGD, resolve
 from torchddp.transport.worker import Worker
 
 pytestmark = pytest.mark.beyond_torch("hooks of its own")
@@ -41,9 +41,7 @@ def test_arguments():
         (lambda: PowerSGD(0), ValueError, "rank must be 1 or more, got 0"),
         (lambda: PowerSGD(start_step=-1), ValueError, "start_step must not be negative"),
         (lambda: Cast("int8"), ValueError, "'fp16' or 'bf16', got 'int8'"),
-        (lambda: CastAround(Int8(), torch.float32), ValueError, "float16 or torch.bfloat16"),
         (lambda: resolve("int3"), ValueError, "'powersgd' or a hook, got 'int3'"),
-        (lambda: CastAround(print), TypeError, "CastAround takes a hook"),
         (lambda: PerParameter(print, []), TypeError, "PerParameter takes hooks"),
         (lambda: PerParameter(None, [(3, None)]), TypeError, "a rule's selector must be a glob"),
         (lambda: resolve(Int8), TypeError, "write Int8()"),

@@ -7,7 +7,7 @@ import pytest
 from tests.profiler_events import LAYOUT, MS, FakeEvent, one_step, step_events
 from torchddp.profiler.ranks import RankRecord, traffic_dicts
 from torchddp.profiler.report import sent_lines
-from torchddp.profiler.step_values import Monitor, values_of
+from torchddp.profiler.session import Monitor, values_of
 from torchddp.profiler.steps import BucketLayout, Layouts, read_steps
 from torchddp.traffic import Traffic, text_of, total_wire_bytes
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.optim import Optimizer
 
+from torchddp import _torch
 from torchddp.averaging.flat import (
     DEFAULT_CAP_MB,
+    FlatBucket,
     FlatMeans,
     Wire,
     average_flat,
@@ -20,8 +24,6 @@ from torchddp.averaging.flat import (
     plan_buckets,
     wire_of,
 )
-from torchddp.averaging.fragments import check_overlap, fragment_starts, plan_fragments
-from torchddp.averaging.global_weights import GlobalWeights, OuterFactory, outer_factory
 from torchddp.averaging.optimizers import OptimizerWrapper
 from torchddp.averaging.parameters import (
     Named,
@@ -31,6 +33,7 @@ from torchddp.averaging.parameters import (
     named_buffers,
     named_parameters,
     problem_of,
+    sum_dtype,
     verify_same,
 )
 from torchddp.comm_hooks.exchange import Exchange
@@ -322,3 +325,122 @@ def _average(exchange: Exchange, flats: list[torch.Tensor], wires: list[str]) ->
     for flat, wire in zip(flats, wires, strict=True):
         average_flat(exchange, flat, wire)
     return flats[0]
+
+
+# --- the weights that ranks agree on ---
+
+
+OuterFactory = Callable[[list[nn.Parameter]], Optimizer]
+
+
+class GlobalWeights:
+    """A copy of the parameters in at least fp32, and the outer optimizer, which steps on the ranks' mean displacement
+    from it.
+
+    Equal on all ranks as long as all apply the same means.
+    """
+
+    def __init__(self, local: Named, make_optimizer: OuterFactory) -> None:
+        self._local = local
+        self.weights = {name: nn.Parameter(p.detach().to(sum_dtype(p.dtype), copy=True)) for name, p in local.items()}
+        self.optimizer = make_optimizer(list(self.weights.values()))
+        if not isinstance(self.optimizer, Optimizer):
+            raise TypeError(f"outer_optimizer must return an optimizer, got {type(self.optimizer).__name__}")
+
+    def pack_moved(self, bucket: FlatBucket, flat: torch.Tensor) -> None:
+        """This rank's outer gradient: its parameters' displacement, with the sign of a gradient."""
+        views = bucket.views(flat)
+        for view, name in zip(views, bucket.named, strict=True):
+            # Relative to what the ranks received: rounding to 16 bits is not a displacement.
+            view.copy_(self.weights[name].detach().to(bucket.dtype))
+        _torch.foreach_sub_(views, [local.detach().to(flat.dtype) for local in bucket.named.values()])
+
+    def step(self, bucket: FlatBucket, flat: torch.Tensor, alpha: float) -> None:
+        """Update the weights of a bucket with their outer gradient, which the optimizer may overwrite.
+
+        The rank's own parameters become ``alpha`` times themselves plus 1 - ``alpha`` times these.
+        """
+        for name, view in zip(bucket.named, bucket.views(flat), strict=True):
+            self.weights[name].grad = view
+        self.optimizer.step()  # skips parameters without a gradient
+        for name in bucket.named:
+            self.weights[name].grad = None
+            local, weight = self._local[name].detach(), self.weights[name].detach()
+            local.copy_(weight if alpha == 0 else torch.lerp(weight, local.to(weight.dtype), alpha))
+
+    def state_dict(self) -> dict[str, Any]:
+        weights = {name: weight.detach() for name, weight in self.weights.items()}
+        return {"weights": weights, "outer": self.optimizer.state_dict()}
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        saved = state_dict["weights"]
+        if different := sorted(set(saved) ^ set(self.weights)):
+            names = ", ".join(map(repr, different[:3]))
+            raise ValueError(f"the state dict is of another model: only one of the two has {names}")
+        for name, weight in self.weights.items():
+            weight.copy_(saved[name])
+        self.optimizer.load_state_dict(state_dict["outer"])
+
+
+def outer_factory(
+    outer_optimizer: OuterFactory | None, outer_lr: float, outer_momentum: float, nesterov: bool
+) -> OuterFactory:
+    if isinstance(outer_optimizer, Optimizer):
+        raise TypeError(
+            "outer_optimizer must be a function, which gets a copy of the model's parameters: "
+            "lambda params: torch.optim.SGD(params, lr=0.7)"
+        )
+    if outer_optimizer is not None:
+        if not callable(outer_optimizer):
+            raise TypeError(f"outer_optimizer must be a function, got {type(outer_optimizer).__name__}")
+        return outer_optimizer
+    if not outer_lr > 0:
+        raise ValueError(f"outer_lr must be above 0, got {outer_lr}")
+    if not 0 <= outer_momentum < 1:
+        raise ValueError(f"outer_momentum must be at least 0 and below 1, got {outer_momentum}")
+    use_nesterov = nesterov and outer_momentum > 0
+    return lambda params: torch.optim.SGD(params, lr=outer_lr, momentum=outer_momentum, nesterov=use_nesterov)
+
+
+# --- which parameters are synchronized together, and after which steps (pure) ---
+
+
+def check_overlap(overlap_steps: int, sync_every: int, fragments: int) -> None:
+    if fragments > sync_every:
+        raise ValueError(f"fragments must be at most sync_every={sync_every}, one per step, got {fragments}")
+    if not 0 <= overlap_steps < sync_every // fragments:
+        raise ValueError(
+            f"overlap_steps must be at least 0 and below sync_every // fragments = {sync_every // fragments}, so that "
+            f"one fragment is in transit at a time, got {overlap_steps}"
+        )
+
+
+def plan_fragments(names: Sequence[str], fragments: int) -> list[list[str]]:
+    """Names by fragment: each takes every ``fragments``-th layer ("strided" in Douillard et al. 2025).
+
+    A layer is a name up to its first number ("blocks.3.attention.weight": "blocks.3"), or else a module. If there are
+    fewer layers than fragments, each parameter counts as one. ValueError: too few or too many fragments.
+    """
+    if not 1 <= fragments <= len(names):
+        raise ValueError(
+            f"fragments must be at least 1 and at most {len(names)}, the number of parameters, got {fragments}"
+        )
+    layers: dict[str, list[str]] = {}
+    for name in names:
+        layers.setdefault(_layer_of(name), []).append(name)
+    units = list(layers.values()) if len(layers) >= fragments else [[name] for name in names]
+    return [[name for unit in units[start::fragments] for name in unit] for start in range(fragments)]
+
+
+def fragment_starts(sync_every: int, fragments: int) -> list[int]:
+    """After which step of a round of ``sync_every`` (1 is the first) each fragment's synchronization starts."""
+    return [(index + 1) * sync_every // fragments for index in range(fragments)]
+
+
+def _layer_of(name: str) -> str:
+    parts = name.split(".")
+    for index, part in enumerate(parts[:-1]):
+        if part.isdigit():
+            return ".".join(parts[: index + 1])
+    return ".".join(parts[:-1]) or name

@@ -12,8 +12,7 @@ import torch.distributed as dist
 
 from torchddp import _C, _torch
 from torchddp.averaging.parameters import Named, memory_of, sum_dtype
-from torchddp.comm_hooks.compressed_sum import sum_over_ranks
-from torchddp.comm_hooks.exchange import Exchange
+from torchddp.comm_hooks.exchange import Exchange, sum_over_ranks
 from torchddp.ddp.model import param_specs
 from torchddp.errors import TransportError
 from torchddp.traffic import Traffic

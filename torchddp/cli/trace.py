@@ -22,7 +22,6 @@ from torchddp.harness.variants import ArgumentError
 
 # torch and numpy load only when the command runs: `torchddp doctor` must start without them.
 if TYPE_CHECKING:
-    from torchddp.ddp.module import DistributedDataParallel
     from torchddp.profiler.ranks import MergedProfile
 
 # Buckets are rebuilt at the second step; memory and caches are warm a few steps later.
@@ -52,35 +51,6 @@ Examples:
 class TraceSettings(ModelSettings):
     steps: int
     bucket_cap_mb: float | None
-    plan: str | None  # a file's path
-
-
-def _use_kept_plan(path: Path, model: DistributedDataParallel) -> None:
-    """Use the buckets that `torchddp tune` saved in a file, which rank 0 reads. Collective.
-
-    ArgumentError on all ranks if they were made for another model or group.
-    """
-    import torch.distributed as dist
-
-    from torchddp import _C
-    from torchddp.plan.auto_plan import plan_key
-    from torchddp.plan.plan_cache import load_plan
-
-    key = plan_key(model.session)
-    plan: _C.BucketPlan | None = None
-    problem: list[str | None] = [None]
-    if dist.get_rank() == 0:
-        try:
-            buckets = load_plan(path, key)
-            if buckets is None:
-                raise ValueError(f"there is no file '{path}'.")
-            plan = _C.BucketPlan(buckets, model.session.specs)
-        except ValueError as error:
-            problem = [f"--plan: {error}"]
-    dist.broadcast_object_list(problem, src=0)
-    if problem[0] is not None:
-        raise ArgumentError(problem[0])
-    model.reducer.adopt_plan(plan)
 
 
 def trace_rank(report: Callable[[float, float], None], settings: TraceSettings) -> tuple[MergedProfile, str, str]:
@@ -93,8 +63,6 @@ def trace_rank(report: Callable[[float, float], None], settings: TraceSettings) 
 
     subject = make_subject(settings, settings.bucket_cap_mb)
     ddp = subject.model
-    if settings.plan is not None:
-        _use_kept_plan(Path(settings.plan), ddp)
     total = WARMUP_STEPS + settings.steps
 
     def step(index: int) -> None:
@@ -123,7 +91,6 @@ def trace(
     bucket_cap_mb: Annotated[
         float | None, typer.Option(help="bucket_cap_mb, in MiB. [default: the constructor's]")
     ] = None,
-    plan: Annotated[Path | None, typer.Option(help="Use the buckets that `torchddp tune` saved in this file.")] = None,
     transport: options.Transport = "auto",
     find_unused_parameters: FindUnusedParameters = False,
 ) -> None:
@@ -131,8 +98,6 @@ def trace(
         raise ArgumentError(f"--steps must be 1 to 10000, not {steps}.")
     if bucket_cap_mb is not None and not 0 < bucket_cap_mb < float("inf"):
         raise ArgumentError(f"--bucket-cap-mb must be a positive number of MiB, not {bucket_cap_mb:g}.")
-    if plan is not None and bucket_cap_mb is not None:
-        raise ArgumentError("--plan and --bucket-cap-mb both choose the buckets: leave one out.")
     ranks = options.check_world_size(world_size, "to trace")
     settings = TraceSettings(
         model=model,
@@ -141,7 +106,6 @@ def trace(
         find_unused_parameters=find_unused_parameters,
         steps=steps,
         bucket_cap_mb=bucket_cap_mb,
-        plan=None if plan is None else str(plan),
     )
     from torchddp.harness.machine import new_document, write_json
     from torchddp.profiler import report

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from torchddp.comm_hooks.compressed_sum import server_shard, sum_compressed
+from torchddp.comm_hooks.exchange import server_shard, sum_compressed
 from torchddp.comm_hooks.hook import CommHook
 from torchddp.comm_hooks.layout import Piece, Residuals, check_names
 

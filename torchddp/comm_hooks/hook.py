@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from torchddp.comm_hooks.compressed_sum import sum_over_ranks
 from torchddp.comm_hooks.exchange import Exchange, Hierarchical
 from torchddp.comm_hooks.layout import Layout, Piece, layout_of
 from torchddp.durations import Duration, timedelta_of
@@ -27,13 +26,12 @@ _GRACE_S = 5.0  # beyond the limit of a collective, for its thread to end
 @dataclass(frozen=True)
 class Setup:
     """What a hook gets before it reduces anything: the exchange, the parameters that will be reduced, by name, and the
-    model without its wrapper. ``sum_format``: in which exact sums are sent: "fp16", "bf16" or None (unchanged).
+    model without its wrapper.
     """
 
     exchange: Exchange
     parameters: dict[str, nn.Parameter]
     module: nn.Module
-    sum_format: str | None = None
 
     def among(self, names: set[str]) -> "Setup":
         return replace(self, parameters={n: p for n, p in self.parameters.items() if n in names})
@@ -100,7 +98,7 @@ class CommHook(abc.ABC):
         """Collective. Called by :meth:`attach`, and by :meth:`rebind` with another exchange: check and store the
         parameters.
         """
-        self._exchange, self._sum_format = setup.exchange, setup.sum_format
+        self._exchange = setup.exchange
         self._shapes = {name: p.shape for name, p in setup.parameters.items()}
         self._device = next((p.device for p in setup.parameters.values()), None)
 
@@ -135,9 +133,8 @@ class CommHook(abc.ABC):
     # --- for use by methods ---
 
     def _average_exactly(self, flat: Tensor) -> None:
-        """In place: the average over all ranks, sent in the setup's format for exact sums."""
-        flat.mul_(1 / self._exchange.world_size)
-        sum_over_ranks(self._exchange, flat, self._sum_format)
+        """In place: the average over all ranks."""
+        self._exchange.sum_(flat.mul_(1 / self._exchange.world_size))
 
     def _named_state(self) -> dict[str, Any]:
         return {"hook": type(self).__name__, **self._state()}

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchddp.comm_hooks.compressed_sum import sum_over_ranks
 from torchddp.comm_hooks.hook import CommHook, Setup
 from torchddp.comm_hooks.layout import Layout, Piece, Residuals, Slot, check_names
 from torchddp.durations import Duration
@@ -137,18 +136,18 @@ class PowerSGD(CommHook):
         matrices = [_gather(whole, batch) for batch in split.batches]
         factors = [self._first_factors(batch, piece) for batch in split.batches]
         lefts = self._sum_lefts(split, matrices, factors, piece)
-        poisoned = [~torch.isfinite(left).all(-1).all(-1) for left in lefts]
+        not_finite = [~torch.isfinite(left).all(-1).all(-1) for left in lefts]
         lefts = [
-            orthonormal(left.masked_fill(bad[:, None, None], 0.0)) for left, bad in zip(lefts, poisoned, strict=True)
+            orthonormal(left.masked_fill(bad[:, None, None], 0.0)) for left, bad in zip(lefts, not_finite, strict=True)
         ]
-        rights = self._sum_rights(split, matrices, lefts, poisoned)
-        for batch, matrix, left, right, bad in zip(split.batches, matrices, lefts, rights, poisoned, strict=True):
+        rights = self._sum_rights(split, matrices, lefts, not_finite)
+        for batch, matrix, left, right, bad in zip(split.batches, matrices, lefts, rights, not_finite, strict=True):
             # A sum of finite numbers may still have overflowed.
-            poisoned_now = (bad | ~torch.isfinite(right).all(-1).all(-1)).tolist()
+            is_spoiled = (bad | ~torch.isfinite(right).all(-1).all(-1)).tolist()
             average = left @ right.mT
             for index, slot in enumerate(batch.slots):
                 values = piece.slot(slot).view(batch.rows, batch.columns)
-                if poisoned_now[index]:
+                if is_spoiled[index]:
                     values.fill_(float("nan"))  # and the residual stays as it was
                     continue
                 if residual is not None:
@@ -191,22 +190,22 @@ class PowerSGD(CommHook):
         """P of all matrices. The same message averages the vectors."""
         plain = [piece.slot(slot) for slot in split.plain]
         message = _pack([m @ q for m, q in zip(matrices, factors, strict=True)] + plain, piece.flat)
-        sum_over_ranks(self._exchange, message, self._sum_format)
+        self._exchange.sum_(message)
         *lefts, rest = message.split([*(_numel(b.p_shape) for b in split.batches), sum(s.numel for s in split.plain)])
         for slot, values in zip(split.plain, rest.split([s.numel for s in split.plain]), strict=True):
             piece.slot(slot).copy_(values)
         return [left.view(batch.p_shape) for left, batch in zip(lefts, split.batches, strict=True)]
 
     def _sum_rights(
-        self, split: _Split, matrices: list[Tensor], lefts: list[Tensor], poisoned: list[Tensor]
+        self, split: _Split, matrices: list[Tensor], lefts: list[Tensor], not_finite: list[Tensor]
     ) -> list[Tensor]:
         """Q of all matrices; zero for those with NaN or Inf on any rank."""
         if not matrices:
             return []
-        each = zip(matrices, lefts, poisoned, strict=True)
+        each = zip(matrices, lefts, not_finite, strict=True)
         parts = [(matrix.mT @ left).masked_fill_(bad[:, None, None], 0.0) for matrix, left, bad in each]
         message = _pack(parts, parts[0])
-        sum_over_ranks(self._exchange, message, self._sum_format)
+        self._exchange.sum_(message)
         rights = message.split([_numel(batch.q_shape) for batch in split.batches])
         return [right.view(batch.q_shape) for right, batch in zip(rights, split.batches, strict=True)]
 

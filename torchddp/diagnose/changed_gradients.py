@@ -20,7 +20,7 @@ from torchddp.ddp.session import ReducerSession
 from torchddp.diagnose.diagnosis import ranks_text
 from torchddp.errors import UsageWarning, listed, warn_user
 from torchddp.transport.agreement import ranks_by
-from torchddp.transport.board import Board
+from torchddp.transport.store import Board
 
 logger = logging.getLogger("torchddp.distributed")
 

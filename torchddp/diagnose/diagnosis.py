@@ -26,7 +26,7 @@ from torchddp.diagnose.rank_state import (
     user_part,
 )
 from torchddp.errors import listed
-from torchddp.transport.processes import GONE, STOPPED
+from torchddp.transport.waits import GONE, STOPPED
 from torchddp.whole_file import write_whole
 
 FOLDER_ENV = "TORCHDDP_HANG_REPORT_DIR"

@@ -23,7 +23,7 @@ from torchddp import _C
 from torchddp.diagnose.rank_state import frames_of_threads, note_exception
 from torchddp.durations import Duration, seconds
 from torchddp.errors import TransportError
-from torchddp.transport.board import Board
+from torchddp.transport.store import Board
 from torchddp.transport.worker import Task, watch
 
 logger = logging.getLogger(__name__)

@@ -12,20 +12,21 @@ import logging
 import math
 import os
 import time
+import weakref
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from torchddp import _torch
+from torchddp.ddp.session import ReducerSession
 from torchddp.diagnose import rank_state
 from torchddp.diagnose.collectives import CallWatch
 from torchddp.diagnose.diagnosis import diagnose, report_json, report_text, write_report
-from torchddp.diagnose.model_waits import ModelWaits
 from torchddp.diagnose.rank_state import RankState
-from torchddp.transport import processes
-from torchddp.transport.board import Board
-from torchddp.transport.processes import GONE, STOPPED
+from torchddp.transport.store import Board
+from torchddp.transport.waits import GONE, STOPPED, is_here, look_up, process_identity
 from torchddp.transport.worker import Task, watch
 
 logger = logging.getLogger("torchddp.hang")
@@ -38,6 +39,65 @@ _QUICK_S = 0.05  # between checks, while ranks are being asked
 _KNOWN_A_LOOK = 8  # ranks whose processes are looked up per check
 _MEETINGS = 100  # checks after which a rank that has not identified its process never will
 _GIVE_UP_ROUNDS = 10  # collection times after which ranks stop waiting for a report
+
+
+# Number of models so far, by process group; equal on all ranks.
+_models: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+
+
+class ModelWaits:
+    """The waits of one model, which it does not keep alive. ``stall_s``: how long until the other ranks are asked."""
+
+    def __init__(self, session: ReducerSession, stall_s: float) -> None:
+        self.stall_s = stall_s
+        self._session: ReducerSession = weakref.proxy(session)
+        group = session.process_group
+        number = _models[group] = _models.get(group, -1) + 1
+        self.key = f"{_torch.name_of(group)}/{number}"
+        self._members = dist.get_process_group_ranks(group) if _torch.is_alive(group) else list(range(group.size()))
+        self._rank = session.rank
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the model was destroyed."""
+        return self._status() is None
+
+    @property
+    def since_s(self) -> float | None:
+        """When it began to wait for other ranks, in seconds of the monotonic clock; None if it does not wait."""
+        status = self._status()
+        return time.monotonic() - status["waited_s"] if status is not None and status["phase"] == "waiting" else None
+
+    def describe(self, state: RankState, asked: str) -> None:
+        """Add its part to this rank's state: of several models, the one asked about, or else one that waits or has done
+        more steps.
+        """
+        status = self._status()
+        if status is None:
+            return
+        own = (self.key == asked, status["phase"] == "waiting", status["step"])
+        if state.model and own <= (state.model == asked, state.waits, state.step):
+            return
+        state.model, state.members = self.key, self._members
+        state.take_status(status)
+
+    def set_peers(self, known: dict[int, dict[str, Any]]) -> None:
+        """Learn the processes of more ranks: the model's transport errors then say which of them are gone."""
+        here = [(rank, who) for rank, who in known.items() if rank in self._members and is_here(who)]
+        peers = [(self._members.index(rank), who["pid"], who["started"]) for rank, who in here]
+        with contextlib.suppress(ReferenceError):
+            self._session.reducer.set_peers([peer for peer in peers if peer[0] != self._rank])
+
+    def fail_with(self, found: str) -> None:
+        """Attach a report's headline to later errors."""
+        with contextlib.suppress(ReferenceError):
+            self._session.reducer.note_failure(found)
+
+    def _status(self) -> dict[str, Any] | None:
+        """The reducer's status, or None if the model was destroyed."""
+        with contextlib.suppress(ReferenceError):
+            return self._session.reducer.status()
+        return None
 
 
 class Wait(NamedTuple):
@@ -102,7 +162,7 @@ class HangMonitor:
         self._at_exit = lambda: self.close("" if board.link.is_over else "its program has ended")
         atexit.register(self._at_exit)
         with contextlib.suppress(RuntimeError):  # a report will say less about this rank
-            board.start_post_own("who", processes.process_identity())
+            board.start_post_own("who", process_identity())
         self._task: Task = watch(self._look, _QUICK_S)
         board.link.at_end(self._end)
 
@@ -243,7 +303,7 @@ class HangMonitor:
     def _own_state(self, asked: str) -> RankState:
         thread = rank_state.training.thread
         state = RankState(self._board.rank, phase=rank_state.NO_MODEL, thread=thread)
-        state.who = processes.process_identity()
+        state.who = process_identity()
         state.exception = rank_state.last_exception(thread)
         state.stack = rank_state.stack_of(thread)
         state.calls = self._calls.states()
@@ -291,7 +351,7 @@ class HangMonitor:
     def _silent_state(self, rank: int) -> RankState:
         who = self._known.get(rank) or self._board.read(f"who/{rank}")
         left = self._board.read(f"left/{rank}") or ""
-        return RankState(rank, who=who, left=left, alive=processes.look_up(who) or "")
+        return RankState(rank, who=who, left=left, alive=look_up(who) or "")
 
     # --- reports ---
 
@@ -311,7 +371,7 @@ class HangMonitor:
         self._note_reported(waits, 0.0)
         self._round = None
         others = [
-            RankState(rank, who=who, alive=processes.look_up(who) or "")
+            RankState(rank, who=who, alive=look_up(who) or "")
             for rank, who in self._known.items()
             if rank != self._board.rank
         ]

@@ -12,7 +12,7 @@ from torchddp import _C
 from torchddp.ddp.observers import StepObserver
 from torchddp.ddp.session import ReducerSession
 from torchddp.errors import NonFinite, listed
-from torchddp.transport.board import Board
+from torchddp.transport.store import Board
 from torchddp.transport.worker import Task, watch
 
 logger = logging.getLogger("torchddp.distributed")

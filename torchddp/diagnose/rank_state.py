@@ -106,7 +106,7 @@ class RankState:
     rank: int
     who: dict[str, Any] | None = None
     left: str = ""
-    alive: str = ""  # 'running', or as in transport/processes.py; '' if no rank could check
+    alive: str = ""  # 'running', or as in transport/waits.py; '' if no rank could check
     model: str = ""
     members: list[int] = field(default_factory=list)
     step: int = 0

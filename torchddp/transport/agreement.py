@@ -20,8 +20,7 @@ import torch.distributed as dist
 
 from torchddp import _C, _torch
 from torchddp.errors import TransportError
-from torchddp.transport.processes import process_identity
-from torchddp.transport.waits import knows_peers, note_peers, run_collective, wait_for_keys
+from torchddp.transport.waits import knows_peers, note_peers, process_identity, run_collective, wait_for_keys
 
 Value = TypeVar("Value")
 Key = TypeVar("Key", bound=Hashable)
