@@ -23,7 +23,7 @@ this page).
 | see where the time of a step goes | `torchddp trace` | [Find out where time goes](profiling.md) |
 | find the best bucket size | `torchddp tune` | [Tune the buckets](tune_buckets.md) |
 | predict other networks and more ranks | `torchddp simulate` | [Predict other networks](simulate.md) |
-| compare classes, and measure collectives | `torchddp bench` | [Results](performance.md) |
+| compare classes | `torchddp bench` | [Results](performance.md) |
 """
 _SECTION = """
 ## {name}

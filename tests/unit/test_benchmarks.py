@@ -148,15 +148,9 @@ def test_a_wrong_argument_is_refused_in_one_sentence(capsys):
     for arguments, words in (
         (["--case", "nope"], "There is no case 'nope'; choose from step_time, exposed, memory, per_param, "),
         (
-            ["--case", "collective", "--set", "op=nope"],
-            "--set op: there is no 'nope'; choose from all_reduce, broadcast",
-        ),
-        (["--case", "collective", "--set", "sizes=0"], "--set sizes: must be a whole number from 1"),
-        (
             ["--case", "memory", "--set", "op=broadcast"],
             "--set op=broadcast: must be NAME=VALUE with an option of memory",
         ),
-        (["--case", "collective", "--model", "gpt"], "--model: collective takes no model."),
         (["--model", "nope"], "There is no model 'nope'; choose from small, mlp, gpt, conv, resnet50, gpt2, or"),
         (["--seconds", "nan"], "above 0 and at most 3600, not nan."),
         (["--world-size", "0"], "--world-size must be 1 to 64, not 0."),
@@ -187,19 +181,6 @@ def test_a_package_that_does_not_load_is_reported_with_advice(monkeypatch, capsy
         monkeypatch.setitem(sys.modules, "torchddp", package)
         with pytest.raises(ArgumentError, match=words):
             load_class("torchddp.DistributedDataParallel")
-
-
-@pytest.mark.thorough
-def test_a_run_of_collectives_writes_its_numbers_and_a_plot(tmp_path: Path) -> None:
-    path = tmp_path / "result.json"
-    arguments = ["--case", "collective", "--quick", "--seconds", "0.1", "--json", str(path), "--out", str(tmp_path)]
-    assert cli.main(arguments) == 0
-    (result,) = json.loads(path.read_text())["results"]
-    assert [size["bytes"] for size in result["sizes"]] == [1024, 65536, 4 * 1024**2]
-    for size in result["sizes"]:
-        assert {"gloo", "c10d"} <= {entry["name"] for entry in size["implementations"]}
-        assert all(entry["time_us"]["median"] > 0 for entry in size["implementations"])
-    assert len(list(tmp_path.glob("*-collective-*.png"))) == 1
 
 
 @pytest.mark.slow

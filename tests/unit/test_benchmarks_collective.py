@@ -1,10 +1,12 @@
 """The benchmark of single collectives: checks of results, rounds, missing libraries, MPI's ranks, and the report."""
 
 import importlib.util
+import json
 import os
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +14,13 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.cases import collective
+from benchmarks.cases.collective import LIBRARIES, Library
 from tests.harness import each, gathered, on_ranks
 from tests.unit.benchmark_results import by_name
-from tests.unit.helpers import printed, wait_until
-from torchddp.bench import collective
+from tests.unit.helpers import assert_refused, printed, wait_until
+from torchddp.bench import cli
 from torchddp.bench.cases import MIN_ROUNDS, Job
-from torchddp.bench.collective import LIBRARIES, Library
 from torchddp.harness.launch import THIS_HOST
 
 MB = 1024**2
@@ -151,3 +154,25 @@ def test_the_report_says_what_is_missing_and_that_ranks_share_processors() -> No
         assert words in text
     axes = collective.draw([fake_result(), result]).axes
     assert [len(axis.lines) for axis in axes] == [5, 5, 1, 1]
+
+
+def test_a_wrong_argument_is_refused_in_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, words in (
+        (["--set", "op=nope"], "--set op: there is no 'nope'; choose from all_reduce, broadcast"),
+        (["--set", "sizes=0"], "--set sizes: must be a whole number from 1"),
+        (["--model", "gpt"], "--model: collective takes no model."),
+    ):
+        assert_refused(partial(cli.main, cases=[collective.CASE]), ["--case", "collective", *arguments], words, capsys)
+
+
+@pytest.mark.thorough
+def test_a_run_of_collectives_writes_its_numbers_and_a_plot(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    arguments = ["--case", "collective", "--quick", "--seconds", "0.1", "--json", str(path), "--out", str(tmp_path)]
+    assert cli.main(arguments, [collective.CASE]) == 0
+    (result,) = json.loads(path.read_text())["results"]
+    assert [size["bytes"] for size in result["sizes"]] == [1024, 65536, 4 * 1024**2]
+    for size in result["sizes"]:
+        assert {"gloo", "c10d"} <= {entry["name"] for entry in size["implementations"]}
+        assert all(entry["time_us"]["median"] > 0 for entry in size["implementations"])
+    assert len(list(tmp_path.glob("*-collective-*.png"))) == 1

@@ -41,7 +41,6 @@ Cases:
   exposed     what a class adds to a step
   memory      the peak memory of a step
   per_param   the cost per parameter, on one rank
-  collective  single collectives by message size, no DDP
 
 \b
 Examples:
@@ -55,12 +54,10 @@ Examples:
       many rounds of GPT-2 small; keep a picture and the numbers
   torchddp bench --case exposed --vs mypackage.MyDDP
       your class next to torchddp's and torch's
-  torchddp bench --case collective --set op=all_reduce,broadcast
-      single collectives by message size, without DDP
   torchddp bench --ours torch.nn.parallel.DistributedDataParallel
       torch against itself: the noise of the harness
   torchddp bench --case all --json result.json --out results
-      everything, about eight minutes
+      everything, about five minutes
 
 \b
 In a checkout, `python -m benchmarks` has more cases, for developers.
@@ -70,12 +67,8 @@ CASE_HELP = f"One of the cases above, or all; repeatable. [default: {', '.join(D
 MODEL_HELP = (
     f"{', '.join(MODEL_NAMES)}, or your own: package.module:factory or file.py:factory; repeatable. [default: by case]"
 )
-SECONDS_HELP = "Seconds of timed rounds for each model or collective. [default: 15 to 45, by case; 2 with --quick]"
+SECONDS_HELP = "Seconds of timed rounds for each model. [default: 15 to 45, by case; 2 with --quick]"
 WORLD_SIZE_HELP = "Number of ranks. [default: 1 for per_param, otherwise 2]"
-SET_HELP = (
-    "An option of a single case; repeatable. Of collective: sizes=64,4096 (bytes), and some of "
-    "op=all_reduce,broadcast,all_gather,reduce_scatter."
-)
 CAPS_HELP = (
     "bucket_cap_mb of torch's tuned rows, one row per value (memory always uses 25). "
     "[default: 1,5,25,100 for step_time, per_param and exposed, otherwise 25]"
@@ -105,7 +98,7 @@ def benchmark(
     find_unused_parameters: FindUnusedParameters = False,
     quick: Annotated[bool, typer.Option("--quick", help="Under 60 s: a smoke test. Do not quote its numbers.")] = False,
     seed: Annotated[int, typer.Option(help="Seed of weights, data and the order of the steps.")] = 0,
-    options: Annotated[list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help=SET_HELP)] = None,
+    options: Annotated[list[str] | None, typer.Option("--set", metavar="NAME=VALUE", hidden=True)] = None,
     json_path: JsonFile = None,
     out: Annotated[
         Path | None, typer.Option(help="Write <date>-<case>-<machine>.json and a .png plot into this folder.")

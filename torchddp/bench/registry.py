@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from torchddp.bench import collective, gradients, memory, step_time
+from torchddp.bench import gradients, memory, step_time
 from torchddp.bench.cases import DEFAULT_CASES, BenchCase
 from torchddp.harness.command import check_model_name
 from torchddp.harness.variants import ArgumentError
 
 ALL = "all"
 CASES: dict[str, BenchCase] = {
-    case.name: case for case in (step_time.CASE, gradients.EXPOSED, memory.CASE, gradients.PER_PARAM, collective.CASE)
+    case.name: case for case in (step_time.CASE, gradients.EXPOSED, memory.CASE, gradients.PER_PARAM)
 }
 # The cases of `torchddp bench`, which --case all runs.
 USERS_CASES = tuple(CASES)
