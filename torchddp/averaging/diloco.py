@@ -134,18 +134,9 @@ class DiLoCo(OptimizerWrapper):
         self.steps = 0
         self.traffic = Traffic(0, 0)
         self._wire = wire
-        alike = {
-            "sync_every": sync_every,
-            "outer_lr": outer_lr,
-            "outer_momentum": outer_momentum,
-            "nesterov": nesterov,
-            "outer_optimizer": outer_optimizer,
-            "wire": wire,
-            "fragments": fragments,
-            "overlap_steps": overlap_steps,
-            "alpha": alpha,
-            "bucket_cap_mb": bucket_cap_mb,
-        }
+        outer = {"outer_lr": outer_lr, "outer_momentum": outer_momentum, "nesterov": nesterov}
+        steps = {"sync_every": sync_every, "fragments": fragments, "overlap_steps": overlap_steps, "alpha": alpha}
+        sent = {"outer_optimizer": outer_optimizer, "wire": wire, "bucket_cap_mb": bucket_cap_mb}
         with Agreement("DiLoCo", self.process_group) as agreement:
             make_outer = outer_factory(outer_optimizer, outer_lr, outer_momentum, nesterov)
             averaged_buffers = named_buffers(params, buffers)
@@ -163,7 +154,7 @@ class DiLoCo(OptimizerWrapper):
                 raise problem
             names = plan_fragments(list(self._named), fragments)
             self.fragments = [plan_buckets({n: self._named[n] for n in part}, bucket_cap_mb) for part in names]
-            verify_same(everything, agreement, alike)
+            verify_same(everything, agreement, {**outer, **steps, **sent})
         self._starts = fragment_starts(sync_every, fragments)
         broadcast_from_first(self._named, self.process_group)
         with Agreement("DiLoCo", self.process_group) as agreement:
@@ -271,11 +262,10 @@ class DiLoCo(OptimizerWrapper):
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
-        """The inner optimizer's state and, under "diloco", the step, the global weights and the outer optimizer's
-        state.
+        """The inner optimizer's state and, under "diloco", the step, the global weights and the outer optimizer.
 
-        Between synchronizations parameters differ between ranks, so each rank saves its own model and optimizer. Waits
-        for a fragment in transit and saves it, without disturbing the run.
+        Between synchronizations each rank saves its own model and optimizer. Waits for a fragment in transit and saves
+        it, without disturbing the run.
         """
         own = {"step": self.steps, **self._global.state_dict()}
         pending = self._on_the_way
@@ -293,8 +283,7 @@ class DiLoCo(OptimizerWrapper):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores training exactly, together with the model's state, in any order.
 
-        ValueError for the state of another optimizer or model, and if ``fragments`` was different and a fragment was in
-        transit.
+        ValueError for the state of another optimizer or model, or of other fragments one of which was in transit.
         """
         if _KEY not in state_dict:
             raise ValueError(f"the state dict has no '{_KEY}': it was saved by another optimizer")
@@ -335,9 +324,7 @@ OuterFactory = Callable[[list[nn.Parameter]], Optimizer]
 
 class GlobalWeights:
     """A copy of the parameters in at least fp32, and the outer optimizer, which steps on the ranks' mean displacement
-    from it.
-
-    Equal on all ranks as long as all apply the same means.
+    from it. Equal on all ranks as long as all apply the same means.
     """
 
     def __init__(self, local: Named, make_optimizer: OuterFactory) -> None:
@@ -419,8 +406,8 @@ def check_overlap(overlap_steps: int, sync_every: int, fragments: int) -> None:
 def plan_fragments(names: Sequence[str], fragments: int) -> list[list[str]]:
     """Names by fragment: each takes every ``fragments``-th layer ("strided" in Douillard et al. 2025).
 
-    A layer is a name up to its first number ("blocks.3.attention.weight": "blocks.3"), or else a module. If there are
-    fewer layers than fragments, each parameter counts as one. ValueError: too few or too many fragments.
+    A layer is a name up to its first number ("blocks.3.attention.weight": "blocks.3"), or else a module; with fewer
+    layers than fragments, each parameter is one. ValueError: too few or too many fragments.
     """
     if not 1 <= fragments <= len(names):
         raise ValueError(

@@ -34,8 +34,8 @@ class FlatBucket:
 
     @classmethod
     def of(cls, named: Named) -> FlatBucket:
-        ends = list(accumulate((memory_of(t).numel() for t in named.values()), initial=0))
-        return cls(named, tuple(ends[:-1]), ends[-1])
+        *offsets, end = accumulate((memory_of(t).numel() for t in named.values()), initial=0)
+        return cls(named, tuple(offsets), end)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -106,7 +106,7 @@ def wire_of(wire: Wire | None, bucket: FlatBucket) -> str:
 def average_flat(exchange: Exchange, flat: torch.Tensor, wire: str) -> None:
     """Collective, in place: the mean over the exchange's ranks, the same bits on each; RuntimeError if a peer is lost.
 
-    ``flat``: [n], contiguous; fp32 if it is sent in another format. ``wire``: that format; "fp32": sent unchanged.
+    ``flat``: [n], contiguous, fp32 unless ``wire`` is "fp32", which sends it unchanged.
     """
     if wire == "fp32":
         flat.div_(exchange.world_size)  # before the sum, as torch's averagers do: it can't overflow
@@ -116,7 +116,7 @@ def average_flat(exchange: Exchange, flat: torch.Tensor, wire: str) -> None:
 
 
 class FlatMeans:
-    """Means of many tensors, bucket by bucket. Holds the memory of one bucket. Construction is collective.
+    """Means of many tensors, bucket by bucket, in the memory of one bucket. Construction is collective.
 
     ``who``: the averaging class, for errors. ``traffic``: bytes of the last average.
     """
@@ -134,10 +134,7 @@ class FlatMeans:
 
     @torch.no_grad()
     def average(self, step: int) -> None:
-        """Collective, in place. All ranks hold the same bits afterwards.
-
-        Raises TransportError: a peer died or did not arrive in time.
-        """
+        """Collective, in place, with the same bits on all ranks. TransportError: a peer died or did not arrive."""
         before, payload_bytes = self._exchange.sent_bytes, 0
         for index, bucket in enumerate(self.buckets):
             flat = self._scratch[bucket.sum_dtype][: bucket.numel]

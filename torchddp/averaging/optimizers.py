@@ -15,10 +15,7 @@ from torchddp.traffic import Traffic
 
 
 class OptimizerWrapper(Optimizer, abc.ABC):
-    """Steps the inner optimizer, then does what the averaging method requires.
-
-    Learning rate schedulers and hooks accept either optimizer.
-    """
+    """Steps the inner optimizer, then does what the averaging method requires. Schedulers and hooks accept either."""
 
     param_groups: Any = property(attrgetter("_inner.param_groups"))
     state: Any = property(attrgetter("_inner.state"))
@@ -31,11 +28,9 @@ class OptimizerWrapper(Optimizer, abc.ABC):
         if hasattr(optimizer, "process_group"):
             raise ValueError(f"{who} can't wrap {given}, whose steps are collective: here, ranks step independently")
         self._inner = optimizer
-        # Shared, so that hooks on either optimizer see the state saved and loaded.
-        self._optimizer_state_dict_pre_hooks = optimizer._optimizer_state_dict_pre_hooks
-        self._optimizer_state_dict_post_hooks = optimizer._optimizer_state_dict_post_hooks
-        self._optimizer_load_state_dict_pre_hooks = optimizer._optimizer_load_state_dict_pre_hooks
-        self._optimizer_load_state_dict_post_hooks = optimizer._optimizer_load_state_dict_post_hooks
+        for kind in ("state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post"):
+            name = f"_optimizer_{kind}_hooks"  # shared: hooks on either see the state saved and loaded
+            setattr(self, name, getattr(optimizer, name))
         super().__setstate__({})  # as a constructor does, but without groups of its own
 
     @property
@@ -64,8 +59,8 @@ class OptimizerWrapper(Optimizer, abc.ABC):
     def after_step(self) -> None:
         """Count a step of the inner optimizer, and do what is due. `step` calls it.
 
-        Call it yourself if you step the inner optimizer (`optim`) directly, as with a GradScaler, which may skip a step
-        on one rank alone: ``scaler.step(optimizer.optim)``, then ``optimizer.after_step()``.
+        Call it yourself if you step the inner optimizer (`optim`), as with a GradScaler, which may skip a step on one
+        rank alone: ``scaler.step(optimizer.optim)``, then ``optimizer.after_step()``.
         """
 
 

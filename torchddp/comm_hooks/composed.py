@@ -116,14 +116,7 @@ class PerParameter(CommHook):
 
 def without_norms_and_biases(hook: CommHook, **options: Any) -> PerParameter:
     """``hook`` for everything except normalization layers and biases, which are small and sensitive and are summed in
-    fp32.
-
-    Example:
-
-        hook = torchddp.comm_hooks.without_norms_and_biases(torchddp.comm_hooks.Int4())
-        model = torchddp.DistributedDataParallel(module, comm_hook=hook)
-
-    The options are those of :class:`PerParameter`.
+    fp32. The options are those of :class:`PerParameter`.
     """
     return PerParameter(hook, [("norms", None), ("biases", None)], **options)
 

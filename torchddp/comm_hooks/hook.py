@@ -95,17 +95,13 @@ class CommHook(abc.ABC):
     # --- implemented by each method ---
 
     def _setup(self, setup: Setup) -> None:
-        """Collective. Called by :meth:`attach`, and by :meth:`rebind` with another exchange: check and store the
-        parameters.
-        """
+        """Collective, in :meth:`attach` and, with another exchange, :meth:`rebind`: check and keep the parameters."""
         self._exchange = setup.exchange
         self._shapes = {name: p.shape for name, p in setup.parameters.items()}
         self._device = next((p.device for p in setup.parameters.values()), None)
 
     def _follow(self, lead: int) -> None:  # noqa: B027  # most hooks have no shared state
-        """Collective. After :meth:`_setup` with other ranks, some of them new: synchronize what must agree, from
-        ``lead``.
-        """
+        """Collective. After :meth:`_setup` with other ranks: synchronize what must agree, from rank ``lead``."""
 
     @abc.abstractmethod
     def _reduce(self, piece: Piece) -> None:

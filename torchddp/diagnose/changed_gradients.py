@@ -35,9 +35,8 @@ def next_look(step: int) -> int:
 
 
 class ChangedGradients(StepObserver):
-    """In a few steps, each rank records the gradients that backward left, and when an optimizer steps, posts which of
-    them have changed. All have posted by the next step of rank 0's optimizer, because they ran the backward in between.
-    Rank 0 compares them, and warns once.
+    """In a few steps, each rank records the gradients that backward left, and posts, when an optimizer steps, which
+    have changed since. Rank 0 compares them at its next step, after a backward with all ranks, and warns once.
     """
 
     def __init__(self, session: ReducerSession) -> None:

@@ -169,7 +169,7 @@ class FailTogether:
     def start(self) -> None:
         """Start watching if there was no process group on entering; does nothing if it already watches or was left.
 
-        For a body that creates the default process group itself; afterwards all ranks call this at the same place.
+        For a body that creates the default process group itself; all ranks then call this at the same place.
         """
         if self._board is not None or self._left:
             return
@@ -231,7 +231,7 @@ class FailTogether:
     def _stay(self, board: Board, posted: bool = False) -> None:
         """Wait until all ranks know of the failure, which takes a moment, and for those that save."""
         since_s = time.monotonic()
-        with suppress(RuntimeError):  # the rank with the store has left, so there is no one to wait for
+        with suppress(RuntimeError):  # the rank with the store has left: nothing to wait for
             while True:
                 known = board.add("known", 0)  # 0: all know, and it was removed
                 lingered = time.monotonic() - since_s > _LINGER_S

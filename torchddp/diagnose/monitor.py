@@ -23,7 +23,7 @@ from torchddp import _torch
 from torchddp.ddp.session import ReducerSession
 from torchddp.diagnose import rank_state
 from torchddp.diagnose.collectives import CallWatch
-from torchddp.diagnose.diagnosis import diagnose, report_json, report_text, write_report
+from torchddp.diagnose.diagnosis import Finding, diagnose, report_json, report_text, write_report
 from torchddp.diagnose.rank_state import RankState
 from torchddp.transport.store import Board
 from torchddp.transport.waits import GONE, STOPPED, is_here, look_up, process_identity
@@ -37,7 +37,7 @@ _MAX_POLL_S = 1.0
 _RANKS_A_POLL_S = 64  # larger worlds poll less often, so that the load on the store stays the same
 _QUICK_S = 0.05  # between checks, while ranks are being asked
 _KNOWN_A_LOOK = 8  # ranks whose processes are looked up per check
-_MEETINGS = 100  # checks after which a rank that has not identified its process never will
+_MOST_LOOKS = 100  # checks after which a rank that has not identified its process never will
 _GIVE_UP_ROUNDS = 10  # collection times after which ranks stop waiting for a report
 
 
@@ -155,7 +155,7 @@ class HangMonitor:
         self._round: Question | None = None
         self._last_number = 0
         self._known: dict[int, dict[str, Any]] = {}
-        self._knows_all, self._meetings = False, 0
+        self._knows_all, self._looks = False, 0
         self._pid = os.getpid()  # a forked child has no watcher, and locks in an unknown state
         rank_state.note_uncaught()
         # Runs before the watcher's own exit handler, which was registered earlier.
@@ -251,14 +251,10 @@ class HangMonitor:
         if not self._models:
             self._calls.forget()
             return []
-        in_steps = [
-            Wait(model.key, since_s, model.stall_s) for model in self._models if (since_s := model.since_s) is not None
-        ]
-        in_calls = [
-            Wait(call.key, call.since_s, self.stall_s if call.is_certain else math.inf)
-            for call in self._calls.look(self.stall_s)
-        ]
-        return [*in_steps, *in_calls]
+        in_steps = [Wait(model.key, since_s, model.stall_s) for model in self._models if (since_s := model.since_s)]
+        limits_s = {True: self.stall_s, False: math.inf}
+        calls = self._calls.look(self.stall_s)
+        return [*in_steps, *(Wait(call.key, call.since_s, limits_s[call.is_certain]) for call in calls)]
 
     def _note_reported(self, waits: list[Wait], asked_s: float) -> None:
         """``asked_s``: the wait that the ranks were asked about."""
@@ -266,7 +262,7 @@ class HangMonitor:
 
     def _talk(self, waits: list[Wait], stalled_s: float) -> None:
         if not self._knows_all:
-            self._get_to_know()
+            self._look_up_peers()
         request = self._board.read("request")
         number = request["number"] if request else 0
         if number > self._last_number:
@@ -280,18 +276,16 @@ class HangMonitor:
         if self._round is not None:
             self._go_on(self._round)
 
-    def _get_to_know(self) -> None:
-        """Look up a few ranks' processes per check, so that dead ones are recognized even when the store has stopped
-        answering.
-        """
+    def _look_up_peers(self) -> None:
+        """A few ranks' processes per check, so that dead ones are recognized even when the store has stopped."""
         unknown = [rank for rank in range(min(self._board.size, _RANKS_A_POLL_S)) if rank not in self._known]
         found = {rank: who for rank in unknown[:_KNOWN_A_LOOK] if (who := self._board.read(f"who/{rank}"))}
         if found:
             self._known |= found
             for model in self._models:
                 model.set_peers(dict(self._known))
-        self._meetings += 1
-        self._knows_all = len(found) == len(unknown) or self._meetings > _MEETINGS
+        self._looks += 1
+        self._knows_all = len(found) == len(unknown) or self._looks > _MOST_LOOKS
 
     # --- a question to all ranks ---
 
@@ -361,33 +355,30 @@ class HangMonitor:
             return ""  # the stall ended while ranks were being asked, so their answers don't fit together
         if max((state.longest_wait_s for state in states), default=0.0) < self.stall_s:
             return ""
-        finding = diagnose(states)
-        path = write_report(report_json(finding, states, self._board.rank))
-        logger.error("%s", report_text(finding, states, path))
+        finding, text = self._published(states)
+        logger.error("%s", text)
         return f"Hang report: {finding.headline}"
 
     def _report_alone(self, waits: list[Wait], error: Exception) -> None:
         """The store does not answer: report what this rank knows."""
         self._note_reported(waits, 0.0)
         self._round = None
-        others = [
-            RankState(rank, who=who, alive=look_up(who) or "")
-            for rank, who in self._known.items()
-            if rank != self._board.rank
-        ]
-        states = [
-            self._own_state(""),
-            *(state for state in others if state.alive in (GONE, STOPPED)),
-        ]
-        finding = diagnose(states)
-        path = write_report(report_json(finding, states, self._board.rank))
-        reason = str(error).partition("\n")[0]
+        known = {rank: who for rank, who in self._known.items() if rank != self._board.rank}
+        others = [RankState(rank, who=who, alive=look_up(who) or "") for rank, who in known.items()]
+        states = [self._own_state(""), *(state for state in others if state.alive in (GONE, STOPPED))]
+        finding, text = self._published(states)
         logger.error(
             "%s\n  rank %d can't ask the other ranks: the process group's store does not answer (%s); its host may be "
             "dead or stopped",
-            report_text(finding, states, path), self._board.rank, reason,
+            text, self._board.rank, str(error).partition("\n")[0],
         )  # fmt: skip
         self._fail_models(f"Hang report of rank {self._board.rank} alone: {finding.headline}")
+
+    def _published(self, states: list[RankState]) -> tuple[Finding, str]:
+        """The finding, written to a file, and its text."""
+        finding = diagnose(states)
+        path = write_report(report_json(finding, states, self._board.rank))
+        return finding, report_text(finding, states, path)
 
     def _fail_models(self, found: str) -> None:
         for model in self._models:

@@ -163,9 +163,8 @@ class Amount:
 
 
 def find_difference(by_rank: Sequence[Sequence[object]]) -> Difference | None:
-    """The difference in ``by_rank[rank][parameter]``, whose items are equal where parameters are; None: no difference.
-
-    The reference is the majority's value, or rank 0's if there is no majority.
+    """The first item that differs in ``by_rank[rank][parameter]``; None: none. The reference is the majority's value,
+    or else rank 0's.
     """
     differing = [index for index, values in enumerate(zip(*by_rank, strict=True)) if len(set(values)) > 1]
     if not differing:

@@ -10,7 +10,7 @@ import time
 import traceback
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType, SimpleNamespace, TracebackType
 from typing import Any, NamedTuple
 
 import torch
@@ -35,16 +35,8 @@ _hook_before: Any = None
 _thread_hook_before: Any = None
 
 
-class _Training:
-    """The training thread: the last one that wrapped a model or ran a forward."""
-
-    __slots__ = ("thread",)
-
-    def __init__(self) -> None:
-        self.thread = threading.main_thread().ident or 0
-
-
-training = _Training()
+# The training thread: the last one that wrapped a model or ran a forward.
+training = SimpleNamespace(thread=threading.main_thread().ident or 0)
 
 
 class Frame(NamedTuple):

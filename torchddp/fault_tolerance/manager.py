@@ -34,8 +34,7 @@ def check_manager(manager: Any, who: str) -> None:
 def count_participants(manager: Any) -> int:
     """The number of replicas that this step averages over; waits for the quorum within the manager's time limits.
 
-    RuntimeError: no quorum was started. TransportError: no quorum was reached, for example because the
-    lighthouse is gone.
+    RuntimeError: no quorum was started. TransportError: none was reached, for example because the lighthouse is gone.
     """
     try:
         count = manager.num_participants()

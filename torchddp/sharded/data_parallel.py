@@ -95,14 +95,8 @@ class ShardedDataParallel(DistributedDataParallel):
             raise RuntimeError("ShardedDataParallel needs a process group: call init_process_group first")
         group = process_group or dist.group.WORLD
         with Agreement("ShardedDataParallel", group, device_of(module)) as agreement:
-            if (
-                isinstance(reduce_buffer_size, bool)
-                or not isinstance(reduce_buffer_size, int)
-                or reduce_buffer_size < 0
-            ):
-                raise ValueError(
-                    f"reduce_buffer_size must be a number of elements, 0 or more, got {reduce_buffer_size!r}"
-                )
+            if type(reduce_buffer_size) is not int or reduce_buffer_size < 0:
+                raise ValueError(f"reduce_buffer_size must be a number of elements from 0, got {reduce_buffer_size!r}")
             time_limit = timedelta_of(timeout, "timeout")
             optimizers = agreed_optimizers(module, sharded_optimizer, group, agreement)
         # Read while torch's constructor runs, so it must be a plain attribute.

@@ -21,11 +21,7 @@ from torchddp.transport.agreement import Agreement
 
 
 class ShardedPolicy(ReducerPolicy):
-    """Each gradient is reduced to its owner only; after a step, the owner's updated parameters go to all ranks.
-
-    Attributes:
-        gathers: one per optimizer, over the flat memory that holds its parameters.
-    """
+    """Each gradient is reduced to its owner only; after a step, the owner's updated parameters go to all ranks."""
 
     _reducer: _C.Reducer  # set once the session is open
     who = "ShardedDataParallel"
@@ -43,7 +39,7 @@ class ShardedPolicy(ReducerPolicy):
     ) -> None:
         self.reduce_dtype = reduce_dtype
         self.optimizers = optimizers
-        self.gathers: list[ParameterGather] = []
+        self.gathers: list[ParameterGather] = []  # one per optimizer
         self._module = module
         self.sends_states = sends_states
         self._buffer_numel, self._overlap_wanted = buffer_numel, overlap_wanted

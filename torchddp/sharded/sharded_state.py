@@ -21,8 +21,7 @@ def gather_state(
 ) -> dict[Any, Any] | None:
     """The state of all ranks' parameters on the CPU of ``recipient``; None elsewhere. Collective.
 
-    ``state`` is this rank's. Owners send one at a time, a few parameters per message; only the recipient holds more
-    than one message.
+    ``state`` is this rank's. Owners send one at a time, a few parameters per message.
     """
     params = parameters.params
     found: dict[int, Any] = {}
@@ -47,10 +46,7 @@ def _to_cpu(value: Any) -> Any:
 
 
 def _send_object(value: Any, source: int, target: int, group: dist.ProcessGroup) -> Any:
-    """Send the value of ``source`` to ``target``; None elsewhere. Collective.
-
-    Uses an all_to_all with only this message, because some backends have no send.
-    """
+    """Send the value of ``source`` to ``target``; None elsewhere. Collective: not all backends can send."""
     device = message_device(group)
     payload = torch.empty(0, dtype=torch.uint8, device=device)
     if group.rank() == source:
@@ -86,9 +82,8 @@ def check_state(
 ) -> tuple[dict[int, Any], dict[Any, Any]]:
     """A saved state dict's state by parameter index, and what belongs to no parameter. ValueError for another model's.
 
-    ``param_groups`` and ``parameters`` are the optimizer's. Values that its ``live`` state (by parameter) also has must
-    have the same shape. With ``torch_own`` the rules of torch's optimizers apply: the parameter's shape or a scalar,
-    except for Adafactor's row and column.
+    Values that the optimizer's ``live`` state (by parameter) also has must have the same shape. With ``torch_own`` the
+    rules of torch's optimizers apply: the parameter's shape or a scalar, except for Adafactor's row and column.
     """
     missing = [key for key in ("state", "param_groups") if key not in saved]
     if missing:

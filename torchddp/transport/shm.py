@@ -160,8 +160,8 @@ def _outer_group(
 ) -> dist.ProcessGroup | None:
     """The ranks in this rank's place on each host, or None if its place owns no shard. Cached per process group.
 
-    The name of a locally synchronized group depends on how many groups a rank has: a rank without one makes one of its
-    own, so that later groups have the same names everywhere.
+    A rank without such a group makes one of its own: the names of later, locally synchronized groups depend on how many
+    a rank has.
     """
     if not placement.columns:
         return None

@@ -23,7 +23,7 @@ Result = TypeVar("Result")
 
 # A store that doesn't answer (its host is stopped) must not block its callers for longer.
 TIMEOUT = datetime.timedelta(seconds=5)
-_END_LOOK_S = 0.25  # how often to check whether the group was destroyed; asks nobody
+_END_LOOK_S = 0.25  # how often to check whether the group was destroyed, which needs no message
 
 # How many parts of a group's store were handed out, by process group and purpose; equal on all ranks.
 _parts: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, int]] = weakref.WeakKeyDictionary()
@@ -44,7 +44,7 @@ def attempt_prefix() -> str:
 def begin_life(store: Store, name: str, rank: int) -> str:
     """A prefix for the keys of a group that begins now: earlier ones of its name may have left theirs in the store.
 
-    All ranks of a group must call it once. They get the same prefix, because each counts the groups that it was in.
+    All ranks of a group call it once and get the same prefix, because each counts the groups that it was in.
     """
     prefix = f"{attempt_prefix()}/{name}"
     return f"{prefix}/life_{store.add(f'{prefix}/lives/{rank}', 1)}"
@@ -53,9 +53,8 @@ def begin_life(store: Store, name: str, rank: int) -> str:
 class StoreLink:
     """This process's only connection to the store of its job besides torch's own, which a blocking wait may hold.
 
-    It connects on a thread of its own, which also makes the calls, so that a store without an answer delays no caller
-    by more than `TIMEOUT`, and only once. It ends when the watcher finds that its group was destroyed. Thread-safe. See
-    `link_of`.
+    A thread of its own makes the calls, so that a store without an answer delays no caller by more than `TIMEOUT`, and
+    only once. It ends when the watcher finds that its group was destroyed. Thread-safe. See `link_of`.
     """
 
     def __init__(self, home: dist.ProcessGroup) -> None:
@@ -88,9 +87,7 @@ class StoreLink:
             return life
 
     def at_end(self, do: Callable[[], None]) -> None:
-        """Call this method on the watcher when the group was destroyed, while the store may still answer. Doesn't keep
-        the method's object alive.
-        """
+        """Call this method on the watcher when the group was destroyed. Doesn't keep the method's object alive."""
         self._at_end = [method for method in self._at_end if method() is not None]
         self._at_end.append(weakref.WeakMethod(do))
 
@@ -156,10 +153,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def link_of(group: dist.ProcessGroup) -> StoreLink:
-    """This process's link to the store of the group's job. RuntimeError if torch knows of no store of the group.
-
-    Not collective.
-    """
+    """This process's link to the store of the group's job; RuntimeError if there is none. Not collective."""
     home = home_of(group)
     with _lock:
         found = _links.get(id(home))
@@ -173,10 +167,7 @@ def link_of(group: dist.ProcessGroup) -> StoreLink:
 
 
 def next_part(group: dist.ProcessGroup, purpose: str) -> str:
-    """A prefix for keys within the group's life that no other call gets.
-
-    Not collective, but all ranks must call it equally often per purpose.
-    """
+    """A prefix for keys within the group's life that no other call gets; all ranks must call it equally often."""
     counts = _parts.setdefault(group, {})
     number = counts[purpose] = counts.get(purpose, -1) + 1
     return f"{purpose}/{number}"
@@ -252,22 +243,22 @@ class Board:
         return PrefixStore(f"{self._life.result()}/{self._part}", store)
 
 
-_said: set[str] = set()  # by this process, so that later models don't ask the store
+_logged: set[str] = set()  # by this process, so that later models don't ask the store
 
 
 def is_first_in_job(what: str, process_group: dist.ProcessGroup) -> bool:
-    """Whether this process should say ``what``: true on rank 0 of the group if no group of the job has said it yet.
+    """Whether this process should log ``what``: true on rank 0 of the group if no group of the job has logged it yet.
 
     The ranks of a job are those of the default process group, whose store counts; without one, this process is the job.
-    A restart (by torchrun, after a failure) is a new job. Not collective: only rank 0 of each group asks the store.
+    Not collective: only rank 0 of each group asks the store.
     """
-    if process_group.rank() != 0 or what in _said:
+    if process_group.rank() != 0 or what in _logged:
         return False
-    _said.add(what)
+    _logged.add(what)
     default = dist.group.WORLD
     if default is None or default.size() == 1:
         return True
-    key = f"{attempt_prefix()}/said/{hashlib.sha256(what.encode()).hexdigest()}"
+    key = f"{attempt_prefix()}/logged/{hashlib.sha256(what.encode()).hexdigest()}"
     try:
         return link_of(default).call(lambda store: store.add(key, 1) == 1)
     except RuntimeError:  # its store is gone or missing
