@@ -110,27 +110,11 @@ def test_a_report_has_every_row_a_date_and_a_verdict() -> None:
     names = (variant.name for variant in field())
     for words in (*names, "p50 [p25..p75]", "0.80 [0.80..0.80]", "2030-01-02 03:04 UTC"):
         assert words in text, words
-    assert text.count("2.50 @1") == 3 and "0.95 met" in text and "0.95 missed" in text
     verdict = "torchddp is faster than torch's best row in 2 of 3 comparisons, slower in 1, and within noise in 0."
     assert verdict in " ".join(text.split())
     text = printed(report.render(document(step_time())), 80)
     for words in ("0.75 [0.75..0.75]", "1 (torch's best)", "step_time · MLP: 12 parameters, 25 MB"):
         assert words in text
-
-
-def test_a_goal_within_noise_or_of_another_model_is_neither_met_nor_missed() -> None:
-    result = fake_result()
-    ratio = gradients.our_row(result)["ratio_to_best_torch"]
-    ratio.update(median=0.94, ci95_low=0.9, ci95_high=0.97)
-    assert str(gradients.goal_text(result)) == "0.95 unclear"
-    ratio.update(median=0.5, ci95_low=0.4, ci95_high=0.6)
-    assert str(gradients.goal_text(result)) == "0.95 met"
-    ratio.update(odd_rounds=ratio["rounds"] // 2)
-    assert str(gradients.goal_text(result)) == "0.95 unclear"
-    raw = {"model": "a.b:c", "title": "a.b:c", "parameters": 2, "gradient_bytes": 8, "step_ms": np.ones((7, 40))}
-    result = gradients.timed_result(CASES["per_param"], field(), raw, world_size=1)
-    assert result["goal_ratio"] is None and str(gradients.goal_text(result)) == ""
-    assert fake_result("per_param")["goal_ratio"] == 0.15
 
 
 def test_saved_results_are_split_by_case_and_read_back(tmp_path: Path) -> None:
@@ -151,7 +135,7 @@ def test_a_wrong_argument_is_refused_in_one_sentence(capsys):
             ["--case", "memory", "--set", "op=broadcast"],
             "--set op=broadcast: must be NAME=VALUE with an option of memory",
         ),
-        (["--model", "nope"], "There is no model 'nope'; choose from small, mlp, gpt, conv, resnet50, gpt2, or"),
+        (["--model", "nope"], "There is no model 'nope'; choose from small, mlp, gpt, conv, gpt2, or"),
         (["--seconds", "nan"], "above 0 and at most 3600, not nan."),
         (["--world-size", "0"], "--world-size must be 1 to 64, not 0."),
         (["--caps", "1,x"], "--caps must be MiB separated by commas, like 1,5,25, not '1,x'."),

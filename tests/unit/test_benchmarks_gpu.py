@@ -101,6 +101,17 @@ def test_the_report_shows_launches_and_goals_met_and_missed(monkeypatch: pytest.
     assert fake_model(device="cpu")["goal_ratio"] is None
 
 
+def test_a_goal_within_noise_is_neither_met_nor_missed() -> None:
+    result = fake_model("small")
+    ratio = next(row["ratio_to_best_torch"] for row in result["variants"] if row["role"] == "ours")
+    ratio.update(median=0.29, ci95_low=0.2, ci95_high=0.4)
+    assert gpu.goal_text(result) == "0.3 unclear"
+    ratio.update(median=0.2, ci95_low=0.1, ci95_high=0.25)
+    assert gpu.goal_text(result) == "0.3 met"
+    ratio.update(odd_rounds=ratio["rounds"] // 2)
+    assert gpu.goal_text(result) == "0.3 unclear"
+
+
 def test_a_model_that_fails_leaves_the_others_results(monkeypatch, capsys, tmp_path: Path):
     def launch(case: BenchCase, job: Job, *_: Any) -> list[dict[str, Any]]:
         if job.models == ("resnet50",):

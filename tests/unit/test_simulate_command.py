@@ -118,15 +118,20 @@ def test_json_and_plot_hold_the_points_of_the_tables(profile, tmp_path, shown):
     document = json.loads(data.read_text())
     points = document["points"]
     assert document["date"] and document["verdict"].startswith("eth10, 2 ranks: ")
-    assert [(p["link"], p["ranks"]) for p in points] == [("eth10", 2), ("eth10", 64), ("5gbit", 2), ("5gbit", 64)]
+    assert [(p["link"]["name"], p["world_size"]) for p in points] == [
+        ("eth10", 2),
+        ("eth10", 64),
+        ("5gbit", 2),
+        ("5gbit", 64),
+    ]
     assert document["gradients"] == [f"layer{i}.weight" for i in range(6)]
     for point in points:
-        for plan in (point["recorded_plan"], point["best_plan"]):
+        for plan in (point["recorded"], point["best"]):
             assert plan["step_s"] == pytest.approx(plan["compute_s"] + plan["exposed_s"])
             assert sorted(i for bucket in plan["buckets"] for i in bucket) == list(range(6))
     assert png.read_bytes().startswith(b"\x89PNG")
     rows = re.findall(r"^(\d+) +([\d.]+) +[\d.]+ +[\d.]+%", out, re.MULTILINE)
-    expected = [(str(p["ranks"]), float(p["recorded_plan"]["step_s"] * 1e3)) for p in points]
+    expected = [(str(p["world_size"]), float(p["recorded"]["step_s"] * 1e3)) for p in points]
     assert [(ranks, float(step)) for ranks, step in rows] == [(r, pytest.approx(s, rel=5e-3)) for r, s in expected]
     assert all(f"wrote {path}" in out.replace("\n", "") for path in (data, png))
 
@@ -138,8 +143,9 @@ def test_ranks_on_one_host_use_the_inner_link(profile, tmp_path, shown):
         asked = ["--link", "eth1", "--ranks", "4", "--ranks-per-host", "4", "--inner-link", inner]
         shown(profile, *asked, "--json", str(path))
         document = json.loads(path.read_text())
-        assert document["inner_link"] == inner and document["ranks_per_host"] == 4, inner
-        steps.append(document["points"][0]["recorded_plan"]["step_s"])
+        scene = document["scene"]
+        assert (scene["inner"]["name"], scene["ranks_per_host"]) == (inner, 4)
+        steps.append(document["points"][0]["recorded"]["step_s"])
     assert steps[1] > 2 * steps[0]
 
 

@@ -72,43 +72,37 @@ class DiLoCo(OptimizerWrapper):
             optimizer.step()  # every 50th also takes an outer step
 
     The outer gradient is how far the parameters have moved since the last outer step, averaged over the ranks. The
-    outer optimizer applies it to a copy of the parameters, and all ranks continue from there. The state of their inner
-    optimizers stays local. Pass the bare module, or train a `DistributedDataParallel` under ``no_sync()``.
+    outer optimizer applies it to a copy of the parameters, and all ranks continue from there. Pass the bare module, or
+    train a `DistributedDataParallel` under ``no_sync()``.
 
     With ``fragments``, each fragment (every F-th layer) is synchronized every ``sync_every`` steps, evenly spread: peak
-    bandwidth falls by F. A thread averages its outer gradients during ``overlap_steps`` more steps. Then the outer
-    optimizer moves the global weights, and the rank's parameters become ``alpha`` times themselves plus 1 - ``alpha``
-    times the global ones. For example ``DiLoCo(module, inner, 100, wire="int4", fragments=4, overlap_steps=5,
-    alpha=0.5)``; call :meth:`finish` after the last step.
+    bandwidth falls by F. A thread averages its outer gradients during ``overlap_steps`` more steps; then the rank's
+    parameters become ``alpha`` times themselves plus 1 - ``alpha`` times the global ones. Call :meth:`finish` after the
+    last step.
 
     Args:
         params: a module, or its parameters (with names, if errors should name them): all that ``optimizer`` steps.
-        optimizer: the inner optimizer, which takes the local steps: any torch optimizer whose steps are not collective.
+        optimizer: the inner one, any of torch's whose steps are not collective; its state stays local.
         sync_every: the number of inner steps between outer steps (the paper's H).
         outer_lr, outer_momentum, nesterov: options of the outer optimizer, SGD.
         outer_optimizer: a function that takes parameters and returns the outer optimizer, to use another one than SGD.
         wire: the format in which outer gradients are sent: "fp32", "bf16", "fp16", "int8" or "int4" (in blocks with one
             scale each). Sums are always in fp32. None: the parameter's own format if it has 16 bits, otherwise fp32.
         fragments: the number of fragments (F), at most one per parameter.
-        overlap_steps: inner steps while a fragment is in transit (tau). Must be below ``sync_every / fragments``, so
-            that only one is in transit at a time. 0: the step waits.
+        overlap_steps: inner steps while a fragment is in transit (tau), below ``sync_every / fragments``. 0: wait.
         alpha: the weight of the rank's own parameters; 0: it continues from the global weights.
         buffers: average floating-point buffers too, after the last fragment; ``params`` must be a module.
         process_group: the ranks to average over; None: the default process group.
         bucket_cap_mb: MiB per message; the messages of a fragment are sent one after the other.
 
     Construction is collective: parameters become those of rank 0 (load checkpoints afterwards). So are the steps in
-    which a fragment is merged. Global weights are the same on all ranks, bit for bit. If ``alpha`` is 0, so are a
-    fragment's parameters right after it is merged. A lost peer is detected when the fragment is merged.
+    which a fragment is merged. Global weights are the same on all ranks, bit for bit, and if ``alpha`` is 0, so are a
+    fragment's parameters right after it is merged. Held per rank: the parameters in fp32, the outer momentum, and a
+    fragment in fp32 while it is in transit.
 
-    Held per rank: the parameters in fp32, the outer momentum, and a fragment in fp32 while it is in transit.
-
-    Raises TypeError and ValueError for invalid options, parameters and optimizers, and RuntimeError on all ranks if
-    parameters or options differ between ranks. `step` raises TransportError.
-
-    Attributes:
-        steps: steps that the inner optimizer has taken.
-        traffic: the bytes of the last synchronization of a fragment; see `torchddp.traffic`.
+    Raises TypeError and ValueError for invalid arguments, and RuntimeError on all ranks if they differ between ranks.
+    `step` raises TransportError. Attributes: ``steps`` that the inner optimizer has taken; ``traffic``, the bytes of
+    the last synchronization of a fragment (`torchddp.traffic`).
     """
 
     def __init__(

@@ -75,15 +75,12 @@ class PostLocalSGD(OptimizerWrapper):
         loss_of(module(batch)).backward()
         optimizer.step()  # averages when the averager's period is over
 
-    The optimizer's own state (momentum) stays local. Replaces torch's PostLocalSGDOptimizer, with the same
-    ``state_dict``: the inner optimizer's, and ``"step"``.
+    ``optimizer``: any of torch's whose steps are not collective; its state (momentum) stays local. ``averager``: one of
+    this package's or of torch's. Replaces torch's PostLocalSGDOptimizer, with the same ``state_dict``: the inner
+    optimizer's, and ``"step"``.
 
-    Args:
-        optimizer: any torch optimizer whose steps are not collective.
-        averager: `PeriodicAverager`, `HierarchicalAverager` or one of torch's.
-
-    Construction is not collective. `step` is collective in the steps in which the averager averages. Raises TypeError
-    and ValueError for optimizers and averagers that it can't wrap.
+    Construction is not collective; `step` is when the averager averages. TypeError and ValueError for optimizers and
+    averagers that it can't wrap.
     """
 
     def __init__(self, optimizer: Optimizer, averager: ModelAverager) -> None:

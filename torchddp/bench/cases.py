@@ -2,22 +2,13 @@
 
 A case is a `BenchCase` in a file of its own: what it measures, its results, table, plot and note (`step_time.py` is a
 short one). Users' cases are in this folder, developers' cases, which only `python -m benchmarks` has, in
-`benchmarks/cases`; both are registered in `registry`. A case without models leaves `models` empty and uses what else
-the framework has:
-
-    OPTIONS = {"rate": Option(10**9, parse_rate, "Bandwidth of the link.", quick=10**10)}
+`benchmarks/cases`; both are registered in `registry`. A case without models leaves `models` empty:
 
     def run(case: BenchCase, settings: Settings, display: Display) -> list[Result]:
         job = replace(settings.job_of(case), models=TASKS)       # names for `measure`; without, the case's
-        rate = job.options["rate"]                               # also on the ranks; `--set rate=500mbit` changes it
-        with two_hosts(rate, job.world_size) as place:           # a `harness.launch.Place`; the default is this host
+        with two_hosts(job.options["rate"]) as place:            # a `harness.launch.Place`; the default is this host
             raws = case.launch(job, display, place)              # `measure(job, name, report)` for each name
-        return [{"case": case.name, **raw} for raw in raws]
-
-    CASE = BenchCase(name="links", options=OPTIONS, measure=measure, run=run, table=table, summary=tables, ...)
-
-`run` may make any number of launches, or start programs of its own instead. `table` shows one result and `summary` all
-results of the case. Everything in a result can be written as JSON.
+        return [{"case": case.name, **raw} for raw in raws]      # JSON; `table` shows one, `summary` all
 
 Imports neither torch nor numpy, so that `torchddp` starts even where one of them fails to load.
 """
@@ -76,8 +67,6 @@ class BenchCase:
     quick_models: tuple[str, ...]
     default_world_size: int = 2
     unit: str = "ms"
-    # The target for our ratio to torch's best; None if the case has no target.
-    goal_ratio: float | None = None
     # Time for each model's timed rounds, without --seconds.
     seconds: float = 45.0
     # Bucket sizes of the tuned rows, without --caps.
@@ -91,7 +80,7 @@ class BenchCase:
     # Tables and plot depend on the results only, so that a saved JSON reproduces them.
     table: Callable[[Result], Table]
     draw: Callable[[Sequence[Result]], Figure]
-    # Tables of all results together. Cases with the same function share them.
+    # Tables of all results together.
     summary: Callable[[Sequence[Result]], Sequence[Table]] | None = None
     # Printed with the results: how to read them.
     note: str

@@ -145,13 +145,11 @@ def run(settings: Settings, command: str, console: Console, json_path: Path | No
     from torchddp.harness.models import find_factory
 
     cases = [CASES[name] for name in settings.cases]
-    if any(case.models for case in cases):
-        # Report a missing class or factory before the first launch.
+    if any(case.models for case in cases):  # report a missing class or factory before the first launch
         for path in (settings.ours, *settings.peers):
             load_class(path)
-        for model in settings.models:
-            if ":" in model:
-                find_factory(model)
+        for model in filter(lambda name: ":" in name, settings.models):
+            find_factory(model)
     document = {**new_document(command, asdict(settings)), "failures": []}
     with progress_bar(console) as progress:
         display = Display(progress)

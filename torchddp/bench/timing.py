@@ -41,8 +41,7 @@ class WrongGradientsError(RuntimeError):
 def start_together(world_size: int) -> None:
     """Collective: return on all ranks of this machine within a few microseconds of each other.
 
-    Ranks leave gloo's barrier up to half a millisecond apart. The first would then wait that long at the end of its
-    step, which would count as the wrapper's time.
+    Ranks leave gloo's barrier up to half a millisecond apart, which would count as the wrapper's time.
     """
     if world_size == 1:
         return
@@ -161,11 +160,10 @@ def _same_step(runner: AnyRunner, batch: Any, job: Job) -> None:
 
 
 def _compare(variant: Variant, model_name: str, name: str, want: Tensor, got: Tensor, tolerance: float) -> None:
-    where = f"'{variant.name}' on model '{model_name}', rank {dist.get_rank()}, parameter '{name}'"
-    scale = float(want.abs().max())
-    error = float((want - got).abs().max())
+    scale, error = float(want.abs().max()), float((want - got).abs().max())
     # `not <=` also catches nan.
     if got.shape != want.shape or not error <= tolerance * scale + 1e-12:
+        where = f"'{variant.name}' on model '{model_name}', rank {dist.get_rank()}, parameter '{name}'"
         raise WrongGradientsError(f"{where}: off by {error:.3g}, while the largest gradient is {scale:.3g}")
 
 
@@ -178,7 +176,7 @@ def one_round(runners: Sequence[Steps], batch: Any, order: list[int], world_size
 
 
 def enough(rounds: int, elapsed_s: float, seconds: float) -> bool:
-    """Whether to stop: the time budget is used up, and there are enough rounds for a meaningful median."""
+    """Whether to stop: the time is used up, and there are enough rounds for a meaningful median."""
     return rounds >= MIN_ROUNDS and (elapsed_s >= seconds or rounds >= MAX_ROUNDS)
 
 
@@ -230,10 +228,7 @@ def no_collections() -> Iterator[None]:
 def timed_rounds(
     runners: Sequence[Steps], batch: Any, job: Job, report: Report, decisions: int = MAX_ROUNDS
 ) -> np.ndarray:
-    """This rank's step times, [variant, round].
-
-    Rank 0 decides about `decisions` times whether to go on, by default after every round.
-    """
+    """This rank's step times, [variant, round]. Rank 0 decides about `decisions` times whether to go on."""
     # A new order each round, the same on every rank, so that no variant always follows the same other one.
     shuffler = random.Random(job.seed)
     order = list(range(len(runners)))
@@ -268,6 +263,6 @@ def time_runners(job: Job, model_name: str, runners: Sequence[Runner], report: R
 
 
 def over_ranks(times_ms: np.ndarray, job: Job) -> np.ndarray:
-    """Collective: from each rank's times, take the slowest rank's, because a step takes as long as its slowest rank."""
+    """Collective: the slowest rank's times, because a step takes as long as its slowest rank."""
     slowest: np.ndarray = np.max(gathered(times_ms), axis=0)
     return slowest

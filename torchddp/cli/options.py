@@ -75,9 +75,8 @@ WorldSize = Annotated[int | None, typer.Option(help="Number of ranks. [default: 
 
 
 def check_world_size(asked: int | None, purpose: str) -> int:
-    """The number of ranks; an `ArgumentError` if it is one, or not the number that torchrun started.
-
-    `purpose`: what needs two or more ranks, like "to trace".
+    """The number of ranks; an `ArgumentError` if it is one, which leaves nothing `purpose` ("to trace"), or not the
+    number that torchrun started.
     """
     check_numbers(None, asked)
     started = int(os.environ["WORLD_SIZE"]) if started_by_torchrun() else None
@@ -98,10 +97,8 @@ def run_command(
     console: Console,
     describe: Callable[[float, float], str],
 ) -> Any:
-    """Run `function(report, settings)` on every rank, with a progress bar, and return rank 0's result; None if this
-    process is another of torchrun's ranks.
-
-    `describe(done, total)` returns the bar's text.
+    """Run `function(report, settings)` on every rank, with a progress bar (`describe(done, total)` is its text), and
+    return rank 0's result; None on torchrun's other ranks.
     """
     from torchddp.harness.subject import choose_backend, threads_each
 

@@ -56,7 +56,7 @@ class TraceSettings(ModelSettings):
 def trace_rank(report: Callable[[float, float], None], settings: TraceSettings) -> tuple[MergedProfile, str, str]:
     """Run a rank's warm-up steps, then those that are recorded. Collective.
 
-    Returns the profile, the transport that carried the buckets, and the device; the same on every rank.
+    Returns the profile, the transport, and the device; the same on every rank.
     """
     from torchddp.harness.subject import make_subject
     from torchddp.profiler import profile

@@ -43,7 +43,7 @@ class Candidate:
 def make_candidates(profile: StepProfile, caps_mb: Sequence[float]) -> tuple[Candidate, ...]:
     """The profile's own buckets (the default), the planned ones, and those of each cap, in the profile's order.
 
-    Of caps that make the same buckets, only the smallest is used, and none beyond the first that holds all gradients.
+    Of caps that make the same buckets, only the smallest is used, up to the first that holds all gradients.
     """
     specs = [
         _C.ParamSpec(g.name, g.numel, g.itemsize, dtype=g.dtype, device=g.device, sparse=g.sparse)

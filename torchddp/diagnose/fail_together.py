@@ -94,14 +94,12 @@ def fail_together(process_group: Any = None, *, grace_s: Duration | None = 3.0) 
       raises `PeerFailedError`, which names the rank that failed first. Its ``__cause__`` is the error of the body;
     - otherwise the process prints where the body is, and ends with ``os._exit(1)``, once no rank is saving.
 
-    Errors caught inside the body are not reported. A rank that dies silently is noticed as it would be without this
-    context; the error on the ranks that notice ends those that have not noticed yet. A body that ends normally before a
-    failure is known returns at once.
+    Errors caught inside the body are not reported. The error on ranks that notice a silent death ends those that have
+    not noticed it yet. A body that ends normally before a failure is known returns at once.
 
-    Not collective, but all ranks of the group must enter the same number of these contexts in the same order. They may
-    be nested, used one after another, and entered again after an error once all ranks have left. In a child that the
-    body forks, with one rank or without a process group it does nothing. If the store doesn't answer, it warns once and
-    the body continues unwatched.
+    Not collective, but all ranks of the group must enter the same number of these contexts in the same order; they may
+    be nested, or entered again after an error once all ranks have left. In a forked child, with one rank or without a
+    process group it does nothing. If the store doesn't answer, it warns once.
 
     Args:
         process_group: None is the default group.

@@ -18,7 +18,7 @@ from torchddp.harness.variants import ArgumentError
 
 MAX_WORLD_SIZE, MAX_SECONDS = 64, 3600
 # The built-in models, in torchddp.harness.models; all other names are `package.module:factory` or `file.py:factory`.
-MODEL_NAMES = ("small", "mlp", "gpt", "conv", "resnet50", "gpt2")
+MODEL_NAMES = ("small", "mlp", "gpt", "conv", "gpt2")
 
 EXIT_FAILED, EXIT_BAD_ARGUMENT = 1, 2
 
@@ -84,9 +84,8 @@ def output_option(help_text: str, *names: str) -> Any:
 
 
 def make_console() -> Console:
-    """A console as wide as the terminal, up to 100 columns; in a file or a pipe 100, unless COLUMNS is set.
-
-    It prints text as it is: a path may look like markup.
+    """A console as wide as the terminal, up to 100 columns; in a file or a pipe 100, unless COLUMNS is set. Text stays
+    as it is: a path may look like markup.
     """
     console = Console()
     width = min(console.width, 100) if console.is_terminal or "COLUMNS" in os.environ else 100

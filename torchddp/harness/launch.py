@@ -67,9 +67,9 @@ THIS_HOST = Place()
 
 @dataclass(frozen=True)
 class RankJob:
-    """One call of `function(report, *arguments)` on every rank, once the process group exists.
+    """One call of `function(report, *arguments)` on every rank, once the process group exists; rank 0's result is kept.
 
-    Picklable if `function` is module-level. Only rank 0's result is kept.
+    Picklable if `function` is module-level.
     """
 
     case: str  # for messages
@@ -199,9 +199,8 @@ def started(
     environment: Mapping[str, str] | None = None,
     method: str = "spawn",
 ) -> Iterator[list[tuple[BaseProcess, Connection]]]:
-    """A process per rank that runs `target(rank, *arguments, channel)`, and our end of its channel.
-
-    `method`: how multiprocessing starts processes. None of them outlives the block.
+    """A process per rank that runs `target(rank, *arguments, channel)`, and our end of its channel. None of them
+    outlives the block. `method`: how multiprocessing starts processes.
     """
     context: Any = multiprocessing.get_context(method)
     ranks: list[tuple[BaseProcess, Connection]] = []
@@ -304,7 +303,7 @@ def started_by_torchrun() -> bool:
 def run_ranks(job: RankJob, progress: Progress) -> Any:
     """Run the job and return rank 0's result. Under torchrun, use its ranks; all but rank 0 get None.
 
-    Raises LaunchError if a rank fails, ArgumentError if a rank rejects what the user asked for.
+    LaunchError if a rank fails, ArgumentError if a rank refuses what the user asked for.
     """
     return _join_torchrun(job, progress) if started_by_torchrun() else launch(job, progress)
 

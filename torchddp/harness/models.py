@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -26,10 +26,9 @@ CONTRACT = (
 )
 
 
-def output_is_loss(output: Any) -> Tensor:
+def output_is_loss(output: Tensor) -> Tensor:
     """For a module that returns its loss."""
-    loss: Tensor = output
-    return loss
+    return output
 
 
 @dataclass(frozen=True)
@@ -82,7 +81,6 @@ MODELS: dict[str, ModelSpec] = {
     "gpt": ModelSpec("small GPT", networks.Gpt, _tokens(256, 64)),
     "conv": ModelSpec("batch-norm conv net", networks.ConvNet, _noise(8, 3, 32, 32)),
     # Small images and short texts, so that a step on one core takes at most a second.
-    "resnet50": ModelSpec("ResNet-50", networks.ResNet, _noise(4, 3, 64, 64)),
     "gpt2": ModelSpec("GPT-2 small", networks.gpt2, _tokens(networks.GPT2_VOCABULARY, 32)),
 }
 
@@ -162,8 +160,7 @@ def load_factory(path: str, seed: int = 0) -> ModelSpec:
         raise ArgumentError(f"--model {path}: the factory raised {describe_error(error)}.") from error
     if not isinstance(made, tuple) or len(made) not in (2, 3) or not isinstance(made[0], nn.Module):
         raise ArgumentError(f"--model {path}: the factory returned {_a(made)}; {CONTRACT}.")
-    module, batch = made[:2]
-    loss: Callable[[Any], Tensor] = made[2] if len(made) == 3 else default_loss
+    module, batch, loss = (*made, default_loss)[:3]
     if not any(p.requires_grad for p in module.parameters()):
         raise ArgumentError(f"--model {path}: no parameter of the module requires a gradient.")
     if not callable(loss):
@@ -183,29 +180,26 @@ def _a(thing: object) -> str:
 
 def prove(name: str, seed: int, *, find_unused_parameters: bool = False) -> None:
     """Run one step. ArgumentError if it fails, or leaves a parameter without a gradient, which DDP would wait for."""
+
+    def refuse(problem: str, error: Exception | None = None) -> NoReturn:
+        raise ArgumentError(f"--model {name}: {problem}.") from error
+
     model = make_model(name, seed)
     try:
         batch = make_batch(name, seed, dist.get_rank(), 0)
         loss = find_model(name, seed).loss(run_forward(model, batch))
     except Exception as error:  # the user's code may raise anything
-        raise ArgumentError(f"--model {name}: forward or loss raised {describe_error(error)}.") from error
+        refuse(f"forward or loss raised {describe_error(error)}", error)
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
-        raise ArgumentError(f"--model {name}: the loss must be a scalar tensor that requires a gradient.")
+        refuse("the loss must be a scalar tensor that requires a gradient")
     try:
         loss.backward()
     except Exception as error:
-        raise ArgumentError(f"--model {name}: backward raised {describe_error(error)}.") from error
-    parameters = [(path, p) for path, p in model.named_parameters() if p.requires_grad]
-    for path, parameter in parameters:
-        if parameter.grad is None:
-            if find_unused_parameters:
-                continue
-            raise ArgumentError(
-                f"--model {name}: parameter '{path}' got no gradient, and DDP would wait for it; if that is intended, "
-                "add --find-unused-parameters."
-            )
-        if parameter.grad.layout is not torch.strided:
-            raise ArgumentError(
-                f"--model {name}: parameter '{path}' has a sparse gradient, which these commands cannot time."
-            )
+        refuse(f"backward raised {describe_error(error)}", error)
+    for path, parameter in model.named_parameters():
+        if parameter.grad is not None and parameter.grad.layout is not torch.strided:
+            refuse(f"parameter '{path}' has a sparse gradient, which these commands cannot time")
+        if parameter.requires_grad and parameter.grad is None and not find_unused_parameters:
+            advice = "if that is intended, add --find-unused-parameters"
+            refuse(f"parameter '{path}' got no gradient, and DDP would wait for it; {advice}")
     model.zero_grad(set_to_none=True)

@@ -99,13 +99,13 @@ def gpt2() -> Gpt:
     return Gpt(GPT2_VOCABULARY, width=768, depth=12, heads=12, max_length=1024, tied=True)
 
 
-def _convolution(inputs: int, outputs: int, size: int, stride: int = 1) -> list[nn.Module]:
+def convolution(inputs: int, outputs: int, size: int, stride: int = 1) -> list[nn.Module]:
     """A convolution and batch norm."""
     convolution = nn.Conv2d(inputs, outputs, size, stride=stride, padding=size // 2, bias=False)
     return [convolution, nn.BatchNorm2d(outputs)]
 
 
-class _Classifier(nn.Module):
+class Classifier(nn.Module):
     def __init__(self, layers: list[nn.Module], channels: int, classes: int) -> None:
         super().__init__()
         self.features = nn.Sequential(*layers)
@@ -116,46 +116,11 @@ class _Classifier(nn.Module):
         return F.cross_entropy(logits, torch.zeros(len(images), dtype=torch.long, device=images.device))
 
 
-class ConvNet(_Classifier):
+class ConvNet(Classifier):
     """Eight 3x3 convolutions with batch norm: buffers to broadcast, many one-dimensional parameters."""
 
     def __init__(self, channels: tuple[int, ...] = (32, 32, 64, 64, 128, 128, 256, 256), classes: int = 10) -> None:
         layers: list[nn.Module] = []
         for index, (inputs, width) in enumerate(pairwise((3, *channels))):
-            layers += [*_convolution(inputs, width, 3, stride=2 if index % 2 == 0 else 1), nn.ReLU()]
+            layers += [*convolution(inputs, width, 3, stride=2 if index % 2 == 0 else 1), nn.ReLU()]
         super().__init__(layers, channels[-1], classes)
-
-
-class Bottleneck(nn.Module):
-    """1x1, 3x3 and 1x1 convolutions with a shortcut."""
-
-    def __init__(self, inputs: int, width: int, stride: int) -> None:
-        super().__init__()
-        outputs = 4 * width
-        self.body = nn.Sequential(
-            *_convolution(inputs, width, 1),
-            nn.ReLU(inplace=True),
-            *_convolution(width, width, 3, stride),
-            nn.ReLU(inplace=True),
-            *_convolution(width, outputs, 1),
-        )
-        self.shortcut: nn.Module = nn.Identity()
-        if stride != 1 or inputs != outputs:
-            self.shortcut = nn.Sequential(*_convolution(inputs, outputs, 1, stride))
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return F.relu(self.body(hidden) + self.shortcut(hidden))
-
-
-class ResNet(_Classifier):
-    """torchvision's ResNet; by default ResNet-50, with 25.6 M parameters in 161 tensors."""
-
-    def __init__(self, depths: tuple[int, ...] = (3, 4, 6, 3), width: int = 64, classes: int = 1000) -> None:
-        layers = [*_convolution(3, width, 7, stride=2), nn.ReLU(inplace=True), nn.MaxPool2d(3, stride=2, padding=1)]
-        channels = width
-        for stage, depth in enumerate(depths):
-            for block in range(depth):
-                stride = 2 if stage > 0 and block == 0 else 1
-                layers.append(Bottleneck(channels, width << stage, stride))
-                channels = 4 * (width << stage)
-        super().__init__(layers, channels, classes)

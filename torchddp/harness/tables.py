@@ -70,9 +70,8 @@ def plain_table(
     second: str | None = None,
     notes: Sequence[str] = (),
 ) -> Table:
-    """A table with a first column, an optional second one of text, and columns of numbers; notes go below it.
-
-    Gaps are narrow, so that every table fits 80 columns.
+    """A table with a first column, an optional second one of text, and columns of numbers; notes go below it. Gaps are
+    narrow, so that every table fits 80 columns.
     """
     table = Table(
         title=title,

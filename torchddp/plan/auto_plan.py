@@ -126,9 +126,9 @@ class BucketPlanning(StepObserver):
             self.start(look_for_kept=session.is_collective)
 
     def start(self, look_for_kept: bool) -> None:
-        """Plan from the next steps, unless there is only one rank. Collective if ``look_for_kept``.
+        """Plan from the next steps, unless there is only one rank.
 
-        ``look_for_kept``: use the plan saved for this model and group, if rank 0 finds one.
+        ``look_for_kept``: use the plan saved for this model and group, if rank 0 finds one. Collective then.
         """
         self.close()
         session, reducer = self._session, self._session.reducer
@@ -146,9 +146,8 @@ class BucketPlanning(StepObserver):
         self.is_under_way = True
 
     def before_step(self) -> None:
-        """Measure or plan, if planning is under way. Collective in the step that plans.
-
-        All ranks have finished the same number of synchronized steps, so they measure and plan in the same ones.
+        """Measure or plan, if planning is under way. Collective in the step that plans, which is the same on all
+        ranks.
         """
         if self.is_under_way and self._session.synchronizes:
             self._carry_on()

@@ -1,8 +1,8 @@
 """Exports steps in Chrome's trace format (JSON), for Perfetto and chrome://tracing, and as a picture.
 
 In a trace, each rank is a process. Its thread "autograd" shows forward, backward and exposed communication. Each bucket
-has its own thread: gathering (first to last gradient), packing, queued behind earlier buckets, in flight. The picture
-has a panel per rank and a row per thread. It needs matplotlib.
+has a thread: gathering (first to last gradient), packing, queued behind earlier buckets, in flight. The picture has a
+panel per rank and a row per thread.
 """
 
 from __future__ import annotations

@@ -20,26 +20,18 @@ from torchddp.ddp.weights import weight_and_count
 def prepare_ddp_module(
     module: torch.nn.Module, find_unused_parameters: bool = False, **options: Any
 ) -> torch.nn.Module:
-    """Wrap the module in DistributedDataParallel, or return it as it is if no parameter requires grad. Collective.
+    """Composer's function of this name: DistributedDataParallel, or the module itself if no parameter requires grad.
 
-    Composer's function of this name, for torchddp's class. ``options`` are further arguments of that class.
-
-    Example:
-
-        model = torchddp.sync.prepare_ddp_module(module, find_unused_parameters=True)
-
-    Raises:
-        RuntimeError: there is no process group, or torch was built without torch.distributed; also what
-            DistributedDataParallel raises.
+    Collective. ``options`` are further arguments of torchddp's class. RuntimeError without a process group, or with a
+    torch without torch.distributed; also what the class raises.
     """
-    if not dist.is_available():
-        raise RuntimeError(
-            "this torch was built without torch.distributed, which training on several ranks needs: install one with it"
+    if not dist.is_available() or not dist.is_initialized():
+        lacks = (
+            "call init_process_group() first"
+            if dist.is_available()
+            else "this torch was built without torch.distributed"
         )
-    if not dist.is_initialized():
-        raise RuntimeError(
-            "there is no process group: call torch.distributed.init_process_group() before prepare_ddp_module()"
-        )
+        raise RuntimeError(f"prepare_ddp_module() needs a process group: {lacks}")
     if not any(parameter.requires_grad for parameter in module.parameters()):
         return module
     return DistributedDataParallel(module, find_unused_parameters=find_unused_parameters, **options)
@@ -146,7 +138,7 @@ def _warn_if_unreduced(model: torch.nn.Module, index: int, steps: int, strategy:
 def sync_context(
     model: torch.nn.Module, is_final_microbatch: bool, strategy: DDPSyncStrategy | SyncChoice | None = None
 ) -> Iterator[None]:
-    """Context for the forward and backward of one microbatch; gradients are reduced when the strategy says so.
+    """Context for the forward and backward of one microbatch; gradients are reduced when the strategy asks for it.
 
     Example:
 
@@ -154,13 +146,12 @@ def sync_context(
             with torchddp.sync.sync_context(model, i == len(microbatches) - 1, "forced_sync"):
                 loss_of(model(microbatch)).backward()
 
-    Composer's ``ddp_sync_context``, for a model instead of its State. A model whose gradients are not averaged is left
-    alone, as is one with several replicated modules inside. An outer ``no_sync()`` takes precedence: nothing is reduced
-    inside. If the body raises, FORCED_SYNC still reduces, as the other ranks do; the other strategies reduce
-    nothing more.
+    Composer's ``ddp_sync_context``, for a model instead of its State: torchddp's or torch's DistributedDataParallel, a
+    replicated module, or any other module (which is left alone, as is one with several replicated modules inside),
+    compiled or not. An outer ``no_sync()`` takes precedence. If the body raises, FORCED_SYNC still reduces, as the
+    other ranks do; the other strategies reduce nothing more.
 
     Args:
-        model: torchddp's or torch's DistributedDataParallel, a replicated module, or any other module, compiled or not.
         is_final_microbatch: whether it is the last of the step; the same on every rank.
         strategy: None: the model's own (its argument ``sync=``).
 
