@@ -19,8 +19,7 @@ from tests.sharded import batch_of, loss_of, small_net
 from torchddp import TransportError
 from torchddp.comm_hooks import BF16, PowerSGD
 from torchddp.fault_tolerance.averager import PeriodicAverager
-from torchddp.fault_tolerance.data_parallel import DistributedDataParallel
-from torchddp.fault_tolerance.pure import PureDistributedDataParallel
+from torchddp.fault_tolerance.data_parallel import DistributedDataParallel, PureDistributedDataParallel
 from torchddp.fault_tolerance.replica_state import bucket_names, check_buckets, load_state_dict, state_dict
 
 SMALL = 0.001  # MiB: several buckets

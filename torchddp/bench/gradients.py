@@ -35,15 +35,7 @@ def timed_result(case: BenchCase, variants: Sequence[Variant], raw: dict[str, An
         row["step_ms"] = summarize(times_ms)
         if row["role"] == "local":
             del row["cost"], row["ratio_to_best_torch"]
-    return model_result(
-        case.name,
-        raw,
-        world_size,
-        rows,
-        unit=case.unit,
-        rounds=int(step_ms.shape[1]),
-        best_torch=best,
-    )
+    return model_result(case.name, raw, world_size, rows, unit=case.unit, rounds=int(step_ms.shape[1]), best_torch=best)
 
 
 def timed_table(result: dict[str, Any]) -> Table:

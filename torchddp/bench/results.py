@@ -23,12 +23,7 @@ LOCAL_HALF_WINDOW = 4
 
 
 def describe_variant(variant: Variant) -> dict[str, Any]:
-    return {
-        "name": variant.name,
-        "role": variant.role.value,
-        "class": variant.class_path,
-        "options": variant.keywords,
-    }
+    return {"name": variant.name, "role": variant.role.value, "class": variant.class_path, "options": variant.keywords}
 
 
 def model_result(

@@ -103,9 +103,7 @@ def gradients_of(variant: Variant, module: nn.Module) -> list[tuple[str, Tensor]
 
 
 def wrap_copies(
-    original: nn.Module,
-    variants: Sequence[Variant],
-    build: Build = lambda cls, module, options: cls(module, **options),
+    original: nn.Module, variants: Sequence[Variant], build: Build = lambda cls, module, options: cls(module, **options)
 ) -> list[nn.Module]:
     """Copy the model for each variant; if the variant has a class, wrap the copy by `build(class, copy, options)`."""
     modules = []

@@ -338,9 +338,7 @@ def run(as_json: bool) -> int:
 def main(arguments: Sequence[str]) -> int:
     """The command where typer, which parses the others' arguments, is not installed."""
     parser = argparse.ArgumentParser(
-        "torchddp doctor",
-        description=HELP.replace("\b\n", ""),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "torchddp doctor", description=HELP.replace("\b\n", ""), formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", action="store_true", help=JSON_HELP)
     asked = parser.parse_args(arguments)

@@ -14,8 +14,7 @@ import typer
 from rich.console import Console, Group
 from rich.text import Text
 
-from torchddp.cli import options
-from torchddp.harness.command import FACTORY_HELP, FindUnusedParameters, JsonFile, ModelSettings, output_option
+from torchddp.harness import command
 from torchddp.harness.plots import figure_png
 from torchddp.harness.tables import origin, ranks_text
 from torchddp.harness.variants import ArgumentError
@@ -32,7 +31,7 @@ For each bucket: when its first and last gradient were ready, when it was packed
 and which parameter held it back. For the step: how much communication was exposed, and whether a rank is a straggler,
 that is, last significantly more often than the others. Open the trace at https://ui.perfetto.dev.
 
-{FACTORY_HELP}
+{command.FACTORY_HELP}
 
 \b
 Examples:
@@ -48,7 +47,7 @@ Examples:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TraceSettings(ModelSettings):
+class TraceSettings(command.ModelSettings):
     steps: int
     bucket_cap_mb: float | None
 
@@ -58,7 +57,7 @@ def trace_rank(report: Callable[[float, float], None], settings: TraceSettings) 
 
     Returns the profile, the transport, and the device; the same on every rank.
     """
-    from torchddp.harness.subject import make_subject
+    from torchddp.harness.models import make_subject
     from torchddp.profiler import profile
 
     subject = make_subject(settings, settings.bucket_cap_mb)
@@ -79,26 +78,26 @@ def trace_rank(report: Callable[[float, float], None], settings: TraceSettings) 
 
 def trace(
     context: typer.Context,
-    model: options.Model = "mlp",
-    world_size: options.WorldSize = None,
+    model: command.ModelName = "mlp",
+    world_size: command.WorldSize = None,
     steps: Annotated[int, typer.Option(help="Steps to record, after a few to warm up.")] = 20,
-    out: Annotated[Path, output_option("Write the trace of the median step to this file.")] = Path("trace.json"),
-    json_path: JsonFile = None,
+    out: Annotated[Path, command.output_option("Write the median step's trace to this file.")] = Path("trace.json"),
+    json_path: command.JsonFile = None,
     html: Annotated[
-        Path | None, output_option("Write the report and its picture as an HTML page to this file.")
+        Path | None, command.output_option("Write the report and its picture as an HTML page to this file.")
     ] = None,
-    plot: Annotated[Path | None, output_option("Write a PNG of the step to this file.")] = None,
+    plot: Annotated[Path | None, command.output_option("Write a PNG of the step to this file.")] = None,
     bucket_cap_mb: Annotated[
         float | None, typer.Option(help="bucket_cap_mb, in MiB. [default: the constructor's]")
     ] = None,
-    transport: options.Transport = "auto",
-    find_unused_parameters: FindUnusedParameters = False,
+    transport: command.TransportName = "auto",
+    find_unused_parameters: command.FindUnusedParameters = False,
 ) -> None:
     if not 1 <= steps <= 10_000:
         raise ArgumentError(f"--steps must be 1 to 10000, not {steps}.")
     if bucket_cap_mb is not None and not 0 < bucket_cap_mb < float("inf"):
         raise ArgumentError(f"--bucket-cap-mb must be a positive number of MiB, not {bucket_cap_mb:g}.")
-    ranks = options.check_world_size(world_size, "to trace")
+    ranks = command.check_world_size(world_size, "to trace")
     settings = TraceSettings(
         model=model,
         world_size=ranks,
@@ -112,8 +111,8 @@ def trace(
     from torchddp.profiler.export import draw, write_chrome_trace
     from torchddp.profiler.session import merged_trace
 
-    console = options.rank_console()
-    traced: tuple[MergedProfile, str, str] | None = options.run_command(
+    console = command.rank_console()
+    traced: tuple[MergedProfile, str, str] | None = command.run_command(
         "trace", trace_rank, settings, console, lambda done, total: f"step {done:.0f} of {total:.0f}"
     )
     if traced is None:
@@ -142,7 +141,7 @@ def trace(
         image = f'<img alt="each bucket over time" src="data:image/png;base64,{base64.b64encode(picture()).decode()}">'
         path.write_text(page.export_html(inline_styles=True).replace("</body>", f"{image}\n</body>"))
 
-    options.write_outputs(
+    command.write_outputs(
         console,
         (json_path, lambda path: write_json(path, document)),
         (html, write_html),

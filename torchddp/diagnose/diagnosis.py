@@ -17,14 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from torchddp.diagnose.rank_state import (
-    CallState,
-    Frame,
-    RankState,
-    is_in_backward,
-    ranks_text,
-    user_part,
-)
+from torchddp.diagnose.rank_state import CallState, Frame, RankState, is_in_backward, ranks_text, user_part
 from torchddp.errors import listed
 from torchddp.transport.waits import GONE, STOPPED
 from torchddp.whole_file import write_whole

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,12 +14,21 @@ import typer
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from torchddp.harness.launch import EXIT_INTERRUPTED, LaunchError, interrupted_once
+from torchddp.harness.launch import (
+    EXIT_INTERRUPTED,
+    LaunchError,
+    RankJob,
+    interrupted_once,
+    run_ranks,
+    started_by_torchrun,
+)
+from torchddp.harness.tables import ranks_text
 from torchddp.harness.variants import ArgumentError
 
 MAX_WORLD_SIZE, MAX_SECONDS = 64, 3600
 # The built-in models, in torchddp.harness.models; all other names are `package.module:factory` or `file.py:factory`.
 MODEL_NAMES = ("small", "mlp", "gpt", "conv", "gpt2")
+MODEL_HELP = f"{', '.join(MODEL_NAMES)}, or your own: package.module:factory or file.py:factory"
 
 EXIT_FAILED, EXIT_BAD_ARGUMENT = 1, 2
 
@@ -43,6 +53,10 @@ def check_numbers(seconds: float | None, world_size: int | None) -> None:
         raise ArgumentError(f"--seconds must be above 0 and at most {MAX_SECONDS}, not {seconds:g}.")
     if world_size is not None and not 1 <= world_size <= MAX_WORLD_SIZE:
         raise ArgumentError(f"--world-size must be 1 to {MAX_WORLD_SIZE}, not {world_size}.")
+
+
+def model_names() -> list[str]:
+    return list(MODEL_NAMES)
 
 
 def check_model_name(model: str) -> str:
@@ -142,9 +156,7 @@ JsonFile = Annotated[Path | None, output_option("Write the report as JSON to thi
 
 
 def report_error(message: str) -> None:
-    """Print one line to stderr."""
-    # The user's ":x:" must not become an emoji.
-    Console(stderr=True, emoji=False).print(f"error: {message}", markup=False, highlight=False, soft_wrap=True)
+    print(f"error: {message}", file=sys.stderr)
 
 
 def run_app(program_app: typer.Typer, program: str, arguments: Sequence[str]) -> int:
@@ -164,6 +176,111 @@ def run_app(program_app: typer.Typer, program: str, arguments: Sequence[str]) ->
     except (KeyboardInterrupt, typer.Abort):
         result = EXIT_INTERRUPTED
     if result == EXIT_INTERRUPTED and os.environ.get("RANK", "0") == "0":  # each of torchrun's ranks gets here
-        Console(stderr=True).print("interrupted")
+        print("interrupted", file=sys.stderr)
     # In this mode, typer returns the exit code of an early exit, such as --help, or of an interrupt.
     return result if isinstance(result, int) else 0
+
+
+# --- options that are checked before any rank starts, running the ranks, writing files ---
+
+
+def check_loads() -> None:
+    """LaunchError if the package does not load."""
+    from torchddp import import_error
+
+    if import_error is not None:
+        raise LaunchError(f"torchddp does not load here, see `torchddp doctor`: {import_error}")
+
+
+def _check_model(model: str) -> str:
+    check_model_name(model)
+    if ":" in model:
+        check_loads()
+        from torchddp.harness.models import find_factory
+
+        find_factory(model)
+    return model
+
+
+def _check_transport(transport: str) -> str:
+    check_loads()
+    from torchddp.transport.select import check_choice
+
+    try:
+        check_choice(transport)
+    except ValueError as error:
+        raise ArgumentError(f"--transport: {error}.") from error
+    return transport
+
+
+# With a Literal, typer would reject other names in several lines; _check_transport does it in one.
+TRANSPORTS = ("auto", "c10d", "shm", "nccl")
+ModelName = Annotated[str, typer.Option(callback=_check_model, autocompletion=model_names, help=f"{MODEL_HELP}.")]
+TransportName = Annotated[
+    str,
+    typer.Option(
+        callback=_check_transport,
+        autocompletion=lambda: list(TRANSPORTS),
+        help="What carries the gradients: auto, c10d, shm or nccl.",
+    ),
+]
+WorldSize = Annotated[int | None, typer.Option(help="Number of ranks. [default: 2, or torchrun's]")]
+
+
+def check_world_size(asked: int | None, purpose: str) -> int:
+    """The number of ranks; an `ArgumentError` if it is one, which leaves nothing `purpose` ("to trace"), or not the
+    number that torchrun started.
+    """
+    check_numbers(None, asked)
+    started = int(os.environ["WORLD_SIZE"]) if started_by_torchrun() else None
+    if started is not None and asked not in (None, started):
+        raise ArgumentError(f"--world-size {asked}: torchrun started {ranks_text(started)}; leave the option out.")
+    world_size = started or asked or 2
+    if world_size == 1:
+        raise ArgumentError(
+            f"With one rank there is nothing to synchronize, and so nothing {purpose}; use two or more."
+        )
+    return world_size
+
+
+def run_command(
+    case: str,
+    function: Callable[..., Any],
+    settings: ModelSettings,
+    console: Console,
+    describe: Callable[[float, float], str],
+) -> Any:
+    """Run `function(report, settings)` on every rank, with a progress bar (`describe(done, total)` is its text), and
+    return rank 0's result; None on torchrun's other ranks.
+    """
+    from torchddp.harness.models import choose_backend, threads_each
+
+    job = RankJob(
+        case=case,
+        function=function,
+        arguments=(settings,),
+        world_size=settings.world_size,
+        backend=choose_backend(settings.world_size),
+        threads=threads_each(settings.world_size),
+    )
+    with progress_bar(console) as progress:
+        display = Display(progress)
+        display.start(case)
+        return run_ranks(job, lambda _, done, total: display.update(describe(done, total), done, total))
+
+
+def rank_console() -> Console:
+    """A console that is silent on torchrun's ranks other than 0."""
+    speaks = not started_by_torchrun() or os.environ["RANK"] == "0"
+    return make_console() if speaks else Console(quiet=True)
+
+
+def write_outputs(console: Console, *outputs: tuple[Path | None, Callable[[Path], object]]) -> None:
+    """Write each requested file, and print its path. ArgumentError if one can't be written, as on a full disk."""
+    for path, write in outputs:
+        if path is not None:
+            try:
+                write(path)
+            except OSError as error:
+                raise ArgumentError(f"cannot write to '{path}': {error.strerror}") from error
+            console.print(f"wrote {path}", soft_wrap=True)

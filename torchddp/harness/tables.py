@@ -63,13 +63,7 @@ def ratio_text(ratio: dict[str, Any] | None, without: str = "1 (torch's best)") 
     return Text(f"{median} [{q25}..{q75}]", style=style)
 
 
-def plain_table(
-    title: str,
-    first: str,
-    *numbers: str,
-    second: str | None = None,
-    notes: Sequence[str] = (),
-) -> Table:
+def plain_table(title: str, first: str, *numbers: str, second: str | None = None, notes: Sequence[str] = ()) -> Table:
     """A table with a first column, an optional second one of text, and columns of numbers; notes go below it. Gaps are
     narrow, so that every table fits 80 columns.
     """

@@ -135,11 +135,7 @@ def _wrapper_options(config: ParallelConfig) -> dict[str, Any]:
     return options
 
 
-_DTYPE_OPTIONS = {
-    "wire_dtype": ("bfloat16", "float16"),
-    "reduce_dtype": ("float32",),
-    "main_grads": ("float32",),
-}
+_DTYPE_OPTIONS = {"wire_dtype": ("bfloat16", "float16"), "reduce_dtype": ("float32",), "main_grads": ("float32",)}
 
 
 def _check_optimizer(optimizer: object) -> None:

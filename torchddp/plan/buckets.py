@@ -77,11 +77,7 @@ def buckets_of(plan: _C.BucketPlan) -> Buckets:
 
 
 def merged_buckets(
-    specs: Specs,
-    order: Sequence[int],
-    ready_s: Sequence[float],
-    cost: LinearCost,
-    slack_s: float = 0.0,
+    specs: Specs, order: Sequence[int], ready_s: Sequence[float], cost: LinearCost, slack_s: float = 0.0
 ) -> Buckets:
     """The buckets that finish first, over all ways to cut ``order`` into runs.
 

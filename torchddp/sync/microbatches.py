@@ -79,10 +79,7 @@ def accumulate(
 
 
 def _checked_weights(
-    model: torch.nn.Module,
-    steps: int,
-    strategy: DDPSyncStrategy,
-    weights: Sequence[float | torch.Tensor] | None,
+    model: torch.nn.Module, steps: int, strategy: DDPSyncStrategy, weights: Sequence[float | torch.Tensor] | None
 ) -> list[tuple[float, float]] | None:
     if weights is None:
         return None
@@ -102,10 +99,7 @@ def _checked_weights(
 
 
 def _microbatches(
-    model: torch.nn.Module,
-    steps: int,
-    strategy: DDPSyncStrategy,
-    weights: list[tuple[float, float]] | None,
+    model: torch.nn.Module, steps: int, strategy: DDPSyncStrategy, weights: list[tuple[float, float]] | None
 ) -> Generator[int, None, None]:
     for index in range(steps):
         if weights is not None:
