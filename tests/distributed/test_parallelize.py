@@ -132,7 +132,7 @@ def test_sharded(rank: int, world_size: int):
     with pytest.raises(ValueError, match="pass optimizer="):
         parallelize(Net(), config)
     for wrong in (lambda params: SGD(params), functools.partial(torch.optim.SGD, [])):
-        with pytest.raises(TypeError, match="needs a class of optimizers"):
+        with pytest.raises(TypeError, match="needs a class, or a partial with only keywords"):
             parallelize(Net(), config, optimizer=wrong)
 
 

@@ -219,8 +219,8 @@ def test_layouts_follow_from_the_config_and_the_world_size():
         ({"model_parallel": 2}, "without a tensor parallel plan"),
         ({"use_fsdp": True, "model_parallel": 2}, "or use kind 'hsdp'"),
         ({"tensor_parallel": True}, "DTensors, but model_parallel is 1"),
-        ({"kind": "hsdp", "model_parallel": 2, "tensor_parallel": True}, "already DTensors"),
-        ({"kind": "sharded", "tensor_parallel": True}, "already DTensors"),
+        ({"kind": "hsdp", "model_parallel": 2, "tensor_parallel": True}, "on a model of DTensors"),
+        ({"kind": "sharded", "tensor_parallel": True}, "on a model of DTensors"),
     )
     for options, words in each(cases):
         assert_each_raises((partial(layout, 4, **options), ValueError, words))

@@ -165,10 +165,7 @@ class DiLoCo(OptimizerWrapper):
         mine = {id(p) for p in self._named.values()}
         for name, param in named_parameters(optimizer.param_groups).items():
             if id(param) not in mine:
-                raise ValueError(
-                    f"the optimizer steps {name} (shape {list(param.shape)}), which is not among the parameters that "
-                    "are averaged"
-                )
+                raise ValueError(f"the optimizer steps {name} (shape {list(param.shape)}), which is not averaged")
         for name, param in self._named.items():
             if param.is_complex():
                 raise TypeError(f"parameter '{name}' is {param.dtype}: outer steps need real parameters")
@@ -368,10 +365,7 @@ def outer_factory(
     outer_optimizer: OuterFactory | None, outer_lr: float, outer_momentum: float, nesterov: bool
 ) -> OuterFactory:
     if isinstance(outer_optimizer, Optimizer):
-        raise TypeError(
-            "outer_optimizer must be a function, which gets a copy of the model's parameters: "
-            "lambda params: torch.optim.SGD(params, lr=0.7)"
-        )
+        raise TypeError("outer_optimizer must be a function: lambda params: torch.optim.SGD(params, lr=0.7)")
     if outer_optimizer is not None:
         if not callable(outer_optimizer):
             raise TypeError(f"outer_optimizer must be a function, got {type(outer_optimizer).__name__}")
@@ -391,10 +385,8 @@ def check_overlap(overlap_steps: int, sync_every: int, fragments: int) -> None:
     if fragments > sync_every:
         raise ValueError(f"fragments must be at most sync_every={sync_every}, one per step, got {fragments}")
     if not 0 <= overlap_steps < sync_every // fragments:
-        raise ValueError(
-            f"overlap_steps must be at least 0 and below sync_every // fragments = {sync_every // fragments}, so that "
-            f"one fragment is in transit at a time, got {overlap_steps}"
-        )
+        least = f"below sync_every // fragments = {sync_every // fragments}"
+        raise ValueError(f"overlap_steps must be at least 0 and {least}, got {overlap_steps}")
 
 
 def plan_fragments(names: Sequence[str], fragments: int) -> list[list[str]]:

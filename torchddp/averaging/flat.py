@@ -92,10 +92,7 @@ def check_wire(wire: Wire | None, named: Named) -> None:
         raise ValueError(f"wire must be None or one of {', '.join(map(repr, WIRES))}, got {wire!r}")
     for name, tensor in named.items():
         if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            raise TypeError(
-                f"wire={wire!r} carries float32, bfloat16 and float16, but parameter '{name}' is {tensor.dtype}: use "
-                "wire=None"
-            )
+            raise TypeError(f"wire={wire!r} can't carry parameter '{name}' in {tensor.dtype}: use wire=None")
 
 
 def wire_of(wire: Wire | None, bucket: FlatBucket) -> str:

@@ -85,10 +85,7 @@ class PostLocalSGD(OptimizerWrapper):
 
     def __init__(self, optimizer: Optimizer, averager: ModelAverager) -> None:
         if not isinstance(averager, ModelAverager):
-            raise TypeError(
-                f"averager must be a PeriodicAverager, a HierarchicalAverager or one of torch's, got "
-                f"{type(averager).__name__}"
-            )
+            raise TypeError(f"averager must be one of this package's or torch's, got {type(averager).__name__}")
         super().__init__(optimizer)
         self.averager = averager
 

@@ -51,7 +51,9 @@ def check_names(cases: Sequence[str], models: Sequence[str]) -> tuple[str, ...]:
     with_models = tuple(case for case in chosen if CASES[case].models)
     if models and not with_models:
         raise ArgumentError(f"--model: {', '.join(chosen)} takes no model.")
+    own = {model for case in chosen for model in CASES[case].models}
     for model in models:
-        check_model_name(model)
+        if model not in own:
+            check_model_name(model)
     # With --model, only the cases that have models.
     return with_models if models else chosen

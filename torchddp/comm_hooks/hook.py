@@ -20,6 +20,7 @@ from torchddp.traffic import Traffic
 from torchddp.transport.worker import Worker
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_ALLOWED = "float32, bfloat16 or float16"
 _GRACE_S = 5.0  # beyond the limit of a collective, for its thread to end
 
 
@@ -191,10 +192,8 @@ class CommHook(abc.ABC):
         # Each earlier collective ends within its limit, and none begins after one that failed.
         limit_s = (self._exchange.time_limit or dist.default_pg_timeout).total_seconds()
         if not attachment.worker.finish(limit_s + _GRACE_S):
-            raise RuntimeError(
-                f"{type(self).__name__} on rank {self._exchange.rank} is still waiting for ranks of its old process "
-                f"group, {limit_s:.0f} s after the step was abandoned"
-            )
+            who = f"{type(self).__name__} on rank {self._exchange.rank}"
+            raise RuntimeError(f"{who} still waits for ranks of its old process group after {limit_s:.0f} s")
         self._connect(model, _reduced_parameters(model))
         # Ranks may have finished different numbers of steps before an error, and new ranks have done none.
         steps = self._exchange.each_ranks(self._step.number, self._device)
@@ -248,10 +247,7 @@ class CommHook(abc.ABC):
         who = f"{type(self).__name__} on rank {exchange.rank}"
         model = attachment.model()
         if model is not None and model.process_group is not attachment.process_group:
-            raise RuntimeError(
-                f"{who} still uses the process group that it was attached with, but the model has another one now: "
-                "call hook.rebind(model) on all its ranks"
-            )
+            raise RuntimeError(f"{who} has the model's old process group: call hook.rebind(model) on all its ranks")
         flat = bucket.buffer()
         layout = self._layout(attachment, bucket, flat, who)
         step = self._count(exchange, bucket, flat)
@@ -267,10 +263,7 @@ class CommHook(abc.ABC):
             what = "sparse" if flat.is_sparse else str(flat.dtype)
             name = next((attachment.names.get(id(p), "?") for p in bucket.parameters()), "?")
             kind = RuntimeError if flat.is_sparse else TypeError
-            raise kind(
-                f"{who}: bucket {bucket.index()} (with {name}) has {what} gradients; it supports dense ones in "
-                "float32, bfloat16 or float16"
-            )
+            raise kind(f"{who}: bucket {bucket.index()} (with {name}) has {what} gradients, not dense {_ALLOWED}")
         key = (flat.numel(), *map(id, bucket.parameters()))
         if key not in attachment.layouts:
             attachment.layouts[key] = layout_of(bucket, attachment.names)
@@ -340,13 +333,7 @@ def _reduced_parameters(model: Any) -> dict[str, nn.Parameter]:
 def _check_parameters(parameters: dict[str, nn.Parameter], model: Any) -> None:
     for name, param in parameters.items():
         if param.dtype not in _DTYPES:
-            raise TypeError(
-                f"communication hooks support gradients in float32, bfloat16 or float16, but parameter {name!r} is "
-                f"{param.dtype}: reduce this model without a hook"
-            )
+            raise TypeError(f"communication hooks take {_ALLOWED}, but parameter {name!r} is {param.dtype}: use none")
     for name, module in model.module.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
-            raise RuntimeError(
-                f"communication hooks do not support sparse gradients, and embedding {name!r} has sparse=True: "
-                "use sparse=False, or reduce this model without a hook"
-            )
+            raise RuntimeError(f"embedding {name!r} has sparse=True, which communication hooks do not support")

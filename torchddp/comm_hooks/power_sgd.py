@@ -87,11 +87,9 @@ class PowerSGD(CommHook):
         super().__init__(timeout=timeout, hierarchical=False)  # exact sums already take the hosts into account
         if rank < 1:
             raise ValueError(f"rank must be 1 or more, got {rank}")
-        if start_step < 0 or min_compression_rate <= 0:
-            raise ValueError(
-                f"start_step must not be negative and min_compression_rate positive, got {start_step} and "
-                f"{min_compression_rate}"
-            )
+        rate = min_compression_rate
+        if start_step < 0 or rate <= 0:
+            raise ValueError(f"start_step must not be negative, min_compression_rate above 0, got {start_step}, {rate}")
         self.rank = rank
         self.warm_start = warm_start
         self.error_feedback = error_feedback
@@ -110,11 +108,9 @@ class PowerSGD(CommHook):
                 continue
             rows, columns, rank = self._as_matrix(shape)
             if self.rank > rank:
-                raise ValueError(
-                    f"PowerSGD(rank={self.rank}): parameter {name!r} of shape {tuple(shape)} is a matrix of {rows} x "
-                    f"{columns}; use a rank of at most {rank}, clamp_rank=True, or PerParameter to leave "
-                    "it out"
-                )
+                use = f"use a rank of at most {rank}, clamp_rank=True, or PerParameter to leave it out"
+                matrix = f"parameter {name!r} of shape {tuple(shape)} is a matrix of {rows} x {columns}"
+                raise ValueError(f"PowerSGD(rank={self.rank}): {matrix}; {use}")
 
     def _as_matrix(self, shape: Sequence[int]) -> tuple[int, int, int]:
         """Rows, columns, and the columns of P and Q."""

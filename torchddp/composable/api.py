@@ -280,9 +280,9 @@ def _check_parameters(
     if mesh is not None:
         elsewhere = sorted({p.device.type for p in parameters.values()} - {mesh.device_type})
         if elsewhere:
+            where = ", ".join(elsewhere)
             raise ValueError(
-                f"the mesh is for {mesh.device_type} devices, but parameters of this {kind} are on "
-                f"{', '.join(elsewhere)}: move the module first, or make a mesh for its devices"
+                f"the mesh is for {mesh.device_type} devices, but parameters of this {kind} are on {where}"
             )
     ranks = set(range(dist.get_world_size())) if mesh is None else set(mesh.mesh.flatten().tolist())
     for name, parameter in parameters.items():

@@ -91,10 +91,7 @@ def check_lighthouse(address: str | None = None, timeout_s: Duration = 3.0) -> s
     """
     address = os.environ.get(ADDRESS_ENV, "") if address is None else address
     if not address:
-        raise ValueError(
-            f"there is no lighthouse: start one ('torchft_lighthouse --min_replicas 1') and set {ADDRESS_ENV} to its "
-            "address, http://host:port"
-        )
+        raise ValueError(f"there is no lighthouse: start torchft_lighthouse, and set {ADDRESS_ENV}=http://host:port")
     if problem := why_unreachable(address, seconds(timeout_s, "timeout_s")):
         raise RuntimeError(f"{problem}. Start it with 'torchft_lighthouse --bind \"[::]:PORT\" --min_replicas 1'.")
     return address
@@ -147,10 +144,8 @@ class ManagerGroup(dist.ProcessGroup):
     def open_exchange(self, hook: CommHook) -> ManagerExchange:
         """For a communication hook. RuntimeError: it sends more than sums, which a manager doesn't support."""
         if not hook.sends_sums_only:
-            raise RuntimeError(
-                f"{type(hook).__name__} sends messages between fixed ranks, but a torchft Manager only has "
-                "all-reduces: use torchddp.comm_hooks.PowerSGD, or no hook"
-            )
+            name = type(hook).__name__
+            raise RuntimeError(f"{name} sends messages between fixed ranks, a Manager only reduces: use PowerSGD")
         return ManagerExchange(self)
 
     def allreduce(self, tensors: Any, opts: Any = None) -> dist.Work:  # type: ignore[override]

@@ -11,19 +11,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from torchddp.ddp.module import DistributedDataParallel
-from torchddp.ddp.options import TransportChoice
-from torchddp.errors import TransportError
 from torchddp.harness import networks
 from torchddp.harness.command import ModelSettings
 from torchddp.harness.machine import available_cores
 from torchddp.harness.variants import ArgumentError, describe_error, one_line
+
+if TYPE_CHECKING:
+    from torchddp.ddp.module import DistributedDataParallel
+    from torchddp.ddp.options import TransportChoice
 
 CONTRACT = (
     "it must return (module, batch) or (module, batch, loss): batch is a tensor, a tuple or dict of the module's "
@@ -239,6 +240,9 @@ def threads_each(world_size: int) -> int:
 
 def make_subject(settings: ModelSettings, bucket_cap_mb: float | None = None) -> Subject:
     """Wrap a built-in model, or the user's own at `package.module:factory`. Collective. ArgumentError if that fails."""
+    from torchddp.ddp.module import DistributedDataParallel
+    from torchddp.errors import TransportError
+
     name, seed, rank = settings.model, settings.seed, dist.get_rank()
     if ":" in name:
         prove(name, seed, find_unused_parameters=settings.find_unused_parameters)

@@ -108,10 +108,7 @@ def _shard_states(
     group = mesh.get_group("dp")
     cls, given = (optimizer.func, optimizer) if isinstance(optimizer, functools.partial) else (optimizer, None)
     if not (isinstance(cls, type) and issubclass(cls, Optimizer)) or (given is not None and given.args):
-        raise TypeError(
-            f"optimizer: got {optimizer!r}; kind 'sharded' needs a class of optimizers, or functools.partial of one "
-            "with keyword arguments"
-        )
+        raise TypeError(f"optimizer: got {optimizer!r}; kind 'sharded' needs a class, or a partial with only keywords")
     options = {} if given is None else given.keywords
     if not issubclass(cls, OSS):
         options = {**options, "optim": cls}
@@ -140,10 +137,8 @@ _DTYPE_OPTIONS = {"wire_dtype": ("bfloat16", "float16"), "reduce_dtype": ("float
 
 def _check_optimizer(optimizer: object) -> None:
     if isinstance(optimizer, Optimizer):
-        raise TypeError(
-            f"optimizer: got an existing {type(optimizer).__name__}; allowed: its class, or functools.partial of it, "
-            "because sharding replaces parameters"
-        )
+        kind = type(optimizer).__name__
+        raise TypeError(f"optimizer: got an existing {kind}; allowed: its class, or functools.partial of it")
     if optimizer is not None and not callable(optimizer):
         raise TypeError(f"optimizer: got a {type(optimizer).__name__}, allowed: a class, or functools.partial of one")
 

@@ -85,15 +85,9 @@ def _sizes(config: ParallelConfig, world_size: int, model_parallel: int) -> tupl
 def _check_plan(kind: str, model_parallel: int, tensor_parallel: bool) -> None:
     if tensor_parallel:
         if kind in ("sharded", "hsdp"):
-            raise ValueError(
-                f"kind '{kind}' on a model whose parameters are already DTensors: allowed: 'ddp' and 'fsdp' over the "
-                "data-parallel dimension of the mesh"
-            )
+            raise ValueError(f"kind '{kind}' on a model of DTensors: allowed: 'ddp' and 'fsdp' over the mesh's 'dp'")
         if model_parallel == 1:
-            raise ValueError(
-                "the model's parameters are DTensors, but model_parallel is 1: set it to the number of ranks of the "
-                "model's tensor parallel plan"
-            )
+            raise ValueError("the parameters are DTensors, but model_parallel is 1: set it to the ranks of their plan")
     elif model_parallel > 1 and kind in ("ddp", "fsdp", "sharded"):
         raise ValueError(
             f"model_parallel {model_parallel} with kind '{kind}' on a model without a tensor parallel plan: call "

@@ -157,10 +157,7 @@ def _check_optimizers(given: OSS | Sequence[OSS], process_group: dist.ProcessGro
                 f"{type(optimizer).__qualname__}: use OSS(params, optim=torch.optim.AdamW, lr=1e-3)"
             )
         if optimizer.step_hooks is not None:
-            raise ValueError(
-                "the optimizer already belongs to another ShardedDataParallel: make a new one for this module, and "
-                "load the state into it"
-            )
+            raise ValueError("the optimizer already belongs to another ShardedDataParallel: make a new one")
         if optimizer.process_group is not process_group:
             raise ValueError(
                 f"the optimizer is sharded over another process group ({optimizer.world_size} ranks) than the module "
@@ -183,22 +180,15 @@ def _check_coverage(module: torch.nn.Module, optimizers: Sequence[OSS]) -> None:
                 if param not in names:
                     unknown.append(f"parameter {place} of group {group_number} (shape {list(param.shape)})")
                 elif param in held_by:
-                    raise ValueError(
-                        f"parameter '{names[param]}' is in optimizer {held_by[param]} and in optimizer {number}: each "
-                        "must belong to one"
-                    )
+                    both = f"optimizers {held_by[param]} and {number}"
+                    raise ValueError(f"parameter '{names[param]}' is in {both}: each must belong to one")
                 held_by[param] = number
         if unknown:
-            raise ValueError(
-                f"optimizer {number} holds {len(unknown)} parameters that are not the module's: "
-                f"{listed(unknown, 8)}. Build it from the parameters of the wrapped module"
-            )
+            raise ValueError(f"optimizer {number} holds parameters that are not the module's: {listed(unknown, 8)}")
     missing = [n for p, n in names.items() if p.requires_grad and p not in held_by and n not in skipped]
     if missing:
-        raise ValueError(
-            f"{len(missing)} trainable parameters are in no optimizer: {listed([repr(n) for n in missing], 8)}. Give "
-            "them to one, or freeze them (requires_grad=False)"
-        )
+        listing = listed([repr(n) for n in missing], 8)
+        raise ValueError(f"{len(missing)} trainable parameters are in no optimizer: {listing}. Add or freeze them")
 
 
 class ShardedDataParallel(DistributedDataParallel):
@@ -396,10 +386,7 @@ class ShardedDataParallel(DistributedDataParallel):
         super().reduce()
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> NoReturn:
-        raise RuntimeError(
-            "ShardedDataParallel does not support communication hooks, which reduce to all ranks. reduce_fp16=True "
-            "halves the bytes sent"
-        )
+        raise RuntimeError("ShardedDataParallel takes no communication hooks; reduce_fp16=True halves the bytes sent")
 
     def replan(self) -> NoReturn:
         raise RuntimeError("ShardedDataParallel does not plan its buckets: reduce_buffer_size bounds them")

@@ -142,10 +142,8 @@ def _agree_on_inf(mine: bool, group: dist.ProcessGroup, sharded: bool) -> bool:
             if sharded
             else "the gradients were not averaged (a step after no_sync()?) or were changed on one rank"
         )
-        raise RuntimeError(
-            f"GradScaler found non-finite gradients on rank {', '.join(map(str, ranks))} only, of "
-            f"{group.size()} ranks: {why}."
-        )
+        found = f"on rank {', '.join(map(str, ranks))} only, of {group.size()} ranks"
+        raise RuntimeError(f"GradScaler found non-finite gradients {found}: {why}.")
     return mine
 
 

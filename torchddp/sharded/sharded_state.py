@@ -13,6 +13,7 @@ from torchddp.sharded.partition import ParameterPartition, pack
 from torchddp.transport.agreement import message_device, object_of, tensor_of
 from torchddp.transport.waits import run_collective
 
+_OTHER = "the state dict is of another model"
 MESSAGE_NUMEL = 4 * 2**20  # elements of parameters whose state is sent in one message
 
 
@@ -90,16 +91,11 @@ def check_state(
         raise ValueError(f"this is not an optimizer's state dict: it has no {missing[0]!r}")
     sizes = [len(group["params"]) for group in saved["param_groups"]]
     if len(sizes) != len(param_groups):
-        raise ValueError(
-            f"the state dict is of another model: it has {len(sizes)} parameter groups, the optimizer "
-            f"{len(param_groups)}"
-        )
+        raise ValueError(f"{_OTHER}: it has {len(sizes)} parameter groups, the optimizer {len(param_groups)}")
     for number, (theirs, group) in enumerate(zip(sizes, param_groups, strict=True)):
         if theirs != len(group["params"]):
-            raise ValueError(
-                f"the state dict is of another model: its parameter group {number} has {theirs} parameters, the "
-                f"optimizer's {len(group['params'])}"
-            )
+            own = len(group["params"])
+            raise ValueError(f"{_OTHER}: its parameter group {number} has {theirs} parameters, the optimizer's {own}")
     # As in torch, the order of the saved groups maps saved parameter ids to indices.
     ids = [param_id for group in saved["param_groups"] for param_id in group["params"]]
     index_of = {param_id: index for index, param_id in enumerate(ids)}
@@ -114,10 +110,8 @@ def check_state(
             present = live.get(param, {}).get(key)
             unlike = isinstance(present, torch.Tensor) and present.shape != value.shape
             if unlike or (torch_own and not _fits(key, value, param)):
-                raise ValueError(
-                    f"the state dict is of another model: its {key!r} for {name} has shape "
-                    f"{list(value.shape)}, which does not fit the parameter's {list(param.shape)}"
-                )
+                shapes = f"{list(value.shape)}, which does not fit the parameter's {list(param.shape)}"
+                raise ValueError(f"{_OTHER}: its {key!r} for {name} has shape {shapes}")
     return by_index, {key: value for key, value in saved["state"].items() if key not in index_of}
 
 

@@ -166,8 +166,7 @@ def make_hop(profile: StepProfile, link: Link) -> Hop:
     software = software_of(profile, as_recorded=link.bytes_per_s is None)
     if profile.world_size == 1 and (link.bytes_per_s is None or link.latency_s is None):
         raise ArgumentError(
-            f"The profile was recorded with 1 rank, so there is no recorded link for '{link.name}' to refer to: give "
-            "a rate and a latency, like 10gbit,20us."
+            f"The profile was recorded with 1 rank, without a link: for '{link.name}', give 10gbit,20us"
         )
     if link.latency_s is None:
         step_s = max(profile.cost.alpha_s / ring_steps(profile.world_size), software.step_s)

@@ -86,15 +86,10 @@ def _checked_weights(
     if len(weights) != steps:
         raise ValueError(f"there must be a weight for each of the {steps} microbatches, got {len(weights)}")
     if not isinstance(model, DistributedDataParallel):
-        raise RuntimeError(
-            "weights= needs a torchddp.DistributedDataParallel, or a single module replicated by torchddp.replicate(); "
-            f"the model is a {type(model).__module__}.{type(model).__qualname__}"
-        )
+        kind = f"{type(model).__module__}.{type(model).__qualname__}"
+        raise RuntimeError(f"weights= needs a torchddp.DistributedDataParallel or a replicated module, got {kind}")
     if strategy is DDPSyncStrategy.MULTI_AUTO_SYNC and model.session.has_owners:
-        raise RuntimeError(
-            "weights= with MULTI_AUTO_SYNC needs all averages on every rank, but with sharded gradients each is only "
-            "on its owner: use SINGLE_AUTO_SYNC"
-        )
+        raise RuntimeError("weights= with MULTI_AUTO_SYNC needs all averages on every rank: use SINGLE_AUTO_SYNC")
     return [weight_and_count(weight, "mean", model.session.rank) for weight in weights]
 
 
@@ -193,11 +188,8 @@ def checked_strategy(model: torch.nn.Module, asked_for: DDPSyncStrategy | str | 
         strategy = DDPSyncStrategy._choose(asked_for, getattr(model, "find_unused_parameters", False))
     if strategy is DDPSyncStrategy.FORCED_SYNC and isinstance(model, TorchDDP):
         if not isinstance(model, DistributedDataParallel):
-            raise RuntimeError(
-                "FORCED_SYNC reduces gradients in buckets after backward, which "
-                f"{type(model).__module__}.{type(model).__qualname__} can't: wrap the model in "
-                "torchddp.DistributedDataParallel, or use MULTI_AUTO_SYNC"
-            )
+            kind = f"{type(model).__module__}.{type(model).__qualname__}"
+            raise RuntimeError(f"FORCED_SYNC needs a torchddp.DistributedDataParallel, got {kind}: use MULTI_AUTO_SYNC")
         model._check_can_reduce()
     return strategy
 
