@@ -91,7 +91,7 @@ def test_with_torchs_class(rank):
     hook.attach(model)
     step_of(model, given(rank, 0))
     model._update_process_group(dist.new_group([0, 1]))
-    with pytest.raises(RuntimeError, match=r"the model has another one now: call hook.rebind\(model\)"):
+    with pytest.raises(RuntimeError, match=r"has the model's old process group: call hook.rebind\(model\)"):
         model(given(rank, 1)).backward()
     model.reducer._reset_state()
     hook.rebind(model)

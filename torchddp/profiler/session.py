@@ -255,7 +255,7 @@ class Monitor:
     def __init__(self, callback: Callback, every: int, finished: int) -> None:
         self._callback = callback
         self._every = every
-        self._told = finished  # the count of finished steps when the callback was last called
+        self._reported = finished  # the count of finished steps when the callback was last called
         self._forwards = 0  # since then; at least as many as finished steps
         self._handle: Any = None
 
@@ -266,11 +266,11 @@ class Monitor:
             return
         stats = module.reducer.stats()
         finished = stats["finished"]
-        self._told = min(self._told, finished)  # a copy of a module counts from zero again
-        if finished - self._told < self._every:  # forwards without backward, or under no_sync
-            self._forwards = finished - self._told + 1
+        self._reported = min(self._reported, finished)  # a copy of a module counts from zero again
+        if finished - self._reported < self._every:  # forwards without backward, or under no_sync
+            self._forwards = finished - self._reported + 1
             return
-        self._told, self._forwards = finished, 1
+        self._reported, self._forwards = finished, 1
         self._callback(finished, values_of(stats, module.traffic()))
 
     def remove(self) -> None:
