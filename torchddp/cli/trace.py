@@ -15,6 +15,7 @@ from rich.console import Console, Group
 from rich.text import Text
 
 from torchddp.harness import command
+from torchddp.harness.launch import ModelSettings
 from torchddp.harness.plots import figure_png
 from torchddp.harness.tables import origin, ranks_text
 from torchddp.harness.variants import ArgumentError
@@ -47,7 +48,7 @@ Examples:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TraceSettings(command.ModelSettings):
+class TraceSettings(ModelSettings):
     steps: int
     bucket_cap_mb: float | None
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torchddp import _C
 from torchddp.bench.cases import Job
 from torchddp.bench.timing import over_ranks, timed_rounds
-from torchddp.harness.command import ModelSettings
+from torchddp.harness.launch import ModelSettings
 from torchddp.harness.models import Subject, make_subject
 from torchddp.harness.stats import PairedRatio, paired_ratio, summarize
 from torchddp.plan.buckets import Buckets, best_buckets, buckets_of, finish_s

@@ -103,7 +103,7 @@ class _Finds:
 
     def _warn(self) -> None:
         first = self._own[0].step
-        if first == self._warned_step:  # the same episode continues: the weights may be spoiled by now
+        if first == self._warned_step:  # the same episode continues: the weights may be NaN by now
             return
         self._warned_step = first
         sources = [one for one in self._own if one.step == first]

@@ -56,7 +56,7 @@ def check_parameters(model: TorchDDP) -> None:
 
     Parameters are hashed (64 bits, at memory speed) and one number per rank is exchanged; more only if those differ.
     Bits count: 0.0 is not -0.0, while NaNs with equal bits are equal. Frozen parameters are included. Buffers are not
-    (running statistics may legitimately differ), nor is anything the model was told to ignore.
+    (running statistics may legitimately differ), nor are the tensors that the model ignores.
 
     Example:
 

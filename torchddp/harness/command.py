@@ -6,7 +6,6 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,6 +16,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from torchddp.harness.launch import (
     EXIT_INTERRUPTED,
     LaunchError,
+    ModelSettings,
     RankJob,
     interrupted_once,
     run_ranks,
@@ -133,17 +133,6 @@ class Display:
 
 
 # --- options of several commands ---
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelSettings:
-    """The options of a command that runs one model, checked."""
-
-    model: str
-    world_size: int
-    transport: str
-    find_unused_parameters: bool
-    seed: int = 0
 
 
 FACTORY_HELP = """\b

@@ -47,6 +47,17 @@ class LaunchError(RuntimeError):
     """Ranks failed; the message says which and why."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class ModelSettings:
+    """The options of a command that runs one model, checked."""
+
+    model: str
+    world_size: int
+    transport: str
+    find_unused_parameters: bool
+    seed: int = 0
+
+
 @dataclass(frozen=True)
 class Place:
     """Where the ranks of a launch run: here as ordinary processes on this machine. Picklable."""

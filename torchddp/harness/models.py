@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchddp.harness import networks
-from torchddp.harness.command import ModelSettings
+from torchddp.harness.launch import ModelSettings
 from torchddp.harness.machine import available_cores
 from torchddp.harness.variants import ArgumentError, describe_error, one_line
 

@@ -239,8 +239,8 @@ def _check_together(config: ParallelConfig) -> None:
     if kind == "hsdp" and strategy is not None and not strategy.startswith("HYBRID_SHARD"):
         raise ValueError(f"kind 'hsdp' with sharding_strategy '{strategy}': allowed: HYBRID_SHARD, HYBRID_SHARD_ZERO2")
     if config.cpu_offload and not with_fsdp:
-        kind = config.chosen_kind
-        raise ValueError(f"cpu_offload with kind '{kind}', which can't: set use_fsdp (FSDP2), or use DeepSpeed")
+        chosen = config.chosen_kind
+        raise ValueError(f"cpu_offload with kind '{chosen}', which can't: set use_fsdp (FSDP2), or use DeepSpeed")
     for name in _FSDP_ONLY:
         if not with_fsdp and getattr(config, name) not in (None, 0, False):
             raise ValueError(f"{name} with kind '{config.chosen_kind}': it is an option of FSDP; set use_fsdp")
