@@ -93,7 +93,7 @@ def test_different_parameters_in_different_microbatches(rank):
 def test_torchs_own_class(rank):
     for strategy in (SINGLE, MULTI):
         check_usages(rank, TorchDDP, strategy)
-    with pytest.raises(RuntimeError, match=r"which torch\S+DistributedDataParallel can't: wrap the model in torchddp"):
+    with pytest.raises(RuntimeError, match=r"FORCED_SYNC needs a torchddp\S+, got torch\S+DistributedDataParallel"):
         run_step(TorchDDP(make_branches()), rank, USAGES[0], FORCED)
 
 
