@@ -27,7 +27,7 @@ EXIT_BAD_INPUT = 2
 def train(ranks: Ranks, config: ParallelConfig, steps: int, lr: float) -> None:
     """Train on this rank. Only the first line depends on the parallelism."""
     model, optimizer = parallelize(make_model(), config, optimizer=functools.partial(torch.optim.AdamW, lr=lr))
-    info = parallel_group_info()
+    info = parallel_group_info(model)
     for step in range(steps):
         loss = loss_of(model, ranks.rank, step)
         loss.backward()

@@ -13,8 +13,9 @@ WIDTH = 88
 _INTRO = """\
 # The torchddp command
 
-The command needs typer and rich: `pip install typer rich`, and matplotlib for plots. `python -m torchddp` runs the same
-command with a given Python. Below is what `--help` prints (`python -m scripts.write_command_page` updates this page).
+All but `torchddp doctor` needs typer and rich: `pip install typer rich`, and matplotlib for plots. `python -m torchddp`
+runs the same command with a given Python. Below is what `--help` prints (`python -m scripts.write_command_page` updates
+this page).
 
 | To | Command | Guide |
 |---|---|---|
@@ -22,7 +23,7 @@ command with a given Python. Below is what `--help` prints (`python -m scripts.w
 | see where the time of a step goes | `torchddp trace` | [Find out where time goes](profiling.md) |
 | find the best bucket size | `torchddp tune` | [Tune the buckets](tune_buckets.md) |
 | predict other networks and more ranks | `torchddp simulate` | [Predict other networks](simulate.md) |
-| compare classes, and measure collectives | `torchddp bench` | [Results](performance.md) |
+| compare classes | `torchddp bench` | [Results](performance.md) |
 """
 _SECTION = """
 ## {name}

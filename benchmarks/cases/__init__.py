@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from benchmarks.cases import chaos, checks, gpu, gpu_rows, links, sharded, torchft, training
+from benchmarks.cases import chaos, checks, collective, gpu, gpu_rows, links, sharded, torchft, training
 from torchddp.bench.cases import BenchCase
 
 CASES: tuple[BenchCase, ...] = (
     chaos.CASE,
     checks.CASE,
+    collective.CASE,
     links.CASE,
     sharded.TIME_CASE,
     sharded.MEMORY_CASE,

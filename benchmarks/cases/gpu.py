@@ -18,10 +18,10 @@ from rich.text import Text
 from torch import Tensor, nn
 
 from benchmarks.trace import Counts, count, record
-from torchddp.bench.cases import BenchCase, Job, Result, Settings
-from torchddp.bench.gradients import summary_tables, timed_result
+from torchddp.bench.cases import BenchCase, Job, Option, Result, Settings, one_of, whole_number
+from torchddp.bench.gradients import timed_result
 from torchddp.bench.memory import MEASURED_STEPS, parse_bytes
-from torchddp.bench.options import Option, one_of, whole_number
+from torchddp.bench.report import MAX_ODD_SHARE
 from torchddp.bench.results import describe_variant, draw_bars, model_result, variants_table
 from torchddp.bench.timing import (
     MIN_WARMUP_STEPS,
@@ -34,7 +34,7 @@ from torchddp.bench.timing import (
 )
 from torchddp.harness.command import Display
 from torchddp.harness.launch import LaunchError, Report
-from torchddp.harness.networks import GPT2_VOCABULARY, SMALL_NUMEL, Gpt, ManySmallTensors, ResNet
+from torchddp.harness.networks import GPT2_VOCABULARY, SMALL_NUMEL, Classifier, Gpt, ManySmallTensors, convolution
 from torchddp.harness.stats import summarize
 from torchddp.harness.tables import MB, number, ratio_text
 from torchddp.harness.variants import TORCH_DDP, TORCHDDP, TUNED_OPTIONS, ArgumentError, Role, Variant, load_class
@@ -141,6 +141,41 @@ class GpuModel:
     # about three significant digits.
     tolerance: float = 5e-2
     autocast: bool = True
+
+
+class Bottleneck(nn.Module):
+    """1x1, 3x3 and 1x1 convolutions with a shortcut."""
+
+    def __init__(self, inputs: int, width: int, stride: int) -> None:
+        super().__init__()
+        outputs = 4 * width
+        self.body = nn.Sequential(
+            *convolution(inputs, width, 1),
+            nn.ReLU(inplace=True),
+            *convolution(width, width, 3, stride),
+            nn.ReLU(inplace=True),
+            *convolution(width, outputs, 1),
+        )
+        self.shortcut: nn.Module = nn.Identity()
+        if stride != 1 or inputs != outputs:
+            self.shortcut = nn.Sequential(*convolution(inputs, outputs, 1, stride))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return nn.functional.relu(self.body(hidden) + self.shortcut(hidden))
+
+
+class ResNet(Classifier):
+    """torchvision's ResNet; by default ResNet-50, with 25.6 M parameters in 161 tensors."""
+
+    def __init__(self, depths: tuple[int, ...] = (3, 4, 6, 3), width: int = 64, classes: int = 1000) -> None:
+        layers = [*convolution(3, width, 7, stride=2), nn.ReLU(inplace=True), nn.MaxPool2d(3, stride=2, padding=1)]
+        channels = width
+        for stage, depth in enumerate(depths):
+            for block in range(depth):
+                stride = 2 if stage > 0 and block == 0 else 1
+                layers.append(Bottleneck(channels, width << stage, stride))
+                channels = 4 * (width << stage)
+        super().__init__(layers, channels, classes)
 
 
 def _resnet50(job: Job) -> nn.Module:
@@ -317,6 +352,18 @@ def gpu_result(case: BenchCase, job: Job, raw: dict[str, Any]) -> Result:
     return result
 
 
+def goal_text(result: Result) -> str:
+    """Whether the goal is met, missed, or unclear (it lies in the median's 95% interval)."""
+    goal = result["goal_ratio"]
+    ratio = next(row["ratio_to_best_torch"] for row in result["variants"] if row["role"] == "ours")
+    low, high = ratio["ci95_low"], ratio["ci95_high"]  # None: infinite
+    if ratio["odd_rounds"] > MAX_ODD_SHARE * ratio["rounds"]:
+        return f"{goal:g} unclear"
+    if high is not None and high <= goal:
+        return f"{goal:g} met"
+    return f"{goal:g} missed" if low is None or low > goal else f"{goal:g} unclear"
+
+
 def table(result: Result) -> Table:
     def cells(row: dict[str, Any]) -> list[str | Text]:
         work, costs = row["work_per_step"], "cost" in row
@@ -332,6 +379,8 @@ def table(result: Result) -> Table:
     headings = ("step\nms", "host\nms", "cost\nms", "kernels\na step", "copies,\nfills")
     found = variants_table(result, (*headings, "to torch's best\np50 [p25..p75]"), cells)
     notes = [gpu_text(result["gpu"])]
+    if result["goal_ratio"] is not None:
+        notes.append(f"the goal of {goal_text(result)}")
     if result["torch_lacks"]:
         notes.append(f"This torch has no {', '.join(result['torch_lacks'])}; a newer torch's best may be faster.")
     found.caption = Text("\n".join(notes), style="dim")
@@ -349,7 +398,6 @@ CASE = BenchCase(
     measure=measure,
     run=run,
     table=table,
-    summary=summary_tables,
     draw=draw_bars,
     note=(
         "gpu: medians, each step from an idle device. step: CUDA events; host: until backward() returned; cost: the "

@@ -17,8 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from benchmarks.hosts import parse_place, place_at, place_text, quiet_count
-from torchddp.bench.cases import BenchCase, Job, Result, Settings
-from torchddp.bench.options import Option, several
+from torchddp.bench.cases import BenchCase, Job, Option, Result, Settings, several
 from torchddp.bench.results import compared_rows, model_result, variants_table
 from torchddp.bench.timing import Runner, build_runners, time_runners
 from torchddp.ddp.module import DistributedDataParallel

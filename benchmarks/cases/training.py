@@ -21,8 +21,7 @@ from benchmarks.training.curves import Point, arrival
 from benchmarks.training.methods import METHODS
 from benchmarks.training.race import REFERENCE, race, racers_of
 from benchmarks.training.tasks import TASKS, Task, shortened
-from torchddp.bench.cases import BenchCase, Job, Result, Settings
-from torchddp.bench.options import Option, one_of, several, whole_number
+from torchddp.bench.cases import BenchCase, Job, Option, Result, Settings, one_of, several, whole_number
 from torchddp.harness.command import Display
 from torchddp.harness.launch import Report
 from torchddp.harness.plots import finish_panel, panels

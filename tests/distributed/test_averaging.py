@@ -226,7 +226,7 @@ def test_arguments_of_averagers(rank):
         (hierarchical({4: 1, 2: 2}), ValueError, "periods must ascend, got {4: 1, 2: 2}"),
         (hierarchical({2: 2, 4: 2}), ValueError, "group sizes must grow with their periods, got {2: 2, 4: 2}"),
         (hierarchical({2: 1}), ValueError, "the last group must be all 2 ranks"),
-        (lambda: PostLocalSGD(sgd(net.parameters()), 4), TypeError, "averager must be a PeriodicAverager"),
+        (lambda: PostLocalSGD(sgd(net.parameters()), 4), TypeError, "averager must be one of this package's"),
         (lambda: PostLocalSGD(net, periodic()()), TypeError, "PostLocalSGD needs a torch.optim.Optimizer, got Net"),
     )
 
@@ -246,16 +246,16 @@ def test_arguments_of_diloco(rank):
     def in_fragments(every=8, fragments=2, **options):
         return lambda: DiLoCo(few, sgd(few), every, fragments=fragments, **options)
 
-    only = "wire='int8' carries float32, bfloat16 and float16, but parameter 'wide' is torch.float64"
+    only = "wire='int8' can't carry parameter 'wide' in torch.float64"
     assert_each_raises(
         (diloco(optimizer=oss), ValueError, "DiLoCo can't wrap OSS, whose steps are collective"),
         (diloco(every=0), ValueError, "sync_every must be at least 1 step, got 0"),
         (diloco(outer_lr=0.0), ValueError, "outer_lr must be above 0, got 0.0"),
         (diloco(outer_momentum=1.0), ValueError, "outer_momentum must be at least 0 and below 1, got 1.0"),
-        (diloco(outer_optimizer=inner), TypeError, "outer_optimizer must be a function, which gets"),
+        (diloco(outer_optimizer=inner), TypeError, "outer_optimizer must be a function: lambda"),
         (diloco(outer_optimizer=lambda p: p), TypeError, "outer_optimizer must return an optimizer, got list"),
         (diloco(wire="int2"), ValueError, "one of 'fp32', 'bf16', 'fp16', 'int8', 'int4', got 'int2'"),
-        (diloco(net.blocks), ValueError, "the optimizer steps params[1] (shape [20, 12]), which is not among"),
+        (diloco(net.blocks), ValueError, "the optimizer steps params[1] (shape [20, 12]), which is not averaged"),
         (lambda: done.add_param_group({"params": few}), RuntimeError, "DiLoCo can't add parameters"),
         (lambda: done.load_state_dict(inner.state_dict()), ValueError, "the state dict has no 'diloco'"),
         (lambda: done.__getstate__(), TypeError, "DiLoCo can't be copied or pickled"),
@@ -263,7 +263,7 @@ def test_arguments_of_diloco(rank):
         (diloco(spin, sgd([p for _, p in spin])), TypeError, "parameter 'spin' is torch.complex64"),
         (in_fragments(fragments=3), ValueError, "at most 2, the number of parameters, got 3"),
         (in_fragments(1), ValueError, "fragments must be at most sync_every=1"),
-        (in_fragments(overlap_steps=4), ValueError, "below sync_every // fragments = 4, so that one fragment is in"),
+        (in_fragments(overlap_steps=4), ValueError, "below sync_every // fragments = 4, got 4"),
         (in_fragments(overlap_steps=-1), ValueError, "got -1"),
         (in_fragments(alpha=1.0), ValueError, "alpha must be at least 0 and below 1"),
     )

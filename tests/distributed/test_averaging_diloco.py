@@ -21,7 +21,7 @@ from tests.harness import on_ranks
 from tests.models import same_on_all_ranks
 from tests.pages import run_code
 from torchddp.averaging import DiLoCo, HierarchicalAverager
-from torchddp.averaging.fragments import fragment_starts, plan_fragments
+from torchddp.averaging.diloco import fragment_starts, plan_fragments
 
 
 def adamw(params):

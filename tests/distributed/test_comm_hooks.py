@@ -28,17 +28,7 @@ from tests.comm_hooks import (
 )
 from tests.harness import each, gathered, on_ranks
 from tests.models import grads_of
-from torchddp.comm_hooks import (
-    BF16,
-    FP16,
-    CastAround,
-    Int4,
-    Int8,
-    PerParameter,
-    PowerSGD,
-    cast_around_torch,
-    without_norms_and_biases,
-)
+from torchddp.comm_hooks import BF16, FP16, Int4, Int8, PerParameter, PowerSGD, without_norms_and_biases
 from torchddp.comm_hooks.formats import compressed_bytes
 from torchddp.comm_hooks.power_sgd import orthonormal
 from torchddp.traffic import Traffic
@@ -123,7 +113,7 @@ def test_one_rank_sends_nothing(rank):
 @on_ranks()
 def test_resume_is_exact_also_into_other_buckets(rank, hosts):
     live_on(hosts, rank)
-    for make in (Int4, *COMPRESSORS[5:7], lambda: CastAround(PowerSGD(2, start_step=3))):
+    for make in (Int4, *COMPRESSORS[5:7], lambda: PowerSGD(2, start_step=3)):
         first_hook, second_hook = make(), make()
         options = {"bucket_cap_mb": 100}  # blocks follow buckets, so bitwise equality needs equal buckets
         first, second = hooked(first_hook, **options), hooked(second_hook, **options)
@@ -306,15 +296,15 @@ def test_no_residual_is_lost_in_several_groups(rank, hosts):
 @on_ranks(3)
 def test_power_sgd_keeps_its_warm_start(rank):
     """A joining rank, here rank 0, gets the factors and step count of the rank with the most steps."""
-    hook = CastAround(PowerSGD(2))
+    hook = PowerSGD(2)
     model = hooked(hook, process_group=dist.new_group([1, 2] if rank else [0], use_local_synchronization=True))
     for step in range(3 if rank else 1):
         step_of(model, given(rank, step))
-    wanted = gathered(hook.state_dict()["inner"]["factors"])[1]
+    wanted = gathered(hook.state_dict()["factors"])[1]
     model.update_process_group(dist.group.WORLD)
     state = hook.state_dict()
     assert state["step"] == 3
-    mine = state["inner"]["factors"]
+    mine = state["factors"]
     assert mine.keys() == wanted.keys() == {"embed", "wide", "narrow"}
     for name, factor in mine.items():
         assert torch.equal(factor, wanted[name]), name

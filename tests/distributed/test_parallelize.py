@@ -79,7 +79,7 @@ def test_one_process_gets_the_module_itself(initialized: bool):
         made, optimizer = parallelize(model, config, optimizer=SGD)
         assert made is model and type(optimizer) is torch.optim.SGD
         assert type(model) is Net
-        info = parallel_group_info()
+        info = parallel_group_info(model)
         for group in (info.mp, info.dp):
             assert (group.rank, group.world_size, group.global_rank, group.group) == (0, 1, 0, None)
 
@@ -133,7 +133,7 @@ def test_sharded(rank: int, world_size: int):
     with pytest.raises(ValueError, match="pass optimizer="):
         parallelize(Net(), config)
     for wrong in (lambda params: SGD(params), functools.partial(torch.optim.SGD, [])):
-        with pytest.raises(TypeError, match="needs a class of optimizers"):
+        with pytest.raises(TypeError, match="needs a class, or a partial with only keywords"):
             parallelize(Net(), config, optimizer=wrong)
 
 
@@ -177,8 +177,7 @@ def test_hsdp_shards_over_a_host_by_default(monkeypatch: pytest.MonkeyPatch):
     def work(rank: int, hosts: str = "") -> tuple[int, int]:
         if hosts:
             os.environ["TORCHDDP_HOST_ID"] = hosts[rank]
-        parallelize(seeded(Net), ParallelConfig(kind="hsdp"))
-        info = parallel_group_info()
+        info = parallel_group_info(parallelize(seeded(Net), ParallelConfig(kind="hsdp")))
         return info.dp.world_size, info.mp.world_size
 
     assert run_ranks(work, 4) == [(1, 4)] * 4
@@ -211,7 +210,7 @@ def test_weights_at_the_start_and_options(rank):
     model.blocks[0].register_forward_hook(lambda module, inputs, output: dtypes.append(output.dtype))
     model(torch.zeros(1, 6))
     assert dtypes == [torch.bfloat16]
-    assert dist.get_backend(parallel_group_info().dp.group) == "torchddp_shm"
+    assert dist.get_backend(parallel_group_info(model).dp.group) == "torchddp_shm"
     train(model, rank)
 
     # All start from rank 0.
@@ -257,10 +256,10 @@ def test_weights_at_the_start_and_options(rank):
 
 @on_ranks(4)
 def test_groups_of_two_by_two(rank):
-    with pytest.raises(RuntimeError, match="call torchddp.parallelize"):
-        parallel_group_info()
-    parallelize(Net(), ParallelConfig(kind="hsdp", model_parallel=2))
-    info = parallel_group_info()
+    with pytest.raises(RuntimeError, match="this Net has no data- and model-parallel groups"):
+        parallel_group_info(Net())
+    first = parallelize(Net(), ParallelConfig(kind="hsdp", model_parallel=2))
+    info = parallel_group_info(first)
     of_mp, of_dp = (0, 1) if rank < 2 else (2, 3), (0, 2) if rank % 2 == 0 else (1, 3)
     for group, place, members in ((info.mp, rank % 2, of_mp), (info.dp, rank // 2, of_dp)):
         assert (group.rank, group.world_size, group.global_rank, group.global_ranks) == (place, 2, rank, members)
@@ -269,14 +268,15 @@ def test_groups_of_two_by_two(rank):
         assert value == sum(10.0**member for member in group.global_ranks)
     same = device_mesh(ParallelConfig(kind="hsdp", data_parallel=2, device_type="cpu"))
     assert same.get_group("mp") is info.mp.group  # created once
-    parallelize(Net())
-    info = parallel_group_info()
+    second = parallelize(Net())
+    assert parallel_group_info(same) == parallel_group_info(first) == info  # whatever was called since
+    info = parallel_group_info(second)
     assert info.dp.world_size == 4 and info.dp.group is dist.group.WORLD
     assert (info.mp.world_size, info.mp.global_ranks, info.mp.group) == (1, (rank,), None)
     dist.barrier()
     dist.destroy_process_group()
     with pytest.raises(RuntimeError, match="no data- and model-parallel groups"):
-        parallel_group_info()
+        parallel_group_info(second)
 
 
 PLAN = {"up": ColwiseParallel(), "down": RowwiseParallel()}
@@ -295,7 +295,7 @@ def test_tensor_parallel_over_mp(rank: int, kind: str, world_size: int):
         parallelize_module(block, mesh["mp"], PLAN)
     before = torchddp.finished_steps()
     model, optimizer = parallelize(net, config, optimizer=SGD)
-    info = parallel_group_info()
+    info = parallel_group_info(model)
     assert info.mp.group is mesh.get_group("mp")
     train(model, info.dp.rank, optimizer)
     assert torchddp.finished_steps() == before + 3 * (kind == "ddp" and world_size == 4)

@@ -213,7 +213,6 @@ def test_hooks_that_differ_are_named(rank, transport, world_size):
         "ours on one": (hooked_here(comm_hooks.FP16()), "comm_hook is FP16.* on rank 0, no hook"),
         "ours and torch's": (hooked_here(fp16 if rank else comm_hooks.FP16(), on=everywhere), "FP16.*fp16_compress"),
         "ranks of ours": (hooked_here(comm_hooks.PowerSGD(rank=1 + rank), on=everywhere), "rank=1.*rank=2"),
-        "inside ours": (hooked_here(comm_hooks.CastAround(own_inner(rank)), on=everywhere), "CastAround.*Int8.*Int4"),
         "rules": (hooked_here(comm_hooks.PerParameter(None, [("*", own_inner(rank))]), on=everywhere), "Int8.*Int4"),
         "seeds": (hooked_here(of_torch, powerSGD_hook.PowerSGDState(None, random_seed=rank), on=everywhere), "rng="),
         "failing rule": (

@@ -11,7 +11,7 @@ import torchddp
 from tests.harness import future_of, on_ranks
 from tests.models import Mlp, batch, seeded, step_on
 from tests.unit.helpers import wait_until
-from torchddp.transport import processes
+from torchddp.transport import waits
 
 
 class Raises(torch.autograd.Function):
@@ -60,7 +60,7 @@ def test_waits_and_plans():
 
     # Other threads run while an error handler waits to find dead peers.
     reducer = torchddp.DDP(seeded(Mlp), transport="c10d").reducer
-    here = processes.process_identity()
+    here = waits.process_identity()
     reducer.set_peers([(1, here["pid"], here["started"])])  # it stays alive, so the handler waits for the full time
     turns, over = [], threading.Event()
 

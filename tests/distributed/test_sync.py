@@ -76,7 +76,7 @@ def check_usages(rank, ddp_class, strategy, **options):
 def test_torchs_own_class(rank):
     for strategy in (SINGLE, MULTI):
         check_usages(rank, TorchDDP, strategy)
-    with pytest.raises(RuntimeError, match=r"which torch\S+DistributedDataParallel can't: wrap the model in torchddp"):
+    with pytest.raises(RuntimeError, match=r"FORCED_SYNC needs a torchddp\S+, got torch\S+DistributedDataParallel"):
         run_step(TorchDDP(make_branches()), rank, USAGES[0], FORCED)
 
 

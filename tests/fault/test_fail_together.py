@@ -22,7 +22,7 @@ from tests.harness import gathered, logged, on_ranks, run_outcomes, run_ranks
 from tests.models import Mlp, batch, loss_of, seeded
 from tests.unit.helpers import wait_until
 from torchddp.diagnose import fail_together as module
-from torchddp.transport.processes import GONE, look_up, process_identity
+from torchddp.transport.waits import GONE, look_up, process_identity
 
 LIMIT_S = 120.0  # a guard against hangs
 LONG_S = 300.0  # longer than any test may take

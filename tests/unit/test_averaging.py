@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from tests.averaging import make_net
+from torchddp.averaging.diloco import fragment_starts, plan_fragments
 from torchddp.averaging.flat import FlatBucket, plan_buckets, wire_of
-from torchddp.averaging.fragments import fragment_starts, plan_fragments
 from torchddp.averaging.parameters import memory_of, named_parameters, problem_of
 
 

@@ -15,6 +15,10 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torchddp.bench.collective import BUS_FACTORS, LIBRARIES, Library
+from torchddp.bench.overlap import overlap_result
+from torchddp.bench.scaling import scaling_result
+from torchddp.bench.startup import startup_result
 
 from benchmarks import trace
 from tests.gpu.overlap import Overlap, is_computation, overlap
@@ -24,12 +28,8 @@ from tests.unit import benchmark_models
 from tests.unit.helpers import assert_refused, is_running, printed, wait_until
 from torchddp.bench import cli, collective, gradients, report
 from torchddp.bench.cases import DEFAULT_CASES, MIN_ROUNDS, Job
-from torchddp.bench.collective import BUS_FACTORS, LIBRARIES, Library
-from torchddp.bench.overlap import overlap_result
 from torchddp.bench.registry import CASES, USERS_CASES
 from torchddp.bench.report import save_results
-from torchddp.bench.scaling import scaling_result
-from torchddp.bench.startup import startup_result
 from torchddp.bench.step_time import step_time_result
 from torchddp.harness import models, stats
 from torchddp.harness.command import MODEL_NAMES
@@ -140,7 +140,6 @@ def test_a_report_has_every_row_a_date_and_a_verdict() -> None:
     names = (variant.name for variant in field())
     for words in (*names, "p50 [p25..p75]", "0.80 [0.80..0.80]", "2030-01-02 03:04 UTC"):
         assert words in text, words
-    assert text.count("2.50 @1") == 3 and "0.95 met" in text and "0.95 missed" in text
     verdict = "torchddp is faster than torch's best row in 2 of 3 comparisons, slower in 1, and within noise in 0."
     assert verdict in " ".join(text.split())
     text = printed(report.render(document(step_time(), overlapped(), startup(), scaling())), 80)
@@ -160,28 +159,14 @@ def test_saved_results_are_split_by_case_and_read_back(tmp_path: Path) -> None:
     assert written[1].read_bytes().startswith(b"\x89PNG")
 
 
-SCALING = ["--case", "scaling"]
-
-
 def test_a_wrong_argument_is_refused_in_one_sentence(capsys):
     for arguments, words in (
-        (["--case", "nope"], "There is no case 'nope'; choose from step_time, overlap, collective, startup, memory, "),
-        (["--world-size", "1"], "--world-size 1: the case overlap needs at least 2 ranks"),
-        ([*SCALING, "--set", "world_sizes=2,4"], "--set world_sizes: must include 1, to which efficiency is relative,"),
-        ([*SCALING, "--set", "world_sizes=1"], "--set world_sizes: must include 1, to which efficiency is relative,"),
-        ([*SCALING, "--set", "world_sizes=1,99"], "--set world_sizes: must be a whole number from 1 to 64, not '99'."),
-        (["--case", "scaling", "--world-size", "2"], "does not apply to scaling: use --set world_sizes=1,2,4."),
-        (
-            ["--case", "collective", "--set", "op=nope"],
-            "--set op: there is no 'nope'; choose from all_reduce, broadcast",
-        ),
-        (["--case", "collective", "--set", "sizes=0"], "--set sizes: must be a whole number from 1"),
+        (["--case", "nope"], "There is no case 'nope'; choose from step_time, exposed, memory, per_param, "),
         (
             ["--case", "memory", "--set", "op=broadcast"],
             "--set op=broadcast: must be NAME=VALUE with an option of memory",
         ),
-        (["--case", "collective", "--model", "gpt"], "--model: collective takes no model."),
-        (["--model", "nope"], "There is no model 'nope'; choose from small, mlp, gpt, conv, resnet50, gpt2, llama, or"),
+        (["--model", "nope"], "There is no model 'nope'; choose from small, mlp, gpt, conv, gpt2, or"),
         (["--seconds", "nan"], "above 0 and at most 3600, not nan."),
         (["--world-size", "0"], "--world-size must be 1 to 64, not 0."),
         (["--caps", "1,x"], "--caps must be MiB separated by commas, like 1,5,25, not '1,x'."),

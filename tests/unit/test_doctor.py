@@ -66,10 +66,22 @@ def test_an_extension_that_does_not_load_is_reported() -> None:
     assert "torchddp will not work here: 1 problem, see above." in done.stdout
 
 
-def test_without_the_extra_one_sentence_says_what_to_install() -> None:
-    done = doctor(before="sys.modules['typer'] = None")
-    said = "torchddp: the command line needs typer and rich; install them with: pip install typer rich"
-    assert done.returncode == 1 and done.stderr.strip() == said
+WITHOUT_THE_EXTRA = "sys.modules.update(dict.fromkeys(('typer', 'rich', 'matplotlib', 'numpy')))"
+
+
+def test_it_needs_no_package_besides_torch() -> None:
+    done = doctor(before=WITHOUT_THE_EXTRA)
+    assert done.returncode == 0 and "torchddp works here, over c10d, shm" in done.stdout, done.stdout + done.stderr
+    done = doctor("--json", before=WITHOUT_THE_EXTRA)
+    assert done.returncode == 0 and json.loads(done.stdout)["problems"] == [], done.stderr
+    done = doctor("--nope", before=WITHOUT_THE_EXTRA)
+    assert done.returncode == 2 and "unrecognized arguments: --nope" in done.stderr
+
+
+def test_without_the_extra_other_commands_say_in_one_sentence_what_to_install() -> None:
+    done = doctor(before=f"{WITHOUT_THE_EXTRA}; sys.argv[1:] = ['trace']")
+    said = "torchddp: all commands but `torchddp doctor` need typer and rich: pip install typer rich"
+    assert done.returncode == 1 and done.stderr.splitlines()[-1] == said
 
 
 def test_the_command_is_recognized() -> None:

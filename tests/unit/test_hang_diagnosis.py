@@ -15,7 +15,7 @@ from torchddp.ddp.module import options_of
 from torchddp.diagnose import diagnosis, rank_state
 from torchddp.diagnose.diagnosis import diagnose, ranks_text
 from torchddp.diagnose.rank_state import CallState, Frame, RankState
-from torchddp.transport import processes
+from torchddp.transport.waits import _stat, look_up, process_identity
 
 WHO = {"host": "node1", "pid": 17, "kernel": "", "started": 0}
 TRAIN = Frame("/home/me/train.py", 88, "load", "user")
@@ -134,20 +134,20 @@ def test_a_report_is_written_as_text_and_json(tmp_path, monkeypatch):
 
 
 def test_a_process_is_seen_as_running_stopped_or_gone():
-    assert processes.look_up(processes.process_identity()) == "running"
+    assert look_up(process_identity()) == "running"
     child = subprocess.Popen(["sleep", "60"])
-    who = {**processes.process_identity(), "pid": child.pid, "started": processes._stat(child.pid)[1]}
+    who = {**process_identity(), "pid": child.pid, "started": _stat(child.pid)[1]}
     try:
-        assert processes.look_up(who) == "running"
+        assert look_up(who) == "running"
         child.send_signal(signal.SIGSTOP)
-        assert wait_until(lambda: processes.look_up(who) == "stopped")
-        assert processes.look_up({**who, "kernel": "another"}) is None
-        assert processes.look_up({**who, "started": who["started"] + 1}) == "gone"
+        assert wait_until(lambda: look_up(who) == "stopped")
+        assert look_up({**who, "kernel": "another"}) is None
+        assert look_up({**who, "started": who["started"] + 1}) == "gone"
     finally:
         child.kill()
-    assert wait_until(lambda: processes.look_up(who) == "gone")  # also as a zombie
+    assert wait_until(lambda: look_up(who) == "gone")  # also as a zombie
     child.wait()
-    assert processes.look_up(who) == "gone" and processes.look_up(None) is None
+    assert look_up(who) == "gone" and look_up(None) is None
 
 
 def test_an_uncaught_exception_is_recorded_and_printed():

@@ -262,7 +262,7 @@ def test_auto_uses_nccl_only_for_one_gpu_of_an_nccl_group(group_of):
 
 
 def test_a_gpu_model_in_a_build_without_cuda_is_warned_about_once(group_of, monkeypatch, caplog):
-    monkeypatch.setattr("torchddp.transport.store._said", set())
+    monkeypatch.setattr("torchddp.transport.store._logged", set())
     group = group_of("nccl", with_cuda=False)
     for devices in ([torch.device("cpu")], [CUDA], [CUDA]):
         select.intended_transport("auto", group, devices, collective=True)

@@ -21,7 +21,7 @@ from tests.unit.helpers import wait_until
 from torchddp import PeerFailedError, TransportError
 from torchddp.diagnose.collectives import CallWatch
 from torchddp.diagnose.fail_together import is_consequence
-from torchddp.transport.board import Board
+from torchddp.transport.store import Board
 from torchddp.transport.worker import BoundedCalls, watch
 
 

@@ -119,19 +119,15 @@ class PeriodicAverager(_Averager):
 
     Args:
         params: a module, or its parameters (with names, if errors should name them), or an optimizer's groups.
-        period: steps from one average to the next.
         warmup_steps: steps before the first average, in which something else (`DistributedDataParallel`) averages the
             gradients. Initial weights are not synchronized here.
         process_group: the ranks to average over; None: the default process group.
         buffers: average floating-point buffers too; ``params`` must be a module.
         bucket_cap_mb: the size in MiB of a message, and of the buffer kept for it.
 
-    Construction and averages are collective. Raises ValueError for invalid options and parameters, TypeError for
-    anything that is not a parameter, and RuntimeError on all ranks if these differ between ranks.
-
-    Attributes:
-        step: calls of `average_parameters` so far; checkpoint it.
-        traffic: the bytes of the last average; see `torchddp.traffic`.
+    Construction and averages are collective. Raises ValueError and TypeError for invalid options and parameters, and
+    RuntimeError on all ranks if these differ between ranks. Attributes: `step`, the calls of `average_parameters` so
+    far (checkpoint it); `traffic`, the bytes of the last average (`torchddp.traffic`).
     """
 
     def __init__(
@@ -176,15 +172,12 @@ class HierarchicalAverager(_Averager):
             averager.average_parameters()
 
     Works like torch's HierarchicalModelAverager: at step s (counted from 0, without the ``warmup_steps``), only the
-    group with the largest period that divides s averages.
+    group with the largest period that divides s averages. Collective and raising as `PeriodicAverager`, whose arguments
+    it has but for:
 
     Args:
-        params: see `PeriodicAverager`.
         periods: maps each period to the size of its groups of neighboring ranks, in ascending order; or pairs of a
             period and this rank's process group. The last group must be all ranks of ``process_group``.
-        warmup_steps, process_group, buffers, bucket_cap_mb: see `PeriodicAverager`.
-
-    Construction is collective, and so is each average (in its group). Raises the errors of `PeriodicAverager`.
     """
 
     def __init__(

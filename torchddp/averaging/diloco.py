@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.optim import Optimizer
 
+from torchddp import _torch
 from torchddp.averaging.flat import (
     DEFAULT_CAP_MB,
+    FlatBucket,
     FlatMeans,
     Wire,
     average_flat,
@@ -20,8 +24,6 @@ from torchddp.averaging.flat import (
     plan_buckets,
     wire_of,
 )
-from torchddp.averaging.fragments import check_overlap, fragment_starts, plan_fragments
-from torchddp.averaging.global_weights import GlobalWeights, OuterFactory, outer_factory
 from torchddp.averaging.optimizers import OptimizerWrapper
 from torchddp.averaging.parameters import (
     Named,
@@ -31,6 +33,7 @@ from torchddp.averaging.parameters import (
     named_buffers,
     named_parameters,
     problem_of,
+    sum_dtype,
     verify_same,
 )
 from torchddp.comm_hooks.exchange import Exchange
@@ -69,43 +72,37 @@ class DiLoCo(OptimizerWrapper):
             optimizer.step()  # every 50th also takes an outer step
 
     The outer gradient is how far the parameters have moved since the last outer step, averaged over the ranks. The
-    outer optimizer applies it to a copy of the parameters, and all ranks continue from there. The state of their inner
-    optimizers stays local. Pass the bare module, or train a `DistributedDataParallel` under ``no_sync()``.
+    outer optimizer applies it to a copy of the parameters, and all ranks continue from there. Pass the bare module, or
+    train a `DistributedDataParallel` under ``no_sync()``.
 
     With ``fragments``, each fragment (every F-th layer) is synchronized every ``sync_every`` steps, evenly spread: peak
-    bandwidth falls by F. A thread averages its outer gradients during ``overlap_steps`` more steps. Then the outer
-    optimizer moves the global weights, and the rank's parameters become ``alpha`` times themselves plus 1 - ``alpha``
-    times the global ones. For example ``DiLoCo(module, inner, 100, wire="int4", fragments=4, overlap_steps=5,
-    alpha=0.5)``; call :meth:`finish` after the last step.
+    bandwidth falls by F. A thread averages its outer gradients during ``overlap_steps`` more steps; then the rank's
+    parameters become ``alpha`` times themselves plus 1 - ``alpha`` times the global ones. Call :meth:`finish` after the
+    last step.
 
     Args:
         params: a module, or its parameters (with names, if errors should name them): all that ``optimizer`` steps.
-        optimizer: the inner optimizer, which takes the local steps: any torch optimizer whose steps are not collective.
+        optimizer: the inner one, any of torch's whose steps are not collective; its state stays local.
         sync_every: the number of inner steps between outer steps (the paper's H).
         outer_lr, outer_momentum, nesterov: options of the outer optimizer, SGD.
         outer_optimizer: a function that takes parameters and returns the outer optimizer, to use another one than SGD.
         wire: the format in which outer gradients are sent: "fp32", "bf16", "fp16", "int8" or "int4" (in blocks with one
             scale each). Sums are always in fp32. None: the parameter's own format if it has 16 bits, otherwise fp32.
         fragments: the number of fragments (F), at most one per parameter.
-        overlap_steps: inner steps while a fragment is in transit (tau). Must be below ``sync_every / fragments``, so
-            that only one is in transit at a time. 0: the step waits.
+        overlap_steps: inner steps while a fragment is in transit (tau), below ``sync_every / fragments``. 0: wait.
         alpha: the weight of the rank's own parameters; 0: it continues from the global weights.
         buffers: average floating-point buffers too, after the last fragment; ``params`` must be a module.
         process_group: the ranks to average over; None: the default process group.
         bucket_cap_mb: MiB per message; the messages of a fragment are sent one after the other.
 
     Construction is collective: parameters become those of rank 0 (load checkpoints afterwards). So are the steps in
-    which a fragment is merged. Global weights are the same on all ranks, bit for bit. If ``alpha`` is 0, so are a
-    fragment's parameters right after it is merged. A lost peer is detected when the fragment is merged.
+    which a fragment is merged. Global weights are the same on all ranks, bit for bit, and if ``alpha`` is 0, so are a
+    fragment's parameters right after it is merged. Held per rank: the parameters in fp32, the outer momentum, and a
+    fragment in fp32 while it is in transit.
 
-    Held per rank: the parameters in fp32, the outer momentum, and a fragment in fp32 while it is in transit.
-
-    Raises TypeError and ValueError for invalid options, parameters and optimizers, and RuntimeError on all ranks if
-    parameters or options differ between ranks. `step` raises TransportError.
-
-    Attributes:
-        steps: steps that the inner optimizer has taken.
-        traffic: the bytes of the last synchronization of a fragment; see `torchddp.traffic`.
+    Raises TypeError and ValueError for invalid arguments, and RuntimeError on all ranks if they differ between ranks.
+    `step` raises TransportError. Attributes: ``steps`` that the inner optimizer has taken; ``traffic``, the bytes of
+    the last synchronization of a fragment (`torchddp.traffic`).
     """
 
     def __init__(
@@ -131,18 +128,9 @@ class DiLoCo(OptimizerWrapper):
         self.steps = 0
         self.traffic = Traffic(0, 0)
         self._wire = wire
-        alike = {
-            "sync_every": sync_every,
-            "outer_lr": outer_lr,
-            "outer_momentum": outer_momentum,
-            "nesterov": nesterov,
-            "outer_optimizer": outer_optimizer,
-            "wire": wire,
-            "fragments": fragments,
-            "overlap_steps": overlap_steps,
-            "alpha": alpha,
-            "bucket_cap_mb": bucket_cap_mb,
-        }
+        outer = {"outer_lr": outer_lr, "outer_momentum": outer_momentum, "nesterov": nesterov}
+        steps = {"sync_every": sync_every, "fragments": fragments, "overlap_steps": overlap_steps, "alpha": alpha}
+        sent = {"outer_optimizer": outer_optimizer, "wire": wire, "bucket_cap_mb": bucket_cap_mb}
         with Agreement("DiLoCo", self.process_group) as agreement:
             make_outer = outer_factory(outer_optimizer, outer_lr, outer_momentum, nesterov)
             averaged_buffers = named_buffers(params, buffers)
@@ -160,7 +148,7 @@ class DiLoCo(OptimizerWrapper):
                 raise problem
             names = plan_fragments(list(self._named), fragments)
             self.fragments = [plan_buckets({n: self._named[n] for n in part}, bucket_cap_mb) for part in names]
-            verify_same(everything, agreement, alike)
+            verify_same(everything, agreement, {**outer, **steps, **sent})
         self._starts = fragment_starts(sync_every, fragments)
         broadcast_from_first(self._named, self.process_group)
         with Agreement("DiLoCo", self.process_group) as agreement:
@@ -177,10 +165,7 @@ class DiLoCo(OptimizerWrapper):
         mine = {id(p) for p in self._named.values()}
         for name, param in named_parameters(optimizer.param_groups).items():
             if id(param) not in mine:
-                raise ValueError(
-                    f"the optimizer steps {name} (shape {list(param.shape)}), which is not among the parameters that "
-                    "are averaged"
-                )
+                raise ValueError(f"the optimizer steps {name} (shape {list(param.shape)}), which is not averaged")
         for name, param in self._named.items():
             if param.is_complex():
                 raise TypeError(f"parameter '{name}' is {param.dtype}: outer steps need real parameters")
@@ -268,11 +253,10 @@ class DiLoCo(OptimizerWrapper):
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
-        """The inner optimizer's state and, under "diloco", the step, the global weights and the outer optimizer's
-        state.
+        """The inner optimizer's state and, under "diloco", the step, the global weights and the outer optimizer.
 
-        Between synchronizations parameters differ between ranks, so each rank saves its own model and optimizer. Waits
-        for a fragment in transit and saves it, without disturbing the run.
+        Between synchronizations each rank saves its own model and optimizer. Waits for a fragment in transit and saves
+        it, without disturbing the run.
         """
         own = {"step": self.steps, **self._global.state_dict()}
         pending = self._on_the_way
@@ -290,8 +274,7 @@ class DiLoCo(OptimizerWrapper):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores training exactly, together with the model's state, in any order.
 
-        ValueError for the state of another optimizer or model, and if ``fragments`` was different and a fragment was in
-        transit.
+        ValueError for the state of another optimizer or model, or of other fragments one of which was in transit.
         """
         if _KEY not in state_dict:
             raise ValueError(f"the state dict has no '{_KEY}': it was saved by another optimizer")
@@ -322,3 +305,115 @@ def _average(exchange: Exchange, flats: list[torch.Tensor], wires: list[str]) ->
     for flat, wire in zip(flats, wires, strict=True):
         average_flat(exchange, flat, wire)
     return flats[0]
+
+
+# --- the weights that ranks agree on ---
+
+
+OuterFactory = Callable[[list[nn.Parameter]], Optimizer]
+
+
+class GlobalWeights:
+    """A copy of the parameters in at least fp32, and the outer optimizer, which steps on the ranks' mean displacement
+    from it. Equal on all ranks as long as all apply the same means.
+    """
+
+    def __init__(self, local: Named, make_optimizer: OuterFactory) -> None:
+        self._local = local
+        self.weights = {name: nn.Parameter(p.detach().to(sum_dtype(p.dtype), copy=True)) for name, p in local.items()}
+        self.optimizer = make_optimizer(list(self.weights.values()))
+        if not isinstance(self.optimizer, Optimizer):
+            raise TypeError(f"outer_optimizer must return an optimizer, got {type(self.optimizer).__name__}")
+
+    def pack_moved(self, bucket: FlatBucket, flat: torch.Tensor) -> None:
+        """This rank's outer gradient: its parameters' displacement, with the sign of a gradient."""
+        views = bucket.views(flat)
+        for view, name in zip(views, bucket.named, strict=True):
+            # Relative to what the ranks received: rounding to 16 bits is not a displacement.
+            view.copy_(self.weights[name].detach().to(bucket.dtype))
+        _torch.foreach_sub_(views, [local.detach().to(flat.dtype) for local in bucket.named.values()])
+
+    def step(self, bucket: FlatBucket, flat: torch.Tensor, alpha: float) -> None:
+        """Update the weights of a bucket with their outer gradient, which the optimizer may overwrite.
+
+        The rank's own parameters become ``alpha`` times themselves plus 1 - ``alpha`` times these.
+        """
+        for name, view in zip(bucket.named, bucket.views(flat), strict=True):
+            self.weights[name].grad = view
+        self.optimizer.step()  # skips parameters without a gradient
+        for name in bucket.named:
+            self.weights[name].grad = None
+            local, weight = self._local[name].detach(), self.weights[name].detach()
+            local.copy_(weight if alpha == 0 else torch.lerp(weight, local.to(weight.dtype), alpha))
+
+    def state_dict(self) -> dict[str, Any]:
+        weights = {name: weight.detach() for name, weight in self.weights.items()}
+        return {"weights": weights, "outer": self.optimizer.state_dict()}
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        saved = state_dict["weights"]
+        if different := sorted(set(saved) ^ set(self.weights)):
+            names = ", ".join(map(repr, different[:3]))
+            raise ValueError(f"the state dict is of another model: only one of the two has {names}")
+        for name, weight in self.weights.items():
+            weight.copy_(saved[name])
+        self.optimizer.load_state_dict(state_dict["outer"])
+
+
+def outer_factory(
+    outer_optimizer: OuterFactory | None, outer_lr: float, outer_momentum: float, nesterov: bool
+) -> OuterFactory:
+    if isinstance(outer_optimizer, Optimizer):
+        raise TypeError("outer_optimizer must be a function: lambda params: torch.optim.SGD(params, lr=0.7)")
+    if outer_optimizer is not None:
+        if not callable(outer_optimizer):
+            raise TypeError(f"outer_optimizer must be a function, got {type(outer_optimizer).__name__}")
+        return outer_optimizer
+    if not outer_lr > 0:
+        raise ValueError(f"outer_lr must be above 0, got {outer_lr}")
+    if not 0 <= outer_momentum < 1:
+        raise ValueError(f"outer_momentum must be at least 0 and below 1, got {outer_momentum}")
+    use_nesterov = nesterov and outer_momentum > 0
+    return lambda params: torch.optim.SGD(params, lr=outer_lr, momentum=outer_momentum, nesterov=use_nesterov)
+
+
+# --- which parameters are synchronized together, and after which steps (pure) ---
+
+
+def check_overlap(overlap_steps: int, sync_every: int, fragments: int) -> None:
+    if fragments > sync_every:
+        raise ValueError(f"fragments must be at most sync_every={sync_every}, one per step, got {fragments}")
+    if not 0 <= overlap_steps < sync_every // fragments:
+        least = f"below sync_every // fragments = {sync_every // fragments}"
+        raise ValueError(f"overlap_steps must be at least 0 and {least}, got {overlap_steps}")
+
+
+def plan_fragments(names: Sequence[str], fragments: int) -> list[list[str]]:
+    """Names by fragment: each takes every ``fragments``-th layer ("strided" in Douillard et al. 2025).
+
+    A layer is a name up to its first number ("blocks.3.attention.weight": "blocks.3"), or else a module; with fewer
+    layers than fragments, each parameter is one. ValueError: too few or too many fragments.
+    """
+    if not 1 <= fragments <= len(names):
+        raise ValueError(
+            f"fragments must be at least 1 and at most {len(names)}, the number of parameters, got {fragments}"
+        )
+    layers: dict[str, list[str]] = {}
+    for name in names:
+        layers.setdefault(_layer_of(name), []).append(name)
+    units = list(layers.values()) if len(layers) >= fragments else [[name] for name in names]
+    return [[name for unit in units[start::fragments] for name in unit] for start in range(fragments)]
+
+
+def fragment_starts(sync_every: int, fragments: int) -> list[int]:
+    """After which step of a round of ``sync_every`` (1 is the first) each fragment's synchronization starts."""
+    return [(index + 1) * sync_every // fragments for index in range(fragments)]
+
+
+def _layer_of(name: str) -> str:
+    parts = name.split(".")
+    for index, part in enumerate(parts[:-1]):
+        if part.isdigit():
+            return ".".join(parts[: index + 1])
+    return ".".join(parts[:-1]) or name

@@ -12,8 +12,7 @@ import torch.distributed as dist
 
 from torchddp import _C, _torch
 from torchddp.averaging.parameters import Named, memory_of, sum_dtype
-from torchddp.comm_hooks.compressed_sum import sum_over_ranks
-from torchddp.comm_hooks.exchange import Exchange
+from torchddp.comm_hooks.exchange import Exchange, sum_over_ranks
 from torchddp.ddp.model import param_specs
 from torchddp.errors import TransportError
 from torchddp.traffic import Traffic
@@ -35,8 +34,8 @@ class FlatBucket:
 
     @classmethod
     def of(cls, named: Named) -> FlatBucket:
-        ends = list(accumulate((memory_of(t).numel() for t in named.values()), initial=0))
-        return cls(named, tuple(ends[:-1]), ends[-1])
+        *offsets, end = accumulate((memory_of(t).numel() for t in named.values()), initial=0)
+        return cls(named, tuple(offsets), end)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -93,10 +92,7 @@ def check_wire(wire: Wire | None, named: Named) -> None:
         raise ValueError(f"wire must be None or one of {', '.join(map(repr, WIRES))}, got {wire!r}")
     for name, tensor in named.items():
         if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            raise TypeError(
-                f"wire={wire!r} carries float32, bfloat16 and float16, but parameter '{name}' is {tensor.dtype}: use "
-                "wire=None"
-            )
+            raise TypeError(f"wire={wire!r} can't carry parameter '{name}' in {tensor.dtype}: use wire=None")
 
 
 def wire_of(wire: Wire | None, bucket: FlatBucket) -> str:
@@ -107,7 +103,7 @@ def wire_of(wire: Wire | None, bucket: FlatBucket) -> str:
 def average_flat(exchange: Exchange, flat: torch.Tensor, wire: str) -> None:
     """Collective, in place: the mean over the exchange's ranks, the same bits on each; RuntimeError if a peer is lost.
 
-    ``flat``: [n], contiguous; fp32 if it is sent in another format. ``wire``: that format; "fp32": sent unchanged.
+    ``flat``: [n], contiguous, fp32 unless ``wire`` is "fp32", which sends it unchanged.
     """
     if wire == "fp32":
         flat.div_(exchange.world_size)  # before the sum, as torch's averagers do: it can't overflow
@@ -117,7 +113,7 @@ def average_flat(exchange: Exchange, flat: torch.Tensor, wire: str) -> None:
 
 
 class FlatMeans:
-    """Means of many tensors, bucket by bucket. Holds the memory of one bucket. Construction is collective.
+    """Means of many tensors, bucket by bucket, in the memory of one bucket. Construction is collective.
 
     ``who``: the averaging class, for errors. ``traffic``: bytes of the last average.
     """
@@ -135,10 +131,7 @@ class FlatMeans:
 
     @torch.no_grad()
     def average(self, step: int) -> None:
-        """Collective, in place. All ranks hold the same bits afterwards.
-
-        Raises TransportError: a peer died or did not arrive in time.
-        """
+        """Collective, in place, with the same bits on all ranks. TransportError: a peer died or did not arrive."""
         before, payload_bytes = self._exchange.sent_bytes, 0
         for index, bucket in enumerate(self.buckets):
             flat = self._scratch[bucket.sum_dtype][: bucket.numel]

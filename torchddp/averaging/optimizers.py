@@ -15,10 +15,7 @@ from torchddp.traffic import Traffic
 
 
 class OptimizerWrapper(Optimizer, abc.ABC):
-    """Steps the inner optimizer, then does what the averaging method requires.
-
-    Learning rate schedulers and hooks accept either optimizer.
-    """
+    """Steps the inner optimizer, then does what the averaging method requires. Schedulers and hooks accept either."""
 
     param_groups = property(attrgetter("_inner.param_groups"))
     state = property(attrgetter("_inner.state"))
@@ -31,11 +28,9 @@ class OptimizerWrapper(Optimizer, abc.ABC):
         if hasattr(optimizer, "process_group"):
             raise ValueError(f"{who} can't wrap {given}, whose steps are collective: here, ranks step independently")
         self._inner = optimizer
-        # Shared, so that hooks on either optimizer see the state saved and loaded.
-        self._optimizer_state_dict_pre_hooks = optimizer._optimizer_state_dict_pre_hooks
-        self._optimizer_state_dict_post_hooks = optimizer._optimizer_state_dict_post_hooks
-        self._optimizer_load_state_dict_pre_hooks = optimizer._optimizer_load_state_dict_pre_hooks
-        self._optimizer_load_state_dict_post_hooks = optimizer._optimizer_load_state_dict_post_hooks
+        for kind in ("state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post"):
+            name = f"_optimizer_{kind}_hooks"  # shared: hooks on either see the state saved and loaded
+            setattr(self, name, getattr(optimizer, name))
         super().__setstate__({})  # as a constructor does, but without groups of its own
 
     @property
@@ -64,8 +59,8 @@ class OptimizerWrapper(Optimizer, abc.ABC):
     def after_step(self) -> None:
         """Count a step of the inner optimizer, and do what is due. `step` calls it.
 
-        Call it yourself if you step the inner optimizer (`optim`) directly, as with a GradScaler, which may skip a step
-        on one rank alone: ``scaler.step(optimizer.optim)``, then ``optimizer.after_step()``.
+        Call it yourself if you step the inner optimizer (`optim`), as with a GradScaler, which may skip a step on one
+        rank alone: ``scaler.step(optimizer.optim)``, then ``optimizer.after_step()``.
         """
 
 
@@ -80,23 +75,17 @@ class PostLocalSGD(OptimizerWrapper):
         loss_of(module(batch)).backward()
         optimizer.step()  # averages when the averager's period is over
 
-    The optimizer's own state (momentum) stays local. Replaces torch's PostLocalSGDOptimizer, with the same
-    ``state_dict``: the inner optimizer's, and ``"step"``.
+    ``optimizer``: any of torch's whose steps are not collective; its state (momentum) stays local. ``averager``: one of
+    this package's or of torch's. Replaces torch's PostLocalSGDOptimizer, with the same ``state_dict``: the inner
+    optimizer's, and ``"step"``.
 
-    Args:
-        optimizer: any torch optimizer whose steps are not collective.
-        averager: `PeriodicAverager`, `HierarchicalAverager` or one of torch's.
-
-    Construction is not collective. `step` is collective in the steps in which the averager averages. Raises TypeError
-    and ValueError for optimizers and averagers that it can't wrap.
+    Construction is not collective; `step` is when the averager averages. TypeError and ValueError for optimizers and
+    averagers that it can't wrap.
     """
 
     def __init__(self, optimizer: Optimizer, averager: ModelAverager) -> None:
         if not isinstance(averager, ModelAverager):
-            raise TypeError(
-                f"averager must be a PeriodicAverager, a HierarchicalAverager or one of torch's, got "
-                f"{type(averager).__name__}"
-            )
+            raise TypeError(f"averager must be one of this package's or torch's, got {type(averager).__name__}")
         super().__init__(optimizer)
         self.averager = averager
 

@@ -22,7 +22,7 @@ ParamSource = nn.Module | Iterable[Any]
 def named_parameters(source: ParamSource) -> Named:
     """The trainable parameters (``requires_grad``), each once, in order. Unnamed ones are called "params[3]".
 
-    TypeError: ``source`` contains something else.
+    TypeError for anything else.
     """
     if isinstance(source, torch.Tensor):
         kinds = "a module, or an iterable of parameters, named parameters or groups"
@@ -104,9 +104,7 @@ def problem_of(named: Named) -> ValueError | None:
 
 def verify_same(named: Named, agreement: Agreement, options: Mapping[str, object]) -> None:
     """Collective. RuntimeError on every rank unless the parameters are the same on all ranks, ValueError unless the
-    options are.
-
-    ValueError on a rank where they can't be averaged; RuntimeError with its reason on the others.
+    options are, and on a rank where they can't be averaged (RuntimeError with its reason on the others).
     """
     if problem := problem_of(named):
         raise problem
@@ -123,10 +121,9 @@ def broadcast_from_first(named: Named, process_group: dist.ProcessGroup) -> None
 
 def group_or_default(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     """``process_group``, or the default one. RuntimeError if there is none, or it can't average."""
-    if not dist.is_initialized() and process_group is None:
+    group = process_group if process_group is not None or not dist.is_initialized() else dist.group.WORLD
+    if group is None:
         raise RuntimeError("there is no process group: call torch.distributed.init_process_group first")
-    group = process_group if process_group is not None else dist.group.WORLD
-    assert group is not None
     if (refusal := getattr(group, "refusal", None)) is not None:  # set on groups that can't average
         raise RuntimeError(refusal)
     return group

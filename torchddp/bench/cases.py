@@ -2,22 +2,13 @@
 
 A case is a `BenchCase` in a file of its own: what it measures, its results, table, plot and note (`step_time.py` is a
 short one). Users' cases are in this folder, developers' cases, which only `python -m benchmarks` has, in
-`benchmarks/cases`; both are registered in `registry`. A case without models leaves `models` empty and uses what else
-the framework has:
-
-    OPTIONS = {"rate": Option(10**9, parse_rate, "Bandwidth of the link.", quick=10**10)}
+`benchmarks/cases`; both are registered in `registry`. A case without models leaves `models` empty:
 
     def run(case: BenchCase, settings: Settings, display: Display) -> list[Result]:
         job = replace(settings.job_of(case), models=TASKS)       # names for `measure`; without, the case's
-        rate = job.options["rate"]                               # also on the ranks; `--set rate=500mbit` changes it
-        with two_hosts(rate, job.world_size) as place:           # a `harness.launch.Place`; the default is this host
+        with two_hosts(job.options["rate"]) as place:            # a `harness.launch.Place`; the default is this host
             raws = case.launch(job, display, place)              # `measure(job, name, report)` for each name
-        return [{"case": case.name, **raw} for raw in raws]
-
-    CASE = BenchCase(name="links", options=OPTIONS, measure=measure, run=run, table=table, summary=tables, ...)
-
-`run` may make any number of launches, or start programs of its own instead. `table` shows one result and `summary` all
-results of the case. Everything in a result can be written as JSON.
+        return [{"case": case.name, **raw} for raw in raws]      # JSON; `table` shows one, `summary` all
 
 Imports neither torch nor numpy, so that `torchddp` starts even where one of them fails to load.
 """
@@ -30,16 +21,15 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from torchddp.bench.options import Option
 from torchddp.harness.command import Display
 from torchddp.harness.launch import THIS_HOST, Place, RankJob, Report, Reporter, launch
-from torchddp.harness.variants import DEFAULT_CAPS_MB, Variant, make_variants
+from torchddp.harness.variants import DEFAULT_CAPS_MB, ArgumentError, Variant, make_variants
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 # About two minutes.
-DEFAULT_CASES = ("step_time", "overlap", "memory")
+DEFAULT_CASES = ("step_time", "exposed", "memory")
 # A round is one step of every variant. A median of fewer rounds means little.
 MIN_ROUNDS = 7
 MAX_ROUNDS = 5000
@@ -49,6 +39,21 @@ QUICK_SECONDS = 2.0
 
 Result = dict[str, Any]
 Measure = Callable[["Job", str, Report], dict[str, Any]]
+Parse = Callable[[str], Any]
+
+
+@dataclass(frozen=True)
+class Option:
+    """An option of one case. `parse` turns the text into the value and raises `ArgumentError` or `ValueError`."""
+
+    default: Any
+    parse: Parse
+    help: str
+    # The value with --quick; None means the default.
+    quick: Any = None
+
+    def value(self, quick: bool) -> Any:
+        return self.default if self.quick is None or not quick else self.quick
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,16 +67,12 @@ class BenchCase:
     quick_models: tuple[str, ...]
     default_world_size: int = 2
     unit: str = "ms"
-    # The target for our ratio to torch's best; None if the case has no target.
-    goal_ratio: float | None = None
     # Time for each model's timed rounds, without --seconds.
     seconds: float = 45.0
     # Bucket sizes of the tuned rows, without --caps.
     caps_mb: tuple[float, ...] = DEFAULT_CAPS_MB
     # Whether --caps changes them.
     takes_caps: bool = True
-    # With fewer ranks there is nothing to measure.
-    min_world_size: int = 1
     # Measures one of the job's subjects. Runs on every rank. None if `run` starts programs of its own.
     measure: Measure | None = None
     # Makes all launches of the case; returns the results of all subjects, or yields each as soon as it has it.
@@ -79,7 +80,7 @@ class BenchCase:
     # Tables and plot depend on the results only, so that a saved JSON reproduces them.
     table: Callable[[Result], Table]
     draw: Callable[[Sequence[Result]], Figure]
-    # Tables of all results together. Cases with the same function share them.
+    # Tables of all results together.
     summary: Callable[[Sequence[Result]], Sequence[Table]] | None = None
     # Printed with the results: how to read them.
     note: str
@@ -185,6 +186,31 @@ def one_launch(
     job = settings.job_of(case)
     display.start(case.name)
     return [make_result(job.variants, raw, job.world_size) for raw in case.launch(job, display)]
+
+
+def whole_number(low: int, high: int) -> Parse:
+    def parse(text: str) -> int:
+        if not text.isdecimal() or not low <= int(text) <= high:
+            raise ArgumentError(f"must be a whole number from {low} to {high}, not '{text}'")
+        return int(text)
+
+    return parse
+
+
+def one_of(names: Iterable[str]) -> Parse:
+    known = tuple(names)
+
+    def parse(text: str) -> str:
+        if text not in known:
+            raise ArgumentError(f"there is no '{text}'; choose from {', '.join(known)}")
+        return text
+
+    return parse
+
+
+def several(parse: Parse) -> Parse:
+    """Values separated by commas, without duplicates."""
+    return lambda text: tuple(dict.fromkeys(parse(part.strip()) for part in text.split(",")))
 
 
 def _measure_each(report: Reporter, measure: Measure, job: Job) -> list[dict[str, Any]]:

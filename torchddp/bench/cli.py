@@ -11,20 +11,7 @@ import typer
 from rich.console import Console
 
 from torchddp.bench.cases import DEFAULT_CASES, BenchCase, Settings
-from torchddp.harness.command import (
-    CONTEXT,
-    FACTORY_HELP,
-    MODEL_NAMES,
-    Display,
-    FindUnusedParameters,
-    JsonFile,
-    check_numbers,
-    check_output,
-    make_console,
-    parse_caps,
-    progress_bar,
-    run_app,
-)
+from torchddp.harness import command
 from torchddp.harness.launch import LaunchError
 from torchddp.harness.variants import TORCHDDP, load_class
 
@@ -33,23 +20,19 @@ HELP = f"""Compare the speed of DistributedDataParallel classes: one launch, in 
 Gradients are checked before anything is timed. Absolute times drift between runs, so quote ratios from a single run,
 with their quartiles. A ratio is colored if its 95% interval excludes 1. Ranks run on the CPU, over gloo.
 
-{FACTORY_HELP}
+{command.FACTORY_HELP}
 
 \b
 Cases:
   step_time   a training step: forward, backward, SGD
-  overlap     how much of the communication is hidden behind computation
-  collective  single collectives by message size, no DDP
-  startup     the constructor and the first two steps
-  memory      the peak memory of a step
-  scaling     a training step by number of ranks
-  per_param   the cost per parameter, on one rank
   exposed     what a class adds to a step
+  memory      the peak memory of a step
+  per_param   the cost per parameter, on one rank
 
 \b
 Examples:
   torchddp bench
-      step_time, overlap and memory, about two minutes
+      step_time, exposed and memory, about two minutes
   torchddp bench --quick
       the same in under a minute, to check that it works
   torchddp bench --case step_time --model train.py:make
@@ -58,29 +41,19 @@ Examples:
       many rounds of GPT-2 small; keep a picture and the numbers
   torchddp bench --case exposed --vs mypackage.MyDDP
       your class next to torchddp's and torch's
-  torchddp bench --case scaling --set world_sizes=1,2,4,8
-      weak scaling on this machine
-  torchddp bench --case collective --set op=all_reduce,broadcast
-      single collectives by message size, without DDP
   torchddp bench --ours torch.nn.parallel.DistributedDataParallel
       torch against itself: the noise of the harness
   torchddp bench --case all --json result.json --out results
-      everything, about ten minutes
+      everything, about five minutes
 
 \b
 In a checkout, `python -m benchmarks` has more cases, for developers.
 """
 
 CASE_HELP = f"One of the cases above, or all; repeatable. [default: {', '.join(DEFAULT_CASES)}]"
-MODEL_HELP = (
-    f"{', '.join(MODEL_NAMES)}, or your own: package.module:factory or file.py:factory; repeatable. [default: by case]"
-)
-SECONDS_HELP = "Seconds of timed rounds for each model or collective. [default: 15 to 45, by case; 2 with --quick]"
+MODEL_HELP = f"{command.MODEL_HELP}; repeatable. [default: by case]"
+SECONDS_HELP = "Seconds of timed rounds for each model. [default: 15 to 45, by case; 2 with --quick]"
 WORLD_SIZE_HELP = "Number of ranks. [default: 1 for per_param, otherwise 2]"
-SET_HELP = (
-    "An option of a single case; repeatable. Of scaling: world_sizes=1,2,4. Of collective: sizes=64,4096 (bytes), and "
-    "some of op=all_reduce,broadcast,all_gather,reduce_scatter."
-)
 CAPS_HELP = (
     "bucket_cap_mb of torch's tuned rows, one row per value (memory always uses 25). "
     "[default: 1,5,25,100 for step_time, per_param and exposed, otherwise 25]"
@@ -96,7 +69,7 @@ def _case_names() -> list[str]:
 def benchmark(
     context: typer.Context,
     case: Annotated[list[str] | None, typer.Option(autocompletion=_case_names, help=CASE_HELP)] = None,
-    model: Annotated[list[str] | None, typer.Option(autocompletion=lambda: list(MODEL_NAMES), help=MODEL_HELP)] = None,
+    model: Annotated[list[str] | None, typer.Option(autocompletion=command.model_names, help=MODEL_HELP)] = None,
     seconds: Annotated[float | None, typer.Option(help=SECONDS_HELP)] = None,
     world_size: Annotated[int | None, typer.Option(help=WORLD_SIZE_HELP)] = None,
     caps: Annotated[str | None, typer.Option(help=CAPS_HELP)] = None,
@@ -107,33 +80,32 @@ def benchmark(
     ours_tuned: Annotated[
         bool, typer.Option("--ours-tuned", help="Also time the class under test with torch's tuned options.")
     ] = False,
-    find_unused_parameters: FindUnusedParameters = False,
+    find_unused_parameters: command.FindUnusedParameters = False,
     quick: Annotated[bool, typer.Option("--quick", help="Under 60 s: a smoke test. Do not quote its numbers.")] = False,
     seed: Annotated[int, typer.Option(help="Seed of weights, data and the order of the steps.")] = 0,
-    options: Annotated[list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help=SET_HELP)] = None,
-    json_path: JsonFile = None,
+    options: Annotated[list[str] | None, typer.Option("--set", metavar="NAME=VALUE", hidden=True)] = None,
+    json_path: command.JsonFile = None,
     out: Annotated[
         Path | None, typer.Option(help="Write <date>-<case>-<machine>.json and a .png plot into this folder.")
     ] = None,
 ) -> None:
     # Imported here so that the other `torchddp` commands start without torch or numpy.
     try:
-        from torchddp.bench.registry import check_names, check_ranks, parse_options
+        from torchddp.bench.registry import check_names, parse_options
         from torchddp.bench.report import write_document
     except (ImportError, OSError) as error:
         raise LaunchError(f"The benchmark cannot be loaded; run `torchddp doctor`: {error}") from error
 
     models = tuple(dict.fromkeys(model or ()))
     cases = check_names(case or (), models)
-    check_numbers(seconds, world_size)
-    check_ranks(cases, world_size)
-    check_output(out, "--out", folder=True)
+    command.check_numbers(seconds, world_size)
+    command.check_output(out, "--out", folder=True)
     settings = Settings(
         cases=cases,
         models=models,
         seconds=seconds,
         world_size=world_size,
-        caps_mb=parse_caps(caps) if caps is not None else None,
+        caps_mb=command.parse_caps(caps) if caps is not None else None,
         ours=ours,
         peers=tuple(vs or ()),
         ours_tuned=ours_tuned,
@@ -142,14 +114,14 @@ def benchmark(
         find_unused_parameters=find_unused_parameters,
         options=parse_options(cases, options or ()),
     )
-    console = make_console()
+    console = command.make_console()
     document = run(settings, context.obj["command"], console, json_path)
     write_document(document, json_path, out, console)
     if document["failures"]:
         raise LaunchError("; ".join(document["failures"]))
 
 
-def run(settings: Settings, command: str, console: Console, json_path: Path | None = None) -> dict[str, Any]:
+def run(settings: Settings, command_line: str, console: Console, json_path: Path | None = None) -> dict[str, Any]:
     """Run the cases and print the report. The file has each result as soon as it is there; a case that fails does not
     stop the next ones."""
     from torchddp.bench.registry import CASES
@@ -158,16 +130,14 @@ def run(settings: Settings, command: str, console: Console, json_path: Path | No
     from torchddp.harness.models import find_factory
 
     cases = [CASES[name] for name in settings.cases]
-    if any(case.models for case in cases):
-        # Report a missing class or factory before the first launch.
+    if any(case.models for case in cases):  # report a missing class or factory before the first launch
         for path in (settings.ours, *settings.peers):
             load_class(path)
-        for model in settings.models:
-            if ":" in model:
-                find_factory(model)
-    document = {**new_document(command, asdict(settings)), "failures": []}
-    with progress_bar(console) as progress:
-        display = Display(progress)
+        for model in filter(lambda name: ":" in name, settings.models):
+            find_factory(model)
+    document = {**new_document(command_line, asdict(settings)), "failures": []}
+    with command.progress_bar(console) as progress:
+        display = command.Display(progress)
         for case in cases:
             try:
                 for result in case.run(case, settings, display):
@@ -200,6 +170,6 @@ def main(arguments: Sequence[str], cases: Sequence[BenchCase] = ()) -> int:
         from torchddp.bench.registry import register
 
         register(cases)
-    app = typer.Typer(add_completion=False, rich_markup_mode=None, context_settings=CONTEXT)
+    app = typer.Typer(add_completion=False, rich_markup_mode=None, context_settings=command.CONTEXT)
     app.command(help=developers_help(cases))(benchmark)
-    return run_app(app, "python -m benchmarks", arguments)
+    return command.run_app(app, "python -m benchmarks", arguments)

@@ -1,4 +1,4 @@
-"""The cases `exposed` and `per_param`: what a class adds to forward and backward, compared with our goals."""
+"""The cases `exposed` and `per_param`: what a class adds to forward and backward."""
 
 from __future__ import annotations
 
@@ -15,12 +15,10 @@ from torchddp.bench.results import added_ms, compared_rows, draw_bars, model_res
 from torchddp.bench.timing import time_model
 from torchddp.harness.command import Display
 from torchddp.harness.stats import summarize
-from torchddp.harness.tables import number, plain_table, ratio_text
+from torchddp.harness.tables import number, ratio_text
 from torchddp.harness.variants import Variant
 
 PER_PARAM_UNIT = "us/param"
-# The goal is "unclear" if noise exceeded torch's cost in more than this share of the rounds.
-MAX_ODD_SHARE = 0.1
 
 
 def _run(case: BenchCase, settings: Settings, display: Display) -> list[dict[str, Any]]:
@@ -37,17 +35,7 @@ def timed_result(case: BenchCase, variants: Sequence[Variant], raw: dict[str, An
         row["step_ms"] = summarize(times_ms)
         if row["role"] == "local":
             del row["cost"], row["ratio_to_best_torch"]
-    return model_result(
-        case.name,
-        raw,
-        world_size,
-        rows,
-        unit=case.unit,
-        rounds=int(step_ms.shape[1]),
-        best_torch=best,
-        # Goals are set for the case's own models only.
-        goal_ratio=case.goal_ratio if raw["model"] in case.models else None,
-    )
+    return model_result(case.name, raw, world_size, rows, unit=case.unit, rounds=int(step_ms.shape[1]), best_torch=best)
 
 
 def timed_table(result: dict[str, Any]) -> Table:
@@ -68,49 +56,6 @@ def timed_table(result: dict[str, Any]) -> Table:
     return variants_table(result, columns, cells)
 
 
-def our_row(result: dict[str, Any]) -> dict[str, Any]:
-    """The first row of the class under test: the one without tuned options."""
-    found: dict[str, Any] = next(row for row in result["variants"] if row["role"] == "ours")
-    return found
-
-
-def goal_text(result: dict[str, Any]) -> Text:
-    """Whether the goal is met, missed, or unclear (it lies in the median's 95% interval); empty without a goal."""
-    goal, ratio = result["goal_ratio"], our_row(result)["ratio_to_best_torch"]
-    if goal is None:
-        return Text("")
-    if ratio["odd_rounds"] > MAX_ODD_SHARE * ratio["rounds"]:
-        return Text(f"{goal:g} unclear", style="yellow")
-    low, high = ratio["ci95_low"], ratio["ci95_high"]
-    if high is not None and high <= goal:
-        return Text(f"{goal:g} met", style="green")
-    if low is None or low > goal:
-        return Text(f"{goal:g} missed", style="red")
-    return Text(f"{goal:g} unclear", style="yellow")
-
-
-def summary_tables(results: Sequence[dict[str, Any]]) -> list[Table]:
-    columns = ("torch\ndefault", "torch best\n@ cap MiB", "ours", "ours / torch best\np50 [p25..p75]")
-    title = "Summary: our cost compared with torch's best (per_param in us, otherwise ms)"
-    table = plain_table(title, "case", *columns, second="model")
-    table.add_column("goal", no_wrap=True)
-    for result in results:
-        rows, ours = {row["name"]: row for row in result["variants"]}, our_row(result)
-        best = rows[result["best_torch"]]
-        cap_mb = best["options"].get("bucket_cap_mb")
-        cap = " default" if cap_mb is None else f" @{cap_mb:g}"
-        table.add_row(
-            result["case"],
-            result["model"],
-            number(rows["torch default"]["cost"]["median"]),
-            number(best["cost"]["median"]) + cap,
-            number(ours["cost"]["median"]),
-            ratio_text(ours["ratio_to_best_torch"]),
-            goal_text(result),
-        )
-    return [table]
-
-
 PER_PARAM = BenchCase(
     name="per_param",
     title="cost per parameter (DDP step minus the same step without DDP, divided by the number of parameters)",
@@ -118,11 +63,9 @@ PER_PARAM = BenchCase(
     quick_models=("small",),
     default_world_size=1,
     unit=PER_PARAM_UNIT,
-    goal_ratio=0.15,
     measure=time_model,
     run=_run,
     table=timed_table,
-    summary=summary_tables,
     draw=draw_bars,
     note=(
         "cost: the step minus a nearby step without DDP. Costs and ratios are taken per round; the table shows their "
@@ -136,6 +79,6 @@ EXPOSED = replace(
     models=("small", "mlp", "gpt", "conv"),
     quick_models=("small", "mlp", "conv"),
     default_world_size=2,
+    seconds=15.0,
     unit="ms",
-    goal_ratio=0.95,
 )

@@ -54,9 +54,8 @@ def _peak_rss_bytes() -> int:
 
 
 def pay_fixed_costs() -> None:
-    """Pay the one-time cost of a process's first DDP model."""
-    # The first DDP of a process imports parts of torch and starts threads, which take far more memory than a small
-    # model's gradients. All variants pay for this, even the one without DDP, so that it cancels out.
+    """A process's first DDP model imports parts of torch and starts threads, which take far more memory than a small
+    model's gradients. All variants pay for this, even the one without DDP, so that it cancels out."""
     tiny = nn.parallel.DistributedDataParallel(nn.Linear(1, 1))
     tiny(torch.ones(1, 1)).sum().backward()
 

@@ -5,28 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from torchddp.bench import collective, gradients, memory, overlap, scaling, startup, step_time
+from torchddp.bench import gradients, memory, step_time
 from torchddp.bench.cases import DEFAULT_CASES, BenchCase
-from torchddp.bench.options import read_option
 from torchddp.harness.command import check_model_name
 from torchddp.harness.variants import ArgumentError
 
 ALL = "all"
 CASES: dict[str, BenchCase] = {
-    case.name: case
-    for case in (
-        step_time.CASE,
-        overlap.CASE,
-        collective.CASE,
-        startup.CASE,
-        memory.CASE,
-        scaling.CASE,
-        gradients.PER_PARAM,
-        gradients.EXPOSED,
-    )
+    case.name: case for case in (step_time.CASE, gradients.EXPOSED, memory.CASE, gradients.PER_PARAM)
 }
-
-
 # The cases of `torchddp bench`, which --case all runs.
 USERS_CASES = tuple(CASES)
 
@@ -48,7 +35,10 @@ def parse_options(cases: Sequence[str], texts: Sequence[str]) -> dict[str, dict[
                 f"--set {given}: must be NAME=VALUE with an option of {', '.join(cases)}: {', '.join(known) or 'none'}."
             )
         for case in takers:
-            found.setdefault(case.name, {})[name] = read_option(name, case.options[name], text)
+            try:
+                found.setdefault(case.name, {})[name] = case.options[name].parse(text)
+            except ValueError as error:  # ArgumentError is one
+                raise ArgumentError(f"--set {name}: {str(error).rstrip('.')}.") from None
     return found
 
 
@@ -61,21 +51,9 @@ def check_names(cases: Sequence[str], models: Sequence[str]) -> tuple[str, ...]:
     with_models = tuple(case for case in chosen if CASES[case].models)
     if models and not with_models:
         raise ArgumentError(f"--model: {', '.join(chosen)} takes no model.")
+    own = {model for case in chosen for model in CASES[case].models}
     for model in models:
-        check_model_name(model)
+        if model not in own:
+            check_model_name(model)
     # With --model, only the cases that have models.
     return with_models if models else chosen
-
-
-def check_ranks(cases: Sequence[str], world_size: int | None) -> None:
-    """Raise `ArgumentError` if a case cannot run with this many ranks."""
-    if world_size is None:
-        return
-    if tuple(cases) == ("scaling",):
-        raise ArgumentError("--world-size does not apply to scaling: use --set world_sizes=1,2,4.")
-    for case in cases:
-        if world_size < CASES[case].min_world_size:
-            raise ArgumentError(
-                f"--world-size {world_size}: the case {case} needs at least {CASES[case].min_world_size} ranks; "
-                "choose other cases with --case."
-            )

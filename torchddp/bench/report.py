@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,22 +11,19 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from torchddp.bench.gradients import MAX_ODD_SHARE
 from torchddp.bench.registry import CASES
-from torchddp.harness.machine import machine_slug, origin, write_json
+from torchddp.harness.machine import machine_slug, write_json
 from torchddp.harness.plots import figure_png
-from torchddp.harness.tables import ratio_sign
+from torchddp.harness.tables import origin, ratio_sign
 from torchddp.harness.variants import TORCHDDP
 
+# Ratios are uncertain if noise exceeded torch's cost in more than this share of the rounds.
+MAX_ODD_SHARE = 0.1
 TUNED_NOTE = "tuned: gradient_as_bucket_view, batched_grad_copy, static_graph, and the given bucket_cap_mb (cap)."
 
 
 def case_names(document: dict[str, Any]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(result["case"] for result in document["results"]))
-
-
-def results_of(document: dict[str, Any], case: str) -> list[dict[str, Any]]:
-    return [result for result in document["results"] if result["case"] == case]
 
 
 def case_notes(document: dict[str, Any]) -> Iterable[str]:
@@ -37,20 +34,16 @@ def case_notes(document: dict[str, Any]) -> Iterable[str]:
     yield from dict.fromkeys(case.note for case in cases)
 
 
-def summaries(results: Sequence[dict[str, Any]]) -> Iterable[Table]:
-    """The tables of all results of each case, or of the cases that share them."""
-    by_function: dict[Any, list[dict[str, Any]]] = {}
-    for result in results:
-        by_function.setdefault(CASES[result["case"]].summary, []).append(result)
-    for summary, its_results in by_function.items():
-        if summary is not None:
-            yield from summary(its_results)
+def summaries(document: dict[str, Any]) -> Iterable[Table]:
+    """The tables of all results of each case."""
+    for name in case_names(document):
+        if (summary := CASES[name].summary) is not None:
+            yield from summary([result for result in document["results"] if result["case"] == name])
 
 
 def verdict(document: dict[str, Any]) -> str:
     """A one-sentence summary: in how many comparisons the class under test is faster than torch's best row."""
-    groups = [group for result in document["results"] for group in (result, *result.get("sizes", ()))]
-    rows = [row for group in groups for row in group.get("variants", ()) if row["role"] == "ours"]
+    rows = [row for result in document["results"] for row in result.get("variants", ()) if row["role"] == "ours"]
     ratios = [row["ratio_to_best_torch"] for row in rows if row.get("ratio_to_best_torch")]
     if not ratios:
         return f"Measured: {', '.join(case_names(document))}."
@@ -74,14 +67,14 @@ def warnings(document: dict[str, Any]) -> Iterable[str]:
 
 
 def _odd_share(result: dict[str, Any]) -> float:
-    ratios = [row.get("ratio_to_best_torch") or row.get("hidden") for row in result.get("variants", ())]
+    ratios = [row.get("ratio_to_best_torch") for row in result.get("variants", ())]
     return max((ratio["odd_rounds"] / ratio["rounds"] for ratio in ratios if ratio), default=0.0)
 
 
 def render(document: dict[str, Any]) -> RenderableType:
     results = document["results"]
     parts: list[RenderableType] = []
-    for table in [*(CASES[result["case"]].table(result) for result in results), *summaries(results)]:
+    for table in [*(CASES[result["case"]].table(result) for result in results), *summaries(document)]:
         parts += [table, ""]
     parts += [Text(note, style="dim") for note in case_notes(document)]
     cautions = [Text(text, style="yellow") for text in warnings(document)]
@@ -96,7 +89,7 @@ def save_results(document: dict[str, Any], folder: Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     written = []
     for case in case_names(document):
-        results = results_of(document, case)
+        results = [result for result in document["results"] if result["case"] == case]
         machine = {**document["machine"], "gpu": results[0].get("gpu")}
         stem = f"{document['date'][:10]}-{case}-{machine_slug(machine)}"
         json_path, plot_path = folder / f"{stem}.json", folder / f"{stem}.png"

@@ -23,23 +23,15 @@ LOCAL_HALF_WINDOW = 4
 
 
 def describe_variant(variant: Variant) -> dict[str, Any]:
-    return {
-        "name": variant.name,
-        "role": variant.role.value,
-        "class": variant.class_path,
-        "options": variant.keywords,
-    }
-
-
-def model_fields(raw: dict[str, Any]) -> dict[str, Any]:
-    return {key: raw[key] for key in ("model", "title", "parameters", "gradient_bytes")}
+    return {"name": variant.name, "role": variant.role.value, "class": variant.class_path, "options": variant.keywords}
 
 
 def model_result(
     case: str, raw: dict[str, Any], world_size: int, rows: list[dict[str, Any]], **about: object
 ) -> dict[str, Any]:
     """The result of one model, ready for the table and for JSON."""
-    return {"case": case, **model_fields(raw), "world_size": world_size, **about, "variants": rows}
+    model = {key: raw[key] for key in ("model", "title", "parameters", "gradient_bytes")}
+    return {"case": case, **model, "world_size": world_size, **about, "variants": rows}
 
 
 def variants_table(
@@ -50,7 +42,7 @@ def variants_table(
     title = f"{result['case']} · {weight_text(result)}, {ranks_text(result['world_size'])}{rounds}"
     table = plain_table(title, "variant", *columns)
     for row in result["variants"]:
-        table.add_row(row["name"], *cells(row), style=row_style(row))
+        table.add_row(row["name"], *cells(row), style="bold" if row["role"] == "ours" else "")
     return table
 
 
@@ -80,13 +72,7 @@ def compared_rows(
     return variants[best].name, rows
 
 
-def row_style(row: dict[str, Any]) -> str:
-    return "bold" if row["role"] == "ours" else ""
-
-
-def bars(
-    result: dict[str, Any], key: str = "cost", *, with_local: bool = False
-) -> list[tuple[str, str, float, float, float]]:
+def _bars(result: dict[str, Any], key: str, with_local: bool) -> list[tuple[str, str, float, float, float]]:
     """Each bar's (name, role, height, below, above); the error bar, if any, spans p25 to p75."""
     found = []
     for row in result["variants"]:
@@ -101,22 +87,16 @@ def bars(
 
 
 def draw_bars(
-    results: Sequence[dict[str, Any]],
-    key: str = "cost",
-    label: str = "",
-    *,
-    with_local: bool = False,
-    height: float = 0.8,
+    results: Sequence[dict[str, Any]], key: str = "cost", label: str = "", *, with_local: bool = False
 ) -> Figure:
     """One panel per model, side by side, of the summary or the bytes that each row has under `key`."""
     count, most = len(results), max(len(result["variants"]) for result in results)
     figure, (axes,) = panels(1, count, 2.0 + 3.4 * count, 1.4 + 0.36 * most, sharey=True)
     for axis, result in zip(axes, results, strict=True):
-        names, roles, heights, below, above = zip(*bars(result, key, with_local=with_local), strict=True)
+        names, roles, heights, below, above = zip(*_bars(result, key, with_local), strict=True)
         positions = range(len(names))
         colors = [COLORS[role] for role in roles]
-        style = {"error_kw": {"elinewidth": 1, "capsize": 2}, "label": f"{key.removesuffix('_ms')} (p25..p75)"}
-        axis.barh(positions, heights, height, xerr=[below, above], color=colors, **style)
+        axis.barh(positions, heights, xerr=[below, above], color=colors, error_kw={"elinewidth": 1, "capsize": 2})
         axis.set_yticks(positions, names)
         xlabel = label or f"{key}, {result['unit']} (p25..p75)"
         finish_panel(axis, f"{result['title']}, {ranks_text(result['world_size'])}", xlabel)

@@ -41,8 +41,7 @@ class WrongGradientsError(RuntimeError):
 def start_together(world_size: int) -> None:
     """Collective: return on all ranks of this machine within a few microseconds of each other.
 
-    Ranks leave gloo's barrier up to half a millisecond apart. The first would then wait that long at the end of its
-    step, which would count as the wrapper's time.
+    Ranks leave gloo's barrier up to half a millisecond apart, which would count as the wrapper's time.
     """
     if world_size == 1:
         return
@@ -104,9 +103,7 @@ def gradients_of(variant: Variant, module: nn.Module) -> list[tuple[str, Tensor]
 
 
 def wrap_copies(
-    original: nn.Module,
-    variants: Sequence[Variant],
-    build: Build = lambda cls, module, options: cls(module, **options),
+    original: nn.Module, variants: Sequence[Variant], build: Build = lambda cls, module, options: cls(module, **options)
 ) -> list[nn.Module]:
     """Copy the model for each variant; if the variant has a class, wrap the copy by `build(class, copy, options)`."""
     modules = []
@@ -121,26 +118,17 @@ def wrap_copies(
     return modules
 
 
-def loss_of(job: Job, model_name: str) -> Callable[[Any], Tensor]:
-    """The model's loss; if all ranks have the same batch, weighted by rank, so that gradients must be averaged."""
-    spec = find_model(model_name, job.seed)
-    if spec.batches_differ:
-        return spec.loss
-    weight = 1 + dist.get_rank()
-    return lambda output: weight * spec.loss(output)
-
-
 def build_runners(job: Job, model_name: str, kind: type[Runner] = Runner) -> list[Runner]:
     """Build one runner per variant around copies of one model, all in the default process group."""
-    original = make_model(model_name, job.seed)
-    loss = loss_of(job, model_name)
-    modules = wrap_copies(original, job.variants)
+    spec = find_model(model_name, job.seed)
+    # If all ranks have the same batch, losses are weighted by rank: otherwise averaging gradients would prove nothing.
+    weight = 1 if spec.batches_differ else 1 + dist.get_rank()
+
+    def loss(output: Any) -> Tensor:
+        return weight * spec.loss(output)
+
+    modules = wrap_copies(make_model(model_name, job.seed), job.variants)
     return [kind(variant, module, loss) for variant, module in zip(job.variants, modules, strict=True)]
-
-
-def two_batches(job: Job, model_name: str) -> list[Any]:
-    """This rank's batch for timing, and another for the checks, so that stale gradients don't pass them."""
-    return [make_batch(model_name, job.seed, dist.get_rank(), index) for index in (0, 1)]
 
 
 def check_gradients(
@@ -170,11 +158,10 @@ def _same_step(runner: AnyRunner, batch: object, job: Job) -> None:
 
 
 def _compare(variant: Variant, model_name: str, name: str, want: Tensor, got: Tensor, tolerance: float) -> None:
-    where = f"'{variant.name}' on model '{model_name}', rank {dist.get_rank()}, parameter '{name}'"
-    scale = float(want.abs().max())
-    error = float((want - got).abs().max())
+    scale, error = float(want.abs().max()), float((want - got).abs().max())
     # `not <=` also catches nan.
     if got.shape != want.shape or not error <= tolerance * scale + 1e-12:
+        where = f"'{variant.name}' on model '{model_name}', rank {dist.get_rank()}, parameter '{name}'"
         raise WrongGradientsError(f"{where}: off by {error:.3g}, while the largest gradient is {scale:.3g}")
 
 
@@ -187,7 +174,7 @@ def one_round(runners: Sequence[Steps], batch: object, order: list[int], world_s
 
 
 def enough(rounds: int, elapsed_s: float, seconds: float) -> bool:
-    """Whether to stop: the time budget is used up, and there are enough rounds for a meaningful median."""
+    """Whether to stop: the time is used up, and there are enough rounds for a meaningful median."""
     return rounds >= MIN_ROUNDS and (elapsed_s >= seconds or rounds >= MAX_ROUNDS)
 
 
@@ -239,14 +226,11 @@ def no_collections() -> Iterator[None]:
 def timed_rounds(
     runners: Sequence[Steps], batch: object, job: Job, report: Report, decisions: int = MAX_ROUNDS
 ) -> np.ndarray:
-    """This rank's step times, [variant, round]; [clock, variant, round] if a step has several times.
-
-    Rank 0 decides about `decisions` times whether to go on, by default after every round.
-    """
+    """This rank's step times, [variant, round]. Rank 0 decides about `decisions` times whether to go on."""
     # A new order each round, the same on every rank, so that no variant always follows the same other one.
     shuffler = random.Random(job.seed)
     order = list(range(len(runners)))
-    rounds: list[list[float]] = []
+    rounds: list[list[Any]] = []
     with no_collections():
         start_s, wanted = time.monotonic(), 1
         while wanted:
@@ -267,7 +251,8 @@ def time_model(job: Job, model_name: str, report: Report) -> dict[str, Any]:
 
 def time_runners(job: Job, model_name: str, runners: Sequence[Runner], report: Report) -> dict[str, Any]:
     """`time_model` for variants that the caller has built and keeps."""
-    batch, other_batch = two_batches(job, model_name)
+    # Another batch for the checks, so that stale gradients don't pass them.
+    batch, other_batch = (make_batch(model_name, job.seed, dist.get_rank(), index) for index in (0, 1))
     warm_up(runners, batch, job)
     check_gradients(job, model_name, runners, other_batch)
     samples = timed_rounds(runners, batch, job, report)
@@ -276,6 +261,6 @@ def time_runners(job: Job, model_name: str, runners: Sequence[Runner], report: R
 
 
 def over_ranks(times_ms: np.ndarray, job: Job) -> np.ndarray:
-    """Collective: from each rank's times, take the slowest rank's, because a step takes as long as its slowest rank."""
+    """Collective: the slowest rank's times, because a step takes as long as its slowest rank."""
     slowest: np.ndarray = np.max(gathered(times_ms), axis=0)
     return slowest

@@ -1,18 +1,23 @@
-"""The `torchddp` command. It needs typer and rich, which `import torchddp` does not."""
+"""The `torchddp` command. All but `torchddp doctor` needs typer and rich, which `import torchddp` does not."""
 
 import sys
 
-WHAT_IS_MISSING = "torchddp: the command line needs typer and rich; install them with: pip install typer rich"
+WHAT_IS_MISSING = "torchddp: all commands but `torchddp doctor` need typer and rich: pip install typer rich"
 
 
 def main() -> None:
     """Entry point of `torchddp` and `python -m torchddp`."""
+    arguments = sys.argv[1:]
     try:
         import rich  # noqa: F401
         import typer  # noqa: F401
     except ImportError:
-        sys.exit(WHAT_IS_MISSING)
+        if arguments[:1] != ["doctor"]:
+            sys.exit(WHAT_IS_MISSING)
+        from torchddp.cli import doctor
+
+        sys.exit(doctor.main(arguments[1:]))
     from torchddp.cli.app import app
     from torchddp.harness.command import run_app
 
-    sys.exit(run_app(app, "torchddp", sys.argv[1:]))
+    sys.exit(run_app(app, "torchddp", arguments))

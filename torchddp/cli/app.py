@@ -46,7 +46,11 @@ def torchddp(
 
 
 # The short help fits a line of 60 columns.
-app.command("doctor", help=doctor.HELP, short_help="Check that the installation works.")(doctor.doctor)
+@app.command("doctor", help=doctor.HELP, short_help="Check that the installation works.")
+def _doctor(as_json: Annotated[bool, typer.Option("--json", help=doctor.JSON_HELP)] = False) -> None:
+    raise typer.Exit(doctor.run(as_json))
+
+
 app.command("trace", help=trace.HELP, short_help="Show where the time of a step goes.")(trace.trace)
 app.command("tune", help=tune.HELP, short_help="Find the best bucket size for a model.")(tune.tune)
 app.command("simulate", help=simulate.HELP, short_help="Predict other networks and more ranks.")(simulate.simulate)

@@ -1,7 +1,11 @@
-"""`torchddp doctor`: shows what was built, what is running, and what does not fit, even if `import torchddp` fails."""
+"""`torchddp doctor`: shows what was built, what is running, and what does not fit, even if `import torchddp` fails.
+
+Needs no other package than torch.
+"""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import ctypes
 import dataclasses
@@ -10,23 +14,19 @@ import json
 import os
 import platform
 import re
+import shutil
+import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated
-
-import typer
-from rich.console import Console
-from rich.markup import escape
-from rich.text import Text
 
 import torchddp
 from torchddp._import_check import PACKAGE_DIR, parse_build_info, read_build_info, wheel_advice
 from torchddp.cli import checks
 from torchddp.cli.checks import Variable, set_variables
-from torchddp.harness.command import knows_width
+from torchddp.harness.launch import EXIT_INTERRUPTED, interrupted_once
 from torchddp.harness.machine import available_cores, date_text, now, package_version
 
 HELP = """Check the installation: versions, transports, environment variables, and whether they fit together.
@@ -44,8 +44,8 @@ Examples:
   torchddp doctor --json
       for scripts and bug reports
 """
+JSON_HELP = "Print one JSON object."
 WIDTH = 16
-WORKS = "works"
 EXTENSION = "torchddp._C"
 
 
@@ -249,10 +249,9 @@ def _transports(built: Built, running: Running, load_error: str) -> list[Transpo
         return [Transport(name, False, "torchddp does not load") for name in checks.PROBES]
     against_nccl = reason_against_nccl(built, running)
     names = [name for name in checks.PROBES if name != "nccl" or not against_nccl]
-    console = Console(stderr=True)  # apart from the command's output
-    text = f"trying the transports {', '.join(names)} ..."
-    with console.status(text) if console.is_terminal else contextlib.nullcontext():
-        failures = {name: checks.failure(name) for name in names}
+    if sys.stderr.isatty():
+        print(f"trying the transports {', '.join(names)} ...", file=sys.stderr)
+    failures = {name: checks.failure(name) for name in names}
     failures |= {"nccl": against_nccl} if against_nccl else {}
     return [Transport(name, not failures[name], failures[name]) for name in checks.PROBES]
 
@@ -269,27 +268,27 @@ def reason_against_nccl(built: Built, running: Running) -> str:
 # --- in the terminal ---
 
 
-def show(found: Diagnosis, console: Console) -> None:
-    _section(console, "built", _built_rows(found.built))
-    _section(console, "running", _running_rows(found.running))
-    _section(console, "transports", [(t.name, WORKS if t.works else t.reason) for t in found.transports])
+def show(found: Diagnosis) -> Iterator[str]:
+    """The lines of the report."""
+    yield from _section("built", _built_rows(found.built))
+    yield from _section("running", _running_rows(found.running))
+    yield from _section("transports", [(t.name, "works" if t.works else t.reason) for t in found.transports])
     remarks = [(v, v.problem or v.note) for v in found.variables]
-    _section(console, "variables", [(v.name, f"{v.value!r}{remark and f': {remark}'}") for v, remark in remarks])
-    for problem in found.problems:
-        console.print(f"[red]problem[/]: {escape(problem)}")
-    for hint in found.hints:
-        console.print(f"[yellow]hint[/]: {escape(hint)}")
-    console.print(f"[{'red' if found.problems else 'green'}]{escape(found.verdict)}[/]")
-    console.print(date_text(found.date), style="dim")
+    yield from _section("variables", [(v.name, f"{v.value!r}{remark and f': {remark}'}") for v, remark in remarks])
+    yield from (f"problem: {problem}" for problem in found.problems)
+    yield from (f"hint: {hint}" for hint in found.hints)
+    yield found.verdict
+    yield date_text(found.date)
 
 
-def _section(console: Console, title: str, rows: list[tuple[str, str]]) -> None:
-    console.print(f"[bold]{title}[/]" + ("" if rows else ": none set"))
+def _section(title: str, rows: list[tuple[str, str]]) -> Iterator[str]:
+    yield title + ("" if rows else ": none set")
+    # In a file or a pipe, lines have any length.
+    columns = shutil.get_terminal_size().columns if sys.stdout.isatty() or "COLUMNS" in os.environ else 10_000
     width = max([WIDTH, *(len(name) + 1 for name, _ in rows)])
     for name, text in rows:
-        lines = textwrap.wrap(text, max(20, console.width - width - 2)) if knows_width(console) else [text]
-        shown = Text(f"\n{'':<{width + 2}}".join(lines), "green" if text == WORKS else "")
-        console.print(f"  {name:<{width}}", shown, sep="")
+        lines = textwrap.wrap(text, max(20, columns - width - 2)) or [""]
+        yield f"  {name:<{width}}" + f"\n{'':<{width + 2}}".join(lines)
 
 
 def _built_rows(built: Built) -> list[tuple[str, str]]:
@@ -329,10 +328,23 @@ def _threads_text(running: Running) -> str:
     return text
 
 
-def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False) -> None:
+def run(as_json: bool) -> int:
+    """Print the diagnosis; returns the exit code."""
     found = diagnose()
-    if as_json:
-        typer.echo(json.dumps(dataclasses.asdict(found), indent=1))
-    else:
-        show(found, Console(highlight=False, soft_wrap=True))
-    raise typer.Exit(1 if found.problems else 0)
+    print(json.dumps(dataclasses.asdict(found), indent=1) if as_json else "\n".join(show(found)))
+    return 1 if found.problems else 0
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The command where typer, which parses the others' arguments, is not installed."""
+    parser = argparse.ArgumentParser(
+        "torchddp doctor", description=HELP.replace("\b\n", ""), formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", action="store_true", help=JSON_HELP)
+    asked = parser.parse_args(arguments)
+    try:
+        with interrupted_once():
+            return run(asked.json)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED

@@ -9,8 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from torchddp.cli.options import check_loads, write_outputs
-from torchddp.harness.command import JsonFile, make_console, output_option, report_error
+from torchddp.harness import command
 from torchddp.harness.machine import date_text, now, write_json
 from torchddp.harness.variants import ArgumentError
 from torchddp.plan.step_profile import ProfileError, StepProfile, load_profile
@@ -79,7 +78,7 @@ def _choose_links(asked: Sequence[str], profile: StepProfile) -> list[Link]:
 
 def _predict(profile: StepProfile, links: Sequence[Link], ranks: Sequence[int], scene: Scene) -> list[Point]:
     # Imported late: `torchddp doctor` must start where the extension does not load.
-    check_loads()
+    command.check_loads()
     from torchddp.cli.tune_run import DEFAULT_CAPS_MB, make_candidates
 
     candidates = make_candidates(profile, DEFAULT_CAPS_MB)
@@ -128,8 +127,8 @@ def simulate(
     force: Annotated[
         bool, typer.Option("--force", help=f"Predict even if the model is off by more than {report.LARGEST_ERROR:.0%}.")
     ] = False,
-    json_path: JsonFile = None,
-    plot: Annotated[Path | None, output_option("Write a PNG of efficiency over ranks to this file.")] = None,
+    json_path: command.JsonFile = None,
+    plot: Annotated[Path | None, command.output_option("Write a PNG of efficiency over ranks to this file.")] = None,
 ) -> None:
     world_sizes = set(2**i for i in range(MAX_RANKS.bit_length())) if ranks is None else set(parse_ranks(ranks))
     Layout(1, ranks_per_host)  # checks the number
@@ -139,17 +138,17 @@ def simulate(
     except ProfileError as error:
         raise ArgumentError(str(error)) from error
     if abs(model_error(profile) or 0.0) > report.LARGEST_ERROR and not force:
-        report_error(
+        command.report_error(
             f"{report.check_text(profile)} Record it again on an idle machine, or predict anyway with --force."
         )
         raise typer.Exit(EXIT_USELESS)
     if ranks is None:
         world_sizes.add(profile.world_size)
     points = _predict(profile, _choose_links(link or (), profile), sorted(world_sizes), scene)
-    console = make_console()
+    console = command.make_console()
     _show(profile, points, scene, console)
     document = report.document(profile, points, scene, context.obj["command"])
-    write_outputs(
+    command.write_outputs(
         console,
         (json_path, lambda path: write_json(path, document)),
         (plot, lambda path: path.write_bytes(report.efficiency_png(points))),

@@ -14,15 +14,14 @@ import typer
 from rich.console import Console, Group
 from rich.text import Text
 
-from torchddp.cli import options
-from torchddp.harness.command import FACTORY_HELP, FindUnusedParameters, JsonFile, ModelSettings, output_option
+from torchddp.harness import command
+from torchddp.harness.launch import ModelSettings
 from torchddp.harness.plots import figure_png
-from torchddp.harness.tables import ranks_text
+from torchddp.harness.tables import origin, ranks_text
 from torchddp.harness.variants import ArgumentError
 
 # torch and numpy load only when the command runs: `torchddp doctor` must start without them.
 if TYPE_CHECKING:
-    from torchddp.ddp.module import DistributedDataParallel
     from torchddp.profiler.ranks import MergedProfile
 
 # Buckets are rebuilt at the second step; memory and caches are warm a few steps later.
@@ -33,7 +32,7 @@ For each bucket: when its first and last gradient were ready, when it was packed
 and which parameter held it back. For the step: how much communication was exposed, and whether a rank is a straggler,
 that is, last significantly more often than the others. Open the trace at https://ui.perfetto.dev.
 
-{FACTORY_HELP}
+{command.FACTORY_HELP}
 
 \b
 Examples:
@@ -52,49 +51,18 @@ Examples:
 class TraceSettings(ModelSettings):
     steps: int
     bucket_cap_mb: float | None
-    plan: str | None  # a file's path
-
-
-def _use_kept_plan(path: Path, model: DistributedDataParallel) -> None:
-    """Use the buckets that `torchddp tune` saved in a file, which rank 0 reads. Collective.
-
-    ArgumentError on all ranks if they were made for another model or group.
-    """
-    import torch.distributed as dist
-
-    from torchddp import _C
-    from torchddp.plan.auto_plan import plan_key
-    from torchddp.plan.plan_cache import load_plan
-
-    key = plan_key(model.session)
-    plan: _C.BucketPlan | None = None
-    problem: list[str | None] = [None]
-    if dist.get_rank() == 0:
-        try:
-            buckets = load_plan(path, key)
-            if buckets is None:
-                raise ValueError(f"there is no file '{path}'.")
-            plan = _C.BucketPlan(buckets, model.session.specs)
-        except ValueError as error:
-            problem = [f"--plan: {error}"]
-    dist.broadcast_object_list(problem, src=0)
-    if problem[0] is not None:
-        raise ArgumentError(problem[0])
-    model.reducer.adopt_plan(plan)
 
 
 def trace_rank(report: Callable[[float, float], None], settings: TraceSettings) -> tuple[MergedProfile, str, str]:
     """Run a rank's warm-up steps, then those that are recorded. Collective.
 
-    Returns the profile, the transport that carried the buckets, and the device; the same on every rank.
+    Returns the profile, the transport, and the device; the same on every rank.
     """
-    from torchddp.harness.subject import make_subject
+    from torchddp.harness.models import make_subject
     from torchddp.profiler import profile
 
     subject = make_subject(settings, settings.bucket_cap_mb)
     ddp = subject.model
-    if settings.plan is not None:
-        _use_kept_plan(Path(settings.plan), ddp)
     total = WARMUP_STEPS + settings.steps
 
     def step(index: int) -> None:
@@ -111,29 +79,26 @@ def trace_rank(report: Callable[[float, float], None], settings: TraceSettings) 
 
 def trace(
     context: typer.Context,
-    model: options.Model = "mlp",
-    world_size: options.WorldSize = None,
+    model: command.ModelName = "mlp",
+    world_size: command.WorldSize = None,
     steps: Annotated[int, typer.Option(help="Steps to record, after a few to warm up.")] = 20,
-    out: Annotated[Path, output_option("Write the trace of the median step to this file.")] = Path("trace.json"),
-    json_path: JsonFile = None,
+    out: Annotated[Path, command.output_option("Write the median step's trace to this file.")] = Path("trace.json"),
+    json_path: command.JsonFile = None,
     html: Annotated[
-        Path | None, output_option("Write the report and its picture as an HTML page to this file.")
+        Path | None, command.output_option("Write the report and its picture as an HTML page to this file.")
     ] = None,
-    plot: Annotated[Path | None, output_option("Write a PNG of the step to this file.")] = None,
+    plot: Annotated[Path | None, command.output_option("Write a PNG of the step to this file.")] = None,
     bucket_cap_mb: Annotated[
         float | None, typer.Option(help="bucket_cap_mb, in MiB. [default: the constructor's]")
     ] = None,
-    plan: Annotated[Path | None, typer.Option(help="Use the buckets that `torchddp tune` saved in this file.")] = None,
-    transport: options.Transport = "auto",
-    find_unused_parameters: FindUnusedParameters = False,
+    transport: command.TransportName = "auto",
+    find_unused_parameters: command.FindUnusedParameters = False,
 ) -> None:
     if not 1 <= steps <= 10_000:
         raise ArgumentError(f"--steps must be 1 to 10000, not {steps}.")
     if bucket_cap_mb is not None and not 0 < bucket_cap_mb < float("inf"):
         raise ArgumentError(f"--bucket-cap-mb must be a positive number of MiB, not {bucket_cap_mb:g}.")
-    if plan is not None and bucket_cap_mb is not None:
-        raise ArgumentError("--plan and --bucket-cap-mb both choose the buckets: leave one out.")
-    ranks = options.check_world_size(world_size, "to trace")
+    ranks = command.check_world_size(world_size, "to trace")
     settings = TraceSettings(
         model=model,
         world_size=ranks,
@@ -141,15 +106,14 @@ def trace(
         find_unused_parameters=find_unused_parameters,
         steps=steps,
         bucket_cap_mb=bucket_cap_mb,
-        plan=None if plan is None else str(plan),
     )
-    from torchddp.harness.machine import new_document, origin, write_json
+    from torchddp.harness.machine import new_document, write_json
     from torchddp.profiler import report
     from torchddp.profiler.export import draw, write_chrome_trace
     from torchddp.profiler.session import merged_trace
 
-    console = options.rank_console()
-    traced: tuple[MergedProfile, str, str] | None = options.run_command(
+    console = command.rank_console()
+    traced: tuple[MergedProfile, str, str] | None = command.run_command(
         "trace", trace_rank, settings, console, lambda done, total: f"step {done:.0f} of {total:.0f}"
     )
     if traced is None:
@@ -178,7 +142,7 @@ def trace(
         image = f'<img alt="each bucket over time" src="data:image/png;base64,{base64.b64encode(picture()).decode()}">'
         path.write_text(page.export_html(inline_styles=True).replace("</body>", f"{image}\n</body>"))
 
-    options.write_outputs(
+    command.write_outputs(
         console,
         (json_path, lambda path: write_json(path, document)),
         (html, write_html),

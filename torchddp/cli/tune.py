@@ -10,18 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from torchddp.cli import options
-from torchddp.harness.command import (
-    FACTORY_HELP,
-    MAX_SECONDS,
-    FindUnusedParameters,
-    JsonFile,
-    check_numbers,
-    output_option,
-    parse_caps,
-)
+from torchddp.harness import command
 from torchddp.harness.plots import figure_png, finish_panel, panels
-from torchddp.harness.tables import MB, counted, number, plain_table, ranks_text, ratio_sign, ratio_text
+from torchddp.harness.tables import MB, counted, number, origin, plain_table, ranks_text, ratio_sign, ratio_text
 from torchddp.harness.variants import ArgumentError
 
 # torch and numpy load only when the command runs: `torchddp doctor` must start without them.
@@ -35,7 +26,7 @@ HELP = f"""Try bucket sizes on a model, and print which argument of DistributedD
 Records a profile of the step, plans buckets from it, and times the default, the plan and each size in turn on one
 model. Saves the best buckets, which bucket_cap_mb="auto" then uses for this model, number of ranks and transport.
 
-{FACTORY_HELP}
+{command.FACTORY_HELP}
 
 \b
 Examples:
@@ -54,27 +45,28 @@ Examples:
 
 def tune(
     context: typer.Context,
-    model: options.Model = "mlp",
-    world_size: options.WorldSize = None,
+    model: command.ModelName = "mlp",
+    world_size: command.WorldSize = None,
     caps: Annotated[
         str | None, typer.Option(help="Sizes to try, in MiB. [default: 0.25,0.5,1,2,5,10,25,50,100]")
     ] = None,
     seconds: Annotated[float, typer.Option(help="Time for the timed rounds; at least 7 are run.")] = 30.0,
-    transport: options.Transport = "auto",
-    find_unused_parameters: FindUnusedParameters = False,
+    transport: command.TransportName = "auto",
+    find_unused_parameters: command.FindUnusedParameters = False,
     keep: Annotated[bool, typer.Option(help='Save the best buckets for bucket_cap_mb="auto".')] = True,
     profile_path: Annotated[
-        Path | None, output_option("Write the step's profile, for `torchddp simulate`, to this file.", "--profile")
+        Path | None,
+        command.output_option("Write a profile, for `torchddp simulate`, to this file.", "--profile"),
     ] = None,
-    json_path: JsonFile = None,
-    plot: Annotated[Path | None, output_option("Write a PNG of step time over bucket size to this file.")] = None,
+    json_path: command.JsonFile = None,
+    plot: Annotated[Path | None, command.output_option("Write a PNG of time over bucket size to this file.")] = None,
 ) -> None:
     from torchddp.cli.tune_run import DEFAULT_CAPS_MB, TuneSettings, tune_document, tune_on_rank
-    from torchddp.harness.machine import new_document, origin, write_json
+    from torchddp.harness.machine import new_document, write_json
 
-    check_numbers(seconds, None)
-    caps_mb = DEFAULT_CAPS_MB if caps is None else parse_caps(caps)
-    ranks = options.check_world_size(world_size, "to tune")
+    command.check_numbers(seconds, None)
+    caps_mb = DEFAULT_CAPS_MB if caps is None else command.parse_caps(caps)
+    ranks = command.check_world_size(world_size, "to tune")
     settings = TuneSettings(
         model=model,
         world_size=ranks,
@@ -83,8 +75,8 @@ def tune(
         caps_mb=caps_mb,
         seconds=seconds,
     )
-    console = options.rank_console()
-    result: TuneResult | None = options.run_command(
+    console = command.rank_console()
+    result: TuneResult | None = command.run_command(
         "tune", tune_on_rank, settings, console, lambda done, total: "timing bucket sizes"
     )
     if result is None:
@@ -97,7 +89,7 @@ def tune(
         console.print(f"\n{line}", style="dim")
     console.print(f"\n{found['verdict']}", style="bold")
     console.print(next(origin(document)))
-    options.write_outputs(
+    command.write_outputs(
         console,
         (profile_path, result.profile.save),
         (json_path, lambda path: write_json(path, document)),
@@ -182,7 +174,7 @@ def answer(result: dict[str, Any]) -> str:
         return f"Leave bucket_cap_mb out: after {result['rounds']} rounds nothing is faster than the default."
     doubtful = next(row for row in result["candidates"] if row["name"] == result["in_doubt"])
     ratio = doubtful["ratio_to_default"]
-    more = min(MAX_SECONDS, 10 * math.ceil(2 * result["seconds"] / 10))
+    more = min(command.MAX_SECONDS, 10 * math.ceil(2 * result["seconds"] / 10))
     return (
         f"Leave bucket_cap_mb out for now: not certain after {result['rounds']} rounds, try --seconds {more}. "
         f"{doubtful['argument']} may be faster: {ratio['median']:.2f} of the default's step, 95% interval "

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torchddp import _C
 from torchddp.bench.cases import Job
 from torchddp.bench.timing import over_ranks, timed_rounds
-from torchddp.harness.command import ModelSettings
+from torchddp.harness.launch import ModelSettings
+from torchddp.harness.models import Subject, make_subject
 from torchddp.harness.stats import PairedRatio, paired_ratio, summarize
-from torchddp.harness.subject import Subject, make_subject
 from torchddp.plan.buckets import Buckets, best_buckets, buckets_of, finish_s
 from torchddp.plan.record_profile import record_profile
 from torchddp.plan.step_profile import StepProfile
@@ -43,7 +43,7 @@ class Candidate:
 def make_candidates(profile: StepProfile, caps_mb: Sequence[float]) -> tuple[Candidate, ...]:
     """The profile's own buckets (the default), the planned ones, and those of each cap, in the profile's order.
 
-    Of caps that make the same buckets, only the smallest is used, and none beyond the first that holds all gradients.
+    Of caps that make the same buckets, only the smallest is used, up to the first that holds all gradients.
     """
     specs = [
         _C.ParamSpec(g.name, g.numel, g.itemsize, dtype=g.dtype, device=g.device, sparse=g.sparse)
@@ -147,10 +147,7 @@ def choose(step_ms: np.ndarray, same: Collection[int] = ()) -> Choice:
     Significantly: the 95% interval of the paired ratio lies below 1. Of the candidates that can't be told apart from
     the fastest, the first is chosen, which is the planned one if it is among them. Doubtful: none is significantly
     faster, but a ratio's median promises a gain, or is at most 1 with an interval that leaves room for twice the gain.
-
-    Args:
-        step_ms: [candidate, round].
-        same: candidates with the default's own buckets, which can only be faster by chance.
+    ``step_ms``: [candidate, round]. ``same``: those with the default's own buckets, faster only by chance.
     """
     ratios = tuple(paired_ratio(row, step_ms[0]) for row in step_ms)
     others = [index for index in range(1, len(ratios)) if index not in same]

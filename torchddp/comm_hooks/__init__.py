@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torchddp.comm_hooks.composed import CastAround, PerParameter, cast_around_torch, without_norms_and_biases
+from torchddp.comm_hooks.composed import PerParameter, without_norms_and_biases
 from torchddp.comm_hooks.elementwise import BF16, FP16, Cast, Int4, Int8
 from torchddp.comm_hooks.hook import CommHook
 from torchddp.comm_hooks.power_sgd import PowerSGD
@@ -15,13 +15,11 @@ __all__ = [
     "FP16",
     "NAMES",
     "Cast",
-    "CastAround",
     "CommHook",
     "Int4",
     "Int8",
     "PerParameter",
     "PowerSGD",
-    "cast_around_torch",
     "resolve",
     "without_norms_and_biases",
 ]

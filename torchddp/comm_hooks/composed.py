@@ -1,16 +1,13 @@
-"""Hooks built from other hooks: different hooks for different parameters, and 16-bit casts around a hook."""
+"""Different hooks for different parameters."""
 
 # No `from __future__ import annotations` here: torch's register_comm_hook() compares a hook's annotations with the
 # types.
 
-import datetime
 import fnmatch
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from typing_extensions import Unpack
 
@@ -18,11 +15,11 @@ from torchddp import _torch
 from torchddp.comm_hooks.exchange import Hierarchical
 from torchddp.comm_hooks.hook import CommHook, HookOptions, Setup
 from torchddp.comm_hooks.layout import Layout, Piece, Slot
+from torchddp.durations import Duration
 
 # A glob on names, "norms", "biases", "vectors", a module class, or a function of name and parameter.
 Which = str | type[nn.Module] | Callable[[str, nn.Parameter], bool]
 _NORMS = (_torch.BatchNormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
-_FORMATS = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
 class PerParameter(CommHook):
@@ -56,7 +53,7 @@ class PerParameter(CommHook):
         rules: Sequence[tuple[Which, CommHook | None]],
         *,
         hierarchical: Hierarchical = "auto",
-        timeout: datetime.timedelta | None = None,
+        timeout: Duration | None = None,
     ) -> None:
         super().__init__(hierarchical=hierarchical, timeout=timeout)
         self.default = default
@@ -120,14 +117,7 @@ class PerParameter(CommHook):
 
 def without_norms_and_biases(hook: CommHook, **options: Unpack[HookOptions]) -> PerParameter:
     """``hook`` for everything except normalization layers and biases, which are small and sensitive and are summed in
-    fp32.
-
-    Example:
-
-        hook = torchddp.comm_hooks.without_norms_and_biases(torchddp.comm_hooks.Int4())
-        model = torchddp.DistributedDataParallel(module, comm_hook=hook)
-
-    The options are those of :class:`PerParameter`.
+    fp32. The options are those of :class:`PerParameter`.
     """
     return PerParameter(hook, [("norms", None), ("biases", None)], **options)
 
@@ -154,83 +144,3 @@ def _chosen(which: Which, setup: Setup) -> list[str]:
 def _held_by(kinds: tuple[type[nn.Module], ...], setup: Setup) -> list[str]:
     held = {id(p) for m in setup.module.modules() if isinstance(m, kinds) for p in m.parameters(recurse=False)}
     return [name for name, param in setup.parameters.items() if id(param) in held]
-
-
-class CastAround(CommHook):
-    """Rounds the input of ``inner`` to ``dtype``, and sends its exact sums in 16 bits.
-
-    Like torch's ``fp16_compress_wrapper`` and ``bf16_compress_wrapper``, but sums stay in fp32. PowerSGD's P and Q then
-    take half the bytes; quantizers send the same as without it. For torch's hooks, see :func:`cast_around_torch`.
-
-    Example:
-
-        hook = torchddp.comm_hooks.CastAround(torchddp.comm_hooks.PowerSGD(rank=8), torch.bfloat16)
-        model = torchddp.DistributedDataParallel(module, comm_hook=hook)
-
-    Args:
-        inner: a hook of torchddp.comm_hooks.
-        dtype: ``torch.float16`` or ``torch.bfloat16``.
-
-    Raises:
-        TypeError: ``inner`` is not such a hook.
-        ValueError: another dtype.
-    """
-
-    def __init__(self, inner: CommHook, dtype: torch.dtype = torch.float16) -> None:
-        if not isinstance(inner, CommHook):
-            raise TypeError(f"CastAround takes a hook of torchddp.comm_hooks, got {inner!r}; see cast_around_torch()")
-        super().__init__(hierarchical=inner.hierarchical, timeout=inner.timeout)
-        self.inner = inner
-        self.dtype = _checked(dtype)
-
-    def _setup(self, setup: Setup) -> None:
-        super()._setup(setup)
-        self.inner._setup(replace(setup, sum_format=_FORMATS[self.dtype]))
-
-    def _follow(self, lead: int) -> None:
-        self.inner._follow(lead)
-
-    def _reduce(self, piece: Piece) -> None:
-        piece.flat.copy_(piece.flat.to(self.dtype))
-        self.inner._reduce(piece)
-
-    def _state(self) -> dict[str, Any]:
-        return {"inner": self.inner._named_state()}
-
-    def _load_state(self, state: Mapping[str, Any]) -> None:
-        if state["inner"]["hook"] != type(self.inner).__name__:
-            raise ValueError(
-                f"this is the state of CastAround around {state['inner']['hook']}, not {type(self.inner).__name__}"
-            )
-        self.inner._load_state(state["inner"])
-
-
-def cast_around_torch(
-    hook: Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]], dtype: torch.dtype = torch.float16
-) -> Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]]:
-    """A torch-style hook that passes ``hook`` the bucket in ``dtype`` and casts the result back.
-
-    Like torch's own wrappers, but also supports bfloat16 on CPU models.
-
-    Raises:
-        ValueError: a dtype that is neither ``torch.float16`` nor ``torch.bfloat16``.
-    """
-    _checked(dtype)
-
-    def cast_hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        whole = bucket.buffer()
-        bucket.set_buffer(whole.to(dtype))
-
-        def back(future: torch.futures.Future[Any]) -> torch.Tensor:
-            value = future.value()
-            return whole.copy_(value[0] if isinstance(value, list | tuple) else value)
-
-        return hook(state, bucket).then(back)
-
-    return cast_hook
-
-
-def _checked(dtype: torch.dtype) -> torch.dtype:
-    if dtype not in _FORMATS:
-        raise ValueError(f"dtype must be torch.float16 or torch.bfloat16, got {dtype!r}")
-    return dtype

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from typing_extensions import Unpack
 
-from torchddp.comm_hooks.compressed_sum import server_shard, sum_compressed
+from torchddp.comm_hooks.exchange import server_shard, sum_compressed
 from torchddp.comm_hooks.hook import CommHook, HookOptions
 from torchddp.comm_hooks.layout import Piece, Residuals, check_names
 
@@ -72,10 +72,6 @@ class Cast(Quantized):
     Sends half as many bytes as fp32. Works on CPU models as well. Gradients are divided by the world size before the
     cast, so fp16 overflows only at 65504 times the world size; overflowing values become Inf.
 
-    Example:
-
-        model = torchddp.DistributedDataParallel(module, comm_hook=torchddp.comm_hooks.Cast("bf16"))
-
     Raises:
         ValueError: another format.
     """
@@ -103,24 +99,14 @@ class BF16(Cast):
 
 
 class Int8(Quantized):
-    """Sends 8 bits per element, in blocks of 256 with one scale each (Dettmers et al., ICLR 2022): a quarter of fp32.
-
-    Example:
-
-        model = torchddp.DistributedDataParallel(module, comm_hook=torchddp.comm_hooks.Int8())
-    """
+    """Sends 8 bits per element, in blocks of 256 with a scale each (Dettmers et al., ICLR 2022): a quarter of fp32."""
 
     def __init__(self, error_feedback: bool = True, **options: Unpack[HookOptions]) -> None:
         super().__init__("int8", error_feedback, **options)
 
 
 class Int4(Quantized):
-    """Sends 4 bits per element, in blocks of 64 with one scale each: between a seventh and an eighth of fp32.
-
-    Example:
-
-        model = torchddp.DistributedDataParallel(module, comm_hook=torchddp.comm_hooks.Int4())
-    """
+    """Sends 4 bits per element, in blocks of 64 with one scale each: between a seventh and an eighth of fp32."""
 
     def __init__(self, error_feedback: bool = True, **options: Unpack[HookOptions]) -> None:
         super().__init__("int4", error_feedback, **options)

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchddp import _C, _torch
+from torchddp.comm_hooks import formats
 from torchddp.transport import select
 from torchddp.transport.agreement import GroupExchange, align_group_counts, ranks_of_hosts
 from torchddp.transport.store import is_first_in_job
@@ -45,13 +46,9 @@ _COMPRESSED = "an exchange of compressed values"  # for errors
 class _Groups:
     """The process groups of an exchange, which another one gets when it is gone: torch keeps them until the end.
 
-    Attributes:
-        everyone: the ranks of the model's group.
-        outer: those in the same place on each host, or everyone.
-        inner: those of this host; None: every rank counts as a host.
-        purpose: what they can be used for.
-        begun, done: how many operations. They differ after an error. If ranks have done different numbers, they would
-            get each other's messages.
+    ``everyone``: the ranks of the model's group. ``outer``: those in the same place on each host, or everyone.
+    ``inner``: those of this host; None: every rank counts as a host. ``begun`` and ``done`` count operations and
+    differ after an error: ranks that have done different numbers would get each other's messages.
     """
 
     everyone: _C.Transport
@@ -79,22 +76,15 @@ _made: weakref.WeakKeyDictionary[dist.ProcessGroup, list[_Groups]] = weakref.Wea
 class Exchange:
     """Collectives of one hook over its own process groups. Only its thread uses it, in the same order on all ranks.
 
-    Collective. All operations end within the process group's time limit, with an error of torch's.
-
-    Args:
-        process_group: the model's.
-        device: where the gradients are.
-        hierarchical: sum exactly inside each host, and compress between hosts: "auto" if there are several with equal
-            numbers of ranks; False never; True also where there is one host (then nothing is compressed).
-        timeout: of each collective; None: that of the process group.
+    Collective. Operations end within ``timeout`` (None: the process group's limit), with an error of torch's.
+    ``hierarchical``: sum exactly inside each host, and compress between hosts: "auto" if there are several with equal
+    numbers of ranks; False never; True also where there is one host (then nothing is compressed).
 
     Attributes:
-        members: the number of ranks that exchange messages (one per host, or all ranks).
-        member: this rank's index among them.
+        members, member: how many ranks exchange messages (one per host, or all), and this rank's index among them.
         is_shared: it uses the model's own group, because torch can't create others of its ranks.
-        time_limit: of each collective, where it is known.
-        sent_bytes: bytes passed to the network or to shared memory so far. Exact sums are counted as ring all-reduces;
-            over shared memory a rank reads and writes as much of the others' memory.
+        sent_bytes: passed to the network or to shared memory so far. Exact sums are counted as ring all-reduces; over
+            shared memory a rank reads and writes as much of the others' memory.
     """
 
     def __init__(
@@ -284,3 +274,74 @@ def _hosts_to_sum_in(group: dist.ProcessGroup, hierarchical: Hierarchical) -> li
             )
         return []
     return hosts
+
+
+# --- sums whose summands are sent compressed ---
+
+
+def sum_over_ranks(exchange: Exchange, flat: Tensor, format: str, scale: float) -> None:
+    """In place: the sum of ``flat * scale`` over all ranks, fp32 [n], sent in ``format``; the same bits on each."""
+    shard = exchange.sum_to_shards(flat)
+    sum_compressed(exchange, format, shard, scale)
+    exchange.gather_shards(flat, shard)
+
+
+def sum_compressed(
+    exchange: Exchange,
+    format: str,
+    flat: Tensor,
+    scale: float = 1.0,
+    residual: Tensor | None = None,
+    server_residual: Tensor | None = None,
+) -> None:
+    """In place: the sum over the exchange's members of ``flat * scale``, sent in ``format``; the same bits on each.
+
+    Two members send each other everything and add in rank order. More members send shards to their owners, which sum
+    them in fp32 and send the sum to all, compressed again (with a residual at the owner: server-side error feedback as
+    in double squeeze, Tang et al., ICML 2019).
+
+    ``flat``: fp32 [n], contiguous. ``residual``: fp32 [n]; ``server_residual``: fp32 of this member's shard
+    (:func:`server_shard`); None: no error feedback.
+    """
+    if exchange.members == 1:
+        flat.mul_(scale)
+        return
+    if exchange.members == 2:
+        size = formats.compressed_bytes(format, flat.numel())
+        message = _messages(flat, size, 1)[0]
+        formats.compress(format, flat, message[:size], residual, scale)
+        for index, theirs in enumerate(exchange.gather(message).unbind()):
+            formats.decompress(format, theirs[:size], flat, index > 0)
+        return
+    shards = _shards(flat.numel(), exchange.members)
+    sizes = [formats.compressed_bytes(format, end - begin) for begin, end in shards]
+    messages = _messages(flat, sizes[0], exchange.members)
+    for (begin, end), size, message in zip(shards, sizes, messages.unbind(), strict=True):
+        part = None if residual is None else residual[begin:end]
+        formats.compress(format, flat[begin:end], message[:size], part, scale)
+    begin, end = shards[exchange.member]
+    size = sizes[exchange.member]
+    total = flat[begin:end]
+    for index, message in enumerate(exchange.swap(messages).unbind()):
+        formats.decompress(format, message[:size], total, index > 0)
+    answer = messages[0]
+    formats.compress(format, total, answer[:size], server_residual, 1.0)
+    for (begin, end), size, message in zip(shards, sizes, exchange.gather(answer).unbind(), strict=True):
+        formats.decompress(format, message[:size], flat[begin:end])
+
+
+def server_shard(exchange: Exchange, numel: int) -> tuple[int, int]:
+    """The part of ``numel`` elements that this member sums, as [begin, end); empty for two members."""
+    if exchange.members <= 2:
+        return 0, 0
+    return _shards(numel, exchange.members)[exchange.member]
+
+
+def _shards(numel: int, members: int) -> list[tuple[int, int]]:
+    size = shard_numel(numel, members)
+    return [(min(i * size, numel), min((i + 1) * size, numel)) for i in range(members)]
+
+
+def _messages(flat: Tensor, size: int, count: int) -> Tensor:
+    """uint8 [count, size, rounded up to 4]: each row begins with fp32 scales, which must be aligned."""
+    return torch.empty(count, -(-size // 4) * 4, dtype=torch.uint8, device=flat.device)

@@ -29,25 +29,18 @@ def compressed_bytes(format: str, numel: int) -> int:
 def compress(format: str, source: Tensor, out: Tensor, residual: Tensor | None = None, scale: float = 1.0) -> None:
     """Write ``v = source * scale + residual`` to ``out`` in ``format``; the residual becomes the coding error.
 
-    A block with NaN or Inf gets the scale NaN, so that all of it is NaN after :func:`decompress`, and a zero residual,
-    so that the next step is unaffected.
-
-    Args:
-        source: fp32 [n], contiguous.
-        out: uint8 [compressed_bytes(format, n)], contiguous.
-        residual: fp32 [n], updated in place; None: no error feedback.
+    A block with NaN or Inf becomes NaN after :func:`decompress`, with a zero residual, so that the next step is
+    unaffected. ``source``: fp32 [n], contiguous. ``out``: uint8 [compressed_bytes(format, n)], contiguous.
+    ``residual``: fp32 [n], updated in place; None: no error feedback.
     """
     code = _C.compress if source.device.type == "cpu" else compress_reference
     code(format, source, out, residual, scale)
 
 
 def decompress(format: str, data: Tensor, out: Tensor, accumulate: bool = False) -> None:
-    """Write (or add) the fp32 values of a message to ``out``.
+    """Write (or ``accumulate``: add) the fp32 values of a message to ``out``.
 
-    Args:
-        data: uint8 [compressed_bytes(format, n)], contiguous.
-        out: fp32 [n], contiguous.
-        accumulate: add to what ``out`` holds.
+    ``data``: uint8 [compressed_bytes(format, n)], contiguous. ``out``: fp32 [n], contiguous.
     """
     decode = _C.decompress if out.device.type == "cpu" else decompress_reference
     decode(format, data, out, accumulate)
@@ -64,15 +57,15 @@ def compress_reference(
         value.add_(residual)
     if format in _CASTS:
         out.view(_CASTS[format]).copy_(value)
-        spoilt = None
+        not_finite = None
     else:
-        spoilt = _encode_blocks(format, value, out)
+        not_finite = _encode_blocks(format, value, out)
     if residual is None:
         return
     decoded = torch.empty_like(value)
     decompress_reference(format, out, decoded)
     torch.sub(value, decoded, out=residual)
-    bad = ~torch.isfinite(residual) if spoilt is None else spoilt
+    bad = ~torch.isfinite(residual) if not_finite is None else not_finite
     residual.masked_fill_(bad, 0.0)
 
 
@@ -107,13 +100,13 @@ def _encode_blocks(format: str, value: Tensor, out: Tensor) -> Tensor:
     numel = value.numel()
     rows = _as_blocks(format, value)
     scales, codes = _split(format, out, numel)
-    spoilt = ~torch.isfinite(rows).all(1)
+    not_finite = ~torch.isfinite(rows).all(1)
     largest = _LARGEST_CODE[format]
     peak = rows.abs().amax(1) if numel else scales
     inverse = largest / peak
     empty = torch.isinf(inverse)  # blocks of zeros, or of numbers too small to tell from zero
     block_scales = (peak / largest).masked_fill_(empty, 0.0)
-    inverse = inverse.masked_fill(empty | spoilt, 0.0)
+    inverse = inverse.masked_fill(empty | not_finite, 0.0)
     whole = torch.nan_to_num((rows * inverse[:, None]).round_(), 0.0, 0.0, 0.0).clamp_(-largest, largest)
     whole = whole.view(-1)[:numel]
     if format == "int8":
@@ -121,8 +114,8 @@ def _encode_blocks(format: str, value: Tensor, out: Tensor) -> Tensor:
     else:
         nibbles = _pad_to((whole + 8.0).to(torch.uint8), 2).view(-1, 2)
         codes.copy_(nibbles[:, 0] | (nibbles[:, 1] << 4))
-    scales.copy_(block_scales.masked_fill(spoilt, float("nan")))
-    return spoilt.repeat_interleave(rows.shape[1])[:numel]
+    scales.copy_(block_scales.masked_fill(not_finite, float("nan")))
+    return not_finite.repeat_interleave(rows.shape[1])[:numel]
 
 
 def _decode_codes(format: str, codes: Tensor, numel: int) -> Tensor:

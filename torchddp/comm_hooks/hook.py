@@ -4,7 +4,6 @@
 # types.
 
 import abc
-import datetime
 import weakref
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field, replace
@@ -15,31 +14,26 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchddp._torch import TorchWrapper
-from torchddp.comm_hooks.compressed_sum import sum_over_ranks
 from torchddp.comm_hooks.exchange import Exchange, Hierarchical
 from torchddp.comm_hooks.layout import Layout, Piece, layout_of
+from torchddp.durations import Duration, timedelta_of
 from torchddp.traffic import Traffic
 from torchddp.transport.worker import Worker
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_ALLOWED = "float32, bfloat16 or float16"
 _GRACE_S = 5.0  # beyond the limit of a collective, for its thread to end
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What a hook gets before it reduces anything.
-
-    Attributes:
-        exchange: how to reach the other ranks.
-        parameters: those that will be reduced, by name.
-        module: the model without its wrapper.
-        sum_format: the format in which exact sums are sent: "fp16", "bf16" or None (unchanged).
+    """What a hook gets before it reduces anything: the exchange, the parameters that will be reduced, by name, and the
+    model without its wrapper.
     """
 
     exchange: Exchange
     parameters: dict[str, nn.Parameter]
     module: nn.Module
-    sum_format: str | None = None
 
     def among(self, names: set[str]) -> "Setup":
         return replace(self, parameters={n: p for n, p in self.parameters.items() if n in names})
@@ -70,7 +64,7 @@ class HookOptions(TypedDict, total=False):
     """Arguments of every hook: see :class:`CommHook`."""
 
     hierarchical: Hierarchical
-    timeout: datetime.timedelta | None
+    timeout: Duration | None
 
 
 class CommHook(abc.ABC):
@@ -94,33 +88,29 @@ class CommHook(abc.ABC):
         hierarchical: "auto": if there are several hosts with equally many ranks, sum exactly within each host and
             compress only between hosts; False: every rank sends to every other; True: sum exactly within the host even
             if there is only one.
-        timeout: how long each of the hook's collectives may take; None: the process group's timeout.
+        timeout: seconds or a timedelta that each of the hook's collectives may take; None: the process group's timeout.
     """
 
     # Whether it only sends exact sums, so that it works where nothing else is available (torchft's Manager).
     sends_sums_only = False
     _exchange: Exchange  # once attached
 
-    def __init__(self, *, hierarchical: Hierarchical = "auto", timeout: datetime.timedelta | None = None) -> None:
+    def __init__(self, *, hierarchical: Hierarchical = "auto", timeout: Duration | None = None) -> None:
         self.hierarchical = hierarchical
-        self.timeout = timeout
+        self.timeout = timedelta_of(timeout, "timeout")
         self._attachment: _Attachment | None = None
         self._step = _Step(0)
 
     # --- implemented by each method ---
 
     def _setup(self, setup: Setup) -> None:
-        """Collective. Called by :meth:`attach`, and by :meth:`rebind` with another exchange: check and store the
-        parameters.
-        """
-        self._exchange, self._sum_format = setup.exchange, setup.sum_format
+        """Collective, in :meth:`attach` and, with another exchange, :meth:`rebind`: check and keep the parameters."""
+        self._exchange = setup.exchange
         self._shapes = {name: p.shape for name, p in setup.parameters.items()}
         self._device = next((p.device for p in setup.parameters.values()), None)
 
     def _follow(self, lead: int) -> None:  # noqa: B027  # most hooks have no shared state
-        """Collective. After :meth:`_setup` with other ranks, some of them new: synchronize what must agree, from
-        ``lead``.
-        """
+        """Collective. After :meth:`_setup` with other ranks: synchronize what must agree, from rank ``lead``."""
 
     @abc.abstractmethod
     def _reduce(self, piece: Piece) -> None:
@@ -148,9 +138,8 @@ class CommHook(abc.ABC):
     # --- for use by methods ---
 
     def _average_exactly(self, flat: Tensor) -> None:
-        """In place: the average over all ranks, sent in the setup's format for exact sums."""
-        flat.mul_(1 / self._exchange.world_size)
-        sum_over_ranks(self._exchange, flat, self._sum_format)
+        """In place: the average over all ranks."""
+        self._exchange.sum_(flat.mul_(1 / self._exchange.world_size))
 
     def _named_state(self) -> dict[str, Any]:
         return {"hook": type(self).__name__, **self._state()}
@@ -211,10 +200,8 @@ class CommHook(abc.ABC):
         # Each earlier collective ends within its limit, and none begins after one that failed.
         limit_s = (self._exchange.time_limit or dist.default_pg_timeout).total_seconds()
         if not attachment.worker.finish(limit_s + _GRACE_S):
-            raise RuntimeError(
-                f"{type(self).__name__} on rank {self._exchange.rank} is still waiting for ranks of its old process "
-                f"group, {limit_s:.0f} s after the step was abandoned"
-            )
+            who = f"{type(self).__name__} on rank {self._exchange.rank}"
+            raise RuntimeError(f"{who} still waits for ranks of its old process group after {limit_s:.0f} s")
         self._connect(model, _reduced_parameters(model))
         # Ranks may have finished different numbers of steps before an error, and new ranks have done none.
         steps = self._exchange.each_ranks(self._step.number, self._device)
@@ -269,10 +256,7 @@ class CommHook(abc.ABC):
         who = f"{type(self).__name__} on rank {exchange.rank}"
         model = attachment.model()
         if model is not None and model.process_group is not attachment.process_group:
-            raise RuntimeError(
-                f"{who} still uses the process group that it was attached with, but the model has another one now: "
-                "call hook.rebind(model) on all its ranks"
-            )
+            raise RuntimeError(f"{who} has the model's old process group: call hook.rebind(model) on all its ranks")
         flat = bucket.buffer()
         layout = self._layout(attachment, bucket, flat, who)
         step = self._count(exchange, bucket, flat)
@@ -288,10 +272,7 @@ class CommHook(abc.ABC):
             what = "sparse" if flat.is_sparse else str(flat.dtype)
             name = next((attachment.names.get(id(p), "?") for p in bucket.parameters()), "?")
             kind = RuntimeError if flat.is_sparse else TypeError
-            raise kind(
-                f"{who}: bucket {bucket.index()} (with {name}) has {what} gradients; it supports dense ones in "
-                "float32, bfloat16 or float16"
-            )
+            raise kind(f"{who}: bucket {bucket.index()} (with {name}) has {what} gradients, not dense {_ALLOWED}")
         key = (flat.numel(), *map(id, bucket.parameters()))
         if key not in attachment.layouts:
             attachment.layouts[key] = layout_of(bucket, attachment.names)
@@ -361,13 +342,7 @@ def _reduced_parameters(model: TorchWrapper) -> dict[str, nn.Parameter]:
 def _check_parameters(parameters: dict[str, nn.Parameter], model: TorchWrapper) -> None:
     for name, param in parameters.items():
         if param.dtype not in _DTYPES:
-            raise TypeError(
-                f"communication hooks support gradients in float32, bfloat16 or float16, but parameter {name!r} is "
-                f"{param.dtype}: reduce this model without a hook"
-            )
+            raise TypeError(f"communication hooks take {_ALLOWED}, but parameter {name!r} is {param.dtype}: use none")
     for name, module in model.module.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
-            raise RuntimeError(
-                f"communication hooks do not support sparse gradients, and embedding {name!r} has sparse=True: "
-                "use sparse=False, or reduce this model without a hook"
-            )
+            raise RuntimeError(f"embedding {name!r} has sparse=True, which communication hooks do not support")

@@ -96,8 +96,7 @@ def layout_of(bucket: torch.distributed.GradBucket, names: dict[int, str]) -> La
 class Residuals:
     """Error feedback: fp32 memory laid out as the buckets are, moved when the buckets change.
 
-    A rank holds all of a bucket's residual, or a part of it where ranks share the work. State dicts have it by name, in
-    the parameter's shape, with zeros for parts that other ranks hold.
+    A rank holds all of a bucket's residual, or a part of it. State dicts have it by name, in the parameter's shape.
     """
 
     def __init__(self) -> None:
@@ -110,7 +109,7 @@ class Residuals:
     ) -> Tensor:
         """Elements [begin, end) of the residual of these parameters: fp32 [end - begin], to be updated in place.
 
-        ``add_parts``: sums a tensor over the ranks that hold parts; collective. None: each rank holds all.
+        ``add_parts``: collective; sums a tensor over the ranks that hold parts. None: each rank holds all.
         """
         key = (layout, begin, end)
         if key not in self._flats:
@@ -154,10 +153,7 @@ class Residuals:
     def restart(
         self, shapes: Mapping[str, torch.Size], device: torch.device | None, more: Residuals | None = None
     ) -> None:
-        """For a new set of ranks: keep the residuals by name, add ``more``, and fill the rest with zeros.
-
-        Each rank then holds residuals of whole parameters.
-        """
+        """For a new set of ranks: each holds whole parameters' residuals by name, with ``more`` added, or zeros."""
         state = {name: torch.zeros(shape, dtype=torch.float32, device=device) for name, shape in shapes.items()}
         for residuals in (self, more):
             for name, held in (residuals.state_dict(shapes) if residuals is not None else {}).items():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchddp.comm_hooks.compressed_sum import sum_over_ranks
 from torchddp.comm_hooks.hook import CommHook, Setup
 from torchddp.comm_hooks.layout import Layout, Piece, Residuals, Slot, check_names
+from torchddp.durations import Duration
 
 
 @dataclass(frozen=True)
@@ -83,16 +82,14 @@ class PowerSGD(CommHook):
         min_compression_rate: float = 2.0,
         clamp_rank: bool = False,
         seed: int = 0,
-        timeout: datetime.timedelta | None = None,
+        timeout: Duration | None = None,
     ) -> None:
         super().__init__(timeout=timeout, hierarchical=False)  # exact sums already take the hosts into account
         if rank < 1:
             raise ValueError(f"rank must be 1 or more, got {rank}")
-        if start_step < 0 or min_compression_rate <= 0:
-            raise ValueError(
-                f"start_step must not be negative and min_compression_rate positive, got {start_step} and "
-                f"{min_compression_rate}"
-            )
+        rate = min_compression_rate
+        if start_step < 0 or rate <= 0:
+            raise ValueError(f"start_step must not be negative, min_compression_rate above 0, got {start_step}, {rate}")
         self.rank = rank
         self.warm_start = warm_start
         self.error_feedback = error_feedback
@@ -111,11 +108,9 @@ class PowerSGD(CommHook):
                 continue
             rows, columns, rank = self._as_matrix(shape)
             if self.rank > rank:
-                raise ValueError(
-                    f"PowerSGD(rank={self.rank}): parameter {name!r} of shape {tuple(shape)} is a matrix of {rows} x "
-                    f"{columns}; use a rank of at most {rank}, clamp_rank=True, or PerParameter to leave "
-                    "it out"
-                )
+                use = f"use a rank of at most {rank}, clamp_rank=True, or PerParameter to leave it out"
+                matrix = f"parameter {name!r} of shape {tuple(shape)} is a matrix of {rows} x {columns}"
+                raise ValueError(f"PowerSGD(rank={self.rank}): {matrix}; {use}")
 
     def _as_matrix(self, shape: Sequence[int]) -> tuple[int, int, int]:
         """Rows, columns, and the columns of P and Q."""
@@ -137,18 +132,18 @@ class PowerSGD(CommHook):
         matrices = [_gather(whole, batch) for batch in split.batches]
         factors = [self._first_factors(batch, piece) for batch in split.batches]
         lefts = self._sum_lefts(split, matrices, factors, piece)
-        poisoned = [~torch.isfinite(left).all(-1).all(-1) for left in lefts]
+        not_finite = [~torch.isfinite(left).all(-1).all(-1) for left in lefts]
         lefts = [
-            orthonormal(left.masked_fill(bad[:, None, None], 0.0)) for left, bad in zip(lefts, poisoned, strict=True)
+            orthonormal(left.masked_fill(bad[:, None, None], 0.0)) for left, bad in zip(lefts, not_finite, strict=True)
         ]
-        rights = self._sum_rights(split, matrices, lefts, poisoned)
-        for batch, matrix, left, right, bad in zip(split.batches, matrices, lefts, rights, poisoned, strict=True):
+        rights = self._sum_rights(split, matrices, lefts, not_finite)
+        for batch, matrix, left, right, bad in zip(split.batches, matrices, lefts, rights, not_finite, strict=True):
             # A sum of finite numbers may still have overflowed.
-            poisoned_now = (bad | ~torch.isfinite(right).all(-1).all(-1)).tolist()
+            is_spoiled = (bad | ~torch.isfinite(right).all(-1).all(-1)).tolist()
             average = left @ right.mT
             for index, slot in enumerate(batch.slots):
                 values = piece.slot(slot).view(batch.rows, batch.columns)
-                if poisoned_now[index]:
+                if is_spoiled[index]:
                     values.fill_(float("nan"))  # and the residual stays as it was
                     continue
                 if residual is not None:
@@ -191,22 +186,22 @@ class PowerSGD(CommHook):
         """P of all matrices. The same message averages the vectors."""
         plain = [piece.slot(slot) for slot in split.plain]
         message = _pack([m @ q for m, q in zip(matrices, factors, strict=True)] + plain, piece.flat)
-        sum_over_ranks(self._exchange, message, self._sum_format)
+        self._exchange.sum_(message)
         *lefts, rest = message.split([*(_numel(b.p_shape) for b in split.batches), sum(s.numel for s in split.plain)])
         for slot, values in zip(split.plain, rest.split([s.numel for s in split.plain]), strict=True):
             piece.slot(slot).copy_(values)
         return [left.view(batch.p_shape) for left, batch in zip(lefts, split.batches, strict=True)]
 
     def _sum_rights(
-        self, split: _Split, matrices: list[Tensor], lefts: list[Tensor], poisoned: list[Tensor]
+        self, split: _Split, matrices: list[Tensor], lefts: list[Tensor], not_finite: list[Tensor]
     ) -> list[Tensor]:
         """Q of all matrices; zero for those with NaN or Inf on any rank."""
         if not matrices:
             return []
-        each = zip(matrices, lefts, poisoned, strict=True)
+        each = zip(matrices, lefts, not_finite, strict=True)
         parts = [(matrix.mT @ left).masked_fill_(bad[:, None, None], 0.0) for matrix, left, bad in each]
         message = _pack(parts, parts[0])
-        sum_over_ranks(self._exchange, message, self._sum_format)
+        self._exchange.sum_(message)
         rights = message.split([_numel(batch.q_shape) for batch in split.batches])
         return [right.view(batch.q_shape) for right, batch in zip(rights, split.batches, strict=True)]
 

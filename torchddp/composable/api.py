@@ -136,9 +136,7 @@ def replicate(
     with Agreement(ReplicatePolicy.who, ranks, device_of(module)):
         _check_module(module)
         if not isinstance(policy, MixedPrecisionPolicy):
-            raise TypeError(
-                f"mp_policy must be a torch.distributed.fsdp.MixedPrecisionPolicy, got {type(policy).__name__}"
-            )
+            raise TypeError(f"mp_policy must be a MixedPrecisionPolicy (of fully_shard), got {type(policy).__name__}")
         group = _group_of(mesh)
         left_out = partial(_left_to_others, module, _checked_modules(ignored_modules), list(ignored_params or ()))
         present = parameters()
@@ -172,11 +170,9 @@ def engine_of(module: torch.nn.Module) -> ReplicateEngine:
 
 
 def unreplicate(module: M) -> M:
-    """Restore the class and hooks that ``module`` had before `replicate`. Parameters and gradients stay. Not
-    collective.
+    """Restore the class and hooks that ``module`` had before `replicate`; parameters and gradients stay.
 
-    Raises:
-        TypeError: the module is not replicated.
+    Not collective. TypeError: the module is not replicated.
     """
     state_of(module).remove()
     forget(module)
@@ -217,15 +213,13 @@ def _device_ids(device_id: object, parameters: Iterable[torch.Tensor]) -> list[i
 @contextmanager
 def _ignoring(module: torch.nn.Module, names: set[str]) -> Iterator[None]:
     """Inside this context DistributedDataParallel ignores these names in addition to the user's."""
-    before = module.__dict__.get(_IGNORED)
-    module.__dict__[_IGNORED] = [*(before or ()), *names]
+    before = {_IGNORED: module.__dict__[_IGNORED]} if _IGNORED in module.__dict__ else {}
+    module.__dict__[_IGNORED] = [*before.get(_IGNORED, ()), *names]
     try:
         yield
     finally:
-        if before is None:
-            del module.__dict__[_IGNORED]
-        else:
-            module.__dict__[_IGNORED] = before
+        del module.__dict__[_IGNORED]
+        module.__dict__.update(before)
 
 
 # --- checks of the arguments; which ranks and parameters ---
@@ -303,9 +297,9 @@ def _check_parameters(
     if mesh is not None:
         elsewhere = sorted({p.device.type for p in parameters.values()} - {mesh.device_type})
         if elsewhere:
+            where = ", ".join(elsewhere)
             raise ValueError(
-                f"the mesh is for {mesh.device_type} devices, but parameters of this {kind} are on "
-                f"{', '.join(elsewhere)}: move the module first, or make a mesh for its devices"
+                f"the mesh is for {mesh.device_type} devices, but parameters of this {kind} are on {where}"
             )
     ranks = set(range(dist.get_world_size())) if mesh is None else set(mesh.mesh.flatten().tolist())
     for name, parameter in parameters.items():

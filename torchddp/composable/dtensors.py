@@ -60,11 +60,7 @@ class LocalParameter:
 
 
 class LocalParameters:
-    """A model's parameters for its reducer, some of which are DTensors.
-
-    Args:
-        known: the previous `leaves`, for DTensors that stay.
-    """
+    """A model's parameters for its reducer, some of which are DTensors. ``known``: the previous `leaves`."""
 
     def __init__(self, parameters: Sequence[torch.Tensor], known: Mapping[int, torch.nn.Parameter]) -> None:
         self.pairs: list[LocalParameter] = []
@@ -109,9 +105,7 @@ class LocalParameters:
             pair.give_gradient()
 
     def around_backward(self, outputs: Iterable[torch.Tensor]) -> None:
-        """Wrap the backward through these tensors, to handle gradients that no hook reports because this rank computes
-        none.
-        """
+        """Wrap the backward through these tensors, for gradients that this rank does not compute."""
         with_graph = [t for t in outputs if t.requires_grad]
         if with_graph:
             torch.autograd.graph.register_multi_grad_hook(with_graph, self._backward_begins, mode="any")

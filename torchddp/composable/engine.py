@@ -40,9 +40,7 @@ class ReplicatePolicy(ReducerPolicy):
 class ReplicateEngine(DistributedDataParallel):
     """Never called directly: hooks on the replicated module begin and end each forward.
 
-    Args:
-        left_out: returns the names to ignore in the module as it is now.
-        policy: the module's mixed precision.
+    ``left_out``: returns the names to ignore in the module as it is now. ``policy``: its mixed precision.
     """
 
     def __init__(

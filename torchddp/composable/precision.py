@@ -30,10 +30,8 @@ def in_backward() -> bool:
 
 
 class ParameterCast:
-    """The parameters of a model that computes in another dtype.
-
-    Modules that own parameters get hooks too, because activation checkpointing reruns parts of forward during backward,
-    when the model as a whole is not running.
+    """The parameters of a model that computes in another dtype. Modules that own parameters get hooks too, because
+    activation checkpointing reruns parts of forward during backward.
     """
 
     def __init__(self, module: torch.nn.Module, parameters: Collection[torch.Tensor], dtype: torch.dtype) -> None:

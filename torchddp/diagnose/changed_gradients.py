@@ -20,7 +20,7 @@ from torchddp.ddp.session import ReducerSession
 from torchddp.diagnose.rank_state import ranks_text
 from torchddp.errors import UsageWarning, listed, warn_user
 from torchddp.transport.agreement import ranks_by
-from torchddp.transport.board import Board
+from torchddp.transport.store import Board
 
 logger = logging.getLogger("torchddp.distributed")
 
@@ -35,9 +35,8 @@ def next_look(step: int) -> int:
 
 
 class ChangedGradients(StepObserver):
-    """In a few steps, each rank records the gradients that backward left, and when an optimizer steps, posts which of
-    them have changed. All have posted by the next step of rank 0's optimizer, because they ran the backward in between.
-    Rank 0 compares them, and warns once.
+    """In a few steps, each rank records the gradients that backward left, and posts, when an optimizer steps, which
+    have changed since. Rank 0 compares them at its next step, after a backward with all ranks, and warns once.
     """
 
     def __init__(self, session: ReducerSession) -> None:
@@ -128,9 +127,7 @@ _ADVICE = (
 def describe(changes: Sequence[str | None], names: Sequence[str]) -> str:
     """Describe which ranks changed which gradients; "" if all ranks did the same.
 
-    Args:
-        changes: by rank, one digit per parameter (the reducer's `changed_gradients()`); None: unknown.
-        names: of the parameters.
+    ``changes``: by rank, one digit per parameter (the reducer's `changed_gradients()`); None: unknown.
     """
     known = {rank: own for rank, own in enumerate(changes) if own is not None}
     differ = [index for index in range(len(names)) if len({own[index] for own in known.values()}) > 1]

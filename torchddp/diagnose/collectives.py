@@ -1,4 +1,4 @@
-"""The calls of torch.distributed that this rank's threads are in, told from their stacks.
+"""The calls of torch.distributed that this rank's threads are in, found on their stacks.
 
 Note [Calls on a stack]
 ~~~~~~~~~~~~~~~~~~~~~~~

@@ -17,16 +17,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from torchddp.diagnose.rank_state import (
-    CallState,
-    Frame,
-    RankState,
-    is_in_backward,
-    ranks_text,
-    user_part,
-)
+from torchddp.diagnose.rank_state import CallState, Frame, RankState, is_in_backward, ranks_text, user_part
 from torchddp.errors import listed
-from torchddp.transport.processes import GONE, STOPPED
+from torchddp.transport.waits import GONE, STOPPED
 from torchddp.whole_file import write_whole
 
 FOLDER_ENV = "TORCHDDP_HANG_REPORT_DIR"
@@ -49,13 +42,9 @@ class Culprit:
 class Finding:
     """Why the ranks are stuck.
 
-    Attributes:
-        headline: one sentence.
-        step: of the model; 0 without one.
-        culprits: the ranks that others wait for; none if all wait for each other.
-        waiting: the ranks that wait.
-        waited_s: the longest wait among them, in seconds.
-        waits_for: what they wait for: a bucket and step, or a call.
+    ``headline``: one sentence. ``step``: of the model; 0 without one. ``culprits``: the ranks that others wait for;
+    none if all wait for each other. ``waited_s``: the longest wait of those ``waiting``. ``waits_for``: a bucket and
+    step, or a call.
     """
 
     headline: str
@@ -279,8 +268,7 @@ def report_json(finding: Finding, states: list[RankState], by: int) -> dict[str,
 def write_report(content: dict[str, Any]) -> Path | None:
     """Write to TORCHDDP_HANG_REPORT_DIR, or else to the system's temporary folder; None if that can't be written.
 
-    The file is readable by this user only, and its name can't be guessed, because it reveals details of the program and
-    its exceptions.
+    Readable by this user only, under a name that can't be guessed: it reveals details of the program.
     """
     folder = Path(os.environ.get(FOLDER_ENV) or tempfile.gettempdir())
     stamp = time.strftime("%Y%m%d-%H%M%S")

@@ -21,8 +21,9 @@ import torch.distributed as dist
 
 from torchddp import _C
 from torchddp.diagnose.rank_state import frames_of_threads, note_exception
+from torchddp.durations import Duration, seconds
 from torchddp.errors import TransportError
-from torchddp.transport.board import Board
+from torchddp.transport.store import Board
 from torchddp.transport.worker import Task, watch
 
 logger = logging.getLogger(__name__)
@@ -64,7 +65,7 @@ class PeerFailedError(TransportError):
 
     @classmethod
     def of(cls, error: BaseException, rank: int) -> PeerFailedError:
-        """What the other ranks are told about an exception of this rank."""
+        """What this rank posts about its exception."""
         trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
         said = str(error)[:_MESSAGE_CHARACTERS]
         return cls(rank, type(error).__name__, said, _C.finished_steps(), trace[-_TRACEBACK_CHARACTERS:])
@@ -74,7 +75,7 @@ class PeerFailedError(TransportError):
         return f"rank {self.rank} failed{when}: {self.exception_type}: {self.message}"
 
 
-def fail_together(process_group: dist.ProcessGroup | None = None, *, grace_s: float | None = 3.0) -> FailTogether:
+def fail_together(process_group: dist.ProcessGroup | None = None, *, grace_s: Duration | None = 3.0) -> FailTogether:
     """A context for the training loop: an exception that leaves it on one rank ends all ranks within seconds.
 
     Example:
@@ -93,26 +94,22 @@ def fail_together(process_group: dist.ProcessGroup | None = None, *, grace_s: fl
       raises `PeerFailedError`, which names the rank that failed first. Its ``__cause__`` is the error of the body;
     - otherwise the process prints where the body is, and ends with ``os._exit(1)``, once no rank is saving.
 
-    Errors caught inside the body are not reported. A rank that dies silently is noticed as it would be without this
-    context; the error on the ranks that notice ends those that have not noticed yet. A body that ends normally before a
-    failure is known returns at once.
+    Errors caught inside the body are not reported. The error on ranks that notice a silent death ends those that have
+    not noticed it yet. A body that ends normally before a failure is known returns at once.
 
-    Not collective, but all ranks of the group must enter the same number of these contexts in the same order. They may
-    be nested, used one after another, and entered again after an error once all ranks have left. In a child that the
-    body forks, with one rank or without a process group it does nothing. If the store doesn't answer, it warns once and
-    the body continues unwatched.
+    Not collective, but all ranks of the group must enter the same number of these contexts in the same order; they may
+    be nested, or entered again after an error once all ranks have left. In a forked child, with one rank or without a
+    process group it does nothing. If the store doesn't answer, it warns once.
 
     Args:
         process_group: None is the default group.
-        grace_s: seconds from the notification to the end of the process; None: never end it.
+        grace_s: seconds (or a timedelta) from the notification to the end of the process; None: never end it.
 
     Raises:
-        ValueError: ``grace_s`` is negative or NaN.
+        TypeError, ValueError: ``grace_s`` is not a duration, negative or NaN.
         PeerFailedError: on leaving, as above.
     """
-    if grace_s is not None and not grace_s >= 0:
-        raise ValueError(f"grace_s must be a number of seconds from 0 on, or None for never, got {grace_s}")
-    return FailTogether(process_group, grace_s)
+    return FailTogether(process_group, seconds(grace_s, "grace_s"))
 
 
 @contextmanager
@@ -170,7 +167,7 @@ class FailTogether:
     def start(self) -> None:
         """Start watching if there was no process group on entering; does nothing if it already watches or was left.
 
-        For a body that creates the default process group itself; afterwards all ranks call this at the same place.
+        For a body that creates the default process group itself; all ranks then call this at the same place.
         """
         if self._board is not None or self._left:
             return
@@ -232,7 +229,7 @@ class FailTogether:
     def _stay(self, board: Board, posted: bool = False) -> None:
         """Wait until all ranks know of the failure, which takes a moment, and for those that save."""
         since_s = time.monotonic()
-        with suppress(RuntimeError):  # the rank with the store has left, so there is no one to wait for
+        with suppress(RuntimeError):  # the rank with the store has left: nothing to wait for
             while True:
                 known = board.add("known", 0)  # 0: all know, and it was removed
                 lingered = time.monotonic() - since_s > _LINGER_S

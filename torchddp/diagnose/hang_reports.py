@@ -7,8 +7,7 @@ import threading
 from torchddp.ddp.observers import StepObserver
 from torchddp.ddp.session import ReducerSession
 from torchddp.diagnose import rank_state
-from torchddp.diagnose.model_waits import ModelWaits
-from torchddp.diagnose.monitor import HangMonitor, monitor_of
+from torchddp.diagnose.monitor import HangMonitor, ModelWaits, monitor_of
 from torchddp.transport.store import home_of
 
 

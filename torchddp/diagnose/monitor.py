@@ -12,20 +12,21 @@ import logging
 import math
 import os
 import time
+import weakref
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from torchddp import _torch
+from torchddp.ddp.session import ReducerSession
 from torchddp.diagnose import rank_state
 from torchddp.diagnose.collectives import CallWatch
-from torchddp.diagnose.diagnosis import diagnose, report_json, report_text, write_report
-from torchddp.diagnose.model_waits import ModelWaits
+from torchddp.diagnose.diagnosis import Finding, diagnose, report_json, report_text, write_report
 from torchddp.diagnose.rank_state import RankState
-from torchddp.transport import processes
-from torchddp.transport.board import Board
-from torchddp.transport.processes import GONE, STOPPED
+from torchddp.transport.store import Board
+from torchddp.transport.waits import GONE, STOPPED, is_here, look_up, process_identity
 from torchddp.transport.worker import Task, watch
 
 logger = logging.getLogger("torchddp.hang")
@@ -36,17 +37,72 @@ _MAX_POLL_S = 1.0
 _RANKS_A_POLL_S = 64  # larger worlds poll less often, so that the load on the store stays the same
 _QUICK_S = 0.05  # between checks, while ranks are being asked
 _KNOWN_A_LOOK = 8  # ranks whose processes are looked up per check
-_MEETINGS = 100  # checks after which a rank that has not identified its process never will
+_MOST_LOOKS = 100  # checks after which a rank that has not identified its process never will
 _GIVE_UP_ROUNDS = 10  # collection times after which ranks stop waiting for a report
 
 
-class Wait(NamedTuple):
-    """A wait of this rank: in a model's step, or in a call of torch.distributed.
+# Number of models so far, by process group; equal on all ranks.
+_models: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
-    Attributes:
-        key: what waits.
-        since_s: when it began, in seconds of the monotonic clock.
-        limit_s: seconds after which the other ranks are asked.
+
+class ModelWaits:
+    """The waits of one model, which it does not keep alive. ``stall_s``: how long until the other ranks are asked."""
+
+    def __init__(self, session: ReducerSession, stall_s: float) -> None:
+        self.stall_s = stall_s
+        self._session: ReducerSession = weakref.proxy(session)
+        group = session.process_group
+        number = _models[group] = _models.get(group, -1) + 1
+        self.key = f"{_torch.name_of(group)}/{number}"
+        self._members = dist.get_process_group_ranks(group) if _torch.is_alive(group) else list(range(group.size()))
+        self._rank = session.rank
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the model was destroyed."""
+        return self._status() is None
+
+    @property
+    def since_s(self) -> float | None:
+        """When it began to wait for other ranks, in seconds of the monotonic clock; None if it does not wait."""
+        status = self._status()
+        return time.monotonic() - status["waited_s"] if status is not None and status["phase"] == "waiting" else None
+
+    def describe(self, state: RankState, asked: str) -> None:
+        """Add its part to this rank's state: of several models, the one asked about, or else one that waits or has done
+        more steps.
+        """
+        status = self._status()
+        if status is None:
+            return
+        own = (self.key == asked, status["phase"] == "waiting", status["step"])
+        if state.model and own <= (state.model == asked, state.waits, state.step):
+            return
+        state.model, state.members = self.key, self._members
+        state.take_status(status)
+
+    def set_peers(self, known: dict[int, dict[str, Any]]) -> None:
+        """Learn the processes of more ranks: the model's transport errors then say which of them are gone."""
+        here = [(rank, who) for rank, who in known.items() if rank in self._members and is_here(who)]
+        peers = [(self._members.index(rank), who["pid"], who["started"]) for rank, who in here]
+        with contextlib.suppress(ReferenceError):
+            self._session.reducer.set_peers([peer for peer in peers if peer[0] != self._rank])
+
+    def fail_with(self, found: str) -> None:
+        """Attach a report's headline to later errors."""
+        with contextlib.suppress(ReferenceError):
+            self._session.reducer.note_failure(found)
+
+    def _status(self) -> dict[str, Any] | None:
+        """The reducer's status, or None if the model was destroyed."""
+        with contextlib.suppress(ReferenceError):
+            return self._session.reducer.status()
+        return None
+
+
+class Wait(NamedTuple):
+    """A wait of this rank, in a model's step or in a call of torch.distributed: what waits, since when (seconds of the
+    monotonic clock), and the seconds after which the other ranks are asked.
     """
 
     key: Hashable
@@ -59,12 +115,7 @@ class Wait(NamedTuple):
 
 
 class Reported(NamedTuple):
-    """A wait that the ranks have been asked about.
-
-    Attributes:
-        since_s: when it began.
-        again_s: seconds of waiting after which they are asked again.
-    """
+    """A wait that the ranks have been asked about: when it began, and the seconds after which they are asked again."""
 
     since_s: float
     again_s: float
@@ -92,11 +143,8 @@ class HangMonitor:
 
     A forked child is not a rank: its copy neither checks nor reports anything.
 
-    Keys on the board: ``who/R`` (a rank's process), ``left/R`` (why it no longer takes part), ``request`` (the last
-    question), ``answer/N/R`` (a `RankState`) and ``report/N`` (the finding) of question N.
-
-    Args:
-        board: over the process group of all ranks that talk to each other.
+    Keys on the board, which is over all ranks of the job: ``who/R`` (a rank's process), ``left/R`` (why it no longer
+    takes part), ``request`` (the last question), ``answer/N/R`` (a `RankState`) and ``report/N`` of question N.
     """
 
     def __init__(self, board: Board) -> None:
@@ -107,14 +155,14 @@ class HangMonitor:
         self._round: Question | None = None
         self._last_number = 0
         self._known: dict[int, dict[str, Any]] = {}
-        self._knows_all, self._meetings = False, 0
+        self._knows_all, self._looks = False, 0
         self._pid = os.getpid()  # a forked child has no watcher, and locks in an unknown state
         rank_state.note_uncaught()
         # Runs before the watcher's own exit handler, which was registered earlier.
         self._at_exit = lambda: self.close("" if board.link.is_over else "its program has ended")
         atexit.register(self._at_exit)
         with contextlib.suppress(RuntimeError):  # a report will say less about this rank
-            board.start_post_own("who", processes.process_identity())
+            board.start_post_own("who", process_identity())
         self._task: Task = watch(self._look, _QUICK_S)
         board.link.at_end(self._end)
 
@@ -203,14 +251,10 @@ class HangMonitor:
         if not self._models:
             self._calls.forget()
             return []
-        in_steps = [
-            Wait(model.key, since_s, model.stall_s) for model in self._models if (since_s := model.since_s) is not None
-        ]
-        in_calls = [
-            Wait(call.key, call.since_s, self.stall_s if call.is_certain else math.inf)
-            for call in self._calls.look(self.stall_s)
-        ]
-        return [*in_steps, *in_calls]
+        in_steps = [Wait(model.key, since_s, model.stall_s) for model in self._models if (since_s := model.since_s)]
+        limits_s = {True: self.stall_s, False: math.inf}
+        calls = self._calls.look(self.stall_s)
+        return [*in_steps, *(Wait(call.key, call.since_s, limits_s[call.is_certain]) for call in calls)]
 
     def _note_reported(self, waits: list[Wait], asked_s: float) -> None:
         """``asked_s``: the wait that the ranks were asked about."""
@@ -218,7 +262,7 @@ class HangMonitor:
 
     def _talk(self, waits: list[Wait], stalled_s: float) -> None:
         if not self._knows_all:
-            self._get_to_know()
+            self._look_up_peers()
         request = self._board.read("request")
         number = request["number"] if request else 0
         if number > self._last_number:
@@ -232,18 +276,16 @@ class HangMonitor:
         if self._round is not None:
             self._go_on(self._round)
 
-    def _get_to_know(self) -> None:
-        """Look up a few ranks' processes per check, so that dead ones are recognized even when the store has stopped
-        answering.
-        """
+    def _look_up_peers(self) -> None:
+        """A few ranks' processes per check, so that dead ones are recognized even when the store has stopped."""
         unknown = [rank for rank in range(min(self._board.size, _RANKS_A_POLL_S)) if rank not in self._known]
         found = {rank: who for rank in unknown[:_KNOWN_A_LOOK] if (who := self._board.read(f"who/{rank}"))}
         if found:
             self._known |= found
             for model in self._models:
                 model.set_peers(dict(self._known))
-        self._meetings += 1
-        self._knows_all = len(found) == len(unknown) or self._meetings > _MEETINGS
+        self._looks += 1
+        self._knows_all = len(found) == len(unknown) or self._looks > _MOST_LOOKS
 
     # --- a question to all ranks ---
 
@@ -255,7 +297,7 @@ class HangMonitor:
     def _own_state(self, asked: str) -> RankState:
         thread = rank_state.training.thread
         state = RankState(self._board.rank, phase=rank_state.NO_MODEL, thread=thread)
-        state.who = processes.process_identity()
+        state.who = process_identity()
         state.exception = rank_state.last_exception(thread)
         state.stack = rank_state.stack_of(thread)
         state.calls = self._calls.states()
@@ -303,7 +345,7 @@ class HangMonitor:
     def _silent_state(self, rank: int) -> RankState:
         who = self._known.get(rank) or self._board.read(f"who/{rank}")
         left = self._board.read(f"left/{rank}") or ""
-        return RankState(rank, who=who, left=left, alive=processes.look_up(who) or "")
+        return RankState(rank, who=who, left=left, alive=look_up(who) or "")
 
     # --- reports ---
 
@@ -313,33 +355,30 @@ class HangMonitor:
             return ""  # the stall ended while ranks were being asked, so their answers don't fit together
         if max((state.longest_wait_s for state in states), default=0.0) < self.stall_s:
             return ""
-        finding = diagnose(states)
-        path = write_report(report_json(finding, states, self._board.rank))
-        logger.error("%s", report_text(finding, states, path))
+        finding, text = self._published(states)
+        logger.error("%s", text)
         return f"Hang report: {finding.headline}"
 
     def _report_alone(self, waits: list[Wait], error: Exception) -> None:
         """The store does not answer: report what this rank knows."""
         self._note_reported(waits, 0.0)
         self._round = None
-        others = [
-            RankState(rank, who=who, alive=processes.look_up(who) or "")
-            for rank, who in self._known.items()
-            if rank != self._board.rank
-        ]
-        states = [
-            self._own_state(""),
-            *(state for state in others if state.alive in (GONE, STOPPED)),
-        ]
-        finding = diagnose(states)
-        path = write_report(report_json(finding, states, self._board.rank))
-        reason = str(error).partition("\n")[0]
+        known = {rank: who for rank, who in self._known.items() if rank != self._board.rank}
+        others = [RankState(rank, who=who, alive=look_up(who) or "") for rank, who in known.items()]
+        states = [self._own_state(""), *(state for state in others if state.alive in (GONE, STOPPED))]
+        finding, text = self._published(states)
         logger.error(
             "%s\n  rank %d can't ask the other ranks: the process group's store does not answer (%s); its host may be "
             "dead or stopped",
-            report_text(finding, states, path), self._board.rank, reason,
+            text, self._board.rank, str(error).partition("\n")[0],
         )  # fmt: skip
         self._fail_models(f"Hang report of rank {self._board.rank} alone: {finding.headline}")
+
+    def _published(self, states: list[RankState]) -> tuple[Finding, str]:
+        """The finding, written to a file, and its text."""
+        finding = diagnose(states)
+        path = write_report(report_json(finding, states, self._board.rank))
+        return finding, report_text(finding, states, path)
 
     def _fail_models(self, found: str) -> None:
         for model in self._models:
@@ -354,7 +393,7 @@ os.register_at_fork(after_in_child=_monitors.clear)
 def monitor_of(home: dist.ProcessGroup) -> HangMonitor | None:
     """The job's monitor, created if it is missing (all ranks must then do so); it lasts as long as the group.
 
-    None for a job of one rank, and for a group without a store for the ranks to communicate through.
+    None for a job of one rank, and for a group without a store.
     """
     found = _monitors.get(id(home))
     if found is not None and found.is_of(home):

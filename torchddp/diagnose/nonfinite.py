@@ -13,7 +13,7 @@ from torchddp import _C
 from torchddp.ddp.observers import StepObserver
 from torchddp.ddp.session import ReducerSession
 from torchddp.errors import NonFinite, listed
-from torchddp.transport.board import Board
+from torchddp.transport.store import Board
 from torchddp.transport.worker import Task, watch
 
 logger = logging.getLogger("torchddp.distributed")
@@ -26,7 +26,7 @@ class NonFiniteFinder(StepObserver):
     """Logs what the reducer has found, and shares it with the other ranks.
 
     Nothing is sent while all gradients are finite, and nothing is collective: ranks post what they find on a `Board`,
-    which rank 0 checks twice a second. A copy of a model, which a single rank may make, does not communicate.
+    which rank 0 checks twice a second.
     """
 
     def __init__(self, session: ReducerSession) -> None:
@@ -65,8 +65,8 @@ class _Finds:
         self._own: list[NonFinite] = []
         self._warned_step = 0
         self._posted: object = None  # the last post that this rank has seen
-        self._news = False
-        self._told: set[tuple[int, int]] = set()  # rank and first step of what rank 0 has logged
+        self._is_new = False  # the last post, not yet logged
+        self._logged: set[tuple[int, int]] = set()  # rank and first step of what rank 0 has logged
         self._board = None if session.is_copy else self._open_board(session.process_group)
         self._task: Task | None = None
         if self._board is not None:
@@ -99,12 +99,12 @@ class _Finds:
         try:
             return Board(process_group, "nonfinite")
         except RuntimeError as error:
-            logger.warning("Checks(nonfinite=): rank %d can't tell the others what it finds: %s", self._rank, error)
+            logger.warning("Checks(nonfinite=): rank %d can't report what it finds: %s", self._rank, error)
             return None
 
     def _warn(self) -> None:
         first = self._own[0].step
-        if first == self._warned_step:  # the same episode continues: the weights may be spoiled by now
+        if first == self._warned_step:  # the same episode continues: the weights may be NaN by now
             return
         self._warned_step = first
         sources = [one for one in self._own if one.step == first]
@@ -124,7 +124,7 @@ class _Finds:
             self._board.post_own("found", [[one.step, one.parameter, one.count] for one in self._own])
             self._board.post("last", [self._rank, self._version])
         except RuntimeError as error:
-            logger.warning("Checks(nonfinite=): rank %d can't tell the others what it found: %s", self._rank, error)
+            logger.warning("Checks(nonfinite=): rank %d can't report what it found: %s", self._rank, error)
 
     def by_rank(self) -> list[list[NonFinite]]:
         """The findings of all ranks, or of this one alone if the store does not answer."""
@@ -158,24 +158,24 @@ class _Finds:
             self.close()
             return
         if last != self._posted:  # others may post about the same step: report all of them together
-            self._posted, self._news = last, True
-        elif self._news:
-            self._news = False
+            self._posted, self._is_new = last, True
+        elif self._is_new:
+            self._is_new = False
             self._report()
 
     def _report(self) -> None:
         starts = {(found[0].rank, found[0].step): found for found in self.by_rank() if found}
-        news = {start: found for start, found in starts.items() if start not in self._told}
-        self._told = set(starts)
-        if not news:
+        new = {start: found for start, found in starts.items() if start not in self._logged}
+        self._logged = set(starts)
+        if not new:
             return
-        first = min(step for _, step in news)
+        first = min(step for _, step in new)
         sources = "; ".join(
             f"rank {rank}: {listed([one for one in found if one.step == step], _LISTED)}"
-            for (rank, step), found in sorted(news.items())
+            for (rank, step), found in sorted(new.items())
             if step == first
         )
-        later = [str(rank) for rank, step in sorted(news) if step > first]
+        later = [str(rank) for rank, step in sorted(new) if step > first]
         logger.warning(
             "Infinite or NaN gradients began in step %d. %s%s",
             first,

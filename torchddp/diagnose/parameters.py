@@ -56,7 +56,7 @@ def check_parameters(model: TorchDDP) -> None:
 
     Parameters are hashed (64 bits, at memory speed) and one number per rank is exchanged; more only if those differ.
     Bits count: 0.0 is not -0.0, while NaNs with equal bits are equal. Frozen parameters are included. Buffers are not
-    (running statistics may legitimately differ), nor is anything the model was told to ignore.
+    (running statistics may legitimately differ), nor are the tensors that the model ignores.
 
     Example:
 
@@ -163,9 +163,8 @@ class Amount:
 
 
 def find_difference(by_rank: Sequence[Sequence[object]]) -> Difference | None:
-    """The difference in ``by_rank[rank][parameter]``, whose items are equal where parameters are; None: no difference.
-
-    The reference is the majority's value, or rank 0's if there is no majority.
+    """The first item that differs in ``by_rank[rank][parameter]``; None: none. The reference is the majority's value,
+    or else rank 0's.
     """
     differing = [index for index, values in enumerate(zip(*by_rank, strict=True)) if len(set(values)) > 1]
     if not differing:
@@ -215,13 +214,10 @@ def make_error(
 
 @torch.no_grad()
 def hash_tensors(tensors: Sequence[torch.Tensor], *, by_operators: bool = False) -> list[int]:
-    """A hash of each tensor's bits in logical order: 0.0 and -0.0 differ, NaNs with equal bits don't.
+    """A hash of each strided tensor's bits in logical order: 0.0 and -0.0 differ, NaNs with equal bits don't.
 
     On the CPU a kernel computes it. Elsewhere, or if ``by_operators``, torch's operators compute a different hash, with
-    one synchronization per device.
-
-    Args:
-        tensors: strided, of any dtype. RuntimeError for others.
+    one synchronization per device. RuntimeError for other layouts.
     """
     hashes = [0] * len(tensors)
     sums: dict[torch.device, list[tuple[int, torch.Tensor]]] = defaultdict(list)

@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType, SimpleNamespace, TracebackType
 from typing import Any, NamedTuple
 
 import torch
@@ -36,16 +36,8 @@ _hook_before: Callable[[type[BaseException], BaseException, TracebackType | None
 _thread_hook_before: Callable[[threading.ExceptHookArgs], object] | None = None
 
 
-class _Training:
-    """The training thread: the last one that wrapped a model or ran a forward."""
-
-    __slots__ = ("thread",)
-
-    def __init__(self) -> None:
-        self.thread = threading.main_thread().ident or 0
-
-
-training = _Training()
+# The training thread: the last one that wrapped a model or ran a forward.
+training = SimpleNamespace(thread=threading.main_thread().ident or 0)
 
 
 class Frame(NamedTuple):
@@ -62,14 +54,10 @@ class Frame(NamedTuple):
 
 @dataclass
 class CallState:
-    """A call of torch.distributed that has not returned.
+    """A call of torch.distributed that has not returned: its function, the program's line that made it ('' if it was
+    made on a library's thread), and its group's title and ranks (empty: the default group).
 
-    Attributes:
-        function: its name.
-        file, line: the program's line that made the call; '' if it was made on a library's thread.
-        group, ranks: the title and ranks of its process group; empty for the default group.
-        waited_s: seconds since it was first seen.
-        thread, frame: the ids of the calling thread and of the function's frame, which tell calls apart.
+    ``waited_s``: since it was first seen. ``thread``, ``frame``: ids that distinguish calls.
     """
 
     function: str
@@ -92,28 +80,26 @@ class CallState:
 
 @dataclass
 class RankState:
-    """One rank at one moment. All but the first three are empty for a rank that has not answered.
+    """One rank at one moment. All but the first four are empty for a rank that has not answered.
 
     Attributes:
         who: its process (`process_identity`), or None if it never reported it.
-        left: why it no longer takes part, if it said so.
-        model: the key of the model that steps, phases and waits refer to; '' if it has none.
-        members: the ranks of that model's process group.
+        left: why it no longer takes part, if it posted a reason.
+        model, members: the key of the model that steps and waits refer to ('' if it has none), and its group's ranks.
         step: number of synchronized forwards begun.
         phase: 'idle', 'forward', 'backward' or 'waiting'; 'no model'; '' if it has not answered.
         armed: its forward has ended and gradients are to be reduced.
         waits_for, bucket, waited_s: what it waits in, for which bucket (-1: none), for how many seconds.
         missing: by bucket index, the parameters without a gradient in this step.
         error: the message of its reducer's last failed step.
-        exception: `last_exception` of the training thread; stack: of that thread.
+        exception, stack, thread: of the training thread (`last_exception`).
         calls: its calls of torch.distributed, longest wait first.
-        thread: the training thread.
     """
 
     rank: int
     who: dict[str, Any] | None = None
     left: str = ""
-    alive: str = ""  # 'running', or as in transport/processes.py; '' if no rank could check
+    alive: str = ""  # 'running', or as in transport/waits.py; '' if no rank could check
     model: str = ""
     members: list[int] = field(default_factory=list)
     step: int = 0
@@ -240,9 +226,7 @@ def user_part(stack: list[Frame]) -> list[Frame]:
 def note_exception(error: BaseException, where: str) -> None:
     """Remember an exception that leaves training in this thread, replacing the previous one; keeps no frame alive.
 
-    Args:
-        error: the exception.
-        where: what it left, e.g. ``"forward"``; completes the sentence "it left ... with ValueError".
+    ``where``: what it left, e.g. ``"forward"``; completes the sentence "it left ... with ValueError".
     """
     _noted[None if where == _PROGRAM else threading.get_ident()] = (time.monotonic(), _describe(error, where))
 
@@ -250,8 +234,8 @@ def note_exception(error: BaseException, where: str) -> None:
 def last_exception(thread_id: int) -> dict[str, Any] | None:
     """``{"type", "message", "where", "stack", "age_s"}`` of a thread's last exception, or None. Thread-safe.
 
-    An exception being handled now comes first; one that ended the program counts for every thread. ``stack`` is a list
-    of ``[file, line, function]``, innermost last, where it was raised; ``age_s`` the seconds since it was recorded.
+    One being handled now comes first; one that ended the program counts for every thread. ``stack``: ``[file, line,
+    function]``, innermost last.
     """
     handled = _handled_now(thread_id)
     if handled is not None:
@@ -264,10 +248,7 @@ def last_exception(thread_id: int) -> dict[str, Any] | None:
 
 
 def note_uncaught() -> None:
-    """Also record exceptions that end the interpreter or a thread; existing hooks are called afterwards.
-
-    Once per process.
-    """
+    """Once per process: also record exceptions that end the interpreter or a thread; existing hooks run after."""
     global _hook_before, _thread_hook_before
     if sys.excepthook is not _excepthook:
         _hook_before, sys.excepthook = sys.excepthook, _excepthook

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torchddp.fault_tolerance.averager import PeriodicAverager
-    from torchddp.fault_tolerance.data_parallel import DistributedDataParallel
+    from torchddp.fault_tolerance.data_parallel import DistributedDataParallel, PureDistributedDataParallel
     from torchddp.fault_tolerance.manager import check_lighthouse
-    from torchddp.fault_tolerance.pure import PureDistributedDataParallel
     from torchddp.fault_tolerance.replica_state import load_state_dict, state_dict
 
 __all__ = [
@@ -25,7 +24,7 @@ __all__ = [
 _MODULES = {
     "DistributedDataParallel": "data_parallel",
     "PeriodicAverager": "averager",
-    "PureDistributedDataParallel": "pure",
+    "PureDistributedDataParallel": "data_parallel",
     "check_lighthouse": "manager",
     "load_state_dict": "replica_state",
     "state_dict": "replica_state",

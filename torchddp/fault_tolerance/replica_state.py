@@ -51,10 +51,8 @@ def _load(model: DistributedDataParallel, state: Mapping[str, Any], *, weights: 
     hooks, states = hooks_of(model), state["hooks"]
     mine, theirs = [type(hook).__name__ for hook in hooks], [state["hook"] for state in states]
     if mine != theirs:
-        raise RuntimeError(
-            f"replicas differ in their communication hook: here it is {mine or 'none'}, on the healthy replica "
-            f"{theirs or 'none'}"
-        )
+        theirs_text = f"on the healthy replica {theirs or 'none'}"
+        raise RuntimeError(f"replicas differ in their communication hook: here it is {mine or 'none'}, {theirs_text}")
     if weights:
         model.module.load_state_dict(state["module"])
     for hook, carried in zip(hooks, states, strict=True):

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shlex
-import signal
-import threading
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,14 +13,24 @@ import typer
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from torchddp.harness.launch import LaunchError
+from torchddp.harness.launch import (
+    EXIT_INTERRUPTED,
+    LaunchError,
+    ModelSettings,
+    RankJob,
+    interrupted_once,
+    run_ranks,
+    started_by_torchrun,
+)
+from torchddp.harness.tables import ranks_text
 from torchddp.harness.variants import ArgumentError
 
 MAX_WORLD_SIZE, MAX_SECONDS = 64, 3600
 # The built-in models, in torchddp.harness.models; all other names are `package.module:factory` or `file.py:factory`.
-MODEL_NAMES = ("small", "mlp", "gpt", "conv", "resnet50", "gpt2", "llama")
+MODEL_NAMES = ("small", "mlp", "gpt", "conv", "gpt2")
+MODEL_HELP = f"{', '.join(MODEL_NAMES)}, or your own: package.module:factory or file.py:factory"
 
-EXIT_FAILED, EXIT_BAD_ARGUMENT, EXIT_INTERRUPTED = 1, 2, 130
+EXIT_FAILED, EXIT_BAD_ARGUMENT = 1, 2
 
 # For every app: -h as well as --help.
 CONTEXT = {"help_option_names": ["-h", "--help"]}
@@ -46,6 +53,10 @@ def check_numbers(seconds: float | None, world_size: int | None) -> None:
         raise ArgumentError(f"--seconds must be above 0 and at most {MAX_SECONDS}, not {seconds:g}.")
     if world_size is not None and not 1 <= world_size <= MAX_WORLD_SIZE:
         raise ArgumentError(f"--world-size must be 1 to {MAX_WORLD_SIZE}, not {world_size}.")
+
+
+def model_names() -> list[str]:
+    return list(MODEL_NAMES)
 
 
 def check_model_name(model: str) -> str:
@@ -86,18 +97,12 @@ def output_option(help_text: str, *names: str) -> Any:
     return typer.Option(*names, help=help_text, callback=_checked_output)
 
 
-def knows_width(console: Console) -> bool:
-    """Whether lines should fit the console's width: not in a file or a pipe, unless COLUMNS is set."""
-    return console.is_terminal or "COLUMNS" in os.environ
-
-
 def make_console() -> Console:
-    """A console as wide as the terminal, up to 100 columns; in a file or a pipe 100, unless COLUMNS is set.
-
-    It prints text as it is: a path may look like markup.
+    """A console as wide as the terminal, up to 100 columns; in a file or a pipe 100, unless COLUMNS is set. Text stays
+    as it is: a path may look like markup.
     """
     console = Console()
-    width = min(console.width, 100) if knows_width(console) else 100
+    width = min(console.width, 100) if console.is_terminal or "COLUMNS" in os.environ else 100
     return Console(width=width, markup=False, emoji=False, highlight=False)
 
 
@@ -130,17 +135,6 @@ class Display:
 # --- options of several commands ---
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModelSettings:
-    """The options of a command that runs one model, checked."""
-
-    model: str
-    world_size: int
-    transport: str
-    find_unused_parameters: bool
-    seed: int = 0
-
-
 FACTORY_HELP = """\b
 --model takes a built-in model, or a function of yours that returns
 (module, batch) or (module, batch, loss): train.py:make or package.train:make."""
@@ -151,35 +145,14 @@ JsonFile = Annotated[Path | None, output_option("Write the report as JSON to thi
 
 
 def report_error(message: str) -> None:
-    """Print one line to stderr."""
-    # The user's ":x:" must not become an emoji.
-    Console(stderr=True, emoji=False).print(f"error: {message}", markup=False, highlight=False, soft_wrap=True)
-
-
-@contextlib.contextmanager
-def _interrupted_once() -> Iterator[None]:
-    """The first Ctrl-C raises KeyboardInterrupt; later ones must not disturb the cleanup."""
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    if not in_main_thread or signal.getsignal(signal.SIGINT) in (signal.SIG_IGN, None):
-        yield
-        return
-
-    def interrupt(number: int, frame: object) -> None:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGINT, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
+    print(f"error: {message}", file=sys.stderr)
 
 
 def run_app(program_app: typer.Typer, program: str, arguments: Sequence[str]) -> int:
     """Run a command and return its exit code. An error prints one sentence to stderr."""
     command = shlex.join([*program.split(), *arguments])
     try:
-        with _interrupted_once():
+        with interrupted_once():
             result = program_app(list(arguments), standalone_mode=False, prog_name=program, obj={"command": command})
     except (ArgumentError, LaunchError, typer.TyperException) as error:
         message, code = str(error), EXIT_BAD_ARGUMENT if isinstance(error, ArgumentError) else EXIT_FAILED
@@ -192,6 +165,111 @@ def run_app(program_app: typer.Typer, program: str, arguments: Sequence[str]) ->
     except (KeyboardInterrupt, typer.Abort):
         result = EXIT_INTERRUPTED
     if result == EXIT_INTERRUPTED and os.environ.get("RANK", "0") == "0":  # each of torchrun's ranks gets here
-        Console(stderr=True).print("interrupted")
+        print("interrupted", file=sys.stderr)
     # In this mode, typer returns the exit code of an early exit, such as --help, or of an interrupt.
     return result if isinstance(result, int) else 0
+
+
+# --- options that are checked before any rank starts, running the ranks, writing files ---
+
+
+def check_loads() -> None:
+    """LaunchError if the package does not load."""
+    from torchddp import import_error
+
+    if import_error is not None:
+        raise LaunchError(f"torchddp does not load here, see `torchddp doctor`: {import_error}")
+
+
+def _check_model(model: str) -> str:
+    check_model_name(model)
+    if ":" in model:
+        check_loads()
+        from torchddp.harness.models import find_factory
+
+        find_factory(model)
+    return model
+
+
+def _check_transport(transport: str) -> str:
+    check_loads()
+    from torchddp.transport.select import check_choice
+
+    try:
+        check_choice(transport)
+    except ValueError as error:
+        raise ArgumentError(f"--transport: {error}.") from error
+    return transport
+
+
+# With a Literal, typer would reject other names in several lines; _check_transport does it in one.
+TRANSPORTS = ("auto", "c10d", "shm", "nccl")
+ModelName = Annotated[str, typer.Option(callback=_check_model, autocompletion=model_names, help=f"{MODEL_HELP}.")]
+TransportName = Annotated[
+    str,
+    typer.Option(
+        callback=_check_transport,
+        autocompletion=lambda: list(TRANSPORTS),
+        help="What carries the gradients: auto, c10d, shm or nccl.",
+    ),
+]
+WorldSize = Annotated[int | None, typer.Option(help="Number of ranks. [default: 2, or torchrun's]")]
+
+
+def check_world_size(asked: int | None, purpose: str) -> int:
+    """The number of ranks; an `ArgumentError` if it is one, which leaves nothing `purpose` ("to trace"), or not the
+    number that torchrun started.
+    """
+    check_numbers(None, asked)
+    started = int(os.environ["WORLD_SIZE"]) if started_by_torchrun() else None
+    if started is not None and asked not in (None, started):
+        raise ArgumentError(f"--world-size {asked}: torchrun started {ranks_text(started)}; leave the option out.")
+    world_size = started or asked or 2
+    if world_size == 1:
+        raise ArgumentError(
+            f"With one rank there is nothing to synchronize, and so nothing {purpose}; use two or more."
+        )
+    return world_size
+
+
+def run_command(
+    case: str,
+    function: Callable[..., Any],
+    settings: ModelSettings,
+    console: Console,
+    describe: Callable[[float, float], str],
+) -> Any:
+    """Run `function(report, settings)` on every rank, with a progress bar (`describe(done, total)` is its text), and
+    return rank 0's result; None on torchrun's other ranks.
+    """
+    from torchddp.harness.models import choose_backend, threads_each
+
+    job = RankJob(
+        case=case,
+        function=function,
+        arguments=(settings,),
+        world_size=settings.world_size,
+        backend=choose_backend(settings.world_size),
+        threads=threads_each(settings.world_size),
+    )
+    with progress_bar(console) as progress:
+        display = Display(progress)
+        display.start(case)
+        return run_ranks(job, lambda _, done, total: display.update(describe(done, total), done, total))
+
+
+def rank_console() -> Console:
+    """A console that is silent on torchrun's ranks other than 0."""
+    speaks = not started_by_torchrun() or os.environ["RANK"] == "0"
+    return make_console() if speaks else Console(quiet=True)
+
+
+def write_outputs(console: Console, *outputs: tuple[Path | None, Callable[[Path], object]]) -> None:
+    """Write each requested file, and print its path. ArgumentError if one can't be written, as on a full disk."""
+    for path, write in outputs:
+        if path is not None:
+            try:
+                write(path)
+            except OSError as error:
+                raise ArgumentError(f"cannot write to '{path}': {error.strerror}") from error
+            console.print(f"wrote {path}", soft_wrap=True)

@@ -31,6 +31,9 @@ ERROR_GRACE_S = 1.0
 # Often enough for a progress bar, rarely enough not to disturb a measurement.
 PROGRESS_INTERVAL_S = 0.5
 
+# Of a command that Ctrl-C has ended.
+EXIT_INTERRUPTED = 130
+
 # One thread each, also for libraries that read the variable when they are loaded.
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
@@ -42,6 +45,17 @@ Report = Callable[[float, float], None]
 
 class LaunchError(RuntimeError):
     """Ranks failed; the message says which and why."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSettings:
+    """The options of a command that runs one model, checked."""
+
+    model: str
+    world_size: int
+    transport: str
+    find_unused_parameters: bool
+    seed: int = 0
 
 
 @dataclass(frozen=True)
@@ -64,9 +78,9 @@ THIS_HOST = Place()
 
 @dataclass(frozen=True)
 class RankJob:
-    """One call of `function(report, *arguments)` on every rank, once the process group exists.
+    """One call of `function(report, *arguments)` on every rank, once the process group exists; rank 0's result is kept.
 
-    Picklable if `function` is module-level. Only rank 0's result is kept.
+    Picklable if `function` is module-level.
     """
 
     case: str  # for messages
@@ -101,6 +115,25 @@ def _children_ignore_interrupts() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextlib.contextmanager
+def interrupted_once() -> Iterator[None]:
+    """The first Ctrl-C raises KeyboardInterrupt; later ones must not disturb the cleanup."""
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if not in_main_thread or signal.getsignal(signal.SIGINT) in (signal.SIG_IGN, None):
+        yield
+        return
+
+    def interrupt(number: int, frame: object) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def stop_processes(processes: Sequence[BaseProcess]) -> None:
@@ -177,9 +210,8 @@ def started(
     environment: Mapping[str, str] | None = None,
     method: str = "spawn",
 ) -> Iterator[list[tuple[BaseProcess, Connection]]]:
-    """A process per rank that runs `target(rank, *arguments, channel)`, and our end of its channel.
-
-    `method`: how multiprocessing starts processes. None of them outlives the block.
+    """A process per rank that runs `target(rank, *arguments, channel)`, and our end of its channel. None of them
+    outlives the block. `method`: how multiprocessing starts processes.
     """
     context: Any = multiprocessing.get_context(method)
     ranks: list[tuple[BaseProcess, Connection]] = []
@@ -282,7 +314,7 @@ def started_by_torchrun() -> bool:
 def run_ranks(job: RankJob, progress: Progress) -> Any:
     """Run the job and return rank 0's result. Under torchrun, use its ranks; all but rank 0 get None.
 
-    Raises LaunchError if a rank fails, ArgumentError if a rank rejects what the user asked for.
+    LaunchError if a rank fails, ArgumentError if a rank refuses what the user asked for.
     """
     return _join_torchrun(job, progress) if started_by_torchrun() else launch(job, progress)
 

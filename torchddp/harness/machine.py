@@ -10,11 +10,8 @@ import os
 import platform
 import re
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-
-from rich.text import Text
 
 # The root of the checkout, if this file is in one; the folder above an installed package means nothing.
 ROOT = Path(__file__).resolve().parents[2]
@@ -97,15 +94,3 @@ def new_document(command: str, settings: dict[str, Any]) -> dict[str, Any]:
 
 def write_json(path: Path, document: dict[str, Any]) -> None:
     path.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n")
-
-
-def origin(document: dict[str, Any]) -> Iterator[Text]:
-    machine = document["machine"]
-    commit = (machine["git_commit"] or "no commit")[:12] + (" (changed)" if machine["git_dirty"] else "")
-    date = f"{date_text(document['date'])} · " if "date" in document else ""
-    yield Text(
-        f"{date}{machine['cpu']}, {machine['cores']} cores, load {machine['load_average_1min']:g} · torch "
-        f"{machine['torch']} · torchddp {machine['torchddp'] or 'not installed'} · {commit}",
-        style="dim",
-    )
-    yield Text(document["command"], style="dim")

@@ -11,14 +11,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchddp.harness import networks
-from torchddp.harness.variants import ArgumentError, describe_error
+from torchddp.harness.launch import ModelSettings
+from torchddp.harness.machine import available_cores
+from torchddp.harness.variants import ArgumentError, describe_error, one_line
+
+if TYPE_CHECKING:
+    from torchddp.ddp.module import DistributedDataParallel
+    from torchddp.ddp.options import TransportChoice
 
 CONTRACT = (
     "it must return (module, batch) or (module, batch, loss): batch is a tensor, a tuple or dict of the module's "
@@ -81,9 +87,7 @@ MODELS: dict[str, ModelSpec] = {
     "gpt": ModelSpec("small GPT", networks.Gpt, _tokens(256, 64)),
     "conv": ModelSpec("batch-norm conv net", networks.ConvNet, _noise(8, 3, 32, 32)),
     # Small images and short texts, so that a step on one core takes at most a second.
-    "resnet50": ModelSpec("ResNet-50", networks.ResNet, _noise(4, 3, 64, 64)),
     "gpt2": ModelSpec("GPT-2 small", networks.gpt2, _tokens(networks.GPT2_VOCABULARY, 32)),
-    "llama": ModelSpec("LLaMA-like", networks.Llama, _tokens(4096, 64)),
 }
 
 
@@ -162,8 +166,7 @@ def load_factory(path: str, seed: int = 0) -> ModelSpec:
         raise ArgumentError(f"--model {path}: the factory raised {describe_error(error)}.") from error
     if not isinstance(made, tuple) or len(made) not in (2, 3) or not isinstance(made[0], nn.Module):
         raise ArgumentError(f"--model {path}: the factory returned {_a(made)}; {CONTRACT}.")
-    module, batch = made[:2]
-    loss: Callable[[Any], Tensor] = made[2] if len(made) == 3 else default_loss
+    module, batch, loss = (*made, default_loss)[:3]
     if not any(p.requires_grad for p in module.parameters()):
         raise ArgumentError(f"--model {path}: no parameter of the module requires a gradient.")
     if not callable(loss):
@@ -183,29 +186,95 @@ def _a(thing: object) -> str:
 
 def prove(name: str, seed: int, *, find_unused_parameters: bool = False) -> None:
     """Run one step. ArgumentError if it fails, or leaves a parameter without a gradient, which DDP would wait for."""
+
+    def refuse(problem: str, error: Exception | None = None) -> NoReturn:
+        raise ArgumentError(f"--model {name}: {problem}.") from error
+
     model = make_model(name, seed)
     try:
         batch = make_batch(name, seed, dist.get_rank(), 0)
         loss = find_model(name, seed).loss(run_forward(model, batch))
     except Exception as error:  # the user's code may raise anything
-        raise ArgumentError(f"--model {name}: forward or loss raised {describe_error(error)}.") from error
+        refuse(f"forward or loss raised {describe_error(error)}", error)
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
-        raise ArgumentError(f"--model {name}: the loss must be a scalar tensor that requires a gradient.")
+        refuse("the loss must be a scalar tensor that requires a gradient")
     try:
         loss.backward()
     except Exception as error:
-        raise ArgumentError(f"--model {name}: backward raised {describe_error(error)}.") from error
-    parameters = [(path, p) for path, p in model.named_parameters() if p.requires_grad]
-    for path, parameter in parameters:
-        if parameter.grad is None:
-            if find_unused_parameters:
-                continue
-            raise ArgumentError(
-                f"--model {name}: parameter '{path}' got no gradient, and DDP would wait for it; if that is intended, "
-                "add --find-unused-parameters."
-            )
-        if parameter.grad.layout is not torch.strided:
-            raise ArgumentError(
-                f"--model {name}: parameter '{path}' has a sparse gradient, which these commands cannot time."
-            )
+        refuse(f"backward raised {describe_error(error)}", error)
+    for path, parameter in model.named_parameters():
+        if parameter.grad is not None and parameter.grad.layout is not torch.strided:
+            refuse(f"parameter '{path}' has a sparse gradient, which these commands cannot time")
+        if parameter.requires_grad and parameter.grad is None and not find_unused_parameters:
+            advice = "if that is intended, add --find-unused-parameters"
+            refuse(f"parameter '{path}' got no gradient, and DDP would wait for it; {advice}")
     model.zero_grad(set_to_none=True)
+
+
+# --- a wrapped model on its rank's device ---
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A wrapped model and its step: zero the gradients, forward, backward. `step(i)` uses this rank's batch i."""
+
+    model: DistributedDataParallel
+    device: torch.device
+    step: Callable[[int], None]
+
+
+def local_ranks(world_size: int) -> int:
+    """The number of ranks on this host, from torchrun's environment; without it, all ranks."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+
+
+def choose_backend(world_size: int) -> str:
+    """NCCL if each rank of this host can have its own GPU; otherwise gloo, on the CPU."""
+    return "nccl" if 0 < local_ranks(world_size) <= torch.cuda.device_count() else "gloo"
+
+
+def threads_each(world_size: int) -> int:
+    """Threads per rank: the cores divided among the ranks. Ranks started by torchrun keep their own number."""
+    return max(1, available_cores() // local_ranks(world_size))
+
+
+def make_subject(settings: ModelSettings, bucket_cap_mb: float | None = None) -> Subject:
+    """Wrap a built-in model, or the user's own at `package.module:factory`. Collective. ArgumentError if that fails."""
+    from torchddp.ddp.module import DistributedDataParallel
+    from torchddp.errors import TransportError
+
+    name, seed, rank = settings.model, settings.seed, dist.get_rank()
+    if ":" in name:
+        prove(name, seed, find_unused_parameters=settings.find_unused_parameters)
+    module = make_model(name, seed)
+    device = torch.device("cpu")
+    if dist.get_backend() == "nccl":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)))
+        torch.cuda.set_device(device)
+        module.to(device)
+    # With device_ids, the model moves batches there too.
+    device_ids = None if device.index is None else [device.index]
+    try:
+        model = DistributedDataParallel(
+            module,
+            device_ids=device_ids,
+            bucket_cap_mb=bucket_cap_mb,
+            transport=cast("TransportChoice", settings.transport),
+            find_unused_parameters=settings.find_unused_parameters,
+        )
+    except (ValueError, RuntimeError) as error:
+        if settings.transport == "auto" or isinstance(error, TransportError):
+            raise
+        raise ArgumentError(f"--transport {settings.transport}: {one_line(error)}.") from error
+    loss_of = find_model(name, seed).loss
+
+    # A repeated step must not include the time to make a batch.
+    @functools.lru_cache(maxsize=2)
+    def batch(index: int) -> Any:
+        return make_batch(name, seed, rank, index)
+
+    def step(index: int) -> None:
+        model.zero_grad(set_to_none=True)
+        loss_of(run_forward(model, batch(index))).backward()
+
+    return Subject(model, device, step)

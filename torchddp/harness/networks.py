@@ -11,7 +11,6 @@ from torch.nn import functional as F
 SMALL_TENSORS = 1000
 SMALL_NUMEL = 64
 GPT2_VOCABULARY = 50257
-ROTARY_BASE = 10_000.0
 
 
 class ManySmallTensors(nn.Module):
@@ -100,13 +99,13 @@ def gpt2() -> Gpt:
     return Gpt(GPT2_VOCABULARY, width=768, depth=12, heads=12, max_length=1024, tied=True)
 
 
-def _convolution(inputs: int, outputs: int, size: int, stride: int = 1) -> list[nn.Module]:
+def convolution(inputs: int, outputs: int, size: int, stride: int = 1) -> list[nn.Module]:
     """A convolution and batch norm."""
     convolution = nn.Conv2d(inputs, outputs, size, stride=stride, padding=size // 2, bias=False)
     return [convolution, nn.BatchNorm2d(outputs)]
 
 
-class _Classifier(nn.Module):
+class Classifier(nn.Module):
     def __init__(self, layers: list[nn.Module], channels: int, classes: int) -> None:
         super().__init__()
         self.features = nn.Sequential(*layers)
@@ -117,98 +116,11 @@ class _Classifier(nn.Module):
         return F.cross_entropy(logits, torch.zeros(len(images), dtype=torch.long, device=images.device))
 
 
-class ConvNet(_Classifier):
+class ConvNet(Classifier):
     """Eight 3x3 convolutions with batch norm: buffers to broadcast, many one-dimensional parameters."""
 
     def __init__(self, channels: tuple[int, ...] = (32, 32, 64, 64, 128, 128, 256, 256), classes: int = 10) -> None:
         layers: list[nn.Module] = []
         for index, (inputs, width) in enumerate(pairwise((3, *channels))):
-            layers += [*_convolution(inputs, width, 3, stride=2 if index % 2 == 0 else 1), nn.ReLU()]
+            layers += [*convolution(inputs, width, 3, stride=2 if index % 2 == 0 else 1), nn.ReLU()]
         super().__init__(layers, channels[-1], classes)
-
-
-class Bottleneck(nn.Module):
-    """1x1, 3x3 and 1x1 convolutions with a shortcut."""
-
-    def __init__(self, inputs: int, width: int, stride: int) -> None:
-        super().__init__()
-        outputs = 4 * width
-        self.body = nn.Sequential(
-            *_convolution(inputs, width, 1),
-            nn.ReLU(inplace=True),
-            *_convolution(width, width, 3, stride),
-            nn.ReLU(inplace=True),
-            *_convolution(width, outputs, 1),
-        )
-        self.shortcut: nn.Module = nn.Identity()
-        if stride != 1 or inputs != outputs:
-            self.shortcut = nn.Sequential(*_convolution(inputs, outputs, 1, stride))
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return F.relu(self.body(hidden) + self.shortcut(hidden))
-
-
-class ResNet(_Classifier):
-    """torchvision's ResNet; by default ResNet-50, with 25.6 M parameters in 161 tensors."""
-
-    def __init__(self, depths: tuple[int, ...] = (3, 4, 6, 3), width: int = 64, classes: int = 1000) -> None:
-        layers = [*_convolution(3, width, 7, stride=2), nn.ReLU(inplace=True), nn.MaxPool2d(3, stride=2, padding=1)]
-        channels = width
-        for stage, depth in enumerate(depths):
-            for block in range(depth):
-                stride = 2 if stage > 0 and block == 0 else 1
-                layers.append(Bottleneck(channels, width << stage, stride))
-                channels = 4 * (width << stage)
-        super().__init__(layers, channels, classes)
-
-
-def rotate(heads: Tensor) -> Tensor:
-    """Apply rotary positions to [batch, head, length, width]: rotate each pair of channels by its token's position."""
-    length, half = heads.shape[2], heads.shape[3] // 2
-    # Computed in each forward, because DDP would broadcast a table in a buffer in every step.
-    pace = ROTARY_BASE ** (-torch.arange(half, device=heads.device) / half)
-    angle = torch.arange(length, device=heads.device)[:, None] * pace
-    cosine, sine = angle.cos(), angle.sin()
-    first, second = heads[..., :half], heads[..., half:]
-    return torch.cat((first * cosine - second * sine, first * sine + second * cosine), dim=-1)
-
-
-class _LlamaBlock(nn.Module):
-    def __init__(self, width: int, heads: int, hidden_width: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.attention_norm = nn.RMSNorm(width)
-        square = (nn.Linear(width, width, bias=False) for _ in range(4))
-        self.query, self.key, self.value, self.projection = square
-        self.mlp_norm = nn.RMSNorm(width)
-        self.gate = nn.Linear(width, hidden_width, bias=False)
-        self.up = nn.Linear(width, hidden_width, bias=False)
-        self.down = nn.Linear(hidden_width, width, bias=False)
-
-    def _split(self, hidden: Tensor) -> Tensor:
-        return hidden.view(*hidden.shape[:-1], self.heads, -1).transpose(1, 2)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        normed = self.attention_norm(hidden)
-        query, key, value = (self._split(project(normed)) for project in (self.query, self.key, self.value))
-        mixed = F.scaled_dot_product_attention(rotate(query), rotate(key), value, is_causal=True)
-        hidden = hidden + self.projection(mixed.transpose(1, 2).flatten(2))
-        normed = self.mlp_norm(hidden)
-        return torch.add(hidden, self.down(F.silu(self.gate(normed)) * self.up(normed)))
-
-
-class Llama(nn.Module):
-    """A LLaMA-like decoder (RMSNorm, rotary attention, SwiGLU, no biases); by default 23 M parameters in 57 tensors."""
-
-    def __init__(
-        self, vocabulary: int = 4096, width: int = 512, depth: int = 6, heads: int = 8, hidden_width: int = 1376
-    ) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(vocabulary, width)
-        self.blocks = nn.Sequential(*(_LlamaBlock(width, heads, hidden_width) for _ in range(depth)))
-        self.norm = nn.RMSNorm(width)
-        self.head = nn.Linear(width, vocabulary, bias=False)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        logits = self.head(self.norm(self.blocks(self.tokens(tokens[:, :-1]))))
-        return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())

@@ -31,8 +31,7 @@ class PairedRatio:
 def summarize(values: Sequence[float] | np.ndarray) -> dict[str, float]:
     """The order statistics we quote for one series."""
     fractions = {"median": 0.5, "p90": 0.9, "q25": 0.25, "q75": 0.75, "p99": 0.99}
-    found = np.quantile(np.asarray(values, dtype=float), list(fractions.values()))
-    return dict(zip(fractions, found.tolist(), strict=True))
+    return {name: float(np.quantile(values, fraction)) for name, fraction in fractions.items()}
 
 
 def _quantile(ordered: np.ndarray, fraction: float) -> float:
@@ -51,9 +50,8 @@ def median_interval(ordered: np.ndarray) -> tuple[float, float]:
 def paired_ratio(ours: Sequence[float] | np.ndarray, theirs: Sequence[float] | np.ndarray) -> PairedRatio:
     """Compute each round's ratio, then the median and spread of the ratios.
 
-    A cost is a difference of two timings, so noise can push it to zero or below, where a ratio is meaningless. Dropping
-    such rounds would bias the result, so a round counts as +inf if ours costs more than theirs, and else as 0. A median
-    tolerates this as long as such rounds are few; `odd_rounds` is their number.
+    A cost is a difference of two timings, so noise can push it to zero or below. Dropping such rounds would bias the
+    result, so they count as +inf if ours costs more than theirs, and else as 0; `odd_rounds` is their number.
     """
     ours_array, theirs_array = np.asarray(ours, dtype=float), np.asarray(theirs, dtype=float)
     if ours_array.shape != theirs_array.shape or ours_array.ndim != 1 or len(ours_array) == 0:

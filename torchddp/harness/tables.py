@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rich import box
 from rich.table import Table
 from rich.text import Text
+
+from torchddp.harness.machine import date_text
 
 MB = 1e6
 MAX_WIDTH = 80
@@ -61,16 +63,9 @@ def ratio_text(ratio: dict[str, Any] | None, without: str = "1 (torch's best)") 
     return Text(f"{median} [{q25}..{q75}]", style=style)
 
 
-def plain_table(
-    title: str,
-    first: str,
-    *numbers: str,
-    second: str | None = None,
-    notes: Sequence[str] = (),
-) -> Table:
-    """A table with a first column, an optional second one of text, and columns of numbers; notes go below it.
-
-    Gaps are narrow, so that every table fits 80 columns.
+def plain_table(title: str, first: str, *numbers: str, second: str | None = None, notes: Sequence[str] = ()) -> Table:
+    """A table with a first column, an optional second one of text, and columns of numbers; notes go below it. Gaps are
+    narrow, so that every table fits 80 columns.
     """
     table = Table(
         title=title,
@@ -88,3 +83,16 @@ def plain_table(
     for heading in numbers:
         table.add_column(Text(heading), justify="right", no_wrap=True)
     return table
+
+
+def origin(document: dict[str, Any]) -> Iterator[Text]:
+    """When, where and by which command the results of a document were made."""
+    machine = document["machine"]
+    commit = (machine["git_commit"] or "no commit")[:12] + (" (changed)" if machine["git_dirty"] else "")
+    date = f"{date_text(document['date'])} · " if "date" in document else ""
+    yield Text(
+        f"{date}{machine['cpu']}, {machine['cores']} cores, load {machine['load_average_1min']:g} · torch "
+        f"{machine['torch']} · torchddp {machine['torchddp'] or 'not installed'} · {commit}",
+        style="dim",
+    )
+    yield Text(document["command"], style="dim")

@@ -52,7 +52,7 @@ def parallelize(
 
     With one process or no process group, returns the module itself. Otherwise it returns a `DistributedDataParallel`, a
     `ShardedDataParallel` (ZeRO-2, Rajbhandari et al. 2020), or the same module with its parameters sharded by torch's
-    ``fully_shard`` (FSDP2, Zhao et al. 2023; with replicas: HSDP). `parallel_group_info` then reports the groups.
+    ``fully_shard`` (FSDP2, Zhao et al. 2023; with replicas: HSDP). `parallel_group_info` reports the model's groups.
 
     Args:
         model: already on its device. With tensor parallelism: after ``parallelize_module`` over
@@ -78,14 +78,17 @@ def parallelize(
     layout = groups.layout_here(config, has_dtensors)
     if layout.kind == "sharded" and optimizer is None:
         raise ValueError("kind 'sharded' shards the optimizer's state: pass optimizer=functools.partial(AdamW, lr=...)")
-    mesh = groups.open_groups(layout, config, config.device_type or _device_type(model))
-    if layout.kind == "sharded":
-        assert optimizer is not None and mesh is not None
-        return _shard_states(model, config, optimizer, mesh)
+    opened = groups.open_groups(layout, config, config.device_type or _device_type(model))
+    made: Optimizer | None = None
     if layout.kind != "none":
-        assert mesh is not None
-        model = _apply(model, config, layout, mesh)
-    return model if optimizer is None else (model, optimizer(model.parameters()))
+        assert opened.mesh is not None
+        if layout.kind == "sharded":
+            assert optimizer is not None
+            model, made = _shard_states(model, config, optimizer, opened.mesh)
+        else:
+            model = _apply(model, config, layout, opened.mesh)
+    groups.note_groups(model, opened)
+    return model if optimizer is None else (model, made or optimizer(model.parameters()))
 
 
 def _apply(model: nn.Module, config: ParallelConfig, layout: groups.Layout, mesh: DeviceMesh) -> nn.Module:
@@ -105,10 +108,7 @@ def _shard_states(
     group = mesh.get_group("dp")
     cls, given = (optimizer.func, optimizer) if isinstance(optimizer, functools.partial) else (optimizer, None)
     if not (isinstance(cls, type) and issubclass(cls, Optimizer)) or (given is not None and given.args):
-        raise TypeError(
-            f"optimizer: got {optimizer!r}; kind 'sharded' needs a class of optimizers, or functools.partial of one "
-            "with keyword arguments"
-        )
+        raise TypeError(f"optimizer: got {optimizer!r}; kind 'sharded' needs a class, or a partial with only keywords")
     options = {} if given is None else given.keywords
     if not issubclass(cls, OSS):
         options = {**options, "optim": cls}
@@ -145,10 +145,8 @@ def _dtype(name: str, given: str | torch.dtype | None) -> torch.dtype | None:
 
 def _check_optimizer(optimizer: object) -> None:
     if isinstance(optimizer, Optimizer):
-        raise TypeError(
-            f"optimizer: got an existing {type(optimizer).__name__}; allowed: its class, or functools.partial of it, "
-            "because sharding replaces parameters"
-        )
+        kind = type(optimizer).__name__
+        raise TypeError(f"optimizer: got an existing {kind}; allowed: its class, or functools.partial of it")
     if optimizer is not None and not callable(optimizer):
         raise TypeError(f"optimizer: got a {type(optimizer).__name__}, allowed: a class, or functools.partial of one")
 

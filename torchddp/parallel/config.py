@@ -5,9 +5,12 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import difflib
+import importlib
 import inspect
+import json
 import os
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
@@ -17,7 +20,6 @@ from torchddp.ddp.former_names import FORMER, SETTINGS
 from torchddp.ddp.grad_precision import Precision
 from torchddp.ddp.module import DistributedDataParallel
 from torchddp.errors import warn_user
-from torchddp.parallel import read
 from torchddp.sharded import ShardedDataParallel
 
 Kind = Literal["auto", "none", "ddp", "sharded", "fsdp", "hsdp"]
@@ -134,7 +136,7 @@ class ParallelConfig:
         else. Raises as the constructor does, naming file and option; also ValueError for a file that can't be parsed,
         another suffix or a missing section, ImportError if its parser is not installed, OSError.
         """
-        return _made(read.read_file(path, section), os.fspath(path), ParallelConfig())
+        return _made(_read_file(path, section), os.fspath(path), ParallelConfig())
 
     @classmethod
     def from_cli(cls, args: Iterable[str], base: ParallelConfig | None = None) -> ParallelConfig:
@@ -143,7 +145,7 @@ class ParallelConfig:
         Options of DDP are ``ddp.NAME=VALUE``; ``wrap`` takes comma-separated names; ``none`` is None. Options that are
         not given come from ``base``. Raises as the constructor does, suggesting the nearest name for an unknown one.
         """
-        return _made(read.read_arguments(args), "command line", base or ParallelConfig())
+        return _made(_read_arguments(args), "command line", base or ParallelConfig())
 
     def as_dict(self) -> dict[str, Any]:
         """The options that differ from their defaults, for ``from_mapping`` and files.
@@ -157,10 +159,6 @@ class ParallelConfig:
             if value != default:
                 values[item.name] = _filed(item.name, value)
         return values
-
-    def to_cli(self) -> list[str]:
-        """Arguments from which `from_cli` recreates this config. TypeError as in `as_dict`."""
-        return read.written_arguments(self.as_dict())
 
 
 def _made(values: Mapping[str, Any], source: str, base: ParallelConfig) -> ParallelConfig:
@@ -225,12 +223,12 @@ def nearest(name: str, names: Iterable[str]) -> str:
 
 def _check_types(config: ParallelConfig) -> None:
     """TypeError or ValueError for a field of the wrong type, a number out of range, or an unknown name."""
-    for name in read.FLAGS:
+    for name in FLAGS:
         _require(name, getattr(config, name), isinstance(getattr(config, name), bool), "true or false")
     for name in ("kind", "sharding_strategy", "parallel_backend", "device_type", "param_dtype", "reduce_dtype"):
         value, wanted = getattr(config, name), "a string" if name == "kind" else "a string or none"
         _require(name, value, isinstance(value, str) or (value is None and name != "kind"), wanted)
-    for name in read.NUMBERS:
+    for name in NUMBERS:
         value, least = getattr(config, name), 1 if name.endswith("_parallel") else 0
         if value is None and least == 1:
             continue
@@ -265,10 +263,8 @@ def _check_together(config: ParallelConfig) -> None:
     if kind == "hsdp" and strategy is not None and not strategy.startswith("HYBRID_SHARD"):
         raise ValueError(f"kind 'hsdp' with sharding_strategy '{strategy}': allowed: HYBRID_SHARD, HYBRID_SHARD_ZERO2")
     if config.cpu_offload and not with_fsdp:
-        raise ValueError(
-            f"cpu_offload with kind '{config.chosen_kind}', which can't offload: set use_fsdp (torch's FSDP2), or use "
-            "DeepSpeed"
-        )
+        chosen = config.chosen_kind
+        raise ValueError(f"cpu_offload with kind '{chosen}', which can't: set use_fsdp (FSDP2), or use DeepSpeed")
     for name in _FSDP_ONLY:
         if not with_fsdp and getattr(config, name) not in (None, 0, False):
             raise ValueError(f"{name} with kind '{config.chosen_kind}': it is an option of FSDP; set use_fsdp")
@@ -294,3 +290,122 @@ def _check_ddp_options(kind: str, options: Mapping[str, Any]) -> None:
             raise ValueError(f"ddp.{name}: use {_NOT_FOR_USERS[name]} instead")
         if name not in allowed:
             raise ValueError(f"ddp.{name}: unknown option of {wrapper.__name__}{nearest(name, allowed)}")
+
+
+# --- options from files and command lines ---
+
+
+FLAGS = ("use_fsdp", "cpu_offload", "sync_module_states")
+NUMBERS = ("model_parallel", "data_parallel", "forward_prefetch", "backward_prefetch")
+_WORDS = {"true": True, "false": False, "none": None, "null": None}
+_SUFFIXES = ".toml, .yaml, .yml, .json"
+
+
+def _read_file(path: str | os.PathLike[str], section: str | None) -> dict[str, Any]:
+    """The table of options in a file: see ParallelConfig.from_file."""
+    path = Path(path)
+    table: Any = _parse(path)
+    for name in section.split(".") if section else ():
+        if not isinstance(table, Mapping) or name not in table:
+            found = ", ".join(map(str, table)) if isinstance(table, Mapping) else "no table"
+            raise ValueError(f"{path}: there is no section '{section}' (found: {found})")
+        table = table[name]
+    where = f"section '{section}'" if section else "the file"
+    if table is None:  # an empty YAML file
+        return {}
+    if not isinstance(table, Mapping):
+        raise TypeError(f"{path}: {where} is a {type(table).__name__}, allowed: a table of options")
+    bad = [key for key in table if not isinstance(key, str)]
+    if bad:
+        raise TypeError(f"{path}: option {bad[0]!r} is not a string")
+    return dict(table)
+
+
+def _parse(path: Path) -> Any:
+    if path.suffix not in _SUFFIXES.split(", "):
+        raise ValueError(f"{path}: got the suffix '{path.suffix}', allowed: {_SUFFIXES}")
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".toml":
+        parser, errors = _toml_parser(path), ValueError  # TOMLDecodeError is one
+        load = parser.loads
+    elif path.suffix == ".json":
+        load, errors = json.loads, ValueError
+    else:
+        parser = _needed("yaml", path, "PyYAML")
+        load, errors = parser.safe_load, parser.YAMLError
+    try:
+        return load(text)
+    except errors as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def _toml_parser(path: Path) -> Any:
+    try:
+        return importlib.import_module("tomllib")  # Python 3.11
+    except ModuleNotFoundError:
+        return _needed("tomli", path, "tomli (Python 3.10 has no parser for TOML)")
+
+
+def _needed(module: str, path: Path, package: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError:
+        raise ImportError(f"{path}: to read it, pip install {package}") from None
+
+
+def _read_arguments(args: Iterable[str]) -> dict[str, Any]:
+    """Options by name: see ParallelConfig.from_cli. Names are not checked here, but flags and numbers are parsed."""
+    found: dict[str, Any] = {}
+    waiting = list(args)
+    while waiting:
+        argument = waiting.pop(0)
+        text: str | None
+        key, has_value, text = argument.partition("=")
+        if not (argument.startswith("--") or has_value):
+            raise ValueError(f"command line: got '{argument}', allowed: --option, --option=value, option=value")
+        name, _, option = key.removeprefix("--").partition(".")
+        name, option = name.replace("-", "_"), option.replace("-", "_")
+        if not has_value:
+            if name in FLAGS:
+                text = "true"
+            elif name.removeprefix("no_") in FLAGS:
+                name, text = name.removeprefix("no_"), "false"
+            elif waiting:
+                text = waiting.pop(0)
+            else:
+                text = None
+        if text is None or (not has_value and text.startswith("--")):
+            raise ValueError(f"command line: {key} has no value: {key}=VALUE")
+        if name == "ddp" and option:
+            found.setdefault("ddp", {})[option] = _guessed(text)
+        else:
+            full = f"{name}.{option}" if option else name
+            found[full] = _value(full, text)
+    return found
+
+
+def _value(name: str, text: str) -> Any:
+    """The value of the option ``name``. A value that can't be parsed stays a string, which the config rejects."""
+    if name != "kind" and text.lower() in ("none", "null"):
+        return None
+    if name in FLAGS:
+        return _WORDS.get(text.lower(), text)
+    if name in NUMBERS:
+        try:
+            return int(text)
+        except ValueError:
+            return text
+    if name == "wrap":
+        return [item.strip() for item in text.split(",")] if text else []
+    return text
+
+
+def _guessed(text: str) -> Any:
+    """A value of unknown type: parsed as JSON, or as none, True or False, or else a string."""
+    if text.lower() in _WORDS:
+        return _WORDS[text.lower()]
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return text
+    return value if isinstance(value, (str, int, float)) else text

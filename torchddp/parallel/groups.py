@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from torchddp.parallel.config import ParallelConfig
@@ -42,8 +43,7 @@ def plan_layout(config: ParallelConfig, world_size: int, ranks_of_a_host: int, t
     """The layout of ``config`` for ``world_size`` ranks.
 
     ``ranks_of_a_host``: HSDP's default model-parallel group. ``tensor_parallel``: parameters are already DTensors.
-    ValueError: sizes that don't multiply to the world size, model parallelism without a plan, or a plan that conflicts
-    with the kind.
+    ValueError: sizes whose product isn't the world size, or model parallelism that doesn't fit the kind.
     """
     kind = config.chosen_kind
     wanted = config.model_parallel
@@ -85,15 +85,9 @@ def _sizes(config: ParallelConfig, world_size: int, model_parallel: int) -> tupl
 def _check_plan(kind: str, model_parallel: int, tensor_parallel: bool) -> None:
     if tensor_parallel:
         if kind in ("sharded", "hsdp"):
-            raise ValueError(
-                f"kind '{kind}' on a model whose parameters are already DTensors: allowed: 'ddp' and 'fsdp' over the "
-                "data-parallel dimension of the mesh"
-            )
+            raise ValueError(f"kind '{kind}' on a model of DTensors: allowed: 'ddp' and 'fsdp' over the mesh's 'dp'")
         if model_parallel == 1:
-            raise ValueError(
-                "the model's parameters are DTensors, but model_parallel is 1: set it to the number of ranks of the "
-                "model's tensor parallel plan"
-            )
+            raise ValueError("the parameters are DTensors, but model_parallel is 1: set it to the ranks of their plan")
     elif model_parallel > 1 and kind in ("ddp", "fsdp", "sharded"):
         raise ValueError(
             f"model_parallel {model_parallel} with kind '{kind}' on a model without a tensor parallel plan: call "
@@ -132,19 +126,20 @@ class ParallelGroupInfo:
     dp: GroupInfo
 
 
-@dataclass
-class _Made:
+@dataclass(frozen=True)
+class Groups:
     """The groups of a layout. Holds no process groups: those end when destroy_process_group is called."""
 
     world: weakref.ref[dist.ProcessGroup] | None  # the process group in which they were created
     key: tuple[object, ...]
-    mesh: DeviceMesh | None
+    mesh: DeviceMesh | None  # None: without a process group
 
     def is_of(self, world: dist.ProcessGroup | None) -> bool:
         return (None if self.world is None else self.world()) is world
 
 
-_made: list[_Made] = []
+_opened: list[Groups] = []
+_of_models: weakref.WeakKeyDictionary[nn.Module, Groups] = weakref.WeakKeyDictionary()
 # as long as torch's stores wait, because some ranks' models may take longer to build
 _HOSTS_TIMEOUT = datetime.timedelta(minutes=10)
 _host_sizes: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
@@ -162,37 +157,50 @@ def device_mesh(config: ParallelConfig) -> DeviceMesh:
         raise RuntimeError("a mesh needs a process group: call torch.distributed.init_process_group first")
     wants_plan = config.chosen_kind in ("ddp", "fsdp") and (config.model_parallel or 1) > 1
     layout = layout_here(config, wants_plan)
-    mesh = open_groups(layout, config, config.device_type or ("cuda" if torch.cuda.is_available() else "cpu"))
+    mesh = open_groups(layout, config, config.device_type or ("cuda" if torch.cuda.is_available() else "cpu")).mesh
     assert mesh is not None
     return mesh
 
 
-def parallel_group_info() -> ParallelGroupInfo:
-    """The groups that the last `parallelize` or `device_mesh` of this process created or used. Not collective.
+def parallel_group_info(model: nn.Module | DeviceMesh) -> ParallelGroupInfo:
+    """The groups of a model, or of a mesh. Not collective.
 
-    In a single process both contain this rank alone. RuntimeError before the first of these calls, and after their
-    process group was destroyed.
+    In a single process both contain this rank alone.
+
+    Args:
+        model: what `parallelize` has returned, or a mesh from `device_mesh`.
+
+    Raises:
+        RuntimeError: the model did not come from `parallelize`, or the process group was destroyed since.
     """
-    if _made and _made[-1].is_of(_world()):
-        return _info_of(_made[-1].mesh)
-    raise RuntimeError(
-        "there are no data- and model-parallel groups yet: call torchddp.parallelize or torchddp.parallel.device_mesh "
-        "first, after init_process_group"
-    )
+    if isinstance(model, DeviceMesh):
+        return _info_of(model)
+    groups = _of_models.get(model)
+    if groups is None or not groups.is_of(_world()):
+        raise RuntimeError(
+            f"this {type(model).__name__} has no data- and model-parallel groups: pass the model that "
+            "torchddp.parallelize returned after init_process_group"
+        )
+    return _info_of(groups.mesh)
 
 
-def open_groups(layout: Layout, config: ParallelConfig, device_type: str) -> DeviceMesh | None:
-    """The mesh of a layout; None without a process group. Collective unless it already exists."""
+def note_groups(model: nn.Module, groups: Groups) -> None:
+    """For `parallel_group_info`."""
+    _of_models[model] = groups
+
+
+def open_groups(layout: Layout, config: ParallelConfig, device_type: str) -> Groups:
+    """The groups of a layout. Collective unless they already exist, or there is no process group."""
     world = _world()
     two = layout.model_parallel > 1 or layout.kind == "hsdp" or layout.replicates
     key = (layout.data_parallel, layout.model_parallel, two, device_type, config.parallel_backend)
-    made = next((made for made in _made if made.is_of(world) and made.key == key), None)
-    if made is None:
+    _opened[:] = [groups for groups in _opened if groups.is_of(world)]
+    found = next((groups for groups in _opened if groups.key == key), None)
+    if found is None:
         mesh = None if world is None else _new_mesh(layout, two, config.parallel_backend, device_type)
-        made = _Made(None if world is None else weakref.ref(world), key, mesh)
-    # The last entry is the one reported; groups of a destroyed process group are dropped.
-    _made[:] = [other for other in _made if other.is_of(world) and other is not made] + [made]
-    return made.mesh
+        found = Groups(None if world is None else weakref.ref(world), key, mesh)
+        _opened.append(found)
+    return found
 
 
 def _new_mesh(layout: Layout, two: bool, backend: str | None, device_type: str) -> DeviceMesh:
@@ -239,8 +247,8 @@ def ranks_of_a_host() -> int:
     """The number of ranks per host if it is the same on all hosts and each host's ranks are consecutive; otherwise the
     world size.
 
-    The first call in a process group is collective. Ranks tell each other through the store, because a launcher only
-    knows the ranks it started itself, and a model's GPU may not be chosen yet.
+    The first call in a process group is collective, through the store: a launcher only knows the ranks it started
+    itself, and a model's GPU may not be chosen yet.
     """
     world = _world()
     if world is None or world.size() == 1:

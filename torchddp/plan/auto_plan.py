@@ -81,14 +81,9 @@ class StepRecorder:
         self._rows.append([time_ns / 1e9 for time_ns in times_ns])
 
     def times(self, device: torch.device, timeout: datetime.timedelta) -> StepTimes:
-        """Combine what all ranks have recorded. Collective.
+        """Combine what all ranks have recorded. Collective. ``timeout``: of the exchange; zero: the transport's own.
 
-        Args:
-            device: of the parameters.
-            timeout: of the exchange; zero: the transport's own.
-
-        Raises:
-            ValueError: no synchronized step was recorded.
+        ValueError: no synchronized step was recorded.
         """
         if not self._rows:
             raise ValueError("no synchronized step was recorded: run forward and backward outside no_sync()")
@@ -131,9 +126,9 @@ class BucketPlanning(StepObserver):
             self.start(look_for_kept=session.is_collective)
 
     def start(self, look_for_kept: bool) -> None:
-        """Plan from the next steps, unless there is only one rank. Collective if ``look_for_kept``.
+        """Plan from the next steps, unless there is only one rank.
 
-        ``look_for_kept``: use the plan saved for this model and group, if rank 0 finds one.
+        ``look_for_kept``: use the plan saved for this model and group, if rank 0 finds one. Collective then.
         """
         self.close()
         session, reducer = self._session, self._session.reducer
@@ -151,9 +146,8 @@ class BucketPlanning(StepObserver):
         self.is_under_way = True
 
     def before_step(self) -> None:
-        """Measure or plan, if planning is under way. Collective in the step that plans.
-
-        All ranks have finished the same number of synchronized steps, so they measure and plan in the same ones.
+        """Measure or plan, if planning is under way. Collective in the step that plans, which is the same on all
+        ranks.
         """
         if self.is_under_way and self._session.synchronizes:
             self._carry_on()

@@ -77,27 +77,16 @@ def buckets_of(plan: _C.BucketPlan) -> Buckets:
 
 
 def merged_buckets(
-    specs: Specs,
-    order: Sequence[int],
-    ready_s: Sequence[float],
-    cost: LinearCost,
-    slack_s: float = 0.0,
+    specs: Specs, order: Sequence[int], ready_s: Sequence[float], cost: LinearCost, slack_s: float = 0.0
 ) -> Buckets:
     """The buckets that finish first, over all ways to cut ``order`` into runs.
 
     Exact, by dynamic programming over the cuts, O(n^2) at worst. Neighboring runs are then merged, to send fewer
-    messages, as long as the last bucket finishes at most ``slack_s`` later.
+    messages, as long as the last bucket finishes at most ``slack_s`` later. ``order``: indices of ``specs`` as they
+    become ready. ``ready_s``: by parameter, in seconds since backward began; raised to that of earlier ones in
+    ``order``. ``cost``: of a message.
 
-    Args:
-        specs: the gradients.
-        order: their indices, as they become ready.
-        ready_s: by parameter, in seconds since backward began. A time below that of a gradient earlier in ``order`` is
-            raised to it.
-        cost: of a message.
-        slack_s: in seconds.
-
-    Raises:
-        ValueError: times or costs that are negative or not finite; an order that is not a permutation.
+    ValueError: times or costs that are negative or not finite; an order that is not a permutation.
     """
     if sorted(order) != list(range(len(specs))):
         raise ValueError(
@@ -122,11 +111,7 @@ def merged_buckets(
 
 
 def finish_s(buckets: Buckets, specs: Specs, ready_s: Sequence[float], cost: LinearCost) -> float:
-    """When the last bucket is reduced, in seconds since backward began.
-
-    Raises:
-        ValueError: times or costs that are negative or not finite.
-    """
+    """When the last bucket is reduced, in seconds since backward began. ValueError: see `merged_buckets`."""
     _check(len(specs), ready_s, cost)
     free_s = 0.0
     for bucket in buckets:

@@ -28,20 +28,13 @@ def measure_cost(
     *,
     host_too: bool = False,
 ) -> LinearCost:
-    """Measure the time of an all-reduce and of a rank's own work for it. Collective.
+    """Measure the time of an all-reduce and of a rank's own work for it. Collective; all ranks get rank 0's numbers.
 
     Takes about 0.6 s, and more only if the third message size (64 KiB, over shared memory 1 MiB) takes longer than a
-    tenth of that. All ranks get rank 0's measurements.
+    tenth of that. ``timeout``: of a message; zero: the transport's own. ``host_too``: also the CPU time of TCP, which
+    only the simulator needs (0.2 s more).
 
-    Args:
-        transport: carries the messages.
-        device: of the messages.
-        timeout: of a message; zero: the transport's own.
-        host_too: also measure the CPU time of TCP, which only the simulator needs (0.2 s more).
-
-    Raises:
-        TransportError: a peer is gone.
-        NoRoomError: no shared memory for the messages.
+    TransportError: a peer is gone. NoRoomError: no shared memory for the messages.
     """
     if transport.size == 1:
         return LinearCost(0.0, 0.0)
@@ -74,9 +67,8 @@ _HOST_TIMEOUT = datetime.timedelta(seconds=10)
 def measure_host_cost() -> tuple[float, float]:
     """CPU seconds of one rank, per message and per byte, for gloo's all-reduce between two ranks. Not collective.
 
-    Both ranks run in this process, connected over loopback. Over a slow link the CPU wakes up for every packet, so its
-    time there says nothing about a faster link. Takes about 0.2 s and 32 MiB of memory. Returns (0, 0) without gloo, or
-    if the two can't connect.
+    Both ranks run in this process, connected over loopback: over a slow link the CPU wakes up for every packet, which
+    does not predict a faster link. Takes about 0.2 s and 32 MiB. (0, 0) without gloo, or if the two can't connect.
     """
     if not dist.is_gloo_available():
         return 0.0, 0.0

@@ -84,10 +84,8 @@ def load_plan(path: Path, key: PlanKey) -> Buckets | None:
     found = document if isinstance(document, dict) else {}
     for name, value in {"kind": _KIND, "format": FORMAT, **asdict(key)}.items():
         if found.get(name) != value:
-            raise PlanCacheError(
-                f"The cached plan '{path}' does not fit: its {name} is {found.get(name)!r}, here it is {value!r}; "
-                "delete it or tune again."
-            )
+            fit = f"its {name} is {found.get(name)!r}, here it is {value!r}"
+            raise PlanCacheError(f"The cached plan '{path}' does not fit: {fit}; delete it or tune again.")
     buckets = found.get("buckets")
     if not isinstance(buckets, list) or not all(
         isinstance(bucket, list) and all(isinstance(index, int) and 0 <= index < 2**31 for index in bucket)

@@ -35,18 +35,12 @@ LEAST_S, MOST_STEPS = 2.0, 400
 def record_profile(
     model: DistributedDataParallel, step: Callable[[], object], *, name: str = "", steps: int = 9
 ) -> StepProfile:
-    """Run and measure a model's step. Collective; all ranks get the same profile.
+    """Run and measure a model's step. Collective; all ranks get the same profile. The buckets stay as they are.
 
-    After four warm-up steps, ``steps`` steps with overlap, which give ``step_s``, alternate with as many without, which
-    give the parts of a step. Short steps are repeated more often, for up to two seconds. Then the cost of messages is
-    measured on the model's group. The buckets stay as they are.
-
-    Args:
-        model: a ``torchddp.DistributedDataParallel``.
-        step: runs one forward and backward of ``model``. It may also zero gradients and step an optimizer, which then
-            count as overhead.
-        name: the model's name in the profile; empty: its class's name.
-        steps: at least this many of each kind.
+    After four warm-up steps, at least ``steps`` steps with overlap, which give ``step_s``, alternate with as many
+    without, which give the parts of a step; short steps are repeated for up to two seconds. Then the cost of messages
+    is measured. ``step`` runs one forward and backward of ``model`` (a ``torchddp.DistributedDataParallel``); what else
+    it does counts as overhead. ``name``: the model's name in the profile; empty: its class's name.
 
     Raises:
         ValueError: ``steps`` below 1, a model that is still planning, or steps that synchronize nothing.

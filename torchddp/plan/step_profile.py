@@ -88,12 +88,16 @@ class StepProfile:
         count, indices = len(self.gradients), [index for bucket in self.buckets for index in bucket]
         own_s = (self.forward_s, self.backward_s, self.step_s, self.overhead_s, self.message_slowdown)
         times = (*own_s, *asdict(self.cost).values(), *self.ready_s)
-        if not all(isinstance(value, (int, float)) for value in times):
-            raise ProfileError("The profile has a time that is not a number.")
         sizes = [size for g in self.gradients for size in (g.numel, g.itemsize, g.dtype, g.device)]
         counts = (self.world_size, self.ranks_per_host, *sizes, *self.order, *indices)
+        own = (self.model, self.fingerprint, self.transport, self.device, self.backend)
+        texts = (*own, self.torchddp_version, self.torch_version, *(gradient.name for gradient in self.gradients))
+        if not all(isinstance(value, (int, float)) for value in times):
+            raise ProfileError("The profile has a time that is not a number.")
         if not all(isinstance(value, int) and 0 <= value < 2**48 for value in counts):
             raise ProfileError("The profile has a size or an index that is not a number, below 0, or too large.")
+        if not all(isinstance(text, str) and text.isprintable() for text in texts):
+            raise ProfileError("The profile has a name that is not a printable text.")
         if count == 0 or sorted(self.order) != list(range(count)):
             raise ProfileError(f"The order of the profile is not a permutation of its {count} gradients.")
         if sorted(indices) != list(range(count)):
@@ -106,14 +110,9 @@ class StepProfile:
                 raise ProfileError("The profile has a gradient of an impossible dtype or device.")
             if not isinstance(g.sparse, bool):
                 raise ProfileError("The profile has a gradient that is neither sparse nor dense.")
-        own = (self.model, self.fingerprint, self.transport, self.device, self.backend)
-        texts = (*own, self.torchddp_version, self.torch_version, *(gradient.name for gradient in self.gradients))
-        if not all(isinstance(text, str) and text.isprintable() for text in texts):
-            raise ProfileError("The profile has a name that is not a printable text.")
-        if self.world_size < 1 or self.ranks_per_host < 1:
-            raise ProfileError(
-                f"The profile has {self.world_size} ranks, {self.ranks_per_host} per host; both must be at least 1."
-            )
+        if min(self.world_size, self.ranks_per_host) < 1:
+            sizes_text = f"{self.world_size} ranks, {self.ranks_per_host} per host"
+            raise ProfileError(f"The profile has {sizes_text}; both must be at least 1.")
 
     @property
     def ready_s(self) -> list[float]:

@@ -1,6 +1,5 @@
 """Shows where a step's time goes: `profile` in detail, `monitor` all the time."""
 
-from torchddp.profiler.session import Profile, profile
-from torchddp.profiler.step_values import Monitor, monitor
+from torchddp.profiler.session import Monitor, Profile, monitor, profile
 
 __all__ = ["Monitor", "Profile", "monitor", "profile"]

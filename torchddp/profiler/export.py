@@ -1,8 +1,8 @@
 """Exports steps in Chrome's trace format (JSON), for Perfetto and chrome://tracing, and as a picture.
 
 In a trace, each rank is a process. Its thread "autograd" shows forward, backward and exposed communication. Each bucket
-has its own thread: gathering (first to last gradient), packing, queued behind earlier buckets, in flight. The picture
-has a panel per rank and a row per thread. It needs matplotlib.
+has a thread: gathering (first to last gradient), packing, queued behind earlier buckets, in flight. The picture has a
+panel per rank and a row per thread.
 """
 
 from __future__ import annotations
@@ -64,12 +64,9 @@ def spans(step: Step) -> list[tuple[int, str, int, int]]:
 def chrome_trace(
     ranks: Sequence[tuple[int, str, Sequence[Step]]], names: Sequence[str], about: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """The trace as a JSON object.
+    """The trace as a JSON object, starting with the earliest step.
 
-    Args:
-        ranks: (rank, label, steps) of each, all on one clock. The trace starts with the earliest step.
-        names: of the parameters, by index.
-        about: stored in the trace as `otherData`.
+    ``ranks``: (rank, label, steps) of each, on one clock. ``names``: of the parameters. ``about``: its `otherData`.
     """
     zero_ns = min((step.forward_begin_ns for _, _, steps in ranks for step in steps), default=0)
     events: list[dict[str, Any]] = []

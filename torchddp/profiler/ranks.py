@@ -9,14 +9,9 @@ bounds it from the other. Many rounds narrow the bounds.
 
 Note [Stragglers]
 
-In each step some rank comes last, if only by chance. A rank is called a straggler only if both of these hold:
-
-* It was last in more steps than chance explains: p < 0.05. If all ranks were alike, each of W ranks would be last in a
-  step with probability 1 / W. p is the probability that some rank would then be last in as many steps or more: the tail
-  of the binomial distribution, times W because the rank is chosen for having been last most often (Bonferroni).
-* It matters: each other rank waits for it for at least 1 % of a step on average.
-
-With two ranks, p can fall below 0.05 only from six steps on.
+Some rank comes last in each step, if only by chance. A straggler was last in more steps than chance explains: p < 0.05,
+where p is the tail of the binomial distribution with probability 1 / W, times W because the rank is chosen for having
+been last most often (Bonferroni). It also matters: each other rank waits for it for at least 1 % of a step on average.
 """
 
 from __future__ import annotations
@@ -63,11 +58,8 @@ def clock_identity() -> str:
 
 
 def align(identities: Sequence[str], readings: Sequence[Readings]) -> list[Clock]:
-    """The clock of each rank relative to rank 0's.
-
-    Args:
-        identities: `clock_identity()` of each rank.
-        readings: of each rank, with equally many rounds; empty if all identities are equal.
+    """The clock of each rank relative to rank 0's, from each rank's `clock_identity()` and its readings, which may be
+    empty if all identities are equal.
     """
     reference = identities[0]
     members = ranks_by(identities)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -201,9 +201,15 @@ def lost_lines(records: Iterable[RankRecord]) -> list[str]:
 
 def merged_dict(profile: MergedProfile, step: MergedStep) -> dict[str, Any]:
     """One step of all ranks. Times in us since the first rank began forward, on rank 0's clock."""
-    zero_ns = min(rank.forward_begin_ns for rank in step.steps)
+    zero_ns, names = min(rank.forward_begin_ns for rank in step.steps), profile.names
     last = profile.last_rank() if len(profile.records) > 1 else None
-    found = last.example if last is not None and last.is_straggler else None
+    last_rank = straggler = None
+    if last is not None:
+        last_rank = _in_us({name: value for name, value in vars(last).items() if not name.startswith("example")})
+        if last.is_straggler:
+            parameter = None if last.example.parameter is None else names[last.example.parameter]
+            straggler = _in_us({**vars(last.example), "parameter": parameter})
+    waits = [_in_us({"last_rank": b.last_rank, "late_ns": b.late_ns, "wait_ns": b.wait_ns}) for b in step.buckets]
     return {
         "verdict": verdict(profile, step),
         "step": step.index,
@@ -213,41 +219,15 @@ def merged_dict(profile: MergedProfile, step: MergedStep) -> dict[str, Any]:
         "exposed_us": step.exposed_ns / 1e3,
         "overlap_ratio": step.overlap_ratio,
         "slowest_rank": profile.records[step.slowest].rank,
-        "last_rank": None
-        if last is None
-        else {
-            "rank": last.rank,
-            "steps": last.steps,
-            "of": last.of,
-            "p_value": last.p_value,
-            "wait_us": last.wait_ns / 1e3,
-            "share_of_step": last.share,
-        },
-        "straggler": None
-        if found is None
-        else {
-            "rank": found.rank,
-            "wait_us": found.wait_ns / 1e3,
-            "total_wait_us": found.total_wait_ns / 1e3,
-            "where": found.where,
-            "parameter": None if found.parameter is None else profile.names[found.parameter],
-            "lost_us": found.lost_ns / 1e3,
-        },
+        "last_rank": last_rank,
+        "straggler": straggler,
         "mean_wait_caused_us": [wait_ns / 1e3 for wait_ns in profile.mean_waits_ns()],
         "clock_uncertainty_us": [clock.uncertainty_ns / 1e3 for clock in profile.clocks],
         "events_dropped": [record.dropped for record in profile.records],
         "steps_incomplete": [record.incomplete for record in profile.records],
-        "buckets": [
-            {
-                **_bucket_dict(bucket, profile.names, zero_ns),
-                "last_rank": bucket.last_rank,
-                "late_us": bucket.late_ns / 1e3,
-                "wait_us": bucket.wait_ns / 1e3,
-            }
-            for bucket in step.buckets
-        ],
+        "buckets": [{**_bucket_dict(b, names, zero_ns), **wait} for b, wait in zip(step.buckets, waits, strict=True)],
         "ranks": [
-            {**_step_dict(rank_step, profile.names, zero_ns), "traffic": traffic}
+            {**_step_dict(rank_step, names, zero_ns), "traffic": traffic}
             for rank_step, traffic in zip(step.steps, traffic_dicts(profile.records), strict=True)
         ],
     }
@@ -275,6 +255,11 @@ def _bucket_dict(bucket: BucketTimes, names: Sequence[str], zero_ns: int) -> dic
     }
 
 
-def _times_us(of: Step | BucketTimes, names: Sequence[str], zero_ns: int) -> dict[str, float | None]:
-    times = {name.removesuffix("_ns"): getattr(of, name) for name in names}
-    return {f"{name}_us": None if time_ns is None else (time_ns - zero_ns) / 1e3 for name, time_ns in times.items()}
+def _times_us(of: Step | BucketTimes, names: Sequence[str], zero_ns: int) -> dict[str, Any]:
+    return _in_us({name: getattr(of, name) for name in names}, zero_ns)
+
+
+def _in_us(values: Mapping[str, Any], zero_ns: int = 0) -> dict[str, Any]:
+    """With those that end in `_ns` in us since `zero_ns`."""
+    times = {f"{n[:-3]}_us": None if v is None else (v - zero_ns) / 1e3 for n, v in values.items() if n[-3:] == "_ns"}
+    return {name: value for name, value in values.items() if name[-3:] != "_ns"} | times

@@ -71,8 +71,7 @@ class FlatStep:
     def flattened(self, buffers: Sequence[torch.Tensor]) -> Iterator[None]:
         """A context within which the optimizer's groups hold flat parameters.
 
-        ``buffers``: the flat tensors that may hold parameters. Gaps between the optimizer's parameters must be free to
-        write to.
+        ``buffers``: flat tensors that may hold parameters, with gaps between them that may be written to.
         """
         hooks = self._optimizer._optimizer_step_pre_hooks or self._optimizer._optimizer_step_post_hooks
         if not buffers or not self._possible or hooks:  # step hooks must see the original parameters
@@ -124,9 +123,8 @@ class FlatStep:
 class FlatParameter:
     """Parameters of equal dtype and device, each dense, in ascending order in ``buffer``, with equal state.
 
-    The optimizer steps `data`, which spans from the first parameter's first element to the last parameter's last,
-    including gaps, whose elements affect no others. Users still see each parameter's own state: tensors of its shape,
-    which are views of the flat state, and its own scalars, which are kept equal to the flat ones.
+    The optimizer steps `data`, from the first parameter's first element to the last one's last, with gaps. Users still
+    see each parameter's own state: views of the flat state, and scalars that are kept equal to the flat ones.
     """
 
     def __init__(self, params: Sequence[torch.Tensor], buffer: torch.Tensor, state: State) -> None:

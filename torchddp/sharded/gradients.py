@@ -33,10 +33,10 @@ def sharded_norm(
     check: Callable[[], None],
     alike: Mapping[str, Any],
 ) -> torch.Tensor:
-    """The norm of all ranks' ``grads`` as a scalar of ``dtype`` on ``device``. Collective (one all-gather).
+    """The norm of all ranks' ``grads``: a scalar of ``dtype`` on ``device``. Collective (one all-gather).
 
-    NaN if any element is; equal on all ranks. ValueError for norms of order 0 and below, and if the options ``alike``
-    differ between ranks. What ``check`` raises on one rank reaches all.
+    ValueError for norms of order 0 and below, and if the options ``alike`` differ between ranks. What ``check`` raises
+    on one rank reaches all.
     """
     problem: Exception | None = None
     local, order = torch.zeros((), device=device), 1.0
@@ -108,10 +108,9 @@ class ShardedGradScaler(torch.amp.GradScaler):
 def skips_step(optimizer: Optimizer, params: Sequence[torch.Tensor], group: dist.ProcessGroup, sharded: bool) -> bool:
     """Whether all ranks skip this step because of non-finite gradients. Collective under a GradScaler.
 
-    If not, unscales gradients that the scaler has not unscaled yet. The scaler leaves both tasks to optimizers like OSS
-    (``_step_supports_amp_scaling``), on which it sets ``found_inf`` and ``grad_scale``. ``sharded``: each rank sees
-    only its own gradients. Raises RuntimeError on every rank if only some found non-finite values, since their scales
-    would drift apart.
+    If not, unscales gradients that the scaler has left to this optimizer (``_step_supports_amp_scaling``).
+    ``sharded``: each rank sees only its own gradients. RuntimeError on every rank if only some found non-finite values,
+    since their scales would drift apart.
     """
     found_inf: torch.Tensor | None = getattr(optimizer, "found_inf", None)
     if found_inf is None:
@@ -143,10 +142,8 @@ def _agree_on_inf(mine: bool, group: dist.ProcessGroup, sharded: bool) -> bool:
             if sharded
             else "the gradients were not averaged (a step after no_sync()?) or were changed on one rank"
         )
-        raise RuntimeError(
-            f"GradScaler found non-finite gradients on rank {', '.join(map(str, ranks))} only, of "
-            f"{group.size()} ranks: {why}."
-        )
+        found = f"on rank {', '.join(map(str, ranks))} only, of {group.size()} ranks"
+        raise RuntimeError(f"GradScaler found non-finite gradients {found}: {why}.")
     return mine
 
 

@@ -116,9 +116,7 @@ class OSS(Optimizer):
         return MappingProxyType(self._partition.owner_of)
 
     def _attach(self, hooks: StepHooks | None) -> None:
-        """Let the data parallel module that reduces gradients to their owners send parameters too; None: send them
-        here.
-        """
+        """Let the data parallel module that reduces gradients to their owners send parameters too; None: OSS does."""
         self.step_hooks = hooks
         self._flat_step.reset()
 
@@ -162,8 +160,7 @@ class OSS(Optimizer):
         self._apply(owners, active, state)
 
     def assign_owners(self, indices: Iterable[int]) -> list[int]:
-        """Assign owners to those parameters that have none, including frozen ones, so that state can be loaded for
-        them.
+        """Assign owners to those parameters that have none, frozen ones too, so that state can be loaded for them.
 
         Call it with the same indices on all ranks. Returns the indices of all parameters of this rank.
         """
@@ -313,11 +310,7 @@ class OSS(Optimizer):
             post_hook(self)
 
     def _check_state(self, state_dict: Mapping[str, Any]) -> tuple[dict[int, Any], dict[Any, Any]]:
-        """The saved state by parameter index, and the state that belongs to no parameter. ValueError for another
-        model's.
-
-        Changes nothing.
-        """
+        """The saved state by parameter index, and the state of no parameter. ValueError for another model's."""
         return check_state(state_dict, self.param_groups, self._partition, self.optim.state, self._is_torchs)
 
     @property
@@ -344,7 +337,7 @@ class OSS(Optimizer):
     def _find_owners(self, wanted: list[bool]) -> tuple[list[int | None], State]:
         """The owners once each wanted parameter has one, and the initial state of those that are new to this rank.
 
-        Changes nothing. The optimizer class may reject a parameter here, or keep state for it from the start.
+        Changes nothing. The optimizer class may refuse a parameter here.
         """
         owners = self._partition.plan(wanted)
         known = {*self._partition.owned()}

@@ -38,8 +38,7 @@ class StepHooks:
 
     Attributes:
         check_new: raises ValueError for new parameters that the module doesn't have.
-        owned_buffers: flat tensors that hold this rank's parameters, the same until parameters move. Gaps between the
-            optimizer's parameters are unused and may be written to.
+        owned_buffers: flat tensors that hold this rank's parameters; gaps between those may be written to.
         before_step: before parameters are changed.
         after_step: after this rank has updated its own. Collective.
         owners_changed: after parameters were added, frozen, thawed, or got owners. Collective.
@@ -72,10 +71,7 @@ class Bucket:
 
 
 def plan_buckets(params: Sequence[torch.Tensor], owners: Sequence[int | None], max_numel: int) -> list[Bucket]:
-    """Buckets of at most ``max_numel`` elements (-1: no limit); a larger parameter is alone. See `pack`.
-
-    Parameters without an owner or without elements are in none.
-    """
+    """Buckets of at most ``max_numel`` elements (-1: no limit) of parameters with an owner and elements. See `pack`."""
     packed = pack(_keys(params, owners), [p.numel() for p in params], max_numel if max_numel > 0 else math.inf)
     return [Bucket(owner, [params[index] for index in indices]) for (owner, _, _), indices in packed]
 
@@ -94,7 +90,7 @@ def _keys(
 def broadcast_buckets(buckets: Sequence[Bucket], group: dist.ProcessGroup, half: bool) -> None:
     """Send each bucket from its owner to all ranks. Collective. Starts all messages before waiting for any.
 
-    Flat memory is only held while messages are in transit. ``half``: send float32 parameters as float16.
+    ``half``: send float32 parameters as float16.
     """
     if group.size() == 1:
         return
@@ -139,10 +135,9 @@ class ChunkPlan:
 def plan_chunks(
     params: Sequence[torch.Tensor], owners: Sequence[int], max_bytes: int, small_numel: int
 ) -> list[ChunkPlan]:
-    """Chunks of at most ``max_bytes`` each; a larger parameter is alone. See `pack`. Changes nothing.
+    """Chunks of at most ``max_bytes`` each of parameters with elements; a larger one is alone. See `pack`.
 
-    Parameters without elements are in none. In each chunk, parameters of less than ``small_numel`` elements come first,
-    so that they are neighbors.
+    In each chunk, parameters of less than ``small_numel`` elements come first, so that they are neighbors.
     """
     if max_bytes < 1:
         raise ValueError(f"max_bytes must be at least 1, got {max_bytes}")
@@ -210,8 +205,6 @@ class ParameterGather:
     """One message per chunk of an optimizer's parameters, directly from its owner's memory to the others'.
 
     All messages are started at once, in the same order on all ranks; each is waited for when its parameters are needed.
-    A failed message raises TransportError, which names it.
-
     The constructor moves the parameters (``owners``: the owning rank of each) into the chunks, unless there is only one
     rank. ``module``: reading parameters through it or its submodules waits for them.
     """
@@ -244,9 +237,8 @@ class ParameterGather:
 
     def install_hooks(self) -> None:
         """Hook modules that keep weights in lists of their own (recurrent ones), which bypass the dictionary."""
-        for module, _ in self._needs:
-            if isinstance(module, nn.RNNBase):
-                self._hooks.append(module.register_forward_pre_hook(_resolve))
+        recurrent = [module for module, _ in self._needs if isinstance(module, nn.RNNBase)]
+        self._hooks = [module.register_forward_pre_hook(_resolve) for module in recurrent]
 
     def remove_hooks(self) -> None:
         for hook in self._hooks:
@@ -256,7 +248,7 @@ class ParameterGather:
     def run(self, reducer: _C.Reducer, *, overlaps: bool) -> None:
         """Start all messages and wait for them; with ``overlaps``, only at the first access to a module's parameters.
 
-        Collective. ``reducer`` reports it if this rank hangs in a wait here.
+        Collective. ``reducer`` reports it if this rank hangs in a wait here. TransportError names the failed message.
         """
         self.finish()
         self._reducer = reducer
@@ -316,8 +308,7 @@ class PendingParameters(Parameters):
     """Replaces a module's parameter dictionary between a step and the first use of the module.
 
     Any access waits for those parameters and restores the plain dictionary, so that forward, `state_dict`,
-    `parameters`, and `module.weight` all see the values after the step. A tensor held elsewhere does not wait. Dict
-    methods are added below.
+    `parameters`, and `module.weight` all see the values after the step. Dict methods are added below.
     """
 
     def __init__(self, module: nn.Module, wait: Callable[[], None]) -> None:

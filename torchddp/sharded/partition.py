@@ -22,9 +22,8 @@ def partition(
     """The owner of each parameter, balanced by number of elements per device.
 
     Greedy: the largest parameter first, to the rank with the fewest elements on its device; ties go to the lower index
-    and the lower rank. The loads of two ranks on a device differ by at most its largest parameter. Parameters that
-    already have an owner (``owners``) keep it and count; those that are not ``wanted`` get none. Pure: the same lists
-    give the same answer on every rank.
+    and rank. Parameters that already have an owner (``owners``) keep it and count; those that are not ``wanted`` get
+    none. Pure: the same lists give the same answer on every rank.
     """
     count = len(numels)
     found: list[int | None] = list(owners) if owners is not None else [None] * count
@@ -53,8 +52,7 @@ def partition(
 def pack(keys: Sequence[Key | None], sizes: Sequence[int], limit: float) -> list[tuple[Key, list[int]]]:
     """Pack indices into bins, each of one key and at most ``limit`` in total size; a larger one is alone. Pure.
 
-    Bins come with their key, ordered by their first index, so that all ranks send the same messages in the same order.
-    An index whose key is None is in no bin.
+    Bins come with their key, ordered by their first index; an index whose key is None is in no bin.
     """
     bins: list[tuple[Key, list[int]]] = []
     newest: dict[Key, list[int]] = {}
@@ -74,8 +72,7 @@ class ParameterPartition:
     """The parameters of an optimizer's groups by index: their names in messages, and their owners.
 
     ``owners[index]`` is a rank of the group, or None for a parameter that was never trainable. ``active[index]`` says
-    whether the parameter takes part in steps; frozen ones keep their owner but don't. ``owner_of`` has only those with
-    an owner.
+    whether it takes part in steps: frozen ones keep their owner but don't.
     """
 
     def __init__(self, rank: int, world_size: int) -> None:
@@ -146,9 +143,7 @@ class ParameterPartition:
 
     @contextmanager
     def frozen_gradients_hidden(self) -> Iterator[None]:
-        """A context without the gradients left on this rank's frozen parameters, which an optimizer would otherwise
-        apply.
-        """
+        """A context without the gradients left on this rank's frozen parameters, which optimizers apply otherwise."""
         hidden = [(p, p.grad) for p in (self.params[i] for i in self.owned() if not self.active[i])]
         for param, _ in hidden:
             param.grad = None

@@ -14,6 +14,7 @@ from torchddp.transport.agreement import message_device, object_of, tensor_of
 from torchddp.transport.waits import run_collective
 
 T = TypeVar("T")
+_OTHER = "the state dict is of another model"
 MESSAGE_NUMEL = 4 * 2**20  # elements of parameters whose state is sent in one message
 
 
@@ -22,8 +23,7 @@ def gather_state(
 ) -> dict[Any, Any] | None:
     """The state of all ranks' parameters on the CPU of ``recipient``; None elsewhere. Collective.
 
-    ``state`` is this rank's. Owners send one at a time, a few parameters per message; only the recipient holds more
-    than one message.
+    ``state`` is this rank's. Owners send one at a time, a few parameters per message.
     """
     params = parameters.params
     found: dict[int, Any] = {}
@@ -49,10 +49,7 @@ def _to_cpu(value: T) -> T:
 
 
 def _send_object(value: T, source: int, target: int, group: dist.ProcessGroup) -> T | None:
-    """Send the value of ``source`` to ``target``; None elsewhere. Collective.
-
-    Uses an all_to_all with only this message, because some backends have no send.
-    """
+    """Send the value of ``source`` to ``target``; None elsewhere. Collective: not all backends can send."""
     device = message_device(group)
     payload = torch.empty(0, dtype=torch.uint8, device=device)
     if group.rank() == source:
@@ -88,25 +85,19 @@ def check_state(
 ) -> tuple[dict[int, Any], dict[Any, Any]]:
     """A saved state dict's state by parameter index, and what belongs to no parameter. ValueError for another model's.
 
-    ``param_groups`` and ``parameters`` are the optimizer's. Values that its ``live`` state (by parameter) also has must
-    have the same shape. With ``torch_own`` the rules of torch's optimizers apply: the parameter's shape or a scalar,
-    except for Adafactor's row and column.
+    Values that the optimizer's ``live`` state (by parameter) also has must have the same shape. With ``torch_own`` the
+    rules of torch's optimizers apply: the parameter's shape or a scalar, except for Adafactor's row and column.
     """
     missing = [key for key in ("state", "param_groups") if key not in saved]
     if missing:
         raise ValueError(f"this is not an optimizer's state dict: it has no {missing[0]!r}")
     sizes = [len(group["params"]) for group in saved["param_groups"]]
     if len(sizes) != len(param_groups):
-        raise ValueError(
-            f"the state dict is of another model: it has {len(sizes)} parameter groups, the optimizer "
-            f"{len(param_groups)}"
-        )
+        raise ValueError(f"{_OTHER}: it has {len(sizes)} parameter groups, the optimizer {len(param_groups)}")
     for number, (theirs, group) in enumerate(zip(sizes, param_groups, strict=True)):
         if theirs != len(group["params"]):
-            raise ValueError(
-                f"the state dict is of another model: its parameter group {number} has {theirs} parameters, the "
-                f"optimizer's {len(group['params'])}"
-            )
+            own = len(group["params"])
+            raise ValueError(f"{_OTHER}: its parameter group {number} has {theirs} parameters, the optimizer's {own}")
     # As in torch, the order of the saved groups maps saved parameter ids to indices.
     ids = [param_id for group in saved["param_groups"] for param_id in group["params"]]
     index_of = {param_id: index for index, param_id in enumerate(ids)}
@@ -121,10 +112,8 @@ def check_state(
             present = live.get(param, {}).get(key)
             unlike = isinstance(present, torch.Tensor) and present.shape != value.shape
             if unlike or (torch_own and not _fits(key, value, param)):
-                raise ValueError(
-                    f"the state dict is of another model: its {key!r} for {name} has shape "
-                    f"{list(value.shape)}, which does not fit the parameter's {list(param.shape)}"
-                )
+                shapes = f"{list(value.shape)}, which does not fit the parameter's {list(param.shape)}"
+                raise ValueError(f"{_OTHER}: its {key!r} for {name} has shape {shapes}")
     return by_index, {key: value for key, value in saved["state"].items() if key not in index_of}
 
 

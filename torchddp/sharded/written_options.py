@@ -19,12 +19,10 @@ class WrittenOptions:
 
     A rank that has not written a value, because it owns nothing in the group, takes what the others have written.
     Values that depend on the gradients of a rank's own parameters, such as Prodigy's ``d``, differ between ranks and
-    are not what one process would have: an error on all ranks.
+    are not what one process would have: an error on all ranks. Once any rank has written something, ranks compare
+    after every step, and before that after the steps 1, 2, 4, 8, ...
 
-    Once any rank has written something, ranks compare after every step, and before that after the steps 1, 2, 4, 8, ...
-
-    Args:
-        possible: whether the optimizer may write at all; the same on all ranks.
+    ``possible``: whether the optimizer may write at all; the same on all ranks.
     """
 
     def __init__(self, process_group: dist.ProcessGroup, *, possible: bool) -> None:

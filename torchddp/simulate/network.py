@@ -166,8 +166,7 @@ def make_hop(profile: StepProfile, link: Link) -> Hop:
     software = software_of(profile, as_recorded=link.bytes_per_s is None)
     if profile.world_size == 1 and (link.bytes_per_s is None or link.latency_s is None):
         raise ArgumentError(
-            f"The profile was recorded with 1 rank, so there is no recorded link for '{link.name}' to refer to: give "
-            "a rate and a latency, like 10gbit,20us."
+            f"The profile was recorded with 1 rank, without a link: for '{link.name}', give 10gbit,20us"
         )
     if link.latency_s is None:
         step_s = max(profile.cost.alpha_s / ring_steps(profile.world_size), software.step_s)
@@ -182,11 +181,11 @@ def make_hop(profile: StepProfile, link: Link) -> Hop:
 
 # --- algorithms, in the alpha-beta model: lines over the number of bytes ---
 
-# Ring and recursive doubling: Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in
-# MPICH" (2005). Double binary trees: Sanders, Speck and Traeff, "Two-tree algorithms for full bandwidth broadcast,
-# reduction and scan" (2009), as a reduction followed by a broadcast. Additions are in the software's time per byte.
-RING, DOUBLING, TREE, HIERARCHICAL, AUTO = "ring", "doubling", "tree", "hierarchical", "auto"
-ALGORITHMS = (AUTO, RING, TREE, DOUBLING, HIERARCHICAL)
+# Ring: Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH" (2005). Double
+# binary trees: Sanders, Speck and Traeff, "Two-tree algorithms for full bandwidth broadcast, reduction and scan"
+# (2009), as a reduction followed by a broadcast. Additions are in the software's time per byte.
+RING, TREE, HIERARCHICAL, AUTO = "ring", "tree", "hierarchical", "auto"
+ALGORITHMS = (AUTO, RING, TREE, HIERARCHICAL)
 MAX_RANKS = 4096
 # Numbers of blocks to cut each half of a message into: the best power of two is close enough to the best number.
 TREE_BLOCKS = tuple(2**i for i in range(13))
@@ -242,29 +241,6 @@ def ring(layout: Layout, outer: Hop, inner: Hop) -> list[Line]:
     return [_line(RING, steps * step_s, volume * s_per_byte, *host)]
 
 
-def _doubling_rounds(count: int) -> int:
-    # Ranks beyond a power of two first send their message to another rank, and get the result at the end.
-    power = count.bit_length() - 1
-    return power if count == 2**power else power + 2
-
-
-def doubling(layout: Layout, outer: Hop, inner: Hop) -> list[Line]:
-    """Whole messages exchanged with a partner at distance 1, 2, 4, ...: few steps, many bytes."""
-    near, far = _doubling_rounds(layout.local), _doubling_rounds(layout.hosts)
-    # All ranks of a host send at the same time through its one link.
-    far_s_per_byte = max(layout.local * outer.wire_s_per_byte, outer.host_s_per_byte)
-    rounds = near + far
-    return [
-        _line(
-            DOUBLING,
-            near * inner.step_s + far * outer.step_s,
-            near * inner.s_per_byte + far * far_s_per_byte,
-            rounds * outer.host_step_s,
-            rounds * outer.host_s_per_byte,
-        )
-    ]
-
-
 def tree(layout: Layout, outer: Hop, inner: Hop) -> list[Line]:
     """Two binary trees between hosts, each carrying half of the message in blocks, and a chain of ranks in each host.
 
@@ -282,7 +258,7 @@ def tree(layout: Layout, outer: Hop, inner: Hop) -> list[Line]:
     return lines
 
 
-_FLAT = {RING: ring, TREE: tree, DOUBLING: doubling}
+_FLAT = {RING: ring, TREE: tree}
 
 
 def hierarchical(layout: Layout, outer: Hop, inner: Hop, algorithms: Sequence[str]) -> list[Line]:

@@ -15,7 +15,7 @@ from torchddp.plan.step_profile import StepProfile
 from torchddp.simulate.network import NO_SOFTWARE, software_of
 from torchddp.simulate.predict import MIN_GAIN, Point, Prediction, Scene, model_error
 
-FORMAT = 1
+FORMAT = 2
 # The model's error on the recorded step: above the first limit, warn; above the second, predict nothing.
 DOUBTFUL_ERROR, LARGEST_ERROR = 0.15, 0.40
 # If messages in a step take this many times longer than alone, something else kept the machine busy.
@@ -169,11 +169,6 @@ def efficiency_png(points: Sequence[Point]) -> bytes:
     return figure_png(figure)
 
 
-def _prediction_dict(prediction: Prediction) -> dict[str, Any]:
-    buckets = [list(bucket) for bucket in prediction.buckets]
-    return {**asdict(prediction), "efficiency": prediction.efficiency, "buckets": buckets}
-
-
 def document(profile: StepProfile, points: Sequence[Point], scene: Scene, command: str) -> dict[str, Any]:
     """The whole report, for JSON. Buckets hold indices into `gradients`."""
     return {
@@ -184,29 +179,10 @@ def document(profile: StepProfile, points: Sequence[Point], scene: Scene, comman
         "verdict": verdict(profile, points),
         "model": profile.model,
         "fingerprint": profile.fingerprint,
-        "recorded": {
-            "world_size": profile.world_size,
-            "step_s": profile.step_s,
-            "overhead_s": profile.overhead_s,
-            "message_slowdown": profile.message_slowdown,
-            "model_error": model_error(profile),
-        },
-        "ranks_per_host": scene.ranks_per_host,
-        "inner_link": scene.inner.name,
-        "algorithm": scene.algorithm,
         "gradients": [gradient.name for gradient in profile.gradients],
-        "points": [
-            {
-                "link": point.link.name,
-                "bytes_per_s": point.link.bytes_per_s,
-                "latency_s": point.link.latency_s,
-                "ranks": point.world_size,
-                "recorded_plan": _prediction_dict(point.recorded),
-                "best_plan": _prediction_dict(point.best),
-                "gain": point.gain,
-                "best_bucket_cap_mb": point.best_cap_mib,
-                "best_bucket_cap_step_s": point.capped.step_s,
-            }
-            for point in points
-        ],
+        "recorded_world_size": profile.world_size,
+        "recorded_step_s": profile.step_s,
+        "model_error": model_error(profile),
+        "scene": asdict(scene),
+        "points": [{**asdict(point), "gain": point.gain} for point in points],
     }

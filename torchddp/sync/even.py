@@ -22,7 +22,7 @@ _MORE, _END, _ERROR = 0, 1, 2
 
 
 def even_batches(
-    batches: Iterable[T], model_or_group: torch.nn.Module | dist.ProcessGroup | None = None
+    batches: Iterable[T], model: torch.nn.Module | None = None, *, process_group: dist.ProcessGroup | None = None
 ) -> Iterator[T]:
     """Yield batches until the rank with the fewest runs out; then the loop ends on all ranks.
 
@@ -34,25 +34,26 @@ def even_batches(
             optimizer.step()
 
     For loaders of different or unknown length, instead of a sampler that pads or ``join()``. Remaining batches of the
-    other ranks are dropped. One batch is prefetched: before a rank yields a batch it tells the others whether it has
+    other ranks are dropped. One batch is prefetched: before a rank yields a batch it sends the others whether it has
     another, in 4 bytes per rank over a separate gloo group, sent during that step.
 
     Args:
         batches: any iterable; a new iterator is created at the first batch.
-        model_or_group: a DistributedDataParallel (torch's too, compiled or not), whose ranks must agree, or a process
-            group. None: the default group, or without one, just the batches.
+        model: a DistributedDataParallel (torch's too, compiled or not), whose ranks end together.
+        process_group: the ranks that end together, without a model. None: the default group, or without one, just the
+            batches.
 
     Collective among those ranks: the first call for a group (which creates the separate group), and each batch. Loops
     may be nested. All ranks may leave the loop at the same batch (``break``); if one rank alone leaves, the others fail
     in the next batch after the process group's timeout.
 
     Raises:
-        TypeError: ``model_or_group`` is none of these.
+        TypeError: ``model`` or ``process_group`` is something else, or both are given.
         RuntimeError: another rank's iterator raised (names the rank). That rank gets the original exception. All ranks
             raise at the same batch.
         TransportError: a peer died or left its loop.
     """
-    group = _group_of(model_or_group)
+    group = _group_of(model, process_group)
     if group is None or group.size() == 1:
         return iter(batches)
     if group not in _agreements:
@@ -147,16 +148,16 @@ def _go_on(work: _C.Work, answers: torch.Tensor, source: _Source[T], rank: int, 
 _agreements: weakref.WeakKeyDictionary[dist.ProcessGroup, _Agreement] = weakref.WeakKeyDictionary()
 
 
-def _group_of(model_or_group: object) -> dist.ProcessGroup | None:
-    if model_or_group is None:
-        return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
-    if isinstance(model_or_group, dist.ProcessGroup):
-        return model_or_group
-    if isinstance(model_or_group, torch.nn.Module):
-        wrapper = unwrapped(model_or_group)
-        if isinstance(wrapper, torch.nn.parallel.DistributedDataParallel):
-            return wrapper.process_group
-    raise TypeError(
-        "model_or_group must be a DistributedDataParallel, a process group or None, got "
-        f"{type(model_or_group).__module__}.{type(model_or_group).__qualname__}"
-    )
+def _group_of(model: object, process_group: object) -> dist.ProcessGroup | None:
+    if model is None:
+        if process_group is None:
+            return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+        if isinstance(process_group, dist.ProcessGroup):
+            return process_group
+        raise TypeError(f"process_group must be a process group or None, got {type(process_group).__name__}")
+    wrapper = unwrapped(model) if isinstance(model, torch.nn.Module) else None
+    if not isinstance(wrapper, torch.nn.parallel.DistributedDataParallel) or process_group is not None:
+        also = " with process_group=, which takes its place" if process_group is not None else ""
+        kind = f"{type(model).__module__}.{type(model).__qualname__}"
+        raise TypeError(f"model must be a DistributedDataParallel or None, got {kind}{also}")
+    return wrapper.process_group

@@ -20,26 +20,18 @@ from torchddp.ddp.weights import weight_and_count
 def prepare_ddp_module(
     module: torch.nn.Module, find_unused_parameters: bool = False, **options: Any
 ) -> torch.nn.Module:
-    """Wrap the module in DistributedDataParallel, or return it as it is if no parameter requires grad. Collective.
+    """Composer's function of this name: DistributedDataParallel, or the module itself if no parameter requires grad.
 
-    Composer's function of this name, for torchddp's class. ``options`` are further arguments of that class.
-
-    Example:
-
-        model = torchddp.sync.prepare_ddp_module(module, find_unused_parameters=True)
-
-    Raises:
-        RuntimeError: there is no process group, or torch was built without torch.distributed; also what
-            DistributedDataParallel raises.
+    Collective. ``options`` are further arguments of torchddp's class. RuntimeError without a process group, or with a
+    torch without torch.distributed; also what the class raises.
     """
-    if not dist.is_available():
-        raise RuntimeError(
-            "this torch was built without torch.distributed, which training on several ranks needs: install one with it"
+    if not dist.is_available() or not dist.is_initialized():
+        lacks = (
+            "call init_process_group() first"
+            if dist.is_available()
+            else "this torch was built without torch.distributed"
         )
-    if not dist.is_initialized():
-        raise RuntimeError(
-            "there is no process group: call torch.distributed.init_process_group() before prepare_ddp_module()"
-        )
+        raise RuntimeError(f"prepare_ddp_module() needs a process group: {lacks}")
     if not any(parameter.requires_grad for parameter in module.parameters()):
         return module
     return DistributedDataParallel(module, find_unused_parameters=find_unused_parameters, **options)
@@ -87,33 +79,22 @@ def accumulate(
 
 
 def _checked_weights(
-    model: torch.nn.Module,
-    steps: int,
-    strategy: DDPSyncStrategy,
-    weights: Sequence[float | torch.Tensor] | None,
+    model: torch.nn.Module, steps: int, strategy: DDPSyncStrategy, weights: Sequence[float | torch.Tensor] | None
 ) -> list[tuple[float, float]] | None:
     if weights is None:
         return None
     if len(weights) != steps:
         raise ValueError(f"there must be a weight for each of the {steps} microbatches, got {len(weights)}")
     if not isinstance(model, DistributedDataParallel):
-        raise RuntimeError(
-            "weights= needs a torchddp.DistributedDataParallel, or a single module replicated by torchddp.replicate(); "
-            f"the model is a {type(model).__module__}.{type(model).__qualname__}"
-        )
+        kind = f"{type(model).__module__}.{type(model).__qualname__}"
+        raise RuntimeError(f"weights= needs a torchddp.DistributedDataParallel or a replicated module, got {kind}")
     if strategy is DDPSyncStrategy.MULTI_AUTO_SYNC and model.session.has_owners:
-        raise RuntimeError(
-            "weights= with MULTI_AUTO_SYNC needs all averages on every rank, but with sharded gradients each is only "
-            "on its owner: use SINGLE_AUTO_SYNC"
-        )
+        raise RuntimeError("weights= with MULTI_AUTO_SYNC needs all averages on every rank: use SINGLE_AUTO_SYNC")
     return [weight_and_count(weight, "mean", model.session.rank) for weight in weights]
 
 
 def _microbatches(
-    model: torch.nn.Module,
-    steps: int,
-    strategy: DDPSyncStrategy,
-    weights: list[tuple[float, float]] | None,
+    model: torch.nn.Module, steps: int, strategy: DDPSyncStrategy, weights: list[tuple[float, float]] | None
 ) -> Generator[int, None, None]:
     for index in range(steps):
         if weights is not None:
@@ -146,7 +127,7 @@ def _warn_if_unreduced(model: torch.nn.Module, index: int, steps: int, strategy:
 def sync_context(
     model: torch.nn.Module, is_final_microbatch: bool, strategy: DDPSyncStrategy | SyncChoice | None = None
 ) -> Iterator[None]:
-    """Context for the forward and backward of one microbatch; gradients are reduced when the strategy says so.
+    """Context for the forward and backward of one microbatch; gradients are reduced when the strategy asks for it.
 
     Example:
 
@@ -154,13 +135,12 @@ def sync_context(
             with torchddp.sync.sync_context(model, i == len(microbatches) - 1, "forced_sync"):
                 loss_of(model(microbatch)).backward()
 
-    Composer's ``ddp_sync_context``, for a model instead of its State. A model whose gradients are not averaged is left
-    alone, as is one with several replicated modules inside. An outer ``no_sync()`` takes precedence: nothing is reduced
-    inside. If the body raises, FORCED_SYNC still reduces, as the other ranks do; the other strategies reduce
-    nothing more.
+    Composer's ``ddp_sync_context``, for a model instead of its State: torchddp's or torch's DistributedDataParallel, a
+    replicated module, or any other module (which is left alone, as is one with several replicated modules inside),
+    compiled or not. An outer ``no_sync()`` takes precedence. If the body raises, FORCED_SYNC still reduces, as the
+    other ranks do; the other strategies reduce nothing more.
 
     Args:
-        model: torchddp's or torch's DistributedDataParallel, a replicated module, or any other module, compiled or not.
         is_final_microbatch: whether it is the last of the step; the same on every rank.
         strategy: None: the model's own (its argument ``sync=``).
 
@@ -208,11 +188,8 @@ def checked_strategy(model: torch.nn.Module, asked_for: DDPSyncStrategy | str | 
         strategy = DDPSyncStrategy._choose(asked_for, getattr(model, "find_unused_parameters", False))
     if strategy is DDPSyncStrategy.FORCED_SYNC and isinstance(model, TorchDDP):
         if not isinstance(model, DistributedDataParallel):
-            raise RuntimeError(
-                "FORCED_SYNC reduces gradients in buckets after backward, which "
-                f"{type(model).__module__}.{type(model).__qualname__} can't: wrap the model in "
-                "torchddp.DistributedDataParallel, or use MULTI_AUTO_SYNC"
-            )
+            kind = f"{type(model).__module__}.{type(model).__qualname__}"
+            raise RuntimeError(f"FORCED_SYNC needs a torchddp.DistributedDataParallel, got {kind}: use MULTI_AUTO_SYNC")
         model._check_can_reduce()
     return strategy
 

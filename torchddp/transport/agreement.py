@@ -20,8 +20,7 @@ import torch.distributed as dist
 
 from torchddp import _C, _torch
 from torchddp.errors import TransportError
-from torchddp.transport.processes import process_identity
-from torchddp.transport.waits import knows_peers, note_peers, run_collective, wait_for_keys
+from torchddp.transport.waits import knows_peers, note_peers, process_identity, run_collective, wait_for_keys
 
 Value = TypeVar("Value")
 Key = TypeVar("Key", bound=Hashable)
@@ -36,12 +35,9 @@ _IS_DIGEST = 1 << 30
 
 
 class GroupExchange:
-    """Exchange any picklable values through the collectives of a process group.
+    """Exchange any picklable values through the collectives of a process group, from ``device`` (`message_device`).
 
     torch's ``all_gather_object`` does the same, but needs numpy.
-
-    Args:
-        device: where messages are sent from; None: `message_device`.
     """
 
     def __init__(self, process_group: dist.ProcessGroup, device: torch.device | None = None) -> None:
@@ -73,12 +69,9 @@ class GroupExchange:
 
 
 class StoreExchange:
-    """Exchange JSON values through a store, which needs neither a device nor a working backend.
+    """Exchange JSON values through a store with no other keys in it, which needs no device and no working backend.
 
-    Args:
-        store: with no other keys in it (`store.part_of_store`).
-        timeout: how long `gather` waits for the other ranks.
-        who: named as waiting in the error about a missing rank.
+    ``timeout``: how long `gather` waits for the other ranks. ``who``: named in the error about a missing one.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: datetime.timedelta, who: str) -> None:
@@ -124,11 +117,8 @@ class StoreExchange:
 class TransportExchange:
     """Exchange lists of numbers through a transport, which works with any process group.
 
-    Args:
-        kind: int for 64-bit integers, which stay exact, or float. Fixed by the caller, because a number that is whole
-            on one rank may not be on another.
-        device: where the transport works.
-        timeout: zero for the transport's own.
+    ``kind``: int for 64-bit integers, which stay exact, or float; fixed by the caller, because a number that is whole
+    on one rank may not be on another. ``device``: where the transport works. ``timeout``: zero for its own.
     """
 
     def __init__(
@@ -264,14 +254,12 @@ class Agreement:
             ...  # this rank's own checks
             agreement.verify(lines)
 
-    That rank raises its error, the others a RuntimeError that quotes it. A context without `verify` only tells errors,
-    to ranks that agree on something else there.
+    That rank raises its error, the others a RuntimeError that quotes it. A context without `verify` only passes errors
+    on, to ranks that agree on something else there.
 
-    Args:
-        who: the class or function whose ranks agree, for errors.
-        process_group: None: there is no one to agree with.
-        device: of the model, for groups that only work with such devices.
-        digests: how equal ranks find out that they are, where all are known to have the same transport.
+    ``who``: the class or function whose ranks agree, for errors. ``process_group``: None: only this process.
+    ``device``: of the model, for groups that only work with such devices. ``digests``: how equal ranks find out that
+    they are, where all are known to have the same transport.
     """
 
     def __init__(
@@ -297,7 +285,7 @@ class Agreement:
         self._exchange(f"{type(error).__name__}: {error}", None)
 
     def verify(self, lines: Sequence[str] = (), options: Mapping[str, str] | None = None) -> None:
-        """Raise on every rank if one of them told an error, or if ``options`` or ``lines`` differ.
+        """Raise on every rank if one of them shared an error, or if ``options`` or ``lines`` differ.
 
         RuntimeError for errors of others and for lines, ValueError for options, by name with the ranks' values.
         """
@@ -386,9 +374,8 @@ def connect_all(
 ) -> Connection | str:
     """Return what ``connect`` creates on every rank, or the same reason for failure on every rank.
 
-    Args:
-        reason_against: why peers without a problem of their own can't connect to each other, or empty. Deterministic.
-        connect: collective. If it fails on some rank, the others drop what they have created.
+    ``reason_against``: why peers without a problem of their own can't connect to each other, or empty; deterministic.
+    ``connect`` is collective; if it fails on some rank, the others drop what they have created.
     """
     peers = [dataclasses.replace(own, **theirs) for theirs in exchange.gather(dataclasses.asdict(own))]
     if reason := list_problems([peer.problem for peer in peers]) or reason_against(peers):
@@ -405,9 +392,9 @@ def connect_all(
 def align_group_counts(process_group: dist.ProcessGroup) -> None:
     """Make groups that these ranks create on their own get the same names on all of them from now on.
 
-    ``new_group(use_local_synchronization=True)`` derives a group's name from its ranks and the number of groups the
-    rank has created. Ranks that came from elsewhere have created a different number, so they would wait under another
-    name and time out. Ranks that have created fewer catch up by creating single-rank groups.
+    ``new_group(use_local_synchronization=True)`` names a group by its ranks and the number of groups the rank has
+    created. Ranks that came from elsewhere have created fewer or more, and would wait under another name: those with
+    fewer catch up by creating single-rank groups.
     """
     exchange = GroupExchange(process_group)
     counts = exchange.gather_integer(_torch.number_of_groups())

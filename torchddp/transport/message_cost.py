@@ -40,15 +40,10 @@ def measure_line(
 ) -> MessageLine:
     """Collective: time all-reduces of growing size and fit a line. Equal on all ranks (rank 0's clock).
 
-    Temporarily allocates up to 16 MiB of the transport's memory (1 MiB of shared memory).
+    Temporarily allocates up to 16 MiB of the transport's memory (1 MiB of shared memory). ``timeout``: zero for the
+    transport's own. ``budget_s``: the maximum number of seconds, unless three sizes take longer.
 
-    Args:
-        timeout: zero for the transport's own.
-        budget_s: the maximum number of seconds, unless three sizes take longer.
-
-    Raises:
-        TransportError: a peer died or did not arrive in time.
-        NoRoomError: a rank has no memory for a message.
+    TransportError: a peer died or did not arrive in time. NoRoomError: a rank has no memory for a message.
     """
     if transport.size == 1:
         return MessageLine(0.0, 0.0)
@@ -106,10 +101,7 @@ def fit_line(samples: Sequence[tuple[float, float]]) -> tuple[float, float]:
     """Return (alpha, beta) of ``seconds = alpha + beta * nbytes``, neither below zero.
 
     ``samples``: (nbytes, seconds > 0). Minimizes relative errors, so that small messages determine alpha as well as
-    large ones determine beta.
-
-    Raises:
-        ValueError: no samples, or a time that is not positive.
+    large ones determine beta. ValueError: no samples, or a time that is not positive.
     """
     if not samples or any(seconds <= 0 for _, seconds in samples):
         raise ValueError(f"fitting a line needs positive times, got {list(samples)}")

@@ -70,9 +70,7 @@ class NcclPeer(Peer):
 class NcclOptions:
     """The user's NCCL options: those of the process group's own NCCL backend, if it has one.
 
-    Attributes:
-        settings, net_name: fields of ncclConfig_t by torch's names, without unset ones.
-        high_priority: of the stream that operations are queued on.
+    ``settings``, ``net_name``: fields of ncclConfig_t by torch's names, without unset ones.
     """
 
     settings: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -127,13 +125,9 @@ def connect(
     """Collective. Return a transport on every rank, or the same reason for failure on every rank.
 
     All models on one device over one process group share a communicator. `interrupt` on one model's transport ends it
-    for all, and the next model gets a new one.
-
-    Args:
-        device: the CUDA device of this rank's model.
-        timeout: the limit for an operation of this transport: for NCCL's call, which may have to connect to the other
-            ranks, and then for the operation once the device reaches it.
-        exchange: None: through the group's store.
+    for all, and the next model gets a new one. ``timeout``: the limit for an operation: for NCCL's call, which may have
+    to connect to the other ranks, and then for the operation once the device reaches it. ``exchange``: None: through
+    the group's store.
     """
     rank, size, index = process_group.rank(), process_group.size(), _index_of(device)
     if exchange is None:

@@ -29,8 +29,7 @@ class TransportKind:
 
     Attributes:
         name: as in the argument ``transport`` and in TORCHDDP_TRANSPORT.
-        device_type: of the tensors that it moves.
-        does: for the error about other tensors: "transport='shm' <does>, but <misfit>".
+        does: for the error about other tensors than ``device_type``'s: "transport='shm' <does>, but <misfit>".
         misfit: why it can't move tensors of these devices, the same on all ranks; or empty.
         connect: collective, with the first device and a time limit for operations: returns a transport on every rank,
             or the same reason for failure on every rank.
@@ -94,10 +93,10 @@ def check_choice(choice: str) -> str:
 def intended_transport(
     choice: str, process_group: dist.ProcessGroup, devices: Sequence[torch.device], *, collective: bool
 ) -> str:
-    """What this rank will try: "c10d", a registered transport (that or an error), or "auto" (the transport that stands
-    in for the group's backend, or else c10d).
+    """What this rank will try: "c10d", a registered transport (that or an error), or "auto" (whatever stands in for
+    the group's backend, or else c10d). The same on all ranks.
 
-    Not collective; the answer must be the same on all ranks. ``collective``: whether the ranks may communicate now.
+    Not collective. ``collective``: whether the ranks may communicate now.
     """
     choice = check_choice(choice)
     if choice in _kinds and (problem := _kinds[choice].misfit(devices)):
@@ -157,12 +156,9 @@ def open_transport(
 ) -> _C.Transport:
     """Open the transport of ``process_group`` for tensors of ``device`` (None: CPU tensors).
 
-    Args:
-        choice: "c10d" is the process group itself. "shm" is memory shared by the ranks of a host (with several hosts:
-            shared within each, the process group between them). "nccl" is our own NCCL communicator and stream, for
-            CUDA tensors over any process group. "auto" tries shared memory, or NCCL for a CUDA device, and falls back
-            to c10d. Others may be registered.
-        timeout: the limit for an operation; None: the process group's own.
+    "c10d" is the process group itself; "shm" memory shared by the ranks of a host (with several hosts, the process
+    group between them); "nccl" our own communicator and stream, for CUDA tensors; "auto" tries shared memory, or NCCL
+    for a CUDA device, and falls back to c10d. ``timeout``: of an operation; None: the process group's own.
 
     Collective unless the answer is c10d; every rank must pass the same choice.
 

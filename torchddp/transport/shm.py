@@ -67,10 +67,8 @@ def connect(
 ) -> _C.ShmTransport | str:
     """Collective. Return a transport on every rank, or the same reason for failure on every rank.
 
-    Args:
-        timeout: the limit for an operation.
-        process_group: that of the ranks; None: they must share a host.
-        outer_timeout: the limit for what is sent between hosts.
+    ``timeout``: of an operation. ``process_group``: that of the ranks; None: they must share a host.
+    ``outer_timeout``: of what is sent between hosts.
     """
     endpoint, problem, host = None, "", ""
     try:
@@ -162,8 +160,8 @@ def _outer_group(
 ) -> dist.ProcessGroup | None:
     """The ranks in this rank's place on each host, or None if its place owns no shard. Cached per process group.
 
-    The name of a locally synchronized group depends on how many groups a rank has: a rank without one makes one of its
-    own, so that later groups have the same names everywhere.
+    A rank without such a group makes one of its own: the names of later, locally synchronized groups depend on how many
+    a rank has.
     """
     if not placement.columns:
         return None
@@ -187,10 +185,8 @@ def register() -> None:
 
 
 class _Plugins(dict[str, Any]):
-    """torch's table of external backends, which hides ours when it is listed.
-
-    When a group is requested by device ("cpu:gloo"), torch lists the table and, if it is not empty, sets no default
-    backend. Merely importing torchddp would then make such groups "undefined", with a warning when they are destroyed.
+    """torch's table of external backends, which hides ours when it is listed: for a group requested by device
+    ("cpu:gloo"), torch would set no default backend if the table is not empty, and warn when the group is destroyed.
     """
 
     def keys(self) -> Any:

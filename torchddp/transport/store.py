@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import datetime
 import hashlib
+import json
 import os
 import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
@@ -22,7 +23,7 @@ Result = TypeVar("Result")
 
 # A store that doesn't answer (its host is stopped) must not block its callers for longer.
 TIMEOUT = datetime.timedelta(seconds=5)
-_END_LOOK_S = 0.25  # how often to check whether the group was destroyed; asks nobody
+_END_LOOK_S = 0.25  # how often to check whether the group was destroyed, which needs no message
 
 # How many parts of a group's store were handed out, by process group and purpose; equal on all ranks.
 _parts: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, int]] = weakref.WeakKeyDictionary()
@@ -43,7 +44,7 @@ def attempt_prefix() -> str:
 def begin_life(store: Store, name: str, rank: int) -> str:
     """A prefix for the keys of a group that begins now: earlier ones of its name may have left theirs in the store.
 
-    All ranks of a group must call it once. They get the same prefix, because each counts the groups that it was in.
+    All ranks of a group call it once and get the same prefix, because each counts the groups that it was in.
     """
     prefix = f"{attempt_prefix()}/{name}"
     return f"{prefix}/life_{store.add(f'{prefix}/lives/{rank}', 1)}"
@@ -52,9 +53,8 @@ def begin_life(store: Store, name: str, rank: int) -> str:
 class StoreLink:
     """This process's only connection to the store of its job besides torch's own, which a blocking wait may hold.
 
-    It connects on a thread of its own, which also makes the calls, so that a store without an answer delays no caller
-    by more than `TIMEOUT`, and only once. It ends when the watcher finds that its group was destroyed. Thread-safe. See
-    `link_of`.
+    A thread of its own makes the calls, so that a store without an answer delays no caller by more than `TIMEOUT`, and
+    only once. It ends when the watcher finds that its group was destroyed. Thread-safe. See `link_of`.
     """
 
     def __init__(self, home: dist.ProcessGroup) -> None:
@@ -87,9 +87,7 @@ class StoreLink:
             return life
 
     def at_end(self, do: Callable[[], None]) -> None:
-        """Call this method on the watcher when the group was destroyed, while the store may still answer. Doesn't keep
-        the method's object alive.
-        """
+        """Call this method on the watcher when the group was destroyed. Doesn't keep the method's object alive."""
         self._at_end = [method for method in self._at_end if method() is not None]
         self._at_end.append(weakref.WeakMethod(do))
 
@@ -155,10 +153,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def link_of(group: dist.ProcessGroup) -> StoreLink:
-    """This process's link to the store of the group's job. RuntimeError if torch knows of no store of the group.
-
-    Not collective.
-    """
+    """This process's link to the store of the group's job; RuntimeError if there is none. Not collective."""
     home = home_of(group)
     with _lock:
         found = _links.get(id(home))
@@ -172,10 +167,7 @@ def link_of(group: dist.ProcessGroup) -> StoreLink:
 
 
 def next_part(group: dist.ProcessGroup, purpose: str) -> str:
-    """A prefix for keys within the group's life that no other call gets.
-
-    Not collective, but all ranks must call it equally often per purpose.
-    """
+    """A prefix for keys within the group's life that no other call gets; all ranks must call it equally often."""
     counts = _parts.setdefault(group, {})
     number = counts[purpose] = counts.get(purpose, -1) + 1
     return f"{purpose}/{number}"
@@ -192,22 +184,81 @@ def part_of_store(group: dist.ProcessGroup, purpose: str) -> Store:
     return PrefixStore(f"{life.result()}/{next_part(group, purpose)}", _torch.store_of(home_of(group)))
 
 
-_said: set[str] = set()  # by this process, so that later models don't ask the store
+class Board:
+    """Values by key in the store of a process group (None: the default one), over the process's `StoreLink`.
+
+    Nothing here waits for another rank, so it works while collectives hang; a value read may not have arrived yet.
+    Creating a board is not collective, but all ranks of the group must create the same number per ``purpose`` (which
+    separates the keys of users), in the same order. RuntimeError for a group without a store. Thread-safe.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup | None, purpose: str) -> None:
+        group = process_group or dist.group.WORLD
+        assert group is not None
+        self.rank, self.size = group.rank(), group.size()
+        self.link = link_of(group)
+        self._part = next_part(group, purpose)
+        self._life = self.link.life_of(group)
+
+    def post(self, key: str, value: object) -> None:
+        """Publish a JSON value for all ranks. RuntimeError if the store doesn't answer."""
+        text = json.dumps(value)
+        self._call(lambda store: store.set(key, text))
+
+    def read(self, key: str) -> Any:
+        """The value, or None. RuntimeError if the store doesn't answer."""
+        found = self._call(lambda store: store.get(key) if store.check([key]) else None)
+        return None if found is None else json.loads(found)
+
+    def read_of_ranks(self, key: str) -> list[Any]:
+        """By rank: the value that the rank published with `post_own`, or None."""
+        return [self.read(f"{key}/{rank}") for rank in range(self.size)]
+
+    def post_own(self, key: str, value: object) -> None:
+        """Like `post`, under a key of this rank's own."""
+        self.post(f"{key}/{self.rank}", value)
+
+    def start_post_own(self, key: str, value: object) -> None:
+        """Like `post_own`, without waiting; what fails stays unknown."""
+        text = json.dumps(value)
+        self.link.start(lambda store: self._mine(store).set(f"{key}/{self.rank}", text))
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to the key's counter and return the total over all ranks so far."""
+        return int(self._call(lambda store: store.add(f"{key}/sum", amount)))
+
+    def claim(self, key: str) -> bool:
+        """True for the first rank that asks for this key, and for no other."""
+        return bool(self._call(lambda store: store.add(f"{key}/claims", 1)) == 1)
+
+    def forget(self, *keys: str) -> None:
+        """Remove what was posted, added up and claimed under these keys."""
+        names = [f"{key}{suffix}" for key in keys for suffix in ("", "/sum", "/claims")]
+        self._call(lambda store: [store.delete_key(name) for name in names])
+
+    def _call(self, use: Callable[[Store], Result]) -> Result:
+        return self.link.call(lambda store: use(self._mine(store)))
+
+    def _mine(self, store: Store) -> Store:
+        return PrefixStore(f"{self._life.result()}/{self._part}", store)
+
+
+_logged: set[str] = set()  # by this process, so that later models don't ask the store
 
 
 def is_first_in_job(what: str, process_group: dist.ProcessGroup) -> bool:
-    """Whether this process should say ``what``: true on rank 0 of the group if no group of the job has said it yet.
+    """Whether this process should log ``what``: true on rank 0 of the group if no group of the job has logged it yet.
 
     The ranks of a job are those of the default process group, whose store counts; without one, this process is the job.
-    A restart (by torchrun, after a failure) is a new job. Not collective: only rank 0 of each group asks the store.
+    Not collective: only rank 0 of each group asks the store.
     """
-    if process_group.rank() != 0 or what in _said:
+    if process_group.rank() != 0 or what in _logged:
         return False
-    _said.add(what)
+    _logged.add(what)
     default = dist.group.WORLD
     if default is None or default.size() == 1:
         return True
-    key = f"{attempt_prefix()}/said/{hashlib.sha256(what.encode()).hexdigest()}"
+    key = f"{attempt_prefix()}/logged/{hashlib.sha256(what.encode()).hexdigest()}"
     try:
         return link_of(default).call(lambda store: store.add(key, 1) == 1)
     except RuntimeError:  # its store is gone or missing

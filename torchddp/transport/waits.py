@@ -5,11 +5,15 @@ torch's own waits delay handlers until they return. For C++ see Note [Signals in
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import os
+import socket
 import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +22,6 @@ from torch.distributed.distributed_c10d import Store
 
 from torchddp import _C
 from torchddp.errors import ADVICE_FOR_A_LOST_PEER, TransportError
-from torchddp.transport import processes
 
 _SLICE_S = 0.25
 _PATIENCE_S = 2.0
@@ -26,9 +29,9 @@ _processes: weakref.WeakKeyDictionary[dist.ProcessGroup, Sequence[dict[str, Any]
 
 
 def wait_for_work(work: dist.Work, process_group: dist.ProcessGroup | None) -> None:
-    """Like ``work.wait()``, for an operation of this group (None: the default one).
+    """Like ``work.wait()``, for an operation of this group (None: the default one), running handlers if it is gloo's.
 
-    Runs handlers meanwhile if the group is gloo's. TransportError if the operation failed.
+    TransportError if the operation failed.
     """
     process_group = process_group if process_group is not None else dist.group.WORLD
     if isinstance(work, dist.Work) and isinstance(process_group, dist.ProcessGroup):
@@ -45,8 +48,7 @@ def run_collective(start: Callable[[], Any], process_group: dist.ProcessGroup | 
 def started(start: Callable[[], Any], process_group: dist.ProcessGroup | None, doing: str) -> Callable[[], None]:
     """Start an operation of this group (None: the default one), and return a function that waits for it.
 
-    Raises:
-        TransportError: it failed; says which rank was ``doing`` what, and which other ranks are known to be gone.
+    TransportError: it failed; names the rank, what it was ``doing``, and which other ranks are known to be gone.
     """
     group = process_group if process_group is not None else dist.group.WORLD
     assert group is not None
@@ -84,8 +86,8 @@ def _gone(group: dist.ProcessGroup) -> str:
     deadline_s = time.monotonic() + _PATIENCE_S
     known = _processes.get(group, ())
     while known:
-        states = {rank: processes.look_up(who) for rank, who in enumerate(known)}
-        gone = [f"rank {rank} is {state}" for rank, state in states.items() if state in ("gone", "stopped")]
+        states = {rank: look_up(who) for rank, who in enumerate(known)}
+        gone = [f"rank {rank} is {state}" for rank, state in states.items() if state in (GONE, STOPPED)]
         if gone or time.monotonic() > deadline_s:
             return f"\nOf the other ranks, {', '.join(gone)}." if gone else ""
         time.sleep(0.005)
@@ -100,11 +102,7 @@ def wait_for_future(future: torch.futures.Future[Any], limit_s: float) -> bool:
 
 
 def wait_for_keys(store: Store, keys: Sequence[str], timeout: datetime.timedelta) -> None:
-    """Like ``store.wait(keys, timeout)``.
-
-    Raises:
-        RuntimeError: as torch's stores do, if the time is up or the store can't be reached.
-    """
+    """Like ``store.wait(keys, timeout)``, with the errors of torch's stores."""
     deadline_s = time.monotonic() + timeout.total_seconds()
     while True:
         begun_s = time.monotonic()
@@ -117,3 +115,46 @@ def wait_for_keys(store: Store, keys: Sequence[str], timeout: datetime.timedelta
             # It failed before its own limit, so not because of time.
             if now_s >= deadline_s or now_s - begun_s < slice_s * 0.9:
                 raise
+
+
+# --- the ranks' processes, as reported by their host's kernel ---
+
+
+STOPPED, GONE = "stopped", "gone"
+_EXITING = 0x4  # the kernel's PF_EXITING
+
+
+def process_identity() -> dict[str, Any]:
+    """This process's ``{"host", "pid", "kernel", "started"}``. Ranks with equal ``kernel`` see each other in /proc."""
+    return {"host": socket.gethostname(), "pid": os.getpid(), "kernel": _kernel(), "started": _stat(os.getpid())[1]}
+
+
+def is_here(who: dict[str, Any]) -> bool:
+    """Whether the process is on this host and visible in /proc."""
+    return bool(who["kernel"]) and who["kernel"] == _kernel()
+
+
+def look_up(who: dict[str, Any] | None) -> str | None:
+    """'running', 'stopped' or 'gone'; None if this host can't tell (another host, or an unknown process)."""
+    if who is None or not is_here(who):
+        return None
+    state, started, exits = _stat(who["pid"])
+    if started != who["started"] or state in "ZX" or exits:  # the pid may have been reused
+        return GONE
+    return STOPPED if state in "Tt" else "running"
+
+
+def _kernel() -> str:
+    """The boot id and pid namespace; empty if /proc does not tell."""
+    with contextlib.suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    return ""
+
+
+def _stat(pid: int) -> tuple[str, int, bool]:
+    """A process's state, start time, and whether it is exiting; ('X', 0, True) if there is none."""
+    with contextlib.suppress(OSError, IndexError, ValueError):
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return fields[0], int(fields[19]), bool(int(fields[6]) & _EXITING)
+    return "X", 0, True

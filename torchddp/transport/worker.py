@@ -74,8 +74,7 @@ def _run_jobs(jobs: queue.SimpleQueue[Callable[[], object] | None]) -> None:
 class Worker:
     """Runs jobs in order on one thread, which starts with the first job and ends with this object.
 
-    After a failed job, all later ones fail at once with the same cause, because the ranks no longer agree on what to
-    send.
+    After a failed job, all later ones fail at once with its cause: the ranks no longer agree on what to send.
     """
 
     def __init__(self, name: str) -> None:
@@ -163,7 +162,7 @@ class BoundedCalls:
     call and ends with this object. Thread-safe.
 
     A client of torch's TCPStore waits forever for a server whose process is stopped, whatever its timeout. In a forked
-    child every call raises RuntimeError, because the thread and its connection belong to the parent.
+    child every call raises RuntimeError.
     """
 
     def __init__(self, limit_s: float) -> None:
@@ -175,9 +174,7 @@ class BoundedCalls:
         self._late: concurrent.futures.Future[Any] | None = None
 
     def call(self, function: Callable[[], Result]) -> Result:
-        """Return or raise what ``function()`` does; RuntimeError if it takes too long, or an earlier call has not
-        returned.
-        """
+        """Return or raise what ``function()`` does; RuntimeError if it, or an earlier call, takes too long."""
         answer = self.start(function)
         concurrent.futures.wait([answer], self._limit_s)
         if not answer.done():
@@ -307,10 +304,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def watch(look: Callable[[], None], every_s: float) -> Task:
-    """Call ``look()`` every ``every_s`` seconds on a thread of this process until the result is closed.
-
-    All checks share the thread, so they must not wait; a slow one delays the others.
-    """
+    """Call ``look()`` every ``every_s`` seconds on a thread of this process, which all checks share, until closed."""
     task = Task(look, every_s)
     _watcher.add(task)
     return task

@@ -21,8 +21,7 @@ import torch.distributed as dist
 from rich.table import Table
 from torch import Tensor
 
-from torchddp.bench.cases import BenchCase, Job, Result, Settings
-from torchddp.bench.options import Option, one_of, several, whole_number
+from torchddp.bench.cases import BenchCase, Job, Option, Result, Settings, one_of, several, whole_number
 from torchddp.bench.timing import gathered, over_ranks, timed_rounds, warm_up
 from torchddp.harness.command import Display
 from torchddp.harness.launch import THIS_HOST, Place, Report
@@ -219,14 +218,14 @@ LINE_BYTES = 64
 YIELD_EVERY = 50
 
 
-class Meeting:
+class Barrier:
     """A spinning barrier of this host's ranks, who leave it within tenths of a microsecond of each other."""
 
     def __init__(self) -> None:
         self._rank, size = dist.get_rank(), dist.get_world_size()
         path: list[Any] = [None]
         if self._rank == 0:  # without a name, so that nothing is left behind, however the ranks end
-            descriptor = os.memfd_create("torchddp-meeting")
+            descriptor = os.memfd_create("torchddp-barrier")
             os.ftruncate(descriptor, size * LINE_BYTES)
             path = [f"/proc/{os.getpid()}/fd/{descriptor}"]
         dist.broadcast_object_list(path)
@@ -248,10 +247,10 @@ class Meeting:
 
 
 class Trial:
-    """One library's collective on one message. All ranks start each call together, when they `meet`."""
+    """One library's collective on one message. All ranks start each call together, after a `barrier`."""
 
-    def __init__(self, name: str, library: Library, operation: str, numel: int, meet: Run) -> None:
-        self.name, self._operation, self._numel, self._meet = name, operation, numel, meet
+    def __init__(self, name: str, library: Library, operation: str, numel: int, barrier: Run) -> None:
+        self.name, self._operation, self._numel, self._barrier = name, operation, numel, barrier
         rank, world_size = dist.get_rank(), dist.get_world_size()
         source = self._target = library.allocate(numel)
         if operation == "all_gather":
@@ -269,7 +268,7 @@ class Trial:
             self._source[:] = self._input
             self._run()
         self._source[:] = self._input
-        self._meet()
+        self._barrier()
         start_ns = time.perf_counter_ns()
         self._run()
         return (time.perf_counter_ns() - start_ns) / 1e3
@@ -289,14 +288,14 @@ class Trial:
 
 def measure(job: Job, operation: str, report: Report) -> dict[str, Any]:
     """Collective: time one operation at all sizes, on rank 0 and on the slowest rank of each round."""
-    meet = Meeting()
+    barrier = Barrier()
     libraries, reasons = open_libraries()
     sizes_bytes = job.options["sizes"]
     share = replace(job, seconds=job.seconds / len(sizes_bytes))
     sizes: list[dict[str, Any]] = []
     for size_bytes in sizes_bytes:
         numel = max(size_bytes // ITEM_BYTES // job.world_size, 1) * job.world_size  # equal shards
-        trials = [Trial(name, library, operation, numel, meet) for name, library in libraries.items()]
+        trials = [Trial(name, library, operation, numel, barrier) for name, library in libraries.items()]
         for trial in trials:
             trial.check()
         warm_up(trials, None, share)
