@@ -43,8 +43,7 @@ class Bucket {
   int owner() const { return owner_; }
   // See Note [Gradients that are given away].
   bool is_given_away() const { return given_away_; }
-  // bytes(): flat memory including padding, plus the gradients reduced in place. memory_bytes(): the flat memory alone, if it has
-  // any.
+  // bytes(): flat memory including padding, plus the gradients reduced in place. memory_bytes(): the flat memory alone, if any.
   int64_t bytes() const;
   int64_t memory_bytes() const;
   // The parameter index of each slot, in plan order, and its offset in flat memory unless it is reduced in place.
