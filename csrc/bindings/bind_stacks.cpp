@@ -1,3 +1,4 @@
+#include <Python.h>
 #include <c10/util/ScopeExit.h>
 #include <frameobject.h>
 
