@@ -161,7 +161,7 @@ IN_EXTENSION = {
     ),
     "writes_leave_no_mark": InExtension(
         "reducer/base/grad_marks.cpp",
-        "has(param, grad) && marks_[static_cast<size_t>(param)].version == version_of(param, grad)",
+        "has(param, grad) && marks_[param].version == version_of(param, grad)",
         "has(param, grad)",
         TESTS + "weighted_means.py::test_gradients_that_are_changed_between_backwards_of_a_step",
     ),

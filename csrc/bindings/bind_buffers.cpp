@@ -26,13 +26,11 @@ void each_value(const py::object& mapping, Visit&& visit) {
     }
     return;
   }
-  for (const auto value : mapping.attr("values")()) {
-    visit(value);
-  }
+  for (const auto value : mapping.attr("values")()) visit(value);
 }
 
-// In the order of module.buffers() and parameters(): modules before their children, each module and each entry once. `name`: the
-// attribute that holds the entries.
+// In the order of module.buffers() and parameters(): modules before their children, each module and each entry once. `name`:
+// the attribute that holds the entries.
 template <typename Visit>
 void each_entry(const py::object& module, py::handle name, Visit&& visit) {
   static const py::handle kModules = py::str("_modules").release();
@@ -43,22 +41,14 @@ void each_entry(const py::object& module, py::handle name, Visit&& visit) {
   while (!ahead.empty()) {
     auto current = std::move(ahead.back());
     ahead.pop_back();
-    if (!seen.insert(current.ptr()).second) {
-      continue;
-    }
+    if (!seen.insert(current.ptr()).second) continue;
     each_value(py::getattr(current, name), [&](py::handle entry) {
-      if (!entry.is_none() && seen.insert(entry.ptr()).second) {
-        visit(entry);
-      }
+      if (!entry.is_none() && seen.insert(entry.ptr()).second) visit(entry);
     });
     each_value(py::getattr(current, kModules), [&](py::handle child) {
-      if (!child.is_none()) {
-        children.push_back(py::reinterpret_borrow<py::object>(child));
-      }
+      if (!child.is_none()) children.push_back(py::reinterpret_borrow<py::object>(child));
     });
-    for (; !children.empty(); children.pop_back()) {
-      ahead.push_back(std::move(children.back()));
-    }
+    for (; !children.empty(); children.pop_back()) ahead.push_back(std::move(children.back()));
     visited.push_back(std::move(current));
   }
 }
@@ -89,9 +79,7 @@ bool trains_as_before(const py::object& module, const py::list& known, const py:
 bool can_travel_as_bytes(const py::sequence& tensors) {
   std::optional<at::Device> device;
   for (const auto object : tensors) {
-    if (!THPVariable_CheckExact(object.ptr())) {
-      return false;
-    }
+    if (!THPVariable_CheckExact(object.ptr())) return false;
     const auto& tensor = THPVariable_Unpack(object.ptr());
     if (tensor.layout() != at::kStrided || tensor.is_meta() || device.value_or(tensor.device()) != tensor.device()) {
       return false;

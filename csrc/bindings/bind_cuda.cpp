@@ -64,7 +64,7 @@ std::shared_ptr<NcclTransport> connect_nccl(const std::string& id, int rank, int
     throw std::invalid_argument("an NCCL id has " + std::to_string(given.bytes.size()) + " bytes, got " +
                                 std::to_string(id.size()));
   }
-  std::copy(id.begin(), id.end(), given.bytes.begin());
+  std::ranges::copy(id, given.bytes.begin());
   gpu::CommunicatorConfig config;
   config.rank = rank;
   config.size = size;
@@ -84,9 +84,7 @@ struct SharedNccl {
 
   std::shared_ptr<NcclTransport> open(std::chrono::milliseconds timeout) const {
     auto shared = communicator.lock();
-    if (shared == nullptr || shared->is_broken()) {
-      return nullptr;
-    }
+    if (shared == nullptr || shared->is_broken()) return nullptr;
     return no_gil(std::make_shared<NcclTransport>(std::move(shared), device, timeout));
   }
 };

@@ -39,21 +39,15 @@ struct RaisedByHandler final : py::error_already_set, SignalInterrupt {};
 // See Note [Signals in a wait] in common/signals.h.
 void check_python_signals() {
   // Python's main thread is the process's main thread, in a forked child too.
-  if (syscall(SYS_gettid) != getpid() || Py_IsInitialized() == 0) {
-    return;
-  }
+  if (syscall(SYS_gettid) != getpid() || Py_IsInitialized() == 0) return;
   const py::gil_scoped_acquire gil;
-  if (PyErr_Occurred() == nullptr && PyErr_CheckSignals() != 0) {
-    throw RaisedByHandler();
-  }
+  if (PyErr_Occurred() == nullptr && PyErr_CheckSignals() != 0) throw RaisedByHandler();
 }
 
 PyObject* make_type(py::module_& m, const char* name, const char* doc) {
   const auto qualified = std::string("torchddp.") + name;
   auto* type = PyErr_NewExceptionWithDoc(qualified.c_str(), doc, PyExc_RuntimeError, nullptr);
-  if (type == nullptr) {
-    throw py::error_already_set();
-  }
+  if (type == nullptr) throw py::error_already_set();
   m.attr(name) = py::handle(type);
   return type;
 }
@@ -70,9 +64,7 @@ void bind_errors(py::module_& m) {
   autograd_thrower = &throw_across;
   py::register_exception_translator([](std::exception_ptr pointer) {
     try {
-      if (pointer) {
-        std::rethrow_exception(pointer);
-      }
+      if (pointer) std::rethrow_exception(pointer);
     } catch (AcrossAutograd& error) {
       PyErr_SetString(error.python_type(), error.what());
     } catch (const TransportError& error) {

@@ -29,9 +29,7 @@ struct Argument {
 
 // Checks for contiguous CPU tensors that don't overlap. A residual must match the first of them.
 void check(const char* function, std::vector<Argument> arguments, const std::optional<at::Tensor>& residual = {}) {
-  if (residual) {
-    arguments.push_back({"residual", *residual, at::kFloat, arguments.front().numel});
-  }
+  if (residual) arguments.push_back({"residual", *residual, at::kFloat, arguments.front().numel});
   for (auto one = arguments.begin(); one != arguments.end(); ++one) {
     const auto& [name, tensor, type, numel] = *one;
     if (tensor.scalar_type() != type) {

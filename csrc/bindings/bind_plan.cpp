@@ -10,9 +10,7 @@ namespace {
 auto each(int64_t plan::Slot::* field) {
   return [field](const plan::BucketSpec& bucket) {
     std::vector<int64_t> values;
-    for (const auto& slot : bucket.slots) {
-      values.push_back(slot.*field);
-    }
+    for (const auto& slot : bucket.slots) values.push_back(slot.*field);
     return values;
   };
 }
@@ -43,9 +41,7 @@ void bind_plan(py::module_& m) {
           "nbytes",
           [](const BucketSpec& bucket) {
             int64_t numel = 0;
-            for (const auto& slot : bucket.slots) {
-              numel += bucket.sparse ? 0 : slot.numel;
-            }
+            for (const auto& slot : bucket.slots) numel += bucket.sparse ? 0 : slot.numel;
             return numel * bucket.itemsize;
           },
           "Bytes of the gradients without padding; 0 for a sparse one.");

@@ -13,7 +13,7 @@ namespace torchddp::bindings {
 namespace {
 
 using namespace reducer;
-using FuturePtr = std::shared_ptr<torch::jit::PythonFutureWrapper>;
+using PyFuture = std::shared_ptr<torch::jit::PythonFutureWrapper>;
 
 std::shared_ptr<Reducer> make_reducer(std::vector<at::Tensor> params, std::vector<plan::ParamSpec> specs,
                                       c10::intrusive_ptr<c10d::ProcessGroup> group,
@@ -37,17 +37,11 @@ void bind_config(py::module_& m) {
   py::class_<ReducerConfig>(m, "ReducerConfig", "The options of a Reducer.")
       .def(py::init([](const py::kwargs& options) {
         auto config = py::cast(ReducerConfig());
-        for (const auto& [name, value] : options) {
-          py::setattr(config, name, value);
-        }
+        for (const auto& [name, value] : options) py::setattr(config, name, value);
         return config.cast<ReducerConfig>();
       }))
-      .def_property(
-          "caps_bytes", [](const ReducerConfig& self) { return self.limits.caps_bytes; },
-          [](ReducerConfig& self, std::vector<int64_t> caps) { self.limits.caps_bytes = std::move(caps); })
-      .def_property(
-          "solo_bytes", [](const ReducerConfig& self) { return self.limits.solo_bytes; },
-          [](ReducerConfig& self, int64_t bytes) { self.limits.solo_bytes = bytes; })
+      .def_readwrite("caps_bytes", &ReducerConfig::caps_bytes)
+      .def_readwrite("solo_bytes", &ReducerConfig::solo_bytes)
       .def_readwrite("find_unused_parameters", &ReducerConfig::find_unused_parameters)
       .def_readwrite("gradient_as_bucket_view", &ReducerConfig::gradient_as_bucket_view)
       .def_readwrite("view_storage", &ReducerConfig::view_storage)
@@ -72,12 +66,6 @@ void bind_step(PyReducer& c) {
           "prepare_for_backward",
           [](Reducer& self, const std::vector<at::Tensor>& outputs, bool has_hooks) {
             self.prepare_for_backward(outputs, has_hooks);
-          },
-          py::arg("output"), py::arg("has_hooks") = true, NoGil())
-      .def(
-          "prepare_for_backward",
-          [](Reducer& self, const at::Tensor& output, bool has_hooks) {
-            self.prepare_for_backward({&output, 1}, has_hooks);
           },
           py::arg("output"), py::arg("has_hooks") = true, NoGil())
       .def(
@@ -118,16 +106,14 @@ void bind_modes(PyReducer& c) {
       .def(
           "_run_allreduce_hook",
           [](Reducer& self, c10d::GradBucket& bucket) {
-            return std::make_shared<torch::jit::PythonFutureWrapper>(self.parts().shadow.all_reduce(bucket));
+            return std::make_shared<torch::jit::PythonFutureWrapper>(self.all_reduce_as_others(bucket));
           },
           py::arg("bucket"), NoGil())
       .def(
           "_install_post_backward_futures",
-          [](Reducer& self, const std::vector<FuturePtr>& futures) {
-            std::vector<c10::intrusive_ptr<c10::ivalue::Future>> list;
-            for (const auto& future : futures) {
-              list.push_back(future->fut);
-            }
+          [](Reducer& self, const std::vector<PyFuture>& futures) {
+            std::vector<FuturePtr> list;
+            for (const auto& future : futures) list.push_back(future->fut);
             self.parts().futures.add(list);
           },
           py::arg("futures"))
@@ -155,9 +141,7 @@ void bind_modes(PyReducer& c) {
       .def(
           "clear_main_grads",
           [](Reducer& self, const std::vector<int64_t>& params) {
-            for (const auto param : params) {
-              self.parts().context.main_grads->clear(param);
-            }
+            for (const auto param : params) self.parts().context.main_grads->clear(param);
           },
           py::arg("params"), NoGil(), "Zero the main gradients of the parameters with these indices.")
       .def(

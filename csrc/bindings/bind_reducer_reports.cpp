@@ -14,9 +14,7 @@ using namespace reducer;
 py::dict traffic_dict(Reducer& self) {
   const auto& last = self.parts().events.stats().last;
   auto result = to_dict(last.traffic);
-  if (last.hook_bytes > 0) {
-    result["hook"] = py::make_tuple(last.hook_bytes, py::none());
-  }
+  if (last.hook_bytes > 0) result["hook"] = py::make_tuple(last.hook_bytes, py::none());
   return result;
 }
 
@@ -84,9 +82,7 @@ py::dict status_dict(Reducer& self) {
   py::list buckets;
   for (const auto& bucket : status.buckets) {
     py::list missing;
-    for (const auto param : bucket.missing) {
-      missing.append(self.parts().context.spec(param).name);
-    }
+    for (const auto param : bucket.missing) missing.append(self.parts().context.spec(param).name);
     py::dict entry;
     entry["state"] = bucket::name_of(bucket.state);
     entry["missing"] = std::move(missing);
@@ -106,9 +102,7 @@ py::dict status_dict(Reducer& self) {
 }
 
 std::vector<int64_t> changed_gradients(Reducer& self) {
-  if (self.parts().step.is_under_way()) {
-    return {};
-  }
+  if (self.parts().step.is_under_way()) return {};
   std::vector<int64_t> result;
   for (const auto change : self.parts().changes.take()) {
     result.push_back(static_cast<int64_t>(change));

@@ -1,3 +1,5 @@
+#include <Python.h>
+#include <c10/util/ScopeExit.h>
 #include <frameobject.h>
 
 #include "bindings/bindings.h"
@@ -5,32 +7,17 @@
 namespace torchddp::bindings {
 namespace {
 
-// Note [Stacks of running threads]
-// ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-// Python 3.11 creates a frame object when someone asks for it, and creating one may collect garbage. A finalizer that runs then
-// may release the GIL, so that the thread that is looked at returns from the function whose frame object is being created: it
-// refers to freed memory afterwards. `sys._current_frames` and `frame.f_back` crash in this way, rarely, so here they collect none.
-class NoGarbageCollection {
- public:
-  NoGarbageCollection() : was_enabled_(PyGC_Disable() != 0) {}
-  NoGarbageCollection(const NoGarbageCollection&) = delete;
-  NoGarbageCollection& operator=(const NoGarbageCollection&) = delete;
-  NoGarbageCollection(NoGarbageCollection&&) = delete;
-  NoGarbageCollection& operator=(NoGarbageCollection&&) = delete;
-  ~NoGarbageCollection() {
-    if (was_enabled_) {
-      PyGC_Enable();
-    }
-  }
-
- private:
-  bool was_enabled_;
-};
-
 // By thread, innermost frame first.
 py::dict stacks(size_t limit) {
   const auto current_frames = py::module_::import("sys").attr("_current_frames");
-  const NoGarbageCollection pause;
+  // Python 3.11 creates a frame object when someone asks for it, and creating one may collect garbage. A finalizer that runs
+  // then may release the GIL, so that the thread that is looked at returns from the function whose frame object is being
+  // created: it refers to freed memory afterwards. `sys._current_frames` and `frame.f_back` crash in this way, rarely, so here
+  // they collect none.
+  const bool collects = PyGC_Disable() != 0;
+  const auto resume = c10::make_scope_exit([&] {
+    if (collects) PyGC_Enable();
+  });
   py::dict found;
   for (auto [thread, innermost] : py::dict(current_frames())) {
     py::list frames;

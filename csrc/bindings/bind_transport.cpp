@@ -23,9 +23,7 @@ template <typename... Arguments>
 auto starter(Collective (*make)(Arguments...)) {
   return [make](Transport& self, Arguments... arguments, Work& work, bool wait) {
     self.start(make(arguments...), work);
-    if (wait) {
-      work.wait();
-    }
+    if (wait) work.wait();
   };
 }
 

@@ -1,14 +1,5 @@
 #include "bindings/bindings.h"
 
-#ifndef TORCHDDP_TORCH_VERSION
-#error "TORCHDDP_TORCH_VERSION must name the torch this is built against, e.g. \"2.13.0+cpu\""
-#endif
-#ifndef TORCHDDP_VERSION
-#error "TORCHDDP_VERSION must be the version in pyproject.toml"
-#endif
-#if !defined(TORCHDDP_PYTHON_VERSION) || !defined(TORCHDDP_COMPILER)
-#error "TORCHDDP_PYTHON_VERSION and TORCHDDP_COMPILER must say what this is built with"
-#endif
 #ifndef TORCHDDP_WITH_CUDA
 #define TORCHDDP_CUDA_VERSION ""
 #define TORCHDDP_NCCL_VERSION ""

@@ -5,7 +5,6 @@
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
-#include <algorithm>
 #include <array>
 
 #include "bucket/tensor_checks.h"
@@ -33,17 +32,13 @@ void measure_flat(const at::Tensor& flat, const at::Tensor& stats) {
 
 bool may_follow(BucketState from, BucketState to) {
   switch (to) {
-    case BucketState::kIdle:
-      return true;
+    case BucketState::kIdle: return true;
     case BucketState::kFilling:  // a forward may have had no backward
       return from != BucketState::kReady && from != BucketState::kInFlight;
-    case BucketState::kReady:
-      return from == BucketState::kFilling;
+    case BucketState::kReady: return from == BucketState::kFilling;
     case BucketState::kInFlight:
-    case BucketState::kSkipped:
-      return from == BucketState::kReady;
-    case BucketState::kReduced:
-      return from == BucketState::kInFlight;
+    case BucketState::kSkipped: return from == BucketState::kReady;
+    case BucketState::kReduced: return from == BucketState::kInFlight;
   }
   return false;
 }
@@ -57,19 +52,15 @@ const char* name_of(BucketState state) {
 
 Bucket::Bucket(const plan::BucketSpec& spec, std::span<const at::Tensor> params, transport::Transport& transport,
                const Keeping& keeping)
-    : keeping_(keeping),
-      owner_(spec.owner),
-      given_away_(owner_ >= 0 && owner_ != transport.rank()),
+    : keeping_(keeping), owner_(spec.owner), given_away_(owner_ >= 0 && owner_ != transport.rank()),
       sparse_(spec.sparse) {
   TDDP_INTERNAL(!spec.slots.empty(), "a bucket plan has an empty bucket");
   for (const auto& slot : spec.slots) {
     params_.push_back(slot.param);
     offsets_.push_back(slot.offset);
   }
-  if (sparse_) {
-    return;
-  }
-  const auto device = params[static_cast<size_t>(params_.front())].device();
+  if (sparse_) return;
+  const auto device = params[params_.front()].device();
   // NCCL registers memory only if all ranks have the same, and owners of different buckets don't.
   flat_ = given_away_ || (owner_ >= 0 && transport.capabilities().reaches_any_memory)
               ? at::empty({spec.numel}, at::TensorOptions().dtype(keeping.dtype).device(device))
@@ -77,7 +68,7 @@ Bucket::Bucket(const plan::BucketSpec& spec, std::span<const at::Tensor> params,
   make_wire();
   slots_.reserve(spec.slots.size());
   for (const auto& slot : spec.slots) {
-    const auto& param = params[static_cast<size_t>(slot.param)];
+    const auto& param = params[slot.param];
     if (slot.offset == plan::kInPlace) {
       in_place_.push_back(at::empty({slot.numel}, flat_.options()));
       slots_.emplace_back(in_place_.back(), 0, param, keeping).lie_in_place(transport);
@@ -92,9 +83,7 @@ Bucket::Bucket(const plan::BucketSpec& spec, std::span<const at::Tensor> params,
     clear_padding();
   }
   if (slots_.size() == 1 && flat_.is_cpu() && !flat_.is_complex()) {
-    if (keeping.may_adopt) {
-      slots_[0].allow_adoption(transport);
-    }
+    if (keeping.may_adopt) slots_[0].allow_adoption(transport);
     scales_ = transport.capabilities().scales && kernels::can_scale(slots_[0].kernel_dtype());
   }
 }
@@ -112,14 +101,12 @@ bool Bucket::arrive() {
 }
 
 void Bucket::release_in_place() {
-  for (auto& slot : slots_) {
-    slot.release_if_in_place();
-  }
+  for (auto& slot : slots_) slot.release_if_in_place();
 }
 
 at::Tensor Bucket::values(int64_t i) const {
-  const auto& slot = slots_[static_cast<size_t>(i)];
-  return slot.is_in_place() ? slot.flat() : flat_.narrow(0, offsets_[static_cast<size_t>(i)], slot.numel());
+  const auto& slot = slots_[i];
+  return slot.is_in_place() ? slot.flat() : flat_.narrow(0, offsets_[i], slot.numel());
 }
 
 void Bucket::make_wire() {
@@ -136,9 +123,7 @@ void Bucket::find_padding() {
   int64_t end = 0;
   for (size_t i = 0; i < slots_.size(); ++i) {
     if (!slots_[i].is_in_place()) {
-      if (offsets_[i] > end) {
-        padding_.push_back(flat_.narrow(0, end, offsets_[i] - end));
-      }
+      if (offsets_[i] > end) padding_.push_back(flat_.narrow(0, end, offsets_[i] - end));
       end = offsets_[i] + slots_[i].numel();
     }
   }
@@ -161,9 +146,7 @@ void Bucket::take_memory(const at::Tensor& memory) {
   TDDP_INTERNAL(static_cast<int64_t>(memory.nbytes()) >= bytes(), "a bucket was given too little memory");
   point_at(memory);
   make_wire();
-  for (auto& slot : slots_) {
-    slot.rebind();
-  }
+  for (auto& slot : slots_) slot.rebind();
   find_padding();
   clear_padding();
 }
@@ -177,40 +160,28 @@ void Bucket::move(transport::Transport& transport) {
   make_wire();
   find_padding();
   for (auto& slot : slots_) {
-    if (!slot.is_in_place()) {
-      slot.follow();
-    }
+    if (!slot.is_in_place()) slot.follow();
   }
 }
 
 void Bucket::release_memory() {
   padding_.clear();  // it would keep the memory alive
   point_at(at::empty({0}, flat_.options()));
-  if (flat_.is_complex()) {
-    wire_.reset();
-  }
-  for (auto& slot : slots_) {
-    slot.release_memory();
-  }
+  if (flat_.is_complex()) wire_.reset();
+  for (auto& slot : slots_) slot.release_memory();
 }
 
 void Bucket::measure(const at::Tensor& stats) const {
   const c10::NoGradGuard no_grad;
   stats.zero_();
-  if (sparse_ || !wire_.is_floating_point()) {
-    return;
-  }
+  if (sparse_ || !wire_.is_floating_point()) return;
   measure_flat(wire_, stats);
-  for (const auto& gradient : in_place_) {
-    measure_flat(gradient, stats);
-  }
+  for (const auto& gradient : in_place_) measure_flat(gradient, stats);
 }
 
 int64_t Bucket::bytes() const {
   auto bytes = sparse_ ? 0 : static_cast<int64_t>(flat_.nbytes());
-  for (const auto& gradient : in_place_) {
-    bytes += static_cast<int64_t>(gradient.nbytes());
-  }
+  for (const auto& gradient : in_place_) bytes += static_cast<int64_t>(gradient.nbytes());
   return bytes;
 }
 

@@ -32,30 +32,29 @@ const char* name_of(BucketState state);
 class Bucket {
  public:
   // `params`: all parameters of the reducer, indexed by the plan's slots. A bucket owned by another rank has no memory yet.
-  // Gradients with offset plan::kInPlace are reduced where they lie, see Note [Adopted gradients] in grad_slot.h.
+  // Gradients with offset plan::kInPlace are reduced in place, see Note [Adopted gradients] in grad_slot.h.
   Bucket(const plan::BucketSpec& spec, std::span<const at::Tensor> params, transport::Transport& transport,
          const Keeping& keeping);
 
-  int64_t num_slots() const { return static_cast<int64_t>(params_.size()); }
+  int64_t num_slots() const { return std::ssize(params_); }
   bool is_sparse() const { return sparse_; }
   const Keeping& keeping() const { return keeping_; }
   // The only rank that gets the averages, or -1 if all do.
   int owner() const { return owner_; }
   // See Note [Gradients that are given away].
   bool is_given_away() const { return given_away_; }
-  // bytes(): flat memory including padding, plus the gradients reduced where they lie. flat_bytes(): the flat memory alone, if
-  // present.
+  // bytes(): flat memory including padding, plus the gradients reduced in place. memory_bytes(): the flat memory alone, if any.
   int64_t bytes() const;
   int64_t memory_bytes() const;
-  // The parameter index of each slot, in plan order, and its offset in flat memory unless it is reduced where it lies.
+  // The parameter index of each slot, in plan order, and its offset in flat memory unless it is reduced in place.
   const std::vector<int64_t>& params() const { return params_; }
   const std::vector<int64_t>& offsets() const { return offsets_; }
-  GradSlot& slot(int64_t i) { return slots_[static_cast<size_t>(i)]; }
+  GradSlot& slot(int64_t i) { return slots_[i]; }
 
   // What the transport and hooks see: 1-d and real (complex memory as pairs). A sparse bucket has none until its gradient is
   // set.
   const at::Tensor& wire() const { return wire_; }
-  // The gradients that are reduced where they lie, each 1-d; without memory between steps.
+  // The gradients that are reduced in place, each 1-d; without memory between steps.
   const std::vector<at::Tensor>& in_place() const { return in_place_; }
   // At the end of a step: the memory now belongs to whoever holds the gradients.
   void release_in_place();
@@ -104,7 +103,7 @@ class Bucket {
 
   // The memory was taken from it: see SlotView::is_displaced.
   bool is_displaced() const {
-    const auto first = std::find_if(slots_.begin(), slots_.end(), [](const auto& slot) { return slot.has_memory(); });
+    const auto first = std::ranges::find_if(slots_, [](const auto& slot) { return slot.has_memory(); });
     return first != slots_.end() && first->is_displaced();
   }
   void begin_step() {

@@ -1,6 +1,14 @@
 #include "bucket/device_pieces.h"
 
-#include "bucket/pieces_by_operators.h"
+#include <ATen/Functions.h>
+#include <ATen/ops/_foreach_copy.h>
+#include <ATen/ops/_foreach_mul.h>
+#include <c10/core/GradMode.h>
+
+#include <span>
+
+#include "common/check.h"
+#include "transport/sum_types.h"
 
 #ifdef TORCHDDP_WITH_CUDA
 #include <c10/cuda/CUDAException.h>
@@ -29,9 +37,7 @@ void warn_without_kernels(int device, cudaError_t error) {
 
 // Whether our kernels run on the current device. The first time it warns if they don't.
 bool has_kernels(at::Device device) {
-  if (!device.is_cuda()) {
-    return false;
-  }
+  if (!device.is_cuda()) return false;
   static gpu::KernelProbe probe;
   const auto find = [] {
     const auto error = static_cast<cudaError_t>(kernels::find_kernels());
@@ -46,6 +52,71 @@ bool has_kernels(at::Device device) {
 }
 
 #endif
+
+using Tensors = std::vector<at::Tensor>;
+
+at::Tensor tensor_at(void* data, int64_t numel, kernels::DType dtype, at::Device device) {
+  return at::for_blob(data, {numel})
+      .options(at::TensorOptions().dtype(transport::scalar_type(dtype)).device(device))
+      .target_device(device)
+      .make_tensor();
+}
+
+// Except for what is already in place.
+void copy_if_elsewhere(const Tensors& to, const Tensors& from) {
+  Tensors targets;
+  Tensors sources;
+  for (size_t i = 0; i < to.size(); ++i) {
+    if (to[i].const_data_ptr() != from[i].const_data_ptr()) {
+      targets.push_back(to[i]);
+      sources.push_back(from[i]);
+    }
+  }
+  if (!targets.empty()) {  // operators don't accept an empty list
+    at::_foreach_copy_(targets, sources);
+  }
+}
+
+// kernels::move_on_device with torch's operators, for devices that our kernels were not built for. Gives the same bits, on the
+// current stream, for all pieces at once. `slot`: any slot of the bucket.
+void move_by_operators(kernels::Direction direction, const GradSlot& slot, std::span<const kernels::DevicePiece> pieces,
+                       kernels::DType outside_type, double scale) {
+  const c10::NoGradGuard no_grad;
+  const bool pack = direction == kernels::Direction::kPack;
+  const auto flat_type = slot.kernel_dtype();
+  Tensors to;
+  Tensors from;
+  for (const auto& piece : pieces) {
+    if (piece.numel != 0) {
+      auto* const in_flat = static_cast<std::byte*>(slot.flat_data()) + piece.begin * kernels::item_size(flat_type);
+      const auto flat = tensor_at(in_flat, piece.numel, flat_type, slot.device());
+      const auto outside = tensor_at(piece.outside, piece.numel, outside_type, slot.device());
+      to.push_back(pack ? flat : outside);
+      from.push_back(pack ? outside : flat);
+    }
+  }
+  if (scale == 1.0 || to.empty()) {
+    copy_if_elsewhere(to, from);
+    return;
+  }
+  TDDP_CHECK(kernels::is_float(flat_type) && kernels::is_float(outside_type), "gradients of dtype ",
+             transport::scalar_type(outside_type), " can't be scaled");
+  // The product is formed in float or wider, and rounded once.
+  const auto product = c10::promoteTypes(
+      at::kFloat, c10::promoteTypes(transport::scalar_type(flat_type), transport::scalar_type(outside_type)));
+  if (product == to.front().scalar_type()) {
+    copy_if_elsewhere(to, from);
+    at::_foreach_mul_(to, scale);
+    return;
+  }
+  Tensors products;
+  for (const auto& source : from) {
+    products.push_back(at::empty(source.sizes(), source.options().dtype(product)));
+  }
+  at::_foreach_copy_(products, from);
+  at::_foreach_mul_(products, scale);
+  at::_foreach_copy_(to, products);
+}
 
 void move_pieces(kernels::Direction direction, const GradSlot& slot, std::span<const kernels::DevicePiece> pieces,
                  kernels::DType dtype, double scale) {

@@ -9,7 +9,6 @@
 
 #include "bucket/parallel.h"
 #include "common/check.h"
-#include "kernels/non_finite.h"
 #include "kernels/pack.h"
 #include "kernels/sum.h"
 
@@ -28,9 +27,7 @@ void scale_cast_parallel(void* dst, kernels::DType dst_dtype, const void* src, k
     kernels::scale_cast(to, dst_dtype, from, src_dtype, end - begin, scale);
     return int64_t{0};
   });
-  if (non_finite != nullptr) {
-    *non_finite = found;
-  }
+  if (non_finite != nullptr) *non_finite = found;
 }
 
 // dst += src. Both are floats unless their dtypes are equal. Cast values stay in the L1 cache.
@@ -56,9 +53,7 @@ void add_parallel(void* dst, kernels::DType dst_dtype, const void* src, kernels:
 }  // namespace
 
 bool GradSlot::adopt(const at::Tensor& grad) {
-  if (adopter_ == nullptr || !is_ordinary(grad) || !adopter_->reaches(grad)) {
-    return false;
-  }
+  if (adopter_ == nullptr || !is_ordinary(grad) || !adopter_->reaches(grad)) return false;
   take_memory(grad);
   return true;
 }
@@ -84,9 +79,7 @@ void GradSlot::release_if_in_place() {
 }
 
 bool GradSlot::overlaps(const at::Tensor& grad) const {
-  if (grad.layout() != at::kStrided || !grad.has_storage() || grad.numel() == 0) {
-    return false;
-  }
+  if (grad.layout() != at::kStrided || !grad.has_storage() || grad.numel() == 0) return false;
   const auto* const begin = static_cast<const std::byte*>(flat_.const_data_ptr());
   const auto* const data = static_cast<const std::byte*>(grad.const_data_ptr());
   return data >= begin && data < begin + flat_.nbytes();
@@ -138,9 +131,7 @@ void GradSlot::pack(const at::Tensor& grad, double scale) {
 }
 
 void GradSlot::scale_in_place(double scale) {
-  if (scale == 1.0) {
-    return;
-  }
+  if (scale == 1.0) return;
   if (on_cpu_ && kernels::is_float(kernel_dtype())) {
     pack_plain(data_, kernel_dtype(), scale);
     return;
@@ -151,7 +142,7 @@ void GradSlot::scale_in_place(double scale) {
 
 void GradSlot::zero() {
   if (on_cpu_) {
-    std::memset(data_, 0, static_cast<size_t>(numel_) * flat_.itemsize());
+    std::memset(data_, 0, numel_ * flat_.itemsize());
     return;
   }
   c10::NoGradGuard no_grad;

@@ -14,10 +14,10 @@ namespace torchddp::bucket {
 // is re-pointed and nothing is allocated. The slot keeps the gradient alive until the next one arrives, so memory rotates
 // between steps as it does when a bucket is copied into.
 //
-// On a device, the large gradients of a bucket are reduced where they lie (`in_place_bytes`) and only the small ones are packed.
-// Such a slot has memory from the moment its bucket is complete until the end of the step: the gradient's own, which stays
-// param.grad, or, where that can't be used (another layout, shared, part of a graph, missing), temporary memory for this step.
-// Which slots these are follows from the plan, so it is the same on all ranks, whatever their gradients are.
+// On a device, the large gradients of a bucket are reduced in place (`in_place_bytes`) and only the small ones are
+// packed. Such a slot has memory from the moment its bucket is complete until the end of the step: the gradient's own, which
+// stays param.grad, or, where that can't be used (another layout, shared, part of a graph, missing), temporary memory for this
+// step. Which slots these are follows from the plan, so it is the same on all ranks, whatever their gradients are.
 
 // Not thread-safe per slot; different slots of one bucket may be packed by different threads.
 class GradSlot : public SlotView {
@@ -60,7 +60,7 @@ class GradSlot : public SlotView {
   at::Tensor clone_as(at::ScalarType dtype) const;
 
   // For kernels that move many gradients at once: a gradient of the slot's layout as raw memory. Empty if its layout differs,
-  // its dtype is neither the slot's nor convertible, or it is reduced where it lies.
+  // its dtype is neither the slot's nor convertible, or it is reduced in place.
   struct Piece {
     kernels::DType dtype;
     kernels::DevicePiece memory;

@@ -13,9 +13,7 @@ constexpr int64_t kParallelGrain = 256 * 1024;
 // The sum of part(begin, end) over ranges that cover [0, numel).
 template <typename Part>
 int64_t sum_of_parts(int64_t numel, Part&& part) {
-  if (numel < 2 * kParallelGrain || at::get_num_threads() == 1) {
-    return part(0, numel);
-  }
+  if (numel < 2 * kParallelGrain || at::get_num_threads() == 1) return part(0, numel);
   std::atomic<int64_t> sum{0};
   at::parallel_for(0, numel, kParallelGrain, [&](int64_t begin, int64_t end) { sum += part(begin, end); });
   return sum;

@@ -41,9 +41,7 @@ c10::Storage make_storage(size_t bytes, c10::DataPtr data) {
 // AccumulateGrad and keeps until the hooks have run, and the tensor that this one is a view of (a linear layer's weight
 // gradient is transposed).
 bool is_unshared(const at::Tensor& grad, const at::Tensor* incoming) {
-  if (!grad.has_storage()) {
-    return false;
-  }
+  if (!grad.has_storage()) return false;
   size_t tensors = 1;
   size_t storages = 1;
   if (incoming != nullptr) {
@@ -51,9 +49,7 @@ bool is_unshared(const at::Tensor& grad, const at::Tensor* incoming) {
       ++tensors;
     } else if (incoming->is_alias_of(grad)) {
       ++storages;
-      if (incoming->is_view() && incoming->_base().use_count() == 1) {
-        ++storages;
-      }
+      if (incoming->is_view() && incoming->_base().use_count() == 1) ++storages;
     }
   }
   const auto& storage = grad.storage();
@@ -62,16 +58,10 @@ bool is_unshared(const at::Tensor& grad, const at::Tensor* incoming) {
 }
 
 SlotView::SlotView(const at::Tensor& flat, int64_t offset, const at::Tensor& param, const Keeping& keeping)
-    : view_storage_(keeping.view_storage),
-      on_cpu_(flat.device().is_cpu()),
-      dtype_(keeping.dtype),
-      grad_dtype_(keeping.grad_dtype),
-      kernel_type_(transport::kernel_type(dtype_)),
-      grad_kernel_dtype_(transport::kernel_type(grad_dtype_).dtype),
-      numel_(param.numel()),
-      sizes_(param.sizes().vec()),
-      offset_(offset),
-      flat_(flat) {
+    : view_storage_(keeping.view_storage), on_cpu_(flat.device().is_cpu()), dtype_(keeping.dtype),
+      grad_dtype_(keeping.grad_dtype), kernel_type_(transport::kernel_type(dtype_)),
+      grad_kernel_dtype_(transport::kernel_type(grad_dtype_).dtype), numel_(param.numel()), sizes_(param.sizes().vec()),
+      offset_(offset), flat_(flat) {
   const auto row_major = c10::contiguous_strides(sizes_);
   strides_ = (param.is_non_overlapping_and_dense() ? param.strides() : c10::IntArrayRef(row_major)).vec();
   view_ = make_view();
@@ -95,9 +85,7 @@ at::Tensor SlotView::in_bucket() const {
 }
 
 at::Tensor SlotView::make_view() {
-  if (view_storage_ == ViewStorage::kBucket) {
-    return in_bucket();
-  }
+  if (view_storage_ == ViewStorage::kBucket) return in_bucket();
   storage_ = make_own_storage();
   adopted_ = false;
   return tensor_over(storage_);
@@ -122,9 +110,7 @@ void SlotView::show_as(at::Tensor& shown) const {
 }
 
 void SlotView::restore_view() {
-  if (!view_.defined() || !is_intact()) {
-    view_ = make_view();
-  }
+  if (!view_.defined() || !is_intact()) view_ = make_view();
 }
 
 bool SlotView::holds_slow(const at::Tensor& grad) const {
@@ -146,9 +132,7 @@ bool SlotView::is_ordinary(const at::Tensor& grad) const {
 
 bool SlotView::lies_as_slot(const at::Tensor& grad) const {
   for (int64_t dim = 0; dim < grad.dim(); ++dim) {
-    if (grad.size(dim) > 1 && grad.stride(dim) != strides_[static_cast<size_t>(dim)]) {
-      return false;
-    }
+    if (grad.size(dim) > 1 && grad.stride(dim) != strides_[dim]) return false;
   }
   return true;
 }
@@ -164,9 +148,7 @@ void SlotView::take_memory(const at::Tensor& grad) {
 }
 
 bool SlotView::is_held() const {
-  if (!storage_) {
-    return false;
-  }
+  if (!storage_) return false;
   const auto* const impl = storage_.unsafeGetStorageImpl();
   // User code may have given the view another one (`grad.data = x`).
   const bool viewed = view_.defined() && view_.storage().unsafeGetStorageImpl() == impl;
@@ -176,9 +158,7 @@ bool SlotView::is_held() const {
 }
 
 bool SlotView::part_from_holders() {
-  if (!storage_.resizable()) {
-    return false;
-  }
+  if (!storage_.resizable()) return false;
   const c10::NoGradGuard no_grad;
   const auto kept = std::exchange(storage_, c10::Storage());
   view_.reset();

@@ -65,8 +65,8 @@ class SlotView {
   void rebind();
   // The flat tensor now has different memory with the same values; the view and anything kept of it move there if they can.
   void follow();
-  // Another tensor over the slot's memory, with a storage of its own: `shown`, which is made if it is undefined and stays the same tensor
-  // when the slot is another one.
+  // Another tensor over the slot's memory, with a storage of its own: `shown`, which is made if it is undefined and stays the
+  // same tensor when the slot is another one.
   void show_as(at::Tensor& shown) const;
   // The flat tensor's memory goes; the slot is of no use until it has some again.
   void release_memory();
@@ -74,7 +74,8 @@ class SlotView {
  protected:
   // Whether `grad` is an ordinary CPU tensor of grad_dtype() and the slot's layout.
   bool is_plain(const at::Tensor& grad) const;
-  // Whether `grad` is an ordinary tensor of the slot's own device, dtype and layout; a stride means nothing where there is one element.
+  // Whether `grad` is an ordinary tensor of the slot's own device, dtype and layout; a stride means nothing where there is one
+  // element.
   bool is_ordinary(const at::Tensor& grad) const;
   bool lies_as_slot(const at::Tensor& grad) const;
   // The memory of `grad`, which is ordinary, is all of the flat tensor's from here on.

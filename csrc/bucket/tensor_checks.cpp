@@ -9,7 +9,6 @@
 #include "bucket/parallel.h"
 #include "common/check.h"
 #include "kernels/hash.h"
-#include "kernels/non_finite.h"
 #include "kernels/pack.h"
 #include "transport/sum_types.h"
 
@@ -25,17 +24,13 @@ at::Tensor plain_values(const at::Tensor& tensor) {
 
 int64_t count_non_finite(const at::Tensor& tensor) {
   const c10::NoGradGuard no_grad;
-  if (!tensor.is_floating_point() && !tensor.is_complex()) {
-    return 0;
-  }
+  if (!tensor.is_floating_point() && !tensor.is_complex()) return 0;
   auto values = plain_values(tensor);
   const auto dtype = transport::kernel_type(values.scalar_type()).dtype;
   if (!values.device().is_cpu() || !kernels::is_float(dtype)) {  // opaque: a float type that the kernels don't know
     return values.isfinite().logical_not().sum().item<int64_t>();
   }
-  if (!values.is_non_overlapping_and_dense()) {
-    values = values.contiguous();
-  }
+  if (!values.is_non_overlapping_and_dense()) values = values.contiguous();
   const auto* const data = static_cast<const std::byte*>(values.const_data_ptr());
   return sum_of_parts(values.numel(), [&](int64_t begin, int64_t end) {
     return kernels::count_non_finite(data + begin * kernels::item_size(dtype), dtype, end - begin);
@@ -60,9 +55,7 @@ double sum_of_squares(const at::Tensor& tensor) {
       }
     }
     for (int64_t stride = kLanes / 2; stride > 0; stride /= 2) {
-      for (int64_t lane = 0; lane < stride; ++lane) {
-        lanes[lane] += lanes[lane + stride];
-      }
+      for (int64_t lane = 0; lane < stride; ++lane) lanes[lane] += lanes[lane + stride];
     }
     sum += lanes[0];
   }

@@ -12,9 +12,7 @@ std::chrono::steady_clock::time_point deadline_after(
     std::chrono::steady_clock::time_point since = std::chrono::steady_clock::now()) {
   using Limit = std::chrono::duration<Rep, Period>;
   constexpr auto kEnd = std::chrono::steady_clock::time_point::max();
-  if (limit <= Limit::zero()) {
-    return since;
-  }
+  if (limit <= Limit::zero()) return since;
   // Compared in the limit's own unit, in which both fit.
   return limit < std::chrono::duration_cast<Limit>(kEnd - since) ? since + limit : kEnd;
 }

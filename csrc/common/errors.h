@@ -2,7 +2,6 @@
 #pragma once
 
 #include <stdexcept>
-#include <string>
 
 namespace torchddp {
 
@@ -52,9 +51,7 @@ inline void (*autograd_thrower)(const std::runtime_error&) = nullptr;
 
 template <typename Error>
 [[noreturn]] void throw_across_autograd(const Error& error) {
-  if (autograd_thrower != nullptr) {
-    autograd_thrower(error);
-  }
+  if (autograd_thrower != nullptr) autograd_thrower(error);
   throw error;
 }
 

@@ -66,9 +66,7 @@ TDDP_HIDDEN int pthread_cond_clockwait(pthread_cond_t* condition, pthread_mutex_
                                        const timespec* deadline) {
   using Clockwait = int (*)(pthread_cond_t*, pthread_mutex_t*, clockid_t, const timespec*);
   static const auto own = reinterpret_cast<Clockwait>(old_dlsym(RTLD_DEFAULT, "pthread_cond_clockwait"));
-  if (own != nullptr) {
-    return own(condition, mutex, clock, deadline);
-  }
+  if (own != nullptr) return own(condition, mutex, clock, deadline);
   timespec now{};
   timespec calendar{};
   clock_gettime(clock, &now);

@@ -22,9 +22,7 @@ class SignalInterrupt {
 inline std::atomic<void (*)()> signal_check{nullptr};
 
 inline void check_signals() {
-  if (auto* const check = signal_check.load()) {
-    check();
-  }
+  if (auto* const check = signal_check.load()) check();
 }
 
 // The longest sleep between two checks, and how long a wait may take before the first. A check may take the GIL.

@@ -23,9 +23,7 @@ int all_reduce_together(Nccl& nccl, Comm comm, Stream stream, kernels::DType typ
       }
     };
     add(packed, kPlainSum);
-    for (const auto& memory : in_place) {
-      add(memory, scaled_sum);
-    }
+    for (const auto& memory : in_place) add(memory, scaled_sum);
     // Also after an error, or the thread would stay in the group.
     const auto ended = nccl.group_end();
     result = result == kNcclSuccess ? ended : result;
@@ -38,9 +36,7 @@ int all_reduce_together(Nccl& nccl, Comm comm, Stream stream, kernels::DType typ
 }
 
 bool can_scale_by(kernels::DType type, double scale) {
-  if (type == kernels::DType::kF64) {
-    return true;
-  }
+  if (type == kernels::DType::kF64) return true;
   alignas(double) std::array<std::byte, sizeof(double)> rounded{};
   float back = 0;
   kernels::scale_cast(rounded.data(), type, &scale, kernels::DType::kF64, 1, 1.0);

@@ -15,9 +15,7 @@ void BucketStreams::begin_step() { producers_.clear(); }
 void BucketStreams::note() {
   auto* const stream = device_->current_stream();
   const std::lock_guard lock(mutex_);
-  if (std::find(producers_.begin(), producers_.end(), stream) == producers_.end()) {
-    producers_.push_back(stream);
-  }
+  if (std::ranges::find(producers_, stream) == producers_.end()) producers_.push_back(stream);
 }
 
 void BucketStreams::begin_packing() {
@@ -46,9 +44,7 @@ void BucketStreams::make_producers_wait(Stream source) {
   bool recorded = false;
   for (auto* stream : producers_) {
     if (stream != source) {
-      if (!std::exchange(recorded, true)) {
-        device_->record(fork_, source);
-      }
+      if (!std::exchange(recorded, true)) device_->record(fork_, source);
       device_->wait(stream, fork_);
     }
   }

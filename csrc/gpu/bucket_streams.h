@@ -20,13 +20,15 @@ namespace torchddp::gpu {
 //
 // No arrow blocks the host. Memory is safe without torch's record_stream, which would delay reuse for an unknown time and does
 // not work in captured graphs:
-//   - A packed gradient is freed at once on the host. torch's allocator may then give its memory to whatever is queued next on the stream
-//     that it came from; that stream waits for the packing (end_packing), so nothing is overwritten while it is still being read.
-//   - A gradient reduced where it lies may be freed from the end of backward on. By then the stream that it came from waits for the
-//     reduction (finish), as does the current stream.
-//   - A bucket outlives the step; an operation that fails or times out holds it until the device is done (Communicator::start's `keep`).
-//   - `param.grad` is a view of the bucket. Code that reads it on the stream that was current when backward() returned, or on one that
-//     waits for that stream, reads reduced values.
+//   - A packed gradient is freed at once on the host. torch's allocator may then give its memory to whatever is queued next on
+//     the stream that it came from; that stream waits for the packing (end_packing), so nothing is overwritten while it is
+//     still being read.
+//   - A gradient reduced in place may be freed from the end of backward on. By then the stream that it came from waits for
+//     the reduction (finish), as does the current stream.
+//   - A bucket outlives the step; an operation that fails or times out holds it until the device is done (Communicator::start's
+//     `keep`).
+//   - `param.grad` is a view of the bucket. Code that reads it on the stream that was current when backward() returned, or on
+//     one that waits for that stream, reads reduced values.
 //
 // Events are reused: a wait refers to the last record before it, so one event serves all fork points in turn.
 //
@@ -36,8 +38,7 @@ class BucketStreams {
  public:
   explicit BucketStreams(std::shared_ptr<Device> device);
   ~BucketStreams();
-  BucketStreams(const BucketStreams&) = delete;
-  BucketStreams& operator=(const BucketStreams&) = delete;
+  BucketStreams& operator=(BucketStreams&&) = delete;
 
   const Device* device() const { return device_.get(); }
   void begin_step();

@@ -9,14 +9,10 @@
 #include "gpu/communicator_state.h"
 
 namespace torchddp::gpu {
-namespace {
-
 // An abort is fast, but its thread may have to wait for a processor.
 constexpr std::chrono::milliseconds kAbortGrace{1000};
 // How many finished operations a new one retires; more than one, so that they don't pile up.
 constexpr size_t kRetireAtOnce = 2;
-
-}  // namespace
 
 Communicator::Communicator(std::shared_ptr<Nccl> nccl, std::shared_ptr<Device> device, CommunicatorConfig config,
                            const UniqueId& id)
@@ -34,9 +30,7 @@ Communicator::Communicator(std::shared_ptr<Nccl> nccl, std::shared_ptr<Device> d
   try {
     state.await_making();
   } catch (...) {
-    if (end_watchdog(deadline_after(kAbortGrace))) {
-      state.destroy_streams();
-    }
+    if (end_watchdog(deadline_after(kAbortGrace))) state.destroy_streams();
     throw;
   }
 }
@@ -69,9 +63,7 @@ Communicator::~Communicator() {
   }
   auto keeps = state.in_flight.take_keeps();
   lock.unlock();
-  if (!end_watchdog(std::max(deadline, Clock::now() + kAbortGrace))) {
-    return;
-  }
+  if (!end_watchdog(std::max(deadline, Clock::now() + kAbortGrace))) return;
   keeps.clear();
   try {
     state.device->synchronize();  // what was aborted may still write to the memory that it holds
@@ -107,9 +99,7 @@ void Communicator::start(Ticket& ticket, const OperationLabel& label, const Call
     device.wait(state.stream, state.fork);
     state.settle(call(state.comm, state.stream), label);
     ticket.captured = captured;
-    if (captured && ticket.event == nullptr) {
-      ticket.event = device.make_event();
-    }
+    if (captured && ticket.event == nullptr) ticket.event = device.make_event();
     const std::lock_guard lock(state.mutex);
     if (captured) {
       state.captured = true;
@@ -137,9 +127,7 @@ void Communicator::join(Ticket& ticket) {
     if (ticket.captured || operation != nullptr) {
       state.device->wait(state.device->current_stream(), ticket.captured ? ticket.event : operation->done);
     }
-    if (operation != nullptr) {
-      keeps.push_back(std::move(operation->keep));
-    }
+    if (operation != nullptr) keeps.push_back(std::move(operation->keep));
   } catch (const CaptureError&) {
     throw;
   } catch (const DeviceError& error) {
@@ -150,17 +138,13 @@ void Communicator::join(Ticket& ticket) {
 bool Communicator::ended(const Ticket& ticket) {
   auto& state = *state_;
   const std::lock_guard lock(state.mutex);
-  if (ticket.captured || state.life != State::Life::kRunning) {
-    return true;
-  }
+  if (ticket.captured || state.life != State::Life::kRunning) return true;
   auto* const operation = state.in_flight.find(ticket);
   return operation == nullptr || state.device->finished(operation->done);
 }
 
 void Communicator::forget(Ticket& ticket) {
-  if (ticket.event != nullptr) {
-    state_->device->destroy_event(ticket.event);
-  }
+  if (ticket.event != nullptr) state_->device->destroy_event(ticket.event);
   ticket = Ticket{};
 }
 

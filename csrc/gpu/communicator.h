@@ -66,8 +66,7 @@ class Communicator {
   // Flushes and leaves; aborts what does not end within leave_timeout. NCCL's part stays behind if a graph captured its
   // operations.
   ~Communicator();
-  Communicator(const Communicator&) = delete;
-  Communicator& operator=(const Communicator&) = delete;
+  Communicator& operator=(Communicator&&) = delete;
 
   int rank() const;
   int size() const;

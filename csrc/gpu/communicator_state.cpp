@@ -3,8 +3,6 @@
 #include <algorithm>
 #include <cstdio>
 #include <exception>
-#include <thread>
-#include <utility>
 
 #include "common/deadline.h"
 #include "common/errors.h"
@@ -27,18 +25,14 @@ std::string in_ms(milliseconds time) { return std::to_string(time.count()) + " m
 
 std::string describe(const OperationLabel& label) {
   std::string text = label.name;
-  if (label.numel >= 0) {
-    text += " of " + std::to_string(label.numel) + " elements";
-  }
+  if (label.numel >= 0) text += " of " + std::to_string(label.numel) + " elements";
   return label.bucket < 0 ? text : text + " (bucket " + std::to_string(label.bucket) + ")";
 }
 
 uint64_t OperationsInFlight::add(Device& device, Stream stream, const OperationLabel& label,
                                  std::shared_ptr<void> keep) {
   auto* const done = free_events_.empty() ? device.make_event() : free_events_.back();
-  if (!free_events_.empty()) {
-    free_events_.pop_back();
-  }
+  if (!free_events_.empty()) free_events_.pop_back();
   device.record(done, stream);
   operations_.push_back({label, done, Clock::now(), std::move(keep)});
   return next_++;
@@ -53,9 +47,7 @@ void OperationsInFlight::retire(Device& device, size_t at_most) {
   while (at_most-- > 0 && !operations_.empty() && device.finished(operations_.front().done)) {
     auto& front = operations_.front();
     free_events_.push_back(front.done);
-    if (front.keep != nullptr) {
-      done_with_.push_back(std::move(front.keep));
-    }
+    if (front.keep != nullptr) done_with_.push_back(std::move(front.keep));
     operations_.pop_front();
     last_end_ = Clock::now();
   }
@@ -66,19 +58,13 @@ Clock::time_point OperationsInFlight::deadline() const {
 }
 
 void OperationsInFlight::clear(Device& device) {
-  for (auto* event : std::exchange(free_events_, {})) {
-    device.destroy_event(event);
-  }
-  for (const auto& operation : operations_) {
-    device.destroy_event(operation.done);
-  }
+  for (auto* event : std::exchange(free_events_, {})) device.destroy_event(event);
+  for (const auto& operation : operations_) device.destroy_event(operation.done);
   operations_.clear();
 }
 
 void Communicator::State::throw_if_broken() const {
-  if (life != Life::kRunning) {
-    throw TransportError(problem);
-  }
+  if (life != Life::kRunning) throw TransportError(problem);
 }
 
 // From here on only the watchdog calls NCCL for this communicator, and only to abort it.
@@ -131,14 +117,10 @@ void Communicator::State::settle(int result, const OperationLabel& label) {
     } else {
       std::this_thread::sleep_for(kPollInterval);
     }
-    if (const auto asked = nccl->async_error(comm, &result); asked != kNcclSuccess) {
-      result = asked;
-    }
+    if (const auto asked = nccl->async_error(comm, &result); asked != kNcclSuccess) result = asked;
   }
   check();  // an aborted communicator can't describe its errors
-  if (result != kNcclSuccess) {
-    fail(describe(label) + " failed: " + nccl->describe(result, comm));
-  }
+  if (result != kNcclSuccess) fail(describe(label) + " failed: " + nccl->describe(result, comm));
 }
 
 // --- the thread that makes the communicator, and watches it ---
@@ -180,9 +162,7 @@ void Communicator::State::await_making() {
   std::unique_lock lock(mutex);
   while (life == Life::kMaking) {
     const auto until = std::min(deadline, Clock::now() + kSignalInterval);
-    if (changed.wait_until(lock, until, [&] { return life != Life::kMaking; })) {
-      break;
-    }
+    if (changed.wait_until(lock, until, [&] { return life != Life::kMaking; })) break;
     if (until == deadline) {
       mark_broken(who() + ": could not create an NCCL communicator within " + in_ms(config.connect_timeout) +
                   ". Some rank has not joined it, or can't be reached");
@@ -211,9 +191,7 @@ std::string Communicator::State::find_problem() {
                : describe(label) + " did not start within " + in_ms(label.timeout) +
                      ". Some rank has not reached it, or can't be reached; the communicator was aborted";
   }
-  if (in_flight.empty() && !captured) {
-    return "";
-  }
+  if (in_flight.empty() && !captured) return "";
   try {
     int error = kNcclSuccess;
     const auto asked = nccl->async_error(comm, &error);
@@ -236,9 +214,7 @@ std::string Communicator::State::find_problem() {
 
 void Communicator::State::look() {
   const auto found = find_problem();
-  if (found.empty()) {
-    return;
-  }
+  if (found.empty()) return;
   mark_broken(who() + ": " + found);
   if (captured) {
     std::fprintf(stderr, "torchddp: %s\n", problem.c_str());  // a program that replays a graph never asks us
@@ -252,9 +228,7 @@ void Communicator::State::watch() {
       look();
     }
   }
-  if (life != Life::kBroken) {
-    return;
-  }
+  if (life != Life::kBroken) return;
   if (comm != nullptr) {
     changed.wait_for(lock, config.call_grace, [&] { return !inside; });
     lock.unlock();

@@ -125,12 +125,9 @@ class Communicator::State::Turn {
   ~Turn() {
     const std::lock_guard lock(state_.mutex);
     state_.inside.reset();
-    if (state_.life != Life::kRunning) {
-      state_.changed.notify_all();
-    }
+    if (state_.life != Life::kRunning) state_.changed.notify_all();
   }
-  Turn(const Turn&) = delete;
-  Turn& operator=(const Turn&) = delete;
+  Turn& operator=(Turn&&) = delete;
 
  private:
   State& state_;

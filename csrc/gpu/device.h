@@ -34,14 +34,10 @@ class Device {
   virtual Stream make_stream(bool high_priority) = 0;
   // In a forked child these two do nothing: streams and events belong to the parent, and the driver does not work there.
   void destroy_stream(Stream stream) noexcept {
-    if (made_in_ == forks()) {
-      drop_stream(stream);
-    }
+    if (made_in_ == forks()) drop_stream(stream);
   }
   void destroy_event(Event event) noexcept {
-    if (made_in_ == forks()) {
-      drop_event(event);
-    }
+    if (made_in_ == forks()) drop_event(event);
   }
 
   // Without timing.

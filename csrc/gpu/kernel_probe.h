@@ -16,14 +16,10 @@ class KernelProbe {
     std::unique_lock lock(mutex_);
     auto found = errors_.find(device);
     const bool first = found == errors_.end();
-    if (first) {
-      found = errors_.emplace(device, find()).first;
-    }
+    if (first) found = errors_.emplace(device, find()).first;
     const int error = found->second;
     lock.unlock();
-    if (first && error != 0) {
-      warn(error);
-    }
+    if (first && error != 0) warn(error);
     return error == 0;
   }
 

@@ -7,31 +7,23 @@
 namespace torchddp::gpu {
 
 ReadyClock::ReadyClock(std::shared_ptr<Device> device, size_t count)
-    : device_(std::move(device)),
-      forward_(device_->make_timing_event()),
-      begin_(device_->make_timing_event()),
+    : device_(std::move(device)), forward_(device_->make_timing_event()), begin_(device_->make_timing_event()),
       is_marked_(count, 0) {
   marks_.reserve(count);
-  for (size_t i = 0; i < count; ++i) {
-    marks_.push_back(device_->make_timing_event());
-  }
+  for (size_t i = 0; i < count; ++i) marks_.push_back(device_->make_timing_event());
 }
 
 ReadyClock::~ReadyClock() {
   device_->destroy_event(forward_);
   device_->destroy_event(begin_);
-  for (auto* const mark : marks_) {
-    device_->destroy_event(mark);
-  }
+  for (auto* const mark : marks_) device_->destroy_event(mark);
 }
 
 void ReadyClock::begin_forward() {
   auto* const stream = device_->current_stream();
   measures_ = false;
   has_forward_ = !device_->capturing(stream);
-  if (has_forward_) {
-    device_->record(forward_, stream);
-  }
+  if (has_forward_) device_->record(forward_, stream);
 }
 
 int64_t ReadyClock::forward_ns() {
@@ -40,12 +32,10 @@ int64_t ReadyClock::forward_ns() {
 }
 
 void ReadyClock::begin_backward() {
-  std::fill(is_marked_.begin(), is_marked_.end(), 0);
+  std::ranges::fill(is_marked_, 0);
   auto* const stream = device_->current_stream();
   measures_ = !device_->capturing(stream);
-  if (measures_) {
-    device_->record(begin_, stream);
-  }
+  if (measures_) device_->record(begin_, stream);
 }
 
 void ReadyClock::mark(size_t index) {

@@ -17,8 +17,7 @@ class ReadyClock {
  public:
   ReadyClock(std::shared_ptr<Device> device, size_t count);
   ~ReadyClock();
-  ReadyClock(const ReadyClock&) = delete;
-  ReadyClock& operator=(const ReadyClock&) = delete;
+  ReadyClock& operator=(ReadyClock&&) = delete;
 
   void begin_forward();
   void begin_backward();

@@ -1,8 +1,8 @@
 // The loops of the compression kernels, compiled for each instruction set: see isa.h. The formats: Note [Compressed formats] in
 // compress.h.
 //
-// A block is worked on in two rounds, the second of which finds its numbers in the first-level cache: the first round leaves v in
-// the residual. A short last block is a whole one with zeros behind it.
+// A block is worked on in two rounds, the second of which finds its numbers in the first-level cache: the first round leaves v
+// in the residual. A short last block is a whole one with zeros behind it.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
-// Element types as the kernels see them, on the CPU and on a device. For both compilers: g++ (C++20, the CPU kernels and the tests) and
-// nvcc (C++17, the device kernels).
+// Element types as the kernels see them, on the CPU and on a device. For both compilers: g++ (C++20, the CPU kernels and the
+// tests) and nvcc (C++17, the device kernels).
 #pragma once
 
 #include <cstdint>
@@ -14,8 +14,8 @@
 
 namespace torchddp::kernels {
 
-// A complex tensor is packed as twice as many reals of its component type. Integers are summed and copied, never scaled or cast, and
-// what is none of these (bool) is copied as an integer of its size.
+// A complex tensor is packed as twice as many reals of its component type. Integers are summed and copied, never scaled or
+// cast, and what is none of these (bool) is copied as an integer of its size.
 enum class DType : uint8_t { kF64, kF32, kF16, kBF16, kI8, kU8, kI16, kI32, kI64 };
 
 inline constexpr int kNumDTypes = 9;

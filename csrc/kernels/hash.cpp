@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <stdexcept>
 
 #include "kernels/kernel_table.h"
 
@@ -22,38 +21,27 @@ void add_stripe(uint64_t* lanes, const unsigned char* stripe, int index) {
 
 }  // namespace
 
-Hash::Hash() { std::copy_n(kHashKeys.begin(), lanes_.size(), lanes_.begin()); }
-
-void Hash::add(const void* data, int64_t bytes) {
-  if (bytes_ % kHashBlockBytes != 0) throw std::logic_error("only the last piece of a hash may end inside of a block");
-  bytes_ += static_cast<uint64_t>(bytes);
+uint64_t hash_bytes(const void* data, int64_t bytes) {
+  std::array<uint64_t, kHashLanes> lanes;
+  std::copy_n(kHashKeys.begin(), lanes.size(), lanes.begin());
   const auto* at = static_cast<const unsigned char*>(data);
   const int64_t blocks = bytes / kHashBlockBytes;
-  active_table().hash_blocks(lanes_.data(), at, blocks);
+  active_table().hash_blocks(lanes.data(), at, blocks);
   at += blocks * kHashBlockBytes;
   int64_t left = bytes - blocks * kHashBlockBytes;
   for (int index = 0; left > 0; ++index) {
     unsigned char stripe[kHashStripeBytes] = {};  // zeros after the end: the length tells them from data
     const int64_t taken = std::min(left, kHashStripeBytes);
     std::memcpy(stripe, at, static_cast<size_t>(taken));
-    add_stripe(lanes_.data(), stripe, index);
+    add_stripe(lanes.data(), stripe, index);
     at += taken;
     left -= taken;
   }
-}
-
-uint64_t Hash::finish() const {
-  uint64_t hash = mix_bits(bytes_);
-  for (size_t lane = 0; lane < lanes_.size(); ++lane) {
-    hash = mix_bits(hash + mix_bits(lanes_[lane] ^ kHashKeys[kHashLanes + lane]));
+  uint64_t hash = mix_bits(static_cast<uint64_t>(bytes));
+  for (size_t lane = 0; lane < lanes.size(); ++lane) {
+    hash = mix_bits(hash + mix_bits(lanes[lane] ^ kHashKeys[kHashLanes + lane]));
   }
   return hash;
-}
-
-uint64_t hash_bytes(const void* data, int64_t bytes) {
-  Hash hash;
-  hash.add(data, bytes);
-  return hash.finish();
 }
 
 }  // namespace torchddp::kernels

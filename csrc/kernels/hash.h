@@ -27,23 +27,10 @@ inline constexpr auto kHashKeys = [] {
   return keys;
 }();
 
-// Hashes a range of bytes given piece by piece. About as fast as reading memory, with the same result on every instruction set.
-// The method is that of XXH3 for long inputs (Yann Collet): eight lanes multiply the halves of keyed words and add each word to
-// the neighboring lane, mixed every 1024 bytes, so that moved data changes the hash. A single changed word is always detected;
+// Of a range at any alignment. About as fast as reading memory, with the same result on every instruction set. The method is
+// that of XXH3 for long inputs (Yann Collet): eight lanes multiply the halves of keyed words and add each word to the
+// neighboring lane, mixed every 1024 bytes, so that moved data changes the hash. A single changed word is always detected;
 // other changes are missed with a probability of about 2^-64. Not secure against adversaries.
-class Hash {
- public:
-  Hash();
-  // Only the last piece may have a length that is not a multiple of kHashBlockBytes.
-  void add(const void* data, int64_t bytes);
-  uint64_t finish() const;
-
- private:
-  std::array<uint64_t, kHashLanes> lanes_;
-  uint64_t bytes_ = 0;
-};
-
-// The hash of one range, at any alignment.
 uint64_t hash_bytes(const void* data, int64_t bytes);
 
 }  // namespace torchddp::kernels

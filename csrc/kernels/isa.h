@@ -1,10 +1,10 @@
-// What the bodies of the kernels have in common. They are written once, over `Isa` and with the compiler's vector types, and compiled
-// for each instruction set.
+// What the bodies of the kernels have in common. They are written once, over `Isa` and with the compiler's vector types, and
+// compiled for each instruction set.
 //
-// Included by isa_*.cpp, one file per instruction set, by way of isa_table.h. The file defines TDDP_TARGET (the target attribute, or
-// nothing) beforehand, and every function must carry it, as TDDP_TARGET or in TDDP_INLINE: the compiler lowers vector arithmetic before
-// it inlines, and what has no such attribute is baseline code. The definitions therefore differ from file to file, hence the unnamed
-// namespaces in headers.
+// Included by isa_*.cpp, one file per instruction set, by way of isa_table.h. The file defines TDDP_TARGET (the target
+// attribute, or nothing) beforehand, and every function must carry it, as TDDP_TARGET or in TDDP_INLINE: the compiler lowers
+// vector arithmetic before it inlines, and what has no such attribute is baseline code. The definitions therefore differ from
+// file to file, hence the unnamed namespaces in headers.
 //
 // `Isa` names the instruction set: Vectors<kBytes>, and
 //   load<DType>, store<DType>       a vector of floats from and to 16-bit floats, at any alignment

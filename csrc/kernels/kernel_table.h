@@ -72,9 +72,8 @@ std::vector<std::string_view> supported_capabilities();
 // What TORCHDDP_CPU_CAPABILITY=`wanted` chooses on this processor; null and "" set no limit.
 const char* choose_capability(const char* wanted);
 
-// Switches the kernels of the whole process, so that one test run covers every instruction set. Returns false, and
-// changes nothing, if `capability` is not supported here. Must not run at the same time as a kernel whose result
-// matters.
+// Switches the kernels of the whole process, so that one test run covers every instruction set. Returns false, and changes
+// nothing, if `capability` is not supported here. Must not run at the same time as a kernel whose result matters.
 bool set_cpu_capability(std::string_view capability);
 
 }  // namespace torchddp::kernels

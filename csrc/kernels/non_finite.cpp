@@ -1,6 +1,5 @@
-// Works in chunks: a chunk that contains a non-finite value, which is rare, is counted element by element.
-#include "kernels/non_finite.h"
-
+// Finds infinities and NaNs while the data is in cache anyway. Works in chunks: a chunk that contains one, which is rare, is
+// counted element by element.
 #include <algorithm>
 
 #include "kernels/float_bits.h"

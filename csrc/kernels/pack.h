@@ -27,6 +27,13 @@ void scale_cast_strided(void* dst, DType dst_type, std::span<const int64_t> dst_
                         DType src_type, std::span<const int64_t> src_strides, std::span<const int64_t> sizes,
                         double scale);
 
+// The number of infinite or NaN values among `numel` contiguous elements at any alignment. Without any it costs one exponent
+// test per element. Opaque types have none.
+int64_t count_non_finite(const void* data, DType dtype, int64_t numel);
+
+// scale_cast, and count_non_finite of `src` beforehand, in a single pass over memory.
+int64_t scale_cast_counting(void* dst, DType dst_type, const void* src, DType src_type, int64_t numel, double scale);
+
 // Name of the instruction set in use: "avx512", "avx2" or "generic". TORCHDDP_CPU_CAPABILITY=generic|avx2|avx512 in the
 // environment lowers it (read once, at first use; never raises it above what the processor has).
 const char* cpu_capability();

@@ -17,10 +17,10 @@ struct DevicePiece {
 
 enum class Direction : uint8_t { kPack, kUnpack };
 
-// kPack: flat[begin + i] = cast<flat_type>(outside[i] * scale) for every piece; scale_cast (pack.h) says how. kUnpack is the way
-// back: outside[i] = cast<outside_type>(flat[begin + i] * scale). Asynchronous on `stream` of the current device, and fit for stream
-// capture: pointers and sizes travel in the kernel's parameters. Pieces may come in any order and have no elements; none at all is
-// fine. From kMaxPieces (pack_device_plan.h) non-empty pieces on, it takes more than one launch.
+// kPack: flat[begin + i] = cast<flat_type>(outside[i] * scale) for every piece; scale_cast (pack.h) says how. kUnpack is the
+// way back: outside[i] = cast<outside_type>(flat[begin + i] * scale). Asynchronous on `stream` of the current device, and fit
+// for stream capture: pointers and sizes travel in the kernel's parameters. Pieces may come in any order and have no elements;
+// none at all is fine. From kMaxPieces (pack_device_plan.h) non-empty pieces on, it takes more than one launch.
 //
 // All pointers are the device's and aligned to their element size; 16-byte accesses need no more than that, but source and
 // destination equally far from a 16-byte boundary (counted in elements) are fastest. A piece may lie in place
@@ -28,8 +28,8 @@ enum class Direction : uint8_t { kPack, kUnpack };
 //
 // Unlike on the CPU, a NaN that is scaled or cast becomes the device's own NaN: its payload is lost, as in torch there.
 //
-// Returns cudaErrorInvalidValue, before anything is launched, for a negative numel or begin, a null or unaligned pointer, and for
-// opaque types that are to be scaled or cast. The caller makes the device of the pointers current.
+// Returns cudaErrorInvalidValue, before anything is launched, for a negative numel or begin, a null or unaligned pointer, and
+// for opaque types that are to be scaled or cast. The caller makes the device of the pointers current.
 int move_on_device(Direction direction, void* flat, DType flat_type, const DevicePiece* pieces, int64_t count,
                    DType outside_type, double scale, void* stream);
 

@@ -7,10 +7,10 @@
 // waiting. A block finds its first piece by binary search over `first_tile`; everything it reads of the table lies in
 // the kernel's parameters (constant memory, broadcast to the block).
 //
-// Tiles are laid out over the destination's 16-byte grid, not from the piece's first element: `lead` is how many elements
-// the piece begins after such a boundary. So every vector of a tile is stored by 16-byte accesses, but for the first and last of
-// a piece, which go element by element. Loads are 16-byte accesses too where the source lies on its grid when the
-// destination does, otherwise by element (neighboring threads read neighboring memory all the same).
+// Tiles are laid out over the destination's 16-byte grid, not from the piece's first element: `lead` is how many elements the
+// piece begins after such a boundary. So every vector of a tile is stored by 16-byte accesses, but for the first and last of a
+// piece, which go element by element. Loads are 16-byte accesses too where the source lies on its grid when the destination
+// does, otherwise by element (neighboring threads read neighboring memory all the same).
 //
 // A thread reads the elements of a vector before it writes them and nobody else touches them: in place (source == destination)
 // is safe. Pointers must be aligned to their element size.

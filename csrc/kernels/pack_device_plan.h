@@ -84,14 +84,10 @@ inline bool is_valid(const PackJob& job) {
 template <DType Dst, class Visit>
 auto visit_cast(DType src_type, const Visit& visit) {
   switch (src_type) {
-    case DType::kF64:
-      return visit(Pack<Dst, DType::kF64>{});
-    case DType::kF32:
-      return visit(Pack<Dst, DType::kF32>{});
-    case DType::kF16:
-      return visit(Pack<Dst, DType::kF16>{});
-    default:
-      return visit(Pack<Dst, DType::kBF16>{});
+    case DType::kF64: return visit(Pack<Dst, DType::kF64>{});
+    case DType::kF32: return visit(Pack<Dst, DType::kF32>{});
+    case DType::kF16: return visit(Pack<Dst, DType::kF16>{});
+    default: return visit(Pack<Dst, DType::kBF16>{});
   }
 }
 
@@ -100,25 +96,17 @@ template <class Visit>
 auto visit_kernel(const PackJob& job, const Visit& visit) {
   if (job.is_copy()) {
     switch (item_size(job.dst_type())) {
-      case 1:
-        return visit(Pack<DType::kU8, DType::kU8>{});
-      case 2:
-        return visit(Pack<DType::kI16, DType::kI16>{});
-      case 4:
-        return visit(Pack<DType::kI32, DType::kI32>{});
-      default:
-        return visit(Pack<DType::kI64, DType::kI64>{});
+      case 1: return visit(Pack<DType::kU8, DType::kU8>{});
+      case 2: return visit(Pack<DType::kI16, DType::kI16>{});
+      case 4: return visit(Pack<DType::kI32, DType::kI32>{});
+      default: return visit(Pack<DType::kI64, DType::kI64>{});
     }
   }
   switch (job.dst_type()) {
-    case DType::kF64:
-      return visit_cast<DType::kF64>(job.src_type(), visit);
-    case DType::kF32:
-      return visit_cast<DType::kF32>(job.src_type(), visit);
-    case DType::kF16:
-      return visit_cast<DType::kF16>(job.src_type(), visit);
-    default:
-      return visit_cast<DType::kBF16>(job.src_type(), visit);
+    case DType::kF64: return visit_cast<DType::kF64>(job.src_type(), visit);
+    case DType::kF32: return visit_cast<DType::kF32>(job.src_type(), visit);
+    case DType::kF16: return visit_cast<DType::kF16>(job.src_type(), visit);
+    default: return visit_cast<DType::kBF16>(job.src_type(), visit);
   }
 }
 

@@ -3,7 +3,6 @@
 #include <cstring>
 #include <stdexcept>
 #include <string>
-#include <utility>
 
 #include "kernels/pack.h"
 
@@ -75,24 +74,17 @@ void copy_words(unsigned char* dst, int64_t dst_stride, const unsigned char* src
 void copy_strided(unsigned char* dst, int64_t dst_stride, const unsigned char* src, int64_t src_stride, int64_t numel,
                   int64_t item_bytes) {
   switch (item_bytes) {
-    case 1:
-      return copy_words<uint8_t>(dst, dst_stride, src, src_stride, numel);
-    case 2:
-      return copy_words<uint16_t>(dst, dst_stride, src, src_stride, numel);
-    case 4:
-      return copy_words<uint32_t>(dst, dst_stride, src, src_stride, numel);
-    default:
-      return copy_words<uint64_t>(dst, dst_stride, src, src_stride, numel);
+    case 1: return copy_words<uint8_t>(dst, dst_stride, src, src_stride, numel);
+    case 2: return copy_words<uint16_t>(dst, dst_stride, src, src_stride, numel);
+    case 4: return copy_words<uint32_t>(dst, dst_stride, src, src_stride, numel);
+    default: return copy_words<uint64_t>(dst, dst_stride, src, src_stride, numel);
   }
 }
 
 class StridedPack {
  public:
   StridedPack(DType dst_type, DType src_type, double scale)
-      : dst_type_(dst_type),
-        src_type_(src_type),
-        dst_bytes_(item_size(dst_type)),
-        src_bytes_(item_size(src_type)),
+      : dst_type_(dst_type), src_type_(src_type), dst_bytes_(item_size(dst_type)), src_bytes_(item_size(src_type)),
         scale_(scale) {}
 
   // All elements of dims[0, num_dims), outermost first.

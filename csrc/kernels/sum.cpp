@@ -5,7 +5,7 @@
 #include <stdexcept>
 
 #include "kernels/kernel_table.h"
-#include "kernels/non_finite.h"
+#include "kernels/pack.h"
 
 namespace torchddp::kernels {
 

@@ -28,10 +28,10 @@ bool can_scale(DType type);
 void scaled_sum_ranks(std::span<void* const> dsts, std::span<const void* const> srcs, std::span<const double> scales,
                       DType type, int64_t numel);
 
-// The sum as above, bit for bit: reduce_ranks with kSum, or scaled_sum_ranks if there are scales. counts[r] grows by how many elements
-// of srcs[r] are infinite or NaN, as they were before the sum was written over them. Returns whether any element of the sum is, which
-// may come from finite ones. Floats only (and finite scales), anything else throws std::invalid_argument. Where everything is finite it
-// costs a test of the sum, in registers.
+// The sum as above, bit for bit: reduce_ranks with kSum, or scaled_sum_ranks if there are scales. counts[r] grows by how many
+// elements of srcs[r] are infinite or NaN, as they were before the sum was written over them. Returns whether any element of
+// the sum is, which may come from finite ones. Floats only (and finite scales), anything else throws std::invalid_argument.
+// Where everything is finite it costs a test of the sum, in registers.
 bool checked_sum_ranks(std::span<void* const> dsts, std::span<const void* const> srcs, std::span<const double> scales,
                        DType type, int64_t numel, std::span<int64_t> counts);
 

@@ -26,8 +26,8 @@ constexpr auto lane_of() {
   if constexpr (Type == DType::kI64) return std::conditional_t<kWraps, uint64_t, int64_t>{};
 }
 
-// Bits of the smallest number that is infinite when it is stored as `type`: of a double for kF64, of a float for the others, of which
-// the 16-bit ones are rounded to nearest.
+// Bits of the smallest number that is infinite when it is stored as `type`: of a double for kF64, of a float for the others, of
+// which the 16-bit ones are rounded to nearest.
 constexpr uint64_t least_not_finite(DType type) {
   if (type == DType::kF64) return 0x7FF0000000000000u;
   return type == DType::kF16 ? 0x477FF000u : type == DType::kBF16 ? 0x7F7F8000u : 0x7F800000u;
@@ -90,8 +90,8 @@ struct SumKernel {
     }
   }
 
-  // Whether the elements that the totals are stored as are all finite. Adding makes the sign bit of what is too large, and of nothing
-  // else: the sign is cleared before, and no sum wraps.
+  // Whether the elements that the totals are stored as are all finite. Adding makes the sign bit of what is too large, and of
+  // nothing else: the sign is cleared before, and no sum wraps.
   template <int kNum>
   static TDDP_INLINE bool all_finite(const Vector (&totals)[kNum]) {
     using Word = std::conditional_t<sizeof(Lane) == 8, uint64_t, uint32_t>;
@@ -214,9 +214,7 @@ struct SumKernel {
       return scaled<kScaled>(load_part(static_cast<const unsigned char*>(srcs[rank]) + at, bytes), scales, rank);
     };
     Vector total[] = {part(0)};
-    for (int64_t rank = 1; rank < num_srcs; ++rank) {
-      total[0] = combine(total[0], part(rank));
-    }
+    for (int64_t rank = 1; rank < num_srcs; ++rank) total[0] = combine(total[0], part(rank));
     if constexpr (kChecked) {
       if (!all_finite(total)) [[unlikely]]
         found->note(srcs, num_srcs, Type, at, bytes);

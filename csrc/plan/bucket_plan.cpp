@@ -26,14 +26,14 @@ template <class... Args>
 
 // "parameter 'layer.weight' (index 3)"
 std::string describe(std::span<const ParamSpec> params, int64_t param) {
-  return "parameter '" + params[static_cast<size_t>(param)].name + "' (index " + std::to_string(param) + ")";
+  return "parameter '" + params[param].name + "' (index " + std::to_string(param) + ")";
 }
 
 // Checks each parameter on its own: valid sizes, small enough in total that no offset can overflow.
 void check_params(std::span<const ParamSpec> params) {
   int64_t total_bytes = 0;
   for (int64_t i = 0; i < std::ssize(params); ++i) {
-    const ParamSpec& spec = params[static_cast<size_t>(i)];
+    const ParamSpec& spec = params[i];
     if (spec.numel < 0) fail(describe(params, i), ": numel must be at least 0, got ", spec.numel);
     if (spec.itemsize <= 0) fail(describe(params, i), ": itemsize must be at least 1, got ", spec.itemsize);
     if (spec.alignment < 1 || (spec.alignment > spec.itemsize && spec.alignment % spec.itemsize != 0)) {
@@ -70,10 +70,10 @@ void check_order(std::span<const int64_t> order, int64_t num_params) {
     if (param < 0 || param >= num_params) {
       fail("order[", i, "] is ", param, ": allowed are parameter indices from 0 to ", num_params - 1);
     }
-    if (seen[static_cast<size_t>(param)]) {
+    if (seen[param]) {
       fail("order[", i, "] is ", param, " for the second time: each parameter index is allowed once");
     }
-    seen[static_cast<size_t>(param)] = true;
+    seen[param] = true;
   }
 }
 
@@ -96,25 +96,25 @@ void check_indices(const BucketIndices& buckets, std::span<const ParamSpec> para
   constexpr int64_t kNone = -1;
   std::vector<int64_t> bucket_of(params.size(), kNone);
   for (int64_t index = 0; index < std::ssize(buckets); ++index) {
-    if (buckets[static_cast<size_t>(index)].empty()) fail("bucket ", index, " has no slots");
-    for (const int64_t param : buckets[static_cast<size_t>(index)]) {
+    if (buckets[index].empty()) fail("bucket ", index, " has no slots");
+    for (const int64_t param : buckets[index]) {
       if (param < 0 || param >= std::ssize(params)) {
         fail("bucket ", index, " holds parameter index ", param, ": allowed are 0 to ", std::ssize(params) - 1);
       }
-      int64_t& owner = bucket_of[static_cast<size_t>(param)];
+      int64_t& owner = bucket_of[param];
       if (owner != kNone) fail(describe(params, param), " is in bucket ", owner, " and again in bucket ", index);
       owner = index;
     }
   }
   for (int64_t param = 0; param < std::ssize(params); ++param) {
-    if (bucket_of[static_cast<size_t>(param)] == kNone) fail(describe(params, param), " is in no bucket");
+    if (bucket_of[param] == kNone) fail(describe(params, param), " is in no bucket");
   }
 }
 
 void check_bucket(const BucketSpec& bucket, int64_t index, std::span<const ParamSpec> params) {
   int64_t end = 0;
   for (const Slot& slot : bucket.slots) {
-    const ParamSpec& spec = params[static_cast<size_t>(slot.param)];
+    const ParamSpec& spec = params[slot.param];
     const auto expect = [&](const char* what, int64_t of_param, int64_t of_bucket) {
       if (of_param == of_bucket) return;
       fail(describe(params, slot.param), " has ", what, " ", of_param, " in bucket ", index, " of ", what, " ",
@@ -163,7 +163,7 @@ BucketPlan make_bucket_plan(std::span<const ParamSpec> params, std::span<const i
   BucketIndices buckets;
   std::map<std::tuple<int32_t, int32_t, int32_t>, OpenBucket> open_buckets;
   for (const int64_t param : order) {
-    const ParamSpec& spec = params[static_cast<size_t>(param)];
+    const ParamSpec& spec = params[param];
     if (spec.sparse || (limits.solo_bytes > 0 && spec.bytes() >= limits.solo_bytes)) {
       buckets.push_back({param});
       continue;
@@ -182,16 +182,16 @@ BucketPlan make_bucket_plan(std::span<const ParamSpec> params, std::span<const i
   }
 
   std::vector<size_t> position(params.size());
-  for (size_t i = 0; i < order.size(); ++i) position[static_cast<size_t>(order[i])] = i;
+  for (size_t i = 0; i < order.size(); ++i) position[order[i]] = i;
   // Within a bucket slots follow the order, so its last slot is the last to become ready.
-  std::ranges::sort(buckets, {}, [&](const auto& bucket) { return position[static_cast<size_t>(bucket.back())]; });
+  std::ranges::sort(buckets, {}, [&](const auto& bucket) { return position[bucket.back()]; });
   return plan_of(buckets, params);
 }
 
 BucketSpec lay_in_place(BucketSpec bucket, std::span<const ParamSpec> params, int64_t bytes) {
   bucket.numel = 0;
   for (Slot& slot : bucket.slots) {
-    const ParamSpec& spec = params[static_cast<size_t>(slot.param)];
+    const ParamSpec& spec = params[slot.param];
     slot.offset = spec.bytes() >= bytes ? kInPlace : begin_after(bucket.numel, spec);
     if (slot.offset != kInPlace) bucket.numel = slot.offset + slot.numel;
   }
@@ -203,10 +203,10 @@ BucketPlan plan_of(const BucketIndices& buckets, std::span<const ParamSpec> para
   check_indices(buckets, params);
   BucketPlan plan;
   for (const std::vector<int64_t>& indices : buckets) {
-    const ParamSpec& first = params[static_cast<size_t>(indices.front())];
+    const ParamSpec& first = params[indices.front()];
     BucketSpec bucket{{}, 0, first.itemsize, first.dtype, first.device, first.sparse, first.owner};
     for (const int64_t param : indices) {
-      const ParamSpec& spec = params[static_cast<size_t>(param)];
+      const ParamSpec& spec = params[param];
       const int64_t begin = begin_after(bucket.numel, spec);
       bucket.slots.push_back({param, begin, spec.numel});
       if (!bucket.sparse) bucket.numel = begin + spec.numel;
@@ -220,14 +220,14 @@ BucketPlan plan_of(const BucketIndices& buckets, std::span<const ParamSpec> para
 void check_plan(const BucketPlan& plan, std::span<const ParamSpec> params) {
   check_params(params);
   check_indices(indices_of(plan), params);
-  for (int64_t i = 0; i < std::ssize(plan.buckets); ++i) check_bucket(plan.buckets[static_cast<size_t>(i)], i, params);
+  for (int64_t i = 0; i < std::ssize(plan.buckets); ++i) check_bucket(plan.buckets[i], i, params);
 }
 
 std::vector<int64_t> complete_order(std::vector<int64_t> seen, int64_t num_params) {
   std::vector<bool> is_seen(static_cast<size_t>(num_params), false);
-  for (const int64_t param : seen) is_seen[static_cast<size_t>(param)] = true;
+  for (const int64_t param : seen) is_seen[param] = true;
   for (int64_t param = num_params; param-- > 0;) {
-    if (!is_seen[static_cast<size_t>(param)]) seen.push_back(param);
+    if (!is_seen[param]) seen.push_back(param);
   }
   return seen;
 }
@@ -242,7 +242,7 @@ std::vector<int64_t> encode_plan(const BucketPlan& plan, int64_t num_params) {
     words.push_back(std::ssize(indices));
     words.insert(words.end(), indices.begin(), indices.end());
   }
-  words.resize(static_cast<size_t>(encoded_size(num_params)), 0);
+  words.resize(encoded_size(num_params), 0);
   return words;
 }
 
@@ -264,7 +264,7 @@ BucketPlan decode_plan(std::span<const int64_t> words, std::span<const ParamSpec
   next("version", kVersion, kVersion);
   BucketIndices buckets(static_cast<size_t>(next("number of buckets", 0, num_params)));
   for (std::vector<int64_t>& indices : buckets) {
-    indices.resize(static_cast<size_t>(next("number of slots", 1, num_params)));
+    indices.resize(next("number of slots", 1, num_params));
     for (int64_t& param : indices) param = next("parameter index", 0, num_params - 1);
   }
   for (const int64_t word : words.subspan(at)) {

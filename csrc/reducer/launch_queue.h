@@ -1,33 +1,24 @@
 // Launches buckets and waits for them, in plan order on every rank.
 #pragma once
 
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
 #include <functional>
 #include <mutex>
+#include <string>
 #include <utility>
 
-#include "reducer/base/context.h"
-#include "reducer/base/step.h"
-#include "reducer/graph/used_params.h"
-#include "reducer/pack/packers.h"
-#include "reducer/reduce/layout.h"
-#include "reducer/report/events.h"
-#include "reducer/weights.h"
+#include "bucket/bucket.h"
 
 namespace torchddp::reducer {
+
+struct Parts;
 
 // Takes a lock once per bucket, because hooks on several threads may complete buckets concurrently.
 class LaunchQueue {
  public:
-  LaunchQueue(const Context& context, Step& step, BucketLayout& layout, Packers& packers, UsedParams& used,
-              Weights& weights, StepEvents& events)
-      : context_(context),
-        step_(step),
-        layout_(layout),
-        packers_(packers),
-        used_(used),
-        weights_(weights),
-        events_(events),
-        skips_(context.config.skip_all_reduce_unused_params) {}
+  explicit LaunchQueue(Parts& parts);
 
   void begin_step() { num_ready_ = next_launch_ = next_finish_ = 0; }
   // All gradients of the bucket are packed, or can be. `last`: the parameter whose hook this is; `incoming`: its incoming
@@ -56,13 +47,7 @@ class LaunchQueue {
   void finish_early();
   std::string failed(int64_t index, const std::string& reason) const;
 
-  const Context& context_;
-  Step& step_;
-  BucketLayout& layout_;
-  Packers& packers_;
-  UsedParams& used_;
-  Weights& weights_;
-  StepEvents& events_;
+  Parts& parts_;
   bool overlap_ = true;
   bool skips_;
   std::function<void()> agree_;

@@ -5,13 +5,11 @@
 #include "reducer/base/grad_marks.h"
 #include "reducer/base/step.h"
 #include "reducer/graph/used_params.h"
-#include "reducer/join_shadow.h"
 #include "reducer/launch_queue.h"
 #include "reducer/pack/hand_back.h"
 #include "reducer/pack/pack_rules.h"
 #include "reducer/pack/packers.h"
 #include "reducer/plan_keeper.h"
-#include "reducer/reduce/futures.h"
 #include "reducer/reduce/layout.h"
 #include "reducer/reduce/reductions.h"
 #include "reducer/report/events.h"
@@ -41,11 +39,10 @@ struct Parts {
   Packers packers{context, step, layout, non_finite, packed, used};
   Divisor divisor{context, hook, events};
   Weights weights{context, divisor, events, step, marks};
-  LaunchQueue queue{context, step, layout, packers, used, weights, events};
+  LaunchQueue queue{*this};
   HandBack hand_back{context, layout, packed, used};
-  PlanKeeper keeper{context, layout, used, events};
+  PlanKeeper keeper{*this};
   QueuedFutures futures{context, events};
-  JoinShadow shadow{context, layout, hook, static_graph, used, weights, events};
   GradientChanges changes{context};
 };
 

@@ -1,22 +1,22 @@
 // Chooses the plan: first by registration order, then once by measured gradient order, or as requested by the caller.
 #pragma once
 
+#include <memory>
 #include <optional>
 #include <vector>
 
 #include "plan/bucket_plan.h"
-#include "reducer/base/context.h"
-#include "reducer/graph/used_params.h"
-#include "reducer/reduce/layout.h"
-#include "reducer/report/events.h"
+#include "reducer/base/step.h"
+#include "transport/transport.h"
 
 namespace torchddp::reducer {
+
+struct Parts;
 
 // Called by the training thread, between steps.
 class PlanKeeper {
  public:
-  PlanKeeper(Context& context, BucketLayout& layout, UsedParams& used, const StepEvents& events)
-      : context_(context), layout_(layout), used_(used), events_(events) {}
+  explicit PlanKeeper(Parts& parts) : parts_(parts) {}
 
   // Collective if the transport may lose memory.
   void lay_out_first();
@@ -34,7 +34,7 @@ class PlanKeeper {
   void take_reverse_order();
   void forget();
   // A CUDA graph that captured a step holds the buckets' addresses, so from then on the buckets stay.
-  void note_capture() { in_graph_ = in_graph_ || context_.is_captured(); }
+  void note_capture();
 
   bool is_in_graph() const { return in_graph_; }
   bool has_rebuilt() const { return has_rebuilt_; }
@@ -45,10 +45,7 @@ class PlanKeeper {
   void change_transport(std::shared_ptr<transport::Transport> transport);
   void agree_on_memory();
 
-  Context& context_;
-  BucketLayout& layout_;
-  UsedParams& used_;
-  const StepEvents& events_;
+  Parts& parts_;
   bool has_rebuilt_ = false;
   bool in_graph_ = false;
   std::vector<int64_t> measured_order_;

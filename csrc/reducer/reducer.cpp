@@ -1,4 +1,3 @@
-// A step of the Reducer; see Note [A step] in the header.
 #include "reducer/reducer.h"
 
 #include <c10/core/GradMode.h>
@@ -17,9 +16,7 @@ Reducer::Reducer(std::vector<at::Tensor> params, std::vector<plan::ParamSpec> sp
     : parts_(std::move(params), std::move(specs), std::move(group), std::move(transport), std::move(config)) {
   parts_.keeper.lay_out_first();
   hooks_ = std::make_unique<GradHooks>(parts_.context.params, *this);
-  if (parts_.context.owned || parts_.weights.listens()) {
-    hooks_->call_before();
-  }
+  if (parts_.context.owned || parts_.weights.listens()) hooks_->call_before();
   parts_.used.set_hooks(*hooks_);
 }
 
@@ -86,9 +83,7 @@ void Reducer::prepare_for_backward(std::span<const at::Tensor> outputs, bool has
 
 void Reducer::weigh(double weight, double count, bool begins, bool ends) {
   hooks_->call_before();
-  if (!begins && !parts_.weights.is_open()) {
-    parts_.used.resume();
-  }
+  if (!begins && !parts_.weights.is_open()) parts_.used.resume();
   parts_.weights.announce(weight, count, begins, ends);
 }
 
@@ -103,9 +98,7 @@ void Reducer::on_grad_ready(int64_t param, const at::Tensor* incoming) {
   }
   parts_.used.note(param);
   parts_.weights.came(param);
-  if (!parts_.step.armed()) {
-    return;
-  }
+  if (!parts_.step.armed()) return;
   guarded([&] {
     const auto begin = [&] {
       begin_backward();
@@ -118,9 +111,7 @@ void Reducer::on_grad_ready(int64_t param, const at::Tensor* incoming) {
     if (!parts_.step.begun() && !parts_.step.begin(begin)) [[unlikely]] {
       return;  // it has failed on another device's thread
     }
-    if (parts_.static_graph.is_last(param, incoming)) {
-      arrive(param, Mark::kUsed, incoming);
-    }
+    if (parts_.static_graph.is_last(param, incoming)) arrive(param, Mark::kUsed, incoming);
     parts_.context.transport->progress();
   });
 }
@@ -131,7 +122,7 @@ bool Reducer::take_main_grad(int64_t param) {
   if (!context.main_grads->is_taken(param)) [[unlikely]] {
     return false;
   }
-  if (auto& grad = context.params[static_cast<size_t>(param)].mutable_grad(); grad.defined()) {
+  if (auto& grad = context.params[param].mutable_grad(); grad.defined()) {
     context.main_grads->take(param, std::exchange(grad, at::Tensor()), parts_.step.armed());
   }
   return true;
@@ -141,26 +132,20 @@ void Reducer::begin_backward() {
   parts_.events.begin_backward();
   parts_.context.rpc = torch::distributed::autograd::ThreadLocalDistAutogradContext::getContextPtr();
   parts_.packed.begin_backward(hooks_->are_others());
-  if (parts_.weights.is_open()) {
-    parts_.queue.agree();
-  }
+  if (parts_.weights.is_open()) parts_.queue.agree();
   parts_.step.set_scale(parts_.weights.begin());
 }
 
 void Reducer::arrive(int64_t param, Mark mark, const at::Tensor* incoming) {
   const bool unused = mark == Mark::kUnused;
   if (const auto before = parts_.step.mark(param, mark); before != Mark::kNone) {
-    throw GraphError(marked_twice_message(parts_.context.rank(), param, parts_.context.specs, before == Mark::kUnused));
+    throw GraphError(marked_twice_message(parts_.context, param, before == Mark::kUnused));
   }
-  if (!unused) {
-    parts_.step.add_to_order(param);
-  }
+  if (!unused) parts_.step.add_to_order(param);
   parts_.events.grad_ready(param);
   parts_.packers.pack(param, unused, incoming);
   const auto& place = parts_.layout.place(param);
-  if (place.bucket->arrive() && parts_.queue.ready(place.index, param, incoming)) {
-    queue_finalize();
-  }
+  if (place.bucket->arrive() && parts_.queue.ready(place.index, param, incoming)) queue_finalize();
 }
 
 // Averages are handed back once the whole backward has ended: another reducer may have to pack the same gradients until then.
@@ -186,9 +171,7 @@ void Reducer::pack_all(IsUsed&& is_used) {
 }
 
 void Reducer::delay_all_reduce() {
-  if (!parts_.step.armed() || !parts_.static_graph.recording()) {
-    return;
-  }
+  if (!parts_.step.armed() || !parts_.static_graph.recording()) return;
   guarded([&] {
     parts_.step.begin([&] { begin_backward(); });
     parts_.queue.agree();
@@ -217,15 +200,13 @@ void Reducer::reduce_now() {
 void Reducer::match_step() {
   guarded([&] {
     follow_measurement();
-    parts_.shadow.take_part();
+    take_part();
   });
 }
 
 // In a step of the others that this rank doesn't measure. They don't measure the one in which they record a static graph.
 void Reducer::follow_measurement() {
-  if (!parts_.static_graph.all_record()) {
-    parts_.keeper.take_reverse_order();
-  }
+  if (!parts_.static_graph.all_record()) parts_.keeper.take_reverse_order();
 }
 
 void Reducer::finalize() {
@@ -294,11 +275,9 @@ bool Reducer::adopt_plan(const std::optional<plan::BucketPlan>& wanted) {
 
 void Reducer::set_static_graph() {
   if (const auto steps = parts_.events.steps(); steps != 0) {
-    auto text = c10::str(
+    fail(c10::str(
         "set_static_graph() should be called before training loop starts and after DistributedDataParallel is ",
-        "constructed; on rank ", parts_.context.rank(), " ", steps, " steps have begun.");
-    parts_.events.live().set_error(text);
-    throw std::runtime_error(text);
+        "constructed; on rank ", parts_.context.rank(), " ", steps, " steps have begun."));
   }
   parts_.static_graph.enable();
   parts_.used.make_map();
@@ -314,16 +293,12 @@ void Reducer::update_process_group(c10::intrusive_ptr<c10d::ProcessGroup> group,
 void Reducer::reset_state() {
   abandon();
   parts_.keeper.forget();
-  if (parts_.static_graph.enabled()) {
-    parts_.static_graph.enable();
-  }
+  if (parts_.static_graph.enabled()) parts_.static_graph.enable();
 }
 
 void Reducer::share_gradients() {
   auto& context = parts_.context;
-  if (context.shares_gradients) {
-    return;
-  }
+  if (context.shares_gradients) return;
   check_not_unfinished();
   TDDP_CHECK(!context.owned && context.main_grads == nullptr, "rank ", context.rank(),
              ": two wrappers reduce the same parameters in one backward, but one of them keeps gradients in buckets ",
@@ -350,9 +325,7 @@ void Reducer::take_over(const Reducer& before) {
   parts_.events.take_over(before.parts_.events);
   parts_.marks.take_over(before.parts_.marks, places);
   parts_.weights.take_over(before.parts_.weights, places);
-  if (parts_.weights.listens()) {
-    hooks_->call_before();
-  }
+  if (parts_.weights.listens()) hooks_->call_before();
   if (before.parts_.step.armed()) {
     begin_step();
     parts_.packed.begin_step(/*has_hooks=*/true);
@@ -380,13 +353,12 @@ void Reducer::check_finalized() {
 }
 
 void Reducer::check_not_unfinished() {
-  if (!parts_.step.is_unfinished()) {
-    return;
-  }
-  const auto& context = parts_.context;
-  auto text = unfinished_reduction_message(context.rank(), parts_.step.unmarked(), context.specs,
-                                           context.config.find_unused_parameters, parts_.static_graph.enabled(),
-                                           c10d::debug_level() == c10d::DebugLevel::Off);
+  if (!parts_.step.is_unfinished()) return;
+  fail(unfinished_reduction_message(parts_.context, parts_.step.unmarked(), parts_.static_graph.enabled(),
+                                    c10d::debug_level() == c10d::DebugLevel::Off));
+}
+
+void Reducer::fail(const std::string& text) {
   parts_.events.live().set_error(text);
   throw std::runtime_error(text);
 }

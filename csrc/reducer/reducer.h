@@ -5,6 +5,7 @@
 #include <memory>
 #include <optional>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "reducer/graph/grad_hooks.h"
@@ -12,13 +13,6 @@
 
 namespace torchddp::reducer {
 
-// Note [A step]
-//   begin_forward        checks that the last step finished; Python then rebuilds the buckets once, in measured gradient order
-//   prepare_for_backward arms the hooks (not under no_sync) and looks for unused parameters
-//   on_grad_ready        per parameter: packs into the bucket; a bucket's last gradient launches it
-//   finalize             at the end of backward: waits for each bucket, and hands back averages as views or copies
-// An exception in any of them leaves the reducer idle (abandon), so that the process can continue.
-//
 // Note [Threads]
 // Autograd threads call on_grad_ready, concurrently when a model spans devices. Per-parameter state is only touched by its own
 // hook, a bucket counts arrivals atomically, and launching takes the queue's lock once per bucket. All other calls come from
@@ -30,10 +24,11 @@ class Reducer final : public GradSink, public std::enable_shared_from_this<Reduc
           c10::intrusive_ptr<c10d::ProcessGroup> group, std::shared_ptr<transport::Transport> transport,
           ReducerConfig config);
 
-  // --- a step ---
-  // True if a step was begun before this one, and no gradient has come in it.
+  // --- a step. An exception in it leaves the reducer idle (abandon), so that the process can continue. ---
+  // Checks that the last step finished. True if a step was begun before this one, and no gradient has come in it.
   bool begin_forward();
-  // `has_hooks`: a module has backward hooks, see Note [Gradients during backward] in pack/pack_rules.h.
+  // Arms the hooks and looks for unused parameters. `has_hooks`: a module has backward hooks, see Note [Gradients during
+  // backward] in pack/pack_rules.h.
   void prepare_for_backward(std::span<const at::Tensor> outputs, bool has_hooks);
   // Sets the weight of the next backward: see Weights::announce.
   void weigh(double weight, double count, bool begins, bool ends);
@@ -44,8 +39,10 @@ class Reducer final : public GradSink, public std::enable_shared_from_this<Reduc
   // Collective: reduces the existing gradients without a backward. A gradient that a rank lacks counts as zero. If the ranks
   // search for unused parameters, gradients of those that no rank has used since the last reduction stay as they are.
   void reduce_now();
-  // Collective: the part of a rank that has run out of inputs (join) in a step of the others.
+  // Collective: the part of a rank that has run out of inputs (join), in a step of the others.
   void match_step();
+  // Collective: such a rank reduces a hook's bucket as the other ranks do without a hook. The result is ready on return.
+  FuturePtr all_reduce_as_others(c10d::GradBucket& bucket) const;
   // RuntimeError, naming the missing gradients, if the backward of the last synchronized forward did not complete.
   void check_finalized();
   // The same, but a forward without any backward is not an error.
@@ -90,10 +87,12 @@ class Reducer final : public GradSink, public std::enable_shared_from_this<Reduc
   void arrive(int64_t param, Mark mark, const at::Tensor* incoming);
   void queue_finalize();
   void follow_measurement();
+  void take_part();
   template <typename IsUsed>
   void pack_all(IsUsed&& is_used);
   void finalize();
   void abandon();
+  [[noreturn]] void fail(const std::string& text);
   template <typename Body>
   void guarded(Body&& body);
 

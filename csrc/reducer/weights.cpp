@@ -26,9 +26,7 @@ double Divisor::of_hooks() const { return hook_ ? static_cast<double>(ranks()) :
 
 int64_t Divisor::get() const {
   const auto divisor = ranks();
-  if (forward_work_ == nullptr || use_static_world_size_) {
-    return divisor;
-  }
+  if (forward_work_ == nullptr || use_static_world_size_) return divisor;
   const WaitScope waits(events_.live(), "how many ranks still have inputs (join)");
   if (transport::is_gloo(*context_.group)) {
     transport::wait_interruptibly(*forward_work_, context_.group, context_.transport->interruption());
@@ -50,11 +48,15 @@ bool is_any(const at::Tensor& grad) {
 }  // namespace
 
 void Weights::announce(double weight, double count, bool begins, bool ends) {
+  const auto has_values = [](int64_t, const at::Tensor& grad) { return grad.defined() && is_any(grad); };
   TDDP_CHECK(
-      !has_unweighted_.exchange(false) || !has_values(), "rank ", context_.rank(),
+      !has_unweighted_.exchange(false) || !context_.any_grad(has_values), "rank ", context_.rank(),
       ": weigh() was called, but there are gradients of an earlier backward whose weight is unknown. Call weigh(n) "
       "before each backward of a step, or clear the gradients first.");
-  if (open_ && phase_.load(std::memory_order_relaxed) == Phase::kCame && !has_accumulated()) {
+  const auto is_accumulated = [&](int64_t param, const at::Tensor& grad) {
+    return parts_[param].is_known() && marks_.has(param, grad);
+  };
+  if (open_ && phase_.load(std::memory_order_relaxed) == Phase::kCame && !context_.any_grad(is_accumulated)) {
     open_ = false;  // the program has dropped the accumulated gradients
     begins = true;
   }
@@ -66,9 +68,7 @@ void Weights::announce(double weight, double count, bool begins, bool ends) {
       resume();
     }
   }
-  if (weight > 0.0) {
-    unit_ = weight;
-  }
+  if (weight > 0.0) unit_ = weight;
   ends_ = ends;
   drops_ = weight == 0.0;
   count_ = count;
@@ -90,9 +90,7 @@ void Weights::check_unannounced(int64_t param) {
 void Weights::came(int64_t param) {
   if (open_) {
     context_.with_grad(param, [&](const at::Tensor& grad) {
-      if (grad.defined()) {
-        marks_.note(param, grad);
-      }
+      if (grad.defined()) marks_.note(param, grad);
     });
   } else if (!step_.armed()) {
     has_unweighted_.store(true, std::memory_order_relaxed);
@@ -124,27 +122,9 @@ void Weights::coming(int64_t param, bool may_repeat, at::Tensor& incoming) {
   }
 }
 
-bool Weights::has_accumulated() const {
-  bool found = false;
-  for (int64_t param = 0; param < context_.num_params() && !found; ++param) {
-    context_.with_grad(param, [&](const at::Tensor& grad) {
-      found = parts_[static_cast<size_t>(param)].is_known() && marks_.has(param, grad);
-    });
-  }
-  return found;
-}
-
-bool Weights::has_values() const {
-  bool found = false;
-  for (int64_t param = 0; param < context_.num_params() && !found; ++param) {
-    context_.with_grad(param, [&](const at::Tensor& grad) { found = grad.defined() && is_any(grad); });
-  }
-  return found;
-}
-
 void Weights::resume() {
   for (int64_t param = 0; param < context_.num_params(); ++param) {
-    auto& part = parts_[static_cast<size_t>(param)];
+    auto& part = parts_[param];
     context_.with_grad(param, [&](const at::Tensor& grad) {
       if (!grad.defined()) {
         part = {};
@@ -158,7 +138,7 @@ void Weights::resume() {
 
 void Weights::settle(int64_t param, bool unused) {
   const c10::NoGradGuard no_grad;
-  auto& part = parts_[static_cast<size_t>(param)];
+  auto& part = parts_[param];
   context_.with_grad(param, [&](at::Tensor& grad) {
     look_for_changes(param, part, grad);
     if (!part.begun && !(step_.armed() && ends_)) {
@@ -168,9 +148,7 @@ void Weights::settle(int64_t param, bool unused) {
       return;  // nothing of this rank counts yet
     }
     if (grad.defined()) {
-      if (unused) {
-        step_.add_late(param, grad.clone());
-      }
+      if (unused) step_.add_late(param, grad.clone());
       convert(part, grad);
     }
     part.begun = true;
@@ -192,12 +170,8 @@ void Weights::look_for_changes(int64_t param, Part& part, const at::Tensor& grad
 
 void Weights::convert(Part& part, at::Tensor& grad) const {
   const bool reduces = step_.armed();
-  if (!part.begun) {
-    part.unit = part.counted = reduces ? own_ : unit_;
-  }
-  if (part.unit != unit_) {
-    grad.mul_(part.unit / unit_);
-  }
+  if (!part.begun) part.unit = part.counted = reduces ? own_ : unit_;
+  if (part.unit != unit_) grad.mul_(part.unit / unit_);
   if (reduces && part.start.defined() && part.counted != own_) {
     grad.add_(part.start, (own_ - part.counted) / unit_);
     part.counted = own_;
@@ -205,9 +179,7 @@ void Weights::convert(Part& part, at::Tensor& grad) const {
 }
 
 double Weights::begin() {
-  if (!open_) {
-    return divisor_.scale();
-  }
+  if (!open_) return divisor_.scale();
   TDDP_CHECK(!context_.is_captured(), "rank ", context_.rank(),
              ": weighted gradients can't be captured in a CUDA graph, because every replay would use the same weight");
   share(own_);
@@ -238,9 +210,7 @@ void Weights::start_exchange(double count) {
 
 void Weights::wait_for_total() {
   const auto work = std::exchange(work_, nullptr);
-  if (work == nullptr) {
-    return;
-  }
+  if (work == nullptr) return;
   const WaitScope waits(events_.live(), "the weights of the other ranks");
   described_in_step(context_, events_, "adding up the weights of all ranks",
                     [&] { work->wait(context_.config.timeout); });
@@ -260,33 +230,25 @@ void Weights::correct(bucket::Bucket& bucket) {
       factor_ = at::where(total_ > 0.0, *reference_ / total_, 1.0).squeeze();
     }
   }
-  if (!factor_.defined() || bucket.is_given_away()) {
-    return;
-  }
+  if (!factor_.defined() || bucket.is_given_away()) return;
   if (bucket.is_sparse()) {
     bucket.buffer()._values().mul_(factor_);
     return;
   }
   bucket.wire().mul_(factor_);
-  for (auto gradient : bucket.in_place()) {
-    gradient.mul_(factor_);
-  }
+  for (auto gradient : bucket.in_place()) gradient.mul_(factor_);
 }
 
 void Weights::finish() {
   has_unweighted_.store(false, std::memory_order_relaxed);
-  if (!std::exchange(open_, false)) {
-    return;
-  }
+  if (!std::exchange(open_, false)) return;
   wait_for_total();
   if (total_.is_cpu()) {  // a device's would have to be waited for
     follow(total_.item<double>());
   }
   phase_.store(Phase::kNone, std::memory_order_relaxed);
   reduced_ = own_;
-  if (ends_) {
-    parts_.assign(parts_.size(), {});
-  }
+  if (ends_) parts_.assign(parts_.size(), {});
   factor_.reset();
 }
 
@@ -324,23 +286,19 @@ void Weights::take_over(const Weights& before, std::span<const int64_t> places) 
   unit_ = before.unit_;
   ends_ = before.ends_;
   for (size_t i = 0; i < parts_.size(); ++i) {
-    parts_[i] = places[i] == kNotThere ? Part{} : before.parts_[static_cast<size_t>(places[i])];
+    parts_[i] = places[i] == kNotThere ? Part{} : before.parts_[places[i]];
   }
   reduced_ = before.reduced_;
   reference_ = before.reference_;
 }
 
 void Weights::match() {
-  if (context_.config.weighted) {
-    share(0.0);
-  }
+  if (context_.config.weighted) share(0.0);
 }
 
 void Weights::finish_match() {
   wait_for_total();
-  if (total_.defined() && total_.is_cpu()) {
-    follow(total_.item<double>());
-  }
+  if (total_.defined() && total_.is_cpu()) follow(total_.item<double>());
   raise_if_zero();
 }
 

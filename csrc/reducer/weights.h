@@ -58,15 +58,15 @@ class Divisor {
 // Note [Weighted means]
 // With weights w (samples, tokens), gradients become sum(w g) / sum(w) over the ranks and backwards of a step; without weights
 // they become sum(g) / world_size.
-//   Packing multiplies gradients by w / R, where R is the total weight of the first weighted step or, on a CPU, of the last one whose
-//   total was far from R. What is sent is then about as large as an average, which 16-bit wires can hold; and if all weights are
-//   equal, the result is the plain average to the bit.
-//   This rank's share of the total is summed beside the first bucket. Each bucket's sum is then multiplied by R / total, which costs
-//   one pass over it unless the total is R.
+//   Packing multiplies gradients by w / R, where R is the total weight of the first weighted step or, on a CPU, of the last one
+//   whose total was far from R. What is sent is then about as large as an average, which 16-bit wires can hold; and if all
+//   weights are equal, the result is the plain average to the bit.
+//   This rank's share of the total is summed beside the first bucket. Each bucket's sum is then multiplied by R / total, which
+//   costs one pass over it unless the total is R.
 //   Between the backwards of a step, .grad holds sum(w g) / unit, where unit is the weight of the last backward that used the
 //   parameter. The next one adds to it as usual, and .grad is rescaled only when the weight changes.
-//   A gradient that is there when the step's first gradient comes counts as part of each loss: with this rank's share of the total.
-//   It is multiplied once all weights are known. If several backwards are added to it, a copy has to be kept of it until then.
+//   A gradient that is there when the step's first gradient comes counts as part of each loss: with this rank's share of the
+//   total. It is multiplied once all weights are known. If several backwards are added to it, a copy of it is kept until then.
 //   What the program changes between the backwards of a step is what has been added up so far, and keeps that weight.
 //   A backward of weight 0 contributes nothing even if its gradients are NaN, as those of a mean over no samples are.
 //
@@ -74,25 +74,20 @@ class Divisor {
 class Weights {
  public:
   Weights(const Context& context, const Divisor& divisor, const StepEvents& events, Step& step, GradMarks& marks)
-      : context_(context),
-        divisor_(divisor),
-        events_(events),
-        step_(step),
-        marks_(marks),
+      : context_(context), divisor_(divisor), events_(events), step_(step), marks_(marks),
         parts_(context.params.size()) {}
 
-  // For the next backward: its gradients are multiplied by `weight`, and `count` is added to the divisor. If a step is reduced several
-  // times, `begins` and `ends` tell whether the backward belongs to its first and its last reduction.
+  // For the next backward: its gradients are multiplied by `weight`, and `count` is added to the divisor. If a step is reduced
+  // several times, `begins` and `ends` tell whether the backward belongs to its first and its last reduction.
   void announce(double weight, double count, bool begins, bool ends);
-  // Autograd is about to add `incoming` to a parameter's gradient. `may_repeat`: one backward may give a parameter several gradients.
+  // Autograd is about to add `incoming` to a parameter's gradient. `may_repeat`: one backward may give a parameter several
+  // gradients.
   void coming(int64_t param, bool may_repeat, at::Tensor& incoming);
   // It has been added. Also called if the model does not listen.
   void came(int64_t param);
   // A parameter without a gradient of this backward is about to be packed. `unused`: no backward of the step has used it.
   void prepare(int64_t param, bool unused) {
-    if (open_) {
-      settle(param, unused);
-    }
+    if (open_) settle(param, unused);
   }
 
   // A reduction begins. Returns the factor that packing applies.
@@ -124,8 +119,8 @@ class Weights {
   // State of the most recently announced backward.
   enum class Phase : uint8_t { kNone, kAnnounced, kCame };
 
-  // What a parameter's .grad holds in an open step, multiplied by `unit`: the weighted gradients, and `counted` times what the step
-  // began with.
+  // What a parameter's .grad holds in an open step, multiplied by `unit`: the weighted gradients, and `counted` times what the
+  // step began with.
   struct Part {
     bool is_known() const { return begun || start.defined(); }
 
@@ -135,8 +130,6 @@ class Weights {
     at::Tensor start;  // undefined if there was nothing, or it need not be counted again
   };
 
-  bool has_accumulated() const;
-  bool has_values() const;
   // The step goes on after a reduction, whose averages stand for all that they are means of.
   void resume();
   // Expresses a gradient in the current unit. In a backward that reduces, what the step began with gets all of its weight.

@@ -6,7 +6,6 @@
 
 #include <climits>
 #include <ctime>
-#include <vector>
 
 #include "shm/processors.h"
 

@@ -59,14 +59,14 @@ class Board {
   int owners() const { return config_.owners; }
   bool spans() const { return config_.outer != nullptr; }
   // For errors.
-  std::string name(int rank) const { return "rank " + std::to_string(config_.group_ranks[static_cast<size_t>(rank)]); }
+  std::string name(int rank) const { return "rank " + std::to_string(config_.group_ranks[rank]); }
   RankState state(int rank) const { return static_cast<RankState>(header(rank).state.load()); }
   // Whether the ranks have fewer processors in total than there are ranks.
   bool is_crowded() const;
 
-  std::byte* base(int rank) const { return config_.segments[static_cast<size_t>(rank)].base; }
+  std::byte* base(int rank) const { return config_.segments[rank].base; }
   Header& header(int rank) const {
-    const auto& segment = config_.segments[static_cast<size_t>(rank)];
+    const auto& segment = config_.segments[rank];
     return *reinterpret_cast<Header*>(segment.base + segment.header);
   }
   Header& own_header() const { return header(rank()); }
@@ -75,18 +75,20 @@ class Board {
   bool has_posted(int rank, uint64_t seq) const { return slot(rank, seq).post.number.load() > seq; }
   // Whether this many bytes at `offset` lie within the part of the segment where a rank has its blocks.
   bool holds(int rank, int64_t offset, int64_t bytes) const {
-    const auto all = config_.segments[static_cast<size_t>(rank)].bytes;
+    const auto all = config_.segments[rank].bytes;
     return offset >= kDataOffset && bytes >= 0 && bytes <= all && offset <= all - bytes;
   }
 
+  // Moves `next` to the first rank from there on that fails the test. True if none does.
+  template <class Test>
+  bool all_from(int& next, Test&& test) const {
+    while (next < size() && test(next)) ++next;
+    return next == size();
+  }
   template <class Test>
   bool all_of_ranks(Test&& test) const {
-    for (int rank = 0; rank < size(); ++rank) {
-      if (!test(rank)) {
-        return false;
-      }
-    }
-    return true;
+    int first = 0;
+    return all_from(first, test);
   }
 
   // Wakes all sleeping ranks with one system call. What they wait for must have been stored before, sequentially consistent.

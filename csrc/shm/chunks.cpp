@@ -34,9 +34,7 @@ void Chunks::begin() {
 }
 
 bool Chunks::work() {
-  if (!inputs_.find_all()) {
-    return false;
-  }
+  if (!inputs_.find_all()) return false;
   do_own();
   if (const auto range = outer_shard(); range.numel() > 0) {
     auto* data = inputs_.block(job_.rank()) + range.begin * job_.item();
@@ -53,9 +51,7 @@ void Chunks::do_own() {
   const auto run = [&] {
     for (auto left = own.size(); left > 0 && do_chunk(mine); --left) {
       // Long work continues while other ranks wake up and then share it.
-      if (left == own.size() && left > 1) {
-        job_.board.ring();
-      }
+      if (left == own.size() && left > 1) job_.board.ring();
     }
   };
   if (job_.config.is_parallel(grid_.range(own).numel() * job_.item())) {
@@ -66,14 +62,10 @@ void Chunks::do_own() {
 }
 
 bool Chunks::help() {
-  if (job_.board.spans() || !inputs_.find_all()) {
-    return false;
-  }
+  if (job_.board.spans() || !inputs_.find_all()) return false;
   const int size = job_.board.size();
   for (int step = 1; step <= size; ++step) {  // so that not all start at the same rank
-    if (do_chunk((job_.rank() + step) % size)) {
-      return true;
-    }
+    if (do_chunk((job_.rank() + step) % size)) return true;
   }
   return false;
 }
@@ -108,43 +100,31 @@ void Chunks::sum(int rank, Range range) const {
   if (job_.board.spans()) {
     add(rank);
   } else {
-    for (int target = 0; target < job_.board.size(); ++target) {
-      add(target);
-    }
+    for (int target = 0; target < job_.board.size(); ++target) add(target);
   }
   inputs_.sum(range, {targets.data(), count});
 }
 
 // A rank that has posted has this operation in its slot, or a later one.
 bool Chunks::is_done(int rank) const {
-  if (!job_.has_posted(rank)) {
-    return false;
-  }
+  if (!job_.has_posted(rank)) return false;
   const auto marks = job_.slot(rank).marks.load();
   return !Marks::is_of(marks, job_.seq) || Marks::has_all(marks, grid_.share(rank).size());
 }
 
 bool Chunks::is_complete() {
   const auto& board = job_.board;
-  for (; next_done_ < board.owners(); ++next_done_) {
-    if (!(board.spans() ? board.header(next_done_).outer.load() > job_.seq : is_done(next_done_))) {
-      return false;
-    }
-  }
-  return is_finished_ || !board.spans();
+  const auto is_over = [&](int rank) {
+    return rank >= board.owners() || (board.spans() ? board.header(rank).outer.load() > job_.seq : is_done(rank));
+  };
+  return board.all_from(next_done_, is_over) && (is_finished_ || !board.spans());
 }
 
 bool Chunks::waits_for(int rank, bool is_worked) const {
   const auto& board = job_.board;
-  if (!job_.has_posted(rank)) {
-    return true;
-  }
-  if (!is_worked) {
-    return false;
-  }
-  if (board.header(rank).done.load() <= job_.seq) {
-    return true;
-  }
+  if (!job_.has_posted(rank)) return true;
+  if (!is_worked) return false;
+  if (board.header(rank).done.load() <= job_.seq) return true;
   return board.spans() ? rank < board.owners() && board.header(rank).outer.load() <= job_.seq : !is_done(rank);
 }
 
@@ -152,14 +132,12 @@ Range Chunks::outer_shard() const { return job_.board.spans() ? grid_.range(grid
 
 bool Chunks::finish_outer() {
   if (const auto range = outer_shard(); range.numel() > 0) {
-    if (!ask_outer(job_.failure, [&] { return job_.config.outer->finish_oldest(); })) {
-      return false;
-    }
+    if (!ask_outer(job_.failure, [&] { return job_.config.outer->finish_oldest(); })) return false;
     const auto* mine = inputs_.block(job_.rank());
     for (int rank = 0; rank < job_.board.size(); ++rank) {
       if (auto* block = inputs_.block(rank); block != mine) {
         const auto offset = range.begin * job_.item();
-        std::memcpy(block + offset, mine + offset, static_cast<size_t>(range.numel() * job_.item()));
+        std::memcpy(block + offset, mine + offset, range.numel() * job_.item());
       }
     }
   }

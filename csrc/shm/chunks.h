@@ -1,16 +1,12 @@
 // Large all-reduces of blocks in the segments.
 //
 // Note [Chunks]
-// Blocks are cut into chunks, and each rank owns some. The owner adds the blocks of all ranks in rank order and writes the sum to
-// all of them, while the chunk is in cache. Owners do their chunks one by one. A waiting rank with nothing else to do takes
+// Blocks are cut into chunks, and each rank owns some. The owner adds the blocks of all ranks in rank order and writes the sum
+// to all of them, while the chunk is in cache. Owners do their chunks one by one. A waiting rank with nothing else to do takes
 // chunks of others, so that a rank that is not running holds up no one. Between hosts, owners first write only their own block;
 // the outer link sums it with the other hosts' blocks, and then it is written to all blocks of this host.
 #pragma once
 
-#include <span>
-
-#include "shm/algorithm.h"
-#include "shm/grid.h"
 #include "shm/inputs.h"
 
 namespace torchddp::shm {

@@ -1,6 +1,5 @@
 #include "shm/copier.h"
 
-#include <algorithm>
 #include <bit>
 #include <chrono>
 #include <cstddef>
@@ -11,15 +10,11 @@
 #endif
 
 namespace torchddp::shm {
-namespace {
-
 // Below this size, reading the clock takes as long as the copy.
 constexpr int64_t kMinMeasured = 4096;
 // The two ways. A reader is also faster if the copy is in a cache, which is not measured here.
 constexpr int kStream = 1;
 constexpr double kReader = 1.25;
-
-}  // namespace
 
 void stream_copy(void* to, const void* from, int64_t bytes) {
   auto* target = static_cast<std::byte*>(to);
@@ -28,7 +23,7 @@ void stream_copy(void* to, const void* from, int64_t bytes) {
   constexpr int64_t kLine = 64;
   const auto lead = static_cast<int64_t>(-reinterpret_cast<uintptr_t>(target) % kLine);
   if (bytes >= lead + kLine) {
-    std::memcpy(target, source, static_cast<size_t>(lead));
+    std::memcpy(target, source, lead);
     auto at = lead;
     for (; at + kLine <= bytes; at += kLine) {
       for (int64_t part = at; part < at + kLine; part += static_cast<int64_t>(sizeof(__m128i))) {
@@ -42,9 +37,7 @@ void stream_copy(void* to, const void* from, int64_t bytes) {
     bytes -= at;
   }
 #endif
-  if (bytes > 0) {
-    std::memcpy(target, source, static_cast<size_t>(bytes));
-  }
+  if (bytes > 0) std::memcpy(target, source, bytes);
 }
 
 void Copier::copy(void* to, const void* from, int64_t bytes) {
@@ -54,7 +47,7 @@ void Copier::copy(void* to, const void* from, int64_t bytes) {
   }
   using Clock = std::chrono::steady_clock;
   const auto size = std::min<int>(std::bit_width(static_cast<uint64_t>(bytes) / 1024), kSizes) - 1;
-  auto& quicker = quicker_[static_cast<size_t>(size)];
+  auto& quicker = quicker_[size];
   const auto choice = [&] {
     const std::lock_guard lock(mutex_);
     return quicker.choice();
@@ -63,7 +56,7 @@ void Copier::copy(void* to, const void* from, int64_t bytes) {
   if (choice == kStream) {
     stream_copy(to, from, bytes);
   } else {
-    std::memcpy(to, from, static_cast<size_t>(bytes));
+    std::memcpy(to, from, bytes);
   }
   const std::chrono::duration<double> took = Clock::now() - start;
   const std::lock_guard lock(mutex_);

@@ -69,18 +69,13 @@ class Courtesy {
 }  // namespace
 
 Engine::Engine(EngineConfig config)
-    : config_(std::move(config)),
-      board_(config_),
-      failure_(board_, config_.reason_patience),
-      done_(board_),
+    : config_(std::move(config)), board_(config_), failure_(board_, config_.reason_patience), done_(board_),
       crowded_(board_.is_crowded()) {
   if (board_.rank() < 0 || board_.rank() >= board_.size() || board_.size() > kMaxRanks) {
     throw InternalError("a shared-memory engine for rank " + std::to_string(board_.rank()) + " of " +
                         std::to_string(board_.size()));
   }
-  for (uint64_t i = 0; i < kSlots; ++i) {
-    running_.emplace_back(config_, board_, failure_, done_);
-  }
+  for (uint64_t i = 0; i < kSlots; ++i) running_.emplace_back(config_, board_, failure_, done_);
 }
 
 Engine::~Engine() {
@@ -118,13 +113,9 @@ uint64_t Engine::start(const Operation& operation) {
   // Wakes the others after this rank's own work, because waking takes longer than most of that work. If every rank has much to
   // do, they can do theirs meanwhile, so it wakes them first.
   const auto wake = [&] {
-    if (board_.has_sleepers() && running(seq).is_awaited()) {
-      board_.ring();
-    }
+    if (board_.has_sleepers() && running(seq).is_awaited()) board_.ring();
   };
-  if (running(seq).is_shared_work()) {
-    wake();
-  }
+  if (running(seq).is_shared_work()) wake();
   advance();
   wake();
   update_under_way();
@@ -172,13 +163,9 @@ bool Engine::advance() {
 
 // For ranks that may be waiting for nothing else.
 void Engine::announce_done(const Running& op) {
-  if (!board_.has_sleepers()) {
-    return;
-  }
+  if (!board_.has_sleepers()) return;
   const auto is_done = [&](int rank) { return done_.has(rank, cursor_ - 1); };
-  if (asleep_ > 0 || !op.is_all_reduce() || board_.all_of_ranks(is_done)) {
-    board_.ring();
-  }
+  if (asleep_ > 0 || !op.is_all_reduce() || board_.all_of_ranks(is_done)) board_.ring();
 }
 
 bool Engine::advance_outer() {
@@ -192,9 +179,7 @@ bool Engine::advance_outer() {
 }
 
 void Engine::update_under_way() {
-  while (oldest_ < next_ && running(oldest_).is_complete()) {
-    ++oldest_;
-  }
+  while (oldest_ < next_ && running(oldest_).is_complete()) ++oldest_;
   under_way_.store(next_ - oldest_, std::memory_order_relaxed);
 }
 
@@ -215,9 +200,7 @@ bool Engine::poll(uint64_t seq) {
   work();
   update_under_way();
   auto& op = running(seq);
-  if (op.seq() != seq || op.is_complete()) {
-    return true;
-  }
+  if (op.seq() != seq || op.is_complete()) return true;
   if (const auto now = Clock::now(); now >= next_poll_check_) {
     next_poll_check_ = now + kPeerCheck;
     check_peers(op, Clock::time_point::max(), config_.timeout);
@@ -245,9 +228,7 @@ bool Engine::finish(uint64_t seq, MakePatience&& patience) {
   }
   failure_.check();
   const bool finished = op.is_complete() || wait_until(Goal::kComplete, op, patience(), lock);
-  if (finished && op.seq() == seq) {
-    op.settle();
-  }
+  if (finished && op.seq() == seq) op.settle();
   update_under_way();
   return finished;
 }
@@ -280,9 +261,7 @@ bool Engine::wait_until(Goal goal, Running& op, const Patience& patience, Lock& 
   };
   for (int idle = 0; !reached();) {
     // Before any work: memory that another thread gave up must not be written to.
-    if (failure_.has_failed()) {
-      failure_.check();
-    }
+    if (failure_.has_failed()) failure_.check();
     if (work_or_help(idle)) {
       idle = 0;
       if (const auto now = Clock::now(); now >= patience.until && !reached() && !check(now)) {
@@ -315,21 +294,13 @@ bool Engine::wait_until(Goal goal, Running& op, const Patience& patience, Lock& 
       board_.rise();
       --asleep_;
       const auto now = Clock::now();
-      if (now < next_check && now < patience.until) {
-        continue;
-      }
+      if (now < next_check && now < patience.until) continue;
       // What another thread has seen counts, but not against an operation that is complete.
-      if (reached()) {
-        return true;
-      }
+      if (reached()) return true;
       failure_.check();
       next_check = now + kPeerCheck;
-      if (!check(now)) {
-        return false;
-      }
-      if (patience.spins && signals.is_due(now)) {
-        run_handlers(signals, op, lock);
-      }
+      if (!check(now)) return false;
+      if (patience.spins && signals.is_due(now)) run_handlers(signals, op, lock);
     }
   }
   return true;
@@ -362,9 +333,7 @@ void Engine::check_peers(Running& waited_for, Clock::time_point deadline, millis
     }
   }
   if (Clock::now() >= deadline) {
-    if (failure_.silent() >= 0) {
-      failure_.fail_after(op.describe(), failure_.silent(), true);
-    }
+    if (failure_.silent() >= 0) failure_.fail_after(op.describe(), failure_.silent(), true);
     const auto* others = board_.spans() ? "the other hosts" : "a rank that helps with it";
     failure_.fail("timed out after " + std::to_string(timeout.count()) + " ms in " + op.describe() + ", waiting for " +
                       (names.empty() ? others : names) + ". A peer is stopped, or did not reach this operation",
@@ -379,9 +348,7 @@ bool Engine::check_peer(Running& op, int peer) {
   const bool exited = config_.gone(peer);
   const auto state = board_.state(peer);
   const bool waits = op.waits_for(peer);
-  if (!waits && (state == RankState::kClosed || op.is_complete())) {
-    return false;
-  }
+  if (!waits && (state == RankState::kClosed || op.is_complete())) return false;
   if (state != RankState::kOpen || (exited && (waits || op.has_helpers()))) {
     blame(peer, state, op.describe());
   }

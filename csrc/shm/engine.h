@@ -40,8 +40,7 @@ class Engine {
 
   explicit Engine(EngineConfig config);
   ~Engine();
-  Engine(const Engine&) = delete;
-  Engine& operator=(const Engine&) = delete;
+  Engine& operator=(Engine&&) = delete;
 
   const Board& board() const { return board_; }
   bool is_eager(const Operation& operation) const { return shm::is_eager(operation, board_); }
@@ -49,9 +48,7 @@ class Engine {
   uint64_t start(const Operation& operation);
   // Does what can be done now, without waiting. Cheap when nothing is in flight.
   void progress() {
-    if (under_way_.load(std::memory_order_relaxed) != 0) {
-      progress_slow();
-    }
+    if (under_way_.load(std::memory_order_relaxed) != 0) progress_slow();
   }
   // `culprit`: the rank responsible, or -1. Always throws, as does every later call here and, soon, those of the peers. A
   // signal handler that ends a wait with an exception has the same effect, see Note [Signals in a wait].

@@ -17,14 +17,10 @@ void Failure::check() {
 }
 
 void Failure::interrupt(const std::string& reason) {
-  if (is_forked()) {
-    return;
-  }
+  if (is_forked()) return;
   {
     const std::lock_guard lock(reason_mutex_);
-    if (interrupted_.load(std::memory_order_relaxed)) {
-      return;
-    }
+    if (interrupted_.load(std::memory_order_relaxed)) return;
     reason_ = reason;
     interrupted_.store(true, std::memory_order_release);
   }
@@ -51,9 +47,7 @@ void Failure::fail_after(const std::string& what, int rank, bool late) {
       silent_ = rank;
       silent_since_ = now;
     }
-    if (now < silent_since_ + reason_patience_) {
-      return;
-    }
+    if (now < silent_since_ + reason_patience_) return;
   }
   fail(board_.name(rank) + " gave up" + (known ? " because of " + board_.name(culprit) : "") + " before " + what +
            " was complete",

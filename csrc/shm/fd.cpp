@@ -16,8 +16,7 @@ struct Envelope {
     header.msg_control = control.data();
     header.msg_controllen = control.size();
   }
-  Envelope(const Envelope&) = delete;  // header points into it
-  Envelope& operator=(const Envelope&) = delete;
+  Envelope& operator=(Envelope&&) = delete;  // header points into it
 
   iovec data;
   alignas(cmsghdr) std::array<char, CMSG_SPACE(sizeof(int))> control{};

@@ -20,9 +20,7 @@ class Fd {
     return *this;
   }
   ~Fd() {
-    if (fd_ >= 0) {
-      ::close(fd_);
-    }
+    if (fd_ >= 0) ::close(fd_);
   }
 
   int get() const { return fd_; }

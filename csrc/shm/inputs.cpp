@@ -50,14 +50,11 @@ Location location_of(const Post& post) {
 }  // namespace
 
 Inputs::Inputs(Job& job)
-    : job_(job),
-      known_(static_cast<size_t>(job.board.size())),
-      blocks_(known_.size()),
-      scales_(known_.size()),
+    : job_(job), known_(static_cast<size_t>(job.board.size())), blocks_(known_.size()), scales_(known_.size()),
       counted_(known_.size()) {}
 
 void Inputs::begin() {
-  std::fill(known_.begin(), known_.end(), 0);
+  std::ranges::fill(known_, 0);
   scaled_ = counts_ = false;
   all_accept_ = is_open_ = true;
   next_ = 0;
@@ -77,50 +74,36 @@ Terms Inputs::terms() const {
 }
 
 bool Inputs::find(int rank) {
-  if (known_[static_cast<size_t>(rank)] == 0) {
-    if (!is_open_ || !job_.has_posted(rank)) {
-      return false;
-    }
+  if (known_[rank] == 0) {
+    if (!is_open_ || !job_.has_posted(rank)) return false;
     check(rank);
   }
   return true;
 }
 
 bool Inputs::find_all() {
-  for (; next_ < job_.board.size(); ++next_) {
-    if (!find(next_)) {
-      return false;
-    }
-  }
-  return true;
+  return job_.board.all_from(next_, [&](int rank) { return find(rank); });
 }
 
 void Inputs::check(int rank) {
-  const auto at = static_cast<size_t>(rank);
   const auto& operation = job_.operation;
   const Terms terms = job_.slot(rank).post.terms;
   read_once();
-  if (!agrees(terms, operation)) {
-    fail_out_of_step(job_, rank, terms);
-  }
-  blocks_[at] = find_block(rank);
+  if (!agrees(terms, operation)) fail_out_of_step(job_, rank, terms);
+  blocks_[rank] = find_block(rank);
   all_accept_ &= terms.accepts != 0;
-  scales_[at] = terms.scale;
+  scales_[rank] = terms.scale;
   scaled_ |= terms.scale != 1.0;
-  counted_[at] = terms.counted != 0 && can_count(operation, job_.board);
-  counts_ |= counted_[at] != 0;
-  known_[at] = 1;
+  counted_[rank] = terms.counted != 0 && can_count(operation, job_.board);
+  counts_ |= counted_[rank] != 0;
+  known_[rank] = 1;
 }
 
 std::byte* Inputs::find_block(int rank) const {
   auto& post = job_.slot(rank).post;
-  if (is_eager(job_.operation, job_.board)) {
-    return post.data.data();
-  }
+  if (is_eager(job_.operation, job_.board)) return post.data.data();
   const auto offset = location_of(post).offset;
-  if (!job_.board.holds(rank, offset, job_.operation.bytes())) {
-    fail_outside(job_, rank);
-  }
+  if (!job_.board.holds(rank, offset, job_.operation.bytes())) fail_outside(job_, rank);
   // A rank reads its own input where it was just read for the copy: from cache.
   const bool own = job_.operation.form == Form::kEveryone && rank == job_.rank();
   return own ? static_cast<std::byte*>(job_.operation.output) : job_.board.base(rank) + offset;
@@ -131,8 +114,7 @@ void Inputs::sum(Range range, std::span<void* const> targets) const {
   const auto offset = range.begin * job_.item();
   std::array<const void*, kMaxRanks> room;
   const std::span<const void*> sources(room.data(), blocks_.size());
-  std::transform(blocks_.begin(), blocks_.end(), sources.begin(),
-                 [&](const std::byte* block) { return block + offset; });
+  std::ranges::transform(blocks_, sources.begin(), [&](const std::byte* block) { return block + offset; });
   const bool scaled = scaled_ && operation.op == kernels::ReduceOp::kSum && kernels::can_scale(operation.type);
   if (counts_) {
     sum_checked(targets, sources, scaled ? std::span<const double>(scales_) : std::span<const double>(), range.numel());
@@ -148,17 +130,14 @@ void Inputs::sum_checked(std::span<void* const> targets, std::span<const void* c
                          std::span<const double> scales, int64_t numel) const {
   std::array<int64_t, kMaxRanks> counts;
   const std::span<int64_t> found(counts.data(), sources.size());
-  std::fill(found.begin(), found.end(), 0);
+  std::ranges::fill(found, 0);
   if (!kernels::checked_sum_ranks(targets, sources, scales, job_.operation.type, numel, found)) [[likely]] {
     return;
   }
   for (int rank = 0; rank < job_.board.size(); ++rank) {
-    const auto at = static_cast<size_t>(rank);
     auto& slot = job_.slot(rank);
     slot.sums_not_finite.store(1);
-    if (counted_[at] != 0) {
-      slot.non_finite.fetch_add(static_cast<uint64_t>(found[at]));
-    }
+    if (counted_[rank] != 0) slot.non_finite.fetch_add(static_cast<uint64_t>(found[rank]));
   }
 }
 

@@ -26,7 +26,7 @@ class Inputs {
 
   // For ranks whose inputs are known. For Form::kQuestion: whether they accept.
   bool all_accept() const { return all_accept_; }
-  std::byte* block(int rank) const { return blocks_[static_cast<size_t>(rank)]; }
+  std::byte* block(int rank) const { return blocks_[rank]; }
   // Adds `range` of all ranks' inputs in rank order. Writes to all targets.
   void sum(Range range, std::span<void* const> targets) const;
 

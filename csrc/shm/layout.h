@@ -120,7 +120,6 @@ struct Marks {
   static constexpr uint64_t none(uint64_t seq) { return use(seq) << kMaxChunks; }
   static constexpr uint64_t bit(int chunk) { return uint64_t{1} << chunk; }
   static constexpr bool is_of(uint64_t marks, uint64_t seq) { return marks >> kMaxChunks == use(seq); }
-  static constexpr bool has(uint64_t marks, int chunk) { return (marks & bit(chunk)) != 0; }
   static constexpr bool has_all(uint64_t marks, int chunks) { return (marks & (bit(chunks) - 1)) == bit(chunks) - 1; }
 
  private:

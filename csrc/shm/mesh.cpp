@@ -9,9 +9,7 @@
 #include <algorithm>
 #include <array>
 #include <cstdlib>
-#include <cstring>
 #include <fstream>
-#include <optional>
 #include <span>
 #include <utility>
 
@@ -69,18 +67,27 @@ socklen_t fill_address(sockaddr_un& address, const std::string& name) {
     throw Unavailable("a rank's name for its shared memory has " + std::to_string(name.size()) +
                       " characters, which is too long for a socket");
   }
-  std::copy(path.begin(), path.end(), address.sun_path + 1);  // a leading zero byte: the abstract namespace
+  std::ranges::copy(path, address.sun_path + 1);  // a leading zero byte: the abstract namespace
   return static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + path.size());
 }
 
-// Whether something listens there. The only way to find out is to connect, without sending anything.
-bool listens(const std::string& name) {
+Fd make_socket() { return Fd(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0)); }
+
+// Empty, with errno set, if that fails.
+Fd connect_to(const std::string& name) {
   sockaddr_un address;
   const auto length = fill_address(address, name);
-  const Fd socket(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
-  return !socket || ::connect(socket.get(), reinterpret_cast<const sockaddr*>(&address), length) == 0 ||
-         errno != ECONNREFUSED;
+  auto socket = make_socket();
+  if (socket && ::connect(socket.get(), reinterpret_cast<const sockaddr*>(&address), length) != 0) {
+    const int reason = errno;
+    socket = Fd();
+    errno = reason;
+  }
+  return socket;
 }
+
+// Whether something listens there. The only way to find out is to connect, without sending anything.
+bool listens(const std::string& name) { return connect_to(name) || errno != ECONNREFUSED; }
 
 // Reads what is available. Empty if it is not one of our hellos.
 std::optional<Received> read_hello(int socket) {
@@ -90,9 +97,7 @@ std::optional<Received> read_hello(int socket) {
     errno = EMFILE;
     throw_unavailable("could not take a local rank's segment");
   }
-  if (!message.whole || received.hello.magic != kMagic) {
-    return std::nullopt;
-  }
+  if (!message.whole || received.hello.magic != kMagic) return std::nullopt;
   received.segment = std::move(message.fd);
   return received;
 }
@@ -139,14 +144,8 @@ class Handshake {
  public:
   Handshake(int listener, const std::vector<std::string>& addresses, const Hello& hello, const Segment& own,
             Clock::time_point deadline)
-      : listener_(listener),
-        addresses_(addresses),
-        hello_(hello),
-        own_(own),
-        rank_(static_cast<size_t>(hello.rank)),
-        deadline_(deadline),
-        seen_(rank_),
-        others_(addresses.size()) {
+      : listener_(listener), addresses_(addresses), hello_(hello), own_(own), rank_(static_cast<size_t>(hello.rank)),
+        deadline_(deadline), seen_(rank_), others_(addresses.size()) {
     others_[rank_].knows_us = others_[rank_].is_known = true;
   }
 
@@ -157,13 +156,9 @@ class Handshake {
       for (size_t rank = 0; rank < others_.size() && !is_limited_; ++rank) {
         is_held_up |= !reach(rank);
       }
-      if (is_complete()) {
-        break;
-      }
+      if (is_complete()) break;
       const auto now = Clock::now();
-      if (now >= deadline_) {
-        fail_late();
-      }
+      if (now >= deadline_) fail_late();
       if (now >= next_look) {
         look_around();
         check_signals();
@@ -192,8 +187,7 @@ class Handshake {
     return static_cast<int>(std::count_if(first, others_.end(), [](const Other& other) { return !other.is_known; }));
   }
   bool is_complete() const {
-    return std::all_of(others_.begin(), others_.end(),
-                       [](const Other& other) { return other.knows_us && other.is_known; });
+    return std::ranges::all_of(others_, [](const Other& other) { return other.knows_us && other.is_known; });
   }
 
   // Connects and sends the segment, as far as that is possible now. False if it should be retried soon.
@@ -206,16 +200,12 @@ class Handshake {
   }
 
   bool connect(size_t rank) {
-    sockaddr_un address;
-    const auto length = fill_address(address, addresses_[rank]);
-    Fd socket(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
-    if (!socket || ::connect(socket.get(), reinterpret_cast<const sockaddr*>(&address), length) != 0) {
-      if (socket && errno == EAGAIN) {
-        others_[rank].obstacle = "too many connections are pending there";
-        return false;
-      }
-      throw_unavailable("could not connect to " + local_rank(rank));
+    auto socket = connect_to(addresses_[rank]);
+    if (!socket && errno == EAGAIN) {
+      others_[rank].obstacle = "too many connections are pending there";
+      return false;
     }
+    if (!socket) throw_unavailable("could not connect to " + local_rank(rank));
     // The listener may have taken over the name of a rank that is gone.
     if (const auto user = credentials_of(socket.get()).uid; user != geteuid()) {
       throw Unavailable(local_rank(rank) + " runs as user " + std::to_string(user) + ", this rank as " +
@@ -266,21 +256,15 @@ class Handshake {
       }
     }
     const auto first_silent = entries.size();
-    for (const auto& socket : silent_) {
-      entries.push_back({socket.get(), POLLIN, 0});
-    }
+    for (const auto& socket : silent_) entries.push_back({socket.get(), POLLIN, 0});
     entries.push_back({num_to_come() > 0 ? listener_ : -1, POLLIN, 0});
     const auto left = std::chrono::ceil<std::chrono::milliseconds>(until - Clock::now()).count();
     if (poll(entries.data(), entries.size(), static_cast<int>(std::clamp<int64_t>(left, 0, 1000))) < 0) {
-      if (errno != EINTR) {
-        throw_unavailable("waiting for local ranks");
-      }
+      if (errno != EINTR) throw_unavailable("waiting for local ranks");
       return;
     }
     for (size_t i = 0; i < asked.size(); ++i) {
-      if (entries[i].revents != 0) {
-        hear_answer(asked[i]);
-      }
+      if (entries[i].revents != 0) hear_answer(asked[i]);
     }
     std::vector<Fd> still_silent;
     for (size_t i = 0; i < silent_.size(); ++i) {
@@ -291,9 +275,7 @@ class Handshake {
       }
     }
     silent_ = std::move(still_silent);
-    if (entries.back().revents != 0) {
-      let_in();
-    }
+    if (entries.back().revents != 0) let_in();
   }
 
   // The answer of a rank that this one has connected to.
@@ -342,9 +324,7 @@ class Handshake {
         return;
       }
       // Any user of the machine can connect to an abstract socket.
-      if (credentials_of(socket.get()).uid == geteuid()) {
-        silent_.push_back(std::move(socket));
-      }
+      if (credentials_of(socket.get()).uid == geteuid()) silent_.push_back(std::move(socket));
       if (silent_.size() > kMaxSilent) {
         silent_.erase(silent_.begin());
         return;  // first read what they may have sent
@@ -355,15 +335,11 @@ class Handshake {
   // A rank that has given up will not connect. Checks one missing rank at a time: every rank does this, and each check costs
   // the other side a connection.
   void look_around() {
-    if (num_to_come() == 0) {
-      return;
-    }
+    if (num_to_come() == 0) return;
     do {
       seen_ = seen_ + 1 < others_.size() ? seen_ + 1 : rank_ + 1;
     } while (others_[seen_].is_known);
-    if (!listens(addresses_[seen_])) {
-      throw Unavailable(local_rank(seen_) + " gave up or died");
-    }
+    if (!listens(addresses_[seen_])) throw Unavailable(local_rank(seen_) + " gave up or died");
   }
 
   [[noreturn]] void fail_late() const {
@@ -376,8 +352,7 @@ class Handshake {
     if (const auto missing = num_to_come()) {
       throw Unavailable("timed out waiting for " + std::to_string(missing) + " local ranks to connect");
     }
-    const auto silent =
-        std::find_if(others_.begin(), others_.end(), [](const Other& other) { return !other.is_known; });
+    const auto silent = std::ranges::find_if(others_, [](const Other& other) { return !other.is_known; });
     throw Unavailable("timed out waiting for the segment of " +
                       local_rank(static_cast<size_t>(silent - others_.begin())));
   }
@@ -408,9 +383,7 @@ std::string read_line(const char* path) {
 std::string host_identity() {
   std::array<char, 128> link{};
   const auto length = readlink("/proc/self/ns/net", link.data(), link.size() - 1);
-  if (length <= 0) {
-    throw_unavailable("could not read /proc/self/ns/net");
-  }
+  if (length <= 0) throw_unavailable("could not read /proc/self/ns/net");
   const char* chosen = std::getenv("TORCHDDP_HOST_ID");
   return read_line("/proc/sys/kernel/random/boot_id") + " " + std::string(link.data(), static_cast<size_t>(length)) +
          " " + (chosen != nullptr ? chosen : "");
@@ -423,8 +396,7 @@ bool Peer::gone() const {
          ((entries[0].revents & (POLLHUP | POLLRDHUP | POLLERR)) != 0 || (pidfd && entries[1].revents != 0));
 }
 
-Listener::Listener()
-    : socket_(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0)), address_(random_name()) {
+Listener::Listener() : socket_(make_socket()), address_(random_name()) {
   sockaddr_un address;
   const auto length = fill_address(address, address_);
   if (!socket_ || bind(socket_.get(), reinterpret_cast<const sockaddr*>(&address), length) != 0 ||
@@ -453,9 +425,7 @@ Mesh::Mesh(std::string name, int rank, std::shared_ptr<Segment> own, std::vector
 
 Mesh::~Mesh() {
   const auto is_kept = [&](const Closed& closed) { return is_needed(closed); };
-  if (!is_inherited() && std::any_of(closed_.begin(), closed_.end(), is_kept)) {
-    own_->keep_pages();
-  }
+  if (!is_inherited() && std::ranges::any_of(closed_, is_kept)) own_->keep_pages();
 }
 
 bool Mesh::is_inherited() const { return forks() != forks_; }
@@ -467,18 +437,12 @@ std::optional<ChannelEnd> Mesh::open() {
       std::partition(closed_.begin(), closed_.end(), [&](const Closed& closed) { return is_needed(closed); });
   done.assign(std::make_move_iterator(first), std::make_move_iterator(closed_.end()));
   closed_.erase(first, closed_.end());
-  for (const auto& closed : done) {
-    release(closed.ends[static_cast<size_t>(rank_)]);
-  }
-  if (next_ == kMaxChannels) {
-    return std::nullopt;
-  }
+  for (const auto& closed : done) release(closed.ends[rank_]);
+  if (next_ == kMaxChannels) return std::nullopt;
   ChannelEnd end{.number = next_};
   if (end.number > 0) {  // the first one has the header that the segment was made with
     auto* memory = own_->allocate(sizeof(Header));
-    if (memory == nullptr) {
-      return std::nullopt;
-    }
+    if (memory == nullptr) return std::nullopt;
     end.header = own_->offset_of(memory);
     own_->write_header(end.header);
   }
@@ -509,12 +473,10 @@ void Mesh::drop(const ChannelEnd& end) {
 }
 
 void Mesh::close(std::vector<ChannelEnd> ends, std::shared_ptr<void> kept, bool forever) {
-  if (is_inherited()) {
-    return;
-  }
+  if (is_inherited()) return;
   const std::lock_guard lock(mutex_);
   auto* first = reinterpret_cast<Header*>(own_->base());
-  first->closed[static_cast<size_t>(ends[static_cast<size_t>(rank_)].number)].store(1);
+  first->closed[ends[rank_].number].store(1);
   closed_.push_back({std::move(ends), std::move(kept), forever});
 }
 
@@ -526,17 +488,13 @@ const Header& Mesh::first_header(size_t rank) const {
 // By a rank that has not closed the channel, or by others than these ranks.
 bool Mesh::is_needed(const Closed& closed) const {
   for (size_t i = 0; i < closed.ends.size(); ++i) {
-    if (first_header(i).closed[static_cast<size_t>(closed.ends[i].number)].load() == 0) {
-      return true;
-    }
+    if (first_header(i).closed[closed.ends[i].number].load() == 0) return true;
   }
   return closed.forever;
 }
 
 void Mesh::release(const ChannelEnd& end) {
-  if (end.header != 0) {
-    own_->release(own_->base() + end.header);
-  }
+  if (end.header != 0) own_->release(own_->base() + end.header);
 }
 
 }  // namespace torchddp::shm

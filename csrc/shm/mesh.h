@@ -77,7 +77,7 @@ class Mesh {
   int rank() const { return rank_; }
   int size() const { return static_cast<int>(peers_.size()); }
   bool is_inherited() const;
-  bool gone(int rank) const { return peers_[static_cast<size_t>(rank)].gone(); }
+  bool gone(int rank) const { return peers_[rank].gone(); }
 
   // Makes this rank's end of a channel, which is to be told to the peers. Null if there is no room, or too many were opened.
   std::optional<ChannelEnd> open();

@@ -1,9 +1,16 @@
 #include "shm/operation.h"
 
-#include "shm/grid.h"
+#include <algorithm>
+
+#include "common/round_up.h"
 
 namespace torchddp::shm {
 namespace {
+
+// Of each rank's block: small enough to stay in cache until it is written to all, large enough to be worth claiming.
+constexpr int64_t kChunkBytes = 64 * 1024;
+// Chunks begin at multiples of this many elements: whole cache lines for every type.
+constexpr int64_t kUnit = 128;
 
 // For its chunks, an owner reads the others' addends and writes the sums to all ranks.
 Moved moved_by_owner(const Operation& operation, const Board& board) {
@@ -24,9 +31,7 @@ const char* kind_name(OpKind kind) {
 }
 
 bool is_eager(const Operation& operation, const Board& board) {
-  if (operation.form != Form::kUsual) {
-    return operation.form == Form::kQuestion;
-  }
+  if (operation.form != Form::kUsual) return operation.form == Form::kQuestion;
   if (operation.bytes() > kEagerBytes || operation.kind != OpKind::kAllReduce) {
     return operation.bytes() <= kEagerBytes;
   }
@@ -41,6 +46,19 @@ bool can_count(const Operation& operation, const Board& board) {
   return is_chunked(operation, board) && operation.op == kernels::ReduceOp::kSum && kernels::is_float(operation.type);
 }
 
+Grid::Grid(const Operation& operation, const Board& board) : numel(operation.numel), owners(board.owners()) {
+  const auto part = round_up(ceil_div(numel, owners), kUnit);
+  each = static_cast<int>(std::clamp(ceil_div(part * kernels::item_size(operation.type), kChunkBytes), int64_t{1},
+                                     int64_t{Marks::kMaxChunks}));
+  chunk_numel = std::max(round_up(ceil_div(numel, int64_t{each} * owners), kUnit), kUnit);
+}
+
+Grid::Share Grid::share(int rank) const { return rank < owners ? Share{rank * each, (rank + 1) * each} : Share{}; }
+
+Range Grid::range(Share share) const {
+  return {std::min(numel, share.begin * chunk_numel), std::min(numel, share.end * chunk_numel)};
+}
+
 Moved moved(const Operation& operation, const Board& board) {
   const auto bytes = operation.bytes();
   const int64_t others = board.size() - 1;
@@ -48,14 +66,10 @@ Moved moved(const Operation& operation, const Board& board) {
   switch (operation.kind) {
     case OpKind::kAllReduce:
       return is_chunked(operation, board) ? moved_by_owner(operation, board) : Moved{others * bytes, 0};
-    case OpKind::kReduce:
-      return {is_root ? others * bytes : 0, 0};
-    case OpKind::kAllGather:
-      return {others * bytes, 0};
-    case OpKind::kReduceScatter:
-      return {others * (bytes / board.size()), 0};
-    case OpKind::kBroadcast:
-      return {is_root ? 0 : bytes, 0};
+    case OpKind::kReduce: return {is_root ? others * bytes : 0, 0};
+    case OpKind::kAllGather: return {others * bytes, 0};
+    case OpKind::kReduceScatter: return {others * (bytes / board.size()), 0};
+    case OpKind::kBroadcast: return {is_root ? 0 : bytes, 0};
   }
   return {};
 }

@@ -55,6 +55,33 @@ bool is_chunked(const Operation& operation, const Board& board);
 // Whether infinities and NaNs can be reported.
 bool can_count(const Operation& operation, const Board& board);
 
+// Of elements.
+struct Range {
+  int64_t begin, end;
+  int64_t numel() const { return end - begin; }
+};
+
+// How a large all-reduce is cut into chunks, and who owns which: the same on all ranks.
+struct Grid {
+  Grid() = default;
+  Grid(const Operation& operation, const Board& board);
+
+  // Chunks [begin, end).
+  struct Share {
+    int begin = 0, end = 0;
+    int size() const { return end - begin; }
+  };
+  // The first `owners` ranks have as many consecutive chunks each; the others, on several hosts, none.
+  Share share(int rank) const;
+  // Of elements.
+  Range range(Share share) const;
+
+  int64_t numel = 0;
+  int64_t chunk_numel = 0;
+  int each = 0;  // chunks of an owner; the last ones may be empty
+  int owners = 0;
+};
+
 struct Moved {
   int64_t bytes = 0;        // of other ranks' memory, that this rank reads or writes
   int64_t outer_numel = 0;  // of its shard, which it sums with the other hosts
@@ -62,11 +89,6 @@ struct Moved {
 // What such an operation costs this rank if every rank does its own work.
 Moved moved(const Operation& operation, const Board& board);
 
-// Of elements.
-struct Range {
-  int64_t begin, end;
-  int64_t numel() const { return end - begin; }
-};
 std::string describe(const Operation& operation, uint64_t seq);
 // What may differ besides kind and size.
 std::string details(const Operation& operation, const Board& board);

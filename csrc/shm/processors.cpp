@@ -19,9 +19,7 @@ namespace {
 constexpr int kUnlimited = std::numeric_limits<int>::max();
 
 void add(ProcessorMask& mask, size_t processor) {
-  if (processor < mask.size() * 64) {
-    mask[processor / 64] |= uint64_t{1} << (processor % 64);
-  }
+  if (processor < mask.size() * 64) mask[processor / 64] |= uint64_t{1} << (processor % 64);
 }
 
 bool is_within(const ProcessorMask& mask, const ProcessorMask& other) {
@@ -40,9 +38,7 @@ struct Hierarchy {
 bool names(const std::string& list, std::string_view word) {
   std::istringstream words(list);
   for (std::string next; std::getline(words, next, ',');) {
-    if (next == word) {
-      return true;
-    }
+    if (next == word) return true;
   }
   return false;
 }
@@ -53,13 +49,9 @@ std::optional<std::string> path_in(bool is_v2, const std::string& root) {
   for (std::string line; std::getline(file, line);) {
     const auto first = line.find(':');
     const auto second = first == std::string::npos ? first : line.find(':', first + 1);
-    if (second == std::string::npos) {
-      continue;
-    }
+    if (second == std::string::npos) continue;
     const auto controllers = line.substr(first + 1, second - first - 1);
-    if (is_v2 ? line.starts_with("0::") : names(controllers, "cpu")) {
-      return line.substr(second + 1);
-    }
+    if (is_v2 ? line.starts_with("0::") : names(controllers, "cpu")) return line.substr(second + 1);
   }
   return std::nullopt;
 }
@@ -73,13 +65,9 @@ std::optional<Hierarchy> hierarchy_of(const std::string& line, const std::string
   }
   words >> type >> source >> options;
   const bool is_v2 = type == "cgroup2";
-  if (!is_v2 && (type != "cgroup" || !names(options, "cpu"))) {
-    return std::nullopt;
-  }
+  if (!is_v2 && (type != "cgroup" || !names(options, "cpu"))) return std::nullopt;
   auto group = path_in(is_v2, root);
-  if (!group) {
-    return std::nullopt;
-  }
+  if (!group) return std::nullopt;
   // A container sees its own group where the hierarchy begins, but may be told the path that it has outside.
   if (top != "/" && (*group + '/').starts_with(top + '/')) {
     group->erase(0, top.size());
@@ -120,9 +108,7 @@ ProcessorMask allowed_processors() {
   CPU_ZERO(&cpus);
   if (sched_getaffinity(0, sizeof(cpus), &cpus) == 0) {
     for (size_t cpu = 0; cpu < mask.size() * 64; ++cpu) {
-      if (CPU_ISSET(cpu, &cpus)) {
-        add(mask, cpu);
-      }
+      if (CPU_ISSET(cpu, &cpus)) add(mask, cpu);
     }
   }
   return mask;
@@ -134,18 +120,14 @@ Quota processor_quota(const std::string& root) {
   std::ifstream mounts(root + "/proc/self/mountinfo");
   for (std::string line; std::getline(mounts, line);) {
     const auto hierarchy = hierarchy_of(line, root);
-    if (!hierarchy) {
-      continue;
-    }
+    if (!hierarchy) continue;
     for (auto group = hierarchy->group; true; group.erase(group.rfind('/'))) {
       const auto folder = hierarchy->mount + group;
       if (const int quota = quota_in(folder, hierarchy->is_v2); quota < least) {
         least = quota;
         where = folder;
       }
-      if (group.rfind('/') == std::string::npos) {
-        break;
-      }
+      if (group.rfind('/') == std::string::npos) break;
     }
   }
   return least == kUnlimited ? Quota{} : Quota{least, identity_of(where)};
@@ -154,13 +136,13 @@ Quota processor_quota(const std::string& root) {
 bool is_too_little(const std::vector<Allowance>& of_ranks) {
   ProcessorMask all{};
   for (const auto& [processors, quota] : of_ranks) {
-    std::transform(all.begin(), all.end(), processors.begin(), all.begin(), std::bit_or<>());
+    std::ranges::transform(all, processors, all.begin(), std::bit_or<>());
   }
   const auto are_more = [&](int limit, auto&& is_one_of_them) {
-    return std::count_if(of_ranks.begin(), of_ranks.end(), is_one_of_them) > limit;
+    return std::ranges::count_if(of_ranks, is_one_of_them) > limit;
   };
   return are_more(count(all), [](const Allowance&) { return true; }) ||
-         std::any_of(of_ranks.begin(), of_ranks.end(), [&](const Allowance& rank) {
+         std::ranges::any_of(of_ranks, [&](const Allowance& rank) {
            const auto& [processors, quota] = rank;
            return are_more(count(processors),
                            [&](const Allowance& other) { return is_within(other.processors, processors); }) ||

@@ -5,41 +5,24 @@
 #include <cstring>
 
 namespace torchddp::shm {
-namespace {
-
 constexpr int64_t kPieceBytes = 64 * 1024;
-
-}  // namespace
 
 bool Pull::needs(int rank) const {
   const auto& operation = job_.operation;
-  if (operation.kind == OpKind::kBroadcast) {
-    return rank == operation.root;
-  }
+  if (operation.kind == OpKind::kBroadcast) return rank == operation.root;
   return reads(job_.rank());
 }
 
 bool Pull::work() {
-  for (; next_input_ < job_.board.size(); ++next_input_) {
-    if (needs(next_input_) && !inputs_.find(next_input_)) {
-      return false;
-    }
-  }
-  move();
-  return true;
+  const bool found = job_.board.all_from(next_input_, [&](int rank) { return !needs(rank) || inputs_.find(rank); });
+  if (found) move();
+  return found;
 }
 
 bool Pull::is_complete() {
   const bool offers = needs(job_.rank()) || job_.operation.kind == OpKind::kReduce;
-  if (is_eager(job_.operation, job_.board) || !offers) {
-    return true;
-  }
-  for (; next_done_ < job_.board.size(); ++next_done_) {
-    if (reads(next_done_) && !job_.done.has(next_done_, job_.seq)) {
-      return false;
-    }
-  }
-  return true;
+  if (is_eager(job_.operation, job_.board) || !offers) return true;
+  return job_.board.all_from(next_done_, [&](int rank) { return !reads(rank) || job_.done.has(rank, job_.seq); });
 }
 
 bool Pull::waits_for(int rank, bool is_worked) const {
@@ -54,16 +37,12 @@ void Pull::move() {
   const int size = job_.board.size();
   const auto bytes = operation.bytes();
   const auto copy = [&](int64_t to, int rank) {
-    if (bytes > 0) {
-      std::memcpy(static_cast<std::byte*>(output) + to, inputs_.block(rank), static_cast<size_t>(bytes));
-    }
+    if (bytes > 0) std::memcpy(static_cast<std::byte*>(output) + to, inputs_.block(rank), bytes);
   };
   switch (operation.kind) {
     case OpKind::kAllReduce:
       if (operation.form == Form::kQuestion) {
-        if (output != nullptr) {
-          *static_cast<bool*>(output) = inputs_.all_accept();
-        }
+        if (output != nullptr) *static_cast<bool*>(output) = inputs_.all_accept();
         return;
       }
       sum_whole();
@@ -74,19 +53,13 @@ void Pull::move() {
       return;
     }
     case OpKind::kReduce:
-      if (mine == operation.root) {
-        sum_whole();
-      }
+      if (mine == operation.root) sum_whole();
       return;
     case OpKind::kBroadcast:
-      if (mine != operation.root) {
-        copy(0, operation.root);
-      }
+      if (mine != operation.root) copy(0, operation.root);
       return;
     case OpKind::kAllGather:
-      for (int rank = 0; rank < size; ++rank) {
-        copy(rank * bytes, rank);
-      }
+      for (int rank = 0; rank < size; ++rank) copy(rank * bytes, rank);
       return;
   }
 }

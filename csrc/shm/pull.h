@@ -2,7 +2,6 @@
 // was in the post.
 #pragma once
 
-#include "shm/algorithm.h"
 #include "shm/inputs.h"
 
 namespace torchddp::shm {

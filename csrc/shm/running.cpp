@@ -1,7 +1,6 @@
 #include "shm/running.h"
 
 #include <algorithm>
-#include <atomic>
 #include <cstddef>
 #include <cstring>
 #include <utility>
@@ -11,10 +10,7 @@
 namespace torchddp::shm {
 
 Running::Running(const EngineConfig& config, const Board& board, Failure& failure, Done& done)
-    : job_{config, board, failure, done},
-      inputs_(job_),
-      pull_(job_, inputs_),
-      chunks_(job_, inputs_),
+    : job_{config, board, failure, done}, inputs_(job_), pull_(job_, inputs_), chunks_(job_, inputs_),
       algorithm_(&pull_) {}
 
 void Running::start(const Operation& started, uint64_t number) {
@@ -30,9 +26,7 @@ void Running::start(const Operation& started, uint64_t number) {
   algorithm_->begin();
   post.terms = inputs_.terms();
   post.number.store(number + 1);
-  if (is_eager(started, job_.board)) {
-    expect_another(number + 1, started.bytes());
-  }
+  if (is_eager(started, job_.board)) expect_another(number + 1, started.bytes());
 }
 
 // An operation is often followed by a similar one. Its post goes into cache lines that the peers have read, and taking those
@@ -53,7 +47,7 @@ void Running::put_input(Post& post) const {
   const auto* input = static_cast<const std::byte*>(operation.input);
   if (is_eager(operation, board)) {
     if (input != nullptr && operation.numel > 0) {
-      std::memcpy(post.data.data(), input, static_cast<size_t>(operation.bytes()));
+      std::memcpy(post.data.data(), input, operation.bytes());
     }
     return;
   }
@@ -69,9 +63,7 @@ void Running::put_input(Post& post) const {
 
 bool Running::work() {
   is_worked_ = algorithm_->work();
-  if (is_worked_) {
-    inputs_.close();
-  }
+  if (is_worked_) inputs_.close();
   return is_worked_;
 }
 
@@ -81,16 +73,8 @@ bool Running::finish_outer() {
 }
 
 bool Running::is_recyclable() {
-  const auto& board = job_.board;
-  if (!is_complete() || (board.spans() && !is_finished_)) {
-    return false;
-  }
-  for (; next_done_ < board.size(); ++next_done_) {
-    if (!job_.done.has(next_done_, job_.seq)) {
-      return false;
-    }
-  }
-  return true;
+  return is_complete() && (!job_.board.spans() || is_finished_) &&
+         job_.board.all_from(next_done_, [&](int rank) { return job_.done.has(rank, job_.seq); });
 }
 
 bool Running::waits_for(int rank) {
@@ -104,9 +88,7 @@ bool Running::is_shared_work() const {
 
 bool Running::is_awaited() const {
   const auto& operation = job_.operation;
-  if (operation.kind == OpKind::kBroadcast) {
-    return operation.root == job_.rank();
-  }
+  if (operation.kind == OpKind::kBroadcast) return operation.root == job_.rank();
   return job_.board.all_of_ranks([&](int rank) { return job_.has_posted(rank); });
 }
 

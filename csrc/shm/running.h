@@ -5,8 +5,6 @@
 #include <string>
 
 #include "shm/chunks.h"
-#include "shm/inputs.h"
-#include "shm/job.h"
 #include "shm/pull.h"
 
 namespace torchddp::shm {
@@ -15,8 +13,7 @@ namespace torchddp::shm {
 class Running {
  public:
   Running(const EngineConfig& config, const Board& board, Failure& failure, Done& done);
-  Running(const Running&) = delete;
-  Running& operator=(const Running&) = delete;
+  Running& operator=(Running&&) = delete;
 
   // Posts this rank's input; its slot must be free.
   void start(const Operation& started, uint64_t number);

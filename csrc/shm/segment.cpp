@@ -64,9 +64,7 @@ int64_t virtual_bytes(int size) {
 // Has no pages yet: see commit().
 Fd make_sealed_file(int64_t bytes) {
   Fd file(memfd_create("torchddp", MFD_CLOEXEC | MFD_ALLOW_SEALING));
-  if (!file) {
-    throw_unavailable("memfd_create failed");
-  }
+  if (!file) throw_unavailable("memfd_create failed");
   if (ftruncate(file.get(), bytes) != 0) {
     throw_unavailable("could not size shared memory of " + std::to_string(bytes) + " bytes");
   }
@@ -82,11 +80,9 @@ Fd make_sealed_file(int64_t bytes) {
 void take_huge_pages(const Fd& file, std::byte* base, int64_t offset, int64_t bytes) {
   const auto end = offset + bytes / kHugePage * kHugePage;
   for (auto at = offset; at < end; at += kHugePage) {
-    if (fallocate(file.get(), 0, at, kPage) != 0) {
-      return;
-    }
+    if (fallocate(file.get(), 0, at, kPage) != 0) return;
   }
-  madvise(base + offset, static_cast<size_t>(end - offset), MADV_COLLAPSE);
+  madvise(base + offset, end - offset, MADV_COLLAPSE);
 }
 
 // Allocates pages now, so that a machine without room reports an error instead of sending SIGBUS later. False with errno set.
@@ -137,7 +133,7 @@ class Mapped {
   void remove(std::byte* base, int64_t bytes) {
     const std::lock_guard lock(mutex_);
     areas_.erase(base);
-    munmap(base, static_cast<size_t>(bytes));
+    munmap(base, bytes);
   }
 
  private:
@@ -159,7 +155,7 @@ class Mapped {
     constexpr int kProtection = PROT_READ | PROT_WRITE;
     constexpr int kFlags = MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE;
     for (const auto& [base, area] : areas_) {
-      mmap(base, static_cast<size_t>(area.bytes), kProtection, kFlags | (area.fd < 0 ? MAP_ANONYMOUS : 0), area.fd, 0);
+      mmap(base, area.bytes, kProtection, kFlags | (area.fd < 0 ? MAP_ANONYMOUS : 0), area.fd, 0);
     }
   }
 
@@ -182,9 +178,7 @@ Mapping::Mapping(int fd, int64_t bytes) : bytes_(bytes) {
   // Reserves more address space than needed: a huge page can only be mapped as one at a multiple of its size.
   const auto length = static_cast<size_t>(bytes);
   auto* room = mmap(nullptr, length + kHugePage, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (room == MAP_FAILED) {
-    failed();
-  }
+  if (room == MAP_FAILED) failed();
   auto* const begin = static_cast<std::byte*>(room);
   auto* const end = begin + length + kHugePage;
   const auto ahead = -reinterpret_cast<uintptr_t>(room) % kHugePage;
@@ -196,12 +190,10 @@ Mapping::Mapping(int fd, int64_t bytes) : bytes_(bytes) {
     failed();
   }
   base_ = static_cast<std::byte*>(aligned);
-  if (ahead > 0) {
-    munmap(begin, ahead);
-  }
-  munmap(base_ + length, static_cast<size_t>(end - base_) - length);
-  madvise(base_, static_cast<size_t>(bytes), MADV_DONTDUMP);  // the peers' memory, and holes that a dump would fill
-  madvise(base_, static_cast<size_t>(bytes), MADV_HUGEPAGE);  // an optimization that the machine may not allow
+  if (ahead > 0) munmap(begin, ahead);
+  munmap(base_ + length, end - base_ - length);
+  madvise(base_, bytes, MADV_DONTDUMP);  // the peers' memory, and holes that a dump would fill
+  madvise(base_, bytes, MADV_HUGEPAGE);  // an optimization that the machine may not allow
   Mapped::instance().add(base_, bytes_);
 }
 
@@ -214,9 +206,7 @@ Mapping& Mapping::operator=(Mapping&& other) noexcept {
 }
 
 Mapping::~Mapping() {
-  if (base_ != nullptr) {
-    Mapped::instance().remove(base_, bytes_);
-  }
+  if (base_ != nullptr) Mapped::instance().remove(base_, bytes_);
 }
 
 Segment::Segment(int rank, int size, int64_t limit_bytes) : rank_(rank), size_(size), forks_(forks()) {
@@ -227,9 +217,7 @@ Segment::Segment(int rank, int size, int64_t limit_bytes) : rank_(rank), size_(s
   fd_ = make_sealed_file(bytes);
   mapping_ = Mapping(fd_.get(), bytes);
   mapping_.keep_private(fd_.get());
-  if (!commit(fd_, 0, kDataOffset)) {
-    throw_unavailable("no room for a shared segment");
-  }
+  if (!commit(fd_, 0, kDataOffset)) throw_unavailable("no room for a shared segment");
   write_header(0);
   limit_bytes_ = limit_bytes > 0 ? limit_bytes : bytes;
   free_.emplace(kDataOffset, bytes - kDataOffset);
@@ -267,19 +255,11 @@ void* Segment::allocate(int64_t bytes) {
   for (auto block = free_.begin(); block != free_.end(); ++block) {
     const auto [begin, size] = *block;
     const auto offset = round_up(begin, alignment);
-    if (offset + bytes > begin + size) {
-      continue;
-    }
-    if (!populate(offset, bytes)) {
-      return nullptr;
-    }
+    if (offset + bytes > begin + size) continue;
+    if (!populate(offset, bytes)) return nullptr;
     free_.erase(block);
-    if (offset > begin) {
-      free_.emplace(begin, offset - begin);
-    }
-    if (offset + bytes < begin + size) {
-      free_.emplace(offset + bytes, begin + size - offset - bytes);
-    }
+    if (offset > begin) free_.emplace(begin, offset - begin);
+    if (offset + bytes < begin + size) free_.emplace(offset + bytes, begin + size - offset - bytes);
     taken_.emplace(offset, bytes);
     taken_bytes_ += bytes;
     return base() + offset;
@@ -289,16 +269,12 @@ void* Segment::allocate(int64_t bytes) {
 }
 
 bool Segment::populate(int64_t offset, int64_t bytes) {
-  if (bytes >= kHugePage) {
-    take_huge_pages(fd_, base(), offset, bytes);
-  }
+  if (bytes >= kHugePage) take_huge_pages(fd_, base(), offset, bytes);
   if (!commit(fd_, offset, bytes)) {
     give_back(fd_, offset, bytes);
     return false;
   }
-  if (bytes >= kPage) {
-    madvise(base() + offset, static_cast<size_t>(bytes), MADV_POPULATE_WRITE);
-  }
+  if (bytes >= kPage) madvise(base() + offset, bytes, MADV_POPULATE_WRITE);
   return true;
 }
 
@@ -308,15 +284,11 @@ void Segment::release(void* memory) {
   }
   const std::lock_guard lock(mutex_);
   const auto taken = taken_.find(offset_of(memory));
-  if (taken == taken_.end()) {
-    return;
-  }
+  if (taken == taken_.end()) return;
   auto [offset, bytes] = *taken;
   taken_.erase(taken);
   taken_bytes_ -= bytes;
-  if (!keeps_pages_) {
-    give_back(fd_, offset, bytes);
-  }
+  if (!keeps_pages_) give_back(fd_, offset, bytes);
   const auto merge_with_next = [&](auto block) {
     const auto next = std::next(block);
     if (next != free_.end() && block->first + block->second == next->first) {
@@ -326,9 +298,7 @@ void Segment::release(void* memory) {
   };
   const auto block = free_.emplace(offset, bytes).first;
   merge_with_next(block);
-  if (block != free_.begin()) {
-    merge_with_next(std::prev(block));
-  }
+  if (block != free_.begin()) merge_with_next(std::prev(block));
 }
 
 void Segment::keep_pages() {

@@ -54,7 +54,6 @@ class Segment {
   int fd() const { return fd_.get(); }
   std::byte* base() const { return mapping_.base(); }
   int64_t bytes() const { return mapping_.bytes(); }
-  int64_t limit_bytes() const { return limit_bytes_; }
 
   // A new header of this rank, at the beginning or in a block.
   void write_header(int64_t offset);

@@ -12,8 +12,7 @@ namespace torchddp::shm_backend {
 ShmBackend::ShmBackend(std::shared_ptr<ShmTransport> transport, Gloo::BackendPtr gloo,
                        std::chrono::milliseconds timeout)
     : Backend(transport->rank(), transport->size()),
-      operations_(std::make_shared<ShmOperations>(std::move(transport), timeout)),
-      gloo_(std::move(gloo)) {}
+      operations_(std::make_shared<ShmOperations>(std::move(transport), timeout)), gloo_(std::move(gloo)) {}
 
 ShmBackend::~ShmBackend() { operations_->close_later(); }
 
@@ -36,9 +35,7 @@ at::Tensor ShmBackend::allocateTensor(long numel, at::TensorOptions options) {
   TDDP_CHECK(options.device().is_cpu(), "the ", kName, " backend can only allocate CPU tensors, not on ",
              options.device());
   const auto dtype = c10::typeMetaToScalarType(options.dtype());
-  if (numel == 0) {
-    return at::empty({0}, dtype);
-  }
+  if (numel == 0) return at::empty({0}, dtype);
   return operations_->open_transport()->shared_bytes(numel * static_cast<int64_t>(c10::elementSize(dtype))).view(dtype);
 }
 
@@ -173,9 +170,7 @@ ShmBackend::WorkPtr ShmBackend::allgather_into_tensor_coalesced(Tensors& outputs
                                                                 const c10d::AllgatherOptions& options) {
   auto call = begin(c10d::OpType::COALESCED, "torchddp_shm:all_gather_into_tensor_coalesced", options, inputs, outputs);
   call.check_pairs(outputs, inputs);
-  for (size_t i = 0; i < inputs.size(); ++i) {
-    call.all_gather({outputs[i]}, inputs[i]);
-  }
+  for (size_t i = 0; i < inputs.size(); ++i) call.all_gather({outputs[i]}, inputs[i]);
   return start(call);
 }
 

@@ -2,7 +2,6 @@
 
 #include <ATen/Functions.h>
 
-#include <algorithm>
 #include <optional>
 #include <utility>
 
@@ -28,18 +27,12 @@ std::optional<kernels::ReduceOp> engine_op(const at::Tensor& tensor, RedOpType o
   using kernels::ReduceOp;
   const bool is_bool = tensor.scalar_type() == at::kBool;
   switch (op) {
-    case RedOpType::SUM:
-      return is_bool ? ReduceOp::kMax : ReduceOp::kSum;
-    case RedOpType::AVG:
-      return is_bool ? std::nullopt : std::optional(ReduceOp::kSum);
-    case RedOpType::PRODUCT:
-      return is_bool ? std::optional(ReduceOp::kMin) : std::nullopt;
-    case RedOpType::MIN:
-      return ReduceOp::kMin;
-    case RedOpType::MAX:
-      return ReduceOp::kMax;
-    default:
-      return std::nullopt;
+    case RedOpType::SUM: return is_bool ? ReduceOp::kMax : ReduceOp::kSum;
+    case RedOpType::AVG: return is_bool ? std::nullopt : std::optional(ReduceOp::kSum);
+    case RedOpType::PRODUCT: return is_bool ? std::optional(ReduceOp::kMin) : std::nullopt;
+    case RedOpType::MIN: return ReduceOp::kMin;
+    case RedOpType::MAX: return ReduceOp::kMax;
+    default: return std::nullopt;
   }
 }
 
@@ -54,13 +47,9 @@ const std::byte* consecutive(const Tensors& tensors) {
   const std::byte* begin = nullptr;
   const std::byte* end = nullptr;
   for (const auto& tensor : tensors) {
-    if (tensor.numel() == 0) {
-      continue;
-    }
+    if (tensor.numel() == 0) continue;
     const auto* data = static_cast<const std::byte*>(tensor.const_data_ptr());
-    if (!is_plain(tensor) || (end != nullptr && data != end)) {
-      return nullptr;
-    }
+    if (!is_plain(tensor) || (end != nullptr && data != end)) return nullptr;
     begin = begin != nullptr ? begin : data;
     end = data + bytes_of(tensor);
   }
@@ -90,23 +79,16 @@ void divide(const at::Tensor& tensor, int size) {
 // Divides the sum in the result to get the average.
 void divide_after(ShmPart& part, const Tensors& tensors, int size) {
   part.deliver = [tensors, deliver = std::move(part.deliver), size] {
-    if (deliver) {
-      deliver();
-    }
-    for (const auto& tensor : tensors) {
-      divide(tensor, size);
-    }
+    if (deliver) deliver();
+    for (const auto& tensor : tensors) divide(tensor, size);
   };
 }
 
 }  // namespace
 
 ShmCall::ShmCall(ShmOperations& operations, int size, Description description)
-    : description(std::move(description)),
-      operations_(operations),
-      transport_(operations.open_transport()),
-      rank_(this->description.rank),
-      size_(size) {}
+    : description(std::move(description)), operations_(operations), transport_(operations.open_transport()),
+      rank_(this->description.rank), size_(size) {}
 
 void ShmCall::check_dense_cpu(const Tensors& tensors) const {
   for (const auto& tensor : tensors) {
@@ -165,7 +147,7 @@ Tensors ShmCall::split_rows(const at::Tensor& tensor, const std::vector<int64_t>
   Tensors parts;
   int64_t begin = 0;
   for (int rank = 0; rank < size_; ++rank) {
-    const auto count = splits.empty() ? rows / size_ : splits[static_cast<size_t>(rank)];
+    const auto count = splits.empty() ? rows / size_ : splits[rank];
     TDDP_CHECK(count >= 0 && begin + count <= rows, where(), ": the split sizes are more than the ", rows, " rows");
     parts.push_back(tensor.narrow(0, begin, count));
     begin += count;
@@ -198,7 +180,8 @@ void ShmCall::or_abort(Take&& take) const {
   }
 }
 
-// The operation's input: in place if the engine reaches it, otherwise a copy. Not `in_place`: the operation writes to its input, and the tensor must stay unchanged. Returns the memory.
+// The operation's input: in place if the engine reaches it, otherwise a copy. Not `in_place`: the operation writes to its
+// input, and the tensor must stay unchanged. Returns the memory.
 at::Tensor ShmCall::bring(ShmPart& part, const Tensors& tensors, bool in_place) {
   const BelowAutograd guard;
   const bool eager = transport_->engine().is_eager(part.operation);
@@ -240,9 +223,7 @@ bool ShmCall::goes_in_pieces(const shm::Operation& whole, const Tensors& tensors
   question.accepts = !description.async && consecutive(tensors) != nullptr && !transport_->reaches(tensors[0]);
   question.output = question.accepts ? &all_accept : nullptr;
   const auto seq = engine.start(question);
-  if (question.accepts) {
-    engine.wait(seq, description.timeout);
-  }
+  if (question.accepts) engine.wait(seq, description.timeout);
   return all_accept;
 }
 
@@ -268,9 +249,7 @@ ShmPart ShmCall::in_pieces(ShmPart part, const Tensors& tensors, const c10d::Red
 void ShmCall::sum_for_itself(ShmPart& part, const Tensors& tensors) {
   const BelowAutograd guard;
   take_result(part, tensors);
-  if (part.deliver) {
-    pack(tensors, data_of(part.output));
-  }
+  if (part.deliver) pack(tensors, data_of(part.output));
   const auto bytes = part.operation.bytes();
   or_abort([&] { part.staging = transport_->scratch().lend(bytes, at::kCPU); });
   transport_->copier().copy(data_of(part.staging), part.operation.output, bytes);
@@ -284,9 +263,7 @@ void ShmCall::sum_together(ShmPart& part, const Tensors& tensors, bool keep) {
   const auto memory = bring(part, tensors, keep || eager);
   if (!eager) {
     part.operation.output = data_of(memory);
-    if (keep && part.staging.defined()) {
-      part.deliver_to(tensors, memory);
-    }
+    if (keep && part.staging.defined()) part.deliver_to(tensors, memory);
   } else if (keep) {
     take_result(part, tensors);
   } else {
@@ -309,9 +286,7 @@ void ShmCall::all_reduce(const Tensors& given, const c10d::ReduceOp& op, bool ke
   } else {
     sum_together(part, tensors, keep);
   }
-  if (keep && op.op_ == RedOpType::AVG) {
-    divide_after(part, tensors, size_);
-  }
+  if (keep && op.op_ == RedOpType::AVG) divide_after(part, tensors, size_);
   parts.push_back(std::move(part));
 }
 
@@ -321,9 +296,7 @@ void ShmCall::reduce_scatter(const at::Tensor& given_output, const Tensors& give
   ShmPart part{{}, reducing(shm::OpKind::kReduceScatter, inputs, op, 0)};
   bring(part, inputs);
   take_result(part, output);
-  if (op.op_ == RedOpType::AVG) {
-    divide_after(part, output, size_);
-  }
+  if (op.op_ == RedOpType::AVG) divide_after(part, output, size_);
   parts.push_back(std::move(part));
 }
 

@@ -25,9 +25,7 @@ std::exception_ptr failure_of(const Description& description, const std::string&
 
 // As gloo sends it: plain bytes, one tensor after the other.
 at::Tensor bytes_to_send(const Tensors& tensors) {
-  if (tensors.size() == 1 && is_plain(tensors[0])) {
-    return tensors[0].view(-1).view(at::kByte);
-  }
+  if (tensors.size() == 1 && is_plain(tensors[0])) return tensors[0].view(-1).view(at::kByte);
   auto memory = private_bytes(bytes_of(tensors)).narrow(0, 0, bytes_of(tensors));
   pack(tensors, data_of(memory));
   return memory;
@@ -35,9 +33,7 @@ at::Tensor bytes_to_send(const Tensors& tensors) {
 
 // Where gloo writes what the tensors get.
 at::Tensor bytes_to_receive(OperationMemory& memory, const Tensors& tensors) {
-  if (tensors.size() == 1 && is_plain(tensors[0])) {
-    return tensors[0].view(-1).view(at::kByte);
-  }
+  if (tensors.size() == 1 && is_plain(tensors[0])) return tensors[0].view(-1).view(at::kByte);
   auto room = private_bytes(bytes_of(tensors)).narrow(0, 0, bytes_of(tensors));
   memory.deliver_to(tensors, room);
   return room;
@@ -55,9 +51,7 @@ Tensors cut(const at::Tensor& bytes, const Tensors& like) {
 
 std::vector<int64_t> sizes_of(const Tensors& tensors) {
   std::vector<int64_t> sizes;
-  for (const auto& tensor : tensors) {
-    sizes.push_back(bytes_of(tensor));
-  }
+  for (const auto& tensor : tensors) sizes.push_back(bytes_of(tensor));
   return sizes;
 }
 
@@ -67,9 +61,7 @@ class GlooCollective final : public c10d::Work {
   GlooCollective(Description description, OperationMemory memory, Gloo::BackendPtr gloo, Gloo::WorkPtr work,
                  Interruption interruption)
       : Work(description.rank, description.type, description.title, description.inputs),
-        description_(std::move(description)),
-        gloo_(std::move(gloo)),
-        interruption_(std::move(interruption)),
+        description_(std::move(description)), gloo_(std::move(gloo)), interruption_(std::move(interruption)),
         future_(work->getFuture()->then(
             [memory = std::move(memory), description = description_](Future& done) {
               if (done.hasError()) {
@@ -86,9 +78,7 @@ class GlooCollective final : public c10d::Work {
     if (!wait_or_keep(gloo_, [&] { return interruption_.wait_for(*future_, timeout); })) {
       throw TransportError(description_.not_complete_after(timeout));
     }
-    if (future_->hasError()) {
-      std::rethrow_exception(future_->exception_ptr());
-    }
+    if (future_->hasError()) std::rethrow_exception(future_->exception_ptr());
     return true;
   }
   void synchronize() override { wait(kNoTimeout); }
@@ -107,9 +97,7 @@ class GlooMessage final : public c10d::Work {
  public:
   GlooMessage(Description description, OperationMemory memory, Gloo::WorkPtr work)
       : Work(description.rank, description.type, description.title, description.inputs),
-        description_(std::move(description)),
-        memory_(std::move(memory)),
-        work_(std::move(work)) {}
+        description_(std::move(description)), memory_(std::move(memory)), work_(std::move(work)) {}
 
   bool wait(std::chrono::milliseconds timeout) override {
     if (!isCompleted()) {
@@ -119,9 +107,7 @@ class GlooMessage final : public c10d::Work {
         finish(failure_of(description_, reason_of(error)));
       }
     }
-    if (exception() != nullptr) {
-      std::rethrow_exception(exception());
-    }
+    if (exception() != nullptr) std::rethrow_exception(exception());
     if (!isCompleted()) {
       deliver(memory_);
       finish();

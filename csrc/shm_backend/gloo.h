@@ -12,8 +12,8 @@
 
 namespace torchddp::shm_backend {
 
-// Thread-safe as gloo is: collectives must be started in the same order on all ranks. Tensors may have any strides, and any dtype
-// but in reductions. Arguments are checked before.
+// Thread-safe as gloo is: collectives must be started in the same order on all ranks. Tensors may have any strides, and any
+// dtype but in reductions. Arguments are checked before.
 class Gloo {
  public:
   using BackendPtr = c10::intrusive_ptr<c10d::Backend>;

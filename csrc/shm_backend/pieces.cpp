@@ -22,9 +22,7 @@ constexpr int kMaxRanks = 4;
 class Run {
  public:
   Run(const Pieces& pieces, ShmTransport& transport, const at::Tensor& buffers)
-      : pieces_(pieces),
-        engine_(transport.engine()),
-        copier_(transport.copier()),
+      : pieces_(pieces), engine_(transport.engine()), copier_(transport.copier()),
         item_(kernels::item_size(pieces.whole.type)) {
     for (auto offset = pieces.bytes() - kPieceBytes; offset >= 0; offset -= kPieceBytes) {
       free_.push_back(data_of(buffers) + offset);
@@ -40,9 +38,7 @@ class Run {
       }
       start(pieces_.memory + begin * item_, std::min(each, numel - begin));
     }
-    while (!started_.empty()) {
-      end_oldest();
-    }
+    while (!started_.empty()) end_oldest();
   }
 
  private:
@@ -69,9 +65,7 @@ class Run {
   void end_oldest() {
     const auto [seq, buffer, place, numel] = started_.front();
     engine_.wait(seq, pieces_.timeout, since_);
-    if (pieces_.finish) {
-      pieces_.finish(place, numel);
-    }
+    if (pieces_.finish) pieces_.finish(place, numel);
     started_.pop_front();
     free_.push_back(buffer);
   }

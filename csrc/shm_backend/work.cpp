@@ -37,16 +37,12 @@ std::string Description::not_complete_after(milliseconds limit) const {
 ShmCollective::ShmCollective(std::shared_ptr<ShmOperations> operations, Description description,
                              std::vector<ShmPart> parts)
     : Work(description.rank, description.type, description.title, description.inputs),
-      operations_(std::move(operations)),
-      description_(std::move(description)),
-      parts_(std::move(parts)) {
+      operations_(std::move(operations)), description_(std::move(description)), parts_(std::move(parts)) {
   description_.inputs.clear();
 }
 
 bool ShmCollective::isCompleted() {
-  if (is_over()) {
-    return true;
-  }
+  if (is_over()) return true;
   const auto transport = operations_->transport();
   return transport != nullptr && try_finish(*transport, false);
 }
@@ -60,9 +56,7 @@ bool ShmCollective::wait(milliseconds timeout) {
   }
   const std::lock_guard lock(finishing_);  // another thread may be about to report that it is over
   TDDP_INTERNAL(is_over(), "a wait for an operation ended before the operation");
-  if (exception_ != nullptr) {
-    std::rethrow_exception(exception_);
-  }
+  if (exception_ != nullptr) std::rethrow_exception(exception_);
   return true;
 }
 
@@ -105,15 +99,11 @@ bool ShmCollective::try_finish(ShmTransport& transport, bool wait_for_others) {
   } else if (!lock.try_lock()) {
     return is_over();
   }
-  if (is_over()) {
-    return true;
-  }
+  if (is_over()) return true;
   std::exception_ptr error;
   try {
-    if (!poll(transport)) {
-      return false;
-    }
-    std::for_each(parts_.begin(), parts_.end(), deliver);
+    if (!poll(transport)) return false;
+    std::ranges::for_each(parts_, deliver);
   } catch (...) {
     error = std::current_exception();
   }
@@ -124,9 +114,7 @@ bool ShmCollective::try_finish(ShmTransport& transport, bool wait_for_others) {
 // Unless it is over.
 void ShmCollective::fail(ShmTransport& transport, std::exception_ptr error) {
   std::unique_lock lock(finishing_);
-  if (!is_over()) {
-    conclude(transport, error, std::move(lock));
-  }
+  if (!is_over()) conclude(transport, error, std::move(lock));
 }
 
 void ShmCollective::fail_at_end(ShmTransport& transport) {
@@ -143,9 +131,7 @@ void ShmCollective::conclude(ShmTransport& transport, std::exception_ptr error, 
   lock.unlock();  // callbacks may ask for this same operation
   memory.clear();
   operations_->remove(*this, future != nullptr);
-  if (future != nullptr) {
-    complete(*future);
-  }
+  if (future != nullptr) complete(*future);
 }
 
 void ShmCollective::complete(c10::ivalue::Future& future) {
@@ -167,18 +153,16 @@ void ShmCollective::start(ShmTransport& transport) {
 }
 
 bool ShmCollective::poll(ShmTransport& transport) {
-  return std::all_of(seqs_.begin(), seqs_.end(), [&](uint64_t seq) { return transport.engine().poll(seq); });
+  return std::ranges::all_of(seqs_, [&](uint64_t seq) { return transport.engine().poll(seq); });
 }
 
 void ShmCollective::await(ShmTransport& transport, Time since) {
-  for (const auto seq : seqs_) {
-    transport.engine().wait(seq, description_.timeout, since);
-  }
+  for (const auto seq : seqs_) transport.engine().wait(seq, description_.timeout, since);
 }
 
 bool ShmCollective::await_until(ShmTransport& transport, Time until, bool spin) {
-  return std::all_of(seqs_.begin(), seqs_.end(),
-                     [&](uint64_t seq) { return transport.engine().wait_for(seq, until - Clock::now(), spin); });
+  return std::ranges::all_of(
+      seqs_, [&](uint64_t seq) { return transport.engine().wait_for(seq, until - Clock::now(), spin); });
 }
 
 std::vector<ShmPart> ShmCollective::give_back(ShmTransport& transport, bool failed) {
@@ -284,9 +268,7 @@ void ShmOperations::watch() {
     if (awaited_futures_ == 0) {
       wake_.wait_for(lock, kLook, [&] { return stop_ || awaited_futures_ > 0; });
     }
-    if (stop_) {
-      break;
-    }
+    if (stop_) break;
     bool slept = false;
     {
       const auto transport = transport_;
@@ -309,13 +291,9 @@ bool ShmOperations::look(ShmTransport& transport, const Works& works) {
   ShmCollective* awaited = nullptr;
   for (const auto& work : works) {
     const bool over = work->try_finish(transport, false);
-    if (!over && awaited == nullptr && work->is_awaited()) {
-      awaited = work.get();
-    }
+    if (!over && awaited == nullptr && work->is_awaited()) awaited = work.get();
   }
-  if (awaited == nullptr) {
-    return false;
-  }
+  if (awaited == nullptr) return false;
   try {
     if (!awaited->await_until(transport, Clock::now() + kLook, false) &&
         Clock::now() >= deadline_after(awaited->description_.timeout, awaited->started_)) {
@@ -335,9 +313,7 @@ ShmOperations::Works ShmOperations::under_way() const {
 // The end of the backend, in the watcher if there is one.
 void ShmOperations::drain_and_drop() {
   const auto transport = this->transport();
-  if (transport == nullptr) {
-    return;
-  }
+  if (transport == nullptr) return;
   const auto deadline = Clock::now() + std::min(kFarewell, timeout());
   for (const auto& work : under_way()) {
     try {
@@ -345,9 +321,7 @@ void ShmOperations::drain_and_drop() {
     } catch (const TransportError&) {
       // try_finish() reports it.
     }
-    if (!work->try_finish(*transport, true)) {
-      work->fail_at_end(*transport);
-    }
+    if (!work->try_finish(*transport, true)) work->fail_at_end(*transport);
   }
   std::shared_ptr<ShmTransport> last;  // released without holding the lock
   const std::lock_guard lock(mutex_);
@@ -367,9 +341,7 @@ void ShmOperations::close_later() {
   }
   {
     const std::lock_guard lock(mutex_);
-    if (stop_) {
-      return;
-    }
+    if (stop_) return;
     stop_ = true;
     if (watching_) {
       wake_.notify_one();

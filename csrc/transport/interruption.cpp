@@ -21,9 +21,7 @@ void Interruption::raise(const std::string& reason) const {
 
 bool Interruption::wait_for(c10::ivalue::Future& future, milliseconds limit) const {
   check();
-  if (future.completed()) {
-    return true;
-  }
+  if (future.completed()) return true;
   future.addCallback(
       [state = state_](c10::ivalue::Future&) {
         // Under the lock, or the waiter could miss it between its check and its sleep.
@@ -41,9 +39,7 @@ bool Interruption::wait_for(c10::ivalue::Future& future, milliseconds limit) con
     }
     {
       std::unique_lock lock(state_->mutex);
-      if (state_->changed.wait_for(lock, longest, over) || longest.count() == 0) {
-        break;
-      }
+      if (state_->changed.wait_for(lock, longest, over) || longest.count() == 0) break;
     }
     try {
       check_signals();

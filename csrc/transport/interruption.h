@@ -18,9 +18,7 @@ class Interruption {
   void raise(const std::string& reason) const;
   // Throws TransportError with the reason if it was raised.
   void check() const {
-    if (state_->raised.load(std::memory_order_acquire)) {
-      fail();
-    }
+    if (state_->raised.load(std::memory_order_acquire)) fail();
   }
   // Waits until the future is complete, successfully or not, or this is raised (then as check()). False if `limit` has passed
   // (0: no limit). Runs signal handlers meanwhile; an exception from one raises this too. Not for futures that only complete

@@ -41,18 +41,14 @@ struct MemoryCache::Shelf {
         best = block;
       }
     }
-    if (best == free.end()) {
-      return {};
-    }
+    if (best == free.end()) return {};
     auto memory = std::move(*best);
     free.erase(best);
     return memory;
   }
   // Keeps only this many, dropping the newest.
   bool trim(size_t blocks) {
-    if (is_inherited()) {
-      return false;
-    }
+    if (is_inherited()) return false;
     std::vector<at::Tensor> dropped;  // with the lock released
     const std::lock_guard lock(mutex);
     for (; free.size() > blocks; free.pop_back()) {

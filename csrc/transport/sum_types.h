@@ -17,7 +17,7 @@ inline constexpr std::array kSumTypes{at::kDouble, at::kFloat, at::kHalf, at::kB
                                       at::kByte,   at::kShort, at::kInt,  at::kLong};
 
 inline std::optional<kernels::DType> sum_type(at::ScalarType dtype) {
-  const auto found = std::find(kSumTypes.begin(), kSumTypes.end(), dtype);
+  const auto found = std::ranges::find(kSumTypes, dtype);
   return found == kSumTypes.end() ? std::nullopt
                                   : std::optional(static_cast<kernels::DType>(found - kSumTypes.begin()));
 }
@@ -32,12 +32,8 @@ struct KernelType {
 
 inline KernelType kernel_type(at::ScalarType dtype) {
   using kernels::DType;
-  if (at::isComplexType(dtype)) {
-    return {*sum_type(c10::toRealValueType(dtype)), 2};
-  }
-  if (const auto type = sum_type(dtype)) {
-    return {*type, 1};
-  }
+  if (at::isComplexType(dtype)) return {*sum_type(c10::toRealValueType(dtype)), 2};
+  if (const auto type = sum_type(dtype)) return {*type, 1};
   constexpr DType kOpaque[] = {DType::kU8, DType::kI16, DType::kI32, DType::kI64};  // by size
   return {kOpaque[std::countr_zero(c10::elementSize(dtype))], 1};
 }

@@ -46,9 +46,7 @@ TensorBroadcast::Sending TensorBroadcast::sending(const at::Tensor& tensor) cons
 
 void TensorBroadcast::reserve(std::span<const at::Tensor> tensors) {
   int64_t bytes = 0;
-  for (const auto& tensor : tensors) {
-    bytes += padded_bytes(tensor);
-  }
+  for (const auto& tensor : tensors) bytes += padded_bytes(tensor);
   if (!transport_->capabilities().reaches_any_memory && bytes > 0) {
     reserve(std::min(bytes, message_bytes_), tensors.front().device());
   }
@@ -71,18 +69,14 @@ void TensorBroadcast::run(std::span<const at::Tensor> tensors, int root) {
   size_t begin = 0;
   int64_t bytes = 0;
   const auto send_collected = [&](size_t end) {
-    if (bytes > 0) {
-      run_together(tensors.subspan(begin, end - begin), bytes, root);
-    }
+    if (bytes > 0) run_together(tensors.subspan(begin, end - begin), bytes, root);
     begin = end;
     bytes = 0;
   };
   for (size_t i = 0; i < tensors.size(); ++i) {
     const auto more = padded_bytes(tensors[i]);
     const auto sending = this->sending(tensors[i]);
-    if (sending != Sending::kTogether || bytes + more > message_bytes_) {
-      send_collected(i);
-    }
+    if (sending != Sending::kTogether || bytes + more > message_bytes_) send_collected(i);
     if (sending == Sending::kTogether) {
       bytes += more;
       continue;
@@ -105,17 +99,11 @@ void TensorBroadcast::run_in_pieces(const at::Tensor& tensor, int root) {
   auto* data = static_cast<std::byte*>(plain.mutable_data_ptr());
   for (int64_t offset = 0; offset < total; offset += message_bytes_) {
     const auto piece = flat_.narrow(0, 0, std::min(message_bytes_, total - offset));
-    if (is_root) {
-      std::memcpy(piece.mutable_data_ptr(), data + offset, piece.nbytes());
-    }
+    if (is_root) std::memcpy(piece.mutable_data_ptr(), data + offset, piece.nbytes());
     send(piece, root);
-    if (!is_root) {
-      std::memcpy(data + offset, piece.const_data_ptr(), piece.nbytes());
-    }
+    if (!is_root) std::memcpy(data + offset, piece.const_data_ptr(), piece.nbytes());
   }
-  if (!is_root && !plain.is_same(tensor)) {
-    tensor.copy_(plain);
-  }
+  if (!is_root && !plain.is_same(tensor)) tensor.copy_(plain);
 }
 
 void TensorBroadcast::run_alone(const at::Tensor& tensor, int root) {
@@ -124,9 +112,7 @@ void TensorBroadcast::run_alone(const at::Tensor& tensor, int root) {
 }
 
 at::Tensor& TensorBroadcast::place(size_t index, const at::Tensor& message, int64_t offset, const at::Tensor& tensor) {
-  if (places_.size() <= index) {
-    places_.resize(index + 1);
-  }
+  if (places_.size() <= index) places_.resize(index + 1);
   auto& place = places_[index];
   const auto* const data = static_cast<const std::byte*>(message.const_data_ptr()) + offset;
   if (!place.defined() || place.const_data_ptr() != data || place.scalar_type() != tensor.scalar_type() ||
@@ -161,9 +147,7 @@ void TensorBroadcast::run_together(std::span<const at::Tensor> tensors, int64_t 
     each([](const at::Tensor& tensor, std::byte* place, size_t size) {
       std::memcpy(place, tensor.const_data_ptr(), size);
     });
-    if (!others.empty()) {
-      at::_foreach_copy_(places, others);
-    }
+    if (!others.empty()) at::_foreach_copy_(places, others);
     send(message, root);
     return;
   }
@@ -171,15 +155,11 @@ void TensorBroadcast::run_together(std::span<const at::Tensor> tensors, int64_t 
   each([](const at::Tensor& tensor, std::byte* place, size_t size) {
     std::memcpy(tensor.mutable_data_ptr(), place, size);
   });
-  if (!others.empty()) {
-    at::_foreach_copy_(others, places);
-  }
+  if (!others.empty()) at::_foreach_copy_(others, places);
 }
 
 void TensorBroadcast::send(const at::Tensor& bytes, int root) {
-  if (work_ == nullptr) {
-    work_ = transport_->make_work();
-  }
+  if (work_ == nullptr) work_ = transport_->make_work();
   try {
     transport_->start(Collective::broadcast(bytes, root), *work_);
     work_->wait(timeout_);

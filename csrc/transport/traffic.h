@@ -4,8 +4,8 @@
 // Note [Bytes on the wire]
 // Neither c10d nor NCCL can report what they sent, so bytes are counted by the algorithm, without headers and acknowledgements.
 // For a tensor of N bytes, each of W ranks sends
-//   all-reduce 2 (W-1)/W N, all-gather and reduce-scatter (W-1)/W N: a ring, which gloo and NCCL use by default, and the minimum for any
-//     algorithm that loads ranks evenly; NCCL's trees and in-switch sums may differ;
+//   all-reduce 2 (W-1)/W N, all-gather and reduce-scatter (W-1)/W N: a ring, which gloo and NCCL use by default, and the
+//     minimum for any algorithm that loads ranks evenly; NCCL's trees and in-switch sums may differ;
 //   reduce N, the root nothing;
 //   broadcast (W-1)/W N: the mean over ranks, since who sends how often differs between backends;
 //   all-reduce of sparse tensors (W-1) N of its own N, because it is a gather.

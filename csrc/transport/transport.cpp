@@ -56,13 +56,9 @@ void Transport::start(const Collective& operation, Work& work) {
   }
   check_arguments(operation);
   launch(operation, work);
-  if (!capabilities_.is_network) {
-    return;
-  }
+  if (!capabilities_.is_network) return;
   auto bytes = std::max(bytes_of(operation.input), bytes_of(operation.output));
-  for (const auto& tensor : operation.in_place.tensors) {
-    bytes += bytes_of(tensor);
-  }
+  for (const auto& tensor : operation.in_place.tensors) bytes += bytes_of(tensor);
   auto on_wire = one_way_bytes(bytes, size());
   if (operation.kind == Kind::kAllReduce) {
     on_wire = operation.input.is_sparse() ? (size() - 1) * bytes : all_reduce_bytes(bytes, size());
@@ -79,9 +75,7 @@ int64_t bytes_of(const at::Tensor& tensor) {
 
 std::shared_ptr<Transport> agree_on_memory(std::shared_ptr<Transport> transport, std::chrono::milliseconds timeout) {
   auto fallback = transport->fallback();
-  if (fallback == nullptr) {
-    return transport;
-  }
+  if (fallback == nullptr) return transport;
   const auto lost = at::full({1}, transport->has_lost_memory() ? 1 : 0, at::kLong);
   const auto work = transport->make_work();
   transport->start(Collective::all_reduce(lost), *work);

@@ -8,20 +8,45 @@
 #include <optional>
 #include <span>
 #include <string>
-#include <vector>
 
 #include "transport/interruption.h"
 #include "transport/memory_cache.h"
 #include "transport/traffic.h"
-#include "transport/work.h"
 
 namespace torchddp::transport {
+
+// Wait for as long as the transport's own time limit allows (for c10d: the process group's timeout).
+inline constexpr std::chrono::milliseconds kTransportTimeout{0};
+
+// A Work is created once (Transport::make_work) and reused by every collective it is passed to, so that a steady training step
+// allocates nothing. One collective at a time; not thread-safe.
+class Work {
+ public:
+  virtual ~Work() = default;
+  Work() = default;
+  Work& operator=(Work&&) = delete;
+
+  // True when nothing is in flight: finished, failed (then wait() throws), or never started. Never blocks.
+  virtual bool poll() = 0;
+
+  // Blocks until the result may be used: by the host for CPU tensors, by work queued on the current stream for CUDA tensors.
+  // Throws TransportError when a peer is gone or `timeout` has passed. Returns at once if idle.
+  virtual void wait(std::chrono::milliseconds timeout = kTransportTimeout) = 0;
+
+  // The number of infinities and NaNs in this rank's input to the last operation waited for, if SumOptions::count_non_finite
+  // was set.
+  virtual int64_t non_finite() const { return 0; }
+  // Then also: whether its result is known to contain neither. False if it was not checked.
+  virtual bool sums_finite() const { return false; }
+  // Forgets a failed operation; the memory it used stays alive for as long as the backend may still write to it.
+  virtual void abandon() = 0;
+};
 
 struct SumOptions {
   // Other than 1 only for fp32 and fp64, and only if the transport scales; ranks may differ. For all_reduce and reduce.
   double scale = 1.0;
-  // Between hosts, fp32 tensors are sent as kBFloat16 or kHalf and are summed in fp32; within a host, nothing changes. Only if the
-  // transport narrows; equal on all ranks, which get equal results. For all_reduce only.
+  // Between hosts, fp32 tensors are sent as kBFloat16 or kHalf and are summed in fp32; within a host, nothing changes. Only if
+  // the transport narrows; equal on all ranks, which get equal results. For all_reduce only.
   std::optional<at::ScalarType> outer_dtype = std::nullopt;
   // How errors refer to it if the operation is all that is left to name; -1: not a bucket.
   int64_t bucket = -1;
@@ -30,7 +55,7 @@ struct SumOptions {
   bool count_non_finite = false;
 };
 
-// More tensors for an all_reduce, each where it lies: the sum over ranks of tensor * scale, in place. Floating point, one
+// More tensors for an all_reduce: each becomes the sum over ranks of tensor * scale, in place. Floating point, one
 // dtype, the same number and sizes on all ranks, which may differ in the scale. Only if the transport sums_in_place.
 struct InPlace {
   std::span<const at::Tensor> tensors = {};  // until start() returns

@@ -209,23 +209,15 @@ inline Bytes stamped(const Spec& spec, int rank, int64_t numel) {
     return static_cast<uint16_t>(std::bit_cast<uint32_t>(static_cast<float>(x)) >> 16);
   };
   switch (spec.type) {
-    case kernels::DType::kF64:
-      return as([](double x) { return x; });
-    case kernels::DType::kF32:
-      return as([](double x) { return static_cast<float>(x); });
-    case kernels::DType::kF16:
-      break;
-    case kernels::DType::kBF16:
-      return as(upper_half);
+    case kernels::DType::kF64: return as([](double x) { return x; });
+    case kernels::DType::kF32: return as([](double x) { return static_cast<float>(x); });
+    case kernels::DType::kF16: break;
+    case kernels::DType::kBF16: return as(upper_half);
     case kernels::DType::kI8:
-    case kernels::DType::kU8:
-      return as([](double x) { return static_cast<uint8_t>(static_cast<int64_t>(x)); });
-    case kernels::DType::kI16:
-      return as([](double x) { return static_cast<int16_t>(static_cast<int64_t>(x)); });
-    case kernels::DType::kI32:
-      return as([](double x) { return static_cast<int32_t>(x); });
-    case kernels::DType::kI64:
-      return as([](double x) { return static_cast<int64_t>(x); });
+    case kernels::DType::kU8: return as([](double x) { return static_cast<uint8_t>(static_cast<int64_t>(x)); });
+    case kernels::DType::kI16: return as([](double x) { return static_cast<int16_t>(static_cast<int64_t>(x)); });
+    case kernels::DType::kI32: return as([](double x) { return static_cast<int32_t>(x); });
+    case kernels::DType::kI64: return as([](double x) { return static_cast<int64_t>(x); });
   }
   throw std::invalid_argument("no stamps of this type");
 }
@@ -261,17 +253,13 @@ inline Bytes expected_result(const Spec& spec, int size, int rank) {
   };
   Bytes result;
   switch (spec.kind) {
-    case OpKind::kAllReduce:
-      return reduced(spec, inputs);
-    case OpKind::kReduce:
-      return rank == spec.root ? reduced(spec, inputs) : Bytes();
-    case OpKind::kReduceScatter:
-      return slice(reduced(spec, inputs));
+    case OpKind::kAllReduce: return reduced(spec, inputs);
+    case OpKind::kReduce: return rank == spec.root ? reduced(spec, inputs) : Bytes();
+    case OpKind::kReduceScatter: return slice(reduced(spec, inputs));
     case OpKind::kAllGather:
       for (const Bytes& input : inputs) result.insert(result.end(), input.begin(), input.end());
       return result;
-    case OpKind::kBroadcast:
-      return inputs[static_cast<size_t>(spec.root)];
+    case OpKind::kBroadcast: return inputs[static_cast<size_t>(spec.root)];
   }
   return result;
 }

@@ -58,17 +58,6 @@ TEST(hash_is_the_same_on_every_instruction_set_and_alignment) {
   }
 }
 
-TEST(hash_of_pieces_is_that_of_the_whole) {
-  const Bytes data = random_bytes(5000, 1);
-  Hash hash;
-  hash.add(data.data(), 1024);
-  hash.add(data.data() + 1024, 2048);
-  hash.add(data.data() + 3072, 0);
-  hash.add(data.data() + 3072, 5000 - 3072);
-  CHECK_EQ(hash.finish(), hash_of(data));
-  CHECK_THROWS(std::logic_error, hash.add(data.data(), 1), "only the last piece");
-}
-
 TEST(every_flipped_bit_changes_the_hash) {
   Bytes data = random_bytes(2200, 2);
   const uint64_t before = hash_of(data);

@@ -3,7 +3,7 @@
 
 #include "capabilities.h"
 #include "check.h"
-#include "kernels/non_finite.h"
+#include "kernels/pack.h"
 #include "pack_reference.h"
 
 namespace torchddp::kernels {

@@ -169,16 +169,11 @@ DType random_float(std::mt19937& random) { return kFloatTypes[random() % 4]; }
 
 int64_t random_numel(std::mt19937& random, int64_t tile) {
   switch (random() % 8) {
-    case 0:
-      return 0;
-    case 1:
-      return 1;
-    case 2:
-      return static_cast<int64_t>(random() % static_cast<uint32_t>(3 * tile));
-    case 3:
-      return tile * static_cast<int64_t>(1 + random() % 2) + static_cast<int64_t>(random() % 5) - 2;
-    default:
-      return static_cast<int64_t>(random() % 100);
+    case 0: return 0;
+    case 1: return 1;
+    case 2: return static_cast<int64_t>(random() % static_cast<uint32_t>(3 * tile));
+    case 3: return tile * static_cast<int64_t>(1 + random() % 2) + static_cast<int64_t>(random() % 5) - 2;
+    default: return static_cast<int64_t>(random() % 100);
   }
 }
 

@@ -9,9 +9,7 @@ constexpr int64_t kLarge = 50'003;
 // A block in the segment, and memory for the sums outside of it.
 struct Apart {
   Apart(Host& host, int rank, const Spec& spec)
-      : input(stamped(spec, rank, spec.numel)),
-        output(input),
-        expected(expected_result(spec, host.size(), rank)),
+      : input(stamped(spec, rank, spec.numel)), output(input), expected(expected_result(spec, host.size(), rank)),
         block(static_cast<std::byte*>(host.segment(rank).allocate(std::ssize(input)))) {
     std::copy(input.begin(), input.end(), block);
     operation = {

@@ -7,7 +7,7 @@
 
 #include "capabilities.h"
 #include "check.h"
-#include "kernels/non_finite.h"
+#include "kernels/pack.h"
 #include "kernels/sum.h"
 #include "pack_reference.h"
 

@@ -18,7 +18,7 @@ std::vector<std::shared_ptr<gpu::Device>> devices_of(const std::vector<at::Tenso
   std::vector<std::shared_ptr<gpu::Device>> devices;
   for (const auto& param : params) {
     auto device = cuda_device_of(param);
-    if (device != nullptr && std::find(devices.begin(), devices.end(), device) == devices.end()) {
+    if (device != nullptr && std::ranges::find(devices, device) == devices.end()) {
       devices.push_back(std::move(device));
     }
   }
@@ -26,9 +26,7 @@ std::vector<std::shared_ptr<gpu::Device>> devices_of(const std::vector<at::Tenso
 }
 
 void check_owners(const Context& context) {
-  if (!context.owned) {
-    return;
-  }
+  if (!context.owned) return;
   const auto size = context.transport->size();
   TDDP_CHECK(context.config.grad_precision == GradPrecision::kOfParameter,
              "buckets that belong to one rank keep gradients in the parameters' dtype");
@@ -47,16 +45,11 @@ void check_owners(const Context& context) {
 Context::Context(std::vector<at::Tensor> params_, std::vector<plan::ParamSpec> specs_,
                  c10::intrusive_ptr<c10d::ProcessGroup> group_, std::shared_ptr<transport::Transport> transport_,
                  ReducerConfig config_)
-    : params(std::move(params_)),
-      specs(std::move(specs_)),
-      config(std::move(config_)),
-      owned(std::any_of(specs.begin(), specs.end(), [](const auto& spec) { return spec.owner >= 0; })),
-      devices(devices_of(params)),
+    : params(std::move(params_)), specs(std::move(specs_)), config(std::move(config_)),
+      owned(std::ranges::any_of(specs, [](const auto& spec) { return spec.owner >= 0; })), devices(devices_of(params)),
       main_grads(config.grad_precision == GradPrecision::kMainGrads ? std::make_unique<MainGrads>(params.size())
                                                                     : nullptr),
-      group(std::move(group_)),
-      transport(std::move(transport_)),
-      views(config.gradient_as_bucket_view) {
+      group(std::move(group_)), transport(std::move(transport_)), views(config.gradient_as_bucket_view) {
   TDDP_CHECK(!config.wire_dtype || transport->capabilities().narrows,
              "Precision(wire=) needs shared memory (transport='shm'), but buckets go through ", transport->name());
   TDDP_CHECK(params.size() == specs.size(), "got ", params.size(), " parameters but ", specs.size(),
@@ -66,7 +59,7 @@ Context::Context(std::vector<at::Tensor> params_, std::vector<plan::ParamSpec> s
 }
 
 bucket::Keeping Context::keeping(int64_t param) const {
-  const auto own = params[static_cast<size_t>(param)].scalar_type();
+  const auto own = params[param].scalar_type();
   const auto precision = config.grad_precision;
   const bool widens = precision != GradPrecision::kOfParameter && (own == at::kBFloat16 || own == at::kHalf);
   const auto dtype = widens ? at::kFloat : own;
@@ -78,14 +71,13 @@ bucket::Keeping Context::keeping(int64_t param) const {
 }
 
 bool Context::is_captured() const {
-  return std::any_of(devices.begin(), devices.end(),
-                     [](const auto& device) { return device->capturing(device->current_stream()); });
+  return std::ranges::any_of(devices, [](const auto& device) { return device->capturing(device->current_stream()); });
 }
 
 std::vector<int64_t> Context::places_in(const Context& other) const {
   std::unordered_map<const at::TensorImpl*, int64_t> theirs;
   for (const auto& param : other.params) {
-    theirs.emplace(param.unsafeGetTensorImpl(), static_cast<int64_t>(theirs.size()));
+    theirs.emplace(param.unsafeGetTensorImpl(), std::ssize(theirs));
   }
   std::vector<int64_t> places;
   for (const auto& param : params) {
@@ -95,8 +87,6 @@ std::vector<int64_t> Context::places_in(const Context& other) const {
   return places;
 }
 
-std::shared_ptr<gpu::Device> Context::device_of(int64_t param) const {
-  return cuda_device_of(params[static_cast<size_t>(param)]);
-}
+std::shared_ptr<gpu::Device> Context::device_of(int64_t param) const { return cuda_device_of(params[param]); }
 
 }  // namespace torchddp::reducer

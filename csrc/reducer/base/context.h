@@ -28,8 +28,7 @@ enum class GradPrecision : uint8_t {
   kMainGrads,  // accumulated beside .grad (see MainGrads); other parameters too, in their own dtype
 };
 
-struct ReducerConfig {
-  plan::BucketLimits limits;
+struct ReducerConfig : plan::BucketLimits {
   bool find_unused_parameters = false;
   bool gradient_as_bucket_view = true;
   // Which storage the views use: see Note [Gradients that the program keeps] in bucket/slot_view.h.
@@ -62,8 +61,7 @@ struct Context {
   Context(std::vector<at::Tensor> params_, std::vector<plan::ParamSpec> specs_,
           c10::intrusive_ptr<c10d::ProcessGroup> group_, std::shared_ptr<transport::Transport> transport_,
           ReducerConfig config_);
-  Context(const Context&) = delete;
-  Context& operator=(const Context&) = delete;
+  Context& operator=(Context&&) = delete;
 
   int rank() const { return transport->rank(); }
   std::shared_ptr<transport::Transport> current_transport() const {
@@ -75,8 +73,8 @@ struct Context {
     const std::lock_guard lock(transport_mutex_);
     return std::exchange(transport, std::move(other));
   }
-  int64_t num_params() const { return static_cast<int64_t>(params.size()); }
-  const plan::ParamSpec& spec(int64_t param) const { return specs[static_cast<size_t>(param)]; }
+  int64_t num_params() const { return std::ssize(params); }
+  const plan::ParamSpec& spec(int64_t param) const { return specs[param]; }
   at::Device param_device() const { return params.front().device(); }
   // Whether a bucket is packed in one go when it is complete, rather than gradient by gradient.
   bool packs_whole_buckets() const { return config.pack_whole_buckets || !param_device().is_cpu(); }
@@ -93,7 +91,7 @@ struct Context {
   bucket::Keeping keeping(int64_t param) const;
   // A parameter's gradient in the form the model keeps it.
   at::Tensor& kept_grad(int64_t param) const {
-    return main_grads == nullptr ? params[static_cast<size_t>(param)].mutable_grad() : main_grads->of(param);
+    return main_grads == nullptr ? params[param].mutable_grad() : main_grads->of(param);
   }
 
   // Calls `callback` with a parameter's gradient, for reading or writing: the one the model keeps, or the one in the RPC
@@ -101,7 +99,7 @@ struct Context {
   template <typename Callback>
   void with_grad(int64_t param, Callback&& callback) const {
     if (rpc != nullptr) [[unlikely]] {
-      auto handle = params[static_cast<size_t>(param)];
+      auto handle = params[param];
       rpc->runGradCallbackForVariable(handle, [&](at::Tensor& grad) {
         callback(grad);
         return true;
@@ -109,6 +107,16 @@ struct Context {
       return;
     }
     callback(kept_grad(param));
+  }
+
+  // Whether `test(param, its gradient)` is true of any parameter.
+  template <typename Test>
+  bool any_grad(Test&& test) const {
+    bool found = false;
+    for (int64_t param = 0; param < num_params() && !found; ++param) {
+      with_grad(param, [&](const at::Tensor& grad) { found = test(param, grad); });
+    }
+    return found;
   }
 
   const std::vector<at::Tensor> params;

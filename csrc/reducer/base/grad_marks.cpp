@@ -1,43 +1,39 @@
 #include "reducer/base/grad_marks.h"
 
-#include <utility>
-
 #include "kernels/hash.h"
 
 namespace torchddp::reducer {
 
 uint32_t GradMarks::version_of(int64_t param, const at::Tensor& grad) const {
-  const auto& seen = context_.main_grads == nullptr ? grad : context_.main_grads->shown()[static_cast<size_t>(param)];
+  const auto& seen = context_.main_grads == nullptr ? grad : context_.main_grads->shown()[param];
   return seen.is_inference() ? 0 : seen.unsafeGetTensorImpl()->version_counter().current_version();
 }
 
 void GradMarks::note(int64_t param, const at::Tensor& grad) {
-  auto& mark = marks_[static_cast<size_t>(param)];
-  if (!has(param, grad)) {
-    mark.tensor.emplace(grad.getIntrusivePtr());
-  }
+  auto& mark = marks_[param];
+  if (!has(param, grad)) mark.tensor.emplace(grad.getIntrusivePtr());
   mark.version = version_of(param, grad);
 }
 
 bool GradMarks::has(int64_t param, const at::Tensor& grad) const {
-  const auto& tensor = marks_[static_cast<size_t>(param)].tensor;
+  const auto& tensor = marks_[param].tensor;
   return grad.defined() && tensor && tensor->_unsafe_get_target() == grad.unsafeGetTensorImpl();
 }
 
 bool GradMarks::is_intact(int64_t param, const at::Tensor& grad) const {
-  return has(param, grad) && marks_[static_cast<size_t>(param)].version == version_of(param, grad);
+  return has(param, grad) && marks_[param].version == version_of(param, grad);
 }
 
 void GradMarks::follow(int64_t param, bool same, bool intact) {
   if (const auto& grad = context_.kept_grad(param); same && grad.defined()) {
     note(param, grad);
-    marks_[static_cast<size_t>(param)].version -= intact ? 0 : 1;
+    marks_[param].version -= intact ? 0 : 1;
   }
 }
 
 void GradMarks::take_over(const GradMarks& before, std::span<const int64_t> places) {
   for (int64_t param = 0; param < context_.num_params(); ++param) {
-    if (const auto place = places[static_cast<size_t>(param)]; place != kNotThere) {
+    if (const auto place = places[param]; place != kNotThere) {
       const auto& grad = before.context_.kept_grad(place);
       follow(param, before.has(place, grad), before.is_intact(place, grad));
     }
@@ -47,19 +43,15 @@ void GradMarks::take_over(const GradMarks& before, std::span<const int64_t> plac
 void GradientChanges::note() {
   wanted_ = false;
   noted_.clear();
-  if (context_.rpc != nullptr || context_.is_captured()) {
-    return;
-  }
-  for (int64_t param = 0; param < context_.num_params(); ++param) {
-    noted_.push_back(look_at(param));
-  }
+  if (context_.rpc != nullptr || context_.is_captured()) return;
+  for (int64_t param = 0; param < context_.num_params(); ++param) noted_.push_back(look_at(param));
 }
 
 std::vector<GradChange> GradientChanges::take() {
   std::vector<GradChange> changes;
   const auto before = std::exchange(noted_, {});
-  for (int64_t param = 0; param < static_cast<int64_t>(before.size()); ++param) {
-    const auto& then = before[static_cast<size_t>(param)];
+  for (int64_t param = 0; param < std::ssize(before); ++param) {
+    const auto& then = before[param];
     const auto now = look_at(param);
     if (now.tensor == then.tensor) {
       const bool same = now.version == then.version && now.hash == then.hash;
@@ -72,14 +64,10 @@ std::vector<GradChange> GradientChanges::take() {
 }
 
 GradientChanges::Noted GradientChanges::look_at(int64_t param) const {
-  const auto& grad = context_.params[static_cast<size_t>(param)].grad();
-  if (!grad.defined()) {
-    return {};
-  }
+  const auto& grad = context_.params[param].grad();
+  if (!grad.defined()) return {};
   Noted noted{.tensor = grad.unsafeGetTensorImpl()};
-  if (!grad.is_inference()) {
-    noted.version = grad._version();
-  }
+  if (!grad.is_inference()) noted.version = grad._version();
   if (grad.is_cpu() && grad.layout() == at::kStrided && grad.is_non_overlapping_and_dense()) {
     noted.hash = kernels::hash_bytes(grad.const_data_ptr(), static_cast<int64_t>(grad.nbytes()));
   }

@@ -16,75 +16,63 @@ void MainGrads::take(int64_t param, at::Tensor came, bool packed) {
         "can't be differentiated further.");
     came = came.detach();
   }
-  const auto index = static_cast<size_t>(param);
-  TDDP_CHECK(slots_[index] != nullptr, "there are no buckets: an error interrupted their creation");
+  TDDP_CHECK(slots_[param] != nullptr, "there are no buckets: an error interrupted their creation");
   auto& grad = of(param);
   if (grad.defined()) {
-    widen(index);
-    slots_[index]->add(came);
+    widen(param);
+    slots_[param]->add(came);
     return;
   }
   grad = std::move(came);
-  if (!packed) {
-    widen(index);
-  }
+  if (!packed) widen(param);
 }
 
-void MainGrads::widen(size_t param) {
+void MainGrads::widen(int64_t param) {
   auto& grad = grads_[param];
   auto& slot = *slots_[param];
-  if (slot.holds(grad)) {
-    return;
-  }
-  if (!slot.try_pack(grad, 1.0)) {
-    slot.pack(grad, 1.0);
-  }
+  if (slot.holds(grad)) return;
+  if (!slot.try_pack(grad, 1.0)) slot.pack(grad, 1.0);
   slot.restore_view();
   grad = slot.view();
 }
 
 void MainGrads::clear(int64_t param) {
-  const auto index = static_cast<size_t>(param);
   if (of(param).defined()) {
-    grads_[index].reset();
-    if (slots_[index] != nullptr) {
-      slots_[index]->zero();
+    grads_[param].reset();
+    if (slots_[param] != nullptr) {
+      slots_[param]->zero();
     } else {
-      shown_[index].zero_();  // the reducer is closed, or an error interrupted the creation of its buckets
+      shown_[param].zero_();  // the reducer is closed, or an error interrupted the creation of its buckets
     }
-    note_version(index);
+    note_version(param);
   }
 }
 
 void MainGrads::leave_slots() {
-  for (int64_t param = 0; param < std::ssize(slots_); ++param) {
-    of(param);
-  }
+  for (int64_t param = 0; param < std::ssize(slots_); ++param) of(param);
   std::fill(slots_.begin(), slots_.end(), nullptr);
 }
 
 void MainGrads::move_to(bucket::GradSlot& slot, int64_t param) {
-  const auto index = static_cast<size_t>(param);
-  slots_[index] = &slot;
-  if (grads_[index].defined()) {
-    widen(index);
+  slots_[param] = &slot;
+  if (grads_[param].defined()) {
+    widen(param);
   } else {
     slot.zero();
   }
-  slot.show_as(shown_[index]);
-  note_version(index);
+  slot.show_as(shown_[param]);
+  note_version(param);
 }
 
 void MainGrads::take_what_was_written(int64_t param) {
-  const auto index = static_cast<size_t>(param);
-  auto* const slot = slots_[index];
-  if (slot != nullptr && shown_[index].unsafeGetTensorImpl()->version_counter().current_version() != versions_[index]) {
+  auto* const slot = slots_[param];
+  if (slot != nullptr && shown_[param].unsafeGetTensorImpl()->version_counter().current_version() != versions_[param]) {
     slot->restore_view();
-    grads_[index] = slot->view().detach();  // not the tensor that was cleared
+    grads_[param] = slot->view().detach();  // not the tensor that was cleared
   }
 }
 
-void MainGrads::note_version(size_t param) {
+void MainGrads::note_version(int64_t param) {
   versions_[param] = shown_[param].unsafeGetTensorImpl()->version_counter().current_version();
 }
 

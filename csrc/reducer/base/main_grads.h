@@ -22,14 +22,11 @@ namespace torchddp::reducer {
 class MainGrads {
  public:
   explicit MainGrads(size_t num_params)
-      : grads_(num_params),
-        shown_(num_params),
-        versions_(num_params, 0),
-        slots_(num_params, nullptr),
+      : grads_(num_params), shown_(num_params), versions_(num_params, 0), slots_(num_params, nullptr),
         is_left_(num_params) {}
 
   at::Tensor& of(int64_t param) {
-    auto& grad = grads_[static_cast<size_t>(param)];
+    auto& grad = grads_[param];
     if (!grad.defined()) [[unlikely]] {
       take_what_was_written(param);
     }
@@ -43,10 +40,10 @@ class MainGrads {
   // Drops what has been accumulated.
   void clear(int64_t param);
   // If off, the parameter's gradients are left in .grad, for another reducer with main gradients.
-  void set_taken(int64_t param, bool taken) { is_left_[static_cast<size_t>(param)] = !taken; }
-  bool is_taken(int64_t param) const { return !is_left_[static_cast<size_t>(param)]; }
+  void set_taken(int64_t param, bool taken) { is_left_[param] = !taken; }
+  bool is_taken(int64_t param) const { return !is_left_[param]; }
   // Where it is kept; null without buckets.
-  const bucket::GradSlot* slot(int64_t param) const { return slots_[static_cast<size_t>(param)]; }
+  const bucket::GradSlot* slot(int64_t param) const { return slots_[param]; }
 
   // Called before the buckets are replaced, when the old slots go away; then, for each parameter, its new slot.
   void leave_slots();
@@ -54,9 +51,9 @@ class MainGrads {
 
  private:
   // Moves a gradient into its slot, in the slot's dtype, unless it is already there.
-  void widen(size_t param);
+  void widen(int64_t param);
   void take_what_was_written(int64_t param);
-  void note_version(size_t param);
+  void note_version(int64_t param);
 
   // Each by parameter.
   std::vector<at::Tensor> grads_;

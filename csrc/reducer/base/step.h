@@ -26,9 +26,7 @@ class Step {
   explicit Step(size_t num_params) : marks_(num_params), order_(num_params) {}
 
   void clear() {
-    for (auto& mark : marks_) {
-      mark.store(Mark::kNone, std::memory_order_relaxed);
-    }
+    for (auto& mark : marks_) mark.store(Mark::kNone, std::memory_order_relaxed);
     num_ready_.store(0, std::memory_order_relaxed);
     take_late();
     begun_.store(false, std::memory_order_relaxed);
@@ -52,9 +50,7 @@ class Step {
   template <typename Body>
   bool begin(Body&& body) {
     const std::lock_guard lock(begin_mutex_);
-    if (begin_failed_) {
-      return false;
-    }
+    if (begin_failed_) return false;
     if (!begun_.load(std::memory_order_relaxed)) {
       begin_failed_ = true;
       body();
@@ -67,22 +63,18 @@ class Step {
   // Returns the previous mark.
   Mark mark(int64_t param, Mark mark) {
     incomplete_.store(true, std::memory_order_relaxed);
-    return marks_[static_cast<size_t>(param)].exchange(mark, std::memory_order_relaxed);
+    return marks_[param].exchange(mark, std::memory_order_relaxed);
   }
-  Mark mark_of(int64_t param) const { return marks_[static_cast<size_t>(param)].load(std::memory_order_relaxed); }
+  Mark mark_of(int64_t param) const { return marks_[param].load(std::memory_order_relaxed); }
   std::vector<int64_t> unmarked() const {
     std::vector<int64_t> result;
-    for (int64_t param = 0; param < static_cast<int64_t>(marks_.size()); ++param) {
-      if (mark_of(param) == Mark::kNone) {
-        result.push_back(param);
-      }
+    for (int64_t param = 0; param < std::ssize(marks_); ++param) {
+      if (mark_of(param) == Mark::kNone) result.push_back(param);
     }
     return result;
   }
 
-  void add_to_order(int64_t param) {
-    order_[static_cast<size_t>(num_ready_.fetch_add(1, std::memory_order_relaxed))] = param;
-  }
+  void add_to_order(int64_t param) { order_[num_ready_.fetch_add(1, std::memory_order_relaxed)] = param; }
   std::vector<int64_t> ready_order() const {
     return {order_.begin(), order_.begin() + num_ready_.load(std::memory_order_relaxed)};
   }

@@ -12,43 +12,39 @@ namespace {
 
 using torch::autograd::variable_list;
 
-class ReadyHook final : public torch::autograd::FunctionPostHook {
+template <typename Base>
+class ParamHook : public Base {
  public:
-  ReadyHook(GradSink& sink, int64_t param) : sink_(sink), param_(param) {}
+  ParamHook(GradSink& sink, int64_t param) : sink_(sink), param_(param) {}
+
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& /*args*/) const override {
+    sink_.check_compiled_autograd();
+  }
+
+ protected:
+  GradSink& sink_;
+  int64_t param_;
+};
+
+class ReadyHook final : public ParamHook<torch::autograd::FunctionPostHook> {
+ public:
+  using ParamHook::ParamHook;
 
   variable_list operator()(const variable_list& outputs, const variable_list& inputs) override {
     sink_.on_grad_ready(param_, inputs.size() == 1 && inputs[0].defined() ? &inputs[0] : nullptr);
     return outputs;  // AccumulateGrad has no outputs: an empty list
   }
-
-  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& /*args*/) const override {
-    sink_.check_compiled_autograd();
-  }
-
- private:
-  GradSink& sink_;
-  int64_t param_;
 };
 
-class ComingHook final : public torch::autograd::FunctionPreHook {
+class ComingHook final : public ParamHook<torch::autograd::FunctionPreHook> {
  public:
-  ComingHook(GradSink& sink, int64_t param) : sink_(sink), param_(param) {}
+  using ParamHook::ParamHook;
 
   variable_list operator()(const variable_list& grads) override {
     auto coming = grads;
-    if (coming.size() == 1) {
-      sink_.on_grad_coming(param_, coming[0]);
-    }
+    if (coming.size() == 1) sink_.on_grad_coming(param_, coming[0]);
     return coming;
   }
-
-  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& /*args*/) const override {
-    sink_.check_compiled_autograd();
-  }
-
- private:
-  GradSink& sink_;
-  int64_t param_;
 };
 
 }  // namespace
@@ -65,9 +61,7 @@ GradHooks::GradHooks(std::span<const at::Tensor> params, GradSink& sink) : sink_
 }
 
 void GradHooks::call_before() {
-  if (removed_ || std::exchange(calls_before_, true)) {
-    return;
-  }
+  if (removed_ || std::exchange(calls_before_, true)) return;
   for (size_t i = 0; i < hooks_.size(); ++i) {
     auto hook = std::make_unique<ComingHook>(sink_, static_cast<int64_t>(i));
     hooks_[i].coming = hook.get();
@@ -76,7 +70,7 @@ void GradHooks::call_before() {
 }
 
 bool GradHooks::are_others() const {
-  return std::any_of(hooks_.begin(), hooks_.end(), [](const Hooked& hooked) {
+  return std::ranges::any_of(hooks_, [](const Hooked& hooked) {
     auto& node = *hooked.node;
     const size_t own_before = hooked.coming != nullptr ? 1 : 0;
     return node.post_hooks().size() > 1 || node.pre_hooks().size() > own_before || !node.tensor_pre_hooks().empty() ||
@@ -85,9 +79,7 @@ bool GradHooks::are_others() const {
 }
 
 void GradHooks::remove() {
-  if (std::exchange(removed_, true)) {
-    return;
-  }
+  if (std::exchange(removed_, true)) return;
   for (auto& [node, ready, coming] : hooks_) {
     node->del_post_hook(ready);
     std::erase_if(node->pre_hooks(), [coming](const auto& hook) { return hook.get() == coming; });

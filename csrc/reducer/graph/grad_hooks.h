@@ -28,8 +28,7 @@ class GradHooks {
  public:
   GradHooks(std::span<const at::Tensor> params, GradSink& sink);
   ~GradHooks() { remove(); }
-  GradHooks(const GradHooks&) = delete;
-  GradHooks& operator=(const GradHooks&) = delete;
+  GradHooks& operator=(GradHooks&&) = delete;
 
   // From now on the sink is also called before each gradient is accumulated.
   void call_before();
@@ -37,8 +36,8 @@ class GradHooks {
   // Whether someone else has registered a hook with one of the parameters or its node.
   bool are_others() const;
   // A parameter's AccumulateGrad node, where every autograd graph that uses the parameter ends.
-  torch::autograd::Node* accumulator(int64_t param) const { return hooks_[static_cast<size_t>(param)].node.get(); }
-  int64_t size() const { return static_cast<int64_t>(hooks_.size()); }
+  torch::autograd::Node* accumulator(int64_t param) const { return hooks_[param].node.get(); }
+  int64_t size() const { return std::ssize(hooks_); }
 
  private:
   // A parameter only holds its accumulator weakly, so the hooks keep it alive. The pointer type changed from std::shared_ptr

@@ -32,62 +32,44 @@ void StaticGraph::begin_step() {
 }
 
 bool StaticGraph::count(int64_t param, const at::Tensor* incoming) {
-  const auto index = static_cast<size_t>(param);
-  if (incoming == nullptr && left_[index] <= 0) {
+  if (incoming == nullptr && left_[param] <= 0) {
     // This belongs to an output that the loss doesn't use: torch's sink, present only in the recorded step, leads here.
     bool lacking = false;
     context_.with_grad(param, [&](const at::Tensor& grad) { lacking = !grad.defined(); });
-    if (lacking) {
-      return false;
-    }
+    if (lacking) return false;
   }
   if (!recorded_) {
-    ++expected_[index];
+    ++expected_[param];
     return false;
   }
-  if (left_[index] <= 0) {
-    throw GraphError(static_graph_changed_message(context_.rank(), param, context_.specs));
+  if (left_[param] <= 0) {
+    throw GraphError(static_graph_changed_message(context_, param));
   }
-  return --left_[index] == 0;
+  return --left_[param] == 0;
 }
 
-std::vector<int64_t> UnusedSearch::find(std::span<const at::Tensor> outputs) {
+// Indices, in ascending order, of the parameters whose accumulators cannot be reached from `outputs`.
+std::vector<int64_t> UsedParams::unreached(std::span<const at::Tensor> outputs) {
   seen_.clear();
   const auto visit = [&](torch::autograd::Node* node) {
-    if (node != nullptr && seen_.insert(node).second) {
-      stack_.push_back(node);
-    }
+    if (node != nullptr && seen_.insert(node).second) stack_.push_back(node);
   };
-  for (const auto& output : outputs) {
-    visit(output.grad_fn().get());
-  }
+  for (const auto& output : outputs) visit(output.grad_fn().get());
   while (!stack_.empty()) {
     auto* node = stack_.back();
     stack_.pop_back();
-    for (const auto& edge : node->next_edges()) {
-      visit(edge.function.get());
-    }
+    for (const auto& edge : node->next_edges()) visit(edge.function.get());
   }
   std::vector<int64_t> unused;
-  for (int64_t i = 0; i < hooks_.size(); ++i) {
-    if (seen_.count(hooks_.accumulator(i)) == 0) {
-      unused.push_back(i);
-    }
+  for (int64_t i = 0; i < hooks_->size(); ++i) {
+    if (seen_.count(hooks_->accumulator(i)) == 0) unused.push_back(i);
   }
   return unused;
 }
 
-namespace {
-
-constexpr const char* kWaitsForOthers = "which parameters other ranks used";
-
-}  // namespace
-
 UsedParams::UsedParams(const Context& context, const StaticGraph& static_graph, const StepEvents& events)
     : context_(context), static_graph_(static_graph), events_(events) {
-  if (context.config.find_unused_parameters) {
-    make_map();
-  }
+  if (context.config.find_unused_parameters) make_map();
 }
 
 void UsedParams::make_map() {
@@ -102,7 +84,7 @@ void UsedParams::make_map() {
 
 void UsedParams::take_over(const UsedParams& before, std::span<const int64_t> places) {
   for (int64_t param = 0; are_known() && param < context_.num_params(); ++param) {
-    const auto place = places[static_cast<size_t>(param)];
+    const auto place = places[param];
     if (before.are_searched() && place != kNotThere) {
       used_here_[param] = before.used_here_[place];
       last_map_.mutable_data_ptr<int32_t>()[param] = before.last_map_.const_data_ptr<int32_t>()[place];
@@ -114,38 +96,28 @@ void UsedParams::take_over(const UsedParams& before, std::span<const int64_t> pl
 
 void UsedParams::note_gradient(int64_t param) {
   context_.with_grad(param, [&](const at::Tensor& grad) {
-    if (grad.defined()) {
-      used_here_[param] = 1;
-    }
+    if (grad.defined()) used_here_[param] = 1;
   });
 }
 
 void UsedParams::search(std::span<const at::Tensor> outputs) {
-  if (!are_searched()) {
-    return;
-  }
+  if (!are_searched()) return;
   RECORD_FUNCTION("torch.distributed.ddp.reducer::search_unused_parameters", std::vector<c10::IValue>());
-  unused_ = search_->find(outputs);
-  if (static_ && previous_) {
-    static_ = *previous_ == unused_;
-  }
+  unused_ = unreached(outputs);
+  if (static_ && previous_) static_ = *previous_ == unused_;
   previous_ = unused_;
 }
 
 void UsedParams::take_from_graph() {
   unused_.clear();
   for (int64_t param = 0; param < context_.num_params(); ++param) {
-    if (!static_graph_.was_used(param)) {
-      unused_.push_back(param);
-    }
+    if (!static_graph_.was_used(param)) unused_.push_back(param);
   }
 }
 
 int64_t UsedParams::unused_bytes() const {
   int64_t bytes = 0;
-  for (const auto param : unused_) {
-    bytes += context_.spec(param).bytes();
-  }
+  for (const auto param : unused_) bytes += context_.spec(param).bytes();
   return bytes;
 }
 
@@ -159,9 +131,7 @@ void UsedParams::copy_to_device() {
   const auto pinned = at::empty_like(host_map_, at::TensorOptions().pinned_memory(true));
   pinned.copy_(host_map_);
   device_map_.copy_(pinned, /*non_blocking=*/true);
-  if (context_.is_captured()) {
-    captured_maps_.push_back(pinned);
-  }
+  if (context_.is_captured()) captured_maps_.push_back(pinned);
 }
 
 void UsedParams::start_reduction() {
@@ -183,22 +153,18 @@ void UsedParams::reduce_map() {
 }
 
 void UsedParams::start_reduction_if_recording() {
-  if (static_graph_.all_record()) {
-    start_reduction();
-  }
+  if (static_graph_.all_record()) start_reduction();
 }
 
 void UsedParams::wait_for_reduction() {
   if (std::exchange(in_flight_, false)) {
-    const WaitScope waits(events_.live(), kWaitsForOthers);
+    const WaitScope waits(events_.live(), "which parameters other ranks used");
     work_->wait(context_.config.timeout);
   }
 }
 
 bool UsedParams::is_unused_everywhere(int64_t param) {
-  if (is_used_here(param)) {
-    return false;
-  }
+  if (is_used_here(param)) return false;
   if (!counts_.defined()) {
     TDDP_CHECK(
         !context_.is_captured(), "rank ", context_.rank(), ": parameter '", context_.spec(param).name,
@@ -213,15 +179,11 @@ bool UsedParams::is_unused_everywhere(int64_t param) {
 
 void UsedParams::finish() {
   described_in_step(context_, events_, "finding out which parameters other ranks used", [&] { wait_for_reduction(); });
-  if (are_searched()) {
-    reset();
-  }
+  if (are_searched()) reset();
 }
 
 void UsedParams::resume() {
-  if (are_searched()) {
-    host_map_.bitwise_or_(last_map_);
-  }
+  if (are_searched()) host_map_.bitwise_or_(last_map_);
 }
 
 void UsedParams::reset() {

@@ -39,7 +39,7 @@ class StaticGraph {
   // A parameter's hook has fired. True if its gradient is complete, which is always so when no graph is expected. Throws
   // GraphError if the hook has fired more often than in the recorded step.
   bool is_last(int64_t param, const at::Tensor* incoming) { return !enabled_ || count(param, incoming); }
-  bool was_used(int64_t param) const { return expected_[static_cast<size_t>(param)] != 0; }
+  bool was_used(int64_t param) const { return expected_[param] != 0; }
 
  private:
   bool count(int64_t param, const at::Tensor* incoming);
@@ -52,19 +52,6 @@ class StaticGraph {
   std::vector<int32_t> left_;
 };
 
-// Finds the parameters that an autograd graph does not reach. Reuses its memory from step to step.
-class UnusedSearch {
- public:
-  explicit UnusedSearch(const GradHooks& hooks) : hooks_(hooks) {}
-  // Indices, in ascending order, of the parameters whose accumulators cannot be reached from `outputs`.
-  std::vector<int64_t> find(std::span<const at::Tensor> outputs);
-
- private:
-  const GradHooks& hooks_;
-  ska::flat_hash_set<const torch::autograd::Node*> seen_;
-  std::vector<torch::autograd::Node*> stack_;
-};
-
 // With find_unused_parameters the graph is searched in every step; with a static graph the first step records it. Otherwise all
 // parameters count as used.
 //
@@ -74,7 +61,7 @@ class UsedParams {
  public:
   UsedParams(const Context& context, const StaticGraph& static_graph, const StepEvents& events);
   // For the search; the hooks must stay alive.
-  void set_hooks(const GradHooks& hooks) { search_ = std::make_unique<UnusedSearch>(hooks); }
+  void set_hooks(const GradHooks& hooks) { hooks_ = &hooks; }
   // From here on ranks exchange maps, with a static graph too.
   void make_map();
 
@@ -94,9 +81,7 @@ class UsedParams {
   }
   // The same, if another reducer holds the gradient.
   void mark(int64_t param) {
-    if (are_known() && !static_graph_.replaying()) {
-      used_here_[param] = 1;
-    }
+    if (are_known() && !static_graph_.replaying()) used_here_[param] = 1;
   }
   // Finds the parameters that `outputs` do not depend on.
   void search(std::span<const at::Tensor> outputs);
@@ -131,6 +116,7 @@ class UsedParams {
   at::Tensor map() const;
 
  private:
+  std::vector<int64_t> unreached(std::span<const at::Tensor> outputs);
   void note_gradient(int64_t param);
   void copy_to_device();
   void reduce_map();
@@ -139,7 +125,9 @@ class UsedParams {
   const Context& context_;
   const StaticGraph& static_graph_;
   const StepEvents& events_;
-  std::unique_ptr<UnusedSearch> search_;
+  const GradHooks* hooks_ = nullptr;
+  ska::flat_hash_set<const torch::autograd::Node*> seen_;  // by a search; kept, as the next one needs as much memory
+  std::vector<torch::autograd::Node*> stack_;
   std::vector<int64_t> unused_;
   std::optional<std::vector<int64_t>> previous_;
   bool static_ = true;

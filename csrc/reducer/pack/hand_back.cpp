@@ -7,76 +7,58 @@
 
 namespace torchddp::reducer {
 
-namespace {
-
 // How many blocks of the memory for other ranks' gradients are kept between steps. A rank that runs ahead borrows more: it must
 // not wait for its peers in the middle of backward, where they may be waiting for it in a collective of the user's own.
 constexpr size_t kKeptBlocks = 8;
 
-}  // namespace
-
 OwnAverages::OwnAverages(const Context& context, const Step& step, const BucketLayout& layout, UsedParams& used,
                          GradMarks& marks)
-    : context_(context),
-      step_(step),
-      layout_(layout),
-      used_(used),
-      marks_(marks),
-      reduced_(context.params.size(), 0),
+    : context_(context), step_(step), layout_(layout), used_(used), marks_(marks), reduced_(context.params.size(), 0),
       kept_(context.owned ? context.params.size() : 0) {}
 
 void OwnAverages::take_over(const OwnAverages& before, std::span<const int64_t> places) {
   for (size_t i = 0; i < reduced_.size(); ++i) {
-    reduced_[i] = places[i] == kNotThere ? 0 : before.reduced_[static_cast<size_t>(places[i])];
+    reduced_[i] = places[i] == kNotThere ? 0 : before.reduced_[places[i]];
   }
 }
 
 void OwnAverages::put_aside(int64_t param) {
-  const auto index = static_cast<size_t>(param);
-  if (reduced_[index] == 0) {
-    return;
-  }
-  reduced_[index] = 0;
+  if (reduced_[param] == 0) return;
+  reduced_[param] = 0;
   context_.with_grad(param, [&](at::Tensor& grad) {
-    if (!marks_.has(param, grad) || grad.count_nonzero().item<int64_t>() == 0) {
-      return;
-    }
+    if (!marks_.has(param, grad) || grad.count_nonzero().item<int64_t>() == 0) return;
     const c10::NoGradGuard no_grad;
     if (!step_.armed()) {
-      reduced_[index] = 1;
+      reduced_[param] = 1;
       throw std::runtime_error(c10::str(
           "parameter '", context_.spec(param).name, "' on rank ", context_.rank(),
           ": its gradient was already reduced, and this backward under no_sync() would add to it only on its owner. "
           "Call zero_grad() before accumulating under no_sync()."));
     }
-    kept_[index] = layout_.place(param).slot->holds(grad) ? grad.clone() : grad;
+    kept_[param] = layout_.place(param).slot->holds(grad) ? grad.clone() : grad;
     grad.reset();
   });
 }
 
 void OwnAverages::finish() {
-  if (!context_.owned) {
-    return;
-  }
+  if (!context_.owned) return;
   context_.transport->scratch().trim(kKeptBlocks);
-  for (size_t i = 0; i < reduced_.size(); ++i) {
-    const auto param = static_cast<int64_t>(i);
-    if (layout_.place(param).bucket->is_given_away() || (!kept_[i].defined() && used_.is_unused_everywhere(param))) {
+  for (int64_t param = 0; param < context_.num_params(); ++param) {
+    if (layout_.place(param).bucket->is_given_away() ||
+        (!kept_[param].defined() && used_.is_unused_everywhere(param))) {
       continue;
     }
     context_.with_grad(param, [&](at::Tensor& grad) {
-      if (kept_[i].defined()) {
+      if (kept_[param].defined()) {
         if (grad.defined()) {
-          grad.add_(kept_[i]);
+          grad.add_(kept_[param]);
         } else {
-          grad = kept_[i];
+          grad = kept_[param];
         }
-        kept_[i].reset();
+        kept_[param].reset();
       }
-      reduced_[i] = grad.defined() ? 1 : 0;
-      if (grad.defined()) {
-        marks_.note(param, grad);
-      }
+      reduced_[param] = grad.defined() ? 1 : 0;
+      if (grad.defined()) marks_.note(param, grad);
     });
   }
 }
@@ -86,9 +68,7 @@ void HandBack::run(bucket::Bucket& bucket) {
     bucket.release_memory();
     return;
   }
-  if (bucket.is_sparse() || packed_.are_left_to_optimizer()) {
-    return;
-  }
+  if (bucket.is_sparse() || packed_.are_left_to_optimizer()) return;
   auto pieces = pieces_to_move();
   for (const auto param : bucket.params()) {
     context_.with_grad(param, [&](at::Tensor& grad) {
@@ -123,9 +103,7 @@ void HandBack::finish(const LateGrad& late) {
   const auto& place = layout_.place(late.param);
   const bool sparse = place.slot == nullptr;
   const bool skipped = place.bucket->state() == bucket::BucketState::kSkipped;
-  if (packed_.are_left_to_optimizer() && !skipped) {
-    return;
-  }
+  if (packed_.are_left_to_optimizer() && !skipped) return;
   context_.with_grad(late.param, [&](at::Tensor& grad) {
     if (!skipped && !used_.is_unused_everywhere(late.param)) {
       if (!sparse && !place.bucket->is_given_away()) {

@@ -17,8 +17,8 @@ namespace torchddp::reducer {
 // After a synchronized backward the owner's .grad holds an average and the other ranks have none. A second backward without
 // zero_grad() must not average that value again, because it exists on one rank only. So before autograd adds to such a
 // gradient, the hook sets the average aside, and it is added to the next average. Under no_sync() there is no next average yet,
-// and a zero_grad() in between could not reach the value set aside; that is an error. An average of zeros stays where it is, and a
-// tensor that the program has put in its place is this rank's share of the next average, as anywhere.
+// and a zero_grad() in between could not reach the value set aside; that is an error. An average of zeros stays where it is,
+// and a tensor that the program has put in its place is this rank's share of the next average, as anywhere.
 //
 // Does nothing unless buckets have owners.
 class OwnAverages {
@@ -27,9 +27,7 @@ class OwnAverages {
 
   // Called when autograd or the reducer is about to add to a gradient.
   void coming(int64_t param) {
-    if (context_.owned) {
-      put_aside(param);
-    }
+    if (context_.owned) put_aside(param);
   }
   // Clears what an abandoned step left behind.
   void begin_step() { kept_.assign(kept_.size(), at::Tensor()); }

@@ -27,7 +27,7 @@ void PackedGrads::report() {
     const auto text =
         c10::str("parameter '", context_.spec(param).name, "' on rank ", context_.rank(),
                  ": its gradient was written during backward, after it had been packed for the reduction");
-    if (packed_[static_cast<size_t>(param)].in_place) {
+    if (packed_[param].in_place) {
       throw std::runtime_error(
           c10::str(text,
                    " and while it was being reduced, so the averages of this step may be wrong on any rank. "
@@ -62,9 +62,7 @@ SparseGrad make_sparse_grad(const at::Tensor& grad, double scale, const std::str
     rows.index_copy_(0, at::searchsorted(ids, mine.indices()[0]), mine.values());
     result = {at::sparse_coo_tensor(ids.unsqueeze(0), rows, mine.sizes()), ids};
   }
-  if (scale != 1.0) {
-    result.gradient.mul_(scale);
-  }
+  if (scale != 1.0) result.gradient.mul_(scale);
   return result;
 }
 
@@ -84,9 +82,7 @@ void PackRules::copied(int64_t param, at::Tensor& grad, bool unused) const {
     place.slot->restore_view();
     grad = place.slot->view();
   }
-  if (!unused) {
-    packed.note(param, grad, in_place);
-  }
+  if (!unused) packed.note(param, grad, in_place);
 }
 
 void PackRules::leave_to_holders(const BucketLayout::Place& place) const {

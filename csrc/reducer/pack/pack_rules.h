@@ -41,11 +41,11 @@ class PackedGrads {
 
   // Called by a parameter's own hook.
   void note(int64_t param, const at::Tensor& grad, bool in_place) {
-    packed_[static_cast<size_t>(param)] = {grad.unsafeGetTensorImpl(), version_of(grad), in_place};
+    packed_[param] = {grad.unsafeGetTensorImpl(), version_of(grad), in_place};
   }
   // Called before the average replaces it.
   void compare(int64_t param, const at::Tensor& grad) {
-    const auto& then = packed_[static_cast<size_t>(param)];
+    const auto& then = packed_[param];
     if (then.tensor != nullptr && (grad.unsafeGetTensorImpl() != then.tensor || version_of(grad) != then.version)) {
       written_.push_back(param);
     }

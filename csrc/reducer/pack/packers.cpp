@@ -18,9 +18,7 @@ void HookPacker::pack(int64_t param, at::Tensor& grad, bool unused, const at::Te
     slot.zero();
     return;
   }
-  if (rules_.packed.shows_own() && slot.holds(grad)) {
-    rules_.leave_to_holders(place);
-  }
+  if (rules_.packed.shows_own() && slot.holds(grad)) rules_.leave_to_holders(place);
   if (slot.holds(grad) || (rules_.may_adopt(*place.bucket, grad, unused, incoming) && slot.adopt(grad))) {
     look_in_place(param, place, grad);
     if (unused) {
@@ -41,18 +39,14 @@ void HookPacker::pack_given_away(int64_t param, at::Tensor& grad, bool unused, c
   const auto& place = rules_.layout.place(param);
   auto& slot = *place.slot;
   const auto lend = [&] {
-    if (!slot.has_memory()) {
-      rules_.layout.lend_memory(*place.bucket);
-    }
+    if (!slot.has_memory()) rules_.layout.lend_memory(*place.bucket);
   };
   if (!grad.defined()) {
     lend();
     slot.zero();
     return;
   }
-  if (unused) {
-    rules_.step.add_late(param, grad);
-  }
+  if (unused) rules_.step.add_late(param, grad);
   if (!unused && !grad.requires_grad() && !slot.has_memory() && bucket::is_unshared(grad, incoming) &&
       slot.adopt(grad)) {
     rules_.non_finite.look_at(param, grad);
@@ -62,9 +56,7 @@ void HookPacker::pack_given_away(int64_t param, at::Tensor& grad, bool unused, c
     copy_into(param, slot, grad);
     warn_create_graph(grad);
   }
-  if (rules_.context.rpc == nullptr) {
-    grad.reset();
-  }
+  if (rules_.context.rpc == nullptr) grad.reset();
 }
 
 void HookPacker::copy_into(int64_t param, bucket::GradSlot& slot, const at::Tensor& grad) const {
@@ -94,11 +86,8 @@ void HookPacker::look_in_place(int64_t param, const BucketLayout::Place& place, 
 
 Packers::Packers(const Context& context, Step& step, BucketLayout& layout, NonFiniteWatch& non_finite,
                  PackedGrads& packed, const UsedParams& used)
-    : whole_(context.packs_whole_buckets()),
-      used_(used),
-      rules_(context, step, layout, non_finite, packed),
-      in_hook_(rules_),
-      whole_bucket_(rules_) {}
+    : whole_(context.packs_whole_buckets()), used_(used), rules_(context, step, layout, non_finite, packed),
+      in_hook_(rules_), whole_bucket_(rules_) {}
 
 void Packers::pack(int64_t param, bool unused, const at::Tensor* incoming) {
   const auto& place = rules_.layout.place(param);
@@ -108,21 +97,15 @@ void Packers::pack(int64_t param, bool unused, const at::Tensor* incoming) {
   if (place.slot == nullptr) [[unlikely]] {
     rules_.context.with_grad(param, [&](at::Tensor& grad) { pack_sparse(param, place, grad, unused); });
   } else if (whole_) {
-    if (auto* const streams = whole_bucket_.streams(place.index)) {
-      streams->note();
-    }
-    if (place.slot->is_in_place()) {
-      whole_bucket_.note_gradient(param, incoming);
-    }
+    if (auto* const streams = whole_bucket_.streams(place.index)) streams->note();
+    if (place.slot->is_in_place()) whole_bucket_.note_gradient(param, incoming);
   } else {
     rules_.context.with_grad(param, [&](at::Tensor& grad) { in_hook_.pack(param, grad, unused, incoming); });
   }
 }
 
 void Packers::complete(int64_t index, int64_t last, const at::Tensor* incoming) {
-  if (whole_ && !rules_.layout.bucket(index).is_sparse()) {
-    whole_bucket_.pack(index, last, incoming);
-  }
+  if (whole_ && !rules_.layout.bucket(index).is_sparse()) whole_bucket_.pack(index, last, incoming);
 }
 
 void Packers::pack_sparse(int64_t param, const BucketLayout::Place& place, at::Tensor& grad, bool unused) const {
@@ -136,9 +119,7 @@ void Packers::pack_sparse(int64_t param, const BucketLayout::Place& place, at::T
   } else if (unused || !grad.defined()) {
     rules_.step.add_late(param, grad.defined() ? grad.clone() : grad);
   }
-  if (!packed.defined()) {
-    packed = no_rows(context.params[static_cast<size_t>(param)]);
-  }
+  if (!packed.defined()) packed = no_rows(context.params[param]);
   if (packed.layout() == at::kSparse) {
     TDDP_CHECK(!used_.are_known() || packed.sparse_dim() == 1, "parameter '", name, "' on rank ", context.rank(),
                ": its sparse gradient has sparse_dim ", packed.sparse_dim(),
@@ -147,9 +128,7 @@ void Packers::pack_sparse(int64_t param, const BucketLayout::Place& place, at::T
   }
   auto sparse = make_sparse_grad(packed, rules_.step.scale(), name, sparse_metadata_);
   place.bucket->set_sparse_gradient(sparse.gradient, std::move(sparse.row_ids));
-  if (!context.shares_gradients) {
-    grad = std::move(sparse.gradient);
-  }
+  if (!context.shares_gradients) grad = std::move(sparse.gradient);
 }
 
 }  // namespace torchddp::reducer

@@ -37,11 +37,9 @@ class WholeBucketPacker {
   void begin_step();
   void end_step();
   // The streams of a dense bucket on a CUDA device; null for other buckets.
-  gpu::BucketStreams* streams(int64_t index) const {
-    return streams_.empty() ? nullptr : streams_[static_cast<size_t>(index)].get();
-  }
+  gpu::BucketStreams* streams(int64_t index) const { return streams_.empty() ? nullptr : streams_[index].get(); }
 
-  // Called in the hook of a gradient that is reduced where it lies.
+  // Called in the hook of a gradient that is reduced in place.
   void note_gradient(int64_t param, const at::Tensor* incoming);
 
   // Called under the queue's lock. `last`: the parameter whose hook this is, and `incoming` its incoming gradient; -1 if there
@@ -52,7 +50,7 @@ class WholeBucketPacker {
   void leave_to_holders(const bucket::Bucket& bucket) const;
   void gather(int64_t param, bucket::Bucket& bucket, at::Tensor& grad, const at::Tensor* incoming,
               bucket::DevicePieces& pieces) const;
-  // Handles a gradient that is reduced where it lies.
+  // Handles a gradient that is reduced in place.
   void leave_in_place(int64_t param, bucket::GradSlot& slot, at::Tensor& grad, const at::Tensor* incoming) const;
   void look_at_all(const bucket::Bucket& bucket) const;
 
@@ -69,9 +67,7 @@ class Packers {
           const UsedParams& used);
 
   void begin_step() {
-    if (whole_) {
-      whole_bucket_.begin_step();
-    }
+    if (whole_) whole_bucket_.begin_step();
   }
   // Called in a gradient's hook, or in place of it. `incoming`: see GradSink::on_grad_ready.
   void pack(int64_t param, bool unused, const at::Tensor* incoming);
@@ -79,9 +75,7 @@ class Packers {
   void complete(int64_t index, int64_t last, const at::Tensor* incoming);
   // The bucket is about to be launched. Called under the queue's lock.
   void follow(int64_t index) {
-    if (auto* const streams = whole_bucket_.streams(index)) {
-      streams->follow();
-    }
+    if (auto* const streams = whole_bucket_.streams(index)) streams->follow();
   }
   // All averages are in place, as seen by the current stream.
   void end_step() { whole_bucket_.end_step(); }

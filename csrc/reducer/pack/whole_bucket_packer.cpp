@@ -6,7 +6,7 @@ namespace torchddp::reducer {
 
 void WholeBucketPacker::begin_step() {
   came_unshared_.assign(rules_.context.params.size(), 0);
-  streams_.resize(static_cast<size_t>(rules_.layout.size()));
+  streams_.resize(rules_.layout.size());
   for (size_t i = 0; i < streams_.size(); ++i) {
     const auto& bucket = rules_.layout.bucket(static_cast<int64_t>(i));
     const auto device = bucket.is_sparse() ? nullptr : rules_.context.device_of(bucket.params().front());
@@ -23,16 +23,14 @@ void WholeBucketPacker::begin_step() {
 
 void WholeBucketPacker::note_gradient(int64_t param, const at::Tensor* incoming) {
   rules_.context.with_grad(param, [&](const at::Tensor& grad) {
-    came_unshared_[static_cast<size_t>(param)] = grad.defined() && bucket::is_unshared(grad, incoming) ? 1 : 0;
+    came_unshared_[param] = grad.defined() && bucket::is_unshared(grad, incoming) ? 1 : 0;
   });
 }
 
 void WholeBucketPacker::end_step() {
   for (int64_t index = 0; index < std::ssize(streams_); ++index) {
     auto& bucket = rules_.layout.bucket(index);
-    if (streams_[static_cast<size_t>(index)] != nullptr && !bucket.in_place().empty()) {
-      streams_[static_cast<size_t>(index)]->finish();
-    }
+    if (streams_[index] != nullptr && !bucket.in_place().empty()) streams_[index]->finish();
   }
 }
 
@@ -40,9 +38,7 @@ void WholeBucketPacker::pack(int64_t index, int64_t last, const at::Tensor* inco
   const c10::NoGradGuard no_grad;
   auto& bucket = rules_.layout.bucket(index);
   auto* const streams = this->streams(index);
-  if (streams != nullptr) {
-    streams->begin_packing();
-  }
+  if (streams != nullptr) streams->begin_packing();
   rules_.layout.lend_memory(bucket);
   bucket::DevicePieces pieces(bucket::DevicePieces::Direction::kPack, rules_.step.scale());
   if (!rules_.context.is_captured()) {  // a replay would repeat it for whoever held gradients at capture
@@ -54,12 +50,8 @@ void WholeBucketPacker::pack(int64_t index, int64_t last, const at::Tensor* inco
         param, [&](at::Tensor& grad) { gather(param, bucket, grad, param == last ? incoming : nullptr, pieces); });
   }
   pieces.run();
-  if (!bucket.in_place().empty()) {
-    bucket.leave_scale(rules_.step.scale());
-  }
-  if (streams != nullptr) {
-    streams->end_packing();
-  }
+  if (!bucket.in_place().empty()) bucket.leave_scale(rules_.step.scale());
+  if (streams != nullptr) streams->end_packing();
 }
 
 void WholeBucketPacker::gather(int64_t param, bucket::Bucket& bucket, at::Tensor& grad, const at::Tensor* incoming,
@@ -80,17 +72,13 @@ void WholeBucketPacker::gather(int64_t param, bucket::Bucket& bucket, at::Tensor
     } else {
       rules_.packed.note(param, grad, /*in_place=*/true);
     }
-    if (rules_.step.scale() != 1.0) {
-      pieces.add(slot, grad);
-    }
+    if (rules_.step.scale() != 1.0) pieces.add(slot, grad);
     return;
   }
   rules_.check(param, grad);
   pieces.add(slot, grad);
   if (bucket.is_given_away()) {
-    if (unused) {
-      rules_.step.add_late(param, grad);
-    }
+    if (unused) rules_.step.add_late(param, grad);
     grad.reset();
   } else {
     rules_.copied(param, grad, unused);
@@ -101,8 +89,8 @@ void WholeBucketPacker::leave_in_place(int64_t param, bucket::GradSlot& slot, at
                                        const at::Tensor* incoming) const {
   const bool unused = rules_.step.mark_of(param) == Mark::kUnused;
   const auto& bucket = *rules_.layout.place(param).bucket;
-  if (grad.defined() && came_unshared_[static_cast<size_t>(param)] != 0 &&
-      rules_.may_adopt(bucket, grad, unused, incoming) && slot.adopt(grad)) {
+  if (grad.defined() && came_unshared_[param] != 0 && rules_.may_adopt(bucket, grad, unused, incoming) &&
+      slot.adopt(grad)) {
     rules_.packed.note(param, grad, /*in_place=*/true);
     return;
   }
@@ -128,9 +116,7 @@ void WholeBucketPacker::leave_to_holders(const bucket::Bucket& bucket) const {
 }
 
 void WholeBucketPacker::look_at_all(const bucket::Bucket& bucket) const {
-  if (!rules_.non_finite.on()) {
-    return;
-  }
+  if (!rules_.non_finite.on()) return;
   std::vector<int64_t> params;
   std::vector<at::Tensor> grads;
   for (const auto param : bucket.params()) {

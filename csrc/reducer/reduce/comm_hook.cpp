@@ -2,19 +2,17 @@
 
 #include <algorithm>
 #include <array>
-#include <mutex>
 #include <set>
 #include <string_view>
 #include <utility>
 
 #include "common/check.h"
 #include "common/errors.h"
-#include "reducer/reduce/futures.h"
 #include "reducer/reduce/reductions.h"
 #include "reducer/report/messages.h"
+#include "transport/c10d/group_work.h"
 
 namespace torchddp::reducer {
-
 namespace {
 
 using GroupPtr = c10::intrusive_ptr<c10d::ProcessGroup>;
@@ -24,7 +22,7 @@ class AllReduceHook final : public c10d::CppCommHookInterface<GroupPtr> {
  public:
   using CppCommHookInterface::CppCommHookInterface;
 
-  c10::intrusive_ptr<c10::ivalue::Future> runHook(c10d::GradBucket& bucket) override {
+  FuturePtr runHook(c10d::GradBucket& bucket) override {
     std::vector<at::Tensor> tensors{bucket.getBufferRef()};
     tensors[0].div_(state_->getSize());
     return state_->allreduce(tensors)->getFuture();
@@ -35,7 +33,7 @@ class Fp16CompressHook final : public c10d::CppCommHookInterface<GroupPtr> {
  public:
   using CppCommHookInterface::CppCommHookInterface;
 
-  c10::intrusive_ptr<c10::ivalue::Future> runHook(c10d::GradBucket& bucket) override {
+  FuturePtr runHook(c10d::GradBucket& bucket) override {
     std::vector<at::Tensor> compressed{bucket.getBufferRef().to(at::kHalf)};
     // After the cast, as in torch, so that small gradients lose bits once instead of twice.
     compressed[0].div_(state_->getSize());
@@ -50,34 +48,11 @@ class Fp16CompressHook final : public c10d::CppCommHookInterface<GroupPtr> {
   }
 };
 
-}  // namespace
-
-void CommHook::install(std::unique_ptr<c10d::CommHookInterface> hook) {
-  TDDP_CHECK(hook_ == nullptr, "register_comm_hook or register_builtin_comm_hook can only be called once.");
-  hook_ = std::move(hook);
-}
-
-void CommHook::install_builtin(c10d::BuiltinCommHookType type, const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
-  TDDP_CHECK(hook_ == nullptr, "register_builtin_comm_hook or register_comm_hook can only be called once.");
-  switch (type) {
-    case c10d::BuiltinCommHookType::ALLREDUCE:
-      hook_ = std::make_unique<AllReduceHook>(group);
-      return;
-    case c10d::BuiltinCommHookType::FP16_COMPRESS:
-      hook_ = std::make_unique<Fp16CompressHook>(group);
-      return;
-  }
-  TDDP_CHECK(false, "unknown built-in communication hook ", static_cast<int>(type),
-             ": ALLREDUCE and FP16_COMPRESS are allowed");
-}
-
-namespace {
-
 // torch's futures lose exception types, and gloo's errors about a lost peer have none, so this looks at the text.
 bool tells_of_lost_peer(std::string_view text) {
   constexpr std::array<std::string_view, 4> kWords = {"TransportError", "DistBackendError", "gloo/transport/",
                                                       "Connection closed by peer"};
-  return std::any_of(kWords.begin(), kWords.end(), [&](auto word) { return text.find(word) != text.npos; });
+  return std::ranges::any_of(kWords, [&](auto word) { return text.find(word) != text.npos; });
 }
 
 // GradBucket holds shapes by reference, and a hook may keep it longer than any bucket lives.
@@ -89,46 +64,6 @@ c10::IntArrayRef shape_of_pairs(c10::IntArrayRef shape) {
   const std::lock_guard lock(mutex);
   return *shapes.insert(std::move(pairs)).first;
 }
-
-}  // namespace
-
-at::Tensor CommHook::wait(c10::ivalue::Future& future) const {
-  future.wait();
-  if (future.hasError()) {
-    if (const auto text = future.tryRetrieveErrorMessage(); tells_of_lost_peer(text)) {
-      throw TransportError(text);
-    }
-    std::rethrow_exception(future.exception_ptr());
-  }
-  try {
-    return hook_->parseHookResult(future.value());
-  } catch (const std::exception& error) {
-    throw std::runtime_error(c10::str("the communication hook's future must hold one tensor: ", error.what()));
-  }
-}
-
-c10d::GradBucket make_grad_bucket(int64_t index, int64_t bucket_count, const bucket::Bucket& bucket,
-                                  std::span<const at::Tensor> params, const std::optional<at::Tensor>& buffer) {
-  std::vector<size_t> offsets;
-  std::vector<size_t> lengths;
-  std::vector<c10::IntArrayRef> sizes;
-  std::vector<at::Tensor> variables;
-  for (int64_t i = 0; i < bucket.num_slots(); ++i) {
-    const auto& param = params[static_cast<size_t>(bucket.params()[static_cast<size_t>(i)])];
-    variables.push_back(param);
-    if (!bucket.is_sparse()) {
-      const size_t reals = param.is_complex() ? 2 : 1;
-      offsets.push_back(reals * static_cast<size_t>(bucket.offsets()[static_cast<size_t>(i)]));
-      lengths.push_back(reals * static_cast<size_t>(param.numel()));
-      sizes.push_back(param.is_complex() ? shape_of_pairs(param.sizes()) : param.sizes());
-    }
-  }
-  return c10d::GradBucket(static_cast<size_t>(index), static_cast<size_t>(bucket_count), buffer.value_or(bucket.wire()),
-                          std::move(offsets), std::move(lengths), std::move(sizes), std::move(variables),
-                          buffer ? std::nullopt : bucket.row_ids());
-}
-
-namespace {
 
 // Leaves a bucket to the communication hook.
 class HookReduction final : public Reduction {
@@ -152,17 +87,13 @@ class HookReduction final : public Reduction {
     const auto result = hook_.wait(*future);
     const auto& flat = bucket.wire();
     if (bucket.is_sparse()) {
-      if (!result.is_same(flat)) {
-        flat.copy_(result);
-      }
+      if (!result.is_same(flat)) flat.copy_(result);
       return;
     }
     TDDP_CHECK(result.numel() == flat.numel(), "the communication hook returned ", result.numel(),
                " elements for bucket ", index_, " on rank ", context_.rank(), ", which has ", flat.numel(),
                " (parameters ", list_names(bucket.params(), context_.specs), ")");
-    if (!result.is_alias_of(flat)) {
-      flat.copy_(result.view_as(flat));
-    }
+    if (!result.is_alias_of(flat)) flat.copy_(result.view_as(flat));
     bucket.clear_padding();
   }
 
@@ -174,14 +105,103 @@ class HookReduction final : public Reduction {
   const CommHook& hook_;
   const StepEvents& events_;
   const int64_t index_, count_;  // of all buckets
-  c10::intrusive_ptr<c10::ivalue::Future> future_;
+  FuturePtr future_;
 };
 
 }  // namespace
+
+void CommHook::install(std::unique_ptr<c10d::CommHookInterface> hook) {
+  TDDP_CHECK(hook_ == nullptr, "register_comm_hook or register_builtin_comm_hook can only be called once.");
+  hook_ = std::move(hook);
+}
+
+void CommHook::install_builtin(c10d::BuiltinCommHookType type, const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
+  TDDP_CHECK(hook_ == nullptr, "register_builtin_comm_hook or register_comm_hook can only be called once.");
+  switch (type) {
+    case c10d::BuiltinCommHookType::ALLREDUCE: hook_ = std::make_unique<AllReduceHook>(group); return;
+    case c10d::BuiltinCommHookType::FP16_COMPRESS: hook_ = std::make_unique<Fp16CompressHook>(group); return;
+  }
+  TDDP_CHECK(false, "unknown built-in communication hook ", static_cast<int>(type),
+             ": ALLREDUCE and FP16_COMPRESS are allowed");
+}
+
+at::Tensor CommHook::wait(c10::ivalue::Future& future) const {
+  future.wait();
+  if (future.hasError()) {
+    if (const auto text = future.tryRetrieveErrorMessage(); tells_of_lost_peer(text)) {
+      throw TransportError(text);
+    }
+    std::rethrow_exception(future.exception_ptr());
+  }
+  try {
+    return hook_->parseHookResult(future.value());
+  } catch (const std::exception& error) {
+    throw std::runtime_error(c10::str("the communication hook's future must hold one tensor: ", error.what()));
+  }
+}
+
+c10d::GradBucket make_grad_bucket(int64_t index, int64_t bucket_count, const bucket::Bucket& bucket,
+                                  std::span<const at::Tensor> params, const std::optional<at::Tensor>& buffer) {
+  std::vector<size_t> offsets;
+  std::vector<size_t> lengths;
+  std::vector<c10::IntArrayRef> sizes;
+  std::vector<at::Tensor> variables;
+  for (int64_t i = 0; i < bucket.num_slots(); ++i) {
+    const auto& param = params[bucket.params()[i]];
+    variables.push_back(param);
+    if (!bucket.is_sparse()) {
+      const size_t reals = param.is_complex() ? 2 : 1;
+      offsets.push_back(reals * static_cast<size_t>(bucket.offsets()[i]));
+      lengths.push_back(reals * static_cast<size_t>(param.numel()));
+      sizes.push_back(param.is_complex() ? shape_of_pairs(param.sizes()) : param.sizes());
+    }
+  }
+  return c10d::GradBucket(static_cast<size_t>(index), static_cast<size_t>(bucket_count), buffer.value_or(bucket.wire()),
+                          std::move(offsets), std::move(lengths), std::move(sizes), std::move(variables),
+                          buffer ? std::nullopt : bucket.row_ids());
+}
 
 ReductionPtr make_hook_reduction(const Context& context, const CommHook& hook, const StepEvents& events, int64_t index,
                                  int64_t count) {
   return std::make_unique<HookReduction>(context, hook, events, index, count);
 }
+
+void wait_for_future(const Context& context, c10::ivalue::Future& future, const char* what) {
+  const auto& interruption = context.transport->interruption();
+  if (future.completed()) {
+    interruption.check();
+    return;
+  }
+  const bool own_limit = context.config.timeout != transport::kTransportTimeout;
+  const auto limit = own_limit ? context.config.timeout : transport::timeout_of(*context.group, context.param_device());
+  if (!transport::wait_or_keep(context.group, [&] { return interruption.wait_for(future, limit); })) {
+    throw TransportError(c10::str(what, " was not completed within ", limit.count(), " ms, the timeout of ",
+                                  own_limit ? "this DistributedDataParallel" : "the process group"));
+  }
+}
+
+void QueuedFutures::add(const std::vector<FuturePtr>& futures) {
+  const std::lock_guard lock(mutex_);
+  futures_.insert(futures_.end(), futures.begin(), futures.end());
+}
+
+std::vector<FuturePtr> QueuedFutures::take() {
+  const std::lock_guard lock(mutex_);
+  return std::exchange(futures_, {});
+}
+
+void QueuedFutures::wait() {
+  const auto futures = take();
+  for (size_t i = 0; i < futures.size(); ++i) {
+    const WaitScope waits(events_.live(), "what was queued after backward");
+    described_in_step(context_, events_,
+                      c10::str("what was queued after backward (", i + 1, " of ", futures.size(), ")"),
+                      [&] { wait_for_future(context_, *futures[i], "its future"); });
+    futures[i]->wait();
+    if (futures[i]->hasError()) std::rethrow_exception(futures[i]->exception_ptr());
+  }
+}
+
+void QueuedFutures::abandon() { take(); }
 
 }  // namespace torchddp::reducer

@@ -1,15 +1,21 @@
-// Communication hooks, user-defined and built-in, with torch's own types.
+// Communication hooks, user-defined and built-in, with torch's own types; and their futures, which may never complete.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/comm.hpp>
 #include <torch/csrc/distributed/c10d/default_comm_hooks.hpp>
 
 #include <memory>
+#include <mutex>
 #include <span>
+#include <vector>
 
 #include "bucket/bucket.h"
+#include "reducer/base/context.h"
+#include "reducer/report/events.h"
 
 namespace torchddp::reducer {
+
+using FuturePtr = c10::intrusive_ptr<c10::ivalue::Future>;
 
 class CommHook {
  public:
@@ -19,7 +25,7 @@ class CommHook {
   void install(std::unique_ptr<c10d::CommHookInterface> hook);
   void install_builtin(c10d::BuiltinCommHookType type, const c10::intrusive_ptr<c10d::ProcessGroup>& group);
 
-  c10::intrusive_ptr<c10::ivalue::Future> run(c10d::GradBucket& bucket) const { return hook_->runHook(bucket); }
+  FuturePtr run(c10d::GradBucket& bucket) const { return hook_->runHook(bucket); }
   // Waits, then takes the tensor from the future: the bucket's new values, the same number as the hook was given.
   at::Tensor wait(c10::ivalue::Future& future) const;
 
@@ -32,5 +38,29 @@ class CommHook {
 c10d::GradBucket make_grad_bucket(int64_t index, int64_t bucket_count, const bucket::Bucket& bucket,
                                   std::span<const at::Tensor> params,
                                   const std::optional<at::Tensor>& buffer = std::nullopt);
+
+// Returns once it is complete, successfully or not. After the time limit of the module or its group, throws a TransportError
+// that names `what`.
+void wait_for_future(const Context& context, c10::ivalue::Future& future, const char* what);
+
+// Those that communication hooks queued for the end of backward (torch's _install_post_backward_futures).
+class QueuedFutures {
+ public:
+  QueuedFutures(const Context& context, const StepEvents& events) : context_(context), events_(events) {}
+
+  // Thread-safe.
+  void add(const std::vector<FuturePtr>& futures);
+  // Waits for all of them and throws the first error.
+  void wait();
+  void abandon();
+
+ private:
+  std::vector<FuturePtr> take();
+
+  const Context& context_;
+  const StepEvents& events_;
+  std::mutex mutex_;
+  std::vector<FuturePtr> futures_;
+};
 
 }  // namespace torchddp::reducer

@@ -12,8 +12,8 @@ void BucketLayout::check(const plan::BucketPlan& plan) const { plan::check_plan(
 // By parameter: whether its gradient lives in its bucket. If not, averages are copied back to the program's tensor.
 std::vector<bool> BucketLayout::find_views() const {
   std::vector<bool> is_view(context_.params.size(), false);
-  for (size_t i = 0; i < places_.size(); ++i) {
-    const auto& grad = context_.kept_grad(static_cast<int64_t>(i));
+  for (int64_t i = 0; i < std::ssize(places_); ++i) {
+    const auto& grad = context_.kept_grad(i);
     auto* const slot = places_[i].slot;
     is_view[i] = slot != nullptr && grad.defined() && slot->holds(grad);
     if (is_view[i] && context_.has_own_storage() && !retired_) {
@@ -29,18 +29,14 @@ void BucketLayout::lay_out(plan::BucketPlan plan) {
   const auto is_view = find_views();
   const std::lock_guard lock(layout_mutex_);
   retired_ = true;  // until this succeeds: a broken transport throws halfway
-  if (context_.main_grads != nullptr) {
-    context_.main_grads->leave_slots();
-  }
+  if (context_.main_grads != nullptr) context_.main_grads->leave_slots();
   // The old memory is released bucket by bucket, as soon as its last gradient has moved.
   in_place_bytes_ = reductions_.in_place_bytes();
   places_.assign(context_.params.size(), Place{});
   of_buckets_.clear();
   buckets_.clear();
   const c10::NoGradGuard no_grad;
-  for (const auto& spec : plan.buckets) {
-    add_bucket(spec, is_view);
-  }
+  for (const auto& spec : plan.buckets) add_bucket(spec, is_view);
   plan_ = std::move(plan);
   choose_reductions();
   retired_ = false;
@@ -60,10 +56,10 @@ void BucketLayout::add_bucket(const plan::BucketSpec& spec, const std::vector<bo
       *context_.transport, keeping));
   auto& bucket = *buckets_.back();
   for (int64_t i = 0; i < bucket.num_slots(); ++i) {
-    const auto param = static_cast<size_t>(bucket.params()[static_cast<size_t>(i)]);
+    const auto param = bucket.params()[i];
     auto* slot = bucket.is_sparse() ? nullptr : &bucket.slot(i);
     places_[param] = Place{slot, &bucket, index};
-    marks_.across(static_cast<int64_t>(param), [&] { move_grad(static_cast<int64_t>(param), slot, is_view[param]); });
+    marks_.across(param, [&] { move_grad(param, slot, is_view[param]); });
   }
 }
 
@@ -72,9 +68,7 @@ void BucketLayout::move_grad(int64_t param, bucket::GradSlot* slot, bool is_view
     context_.main_grads->move_to(*slot, param);
     return;
   }
-  if (!is_view || slot == nullptr) {
-    return;
-  }
+  if (!is_view || slot == nullptr) return;
   auto& grad = context_.kept_grad(param);
   if (slot->is_in_place()) {
     grad = grad.clone(at::MemoryFormat::Preserve);
@@ -94,20 +88,18 @@ void BucketLayout::adapt() {
 
 void BucketLayout::give_up_views() const {
   const c10::NoGradGuard no_grad;
-  for (size_t i = 0; i < places_.size(); ++i) {
-    auto& grad = context_.kept_grad(static_cast<int64_t>(i));
+  for (int64_t i = 0; i < std::ssize(places_); ++i) {
+    auto& grad = context_.kept_grad(i);
     const auto* const slot = places_[i].slot;
     if (slot != nullptr && grad.defined() && slot->holds(grad)) {
-      marks_.across(static_cast<int64_t>(i), [&] { grad = slot->clone_as(slot->grad_dtype()); });
+      marks_.across(i, [&] { grad = slot->clone_as(slot->grad_dtype()); });
     }
   }
 }
 
 void BucketLayout::clear() {
   const std::lock_guard lock(layout_mutex_);
-  if (context_.main_grads != nullptr) {
-    context_.main_grads->leave_slots();
-  }
+  if (context_.main_grads != nullptr) context_.main_grads->leave_slots();
   places_.clear();
   of_buckets_.clear();
   buckets_.clear();
@@ -132,9 +124,7 @@ void BucketLayout::expect_gradients() const {
 }
 
 void BucketLayout::begin_step() {
-  if (retired_) {
-    lay_out_again();
-  }
+  if (retired_) lay_out_again();
   for (const auto& bucket : buckets_) {
     if (bucket->is_displaced()) [[unlikely]] {
       bucket->move(*context_.transport);
@@ -144,18 +134,12 @@ void BucketLayout::begin_step() {
 }
 
 void BucketLayout::end_step() {
-  for (const auto& bucket : buckets_) {
-    bucket->release_in_place();
-  }
+  for (const auto& bucket : buckets_) bucket->release_in_place();
 }
 
 void BucketLayout::abandon() noexcept {
-  for (const auto& reduction : of_buckets_) {
-    reduction->abandon();
-  }
-  for (const auto& bucket : buckets_) {
-    bucket->abandon();
-  }
+  for (const auto& reduction : of_buckets_) reduction->abandon();
+  for (const auto& bucket : buckets_) bucket->abandon();
 }
 
 void BucketLayout::lend_memory(bucket::Bucket& bucket) {
@@ -166,35 +150,25 @@ void BucketLayout::lend_memory(bucket::Bucket& bucket) {
 }
 
 void BucketLayout::measure(int64_t index) const {
-  if (gradient_stats_.defined()) {
-    bucket(index).measure(gradient_stats_[index]);
-  }
+  if (gradient_stats_.defined()) bucket(index).measure(gradient_stats_[index]);
 }
 
 int64_t BucketLayout::memory_bytes() const {
   int64_t bytes = context_.owned ? context_.transport->scratch().bytes() : 0;
-  for (const auto& bucket : buckets_) {
-    bytes += bucket->memory_bytes();
-  }
+  for (const auto& bucket : buckets_) bytes += bucket->memory_bytes();
   return bytes;
 }
 
 void BucketLayout::describe(Status& status, const Step& step) const {
   status.armed = step.is_under_way();
   const std::unique_lock lock(layout_mutex_, std::try_to_lock);
-  if (!lock.owns_lock()) {
-    return;
-  }
+  if (!lock.owns_lock()) return;
   status.has_buckets = true;
   for (const auto& bucket : buckets_) {
     auto& entry = status.buckets.emplace_back(BucketStatus{bucket->state(), {}});
-    if (!status.armed) {
-      continue;
-    }
+    if (!status.armed) continue;
     for (const auto param : bucket->params()) {
-      if (step.mark_of(param) == Mark::kNone) {
-        entry.missing.push_back(param);
-      }
+      if (step.mark_of(param) == Mark::kNone) entry.missing.push_back(param);
     }
   }
 }

@@ -50,9 +50,9 @@ class BucketLayout {
   const plan::BucketPlan& plan() const { return plan_; }
   // Throws if the buckets can't be laid out this way.
   void check(const plan::BucketPlan& plan) const;
-  int64_t size() const { return static_cast<int64_t>(buckets_.size()); }
-  bucket::Bucket& bucket(int64_t index) const { return *buckets_[static_cast<size_t>(index)]; }
-  Reduction& reduction(int64_t index) const { return *of_buckets_[static_cast<size_t>(index)]; }
+  int64_t size() const { return std::ssize(buckets_); }
+  bucket::Bucket& bucket(int64_t index) const { return *buckets_[index]; }
+  Reduction& reduction(int64_t index) const { return *of_buckets_[index]; }
   // Whether gradients are views of the bucket. If not, averages are copied back.
   bool gives_views(const bucket::Bucket& bucket) const { return context_.views && bucket.keeping().views; }
   // Whether the slot's view replaces a gradient that is not in its slot. If not, the average is copied back.
@@ -61,7 +61,7 @@ class BucketLayout {
            (!grad.defined() ||
             (!grad.requires_grad() && (!context_.has_own_storage() || bucket::is_unshared(grad, nullptr))));
   }
-  const Place& place(int64_t param) const { return places_[static_cast<size_t>(param)]; }
+  const Place& place(int64_t param) const { return places_[param]; }
 
   // Gives a bucket memory if it has none: see Note [Gradients that are given away] in bucket/bucket.h. Thread-safe.
   void lend_memory(bucket::Bucket& bucket);

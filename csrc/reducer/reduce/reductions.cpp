@@ -14,10 +14,7 @@ namespace {
 class AllReduce final : public Reduction {
  public:
   AllReduce(const Context& context, NonFiniteWatch& non_finite, int64_t index)
-      : Reduction(Scaling::kInFlight),
-        context_(context),
-        non_finite_(non_finite),
-        index_(index),
+      : Reduction(Scaling::kInFlight), context_(context), non_finite_(non_finite), index_(index),
         work_(context.transport->make_work()) {}
 
   bool counts_non_finite(const bucket::Bucket& bucket) override {
@@ -64,19 +61,6 @@ class AllReduce final : public Reduction {
   bool checks_sums_ = false;
 };
 
-}  // namespace
-
-ReductionPtr make_all_reduce(const Context& context, NonFiniteWatch& non_finite, int64_t index) {
-  return std::make_unique<AllReduce>(context, non_finite, index);
-}
-
-transport::SumOptions all_reduce_options(const Context& context, int64_t index) {
-  return {.outer_dtype = context.transport->capabilities().narrows ? context.config.wire_dtype : std::nullopt,
-          .bucket = index};
-}
-
-namespace {
-
 // A sparse gradient: as a whole, or only its values where ranks have agreed on row ids.
 class SparseReduction final : public Reduction {
  public:
@@ -95,12 +79,6 @@ class SparseReduction final : public Reduction {
   const Context& context_;
   const std::unique_ptr<transport::Work> work_;
 };
-
-}  // namespace
-
-ReductionPtr make_sparse_reduction(const Context& context) { return std::make_unique<SparseReduction>(context); }
-
-namespace {
 
 // The values of `wire` times `scale`, in the transport's memory.
 at::Tensor narrowed(const at::Tensor& wire, at::ScalarType dtype, double scale, transport::Transport& transport) {
@@ -157,8 +135,9 @@ class ToOwner final : public Reduction {
 
 }  // namespace
 
-ReductionPtr make_reduction_to_owner(const Context& context, int64_t index) {
-  return std::make_unique<ToOwner>(context, index);
+transport::SumOptions all_reduce_options(const Context& context, int64_t index) {
+  return {.outer_dtype = context.transport->capabilities().narrows ? context.config.wire_dtype : std::nullopt,
+          .bucket = index};
 }
 
 void Reduction::start(bucket::Bucket& bucket) {
@@ -179,16 +158,10 @@ int64_t Reductions::in_place_bytes() const {
 }
 
 ReductionPtr Reductions::make(const bucket::Bucket& bucket, int64_t index, int64_t count) const {
-  if (hook_) {
-    return make_hook_reduction(context_, hook_, events_, index, count);
-  }
-  if (bucket.is_sparse()) {
-    return make_sparse_reduction(context_);
-  }
-  if (context_.owned) {
-    return make_reduction_to_owner(context_, index);
-  }
-  return make_all_reduce(context_, non_finite_, index);
+  if (hook_) return make_hook_reduction(context_, hook_, events_, index, count);
+  if (bucket.is_sparse()) return std::make_unique<SparseReduction>(context_);
+  if (context_.owned) return std::make_unique<ToOwner>(context_, index);
+  return std::make_unique<AllReduce>(context_, non_finite_, index);
 }
 
 }  // namespace torchddp::reducer

@@ -23,8 +23,7 @@ class Reduction {
 
   explicit Reduction(Scaling scaling) : scaling_(scaling) {}
   virtual ~Reduction() = default;
-  Reduction(const Reduction&) = delete;
-  Reduction& operator=(const Reduction&) = delete;
+  Reduction& operator=(Reduction&&) = delete;
 
   // The bucket is packed. Every rank starts the same reductions in the same order.
   void start(bucket::Bucket& bucket);
@@ -51,14 +50,14 @@ class Reduction {
 
 using ReductionPtr = std::unique_ptr<Reduction>;
 
-// The factory. A new way of reducing is a class in reductions.cpp or in a file beside it, a function below, and one line in
-// make().
+// The factory. A new way of reducing is a class in reductions.cpp, or in a file beside it with a function below, and one line
+// in make().
 class Reductions {
  public:
   Reductions(const Context& context, const CommHook& hook, NonFiniteWatch& non_finite, const StepEvents& events)
       : context_(context), hook_(hook), non_finite_(non_finite), events_(events) {}
 
-  // The size from which gradients are reduced where they lie (Note [Adopted gradients] in bucket/grad_slot.h); 0: none are. A
+  // The size from which gradients are reduced in place (Note [Adopted gradients] in bucket/grad_slot.h); 0: none are. A
   // communication hook always gets the whole bucket in one piece.
   int64_t in_place_bytes() const;
   // For bucket `index` of `count`.
@@ -71,11 +70,8 @@ class Reductions {
   const StepEvents& events_;
 };
 
-ReductionPtr make_all_reduce(const Context& context, NonFiniteWatch& non_finite, int64_t index);
 ReductionPtr make_hook_reduction(const Context& context, const CommHook& hook, const StepEvents& events, int64_t index,
                                  int64_t count);
-ReductionPtr make_sparse_reduction(const Context& context);
-ReductionPtr make_reduction_to_owner(const Context& context, int64_t index);
 
 // The options for the all-reduce of bucket `index`, which must be the same on every rank, including one without gradients.
 transport::SumOptions all_reduce_options(const Context& context, int64_t index);

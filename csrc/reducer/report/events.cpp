@@ -37,9 +37,7 @@ void StepEvents::begin_forward() {
   live_.begin_forward(stats_.steps);
   stats_.current = StepTimes{};
   stats_.current.forward_begin_ns = wall_clock_ns();
-  if (ready_clock_ != nullptr) {
-    ready_clock_->begin_forward();
-  }
+  if (ready_clock_ != nullptr) ready_clock_->begin_forward();
   timeline_.record(EventKind::kForwardBegin, stats_.steps);
 }
 
@@ -48,26 +46,20 @@ void StepEvents::begin_backward() {
   stats_.current.backward_begin_ns = wall_clock_ns();
   backward_begin_ns_ = timeline::now_ns();
   timeline_.record_at(EventKind::kBackwardBegin, stats_.steps, backward_begin_ns_);
-  if (ready_clock_ != nullptr) {
-    ready_clock_->begin_backward();
-  }
+  if (ready_clock_ != nullptr) ready_clock_->begin_backward();
 }
 
 void StepEvents::record_ready(int64_t param) {
   const auto now_ns = timeline::now_ns();  // read once, because the clock is most of an event's cost
-  ready_times_ns_[static_cast<size_t>(param)] = now_ns - backward_begin_ns_;
+  ready_times_ns_[param] = now_ns - backward_begin_ns_;
   timeline_.record_at(EventKind::kGradReady, param, now_ns);
-  if (ready_clock_ != nullptr) {
-    ready_clock_->mark(static_cast<size_t>(param));
-  }
+  if (ready_clock_ != nullptr) ready_clock_->mark(static_cast<size_t>(param));
 }
 
 void StepEvents::launching(int64_t index, const bucket::Bucket& bucket) {
   ++stats_.current.buckets_reduced;
   stats_.current.bytes_reduced += bucket.bytes();
-  if (stats_.current.comm_begin_ns == 0) {
-    stats_.current.comm_begin_ns = wall_clock_ns();
-  }
+  if (stats_.current.comm_begin_ns == 0) stats_.current.comm_begin_ns = wall_clock_ns();
   timeline_.record(EventKind::kLaunched, index);
 }
 
@@ -91,9 +83,7 @@ void StepEvents::enable_timeline(int64_t capacity) {
 }
 
 void StepEvents::record_ready_times(bool record) {
-  if (record) {
-    ready_times_ns_.assign(context_.params.size(), 0);
-  }
+  if (record) ready_times_ns_.assign(context_.params.size(), 0);
   records_ready_times_ = record;
   ready_clock_ = record && context_.devices.size() == 1
                      ? std::make_unique<gpu::ReadyClock>(context_.devices.front(), context_.params.size())
@@ -101,9 +91,7 @@ void StepEvents::record_ready_times(bool record) {
 }
 
 std::vector<int64_t> StepEvents::ready_times_ns() const {
-  if (ready_clock_ != nullptr) {
-    return ready_clock_->read_ns();
-  }
+  if (ready_clock_ != nullptr) return ready_clock_->read_ns();
   return ready_times_ns_.empty() ? std::vector<int64_t>(context_.params.size(), 0) : ready_times_ns_;
 }
 

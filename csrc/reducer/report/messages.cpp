@@ -11,23 +11,20 @@ std::string list_names(std::span<const int64_t> params, std::span<const plan::Pa
   std::string text;
   const auto shown = std::min(at_most, params.size());
   for (size_t i = 0; i < shown; ++i) {
-    text += (i == 0 ? "'" : ", '") + specs[static_cast<size_t>(params[i])].name + "'";
+    text += (i == 0 ? "'" : ", '") + specs[params[i]].name + "'";
   }
-  if (shown < params.size()) {
-    text += c10::str(" and ", params.size() - shown, " more");
-  }
+  if (shown < params.size()) text += c10::str(" and ", params.size() - shown, " more");
   return text;
 }
 
-std::string unfinished_reduction_message(int rank, std::span<const int64_t> missing,
-                                         std::span<const plan::ParamSpec> specs, bool find_unused_parameters,
-                                         bool static_graph, bool debug_is_off) {
+std::string unfinished_reduction_message(const Context& context, std::span<const int64_t> missing, bool static_graph,
+                                         bool debug_is_off) {
+  const auto rank = context.rank();
+  const bool find_unused_parameters = context.config.find_unused_parameters;
   std::string text = "Expected to have finished reduction in the prior iteration before starting a new one. ";
   const std::vector<int64_t> indices(missing.begin(), missing.end());
   std::vector<std::string> names;
-  for (const auto index : missing) {
-    names.push_back(specs[static_cast<size_t>(index)].name);
-  }
+  for (const auto param : missing) names.push_back(context.spec(param).name);
   if (static_graph) {
     text +=
         "This error indicates that your training graph has changed in this iteration, e.g., one parameter is used in "
@@ -60,10 +57,10 @@ std::string unfinished_reduction_message(int rank, std::span<const int64_t> miss
   return text;
 }
 
-std::string marked_twice_message(int rank, int64_t param, std::span<const plan::ParamSpec> specs,
-                                 bool marked_as_unused) {
-  std::string text = c10::str("Expected to mark a variable ready only once. On rank ", rank,
-                              ", the gradient of parameter '", specs[static_cast<size_t>(param)].name,
+std::string marked_twice_message(const Context& context, int64_t param, bool marked_as_unused) {
+  const auto& name = context.spec(param).name;
+  std::string text = c10::str("Expected to mark a variable ready only once. On rank ", context.rank(),
+                              ", the gradient of parameter '", name,
                               "' became ready twice in one step. This error is caused by one of the following "
                               "reasons: 1) Use of a module parameter outside the `forward` function, or in several "
                               "concurrent forward-backward passes. "
@@ -78,25 +75,23 @@ std::string marked_twice_message(int rank, int64_t param, std::span<const plan::
         "yet it received a gradient. If every parameter is used, pass find_unused_parameters=False; if the unused ones "
         "never change, pass static_graph=True.";
   }
-  text += c10::str("\nParameter at index ", param, " with name ", specs[static_cast<size_t>(param)].name,
-                   " has been marked as ready twice.");
+  text += c10::str("\nParameter at index ", param, " with name ", name, " has been marked as ready twice.");
   return text;
 }
 
-std::string static_graph_changed_message(int rank, int64_t param, std::span<const plan::ParamSpec> specs) {
+std::string static_graph_changed_message(const Context& context, int64_t param) {
   return c10::str(
       "Your training graph has changed in this iteration, e.g., one parameter is unused in first iteration, but then "
       "got used in the second iteration. this is not compatible with static_graph set to True. On rank ",
-      rank, ", parameter '", specs[static_cast<size_t>(param)].name,
+      context.rank(), ", parameter '", context.spec(param).name,
       "' received a gradient more often than in the first synchronized step.");
 }
 
-std::string transport_failure_message(int rank, int64_t step, int64_t bucket, int64_t num_buckets,
-                                      std::span<const int64_t> params, std::span<const plan::ParamSpec> specs,
-                                      const std::string& reason) {
+std::string transport_failure_message(const Context& context, int64_t step, int64_t bucket, int64_t num_buckets,
+                                      std::span<const int64_t> params, const std::string& reason) {
   return c10::str(
-      "rank ", rank, ", step ", step, ": the reduction of bucket ", bucket, " of ", num_buckets, " (parameters ",
-      list_names(params, specs), ") failed: ", reason,
+      "rank ", context.rank(), ", step ", step, ": the reduction of bucket ", bucket, " of ", num_buckets,
+      " (parameters ", list_names(params, context.specs), ") failed: ", reason,
       "\nIf ranks have different numbers of batches, train under `with model.join():`, or give all of them the same "
       "number (torchddp.sync.even_batches, a sampler with drop_last=True). Otherwise a peer died, left, or did not "
       "reach this step before the process group's timeout: look for the first error in the other ranks' logs. "
@@ -104,15 +99,15 @@ std::string transport_failure_message(int rank, int64_t step, int64_t bucket, in
       "group and pass it to _update_process_group().");
 }
 
-std::string non_finite_message(int rank, int64_t step, std::span<const int64_t> averages, std::span<const int64_t> own,
-                               std::span<const plan::ParamSpec> specs) {
-  std::string text = c10::str("rank ", rank, ", step ", step, ": the averaged gradients of ", averages.size(),
-                              " parameters are infinite or NaN (", list_names(averages, specs), "). ");
+std::string non_finite_message(const Context& context, int64_t step, std::span<const int64_t> averages,
+                               std::span<const int64_t> own) {
+  std::string text = c10::str("rank ", context.rank(), ", step ", step, ": the averaged gradients of ", averages.size(),
+                              " parameters are infinite or NaN (", list_names(averages, context.specs), "). ");
   if (own.empty()) {
     text += "This rank's own gradients were finite: another rank's were not, or the sum overflowed";
   } else {
-    text += c10::str("This rank's own gradients were not finite for ", own.size(), " of them (", list_names(own, specs),
-                     ")");
+    text += c10::str("This rank's own gradients were not finite for ", own.size(), " of them (",
+                     list_names(own, context.specs), ")");
   }
   return text +
          "; the model's nonfinite() reports on which rank and when. All ranks raise this at the end of the same "

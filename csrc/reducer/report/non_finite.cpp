@@ -15,28 +15,27 @@
 
 namespace torchddp::reducer {
 
-void NonFiniteLog::note(int64_t step, int64_t param, int64_t count) {
-  const std::lock_guard lock(mutex_);
-  add(step, param, count);
-}
+NonFiniteWatch::NonFiniteWatch(const Context& context, const StepEvents& events)
+    : context_(context), events_(events), on_(context.config.find_non_finite || context.config.raise_non_finite),
+      seen_(on_ ? context.params.size() : 0, 0) {}
 
 // See Note [Episodes].
-void NonFiniteLog::add(int64_t step, int64_t param, int64_t count) {
+void NonFiniteWatch::add(int64_t step, int64_t param, int64_t count) {
   if (step > last_step_ + 1) {
     episode_.clear();
     seen_.assign(seen_.size(), 0);
   }
   last_step_ = std::max(last_step_, step);
-  if (auto& seen = seen_[static_cast<size_t>(param)]; seen == 0) {
+  if (auto& seen = seen_[param]; seen == 0) {
     seen = 1;
     episode_.push_back({step, param, count});
     ++version_;
   }
 }
 
-void NonFiniteLog::look(int64_t step, const std::vector<int64_t>& params, const std::vector<at::Tensor>& grads) {
+void NonFiniteWatch::look_at(const std::vector<int64_t>& params, const std::vector<at::Tensor>& grads) {
   const c10::NoGradGuard no_grad;
-  Pending pending{step, {}, {}, std::nullopt};
+  Pending pending{events_.steps(), {}, {}, std::nullopt};
   std::vector<at::Tensor> values;
   for (size_t i = 0; i < grads.size(); ++i) {
     if (grads[i].numel() > 0) {
@@ -44,14 +43,10 @@ void NonFiniteLog::look(int64_t step, const std::vector<int64_t>& params, const 
       values.push_back(grads[i].is_complex() ? at::view_as_real(grads[i].resolve_conj()) : grads[i]);
     }
   }
-  if (values.empty()) {
-    return;
-  }
+  if (values.empty()) return;
   // The largest magnitude propagates NaNs, and needs few launches for many gradients.
   auto largest = at::_foreach_norm(values, std::numeric_limits<double>::infinity());
-  for (auto& value : largest) {
-    value = value.to(largest.front().scalar_type());
-  }
+  for (auto& value : largest) value = value.to(largest.front().scalar_type());
   const auto finite = at::stack(largest).isfinite();
   const auto device = finite.device();
   if (device.is_cpu()) {
@@ -66,60 +61,40 @@ void NonFiniteLog::look(int64_t step, const std::vector<int64_t>& params, const 
   pending_.push_back(std::move(pending));
 }
 
-void NonFiniteLog::collect(bool wait) {
+void NonFiniteWatch::collect(bool wait) {
   while (!pending_.empty()) {
     const auto& first = pending_.front();
-    if (first.known && wait) {
-      first.known->synchronize();
-    }
-    if (first.known && !first.known->query()) {
-      return;
-    }
+    if (first.known && wait) first.known->synchronize();
+    if (first.known && !first.known->query()) return;
     const auto* const finite = first.finite.const_data_ptr<bool>();
     for (size_t i = 0; i < first.params.size(); ++i) {
-      if (!finite[i]) {
-        add(first.step, first.params[i], kUncounted);
-      }
+      if (!finite[i]) add(first.step, first.params[i], kUncounted);
     }
     pending_.pop_front();
     published_ = version_;
   }
 }
 
-void NonFiniteLog::publish() {
+void NonFiniteWatch::publish() {
+  if (!on_) return;
   const std::lock_guard lock(mutex_);
   published_ = version_;
 }
 
-int64_t NonFiniteLog::version() {
+int64_t NonFiniteWatch::version() {
   const std::lock_guard lock(mutex_);
   collect(false);
   return published_;
 }
 
-std::vector<NonFiniteGrad> NonFiniteLog::episode() {
+std::vector<NonFiniteGrad> NonFiniteWatch::episode() {
   const std::lock_guard lock(mutex_);
   collect(true);
   return episode_;
 }
 
-NonFiniteWatch::NonFiniteWatch(const Context& context, const StepEvents& events)
-    : context_(context),
-      events_(events),
-      log_(context.config.find_non_finite || context.config.raise_non_finite
-               ? std::make_unique<NonFiniteLog>(context.num_params())
-               : nullptr) {}
-
 void NonFiniteWatch::look_at(int64_t param, const at::Tensor& grad) {
-  if (on()) {
-    note(param, bucket::count_non_finite(grad));
-  }
-}
-
-void NonFiniteWatch::look_at(const std::vector<int64_t>& params, const std::vector<at::Tensor>& grads) {
-  if (!grads.empty()) {
-    log_->look(events_.steps(), params, grads);
-  }
+  if (on()) note(param, bucket::count_non_finite(grad));
 }
 
 void NonFiniteWatch::look_at_average(const bucket::Bucket& bucket, bool known_finite) {
@@ -128,34 +103,22 @@ void NonFiniteWatch::look_at_average(const bucket::Bucket& bucket, bool known_fi
   }
   const auto& average = bucket.is_sparse() ? bucket.buffer()._values() : bucket.wire();
   const auto is_bad = [](const at::Tensor& values) { return bucket::count_non_finite(values) > 0; };
-  if (!is_bad(average) && std::none_of(bucket.in_place().begin(), bucket.in_place().end(), is_bad)) [[likely]] {
+  if (!is_bad(average) && std::ranges::none_of(bucket.in_place(), is_bad)) [[likely]] {
     return;
   }
   for (int64_t i = 0; i < bucket.num_slots(); ++i) {
-    if (bucket.is_sparse() || is_bad(bucket.values(i))) {
-      bad_averages_.push_back(bucket.params()[static_cast<size_t>(i)]);
-    }
-  }
-}
-
-void NonFiniteWatch::publish() {
-  if (on()) {
-    log_->publish();
+    if (bucket.is_sparse() || is_bad(bucket.values(i))) bad_averages_.push_back(bucket.params()[i]);
   }
 }
 
 void NonFiniteWatch::raise_if_bad() {
-  if (bad_averages_.empty()) {
-    return;
-  }
+  if (bad_averages_.empty()) return;
   const auto bad = std::exchange(bad_averages_, {});
   std::vector<int64_t> own;
-  for (const auto& found : log_->episode()) {
-    if (found.step == events_.steps()) {
-      own.push_back(found.param);
-    }
+  for (const auto& found : episode()) {
+    if (found.step == events_.steps()) own.push_back(found.param);
   }
-  throw NonFiniteError(non_finite_message(context_.rank(), events_.steps(), bad, own, context_.specs));
+  throw NonFiniteError(non_finite_message(context_, events_.steps(), bad, own));
 }
 
 }  // namespace torchddp::reducer

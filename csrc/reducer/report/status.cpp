@@ -5,7 +5,6 @@
 #include <cstdio>
 #include <fstream>
 #include <thread>
-#include <utility>
 
 #include "timeline/timeline.h"
 
@@ -72,9 +71,7 @@ void LiveStatus::begin_forward(int64_t step) {
 
 void LiveStatus::end_step() {
   phase_.store(Phase::kIdle, std::memory_order_relaxed);
-  if (has_note_.load(std::memory_order_relaxed)) {
-    with_note({});
-  }
+  if (has_note_.load(std::memory_order_relaxed)) with_note({});
 }
 
 int64_t LiveStatus::begin_wait(std::string what, int64_t bucket) {
@@ -118,9 +115,7 @@ std::string LiveStatus::with_note(std::string text) {
     text += "\nOf the other ranks, " + missing + ".";
   }
   lock.lock();
-  if (!note_.empty()) {
-    text.append("\n").append(std::exchange(note_, {}));
-  }
+  if (!note_.empty()) text.append("\n").append(std::exchange(note_, {}));
   has_note_.store(false, std::memory_order_relaxed);
   return text;
 }

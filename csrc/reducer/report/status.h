@@ -7,7 +7,6 @@
 #include <cstdint>
 #include <mutex>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "bucket/bucket.h"
@@ -21,8 +20,8 @@ struct PeerProcess {
   int64_t started = 0;  // kernel start time, as the pid may have been reused
 };
 
-// Peers that are gone or stopped, with rank and pid, except those that `error` already reports as dead; empty if there are none.
-// A dying process closes its connections before it disappears, so this keeps looking for up to `patience`.
+// Peers that are gone or stopped, with rank and pid, except those that `error` already reports as dead; empty if there are
+// none. A dying process closes its connections before it disappears, so this keeps looking for up to `patience`.
 std::string missing_peers(const std::vector<PeerProcess>& peers, const std::string& error,
                           std::chrono::milliseconds patience);
 
@@ -98,8 +97,7 @@ class WaitScope {
   WaitScope(LiveStatus& status, const char* what, int64_t bucket = -1)
       : status_(status), number_(status.begin_wait(what, bucket)) {}
   ~WaitScope() { status_.end_wait(number_); }
-  WaitScope(const WaitScope&) = delete;
-  WaitScope& operator=(const WaitScope&) = delete;
+  WaitScope& operator=(WaitScope&&) = delete;
 
  private:
   LiveStatus& status_;

@@ -22,13 +22,11 @@ class C10dWork final : public Work {
       : group_(std::move(group)), interruption_(interruption), is_gloo_(is_gloo) {}
 
   bool poll() override {
-    return std::all_of(works_.begin(), works_.end(), [](const auto& work) { return work->isCompleted(); });
+    return std::ranges::all_of(works_, [](const auto& work) { return work->isCompleted(); });
   }
 
   void wait(std::chrono::milliseconds timeout) override {
-    if (works_.empty()) {
-      return;
-    }
+    if (works_.empty()) return;
     bool ok = true;
     try {
       // With a time limit, torch's NCCL would make the host wait instead of the stream.
@@ -47,9 +45,7 @@ class C10dWork final : public Work {
       throw TransportError("the process group reported that the operation failed (Work.wait() returned False)");
     }
     works_.clear();
-    if (const auto finish = std::exchange(finish_, nullptr)) {
-      finish();
-    }
+    if (const auto finish = std::exchange(finish_, nullptr)) finish();
   }
 
   void abandon() override {
@@ -121,7 +117,7 @@ void C10dTransport::exchange_and_sum(const Collective& operation, Work& work) {
   std::vector<int64_t> in_splits(static_cast<size_t>(size()), numel);
   if (operation.kind == Kind::kReduce) {
     in_splits.assign(in_splits.size(), 0);
-    in_splits[static_cast<size_t>(operation.root)] = numel;
+    in_splits[operation.root] = numel;
     numel = rank() == operation.root ? numel : 0;
   }
   std::vector<int64_t> out_splits(in_splits.size(), numel);
@@ -130,9 +126,7 @@ void C10dTransport::exchange_and_sum(const Collective& operation, Work& work) {
   auto& mine = own(work);
   mine.start(operation.name(), sent.device(),
              [&](auto& works) { works.push_back(all_to_all_flat(*group_, received, sent, out_splits, in_splits)); });
-  if (numel == 0) {
-    return;
-  }
+  if (numel == 0) return;
   mine.then([output = operation.output, received, numel, ranks = size()] {
     std::vector<const void*> sources;
     const auto* data = static_cast<const std::byte*>(received.const_data_ptr());
@@ -163,24 +157,20 @@ void C10dTransport::launch(const Collective& operation, Work& work) {
   }
   const auto launch = [&] {
     switch (operation.kind) {
-      case Kind::kAllReduce:
-        return group_->allreduce(in_place, c10d::AllreduceOptions());
+      case Kind::kAllReduce: return group_->allreduce(in_place, c10d::AllreduceOptions());
       case Kind::kReduce: {
         c10d::ReduceOptions options;
         options.rootRank = operation.root;
         return group_->reduce(in_place, options);
       }
-      case Kind::kReduceScatter:
-        return reduce_scatter_flat(*group_, output, input);
-      case Kind::kAllGather:
-        return all_gather_flat(*group_, output, input);
+      case Kind::kReduceScatter: return reduce_scatter_flat(*group_, output, input);
+      case Kind::kAllGather: return all_gather_flat(*group_, output, input);
       case Kind::kBroadcast: {
         c10d::BroadcastOptions options;
         options.rootRank = operation.root;
         return group_->broadcast(in_place, options);
       }
-      default:
-        return group_->barrier(c10d::BarrierOptions());
+      default: return group_->barrier(c10d::BarrierOptions());
     }
   };
   own(work).start(operation.name(), has_tensors ? input.device() : at::kCPU,
@@ -194,13 +184,9 @@ void C10dTransport::all_reduce_each(const Collective& operation, Work& work) {
       std::vector<at::Tensor> in_place{tensor};
       works.push_back(group_->allreduce(in_place, c10d::AllreduceOptions()));
     };
-    if (operation.input.numel() > 0) {
-      sum(operation.input);
-    }
+    if (operation.input.numel() > 0) sum(operation.input);
     for (const auto& tensor : operation.in_place.tensors) {
-      if (operation.in_place.scale != 1.0) {
-        tensor.mul_(operation.in_place.scale);
-      }
+      if (operation.in_place.scale != 1.0) tensor.mul_(operation.in_place.scale);
       sum(tensor);
     }
   });

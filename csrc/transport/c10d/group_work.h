@@ -14,8 +14,9 @@ bool is_gloo(c10d::ProcessGroup& group);
 
 using GroupPtr = c10::intrusive_ptr<c10d::ProcessGroup>;
 
-// Runs `wait` for an operation of `group`, a process group or a backend (which may be null). If a signal handler ends it, the group
-// is kept alive forever: gloo's destructor waits until its operations have ended, which would delay process exit for as long.
+// Runs `wait` for an operation of `group`, a process group or a backend (which may be null). If a signal handler ends it, the
+// group is kept alive forever: gloo's destructor waits until its operations have ended, which would delay process exit for as
+// long.
 template <typename Group, typename Wait>
 auto wait_or_keep(const c10::intrusive_ptr<Group>& group, Wait&& wait) {
   try {
@@ -30,15 +31,14 @@ auto wait_or_keep(const c10::intrusive_ptr<Group>& group, Wait&& wait) {
 bool wait_interruptibly(c10d::Work& work, const GroupPtr& group, const Interruption& interruption,
                         std::chrono::milliseconds timeout = kNoTimeout);
 
-// What starts while one lives captures no Python object of this thread. gloo's threads drop a work some time after its end, with
-// the state captured at its start, in a backward pass a contextvars.Context. To drop that they take the GIL, which kills a
+// What starts while one lives captures no Python object of this thread. gloo's threads drop a work some time after its end,
+// with the state captured at its start, in a backward pass a contextvars.Context. To drop that they take the GIL, which kills a
 // process whose interpreter is shutting down by then; torch's own DDP ends so when a program leaves right after a backward.
 class WithoutPythonObjects {
  public:
   WithoutPythonObjects() : kept_(Objects::get_state()) { Objects::set_state({}); }
   ~WithoutPythonObjects() { Objects::set_state(std::move(kept_)); }
-  WithoutPythonObjects(const WithoutPythonObjects&) = delete;
-  WithoutPythonObjects& operator=(const WithoutPythonObjects&) = delete;
+  WithoutPythonObjects& operator=(WithoutPythonObjects&&) = delete;
 
  private:
   using Objects = at::impl::ThreadLocalPythonObjects;

@@ -117,13 +117,9 @@ std::shared_ptr<gpu::Device> cuda_device(int index) {
   static std::mutex mutex;
   static auto* const devices = new std::vector<std::shared_ptr<gpu::Device>>();  // outlives whatever runs at exit
   const std::lock_guard lock(mutex);
-  if (devices->size() <= static_cast<size_t>(index)) {
-    devices->resize(static_cast<size_t>(index) + 1);
-  }
-  auto& device = (*devices)[static_cast<size_t>(index)];
-  if (device == nullptr) {
-    device = std::make_shared<CudaDevice>(index);
-  }
+  if (devices->size() <= static_cast<size_t>(index)) devices->resize(index + 1);
+  auto& device = (*devices)[index];
+  if (device == nullptr) device = std::make_shared<CudaDevice>(index);
   return device;
 }
 

@@ -69,9 +69,7 @@ class NcclLibrary final : public gpu::Nccl {
   }
   std::vector<std::string> known_numbers() const override {
     std::vector<std::string> names;
-    for (const auto& number : kNumbers) {
-      names.emplace_back(number.name);
-    }
+    for (const auto& number : kNumbers) names.emplace_back(number.name);
     return names;
   }
   int init_rank(gpu::Comm* comm, int size, const gpu::UniqueId& id, int rank,
@@ -133,29 +131,26 @@ class NcclLibrary final : public gpu::Nccl {
   int all_reduce(const void* input, void* output, int64_t numel, kernels::DType type, gpu::SumOp op, gpu::Comm comm,
                  gpu::Stream stream) override {
     const c10::cuda::CUDAGuard guard(index_);
-    return ncclAllReduce(input, output, static_cast<size_t>(numel), type_of(type), static_cast<ncclRedOp_t>(op),
-                         comm_of(comm), stream_of(stream));
+    return ncclAllReduce(input, output, numel, type_of(type), static_cast<ncclRedOp_t>(op), comm_of(comm),
+                         stream_of(stream));
   }
   int reduce(void* data, int64_t numel, kernels::DType type, int root, gpu::Comm comm, gpu::Stream stream) override {
     const c10::cuda::CUDAGuard guard(index_);
-    return ncclReduce(data, data, static_cast<size_t>(numel), type_of(type), ncclSum, root, comm_of(comm),
-                      stream_of(stream));
+    return ncclReduce(data, data, numel, type_of(type), ncclSum, root, comm_of(comm), stream_of(stream));
   }
   int reduce_scatter(const void* input, void* output, int64_t output_numel, kernels::DType type, gpu::Comm comm,
                      gpu::Stream stream) override {
     const c10::cuda::CUDAGuard guard(index_);
-    return ncclReduceScatter(input, output, static_cast<size_t>(output_numel), type_of(type), ncclSum, comm_of(comm),
-                             stream_of(stream));
+    return ncclReduceScatter(input, output, output_numel, type_of(type), ncclSum, comm_of(comm), stream_of(stream));
   }
   int all_gather(const void* input, void* output, int64_t input_numel, kernels::DType type, gpu::Comm comm,
                  gpu::Stream stream) override {
     const c10::cuda::CUDAGuard guard(index_);
-    return ncclAllGather(input, output, static_cast<size_t>(input_numel), type_of(type), comm_of(comm),
-                         stream_of(stream));
+    return ncclAllGather(input, output, input_numel, type_of(type), comm_of(comm), stream_of(stream));
   }
   int broadcast(void* data, int64_t numel, kernels::DType type, int root, gpu::Comm comm, gpu::Stream stream) override {
     const c10::cuda::CUDAGuard guard(index_);
-    return ncclBroadcast(data, data, static_cast<size_t>(numel), type_of(type), root, comm_of(comm), stream_of(stream));
+    return ncclBroadcast(data, data, numel, type_of(type), root, comm_of(comm), stream_of(stream));
   }
 
  private:

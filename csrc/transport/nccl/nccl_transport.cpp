@@ -51,9 +51,7 @@ kernels::DType type_of(const Collective& operation) {
 
 // The factor that NCCL applies to these tensors. A scale that it would round is applied here.
 double scale_for_nccl(const InPlace& in_place, kernels::DType type) {
-  if (gpu::can_scale_by(type, in_place.scale)) {
-    return in_place.scale;
-  }
+  if (gpu::can_scale_by(type, in_place.scale)) return in_place.scale;
   const c10::NoGradGuard no_grad;
   at::_foreach_mul_(at::TensorList(in_place.tensors.data(), in_place.tensors.size()), in_place.scale);
   return 1.0;
@@ -63,10 +61,8 @@ double scale_for_nccl(const InPlace& in_place, kernels::DType type) {
 
 NcclTransport::NcclTransport(std::shared_ptr<gpu::Communicator> communicator, at::Device device,
                              std::chrono::milliseconds timeout)
-    : Transport(Route::kNccl, {.sums_in_place = true, .scales_in_place = true}),
-      communicator_(std::move(communicator)),
-      device_(device),
-      timeout_(timeout) {
+    : Transport(Route::kNccl, {.sums_in_place = true, .scales_in_place = true}), communicator_(std::move(communicator)),
+      device_(device), timeout_(timeout) {
   TDDP_CHECK(device.is_cuda(), "NCCL only moves CUDA tensors, got device ", device);
 }
 
@@ -103,9 +99,7 @@ void NcclTransport::launch(const Collective& operation, Work& work) {
   TDDP_INTERNAL(mine != nullptr && mine->belongs_to(*communicator_), "a Work of another transport was given to NCCL");
   TDDP_INTERNAL(!mine->under_way, operation.name(), " on a Work whose last operation was not waited for");
   auto numel = std::max(input.numel(), output.numel());
-  for (const auto& tensor : in_place.tensors) {
-    numel += tensor.numel();
-  }
+  for (const auto& tensor : in_place.tensors) numel += tensor.numel();
   const gpu::OperationLabel label{operation.name(), numel, options.bucket, timeout_};
   const auto call = [&, &nccl = communicator_->nccl()](gpu::Comm comm, gpu::Stream stream) {
     const auto* const from = operation.input.const_data_ptr();
@@ -115,14 +109,10 @@ void NcclTransport::launch(const Collective& operation, Work& work) {
         return pieces.empty() ? nccl.all_reduce(from, to, operation.input.numel(), type, gpu::kPlainSum, comm, stream)
                               : gpu::all_reduce_together(nccl, comm, stream, type, {to, operation.input.numel()},
                                                          pieces, scale, size());
-      case Kind::kReduce:
-        return nccl.reduce(to, operation.input.numel(), type, operation.root, comm, stream);
-      case Kind::kReduceScatter:
-        return nccl.reduce_scatter(from, to, operation.output.numel(), type, comm, stream);
-      case Kind::kAllGather:
-        return nccl.all_gather(from, to, bytes_of(operation.input), type, comm, stream);
-      default:
-        return nccl.broadcast(to, bytes_of(operation.output), type, operation.root, comm, stream);
+      case Kind::kReduce: return nccl.reduce(to, operation.input.numel(), type, operation.root, comm, stream);
+      case Kind::kReduceScatter: return nccl.reduce_scatter(from, to, operation.output.numel(), type, comm, stream);
+      case Kind::kAllGather: return nccl.all_gather(from, to, bytes_of(operation.input), type, comm, stream);
+      default: return nccl.broadcast(to, bytes_of(operation.output), type, operation.root, comm, stream);
     }
   };
   communicator_->start(mine->ticket, label, call, std::move(memory));

@@ -3,8 +3,6 @@
 #include <c10/core/CPUAllocator.h>
 #include <pthread.h>
 
-#include <algorithm>
-
 namespace torchddp::transport {
 namespace {
 
@@ -21,9 +19,7 @@ class PoolAllocator final : public c10::Allocator {
 
   c10::DataPtr allocate(size_t bytes) override {
     if (active_.load(std::memory_order_relaxed) != 0 && bytes >= static_cast<size_t>(GradientPool::kMinBytes)) {
-      if (auto data = allocate_from_pools(static_cast<int64_t>(bytes))) {
-        return data;
-      }
+      if (auto data = allocate_from_pools(static_cast<int64_t>(bytes))) return data;
     }
     return torch_->allocate(bytes);
   }
@@ -109,38 +105,24 @@ class PoolAllocator final : public c10::Allocator {
 }  // namespace
 
 void GradientPool::expect(std::span<const int64_t> sizes) {
-  if (is_inherited()) {
-    return;
-  }
+  if (is_inherited()) return;
   const std::lock_guard lock(mutex_);
-  for (auto& [bytes, shelf] : shelves_) {
-    shelf.expected = 0;
-  }
+  for (auto& [bytes, shelf] : shelves_) shelf.expected = 0;
   for (const auto bytes : sizes) {
-    if (bytes >= kMinBytes) {
-      ++shelves_[bytes].expected;
-    }
+    if (bytes >= kMinBytes) ++shelves_[bytes].expected;
   }
   std::erase_if(shelves_, [&](const auto& entry) {
     const auto& shelf = entry.second;
-    if (shelf.expected > 0) {
-      return false;
-    }
-    for (auto* block : shelf.free) {
-      segment_->release(block);
-    }
+    if (shelf.expected > 0) return false;
+    for (auto* block : shelf.free) segment_->release(block);
     return true;
   });
 }
 
 void GradientPool::set_active(bool active) {
-  if (is_inherited()) {
-    return;
-  }
+  if (is_inherited()) return;
   const std::lock_guard lock(mutex_);
-  if (active == active_ || (active && shelves_.empty())) {
-    return;
-  }
+  if (active == active_ || (active && shelves_.empty())) return;
   active_ = active;
   if (active) {
     PoolAllocator::instance().add(shared_from_this());
@@ -152,36 +134,28 @@ void GradientPool::set_active(bool active) {
 void* GradientPool::take(int64_t bytes) {
   const std::lock_guard lock(mutex_);
   const auto found = shelves_.find(bytes);
-  if (found == shelves_.end()) {
-    return nullptr;
-  }
+  if (found == shelves_.end()) return nullptr;
   auto& shelf = found->second;
   if (!shelf.free.empty()) {
     auto* block = shelf.free.back();
     shelf.free.pop_back();
     return block;
   }
-  if (shelf.blocks >= shelf.expected + kSpare) {
-    return nullptr;
-  }
+  if (shelf.blocks >= shelf.expected + kSpare) return nullptr;
   auto* block = segment_->allocate(bytes);
   shelf.blocks += block != nullptr ? 1 : 0;
   return block;
 }
 
 void GradientPool::give_back(void* block, int64_t bytes) {
-  if (is_inherited()) {
-    return;
-  }
+  if (is_inherited()) return;
   const std::lock_guard lock(mutex_);
   const auto found = shelves_.find(bytes);
   if (found != shelves_.end() && found->second.blocks <= found->second.expected + kSpare) {
     found->second.free.push_back(block);
     return;
   }
-  if (found != shelves_.end()) {
-    --found->second.blocks;
-  }
+  if (found != shelves_.end()) --found->second.blocks;
   segment_->release(block);
 }
 

@@ -3,7 +3,6 @@
 
 #include <c10/core/Allocator.h>
 
-#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <mutex>

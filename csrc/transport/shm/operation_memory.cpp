@@ -49,9 +49,7 @@ at::Tensor private_bytes(int64_t bytes) { return at::empty({std::max<int64_t>(by
 
 int64_t bytes_of(c10::ArrayRef<at::Tensor> tensors) {
   int64_t bytes = 0;
-  for (const auto& tensor : tensors) {
-    bytes += bytes_of(tensor);
-  }
+  for (const auto& tensor : tensors) bytes += bytes_of(tensor);
   return bytes;
 }
 

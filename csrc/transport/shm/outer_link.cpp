@@ -6,7 +6,7 @@
 
 #include "common/errors.h"
 #include "transport/c10d/group_work.h"
-#include "transport/shm/shm_transport.h"
+#include "transport/shm/shm_channel.h"
 #include "transport/sum_types.h"
 
 namespace torchddp::transport {
@@ -41,18 +41,14 @@ class C10dOuterLink final : public shm::OuterLink {
 
   bool finish_oldest() override {
     auto& oldest = running_.front();
-    if (!oldest.work->isCompleted()) {
-      return false;
-    }
+    if (!oldest.work->isCompleted()) return false;
     bool ok = false;
     try {
       ok = oldest.work->wait();
     } catch (const std::exception& error) {
       throw TransportError(error.what());
     }
-    if (!ok) {
-      throw TransportError("the process group reported that the operation failed");
-    }
+    if (!ok) throw TransportError("the process group reported that the operation failed");
     if (oldest.gathered.defined()) {
       const c10::NoGradGuard no_grad;
       at::sum_out(oldest.data, oldest.gathered.view({group_->getSize(), -1}), at::IntArrayRef{0}, /*keepdim=*/false,

@@ -1,14 +1,11 @@
 #include "transport/shm/shm_transport.h"
 
 #include <ATen/Functions.h>
-#include <ATen/Parallel.h>
 #include <ATen/record_function.h>
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
 
-#include <algorithm>
 #include <cstring>
-#include <iterator>
 
 #include "common/check.h"
 #include "transport/c10d/c10d_transport.h"
@@ -25,9 +22,7 @@ class ShmWork final : public Work {
   ~ShmWork() override { give_up(); }
 
   bool poll() override {
-    if (!active_) {
-      return group_work_ == nullptr || group_work_->poll();
-    }
+    if (!active_) return group_work_ == nullptr || group_work_->poll();
     try {
       return engine_.poll(seq_);
     } catch (const TransportError&) {
@@ -37,9 +32,7 @@ class ShmWork final : public Work {
 
   void wait(std::chrono::milliseconds timeout) override {
     if (!active_) {
-      if (group_work_ != nullptr) {
-        group_work_->wait(timeout);
-      }
+      if (group_work_ != nullptr) group_work_->wait(timeout);
       return;
     }
     const auto limit = timeout == kTransportTimeout ? transport_->timeout_ : timeout;
@@ -53,9 +46,7 @@ class ShmWork final : public Work {
   }
 
   void abandon() override {
-    if (group_work_ != nullptr) {
-      group_work_->abandon();
-    }
+    if (group_work_ != nullptr) group_work_->abandon();
     give_up();
   }
 
@@ -66,9 +57,7 @@ class ShmWork final : public Work {
   // The range torch.profiler shows for the operation: from here to the end of wait().
   void record(const std::string& title, const at::Tensor& tensor) {
     auto callbacks = at::getStepCallbacksUnlessEmpty(at::RecordScope::USER_SCOPE);
-    if (!callbacks) {
-      return;
-    }
+    if (!callbacks) return;
     record_.emplace(std::move(*callbacks));
     record_->_setAsync();
     const c10::IValue input(tensor);
@@ -137,183 +126,36 @@ std::optional<kernels::DType> type_of(const at::Tensor& tensor) {
   return is_dense_cpu(tensor) ? sum_type(tensor.scalar_type()) : std::nullopt;
 }
 
-void run_parallel(int threads, const std::function<void()>& body) {
-  at::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
-    for (auto i = begin; i < end; ++i) {
-      body();
-    }
-  });
-}
-
 }  // namespace
-
-std::shared_ptr<shm::Mesh> ShmMeeting::find(int64_t limit_bytes) {
-  const std::lock_guard lock(mutex_);
-  auto mesh = limit_bytes == limit_bytes_ ? mesh_.lock() : nullptr;
-  return mesh != nullptr && !mesh->is_inherited() ? mesh : nullptr;
-}
-
-std::shared_ptr<ShmChannel> ShmMeeting::find_channel(const std::shared_ptr<shm::Mesh>& mesh) {
-  const std::lock_guard lock(mutex_);
-  auto channel = channel_.lock();
-  return channel != nullptr && channel->mesh() == mesh && channel->engine().is_open() ? channel : nullptr;
-}
-
-void ShmMeeting::set(const std::shared_ptr<shm::Mesh>& mesh, int64_t limit_bytes) {
-  const std::lock_guard lock(mutex_);
-  mesh_ = mesh;
-  limit_bytes_ = limit_bytes;
-}
-
-void ShmMeeting::set(const std::shared_ptr<ShmChannel>& channel) {
-  const std::lock_guard lock(mutex_);
-  channel_ = channel;
-}
-
-ShmEndpoint::ShmEndpoint(int64_t limit_bytes, std::shared_ptr<ShmMeeting> meeting)
-    : limit_bytes_(limit_bytes),
-      meeting_(std::move(meeting)),
-      mesh_(meeting_ != nullptr ? meeting_->find(limit_bytes) : nullptr),
-      channel_(mesh_ != nullptr ? meeting_->find_channel(mesh_) : nullptr) {
-  if (mesh_ != nullptr) {
-    end_ = channel_ != nullptr ? channel_->end() : mesh_->open();
-  }
-  if (!end_) {
-    mesh_ = nullptr;
-    shm::Segment(0, 1, limit_bytes);
-  }
-}
-
-ShmEndpoint::~ShmEndpoint() {
-  if (end_ && channel_ == nullptr) {
-    mesh_->drop(*end_);
-  }
-}
-
-std::shared_ptr<ShmTransport> ShmEndpoint::connect(c10::intrusive_ptr<c10d::ProcessGroup> group, ShmPlacement placement,
-                                                   const std::vector<ShmOffer>& offers,
-                                                   std::chrono::milliseconds connect_timeout,
-                                                   std::chrono::milliseconds timeout) {
-  const auto found = std::find(placement.addresses.begin(), placement.addresses.end(), address());
-  TDDP_INTERNAL(found != placement.addresses.end() && placement.local_ranks.size() == placement.addresses.size(),
-                "this rank is not among those of its host");
-  const auto rank = static_cast<int>(found - placement.addresses.begin());
-  const auto size = static_cast<int>(placement.addresses.size());
-  std::vector<shm::ChannelEnd> ends;
-  for (const auto& offer : offers) {
-    ends.push_back(offer.end);
-  }
-  // A rank whose garbage collector was faster may have lost what others still have.
-  const bool has_met = !offers.empty() && !offers.front().mesh.empty() &&
-                       std::all_of(offers.begin(), offers.end(), [&](const ShmOffer& offer) {
-                         return offer.mesh == offers.front().mesh && offer.is_shared == offers.front().is_shared;
-                       });
-  auto mesh = std::exchange(mesh_, nullptr);
-  auto channel = std::exchange(channel_, nullptr);
-  const auto own_end = std::exchange(end_, std::nullopt);
-  if (!has_met) {
-    if (own_end && channel == nullptr) {
-      mesh->drop(*own_end);
-    }
-    channel = nullptr;
-    auto segment = std::make_shared<shm::Segment>(rank, size, limit_bytes_);
-    auto peers = listener_.connect(placement.addresses, rank, *segment, connect_timeout);
-    mesh = std::make_shared<shm::Mesh>(placement.addresses.front(), rank, std::move(segment), std::move(peers));
-    ends.assign(static_cast<size_t>(size), *mesh->open());
-    if (meeting_ != nullptr) {
-      meeting_->set(mesh, limit_bytes_);
-    }
-  }
-  if (channel == nullptr) {
-    channel = std::make_shared<ShmChannel>(placement, std::move(mesh), std::move(ends), timeout);
-    if (placement.spans && meeting_ != nullptr) {
-      meeting_->set(channel);
-    }
-  }
-  return std::make_shared<ShmTransport>(std::move(group), std::move(placement), std::move(channel), timeout);
-}
-
-ShmChannel::ShmChannel(const ShmPlacement& placement, std::shared_ptr<shm::Mesh> mesh,
-                       std::vector<shm::ChannelEnd> ends, std::chrono::milliseconds timeout)
-    : mesh_(std::move(mesh)), ends_(std::move(ends)) {
-  shm::EngineConfig config;
-  config.group_ranks = placement.local_ranks;
-  config.rank = mesh_->rank();
-  config.segments = mesh_->view(ends_);
-  config.gone = [this](int peer) { return mesh_->gone(peer); };
-  if (timeout.count() > 0) {
-    config.timeout = timeout;
-  }
-  if (placement.spans) {
-    outer_ = make_outer_link(placement.outer_group, mesh_->segment());
-    config.outer = outer_.get();
-  }
-  config.owners = placement.owners;
-  config.threads = at::get_num_threads();
-  config.run_parallel = run_parallel;
-  engine_ = std::make_unique<shm::Engine>(std::move(config));
-}
-
-ShmChannel::~ShmChannel() {
-  engine_.reset();
-  const bool forever = outer_ != nullptr && !kept_.empty();  // the process group between hosts may write to it, too
-  mesh_->close(ends_, std::make_shared<std::vector<Kept>>(std::move(kept_)), forever);
-}
-
-void ShmChannel::keep(std::vector<at::Tensor> memory, std::optional<uint64_t> until) {
-  const std::lock_guard lock(kept_mutex_);
-  kept_.push_back({std::move(memory), until});
-}
-
-void ShmChannel::drop_finished() {
-  std::vector<Kept> finished;  // released without holding the lock
-  const std::lock_guard lock(kept_mutex_);
-  const auto first = std::partition(kept_.begin(), kept_.end(),
-                                    [&](const Kept& kept) { return !kept.until || !engine_->poll(*kept.until); });
-  finished.assign(std::make_move_iterator(first), std::make_move_iterator(kept_.end()));
-  kept_.erase(first, kept_.end());
-}
 
 ShmTransport::ShmTransport(c10::intrusive_ptr<c10d::ProcessGroup> group, ShmPlacement placement,
                            std::shared_ptr<ShmChannel> channel, std::chrono::milliseconds timeout)
     : Transport(Route::kShm, {.reaches_any_memory = false, .scales = true, .narrows = true, .is_network = false}),
-      placement_(std::move(placement)),
-      timeout_(timeout),
-      channel_(std::move(channel)),
-      segment_(channel_->mesh()->segment()),
-      pool_(std::make_shared<GradientPool>(segment_)),
-      engine_(&channel_->engine()),
-      rank_(placement_.local_ranks[static_cast<size_t>(channel_->mesh()->rank())]),
+      placement_(std::move(placement)), timeout_(timeout), channel_(std::move(channel)),
+      segment_(channel_->mesh()->segment()), pool_(std::make_shared<GradientPool>(segment_)),
+      engine_(&channel_->engine()), rank_(placement_.local_ranks[channel_->mesh()->rank()]),
       size_(group != nullptr ? group->getSize() : channel_->mesh()->size()) {
   // Named as the process group names them, since tools that read profiles know those names.
   const auto backend = group != nullptr ? group->getBackendName() : std::string("shm");
   for (size_t kind = 0; kind < titles_.size(); ++kind) {
     titles_[kind] = backend + ":" + shm::kind_name(static_cast<shm::OpKind>(kind));
   }
-  if (group != nullptr) {
-    c10d_ = std::make_shared<C10dTransport>(std::move(group));
-  }
+  if (group != nullptr) c10d_ = std::make_shared<C10dTransport>(std::move(group));
 }
 
 // Undefined, with errno set, if there is no room.
 at::Tensor ShmTransport::try_allocate(int64_t numel, at::ScalarType dtype) {
   const auto bytes = numel * static_cast<int64_t>(c10::elementSize(dtype));
   auto* memory = segment_->allocate(bytes);
-  if (memory == nullptr && scratch().trim(0)) {
-    memory = segment_->allocate(bytes);
-  }
-  if (memory == nullptr) {
-    return {};
-  }
+  if (memory == nullptr && scratch().trim(0)) memory = segment_->allocate(bytes);
+  if (memory == nullptr) return {};
   auto segment = segment_;  // the mapping outlives the transport for as long as it holds a gradient
   return at::from_blob(memory, {numel}, [segment](void* block) { segment->release(block); }, at::dtype(dtype));
 }
 
 at::Tensor ShmTransport::allocate(int64_t numel, at::ScalarType dtype, at::Device device) {
   if (device.is_cpu()) {
-    if (auto memory = try_allocate(numel, dtype); memory.defined()) {
-      return memory;
-    }
+    if (auto memory = try_allocate(numel, dtype); memory.defined()) return memory;
     TORCH_WARN("rank ", rank_, ": no room for ", numel * static_cast<int64_t>(c10::elementSize(dtype)),
                " bytes of shared memory (", std::strerror(errno),
                "): the ranks continue over the process group. Shared memory counts toward the memory of the container ",
@@ -370,9 +212,7 @@ void ShmTransport::run(Work& work, shm::Operation operation, const at::Tensor& i
 void ShmTransport::count_operation(const shm::Operation& operation) {
   const auto mine = moved(operation, engine_->board());
   count(Route::kShm, operation.bytes() * (operation.kind == shm::OpKind::kAllGather ? size_ : 1), mine.bytes);
-  if (mine.outer_numel == 0) {
-    return;
-  }
+  if (mine.outer_numel == 0) return;
   const auto bytes = mine.outer_numel * kernels::item_size(operation.type);
   const auto hosts = placement_.outer_group->getSize();
   // 16-bit floats are gathered and not summed by the process group: see C10dOuterLink.
@@ -385,31 +225,22 @@ void ShmTransport::count_operation(const shm::Operation& operation) {
 void ShmTransport::interrupt(const std::string& reason) {
   Transport::interrupt(reason);
   engine_->interrupt(reason);
-  if (c10d_ != nullptr) {
-    c10d_->interrupt(reason);
-  }
+  if (c10d_ != nullptr) c10d_->interrupt(reason);
 }
 
 Traffic ShmTransport::traffic() const {
   auto total = Transport::traffic();
-  if (c10d_ != nullptr) {
-    total += c10d_->traffic();
-  }
+  if (c10d_ != nullptr) total += c10d_->traffic();
   return total;
 }
 
 bool ShmTransport::goes_through_group(const Collective& operation) const {
   const auto kind = operation.kind;
-  if (kind == Kind::kBarrier) {
-    return placement_.spans;
-  }
+  if (kind == Kind::kBarrier) return placement_.spans;
   const bool moves = kind == Kind::kAllGather || kind == Kind::kBroadcast;
-  if (moves ? !is_dense_cpu(operation.input) : !type_of(operation.input)) {
-    return true;
-  }
-  return placement_.spans &&
-         (kind == Kind::kReduceScatter || kind == Kind::kAllGather ||
-          (kind == Kind::kBroadcast && placement_.outer_ranks[static_cast<size_t>(operation.root)] < 0));
+  if (moves ? !is_dense_cpu(operation.input) : !type_of(operation.input)) return true;
+  return placement_.spans && (kind == Kind::kReduceScatter || kind == Kind::kAllGather ||
+                              (kind == Kind::kBroadcast && placement_.outer_ranks[operation.root] < 0));
 }
 
 void ShmTransport::launch(const Collective& operation, Work& work) {
@@ -428,14 +259,9 @@ void ShmTransport::launch(const Collective& operation, Work& work) {
     case Kind::kAllGather:
       run(work, of_bytes(shm::OpKind::kAllGather, bytes_of(input)), input, operation.output);
       break;
-    case Kind::kBroadcast:
-      start_broadcast(input, operation.root, work);
-      break;
-    case Kind::kBarrier:
-      run(work, {}, {}, {});
-      break;
-    default:
-      start_sum(operation, work);
+    case Kind::kBroadcast: start_broadcast(input, operation.root, work); break;
+    case Kind::kBarrier: run(work, {}, {}, {}); break;
+    default: start_sum(operation, work);
   }
 }
 
@@ -456,9 +282,7 @@ void ShmTransport::start_sum(const Collective& sum, Work& work) {
   if (sum.options.outer_dtype && operation.type == kernels::DType::kF32) {
     operation.outer_type = sum_type(*sum.options.outer_dtype);
   }
-  if (sum.options.count_non_finite) {
-    operation.non_finite = own(work).count_anew();
-  }
+  if (sum.options.count_non_finite) operation.non_finite = own(work).count_anew();
   run(work, operation, tensor, tensor);
 }
 
@@ -471,11 +295,9 @@ bool ShmTransport::counts_non_finite(const at::Tensor& tensor) const {
 void ShmTransport::start_broadcast(const at::Tensor& tensor, int root, Work& work) {
   // Between hosts it goes to the ranks with the root's place on each host, which then act as roots there: it crosses the link
   // once.
-  const int local_root = placement_.spans ? placement_.places[static_cast<size_t>(root)] : root;
+  const int local_root = placement_.spans ? placement_.places[root] : root;
   const bool is_root = local_root == engine_->board().rank();
-  if (placement_.spans && is_root) {
-    broadcast_between_hosts(tensor, placement_.outer_ranks[static_cast<size_t>(root)]);
-  }
+  if (placement_.spans && is_root) broadcast_between_hosts(tensor, placement_.outer_ranks[root]);
   run(work, of_bytes(shm::OpKind::kBroadcast, bytes_of(tensor), local_root), is_root ? tensor : at::Tensor(),
       is_root ? at::Tensor() : tensor);
 }

@@ -1,0 +1,130 @@
+#include "transport/shm/shm_channel.h"
+
+#include <ATen/Parallel.h>
+
+#include <algorithm>
+#include <iterator>
+#include <utility>
+
+#include "common/check.h"
+#include "transport/shm/shm_transport.h"
+
+namespace torchddp::transport {
+
+std::shared_ptr<shm::Mesh> ShmMeeting::find(int64_t limit_bytes) {
+  const std::lock_guard lock(mutex_);
+  auto mesh = limit_bytes == limit_bytes_ ? mesh_.lock() : nullptr;
+  return mesh != nullptr && !mesh->is_inherited() ? mesh : nullptr;
+}
+
+std::shared_ptr<ShmChannel> ShmMeeting::find_channel(const std::shared_ptr<shm::Mesh>& mesh) {
+  const std::lock_guard lock(mutex_);
+  auto channel = channel_.lock();
+  return channel != nullptr && channel->mesh() == mesh && channel->engine().is_open() ? channel : nullptr;
+}
+
+void ShmMeeting::set(const std::shared_ptr<shm::Mesh>& mesh, int64_t limit_bytes) {
+  const std::lock_guard lock(mutex_);
+  mesh_ = mesh;
+  limit_bytes_ = limit_bytes;
+}
+
+void ShmMeeting::set(const std::shared_ptr<ShmChannel>& channel) {
+  const std::lock_guard lock(mutex_);
+  channel_ = channel;
+}
+
+ShmEndpoint::ShmEndpoint(int64_t limit_bytes, std::shared_ptr<ShmMeeting> meeting)
+    : limit_bytes_(limit_bytes), meeting_(std::move(meeting)),
+      mesh_(meeting_ != nullptr ? meeting_->find(limit_bytes) : nullptr),
+      channel_(mesh_ != nullptr ? meeting_->find_channel(mesh_) : nullptr) {
+  if (mesh_ != nullptr) end_ = channel_ != nullptr ? channel_->end() : mesh_->open();
+  if (!end_) {
+    mesh_ = nullptr;
+    shm::Segment(0, 1, limit_bytes);
+  }
+}
+
+ShmEndpoint::~ShmEndpoint() {
+  if (end_ && channel_ == nullptr) mesh_->drop(*end_);
+}
+
+std::shared_ptr<ShmTransport> ShmEndpoint::connect(c10::intrusive_ptr<c10d::ProcessGroup> group, ShmPlacement placement,
+                                                   const std::vector<ShmOffer>& offers,
+                                                   std::chrono::milliseconds connect_timeout,
+                                                   std::chrono::milliseconds timeout) {
+  const auto found = std::ranges::find(placement.addresses, address());
+  TDDP_INTERNAL(found != placement.addresses.end() && placement.local_ranks.size() == placement.addresses.size(),
+                "this rank is not among those of its host");
+  const auto rank = static_cast<int>(found - placement.addresses.begin());
+  const auto size = static_cast<int>(placement.addresses.size());
+  std::vector<shm::ChannelEnd> ends;
+  for (const auto& offer : offers) ends.push_back(offer.end);
+  // A rank whose garbage collector was faster may have lost what others still have.
+  const bool has_met =
+      !offers.empty() && !offers.front().mesh.empty() && std::ranges::all_of(offers, [&](const ShmOffer& offer) {
+        return offer.mesh == offers.front().mesh && offer.is_shared == offers.front().is_shared;
+      });
+  auto mesh = std::exchange(mesh_, nullptr);
+  auto channel = std::exchange(channel_, nullptr);
+  const auto own_end = std::exchange(end_, std::nullopt);
+  if (!has_met) {
+    if (own_end && channel == nullptr) mesh->drop(*own_end);
+    channel = nullptr;
+    auto segment = std::make_shared<shm::Segment>(rank, size, limit_bytes_);
+    auto peers = listener_.connect(placement.addresses, rank, *segment, connect_timeout);
+    mesh = std::make_shared<shm::Mesh>(placement.addresses.front(), rank, std::move(segment), std::move(peers));
+    ends.assign(size, *mesh->open());
+    if (meeting_ != nullptr) meeting_->set(mesh, limit_bytes_);
+  }
+  if (channel == nullptr) {
+    channel = std::make_shared<ShmChannel>(placement, std::move(mesh), std::move(ends), timeout);
+    if (placement.spans && meeting_ != nullptr) meeting_->set(channel);
+  }
+  return std::make_shared<ShmTransport>(std::move(group), std::move(placement), std::move(channel), timeout);
+}
+
+ShmChannel::ShmChannel(const ShmPlacement& placement, std::shared_ptr<shm::Mesh> mesh,
+                       std::vector<shm::ChannelEnd> ends, std::chrono::milliseconds timeout)
+    : mesh_(std::move(mesh)), ends_(std::move(ends)) {
+  shm::EngineConfig config;
+  config.group_ranks = placement.local_ranks;
+  config.rank = mesh_->rank();
+  config.segments = mesh_->view(ends_);
+  config.gone = [this](int peer) { return mesh_->gone(peer); };
+  if (timeout.count() > 0) config.timeout = timeout;
+  if (placement.spans) {
+    outer_ = make_outer_link(placement.outer_group, mesh_->segment());
+    config.outer = outer_.get();
+  }
+  config.owners = placement.owners;
+  config.threads = at::get_num_threads();
+  config.run_parallel = [](int threads, const std::function<void()>& body) {
+    at::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
+      for (auto i = begin; i < end; ++i) body();
+    });
+  };
+  engine_ = std::make_unique<shm::Engine>(std::move(config));
+}
+
+ShmChannel::~ShmChannel() {
+  engine_.reset();
+  const bool forever = outer_ != nullptr && !kept_.empty();  // the process group between hosts may write to it, too
+  mesh_->close(ends_, std::make_shared<std::vector<Kept>>(std::move(kept_)), forever);
+}
+
+void ShmChannel::keep(std::vector<at::Tensor> memory, std::optional<uint64_t> until) {
+  const std::lock_guard lock(kept_mutex_);
+  kept_.push_back({std::move(memory), until});
+}
+
+void ShmChannel::drop_finished() {
+  std::vector<Kept> finished;  // released without holding the lock
+  const std::lock_guard lock(kept_mutex_);
+  const auto first = std::partition(kept_.begin(), kept_.end(),
+                                    [&](const Kept& kept) { return !kept.until || !engine_->poll(*kept.until); });
+  finished.assign(std::make_move_iterator(first), std::make_move_iterator(kept_.end()));
+  kept_.erase(first, kept_.end());
+}
+
+}  // namespace torchddp::transport
