@@ -180,7 +180,12 @@ void Reducer::delay_all_reduce() {
     parts_.used.take_from_graph();
     pack_all([&](int64_t param) { return parts_.static_graph.was_used(param); });
     parts_.static_graph.finish_recording();
-    queue_finalize();
+    // Lightning calls this after a backward of manual optimization; torch's module calls it at the end of a backward.
+    if (torch::autograd::get_current_graph_task_id() < 0) {
+      finalize();
+    } else {
+      queue_finalize();
+    }
   });
 }
 

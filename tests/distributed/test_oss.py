@@ -294,6 +294,12 @@ def test_groups_with_options_that_the_class_requires(rank):
         assert torch.equal(p.detach(), before - 2 * lr * 2.0)
     with pytest.raises(KeyError, match="use_own"):
         OSS(weights(2), WithOwnOption, lr=0.5)
+    # As in torch, the program's dicts become the groups.
+    given = [{"params": [p]} for p in seeded(Mlp).parameters()]
+    optimizer = OSS(given, torch.optim.SGD, lr=0.1)
+    assert all(group is own for group, own in zip(optimizer.param_groups, given, strict=True))
+    with pytest.raises(TypeError, match="all must be dicts"):
+        OSS([*given, given[0]["params"][0]], torch.optim.SGD, lr=0.1)
 
 
 @on_ranks(2)

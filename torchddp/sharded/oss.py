@@ -422,7 +422,9 @@ def _groups_of(params: ParamsT) -> list[dict[str, Any]]:
     given: list[Any] = list(params)
     if given and not isinstance(given[0], dict):
         return [{"params": given}]
-    return [dict(group) for group in given]
+    if any(not isinstance(group, dict) for group in given):
+        raise TypeError("params holds groups and other things: all must be dicts")
+    return given  # not copies: as in torch, the program's dicts become the groups
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -76,7 +76,7 @@ class TorchDDPStrategy(FailsTogether, DDPStrategy):
         start_method: StartMethod = "popen",
         *,
         fail_together: bool = True,
-        fail_together_grace_s: float | None = 3.0,
+        fail_together_grace_s: Duration | None = 3.0,
         **kwargs: object,
     ) -> None:
         kwargs = _options_of(self, self._wrapper, kwargs)
@@ -162,7 +162,7 @@ class TorchDDPFabricStrategy(FailsTogether, FabricDDPStrategy):
         start_method: StartMethod = "popen",
         *,
         fail_together: bool = True,
-        fail_together_grace_s: float | None = 3.0,
+        fail_together_grace_s: Duration | None = 3.0,
         **kwargs: object,
     ) -> None:
         kwargs = _options_of(self, DistributedDataParallel, kwargs)

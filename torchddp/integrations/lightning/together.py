@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from lightning.pytorch.utilities.exceptions import _TunerExitException
 
 from torchddp.diagnose.fail_together import FailTogether, fail_together, finish_first
+from torchddp.durations import Duration
 
 if TYPE_CHECKING:
     from lightning.fabric.strategies.launchers.launcher import _Launcher
@@ -38,10 +39,10 @@ class FailsTogether:
     """
 
     _fails_together = True
-    _grace_s: float | None = 3.0
+    _grace_s: Duration | None = 3.0
     _watch: FailTogether | None = None
 
-    def _choose_failing(self, wanted: bool, grace_s: float | None) -> None:
+    def _choose_failing(self, wanted: bool, grace_s: Duration | None) -> None:
         fail_together(grace_s=grace_s)  # checks the number
         self._fails_together, self._grace_s = wanted, grace_s
 
