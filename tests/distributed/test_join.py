@@ -149,7 +149,7 @@ def test_all_ranks_get_as_many_batches_in_their_own_order(rank, world_size):
         got = list(even_batches(iter(own)))
         assert got == own[: min(lengths[:world_size])]
         # A list can be iterated again; a group may be given.
-        assert list(even_batches(own, dist.group.WORLD)) == got
+        assert list(even_batches(own, process_group=dist.group.WORLD)) == got
 
 
 @pytest.mark.parametrize(("transport", "world_size"), [("c10d", 3), ("shm", 2), ("shm", 4)])
@@ -181,10 +181,14 @@ def test_torchs_models_and_subgroups(rank):
     assert len(list(even_batches(range(2 + rank), plain))) == 2
     pair = dist.new_group([1, 2])
     if rank > 0:
-        assert len(list(even_batches(range(2 * rank), pair))) == 2
+        assert len(list(even_batches(range(2 * rank), process_group=pair))) == 2
     for wrong in (seeded(Mlp), 7, "model"):
-        with pytest.raises(TypeError, match="model_or_group must be"):
+        with pytest.raises(TypeError, match="model must be a DistributedDataParallel or None, got "):
             even_batches([], wrong)
+    with pytest.raises(TypeError, match="process_group must be a process group or None, got Mlp"):
+        even_batches([], process_group=seeded(Mlp))
+    with pytest.raises(TypeError, match="with process_group="):
+        even_batches([], plain, process_group=pair)
 
 
 @on_ranks(3)

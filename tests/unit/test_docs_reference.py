@@ -125,7 +125,9 @@ def arguments_of(*callables):
     return {name for one in callables for name in inspect.signature(one).parameters}
 
 
-OURS = arguments_of(torchddp.DDP, torchddp.ShardedDataParallel, OSS, accumulate, even_batches)
+OURS = arguments_of(
+    torchddp.DDP, torchddp.Precision, torchddp.Checks, torchddp.ShardedDataParallel, OSS, accumulate, even_batches
+)
 
 
 def named_in(section, heading):

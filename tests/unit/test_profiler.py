@@ -21,8 +21,7 @@ from torchddp.profiler.ranks import (
     traffic_dicts,
 )
 from torchddp.profiler.report import sent_lines
-from torchddp.profiler.session import merged_trace
-from torchddp.profiler.step_values import Monitor, values_of
+from torchddp.profiler.session import Monitor, merged_trace, values_of
 from torchddp.profiler.steps import BucketLayout, Layout, Layouts, Step, read_steps
 from torchddp.traffic import Traffic, text_of, total_wire_bytes
 
@@ -352,7 +351,7 @@ def test_the_json_report_has_names_and_numbers() -> None:
     assert data["straggler"]["rank"] == 1 and data["straggler"]["parameter"] == "first.bias"
     assert data["straggler"]["wait_us"] == 48000 and data["slowest_rank"] == 0
     last = {"rank": 1, "steps": 6, "of": 6, "p_value": 0.03125, "wait_us": 48000}
-    assert data["last_rank"] == {**last, "share_of_step": pytest.approx(48 / 70)}
+    assert data["last_rank"] == {**last, "share": pytest.approx(48 / 70)}
     assert data["buckets"][1]["held_back_by"] == "first.weight" and data["buckets"][1]["last_rank"] == 1
     assert data["buckets"][0]["first_ready_us"] == 5000 and data["ranks"][0]["exposed_us"] == 56000
 

@@ -324,15 +324,20 @@ def test_json_and_plot_hold_the_points_of_the_tables(profile, tmp_path, shown):
     document = json.loads(data.read_text())
     points = document["points"]
     assert document["date"] and document["verdict"].startswith("eth10, 2 ranks: ")
-    assert [(p["link"], p["ranks"]) for p in points] == [("eth10", 2), ("eth10", 64), ("5gbit", 2), ("5gbit", 64)]
+    assert [(p["link"]["name"], p["world_size"]) for p in points] == [
+        ("eth10", 2),
+        ("eth10", 64),
+        ("5gbit", 2),
+        ("5gbit", 64),
+    ]
     assert document["gradients"] == [f"layer{i}.weight" for i in range(6)]
     for point in points:
-        for plan in (point["recorded_plan"], point["best_plan"]):
+        for plan in (point["recorded"], point["best"]):
             assert plan["step_s"] == pytest.approx(plan["compute_s"] + plan["exposed_s"])
             assert sorted(i for bucket in plan["buckets"] for i in bucket) == list(range(6))
     assert png.read_bytes().startswith(b"\x89PNG")
     rows = re.findall(r"^(\d+) +([\d.]+) +[\d.]+ +[\d.]+%", out, re.MULTILINE)
-    expected = [(str(p["ranks"]), float(p["recorded_plan"]["step_s"] * 1e3)) for p in points]
+    expected = [(str(p["world_size"]), float(p["recorded"]["step_s"] * 1e3)) for p in points]
     assert [(ranks, float(step)) for ranks, step in rows] == [(r, pytest.approx(s, rel=5e-3)) for r, s in expected]
     assert all(f"wrote {path}" in out.replace("\n", "") for path in (data, png))
 

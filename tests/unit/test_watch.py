@@ -120,6 +120,28 @@ def test_the_call_thread_ends_with_its_owner():
     assert wait_until(lambda: not thread.is_alive())
 
 
+# A call that would fail while the interpreter ends, which takes longer than the call.
+ENDING = """
+import datetime, functools, time
+import torch.distributed as dist
+from torchddp.transport.worker import BoundedCalls
+
+class Slow:
+    def __del__(self, sleep=time.sleep):
+        sleep(1)
+
+slow = Slow()
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=datetime.timedelta(seconds=0.5))
+calls = BoundedCalls(5.0)
+answer = calls.start(functools.partial(store.get, "never"))
+"""
+
+
+def test_a_call_that_is_running_at_exit_does_not_abort_the_process():
+    done = python("-c", ENDING)
+    assert done.returncode == 0 and "terminate called" not in done.stderr, done.stderr
+
+
 def test_a_remote_exception_keeps_its_details_when_serialized():
     def told(error):
         try:

@@ -619,7 +619,7 @@ class DistributedDataParallel(TorchDDP):
 
         Example:
 
-            model = torchddp.DistributedDataParallel(module, checks=Checks(gradient_stats=True))
+            model = torchddp.DistributedDataParallel(module, checks=torchddp.Checks(gradient_stats=True))
             loss_of(model(batch)).backward()
             norm = model.gradient_stats()[:, 0].sum().sqrt()
 
@@ -638,7 +638,7 @@ class DistributedDataParallel(TorchDDP):
 
         Example:
 
-            model = torchddp.DistributedDataParallel(module, checks=Checks(nonfinite=True))
+            model = torchddp.DistributedDataParallel(module, checks=torchddp.Checks(nonfinite=True))
             loss_of(model(batch)).backward()
             for found in model.nonfinite():
                 print(found)
