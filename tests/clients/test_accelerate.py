@@ -136,7 +136,7 @@ def test_wrong_options_are_named() -> None:
     """By the class's own checks, before the model is wrapped."""
     assert_each_raises(
         (lambda: TorchDDPKwargs(transprot="shm"), TypeError, "argument 'transprot'. Did you mean 'transport'"),
-        (lambda: TorchDDPKwargs(device_ids=[0]), TypeError, "argument 'device_ids'"),
+        (lambda: TorchDDPKwargs(device_ids=[0]), TypeError, "'device_ids': use the device that Accelerate chooses"),
         (lambda: TorchDDPKwargs(transport="smoke signals"), ValueError, "transport must be"),
         (lambda: TorchDDPKwargs(comm_hook="fp12"), ValueError, "comm_hook must be one of"),
         (TorchDDPKwargs().to_kwargs, RuntimeError, "call torchddp.install() first"),

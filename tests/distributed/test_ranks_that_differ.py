@@ -53,12 +53,12 @@ ALLOWED = {
 # Fields of Precision and Checks.
 REFUSED_FIELDS = {
     "reduce": torch.float32,
-    "precision": Precision(main_grads=torch.float32),
+    "main_grads": torch.float32,
     "nonfinite": True,
     "parameters_every": 1,
-    "checks": Checks(zero_weights="zeros"),
+    "zero_weights": "zeros",
 }
-ALLOWED_FIELDS = {"stall_report": 0, "checks": Checks(gradient_stats=True), "traps": False}
+ALLOWED_FIELDS = {"stall_report": 0, "gradient_stats": True, "traps": False}
 # Objects of each rank, devices, and options that need others, below.
 ELSEWHERE = {
     "device_ids", "output_device", "process_group", "device_mesh", "delay_all_reduce_named_params",

@@ -266,7 +266,7 @@ def test_missing_and_wrong_weights(rank):
         (
             partial(DDP, Net(), checks=Checks(zero_weights="skip")),
             ValueError,
-            'zero_weights must be "raise" or "zeros"',
+            'zero_weights=) must be "raise" or "zeros"',
         ),
         (partial(accumulate, model, 3, weights=[1, 2]), ValueError, "a weight for each of the 3 microbatches, got 2"),
         (partial(accumulate, model, 1, weights=[-1]), ValueError, f"rank {rank} must be 0 or more"),

@@ -12,7 +12,7 @@ from torchddp.ddp.former_names import current
 from torchddp.ddp.module import OPTIONS, options_of
 from torchddp.integrations.install import installed
 
-_ACCELERATES = {"device_ids", "output_device"}  # set by Accelerate
+_OF_ACCELERATE = dict.fromkeys(("device_ids", "output_device"), "the device that Accelerate chooses")
 
 
 class TorchDDPKwargs(DistributedDataParallelKwargs):
@@ -35,7 +35,8 @@ class TorchDDPKwargs(DistributedDataParallelKwargs):
     """
 
     def __init__(self, **options: Any) -> None:
-        options = current(options, [*(set(OPTIONS) - _ACCELERATES)], "TorchDDPKwargs")
+        known = [name for name in OPTIONS if name not in _OF_ACCELERATE]
+        options = current(options, known, "TorchDDPKwargs", _OF_ACCELERATE)
         options_of(**options)  # checks the values
         if options.get("comm_hook") is not None:
             comm_hooks.resolve(options["comm_hook"])
