@@ -83,9 +83,6 @@ def test_unmodified_programs_under_run(tmp_path):
     assert done.stderr.count(CLAIM) == 1
 
 
-@pytest.mark.xfail(
-    reason="a program that ends right after its first model aborts at exit: a thread waits for the store"
-)
 def test_the_pages_program(settings, tmp_path):
     page = (ROOT / "docs" / "slurm.md").read_text()
     (program,) = re.findall(r"```python\n(# train.py\n.*?)```", page, re.DOTALL)
