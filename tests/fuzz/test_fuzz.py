@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from tests import mutants
-from tests.fuzz.__main__ import main
+from tests.fuzz.command import main
 from tests.fuzz.draw import KEEP_VIEW, draw, trained
 from tests.fuzz.program import Part, Program
 from tests.fuzz.run import run_trials
