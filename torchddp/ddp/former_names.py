@@ -86,7 +86,7 @@ def current(
                 raise TypeError(f"{who}() got both {argument}={before!r} and {name}={value!r}: leave one out")
             options[argument] = replace(before, **{field: value})
         else:
-            import difflib
+            import difflib  # here, because importing it takes longer than all else in this module
 
             near = difflib.get_close_matches(name, known, n=1)
             hint = f". Did you mean {near[0]!r}?" if near else ""

@@ -102,17 +102,17 @@ class DDPOptions:
         precision = given["precision"]
         if precision is not None and not isinstance(precision, Precision):
             raise TypeError(f"precision must be a torchddp.Precision or None, got {precision!r}")
-        self.precision: Precision = precision or Precision()
-        self.checks: Checks = checks.chosen(given["checks"])
+        self.precision: Final[Precision] = precision or Precision()
+        self.checks: Final[Checks] = checks.chosen(given["checks"])
         self._given = {**given, "precision": self.precision, "checks": self.checks}
-        self.transport: TransportChoice = given["transport"]
-        self.auto_refresh_trainable: bool = given["auto_refresh_trainable"]
-        self.bucket_cap_mb: BucketCap = given["bucket_cap_mb"]
-        self.bucket_cap_mb_list: Sequence[float] | None = given["bucket_cap_mb_list"]
-        self.gradient_as_bucket_view: bool | None = given["gradient_as_bucket_view"]
-        self.init_sync: bool = given["init_sync"]
-        self.static_graph: bool = given["static_graph"]
-        self.weighted: bool = given["weighted"]
+        self.transport: Final[TransportChoice] = given["transport"]
+        self.auto_refresh_trainable: Final[bool] = given["auto_refresh_trainable"]
+        self.bucket_cap_mb: Final[BucketCap] = given["bucket_cap_mb"]
+        self.bucket_cap_mb_list: Final[Sequence[float] | None] = given["bucket_cap_mb_list"]
+        self.gradient_as_bucket_view: Final[bool | None] = given["gradient_as_bucket_view"]
+        self.init_sync: Final[bool] = given["init_sync"]
+        self.static_graph: Final[bool] = given["static_graph"]
+        self.weighted: Final[bool] = given["weighted"]
         self.strategy = DDPSyncStrategy._choose(given["sync"], given["find_unused_parameters"])
         limit = timedelta_of(given["timeout"], "timeout")
         # The limit of each reduction; zero: the process group's own.

@@ -74,7 +74,7 @@ class ParallelConfig:
             modules of the model's lists. (): the model as a whole.
         forward_prefetch, backward_prefetch: with FSDP: number of modules whose parameters are gathered ahead. 0:
             torch's own behavior.
-        ddp: further options of DistributedDataParallel or ShardedDataParallel. fields of their ``precision``
+        ddp: further options of DistributedDataParallel or ShardedDataParallel. Fields of their ``precision``
             and ``checks`` may be a table, or options like ``"precision.wire"``; dtypes may be names.
 
     Raises:
