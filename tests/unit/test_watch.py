@@ -137,8 +137,9 @@ answer = calls.start(functools.partial(store.get, "never"))
 """
 
 
-def test_a_call_that_is_running_at_exit_does_not_abort_the_process():
-    done = python("-c", ENDING)
+@pytest.mark.parametrize("owner", ["kept", "gone"])
+def test_a_call_that_is_running_at_exit_does_not_abort_the_process(owner):
+    done = python("-c", ENDING + ("del calls\n" if owner == "gone" else ""))
     assert done.returncode == 0 and "terminate called" not in done.stderr, done.stderr
 
 

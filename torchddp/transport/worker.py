@@ -43,7 +43,7 @@ class _Jobs:
         self._pid = os.getpid()
         self._queue: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         # A daemon, because it may be stuck when the process ends.
-        self._thread = threading.Thread(target=_run_jobs, args=(self._queue,), name=name, daemon=True)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
         self.end = weakref.finalize(owner, self._queue.put, None)
         self.end.atexit = False  # `_end_threads` does it
@@ -56,19 +56,19 @@ class _Jobs:
     def put(self, job: Callable[[], object]) -> None:
         self._queue.put(job)
 
+    def _run(self) -> None:
+        while (job := self._queue.get()) is not None:
+            job()
+            del job  # keep no model or store alive while waiting
+
     def join(self, limit_s: float) -> bool:
         """Called after `end`: whether the thread ended in time."""
         self._thread.join(limit_s)
         return not self._thread.is_alive()
 
 
-_jobs: weakref.WeakSet[_Jobs] = weakref.WeakSet()  # whose threads may be running
-
-
-def _run_jobs(jobs: queue.SimpleQueue[Callable[[], object] | None]) -> None:
-    while (job := jobs.get()) is not None:
-        job()
-        del job  # keep no model or store alive while waiting
+# A thread keeps its `_Jobs` in this set until it ends, also if the owner has gone before it.
+_jobs: weakref.WeakSet[_Jobs] = weakref.WeakSet()
 
 
 class Worker:
