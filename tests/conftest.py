@@ -74,7 +74,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if reporter is None or os.environ.get("CI") != "true" or session.exitstatus != pytest.ExitCode.OK:
         return
     if reruns := reporter.stats.get("rerun", ()):
-        reporter.ensure_newline()
+        reporter.write_line("")  # not on the line of dots
         told = "\n".join(f"{report.nodeid}: {report.longreprtext[-3000:]}" for report in reruns)
         reporter.write_line(f"Passed only when run again, so mend it: {told}")
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
