@@ -39,7 +39,7 @@ def option(name: str, default: str = "") -> str:
     return f"-D{name}={'ON' if is_on(name, default) else 'OFF'}"
 
 
-def written_down(name: str) -> str:
+def project_value(name: str) -> str:
     """The value of a line `name = "..."` of pyproject.toml. Python before 3.11 has no TOML parser."""
     line = re.search(rf'^{name} = "([^"]+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     if line is None:
@@ -59,11 +59,11 @@ def check_versions(torch: str) -> None:
             f"torchddp: setuptools {setuptools.__version__} is too old, 77 or newer is needed; update it with: "
             f"{sys.executable} -m pip install --upgrade setuptools"
         )
-    oldest, beyond = (minor(bound) for bound in re.findall(r"[\d.]+", written_down("torch-range")))
+    oldest, beyond = (minor(bound) for bound in re.findall(r"[\d.]+", project_value("torch-range")))
     if not oldest <= minor(torch) < beyond:
         raise SystemExit(
-            f"torchddp: torch {torch} is installed, and torchddp {written_down('version')} supports torch "
-            f"{written_down('torch-range')}"
+            f"torchddp: torch {torch} is installed, and torchddp {project_value('version')} supports torch "
+            f"{project_value('torch-range')}"
         )
 
 
@@ -89,7 +89,7 @@ def configure(command: list[str]) -> None:
         raise SystemExit(" ".join(ours[1].split()))  # one sentence, because pip shows only the last lines
     sys.stderr.write(done.stderr)
     if done.returncode:
-        raise SystemExit(f"torchddp: '{' '.join(command[:3])} ...' failed; the reason stands above.")
+        raise SystemExit(f"torchddp: '{' '.join(command[:3])} ...' failed; see CMake's message above.")
 
 
 FACTS: dict[str, str] = runpy.run_path(str(ROOT / "cmake" / "torch_facts.py"))["facts"]()
@@ -117,12 +117,24 @@ class CMakeBuild(build_ext):
             option("TORCHDDP_WERROR"),
             option("TORCHDDP_UNITY", default="ON"),
         ]
+        first = not (build_dir / ".ninja_log").exists()
         configure(command)
+        if first:
+            minutes = "a quarter of an hour" if WITH_CUDA else "about three minutes of one core's time"
+            print(f"torchddp: compiling for torch {FACTS['TORCH_VERSION']}, which takes {minutes}", flush=True)
         build = [tool("cmake"), "--build", str(build_dir)]
         if jobs := os.environ.get("MAX_JOBS"):
             build += ["--parallel", jobs]
         if subprocess.run(build).returncode:
-            raise SystemExit("torchddp: the extension does not compile; the reason stands above.")
+            raise SystemExit("torchddp: the extension does not compile; see the compiler's message above.")
+
+    def copy_extensions_to_source(self) -> None:
+        """As setuptools does, but atomically: an interrupted copy would look up to date, and processes may have the old one open."""
+        for ext in self.extensions:
+            target = Path(self.get_ext_fullpath(ext.name))
+            partial = target.with_suffix(".partial")
+            shutil.copy2(Path(self.build_lib, self.get_ext_filename(ext.name)), partial)
+            partial.replace(target)
 
 
 def project_urls() -> dict[str, str]:
@@ -135,7 +147,7 @@ def project_urls() -> dict[str, str]:
 
 
 setup(
-    version=written_down("version") + LOCAL_VERSION,
+    version=project_value("version") + LOCAL_VERSION,
     install_requires=[f"torch=={TORCH_MINOR}.*"],
     project_urls=project_urls(),
     ext_modules=[Extension("torchddp._C", sources=[])],

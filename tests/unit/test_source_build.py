@@ -26,7 +26,8 @@ def checkout(tmp_path: Path) -> Path:
         shutil.copy(ROOT / name, folder / name)
     for name, text in {
         "torchddp/__init__.py": "",
-        "csrc/bindings/module.cpp": "const char* torchddp_version = TORCHDDP_VERSION;\n",
+        "csrc/bindings/build_info.cpp": "const char* torchddp_version = TORCHDDP_VERSION;\n",
+        "csrc/transport/transport.cpp": "int torchddp_transport() { return 1; }\n",
         "csrc/plan/plan.cpp": "int torchddp_plan() { return 1; }\n",
     }.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)

@@ -79,7 +79,7 @@ class C10dWork final : public Work {
   std::function<void()> finish_;
 };
 
-C10dWork& own(Work& work) {
+C10dWork& c10d_work(Work& work) {
   auto* mine = dynamic_cast<C10dWork*>(&work);
   TDDP_INTERNAL(mine != nullptr, "a Work of another transport was given to the c10d transport");
   return *mine;
@@ -123,7 +123,7 @@ void C10dTransport::exchange_and_sum(const Collective& operation, Work& work) {
   std::vector<int64_t> out_splits(in_splits.size(), numel);
   auto sent = operation.input;
   auto received = at::empty({numel * size()}, sent.options());
-  auto& mine = own(work);
+  auto& mine = c10d_work(work);
   mine.start(operation.name(), sent.device(),
              [&](auto& works) { works.push_back(all_to_all_flat(*group_, received, sent, out_splits, in_splits)); });
   if (numel == 0) return;
@@ -173,13 +173,13 @@ void C10dTransport::launch(const Collective& operation, Work& work) {
       default: return group_->barrier(c10d::BarrierOptions());
     }
   };
-  own(work).start(operation.name(), has_tensors ? input.device() : at::kCPU,
-                  [&](auto& works) { works.push_back(launch()); });
+  c10d_work(work).start(operation.name(), has_tensors ? input.device() : at::kCPU,
+                        [&](auto& works) { works.push_back(launch()); });
 }
 
 void C10dTransport::all_reduce_each(const Collective& operation, Work& work) {
   const c10::NoGradGuard no_grad;
-  own(work).start(operation.name(), operation.input.device(), [&](auto& works) {
+  c10d_work(work).start(operation.name(), operation.input.device(), [&](auto& works) {
     const auto sum = [&](const at::Tensor& tensor) {
       std::vector<at::Tensor> in_place{tensor};
       works.push_back(group_->allreduce(in_place, c10d::AllreduceOptions()));

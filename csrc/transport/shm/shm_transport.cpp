@@ -111,7 +111,7 @@ namespace {
 
 using Kind = Collective::Kind;
 
-ShmWork& own(Work& work) {
+ShmWork& shm_work(Work& work) {
   auto* mine = dynamic_cast<ShmWork*>(&work);
   TDDP_INTERNAL(mine != nullptr, "a Work of another transport was given to the shared-memory transport");
   return *mine;
@@ -188,7 +188,7 @@ at::Tensor ShmTransport::allocate_scratch(int64_t bytes, at::Device device) {
 
 // `input` and `output` may be undefined where the operation has none on this rank.
 void ShmTransport::run(Work& work, shm::Operation operation, const at::Tensor& input, const at::Tensor& output) {
-  auto& mine = own(work);
+  auto& mine = shm_work(work);
   mine.check_idle();
   channel_->drop_finished();
   const c10::NoGradGuard no_grad;
@@ -248,7 +248,7 @@ void ShmTransport::launch(const Collective& operation, Work& work) {
   if (goes_through_group(operation)) {
     auto plain = operation;
     plain.options = {};
-    c10d_->start(plain, own(work).group_work());
+    c10d_->start(plain, shm_work(work).group_work());
     return;
   }
   switch (operation.kind) {
@@ -282,7 +282,7 @@ void ShmTransport::start_sum(const Collective& sum, Work& work) {
   if (sum.options.outer_dtype && operation.type == kernels::DType::kF32) {
     operation.outer_type = sum_type(*sum.options.outer_dtype);
   }
-  if (sum.options.count_non_finite) operation.non_finite = own(work).count_anew();
+  if (sum.options.count_non_finite) operation.non_finite = shm_work(work).count_anew();
   run(work, operation, tensor, tensor);
 }
 
