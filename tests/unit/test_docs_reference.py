@@ -116,13 +116,19 @@ def test_committed_results_are_summaries(path):
     assert path.stat().st_size < 20_000 and summary.summarized(result) == result
 
 
-def test_the_readmes_chart_shows_the_newest_result():
+def test_the_readmes_chart_and_table_show_the_newest_result():
     axis = pages.chart().axes[0]
     result = json.loads(max(RESULTS.glob("*-exposed-*.json")).read_text())
     assert [label.get_text() for label in axis.get_yticklabels()] == [model["title"] for model in result["results"]]
     ours = [row["cost"][1] for model in result["results"] for row in model["variants"] if row["name"] == pages.OURS]
     assert [bar.get_width() for bar in axis.patches][-len(ours) :] == ours and len(axis.patches) == 3 * len(ours)
     readme = (pages.DOCS.parent / "README.md").read_text()
+    for model in result["results"]:
+        rows = {row["name"]: row for row in model["variants"]}
+        best, mine = rows[model["best_torch"]], rows[pages.OURS]
+        added = (f"{pages.number(row['cost'][1])} ms" for row in (best, mine))
+        step = f"{mine['step_ms'][1] / best['step_ms'][1]:.2f}"
+        assert f"| {' | '.join((model['title'], *added, pages.spread(mine['ratio_to_best_torch']), step))} |" in readme
     assert f"docs/images/{pages.CHART.name}" in readme and pages.CHART.exists()
 
 
