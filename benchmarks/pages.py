@@ -294,7 +294,9 @@ def chart() -> Figure:
     axis.legend(frameon=False, loc="lower right", fontsize=9)
     result = loaded("exposed")
     machine = f"{result['machine']['cores']} cores of an {result['machine']['cpu']}, {result['date'][:10]}"
-    finish_panel(axis, f"What DDP adds to a training step: two ranks on {machine} (less is better)", "ms, with quartiles")
+    finish_panel(
+        axis, f"What DDP adds to a training step: two ranks on {machine} (less is better)", "ms, with quartiles"
+    )
     return figure
 
 
