@@ -278,19 +278,25 @@ BAR_HEIGHT = 0.26
 
 
 def chart() -> Figure:
-    """Median milliseconds that each class adds to a step, by model."""
+    """Milliseconds that each class adds to a step, by model: medians, and lines from quartile to quartile."""
     figure, ((axis,),) = panels(1, 1, 8.0, 3.6)
     found = list(models("exposed"))
     for bar, (name, (label, color)) in enumerate(BARS.items()):
         places = [model + (bar - 1) * BAR_HEIGHT for model in range(len(found))]
-        added_ms = [rows[name]["cost"][1] for _, rows in found]
-        bars = axis.barh(places, added_ms, 0.9 * BAR_HEIGHT, label=label, color=color)
+        low, added_ms, high = zip(*(rows[name]["cost"] for _, rows in found), strict=True)
+        errors = [[b - a for a, b in zip(*ends, strict=True)] for ends in ((low, added_ms), (added_ms, high))]
+        lines = {"elinewidth": 0.8, "ecolor": "black"}
+        bars = axis.barh(places, added_ms, 0.9 * BAR_HEIGHT, label=label, color=color, xerr=errors, error_kw=lines)
         axis.bar_label(bars, [f"{ms:.1f}" for ms in added_ms], padding=3, fontsize=8)
     axis.set_yticks(range(len(found)), [model["title"] for model, _ in found])
     axis.invert_yaxis()
     axis.tick_params(left=False)
     axis.legend(frameon=False, loc="lower right", fontsize=9)
-    finish_panel(axis, "What DDP adds to a training step (2 CPU ranks, lower is better)", "ms")
+    result = loaded("exposed")
+    machine = f"{result['machine']['cores']} cores of an {result['machine']['cpu']}, {result['date'][:10]}"
+    finish_panel(
+        axis, f"What DDP adds to a training step: two ranks on {machine} (less is better)", "ms, with quartiles"
+    )
     return figure
 
 

@@ -165,7 +165,7 @@ def main(argv: list[str] | None = None) -> None:
     except ValueError as error:
         sys.exit(f"index: {error}")
     indexes = list(dict.fromkeys(wheel.folder for wheel in wheels))
-    print(f"{args.out}: {len(wheels)} wheels in {len(indexes)} indexes: {', '.join(indexes)}")
+    print(f"{args.out}: wheels {len(wheels)}, indexes {', '.join(indexes)}")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """mkdocs hooks that adapt the pages of docs/ for the site (see mkdocs.yml).
 
-The pages are written for GitHub too, where links to ../csrc work and an indented block needs no language.
+The pages are written for GitHub too, where links to ../csrc work.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ _COMMANDS = re.compile(
     r"(apt-get|cd|git|make|pip|pre-commit|python|srun|torchddp|torchrun|\S+/(python|\S+\.sh))(?=\s|$)"
 )
 _FENCE = re.compile(r"( *)(```+)(\w*)")
-_MARKER = re.compile(r"<!-- (runs|not run): (.+?) -->")
+_MARKER = re.compile(r"<!-- (ranks|fragment|varies|runs|not run)(?:: (.+?))? -->")
+_FRAGMENT = re.compile(r"^<!-- fragment(?:: .+?)? -->\n```python$", re.MULTILINE)
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(((?:\.\./)+[^)\s]+)\)")
 
 
@@ -70,7 +71,7 @@ def examples(documented: Any) -> Iterator[Block]:
 def _marker(before: list[str]) -> tuple[str, str] | None:
     last = next((line for line in reversed(before) if line.strip()), "")
     found = _MARKER.fullmatch(last.strip())
-    return (found[1], found[2]) if found else None
+    return (found[1], found[2] or "") if found else None
 
 
 def _guessed(code: str) -> str:
@@ -97,7 +98,8 @@ def on_files(files: Any, config: Any) -> None:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    plain = re.sub(rf"^ *{_MARKER.pattern}\n", "", fenced(markdown), flags=re.MULTILINE)
+    marked = _FRAGMENT.sub('```python title="A fragment"', fenced(markdown))
+    plain = re.sub(rf"^ *{_MARKER.pattern}\n", "", marked, flags=re.MULTILINE)
     return linked_outside(plain, page.file.src_uri, config.extra["repository"])
 
 

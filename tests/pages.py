@@ -1,31 +1,27 @@
-"""The pages of docs/: their Python code and its run; docs/migration.md taken apart."""
+"""The pages of docs/: their code; docs/migration.md taken apart."""
 
 import re
-import textwrap
 from pathlib import Path
-from typing import Any
+
+from scripts.docs_hooks import blocks
 
 DOCS = Path(__file__).parents[1] / "docs"
 
 
-def code_in(text: str) -> str:
-    """All indented blocks, as one program."""
-    return textwrap.dedent("\n".join(line for line in text.splitlines() if line.startswith("    ") or not line))
+def blocks_of(page: str, section: str | None = None, language: str = "python") -> list[str]:
+    """The code below a heading of any level, up to the next heading; by default that before the page's sections."""
+    text = (DOCS / page).read_text()
+    lines, code = text.split("\n"), list(blocks(text))
+    inside = {line for block in code for line in range(block.start, block.end)}
+    marks = [i for i, line in enumerate(lines) if re.match("#{2,4} ", line) and i not in inside] + [len(lines)]
+    start = next(i for i in marks if lines[i].lstrip("# ") == section) if section else 0
+    end = next(i for i in marks if i > start)
+    return [block.code for block in code if block.language == language and start <= block.start < end]
 
 
 def code_of(page: str, section: str | None = None) -> str:
-    """The code below a heading; by default the code before the first heading."""
-    parts = ("\n" + (DOCS / page).read_text()).split("\n## ")
-    (text,) = [part for part in parts[1:] if part.startswith(f"{section}\n")] if section else parts[:1]
-    return code_in(text)
-
-
-def run_code(page: str, section: str | None = None) -> dict[str, Any]:
-    """Run the code in the test's process group; return the names it defines."""
-    code = re.sub(r'(torch\.)?dist\w*\.init_process_group\("gloo"\)\n', "", code_of(page, section))
-    names: dict[str, Any] = {}
-    exec(compile(code, page, "exec"), names)
-    return names
+    """The Python of a section, as one program."""
+    return "\n".join(blocks_of(page, section))
 
 
 PAGE = DOCS / "migration.md"
@@ -49,4 +45,4 @@ def rows(text: str) -> list[tuple[str, str]]:
 
 def spans(text: str) -> list[str]:
     """The text of the code spans."""
-    return re.findall(r"`([^`]+)`", text)
+    return re.findall(r"(?<!`)`([^`]+)`(?!`)", text)

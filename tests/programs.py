@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-CLAIM = "torch.nn.parallel.DistributedDataParallel makes torchddp's class in this process"
+CLAIM = "replaces torch.nn.parallel.DistributedDataParallel in this process"
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--local-addr", "127.0.0.1")
 LAUNCHERS = ("SLURM", "SRUN", "TORCHELASTIC", "TORCHDDP_", "PYTHON")
 TORCHRUNS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")

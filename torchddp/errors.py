@@ -35,7 +35,7 @@ _NOT_THE_USERS = (str(Path(__file__).parent) + "/", str(Path(torch.__file__).par
 
 
 class UsageWarning(UserWarning):
-    """The program continues but probably does not do what was intended; see docs/traps.md. Given once per model."""
+    """The program continues but probably does not do what was intended; see docs/checks.md. Given once per model."""
 
 
 class DesyncError(RuntimeError):
@@ -80,7 +80,8 @@ class NonFinite:
     count: int | None  # infinite or NaN elements (parts of complex ones); None on a device, where they are not counted
 
     def __str__(self) -> str:
-        return f"'{self.parameter}'" + ("" if self.count is None else f" ({self.count} values)")
+        values = "" if self.count is None else f" ({self.count} value{'s' if self.count != 1 else ''})"
+        return f"'{self.parameter}'{values}"
 
 
 def listed(items: Sequence[object], most: int = 4) -> str:

@@ -1,4 +1,4 @@
-"""The case `chaos`: random faults in small training jobs, and whether the other ranks react as docs/chaos.md says."""
+"""The case `chaos`: random faults in small training jobs, and whether the other ranks react as docs/testing.md says."""
 
 from __future__ import annotations
 

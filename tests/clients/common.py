@@ -2,7 +2,6 @@
 
 import hashlib
 import os
-import re
 import subprocess
 import sys
 import warnings
@@ -13,7 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from scripts import docs_hooks
 from tests.programs import ROOT
 
 OURS = "torchddp.ddp.module.DistributedDataParallel"
@@ -63,13 +61,6 @@ def saved_by_ranks(module: str, folder: Path, ranks: int = 0, timeout_s: float =
     found = [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
     assert [of_rank["told"] for of_rank in found] == [[], []]
     return found
-
-
-def blocks(page: str, section: str) -> list[str]:
-    """The indented code under a heading of a page of docs/."""
-    text = re.split(r"^#+ ", Path(ROOT, "docs", page).read_text(), flags=re.MULTILINE)
-    body = next(part for part in text if part.partition("\n")[0] == section).partition("\n")[2]
-    return [block.code for block in docs_hooks.blocks(body) if not block.fenced]
 
 
 def digest(named: Any) -> str:

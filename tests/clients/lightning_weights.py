@@ -12,8 +12,9 @@ from lightning.fabric import Fabric
 from torch.utils.data import DataLoader
 
 import torchddp
-from tests.clients.common import blocks, distance, said, save_results
+from tests.clients.common import distance, said, save_results
 from tests.clients.lightning_models import QUIET, TwoOptimizers, quiet, rank
+from tests.pages import blocks_of
 from torchddp.integrations.lightning import TorchDDPShardedStrategy, TorchDDPStrategy, weigh
 
 SAMPLES = [[3, 1, 0, 5, 2], [2, 6, 4, 1, 3]]  # by rank and microbatch
@@ -148,7 +149,7 @@ def page() -> float:
     options = {"max_epochs": 2, "use_distributed_sampler": False, **QUIET}
     del options["devices"]
     names = {"pl": pl, "torch": torch, "net": net, "batches": batches(rank()), "options": options}
-    exec(blocks("weighted_means.md", "Lightning")[0], names)
+    exec(blocks_of("weighted_means.md", "Lightning")[0], names)
     trained: Any = names["trainer"]
     return distance(trained.lightning_module.net, net(), one_process())
 
@@ -156,7 +157,7 @@ def page() -> float:
 def page_of_fabric(fabric: Any, model: Any, of: Batch, accumulating: bool) -> None:
     x, y, mask = of
     names = {"fabric": fabric, "model": model, "accumulating": accumulating, "x": x, "y": y, "mask": mask}
-    exec(blocks("weighted_means.md", "Lightning")[1], {**names, "weigh": weigh})
+    exec(blocks_of("weighted_means.md", "Lightning")[1], {**names, "weigh": weigh})
 
 
 def misuse_of_fabric(fabric: Any) -> str:

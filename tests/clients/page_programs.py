@@ -1,4 +1,4 @@
-"""Runs the programs of docs/engines.md on two ranks, unmodified and without torchddp."""
+"""Runs the programs of docs/integrations.md on two ranks, unmodified and without torchddp."""
 
 import json
 from pathlib import Path

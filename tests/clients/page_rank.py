@@ -1,4 +1,4 @@
-"""One rank of a program in docs/engines.md: runs the program under a heading and writes its results.
+"""One rank of a program in docs/integrations.md: runs the program under a heading and writes its results.
 
     torchrun --nproc-per-node 2 -m tests.clients.page_rank HEADING FOLDER [--replace OLD NEW ...]
 
@@ -18,7 +18,8 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 
 import torchddp
-from tests.clients.common import blocks, digest
+from tests.clients.common import digest
+from tests.pages import code_of
 
 CLASSES = ("torch", "torchddp")
 
@@ -49,7 +50,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--replace", nargs=2, action="append", default=[])
     given = parser.parse_args()
-    code = "\n".join(blocks("engines.md", given.heading))
+    code = code_of("integrations.md", given.heading)
     for old, new in given.replace:
         assert code.count(old) == 1, f"{code.count(old)} times in the program: {old}"
         code = code.replace(old, new)
@@ -58,7 +59,7 @@ def main() -> None:
     os.chdir(given.folder)
     seen = Seen()
     register_module_forward_pre_hook(seen.record)
-    exec(compile(code, "engines.md", "exec"), {"__name__": "__main__"})
+    exec(compile(code, "integrations.md", "exec"), {"__name__": "__main__"})
     packages = [cls.__module__.partition(".")[0] for cls in type(seen.model).__mro__]
     found = {
         "made": type(seen.model).__qualname__,

@@ -1,4 +1,4 @@
-"""The driver of test_ray.py: Ray Train on two CPU workers, case by case, and the program of docs/ray.md.
+"""The driver of test_ray.py: Ray Train on two CPU workers, case by case, and the program of docs/launchers.md.
 
 python -m tests.clients.ray_driver FOLDER
 """
@@ -15,7 +15,7 @@ from ray.train.torch import TorchTrainer
 
 import torchddp
 from tests.clients import ray_training
-from tests.clients.common import blocks
+from tests.pages import code_of
 
 MARK = "TEST_RAY_OF_TORCHDDP"  # in the environment of every process of the run
 VARIABLE = {"env_vars": {"TORCHDDP_INSTALL": "1"}}
@@ -55,7 +55,7 @@ def fit(folder: Path, case: str, told: dict[str, Any], given: dict[str, Any]) ->
 
 def run_page() -> dict[str, Any]:
     names: dict[str, Any] = {"__name__": "__main__"}
-    exec(compile("\n".join(blocks("ray.md", "Ray Train")), "ray.md", "exec"), names)
+    exec(compile(code_of("launchers.md", "Ray Train"), "launchers.md", "exec"), names)
     return names["result"].metrics
 
 

@@ -1,5 +1,5 @@
-"""pytorch-ignite, mmengine, timm and PyTorch Geometric with our engine: the programs of docs/engines.md, bitwise equal
-to torch's class.
+"""pytorch-ignite, mmengine, timm and PyTorch Geometric with our engine: the programs of docs/integrations.md, bitwise
+equal to torch's class.
 """
 
 import importlib.util

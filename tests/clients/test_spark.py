@@ -15,7 +15,7 @@ if importlib.util.find_spec("pyspark") is None:
 if shutil.which("java") is None:
     pytest.skip("Spark needs a JVM: apt-get install default-jre-headless", allow_module_level=True)
 
-CLAIM = "makes torchddp's class in this process"
+CLAIM = "replaces torch.nn.parallel.DistributedDataParallel in this process"
 DRIVER = "torchddp.install() only affects this process, not Spark's workers"
 TIMEOUT_S = 240
 

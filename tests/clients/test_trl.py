@@ -1,4 +1,4 @@
-"""trl's SFTTrainer with LoRA and our engine: the program of docs/engines.md, bitwise equal to torch's class."""
+"""trl's SFTTrainer with LoRA and our engine: the program of docs/integrations.md, bitwise equal to torch's class."""
 
 from pathlib import Path
 

@@ -19,7 +19,8 @@ from transformers import Trainer, TrainingArguments
 import torchddp
 from tests.clients import transformers_jobs
 from tests.clients.accelerate_jobs import Kind, accelerator_of, reset
-from tests.clients.common import blocks, distance, said, save_results
+from tests.clients.common import distance, said, save_results
+from tests.pages import blocks_of
 from torchddp.integrations.accelerate import TorchDDPKwargs, weigh
 
 TOKENS, LENGTH, SIZE, BATCH = 32, 10, 19, 2  # ten batches, of which the last has one sample
@@ -233,7 +234,7 @@ def of_the_page(section: str, **names: Any) -> float:
     if section == "Accelerate":
         names["optimizer"] = torch.optim.SGD(model.parameters(), lr=RATE)
         names["loader"] = DataLoader(data, batch_size=BATCH)
-    exec(blocks("weighted_means.md", section)[0], names)
+    exec(blocks_of("weighted_means.md", section)[0], names)
     batches = [Texts()[i : i + BATCH] for i in range(0, EVEN, BATCH)]
     one_process(reference, [batches[:6], batches[6:]])
     return distance(model, Net(), reference)

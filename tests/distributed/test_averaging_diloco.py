@@ -19,7 +19,6 @@ from tests.averaging import (
 from tests.comm_hooks import live_on
 from tests.harness import on_ranks
 from tests.models import same_on_all_ranks
-from tests.pages import run_code
 from torchddp.averaging import DiLoCo, HierarchicalAverager
 from torchddp.averaging.diloco import fragment_starts, plan_fragments
 
@@ -257,12 +256,3 @@ def test_a_process_group_of_some_ranks(rank):
     assert torch.equal(theirs[0], before) == (rank == 0)
     with pytest.raises(ValueError, match="must divide the 3 ranks of the process group, got 2"):
         HierarchicalAverager(model, {1: 2, 2: 3})
-
-
-@on_ranks(2)
-def test_the_example_of_docs_averaging(rank):
-    names = run_code("averaging.md")
-    assert names["optimizer"].steps == 200
-    assert_same_on_all_ranks(names["model"])
-    assert float(names["loss"]) < 8.0  # 16 at the start: the variance of the sum of 16 numbers
-    assert 0 < names["optimizer"].traffic.wire_bytes < names["optimizer"].traffic.payload_bytes / 3

@@ -1,4 +1,4 @@
-"""Programs of docs/ do what first_run.md, tune_buckets.md, traps.md, fault_tolerance.md and migration.md say."""
+"""Programs of docs/ do what tune_buckets.md, checks.md, fault_tolerance.md and migration.md say."""
 
 import re
 import warnings
@@ -12,55 +12,28 @@ from torch import nn
 import torchddp
 from examples.gpt.processes import torchrun
 from scripts.docs_hooks import blocks
-from tests.harness import each, gathered, on_ranks, over_both, run_ranks
+from tests.harness import each, on_ranks, over_both, run_ranks
 from tests.models import Mlp, batch, grads_of, local_grads, loss_of, same_on_all_ranks, seeded
-from tests.pages import DOCS, code_of, run_code, sections
+from tests.pages import DOCS, blocks_of, code_of, sections
 
 pytestmark = pytest.mark.beyond_torch("pages about torchddp")
 
 
-def blocks_of(page, language):
-    return [block.code for block in blocks((DOCS / page).read_text()) if block.language == language]
-
-
-def test_the_first_run(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (program,), (_, printed) = blocks_of("first_run.md", "python"), blocks_of("first_run.md", "text")
-    (tmp_path / "train.py").write_text(program)
-    with (tmp_path / "log").open("w+") as log:
-        torchrun(tmp_path / "train.py", [], ranks=2, timeout_seconds=100, output=log, errors=log)
-        log.seek(0)
-        text = log.read()
-    # Not by line: under torchrun Python writes a line and its end separately, so lines of two ranks mix.
-    said = sorted(re.findall(r"rank \d, step \d+: loss \d+\.\d{3}|weights saved; .* over shm", text))
-    losses, promised = re.compile(r"loss ([\d.]+)"), sorted(printed.splitlines())
-    assert [losses.sub("", line) for line in said] == [losses.sub("", line) for line in promised]
-    found, wanted = ([float(value) for value in losses.findall("\n".join(text))] for text in (said, promised))
-    assert found == pytest.approx(wanted, rel=0.05, abs=0.02)  # other processors may add in another order
-    assert torch.load("model.pt", weights_only=True).keys() == {"0.weight", "0.bias", "2.weight", "2.bias"}
-
-
 def test_the_model_to_tune():
     page = "tune_buckets.md"
-    factory, *uses = blocks_of(page, "python")
+    found = list(blocks((DOCS / page).read_text()))
+    factory = next(block.code for block in found if block.language == "python")
     names = {}
     exec(compile(factory, page, "exec"), names)
     module, batch = names["make"]()
     assert module(batch).shape == (64, 10)
     parameters = list(module.parameters())
     mb = sum(p.numel() * p.element_size() for p in parameters) / 1e6
-    _, tuned = blocks_of(page, "text")
+    tuned = [block.code for block in found if block.language == "text"][1]
     assert tuned.startswith(f"make_model:make: {len(parameters)} gradients, {mb:.2f} MB, 2 ranks")
-    assert len(uses) == 2  # test_docs_blocks.py runs them
 
 
 CHANGED, BATCH_NORM = "Gradients changed on some ranks", "Batch norm in two forwards"
-
-
-def block(section, language):
-    of_section = (DOCS / "traps.md").read_text().partition(f"\n## {section}\n")[2].partition("\n## ")[0]
-    (found,) = re.findall(rf"```{language}\n(.*?)```", of_section, re.DOTALL)
-    return found
 
 
 def run_section(rank, section):
@@ -71,7 +44,7 @@ def run_section(rank, section):
     names["optimizer"] = torch.optim.SGD(module.parameters(), lr=0.01)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        exec(compile(block(section, "python"), "train.py", "exec"), names)
+        exec(compile(code_of("checks.md", section), "train.py", "exec"), names)
     return [(str(w.message), w.filename, w.lineno) for w in caught if w.category is torchddp.UsageWarning]
 
 
@@ -81,28 +54,13 @@ def test_the_message_of_a_trap(transport, monkeypatch):
     monkeypatch.setenv("TORCHDDP_TRANSPORT", transport)
     ((text, *place),), others = run_ranks(run_section, 2, CHANGED)
     assert place == ["train.py", 6] and others == []
-    assert text.startswith(block(CHANGED, "text").strip().removeprefix("UsageWarning: ")), text
+    (shown,) = blocks_of("checks.md", CHANGED, "text")
+    assert text.startswith(shown.removeprefix("UsageWarning: ")), text
     assert text.endswith("before the average. checks=Checks(parameters_every=N) finds weights that differ.")
 
 
 def test_batch_norm_gets_no_warning():
     assert run_ranks(run_section, 2, BATCH_NORM) == [[], []]
-
-
-def test_the_filters_of_the_warning():
-    with warnings.catch_warnings():
-        exec(code_of("traps.md", "Turning the warning off"))
-        warnings.warn("Ranks treat averaged gradients differently", torchddp.UsageWarning, stacklevel=1)
-    assert issubclass(torchddp.UsageWarning, UserWarning)
-
-
-@on_ranks(3)
-def test_another_process_group(rank):
-    names = run_code("fault_tolerance.md", "Another process group")
-    model, optimizer = names["model"], names["optimizer"]
-    assert model.process_group.size() == 3
-    assert same_on_all_ranks([p.detach() for p in model.parameters()])
-    assert gathered([state["step"].item() for state in optimizer.state.values()]) == [[40.0, 40.0]] * 3
 
 
 @pytest.mark.rest_is_thorough("True")

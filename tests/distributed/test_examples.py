@@ -128,6 +128,6 @@ def test_blocks_are_added_during_training():
 
 
 def test_the_list_of_examples_is_complete():
-    listed = set(re.findall(r"examples[./](\w+)", (ROOT / "docs" / "examples.md").read_text()))
+    listed = set(re.findall(r"examples[./](\w+)", (ROOT / "docs" / "first_run.md").read_text()))
     there = {path.stem for path in (ROOT / "examples").glob("train_*.py")}
     assert there and there <= listed <= {path.stem for path in (ROOT / "examples").iterdir()}

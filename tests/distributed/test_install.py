@@ -183,7 +183,8 @@ def test_a_derived_class_is_announced_with_its_first_model(rank):
         framework.wrap(net())
     (before, messages), (_, others) = gathered((before, said))
     assert before == 0 and len(messages) == 1 and others == []
-    assert f"{CLAIM}, first for {__name__}." in messages[0] and "Derived, which is derived from it" in messages[0]
+    assert f"{CLAIM}. The first model is a {__name__}." in messages[0]
+    assert "Derived, which is derived from it" in messages[0]
 
 
 @on_ranks(2)

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from tests.fault.test_bad_input import Twice
 from tests.harness import each, gathered, on_ranks, through_a_file
-from tests.models import Mlp, batch, loss_of, same_on_all_ranks, seeded
-from tests.pages import run_code
+from tests.models import Mlp, batch, loss_of, seeded
 from tests.whole_buckets import WholeBuckets
 from torchddp import DDP, Checks, Precision
 from torchddp.composable import replicate
@@ -377,22 +376,6 @@ def test_a_refused_refresh_changes_nothing(rank, place):
         assert all(p.main_grad.count_nonzero() == 0 for p in ddp.parameters() if place == "main_grad")
         with pytest.raises(RuntimeError, match="no longer reduces gradients"):
             run_step(ddp, rank, 2, BF16)
-
-
-@pytest.mark.parametrize("section", ["In main_grad", "In .grad"])
-@on_ranks(2)
-def test_example(rank, section):
-    torch.manual_seed(rank)
-    names = run_code("main_grads.md", section)
-    assert names["model"].reducer.finished_steps == 5
-    assert same_on_all_ranks([p.detach() for p in names["module"].parameters()])
-    for p in names["module"].parameters():
-        assert p.dtype == BF16 and p.grad is None
-        if section == "In main_grad":
-            assert p.main_grad.dtype == FP32
-            assert not p.main_grad.any()  # zero_grad()
-        else:
-            assert p.grad_dtype == FP32
 
 
 @on_ranks(1)

@@ -261,8 +261,8 @@ def test_ranks_that_differ(rank):
             "group 0: float32[4] on cpu device 0, trainable.",
         ),
         (weights((2, 3), 4, dtype=torch.float64), "it is parameter 0 of group 0: float64[2, 3]"),
-        (weights((2, 3)), "Rank 1 has 1 parameters, rank 0 2: the first that only rank 0 has is parameter 1"),
-        (weights((2, 3), 4, 1), "the first that only rank 1 has is parameter 2 of group 0: float32[1]"),
+        (weights((2, 3)), "1 on rank 1, 2 on rank 0. The first that only rank 0 has is parameter 1"),
+        (weights((2, 3), 4, 1), "The first that only rank 1 has is parameter 2 of group 0: float32[1]"),
         (frozen(), "float32[4] on cpu device 0, frozen"),
         ([{"params": [p]} for p in weights((2, 3), 4)], "it is parameter 0 of group 1: float32[4]"),
     ):

@@ -15,7 +15,6 @@ from tests.distributed.test_refresh_modes import DDP, backward, grow, names_of, 
 from tests.harness import each, on_ranks
 from tests.models import Mlp, batch, loss_of, reordered, same_on_all_ranks, seeded
 from tests.oss import float_mlp as mlp
-from tests.pages import run_code
 
 WIDTH = 6
 OPTIMIZERS = [partial(torch.optim.AdamW, lr=0.01), partial(torch.optim.SGD, lr=0.05, momentum=0.9)]
@@ -144,17 +143,6 @@ def test_random_schedules_equal_wrapping_again(rank, world_size, kind, transport
 def test_noticed_in_forward(rank, kind, transport):
     automatic, fresh = (partial(kind, transport=transport, **more) for more in ({"auto_refresh_trainable": True}, {}))
     play(rank, automatic, fresh, seeds=range(4), is_told=False, buffers=False)
-
-
-@on_ranks(1, 2)
-def test_the_example(rank):
-    before = torchddp.finished_steps()
-    torch.manual_seed(rank)
-    names = run_code("freeze_and_thaw.md")
-    assert torchddp.finished_steps() - before == 30
-    module, optimizer = names["module"], names["optimizer"]
-    assert same_on_all_ranks(list(module.parameters()))
-    assert [int(optimizer.state[module[place].weight]["step"]) for place in (0, 2, 3)] == [20, 30, 10]
 
 
 @on_ranks(2)

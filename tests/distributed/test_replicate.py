@@ -14,14 +14,12 @@ from torch.distributed._composable import replicate as torch_replicate
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.checkpoint import checkpoint
 
 import torchddp
 from tests.harness import assert_each_raises, each, on_ranks
 from tests.models import Mlp, NormNet, assert_same_training, batch, same_on_all_ranks, seeded, step_on
-from tests.pages import run_code
 from torchddp import Checks
 from torchddp.composable import ReplicateModule, engine_of, unreplicate
 
@@ -322,7 +320,7 @@ def test_what_is_refused(rank):
         (lambda: replicate([net()]), TypeError, "needs a torch.nn.Module, got list"),
         (lambda: replicate(net().requires_grad_(False)), RuntimeError, "grad and is not ignored (rank 0)"),
         (lambda: replicate(nn.ReLU()), RuntimeError, "this ReLU has no parameter"),
-        (lambda: replicate(net().to("meta")), RuntimeError, f"5 parameters {on_meta}"),
+        (lambda: replicate(net().to("meta")), RuntimeError, f"parameters {on_meta}"),
         (lambda: replicate(model), RuntimeError, "already replicated"),
         (lambda: replicate(torch_replicate(net())), RuntimeError, "already given to torch's replicate()"),
         (lambda: replicate(fully_shard(net(), mesh=mesh(1))), RuntimeError, "already given to torch's fully_shard()"),
@@ -374,23 +372,3 @@ class Outer(nn.Module):
 
     def forward(self, x):
         return checkpoint(self.body, x, use_reentrant=self.reentrant)
-
-
-@on_ranks(2)
-def test_the_pages_examples(rank):
-    with reductions(20):
-        model = run_code("replicate.md", "One dimension")["model"]
-    assert list(model.state_dict()) == ["0.weight", "0.bias", "2.weight", "2.bias"]
-    assert same_on_all_ranks(model.parameters())
-    names = run_code("replicate.md", "Mixed precision")
-    weight = names["model"][0].weight
-    assert [names["output"].dtype, weight.dtype, weight.grad.dtype] == [torch.bfloat16, torch.float32, torch.float32]
-
-
-@pytest.mark.slow
-@on_ranks(4)
-def test_the_pages_tensor_parallel(rank):
-    with reductions(20):
-        model = run_code("replicate.md", "Tensor parallel in the other dimension")["model"]
-    assert isinstance(model.state_dict()["0.weight"], DTensor)
-    assert same_on_all_ranks([p.detach().full_tensor() for p in model.parameters()])

@@ -29,7 +29,7 @@ srun = slurm.imitated_srun(TIMEOUT_S)
 
 @pytest.fixture
 def settings():
-    """The variables that the batch script of docs/slurm.md exports."""
+    """The variables that the batch script of docs/launchers.md exports."""
     return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
 
 
@@ -84,7 +84,7 @@ def test_unmodified_programs_under_run(tmp_path):
 
 
 def test_the_pages_program(settings, tmp_path):
-    page = (ROOT / "docs" / "slurm.md").read_text()
+    page = (ROOT / "docs" / "launchers.md").read_text()
     (program,) = re.findall(r"```python\n(# train.py\n.*?)```", page, re.DOTALL)
     (tmp_path / "train.py").write_text(program)
     done = srun(2, sys.executable, str(tmp_path / "train.py"), **settings)

@@ -13,10 +13,9 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 import torchddp
 from tests.comm_hooks import live_on
 from tests.fault.test_bad_input import Twice
-from tests.harness import assert_each_raises, each, gathered, on_ranks, over_both
+from tests.harness import assert_each_raises, each, on_ranks, over_both
 from tests.managers import FakeManager
-from tests.models import assert_grads, batch, same_on_all_ranks, seeded
-from tests.pages import run_code
+from tests.models import assert_grads, batch, seeded
 from torchddp import Checks, Precision
 from torchddp import DistributedDataParallel as DDP
 from torchddp.sync import accumulate
@@ -379,22 +378,3 @@ def test_a_parameter_in_several_checkpoints_of_a_static_graph(rank, transport):
         whole = shared_last()
         mean_loss(whole(of_all_ranks(SAMPLES[:2], step))).backward()
         assert_same(model, grads_of(whole))
-
-
-@on_ranks(4)
-def test_the_example_of_one_backward(rank):
-    torch.manual_seed(rank)
-    names = run_code("weighted_means.md")
-    inputs, labels = (torch.cat(parts) for parts in zip(*gathered((names["inputs"], names["labels"])), strict=True))
-    whole = copy.deepcopy(names["model"].module)
-    whole.zero_grad()
-    nn.functional.cross_entropy(whole(inputs), labels).backward()
-    assert_same(names["model"], grads_of(whole))
-    assert len(labels) == 15
-
-
-@on_ranks(2)
-def test_the_example_of_several_microbatches():
-    model = run_code("weighted_means.md", "Three traps")["model"]
-    assert same_on_all_ranks([p.detach() for p in model.parameters()])
-    assert all(p.isfinite().all() for p in model.parameters())

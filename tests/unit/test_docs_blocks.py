@@ -1,16 +1,25 @@
 """Code blocks in docs/ and README.md run, or say why they don't.
 
-A comment in the line before a block names the test that runs it, or says why none does:
+A block of Python is a complete program. It runs here as `torchrun --nproc-per-node 2` would run it, on as many ranks as
+the comment in the line before it says, and prints what the block of text after it shows: the same lines in any order,
+numbers within 5 %, and whatever a comment before that text lets vary. All comments:
 
-    <!-- runs: tests/distributed/test_averaging_diloco.py -->
-    <!-- not run: needs a GPU -->
+    <!-- ranks: 4 -->
+    <!-- varies: \\d+ ms -->
+    <!-- fragment -->           runs here on one rank, after the page's fragments before it, with the names from `names`
+    <!-- fragment: of a model that isn't here -->         is only compiled, as with the next two
+    <!-- runs: tests/fault/test_docs.py -->
+    <!-- not run: needs lightning -->
 
-Python without such a comment runs here on one rank: all blocks of a page in turn, with the names from `names`.
-So do the examples in docstrings, on four ranks. Commands are not run, but their subcommands, options, targets, modules
-and extras must exist.
+Examples in docstrings run on four ranks. Commands are not run, but their subcommands, options, targets,
+modules and extras must exist.
 """
 
+import contextlib
 import importlib.util
+import io
+import itertools
+import os
 import pydoc
 import re
 import shlex
@@ -27,6 +36,7 @@ from torch.distributed.run import get_args_parser
 import torchddp
 from scripts.docs_hooks import ROOT, blocks, examples
 from tests.harness import run_ranks
+from tests.programs import free_port
 from torchddp.cli.app import app
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -41,18 +51,19 @@ def name_of(page):
 
 
 def complaint(page, block):
-    """What is wrong with a block's marker, or that it is missing; empty if nothing is wrong."""
-    if block.marker is None:
-        if block.language in SHELL:
-            return "; ".join(filter(None, map(wrong_with, commands(block.code))))
-        return "" if block.language == "python" else f"a block of {block.language or 'no language'} needs a marker"
-    kind, what = block.marker
+    """What is wrong with a block or its marker; empty if nothing is."""
+    kind, what = block.marker or ("", "")
+    if not block.fenced or not block.language:
+        return "a block must be fenced and name its language"
+    if block.language == "python":
+        compile(block.code, page.name, "exec")
     if missing := [name for name in re.findall(r"[\w/]+\.py", what) if not (ROOT / name).is_file()]:
         return f"{', '.join(missing)} does not exist"
-    if kind == "not run":
+    if kind == "runs" and not any(page.name in source for source in sources_of(ROOT / what)):
+        return f"{what} does not read {page.name}"
+    if kind or block.language not in SHELL:
         return ""
-    test = ROOT / what
-    return "" if any(page.name in source for source in sources_of(test)) else f"{what} does not read {page.name}"
+    return "; ".join(filter(None, map(wrong_with, commands(block.code))))
 
 
 def sources_of(test):
@@ -76,9 +87,9 @@ def test_every_block_runs_or_says_why_not(page):
 def test_wrong_markers_and_commands_are_found():
     for text, wrong in (
         ("```python\n1 / 0\n```", ""),  # run below
-        ("    pip install 'torchddp[cli]'\n    torchddp tune --model mlp   # comment", ""),
-        ("```text\nrank 1 died\n```", "needs a marker"),
-        ("<!-- not run: what it prints -->\n\n    rank 1 died", ""),
+        ("```sh\npip install 'torchddp[cli]'\ntorchddp tune --model mlp   # comment\n```", ""),
+        ("    rank 1 died", "must be fenced"),
+        ("```\nrank 1 died\n```", "name its language"),
         ("<!-- runs: tests/unit/test_docs_blocks.py -->\n```python\n1\n```", "does not read no_such_"),
         ("<!-- not run: tests/unit/no_such_test.py does -->\n```text\n1\n```", "does not exist"),
         ("```sh\ntorchrun --nproc-per-node 2 -m torchddp trace --nothing\n```", "no option --nothing"),
@@ -173,7 +184,7 @@ def names():
     return {
         **{"torch": torch, "dist": dist, "torchddp": torchddp, "DDP": torchddp.DDP},
         "bf16_compress_hook": bf16_compress_hook,
-        "model": module,
+        "model": torchddp.DDP(module),
         "optimizer": torch.optim.SGD(module.parameters(), lr=0.01),
         **dict.fromkeys(("x", "batch"), batches[0]),
         **dict.fromkeys(("batches", "loader", "microbatches"), batches),
@@ -186,22 +197,76 @@ def names():
     }
 
 
-def run_here(page):
-    return [block for block in blocks(page.read_text()) if block.language == "python" and block.marker is None]
+def programs(page):
+    """The complete programs of a page, each with the block of text after it, or None. Commands may stand between."""
+    found = (block for block in blocks(page.read_text()) if block.language not in SHELL)
+    for block, after in itertools.pairwise([*found, None]):
+        if block.language == "python" and (block.marker or ("ranks", ""))[0] == "ranks":
+            shown = after is not None and after.language == "text" and (after.marker or ("varies",))[0] == "varies"
+            yield block, after if shown else None
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if run_here(page)], ids=name_of)
-def test_python_blocks_run(page, tmp_path, monkeypatch):
+def program_of(rank, world_size, code, port):
+    """What the program prints on a rank under torchrun."""
+    dist.destroy_process_group()
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank), **address})
+    use_eager_compiler()
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec(code, {"__name__": "__main__"})
+    return printed.getvalue()
+
+
+def use_eager_compiler():
+    compiled = torch.compile
+    torch.compile = lambda model: compiled(model, backend="eager")
+
+
+NUMBER = re.compile(r"(?<![\w.])-?\d+\.\d+")
+
+
+def assert_prints(found, promised):
+    """The same lines in any order, and numbers with a point within 5 %: other processors add in another order."""
+    varies = re.compile(promised.marker[1] if promised.marker else "(?!)")
+    said, shown = (sorted(varies.sub("*", text).splitlines(), key=without_numbers) for text in (found, promised.code))
+    assert [*map(without_numbers, said)] == [*map(without_numbers, shown)], found
+    values, wanted = ([float(value) for line in lines for value in NUMBER.findall(line)] for lines in (said, shown))
+    assert values == pytest.approx(wanted, rel=0.05, abs=0.02), found
+
+
+def without_numbers(line):
+    return NUMBER.sub("#", line)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if any(programs(page))], ids=name_of)
+def test_programs_run_and_print_what_the_page_shows(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for block, promised in programs(page):
+        where = f"{name_of(page)}:{block.start + 1}"
+        print("case:", where)
+        world_size = int((block.marker or ("", "2"))[1])
+        code = compile("\n" * (block.start + 1) + block.code, name_of(page), "exec")
+        printed = "".join(run_ranks(program_of, world_size, world_size, code, str(free_port())))
+        assert promised or not printed, f"{where}: show what it prints:\n{printed}"
+        if promised:
+            assert_prints(printed, promised)
+
+
+def fragments(page):
+    python = (block for block in blocks(page.read_text()) if block.language == "python")
+    return [block for block in python if block.marker == ("fragment", "")]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if fragments(page)], ids=name_of)
+def test_fragments_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     def work(rank):
-        compiled = torch.compile
-        torch.compile = lambda model: compiled(model, backend="eager")
+        use_eager_compiler()
         known = names()
-        for block in run_here(page):
+        for block in fragments(page):
             known["module"] = fresh_module()
-            code = compile("\n" * (block.start + block.fenced) + block.code, name_of(page), "exec")
-            exec(code, known)
+            exec(compile("\n" * (block.start + 1) + block.code, name_of(page), "exec"), known)
 
     run_ranks(work, 1)
 

@@ -42,17 +42,33 @@ def documented(page, module):
 
 
 @pytest.mark.parametrize("package", ["", *PUBLIC])
-def test_every_public_name_has_its_docstring_on_a_page(package):
-    page = DOCS / "reference" / f"{package.partition('/')[0] or 'torchddp'}.md"
-    elsewhere = {"DDP", "__version__"} if not package else set()  # an alias of a class; a string
+def test_every_public_name_has_its_docstring_in_the_reference(package):
+    elsewhere = public_names("") if package else {"DDP", "__version__"}  # an alias of a class; a string
     module = f"torchddp.{package.replace('/', '.')}" if package else "torchddp"
-    assert documented(page, module) == public_names(package) - elsewhere
-    assert all(name in page.read_text() for name in elsewhere - {"__version__"})
+    assert documented(DOCS / "reference/index.md", module) == public_names(package) - elsewhere
+
+
+def test_every_argument_has_its_default_and_its_cost():
+    page = (DOCS / "reference/arguments.md").read_text()
+    found = {}
+    for section in page.split("\n## ")[1:]:
+        for row in re.findall(r"^\| `(\w+)` \| (.+) \|$", section, re.MULTILINE):
+            kind, default, does, costs = row[1].split(" | ")
+            assert kind and does and costs, row
+            found.setdefault(section.split("\n")[0], []).append((row[0], default))
+    for given, of in (
+        (found["torch's"] + found["torchddp's own"], torchddp.DDP),
+        (found["Precision"], torchddp.Precision),
+        (found["Checks"], torchddp.Checks),
+    ):
+        wanted = inspect.signature(of).parameters.values()
+        defaults = [(name, None if text == "required" else ast.literal_eval(spans(text)[0])) for name, text in given]
+        assert defaults == [(one.name, None if one.default is one.empty else one.default) for one in wanted], of
 
 
 def test_the_command_page_matches_the_commands_help():
-    if (DOCS / "command.md").read_text() != write_command_page.page():
-        pytest.fail("docs/command.md is not what the command says: run python -m scripts.write_command_page")
+    if write_command_page.PAGE.read_text() != write_command_page.page():
+        pytest.fail("docs/reference/command.md is not what the command says: run python -m scripts.write_command_page")
 
 
 def test_the_tables_match_the_results():
@@ -63,7 +79,7 @@ def test_the_tables_match_the_results():
 
 
 def variables(heading):
-    section = (DOCS / "environment.md").read_text().split(f"## {heading}\n")[1].split("\n## ")[0]
+    section = write_command_page.PAGE.read_text().split(f"### {heading}\n")[1].split("\n### ")[0]
     return set(re.findall(r"^\| `(\w+)`", section, re.MULTILINE))
 
 
@@ -86,7 +102,7 @@ def test_every_environment_variable_has_a_row():
     reads = r'(?:environ(?:\.get)?[(\[]|ENV = )"([A-Z_]+)"'
     files = [*(ROOT / "torchddp").rglob("*.py"), ROOT / "setup.py"]
     found = {name for path in files for name in re.findall(reads, path.read_text())}
-    page = (DOCS / "environment.md").read_text()
+    page = write_command_page.PAGE.read_text()
     assert len(found) > 15 and not {name for name in found if f"`{name}`" not in page}
 
 
@@ -100,13 +116,19 @@ def test_committed_results_are_summaries(path):
     assert path.stat().st_size < 20_000 and summary.summarized(result) == result
 
 
-def test_the_readmes_chart_shows_the_newest_result():
+def test_the_readmes_chart_and_table_show_the_newest_result():
     axis = pages.chart().axes[0]
     result = json.loads(max(RESULTS.glob("*-exposed-*.json")).read_text())
     assert [label.get_text() for label in axis.get_yticklabels()] == [model["title"] for model in result["results"]]
     ours = [row["cost"][1] for model in result["results"] for row in model["variants"] if row["name"] == pages.OURS]
     assert [bar.get_width() for bar in axis.patches][-len(ours) :] == ours and len(axis.patches) == 3 * len(ours)
     readme = (pages.DOCS.parent / "README.md").read_text()
+    for model in result["results"]:
+        rows = {row["name"]: row for row in model["variants"]}
+        best, mine = rows[model["best_torch"]], rows[pages.OURS]
+        added = (f"{pages.number(row['cost'][1])} ms" for row in (best, mine))
+        step = f"{mine['step_ms'][1] / best['step_ms'][1]:.2f}"
+        assert f"| {' | '.join((model['title'], *added, pages.spread(mine['ratio_to_best_torch']), step))} |" in readme
     assert f"docs/images/{pages.CHART.name}" in readme and pages.CHART.exists()
 
 

@@ -128,7 +128,7 @@ def test_the_first_model_is_announced_and_classes_derived_earlier_are_named(capl
 
     for made, claims, derived in (
         ([], 0, ""),
-        (["torch's"], 1, "Derived from torch's earlier, and so not affected"),
+        (["torch's"], 1, "Classes derived from it before install() keep torch's reducer"),
         (["own"] * 2, 0, "was derived from"),
     ):
         (said,) = run_ranks(work, 1, made)

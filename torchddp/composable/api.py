@@ -32,6 +32,7 @@ from torchddp.ddp.model import device_of, group_of, is_dtensor
 from torchddp.ddp.module import OPTIONS
 from torchddp.ddp.options import BucketCap, DDPSyncStrategy, SyncChoice, TransportChoice
 from torchddp.durations import Duration
+from torchddp.errors import listed
 from torchddp.transport.agreement import Agreement
 
 M = TypeVar("M", bound=torch.nn.Module)
@@ -291,8 +292,8 @@ def _check_parameters(
     on_meta = [name for name, p in parameters.items() if p.device.type == "meta"]
     if on_meta:
         raise RuntimeError(
-            f"{len(on_meta)} parameters of this {kind} are on the meta device, without values ({', '.join(on_meta[:4])}"
-            "): give them memory by module.to_empty(device=...) and initialize them, then replicate"
+            f"parameters of this {kind} are on the meta device, without values ({listed(on_meta)}). Give "
+            "them memory by module.to_empty(device=...), initialize them, then replicate"
         )
     if mesh is not None:
         elsewhere = sorted({p.device.type for p in parameters.values()} - {mesh.device_type})

@@ -38,7 +38,7 @@ class Checks:
         zero_weights: what happens in a weighted step in which every rank's weight is 0. ``"raise"``: ValueError on all
             ranks at the end of backward (on a CUDA device, backward then waits). ``"zeros"``: gradients are zeros.
         traps: warn about gradients that only some ranks change, and parameters that the reducer doesn't see
-            (``docs/traps.md``). Each rank's own.
+            (``docs/checks.md``). Each rank's own.
     """
 
     nonfinite: bool | Literal["raise"] = False

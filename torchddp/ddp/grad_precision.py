@@ -216,7 +216,7 @@ class Precision:
             addition to the 2 of ``.grad``. None: no conversion. Other gradients are always reduced in their own dtype.
         main_grads: ``torch.float32``: also accumulate these gradients in float32 over microbatches and ranks (implies
             ``reduce``). Takes 4 bytes per element, which is the bucket itself; the 16-bit gradient made by autograd
-            lives until its hook has run. None: off. ``docs/main_grads.md`` has examples.
+            lives until its hook has run. None: off. ``docs/sync.md`` has examples.
         main_grads_as: where they are stored. ``"main_grad"``: in ``parameter.main_grad``, always the same tensor,
             initially zero; ``.grad`` is None after each backward. All parameters have one; those that are not 16-bit
             have it in their own dtype. The wrapper's ``zero_grad()`` clears it, as does ``parameter.main_grad = None``

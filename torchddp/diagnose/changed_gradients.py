@@ -1,6 +1,6 @@
 """Warns of gradients that only some ranks change between the end of backward and the optimizer's step.
 
-See docs/traps.md.
+See docs/checks.md.
 """
 
 from __future__ import annotations

@@ -109,11 +109,10 @@ class _Finds:
         self._warned_step = first
         sources = [one for one in self._own if one.step == first]
         logger.warning(
-            "rank %d, step %d: gradients of %d parameters are infinite or NaN on this rank before they are averaged: "
-            "%s. Later steps are not reported until one is free of them.",
+            "rank %d, step %d: infinite or NaN values in this rank's own gradients, before averaging: %s. Later steps "
+            "are not reported until one is free of them.",
             self._rank,
             first,
-            len(sources),
             listed(sources, _LISTED),
         )
 

@@ -1,4 +1,4 @@
-"""Training that continues when replicas die: models under a torchft Manager (docs/torchft.md)."""
+"""Training that continues when replicas die: models under a torchft Manager (docs/fault_tolerance.md)."""
 
 from __future__ import annotations
 

@@ -96,4 +96,4 @@ def register(manager: Manager, model: DistributedDataParallel, *, weights: bool)
 def _shown(names: list[str] | None) -> str:
     if names is None:
         return "nothing: there is no such bucket"
-    return f"{', '.join(names[:3])}{', ...' if len(names) > 3 else ''} ({len(names)} parameters)"
+    return f"{', '.join(names[:3])}{', ...' if len(names) > 3 else ''} (parameters: {len(names)})"

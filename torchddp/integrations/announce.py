@@ -27,11 +27,11 @@ def model_made(model: DistributedDataParallel, made_by: type) -> None:
     _models += 1
     if not is_first_in_job("torch's class makes ours", model.process_group):
         return
-    message = f"torchddp {_C.version}: torch.nn.parallel.DistributedDataParallel makes torchddp's class in this process"
+    message = f"torchddp {_C.version} replaces torch.nn.parallel.DistributedDataParallel in this process"
     if made_by is not TorchDDP:
-        message += f", first for {_name(made_by)}, which is derived from it"
+        message += f". The first model is a {_name(made_by)}, which is derived from it"
     if early := [_name(c) for c in derived_early()]:
-        message += f". Derived from torch's earlier, and so not affected: {', '.join(early)}"
+        message += f". Classes derived from it before install() keep torch's reducer: {', '.join(early)}"
     logger.warning(message)
 
 

@@ -193,7 +193,7 @@ class BucketPlanning(StepObserver):
             logger.info(
                 "bucket_cap_mb='auto': %s after %d measured steps; the last one is expected to finish %.2f ms after "
                 "backward begins, with the previous buckets %.2f ms (a message takes %.1f us plus %.3f ns per byte)",
-                f"{len(reducer.plan)} buckets instead of {count}" if changed else f"{count} buckets as before",
+                f"buckets: {len(reducer.plan)} instead of {count}" if changed else f"buckets: {count} as before",
                 RECORDED_STEPS,
                 1e3 * decision.after_s,
                 1e3 * decision.before_s,

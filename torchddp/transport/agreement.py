@@ -350,8 +350,8 @@ def first_difference(by_rank: Sequence[Sequence[str]]) -> str:
             longer, rest = (rank, mine) if len(mine) > len(reference) else (0, reference)
             extra = rest[min(len(mine), len(reference))]
             return (
-                f"Rank {rank} has {len(mine)} parameters, rank 0 {len(reference)}: the first that only rank {longer} "
-                f"has is {extra}."
+                f"Number of parameters: {len(mine)} on rank {rank}, {len(reference)} on rank 0. The first that only "
+                f"rank {longer} has is {extra}."
             )
     return "No difference was found."
 

@@ -1,4 +1,4 @@
-"""Accelerate on torchddp's engine, after ``torchddp.install()``: options, and weighted means (docs/accelerate.md)."""
+"""Accelerate on torchddp's engine, after ``torchddp.install()``: options, and weighted means (docs/integrations.md)."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
     trainer = lightning.Trainer(accelerator="cpu", devices=2, strategy="torchddp")
 
 Importing this package registers the names, and so does ``import torchddp`` if Lightning is already imported. See
-``docs/lightning.md``. Needs lightning 2.6 or newer.
+``docs/integrations.md``. Needs lightning 2.6 or newer.
 """
 
 from __future__ import annotations
