@@ -135,7 +135,7 @@ def run(settings: Settings, command_line: str, console: Console, json_path: Path
             load_class(path)
         for model in filter(lambda name: ":" in name, settings.models):
             find_factory(model)
-    document = {**new_document(command_line, asdict(settings)), "failures": []}
+    document = {**new_document("bench", command_line, asdict(settings)), "failures": []}
     with command.progress_bar(console) as progress:
         display = command.Display(progress)
         for case in cases:

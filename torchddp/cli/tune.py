@@ -82,7 +82,7 @@ def tune(
     if result is None:
         return
     found = tune_document(result)
-    document = {**new_document(context.obj["command"], asdict(settings)), "results": [found]}
+    document = {**new_document("tune", context.obj["command"], asdict(settings)), "results": [found]}
     document["verdict"] = found["verdict"] = answer(found)
     console.print(tune_table(found))
     for line in notes(found):
