@@ -31,7 +31,8 @@ MAX_WORLD_SIZE, MAX_SECONDS = 64, 3600
 MODEL_NAMES = ("small", "mlp", "gpt", "conv", "gpt2")
 MODEL_HELP = f"{', '.join(MODEL_NAMES)}, or your own: package.module:factory or file.py:factory"
 
-EXIT_FAILED, EXIT_BAD_ARGUMENT = 1, 2
+# Unsure: the measurements don't allow an answer.
+EXIT_FAILED, EXIT_BAD_ARGUMENT, EXIT_UNSURE = 1, 2, 3
 
 # For every app: -h as well as --help.
 CONTEXT = {"help_option_names": ["-h", "--help"]}
