@@ -337,10 +337,10 @@ def lasts(*ranks: int, wait_ms: float = 10.0) -> MergedProfile:
 
 def test_a_straggler_is_named_only_if_significant():
     for ranks, wait_ms, is_straggler, words in (
-        ([1] * 15 + [0] * 5, 10.0, True, "straggler: rank 1 was last in 15 of 20 steps (p = 0.041)"),
-        ([1] * 14 + [0] * 6, 10.0, False, "none; rank 1 was last in 14 of 20 steps (p = 0.12), which may be chance"),
-        ([0] * 5, 10.0, False, "straggler: too few steps to tell; rank 0 was last in 5 of 5 steps (p = 0.062)"),
-        ([0] * 20, 0.5, False, "none that matters; rank 0 was last in 20 of 20 steps (p < 0.001), but each other"),
+        ([1] * 15 + [0] * 5, 10.0, True, "rank 1 was last in 15 of 20 steps with waits (p = 0.041)"),
+        ([1] * 14 + [0] * 6, 10.0, False, "none; rank 1 was last in 14 of 20 steps with waits (p = 0.12), which"),
+        ([0] * 5, 10.0, False, "too few steps to tell; rank 0 was last in 5 of 5 steps with waits (p = 0.062)"),
+        ([0] * 20, 0.5, False, "none that matters; rank 0 was last in 20 of 20 steps with waits (p < 0.001), but"),
     ):
         profile = lasts(*ranks, wait_ms=wait_ms)
         last = profile.last_rank()

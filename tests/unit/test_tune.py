@@ -14,6 +14,7 @@ import pytest
 from tests.programs import ROOT, python
 from tests.simulated import make_profile
 from tests.unit.helpers import assert_refused, printed, remove_home
+from torchddp.cli import tune_run
 from torchddp.cli.app import app
 from torchddp.cli.trace import comparison_text
 from torchddp.cli.tune import _keep, answer, draw_curve, tune_table
@@ -178,6 +179,8 @@ def test_a_run_saves_its_plan(tmp_path, monkeypatch, capsys):
     paths = {f"--{name}": tmp_path / f"t.{name}" for name in ("json", "plot", "profile")}
     written = [text for option, path in paths.items() for text in (option, str(path))]
     arguments = ["--model", "mlp", "--seconds", "0.2", "--caps", "4,25", *written]
+    # On a busy machine the answer would be that it is too noisy to tell.
+    monkeypatch.setattr(tune_run, "choose", lambda *found: replace(choose(*found), doubtful=None))
     assert run_tune(arguments) == 0, capsys.readouterr().err
     document = json.loads(paths["--json"].read_text())["results"][0]
     assert [row["name"] for row in document["candidates"]][:3] == ["default", "planned", "4 MiB"]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
-
-from rich import box
-from rich.table import Table
-from rich.text import Text
+from typing import TYPE_CHECKING, Any
 
 from torchddp.harness.machine import date_text
+
+# `import torchddp.profiler`, which needs the number format, must not need rich.
+if TYPE_CHECKING:
+    from rich.table import Table
+    from rich.text import Text
 
 MB = 1e6
 MAX_WIDTH = 80
@@ -77,6 +78,8 @@ def interval_text(ratio: dict[str, Any]) -> str:
 def ratio_text(ratio: dict[str, Any] | None, without: str = "1 (torch's best)") -> Text:
     """'0.85 [0.80..0.91]', green if significantly below one, red if significantly above. `without`: the text for the
     baseline's row."""
+    from rich.text import Text
+
     if ratio is None:
         return Text(without, style="dim")
     if not is_known(ratio):
@@ -89,6 +92,10 @@ def plain_table(title: str, first: str, *numbers: str, second: str | None = None
     """A table with a first column, an optional second one of text, and columns of numbers; notes go below it. Gaps are
     narrow, so that every table fits 80 columns.
     """
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
     table = Table(
         title=title,
         box=box.SIMPLE_HEAD,
@@ -109,6 +116,8 @@ def plain_table(title: str, first: str, *numbers: str, second: str | None = None
 
 def origin(document: dict[str, Any]) -> Iterator[Text]:
     """When, where and by which command the results of a document were made."""
+    from rich.text import Text
+
     machine = document["machine"]
     commit = (machine["git_commit"] or "no commit")[:12] + (" (changed)" if machine["git_dirty"] else "")
     date = f"{date_text(document['date'])} · " if "date" in document else ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torchddp.harness.tables import number
 from torchddp.profiler.ranks import MergedBucket, MergedProfile, MergedStep, traffic_dicts
 from torchddp.profiler.steps import BUCKET_TIMES, BucketTimes, Step
 
@@ -61,7 +62,9 @@ def verdict(found: Mapping[str, Any]) -> str:
     """The result in a sentence."""
     last, share = found["last_rank"], found["exposed_us"] / found["step_us"] if found["step_us"] else 0.0
     if found["straggler"] is not None:
-        waits = f"each other rank waits {last['wait_us'] / 1e3:.3g} ms per step for it, {last['share']:.0%} of the step"
+        waits = (
+            f"each other rank waits {number(last['wait_us'] / 1e3)} ms per step for it, {last['share']:.0%} of the step"
+        )
         return f"Rank {last['rank']} is a straggler: {waits}."
     if share >= MUCH_EXPOSED:
         return f"Exposed communication takes {share:.0%} of the step; `torchddp tune` tries other buckets."

@@ -122,7 +122,7 @@ def _straggler_lines(found: Numbers) -> Iterator[str]:
         yield "straggler: none, no rank waited for another"
         return
     p_text = "< 0.001" if last["p_value"] < 0.001 else f"= {last['p_value']:.2g}"
-    often = f"rank {last['rank']} was last in {last['steps']} of {counted(last['of'], 'step')} (p {p_text})"
+    often = f"rank {last['rank']} was last in {last['steps']} of {counted(last['of'], 'step')} with waits (p {p_text})"
     waited = f"each other rank waited {ms(last['wait_us'])} ms per step for it"
     if straggler is not None:
         yield f"straggler: {often}; {waited}"
