@@ -154,10 +154,14 @@ def test_users_see_what_they_can_act_on() -> None:
 def test_a_ratio_that_noise_hides_is_too_noisy_and_counts_for_nobody() -> None:
     hidden = stats.paired_ratio([1.0, 1.0, 1.0], [0.0, -1.0, 2.0]).to_dict()
     assert ratio_text(hidden).plain == "too noisy" and ratio_sign(hidden) == 0
+    negative = {**stats.paired_ratio([1.0], [2.0]).to_dict(), "q25": -0.7}
+    assert ratio_text(negative).plain == "too noisy" and ratio_sign(negative) == 0
     assert interval_text(hidden) == "95% interval unknown"
     result = step_time()
     by_name(result["variants"])["torchddp default"]["ratio_to_best_torch"] = hidden
-    assert report.verdict(document(result)) == "torchddp is too close to or too noisy to tell from torch's best."
+    assert report.verdict(document(result)) == (
+        "torchddp is within noise of torch's best: too noisy to tell, run longer (--seconds) on an idle machine."
+    )
 
 
 def test_models_measured_before_a_failure_are_in_the_results() -> None:

@@ -118,12 +118,12 @@ def test_a_comparison_writes_both_plans(tmp_path: Path) -> None:
     done = python("-m", "torchddp", "trace", "--compare", "default", "0.25", "--steps", "3", *arguments)
     assert done.returncode == 0, done.stdout + done.stderr
     document = json.loads(paths["--json"].read_text())
-    assert (
-        [result["plan"] for result in document["results"]] == document["comparison"]["plans"] == ["default", "0.25 MiB"]
-    )
-    assert [result["steps_recorded"] for result in document["results"]] == [3, 3]
-    first, second = (len(result["buckets"]) for result in document["results"])
-    assert first != second and document["comparison"]["ratio"]["rounds"] == 3
+    assert document.keys() == new_document("trace", "", {}).keys()
+    results = document["results"]
+    found = results[1]["comparison"]
+    assert [result["plan"] for result in results] == found["plans"] == ["default", "0.25 MiB"]
+    assert [result["steps_recorded"] for result in results] == [3, 3] and found["ratio"]["rounds"] == 3
+    assert len(results[0]["buckets"]) != len(results[1]["buckets"])
     assert document["verdict"] in " ".join(done.stdout.split())
     page = paths["--html"].read_text()
     assert page.count('<section class="run">') == 2 and "<h2>0.25 MiB</h2>" in page

@@ -143,7 +143,7 @@ def run(
             load_class(path)
         for model in filter(lambda name: ":" in name, settings.models):
             find_factory(model)
-    document = {**new_document("bench", command_line, asdict(settings)), "failures": []}
+    document = new_document("bench", command_line, asdict(settings))
     with command.progress_bar(console) as progress:
         display = command.Display(progress)
         for case in cases:

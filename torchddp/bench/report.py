@@ -15,7 +15,7 @@ from torchddp.bench.cases import BenchCase
 from torchddp.bench.registry import CASES
 from torchddp.harness.machine import machine_slug, write_json
 from torchddp.harness.plots import figure_png
-from torchddp.harness.tables import bytes_text, number, origin, plain_table, ratio_sign, ratio_text
+from torchddp.harness.tables import bytes_text, is_known, number, origin, plain_table, ratio_sign, ratio_text
 from torchddp.harness.variants import TORCHDDP
 
 # Ratios are uncertain if noise exceeded torch's cost in more than this share of the rounds.
@@ -52,10 +52,11 @@ def verdict(document: dict[str, Any]) -> str:
         return f"Measured: {', '.join(case_names(document))}."
     signs = Counter(map(ratio_sign, ratios))
     subject = "torchddp" if document["settings"].get("ours", TORCHDDP) == TORCHDDP else "The class under test"
-    words = {-1: "faster than", 1: "slower than", 0: "too close to or too noisy to tell from"}
+    words = {-1: "faster than", 1: "slower than", 0: "within noise of"}
     if len(signs) == 1:
         (sign,) = signs
-        return f"{subject} is {words[sign]} torch's best{_in_all(len(ratios))}."
+        more = "" if sign else ": too noisy to tell, run longer (--seconds) on an idle machine"
+        return f"{subject} is {words[sign]} torch's best{_in_all(len(ratios))}{more}."
     counts = ", ".join(f"{words[sign]} it in {signs[sign]}" for sign in words if signs[sign])
     return f"Of {len(ratios)} comparisons with torch's best, {subject} is {counts}."
 
@@ -87,8 +88,11 @@ def comparison(document: dict[str, Any]) -> Table:
         rows = {role: [row for row in result["variants"] if row["role"] == role] for role in ("torch", "ours")}
         ours, best = (min(rows[role], key=lambda row: _value(row, case.key)) for role in ("ours", "torch"))
         ratio = ours.get("ratio_to_best_torch")
-        share = _value(ours, case.key) / _value(best, case.key) if _value(best, case.key) > 0 else None
-        shown = ratio_text(ratio) if ratio else Text("" if share is None else f"{share:.2f}")
+        if ratio:
+            shown, share = ratio_text(ratio), ratio["median"] if is_known(ratio) else None
+        else:
+            share = _value(ours, case.key) / _value(best, case.key) if _value(best, case.key) > 0 else None
+            shown = Text("" if share is None else f"{share:.2f}")
         bar = "" if share is None else BAR * max(0, min(MAX_BARS, round(10 * share)))
         table.add_row(case.name, result["model"], _text(ours, case), _text(best, case), shown, bar)
     return table

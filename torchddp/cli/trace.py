@@ -209,9 +209,9 @@ def trace(
     document["results"], document["verdict"] = found, found[0]["verdict"]
     title = f"{model}, {ranks_text(settings.world_size)}, {traced.device}, transport {traced.transport}"
     if settings.compare is not None:
-        document["comparison"] = compare(traced.runs)
+        found[1]["comparison"] = compare(traced.runs)
         medians = [each["step_us"] / 1e3 for each in found]
-        document["verdict"] = comparison_text(document["comparison"], medians, steps)
+        document["verdict"] = comparison_text(found[1]["comparison"], medians, steps)
     console.print(title)
     for each in found:
         console.print("", *([each["plan"]] if each["plan"] else []), report(each), sep="\n")

@@ -95,6 +95,7 @@ def new_document(kind: str, command: str, settings: dict[str, Any]) -> dict[str,
         "settings": settings,
         "verdict": "",
         "results": [],
+        "failures": [],
     }
 
 

@@ -58,8 +58,9 @@ def weight_text(result: dict[str, Any]) -> str:
 
 
 def is_known(ratio: dict[str, Any]) -> bool:
-    """Whether the ratio and its spread are finite: with too much noise, a cost may be zero or less."""
-    return None not in (ratio[key] for key in ("median", "q25", "q75", "ci95_low", "ci95_high"))
+    """Whether the ratio and its spread make sense: with too much noise, a cost may be zero or less."""
+    values = [ratio[key] for key in ("median", "q25", "q75", "ci95_low", "ci95_high")]
+    return all(value is not None and value >= 0 for value in values)
 
 
 def ratio_sign(ratio: dict[str, Any]) -> int:
