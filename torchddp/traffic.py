@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torchddp import _C
 from torchddp._torch import TorchWrapper
 
-__all__ = ["OUTER", "Traffic", "of_model", "text_of", "total_wire_bytes"]
+__all__ = ["OUTER", "Traffic", "of_model", "total_wire_bytes"]
 
 # Between hosts, if the ranks of a host share memory. Its payload is part of the payload of "shm".
 OUTER = "outer"
@@ -67,17 +67,3 @@ def total_wire_bytes(traffic: Mapping[str, Traffic]) -> int | None:
     """The sum over all transports; None if one of them is unknown."""
     known = [each.wire_bytes for each in traffic.values() if each.wire_bytes is not None]
     return sum(known) if len(known) == len(traffic) else None
-
-
-def text_of(traffic: Mapping[str, Traffic]) -> str:
-    """The traffic as text: "25.2 MB as gradients, 12.6 MB on the wire (shm)", or "nothing" if nothing was sent."""
-    if not traffic:
-        return "nothing"
-    given = sum(each.payload_bytes for route, each in traffic.items() if route != OUTER)
-    shown = {OUTER: "to other hosts"}
-    sent = [f"{_mb(each.wire_bytes)} on the wire ({shown.get(route, route)})" for route, each in traffic.items()]
-    return ", ".join([f"{_mb(given)} as gradients", *sent])
-
-
-def _mb(count: int | None) -> str:
-    return "?" if count is None else f"{count / 1e6:.3g} MB"

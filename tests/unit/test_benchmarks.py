@@ -11,6 +11,7 @@ import time
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -26,14 +27,16 @@ from tests.programs import ROOT
 from tests.unit import benchmark_models
 from tests.unit.helpers import assert_refused, is_running, printed, wait_until
 from torchddp.bench import cli, gradients, report
-from torchddp.bench.cases import DEFAULT_CASES, MIN_ROUNDS, Job
+from torchddp.bench.cases import DEFAULT_CASES, MIN_ROUNDS, BenchCase, Job, Settings, one_launch
 from torchddp.bench.registry import CASES, USERS_CASES
 from torchddp.bench.report import save_results
 from torchddp.bench.step_time import step_time_result
 from torchddp.harness import models, stats
 from torchddp.harness.command import MODEL_NAMES
+from torchddp.harness.launch import LaunchError
 from torchddp.harness.machine import describe_machine
 from torchddp.harness.models import MODELS, load_factory, make_batch, make_model, prove, run_forward
+from torchddp.harness.tables import interval_text, ratio_sign, ratio_text
 from torchddp.harness.variants import TORCH_DDP, ArgumentError, Role, Variant, make_variants
 
 TORCH = ["--ours", TORCH_DDP]
@@ -124,11 +127,52 @@ def test_a_report_has_every_row_a_date_and_a_verdict() -> None:
     names = (variant.name for variant in field())
     for words in (*names, "p50 [p25..p75]", "0.80 [0.80..0.80]", "2030-01-02 03:04 UTC"):
         assert words in text, words
-    verdict = "torchddp is faster than torch's best row in 2 of 3 comparisons, slower in 1, and within noise in 0."
+    verdict = "Of 3 comparisons with torch's best, torchddp is faster than it in 2, slower than it in 1."
     assert verdict in " ".join(text.split())
     text = printed(report.render(document(step_time())), 80)
     for words in ("0.75 [0.75..0.75]", "1 (torch's best)", "step_time · MLP: 12 parameters, 25 MB"):
         assert words in text
+
+
+def test_users_see_what_they_can_act_on() -> None:
+    memory_row = {"peak_rss_bytes": 1, "grad_storage_bytes": 1, "extra_gradient_copies": 1.0}
+    roles = (("torch", 30_000_000), ("torch", 20_000_000), ("ours", 10_000_000))
+    rows = [{"name": role, "role": role, "extra_bytes": count, **memory_row} for role, count in roles]
+    results = fake_result(), fake_result("per_param"), step_time(), {**MODEL, "case": "memory", "variants": rows}
+    text = printed(report.render(document(*results), developer=False), 80)
+    for words in (
+        r"exposed +small +2\.00 ms +2\.50 ms +0\.80 \[0\.80\.\.0\.80\] +█{8} *$",
+        r"per_param +small +2\.00 us/param +2\.50 us/param +0\.80",
+        r"step_time +mlp +12\.0 ms +16\.0 ms +0\.75 \[0\.75\.\.0\.75\] +█{8} *$",
+        r"memory +mlp +10 MB +20 MB +0\.50 +█{5} *$",
+        r"torchddp is faster than torch's best in all 3 comparisons\.",
+    ):
+        assert re.search(words, text, re.MULTILINE), (words, text)
+    assert "tuned, cap" not in text and "tuned:" not in text
+
+
+def test_a_ratio_that_noise_hides_is_too_noisy_and_counts_for_nobody() -> None:
+    hidden = stats.paired_ratio([1.0, 1.0, 1.0], [0.0, -1.0, 2.0]).to_dict()
+    assert ratio_text(hidden).plain == "too noisy" and ratio_sign(hidden) == 0
+    negative = {**stats.paired_ratio([1.0], [2.0]).to_dict(), "q25": -0.7}
+    assert ratio_text(negative).plain == "too noisy" and ratio_sign(negative) == 0
+    assert interval_text(hidden) == "95% interval unknown"
+    result = step_time()
+    by_name(result["variants"])["torchddp default"]["ratio_to_best_torch"] = hidden
+    assert report.verdict(document(result)) == (
+        "torchddp is within noise of torch's best: too noisy to tell, run longer (--seconds) on an idle machine."
+    )
+
+
+def test_models_measured_before_a_failure_are_in_the_results() -> None:
+    kept = {**MODEL, "step_ms": constant(10, 20, 16, 12)}
+    settings = Settings((), ("mlp", "gpt"), 1.0, 2, (25,), "torchddp.DistributedDataParallel", (), False, False, 0)
+    launched = mock.Mock(side_effect=LaunchError("silent", [kept]))
+    with mock.patch.object(BenchCase, "launch", launched):
+        found = one_launch(step_time_result, CASES["step_time"], settings, mock.Mock())
+        assert next(found) == step_time()
+        with pytest.raises(LaunchError, match="silent"):
+            next(found)
 
 
 def test_saved_results_are_split_by_case_and_read_back(tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 """Profiles: steps parsed from hand-made events, and those of all ranks merged on one clock with stragglers named."""
 
+import html
 import json
+import re
 from dataclasses import asdict, replace
 from typing import NamedTuple
 from unittest import mock
@@ -9,7 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.programs import ROOT
+from torchddp.harness.tables import bytes_text
 from torchddp.profiler import report
+from torchddp.profiler.export import chrome_trace, draw
+from torchddp.profiler.numbers import TERMS, profile_numbers, spans, step_numbers
+from torchddp.profiler.page import page
 from torchddp.profiler.ranks import (
     Clock,
     MergedProfile,
@@ -20,10 +27,9 @@ from torchddp.profiler.ranks import (
     merge_step,
     traffic_dicts,
 )
-from torchddp.profiler.report import sent_lines
-from torchddp.profiler.session import Monitor, merged_trace, values_of
+from torchddp.profiler.session import Monitor, values_of
 from torchddp.profiler.steps import BucketLayout, Layout, Layouts, Step, read_steps
-from torchddp.traffic import Traffic, text_of, total_wire_bytes
+from torchddp.traffic import Traffic, total_wire_bytes
 
 MS = 1_000_000
 # Two buckets of two parameters each, filled from the last parameter to the first.
@@ -96,8 +102,8 @@ def test_a_step_is_parsed_from_its_events() -> None:
     assert (first.holder, second.holder) == (2, 0)
     assert (first.nbytes, first.params) == (800, (3, 2))
     assert first.sent and first.behind is None and second.behind is None
-    # The union of the buckets' times, and its share before the last gradient.
-    assert step.comm_ns == 12 * MS  # 8 to 16 and 14 to 20
+    # From the first launch until gradients are final, and its share before the last gradient.
+    assert step.comm_ns == step.hidden_ns + step.exposed_ns == 12 * MS  # 8 to 20
     assert step.overlap_ratio == pytest.approx(6 / 12)  # 8 to 14
 
 
@@ -106,7 +112,7 @@ def test_a_skipped_bucket_was_not_sent() -> None:
     (step,) = read_steps(events, lambda _: LAYOUT).complete
     skipped = step.buckets[1]
     assert not skipped.sent and skipped.launched_ns is None and skipped.packed_ns == 14 * MS
-    assert step.comm_ns == 8 * MS
+    assert step.comm_ns == 12 * MS
     events = [e for e in events if e.kind not in ("launched", "wait_begin", "done")]
     (step,) = read_steps(events, lambda _: LAYOUT).complete
     assert (step.comm_ns, step.overlap_ratio) == (0, 1.0)  # nothing was sent, so all is hidden
@@ -200,18 +206,26 @@ def test_traffic_is_described_in_words_with_the_rank_that_sent_most() -> None:
             "4 MB as gradients, 3 MB on the wire (shm), 1 MB on the wire (to other hosts)",
             4_000_000,
         ),
-        ({"hook": Traffic(1_000, None)}, "0.001 MB as gradients, ? on the wire (hook)", None),
-        ({"c10d": Traffic(0, 5), "hook": Traffic(10, None)}, "1e-05 MB as gradients", None),
+        ({"hook": Traffic(1_000, None)}, "1 kB as gradients, ? on the wire (hook)", None),
+        ({"c10d": Traffic(0, 5), "hook": Traffic(10, None)}, "10 B as gradients", None),
     ):
-        assert text_of(traffic).startswith(words) and total_wire_bytes(traffic) == total, traffic
-    said = ": 1 MB as gradients, 0.5 MB on the wire (c10d)"
-    assert sent_lines([record_of(0, 500_000), record_of(1, 500_000)]) == [f"sent per step{said}"]
-    assert sent_lines([record_of(0, 0), record_of(1, 500_000)]) == [f"sent per step, by rank 1{said}"]
+        assert report.sent_text(traffic).startswith(words) and total_wire_bytes(traffic) == total, traffic
+    said = ": 1 MB as gradients, 500 kB on the wire (c10d)"
+    for first, words in ((500_000, "sent per step"), (0, "sent per step, by rank 1")):
+        records = [replace(record_of(rank, sent), steps=(one_step(),)) for rank, sent in enumerate((first, 500_000))]
+        assert next(report.notes(profile_numbers(merge(records, [Clock()] * 2)))) == words + said
+    assert [bytes_text(count) for count in (0, 999, 999_600, 25_200_000_000, None)] == [
+        "0 B",
+        "999 B",
+        "1 MB",
+        "25.2 GB",
+        "?",
+    ]
     assert traffic_dicts([record_of(0, None)]) == [{"c10d": {"payload_bytes": 1_000_000, "wire_bytes": None}}]
 
 
 def record_of(rank: int, sent: int | None) -> RankRecord:
-    return RankRecord(rank, "host", "clock", (), (), traffic={"c10d": Traffic(1_000_000, sent)})
+    return RankRecord(rank, "host", "clock", NAMES, (), traffic={"c10d": Traffic(1_000_000, sent)})
 
 
 LATE_MS = 50.0
@@ -266,7 +280,7 @@ def test_the_straggler_is_named_with_its_wait_and_its_parameter(clock_ahead_ms: 
     assert (second.last_rank, second.late_ns, second.holder) == (1, 50 * MS, 0)
     assert (first.last_rank, first.late_ns, first.wait_ns) == (0, 0, 0)
     assert (second.first_ready_ns, second.last_ready_ns, second.launched_ns) == (10 * MS, 64 * MS, 64 * MS)
-    assert (step.duration_ns, step.exposed_ns) == (70 * MS, 56 * MS)
+    assert (step.slowest, step.duration_ns) == (0, 70 * MS)
 
 
 def test_only_steps_that_all_ranks_recorded_are_merged() -> None:
@@ -275,7 +289,7 @@ def test_only_steps_that_all_ranks_recorded_are_merged() -> None:
     assert profile.mean_waits_ns() == [0, 24 * MS]
     assert profile.steps[1].straggler is None
     assert profile.median_step().index == 2  # the shorter of two
-    with pytest.raises(ValueError, match="no step .* rank 0: 1, rank 1: 0"):
+    with pytest.raises(ValueError, match="no complete step .* rank 0: 1, rank 1: 0"):
         merge([record(0, [one_step()]), record(1, [])], [Clock(), Clock()])
 
 
@@ -290,9 +304,10 @@ def test_a_rank_that_starts_late_is_distinguished_from_a_slow_one() -> None:
 
 def test_a_bucket_that_all_ranks_skipped_has_no_last_rank() -> None:
     events = [e for e in step_events() if not (e.id == 1 and e.kind in ("launched", "wait_begin", "done"))]
-    step = merge_step([read_steps(events, lambda _: LAYOUT).complete[0]] * 2)
-    assert step.buckets[1].last_rank is None and step.buckets[1].launched_ns is None
-    assert "(skipped: unused)" in report.bucket_rows(step, NAMES)[1]
+    step = read_steps(events, lambda _: LAYOUT).complete[0]
+    profile = merge([record(0, [step]), record(1, [step])], [Clock()] * 2)
+    assert profile.steps[0].buckets[1].last_rank is None and profile.steps[0].buckets[1].launched_ns is None
+    assert "(skipped: unused)" in report.bucket_rows(profile_numbers(profile))[1]
 
 
 @given(st.lists(st.integers(0, 200), min_size=2, max_size=5))
@@ -322,32 +337,31 @@ def lasts(*ranks: int, wait_ms: float = 10.0) -> MergedProfile:
 
 def test_a_straggler_is_named_only_if_significant():
     for ranks, wait_ms, is_straggler, words in (
-        ([1] * 15 + [0] * 5, 10.0, True, "straggler: rank 1 was last in 15 of 20 steps (p = 0.041)"),
-        ([1] * 14 + [0] * 6, 10.0, False, "none; rank 1 was last in 14 of 20 steps (p = 0.12), which may be chance"),
-        ([0] * 5, 10.0, False, "straggler: too few steps to tell; rank 0 was last in 5 of 5 steps (p = 0.062)"),
-        ([0] * 20, 0.5, False, "none that matters; rank 0 was last in 20 of 20 steps (p < 0.001), but each other"),
+        ([1] * 15 + [0] * 5, 10.0, True, "rank 1 was last in 15 of 20 steps with waits (p = 0.041)"),
+        ([1] * 14 + [0] * 6, 10.0, False, "none; rank 1 was last in 14 of 20 steps with waits (p = 0.12), which"),
+        ([0] * 5, 10.0, False, "too few steps to tell; rank 0 was last in 5 of 5 steps with waits (p = 0.062)"),
+        ([0] * 20, 0.5, False, "none that matters; rank 0 was last in 20 of 20 steps with waits (p < 0.001), but"),
     ):
         profile = lasts(*ranks, wait_ms=wait_ms)
         last = profile.last_rank()
         assert last.is_straggler is is_straggler, words
-        assert words in report.straggler_lines(profile)[0]
-        assert ("is a straggler" in report.verdict(profile, profile.median_step())) is is_straggler, words
-        data = report.merged_dict(profile, profile.median_step())
+        data = profile_numbers(profile)
+        assert any(words in line for line in report.notes(data))
+        assert ("is a straggler" in data["verdict"]) is is_straggler, words
         assert (data["straggler"] is not None) is is_straggler and data["last_rank"]["steps"] == last.steps, words
 
 
 def test_the_report_of_one_rank_and_of_lost_events() -> None:
-    text = report.as_text(report.rank_report(record(0, [one_step()])))
-    assert "last.weight" in text and "overlap ratio 0.50" in text and "straggler" not in text
-    with pytest.raises(ValueError, match="no complete step"):
-        report.rank_report(record(0, []))
-    (line,) = report.lost_lines([record(0, []), replace(record(1, []), dropped=17, incomplete=2)])
-    assert line.startswith("rank 1: 17 events") and "2 steps" in line
+    lost = merge([replace(record(0, [one_step()]), dropped=17, incomplete=1)], [Clock()])
+    text = " ".join(report.as_text(report.report(profile_numbers(lost))).split())
+    assert "last.weight" in text and "overlap 50%" in text and "straggler" not in text and "of rank 0" in text
+    assert "rank 0: 17 events of earlier steps overwritten" in text
+    assert "rank 0: 1 step recorded only in part" in text
 
 
 def test_the_json_report_has_names_and_numbers() -> None:
     profile = six_late_steps()
-    data = json.loads(json.dumps(report.merged_dict(profile, profile.steps[0]), allow_nan=False))
+    data = json.loads(json.dumps(profile_numbers(profile), allow_nan=False))
     assert data["straggler"]["rank"] == 1 and data["straggler"]["parameter"] == "first.bias"
     assert data["straggler"]["wait_us"] == 48000 and data["slowest_rank"] == 0
     last = {"rank": 1, "steps": 6, "of": 6, "p_value": 0.03125, "wait_us": 48000}
@@ -356,8 +370,89 @@ def test_the_json_report_has_names_and_numbers() -> None:
     assert data["buckets"][0]["first_ready_us"] == 5000 and data["ranks"][0]["exposed_us"] == 56000
 
 
+def test_a_step_has_the_numbers_of_its_slowest_rank_although_another_has_more_exposed() -> None:
+    slow = [e if e.kind == "forward_begin" else e._replace(time_ns=e.time_ns + 50 * MS) for e in step_events()]
+    slowest = read_steps(slow, lambda _: LAYOUT).complete[0]
+    profile = merge([record(3, [waiting_step(40)]), record(5, [slowest])], [Clock()] * 2)
+    found = profile_numbers(profile)
+    assert (found["slowest_rank"], found["step_us"], found["exposed_us"]) == (5, 70_000, 6_000)
+    assert found["ranks"][0]["exposed_us"] == 46_000
+    assert [found["buckets"][i]["last_rank"] for i in (0, 1)] == [5, 5]
+    assert report.headline(found)[0].startswith("step 70.0 ms on rank 5, the slowest = forward 54.0 +")
+
+
+@given(st.lists(st.integers(0, 2_000_000), min_size=3, max_size=3))
+def test_the_parts_that_a_headline_shows_add_up(extra_us: list[int]) -> None:
+    events, moved = [], 0
+    starts = {("backward_begin", 1): 0, ("grad_ready", 0): 1, ("backward_end", 1): 2}
+    for event in step_events():
+        place = starts.get((event.kind, event.id))
+        moved += 0 if place is None else 1000 * extra_us[place]
+        events.append(event._replace(time_ns=event.time_ns + moved))
+    profile = merge([record(0, [read_steps(events, lambda _: LAYOUT).complete[0]])], [Clock()])
+    for line in report.headline(profile_numbers(profile))[:2]:
+        total, *parts = (float(text) for text in re.findall(r"(?<= )\d+(?:\.\d+)?", line))
+        assert total == pytest.approx(sum(parts)), line
+
+
+def plain(markup: str) -> str:
+    return html.unescape(re.sub(r"<[^>]+>", " ", markup.partition("<script")[0]))
+
+
+@pytest.mark.parametrize("late_ms", [0.0, 3.3, 51.7])
+def test_text_json_page_picture_and_chrome_trace_show_the_same_numbers(late_ms: float) -> None:
+    each = [(waiting_step(late_ms, index), one_step(index, 0, late_ms)) for index in range(1, 8)]
+    profile = merge([record(rank, [pair[rank] for pair in each]) for rank in (0, 1)], [Clock()] * 2)
+    found = json.loads(json.dumps(profile_numbers(profile)))
+    text = " ".join(report.as_text(report.report(found)).split())
+    shown = page("a trace", found["verdict"], [("", profile)], ["origin"])
+    on_page, data = (
+        " ".join(plain(shown).split()),
+        json.loads(shown.partition('id="data">')[2].partition("</script>")[0]),
+    )
+    (run,) = data
+    for line in (*report.headline(found), *report.notes(found)):
+        assert line in text and line in on_page
+    assert run["steps"][run["median"]]["headline"] == report.headline(found)
+    assert f"step {found['step_us'] / 1e3:.1f} ms" in text
+    assert f"exposed communication {found['exposed_us'] / 1e3:.1f}" in text
+    assert found["verdict"] in on_page
+    for row in report.bucket_rows(found):
+        assert " ".join(row) in text and " ".join(row) in on_page
+    trace = json.loads(json.dumps(chrome_trace(profile, [profile.median_step()])))
+    assert {name: found[name] for name in trace["otherData"]} == trace["otherData"]
+    step = profile.median_step()
+    figure = draw(found, "title")
+    for place, rank in enumerate(found["ranks"]):
+        lengths: dict[str, float] = {}
+        for event in trace["traceEvents"]:
+            if event["ph"] == "X" and event["pid"] == rank["rank"] and event["tid"] == 0:
+                lengths[event["name"]] = lengths.get(event["name"], 0) + event["dur"]
+        for what in ("forward", "backward", "exposed"):
+            assert lengths[what] == pytest.approx(rank[f"{what}_us"]), what
+        drawn = [
+            (run["kinds"][what], begin, end) for _, what, begin, end in run["steps"][run["median"]]["spans"][place]
+        ]
+        assert drawn == [(what, pytest.approx(a, abs=0.1), pytest.approx(b, abs=0.1)) for _, what, a, b in spans(rank)]
+        bars = [bar.get_width() for bar in figure.axes[place].patches]
+        assert bars == pytest.approx([(b - a) / 1e3 for _, _, a, b in spans(rank)])
+    assert step_numbers(profile, step)["exposed_us"] == found["exposed_us"]
+
+
+def test_every_word_of_the_page_is_explained_there_and_in_the_docs() -> None:
+    shown = plain(page("a trace", "", [("", late_profile())], []))
+    docs = (ROOT / "docs" / "profiling.md").read_text()
+    for word, meaning in TERMS.items():
+        assert meaning in shown and f"| {word} | {meaning} |" in docs, word
+    for what in dict.fromkeys(
+        what for rank in profile_numbers(late_profile())["ranks"] for _, what, _, _ in spans(rank)
+    ):
+        assert what in TERMS
+
+
 def test_the_chrome_trace_has_processes_threads_and_durations() -> None:
-    trace = json.loads(json.dumps(merged_trace(late_profile(), only_step=1)))
+    profile = late_profile()
+    trace = json.loads(json.dumps(chrome_trace(profile, profile.steps[:1])))
     events = trace["traceEvents"]
     threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
     assert threads == {(rank, i): n for rank in (0, 1) for i, n in enumerate(("autograd", "bucket 0", "bucket 1"))}
@@ -365,7 +460,7 @@ def test_the_chrome_trace_has_processes_threads_and_durations() -> None:
     assert processes == {"rank 0 (host-one)", "rank 1 (host-two)"}
     (flight,) = [e for e in events if e["name"] == "in flight" and (e["pid"], e["tid"]) == (1, 2)]
     assert (flight["ph"], flight["ts"], flight["dur"]) == ("X", 64000.0, 6000.0)
-    assert flight["args"]["held back by"] == "first.weight" and flight["args"]["bytes"] == 400
+    assert flight["args"]["held back by"] == "first.weight" and flight["args"]["size"] == "400 B"
     instants = [e["name"] for e in events if e["ph"] == "i" and e["pid"] == 0]
     assert instants == ["last.bias", "last.weight", "first.bias", "first.weight"]
     assert all(e["dur"] > 0 for e in events if e["ph"] == "X")

@@ -16,6 +16,7 @@ from tests.unit.helpers import assert_refused
 from torchddp.cli.app import app
 from torchddp.cli.tune_run import DEFAULT_CAPS_MB, make_candidates
 from torchddp.harness.command import run_app
+from torchddp.harness.machine import new_document
 from torchddp.harness.variants import ArgumentError
 from torchddp.plan.buckets import Buckets
 from torchddp.plan.step_profile import LinearCost, StepProfile
@@ -310,7 +311,7 @@ def test_an_inaccurate_model_predicts_nothing_unless_forced(step_s, tmp_path, ca
 
 def test_the_advice_says_which_buckets_to_use(profile, shown):
     out = " ".join(shown(profile, "--link", "eth1", "--ranks", "1024").split())
-    assert "eth1, 1024 ranks: use 1 bucket (0.600 MB in launch order) instead of 6 to save " in out
+    assert "eth1, 1024 ranks: use 1 bucket (600 kB) instead of 6 to save " in out
     assert 'bucket_cap_mb="auto" plans such buckets there, and bucket_cap_mb=0.5 gives ' in out
     out = shown(profile, "--link", "measured", "--ranks", "2")
     assert "measured, 2 ranks: keep the recorded plan (6 buckets)" in out
@@ -322,7 +323,9 @@ def test_json_and_plot_hold_the_points_of_the_tables(profile, tmp_path, shown):
     asked = ["--link", "eth10", "--link", "5gbit", "--link", "eth10", "--ranks", "64,2,64"]
     out = shown(profile, *asked, "--json", str(data), "--plot", str(png))
     document = json.loads(data.read_text())
-    points = document["points"]
+    (result,) = document["results"]
+    points = result["points"]
+    assert document.keys() == new_document("simulate", "", {}).keys() and document["kind"] == "torchddp simulate"
     assert document["date"] and document["verdict"].startswith("eth10, 2 ranks: ")
     assert [(p["link"]["name"], p["world_size"]) for p in points] == [
         ("eth10", 2),
@@ -330,7 +333,7 @@ def test_json_and_plot_hold_the_points_of_the_tables(profile, tmp_path, shown):
         ("5gbit", 2),
         ("5gbit", 64),
     ]
-    assert document["gradients"] == [f"layer{i}.weight" for i in range(6)]
+    assert result["gradients"] == [f"layer{i}.weight" for i in range(6)]
     for point in points:
         for plan in (point["recorded"], point["best"]):
             assert plan["step_s"] == pytest.approx(plan["compute_s"] + plan["exposed_s"])

@@ -15,14 +15,14 @@ Imports neither torch nor numpy, so that `torchddp` starts even where one of the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
 from torchddp.harness.command import Display
-from torchddp.harness.launch import THIS_HOST, Place, RankJob, Report, Reporter, launch
+from torchddp.harness.launch import THIS_HOST, LaunchError, Place, RankJob, Report, Reporter, launch
 from torchddp.harness.variants import DEFAULT_CAPS_MB, ArgumentError, Variant, make_variants
 
 if TYPE_CHECKING:
@@ -67,6 +67,8 @@ class BenchCase:
     quick_models: tuple[str, ...]
     default_world_size: int = 2
     unit: str = "ms"
+    # What users compare: the key of the time, or of the bytes, in a variant's row.
+    key: str = "step_ms"
     # Time for each model's timed rounds, without --seconds.
     seconds: float = 45.0
     # Bucket sizes of the tuned rows, without --caps.
@@ -181,11 +183,21 @@ def one_launch(
     case: BenchCase,
     settings: Settings,
     display: Display,
-) -> list[Result]:
-    """Run a case that takes one launch. `make_result(variants, measurements, world_size)` returns a model's result."""
+) -> Iterator[Result]:
+    """Run a case that takes one launch. `make_result(variants, measurements, world_size)` returns a model's result. If
+    the launch fails, the models that were measured before come first.
+    """
     job = settings.job_of(case)
     display.start(case.name)
-    return [make_result(job.variants, raw, job.world_size) for raw in case.launch(job, display)]
+    failure, raws = None, []
+    try:
+        raws = case.launch(job, display)
+    except LaunchError as error:
+        failure, raws = error, list(error.partial)
+    for raw in raws:
+        yield make_result(job.variants, raw, job.world_size)
+    if failure is not None:
+        raise failure
 
 
 def whole_number(low: int, high: int) -> Parse:
@@ -220,4 +232,8 @@ def _measure_each(report: Reporter, measure: Measure, job: Job) -> list[dict[str
     for name in job.models:
         if ":" in name:
             prove(name, job.seed, find_unused_parameters=job.find_unused_parameters)
-    return [measure(job, name, report.about(name)) for name in job.subjects]
+    measured = []
+    for name in job.subjects:
+        measured.append(measure(job, name, report.about(name)))
+        report.keep(measured[-1])
+    return measured

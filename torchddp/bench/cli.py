@@ -18,7 +18,8 @@ from torchddp.harness.variants import TORCHDDP, load_class
 HELP = f"""Compare the speed of DistributedDataParallel classes: one launch, in which they take turns step by step.
 
 Gradients are checked before anything is timed. Absolute times drift between runs, so quote ratios from a single run,
-with their quartiles. A ratio is colored if its 95% interval excludes 1. Ranks run on the CPU, over gloo.
+with their quartiles. A ratio is colored if its 95% interval excludes 1. Ranks run on the CPU, over gloo. The
+table shows torchddp and torch's best options; with --developer, all options, and how they are measured.
 
 {command.FACTORY_HELP}
 
@@ -82,6 +83,9 @@ def benchmark(
     ] = False,
     find_unused_parameters: command.FindUnusedParameters = False,
     quick: Annotated[bool, typer.Option("--quick", help="Under 60 s: a smoke test. Do not quote its numbers.")] = False,
+    developer: Annotated[
+        bool, typer.Option("--developer", help="Show every variant, the 90th percentiles, and how they are measured.")
+    ] = False,
     seed: Annotated[int, typer.Option(help="Seed of weights, data and the order of the steps.")] = 0,
     options: Annotated[list[str] | None, typer.Option("--set", metavar="NAME=VALUE", hidden=True)] = None,
     json_path: command.JsonFile = None,
@@ -100,6 +104,7 @@ def benchmark(
     cases = check_names(case or (), models)
     command.check_numbers(seconds, world_size)
     command.check_output(out, "--out", folder=True)
+    command.check_plots("--out", out)
     settings = Settings(
         cases=cases,
         models=models,
@@ -115,13 +120,16 @@ def benchmark(
         options=parse_options(cases, options or ()),
     )
     console = command.make_console()
-    document = run(settings, context.obj["command"], console, json_path)
+    # `python -m benchmarks`, which is no subcommand, is the developers'.
+    document = run(settings, context.obj["command"], console, json_path, developer or context.parent is None)
     write_document(document, json_path, out, console)
     if document["failures"]:
         raise LaunchError("; ".join(document["failures"]))
 
 
-def run(settings: Settings, command_line: str, console: Console, json_path: Path | None = None) -> dict[str, Any]:
+def run(
+    settings: Settings, command_line: str, console: Console, json_path: Path | None = None, developer: bool = True
+) -> dict[str, Any]:
     """Run the cases and print the report. The file has each result as soon as it is there; a case that fails does not
     stop the next ones."""
     from torchddp.bench.registry import CASES
@@ -135,7 +143,7 @@ def run(settings: Settings, command_line: str, console: Console, json_path: Path
             load_class(path)
         for model in filter(lambda name: ":" in name, settings.models):
             find_factory(model)
-    document = {**new_document(command_line, asdict(settings)), "failures": []}
+    document = new_document("bench", command_line, asdict(settings))
     with command.progress_bar(console) as progress:
         display = command.Display(progress)
         for case in cases:
@@ -148,7 +156,7 @@ def run(settings: Settings, command_line: str, console: Console, json_path: Path
                 document["failures"].append(str(error))
     if document["results"]:
         document["verdict"] = verdict(document)
-        console.print(render(document))
+        console.print(render(document, developer=developer))
     return document
 
 

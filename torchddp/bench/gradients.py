@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -21,7 +21,7 @@ from torchddp.harness.variants import Variant
 PER_PARAM_UNIT = "us/param"
 
 
-def _run(case: BenchCase, settings: Settings, display: Display) -> list[dict[str, Any]]:
+def _run(case: BenchCase, settings: Settings, display: Display) -> Iterator[dict[str, Any]]:
     return one_launch(partial(timed_result, case), case, settings, display)
 
 
@@ -63,6 +63,7 @@ PER_PARAM = BenchCase(
     quick_models=("small",),
     default_world_size=1,
     unit=PER_PARAM_UNIT,
+    key="cost",
     measure=time_model,
     run=_run,
     table=timed_table,

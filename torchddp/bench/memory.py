@@ -127,6 +127,7 @@ CASE = BenchCase(
     models=("mlp", "gpt"),
     quick_models=("mlp",),
     unit="MB",
+    key="extra_bytes",
     caps_mb=ONE_CAP_MB,
     # Bucket size hardly matters here, and each row costs a launch.
     takes_caps=False,

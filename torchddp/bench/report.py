@@ -11,14 +11,17 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from torchddp.bench.cases import BenchCase
 from torchddp.bench.registry import CASES
 from torchddp.harness.machine import machine_slug, write_json
 from torchddp.harness.plots import figure_png
-from torchddp.harness.tables import origin, ratio_sign
+from torchddp.harness.tables import bytes_text, is_known, number, origin, plain_table, ratio_sign, ratio_text
 from torchddp.harness.variants import TORCHDDP
 
 # Ratios are uncertain if noise exceeded torch's cost in more than this share of the rounds.
 MAX_ODD_SHARE = 0.1
+BAR, MAX_BARS = "█", 20
+BAR_NOTE = "Time of a step, or what the class adds to it (exposed, per_param, memory): less is better."
 TUNED_NOTE = "tuned: gradient_as_bucket_view, batched_grad_copy, static_graph, and the given bucket_cap_mb (cap)."
 
 
@@ -42,17 +45,20 @@ def summaries(document: dict[str, Any]) -> Iterable[Table]:
 
 
 def verdict(document: dict[str, Any]) -> str:
-    """A one-sentence summary: in how many comparisons the class under test is faster than torch's best row."""
+    """A one-sentence summary: in how many comparisons the class under test is faster than torch's best variant."""
     rows = [row for result in document["results"] for row in result.get("variants", ()) if row["role"] == "ours"]
     ratios = [row["ratio_to_best_torch"] for row in rows if row.get("ratio_to_best_torch")]
     if not ratios:
         return f"Measured: {', '.join(case_names(document))}."
     signs = Counter(map(ratio_sign, ratios))
     subject = "torchddp" if document["settings"].get("ours", TORCHDDP) == TORCHDDP else "The class under test"
-    return (
-        f"{subject} is faster than torch's best row in {signs[-1]} of {len(ratios)} comparison"
-        f"{'s' if len(ratios) > 1 else ''}, slower in {signs[1]}, and within noise in {signs[0]}."
-    )
+    words = {-1: "faster than", 1: "slower than", 0: "within noise of"}
+    if len(signs) == 1:
+        (sign,) = signs
+        more = "" if sign else ": too noisy to tell, run longer (--seconds) on an idle machine"
+        return f"{subject} is {words[sign]} torch's best{_in_all(len(ratios))}{more}."
+    counts = ", ".join(f"{words[sign]} it in {signs[sign]}" for sign in words if signs[sign])
+    return f"Of {len(ratios)} comparisons with torch's best, {subject} is {counts}."
 
 
 def warnings(document: dict[str, Any]) -> Iterable[str]:
@@ -71,12 +77,49 @@ def _odd_share(result: dict[str, Any]) -> float:
     return max((ratio["odd_rounds"] / ratio["rounds"] for ratio in ratios if ratio), default=0.0)
 
 
-def render(document: dict[str, Any]) -> RenderableType:
+def comparison(document: dict[str, Any]) -> Table:
+    """What a user can act on: a row per model, of the class under test against torch's best variant."""
+    name = "torchddp" if document["settings"].get("ours", TORCHDDP) == TORCHDDP else "yours"
+    columns = (name, "torch's\nbest", "ratio\np50 [p25..p75]")
+    table = plain_table(f"{name} against torch's best", "case", *columns, second="model", notes=[BAR_NOTE])
+    table.add_column(f"{BAR} = 10%", no_wrap=True)
+    for result in document["results"]:
+        case = CASES[result["case"]]
+        rows = {role: [row for row in result["variants"] if row["role"] == role] for role in ("torch", "ours")}
+        ours, best = (min(rows[role], key=lambda row: _value(row, case.key)) for role in ("ours", "torch"))
+        ratio = ours.get("ratio_to_best_torch")
+        if ratio:
+            shown, share = ratio_text(ratio), ratio["median"] if is_known(ratio) else None
+        else:
+            share = _value(ours, case.key) / _value(best, case.key) if _value(best, case.key) > 0 else None
+            shown = Text("" if share is None else f"{share:.2f}")
+        bar = "" if share is None else BAR * max(0, min(MAX_BARS, round(10 * share)))
+        table.add_row(case.name, result["model"], _text(ours, case), _text(best, case), shown, bar)
+    return table
+
+
+def _value(row: dict[str, Any], key: str) -> float:
+    value: float = row[key]["median"] if isinstance(row[key], dict) else row[key]
+    return value
+
+
+def _text(row: dict[str, Any], case: BenchCase) -> str:
+    value = _value(row, case.key)
+    return bytes_text(value) if case.key.endswith("bytes") else f"{number(value)} {case.unit}"
+
+
+def _in_all(count: int) -> str:
+    return "" if count == 1 else f" in all {count} comparisons"
+
+
+def render(document: dict[str, Any], *, developer: bool = True) -> RenderableType:
+    """`developer`: with every variant of each case, and how to read it."""
     results = document["results"]
-    parts: list[RenderableType] = []
-    for table in [*(CASES[result["case"]].table(result) for result in results), *summaries(document)]:
-        parts += [table, ""]
-    parts += [Text(note, style="dim") for note in case_notes(document)]
+    parts: list[RenderableType] = [] if developer else [comparison(document), ""]
+    if developer:
+        for table in [*(CASES[result["case"]].table(result) for result in results), *summaries(document)]:
+            parts += [table, ""]
+        parts += [Text(note, style="dim") for note in case_notes(document)]
     cautions = [Text(text, style="yellow") for text in warnings(document)]
     return Group(*parts, Text(verdict(document), style="bold"), *origin(document), *cautions)
 

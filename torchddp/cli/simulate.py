@@ -28,13 +28,11 @@ from torchddp.simulate.network import (
 )
 from torchddp.simulate.predict import Point, Scene, model_error, sweep
 
-# Exit status when the model is too far off to predict anything.
-EXIT_USELESS = 3
 HELP = f"""Predict step time and efficiency on other networks and with more ranks.
 
 Starts from a profile that `torchddp tune --profile` recorded on two or more ranks; it needs no GPU and no other rank.
 The model first predicts the recorded step itself. If its error is above {report.DOUBTFUL_ERROR:.0%}, the command warns;
-above {report.LARGEST_ERROR:.0%}, it stops with exit status {EXIT_USELESS}, unless --force is given.
+above {report.LARGEST_ERROR:.0%}, it stops with exit status {command.EXIT_UNSURE}, unless --force is given.
 
 \b
 Links between hosts:
@@ -132,6 +130,7 @@ def simulate(
 ) -> None:
     world_sizes = set(2**i for i in range(MAX_RANKS.bit_length())) if ranks is None else set(parse_ranks(ranks))
     Layout(1, ranks_per_host)  # checks the number
+    command.check_plots("--plot", plot)
     scene = Scene(ranks_per_host, parse_link(inner_link), algorithm)
     try:
         profile = load_profile(profile_path)
@@ -141,7 +140,7 @@ def simulate(
         command.report_error(
             f"{report.check_text(profile)} Record it again on an idle machine, or predict anyway with --force."
         )
-        raise typer.Exit(EXIT_USELESS)
+        raise typer.Exit(command.EXIT_UNSURE)
     if ranks is None:
         world_sizes.add(profile.world_size)
     points = _predict(profile, _choose_links(link or (), profile), sorted(world_sizes), scene)

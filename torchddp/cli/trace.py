@@ -2,35 +2,40 @@
 
 from __future__ import annotations
 
-import base64
-import functools
-import io
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console, Group
 from rich.text import Text
 
 from torchddp.harness import command
 from torchddp.harness.launch import ModelSettings
 from torchddp.harness.plots import figure_png
-from torchddp.harness.tables import origin, ranks_text
+from torchddp.harness.tables import counted, interval_text, number, origin, ranks_text, ratio_sign
 from torchddp.harness.variants import ArgumentError
 
 # torch and numpy load only when the command runs: `torchddp doctor` must start without them.
 if TYPE_CHECKING:
+    from torchddp import _C
+    from torchddp.harness.models import Subject
     from torchddp.profiler.ranks import MergedProfile
 
 # Buckets are rebuilt at the second step; memory and caches are warm a few steps later.
 WARMUP_STEPS = 5
+# With --compare: each plan's consecutive steps. The first one touches new memory, so only the last one counts.
+STEPS_OF_PLAN = 2
+MAX_STEPS = 10_000
 HELP = f"""Record some steps of a model on several ranks, and show where the time of the median step went.
 
 For each bucket: when its first and last gradient were ready, when it was packed, launched and done, which rank was last
 and which parameter held it back. For the step: how much communication was exposed, and whether a rank is a straggler,
-that is, last significantly more often than the others. Open the trace at https://ui.perfetto.dev.
+that is, last significantly more often than the others. --html writes a page with all steps to share; open the file of
+--out at https://ui.perfetto.dev.
+
+--compare A B runs two plans in turn, in one run: each is a bucket size in MiB, default or auto. It reports the ratio of
+their steps with its 95% interval.
 
 {command.FACTORY_HELP}
 
@@ -41,40 +46,109 @@ Examples:
   torchddp trace --model train.py:make --world-size 4 --steps 50
       your model on four ranks
   torchddp trace --model gpt --bucket-cap-mb 5 --html step.html
-      other buckets, and a report to share
+      other buckets, and a page to share
+  torchddp trace --model gpt --compare default 5 --html both.html
+      two bucket sizes side by side
   torchrun --nproc-per-node 2 -m torchddp trace --model gpt
       on the ranks that torchrun started, also on several hosts
 """
+
+
+# Plans whose steps differ by less are the same for practical purposes.
+SAME = 0.02
+DEFAULT, AUTO = "default", "auto"
 
 
 @dataclass(frozen=True, kw_only=True)
 class TraceSettings(ModelSettings):
     steps: int
     bucket_cap_mb: float | None
+    compare: tuple[str, str] | None = None
 
 
-def trace_rank(report: Callable[[float, float], None], settings: TraceSettings) -> tuple[MergedProfile, str, str]:
-    """Run a rank's warm-up steps, then those that are recorded. Collective.
+@dataclass(frozen=True)
+class Traced:
+    """`runs`: the plan's name, empty if there is only one, and its profile."""
 
-    Returns the profile, the transport, and the device; the same on every rank.
-    """
+    runs: tuple[tuple[str, MergedProfile], ...]
+    transport: str
+    device: str
+
+
+def trace_rank(report: Callable[[float, float], None], settings: TraceSettings) -> Traced:
+    """Run a rank's warm-up steps, then those that are recorded. Collective; the same result on every rank."""
     from torchddp.harness.models import make_subject
     from torchddp.profiler import profile
 
     subject = make_subject(settings, settings.bucket_cap_mb)
-    ddp = subject.model
-    total = WARMUP_STEPS + settings.steps
+    ddp, done = subject.model, 0
+    total = WARMUP_STEPS + settings.steps * (1 if settings.compare is None else 2 * STEPS_OF_PLAN)
 
-    def step(index: int) -> None:
-        subject.step(index)
-        report(index + 1, total)
+    def step() -> None:
+        nonlocal done
+        subject.step(done)
+        done += 1
+        report(done, total)
 
-    for index in range(WARMUP_STEPS):
-        step(index)
-    with profile(ddp, steps=settings.steps) as recorded:
-        for index in range(WARMUP_STEPS, total):
-            step(index)
-    return recorded.gather(), ddp.reducer.transport_name, ddp.device_type
+    for _ in range(WARMUP_STEPS):
+        step()
+    if settings.compare is None:
+        with profile(ddp, steps=settings.steps) as recorded:
+            for _ in range(settings.steps):
+                step()
+        return Traced((("", recorded.gather()),), ddp.reducer.transport_name, ddp.device_type)
+    plans = _plans(subject, settings.compare, lambda: subject.step(0))
+    kept: tuple[list[int], list[int]] = ([], [])
+    with profile(ddp, steps=total) as recorded:
+        for pair in range(settings.steps):
+            for which in (pair % 2, 1 - pair % 2):
+                ddp.reducer.adopt_plan(plans[which])
+                for _ in range(STEPS_OF_PLAN):
+                    step()
+                kept[which].append(ddp.reducer.stats()["iteration"])
+    profile_of_all = recorded.gather()
+    steps = {each.index: each for each in profile_of_all.steps}
+    pairs = [pair for pair in zip(*kept, strict=True) if steps.keys() >= set(pair)]
+    runs = [replace(profile_of_all, steps=tuple(steps[pair[which]] for pair in pairs)) for which in (0, 1)]
+    names = (f"{name} MiB" if name not in (DEFAULT, AUTO) else name for name in settings.compare)
+    return Traced(tuple(zip(names, runs, strict=True)), ddp.reducer.transport_name, ddp.device_type)
+
+
+def _plans(subject: Subject, names: Sequence[str], step: Callable[[], None]) -> list[_C.BucketPlan]:
+    from torchddp import _C
+    from torchddp.cli.tune_run import make_candidates
+    from torchddp.plan.record_profile import record_profile
+
+    profile = record_profile(subject.model, step)
+    plans = []
+    for name in names:
+        caps_mb = () if name in (DEFAULT, AUTO) else (float(name),)
+        candidate = make_candidates(profile, caps_mb)[{DEFAULT: 0, AUTO: 1}.get(name, 2)]
+        plans.append(_C.BucketPlan(candidate.buckets, subject.model.session.specs))
+    return plans
+
+
+def compare(runs: Sequence[tuple[str, MergedProfile]]) -> dict[str, Any]:
+    """The second plan's steps compared with the first's, pair by pair. A step is that of its slowest rank."""
+    from torchddp.harness.stats import paired_ratio
+
+    first, second = ([step.duration_ns for step in profile.steps] for _, profile in runs)
+    return {"plans": [name for name, _ in runs], "ratio": paired_ratio(second, first).to_dict()}
+
+
+def comparison_text(found: dict[str, Any], median_ms: Sequence[float], steps: int) -> str:
+    """The result of a comparison in a sentence."""
+    (a, b), ratio = found["plans"], found["ratio"]
+    times = f"median steps {number(median_ms[0])} and {number(median_ms[1])} ms"
+    measured = f"{ratio['median']:.2f} of its step, {interval_text(ratio)}, {counted(ratio['rounds'], 'pair')} of steps"
+    sign = ratio_sign(ratio)
+    if sign:
+        share = abs(1 - ratio["median"])
+        return f"{b} takes {share:.0%} {'more' if sign > 0 else 'less'} time than {a} ({measured}; {times})."
+    if 1 - SAME <= ratio["ci95_low"] and ratio["ci95_high"] <= 1 + SAME:
+        return f"{a} and {b} take the same time, to within {SAME:.0%} ({measured}; {times})."
+    more = f"try --steps {min(MAX_STEPS, 4 * steps)} on an idle machine"
+    return f"Too noisy to tell whether {a} or {b} is faster ({b} against {a}: {measured}; {times}): {more}."
 
 
 def trace(
@@ -85,19 +159,28 @@ def trace(
     out: Annotated[Path, command.output_option("Write the median step's trace to this file.")] = Path("trace.json"),
     json_path: command.JsonFile = None,
     html: Annotated[
-        Path | None, command.output_option("Write the report and its picture as an HTML page to this file.")
+        Path | None, command.output_option("Write a page with the report and a picture of every step to this file.")
     ] = None,
     plot: Annotated[Path | None, command.output_option("Write a PNG of the step to this file.")] = None,
     bucket_cap_mb: Annotated[
         float | None, typer.Option(help="bucket_cap_mb, in MiB. [default: the constructor's]")
     ] = None,
+    compare_plans: Annotated[
+        tuple[str, str] | None,
+        typer.Option("--compare", metavar="A B", help="Run two plans in turn: sizes in MiB, default or auto."),
+    ] = None,
     transport: command.TransportName = "auto",
     find_unused_parameters: command.FindUnusedParameters = False,
 ) -> None:
-    if not 1 <= steps <= 10_000:
-        raise ArgumentError(f"--steps must be 1 to 10000, not {steps}.")
-    if bucket_cap_mb is not None and not 0 < bucket_cap_mb < float("inf"):
-        raise ArgumentError(f"--bucket-cap-mb must be a positive number of MiB, not {bucket_cap_mb:g}.")
+    if not 1 <= steps <= MAX_STEPS:
+        raise ArgumentError(f"--steps must be 1 to {MAX_STEPS}, not {steps}.")
+    if bucket_cap_mb is not None:
+        command.check_cap(str(bucket_cap_mb), "--bucket-cap-mb")
+    if compare_plans is not None:
+        for plan in compare_plans:
+            if plan not in (DEFAULT, AUTO):
+                command.check_cap(plan, "--compare")
+    command.check_plots("--plot", plot)
     ranks = command.check_world_size(world_size, "to trace")
     settings = TraceSettings(
         model=model,
@@ -106,45 +189,53 @@ def trace(
         find_unused_parameters=find_unused_parameters,
         steps=steps,
         bucket_cap_mb=bucket_cap_mb,
+        compare=compare_plans,
     )
     from torchddp.harness.machine import new_document, write_json
-    from torchddp.profiler import report
-    from torchddp.profiler.export import draw, write_chrome_trace
-    from torchddp.profiler.session import merged_trace
+    from torchddp.profiler.export import chrome_trace, draw, write_chrome_trace
+    from torchddp.profiler.numbers import profile_numbers
+    from torchddp.profiler.page import page
+    from torchddp.profiler.report import report
 
     console = command.rank_console()
-    traced: tuple[MergedProfile, str, str] | None = command.run_command(
+    traced: Traced | None = command.run_command(
         "trace", trace_rank, settings, console, lambda done, total: f"step {done:.0f} of {total:.0f}"
     )
     if traced is None:
         return
-    profile, used_transport, device = traced
-    step = profile.median_step()
-    document = new_document(context.obj["command"], asdict(settings))
-    document["verdict"] = report.verdict(profile, step)
-    document["results"] = [{"transport": used_transport, "device": device, **report.merged_dict(profile, step)}]
-    title = f"{model}, {ranks_text(settings.world_size)}, {device}, transport {used_transport}"
-    console.print(f"{title}\n")
-    shown = Group(report.merged_report(profile), Text(f"\n{document['verdict']}", "bold"), next(origin(document)))
-    console.print(shown)
-    write_chrome_trace(out, merged_trace(profile, only_step=step.index))
-    console.print(f"wrote {out}: open it at https://ui.perfetto.dev", soft_wrap=True)
+    document = new_document("trace", context.obj["command"], asdict(settings))
+    about = {"transport": traced.transport, "device": traced.device}
+    found = [{"plan": name, **about, **profile_numbers(profile)} for name, profile in traced.runs]
+    document["results"], document["verdict"] = found, found[0]["verdict"]
+    title = f"{model}, {ranks_text(settings.world_size)}, {traced.device}, transport {traced.transport}"
+    if settings.compare is not None:
+        found[1]["comparison"] = compare(traced.runs)
+        medians = [each["step_us"] / 1e3 for each in found]
+        document["verdict"] = comparison_text(found[1]["comparison"], medians, steps)
+    console.print(title)
+    for each in found:
+        console.print("", *([each["plan"]] if each["plan"] else []), report(each), sep="\n")
+    console.print(Text(f"\n{document['verdict']}", "bold"), next(origin(document)), sep="\n")
 
-    @functools.cache
-    def picture() -> bytes:
-        below = "; ".join(report.sent_lines(profile.records))
-        ranks = [record.rank for record in profile.records]
-        return figure_png(draw(step, ranks, f"{title}: step {step.index}\n{below}"))
+    def write_trace(path: Path) -> None:
+        chosen = {each["step"]: each["plan"] for each in found}
+        steps = [step for _, profile in traced.runs for step in profile.steps if step.index in chosen]
+        trace = chrome_trace(traced.runs[0][1], steps)
+        trace["otherData"]["plan_of_step"] = chosen
+        write_chrome_trace(path, trace)
 
     def write_html(path: Path) -> None:
-        page = Console(record=True, file=io.StringIO(), width=report.WIDTH)
-        page.print(Text(f"torchddp trace: {title}\n", "bold"), shown, Text(document["command"]), highlight=False)
-        image = f'<img alt="each bucket over time" src="data:image/png;base64,{base64.b64encode(picture()).decode()}">'
-        path.write_text(page.export_html(inline_styles=True).replace("</body>", f"{image}\n</body>"))
+        lines = [text.plain for text in origin(document)]
+        path.write_text(page(f"torchddp trace: {title}", document["verdict"], traced.runs, lines))
+
+    def write_plot(path: Path) -> None:
+        path.write_bytes(figure_png(draw(found[0], f"{title}: step {found[0]['step']}")))
 
     command.write_outputs(
         console,
+        (out, write_trace),
         (json_path, lambda path: write_json(path, document)),
         (html, write_html),
-        (plot, lambda path: path.write_bytes(picture())),
+        (plot, write_plot),
     )
+    console.print(f"Open {out} at https://ui.perfetto.dev.", soft_wrap=True)

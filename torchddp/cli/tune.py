@@ -12,7 +12,17 @@ from rich.table import Table
 
 from torchddp.harness import command
 from torchddp.harness.plots import figure_png, finish_panel, panels
-from torchddp.harness.tables import MB, counted, number, origin, plain_table, ranks_text, ratio_sign, ratio_text
+from torchddp.harness.tables import (
+    bytes_text,
+    counted,
+    interval_text,
+    number,
+    origin,
+    plain_table,
+    ranks_text,
+    ratio_sign,
+    ratio_text,
+)
 from torchddp.harness.variants import ArgumentError
 
 # torch and numpy load only when the command runs: `torchddp doctor` must start without them.
@@ -24,7 +34,9 @@ if TYPE_CHECKING:
 HELP = f"""Try bucket sizes on a model, and print which argument of DistributedDataParallel to use.
 
 Records a profile of the step, plans buckets from it, and times the default, the plan and each size in turn on one
-model. Saves the best buckets, which bucket_cap_mb="auto" then uses for this model, number of ranks and transport.
+model. Saves the best buckets, which bucket_cap_mb="auto" then uses for this model, number of ranks and transport. If
+the steps are too noisy to tell which buckets are best, it says so, saves nothing, and exits with status
+{command.EXIT_UNSURE}.
 
 {command.FACTORY_HELP}
 
@@ -65,6 +77,7 @@ def tune(
     from torchddp.harness.machine import new_document, write_json
 
     command.check_numbers(seconds, None)
+    command.check_plots("--plot", plot)
     caps_mb = DEFAULT_CAPS_MB if caps is None else command.parse_caps(caps)
     ranks = command.check_world_size(world_size, "to tune")
     settings = TuneSettings(
@@ -82,12 +95,12 @@ def tune(
     if result is None:
         return
     found = tune_document(result)
-    document = {**new_document(context.obj["command"], asdict(settings)), "results": [found]}
-    document["verdict"] = found["verdict"] = answer(found)
+    document = {**new_document("tune", context.obj["command"], asdict(settings)), "results": [found]}
+    document["verdict"] = answer(found, document["machine"])
     console.print(tune_table(found))
     for line in notes(found):
         console.print(f"\n{line}", style="dim")
-    console.print(f"\n{found['verdict']}", style="bold")
+    console.print(f"\n{document['verdict']}", style="bold")
     console.print(next(origin(document)))
     command.write_outputs(
         console,
@@ -95,6 +108,8 @@ def tune(
         (json_path, lambda path: write_json(path, document)),
         (plot, lambda path: path.write_bytes(figure_png(draw_curve(found)))),
     )
+    if found["in_doubt"] is not None:
+        raise typer.Exit(command.EXIT_UNSURE)
     if keep:
         console.print(f'saved for bucket_cap_mb="auto": {_keep(result, found)}', soft_wrap=True)
 
@@ -119,8 +134,8 @@ def _keep(result: TuneResult, document: dict[str, Any]) -> Path:
 
 NOTE = (
     "A step is forward and backward of the slowest rank; a ratio is taken in each round. faster, slower: the 95% "
-    "interval of the ratio's median lies below or above 1. same: the default's own buckets. Expected: the prediction "
-    "from the measured times of gradients and messages."
+    "interval of the ratio's median lies below or above 1. unclear: it includes 1. same: the default's own buckets. "
+    "Expected: the prediction from the measured times of gradients and messages."
 )
 # If expected and measured times differ by more, the report comments on it.
 OFF = 0.15
@@ -128,7 +143,7 @@ OFF = 0.15
 
 def title(result: dict[str, Any]) -> str:
     return (
-        f"{result['model']}: {result['parameters']} gradients, {result['gradient_bytes'] / MB:.3g} MB, "
+        f"{result['model']}: {counted(result['parameters'], 'gradient')}, {bytes_text(result['gradient_bytes'])}, "
         f"{ranks_text(result['world_size'])} of {counted(result['threads'], 'thread')} over {result['transport']}"
     )
 
@@ -137,8 +152,8 @@ def measured_text(result: dict[str, Any]) -> str:
     cost = result["cost"]
     return (
         f"A step without messages takes {number(result['compute_ms'])} ms. A message takes "
-        f"{number(cost['alpha_us'])} us plus {number(cost['beta_ns_per_byte'])} ns per byte (measured times are off "
-        f"that line by {cost['misfit']:.0%})."
+        f"{number(cost['alpha_us'])} us plus {number(cost['beta_ns_per_byte'])} ns per byte, give or take "
+        f"{cost['misfit']:.0%}."
     )
 
 
@@ -162,24 +177,27 @@ def notes(result: dict[str, Any]) -> list[str]:
     return [text for text in (expectation_text(result), measured_text(result), NOTE) if text]
 
 
-def answer(result: dict[str, Any]) -> str:
-    """The result in a sentence."""
+def answer(result: dict[str, Any], machine: dict[str, Any]) -> str:
+    """The result in a sentence, or in two if the steps were too noisy."""
+    rounds = counted(result["rounds"], "round")
+    if result["in_doubt"] is not None:
+        row = next(row for row in result["candidates"] if row["name"] == result["in_doubt"])
+        ratio, more = row["ratio_to_default"], min(command.MAX_SECONDS, 10 * math.ceil(2 * result["seconds"] / 10))
+        load, cores = machine["load_average_1min"], counted(machine["cores"], "core")
+        busy = (
+            f"Stop other programs (the load was {load:g} on {cores}) and try" if load > machine["cores"] / 2 else "Try"
+        )
+        return (
+            f"Too noisy to tell after {rounds}, so no plan is saved: {row['argument']} takes {ratio['median']:.2f} of "
+            f"the default's step, {interval_text(ratio)}. {busy} --seconds {more}."
+        )
     chosen = next(row for row in result["candidates"] if row["chosen"])
     if chosen["argument"]:
         gain = 1 - chosen["ratio_to_default"]["median"]
         return (
             f"Use DistributedDataParallel(model, {chosen['argument']}): {gain:.1%} less time per step than the default."
         )
-    if result["in_doubt"] is None:
-        return f"Leave bucket_cap_mb out: after {result['rounds']} rounds nothing is faster than the default."
-    doubtful = next(row for row in result["candidates"] if row["name"] == result["in_doubt"])
-    ratio = doubtful["ratio_to_default"]
-    more = min(command.MAX_SECONDS, 10 * math.ceil(2 * result["seconds"] / 10))
-    return (
-        f"Leave bucket_cap_mb out for now: not certain after {result['rounds']} rounds, try --seconds {more}. "
-        f"{doubtful['argument']} may be faster: {ratio['median']:.2f} of the default's step, 95% interval "
-        f"{ratio['ci95_low']:.2f} to {ratio['ci95_high']:.2f}."
-    )
+    return f"Leave bucket_cap_mb out: after {rounds} nothing is faster than the default."
 
 
 def mark(row: dict[str, Any]) -> str:
@@ -189,12 +207,12 @@ def mark(row: dict[str, Any]) -> str:
     ratio = row["ratio_to_default"]
     if ratio is None:
         return "same" if row["same_buckets"] else ""
-    return {-1: "faster", 0: "", 1: "slower"}[ratio_sign(ratio)]
+    return {-1: "faster", 0: "unclear", 1: "slower"}[ratio_sign(ratio)]
 
 
 def tune_table(result: dict[str, Any]) -> Table:
     columns = ("buckets", "step p50\nms", "step\np90", "expected\nms", "vs. default\np50 [p25..p75]")
-    table = plain_table(f"{title(result)}, {result['rounds']} rounds", "buckets by", *columns)
+    table = plain_table(f"{title(result)}, {counted(result['rounds'], 'round')}", "buckets by", *columns)
     table.add_column("", no_wrap=True)
     for row in result["candidates"]:
         table.add_row(
@@ -230,6 +248,7 @@ def draw_curve(result: dict[str, Any]) -> Figure:
     axis.set_xscale("log")
     axis.set_xticks(caps, [f"{cap:g}" for cap in caps])
     axis.minorticks_off()
-    finish_panel(axis, title(result), "bucket_cap_mb, MiB", "step, ms")
+    doubt = "" if result["in_doubt"] is None else "\ntoo noisy to tell which is best"
+    finish_panel(axis, f"{title(result)}{doubt}", "bucket_cap_mb, MiB", "step, ms")
     axis.legend(fontsize=8, frameon=False)
     return figure

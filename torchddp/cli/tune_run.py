@@ -28,6 +28,8 @@ _MIB = 1024 * 1024
 SETTLING_STEPS, TIMED_STEPS = 1, 2
 # A smaller gain, as a share of the step, is not worth changing an argument.
 LEAST_GAIN = 0.02
+# A candidate that may be this much faster than the default, or slower, says that the steps are too noisy.
+NOISE = 0.1
 
 
 @dataclass(frozen=True)
@@ -146,7 +148,8 @@ def choose(step_ms: np.ndarray, same: Collection[int] = ()) -> Choice:
 
     Significantly: the 95% interval of the paired ratio lies below 1. Of the candidates that can't be told apart from
     the fastest, the first is chosen, which is the planned one if it is among them. Doubtful: none is significantly
-    faster, but a ratio's median promises a gain, or is at most 1 with an interval that leaves room for twice the gain.
+    faster, but a ratio's median promises a gain, or is at most 1 with an interval that leaves room for twice the gain,
+    or its interval is so wide that it says nothing.
     ``step_ms``: [candidate, round]. ``same``: those with the default's own buckets, faster only by chance.
     """
     ratios = tuple(paired_ratio(row, step_ms[0]) for row in step_ms)
@@ -162,7 +165,10 @@ def choose(step_ms: np.ndarray, same: Collection[int] = ()) -> Choice:
     promising = min(others, key=lambda index: (ratios[index].median, ratios[index].ci95_low))
     ratio = ratios[promising]
     in_doubt = ratio.median < 1 - LEAST_GAIN or (ratio.median <= 1 and ratio.ci95_low < 1 - 2 * LEAST_GAIN)
-    return Choice(0, ratios, promising if in_doubt else None)
+    if in_doubt:
+        return Choice(0, ratios, promising)
+    wide = [index for index in others if ratios[index].ci95_low < 1 - NOISE and ratios[index].ci95_high >= 1]
+    return Choice(0, ratios, min(wide, key=lambda index: ratios[index].ci95_low, default=None))
 
 
 def tune_document(result: TuneResult) -> dict[str, Any]:
@@ -179,7 +185,7 @@ def tune_document(result: TuneResult) -> dict[str, Any]:
             "step_ms": summarize(step_ms[index]),
             "same_buckets": index in same,
             "ratio_to_default": None if index == 0 or index in same else choice.ratios[index].to_dict(),
-            "chosen": index == choice.index,
+            "chosen": index == choice.index and choice.doubtful is None,
         }
         for index, candidate in enumerate(candidates)
     ]
@@ -200,7 +206,7 @@ def tune_document(result: TuneResult) -> dict[str, Any]:
             "beta_ns_per_byte": 1e9 * profile.cost.beta_s_per_byte,
             "misfit": profile.cost.misfit,
         },
-        "argument": candidates[choice.index].argument,
+        "argument": candidates[choice.index].argument if choice.doubtful is None else None,
         "candidates": rows,
         "profile": profile.to_dict(),
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shlex
 import sys
@@ -30,7 +31,8 @@ MAX_WORLD_SIZE, MAX_SECONDS = 64, 3600
 MODEL_NAMES = ("small", "mlp", "gpt", "conv", "gpt2")
 MODEL_HELP = f"{', '.join(MODEL_NAMES)}, or your own: package.module:factory or file.py:factory"
 
-EXIT_FAILED, EXIT_BAD_ARGUMENT = 1, 2
+# Unsure: the measurements don't allow an answer.
+EXIT_FAILED, EXIT_BAD_ARGUMENT, EXIT_UNSURE = 1, 2, 3
 
 # For every app: -h as well as --help.
 CONTEXT = {"help_option_names": ["-h", "--help"]}
@@ -45,6 +47,22 @@ def parse_caps(text: str) -> tuple[float, ...]:
     if not all(0 < cap < float("inf") for cap in caps):
         raise ArgumentError(f"--caps must be positive numbers of MiB, not '{text}'.")
     return tuple(dict.fromkeys(caps))
+
+
+def check_cap(text: str, option: str) -> None:
+    """ArgumentError unless the text is a positive number of MiB."""
+    try:
+        is_size = 0 < float(text) < float("inf")
+    except ValueError:
+        is_size = False
+    if not is_size:
+        raise ArgumentError(f"{option} must be a positive number of MiB, not {text}.")
+
+
+def check_plots(option: str, path: Path | None) -> None:
+    """ArgumentError, before anything is measured, if a picture is asked for that can't be drawn."""
+    if path is not None and importlib.util.find_spec("matplotlib") is None:
+        raise ArgumentError(f"{option} needs matplotlib: pip install matplotlib.")
 
 
 def check_numbers(seconds: float | None, world_size: int | None) -> None:

@@ -44,7 +44,11 @@ Report = Callable[[float, float], None]
 
 
 class LaunchError(RuntimeError):
-    """Ranks failed; the message says which and why."""
+    """Ranks failed; the message says which and why. `partial`: what rank 0 had kept by then (`Reporter.keep`)."""
+
+    def __init__(self, message: str, partial: Sequence[Any] = ()) -> None:
+        super().__init__(message)
+        self.partial = tuple(partial)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,6 +158,7 @@ class Inbox:
         self.errors: dict[int, str] = {}
         # Why a rank rejected what the user asked for, in one sentence.
         self.refusal = ""
+        self.partial: list[Any] = []
         self._progress = progress
 
     def read(self, timeout_s: float) -> bool:
@@ -171,6 +176,8 @@ class Inbox:
                 continue
             if kind == "progress":
                 self._progress(*payload)
+            elif kind == "partial":
+                self.partial.append(payload)
             elif kind == "refusal":
                 self.refusal = payload
             else:
@@ -183,7 +190,11 @@ def follow(inbox: Inbox, job: RankJob, stall_timeout_s: float) -> Any:
     while inbox.open and not inbox.errors and not inbox.refusal:
         if not inbox.read(stall_timeout_s):
             silent = [rank for rank in range(job.world_size) if rank not in inbox.results]
-            raise LaunchError(f"Case '{job.case}' stopped: no message from ranks {silent} for {stall_timeout_s:g} s.")
+            raise LaunchError(
+                f"Case '{job.case}' stopped: no message from ranks {silent} for {stall_timeout_s:g} s. The machine may "
+                "be overloaded, or a rank may wait for one that hangs: try fewer ranks or a smaller model.",
+                inbox.partial,
+            )
     if inbox.refusal:
         raise ArgumentError(inbox.refusal)
     if inbox.errors:
@@ -191,7 +202,7 @@ def follow(inbox: Inbox, job: RankJob, stall_timeout_s: float) -> Any:
         while inbox.open and (left_s := deadline_s - time.monotonic()) > 0:
             inbox.read(left_s)
         said = "; ".join(_by_ranks(inbox.errors))
-        raise LaunchError(f"Case '{job.case}' failed: {said}")
+        raise LaunchError(f"Case '{job.case}' failed: {said}", inbox.partial)
     return inbox.results[0]
 
 
@@ -252,6 +263,11 @@ class Reporter:
     def about(self, what: str) -> Reporter:
         """For another activity."""
         return Reporter(self._channel, what, self._enabled)
+
+    def keep(self, value: object) -> None:
+        """Rank 0's value outlives a failure of the ranks."""
+        if self._enabled:
+            self._channel.send(("partial", value))
 
     def __call__(self, done: float, total: float) -> None:
         now_s = time.monotonic()

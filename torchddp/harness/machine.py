@@ -80,15 +80,22 @@ def date_text(date: str) -> str:
     return f"{datetime.datetime.fromisoformat(date):%Y-%m-%d %H:%M} UTC"
 
 
-def new_document(command: str, settings: dict[str, Any]) -> dict[str, Any]:
-    """The header of a saved run; its results are added later."""
+# Of the JSON of all commands. 3: one envelope for all of them.
+FORMAT = 3
+
+
+def new_document(kind: str, command: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """The envelope of a saved run; its results and verdict are added later. `kind`: the subcommand."""
     return {
-        "format": 1,
+        "format": FORMAT,
+        "kind": f"torchddp {kind}",
         "date": now(),
         "command": command,
         "machine": describe_machine(),
         "settings": settings,
+        "verdict": "",
         "results": [],
+        "failures": [],
     }
 
 

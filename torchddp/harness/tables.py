@@ -3,25 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
-
-from rich import box
-from rich.table import Table
-from rich.text import Text
+from typing import TYPE_CHECKING, Any
 
 from torchddp.harness.machine import date_text
+
+# `import torchddp.profiler`, which needs the number format, must not need rich.
+if TYPE_CHECKING:
+    from rich.table import Table
+    from rich.text import Text
 
 MB = 1e6
 MAX_WIDTH = 80
 
 
-def number(value: float | None) -> str:
+def number(value: float) -> str:
     """About three digits, without exponents."""
-    if value is None:
-        return "inf"
     if abs(value) >= 100:
         return f"{value:.0f}"
     return f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}" if abs(value) >= 1 else f"{value:.3f}"
+
+
+def bytes_text(count: float | None) -> str:
+    """'324 B', '65.5 kB', '25.2 MB'; '?' if unknown."""
+    if count is None:
+        return "?"
+    units = iter(("B", "kB", "MB", "GB", "TB"))
+    unit = next(units)
+    while count >= 999.5 and unit != "TB":
+        count, unit = count / 1000, next(units)
+    return f"{count:.3g} {unit}"
 
 
 def adding_up(values: Sequence[float]) -> tuple[str, list[str]]:
@@ -35,7 +45,7 @@ def adding_up(values: Sequence[float]) -> tuple[str, list[str]]:
 
 def counted(count: int, noun: str) -> str:
     """'1 rank', '2 ranks'."""
-    return f"{count} {noun}{'s' if count > 1 else ''}"
+    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def ranks_text(count: int) -> str:
@@ -44,29 +54,49 @@ def ranks_text(count: int) -> str:
 
 def weight_text(result: dict[str, Any]) -> str:
     """The model, and the number and size of its gradients."""
-    return f"{result['title']}: {result['parameters']} parameters, {result['gradient_bytes'] / MB:.3g} MB"
+    return f"{result['title']}: {result['parameters']} parameters, {bytes_text(result['gradient_bytes'])}"
+
+
+def is_known(ratio: dict[str, Any]) -> bool:
+    """Whether the ratio and its spread make sense: with too much noise, a cost may be zero or less."""
+    values = [ratio[key] for key in ("median", "q25", "q75", "ci95_low", "ci95_high")]
+    return all(value is not None and value >= 0 for value in values)
 
 
 def ratio_sign(ratio: dict[str, Any]) -> int:
-    """-1: significantly below one, 1: significantly above, 0: the median's 95% interval contains 1."""
-    low, high = ratio["ci95_low"], ratio["ci95_high"]  # None: infinite
-    return -1 if high is not None and high < 1 else 1 if low is None or low > 1 else 0
+    """-1: significantly below one, 1: significantly above, 0: the median's 95% interval contains 1, or is unknown."""
+    if not is_known(ratio):
+        return 0
+    return -1 if ratio["ci95_high"] < 1 else 1 if ratio["ci95_low"] > 1 else 0
+
+
+def interval_text(ratio: dict[str, Any]) -> str:
+    if not is_known(ratio):
+        return "95% interval unknown"
+    return f"95% interval {ratio['ci95_low']:.2f} to {ratio['ci95_high']:.2f}"
 
 
 def ratio_text(ratio: dict[str, Any] | None, without: str = "1 (torch's best)") -> Text:
     """'0.85 [0.80..0.91]', green if significantly below one, red if significantly above. `without`: the text for the
     baseline's row."""
+    from rich.text import Text
+
     if ratio is None:
         return Text(without, style="dim")
+    if not is_known(ratio):
+        return Text("too noisy", style="yellow")
     style = {-1: "green", 0: "", 1: "red"}[ratio_sign(ratio)]
-    median, q25, q75 = ("inf" if ratio[key] is None else f"{ratio[key]:.2f}" for key in ("median", "q25", "q75"))
-    return Text(f"{median} [{q25}..{q75}]", style=style)
+    return Text(f"{ratio['median']:.2f} [{ratio['q25']:.2f}..{ratio['q75']:.2f}]", style=style)
 
 
 def plain_table(title: str, first: str, *numbers: str, second: str | None = None, notes: Sequence[str] = ()) -> Table:
     """A table with a first column, an optional second one of text, and columns of numbers; notes go below it. Gaps are
     narrow, so that every table fits 80 columns.
     """
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
     table = Table(
         title=title,
         box=box.SIMPLE_HEAD,
@@ -87,6 +117,8 @@ def plain_table(title: str, first: str, *numbers: str, second: str | None = None
 
 def origin(document: dict[str, Any]) -> Iterator[Text]:
     """When, where and by which command the results of a document were made."""
+    from rich.text import Text
+
     machine = document["machine"]
     commit = (machine["git_commit"] or "no commit")[:12] + (" (changed)" if machine["git_dirty"] else "")
     date = f"{date_text(document['date'])} · " if "date" in document else ""

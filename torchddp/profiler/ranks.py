@@ -175,25 +175,13 @@ class MergedStep:
     straggler: Straggler | None  # None: no rank waited for another
 
     @property
-    def duration_ns(self) -> int:
-        """Of the slowest rank."""
-        return max(step.duration_ns for step in self.steps)
-
-    @property
     def slowest(self) -> int:
         """The index of the rank whose step took longest."""
         return max(range(len(self.steps)), key=lambda place: self.steps[place].duration_ns)
 
     @property
-    def exposed_ns(self) -> int:
-        """Of the rank that had the most."""
-        return max(step.exposed_ns for step in self.steps)
-
-    @property
-    def overlap_ratio(self) -> float:
-        """Over all ranks' communication time."""
-        total = sum(step.comm_ns for step in self.steps)
-        return 1.0 if total == 0 else sum(step.overlap_ratio * step.comm_ns for step in self.steps) / total
+    def duration_ns(self) -> int:
+        return self.steps[self.slowest].duration_ns
 
 
 @dataclass(frozen=True)
@@ -252,7 +240,7 @@ def merge(records: Sequence[RankRecord], clocks: Sequence[Clock]) -> MergedProfi
     common = sorted(set.intersection(*(set(steps) for steps in by_rank)))
     if not common:
         counts = ", ".join(f"rank {record.rank}: {len(record.steps)}" for record in records)
-        raise ValueError(f"no step was recorded completely on all ranks (complete steps: {counts})")
+        raise ValueError(f"no complete step was recorded on all ranks (complete steps: {counts})")
     steps = tuple(merge_step([steps[index] for steps in by_rank]) for index in common)
     return MergedProfile(tuple(records), tuple(clocks), steps)
 

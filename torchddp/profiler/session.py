@@ -15,8 +15,9 @@ from torch.utils.hooks import RemovableHandle
 from torchddp.ddp.module import DistributedDataParallel
 from torchddp.profiler import ranks
 from torchddp.profiler.export import chrome_trace, write_chrome_trace
-from torchddp.profiler.ranks import MergedProfile, RankRecord, merge, traffic_dicts
-from torchddp.profiler.steps import BucketLayout, Layout, Layouts, Step, read_steps
+from torchddp.profiler.numbers import profile_numbers
+from torchddp.profiler.ranks import Clock, MergedProfile, RankRecord, merge
+from torchddp.profiler.steps import BucketLayout, Layout, Layouts, Step, overlap_ratio, read_steps
 from torchddp.traffic import Traffic, total_wire_bytes
 from torchddp.transport.agreement import GroupExchange
 
@@ -174,38 +175,23 @@ class Profile:
 
         Raises ValueError if no complete step was recorded; ImportError without rich.
         """
-        from torchddp.profiler.report import as_text, merged_report, rank_report
+        from torchddp.profiler.report import as_text, report
 
-        return as_text(merged_report(self.gather()) if merged else rank_report(self._record()))
+        return as_text(report(profile_numbers(self._merged(merged))))
 
     def export_chrome_trace(self, path: str | Path, merged: bool = False) -> None:
         """Write all steps in Chrome's trace format, for https://ui.perfetto.dev or chrome://tracing.
 
         With `merged=True`, write the steps of all ranks: collective; rank 0 writes.
+
+        Raises ValueError if no complete step was recorded.
         """
-        if not merged:
-            record = self._record()
-            mine = [(record.rank, _label(record), record.steps)]
-            write_chrome_trace(Path(path), chrome_trace(mine, self.names, {"traffic": traffic_dicts([record])}))
-            return
-        profile = self.gather()
-        if self._model.process_group.rank() == 0:
-            write_chrome_trace(Path(path), merged_trace(profile))
+        profile = self._merged(merged)
+        if not merged or self._model.process_group.rank() == 0:
+            write_chrome_trace(Path(path), chrome_trace(profile, profile.steps))
 
-
-def merged_trace(profile: MergedProfile, only_step: int | None = None) -> dict[str, Any]:
-    """All ranks' steps, or one of them by its number, in Chrome's trace format."""
-    steps = [step for step in profile.steps if only_step in (None, step.index)]
-    each = [(r.rank, _label(r), [step.steps[place] for step in steps]) for place, r in enumerate(profile.records)]
-    about = {
-        "clock_uncertainty_us": [c.uncertainty_ns / 1e3 for c in profile.clocks],
-        "traffic": traffic_dicts(profile.records),
-    }
-    return chrome_trace(each, profile.names, about)
-
-
-def _label(record: RankRecord) -> str:
-    return f"rank {record.rank} ({record.host})"
+    def _merged(self, all_ranks: bool) -> MergedProfile:
+        return self.gather() if all_ranks else merge([self._record()], [Clock()])
 
 
 # --- step times for a logger ---
@@ -225,7 +211,7 @@ def monitor(model: Any, callback: Callback, every: int = 1) -> Monitor:
 
     * ``ddp/step_ms``: from the start of forward until gradients are final
     * ``ddp/forward_ms``: until the first gradient; ``ddp/backward_ms``: from there to the last one
-    * ``ddp/comm_ms``: from the first bucket's launch until the last one is reduced
+    * ``ddp/comm_ms``: from the first bucket's launch until gradients are final
     * ``ddp/exposed_ms``: the part of that after the last gradient
     * ``ddp/overlap_ratio``: the share of the communication before the last gradient; 1.0 if there was none
     * ``ddp/buckets``: how many were reduced; ``ddp/bytes``: their size in memory
@@ -282,8 +268,9 @@ class Monitor:
 def values_of(stats: dict[str, int], traffic: dict[str, Traffic]) -> dict[str, float]:
     """The callback's values, from the reducer's statistics (ns) and the traffic of its last step."""
     forward_ns, backward_ns = stats["forward_compute_time"], stats["backward_compute_time"]
-    comm_ns, exposed_ns = stats["backward_comm_time"], stats["exposed_comm_time"]
-    overlap_ns = stats["backward_compute_comm_overlap_time"]
+    exposed_ns, sent = stats["exposed_comm_time"], stats["backward_comm_time"] > 0
+    hidden_ns = min(stats["backward_compute_comm_overlap_time"], stats["backward_comm_time"])
+    comm_ns = hidden_ns + exposed_ns if sent else 0
     wire_bytes = total_wire_bytes(traffic)
     return {
         "ddp/step_ms": (forward_ns + backward_ns + exposed_ns) / 1e6,
@@ -291,7 +278,7 @@ def values_of(stats: dict[str, int], traffic: dict[str, Traffic]) -> dict[str, f
         "ddp/backward_ms": backward_ns / 1e6,
         "ddp/comm_ms": comm_ns / 1e6,
         "ddp/exposed_ms": exposed_ns / 1e6,
-        "ddp/overlap_ratio": min(overlap_ns, comm_ns) / comm_ns if comm_ns else 1.0,
+        "ddp/overlap_ratio": overlap_ratio(hidden_ns, comm_ns),
         "ddp/buckets": stats["num_buckets_reduced"],
         "ddp/bytes": stats["bytes_reduced"],
         **({} if wire_bytes is None else {"ddp/wire_bytes": wire_bytes}),

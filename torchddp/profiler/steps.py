@@ -1,4 +1,15 @@
-"""Turns the events of the reducer's timeline into steps: when each bucket was filled, sent and done. Pure."""
+"""Turns the events of the reducer's timeline into steps: when each bucket was filled, sent and done. Pure.
+
+Note [What the numbers mean]
+
+All reports use the same definitions, which `TERMS` in `numbers.py` spells out for their readers:
+
+    step          = forward + backward + exposed
+    communication = hidden + exposed
+    overlap       = hidden / communication
+
+Those of a step of several ranks are the slowest rank's, so they add up as well.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +22,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from torchddp._C import Event
 
-# The times that are shown for a bucket, in this order.
-BUCKET_TIMES = ("first_ready_ns", "last_ready_ns", "packed_ns", "launched_ns", "done_ns")
+
+def overlap_ratio(hidden: float, communication: float) -> float:
+    """1.0 if nothing was communicated."""
+    return hidden / communication if communication else 1.0
+
+
+# A bucket's times, in their order.
+BUCKET_TIMES = ("first_ready_ns", "last_ready_ns", "packed_ns", "launched_ns", "wait_begin_ns", "done_ns")
 
 
 class BucketLayout(NamedTuple):
@@ -39,7 +56,7 @@ class BucketTimes:
     packed_ns: int | None = None
     launched_ns: int | None = None
     wait_begin_ns: int | None = None
-    # When the waiting thread, which takes buckets in order, saw it: an upper bound for the end of the reduction.
+    # When the waiting thread, which takes buckets in order, saw that the reduction had ended.
     done_ns: int | None = None
     # The earlier bucket that was packed later: buckets are launched in order, so this one queued behind it.
     behind: int | None = None
@@ -52,7 +69,9 @@ class BucketTimes:
 
 @dataclass(frozen=True)
 class Step:
-    """One synchronized forward and backward of one rank. Times in ns of the rank's steady clock."""
+    """One synchronized forward and backward of one rank. Times in ns of the rank's steady clock; see Note [What the
+    numbers mean].
+    """
 
     index: int  # the reducer's count of synchronized forwards; the same step has the same number on all ranks
     forward_begin_ns: int
@@ -65,27 +84,25 @@ class Step:
 
     @property
     def duration_ns(self) -> int:
-        """From the start of forward until the gradients are final."""
         return self.backward_end_ns - self.forward_begin_ns
 
     @property
     def exposed_ns(self) -> int:
-        """The rest of backward after its last gradient was ready, with nothing left to do but reduce and wait."""
         return self.backward_end_ns - self.compute_end_ns
 
     @property
+    def hidden_ns(self) -> int:
+        launched = [bucket.launched_ns for bucket in self.buckets if bucket.launched_ns is not None]
+        return max(0, self.compute_end_ns - min(launched, default=self.compute_end_ns))
+
+    @property
     def comm_ns(self) -> int:
-        """The time during which at least one bucket was in flight."""
-        return sum(end - begin for begin, end in self._in_flight())
+        """0 if nothing was sent."""
+        return self.hidden_ns + self.exposed_ns if any(bucket.sent for bucket in self.buckets) else 0
 
     @property
     def overlap_ratio(self) -> float:
-        """The share of `comm_ns` before the last gradient; 1.0 if nothing was communicated."""
-        if self.comm_ns == 0:
-            return 1.0
-        limit_ns = self.compute_end_ns
-        hidden = sum(min(end, limit_ns) - begin for begin, end in self._in_flight() if begin < limit_ns)
-        return hidden / self.comm_ns
+        return overlap_ratio(self.hidden_ns, self.comm_ns)
 
     def shifted(self, offset_ns: int) -> Step:
         """The same step with `offset_ns` added to all times."""
@@ -98,9 +115,6 @@ class Step:
         gradients = tuple((param, time_ns + offset_ns) for param, time_ns in self.gradients)
         return replace(self, **moved(self), buckets=buckets, gradients=gradients)
 
-    def _in_flight(self) -> list[tuple[int, int]]:
-        return union((b.launched_ns, b.done_ns) for b in self.buckets)
-
 
 @dataclass(frozen=True)
 class Steps:
@@ -108,17 +122,6 @@ class Steps:
 
     complete: tuple[Step, ...]
     incomplete: int
-
-
-def union(spans: Iterable[tuple[int | None, int | None]]) -> list[tuple[int, int]]:
-    """Merge spans into disjoint intervals, in order; spans that lack an end are left out."""
-    merged: list[tuple[int, int]] = []
-    for begin, end in sorted((b, e) for b, e in spans if b is not None and e is not None and e > b):
-        if merged and begin <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
-        else:
-            merged.append((begin, end))
-    return merged
 
 
 def read_steps(events: Iterable[Event], layout_of: Callable[[int], Layout]) -> Steps:

@@ -8,14 +8,13 @@ from typing import Any
 
 from rich.table import Table
 
-from torchddp.harness.machine import now
+from torchddp.harness.machine import new_document
 from torchddp.harness.plots import figure_png, finish_panel, panels
-from torchddp.harness.tables import MB, counted, number, plain_table, ranks_text
+from torchddp.harness.tables import bytes_text, counted, number, plain_table, ranks_text
 from torchddp.plan.step_profile import StepProfile
 from torchddp.simulate.network import NO_SOFTWARE, software_of
 from torchddp.simulate.predict import MIN_GAIN, Point, Prediction, Scene, model_error
 
-FORMAT = 2
 # The model's error on the recorded step: above the first limit, warn; above the second, predict nothing.
 DOUBTFUL_ERROR, LARGEST_ERROR = 0.15, 0.40
 # If messages in a step take this many times longer than alone, something else kept the machine busy.
@@ -66,16 +65,16 @@ def link_table(profile: StepProfile, points: Sequence[Point]) -> Table:
 
 def profile_text(profile: StepProfile) -> str:
     return (
-        f"{profile.model}: {profile.gradient_bytes / MB:.3g} MB in {len(profile.gradients)} gradients, recorded with "
-        f"{ranks_text(profile.world_size)} ({profile.transport}, {profile.device}), step {_ms(profile.step_s)} ms, "
-        f"{counted(len(profile.buckets), 'bucket')}"
+        f"{profile.model}: {bytes_text(profile.gradient_bytes)} in {counted(len(profile.gradients), 'gradient')}, "
+        f"recorded with {ranks_text(profile.world_size)} ({profile.transport}, {profile.device}), "
+        f"step {_ms(profile.step_s)} ms, {counted(len(profile.buckets), 'bucket')}"
     )
 
 
 def _sizes_text(profile: StepProfile, best: Prediction) -> str:
-    sizes = [number(sum(profile.gradients[i].nbytes for i in bucket) / MB) for bucket in best.buckets]
+    sizes = [bytes_text(sum(profile.gradients[i].nbytes for i in bucket)) for bucket in best.buckets]
     shown = ", ".join(sizes[:_SPELLED_OUT])
-    return f"{shown}{', ..' if len(sizes) > _SPELLED_OUT else ''} MB in launch order"
+    return f"{shown}{', ...' if len(sizes) > _SPELLED_OUT else ''}{' in launch order' if len(sizes) > 1 else ''}"
 
 
 def advice(profile: StepProfile, points: Sequence[Point]) -> list[str]:
@@ -171,18 +170,17 @@ def efficiency_png(points: Sequence[Point]) -> bytes:
 
 def document(profile: StepProfile, points: Sequence[Point], scene: Scene, command: str) -> dict[str, Any]:
     """The whole report, for JSON. Buckets hold indices into `gradients`."""
-    return {
-        "format": FORMAT,
-        "kind": "torchddp simulation",
-        "date": now(),
-        "command": command,
-        "verdict": verdict(profile, points),
-        "model": profile.model,
-        "fingerprint": profile.fingerprint,
-        "gradients": [gradient.name for gradient in profile.gradients],
-        "recorded_world_size": profile.world_size,
-        "recorded_step_s": profile.step_s,
-        "model_error": model_error(profile),
-        "scene": asdict(scene),
-        "points": [{**asdict(point), "gain": point.gain} for point in points],
-    }
+    found = new_document("simulate", command, asdict(scene))
+    found["verdict"] = verdict(profile, points)
+    found["results"] = [
+        {
+            "model": profile.model,
+            "fingerprint": profile.fingerprint,
+            "gradients": [gradient.name for gradient in profile.gradients],
+            "recorded_world_size": profile.world_size,
+            "recorded_step_s": profile.step_s,
+            "model_error": model_error(profile),
+            "points": [{**asdict(point), "gain": point.gain} for point in points],
+        }
+    ]
+    return found
