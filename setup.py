@@ -129,7 +129,7 @@ class CMakeBuild(build_ext):
             raise SystemExit("torchddp: the extension does not compile; see the compiler's message above.")
 
     def copy_extensions_to_source(self) -> None:
-        """As setuptools does, but atomically: an interrupted copy would look up to date, and processes may have the old one open."""
+        """Atomically: an interrupted copy would look up to date, and processes may have the old file open."""
         for ext in self.extensions:
             target = Path(self.get_ext_fullpath(ext.name))
             partial = target.with_suffix(".partial")
