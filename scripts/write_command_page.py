@@ -13,9 +13,9 @@ BEGIN, END = "<!-- help -->\n", "\n<!-- end of help -->"
 
 
 def help_of(*command: str) -> str:
-    from torchddp.cli.app import app
+    from torchddp.cli.app import make_app
 
-    done = CliRunner().invoke(app, [*command, "--help"], prog_name="torchddp", terminal_width=WIDTH)
+    done = CliRunner().invoke(make_app(), [*command, "--help"], prog_name="torchddp", terminal_width=WIDTH)
     if done.exit_code != 0:
         raise RuntimeError(f"torchddp {' '.join(command)} --help: {done.output}")
     return "\n".join(line.rstrip() for line in done.output.strip().splitlines())
@@ -23,9 +23,9 @@ def help_of(*command: str) -> str:
 
 def page() -> str:
     """The page with the help as the commands print it now."""
-    from torchddp.cli.app import app
+    from torchddp.cli.app import make_app
 
-    names = [command.name for command in app.registered_commands if command.name]
+    names = [command.name for command in make_app().registered_commands if command.name]
     sections = [("torchddp", help_of()), *((f"torchddp {name}", help_of(name)) for name in names)]
     before, _, rest = PAGE.read_text().partition(BEGIN)
     helps = "".join(f"\n## {name}\n\n```text\n{text}\n```\n" for name, text in sections)

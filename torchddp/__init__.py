@@ -12,7 +12,7 @@ import importlib
 import os
 import sys
 
-from torchddp._command import is_command  # before anything that takes time: see there
+from torchddp._command import is_command, only_explains  # before anything that takes time: see there
 from torchddp._import_check import check_extension
 
 TYPE_CHECKING = False  # importing typing's takes longer than the rest of this import
@@ -25,29 +25,30 @@ if TYPE_CHECKING:
     from torchddp.sharded import ShardedDataParallel
 
 import_error: Exception | None = None
-try:
-    import torch  # noqa: F401  the extension needs torch's libraries loaded first
+if not only_explains():  # importing torch takes seconds
+    try:
+        import torch  # noqa: F401  the extension needs torch's libraries loaded first
 
-    check_extension()
+        check_extension()
 
-    from torchddp import _assembly  # noqa: F401  registers what models get from higher rooms
-    from torchddp._C import finished_steps
-    from torchddp.ddp.checks import Checks
-    from torchddp.ddp.grad_precision import Precision
-    from torchddp.ddp.module import DistributedDataParallel
-    from torchddp.errors import DesyncError, InternalError, TransportError, UsageWarning
-    from torchddp.transport.shm import register
+        from torchddp import _assembly  # noqa: F401  registers what models get from higher rooms
+        from torchddp._C import finished_steps
+        from torchddp.ddp.checks import Checks
+        from torchddp.ddp.grad_precision import Precision
+        from torchddp.ddp.module import DistributedDataParallel
+        from torchddp.errors import DesyncError, InternalError, TransportError, UsageWarning
+        from torchddp.transport.shm import register
 
-    register()
-    del register
+        register()
+        del register
 
-    DDP = DistributedDataParallel
-    if os.environ.get("TORCHDDP_INSTALL"):
-        importlib.import_module("torchddp.integrations.install").install_by_variable()
-except (ImportError, OSError) as error:  # OSError: one of torch's libraries does not load
-    if not is_command():
-        raise
-    import_error = error  # `torchddp doctor` explains what is wrong
+        DDP = DistributedDataParallel
+        if os.environ.get("TORCHDDP_INSTALL"):
+            importlib.import_module("torchddp.integrations.install").install_by_variable()
+    except (ImportError, OSError) as error:  # OSError: one of torch's libraries does not load
+        if not is_command():
+            raise
+        import_error = error  # `torchddp doctor` explains what is wrong
 
 __all__ = [
     "Checks",

@@ -26,6 +26,14 @@ def is_command(argv: Sequence[str] | None = None, orig_argv: Sequence[str] | Non
     return os.path.basename(started) == _COMMAND
 
 
+def only_explains() -> bool:
+    """True if this process is the command and prints its help, its version or completions: nothing that needs torch."""
+    asked = sys.argv[1:]
+    return is_command() and (
+        not asked or not {"-h", "--help", "--version"}.isdisjoint(asked) or "_TORCHDDP_COMPLETE" in os.environ
+    )
+
+
 def _leave(number: int, frame: object) -> None:
     os.write(2, b"interrupted\n")
     os._exit(130)

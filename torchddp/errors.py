@@ -37,6 +37,8 @@ _NOT_THE_USERS = (str(Path(__file__).parent) + "/", str(Path(torch.__file__).par
 class UsageWarning(UserWarning):
     """The program continues but probably does not do what was intended; see docs/checks.md. Given once per model."""
 
+    __module__ = "torchddp"  # its public path
+
 
 class DesyncError(RuntimeError):
     """Parameters that should be equal on all ranks differ. Raised on all ranks.
@@ -48,6 +50,8 @@ class DesyncError(RuntimeError):
         num_parameters: how many parameters differ.
         max_difference: the largest finite difference between elements of that parameter; None if unknown.
     """
+
+    __module__ = "torchddp"  # its public path
 
     def __init__(
         self,

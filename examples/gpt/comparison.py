@@ -53,7 +53,7 @@ def merge_segments(segments: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Merge the consecutive segments of one resumed run into one record."""
     ordered = sorted(segments, key=lambda segment: segment["first_step"])
     merged = {key: [entry for part in ordered for entry in part[key]] for key in ("steps", "validation")}
-    constant = {key: ordered[0][key] for key in ("world_size", "device", "parameters", "data", "versions")}
+    constant = {key: ordered[0][key] for key in ("world_size", "device", "parameters", "data", "versions", "transport")}
     return {"summary": summarize([dict(part) for part in ordered]), **constant, **merged}
 
 
@@ -80,12 +80,14 @@ def result_table(records: Mapping[str, Mapping[str, Any]], title: str) -> Table:
     """The figures of each class, in at most 80 columns."""
     table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", padding=(0, 1))
     table.add_column("class")
+    table.add_column("over")
     for heading in ("train\nloss", "valid.\nloss", "step ms\np50", "step ms\np90", "exposed\ncomm ms", "peak\nmem MB"):
         table.add_column(heading, justify="right")
     for name, record in records.items():
         summary = record["summary"]
         table.add_row(
             name,
+            record["transport"],
             _number(summary["final_train_loss"], 4),
             _number(summary["final_validation_loss"], 4),
             _number(summary["step_ms_p50"], 1),
@@ -94,6 +96,16 @@ def result_table(records: Mapping[str, Mapping[str, Any]], title: str) -> Table:
             _number(summary["peak_rss_bytes"] / 1e6, 0),
         )
     return table
+
+
+def verdict(records: Mapping[str, Mapping[str, Any]], comparison: LossComparison) -> str:
+    """What the second class gains, and whether the losses are the same, in a sentence."""
+    (theirs, first), (ours, second) = ((name, record["summary"]) for name, record in records.items())
+    before, after = first["step_ms_p50"], second["step_ms_p50"]
+    return (
+        f"A step with {ours} takes {after / before:.2f} times as long as with {theirs} ({after:.0f} instead of "
+        f"{before:.0f} ms). {comparison.words()}"
+    )
 
 
 def _number(value: float | None, digits: int) -> str:

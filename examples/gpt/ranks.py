@@ -139,6 +139,13 @@ def _help_gloo_find_an_interface(world_size: int) -> None:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
 
 
+def transport_of(model: nn.Module) -> str:
+    """What carries its gradients: a transport of torchddp, a backend of torch.distributed, or "-" in one process."""
+    if transport := getattr(getattr(model, "reducer", None), "transport", None):
+        return str(transport.name)
+    return dist.get_backend() if dist.is_initialized() else "-"
+
+
 def ddp_class(name: str) -> type[nn.parallel.DistributedDataParallel]:
     """The class that `--ddp` names, imported on demand."""
     if name == "torch":

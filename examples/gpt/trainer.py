@@ -19,7 +19,7 @@ from examples.gpt.metrics import peak_rss_bytes, summarize, versions
 from examples.gpt.model import GPT
 from examples.gpt.probe import CommunicationProbe
 from examples.gpt.progress import Reporter
-from examples.gpt.ranks import Ranks, ddp_class
+from examples.gpt.ranks import Ranks, ddp_class, transport_of
 
 MAX_GRADIENT_NORM = 1.0
 
@@ -233,6 +233,7 @@ class Trainer:
             "config": {name: str(value) if isinstance(value, Path) else value for name, value in options.items()},
             "world_size": self.ranks.world_size,
             "device": str(self.ranks.device),
+            "transport": transport_of(self.model),
             "parameters": sum(parameter.numel() for parameter in self.gpt.parameters()),
             "data": {
                 "source": self.corpus.source,

@@ -61,6 +61,10 @@ def test_former_names_set_the_fields(rank):
 def test_wrong_arguments_are_explained(rank):
     module = seeded(Mlp)
     for call, error, words in (
+        (lambda: DDP(Mlp), TypeError, r"got the class Mlp itself: make one first, DistributedDataParallel\(Mlp\("),
+        (lambda: DDP([module]), TypeError, r"wraps a torch\.nn\.Module, got list"),
+        (lambda: DDP(module, gradient_as_bucket_view="x"), TypeError, "must be True, False or None, got 'x'"),
+        (lambda: DDP(module, static_graph=None), TypeError, "static_graph must be True or False, got None"),
         (lambda: DDP(module, transprot="shm"), TypeError, r"keyword argument 'transprot'. Did you mean 'transport'\?"),
         (lambda: torchddp.replicate(module, mixed_precision=None), TypeError, "use mp_policy="),
         (lambda: torchddp.replicate(module, find_unusd_parameters=True), TypeError, "Did you mean 'find_unused_param"),
@@ -76,6 +80,13 @@ def test_wrong_arguments_are_explained(rank):
     for checks in (Checks(nonfinite=True), Checks(parameters_every=2), Checks(gradient_stats=True)):
         with pytest.raises(ValueError, match="doesn't work with ShardedDataParallel"):
             torchddp.ShardedDataParallel(module, optimizer, checks=checks)
+
+
+def test_a_forgotten_process_group_is_explained():
+    with pytest.raises(ValueError, match=r'has not been initialized[^$]+dist\.init_process_group\("gloo"\)'):
+        DDP(seeded(Mlp))
+    with pytest.raises(TypeError, match="the class Mlp itself"):
+        DDP(Mlp)
 
 
 @on_ranks(2)

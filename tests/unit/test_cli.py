@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from tests.harness import each
 from tests.programs import ROOT
 from tests.unit.helpers import assert_refused, wait_until
-from torchddp.cli.app import app
+from torchddp.cli.app import make_app
 from torchddp.harness import models
 from torchddp.harness.command import CONTEXT, check_output, run_app
 from torchddp.harness.launch import Inbox, LaunchError, RankJob, follow
@@ -31,7 +31,7 @@ COMMANDS = ["doctor", "trace", "tune", "simulate", "bench"]
 
 def test_h_and_help_print_the_same_help_with_examples() -> None:
     for command in COMMANDS:
-        short, long = (CliRunner().invoke(app, [command, option]) for option in ("-h", "--help"))
+        short, long = (CliRunner().invoke(make_app(), [command, option]) for option in ("-h", "--help"))
         assert short.exit_code == 0 and short.output == long.output, command
         assert "Examples:\n" in short.output and f"torchddp {command}" in short.output, command
         paragraphs = short.output.split("Options:")[0]
@@ -48,9 +48,9 @@ def test_the_shell_completes_commands_and_values() -> None:
         ("torchddp bench --case e", {"exposed"}),
     ):
         variables = {"_TORCHDDP_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
-        found = CliRunner().invoke(app, [], prog_name="torchddp", env=variables).output
+        found = CliRunner().invoke(make_app(), [], prog_name="torchddp", env=variables).output
         assert set(found.split()) == completed, words
-    assert "--install-completion" in CliRunner().invoke(app, ["-h"]).output
+    assert "--install-completion" in CliRunner().invoke(make_app(), ["-h"]).output
 
 
 # --- models ----------------------------------------------------------------------------------------------------------
@@ -103,7 +103,7 @@ def test_an_error_in_user_code_names_the_line_that_raised_it(factory, line, said
 
 
 def torchddp(arguments: list[str]) -> int:
-    return run_app(app, "torchddp", arguments)
+    return run_app(make_app(), "torchddp", arguments)
 
 
 @pytest.mark.parametrize(

@@ -37,10 +37,10 @@ import torchddp
 from scripts.docs_hooks import ROOT, blocks, examples
 from tests.harness import run_ranks
 from tests.programs import free_port
-from torchddp.cli.app import app
+from torchddp.cli.app import make_app
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-COMMANDS = typer.main.get_command(app).commands
+COMMANDS = typer.main.get_command(make_app()).commands
 SHELL = ("sh", "bash", "console")
 
 pytestmark = pytest.mark.beyond_torch("pages about torchddp")

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import subprocess
+import sys
 
 import pytest
 
@@ -93,6 +94,17 @@ def test_the_command_is_recognized() -> None:
         ([], [], False),
     ):
         assert is_command(argv, orig_argv) is expected, orig_argv
+
+
+@pytest.mark.parametrize("asked", ["--help", "--version", "trace -h", "bench --help", "doctor -h", ""])
+def test_help_and_version_do_not_import_torch(asked: str) -> None:
+    code = f"""import sys; sys.argv = ["torchddp", *{asked.split()!r}]
+try:
+    from torchddp.cli import main; main()
+finally:
+    print("torch" in sys.modules, file=sys.stderr)"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and "orchddp" in done.stdout and done.stderr == "False\n", done.stderr
 
 
 def test_gpus_that_this_build_does_not_support_are_reported() -> None:

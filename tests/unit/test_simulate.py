@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.simulated import MB, make_profile, with_host
 from tests.unit.helpers import assert_refused
-from torchddp.cli.app import app
+from torchddp.cli.app import make_app
 from torchddp.cli.tune_run import DEFAULT_CAPS_MB, make_candidates
 from torchddp.harness.command import run_app
 from torchddp.harness.machine import new_document
@@ -266,7 +266,7 @@ def profile(tmp_path: Path) -> str:
 
 
 def simulate(arguments: list[str]) -> int:
-    return run_app(app, "torchddp", ["simulate", *arguments])
+    return run_app(make_app(), "torchddp", ["simulate", *arguments])
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from tests.programs import ROOT, python
 from tests.simulated import make_profile
 from tests.unit.helpers import assert_refused, printed, remove_home
 from torchddp.cli import tune_run
-from torchddp.cli.app import app
+from torchddp.cli.app import make_app
 from torchddp.cli.trace import comparison_text
 from torchddp.cli.tune import _keep, answer, draw_curve, tune_table
 from torchddp.cli.tune_run import Candidate, TuneResult, choose, make_candidates, predicted_ms, tune_document
@@ -139,7 +139,7 @@ def test_a_comparison_writes_both_plans(tmp_path: Path) -> None:
 def test_a_missing_package_is_reported_before_anything_is_measured(arguments, monkeypatch, capsys):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     words = f"error: {arguments[1]} needs matplotlib: pip install matplotlib."
-    assert_refused(lambda them: run_app(app, "torchddp", them), arguments, words, capsys)
+    assert_refused(lambda them: run_app(make_app(), "torchddp", them), arguments, words, capsys)
 
 
 def test_the_same_buckets_are_never_faster() -> None:
@@ -170,7 +170,7 @@ def test_table_and_plot_show_the_document() -> None:
 
 
 def run_tune(arguments: list[str]) -> int:
-    return run_app(app, "torchddp", ["tune", *arguments])
+    return run_app(make_app(), "torchddp", ["tune", *arguments])
 
 
 @pytest.mark.thorough
@@ -222,7 +222,7 @@ def test_a_wrong_argument_is_refused_in_one_sentence(capsys):
 
 
 def trace(arguments: list[str]) -> int:
-    return run_app(app, "torchddp", ["trace", *arguments])
+    return run_app(make_app(), "torchddp", ["trace", *arguments])
 
 
 def test_a_wrong_argument_of_trace_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,5 +1,6 @@
 """The `torchddp` command. All but `torchddp doctor` needs typer and rich, which `import torchddp` does not."""
 
+import os
 import sys
 
 WHAT_IS_MISSING = "torchddp: all commands but `torchddp doctor` need typer and rich: pip install typer rich"
@@ -17,7 +18,8 @@ def main() -> None:
         from torchddp.cli import doctor
 
         sys.exit(doctor.main(arguments[1:]))
-    from torchddp.cli.app import app
+    from torchddp.cli.app import make_app
     from torchddp.harness.command import run_app
 
-    sys.exit(run_app(app, "torchddp", arguments))
+    completed = os.environ.get("COMP_WORDS", "") + os.environ.get("_TYPER_COMPLETE_ARGS", "")
+    sys.exit(run_app(make_app([*arguments, *completed.split()]), "torchddp", arguments))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Container
+from importlib import import_module
 from typing import Annotated
 
 import typer
 
-from torchddp.bench import cli as bench
-from torchddp.cli import doctor, simulate, trace, tune
 from torchddp.harness.command import CONTEXT
 from torchddp.harness.srun import set_rank_variables
 
@@ -24,16 +24,49 @@ First steps:
 Each command has its own help: torchddp trace -h
 """
 
-app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, context_settings=CONTEXT)
+
+def _doctor(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False) -> None:
+    from torchddp.cli.doctor import run  # which works without typer, too
+
+    raise typer.Exit(run(as_json))
+
+
+# By name: module, function, and a short help that fits a line of 60 columns.
+COMMANDS: dict[str, tuple[str, str | Callable[..., None], str]] = {
+    "doctor": ("torchddp.cli.doctor", _doctor, "Check that the installation works."),
+    "trace": ("torchddp.cli.trace", "trace", "Show where the time of a step goes."),
+    "tune": ("torchddp.cli.tune", "tune", "Find the best bucket size for a model."),
+    "simulate": ("torchddp.cli.simulate", "simulate", "Predict other networks and more ranks."),
+    "bench": ("torchddp.bench.cli", "benchmark", "Time DDP classes against each other."),
+}
+
+
+def make_app(wanted: Container[str] = COMMANDS) -> typer.Typer:
+    """The command with its subcommands; one that isn't wanted has only its short help, and is not loaded."""
+    app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, context_settings=CONTEXT)
+    app.callback(invoke_without_command=True, help=HELP)(torchddp)
+    for name, (place, function, short) in COMMANDS.items():
+        if name not in wanted:
+            app.command(name, short_help=short)(_not_loaded)
+            continue
+        module = import_module(place)
+        function = getattr(module, function) if isinstance(function, str) else function
+        app.command(name, help=module.HELP, short_help=short)(function)
+    return app
+
+
+def _not_loaded() -> None:
+    raise AssertionError("this subcommand was not asked for")
 
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"torchddp {doctor.installed_version() or '(version unknown: its metadata is not installed)'}")
+        from torchddp.cli.doctor import installed_version
+
+        typer.echo(f"torchddp {installed_version() or '(version unknown: its metadata is not installed)'}")
         raise typer.Exit
 
 
-@app.callback(invoke_without_command=True, help=HELP)
 def torchddp(
     context: typer.Context,
     version: Annotated[
@@ -43,15 +76,3 @@ def torchddp(
     set_rank_variables()
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
-
-
-# The short help fits a line of 60 columns.
-@app.command("doctor", help=doctor.HELP, short_help="Check that the installation works.")
-def _doctor(as_json: Annotated[bool, typer.Option("--json", help=doctor.JSON_HELP)] = False) -> None:
-    raise typer.Exit(doctor.run(as_json))
-
-
-app.command("trace", help=trace.HELP, short_help="Show where the time of a step goes.")(trace.trace)
-app.command("tune", help=tune.HELP, short_help="Find the best bucket size for a model.")(tune.tune)
-app.command("simulate", help=simulate.HELP, short_help="Predict other networks and more ranks.")(simulate.simulate)
-app.command("bench", help=bench.HELP, short_help="Time DDP classes against each other.")(bench.benchmark)

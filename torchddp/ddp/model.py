@@ -57,11 +57,28 @@ def device_of(module: object) -> torch.device | None:
     return next((p.device for p in module.parameters()), None) if isinstance(module, torch.nn.Module) else None
 
 
-# --- tensors without memory ---
+def check_group(process_group: object, device_mesh: object) -> None:
+    """ValueError if the default group is needed and does not exist."""
+    if process_group is None and device_mesh is None and not dist.is_initialized():
+        raise ValueError(
+            "Default process group has not been initialized, please make sure to call init_process_group. Before the "
+            "model is wrapped, add:\n\n"
+            "    import torch.distributed as dist\n"
+            '    dist.init_process_group("gloo")  # with models on GPUs: "nccl"\n\n'
+            "and start the program with: torchrun --nproc-per-node 2 train.py"
+        )
 
 
-def check_not_fake(module: torch.nn.Module) -> None:
-    """RuntimeError under FakeTensorMode, or for a module that was made under it."""
+def check_module(module: object) -> None:
+    """TypeError for what is not a module; RuntimeError under FakeTensorMode, or for a module that was made under it."""
+    if isinstance(module, type):
+        name = module.__name__
+        raise TypeError(
+            f"DistributedDataParallel wraps a module, but got the class {name} itself: make one first, "
+            f"DistributedDataParallel({name}(...))"
+        )
+    if not isinstance(module, torch.nn.Module):
+        raise TypeError(f"DistributedDataParallel wraps a torch.nn.Module, got {type(module).__name__} {module!r:.80}")
     if _torch.is_fake_mode() or any(map(_torch.is_fake, module.parameters())):
         raise RuntimeError(
             "DistributedDataParallel can't reduce fake tensors, which have no memory. Make and wrap the model outside "

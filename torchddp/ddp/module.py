@@ -169,9 +169,10 @@ class DistributedDataParallel(TorchDDP):
         # Until the ranks have agreed, an error on one reaches all. torch's constructor builds the reducer, so plain
         # attributes are set before it.
         with Agreement(self._policy.who, ranks, model.device_of(module)) as self._construction:
+            model.check_module(module)
             options = DDPOptions({name: given[name] for name in OPTIONS})
+            model.check_group(process_group, device_mesh)
             self._coming_hooks = [] if comm_hook is None else [hooks.resolve(comm_hook)]
-            model.check_not_fake(module)
             inner = wrapper.wrapped_inside(module)
             self._options = options.kept()
             self._is_copy = False

@@ -44,6 +44,11 @@ _OURS: Final = frozenset({
     "check_reduction", "transport", "comm_hook", "timeout", "sync", "weighted", "precision", "checks",
     "auto_refresh_trainable",
 })  # fmt: skip
+_FLAGS: Final = (
+    "init_sync", "find_unused_parameters", "check_reduction", "static_graph", "skip_all_reduce_unused_params",
+    "batched_grad_copy", "weighted", "auto_refresh_trainable",
+)  # fmt: skip
+_FLAGS_OR_NONE: Final = ("broadcast_buffers", "gradient_as_bucket_view", "forward_sync_buffers")
 _TORCH_ARGUMENTS = frozenset(inspect.signature(TorchDDP.__init__).parameters)
 # timedelta.max in microseconds, the unit passed to C++, does not fit in 64 bits.
 _LONGEST_TIMEOUT = datetime.timedelta(days=100 * 365)
@@ -99,6 +104,7 @@ class DDPOptions:
     """
 
     def __init__(self, given: Mapping[str, Any]) -> None:
+        _check_flags(given)
         precision = given["precision"]
         if precision is not None and not isinstance(precision, Precision):
             raise TypeError(f"precision must be a torchddp.Precision or None, got {precision!r}")
@@ -121,8 +127,6 @@ class DDPOptions:
         select.check_choice(self.transport)
         self.precision.check()
         self._check_precision()
-        if not isinstance(self.auto_refresh_trainable, bool):
-            raise TypeError(f"auto_refresh_trainable must be True or False, got {self.auto_refresh_trainable!r}")
 
     def but(self, **changes: Any) -> DDPOptions:
         """A copy with other values."""
@@ -263,6 +267,14 @@ class DDPOptions:
                 FutureWarning,
             )
         return {"broadcast_buffers": None, "forward_sync_buffers": new if new is not None else old}
+
+
+def _check_flags(given: Mapping[str, Any]) -> None:
+    """TypeError for anything but booleans and what equals one, which torch's class takes as well."""
+    for name in (*_FLAGS, *_FLAGS_OR_NONE):
+        value, may_be_none = given[name], name in _FLAGS_OR_NONE
+        if not (value is None and may_be_none) and value not in (0, 1):
+            raise TypeError(f"{name} must be True{', False or None' if may_be_none else ' or False'}, got {value!r}")
 
 
 def _check_caps(bucket_cap_mb: float | str | None, bucket_cap_mb_list: Sequence[float] | None) -> None:

@@ -59,8 +59,9 @@ def wrapped_inside(module: torch.nn.Module) -> list[TorchDDP]:
             )
         if _takes_gradients(other):
             raise ValueError(
-                "DistributedDataParallel can't wrap a model that is already wrapped with main_grads=torch.float32: "
-                "that wrapper moves gradients to main_grad. Wrap once: give this class the model itself (its .module)."
+                "DistributedDataParallel can't wrap a model that is already wrapped with "
+                "Precision(main_grads=torch.float32): that wrapper moves gradients to main_grad. Wrap once: give this "
+                "class the model itself (its .module)."
             )
     if inner:
         warn_user(

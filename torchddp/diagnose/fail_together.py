@@ -58,6 +58,8 @@ class PeerFailedError(TransportError):
         remote_traceback: where it was raised, as Python prints it.
     """
 
+    __module__ = "torchddp"  # its public path
+
     def __init__(self, rank: int, exception_type: str, message: str, step: int, remote_traceback: str) -> None:
         super().__init__(rank, exception_type, message, step, remote_traceback)
         self.rank, self.exception_type, self.message = rank, exception_type, message

@@ -209,7 +209,9 @@ def _check_model(model: str) -> str:
     return model
 
 
-def _check_transport(transport: str) -> str:
+def _check_transport(context: typer.Context, transport: str) -> str:
+    if context.resilient_parsing:  # to complete the line
+        return transport
     check_loads()
     from torchddp.transport.select import check_choice
 
