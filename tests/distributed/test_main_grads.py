@@ -410,7 +410,7 @@ def test_unsupported_options_and_models(rank):
         (embedding(dtype=BF16), main, r"main_grads=torch.float32\) needs dense gradients.*'weight'"),
         (embedding(dtype=FP32), main, r"main_grads=torch.float32\) needs dense gradients.*'weight'"),
         (embedding(dtype=BF16), wide, r"reduce=torch.float32\) needs dense gradients.*'weight'"),
-        (wrapped(_Weight()), {}, r"already wrapped with main_grads"),
+        (wrapped(_Weight()), {}, r"already wrapped with Precision.main_grads"),
         (DDP(_Weight()), main, r"main_grads=torch.float32\) conflicts with wrapping a model twice"),
     ):
         with pytest.raises(ValueError, match=text):
