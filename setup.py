@@ -120,8 +120,7 @@ class CMakeBuild(build_ext):
         first = not (build_dir / ".ninja_log").exists()
         configure(command)
         if first:
-            minutes = "a quarter of an hour" if WITH_CUDA else "about three minutes of one core's time"
-            print(f"torchddp: compiling for torch {FACTS['TORCH_VERSION']}, which takes {minutes}", flush=True)
+            print(f"torchddp: compiling for torch {FACTS['TORCH_VERSION']}: about 100 s on two cores", flush=True)
         build = [tool("cmake"), "--build", str(build_dir)]
         if jobs := os.environ.get("MAX_JOBS"):
             build += ["--parallel", jobs]

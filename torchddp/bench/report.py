@@ -51,7 +51,7 @@ def verdict(document: dict[str, Any]) -> str:
     if not ratios:
         return f"Measured: {', '.join(case_names(document))}."
     signs = Counter(map(ratio_sign, ratios))
-    subject = "torchddp" if document["settings"].get("ours", TORCHDDP) == TORCHDDP else "The class under test"
+    subject = _subject(document, "The class under test")
     words = {-1: "faster than", 1: "slower than", 0: "within noise of"}
     if len(signs) == 1:
         (sign,) = signs
@@ -79,7 +79,7 @@ def _odd_share(result: dict[str, Any]) -> float:
 
 def comparison(document: dict[str, Any]) -> Table:
     """What a user can act on: a row per model, of the class under test against torch's best variant."""
-    name = "torchddp" if document["settings"].get("ours", TORCHDDP) == TORCHDDP else "yours"
+    name = _subject(document, "yours")
     columns = (name, "torch's\nbest", "ratio\np50 [p25..p75]")
     table = plain_table(f"{name} against torch's best", "case", *columns, second="model", notes=[BAR_NOTE])
     table.add_column(f"{BAR} = 10%", no_wrap=True)
@@ -98,6 +98,10 @@ def comparison(document: dict[str, Any]) -> Table:
     return table
 
 
+def _subject(document: dict[str, Any], other: str) -> str:
+    return "torchddp" if document["settings"].get("ours", TORCHDDP) == TORCHDDP else other
+
+
 def _value(row: dict[str, Any], key: str) -> float:
     value: float = row[key]["median"] if isinstance(row[key], dict) else row[key]
     return value
@@ -114,12 +118,13 @@ def _in_all(count: int) -> str:
 
 def render(document: dict[str, Any], *, developer: bool = True) -> RenderableType:
     """`developer`: with every variant of each case, and how to read it."""
-    results = document["results"]
-    parts: list[RenderableType] = [] if developer else [comparison(document), ""]
+    parts: list[RenderableType]
     if developer:
-        for table in [*(CASES[result["case"]].table(result) for result in results), *summaries(document)]:
-            parts += [table, ""]
+        tables = [*(CASES[result["case"]].table(result) for result in document["results"]), *summaries(document)]
+        parts = [part for table in tables for part in (table, "")]
         parts += [Text(note, style="dim") for note in case_notes(document)]
+    else:
+        parts = [comparison(document), ""]
     cautions = [Text(text, style="yellow") for text in warnings(document)]
     return Group(*parts, Text(verdict(document), style="bold"), *origin(document), *cautions)
 

@@ -125,11 +125,8 @@ def diagnose() -> Diagnosis:
 
 
 def installed_version() -> str:
-    """The version of the extension, or of the installed package if that does not load."""
-    extension = _module(EXTENSION)
-    if extension is not None:
-        return str(extension.version)
-    return package_version("torchddp") or ""
+    """The version of the extension, read from its file, or of the installed package if there is none."""
+    return read_build_info(PACKAGE_DIR).get("version") or package_version("torchddp") or ""
 
 
 # --- what does not fit (pure) ---
