@@ -70,7 +70,10 @@ def check_group(process_group: object, device_mesh: object) -> None:
 
 
 def check_module(module: object) -> None:
-    """TypeError for what is not a module; RuntimeError under FakeTensorMode, or for a module that was made under it."""
+    """TypeError for a class and AttributeError for anything else that is not a module, as from torch's class.
+
+    RuntimeError under FakeTensorMode, or for a module that was made under it.
+    """
     if isinstance(module, type):
         name = module.__name__
         raise TypeError(
@@ -78,7 +81,9 @@ def check_module(module: object) -> None:
             f"DistributedDataParallel({name}(...))"
         )
     if not isinstance(module, torch.nn.Module):
-        raise TypeError(f"DistributedDataParallel wraps a torch.nn.Module, got {type(module).__name__} {module!r:.80}")
+        raise AttributeError(
+            f"DistributedDataParallel wraps a torch.nn.Module, got {type(module).__name__} {module!r:.80}"
+        )
     if _torch.is_fake_mode() or any(map(_torch.is_fake, module.parameters())):
         raise RuntimeError(
             "DistributedDataParallel can't reduce fake tensors, which have no memory. Make and wrap the model outside "
