@@ -1,6 +1,6 @@
 """Train the same GPT with torch's and with torchddp's DistributedDataParallel, and compare the two.
 
-python -m examples.demo            # about a minute and a half on two cores
+python -m examples.demo            # about two minutes on two cores
 python -m examples.demo --quick    # under a minute
 """
 
