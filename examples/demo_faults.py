@@ -165,8 +165,7 @@ def run_demo(
     console.print()
     console.print(result_table(outcomes, plan), width=min(console.width, MAX_TABLE_COLUMNS))
     for outcome in outcomes[1:]:
-        # The reason comes after the place and the parameters.
-        first = outcome.error.splitlines()[0].rpartition(" failed: ")[2] if outcome.error else "nothing"
+        first = outcome.error.partition("\n")[0] or "the other rank was ended before it could say why"
         console.print(f"{_WORDS[outcome.fault]}: {first}", highlight=False, markup=False, soft_wrap=True)
     console.print(_closing_words(outcomes, segments), highlight=False)
     console.print(f"All figures: {result_path}\ntorchrun's log: {log_path}", highlight=False, soft_wrap=True)

@@ -14,6 +14,7 @@ from torch.futures import Future
 version: str
 with_cuda: bool
 build_info: str
+advice_for_a_lost_peer: str
 
 class TransportError(RuntimeError): ...
 class InternalError(RuntimeError): ...

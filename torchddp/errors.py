@@ -15,7 +15,6 @@ import torch
 from torchddp._C import InternalError, TransportError
 
 __all__ = [
-    "ADVICE_FOR_A_LOST_PEER",
     "DesyncError",
     "InternalError",
     "NonFinite",
@@ -25,12 +24,6 @@ __all__ = [
     "warn_user",
 ]
 
-# Appended to the errors of waits outside a reduction, which lack this advice.
-ADVICE_FOR_A_LOST_PEER = (
-    "If ranks have different numbers of batches, give all of them the same number (torchddp.sync.even_batches, a "
-    "sampler with drop_last=True), or train a DistributedDataParallel under `with model.join():`. Otherwise a peer "
-    "died, left, or did not reach this step in time: look for the first error in the other ranks' logs."
-)
 _NOT_THE_USERS = (str(Path(__file__).parent) + "/", str(Path(torch.__file__).parent) + "/", contextlib.__file__)
 
 

@@ -82,7 +82,7 @@ void bind_interface(py::module_& m) {
         } catch (const py::error_already_set&) {
           throw;  // by a Work that is written in Python
         } catch (const std::exception& error) {
-          throw TransportError(error.what());
+          throw TransportError(transport::reason_of(error));
         }
       },
       py::arg("work"), py::arg("process_group"), NoGil(),

@@ -54,7 +54,7 @@ void LaunchQueue::launch(int64_t index) {
   parts_.packers.follow(index);
   const auto bytes = bucket.is_sparse() ? transport::bytes_of(bucket.buffer()) : bucket.bytes();
   const auto before = parts_.context.transport->traffic();
-  described([&](const std::string& reason) { return failed(index, reason); }, [&] { reduction.start(bucket); });
+  described([&] { return where(index); }, [&] { reduction.start(bucket); });
   TDDP_INTERNAL(!bucket.owes_scale(), "bucket ", index, " was reduced without its factor");
   const auto operation = parts_.context.transport->traffic() - before;
   parts_.events.launched(bytes, reduction.goes_unseen() ? nullptr : &operation);
@@ -87,8 +87,7 @@ void LaunchQueue::finish(int64_t index) {
   const BucketRange range("wait", index, bucket, parts_.context.specs);
   const WaitScope waits(parts_.events.live(), "the reduction", index);
   parts_.events.wait_begins(index);
-  described([&](const std::string& reason) { return failed(index, reason); },
-            [&] { parts_.layout.reduction(index).finish(bucket); });
+  described([&] { return where(index); }, [&] { parts_.layout.reduction(index).finish(bucket); });
   parts_.weights.correct(bucket);
   bucket.advance(BucketState::kReduced);
   parts_.events.reduced(index);
@@ -103,9 +102,9 @@ void LaunchQueue::abandon() {
   parts_.weights.abandon();
 }
 
-std::string LaunchQueue::failed(int64_t index, const std::string& reason) const {
+std::string LaunchQueue::where(int64_t index) const {
   return transport_failure_message(parts_.context, parts_.events.steps(), index, parts_.layout.size(),
-                                   parts_.layout.bucket(index).params(), reason);
+                                   parts_.layout.bucket(index).params());
 }
 
 }  // namespace torchddp::reducer

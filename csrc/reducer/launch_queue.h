@@ -45,7 +45,7 @@ class LaunchQueue {
   void launch(int64_t index);
   bool can_skip(const bucket::Bucket& bucket) const;
   void finish_early();
-  std::string failed(int64_t index, const std::string& reason) const;
+  std::string where(int64_t index) const;
 
   Parts& parts_;
   bool overlap_ = true;

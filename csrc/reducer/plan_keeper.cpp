@@ -58,12 +58,11 @@ bool PlanKeeper::adopt(const std::optional<plan::BucketPlan>& wanted) {
 bool PlanKeeper::switch_to(const plan::BucketPlan& mine) {
   const WaitScope waits(parts_.events.live(), "the other ranks, to agree on new buckets");
   auto agreed = described(
-      [&](const std::string& reason) {
-        return parts_.events.live().with_note(c10::str("rank ", parts_.context.rank(),
-                                                       ": agreeing on new buckets before step ", parts_.events.steps(),
-                                                       " failed: ", reason));
+      [&] {
+        return c10::str("rank ", parts_.context.rank(), ": agreeing on new buckets before step ", parts_.events.steps(),
+                        " failed.");
       },
-      [&] { return agree_on_plan(mine, parts_.context); });
+      [&] { return agree_on_plan(mine, parts_.context); }, &parts_.events.live());
   const bool differs = agreed != parts_.layout.plan();
   if (differs) {
     parts_.layout.lay_out(std::move(agreed));

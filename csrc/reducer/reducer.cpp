@@ -46,12 +46,11 @@ void Reducer::guarded(Body&& body) {
 bool Reducer::begin_forward() {
   check_not_unfinished();
   described(
-      [&](const std::string& reason) {
-        return parts_.events.live().with_note(
-            c10::str("before step ", parts_.events.steps() + 1, ": ", reason,
-                     ". Gradients and weights written by the last step may be wrong on any rank"));
+      [&] {
+        return c10::str("rank ", parts_.context.rank(), ", before step ", parts_.events.steps() + 1,
+                        ": gradients and weights written by the last step may be wrong on any rank.");
       },
-      [&] { parts_.context.transport->check(); });
+      [&] { parts_.context.transport->check(); }, &parts_.events.live());
   parts_.events.begin_forward();
   parts_.divisor.forget_forward_work();
   parts_.keeper.note_capture();

@@ -336,7 +336,7 @@ void Engine::check_peers(Running& waited_for, Clock::time_point deadline, millis
     if (failure_.silent() >= 0) failure_.fail_after(op.describe(), failure_.silent(), true);
     const auto* others = board_.spans() ? "the other hosts" : "a rank that helps with it";
     failure_.fail("timed out after " + std::to_string(timeout.count()) + " ms in " + op.describe() + ", waiting for " +
-                      (names.empty() ? others : names) + ". A peer is stopped, or did not reach this operation",
+                      (names.empty() ? others : names) + ", stopped, slow, or elsewhere in the program." + kIfUneven,
                   first);
   }
 }
@@ -360,11 +360,13 @@ void Engine::blame(int peer, RankState state, const std::string& what) {
   if (state == RankState::kFailed) {
     failure_.fail_after(what, peer);
   } else if (state == RankState::kClosed) {
-    failure_.fail(board_.name(peer) + " has left: it closed its end before " + what + " was complete", peer);
+    failure_.fail(board_.name(peer) + " has left: it closed its end before " + what +
+                      " was complete. It raised an error, which its log shows, or has ended its loop." + kIfUneven,
+                  peer);
   } else {
-    failure_.fail(
-        board_.name(peer) + " died: its process ended or dropped its connection before " + what + " was complete",
-        peer);
+    failure_.fail(board_.name(peer) + " died: its process ended or dropped its connection before " + what +
+                      " was complete. Look at its log; if no error is there, it was killed, often for lack of memory.",
+                  peer);
   }
 }
 

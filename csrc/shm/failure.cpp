@@ -12,7 +12,7 @@ void Failure::check() {
     throw TransportError(reason_);
   }
   if (!failed_.empty()) {
-    throw TransportError("the shared-memory transport has failed before: " + failed_);
+    throw TransportError(failed_ + " The shared-memory transport can't be used after that.");
   }
 }
 
@@ -49,9 +49,11 @@ void Failure::fail_after(const std::string& what, int rank, bool late) {
     }
     if (now < silent_since_ + reason_patience_) return;
   }
-  fail(board_.name(rank) + " gave up" + (known ? " because of " + board_.name(culprit) : "") + " before " + what +
-           " was complete",
-       known ? culprit : rank);
+  const auto before = " before " + what + " was complete.";
+  if (!known) fail(board_.name(rank) + " gave up" + before + " Its log says why.", rank);
+  fail(board_.name(culprit) + " is missing: " + board_.name(rank) + " stopped waiting for it" + before +
+           " Look at both logs.",
+       culprit);
 }
 
 }  // namespace torchddp::shm

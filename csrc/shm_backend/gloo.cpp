@@ -13,11 +13,6 @@ using Future = c10::ivalue::Future;
 using FuturePtr = c10::intrusive_ptr<Future>;
 using Tensors = Gloo::Tensors;
 
-std::string reason_of(const std::exception& error) {
-  const auto* const of_torch = dynamic_cast<const c10::Error*>(&error);
-  return of_torch != nullptr ? of_torch->what_without_backtrace() : error.what();
-}
-
 // `reason`: gloo's.
 std::exception_ptr failure_of(const Description& description, const std::string& reason) {
   return std::make_exception_ptr(TransportError(c10::str(description.where(), " over gloo failed: ", reason)));
@@ -104,7 +99,7 @@ class GlooMessage final : public c10d::Work {
       try {
         work_->wait(timeout);
       } catch (const std::exception& error) {
-        finish(failure_of(description_, reason_of(error)));
+        finish(failure_of(description_, transport::reason_of(error)));
       }
     }
     if (exception() != nullptr) std::rethrow_exception(exception());
@@ -139,7 +134,7 @@ Gloo::WorkPtr Gloo::start(Description description, OperationMemory memory, Begin
     const WithoutPythonObjects without_python_objects;
     work = begin();
   } catch (const std::exception& error) {
-    std::rethrow_exception(failure_of(description, reason_of(error)));
+    std::rethrow_exception(failure_of(description, transport::reason_of(error)));
   }
   if (is_message(description.type)) {
     return c10::make_intrusive<GlooMessage>(std::move(description), std::move(memory), std::move(work));

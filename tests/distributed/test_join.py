@@ -130,7 +130,7 @@ def test_uneven_inputs_without_join_are_named_first(rank, transport, buffers):
     advice = re.findall(r"join\(\)|even_batches|drop_last=True|a peer died|update_process_group", str(caught.value))
     first, rest = advice[:3], advice[3:]
     assert sorted(first) == ["drop_last=True", "even_batches", "join()"], caught.value
-    assert rest in (["a peer died"], ["a peer died", "update_process_group"]), caught.value
+    assert rest in ([], ["a peer died"], ["update_process_group"], ["a peer died", "update_process_group"]), caught.value
     stay(rank)
 
 

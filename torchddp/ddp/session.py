@@ -18,7 +18,7 @@ from torchddp.ddp.bucket_sizes import default_sizes
 from torchddp.ddp.checks import RAISE
 from torchddp.ddp.options import DDPOptions
 from torchddp.ddp.same_model import ModelDescription, agree_on_model, describe
-from torchddp.errors import ADVICE_FOR_A_LOST_PEER, TransportError
+from torchddp.errors import TransportError
 from torchddp.transport import select
 from torchddp.transport.agreement import Agreement, TransportExchange, align_group_counts
 from torchddp.transport.store import home_of, is_first_in_job
@@ -478,8 +478,8 @@ class ReducerSession:
             self._buffer_broadcast.run(buffers, root)
         except TransportError as error:
             text = (
-                f"rank {self.rank}: the broadcast of {len(buffers)} buffers ({sum(b.nbytes for b in buffers)} bytes) "
-                f"from rank {root} failed: {error}\n{ADVICE_FOR_A_LOST_PEER}"
+                f"{error}\nrank {self.rank}: the broadcast of {len(buffers)} buffers "
+                f"({sum(b.nbytes for b in buffers)} bytes) from rank {root} failed."
             )
             raise TransportError(self.reducer.with_failure_note(text)) from error
         finally:

@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from torchddp import _C
-from torchddp.errors import ADVICE_FOR_A_LOST_PEER, TransportError
+from torchddp.errors import TransportError
 from torchddp.sharded.flat_step import SMALL_NUMEL
 from torchddp.sharded.partition import pack
 from torchddp.transport.waits import started
@@ -295,9 +295,8 @@ class ParameterGather:
             self._under_way.clear()
             chunk = self.chunks[index]
             raise TransportError(
-                f"rank {self._transport.rank}: message {index} of {len(self.chunks)} with updated parameters "
-                f"({len(chunk.params)} of rank {chunk.owner}, {self._messages[index].numel()} bytes) failed: {error}\n"
-                f"{ADVICE_FOR_A_LOST_PEER}"
+                f"{error}\nrank {self._transport.rank}: message {index} of {len(self.chunks)} with updated parameters "
+                f"({len(chunk.params)} of rank {chunk.owner}, {self._messages[index].numel()} bytes) failed."
             ) from error
 
 

@@ -235,7 +235,7 @@ def gather_if_different(
     except TransportError as error:
         if digests is None:
             raise
-        raise TransportError(f"rank {exchange.rank}: comparing the ranks failed: {error}") from error
+        raise TransportError(f"{error}\nrank {exchange.rank}: comparing the ranks failed.") from error
     if without_digest := [str(rank) for rank, theirs in enumerate(received) if not theirs & _IS_DIGEST]:
         raise RuntimeError(
             f"rank {exchange.rank}: rank {', '.join(without_digest)} sent something else than a description to "

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from torchddp import _C
-from torchddp.errors import ADVICE_FOR_A_LOST_PEER, TransportError
+from torchddp.errors import TransportError
 
 _SLICE_S = 0.25
 _PATIENCE_S = 2.0
@@ -78,7 +78,8 @@ def knows_peers(process_group: dist.ProcessGroup) -> bool:
 
 
 def _failed(group: dist.ProcessGroup, doing: str, error: Exception) -> TransportError:
-    return TransportError(f"rank {group.rank()}: {doing} failed: {error}{_gone(group)}\n{ADVICE_FOR_A_LOST_PEER}")
+    cause = str(error).partition("\nException raised from ")[0]  # torch's backtrace follows
+    return TransportError(f"{_gone(group)}{cause}\nrank {group.rank()}: {doing} failed.{_C.advice_for_a_lost_peer}")
 
 
 def _gone(group: dist.ProcessGroup) -> str:
@@ -89,7 +90,7 @@ def _gone(group: dist.ProcessGroup) -> str:
         states = {rank: look_up(who) for rank, who in enumerate(known)}
         gone = [f"rank {rank} is {state}" for rank, state in states.items() if state in (GONE, STOPPED)]
         if gone or time.monotonic() > deadline_s:
-            return f"\nOf the other ranks, {', '.join(gone)}." if gone else ""
+            return f"{', '.join(gone)}.\n" if gone else ""
         time.sleep(0.005)
     return ""
 

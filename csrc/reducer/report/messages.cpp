@@ -88,15 +88,12 @@ std::string static_graph_changed_message(const Context& context, int64_t param) 
 }
 
 std::string transport_failure_message(const Context& context, int64_t step, int64_t bucket, int64_t num_buckets,
-                                      std::span<const int64_t> params, const std::string& reason) {
+                                      std::span<const int64_t> params) {
   return c10::str(
       "rank ", context.rank(), ", step ", step, ": the reduction of bucket ", bucket, " of ", num_buckets,
-      " (parameters ", list_names(params, context.specs), ") failed: ", reason,
-      "\nIf ranks have different numbers of batches, train under `with model.join():`, or give all of them the same "
-      "number (torchddp.sync.even_batches, a sampler with drop_last=True). Otherwise a peer died, left, or did not "
-      "reach this step before the process group's timeout: look for the first error in the other ranks' logs. "
-      "Gradients of this step are not averaged on this rank. To continue without the lost ranks, create a new process "
-      "group and pass it to _update_process_group().");
+      " (parameters ", list_names(params, context.specs),
+      ") failed. Gradients of this step are not averaged on this rank. To continue without a lost rank, create a new "
+      "process group and pass it to update_process_group().");
 }
 
 std::string non_finite_message(const Context& context, int64_t step, std::span<const int64_t> averages,

@@ -23,27 +23,25 @@ std::string static_graph_changed_message(const Context& context, int64_t param);
 std::string non_finite_message(const Context& context, int64_t step, std::span<const int64_t> averages,
                                std::span<const int64_t> own);
 std::string transport_failure_message(const Context& context, int64_t step, int64_t bucket, int64_t num_buckets,
-                                      std::span<const int64_t> params, const std::string& reason);
+                                      std::span<const int64_t> params);
 
-// Runs `body`; a TransportError is rethrown as one that says `describe(its text)`.
-template <typename Describe, typename Body>
-decltype(auto) described(Describe&& describe, Body&& body) {
+// Runs `body`; a TransportError is rethrown with where(), a line of its own after the cause, and what `live` adds.
+template <typename Where, typename Body>
+decltype(auto) described(Where&& where, Body&& body, LiveStatus* live = nullptr) {
   try {
     return body();
   } catch (const TransportError& error) {
-    throw TransportError(describe(std::string(error.what())));
+    const auto text = c10::str(error.what(), "\n", where());
+    throw TransportError(live != nullptr ? live->with_note(text) : text);
   }
 }
 
-// The same for failures within a step: "rank 1, step 3: `what` failed: ...".
+// The same within a step: "rank 1, step 3: `what` failed."
 template <typename Body>
 decltype(auto) described_in_step(const Context& context, const StepEvents& events, const std::string& what,
                                  Body&& body) {
-  return described(
-      [&](const std::string& reason) {
-        return c10::str("rank ", context.rank(), ", step ", events.steps(), ": ", what, " failed: ", reason);
-      },
-      std::forward<Body>(body));
+  return described([&] { return c10::str("rank ", context.rank(), ", step ", events.steps(), ": ", what, " failed."); },
+                   std::forward<Body>(body));
 }
 
 }  // namespace torchddp::reducer

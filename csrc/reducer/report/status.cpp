@@ -112,7 +112,7 @@ std::string LiveStatus::with_note(std::string text) {
   const auto peers = peers_;
   lock.unlock();
   if (const auto missing = missing_peers(peers, text, kPatience); !missing.empty()) {
-    text += "\nOf the other ranks, " + missing + ".";
+    text = missing + ".\n" + text;
   }
   lock.lock();
   if (!note_.empty()) text.append("\n").append(std::exchange(note_, {}));

@@ -38,11 +38,12 @@ class C10dWork final : public Work {
       throw;
     } catch (const std::exception& error) {
       interruption_.check();  // which may have been the cause
-      throw TransportError(error.what());
+      throw TransportError(reason_of(error) + kIfUneven + kIfLost);
     }
     // c10d lets a Work report failure by its return value alone, as torchft's does.
     if (!ok) {
-      throw TransportError("the process group reported that the operation failed (Work.wait() returned False)");
+      throw TransportError(
+          c10::str("the process group says that the operation failed (Work.wait() is False).", kIfUneven, kIfLost));
     }
     works_.clear();
     if (const auto finish = std::exchange(finish_, nullptr)) finish();
@@ -66,7 +67,7 @@ class C10dWork final : public Work {
     try {
       launch(works_);
     } catch (const std::exception& error) {
-      throw TransportError(c10::str("could not start ", operation, ": ", error.what()));
+      throw TransportError(c10::str("could not start ", operation, ": ", reason_of(error), kIfUneven, kIfLost));
     }
   }
 

@@ -34,6 +34,11 @@ bool wait_interruptibly(c10d::Work& work, const GroupPtr& group, const Interrupt
   return work.wait(timeout);
 }
 
+std::string reason_of(const std::exception& error) {
+  const auto* const of_torch = dynamic_cast<const c10::Error*>(&error);
+  return of_torch != nullptr ? of_torch->what_without_backtrace() : error.what();
+}
+
 std::chrono::milliseconds timeout_of(c10d::ProcessGroup& group, at::Device device) {
   try {
     return group.getBackend(device.type())->getBackendOptions()->timeout;

@@ -45,6 +45,9 @@ class WithoutPythonObjects {
   Objects kept_;
 };
 
+// What torch's error says, without its backtrace.
+std::string reason_of(const std::exception& error);
+
 // How long an operation of the group may take.
 std::chrono::milliseconds timeout_of(c10d::ProcessGroup& group, at::Device device);
 
