@@ -128,9 +128,8 @@ def test_uneven_inputs_without_join_are_named_first(rank, transport, buffers):
         model(torch.randn(4, 4)).sum().backward()
         model(torch.randn(4, 4)).sum().backward()
     advice = re.findall(r"join\(\)|even_batches|drop_last=True|a peer died|update_process_group", str(caught.value))
-    first, rest = advice[:3], advice[3:]
-    assert sorted(first) == ["drop_last=True", "even_batches", "join()"], caught.value
-    assert rest in ([], ["a peer died"], ["update_process_group"], ["a peer died", "update_process_group"]), caught.value
+    assert sorted(advice[:3]) == ["drop_last=True", "even_batches", "join()"], caught.value
+    assert ",".join(advice[3:]) in ("", "a peer died", "update_process_group", "a peer died,update_process_group")
     stay(rank)
 
 
