@@ -151,6 +151,6 @@ def lost_peer(
 ) -> TransportError:
     shown = ", ".join(f"'{name}'" for name in names[:3]) + (", ..." if len(names) > 3 else "")
     return TransportError(
-        f"{error}\nrank {process_group.rank()}: {who} could not average {what} ({shown}) at step {step}. All ranks must "
-        "take the same number of steps. Parameters may be partly averaged: go back to a checkpoint."
+        f"{error}\nrank {process_group.rank()}: {who} could not average {what} ({shown}) at step {step}. All ranks "
+        "must take the same number of steps. Parameters may be partly averaged: go back to a checkpoint."
     )

@@ -129,8 +129,8 @@ def _go_on(work: _C.Work, answers: torch.Tensor, source: _Source[T], rank: int, 
         work.wait()
     except TransportError as error:
         raise TransportError(
-            f"{error}\neven_batches on rank {rank}: the ranks could not agree on batch {number}, because one died or left "
-            "its loop early."
+            f"{error}\neven_batches on rank {rank}: the ranks could not agree on batch {number}, because one died or "
+            "left its loop early."
         ) from error
     if source.error is not None:
         raise source.error
