@@ -1,4 +1,4 @@
-# make setup | build | demo | demo-faults | test | test-slow | test-thorough | coverage | lint | format | docs | docs-serve | bench | pages | chaos | peers | ft-test | test-clients | conformance | compat | dry-run | cuda-build | cuda-test | wheel | wheel-test | clean
+# `make` or `make help` lists what can be made, and about how long it takes on two quiet cores after the first build.
 # Everything runs in .venv, created on first use; the system only provides Python (with venv), g++ and make.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
@@ -6,7 +6,8 @@ PY := $(VENV)/bin/python
 PEERS_VENV := .venv-peers
 PEERS_PY := $(PEERS_VENV)/bin/python
 FT_VENVS := .venv-ft .venv-ft-nightly
-CUDA_VENV := .venv-cuda
+TORCH_CUDA := 13.0
+CUDA_VENV := .venv-cuda-$(TORCH_CUDA)
 CUDA_PY := $(CUDA_VENV)/bin/python
 CUDA_OUT := build/cuda-package
 # Python's bundled pip is too old for the dependency groups in pyproject.toml. Keep in sync with .github/workflows/release.yml.
@@ -27,11 +28,11 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build cpp-tests demo demo-faults test test-slow test-thorough coverage lint format docs docs-serve bench pages chaos peers ft-test test-clients conformance compat dry-run dry-python cuda-build cuda-test clean
-.PHONY: wheel wheel-cpu wheel-cuda wheel-test wheel-test-cpu wheel-test-cuda
+.PHONY: help setup build cpp-tests demo demo-faults test test-slow test-thorough coverage lint format docs docs-serve bench pages chaos
+.PHONY: peers ft-test test-clients conformance compat dry-run dry-python cuda-build cuda-test wheel wheel-cpu wheel-test wheel-test-cpu lock clean
 
-help:
-	@sed -n '1,2s/^# //p' Makefile
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-13s %s\n", $$1, $$2 }' Makefile
 
 # --- environment -----------------------------------------------------------------------------------------------------
 
@@ -40,9 +41,9 @@ $(VENV)/.created:
 	$(PYTHON) -m venv $(VENV) || { echo "python3 -m venv failed; on Debian: apt-get install python3-venv"; exit 1; }
 	@touch $@
 
-$(VENV)/.requirements: $(VENV)/.created pyproject.toml
+$(VENV)/.requirements: $(VENV)/.created pyproject.toml requirements/dev.txt
 	$(PY) -m pip install -q $(PIP)
-	$(PY) -m pip install -q --group dev
+	$(PY) -m pip install -q --group dev -c requirements/dev.txt
 	@touch $@
 
 # The editable installation happens once; later builds go through `make build`.
@@ -50,17 +51,17 @@ $(VENV)/.installed: $(VENV)/.requirements setup.py
 	$(PY) -m pip install -q --no-build-isolation --no-deps --editable .
 	@touch $@
 
-setup: $(VENV)/.installed
+setup: $(VENV)/.installed ## .venv and the compiled extension (about 3 min the first time)
 
 # --- build, test, lint -----------------------------------------------------------------------------------------------
 
-build: setup
+build: setup ## compile what has changed (2 s if nothing has)
 	@$(PY) setup.py -q build_ext --inplace
 
 # Tests of the torch-free folders: optimized as shipped, under AddressSanitizer and UndefinedBehaviorSanitizer, and, for
 # multi-threaded ones, under ThreadSanitizer.
 CPP_SANITIZERS ?= none address,undefined thread
-cpp-tests: setup
+cpp-tests: setup ## C++ tests, also under sanitizers (5 min)
 	@for sanitize in $(CPP_SANITIZERS); do \
 	  sanitize=$${sanitize#none}; \
 	  dir=build/cpp-tests$${sanitize:+-$${sanitize%%,*}}; \
@@ -89,34 +90,34 @@ endef
 
 # About eight minutes on two cores, C++ tests included. `.ci/run` also runs test-slow; run test-thorough (full benchmarks and other
 # commands, further parameters, mutants) after changing the code that it tests.
-test: build
+test: build ## C++ and Python tests (10 min)
 	$(call run-tests,none,not slow and not thorough)
 
 # One more job, because most of these tests wait.
 test-slow: TEST_JOBS = 3
-test-slow: build
+test-slow: build ## tests that take longer, C++ tests under sanitizers (10 min)
 	$(call run-tests,address$(comma)undefined thread,slow and not thorough)
 
-test-thorough: build
+test-thorough: build ## whole commands, further parameters, mutants (an hour or more)
 	$(PY) $(PYTEST) -m thorough $(ARGS)
 
 # Lines of torchddp/ that these tests reach, in the ranks that they fork and the programs that they start too. Fails below the floor in
 # pyproject.toml. Measuring takes half as much time again, so `make test` does without; COVERED=tests measures all of its tests.
 COVERED ?= tests/unit tests/spec tests/parity
-coverage: build
+coverage: build ## lines of torchddp/ that the tests reach (5 min)
 	@rm -rf build/coverage && mkdir -p build/coverage
 	$(PY) -m coverage run $(PYTEST) -m "not slow and not thorough" $(COVERED) $(ARGS)
 	$(PY) -m coverage combine -q
 	$(PY) -m coverage report
 
-lint: build
+lint: build ## ruff, mypy, clang-format, stubs (30 s)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(PY) -m mypy
-	$(VENV)/bin/clang-format --dry-run --Werror $(CPP_FILES)
+	@$(VENV)/bin/clang-format --dry-run --Werror $(CPP_FILES)
 	$(PY) scripts/check_stubs.py
 
-format: setup
+format: setup ## fix what lint finds in the layout (10 s)
 	$(VENV)/bin/ruff check --fix-only .
 	$(VENV)/bin/ruff format .
 	$(VENV)/bin/clang-format -i $(CPP_FILES)
@@ -126,81 +127,82 @@ format: setup
 DOCS_VENV := .venv-docs
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/python -m mkdocs
 
-$(DOCS_VENV)/.requirements: pyproject.toml
+$(DOCS_VENV)/.requirements: pyproject.toml requirements/docs.txt
 	$(PYTHON) -m venv $(DOCS_VENV)
 	$(DOCS_VENV)/bin/python -m pip install -q $(PIP)
-	$(DOCS_VENV)/bin/python -m pip install -q --group docs
+	$(DOCS_VENV)/bin/python -m pip install -q --group docs -c requirements/docs.txt
 	@touch $@
 
 # Not with --quiet, which would hide warnings from --strict.
-docs: $(DOCS_VENV)/.requirements
+docs: $(DOCS_VENV)/.requirements ## the site, in build/site (10 s)
 	$(MKDOCS) build $(ARGS)
 
-docs-serve: $(DOCS_VENV)/.requirements
+docs-serve: $(DOCS_VENV)/.requirements ## the site on localhost:8000, until Ctrl-C
 	$(MKDOCS) serve $(ARGS)
 
 # --- what the project does -------------------------------------------------------------------------------------------
 
-demo: build
+demo: build ## train on two ranks, and compare with torch DDP (2 min)
 	$(PY) -m examples.demo $(ARGS)
 
-demo-faults: build
+demo-faults: build ## kill a rank and let torchrun restart it (1 min)
 	$(PY) -m examples.demo_faults $(ARGS)
 
-bench: build
+bench: build ## torchddp beside torch DDP: ARGS="--case ..." (2 min a case)
 	$(PY) -m benchmarks $(ARGS)
 
 # docs/images/cost_of_ddp.png, from the newest result of the case `exposed` in benchmarks/results.
-pages: build
+pages: build ## the chart of the README, from measured results (10 s)
 	$(PY) -m benchmarks.pages
 
 # 300 faults at random points of training jobs: docs/chaos.md.
-chaos: build
+chaos: build ## 300 faults at random points of training (3 h)
 	$(PY) -m benchmarks --case chaos $(ARGS)
 
 # An environment with peer packages for sharding ($(PEERS_PY) -m benchmarks --case sharded) and for reducing among the ranks of a host
 # ($(PEERS_PY) -m benchmarks --case collective). It uses the checkout's extension.
-$(PEERS_VENV)/.requirements: pyproject.toml
+$(PEERS_VENV)/.requirements: pyproject.toml requirements/peers.txt
 	$(PYTHON) -m venv $(PEERS_VENV)
 	$(PEERS_PY) -m pip install -q $(PIP)
-	$(PEERS_PY) -m pip install -q --group build --group test
-	DS_BUILD_OPS=0 $(PEERS_PY) -m pip install -q --no-build-isolation --group peers
+	$(PEERS_PY) -m pip install -q --group build --group test -c requirements/dev.txt
+	DS_BUILD_OPS=0 $(PEERS_PY) -m pip install -q --no-build-isolation --group peers -c requirements/peers.txt
 	@echo "$(CURDIR)" > "$$($(PEERS_PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/torchddp.pth"
 	@touch $@
 
-peers: build $(PEERS_VENV)/.requirements
+peers: build $(PEERS_VENV)/.requirements ## an environment with other packages to measure (5 min)
 	$(PEERS_PY) -c "import fairscale, deepspeed"
 
 # All torchft tests, slow ones included, with torchft's release and its nightly. They use the checkout's extension.
-$(FT_VENVS:%=%/.requirements): .venv-%/.requirements: pyproject.toml
+$(FT_VENVS:%=%/.requirements): .venv-%/.requirements: pyproject.toml requirements/%.txt
 	$(PYTHON) -m venv .venv-$*
 	.venv-$*/bin/python -m pip install -q $(PIP)
-	.venv-$*/bin/python -m pip install -q --group build --group test --group $*
+	.venv-$*/bin/python -m pip install -q --group build --group test -c requirements/dev.txt
+	.venv-$*/bin/python -m pip install -q --group $* -c requirements/$*.txt
 	@touch $@
 
 FT_TESTS := tests/distributed/test_fault_tolerance.py tests/fault/test_torchft.py tests/unit/test_fault_tolerance.py
-ft-test: build $(FT_VENVS:%=%/.requirements)
+ft-test: build $(FT_VENVS:%=%/.requirements) ## tests with torchft's release and nightly (10 min)
 	for venv in $(FT_VENVS); do $$venv/bin/python -m pytest -q $(FT_TESTS) $(ARGS) || exit 1; done
 
 # torchddp in frameworks that train with DDP, each in its own environment on top of .venv, whose packages it sees (above all torch)
 # unless it has its own version of them. They use the checkout's extension.
 CLIENTS ?= lightning accelerate composer engines trl ray spark
-$(CLIENTS:%=.venv-%/.requirements): .venv-%/.requirements: pyproject.toml $(VENV)/.installed
+$(CLIENTS:%=.venv-%/.requirements): .venv-%/.requirements: pyproject.toml requirements/%.txt $(VENV)/.installed
 	$(PYTHON) -m venv .venv-$*
 	$(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > "$$(.venv-$*/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/below.pth"
 	.venv-$*/bin/python -m pip install -q $(PIP)
-	.venv-$*/bin/python -m pip install -q --group $*
+	.venv-$*/bin/python -m pip install -q --group $* -c requirements/$*.txt
 	if grep -q '^$*-no-deps = ' pyproject.toml; then .venv-$*/bin/python -m pip install -q --no-deps --group $*-no-deps; fi
 	@touch $@
 
-test-clients: build $(CLIENTS:%=.venv-%/.requirements)
+test-clients: build $(CLIENTS:%=.venv-%/.requirements) ## trainers that use DDP: CLIENTS=lightning (2 to 10 min each)
 	for client in $(CLIENTS); do .venv-$$client/bin/python -m pytest -q tests/clients/test_$$client*.py $(ARGS) || exit 1; done
 
-conformance: build
+conformance: build ## torch's own DDP tests (4 min)
 	$(PY) scripts/check_conformance.py --jobs 2 $(ARGS)
 
 # Compile the sources against the headers of the oldest and the newest supported torch; nothing is linked.
-compat: build
+compat: build ## compile against the oldest and the newest torch (3 min)
 	$(PY) -m scripts.check_compat $(ARGS)
 
 # tests/gpu/run.sh without a GPU, in a copy of the checkout, with the Python and the torch of a machine that has one: build,
@@ -209,27 +211,34 @@ DRY_PYTHON ?= $(shell PYENV_VERSION=$$(pyenv versions --bare 2>/dev/null | grep 
   python3.12 -c 'import sys; print(sys.executable)' 2>/dev/null)
 DRY_VENV := .venv-dry
 
-$(DRY_VENV)/.requirements: pyproject.toml
+$(DRY_VENV)/.requirements: pyproject.toml requirements/dry.txt
 	$(DRY_PYTHON) -m venv $(DRY_VENV)
 	$(DRY_VENV)/bin/python -m pip install -q $(PIP)
-	$(DRY_VENV)/bin/python -m pip install -q --group dry
+	$(DRY_VENV)/bin/python -m pip install -q --group dry -c requirements/dry.txt
 	@touch $@
 
 dry-python:
 	@echo $(DRY_PYTHON)
 
+dry-run: ## the GPU tests' script, where there is no GPU (5 min)
 dry-run: $(if $(DRY_PYTHON),$(DRY_VENV)/.requirements)
 	$(if $(DRY_PYTHON),$(DRY_VENV)/bin/python scripts/gpu_dry_run.py $(ARGS),@echo "dry-run: skipped, Python 3.12 was not found")
 
 # --- the CUDA variant: compiled, linked and imported; a GPU is not needed ----------------------------------------------
 
-$(CUDA_VENV)/.requirements: pyproject.toml
-	$(PYTHON) -m venv $(CUDA_VENV)
-	$(CUDA_PY) -m pip install -q $(PIP)
-	$(CUDA_PY) -m pip install -q --group cuda --group test
+# The index has torch for one version of CUDA, $(TORCH_CUDA); torch's own index has it for others.
+.PRECIOUS: .venv-cuda-%/.requirements
+.venv-cuda-%/.requirements: pyproject.toml requirements/cuda.txt requirements/dev.txt
+	$(PYTHON) -m venv .venv-cuda-$*
+	.venv-cuda-$*/bin/python -m pip install -q $(PIP)
+	$(if $(filter $(TORCH_CUDA),$*),,.venv-cuda-$*/bin/python -m pip install -q \
+	  "$$(sed -n 's/^torch = \["\(.*\)"\]$$/\1/p' pyproject.toml)+cu$(subst .,,$*)" \
+	  --extra-index-url https://download.pytorch.org/whl/cu$(subst .,,$*))
+	.venv-cuda-$*/bin/python -m pip install -q --group cuda-tools --group test -c requirements/dev.txt
+	$(if $(filter $(TORCH_CUDA),$*),.venv-cuda-$*/bin/python -m pip install -q --group cuda -c requirements/cuda.txt)
 	@touch $@
 
-cuda-build: $(CUDA_VENV)/.requirements
+cuda-build: $(CUDA_VENV)/.requirements ## the CUDA variant, without a GPU (4 min)
 	@rm -rf $(CUDA_OUT)
 	TORCHDDP_CUDA=1 $(CUDA_PY) setup.py -q build --build-lib $(CUDA_OUT)
 	cd $(CUDA_OUT) && ../../$(CUDA_PY) -c \
@@ -242,37 +251,43 @@ cuda-build: $(CUDA_VENV)/.requirements
 # the CUDA build compiles differently; others work too: make cuda-test CUDA_TESTS=tests/distributed.
 CUDA_TESTS ?= tests/parity/test_training.py tests/distributed/test_transport.py tests/unit/test_build_check.py \
   tests/unit/test_nccl_setup.py
-cuda-test: cuda-build
+cuda-test: cuda-build ## CPU models with the CUDA variant (2 min more)
 	cp -r tests examples benchmarks scripts pyproject.toml $(CUDA_OUT)
 	cd $(CUDA_OUT) && ../../$(CUDA_PY) $(PYTEST) -p no:cacheprovider -m "not slow and not thorough" $(CUDA_TESTS) $(ARGS)
 
-# --- wheels, in dist/: VARIANT=cpu or VARIANT=cuda; default: both with nvcc ---------------------------------------------
+# --- wheels, in dist/: for the torch in .venv, or with CUDA="12.8 13.0" one for each of these versions --------------------
 
-NVCC := $(shell command -v nvcc)
-VARIANT ?= cpu $(if $(NVCC),cuda)
+CUDA ?=
+WHEELS := $(if $(CUDA),$(CUDA),cpu)
 
-$(VENV)/.wheel-requirements: $(VENV)/.requirements
-	$(PY) -m pip install -q --group wheel
+$(VENV)/.wheel-requirements: $(VENV)/.requirements requirements/wheel.txt
+	$(PY) -m pip install -q --group wheel -c requirements/wheel.txt
 	@touch $@
 
-wheel: $(VARIANT:%=wheel-%)
-	@test -n "$(NVCC)" || echo "no nvcc: the CUDA wheel was not built"
+wheel: $(WHEELS:%=wheel-%) ## a wheel in dist/; CUDA="12.8 13.0": one for each version, with its nvcc (2 min each)
 
 wheel-cpu: setup $(VENV)/.wheel-requirements
 	$(PY) -m scripts.build_wheel
 
-wheel-cuda: $(CUDA_VENV)/.requirements $(VENV)/.wheel-requirements
-	$(CUDA_PY) -m scripts.build_wheel --tools-dir $(VENV)/bin
+# /usr/local/cuda-VERSION, where it is there; otherwise the nvcc on the path.
+wheel-%: .venv-cuda-%/.requirements $(VENV)/.wheel-requirements
+	$(if $(wildcard /usr/local/cuda-$*/bin/nvcc),CUDA_HOME=/usr/local/cuda-$*) \
+	  .venv-cuda-$*/bin/python -m scripts.build_wheel --tools-dir $(VENV)/bin
 
 # Install each wheel from an index into a new environment, away from the checkout.
-wheel-test: $(VARIANT:%=wheel-test-%)
+wheel-test: $(WHEELS:%=wheel-test-%) ## build the wheel and train with it in a new environment (1 min more)
 
 wheel-test-cpu: wheel-cpu
 	$(PY) -m scripts.test_wheel dist/torchddp-*+cpu.torch*.whl --torch "$$(sed -n 's/^torch = \["\(.*\)"\]$$/\1/p' pyproject.toml)"
 
-wheel-test-cuda: wheel-cuda
-	$(CUDA_PY) -m scripts.test_wheel dist/torchddp-*+cu[0-9]*.torch*.whl --torch-of $(CURDIR)/$(CUDA_PY)
+wheel-test-%: wheel-%
+	$(PY) -m scripts.test_wheel dist/torchddp-*+cu$(subst .,,$*).torch*.whl --torch-of $(CURDIR)/.venv-cuda-$*/bin/python
 
-clean:
+# --- versions --------------------------------------------------------------------------------------------------------
+
+lock: setup ## write requirements/*.txt anew: the newest versions that pyproject.toml allows (10 min)
+	$(PY) -m scripts.lock $(ARGS)
+
+clean: ## remove builds and caches, keep the environments
 	rm -rf build dist *.egg-info torchddp/_C*.so .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	rm -f $(VENV)/.installed

@@ -1,4 +1,4 @@
-"""Prints `PASSED FAILED` of a pytest run from its JUnit XML report.
+"""Prints `PASSED FAILED` of pytest runs from their JUnit XML reports.
 
 Errors count as failed, skipped tests as neither.
 """
@@ -7,9 +7,9 @@ import sys
 import xml.etree.ElementTree as ET
 
 
-def count(path: str) -> tuple[int, int]:
+def count(paths: list[str]) -> tuple[int, int]:
     passed = failed = 0
-    for suite in ET.parse(path).getroot().iter("testsuite"):
+    for suite in (suite for path in paths for suite in ET.parse(path).getroot().iter("testsuite")):
         bad = int(suite.attrib["failures"]) + int(suite.attrib["errors"])
         failed += bad
         passed += int(suite.attrib["tests"]) - bad - int(suite.attrib["skipped"])
@@ -17,4 +17,4 @@ def count(path: str) -> tuple[int, int]:
 
 
 if __name__ == "__main__":
-    print(*count(sys.argv[1]))
+    print(*count(sys.argv[1:]))
