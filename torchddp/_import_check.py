@@ -35,9 +35,6 @@ def check_extension() -> None:
         raise ImportError(f"{reason}. {wheel_advice(built['version'], running)}")
 
 
-# --- what it was built for, and what runs ---
-
-
 def running_versions() -> dict[str, str]:
     """Versions of Python, torch and its CUDA ("" for a CPU build), named as in the extension's build info."""
     import torch

@@ -82,9 +82,6 @@ class TorchWrapper(Protocol):
     def _setup_in_backward_optimizers(self) -> None: ...
 
 
-# --- process groups ---
-
-
 def is_alive(group: dist.ProcessGroup) -> bool:
     """Whether torch made the group and has not destroyed it."""
     return group in _world.pg_map
@@ -110,16 +107,11 @@ os.register_at_fork(after_in_child=_keep_groups)
 
 
 def backend_plugins() -> dict[str, Any]:
-    """torch's table of external backends."""
     return dist.Backend._plugins
 
 
 def set_backend_plugins(table: dict[str, Any]) -> None:
-    """Replace that table."""
     dist.Backend._plugins = table
-
-
-# --- autograd, modes, compilers ---
 
 
 def graph_task() -> int | None:
@@ -129,7 +121,6 @@ def graph_task() -> int | None:
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Call it when the backward that runs on this thread ends."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
@@ -151,9 +142,6 @@ def is_compiling() -> bool:
 def dynamo_reduces() -> bool:
     """Whether compiled models reduce their gradients themselves."""
     return bool(torch._dynamo.config.optimize_ddp == "python_reducer")
-
-
-# --- outputs, checkpoints ---
 
 
 def through_sink(ddp: torch.nn.Module, output: T) -> T:

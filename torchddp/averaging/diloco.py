@@ -180,8 +180,6 @@ class DiLoCo(OptimizerWrapper):
         """By name: the weights that all ranks agree on, in at least fp32. Read-only."""
         return {name: weight.detach() for name, weight in self._global.weights.items()}
 
-    # --- steps ---
-
     @torch.no_grad()
     def after_step(self) -> None:
         self.steps += 1
@@ -249,8 +247,6 @@ class DiLoCo(OptimizerWrapper):
         """Not supported: the outer optimizer's state belongs to the constructor's parameters."""
         raise RuntimeError("DiLoCo can't add parameters: create it after adding all groups")
 
-    # --- checkpoints ---
-
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's state and, under "diloco", the step, the global weights and the outer optimizer.
@@ -305,9 +301,6 @@ def _average(exchange: Exchange, flats: list[torch.Tensor], wires: list[str]) ->
     for flat, wire in zip(flats, wires, strict=True):
         average_flat(exchange, flat, wire)
     return flats[0]
-
-
-# --- the weights that ranks agree on ---
 
 
 OuterFactory = Callable[[list[nn.Parameter]], Optimizer]

@@ -43,11 +43,9 @@ class FlatBucket:
 
     @property
     def sum_dtype(self) -> torch.dtype:
-        """The dtype of the message."""
         return sum_dtype(self.dtype)
 
     def new_flat(self) -> torch.Tensor:
-        """Memory for the message."""
         return torch.empty(self.numel, dtype=self.sum_dtype, device=next(iter(self.named.values())).device)
 
     def pieces(self, flat: torch.Tensor) -> list[torch.Tensor]:

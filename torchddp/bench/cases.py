@@ -58,8 +58,6 @@ class Option:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchCase:
-    """A case: what it measures and how, and how to show its results."""
-
     name: str
     title: str
     # Used without --model, which accepts any model. Empty if the case measures no DDP class.
@@ -165,7 +163,6 @@ class Settings:
         return make_variants(self.ours, self.peers, caps_mb, ours_tuned=self.ours_tuned, extra=extra)
 
     def job_of(self, case: BenchCase) -> Job:
-        """The job of one launch with all models and variants of a case."""
         return Job(
             case=case.name,
             models=self.models_of(case),

@@ -39,7 +39,6 @@ def timed_result(case: BenchCase, variants: Sequence[Variant], raw: dict[str, An
 
 
 def timed_table(result: dict[str, Any]) -> Table:
-    """One model: each variant's step, cost and ratio to torch's best."""
 
     def cells(row: dict[str, Any]) -> list[str | Text]:
         times = [row["step_ms"], *([row["cost"]] if "cost" in row else [])]

@@ -19,12 +19,10 @@ USERS_CASES = tuple(CASES)
 
 
 def register(cases: Iterable[BenchCase]) -> None:
-    """Add developers' cases."""
     CASES.update({case.name: case for case in cases})
 
 
 def parse_options(cases: Sequence[str], texts: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """The values of --set by case and name."""
     found: dict[str, dict[str, Any]] = {}
     for given in texts:
         name, equals, text = given.partition("=")

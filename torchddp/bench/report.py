@@ -30,7 +30,6 @@ def case_names(document: dict[str, Any]) -> tuple[str, ...]:
 
 
 def case_notes(document: dict[str, Any]) -> Iterable[str]:
-    """The notes on the run's cases, without duplicates."""
     cases = [CASES[name] for name in case_names(document)]
     if any(case.models and case.caps_mb for case in cases):
         yield TUNED_NOTE
@@ -38,7 +37,6 @@ def case_notes(document: dict[str, Any]) -> Iterable[str]:
 
 
 def summaries(document: dict[str, Any]) -> Iterable[Table]:
-    """The tables of all results of each case."""
     for name in case_names(document):
         if (summary := CASES[name].summary) is not None:
             yield from summary([result for result in document["results"] if result["case"] == name])
@@ -62,7 +60,6 @@ def verdict(document: dict[str, Any]) -> str:
 
 
 def warnings(document: dict[str, Any]) -> Iterable[str]:
-    """Reasons not to quote these numbers as they are."""
     machine = document["machine"]
     if any(_odd_share(result) > MAX_ODD_SHARE for result in document["results"]):
         yield f"In over {MAX_ODD_SHARE:.0%} of a table's rounds, noise exceeded torch's cost; its ratios are uncertain."
@@ -127,9 +124,6 @@ def render(document: dict[str, Any], *, developer: bool = True) -> RenderableTyp
         parts = [comparison(document), ""]
     cautions = [Text(text, style="yellow") for text in warnings(document)]
     return Group(*parts, Text(verdict(document), style="bold"), *origin(document), *cautions)
-
-
-# --- the files -------------------------------------------------------------------------------------------------------
 
 
 def save_results(document: dict[str, Any], folder: Path) -> list[Path]:

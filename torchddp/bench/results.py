@@ -29,7 +29,6 @@ def describe_variant(variant: Variant) -> dict[str, Any]:
 def model_result(
     case: str, raw: dict[str, Any], world_size: int, rows: list[dict[str, Any]], **about: object
 ) -> dict[str, Any]:
-    """The result of one model, ready for the table and for JSON."""
     model = {key: raw[key] for key in ("model", "title", "parameters", "gradient_bytes")}
     return {"case": case, **model, "world_size": world_size, **about, "variants": rows}
 

@@ -65,8 +65,6 @@ class Steps(Protocol):
 
 
 class AnyRunner(Steps, Protocol):
-    """A variant that is ready to step: forward and backward."""
-
     variant: Variant
 
     def gradients(self) -> list[tuple[str, Tensor]]:
@@ -75,8 +73,6 @@ class AnyRunner(Steps, Protocol):
 
 @dataclass
 class Runner:
-    """A variant with its module, ready to step: forward and backward."""
-
     variant: Variant
     module: nn.Module
     # Maps the module's output to the loss.
@@ -187,14 +183,12 @@ def rounds_to_go(rounds: int, elapsed_s: float, seconds: float, decisions: int) 
 
 
 def agreed(number: int, device: str = "cpu") -> int:
-    """Collective: rank 0's number, on every rank."""
     shared = torch.tensor([number], device=device)
     dist.broadcast(shared, src=0)
     return int(shared.item())
 
 
 def gathered(value: object) -> list[Any]:
-    """Collective: every rank's value."""
     by_rank: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(by_rank, value)
     return by_rank
@@ -212,7 +206,6 @@ def warm_up(runners: Sequence[Steps], batch: object, job: Job) -> None:
 
 @contextmanager
 def no_collections() -> Iterator[None]:
-    """Turn off garbage collection inside the block."""
     gc.collect()
     gc.freeze()
     gc.disable()

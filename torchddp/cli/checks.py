@@ -52,8 +52,6 @@ def _reduce(report: Report, name: str, device: str, ranks: int) -> None:
         raise RuntimeError("the sum was wrong; please report it")
 
 
-# --- variables ---
-
 PREFIX = "TORCHDDP_"
 CPU_CAPABILITIES = ("generic", "avx2", "avx512")
 

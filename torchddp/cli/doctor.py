@@ -103,7 +103,6 @@ class Diagnosis:
 
 
 def verdict(transports: Sequence[Transport], problems: Sequence[str]) -> str:
-    """The diagnosis in a sentence."""
     if problems:
         return f"torchddp will not work here: {len(problems)} problem{'s' if len(problems) > 1 else ''}, see above."
     working = ", ".join(t.name for t in transports if t.works)
@@ -129,11 +128,7 @@ def installed_version() -> str:
     return read_build_info(PACKAGE_DIR).get("version") or package_version("torchddp") or ""
 
 
-# --- what does not fit (pure) ---
-
-
 def hints(built: Built, running: Running) -> list[str]:
-    """What works, but not as well as it could."""
     if built.cuda:
         return [
             f"GPU {gpu.name} has compute capability {gpu.capability}; the kernels were built for {built.archs}. "
@@ -164,9 +159,6 @@ def has_kernels_for(archs: str, capability: str) -> bool:
         if kind != "-real" and (arch_major, arch_minor) <= (major, minor):
             return True
     return False
-
-
-# --- what is there ---
 
 
 def _module(name: str) -> ModuleType | None:
@@ -262,11 +254,7 @@ def reason_against_nccl(built: Built, running: Running) -> str:
     return "" if running.gpus else f"torch sees no GPU ({running.driver or 'there is no driver'})"
 
 
-# --- in the terminal ---
-
-
 def show(found: Diagnosis) -> Iterator[str]:
-    """The lines of the report."""
     yield from _section("built", _built_rows(found.built))
     yield from _section("running", _running_rows(found.running))
     yield from _section("transports", [(t.name, "works" if t.works else t.reason) for t in found.transports])

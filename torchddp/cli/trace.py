@@ -137,7 +137,6 @@ def compare(runs: Sequence[tuple[str, MergedProfile]]) -> dict[str, Any]:
 
 
 def comparison_text(found: dict[str, Any], median_ms: Sequence[float], steps: int) -> str:
-    """The result of a comparison in a sentence."""
     (a, b), ratio = found["plans"], found["ratio"]
     times = f"median steps {number(median_ms[0])} and {number(median_ms[1])} ms"
     measured = f"{ratio['median']:.2f} of its step, {interval_text(ratio)}, {counted(ratio['rounds'], 'pair')} of steps"

@@ -229,7 +229,6 @@ def tune_table(result: dict[str, Any]) -> Table:
 
 
 def draw_curve(result: dict[str, Any]) -> Figure:
-    """Step time over bucket size, measured and expected; horizontal lines for the default and the planned buckets."""
     figure, ((axis,),) = panels(1, 1, 7.5, 4.2)
     sized = [row for row in result["candidates"] if row["cap_mb"] is not None]
     caps = [row["cap_mb"] for row in sized]

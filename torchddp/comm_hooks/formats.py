@@ -90,7 +90,6 @@ def _as_blocks(format: str, value: Tensor) -> Tensor:
 
 
 def _split(format: str, data: Tensor, numel: int) -> tuple[Tensor, Tensor]:
-    """Scales and codes of a message, as views."""
     size = 4 * -(-numel // _BLOCKS[format])
     return data[:size].view(torch.float32), data[size:]
 

@@ -51,8 +51,6 @@ class _Step:
 
 @dataclass
 class _Attachment:
-    """State that belongs to one model."""
-
     model: weakref.ReferenceType[TorchWrapper]
     process_group: dist.ProcessGroup
     names: dict[int, str]
@@ -138,7 +136,6 @@ class CommHook(abc.ABC):
     # --- for use by methods ---
 
     def _average_exactly(self, flat: Tensor) -> None:
-        """In place: the average over all ranks."""
         self._exchange.sum_(flat.mul_(1 / self._exchange.world_size))
 
     def _named_state(self) -> dict[str, Any]:
@@ -245,8 +242,6 @@ class CommHook(abc.ABC):
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "_exchange"} | {"_attachment": None}
 
-    # --- a step ---
-
     def __call__(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """torch's signature; ``state`` is unused. The future holds the bucket's buffer with the averages."""
         attachment = self._attachment
@@ -300,8 +295,6 @@ class CommHook(abc.ABC):
         """Bytes of the last synchronized step, once its backward is done."""
         return Traffic(self._step.payload_bytes, self._step.wire_bytes)
 
-    # --- checkpoints ---
-
     def state_dict(self) -> dict[str, Any]:
         """The state that the hook keeps between steps; different on each rank. Tensors are stored by parameter name.
 
@@ -325,7 +318,6 @@ class CommHook(abc.ABC):
 
 
 def _without(state: Any, names: Set[str]) -> Any:
-    """A hook's state without the tensors of these parameters."""
     if isinstance(state, Mapping):
         kept = {key: value for key, value in state.items() if not (isinstance(value, Tensor) and key in names)}
         return {key: _without(value, names) for key, value in kept.items()}

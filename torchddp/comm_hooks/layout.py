@@ -52,7 +52,6 @@ class Layout:
 
     @classmethod
     def packed(cls, slots: Sequence[Slot]) -> Layout:
-        """The same parameters one after the other."""
         *offsets, end = accumulate((slot.numel for slot in slots), initial=0)
         return cls(tuple(replace(slot, offset=offset) for slot, offset in zip(slots, offsets, strict=True)), end)
 
@@ -79,7 +78,6 @@ class Piece:
 
 
 def layout_of(bucket: torch.distributed.GradBucket, names: dict[int, str]) -> Layout:
-    """The layout of a bucket; ``names``: by id of the parameter."""
     flat = bucket.buffer()
     slots = []
     for param, grad in zip(bucket.parameters(), bucket.gradients(), strict=True):

@@ -113,11 +113,8 @@ class PowerSGD(CommHook):
                 raise ValueError(f"PowerSGD(rank={self.rank}): {matrix}; {use}")
 
     def _as_matrix(self, shape: Sequence[int]) -> tuple[int, int, int]:
-        """Rows, columns, and the columns of P and Q."""
         rows, columns = (shape[0], _numel(shape[1:])) if len(shape) > 1 else (1, _numel(shape))
         return rows, columns, min(self.rank, rows, columns)
-
-    # --- a step ---
 
     def _reduce(self, piece: Piece) -> None:
         if piece.step <= self.start_step:  # steps count from 1 here
@@ -205,8 +202,6 @@ class PowerSGD(CommHook):
         rights = message.split([_numel(batch.q_shape) for batch in split.batches])
         return [right.view(batch.q_shape) for right, batch in zip(rights, split.batches, strict=True)]
 
-    # --- other ranks ---
-
     def _follow(self, lead: int) -> None:
         """Every rank continues with the leading rank's factors, so that P is summed for one common Q."""
         for name, shape in self._shapes.items():
@@ -228,8 +223,6 @@ class PowerSGD(CommHook):
         self._residuals = Residuals()
         factors = {} if state is None else state["factors"]
         self._factors = {name: f.detach().to(self._device, copy=True) for name, f in factors.items()}
-
-    # --- checkpoints ---
 
     def _state(self) -> dict[str, Any]:
         factors = {name: factor.clone() for name, factor in self._factors.items()}

@@ -223,9 +223,6 @@ def _ignoring(module: torch.nn.Module, names: set[str]) -> Iterator[None]:
         module.__dict__.update(before)
 
 
-# --- checks of the arguments; which ranks and parameters ---
-
-
 def _check_module(module: object) -> None:
     if not isinstance(module, torch.nn.Module):
         raise TypeError(f"replicate() needs a torch.nn.Module, got {type(module).__name__}")

@@ -78,8 +78,6 @@ class ReplicateState(_torch.State):
             self.cast.remove()
         self.engine.release()
 
-    # --- hooks ---
-
     @_torch.disable_dynamo(recursive=True)
     def _before_forward(self, module: torch.nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> Inputs:
         if self._is_open:
@@ -124,8 +122,6 @@ class ReplicateState(_torch.State):
         error = sys.exc_info()[1]
         if error is not None:
             self.engine.observers.on_error(error)
-
-    # --- what the hooks do ---
 
     def _cast_inputs(self, args: tuple[object, ...], kwargs: dict[str, object]) -> Inputs:
         if not self.policy.cast_forward_inputs:

@@ -249,7 +249,6 @@ class Precision:
             )
 
     def mode(self) -> GradPrecision:
-        """How gradients of 16-bit parameters are reduced and stored, for one session."""
         if self.main_grads is not None:
             return _STORED[self.main_grads_as]()
         return GradPrecision() if self.reduce is None else ReducedWide()

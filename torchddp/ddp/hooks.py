@@ -148,7 +148,6 @@ def _is_plain(value: object) -> bool:
 
 
 def is_bf16(hook: object) -> bool:
-    """Whether the hook is one of torch's bfloat16 hooks."""
     return getattr(hook, "__name__", "") in ("bf16_compress_hook", "bf16_compress_wrapper_hook")
 
 

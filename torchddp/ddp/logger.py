@@ -35,8 +35,6 @@ _NCCL_ENVIRONMENT = {
 
 @dataclass
 class DDPLoggingData:
-    """Same fields as torch's C++ struct of this name."""
-
     strs_map: dict[str, str] = field(default_factory=dict)
     ints_map: dict[str, int] = field(default_factory=dict)
 
@@ -65,7 +63,6 @@ class DDPLogger(dist.Logger):
         self._sample_rate = sample_rate
 
     def log_construction(self, ddp: TorchDDP, session: ReducerSession) -> None:
-        """Record what does not change after construction."""
         parameters = session.parameters
         # Groups unknown to torch (torchft's) name their backend themselves.
         known = _torch.is_alive(ddp.process_group)

@@ -18,8 +18,6 @@ from torchddp.errors import listed, warn_user
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-# --- DTensors: the engine works on this rank's local part ---
-
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
@@ -40,9 +38,6 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return local
 
 
-# --- what a constructor was given ---
-
-
 def group_of(process_group: object, device_mesh: dist.DeviceMesh | None) -> dist.ProcessGroup | None:
     """The group that a wrapper with these arguments uses; None if there is none that this rank is in."""
     if device_mesh is not None and process_group is None and getattr(device_mesh, "ndim", 0) == 1:
@@ -58,7 +53,6 @@ def device_of(module: object) -> torch.device | None:
 
 
 def check_group(process_group: object, device_mesh: object) -> None:
-    """ValueError if the default group is needed and does not exist."""
     if process_group is None and device_mesh is None and not dist.is_initialized():
         raise ValueError(
             "Default process group has not been initialized, please make sure to call init_process_group. Before the "
@@ -91,9 +85,6 @@ def check_module(module: object) -> None:
         )
 
 
-# --- buffers and states ---
-
-
 def lists_members_itself(module: torch.nn.Module) -> bool:
     """Whether its class overrides how nn.Module lists parameters and buffers, perhaps to leave some out."""
     own, torchs = type(module), torch.nn.Module
@@ -121,9 +112,6 @@ def states_of(module: torch.nn.Module, ignored: Collection[str], *, buffers: boo
     for name, buffer in module.named_buffers() if buffers else ():
         if name not in ignored:
             yield local_of(buffer).detach()
-
-
-# --- changes made after wrapping ---
 
 
 def backward_hook_tables(module: torch.nn.Module | TorchWrapper) -> list[Sized]:

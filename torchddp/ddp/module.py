@@ -202,7 +202,6 @@ class DistributedDataParallel(TorchDDP):
     def _ddp_init_helper(
         self, parameters: list[torch.Tensor], sparse: list[bool], names: dict[int, str], static_graph: bool
     ) -> None:
-        """Build ``self.reducer`` and ``self.logger``."""
         before: ReducerSession | None = self.__dict__.get("session")
         is_collective = before is not None or (self._options.init_sync and not self._is_copy)
         in_order = model.names_in_order(names)
@@ -518,7 +517,6 @@ class DistributedDataParallel(TorchDDP):
         self.session.expect_agreement()
 
     def _install_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Make the current reducer call the hook. Not collective."""
         self.logger._set_comm_hook_name(getattr(hook, "__qualname__", type(hook).__qualname__))
         self.reducer.register_comm_hook(state, hooks.checked(hook, self.process_group.rank()))
 

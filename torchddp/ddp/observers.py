@@ -85,8 +85,6 @@ def unregister(name: str) -> None:
 
 
 class Observers:
-    """The observers of one model."""
-
     def __init__(self, session: ReducerSession) -> None:
         self._session = session
         self._by_name: dict[str, StepObserver] = {}
@@ -141,6 +139,5 @@ class Observers:
 
 
 def load(path: str) -> Any:
-    """Import what "package.module:name" refers to."""
     module, _, name = path.partition(":")
     return getattr(importlib.import_module(module), name)

@@ -129,7 +129,6 @@ class DDPOptions:
         self._check_precision()
 
     def but(self, **changes: Any) -> DDPOptions:
-        """A copy with other values."""
         return DDPOptions({**self._given, **changes})
 
     def kept(self) -> DDPOptions:
@@ -158,8 +157,6 @@ class DDPOptions:
                 f"{mode.why_views}"
             )
 
-    # --- other ranks ---
-
     def compared(self, *, has_buffers: bool) -> dict[str, str]:
         """The values that must be equal on all ranks, in words. ``has_buffers``: the model has some to send."""
         whole = {name: value for name, value in self._given.items() if name not in ("precision", "checks")}
@@ -177,10 +174,7 @@ class DDPOptions:
         return values
 
     def of_rank_0(self) -> dict[str, Any]:
-        """The values for which rank 0's holds on all ranks."""
         return {name: self._given[name] for name in _OF_RANK_0}
-
-    # --- derived values ---
 
     @property
     def views(self) -> bool:
@@ -215,8 +209,6 @@ class DDPOptions:
     def stall_limit_s(self, group_timeout: datetime.timedelta) -> float:
         """Seconds of waiting after which ranks report why; 0: never. ValueError: see `Checks.stall_limit_s`."""
         return self.checks.stall_limit_s((self.wait_limit or group_timeout).total_seconds())
-
-    # --- torch's constructor ---
 
     def for_torch(self, *, views: bool) -> dict[str, Any]:
         """The arguments for the constructor of the installed torch. Warns about deprecated ones.

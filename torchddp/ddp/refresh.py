@@ -79,9 +79,6 @@ def restore_modes(ddp: Wrapper, before: ReducerSession) -> None:
     reducer.take_over(before.reducer)
 
 
-# --- checks, on this rank and on all ranks ---
-
-
 def _reason_against(ddp: Wrapper) -> str:
     """Why this model can't be refreshed; empty if it can. The same on all ranks that call it."""
     if ddp._delay_all_reduce_all_params:
@@ -94,7 +91,6 @@ def _reason_against(ddp: Wrapper) -> str:
 
 
 def _problem(ddp: Wrapper) -> Exception | None:
-    """The error that prevents a refresh on this rank, if any."""
     rank, session = ddp.session.rank, ddp.session
     try:
         session.reducer.check_not_unfinished()
@@ -155,8 +151,6 @@ def _parameters_of(ddp: Wrapper) -> list[torch.nn.Parameter]:
 
 @dataclass(frozen=True)
 class _State:
-    """What must agree between ranks for one parameter or one added buffer."""
-
     name: str
     what: str
     stride: tuple[int, ...]
@@ -232,9 +226,6 @@ def find_differences(by_rank: Sequence[Sequence[_State]]) -> list[str]:
     if moved:
         found.append(f"rank {', '.join(moved)} has its parameters in a different order from rank 0")
     return found
-
-
-# --- torch's mixed precision ---
 
 
 def _prepare_mixed_precision(ddp: Wrapper, precision: _torch.MixedPrecision) -> None:

@@ -64,7 +64,6 @@ class ModelDescription:
 
 
 def find_model_differences(by_rank: Sequence[ModelDescription]) -> list[str]:
-    """Describe how the ranks' models differ; empty if they can be trained together."""
     return [
         *find_differences([model.params for model in by_rank]),
         *find_differences([model.frozen for model in by_rank], "frozen"),

@@ -207,8 +207,6 @@ class ReducerSession:
         self.expect_agreement()
         policy.opened(self)
 
-    # --- queries ---
-
     @property
     def wait_limit(self) -> datetime.timedelta:
         """The limit of each reduction; zero: the process group's own."""
@@ -232,7 +230,6 @@ class ReducerSession:
 
     @property
     def synchronizes(self) -> bool:
-        """Whether the gradients of the next step are reduced."""
         return bool(self.ddp.require_backward_grad_sync)
 
     @property
@@ -242,7 +239,6 @@ class ReducerSession:
 
     @property
     def is_captured(self) -> bool:
-        """Whether the current stream is being captured in a CUDA graph."""
         return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     @property
@@ -263,12 +259,10 @@ class ReducerSession:
 
     @property
     def has_owners(self) -> bool:
-        """Whether each average goes to a single rank."""
         return any(spec.owner >= 0 for spec in self.specs)
 
     @property
     def is_joining(self) -> bool:
-        """Whether the model is inside `join()` now."""
         return self.joins and self._join_hook is not None and self._join_hook() is not None
 
     @property
@@ -285,8 +279,6 @@ class ReducerSession:
     @property
     def has_comm_hook(self) -> bool:
         return bool(self.ddp._comm_hooks)
-
-    # --- opening ---
 
     def connect(self, *, collective: bool, group: dist.ProcessGroup | None = None) -> _C.Transport:
         """Open the transport that the options and the ranks choose, for a group (None: this session's).
@@ -431,8 +423,6 @@ class ReducerSession:
     def _broadcast_over(self, transport: _C.Transport) -> _C.TensorBroadcast:
         return _C.TensorBroadcast(transport, self.ddp.broadcast_bucket_size, self.wait_limit)
 
-    # --- steps ---
-
     def begin_step(self) -> None:
         """Called before a forward with gradients. Collective when the reducer rebuilds its buckets."""
         ddp = self.ddp
@@ -504,8 +494,6 @@ class ReducerSession:
             transport.all_reduce(there, work)
             work.wait(self.wait_limit)
         return [p for p, count in zip(self.parameters, there.tolist(), strict=True) if not count]
-
-    # --- other ranks ---
 
     def rebind(self, new_group: dist.ProcessGroup) -> None:
         """Continue over another process group with a new transport. Collective among its ranks.

@@ -30,7 +30,6 @@ _WORDS = {"0": "left as backward gave it", "1": "changed", "2": "set to None", "
 
 
 def next_look(step: int) -> int:
-    """The next step after this one whose gradients are checked."""
     return step + 1 if step < _EACH_UNTIL else int(1 << step.bit_length())
 
 
@@ -80,7 +79,6 @@ class ChangedGradients(StepObserver):
             self._hook = None
 
     def before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Before a step of any optimizer in this process."""
         try:
             if self._board is not None and self._concerns(optimizer):
                 self._look(self._board)

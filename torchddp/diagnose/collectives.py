@@ -24,8 +24,6 @@ _FUNCTIONS = distributed_c10d.__file__
 
 
 class Call:
-    """A call as found on the stack of a thread."""
-
     def __init__(self, thread: int, frame: FrameType) -> None:
         self.key = (thread, id(frame))
         self._code = frame.f_code

@@ -112,7 +112,6 @@ def _doing(state: RankState, calls: dict[int, CallState], waited_s: float) -> st
 
 
 def _agreeing(text: str, ranks: list[int]) -> str:
-    """The text with its verb in the plural, for several ranks."""
     verb, _, rest = text.partition(" ")
     return text if len(ranks) == 1 else f"{_PLURALS[verb]} {rest}"
 
@@ -235,9 +234,6 @@ def _first_line(text: str) -> str:
     return text.strip().partition("\n")[0][:200]
 
 
-# --- the report ---
-
-
 def report_text(finding: Finding, states: list[RankState], path: Path | None) -> str:
     """The headline, where the culprits are, what the others wait for, and the file with everything else."""
     lines = [f"torchddp hang report: {finding.headline}"]
@@ -255,7 +251,6 @@ def report_text(finding: Finding, states: list[RankState], path: Path | None) ->
 
 
 def report_json(finding: Finding, states: list[RankState], by: int) -> dict[str, Any]:
-    """The content of the report file. ``by``: the rank that writes it."""
     return {
         "headline": finding.headline,
         **asdict(finding),

@@ -59,7 +59,6 @@ class ModelWaits:
 
     @property
     def is_gone(self) -> bool:
-        """Whether the model was destroyed."""
         return self._status() is None
 
     @property
@@ -89,12 +88,10 @@ class ModelWaits:
             self._session.reducer.set_peers([peer for peer in peers if peer[0] != self._rank])
 
     def fail_with(self, found: str) -> None:
-        """Attach a report's headline to later errors."""
         with contextlib.suppress(ReferenceError):
             self._session.reducer.note_failure(found)
 
     def _status(self) -> dict[str, Any] | None:
-        """The reducer's status, or None if the model was destroyed."""
         with contextlib.suppress(ReferenceError):
             return self._session.reducer.status()
         return None
@@ -193,7 +190,6 @@ class HangMonitor:
         return 2 * self._poll_s + 0.2
 
     def is_of(self, home: dist.ProcessGroup) -> bool:
-        """Whether it is open, and this group's."""
         return not self.closed and self._board.link.is_of(home)
 
     def close(self, why: str = "") -> None:

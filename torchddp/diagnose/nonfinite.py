@@ -38,7 +38,6 @@ class NonFiniteFinder(StepObserver):
         self._finds.look_here(self._session.reducer)
 
     def on_group_change(self) -> None:
-        """Start over with the new ranks."""
         self.close()
         self._finds = _Finds(self._session)
 
@@ -53,8 +52,6 @@ class NonFiniteFinder(StepObserver):
 
 
 class _Finds:
-    """Findings of the ranks of one process group."""
-
     def __init__(self, session: ReducerSession) -> None:
         self._session = weakref.ref(session)  # checking ends with it
         self._names = [spec.name for spec in session.specs]

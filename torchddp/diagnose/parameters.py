@@ -141,13 +141,8 @@ def _measure(parameter: torch.Tensor, reference_rank: int, session: ReducerSessi
     return [Amount(int(count), most) for count, most in exchange.gather([float(elements), float(largest)])]
 
 
-# --- which parameters differ, and the error ---
-
-
 @dataclass(frozen=True)
 class Difference:
-    """The first parameter that differs, in registration order."""
-
     index: int
     reference_rank: int  # a rank with the reference value
     ranks: tuple[int, ...]  # the ranks with another value

@@ -134,7 +134,6 @@ class RankState:
         return max(self.waited_s if self.waits else 0.0, self.longest_call_s)
 
     def has_moved(self, now: RankState) -> bool:
-        """Whether this rank made progress between this and ``now``."""
         if (now.model, now.step) != (self.model, self.step):
             return True
         if self.waits and (now.phase, now.waits_for, now.bucket) != (self.phase, self.waits_for, self.bucket):
@@ -185,9 +184,6 @@ def ranks_text(ranks: list[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {joined}"
 
 
-# --- stacks ---
-
-
 def stack_of(thread_id: int) -> list[Frame]:
     """Innermost last; empty if there is no such thread."""
     codes = [(frame.f_code, frame.f_lineno or 0) for frame in reversed(frames_of_threads().get(thread_id, []))]
@@ -216,7 +212,6 @@ def is_in_backward(stack: list[Frame]) -> bool:
 
 
 def user_part(stack: list[Frame]) -> list[Frame]:
-    """The user's own innermost frames."""
     return [frame for frame in stack if frame.part == "user"][-_USER_FRAMES:]
 
 

@@ -179,9 +179,6 @@ def _check_options(options: Mapping[str, Any], module: torch.nn.Module) -> None:
         )
 
 
-# --- without a reducer ---
-
-
 class PureDistributedDataParallel(nn.Module):
     """Starts one ``Manager.allreduce`` for each gradient as soon as it is final, and waits for all of them before
     ``backward()`` returns. (torchft's class never waits: its futures are lazy, and averages stay sums.)

@@ -66,7 +66,6 @@ def check_plots(option: str, path: Path | None) -> None:
 
 
 def check_numbers(seconds: float | None, world_size: int | None) -> None:
-    """Check the ranges that hold for every command."""
     if seconds is not None and not 0 < seconds <= MAX_SECONDS:
         raise ArgumentError(f"--seconds must be above 0 and at most {MAX_SECONDS}, not {seconds:g}.")
     if world_size is not None and not 1 <= world_size <= MAX_WORLD_SIZE:
@@ -146,11 +145,7 @@ class Display:
         self._progress.update(self._task, description=f"{self._case} · {what}", completed=done, total=total)
 
     def show(self, text: RenderableType) -> None:
-        """Print above the progress bar."""
         self._progress.console.print(text, soft_wrap=True)
-
-
-# --- options of several commands ---
 
 
 FACTORY_HELP = """\b
@@ -186,9 +181,6 @@ def run_app(program_app: typer.Typer, program: str, arguments: Sequence[str]) ->
         print("interrupted", file=sys.stderr)
     # In this mode, typer returns the exit code of an early exit, such as --help, or of an interrupt.
     return result if isinstance(result, int) else 0
-
-
-# --- options that are checked before any rank starts, running the ranks, writing files ---
 
 
 def check_loads() -> None:

@@ -53,8 +53,6 @@ class LaunchError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSettings:
-    """The options of a command that runs one model, checked."""
-
     model: str
     world_size: int
     transport: str
@@ -149,8 +147,6 @@ def stop_processes(processes: Sequence[BaseProcess]) -> None:
 
 
 class Inbox:
-    """Collects the ranks' messages."""
-
     def __init__(self, channels: list[Connection], progress: Progress) -> None:
         self._rank_of = {id(channel): rank for rank, channel in enumerate(channels)}
         self.open = list(channels)
@@ -242,7 +238,6 @@ def started(
 
 
 def launch(job: RankJob, progress: Progress, place: Place = THIS_HOST, stall_timeout_s: float = STALL_TIMEOUT_S) -> Any:
-    """Run the job on fresh processes and return rank 0's result."""
     with tempfile.TemporaryDirectory(prefix="torchddp-benchmark-") as folder:
         arguments = (job, place, place.init_method(folder))
         with started(job.world_size, _run_rank, arguments, place.environment) as ranks:
@@ -265,7 +260,6 @@ class Reporter:
         return Reporter(self._channel, what, self._enabled)
 
     def keep(self, value: object) -> None:
-        """Rank 0's value outlives a failure of the ranks."""
         if self._enabled:
             self._channel.send(("partial", value))
 

@@ -25,7 +25,6 @@ def _cpu_model() -> str:
 
 
 def available_cores() -> int:
-    """Cores this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

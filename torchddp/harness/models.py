@@ -146,7 +146,6 @@ def find_factory(path: str) -> Callable[[], Any]:
 
 @functools.cache
 def _load_file(path: Path) -> ModuleType:
-    """Import a file as a module of the same name."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -209,9 +208,6 @@ def prove(name: str, seed: int, *, find_unused_parameters: bool = False) -> None
             advice = "if that is intended, add --find-unused-parameters"
             refuse(f"parameter '{path}' got no gradient, and DDP would wait for it; {advice}")
     model.zero_grad(set_to_none=True)
-
-
-# --- a wrapped model on its rank's device ---
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,6 @@ class PairedRatio:
 
 
 def summarize(values: Sequence[float] | np.ndarray) -> dict[str, float]:
-    """The order statistics we quote for one series."""
     fractions = {"median": 0.5, "p90": 0.9, "q25": 0.25, "q75": 0.75, "p99": 0.99}
     return {name: float(np.quantile(values, fraction)) for name, fraction in fractions.items()}
 

@@ -53,7 +53,6 @@ def ranks_text(count: int) -> str:
 
 
 def weight_text(result: dict[str, Any]) -> str:
-    """The model, and the number and size of its gradients."""
     return f"{result['title']}: {result['parameters']} parameters, {bytes_text(result['gradient_bytes'])}"
 
 

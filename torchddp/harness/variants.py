@@ -49,8 +49,6 @@ def _is_users(filename: str) -> bool:
 
 
 class Role(str, Enum):
-    """A variant's role in the comparison."""
-
     LOCAL = "local"  # the model without any wrapper: what a step costs on its own
     TORCH = "torch"  # a candidate for 'torch's best'
     OURS = "ours"  # the class under test

@@ -302,7 +302,6 @@ _SUFFIXES = ".toml, .yaml, .yml, .json"
 
 
 def _read_file(path: str | os.PathLike[str], section: str | None) -> dict[str, Any]:
-    """The table of options in a file: see ParallelConfig.from_file."""
     path = Path(path)
     table: Any = _parse(path)
     for name in section.split(".") if section else ():

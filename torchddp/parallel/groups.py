@@ -67,7 +67,6 @@ def plan_layout(config: ParallelConfig, world_size: int, ranks_of_a_host: int, t
 
 
 def _sizes(config: ParallelConfig, world_size: int, model_parallel: int) -> tuple[int, int]:
-    """(data_parallel, model_parallel)."""
     data_parallel = config.data_parallel
     if data_parallel is not None and config.model_parallel is None and config.chosen_kind == "hsdp":
         model_parallel = max(1, world_size // data_parallel)
@@ -128,8 +127,6 @@ class ParallelGroupInfo:
 
 @dataclass(frozen=True)
 class Groups:
-    """The groups of a layout. Holds no process groups: those end when destroy_process_group is called."""
-
     world: weakref.ref[dist.ProcessGroup] | None  # the process group in which they were created
     key: tuple[object, ...]
     mesh: DeviceMesh | None  # None: without a process group
@@ -185,7 +182,6 @@ def parallel_group_info(model: nn.Module | DeviceMesh) -> ParallelGroupInfo:
 
 
 def note_groups(model: nn.Module, groups: Groups) -> None:
-    """For `parallel_group_info`."""
     _of_models[model] = groups
 
 

@@ -95,8 +95,6 @@ class StepRecorder:
 
 @dataclass(frozen=True)
 class Decision:
-    """The result of planning. All ranks adopt rank 0's ``plan``; the rest is equal on all ranks."""
-
     times: StepTimes
     cost: LinearCost
     before_s: float  # predicted, from the start of backward until the last bucket of the old plan is reduced
@@ -153,7 +151,6 @@ class BucketPlanning(StepObserver):
             self._carry_on()
 
     def close(self) -> None:
-        """Stop planning; buckets stay as they are."""
         self.is_under_way = False
         if self._recorder is not None:
             self._recorder.pause()

@@ -32,7 +32,6 @@ class _Run:
     """A run of consecutive gradients, as the buckets that it becomes."""
 
     def __init__(self, cost: LinearCost, parts: Iterable[_Part] = ()) -> None:
-        """``parts``: last one first."""
         self._cost, self._packed_s_per_byte = cost, _s_per_byte(cost, 2)
         self._parts: dict[int, _Part] = {}  # by kind, in reverse order of launch
         self.work_s = 0.0  # the time that its buckets take on the channel
@@ -72,7 +71,6 @@ def best_buckets(profile: StepProfile, cost: LinearCost) -> Buckets:
 
 
 def buckets_of(plan: _C.BucketPlan) -> Buckets:
-    """Parameter indices of each bucket, in the order of launch."""
     return tuple(tuple(bucket.params) for bucket in plan.buckets)
 
 

@@ -33,8 +33,6 @@ def fingerprint(specs: Sequence[_C.ParamSpec], device_type: str) -> str:
 
 @dataclass(frozen=True)
 class PlanKey:
-    """What a plan was measured for."""
-
     fingerprint: str  # of the model
     world_size: int
     ranks_per_host: int

@@ -53,7 +53,6 @@ class LinearCost:
     misfit: float = 0.0
 
     def seconds(self, nbytes: float) -> float:
-        """Predicted time of one all-reduce."""
         return self.alpha_s + nbytes * self.beta_s_per_byte
 
 
@@ -120,7 +119,6 @@ class StepProfile:
 
     @property
     def compute_s(self) -> float:
-        """The time of a step that sends nothing."""
         return self.forward_s + self.backward_s + self.overhead_s
 
     @property

@@ -37,9 +37,6 @@ def row_names(buckets: Sequence[Mapping[str, Any]]) -> list[str]:
     return ["autograd", *(f"bucket {bucket['bucket']}" for bucket in buckets)]
 
 
-# --- Chrome's trace format ---
-
-
 def chrome_trace(profile: MergedProfile, steps: Sequence[MergedStep]) -> dict[str, Any]:
     """These steps of all ranks as a JSON object. Its `otherData` has the numbers of the median step."""
     zero_ns = min(rank.forward_begin_ns for step in steps for rank in step.steps)
@@ -84,9 +81,6 @@ def _events(rank: Mapping[str, Any], step: int, begin_us: float) -> Iterator[dic
         where = {"pid": rank["rank"], "tid": 0 if what == "waiting" else row}
         times = {"ts": begin_us + start_us, "dur": end_us - start_us}
         yield {"ph": "X", "name": what, "cat": category, **where, **times, "args": arguments}
-
-
-# --- a picture ---
 
 
 def draw(found: Mapping[str, Any], title: str) -> Figure:

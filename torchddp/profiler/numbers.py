@@ -59,7 +59,6 @@ def profile_numbers(profile: MergedProfile) -> dict[str, Any]:
 
 
 def verdict(found: Mapping[str, Any]) -> str:
-    """The result in a sentence."""
     last, share = found["last_rank"], found["exposed_us"] / found["step_us"] if found["step_us"] else 0.0
     if found["straggler"] is not None:
         waits = (

@@ -98,8 +98,6 @@ def take_readings(group: dist.ProcessGroup | None, device: torch.device | str, r
 
 @dataclass(frozen=True)
 class RankRecord:
-    """One rank's record: its steps on its own clock, and how much was lost."""
-
     rank: int
     host: str
     clock_identity: str
@@ -111,7 +109,6 @@ class RankRecord:
 
 
 def traffic_dicts(records: Sequence[RankRecord]) -> list[dict[str, dict[str, int | None]]]:
-    """Traffic by rank and transport, for JSON."""
     return [{route: asdict(each) for route, each in record.traffic.items()} for record in records]
 
 
@@ -176,7 +173,6 @@ class MergedStep:
 
     @property
     def slowest(self) -> int:
-        """The index of the rank whose step took longest."""
         return max(range(len(self.steps)), key=lambda place: self.steps[place].duration_ns)
 
     @property
@@ -186,8 +182,6 @@ class MergedStep:
 
 @dataclass(frozen=True)
 class MergedProfile:
-    """All ranks' steps."""
-
     records: tuple[RankRecord, ...]  # by rank, each on its own clock
     clocks: tuple[Clock, ...]
     steps: tuple[MergedStep, ...]  # those that every rank has

@@ -34,7 +34,6 @@ def ms(time_us: float | None) -> str:
 
 
 def report(found: Numbers) -> RenderableType:
-    """The median step, and the straggler, if there is one."""
     table = plain_table(title(found), *columns(found))
     table.columns[0].justify = "right"
     table.columns[-1].justify, table.columns[-1].no_wrap, table.columns[-1].overflow = "left", False, "fold"

@@ -136,7 +136,6 @@ class Profile:
         return self._record().traffic
 
     def _record(self) -> RankRecord:
-        """This rank's record, for merging."""
         if self._final is not None:
             return self._final
         reducer = self._reducer

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 
 def overlap_ratio(hidden: float, communication: float) -> float:
-    """1.0 if nothing was communicated."""
     return hidden / communication if communication else 1.0
 
 
@@ -105,7 +104,6 @@ class Step:
         return overlap_ratio(self.hidden_ns, self.comm_ns)
 
     def shifted(self, offset_ns: int) -> Step:
-        """The same step with `offset_ns` added to all times."""
 
         def moved(times: BucketTimes | Step) -> dict[str, Any]:
             found = {name: time_ns for name, time_ns in vars(times).items() if name.endswith("_ns")}
@@ -182,7 +180,6 @@ def _read_bucket(
 
 
 def _queued(buckets: Sequence[BucketTimes]) -> tuple[BucketTimes, ...]:
-    """Fill in `behind`."""
     found: list[BucketTimes] = []
     slowest_ns, slowest = -math.inf, 0
     for bucket in buckets:

@@ -76,7 +76,6 @@ def load_checkpoint(
 
 
 def _blank(saved: object, device: str) -> torch.Tensor | None:
-    """A placeholder that a saved value is read into."""
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     if not isinstance(saved, TensorStorageMetadata):

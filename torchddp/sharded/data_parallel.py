@@ -49,8 +49,6 @@ class ShardedPolicy(ReducerPolicy):
         self._buffer_numel, self._overlap_wanted = buffer_numel, overlap_wanted
         self._transport: _C.Transport | None = None
 
-    # --- called by the session ---
-
     def compared(self) -> dict[str, str]:
         return {
             "reduce_buffer_size": str(self._buffer_numel),
@@ -104,8 +102,6 @@ class ShardedPolicy(ReducerPolicy):
             owners = {p: rank for p, rank in optimizer.param_to_rank.items() if p.requires_grad}
             self.gathers.append(ParameterGather(self._module, owners, transport, session.wait_limit))
 
-    # --- updated parameters ---
-
     @property
     def overlaps(self) -> bool:
         """Whether updated parameters are sent while the next forward runs."""
@@ -120,11 +116,8 @@ class ShardedPolicy(ReducerPolicy):
         self.gathers[number].run(self._reducer, overlaps=self.overlaps)
 
     def synchronize(self) -> None:
-        """Wait for all updated parameters."""
         for gather in self.gathers:
             gather.finish()
-
-    # --- changes ---
 
     def release(self) -> None:
         """Let the optimizers step on their own again."""
@@ -307,8 +300,6 @@ class ShardedDataParallel(DistributedDataParallel):
             )
             optimizer._attach(hooks)
 
-    # --- parameters in transit ---
-
     @property
     def overlap_gather(self) -> bool:
         """Whether updated parameters are sent while the next forward runs."""
@@ -341,8 +332,6 @@ class ShardedDataParallel(DistributedDataParallel):
                 param.data = param.data.clone()
         module: torch.nn.Module = self.module
         return module
-
-    # --- freezing and thawing ---
 
     def refresh_trainable(self) -> None:
         """Update owners and buckets after parameters were frozen or thawed. Collective.
@@ -379,8 +368,6 @@ class ShardedDataParallel(DistributedDataParallel):
         self.device, self.device_type = device, device.type
         super().refresh_trainable()
         return self
-
-    # --- gradients ---
 
     def reduce(self) -> None:
         """Reduce the existing gradients to their owners, as a synchronized backward would. Collective.

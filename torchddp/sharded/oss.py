@@ -108,8 +108,6 @@ class OSS(Optimizer):
         self._written = WrittenOptions(self.process_group, possible=not self._is_torchs)
         self._apply(owners, active, state)
 
-    # --- parameters and owners ---
-
     @property
     def param_to_rank(self) -> Mapping[torch.Tensor, int]:
         """The rank (in the group) that owns each parameter; parameters without an owner are missing. Read-only."""
@@ -169,8 +167,6 @@ class OSS(Optimizer):
         owners, state = self._find_owners(wanted)
         self._apply(owners, self._partition.active, state)
         return self._partition.owned()
-
-    # --- a step ---
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -243,8 +239,6 @@ class OSS(Optimizer):
             raise RuntimeError(f"the gradients' norm of order {norm_type} is {norm.item()}, so it can't be clipped")
         torch.nn.utils.clip_grads_with_norm_(params, max_norm, norm, foreach)
         return norm
-
-    # --- state ---
 
     def consolidate_state_dict(self, recipient_rank: int = 0) -> None:
         """Gather the whole state on the CPU of one rank (of the group), where `state_dict` then returns it. Collective.
@@ -320,8 +314,6 @@ class OSS(Optimizer):
     def __getstate__(self) -> NoReturn:
         raise TypeError("an OSS can't be copied or pickled: it belongs to a process group; use its state_dict")
 
-    # --- internals ---
-
     def _agreement(self) -> Agreement:
         return Agreement("OSS", self.process_group)
 
@@ -374,7 +366,6 @@ class OSS(Optimizer):
         self._consolidated = None
 
     def _state_dict_of(self, state: Mapping[Any, Any]) -> dict[str, Any]:
-        """torch's own state_dict of all groups, with this state."""
         live, self.state = self.state, state  # type: ignore[assignment]
         try:
             return super().state_dict()

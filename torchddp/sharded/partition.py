@@ -106,14 +106,12 @@ class ParameterPartition:
         return partition(numels, self._device_numbers(), self.world_size, known, wanted)
 
     def assign(self, owners: list[int | None], active: list[bool]) -> bool:
-        """Apply a plan. Returns whether anything changed."""
         changed = (owners, active) != (self.owners, self.active)
         self.owners, self.active = owners, active
         self.owner_of = {p: rank for p, rank in zip(self.params, owners, strict=True) if rank is not None}
         return changed
 
     def trainable(self) -> list[bool]:
-        """Whether each parameter requires a gradient now."""
         return [param.requires_grad for param in self.params]
 
     def owned(self) -> list[int]:

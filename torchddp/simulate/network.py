@@ -325,7 +325,6 @@ class AllReduce:
         self.lines.append(line)
 
     def best(self, nbytes: float) -> Line:
-        """The cheapest line for a message of `nbytes`."""
         return self.lines[bisect_right(self._starts, nbytes) - 1]
 
     def lines_between(self, low_bytes: float, high_bytes: float) -> list[Line]:

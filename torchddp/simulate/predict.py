@@ -57,8 +57,6 @@ def run_backward(backward_s: float, messages: Iterable[Message], *, shared_cpu: 
 
 @dataclass(frozen=True)
 class Prediction:
-    """A predicted step. Times in seconds."""
-
     step_s: float
     exposed_s: float  # what communication adds to compute
     compute_s: float  # the step without its messages
@@ -132,13 +130,8 @@ def predict(
     return predict_with(profile, all_reduce, profile.buckets if buckets is None else buckets)
 
 
-# --- sweeps ---
-
-
 @dataclass(frozen=True)
 class Scene:
-    """Where the ranks are, and how they reduce."""
-
     ranks_per_host: int = 1
     inner: Link = NVLINK
     algorithm: str = AUTO
@@ -146,8 +139,6 @@ class Scene:
 
 @dataclass(frozen=True)
 class Point:
-    """The predictions for one link and number of ranks: the recorded plan's, and the best plan's."""
-
     link: Link
     world_size: int
     recorded: Prediction
@@ -163,7 +154,6 @@ class Point:
 
     @property
     def is_worth_changing(self) -> bool:
-        """Whether the best plan saves enough for the model's accuracy."""
         return self.gain >= MIN_GAIN
 
 

@@ -33,7 +33,6 @@ def _percent(share: float) -> str:
 
 
 def by_link(points: Sequence[Point]) -> list[list[Point]]:
-    """The points by link, in the order of the sweep."""
     names = dict.fromkeys(point.link.name for point in points)
     return [[point for point in points if point.link.name == name] for name in names]
 
@@ -54,7 +53,6 @@ def cells(point: Point) -> list[str]:
 
 
 def link_table(profile: StepProfile, points: Sequence[Point]) -> Table:
-    """The table of one link, with the recorded number of ranks first."""
     link = points[0].link
     table = plain_table(f"{link.name} · {link.title}", *_HEADINGS)
     table.columns[_HEADINGS.index("algorithm")].justify = "left"

@@ -46,7 +46,6 @@ class GroupExchange:
         self._device = device or message_device(process_group)
 
     def gather(self, value: Value) -> list[Value]:
-        """Return every rank's value, in rank order."""
         own = tensor_of(value).to(self._device)
         lengths = self.gather_integer(own.numel())
         padded = torch.zeros(max(lengths), dtype=torch.uint8, device=self._device)
@@ -170,7 +169,6 @@ def message_device(process_group: dist.ProcessGroup, otherwise: torch.device | N
 
 
 def tensor_of(value: object) -> torch.Tensor:
-    """The value, pickled, as a CPU tensor of bytes."""
     return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
 
 
@@ -212,7 +210,6 @@ def ranks_of_hosts(exchange: GroupExchange | StoreExchange) -> list[list[int]]:
 
 
 def ranks_per_host(exchange: TransportExchange) -> int:
-    """The number of ranks on the fullest host."""
     hosts = exchange.gather([zlib.crc32(_C.host_identity().encode())])
     return max(map(len, ranks_by(host for (host,) in hosts).values()))
 

@@ -31,8 +31,6 @@ _communicators: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, tuple[str
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NcclPeer(Peer):
-    """See `Peer`."""
-
     size: int
     device: str  # identifies the GPU
     version: int  # NCCL's version, as 22907

@@ -46,13 +46,8 @@ def limit_bytes() -> int:
     return max(1, int(limit_mb * 2**20))
 
 
-# --- connecting ---
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShmPeer(Peer):
-    """See `Peer`."""
-
     host: str
     user: int
     address: str
@@ -172,9 +167,6 @@ def _outer_group(
         group = dist.new_group(ranks, backend="gloo", timeout=timeout, use_local_synchronization=True)
         _outer_groups[process_group] = group if owns else None
     return _outer_groups[process_group]
-
-
-# --- the backend ---
 
 
 def register() -> None:

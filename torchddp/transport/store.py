@@ -206,7 +206,6 @@ class Board:
         self._call(lambda store: store.set(key, text))
 
     def read(self, key: str) -> Any:
-        """The value, or None. RuntimeError if the store doesn't answer."""
         found = self._call(lambda store: store.get(key) if store.check([key]) else None)
         return None if found is None else json.loads(found)
 

@@ -122,8 +122,6 @@ def _value_of(future: torch.futures.Future[Tensor | _Failure]) -> Tensor:
 
 
 class _Order:
-    """State shared by the jobs of a thread."""
-
     def __init__(self) -> None:
         self._failure: _Failure | None = None
         self._streams: dict[torch.device, torch.cuda.Stream] = {}

@@ -184,7 +184,6 @@ class TorchDDPFabricStrategy(FailsTogether, FabricDDPStrategy):
         self._choose_failing(fail_together, fail_together_grace_s)
 
     def setup_module(self, module: torch.nn.Module) -> TorchDDP:
-        """Wrap the module. Collective."""
         with side_stream(self.root_device):
             return DistributedDataParallel(module, device_ids=self._determine_ddp_device_ids(), **self._ddp_kwargs)
 
