@@ -307,9 +307,7 @@ OuterFactory = Callable[[list[nn.Parameter]], Optimizer]
 
 
 class GlobalWeights:
-    """A copy of the parameters in at least fp32, and the outer optimizer, which steps on the ranks' mean displacement
-    from it. Equal on all ranks as long as all apply the same means.
-    """
+    """A copy of the parameters in at least fp32, and the outer optimizer, which applies the ranks' mean displacement."""
 
     def __init__(self, local: Named, make_optimizer: OuterFactory) -> None:
         self._local = local

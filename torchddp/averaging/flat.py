@@ -111,10 +111,7 @@ def average_flat(exchange: Exchange, flat: torch.Tensor, wire: str) -> None:
 
 
 class FlatMeans:
-    """Means of many tensors, bucket by bucket, in the memory of one bucket. Construction is collective.
-
-    ``who``: the averaging class, for errors. ``traffic``: bytes of the last average.
-    """
+    """Means of many tensors, bucket by bucket. Construction is collective. ``who``: the averaging class, for errors."""
 
     def __init__(self, named: Named, process_group: dist.ProcessGroup, who: str, cap_mb: float) -> None:
         self.buckets = plan_buckets(named, cap_mb)

@@ -181,8 +181,9 @@ def one_launch(
     settings: Settings,
     display: Display,
 ) -> Iterator[Result]:
-    """Run a case that takes one launch. `make_result(variants, measurements, world_size)` returns a model's result. If
-    the launch fails, the models that were measured before come first.
+    """Run a case that takes one launch. If that fails, the results of models that were measured before come first.
+
+    `make_result(variants, measurements, world_size)` returns a model's result.
     """
     job = settings.job_of(case)
     display.start(case.name)

@@ -130,8 +130,7 @@ def benchmark(
 def run(
     settings: Settings, command_line: str, console: Console, json_path: Path | None = None, developer: bool = True
 ) -> dict[str, Any]:
-    """Run the cases and print the report. The file has each result as soon as it is there; a case that fails does not
-    stop the next ones."""
+    """Run the cases and print the report. The file gets each result at once; a failed case doesn't stop the others."""
     from torchddp.bench.registry import CASES
     from torchddp.bench.report import render, verdict
     from torchddp.harness.machine import new_document, write_json
@@ -170,10 +169,7 @@ def developers_help(cases: Sequence[BenchCase]) -> str:
 
 
 def main(arguments: Sequence[str], cases: Sequence[BenchCase] = ()) -> int:
-    """Run `python -m benchmarks`, with these cases besides the users', and return its exit code.
-
-    A user's mistake gives a one-sentence error and exit code 2.
-    """
+    """Run `python -m benchmarks`, with these cases besides the users', and return its exit code."""
     if cases:
         from torchddp.bench.registry import register
 

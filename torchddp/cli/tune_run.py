@@ -72,8 +72,7 @@ class TuneSettings(ModelSettings):
 
 @dataclass(frozen=True)
 class TuneResult:
-    """Rank 0's result. ``step_ms``: [candidate, round], of the slowest rank; ``seconds``: the time for the rounds, as
-    requested, or longer if seven of them took longer."""
+    """Rank 0's result. ``step_ms``: [candidate, round], of the slowest rank; ``seconds``: the time that rounds took."""
 
     profile: StepProfile
     candidates: tuple[Candidate, ...]

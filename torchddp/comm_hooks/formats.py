@@ -38,10 +38,7 @@ def compress(format: str, source: Tensor, out: Tensor, residual: Tensor | None =
 
 
 def decompress(format: str, data: Tensor, out: Tensor, accumulate: bool = False) -> None:
-    """Write (or ``accumulate``: add) the fp32 values of a message to ``out``.
-
-    ``data``: uint8 [compressed_bytes(format, n)], contiguous. ``out``: fp32 [n], contiguous.
-    """
+    """Write (or add) the values of a message to ``out``: uint8 [compressed_bytes(format, n)] -> fp32 [n], contiguous."""
     decode = _C.decompress if out.device.type == "cpu" else decompress_reference
     decode(format, data, out, accumulate)
 

@@ -27,9 +27,7 @@ _GRACE_S = 5.0  # beyond the limit of a collective, for its thread to end
 
 @dataclass(frozen=True)
 class Setup:
-    """What a hook gets before it reduces anything: the exchange, the parameters that will be reduced, by name, and the
-    model without its wrapper.
-    """
+    """What a hook gets first: the exchange, the parameters to reduce, by name, and the model without its wrapper."""
 
     exchange: Exchange
     parameters: dict[str, nn.Parameter]

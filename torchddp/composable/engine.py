@@ -38,10 +38,7 @@ class ReplicatePolicy(ReducerPolicy):
 
 
 class ReplicateEngine(DistributedDataParallel):
-    """Never called directly: hooks on the replicated module begin and end each forward.
-
-    ``left_out``: returns the names to ignore in the module as it is now. ``policy``: its mixed precision.
-    """
+    """Driven by hooks on the replicated module, never called. ``left_out``: returns the names to ignore in it now."""
 
     def __init__(
         self, module: torch.nn.Module, left_out: Callable[[], set[str]], policy: object, **options: Any

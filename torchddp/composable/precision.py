@@ -30,9 +30,7 @@ def in_backward() -> bool:
 
 
 class ParameterCast:
-    """The parameters of a model that computes in another dtype. Modules that own parameters get hooks too, because
-    activation checkpointing reruns parts of forward during backward.
-    """
+    """Low-precision copies in place of parameters. Their modules get hooks too, for activation checkpointing."""
 
     def __init__(self, module: torch.nn.Module, parameters: Collection[torch.Tensor], dtype: torch.dtype) -> None:
         self.dtype = dtype

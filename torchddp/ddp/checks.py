@@ -69,14 +69,7 @@ class Checks:
         return self.stall_report is None or bool(self.stall_report)
 
     def stall_limit_s(self, timeout_s: float) -> float:
-        """Seconds of waiting after which ranks report why; 0: never.
-
-        Args:
-            timeout_s: how long a reduction may take before its waits end anyway.
-
-        Raises:
-            ValueError: the given value is not below the timeout, or the variable is not a number of seconds.
-        """
+        """Seconds of waiting after which ranks report why; 0: never. ValueError if not below ``timeout_s``."""
         asked_for_s, source = seconds(self.stall_report, "Checks(stall_report=)"), "Checks(stall_report=)"
         if asked_for_s is None and (text := os.environ.get(STALL_ENV)):
             asked_for_s, source = _variable_s(text), STALL_ENV

@@ -103,8 +103,7 @@ class WideGrads(ReducedWide):
 class MainGrads(ReducedWide):
     """Accumulate gradients in ``parameter.main_grad``, which is bucket memory; ``.grad`` is None after backward.
 
-    Of several wrappers of a parameter, the one with the last forward has its ``main_grad``, and takes over what it
-    holds.
+    Of several wrappers of a parameter, the one with the last forward has its ``main_grad``.
     """
 
     kind = _C.GradPrecision.MAIN_GRADS

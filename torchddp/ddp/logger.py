@@ -42,8 +42,7 @@ class DDPLoggingData:
 class DDPLogger(dist.Logger):
     """A ``torch.distributed.Logger`` that reads its fields from our reducer on demand.
 
-    torch functions that log through a DDP logger accept only torch's class, which accepts only torch's reducer, so the
-    base class holds a reducer over a single scalar that never gets a gradient.
+    torch's functions accept only torch's class, and that only torch's reducer, so the base class holds one of a scalar.
     """
 
     def __init__(self, reducer: _C.Reducer, process_group: dist.ProcessGroup) -> None:

@@ -64,10 +64,7 @@ def check_group(process_group: object, device_mesh: object) -> None:
 
 
 def check_module(module: object) -> None:
-    """TypeError for a class and AttributeError for anything else that is not a module, as from torch's class.
-
-    RuntimeError under FakeTensorMode, or for a module that was made under it.
-    """
+    """As from torch's class: TypeError for a class, AttributeError for no module, RuntimeError for fake tensors."""
     if isinstance(module, type):
         name = module.__name__
         raise TypeError(
@@ -133,10 +130,7 @@ REFRESH = "call its refresh_trainable() on all ranks after such a change"
 
 
 def describe_changes(ddp: TorchWrapper, reduced_ids: Collection[int]) -> str:
-    """Describe how the model was changed after it was wrapped; empty if it was not.
-
-    ``reduced_ids``: ids of the parameters whose gradients are reduced.
-    """
+    """How the model was changed after it was wrapped, or "". ``reduced_ids``: of the parameters that are reduced."""
     known = {id(p) for p in ddp._module_parameters}
     current = {n: p for n, p in ddp.module.named_parameters() if n not in ddp.parameters_to_ignore}
     added = [n for n, p in current.items() if id(p) not in known]

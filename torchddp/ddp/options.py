@@ -211,11 +211,7 @@ class DDPOptions:
         return self.checks.stall_limit_s((self.wait_limit or group_timeout).total_seconds())
 
     def for_torch(self, *, views: bool) -> dict[str, Any]:
-        """The arguments for the constructor of the installed torch. Warns about deprecated ones.
-
-        Raises:
-            TypeError: an argument was given that this torch doesn't have yet.
-        """
+        """The arguments for the installed torch's constructor. TypeError for one that this torch doesn't have yet."""
         if self._given["check_reduction"]:
             warn_user(
                 "The `check_reduction` argument in `DistributedDataParallel` module is deprecated: it does nothing. "
@@ -236,10 +232,7 @@ class DDPOptions:
         return {name: value for name, value in arguments.items() if name not in unknown}
 
     def _buffer_arguments(self) -> dict[str, bool | None]:
-        """Combine the two arguments for buffers, and warn about the deprecated one.
-
-        Done here because in torch's constructor the warning would point to one of our lines.
-        """
+        """The two arguments for buffers, combined. Warns here: torch's warning would point to a line of ours."""
         new, old = self._given["forward_sync_buffers"], self._given["broadcast_buffers"]
         if "forward_sync_buffers" not in _TORCH_ARGUMENTS:
             # Before torch 2.13, broadcast_buffers covers both and can't be None.
@@ -270,9 +263,7 @@ def _check_flags(given: Mapping[str, Any]) -> None:
 
 
 def _check_caps(bucket_cap_mb: float | str | None, bucket_cap_mb_list: Sequence[float] | None) -> None:
-    """ValueError for a string other than "auto", a cap that is not positive, or both kinds of caps; TypeError for a
-    non-number.
-    """
+    """ValueError or TypeError for what is neither positive numbers nor "auto", and for both kinds of caps together."""
     if isinstance(bucket_cap_mb, str):
         if bucket_cap_mb != AUTO:
             raise ValueError(f"bucket_cap_mb must be a number of MiB, None or {AUTO!r}, got {bucket_cap_mb!r}")

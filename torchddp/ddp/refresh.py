@@ -40,9 +40,7 @@ def refresh_trainable(ddp: Wrapper) -> None:
 
 
 def refresh_if_changed(ddp: Wrapper) -> None:
-    """Before a forward: call `refresh_trainable` if any rank's parameters have changed. Collective if steps are
-    reduced.
-    """
+    """Before a forward: `refresh_trainable` if any rank's parameters have changed. Collective if steps are reduced."""
     session = ddp.session
     if not (session.synchronizes or session.reduces_now) or session.is_joining:
         return

@@ -65,10 +65,7 @@ class ReducerPolicy:
         return parameters
 
     def transport(self, session: ReducerSession, before: ReducerSession | None) -> _C.Transport:
-        """Return the transport, with all ranks' states synchronized if the ranks may communicate now (then collective).
-
-        ``before``: the model's previous session, whose transport is reused if it fits.
-        """
+        """Return the transport, with all ranks' states synchronized if they may communicate now (then collective)."""
         if before is not None and before.device.type == session.device.type:
             return before.reducer.transport
         transport = session.connect(collective=session.is_collective)
@@ -281,11 +278,7 @@ class ReducerSession:
         return bool(self.ddp._comm_hooks)
 
     def connect(self, *, collective: bool, group: dist.ProcessGroup | None = None) -> _C.Transport:
-        """Open the transport that the options and the ranks choose, for a group (None: this session's).
-
-        If ``collective``, the ranks first compare their models. A copy that may not communicate uses the process group,
-        which needs no agreement.
-        """
+        """Open the transport for a group (None: this session's). If ``collective``, ranks first compare their models."""
         group = group or self.process_group
         devices = [p.device for p in self.parameters]
         choice = select.intended_transport(self.options.transport, group, devices, collective=collective)
@@ -341,12 +334,7 @@ class ReducerSession:
 
     @_torch.disable_dynamo(recursive=True)
     def agree_once(self) -> None:
-        """Compare the ranks if they are expected to. Collective. Call it before sending anything.
-
-        Raises:
-            RuntimeError: the models differ, or another rank failed.
-            ValueError: the options or hooks differ.
-        """
+        """Compare the ranks if they are expected to. Collective. Raises what `agree_on_model` does."""
         if self._has_agreed or self.is_captured or _torch.in_functorch():
             return
         self.agree(self.agreement())
@@ -387,10 +375,9 @@ class ReducerSession:
         return [self.precision.bucket_dtype(p) for p in self.parameters]
 
     def sync_states(self, transport: _C.Transport, src: int, *, buffers: bool) -> _C.Transport:
-        """Copy one rank's parameters, and buffers if requested, to all ranks. Collective.
+        """Copy one rank's parameters, and buffers if requested, to all. Collective. ValueError: ``src`` is no rank.
 
-        Returns the transport, or its replacement if some rank had no room for a message. ValueError: ``src`` is not a
-        rank.
+        Returns the transport, or its replacement if some rank had no room for a message.
         """
         if not 0 <= src < transport.size:
             last = transport.size - 1
@@ -444,13 +431,10 @@ class ReducerSession:
             self._parameter_watch.look(ddp, self.reduced_ids)
 
     def weigh(self, weight: float, count: float, *, begins: bool = True, ends: bool = True) -> None:
-        """Multiply the next backward's gradients by ``weight``, and add ``count`` to the divisor of all ranks' sum. Not
-        collective.
+        """Multiply the next backward's gradients by ``weight``, and add ``count`` to the divisor of all ranks' sum.
 
-        Args:
-            begins, ends: of a step that is reduced several times, whether this is for its first and its last reduction.
-
-        RuntimeError: under ``join()`` without ``weighted=True``.
+        Not collective. ``begins``, ``ends``: of a step that is reduced several times, whether this is for its first and
+        its last reduction. RuntimeError: under ``join()`` without ``weighted=True``.
         """
         if self.joins and not self.options.weighted:
             raise RuntimeError(
@@ -498,8 +482,7 @@ class ReducerSession:
     def rebind(self, new_group: dist.ProcessGroup) -> None:
         """Continue over another process group with a new transport. Collective among its ranks.
 
-        Raises:
-            ValueError, RuntimeError: the ranks have different transports or models; the session keeps its group.
+        ValueError or RuntimeError if the ranks have different transports or models; the session keeps its group.
         """
         if _torch.is_alive(new_group):
             align_group_counts(new_group)
@@ -517,11 +500,7 @@ class ReducerSession:
         self.process_group, self.rank, self.is_in_group = group, group.rank(), True
 
     def interrupt(self, reason: str) -> None:
-        """Thread-safe, not collective: current and later waits for other ranks on this one raise
-        TransportError(reason).
-
-        Peers see this rank as gone. The model can only continue over another process group.
-        """
+        """See `DistributedDataParallel.interrupt`."""
         self.reducer.transport.interrupt(reason)
 
     def joining(self, hook: object | None) -> None:

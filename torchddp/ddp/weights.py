@@ -16,12 +16,8 @@ LOSSES = get_args(LossKind)
 def weight_and_count(weight: SupportsFloat | torch.Tensor, loss: LossKind, rank: int) -> tuple[float, float]:
     """The factor for a backward's gradients, and what the backward adds to the divisor of all ranks' sum.
 
-    Args:
-        weight: a number, or a tensor with one element (waits for a device).
-        loss: "mean": the gradients are of a mean over ``weight`` samples; "sum": of their sum.
-
-    Raises:
-        TypeError, ValueError: a weight that is not a number, negative, infinite or NaN; another kind of loss.
+    TypeError or ValueError for a weight that is not a number (or a tensor of one), negative or not finite, and for
+    another kind of loss.
     """
     if loss not in LOSSES:
         raise ValueError(

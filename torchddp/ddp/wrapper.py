@@ -38,11 +38,9 @@ class Wrapper(SessionOwner, Protocol):
 
 
 def wrapped_inside(module: torch.nn.Module) -> list[TorchDDP]:
-    """Return the DDP modules inside ``module`` whose parameters would be reduced twice.
+    """The DDP modules inside ``module`` whose parameters would be reduced twice.
 
-    Raises:
-        ValueError: an inner wrapper of torch's class has ``gradient_as_bucket_view=True``, so two reducers would
-            overwrite each other's gradients; or an inner wrapper keeps its gradients outside ``.grad``.
+    ValueError if two reducers would overwrite each other's gradients, or an inner wrapper keeps them outside ``.grad``.
     """
     ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
     mine = {id(p) for n, p in module.named_parameters() if n not in ignored and p.requires_grad}
@@ -129,8 +127,7 @@ def _takes_gradients(ddp: TorchWrapper) -> bool:
 def check_outer(ddp: Wrapper, outer: TorchWrapper | None) -> None:
     """Before the first forward of ``ddp``, check the wrapper ``outer`` whose forward is running, if any.
 
-    Raises:
-        RuntimeError: torch's class wraps the same parameters, and their gradients are views of ``ddp``'s buckets.
+    RuntimeError if torch's class wraps the same parameters, and their gradients are views of ``ddp``'s buckets.
     """
     if outer is None or _has_our_reducer(outer):
         return  # ours checked this when it was constructed

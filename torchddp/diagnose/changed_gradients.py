@@ -34,8 +34,9 @@ def next_look(step: int) -> int:
 
 
 class ChangedGradients(StepObserver):
-    """In a few steps, each rank records the gradients that backward left, and posts, when an optimizer steps, which
-    have changed since. Rank 0 compares them at its next step, after a backward with all ranks, and warns once.
+    """In a few steps, each rank posts, when an optimizer steps, which gradients have changed since backward left them.
+
+    Rank 0 compares them at its next step, after a backward with all ranks, and warns once.
     """
 
     def __init__(self, session: ReducerSession) -> None:

@@ -42,9 +42,8 @@ class Culprit:
 class Finding:
     """Why the ranks are stuck.
 
-    ``headline``: one sentence. ``step``: of the model; 0 without one. ``culprits``: the ranks that others wait for;
-    none if all wait for each other. ``waited_s``: the longest wait of those ``waiting``. ``waits_for``: a bucket and
-    step, or a call.
+    ``step``: of the model; 0 without one. ``culprits``: the ranks that others wait for; none if all wait for each
+    other. ``waited_s``: the longest wait of those ``waiting``. ``waits_for``: a bucket and step, or a call.
     """
 
     headline: str

@@ -68,9 +68,7 @@ class ModelWaits:
         return time.monotonic() - status["waited_s"] if status is not None and status["phase"] == "waiting" else None
 
     def describe(self, state: RankState, asked: str) -> None:
-        """Add its part to this rank's state: of several models, the one asked about, or else one that waits or has done
-        more steps.
-        """
+        """Add this model to the rank's state if it is the one asked about, waits, or has done more steps."""
         status = self._status()
         if status is None:
             return
@@ -98,9 +96,7 @@ class ModelWaits:
 
 
 class Wait(NamedTuple):
-    """A wait of this rank, in a model's step or in a call of torch.distributed: what waits, since when (seconds of the
-    monotonic clock), and the seconds after which the other ranks are asked.
-    """
+    """A wait of this rank in a step or a call: of what, since when, and after how long the other ranks are asked."""
 
     key: Hashable
     since_s: float
@@ -387,10 +383,7 @@ os.register_at_fork(after_in_child=_monitors.clear)
 
 
 def monitor_of(home: dist.ProcessGroup) -> HangMonitor | None:
-    """The job's monitor, created if it is missing (all ranks must then do so); it lasts as long as the group.
-
-    None for a job of one rank, and for a group without a store.
-    """
+    """The job's monitor, created if missing (then by all ranks); None for a job of one rank or without a store."""
     found = _monitors.get(id(home))
     if found is not None and found.is_of(home):
         return found

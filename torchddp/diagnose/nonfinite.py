@@ -23,11 +23,7 @@ _LISTED = 8
 
 
 class NonFiniteFinder(StepObserver):
-    """Logs what the reducer has found, and shares it with the other ranks.
-
-    Nothing is sent while all gradients are finite, and nothing is collective: ranks post what they find on a `Board`,
-    which rank 0 checks twice a second.
-    """
+    """Logs what the reducer has found. Ranks post it on a `Board`, which rank 0 checks twice a second."""
 
     def __init__(self, session: ReducerSession) -> None:
         self._session = session

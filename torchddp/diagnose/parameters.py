@@ -158,9 +158,7 @@ class Amount:
 
 
 def find_difference(by_rank: Sequence[Sequence[object]]) -> Difference | None:
-    """The first item that differs in ``by_rank[rank][parameter]``; None: none. The reference is the majority's value,
-    or else rank 0's.
-    """
+    """The first item in ``by_rank[rank][parameter]`` that differs from the majority's, or else rank 0's."""
     differing = [index for index, values in enumerate(zip(*by_rank, strict=True)) if len(set(values)) > 1]
     if not differing:
         return None

@@ -219,18 +219,14 @@ def user_part(stack: list[Frame]) -> list[Frame]:
 
 
 def note_exception(error: BaseException, where: str) -> None:
-    """Remember an exception that leaves training in this thread, replacing the previous one; keeps no frame alive.
-
-    ``where``: what it left, e.g. ``"forward"``; completes the sentence "it left ... with ValueError".
-    """
+    """Remember an exception that leaves training in this thread; keeps no frame alive. ``where``: like "forward"."""
     _noted[None if where == _PROGRAM else threading.get_ident()] = (time.monotonic(), _describe(error, where))
 
 
 def last_exception(thread_id: int) -> dict[str, Any] | None:
     """``{"type", "message", "where", "stack", "age_s"}`` of a thread's last exception, or None. Thread-safe.
 
-    One being handled now comes first; one that ended the program counts for every thread. ``stack``: ``[file, line,
-    function]``, innermost last.
+    One being handled now comes first; one that ended the program counts for every thread.
     """
     handled = _handled_now(thread_id)
     if handled is not None:

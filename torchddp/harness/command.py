@@ -89,8 +89,7 @@ def check_model_name(model: str) -> str:
 
 
 def check_output(path: Path | None, option: str, *, folder: bool) -> None:
-    """Raise ArgumentError before the run if a path couldn't be written after it. An existing file will be replaced; a
-    folder will be created with its parents."""
+    """ArgumentError before the run if a path couldn't be written after it: a file, or a folder with its parents."""
     if path is None:
         return
     if folder and path.exists() and not path.is_dir():
@@ -115,9 +114,7 @@ def output_option(help_text: str, *names: str) -> Any:
 
 
 def make_console() -> Console:
-    """A console as wide as the terminal, up to 100 columns; in a file or a pipe 100, unless COLUMNS is set. Text stays
-    as it is: a path may look like markup.
-    """
+    """As wide as the terminal, up to 100 columns; 100 in a file or pipe, unless COLUMNS is set. No markup: for paths."""
     console = Console()
     width = min(console.width, 100) if console.is_terminal or "COLUMNS" in os.environ else 100
     return Console(width=width, markup=False, emoji=False, highlight=False)
@@ -229,9 +226,7 @@ WorldSize = Annotated[int | None, typer.Option(help="Number of ranks. [default: 
 
 
 def check_world_size(asked: int | None, purpose: str) -> int:
-    """The number of ranks; an `ArgumentError` if it is one, which leaves nothing `purpose` ("to trace"), or not the
-    number that torchrun started.
-    """
+    """The number of ranks. ArgumentError for one, where there is nothing `purpose` ("to trace"), or not torchrun's."""
     check_numbers(None, asked)
     started = int(os.environ["WORLD_SIZE"]) if started_by_torchrun() else None
     if started is not None and asked not in (None, started):
@@ -251,9 +246,7 @@ def run_command(
     console: Console,
     describe: Callable[[float, float], str],
 ) -> Any:
-    """Run `function(report, settings)` on every rank, with a progress bar (`describe(done, total)` is its text), and
-    return rank 0's result; None on torchrun's other ranks.
-    """
+    """Run `function(report, settings)` on every rank with a progress bar. Rank 0's result; None on torchrun's others."""
     from torchddp.harness.models import choose_backend, threads_each
 
     job = RankJob(

@@ -80,10 +80,7 @@ THIS_HOST = Place()
 
 @dataclass(frozen=True)
 class RankJob:
-    """One call of `function(report, *arguments)` on every rank, once the process group exists; rank 0's result is kept.
-
-    Picklable if `function` is module-level.
-    """
+    """One call of `function(report, *arguments)`, which is module-level, on every rank; rank 0's result is kept."""
 
     case: str  # for messages
     function: Callable[..., Any]
@@ -217,9 +214,7 @@ def started(
     environment: Mapping[str, str] | None = None,
     method: str = "spawn",
 ) -> Iterator[list[tuple[BaseProcess, Connection]]]:
-    """A process per rank that runs `target(rank, *arguments, channel)`, and our end of its channel. None of them
-    outlives the block. `method`: how multiprocessing starts processes.
-    """
+    """A process per rank that runs `target(rank, *arguments, channel)`, and our end of its channel. All end with it."""
     context: Any = multiprocessing.get_context(method)
     ranks: list[tuple[BaseProcess, Connection]] = []
     try:
@@ -322,10 +317,7 @@ def started_by_torchrun() -> bool:
 
 
 def run_ranks(job: RankJob, progress: Progress) -> Any:
-    """Run the job and return rank 0's result. Under torchrun, use its ranks; all but rank 0 get None.
-
-    LaunchError if a rank fails, ArgumentError if a rank refuses what the user asked for.
-    """
+    """Run the job and return rank 0's result. Under torchrun, use its ranks; all but rank 0 get None."""
     return _join_torchrun(job, progress) if started_by_torchrun() else launch(job, progress)
 
 

@@ -106,9 +106,7 @@ def make_variants(
     ours_tuned: bool = False,
     extra: Mapping[str, Any] | None = None,
 ) -> tuple[Variant, ...]:
-    """All variants: no DDP, torch default and tuned at each cap, ours, and each peer with its defaults. `extra`:
-    options for every wrapper.
-    """
+    """No DDP, torch default and tuned at each cap, ours, and each peer. `extra`: options for every wrapper."""
     label = "torchddp" if ours == TORCHDDP else "under test"
     variants = [LOCAL, Variant("torch default", Role.TORCH, TORCH_DDP)]
     variants += _tuned("torch", Role.TORCH, TORCH_DDP, caps_mb)

@@ -67,8 +67,7 @@ def _name(cls: type) -> str:
 
 
 def look_for_workers_elsewhere() -> None:
-    """Called by install(). Warns at once if this process already drives an engine, or else at exit if it used one and
-    none of its models is ours; never in an engine's workers."""
+    """Warn if this process drives an engine now; at exit if it used one and no model is ours. Never in its workers."""
     if dist.is_initialized() or {"RANK", "WORLD_SIZE"} <= os.environ.keys() or _is_worker():
         return
     atexit.unregister(_at_exit)

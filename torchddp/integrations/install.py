@@ -109,9 +109,7 @@ def install_by_variable() -> None:
 
 
 def reach_children() -> None:
-    """Install in Python processes that this one starts, as soon as they import torch: by spawn or as a command. Those
-    that it forks have what it has.
-    """
+    """Install in Python processes that this one starts by spawn or as a command, as soon as they import torch."""
     os.environ[ENV] = "1"
     folder = os.path.join(os.path.dirname(os.path.abspath(__file__)), "in_children")
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)

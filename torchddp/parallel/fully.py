@@ -81,10 +81,7 @@ def _repeated(module: nn.Module) -> list[nn.Module]:
 
 
 def sync_from_rank_0(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Copy rank 0's parameters and buffers to all ranks of the mesh; for DTensors, from the first rank with each part.
-
-    Collective. ValueError for tensors on the meta device.
-    """
+    """Copy rank 0's tensors to all ranks of the mesh. Collective. ValueError for tensors on the meta device."""
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
     empty = [name for name, tensor in tensors.items() if tensor.is_meta]
     if empty:

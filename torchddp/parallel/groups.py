@@ -240,11 +240,9 @@ def layout_here(config: ParallelConfig, tensor_parallel: bool) -> Layout:
 
 
 def ranks_of_a_host() -> int:
-    """The number of ranks per host if it is the same on all hosts and each host's ranks are consecutive; otherwise the
-    world size.
+    """The number of ranks per host if all hosts have as many, consecutive ones; otherwise the world size.
 
-    The first call in a process group is collective, through the store: a launcher only knows the ranks it started
-    itself, and a model's GPU may not be chosen yet.
+    The first call in a process group is collective, through the store: a launcher only knows the ranks it started.
     """
     world = _world()
     if world is None or world.size() == 1:

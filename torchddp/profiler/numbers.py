@@ -121,9 +121,7 @@ def _bucket_numbers(bucket: BucketTimes, names: Sequence[str], zero_ns: int) -> 
 
 
 def spans(rank: Mapping[str, Any]) -> list[tuple[int, str, float, float]]:
-    """(row, what, start, end) of one rank's numbers: row 0 is autograd's, the others the buckets', in order. Without
-    those that lack an end or have no length.
-    """
+    """(row, what, start, end) of one rank's numbers: row 0 is autograd's, the others the buckets', in order."""
     found = [
         (0, "forward", rank["forward_begin_us"], rank["backward_begin_us"]),
         (0, "backward", rank["backward_begin_us"], rank["compute_end_us"]),

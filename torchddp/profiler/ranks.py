@@ -58,9 +58,7 @@ def clock_identity() -> str:
 
 
 def align(identities: Sequence[str], readings: Sequence[Readings]) -> list[Clock]:
-    """The clock of each rank relative to rank 0's, from each rank's `clock_identity()` and its readings, which may be
-    empty if all identities are equal.
-    """
+    """The clock of each rank relative to rank 0's. Readings may be empty if all identities are equal."""
     reference = identities[0]
     members = ranks_by(identities)
     clocks = {

@@ -68,9 +68,7 @@ class BucketTimes:
 
 @dataclass(frozen=True)
 class Step:
-    """One synchronized forward and backward of one rank. Times in ns of the rank's steady clock; see Note [What the
-    numbers mean].
-    """
+    """One synchronized forward and backward of one rank. Times in ns of the rank's steady clock."""
 
     index: int  # the reducer's count of synchronized forwards; the same step has the same number on all ranks
     forward_begin_ns: int

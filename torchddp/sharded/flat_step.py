@@ -69,10 +69,7 @@ class FlatStep:
 
     @contextmanager
     def flattened(self, buffers: Sequence[torch.Tensor]) -> Iterator[None]:
-        """A context within which the optimizer's groups hold flat parameters.
-
-        ``buffers``: flat tensors that may hold parameters, with gaps between them that may be written to.
-        """
+        """Inside, the groups hold flat parameters. ``buffers``: their memory; gaps in it may be written to."""
         hooks = self._optimizer._optimizer_step_pre_hooks or self._optimizer._optimizer_step_post_hooks
         if not buffers or not self._possible or hooks:  # step hooks must see the original parameters
             yield

@@ -327,10 +327,7 @@ class OSS(Optimizer):
         agreement.verify(self._partition.describe(), {**options, **_options_in_words(self.param_groups)})
 
     def _find_owners(self, wanted: list[bool]) -> tuple[list[int | None], State]:
-        """The owners once each wanted parameter has one, and the initial state of those that are new to this rank.
-
-        Changes nothing. The optimizer class may refuse a parameter here.
-        """
+        """The owners once each wanted parameter has one, and the initial state of those that are new to this rank."""
         owners = self._partition.plan(wanted)
         known = {*self._partition.owned()}
         params = self._partition.params

@@ -88,10 +88,7 @@ def _keys(
 
 @torch.no_grad()
 def broadcast_buckets(buckets: Sequence[Bucket], group: dist.ProcessGroup, half: bool) -> None:
-    """Send each bucket from its owner to all ranks. Collective. Starts all messages before waiting for any.
-
-    ``half``: send float32 parameters as float16.
-    """
+    """Send each bucket from its owner to all ranks. Collective. ``half``: float32 parameters as float16."""
     if group.size() == 1:
         return
     sent = []

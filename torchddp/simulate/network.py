@@ -262,10 +262,7 @@ _FLAT = {RING: ring, TREE: tree}
 
 
 def hierarchical(layout: Layout, outer: Hop, inner: Hop, algorithms: Sequence[str]) -> list[Line]:
-    """Reduce-scatter in each host, all-reduce of each rank's shard between hosts, all-gather in each host.
-
-    `algorithms`: the flat algorithms to choose from between hosts.
-    """
+    """Reduce-scatter in each host, all-reduce of shards between hosts by the best of `algorithms`, all-gather."""
     local = layout.local
     steps, volume = ring_steps(local), ring_volume(local)
     # The shards of a host's ranks share its link and add up to the whole message; the CPU's work is divided among them.
@@ -286,10 +283,7 @@ def hierarchical(layout: Layout, outer: Hop, inner: Hop, algorithms: Sequence[st
 
 
 def all_reduce_lines(algorithm: str, layout: Layout, outer: Hop, inner: Hop, auto: Sequence[str]) -> list[Line]:
-    """Every line of `algorithm` for two or more ranks.
-
-    `auto`: the flat algorithms that 'auto', and 'hierarchical' between hosts, choose from.
-    """
+    """Every line of `algorithm`. `auto`: the flat ones that 'auto', and 'hierarchical' between hosts, choose from."""
     if algorithm == HIERARCHICAL:
         return hierarchical(layout, outer, inner, auto)
     flat = auto if algorithm == AUTO else (algorithm,)

@@ -41,8 +41,6 @@ class Message:
 def run_backward(backward_s: float, messages: Iterable[Message], *, shared_cpu: bool) -> float:
     """When backward and all its messages have ended, in seconds since it began.
 
-    Each message waits for its gradients and for the message before it.
-
     With `shared_cpu`, messages take their CPU time from compute. The core is never idle until compute ends, so messages
     that used h seconds of it delay all later gradients by h.
     """
@@ -122,10 +120,7 @@ def predict(
     buckets: Buckets | None = None,
     inner: Link = NVLINK,
 ) -> Prediction:
-    """Predict the profile's step on `link` with `world_size` ranks, in its own buckets or in `buckets`.
-
-    `inner` connects the ranks of a host. Raises ArgumentError as `make_all_reduce` does.
-    """
+    """Predict the step in its own buckets or in `buckets`. ArgumentError as `make_all_reduce`."""
     all_reduce = make_all_reduce(profile, link, Layout(world_size, ranks_per_host), algorithm, inner)
     return predict_with(profile, all_reduce, profile.buckets if buckets is None else buckets)
 

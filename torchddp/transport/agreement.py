@@ -35,10 +35,7 @@ _IS_DIGEST = 1 << 30
 
 
 class GroupExchange:
-    """Exchange any picklable values through the collectives of a process group, from ``device`` (`message_device`).
-
-    torch's ``all_gather_object`` does the same, but needs numpy.
-    """
+    """Exchange any picklable values through a process group. (torch's ``all_gather_object`` needs numpy.)"""
 
     def __init__(self, process_group: dist.ProcessGroup, device: torch.device | None = None) -> None:
         self.rank, self.size = process_group.rank(), process_group.size()
@@ -68,10 +65,7 @@ class GroupExchange:
 
 
 class StoreExchange:
-    """Exchange JSON values through a store with no other keys in it, which needs no device and no working backend.
-
-    ``timeout``: how long `gather` waits for the other ranks. ``who``: named in the error about a missing one.
-    """
+    """Exchange JSON values through a store of its own, without a device or backend. ``who``: for errors."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: datetime.timedelta, who: str) -> None:
         self.rank, self.size = rank, size
@@ -220,10 +214,7 @@ def ranks_per_host(exchange: TransportExchange) -> int:
 def gather_if_different(
     value: Value, exchange: GroupExchange, digests: TransportExchange | None = None
 ) -> list[Value] | None:
-    """Every rank's value, in rank order; None if all have the same `repr`.
-
-    Sends one integer per rank (through ``digests``, if given), and the values only if they differ.
-    """
+    """Every rank's value, in rank order; None if all have the same `repr`, which costs one integer per rank."""
     if exchange.size == 1:
         return None
     digest = int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:4], "big") >> 2 | _IS_DIGEST

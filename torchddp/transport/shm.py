@@ -177,9 +177,7 @@ def register() -> None:
 
 
 class _Plugins(dict[str, Any]):
-    """torch's table of external backends, which hides ours when it is listed: for a group requested by device
-    ("cpu:gloo"), torch would set no default backend if the table is not empty, and warn when the group is destroyed.
-    """
+    """torch's table of external backends, without ours when listed: if it isn't empty, "cpu:gloo" sets no default."""
 
     def keys(self) -> Any:
         return {name: None for name in self if name != BACKEND_NAME.upper()}.keys()

@@ -174,10 +174,7 @@ def next_part(group: dist.ProcessGroup, purpose: str) -> str:
 
 
 def part_of_store(group: dist.ProcessGroup, purpose: str) -> Store:
-    """The store over torch's own connection, for waits, under a fresh key prefix (see `next_part`).
-
-    RuntimeError if the group has no store, or it doesn't answer.
-    """
+    """The store over torch's own connection, for waits, under a fresh key prefix. RuntimeError if there is none."""
     link = link_of(group)
     life = link.life_of(group)
     link.call(lambda _: None)

@@ -135,10 +135,9 @@ def _clip_gradients(
 
 
 def shard(optimizer: Optimizer) -> OSS:
-    """An OSS that replaces an optimizer, with its class, options, groups (the same dicts), hooks and state. Collective.
+    """An OSS with the optimizer's class, options, groups (the same dicts), hooks and state. Collective. An OSS stays.
 
-    An OSS is left as it is. Raises TypeError for a class that can't be created from its ``defaults``, or that OSS
-    doesn't support.
+    TypeError for a class that can't be created from its ``defaults``, or that OSS doesn't support.
     """
     if isinstance(optimizer, OSS):
         return optimizer
