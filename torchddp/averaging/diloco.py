@@ -307,7 +307,7 @@ OuterFactory = Callable[[list[nn.Parameter]], Optimizer]
 
 
 class GlobalWeights:
-    """A copy of the parameters in at least fp32, and the outer optimizer, which applies the ranks' mean displacement."""
+    """A copy of the parameters in at least fp32, and the outer optimizer, which applies the mean displacement."""
 
     def __init__(self, local: Named, make_optimizer: OuterFactory) -> None:
         self._local = local

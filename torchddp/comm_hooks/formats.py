@@ -38,7 +38,7 @@ def compress(format: str, source: Tensor, out: Tensor, residual: Tensor | None =
 
 
 def decompress(format: str, data: Tensor, out: Tensor, accumulate: bool = False) -> None:
-    """Write (or add) the values of a message to ``out``: uint8 [compressed_bytes(format, n)] -> fp32 [n], contiguous."""
+    """Write (or add) a message's values to ``out``: uint8 [compressed_bytes(format, n)] -> fp32 [n], contiguous."""
     decode = _C.decompress if out.device.type == "cpu" else decompress_reference
     decode(format, data, out, accumulate)
 

@@ -278,7 +278,7 @@ class ReducerSession:
         return bool(self.ddp._comm_hooks)
 
     def connect(self, *, collective: bool, group: dist.ProcessGroup | None = None) -> _C.Transport:
-        """Open the transport for a group (None: this session's). If ``collective``, ranks first compare their models."""
+        """Open the transport for a group (None: this session's). If ``collective``, models are compared first."""
         group = group or self.process_group
         devices = [p.device for p in self.parameters]
         choice = select.intended_transport(self.options.transport, group, devices, collective=collective)

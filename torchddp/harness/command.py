@@ -114,7 +114,7 @@ def output_option(help_text: str, *names: str) -> Any:
 
 
 def make_console() -> Console:
-    """As wide as the terminal, up to 100 columns; 100 in a file or pipe, unless COLUMNS is set. No markup: for paths."""
+    """As wide as the terminal, up to 100 columns; 100 in a file or pipe, unless COLUMNS is set. No markup."""
     console = Console()
     width = min(console.width, 100) if console.is_terminal or "COLUMNS" in os.environ else 100
     return Console(width=width, markup=False, emoji=False, highlight=False)
@@ -246,7 +246,7 @@ def run_command(
     console: Console,
     describe: Callable[[float, float], str],
 ) -> Any:
-    """Run `function(report, settings)` on every rank with a progress bar. Rank 0's result; None on torchrun's others."""
+    """Run `function(report, settings)` on every rank with a progress bar. Rank 0's result; None on other ranks."""
     from torchddp.harness.models import choose_backend, threads_each
 
     job = RankJob(
