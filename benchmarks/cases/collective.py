@@ -21,7 +21,8 @@ import torch.distributed as dist
 from rich.table import Table
 from torch import Tensor
 
-from torchddp.bench.cases import BenchCase, Job, Option, Result, Settings, one_of, several, whole_number
+from benchmarks.options import one_of, several, whole_number
+from torchddp.bench.cases import BenchCase, Job, Option, Result, Settings
 from torchddp.bench.timing import gathered, over_ranks, timed_rounds, warm_up
 from torchddp.harness.command import Display
 from torchddp.harness.launch import THIS_HOST, Place, Report

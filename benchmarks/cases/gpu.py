@@ -17,8 +17,9 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor, nn
 
+from benchmarks.options import one_of, whole_number
 from benchmarks.trace import Counts, count, record
-from torchddp.bench.cases import BenchCase, Job, Option, Result, Settings, one_of, whole_number
+from torchddp.bench.cases import BenchCase, Job, Option, Result, Settings
 from torchddp.bench.gradients import timed_result
 from torchddp.bench.memory import MEASURED_STEPS, parse_bytes
 from torchddp.bench.report import MAX_ODD_SHARE

@@ -23,7 +23,7 @@ from rich.table import Table
 
 from torchddp.harness.command import Display
 from torchddp.harness.launch import THIS_HOST, LaunchError, Place, RankJob, Report, Reporter, launch
-from torchddp.harness.variants import DEFAULT_CAPS_MB, ArgumentError, Variant, make_variants
+from torchddp.harness.variants import DEFAULT_CAPS_MB, Variant, make_variants
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -196,31 +196,6 @@ def one_launch(
         yield make_result(job.variants, raw, job.world_size)
     if failure is not None:
         raise failure
-
-
-def whole_number(low: int, high: int) -> Parse:
-    def parse(text: str) -> int:
-        if not text.isdecimal() or not low <= int(text) <= high:
-            raise ArgumentError(f"must be a whole number from {low} to {high}, not '{text}'")
-        return int(text)
-
-    return parse
-
-
-def one_of(names: Iterable[str]) -> Parse:
-    known = tuple(names)
-
-    def parse(text: str) -> str:
-        if text not in known:
-            raise ArgumentError(f"there is no '{text}'; choose from {', '.join(known)}")
-        return text
-
-    return parse
-
-
-def several(parse: Parse) -> Parse:
-    """Values separated by commas, without duplicates."""
-    return lambda text: tuple(dict.fromkeys(parse(part.strip()) for part in text.split(",")))
 
 
 def _measure_each(report: Reporter, measure: Measure, job: Job) -> list[dict[str, Any]]:
