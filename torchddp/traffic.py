@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
+
 from torchddp import _C
 from torchddp._torch import TorchWrapper
 
@@ -48,19 +50,24 @@ def of_model(model: TorchWrapper) -> dict[str, Traffic]:
     """
     reducer = getattr(model, "reducer", None)
     if not isinstance(reducer, _C.Reducer):
-        kind = f"{type(model).__module__}.{type(model).__qualname__}"
-        raise TypeError(f"bytes are counted by the reducer of a torchddp.DistributedDataParallel; got {kind}")
-    if model._use_python_reducer or model._delay_all_reduce_all_params:
-        raise ValueError(
-            "this model's gradients do not pass through torchddp's reducer (torch's Python reducer, or "
-            "delay_all_reduce_named_params, reduces them), so their bytes are not counted"
-        )
+        given = torch.typename(model)
+        raise TypeError(f"bytes are counted by the reducer of a torchddp.DistributedDataParallel; got {given}")
+    check_reduces(model)
     counted = {route: Traffic(*given_and_sent) for route, given_and_sent in reducer.traffic().items()}
     if _HOOK in counted and model._comm_hooks:  # empty for torch's built-in hooks
         said = getattr(model._comm_hooks[-1][0], "traffic", None)
         if isinstance(said, Traffic):
             counted[_HOOK] = said
     return counted
+
+
+def check_reduces(model: TorchWrapper) -> None:
+    """ValueError if something else than torchddp's reducer, which measures times and bytes, gets the gradients."""
+    if model._use_python_reducer or model._delay_all_reduce_all_params:
+        raise ValueError(
+            "this model's gradients do not pass through torchddp's reducer (torch's Python reducer, or "
+            "delay_all_reduce_named_params, reduces them), so there are no times or bytes to report"
+        )
 
 
 def total_wire_bytes(traffic: Mapping[str, Traffic]) -> int | None:

@@ -24,8 +24,6 @@ from torchddp.transport.agreement import Agreement
 
 
 class _Averager(ModelAverager, abc.ABC):
-    """Parameters and a step count; subclasses decide which steps average."""
-
     _alike: dict[str, object]  # options that must be equal on all ranks
 
     def __init__(

@@ -317,7 +317,6 @@ class GlobalWeights:
             raise TypeError(f"outer_optimizer must return an optimizer, got {type(self.optimizer).__name__}")
 
     def pack_moved(self, bucket: FlatBucket, flat: torch.Tensor) -> None:
-        """This rank's outer gradient: its parameters' displacement, with the sign of a gradient."""
         views = bucket.views(flat)
         for view, name in zip(views, bucket.named, strict=True):
             # Relative to what the ranks received: rounding to 16 bits is not a displacement.

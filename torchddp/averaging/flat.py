@@ -49,7 +49,6 @@ class FlatBucket:
         return torch.empty(self.numel, dtype=self.sum_dtype, device=next(iter(self.named.values())).device)
 
     def pieces(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """The tensors' slices of the message, 1-d."""
         memories = map(memory_of, self.named.values())
         return [flat[offset : offset + m.numel()] for offset, m in zip(self.offsets, memories, strict=True)]
 

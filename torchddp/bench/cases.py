@@ -114,7 +114,6 @@ class Job:
 
     @property
     def subjects(self) -> tuple[str, ...]:
-        """What the launch measures one after the other."""
         return self.models or (self.case,)
 
     @property

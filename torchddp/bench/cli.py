@@ -160,7 +160,6 @@ def run(
 
 
 def developers_help(cases: Sequence[BenchCase]) -> str:
-    """The help of `python -m benchmarks`: also its own cases, and the options of cases."""
     parts = [HELP.rstrip(), "", "\b", "Cases for developers:"]
     for case in cases:
         parts.append(f"  {case.name:11} {case.title}")

@@ -114,7 +114,6 @@ def _in_all(count: int) -> str:
 
 
 def render(document: dict[str, Any], *, developer: bool = True) -> RenderableType:
-    """`developer`: with every variant of each case, and how to read it."""
     parts: list[RenderableType]
     if developer:
         tables = [*(CASES[result["case"]].table(result) for result in document["results"]), *summaries(document)]
@@ -127,7 +126,6 @@ def render(document: dict[str, Any], *, developer: bool = True) -> RenderableTyp
 
 
 def save_results(document: dict[str, Any], folder: Path) -> list[Path]:
-    """Write <date>-<case>-<machine>.json and .png for each case; return the paths."""
     folder.mkdir(parents=True, exist_ok=True)
     written = []
     for case in case_names(document):

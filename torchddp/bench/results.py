@@ -36,7 +36,6 @@ def model_result(
 def variants_table(
     result: dict[str, Any], columns: Sequence[str], cells: Callable[[dict[str, Any]], Sequence[str | Text]]
 ) -> Table:
-    """A table with a row per variant; `cells` returns the cells after the name."""
     rounds = f", {result['rounds']} rounds" if "rounds" in result else ""
     title = f"{result['case']} · {weight_text(result)}, {ranks_text(result['world_size'])}{rounds}"
     table = plain_table(title, "variant", *columns)

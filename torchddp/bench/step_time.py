@@ -45,7 +45,6 @@ class TrainingRunner(Runner):
 
 
 def time_training(job: Job, model_name: str, report: Report) -> dict[str, Any]:
-    """Time interleaved training steps of all variants, gradients checked. Returns the same dict on every rank."""
     return time_runners(job, model_name, build_runners(job, model_name, TrainingRunner), report)
 
 

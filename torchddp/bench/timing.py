@@ -115,7 +115,6 @@ def wrap_copies(
 
 
 def build_runners(job: Job, model_name: str, kind: type[Runner] = Runner) -> list[Runner]:
-    """Build one runner per variant around copies of one model, all in the default process group."""
     spec = find_model(model_name, job.seed)
     # If all ranks have the same batch, losses are weighted by rank: otherwise averaging gradients would prove nothing.
     weight = 1 if spec.batches_differ else 1 + dist.get_rank()
@@ -162,7 +161,6 @@ def _compare(variant: Variant, model_name: str, name: str, want: Tensor, got: Te
 
 
 def one_round(runners: Sequence[Steps], batch: object, order: list[int], world_size: int) -> list[Any]:
-    """Run one step of every variant in the given order; return the steps' results by variant."""
     step_ms: list[Any] = [None] * len(runners)
     for index in order:
         step_ms[index] = runners[index].step(batch, world_size)
@@ -243,7 +241,6 @@ def time_model(job: Job, model_name: str, report: Report) -> dict[str, Any]:
 
 
 def time_runners(job: Job, model_name: str, runners: Sequence[Runner], report: Report) -> dict[str, Any]:
-    """`time_model` for variants that the caller has built and keeps."""
     # Another batch for the checks, so that stale gradients don't pass them.
     batch, other_batch = (make_batch(model_name, job.seed, dist.get_rank(), index) for index in (0, 1))
     warm_up(runners, batch, job)

@@ -67,7 +67,6 @@ class Variable:
 
 
 def set_variables() -> list[Variable]:
-    """The variables in this process's environment, by name."""
     return [_judge(name, os.environ[name]) for name in sorted(os.environ) if name.startswith(PREFIX)]
 
 

@@ -246,7 +246,6 @@ def _transports(built: Built, running: Running, load_error: str) -> list[Transpo
 
 
 def reason_against_nccl(built: Built, running: Running) -> str:
-    """Why NCCL can't work here; empty if it should be tried."""
     if not built.cuda:
         return "torchddp was built without CUDA"
     if not running.nccl:
@@ -314,7 +313,6 @@ def _threads_text(running: Running) -> str:
 
 
 def run(as_json: bool) -> int:
-    """Print the diagnosis; returns the exit code."""
     found = diagnose()
     print(json.dumps(dataclasses.asdict(found), indent=1) if as_json else "\n".join(show(found)))
     return 1 if found.problems else 0

@@ -178,7 +178,6 @@ def notes(result: dict[str, Any]) -> list[str]:
 
 
 def answer(result: dict[str, Any], machine: dict[str, Any]) -> str:
-    """The result in a sentence, or in two if the steps were too noisy."""
     rounds = counted(result["rounds"], "round")
     if result["in_doubt"] is not None:
         row = next(row for row in result["candidates"] if row["name"] == result["in_doubt"])
@@ -201,7 +200,6 @@ def answer(result: dict[str, Any], machine: dict[str, Any]) -> str:
 
 
 def mark(row: dict[str, Any]) -> str:
-    """The verdict on a row in words, for pipes, files and terminals without colors."""
     if row["chosen"]:
         return "<- use" if row["argument"] else "<- keep"
     ratio = row["ratio_to_default"]

@@ -34,8 +34,6 @@ NOISE = 0.1
 
 @dataclass(frozen=True)
 class Candidate:
-    """One row of the table: buckets, and the argument that makes them."""
-
     name: str
     argument: str  # of DistributedDataParallel; empty for its default
     buckets: Buckets

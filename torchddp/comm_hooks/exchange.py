@@ -169,7 +169,6 @@ class Exchange:
         return shard
 
     def gather_shards(self, flat: Tensor, shard: Tensor) -> None:
-        """The inverse of `sum_to_shards`: every rank of the host gets all shards."""
         if self._inner is None:
             return
         whole = flat.new_empty(shard.numel() * self.places)

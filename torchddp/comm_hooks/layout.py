@@ -16,8 +16,6 @@ from torchddp.errors import listed
 
 @dataclass(frozen=True)
 class Slot:
-    """A parameter's range of flat memory, in elements."""
-
     name: str
     offset: int
     shape: tuple[int, ...]

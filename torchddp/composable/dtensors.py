@@ -22,8 +22,6 @@ GRADIENT_IS_LATE = 3  # after this many callbacks in a row, the reducer's own ha
 
 @dataclass(frozen=True)
 class LocalParameter:
-    """A DTensor, the engine's leaf for it, and its index in the reducer."""
-
     index: int
     dtensor: Any
     leaf: torch.nn.Parameter

@@ -15,8 +15,6 @@ from torchddp.ddp.session import ReducerPolicy, ReducerSession
 
 
 class ReplicatePolicy(ReducerPolicy):
-    """The reducer works on the local parts of DTensors. ``mp_policy``: the module's mixed precision."""
-
     who = "replicate()"
 
     def __init__(self, mp_policy: object) -> None:

@@ -26,8 +26,6 @@ _HOOKS = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hook
 
 
 class ReplicateState(_torch.State):
-    """Created by torch's ``contract``, filled by `install`."""
-
     engine: ReplicateEngine
     policy: MixedPrecisionPolicy
     cast: ParameterCast | None

@@ -9,8 +9,6 @@ from typing import Final, Literal
 
 from torchddp.durations import Duration, seconds
 
-__all__ = ["OFF", "RAISE", "Checks", "ChecksChoice"]
-
 RAISE: Final = "raise"
 ENV = "TORCHDDP_CHECKS"
 STALL_ENV = "TORCHDDP_STALL_REPORT_S"

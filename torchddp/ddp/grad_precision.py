@@ -16,8 +16,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from torchddp import _C
 from torchddp._torch import TorchWrapper
 
-__all__ = ["MAIN_GRAD", "GradPrecision", "MainGrads", "Precision", "ReducedWide", "WideGrads"]
-
 MAIN_GRAD: Final = "main_grad"
 Tensors = Sequence[torch.Tensor]
 _HALVES = (torch.bfloat16, torch.float16)

@@ -15,19 +15,8 @@ from torchddp import _torch
 from torchddp._torch import TorchWrapper
 
 Hook = Callable[[Any, Any], Any]
-_resolver: Callable[[object], tuple[object, Hook]] | None = None
-
-
-def set_resolver(resolver: Callable[[object], tuple[object, Hook]]) -> None:
-    """Say how a constructor's ``comm_hook`` becomes a state and a hook; names of hooks are known in a higher room."""
-    global _resolver
-    _resolver = resolver
-
-
-def resolve(hook: object) -> tuple[object, Hook]:
-    """The state and the hook of a constructor's ``comm_hook``. TypeError or ValueError for what is none."""
-    assert _resolver is not None, "import torchddp sets it"
-    return _resolver(hook)
+# How a constructor's ``comm_hook`` becomes a state and a hook; `_assembly` sets it, as a higher room knows the names.
+resolve: Callable[[object], tuple[object, Hook]]
 
 
 @runtime_checkable
@@ -64,20 +53,14 @@ def check_hook_signature(hook: object) -> None:
         )
 
 
-def is_attached(hook: object) -> bool:
-    return isinstance(hook, AttachedHook)
+def attached(hook: object) -> AttachedHook | None:
+    return hook if isinstance(hook, AttachedHook) else None
 
 
 def check_attachable(hook: object, model: TorchWrapper) -> None:
-    """Raise what `attach` would raise for this rank's model. Not collective."""
+    """Raise what `AttachedHook.attach` would raise for this rank's model. Not collective."""
     if isinstance(hook, AttachedHook) and callable(check := getattr(hook, "check", None)):
         check(model)
-
-
-def attach(hook: object, model: TorchWrapper) -> None:
-    """Collective for an `AttachedHook`; does nothing for other hooks."""
-    if isinstance(hook, AttachedHook):
-        hook.attach(model)
 
 
 def follow_parameters(hook: object, state: object, model: TorchWrapper) -> None:

@@ -102,7 +102,6 @@ def buffers_of(module: torch.nn.Module) -> list[torch.Tensor]:
 
 
 def states_of(module: torch.nn.Module, ignored: Collection[str], *, buffers: bool) -> Iterator[torch.Tensor]:
-    """What all ranks copy from one rank: the module's parameters and, if requested, its buffers."""
     for name, parameter in module.named_parameters():
         if name not in ignored:
             yield local_of(parameter).detach()

@@ -30,8 +30,6 @@ from torchddp.errors import NonFinite
 from torchddp.traffic import Traffic, of_model
 from torchddp.transport.agreement import Agreement
 
-__all__ = ["DistributedDataParallel"]
-
 Inputs = tuple[tuple[object, ...], dict[str, object]]  # of a forward: by place, by name
 logger = logging.getLogger("torchddp.distributed")
 
@@ -505,13 +503,15 @@ class DistributedDataParallel(TorchDDP):
 
             model.register_comm_hook(None, bf16_compress_hook)
         """
+        attached = hooks.attached(hook)
         with self.session.agreement() as agreement:
             self._check_comm_hook(hook)
             hooks.check_attachable(hook, self)
-            if hooks.is_attached(hook):  # which communicates now
+            if attached is not None:  # which communicates now
                 self.session.agree(agreement, (hook, state))
         with self.session.agreement():  # of the next step, in which the others get this rank's error
-            hooks.attach(hook, self)
+            if attached is not None:
+                attached.attach(self)
         self._comm_hooks.append((hook, state))
         self._install_comm_hook(state, hook)
         self.session.expect_agreement()

@@ -15,8 +15,6 @@ from typing import Any, Protocol
 from torchddp.ddp.options import DDPOptions
 from torchddp.ddp.session import ReducerSession
 
-__all__ = ["Observers", "StepObserver", "register"]
-
 logger = logging.getLogger("torchddp.distributed")
 
 
@@ -102,11 +100,9 @@ class Observers:
         return iter(self._by_name.values())
 
     def get(self, name: str) -> Any:
-        """The observer registered under this name, or None if the model has none."""
         return self._by_name.get(name)
 
     def add(self, name: str) -> Any:
-        """Like `get`, but creates it if it is missing."""
         if name not in self._by_name:
             self._by_name[name] = _registered[name].make(self._session)
             self._after_forward = self._after_forwards()

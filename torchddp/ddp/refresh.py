@@ -78,7 +78,6 @@ def restore_modes(ddp: Wrapper, before: ReducerSession) -> None:
 
 
 def _reason_against(ddp: Wrapper) -> str:
-    """Why this model can't be refreshed; empty if it can. The same on all ranks that call it."""
     if ddp._delay_all_reduce_all_params:
         return "delay_all_reduce_named_params reduces all parameters of this model: wrap it again"
     if ddp._use_python_reducer:
@@ -159,7 +158,6 @@ class _State:
 
 
 def _states_of(ddp: Wrapper) -> Iterator[tuple[_State, torch.Tensor]]:
-    """The model's parameters, and its new buffers if wrapping would send them."""
     session = ddp.session
     known = {id(parameter) for parameter in ddp._module_parameters}
     for name, parameter in ddp.module.named_parameters():

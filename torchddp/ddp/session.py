@@ -23,8 +23,6 @@ from torchddp.transport import select
 from torchddp.transport.agreement import Agreement, TransportExchange, align_group_counts
 from torchddp.transport.store import home_of, is_first_in_job
 
-__all__ = ["ReducerPolicy", "ReducerSession"]
-
 logger = logging.getLogger(__name__)
 
 
@@ -240,7 +238,6 @@ class ReducerSession:
 
     @property
     def has_backward_hooks(self) -> bool:
-        """Whether the program has registered a backward hook with one of the modules, or with all modules."""
         return any(self._hook_tables)
 
     @property
@@ -516,7 +513,6 @@ class ReducerSession:
 
 
 def _warn_if_alone(group: dist.ProcessGroup) -> None:
-    """Warn, once per job, of a group of one rank in a job of many."""
     ranks = home_of(group).size()
     if group.size() == 1 < ranks and is_first_in_job("a group of one rank", group):
         logger.warning(

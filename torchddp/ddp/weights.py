@@ -7,8 +7,6 @@ from typing import Literal, SupportsFloat, get_args
 
 import torch
 
-__all__ = ["LOSSES", "LossKind", "weight_and_count"]
-
 LossKind = Literal["mean", "sum"]
 LOSSES = get_args(LossKind)
 

@@ -82,7 +82,6 @@ _alive: weakref.WeakSet[Wrapper] = weakref.WeakSet()  # torchddp's wrappers in t
 
 
 def link_wrappers(ddp: Wrapper) -> None:
-    """Let this new wrapper and others of the same parameters know each other."""
     mine = {id(parameter) for parameter in ddp._module_parameters}
     for other in list(_alive):
         if any(id(parameter) in mine for parameter in other._module_parameters):

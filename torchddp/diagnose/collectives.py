@@ -60,7 +60,6 @@ class CallWatch:
         return [call for call, _ in found]
 
     def states(self) -> list[CallState]:
-        """All calls, longest first."""
         states = [_state_of(call, frames) for call, frames in self._look()]
         return sorted(states, key=lambda state: -state.waited_s)
 

@@ -367,7 +367,6 @@ class HangMonitor:
         self._fail_models(f"Hang report of rank {self._board.rank} alone: {finding.headline}")
 
     def _published(self, states: list[RankState]) -> tuple[Finding, str]:
-        """The finding, written to a file, and its text."""
         finding = diagnose(states)
         path = write_report(report_json(finding, states, self._board.rank))
         return finding, report_text(finding, states, path)

@@ -42,7 +42,6 @@ class NonFiniteFinder(StepObserver):
         self._finds.close()
 
     def found(self) -> list[NonFinite]:
-        """What all ranks have posted and this one has found, by step and rank."""
         self.before_step()
         return sorted((one for own in self._finds.by_rank() for one in own), key=lambda one: (one.step, one.rank))
 

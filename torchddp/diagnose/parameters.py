@@ -151,8 +151,6 @@ class Difference:
 
 @dataclass(frozen=True)
 class Amount:
-    """How far a rank's parameter is from the reference."""
-
     elements: int  # whose bits differ
     largest: float  # difference, of those that are finite on both
 

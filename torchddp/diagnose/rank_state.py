@@ -152,7 +152,6 @@ class RankState:
         return self.training_call or next(iter(self.calls), None)
 
     def take_status(self, status: dict[str, Any]) -> None:
-        """Take over the part that a reducer knows, from its ``status()``."""
         for name, value in status.items():
             if name != "buckets":
                 setattr(self, name, value)

@@ -264,7 +264,6 @@ def run_command(
 
 
 def rank_console() -> Console:
-    """A console that is silent on torchrun's ranks other than 0."""
     speaks = not started_by_torchrun() or os.environ["RANK"] == "0"
     return make_console() if speaks else Console(quiet=True)
 

@@ -244,8 +244,6 @@ def launch(job: RankJob, progress: Progress, place: Place = THIS_HOST, stall_tim
 
 
 class Reporter:
-    """Sends rank 0's progress to the parent, at intervals."""
-
     def __init__(self, channel: Connection, what: str, enabled: bool) -> None:
         self._channel, self._what, self._enabled = channel, what, enabled
         self._last_s = 0.0

@@ -84,7 +84,6 @@ FORMAT = 3
 
 
 def new_document(kind: str, command: str, settings: dict[str, Any]) -> dict[str, Any]:
-    """The envelope of a saved run; its results and verdict are added later. `kind`: the subcommand."""
     return {
         "format": FORMAT,
         "kind": f"torchddp {kind}",

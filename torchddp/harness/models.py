@@ -109,7 +109,6 @@ def find_model(name: str, seed: int = 0) -> ModelSpec:
 
 
 def describe_model(name: str, model: nn.Module, seed: int = 0) -> dict[str, Any]:
-    """A model's entry in the results: its name, title, and the number and size of its gradients."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     return {
         "model": name,
@@ -220,7 +219,6 @@ class Subject:
 
 
 def local_ranks(world_size: int) -> int:
-    """The number of ranks on this host, from torchrun's environment; without it, all ranks."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
 
 

@@ -11,8 +11,6 @@ import numpy as np
 
 @dataclass(frozen=True)
 class PairedRatio:
-    """Ours over theirs, round by round."""
-
     median: float
     q25: float
     q75: float
@@ -72,6 +70,5 @@ def paired_ratio(ours: Sequence[float] | np.ndarray, theirs: Sequence[float] | n
 
 
 def running_median(values: Sequence[float] | np.ndarray, half_window: int) -> np.ndarray:
-    """The median of each value and its neighbors, up to `half_window` on either side."""
     array = np.asarray(values, dtype=float)
     return np.array([np.median(array[max(0, i - half_window) : i + half_window + 1]) for i in range(len(array))])

@@ -73,7 +73,6 @@ LOCAL = Variant("no DDP", Role.LOCAL)
 
 
 def load_class(path: str) -> type:
-    """The class at a dotted path; `ArgumentError` in one sentence if there is none."""
     module_name, _, class_name = path.rpartition(".")
     if not module_name or not class_name:
         raise ArgumentError(f"'{path}' is not a dotted path to a class, like {TORCH_DDP}.")

@@ -222,7 +222,6 @@ def nearest(name: str, names: Iterable[str]) -> str:
 
 
 def _check_types(config: ParallelConfig) -> None:
-    """TypeError or ValueError for a field of the wrong type, a number out of range, or an unknown name."""
     for name in FLAGS:
         _require(name, getattr(config, name), isinstance(getattr(config, name), bool), "true or false")
     for name in ("kind", "sharding_strategy", "parallel_backend", "device_type", "param_dtype", "reduce_dtype"):
@@ -253,7 +252,6 @@ def _require(name: str, value: object, holds: bool, wanted: str) -> None:
 
 
 def _check_together(config: ParallelConfig) -> None:
-    """ValueError for options that conflict whatever the world size."""
     kind, strategy = config.kind, config.sharding_strategy
     if config.use_fsdp and kind in ("none", "ddp", "sharded"):
         raise ValueError(f"use_fsdp with kind '{kind}': leave one out, or use kind 'fsdp' or 'hsdp'")

@@ -86,7 +86,6 @@ def measure_host_cost() -> tuple[float, float]:
 
 
 def _cpu_times_s(groups: list[Any], nbytes: int, rounds: int) -> list[float]:
-    """CPU seconds of one rank for each of `rounds` all-reduces."""
     messages = [torch.ones(nbytes // 4) for _ in groups]
     times_s = []
     for _ in range(rounds):

@@ -47,7 +47,6 @@ class PlanKey:
 
 
 def cache_folder() -> Path:
-    """``TORCHDDP_CACHE_DIR``, or ``torchddp`` in the user's cache folder."""
     if chosen := os.environ.get(CACHE_ENV):
         return Path(chosen)
     if chosen := os.environ.get("XDG_CACHE_HOME"):

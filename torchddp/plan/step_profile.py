@@ -133,7 +133,6 @@ class StepProfile:
 
 
 def profile_from_dict(data: object) -> StepProfile:
-    """Undo `to_dict`; `ProfileError` for anything else than its result."""
     if not isinstance(data, dict) or data.get("kind") != "torchddp step profile":
         raise ProfileError("This is not a step profile (record one with `torchddp tune --profile FILE`).")
     if data.get("format") != FORMAT:

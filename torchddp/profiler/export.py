@@ -69,7 +69,6 @@ def _metadata(rank: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _events(rank: Mapping[str, Any], step: int, begin_us: float) -> Iterator[dict[str, Any]]:
-    """A rank's events in a step. Times are in us since the start of the trace."""
     for row, what, start_us, end_us in spans(rank):
         arguments: dict[str, Any] = {"step": step}
         if row:
@@ -84,7 +83,6 @@ def _events(rank: Mapping[str, Any], step: int, begin_us: float) -> Iterator[dic
 
 
 def draw(found: Mapping[str, Any], title: str) -> Figure:
-    """The step's numbers as a figure; the caller closes it."""
     from matplotlib.patches import Patch
 
     labels, ranks = row_names(found["buckets"]), found["ranks"]

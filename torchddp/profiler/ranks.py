@@ -161,8 +161,6 @@ def chance_to_be_last(steps: int, of: int, ranks: int) -> float:
 
 @dataclass(frozen=True)
 class MergedStep:
-    """One step of all ranks, on rank 0's clock."""
-
     index: int
     steps: tuple[Step, ...]  # by rank
     buckets: tuple[MergedBucket, ...]
@@ -219,7 +217,6 @@ class MergedProfile:
         )
 
     def mean_waits_ns(self) -> list[float]:
-        """By rank: the total time that the others waited for it in a step, on average."""
         return [fmean(step.waits_ns[rank] for step in self.steps) for rank in range(len(self.records))]
 
 
@@ -238,7 +235,6 @@ def merge(records: Sequence[RankRecord], clocks: Sequence[Clock]) -> MergedProfi
 
 
 def merge_step(steps: Sequence[Step]) -> MergedStep:
-    """Merge one step of all ranks, in rank order and on one clock."""
     count = min(len(step.buckets) for step in steps)
     buckets = tuple(_merge_bucket([step.buckets[index] for step in steps]) for index in range(count))
     waits = [0] * len(steps)

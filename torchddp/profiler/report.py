@@ -55,7 +55,6 @@ def columns(found: Numbers) -> list[str]:
 
 
 def bucket_rows(found: Numbers) -> list[list[str]]:
-    """The table's cells. Times are in ms since the first rank began forward."""
     rows = []
     for bucket in found["buckets"]:
         cells = [str(bucket["bucket"]), bytes_text(bucket["bytes"])]
@@ -85,7 +84,6 @@ def headline(found: Numbers) -> list[str]:
 
 
 def notes(found: Numbers) -> Iterator[str]:
-    """What was sent, who was late, and what limits the numbers."""
     sent = [{route: Traffic(**each) for route, each in traffic.items()} for traffic in found["traffic"]]
     most = max(range(len(sent)), key=lambda place: total_wire_bytes(sent[place]) or 0)
     of_rank = f", by rank {found['ranks'][most]['rank']}" if any(each != sent[most] for each in sent) else ""

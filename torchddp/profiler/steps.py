@@ -121,7 +121,6 @@ class Steps:
 
 
 def read_steps(events: Iterable[Event], layout_of: Callable[[int], Layout]) -> Steps:
-    """The complete steps of a timeline, oldest first. `layout_of`: the buckets that a step used."""
     groups = _split(sorted(events, key=lambda event: event.time_ns))
     complete = tuple(step for group in groups if (step := _read_step(group, layout_of)) is not None)
     return Steps(complete, len(groups) - len(complete))
@@ -201,5 +200,4 @@ class Layouts:
             self._since.append((step, layout))
 
     def of(self, step: int) -> Layout:
-        """The buckets of a step; for a step before the first recorded one, the first buckets."""
         return self._since[max(0, bisect.bisect_right(self._since, step, key=lambda since: since[0]) - 1)][1]

@@ -92,7 +92,6 @@ class FlatStep:
                 flat.end_step(state)
 
     def _update(self, buffers: Sequence[torch.Tensor]) -> None:
-        """Update the flat parameters for the current buffers, gradients and state."""
         groups, state = self._optimizer.param_groups, self._optimizer.state
         if len(buffers) != len(self._buffers) or not all(map(is_, buffers, self._buffers)):
             self.reset()
@@ -153,7 +152,6 @@ class FlatParameter:
         )
 
     def begin_step(self, state: State) -> None:
-        """Before the optimizer's step: set the flat gradient and the flat state."""
         _torch.foreach_copy_(self._grads, [param.grad for param in self.params if param.grad is not None])
         self.data.grad = self._grad
         if self._state:

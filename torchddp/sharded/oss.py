@@ -304,7 +304,6 @@ class OSS(Optimizer):
             post_hook(self)
 
     def _check_state(self, state_dict: Mapping[str, Any]) -> tuple[dict[int, Any], dict[Any, Any]]:
-        """The saved state by parameter index, and the state of no parameter. ValueError for another model's."""
         return check_state(state_dict, self.param_groups, self._partition, self.optim.state, self._is_torchs)
 
     @property
@@ -318,7 +317,6 @@ class OSS(Optimizer):
         return Agreement("OSS", self.process_group)
 
     def _verify(self, agreement: Agreement) -> None:
-        """Collective: the ranks have the same parameters and options."""
         options = {
             "optim": self._optim.__qualname__,
             "broadcast_buffer_size": str(self._bucket_numel),
@@ -370,7 +368,6 @@ class OSS(Optimizer):
             self.state = live
 
     def _load(self, state: Mapping[Any, Any], saved_groups: list[dict[str, Any]]) -> None:
-        """Load the state of this rank's parameters, by index, and the options of all groups."""
         index_of = {param: index for index, param in enumerate(self._partition.params)}
         groups = [
             {**_options(saved), "params": [index_of[param] for param in inner["params"]]}

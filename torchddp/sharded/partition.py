@@ -119,7 +119,6 @@ class ParameterPartition:
         return [index for index, owner in enumerate(self.owners) if owner == self.rank]
 
     def describe(self) -> list[str]:
-        """One line per parameter: what must agree between ranks."""
         return [
             f"{name}: {str(p.dtype).removeprefix('torch.')}{list(p.shape)} on {p.device.type} device {device}, "
             f"{'trainable' if p.requires_grad else 'frozen'}"

@@ -162,7 +162,6 @@ def software_of(profile: StepProfile, *, as_recorded: bool) -> Software:
 
 
 def make_hop(profile: StepProfile, link: Link) -> Hop:
-    """One step of the profile's software over `link`. ArgumentError if the profile lacks a measurement for it."""
     software = software_of(profile, as_recorded=link.bytes_per_s is None)
     if profile.world_size == 1 and (link.bytes_per_s is None or link.latency_s is None):
         raise ArgumentError(
@@ -322,6 +321,5 @@ class AllReduce:
         return self.lines[bisect_right(self._starts, nbytes) - 1]
 
     def lines_between(self, low_bytes: float, high_bytes: float) -> list[Line]:
-        """The lines that are the cheapest for some message of `low_bytes` to `high_bytes`."""
         first, last = (bisect_right(self._starts, nbytes) - 1 for nbytes in (low_bytes, high_bytes))
         return self.lines[first : last + 1]

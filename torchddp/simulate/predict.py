@@ -88,7 +88,6 @@ def make_all_reduce(
 
 
 def predict_with(profile: StepProfile, all_reduce: AllReduce, buckets: Buckets) -> Prediction:
-    """Predict the step with these buckets, launched in this order."""
     messages = []
     carried: Counter[str] = Counter()
     for bucket in buckets:
@@ -168,7 +167,6 @@ def _quickness(prediction: Prediction) -> tuple[float, int]:
 def make_point(
     profile: StepProfile, link: Link, world_size: int, scene: Scene, by_cap: Mapping[float, Buckets]
 ) -> Point:
-    """Predict one point. Raises ArgumentError as `make_all_reduce` does."""
     layout = Layout(world_size, scene.ranks_per_host)
     all_reduce = make_all_reduce(profile, link, layout, scene.algorithm, scene.inner)
     recorded = predict_with(profile, all_reduce, profile.buckets)
@@ -186,7 +184,6 @@ def sweep(
     scene: Scene,
     by_cap: Mapping[float, Buckets],
 ) -> list[Point]:
-    """Predict every link with every number of ranks, link by link."""
     return [make_point(profile, link, n, scene, by_cap) for link in links for n in world_sizes]
 
 

@@ -76,7 +76,6 @@ def _sizes_text(profile: StepProfile, best: Prediction) -> str:
 
 
 def advice(profile: StepProfile, points: Sequence[Point]) -> list[str]:
-    """What to do on one link, for the recorded number of ranks and for the largest."""
     own = [point for point in points if point.world_size == profile.world_size]
     largest = max(points, key=lambda point: point.world_size)
     return [_advice(profile, point) for point in dict.fromkeys([*own, largest])]
@@ -124,7 +123,6 @@ def verdict(profile: StepProfile, points: Sequence[Point]) -> str:
 
 
 def notes(profile: StepProfile, scene: Scene) -> list[str]:
-    """What a reader needs to judge the numbers."""
     found = []
     if profile.message_slowdown > BUSY_SLOWDOWN:
         found.append(
@@ -147,7 +145,6 @@ def notes(profile: StepProfile, scene: Scene) -> list[str]:
 
 
 def efficiency_png(points: Sequence[Point]) -> bytes:
-    """Efficiency over ranks, one color per link: the best plan as a line, the recorded one dotted."""
     figure, ((axis,),) = panels(1, 1, 8.0, 4.5)
     for group in by_link(points):
         group = sorted(group, key=lambda point: point.world_size)

@@ -86,8 +86,9 @@ def _checked_weights(
     if len(weights) != steps:
         raise ValueError(f"there must be a weight for each of the {steps} microbatches, got {len(weights)}")
     if not isinstance(model, DistributedDataParallel):
-        kind = f"{type(model).__module__}.{type(model).__qualname__}"
-        raise RuntimeError(f"weights= needs a torchddp.DistributedDataParallel or a replicated module, got {kind}")
+        raise RuntimeError(
+            f"weights= needs a torchddp.DistributedDataParallel or a replicated module, got {torch.typename(model)}"
+        )
     if strategy is DDPSyncStrategy.MULTI_AUTO_SYNC and model.session.has_owners:
         raise RuntimeError("weights= with MULTI_AUTO_SYNC needs all averages on every rank: use SINGLE_AUTO_SYNC")
     return [weight_and_count(weight, "mean", model.session.rank) for weight in weights]
@@ -188,8 +189,10 @@ def checked_strategy(model: torch.nn.Module, asked_for: DDPSyncStrategy | str | 
         strategy = DDPSyncStrategy._choose(asked_for, getattr(model, "find_unused_parameters", False))
     if strategy is DDPSyncStrategy.FORCED_SYNC and isinstance(model, TorchDDP):
         if not isinstance(model, DistributedDataParallel):
-            kind = f"{type(model).__module__}.{type(model).__qualname__}"
-            raise RuntimeError(f"FORCED_SYNC needs a torchddp.DistributedDataParallel, got {kind}: use MULTI_AUTO_SYNC")
+            given = torch.typename(model)
+            raise RuntimeError(
+                f"FORCED_SYNC needs a torchddp.DistributedDataParallel, got {given}: use MULTI_AUTO_SYNC"
+            )
         model._check_can_reduce()
     return strategy
 

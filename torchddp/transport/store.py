@@ -211,7 +211,6 @@ class Board:
         return [self.read(f"{key}/{rank}") for rank in range(self.size)]
 
     def post_own(self, key: str, value: object) -> None:
-        """Like `post`, under a key of this rank's own."""
         self.post(f"{key}/{self.rank}", value)
 
     def start_post_own(self, key: str, value: object) -> None:

@@ -181,7 +181,6 @@ class BoundedCalls:
         return answer.result()
 
     def start(self, function: Callable[[], Result]) -> concurrent.futures.Future[Result]:
-        """Like `call`, without waiting."""
         if os.getpid() != self._pid:
             raise RuntimeError("this is the forked child of the process that makes these calls")
         answer: concurrent.futures.Future[Result] = concurrent.futures.Future()

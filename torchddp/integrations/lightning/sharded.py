@@ -169,7 +169,6 @@ def _arguments(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def follow(schedulers: Iterable[Any], replaced: list[tuple[Optimizer, OSS]]) -> None:
-    """Point schedulers, and those inside them, to the optimizers that replaced theirs."""
     for scheduler in schedulers:
         for old, new in replaced:
             if getattr(scheduler, "optimizer", None) is old and new is not old:
