@@ -13,8 +13,7 @@ from torchddp.harness.launch import LaunchError, RankJob, Report, launch
 
 PROCESS_TIMEOUT_S = 60.0
 NUMEL = 4099  # not a multiple of any vector length
-# name: the backend of the process group, the tensors' device, and the ranks. Shared memory is tried without gloo, which
-# may itself fail.
+# name: backend, device and number of ranks. Shared memory is tried without gloo, which may itself fail.
 PROBES = {"c10d": ("gloo", "cpu", 2), "shm": ("torchddp_shm", "cpu", 2), "nccl": ("nccl", "cuda:0", 1)}
 GROUP_TIMEOUT_S = 20.0
 

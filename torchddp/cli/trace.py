@@ -174,11 +174,11 @@ def trace(
     if not 1 <= steps <= MAX_STEPS:
         raise ArgumentError(f"--steps must be 1 to {MAX_STEPS}, not {steps}.")
     if bucket_cap_mb is not None:
-        command.check_cap(str(bucket_cap_mb), "--bucket-cap-mb")
+        command.parse_cap(str(bucket_cap_mb), "--bucket-cap-mb")
     if compare_plans is not None:
         for plan in compare_plans:
             if plan not in (DEFAULT, AUTO):
-                command.check_cap(plan, "--compare")
+                command.parse_cap(plan, "--compare")
     command.check_plots("--plot", plot)
     ranks = command.check_world_size(world_size, "to trace")
     settings = TraceSettings(

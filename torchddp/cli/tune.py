@@ -67,8 +67,7 @@ def tune(
     find_unused_parameters: command.FindUnusedParameters = False,
     keep: Annotated[bool, typer.Option(help='Save the best buckets for bucket_cap_mb="auto".')] = True,
     profile_path: Annotated[
-        Path | None,
-        command.output_option("Write a profile, for `torchddp simulate`, to this file.", "--profile"),
+        Path | None, command.output_option("Write a profile, for `torchddp simulate`, to this file.", "--profile")
     ] = None,
     json_path: command.JsonFile = None,
     plot: Annotated[Path | None, command.output_option("Write a PNG of time over bucket size to this file.")] = None,

@@ -1,7 +1,6 @@
 """Different hooks for different parameters."""
 
-# No `from __future__ import annotations` here: torch's register_comm_hook() compares a hook's annotations with the
-# types.
+# No `from __future__ import annotations`: torch's register_comm_hook() compares a hook's annotations with types.
 
 import fnmatch
 from collections.abc import Callable, Mapping, Sequence

@@ -48,8 +48,7 @@ class Quantized(CommHook):
 
     def _follow(self, lead: int) -> None:
         if self.error_feedback:
-            # This rank's residual of sums becomes part of its own residual, because it may sum other shards from now
-            # on, or none.
+            # Sums' residuals become part of the rank's own: it may sum other shards from now on, or none.
             self._residuals.restart(self._shapes, self._device, self._server_residuals)
             self._server_residuals = Residuals()
 

@@ -1,7 +1,6 @@
 """The base of all torchddp communication hooks."""
 
-# No `from __future__ import annotations` here: torch's register_comm_hook() compares a hook's annotations with the
-# types.
+# No `from __future__ import annotations`: torch's register_comm_hook() compares a hook's annotations with types.
 
 import abc
 import weakref

@@ -109,8 +109,7 @@ class Residuals:
         """
         key = (layout, begin, end)
         if key not in self._flats:
-            # Slightly larger, because at a gradient's exact size it might take shared memory reserved for that
-            # gradient.
+            # Slightly larger: at a gradient's exact size it might take shared memory reserved for that.
             flat = torch.zeros(end - begin + 16, dtype=torch.float32, device=like.device)[: end - begin]
             if any(slot.name in self._parts for slot in layout.slots):
                 flat[: max(0, layout.numel - begin)] = self._collect(layout, like, add_parts)[begin:end]

@@ -66,8 +66,7 @@ class ReplicateEngine(DistributedDataParallel):
 
     def _post_forward(self, output: object) -> object:
         output = super()._post_forward(output)
-        # Ranks may use different parameters, and averages of parameters that this rank did not use arrive without a
-        # hook.
+        # Averages of parameters that only other ranks used arrive without a hook.
         differ = self.find_unused_parameters or self.static_graph or self.skip_all_reduce_unused_params
         if differ and self._local and torch.is_grad_enabled() and self.require_backward_grad_sync:
             self._local.around_backward(_torch.find_tensors(output))

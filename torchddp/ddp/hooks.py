@@ -68,8 +68,7 @@ def follow_parameters(hook: object, state: object, model: TorchWrapper) -> None:
     if callable(follow := getattr(hook, "follow_parameters", None)):
         follow(model)
     elif type(state).__name__ == "PowerSGDState" and type(state).__module__.startswith("torch.distributed."):
-        # PowerSGD keeps state per bucket index, and the buckets are different now. As after registration, it sends
-        # gradients uncompressed until the buckets have settled.
+        # It keeps state per bucket. As after registration, it doesn't compress until the buckets have settled.
         powersgd: Any = state
         for held in (powersgd.error_dict, powersgd.p_memory_dict, powersgd.q_memory_dict):
             held.clear()

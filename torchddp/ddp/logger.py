@@ -116,11 +116,7 @@ class DDPLogger(dist.Logger):
 
     def _sampled_iteration(self, iteration: int) -> int:
         """The last sampled iteration up to this one: the first ten are sampled, then every ``sample_rate``-th."""
-        return (
-            iteration
-            if iteration <= _ALWAYS_SAMPLED
-            else max(_ALWAYS_SAMPLED, iteration - iteration % self._sample_rate)
-        )
+        return min(iteration, max(_ALWAYS_SAMPLED, iteration - iteration % self._sample_rate))
 
     def _get_ddp_logging_data(self) -> DDPLoggingData:  # type: ignore[override]
         reducer = self._reducer
@@ -129,8 +125,7 @@ class DDPLogger(dist.Logger):
         data = DDPLoggingData(dict(self._fixed.strs_map), dict(self._fixed.ints_map))
         begun = stats.pop("iteration")
         data.ints_map["iteration"] = self._sampled_iteration(max(0, begun - 1))
-        # As in torch, has_rebuilt_buckets ignores rebuilds under find_unused_parameters; num_bucket_rebuilds counts
-        # them.
+        # As in torch, has_rebuilt_buckets ignores rebuilds under find_unused_parameters.
         rebuilt = reducer.has_rebuilt_buckets
         static = self._events.ints_map.get("static_graph", 0)
         if steps_finished:

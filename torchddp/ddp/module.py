@@ -191,8 +191,7 @@ class DistributedDataParallel(TorchDDP):
     # --- called by torch's constructor and by unpickling ---
 
     def _build_params_for_reducer(self) -> tuple[list[torch.Tensor], list[bool]]:
-        # torch compares f"{module}.{parameter}", which begins with a dot for the outermost module; users don't write
-        # that dot.
+        # torch compares f"{module}.{parameter}": with a dot for the outermost module, which users don't write.
         self.parameters_to_ignore |= {f".{name}" for name in self.parameters_to_ignore if "." not in name}
         found: tuple[list[torch.Tensor], list[bool]] = super()._build_params_for_reducer()
         return found
@@ -349,8 +348,7 @@ class DistributedDataParallel(TorchDDP):
         if not self._has_buffer_hook:
             self._default_broadcast_coalesced(authoritative_rank=root)
             return
-        # An in-place update must not invalidate the backward of an earlier forward (two forwards, then a backward). Our
-        # own broadcast does not bump version counters.
+        # An in-place update must not invalidate the backward of an earlier forward.
         with torch.no_grad(), _torch.keep_versions(tuple(self.modules_buffers)):
             self._sync_module_buffers(root)
 

@@ -88,50 +88,46 @@ def _reason_against(ddp: Wrapper) -> str:
 
 
 def _problem(ddp: Wrapper) -> Exception | None:
-    rank, session = ddp.session.rank, ddp.session
     try:
-        session.reducer.check_not_unfinished()
-    except RuntimeError as error:
-        return error
+        _check(ddp)
+    except (RuntimeError, ValueError) as error:
+        return type(error)(f"refresh_trainable() on rank {ddp.session.rank}: {error}")
+    return None
+
+
+def _check(ddp: Wrapper) -> None:
+    """Raise what prevents a refresh on this rank, and what the next session would raise."""
+    session = ddp.session
+    session.reducer.check_not_unfinished()
     if session.reducer.is_in_graph:
-        return RuntimeError(
-            f"refresh_trainable() on rank {rank}: a captured CUDA graph holds the addresses of the buckets, which "
-            "would change. Freeze and thaw before the capture."
+        raise RuntimeError(
+            "a captured CUDA graph holds the addresses of the buckets, which would change. Freeze and thaw before the "
+            "capture."
         )
     named = {n: p for n, p in ddp.module.named_parameters() if n not in ddp.parameters_to_ignore}
     empty = [n for n, p in named.items() if p.is_meta or isinstance(p, torch.nn.UninitializedParameter)]
     if empty:
-        return RuntimeError(
-            f"refresh_trainable() on rank {rank}: {model.they_were(empty)} without values (on the meta device, or of a "
-            "lazy module before its first forward): initialize them first"
+        raise RuntimeError(
+            f"{model.they_were(empty)} without values (on the meta device, or of a lazy module before its first "
+            "forward): initialize them first"
         )
     if not any(p.requires_grad for p in named.values()):
-        return RuntimeError(
-            f"refresh_trainable() on rank {rank}: no parameter of the module requires grad, so there is nothing to "
-            "train. Nothing was changed: thaw some, and call it again."
+        raise RuntimeError(
+            "no parameter of the module requires grad, so there is nothing to train. Nothing was changed: thaw some, "
+            "and call it again."
         )
     new = [n for n, p in named.items() if p.requires_grad and p.grad is not None and id(p) not in session.reduced_ids]
     if new and session.is_weighing:
-        return RuntimeError(
-            f"refresh_trainable() on rank {rank}: {model.they_were(new)} given gradients in this weighted step before "
-            "the reducer knew that they are trained, so their weights are unknown. Call it before the step's first "
-            "weigh(), or clear these gradients."
+        raise RuntimeError(
+            f"{model.they_were(new)} given gradients in this weighted step before the reducer knew that they are "
+            "trained, so their weights are unknown. Call it before the step's first weigh(), or clear these gradients."
         )
-    devices = sorted({p.device.type for p in named.values()})
-    if len(devices) > 1:
-        return ValueError(
-            f"refresh_trainable() on rank {rank}: the module's parameters must be on one type of device, but are on "
-            f"{' and '.join(devices)}: move the new ones first"
+    kinds = sorted({p.device.type for p in named.values()})
+    if len(kinds) > 1:
+        where = " and ".join(kinds)
+        raise ValueError(
+            f"the module's parameters must be on one type of device, but are on {where}: move the new ones first"
         )
-    try:
-        _check_supported(ddp)
-    except (RuntimeError, ValueError) as error:
-        return type(error)(f"refresh_trainable() on rank {rank}: {error}")
-    return None
-
-
-def _check_supported(ddp: Wrapper) -> None:
-    """Raise what the next session would raise for the module as it is now."""
     before = ddp._module_parameters
     ddp._module_parameters = _parameters_of(ddp)
     try:

@@ -35,10 +35,7 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "delay_all_reduce_named_params": ((None,), "it reduces over a fixed group"),
     "param_to_hook_all_reduce": ((None,), "it reduces over a fixed group"),
     "skip_all_reduce_unused_params": ((False,), "a replica can't know alone that the others skip the same buckets"),
-    "checks.stall_report": (
-        (None, 0),
-        "the quorum leaves a replica behind that stalls for the manager's timeout",
-    ),
+    "checks.stall_report": ((None, 0), "the quorum leaves a replica behind that stalls for the manager's timeout"),
     "auto_refresh_trainable": ((False,), _SAME_BUCKETS),
     "checks.parameters_every": ((None,), "it compares ranks of a fixed group"),
 }
@@ -110,8 +107,7 @@ class DistributedDataParallel(DDP):
 
     def _begin_step(self) -> None:
         group = self._manager_group
-        # In a static graph all replicas use the same parameters, and a replica that just joined must not wait for a map
-        # that none sends.
+        # A static graph has no such maps, and a replica that just joined must not wait for one that none sends.
         group.sums_used = self.find_unused_parameters and not self.static_graph
         if self.require_backward_grad_sync and group.take_failure():
             # A failed operation may still write to its buckets: use new memory.

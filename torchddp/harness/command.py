@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import shlex
@@ -40,23 +41,15 @@ CONTEXT = {"help_option_names": ["-h", "--help"]}
 
 def parse_caps(text: str) -> tuple[float, ...]:
     """'1,5,25' -> (1.0, 5.0, 25.0)."""
-    try:
-        caps = tuple(float(part) for part in text.split(","))
-    except ValueError:
-        raise ArgumentError(f"--caps must be MiB separated by commas, like 1,5,25, not '{text}'.") from None
-    if not all(0 < cap < float("inf") for cap in caps):
-        raise ArgumentError(f"--caps must be positive numbers of MiB, not '{text}'.")
-    return tuple(dict.fromkeys(caps))
+    return tuple(dict.fromkeys(parse_cap(part, "each of --caps, like 1,5,25,") for part in text.split(",")))
 
 
-def check_cap(text: str, option: str) -> None:
-    """ArgumentError unless the text is a positive number of MiB."""
-    try:
-        is_size = 0 < float(text) < float("inf")
-    except ValueError:
-        is_size = False
-    if not is_size:
-        raise ArgumentError(f"{option} must be a positive number of MiB, not {text}.")
+def parse_cap(text: str, option: str) -> float:
+    """MiB; ArgumentError unless the text is a positive number."""
+    with contextlib.suppress(ValueError):
+        if 0 < (cap := float(text)) < float("inf"):
+            return cap
+    raise ArgumentError(f"{option} must be a positive number of MiB, not {text}.")
 
 
 def check_plots(option: str, path: Path | None) -> None:

@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     Specs = Sequence[_C.ParamSpec] | Sequence[Gradient]
 
 Buckets = tuple[tuple[int, ...], ...]  # parameter indices of each bucket, in the order of launch
-# To save messages, the last bucket may finish later by this share of backward: each message also costs host time, which
-# the model leaves out.
+# The last bucket may finish later by this share of backward, to save messages, which also cost host time.
 SLACK_SHARE = 0.002
 # Gradients of one kind, which share a bucket: the kind, when the last of them is ready, bytes, seconds per byte.
 _Part = tuple[int, float, int, float]

@@ -76,8 +76,7 @@ class StepProfile:
     torchddp_version: str
     torch_version: str
     backend: str = ""  # of the process group: gloo, nccl
-    # The rest of a step, besides forward, backward and messages: zeroing gradients, Python around the model, ranks that
-    # wait for each other.
+    # The rest of a step: zeroing gradients, Python around the model, ranks that wait for each other.
     overhead_s: float = 0.0
     # How many times longer messages take in a step than when they are timed alone; already included in `cost`.
     message_slowdown: float = 1.0

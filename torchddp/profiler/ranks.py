@@ -127,8 +127,7 @@ class Straggler:
     rank: int
     total_wait_ns: int  # of all the others together
     wait_ns: int  # of each of them, on average
-    # Where it fell behind: "start" (it began forward late), "forward" (before its first gradient, which includes the
-    # start of backward), or "backward" (before the gradient of `parameter`).
+    # It fell behind at the "start", in "forward" (up to its first gradient), or in "backward", before `parameter`'s.
     where: str
     parameter: int | None
     lost_ns: int  # there, compared with the fastest rank

@@ -23,8 +23,7 @@ from torchddp.traffic import Traffic, check_reduces, total_wire_bytes
 from torchddp.transport.agreement import GroupExchange
 
 DEFAULT_STEPS = 64
-# Per step: forward_begin, backward_begin, backward_end; per bucket (at most one per parameter): packed, launched,
-# wait_begin, done; per gradient: one.
+# Per step: forward_begin, backward_begin, backward_end; per parameter: its gradient, and up to four of its bucket.
 _EVENTS_PER_STEP, _EVENTS_PER_PARAMETER = 3, 5
 
 _profiled: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()

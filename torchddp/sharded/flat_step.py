@@ -27,8 +27,7 @@ from torch.optim import Optimizer
 
 from torchddp import _C, _torch
 
-# Parameters with at least this many elements are stepped alone: the cost of a call is small compared to the work, and
-# their gradients should not be copied.
+# From this size on, parameters are stepped alone: a call costs less than copying their gradients.
 SMALL_NUMEL = 65_536
 
 # State that torch's optimizers keep once per parameter; everything else is per element.

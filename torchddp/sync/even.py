@@ -114,8 +114,7 @@ def _even(source: _Source[T], agreement: _Agreement) -> Iterator[T]:
     try:
         while _go_on(work, answers, source, agreement.rank, number):
             batch = source.take()
-            # Before the batch is yielded, so that it happens between the same steps on every rank, whatever the steps
-            # send.
+            # Before the batch is yielded: between the same steps on every rank, whatever these send.
             work, answers = agreement.start(source.look())
             yield batch
             del batch
