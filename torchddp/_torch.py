@@ -106,12 +106,8 @@ def _keep_groups() -> None:
 os.register_at_fork(after_in_child=_keep_groups)
 
 
-def backend_plugins() -> dict[str, Any]:
-    return dist.Backend._plugins
-
-
-def set_backend_plugins(table: dict[str, Any]) -> None:
-    dist.Backend._plugins = table
+def replace_backend_plugins(wrap: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    dist.Backend._plugins = wrap(dist.Backend._plugins)
 
 
 def graph_task() -> int | None:
@@ -124,13 +120,10 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
-def is_fake_mode() -> bool:
-    """Whether tensors that are made now have no memory."""
-    return _get_dispatch_mode(_TorchDispatchModeKey.FAKE) is not None
-
-
-def is_fake(tensor: torch.Tensor) -> bool:
-    return isinstance(tensor, FakeTensor)
+def is_fake(module: torch.nn.Module) -> bool:
+    """Whether the module's tensors, or those that are made now, have no memory."""
+    in_fake_mode = _get_dispatch_mode(_TorchDispatchModeKey.FAKE) is not None
+    return in_fake_mode or any(isinstance(parameter, FakeTensor) for parameter in module.parameters())
 
 
 def is_compiling() -> bool:

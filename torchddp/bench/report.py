@@ -54,7 +54,8 @@ def verdict(document: dict[str, Any]) -> str:
     if len(signs) == 1:
         (sign,) = signs
         more = "" if sign else ": too noisy to tell, run longer (--seconds) on an idle machine"
-        return f"{subject} is {words[sign]} torch's best{_in_all(len(ratios))}{more}."
+        places = "" if len(ratios) == 1 else f" in all {len(ratios)} comparisons"
+        return f"{subject} is {words[sign]} torch's best{places}{more}."
     counts = ", ".join(f"{words[sign]} it in {signs[sign]}" for sign in words if signs[sign])
     return f"Of {len(ratios)} comparisons with torch's best, {subject} is {counts}."
 
@@ -107,10 +108,6 @@ def _value(row: dict[str, Any], key: str) -> float:
 def _text(row: dict[str, Any], case: BenchCase) -> str:
     value = _value(row, case.key)
     return bytes_text(value) if case.key.endswith("bytes") else f"{number(value)} {case.unit}"
-
-
-def _in_all(count: int) -> str:
-    return "" if count == 1 else f" in all {count} comparisons"
 
 
 def render(document: dict[str, Any], *, developer: bool = True) -> RenderableType:

@@ -227,14 +227,11 @@ def trace(
         lines = [text.plain for text in origin(document)]
         path.write_text(page(f"torchddp trace: {title}", document["verdict"], traced.runs, lines))
 
-    def write_plot(path: Path) -> None:
-        path.write_bytes(figure_png(draw(found[0], f"{title}: step {found[0]['step']}")))
-
     command.write_outputs(
         console,
         (out, write_trace),
         (json_path, lambda path: write_json(path, document)),
         (html, write_html),
-        (plot, write_plot),
+        (plot, lambda path: path.write_bytes(figure_png(draw(found[0], f"{title}: step {found[0]['step']}")))),
     )
     console.print(f"Open {out} at https://ui.perfetto.dev.", soft_wrap=True)

@@ -126,7 +126,8 @@ class PowerSGD(CommHook):
         if self.error_feedback and split.batches:
             residual = self._residuals.of(piece.layout, whole, 0, piece.layout.numel)
             whole.add_(residual)
-        matrices = [_gather(whole, batch) for batch in split.batches]
+        # Copies, which are kept while averages are written to the piece.
+        matrices = [torch.stack([piece.slot(s).view(b.rows, b.columns) for s in b.slots]) for b in split.batches]
         factors = [self._first_factors(batch, piece) for batch in split.batches]
         lefts = self._sum_lefts(split, matrices, factors, piece)
         not_finite = [~torch.isfinite(left).all(-1).all(-1) for left in lefts]
@@ -242,11 +243,6 @@ class PowerSGD(CommHook):
 
 def _numel(shape: Sequence[int]) -> int:
     return int(torch.Size(shape).numel())
-
-
-def _gather(flat: Tensor, batch: _Batch) -> Tensor:
-    """[matrices, rows, columns]; a copy, which is kept while averages are written to ``flat``."""
-    return torch.stack([flat[slot.offset : slot.end].view(batch.rows, batch.columns) for slot in batch.slots])
 
 
 def _pack(parts: list[Tensor], like: Tensor) -> Tensor:

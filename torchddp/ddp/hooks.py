@@ -129,10 +129,6 @@ def _is_plain(value: object) -> bool:
     return isinstance(value, bool | int | float | str | torch.dtype)
 
 
-def is_bf16(hook: object) -> bool:
-    return getattr(hook, "__name__", "") in ("bf16_compress_hook", "bf16_compress_wrapper_hook")
-
-
 def checked(hook: Hook, rank: int) -> Hook:
     """Wrap ``hook`` with a check of its return value: the engine can only wait for a torch future."""
 

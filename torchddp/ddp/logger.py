@@ -49,7 +49,7 @@ class DDPLogger(dist.Logger):
         self._anchor = dist.Reducer([torch.zeros(1, requires_grad=True)], [[0]], [4], process_group)
         super().__init__(self._anchor)
         self._reducer = reducer
-        self._sample_rate = 100
+        self.sample_rate = 100
         self._fixed = DDPLoggingData()
         self._events = DDPLoggingData()
 
@@ -57,9 +57,6 @@ class DDPLogger(dist.Logger):
         """Release the old process group."""
         self._anchor._update_process_group(process_group)
         self._fixed.ints_map.update(world_size=process_group.size(), rank=process_group.rank())
-
-    def set_sample_rate(self, sample_rate: int) -> None:
-        self._sample_rate = sample_rate
 
     def log_construction(self, ddp: TorchDDP, session: ReducerSession) -> None:
         parameters = session.parameters
@@ -114,17 +111,14 @@ class DDPLogger(dist.Logger):
     def _set_static_graph(self) -> None:
         self._events.ints_map["static_graph"] = 1
 
-    def _sampled_iteration(self, iteration: int) -> int:
-        """The last sampled iteration up to this one: the first ten are sampled, then every ``sample_rate``-th."""
-        return min(iteration, max(_ALWAYS_SAMPLED, iteration - iteration % self._sample_rate))
-
     def _get_ddp_logging_data(self) -> DDPLoggingData:  # type: ignore[override]
         reducer = self._reducer
         stats = dict(reducer.stats())
         steps_finished = stats.pop("finished")
         data = DDPLoggingData(dict(self._fixed.strs_map), dict(self._fixed.ints_map))
-        begun = stats.pop("iteration")
-        data.ints_map["iteration"] = self._sampled_iteration(max(0, begun - 1))
+        # The last sampled one: the first ten are sampled, then every ``sample_rate``-th.
+        iteration = max(0, stats.pop("iteration") - 1)
+        data.ints_map["iteration"] = min(iteration, max(_ALWAYS_SAMPLED, iteration - iteration % self.sample_rate))
         # As in torch, has_rebuilt_buckets ignores rebuilds under find_unused_parameters.
         rebuilt = reducer.has_rebuilt_buckets
         static = self._events.ints_map.get("static_graph", 0)

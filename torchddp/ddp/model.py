@@ -75,7 +75,7 @@ def check_module(module: object) -> None:
         raise AttributeError(
             f"DistributedDataParallel wraps a torch.nn.Module, got {type(module).__name__} {module!r:.80}"
         )
-    if _torch.is_fake_mode() or any(map(_torch.is_fake, module.parameters())):
+    if _torch.is_fake(module):
         raise RuntimeError(
             "DistributedDataParallel can't reduce fake tensors, which have no memory. Make and wrap the model outside "
             'of FakeTensorMode; without other ranks, use init_process_group("fake")'

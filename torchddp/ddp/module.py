@@ -484,7 +484,8 @@ class DistributedDataParallel(TorchDDP):
             hooks.check_hook_signature(hook)
         except (TypeError, ValueError) as error:
             self._log_and_throw(type(error), str(error))
-        if self.device_type != "cpu" and hooks.is_bf16(hook):
+        is_bf16 = getattr(hook, "__name__", "") in ("bf16_compress_hook", "bf16_compress_wrapper_hook")
+        if is_bf16 and self.device_type != "cpu":
             # torch requires CUDA and NCCL here, even on CPU, where gloo can sum bfloat16
             super()._check_comm_hook(hook)
 
@@ -593,7 +594,7 @@ class DistributedDataParallel(TorchDDP):
         Thread-safe; not collective. Peers see this rank as gone. The model can continue only over another process
         group.
         """
-        self.session.interrupt(reason)
+        self.reducer.transport.interrupt(reason)
 
     def replan(self) -> None:
         """Measure the next eight synchronized steps and plan the buckets again, even if they were not planned before.
@@ -654,7 +655,7 @@ class DistributedDataParallel(TorchDDP):
         if sample_rate < 1:
             what = "DDP runtime logging sample rate should be equal or greater than 1"
             self._log_and_throw(ValueError, f"{what}, got {sample_rate}")
-        self.logger.set_sample_rate(sample_rate)
+        self.logger.sample_rate = sample_rate
 
 
 # The names of all arguments but the module, in their order.

@@ -30,7 +30,7 @@ def refresh_trainable(ddp: Wrapper) -> None:
         states = list(_states_of(ddp))
         _agree(ddp, [state for state, _ in states], agreement)
     if session.options.init_sync and session.policy.sends_states:
-        session.send([tensor for state, tensor in states if state.is_new], src=0)
+        session.send(session.reducer.transport, [tensor for state, tensor in states if state.is_new], 0)
     ddp.observers.close()
     session.close()
     ddp._module_parameters = _parameters_of(ddp)

@@ -63,15 +63,6 @@ class ModelDescription:
     ignored: list[str] = field(default_factory=list)
 
 
-def find_model_differences(by_rank: Sequence[ModelDescription]) -> list[str]:
-    return [
-        *find_differences([model.params for model in by_rank]),
-        *find_differences([model.frozen for model in by_rank], "frozen"),
-        *find_differences([model.buffers for model in by_rank], "buffers"),
-        *_ignored_on_some(by_rank),
-    ]
-
-
 def _ignored_on_some(by_rank: Sequence[ModelDescription]) -> list[str]:
     """Ranks may ignore what only they have, but not what others send."""
     found = []
@@ -155,7 +146,11 @@ def agree_on_model(
     if by_rank is None:
         return None
     agreement.check_options([theirs for theirs, _, _ in by_rank])
-    differences = find_model_differences([theirs for _, theirs, _ in by_rank])
+    models = [theirs for _, theirs, _ in by_rank]
+    differences: list[str] = []
+    for what in ("params", "frozen", "buffers"):
+        differences += find_differences([getattr(theirs, what) for theirs in models], what)
+    differences += _ignored_on_some(models)
     if not differences:
         return [theirs for *_, theirs in by_rank]
     more = len(differences) - MAX_DIFFERENCES

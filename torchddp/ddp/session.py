@@ -380,13 +380,10 @@ class ReducerSession:
             last = transport.size - 1
             raise ValueError(f"src must be a rank of the model's process group, 0 to {last}, got {src}")
         ddp = self.ddp
-        return self._send(transport, list(model.states_of(ddp.module, ddp.parameters_to_ignore, buffers=buffers)), src)
+        return self.send(transport, list(model.states_of(ddp.module, ddp.parameters_to_ignore, buffers=buffers)), src)
 
-    def send(self, states: Sequence[torch.Tensor], src: int) -> None:
-        """Send one rank's values of these tensors to all ranks, in place. Collective."""
-        self._send(self.reducer.transport, list(states), src)
-
-    def _send(self, transport: _C.Transport, states: list[torch.Tensor], src: int) -> _C.Transport:
+    def send(self, transport: _C.Transport, states: list[torch.Tensor], src: int) -> _C.Transport:
+        """Send one rank's values of these tensors to all ranks, in place. Collective. Returns as `sync_states`."""
         if transport.size == 1 or not states:
             return transport
         if not _C.can_travel_as_bytes(states):
@@ -495,10 +492,6 @@ class ReducerSession:
 
     def _take_group(self, group: dist.ProcessGroup) -> None:
         self.process_group, self.rank, self.is_in_group = group, group.rank(), True
-
-    def interrupt(self, reason: str) -> None:
-        """See `DistributedDataParallel.interrupt`."""
-        self.reducer.transport.interrupt(reason)
 
     def joining(self, hook: object | None) -> None:
         """A `join()` context with this hook begins; None: it has ended on all ranks."""

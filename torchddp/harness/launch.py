@@ -135,14 +135,6 @@ def interrupted_once() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def stop_processes(processes: Sequence[BaseProcess]) -> None:
-    for process in processes:
-        if process.is_alive():
-            process.kill()
-    for process in processes:
-        process.join(timeout=10)
-
-
 class Inbox:
     def __init__(self, channels: list[Connection], progress: Progress) -> None:
         self._rank_of = {id(channel): rank for rank, channel in enumerate(channels)}
@@ -229,7 +221,10 @@ def started(
                 ranks.append((process, receiver))
         yield ranks
     finally:
-        stop_processes([process for process, _ in ranks])
+        for process, _ in ranks:
+            process.kill()
+        for process, _ in ranks:
+            process.join(timeout=10)
 
 
 def launch(job: RankJob, progress: Progress, place: Place = THIS_HOST, stall_timeout_s: float = STALL_TIMEOUT_S) -> Any:

@@ -87,7 +87,7 @@ def parallelize(
             model, made = _shard_states(model, config, optimizer, opened.mesh)
         else:
             model = _apply(model, config, layout, opened.mesh)
-    groups.note_groups(model, opened)
+    groups.of_models[model] = opened
     return model if optimizer is None else (model, made or optimizer(model.parameters()))
 
 

@@ -136,7 +136,7 @@ class Groups:
 
 
 _opened: list[Groups] = []
-_of_models: weakref.WeakKeyDictionary[nn.Module, Groups] = weakref.WeakKeyDictionary()
+of_models: weakref.WeakKeyDictionary[nn.Module, Groups] = weakref.WeakKeyDictionary()
 # as long as torch's stores wait, because some ranks' models may take longer to build
 _HOSTS_TIMEOUT = datetime.timedelta(minutes=10)
 _host_sizes: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
@@ -172,17 +172,13 @@ def parallel_group_info(model: nn.Module | DeviceMesh) -> ParallelGroupInfo:
     """
     if isinstance(model, DeviceMesh):
         return _info_of(model)
-    groups = _of_models.get(model)
+    groups = of_models.get(model)
     if groups is None or not groups.is_of(_world()):
         raise RuntimeError(
             f"this {type(model).__name__} has no data- and model-parallel groups: pass the model that "
             "torchddp.parallelize returned after init_process_group"
         )
     return _info_of(groups.mesh)
-
-
-def note_groups(model: nn.Module, groups: Groups) -> None:
-    _of_models[model] = groups
 
 
 def open_groups(layout: Layout, config: ParallelConfig, device_type: str) -> Groups:

@@ -173,7 +173,7 @@ def register() -> None:
     """Register the backend's name with ``init_process_group`` and ``new_group``. Idempotent."""
     if BACKEND_NAME not in dist.Backend.backend_list:
         dist.Backend.register_backend(BACKEND_NAME, _create, devices=["cpu"])
-        _torch.set_backend_plugins(_Plugins(_torch.backend_plugins()))
+        _torch.replace_backend_plugins(_Plugins)
 
 
 class _Plugins(dict[str, Any]):
