@@ -77,8 +77,8 @@ class DiLoCo(OptimizerWrapper):
 
     With ``fragments``, each fragment (every F-th layer) is synchronized every ``sync_every`` steps, evenly spread: peak
     bandwidth falls by F. A thread averages its outer gradients during ``overlap_steps`` more steps; then the rank's
-    parameters become ``alpha`` times themselves plus 1 - ``alpha`` times the global ones. Call :meth:`finish` after the
-    last step.
+    parameters become ``alpha`` times themselves plus 1 - ``alpha`` times the global ones. Call :meth:`finish` at the
+    end.
 
     Args:
         params: a module, or its parameters (with names, if errors should name them): all that ``optimizer`` steps.
@@ -251,8 +251,7 @@ class DiLoCo(OptimizerWrapper):
     def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's state and, under "diloco", the step, the global weights and the outer optimizer.
 
-        Between synchronizations each rank saves its own model and optimizer. Waits for a fragment in transit and saves
-        it, without disturbing the run.
+        Between synchronizations each rank saves its own model and optimizer. Waits for and saves a fragment in transit.
         """
         own = {"step": self.steps, **self._global.state_dict()}
         pending = self._on_the_way

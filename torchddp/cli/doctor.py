@@ -148,8 +148,7 @@ def hints(built: Built, running: Running) -> list[str]:
 def has_kernels_for(archs: str, capability: str) -> bool:
     """Whether code for `archs` ("80-real 90-real 100") runs on a GPU of compute capability "9.0".
 
-    Machine code runs on later minor versions of its major version; PTX, which all but "-real" include, on all later
-    versions.
+    Machine code runs on later minor versions of its major one; PTX, which all but "-real" include, on all later ones.
     """
     major, minor = map(int, capability.split("."))
     for arch in re.findall(r"(\d+)(\d)[a-z]?(-real|-virtual)?", archs):

@@ -81,8 +81,7 @@ class CommHook(abc.ABC):
 
     Args:
         hierarchical: "auto": if there are several hosts with equally many ranks, sum exactly within each host and
-            compress only between hosts; False: every rank sends to every other; True: sum exactly within the host even
-            if there is only one.
+            compress only between hosts; False: every rank sends to every other; True: also with a single host.
         timeout: seconds or a timedelta that each of the hook's collectives may take; None: the process group's timeout.
     """
 

@@ -88,8 +88,8 @@ def replicate(
     Returns ``module`` itself. Names, state dict keys, attributes, ``isinstance`` and the parameter objects stay the
     same, so the optimizer may be created before or after. The module also becomes a
     :class:`torchddp.composable.ReplicateModule`, with ``set_requires_gradient_sync`` and ``no_sync``. Submodules that
-    are already replicated or sharded are left alone. A copy (deepcopy, pickle) is a module of the original class and
-    not replicated.
+    are already replicated or sharded are left alone. A copy (deepcopy, pickle) has the original class and is not
+    replicated.
 
     Example:
 
@@ -102,8 +102,7 @@ def replicate(
 
     Args:
         mesh: one dimension: the ranks that hold the same model and average its gradients. Of a two-dimensional mesh,
-            pass the one to replicate over (``mesh["dp"]``); parameters may then be DTensors over the other. None: all
-            ranks.
+            pass the one to replicate over (``mesh["dp"]``); parameters may be DTensors over the other. None: all.
         mp_policy: torch's ``MixedPrecisionPolicy``: forward and backward in ``param_dtype``, gradients reduced in
             ``reduce_dtype`` (None: in ``param_dtype``), inputs and outputs of forward cast. Parameters, ``.grad`` and
             the optimizer keep the module's dtype. None: nothing is cast.

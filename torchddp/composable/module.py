@@ -197,8 +197,8 @@ class ReplicateModule:
     def refresh_trainable(self) -> None:
         """Update what is reduced after parameters inside were frozen, thawed, added or removed. Collective.
 
-        See :meth:`torchddp.DistributedDataParallel.refresh_trainable`. Submodules that are replicated themselves are
-        not included.
+        See :meth:`torchddp.DistributedDataParallel.refresh_trainable`. Not for submodules that are replicated
+        themselves.
         """
         state_of(self).engine.refresh_trainable()
 

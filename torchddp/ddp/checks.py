@@ -22,8 +22,7 @@ class Checks:
     Args:
         nonfinite: look for infinities and NaNs in this rank's own gradients while they are packed; see
             ``DistributedDataParallel.nonfinite``. ``"raise"``: also raise FloatingPointError on all ranks at the end of
-            a backward with non-finite averages (not with ``join()``; on a CUDA device backward then waits for the
-            device).
+            a backward with non-finite averages (not with ``join()``; on a CUDA device backward then waits).
         parameters_every: before the forward of every n-th synchronized step, compare the parameters of all ranks by a
             hash (collective); a difference raises :class:`torchddp.DesyncError` on all. Stops once ``join()`` was used.
             None: never. See :func:`torchddp.check_parameters`.
@@ -31,8 +30,7 @@ class Checks:
             positions through the process group's store and one of them logs why they are stuck
             (``docs/hang_reports.md``). 0: no reports. None: the environment variable TORCHDDP_STALL_REPORT_S, or else
             the smaller of 60 s and a third of the timeout. Each rank's own.
-        gradient_stats: compute statistics of every reduced bucket; see ``DistributedDataParallel.gradient_stats``. Each
-            rank's own.
+        gradient_stats: statistics of every reduced bucket: ``DistributedDataParallel.gradient_stats``. Each rank's own.
         zero_weights: what happens in a weighted step in which every rank's weight is 0. ``"raise"``: ValueError on all
             ranks at the end of backward (on a CUDA device, backward then waits). ``"zeros"``: gradients are zeros.
         traps: warn about gradients that only some ranks change, and parameters that the reducer doesn't see

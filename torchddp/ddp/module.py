@@ -35,8 +35,7 @@ logger = logging.getLogger("torchddp.distributed")
 
 
 class DistributedDataParallel(TorchDDP):
-    r"""``torch.nn.parallel.DistributedDataParallel`` on a faster engine. Takes every argument of torch's class, in its
-    order.
+    r"""``torch.nn.parallel.DistributedDataParallel`` on a faster engine, with all its arguments, in their order.
 
     Autograd hooks in C++ pack gradients into buckets and scale them by ``1 / world_size``. Buckets are summed over the
     ranks of ``process_group`` while backward runs, and gradients are final when ``backward()`` returns. Construction,
@@ -53,30 +52,24 @@ class DistributedDataParallel(TorchDDP):
 
     Differences from torch's class:
 
-    * ``gradient_as_bucket_view`` defaults to None: ``param.grad`` is bucket memory, so there is no second copy of the
-      gradients and nothing is copied back, yet programs see the same values as with torch's default. A gradient kept
-      after setting ``.grad`` to None keeps its values (the next step copies it). If the program assigns its own tensor
-      to ``.grad`` and keeps it, the averages go into that tensor. ``True``: views that change with the next step, as in
-      torch. ``False``: copies.
+    * ``gradient_as_bucket_view`` defaults to None: ``param.grad`` is bucket memory, without a second copy, yet programs
+      see the same values as with torch's default. A gradient kept after setting ``.grad`` to None keeps its values (the
+      next step copies it). If the program assigns its own tensor to ``.grad``, the averages go into that. ``True``:
+      views that change with the next step, as in torch. ``False``: copies.
     * ``find_unused_parameters=True`` and ``static_graph=True`` also rebuild buckets in the measured gradient order.
-    * ``bucket_cap_mb=None``: a first bucket of 1 MiB, then 25 MiB; smaller ones on CPU. ``"auto"``: planned from
-      measured steps.
     * ``batched_grad_copy`` is accepted and has no effect: packing never uses one operator per parameter.
     * ``bf16_compress_hook`` also works for CPU models.
 
     Args:
         bucket_cap_mb: None: a first bucket of 1 MiB, then 25 MiB. On a CPU later buckets are 8 MiB, and gradients of at
             least 1 MiB get a bucket each and are reduced in place. Over shared memory these sizes are 1 MiB and 256
-            KiB; they grow, up to 25 MiB, if messages are expensive because of many ranks or few cores, which models
-            larger than 1 MiB measure in a few milliseconds. (``bucket_bytes_cap``, which torch's compiler reads, is 25
-            MiB as in torch.) A number applies to every bucket including the first, as in torch. Fractions are allowed;
-            zero and negative numbers raise ValueError. ``"auto"``: the buckets that expose the least communication time
-            for this model and group, from a plan stored by ``torchddp tune``, or made after eight synchronized steps.
-            The last five of these are measured without overlap, and then messages are timed for up to a second. See
-            `replan`.
+            KiB, and up to 25 MiB if messages are expensive because of many ranks or few cores, which models larger than
+            1 MiB measure in a few milliseconds. A number applies to every bucket including the first, as in torch.
+            Fractions are allowed; zero and negative numbers raise ValueError. ``"auto"``: the buckets that expose the
+            least communication time, from a plan stored by ``torchddp tune``, or made after eight synchronized steps,
+            five of them without overlap, and a second of timing messages. See `replan`.
         gradient_as_bucket_view: see above. Over NCCL, True also packs gradients of 1 MiB and more, which are otherwise
-            reduced where autograd allocated them. NCCL's NVLink SHARP algorithms, which support plain sums only, can
-            then reduce them; that may be faster between the GPUs of a host.
+            reduced where autograd allocated them; NVLink SHARP, which supports plain sums only, can then reduce them.
         transport: what moves buckets between ranks. ``"c10d"``: the process group itself. ``"shm"``: memory shared by
             the ranks of a host, for CPU models (with several hosts: shared memory within each, the process group
             between them). ``"nccl"``: our own NCCL communicator and stream, for models on one CUDA device per rank.
@@ -86,25 +79,24 @@ class DistributedDataParallel(TorchDDP):
             may make. The environment variable TORCHDDP_TRANSPORT replaces "auto". A transport added with
             ``torchddp.transport.select.register`` is chosen by its name (for type checkers
             ``RegisteredTransport(name)``).
-        comm_hook: registered with :meth:`register_comm_hook`: a hook ``hook(state, bucket)`` called with state None, a
-            tuple ``(state, hook)``, or the name of a hook in ``torchddp.comm_hooks``.
+        comm_hook: as for :meth:`register_comm_hook`: a hook ``hook(state, bucket)`` with state None, a tuple ``(state,
+            hook)``, or the name of a hook in ``torchddp.comm_hooks``.
         timeout: how long a reduction may take, in seconds or as a ``datetime.timedelta``; None: the process group's
-            limit. A peer that dies or stalls raises :class:`torchddp.TransportError`, naming rank, bucket and
-            parameters.
+            limit. A dead or stalled peer raises :class:`torchddp.TransportError`, naming rank, bucket and parameters.
         sync: how ``torchddp.sync`` reduces accumulated microbatches: a ``DDPSyncStrategy`` or its name. None:
             SINGLE_AUTO_SYNC, or MULTI_AUTO_SYNC with ``find_unused_parameters``.
         weighted: every backward has a weight, set with :meth:`weigh` before it, and gradients become sum(weight *
             gradient) / sum(weight) over the ranks and backwards of a step. A backward without one raises RuntimeError.
             False: only steps that call `weigh` are weighted, on all ranks or on none. Required under ``join()``, where
             a rank that has run out of inputs must know that the others send weights.
-        precision: the dtypes in which gradients are sent, reduced and kept: :class:`torchddp.Precision`. None: those of
-            the parameters.
+        precision: the dtypes in which gradients are sent, reduced and kept: :class:`torchddp.Precision`. None: the
+            parameters'.
         checks: what to watch for: :class:`torchddp.Checks`. None: ``Checks()``, with hang reports and warnings of
             traps. ``"off"``, or the environment variable TORCHDDP_CHECKS=0, which takes precedence: nothing.
         auto_refresh_trainable: in every forward that begins a synchronized step, check whether parameters were frozen,
-            thawed, added or removed, and if so call :meth:`refresh_trainable`. Ranks compare results, so that a change
-            on only some ranks is an error instead of a hang: an all-gather of one number per step. All ranks must run
-            such forwards (those under ``no_grad`` don't count). Not inside ``join()``.
+            thawed, added or removed, and if so call :meth:`refresh_trainable`. Ranks compare results (an all-gather of
+            one number per step), so a change on only some is an error. All ranks must run such forwards (those under
+            ``no_grad`` don't count). Not inside ``join()``.
 
     Former names (``find_nonfinite``, ``main_grads``, ...) still work, with a FutureWarning (docs/migration.md).
 
@@ -387,8 +379,7 @@ class DistributedDataParallel(TorchDDP):
     # --- weighted means, reducing without a backward, not reducing ---
 
     def weigh(self, weight: float | torch.Tensor, *, loss: LossKind = "mean") -> None:
-        """Set the weight of the next backward: gradients become ``sum(w * g) / sum(w)`` over all ranks and backwards of
-        a step.
+        """Set the next backward's weight: gradients become ``sum(w * g) / sum(w)`` over a step's backwards and ranks.
 
         Example:
 
@@ -404,7 +395,7 @@ class DistributedDataParallel(TorchDDP):
         Args:
             weight: the number of samples or tokens that the loss covers, at least 0: a number or a one-element tensor.
             loss: whether the loss is the ``"mean"`` or the ``"sum"`` over them. With "sum", gradients are only divided
-                by the sum of all weights.
+                by all weights.
 
         Raises:
             TypeError, ValueError: the weight is invalid.
@@ -418,8 +409,7 @@ class DistributedDataParallel(TorchDDP):
 
         For gradients accumulated under `no_sync`; FORCED_SYNC of `torchddp.sync` calls this. Ranks may have used
         different parameters: a missing gradient counts as zero, unless no rank has one: then it stays None. With
-        ``find_unused_parameters``, ``.grad`` also stays as it is if no rank has used the parameter since the last
-        reduction.
+        ``find_unused_parameters``, ``.grad`` also stays as it is if no rank has used the parameter since.
 
         Example:
 
@@ -461,8 +451,7 @@ class DistributedDataParallel(TorchDDP):
         buffers get rank 0's values on all ranks, as when a module is wrapped; existing ones are neither sent nor
         changed. Options, communication hooks and the step count carry over. Buckets are laid out as for a new model,
         ``static_graph`` records again, and ``bucket_cap_mb="auto"`` plans again. A hook with per-bucket state should
-        have a method ``follow_parameters(model)``, which is called here; those of ``torchddp.comm_hooks`` have one, and
-        torch's PowerSGD starts over. See docs/freeze_and_thaw.md.
+        have a method ``follow_parameters(model)``; torch's PowerSGD starts over. See docs/freeze_and_thaw.md.
 
         Raises:
             RuntimeError: the models differ between ranks (raised on every rank, with parameters and ranks); no
@@ -591,18 +580,16 @@ class DistributedDataParallel(TorchDDP):
     def interrupt(self, reason: str) -> None:
         """Make this rank's current and later waits in this model raise TransportError(reason).
 
-        Thread-safe; not collective. Peers see this rank as gone. The model can continue only over another process
-        group.
+        Thread-safe; not collective. Peers see this rank as gone. It can continue only over another process group.
         """
         self.reducer.transport.interrupt(reason)
 
     def replan(self) -> None:
         """Measure the next eight synchronized steps and plan the buckets again, even if they were not planned before.
 
-        Not collective itself, but every rank must call it before the same step, and the planning is collective. Use it
-        when the model's speed or the network has changed. Until the planning is done, no rank may run a forward that
-        the others don't, except without gradients. A model under ``join()``, with a communication hook, or with a step
-        captured in a CUDA graph keeps its buckets.
+        Not collective itself, but every rank must call it before the same step, and the planning is collective. Until
+        it is done, no rank may run a forward that the others don't, except without gradients. A model under ``join()``,
+        with a communication hook, or with a step captured in a CUDA graph keeps its buckets.
         """
         self.observers.add("bucket_planning").start(look_for_kept=False)
 
@@ -631,8 +618,8 @@ class DistributedDataParallel(TorchDDP):
 
         Not collective. For each rank it covers the last run of consecutive steps with such gradients, with the first
         occurrence per parameter: the first entries are the source, and later ones may come from weights that it
-        corrupted. Findings of other ranks arrive once those have begun another forward, or half a second later. Copies
-        of a model (pickle, deepcopy) report their own rank only. RuntimeError without ``Checks(nonfinite=True)``.
+        corrupted. Findings of other ranks arrive within half a second. Copies of a model report their own rank only.
+        RuntimeError without ``Checks(nonfinite=True)``.
 
         Example:
 

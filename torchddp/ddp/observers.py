@@ -21,8 +21,7 @@ logger = logging.getLogger("torchddp.distributed")
 class StepObserver(Protocol):
     """Notified of a model's steps on the training thread. Derive from it and override what you need.
 
-    An exception ends the forward in which it is raised. If a method is collective, the model must have the observer on
-    every rank.
+    An exception ends the forward in which it is raised. A collective method must be there on every rank.
     """
 
     def before_step(self) -> None:

@@ -65,11 +65,10 @@ class DDPSyncStrategy(str, Enum):
 
     Strings name members in any case: ``DDPSyncStrategy("forced_sync")``; ValueError for unknown ones.
 
-    * ``SINGLE_AUTO_SYNC``: during the last microbatch's backward. One reduction per step, overlapped with that
-      backward.
+    * ``SINGLE_AUTO_SYNC``: during the last microbatch's backward. One reduction per step, overlapped with it.
     * ``MULTI_AUTO_SYNC``: during each microbatch's backward. As many reductions as microbatches.
-    * ``FORCED_SYNC``: all at once after the last microbatch's backward. One reduction per step, fully exposed. Works
-      however the parameters are used.
+    * ``FORCED_SYNC``: all at once after the last microbatch's backward. One reduction per step, fully exposed, for any
+      use of parameters.
     """
 
     SINGLE_AUTO_SYNC = "single_auto_sync"

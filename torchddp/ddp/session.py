@@ -96,8 +96,7 @@ class ReducerSession:
     Attributes:
         reducer: with hooks on `parameters`.
         specs: their names and sizes, in order.
-        parameters: those whose gradients are reduced. `reduced_ids` also has the model's own, if the policy replaced
-            them.
+        parameters: those whose gradients are reduced. `reduced_ids` also has those that the policy replaced.
         precision: the dtype in which their gradients are reduced and stored.
         process_group, rank: the current ones.
         is_open: False once closed.

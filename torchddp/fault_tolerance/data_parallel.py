@@ -74,15 +74,14 @@ class DistributedDataParallel(DDP):
             to the manager do that, and the manager only sends the list of buckets, which is compared.
         **kwargs: other options of :class:`torchddp.DistributedDataParallel`. Those that need a fixed group of ranks
             raise an error with the reason. ``comm_hook`` may be a `torchddp.comm_hooks.PowerSGD`, which only sends
-            sums, with one model per manager. Its residuals are lost with a step that fails, and start at zero in a
-            healing replica.
+            sums, with one model per manager. Its residuals are lost with a failed step, and zero in a healing replica.
 
     Raises:
         TypeError: ``manager`` is not a Manager.
         ValueError: a manager without a process group, an option that doesn't work with one, sparse gradients.
         RuntimeError: backward before ``manager.start_quorum()``.
-        TransportError: in backward: there was no quorum within the manager's time limits; says whether the lighthouse
-            can be reached.
+        TransportError: in backward: no quorum within the manager's time limits; says whether the lighthouse can be
+            reached.
     """
 
     _policy = _ManagerPolicy()

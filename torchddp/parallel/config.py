@@ -72,15 +72,14 @@ class ParallelConfig:
             gradients are reduced: ``"bfloat16"``, ``"float16"``, ``"float32"``, ``"float64"`` or a torch.dtype.
         wrap: with FSDP: classes, or their names, whose modules are sharded and gathered one by one. None: the repeated
             modules of the model's lists. (): the model as a whole.
-        forward_prefetch, backward_prefetch: with FSDP: number of modules whose parameters are gathered ahead. 0:
-            torch's own behavior.
+        forward_prefetch, backward_prefetch: with FSDP: number of modules that are gathered ahead. 0: as torch does.
         ddp: further options of DistributedDataParallel or ShardedDataParallel. Fields of their ``precision``
             and ``checks`` may be a table, or options like ``"precision.wire"``; dtypes may be names.
 
     Raises:
         TypeError: a value of the wrong type.
-        ValueError: a value that is not allowed, an unknown option, or conflicting options. Both name the option, what
-            was got and what is allowed.
+        ValueError: a value that is not allowed, an unknown option, or conflicting options. Both name option, value and
+            what is allowed.
     """
 
     kind: Kind = "auto"

@@ -20,8 +20,7 @@ from torchddp.transport.waits import run_collective
 def shard(model: nn.Module, config: ParallelConfig, layout: Layout, mesh: DeviceMesh) -> None:
     """Shard ``model`` in place over ``mesh``: over its dimension "dp", or over "mp" with replicas over "dp".
 
-    Collective. ValueError for a class to wrap that the model doesn't have, and for parameters without memory that
-    should get rank 0's values.
+    Collective. ValueError for a class that the model doesn't have, and parameters without memory for rank 0's values.
     """
     blocks = blocks_of(model, config.wrap)
     if config.sync_module_states:

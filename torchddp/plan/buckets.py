@@ -80,8 +80,7 @@ def merged_buckets(
 
     Exact, by dynamic programming over the cuts, O(n^2) at worst. Neighboring runs are then merged, to send fewer
     messages, as long as the last bucket finishes at most ``slack_s`` later. ``order``: indices of ``specs`` as they
-    become ready. ``ready_s``: by parameter, in seconds since backward began; raised to that of earlier ones in
-    ``order``. ``cost``: of a message.
+    become ready. ``ready_s``: by parameter, in seconds since backward began, raised to that of earlier ones.
 
     ValueError: times or costs that are negative or not finite; an order that is not a permutation.
     """

@@ -40,8 +40,7 @@ def load_checkpoint(
         storage_reader: a reader for storage other than a folder.
 
     Raises:
-        ValueError: neither a folder nor a reader; no optimizer under ``key``, or one for another model. Nothing is
-            changed.
+        ValueError: neither a folder nor a reader; no optimizer under ``key``, or another model's.
     """
     from torch.distributed.checkpoint import filesystem, state_dict_loader
 

@@ -216,8 +216,7 @@ class ShardedDataParallel(DistributedDataParallel):
         auto_refresh_trainable: detect in forward that parameters were frozen or thawed, and call `refresh_trainable`.
             Each rank checks its own parameters; they must change in the same way on all ranks.
         reduce_fp16: send float32 gradients as float16, after dividing by the world size: half the bytes, about three
-            decimal digits. Sums are rounded to float16 too: once over shared memory and gloo, otherwise as the backend
-            does it.
+            decimal digits. Sums are rounded to float16 too: once over shared memory and gloo, else as the backend does.
         transport, timeout, find_unused_parameters, static_graph, device_ids, weighted: as for DistributedDataParallel.
         checks: ``stall_report``, ``zero_weights`` and ``traps`` of :class:`torchddp.Checks`, or ``"off"``.
         overlap_gather: False: a step returns once all ranks have the updated parameters. Otherwise they are sent while
@@ -233,8 +232,7 @@ class ShardedDataParallel(DistributedDataParallel):
         TypeError: an optimizer is not an OSS.
         ValueError: the optimizers and the module have different parameters, a parameter is in two optimizers or none,
             an optimizer has another process group, or the buffer size is invalid.
-        RuntimeError: models or owners differ between ranks, the module has sparse gradients, or no parameter requires
-            grad.
+        RuntimeError: models or owners differ between ranks, gradients are sparse, or no parameter requires grad.
     """
 
     @accepts_former_names()
@@ -336,8 +334,7 @@ class ShardedDataParallel(DistributedDataParallel):
     def refresh_trainable(self) -> None:
         """Update owners and buckets after parameters were frozen or thawed. Collective.
 
-        Raises the errors of the base class. Give new parameters to an optimizer's ``add_param_group``, which calls
-        this.
+        Raises the base class's errors. Give new parameters to an optimizer's ``add_param_group``, which calls this.
         """
         self._refreshing = True
         try:

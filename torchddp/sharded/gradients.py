@@ -35,8 +35,8 @@ def sharded_norm(
 ) -> torch.Tensor:
     """The norm of all ranks' ``grads``: a scalar of ``dtype`` on ``device``. Collective (one all-gather).
 
-    ValueError for norms of order 0 and below, and if the options ``alike`` differ between ranks. What ``check`` raises
-    on one rank reaches all.
+    ValueError for norms of order 0 and below, and if the options ``alike`` differ between ranks. Errors of ``check``
+    reach all.
     """
     problem: Exception | None = None
     local, order = torch.zeros((), device=device), 1.0
@@ -87,8 +87,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
     """torch's GradScaler for optimizers whose gradients are sharded over ranks (`torchddp.ShardedDataParallel`).
 
     An inf or NaN in one rank's gradients counts on all ranks: they skip the same steps, and their scales stay equal.
-    ``unscale_`` and the first ``step`` after a backward are collective. Optimizers other than `OSS` are handled as in
-    torch's class.
+    ``unscale_`` and the first ``step`` after a backward are collective. For optimizers other than `OSS`, as in torch.
     """
 
     def _unscale_grads_(

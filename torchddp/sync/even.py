@@ -40,8 +40,7 @@ def even_batches(
     Args:
         batches: any iterable; a new iterator is created at the first batch.
         model: a DistributedDataParallel (torch's too, compiled or not), whose ranks end together.
-        process_group: the ranks that end together, without a model. None: the default group, or without one, just the
-            batches.
+        process_group: the ranks that end together, without a model. None: the default group, if any.
 
     Collective among those ranks: the first call for a group (which creates the separate group), and each batch. Loops
     may be nested. All ranks may leave the loop at the same batch (``break``); if one rank alone leaves, the others fail
@@ -49,8 +48,8 @@ def even_batches(
 
     Raises:
         TypeError: ``model`` or ``process_group`` is something else, or both are given.
-        RuntimeError: another rank's iterator raised (names the rank). That rank gets the original exception. All ranks
-            raise at the same batch.
+        RuntimeError: another rank's iterator raised (names the rank). That rank gets the original. All raise at the
+            same batch.
         TransportError: a peer died or left its loop.
     """
     group = _group_of(model, process_group)

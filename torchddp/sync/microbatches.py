@@ -66,8 +66,7 @@ def accumulate(
     Collective where gradients are reduced: see `sync_context`, whose errors it raises too.
 
     Raises:
-        TypeError, ValueError: ``steps`` is not an integer of at least 1; the weights are invalid, or not one per
-            microbatch.
+        TypeError, ValueError: ``steps`` is not an integer of at least 1; weights are invalid, or not one for each.
         RuntimeError: weights for a model that is neither a torchddp.DistributedDataParallel nor replicated.
     """
     if isinstance(steps, bool) or not isinstance(steps, int):

@@ -155,8 +155,7 @@ def _outer_group(
 ) -> dist.ProcessGroup | None:
     """The ranks in this rank's place on each host, or None if its place owns no shard. Cached per process group.
 
-    A rank without such a group makes one of its own: the names of later, locally synchronized groups depend on how many
-    a rank has.
+    A rank without such a group makes one of its own: names of later groups depend on how many a rank has.
     """
     if not placement.columns:
         return None

@@ -45,8 +45,7 @@ class TorchDDPShardedStrategy(TorchDDPStrategy):
     Raises:
         TypeError: an optimizer that can't be sharded (LBFGS, or a class that can't be created from its defaults).
         ValueError: communication hooks or model averaging; no optimizer; an optimizer over parameters that are not the
-            LightningModule's, or a trainable parameter without an optimizer; ``precision="16-mixed"`` with torch's
-            scaler.
+            LightningModule's, or a trainable parameter without one; ``precision="16-mixed"`` with torch's scaler.
     """
 
     _wrapper = ShardedDataParallel
