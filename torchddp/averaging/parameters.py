@@ -88,9 +88,7 @@ def problem_of(named: Named) -> ValueError | None:
     for name, tensor in named.items():
         if tensor.device != device:
             first = next(iter(named))
-            return ValueError(
-                f"parameter '{name}' is on {tensor.device}, '{first}' on {device}: all must be on one device"
-            )
+            return ValueError(f"parameter '{name}' is on {tensor.device}, '{first}' on {device}: use one device")
         if tensor.is_sparse or not _is_dense(tensor):
             return ValueError(
                 f"parameter '{name}' (shape {list(tensor.shape)}, strides {list(tensor.stride())}) leaves gaps in its "

@@ -75,9 +75,7 @@ def benchmark(
     world_size: Annotated[int | None, typer.Option(help=WORLD_SIZE_HELP)] = None,
     caps: Annotated[str | None, typer.Option(help=CAPS_HELP)] = None,
     ours: Annotated[str, typer.Option(help="The class under test, as a dotted path.")] = TORCHDDP,
-    vs: Annotated[
-        list[str] | None, typer.Option(help="Another class to compare with, as a dotted path; repeatable.")
-    ] = None,
+    vs: Annotated[list[str] | None, typer.Option(help="Another class to time, as a dotted path; repeatable.")] = None,
     ours_tuned: Annotated[
         bool, typer.Option("--ours-tuned", help="Also time the class under test with torch's tuned options.")
     ] = False,

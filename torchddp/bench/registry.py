@@ -11,9 +11,8 @@ from torchddp.harness.command import check_model_name
 from torchddp.harness.variants import ArgumentError
 
 ALL = "all"
-CASES: dict[str, BenchCase] = {
-    case.name: case for case in (step_time.CASE, gradients.EXPOSED, memory.CASE, gradients.PER_PARAM)
-}
+_USERS = (step_time.CASE, gradients.EXPOSED, memory.CASE, gradients.PER_PARAM)
+CASES: dict[str, BenchCase] = {case.name: case for case in _USERS}
 # The cases of `torchddp bench`, which --case all runs.
 USERS_CASES = tuple(CASES)
 

@@ -161,9 +161,7 @@ def trace(
         Path | None, command.output_option("Write a page with the report and a picture of every step to this file.")
     ] = None,
     plot: Annotated[Path | None, command.output_option("Write a PNG of the step to this file.")] = None,
-    bucket_cap_mb: Annotated[
-        float | None, typer.Option(help="bucket_cap_mb, in MiB. [default: the constructor's]")
-    ] = None,
+    bucket_cap_mb: Annotated[float | None, typer.Option(help="bucket_cap_mb, in MiB. [default: the class's]")] = None,
     compare_plans: Annotated[
         tuple[str, str] | None,
         typer.Option("--compare", metavar="A B", help="Run two plans in turn: sizes in MiB, default or auto."),

@@ -59,9 +59,7 @@ def tune(
     context: typer.Context,
     model: command.ModelName = "mlp",
     world_size: command.WorldSize = None,
-    caps: Annotated[
-        str | None, typer.Option(help="Sizes to try, in MiB. [default: 0.25,0.5,1,2,5,10,25,50,100]")
-    ] = None,
+    caps: Annotated[str | None, typer.Option(help="Sizes in MiB. [default: 0.25,0.5,1,2,5,10,25,50,100]")] = None,
     seconds: Annotated[float, typer.Option(help="Time for the timed rounds; at least 7 are run.")] = 30.0,
     transport: command.TransportName = "auto",
     find_unused_parameters: command.FindUnusedParameters = False,

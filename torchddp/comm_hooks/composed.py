@@ -15,6 +15,7 @@ from torchddp.comm_hooks.exchange import Hierarchical
 from torchddp.comm_hooks.hook import CommHook, HookOptions, Setup
 from torchddp.comm_hooks.layout import Layout, Piece, Slot
 from torchddp.durations import Duration
+from torchddp.errors import listed
 
 # A glob on names, "norms", "biases", "vectors", a module class, or a function of name and parameter.
 Which = str | type[nn.Module] | Callable[[str, nn.Parameter], bool]
@@ -131,9 +132,7 @@ def _chosen(which: Which, setup: Setup) -> list[str]:
     if isinstance(which, str):
         fitting = [name for name in setup.parameters if fnmatch.fnmatchcase(name, which)]
         if not fitting:
-            raise ValueError(
-                f"the rule {which!r} matches no parameter; the model has {', '.join(list(setup.parameters)[:8])}, ..."
-            )
+            raise ValueError(f"the rule {which!r} matches no parameter; the model has {listed([*setup.parameters], 8)}")
         return fitting
     if isinstance(which, type):
         return _held_by((which,), setup)

@@ -131,9 +131,7 @@ class PowerSGD(CommHook):
         factors = [self._first_factors(batch, piece) for batch in split.batches]
         lefts = self._sum_lefts(split, matrices, factors, piece)
         not_finite = [~torch.isfinite(left).all(-1).all(-1) for left in lefts]
-        lefts = [
-            orthonormal(left.masked_fill(bad[:, None, None], 0.0)) for left, bad in zip(lefts, not_finite, strict=True)
-        ]
+        lefts = [orthonormal(p.masked_fill(bad[:, None, None], 0.0)) for p, bad in zip(lefts, not_finite, strict=True)]
         rights = self._sum_rights(split, matrices, lefts, not_finite)
         for batch, matrix, left, right, bad in zip(split.batches, matrices, lefts, rights, not_finite, strict=True):
             # A sum of finite numbers may still have overflowed.

@@ -238,9 +238,7 @@ def _check_module(module: object) -> None:
     if isinstance(module, (torch.nn.ModuleList, torch.nn.ModuleDict)) and (
         type(module).forward in (torch.nn.Module.forward, torch.nn.ModuleList.forward, torch.nn.ModuleDict.forward)
     ):
-        raise ValueError(
-            f"a {kind} has no forward for replicate() to hook: replicate its members, or the module that holds it"
-        )
+        raise ValueError(f"a {kind} has no forward for replicate() to hook: replicate its members, or its parent")
 
 
 def _group_of(mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
@@ -295,9 +293,7 @@ def _check_parameters(
         elsewhere = sorted({p.device.type for p in parameters.values()} - {mesh.device_type})
         if elsewhere:
             where = ", ".join(elsewhere)
-            raise ValueError(
-                f"the mesh is for {mesh.device_type} devices, but parameters of this {kind} are on {where}"
-            )
+            raise ValueError(f"the mesh is for {mesh.device_type}, but parameters of this {kind} are on {where}")
     ranks = set(range(dist.get_world_size())) if mesh is None else set(mesh.mesh.flatten().tolist())
     for name, parameter in parameters.items():
         theirs = set(parameter.device_mesh.mesh.flatten().tolist()) if is_dtensor(parameter) else set()

@@ -241,9 +241,7 @@ class Precision:
             allowed = ", ".join(map(repr, _STORED))
             raise ValueError(f"Precision(main_grads_as=) must be one of {allowed}, got {self.main_grads_as!r}")
         if self.main_grads is None and self.main_grads_as != MAIN_GRAD:
-            raise ValueError(
-                f"Precision(main_grads_as={self.main_grads_as!r}) has no effect without main_grads=: set that too"
-            )
+            raise ValueError(f"Precision(main_grads_as={self.main_grads_as!r}) has no effect without main_grads=")
 
     def mode(self) -> GradPrecision:
         if self.main_grads is not None:

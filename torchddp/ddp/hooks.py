@@ -93,9 +93,7 @@ def describe(hook: object, state: object = None) -> str:
         return describe(hook.func, state)
     name = getattr(hook, "__qualname__", None) or type(hook).__qualname__
     cells = [cell.cell_contents for cell in getattr(hook, "__closure__", None) or ()] if _is_known(hook) else []
-    inner = [
-        describe(value) if callable(value) else str(value) for value in cells if callable(value) or _is_plain(value)
-    ]
+    inner = [describe(v) if callable(v) else str(v) for v in cells if callable(v) or _is_plain(v)]
     return name + "".join(f"({', '.join(found)})" for found in (inner, _options_of(hook), _options_of(state)) if found)
 
 

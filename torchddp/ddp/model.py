@@ -72,9 +72,7 @@ def check_module(module: object) -> None:
             f"DistributedDataParallel({name}(...))"
         )
     if not isinstance(module, torch.nn.Module):
-        raise AttributeError(
-            f"DistributedDataParallel wraps a torch.nn.Module, got {type(module).__name__} {module!r:.80}"
-        )
+        raise AttributeError(f"DistributedDataParallel wraps a module, got {type(module).__name__} {module!r:.80}")
     if _torch.is_fake(module):
         raise RuntimeError(
             "DistributedDataParallel can't reduce fake tensors, which have no memory. Make and wrap the model outside "
@@ -137,9 +135,7 @@ def describe_changes(ddp: TorchWrapper, reduced_ids: Collection[int]) -> str:
     frozen = [n for n, p in current.items() if not p.requires_grad and id(p) in reduced_ids]
     parts = []
     if added or removed:
-        parts.append(
-            f"{removed} parameters were removed or replaced, and these are new: {', '.join(added[:8]) or 'none'}"
-        )
+        parts.append(f"{removed} parameters were removed or replaced; these are new: {listed(added, 8) or 'none'}")
     if frozen:
         parts.append(f"these no longer require grad: {', '.join(frozen[:8])}")
     changed = "; ".join(parts)
@@ -240,9 +236,7 @@ class ParameterWatch:
             return
         named = dict(ddp.module.named_parameters())
         there = {id(parameter) for parameter in named.values()}
-        replaced = [
-            name for name, parameter, _, _, was_there in self._hooked if was_there and id(parameter) not in there
-        ]
+        replaced = [name for name, p, _, _, was_there in self._hooked if was_there and id(p) not in there]
         converted = [
             f"{name} ({dtype} to {parameter.dtype})" if parameter.dtype != dtype else name
             for name, parameter, dtype, node, _ in self._hooked

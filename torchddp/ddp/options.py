@@ -147,9 +147,7 @@ class DDPOptions:
             return
         for name in ("mixed_precision", "delay_all_reduce_named_params"):
             if self._given[name] is not None:
-                raise ValueError(
-                    f"{mode.asked_by} conflicts with {name}=, whose hooks do their own casting or reducing"
-                )
+                raise ValueError(f"{mode.asked_by} conflicts with {name}=, whose hooks cast or reduce themselves")
         if self.gradient_as_bucket_view not in mode.views_allowed:
             raise ValueError(
                 f"{mode.asked_by} conflicts with gradient_as_bucket_view={self.gradient_as_bucket_view}: "

@@ -302,10 +302,8 @@ class ReducerSession:
         begun: Agreement | None = self.ddp.__dict__.get("_construction")
         if begun is not None and not begun.is_over:
             return begun
-        ranks = self.process_group if group is None else group
-        return Agreement(
-            who or self.policy.who, ranks if self.policy.ranks_agree else None, self.device, self.digests(group)
-        )
+        ranks = (group or self.process_group) if self.policy.ranks_agree else None
+        return Agreement(who or self.policy.who, ranks, self.device, self.digests(group))
 
     def digests(self, group: dist.ProcessGroup | None = None) -> TransportExchange | None:
         """An exchange over the transport, if all ranks are known to have the same and it isn't the process group."""
@@ -353,12 +351,10 @@ class ReducerSession:
     def _describe_model(self, ddp: TorchWrapper) -> ModelDescription:
         options, ignored = self.options, ddp.parameters_to_ignore
         copied = options.init_sync and self.policy.sends_states
-        frozen = (
-            {n: model.local_of(p) for n, p in ddp.module.named_parameters() if not p.requires_grad} if copied else {}
-        )
+        named = ddp.module.named_parameters() if copied else ()
+        frozen = {n: model.local_of(p) for n, p in named if not p.requires_grad and n not in ignored}
         sends_buffers = options.sends_buffers_in_forward or (copied and options.sends_buffers_at_init)
         buffers = ddp.named_module_buffers if sends_buffers else {}
-        frozen = {name: parameter for name, parameter in frozen.items() if name not in ignored}
         members = {name for name, _ in (*ddp.module.named_parameters(), *ddp.module.named_buffers())}
         return ModelDescription(
             describe(self.parameters, self._names, self._bucket_dtypes()),

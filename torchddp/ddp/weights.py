@@ -18,9 +18,7 @@ def weight_and_count(weight: SupportsFloat | torch.Tensor, loss: LossKind, rank:
     losses.
     """
     if loss not in LOSSES:
-        raise ValueError(
-            f'loss must be "mean" or "sum", depending on how it combines the samples or tokens, got {loss!r}'
-        )
+        raise ValueError(f'loss must be "mean" or "sum", as it combines samples or tokens, got {loss!r}')
     if isinstance(weight, torch.Tensor):
         if weight.numel() != 1 or weight.is_complex():
             raise TypeError(

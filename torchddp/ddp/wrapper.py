@@ -43,10 +43,8 @@ def wrapped_inside(module: torch.nn.Module) -> list[TorchDDP]:
     ValueError if two reducers would overwrite each other's gradients, or an inner wrapper keeps them outside ``.grad``.
     """
     ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-    mine = {id(p) for n, p in module.named_parameters() if n not in ignored and p.requires_grad}
-    inner = [
-        m for m in module.modules() if isinstance(m, TorchDDP) and any(id(p) in mine for p in m._module_parameters)
-    ]
+    ids = {id(p) for n, p in module.named_parameters() if n not in ignored and p.requires_grad}
+    inner = [m for m in module.modules() if isinstance(m, TorchDDP) and any(id(p) in ids for p in m._module_parameters)]
     for other in inner:
         # Our wrappers switch to copying (`copy_gradients`); torch's can't switch after construction.
         if other.gradient_as_bucket_view and not _has_our_reducer(other):

@@ -86,9 +86,7 @@ class DistributedDataParallel(DDP):
 
     _policy = _ManagerPolicy()
 
-    def __init__(
-        self, manager: Manager, module: torch.nn.Module, *, carry_weights: bool = False, **kwargs: Any
-    ) -> None:
+    def __init__(self, manager: Manager, module: nn.Module, *, carry_weights: bool = False, **kwargs: Any) -> None:
         check_manager(manager, "DistributedDataParallel")
         kwargs = current(kwargs, [*OPTIONS], "DistributedDataParallel")
         _check_options(kwargs, module)

@@ -226,9 +226,7 @@ def check_world_size(asked: int | None, purpose: str) -> int:
         raise ArgumentError(f"--world-size {asked}: torchrun started {ranks_text(started)}; leave the option out.")
     world_size = started or asked or 2
     if world_size == 1:
-        raise ArgumentError(
-            f"With one rank there is nothing to synchronize, and so nothing {purpose}; use two or more."
-        )
+        raise ArgumentError(f"With one rank there is nothing to synchronize, so nothing {purpose}; use two or more.")
     return world_size
 
 

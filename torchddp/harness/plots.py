@@ -19,10 +19,7 @@ def panels(rows: int, columns: int, width: float, height: float, **options: Any)
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(
-        rows, columns, figsize=(width, height), squeeze=False, **{"layout": "tight"} | options
-    )
-    return figure, axes
+    return pyplot.subplots(rows, columns, figsize=(width, height), squeeze=False, **{"layout": "tight"} | options)
 
 
 def finish_panel(axis: Axes, title: str, xlabel: str, ylabel: str | None = None) -> None:

@@ -223,9 +223,7 @@ def require_process_group() -> None:
     for name in ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS"):
         started = os.environ.get(name, "1")
         if started.isdigit() and int(started) > 1:
-            raise RuntimeError(
-                f"{name} is {started}, but there is no process group: call torch.distributed.init_process_group first"
-            )
+            raise RuntimeError(f"{name} is {started}, but there is no process group: call init_process_group first")
 
 
 def layout_here(config: ParallelConfig, tensor_parallel: bool) -> Layout:

@@ -93,14 +93,12 @@ def notes(found: Numbers) -> Iterator[str]:
     if found["clocks"] > 1:
         worst_us = max(found["clock_uncertainty_us"])
         yield f"clocks of different hosts aligned to within {worst_us:.0f} us: ignore shorter waits between them"
-    for rank, dropped, incomplete in zip(
-        found["ranks"], found["events_dropped"], found["steps_incomplete"], strict=True
-    ):
+    for rank, dropped, partial in zip(found["ranks"], found["events_dropped"], found["steps_incomplete"], strict=True):
         if dropped:
             lost = f"{counted(dropped, 'event')} of earlier steps overwritten (profile(model, steps=N) keeps N)"
             yield f"rank {rank['rank']}: {lost}"
-        if incomplete:
-            yield f"rank {rank['rank']}: {counted(incomplete, 'step')} recorded only in part and left out"
+        if partial:
+            yield f"rank {rank['rank']}: {counted(partial, 'step')} recorded only in part and left out"
 
 
 def sent_text(traffic: Mapping[str, Traffic]) -> str:

@@ -78,9 +78,7 @@ def refuse_local_sgd() -> None:
     module = sys.modules.get("torch.distributed.optim.post_localSGD_optimizer")
     callers = itertools.islice(traceback.walk_stack(sys._getframe()), _NEAR_FRAMES) if module is not None else ()
     if any(frame.f_code.co_filename == module.__file__ for frame, _ in callers):  # type: ignore[union-attr]
-        raise ValueError(
-            "PostLocalSGDOptimizer can't wrap OSS, whose steps are collective: here, ranks step independently"
-        )
+        raise ValueError("PostLocalSGDOptimizer can't wrap OSS, whose steps are collective: its ranks step alone")
 
 
 class ShardedGradScaler(torch.amp.GradScaler):
@@ -149,6 +147,4 @@ def _agree_on_inf(mine: bool, group: dist.ProcessGroup, sharded: bool) -> bool:
 def _all_reduce(
     tensor: torch.Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
 ) -> None:
-    run_collective(
-        lambda: dist.all_reduce(tensor, op, group=group, async_op=True), group, "a sum over sharded gradients"
-    )
+    run_collective(lambda: dist.all_reduce(tensor, op, group=group, async_op=True), group, "a sum of sharded gradients")

@@ -188,10 +188,8 @@ def checked_strategy(model: torch.nn.Module, asked_for: DDPSyncStrategy | str | 
         strategy = DDPSyncStrategy._choose(asked_for, getattr(model, "find_unused_parameters", False))
     if strategy is DDPSyncStrategy.FORCED_SYNC and isinstance(model, TorchDDP):
         if not isinstance(model, DistributedDataParallel):
-            given = torch.typename(model)
-            raise RuntimeError(
-                f"FORCED_SYNC needs a torchddp.DistributedDataParallel, got {given}: use MULTI_AUTO_SYNC"
-            )
+            kind = torch.typename(model)
+            raise RuntimeError(f"FORCED_SYNC needs a torchddp.DistributedDataParallel, got {kind}: use MULTI_AUTO_SYNC")
         model._check_can_reduce()
     return strategy
 
