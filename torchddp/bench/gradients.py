@@ -67,10 +67,7 @@ PER_PARAM = BenchCase(
     run=_run,
     table=timed_table,
     draw=draw_bars,
-    note=(
-        "cost: the step minus a nearby step without DDP. Costs and ratios are taken per round; the table shows their "
-        "medians."
-    ),
+    note=("cost: the step minus a nearby step without DDP. Costs and ratios are per round; the table shows medians."),
 )
 EXPOSED = replace(
     PER_PARAM,

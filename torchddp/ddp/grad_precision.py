@@ -131,8 +131,7 @@ class MainGrads(ReducedWide):
         ]
         if not ddp.gradient_as_bucket_view:  # an explicit False was rejected earlier, so the model is wrapped twice
             raise ValueError(
-                f"{self.asked_by} conflicts with wrapping a model twice: both wrappers would take the same gradients. "
-                "Wrap once"
+                f"{self.asked_by} conflicts with wrapping a model twice: both would take the same gradients. Wrap once"
             )
 
     def opened(self, reducer: _C.Reducer, parameters: Sequence[torch.Tensor]) -> None:
@@ -233,9 +232,8 @@ class Precision:
         for name, dtype in (("reduce", self.reduce), ("main_grads", self.main_grads)):
             if dtype not in (None, torch.float32):
                 raise ValueError(
-                    f"Precision({name}=) must be torch.float32 or None, got {dtype!r}. (To send float32 gradients in "
-                    "16 bits there are Precision(wire=torch.bfloat16), over shared memory, and the hook "
-                    "torchddp.comm_hooks.BF16)"
+                    f"Precision({name}=) must be torch.float32 or None, got {dtype!r}. (To send float32 in 16 bits: "
+                    "Precision(wire=torch.bfloat16), over shared memory, or the hook torchddp.comm_hooks.BF16)"
                 )
         if self.main_grads_as not in _STORED:
             allowed = ", ".join(map(repr, _STORED))

@@ -101,8 +101,7 @@ def _check(ddp: Wrapper) -> None:
     session.reducer.check_not_unfinished()
     if session.reducer.is_in_graph:
         raise RuntimeError(
-            "a captured CUDA graph holds the addresses of the buckets, which would change. Freeze and thaw before the "
-            "capture."
+            "a captured CUDA graph holds the addresses of the buckets: freeze and thaw before the capture"
         )
     named = {n: p for n, p in ddp.module.named_parameters() if n not in ddp.parameters_to_ignore}
     empty = [n for n, p in named.items() if p.is_meta or isinstance(p, torch.nn.UninitializedParameter)]
@@ -113,8 +112,7 @@ def _check(ddp: Wrapper) -> None:
         )
     if not any(p.requires_grad for p in named.values()):
         raise RuntimeError(
-            "no parameter of the module requires grad, so there is nothing to train. Nothing was changed: thaw some, "
-            "and call it again."
+            "no parameter of the module requires grad, so there is nothing to train. Nothing was changed: thaw some"
         )
     new = [n for n, p in named.items() if p.requires_grad and p.grad is not None and id(p) not in session.reduced_ids]
     if new and session.is_weighing:
@@ -186,8 +184,7 @@ def _agree(ddp: Wrapper, states: Sequence[_State], agreement: Agreement) -> None
             listed = "; ".join(differences[:MAX_DIFFERENCES]) + (f"; and {more} more" if more > 0 else "")
             raise RuntimeError(
                 f"refresh_trainable() on rank {ddp.session.rank}: the model is not the same on all ranks: {listed}. "
-                "Nothing was changed. Freeze, thaw, add and remove the same parameters on every rank, and call it "
-                "again."
+                "Nothing was changed. Freeze, thaw, add and remove the same parameters on every rank."
             )
         if problem is None and (others := list_problems([theirs for theirs, _ in by_rank])):
             raise RuntimeError(f"refresh_trainable() failed on other ranks, and changed nothing: {others}")

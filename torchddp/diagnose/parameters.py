@@ -88,8 +88,7 @@ def _check(session: ReducerSession) -> None:
         error = _find(session, steps)
     except TransportError as failure:
         raise TransportError(
-            f"rank {transport.rank}: comparing parameters with those of the other ranks after {steps} synchronized "
-            f"steps failed: {failure}"
+            f"rank {transport.rank}: comparing parameters after {steps} synchronized steps failed: {failure}"
         ) from failure
     if error is not None:
         raise error

@@ -75,8 +75,7 @@ def _sizes(config: ParallelConfig, world_size: int, model_parallel: int) -> tupl
     if data_parallel * model_parallel != world_size:
         raise ValueError(
             f"data_parallel {data_parallel} x model_parallel {model_parallel} is {data_parallel * model_parallel}, but "
-            f"there are {world_size} ranks: their product must be the number of ranks (leave data_parallel out to have "
-            "it computed)"
+            f"there are {world_size} ranks: their product must be the number of ranks (or leave data_parallel out)"
         )
     return data_parallel, model_parallel
 

@@ -33,8 +33,7 @@ def checked_model(model: object) -> DistributedDataParallel:
     """Return the model if its gradients pass through torchddp's reducer; TypeError or ValueError otherwise."""
     if not isinstance(model, DistributedDataParallel):
         raise TypeError(
-            "torchddp.profiler needs a torchddp.DistributedDataParallel, whose reducer measures the times; got "
-            f"{torch.typename(model)}"
+            f"torchddp.profiler needs torchddp.DistributedDataParallel, which measures times; got {torch.typename(model)}"
         )
     check_reduces(model)
     return model

@@ -178,8 +178,7 @@ class Chunk:
             if param.shape != view.shape or param.dtype != view.dtype or param.device != view.device:
                 raise RuntimeError(
                     f"a parameter was {view.dtype}{list(view.shape)} on {view.device} when the module was wrapped, and "
-                    f"is now {param.dtype}{list(param.shape)} on {param.device}: use the ShardedDataParallel's to() "
-                    "instead, or wrap again"
+                    f"is now {param.dtype}{list(param.shape)} on {param.device}: use the wrapper's to(), or wrap again"
                 )
             view.copy_(param.detach())
             param.data = view

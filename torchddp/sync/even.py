@@ -127,8 +127,7 @@ def _go_on(work: _C.Work, answers: torch.Tensor, source: _Source[T], rank: int, 
         work.wait()
     except TransportError as error:
         raise TransportError(
-            f"even_batches on rank {rank}: the ranks could not agree on batch {number}, because one died or left its "
-            f"loop early: {error}"
+            f"even_batches on rank {rank}: the ranks could not agree on batch {number}, one died or left its loop: {error}"
         ) from error
     if source.error is not None:
         raise source.error

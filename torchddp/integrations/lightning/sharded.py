@@ -73,8 +73,7 @@ class TorchDDPShardedStrategy(TorchDDPStrategy):
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
         if not any(param in trainable for group in groups for param in group["params"]):
             raise ValueError(
-                f"{type(self).__name__} needs the LightningModule's optimizer: configure_optimizers returned none over "
-                "its trainable parameters"
+                f"{type(self).__name__} needs the module's optimizer: configure_optimizers returned none for it"
             )
         replaced = [(optimizer, shard(optimizer)) for optimizer in self.optimizers]
         self.optimizers = [new for _, new in replaced]
