@@ -38,8 +38,8 @@ def of_model(model: TorchWrapper) -> dict[str, Traffic]:
     * ``"shm"``: bytes that this rank reads from or writes to other ranks' memory.
     * ``"outer"``: bytes that this rank sends to other hosts if the ranks of a host share memory; its payload is this
       rank's part of the payload of ``"shm"``.
-    * ``"hook"``: with a communication hook, the hook's attribute ``traffic``, a :class:`Traffic`; or else
-      ``wire_bytes`` is None.
+    * ``"hook"``: with a communication hook: its attribute ``traffic``, a :class:`Traffic`; or else ``wire_bytes`` is
+      None.
 
     Empty before the first such step. Steps under ``no_sync()`` send nothing and don't change it. Not included: buffers,
     parameters that ShardedDataParallel sends after a step, and the exchange of used parameters.

@@ -76,9 +76,8 @@ class DiLoCo(OptimizerWrapper):
     train a `DistributedDataParallel` under ``no_sync()``.
 
     With ``fragments``, each fragment (every F-th layer) is synchronized every ``sync_every`` steps, evenly spread: peak
-    bandwidth falls by F. A thread averages its outer gradients during ``overlap_steps`` more steps; then the rank's
-    parameters become ``alpha`` times themselves plus 1 - ``alpha`` times the global ones. Call :meth:`finish` at the
-    end.
+    bandwidth falls by F. A thread averages its outer gradients during ``overlap_steps`` more steps; then parameters
+    become ``alpha`` times themselves plus 1 - ``alpha`` times the global ones. At the end, call :meth:`finish`.
 
     Args:
         params: a module, or its parameters (with names, if errors should name them): all that ``optimizer`` steps.

@@ -74,11 +74,9 @@ class PostLocalSGD(OptimizerWrapper):
         optimizer.step()  # averages when the averager's period is over
 
     ``optimizer``: any of torch's whose steps are not collective; its state (momentum) stays local. ``averager``: one of
-    this package's or of torch's. Replaces torch's PostLocalSGDOptimizer, with the same ``state_dict``: the inner one's,
-    and ``"step"``.
+    this package's or of torch's. Replaces torch's PostLocalSGDOptimizer, with the same ``state_dict``.
 
-    Construction is not collective; `step` is when the averager averages. TypeError or ValueError for what it can't
-    wrap.
+    Construction is not collective; `step` is when the averager averages. Raises TypeError, ValueError for others.
     """
 
     def __init__(self, optimizer: Optimizer, averager: ModelAverager) -> None:

@@ -87,7 +87,6 @@ class BenchCase:
     options: Mapping[str, Option] = field(default_factory=dict)
 
     def launch(self, job: Job, display: Display, place: Place = THIS_HOST) -> list[dict[str, Any]]:
-        """Measure each subject of the job on newly started ranks."""
         ranks = RankJob(
             job.case, _measure_each, (self.measure, job), job.world_size, job.backend, job.collective_timeout_s
         )
@@ -97,8 +96,6 @@ class BenchCase:
 
 @dataclass(frozen=True)
 class Job:
-    """Everything one launch of worker processes needs to know. Picklable."""
-
     case: str
     models: tuple[str, ...]
     variants: tuple[Variant, ...]

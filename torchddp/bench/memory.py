@@ -95,7 +95,6 @@ def _run(case: BenchCase, settings: Settings, display: Display) -> list[dict[str
 
 
 def memory_result(variants: Sequence[Variant], raws: Sequence[dict[str, Any]], world_size: int) -> dict[str, Any]:
-    """The result of one model: peaks, and each wrapper's excess over the bare model."""
     local = next(raw for variant, raw in zip(variants, raws, strict=True) if variant.role is Role.LOCAL)
     rows = []
     for variant, raw in zip(variants, raws, strict=True):

@@ -87,7 +87,6 @@ def _bars(result: dict[str, Any], key: str, with_local: bool) -> list[tuple[str,
 def draw_bars(
     results: Sequence[dict[str, Any]], key: str = "cost", label: str = "", *, with_local: bool = False
 ) -> Figure:
-    """One panel per model, side by side, of the summary or the bytes that each row has under `key`."""
     count, most = len(results), max(len(result["variants"]) for result in results)
     figure, (axes,) = panels(1, count, 2.0 + 3.4 * count, 1.4 + 0.36 * most, sharey=True)
     for axis, result in zip(axes, results, strict=True):

@@ -25,8 +25,7 @@ _NORMS = (_torch.BatchNormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 class PerParameter(CommHook):
     """Reduces each parameter with the hook of the first matching rule, or else with ``default``.
 
-    A bucket is split (copied) by hook, and each part reduced in turn; None sums exactly in fp32. Stores what they
-    store.
+    A bucket is split (copied) by hook, and each part reduced in turn; None sums exactly in fp32.
 
     Example:
 

@@ -38,8 +38,6 @@ class Setup:
 
 @dataclass
 class _Step:
-    """Bytes of a step, added up while it runs."""
-
     number: int
     payload_bytes: int = 0
     wire_bytes: int = 0

@@ -54,7 +54,6 @@ class Layout:
         return cls(tuple(replace(slot, offset=offset) for slot, offset in zip(slots, offsets, strict=True)), end)
 
     def names(self) -> str:
-        """For messages: at most four names."""
         return listed([slot.name for slot in self.slots])
 
     def clear_gaps(self, flat: Tensor, begin: int = 0) -> None:

@@ -17,8 +17,6 @@ from torchddp.durations import Duration
 
 @dataclass(frozen=True)
 class _Batch:
-    """Matrices of one shape, worked on together."""
-
     rows: int
     columns: int
     rank: int
@@ -48,8 +46,8 @@ class PowerSGD(CommHook):
     summed over the ranks and made orthonormal, then Q = M^T P is summed. M becomes P Q^T, which is exact if M has at
     most rank r; the difference is added to the next step's gradient. All P of a bucket are sent in one message with its
     vectors, all Q in another: ``4 * (r * (n + m))`` bytes per matrix, and 4 per element of a vector. Every rank holds
-    fp32 residuals of the matrices' size and 4 * r * m bytes of Q per matrix. All ranks get the same bits if they have
-    the same CPUs or GPUs.
+    fp32 residuals of the matrices' size and 4 * r * m bytes of Q per matrix. All get the same bits on equal CPUs or
+    GPUs.
 
     Example:
 

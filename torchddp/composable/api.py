@@ -88,8 +88,7 @@ def replicate(
     Returns ``module`` itself. Names, state dict keys, attributes, ``isinstance`` and the parameter objects stay the
     same, so the optimizer may be created before or after. The module also becomes a
     :class:`torchddp.composable.ReplicateModule`, with ``set_requires_gradient_sync`` and ``no_sync``. Submodules that
-    are already replicated or sharded are left alone. A copy (deepcopy, pickle) has the original class and is not
-    replicated.
+    are already replicated or sharded are left alone. A copy (deepcopy, pickle) is not replicated.
 
     Example:
 

@@ -197,8 +197,7 @@ class ReplicateModule:
     def refresh_trainable(self) -> None:
         """Update what is reduced after parameters inside were frozen, thawed, added or removed. Collective.
 
-        See :meth:`torchddp.DistributedDataParallel.refresh_trainable`. Not for submodules that are replicated
-        themselves.
+        See :meth:`torchddp.DistributedDataParallel.refresh_trainable`. Without submodules replicated alone.
         """
         state_of(self).engine.refresh_trainable()
 

@@ -48,7 +48,6 @@ def group_of(process_group: object, device_mesh: dist.DeviceMesh | None) -> dist
 
 
 def device_of(module: object) -> torch.device | None:
-    """Of its first parameter; None without any."""
     return next((p.device for p in module.parameters()), None) if isinstance(module, torch.nn.Module) else None
 
 

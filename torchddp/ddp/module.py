@@ -77,8 +77,7 @@ class DistributedDataParallel(TorchDDP):
             all ranks can use it; NCCL for a CUDA model if the process group is NCCL's and all ranks can use it;
             otherwise c10d. Also c10d with ``init_sync=False``, and for copies (pickle, deepcopy), which a single rank
             may make. The environment variable TORCHDDP_TRANSPORT replaces "auto". A transport added with
-            ``torchddp.transport.select.register`` is chosen by its name (for type checkers
-            ``RegisteredTransport(name)``).
+            ``torchddp.transport.select.register`` is chosen by name (typed ``RegisteredTransport(name)``).
         comm_hook: as for :meth:`register_comm_hook`: a hook ``hook(state, bucket)`` with state None, a tuple ``(state,
             hook)``, or the name of a hook in ``torchddp.comm_hooks``.
         timeout: how long a reduction may take, in seconds or as a ``datetime.timedelta``; None: the process group's
@@ -89,8 +88,8 @@ class DistributedDataParallel(TorchDDP):
             gradient) / sum(weight) over the ranks and backwards of a step. A backward without one raises RuntimeError.
             False: only steps that call `weigh` are weighted, on all ranks or on none. Required under ``join()``, where
             a rank that has run out of inputs must know that the others send weights.
-        precision: the dtypes in which gradients are sent, reduced and kept: :class:`torchddp.Precision`. None: the
-            parameters'.
+        precision: the dtypes in which gradients are sent, reduced and kept: :class:`torchddp.Precision`. None: their
+            own.
         checks: what to watch for: :class:`torchddp.Checks`. None: ``Checks()``, with hang reports and warnings of
             traps. ``"off"``, or the environment variable TORCHDDP_CHECKS=0, which takes precedence: nothing.
         auto_refresh_trainable: in every forward that begins a synchronized step, check whether parameters were frozen,
@@ -394,8 +393,8 @@ class DistributedDataParallel(TorchDDP):
 
         Args:
             weight: the number of samples or tokens that the loss covers, at least 0: a number or a one-element tensor.
-            loss: whether the loss is the ``"mean"`` or the ``"sum"`` over them. With "sum", gradients are only divided
-                by all weights.
+            loss: whether the loss is the ``"mean"`` or the ``"sum"`` over them. With "sum", they are only divided by
+                the weights.
 
         Raises:
             TypeError, ValueError: the weight is invalid.

@@ -67,8 +67,8 @@ class DDPSyncStrategy(str, Enum):
 
     * ``SINGLE_AUTO_SYNC``: during the last microbatch's backward. One reduction per step, overlapped with it.
     * ``MULTI_AUTO_SYNC``: during each microbatch's backward. As many reductions as microbatches.
-    * ``FORCED_SYNC``: all at once after the last microbatch's backward. One reduction per step, fully exposed, for any
-      use of parameters.
+    * ``FORCED_SYNC``: all at once after the last microbatch's backward. One reduction, exposed, for any use of
+      parameters.
     """
 
     SINGLE_AUTO_SYNC = "single_auto_sync"
@@ -175,7 +175,6 @@ class DDPOptions:
 
     @property
     def views(self) -> bool:
-        """Whether gradients are bucket memory, unless something prevents it."""
         return self.gradient_as_bucket_view is None or bool(self.gradient_as_bucket_view)
 
     @property

@@ -48,13 +48,8 @@ def _dtype_in_words(dtype: torch.dtype, reduced_in: torch.dtype) -> str:
 
 @dataclass(frozen=True)
 class ModelDescription:
-    """What a wrapper sends of a model.
-
-    Attributes:
-        params: those that are reduced.
-        frozen: other parameters, which are copied from rank 0.
-        buffers: those that are copied from rank 0, at construction or later.
-        ignored: names of parameters and buffers that are left alone.
+    """What a wrapper sends of a model: parameters that are reduced, others that are copied from rank 0, and buffers
+    that are copied then or later. ``ignored``: the names of what is left alone.
     """
 
     params: list[ParamDescription]

@@ -95,15 +95,12 @@ class ReducerSession:
 
     Attributes:
         reducer: with hooks on `parameters`.
-        specs: their names and sizes, in order.
         parameters: those whose gradients are reduced. `reduced_ids` also has those that the policy replaced.
         precision: the dtype in which their gradients are reduced and stored.
-        process_group, rank: the current ones.
-        is_open: False once closed.
         is_collective: whether ranks could communicate when it was opened (not with ``init_sync=False``).
         is_copy: the model was pickled or copied, perhaps by this rank alone, so its setup does not communicate.
         reduces_now: the step has no backward (`DistributedDataParallel.reduce`).
-        buffer_names: names of the module's buffers when the session opened.
+        buffer_names: those when the session opened.
         first_bucket_bytes: rank 0's cap of the first bucket, where the transport has no other.
 
     Args:
@@ -340,7 +337,6 @@ class ReducerSession:
         agree_on_model(agreement, self._model, {**self._compared(*coming), **of_rank_0}, None)
 
     def _compared(self, *coming: tuple[object, object]) -> dict[str, str]:
-        """What must be equal on all ranks apart from the model, in words."""
         ddp = self.ddp
         compared = self.options.compared(has_buffers=self._has_buffers)
         compared["transport (or TORCHDDP_TRANSPORT)"] = self._choice

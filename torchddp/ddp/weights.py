@@ -14,8 +14,7 @@ LOSSES = get_args(LossKind)
 def weight_and_count(weight: SupportsFloat | torch.Tensor, loss: LossKind, rank: int) -> tuple[float, float]:
     """The factor for a backward's gradients, and what the backward adds to the divisor of all ranks' sum.
 
-    TypeError or ValueError for a weight that is not a number (or a tensor of one), negative or not finite; other
-    losses.
+    TypeError or ValueError for a weight that is no number (or tensor of one), negative or not finite; other losses.
     """
     if loss not in LOSSES:
         raise ValueError(f'loss must be "mean" or "sum", as it combines samples or tokens, got {loss!r}')

@@ -251,7 +251,6 @@ def report_text(finding: Finding, states: list[RankState], path: Path | None) ->
 
 def report_json(finding: Finding, states: list[RankState], by: int) -> dict[str, Any]:
     return {
-        "headline": finding.headline,
         **asdict(finding),
         "written_by": by,
         "time": time.time(),

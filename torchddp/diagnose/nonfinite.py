@@ -38,7 +38,6 @@ class NonFiniteFinder(StepObserver):
         self._finds = _Finds(self._session)
 
     def close(self) -> None:
-        """Stop checking; findings stay readable."""
         self._finds.close()
 
     def found(self) -> list[NonFinite]:

@@ -80,8 +80,7 @@ class DistributedDataParallel(DDP):
         TypeError: ``manager`` is not a Manager.
         ValueError: a manager without a process group, an option that doesn't work with one, sparse gradients.
         RuntimeError: backward before ``manager.start_quorum()``.
-        TransportError: in backward: no quorum within the manager's time limits; says whether the lighthouse can be
-            reached.
+        TransportError: in backward: no quorum in the manager's time limits; says if the lighthouse can be reached.
     """
 
     _policy = _ManagerPolicy()

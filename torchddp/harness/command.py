@@ -102,7 +102,6 @@ def _checked_output(param: typer.CallbackParam, path: Path | None) -> Path | Non
 
 
 def output_option(help_text: str, *names: str) -> Any:
-    """An option that names a file to write, checked before the run."""
     return typer.Option(*names, help=help_text, callback=_checked_output)
 
 

@@ -39,8 +39,6 @@ def output_is_loss(output: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """How to build a model and one batch for it, and what to differentiate."""
-
     title: str
     build: Callable[[], nn.Module]
     # A tensor, or a tuple or dict of arguments for the module.
@@ -177,7 +175,6 @@ def load_factory(path: str, seed: int = 0) -> ModelSpec:
 
 
 def _a(thing: object) -> str:
-    """'a list', 'an int'."""
     name = type(thing).__name__
     return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
 

@@ -112,7 +112,6 @@ def plain_table(title: str, first: str, *numbers: str, second: str | None = None
 
 
 def origin(document: dict[str, Any]) -> Iterator[Text]:
-    """When, where and by which command the results of a document were made."""
     from rich.text import Text
 
     machine = document["machine"]

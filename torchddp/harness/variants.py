@@ -25,7 +25,6 @@ class ArgumentError(ValueError):
 
 
 def one_line(error: BaseException) -> str:
-    """The message of an error, as part of a sentence."""
     return " ".join(str(error).split()).rstrip(".") or type(error).__name__
 
 
@@ -57,8 +56,6 @@ class Role(str, Enum):
 
 @dataclass(frozen=True)
 class Variant:
-    """One column of the experiment: a wrapper class and the options it is built with."""
-
     name: str
     role: Role
     class_path: str | None = None

@@ -64,8 +64,7 @@ def parallelize(
     Raises:
         ValueError: sizes that don't multiply to the world size, model parallelism for a model without a plan for it, a
             model that is already parallel, a missing optimizer.
-        TypeError: a config or optimizer of the wrong type. An existing optimizer is refused: sharding replaces its
-            parameters.
+        TypeError: a config or optimizer of the wrong type, or an existing one, whose parameters sharding replaces.
         RuntimeError: a launcher started several processes, but ``init_process_group`` was not called.
     """
     config = ParallelConfig() if config is None else config

@@ -78,8 +78,8 @@ class ParallelConfig:
 
     Raises:
         TypeError: a value of the wrong type.
-        ValueError: a value that is not allowed, an unknown option, or conflicting options. Both name option, value and
-            what is allowed.
+        ValueError: a value that is not allowed, an unknown option, or conflicting options. Both name it and what is
+            allowed.
     """
 
     kind: Kind = "auto"

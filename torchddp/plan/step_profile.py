@@ -19,8 +19,6 @@ class ProfileError(ValueError):
 
 @dataclass(frozen=True)
 class Gradient:
-    """One reduced parameter, as the reducer sees it."""
-
     name: str
     numel: int
     itemsize: int

@@ -35,7 +35,6 @@ TERMS = {
 
 
 def profile_numbers(profile: MergedProfile) -> dict[str, Any]:
-    """The median step, and what all steps say about the ranks."""
     last = profile.last_rank() if len(profile.records) > 1 else None
     last_rank = straggler = None
     if last is not None:

@@ -33,7 +33,7 @@ def checked_model(model: object) -> DistributedDataParallel:
     """Return the model if its gradients pass through torchddp's reducer; TypeError or ValueError otherwise."""
     if not isinstance(model, DistributedDataParallel):
         raise TypeError(
-            f"torchddp.profiler needs torchddp.DistributedDataParallel, which measures times; got {torch.typename(model)}"
+            f"torchddp.profiler needs torchddp.DistributedDataParallel, which times steps; got {torch.typename(model)}"
         )
     check_reduces(model)
     return model

@@ -32,8 +32,6 @@ BUCKET_TIMES = ("first_ready_ns", "last_ready_ns", "packed_ns", "launched_ns", "
 
 
 class BucketLayout(NamedTuple):
-    """A bucket's parameters, by index, and the bytes of its flat memory."""
-
     params: tuple[int, ...]
     nbytes: int
 

@@ -120,7 +120,6 @@ class ShardedPolicy(ReducerPolicy):
             gather.finish()
 
     def release(self) -> None:
-        """Let the optimizers step on their own again."""
         for optimizer in self.optimizers:
             optimizer._attach(None)
         self.gathers = []

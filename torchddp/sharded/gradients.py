@@ -35,8 +35,7 @@ def sharded_norm(
 ) -> torch.Tensor:
     """The norm of all ranks' ``grads``: a scalar of ``dtype`` on ``device``. Collective (one all-gather).
 
-    ValueError for norms of order 0 and below, and if the options ``alike`` differ between ranks. Errors of ``check``
-    reach all.
+    ValueError for norms of order 0 and below, and if the options ``alike`` differ between ranks.
     """
     problem: Exception | None = None
     local, order = torch.zeros((), device=device), 1.0

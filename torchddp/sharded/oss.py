@@ -65,8 +65,8 @@ class OSS(Optimizer):
         defaults: the options of ``optim``.
 
     The constructor is collective: it raises RuntimeError on every rank if the parameters differ between ranks.
-    TypeError if ``optim`` is not an optimizer class; ValueError for a parameter given twice, an invalid size, a rank
-    outside of ``group``.
+    TypeError if ``optim`` is not an optimizer class; ValueError for a parameter given twice, an invalid size, a wrong
+    group.
     """
 
     # GradScaler then leaves skipping and unscaling to `step`, where ranks must agree, or some would wait forever.
@@ -243,8 +243,7 @@ class OSS(Optimizer):
     def consolidate_state_dict(self, recipient_rank: int = 0) -> None:
         """Gather the whole state on the CPU of one rank (of the group), where `state_dict` then returns it. Collective.
 
-        One owner sends at a time; the other ranks hold nothing. The next step drops the state. ValueError for no rank
-        of the group.
+        One owner sends at a time. The next step drops the state. ValueError for a rank outside of the group.
         """
         with self._agreement() as agreement:
             if not 0 <= recipient_rank < self.world_size:

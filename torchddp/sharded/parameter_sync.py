@@ -56,8 +56,6 @@ class StepHooks:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Parameters of one owner, device and dtype that are sent in one message."""
-
     owner: int
     params: list[torch.Tensor]
 

@@ -115,7 +115,6 @@ class ParameterPartition:
         return [param.requires_grad for param in self.params]
 
     def owned(self) -> list[int]:
-        """The indices of this rank's parameters, frozen ones included."""
         return [index for index, owner in enumerate(self.owners) if owner == self.rank]
 
     def describe(self) -> list[str]:

@@ -48,8 +48,7 @@ def even_batches(
 
     Raises:
         TypeError: ``model`` or ``process_group`` is something else, or both are given.
-        RuntimeError: another rank's iterator raised (names the rank). That rank gets the original. All raise at the
-            same batch.
+        RuntimeError: another rank's iterator raised (names the rank). That rank gets the original.
         TransportError: a peer died or left its loop.
     """
     group = _group_of(model, process_group)
@@ -61,8 +60,6 @@ def even_batches(
 
 
 class _Source(Generic[T]):
-    """One rank's batches, with one prefetched."""
-
     def __init__(self, batches: Iterable[T]) -> None:
         self._batches = batches
         self._iterator: Iterator[T] | None = None
@@ -87,8 +84,6 @@ class _Source(Generic[T]):
 
 
 class _Agreement:
-    """How the ranks of a group learn about each other's next batch."""
-
     def __init__(self, process_group: dist.ProcessGroup) -> None:
         own = process_group
         if _torch.is_alive(process_group):
@@ -127,7 +122,7 @@ def _go_on(work: _C.Work, answers: torch.Tensor, source: _Source[T], rank: int, 
         work.wait()
     except TransportError as error:
         raise TransportError(
-            f"even_batches on rank {rank}: the ranks could not agree on batch {number}, one died or left its loop: {error}"
+            f"even_batches on rank {rank}: ranks could not agree on batch {number}: one died or left its loop: {error}"
         ) from error
     if source.error is not None:
         raise source.error
