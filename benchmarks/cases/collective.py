@@ -305,7 +305,7 @@ def measure(job: Job, operation: str, report: Report) -> dict[str, Any]:
         )
         for trial in trials:
             trial.check()
-        sizes.append({"bytes": numel * ITEM_BYTES, "time_us": times_us, "slowest_us": over_ranks(times_us, job)})
+        sizes.append({"bytes": numel * ITEM_BYTES, "time_us": times_us, "slowest_us": over_ranks(times_us)})
     return {
         "operation": operation,
         "processors": available_cores(),

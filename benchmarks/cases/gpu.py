@@ -310,7 +310,7 @@ def measure(job: Job, name: str, report: Report) -> dict[str, Any]:
     check_gradients(job, name, runners, other_batch, MODELS[name].tolerance)
     times_ms = timed_rounds(runners, batch, job, report)  # [clock, variant, round]
     check_gradients(job, name, runners, other_batch, MODELS[name].tolerance)
-    step_ms, host_ms = over_ranks(times_ms, job)
+    step_ms, host_ms = over_ranks(times_ms)
     return {
         **about(job, name, runners, device),
         "step_ms": step_ms,

@@ -163,7 +163,7 @@ def time_training(job: Job, model: str, report: Report) -> dict[str, Any]:
     batch = make_batch(model, job.seed, dist.get_rank(), 0)
     timed = dict(contest.trainers)
     warm_up(list(timed.values()), batch, job)
-    samples = over_ranks(timed_rounds(list(timed.values()), batch, job, report), job)
+    samples = over_ranks(timed_rounds(list(timed.values()), batch, job, report))
     contest.compare(start)
     contest.set_learning_rate(LEARNING_RATE)
     contest.train(1, first_batch=PROOF_STEPS)

@@ -247,10 +247,10 @@ def time_runners(job: Job, model_name: str, runners: Sequence[Runner], report: R
     check_gradients(job, model_name, runners, other_batch)
     samples = timed_rounds(runners, batch, job, report)
     check_gradients(job, model_name, runners, other_batch)
-    return {**describe_model(model_name, runners[0].module, job.seed), "step_ms": over_ranks(samples, job)}
+    return {**describe_model(model_name, runners[0].module, job.seed), "step_ms": over_ranks(samples)}
 
 
-def over_ranks(times_ms: np.ndarray, job: Job) -> np.ndarray:
+def over_ranks(times_ms: np.ndarray) -> np.ndarray:
     """Collective: the slowest rank's times, because a step takes as long as its slowest rank."""
     slowest: np.ndarray = np.max(gathered(times_ms), axis=0)
     return slowest

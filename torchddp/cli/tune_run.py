@@ -103,7 +103,7 @@ def tune_on_rank(report: Callable[[float, float], None], settings: TuneSettings)
         backend=dist.get_backend(),
     )
     begin_s = time.monotonic()
-    step_ms = over_ranks(timed_rounds(runners, None, job, report), job)
+    step_ms = over_ranks(timed_rounds(runners, None, job, report))
     seconds = max(settings.seconds, time.monotonic() - begin_s)
     return TuneResult(profile, candidates, step_ms, torch.get_num_threads(), seconds)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Collection, Iterable, Mapping, Sequence, Sized
 from typing import TYPE_CHECKING, TypeGuard
 
 import torch
@@ -98,13 +98,9 @@ def buffers_of(module: torch.nn.Module) -> list[torch.Tensor]:
     return found if _C.can_travel_as_bytes(found) else [local_of(buffer) for buffer in found]
 
 
-def states_of(module: torch.nn.Module, ignored: Collection[str], *, buffers: bool) -> Iterator[torch.Tensor]:
-    for name, parameter in module.named_parameters():
-        if name not in ignored:
-            yield local_of(parameter).detach()
-    for name, buffer in module.named_buffers() if buffers else ():
-        if name not in ignored:
-            yield local_of(buffer).detach()
+def states_of(module: torch.nn.Module, ignored: Collection[str], *, buffers: bool) -> list[torch.Tensor]:
+    named = [*module.named_parameters(), *(module.named_buffers() if buffers else ())]
+    return [local_of(tensor).detach() for name, tensor in named if name not in ignored]
 
 
 def backward_hook_tables(module: torch.nn.Module | TorchWrapper) -> list[Sized]:
@@ -206,7 +202,7 @@ class ParameterWatch:
     def __init__(
         self, module: torch.nn.Module, parameters: Sequence[torch.Tensor], names: Iterable[str], *, warns: bool
     ) -> None:
-        there = _ids(module)
+        there = {id(parameter) for parameter in module.parameters()}
         self._hooked = [
             (name, parameter, parameter.dtype, _node(parameter), id(parameter) in there)
             for name, parameter in zip(names, parameters, strict=True)
@@ -266,10 +262,6 @@ class ParameterWatch:
 _CONVERTED = "converted to another dtype or device"
 _REPLACED = "replaced by other parameters (load_state_dict with assign=True, or an assignment)"
 _ADDED = "thawed or added"
-
-
-def _ids(module: torch.nn.Module) -> set[int]:
-    return {id(parameter) for parameter in module.parameters()}
 
 
 def _node(parameter: torch.Tensor) -> object:

@@ -6,8 +6,8 @@ or from outside the package with `register`. The module and the session use obse
 
 from __future__ import annotations
 
-import importlib
 import logging
+import pkgutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -51,7 +51,8 @@ class _Registered:
     is_optional: bool
 
     def make(self, session: ReducerSession) -> StepObserver:
-        made: StepObserver = (load(self.factory) if isinstance(self.factory, str) else self.factory)(session)
+        factory = pkgutil.resolve_name(self.factory) if isinstance(self.factory, str) else self.factory
+        made: StepObserver = factory(session)
         return made
 
 
@@ -131,8 +132,3 @@ class Observers:
     def close(self) -> None:
         for observer in self:
             observer.close()
-
-
-def load(path: str) -> Any:
-    module, _, name = path.partition(":")
-    return getattr(importlib.import_module(module), name)

@@ -150,7 +150,9 @@ class ReducerSession:
         self._choice: str = select.C10D if before is None else before._choice
         self._all_in_place: bool = before is None or before._all_in_place  # over NCCL, all ranks or none
         transport = policy.transport(self, before)
-        buffer_broadcast = self._reserved_broadcast(transport, ddp.modules_buffers)  # before ranks agree on memory
+        buffer_broadcast = self._broadcast_over(transport)
+        if transport.size > 1 and ddp.modules_buffers and _C.can_travel_as_bytes(ddp.modules_buffers):
+            buffer_broadcast.reserve(ddp.modules_buffers)  # before ranks agree on memory
         dtypes = self._bucket_dtypes()
         self.specs = model.param_specs(self.parameters, names, sparse, dtypes, policy.owners(parameters))
         self.bucket_caps_bytes, solo_bytes = policy.bucket_caps(self, transport)
@@ -371,7 +373,7 @@ class ReducerSession:
             last = transport.size - 1
             raise ValueError(f"src must be a rank of the model's process group, 0 to {last}, got {src}")
         ddp = self.ddp
-        return self.send(transport, list(model.states_of(ddp.module, ddp.parameters_to_ignore, buffers=buffers)), src)
+        return self.send(transport, model.states_of(ddp.module, ddp.parameters_to_ignore, buffers=buffers), src)
 
     def send(self, transport: _C.Transport, states: list[torch.Tensor], src: int) -> _C.Transport:
         """Send one rank's values of these tensors to all ranks, in place. Collective. Returns as `sync_states`."""
@@ -385,12 +387,6 @@ class ReducerSession:
         agreed = _C.agree_on_memory(transport, self.wait_limit)
         (broadcast if agreed is transport else self._broadcast_over(agreed)).run(states, src)
         return agreed
-
-    def _reserved_broadcast(self, transport: _C.Transport, buffers: list[torch.Tensor]) -> _C.TensorBroadcast:
-        broadcast = self._broadcast_over(transport)
-        if transport.size > 1 and buffers and _C.can_travel_as_bytes(buffers):
-            broadcast.reserve(buffers)
-        return broadcast
 
     def _broadcast_over(self, transport: _C.Transport) -> _C.TensorBroadcast:
         return _C.TensorBroadcast(transport, self.ddp.broadcast_bucket_size, self.wait_limit)

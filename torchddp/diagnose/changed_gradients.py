@@ -81,14 +81,12 @@ class ChangedGradients(StepObserver):
 
     def before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         try:
-            if self._board is not None and self._concerns(optimizer):
+            stepped = (parameter for group in optimizer.param_groups for parameter in group["params"])
+            if self._board is not None and any(id(parameter) in self._ids for parameter in stepped):
                 self._look(self._board)
         except RuntimeError as error:
             logger.debug("rank %d can't compare its gradients with the other ranks': %s", self._session.rank, error)
             self._posted = None
-
-    def _concerns(self, optimizer: torch.optim.Optimizer) -> bool:
-        return any(id(parameter) in self._ids for group in optimizer.param_groups for parameter in group["params"])
 
     def _look(self, board: Board) -> None:
         step = self._session.reducer.finished_steps - self._begin
