@@ -94,13 +94,10 @@ class ReducerSession:
     """Opened by the constructor, by unpickling, and again when the model's parameters or their owners change.
 
     Attributes:
-        reducer: with hooks on `parameters`.
         parameters: those whose gradients are reduced. `reduced_ids` also has those that the policy replaced.
-        precision: the dtype in which their gradients are reduced and stored.
         is_collective: whether ranks could communicate when it was opened (not with ``init_sync=False``).
         is_copy: the model was pickled or copied, perhaps by this rank alone, so its setup does not communicate.
         reduces_now: the step has no backward (`DistributedDataParallel.reduce`).
-        buffer_names: those when the session opened.
         first_bucket_bytes: rank 0's cap of the first bucket, where the transport has no other.
 
     Args:
@@ -187,9 +184,7 @@ class ReducerSession:
                 parameter._idx = index  # type: ignore[attr-defined]  # torch's mixed-precision hooks pass it back
         # torch's mixed precision replaces the parameters with other tensors in every step.
         watched = self.parameters if ddp.mixed_precision is None else []
-        self._parameter_watch = model.ParameterWatch(
-            ddp.module, watched, names[: len(watched)], warns=options.checks.traps
-        )
+        self._watch = model.ParameterWatch(ddp.module, watched, names[: len(watched)], warns=options.checks.traps)
         self._known: list[torch.Tensor] = list(ddp.module.parameters())
         self._trained = bytes(parameter.requires_grad for parameter in self._known)
         self._hook_tables = model.backward_hook_tables(ddp)
@@ -407,9 +402,9 @@ class ReducerSession:
             )
         self.precision.before_forward()
         if ddp.require_backward_grad_sync:
-            self._parameter_watch.begin_step(without_gradients=self.reducer.prepare_for_forward())
-        if self._parameter_watch.in_doubt:
-            self._parameter_watch.look(ddp, self.reduced_ids)
+            self._watch.begin_step(without_gradients=self.reducer.prepare_for_forward())
+        if self._watch.in_doubt:
+            self._watch.look(ddp, self.reduced_ids)
 
     def weigh(self, weight: float, count: float, *, begins: bool = True, ends: bool = True) -> None:
         """Multiply the next backward's gradients by ``weight``, and add ``count`` to the divisor of all ranks' sum.
