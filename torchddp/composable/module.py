@@ -17,7 +17,7 @@ from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 from torchddp import _torch
 from torchddp.composable.engine import ReplicateEngine
 from torchddp.composable.precision import ParameterCast, cast_tensors, in_backward
-from torchddp.ddp.module import Inputs
+from torchddp.ddp.forward import Inputs
 from torchddp.ddp.weights import LossKind
 
 NAME = "replicate"  # the registry of torch's contract, where fully_shard looks for it

@@ -52,7 +52,7 @@ class Checks:
             raise ValueError(f'Checks(zero_weights=) must be "raise" or "zeros", got {self.zero_weights!r}')
         every = self.parameters_every
         if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
-            raise ValueError(f"Checks(parameters_every=) must be None or a number of steps, 1 or more; got {every!r}")
+            raise ValueError(f"Checks(parameters_every=) must be a number of steps, 1 or more, or None; got {every!r}")
         asked_for_s = seconds(self.stall_report, "Checks(stall_report=)")
         if asked_for_s is not None and math.isinf(asked_for_s):
             raise ValueError("Checks(stall_report=) must be a finite number of seconds; 0 turns reports off")
