@@ -36,8 +36,8 @@ def of_model(model: TorchWrapper) -> dict[str, Traffic]:
     * ``"c10d"``, ``"nccl"``: computed for ring algorithms, 2 (W-1)/W of the payload for an all-reduce over W ranks,
       since neither gloo nor NCCL reports it. Other algorithms (NCCL's trees) may send a different amount.
     * ``"shm"``: bytes that this rank reads from or writes to other ranks' memory.
-    * ``"outer"``: bytes that this rank sends to other hosts if the ranks of a host share memory; its payload is this
-      rank's part of the payload of ``"shm"``.
+    * ``"outer"``: bytes that this rank sends to other hosts if the ranks of a host share memory; its payload is part of
+      ``"shm"``'s.
     * ``"hook"``: with a communication hook: its attribute ``traffic``, a :class:`Traffic`; or else ``wire_bytes`` is
       None.
 

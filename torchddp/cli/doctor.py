@@ -1,7 +1,4 @@
-"""`torchddp doctor`: shows what was built, what is running, and what does not fit, even if `import torchddp` fails.
-
-Needs no other package than torch.
-"""
+"""`torchddp doctor`: what was built, what is running, and what does not fit. Needs torch only, and no torchddp._C."""
 
 from __future__ import annotations
 

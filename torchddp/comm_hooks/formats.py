@@ -3,8 +3,7 @@
 Values are coded in blocks of B neighbors with one fp32 scale per block (Dettmers, 8-bit approximations, ICLR 2016, and
 blockwise quantization, Dettmers et al., ICLR 2022). A message is all scales, then all codes.
 
-The functions here work on any device. CPU tensors go through the compiled kernels, which are tested against the
-operators below.
+The functions here work on any device; CPU tensors go through compiled kernels.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The dtype in which gradients of 16-bit parameters are reduced and stored: one class per mode.
-
-The reducer does the work (`_C.GradPrecision`); this module checks the model and sets up its parameters.
-"""
+"""The dtype in which the reducer reduces and stores gradients of 16-bit parameters: checks and setup, by mode."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Observers of a model's steps: bucket planning, checks, hang reports, and whatever a program adds.
 
 To add one, write a class with the methods of `StepObserver` and register it with one line in `torchddp/_assembly.py`,
-or from outside the package with `register`. The module and the session use observers only through these methods.
+or from outside the package with `register`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Warns of gradients that only some ranks change between the end of backward and the optimizer's step.
-
-See docs/checks.md.
-"""
+"""Warns of gradients that only some ranks change between backward and the optimizer's step: docs/checks.md."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Finds out from the ranks' states which ranks hold up the others, and reports it as text and as a JSON file.
-
-This inspects no process and sends nothing.
-"""
+"""Finds out from the ranks' states which ranks hold up the others, and reports it as text and as a JSON file."""
 
 from __future__ import annotations
 

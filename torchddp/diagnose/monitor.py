@@ -1,7 +1,5 @@
-"""The hang monitor, one per job in a process. It checks this rank's waits, asks the other ranks when one lasts too
-long, answers their questions, and lets one rank report.
-
-See docs/hang_reports.md.
+"""The hang monitor, one per job in a process: docs/hang_reports.md. It checks this rank's waits, asks the other ranks
+when one lasts too long, answers their questions, and lets one rank report.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Starts ranks, runs a function on each, and leaves no process behind.
-
-The parent's code comes first, then a rank's, then the code for ranks that torchrun started.
-"""
+"""Starts ranks, runs a function on each, and leaves no process behind."""
 
 from __future__ import annotations
 
@@ -207,15 +204,13 @@ def started(
     method: str = "spawn",
 ) -> Iterator[list[tuple[BaseProcess, Connection]]]:
     """A process per rank that runs `target(rank, *arguments, channel)`, and our end of its channel. All end with it."""
-    context: Any = multiprocessing.get_context(method)
+    mp: Any = multiprocessing.get_context(method)
     ranks: list[tuple[BaseProcess, Connection]] = []
     try:
         with _children_ignore_interrupts(), _environment({**ONE_THREAD, **(environment or {})}):
             for rank in range(world_size):
-                receiver, sender = context.Pipe(duplex=False)
-                process = context.Process(
-                    target=target, args=(rank, *arguments, sender), daemon=True, name=f"rank{rank}"
-                )
+                receiver, sender = mp.Pipe(duplex=False)
+                process = mp.Process(target=target, args=(rank, *arguments, sender), daemon=True, name=f"rank{rank}")
                 process.start()
                 sender.close()
                 ranks.append((process, receiver))

@@ -13,8 +13,7 @@ metaclass decides what calling the class creates. So:
 * Only the metaclass has to be restored, and modules imported later are unaffected.
 
 The metaclass gives a class that is derived from torch's while installed our class as its base. A class derived before
-keeps torch's, because it may already have instances. Meanwhile it also has our metaclass, which reports the first model
-that such a class creates.
+keeps torch's, because it may already have instances; it also has our metaclass, which reports its first model.
 """
 
 from __future__ import annotations

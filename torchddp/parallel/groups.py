@@ -21,8 +21,8 @@ from torchddp.transport.store import part_of_store
 class Layout:
     """The kind of parallelism, and the two sizes whose product is the number of ranks.
 
-    Rank r has index ``r % model_parallel`` in its model-parallel group, whose ranks are consecutive, and index ``r //
-    model_parallel`` in its data-parallel group.
+    Rank r has index ``r % model_parallel`` in its model-parallel group of neighbors, and ``r // model_parallel`` in the
+    other.
     """
 
     kind: str  # none, ddp, sharded, fsdp, hsdp

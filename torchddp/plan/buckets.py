@@ -2,8 +2,7 @@
 and Li, INFOCOM 2019). Pure.
 
 Gradients, in the order in which they become ready, are cut into runs. A run becomes one bucket for each kind of
-gradient in it. Buckets share one channel and are sent in order: each starts once its last gradient is ready and the
-previous bucket has finished.
+gradient in it. Buckets share one channel, in order: each starts once its gradients are ready and the previous is done.
 """
 
 from __future__ import annotations

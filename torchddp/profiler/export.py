@@ -1,8 +1,8 @@
 """Exports a profile in Chrome's trace format (JSON), for Perfetto and chrome://tracing, and as a picture.
 
 In a trace, each rank is a process. Its thread "autograd" shows forward, backward and exposed communication, in which it
-waits for buckets. Each bucket has a thread: gathering (first to last gradient), packing, queued behind earlier buckets,
-in flight. The picture has a panel per rank and a row per thread.
+waits for buckets. Each bucket has a thread: gathering, packing, queued behind earlier buckets, in flight. The picture
+has a panel per rank and a row per thread.
 """
 
 from __future__ import annotations

@@ -162,8 +162,7 @@ class Profile:
         return merge(records, ranks.align(identities, readings))
 
     def report(self, merged: bool = False) -> str:
-        """The median step as text of at most 80 columns: when each bucket was filled, sent and done, what delayed it,
-        and how much communication was exposed.
+        """The median step as text of at most 80 columns: each bucket's times and delays, and exposed communication.
 
         With `merged=True`, over all ranks, and with the straggler: collective, and the same on all ranks.
 

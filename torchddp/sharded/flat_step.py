@@ -5,12 +5,10 @@ ShardedDataParallel takes a dozen. Small parameters of one group that are neighb
 `FlatParameter` (as in FSDP): their gradients are copied side by side, and the optimizer steps one tensor instead.
 
 Results equal those of stepping tensor by tensor, bit for bit, except with ``fused=True`` on the CPU (SGD, Adam, AdamW):
-torch's fused kernels round the last few elements of each tensor differently, so a new value may differ by the rounding
-of one of its terms.
+torch's fused kernels round the last few elements of each tensor differently, so a value may differ by one rounding.
 
 A flat parameter lasts as long as all or none of its parameters have gradients. Otherwise it is split permanently, so
-models with branches settle after a few steps. The state that users see is always up to date, and is read again whenever
-they change it.
+models with branches settle after a few steps. The state that users see is up to date, and read again if they change it.
 """
 
 from __future__ import annotations

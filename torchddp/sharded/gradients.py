@@ -104,9 +104,8 @@ class ShardedGradScaler(torch.amp.GradScaler):
 def skips_step(optimizer: Optimizer, params: Sequence[torch.Tensor], group: dist.ProcessGroup, sharded: bool) -> bool:
     """Whether all ranks skip this step because of non-finite gradients. Collective under a GradScaler.
 
-    If not, unscales gradients that the scaler has left to this optimizer (``_step_supports_amp_scaling``).
-    ``sharded``: each rank sees only its own gradients. RuntimeError on every rank if only some found non-finite values,
-    since their scales would drift apart.
+    If not, unscales gradients that the scaler has left to this optimizer (``_step_supports_amp_scaling``). ``sharded``:
+    each rank sees only its own gradients. RuntimeError on every rank if only some found non-finite values.
     """
     found_inf: torch.Tensor | None = getattr(optimizer, "found_inf", None)
     if found_inf is None:

@@ -254,8 +254,8 @@ class OSS(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The whole state, in the form of ``optim``'s own state_dict over all parameters, on one rank.
 
-        RuntimeError on a rank that has not received it through `consolidate_state_dict` since the last step. With a
-        single rank there is nothing to consolidate.
+        RuntimeError on a rank that has not got it through `consolidate_state_dict` since the last step; one alone has
+        it.
         """
         if self.world_size == 1:
             return super().state_dict()

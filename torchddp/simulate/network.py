@@ -14,8 +14,7 @@ one byte moved, and from those the cost of other algorithms and of other numbers
 For a CPU model, the CPU carries out the steps, so its time per message grows with their number. For a GPU model, the
 CPU only launches them and then waits: its time says nothing about the transport and is not used.
 
-Limits: a GPU's launch time, and its kernels' time per byte, are unknown; over a link faster than the recorded one they
-count as zero.
+Limits: a GPU's launch time, and its kernels' time per byte, are unknown; over a faster link they count as zero.
 """
 
 from __future__ import annotations

@@ -156,8 +156,8 @@ class _Order:
 
 
 class BoundedCalls:
-    """Makes calls that may never return without blocking the caller: in order, on a thread that starts with the first
-    call and ends with this object. Thread-safe.
+    """Makes calls that may never return, without blocking: in order, on a thread that ends with this object.
+    Thread-safe.
 
     A client of torch's TCPStore waits forever for a server whose process is stopped, whatever its timeout. In a forked
     child every call raises RuntimeError.

@@ -1,6 +1,4 @@
-"""Ends the run on all ranks if one raises: `torchddp.fail_together` around what a launcher starts. A rank that is
-writing a checkpoint finishes it.
-"""
+"""Ends the run on all ranks if one raises: `torchddp.fail_together` around what a launcher starts."""
 
 from __future__ import annotations
 
