@@ -71,7 +71,9 @@ def check_module(module: object) -> None:
             f"DistributedDataParallel({name}(...))"
         )
     if not isinstance(module, torch.nn.Module):
-        raise AttributeError(f"DistributedDataParallel wraps a module, got {type(module).__name__} {module!r:.80}")
+        raise AttributeError(
+            f"DistributedDataParallel wraps a torch.nn.Module, got {type(module).__name__} {module!r:.80}"
+        )
     if _torch.is_fake(module):
         raise RuntimeError(
             "DistributedDataParallel can't reduce fake tensors, which have no memory. Make and wrap the model outside "
