@@ -121,13 +121,11 @@ class DDPLogger(dist.Logger):
         data.ints_map["iteration"] = min(iteration, max(_ALWAYS_SAMPLED, iteration - iteration % self.sample_rate))
         # As in torch, has_rebuilt_buckets ignores rebuilds under find_unused_parameters.
         rebuilt = reducer.has_rebuilt_buckets
-        static = self._events.ints_map.get("static_graph", 0)
+        static, searches = self._events.ints_map.get("static_graph", 0), data.ints_map["find_unused_parameters"]
         if steps_finished:
             data.ints_map.update(stats)
             data.ints_map["num_bucket_rebuilds"] = int(rebuilt)
-            data.ints_map["has_rebuilt_buckets"] = int(
-                rebuilt and (static or not data.ints_map["find_unused_parameters"])
-            )
+            data.ints_map["has_rebuilt_buckets"] = int(rebuilt and (static or not searches))
             data.ints_map["unused_parameter_size"] = reducer.unused_bytes()
             data.strs_map["prev_iteration_grad_ready_order_indices"] = ", ".join(map(str, reducer.grad_ready_order()))
         if rebuilt:
@@ -137,8 +135,8 @@ class DDPLogger(dist.Logger):
             )
         if not static:
             # Known only if steps were compared, and of use only where the graph is searched: Lightning then advises it.
-            compared = steps_finished > 1 and data.ints_map["find_unused_parameters"]
-            data.ints_map["can_set_static_graph"] = int(bool(compared) and reducer.graph_has_been_static())
+            compared = steps_finished > 1 and bool(searches)
+            data.ints_map["can_set_static_graph"] = int(compared and reducer.graph_has_been_static())
         data.strs_map["transport"] = reducer.transport_name
         self._add_errors(data)
         data.strs_map.update(self._events.strs_map)

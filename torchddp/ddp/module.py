@@ -59,10 +59,11 @@ class DistributedDataParallel(Forward):
         bucket_cap_mb: None: a first bucket of 1 MiB, then 25 MiB. On a CPU later buckets are 8 MiB, and gradients of at
             least 1 MiB get a bucket each and are reduced in place. Over shared memory these sizes are 1 MiB and 256
             KiB, and up to 25 MiB if messages are expensive because of many ranks or few cores, which models larger than
-            1 MiB measure in a few milliseconds. A number applies to every bucket including the first, as in torch.
-            Fractions are allowed; zero and negative numbers raise ValueError. ``"auto"``: the buckets that expose the
-            least communication time, from a plan stored by ``torchddp tune``, or made after eight synchronized steps,
-            five of them without overlap, and a second of timing messages. See `replan`.
+            1 MiB measure in a few milliseconds. (``bucket_bytes_cap`` is 25 MiB as in torch.) A number applies to every
+            bucket including the first, as in torch. Fractions are allowed; zero and negative numbers raise ValueError.
+            ``"auto"``: the buckets that expose the least communication time, from a plan stored by ``torchddp tune``,
+            or made after eight synchronized steps, five of them without overlap, and a second of timing messages. See
+            `replan`.
         gradient_as_bucket_view: see above. Over NCCL, True also packs gradients of 1 MiB and more, which are otherwise
             reduced where autograd allocated them; NVLink SHARP, which supports plain sums only, can then reduce them.
         transport: what moves buckets between ranks. ``"c10d"``: the process group itself. ``"shm"``: memory shared by

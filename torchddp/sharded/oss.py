@@ -247,7 +247,9 @@ class OSS(Optimizer):
         """
         with self._agreement() as agreement:
             if not 0 <= recipient_rank < self.world_size:
-                raise ValueError(f"recipient_rank must be a rank, 0 to {self.world_size - 1}, got {recipient_rank}")
+                raise ValueError(
+                    f"recipient_rank must be a rank of the group (0 to {self.world_size - 1}), got {recipient_rank}"
+                )
             agreement.verify(options={"recipient_rank": str(recipient_rank)})
         self._consolidated = gather_state(self.optim.state, self._partition, recipient_rank, self.process_group)
 

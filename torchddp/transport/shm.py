@@ -4,8 +4,7 @@
     torch.distributed.init_process_group("torchddp_shm")  # or "cpu:torchddp_shm,cuda:nccl"
 
 The backend takes CPU tensors, for ranks of one host. What shared memory has no way for (messages, all-to-all, gather,
-scatter, products) goes to a gloo backend of the same ranks. An error in shared memory, including a timeout, fails the
-whole group.
+scatter, products) goes to a gloo backend of the same ranks. An error or timeout in shared memory fails the whole group.
 """
 
 from __future__ import annotations
