@@ -107,11 +107,9 @@ class DistributedDataParallel(Forward):
     """
 
     logger: DDPLogger
-    # Used by the session while it opens; subclasses replace it.
-    _policy = ReducerPolicy()
+    _policy = ReducerPolicy()  # used by the session while it opens; subclasses replace it
     _builtin_hook: dist.BuiltinCommHookType | None = None
-    # Another model reduces the gradients of the same parameters.
-    _shares_gradients = False
+    _shares_gradients = False  # whether another model reduces the gradients of the same parameters
 
     @accepts_former_names()
     def __init__(
