@@ -33,7 +33,8 @@ def checked_model(model: object) -> DistributedDataParallel:
     """Return the model if its gradients pass through torchddp's reducer; TypeError or ValueError otherwise."""
     if not isinstance(model, DistributedDataParallel):
         raise TypeError(
-            f"torchddp.profiler needs torchddp.DistributedDataParallel, which times steps; got {torch.typename(model)}"
+            "torchddp.profiler needs a torchddp.DistributedDataParallel, whose reducer measures the times; got "
+            f"{torch.typename(model)}"
         )
     check_reduces(model)
     return model
