@@ -30,4 +30,4 @@ def _resolve(hook: object) -> Any:
     return import_module("torchddp.comm_hooks").resolve(hook)
 
 
-hooks.set_resolver(_resolve)
+hooks.resolve = _resolve

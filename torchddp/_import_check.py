@@ -35,9 +35,6 @@ def check_extension() -> None:
         raise ImportError(f"{reason}. {wheel_advice(built['version'], running)}")
 
 
-# --- what it was built for, and what runs ---
-
-
 def running_versions() -> dict[str, str]:
     """Versions of Python, torch and its CUDA ("" for a CPU build), named as in the extension's build info."""
     import torch
@@ -52,9 +49,7 @@ def parse_build_info(text: str) -> dict[str, str]:
 
 
 def read_build_info(folder: Path) -> dict[str, str]:
-    """Read the build info of the extension in ``folder`` without loading it: this Python's, or else another's. Empty if
-    there is none.
-    """
+    """The build info of an extension in ``folder``, without loading it: this Python's, or else another's; or {}."""
     own = f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
     for path in sorted(folder.glob("_C*.so"), key=lambda path: path.name != own):
         if found := _BUILD_INFO.search(path.read_bytes()):

@@ -82,9 +82,6 @@ class TorchWrapper(Protocol):
     def _setup_in_backward_optimizers(self) -> None: ...
 
 
-# --- process groups ---
-
-
 def is_alive(group: dist.ProcessGroup) -> bool:
     """Whether torch made the group and has not destroyed it."""
     return group in _world.pg_map
@@ -109,17 +106,8 @@ def _keep_groups() -> None:
 os.register_at_fork(after_in_child=_keep_groups)
 
 
-def backend_plugins() -> dict[str, Any]:
-    """torch's table of external backends."""
-    return dist.Backend._plugins
-
-
-def set_backend_plugins(table: dict[str, Any]) -> None:
-    """Replace that table."""
-    dist.Backend._plugins = table
-
-
-# --- autograd, modes, compilers ---
+def replace_backend_plugins(wrap: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    dist.Backend._plugins = wrap(dist.Backend._plugins)
 
 
 def graph_task() -> int | None:
@@ -129,17 +117,13 @@ def graph_task() -> int | None:
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Call it when the backward that runs on this thread ends."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
-def is_fake_mode() -> bool:
-    """Whether tensors that are made now have no memory."""
-    return _get_dispatch_mode(_TorchDispatchModeKey.FAKE) is not None
-
-
-def is_fake(tensor: torch.Tensor) -> bool:
-    return isinstance(tensor, FakeTensor)
+def is_fake(module: torch.nn.Module) -> bool:
+    """Whether the module's tensors, or those that are made now, have no memory."""
+    in_fake_mode = _get_dispatch_mode(_TorchDispatchModeKey.FAKE) is not None
+    return in_fake_mode or any(isinstance(parameter, FakeTensor) for parameter in module.parameters())
 
 
 def is_compiling() -> bool:
@@ -151,9 +135,6 @@ def is_compiling() -> bool:
 def dynamo_reduces() -> bool:
     """Whether compiled models reduce their gradients themselves."""
     return bool(torch._dynamo.config.optimize_ddp == "python_reducer")
-
-
-# --- outputs, checkpoints ---
 
 
 def through_sink(ddp: torch.nn.Module, output: T) -> T:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
+
 from torchddp import _C
 from torchddp._torch import TorchWrapper
 
@@ -34,10 +36,10 @@ def of_model(model: TorchWrapper) -> dict[str, Traffic]:
     * ``"c10d"``, ``"nccl"``: computed for ring algorithms, 2 (W-1)/W of the payload for an all-reduce over W ranks,
       since neither gloo nor NCCL reports it. Other algorithms (NCCL's trees) may send a different amount.
     * ``"shm"``: bytes that this rank reads from or writes to other ranks' memory.
-    * ``"outer"``: bytes that this rank sends to other hosts if the ranks of a host share memory; its payload is this
-      rank's part of the payload of ``"shm"``.
-    * ``"hook"``: with a communication hook, the hook's attribute ``traffic`` if it is a :class:`Traffic`; otherwise
-      ``wire_bytes`` is None.
+    * ``"outer"``: bytes that this rank sends to other hosts if the ranks of a host share memory; its payload is part of
+      ``"shm"``'s.
+    * ``"hook"``: with a communication hook: its attribute ``traffic``, a :class:`Traffic`; or else ``wire_bytes`` is
+      None.
 
     Empty before the first such step. Steps under ``no_sync()`` send nothing and don't change it. Not included: buffers,
     parameters that ShardedDataParallel sends after a step, and the exchange of used parameters.
@@ -48,19 +50,24 @@ def of_model(model: TorchWrapper) -> dict[str, Traffic]:
     """
     reducer = getattr(model, "reducer", None)
     if not isinstance(reducer, _C.Reducer):
-        kind = f"{type(model).__module__}.{type(model).__qualname__}"
-        raise TypeError(f"bytes are counted by the reducer of a torchddp.DistributedDataParallel; got {kind}")
-    if model._use_python_reducer or model._delay_all_reduce_all_params:
-        raise ValueError(
-            "this model's gradients do not pass through torchddp's reducer (torch's Python reducer, or "
-            "delay_all_reduce_named_params, reduces them), so their bytes are not counted"
-        )
+        given = torch.typename(model)
+        raise TypeError(f"bytes are counted by the reducer of a torchddp.DistributedDataParallel; got {given}")
+    check_reduces(model)
     counted = {route: Traffic(*given_and_sent) for route, given_and_sent in reducer.traffic().items()}
     if _HOOK in counted and model._comm_hooks:  # empty for torch's built-in hooks
         said = getattr(model._comm_hooks[-1][0], "traffic", None)
         if isinstance(said, Traffic):
             counted[_HOOK] = said
     return counted
+
+
+def check_reduces(model: TorchWrapper) -> None:
+    """ValueError if something else than torchddp's reducer, which measures times and bytes, gets the gradients."""
+    if model._use_python_reducer or model._delay_all_reduce_all_params:
+        raise ValueError(
+            "this model's gradients do not pass through torchddp's reducer (torch's Python reducer, or "
+            "delay_all_reduce_named_params, reduces them), so there are no times or bytes to report"
+        )
 
 
 def total_wire_bytes(traffic: Mapping[str, Traffic]) -> int | None:

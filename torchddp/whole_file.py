@@ -37,10 +37,9 @@ def read_json(path: Path) -> Any:
 
 
 def write_whole(path: Path, text: str, mode: int = 0o666) -> None:
-    """Create or replace a file atomically; OSError if that fails.
+    """Create or replace a file atomically; OSError if that fails. ``mode``: before the umask.
 
-    Never writes to an existing file and follows no link, because in a folder that others can write to, such as
-    ``/tmp``, a link may point to any of the user's files. ``mode``: the file's permissions, before the umask.
+    Follows no link: in a folder that others can write to, one may point to any of the user's files.
     """
     unfinished = path.with_name(f"{path.name}.{secrets.token_hex(4)}.part")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC

@@ -16,7 +16,8 @@ from benchmarks.chaos.judge import COLUMNS, Verdict, expect, judge
 from benchmarks.chaos.launch import run_trials
 from benchmarks.chaos.outcome import Outcome
 from benchmarks.chaos.worker import timeout_of
-from torchddp.bench.cases import BenchCase, Job, Option, Result, Settings, one_of, several, whole_number
+from benchmarks.options import one_of, several, whole_number
+from torchddp.bench.cases import BenchCase, Job, Option, Result, Settings
 from torchddp.harness.command import Display
 from torchddp.harness.launch import LaunchError
 from torchddp.harness.plots import COLORS, finish_panel, panels

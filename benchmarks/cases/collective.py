@@ -21,7 +21,8 @@ import torch.distributed as dist
 from rich.table import Table
 from torch import Tensor
 
-from torchddp.bench.cases import BenchCase, Job, Option, Result, Settings, one_of, several, whole_number
+from benchmarks.options import one_of, several, whole_number
+from torchddp.bench.cases import BenchCase, Job, Option, Result, Settings
 from torchddp.bench.timing import gathered, over_ranks, timed_rounds, warm_up
 from torchddp.harness.command import Display
 from torchddp.harness.launch import THIS_HOST, Place, Report
@@ -304,7 +305,7 @@ def measure(job: Job, operation: str, report: Report) -> dict[str, Any]:
         )
         for trial in trials:
             trial.check()
-        sizes.append({"bytes": numel * ITEM_BYTES, "time_us": times_us, "slowest_us": over_ranks(times_us, job)})
+        sizes.append({"bytes": numel * ITEM_BYTES, "time_us": times_us, "slowest_us": over_ranks(times_us)})
     return {
         "operation": operation,
         "processors": available_cores(),

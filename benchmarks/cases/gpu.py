@@ -17,8 +17,9 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor, nn
 
+from benchmarks.options import one_of, whole_number
 from benchmarks.trace import Counts, count, record
-from torchddp.bench.cases import BenchCase, Job, Option, Result, Settings, one_of, whole_number
+from torchddp.bench.cases import BenchCase, Job, Option, Result, Settings
 from torchddp.bench.gradients import timed_result
 from torchddp.bench.memory import MEASURED_STEPS, parse_bytes
 from torchddp.bench.report import MAX_ODD_SHARE
@@ -309,7 +310,7 @@ def measure(job: Job, name: str, report: Report) -> dict[str, Any]:
     check_gradients(job, name, runners, other_batch, MODELS[name].tolerance)
     times_ms = timed_rounds(runners, batch, job, report)  # [clock, variant, round]
     check_gradients(job, name, runners, other_batch, MODELS[name].tolerance)
-    step_ms, host_ms = over_ranks(times_ms, job)
+    step_ms, host_ms = over_ranks(times_ms)
     return {
         **about(job, name, runners, device),
         "step_ms": step_ms,

@@ -17,7 +17,8 @@ from rich.table import Table
 from rich.text import Text
 
 from benchmarks.hosts import parse_place, place_at, place_text, quiet_count
-from torchddp.bench.cases import BenchCase, Job, Option, Result, Settings, several
+from benchmarks.options import several
+from torchddp.bench.cases import BenchCase, Job, Option, Result, Settings
 from torchddp.bench.results import compared_rows, model_result, variants_table
 from torchddp.bench.timing import Runner, build_runners, time_runners
 from torchddp.ddp.module import DistributedDataParallel

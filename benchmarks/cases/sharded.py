@@ -21,8 +21,9 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
+from benchmarks.options import one_of, several, whole_number
 from benchmarks.sharded_trainers import BUILDERS, LEARNING_RATE, Trainer, storage_bytes
-from torchddp.bench.cases import BenchCase, Job, Option, Result, Settings, one_of, several, whole_number
+from torchddp.bench.cases import BenchCase, Job, Option, Result, Settings
 from torchddp.bench.memory import ALLOCATOR_ENVIRONMENT, parse_bytes, pay_fixed_costs, reset_peak
 from torchddp.bench.results import compared_rows, draw_bars, model_result, variants_table
 from torchddp.bench.timing import over_ranks, timed_rounds, warm_up
@@ -162,7 +163,7 @@ def time_training(job: Job, model: str, report: Report) -> dict[str, Any]:
     batch = make_batch(model, job.seed, dist.get_rank(), 0)
     timed = dict(contest.trainers)
     warm_up(list(timed.values()), batch, job)
-    samples = over_ranks(timed_rounds(list(timed.values()), batch, job, report), job)
+    samples = over_ranks(timed_rounds(list(timed.values()), batch, job, report))
     contest.compare(start)
     contest.set_learning_rate(LEARNING_RATE)
     contest.train(1, first_batch=PROOF_STEPS)

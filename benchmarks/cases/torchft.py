@@ -76,7 +76,7 @@ def measure(job: Job, name: str, report: Report) -> dict[str, Any]:
         "title": f"{DEPTH} linear layers",
         "parameters": len(parameters),
         "gradient_bytes": sum(4 * parameter.numel() for parameter in parameters),
-        "step_ms": over_ranks(timed_rounds(replicas, None, job, report), job),
+        "step_ms": over_ranks(timed_rounds(replicas, None, job, report)),
     }
 
 

@@ -17,11 +17,12 @@ from rich.table import Table
 from rich.text import Text
 
 from benchmarks.hosts import parse_place, place_at, place_text
+from benchmarks.options import one_of, several, whole_number
 from benchmarks.training.curves import Point, arrival
 from benchmarks.training.methods import METHODS
 from benchmarks.training.race import REFERENCE, race, racers_of
 from benchmarks.training.tasks import TASKS, Task, shortened
-from torchddp.bench.cases import BenchCase, Job, Option, Result, Settings, one_of, several, whole_number
+from torchddp.bench.cases import BenchCase, Job, Option, Result, Settings
 from torchddp.harness.command import Display
 from torchddp.harness.launch import Report
 from torchddp.harness.plots import finish_panel, panels

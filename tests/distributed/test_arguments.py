@@ -107,7 +107,7 @@ def test_checks_can_be_turned_off(rank, monkeypatch, by):
     assert not monitor._monitors
     with pytest.raises(RuntimeError, match="nonfinite"):
         model.nonfinite()
-    watch = model.session._parameter_watch
+    watch = model.session._watch
     assert not watch.in_doubt
 
 

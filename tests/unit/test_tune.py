@@ -211,7 +211,7 @@ def test_a_wrong_argument_is_refused_in_one_sentence(capsys):
     for arguments, words in (
         (["--model", "nothing"], "There is no model 'nothing'"),
         (["--world-size", "1"], "With one rank there is nothing to synchronize"),
-        (["--caps", "a"], "--caps must be MiB"),
+        (["--caps", "a"], "each of --caps, like 1,5,25, must be a positive number of MiB, not a"),
         (["--seconds", "0"], "--seconds"),
         (["--transport", "pigeon"], "pigeon"),
         (["--transport", "nccl"], "--transport nccl: "),

@@ -24,8 +24,6 @@ from torchddp.transport.agreement import Agreement
 
 
 class _Averager(ModelAverager, abc.ABC):
-    """Parameters and a step count; subclasses decide which steps average."""
-
     _alike: dict[str, object]  # options that must be equal on all ranks
 
     def __init__(
@@ -114,8 +112,7 @@ class PeriodicAverager(_Averager):
 
     Averages after steps ``warmup_steps + 1``, ``warmup_steps + 1 + period`` and so on. Unlike torch's
     PeriodicModelAverager, which it replaces, it averages all parameters with ``requires_grad``, even those without a
-    gradient, so ranks may use different ones. All ranks then hold the same bits. 16-bit parameters are sent as they
-    are, and summed in fp32.
+    gradient, so ranks may use different ones. All ranks then hold the same bits. 16-bit parameters are summed in fp32.
 
     Args:
         params: a module, or its parameters (with names, if errors should name them), or an optimizer's groups.

@@ -76,9 +76,8 @@ class DiLoCo(OptimizerWrapper):
     train a `DistributedDataParallel` under ``no_sync()``.
 
     With ``fragments``, each fragment (every F-th layer) is synchronized every ``sync_every`` steps, evenly spread: peak
-    bandwidth falls by F. A thread averages its outer gradients during ``overlap_steps`` more steps; then the rank's
-    parameters become ``alpha`` times themselves plus 1 - ``alpha`` times the global ones. Call :meth:`finish` after the
-    last step.
+    bandwidth falls by F. A thread averages its outer gradients during ``overlap_steps`` more steps; then parameters
+    become ``alpha`` times themselves plus 1 - ``alpha`` times the global ones. At the end, call :meth:`finish`.
 
     Args:
         params: a module, or its parameters (with names, if errors should name them): all that ``optimizer`` steps.
@@ -180,8 +179,6 @@ class DiLoCo(OptimizerWrapper):
         """By name: the weights that all ranks agree on, in at least fp32. Read-only."""
         return {name: weight.detach() for name, weight in self._global.weights.items()}
 
-    # --- steps ---
-
     @torch.no_grad()
     def after_step(self) -> None:
         self.steps += 1
@@ -249,14 +246,11 @@ class DiLoCo(OptimizerWrapper):
         """Not supported: the outer optimizer's state belongs to the constructor's parameters."""
         raise RuntimeError("DiLoCo can't add parameters: create it after adding all groups")
 
-    # --- checkpoints ---
-
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's state and, under "diloco", the step, the global weights and the outer optimizer.
 
-        Between synchronizations each rank saves its own model and optimizer. Waits for a fragment in transit and saves
-        it, without disturbing the run.
+        Between synchronizations each rank saves its own model and optimizer. Waits for and saves a fragment in transit.
         """
         own = {"step": self.steps, **self._global.state_dict()}
         pending = self._on_the_way
@@ -307,16 +301,11 @@ def _average(exchange: Exchange, flats: list[torch.Tensor], wires: list[str]) ->
     return flats[0]
 
 
-# --- the weights that ranks agree on ---
-
-
 OuterFactory = Callable[[list[nn.Parameter]], Optimizer]
 
 
 class GlobalWeights:
-    """A copy of the parameters in at least fp32, and the outer optimizer, which steps on the ranks' mean displacement
-    from it. Equal on all ranks as long as all apply the same means.
-    """
+    """A copy of the parameters in at least fp32, and the outer optimizer, which applies the mean displacement."""
 
     def __init__(self, local: Named, make_optimizer: OuterFactory) -> None:
         self._local = local
@@ -326,7 +315,6 @@ class GlobalWeights:
             raise TypeError(f"outer_optimizer must return an optimizer, got {type(self.optimizer).__name__}")
 
     def pack_moved(self, bucket: FlatBucket, flat: torch.Tensor) -> None:
-        """This rank's outer gradient: its parameters' displacement, with the sign of a gradient."""
         views = bucket.views(flat)
         for view, name in zip(views, bucket.named, strict=True):
             # Relative to what the ranks received: rounding to 16 bits is not a displacement.
@@ -396,9 +384,7 @@ def plan_fragments(names: Sequence[str], fragments: int) -> list[list[str]]:
     layers than fragments, each parameter is one. ValueError: too few or too many fragments.
     """
     if not 1 <= fragments <= len(names):
-        raise ValueError(
-            f"fragments must be at least 1 and at most {len(names)}, the number of parameters, got {fragments}"
-        )
+        raise ValueError(f"fragments: at least 1 and at most {len(names)}, the number of parameters, got {fragments}")
     layers: dict[str, list[str]] = {}
     for name in names:
         layers.setdefault(_layer_of(name), []).append(name)

@@ -43,15 +43,12 @@ class FlatBucket:
 
     @property
     def sum_dtype(self) -> torch.dtype:
-        """The dtype of the message."""
         return sum_dtype(self.dtype)
 
     def new_flat(self) -> torch.Tensor:
-        """Memory for the message."""
         return torch.empty(self.numel, dtype=self.sum_dtype, device=next(iter(self.named.values())).device)
 
     def pieces(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """The tensors' slices of the message, 1-d."""
         memories = map(memory_of, self.named.values())
         return [flat[offset : offset + m.numel()] for offset, m in zip(self.offsets, memories, strict=True)]
 
@@ -113,10 +110,7 @@ def average_flat(exchange: Exchange, flat: torch.Tensor, wire: str) -> None:
 
 
 class FlatMeans:
-    """Means of many tensors, bucket by bucket, in the memory of one bucket. Construction is collective.
-
-    ``who``: the averaging class, for errors. ``traffic``: bytes of the last average.
-    """
+    """Means of many tensors, bucket by bucket. Construction is collective. ``who``: the averaging class, for errors."""
 
     def __init__(self, named: Named, process_group: dist.ProcessGroup, who: str, cap_mb: float) -> None:
         self.buckets = plan_buckets(named, cap_mb)

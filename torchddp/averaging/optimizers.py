@@ -42,9 +42,7 @@ class OptimizerWrapper(Optimizer, abc.ABC):
         return f"{type(self).__name__}({self._inner!r})"
 
     def __getstate__(self) -> NoReturn:
-        raise TypeError(
-            f"{type(self).__name__} can't be copied or pickled: it has a process group. Copy its state_dict()"
-        )
+        raise TypeError(f"{type(self).__name__} can't be copied or pickled: it has a group. Copy its state_dict()")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self._inner.zero_grad(set_to_none)
@@ -76,11 +74,9 @@ class PostLocalSGD(OptimizerWrapper):
         optimizer.step()  # averages when the averager's period is over
 
     ``optimizer``: any of torch's whose steps are not collective; its state (momentum) stays local. ``averager``: one of
-    this package's or of torch's. Replaces torch's PostLocalSGDOptimizer, with the same ``state_dict``: the inner
-    optimizer's, and ``"step"``.
+    this package's or of torch's. Replaces torch's PostLocalSGDOptimizer, with the same ``state_dict``.
 
-    Construction is not collective; `step` is when the averager averages. TypeError and ValueError for optimizers and
-    averagers that it can't wrap.
+    Construction is not collective; `step` is when the averager averages. Raises TypeError, ValueError for others.
     """
 
     def __init__(self, optimizer: Optimizer, averager: ModelAverager) -> None:

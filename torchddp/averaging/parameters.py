@@ -20,10 +20,7 @@ ParamSource = nn.Module | Iterable[Any]
 
 
 def named_parameters(source: ParamSource) -> Named:
-    """The trainable parameters (``requires_grad``), each once, in order. Unnamed ones are called "params[3]".
-
-    TypeError for anything else.
-    """
+    """The trainable parameters, each once, in order; unnamed ones are "params[3]". TypeError for anything else."""
     if isinstance(source, torch.Tensor):
         kinds = "a module, or an iterable of parameters, named parameters or groups"
         raise TypeError(f"params must be {kinds}, got a tensor")
@@ -91,9 +88,7 @@ def problem_of(named: Named) -> ValueError | None:
     for name, tensor in named.items():
         if tensor.device != device:
             first = next(iter(named))
-            return ValueError(
-                f"parameter '{name}' is on {tensor.device}, '{first}' on {device}: all must be on one device"
-            )
+            return ValueError(f"parameter '{name}' is on {tensor.device}, '{first}' on {device}: use one device")
         if tensor.is_sparse or not _is_dense(tensor):
             return ValueError(
                 f"parameter '{name}' (shape {list(tensor.shape)}, strides {list(tensor.stride())}) leaves gaps in its "
@@ -103,9 +98,7 @@ def problem_of(named: Named) -> ValueError | None:
 
 
 def verify_same(named: Named, agreement: Agreement, options: Mapping[str, object]) -> None:
-    """Collective. RuntimeError on every rank unless the parameters are the same on all ranks, ValueError unless the
-    options are, and on a rank where they can't be averaged (RuntimeError with its reason on the others).
-    """
+    """Collective. On every rank RuntimeError unless all have the same parameters, ValueError for different options."""
     if problem := problem_of(named):
         raise problem
     lines = [f"'{n}' {p.dtype}{list(p.shape)} with strides {list(p.stride())}" for n, p in named.items()]

@@ -23,7 +23,7 @@ from rich.table import Table
 
 from torchddp.harness.command import Display
 from torchddp.harness.launch import THIS_HOST, LaunchError, Place, RankJob, Report, Reporter, launch
-from torchddp.harness.variants import DEFAULT_CAPS_MB, ArgumentError, Variant, make_variants
+from torchddp.harness.variants import DEFAULT_CAPS_MB, Variant, make_variants
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -58,8 +58,6 @@ class Option:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchCase:
-    """A case: what it measures and how, and how to show its results."""
-
     name: str
     title: str
     # Used without --model, which accepts any model. Empty if the case measures no DDP class.
@@ -89,7 +87,6 @@ class BenchCase:
     options: Mapping[str, Option] = field(default_factory=dict)
 
     def launch(self, job: Job, display: Display, place: Place = THIS_HOST) -> list[dict[str, Any]]:
-        """Measure each subject of the job on newly started ranks."""
         ranks = RankJob(
             job.case, _measure_each, (self.measure, job), job.world_size, job.backend, job.collective_timeout_s
         )
@@ -99,8 +96,6 @@ class BenchCase:
 
 @dataclass(frozen=True)
 class Job:
-    """Everything one launch of worker processes needs to know. Picklable."""
-
     case: str
     models: tuple[str, ...]
     variants: tuple[Variant, ...]
@@ -116,7 +111,6 @@ class Job:
 
     @property
     def subjects(self) -> tuple[str, ...]:
-        """What the launch measures one after the other."""
         return self.models or (self.case,)
 
     @property
@@ -165,7 +159,6 @@ class Settings:
         return make_variants(self.ours, self.peers, caps_mb, ours_tuned=self.ours_tuned, extra=extra)
 
     def job_of(self, case: BenchCase) -> Job:
-        """The job of one launch with all models and variants of a case."""
         return Job(
             case=case.name,
             models=self.models_of(case),
@@ -184,8 +177,9 @@ def one_launch(
     settings: Settings,
     display: Display,
 ) -> Iterator[Result]:
-    """Run a case that takes one launch. `make_result(variants, measurements, world_size)` returns a model's result. If
-    the launch fails, the models that were measured before come first.
+    """Run a case that takes one launch. If that fails, the results of models that were measured before come first.
+
+    `make_result(variants, measurements, world_size)` returns a model's result.
     """
     job = settings.job_of(case)
     display.start(case.name)
@@ -198,31 +192,6 @@ def one_launch(
         yield make_result(job.variants, raw, job.world_size)
     if failure is not None:
         raise failure
-
-
-def whole_number(low: int, high: int) -> Parse:
-    def parse(text: str) -> int:
-        if not text.isdecimal() or not low <= int(text) <= high:
-            raise ArgumentError(f"must be a whole number from {low} to {high}, not '{text}'")
-        return int(text)
-
-    return parse
-
-
-def one_of(names: Iterable[str]) -> Parse:
-    known = tuple(names)
-
-    def parse(text: str) -> str:
-        if text not in known:
-            raise ArgumentError(f"there is no '{text}'; choose from {', '.join(known)}")
-        return text
-
-    return parse
-
-
-def several(parse: Parse) -> Parse:
-    """Values separated by commas, without duplicates."""
-    return lambda text: tuple(dict.fromkeys(parse(part.strip()) for part in text.split(",")))
 
 
 def _measure_each(report: Reporter, measure: Measure, job: Job) -> list[dict[str, Any]]:

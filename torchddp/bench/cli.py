@@ -75,9 +75,7 @@ def benchmark(
     world_size: Annotated[int | None, typer.Option(help=WORLD_SIZE_HELP)] = None,
     caps: Annotated[str | None, typer.Option(help=CAPS_HELP)] = None,
     ours: Annotated[str, typer.Option(help="The class under test, as a dotted path.")] = TORCHDDP,
-    vs: Annotated[
-        list[str] | None, typer.Option(help="Another class to compare with, as a dotted path; repeatable.")
-    ] = None,
+    vs: Annotated[list[str] | None, typer.Option(help="Another class to time, as a dotted path; repeatable.")] = None,
     ours_tuned: Annotated[
         bool, typer.Option("--ours-tuned", help="Also time the class under test with torch's tuned options.")
     ] = False,
@@ -130,8 +128,7 @@ def benchmark(
 def run(
     settings: Settings, command_line: str, console: Console, json_path: Path | None = None, developer: bool = True
 ) -> dict[str, Any]:
-    """Run the cases and print the report. The file has each result as soon as it is there; a case that fails does not
-    stop the next ones."""
+    """Run the cases and print the report. The file gets each result at once; a failed case doesn't stop the others."""
     from torchddp.bench.registry import CASES
     from torchddp.bench.report import render, verdict
     from torchddp.harness.machine import new_document, write_json
@@ -161,7 +158,6 @@ def run(
 
 
 def developers_help(cases: Sequence[BenchCase]) -> str:
-    """The help of `python -m benchmarks`: also its own cases, and the options of cases."""
     parts = [HELP.rstrip(), "", "\b", "Cases for developers:"]
     for case in cases:
         parts.append(f"  {case.name:11} {case.title}")
@@ -170,10 +166,7 @@ def developers_help(cases: Sequence[BenchCase]) -> str:
 
 
 def main(arguments: Sequence[str], cases: Sequence[BenchCase] = ()) -> int:
-    """Run `python -m benchmarks`, with these cases besides the users', and return its exit code.
-
-    A user's mistake gives a one-sentence error and exit code 2.
-    """
+    """Run `python -m benchmarks`, with these cases besides the users', and return its exit code."""
     if cases:
         from torchddp.bench.registry import register
 

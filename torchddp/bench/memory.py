@@ -54,17 +54,13 @@ def _peak_rss_bytes() -> int:
 
 
 def pay_fixed_costs() -> None:
-    """A process's first DDP model imports parts of torch and starts threads, which take far more memory than a small
-    model's gradients. All variants pay for this, even the one without DDP, so that it cancels out."""
+    """Import and start what a process's first DDP model does: more memory than a small model's gradients."""
     tiny = nn.parallel.DistributedDataParallel(nn.Linear(1, 1))
     tiny(torch.ones(1, 1)).sum().backward()
 
 
 def measure_memory(job: Job, model_name: str, _report: Report) -> dict[str, Any]:
-    """The peak resident bytes over a few steady steps, and the distinct bytes that `.grad` holds after them.
-
-    Does not check gradients, since a launch has only one variant; other cases do.
-    """
+    """The peak resident bytes over a few steady steps, and the distinct bytes that `.grad` holds after them."""
     pay_fixed_costs()
     (runner,) = build_runners(job, model_name)
     batch = make_batch(model_name, job.seed, dist.get_rank(), 0)
@@ -99,7 +95,6 @@ def _run(case: BenchCase, settings: Settings, display: Display) -> list[dict[str
 
 
 def memory_result(variants: Sequence[Variant], raws: Sequence[dict[str, Any]], world_size: int) -> dict[str, Any]:
-    """The result of one model: peaks, and each wrapper's excess over the bare model."""
     local = next(raw for variant, raw in zip(variants, raws, strict=True) if variant.role is Role.LOCAL)
     rows = []
     for variant, raw in zip(variants, raws, strict=True):

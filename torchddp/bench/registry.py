@@ -11,20 +11,17 @@ from torchddp.harness.command import check_model_name
 from torchddp.harness.variants import ArgumentError
 
 ALL = "all"
-CASES: dict[str, BenchCase] = {
-    case.name: case for case in (step_time.CASE, gradients.EXPOSED, memory.CASE, gradients.PER_PARAM)
-}
+_USERS = (step_time.CASE, gradients.EXPOSED, memory.CASE, gradients.PER_PARAM)
+CASES: dict[str, BenchCase] = {case.name: case for case in _USERS}
 # The cases of `torchddp bench`, which --case all runs.
 USERS_CASES = tuple(CASES)
 
 
 def register(cases: Iterable[BenchCase]) -> None:
-    """Add developers' cases."""
     CASES.update({case.name: case for case in cases})
 
 
 def parse_options(cases: Sequence[str], texts: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """The values of --set by case and name."""
     found: dict[str, dict[str, Any]] = {}
     for given in texts:
         name, equals, text = given.partition("=")

@@ -30,7 +30,6 @@ def case_names(document: dict[str, Any]) -> tuple[str, ...]:
 
 
 def case_notes(document: dict[str, Any]) -> Iterable[str]:
-    """The notes on the run's cases, without duplicates."""
     cases = [CASES[name] for name in case_names(document)]
     if any(case.models and case.caps_mb for case in cases):
         yield TUNED_NOTE
@@ -38,7 +37,6 @@ def case_notes(document: dict[str, Any]) -> Iterable[str]:
 
 
 def summaries(document: dict[str, Any]) -> Iterable[Table]:
-    """The tables of all results of each case."""
     for name in case_names(document):
         if (summary := CASES[name].summary) is not None:
             yield from summary([result for result in document["results"] if result["case"] == name])
@@ -56,13 +54,13 @@ def verdict(document: dict[str, Any]) -> str:
     if len(signs) == 1:
         (sign,) = signs
         more = "" if sign else ": too noisy to tell, run longer (--seconds) on an idle machine"
-        return f"{subject} is {words[sign]} torch's best{_in_all(len(ratios))}{more}."
+        places = "" if len(ratios) == 1 else f" in all {len(ratios)} comparisons"
+        return f"{subject} is {words[sign]} torch's best{places}{more}."
     counts = ", ".join(f"{words[sign]} it in {signs[sign]}" for sign in words if signs[sign])
     return f"Of {len(ratios)} comparisons with torch's best, {subject} is {counts}."
 
 
 def warnings(document: dict[str, Any]) -> Iterable[str]:
-    """Reasons not to quote these numbers as they are."""
     machine = document["machine"]
     if any(_odd_share(result) > MAX_ODD_SHARE for result in document["results"]):
         yield f"In over {MAX_ODD_SHARE:.0%} of a table's rounds, noise exceeded torch's cost; its ratios are uncertain."
@@ -112,12 +110,7 @@ def _text(row: dict[str, Any], case: BenchCase) -> str:
     return bytes_text(value) if case.key.endswith("bytes") else f"{number(value)} {case.unit}"
 
 
-def _in_all(count: int) -> str:
-    return "" if count == 1 else f" in all {count} comparisons"
-
-
 def render(document: dict[str, Any], *, developer: bool = True) -> RenderableType:
-    """`developer`: with every variant of each case, and how to read it."""
     parts: list[RenderableType]
     if developer:
         tables = [*(CASES[result["case"]].table(result) for result in document["results"]), *summaries(document)]
@@ -129,11 +122,7 @@ def render(document: dict[str, Any], *, developer: bool = True) -> RenderableTyp
     return Group(*parts, Text(verdict(document), style="bold"), *origin(document), *cautions)
 
 
-# --- the files -------------------------------------------------------------------------------------------------------
-
-
 def save_results(document: dict[str, Any], folder: Path) -> list[Path]:
-    """Write <date>-<case>-<machine>.json and .png for each case; return the paths."""
     folder.mkdir(parents=True, exist_ok=True)
     written = []
     for case in case_names(document):

@@ -29,7 +29,6 @@ def describe_variant(variant: Variant) -> dict[str, Any]:
 def model_result(
     case: str, raw: dict[str, Any], world_size: int, rows: list[dict[str, Any]], **about: object
 ) -> dict[str, Any]:
-    """The result of one model, ready for the table and for JSON."""
     model = {key: raw[key] for key in ("model", "title", "parameters", "gradient_bytes")}
     return {"case": case, **model, "world_size": world_size, **about, "variants": rows}
 
@@ -37,7 +36,6 @@ def model_result(
 def variants_table(
     result: dict[str, Any], columns: Sequence[str], cells: Callable[[dict[str, Any]], Sequence[str | Text]]
 ) -> Table:
-    """A table with a row per variant; `cells` returns the cells after the name."""
     rounds = f", {result['rounds']} rounds" if "rounds" in result else ""
     title = f"{result['case']} · {weight_text(result)}, {ranks_text(result['world_size'])}{rounds}"
     table = plain_table(title, "variant", *columns)
@@ -89,7 +87,6 @@ def _bars(result: dict[str, Any], key: str, with_local: bool) -> list[tuple[str,
 def draw_bars(
     results: Sequence[dict[str, Any]], key: str = "cost", label: str = "", *, with_local: bool = False
 ) -> Figure:
-    """One panel per model, side by side, of the summary or the bytes that each row has under `key`."""
     count, most = len(results), max(len(result["variants"]) for result in results)
     figure, (axes,) = panels(1, count, 2.0 + 3.4 * count, 1.4 + 0.36 * most, sharey=True)
     for axis, result in zip(axes, results, strict=True):

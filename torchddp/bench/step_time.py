@@ -35,7 +35,6 @@ class TrainingRunner(Runner):
         self.optimizer = torch.optim.SGD((p for p in self.module.parameters() if p.requires_grad), lr=0.0)
 
     def step(self, batch: object, world_size: int = 1) -> float:
-        """Zero gradients, forward, backward, SGD step; wall time in ms. `world_size` ranks start it together."""
         start_together(world_size)
         start_ns = time.perf_counter_ns()
         self.optimizer.zero_grad(set_to_none=True)
@@ -45,7 +44,6 @@ class TrainingRunner(Runner):
 
 
 def time_training(job: Job, model_name: str, report: Report) -> dict[str, Any]:
-    """Time interleaved training steps of all variants, gradients checked. Returns the same dict on every rank."""
     return time_runners(job, model_name, build_runners(job, model_name, TrainingRunner), report)
 
 

@@ -65,8 +65,6 @@ class Steps(Protocol):
 
 
 class AnyRunner(Steps, Protocol):
-    """A variant that is ready to step: forward and backward."""
-
     variant: Variant
 
     def gradients(self) -> list[tuple[str, Tensor]]:
@@ -75,8 +73,6 @@ class AnyRunner(Steps, Protocol):
 
 @dataclass
 class Runner:
-    """A variant with its module, ready to step: forward and backward."""
-
     variant: Variant
     module: nn.Module
     # Maps the module's output to the loss.
@@ -119,7 +115,6 @@ def wrap_copies(
 
 
 def build_runners(job: Job, model_name: str, kind: type[Runner] = Runner) -> list[Runner]:
-    """Build one runner per variant around copies of one model, all in the default process group."""
     spec = find_model(model_name, job.seed)
     # If all ranks have the same batch, losses are weighted by rank: otherwise averaging gradients would prove nothing.
     weight = 1 if spec.batches_differ else 1 + dist.get_rank()
@@ -166,7 +161,6 @@ def _compare(variant: Variant, model_name: str, name: str, want: Tensor, got: Te
 
 
 def one_round(runners: Sequence[Steps], batch: object, order: list[int], world_size: int) -> list[Any]:
-    """Run one step of every variant in the given order; return the steps' results by variant."""
     step_ms: list[Any] = [None] * len(runners)
     for index in order:
         step_ms[index] = runners[index].step(batch, world_size)
@@ -187,14 +181,12 @@ def rounds_to_go(rounds: int, elapsed_s: float, seconds: float, decisions: int) 
 
 
 def agreed(number: int, device: str = "cpu") -> int:
-    """Collective: rank 0's number, on every rank."""
     shared = torch.tensor([number], device=device)
     dist.broadcast(shared, src=0)
     return int(shared.item())
 
 
 def gathered(value: object) -> list[Any]:
-    """Collective: every rank's value."""
     by_rank: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(by_rank, value)
     return by_rank
@@ -212,7 +204,6 @@ def warm_up(runners: Sequence[Steps], batch: object, job: Job) -> None:
 
 @contextmanager
 def no_collections() -> Iterator[None]:
-    """Turn off garbage collection inside the block."""
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -250,17 +241,16 @@ def time_model(job: Job, model_name: str, report: Report) -> dict[str, Any]:
 
 
 def time_runners(job: Job, model_name: str, runners: Sequence[Runner], report: Report) -> dict[str, Any]:
-    """`time_model` for variants that the caller has built and keeps."""
     # Another batch for the checks, so that stale gradients don't pass them.
     batch, other_batch = (make_batch(model_name, job.seed, dist.get_rank(), index) for index in (0, 1))
     warm_up(runners, batch, job)
     check_gradients(job, model_name, runners, other_batch)
     samples = timed_rounds(runners, batch, job, report)
     check_gradients(job, model_name, runners, other_batch)
-    return {**describe_model(model_name, runners[0].module, job.seed), "step_ms": over_ranks(samples, job)}
+    return {**describe_model(model_name, runners[0].module, job.seed), "step_ms": over_ranks(samples)}
 
 
-def over_ranks(times_ms: np.ndarray, job: Job) -> np.ndarray:
+def over_ranks(times_ms: np.ndarray) -> np.ndarray:
     """Collective: the slowest rank's times, because a step takes as long as its slowest rank."""
     slowest: np.ndarray = np.max(gathered(times_ms), axis=0)
     return slowest

@@ -13,8 +13,7 @@ from torchddp.harness.launch import LaunchError, RankJob, Report, launch
 
 PROCESS_TIMEOUT_S = 60.0
 NUMEL = 4099  # not a multiple of any vector length
-# name: the backend of the process group, the tensors' device, and the ranks. Shared memory is tried without gloo, which
-# may itself fail.
+# name: backend, device and number of ranks. Shared memory is tried without gloo, which may itself fail.
 PROBES = {"c10d": ("gloo", "cpu", 2), "shm": ("torchddp_shm", "cpu", 2), "nccl": ("nccl", "cuda:0", 1)}
 GROUP_TIMEOUT_S = 20.0
 
@@ -52,8 +51,6 @@ def _reduce(report: Report, name: str, device: str, ranks: int) -> None:
         raise RuntimeError("the sum was wrong; please report it")
 
 
-# --- variables ---
-
 PREFIX = "TORCHDDP_"
 CPU_CAPABILITIES = ("generic", "avx2", "avx512")
 
@@ -69,7 +66,6 @@ class Variable:
 
 
 def set_variables() -> list[Variable]:
-    """The variables in this process's environment, by name."""
     return [_judge(name, os.environ[name]) for name in sorted(os.environ) if name.startswith(PREFIX)]
 
 

@@ -1,7 +1,4 @@
-"""`torchddp doctor`: shows what was built, what is running, and what does not fit, even if `import torchddp` fails.
-
-Needs no other package than torch.
-"""
+"""`torchddp doctor`: what was built, what is running, and what does not fit. Needs torch only, and no torchddp._C."""
 
 from __future__ import annotations
 
@@ -103,7 +100,6 @@ class Diagnosis:
 
 
 def verdict(transports: Sequence[Transport], problems: Sequence[str]) -> str:
-    """The diagnosis in a sentence."""
     if problems:
         return f"torchddp will not work here: {len(problems)} problem{'s' if len(problems) > 1 else ''}, see above."
     working = ", ".join(t.name for t in transports if t.works)
@@ -129,11 +125,7 @@ def installed_version() -> str:
     return read_build_info(PACKAGE_DIR).get("version") or package_version("torchddp") or ""
 
 
-# --- what does not fit (pure) ---
-
-
 def hints(built: Built, running: Running) -> list[str]:
-    """What works, but not as well as it could."""
     if built.cuda:
         return [
             f"GPU {gpu.name} has compute capability {gpu.capability}; the kernels were built for {built.archs}. "
@@ -153,8 +145,7 @@ def hints(built: Built, running: Running) -> list[str]:
 def has_kernels_for(archs: str, capability: str) -> bool:
     """Whether code for `archs` ("80-real 90-real 100") runs on a GPU of compute capability "9.0".
 
-    Machine code runs on later minor versions of its major version; PTX, which all but "-real" include, on all later
-    versions.
+    Machine code runs on later minor versions of its major one; PTX, which all but "-real" include, on all later ones.
     """
     major, minor = map(int, capability.split("."))
     for arch in re.findall(r"(\d+)(\d)[a-z]?(-real|-virtual)?", archs):
@@ -164,9 +155,6 @@ def has_kernels_for(archs: str, capability: str) -> bool:
         if kind != "-real" and (arch_major, arch_minor) <= (major, minor):
             return True
     return False
-
-
-# --- what is there ---
 
 
 def _module(name: str) -> ModuleType | None:
@@ -254,7 +242,6 @@ def _transports(built: Built, running: Running, load_error: str) -> list[Transpo
 
 
 def reason_against_nccl(built: Built, running: Running) -> str:
-    """Why NCCL can't work here; empty if it should be tried."""
     if not built.cuda:
         return "torchddp was built without CUDA"
     if not running.nccl:
@@ -262,11 +249,7 @@ def reason_against_nccl(built: Built, running: Running) -> str:
     return "" if running.gpus else f"torch sees no GPU ({running.driver or 'there is no driver'})"
 
 
-# --- in the terminal ---
-
-
 def show(found: Diagnosis) -> Iterator[str]:
-    """The lines of the report."""
     yield from _section("built", _built_rows(found.built))
     yield from _section("running", _running_rows(found.running))
     yield from _section("transports", [(t.name, "works" if t.works else t.reason) for t in found.transports])
@@ -326,7 +309,6 @@ def _threads_text(running: Running) -> str:
 
 
 def run(as_json: bool) -> int:
-    """Print the diagnosis; returns the exit code."""
     found = diagnose()
     print(json.dumps(dataclasses.asdict(found), indent=1) if as_json else "\n".join(show(found)))
     return 1 if found.problems else 0

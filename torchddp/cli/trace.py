@@ -137,7 +137,6 @@ def compare(runs: Sequence[tuple[str, MergedProfile]]) -> dict[str, Any]:
 
 
 def comparison_text(found: dict[str, Any], median_ms: Sequence[float], steps: int) -> str:
-    """The result of a comparison in a sentence."""
     (a, b), ratio = found["plans"], found["ratio"]
     times = f"median steps {number(median_ms[0])} and {number(median_ms[1])} ms"
     measured = f"{ratio['median']:.2f} of its step, {interval_text(ratio)}, {counted(ratio['rounds'], 'pair')} of steps"
@@ -162,9 +161,7 @@ def trace(
         Path | None, command.output_option("Write a page with the report and a picture of every step to this file.")
     ] = None,
     plot: Annotated[Path | None, command.output_option("Write a PNG of the step to this file.")] = None,
-    bucket_cap_mb: Annotated[
-        float | None, typer.Option(help="bucket_cap_mb, in MiB. [default: the constructor's]")
-    ] = None,
+    bucket_cap_mb: Annotated[float | None, typer.Option(help="bucket_cap_mb, in MiB. [default: the class's]")] = None,
     compare_plans: Annotated[
         tuple[str, str] | None,
         typer.Option("--compare", metavar="A B", help="Run two plans in turn: sizes in MiB, default or auto."),
@@ -175,11 +172,11 @@ def trace(
     if not 1 <= steps <= MAX_STEPS:
         raise ArgumentError(f"--steps must be 1 to {MAX_STEPS}, not {steps}.")
     if bucket_cap_mb is not None:
-        command.check_cap(str(bucket_cap_mb), "--bucket-cap-mb")
+        command.parse_cap(str(bucket_cap_mb), "--bucket-cap-mb")
     if compare_plans is not None:
         for plan in compare_plans:
             if plan not in (DEFAULT, AUTO):
-                command.check_cap(plan, "--compare")
+                command.parse_cap(plan, "--compare")
     command.check_plots("--plot", plot)
     ranks = command.check_world_size(world_size, "to trace")
     settings = TraceSettings(
@@ -228,14 +225,11 @@ def trace(
         lines = [text.plain for text in origin(document)]
         path.write_text(page(f"torchddp trace: {title}", document["verdict"], traced.runs, lines))
 
-    def write_plot(path: Path) -> None:
-        path.write_bytes(figure_png(draw(found[0], f"{title}: step {found[0]['step']}")))
-
     command.write_outputs(
         console,
         (out, write_trace),
         (json_path, lambda path: write_json(path, document)),
         (html, write_html),
-        (plot, write_plot),
+        (plot, lambda path: path.write_bytes(figure_png(draw(found[0], f"{title}: step {found[0]['step']}")))),
     )
     console.print(f"Open {out} at https://ui.perfetto.dev.", soft_wrap=True)

@@ -59,16 +59,13 @@ def tune(
     context: typer.Context,
     model: command.ModelName = "mlp",
     world_size: command.WorldSize = None,
-    caps: Annotated[
-        str | None, typer.Option(help="Sizes to try, in MiB. [default: 0.25,0.5,1,2,5,10,25,50,100]")
-    ] = None,
+    caps: Annotated[str | None, typer.Option(help="Sizes in MiB. [default: 0.25,0.5,1,2,5,10,25,50,100]")] = None,
     seconds: Annotated[float, typer.Option(help="Time for the timed rounds; at least 7 are run.")] = 30.0,
     transport: command.TransportName = "auto",
     find_unused_parameters: command.FindUnusedParameters = False,
     keep: Annotated[bool, typer.Option(help='Save the best buckets for bucket_cap_mb="auto".')] = True,
     profile_path: Annotated[
-        Path | None,
-        command.output_option("Write a profile, for `torchddp simulate`, to this file.", "--profile"),
+        Path | None, command.output_option("Write a profile, for `torchddp simulate`, to this file.", "--profile")
     ] = None,
     json_path: command.JsonFile = None,
     plot: Annotated[Path | None, command.output_option("Write a PNG of time over bucket size to this file.")] = None,
@@ -178,7 +175,6 @@ def notes(result: dict[str, Any]) -> list[str]:
 
 
 def answer(result: dict[str, Any], machine: dict[str, Any]) -> str:
-    """The result in a sentence, or in two if the steps were too noisy."""
     rounds = counted(result["rounds"], "round")
     if result["in_doubt"] is not None:
         row = next(row for row in result["candidates"] if row["name"] == result["in_doubt"])
@@ -201,7 +197,6 @@ def answer(result: dict[str, Any], machine: dict[str, Any]) -> str:
 
 
 def mark(row: dict[str, Any]) -> str:
-    """The verdict on a row in words, for pipes, files and terminals without colors."""
     if row["chosen"]:
         return "<- use" if row["argument"] else "<- keep"
     ratio = row["ratio_to_default"]
@@ -229,7 +224,6 @@ def tune_table(result: dict[str, Any]) -> Table:
 
 
 def draw_curve(result: dict[str, Any]) -> Figure:
-    """Step time over bucket size, measured and expected; horizontal lines for the default and the planned buckets."""
     figure, ((axis,),) = panels(1, 1, 7.5, 4.2)
     sized = [row for row in result["candidates"] if row["cap_mb"] is not None]
     caps = [row["cap_mb"] for row in sized]

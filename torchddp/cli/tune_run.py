@@ -34,8 +34,6 @@ NOISE = 0.1
 
 @dataclass(frozen=True)
 class Candidate:
-    """One row of the table: buckets, and the argument that makes them."""
-
     name: str
     argument: str  # of DistributedDataParallel; empty for its default
     buckets: Buckets
@@ -72,8 +70,7 @@ class TuneSettings(ModelSettings):
 
 @dataclass(frozen=True)
 class TuneResult:
-    """Rank 0's result. ``step_ms``: [candidate, round], of the slowest rank; ``seconds``: the time for the rounds, as
-    requested, or longer if seven of them took longer."""
+    """Rank 0's result. ``step_ms``: [candidate, round], of the slowest rank; ``seconds``: the time that rounds took."""
 
     profile: StepProfile
     candidates: tuple[Candidate, ...]
@@ -106,7 +103,7 @@ def tune_on_rank(report: Callable[[float, float], None], settings: TuneSettings)
         backend=dist.get_backend(),
     )
     begin_s = time.monotonic()
-    step_ms = over_ranks(timed_rounds(runners, None, job, report), job)
+    step_ms = over_ranks(timed_rounds(runners, None, job, report))
     seconds = max(settings.seconds, time.monotonic() - begin_s)
     return TuneResult(profile, candidates, step_ms, torch.get_num_threads(), seconds)
 

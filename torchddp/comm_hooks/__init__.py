@@ -55,6 +55,6 @@ def resolve(spec: object) -> tuple[object, Callable[..., Any]]:
     if callable(spec):
         return None, spec
     raise TypeError(
-        "comm_hook must be a name, a hook of torchddp.comm_hooks, a function hook(state, bucket) or a pair (state, "
-        f"hook), got {spec!r}"
+        "comm_hook must be a name, a hook of torchddp.comm_hooks, a function (state, bucket) or a pair (state, hook), "
+        f"got {spec!r}"
     )

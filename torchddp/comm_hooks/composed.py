@@ -1,7 +1,6 @@
 """Different hooks for different parameters."""
 
-# No `from __future__ import annotations` here: torch's register_comm_hook() compares a hook's annotations with the
-# types.
+# No `from __future__ import annotations`: torch's register_comm_hook() compares a hook's annotations with types.
 
 import fnmatch
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +15,7 @@ from torchddp.comm_hooks.exchange import Hierarchical
 from torchddp.comm_hooks.hook import CommHook, HookOptions, Setup
 from torchddp.comm_hooks.layout import Layout, Piece, Slot
 from torchddp.durations import Duration
+from torchddp.errors import listed
 
 # A glob on names, "norms", "biases", "vectors", a module class, or a function of name and parameter.
 Which = str | type[nn.Module] | Callable[[str, nn.Parameter], bool]
@@ -25,8 +25,7 @@ _NORMS = (_torch.BatchNormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 class PerParameter(CommHook):
     """Reduces each parameter with the hook of the first matching rule, or else with ``default``.
 
-    A bucket is split (copied) by hook, and each part is reduced in turn; None sums exactly in fp32. Sends and stores
-    what its hooks send and store.
+    A bucket is split (copied) by hook, and each part reduced in turn; None sums exactly in fp32.
 
     Example:
 
@@ -132,9 +131,7 @@ def _chosen(which: Which, setup: Setup) -> list[str]:
     if isinstance(which, str):
         fitting = [name for name in setup.parameters if fnmatch.fnmatchcase(name, which)]
         if not fitting:
-            raise ValueError(
-                f"the rule {which!r} matches no parameter; the model has {', '.join(list(setup.parameters)[:8])}, ..."
-            )
+            raise ValueError(f"the rule {which!r} matches no parameter; the model has {listed([*setup.parameters], 8)}")
         return fitting
     if isinstance(which, type):
         return _held_by((which,), setup)

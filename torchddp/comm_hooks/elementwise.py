@@ -34,22 +34,19 @@ class Quantized(CommHook):
         begin, end = 0, shard.numel()
         if exchange.places > 1:
             begin, end = exchange.host_shard(piece.flat.numel())
-        residual = server_residual = None
+        residual = at_owner = None
         if self.error_feedback:
             add_parts = exchange.sum_in_host_ if exchange.places > 1 else None
             residual = self._residuals.of(piece.layout, shard, begin, end, add_parts)
             if exchange.members > 2:
                 first, last = server_shard(exchange, shard.numel())
-                server_residual = self._server_residuals.of(
-                    piece.layout, shard, begin + first, begin + last, exchange.sum_
-                )
-        sum_compressed(exchange, self.format, shard, 1 / exchange.world_size, residual, server_residual)
+                at_owner = self._server_residuals.of(piece.layout, shard, begin + first, begin + last, exchange.sum_)
+        sum_compressed(exchange, self.format, shard, 1 / exchange.world_size, residual, at_owner)
         exchange.gather_shards(piece.flat, shard)
 
     def _follow(self, lead: int) -> None:
         if self.error_feedback:
-            # This rank's residual of sums becomes part of its own residual, because it may sum other shards from now
-            # on, or none.
+            # Sums' residuals become part of the rank's own: it may sum other shards from now on, or none.
             self._residuals.restart(self._shapes, self._device, self._server_residuals)
             self._server_residuals = Residuals()
 

@@ -169,7 +169,6 @@ class Exchange:
         return shard
 
     def gather_shards(self, flat: Tensor, shard: Tensor) -> None:
-        """The inverse of `sum_to_shards`: every rank of the host gets all shards."""
         if self._inner is None:
             return
         whole = flat.new_empty(shard.numel() * self.places)
@@ -297,8 +296,8 @@ def sum_compressed(
     """In place: the sum over the exchange's members of ``flat * scale``, sent in ``format``; the same bits on each.
 
     Two members send each other everything and add in rank order. More members send shards to their owners, which sum
-    them in fp32 and send the sum to all, compressed again (with a residual at the owner: server-side error feedback as
-    in double squeeze, Tang et al., ICML 2019).
+    them in fp32 and send the sum to all, compressed again (with a residual at the owner, as in double squeeze, Tang et
+    al., ICML 2019).
 
     ``flat``: fp32 [n], contiguous. ``residual``: fp32 [n]; ``server_residual``: fp32 of this member's shard
     (:func:`server_shard`); None: no error feedback.

@@ -3,8 +3,7 @@
 Values are coded in blocks of B neighbors with one fp32 scale per block (Dettmers, 8-bit approximations, ICLR 2016, and
 blockwise quantization, Dettmers et al., ICLR 2022). A message is all scales, then all codes.
 
-The functions here work on any device. CPU tensors go through the compiled kernels, which are tested against the
-operators below.
+The functions here work on any device; CPU tensors go through compiled kernels.
 """
 
 from __future__ import annotations
@@ -38,10 +37,7 @@ def compress(format: str, source: Tensor, out: Tensor, residual: Tensor | None =
 
 
 def decompress(format: str, data: Tensor, out: Tensor, accumulate: bool = False) -> None:
-    """Write (or ``accumulate``: add) the fp32 values of a message to ``out``.
-
-    ``data``: uint8 [compressed_bytes(format, n)], contiguous. ``out``: fp32 [n], contiguous.
-    """
+    """Write (or add) a message's values to ``out``: uint8 [compressed_bytes(format, n)] -> fp32 [n], contiguous."""
     decode = _C.decompress if out.device.type == "cpu" else decompress_reference
     decode(format, data, out, accumulate)
 
@@ -90,7 +86,6 @@ def _as_blocks(format: str, value: Tensor) -> Tensor:
 
 
 def _split(format: str, data: Tensor, numel: int) -> tuple[Tensor, Tensor]:
-    """Scales and codes of a message, as views."""
     size = 4 * -(-numel // _BLOCKS[format])
     return data[:size].view(torch.float32), data[size:]
 

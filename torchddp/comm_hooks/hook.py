@@ -1,7 +1,6 @@
 """The base of all torchddp communication hooks."""
 
-# No `from __future__ import annotations` here: torch's register_comm_hook() compares a hook's annotations with the
-# types.
+# No `from __future__ import annotations`: torch's register_comm_hook() compares a hook's annotations with types.
 
 import abc
 import weakref
@@ -27,9 +26,7 @@ _GRACE_S = 5.0  # beyond the limit of a collective, for its thread to end
 
 @dataclass(frozen=True)
 class Setup:
-    """What a hook gets before it reduces anything: the exchange, the parameters that will be reduced, by name, and the
-    model without its wrapper.
-    """
+    """What a hook gets first: the exchange, the parameters to reduce, by name, and the model without its wrapper."""
 
     exchange: Exchange
     parameters: dict[str, nn.Parameter]
@@ -41,8 +38,6 @@ class Setup:
 
 @dataclass
 class _Step:
-    """Bytes of a step, added up while it runs."""
-
     number: int
     payload_bytes: int = 0
     wire_bytes: int = 0
@@ -51,8 +46,6 @@ class _Step:
 
 @dataclass
 class _Attachment:
-    """State that belongs to one model."""
-
     model: weakref.ReferenceType[TorchWrapper]
     process_group: dist.ProcessGroup
     names: dict[int, str]
@@ -86,8 +79,7 @@ class CommHook(abc.ABC):
 
     Args:
         hierarchical: "auto": if there are several hosts with equally many ranks, sum exactly within each host and
-            compress only between hosts; False: every rank sends to every other; True: sum exactly within the host even
-            if there is only one.
+            compress only between hosts; False: every rank sends to every other; True: also with a single host.
         timeout: seconds or a timedelta that each of the hook's collectives may take; None: the process group's timeout.
     """
 
@@ -138,7 +130,6 @@ class CommHook(abc.ABC):
     # --- for use by methods ---
 
     def _average_exactly(self, flat: Tensor) -> None:
-        """In place: the average over all ranks."""
         self._exchange.sum_(flat.mul_(1 / self._exchange.world_size))
 
     def _named_state(self) -> dict[str, Any]:
@@ -245,8 +236,6 @@ class CommHook(abc.ABC):
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "_exchange"} | {"_attachment": None}
 
-    # --- a step ---
-
     def __call__(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """torch's signature; ``state`` is unused. The future holds the bucket's buffer with the averages."""
         attachment = self._attachment
@@ -300,8 +289,6 @@ class CommHook(abc.ABC):
         """Bytes of the last synchronized step, once its backward is done."""
         return Traffic(self._step.payload_bytes, self._step.wire_bytes)
 
-    # --- checkpoints ---
-
     def state_dict(self) -> dict[str, Any]:
         """The state that the hook keeps between steps; different on each rank. Tensors are stored by parameter name.
 
@@ -325,7 +312,6 @@ class CommHook(abc.ABC):
 
 
 def _without(state: Any, names: Set[str]) -> Any:
-    """A hook's state without the tensors of these parameters."""
     if isinstance(state, Mapping):
         kept = {key: value for key, value in state.items() if not (isinstance(value, Tensor) and key in names)}
         return {key: _without(value, names) for key, value in kept.items()}

@@ -16,8 +16,6 @@ from torchddp.errors import listed
 
 @dataclass(frozen=True)
 class Slot:
-    """A parameter's range of flat memory, in elements."""
-
     name: str
     offset: int
     shape: tuple[int, ...]
@@ -52,12 +50,10 @@ class Layout:
 
     @classmethod
     def packed(cls, slots: Sequence[Slot]) -> Layout:
-        """The same parameters one after the other."""
         *offsets, end = accumulate((slot.numel for slot in slots), initial=0)
         return cls(tuple(replace(slot, offset=offset) for slot, offset in zip(slots, offsets, strict=True)), end)
 
     def names(self) -> str:
-        """For messages: at most four names."""
         return listed([slot.name for slot in self.slots])
 
     def clear_gaps(self, flat: Tensor, begin: int = 0) -> None:
@@ -79,7 +75,6 @@ class Piece:
 
 
 def layout_of(bucket: torch.distributed.GradBucket, names: dict[int, str]) -> Layout:
-    """The layout of a bucket; ``names``: by id of the parameter."""
     flat = bucket.buffer()
     slots = []
     for param, grad in zip(bucket.parameters(), bucket.gradients(), strict=True):
@@ -113,8 +108,7 @@ class Residuals:
         """
         key = (layout, begin, end)
         if key not in self._flats:
-            # Slightly larger, because at a gradient's exact size it might take shared memory reserved for that
-            # gradient.
+            # Slightly larger: at a gradient's exact size it might take shared memory reserved for that.
             flat = torch.zeros(end - begin + 16, dtype=torch.float32, device=like.device)[: end - begin]
             if any(slot.name in self._parts for slot in layout.slots):
                 flat[: max(0, layout.numel - begin)] = self._collect(layout, like, add_parts)[begin:end]

@@ -17,8 +17,6 @@ from torchddp.durations import Duration
 
 @dataclass(frozen=True)
 class _Batch:
-    """Matrices of one shape, worked on together."""
-
     rows: int
     columns: int
     rank: int
@@ -48,8 +46,8 @@ class PowerSGD(CommHook):
     summed over the ranks and made orthonormal, then Q = M^T P is summed. M becomes P Q^T, which is exact if M has at
     most rank r; the difference is added to the next step's gradient. All P of a bucket are sent in one message with its
     vectors, all Q in another: ``4 * (r * (n + m))`` bytes per matrix, and 4 per element of a vector. Every rank holds
-    fp32 residuals of the matrices' size and 4 * r * m bytes of Q per matrix. All ranks get the same bits only if their
-    CPUs (or GPUs) are the same.
+    fp32 residuals of the matrices' size and 4 * r * m bytes of Q per matrix. All get the same bits on equal CPUs or
+    GPUs.
 
     Example:
 
@@ -113,11 +111,8 @@ class PowerSGD(CommHook):
                 raise ValueError(f"PowerSGD(rank={self.rank}): {matrix}; {use}")
 
     def _as_matrix(self, shape: Sequence[int]) -> tuple[int, int, int]:
-        """Rows, columns, and the columns of P and Q."""
         rows, columns = (shape[0], _numel(shape[1:])) if len(shape) > 1 else (1, _numel(shape))
         return rows, columns, min(self.rank, rows, columns)
-
-    # --- a step ---
 
     def _reduce(self, piece: Piece) -> None:
         if piece.step <= self.start_step:  # steps count from 1 here
@@ -129,13 +124,12 @@ class PowerSGD(CommHook):
         if self.error_feedback and split.batches:
             residual = self._residuals.of(piece.layout, whole, 0, piece.layout.numel)
             whole.add_(residual)
-        matrices = [_gather(whole, batch) for batch in split.batches]
+        # Copies, which are kept while averages are written to the piece.
+        matrices = [torch.stack([piece.slot(s).view(b.rows, b.columns) for s in b.slots]) for b in split.batches]
         factors = [self._first_factors(batch, piece) for batch in split.batches]
         lefts = self._sum_lefts(split, matrices, factors, piece)
         not_finite = [~torch.isfinite(left).all(-1).all(-1) for left in lefts]
-        lefts = [
-            orthonormal(left.masked_fill(bad[:, None, None], 0.0)) for left, bad in zip(lefts, not_finite, strict=True)
-        ]
+        lefts = [orthonormal(p.masked_fill(bad[:, None, None], 0.0)) for p, bad in zip(lefts, not_finite, strict=True)]
         rights = self._sum_rights(split, matrices, lefts, not_finite)
         for batch, matrix, left, right, bad in zip(split.batches, matrices, lefts, rights, not_finite, strict=True):
             # A sum of finite numbers may still have overflowed.
@@ -205,8 +199,6 @@ class PowerSGD(CommHook):
         rights = message.split([_numel(batch.q_shape) for batch in split.batches])
         return [right.view(batch.q_shape) for right, batch in zip(rights, split.batches, strict=True)]
 
-    # --- other ranks ---
-
     def _follow(self, lead: int) -> None:
         """Every rank continues with the leading rank's factors, so that P is summed for one common Q."""
         for name, shape in self._shapes.items():
@@ -229,8 +221,6 @@ class PowerSGD(CommHook):
         factors = {} if state is None else state["factors"]
         self._factors = {name: f.detach().to(self._device, copy=True) for name, f in factors.items()}
 
-    # --- checkpoints ---
-
     def _state(self) -> dict[str, Any]:
         factors = {name: factor.clone() for name, factor in self._factors.items()}
         return {"residual": self._residuals.state_dict(self._shapes), "factors": factors, "seed": self.seed}
@@ -249,11 +239,6 @@ class PowerSGD(CommHook):
 
 def _numel(shape: Sequence[int]) -> int:
     return int(torch.Size(shape).numel())
-
-
-def _gather(flat: Tensor, batch: _Batch) -> Tensor:
-    """[matrices, rows, columns]; a copy, which is kept while averages are written to ``flat``."""
-    return torch.stack([flat[slot.offset : slot.end].view(batch.rows, batch.columns) for slot in batch.slots])
 
 
 def _pack(parts: list[Tensor], like: Tensor) -> Tensor:

@@ -88,8 +88,7 @@ def replicate(
     Returns ``module`` itself. Names, state dict keys, attributes, ``isinstance`` and the parameter objects stay the
     same, so the optimizer may be created before or after. The module also becomes a
     :class:`torchddp.composable.ReplicateModule`, with ``set_requires_gradient_sync`` and ``no_sync``. Submodules that
-    are already replicated or sharded are left alone. A copy (deepcopy, pickle) is a module of the original class and
-    not replicated.
+    are already replicated or sharded are left alone. A copy (deepcopy, pickle) is not replicated.
 
     Example:
 
@@ -102,8 +101,7 @@ def replicate(
 
     Args:
         mesh: one dimension: the ranks that hold the same model and average its gradients. Of a two-dimensional mesh,
-            pass the one to replicate over (``mesh["dp"]``); parameters may then be DTensors over the other. None: all
-            ranks.
+            pass the one to replicate over (``mesh["dp"]``); parameters may be DTensors over the other. None: all.
         mp_policy: torch's ``MixedPrecisionPolicy``: forward and backward in ``param_dtype``, gradients reduced in
             ``reduce_dtype`` (None: in ``param_dtype``), inputs and outputs of forward cast. Parameters, ``.grad`` and
             the optimizer keep the module's dtype. None: nothing is cast.
@@ -223,9 +221,6 @@ def _ignoring(module: torch.nn.Module, names: set[str]) -> Iterator[None]:
         module.__dict__.update(before)
 
 
-# --- checks of the arguments; which ranks and parameters ---
-
-
 def _check_module(module: object) -> None:
     if not isinstance(module, torch.nn.Module):
         raise TypeError(f"replicate() needs a torch.nn.Module, got {type(module).__name__}")
@@ -242,9 +237,7 @@ def _check_module(module: object) -> None:
     if isinstance(module, (torch.nn.ModuleList, torch.nn.ModuleDict)) and (
         type(module).forward in (torch.nn.Module.forward, torch.nn.ModuleList.forward, torch.nn.ModuleDict.forward)
     ):
-        raise ValueError(
-            f"a {kind} has no forward for replicate() to hook: replicate its members, or the module that holds it"
-        )
+        raise ValueError(f"a {kind} has no forward for replicate() to hook: replicate its members, or its parent")
 
 
 def _group_of(mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
@@ -299,9 +292,7 @@ def _check_parameters(
         elsewhere = sorted({p.device.type for p in parameters.values()} - {mesh.device_type})
         if elsewhere:
             where = ", ".join(elsewhere)
-            raise ValueError(
-                f"the mesh is for {mesh.device_type} devices, but parameters of this {kind} are on {where}"
-            )
+            raise ValueError(f"the mesh is for {mesh.device_type}, but parameters of this {kind} are on {where}")
     ranks = set(range(dist.get_world_size())) if mesh is None else set(mesh.mesh.flatten().tolist())
     for name, parameter in parameters.items():
         theirs = set(parameter.device_mesh.mesh.flatten().tolist()) if is_dtensor(parameter) else set()

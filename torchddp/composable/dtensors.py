@@ -22,8 +22,6 @@ GRADIENT_IS_LATE = 3  # after this many callbacks in a row, the reducer's own ha
 
 @dataclass(frozen=True)
 class LocalParameter:
-    """A DTensor, the engine's leaf for it, and its index in the reducer."""
-
     index: int
     dtensor: Any
     leaf: torch.nn.Parameter
@@ -42,7 +40,6 @@ class LocalParameter:
             self.leaf.grad = local
 
     def give_gradient(self) -> None:
-        """Pass the leaf's resulting gradient to the DTensor."""
         from torch.distributed.tensor import DTensor
 
         local, grad = self.leaf.grad, self.dtensor.grad
@@ -76,14 +73,12 @@ class LocalParameters:
         self._handles: list[Any] = []
 
     def leaves(self) -> dict[int, torch.nn.Parameter]:
-        """By id of the DTensor."""
         return {id(pair.dtensor): pair.leaf for pair in self.pairs}
 
     def __bool__(self) -> bool:
         return bool(self.pairs)
 
     def connect(self, reducer: _C.Reducer) -> None:
-        """Notify the reducer of the DTensors' gradients from now on."""
         weak = weakref.ref(reducer)
         for pair in self.pairs:
             hook = _ready_hook(pair.index, pair.leaf, weak)

@@ -15,8 +15,6 @@ from torchddp.ddp.session import ReducerPolicy, ReducerSession
 
 
 class ReplicatePolicy(ReducerPolicy):
-    """The reducer works on the local parts of DTensors. ``mp_policy``: the module's mixed precision."""
-
     who = "replicate()"
 
     def __init__(self, mp_policy: object) -> None:
@@ -38,10 +36,7 @@ class ReplicatePolicy(ReducerPolicy):
 
 
 class ReplicateEngine(DistributedDataParallel):
-    """Never called directly: hooks on the replicated module begin and end each forward.
-
-    ``left_out``: returns the names to ignore in the module as it is now. ``policy``: its mixed precision.
-    """
+    """Driven by hooks on the replicated module, never called. ``left_out``: returns the names to ignore in it now."""
 
     def __init__(
         self, module: torch.nn.Module, left_out: Callable[[], set[str]], policy: object, **options: Any
@@ -71,8 +66,7 @@ class ReplicateEngine(DistributedDataParallel):
 
     def _post_forward(self, output: object) -> object:
         output = super()._post_forward(output)
-        # Ranks may use different parameters, and averages of parameters that this rank did not use arrive without a
-        # hook.
+        # Averages of parameters that only other ranks used arrive without a hook.
         differ = self.find_unused_parameters or self.static_graph or self.skip_all_reduce_unused_params
         if differ and self._local and torch.is_grad_enabled() and self.require_backward_grad_sync:
             self._local.around_backward(_torch.find_tensors(output))

@@ -17,7 +17,7 @@ from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 from torchddp import _torch
 from torchddp.composable.engine import ReplicateEngine
 from torchddp.composable.precision import ParameterCast, cast_tensors, in_backward
-from torchddp.ddp.module import Inputs
+from torchddp.ddp.forward import Inputs
 from torchddp.ddp.weights import LossKind
 
 NAME = "replicate"  # the registry of torch's contract, where fully_shard looks for it
@@ -26,8 +26,6 @@ _HOOKS = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hook
 
 
 class ReplicateState(_torch.State):
-    """Created by torch's ``contract``, filled by `install`."""
-
     engine: ReplicateEngine
     policy: MixedPrecisionPolicy
     cast: ParameterCast | None
@@ -78,8 +76,6 @@ class ReplicateState(_torch.State):
             self.cast.remove()
         self.engine.release()
 
-    # --- hooks ---
-
     @_torch.disable_dynamo(recursive=True)
     def _before_forward(self, module: torch.nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> Inputs:
         if self._is_open:
@@ -124,8 +120,6 @@ class ReplicateState(_torch.State):
         error = sys.exc_info()[1]
         if error is not None:
             self.engine.observers.on_error(error)
-
-    # --- what the hooks do ---
 
     def _cast_inputs(self, args: tuple[object, ...], kwargs: dict[str, object]) -> Inputs:
         if not self.policy.cast_forward_inputs:
@@ -203,8 +197,7 @@ class ReplicateModule:
     def refresh_trainable(self) -> None:
         """Update what is reduced after parameters inside were frozen, thawed, added or removed. Collective.
 
-        See :meth:`torchddp.DistributedDataParallel.refresh_trainable`. Submodules that are replicated themselves are
-        not included.
+        See :meth:`torchddp.DistributedDataParallel.refresh_trainable`. Without submodules replicated alone.
         """
         state_of(self).engine.refresh_trainable()
 

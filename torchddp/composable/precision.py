@@ -30,9 +30,7 @@ def in_backward() -> bool:
 
 
 class ParameterCast:
-    """The parameters of a model that computes in another dtype. Modules that own parameters get hooks too, because
-    activation checkpointing reruns parts of forward during backward.
-    """
+    """Low-precision copies in place of parameters. Their modules get hooks too, for activation checkpointing."""
 
     def __init__(self, module: torch.nn.Module, parameters: Collection[torch.Tensor], dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -123,14 +121,12 @@ def reduce_in(dtype: torch.dtype) -> Callable[[dist.ProcessGroup, dist.GradBucke
     def reduce_cast(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         flat = bucket.buffer()
         sent = flat.to(dtype, copy=True).div_(group.size())
-        reduced: torch.futures.Future[list[torch.Tensor]] = dist.all_reduce(
-            sent, group=group, async_op=True
-        ).get_future()
+        sums: torch.futures.Future[list[torch.Tensor]] = dist.all_reduce(sent, group=group, async_op=True).get_future()
 
         def back(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
             return flat.copy_(future.value()[0])
 
-        return reduced.then(back)
+        return sums.then(back)
 
     reduce_cast.__qualname__ = f"reduce_in_{str(dtype).removeprefix('torch.')}"
     return reduce_cast

@@ -25,8 +25,7 @@ _CPU_SOLO_BYTES = 1 * _MIB
 # microseconds, and larger buckets pay off, up to the default size.
 _SHARED_CAP_BYTES, _LARGEST_SHARED_CAP_BYTES = 1 * _MIB, _DEFAULT_CAP_BYTES
 _SHARED_SOLO_BYTES = 256 * 1024
-# The fixed cost of a message may take at most this share of a bucket's time. For two ranks with a core each, that gives
-# 1 MiB.
+# A message's fixed cost may take at most this share of a bucket's time: 1 MiB for two ranks with a core each.
 _FIXED_SHARE = 1 / 8
 _BUDGET_S = 0.005
 
@@ -72,8 +71,7 @@ def shared_sizes(line: MessageLine) -> tuple[int, int]:
     while cap_bytes < _LARGEST_SHARED_CAP_BYTES and cap_bytes * math.sqrt(2) * line.beta_s_per_byte < bytes_s:
         cap_bytes *= 2
     cap_bytes = min(cap_bytes, _LARGEST_SHARED_CAP_BYTES)
-    # Copying a byte takes about as long as reducing it, since each rank reads and writes the same number of bytes. From
-    # this size on, the copy costs more than another message.
+    # Copying a byte takes about as long as reducing it: from this size on, a copy costs more than a message.
     return cap_bytes, max(_SHARED_SOLO_BYTES, int(cap_bytes * _FIXED_SHARE))
 
 

@@ -9,8 +9,6 @@ from typing import Final, Literal
 
 from torchddp.durations import Duration, seconds
 
-__all__ = ["OFF", "RAISE", "Checks", "ChecksChoice"]
-
 RAISE: Final = "raise"
 ENV = "TORCHDDP_CHECKS"
 STALL_ENV = "TORCHDDP_STALL_REPORT_S"
@@ -24,8 +22,7 @@ class Checks:
     Args:
         nonfinite: look for infinities and NaNs in this rank's own gradients while they are packed; see
             ``DistributedDataParallel.nonfinite``. ``"raise"``: also raise FloatingPointError on all ranks at the end of
-            a backward with non-finite averages (not with ``join()``; on a CUDA device backward then waits for the
-            device).
+            a backward with non-finite averages (not with ``join()``; on a CUDA device backward then waits).
         parameters_every: before the forward of every n-th synchronized step, compare the parameters of all ranks by a
             hash (collective); a difference raises :class:`torchddp.DesyncError` on all. Stops once ``join()`` was used.
             None: never. See :func:`torchddp.check_parameters`.
@@ -33,8 +30,7 @@ class Checks:
             positions through the process group's store and one of them logs why they are stuck
             (``docs/hang_reports.md``). 0: no reports. None: the environment variable TORCHDDP_STALL_REPORT_S, or else
             the smaller of 60 s and a third of the timeout. Each rank's own.
-        gradient_stats: compute statistics of every reduced bucket; see ``DistributedDataParallel.gradient_stats``. Each
-            rank's own.
+        gradient_stats: statistics of every reduced bucket: ``DistributedDataParallel.gradient_stats``. Each rank's own.
         zero_weights: what happens in a weighted step in which every rank's weight is 0. ``"raise"``: ValueError on all
             ranks at the end of backward (on a CUDA device, backward then waits). ``"zeros"``: gradients are zeros.
         traps: warn about gradients that only some ranks change, and parameters that the reducer doesn't see
@@ -56,9 +52,7 @@ class Checks:
             raise ValueError(f'Checks(zero_weights=) must be "raise" or "zeros", got {self.zero_weights!r}')
         every = self.parameters_every
         if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
-            raise ValueError(
-                f"Checks(parameters_every=) must be a number of steps, 1 or more, or None for no checks; got {every!r}"
-            )
+            raise ValueError(f"Checks(parameters_every=) must be a number of steps, 1 or more, or None; got {every!r}")
         asked_for_s = seconds(self.stall_report, "Checks(stall_report=)")
         if asked_for_s is not None and math.isinf(asked_for_s):
             raise ValueError("Checks(stall_report=) must be a finite number of seconds; 0 turns reports off")
@@ -69,14 +63,7 @@ class Checks:
         return self.stall_report is None or bool(self.stall_report)
 
     def stall_limit_s(self, timeout_s: float) -> float:
-        """Seconds of waiting after which ranks report why; 0: never.
-
-        Args:
-            timeout_s: how long a reduction may take before its waits end anyway.
-
-        Raises:
-            ValueError: the given value is not below the timeout, or the variable is not a number of seconds.
-        """
+        """Seconds of waiting after which ranks report why; 0: never. ValueError if not below ``timeout_s``."""
         asked_for_s, source = seconds(self.stall_report, "Checks(stall_report=)"), "Checks(stall_report=)"
         if asked_for_s is None and (text := os.environ.get(STALL_ENV)):
             asked_for_s, source = _variable_s(text), STALL_ENV
@@ -116,7 +103,5 @@ def _variable_s(text: str) -> float:
         if not 0 <= value < math.inf:
             raise ValueError
     except ValueError:
-        raise ValueError(
-            f"the environment variable {STALL_ENV} must hold seconds, 0 (no reports) or more; got {text!r}"
-        ) from None
+        raise ValueError(f"{STALL_ENV} must hold seconds, 0 (no reports) or more; got {text!r}") from None
     return value

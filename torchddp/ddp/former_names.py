@@ -12,8 +12,6 @@ from torchddp.ddp.checks import Checks
 from torchddp.ddp.grad_precision import Precision
 from torchddp.errors import warn_user
 
-__all__ = ["FORMER", "SETTINGS", "accepts_former_names", "current", "label"]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 

@@ -1,7 +1,4 @@
-"""The dtype in which gradients of 16-bit parameters are reduced and stored: one class per mode.
-
-The reducer does the work (`_C.GradPrecision`); this module checks the model and sets up its parameters.
-"""
+"""The dtype in which the reducer reduces and stores gradients of 16-bit parameters: checks and setup, by mode."""
 
 from __future__ import annotations
 
@@ -15,8 +12,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from torchddp import _C
 from torchddp._torch import TorchWrapper
-
-__all__ = ["MAIN_GRAD", "GradPrecision", "MainGrads", "Precision", "ReducedWide", "WideGrads"]
 
 MAIN_GRAD: Final = "main_grad"
 Tensors = Sequence[torch.Tensor]
@@ -103,8 +98,7 @@ class WideGrads(ReducedWide):
 class MainGrads(ReducedWide):
     """Accumulate gradients in ``parameter.main_grad``, which is bucket memory; ``.grad`` is None after backward.
 
-    Of several wrappers of a parameter, the one with the last forward has its ``main_grad``, and takes over what it
-    holds.
+    Of several wrappers of a parameter, the one with the last forward has its ``main_grad``.
     """
 
     kind = _C.GradPrecision.MAIN_GRADS
@@ -134,8 +128,7 @@ class MainGrads(ReducedWide):
         ]
         if not ddp.gradient_as_bucket_view:  # an explicit False was rejected earlier, so the model is wrapped twice
             raise ValueError(
-                f"{self.asked_by} conflicts with wrapping a model twice: both wrappers would take the same gradients. "
-                "Wrap once"
+                f"{self.asked_by} conflicts with wrapping a model twice: both would take the same gradients. Wrap once"
             )
 
     def opened(self, reducer: _C.Reducer, parameters: Sequence[torch.Tensor]) -> None:
@@ -236,20 +229,16 @@ class Precision:
         for name, dtype in (("reduce", self.reduce), ("main_grads", self.main_grads)):
             if dtype not in (None, torch.float32):
                 raise ValueError(
-                    f"Precision({name}=) must be torch.float32 or None, got {dtype!r}. (To send float32 gradients in "
-                    "16 bits there are Precision(wire=torch.bfloat16), over shared memory, and the hook "
-                    "torchddp.comm_hooks.BF16)"
+                    f"Precision({name}=) must be torch.float32 or None, got {dtype!r}. (To send float32 in 16 bits: "
+                    "Precision(wire=torch.bfloat16), over shared memory, or the hook torchddp.comm_hooks.BF16)"
                 )
         if self.main_grads_as not in _STORED:
             allowed = ", ".join(map(repr, _STORED))
             raise ValueError(f"Precision(main_grads_as=) must be one of {allowed}, got {self.main_grads_as!r}")
         if self.main_grads is None and self.main_grads_as != MAIN_GRAD:
-            raise ValueError(
-                f"Precision(main_grads_as={self.main_grads_as!r}) has no effect without main_grads=: set that too"
-            )
+            raise ValueError(f"Precision(main_grads_as={self.main_grads_as!r}) has no effect without main_grads=")
 
     def mode(self) -> GradPrecision:
-        """How gradients of 16-bit parameters are reduced and stored, for one session."""
         if self.main_grads is not None:
             return _STORED[self.main_grads_as]()
         return GradPrecision() if self.reduce is None else ReducedWide()

@@ -15,19 +15,8 @@ from torchddp import _torch
 from torchddp._torch import TorchWrapper
 
 Hook = Callable[[Any, Any], Any]
-_resolver: Callable[[object], tuple[object, Hook]] | None = None
-
-
-def set_resolver(resolver: Callable[[object], tuple[object, Hook]]) -> None:
-    """Say how a constructor's ``comm_hook`` becomes a state and a hook; names of hooks are known in a higher room."""
-    global _resolver
-    _resolver = resolver
-
-
-def resolve(hook: object) -> tuple[object, Hook]:
-    """The state and the hook of a constructor's ``comm_hook``. TypeError or ValueError for what is none."""
-    assert _resolver is not None, "import torchddp sets it"
-    return _resolver(hook)
+# How a constructor's ``comm_hook`` becomes a state and a hook; `_assembly` sets it, as a higher room knows the names.
+resolve: Callable[[object], tuple[object, Hook]]
 
 
 @runtime_checkable
@@ -64,20 +53,14 @@ def check_hook_signature(hook: object) -> None:
         )
 
 
-def is_attached(hook: object) -> bool:
-    return isinstance(hook, AttachedHook)
+def attached(hook: object) -> AttachedHook | None:
+    return hook if isinstance(hook, AttachedHook) else None
 
 
 def check_attachable(hook: object, model: TorchWrapper) -> None:
-    """Raise what `attach` would raise for this rank's model. Not collective."""
+    """Raise what `AttachedHook.attach` would raise for this rank's model. Not collective."""
     if isinstance(hook, AttachedHook) and callable(check := getattr(hook, "check", None)):
         check(model)
-
-
-def attach(hook: object, model: TorchWrapper) -> None:
-    """Collective for an `AttachedHook`; does nothing for other hooks."""
-    if isinstance(hook, AttachedHook):
-        hook.attach(model)
 
 
 def follow_parameters(hook: object, state: object, model: TorchWrapper) -> None:
@@ -85,8 +68,7 @@ def follow_parameters(hook: object, state: object, model: TorchWrapper) -> None:
     if callable(follow := getattr(hook, "follow_parameters", None)):
         follow(model)
     elif type(state).__name__ == "PowerSGDState" and type(state).__module__.startswith("torch.distributed."):
-        # PowerSGD keeps state per bucket index, and the buckets are different now. As after registration, it sends
-        # gradients uncompressed until the buckets have settled.
+        # It keeps state per bucket. As after registration, it doesn't compress until the buckets have settled.
         powersgd: Any = state
         for held in (powersgd.error_dict, powersgd.p_memory_dict, powersgd.q_memory_dict):
             held.clear()
@@ -111,9 +93,7 @@ def describe(hook: object, state: object = None) -> str:
         return describe(hook.func, state)
     name = getattr(hook, "__qualname__", None) or type(hook).__qualname__
     cells = [cell.cell_contents for cell in getattr(hook, "__closure__", None) or ()] if _is_known(hook) else []
-    inner = [
-        describe(value) if callable(value) else str(value) for value in cells if callable(value) or _is_plain(value)
-    ]
+    inner = [describe(v) if callable(v) else str(v) for v in cells if callable(v) or _is_plain(v)]
     return name + "".join(f"({', '.join(found)})" for found in (inner, _options_of(hook), _options_of(state)) if found)
 
 
@@ -145,11 +125,6 @@ def _is_known(value: object) -> bool:
 
 def _is_plain(value: object) -> bool:
     return isinstance(value, bool | int | float | str | torch.dtype)
-
-
-def is_bf16(hook: object) -> bool:
-    """Whether the hook is one of torch's bfloat16 hooks."""
-    return getattr(hook, "__name__", "") in ("bf16_compress_hook", "bf16_compress_wrapper_hook")
 
 
 def checked(hook: Hook, rank: int) -> Hook:

@@ -35,8 +35,6 @@ _NCCL_ENVIRONMENT = {
 
 @dataclass
 class DDPLoggingData:
-    """Same fields as torch's C++ struct of this name."""
-
     strs_map: dict[str, str] = field(default_factory=dict)
     ints_map: dict[str, int] = field(default_factory=dict)
 
@@ -44,15 +42,14 @@ class DDPLoggingData:
 class DDPLogger(dist.Logger):
     """A ``torch.distributed.Logger`` that reads its fields from our reducer on demand.
 
-    torch functions that log through a DDP logger accept only torch's class, which accepts only torch's reducer, so the
-    base class holds a reducer over a single scalar that never gets a gradient.
+    torch's functions accept only torch's class, and that only torch's reducer, so the base class holds one of a scalar.
     """
 
     def __init__(self, reducer: _C.Reducer, process_group: dist.ProcessGroup) -> None:
         self._anchor = dist.Reducer([torch.zeros(1, requires_grad=True)], [[0]], [4], process_group)
         super().__init__(self._anchor)
         self._reducer = reducer
-        self._sample_rate = 100
+        self.sample_rate = 100
         self._fixed = DDPLoggingData()
         self._events = DDPLoggingData()
 
@@ -61,11 +58,7 @@ class DDPLogger(dist.Logger):
         self._anchor._update_process_group(process_group)
         self._fixed.ints_map.update(world_size=process_group.size(), rank=process_group.rank())
 
-    def set_sample_rate(self, sample_rate: int) -> None:
-        self._sample_rate = sample_rate
-
     def log_construction(self, ddp: TorchDDP, session: ReducerSession) -> None:
-        """Record what does not change after construction."""
         parameters = session.parameters
         # Groups unknown to torch (torchft's) name their backend themselves.
         known = _torch.is_alive(ddp.process_group)
@@ -118,31 +111,21 @@ class DDPLogger(dist.Logger):
     def _set_static_graph(self) -> None:
         self._events.ints_map["static_graph"] = 1
 
-    def _sampled_iteration(self, iteration: int) -> int:
-        """The last sampled iteration up to this one: the first ten are sampled, then every ``sample_rate``-th."""
-        return (
-            iteration
-            if iteration <= _ALWAYS_SAMPLED
-            else max(_ALWAYS_SAMPLED, iteration - iteration % self._sample_rate)
-        )
-
     def _get_ddp_logging_data(self) -> DDPLoggingData:  # type: ignore[override]
         reducer = self._reducer
         stats = dict(reducer.stats())
         steps_finished = stats.pop("finished")
         data = DDPLoggingData(dict(self._fixed.strs_map), dict(self._fixed.ints_map))
-        begun = stats.pop("iteration")
-        data.ints_map["iteration"] = self._sampled_iteration(max(0, begun - 1))
-        # As in torch, has_rebuilt_buckets ignores rebuilds under find_unused_parameters; num_bucket_rebuilds counts
-        # them.
+        # The last sampled one: the first ten are sampled, then every ``sample_rate``-th.
+        iteration = max(0, stats.pop("iteration") - 1)
+        data.ints_map["iteration"] = min(iteration, max(_ALWAYS_SAMPLED, iteration - iteration % self.sample_rate))
+        # As in torch, has_rebuilt_buckets ignores rebuilds under find_unused_parameters.
         rebuilt = reducer.has_rebuilt_buckets
-        static = self._events.ints_map.get("static_graph", 0)
+        static, searches = self._events.ints_map.get("static_graph", 0), data.ints_map["find_unused_parameters"]
         if steps_finished:
             data.ints_map.update(stats)
             data.ints_map["num_bucket_rebuilds"] = int(rebuilt)
-            data.ints_map["has_rebuilt_buckets"] = int(
-                rebuilt and (static or not data.ints_map["find_unused_parameters"])
-            )
+            data.ints_map["has_rebuilt_buckets"] = int(rebuilt and (static or not searches))
             data.ints_map["unused_parameter_size"] = reducer.unused_bytes()
             data.strs_map["prev_iteration_grad_ready_order_indices"] = ", ".join(map(str, reducer.grad_ready_order()))
         if rebuilt:
@@ -152,8 +135,8 @@ class DDPLogger(dist.Logger):
             )
         if not static:
             # Known only if steps were compared, and of use only where the graph is searched: Lightning then advises it.
-            compared = steps_finished > 1 and data.ints_map["find_unused_parameters"]
-            data.ints_map["can_set_static_graph"] = int(bool(compared) and reducer.graph_has_been_static())
+            compared = steps_finished > 1 and bool(searches)
+            data.ints_map["can_set_static_graph"] = int(compared and reducer.graph_has_been_static())
         data.strs_map["transport"] = reducer.transport_name
         self._add_errors(data)
         data.strs_map.update(self._events.strs_map)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Collection, Iterable, Mapping, Sequence, Sized
 from typing import TYPE_CHECKING, TypeGuard
 
 import torch
@@ -17,8 +17,6 @@ from torchddp.errors import listed, warn_user
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
-
-# --- DTensors: the engine works on this rank's local part ---
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -40,9 +38,6 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return local
 
 
-# --- what a constructor was given ---
-
-
 def group_of(process_group: object, device_mesh: dist.DeviceMesh | None) -> dist.ProcessGroup | None:
     """The group that a wrapper with these arguments uses; None if there is none that this rank is in."""
     if device_mesh is not None and process_group is None and getattr(device_mesh, "ndim", 0) == 1:
@@ -53,12 +48,10 @@ def group_of(process_group: object, device_mesh: dist.DeviceMesh | None) -> dist
 
 
 def device_of(module: object) -> torch.device | None:
-    """Of its first parameter; None without any."""
     return next((p.device for p in module.parameters()), None) if isinstance(module, torch.nn.Module) else None
 
 
 def check_group(process_group: object, device_mesh: object) -> None:
-    """ValueError if the default group is needed and does not exist."""
     if process_group is None and device_mesh is None and not dist.is_initialized():
         raise ValueError(
             "Default process group has not been initialized, please make sure to call init_process_group. Before the "
@@ -70,10 +63,7 @@ def check_group(process_group: object, device_mesh: object) -> None:
 
 
 def check_module(module: object) -> None:
-    """TypeError for a class and AttributeError for anything else that is not a module, as from torch's class.
-
-    RuntimeError under FakeTensorMode, or for a module that was made under it.
-    """
+    """As from torch's class: TypeError for a class, AttributeError for no module, RuntimeError for fake tensors."""
     if isinstance(module, type):
         name = module.__name__
         raise TypeError(
@@ -84,14 +74,11 @@ def check_module(module: object) -> None:
         raise AttributeError(
             f"DistributedDataParallel wraps a torch.nn.Module, got {type(module).__name__} {module!r:.80}"
         )
-    if _torch.is_fake_mode() or any(map(_torch.is_fake, module.parameters())):
+    if _torch.is_fake(module):
         raise RuntimeError(
             "DistributedDataParallel can't reduce fake tensors, which have no memory. Make and wrap the model outside "
             'of FakeTensorMode; without other ranks, use init_process_group("fake")'
         )
-
-
-# --- buffers and states ---
 
 
 def lists_members_itself(module: torch.nn.Module) -> bool:
@@ -113,17 +100,9 @@ def buffers_of(module: torch.nn.Module) -> list[torch.Tensor]:
     return found if _C.can_travel_as_bytes(found) else [local_of(buffer) for buffer in found]
 
 
-def states_of(module: torch.nn.Module, ignored: Collection[str], *, buffers: bool) -> Iterator[torch.Tensor]:
-    """What all ranks copy from one rank: the module's parameters and, if requested, its buffers."""
-    for name, parameter in module.named_parameters():
-        if name not in ignored:
-            yield local_of(parameter).detach()
-    for name, buffer in module.named_buffers() if buffers else ():
-        if name not in ignored:
-            yield local_of(buffer).detach()
-
-
-# --- changes made after wrapping ---
+def states_of(module: torch.nn.Module, ignored: Collection[str], *, buffers: bool) -> list[torch.Tensor]:
+    named = [*module.named_parameters(), *(module.named_buffers() if buffers else ())]
+    return [local_of(tensor).detach() for name, tensor in named if name not in ignored]
 
 
 def backward_hook_tables(module: torch.nn.Module | TorchWrapper) -> list[Sized]:
@@ -145,10 +124,7 @@ REFRESH = "call its refresh_trainable() on all ranks after such a change"
 
 
 def describe_changes(ddp: TorchWrapper, reduced_ids: Collection[int]) -> str:
-    """Describe how the model was changed after it was wrapped; empty if it was not.
-
-    ``reduced_ids``: ids of the parameters whose gradients are reduced.
-    """
+    """How the model was changed after it was wrapped, or "". ``reduced_ids``: of the parameters that are reduced."""
     known = {id(p) for p in ddp._module_parameters}
     current = {n: p for n, p in ddp.module.named_parameters() if n not in ddp.parameters_to_ignore}
     added = [n for n, p in current.items() if id(p) not in known]
@@ -156,9 +132,7 @@ def describe_changes(ddp: TorchWrapper, reduced_ids: Collection[int]) -> str:
     frozen = [n for n, p in current.items() if not p.requires_grad and id(p) in reduced_ids]
     parts = []
     if added or removed:
-        parts.append(
-            f"{removed} parameters were removed or replaced, and these are new: {', '.join(added[:8]) or 'none'}"
-        )
+        parts.append(f"{removed} parameters were removed or replaced; these are new: {listed(added, 8) or 'none'}")
     if frozen:
         parts.append(f"these no longer require grad: {', '.join(frozen[:8])}")
     changed = "; ".join(parts)
@@ -230,7 +204,7 @@ class ParameterWatch:
     def __init__(
         self, module: torch.nn.Module, parameters: Sequence[torch.Tensor], names: Iterable[str], *, warns: bool
     ) -> None:
-        there = _ids(module)
+        there = {id(parameter) for parameter in module.parameters()}
         self._hooked = [
             (name, parameter, parameter.dtype, _node(parameter), id(parameter) in there)
             for name, parameter in zip(names, parameters, strict=True)
@@ -259,9 +233,7 @@ class ParameterWatch:
             return
         named = dict(ddp.module.named_parameters())
         there = {id(parameter) for parameter in named.values()}
-        replaced = [
-            name for name, parameter, _, _, was_there in self._hooked if was_there and id(parameter) not in there
-        ]
+        replaced = [name for name, p, _, _, was_there in self._hooked if was_there and id(p) not in there]
         converted = [
             f"{name} ({dtype} to {parameter.dtype})" if parameter.dtype != dtype else name
             for name, parameter, dtype, node, _ in self._hooked
@@ -292,10 +264,6 @@ class ParameterWatch:
 _CONVERTED = "converted to another dtype or device"
 _REPLACED = "replaced by other parameters (load_state_dict with assign=True, or an assignment)"
 _ADDED = "thawed or added"
-
-
-def _ids(module: torch.nn.Module) -> set[int]:
-    return {id(parameter) for parameter in module.parameters()}
 
 
 def _node(parameter: torch.Tensor) -> object:

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import inspect
-import logging
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
-from torch.autograd.profiler import record_function
-from torch.distributed.algorithms.join import Join, JoinHook
-from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
+from torch.distributed.algorithms.join import JoinHook
 
-from torchddp import _C, _torch
+from torchddp import _torch
 from torchddp.ddp import hooks, model, refresh, regroup, wrapper
 from torchddp.ddp.checks import RAISE, ChecksChoice
 from torchddp.ddp.former_names import accepts_former_names
+from torchddp.ddp.forward import Forward
 from torchddp.ddp.grad_precision import Precision
 from torchddp.ddp.logger import DDPLogger
 from torchddp.ddp.observers import Observers
@@ -30,15 +28,9 @@ from torchddp.errors import NonFinite
 from torchddp.traffic import Traffic, of_model
 from torchddp.transport.agreement import Agreement
 
-__all__ = ["DistributedDataParallel"]
 
-Inputs = tuple[tuple[object, ...], dict[str, object]]  # of a forward: by place, by name
-logger = logging.getLogger("torchddp.distributed")
-
-
-class DistributedDataParallel(TorchDDP):
-    r"""``torch.nn.parallel.DistributedDataParallel`` on a faster engine. Takes every argument of torch's class, in its
-    order.
+class DistributedDataParallel(Forward):
+    r"""``torch.nn.parallel.DistributedDataParallel`` on a faster engine, with all its arguments, in their order.
 
     Autograd hooks in C++ pack gradients into buckets and scale them by ``1 / world_size``. Buckets are summed over the
     ranks of ``process_group`` while backward runs, and gradients are final when ``backward()`` returns. Construction,
@@ -55,30 +47,25 @@ class DistributedDataParallel(TorchDDP):
 
     Differences from torch's class:
 
-    * ``gradient_as_bucket_view`` defaults to None: ``param.grad`` is bucket memory, so there is no second copy of the
-      gradients and nothing is copied back, yet programs see the same values as with torch's default. A gradient kept
-      after setting ``.grad`` to None keeps its values (the next step copies it). If the program assigns its own tensor
-      to ``.grad`` and keeps it, the averages go into that tensor. ``True``: views that change with the next step, as in
-      torch. ``False``: copies.
+    * ``gradient_as_bucket_view`` defaults to None: ``param.grad`` is bucket memory, without a second copy, yet programs
+      see the same values as with torch's default. A gradient kept after setting ``.grad`` to None keeps its values (the
+      next step copies it). If the program assigns its own tensor to ``.grad``, the averages go into that. ``True``:
+      views that change with the next step, as in torch. ``False``: copies.
     * ``find_unused_parameters=True`` and ``static_graph=True`` also rebuild buckets in the measured gradient order.
-    * ``bucket_cap_mb=None``: a first bucket of 1 MiB, then 25 MiB; smaller ones on CPU. ``"auto"``: planned from
-      measured steps.
     * ``batched_grad_copy`` is accepted and has no effect: packing never uses one operator per parameter.
     * ``bf16_compress_hook`` also works for CPU models.
 
     Args:
         bucket_cap_mb: None: a first bucket of 1 MiB, then 25 MiB. On a CPU later buckets are 8 MiB, and gradients of at
             least 1 MiB get a bucket each and are reduced in place. Over shared memory these sizes are 1 MiB and 256
-            KiB; they grow, up to 25 MiB, if messages are expensive because of many ranks or few cores, which models
-            larger than 1 MiB measure in a few milliseconds. (``bucket_bytes_cap``, which torch's compiler reads, is 25
-            MiB as in torch.) A number applies to every bucket including the first, as in torch. Fractions are allowed;
-            zero and negative numbers raise ValueError. ``"auto"``: the buckets that expose the least communication time
-            for this model and group, from a plan stored by ``torchddp tune``, or made after eight synchronized steps.
-            The last five of these are measured without overlap, and then messages are timed for up to a second. See
+            KiB, and up to 25 MiB if messages are expensive because of many ranks or few cores, which models larger than
+            1 MiB measure in a few milliseconds. (``bucket_bytes_cap`` is 25 MiB as in torch.) A number applies to every
+            bucket including the first, as in torch. Fractions are allowed; zero and negative numbers raise ValueError.
+            ``"auto"``: the buckets that expose the least communication time, from a plan stored by ``torchddp tune``,
+            or made after eight synchronized steps, five of them without overlap, and a second of timing messages. See
             `replan`.
         gradient_as_bucket_view: see above. Over NCCL, True also packs gradients of 1 MiB and more, which are otherwise
-            reduced where autograd allocated them. NCCL's NVLink SHARP algorithms, which support plain sums only, can
-            then reduce them; that may be faster between the GPUs of a host.
+            reduced where autograd allocated them; NVLink SHARP, which supports plain sums only, can then reduce them.
         transport: what moves buckets between ranks. ``"c10d"``: the process group itself. ``"shm"``: memory shared by
             the ranks of a host, for CPU models (with several hosts: shared memory within each, the process group
             between them). ``"nccl"``: our own NCCL communicator and stream, for models on one CUDA device per rank.
@@ -86,27 +73,25 @@ class DistributedDataParallel(TorchDDP):
             all ranks can use it; NCCL for a CUDA model if the process group is NCCL's and all ranks can use it;
             otherwise c10d. Also c10d with ``init_sync=False``, and for copies (pickle, deepcopy), which a single rank
             may make. The environment variable TORCHDDP_TRANSPORT replaces "auto". A transport added with
-            ``torchddp.transport.select.register`` is chosen by its name (for type checkers
-            ``RegisteredTransport(name)``).
-        comm_hook: registered with :meth:`register_comm_hook`: a hook ``hook(state, bucket)`` called with state None, a
-            tuple ``(state, hook)``, or the name of a hook in ``torchddp.comm_hooks``.
+            ``torchddp.transport.select.register`` is chosen by name (typed ``RegisteredTransport(name)``).
+        comm_hook: as for :meth:`register_comm_hook`: a hook ``hook(state, bucket)`` with state None, a tuple ``(state,
+            hook)``, or the name of a hook in ``torchddp.comm_hooks``.
         timeout: how long a reduction may take, in seconds or as a ``datetime.timedelta``; None: the process group's
-            limit. A peer that dies or stalls raises :class:`torchddp.TransportError`, naming rank, bucket and
-            parameters.
+            limit. A dead or stalled peer raises :class:`torchddp.TransportError`, naming rank, bucket and parameters.
         sync: how ``torchddp.sync`` reduces accumulated microbatches: a ``DDPSyncStrategy`` or its name. None:
             SINGLE_AUTO_SYNC, or MULTI_AUTO_SYNC with ``find_unused_parameters``.
         weighted: every backward has a weight, set with :meth:`weigh` before it, and gradients become sum(weight *
             gradient) / sum(weight) over the ranks and backwards of a step. A backward without one raises RuntimeError.
             False: only steps that call `weigh` are weighted, on all ranks or on none. Required under ``join()``, where
             a rank that has run out of inputs must know that the others send weights.
-        precision: the dtypes in which gradients are sent, reduced and kept: :class:`torchddp.Precision`. None: those of
-            the parameters.
+        precision: the dtypes in which gradients are sent, reduced and kept: :class:`torchddp.Precision`. None: their
+            own.
         checks: what to watch for: :class:`torchddp.Checks`. None: ``Checks()``, with hang reports and warnings of
             traps. ``"off"``, or the environment variable TORCHDDP_CHECKS=0, which takes precedence: nothing.
         auto_refresh_trainable: in every forward that begins a synchronized step, check whether parameters were frozen,
-            thawed, added or removed, and if so call :meth:`refresh_trainable`. Ranks compare results, so that a change
-            on only some ranks is an error instead of a hang: an all-gather of one number per step. All ranks must run
-            such forwards (those under ``no_grad`` don't count). Not inside ``join()``.
+            thawed, added or removed, and if so call :meth:`refresh_trainable`. Ranks compare results (an all-gather of
+            one number per step), so a change on only some is an error. All ranks must run such forwards (those under
+            ``no_grad`` don't count). Not inside ``join()``.
 
     Former names (``find_nonfinite``, ``main_grads``, ...) still work, with a FutureWarning (docs/migration.md).
 
@@ -121,15 +106,10 @@ class DistributedDataParallel(TorchDDP):
         RuntimeError: no parameter requires grad, or the ranks' models differ (names the parameters and ranks).
     """
 
-    reducer: _C.Reducer  # type: ignore[assignment]  # torch's stubs expect torch's own
     logger: DDPLogger
-    # Used by the session while it opens; subclasses replace it.
-    _policy = ReducerPolicy()
-    session: ReducerSession
-    observers: Observers
+    _policy = ReducerPolicy()  # used by the session while it opens; subclasses replace it
     _builtin_hook: dist.BuiltinCommHookType | None = None
-    # Another model reduces the gradients of the same parameters.
-    _shares_gradients = False
+    _shares_gradients = False  # whether another model reduces the gradients of the same parameters
 
     @accepts_former_names()
     def __init__(
@@ -193,8 +173,7 @@ class DistributedDataParallel(TorchDDP):
     # --- called by torch's constructor and by unpickling ---
 
     def _build_params_for_reducer(self) -> tuple[list[torch.Tensor], list[bool]]:
-        # torch compares f"{module}.{parameter}", which begins with a dot for the outermost module; users don't write
-        # that dot.
+        # torch compares f"{module}.{parameter}": with a dot for the outermost module, which users don't write.
         self.parameters_to_ignore |= {f".{name}" for name in self.parameters_to_ignore if "." not in name}
         found: tuple[list[torch.Tensor], list[bool]] = super()._build_params_for_reducer()
         return found
@@ -202,7 +181,6 @@ class DistributedDataParallel(TorchDDP):
     def _ddp_init_helper(
         self, parameters: list[torch.Tensor], sparse: list[bool], names: dict[int, str], static_graph: bool
     ) -> None:
-        """Build ``self.reducer`` and ``self.logger``."""
         before: ReducerSession | None = self.__dict__.get("session")
         is_collective = before is not None or (self._options.init_sync and not self._is_copy)
         in_order = model.names_in_order(names)
@@ -234,155 +212,6 @@ class DistributedDataParallel(TorchDDP):
         self._has_rebuilt_buckets = False
         self._static_graph_delay_allreduce_enqueued = False
 
-    # --- forward ---
-
-    @_torch.disable_dynamo(recursive=False)
-    def forward(self, *inputs: object, **kwargs: object) -> Any:
-        """Return ``module(*inputs, **kwargs)``, between ``_pre_forward`` and ``_post_forward``."""
-        if self._use_python_reducer or self._delay_all_reduce_all_params:
-            return super().forward(*inputs, **kwargs)
-        if _torch.profiler_enabled():
-            with record_function("DistributedDataParallel.forward"):
-                return self._forward(*inputs, **kwargs)
-        return self._forward(*inputs, **kwargs)
-
-    def _forward(self, *inputs: object, **kwargs: object) -> object:
-        inputs, kwargs = self._pre_forward(*inputs, **kwargs)
-        outer = TorchDDP._active_ddp_module
-        TorchDDP._active_ddp_module = self
-        try:
-            output = self.module(*inputs, **kwargs)
-        except BaseException as error:
-            self.observers.on_error(error)
-            raise
-        finally:
-            TorchDDP._active_ddp_module = outer
-        return self._post_forward(output)
-
-    def _pre_forward(self, *inputs: object, **kwargs: object) -> Inputs:
-        if self._use_python_reducer or self._delay_all_reduce_all_params:
-            prepared: Inputs = super()._pre_forward(*inputs, **kwargs)
-            return prepared
-        if not self._lazy_init_ran and not torch.compiler.is_compiling():
-            wrapper.check_outer(self, TorchDDP._active_ddp_module)
-            self._lazy_init()
-        if torch.is_grad_enabled():
-            self._begin_step()
-        if self._check_sync_bufs_pre_fwd():
-            self._sync_buffers()
-        if self._join_config.enable:
-            # Tells ranks that have run out of inputs whether this step will be reduced.
-            self._check_global_requires_backward_grad_sync(is_joined_rank=False)
-        if self.device_ids:
-            device = torch.device(self.device_type, self.device_ids[0])
-            moved, moved_kwargs = _torch.to_kwargs(inputs, kwargs, device, self.use_side_stream_for_tensor_copies)
-            inputs, kwargs = moved[0], moved_kwargs[0]
-        if self.mixed_precision is not None:
-            inputs, kwargs = _torch.cast_forward_inputs(self.mixed_precision.param_dtype, *inputs, **kwargs)
-        return inputs, kwargs
-
-    def _post_forward(self, output: object) -> object:
-        if self._use_python_reducer or self._delay_all_reduce_all_params:
-            return super()._post_forward(output)
-        if self._check_sync_bufs_post_fwd():
-            self._sync_buffers()
-        graph = torch.is_grad_enabled()
-        reduced = graph and self.require_backward_grad_sync
-        search = graph and self.find_unused_parameters and not self.static_graph
-        if reduced:
-            search_from = self._search_from(output) if search else []
-            self.reducer.prepare_for_backward(search_from, self.session.has_backward_hooks)
-        # Only in steps of a static graph that are reduced: under no_sync() it would end the recording too early.
-        recording = reduced and self.static_graph and not self._static_graph_delay_allreduce_enqueued
-        if search or recording:
-            output = _torch.through_sink(self, output)
-        if graph:
-            self.observers.after_forward(output)
-        if self.require_forward_param_sync != reduced:  # nn.Module is slow to set attributes
-            self.require_forward_param_sync = reduced
-        self._clear_grad_buffer()
-        return output
-
-    def _search_from(self, output: object) -> list[torch.Tensor]:
-        """Where the search for unused parameters starts."""
-        return list(_torch.find_tensors(output))
-
-    def _begin_step(self) -> None:
-        if self._options.auto_refresh_trainable:
-            refresh.refresh_if_changed(self)
-        if self._siblings:
-            wrapper.share_with_siblings(self)
-        try:
-            self.session.begin_step()
-            if self._join_config.enable and (work := Join.notify_join_context(self)):
-                by_world_size = bool(self._divide_by_initial_world_size)
-                self.reducer.set_forward_pass_work_handle(work, by_world_size)
-            # Before forward, where memory use is lowest; once per training run.
-            if not self._has_rebuilt_buckets and self.reducer.rebuild_buckets():
-                self._has_rebuilt_buckets = True
-                logger.info("Reducer buckets have been rebuilt in this iteration.")
-        except RuntimeError as error:
-            changed = model.describe_changes(self, self.session.reduced_ids)
-            if not changed:
-                raise
-            raise RuntimeError(f"{error}\n{changed}") from error
-        self.observers.before_step()
-
-    # Buffers are synchronized as in torch, but faster: torch looks up ``buffer_hook`` several times per forward, and on
-    # a model without it each lookup raises inside nn.Module, which takes longer than everything else here.
-
-    @property
-    def _has_buffer_hook(self) -> bool:
-        return "buffer_hook" in self.__dict__
-
-    def _check_sync_bufs_pre_fwd(self) -> bool:
-        return bool(super()._check_sync_bufs_pre_fwd() if self._has_buffer_hook else self.will_sync_module_buffers())
-
-    def _check_sync_bufs_post_fwd(self) -> bool:
-        return self._has_buffer_hook and bool(super()._check_sync_bufs_post_fwd())
-
-    def _sync_buffers(self) -> None:
-        # Same order as torch: under join(), all ranks first agree on whose buffers are authoritative.
-        root = self._find_common_rank(self._distributed_rank, True) if self._join_config.enable else 0
-        if self.parameters_to_ignore or self._has_buffer_hook:
-            self._assign_modules_buffers()  # with names, using torch's slower traversal
-        else:
-            # Buffers may have been reassigned. Bypasses nn.Module.__setattr__, which is slow.
-            self.__dict__["modules_buffers"] = model.buffers_of(self.module)
-        if not self._has_buffer_hook:
-            self._default_broadcast_coalesced(authoritative_rank=root)
-            return
-        # An in-place update must not invalidate the backward of an earlier forward (two forwards, then a backward). Our
-        # own broadcast does not bump version counters.
-        with torch.no_grad(), _torch.keep_versions(tuple(self.modules_buffers)):
-            self._sync_module_buffers(root)
-
-    def _default_broadcast_coalesced(
-        self, bufs: list[torch.Tensor] | None = None, bucket_size: int | None = None, authoritative_rank: int = 0
-    ) -> None:
-        self.session.agree_once()
-        found = self.modules_buffers if bufs is None else bufs
-        if self.process_group.size() == 1 or not found:
-            return
-        if _C.can_travel_as_bytes(found):
-            self.session.sync_buffers(found, authoritative_rank)
-            return
-        with torch.no_grad(), _torch.keep_versions(tuple(found)):
-            super()._default_broadcast_coalesced(found, bucket_size, authoritative_rank)
-
-    def _sync_module_buffers(self, authoritative_rank: int) -> None:
-        self.session.agree_once()
-        super()._sync_module_buffers(authoritative_rank)
-
-    def _delayed_all_reduce_hook(self, grad: torch.Tensor) -> torch.Tensor:
-        """torch's version never waits for the all-reduce, so over gloo the optimizer may read unfinished sums."""
-        late = self._delay_grad_buffer
-        assert late is not None  # torch registers this hook after making the buffer
-        late.div_(self.process_group.size())
-        work = dist.all_reduce(late, group=self.process_group, async_op=True)
-        _torch.at_end_of_backward(work.wait)
-        return grad
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in every module; with ``main_grads`` it also zeros each ``parameter.main_grad`` in place."""
         super().zero_grad(set_to_none)
@@ -392,8 +221,7 @@ class DistributedDataParallel(TorchDDP):
     # --- weighted means, reducing without a backward, not reducing ---
 
     def weigh(self, weight: float | torch.Tensor, *, loss: LossKind = "mean") -> None:
-        """Set the weight of the next backward: gradients become ``sum(w * g) / sum(w)`` over all ranks and backwards of
-        a step.
+        """Set the next backward's weight: gradients become ``sum(w * g) / sum(w)`` over a step's backwards and ranks.
 
         Example:
 
@@ -408,8 +236,8 @@ class DistributedDataParallel(TorchDDP):
 
         Args:
             weight: the number of samples or tokens that the loss covers, at least 0: a number or a one-element tensor.
-            loss: whether the loss is the ``"mean"`` or the ``"sum"`` over them. With "sum", gradients are only divided
-                by the sum of all weights.
+            loss: whether the loss is the ``"mean"`` or the ``"sum"`` over them. With "sum", they are only divided by
+                the weights.
 
         Raises:
             TypeError, ValueError: the weight is invalid.
@@ -423,8 +251,7 @@ class DistributedDataParallel(TorchDDP):
 
         For gradients accumulated under `no_sync`; FORCED_SYNC of `torchddp.sync` calls this. Ranks may have used
         different parameters: a missing gradient counts as zero, unless no rank has one: then it stays None. With
-        ``find_unused_parameters``, ``.grad`` also stays as it is if no rank has used the parameter since the last
-        reduction.
+        ``find_unused_parameters``, ``.grad`` also stays as it is if no rank has used the parameter since.
 
         Example:
 
@@ -466,8 +293,7 @@ class DistributedDataParallel(TorchDDP):
         buffers get rank 0's values on all ranks, as when a module is wrapped; existing ones are neither sent nor
         changed. Options, communication hooks and the step count carry over. Buckets are laid out as for a new model,
         ``static_graph`` records again, and ``bucket_cap_mb="auto"`` plans again. A hook with per-bucket state should
-        have a method ``follow_parameters(model)``, which is called here; those of ``torchddp.comm_hooks`` have one, and
-        torch's PowerSGD starts over. See docs/freeze_and_thaw.md.
+        have a method ``follow_parameters(model)``; torch's PowerSGD starts over. See docs/freeze_and_thaw.md.
 
         Raises:
             RuntimeError: the models differ between ranks (raised on every rank, with parameters and ranks); no
@@ -489,7 +315,8 @@ class DistributedDataParallel(TorchDDP):
             hooks.check_hook_signature(hook)
         except (TypeError, ValueError) as error:
             self._log_and_throw(type(error), str(error))
-        if self.device_type != "cpu" and hooks.is_bf16(hook):
+        is_bf16 = getattr(hook, "__name__", "") in ("bf16_compress_hook", "bf16_compress_wrapper_hook")
+        if is_bf16 and self.device_type != "cpu":
             # torch requires CUDA and NCCL here, even on CPU, where gloo can sum bfloat16
             super()._check_comm_hook(hook)
 
@@ -506,19 +333,20 @@ class DistributedDataParallel(TorchDDP):
 
             model.register_comm_hook(None, bf16_compress_hook)
         """
+        attached = hooks.attached(hook)
         with self.session.agreement() as agreement:
             self._check_comm_hook(hook)
             hooks.check_attachable(hook, self)
-            if hooks.is_attached(hook):  # which communicates now
+            if attached is not None:  # which communicates now
                 self.session.agree(agreement, (hook, state))
         with self.session.agreement():  # of the next step, in which the others get this rank's error
-            hooks.attach(hook, self)
+            if attached is not None:
+                attached.attach(self)
         self._comm_hooks.append((hook, state))
         self._install_comm_hook(state, hook)
         self.session.expect_agreement()
 
     def _install_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Make the current reducer call the hook. Not collective."""
         self.logger._set_comm_hook_name(getattr(hook, "__qualname__", type(hook).__qualname__))
         self.reducer.register_comm_hook(state, hooks.checked(hook, self.process_group.rank()))
 
@@ -594,18 +422,16 @@ class DistributedDataParallel(TorchDDP):
     def interrupt(self, reason: str) -> None:
         """Make this rank's current and later waits in this model raise TransportError(reason).
 
-        Thread-safe; not collective. Peers see this rank as gone. The model can continue only over another process
-        group.
+        Thread-safe; not collective. Peers see this rank as gone. It can continue only over another process group.
         """
-        self.session.interrupt(reason)
+        self.reducer.transport.interrupt(reason)
 
     def replan(self) -> None:
         """Measure the next eight synchronized steps and plan the buckets again, even if they were not planned before.
 
-        Not collective itself, but every rank must call it before the same step, and the planning is collective. Use it
-        when the model's speed or the network has changed. Until the planning is done, no rank may run a forward that
-        the others don't, except without gradients. A model under ``join()``, with a communication hook, or with a step
-        captured in a CUDA graph keeps its buckets.
+        Not collective itself, but every rank must call it before the same step, and the planning is collective. Until
+        it is done, no rank may run a forward that the others don't, except without gradients. A model under ``join()``,
+        with a communication hook, or with a step captured in a CUDA graph keeps its buckets.
         """
         self.observers.add("bucket_planning").start(look_for_kept=False)
 
@@ -634,8 +460,8 @@ class DistributedDataParallel(TorchDDP):
 
         Not collective. For each rank it covers the last run of consecutive steps with such gradients, with the first
         occurrence per parameter: the first entries are the source, and later ones may come from weights that it
-        corrupted. Findings of other ranks arrive once those have begun another forward, or half a second later. Copies
-        of a model (pickle, deepcopy) report their own rank only. RuntimeError without ``Checks(nonfinite=True)``.
+        corrupted. Findings of other ranks arrive within half a second. Copies of a model report their own rank only.
+        RuntimeError without ``Checks(nonfinite=True)``.
 
         Example:
 
@@ -658,7 +484,7 @@ class DistributedDataParallel(TorchDDP):
         if sample_rate < 1:
             what = "DDP runtime logging sample rate should be equal or greater than 1"
             self._log_and_throw(ValueError, f"{what}, got {sample_rate}")
-        self.logger.set_sample_rate(sample_rate)
+        self.logger.sample_rate = sample_rate
 
 
 # The names of all arguments but the module, in their order.

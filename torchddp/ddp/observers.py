@@ -1,13 +1,13 @@
 """Observers of a model's steps: bucket planning, checks, hang reports, and whatever a program adds.
 
 To add one, write a class with the methods of `StepObserver` and register it with one line in `torchddp/_assembly.py`,
-or from outside the package with `register`. The module and the session use observers only through these methods.
+or from outside the package with `register`.
 """
 
 from __future__ import annotations
 
-import importlib
 import logging
+import pkgutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -15,16 +15,13 @@ from typing import Any, Protocol
 from torchddp.ddp.options import DDPOptions
 from torchddp.ddp.session import ReducerSession
 
-__all__ = ["Observers", "StepObserver", "register"]
-
 logger = logging.getLogger("torchddp.distributed")
 
 
 class StepObserver(Protocol):
     """Notified of a model's steps on the training thread. Derive from it and override what you need.
 
-    An exception ends the forward in which it is raised. If a method is collective, the model must have the observer on
-    every rank.
+    An exception ends the forward in which it is raised. A collective method must be there on every rank.
     """
 
     def before_step(self) -> None:
@@ -54,7 +51,8 @@ class _Registered:
     is_optional: bool
 
     def make(self, session: ReducerSession) -> StepObserver:
-        made: StepObserver = (load(self.factory) if isinstance(self.factory, str) else self.factory)(session)
+        factory = pkgutil.resolve_name(self.factory) if isinstance(self.factory, str) else self.factory
+        made: StepObserver = factory(session)
         return made
 
 
@@ -85,8 +83,6 @@ def unregister(name: str) -> None:
 
 
 class Observers:
-    """The observers of one model."""
-
     def __init__(self, session: ReducerSession) -> None:
         self._session = session
         self._by_name: dict[str, StepObserver] = {}
@@ -104,11 +100,9 @@ class Observers:
         return iter(self._by_name.values())
 
     def get(self, name: str) -> Any:
-        """The observer registered under this name, or None if the model has none."""
         return self._by_name.get(name)
 
     def add(self, name: str) -> Any:
-        """Like `get`, but creates it if it is missing."""
         if name not in self._by_name:
             self._by_name[name] = _registered[name].make(self._session)
             self._after_forward = self._after_forwards()
@@ -138,9 +132,3 @@ class Observers:
     def close(self) -> None:
         for observer in self:
             observer.close()
-
-
-def load(path: str) -> Any:
-    """Import what "package.module:name" refers to."""
-    module, _, name = path.partition(":")
-    return getattr(importlib.import_module(module), name)

@@ -65,11 +65,10 @@ class DDPSyncStrategy(str, Enum):
 
     Strings name members in any case: ``DDPSyncStrategy("forced_sync")``; ValueError for unknown ones.
 
-    * ``SINGLE_AUTO_SYNC``: during the last microbatch's backward. One reduction per step, overlapped with that
-      backward.
+    * ``SINGLE_AUTO_SYNC``: during the last microbatch's backward. One reduction per step, overlapped with it.
     * ``MULTI_AUTO_SYNC``: during each microbatch's backward. As many reductions as microbatches.
-    * ``FORCED_SYNC``: all at once after the last microbatch's backward. One reduction per step, fully exposed. Works
-      however the parameters are used.
+    * ``FORCED_SYNC``: all at once after the last microbatch's backward. One reduction, exposed, for any use of
+      parameters.
     """
 
     SINGLE_AUTO_SYNC = "single_auto_sync"
@@ -129,7 +128,6 @@ class DDPOptions:
         self._check_precision()
 
     def but(self, **changes: Any) -> DDPOptions:
-        """A copy with other values."""
         return DDPOptions({**self._given, **changes})
 
     def kept(self) -> DDPOptions:
@@ -149,16 +147,12 @@ class DDPOptions:
             return
         for name in ("mixed_precision", "delay_all_reduce_named_params"):
             if self._given[name] is not None:
-                raise ValueError(
-                    f"{mode.asked_by} conflicts with {name}=, whose hooks do their own casting or reducing"
-                )
+                raise ValueError(f"{mode.asked_by} conflicts with {name}=, whose hooks cast or reduce themselves")
         if self.gradient_as_bucket_view not in mode.views_allowed:
             raise ValueError(
                 f"{mode.asked_by} conflicts with gradient_as_bucket_view={self.gradient_as_bucket_view}: "
                 f"{mode.why_views}"
             )
-
-    # --- other ranks ---
 
     def compared(self, *, has_buffers: bool) -> dict[str, str]:
         """The values that must be equal on all ranks, in words. ``has_buffers``: the model has some to send."""
@@ -177,14 +171,10 @@ class DDPOptions:
         return values
 
     def of_rank_0(self) -> dict[str, Any]:
-        """The values for which rank 0's holds on all ranks."""
         return {name: self._given[name] for name in _OF_RANK_0}
-
-    # --- derived values ---
 
     @property
     def views(self) -> bool:
-        """Whether gradients are bucket memory, unless something prevents it."""
         return self.gradient_as_bucket_view is None or bool(self.gradient_as_bucket_view)
 
     @property
@@ -216,14 +206,8 @@ class DDPOptions:
         """Seconds of waiting after which ranks report why; 0: never. ValueError: see `Checks.stall_limit_s`."""
         return self.checks.stall_limit_s((self.wait_limit or group_timeout).total_seconds())
 
-    # --- torch's constructor ---
-
     def for_torch(self, *, views: bool) -> dict[str, Any]:
-        """The arguments for the constructor of the installed torch. Warns about deprecated ones.
-
-        Raises:
-            TypeError: an argument was given that this torch doesn't have yet.
-        """
+        """The arguments for the installed torch's constructor. TypeError for one that this torch doesn't have yet."""
         if self._given["check_reduction"]:
             warn_user(
                 "The `check_reduction` argument in `DistributedDataParallel` module is deprecated: it does nothing. "
@@ -244,10 +228,7 @@ class DDPOptions:
         return {name: value for name, value in arguments.items() if name not in unknown}
 
     def _buffer_arguments(self) -> dict[str, bool | None]:
-        """Combine the two arguments for buffers, and warn about the deprecated one.
-
-        Done here because in torch's constructor the warning would point to one of our lines.
-        """
+        """The two arguments for buffers, combined. Warns here: torch's warning would point to a line of ours."""
         new, old = self._given["forward_sync_buffers"], self._given["broadcast_buffers"]
         if "forward_sync_buffers" not in _TORCH_ARGUMENTS:
             # Before torch 2.13, broadcast_buffers covers both and can't be None.
@@ -278,9 +259,7 @@ def _check_flags(given: Mapping[str, Any]) -> None:
 
 
 def _check_caps(bucket_cap_mb: float | str | None, bucket_cap_mb_list: Sequence[float] | None) -> None:
-    """ValueError for a string other than "auto", a cap that is not positive, or both kinds of caps; TypeError for a
-    non-number.
-    """
+    """ValueError or TypeError for what is neither positive numbers nor "auto", and for both kinds of caps together."""
     if isinstance(bucket_cap_mb, str):
         if bucket_cap_mb != AUTO:
             raise ValueError(f"bucket_cap_mb must be a number of MiB, None or {AUTO!r}, got {bucket_cap_mb!r}")

@@ -30,7 +30,7 @@ def refresh_trainable(ddp: Wrapper) -> None:
         states = list(_states_of(ddp))
         _agree(ddp, [state for state, _ in states], agreement)
     if session.options.init_sync and session.policy.sends_states:
-        session.send([tensor for state, tensor in states if state.is_new], src=0)
+        session.send(session.reducer.transport, [tensor for state, tensor in states if state.is_new], 0)
     ddp.observers.close()
     session.close()
     ddp._module_parameters = _parameters_of(ddp)
@@ -40,9 +40,7 @@ def refresh_trainable(ddp: Wrapper) -> None:
 
 
 def refresh_if_changed(ddp: Wrapper) -> None:
-    """Before a forward: call `refresh_trainable` if any rank's parameters have changed. Collective if steps are
-    reduced.
-    """
+    """Before a forward: `refresh_trainable` if any rank's parameters have changed. Collective if steps are reduced."""
     session = ddp.session
     if not (session.synchronizes or session.reduces_now) or session.is_joining:
         return
@@ -79,11 +77,7 @@ def restore_modes(ddp: Wrapper, before: ReducerSession) -> None:
     reducer.take_over(before.reducer)
 
 
-# --- checks, on this rank and on all ranks ---
-
-
 def _reason_against(ddp: Wrapper) -> str:
-    """Why this model can't be refreshed; empty if it can. The same on all ranks that call it."""
     if ddp._delay_all_reduce_all_params:
         return "delay_all_reduce_named_params reduces all parameters of this model: wrap it again"
     if ddp._use_python_reducer:
@@ -94,51 +88,44 @@ def _reason_against(ddp: Wrapper) -> str:
 
 
 def _problem(ddp: Wrapper) -> Exception | None:
-    """The error that prevents a refresh on this rank, if any."""
-    rank, session = ddp.session.rank, ddp.session
     try:
-        session.reducer.check_not_unfinished()
-    except RuntimeError as error:
-        return error
+        _check(ddp)
+    except (RuntimeError, ValueError) as error:
+        return type(error)(f"refresh_trainable() on rank {ddp.session.rank}: {error}")
+    return None
+
+
+def _check(ddp: Wrapper) -> None:
+    """Raise what prevents a refresh on this rank, and what the next session would raise."""
+    session = ddp.session
+    session.reducer.check_not_unfinished()
     if session.reducer.is_in_graph:
-        return RuntimeError(
-            f"refresh_trainable() on rank {rank}: a captured CUDA graph holds the addresses of the buckets, which "
-            "would change. Freeze and thaw before the capture."
+        raise RuntimeError(
+            "a captured CUDA graph holds the addresses of the buckets: freeze and thaw before the capture"
         )
     named = {n: p for n, p in ddp.module.named_parameters() if n not in ddp.parameters_to_ignore}
     empty = [n for n, p in named.items() if p.is_meta or isinstance(p, torch.nn.UninitializedParameter)]
     if empty:
-        return RuntimeError(
-            f"refresh_trainable() on rank {rank}: {model.they_were(empty)} without values (on the meta device, or of a "
-            "lazy module before its first forward): initialize them first"
+        raise RuntimeError(
+            f"{model.they_were(empty)} without values (on the meta device, or of a lazy module before its first "
+            "forward): initialize them first"
         )
     if not any(p.requires_grad for p in named.values()):
-        return RuntimeError(
-            f"refresh_trainable() on rank {rank}: no parameter of the module requires grad, so there is nothing to "
-            "train. Nothing was changed: thaw some, and call it again."
+        raise RuntimeError(
+            "no parameter of the module requires grad, so there is nothing to train. Nothing was changed: thaw some"
         )
     new = [n for n, p in named.items() if p.requires_grad and p.grad is not None and id(p) not in session.reduced_ids]
     if new and session.is_weighing:
-        return RuntimeError(
-            f"refresh_trainable() on rank {rank}: {model.they_were(new)} given gradients in this weighted step before "
-            "the reducer knew that they are trained, so their weights are unknown. Call it before the step's first "
-            "weigh(), or clear these gradients."
+        raise RuntimeError(
+            f"{model.they_were(new)} given gradients in this weighted step before the reducer knew that they are "
+            "trained, so their weights are unknown. Call it before the step's first weigh(), or clear these gradients."
         )
-    devices = sorted({p.device.type for p in named.values()})
-    if len(devices) > 1:
-        return ValueError(
-            f"refresh_trainable() on rank {rank}: the module's parameters must be on one type of device, but are on "
-            f"{' and '.join(devices)}: move the new ones first"
+    kinds = sorted({p.device.type for p in named.values()})
+    if len(kinds) > 1:
+        where = " and ".join(kinds)
+        raise ValueError(
+            f"the module's parameters must be on one type of device, but are on {where}: move the new ones first"
         )
-    try:
-        _check_supported(ddp)
-    except (RuntimeError, ValueError) as error:
-        return type(error)(f"refresh_trainable() on rank {rank}: {error}")
-    return None
-
-
-def _check_supported(ddp: Wrapper) -> None:
-    """Raise what the next session would raise for the module as it is now."""
     before = ddp._module_parameters
     ddp._module_parameters = _parameters_of(ddp)
     try:
@@ -155,8 +142,6 @@ def _parameters_of(ddp: Wrapper) -> list[torch.nn.Parameter]:
 
 @dataclass(frozen=True)
 class _State:
-    """What must agree between ranks for one parameter or one added buffer."""
-
     name: str
     what: str
     stride: tuple[int, ...]
@@ -167,7 +152,6 @@ class _State:
 
 
 def _states_of(ddp: Wrapper) -> Iterator[tuple[_State, torch.Tensor]]:
-    """The model's parameters, and its new buffers if wrapping would send them."""
     session = ddp.session
     known = {id(parameter) for parameter in ddp._module_parameters}
     for name, parameter in ddp.module.named_parameters():
@@ -200,8 +184,7 @@ def _agree(ddp: Wrapper, states: Sequence[_State], agreement: Agreement) -> None
             listed = "; ".join(differences[:MAX_DIFFERENCES]) + (f"; and {more} more" if more > 0 else "")
             raise RuntimeError(
                 f"refresh_trainable() on rank {ddp.session.rank}: the model is not the same on all ranks: {listed}. "
-                "Nothing was changed. Freeze, thaw, add and remove the same parameters on every rank, and call it "
-                "again."
+                "Nothing was changed. Freeze, thaw, add and remove the same parameters on every rank."
             )
         if problem is None and (others := list_problems([theirs for theirs, _ in by_rank])):
             raise RuntimeError(f"refresh_trainable() failed on other ranks, and changed nothing: {others}")
@@ -232,9 +215,6 @@ def find_differences(by_rank: Sequence[Sequence[_State]]) -> list[str]:
     if moved:
         found.append(f"rank {', '.join(moved)} has its parameters in a different order from rank 0")
     return found
-
-
-# --- torch's mixed precision ---
 
 
 def _prepare_mixed_precision(ddp: Wrapper, precision: _torch.MixedPrecision) -> None:

@@ -47,9 +47,7 @@ def _check_group(group: object, device: torch.device) -> None:
     if type(group) is not dist.ProcessGroup:  # written in Python (torchft's, for instance): trust it
         return
     if not _torch.is_alive(group) and _name_of(group):
-        raise RuntimeError(
-            f"the process group {_name_of(group)!r} was destroyed by destroy_process_group(): make a new one"
-        )
+        raise RuntimeError(f"the process group {_name_of(group)!r} was destroyed: make a new one")
     if backend_of(group, device.type) is None:
         kinds = ", ".join(sorted({d.type for d in group._device_types})) or "none"
         raise ValueError(

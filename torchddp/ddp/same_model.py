@@ -48,29 +48,14 @@ def _dtype_in_words(dtype: torch.dtype, reduced_in: torch.dtype) -> str:
 
 @dataclass(frozen=True)
 class ModelDescription:
-    """What a wrapper sends of a model.
-
-    Attributes:
-        params: those that are reduced.
-        frozen: other parameters, which are copied from rank 0.
-        buffers: those that are copied from rank 0, at construction or later.
-        ignored: names of parameters and buffers that are left alone.
+    """What a wrapper sends of a model: parameters that are reduced, others that are copied from rank 0, and buffers
+    that are copied then or later. ``ignored``: the names of what is left alone.
     """
 
     params: list[ParamDescription]
     frozen: list[ParamDescription] = field(default_factory=list)
     buffers: list[ParamDescription] = field(default_factory=list)
     ignored: list[str] = field(default_factory=list)
-
-
-def find_model_differences(by_rank: Sequence[ModelDescription]) -> list[str]:
-    """Describe how the ranks' models differ; empty if they can be trained together."""
-    return [
-        *find_differences([model.params for model in by_rank]),
-        *find_differences([model.frozen for model in by_rank], "frozen"),
-        *find_differences([model.buffers for model in by_rank], "buffers"),
-        *_ignored_on_some(by_rank),
-    ]
 
 
 def _ignored_on_some(by_rank: Sequence[ModelDescription]) -> list[str]:
@@ -156,7 +141,11 @@ def agree_on_model(
     if by_rank is None:
         return None
     agreement.check_options([theirs for theirs, _, _ in by_rank])
-    differences = find_model_differences([theirs for _, theirs, _ in by_rank])
+    models = [theirs for _, theirs, _ in by_rank]
+    differences: list[str] = []
+    for what in ("params", "frozen", "buffers"):
+        differences += find_differences([getattr(theirs, what) for theirs in models], what)
+    differences += _ignored_on_some(models)
     if not differences:
         return [theirs for *_, theirs in by_rank]
     more = len(differences) - MAX_DIFFERENCES

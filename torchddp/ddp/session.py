@@ -23,8 +23,6 @@ from torchddp.transport import select
 from torchddp.transport.agreement import Agreement, TransportExchange, align_group_counts
 from torchddp.transport.store import home_of, is_first_in_job
 
-__all__ = ["ReducerPolicy", "ReducerSession"]
-
 logger = logging.getLogger(__name__)
 
 
@@ -65,10 +63,7 @@ class ReducerPolicy:
         return parameters
 
     def transport(self, session: ReducerSession, before: ReducerSession | None) -> _C.Transport:
-        """Return the transport, with all ranks' states synchronized if the ranks may communicate now (then collective).
-
-        ``before``: the model's previous session, whose transport is reused if it fits.
-        """
+        """Return the transport, with all ranks' states synchronized if they may communicate now (then collective)."""
         if before is not None and before.device.type == session.device.type:
             return before.reducer.transport
         transport = session.connect(collective=session.is_collective)
@@ -99,17 +94,10 @@ class ReducerSession:
     """Opened by the constructor, by unpickling, and again when the model's parameters or their owners change.
 
     Attributes:
-        reducer: with hooks on `parameters`.
-        specs: their names and sizes, in order.
-        parameters: those whose gradients are reduced. `reduced_ids` also has the model's own, if the policy replaced
-            them.
-        precision: the dtype in which their gradients are reduced and stored.
-        process_group, rank: the current ones.
-        is_open: False once closed.
+        parameters: those whose gradients are reduced. `reduced_ids` also has those that the policy replaced.
         is_collective: whether ranks could communicate when it was opened (not with ``init_sync=False``).
         is_copy: the model was pickled or copied, perhaps by this rank alone, so its setup does not communicate.
         reduces_now: the step has no backward (`DistributedDataParallel.reduce`).
-        buffer_names: names of the module's buffers when the session opened.
         first_bucket_bytes: rank 0's cap of the first bucket, where the transport has no other.
 
     Args:
@@ -159,7 +147,9 @@ class ReducerSession:
         self._choice: str = select.C10D if before is None else before._choice
         self._all_in_place: bool = before is None or before._all_in_place  # over NCCL, all ranks or none
         transport = policy.transport(self, before)
-        buffer_broadcast = self._reserved_broadcast(transport, ddp.modules_buffers)  # before ranks agree on memory
+        buffer_broadcast = self._broadcast_over(transport)
+        if transport.size > 1 and ddp.modules_buffers and _C.can_travel_as_bytes(ddp.modules_buffers):
+            buffer_broadcast.reserve(ddp.modules_buffers)  # before ranks agree on memory
         dtypes = self._bucket_dtypes()
         self.specs = model.param_specs(self.parameters, names, sparse, dtypes, policy.owners(parameters))
         self.bucket_caps_bytes, solo_bytes = policy.bucket_caps(self, transport)
@@ -194,9 +184,7 @@ class ReducerSession:
                 parameter._idx = index  # type: ignore[attr-defined]  # torch's mixed-precision hooks pass it back
         # torch's mixed precision replaces the parameters with other tensors in every step.
         watched = self.parameters if ddp.mixed_precision is None else []
-        self._parameter_watch = model.ParameterWatch(
-            ddp.module, watched, names[: len(watched)], warns=options.checks.traps
-        )
+        self._watch = model.ParameterWatch(ddp.module, watched, names[: len(watched)], warns=options.checks.traps)
         self._known: list[torch.Tensor] = list(ddp.module.parameters())
         self._trained = bytes(parameter.requires_grad for parameter in self._known)
         self._hook_tables = model.backward_hook_tables(ddp)
@@ -206,8 +194,6 @@ class ReducerSession:
         )
         self.expect_agreement()
         policy.opened(self)
-
-    # --- queries ---
 
     @property
     def wait_limit(self) -> datetime.timedelta:
@@ -232,7 +218,6 @@ class ReducerSession:
 
     @property
     def synchronizes(self) -> bool:
-        """Whether the gradients of the next step are reduced."""
         return bool(self.ddp.require_backward_grad_sync)
 
     @property
@@ -242,12 +227,10 @@ class ReducerSession:
 
     @property
     def is_captured(self) -> bool:
-        """Whether the current stream is being captured in a CUDA graph."""
         return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     @property
     def has_backward_hooks(self) -> bool:
-        """Whether the program has registered a backward hook with one of the modules, or with all modules."""
         return any(self._hook_tables)
 
     @property
@@ -263,12 +246,10 @@ class ReducerSession:
 
     @property
     def has_owners(self) -> bool:
-        """Whether each average goes to a single rank."""
         return any(spec.owner >= 0 for spec in self.specs)
 
     @property
     def is_joining(self) -> bool:
-        """Whether the model is inside `join()` now."""
         return self.joins and self._join_hook is not None and self._join_hook() is not None
 
     @property
@@ -286,14 +267,8 @@ class ReducerSession:
     def has_comm_hook(self) -> bool:
         return bool(self.ddp._comm_hooks)
 
-    # --- opening ---
-
     def connect(self, *, collective: bool, group: dist.ProcessGroup | None = None) -> _C.Transport:
-        """Open the transport that the options and the ranks choose, for a group (None: this session's).
-
-        If ``collective``, the ranks first compare their models. A copy that may not communicate uses the process group,
-        which needs no agreement.
-        """
+        """Open the transport for a group (None: this session's). If ``collective``, models are compared first."""
         group = group or self.process_group
         devices = [p.device for p in self.parameters]
         choice = select.intended_transport(self.options.transport, group, devices, collective=collective)
@@ -321,10 +296,8 @@ class ReducerSession:
         begun: Agreement | None = self.ddp.__dict__.get("_construction")
         if begun is not None and not begun.is_over:
             return begun
-        ranks = self.process_group if group is None else group
-        return Agreement(
-            who or self.policy.who, ranks if self.policy.ranks_agree else None, self.device, self.digests(group)
-        )
+        ranks = (group or self.process_group) if self.policy.ranks_agree else None
+        return Agreement(who or self.policy.who, ranks, self.device, self.digests(group))
 
     def digests(self, group: dist.ProcessGroup | None = None) -> TransportExchange | None:
         """An exchange over the transport, if all ranks are known to have the same and it isn't the process group."""
@@ -349,12 +322,7 @@ class ReducerSession:
 
     @_torch.disable_dynamo(recursive=True)
     def agree_once(self) -> None:
-        """Compare the ranks if they are expected to. Collective. Call it before sending anything.
-
-        Raises:
-            RuntimeError: the models differ, or another rank failed.
-            ValueError: the options or hooks differ.
-        """
+        """Compare the ranks if they are expected to. Collective. Raises what `agree_on_model` does."""
         if self._has_agreed or self.is_captured or _torch.in_functorch():
             return
         self.agree(self.agreement())
@@ -366,7 +334,6 @@ class ReducerSession:
         agree_on_model(agreement, self._model, {**self._compared(*coming), **of_rank_0}, None)
 
     def _compared(self, *coming: tuple[object, object]) -> dict[str, str]:
-        """What must be equal on all ranks apart from the model, in words."""
         ddp = self.ddp
         compared = self.options.compared(has_buffers=self._has_buffers)
         compared["transport (or TORCHDDP_TRANSPORT)"] = self._choice
@@ -377,12 +344,10 @@ class ReducerSession:
     def _describe_model(self, ddp: TorchWrapper) -> ModelDescription:
         options, ignored = self.options, ddp.parameters_to_ignore
         copied = options.init_sync and self.policy.sends_states
-        frozen = (
-            {n: model.local_of(p) for n, p in ddp.module.named_parameters() if not p.requires_grad} if copied else {}
-        )
+        named = ddp.module.named_parameters() if copied else ()
+        frozen = {n: model.local_of(p) for n, p in named if not p.requires_grad and n not in ignored}
         sends_buffers = options.sends_buffers_in_forward or (copied and options.sends_buffers_at_init)
         buffers = ddp.named_module_buffers if sends_buffers else {}
-        frozen = {name: parameter for name, parameter in frozen.items() if name not in ignored}
         members = {name for name, _ in (*ddp.module.named_parameters(), *ddp.module.named_buffers())}
         return ModelDescription(
             describe(self.parameters, self._names, self._bucket_dtypes()),
@@ -395,22 +360,18 @@ class ReducerSession:
         return [self.precision.bucket_dtype(p) for p in self.parameters]
 
     def sync_states(self, transport: _C.Transport, src: int, *, buffers: bool) -> _C.Transport:
-        """Copy one rank's parameters, and buffers if requested, to all ranks. Collective.
+        """Copy one rank's parameters, and buffers if requested, to all. Collective. ValueError: ``src`` is no rank.
 
-        Returns the transport, or its replacement if some rank had no room for a message. ValueError: ``src`` is not a
-        rank.
+        Returns the transport, or its replacement if some rank had no room for a message.
         """
         if not 0 <= src < transport.size:
             last = transport.size - 1
             raise ValueError(f"src must be a rank of the model's process group, 0 to {last}, got {src}")
         ddp = self.ddp
-        return self._send(transport, list(model.states_of(ddp.module, ddp.parameters_to_ignore, buffers=buffers)), src)
+        return self.send(transport, model.states_of(ddp.module, ddp.parameters_to_ignore, buffers=buffers), src)
 
-    def send(self, states: Sequence[torch.Tensor], src: int) -> None:
-        """Send one rank's values of these tensors to all ranks, in place. Collective."""
-        self._send(self.reducer.transport, list(states), src)
-
-    def _send(self, transport: _C.Transport, states: list[torch.Tensor], src: int) -> _C.Transport:
+    def send(self, transport: _C.Transport, states: list[torch.Tensor], src: int) -> _C.Transport:
+        """Send one rank's values of these tensors to all ranks, in place. Collective. Returns as `sync_states`."""
         if transport.size == 1 or not states:
             return transport
         if not _C.can_travel_as_bytes(states):
@@ -422,16 +383,8 @@ class ReducerSession:
         (broadcast if agreed is transport else self._broadcast_over(agreed)).run(states, src)
         return agreed
 
-    def _reserved_broadcast(self, transport: _C.Transport, buffers: list[torch.Tensor]) -> _C.TensorBroadcast:
-        broadcast = self._broadcast_over(transport)
-        if transport.size > 1 and buffers and _C.can_travel_as_bytes(buffers):
-            broadcast.reserve(buffers)
-        return broadcast
-
     def _broadcast_over(self, transport: _C.Transport) -> _C.TensorBroadcast:
         return _C.TensorBroadcast(transport, self.ddp.broadcast_bucket_size, self.wait_limit)
-
-    # --- steps ---
 
     def begin_step(self) -> None:
         """Called before a forward with gradients. Collective when the reducer rebuilds its buckets."""
@@ -449,18 +402,15 @@ class ReducerSession:
             )
         self.precision.before_forward()
         if ddp.require_backward_grad_sync:
-            self._parameter_watch.begin_step(without_gradients=self.reducer.prepare_for_forward())
-        if self._parameter_watch.in_doubt:
-            self._parameter_watch.look(ddp, self.reduced_ids)
+            self._watch.begin_step(without_gradients=self.reducer.prepare_for_forward())
+        if self._watch.in_doubt:
+            self._watch.look(ddp, self.reduced_ids)
 
     def weigh(self, weight: float, count: float, *, begins: bool = True, ends: bool = True) -> None:
-        """Multiply the next backward's gradients by ``weight``, and add ``count`` to the divisor of all ranks' sum. Not
-        collective.
+        """Multiply the next backward's gradients by ``weight``, and add ``count`` to the divisor of all ranks' sum.
 
-        Args:
-            begins, ends: of a step that is reduced several times, whether this is for its first and its last reduction.
-
-        RuntimeError: under ``join()`` without ``weighted=True``.
+        Not collective. ``begins``, ``ends``: of a step that is reduced several times, whether this is for its first and
+        its last reduction. RuntimeError: under ``join()`` without ``weighted=True``.
         """
         if self.joins and not self.options.weighted:
             raise RuntimeError(
@@ -505,13 +455,10 @@ class ReducerSession:
             work.wait(self.wait_limit)
         return [p for p, count in zip(self.parameters, there.tolist(), strict=True) if not count]
 
-    # --- other ranks ---
-
     def rebind(self, new_group: dist.ProcessGroup) -> None:
         """Continue over another process group with a new transport. Collective among its ranks.
 
-        Raises:
-            ValueError, RuntimeError: the ranks have different transports or models; the session keeps its group.
+        ValueError or RuntimeError if the ranks have different transports or models; the session keeps its group.
         """
         if _torch.is_alive(new_group):
             align_group_counts(new_group)
@@ -528,14 +475,6 @@ class ReducerSession:
     def _take_group(self, group: dist.ProcessGroup) -> None:
         self.process_group, self.rank, self.is_in_group = group, group.rank(), True
 
-    def interrupt(self, reason: str) -> None:
-        """Thread-safe, not collective: current and later waits for other ranks on this one raise
-        TransportError(reason).
-
-        Peers see this rank as gone. The model can only continue over another process group.
-        """
-        self.reducer.transport.interrupt(reason)
-
     def joining(self, hook: object | None) -> None:
         """A `join()` context with this hook begins; None: it has ended on all ranks."""
         self._join_hook = None if hook is None else weakref.ref(hook)
@@ -549,7 +488,6 @@ class ReducerSession:
 
 
 def _warn_if_alone(group: dist.ProcessGroup) -> None:
-    """Warn, once per job, of a group of one rank in a job of many."""
     ranks = home_of(group).size()
     if group.size() == 1 < ranks and is_first_in_job("a group of one rank", group):
         logger.warning(

@@ -7,8 +7,6 @@ from typing import Literal, SupportsFloat, get_args
 
 import torch
 
-__all__ = ["LOSSES", "LossKind", "weight_and_count"]
-
 LossKind = Literal["mean", "sum"]
 LOSSES = get_args(LossKind)
 
@@ -16,17 +14,10 @@ LOSSES = get_args(LossKind)
 def weight_and_count(weight: SupportsFloat | torch.Tensor, loss: LossKind, rank: int) -> tuple[float, float]:
     """The factor for a backward's gradients, and what the backward adds to the divisor of all ranks' sum.
 
-    Args:
-        weight: a number, or a tensor with one element (waits for a device).
-        loss: "mean": the gradients are of a mean over ``weight`` samples; "sum": of their sum.
-
-    Raises:
-        TypeError, ValueError: a weight that is not a number, negative, infinite or NaN; another kind of loss.
+    TypeError or ValueError for a weight that is no number (or tensor of one), negative or not finite; other losses.
     """
     if loss not in LOSSES:
-        raise ValueError(
-            f'loss must be "mean" or "sum", depending on how it combines the samples or tokens, got {loss!r}'
-        )
+        raise ValueError(f'loss must be "mean" or "sum", as it combines samples or tokens, got {loss!r}')
     if isinstance(weight, torch.Tensor):
         if weight.numel() != 1 or weight.is_complex():
             raise TypeError(

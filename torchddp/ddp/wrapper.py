@@ -38,17 +38,13 @@ class Wrapper(SessionOwner, Protocol):
 
 
 def wrapped_inside(module: torch.nn.Module) -> list[TorchDDP]:
-    """Return the DDP modules inside ``module`` whose parameters would be reduced twice.
+    """The DDP modules inside ``module`` whose parameters would be reduced twice.
 
-    Raises:
-        ValueError: an inner wrapper of torch's class has ``gradient_as_bucket_view=True``, so two reducers would
-            overwrite each other's gradients; or an inner wrapper keeps its gradients outside ``.grad``.
+    ValueError if two reducers would overwrite each other's gradients, or an inner wrapper keeps them outside ``.grad``.
     """
     ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-    mine = {id(p) for n, p in module.named_parameters() if n not in ignored and p.requires_grad}
-    inner = [
-        m for m in module.modules() if isinstance(m, TorchDDP) and any(id(p) in mine for p in m._module_parameters)
-    ]
+    ids = {id(p) for n, p in module.named_parameters() if n not in ignored and p.requires_grad}
+    inner = [m for m in module.modules() if isinstance(m, TorchDDP) and any(id(p) in ids for p in m._module_parameters)]
     for other in inner:
         # Our wrappers switch to copying (`copy_gradients`); torch's can't switch after construction.
         if other.gradient_as_bucket_view and not _has_our_reducer(other):
@@ -84,7 +80,6 @@ _alive: weakref.WeakSet[Wrapper] = weakref.WeakSet()  # torchddp's wrappers in t
 
 
 def link_wrappers(ddp: Wrapper) -> None:
-    """Let this new wrapper and others of the same parameters know each other."""
     mine = {id(parameter) for parameter in ddp._module_parameters}
     for other in list(_alive):
         if any(id(parameter) in mine for parameter in other._module_parameters):
@@ -129,8 +124,7 @@ def _takes_gradients(ddp: TorchWrapper) -> bool:
 def check_outer(ddp: Wrapper, outer: TorchWrapper | None) -> None:
     """Before the first forward of ``ddp``, check the wrapper ``outer`` whose forward is running, if any.
 
-    Raises:
-        RuntimeError: torch's class wraps the same parameters, and their gradients are views of ``ddp``'s buckets.
+    RuntimeError if torch's class wraps the same parameters, and their gradients are views of ``ddp``'s buckets.
     """
     if outer is None or _has_our_reducer(outer):
         return  # ours checked this when it was constructed

@@ -1,7 +1,4 @@
-"""Warns of gradients that only some ranks change between the end of backward and the optimizer's step.
-
-See docs/checks.md.
-"""
+"""Warns of gradients that only some ranks change between backward and the optimizer's step: docs/checks.md."""
 
 from __future__ import annotations
 
@@ -30,13 +27,13 @@ _WORDS = {"0": "left as backward gave it", "1": "changed", "2": "set to None", "
 
 
 def next_look(step: int) -> int:
-    """The next step after this one whose gradients are checked."""
     return step + 1 if step < _EACH_UNTIL else int(1 << step.bit_length())
 
 
 class ChangedGradients(StepObserver):
-    """In a few steps, each rank records the gradients that backward left, and posts, when an optimizer steps, which
-    have changed since. Rank 0 compares them at its next step, after a backward with all ranks, and warns once.
+    """In a few steps, each rank posts, when an optimizer steps, which gradients have changed since backward left them.
+
+    Rank 0 compares them at its next step, after a backward with all ranks, and warns once.
     """
 
     def __init__(self, session: ReducerSession) -> None:
@@ -80,16 +77,13 @@ class ChangedGradients(StepObserver):
             self._hook = None
 
     def before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Before a step of any optimizer in this process."""
         try:
-            if self._board is not None and self._concerns(optimizer):
+            stepped = (parameter for group in optimizer.param_groups for parameter in group["params"])
+            if self._board is not None and any(id(parameter) in self._ids for parameter in stepped):
                 self._look(self._board)
         except RuntimeError as error:
             logger.debug("rank %d can't compare its gradients with the other ranks': %s", self._session.rank, error)
             self._posted = None
-
-    def _concerns(self, optimizer: torch.optim.Optimizer) -> bool:
-        return any(id(parameter) in self._ids for group in optimizer.param_groups for parameter in group["params"])
 
     def _look(self, board: Board) -> None:
         step = self._session.reducer.finished_steps - self._begin

@@ -5,8 +5,7 @@ Note [Calls on a stack]
 A call that hangs stays on its thread's stack, so the hang monitor looks at the stacks now and then; torch's functions
 stay as they are, and a call costs nothing. A frame identifies a call only as long as it exists: a loop's next call may
 get a frame at the same address. Holding the frame would settle that, but would also keep its tensors alive. So a frame
-is held only once a call seems to have lasted for half the limit, and the call is certain when the same frame is found
-again after that.
+is held only once a call seems to have lasted for half the limit, and the call is certain when it is found again.
 """
 
 from __future__ import annotations
@@ -24,8 +23,6 @@ _FUNCTIONS = distributed_c10d.__file__
 
 
 class Call:
-    """A call as found on the stack of a thread."""
-
     def __init__(self, thread: int, frame: FrameType) -> None:
         self.key = (thread, id(frame))
         self._code = frame.f_code
@@ -62,7 +59,6 @@ class CallWatch:
         return [call for call, _ in found]
 
     def states(self) -> list[CallState]:
-        """All calls, longest first."""
         states = [_state_of(call, frames) for call, frames in self._look()]
         return sorted(states, key=lambda state: -state.waited_s)
 

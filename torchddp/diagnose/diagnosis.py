@@ -1,7 +1,4 @@
-"""Finds out from the ranks' states which ranks hold up the others, and reports it as text and as a JSON file.
-
-This inspects no process and sends nothing.
-"""
+"""Finds out from the ranks' states which ranks hold up the others, and reports it as text and as a JSON file."""
 
 from __future__ import annotations
 
@@ -42,9 +39,8 @@ class Culprit:
 class Finding:
     """Why the ranks are stuck.
 
-    ``headline``: one sentence. ``step``: of the model; 0 without one. ``culprits``: the ranks that others wait for;
-    none if all wait for each other. ``waited_s``: the longest wait of those ``waiting``. ``waits_for``: a bucket and
-    step, or a call.
+    ``step``: of the model; 0 without one. ``culprits``: the ranks that others wait for; none if all wait for each
+    other. ``waited_s``: the longest wait of those ``waiting``. ``waits_for``: a bucket and step, or a call.
     """
 
     headline: str
@@ -112,7 +108,6 @@ def _doing(state: RankState, calls: dict[int, CallState], waited_s: float) -> st
 
 
 def _agreeing(text: str, ranks: list[int]) -> str:
-    """The text with its verb in the plural, for several ranks."""
     verb, _, rest = text.partition(" ")
     return text if len(ranks) == 1 else f"{_PLURALS[verb]} {rest}"
 
@@ -235,9 +230,6 @@ def _first_line(text: str) -> str:
     return text.strip().partition("\n")[0][:200]
 
 
-# --- the report ---
-
-
 def report_text(finding: Finding, states: list[RankState], path: Path | None) -> str:
     """The headline, where the culprits are, what the others wait for, and the file with everything else."""
     lines = [f"torchddp hang report: {finding.headline}"]
@@ -255,9 +247,7 @@ def report_text(finding: Finding, states: list[RankState], path: Path | None) ->
 
 
 def report_json(finding: Finding, states: list[RankState], by: int) -> dict[str, Any]:
-    """The content of the report file. ``by``: the rank that writes it."""
     return {
-        "headline": finding.headline,
         **asdict(finding),
         "written_by": by,
         "time": time.time(),

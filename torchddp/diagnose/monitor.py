@@ -1,7 +1,5 @@
-"""The hang monitor, one per job in a process. It checks this rank's waits, asks the other ranks when one lasts too
-long, answers their questions, and lets one rank report.
-
-See docs/hang_reports.md.
+"""The hang monitor, one per job in a process: docs/hang_reports.md. It checks this rank's waits, asks the other ranks
+when one lasts too long, answers their questions, and lets one rank report.
 """
 
 from __future__ import annotations
@@ -59,7 +57,6 @@ class ModelWaits:
 
     @property
     def is_gone(self) -> bool:
-        """Whether the model was destroyed."""
         return self._status() is None
 
     @property
@@ -69,9 +66,7 @@ class ModelWaits:
         return time.monotonic() - status["waited_s"] if status is not None and status["phase"] == "waiting" else None
 
     def describe(self, state: RankState, asked: str) -> None:
-        """Add its part to this rank's state: of several models, the one asked about, or else one that waits or has done
-        more steps.
-        """
+        """Add this model to the rank's state if it is the one asked about, waits, or has done more steps."""
         status = self._status()
         if status is None:
             return
@@ -89,21 +84,17 @@ class ModelWaits:
             self._session.reducer.set_peers([peer for peer in peers if peer[0] != self._rank])
 
     def fail_with(self, found: str) -> None:
-        """Attach a report's headline to later errors."""
         with contextlib.suppress(ReferenceError):
             self._session.reducer.note_failure(found)
 
     def _status(self) -> dict[str, Any] | None:
-        """The reducer's status, or None if the model was destroyed."""
         with contextlib.suppress(ReferenceError):
             return self._session.reducer.status()
         return None
 
 
 class Wait(NamedTuple):
-    """A wait of this rank, in a model's step or in a call of torch.distributed: what waits, since when (seconds of the
-    monotonic clock), and the seconds after which the other ranks are asked.
-    """
+    """A wait of this rank in a step or a call: of what, since when, and after how long the other ranks are asked."""
 
     key: Hashable
     since_s: float
@@ -193,7 +184,6 @@ class HangMonitor:
         return 2 * self._poll_s + 0.2
 
     def is_of(self, home: dist.ProcessGroup) -> bool:
-        """Whether it is open, and this group's."""
         return not self.closed and self._board.link.is_of(home)
 
     def close(self, why: str = "") -> None:
@@ -375,7 +365,6 @@ class HangMonitor:
         self._fail_models(f"Hang report of rank {self._board.rank} alone: {finding.headline}")
 
     def _published(self, states: list[RankState]) -> tuple[Finding, str]:
-        """The finding, written to a file, and its text."""
         finding = diagnose(states)
         path = write_report(report_json(finding, states, self._board.rank))
         return finding, report_text(finding, states, path)
@@ -391,10 +380,7 @@ os.register_at_fork(after_in_child=_monitors.clear)
 
 
 def monitor_of(home: dist.ProcessGroup) -> HangMonitor | None:
-    """The job's monitor, created if it is missing (all ranks must then do so); it lasts as long as the group.
-
-    None for a job of one rank, and for a group without a store.
-    """
+    """The job's monitor, created if missing (then by all ranks); None for a job of one rank or without a store."""
     found = _monitors.get(id(home))
     if found is not None and found.is_of(home):
         return found

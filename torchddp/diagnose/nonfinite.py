@@ -23,11 +23,7 @@ _LISTED = 8
 
 
 class NonFiniteFinder(StepObserver):
-    """Logs what the reducer has found, and shares it with the other ranks.
-
-    Nothing is sent while all gradients are finite, and nothing is collective: ranks post what they find on a `Board`,
-    which rank 0 checks twice a second.
-    """
+    """Logs what the reducer has found. Ranks post it on a `Board`, which rank 0 checks twice a second."""
 
     def __init__(self, session: ReducerSession) -> None:
         self._session = session
@@ -38,23 +34,18 @@ class NonFiniteFinder(StepObserver):
         self._finds.look_here(self._session.reducer)
 
     def on_group_change(self) -> None:
-        """Start over with the new ranks."""
         self.close()
         self._finds = _Finds(self._session)
 
     def close(self) -> None:
-        """Stop checking; findings stay readable."""
         self._finds.close()
 
     def found(self) -> list[NonFinite]:
-        """What all ranks have posted and this one has found, by step and rank."""
         self.before_step()
         return sorted((one for own in self._finds.by_rank() for one in own), key=lambda one: (one.step, one.rank))
 
 
 class _Finds:
-    """Findings of the ranks of one process group."""
-
     def __init__(self, session: ReducerSession) -> None:
         self._session = weakref.ref(session)  # checking ends with it
         self._names = [spec.name for spec in session.specs]

@@ -88,8 +88,7 @@ def _check(session: ReducerSession) -> None:
         error = _find(session, steps)
     except TransportError as failure:
         raise TransportError(
-            f"rank {transport.rank}: comparing parameters with those of the other ranks after {steps} synchronized "
-            f"steps failed: {failure}"
+            f"rank {transport.rank}: comparing parameters after {steps} synchronized steps failed: {failure}"
         ) from failure
     if error is not None:
         raise error
@@ -141,13 +140,8 @@ def _measure(parameter: torch.Tensor, reference_rank: int, session: ReducerSessi
     return [Amount(int(count), most) for count, most in exchange.gather([float(elements), float(largest)])]
 
 
-# --- which parameters differ, and the error ---
-
-
 @dataclass(frozen=True)
 class Difference:
-    """The first parameter that differs, in registration order."""
-
     index: int
     reference_rank: int  # a rank with the reference value
     ranks: tuple[int, ...]  # the ranks with another value
@@ -156,16 +150,12 @@ class Difference:
 
 @dataclass(frozen=True)
 class Amount:
-    """How far a rank's parameter is from the reference."""
-
     elements: int  # whose bits differ
     largest: float  # difference, of those that are finite on both
 
 
 def find_difference(by_rank: Sequence[Sequence[object]]) -> Difference | None:
-    """The first item that differs in ``by_rank[rank][parameter]``; None: none. The reference is the majority's value,
-    or else rank 0's.
-    """
+    """The first item in ``by_rank[rank][parameter]`` that differs from the majority's, or else rank 0's."""
     differing = [index for index, values in enumerate(zip(*by_rank, strict=True)) if len(set(values)) > 1]
     if not differing:
         return None

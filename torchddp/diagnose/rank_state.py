@@ -134,7 +134,6 @@ class RankState:
         return max(self.waited_s if self.waits else 0.0, self.longest_call_s)
 
     def has_moved(self, now: RankState) -> bool:
-        """Whether this rank made progress between this and ``now``."""
         if (now.model, now.step) != (self.model, self.step):
             return True
         if self.waits and (now.phase, now.waits_for, now.bucket) != (self.phase, self.waits_for, self.bucket):
@@ -153,7 +152,6 @@ class RankState:
         return self.training_call or next(iter(self.calls), None)
 
     def take_status(self, status: dict[str, Any]) -> None:
-        """Take over the part that a reducer knows, from its ``status()``."""
         for name, value in status.items():
             if name != "buckets":
                 setattr(self, name, value)
@@ -185,9 +183,6 @@ def ranks_text(ranks: list[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {joined}"
 
 
-# --- stacks ---
-
-
 def stack_of(thread_id: int) -> list[Frame]:
     """Innermost last; empty if there is no such thread."""
     codes = [(frame.f_code, frame.f_lineno or 0) for frame in reversed(frames_of_threads().get(thread_id, []))]
@@ -216,7 +211,6 @@ def is_in_backward(stack: list[Frame]) -> bool:
 
 
 def user_part(stack: list[Frame]) -> list[Frame]:
-    """The user's own innermost frames."""
     return [frame for frame in stack if frame.part == "user"][-_USER_FRAMES:]
 
 
@@ -224,18 +218,14 @@ def user_part(stack: list[Frame]) -> list[Frame]:
 
 
 def note_exception(error: BaseException, where: str) -> None:
-    """Remember an exception that leaves training in this thread, replacing the previous one; keeps no frame alive.
-
-    ``where``: what it left, e.g. ``"forward"``; completes the sentence "it left ... with ValueError".
-    """
+    """Remember an exception that leaves training in this thread; keeps no frame alive. ``where``: like "forward"."""
     _noted[None if where == _PROGRAM else threading.get_ident()] = (time.monotonic(), _describe(error, where))
 
 
 def last_exception(thread_id: int) -> dict[str, Any] | None:
     """``{"type", "message", "where", "stack", "age_s"}`` of a thread's last exception, or None. Thread-safe.
 
-    One being handled now comes first; one that ended the program counts for every thread. ``stack``: ``[file, line,
-    function]``, innermost last.
+    One being handled now comes first; one that ended the program counts for every thread.
     """
     handled = _handled_now(thread_id)
     if handled is not None:

@@ -35,10 +35,7 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "delay_all_reduce_named_params": ((None,), "it reduces over a fixed group"),
     "param_to_hook_all_reduce": ((None,), "it reduces over a fixed group"),
     "skip_all_reduce_unused_params": ((False,), "a replica can't know alone that the others skip the same buckets"),
-    "checks.stall_report": (
-        (None, 0),
-        "the quorum leaves a replica behind that stalls for the manager's timeout",
-    ),
+    "checks.stall_report": ((None, 0), "the quorum leaves a replica behind that stalls for the manager's timeout"),
     "auto_refresh_trainable": ((False,), _SAME_BUCKETS),
     "checks.parameters_every": ((None,), "it compares ranks of a fixed group"),
 }
@@ -77,22 +74,18 @@ class DistributedDataParallel(DDP):
             to the manager do that, and the manager only sends the list of buckets, which is compared.
         **kwargs: other options of :class:`torchddp.DistributedDataParallel`. Those that need a fixed group of ranks
             raise an error with the reason. ``comm_hook`` may be a `torchddp.comm_hooks.PowerSGD`, which only sends
-            sums, with one model per manager. Its residuals are lost with a step that fails, and start at zero in a
-            healing replica.
+            sums, with one model per manager. Its residuals are lost with a failed step, and zero in a healing replica.
 
     Raises:
         TypeError: ``manager`` is not a Manager.
         ValueError: a manager without a process group, an option that doesn't work with one, sparse gradients.
         RuntimeError: backward before ``manager.start_quorum()``.
-        TransportError: in backward: there was no quorum within the manager's time limits; says whether the lighthouse
-            can be reached.
+        TransportError: in backward: no quorum in the manager's time limits; says if the lighthouse can be reached.
     """
 
     _policy = _ManagerPolicy()
 
-    def __init__(
-        self, manager: Manager, module: torch.nn.Module, *, carry_weights: bool = False, **kwargs: Any
-    ) -> None:
+    def __init__(self, manager: Manager, module: nn.Module, *, carry_weights: bool = False, **kwargs: Any) -> None:
         check_manager(manager, "DistributedDataParallel")
         kwargs = current(kwargs, [*OPTIONS], "DistributedDataParallel")
         _check_options(kwargs, module)
@@ -110,8 +103,7 @@ class DistributedDataParallel(DDP):
 
     def _begin_step(self) -> None:
         group = self._manager_group
-        # In a static graph all replicas use the same parameters, and a replica that just joined must not wait for a map
-        # that none sends.
+        # A static graph has no such maps, and a replica that just joined must not wait for one that none sends.
         group.sums_used = self.find_unused_parameters and not self.static_graph
         if self.require_backward_grad_sync and group.take_failure():
             # A failed operation may still write to its buckets: use new memory.
@@ -177,9 +169,6 @@ def _check_options(options: Mapping[str, Any], module: torch.nn.Module) -> None:
         raise ValueError(
             "torch._dynamo.config.optimize_ddp='python_reducer' reduces over a fixed group and bypasses the manager"
         )
-
-
-# --- without a reducer ---
 
 
 class PureDistributedDataParallel(nn.Module):

@@ -124,9 +124,6 @@ def why_unreachable(address: str, timeout_s: float | None = 3.0) -> str:
     return ""
 
 
-# --- a process group for the reducer ---
-
-
 _SUM = dist.ReduceOp.SUM
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import shlex
@@ -40,23 +41,15 @@ CONTEXT = {"help_option_names": ["-h", "--help"]}
 
 def parse_caps(text: str) -> tuple[float, ...]:
     """'1,5,25' -> (1.0, 5.0, 25.0)."""
-    try:
-        caps = tuple(float(part) for part in text.split(","))
-    except ValueError:
-        raise ArgumentError(f"--caps must be MiB separated by commas, like 1,5,25, not '{text}'.") from None
-    if not all(0 < cap < float("inf") for cap in caps):
-        raise ArgumentError(f"--caps must be positive numbers of MiB, not '{text}'.")
-    return tuple(dict.fromkeys(caps))
+    return tuple(dict.fromkeys(parse_cap(part, "each of --caps, like 1,5,25,") for part in text.split(",")))
 
 
-def check_cap(text: str, option: str) -> None:
-    """ArgumentError unless the text is a positive number of MiB."""
-    try:
-        is_size = 0 < float(text) < float("inf")
-    except ValueError:
-        is_size = False
-    if not is_size:
-        raise ArgumentError(f"{option} must be a positive number of MiB, not {text}.")
+def parse_cap(text: str, option: str) -> float:
+    """MiB; ArgumentError unless the text is a positive number."""
+    with contextlib.suppress(ValueError):
+        if 0 < (cap := float(text)) < float("inf"):
+            return cap
+    raise ArgumentError(f"{option} must be a positive number of MiB, not {text}.")
 
 
 def check_plots(option: str, path: Path | None) -> None:
@@ -66,7 +59,6 @@ def check_plots(option: str, path: Path | None) -> None:
 
 
 def check_numbers(seconds: float | None, world_size: int | None) -> None:
-    """Check the ranges that hold for every command."""
     if seconds is not None and not 0 < seconds <= MAX_SECONDS:
         raise ArgumentError(f"--seconds must be above 0 and at most {MAX_SECONDS}, not {seconds:g}.")
     if world_size is not None and not 1 <= world_size <= MAX_WORLD_SIZE:
@@ -90,8 +82,7 @@ def check_model_name(model: str) -> str:
 
 
 def check_output(path: Path | None, option: str, *, folder: bool) -> None:
-    """Raise ArgumentError before the run if a path couldn't be written after it. An existing file will be replaced; a
-    folder will be created with its parents."""
+    """ArgumentError before the run if a path couldn't be written after it: a file, or a folder with its parents."""
     if path is None:
         return
     if folder and path.exists() and not path.is_dir():
@@ -111,14 +102,11 @@ def _checked_output(param: typer.CallbackParam, path: Path | None) -> Path | Non
 
 
 def output_option(help_text: str, *names: str) -> Any:
-    """An option that names a file to write, checked before the run."""
     return typer.Option(*names, help=help_text, callback=_checked_output)
 
 
 def make_console() -> Console:
-    """A console as wide as the terminal, up to 100 columns; in a file or a pipe 100, unless COLUMNS is set. Text stays
-    as it is: a path may look like markup.
-    """
+    """As wide as the terminal, up to 100 columns; 100 in a file or pipe, unless COLUMNS is set. No markup."""
     console = Console()
     width = min(console.width, 100) if console.is_terminal or "COLUMNS" in os.environ else 100
     return Console(width=width, markup=False, emoji=False, highlight=False)
@@ -146,11 +134,7 @@ class Display:
         self._progress.update(self._task, description=f"{self._case} · {what}", completed=done, total=total)
 
     def show(self, text: RenderableType) -> None:
-        """Print above the progress bar."""
         self._progress.console.print(text, soft_wrap=True)
-
-
-# --- options of several commands ---
 
 
 FACTORY_HELP = """\b
@@ -186,9 +170,6 @@ def run_app(program_app: typer.Typer, program: str, arguments: Sequence[str]) ->
         print("interrupted", file=sys.stderr)
     # In this mode, typer returns the exit code of an early exit, such as --help, or of an interrupt.
     return result if isinstance(result, int) else 0
-
-
-# --- options that are checked before any rank starts, running the ranks, writing files ---
 
 
 def check_loads() -> None:
@@ -237,18 +218,14 @@ WorldSize = Annotated[int | None, typer.Option(help="Number of ranks. [default: 
 
 
 def check_world_size(asked: int | None, purpose: str) -> int:
-    """The number of ranks; an `ArgumentError` if it is one, which leaves nothing `purpose` ("to trace"), or not the
-    number that torchrun started.
-    """
+    """The number of ranks. ArgumentError for one, where there is nothing `purpose` ("to trace"), or not torchrun's."""
     check_numbers(None, asked)
     started = int(os.environ["WORLD_SIZE"]) if started_by_torchrun() else None
     if started is not None and asked not in (None, started):
         raise ArgumentError(f"--world-size {asked}: torchrun started {ranks_text(started)}; leave the option out.")
     world_size = started or asked or 2
     if world_size == 1:
-        raise ArgumentError(
-            f"With one rank there is nothing to synchronize, and so nothing {purpose}; use two or more."
-        )
+        raise ArgumentError(f"With one rank there is nothing to synchronize, so nothing {purpose}; use two or more.")
     return world_size
 
 
@@ -259,9 +236,7 @@ def run_command(
     console: Console,
     describe: Callable[[float, float], str],
 ) -> Any:
-    """Run `function(report, settings)` on every rank, with a progress bar (`describe(done, total)` is its text), and
-    return rank 0's result; None on torchrun's other ranks.
-    """
+    """Run `function(report, settings)` on every rank with a progress bar. Rank 0's result; None on other ranks."""
     from torchddp.harness.models import choose_backend, threads_each
 
     job = RankJob(
@@ -279,7 +254,6 @@ def run_command(
 
 
 def rank_console() -> Console:
-    """A console that is silent on torchrun's ranks other than 0."""
     speaks = not started_by_torchrun() or os.environ["RANK"] == "0"
     return make_console() if speaks else Console(quiet=True)
 

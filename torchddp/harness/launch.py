@@ -1,7 +1,4 @@
-"""Starts ranks, runs a function on each, and leaves no process behind.
-
-The parent's code comes first, then a rank's, then the code for ranks that torchrun started.
-"""
+"""Starts ranks, runs a function on each, and leaves no process behind."""
 
 from __future__ import annotations
 
@@ -53,8 +50,6 @@ class LaunchError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSettings:
-    """The options of a command that runs one model, checked."""
-
     model: str
     world_size: int
     transport: str
@@ -82,10 +77,7 @@ THIS_HOST = Place()
 
 @dataclass(frozen=True)
 class RankJob:
-    """One call of `function(report, *arguments)` on every rank, once the process group exists; rank 0's result is kept.
-
-    Picklable if `function` is module-level.
-    """
+    """One call of `function(report, *arguments)`, which is module-level, on every rank; rank 0's result is kept."""
 
     case: str  # for messages
     function: Callable[..., Any]
@@ -140,17 +132,7 @@ def interrupted_once() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def stop_processes(processes: Sequence[BaseProcess]) -> None:
-    for process in processes:
-        if process.is_alive():
-            process.kill()
-    for process in processes:
-        process.join(timeout=10)
-
-
 class Inbox:
-    """Collects the ranks' messages."""
-
     def __init__(self, channels: list[Connection], progress: Progress) -> None:
         self._rank_of = {id(channel): rank for rank, channel in enumerate(channels)}
         self.open = list(channels)
@@ -221,28 +203,26 @@ def started(
     environment: Mapping[str, str] | None = None,
     method: str = "spawn",
 ) -> Iterator[list[tuple[BaseProcess, Connection]]]:
-    """A process per rank that runs `target(rank, *arguments, channel)`, and our end of its channel. None of them
-    outlives the block. `method`: how multiprocessing starts processes.
-    """
-    context: Any = multiprocessing.get_context(method)
+    """A process per rank that runs `target(rank, *arguments, channel)`, and our end of its channel. All end with it."""
+    mp: Any = multiprocessing.get_context(method)
     ranks: list[tuple[BaseProcess, Connection]] = []
     try:
         with _children_ignore_interrupts(), _environment({**ONE_THREAD, **(environment or {})}):
             for rank in range(world_size):
-                receiver, sender = context.Pipe(duplex=False)
-                process = context.Process(
-                    target=target, args=(rank, *arguments, sender), daemon=True, name=f"rank{rank}"
-                )
+                receiver, sender = mp.Pipe(duplex=False)
+                process = mp.Process(target=target, args=(rank, *arguments, sender), daemon=True, name=f"rank{rank}")
                 process.start()
                 sender.close()
                 ranks.append((process, receiver))
         yield ranks
     finally:
-        stop_processes([process for process, _ in ranks])
+        for process, _ in ranks:
+            process.kill()
+        for process, _ in ranks:
+            process.join(timeout=10)
 
 
 def launch(job: RankJob, progress: Progress, place: Place = THIS_HOST, stall_timeout_s: float = STALL_TIMEOUT_S) -> Any:
-    """Run the job on fresh processes and return rank 0's result."""
     with tempfile.TemporaryDirectory(prefix="torchddp-benchmark-") as folder:
         arguments = (job, place, place.init_method(folder))
         with started(job.world_size, _run_rank, arguments, place.environment) as ranks:
@@ -254,8 +234,6 @@ def launch(job: RankJob, progress: Progress, place: Place = THIS_HOST, stall_tim
 
 
 class Reporter:
-    """Sends rank 0's progress to the parent, at intervals."""
-
     def __init__(self, channel: Connection, what: str, enabled: bool) -> None:
         self._channel, self._what, self._enabled = channel, what, enabled
         self._last_s = 0.0
@@ -265,7 +243,6 @@ class Reporter:
         return Reporter(self._channel, what, self._enabled)
 
     def keep(self, value: object) -> None:
-        """Rank 0's value outlives a failure of the ranks."""
         if self._enabled:
             self._channel.send(("partial", value))
 
@@ -328,10 +305,7 @@ def started_by_torchrun() -> bool:
 
 
 def run_ranks(job: RankJob, progress: Progress) -> Any:
-    """Run the job and return rank 0's result. Under torchrun, use its ranks; all but rank 0 get None.
-
-    LaunchError if a rank fails, ArgumentError if a rank refuses what the user asked for.
-    """
+    """Run the job and return rank 0's result. Under torchrun, use its ranks; all but rank 0 get None."""
     return _join_torchrun(job, progress) if started_by_torchrun() else launch(job, progress)
 
 

@@ -25,7 +25,6 @@ def _cpu_model() -> str:
 
 
 def available_cores() -> int:
-    """Cores this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -85,7 +84,6 @@ FORMAT = 3
 
 
 def new_document(kind: str, command: str, settings: dict[str, Any]) -> dict[str, Any]:
-    """The envelope of a saved run; its results and verdict are added later. `kind`: the subcommand."""
     return {
         "format": FORMAT,
         "kind": f"torchddp {kind}",

@@ -39,8 +39,6 @@ def output_is_loss(output: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """How to build a model and one batch for it, and what to differentiate."""
-
     title: str
     build: Callable[[], nn.Module]
     # A tensor, or a tuple or dict of arguments for the module.
@@ -109,7 +107,6 @@ def find_model(name: str, seed: int = 0) -> ModelSpec:
 
 
 def describe_model(name: str, model: nn.Module, seed: int = 0) -> dict[str, Any]:
-    """A model's entry in the results: its name, title, and the number and size of its gradients."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     return {
         "model": name,
@@ -146,7 +143,6 @@ def find_factory(path: str) -> Callable[[], Any]:
 
 @functools.cache
 def _load_file(path: Path) -> ModuleType:
-    """Import a file as a module of the same name."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -179,7 +175,6 @@ def load_factory(path: str, seed: int = 0) -> ModelSpec:
 
 
 def _a(thing: object) -> str:
-    """'a list', 'an int'."""
     name = type(thing).__name__
     return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
 
@@ -211,9 +206,6 @@ def prove(name: str, seed: int, *, find_unused_parameters: bool = False) -> None
     model.zero_grad(set_to_none=True)
 
 
-# --- a wrapped model on its rank's device ---
-
-
 @dataclass(frozen=True)
 class Subject:
     """A wrapped model and its step: zero the gradients, forward, backward. `step(i)` uses this rank's batch i."""
@@ -224,7 +216,6 @@ class Subject:
 
 
 def local_ranks(world_size: int) -> int:
-    """The number of ranks on this host, from torchrun's environment; without it, all ranks."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
 
 

@@ -34,8 +34,6 @@ class ManySmallTensors(nn.Module):
 
 
 class Mlp(nn.Module):
-    """Six linear layers of 1024 x 1024."""
-
     def __init__(self, width: int = 1024, depth: int = 6) -> None:
         super().__init__()
         self.layers = nn.Sequential(*(layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.ReLU())))
@@ -100,7 +98,6 @@ def gpt2() -> Gpt:
 
 
 def convolution(inputs: int, outputs: int, size: int, stride: int = 1) -> list[nn.Module]:
-    """A convolution and batch norm."""
     convolution = nn.Conv2d(inputs, outputs, size, stride=stride, padding=size // 2, bias=False)
     return [convolution, nn.BatchNorm2d(outputs)]
 

@@ -19,14 +19,10 @@ def panels(rows: int, columns: int, width: float, height: float, **options: Any)
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(
-        rows, columns, figsize=(width, height), squeeze=False, **{"layout": "tight"} | options
-    )
-    return figure, axes
+    return pyplot.subplots(rows, columns, figsize=(width, height), squeeze=False, **{"layout": "tight"} | options)
 
 
 def finish_panel(axis: Axes, title: str, xlabel: str, ylabel: str | None = None) -> None:
-    """Set title and labels, and remove the frame's top and right; with `ylabel`, for curves, also draw a grid."""
     axis.set_title(title, fontsize=9)
     axis.set_xlabel(xlabel)
     if ylabel is not None:

@@ -11,18 +11,14 @@ _FIRST_PORT, _PORTS = 20_000, 10_000
 
 
 def set_rank_variables() -> None:
-    """In a step of several tasks, set RANK, WORLD_SIZE and the other variables that init_process_group reads, unless
-    they are set. Do nothing elsewhere, or if RANK is set."""
+    """In a step of several tasks, set torchrun's variables that are not set, unless RANK is."""
     if "RANK" not in os.environ:
         for name, value in torchrun_variables(os.environ).items():
             os.environ.setdefault(name, value)
 
 
 def torchrun_variables(slurm: Mapping[str, str]) -> dict[str, str]:
-    """The variables for one of several tasks; none elsewhere, nor in a batch script, which has a SLURM_PROCID too.
-
-    The store's port is computed from the job's and the step's id, so it is the same on all hosts.
-    """
+    """For one of several tasks; none elsewhere, nor in a batch script, which has a SLURM_PROCID too."""
     names = ("SLURM_STEP_ID", "SLURM_STEP_NODELIST", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID")
     if any(not slurm.get(name) for name in names) or slurm["SLURM_STEP_NUM_TASKS"] == "1":
         return {}

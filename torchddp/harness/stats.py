@@ -11,8 +11,6 @@ import numpy as np
 
 @dataclass(frozen=True)
 class PairedRatio:
-    """Ours over theirs, round by round."""
-
     median: float
     q25: float
     q75: float
@@ -29,7 +27,6 @@ class PairedRatio:
 
 
 def summarize(values: Sequence[float] | np.ndarray) -> dict[str, float]:
-    """The order statistics we quote for one series."""
     fractions = {"median": 0.5, "p90": 0.9, "q25": 0.25, "q75": 0.75, "p99": 0.99}
     return {name: float(np.quantile(values, fraction)) for name, fraction in fractions.items()}
 
@@ -73,6 +70,5 @@ def paired_ratio(ours: Sequence[float] | np.ndarray, theirs: Sequence[float] | n
 
 
 def running_median(values: Sequence[float] | np.ndarray, half_window: int) -> np.ndarray:
-    """The median of each value and its neighbors, up to `half_window` on either side."""
     array = np.asarray(values, dtype=float)
     return np.array([np.median(array[max(0, i - half_window) : i + half_window + 1]) for i in range(len(array))])

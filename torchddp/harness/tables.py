@@ -53,7 +53,6 @@ def ranks_text(count: int) -> str:
 
 
 def weight_text(result: dict[str, Any]) -> str:
-    """The model, and the number and size of its gradients."""
     return f"{result['title']}: {result['parameters']} parameters, {bytes_text(result['gradient_bytes'])}"
 
 
@@ -77,8 +76,7 @@ def interval_text(ratio: dict[str, Any]) -> str:
 
 
 def ratio_text(ratio: dict[str, Any] | None, without: str = "1 (torch's best)") -> Text:
-    """'0.85 [0.80..0.91]', green if significantly below one, red if significantly above. `without`: the text for the
-    baseline's row."""
+    """'0.85 [0.80..0.91]', green if significantly below one, red if above. `without`: text for the baseline's row."""
     from rich.text import Text
 
     if ratio is None:
@@ -90,9 +88,7 @@ def ratio_text(ratio: dict[str, Any] | None, without: str = "1 (torch's best)") 
 
 
 def plain_table(title: str, first: str, *numbers: str, second: str | None = None, notes: Sequence[str] = ()) -> Table:
-    """A table with a first column, an optional second one of text, and columns of numbers; notes go below it. Gaps are
-    narrow, so that every table fits 80 columns.
-    """
+    """A table of at most 80 columns: a first column, an optional second one of text, and numbers; notes go below it."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -116,7 +112,6 @@ def plain_table(title: str, first: str, *numbers: str, second: str | None = None
 
 
 def origin(document: dict[str, Any]) -> Iterator[Text]:
-    """When, where and by which command the results of a document were made."""
     from rich.text import Text
 
     machine = document["machine"]

@@ -25,7 +25,6 @@ class ArgumentError(ValueError):
 
 
 def one_line(error: BaseException) -> str:
-    """The message of an error, as part of a sentence."""
     return " ".join(str(error).split()).rstrip(".") or type(error).__name__
 
 
@@ -49,8 +48,6 @@ def _is_users(filename: str) -> bool:
 
 
 class Role(str, Enum):
-    """A variant's role in the comparison."""
-
     LOCAL = "local"  # the model without any wrapper: what a step costs on its own
     TORCH = "torch"  # a candidate for 'torch's best'
     OURS = "ours"  # the class under test
@@ -59,8 +56,6 @@ class Role(str, Enum):
 
 @dataclass(frozen=True)
 class Variant:
-    """One column of the experiment: a wrapper class and the options it is built with."""
-
     name: str
     role: Role
     class_path: str | None = None
@@ -75,7 +70,6 @@ LOCAL = Variant("no DDP", Role.LOCAL)
 
 
 def load_class(path: str) -> type:
-    """The class at a dotted path; `ArgumentError` in one sentence if there is none."""
     module_name, _, class_name = path.rpartition(".")
     if not module_name or not class_name:
         raise ArgumentError(f"'{path}' is not a dotted path to a class, like {TORCH_DDP}.")
@@ -108,9 +102,7 @@ def make_variants(
     ours_tuned: bool = False,
     extra: Mapping[str, Any] | None = None,
 ) -> tuple[Variant, ...]:
-    """All variants: no DDP, torch default and tuned at each cap, ours, and each peer with its defaults. `extra`:
-    options for every wrapper.
-    """
+    """No DDP, torch default and tuned at each cap, ours, and each peer. `extra`: options for every wrapper."""
     label = "torchddp" if ours == TORCHDDP else "under test"
     variants = [LOCAL, Variant("torch default", Role.TORCH, TORCH_DDP)]
     variants += _tuned("torch", Role.TORCH, TORCH_DDP, caps_mb)

@@ -22,7 +22,6 @@ _warned = False  # about workers in other processes
 
 
 def model_made(model: DistributedDataParallel, made_by: type) -> None:
-    """Announce the job's first model, and any classes that were derived too early."""
     global _models
     _models += 1
     if not is_first_in_job("torch's class makes ours", model.process_group):
@@ -36,7 +35,6 @@ def model_made(model: DistributedDataParallel, made_by: type) -> None:
 
 
 def torchs_model_made(model: TorchDDP) -> None:
-    """Warn once per class and job about a class that was derived before install()."""
     name = _name(type(model))
     if is_first_in_job(f"{name} keeps torch's", model.process_group):
         logger.warning(
@@ -67,8 +65,7 @@ def _name(cls: type) -> str:
 
 
 def look_for_workers_elsewhere() -> None:
-    """Called by install(). Warns at once if this process already drives an engine, or else at exit if it used one and
-    none of its models is ours; never in an engine's workers."""
+    """Warn if this process drives an engine now; at exit if it used one and no model is ours. Never in its workers."""
     if dist.is_initialized() or {"RANK", "WORLD_SIZE"} <= os.environ.keys() or _is_worker():
         return
     atexit.unregister(_at_exit)

@@ -13,8 +13,7 @@ metaclass decides what calling the class creates. So:
 * Only the metaclass has to be restored, and modules imported later are unaffected.
 
 The metaclass gives a class that is derived from torch's while installed our class as its base. A class derived before
-keeps torch's, because it may already have instances. Meanwhile it also has our metaclass, which reports the first model
-that such a class creates.
+keeps torch's, because it may already have instances; it also has our metaclass, which reports its first model.
 """
 
 from __future__ import annotations
@@ -109,9 +108,7 @@ def install_by_variable() -> None:
 
 
 def reach_children() -> None:
-    """Install in Python processes that this one starts, as soon as they import torch: by spawn or as a command. Those
-    that it forks have what it has.
-    """
+    """Install in Python processes that this one starts by spawn or as a command, as soon as they import torch."""
     os.environ[ENV] = "1"
     folder = os.path.join(os.path.dirname(os.path.abspath(__file__)), "in_children")
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)

@@ -11,12 +11,9 @@ from torchddp.sync.microbatches import unwrapped
 
 
 def wrapper_of(model: torch.nn.Module, alone: bool, how: str) -> DistributedDataParallel | None:
-    """torchddp's class around the model, compiled or not. None: it has no wrapper, which is allowed if the process is
-    ``alone``.
+    """torchddp's class around the model, compiled or not. None: it has no wrapper, and the process is ``alone``.
 
-    Raises:
-        RuntimeError: the gradients of several ranks are averaged by another class, or the model is not the wrapped
-            one. ``how``: what to do about it.
+    RuntimeError if another class averages gradients, or the model isn't the wrapped one. ``how``: what to do about it.
     """
     wrapper = unwrapped(model)
     if isinstance(wrapper, DistributedDataParallel):

@@ -64,8 +64,7 @@ def parallelize(
     Raises:
         ValueError: sizes that don't multiply to the world size, model parallelism for a model without a plan for it, a
             model that is already parallel, a missing optimizer.
-        TypeError: a config or optimizer of the wrong type. An existing optimizer is refused, because sharding replaces
-            the parameters that it holds.
+        TypeError: a config or optimizer of the wrong type, or an existing one, whose parameters sharding replaces.
         RuntimeError: a launcher started several processes, but ``init_process_group`` was not called.
     """
     config = ParallelConfig() if config is None else config
@@ -87,7 +86,7 @@ def parallelize(
             model, made = _shard_states(model, config, optimizer, opened.mesh)
         else:
             model = _apply(model, config, layout, opened.mesh)
-    groups.note_groups(model, opened)
+    groups.of_models[model] = opened
     return model if optimizer is None else (model, made or optimizer(model.parameters()))
 
 

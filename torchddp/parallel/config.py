@@ -72,15 +72,14 @@ class ParallelConfig:
             gradients are reduced: ``"bfloat16"``, ``"float16"``, ``"float32"``, ``"float64"`` or a torch.dtype.
         wrap: with FSDP: classes, or their names, whose modules are sharded and gathered one by one. None: the repeated
             modules of the model's lists. (): the model as a whole.
-        forward_prefetch, backward_prefetch: with FSDP: number of modules whose parameters are gathered ahead. 0:
-            torch's own behavior.
+        forward_prefetch, backward_prefetch: with FSDP: number of modules that are gathered ahead. 0: as torch does.
         ddp: further options of DistributedDataParallel or ShardedDataParallel. Fields of their ``precision``
             and ``checks`` may be a table, or options like ``"precision.wire"``; dtypes may be names.
 
     Raises:
         TypeError: a value of the wrong type.
-        ValueError: a value that is not allowed, an unknown option, or conflicting options. Both name the option, what
-            was got and what is allowed.
+        ValueError: a value that is not allowed, an unknown option, or conflicting options. Both name it and what is
+            allowed.
     """
 
     kind: Kind = "auto"
@@ -222,7 +221,6 @@ def nearest(name: str, names: Iterable[str]) -> str:
 
 
 def _check_types(config: ParallelConfig) -> None:
-    """TypeError or ValueError for a field of the wrong type, a number out of range, or an unknown name."""
     for name in FLAGS:
         _require(name, getattr(config, name), isinstance(getattr(config, name), bool), "true or false")
     for name in ("kind", "sharding_strategy", "parallel_backend", "device_type", "param_dtype", "reduce_dtype"):
@@ -253,7 +251,6 @@ def _require(name: str, value: object, holds: bool, wanted: str) -> None:
 
 
 def _check_together(config: ParallelConfig) -> None:
-    """ValueError for options that conflict whatever the world size."""
     kind, strategy = config.kind, config.sharding_strategy
     if config.use_fsdp and kind in ("none", "ddp", "sharded"):
         raise ValueError(f"use_fsdp with kind '{kind}': leave one out, or use kind 'fsdp' or 'hsdp'")
@@ -302,7 +299,6 @@ _SUFFIXES = ".toml, .yaml, .yml, .json"
 
 
 def _read_file(path: str | os.PathLike[str], section: str | None) -> dict[str, Any]:
-    """The table of options in a file: see ParallelConfig.from_file."""
     path = Path(path)
     table: Any = _parse(path)
     for name in section.split(".") if section else ():

@@ -20,8 +20,7 @@ from torchddp.transport.waits import run_collective
 def shard(model: nn.Module, config: ParallelConfig, layout: Layout, mesh: DeviceMesh) -> None:
     """Shard ``model`` in place over ``mesh``: over its dimension "dp", or over "mp" with replicas over "dp".
 
-    Collective. ValueError for a class to wrap that the model doesn't have, and for parameters without memory that
-    should get rank 0's values.
+    Collective. ValueError for a class that the model doesn't have, and parameters without memory for rank 0's values.
     """
     blocks = blocks_of(model, config.wrap)
     if config.sync_module_states:
@@ -81,10 +80,7 @@ def _repeated(module: nn.Module) -> list[nn.Module]:
 
 
 def sync_from_rank_0(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Copy rank 0's parameters and buffers to all ranks of the mesh; for DTensors, from the first rank with each part.
-
-    Collective. ValueError for tensors on the meta device.
-    """
+    """Copy rank 0's tensors to all ranks of the mesh. Collective. ValueError for tensors on the meta device."""
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
     empty = [name for name, tensor in tensors.items() if tensor.is_meta]
     if empty:

@@ -21,8 +21,8 @@ from torchddp.transport.store import part_of_store
 class Layout:
     """The kind of parallelism, and the two sizes whose product is the number of ranks.
 
-    Rank r has index ``r % model_parallel`` in its model-parallel group, whose ranks are consecutive, and index ``r //
-    model_parallel`` in its data-parallel group.
+    Rank r has index ``r % model_parallel`` in its model-parallel group of neighbors, and ``r // model_parallel`` in the
+    other.
     """
 
     kind: str  # none, ddp, sharded, fsdp, hsdp
@@ -67,7 +67,6 @@ def plan_layout(config: ParallelConfig, world_size: int, ranks_of_a_host: int, t
 
 
 def _sizes(config: ParallelConfig, world_size: int, model_parallel: int) -> tuple[int, int]:
-    """(data_parallel, model_parallel)."""
     data_parallel = config.data_parallel
     if data_parallel is not None and config.model_parallel is None and config.chosen_kind == "hsdp":
         model_parallel = max(1, world_size // data_parallel)
@@ -76,8 +75,7 @@ def _sizes(config: ParallelConfig, world_size: int, model_parallel: int) -> tupl
     if data_parallel * model_parallel != world_size:
         raise ValueError(
             f"data_parallel {data_parallel} x model_parallel {model_parallel} is {data_parallel * model_parallel}, but "
-            f"there are {world_size} ranks: their product must be the number of ranks (leave data_parallel out to have "
-            "it computed)"
+            f"there are {world_size} ranks: their product must be the number of ranks (or leave data_parallel out)"
         )
     return data_parallel, model_parallel
 
@@ -128,8 +126,6 @@ class ParallelGroupInfo:
 
 @dataclass(frozen=True)
 class Groups:
-    """The groups of a layout. Holds no process groups: those end when destroy_process_group is called."""
-
     world: weakref.ref[dist.ProcessGroup] | None  # the process group in which they were created
     key: tuple[object, ...]
     mesh: DeviceMesh | None  # None: without a process group
@@ -139,7 +135,7 @@ class Groups:
 
 
 _opened: list[Groups] = []
-_of_models: weakref.WeakKeyDictionary[nn.Module, Groups] = weakref.WeakKeyDictionary()
+of_models: weakref.WeakKeyDictionary[nn.Module, Groups] = weakref.WeakKeyDictionary()
 # as long as torch's stores wait, because some ranks' models may take longer to build
 _HOSTS_TIMEOUT = datetime.timedelta(minutes=10)
 _host_sizes: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
@@ -175,18 +171,13 @@ def parallel_group_info(model: nn.Module | DeviceMesh) -> ParallelGroupInfo:
     """
     if isinstance(model, DeviceMesh):
         return _info_of(model)
-    groups = _of_models.get(model)
+    groups = of_models.get(model)
     if groups is None or not groups.is_of(_world()):
         raise RuntimeError(
             f"this {type(model).__name__} has no data- and model-parallel groups: pass the model that "
             "torchddp.parallelize returned after init_process_group"
         )
     return _info_of(groups.mesh)
-
-
-def note_groups(model: nn.Module, groups: Groups) -> None:
-    """For `parallel_group_info`."""
-    _of_models[model] = groups
 
 
 def open_groups(layout: Layout, config: ParallelConfig, device_type: str) -> Groups:
@@ -231,9 +222,7 @@ def require_process_group() -> None:
     for name in ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS"):
         started = os.environ.get(name, "1")
         if started.isdigit() and int(started) > 1:
-            raise RuntimeError(
-                f"{name} is {started}, but there is no process group: call torch.distributed.init_process_group first"
-            )
+            raise RuntimeError(f"{name} is {started}, but there is no process group: call init_process_group first")
 
 
 def layout_here(config: ParallelConfig, tensor_parallel: bool) -> Layout:
@@ -244,11 +233,9 @@ def layout_here(config: ParallelConfig, tensor_parallel: bool) -> Layout:
 
 
 def ranks_of_a_host() -> int:
-    """The number of ranks per host if it is the same on all hosts and each host's ranks are consecutive; otherwise the
-    world size.
+    """The number of ranks per host if all hosts have as many, consecutive ones; otherwise the world size.
 
-    The first call in a process group is collective, through the store: a launcher only knows the ranks it started
-    itself, and a model's GPU may not be chosen yet.
+    The first call in a process group is collective, through the store: a launcher only knows the ranks it started.
     """
     world = _world()
     if world is None or world.size() == 1:

@@ -81,10 +81,7 @@ class StepRecorder:
         self._rows.append([time_ns / 1e9 for time_ns in times_ns])
 
     def times(self, device: torch.device, timeout: datetime.timedelta) -> StepTimes:
-        """Combine what all ranks have recorded. Collective. ``timeout``: of the exchange; zero: the transport's own.
-
-        ValueError: no synchronized step was recorded.
-        """
+        """Combine what all ranks have recorded. Collective. ValueError: no synchronized step was recorded."""
         if not self._rows:
             raise ValueError("no synchronized step was recorded: run forward and backward outside no_sync()")
         mine = [statistics.median(column) for column in zip(*self._rows, strict=True)]
@@ -95,8 +92,6 @@ class StepRecorder:
 
 @dataclass(frozen=True)
 class Decision:
-    """The result of planning. All ranks adopt rank 0's ``plan``; the rest is equal on all ranks."""
-
     times: StepTimes
     cost: LinearCost
     before_s: float  # predicted, from the start of backward until the last bucket of the old plan is reduced
@@ -126,10 +121,7 @@ class BucketPlanning(StepObserver):
             self.start(look_for_kept=session.is_collective)
 
     def start(self, look_for_kept: bool) -> None:
-        """Plan from the next steps, unless there is only one rank.
-
-        ``look_for_kept``: use the plan saved for this model and group, if rank 0 finds one. Collective then.
-        """
+        """Plan from the next steps. ``look_for_kept``: or use the plan that rank 0 finds saved. Collective then."""
         self.close()
         session, reducer = self._session, self._session.reducer
         if reducer.transport.size == 1:
@@ -146,14 +138,11 @@ class BucketPlanning(StepObserver):
         self.is_under_way = True
 
     def before_step(self) -> None:
-        """Measure or plan, if planning is under way. Collective in the step that plans, which is the same on all
-        ranks.
-        """
+        """Measure or plan, if planning is under way. Collective in the step that plans."""
         if self.is_under_way and self._session.synchronizes:
             self._carry_on()
 
     def close(self) -> None:
-        """Stop planning; buckets stay as they are."""
         self.is_under_way = False
         if self._recorder is not None:
             self._recorder.pause()

@@ -2,8 +2,7 @@
 and Li, INFOCOM 2019). Pure.
 
 Gradients, in the order in which they become ready, are cut into runs. A run becomes one bucket for each kind of
-gradient in it. Buckets share one channel and are sent in order: each starts once its last gradient is ready and the
-previous bucket has finished.
+gradient in it. Buckets share one channel, in order: each starts once its gradients are ready and the previous is done.
 """
 
 from __future__ import annotations
@@ -21,8 +20,7 @@ if TYPE_CHECKING:
     Specs = Sequence[_C.ParamSpec] | Sequence[Gradient]
 
 Buckets = tuple[tuple[int, ...], ...]  # parameter indices of each bucket, in the order of launch
-# To save messages, the last bucket may finish later by this share of backward: each message also costs host time, which
-# the model leaves out.
+# The last bucket may finish later by this share of backward, to save messages, which also cost host time.
 SLACK_SHARE = 0.002
 # Gradients of one kind, which share a bucket: the kind, when the last of them is ready, bytes, seconds per byte.
 _Part = tuple[int, float, int, float]
@@ -32,7 +30,6 @@ class _Run:
     """A run of consecutive gradients, as the buckets that it becomes."""
 
     def __init__(self, cost: LinearCost, parts: Iterable[_Part] = ()) -> None:
-        """``parts``: last one first."""
         self._cost, self._packed_s_per_byte = cost, _s_per_byte(cost, 2)
         self._parts: dict[int, _Part] = {}  # by kind, in reverse order of launch
         self.work_s = 0.0  # the time that its buckets take on the channel
@@ -72,7 +69,6 @@ def best_buckets(profile: StepProfile, cost: LinearCost) -> Buckets:
 
 
 def buckets_of(plan: _C.BucketPlan) -> Buckets:
-    """Parameter indices of each bucket, in the order of launch."""
     return tuple(tuple(bucket.params) for bucket in plan.buckets)
 
 
@@ -83,15 +79,12 @@ def merged_buckets(
 
     Exact, by dynamic programming over the cuts, O(n^2) at worst. Neighboring runs are then merged, to send fewer
     messages, as long as the last bucket finishes at most ``slack_s`` later. ``order``: indices of ``specs`` as they
-    become ready. ``ready_s``: by parameter, in seconds since backward began; raised to that of earlier ones in
-    ``order``. ``cost``: of a message.
+    become ready. ``ready_s``: by parameter, in seconds since backward began, raised to that of earlier ones.
 
     ValueError: times or costs that are negative or not finite; an order that is not a permutation.
     """
     if sorted(order) != list(range(len(specs))):
-        raise ValueError(
-            f"order has {len(order)} entries for {len(specs)} parameters: each must occur exactly once, got {[*order]}"
-        )
+        raise ValueError(f"order: of {len(specs)} parameters each must occur exactly once, got {[*order]}")
     _check(len(specs), ready_s, cost, slack_s)
     if not order:
         return ()

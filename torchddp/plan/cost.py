@@ -31,8 +31,7 @@ def measure_cost(
     """Measure the time of an all-reduce and of a rank's own work for it. Collective; all ranks get rank 0's numbers.
 
     Takes about 0.6 s, and more only if the third message size (64 KiB, over shared memory 1 MiB) takes longer than a
-    tenth of that. ``timeout``: of a message; zero: the transport's own. ``host_too``: also the CPU time of TCP, which
-    only the simulator needs (0.2 s more).
+    tenth of that. ``timeout``: of a message; zero: the transport's own. ``host_too``: also TCP's CPU time (0.2 s more).
 
     TransportError: a peer is gone. NoRoomError: no shared memory for the messages.
     """
@@ -86,7 +85,6 @@ def measure_host_cost() -> tuple[float, float]:
 
 
 def _cpu_times_s(groups: list[Any], nbytes: int, rounds: int) -> list[float]:
-    """CPU seconds of one rank for each of `rounds` all-reduces."""
     messages = [torch.ones(nbytes // 4) for _ in groups]
     times_s = []
     for _ in range(rounds):

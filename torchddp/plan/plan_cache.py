@@ -33,8 +33,6 @@ def fingerprint(specs: Sequence[_C.ParamSpec], device_type: str) -> str:
 
 @dataclass(frozen=True)
 class PlanKey:
-    """What a plan was measured for."""
-
     fingerprint: str  # of the model
     world_size: int
     ranks_per_host: int
@@ -49,7 +47,6 @@ class PlanKey:
 
 
 def cache_folder() -> Path:
-    """``TORCHDDP_CACHE_DIR``, or ``torchddp`` in the user's cache folder."""
     if chosen := os.environ.get(CACHE_ENV):
         return Path(chosen)
     if chosen := os.environ.get("XDG_CACHE_HOME"):

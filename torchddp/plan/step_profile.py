@@ -19,8 +19,6 @@ class ProfileError(ValueError):
 
 @dataclass(frozen=True)
 class Gradient:
-    """One reduced parameter, as the reducer sees it."""
-
     name: str
     numel: int
     itemsize: int
@@ -53,7 +51,6 @@ class LinearCost:
     misfit: float = 0.0
 
     def seconds(self, nbytes: float) -> float:
-        """Predicted time of one all-reduce."""
         return self.alpha_s + nbytes * self.beta_s_per_byte
 
 
@@ -77,8 +74,7 @@ class StepProfile:
     torchddp_version: str
     torch_version: str
     backend: str = ""  # of the process group: gloo, nccl
-    # The rest of a step, besides forward, backward and messages: zeroing gradients, Python around the model, ranks that
-    # wait for each other.
+    # The rest of a step: zeroing gradients, Python around the model, ranks that wait for each other.
     overhead_s: float = 0.0
     # How many times longer messages take in a step than when they are timed alone; already included in `cost`.
     message_slowdown: float = 1.0
@@ -120,7 +116,6 @@ class StepProfile:
 
     @property
     def compute_s(self) -> float:
-        """The time of a step that sends nothing."""
         return self.forward_s + self.backward_s + self.overhead_s
 
     @property
@@ -135,7 +130,6 @@ class StepProfile:
 
 
 def profile_from_dict(data: object) -> StepProfile:
-    """Undo `to_dict`; `ProfileError` for anything else than its result."""
     if not isinstance(data, dict) or data.get("kind") != "torchddp step profile":
         raise ProfileError("This is not a step profile (record one with `torchddp tune --profile FILE`).")
     if data.get("format") != FORMAT:

@@ -1,8 +1,8 @@
 """Exports a profile in Chrome's trace format (JSON), for Perfetto and chrome://tracing, and as a picture.
 
 In a trace, each rank is a process. Its thread "autograd" shows forward, backward and exposed communication, in which it
-waits for buckets. Each bucket has a thread: gathering (first to last gradient), packing, queued behind earlier buckets,
-in flight. The picture has a panel per rank and a row per thread.
+waits for buckets. Each bucket has a thread: gathering, packing, queued behind earlier buckets, in flight. The picture
+has a panel per rank and a row per thread.
 """
 
 from __future__ import annotations
@@ -37,9 +37,6 @@ def row_names(buckets: Sequence[Mapping[str, Any]]) -> list[str]:
     return ["autograd", *(f"bucket {bucket['bucket']}" for bucket in buckets)]
 
 
-# --- Chrome's trace format ---
-
-
 def chrome_trace(profile: MergedProfile, steps: Sequence[MergedStep]) -> dict[str, Any]:
     """These steps of all ranks as a JSON object. Its `otherData` has the numbers of the median step."""
     zero_ns = min(rank.forward_begin_ns for step in steps for rank in step.steps)
@@ -72,7 +69,6 @@ def _metadata(rank: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _events(rank: Mapping[str, Any], step: int, begin_us: float) -> Iterator[dict[str, Any]]:
-    """A rank's events in a step. Times are in us since the start of the trace."""
     for row, what, start_us, end_us in spans(rank):
         arguments: dict[str, Any] = {"step": step}
         if row:
@@ -86,11 +82,7 @@ def _events(rank: Mapping[str, Any], step: int, begin_us: float) -> Iterator[dic
         yield {"ph": "X", "name": what, "cat": category, **where, **times, "args": arguments}
 
 
-# --- a picture ---
-
-
 def draw(found: Mapping[str, Any], title: str) -> Figure:
-    """The step's numbers as a figure; the caller closes it."""
     from matplotlib.patches import Patch
 
     labels, ranks = row_names(found["buckets"]), found["ranks"]

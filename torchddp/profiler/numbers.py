@@ -35,7 +35,6 @@ TERMS = {
 
 
 def profile_numbers(profile: MergedProfile) -> dict[str, Any]:
-    """The median step, and what all steps say about the ranks."""
     last = profile.last_rank() if len(profile.records) > 1 else None
     last_rank = straggler = None
     if last is not None:
@@ -59,7 +58,6 @@ def profile_numbers(profile: MergedProfile) -> dict[str, Any]:
 
 
 def verdict(found: Mapping[str, Any]) -> str:
-    """The result in a sentence."""
     last, share = found["last_rank"], found["exposed_us"] / found["step_us"] if found["step_us"] else 0.0
     if found["straggler"] is not None:
         waits = (
@@ -122,9 +120,7 @@ def _bucket_numbers(bucket: BucketTimes, names: Sequence[str], zero_ns: int) -> 
 
 
 def spans(rank: Mapping[str, Any]) -> list[tuple[int, str, float, float]]:
-    """(row, what, start, end) of one rank's numbers: row 0 is autograd's, the others the buckets', in order. Without
-    those that lack an end or have no length.
-    """
+    """(row, what, start, end) of one rank's numbers: row 0 is autograd's, the others the buckets', in order."""
     found = [
         (0, "forward", rank["forward_begin_us"], rank["backward_begin_us"]),
         (0, "backward", rank["backward_begin_us"], rank["compute_end_us"]),

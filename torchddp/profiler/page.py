@@ -65,7 +65,6 @@ def _run(name: str, found: Mapping[str, Any]) -> str:
 
 
 def _data(profile: MergedProfile, found: Mapping[str, Any]) -> dict[str, Any]:
-    """What the script needs. Times in us since the step's start, to 0.1 us."""
     steps: list[dict[str, Any]] = []
     median = 0
     for step in profile.steps:

@@ -58,9 +58,7 @@ def clock_identity() -> str:
 
 
 def align(identities: Sequence[str], readings: Sequence[Readings]) -> list[Clock]:
-    """The clock of each rank relative to rank 0's, from each rank's `clock_identity()` and its readings, which may be
-    empty if all identities are equal.
-    """
+    """The clock of each rank relative to rank 0's. Readings may be empty if all identities are equal."""
     reference = identities[0]
     members = ranks_by(identities)
     clocks = {
@@ -98,8 +96,6 @@ def take_readings(group: dist.ProcessGroup | None, device: torch.device | str, r
 
 @dataclass(frozen=True)
 class RankRecord:
-    """One rank's record: its steps on its own clock, and how much was lost."""
-
     rank: int
     host: str
     clock_identity: str
@@ -111,7 +107,6 @@ class RankRecord:
 
 
 def traffic_dicts(records: Sequence[RankRecord]) -> list[dict[str, dict[str, int | None]]]:
-    """Traffic by rank and transport, for JSON."""
     return [{route: asdict(each) for route, each in record.traffic.items()} for record in records]
 
 
@@ -132,8 +127,7 @@ class Straggler:
     rank: int
     total_wait_ns: int  # of all the others together
     wait_ns: int  # of each of them, on average
-    # Where it fell behind: "start" (it began forward late), "forward" (before its first gradient, which includes the
-    # start of backward), or "backward" (before the gradient of `parameter`).
+    # It fell behind at the "start", in "forward" (up to its first gradient), or in "backward", before `parameter`'s.
     where: str
     parameter: int | None
     lost_ns: int  # there, compared with the fastest rank
@@ -166,8 +160,6 @@ def chance_to_be_last(steps: int, of: int, ranks: int) -> float:
 
 @dataclass(frozen=True)
 class MergedStep:
-    """One step of all ranks, on rank 0's clock."""
-
     index: int
     steps: tuple[Step, ...]  # by rank
     buckets: tuple[MergedBucket, ...]
@@ -176,7 +168,6 @@ class MergedStep:
 
     @property
     def slowest(self) -> int:
-        """The index of the rank whose step took longest."""
         return max(range(len(self.steps)), key=lambda place: self.steps[place].duration_ns)
 
     @property
@@ -186,8 +177,6 @@ class MergedStep:
 
 @dataclass(frozen=True)
 class MergedProfile:
-    """All ranks' steps."""
-
     records: tuple[RankRecord, ...]  # by rank, each on its own clock
     clocks: tuple[Clock, ...]
     steps: tuple[MergedStep, ...]  # those that every rank has
@@ -227,7 +216,6 @@ class MergedProfile:
         )
 
     def mean_waits_ns(self) -> list[float]:
-        """By rank: the total time that the others waited for it in a step, on average."""
         return [fmean(step.waits_ns[rank] for step in self.steps) for rank in range(len(self.records))]
 
 
@@ -246,7 +234,6 @@ def merge(records: Sequence[RankRecord], clocks: Sequence[Clock]) -> MergedProfi
 
 
 def merge_step(steps: Sequence[Step]) -> MergedStep:
-    """Merge one step of all ranks, in rank order and on one clock."""
     count = min(len(step.buckets) for step in steps)
     buckets = tuple(_merge_bucket([step.buckets[index] for step in steps]) for index in range(count))
     waits = [0] * len(steps)

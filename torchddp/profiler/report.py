@@ -34,7 +34,6 @@ def ms(time_us: float | None) -> str:
 
 
 def report(found: Numbers) -> RenderableType:
-    """The median step, and the straggler, if there is one."""
     table = plain_table(title(found), *columns(found))
     table.columns[0].justify = "right"
     table.columns[-1].justify, table.columns[-1].no_wrap, table.columns[-1].overflow = "left", False, "fold"
@@ -56,7 +55,6 @@ def columns(found: Numbers) -> list[str]:
 
 
 def bucket_rows(found: Numbers) -> list[list[str]]:
-    """The table's cells. Times are in ms since the first rank began forward."""
     rows = []
     for bucket in found["buckets"]:
         cells = [str(bucket["bucket"]), bytes_text(bucket["bytes"])]
@@ -86,7 +84,6 @@ def headline(found: Numbers) -> list[str]:
 
 
 def notes(found: Numbers) -> Iterator[str]:
-    """What was sent, who was late, and what limits the numbers."""
     sent = [{route: Traffic(**each) for route, each in traffic.items()} for traffic in found["traffic"]]
     most = max(range(len(sent)), key=lambda place: total_wire_bytes(sent[place]) or 0)
     of_rank = f", by rank {found['ranks'][most]['rank']}" if any(each != sent[most] for each in sent) else ""
@@ -96,14 +93,12 @@ def notes(found: Numbers) -> Iterator[str]:
     if found["clocks"] > 1:
         worst_us = max(found["clock_uncertainty_us"])
         yield f"clocks of different hosts aligned to within {worst_us:.0f} us: ignore shorter waits between them"
-    for rank, dropped, incomplete in zip(
-        found["ranks"], found["events_dropped"], found["steps_incomplete"], strict=True
-    ):
+    for rank, dropped, partial in zip(found["ranks"], found["events_dropped"], found["steps_incomplete"], strict=True):
         if dropped:
             lost = f"{counted(dropped, 'event')} of earlier steps overwritten (profile(model, steps=N) keeps N)"
             yield f"rank {rank['rank']}: {lost}"
-        if incomplete:
-            yield f"rank {rank['rank']}: {counted(incomplete, 'step')} recorded only in part and left out"
+        if partial:
+            yield f"rank {rank['rank']}: {counted(partial, 'step')} recorded only in part and left out"
 
 
 def sent_text(traffic: Mapping[str, Traffic]) -> str:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.utils.hooks import RemovableHandle
 
@@ -18,12 +19,11 @@ from torchddp.profiler.export import chrome_trace, write_chrome_trace
 from torchddp.profiler.numbers import profile_numbers
 from torchddp.profiler.ranks import Clock, MergedProfile, RankRecord, merge
 from torchddp.profiler.steps import BucketLayout, Layout, Layouts, Step, overlap_ratio, read_steps
-from torchddp.traffic import Traffic, total_wire_bytes
+from torchddp.traffic import Traffic, check_reduces, total_wire_bytes
 from torchddp.transport.agreement import GroupExchange
 
 DEFAULT_STEPS = 64
-# Per step: forward_begin, backward_begin, backward_end; per bucket (at most one per parameter): packed, launched,
-# wait_begin, done; per gradient: one.
+# Per step: forward_begin, backward_begin, backward_end; per parameter: its gradient, and up to four of its bucket.
 _EVENTS_PER_STEP, _EVENTS_PER_PARAMETER = 3, 5
 
 _profiled: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
@@ -32,15 +32,11 @@ _profiled: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 def checked_model(model: object) -> DistributedDataParallel:
     """Return the model if its gradients pass through torchddp's reducer; TypeError or ValueError otherwise."""
     if not isinstance(model, DistributedDataParallel):
-        kind = f"{type(model).__module__}.{type(model).__qualname__}"
         raise TypeError(
-            f"torchddp.profiler needs a torchddp.DistributedDataParallel, whose reducer measures the times; got {kind}"
+            "torchddp.profiler needs a torchddp.DistributedDataParallel, whose reducer measures the times; got "
+            f"{torch.typename(model)}"
         )
-    if model._use_python_reducer or model._delay_all_reduce_all_params:
-        raise ValueError(
-            "this model's gradients do not pass through torchddp's reducer (torch's Python reducer, or "
-            "delay_all_reduce_named_params, reduces them), so there are no times to report"
-        )
+    check_reduces(model)
     return model
 
 
@@ -136,7 +132,6 @@ class Profile:
         return self._record().traffic
 
     def _record(self) -> RankRecord:
-        """This rank's record, for merging."""
         if self._final is not None:
             return self._final
         reducer = self._reducer
@@ -168,8 +163,7 @@ class Profile:
         return merge(records, ranks.align(identities, readings))
 
     def report(self, merged: bool = False) -> str:
-        """The median step as text of at most 80 columns: when each bucket was filled, sent and done, what delayed it,
-        and how much communication was exposed.
+        """The median step as text of at most 80 columns: each bucket's times and delays, and exposed communication.
 
         With `merged=True`, over all ranks, and with the straggler: collective, and the same on all ranks.
 

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 
 def overlap_ratio(hidden: float, communication: float) -> float:
-    """1.0 if nothing was communicated."""
     return hidden / communication if communication else 1.0
 
 
@@ -33,8 +32,6 @@ BUCKET_TIMES = ("first_ready_ns", "last_ready_ns", "packed_ns", "launched_ns", "
 
 
 class BucketLayout(NamedTuple):
-    """A bucket's parameters, by index, and the bytes of its flat memory."""
-
     params: tuple[int, ...]
     nbytes: int
 
@@ -69,9 +66,7 @@ class BucketTimes:
 
 @dataclass(frozen=True)
 class Step:
-    """One synchronized forward and backward of one rank. Times in ns of the rank's steady clock; see Note [What the
-    numbers mean].
-    """
+    """One synchronized forward and backward of one rank. Times in ns of the rank's steady clock."""
 
     index: int  # the reducer's count of synchronized forwards; the same step has the same number on all ranks
     forward_begin_ns: int
@@ -105,7 +100,6 @@ class Step:
         return overlap_ratio(self.hidden_ns, self.comm_ns)
 
     def shifted(self, offset_ns: int) -> Step:
-        """The same step with `offset_ns` added to all times."""
 
         def moved(times: BucketTimes | Step) -> dict[str, Any]:
             found = {name: time_ns for name, time_ns in vars(times).items() if name.endswith("_ns")}
@@ -125,7 +119,6 @@ class Steps:
 
 
 def read_steps(events: Iterable[Event], layout_of: Callable[[int], Layout]) -> Steps:
-    """The complete steps of a timeline, oldest first. `layout_of`: the buckets that a step used."""
     groups = _split(sorted(events, key=lambda event: event.time_ns))
     complete = tuple(step for group in groups if (step := _read_step(group, layout_of)) is not None)
     return Steps(complete, len(groups) - len(complete))
@@ -182,7 +175,6 @@ def _read_bucket(
 
 
 def _queued(buckets: Sequence[BucketTimes]) -> tuple[BucketTimes, ...]:
-    """Fill in `behind`."""
     found: list[BucketTimes] = []
     slowest_ns, slowest = -math.inf, 0
     for bucket in buckets:
@@ -206,5 +198,4 @@ class Layouts:
             self._since.append((step, layout))
 
     def of(self, step: int) -> Layout:
-        """The buckets of a step; for a step before the first recorded one, the first buckets."""
         return self._since[max(0, bisect.bisect_right(self._since, step, key=lambda since: since[0]) - 1)][1]

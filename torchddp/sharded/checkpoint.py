@@ -40,8 +40,7 @@ def load_checkpoint(
         storage_reader: a reader for storage other than a folder.
 
     Raises:
-        ValueError: neither a folder nor a reader; no optimizer under ``key``, or one for another model. Nothing is
-            changed.
+        ValueError: neither a folder nor a reader; no optimizer under ``key``, or another model's.
     """
     from torch.distributed.checkpoint import filesystem, state_dict_loader
 
@@ -76,7 +75,6 @@ def load_checkpoint(
 
 
 def _blank(saved: object, device: str) -> torch.Tensor | None:
-    """A placeholder that a saved value is read into."""
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     if not isinstance(saved, TensorStorageMetadata):

@@ -49,8 +49,6 @@ class ShardedPolicy(ReducerPolicy):
         self._buffer_numel, self._overlap_wanted = buffer_numel, overlap_wanted
         self._transport: _C.Transport | None = None
 
-    # --- called by the session ---
-
     def compared(self) -> dict[str, str]:
         return {
             "reduce_buffer_size": str(self._buffer_numel),
@@ -104,8 +102,6 @@ class ShardedPolicy(ReducerPolicy):
             owners = {p: rank for p, rank in optimizer.param_to_rank.items() if p.requires_grad}
             self.gathers.append(ParameterGather(self._module, owners, transport, session.wait_limit))
 
-    # --- updated parameters ---
-
     @property
     def overlaps(self) -> bool:
         """Whether updated parameters are sent while the next forward runs."""
@@ -120,14 +116,10 @@ class ShardedPolicy(ReducerPolicy):
         self.gathers[number].run(self._reducer, overlaps=self.overlaps)
 
     def synchronize(self) -> None:
-        """Wait for all updated parameters."""
         for gather in self.gathers:
             gather.finish()
 
-    # --- changes ---
-
     def release(self) -> None:
-        """Let the optimizers step on their own again."""
         for optimizer in self.optimizers:
             optimizer._attach(None)
         self.gathers = []
@@ -223,8 +215,7 @@ class ShardedDataParallel(DistributedDataParallel):
         auto_refresh_trainable: detect in forward that parameters were frozen or thawed, and call `refresh_trainable`.
             Each rank checks its own parameters; they must change in the same way on all ranks.
         reduce_fp16: send float32 gradients as float16, after dividing by the world size: half the bytes, about three
-            decimal digits. Sums are rounded to float16 too: once over shared memory and gloo, otherwise as the backend
-            does it.
+            decimal digits. Sums are rounded to float16 too: once over shared memory and gloo, else as the backend does.
         transport, timeout, find_unused_parameters, static_graph, device_ids, weighted: as for DistributedDataParallel.
         checks: ``stall_report``, ``zero_weights`` and ``traps`` of :class:`torchddp.Checks`, or ``"off"``.
         overlap_gather: False: a step returns once all ranks have the updated parameters. Otherwise they are sent while
@@ -240,8 +231,7 @@ class ShardedDataParallel(DistributedDataParallel):
         TypeError: an optimizer is not an OSS.
         ValueError: the optimizers and the module have different parameters, a parameter is in two optimizers or none,
             an optimizer has another process group, or the buffer size is invalid.
-        RuntimeError: models or owners differ between ranks, the module has sparse gradients, or no parameter requires
-            grad.
+        RuntimeError: models or owners differ between ranks, gradients are sparse, or no parameter requires grad.
     """
 
     @accepts_former_names()
@@ -307,8 +297,6 @@ class ShardedDataParallel(DistributedDataParallel):
             )
             optimizer._attach(hooks)
 
-    # --- parameters in transit ---
-
     @property
     def overlap_gather(self) -> bool:
         """Whether updated parameters are sent while the next forward runs."""
@@ -342,13 +330,10 @@ class ShardedDataParallel(DistributedDataParallel):
         module: torch.nn.Module = self.module
         return module
 
-    # --- freezing and thawing ---
-
     def refresh_trainable(self) -> None:
         """Update owners and buckets after parameters were frozen or thawed. Collective.
 
-        Raises the errors of the base class. Give new parameters to an optimizer's ``add_param_group``, which calls
-        this.
+        Raises the base class's errors. Give new parameters to an optimizer's ``add_param_group``, which calls this.
         """
         self._refreshing = True
         try:
@@ -379,8 +364,6 @@ class ShardedDataParallel(DistributedDataParallel):
         self.device, self.device_type = device, device.type
         super().refresh_trainable()
         return self
-
-    # --- gradients ---
 
     def reduce(self) -> None:
         """Reduce the existing gradients to their owners, as a synchronized backward would. Collective.

@@ -5,12 +5,10 @@ ShardedDataParallel takes a dozen. Small parameters of one group that are neighb
 `FlatParameter` (as in FSDP): their gradients are copied side by side, and the optimizer steps one tensor instead.
 
 Results equal those of stepping tensor by tensor, bit for bit, except with ``fused=True`` on the CPU (SGD, Adam, AdamW):
-torch's fused kernels round the last few elements of each tensor differently, so a new value may differ by the rounding
-of one of its terms.
+torch's fused kernels round the last few elements of each tensor differently, so a value may differ by one rounding.
 
 A flat parameter lasts as long as all or none of its parameters have gradients. Otherwise it is split permanently, so
-models with branches settle after a few steps. The state that users see is always up to date, and is read again whenever
-they change it.
+models with branches settle after a few steps. The state that users see is up to date, and read again if they change it.
 """
 
 from __future__ import annotations
@@ -27,8 +25,7 @@ from torch.optim import Optimizer
 
 from torchddp import _C, _torch
 
-# Parameters with at least this many elements are stepped alone: the cost of a call is small compared to the work, and
-# their gradients should not be copied.
+# From this size on, parameters are stepped alone: a call costs less than copying their gradients.
 SMALL_NUMEL = 65_536
 
 # State that torch's optimizers keep once per parameter; everything else is per element.
@@ -69,10 +66,7 @@ class FlatStep:
 
     @contextmanager
     def flattened(self, buffers: Sequence[torch.Tensor]) -> Iterator[None]:
-        """A context within which the optimizer's groups hold flat parameters.
-
-        ``buffers``: flat tensors that may hold parameters, with gaps between them that may be written to.
-        """
+        """Inside, the groups hold flat parameters. ``buffers``: their memory; gaps in it may be written to."""
         hooks = self._optimizer._optimizer_step_pre_hooks or self._optimizer._optimizer_step_post_hooks
         if not buffers or not self._possible or hooks:  # step hooks must see the original parameters
             yield
@@ -95,7 +89,6 @@ class FlatStep:
                 flat.end_step(state)
 
     def _update(self, buffers: Sequence[torch.Tensor]) -> None:
-        """Update the flat parameters for the current buffers, gradients and state."""
         groups, state = self._optimizer.param_groups, self._optimizer.state
         if len(buffers) != len(self._buffers) or not all(map(is_, buffers, self._buffers)):
             self.reset()
@@ -156,7 +149,6 @@ class FlatParameter:
         )
 
     def begin_step(self, state: State) -> None:
-        """Before the optimizer's step: set the flat gradient and the flat state."""
         _torch.foreach_copy_(self._grads, [param.grad for param in self.params if param.grad is not None])
         self.data.grad = self._grad
         if self._state:

@@ -35,8 +35,7 @@ def sharded_norm(
 ) -> torch.Tensor:
     """The norm of all ranks' ``grads``: a scalar of ``dtype`` on ``device``. Collective (one all-gather).
 
-    ValueError for norms of order 0 and below, and if the options ``alike`` differ between ranks. What ``check`` raises
-    on one rank reaches all.
+    ValueError for norms of order 0 and below, and if the options ``alike`` differ between ranks.
     """
     problem: Exception | None = None
     local, order = torch.zeros((), device=device), 1.0
@@ -78,17 +77,14 @@ def refuse_local_sgd() -> None:
     module = sys.modules.get("torch.distributed.optim.post_localSGD_optimizer")
     callers = itertools.islice(traceback.walk_stack(sys._getframe()), _NEAR_FRAMES) if module is not None else ()
     if any(frame.f_code.co_filename == module.__file__ for frame, _ in callers):  # type: ignore[union-attr]
-        raise ValueError(
-            "PostLocalSGDOptimizer can't wrap OSS, whose steps are collective: here, ranks step independently"
-        )
+        raise ValueError("PostLocalSGDOptimizer can't wrap OSS, whose steps are collective: its ranks step alone")
 
 
 class ShardedGradScaler(torch.amp.GradScaler):
     """torch's GradScaler for optimizers whose gradients are sharded over ranks (`torchddp.ShardedDataParallel`).
 
     An inf or NaN in one rank's gradients counts on all ranks: they skip the same steps, and their scales stay equal.
-    ``unscale_`` and the first ``step`` after a backward are collective. Optimizers other than `OSS` are handled as in
-    torch's class.
+    ``unscale_`` and the first ``step`` after a backward are collective. For optimizers other than `OSS`, as in torch.
     """
 
     def _unscale_grads_(
@@ -108,9 +104,8 @@ class ShardedGradScaler(torch.amp.GradScaler):
 def skips_step(optimizer: Optimizer, params: Sequence[torch.Tensor], group: dist.ProcessGroup, sharded: bool) -> bool:
     """Whether all ranks skip this step because of non-finite gradients. Collective under a GradScaler.
 
-    If not, unscales gradients that the scaler has left to this optimizer (``_step_supports_amp_scaling``).
-    ``sharded``: each rank sees only its own gradients. RuntimeError on every rank if only some found non-finite values,
-    since their scales would drift apart.
+    If not, unscales gradients that the scaler has left to this optimizer (``_step_supports_amp_scaling``). ``sharded``:
+    each rank sees only its own gradients. RuntimeError on every rank if only some found non-finite values.
     """
     found_inf: torch.Tensor | None = getattr(optimizer, "found_inf", None)
     if found_inf is None:
@@ -150,6 +145,4 @@ def _agree_on_inf(mine: bool, group: dist.ProcessGroup, sharded: bool) -> bool:
 def _all_reduce(
     tensor: torch.Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
 ) -> None:
-    run_collective(
-        lambda: dist.all_reduce(tensor, op, group=group, async_op=True), group, "a sum over sharded gradients"
-    )
+    run_collective(lambda: dist.all_reduce(tensor, op, group=group, async_op=True), group, "a sum of sharded gradients")

@@ -65,8 +65,8 @@ class OSS(Optimizer):
         defaults: the options of ``optim``.
 
     The constructor is collective: it raises RuntimeError on every rank if the parameters differ between ranks.
-    TypeError if ``optim`` is not an optimizer class; ValueError for a parameter given twice, an invalid buffer size, or
-    a rank outside of ``group``.
+    TypeError if ``optim`` is not an optimizer class; ValueError for a parameter given twice, an invalid size, a wrong
+    group.
     """
 
     # GradScaler then leaves skipping and unscaling to `step`, where ranks must agree, or some would wait forever.
@@ -107,8 +107,6 @@ class OSS(Optimizer):
         self._flat_step = FlatStep(self.optim)
         self._written = WrittenOptions(self.process_group, possible=not self._is_torchs)
         self._apply(owners, active, state)
-
-    # --- parameters and owners ---
 
     @property
     def param_to_rank(self) -> Mapping[torch.Tensor, int]:
@@ -169,8 +167,6 @@ class OSS(Optimizer):
         owners, state = self._find_owners(wanted)
         self._apply(owners, self._partition.active, state)
         return self._partition.owned()
-
-    # --- a step ---
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -244,13 +240,10 @@ class OSS(Optimizer):
         torch.nn.utils.clip_grads_with_norm_(params, max_norm, norm, foreach)
         return norm
 
-    # --- state ---
-
     def consolidate_state_dict(self, recipient_rank: int = 0) -> None:
         """Gather the whole state on the CPU of one rank (of the group), where `state_dict` then returns it. Collective.
 
-        One owner sends at a time; the other ranks hold nothing. The next step drops the gathered state. ValueError for
-        a rank outside of the group.
+        One owner sends at a time. The next step drops the state. ValueError for a rank outside of the group.
         """
         with self._agreement() as agreement:
             if not 0 <= recipient_rank < self.world_size:
@@ -263,8 +256,8 @@ class OSS(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The whole state, in the form of ``optim``'s own state_dict over all parameters, on one rank.
 
-        RuntimeError on a rank that has not received it through `consolidate_state_dict` since the last step. With a
-        single rank there is nothing to consolidate.
+        RuntimeError on a rank that has not got it through `consolidate_state_dict` since the last step; one alone has
+        it.
         """
         if self.world_size == 1:
             return super().state_dict()
@@ -310,7 +303,6 @@ class OSS(Optimizer):
             post_hook(self)
 
     def _check_state(self, state_dict: Mapping[str, Any]) -> tuple[dict[int, Any], dict[Any, Any]]:
-        """The saved state by parameter index, and the state of no parameter. ValueError for another model's."""
         return check_state(state_dict, self.param_groups, self._partition, self.optim.state, self._is_torchs)
 
     @property
@@ -320,13 +312,10 @@ class OSS(Optimizer):
     def __getstate__(self) -> NoReturn:
         raise TypeError("an OSS can't be copied or pickled: it belongs to a process group; use its state_dict")
 
-    # --- internals ---
-
     def _agreement(self) -> Agreement:
         return Agreement("OSS", self.process_group)
 
     def _verify(self, agreement: Agreement) -> None:
-        """Collective: the ranks have the same parameters and options."""
         options = {
             "optim": self._optim.__qualname__,
             "broadcast_buffer_size": str(self._bucket_numel),
@@ -335,10 +324,7 @@ class OSS(Optimizer):
         agreement.verify(self._partition.describe(), {**options, **_options_in_words(self.param_groups)})
 
     def _find_owners(self, wanted: list[bool]) -> tuple[list[int | None], State]:
-        """The owners once each wanted parameter has one, and the initial state of those that are new to this rank.
-
-        Changes nothing. The optimizer class may refuse a parameter here.
-        """
+        """The owners once each wanted parameter has one, and the initial state of those that are new to this rank."""
         owners = self._partition.plan(wanted)
         known = {*self._partition.owned()}
         params = self._partition.params
@@ -374,7 +360,6 @@ class OSS(Optimizer):
         self._consolidated = None
 
     def _state_dict_of(self, state: Mapping[Any, Any]) -> dict[str, Any]:
-        """torch's own state_dict of all groups, with this state."""
         live, self.state = self.state, state  # type: ignore[assignment]
         try:
             return super().state_dict()
@@ -382,7 +367,6 @@ class OSS(Optimizer):
             self.state = live
 
     def _load(self, state: Mapping[Any, Any], saved_groups: list[dict[str, Any]]) -> None:
-        """Load the state of this rank's parameters, by index, and the options of all groups."""
         index_of = {param: index for index, param in enumerate(self._partition.params)}
         groups = [
             {**_options(saved), "params": [index_of[param] for param in inner["params"]]}

@@ -56,8 +56,6 @@ class StepHooks:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Parameters of one owner, device and dtype that are sent in one message."""
-
     owner: int
     params: list[torch.Tensor]
 
@@ -88,10 +86,7 @@ def _keys(
 
 @torch.no_grad()
 def broadcast_buckets(buckets: Sequence[Bucket], group: dist.ProcessGroup, half: bool) -> None:
-    """Send each bucket from its owner to all ranks. Collective. Starts all messages before waiting for any.
-
-    ``half``: send float32 parameters as float16.
-    """
+    """Send each bucket from its owner to all ranks. Collective. ``half``: float32 parameters as float16."""
     if group.size() == 1:
         return
     sent = []
@@ -181,8 +176,7 @@ class Chunk:
             if param.shape != view.shape or param.dtype != view.dtype or param.device != view.device:
                 raise RuntimeError(
                     f"a parameter was {view.dtype}{list(view.shape)} on {view.device} when the module was wrapped, and "
-                    f"is now {param.dtype}{list(param.shape)} on {param.device}: use the ShardedDataParallel's to() "
-                    "instead, or wrap again"
+                    f"is now {param.dtype}{list(param.shape)} on {param.device}: use the wrapper's to(), or wrap again"
                 )
             view.copy_(param.detach())
             param.data = view

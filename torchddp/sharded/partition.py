@@ -106,22 +106,18 @@ class ParameterPartition:
         return partition(numels, self._device_numbers(), self.world_size, known, wanted)
 
     def assign(self, owners: list[int | None], active: list[bool]) -> bool:
-        """Apply a plan. Returns whether anything changed."""
         changed = (owners, active) != (self.owners, self.active)
         self.owners, self.active = owners, active
         self.owner_of = {p: rank for p, rank in zip(self.params, owners, strict=True) if rank is not None}
         return changed
 
     def trainable(self) -> list[bool]:
-        """Whether each parameter requires a gradient now."""
         return [param.requires_grad for param in self.params]
 
     def owned(self) -> list[int]:
-        """The indices of this rank's parameters, frozen ones included."""
         return [index for index, owner in enumerate(self.owners) if owner == self.rank]
 
     def describe(self) -> list[str]:
-        """One line per parameter: what must agree between ranks."""
         return [
             f"{name}: {str(p.dtype).removeprefix('torch.')}{list(p.shape)} on {p.device.type} device {device}, "
             f"{'trainable' if p.requires_grad else 'frozen'}"

@@ -21,10 +21,7 @@ MESSAGE_NUMEL = 4 * 2**20  # elements of parameters whose state is sent in one m
 def gather_state(
     state: Mapping[Any, Any], parameters: ParameterPartition, recipient: int, group: dist.ProcessGroup
 ) -> dict[Any, Any] | None:
-    """The state of all ranks' parameters on the CPU of ``recipient``; None elsewhere. Collective.
-
-    ``state`` is this rank's. Owners send one at a time, a few parameters per message.
-    """
+    """The state of all ranks' parameters on the CPU of ``recipient``; None elsewhere. Collective."""
     params = parameters.params
     found: dict[int, Any] = {}
     for owner, indices in pack(parameters.owners, [param.numel() for param in params], MESSAGE_NUMEL):

@@ -14,8 +14,7 @@ one byte moved, and from those the cost of other algorithms and of other numbers
 For a CPU model, the CPU carries out the steps, so its time per message grows with their number. For a GPU model, the
 CPU only launches them and then waits: its time says nothing about the transport and is not used.
 
-Limits: a GPU's launch time, and its kernels' time per byte, are unknown; over a link faster than the recorded one they
-count as zero.
+Limits: a GPU's launch time, and its kernels' time per byte, are unknown; over a faster link they count as zero.
 """
 
 from __future__ import annotations
@@ -162,12 +161,9 @@ def software_of(profile: StepProfile, *, as_recorded: bool) -> Software:
 
 
 def make_hop(profile: StepProfile, link: Link) -> Hop:
-    """One step of the profile's software over `link`. ArgumentError if the profile lacks a measurement for it."""
     software = software_of(profile, as_recorded=link.bytes_per_s is None)
     if profile.world_size == 1 and (link.bytes_per_s is None or link.latency_s is None):
-        raise ArgumentError(
-            f"The profile was recorded with 1 rank, without a link: for '{link.name}', give 10gbit,20us"
-        )
+        raise ArgumentError(f"The profile was recorded with 1 rank, and no link: for '{link.name}', give 10gbit,20us")
     if link.latency_s is None:
         step_s = max(profile.cost.alpha_s / ring_steps(profile.world_size), software.step_s)
     else:
@@ -262,10 +258,7 @@ _FLAT = {RING: ring, TREE: tree}
 
 
 def hierarchical(layout: Layout, outer: Hop, inner: Hop, algorithms: Sequence[str]) -> list[Line]:
-    """Reduce-scatter in each host, all-reduce of each rank's shard between hosts, all-gather in each host.
-
-    `algorithms`: the flat algorithms to choose from between hosts.
-    """
+    """Reduce-scatter in each host, all-reduce of shards between hosts by the best of `algorithms`, all-gather."""
     local = layout.local
     steps, volume = ring_steps(local), ring_volume(local)
     # The shards of a host's ranks share its link and add up to the whole message; the CPU's work is divided among them.
@@ -286,10 +279,7 @@ def hierarchical(layout: Layout, outer: Hop, inner: Hop, algorithms: Sequence[st
 
 
 def all_reduce_lines(algorithm: str, layout: Layout, outer: Hop, inner: Hop, auto: Sequence[str]) -> list[Line]:
-    """Every line of `algorithm` for two or more ranks.
-
-    `auto`: the flat algorithms that 'auto', and 'hierarchical' between hosts, choose from.
-    """
+    """Every line of `algorithm`. `auto`: the flat ones that 'auto', and 'hierarchical' between hosts, choose from."""
     if algorithm == HIERARCHICAL:
         return hierarchical(layout, outer, inner, auto)
     flat = auto if algorithm == AUTO else (algorithm,)
@@ -325,10 +315,8 @@ class AllReduce:
         self.lines.append(line)
 
     def best(self, nbytes: float) -> Line:
-        """The cheapest line for a message of `nbytes`."""
         return self.lines[bisect_right(self._starts, nbytes) - 1]
 
     def lines_between(self, low_bytes: float, high_bytes: float) -> list[Line]:
-        """The lines that are the cheapest for some message of `low_bytes` to `high_bytes`."""
         first, last = (bisect_right(self._starts, nbytes) - 1 for nbytes in (low_bytes, high_bytes))
         return self.lines[first : last + 1]

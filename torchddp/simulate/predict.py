@@ -41,8 +41,6 @@ class Message:
 def run_backward(backward_s: float, messages: Iterable[Message], *, shared_cpu: bool) -> float:
     """When backward and all its messages have ended, in seconds since it began.
 
-    Each message waits for its gradients and for the message before it.
-
     With `shared_cpu`, messages take their CPU time from compute. The core is never idle until compute ends, so messages
     that used h seconds of it delay all later gradients by h.
     """
@@ -57,8 +55,6 @@ def run_backward(backward_s: float, messages: Iterable[Message], *, shared_cpu: 
 
 @dataclass(frozen=True)
 class Prediction:
-    """A predicted step. Times in seconds."""
-
     step_s: float
     exposed_s: float  # what communication adds to compute
     compute_s: float  # the step without its messages
@@ -92,7 +88,6 @@ def make_all_reduce(
 
 
 def predict_with(profile: StepProfile, all_reduce: AllReduce, buckets: Buckets) -> Prediction:
-    """Predict the step with these buckets, launched in this order."""
     messages = []
     carried: Counter[str] = Counter()
     for bucket in buckets:
@@ -124,21 +119,13 @@ def predict(
     buckets: Buckets | None = None,
     inner: Link = NVLINK,
 ) -> Prediction:
-    """Predict the profile's step on `link` with `world_size` ranks, in its own buckets or in `buckets`.
-
-    `inner` connects the ranks of a host. Raises ArgumentError as `make_all_reduce` does.
-    """
+    """Predict the step in its own buckets or in `buckets`. ArgumentError as `make_all_reduce`."""
     all_reduce = make_all_reduce(profile, link, Layout(world_size, ranks_per_host), algorithm, inner)
     return predict_with(profile, all_reduce, profile.buckets if buckets is None else buckets)
 
 
-# --- sweeps ---
-
-
 @dataclass(frozen=True)
 class Scene:
-    """Where the ranks are, and how they reduce."""
-
     ranks_per_host: int = 1
     inner: Link = NVLINK
     algorithm: str = AUTO
@@ -146,8 +133,6 @@ class Scene:
 
 @dataclass(frozen=True)
 class Point:
-    """The predictions for one link and number of ranks: the recorded plan's, and the best plan's."""
-
     link: Link
     world_size: int
     recorded: Prediction
@@ -163,7 +148,6 @@ class Point:
 
     @property
     def is_worth_changing(self) -> bool:
-        """Whether the best plan saves enough for the model's accuracy."""
         return self.gain >= MIN_GAIN
 
 
@@ -183,7 +167,6 @@ def _quickness(prediction: Prediction) -> tuple[float, int]:
 def make_point(
     profile: StepProfile, link: Link, world_size: int, scene: Scene, by_cap: Mapping[float, Buckets]
 ) -> Point:
-    """Predict one point. Raises ArgumentError as `make_all_reduce` does."""
     layout = Layout(world_size, scene.ranks_per_host)
     all_reduce = make_all_reduce(profile, link, layout, scene.algorithm, scene.inner)
     recorded = predict_with(profile, all_reduce, profile.buckets)
@@ -201,7 +184,6 @@ def sweep(
     scene: Scene,
     by_cap: Mapping[float, Buckets],
 ) -> list[Point]:
-    """Predict every link with every number of ranks, link by link."""
     return [make_point(profile, link, n, scene, by_cap) for link in links for n in world_sizes]
 
 

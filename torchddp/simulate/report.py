@@ -33,7 +33,6 @@ def _percent(share: float) -> str:
 
 
 def by_link(points: Sequence[Point]) -> list[list[Point]]:
-    """The points by link, in the order of the sweep."""
     names = dict.fromkeys(point.link.name for point in points)
     return [[point for point in points if point.link.name == name] for name in names]
 
@@ -54,7 +53,6 @@ def cells(point: Point) -> list[str]:
 
 
 def link_table(profile: StepProfile, points: Sequence[Point]) -> Table:
-    """The table of one link, with the recorded number of ranks first."""
     link = points[0].link
     table = plain_table(f"{link.name} · {link.title}", *_HEADINGS)
     table.columns[_HEADINGS.index("algorithm")].justify = "left"
@@ -78,7 +76,6 @@ def _sizes_text(profile: StepProfile, best: Prediction) -> str:
 
 
 def advice(profile: StepProfile, points: Sequence[Point]) -> list[str]:
-    """What to do on one link, for the recorded number of ranks and for the largest."""
     own = [point for point in points if point.world_size == profile.world_size]
     largest = max(points, key=lambda point: point.world_size)
     return [_advice(profile, point) for point in dict.fromkeys([*own, largest])]
@@ -126,7 +123,6 @@ def verdict(profile: StepProfile, points: Sequence[Point]) -> str:
 
 
 def notes(profile: StepProfile, scene: Scene) -> list[str]:
-    """What a reader needs to judge the numbers."""
     found = []
     if profile.message_slowdown > BUSY_SLOWDOWN:
         found.append(
@@ -149,7 +145,6 @@ def notes(profile: StepProfile, scene: Scene) -> list[str]:
 
 
 def efficiency_png(points: Sequence[Point]) -> bytes:
-    """Efficiency over ranks, one color per link: the best plan as a line, the recorded one dotted."""
     figure, ((axis,),) = panels(1, 1, 8.0, 4.5)
     for group in by_link(points):
         group = sorted(group, key=lambda point: point.world_size)

@@ -40,8 +40,7 @@ def even_batches(
     Args:
         batches: any iterable; a new iterator is created at the first batch.
         model: a DistributedDataParallel (torch's too, compiled or not), whose ranks end together.
-        process_group: the ranks that end together, without a model. None: the default group, or without one, just the
-            batches.
+        process_group: the ranks that end together, without a model. None: the default group, if any.
 
     Collective among those ranks: the first call for a group (which creates the separate group), and each batch. Loops
     may be nested. All ranks may leave the loop at the same batch (``break``); if one rank alone leaves, the others fail
@@ -49,8 +48,7 @@ def even_batches(
 
     Raises:
         TypeError: ``model`` or ``process_group`` is something else, or both are given.
-        RuntimeError: another rank's iterator raised (names the rank). That rank gets the original exception. All ranks
-            raise at the same batch.
+        RuntimeError: another rank's iterator raised (names the rank). That rank gets the original.
         TransportError: a peer died or left its loop.
     """
     group = _group_of(model, process_group)
@@ -62,8 +60,6 @@ def even_batches(
 
 
 class _Source(Generic[T]):
-    """One rank's batches, with one prefetched."""
-
     def __init__(self, batches: Iterable[T]) -> None:
         self._batches = batches
         self._iterator: Iterator[T] | None = None
@@ -88,8 +84,6 @@ class _Source(Generic[T]):
 
 
 class _Agreement:
-    """How the ranks of a group learn about each other's next batch."""
-
     def __init__(self, process_group: dist.ProcessGroup) -> None:
         own = process_group
         if _torch.is_alive(process_group):
@@ -114,8 +108,7 @@ def _even(source: _Source[T], agreement: _Agreement) -> Iterator[T]:
     try:
         while _go_on(work, answers, source, agreement.rank, number):
             batch = source.take()
-            # Before the batch is yielded, so that it happens between the same steps on every rank, whatever the steps
-            # send.
+            # Before the batch is yielded: between the same steps on every rank, whatever these send.
             work, answers = agreement.start(source.look())
             yield batch
             del batch
@@ -129,8 +122,8 @@ def _go_on(work: _C.Work, answers: torch.Tensor, source: _Source[T], rank: int, 
         work.wait()
     except TransportError as error:
         raise TransportError(
-            f"{error}\neven_batches on rank {rank}: the ranks could not agree on batch {number}, because one died or "
-            "left its loop early."
+            f"{error}
+even_batches on rank {rank}: ranks could not agree on batch {number}: one died or left its loop."
         ) from error
     if source.error is not None:
         raise source.error

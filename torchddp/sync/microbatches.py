@@ -66,8 +66,7 @@ def accumulate(
     Collective where gradients are reduced: see `sync_context`, whose errors it raises too.
 
     Raises:
-        TypeError, ValueError: ``steps`` is not an integer of at least 1; the weights are invalid, or not one per
-            microbatch.
+        TypeError, ValueError: ``steps`` is not an integer of at least 1; weights are invalid, or not one for each.
         RuntimeError: weights for a model that is neither a torchddp.DistributedDataParallel nor replicated.
     """
     if isinstance(steps, bool) or not isinstance(steps, int):
@@ -86,8 +85,9 @@ def _checked_weights(
     if len(weights) != steps:
         raise ValueError(f"there must be a weight for each of the {steps} microbatches, got {len(weights)}")
     if not isinstance(model, DistributedDataParallel):
-        kind = f"{type(model).__module__}.{type(model).__qualname__}"
-        raise RuntimeError(f"weights= needs a torchddp.DistributedDataParallel or a replicated module, got {kind}")
+        raise RuntimeError(
+            f"weights= needs a torchddp.DistributedDataParallel or a replicated module, got {torch.typename(model)}"
+        )
     if strategy is DDPSyncStrategy.MULTI_AUTO_SYNC and model.session.has_owners:
         raise RuntimeError("weights= with MULTI_AUTO_SYNC needs all averages on every rank: use SINGLE_AUTO_SYNC")
     return [weight_and_count(weight, "mean", model.session.rank) for weight in weights]
@@ -188,7 +188,7 @@ def checked_strategy(model: torch.nn.Module, asked_for: DDPSyncStrategy | str | 
         strategy = DDPSyncStrategy._choose(asked_for, getattr(model, "find_unused_parameters", False))
     if strategy is DDPSyncStrategy.FORCED_SYNC and isinstance(model, TorchDDP):
         if not isinstance(model, DistributedDataParallel):
-            kind = f"{type(model).__module__}.{type(model).__qualname__}"
+            kind = torch.typename(model)
             raise RuntimeError(f"FORCED_SYNC needs a torchddp.DistributedDataParallel, got {kind}: use MULTI_AUTO_SYNC")
         model._check_can_reduce()
     return strategy

@@ -35,10 +35,7 @@ _IS_DIGEST = 1 << 30
 
 
 class GroupExchange:
-    """Exchange any picklable values through the collectives of a process group, from ``device`` (`message_device`).
-
-    torch's ``all_gather_object`` does the same, but needs numpy.
-    """
+    """Exchange any picklable values through a process group. (torch's ``all_gather_object`` needs numpy.)"""
 
     def __init__(self, process_group: dist.ProcessGroup, device: torch.device | None = None) -> None:
         self.rank, self.size = process_group.rank(), process_group.size()
@@ -46,7 +43,6 @@ class GroupExchange:
         self._device = device or message_device(process_group)
 
     def gather(self, value: Value) -> list[Value]:
-        """Return every rank's value, in rank order."""
         own = tensor_of(value).to(self._device)
         lengths = self.gather_integer(own.numel())
         padded = torch.zeros(max(lengths), dtype=torch.uint8, device=self._device)
@@ -69,10 +65,7 @@ class GroupExchange:
 
 
 class StoreExchange:
-    """Exchange JSON values through a store with no other keys in it, which needs no device and no working backend.
-
-    ``timeout``: how long `gather` waits for the other ranks. ``who``: named in the error about a missing one.
-    """
+    """Exchange JSON values through a store of its own, without a device or backend. ``who``: for errors."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: datetime.timedelta, who: str) -> None:
         self.rank, self.size = rank, size
@@ -170,7 +163,6 @@ def message_device(process_group: dist.ProcessGroup, otherwise: torch.device | N
 
 
 def tensor_of(value: object) -> torch.Tensor:
-    """The value, pickled, as a CPU tensor of bytes."""
     return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
 
 
@@ -212,7 +204,6 @@ def ranks_of_hosts(exchange: GroupExchange | StoreExchange) -> list[list[int]]:
 
 
 def ranks_per_host(exchange: TransportExchange) -> int:
-    """The number of ranks on the fullest host."""
     hosts = exchange.gather([zlib.crc32(_C.host_identity().encode())])
     return max(map(len, ranks_by(host for (host,) in hosts).values()))
 
@@ -223,10 +214,7 @@ def ranks_per_host(exchange: TransportExchange) -> int:
 def gather_if_different(
     value: Value, exchange: GroupExchange, digests: TransportExchange | None = None
 ) -> list[Value] | None:
-    """Every rank's value, in rank order; None if all have the same `repr`.
-
-    Sends one integer per rank (through ``digests``, if given), and the values only if they differ.
-    """
+    """Every rank's value, in rank order; None if all have the same `repr`, which costs one integer per rank."""
     if exchange.size == 1:
         return None
     digest = int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:4], "big") >> 2 | _IS_DIGEST

@@ -16,8 +16,7 @@ from torchddp.transport.agreement import TransportExchange
 
 _FIRST_BYTES, _LAST_BYTES, _GROWTH = 4096, 16 * 1024 * 1024, 4
 # Smaller messages take a different path through shared memory than buckets do, and larger ones cost the same per byte.
-# There are as few sizes as possible, so that the largest is always timed: with many ranks, only it shows the cost of a
-# byte.
+# There are few sizes, so that the largest is always timed: with many ranks, only it shows the cost of a byte.
 _FIRST_SHARED_BYTES, _LAST_SHARED_BYTES, _SHARED_GROWTH = 16 * 1024, 1024 * 1024, 8
 _LEAST_SIZES, _MAX_SIZES = 3, 7
 _MAX_REPEATS = 100

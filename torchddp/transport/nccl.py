@@ -31,8 +31,6 @@ _communicators: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, tuple[str
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NcclPeer(Peer):
-    """See `Peer`."""
-
     size: int
     device: str  # identifies the GPU
     version: int  # NCCL's version, as 22907
@@ -68,10 +66,7 @@ class NcclPeer(Peer):
 
 @dataclasses.dataclass(frozen=True)
 class NcclOptions:
-    """The user's NCCL options: those of the process group's own NCCL backend, if it has one.
-
-    ``settings``, ``net_name``: fields of ncclConfig_t by torch's names, without unset ones.
-    """
+    """The options of the group's own NCCL backend, if it has one, by torch's names, without unset ones."""
 
     settings: dict[str, int] = dataclasses.field(default_factory=dict)
     net_name: str = ""

@@ -164,8 +164,7 @@ def open_transport(
 
     Raises:
         ValueError: the choice is unknown or doesn't fit the device.
-        RuntimeError: a transport other than "auto" and "c10d" was asked for and some rank can't use it. Raised on all
-            ranks, with rank and reason.
+        RuntimeError: on all ranks, with the reason: some rank can't use a transport other than "auto" and "c10d".
     """
     device = device or torch.device("cpu")
     choice = intended_transport(choice, process_group, (device,), collective=True)

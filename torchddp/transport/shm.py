@@ -4,8 +4,7 @@
     torch.distributed.init_process_group("torchddp_shm")  # or "cpu:torchddp_shm,cuda:nccl"
 
 The backend takes CPU tensors, for ranks of one host. What shared memory has no way for (messages, all-to-all, gather,
-scatter, products) goes to a gloo backend of the same ranks. An error in shared memory, including a timeout, fails the
-whole group.
+scatter, products) goes to a gloo backend of the same ranks. An error or timeout in shared memory fails the whole group.
 """
 
 from __future__ import annotations
@@ -46,13 +45,8 @@ def limit_bytes() -> int:
     return max(1, int(limit_mb * 2**20))
 
 
-# --- connecting ---
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShmPeer(Peer):
-    """See `Peer`."""
-
     host: str
     user: int
     address: str
@@ -160,8 +154,7 @@ def _outer_group(
 ) -> dist.ProcessGroup | None:
     """The ranks in this rank's place on each host, or None if its place owns no shard. Cached per process group.
 
-    A rank without such a group makes one of its own: the names of later, locally synchronized groups depend on how many
-    a rank has.
+    A rank without such a group makes one of its own: names of later groups depend on how many a rank has.
     """
     if not placement.columns:
         return None
@@ -174,20 +167,15 @@ def _outer_group(
     return _outer_groups[process_group]
 
 
-# --- the backend ---
-
-
 def register() -> None:
     """Register the backend's name with ``init_process_group`` and ``new_group``. Idempotent."""
     if BACKEND_NAME not in dist.Backend.backend_list:
         dist.Backend.register_backend(BACKEND_NAME, _create, devices=["cpu"])
-        _torch.set_backend_plugins(_Plugins(_torch.backend_plugins()))
+        _torch.replace_backend_plugins(_Plugins)
 
 
 class _Plugins(dict[str, Any]):
-    """torch's table of external backends, which hides ours when it is listed: for a group requested by device
-    ("cpu:gloo"), torch would set no default backend if the table is not empty, and warn when the group is destroyed.
-    """
+    """torch's table of external backends, without ours when listed: if it isn't empty, "cpu:gloo" sets no default."""
 
     def keys(self) -> Any:
         return {name: None for name in self if name != BACKEND_NAME.upper()}.keys()

@@ -174,10 +174,7 @@ def next_part(group: dist.ProcessGroup, purpose: str) -> str:
 
 
 def part_of_store(group: dist.ProcessGroup, purpose: str) -> Store:
-    """The store over torch's own connection, for waits, under a fresh key prefix (see `next_part`).
-
-    RuntimeError if the group has no store, or it doesn't answer.
-    """
+    """The store over torch's own connection, for waits, under a fresh key prefix. RuntimeError if there is none."""
     link = link_of(group)
     life = link.life_of(group)
     link.call(lambda _: None)
@@ -206,7 +203,6 @@ class Board:
         self._call(lambda store: store.set(key, text))
 
     def read(self, key: str) -> Any:
-        """The value, or None. RuntimeError if the store doesn't answer."""
         found = self._call(lambda store: store.get(key) if store.check([key]) else None)
         return None if found is None else json.loads(found)
 
@@ -215,7 +211,6 @@ class Board:
         return [self.read(f"{key}/{rank}") for rank in range(self.size)]
 
     def post_own(self, key: str, value: object) -> None:
-        """Like `post`, under a key of this rank's own."""
         self.post(f"{key}/{self.rank}", value)
 
     def start_post_own(self, key: str, value: object) -> None:

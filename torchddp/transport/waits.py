@@ -29,10 +29,7 @@ _processes: weakref.WeakKeyDictionary[dist.ProcessGroup, Sequence[dict[str, Any]
 
 
 def wait_for_work(work: dist.Work, process_group: dist.ProcessGroup | None) -> None:
-    """Like ``work.wait()``, for an operation of this group (None: the default one), running handlers if it is gloo's.
-
-    TransportError if the operation failed.
-    """
+    """Like ``work.wait()``, running handlers if the group (None: the default) is gloo's. Raises TransportError."""
     process_group = process_group if process_group is not None else dist.group.WORLD
     if isinstance(work, dist.Work) and isinstance(process_group, dist.ProcessGroup):
         _C.wait_for_work(work, process_group)

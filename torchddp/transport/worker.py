@@ -122,8 +122,6 @@ def _value_of(future: torch.futures.Future[Tensor | _Failure]) -> Tensor:
 
 
 class _Order:
-    """State shared by the jobs of a thread."""
-
     def __init__(self) -> None:
         self._failure: _Failure | None = None
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
@@ -158,8 +156,8 @@ class _Order:
 
 
 class BoundedCalls:
-    """Makes calls that may never return without blocking the caller: in order, on a thread that starts with the first
-    call and ends with this object. Thread-safe.
+    """Makes calls that may never return, without blocking: in order, on a thread that ends with this object.
+    Thread-safe.
 
     A client of torch's TCPStore waits forever for a server whose process is stopped, whatever its timeout. In a forked
     child every call raises RuntimeError.
@@ -183,7 +181,6 @@ class BoundedCalls:
         return answer.result()
 
     def start(self, function: Callable[[], Result]) -> concurrent.futures.Future[Result]:
-        """Like `call`, without waiting."""
         if os.getpid() != self._pid:
             raise RuntimeError("this is the forked child of the process that makes these calls")
         answer: concurrent.futures.Future[Result] = concurrent.futures.Future()

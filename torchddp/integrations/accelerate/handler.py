@@ -21,8 +21,7 @@ class TorchDDPKwargs(DistributedDataParallelKwargs):
         torchddp.install()
         accelerator = accelerate.Accelerator(kwargs_handlers=[TorchDDPKwargs(comm_hook="bf16")])
 
-    It takes the place of Accelerate's ``DistributedDataParallelKwargs``, whose ``comm_hook`` chooses one of torch's
-    hooks instead.
+    It takes the place of Accelerate's ``DistributedDataParallelKwargs``, whose ``comm_hook`` is one of torch's.
 
     Args:
         options: any argument of the class except the module and those that Accelerate sets (``device_ids``,

@@ -45,8 +45,7 @@ class TorchDDPShardedStrategy(TorchDDPStrategy):
     Raises:
         TypeError: an optimizer that can't be sharded (LBFGS, or a class that can't be created from its defaults).
         ValueError: communication hooks or model averaging; no optimizer; an optimizer over parameters that are not the
-            LightningModule's, or a trainable parameter without an optimizer; ``precision="16-mixed"`` with torch's
-            scaler.
+            LightningModule's, or a trainable parameter without one; ``precision="16-mixed"`` with torch's scaler.
     """
 
     _wrapper = ShardedDataParallel
@@ -74,8 +73,7 @@ class TorchDDPShardedStrategy(TorchDDPStrategy):
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
         if not any(param in trainable for group in groups for param in group["params"]):
             raise ValueError(
-                f"{type(self).__name__} needs the LightningModule's optimizer: configure_optimizers returned none over "
-                "its trainable parameters"
+                f"{type(self).__name__} needs the module's optimizer: configure_optimizers returned none for it"
             )
         replaced = [(optimizer, shard(optimizer)) for optimizer in self.optimizers]
         self.optimizers = [new for _, new in replaced]
@@ -135,10 +133,9 @@ def _clip_gradients(
 
 
 def shard(optimizer: Optimizer) -> OSS:
-    """An OSS that replaces an optimizer, with its class, options, groups (the same dicts), hooks and state. Collective.
+    """An OSS with the optimizer's class, options, groups (the same dicts), hooks and state. Collective. An OSS stays.
 
-    An OSS is left as it is. Raises TypeError for a class that can't be created from its ``defaults``, or that OSS
-    doesn't support.
+    TypeError for a class that can't be created from its ``defaults``, or that OSS doesn't support.
     """
     if isinstance(optimizer, OSS):
         return optimizer
@@ -170,7 +167,6 @@ def _arguments(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def follow(schedulers: Iterable[Any], replaced: list[tuple[Optimizer, OSS]]) -> None:
-    """Point schedulers, and those inside them, to the optimizers that replaced theirs."""
     for scheduler in schedulers:
         for old, new in replaced:
             if getattr(scheduler, "optimizer", None) is old and new is not old:

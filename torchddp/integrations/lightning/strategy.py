@@ -47,15 +47,13 @@ class TorchDDPStrategy(FailsTogether, DDPStrategy):
         timeout: for the process group, and so for every reduction.
         fail_together: an exception on one rank ends all ranks within seconds, with that rank's message, but not while
             one writes a checkpoint: see :func:`torchddp.fail_together`, whose ``grace_s`` is ``fail_together_grace_s``.
-            Applies from the creation of the process group to the end of teardown, in ``fit``, ``validate``, ``test``
-            and ``predict``.
+            From the creation of the process group to the end of teardown, in all of the Trainer's methods.
         kwargs: arguments of `torchddp.DistributedDataParallel`: all of torch's, and ``transport``, ``comm_hook``,
             ``sync``, ``precision``, ``checks`` and so on.
 
     Raises:
         TypeError: an unknown argument; raised here rather than when the model is wrapped.
-        ValueError: a wrapper without a hook, two hooks, a ``model_averaging_period`` without its state, or a state
-            without the period.
+        ValueError: a wrapper without a hook, two hooks, or only one of ``model_averaging_period`` and its state.
     """
 
     _wrapper: type = DistributedDataParallel
@@ -184,7 +182,6 @@ class TorchDDPFabricStrategy(FailsTogether, FabricDDPStrategy):
         self._choose_failing(fail_together, fail_together_grace_s)
 
     def setup_module(self, module: torch.nn.Module) -> TorchDDP:
-        """Wrap the module. Collective."""
         with side_stream(self.root_device):
             return DistributedDataParallel(module, device_ids=self._determine_ddp_device_ids(), **self._ddp_kwargs)
 

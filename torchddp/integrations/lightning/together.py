@@ -1,6 +1,4 @@
-"""Ends the run on all ranks if one raises: `torchddp.fail_together` around what a launcher starts. A rank that is
-writing a checkpoint finishes it.
-"""
+"""Ends the run on all ranks if one raises: `torchddp.fail_together` around what a launcher starts."""
 
 from __future__ import annotations
 
@@ -34,8 +32,7 @@ def _background_of(checkpoint_io: object) -> ThreadPoolExecutor | None:
 class FailsTogether:
     """A strategy mixin: whatever its launcher runs fails on all ranks if it fails on one.
 
-    The context is entered before the process group is created, and watches from then on. It covers what Lightning does
-    from setup to teardown, in each rank's process, however that was started.
+    The context is entered before the process group is created, and watches from then on to the end of teardown.
     """
 
     _fails_together = True

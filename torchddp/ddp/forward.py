@@ -1,0 +1,179 @@
+"""What torch's class does around a module's forward, with our reducer: inputs, buffers, and the step's beginning."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch.autograd.profiler import record_function
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
+
+from torchddp import _C, _torch
+from torchddp.ddp import model, refresh, wrapper
+from torchddp.ddp.observers import Observers
+from torchddp.ddp.options import DDPOptions
+from torchddp.ddp.session import ReducerSession
+
+Inputs = tuple[tuple[object, ...], dict[str, object]]  # of a forward: by place, by name
+logger = logging.getLogger("torchddp.distributed")
+
+
+class Forward(TorchDDP):
+    """The base of `torchddp.DistributedDataParallel`, with the methods that torch's class calls in a forward."""
+
+    reducer: _C.Reducer  # type: ignore[assignment]  # torch's stubs expect torch's own
+    session: ReducerSession
+    observers: Observers
+    _options: DDPOptions
+    _siblings: list[weakref.ref[wrapper.Wrapper]]
+
+    @_torch.disable_dynamo(recursive=False)
+    def forward(self, *inputs: object, **kwargs: object) -> Any:
+        """Return ``module(*inputs, **kwargs)``, between ``_pre_forward`` and ``_post_forward``."""
+        if self._use_python_reducer or self._delay_all_reduce_all_params:
+            return super().forward(*inputs, **kwargs)
+        if _torch.profiler_enabled():
+            with record_function("DistributedDataParallel.forward"):
+                return self._forward(*inputs, **kwargs)
+        return self._forward(*inputs, **kwargs)
+
+    def _forward(self, *inputs: object, **kwargs: object) -> object:
+        inputs, kwargs = self._pre_forward(*inputs, **kwargs)
+        outer = TorchDDP._active_ddp_module
+        TorchDDP._active_ddp_module = self
+        try:
+            output = self.module(*inputs, **kwargs)
+        except BaseException as error:
+            self.observers.on_error(error)
+            raise
+        finally:
+            TorchDDP._active_ddp_module = outer
+        return self._post_forward(output)
+
+    def _pre_forward(self, *inputs: object, **kwargs: object) -> Inputs:
+        if self._use_python_reducer or self._delay_all_reduce_all_params:
+            prepared: Inputs = super()._pre_forward(*inputs, **kwargs)
+            return prepared
+        if not self._lazy_init_ran and not torch.compiler.is_compiling():
+            wrapper.check_outer(cast(wrapper.Wrapper, self), TorchDDP._active_ddp_module)
+            self._lazy_init()
+        if torch.is_grad_enabled():
+            self._begin_step()
+        if self._check_sync_bufs_pre_fwd():
+            self._sync_buffers()
+        if self._join_config.enable:
+            # Tells ranks that have run out of inputs whether this step will be reduced.
+            self._check_global_requires_backward_grad_sync(is_joined_rank=False)
+        if self.device_ids:
+            device = torch.device(self.device_type, self.device_ids[0])
+            moved, moved_kwargs = _torch.to_kwargs(inputs, kwargs, device, self.use_side_stream_for_tensor_copies)
+            inputs, kwargs = moved[0], moved_kwargs[0]
+        if self.mixed_precision is not None:
+            inputs, kwargs = _torch.cast_forward_inputs(self.mixed_precision.param_dtype, *inputs, **kwargs)
+        return inputs, kwargs
+
+    def _post_forward(self, output: object) -> object:
+        if self._use_python_reducer or self._delay_all_reduce_all_params:
+            return super()._post_forward(output)
+        if self._check_sync_bufs_post_fwd():
+            self._sync_buffers()
+        graph = torch.is_grad_enabled()
+        reduced = graph and self.require_backward_grad_sync
+        search = graph and self.find_unused_parameters and not self.static_graph
+        if reduced:
+            search_from = self._search_from(output) if search else []
+            self.reducer.prepare_for_backward(search_from, self.session.has_backward_hooks)
+        # Only in steps of a static graph that are reduced: under no_sync() it would end the recording too early.
+        recording = reduced and self.static_graph and not self._static_graph_delay_allreduce_enqueued
+        if search or recording:
+            output = _torch.through_sink(self, output)
+        if graph:
+            self.observers.after_forward(output)
+        if self.require_forward_param_sync != reduced:  # nn.Module is slow to set attributes
+            self.require_forward_param_sync = reduced
+        self._clear_grad_buffer()
+        return output
+
+    def _search_from(self, output: object) -> list[torch.Tensor]:
+        """Where the search for unused parameters starts."""
+        return list(_torch.find_tensors(output))
+
+    def _begin_step(self) -> None:
+        ddp = cast(wrapper.Wrapper, self)
+        if self._options.auto_refresh_trainable:
+            refresh.refresh_if_changed(ddp)
+        if self._siblings:
+            wrapper.share_with_siblings(ddp)
+        try:
+            self.session.begin_step()
+            if self._join_config.enable and (work := Join.notify_join_context(self)):
+                by_world_size = bool(self._divide_by_initial_world_size)
+                self.reducer.set_forward_pass_work_handle(work, by_world_size)
+            # Before forward, where memory use is lowest; once per training run.
+            if not self._has_rebuilt_buckets and self.reducer.rebuild_buckets():
+                self._has_rebuilt_buckets = True
+                logger.info("Reducer buckets have been rebuilt in this iteration.")
+        except RuntimeError as error:
+            changed = model.describe_changes(self, self.session.reduced_ids)
+            if not changed:
+                raise
+            raise RuntimeError(f"{error}\n{changed}") from error
+        self.observers.before_step()
+
+    # Buffers are synchronized as in torch, but faster: torch looks up ``buffer_hook`` several times per forward, and on
+    # a model without it each lookup raises inside nn.Module, which takes longer than everything else here.
+
+    @property
+    def _has_buffer_hook(self) -> bool:
+        return "buffer_hook" in self.__dict__
+
+    def _check_sync_bufs_pre_fwd(self) -> bool:
+        return bool(super()._check_sync_bufs_pre_fwd() if self._has_buffer_hook else self.will_sync_module_buffers())
+
+    def _check_sync_bufs_post_fwd(self) -> bool:
+        return self._has_buffer_hook and bool(super()._check_sync_bufs_post_fwd())
+
+    def _sync_buffers(self) -> None:
+        # Same order as torch: under join(), all ranks first agree on whose buffers are authoritative.
+        root = self._find_common_rank(self._distributed_rank, True) if self._join_config.enable else 0
+        if self.parameters_to_ignore or self._has_buffer_hook:
+            self._assign_modules_buffers()  # with names, using torch's slower traversal
+        else:
+            # Buffers may have been reassigned. Bypasses nn.Module.__setattr__, which is slow.
+            self.__dict__["modules_buffers"] = model.buffers_of(self.module)
+        if not self._has_buffer_hook:
+            self._default_broadcast_coalesced(authoritative_rank=root)
+            return
+        # An in-place update must not invalidate the backward of an earlier forward.
+        with torch.no_grad(), _torch.keep_versions(tuple(self.modules_buffers)):
+            self._sync_module_buffers(root)
+
+    def _default_broadcast_coalesced(
+        self, bufs: list[torch.Tensor] | None = None, bucket_size: int | None = None, authoritative_rank: int = 0
+    ) -> None:
+        self.session.agree_once()
+        found = self.modules_buffers if bufs is None else bufs
+        if self.process_group.size() == 1 or not found:
+            return
+        if _C.can_travel_as_bytes(found):
+            self.session.sync_buffers(found, authoritative_rank)
+            return
+        with torch.no_grad(), _torch.keep_versions(tuple(found)):
+            super()._default_broadcast_coalesced(found, bucket_size, authoritative_rank)
+
+    def _sync_module_buffers(self, authoritative_rank: int) -> None:
+        self.session.agree_once()
+        super()._sync_module_buffers(authoritative_rank)
+
+    def _delayed_all_reduce_hook(self, grad: torch.Tensor) -> torch.Tensor:
+        """torch's version never waits for the all-reduce, so over gloo the optimizer may read unfinished sums."""
+        late = self._delay_grad_buffer
+        assert late is not None  # torch registers this hook after making the buffer
+        late.div_(self.process_group.size())
+        work = dist.all_reduce(late, group=self.process_group, async_op=True)
+        _torch.at_end_of_backward(work.wait)
+        return grad
