@@ -117,12 +117,8 @@ def test_committed_results_are_summaries(path):
     assert path.stat().st_size < 20_000 and summary.summarized(result) == result
 
 
-def test_the_readmes_chart_and_table_show_the_newest_result():
-    axis = pages.chart().axes[0]
+def test_the_readmes_table_shows_the_newest_result():
     result = json.loads(max(RESULTS.glob("*-exposed-*.json")).read_text())
-    assert [label.get_text() for label in axis.get_yticklabels()] == [model["title"] for model in result["results"]]
-    ours = [row["cost"][1] for model in result["results"] for row in model["variants"] if row["name"] == pages.OURS]
-    assert [bar.get_width() for bar in axis.patches][-len(ours) :] == ours and len(axis.patches) == 3 * len(ours)
     readme = (pages.DOCS.parent / "README.md").read_text()
     for model in result["results"]:
         rows = {row["name"]: row for row in model["variants"]}
@@ -195,5 +191,3 @@ def test_named_arguments_methods_and_values_exist():
     assert set(re.findall(r'transport="(\w+)"', text)) <= {"auto", "c10d", "shm", "nccl"}
     assert inspect.signature(OSS).parameters["optim"].default is torch.optim.AdamW
     assert "filter_params_fn" not in inspect.signature(OSS.clip_grad_norm).parameters
-    for function in ("broadcast_object_list", "all_gather_object", "all_reduce", "all_gather_into_tensor"):
-        assert hasattr(torch.distributed, function), function

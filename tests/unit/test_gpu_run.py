@@ -1,6 +1,5 @@
 """tests/gpu/run.sh without a GPU: dry runs, failed and interrupted steps, missing requirements, reports."""
 
-import json
 import os
 import re
 import subprocess
@@ -10,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from tests.gpu import summary
 from tests.gpu.device import DEVICE_ENV
 from tests.gpu.test_two_ranks_nccl import LIBRARY_ENV
 from tests.programs import ROOT
@@ -47,34 +45,6 @@ def write_program(path: Path, text: str) -> Path:
 def fake_python(folder: Path, case: str) -> Path:
     """An interpreter that runs something else for some commands."""
     return write_program(folder / "python", f'case "$*" in\n{case}\nesac\nexec {sys.executable} "$@"')
-
-
-@pytest.mark.thorough
-def test_a_dry_run_runs_everything_that_needs_no_gpu(tmp_path: Path) -> None:
-    out = tmp_path / "results"
-    done = run_script(out, *DRY)
-    table = rows(done.stdout)
-    assert done.returncode == 0, done.stdout + done.stderr
-    files = {path.stem for path in (ROOT / "tests" / "gpu").glob("test_*.py")}
-    benchmarks = {"benchmarks", "benchmarks_rows", "benchmarks_two_ranks"}
-    assert table.keys() == files | benchmarks | {"environment", "memcheck", "racecheck"}
-    for name in ("test_parity", "test_two_ranks_gloo"):
-        outcome, note = table[name]
-        assert outcome == "ok" and int(note.split()[0]) > 20, note
-    assert table["memcheck"] == ("skipped", "dry run")
-    assert done.stdout.rstrip().endswith(f"all ok, results in {out}")
-    # Few enough files to copy one by one.
-    names = sorted(path.name for path in out.iterdir())
-    assert len(names) <= 8
-    assert {"summary.txt", "environment.txt", "tests.xml", "bench.json", "logs.txt"} <= set(names)
-    assert len([name for name in names if name.endswith(".png")]) == 1
-    assert (out / "summary.txt").read_text() in done.stdout
-    assert summary.counts(summary.suites_of(out / "tests.xml"))[0] > 40
-    assert len(json.loads((out / "bench.json").read_text())["results"]) == 3  # one for each model
-    rows_document = json.loads((out / "bench_rows.json").read_text())
-    assert not rows_document["failures"]
-    cases = {"gpu_pack", "gpu_scale", "gpu_host", "gpu_memory"}
-    assert {result["case"] for result in rows_document["results"]} == cases
 
 
 @pytest.mark.thorough

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from scripts import check_compat, check_symbols
+from scripts import check_symbols
 from scripts.build_index import main
 from scripts.build_wheel import PLATFORM, minor_version, variant_name
 from scripts.check_conformance import WORLD_SIZES, expected_tests, read_outcome
@@ -46,38 +46,6 @@ def test_missing_symbols_are_found_in_a_real_library(tmp_path: Path) -> None:
     needed = check_symbols.nm(library, "--undefined-only")
     assert any(name.startswith("puts@GLIBC_") for name in needed) and "perhaps" in needed
     assert check_symbols.missing_symbols(needed, set(defined)) == ["nowhere"]
-    # A symbol must exist with its version.
-    needed = check_symbols.symbols("U cudaMalloc@libcudart.so.13\nU cudaNew@libcudart.so.13\nU plain\n")
-    older = set(check_symbols.symbols("1 T cudaMalloc@@libcudart.so.13\n2 T cudaNew@libcudart.so.12\n3 T plain@@V\n"))
-    assert check_symbols.missing_symbols(needed, older) == ["cudaNew@libcudart.so.13"]
-
-
-CLASHES = "namespace { struct Own { int value; }; }\nint %s() { return Own{1}.value; }"
-BROKEN = "template <class T> int h(T t) { return t.gone; }\nint g() { return h(2); }"
-
-
-def test_the_source_that_does_not_compile_is_named(tmp_path: Path) -> None:
-    for texts, failing, words in (
-        ((CLASHES % "f", CLASHES % "g"), [], ""),  # names that clash only in a unity build
-        (("int f() { return 1; }", BROKEN), ["1.cpp"], "gone"),
-        (("void f() { int unused = 1; }",), ["0.cpp"], "unused"),  # a warning
-    ):
-        commands = {}
-        for number, text in enumerate(texts):
-            path = tmp_path / f"{number}.cpp"
-            path.write_text(text)
-            commands[path] = f"c++ -std=c++20 -Wall -isystem /x/torch/include -o a.o -c {path}"
-        (check,) = check_compat.grouped(commands, "2.11.0", tmp_path)
-        found = check_compat.failures(check)
-        assert [path.name for path in found] == failing and all(words in text for text in found.values()), texts
-
-
-def test_a_private_name_that_another_torch_lacks_is_found(tmp_path):
-    (tmp_path / "torch/utils").mkdir(parents=True)
-    (tmp_path / "torch/utils/tree.py").write_text("def _map(): ...\n")
-    seam = tmp_path / "_torch.py"
-    seam.write_text("from torch.utils.tree import _map, _gone\nfrom torch.moved import _there\n")
-    assert check_compat.missing_names(tmp_path, seam) == ["torch.utils.tree._gone", "torch.moved._there"]
 
 
 tomllib = pytest.importorskip("tomllib", reason="needs Python 3.11")
