@@ -19,24 +19,15 @@ import torchddp
 Base: Any = torchddp.DistributedDataParallel
 
 
-class DoubleGrad(Base):
-    """Gradients are twice as large as they should be."""
+class SlightlyOff(Base):
+    """Gradients are too large by 1e-6 on one rank."""
 
     def __init__(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
         super().__init__(module, *args, **kwargs)
+        factor = 1 + 1e-6 if dist.get_rank(self.process_group) == 1 else 1
         for p in module.parameters():
             if p.requires_grad:
-                p.register_hook(lambda grad: grad * self.factor())
-
-    def factor(self) -> float:
-        return 2
-
-
-class SlightlyOff(DoubleGrad):
-    """Gradients are too large by 1e-6 on one rank."""
-
-    def factor(self) -> float:
-        return 1 + 1e-6 if dist.get_rank(self.process_group) == 1 else 1
+                p.register_hook(lambda grad: grad * factor)
 
 
 class OnlyFirstStep(Base):
@@ -50,16 +41,6 @@ class OnlyFirstStep(Base):
             return super().forward(*args, **kwargs)
 
 
-class ForgetsOneParameter(Base):
-    """The first parameter is never reduced."""
-
-    def __init__(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
-        first = next(name for name, _ in module.named_parameters())
-        ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-        module._ddp_params_and_buffers_to_ignore = ignored | {first}  # type: ignore[assignment]
-        super().__init__(module, *args, **kwargs)
-
-
 class HookIgnored(Base):
     """Communication hooks are accepted and never called."""
 
@@ -68,13 +49,6 @@ class HookIgnored(Base):
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
         pass
-
-
-class AlwaysUnusedSearch(Base):
-    """find_unused_parameters is always on."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **{**kwargs, "find_unused_parameters": not kwargs.get("static_graph", False)})
 
 
 class NoJoinShadow(Base):
@@ -99,11 +73,7 @@ def with_options(name: str, **options: Any) -> Any:
 NoBucketView = with_options("NoBucketView", gradient_as_bucket_view=False)
 NoStaticGraph = with_options("NoStaticGraph", static_graph=False)
 NoInitSync = with_options("NoInitSync", init_sync=False)
-NoUnusedSearch = with_options("NoUnusedSearch", find_unused_parameters=False)
-IN_CLASS = [
-    "DoubleGrad", "SlightlyOff", "OnlyFirstStep", "ForgetsOneParameter", "HookIgnored", "AlwaysUnusedSearch",
-    "NoJoinShadow", "NoLogging", "NoBucketView", "NoStaticGraph",
-]  # fmt: skip
+IN_CLASS = ["SlightlyOff", "OnlyFirstStep", "HookIgnored", "NoJoinShadow", "NoLogging", "NoBucketView", "NoStaticGraph"]
 
 
 class ChangesKept(Base):
@@ -160,28 +130,11 @@ class DrawsNumbers(Base):
         return super().forward(*args, **kwargs)
 
 
-class DropsAccumulated(Base):
-    """Loses what was accumulated before the synchronized step."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self.require_backward_grad_sync:
-            self.zero_grad()
-        return super().forward(*args, **kwargs)
-
-
 class NoBufferSync(Base):
     """Buffers are never broadcast after construction."""
 
     def _sync_buffers(self) -> None:
         pass
-
-
-class BuffersFromLastRank(Base):
-    """Buffers follow the last rank instead of rank 0."""
-
-    def _default_broadcast_coalesced(self, *args: Any, **kwargs: Any) -> None:
-        last = dist.get_world_size(self.process_group) - 1
-        super()._default_broadcast_coalesced(*args, **{**kwargs, "authoritative_rank": last})
 
 
 class IgnoresNoSync(Base):
@@ -190,34 +143,6 @@ class IgnoresNoSync(Base):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         yield
-
-
-class IgnoresIgnored(Base):
-    """Handles ignored parameters and buffers like all others."""
-
-    def __init__(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
-        if hasattr(module, "_ddp_params_and_buffers_to_ignore"):
-            del module._ddp_params_and_buffers_to_ignore
-        super().__init__(module, *args, **kwargs)
-
-
-class HookResultLost(Base):
-    """Runs the hook on a copy and drops its result, so that rank-local gradients stay."""
-
-    def register_comm_hook(self, state: object, hook: Any) -> None:
-        def lost(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-            kept = bucket.buffer().clone()
-            bucket.set_buffer(bucket.buffer().clone())
-            return hook(state, bucket).then(lambda _: kept)
-
-        super().register_comm_hook(state, lost)
-
-
-class OnlyTensorOutputs(Base):
-    """Searches for unused parameters only from outputs that are bare tensors."""
-
-    def _post_forward(self, output: Any) -> Any:
-        return super()._post_forward(output) if isinstance(output, Tensor) else output
 
 
 class Dies(Base):

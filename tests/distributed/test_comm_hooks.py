@@ -30,7 +30,6 @@ from tests.harness import each, gathered, on_ranks
 from tests.models import grads_of
 from torchddp.comm_hooks import BF16, FP16, Int4, Int8, PerParameter, PowerSGD, without_norms_and_biases
 from torchddp.comm_hooks.formats import compressed_bytes
-from torchddp.comm_hooks.power_sgd import orthonormal
 from torchddp.traffic import Traffic
 
 pytestmark = pytest.mark.beyond_torch("hooks of its own")
@@ -422,18 +421,6 @@ def test_zero_dependent_and_tiny_gradients(rank):
         torch.testing.assert_close(averages["wide"], torch.ones(SHAPES["wide"]).double(), rtol=1e-5, atol=1e-5)
         assert step != 1 or (averages["embed"] == 0).all()
     assert averages["embed"].norm() > 1e-31  # zeros did not stop it permanently
-
-
-def test_orthonormal_columns_of_anything():
-    generator = torch.Generator().manual_seed(1)
-    some = torch.randn(3, 7, 3, generator=generator)
-    dependent = torch.cat([some[..., :1], 2 * some[..., :1], torch.zeros(3, 7, 1)], -1)
-    for matrices in (some, dependent, torch.zeros(3, 7, 3), some * 1e-38, some * 1e-44, some * 1e37, some[:, :3]):
-        basis = orthonormal(matrices)
-        torch.testing.assert_close(basis.mT @ basis, torch.eye(3).expand(3, 3, 3), rtol=0, atol=1e-6)
-        scaled = matrices.double() / matrices.abs().max().clamp_min(1e-45)
-        projected = basis.double() @ (basis.double().mT @ scaled)
-        torch.testing.assert_close(projected, scaled, rtol=0, atol=1e-5)
 
 
 @on_ranks(2)

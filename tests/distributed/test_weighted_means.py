@@ -300,24 +300,6 @@ def test_weights_are_sent_with_the_first_bucket(rank, transport):
         check_steps(model, rank, SAMPLES[:2], steps=1)
 
 
-@over_both
-@on_ranks(4)
-def test_thawed_in_the_middle_of_a_step(rank, transport):
-    """Accumulated gradients keep their weight."""
-    for options in each([{}, {"precision": Precision(main_grads=torch.float32)}]):
-        model = DDP(Net(), transport=transport, bucket_cap_mb=SMALL, **options)
-        model.module.other.requires_grad_(False)
-        for micro, count in enumerate(MICROBATCHES[rank]):
-            if micro == 1:
-                model.refresh_trainable()
-            with model.no_sync() if micro < 2 else nullcontext():
-                model.weigh(count)
-                mean_loss(model(samples(rank, micro, count))).backward()
-        want = {name: grad for name, grad in reference(MICROBATCHES).items() if not name.startswith("other")}
-        got = grads_of(model, "main_grad" if options else "grad")
-        assert_grads({name: got[name] for name in want}, want, RTOL[torch.float32])
-
-
 @on_ranks(2)
 def test_gradients_whose_weights_are_unknown_and_large_totals(rank):
     # Thawed after the first microbatch of a step.

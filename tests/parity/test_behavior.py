@@ -276,14 +276,6 @@ def test_logging_data_of_the_comm_hook(ddp_class, rank):
 
 
 @on_ranks(2)
-def test_second_comm_hook_is_refused(ddp_class, rank):
-    ddp = ddp_class(seeded(Mlp))
-    ddp.register_comm_hook(None, default_hooks.allreduce_hook)
-    with pytest.raises(RuntimeError, match="hook"):
-        ddp.register_comm_hook(None, default_hooks.allreduce_hook)
-
-
-@on_ranks(2)
 def test_ignored_parameters_may_be_unused(ddp_class, rank):
     """DDP doesn't wait for the gradient of an ignored parameter."""
 

@@ -4,10 +4,6 @@ import json
 import math
 import os
 import re
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,9 +14,8 @@ import torch
 from torch import nn
 
 from tests.harness import each
-from tests.programs import ROOT
 from tests.unit import benchmark_models
-from tests.unit.helpers import assert_refused, is_running, printed, wait_until
+from tests.unit.helpers import assert_refused, printed
 from torchddp.bench import cli, gradients, report
 from torchddp.bench.cases import DEFAULT_CASES, MIN_ROUNDS, BenchCase, Settings, one_launch
 from torchddp.bench.registry import CASES, USERS_CASES
@@ -219,24 +214,6 @@ def test_a_rank_that_dies_ends_the_run(capsys: pytest.CaptureFixture[str]) -> No
     brief = ["--case", "per_param", "--seconds", "0.1", "--caps", "25"]
     assert cli.main([*brief, *TORCH, "--vs", f"{__name__}.Dying"]) == 1
     assert "rank 0: its process died without a message" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_no_rank_outlives_a_killed_command() -> None:
-    arguments = ["--case", "per_param", "--world-size", "2", "--seconds", "1000", *TORCH]
-    command = subprocess.Popen([sys.executable, "-m", "benchmarks", *arguments], cwd=ROOT, stdout=subprocess.DEVNULL)
-    children = Path(f"/proc/{command.pid}/task/{command.pid}/children")
-    try:
-        # Two ranks and multiprocessing's resource tracker.
-        assert wait_until(lambda: len(children.read_text().split()) >= 2)
-        time.sleep(3)
-        ranks = list(map(int, children.read_text().split()))
-        command.send_signal(signal.SIGKILL)
-        command.wait(300)
-        assert ranks and wait_until(lambda: not any(map(is_running, ranks)))
-    finally:
-        command.kill()
-        command.wait(300)
 
 
 @pytest.mark.rest_is_thorough("arguments0-*")

@@ -47,27 +47,6 @@ def fake_python(folder: Path, case: str) -> Path:
     return write_program(folder / "python", f'case "$*" in\n{case}\nesac\nexec {sys.executable} "$@"')
 
 
-@pytest.mark.thorough
-def test_a_failed_or_endless_step_is_shown_and_does_not_stop_the_next(tmp_path: Path) -> None:
-    python = fake_python(
-        tmp_path,
-        '*pytest*test_parity*) cp "$OUT/summary.txt" "$OUT/before.txt"; echo "a broken pipe"; exit 3 ;; '
-        "*pytest*test_streams*) sleep 1000 ;; *pytest*|*benchmarks*|*environment*) exit 0 ;;",
-    )
-    out = tmp_path / "results"
-    done = run_script(out, *DRY, python=python, RUN_LIMIT_S="100")
-    table = rows(done.stdout)
-    assert done.returncode == 1
-    assert table["test_parity"] == ("FAILED", "exit status 3")
-    outcome, note = table["test_streams"]
-    assert outcome == "FAILED" and re.match(r"stopped after \d+ s", note)
-    assert table["test_two_ranks_nccl"][0] == "ok" and table["benchmarks"][0] == "ok"
-    assert "something FAILED" in done.stdout.splitlines()[-1]
-    assert "a broken pipe" in done.stdout and "a broken pipe" in (out / "logs.txt").read_text()
-    # Results are written at once, whatever happens to the rest of the run.
-    assert rows((out / "before.txt").read_text()).keys() == {"environment", "test_pack_gpu"}
-
-
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_missing_package_or_library_skips_only_what_needs_it(tmp_path: Path, packed: bool) -> None:
     parts = tmp_path / "parts"

@@ -1,7 +1,6 @@
 """The checks behind Makefile targets, GitHub's workflows, and the index that pip installs wheels from."""
 
 import itertools
-import json
 import os
 import re
 import shutil
@@ -14,39 +13,10 @@ from typing import Any
 import pytest
 import yaml
 
-from scripts import check_symbols
 from scripts.build_index import main
 from scripts.build_wheel import PLATFORM, minor_version, variant_name
-from scripts.check_conformance import WORLD_SIZES, expected_tests, read_outcome
 from tests.programs import ROOT
 from torchddp._import_check import wheel_advice
-
-
-def test_missed_conformance_tests_are_found(tmp_path: Path) -> None:
-    path, statuses = tmp_path / "results.json", {"a": "pass", "b": "fail", "d": "pass"}
-    path.write_text(json.dumps({"results": {name: {"status": status} for name, status in statuses.items()}}))
-    outcome = read_outcome(path, expected=frozenset({"a", "b", "gone"}))
-    assert outcome.missed == ["b", "gone"]
-    assert outcome.passed == {"a", "d"} and outcome.reasons["b"].startswith("fail")
-    for world_size in WORLD_SIZES:
-        wanted = expected_tests(world_size)
-        assert len(wanted) > 90 and all(name.startswith("WheelDistTest.test_") for name in wanted), world_size
-
-
-def test_missing_symbols_are_found_in_a_real_library(tmp_path: Path) -> None:
-    source, library = tmp_path / "a.c", tmp_path / "a.so"
-    source.write_text(
-        "int puts(const char*); int nowhere(void); void PyErr_Clear(void); __attribute__((weak)) int perhaps(void);\n"
-        'int f(void) { PyErr_Clear(); return puts("a") + nowhere() + (perhaps ? perhaps() : 0); }\n'
-    )
-    subprocess.run(["cc", "-shared", "-fPIC", "-o", str(library), str(source)], check=True)
-    libraries = check_symbols.needed_libraries(library)
-    assert libraries == ["libc.so.6"]
-    defined = check_symbols.nm(check_symbols.library_path("libc.so.6", []), "--defined-only")
-    needed = check_symbols.nm(library, "--undefined-only")
-    assert any(name.startswith("puts@GLIBC_") for name in needed) and "perhaps" in needed
-    assert check_symbols.missing_symbols(needed, set(defined)) == ["nowhere"]
-
 
 tomllib = pytest.importorskip("tomllib", reason="needs Python 3.11")
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
