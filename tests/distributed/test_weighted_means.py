@@ -100,20 +100,6 @@ def test_equal_to_one_process_with_all_samples(rank, dtype, transport, world_siz
         check_steps(model, rank, counts[:world_size], dtype, steps=3)
 
 
-@over_both
-@on_ranks(1, 2, 3, 4)
-def test_compared_with_a_plain_average(rank, transport):
-    """Equal weights give bitwise the same, and so do steps without weights between others."""
-    weighted, plain = (DDP(Net(), transport=transport, bucket_cap_mb=SMALL) for _ in range(2))
-    for step in range(5):
-        for model in (weighted, plain):
-            model.zero_grad()
-            if model is weighted and step % 2 == 0:
-                model.weigh(7)
-            mean_loss(model(samples(rank, step, 7))).backward()
-        assert_same(weighted, grads_of(plain), rtol=0)
-
-
 @on_ranks(2)
 def test_gradients_that_are_changed_between_backwards_of_a_step(rank):
     """Replaced or cleared, they are what the rest of it begins with. Scaled after a step began with them: an error."""

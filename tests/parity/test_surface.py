@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import inspect
-import io
 import pickle
 import warnings
 
@@ -13,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import torchddp
-from tests.harness import each, is_own_class, on_ranks
+from tests.harness import each, is_own_class, on_ranks, through_a_file
 from tests.models import (
     Mlp,
     NormNet,
@@ -120,10 +119,7 @@ def test_pickled_and_loaded_model_trains_on(ddp_class, static_graph, rank):
     ddp = ddp_class(seeded(Mlp), static_graph=static_graph)
     for step in range(2):
         step_on(ddp, rank, step)
-    file = io.BytesIO()
-    torch.save(ddp, file)
-    file.seek(0)
-    loaded = torch.load(file, weights_only=False)
+    loaded = through_a_file(ddp, weights_only=False)
     assert type(loaded) is ddp_class and loaded.static_graph is static_graph
     assert_trains(loaded, rank)
     assert_trains(pickle.loads(pickle.dumps(loaded)), rank)

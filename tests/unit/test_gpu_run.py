@@ -1,4 +1,4 @@
-"""tests/gpu/run.sh without a GPU: dry runs, failed and interrupted steps, missing requirements, reports."""
+"""tests/gpu/run.sh without a GPU: failed and skipped steps, missing requirements."""
 
 import os
 import re
@@ -61,7 +61,7 @@ def test_a_missing_package_or_library_skips_only_what_needs_it(tmp_path: Path, p
         rf"*environment.py\ --tool-path*) echo {tmp_path}; exit 0 ;; "
         r"*--lacks\ typer*) echo typer rich; exit 0 ;; *--lacks\ pytest_timeout) echo pytest_timeout; exit 0 ;; "
         rf'*-m\ pytest*test_two_ranks_nccl*) head -c 4 "${LIBRARY_ENV}" || echo "no library"; exit 3 ;; '
-        + NOTHING_TO_DO,
+        r'*-m\ pytest*test_parity*) echo "a broken pipe"; exit 3 ;; ' + NOTHING_TO_DO,
     )
     write_program(tmp_path / "cmake", "exit 0")
     variables = {LIBRARY_ENV: str(parts), "RUN_LIMIT_S": "100000"}
@@ -73,7 +73,9 @@ def test_a_missing_package_or_library_skips_only_what_needs_it(tmp_path: Path, p
     table = rows(done.stdout)
     for name in ("benchmarks", "benchmarks_rows", "benchmarks_two_ranks"):
         assert table[name] == ("skipped", "no Python package typer, rich: put it on PYTHONPATH"), name
-    assert table["test_parity"][0] == table["join_nccl"][0] == "ok" and "--timeout" not in done.stdout
+    assert table["test_parity"] == ("FAILED", "exit status 3") and "a broken pipe" in done.stdout
+    assert table["test_pack_gpu"][0] == table["join_nccl"][0] == "ok" and "--timeout" not in done.stdout
+    assert done.returncode == 1 and "something FAILED" in done.stdout.splitlines()[-1]
     assert "ELF" in done.stdout and "no library" not in done.stdout
     (parts / f"{library}.part01").unlink()
     done = run_script(tmp_path / "results", *DRY, python=python, **{LIBRARY_ENV: str(parts)})
