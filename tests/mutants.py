@@ -35,9 +35,6 @@ class HookIgnored(Base):
     def register_comm_hook(self, state: object, hook: Any) -> None:
         pass
 
-    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
-        pass
-
 
 class NoInitSync(Base):
     """Each rank keeps the weights that it was made with."""

@@ -340,7 +340,6 @@ def test_unsupported_options_and_models(rank):
     )
     narrow, embedding = _Weight(), partial(nn.Embedding, 4, 4, sparse=True)
     only = "must be torch.float32 or None, got"
-    as_bucket = "gradient_as_bucket_view"
     for model, options, text in (
         (narrow, {"precision": Precision(reduce=torch.float64)}, rf"reduce=\) {only} torch.float64.*wire="),
         (narrow, {"precision": Precision(reduce=BF16)}, rf"reduce=\) {only} torch.bfloat16"),
@@ -351,17 +350,8 @@ def test_unsupported_options_and_models(rank):
             {"precision": Precision(main_grads=FP32, main_grads_as="x")},
             r"main_grads_as=\) must be one of 'main_grad', 'grad', got 'x'",
         ),
-        (
-            narrow,
-            {"precision": Precision(main_grads_as="grad")},
-            r"main_grads_as='grad'\) has no effect without main_grads=",
-        ),
-        (narrow, {**main, as_bucket: False}, rf"{as_bucket}=False: main_grad is bucket memory"),
-        (narrow, {**wide, as_bucket: True}, rf"{as_bucket}=True: a 16-bit .grad"),
-        (narrow, {**main, "mixed_precision": "fp16"}, r"main_grads=torch.float32\) conflicts with mixed_precision"),
         (narrow, {**wide, **late}, r"conflicts with delay_all_reduce_named"),
         (embedding(dtype=BF16), main, r"main_grads=torch.float32\) needs dense gradients.*'weight'"),
-        (embedding(dtype=FP32), main, r"main_grads=torch.float32\) needs dense gradients.*'weight'"),
         (embedding(dtype=BF16), wide, r"reduce=torch.float32\) needs dense gradients.*'weight'"),
         (wrapped(_Weight()), {}, r"already wrapped with Precision.main_grads"),
         (DDP(_Weight()), main, r"main_grads=torch.float32\) conflicts with wrapping a model twice"),

@@ -114,7 +114,6 @@ def test_models_that_can_not_be_wrapped(rank):
         (lambda: taken.add_param_group({"params": [nn.Parameter(torch.ones(3))]}), ValueError, "1 of 1 new parameters"),
         # Modes that reduce to all ranks.
         (lambda: model.register_comm_hook(None, None), RuntimeError, "communication hook"),
-        (model.join, RuntimeError, "join"),
         (lambda: model.update_process_group(None), RuntimeError, "share of the optimizer's state"),
         (model.replan, RuntimeError, "plan"),
         (lambda: copy.deepcopy(model), TypeError, "copied or pickled"),

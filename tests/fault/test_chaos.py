@@ -1,19 +1,12 @@
 """Tests of the chaos suite: its trials pass, and deliberately wrong trials fail."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
-from functools import partial
 
 import pytest
 
-from benchmarks.cases import CASES
-from benchmarks.cases import chaos as chaos_case
 from benchmarks.chaos import plan
-from tests.unit.helpers import assert_refused
-from torchddp.bench.cli import main
 
 pytestmark = pytest.mark.beyond_torch("names neither the rank nor the bucket")
 
@@ -66,16 +59,3 @@ def test_three_trials_over_torchft(chaos):
     _, rows, said = chaos("trials=3", f"over={plan.TORCHFT}")
     assert not untimely_aside(rows), said
     assert {row["kind"] for row in rows} == {plan.KILL, plan.EXCEPTION, plan.SLOW}
-
-
-def test_a_fault_that_no_transport_has_is_refused(capsys):
-    arguments = ["--case", "chaos", "--set", "over=gloo", "--set"]
-    assert_refused(partial(main, cases=CASES), [*arguments, "kinds=full"], "No fault of kind full works over", capsys)
-    refused = partial(main, cases=CASES), [*arguments, "kinds=kill,flood"]
-    assert_refused(*refused, "--set kinds: there is no 'flood'; choose from kill, stop,", capsys)
-
-
-def test_a_missing_torchft_is_named(monkeypatch, capsys):
-    monkeypatch.setattr(chaos_case, "OVER_HERE", (plan.SHM, plan.GLOO))
-    refused = partial(main, cases=CASES), ["--case", "chaos", "--set", "over=shm,torchft"]
-    assert_refused(*refused, "--set over=torchft needs torchft, which is not installed here.", capsys)

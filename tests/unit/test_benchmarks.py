@@ -201,8 +201,7 @@ def test_a_wrong_argument_is_refused_in_one_sentence(capsys):
 @pytest.mark.slow
 def test_wrong_gradients_end_the_run_and_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     """Ranks get different batches even from a model with a fixed batch, or the check could not fail."""
-    own = OWN
-    arguments = ["--case", "per_param", "--model", f"{own}:with_tuple", "--vs", f"{own}.NotAveraging"]
+    arguments = ["--case", "per_param", "--model", f"{OWN}:with_tuple", "--vs", f"{OWN}.NotAveraging"]
     assert cli.main([*arguments, *TORCH, "--seconds", "0.1", "--world-size", "2"]) == 1
     captured = capsys.readouterr()
     assert "WrongGradientsError" in captured.err and "NotAveraging' on model" in captured.err

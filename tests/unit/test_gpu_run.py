@@ -14,7 +14,6 @@ from tests.gpu.test_two_ranks_nccl import LIBRARY_ENV
 from tests.programs import ROOT
 
 SCRIPT = ROOT / "tests" / "gpu" / "run.sh"
-DRY = ["--dry-run", "--skip-build"]
 # The command of a fake interpreter: every step succeeds at once.
 NOTHING_TO_DO = r"*environment.py\ --cpu*|*-m\ pytest*|*-m\ benchmarks*) exit 0 ;; *--builds-cuda) exit 1 ;;"
 
@@ -78,7 +77,7 @@ def test_a_missing_package_or_library_skips_only_what_needs_it(tmp_path: Path, p
     assert done.returncode == 1 and "something FAILED" in done.stdout.splitlines()[-1]
     assert "ELF" in done.stdout and "no library" not in done.stdout
     (parts / f"{library}.part01").unlink()
-    done = run_script(tmp_path / "results", *DRY, python=python, **{LIBRARY_ENV: str(parts)})
+    done = run_script(tmp_path / "results", "--dry-run", "--skip-build", python=python, **{LIBRARY_ENV: str(parts)})
     assert rows(done.stdout)["join_nccl"][0] == "FAILED"
     assert "did NOT match" in done.stdout and "no library" in done.stdout
 

@@ -23,13 +23,10 @@ WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
-def load(name: str) -> dict[str, Any]:
-    return yaml.safe_load((ROOT / ".github" / "workflows" / name).read_text())
-
-
 def wheel_jobs() -> list[dict[str, str]]:
     """Expand the matrix as GitHub does: an entry of `include` extends the combinations it matches."""
-    matrix = load("release.yml")["jobs"]["wheel"]["strategy"]["matrix"]
+    release: Any = yaml.safe_load((ROOT / ".github" / "workflows" / "release.yml").read_text())
+    matrix = release["jobs"]["wheel"]["strategy"]["matrix"]
     names = ("torch", "device", "python")
     jobs = [dict(zip(names, values, strict=True)) for values in itertools.product(*(matrix[name] for name in names))]
     jobs = [job for job in jobs if not any(rule.items() <= job.items() for rule in matrix["exclude"])]
