@@ -6,7 +6,6 @@ import signal
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.algorithms.model_averaging.hierarchical_model_averager import HierarchicalModelAverager
 from torch.distributed.optim import PostLocalSGDOptimizer
@@ -120,25 +119,6 @@ def test_post_local_sgd_is_interchangeable_with_torchs(rank):
     with pytest.warns(UserWarning, match="no 'step'"):
         optimizers[0].load_state_dict(sgd(models[0].parameters()).state_dict())
     assert optimizers[0].averager.step == 0
-
-
-@on_ranks(2)
-def test_post_local_sgd_after_ddp_with_torchs_hook(rank):
-    subgroup = [dist.new_group([r]) for r in range(2)][rank]
-    results = []
-    for ddp_class in (torchddp.DistributedDataParallel, torch.nn.parallel.DistributedDataParallel):
-        model = ddp_class(make_net(0))
-        model.register_comm_hook(PostLocalSGDState(None, subgroup, start_localSGD_iter=3), post_localSGD_hook)
-        optimizer = PostLocalSGD(sgd(model.parameters()), PeriodicAverager(model, 4, warmup_steps=3))
-        train(model, optimizer, rank, range(3))
-        assert_same_on_all_ranks(model)  # by the hook
-        train(model, optimizer, rank, range(3, 6))
-        with pytest.raises(AssertionError):
-            assert_same_on_all_ranks(model)
-        train(model, optimizer, rank, range(6, 8))
-        assert_same_on_all_ranks(model)
-        results.append(model.module)
-    assert_close(*results, rtol=1e-6, atol=1e-7)
 
 
 @on_ranks(2)

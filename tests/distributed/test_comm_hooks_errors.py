@@ -1,7 +1,6 @@
 """Errors of communication hooks, also when another rank is lost."""
 
 import os
-import threading
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from tests.comm_hooks import SHAPES, Given, assert_near, average, given, hooked, step_of
 from tests.harness import assert_each_raises, in_child, on_ranks, stay
-from tests.unit.helpers import wait_until
 from torchddp import comm_hooks
 from torchddp.comm_hooks import FP16, Cast, Int4, Int8, PerParameter, PowerSGD, resolve
 from torchddp.transport.worker import Worker
@@ -123,28 +121,7 @@ def test_the_time_limit_of_the_hook(rank):
     stay(rank)
 
 
-def test_worker_keeps_order_stops_and_may_be_forked():
-    def names():
-        return [thread.name for thread in threading.enumerate()]
-
-    worker = Worker("order of jobs")
-    done = []
-
-    def job(i):
-        done.append(i)
-        return torch.tensor(1 / (5 - i))
-
-    futures = [worker.submit(lambda i=i: job(i), f"job {i}", torch.device("cpu")) for i in range(8)]
-    assert [1 / future.wait().item() for future in futures[:4]] == pytest.approx([5, 4, 3, 2])
-    with pytest.raises(RuntimeError, match="job 5: ZeroDivisionError"):
-        futures[5].wait()
-    with pytest.raises(RuntimeError, match="job 7: not reduced after job 5: ZeroDivisionError"):
-        futures[7].wait()
-    assert done == list(range(6)) and "order of jobs" in names()
-    del worker
-    assert wait_until(lambda: "order of jobs" not in names())
-
-    # In the child of a fork.
+def test_a_hooks_thread_runs_in_the_child_of_a_fork():
     worker = Worker("before the fork")
 
     def work():

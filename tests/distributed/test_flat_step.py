@@ -156,31 +156,6 @@ def test_other_optimizers_and_dtypes_step_per_tensor(rank):
 
 
 @on_ranks(2)
-def test_groups_schedulers_closures_and_clipping(rank):
-    def two_groups(model):
-        return [
-            {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 0.1},
-            {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0, "lr": 0.02},
-        ]
-
-    pair = make_flat(torch.optim.AdamW, {"lr": 0.01}, groups=two_groups)
-    schedulers = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5) for optimizer in pair.optimizers]
-    hooks = [mock.Mock(return_value=None) for _ in pair.optimizers]
-    for optimizer, hook in zip(pair.optimizers, hooks, strict=True):
-        optimizer.register_step_pre_hook(hook)
-        optimizer.register_step_post_hook(hook)
-    for step in range(5):
-        pair.backward(step)
-        assert torch.equal(*[optimizer.clip_grad_norm(0.01) for optimizer in pair.optimizers])
-        flat, single = pair.step()
-        for scheduler in schedulers:
-            scheduler.step()
-        pair.assert_equal()
-        assert flat <= LARGE // 2 + 4 < single
-    assert [hook.call_count for hook in hooks] == [10, 10]
-
-
-@on_ranks(2)
 def test_hooks_of_the_inner_optimizer_get_the_original_parameters(rank):
     pair = make_flat(torch.optim.AdamW, {"lr": 0.01})
     flat, single = pair.train(range(3))
@@ -211,30 +186,6 @@ def test_unused_parameters(rank):
         assert any(gathered(flat < single))
         if set_to_none:
             assert steps_of(pair.optimizers[0]) == {4, 8, 12}  # right, left, trunk
-
-
-@on_ranks(2)
-def test_frozen_thawed_and_added(rank):
-    def make():
-        net = Deep()
-        net.wide.requires_grad_(False)
-        return net
-
-    pair = make_flat(torch.optim.Adam, {"lr": 0.01}, make, lambda net: [p for p in net.parameters() if p.requires_grad])
-    pair.train(range(3))
-    for frozen in (True, False):
-        for model in pair.models:
-            for layer in model.module.layers[3:6]:
-                layer.requires_grad_(not frozen)
-        pair.train(range(3) if frozen else range(3, 6))
-    for model, optimizer in zip(pair.models, pair.optimizers, strict=True):
-        optimizer.add_param_group({"params": list(model.module.wide.parameters()), "lr": 0.3})
-    pair.train(range(6, 9))
-    for model in pair.models:
-        model.module.wide.requires_grad_(True)
-    flat, single = pair.train(range(9, 12))
-    assert flat < single
-    assert steps_of(pair.optimizers[0]) == {3, 12, 15}
 
 
 @on_ranks(2)

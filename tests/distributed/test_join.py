@@ -82,18 +82,6 @@ def test_ranks_without_inputs_send_what_the_others_do(rank, transport):
 
 @over_both
 @on_ranks(3)
-def test_a_step_without_any_weight_raises_on_all_ranks(rank, transport):
-    model = torchddp.DDP(seeded(Mlp), transport=transport, weighted=True)
-    with pytest.raises(ValueError, match=f"rank {rank}, .*no rank gave this step a weight above 0"), model.join():
-        for step in range(1 + rank):
-            model.weigh(0 if step == 1 else 1)
-            step_on(model, rank)
-    model.weigh(1)
-    step_on(model, rank)  # the group can be used again
-
-
-@over_both
-@on_ranks(3)
 def test_early_termination_raises_on_all_ranks_at_once(rank, transport):
     with pytest.raises(RuntimeError, match="exhausted"):
         trained(torchddp.DDP, rank, 2 + rank, {"transport": transport}, throw_on_early_termination=True)

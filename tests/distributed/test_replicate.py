@@ -52,19 +52,6 @@ def assert_trains_alike(model, wrapped, rank, steps=4, optimizers=(None, None), 
     assert_same_training(model, wrapped)
 
 
-@on_ranks(1, 2, 3, 4)
-def test_same_bits_as_the_wrapper_and_torchs_class(rank, world_size):
-    for options in each([{"transport": "c10d"}, {"transport": "c10d", "gradient_as_bucket_view": False}, {}]):
-        model = seeded(Mlp)
-        parameters = list(model.parameters())
-        assert torchddp.replicate(model, bucket_cap_mb=0.001, **options) is model
-        assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
-        assert_trains_alike(model, torchddp.DDP(seeded(Mlp), bucket_cap_mb=0.001, **options), rank)
-        theirs = TorchDDP(seeded(Mlp))
-        train(theirs, rank)
-        assert_same_training(model, theirs, 0.0 if world_size <= 2 else 1e-12)
-
-
 @on_ranks(2)
 def test_the_module_keeps_its_class_and_is_freed(rank):
     model, plain = torchddp.replicate(seeded(NormNet)), seeded(NormNet)

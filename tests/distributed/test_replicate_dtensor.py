@@ -112,19 +112,6 @@ def test_as_one_process(runs):
             assert engine_of(model)._local.pairs[0].leaf.grad.data_ptr() == weight.grad.to_local().data_ptr()
 
 
-@slow
-@on_ranks(4)
-def test_as_fully_shard_on_the_same_mesh():
-    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    (mine, mesh, replica), (theirs, other, _) = (split(lambda: block().float()) for _ in range(2))
-    torchddp.replicate(mine, mesh=mesh, mp_policy=policy)
-    fully_shard(theirs, mesh=other, mp_policy=policy)
-    for model in (mine, theirs):
-        train(model, [replica])
-    assert mine.up.weight.grad.dtype == torch.float32
-    assert_same_training(mine, theirs)
-
-
 @pytest.mark.rest_is_thorough("True")
 @pytest.mark.parametrize("set_to_none", [True, pytest.param(False, marks=slow)])
 @on_ranks(4)

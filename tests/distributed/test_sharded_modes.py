@@ -325,16 +325,6 @@ def test_changes_of_all_kinds(rank):
         assert weight.data_ptr() != before
         pair.train_alike(range(step, step + 1))
 
-    # A static graph stays static.
-    pair = make_pair(static_graph=True)
-    pair.train_alike(range(10))
-    for model, _ in pair.sides():
-        model.module.first.requires_grad_(False)
-    pair.sharded.refresh_trainable()
-    pair.rewrap()
-    pair.train_alike(range(10, 12))
-    assert "can_set_static_graph" not in pair.sharded._get_ddp_logging_data()
-
     # New parameters get rank 0's values, as all do at startup.
     for sends in each([True, False]):
         pair = make_pair(make=small_net, sync_models_at_startup=sends)

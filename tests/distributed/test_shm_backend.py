@@ -202,19 +202,6 @@ def test_coalesced_and_functional_collectives(rank):
     assert [t.tolist() for t in many] == [[2.0] * 2, [2.0] * 3000]
 
 
-@on_ranks(3)
-def test_objects(rank):
-    group = shm_group()
-    everyone = [{"rank": r, "text": "x" * (r * 20_000)} for r in range(3)]
-    gathered_by_all, gathered, last, mine = [None] * 3, [None] * 3, [everyone[rank]], [None]
-    dist.all_gather_object(gathered_by_all, everyone[rank], group=group)
-    dist.gather_object(everyone[rank], gathered if rank == 1 else None, 1, group=group)
-    dist.broadcast_object_list(last, 2, group=group)
-    dist.scatter_object_list(mine, everyone if rank == 0 else None, 0, group=group)
-    assert gathered_by_all == everyone and gathered == (everyone if rank == 1 else [None] * 3)
-    assert last == [everyone[2]] and mine == [everyone[rank]]
-
-
 @on_ranks(4)
 def test_subgroups_and_several_groups(rank):
     everyone, evens = shm_group(), shm_group(ranks=[0, 2])

@@ -12,13 +12,12 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from benchmarks.chaos.leaks import segments_of
 from tests.comm_hooks import live_on
-from tests.harness import each, in_child, on_ranks, run_outcomes
+from tests.harness import each, on_ranks, run_outcomes
 from tests.models import Mlp, NormNet, assert_grads, assert_trains, batch, grads_of, same_on_all_ranks, seeded
 from tests.shm_backend import stamp
 from torchddp import _C, TransportError
 
 WIDTH = 100  # gradients of 0.2 to 0.5 MiB in fp64
-CAPS_MB = (0.01, 0.1, 1, 25)
 # More ranks than processors: others do a rank's work while it waits for a processor.
 CROWD = "a" * (2 * len(os.sched_getaffinity(0)) + 1)
 
@@ -32,20 +31,6 @@ def grads_with(cls, rank, dtype=torch.float64, width=WIDTH, **options):
         ddp.zero_grad()
         ddp(batch(rank, step, 5, width, dtype=dtype)).square().sum().backward()
     return grads_of(ddp)
-
-
-@on_ranks(2, 3)
-def test_bucket_plan_changes_no_bit(rank, ddp_class, world_size):
-    for dtype in each([torch.float64, torch.float32, torch.float16, torch.bfloat16]):
-        if dtype is torch.float16 and world_size > 2:
-            continue
-        want = grads_with(ddp_class, rank, dtype, transport="shm")
-        assert same_on_all_ranks(want.values())
-        for cap_mb in CAPS_MB:
-            grads = grads_with(ddp_class, rank, dtype, transport="shm", bucket_cap_mb=cap_mb)
-            assert_grads(grads, want, rtol=0, what=f"cap {cap_mb}:")
-        if world_size == 2:  # equal to torch: a sum of two has one order, and halving is exact
-            assert_grads(want, grads_with(TorchDDP, rank, dtype), rtol=0)
 
 
 class Many(torch.nn.Module):
@@ -145,21 +130,6 @@ def test_gradients_outlive_module_and_peer(rank, ddp_class, width):
     module(batch(rank, 0, 5, width)).square().sum().backward()
     for p in module.parameters():
         p.grad.mul_(2)
-
-
-@on_ranks(2)
-def test_changes_of_gradients_by_forked_children(rank, ddp_class):
-    """A DataLoader worker, or any other forked child."""
-    ddp = trained(ddp_class, rank)
-    right = grads_of(ddp)
-    assert in_child(ddp.zero_grad)
-    assert_grads(grads_of(ddp), right)
-    dist.barrier()
-    if rank == 0:
-        assert in_child(lambda: spoil(ddp))
-    dist.barrier()
-    assert_grads(grads_of(ddp), right)
-    assert_trains(ddp, rank)
 
 
 # Each rank's host: hosts of different sizes, and hosts whose ranks are not consecutive.

@@ -18,9 +18,7 @@ from tests.models import linears
 from torchddp import Precision
 from torchddp.harness.launch import RankJob, launch
 from torchddp.optim import OSS
-from torchddp.profiler import monitor, profile
 from torchddp.traffic import Traffic, of_model
-from torchddp.transport.select import open_transport
 
 WIDTH = 12
 # Elements that divide into shards (units of 128) for 1 to 4 ranks, and too many bytes for a slot.
@@ -174,38 +172,6 @@ def test_a_hook_reports_its_bytes():
     assert plain.traffic() == builtin.traffic() == {"hook": Traffic(nbytes, None)}
     assert telling.traffic() == {"hook": hook.traffic} and hook.traffic.payload_bytes == nbytes
     assert "wire_bytes_c10d" not in plain._get_ddp_logging_data()
-
-    told = []
-    for ddp in (plain, telling):
-        monitor(ddp, lambda step, values: told.append(values))
-        with profile(ddp) as recorded:
-            for _ in range(3):
-                step(ddp)
-        assert recorded.traffic == ddp.traffic()
-        sent = "?" if ddp is plain else f"{hook.traffic.wire_bytes} B"
-        said = " ".join(recorded.report(merged=True).split())
-        assert f"as gradients, {sent} on the wire (hook)" in said, said
-    assert ["ddp/wire_bytes" in values for values in told] == [False, False, True, True]
-
-
-@on_ranks(3)
-def test_every_operation_of_a_transport_is_counted(rank):
-    whole, part, root = torch.ones(24), torch.ones(8), rank == 1
-    nbytes, ring = whole.nbytes, whole.nbytes * 2 // 3
-    # Bytes to reduce or move, and the bytes that this rank sends through the process group or reads.
-    operations = {
-        "all_reduce": ((whole,), nbytes, 2 * ring, 2 * nbytes),
-        "reduce": ((whole, 1), nbytes, 0 if root else nbytes, 2 * nbytes if root else 0),
-        "reduce_scatter": ((part, whole), nbytes, ring, ring),
-        "all_gather": ((whole, part), nbytes, ring, ring),
-        "broadcast": ((whole, 1), nbytes, ring, 0 if root else nbytes),
-        "barrier": ((), 0, 0, 0),
-    }
-    for choice, (name, (given, payload, sent, read)) in each(["c10d", "shm"], operations.items()):
-        transport = open_transport(choice, dist.group.WORLD)
-        getattr(transport, name)(*given, transport.make_work(), wait=True)
-        wanted = (payload, sent if choice == "c10d" else read)
-        assert transport.traffic.get(choice, (0, 0)) == wanted
 
 
 @on_ranks(1)

@@ -100,20 +100,6 @@ def test_equal_to_one_process_with_all_samples(rank, dtype, transport, world_siz
         check_steps(model, rank, counts[:world_size], dtype, steps=3)
 
 
-@over_both
-@on_ranks(1, 2, 3, 4)
-def test_compared_with_a_plain_average(rank, transport):
-    """Equal weights give bitwise the same, and so do steps without weights between others."""
-    weighted, plain = (DDP(Net(), transport=transport, bucket_cap_mb=SMALL) for _ in range(2))
-    for step in range(5):
-        for model in (weighted, plain):
-            model.zero_grad()
-            if model is weighted and step % 2 == 0:
-                model.weigh(7)
-            mean_loss(model(samples(rank, step, 7))).backward()
-        assert_same(weighted, grads_of(plain), rtol=0)
-
-
 @on_ranks(2)
 def test_gradients_that_are_changed_between_backwards_of_a_step(rank):
     """Replaced or cleared, they are what the rest of it begins with. Scaled after a step began with them: an error."""
@@ -235,8 +221,6 @@ def test_steps_without_any_weight(rank, transport):
 @on_ranks(2)
 def test_missing_and_wrong_weights(rank):
     model = DDP(Net(), weighted=True)
-    with pytest.raises(RuntimeError, match=rf"rank {rank}: a backward has begun .*Call weigh\(n\) before each"):
-        mean_loss(model(samples(rank, 0, 2))).backward()
     model.zero_grad()
     mean_loss(model.module(samples(rank, 0, 2))).backward()  # bypasses the wrapper
     with pytest.raises(RuntimeError, match=rf"rank {rank}: weigh\(\) was called, but there are gradients of"):
@@ -298,24 +282,6 @@ def test_weights_are_sent_with_the_first_bucket(rank, transport):
     if rank < 2:
         model.update_process_group(pair)
         check_steps(model, rank, SAMPLES[:2], steps=1)
-
-
-@over_both
-@on_ranks(4)
-def test_thawed_in_the_middle_of_a_step(rank, transport):
-    """Accumulated gradients keep their weight."""
-    for options in each([{}, {"precision": Precision(main_grads=torch.float32)}]):
-        model = DDP(Net(), transport=transport, bucket_cap_mb=SMALL, **options)
-        model.module.other.requires_grad_(False)
-        for micro, count in enumerate(MICROBATCHES[rank]):
-            if micro == 1:
-                model.refresh_trainable()
-            with model.no_sync() if micro < 2 else nullcontext():
-                model.weigh(count)
-                mean_loss(model(samples(rank, micro, count))).backward()
-        want = {name: grad for name, grad in reference(MICROBATCHES).items() if not name.startswith("other")}
-        got = grads_of(model, "main_grad" if options else "grad")
-        assert_grads({name: got[name] for name in want}, want, RTOL[torch.float32])
 
 
 @on_ranks(2)

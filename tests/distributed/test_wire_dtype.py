@@ -52,8 +52,6 @@ def test_other_dtypes_are_sent_unchanged_and_bad_arguments(rank):
     assert_grads(grads_of(ddp), grads_of(plain), rtol=0)
     with pytest.raises(ValueError, match=r"must be torch.bfloat16, torch.float16 or None, got torch.int8"):
         DistributedDataParallel(_model(), precision=Precision(wire=torch.int8))
-    with pytest.raises(RuntimeError, match=r"wire=\) needs shared memory .*c10d"):
-        DistributedDataParallel(_model(), transport="c10d", precision=Precision(wire=torch.bfloat16))
     with pytest.raises(
         ValueError, match=r"wire \(formerly wire_dtype\) is None on rank 0, 2, torch.bfloat16 on rank 1"
     ):

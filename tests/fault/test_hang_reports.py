@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import stat
-import threading
 import time
 from datetime import timedelta
 
@@ -211,38 +210,6 @@ def test_no_report_without_a_stall(tmp_path):
 
     assert run_ranks(work, 2, group_timeout_s=30.0) == [[], []]
     assert not list(tmp_path.iterdir())
-
-
-def test_a_training_loop_in_another_thread(tmp_path):
-    """As in some trainers: the report shows the loop thread's position, not the main thread's handled exception."""
-
-    def work(rank):
-        reports = Reports(tmp_path)
-        ddp = torchddp.DistributedDataParallel(
-            seeded(Mlp), transport="c10d", timeout=timedelta(seconds=TIMEOUT_S), checks=Checks(stall_report=STALL_S)
-        )
-
-        def loop_of_a_trainer():
-            for step in range(3):
-                step_on(ddp, rank, step)
-            if rank == 1:
-                assert wait_until((tmp_path / "raised").exists)
-                return
-            with pytest.raises(torchddp.TransportError):
-                step_on(ddp, rank, 3)
-            (tmp_path / "raised").touch()
-
-        try:
-            raise KeyError("of the main thread")
-        except KeyError:
-            loop = threading.Thread(target=loop_of_a_trainer)
-            loop.start()
-            loop.join()
-        return reports.texts
-
-    texts = [text for texts in run_ranks(work, 2) for text in texts]
-    assert len(texts) == 1 and "rank 1 is at step 3" in texts[0], texts
-    assert "of the main thread" not in texts[0] and "in loop_of_a_trainer" in texts[0], texts[0]
 
 
 @pytest.mark.parametrize("in_the_way", ["file", "link"])

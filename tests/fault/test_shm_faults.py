@@ -151,18 +151,6 @@ def test_survivors_continue_in_a_new_group(ddp_class, options):
     assert segments and not holders_of(segments)
 
 
-@on_ranks(4, needed_ranks=[0])
-def test_survivors_are_halved_twice(ddp_class, rank):
-    """Four ranks, then two, then one."""
-    ddp = trained(ddp_class, rank)
-    for alive, dead in (([0, 1], [2, 3]), ([0], [1])):
-        if rank in dead:
-            os.kill(os.getpid(), signal.SIGKILL)
-        assert_names(error_of_steps(ddp, rank, steps=1), f"[{dead[0]}-{dead[-1]}]")
-        ddp._update_process_group(dist.new_group(alive, use_local_synchronization=True))
-        assert_steps_of(ddp, rank, alive)
-
-
 @on_ranks(3, needed_ranks=[0, 2])
 def test_death_before_the_ranks_have_connected(ddp_class, rank):
     """Death between the exchange of addresses and of memory, when there is no connection yet."""
@@ -182,16 +170,6 @@ def test_nothing_is_mapped_once_model_and_gradients_are_gone(ddp_class, rank):
     kept = held.clone()
     assert torch.equal(held, kept)
     del held
-    assert not segments_of()
-
-
-@on_ranks(2)
-def test_repeated_wrapping_leaves_no_file_open(ddp_class, rank):
-    wrap(ddp_class)
-    before = os.listdir("/proc/self/fd")
-    for _ in range(5):
-        step_on(wrap(ddp_class), rank)
-    assert len(os.listdir("/proc/self/fd")) <= len(before)
     assert not segments_of()
 
 

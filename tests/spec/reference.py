@@ -484,10 +484,6 @@ def _dense(value: Tensor) -> Tensor:
 Sum = Callable[[Sequence[Tensor]], Tensor]
 
 
-def _all_reduce_hook(grads: Sequence[Tensor], size: int, add: Sum) -> Tensor:
-    return add([grad / size for grad in grads])
-
-
 def _compress_hook(dtype: torch.dtype) -> Callable[[Sequence[Tensor], int, Sum], Tensor]:
     """torch's hooks: cast, then divide, then sum in 16 bits."""
     return lambda grads, size, add: add([grad.to(dtype) / size for grad in grads]).to(grads[0].dtype)
@@ -495,7 +491,7 @@ def _compress_hook(dtype: torch.dtype) -> Callable[[Sequence[Tensor], int, Sum],
 
 # torch's communication hooks. Each gets the ranks' gradients as they are sent.
 _HOOKS: dict[str, Callable[[Sequence[Tensor], int, Sum], Tensor]] = {
-    "allreduce": _all_reduce_hook,
+    "allreduce": lambda grads, size, add: add([grad / size for grad in grads]),
     "fp16": _compress_hook(torch.float16),
     "bf16": _compress_hook(torch.bfloat16),
 }

@@ -124,10 +124,6 @@ def _meaningless(words: str, **values: str | set[str]) -> Exclusion:
     return Exclusion({name: {v} if isinstance(v, str) else v for name, v in values.items()}, None, words)
 
 
-def _fault(words: str, **values: str | set[str]) -> Exclusion:
-    return _meaningless(words, **values)
-
-
 def _but(name: str, *values: str) -> set[str]:
     return set(COLUMNS[name]) - set(values)
 
@@ -264,31 +260,31 @@ TORCH_COLUMNS = {
     "wrapper": ("one", "two at once", "two in turn"),
 }
 TORCH_FAULTS = [
-    _fault(
+    _meaningless(
         "a rank without inputs uses all parameters",
         find_unused_parameters=YES,
         join=_but("join", "never"),
         use=_but("use", "all"),
     ),
-    _fault(
+    _meaningless(
         "waits for buckets that others skip", skip_all_reduce_unused_params=YES, join=_but("join", "never"), use="never"
     ),
-    _fault(
+    _meaningless(
         "waits for a message that a static graph doesn't send",
         static_graph=YES,
         find_unused_parameters=YES,
         join=_but("join", "never"),
     ),
-    _fault("two wrappers can't share views", gradient_as_bucket_view=YES, wrapper={"two at once", "two in turn"}),
-    _fault(
+    _meaningless("two wrappers can't share views", gradient_as_bucket_view=YES, wrapper={"two at once", "two in turn"}),
+    _meaningless(
         "raises if what a second backward has used was cleared",
         find_unused_parameters=YES,
         micro="retain",
         use={"one rank"},
     ),
-    _fault("stops reducing", static_graph=YES, wrapper={"two at once", "two in turn"}),
-    _fault("meets a bug of its own", find_unused_parameters=YES, wrapper="two in turn", use=_but("use", "all")),
-    _fault("crashes, or stops reducing", static_graph=YES, micro=_but("micro", "one")),
-    _fault("has no sparse zeros to send", model="sparse", use=_but("use", "all")),
-    _fault("refuses this hook on CPUs", comm_hook=HOOK.format("bf16_compress")),
+    _meaningless("stops reducing", static_graph=YES, wrapper={"two at once", "two in turn"}),
+    _meaningless("meets a bug of its own", find_unused_parameters=YES, wrapper="two in turn", use=_but("use", "all")),
+    _meaningless("crashes, or stops reducing", static_graph=YES, micro=_but("micro", "one")),
+    _meaningless("has no sparse zeros to send", model="sparse", use=_but("use", "all")),
+    _meaningless("refuses this hook on CPUs", comm_hook=HOOK.format("bf16_compress")),
 ]

@@ -115,7 +115,7 @@ def test_code_paths_of_devices(ranks, kind):
     check(covering_array(columns, 2, table.FORBIDDEN), ddp=ON_DEVICES + kind)
 
 
-# Whatever rows the array has: what tests/mutations.py counts on, and what needs more than three values together.
+# Whatever rows the array has: what needs more than three values together, or once was wrong.
 NAMED = {
     "two wrappers in one backward": {"wrapper": "two at once", "model": "sparse"},
     "an owner sets gradients": {"wrapper": "sharded", "edit": "assign before", "zero": "keep"},

@@ -37,13 +37,6 @@ def remove_home(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "home", mock.Mock(side_effect=RuntimeError("no home")))
 
 
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
 def wait_until(condition: Callable[[], Any], timeout_s: float = 120.0) -> bool:
     until_s = time.monotonic() + timeout_s
     while not condition() and time.monotonic() < until_s:

@@ -4,11 +4,6 @@ import json
 import math
 import os
 import re
-import signal
-import subprocess
-import sys
-import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,16 +13,11 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import trace
-from benchmarks.cases import collective
-from benchmarks.cases.collective import LIBRARIES, Library
-from tests.gpu.overlap import Overlap, is_computation, overlap
-from tests.harness import each, on_ranks
-from tests.programs import ROOT
+from tests.harness import each
 from tests.unit import benchmark_models
-from tests.unit.helpers import assert_refused, is_running, printed, wait_until
+from tests.unit.helpers import assert_refused, printed
 from torchddp.bench import cli, gradients, report
-from torchddp.bench.cases import DEFAULT_CASES, MIN_ROUNDS, BenchCase, Job, Settings, one_launch
+from torchddp.bench.cases import DEFAULT_CASES, MIN_ROUNDS, BenchCase, Settings, one_launch
 from torchddp.bench.registry import CASES, USERS_CASES
 from torchddp.bench.report import save_results
 from torchddp.bench.step_time import step_time_result
@@ -186,15 +176,6 @@ def test_saved_results_are_split_by_case_and_read_back(tmp_path: Path) -> None:
     assert written[1].read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_wrong_argument_of_a_developers_case_is_refused(capsys):
-    for arguments, words in (
-        (["--set", "op=nope"], "--set op: there is no 'nope'; choose from all_reduce, broadcast"),
-        (["--set", "sizes=0"], "--set sizes: must be a whole number from 1"),
-        (["--model", "gpt"], "--model: collective takes no model."),
-    ):
-        assert_refused(partial(cli.main, cases=[collective.CASE]), ["--case", "collective", *arguments], words, capsys)
-
-
 def test_a_wrong_argument_is_refused_in_one_sentence(capsys):
     for arguments, words in (
         (["--case", "nope"], "There is no case 'nope'; choose from step_time, exposed, memory, per_param, "),
@@ -220,8 +201,7 @@ def test_a_wrong_argument_is_refused_in_one_sentence(capsys):
 @pytest.mark.slow
 def test_wrong_gradients_end_the_run_and_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     """Ranks get different batches even from a model with a fixed batch, or the check could not fail."""
-    own = OWN
-    arguments = ["--case", "per_param", "--model", f"{own}:with_tuple", "--vs", f"{own}.NotAveraging"]
+    arguments = ["--case", "per_param", "--model", f"{OWN}:with_tuple", "--vs", f"{OWN}.NotAveraging"]
     assert cli.main([*arguments, *TORCH, "--seconds", "0.1", "--world-size", "2"]) == 1
     captured = capsys.readouterr()
     assert "WrongGradientsError" in captured.err and "NotAveraging' on model" in captured.err
@@ -233,33 +213,6 @@ def test_a_rank_that_dies_ends_the_run(capsys: pytest.CaptureFixture[str]) -> No
     brief = ["--case", "per_param", "--seconds", "0.1", "--caps", "25"]
     assert cli.main([*brief, *TORCH, "--vs", f"{__name__}.Dying"]) == 1
     assert "rank 0: its process died without a message" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_no_rank_outlives_a_killed_command() -> None:
-    arguments = ["--case", "per_param", "--world-size", "2", "--seconds", "1000", *TORCH]
-    command = subprocess.Popen([sys.executable, "-m", "benchmarks", *arguments], cwd=ROOT, stdout=subprocess.DEVNULL)
-    children = Path(f"/proc/{command.pid}/task/{command.pid}/children")
-    try:
-        # Two ranks and multiprocessing's resource tracker.
-        assert wait_until(lambda: len(children.read_text().split()) >= 2)
-        time.sleep(3)
-        ranks = list(map(int, children.read_text().split()))
-        command.send_signal(signal.SIGKILL)
-        command.wait(300)
-        assert ranks and wait_until(lambda: not any(map(is_running, ranks)))
-    finally:
-        command.kill()
-        command.wait(300)
-
-
-def test_ratios_of_whole_steps_are_to_torchs_best_row() -> None:
-    result = step_time()
-    rows = by_name(result["variants"])
-    assert result["best_torch"] == "torch tuned, cap 25" and result["rounds"] == ROUNDS
-    assert rows["torchddp default"]["ratio_to_best_torch"]["median"] == 0.75
-    assert rows["no DDP"]["ratio_to_best_torch"]["median"] == 0.625
-    assert rows["torch tuned, cap 25"]["ratio_to_best_torch"] is None
 
 
 @pytest.mark.rest_is_thorough("arguments0-*")
@@ -347,107 +300,3 @@ def test_an_invalid_model_is_reported_in_one_sentence(monkeypatch):
     for model, words in each(cases):
         with pytest.raises(ArgumentError, match=f"^--model {model}: .*{words}"):
             prove(model, 0)
-
-
-MB = 1024**2
-
-
-@on_ranks(1)
-def test_inputs_are_restored_before_every_call_and_wrong_results_are_named() -> None:
-    found: list[torch.Tensor] = []
-
-    def bind(source: torch.Tensor, target: torch.Tensor) -> dict[str, collective.Run]:
-        def run() -> None:
-            found.append(source.clone())
-            target.mul_(2)  # the sum of two equal ranks
-
-        return {"all_reduce": run}
-
-    trial = collective.Trial("x", Library(torch.empty, bind), "all_reduce", 1000, barrier=lambda: None)
-    trial.step()
-    words = r"all_reduce of 'x' on rank 0: \d+ of 1000 elements are wrong, the first at index \d+ with value"
-    with pytest.raises(collective.WrongResultError, match=words):
-        trial.check()
-    assert len(found) == collective.LEAD_IN_SMALL + 2
-    assert all(torch.equal(one, collective.stamp(0, 1000)) for one in found)
-
-
-def timed(operation: str) -> dict[str, Any]:
-    job = Job("collective", (), (), 2, seconds=0.02, options={"sizes": (1024, 4096)})
-    return collective.measure(job, operation, lambda done, total: None)
-
-
-@on_ranks(2)
-def test_every_library_that_opens_is_timed(rank: int) -> None:
-    for operation in each(collective.BUS_FACTORS):
-        raw = timed(operation)
-        if rank != 0:
-            continue
-        assert raw["names"] == [name for name in LIBRARIES if name not in raw["unavailable"]]
-        assert {"gloo", "c10d", "torchddp_shm"} <= set(raw["names"])
-        assert [size["bytes"] for size in raw["sizes"]] == [1024, 4096]
-        for size in raw["sizes"]:
-            assert size["time_us"].shape[0] == len(raw["names"]) and size["time_us"].shape[1] >= MIN_ROUNDS
-            assert (size["time_us"] > 0).all() and (size["slowest_us"] >= size["time_us"]).all()
-
-
-def collectives(operation: str = "all_reduce", names: tuple[str, ...] = tuple(LIBRARIES), **changed: Any) -> Any:
-    sizes = []
-    for nbytes, times_us in ((1024, (100.0, 10.0, 90.0, 5.0, 20.0)), (16 * MB, (8e3, 9e3, 8e3, 4e3, 5e3))):
-        time_us = np.array([[one] * 20 for one in times_us[: len(names)]])
-        sizes.append({"bytes": nbytes, "time_us": time_us, "slowest_us": 2 * time_us})
-    plain = {"operation": operation, "processors": 8, "unavailable": {}, "names": list(names), "sizes": sizes}
-    return collective.collective_result(plain | changed, world_size=4)
-
-
-def test_torchddp_is_compared_with_the_fastest_peer_of_each_size() -> None:
-    result = collectives()
-    assert [size["best_peer"] for size in result["sizes"]] == ["mpich", "gloo"]
-    small, large = (by_name(size["implementations"]) for size in result["sizes"])
-    assert small["shm"]["best_peer_ratio"]["median"] == pytest.approx(0.5)
-    assert small["torchddp_shm"]["best_peer_ratio"]["median"] == pytest.approx(2.0)
-    assert large["shm"]["best_peer_ratio"]["median"] == pytest.approx(0.5)
-    assert small["mpich"]["best_peer_ratio"] is None and large["mpich"]["best_peer_ratio"] is None
-    assert small["shm"]["slowest_rank_us"]["median"] == pytest.approx(10.0)
-    bandwidth = 16 * MB / 4e-3 / 1e9
-    for operation, factor in (("all_reduce", 1.5), ("broadcast", 1.0), ("all_gather", 0.75), ("reduce_scatter", 0.75)):
-        row = by_name(collectives(operation)["sizes"][1]["implementations"])["shm"]
-        assert row["busbw_gb_per_s"] == pytest.approx(factor * bandwidth), operation
-
-
-def device_event(category: str, name: str, stream: int, start: float, duration: float) -> dict[str, Any]:
-    return {"ph": "X", "cat": category, "name": name, "ts": start, "dur": duration, "args": {"stream": stream}}
-
-
-def parsed(*entries: dict[str, Any]) -> list[trace.DeviceEvent]:
-    host = {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": 0.0, "dur": 900.0, "args": {}}
-    begin = {"ph": "s", "cat": "ac2g", "name": "ac2g", "ts": 0.0, "id": 1}
-    return trace.parse_trace({"traceEvents": [host, begin, *entries]})
-
-
-NCCL = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
-
-
-def test_device_events_and_their_overlap_are_read_from_a_trace() -> None:
-    events = parsed(
-        device_event("gpu_memset", "Memset (Device)", 7, 30.0, 1.0),
-        device_event("kernel", "gemm", 7, 10.0, 5.0),
-        device_event("gpu_memcpy", "Memcpy DtoD", 20, 20.0, 2.0),
-    )
-    found = [(event.kind, event.stream, event.end_us) for event in events]
-    assert found == [("kernel", 7, 15.0), ("copy", 20, 22.0), ("fill", 7, 31.0)]
-    assert trace.count(events, 2) == trace.Counts(kernels=0.5, copies=0.5, fills=0.5)
-    events = parsed(
-        device_event("kernel", "gemm", 7, 0.0, 10.0),
-        device_event("kernel", "torchddp::pack", 20, 10.0, 1.0),
-        device_event("kernel", NCCL, 20, 11.0, 10.0),
-        device_event("kernel", "gemm", 7, 10.0, 5.0),
-        device_event("kernel", "gemm", 9, 12.0, 5.0),
-        device_event("kernel", NCCL, 7, 30.0, 4.0),
-    )
-    assert overlap(events) == Overlap(
-        collectives=2, on_their_own_stream=1, begun_before_the_end=1, overlapped_us=6.0, total_us=14.0
-    )
-    of_one_rank = "void (anonymous namespace)::oneRankReduce<FuncPreMulSum<float> >(void*, void*, unsigned long)"
-    (event,) = parsed(device_event("kernel", of_one_rank, 7, 0.0, 1.0))
-    assert trace.is_collective(event) and not is_computation(event)

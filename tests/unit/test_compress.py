@@ -115,14 +115,6 @@ def test_gaps_between_slots_are_found_and_overlaps_refused():
         Layout((C,), 12)
 
 
-@pytest.mark.parametrize(("begin", "end"), [(0, 16), (0, 6), (6, 16), (5, 7), (10, 20), (16, 20)])
-def test_gaps_in_a_range_are_cleared(begin, end):
-    part = torch.ones(end - begin)
-    PADDED.clear_gaps(part, begin)
-    inside = [any(slot.offset <= i < slot.end for slot in PADDED.slots) for i in range(begin, end)]
-    assert part.tolist() == [float(used) for used in inside]
-
-
 def test_residuals_follow_parameters_to_other_layouts_and_ranks():
     residuals, like = Residuals(), torch.empty(0)
     held = residuals.of(PADDED, like, 0, 16)

@@ -84,24 +84,6 @@ def test_every_block_runs_or_says_why_not(page):
     assert not [f"{name_of(page)}:{line}: {text}" for line, text in found if text]
 
 
-def test_wrong_markers_and_commands_are_found():
-    for text, wrong in (
-        ("```python\n1 / 0\n```", ""),  # run below
-        ("```sh\npip install 'torchddp[cli]'\ntorchddp tune --model mlp   # comment\n```", ""),
-        ("    rank 1 died", "must be fenced"),
-        ("```\nrank 1 died\n```", "name its language"),
-        ("<!-- runs: tests/unit/test_docs_blocks.py -->\n```python\n1\n```", "does not read no_such_"),
-        ("<!-- not run: tests/unit/no_such_test.py does -->\n```text\n1\n```", "does not exist"),
-        ("```sh\ntorchrun --nproc-per-node 2 -m torchddp trace --nothing\n```", "no option --nothing"),
-        ("```sh\nmake no-such-target\n```", "no target no-such-target"),
-        ("```sh\npython -m tests.fuzz --no-such-option\n```", "no option --no-such-option"),
-        ("```sh\nrm -r build\n```", "can't be checked"),
-    ):
-        page = Path("no_such_" + "page.md")
-        found = "; ".join(filter(None, (complaint(page, block) for block in blocks(text))))
-        assert wrong in found if wrong else not found, (text, found)
-
-
 def commands(code):
     """The words of each command, without comments and text after two spaces."""
     for line in code.replace("\\\n", "").splitlines():

@@ -3,23 +3,18 @@
 import ast
 import inspect
 import json
-import pkgutil
 import re
 import subprocess
 
 import pytest
-import torch
 
 import torchddp
-from benchmarks import pages, summary
+from benchmarks import pages
 from scripts import write_command_page
 from scripts.docs_hooks import ROOT
-from tests.pages import PAGE, rows, sections, spans
+from tests.pages import rows, sections, spans
 from tests.parity.compare import TorchDDP
 from torchddp.cli import checks
-from torchddp.comm_hooks import NAMES
-from torchddp.optim import OSS
-from torchddp.sync import DDPSyncStrategy, accumulate, even_batches
 
 DOCS = ROOT / "docs"
 PUBLIC = """averaging comm_hooks composable fault_tolerance integrations/accelerate integrations/lightning optim
@@ -110,19 +105,8 @@ def test_every_environment_variable_has_a_row():
 RESULTS = ROOT / "benchmarks" / "results"
 
 
-@pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.stem)
-def test_committed_results_are_summaries(path):
-    result = json.loads(path.read_text())
-    assert {"date", "command", "machine", "results"} <= result.keys()
-    assert path.stat().st_size < 20_000 and summary.summarized(result) == result
-
-
-def test_the_readmes_chart_and_table_show_the_newest_result():
-    axis = pages.chart().axes[0]
+def test_the_readmes_table_shows_the_newest_result():
     result = json.loads(max(RESULTS.glob("*-exposed-*.json")).read_text())
-    assert [label.get_text() for label in axis.get_yticklabels()] == [model["title"] for model in result["results"]]
-    ours = [row["cost"][1] for model in result["results"] for row in model["variants"] if row["name"] == pages.OURS]
-    assert [bar.get_width() for bar in axis.patches][-len(ours) :] == ours and len(axis.patches) == 3 * len(ours)
     readme = (pages.DOCS.parent / "README.md").read_text()
     for model in result["results"]:
         rows = {row["name"]: row for row in model["variants"]}
@@ -148,11 +132,6 @@ def arguments_of(*callables):
     return {name for one in callables for name in inspect.signature(one).parameters}
 
 
-OURS = arguments_of(
-    torchddp.DDP, torchddp.Precision, torchddp.Checks, torchddp.ShardedDataParallel, OSS, accumulate, even_batches
-)
-
-
 def named_in(section, heading):
     """Arguments in the first column of the table with this heading."""
     table = sections()[section].split(heading)[1].split("\n\n")[0]
@@ -168,32 +147,3 @@ def test_every_argument_has_a_row():
         ("From Horovod", "| argument of DistributedOptimizer |", set(HOROVOD.split())),
     ):
         assert arguments - named_in(section, heading) == set(), section
-
-
-def test_named_arguments_methods_and_values_exist():
-    """`name=value` in the column "here" is an argument of torchddp, or of the torch function named in that cell."""
-    seen = set()
-    for section, text in sections().items():
-        for _, here in rows(text):
-            for span in spans(here) if section != "What went" else ():
-                for name in re.findall(r"\b(\w+)=", span):
-                    seen.add(name)
-                    torchs = "torch.nn.Embedding" in span or span in ("use_reentrant=False", "async_op=True")
-                    assert torchs or name in OURS, f"{name} in `{span}`"
-    assert {"comm_hook", "sync", "bucket_cap_mb", "transport", "process_group"} <= seen
-    names = set()
-    for span in spans(PAGE.read_text().partition("## What went")[0]):
-        names.update(re.findall(r"\b(?:torchddp|torch)(?:\.\w+)+", span))
-        for method in re.findall(r"\bmodel\.(\w+)\(", span):
-            assert hasattr(torchddp.DDP, method), method
-    assert len(names) > 20
-    for name in sorted(names):
-        pkgutil.resolve_name(name)
-    text = PAGE.read_text()
-    assert set(re.findall(r'comm_hook="(\w+)"', text)) <= set(NAMES)
-    assert set(re.findall(r'sync="(\w+)"', text)) <= {strategy.value for strategy in DDPSyncStrategy}
-    assert set(re.findall(r'transport="(\w+)"', text)) <= {"auto", "c10d", "shm", "nccl"}
-    assert inspect.signature(OSS).parameters["optim"].default is torch.optim.AdamW
-    assert "filter_params_fn" not in inspect.signature(OSS.clip_grad_norm).parameters
-    for function in ("broadcast_object_list", "all_gather_object", "all_reduce", "all_gather_into_tensor"):
-        assert hasattr(torch.distributed, function), function

@@ -161,10 +161,17 @@ def test_one_module_names_what_is_private_in_torch() -> None:
 
 
 def test_import_torchddp_loads_few_modules() -> None:
-    """It loads nothing that only compression, planning and sharding need."""
-    listing = "import sys, torchddp; print(*(m for m in sys.modules if m.split('.')[0] == 'torchddp'))"
+    """It loads nothing that only compression, planning and sharding need, and of torch no compiler."""
+    listing = (
+        "import torch, sys; before = set(sys.modules); import torchddp; print(*(set(sys.modules) - before))\n"
+        "print(torchddp.profiler.profile.__name__, torchddp.optim.OSS.__name__)"  # without importing them
+    )
     done = python("-c", listing)
-    loaded = done.stdout.split()
+    new, names = (line.split() for line in done.stdout.splitlines())
+    assert names == ["profile", "OSS"]
+    heavy = {"torch._dynamo", "torch._inductor", "torch.distributed.fsdp", "matplotlib", "rich", "numpy.testing"}
+    assert not heavy & set(new)
+    loaded = [name for name in new if name.split(".")[0] == "torchddp"]
     assert "torchddp.ddp.module" in loaded and len(loaded) <= 36, (loaded, done.stderr)
     allowed = {*PACKAGE[: PACKAGE.index("ddp") + 1], "_C", "_assembly"}
     assert {name.split(".")[1] for name in loaded if name != "torchddp"} <= allowed

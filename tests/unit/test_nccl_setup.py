@@ -1,7 +1,6 @@
 """Setup of NCCL communicators with a fake NCCL, without a GPU: peers, options, sharing, and the choice of transport."""
 
 import datetime
-import json
 import weakref
 from types import SimpleNamespace
 from unittest import mock
@@ -13,7 +12,6 @@ import torch.distributed as dist
 from tests.harness import each, on_ranks
 from torchddp import _C, _torch
 from torchddp.transport import nccl, select
-from torchddp.transport.agreement import StoreExchange
 from torchddp.transport.nccl import NcclPeer
 
 CUDA = torch.device("cuda", 0)
@@ -203,23 +201,6 @@ def test_a_rank_reports_why_it_cannot_use_nccl():
         with replaced(**functions):
             problem = NcclPeer.of_this_rank(group, CUDA, "").problem
         assert words in problem and bool(problem) == bool(words), (bound, functions)
-
-
-def test_a_rank_reads_all_values_from_a_store_in_one_request(tmp_path):
-    for store in (
-        dist.HashStore(),
-        dist.FileStore(str(tmp_path / "store"), 3),
-        dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False),
-        dist.PrefixStore("a", dist.PrefixStore("b", dist.HashStore())),
-    ):
-        for rank in (1, 2):
-            store.set(f"0/{rank}", json.dumps({"rank": rank}))
-        counted = mock.Mock(wraps=store)
-        told = StoreExchange(counted, 0, 3, MINUTE, "this test").gather({"rank": 0})
-        assert told == [{"rank": rank} for rank in range(3)], store
-        calls = sorted(name for name, _, _ in counted.method_calls if name != "has_extended_api")
-        reads = ["multi_get", "set"] if store.has_extended_api() else [*["get"] * 3, "set"]
-        assert calls == [*reads, "wait"], store
 
 
 @pytest.mark.skipif(_C.with_cuda, reason="this build has CUDA")

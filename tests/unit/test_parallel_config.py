@@ -10,13 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
 from tests.harness import assert_each_raises, each
 from torchddp import Precision
-from torchddp.parallel.config import DTYPES, STRATEGIES, ParallelConfig
+from torchddp.parallel.config import ParallelConfig
 from torchddp.parallel.fully import blocks_of
 from torchddp.parallel.groups import plan_layout
 
@@ -141,39 +139,6 @@ def test_a_config_is_read_from_command_line_arguments():
         (["kind.x=3"], ValueError, "unknown option 'kind.x'"),
     )
     assert_each_raises(*((partial(ParallelConfig.from_cli, args), *expected) for args, *expected in cases))
-
-
-_SIZES = st.none() | st.integers(1, 64)
-_COMMON = {
-    "sync_module_states": st.booleans(),
-    "model_parallel": _SIZES,
-    "data_parallel": _SIZES,
-    "parallel_backend": st.sampled_from([None, "gloo", "nccl", "cpu:gloo,cuda:nccl"]),
-    "device_type": st.sampled_from([None, "cpu", "cuda"]),
-}
-_VALUES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8)
-_DDP = st.dictionaries(
-    st.sampled_from(["bucket_cap_mb", "transport", "static_graph", "comm_hook", "timeout", "precision.wire"]), _VALUES
-)
-_NAMES = st.lists(st.from_regex(r"[A-Za-z_][A-Za-z0-9_.]{0,9}", fullmatch=True), max_size=3)
-CONFIGS = st.builds(ParallelConfig, kind=st.sampled_from(["auto", "ddp"]), ddp=_DDP, **_COMMON) | st.builds(
-    ParallelConfig,
-    kind=st.sampled_from(["auto", "fsdp"]),
-    use_fsdp=st.just(True),
-    sharding_strategy=st.none() | st.sampled_from(STRATEGIES),
-    cpu_offload=st.booleans(),
-    param_dtype=st.none() | st.sampled_from(DTYPES),
-    reduce_dtype=st.none() | st.sampled_from(DTYPES),
-    wrap=st.none() | _NAMES.map(tuple),
-    forward_prefetch=st.integers(0, 3),
-    backward_prefetch=st.integers(0, 3),
-    **_COMMON,
-)
-
-
-@given(config=CONFIGS)
-def test_files_round_trip(config: ParallelConfig):
-    assert ParallelConfig.from_mapping(json.loads(json.dumps(config.as_dict()))) == config
 
 
 def test_classes_to_wrap_are_written_by_name_and_functions_are_refused():

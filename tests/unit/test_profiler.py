@@ -448,20 +448,3 @@ def test_every_word_of_the_page_is_explained_there_and_in_the_docs() -> None:
         what for rank in profile_numbers(late_profile())["ranks"] for _, what, _, _ in spans(rank)
     ):
         assert what in TERMS
-
-
-def test_the_chrome_trace_has_processes_threads_and_durations() -> None:
-    profile = late_profile()
-    trace = json.loads(json.dumps(chrome_trace(profile, profile.steps[:1])))
-    events = trace["traceEvents"]
-    threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    assert threads == {(rank, i): n for rank in (0, 1) for i, n in enumerate(("autograd", "bucket 0", "bucket 1"))}
-    processes = {e["args"]["name"] for e in events if e["name"] == "process_name"}
-    assert processes == {"rank 0 (host-one)", "rank 1 (host-two)"}
-    (flight,) = [e for e in events if e["name"] == "in flight" and (e["pid"], e["tid"]) == (1, 2)]
-    assert (flight["ph"], flight["ts"], flight["dur"]) == ("X", 64000.0, 6000.0)
-    assert flight["args"]["held back by"] == "first.weight" and flight["args"]["size"] == "400 B"
-    instants = [e["name"] for e in events if e["ph"] == "i" and e["pid"] == 0]
-    assert instants == ["last.bias", "last.weight", "first.bias", "first.weight"]
-    assert all(e["dur"] > 0 for e in events if e["ph"] == "X")
-    assert trace["otherData"]["clock_uncertainty_us"] == [0, 0.005]

@@ -1,7 +1,6 @@
 """The checks behind Makefile targets, GitHub's workflows, and the index that pip installs wheels from."""
 
 import itertools
-import json
 import os
 import re
 import shutil
@@ -14,84 +13,20 @@ from typing import Any
 import pytest
 import yaml
 
-from scripts import check_compat, check_symbols
 from scripts.build_index import main
 from scripts.build_wheel import PLATFORM, minor_version, variant_name
-from scripts.check_conformance import WORLD_SIZES, expected_tests, read_outcome
 from tests.programs import ROOT
 from torchddp._import_check import wheel_advice
-
-
-def test_missed_conformance_tests_are_found(tmp_path: Path) -> None:
-    path, statuses = tmp_path / "results.json", {"a": "pass", "b": "fail", "d": "pass"}
-    path.write_text(json.dumps({"results": {name: {"status": status} for name, status in statuses.items()}}))
-    outcome = read_outcome(path, expected=frozenset({"a", "b", "gone"}))
-    assert outcome.missed == ["b", "gone"]
-    assert outcome.passed == {"a", "d"} and outcome.reasons["b"].startswith("fail")
-    for world_size in WORLD_SIZES:
-        wanted = expected_tests(world_size)
-        assert len(wanted) > 90 and all(name.startswith("WheelDistTest.test_") for name in wanted), world_size
-
-
-def test_missing_symbols_are_found_in_a_real_library(tmp_path: Path) -> None:
-    source, library = tmp_path / "a.c", tmp_path / "a.so"
-    source.write_text(
-        "int puts(const char*); int nowhere(void); void PyErr_Clear(void); __attribute__((weak)) int perhaps(void);\n"
-        'int f(void) { PyErr_Clear(); return puts("a") + nowhere() + (perhaps ? perhaps() : 0); }\n'
-    )
-    subprocess.run(["cc", "-shared", "-fPIC", "-o", str(library), str(source)], check=True)
-    libraries = check_symbols.needed_libraries(library)
-    assert libraries == ["libc.so.6"]
-    defined = check_symbols.nm(check_symbols.library_path("libc.so.6", []), "--defined-only")
-    needed = check_symbols.nm(library, "--undefined-only")
-    assert any(name.startswith("puts@GLIBC_") for name in needed) and "perhaps" in needed
-    assert check_symbols.missing_symbols(needed, set(defined)) == ["nowhere"]
-    # A symbol must exist with its version.
-    needed = check_symbols.symbols("U cudaMalloc@libcudart.so.13\nU cudaNew@libcudart.so.13\nU plain\n")
-    older = set(check_symbols.symbols("1 T cudaMalloc@@libcudart.so.13\n2 T cudaNew@libcudart.so.12\n3 T plain@@V\n"))
-    assert check_symbols.missing_symbols(needed, older) == ["cudaNew@libcudart.so.13"]
-
-
-CLASHES = "namespace { struct Own { int value; }; }\nint %s() { return Own{1}.value; }"
-BROKEN = "template <class T> int h(T t) { return t.gone; }\nint g() { return h(2); }"
-
-
-def test_the_source_that_does_not_compile_is_named(tmp_path: Path) -> None:
-    for texts, failing, words in (
-        ((CLASHES % "f", CLASHES % "g"), [], ""),  # names that clash only in a unity build
-        (("int f() { return 1; }", BROKEN), ["1.cpp"], "gone"),
-        (("void f() { int unused = 1; }",), ["0.cpp"], "unused"),  # a warning
-    ):
-        commands = {}
-        for number, text in enumerate(texts):
-            path = tmp_path / f"{number}.cpp"
-            path.write_text(text)
-            commands[path] = f"c++ -std=c++20 -Wall -isystem /x/torch/include -o a.o -c {path}"
-        (check,) = check_compat.grouped(commands, "2.11.0", tmp_path)
-        found = check_compat.failures(check)
-        assert [path.name for path in found] == failing and all(words in text for text in found.values()), texts
-
-
-def test_a_private_name_that_another_torch_lacks_is_found(tmp_path):
-    (tmp_path / "torch/utils").mkdir(parents=True)
-    (tmp_path / "torch/utils/tree.py").write_text("def _map(): ...\n")
-    seam = tmp_path / "_torch.py"
-    seam.write_text("from torch.utils.tree import _map, _gone\nfrom torch.moved import _there\n")
-    assert check_compat.missing_names(tmp_path, seam) == ["torch.utils.tree._gone", "torch.moved._there"]
-
 
 tomllib = pytest.importorskip("tomllib", reason="needs Python 3.11")
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
-def load(name: str) -> dict[str, Any]:
-    return yaml.safe_load((ROOT / ".github" / "workflows" / name).read_text())
-
-
 def wheel_jobs() -> list[dict[str, str]]:
     """Expand the matrix as GitHub does: an entry of `include` extends the combinations it matches."""
-    matrix = load("release.yml")["jobs"]["wheel"]["strategy"]["matrix"]
+    release: Any = yaml.safe_load((ROOT / ".github" / "workflows" / "release.yml").read_text())
+    matrix = release["jobs"]["wheel"]["strategy"]["matrix"]
     names = ("torch", "device", "python")
     jobs = [dict(zip(names, values, strict=True)) for values in itertools.product(*(matrix[name] for name in names))]
     jobs = [job for job in jobs if not any(rule.items() <= job.items() for rule in matrix["exclude"])]

@@ -33,7 +33,6 @@ from torchddp.simulate.network import (
     Line,
     Link,
     all_reduce_lines,
-    make_hop,
     parse_link,
 )
 from torchddp.simulate.predict import Message, Scene, make_all_reduce, make_point, model_error, predict, run_backward
@@ -63,11 +62,6 @@ def test_costs_of_algorithms_match_their_closed_forms() -> None:
     # 2 x (2 log2(4) + 2 blocks) rounds, each with a block of 1 / (2 blocks).
     assert (first.cost.alpha_s, first.cost.beta_s_per_byte) == pytest.approx((2 * 6 * 10e-6, 6e-9))
     assert last.cost.beta_s_per_byte == pytest.approx(2e-9, rel=1e-3)  # down and up, each at the full rate
-    # Powers of two come close to the best number of blocks.
-    nbytes, rounds = 1e7, 4
-    exact = min(2 * (rounds + 2 * k) * (10e-6 + nbytes * 1e-9 / (2 * k)) for k in range(1, 4096))
-    assert AllReduce(lines(TREE, 4)).best(nbytes).cost.seconds(nbytes) == pytest.approx(exact, rel=0.03)
-    assert AllReduce(lines(TREE, 4)).best(nbytes).cost.seconds(nbytes) >= exact * (1 - 1e-12)
     either = AllReduce([*lines(RING, 4096), *lines(TREE, 4096)])
     assert [either.best(nbytes).algorithm for nbytes in (64, 1e6, 1e12)] == [TREE, TREE, RING]
     flat, on_hosts = lines(TREE, 4)[0].cost, lines(TREE, 32, 8)[0].cost
@@ -85,33 +79,10 @@ def test_costs_of_algorithms_match_their_closed_forms() -> None:
     assert (alone.cost.alpha_s, alone.cost.beta_s_per_byte) == pytest.approx((6e-6, 1.5e-11))
 
 
-@pytest.mark.parametrize(("device", "world_size"), [("cpu", 2), ("cpu", 8), ("cuda", 64)])
-def test_the_recorded_link_has_the_recorded_cost(device: str, world_size: int) -> None:
-    profile = with_host(make_profile(device=device, world_size=world_size), 0.4e-9, 2e-4)
-    # Measured with two ranks: one byte moved per byte, in two steps, but no more than the recorded cost.
-    volume, steps = 2 * (world_size - 1) / world_size, 2 * (world_size - 1)
-    host = (min(1e-9, volume * 0.4e-9), min(1e-3, steps / 2 * 2e-4)) if device == "cpu" else (0.0, 0.0)
-    (line,) = make_all_reduce(profile, MEASURED, Layout(world_size)).lines
-    found = (line.cost.alpha_s, line.cost.beta_s_per_byte, line.cost.host_s_per_byte, line.cost.host_s_per_message)
-    assert found == pytest.approx((1e-3, 1e-9, *host))
-
-
-def test_recorded_costs_are_scaled_to_other_world_sizes_and_links() -> None:
+def test_recorded_costs_are_scaled_to_other_world_sizes() -> None:
     (line,) = make_all_reduce(make_profile(world_size=2), MEASURED, Layout(8)).lines
     # 14 steps instead of 2, 1.75 bytes moved instead of 1.
     assert (line.cost.alpha_s, line.cost.beta_s_per_byte) == pytest.approx((7e-3, 1.75e-9))
-    profile = with_host(make_profile(device="cpu"), 0.4e-9, 2e-4)
-    slow, fast = (make_hop(profile, parse_link(text)) for text in ("100mbit", "400gbit,5us"))
-    assert slow.s_per_byte == pytest.approx(80e-9 / TCP) and slow.step_s == pytest.approx(0.5e-3)  # recorded latency
-    assert fast.s_per_byte == pytest.approx(0.4e-9) and fast.step_s == pytest.approx(5e-6 + 1e-4)
-    hop = make_hop(with_host(make_profile(device="cuda"), 1e-9, 1e-3), Link("l", "l", 1e10, 1e-6))
-    assert hop == Hop(1e-6, 1e-10, 0.0, 0.0)
-    # A profile of shared memory, say: faster than TCP.
-    profile = with_host(make_profile(device="cpu"), 5e-9, 1e-2)
-    recorded, other = make_hop(profile, MEASURED), make_hop(profile, parse_link("400gbit,0us"))
-    assert recorded.s_per_byte == pytest.approx(1e-9) and recorded.step_s == pytest.approx(0.5e-3)
-    assert other.s_per_byte == pytest.approx(5e-9) and other.step_s == pytest.approx(5e-3)
-    assert make_hop(profile, parse_link("1gbit")).step_s == pytest.approx(5e-3)
 
 
 def test_links_are_parsed_by_name_and_by_rate() -> None:
@@ -139,24 +110,6 @@ def test_predicted_steps_match_steps_computed_by_hand() -> None:
     messages = [Message(10, 5, 4), Message(20, 3, 3), Message(30, 2, 1)]
     assert run_backward(30, messages, shared_cpu=False) == 32  # sent from 10 to 15, 20 to 23, 30 to 32
     assert run_backward(30, messages, shared_cpu=True) == 39  # from 10 to 15, 24 to 27, 37 to 39
-
-
-def fluid_end(backward_s: float, messages: list[Message]) -> float:
-    """Simulates time directly: while a message is in flight, compute gets the share of the core that it leaves."""
-    now_s = progress_s = 0.0
-    for message in messages:
-        waited_s = max(0.0, min(message.ready_s, backward_s) - progress_s)
-        now_s += waited_s + message.duration_s
-        progress_s = min(backward_s, progress_s + waited_s + message.duration_s - message.host_s)
-    return now_s + backward_s - progress_s
-
-
-@given(st.lists(st.tuples(st.floats(0, 10), st.floats(0.01, 5), st.floats(0, 1)), max_size=8))
-def test_backward_on_a_shared_core_matches_a_direct_simulation(drawn: list[tuple[float, float, float]]) -> None:
-    messages = [Message(ready, duration, duration * share) for ready, duration, share in drawn]
-    end_s = run_backward(10.0, messages, shared_cpu=True)
-    assert end_s == pytest.approx(fluid_end(10.0, messages))
-    assert end_s >= 10.0 + sum(message.host_s for message in messages) - 1e-9
 
 
 def profiles(device: str) -> st.SearchStrategy[StepProfile]:
@@ -327,17 +280,9 @@ def test_json_and_plot_hold_the_points_of_the_tables(profile, tmp_path, shown):
     points = result["points"]
     assert document.keys() == new_document("simulate", "", {}).keys() and document["kind"] == "torchddp simulate"
     assert document["date"] and document["verdict"].startswith("eth10, 2 ranks: ")
-    assert [(p["link"]["name"], p["world_size"]) for p in points] == [
-        ("eth10", 2),
-        ("eth10", 64),
-        ("5gbit", 2),
-        ("5gbit", 64),
-    ]
+    drawn = [(p["link"]["name"], p["world_size"]) for p in points]
+    assert drawn == [("eth10", 2), ("eth10", 64), ("5gbit", 2), ("5gbit", 64)]
     assert result["gradients"] == [f"layer{i}.weight" for i in range(6)]
-    for point in points:
-        for plan in (point["recorded"], point["best"]):
-            assert plan["step_s"] == pytest.approx(plan["compute_s"] + plan["exposed_s"])
-            assert sorted(i for bucket in plan["buckets"] for i in bucket) == list(range(6))
     assert png.read_bytes().startswith(b"\x89PNG")
     rows = re.findall(r"^(\d+) +([\d.]+) +[\d.]+ +[\d.]+%", out, re.MULTILINE)
     expected = [(str(p["world_size"]), float(p["recorded"]["step_s"] * 1e3)) for p in points]

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import setuptools
-import torch
 
 from tests.programs import ROOT
 
@@ -106,35 +105,3 @@ def test_without_a_compiler_one_sentence_names_the_package(checkout: Path) -> No
     said = refusal(build(checkout, CXX="/nowhere/g++"))
     assert said.endswith("no C++ compiler was found; on Debian and Ubuntu install one with: apt-get install g++")
     assert build(checkout)[0] == 0  # a compiler that is installed later is found
-
-
-def built_version(folder: Path) -> str:
-    (extension,) = (folder / "torchddp").glob("_C*.so")
-    return re.search(rb"\d+\.\d+\.\d+\+\w+\.torch\d+\.\d+", extension.read_bytes())[0].decode()
-
-
-@pytest.mark.slow
-def test_a_stale_build_folder_is_rebuilt(checkout: Path, tmp_path: Path) -> None:
-    def is_built_from_the_start(folder: Path, **variables: str) -> bool:
-        code, printed = build(folder, **variables)
-        assert code == 0, printed
-        return "rebuilding it from scratch" in printed
-
-    assert not is_built_from_the_start(checkout)
-    version = built_version(checkout)
-    copy = tmp_path / "copy"
-    shutil.copytree(checkout, copy)
-    assert is_built_from_the_start(copy)
-    cache = copy / "build" / "cpu" / "CMakeCache.txt"
-    assert f"CMAKE_HOME_DIRECTORY:INTERNAL={copy}\n" in cache.read_text()
-    # A compiler that has been removed, or was found on another machine.
-    text, replaced = re.subn(r"(?m)^(CMAKE_CXX_COMPILER:\w+)=.*$", r"\1=/gone/c++", cache.read_text())
-    assert replaced == 1
-    cache.write_text(text)
-    assert is_built_from_the_start(copy)
-    # Another torch: everything is recompiled in the same folder.
-    variables = write_torch(tmp_path / "other", "2.12.0+cpu", None)
-    for name in ("lib", "include"):
-        (tmp_path / "other" / "torch" / name).symlink_to(Path(torch.__file__).parent / name)
-    assert not is_built_from_the_start(copy, **variables)
-    assert built_version(copy) == version.replace(f"torch{version.rpartition('torch')[2]}", "torch2.12")
