@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.utils.hooks import RemovableHandle
 
@@ -32,9 +31,9 @@ _profiled: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 def checked_model(model: object) -> DistributedDataParallel:
     """Return the model if its gradients pass through torchddp's reducer; TypeError or ValueError otherwise."""
     if not isinstance(model, DistributedDataParallel):
+        kind = f"{type(model).__module__}.{type(model).__qualname__}"
         raise TypeError(
-            "torchddp.profiler needs a torchddp.DistributedDataParallel, whose reducer measures the times; got "
-            f"{torch.typename(model)}"
+            f"torchddp.profiler needs a torchddp.DistributedDataParallel, whose reducer measures the times; got {kind}"
         )
     check_reduces(model)
     return model
