@@ -1,15 +1,16 @@
 """Writes the exact versions of everything that an environment of the Makefile installs: requirements/GROUP.txt.
 
-pyproject.toml's dependency groups name what the project uses itself; what those packages need, pip chooses here once. The
-files are constraints (`pip install --group dev -c requirements/dev.txt`), without addresses, so any index serves.
+pyproject.toml's dependency groups name what the project uses itself; pip chooses here, once, what those packages need.
+The files are constraints (`pip install --group dev -c requirements/dev.txt`), without addresses, so any index serves.
 """
 
 import argparse
 import json
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
+
+import tomllib
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "requirements"

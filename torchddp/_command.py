@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _COMMAND = "torchddp"
+HELP_OPTIONS = ("-h", "--help")
 
 
 def is_command(argv: Sequence[str] | None = None, orig_argv: Sequence[str] | None = None) -> bool:
@@ -30,7 +31,7 @@ def only_explains() -> bool:
     """True if this process is the command and prints its help, its version or completions: nothing that needs torch."""
     asked = sys.argv[1:]
     return is_command() and (
-        not asked or not {"-h", "--help", "--version"}.isdisjoint(asked) or "_TORCHDDP_COMPLETE" in os.environ
+        not asked or not {*HELP_OPTIONS, "--version"}.isdisjoint(asked) or "_TORCHDDP_COMPLETE" in os.environ
     )
 
 

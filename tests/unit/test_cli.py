@@ -18,7 +18,7 @@ from tests.programs import ROOT
 from tests.unit.helpers import assert_refused, wait_until
 from torchddp.cli.app import make_app
 from torchddp.harness import models
-from torchddp.harness.command import CONTEXT, check_output, run_app
+from torchddp.harness.command import check_output, run_app
 from torchddp.harness.launch import Inbox, LaunchError, RankJob, follow
 from torchddp.harness.models import find_factory, prove
 from torchddp.harness.variants import ArgumentError
@@ -176,7 +176,7 @@ def test_unusable_output_paths_are_refused(tmp_path: Path, monkeypatch: pytest.M
 
 def test_a_second_interrupt_does_not_disturb_the_cleanup(capsys: pytest.CaptureFixture[str]) -> None:
     cleaned = []
-    one = typer.Typer(context_settings=CONTEXT)
+    one = typer.Typer(context_settings={"help_option_names": ["-h", "--help"]})
 
     @one.command()
     def wait() -> None:

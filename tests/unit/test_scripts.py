@@ -1,6 +1,5 @@
 """The checks behind Makefile targets, GitHub's workflows, and the index that pip installs wheels from."""
 
-import itertools
 import os
 import re
 import shutil
@@ -8,48 +7,18 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
 
 from scripts.build_index import main
 from scripts.build_wheel import PLATFORM, minor_version, variant_name
+from scripts.lock import ENVIRONMENTS
 from tests.programs import ROOT
 from torchddp._import_check import wheel_advice
 
 tomllib = pytest.importorskip("tomllib", reason="needs Python 3.11")
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-
-
-def wheel_jobs() -> list[dict[str, str]]:
-    """Expand the matrix as GitHub does: an entry of `include` extends the combinations it matches."""
-    release: Any = yaml.safe_load((ROOT / ".github" / "workflows" / "release.yml").read_text())
-    matrix = release["jobs"]["wheel"]["strategy"]["matrix"]
-    names = ("torch", "device", "python")
-    jobs = [dict(zip(names, values, strict=True)) for values in itertools.product(*(matrix[name] for name in names))]
-    jobs = [job for job in jobs if not any(rule.items() <= job.items() for rule in matrix["exclude"])]
-    for job in jobs:
-        for extra in matrix["include"]:
-            if all(job.get(name, value) == value for name, value in extra.items() if name in names):
-                job |= extra
-    return jobs
-
-
-def test_a_release_has_the_ten_wheels_that_the_docs_list() -> None:
-    """Each row of the first table of docs/install.md, with the command that installs its wheel."""
-    page = (ROOT / "docs" / "install.md").read_text()
-    row = r"^\| (\S+) \| (\S+).* \| (\S+) \| `pip install --no-deps RELEASE/torchddp-(\S+)-(\S+)-(\S+)-(\S+)\.whl` \|$"
-    rows = re.findall(row, page, re.MULTILINE)
-    version = PROJECT["tool"]["torchddp"]["version"]
-    expected = set()
-    for job in wheel_jobs():
-        tag = f"cp{job['python'].replace('.', '')}"
-        device = "CPU" if job["variant"] == "cpu" else "CUDA"
-        name = f"{version}+{job['variant']}.torch{job['torch']}"
-        expected.add((job["torch"], device, job["python"], name, tag, tag, "manylinux_2_28_x86_64"))
-    assert set(rows) == expected and len(rows) == 10
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
@@ -64,13 +33,24 @@ def test_actions_and_pip_are_pinned_and_scripts_and_groups_exist(path: Path) -> 
     assert set(re.findall(r"pip==\S+", text)) <= {pinned}
 
 
-def test_dependency_groups_are_pinned() -> None:
-    for name, requirements in PROJECT["dependency-groups"].items():
-        for requirement in requirements:
-            if isinstance(requirement, dict):
-                assert requirement.keys() == {"include-group"}, name
-            else:
-                assert re.fullmatch(r"[\w.-]+(\[\w+\])?={2,3}[\w.]+", requirement), (name, requirement)
+def versions_of(group: str) -> dict[str, str]:
+    """By package's name, the version that a dependency group and those that it includes pin."""
+    pinned: dict[str, str] = {}
+    for requirement in PROJECT["dependency-groups"][group]:
+        if isinstance(requirement, dict):
+            pinned |= versions_of(requirement["include-group"])
+        else:
+            named = re.fullmatch(r"([\w.-]+)(?:\[\w+\])?={2,3}([\w.]+)", requirement)
+            assert named is not None, (group, requirement)
+            pinned[named[1].lower().replace("_", "-")] = named[2]
+    return pinned
+
+
+@pytest.mark.parametrize("group", ENVIRONMENTS)
+def test_locked_versions_are_those_that_the_project_asks_for(group: str) -> None:
+    _, *lines = (ROOT / "requirements" / f"{group}.txt").read_text().splitlines()
+    locked = dict(line.split("==") for line in lines)
+    assert versions_of(group).items() <= locked.items()
 
 
 TAG = f"cp{sys.version_info.major}{sys.version_info.minor}"

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from torchddp._command import HELP_OPTIONS
 from torchddp.bench.cases import DEFAULT_CASES, BenchCase, Settings
 from torchddp.harness import command
 from torchddp.harness.launch import LaunchError
@@ -171,6 +172,8 @@ def main(arguments: Sequence[str], cases: Sequence[BenchCase] = ()) -> int:
         from torchddp.bench.registry import register
 
         register(cases)
-    app = typer.Typer(add_completion=False, rich_markup_mode=None, context_settings=command.CONTEXT)
+    app = typer.Typer(
+        add_completion=False, rich_markup_mode=None, context_settings={"help_option_names": [*HELP_OPTIONS]}
+    )
     app.command(help=developers_help(cases))(benchmark)
     return command.run_app(app, "python -m benchmarks", arguments)

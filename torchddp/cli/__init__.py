@@ -3,6 +3,8 @@
 import os
 import sys
 
+from torchddp._command import HELP_OPTIONS, only_explains
+
 WHAT_IS_MISSING = "torchddp: all commands but `torchddp doctor` need typer and rich: pip install typer rich"
 
 
@@ -19,7 +21,11 @@ def main() -> None:
 
         sys.exit(doctor.main(arguments[1:]))
     from torchddp.cli.app import make_app
-    from torchddp.harness.command import run_app
 
     completed = os.environ.get("COMP_WORDS", "") + os.environ.get("_TYPER_COMPLETE_ARGS", "")
-    sys.exit(run_app(make_app([*arguments, *completed.split()]), "torchddp", arguments))
+    app = make_app([*arguments, *completed.split()])
+    if only_explains() and {*arguments} <= {*HELP_OPTIONS, "--version"}:
+        app(arguments, prog_name="torchddp")  # which exits; it needs nothing that shows results
+    from torchddp.harness.command import run_app
+
+    sys.exit(run_app(app, "torchddp", arguments))

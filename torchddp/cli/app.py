@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from torchddp.harness.command import CONTEXT
+from torchddp._command import HELP_OPTIONS
 from torchddp.harness.srun import set_rank_variables
 
 HELP = """Measure, tune and check data-parallel training with torchddp.
@@ -43,7 +43,9 @@ COMMANDS: dict[str, tuple[str, str | Callable[..., None], str]] = {
 
 def make_app(wanted: Container[str] = COMMANDS) -> typer.Typer:
     """The command with its subcommands; one that isn't wanted has only its short help, and is not loaded."""
-    app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, context_settings=CONTEXT)
+    app = typer.Typer(
+        rich_markup_mode=None, pretty_exceptions_enable=False, context_settings={"help_option_names": [*HELP_OPTIONS]}
+    )
     app.callback(invoke_without_command=True, help=HELP)(torchddp)
     for name, (place, function, short) in COMMANDS.items():
         if name not in wanted:

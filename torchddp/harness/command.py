@@ -35,9 +35,6 @@ MODEL_HELP = f"{', '.join(MODEL_NAMES)}, or your own: package.module:factory or 
 # Unsure: the measurements don't allow an answer.
 EXIT_FAILED, EXIT_BAD_ARGUMENT, EXIT_UNSURE = 1, 2, 3
 
-# For every app: -h as well as --help.
-CONTEXT = {"help_option_names": ["-h", "--help"]}
-
 
 def parse_caps(text: str) -> tuple[float, ...]:
     """'1,5,25' -> (1.0, 5.0, 25.0)."""

@@ -122,8 +122,7 @@ def _go_on(work: _C.Work, answers: torch.Tensor, source: _Source[T], rank: int, 
         work.wait()
     except TransportError as error:
         raise TransportError(
-            f"{error}
-even_batches on rank {rank}: ranks could not agree on batch {number}: one died or left its loop."
+            f"{error}\neven_batches on rank {rank}: could not agree on batch {number}: one died or left its loop."
         ) from error
     if source.error is not None:
         raise source.error
