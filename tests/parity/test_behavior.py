@@ -16,7 +16,6 @@ from tests.models import (
     NormNet,
     assert_grads,
     assert_steps,
-    assert_trains,
     batch,
     expected_grads,
     grads_of,
@@ -26,11 +25,6 @@ from tests.models import (
     step_on,
     storage_of,
 )
-
-
-@on_ranks(2)
-def test_gradients_are_averaged_in_each_of_several_steps(ddp_class, rank):
-    assert_trains(ddp_class(seeded(Mlp), bucket_cap_mb=0.001), rank, steps=range(4))
 
 
 @on_ranks(2)

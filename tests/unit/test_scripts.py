@@ -8,7 +8,6 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -25,8 +24,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 def wheel_jobs() -> list[dict[str, str]]:
     """Expand the matrix as GitHub does: an entry of `include` extends the combinations it matches."""
-    release: Any = yaml.safe_load((ROOT / ".github" / "workflows" / "release.yml").read_text())
-    matrix = release["jobs"]["wheel"]["strategy"]["matrix"]
+    matrix = yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text())["jobs"]["wheel"]["strategy"]["matrix"]
     names = ("torch", "device", "python")
     jobs = [dict(zip(names, values, strict=True)) for values in itertools.product(*(matrix[name] for name in names))]
     jobs = [job for job in jobs if not any(rule.items() <= job.items() for rule in matrix["exclude"])]
