@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.utils.checkpoint import checkpoint
 
 from tests.harness import future_of, on_ranks
@@ -255,15 +254,6 @@ def test_logging_data_of_a_static_graph(ddp_class, rank):
         for step in range(steps):
             step_on(ddp, rank, step)
         assert not ddp._get_ddp_logging_data().get("can_set_static_graph")
-
-
-@on_ranks(2)
-def test_logging_data_of_the_comm_hook(ddp_class, rank):
-    ddp = ddp_class(seeded(Mlp))
-    ddp.register_comm_hook(None, default_hooks.allreduce_hook)
-    step_on(ddp, rank)
-    step_on(ddp, rank)
-    assert ddp._get_ddp_logging_data()["comm_hook"] == "allreduce_hook"
 
 
 @on_ranks(2)
