@@ -1,32 +1,63 @@
 """Deliberately broken DDP classes: a suite that passes with one of these would miss the same fault in the real class.
 
-The fuzzer must catch those that tests/fuzz/test_fuzz.py lists.
+tests/parity/test_behavior.py must catch those of `IN_CLASS`, and the fuzzer those that tests/fuzz/test_fuzz.py lists.
 """
 
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.join import JoinHook
 
 import torchddp
 
 Base: Any = torchddp.DistributedDataParallel
 
 
-class SlightlyOff(Base):
-    """Gradients are too large by 1e-6 on one rank."""
+class DoubleGrad(Base):
+    """Gradients are twice as large as they should be."""
 
     def __init__(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
         super().__init__(module, *args, **kwargs)
-        factor = 1 + 1e-6 if dist.get_rank(self.process_group) == 1 else 1
         for p in module.parameters():
             if p.requires_grad:
-                p.register_hook(lambda grad: grad * factor)
+                p.register_hook(lambda grad: grad * self.factor())
+
+    def factor(self) -> float:
+        return 2
+
+
+class SlightlyOff(DoubleGrad):
+    """Gradients are too large by 1e-6 on one rank."""
+
+    def factor(self) -> float:
+        return 1 + 1e-6 if dist.get_rank(self.process_group) == 1 else 1
+
+
+class OnlyFirstStep(Base):
+    """Stops all-reducing after the first step, as a static graph with accumulation once did."""
+
+    forwards = 0
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.forwards += 1
+        with self.no_sync() if self.forwards > 1 else nullcontext():
+            return super().forward(*args, **kwargs)
+
+
+class ForgetsOneParameter(Base):
+    """The first parameter is never reduced."""
+
+    def __init__(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        first = next(name for name, _ in module.named_parameters())
+        ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        module._ddp_params_and_buffers_to_ignore = ignored | {first}  # type: ignore[assignment]
+        super().__init__(module, *args, **kwargs)
 
 
 class HookIgnored(Base):
@@ -35,12 +66,44 @@ class HookIgnored(Base):
     def register_comm_hook(self, state: object, hook: Any) -> None:
         pass
 
+    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
+        pass
 
-class NoInitSync(Base):
-    """Each rank keeps the weights that it was made with."""
+
+class AlwaysUnusedSearch(Base):
+    """find_unused_parameters is always on."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **{**kwargs, "init_sync": False})
+        super().__init__(*args, **{**kwargs, "find_unused_parameters": not kwargs.get("static_graph", False)})
+
+
+class NoJoinShadow(Base):
+    """A joined rank doesn't shadow the other ranks' collectives."""
+
+    def join_hook(self, **kwargs: Any) -> Any:
+        return JoinHook()
+
+
+class NoLogging(Base):
+    """Reports no logging data."""
+
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        return {}
+
+
+def with_options(name: str, **options: Any) -> Any:
+    """A class of this name that overrides these constructor options."""
+    return type(name, (Base,), {"__init__": lambda self, *a, **kw: Base.__init__(self, *a, **{**kw, **options})})
+
+
+NoBucketView = with_options("NoBucketView", gradient_as_bucket_view=False)
+NoStaticGraph = with_options("NoStaticGraph", static_graph=False)
+NoInitSync = with_options("NoInitSync", init_sync=False)
+NoUnusedSearch = with_options("NoUnusedSearch", find_unused_parameters=False)
+IN_CLASS = [
+    "DoubleGrad", "SlightlyOff", "OnlyFirstStep", "ForgetsOneParameter", "HookIgnored", "AlwaysUnusedSearch",
+    "NoJoinShadow", "NoLogging", "NoBucketView", "NoStaticGraph",
+]  # fmt: skip
 
 
 class ChangesKept(Base):
@@ -97,11 +160,28 @@ class DrawsNumbers(Base):
         return super().forward(*args, **kwargs)
 
 
+class DropsAccumulated(Base):
+    """Loses what was accumulated before the synchronized step."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.require_backward_grad_sync:
+            self.zero_grad()
+        return super().forward(*args, **kwargs)
+
+
 class NoBufferSync(Base):
     """Buffers are never broadcast after construction."""
 
     def _sync_buffers(self) -> None:
         pass
+
+
+class BuffersFromLastRank(Base):
+    """Buffers follow the last rank instead of rank 0."""
+
+    def _default_broadcast_coalesced(self, *args: Any, **kwargs: Any) -> None:
+        last = dist.get_world_size(self.process_group) - 1
+        super()._default_broadcast_coalesced(*args, **{**kwargs, "authoritative_rank": last})
 
 
 class IgnoresNoSync(Base):
@@ -110,6 +190,34 @@ class IgnoresNoSync(Base):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         yield
+
+
+class IgnoresIgnored(Base):
+    """Handles ignored parameters and buffers like all others."""
+
+    def __init__(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        if hasattr(module, "_ddp_params_and_buffers_to_ignore"):
+            del module._ddp_params_and_buffers_to_ignore
+        super().__init__(module, *args, **kwargs)
+
+
+class HookResultLost(Base):
+    """Runs the hook on a copy and drops its result, so that rank-local gradients stay."""
+
+    def register_comm_hook(self, state: object, hook: Any) -> None:
+        def lost(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+            kept = bucket.buffer().clone()
+            bucket.set_buffer(bucket.buffer().clone())
+            return hook(state, bucket).then(lambda _: kept)
+
+        super().register_comm_hook(state, lost)
+
+
+class OnlyTensorOutputs(Base):
+    """Searches for unused parameters only from outputs that are bare tensors."""
+
+    def _post_forward(self, output: Any) -> Any:
+        return super()._post_forward(output) if isinstance(output, Tensor) else output
 
 
 class Dies(Base):

@@ -35,6 +35,17 @@ def batch(rank, step):
 class Wrappers:
     """Programs with several wrappers of one module; each yields after every step."""
 
+    def in_turn_then_in_one_backward(cls, module, rank):
+        a, b = cls(module), cls(module)
+        for step in range(5):
+            module.zero_grad(set_to_none=False)
+            if step < 3:
+                for model in (a, b):
+                    model(batch(rank, step)).square().sum().backward()
+            else:
+                (a(batch(rank, step)) + b(batch(rank, step).flip(0) * 2)).square().sum().backward()
+            yield
+
     def of_a_part(cls, module, rank):
         part, whole = cls(module.last), cls(module)
         for step in range(3):
@@ -98,6 +109,25 @@ def test_each_wrapper_sends_this_ranks_own_gradients(rank, transport):
             want = torch.zeros(9, 4).index_add_(0, torch.tensor([0, 1, 3 + step]), torch.ones(3, 1) * module[1].weight)
             want[3 + step] *= 2
             torch.testing.assert_close(grad, 2 * want.detach())
+
+
+@over_both
+@on_ranks(2)
+def test_a_sparse_gradient_of_several_wrappers(rank, transport):
+    for is_used in each([True, False]):
+        table = seeded(lambda: nn.Embedding(9, 4, sparse=True))
+        module = nn.ModuleDict({"table": table, "head": nn.Linear(4, 1)})
+        module.forward = lambda rows: module["head"](table(rows) if is_used else torch.ones(2, 4))  # noqa: B023
+        models = [torchddp.DDP(module, transport=transport, find_unused_parameters=True) for _ in range(2)]
+        for times in (1, 2):  # without zero_grad()
+            held = table.weight.grad
+            sum(model(torch.tensor([rank, 3])) for model in models).sum().backward()
+            if not is_used:
+                assert table.weight.grad is None
+                continue
+            assert held is None or table.weight.grad is held
+            want = torch.zeros(9, 1).index_add_(0, torch.tensor([0, 1, 3]), torch.tensor([[1.0], [1.0], [2.0]]))
+            torch.testing.assert_close(table.weight.grad.to_dense(), times * want * module["head"].weight.detach())
 
 
 @on_ranks(2)

@@ -304,18 +304,6 @@ def test_messages_from_any_rank_of_a_subgroup(rank):
 
 
 @on_ranks(3)
-def test_only_the_two_ranks_of_a_message_call_anything(rank):
-    group = shm_group()
-    got = torch.zeros(10)
-    if rank == 0:
-        dist.send(stamp(0, 10), 1, group=group)
-    elif rank == 1:
-        dist.recv(got, 0, group=group)
-        assert torch.equal(got, stamp(0, 10))
-    dist.barrier()
-
-
-@on_ranks(3)
 def test_reductions_that_the_kernels_lack(rank):
     group = shm_group()
     inputs = [stamp(r, 6) for r in range(3)]

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 import torchddp
 from tests.harness import each, gathered, on_ranks
 from tests.models import Branches, Mlp, assert_grads, batch, expected_grads, grads_of, loss_of, seeded, step_on
+from tests.whole_buckets import WholeBuckets
 from torchddp.sync import DDPSyncStrategy, accumulate, prepare_ddp_module, sync_context
 
 SINGLE, MULTI, FORCED = DDPSyncStrategy
@@ -72,7 +73,8 @@ def test_forced_sync_of_torchs_own_class_is_refused(rank):
 
 
 @on_ranks(3)
-def test_forced_sync_without_a_search_and_without_a_backward(rank):
+def test_forced_sync_and_untouched_gradients(rank):
+    # Forced sync without a search and without a backward.
     for usage in each(USAGES):
         model = torchddp.DDP(make_branches())
         for step in range(2):
@@ -83,6 +85,18 @@ def test_forced_sync_without_a_search_and_without_a_backward(rank):
             backward(model, rank, micro, "left")
     assert_grads(grads_of(model), expected_grads(model.module, lambda m, r: r == 1 or run_step(m, r, LEFT)))
     assert_equal_on_all_ranks(model)
+
+    # Untouched gradients don't change.
+    for ddp_class, strategy in ((torchddp.DDP, FORCED), (torchddp.DDP, SINGLE), (WholeBuckets, FORCED)):
+        model = ddp_class(make_branches(), find_unused_parameters=True)
+        run_step(model, rank, [["right", "left"]] * 3, strategy)
+        before = grads_of(model)
+        run_step(model, rank, LEFT, strategy, step=1)
+        after = grads_of(model)
+        assert torch.equal(before["right.weight"], after["right.weight"])
+        assert after["never.weight"] is None
+        added = expected(LEFT, 3, 1)["left.weight"]
+        torch.testing.assert_close(after["left.weight"], before["left.weight"] + added, rtol=1e-10, atol=1e-12)
 
 
 @on_ranks(2)

@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.utils.checkpoint import checkpoint
 
 from tests.harness import future_of, on_ranks
@@ -16,7 +15,6 @@ from tests.models import (
     NormNet,
     assert_grads,
     assert_steps,
-    assert_trains,
     batch,
     expected_grads,
     grads_of,
@@ -26,11 +24,6 @@ from tests.models import (
     step_on,
     storage_of,
 )
-
-
-@on_ranks(2)
-def test_gradients_are_averaged_in_each_of_several_steps(ddp_class, rank):
-    assert_trains(ddp_class(seeded(Mlp), bucket_cap_mb=0.001), rank, steps=range(4))
 
 
 @on_ranks(2)
@@ -261,15 +254,6 @@ def test_logging_data_of_a_static_graph(ddp_class, rank):
         for step in range(steps):
             step_on(ddp, rank, step)
         assert not ddp._get_ddp_logging_data().get("can_set_static_graph")
-
-
-@on_ranks(2)
-def test_logging_data_of_the_comm_hook(ddp_class, rank):
-    ddp = ddp_class(seeded(Mlp))
-    ddp.register_comm_hook(None, default_hooks.allreduce_hook)
-    step_on(ddp, rank)
-    step_on(ddp, rank)
-    assert ddp._get_ddp_logging_data()["comm_hook"] == "allreduce_hook"
 
 
 @on_ranks(2)

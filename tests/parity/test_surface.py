@@ -1,7 +1,6 @@
 """The drop-in surface: constructor, subclass, state_dict, pickling, copies, nesting."""
 
 import contextlib
-import copy
 import inspect
 import pickle
 import warnings
@@ -123,18 +122,6 @@ def test_pickled_and_loaded_model_trains_on(ddp_class, static_graph, rank):
     assert type(loaded) is ddp_class and loaded.static_graph is static_graph
     assert_trains(loaded, rank)
     assert_trains(pickle.loads(pickle.dumps(loaded)), rank)
-
-
-@on_ranks(2)
-def test_deepcopy_trains_apart_from_the_original(ddp_class, rank):
-    ddp = ddp_class(seeded(Mlp))
-    step_on(ddp, rank)
-    before = grads_of(ddp)
-    twin = copy.deepcopy(ddp)
-    twin.zero_grad()
-    step_on(twin, rank, 1)
-    assert_grads(grads_of(ddp), before, rtol=0)
-    assert_grads(grads_of(twin), expected_grads(seeded(Mlp), lambda m, r: step_on(m, r, 1)))
 
 
 @on_ranks(2)

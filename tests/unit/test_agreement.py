@@ -13,7 +13,7 @@ import torch.distributed as dist
 from tests.harness import each, gathered, on_ranks, stay
 from torchddp import _C, TransportError
 from torchddp.transport import agreement, store
-from torchddp.transport.agreement import GroupExchange, Peer, StoreExchange, TransportExchange
+from torchddp.transport.agreement import Agreement, GroupExchange, Peer, StoreExchange, TransportExchange
 from torchddp.transport.select import open_transport
 
 CPU = torch.device("cpu")
@@ -159,6 +159,21 @@ def test_values_are_gathered_only_if_they_differ(rank, world_size):
 def test_ranks_per_host_counts_the_fullest_host(rank, monkeypatch):
     monkeypatch.setenv("TORCHDDP_HOST_ID", "ab"[rank // 2])
     assert agreement.ranks_per_host(TransportExchange(_C.C10dTransport(dist.group.WORLD), int, CPU)) == 2
+
+
+@on_ranks(3)
+def test_the_first_difference_between_ranks_is_raised_on_all_ranks(rank):
+    Agreement("OSS", dist.group.WORLD).verify(["a", "b"], {"size": "3"})
+    with pytest.raises(RuntimeError) as caught:
+        Agreement("The test", dist.group.WORLD).verify(["a", "c" if rank == 2 else "b"])
+    assert str(caught.value) == "The test needs the same parameters on all ranks. On rank 2 it is c, on rank 0 b."
+    with pytest.raises(ValueError) as caught:
+        Agreement("The test", dist.group.WORLD).verify(["a"], {"size": "3", "half": str(rank == 1)})
+    told = "The test needs the same options on all ranks: half is False on rank 0, 2, True on rank 1."
+    assert str(caught.value) == told
+    with pytest.raises(RuntimeError, match="different calls: OSS on rank 0, 1, clip on rank 2"):
+        Agreement("clip" if rank == 2 else "OSS", dist.group.WORLD).verify()
+    assert "only rank 1 has is b" in agreement.first_difference([["a"], ["a", "b"]])
 
 
 @pytest.mark.parametrize(

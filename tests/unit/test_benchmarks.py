@@ -1,9 +1,10 @@
-"""`torchddp bench`: statistics, cases, models, reports and errors; no process outlives the command."""
+"""`torchddp bench`: statistics, cases, models, reports and errors."""
 
 import json
 import math
 import os
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,11 +14,12 @@ import pytest
 import torch
 from torch import nn
 
-from tests.harness import each
+from benchmarks.cases import collective
+from tests.harness import each, on_ranks
 from tests.unit import benchmark_models
 from tests.unit.helpers import assert_refused, printed
-from torchddp.bench import cli, gradients, report
-from torchddp.bench.cases import DEFAULT_CASES, MIN_ROUNDS, BenchCase, Settings, one_launch
+from torchddp.bench import cli, gradients, report, timing
+from torchddp.bench.cases import DEFAULT_CASES, MIN_ROUNDS, BenchCase, Job, Settings, one_launch
 from torchddp.bench.registry import CASES, USERS_CASES
 from torchddp.bench.report import save_results
 from torchddp.bench.step_time import step_time_result
@@ -176,6 +178,15 @@ def test_saved_results_are_split_by_case_and_read_back(tmp_path: Path) -> None:
     assert written[1].read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_wrong_argument_of_a_developers_case_is_refused(capsys):
+    for arguments, words in (
+        (["--set", "op=nope"], "--set op: there is no 'nope'; choose from all_reduce, broadcast"),
+        (["--set", "sizes=0"], "--set sizes: must be a whole number from 1"),
+        (["--model", "gpt"], "--model: collective takes no model."),
+    ):
+        assert_refused(partial(cli.main, cases=[collective.CASE]), ["--case", "collective", *arguments], words, capsys)
+
+
 def test_a_wrong_argument_is_refused_in_one_sentence(capsys):
     for arguments, words in (
         (["--case", "nope"], "There is no case 'nope'; choose from step_time, exposed, memory, per_param, "),
@@ -300,3 +311,12 @@ def test_an_invalid_model_is_reported_in_one_sentence(monkeypatch):
     for model, words in each(cases):
         with pytest.raises(ArgumentError, match=f"^--model {model}: .*{words}"):
             prove(model, 0)
+
+
+@on_ranks(2)
+def test_every_round_times_every_variant() -> None:
+    runners = [mock.Mock(**{"step.side_effect": lambda *_, index=index: 1.0 + index}) for index in range(3)]
+    job = Job("none", (), (), 2, seconds=0.02)
+    timing.warm_up(runners, None, job)
+    times_ms = timing.over_ranks(timing.timed_rounds(runners, None, job, mock.Mock()), job)
+    assert times_ms.shape[1] >= MIN_ROUNDS and (times_ms == np.array([[1.0], [2.0], [3.0]])).all()

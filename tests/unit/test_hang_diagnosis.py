@@ -232,3 +232,10 @@ def test_waits_without_a_missing_rank_in_other_threads_and_on_other_groups():
         'rank 1 waits in barrier at train.py:12 (group "tp" of ranks 1 and 3), rank 3 is at save.py:20 in write; '
     )
     assert [culprit.rank for culprit in finding.culprits] == [3]
+
+
+def test_the_state_of_a_rank_in_a_call_goes_through_json_and_moves():
+    before = in_call(0, "barrier", 33)
+    assert RankState.from_json(json.loads(json.dumps(before.to_json()))) == before
+    assert not before.has_moved(in_call(0, "barrier", 33, waited_s=70.0)) and before.has_moved(absent(0))
+    assert before.has_moved(in_call(0, "barrier", 34))
