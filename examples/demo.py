@@ -137,7 +137,7 @@ def run_demo(
 @app.command()
 def main(
     quick: Annotated[bool, typer.Option("--quick", help="A shorter run, under a minute.")] = False,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of both runs.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed for both runs.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Write loss.png and result.json to this folder.")] = None,
     timeout: Annotated[float, typer.Option(min=1, help="Timeout of each launch, in seconds.")] = 300.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print only the result, as JSON, to stdout.")] = False,

@@ -220,7 +220,7 @@ def main(
         typer.Option(metavar="|".join(FAULT_CHOICES), help="Fault to inject; repeatable [default: kill, exception]."),
     ] = None,
     steps: Annotated[int, typer.Option(min=4, help="Optimizer steps; the fault occurs after 5/8 of them.")] = 40,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of all runs.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed for all runs.")] = 0,
     out: Annotated[Path, typer.Option(help="Folder for faults.json and faults.log.")] = ROOT / "runs" / "faults",
     timeout: Annotated[float, typer.Option(min=1, help="Timeout of each run, in seconds.")] = 180.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print only the result, as JSON, to stdout.")] = False,

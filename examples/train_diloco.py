@@ -48,7 +48,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100, help="inner steps of each rank [%(default)s]")
     parser.add_argument("--lr", type=float, default=3e-3, help="the inner AdamW's learning rate [%(default)s]")
     parser.add_argument("--sync-every", type=int, default=20, help="inner steps between averages [%(default)s]")
-    parser.add_argument("--wire", choices=WIRES, default="int8", help="[%(default)s]")
+    parser.add_argument(
+        "--wire", choices=WIRES, default="int8", help="format in which outer gradients are sent [%(default)s]"
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     with open_ranks("torchddp", "cpu") as ranks:

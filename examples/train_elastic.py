@@ -75,7 +75,7 @@ class ElasticTrainer(Trainer):
 
 @app.command()
 def main(
-    checkpoint: Annotated[Path, typer.Option(help="Where to save; training resumes from it if it exists.")],
+    checkpoint: Annotated[Path, typer.Option(help="Checkpoint file; training resumes from it if it exists.")],
     steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 40,
     save_every: Annotated[int, typer.Option(min=1, help="Steps between checkpoints; the last step is saved too.")] = 10,
     batch_size: Annotated[int, typer.Option(help="Windows per rank and step.")] = 8,
@@ -84,9 +84,9 @@ def main(
     width: Annotated[int, typer.Option(help="Width of the residual stream.")] = 64,
     heads: Annotated[int, typer.Option(help="Attention heads.")] = 4,
     dropout: Annotated[float, typer.Option(help="Dropout probability.")] = 0.1,
-    seed: Annotated[int, typer.Option(help="Seed of weights, batches and dropout.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed for weights, batches and dropout.")] = 0,
     threads: Annotated[int, typer.Option(help="Torch threads per rank.")] = _DEFAULT.threads,
-    data: Annotated[Path | None, typer.Option(help="File or folder [default: Python's source files].")] = None,
+    data: Annotated[Path | None, typer.Option(help="Text file or folder [default: Python's source files].")] = None,
     comm_hook: Annotated[
         str | None, typer.Option(metavar="|".join(COMM_HOOK_CHOICES), help="Compress gradients.")
     ] = None,
@@ -94,7 +94,7 @@ def main(
     die_at: Annotated[int, typer.Option(min=0, help="Step in which a rank fails, once (0: never).")] = 0,
     die_rank: Annotated[int, typer.Option(min=0, help="The rank that fails.")] = 1,
     how: Annotated[str, typer.Option(metavar="|".join(FAULT_CHOICES), help="How it fails.")] = "kill",
-    json_path: Annotated[Path | None, typer.Option("--json", help="Write losses and a digest of the weights.")] = None,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write losses and a hash of the weights.")] = None,
 ) -> None:
     """Train a small GPT from the last checkpoint, if any: a restarted run ends with an uninterrupted run's weights.
 

@@ -34,7 +34,7 @@ def _one_of(choices: tuple[str, ...]) -> str:
 @app.command()
 def main(
     steps: Annotated[int, typer.Option(help="Optimizer steps; the schedule spans them.")] = _DEFAULT.steps,
-    batch_size: Annotated[int, typer.Option(help="Windows per rank and micro-batch.")] = _DEFAULT.batch_size,
+    batch_size: Annotated[int, typer.Option(help="Windows per rank and microbatch.")] = _DEFAULT.batch_size,
     block_size: Annotated[int, typer.Option(help="Bytes per window.")] = _DEFAULT.block_size,
     layers: Annotated[int, typer.Option(help="Transformer blocks.")] = _DEFAULT.layers,
     width: Annotated[int, typer.Option(help="Width of the residual stream.")] = _DEFAULT.width,
@@ -43,20 +43,20 @@ def main(
     lr: Annotated[float, typer.Option(help="AdamW's peak learning rate.")] = _DEFAULT.lr,
     schedule: Annotated[str, typer.Option(metavar=_one_of(SCHEDULE_CHOICES), help="LR schedule.")] = "cosine",
     warmup_steps: Annotated[int, typer.Option(help="Steps of linear warm-up.")] = _DEFAULT.warmup_steps,
-    seed: Annotated[int, typer.Option(help="Seed of weights, batches and dropout.")] = _DEFAULT.seed,
+    seed: Annotated[int, typer.Option(help="Seed for weights, batches and dropout.")] = _DEFAULT.seed,
     eval_interval: Annotated[int, typer.Option(help="Steps between evaluations.")] = _DEFAULT.eval_interval,
     eval_batches: Annotated[int, typer.Option(help="Batches per rank and evaluation.")] = _DEFAULT.eval_batches,
-    grad_accum: Annotated[int, typer.Option(help="Micro-batches per step, under no_sync.")] = _DEFAULT.grad_accum,
+    grad_accum: Annotated[int, typer.Option(help="Microbatches per step, under no_sync.")] = _DEFAULT.grad_accum,
     ddp: Annotated[
-        str, typer.Option(metavar=_one_of(DDP_CHOICES), help="DDP class; 'none' trains in one process without one.")
+        str, typer.Option(metavar=_one_of(DDP_CHOICES), help="DDP class; 'none' trains in one process without DDP.")
     ] = _DEFAULT.ddp,
     device: Annotated[
-        str, typer.Option(metavar=_one_of(DEVICE_CHOICES), help="auto: CUDA when each rank has a GPU.")
+        str, typer.Option(metavar=_one_of(DEVICE_CHOICES), help="auto: CUDA if each rank has a GPU.")
     ] = _DEFAULT.device,
     threads: Annotated[int, typer.Option(help="Torch threads per rank.")] = _DEFAULT.threads,
-    data: Annotated[Path | None, typer.Option(help="File or folder [default: Python's source files].")] = None,
+    data: Annotated[Path | None, typer.Option(help="Text file or folder [default: Python's source files].")] = None,
     checkpoint: Annotated[Path | None, typer.Option(help="Checkpoint, saved at the end.")] = None,
-    save_every: Annotated[int, typer.Option(help="Steps between other checkpoints (0: none).")] = _DEFAULT.save_every,
+    save_every: Annotated[int, typer.Option(help="Steps between earlier checkpoints (0: none).")] = _DEFAULT.save_every,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from --checkpoint, with the same losses.")] = False,
     stop_after: Annotated[int | None, typer.Option(help="Stop after this step; the schedule stays the same.")] = None,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write the metrics to this file.")] = None,

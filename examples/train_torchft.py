@@ -87,7 +87,7 @@ def checksum(network: nn.Module) -> str:
 
 def main() -> None:
     """Train, and print steps, participants and the checksum of the weights."""
-    parser = argparse.ArgumentParser(description="One replica under a torchft Manager.")
+    parser = argparse.ArgumentParser(description="Train one replica under a torchft Manager.")
     parser.add_argument("--steps", type=int, default=200)
     arguments = parser.parse_args()
     from torchft import Optimizer

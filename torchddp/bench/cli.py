@@ -16,11 +16,11 @@ from torchddp.harness import command
 from torchddp.harness.launch import LaunchError
 from torchddp.harness.variants import TORCHDDP, load_class
 
-HELP = f"""Compare the speed of DistributedDataParallel classes: one launch, in which they take turns step by step.
+HELP = f"""Compare the speed of DistributedDataParallel classes, which take turns step by step in one launch.
 
 Gradients are checked before anything is timed. Absolute times drift between runs, so quote ratios from a single run,
-with their quartiles. A ratio is colored if its 95% interval excludes 1. Ranks run on the CPU, over gloo. The
-table shows torchddp and torch's best options; with --developer, all options, and how they are measured.
+with their quartiles. A ratio is colored if its 95% interval excludes 1. Ranks run on the CPU, over gloo. The table
+shows torchddp, and torch with its best options; --developer shows all options, and how they are measured.
 
 {command.FACTORY_HELP}
 
@@ -40,11 +40,11 @@ Examples:
   torchddp bench --case step_time --model train.py:make
       your own model
   torchddp bench --model gpt2 --seconds 120 --out results
-      many rounds of GPT-2 small; keep a picture and the numbers
+      many rounds of GPT-2 small; save a plot and the numbers
   torchddp bench --case exposed --vs mypackage.MyDDP
       your class next to torchddp's and torch's
   torchddp bench --ours torch.nn.parallel.DistributedDataParallel
-      torch against itself: the noise of the harness
+      torch against itself, which shows the noise
   torchddp bench --case all --json result.json --out results
       everything, about five minutes
 
@@ -81,15 +81,15 @@ def benchmark(
         bool, typer.Option("--ours-tuned", help="Also time the class under test with torch's tuned options.")
     ] = False,
     find_unused_parameters: command.FindUnusedParameters = False,
-    quick: Annotated[bool, typer.Option("--quick", help="Under 60 s: a smoke test. Do not quote its numbers.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="A smoke test under 60 s. Do not quote its numbers.")] = False,
     developer: Annotated[
         bool, typer.Option("--developer", help="Show every variant, the 90th percentiles, and how they are measured.")
     ] = False,
-    seed: Annotated[int, typer.Option(help="Seed of weights, data and the order of the steps.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed for weights, data and the order of steps.")] = 0,
     options: Annotated[list[str] | None, typer.Option("--set", metavar="NAME=VALUE", hidden=True)] = None,
     json_path: command.JsonFile = None,
     out: Annotated[
-        Path | None, typer.Option(help="Write <date>-<case>-<machine>.json and a .png plot into this folder.")
+        Path | None, typer.Option(help="Write <date>-<case>-<machine>.json and a .png plot to this folder.")
     ] = None,
 ) -> None:
     # Imported here so that the other `torchddp` commands start without torch or numpy.

@@ -30,8 +30,8 @@ HELP = """Check the installation: versions, transports, environment variables, a
 
 Tries each transport with processes that reduce a tensor, which takes a few seconds.
 
-Exit status 0: everything fits. 1: the extension does not load, was built for another torch, Python or CUDA, or a
-TORCHDDP_* variable has a wrong value. An unavailable transport is not an error; the reason is printed.
+Exit status 0: everything fits. 1: the extension does not load or was built for another version of torch, Python or
+CUDA, or a TORCHDDP_* variable has an invalid value. An unavailable transport is not an error; the reason is printed.
 
 \b
 Examples:

@@ -30,14 +30,14 @@ from torchddp.simulate.predict import Point, Scene, model_error, sweep
 
 HELP = f"""Predict step time and efficiency on other networks and with more ranks.
 
-Starts from a profile that `torchddp tune --profile` recorded on two or more ranks; it needs no GPU and no other rank.
+Starts from a profile that `torchddp tune --profile` recorded on two or more ranks; it needs no GPU and no other ranks.
 The model first predicts the recorded step itself. If its error is above {report.DOUBTFUL_ERROR:.0%}, the command warns;
 above {report.LARGEST_ERROR:.0%}, it stops with exit status {command.EXIT_UNSURE}, unless --force is given.
 
 \b
 Links between hosts:
   {", ".join(PRESETS)}
-  measured      the recorded one
+  measured      the link of the recording
   25gbit,15us   a rate and a latency
   25gbit        a rate; the latency as recorded
 
@@ -52,7 +52,7 @@ Examples:
   torchddp simulate gpt.json --link ib400 --ranks-per-host 8
       hosts with 8 ranks each and NVLink inside
   torchddp simulate gpt.json --plot efficiency.png --json all.json
-      keep a picture and the numbers
+      save a plot and the numbers
 """
 
 
@@ -103,7 +103,7 @@ def _show(profile: StepProfile, points: Sequence[Point], scene: Scene, console: 
 
 def simulate(
     context: typer.Context,
-    profile_path: Annotated[Path, typer.Argument(metavar="PROFILE", help="The file of `torchddp tune --profile`.")],
+    profile_path: Annotated[Path, typer.Argument(metavar="PROFILE", help="A file from `torchddp tune --profile`.")],
     link: Annotated[
         list[str] | None,
         typer.Option(
@@ -120,7 +120,7 @@ def simulate(
         str, typer.Option(autocompletion=lambda: list(PRESETS), help="The link between the ranks of a host.")
     ] = NVLINK.name,
     algorithm: Annotated[
-        str, typer.Option(autocompletion=lambda: list(ALGORITHMS), help=f"One of {', '.join(ALGORITHMS)}.")
+        str, typer.Option(autocompletion=lambda: list(ALGORITHMS), help=f"How ranks reduce: {', '.join(ALGORITHMS)}.")
     ] = AUTO,
     force: Annotated[
         bool, typer.Option("--force", help=f"Predict even if the model is off by more than {report.LARGEST_ERROR:.0%}.")

@@ -29,13 +29,13 @@ STEPS_OF_PLAN = 2
 MAX_STEPS = 10_000
 HELP = f"""Record some steps of a model on several ranks, and show where the time of the median step went.
 
-For each bucket: when its first and last gradient were ready, when it was packed, launched and done, which rank was last
-and which parameter held it back. For the step: how much communication was exposed, and whether a rank is a straggler,
-that is, last significantly more often than the others. --html writes a page with all steps to share; open the file of
---out at https://ui.perfetto.dev.
+For each bucket: when its first and last gradients were ready, when it was packed, launched and done, which rank was
+last and which parameter held it back. For the step: how much communication was exposed, and whether a rank is a
+straggler, that is, last significantly more often than the others. --html writes a page with all steps to share. Open
+the file that --out writes at https://ui.perfetto.dev.
 
---compare A B runs two plans in turn, in one run: each is a bucket size in MiB, default or auto. It reports the ratio of
-their steps with its 95% interval.
+--compare A B alternates between two plans in one run; each is a bucket size in MiB, default or auto. It reports the
+ratio of their step times with its 95% interval.
 
 {command.FACTORY_HELP}
 
@@ -50,7 +50,7 @@ Examples:
   torchddp trace --model gpt --compare default 5 --html both.html
       two bucket sizes side by side
   torchrun --nproc-per-node 2 -m torchddp trace --model gpt
-      on the ranks that torchrun started, also on several hosts
+      on ranks that torchrun started, on one host or several
 """
 
 
@@ -164,7 +164,7 @@ def trace(
     bucket_cap_mb: Annotated[float | None, typer.Option(help="bucket_cap_mb, in MiB. [default: the class's]")] = None,
     compare_plans: Annotated[
         tuple[str, str] | None,
-        typer.Option("--compare", metavar="A B", help="Run two plans in turn: sizes in MiB, default or auto."),
+        typer.Option("--compare", metavar="A B", help="Alternate between two plans: sizes in MiB, default or auto."),
     ] = None,
     transport: command.TransportName = "auto",
     find_unused_parameters: command.FindUnusedParameters = False,

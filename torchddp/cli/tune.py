@@ -47,11 +47,11 @@ Examples:
   torchddp tune --model gpt --caps 1,5,25 --seconds 60
       these sizes, and more rounds
   torchddp tune --model gpt --profile gpt.json --no-keep
-      a profile for `torchddp simulate`; save no plan
+      write a profile for `torchddp simulate`, but save no plan
   torchddp tune --plot tune.png --json tune.json
-      keep a picture and the numbers
+      save a plot and the numbers
   torchrun --nproc-per-node 4 -m torchddp tune --model train.py:make
-      on the ranks that torchrun started, also on several hosts
+      on ranks that torchrun started, on one host or several
 """
 
 
@@ -60,15 +60,15 @@ def tune(
     model: command.ModelName = "mlp",
     world_size: command.WorldSize = None,
     caps: Annotated[str | None, typer.Option(help="Sizes in MiB. [default: 0.25,0.5,1,2,5,10,25,50,100]")] = None,
-    seconds: Annotated[float, typer.Option(help="Time for the timed rounds; at least 7 are run.")] = 30.0,
+    seconds: Annotated[float, typer.Option(help="Time for the timed rounds; at least 7 rounds are run.")] = 30.0,
     transport: command.TransportName = "auto",
     find_unused_parameters: command.FindUnusedParameters = False,
     keep: Annotated[bool, typer.Option(help='Save the best buckets for bucket_cap_mb="auto".')] = True,
     profile_path: Annotated[
-        Path | None, command.output_option("Write a profile, for `torchddp simulate`, to this file.", "--profile")
+        Path | None, command.output_option("Write a profile for `torchddp simulate` to this file.", "--profile")
     ] = None,
     json_path: command.JsonFile = None,
-    plot: Annotated[Path | None, command.output_option("Write a PNG of time over bucket size to this file.")] = None,
+    plot: Annotated[Path | None, command.output_option("Plot step time over bucket size to this PNG file.")] = None,
 ) -> None:
     from torchddp.cli.tune_run import DEFAULT_CAPS_MB, TuneSettings, tune_document, tune_on_rank
     from torchddp.harness.machine import new_document, write_json

@@ -135,7 +135,7 @@ class Display:
 
 
 FACTORY_HELP = """\b
---model takes a built-in model, or a function of yours that returns
+--model takes a built-in model, or your own function that returns
 (module, batch) or (module, batch, loss): train.py:make or package.train:make."""
 FindUnusedParameters = Annotated[
     bool, typer.Option("--find-unused-parameters", help="For models that leave some parameters unused in a step.")
