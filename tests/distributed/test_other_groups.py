@@ -233,7 +233,7 @@ def test_a_group_of_one_rank_in_a_job_of_many_is_told_once(rank):
     lines = logged()
     alone = [dist.new_group([one]) for one in range(2)][rank]
     models = [wrap(group) for group in (alone, alone, None)]
-    said = [line for line in lines if "no other rank of the job's 2" in line]
+    said = [line for line in lines if "only this rank, although the job has 2" in line]
     assert sum(gathered(len(said))) == 1 and len(models) == 3
 
 

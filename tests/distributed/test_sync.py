@@ -131,7 +131,7 @@ def test_loops_left_early(rank):
                     break
         assert model.require_backward_grad_sync
         texts = [str(w.message) for w in caught if "accumulate" in str(w.message)]
-        assert all(f"left in microbatch {at} of 0 to 2: with {strategy.name}" in text for text in texts)
+        assert all(f"ended early, in microbatch {at} (of 0 to 2). With {strategy.name}" in text for text in texts)
         return len(texts)
 
     # SINGLE reduces all in the last microbatch, MULTI in each.

@@ -268,7 +268,7 @@ def _hosts_to_sum_in(group: dist.ProcessGroup, hierarchical: Hierarchical) -> li
     if len(set(sizes)) > 1:
         if is_first_in_job("hosts have unequal ranks", group):
             logger.warning(
-                "compressed gradients are sent between ranks, not between hosts, because the hosts have %s ranks",
+                "hosts have different numbers of ranks (%s), so compressed gradients are exchanged between all ranks",
                 " and ".join(map(str, sizes)),
             )
         return []

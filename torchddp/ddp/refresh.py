@@ -117,8 +117,8 @@ def _check(ddp: Wrapper) -> None:
     new = [n for n, p in named.items() if p.requires_grad and p.grad is not None and id(p) not in session.reduced_ids]
     if new and session.is_weighing:
         raise RuntimeError(
-            f"{model.they_were(new)} given gradients in this weighted step before the reducer knew that they are "
-            "trained, so their weights are unknown. Call it before the step's first weigh(), or clear these gradients."
+            f"{model.they_were(new)} given gradients in this weighted step before refresh_trainable() was called, "
+            "so their weights are unknown. Call it before the step's first weigh(), or clear these gradients."
         )
     kinds = sorted({p.device.type for p in named.values()})
     if len(kinds) > 1:

@@ -491,9 +491,8 @@ def _warn_if_alone(group: dist.ProcessGroup) -> None:
     ranks = home_of(group).size()
     if group.size() == 1 < ranks and is_first_in_job("a group of one rank", group):
         logger.warning(
-            "rank %d: the process group of this model has no other rank of the job's %d, so its gradients are not "
-            "averaged. That is right if each rank trains a model of its own; otherwise pass the group of the ranks "
-            "that train this one",
+            "rank %d: this model's process group contains only this rank, although the job has %d ranks, so its "
+            "gradients are not averaged. If ranks should train this model together, pass their group as process_group=",
             dist.get_rank(),
             ranks,
         )

@@ -163,7 +163,9 @@ def software_of(profile: StepProfile, *, as_recorded: bool) -> Software:
 def make_hop(profile: StepProfile, link: Link) -> Hop:
     software = software_of(profile, as_recorded=link.bytes_per_s is None)
     if profile.world_size == 1 and (link.bytes_per_s is None or link.latency_s is None):
-        raise ArgumentError(f"The profile was recorded with 1 rank, and no link: for '{link.name}', give 10gbit,20us")
+        raise ArgumentError(
+            f"The profile of 1 rank has no link to scale. For '{link.name}', give rate and latency, such as 10gbit,20us"
+        )
     if link.latency_s is None:
         step_s = max(profile.cost.alpha_s / ring_steps(profile.world_size), software.step_s)
     else:

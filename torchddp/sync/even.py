@@ -122,7 +122,7 @@ def _go_on(work: _C.Work, answers: torch.Tensor, source: _Source[T], rank: int, 
         work.wait()
     except TransportError as error:
         raise TransportError(
-            f"{error}\neven_batches on rank {rank}: could not agree on batch {number}: one died or left its loop."
+            f"{error}\neven_batches on rank {rank}: could not agree on batch {number}: a rank died or left its loop."
         ) from error
     if source.error is not None:
         raise source.error

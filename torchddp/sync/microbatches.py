@@ -117,8 +117,8 @@ def _warn_if_unreduced(model: torch.nn.Module, index: int, steps: int, strategy:
     if strategy is DDPSyncStrategy.SINGLE_AUTO_SYNC and index == steps - 1 and unreduced(model) is None:
         return
     warnings.warn(
-        f"A loop over accumulate() was left in microbatch {index} of 0 to {steps - 1}: with {strategy.name}, gradients "
-        "are not reduced, and differ between ranks. Clear them before the next step.",
+        f"A loop over accumulate() ended early, in microbatch {index} (of 0 to {steps - 1}). With {strategy.name}, "
+        "this step's gradients are not reduced and differ between ranks. Clear them before the next step.",
         stacklevel=3,
     )
 

@@ -42,8 +42,8 @@ class C10dWork final : public Work {
     }
     // c10d lets a Work report failure by its return value alone, as torchft's does.
     if (!ok) {
-      throw TransportError(
-          c10::str("the process group says that the operation failed (Work.wait() is False).", kIfUneven, kIfLost));
+      throw TransportError(c10::str(
+          "the process group reported that the operation failed (Work.wait() returned False).", kIfUneven, kIfLost));
     }
     works_.clear();
     if (const auto finish = std::exchange(finish_, nullptr)) finish();

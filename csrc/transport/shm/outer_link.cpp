@@ -49,7 +49,7 @@ class C10dOuterLink final : public shm::OuterLink {
       throw TransportError(reason_of(error) + kIfUneven + kIfLost);
     }
     if (!ok)
-      throw TransportError(std::string("the process group says that the operation failed.") + kIfUneven + kIfLost);
+      throw TransportError(std::string("the process group reported that the operation failed.") + kIfUneven + kIfLost);
     if (oldest.gathered.defined()) {
       const c10::NoGradGuard no_grad;
       at::sum_out(oldest.data, oldest.gathered.view({group_->getSize(), -1}), at::IntArrayRef{0}, /*keepdim=*/false,
