@@ -95,8 +95,8 @@ def share_with_siblings(ddp: Wrapper) -> None:
         gc.collect()  # wrappers that the program has dropped don't count
         if _is_one_with_main_grads(ddp):
             raise RuntimeError(
-                f"rank {ddp.session.rank}: two wrappers reduce the same parameters, and only one of them has "
-                "main_grads=. It moves gradients to main_grad, so the other finds none in .grad. Wrap the model only once"
+                f"rank {ddp.session.rank}: two wrappers reduce the same parameters, and only one has "
+                "main_grads=. It moves gradients to main_grad, so the other finds none in .grad. Wrap the model once"
             )
     waiting = [other for other in _siblings_of(ddp) if other.session.awaits_backward]
     if waiting:
