@@ -51,7 +51,7 @@ void Failure::fail_after(const std::string& what, int rank, bool late) {
   }
   const auto before = " before " + what + " was complete.";
   if (!known) fail(board_.name(rank) + " gave up" + before + " Its log says why.", rank);
-  fail(board_.name(culprit) + " is missing: " + board_.name(rank) + " stopped waiting for it" + before +
+  fail(board_.name(culprit) + " is missing: " + board_.name(rank) + " gave up waiting for it" + before +
            " Look at both logs.",
        culprit);
 }

@@ -72,7 +72,7 @@ TEST(shm_a_timeout_names_those_that_are_missing) {
     });
     CHECK(has(messages[0], {"timed out after 100 ms", "rank 11, rank 13", "all_reduce"}));
     CHECK(messages[0].find("rank 12") == std::string::npos);
-    CHECK(has(messages[2], {" is missing: rank 10 stopped waiting"}));
+    CHECK(has(messages[2], {" is missing: rank 10 gave up waiting"}));
   }
 }
 
