@@ -318,5 +318,5 @@ def test_every_round_times_every_variant() -> None:
     runners = [mock.Mock(**{"step.side_effect": lambda *_, index=index: 1.0 + index}) for index in range(3)]
     job = Job("none", (), (), 2, seconds=0.02)
     timing.warm_up(runners, None, job)
-    times_ms = timing.over_ranks(timing.timed_rounds(runners, None, job, mock.Mock()), job)
+    times_ms = timing.over_ranks(timing.timed_rounds(runners, None, job, mock.Mock()))
     assert times_ms.shape[1] >= MIN_ROUNDS and (times_ms == np.array([[1.0], [2.0], [3.0]])).all()
