@@ -96,7 +96,7 @@ def share_with_siblings(ddp: Wrapper) -> None:
         if _is_one_with_main_grads(ddp):
             raise RuntimeError(
                 f"rank {ddp.session.rank}: two wrappers reduce the same parameters, and only one has "
-                "main_grads=. It moves gradients to main_grad, so the other finds none in .grad. Wrap the model once"
+                "main_grads=. It moves gradients to main_grad, so the other finds none in .grad: wrap once"
             )
     waiting = [other for other in _siblings_of(ddp) if other.session.awaits_backward]
     if waiting:
