@@ -1,4 +1,4 @@
-# `make` or `make help` lists what can be made, and about how long it takes on two quiet cores after the first build.
+# `make` or `make help` lists what can be made and, where it was measured, about how long it takes on two cores after the first build.
 # Everything runs in .venv, created on first use; the system only provides Python (with venv), g++ and make.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
@@ -88,7 +88,7 @@ $(PY) $(PYTEST) -m "$(2)" $(ARGS); python=$$?; \
 [ $$cpp = 0 ] && [ $$python = 0 ]
 endef
 
-# About eight minutes on two cores, C++ tests included. `.ci/run` also runs test-slow; run test-thorough (full benchmarks and other
+# `.ci/run` also runs test-slow; run test-thorough (full benchmarks and other
 # commands, further parameters, mutants) after changing the code that it tests.
 test: build ## C++ and Python tests (10 min)
 	$(call run-tests,none,not slow and not thorough)
@@ -98,7 +98,7 @@ test-slow: TEST_JOBS = 3
 test-slow: build ## tests that take longer, C++ tests under sanitizers (10 min)
 	$(call run-tests,address$(comma)undefined thread,slow and not thorough)
 
-test-thorough: build ## whole commands, further parameters, mutants (an hour or more)
+test-thorough: build ## whole commands, further parameters, mutants (longer than an hour)
 	$(PY) $(PYTEST) -m thorough $(ARGS)
 
 # Lines of torchddp/ that these tests reach, in the ranks that they fork and the programs that they start too. Fails below the floor in
@@ -156,7 +156,7 @@ pages: build ## the chart of the README, from measured results (10 s)
 	$(PY) -m benchmarks.pages
 
 # 300 faults at random points of training jobs: docs/chaos.md.
-chaos: build ## 300 faults at random points of training (3 h)
+chaos: build ## 300 faults at random points of training (hours)
 	$(PY) -m benchmarks --case chaos $(ARGS)
 
 # An environment with peer packages for sharding ($(PEERS_PY) -m benchmarks --case sharded) and for reducing among the ranks of a host
@@ -169,7 +169,7 @@ $(PEERS_VENV)/.requirements: pyproject.toml requirements/peers.txt
 	@echo "$(CURDIR)" > "$$($(PEERS_PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/torchddp.pth"
 	@touch $@
 
-peers: build $(PEERS_VENV)/.requirements ## an environment with other packages to measure (5 min)
+peers: build $(PEERS_VENV)/.requirements ## an environment with other packages to measure
 	$(PEERS_PY) -c "import fairscale, deepspeed"
 
 # All torchft tests, slow ones included, with torchft's release and its nightly. They use the checkout's extension.
@@ -181,7 +181,7 @@ $(FT_VENVS:%=%/.requirements): .venv-%/.requirements: pyproject.toml requirement
 	@touch $@
 
 FT_TESTS := tests/distributed/test_fault_tolerance.py tests/fault/test_torchft.py tests/unit/test_fault_tolerance.py
-ft-test: build $(FT_VENVS:%=%/.requirements) ## tests with torchft's release and nightly (10 min)
+ft-test: build $(FT_VENVS:%=%/.requirements) ## tests with torchft's release and nightly
 	for venv in $(FT_VENVS); do $$venv/bin/python -m pytest -q $(FT_TESTS) $(ARGS) || exit 1; done
 
 # torchddp in frameworks that train with DDP, each in its own environment on top of .venv, whose packages it sees (above all torch)
@@ -195,7 +195,7 @@ $(CLIENTS:%=.venv-%/.requirements): .venv-%/.requirements: pyproject.toml requir
 	if grep -q '^$*-no-deps = ' pyproject.toml; then .venv-$*/bin/python -m pip install -q --no-deps --group $*-no-deps; fi
 	@touch $@
 
-test-clients: build $(CLIENTS:%=.venv-%/.requirements) ## trainers that use DDP: CLIENTS=lightning (2 to 10 min each)
+test-clients: build $(CLIENTS:%=.venv-%/.requirements) ## trainers that use DDP: CLIENTS=lightning chooses one
 	for client in $(CLIENTS); do .venv-$$client/bin/python -m pytest -q tests/clients/test_$$client*.py $(ARGS) || exit 1; done
 
 conformance: build ## torch's own DDP tests (4 min)

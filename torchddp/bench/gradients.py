@@ -39,7 +39,6 @@ def timed_result(case: BenchCase, variants: Sequence[Variant], raw: dict[str, An
 
 
 def timed_table(result: dict[str, Any]) -> Table:
-
     def cells(row: dict[str, Any]) -> list[str | Text]:
         times = [row["step_ms"], *([row["cost"]] if "cost" in row else [])]
         ratio = [ratio_text(row["ratio_to_best_torch"])] if "cost" in row else []
@@ -67,7 +66,7 @@ PER_PARAM = BenchCase(
     run=_run,
     table=timed_table,
     draw=draw_bars,
-    note=("cost: the step minus a nearby step without DDP. Costs and ratios are per round; the table shows medians."),
+    note="cost: the step minus a nearby step without DDP. Costs and ratios are per round; the table shows medians.",
 )
 EXPOSED = replace(
     PER_PARAM,
