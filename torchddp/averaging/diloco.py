@@ -384,7 +384,7 @@ def plan_fragments(names: Sequence[str], fragments: int) -> list[list[str]]:
     layers than fragments, each parameter is one. ValueError: too few or too many fragments.
     """
     if not 1 <= fragments <= len(names):
-        raise ValueError(f"fragments: at least 1 and at most {len(names)}, the number of parameters, got {fragments}")
+        raise ValueError(f"fragments must be from 1 to at most {len(names)}, the number of parameters, got {fragments}")
     layers: dict[str, list[str]] = {}
     for name in names:
         layers.setdefault(_layer_of(name), []).append(name)

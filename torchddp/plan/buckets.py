@@ -84,7 +84,7 @@ def merged_buckets(
     ValueError: times or costs that are negative or not finite; an order that is not a permutation.
     """
     if sorted(order) != list(range(len(specs))):
-        raise ValueError(f"order: of {len(specs)} parameters each must occur exactly once, got {[*order]}")
+        raise ValueError(f"order is over {len(specs)} parameters: each must occur exactly once, got {[*order]}")
     _check(len(specs), ready_s, cost, slack_s)
     if not order:
         return ()

@@ -77,7 +77,7 @@ def refuse_local_sgd() -> None:
     module = sys.modules.get("torch.distributed.optim.post_localSGD_optimizer")
     callers = itertools.islice(traceback.walk_stack(sys._getframe()), _NEAR_FRAMES) if module is not None else ()
     if any(frame.f_code.co_filename == module.__file__ for frame, _ in callers):  # type: ignore[union-attr]
-        raise ValueError("PostLocalSGDOptimizer can't wrap OSS, whose steps are collective: its ranks step alone")
+        raise ValueError("PostLocalSGDOptimizer can't wrap OSS, whose steps are collective: here, ranks step alone")
 
 
 class ShardedGradScaler(torch.amp.GradScaler):
