@@ -436,7 +436,7 @@ def test_a_dead_peer_is_named_everywhere(entry):
         dist.barrier()
         if rank == 1:
             os._exit(0)
-        with pytest.raises(torchddp.TransportError, match="^rank 1 (is gone|died|is missing)"):
+        with pytest.raises(torchddp.TransportError, match="rank 1 (is gone|died|is missing)"):
             ENTRIES[entry](model, oss, averager)
 
     run_ranks(work, 3, needed_ranks=[0, 2], group_timeout_s=LIMIT_S)
