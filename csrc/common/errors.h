@@ -2,6 +2,7 @@
 #pragma once
 
 #include <stdexcept>
+#include <string>
 
 namespace torchddp {
 
@@ -15,10 +16,14 @@ class TransportError : public std::runtime_error {
 // What its text says after the cause, unless the cause rules it out.
 inline constexpr const char* kIfUneven =
     " If ranks have different numbers of batches, give all of them the same number (torchddp.sync.even_batches, a "
-    "sampler "
-    "with drop_last=True), or train a DistributedDataParallel under `with model.join():`.";
-inline constexpr const char* kIfLost =
-    " Otherwise a peer died, left, or did not get here in time: look for the first error in the other ranks' logs.";
+    "sampler with drop_last=True), or train a DistributedDataParallel under `with model.join():`.";
+// The same for a cause that says nothing of the peers.
+inline std::string with_advice(const std::string& cause) {
+  if (cause.find(kIfUneven) != std::string::npos) return cause;  // the text of an error of ours, from inside a hook
+  return cause + kIfUneven +
+         " Otherwise a peer died, left, or did not get here in time: look for the first error in the other ranks' "
+         "logs.";
+}
 
 // The autograd graph is not as promised (a parameter was used twice, or static_graph was violated). The step stays unfinished,
 // so that the next forward names the missing gradients.

@@ -188,8 +188,8 @@ std::string Communicator::State::find_problem() {
     const auto& label = inside->label;
     return Clock::now() < deadline_after(label.timeout, inside->since)
                ? ""
-               : describe(label) + " did not start within " + in_ms(label.timeout) + "; the communicator was aborted." +
-                     kIfUneven + kIfLost;
+               : with_advice(describe(label) + " did not start within " + in_ms(label.timeout) +
+                             "; the communicator was aborted.");
   }
   if (in_flight.empty() && !captured) return "";
   try {
@@ -198,13 +198,13 @@ std::string Communicator::State::find_problem() {
     const auto result = asked != kNcclSuccess ? asked : error;
     if (result != kNcclSuccess && result != kNcclInProgress) {
       const auto during = in_flight.empty() ? "" : ", during " + describe(in_flight.oldest().label);
-      return "NCCL reports: " + nccl->describe(result, comm) + during + "." + kIfUneven + kIfLost;
+      return with_advice("NCCL reports: " + nccl->describe(result, comm) + during + ".");
     }
     in_flight.retire(*device, in_flight.size());
     if (!in_flight.empty() && Clock::now() >= in_flight.deadline()) {
       const auto& label = in_flight.oldest().label;
-      return describe(label) + " did not finish within " + in_ms(label.timeout) + "; the communicator was aborted." +
-             kIfUneven + kIfLost;
+      return with_advice(describe(label) + " did not finish within " + in_ms(label.timeout) +
+                         "; the communicator was aborted.");
     }
     return "";
   } catch (const std::exception& error) {

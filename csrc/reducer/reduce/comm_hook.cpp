@@ -129,7 +129,7 @@ at::Tensor CommHook::wait(c10::ivalue::Future& future) const {
   future.wait();
   if (future.hasError()) {
     if (const auto text = future.tryRetrieveErrorMessage(); tells_of_lost_peer(text)) {
-      throw TransportError(text + kIfUneven + kIfLost);
+      throw TransportError(with_advice(text));
     }
     std::rethrow_exception(future.exception_ptr());
   }
@@ -175,9 +175,8 @@ void wait_for_future(const Context& context, c10::ivalue::Future& future, const 
   const bool own_limit = context.config.timeout != transport::kTransportTimeout;
   const auto limit = own_limit ? context.config.timeout : transport::timeout_of(*context.group, context.param_device());
   if (!transport::wait_or_keep(context.group, [&] { return interruption.wait_for(future, limit); })) {
-    throw TransportError(c10::str(what, " was not completed within ", limit.count(), " ms, the timeout of ",
-                                  own_limit ? "this DistributedDataParallel." : "the process group.", kIfUneven,
-                                  kIfLost));
+    throw TransportError(with_advice(c10::str(what, " was not completed within ", limit.count(), " ms, the timeout of ",
+                                              own_limit ? "this DistributedDataParallel." : "the process group.")));
   }
 }
 

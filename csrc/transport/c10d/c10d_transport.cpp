@@ -38,12 +38,12 @@ class C10dWork final : public Work {
       throw;
     } catch (const std::exception& error) {
       interruption_.check();  // which may have been the cause
-      throw TransportError(reason_of(error) + kIfUneven + kIfLost);
+      throw TransportError(with_advice(reason_of(error)));
     }
     // c10d lets a Work report failure by its return value alone, as torchft's does.
     if (!ok) {
-      throw TransportError(c10::str(
-          "the process group reported that the operation failed (Work.wait() returned False).", kIfUneven, kIfLost));
+      throw TransportError(
+          with_advice("the process group reported that the operation failed (Work.wait() returned False)."));
     }
     works_.clear();
     if (const auto finish = std::exchange(finish_, nullptr)) finish();
@@ -67,7 +67,7 @@ class C10dWork final : public Work {
     try {
       launch(works_);
     } catch (const std::exception& error) {
-      throw TransportError(c10::str("could not start ", operation, ": ", reason_of(error), kIfUneven, kIfLost));
+      throw TransportError(with_advice(c10::str("could not start ", operation, ": ", reason_of(error))));
     }
   }
 

@@ -34,7 +34,7 @@ class C10dOuterLink final : public shm::OuterLink {
         running.work = group_->allreduce(tensors, c10d::AllreduceOptions());
       }
     } catch (const std::exception& error) {
-      throw TransportError(reason_of(error) + kIfUneven + kIfLost);
+      throw TransportError(with_advice(reason_of(error)));
     }
     running_.push_back(std::move(running));
   }
@@ -46,10 +46,9 @@ class C10dOuterLink final : public shm::OuterLink {
     try {
       ok = oldest.work->wait();
     } catch (const std::exception& error) {
-      throw TransportError(reason_of(error) + kIfUneven + kIfLost);
+      throw TransportError(with_advice(reason_of(error)));
     }
-    if (!ok)
-      throw TransportError(std::string("the process group reported that the operation failed.") + kIfUneven + kIfLost);
+    if (!ok) throw TransportError(with_advice("the process group reported that the operation failed."));
     if (oldest.gathered.defined()) {
       const c10::NoGradGuard no_grad;
       at::sum_out(oldest.data, oldest.gathered.view({group_->getSize(), -1}), at::IntArrayRef{0}, /*keepdim=*/false,
