@@ -155,6 +155,25 @@ def test_averages_are_complete_when_read(gpu, aside):
     assert torch.equal(got, gradient * 0.5)
 
 
+def test_record_stream_protects_gradients_outside_of_buckets(gpu):
+    """With gradient_as_bucket_view=False a reader on another stream may fall behind, as in torch."""
+    model = seeded(Late).to(gpu)
+    want, _ = reference(model, gpu)
+    ddp = halving(model, bucket_cap_mb=0.5, gradient_as_bucket_view=False)
+    reader = torch.cuda.Stream()
+    got = []
+    for step in range(STEPS):
+        ddp.zero_grad(set_to_none=True)
+        loss_of(ddp(inputs(gpu, step))).backward()
+        reader.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(reader):
+            torch.cuda._sleep(10 * SLEEP_CYCLES)  # longer than the next step's four delays
+            got.append(grads_of(ddp))
+        for parameter in ddp.parameters():
+            parameter.grad.record_stream(reader)
+    assert_steps(got, want)
+
+
 def sgd(params):
     return torch.optim.SGD(params, lr=1e-4, momentum=0.9)
 
