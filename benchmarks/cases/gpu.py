@@ -372,7 +372,7 @@ def table(result: Result) -> Table:
     if result["torch_lacks"]:
         notes.append(f"This torch has no {', '.join(result['torch_lacks'])}; a newer torch's best may be faster.")
     if result["gpu"] is not None and not result["registers"]:
-        notes.append("This GPU has no multicast, so torch's registered buckets are ordinary memory.")
+        notes.append("torch has no registered memory here, so its registered buckets are ordinary memory.")
     found.caption = Text("\n".join(notes), style="dim")
     return found
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import os
+import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -22,8 +24,26 @@ from torchddp.transport.agreement import backend_of
 REGISTERED_ENV = "DDP_DISABLE_COMM_MEM"
 
 
+@functools.cache
+def registers(device: torch.device) -> bool:
+    """Whether torch has registered memory for buckets on this device: it has to support multicast."""
+    assert dist.group.WORLD is not None
+    backend = backend_of(dist.group.WORLD, device.type)
+    if backend is None or not backend.supports_tensor_alloc(device):
+        return False
+    try:
+        backend.allocate_tensor(1, dtype=torch.float32, device=device)
+    except RuntimeError as error:  # of the driver, in a container without the rights, say
+        warnings.warn(f"no registered buckets: {error}", stacklevel=2)
+        return False
+    return True
+
+
 @contextlib.contextmanager
-def _registered() -> Iterator[None]:
+def _registered(device: torch.device) -> Iterator[None]:
+    if not registers(device):
+        yield
+        return
     before = os.environ.get(REGISTERED_ENV)
     os.environ[REGISTERED_ENV] = "0"
     try:
@@ -36,15 +56,15 @@ def _registered() -> Iterator[None]:
 
 
 class RegisteredBuckets(TorchDDP):
-    """torch's class with buckets in memory that NCCL allocates and registers, where the GPU supports multicast."""
+    """torch's class with buckets in memory that NCCL allocates and registers, where it can."""
 
     def _ddp_init_helper(self, *args: Any, **kwargs: Any) -> None:
-        with _registered():
+        with _registered(self.device):
             super()._ddp_init_helper(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         # The second forward allocates the buckets anew, in the order of the first backward.
-        with contextlib.nullcontext() if self._has_rebuilt_buckets else _registered():
+        with contextlib.nullcontext() if self._has_rebuilt_buckets else _registered(self.device):
             return super().forward(*args, **kwargs)  # type: ignore[no-untyped-call]
 
 
@@ -95,10 +115,3 @@ def field_of(job: Job) -> tuple[Variant, ...]:
     if job.backend == "nccl" and job.world_size == 1:
         variants.append(Variant("torchddp, NCCL halves", Role.OURS, path_of(Halving)))
     return tuple(variants)
-
-
-def registers(device: torch.device) -> bool:
-    """Whether torch has registered memory for buckets on this device."""
-    assert dist.group.WORLD is not None
-    backend = backend_of(dist.group.WORLD, device.type)
-    return backend is not None and bool(backend.supports_tensor_alloc(device))

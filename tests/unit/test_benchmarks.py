@@ -120,12 +120,14 @@ def test_torch_registers_buckets_whenever_it_allocates_them(rank: int) -> None:
 
     plain = dist.Reducer
     rebuild = plain._rebuild_buckets
-    with mock.patch.object(plain, "_rebuild_buckets", lambda reducer: seeing(rebuild, reducer)):
+    registers = mock.patch.object(gpu_variants, "registers", lambda device: True)
+    with registers, mock.patch.object(plain, "_rebuild_buckets", lambda reducer: seeing(rebuild, reducer)):
         with mock.patch.object(dist, "Reducer", partial(seeing, plain)):
             ddp = gpu_variants.RegisteredBuckets(nn.Linear(3, 3))
         for _ in range(3):
             ddp(torch.ones(3)).sum().backward()
     assert ddp._has_rebuilt_buckets and seen == ["0", "0", "0", None]
+    assert not gpu_variants.registers(torch.device("cpu"))
 
 
 @on_ranks(1)
