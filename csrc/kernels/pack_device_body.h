@@ -96,10 +96,7 @@ template <int kWords>
 TDDP_ALWAYS_INLINE void store_vector(unsigned char* dst, const uint32_t (&words)[kWords]) {
   TDDP_UNROLL
   for (int i = 0; i < kWords / 4; ++i) {
-    Access access;
-    TDDP_UNROLL
-    for (int j = 0; j < 4; ++j) access.words[j] = words[4 * i + j];
-    reinterpret_cast<Access*>(dst)[i] = access;
+    reinterpret_cast<Access*>(dst)[i] = {{words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3]}};
   }
 }
 

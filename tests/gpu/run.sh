@@ -293,7 +293,10 @@ run_stage() {
 checks=()
 if $dry_run; then checks+=(--cpu); fi
 if ! $build; then checks+=(--no-build); fi
-step environment "$python" tests/gpu/environment.py "${checks[@]}" || exit 2
+if ! step environment "$python" tests/gpu/environment.py "${checks[@]}"; then
+  printf '%s\n' "${table[@]}"
+  exit 2
+fi
 
 plan
 if ! $build || build_extension; then
