@@ -11,8 +11,11 @@ inline constexpr int kMaxThreads = 6;
 
 struct Clocks {
   std::array<uint32_t, kMaxThreads> at{};
+  // Whether something was read before that did not happen before: a store that was not acquired.
+  bool outran = false;
 
   void join(const Clocks& other) {
+    outran |= other.outran;
     for (int i = 0; i < kMaxThreads; ++i) at[i] = std::max(at[i], other.at[i]);
   }
   // Whether the step that a thread took at this time happened before.

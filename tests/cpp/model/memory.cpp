@@ -2,13 +2,10 @@
 
 #include <algorithm>
 #include <array>
-#include <cstring>
-#include <deque>
-#include <map>
-#include <tuple>
 #include <unordered_map>
 
 #include "model/scheduler.h"
+#include "model/total_order.h"
 
 namespace torchddp::model {
 namespace {
@@ -52,6 +49,7 @@ class Memory {
  public:
   void reset() {
     ++execution_;
+    total_order_.clear();
     learned_ = false;
   }
   bool learned() const { return learned_; }
@@ -87,10 +85,12 @@ class Memory {
     const int newest = static_cast<int>(location.stores.size()) - 1;
     const int oldest = oldest_visible(location, order);
     const int index = oldest < newest ? newest - scheduler().choose_stale(newest - oldest) : newest;
+    const auto& found = location.stores[index];
     auto& reads = location.reads[me];
     if (reads.empty() || reads.back().index != index) reads.push_back({clocks.at[me], index});
-    if (acquires(order)) clocks.join(location.stores[index].released);
-    return location.stores[index].value;
+    acquire(found, order);
+    if (order == Order::seq_cst) total_order_.add(me, clocks, &location, index, false);
+    return found.value;
   }
 
   void store(Location& location, void* address, int bytes, uint64_t value, Order order, bool updates) {
@@ -100,21 +100,31 @@ class Memory {
     if (releases(order)) next.released = clocks;
     if (updates) next.released.join(location.stores.back().released);  // goes on with the release sequence
     location.stores.push_back(next);
+    if (order == Order::seq_cst) {
+      total_order_.add(me, clocks, &location, static_cast<int>(location.stores.size()) - 1, true);
+    }
     poke(address, bytes, value);
   }
 
   // The newest value, for a read-modify-write.
   uint64_t newest(const Location& location, Order order) {
-    if (acquires(order)) scheduler().clocks().join(location.stores.back().released);
+    acquire(location.stores.back(), order);
     return location.stores.back().value;
   }
 
  private:
-  static int oldest_visible(const Location& location, Order order) {
+  static void acquire(const Store& found, Order order) {
+    auto& clocks = scheduler().clocks();
+    if (acquires(order)) clocks.join(found.released);
+    clocks.outran |= !clocks.covers(found.thread, found.time);
+  }
+
+  int oldest_visible(const Location& location, Order order) {
     const auto& clocks = scheduler().clocks();
+    const bool is_ordered = order == Order::seq_cst;
     int oldest = static_cast<int>(location.stores.size()) - 1;
     const auto hides = [&](const Store& store) {
-      return clocks.covers(store.thread, store.time) || (order == Order::seq_cst && store.seq_cst);
+      return clocks.covers(store.thread, store.time) || (is_ordered && store.seq_cst && !clocks.outran);
     };
     while (oldest > 0 && !hides(location.stores[oldest])) --oldest;
     for (int thread = 0; thread < kMaxThreads; ++thread) {
@@ -123,65 +133,22 @@ class Memory {
                                      [&](const Location::Read& read) { return clocks.covers(thread, read.time); });
       if (seen != reads.rend()) oldest = std::max(oldest, seen->index);
     }
+    const int newest = static_cast<int>(location.stores.size()) - 1;
+    for (int next = newest - 1; is_ordered && clocks.outran && next >= oldest; --next) {
+      auto after = clocks;
+      after.join(location.stores[next].released);
+      if (!total_order_.allows(after, &location, next)) oldest = next + 1;
+    }
     return oldest;
   }
 
   std::unordered_map<const void*, Location> locations_;
+  TotalOrder total_order_;
   uint64_t execution_ = 1;
   bool learned_ = false;
 };
 
 Memory memory;
-
-// --- orders in the source ---------------------------------------------------------------------------------------------
-
-class Sites {
- public:
-  Order order_of(const Where& where, char kind, Order order) {
-    auto& site = find(where, kind, order);
-    return &site == weakened_ ? weaker_ : order;
-  }
-  std::vector<Site> all() const {
-    std::vector<Site> result(sites_.begin(), sites_.end());
-    std::ranges::sort(result, {},
-                      [](const Site& site) { return std::tuple(std::string(site.file), site.line, site.column); });
-    return result;
-  }
-  void weaken(const Site* site, Order order) {
-    weakened_ = nullptr;
-    weaker_ = order;
-    for (const auto& known : sites_) {
-      if (site != nullptr && is_same(known, *site)) weakened_ = &known;
-    }
-  }
-
- private:
-  static bool is_same(const Site& a, const Site& b) {
-    return a.line == b.line && a.column == b.column && std::strcmp(a.file, b.file) == 0;
-  }
-  // A header's place has a file name in each source that includes it.
-  const Site& find(const Where& where, char kind, Order order) {
-    auto& site = by_place_[{where.file_name(), where.line() << 10 | where.column()}];
-    if (site == nullptr) {
-      const Site added{where.file_name(), where.line(), where.column(), where.function_name(), kind, order};
-      const auto known = std::ranges::find_if(sites_, [&](const Site& other) { return is_same(other, added); });
-      site = known != sites_.end() ? &*known : &sites_.emplace_back(added);
-    }
-    return *site;
-  }
-
-  struct Hash {
-    size_t operator()(const std::pair<const char*, unsigned>& place) const {
-      return std::hash<const char*>()(place.first) ^ place.second * size_t{0x9E3779B97F4A7C15};
-    }
-  };
-  std::deque<Site> sites_;
-  std::unordered_map<std::pair<const char*, unsigned>, const Site*, Hash> by_place_;
-  const Site* weakened_ = nullptr;
-  Order weaker_ = Order::relaxed;
-};
-
-Sites all_sites;
 
 // --- races ------------------------------------------------------------------------------------------------------------
 
@@ -229,14 +196,14 @@ void access(const void* address, size_t bytes, bool writes) {
 
 uint64_t load(const void* at, int bytes, Order order, const Where& where) {
   if (!scheduler().is_running()) return peek(at, bytes);
-  order = all_sites.order_of(where, 'l', order);
+  order = order_of(where, Access::kLoad, order);
   auto& location = memory.at(at, bytes);
   return memory.step(location, false) ? memory.load(location, order) : location.stores.back().value;
 }
 
 void store(void* at, int bytes, uint64_t value, Order order, const Where& where) {
   if (!scheduler().is_running()) return poke(at, bytes, value);
-  order = all_sites.order_of(where, 's', order);
+  order = order_of(where, Access::kStore, order);
   auto& location = memory.at(at, bytes);
   if (memory.step(location, true)) memory.store(location, at, bytes, value, order, false);
 }
@@ -253,7 +220,7 @@ uint64_t update(void* at, int bytes, uint64_t (*change)(uint64_t, uint64_t), uin
     poke(at, bytes, change(value, operand));
     return value;
   }
-  order = all_sites.order_of(where, 'u', order);
+  order = order_of(where, Access::kUpdate, order);
   auto& location = memory.at(at, bytes);
   if (!memory.step(location, true)) return location.stores.back().value;
   const auto value = memory.newest(location, order);
@@ -269,7 +236,7 @@ bool compare_exchange(void* at, int bytes, uint64_t& expected, uint64_t desired,
     expected = value;
     return swaps;
   }
-  order = all_sites.order_of(where, 'u', order);
+  order = order_of(where, Access::kUpdate, order);
   auto& location = memory.at(at, bytes);
   if (!memory.step(location, true)) return true;
   const auto found = memory.newest(location, order);
@@ -325,18 +292,5 @@ void reset_memory() {
   std::ranges::fill(memory_of_ranks, std::byte{0});
 }
 bool learned() { return memory.learned(); }
-
-std::vector<Site> sites() { return all_sites.all(); }
-void weaken(const Site* site, Order order) { all_sites.weaken(site, order); }
-
-std::string to_string(const Site& site) {
-  const std::string path = site.file;
-  return path.substr(path.rfind('/') + 1) + ":" + std::to_string(site.line);
-}
-
-const char* to_string(Order order) {
-  constexpr const char* kNames[] = {"relaxed", "consume", "acquire", "release", "acq_rel", "seq_cst"};
-  return kNames[static_cast<int>(order)];
-}
 
 }  // namespace torchddp::model

@@ -3,7 +3,7 @@
 // Note [Memory]
 // The stores to an atomic are kept, in the order in which they happen (their modification order). A load may give any of them
 // that is not ruled out: by a later one that happened before the load, or that the thread, or one that happened before, has
-// read; and for a sequentially consistent load, by a later store that is so too. What happened before what is kept in vector
+// read; and for a sequentially consistent load, by the order of all such operations (total_order.h). What happened before what is kept in vector
 // clocks: an acquiring load joins the clock of the release that it reads from, through any read-modify-writes in between. So
 // the model has no loads that read from the future, and modification orders are those of execution. Read-modify-writes read the
 // newest value, a compare-exchange that fails too, and none fails spuriously.
@@ -12,17 +12,12 @@
 // Without races, ordinary memory holds what the last write left, so that it is just that.
 #pragma once
 
-#include <atomic>
 #include <cstddef>
 #include <cstdint>
-#include <source_location>
-#include <string>
-#include <vector>
+
+#include "model/sites.h"
 
 namespace torchddp::model {
-
-using Order = std::memory_order;
-using Where = std::source_location;
 
 uint64_t load(const void* at, int bytes, Order order, const Where& where);
 void store(void* at, int bytes, uint64_t value, Order order, const Where& where);
@@ -53,20 +48,5 @@ void reset_memory();
 // Whether the last execution touched something in a new way, so that its steps are seen by more threads than was known. A
 // search that skips steps that no one sees must then begin again.
 bool learned();
-
-// An atomic operation in the source, and its order.
-struct Site {
-  const char* file;
-  unsigned line, column;
-  const char* function;
-  char kind;  // l(oad), s(tore), u(pdate)
-  Order order;
-};
-// All that have been executed so far, in the order of the source.
-std::vector<Site> sites();
-// From now on this one has another order, if the site is not null.
-void weaken(const Site* site, Order order);
-std::string to_string(const Site& site);
-const char* to_string(Order order);
 
 }  // namespace torchddp::model
