@@ -39,7 +39,7 @@ set_tests_properties(test_shm_many_ranks test_shm_interrupt PROPERTIES COST 1) #
 # sources of the protocol are compiled against the model of memory; and the compiler shows it every access to ordinary memory, by
 # calls that are otherwise meant for ThreadSanitizer.
 if(NOT TORCHDDP_SANITIZE)
-  set(searched board chunks engine failure inputs operation processors pull running)
+  set(searched board chunks engine failure fd inputs mesh operation processors pull running)
   list(TRANSFORM searched REPLACE "(.+)" "csrc/shm/\\1.cpp")
   file(GLOB model_sources CONFIGURE_DEPENDS tests/cpp/model/*.cpp)
   add_library(torchddp_searched OBJECT ${searched})

@@ -15,8 +15,6 @@ namespace torchddp::shm {
 inline constexpr uint64_t kMagic = 0x316d687370646474;  // "tddpshm1" in memory
 inline constexpr uint32_t kVersion = 10;                // changes with anything in this file or limits.h
 inline constexpr int kMaxRanks = 256;
-// How many channels can be opened during the life of a mesh.
-inline constexpr int kMaxChannels = 4096;
 
 // Inputs up to kEagerBytes are sent in the post, and sums of which a rank reads no more than this from the others: beyond, owners
 // of chunks have less to do.

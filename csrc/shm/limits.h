@@ -7,6 +7,8 @@ namespace torchddp::shm {
 
 // How many operations may be in flight at once. One more waits for the oldest.
 inline constexpr uint64_t kSlots = 64;
+// How many channels can be opened during the life of a mesh.
+inline constexpr int kMaxChannels = 4096;
 // Inputs up to this size are sent in the post itself: one synchronization instead of two.
 inline constexpr int64_t kEagerBytes = 8192;
 // Of each rank's block: small enough to stay in cache until it is written to all, large enough to be worth claiming.

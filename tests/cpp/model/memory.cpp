@@ -15,18 +15,21 @@ struct Store {
   int thread = -1;
   uint32_t time = 0;
   bool seq_cst = true;
-  Clocks released;  // what a load that acquires it joins
+  bool is_plain = false;  // of a new object, which other threads must not see before it is there
+  Clocks released;        // what a load that acquires it joins
 };
 
 struct Location {
   uint64_t execution = 0;
+  int bytes = 0;
   std::vector<Store> stores;  // in modification order
   struct Read {
     uint32_t time;
     int index;
   };
   std::array<std::vector<Read>, kMaxThreads> reads;
-  Clocks unlocked;  // of a mutex
+  std::array<uint32_t, kMaxThreads> used{};  // last, by each thread
+  Clocks unlocked;                           // of a mutex
   bool is_locked = false;
   // Threads, as bits, in all executions since the last change of scenario.
   uint32_t readers = 0, writers = 0;
@@ -58,9 +61,11 @@ class Memory {
     auto& location = locations_[address];
     if (location.execution != execution_) {
       location.execution = execution_;
+      location.bytes = bytes;
       location.stores.clear();
       location.stores.emplace_back().value = peek(address, bytes);
       for (auto& reads : location.reads) reads.clear();
+      location.used = {};
       location.unlocked = {};
       location.is_locked = false;
     }
@@ -75,8 +80,30 @@ class Memory {
     known |= mine;
     const auto others = (writes ? location.readers | location.writers : location.writers) & ~mine;
     if (!scheduler().step(others != 0, writes)) return false;
-    ++scheduler().clocks().at[scheduler().current()];
+    location.used[scheduler().current()] = ++scheduler().clocks().at[scheduler().current()];
     return true;
+  }
+
+  // The atomics there are new.
+  void renew(const std::byte* begin, size_t bytes) {
+    const auto& clocks = scheduler().clocks();
+    for (auto& [address, location] : locations_) {
+      const auto* at = static_cast<const std::byte*>(address);
+      if (location.execution != execution_ || at < begin || at >= begin + bytes) continue;
+      for (int thread = 0; thread < kMaxThreads; ++thread) {
+        if (!clocks.covers(thread, location.used[thread])) {
+          scheduler().fail("race: thread " + std::to_string(scheduler().current()) +
+                           " makes a new object where thread " + std::to_string(thread) + " uses an old one");
+        }
+      }
+      const auto bytes_of = location.bytes;
+      total_order_.forget(&location);
+      location.stores.clear();
+      location.stores.push_back(
+          {peek(address, bytes_of), scheduler().current(), clocks.at[scheduler().current()] + 1, false, true, {}});
+      for (auto& reads : location.reads) reads.clear();
+      location.used = {};
+    }
   }
 
   uint64_t load(Location& location, Order order) {
@@ -96,7 +123,7 @@ class Memory {
   void store(Location& location, void* address, int bytes, uint64_t value, Order order, bool updates) {
     const auto& clocks = scheduler().clocks();
     const int me = scheduler().current();
-    Store next{value, me, clocks.at[me], order == Order::seq_cst, {}};
+    Store next{value, me, clocks.at[me], order == Order::seq_cst, false, {}};
     if (releases(order)) next.released = clocks;
     if (updates) next.released.join(location.stores.back().released);  // goes on with the release sequence
     location.stores.push_back(next);
@@ -116,6 +143,10 @@ class Memory {
   static void acquire(const Store& found, Order order) {
     auto& clocks = scheduler().clocks();
     if (acquires(order)) clocks.join(found.released);
+    if (found.is_plain && !clocks.covers(found.thread, found.time)) {
+      scheduler().fail("race: thread " + std::to_string(scheduler().current()) +
+                       " uses an object before it can know it");
+    }
     clocks.outran |= !clocks.covers(found.thread, found.time);
   }
 
@@ -285,6 +316,11 @@ void wake_all(void* word) {
 std::byte* arena() { return memory_of_ranks.data(); }
 void read(const void* from, size_t bytes) { access(from, bytes, false); }
 void write(const void* to, size_t bytes) { access(to, bytes, true); }
+
+void renew(const void* at, size_t bytes) {
+  write(at, bytes);
+  memory.renew(static_cast<const std::byte*>(at), bytes);
+}
 
 void reset_memory() {
   memory.reset();

@@ -14,6 +14,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 
 #include "model/sites.h"
 
@@ -37,11 +38,22 @@ void sleep_on(void* word, uint32_t expected, int64_t longest_ns);
 void wake_all(void* word);
 
 // The memory that ranks share, and what they give to operations: zeros at the beginning of an execution.
-inline constexpr size_t kArenaBytes = 40 * 1024;
+inline constexpr size_t kArenaBytes = 44 * 1024;
 std::byte* arena();
 // Accesses to ordinary memory; of no consequence outside of the arena.
 void read(const void* from, size_t bytes);
 void write(const void* to, size_t bytes);
+
+// The running thread makes new objects of the ordinary memory and the atomics there, whose bytes it has set. No one may use what
+// was there, or what is there before it can know of it.
+void renew(const void* at, size_t bytes);
+
+// The bytes of a new atomic.
+template <class Atomic, class T>
+void initialize(Atomic& atomic, T value) {
+  static_assert(sizeof(Atomic) == sizeof(T));
+  std::memcpy(static_cast<void*>(&atomic), &value, sizeof(T));
+}
 
 // A new execution.
 void reset_memory();

@@ -1,6 +1,10 @@
 #include "model/scenarios.h"
 
 #include <chrono>
+#include <stdexcept>
+#include <utility>
+
+#include "common/errors.h"
 
 namespace torchddp::model {
 namespace {
@@ -128,6 +132,30 @@ class List {
     }
   }
 
+  // Ranks that give up an operation or have done it, meet twice in another channel.
+  void add_channels() {
+    for (const char* name : {"barrier", "all_reduce of chunks", "reduce of blocks"}) {
+      const auto meet = [spec = spec(name)](Rank& rank, const Program& first) {
+        first(rank);
+        for (int i = 0; i < 2 && rank.meet_again(); ++i) rank.run(spec);
+      };
+      add(std::string(name) + ", in three channels",
+          on_all(size_, [meet, spec = spec(name)](Rank& rank) { meet(rank, [&](Rank&) { rank.run(spec); }); }));
+      add(std::string(name) + ", given up, in three channels",
+          on_all(size_,
+                 [meet, spec = spec(name)](Rank& rank) {
+                   meet(rank, [&](Rank&) {
+                     rank.start(spec);
+                     try {
+                       if (rank.rank() != 1) rank.finish();
+                     } catch (const TransportError&) {
+                     }
+                   });
+                 }),
+          Fault::kGivenUp);
+    }
+  }
+
   std::vector<Scenario> take() { return std::move(all_); }
 
  private:
@@ -146,6 +174,7 @@ std::vector<Scenario> scenarios() {
     list.add_interruptions();
     list.add_threads();
     list.add_absences();
+    list.add_channels();
     for (auto& scenario : list.take()) all.push_back(std::move(scenario));
   }
   return all;

@@ -71,9 +71,9 @@ std::string Site::name() const {
 std::vector<Order> Site::weaker() const {
   if (order == Order::relaxed) return {};
   if (order != Order::seq_cst) return {Order::relaxed};
-  if (access == Access::kLoad) return {Order::acquire, Order::relaxed};
-  if (access == Access::kStore) return {Order::release, Order::relaxed};
-  return {Order::acq_rel, Order::acquire, Order::release, Order::relaxed};
+  if (access == Access::kLoad) return {Order::relaxed, Order::acquire};
+  if (access == Access::kStore) return {Order::relaxed, Order::release};
+  return {Order::relaxed, Order::acquire, Order::release, Order::acq_rel};
 }
 
 Order order_of(const Where& where, Access access, Order order) {

@@ -21,7 +21,7 @@ struct Site {
 
   // Its file and code, such as "board.cpp: bell.fetch_add(1)".
   std::string name() const;
-  // The orders below its own.
+  // The orders below its own, the weakest first.
   std::vector<Order> weaker() const;
 };
 

@@ -16,6 +16,10 @@ namespace torchddp::model {
 class TotalOrder {
  public:
   void clear() { events_.clear(); }
+  // There is a new object at this place.
+  void forget(const void* place) {
+    std::erase_if(events_, [&](const Event& event) { return event.place == place; });
+  }
   // The running thread stored value number `index` of the place, or loaded it.
   void add(int thread, const Clocks& clocks, const void* place, int index, bool stores) {
     events_.push_back({thread, clocks, place, index, stores});

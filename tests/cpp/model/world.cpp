@@ -14,9 +14,9 @@ namespace {
 using shm::Form;
 using shm::OpKind;
 
-// Each rank's part of the arena: its segment, then memory of its own.
-constexpr int64_t kRankBytes = 12 * 1024;
-constexpr int64_t kSegmentBytes = 10 * 1024;
+// Each rank's part of the arena: its segment, with places for blocks and then for headers, and memory of its own.
+constexpr int64_t kRankBytes = 14 * 1024;
+constexpr int64_t kSegmentBytes = 12 * 1024;
 constexpr int64_t kPlaceBytes = 512;
 static_assert(shm::kDataOffset + Rank::kPlaces * kPlaceBytes <= kSegmentBytes);
 static_assert(kSegmentBytes + Rank::kPlaces * kPlaceBytes <= kRankBytes);
@@ -27,26 +27,29 @@ shm::Atomic<uint32_t>& gone(int rank) {
   return reinterpret_cast<shm::Atomic<uint32_t>*>(arena() + kMaxRanks * kRankBytes)[rank];
 }
 
-shm::EngineConfig config_of(int rank, int size) {
+std::byte* segment(int rank) { return arena() + rank * kRankBytes; }
+
+shm::EngineConfig config_of(int rank, std::vector<shm::SegmentView> segments) {
+  const int size = static_cast<int>(segments.size());
   shm::EngineConfig config;
   config.rank = rank;
-  for (int peer = 0; peer < size; ++peer) {
-    config.segments.push_back({arena() + peer * kRankBytes, kSegmentBytes, 0});
-    config.group_ranks.push_back(10 + peer);
-  }
+  config.segments = std::move(segments);
+  for (int peer = 0; peer < size; ++peer) config.group_ranks.push_back(10 + peer);
   config.gone = [](int peer) { return gone(peer).load() != 0; };
   config.timeout = std::chrono::seconds(1);
   config.owners = size;
   return config;
 }
 
-void open_segment(int rank, int size) {
-  auto& header = *reinterpret_cast<shm::Header*>(arena() + rank * kRankBytes);
-  header.rank = rank;
-  header.size = size;
-  header.cpu_mask.fill(UINT64_MAX);
-  header.state.store(static_cast<uint32_t>(shm::RankState::kOpen));
-  header.culprit.store(-1);
+void connect(std::optional<shm::Mesh>& mesh, int rank, int size) {
+  constexpr auto kFree = shm::kDataOffset + Rank::kPlaces * kPlaceBytes;
+  auto own = std::make_shared<shm::Segment>(rank, size, segment(rank), kSegmentBytes, kFree);
+  own->write_header(0);
+  std::vector<shm::Peer> peers(size);
+  for (int peer = 0; peer < size; ++peer) {
+    if (peer != rank) peers[peer].segment = shm::Mapping(segment(peer), kSegmentBytes);
+  }
+  mesh.emplace("model", rank, std::move(own), std::move(peers));
 }
 
 void fill(float* memory, int64_t numel, const std::function<float(int64_t)>& value) {
@@ -56,7 +59,6 @@ void fill(float* memory, int64_t numel, const std::function<float(int64_t)>& val
 
 }  // namespace
 
-std::byte* Rank::segment(int of) const { return arena() + of * kRankBytes; }
 float* Rank::block(int place) const {
   return reinterpret_cast<float*>(segment(rank_) + shm::kDataOffset + place * kPlaceBytes);
 }
@@ -163,13 +165,16 @@ void World::prepare(int size, const std::vector<Thread>& threads, Fault fault) {
   fault_ = fault;
   fault_time_ = 0;
   reset_memory();
-  for (int rank = 0; rank < size; ++rank) open_segment(rank, size);
+  for (int rank = 0; rank < size; ++rank) connect(ranks_[rank].mesh_, rank, size);
+  for (auto& meeting : meetings_) meeting.told.emplace(0);
   for (int rank = 0; rank < size; ++rank) {
     auto& made = ranks_[rank];
+    made.world_ = this;
     made.rank_ = rank;
     made.size_ = size;
     made.started_ = 0;
-    made.engine_.emplace(config_of(rank, size));
+    made.ends_.assign(size, *made.mesh_->open());
+    made.engine_.emplace(config_of(rank, made.mesh_->view(made.ends_)));
     made.threads_.emplace(static_cast<uint32_t>(
         std::ranges::count_if(threads, [&](const Thread& thread) { return thread.rank == rank; })));
   }
@@ -234,7 +239,36 @@ std::string World::verdict_of(const End& end) const {
 }
 
 void World::clear() {
-  for (auto& rank : ranks_) rank.engine_.reset();
+  for (auto& rank : ranks_) {
+    rank.engine_.reset();
+    rank.mesh_.reset();
+  }
+}
+
+std::vector<shm::ChannelEnd> World::exchange(int rank, const shm::ChannelEnd& end) {
+  auto& [ends, told] = meetings_[end.number];
+  ends[rank] = end;
+  told->fetch_add(1);
+  scheduler().release(&told);
+  while (told->load() < static_cast<uint32_t>(size_)) scheduler().wait_for(&told);
+  return {ends.begin(), ends.begin() + size_};
+}
+
+bool Rank::meet_again() {
+  {
+    const Scheduler::Unbroken unbroken(scheduler());
+    engine_.reset();
+  }
+  const auto reuse = [this](void*) {
+    for (int place = 0; place < kPlaces; ++place) write(block(place), kPlaceBytes);
+  };
+  mesh_->close(ends_, std::shared_ptr<void>(this, reuse), false);
+  const auto end = mesh_->open();
+  if (!end) return false;
+  ends_ = world_->exchange(rank_, *end);
+  started_ = 0;
+  engine_.emplace(config_of(rank_, mesh_->view(ends_)));
+  return true;
 }
 
 }  // namespace torchddp::model

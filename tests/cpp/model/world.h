@@ -11,6 +11,7 @@
 
 #include "model/scheduler.h"
 #include "shm/engine.h"
+#include "shm/mesh.h"
 
 namespace torchddp::model {
 
@@ -28,6 +29,7 @@ struct Spec {
 };
 
 // A rank, as a program sees it. Its threads share the engine.
+class World;
 class Rank {
  public:
   // Operations in flight at the same time have different places, which are their memory.
@@ -43,7 +45,10 @@ class Rank {
     start(spec);
     finish();
   }
-  uint64_t seq(int place) const { return places_[place].seq; }
+
+  // Leaves the channel, as a process group that is destroyed does, and meets the others in another. What other ranks may still
+  // use of this one is given another use as soon as the mesh allows it. False if there is no room.
+  bool meet_again();
 
  private:
   friend class World;
@@ -54,13 +59,15 @@ class Rank {
     std::optional<shm::NonFinite> found;
   };
 
-  std::byte* segment(int of) const;
   float* block(int place) const;   // in the segment
   float* memory(int place) const;  // this rank's own
   float input(int of, int64_t i, const Place& place) const;
   bool is_right(const Place& place, const float* result) const;
 
   int rank_ = 0, size_ = 0;
+  World* world_ = nullptr;
+  std::optional<shm::Mesh> mesh_;
+  std::vector<shm::ChannelEnd> ends_;  // of the channel
   std::optional<shm::Engine> engine_;
   std::array<Place, kPlaces> places_;
   uint64_t started_ = 0;
@@ -77,6 +84,7 @@ enum class Fault : uint8_t {
   kNone,         // every operation succeeds, without the clock's help
   kDeath,        // a rank may die; the others' operations succeed or name it
   kInterrupted,  // rank 0 is interrupted; operations succeed, or give the reason there and name it elsewhere
+  kGivenUp,      // the clock may move, but no operation fails unless the program allows for that
   kLeft,         // rank 1 leaves without a word; the others name it
   kSilent,       // rank 1 does not take part; the others name it when their time is up
 };
@@ -95,7 +103,10 @@ class World {
     bool is_over = false;
     std::string error;
   };
+  friend class Rank;
   void live(Rank& rank, const Program& program, End& end);
+  // Tells the others; returns when all have told theirs.
+  std::vector<shm::ChannelEnd> exchange(int rank, const shm::ChannelEnd& end);
   std::string verdict_of(const End& end) const;
 
   int size_ = 0;
@@ -103,6 +114,11 @@ class World {
   int64_t fault_time_ = 0;
   std::array<Rank, kMaxRanks> ranks_;
   std::vector<End> ends_;
+  struct Meeting {
+    std::array<shm::ChannelEnd, kMaxRanks> ends;
+    std::optional<shm::Atomic<uint32_t>> told;
+  };
+  std::array<Meeting, shm::kMaxChannels> meetings_;
 };
 
 inline constexpr const char* kReason = "interrupted by the program";

@@ -6,6 +6,7 @@
 namespace torchddp::shm {
 
 inline constexpr uint64_t kSlots = 2;
+inline constexpr int kMaxChannels = 3;
 inline constexpr int64_t kEagerBytes = 8;
 inline constexpr int64_t kChunkBytes = 8;
 inline constexpr int64_t kUnit = 2;
