@@ -52,4 +52,11 @@ if(NOT TORCHDDP_SANITIZE)
   target_compile_options(torchddp_searched PRIVATE -fsanitize=thread)
   target_link_libraries(torchddp_shm_model PRIVATE torchddp_searched)
   target_link_options(torchddp_shm_model PRIVATE -Wl,--wrap=memcpy)
+  # `make test-thorough` runs those of the configuration `thorough`.
+  add_test(NAME shm_model COMMAND torchddp_shm_model 400)
+  add_test(NAME shm_model_can_fail COMMAND torchddp_shm_model weaken 400 post.number)
+  add_test(NAME shm_model_deep COMMAND torchddp_shm_model 10000 CONFIGURATIONS thorough)
+  add_test(NAME shm_model_orders CONFIGURATIONS thorough
+    COMMAND torchddp_shm_model weaken 3000 "" ${CMAKE_SOURCE_DIR}/docs/shm_model.md)
+  set_tests_properties(shm_model_deep shm_model_orders PROPERTIES LABELS thorough TIMEOUT 7200)
 endif()

@@ -17,7 +17,7 @@ namespace {
 
 constexpr const char* kUsage =
     "torchddp_shm_model [MOST [NAME]]    searches up to MOST executions of each scenario whose name contains NAME\n"
-    "torchddp_shm_model replay NAME TRACE    repeats an execution\n"
+    "torchddp_shm_model replay NAME TRACE [PLACE ORDER]    prints the steps of an execution\n"
     "torchddp_shm_model weaken [MOST [PLACE [PAGE]]]    searches with each memory order weakened in turn\n";
 
 constexpr uint64_t kMost = 400;
@@ -75,11 +75,23 @@ int search(uint64_t most, const std::string& part) {
   return failed == 0 && count > 0 ? 0 : 1;
 }
 
-int repeat(const std::string& name, const std::string& trace) {
+Order order_named(const std::string& name) {
+  for (const auto order : {Order::acquire, Order::release, Order::acq_rel}) {
+    if (name == to_string(order)) return order;
+  }
+  return Order::relaxed;
+}
+
+int repeat(const std::string& name, const std::string& trace, const std::string& place, Order order) {
   for (const auto& scenario : scenarios()) {
     if (scenario.name != name) continue;
+    explore_random(scenario, 1);  // meets the places
+    for (const auto& site : sites()) {
+      if (site.name() == place) weaken(&site, order);
+    }
+    tell_steps(true);
     const auto result = replay(scenario, trace);
-    std::printf("%s\n%s\n", result.trace.c_str(), result.failure.empty() ? "nothing is wrong" : result.failure.c_str());
+    std::printf("%s\n", result.failure.empty() ? "nothing is wrong" : result.failure.c_str());
     return result.failure.empty() ? 0 : 1;
   }
   std::printf("no scenario has this name\n");
@@ -97,7 +109,7 @@ std::string find_fault(const std::vector<Scenario>& all, size_t& first, uint64_t
       const auto result = deepen(all[at], is_deep ? most : most / 10, preemptions);
       if (!result.failure.empty()) {
         first = at;
-        return all[at].name + ": " + result.failure;
+        return all[at].name + ": " + result.failure + "\n  '" + all[at].name + "' '" + result.trace + "'";
       }
     }
   }
@@ -130,7 +142,7 @@ bool agrees(const std::string& page, const std::vector<std::string>& rows) {
 // Weakens one order after the other. All that no fault comes of must be on the page; without one, there must be none.
 int weaken_all(uint64_t most, const std::string& part, const std::string& page) {
   const auto all = scenarios();
-  for (const auto& scenario : all) explore_random(scenario, 2 * kRandom);  // meets the places
+  for (const auto& scenario : all) explore_random(scenario, kRandom / 8);  // meets the places
   std::vector<std::string> rows;
   size_t first = 0;
   int caught = 0, missed = 0;
@@ -157,9 +169,9 @@ int weaken_all(uint64_t most, const std::string& part, const std::string& page) 
 
 int run(int argc, char** argv) {
   const std::string first = argc > 1 ? argv[1] : "";
-  if (first == "replay" && argc == 4) return repeat(argv[2], argv[3]);
+  const auto text = [&](int i) { return std::string(i < argc ? argv[i] : ""); };
+  if (first == "replay") return repeat(text(2), text(3), text(4), order_named(text(5)));
   if (first == "weaken") {
-    const auto text = [&](int i) { return std::string(i < argc ? argv[i] : ""); };
     return weaken_all(argc > 2 ? std::strtoull(argv[2], nullptr, 10) : kMost, text(3), text(4));
   }
   const auto most = argc > 1 ? std::strtoull(argv[1], nullptr, 10) : kMost;

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cstdio>
 #include <unordered_map>
 
 #include "model/scheduler.h"
@@ -181,6 +182,20 @@ class Memory {
 
 Memory memory;
 
+// --- what a replay prints ---------------------------------------------------------------------------------------------
+
+bool tells = false;
+
+void tell(const char* what) {
+  if (tells) std::printf("thread %d %s\n", scheduler().current(), what);
+}
+void tell(const Where& where, Order order, uint64_t value) {
+  if (!tells) return;
+  const Site site{where.file_name(), where.line(), where.column(), Access::kLoad, order};
+  std::printf("thread %d %s, %s: %llx\n", scheduler().current(), site.name().c_str(), to_string(order),
+              static_cast<unsigned long long>(value));
+}
+
 // --- races ------------------------------------------------------------------------------------------------------------
 
 struct Cell {
@@ -229,14 +244,19 @@ uint64_t load(const void* at, int bytes, Order order, const Where& where) {
   if (!scheduler().is_running()) return peek(at, bytes);
   order = order_of(where, Access::kLoad, order);
   auto& location = memory.at(at, bytes);
-  return memory.step(location, false) ? memory.load(location, order) : location.stores.back().value;
+  if (!memory.step(location, false)) return location.stores.back().value;
+  const auto value = memory.load(location, order);
+  tell(where, order, value);
+  return value;
 }
 
 void store(void* at, int bytes, uint64_t value, Order order, const Where& where) {
   if (!scheduler().is_running()) return poke(at, bytes, value);
   order = order_of(where, Access::kStore, order);
   auto& location = memory.at(at, bytes);
-  if (memory.step(location, true)) memory.store(location, at, bytes, value, order, false);
+  if (!memory.step(location, true)) return;
+  tell(where, order, value);
+  memory.store(location, at, bytes, value, order, false);
 }
 
 void store_now(void* at, int bytes, uint64_t value) {
@@ -255,6 +275,7 @@ uint64_t update(void* at, int bytes, uint64_t (*change)(uint64_t, uint64_t), uin
   auto& location = memory.at(at, bytes);
   if (!memory.step(location, true)) return location.stores.back().value;
   const auto value = memory.newest(location, order);
+  tell(where, order, value);
   memory.store(location, at, bytes, change(value, operand), order, true);
   return value;
 }
@@ -271,6 +292,7 @@ bool compare_exchange(void* at, int bytes, uint64_t& expected, uint64_t desired,
   auto& location = memory.at(at, bytes);
   if (!memory.step(location, true)) return true;
   const auto found = memory.newest(location, order);
+  tell(where, order, found);
   if (found != expected) {
     expected = found;
     return false;
@@ -305,17 +327,24 @@ void unlock(void* mutex) {
 
 void sleep_on(void* word, uint32_t expected, int64_t longest_ns) {
   auto& location = memory.at(word, sizeof(uint32_t));
-  if (memory.step(location, false) && location.stores.back().value == expected) scheduler().sleep(word, longest_ns);
+  if (!memory.step(location, false)) return;
+  const bool sleeps = location.stores.back().value == expected;
+  tell(sleeps ? "sleeps" : "does not sleep");
+  if (sleeps) scheduler().sleep(word, longest_ns);
 }
 
 void wake_all(void* word) {
   if (!scheduler().is_running()) return;
-  if (memory.step(memory.at(word, sizeof(uint32_t)), true)) scheduler().wake(word);
+  if (!memory.step(memory.at(word, sizeof(uint32_t)), true)) return;
+  tell("wakes all");
+  scheduler().wake(word);
 }
 
 std::byte* arena() { return memory_of_ranks.data(); }
 void read(const void* from, size_t bytes) { access(from, bytes, false); }
 void write(const void* to, size_t bytes) { access(to, bytes, true); }
+
+void tell_steps(bool whether) { tells = whether; }
 
 void renew(const void* at, size_t bytes) {
   write(at, bytes);

@@ -55,6 +55,9 @@ void initialize(Atomic& atomic, T value) {
   std::memcpy(static_cast<void*>(&atomic), &value, sizeof(T));
 }
 
+// Whether to print every step, with the value that it stores or finds.
+void tell_steps(bool whether);
+
 // A new execution.
 void reset_memory();
 // Whether the last execution touched something in a new way, so that its steps are seen by more threads than was known. A

@@ -48,9 +48,9 @@ size_t begin_of(const std::string& code, size_t at) {
   int depth = 0;
   while (at > 0) {
     const char before = code[at - 1];
-    depth += before == ')' ? 1 : before == '(' ? -1 : 0;
+    depth += before == ')' || before == ']' ? 1 : before == '(' || before == '[' ? -1 : 0;
     const bool belongs = std::isalnum(static_cast<unsigned char>(before)) != 0 || before == '_' || before == '.';
-    if (depth < 0 || (depth == 0 && !belongs && before != '(')) break;
+    if (depth < 0 || (depth == 0 && !belongs && before != '(' && before != '[')) break;
     --at;
   }
   return at;

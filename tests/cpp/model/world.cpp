@@ -250,7 +250,8 @@ std::vector<shm::ChannelEnd> World::exchange(int rank, const shm::ChannelEnd& en
   ends[rank] = end;
   told->fetch_add(1);
   scheduler().release(&told);
-  while (told->load() < static_cast<uint32_t>(size_)) scheduler().wait_for(&told);
+  // Reads the newest value: no one wakes who has missed it.
+  while (told->fetch_add(0) < static_cast<uint32_t>(size_)) scheduler().wait_for(&told);
   return {ends.begin(), ends.begin() + size_};
 }
 
