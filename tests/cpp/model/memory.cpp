@@ -32,7 +32,7 @@ struct Location {
   std::array<uint32_t, kMaxThreads> used{};  // last, by each thread
   Clocks unlocked;                           // of a mutex
   bool is_locked = false;
-  // Threads, as bits, in all executions since the last change of scenario.
+  // Threads, as bits, in all executions so far.
   uint32_t readers = 0, writers = 0;
 };
 
