@@ -70,7 +70,7 @@ cpp-tests: setup ## C++ tests, also under sanitizers (5 min)
 	  $(CMAKE) -S . -B $$dir -G Ninja --log-level=WARNING -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(VENV)/bin/ninja \
 	    -DTORCHDDP_BUILD_EXTENSION=OFF -DTORCHDDP_BUILD_TESTS=ON -DTORCHDDP_SANITIZE=$$sanitize \
 	    -DTORCHDDP_WERROR=$(TORCHDDP_WERROR) && \
-	  $(CMAKE) --build $$dir && $(CTEST) --test-dir $$dir || exit 1; \
+	  $(CMAKE) --build $$dir && $(CTEST) --test-dir $$dir $(CTEST_ARGS) || exit 1; \
 	done
 
 # Tests run in parallel, because most spend half of their time waiting for other ranks. TEST_JOBS=0 runs them serially, for a
@@ -79,10 +79,10 @@ TEST_JOBS ?= 2
 TEST_RERUNS ?= 1
 PYTEST = -m pytest -q -n $(TEST_JOBS) --dist worksteal --reruns $(TEST_RERUNS) --reruns-delay 2 -rR
 
-# C++ tests with these sanitizers, then Python tests with these markers, whether or not the former passed.
+# C++ tests with these sanitizers, then Python tests with these markers, whether or not the former passed; and options of ctest.
 comma := ,
 define run-tests
-@$(MAKE) --no-print-directory cpp-tests CPP_SANITIZERS="$(1)"; cpp=$$?; \
+@$(MAKE) --no-print-directory cpp-tests CPP_SANITIZERS="$(1)" CTEST_ARGS="$(3)"; cpp=$$?; \
 $(PY) $(PYTEST) -m "$(2)" $(ARGS); python=$$?; \
 [ $$cpp = 0 ] || echo "C++ tests failed: see above"; \
 [ $$cpp = 0 ] && [ $$python = 0 ]
@@ -98,8 +98,8 @@ test-slow: TEST_JOBS = 3
 test-slow: build ## tests that take longer, C++ tests under sanitizers (10 min)
 	$(call run-tests,address$(comma)undefined thread,slow and not thorough)
 
-test-thorough: build ## whole commands, further parameters, mutants (longer than an hour)
-	$(PY) $(PYTEST) -m thorough $(ARGS)
+test-thorough: build ## whole commands, further parameters, mutants, the deep search of shared memory (longer than an hour)
+	$(call run-tests,none,thorough,-C thorough -L thorough)
 
 # Lines of torchddp/ that these tests reach, in the ranks that they fork and the programs that they start too. Fails below the floor in
 # pyproject.toml. Measuring takes half as much time again, so `make test` does without; COVERED=tests measures all of its tests.

@@ -1,12 +1,5 @@
 #include "shm/board.h"
 
-#include <linux/futex.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-
-#include <climits>
-#include <ctime>
-
 #include "shm/processors.h"
 
 namespace torchddp::shm {
@@ -24,7 +17,7 @@ void Board::ring() const {
   if (has_sleepers()) {
     auto& bell = header(0).doorbell;
     bell.fetch_add(1);
-    syscall(SYS_futex, &bell, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+    wake_all(bell);
   }
 }
 
@@ -33,9 +26,6 @@ uint32_t Board::lie_down() const {
   return header(0).doorbell.load();
 }
 
-void Board::sleep(uint32_t bell, int64_t longest_ns) const {
-  const timespec timeout{longest_ns / 1'000'000'000, longest_ns % 1'000'000'000};
-  syscall(SYS_futex, &header(0).doorbell, FUTEX_WAIT, bell, &timeout, nullptr, 0);
-}
+void Board::sleep(uint32_t bell, int64_t longest_ns) const { sleep_on(header(0).doorbell, bell, longest_ns); }
 
 }  // namespace torchddp::shm

@@ -1,11 +1,6 @@
 #include "shm/engine.h"
 
-#include <sched.h>
 #include <sys/resource.h>
-
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
 
 #include <algorithm>
 #include <utility>
@@ -17,30 +12,14 @@ namespace {
 
 using std::chrono::milliseconds;
 
-// A waiting rank spins for about 100 us if each rank has a processor, then yields for about 10 ms more before it sleeps on a
-// futex. On a virtual machine, waking the others costs the last rank to arrive 20 to 70 us, and they return 100 us after that
-// if they get their processors back at once, which they often don't.
-constexpr int kSpins = 2000;
-constexpr int kYields = 16'000;
 // If yielding took longer than this, another thread needs the processor, and the next few waits sleep early.
 constexpr std::chrono::microseconds kGaveWay{200};
 constexpr int kShortWaits = 8;
-// If ranks share processors.
-constexpr int kCrowdedSpins = 20;
-constexpr int kCrowdedYields = 100;
-// After this many checks, an owner that has not begun its chunks may not be running.
-constexpr int kHelpAfter = 64;
 // How often a sleeping rank checks that its peers are alive. The bound visible to users is two seconds.
 constexpr int64_t kSleepNs = 20'000'000;
 constexpr milliseconds kPeerCheck{10};
 // Nothing rings the doorbell when the link between hosts makes progress.
 constexpr int64_t kOuterSleepNs = 100'000;
-
-void pause_cpu() {
-#if defined(__x86_64__)
-  _mm_pause();
-#endif
-}
 
 // How often this thread lost its processor to another one; does not count times when the whole virtual machine was stopped.
 int64_t context_switches() {
@@ -55,9 +34,9 @@ class Courtesy {
   // False if another thread needed it.
   bool give_way() {
     const auto before = switches_ >= 0 ? switches_ : context_switches();
-    const auto start = Engine::Clock::now();
-    sched_yield();
-    const bool long_away = Engine::Clock::now() - start > kGaveWay;
+    const auto start = Clock::now();
+    yield_cpu();
+    const bool long_away = Clock::now() - start > kGaveWay;
     switches_ = long_away ? context_switches() : before;
     return switches_ == before;
   }
@@ -214,7 +193,7 @@ void Engine::wait(uint64_t seq, milliseconds timeout, std::optional<Clock::time_
 
 bool Engine::wait_for(uint64_t seq, std::chrono::nanoseconds longest, bool spin) {
   return finish(seq, [&]() -> Patience {
-    return {.until = deadline_after(longest), .limit = milliseconds(0), .fails = false, .spins = spin};
+    return {.until = deadline_after(longest, Clock::now()), .limit = milliseconds(0), .fails = false, .spins = spin};
   });
 }
 
@@ -271,7 +250,7 @@ bool Engine::wait_until(Goal goal, Running& op, const Patience& patience, Lock& 
       pause_cpu();
     } else if (idle < looks && wanting_.load(std::memory_order_relaxed) == 0) {
       if (crowded_) {
-        sched_yield();
+        yield_cpu();
       } else if (!courtesy.give_way()) {
         short_waits_ = kShortWaits;
         looks = spins;

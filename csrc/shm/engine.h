@@ -17,7 +17,6 @@
 // one may corrupt sums, but nothing else.
 #pragma once
 
-#include <atomic>
 #include <chrono>
 #include <deque>
 #include <mutex>
@@ -36,7 +35,7 @@ namespace torchddp::shm {
 // every other call does too.
 class Engine {
  public:
-  using Clock = std::chrono::steady_clock;
+  using Clock = shm::Clock;
 
   explicit Engine(EngineConfig config);
   ~Engine();
@@ -73,7 +72,7 @@ class Engine {
     bool fails = true;                // raise an error, for all ranks; otherwise wait_until returns false
     bool spins = true;
   };
-  using Lock = std::unique_lock<std::mutex>;
+  using Lock = std::unique_lock<Mutex>;
 
   Running& running(uint64_t seq) { return running_[seq % kSlots]; }
   void progress_slow();
@@ -100,11 +99,11 @@ class Engine {
   const Board board_;
   Failure failure_;
   Done done_;
-  std::mutex mutex_;
-  std::atomic<int> wanting_{0};  // threads waiting for the mutex
-  int asleep_ = 0;               // threads that have released it to sleep
-  const bool crowded_;           // fewer processors than ranks, so spinning would keep a peer from working
-  int short_waits_ = 0;          // how many more waits sleep early because another thread needs the processor
+  Mutex mutex_;
+  Atomic<int> wanting_{0};  // threads waiting for the mutex
+  int asleep_ = 0;          // threads that have released it to sleep
+  const bool crowded_;      // fewer processors than ranks, so spinning would keep a peer from working
+  int short_waits_ = 0;     // how many more waits sleep early because another thread needs the processor
   Clock::time_point next_poll_check_;
 
   std::deque<Running> running_;  // by slot
@@ -112,7 +111,7 @@ class Engine {
   uint64_t cursor_ = 0;          // first one whose own work is not done
   uint64_t outer_cursor_ = 0;    // first one whose shard is not final
   uint64_t oldest_ = 0;          // first one that is not known to be complete
-  std::atomic<uint64_t> under_way_{0};
+  Atomic<uint64_t> under_way_{0};
 };
 
 }  // namespace torchddp::shm

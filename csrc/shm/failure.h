@@ -1,9 +1,7 @@
 // Why an engine can't continue.
 #pragma once
 
-#include <atomic>
 #include <chrono>
-#include <mutex>
 #include <string>
 
 #include "common/errors.h"
@@ -15,8 +13,6 @@ namespace torchddp::shm {
 // Used by one thread at a time, except for interrupt(). Once an engine has failed it stays so, and its peers see that.
 class Failure {
  public:
-  using Clock = std::chrono::steady_clock;
-
   // `reason_patience` as in EngineConfig.
   Failure(const Board& board, std::chrono::milliseconds reason_patience)
       : board_(board), forks_(forks()), reason_patience_(reason_patience) {}
@@ -45,9 +41,9 @@ class Failure {
   int silent_ = -1;  // first seen at silent_since_
   Clock::time_point silent_since_;
 
-  std::mutex reason_mutex_;
+  Mutex reason_mutex_;
   std::string reason_;
-  std::atomic<bool> interrupted_{false};  // reason_ says why
+  Atomic<bool> interrupted_{false};  // reason_ says why
 };
 
 }  // namespace torchddp::shm

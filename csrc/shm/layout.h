@@ -7,19 +7,17 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "shm/limits.h"
+#include "shm/machine.h"
+
 namespace torchddp::shm {
 
 inline constexpr uint64_t kMagic = 0x316d687370646474;  // "tddpshm1" in memory
-inline constexpr uint32_t kVersion = 10;                // changes with anything in this file
+inline constexpr uint32_t kVersion = 10;                // changes with anything in this file or limits.h
 inline constexpr int kMaxRanks = 256;
-// How many channels can be opened during the life of a mesh.
-inline constexpr int kMaxChannels = 4096;
 
-// How many operations may be in flight at once. One more waits for the oldest.
-inline constexpr uint64_t kSlots = 64;
-// Inputs up to this size are sent in the post itself: one synchronization instead of two.
-inline constexpr int64_t kEagerBytes = 8192;
-// And sums of which a rank reads no more than this from the others: beyond, owners of chunks have less to do.
+// Inputs up to kEagerBytes are sent in the post, and sums of which a rank reads no more than this from the others: beyond, owners
+// of chunks have less to do.
 inline constexpr int64_t kPulledBytes = 3 * kEagerBytes;
 
 enum class OpKind : uint8_t { kAllReduce, kReduceScatter, kAllGather, kBroadcast, kReduce };
@@ -52,7 +50,7 @@ struct Location {
 
 // What a rank has to offer. The data begins in the cache line that announces it.
 struct alignas(64) Post {
-  std::atomic<uint64_t> number;  // the operation's number plus one. Written last, read first
+  Atomic<uint64_t> number;  // the operation's number plus one. Written last, read first
   Terms terms;
   std::array<std::byte, kEagerBytes> data;  // the input, or its Location
 };
@@ -61,12 +59,12 @@ struct Slot {
   Post post;
   // Chunks of an all-reduce that belong to the segment's rank. Any rank may claim them, in order, and marks each one it has
   // finished.
-  alignas(64) std::atomic<uint64_t> claimed;  // Tally
-  alignas(64) std::atomic<uint64_t> marks;    // Marks
+  alignas(64) Atomic<uint64_t> claimed;  // Tally
+  alignas(64) Atomic<uint64_t> marks;    // Marks
   // Of the input of the segment's rank, as far as its chunks are summed; the rank that sums one adds to it.
-  std::atomic<uint64_t> non_finite;
+  Atomic<uint64_t> non_finite;
   // Whether the result, as far as it is summed, contains an infinity or NaN: written for every rank if any asks.
-  std::atomic<uint32_t> sums_not_finite;
+  Atomic<uint32_t> sums_not_finite;
 };
 
 enum class RankState : uint32_t { kOpen = 1, kClosed, kFailed };
@@ -83,20 +81,19 @@ struct alignas(64) Header {
   uint64_t quota_group;               // identifies that group
 
   // Operation counters, in start order; each is written only by the segment's own rank.
-  alignas(64) std::atomic<uint64_t> done;  // this rank's own work is done; it no longer reads any input
-  alignas(64)
-      std::atomic<uint64_t> outer;  // between hosts: this rank's shard is final and written to all ranks of the host
+  alignas(64) Atomic<uint64_t> done;   // this rank's own work is done; it no longer reads any input
+  alignas(64) Atomic<uint64_t> outer;  // between hosts: this rank's shard is final and written to all ranks of the host
 
   // One for all ranks of the host: the one in the first rank's segment.
-  alignas(64) std::atomic<uint32_t> doorbell;  // futex: changes when something happened while a rank sleeps
-  std::atomic<uint32_t> sleeping;              // how many threads of all ranks are asleep
-  alignas(64) std::atomic<uint32_t> state;     // RankState
-  std::atomic<int32_t> culprit;                // of kFailed: the rank that was waited for, or -1
+  alignas(64) Atomic<uint32_t> doorbell;  // futex: changes when something happened while a rank sleeps
+  Atomic<uint32_t> sleeping;              // how many threads of all ranks are asleep
+  alignas(64) Atomic<uint32_t> state;     // RankState
+  Atomic<int32_t> culprit;                // of kFailed: the rank that was waited for, or -1
 
   std::array<Slot, kSlots> slots;
 
   // In a segment's first header: the channels, by number, that its rank has closed.
-  std::array<std::atomic<uint8_t>, kMaxChannels> closed;
+  std::array<Atomic<uint8_t>, kMaxChannels> closed;
 };
 
 inline constexpr int64_t kDataOffset = (static_cast<int64_t>(sizeof(Header)) + 4095) / 4096 * 4096;

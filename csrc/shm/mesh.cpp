@@ -22,8 +22,6 @@
 namespace torchddp::shm {
 namespace {
 
-using Clock = std::chrono::steady_clock;
-
 constexpr size_t kAddressLength = 32;
 // How often to check that the ranks waited for still exist.
 constexpr std::chrono::milliseconds kLookAround{100};

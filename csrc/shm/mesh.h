@@ -4,7 +4,6 @@
 
 #include <chrono>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <vector>
@@ -104,7 +103,7 @@ class Mesh {
   const int forks_;
   const std::shared_ptr<Segment> own_;
   const std::vector<Peer> peers_;
-  std::mutex mutex_;
+  Mutex mutex_;
   int next_ = 0;
   std::vector<Closed> closed_;  // by this rank, but not yet by all
 };

@@ -7,11 +7,6 @@
 namespace torchddp::shm {
 namespace {
 
-// Of each rank's block: small enough to stay in cache until it is written to all, large enough to be worth claiming.
-constexpr int64_t kChunkBytes = 64 * 1024;
-// Chunks begin at multiples of this many elements: whole cache lines for every type.
-constexpr int64_t kUnit = 128;
-
 // For its chunks, an owner reads the others' addends and writes the sums to all ranks.
 Moved moved_by_owner(const Operation& operation, const Board& board) {
   const Grid grid(operation, board);

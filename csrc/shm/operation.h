@@ -1,7 +1,6 @@
 // Operations: what a rank asks for, and what follows from that and from the participating ranks.
 #pragma once
 
-#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -17,8 +16,8 @@ const char* kind_name(OpKind kind);
 
 // Non-finite values in an operation.
 struct NonFinite {
-  std::atomic<int64_t> inputs{0};        // elements of this rank's input, added
-  std::atomic<bool> sums_finite{false};  // whether all elements of the result are known to be finite
+  Atomic<int64_t> inputs{0};        // elements of this rank's input, added
+  Atomic<bool> sums_finite{false};  // whether all elements of the result are known to be finite
 };
 
 struct Operation {

@@ -1,7 +1,6 @@
 #include "shm/pull.h"
 
 #include <algorithm>
-#include <atomic>
 #include <cstring>
 
 namespace torchddp::shm {
@@ -75,7 +74,7 @@ void Pull::sum_whole() {
     return;
   }
   const auto piece = kPieceBytes / job_.item();
-  std::atomic<int64_t> next{0};
+  Atomic<int64_t> next{0};
   job_.config.run_parallel(job_.config.threads, [&] {
     for (auto begin = next.fetch_add(piece); begin < operation.numel; begin = next.fetch_add(piece)) {
       sum(begin, std::min(operation.numel, begin + piece));
