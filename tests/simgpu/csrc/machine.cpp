@@ -1,0 +1,295 @@
+#include "machine.h"
+
+#include <pthread.h>
+
+#include <chrono>
+#include <cstring>
+#include <stdexcept>
+#include <utility>
+
+namespace torchddp::sim {
+namespace {
+
+thread_local StreamId current = 1;
+
+// Frees the host of waiting for a peer that waits for this host elsewhere, in a barrier: see keep_going().
+constexpr std::chrono::milliseconds kIdle{200};
+
+std::string place_of(const char* kind, const std::source_location& where) {
+  const char* const slash = std::strrchr(where.file_name(), '/');
+  return std::string(kind) + " at " + (slash == nullptr ? where.file_name() : slash + 1) + ":" +
+         std::to_string(where.line());
+}
+
+}  // namespace
+
+// Never destroyed: threads of torch may still free tensors at exit.
+Machine& Machine::here() {
+  static auto* machine = new Machine();
+  return *machine;
+}
+
+Machine::Machine()
+    : streams_(2), memory_([this](const std::string& earlier, const std::string& later) {
+        races_.insert("nothing orders " + earlier + " before " + later);
+      }) {}
+
+Machine::~Machine() {
+  {
+    const auto lock = enter();
+    ends_ = true;
+  }
+  if (helper_.joinable()) helper_.join();
+}
+
+Machine::Lock Machine::enter() {
+  Lock lock(mutex_);
+  ++calls_;
+  return lock;
+}
+
+// A peer may wait in NCCL for an operation that is still queued here, while this host waits for that peer's host. Real devices go
+// on by themselves. So does this one, but only once the host has called nothing for a while: until then the order follows from
+// the seed.
+void Machine::keep_going() {
+  uint64_t seen = 0;
+  while (true) {
+    std::this_thread::sleep_for(kIdle);
+    const Lock lock(mutex_);
+    if (ends_) return;
+    if (seen == calls_) {
+      while (step()) {
+      }
+    }
+    seen = calls_;
+  }
+}
+
+void Machine::start_over(uint64_t seed, int late) {
+  synchronize();
+  const auto lock = enter();
+  if (!helper_.joinable()) helper_ = std::thread([this] { keep_going(); });
+  random_.seed(seed);
+  late_ = late;
+  races_.clear();
+  places_.clear();
+  operations_ = 0;
+}
+
+void Machine::leave_out(std::string place) {
+  const auto lock = enter();
+  left_out_ = std::move(place);
+}
+
+std::map<std::string, int64_t> Machine::places() {
+  const auto lock = enter();
+  return places_;
+}
+
+std::vector<std::string> Machine::races() {
+  const auto lock = enter();
+  return {races_.begin(), races_.end()};
+}
+
+int64_t Machine::operations() {
+  const auto lock = enter();
+  return operations_;
+}
+
+StreamId Machine::current_stream() const { return current; }
+
+StreamId Machine::exchange_stream(StreamId stream) { return std::exchange(current, stream); }
+
+StreamId Machine::make_stream() {
+  const auto lock = enter();
+  streams_.emplace_back();
+  return static_cast<StreamId>(streams_.size()) - 1;
+}
+
+EventId Machine::make_event() {
+  const auto lock = enter();
+  events_[++last_event_] = std::make_shared<Event>();
+  return last_event_;
+}
+
+// What is queued goes on, as in CUDA.
+void Machine::destroy_event(EventId event) {
+  const auto lock = enter();
+  events_.erase(event);
+}
+
+bool Machine::is_left_out(const char* kind, const std::source_location& where) {
+  const auto place = place_of(kind, where);
+  ++places_[place];
+  return place == left_out_;
+}
+
+void Machine::record(EventId id, StreamId at, const std::source_location& where) {
+  const auto lock = enter();
+  if (is_left_out("record", where)) return;
+  auto& event = events_.at(id);
+  auto& to = stream(at);
+  to.clock.join(host_);
+  event->clock = to.clock;
+  event->stream = at;
+  to.items.push_back({"record", event, ++event->recorded, true, {}});
+  some_steps();
+}
+
+void Machine::wait(StreamId at, EventId id, const std::source_location& where) {
+  const auto lock = enter();
+  if (is_left_out("wait", where)) return;
+  const auto& event = events_.at(id);
+  if (event->recorded == 0) return;
+  auto& to = stream(at);
+  to.clock.join(event->clock);
+  to.items.push_back({"wait", event, event->recorded, false, {}});
+  some_steps();
+}
+
+bool Machine::finished(EventId id) {
+  const auto lock = enter();
+  some_steps();
+  const auto& event = *events_.at(id);
+  if (event.reached < event.recorded) return false;
+  host_.join(event.clock);
+  return true;
+}
+
+void Machine::synchronize() {
+  const auto lock = enter();
+  for (size_t id = 1; id < streams_.size(); ++id) drain(static_cast<StreamId>(id));
+  for (const auto& stream : streams_) host_.join(stream.clock);
+  memory_.device_is_idle();
+}
+
+void Machine::synchronize(StreamId id) {
+  const auto lock = enter();
+  drain(id);
+  host_.join(stream(id).clock);
+}
+
+void Machine::synchronize_event(EventId id) {
+  const auto lock = enter();
+  const auto event = events_.at(id);
+  if (event->recorded > 0) drain_until(*event, event->recorded);
+  host_.join(event->clock);
+}
+
+void Machine::note(StreamId id, const std::string& what, const std::vector<Range>& ranges) {
+  auto& clock = stream(id).clock;
+  clock.join(host_);
+  const auto at = clock.tick(static_cast<Actor>(id));
+  const auto named = what + " on stream " + std::to_string(id);
+  for (const auto& range : ranges) memory_.use(range, clock, at, named);
+  ++operations_;
+}
+
+void Machine::queue(StreamId id, std::string what, const std::vector<Range>& ranges, std::function<void()> run) {
+  const auto lock = enter();
+  note(id, what, ranges);
+  stream(id).items.push_back({std::move(what), nullptr, 0, false, std::move(run)});
+  some_steps();
+}
+
+void Machine::run_now(StreamId id, std::string what, const std::vector<Range>& ranges,
+                      const std::function<void()>& run) {
+  const auto lock = enter();
+  note(id, what, ranges);
+  drain(id);
+  run();
+}
+
+bool Machine::is_late() {
+  const auto lock = enter();
+  return static_cast<int>(random_() % 100) < late_;
+}
+
+bool Machine::can_run(const Stream& stream) const {
+  if (stream.items.empty()) return false;
+  const auto& first = stream.items.front();
+  return first.event == nullptr || first.marks || first.event->reached >= first.version;
+}
+
+void Machine::run_first(Stream& stream) {
+  const auto item = std::move(stream.items.front());
+  stream.items.pop_front();
+  if (item.event != nullptr) {
+    if (item.marks) item.event->reached = item.version;
+    return;
+  }
+  const auto was_running = std::exchange(running_, true);
+  item.run();
+  running_ = was_running;
+}
+
+bool Machine::step() {
+  std::vector<Stream*> ready;
+  for (auto& stream : streams_) {
+    if (can_run(stream)) ready.push_back(&stream);
+  }
+  if (ready.empty()) return false;
+  run_first(*ready[random_() % ready.size()]);
+  return true;
+}
+
+// How far the device is behind the host: often far, at times hardly.
+void Machine::some_steps() {
+  if (running_) return;
+  const auto drawn = random_() % 16;
+  for (uint64_t steps = drawn < 10 ? 0 : drawn < 15 ? drawn - 9 : 64; steps > 0 && step(); --steps) {
+  }
+}
+
+void Machine::drain(StreamId id) {
+  auto& items = stream(id).items;
+  while (!items.empty()) {
+    if (const auto& first = items.front(); !can_run(stream(id))) drain_until(*first.event, first.version);
+    run_first(stream(id));
+  }
+}
+
+void Machine::drain_until(const Event& event, int64_t version) {
+  // The record may be older than the last one, and lie in another stream.
+  while (event.reached < version) {
+    bool moved = false;
+    for (auto& stream : streams_) {
+      const auto marks = [&](const Item& item) { return item.event.get() == &event && item.marks && item.version <= version; };
+      while (std::ranges::any_of(stream.items, marks)) {
+        const auto& first = stream.items.front();
+        if (!can_run(stream)) drain_until(*first.event, first.version);
+        run_first(stream);
+        moved = true;
+      }
+    }
+    if (!moved) throw std::logic_error("a stream waits for an event that no stream will reach");
+  }
+}
+
+void* Machine::allocate(int64_t bytes) {
+  const auto lock = enter();
+  auto* const data = memory_.allocate(bytes, static_cast<Actor>(current));
+  const auto size = memory_.size_of(data);
+  queue(current, "an allocation", {{data, size, true}}, [=] { std::memset(data, 0xff, static_cast<size_t>(size)); });
+  return data;
+}
+
+void Machine::release(void* data) {
+  const auto lock = enter();
+  const auto on = static_cast<StreamId>(memory_.stream_of(data));
+  auto& clock = stream(on).clock;
+  clock.join(host_);
+  memory_.release(data, clock, clock.tick(static_cast<Actor>(on)), "a release on stream " + std::to_string(on));
+}
+
+void Machine::defer_release(const void* data) {
+  const auto lock = enter();
+  memory_.defer(data);
+}
+
+bool Machine::owns(const void* data) {
+  const auto lock = enter();
+  return memory_.size_of(data) > 0;
+}
+
+}  // namespace torchddp::sim
