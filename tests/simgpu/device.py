@@ -1,14 +1,13 @@
 """Loads the simulated GPU in the place of torchddp's compiled module. Import this before torchddp, in a process of its own."""
 
 import importlib.util
-import os
 import sys
 import types
 from pathlib import Path
 
 import torch
 
-LIBRARY_ENV = "TORCHDDP_TEST_SIMULATED_GPU"  # the built library
+BUILD = Path(__file__).parents[2] / "build" / "cpu"  # where the target "simulated_gpu" lies
 NAME = "simgpu"
 
 
@@ -22,7 +21,7 @@ def _load(name: str, path: str) -> types.ModuleType:
 
 
 assert "torchddp" not in sys.modules
-_path = str(Path(os.environ[LIBRARY_ENV]).resolve())
+_path = str(next(BUILD.glob("simulated_gpu.*.so")))
 _load("torchddp._C", _path)
 simulated = _load("torchddp._simulated", _path)
 

@@ -108,7 +108,7 @@ StreamId Machine::make_stream() {
 
 EventId Machine::make_event() {
   const auto lock = enter();
-  events_[++last_event_] = std::make_shared<Event>();
+  events_[++last_event_] = nullptr;
   return last_event_;
 }
 
@@ -124,35 +124,35 @@ bool Machine::is_left_out(const char* kind, const std::source_location& where) {
   return place == left_out_;
 }
 
-void Machine::record(EventId id, StreamId at, const std::source_location& where) {
+void Machine::record(EventId event, StreamId at, const std::source_location& where) {
   const auto lock = enter();
   if (is_left_out("record", where)) return;
-  auto& event = events_.at(id);
   auto& to = stream(at);
   to.clock.join(host_);
-  event->clock = to.clock;
-  event->stream = at;
-  to.items.push_back({"record", event, ++event->recorded, true, {}});
+  auto mark = std::make_shared<Mark>(to.clock);
+  events_.at(event) = mark;
+  to.items.push_back({std::move(mark), false, {}});
   some_steps();
 }
 
-void Machine::wait(StreamId at, EventId id, const std::source_location& where) {
+void Machine::wait(StreamId at, EventId event, const std::source_location& where) {
   const auto lock = enter();
   if (is_left_out("wait", where)) return;
-  const auto& event = events_.at(id);
-  if (event->recorded == 0) return;
+  const auto& mark = events_.at(event);
+  if (mark == nullptr) return;
   auto& to = stream(at);
-  to.clock.join(event->clock);
-  to.items.push_back({"wait", event, event->recorded, false, {}});
+  to.clock.join(mark->clock);
+  to.items.push_back({mark, true, {}});
   some_steps();
 }
 
-bool Machine::finished(EventId id) {
+bool Machine::finished(EventId event) {
   const auto lock = enter();
   some_steps();
-  const auto& event = *events_.at(id);
-  if (event.reached < event.recorded) return false;
-  host_.join(event.clock);
+  const auto& mark = events_.at(event);
+  if (mark == nullptr) return true;
+  if (!mark->reached) return false;
+  host_.join(mark->clock);
   return true;
 }
 
@@ -169,11 +169,12 @@ void Machine::synchronize(StreamId id) {
   host_.join(stream(id).clock);
 }
 
-void Machine::synchronize_event(EventId id) {
+void Machine::synchronize_event(EventId event) {
   const auto lock = enter();
-  const auto event = events_.at(id);
-  if (event->recorded > 0) drain_until(*event, event->recorded);
-  host_.join(event->clock);
+  const auto mark = events_.at(event);
+  if (mark == nullptr) return;
+  drain_until(*mark);
+  host_.join(mark->clock);
 }
 
 void Machine::note(StreamId id, const std::string& what, const std::vector<Range>& ranges) {
@@ -188,7 +189,7 @@ void Machine::note(StreamId id, const std::string& what, const std::vector<Range
 void Machine::queue(StreamId id, std::string what, const std::vector<Range>& ranges, std::function<void()> run) {
   const auto lock = enter();
   note(id, what, ranges);
-  stream(id).items.push_back({std::move(what), nullptr, 0, false, std::move(run)});
+  stream(id).items.push_back({nullptr, false, std::move(run)});
   some_steps();
 }
 
@@ -208,14 +209,14 @@ bool Machine::is_late() {
 bool Machine::can_run(const Stream& stream) const {
   if (stream.items.empty()) return false;
   const auto& first = stream.items.front();
-  return first.event == nullptr || first.marks || first.event->reached >= first.version;
+  return !first.waits || first.mark->reached;
 }
 
 void Machine::run_first(Stream& stream) {
   const auto item = std::move(stream.items.front());
   stream.items.pop_front();
-  if (item.event != nullptr) {
-    if (item.marks) item.event->reached = item.version;
+  if (item.mark != nullptr) {
+    item.mark->reached = true;
     return;
   }
   const auto was_running = std::exchange(running_, true);
@@ -244,25 +245,19 @@ void Machine::some_steps() {
 void Machine::drain(StreamId id) {
   auto& items = stream(id).items;
   while (!items.empty()) {
-    if (const auto& first = items.front(); !can_run(stream(id))) drain_until(*first.event, first.version);
+    if (!can_run(stream(id))) drain_until(*items.front().mark);
     run_first(stream(id));
   }
 }
 
-void Machine::drain_until(const Event& event, int64_t version) {
-  // The record may be older than the last one, and lie in another stream.
-  while (event.reached < version) {
-    bool moved = false;
-    for (auto& stream : streams_) {
-      const auto marks = [&](const Item& item) { return item.event.get() == &event && item.marks && item.version <= version; };
-      while (std::ranges::any_of(stream.items, marks)) {
-        const auto& first = stream.items.front();
-        if (!can_run(stream)) drain_until(*first.event, first.version);
-        run_first(stream);
-        moved = true;
-      }
-    }
-    if (!moved) throw std::logic_error("a stream waits for an event that no stream will reach");
+void Machine::drain_until(const Mark& mark) {
+  while (!mark.reached) {
+    const auto reaches = [&](const Item& item) { return item.mark.get() == &mark && !item.waits; };
+    const auto has_it = [&](const Stream& stream) { return std::ranges::any_of(stream.items, reaches); };
+    const auto found = std::ranges::find_if(streams_, has_it);
+    if (found == streams_.end()) throw std::logic_error("a stream waits for an event that no stream will reach");
+    if (!can_run(*found)) drain_until(*found->items.front().mark);
+    run_first(*found);
   }
 }
 
@@ -270,16 +265,13 @@ void* Machine::allocate(int64_t bytes) {
   const auto lock = enter();
   auto* const data = memory_.allocate(bytes, static_cast<Actor>(current));
   const auto size = memory_.size_of(data);
-  queue(current, "an allocation", {{data, size, true}}, [=] { std::memset(data, 0xff, static_cast<size_t>(size)); });
+  queue(current, "new memory", {{data, size, true}}, [=] { std::memset(data, 0xff, static_cast<size_t>(size)); });
   return data;
 }
 
 void Machine::release(void* data) {
   const auto lock = enter();
-  const auto on = static_cast<StreamId>(memory_.stream_of(data));
-  auto& clock = stream(on).clock;
-  clock.join(host_);
-  memory_.release(data, clock, clock.tick(static_cast<Actor>(on)), "a release on stream " + std::to_string(on));
+  memory_.release(data);
 }
 
 void Machine::defer_release(const void* data) {

@@ -77,17 +77,14 @@ class Machine {
   bool owns(const void* data);
 
  private:
-  struct Event {
-    int64_t recorded = 0;  // times
-    int64_t reached = 0;   // of these
-    StreamId stream = 0;   // where last
+  // One record of an event. A wait refers to the last one before it.
+  struct Mark {
     Clock clock;
+    bool reached = false;
   };
   struct Item {
-    std::string what;
-    std::shared_ptr<Event> event;  // null: an operation
-    int64_t version = 0;           // of the event: to be reached here (marks) or awaited
-    bool marks = false;
+    std::shared_ptr<Mark> mark;  // null: an operation
+    bool waits = false;          // for the mark; otherwise reaches it
     std::function<void()> run;
   };
   struct Stream {
@@ -105,13 +102,13 @@ class Machine {
   bool step();
   void some_steps();
   void drain(StreamId id);
-  void drain_until(const Event& event, int64_t version);
+  void drain_until(const Mark& mark);
   bool is_left_out(const char* kind, const std::source_location& where);
   void keep_going();
 
   mutable std::recursive_mutex mutex_;
   std::vector<Stream> streams_;  // by id; the first is unused
-  std::map<EventId, std::shared_ptr<Event>> events_;
+  std::map<EventId, std::shared_ptr<Mark>> events_;  // null: never recorded
   EventId last_event_ = 0;
   Clock host_;
   Memory memory_;

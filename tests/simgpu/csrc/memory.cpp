@@ -41,8 +41,6 @@ void* Memory::allocate(int64_t bytes, Actor stream) {
   return data;
 }
 
-Actor Memory::stream_of(const void* data) const { return find(data)->second.stream; }
-
 int64_t Memory::size_of(const void* data) const {
   const auto found = find(data);
   return found == blocks_.end() ? 0 : found->second.bytes;
@@ -52,14 +50,13 @@ void Memory::defer(const void* data) {
   if (const auto found = find(data); found != blocks_.end()) found->second.deferred = true;
 }
 
-void Memory::release(void* data, const Clock& clock, Moment at, const std::string& what) {
+void Memory::release(void* data) {
   const auto found = find(data);
   if (found == blocks_.end() || !found->second.live) throw std::logic_error("released twice, or never allocated");
   auto& block = found->second;
   if (block.deferred) {
     deferred_.push_back(found->first);
   } else {
-    use({data, block.bytes, true}, clock, at, what);
     free_[{block.stream, block.bytes}].push_back(found->first);
   }
   block.live = false;

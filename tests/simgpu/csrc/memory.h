@@ -29,13 +29,11 @@ class Memory {
   Memory& operator=(Memory&&) = delete;
 
   // Stream-ordered, as torch's caching allocator: a freed block is given out again at once to whoever allocates on the stream
-  // that it came from. A fresh block, or a used one, has the bytes that it has.
+  // that it came from, and holds what it held.
   void* allocate(int64_t bytes, Actor stream);
-  // The stream that a live block was allocated on.
-  Actor stream_of(const void* data) const;
   // The block may be given out again only once the device is idle (Tensor.record_stream).
   void defer(const void* data);
-  void release(void* data, const Clock& clock, Moment at, const std::string& what);
+  void release(void* data);
   void device_is_idle();
   int64_t size_of(const void* data) const;
   // Notes the access; reports every earlier one that conflicts with it and isn't known to `clock`.

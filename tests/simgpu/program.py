@@ -1,0 +1,181 @@
+"""Random training programs for the simulated GPU, run there and on the CPU: the same gradients and weights, bit for bit."""
+
+import contextlib
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import torchddp
+from tests.whole_buckets import large_from, packed_whole
+
+WIDTH = 12
+
+
+@dataclass(frozen=True)
+class Step:
+    batches: int  # of which all but the last accumulate
+    syncs_all: bool  # ... or none does
+    to_none: bool  # what zero_grad does
+    left_out: int  # index of a layer that this step does not use; -1: none
+    aside: int  # index of a layer that runs on a stream of its own; -1: none
+    clips: bool
+    reads_aside: bool  # another stream reads the gradients
+    keeps: bool  # the program keeps the gradients
+
+
+@dataclass(frozen=True)
+class Program:
+    seed: int
+    widths: tuple[int, ...]
+    dtypes: tuple[torch.dtype, ...]
+    homes: tuple[int, ...]  # on which of a few streams the gradients of each layer are accumulated
+    options: dict[str, Any]
+    in_place_bytes: int  # gradients from this size on are reduced in place; 0: none
+    late: int
+    optimizer: str
+    steps: tuple[Step, ...]
+
+
+def draw(seed: int) -> Program:
+    rng = random.Random(seed)
+    layers = rng.randint(2, 6)
+    unused = rng.random() < 0.4
+    static = not unused and rng.random() < 0.2
+    mixed = rng.random() < 0.3
+    spread = rng.random() < 0.5
+
+    def step() -> Step:
+        return Step(
+            batches=rng.choice((1, 1, 1, 2, 3)),
+            syncs_all=not static and rng.random() < 0.3,
+            to_none=rng.random() < 0.7,
+            left_out=rng.randrange(layers) if unused and rng.random() < 0.7 else -1,
+            aside=rng.randrange(layers) if rng.random() < 0.5 else -1,
+            clips=rng.random() < 0.3,
+            reads_aside=rng.random() < 0.3,
+            keeps=rng.random() < 0.3,
+        )
+
+    return Program(
+        seed=seed,
+        widths=tuple(rng.choice((1, 5, 64, 300)) for _ in range(layers)),
+        dtypes=tuple(
+            rng.choice((torch.float32, torch.float64)) if mixed else torch.float32 for _ in range(layers)
+        ),
+        homes=tuple(rng.randrange(3) if spread else 0 for _ in range(layers)),
+        options={
+            "bucket_cap_mb": rng.choice((0.0005, 0.005, 0.02, 25)),
+            "find_unused_parameters": unused,
+            "static_graph": static,
+            "gradient_as_bucket_view": rng.random() < 0.4,
+        },
+        in_place_bytes=rng.choice((0, 1, 1000)),
+        late=rng.choice((0, 50, 100)),
+        optimizer=rng.choice(("SGD", "SGD", "Adam")),
+        steps=tuple(step() for _ in range(rng.randint(2, 5))),
+    )
+
+
+class Layer(nn.Module):
+    """Its input plus a function of it, so that a step can leave it out."""
+
+    def __init__(self, width: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.wide = nn.Linear(WIDTH, width, dtype=dtype)
+        self.narrow = nn.Linear(width, WIDTH, bias=False, dtype=dtype)
+
+    def forward(self, values: Tensor) -> Tensor:
+        return values + self.narrow(self.wide(values.to(self.wide.weight.dtype)).tanh()).to(values.dtype)
+
+
+class Model(nn.Module):
+    def __init__(self, program: Program) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(map(Layer, program.widths, program.dtypes))
+
+    def forward(self, values: Tensor, step: Step) -> Tensor:
+        for index, layer in enumerate(self.layers):
+            if index == step.left_out:
+                continue
+            if index == step.aside and values.device.type != "cpu":
+                values = self._on_other_stream(layer, values)
+            else:
+                values = layer(values)
+        return values
+
+    def _on_other_stream(self, layer: nn.Module, values: Tensor) -> Tensor:
+        here = torch.accelerator.current_stream()
+        side = torch.Stream(device=values.device)
+        side.wait_stream(here)
+        values.record_stream(side)
+        with side:
+            result = layer(values)
+        here.wait_stream(side)
+        result.record_stream(here)
+        return result
+
+
+def run(program: Program, rank: int, device: torch.device, transport: str) -> list[Tensor]:
+    """Everything that the program sees: gradients, norms and, at the end, the weights; on the CPU."""
+    torch.manual_seed(program.seed)
+    model = Model(program).to(device)
+    nodes = _accumulate_at_home(model, program.homes, device)
+    # On the CPU, too, buckets are packed once they are complete: then kept views are overwritten in the same steps.
+    with packed_whole() if device.type == "cpu" else large_from(program.in_place_bytes):
+        ddp = torchddp.DistributedDataParallel(model, transport=transport, **program.options)
+    parameters = list(model.parameters())
+    optimizer = getattr(torch.optim, program.optimizer)(parameters, lr=0.01)
+    torch.manual_seed(1000 * program.seed + rank)
+    seen: list[Tensor] = []
+    for step in program.steps:
+        optimizer.zero_grad(set_to_none=step.to_none)
+        for batch in range(step.batches):
+            values = torch.randn(3, WIDTH).to(device)
+            last = batch == step.batches - 1
+            with contextlib.nullcontext() if last or step.syncs_all else ddp.no_sync():
+                ddp(values, step).square().mean().backward()
+        if step.clips:
+            seen.append(nn.utils.clip_grad_norm_(parameters, 0.1))
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        seen += gradients if step.keeps and step.to_none else _copies(gradients, step.reads_aside)
+        optimizer.step()
+    seen += parameters
+    del nodes
+    return [value.detach().cpu() for value in seen]
+
+
+def _accumulate_at_home(model: Model, homes: tuple[int, ...], device: torch.device) -> list[Any]:
+    """Nodes that keep the streams on which torch accumulates the gradients."""
+    if device.type == "cpu" or not any(homes):
+        return []
+    here = torch.accelerator.current_stream()
+    streams = [here, torch.Stream(device=device), torch.Stream(device=device)]
+    nodes = []
+    for home, layer in zip(homes, model.layers, strict=True):
+        streams[home].wait_stream(here)
+        with streams[home]:
+            nodes += [p.expand_as(p).grad_fn.next_functions[0][0] for p in layer.parameters()]
+    return nodes
+
+
+def _copies(gradients: list[Tensor], aside: bool) -> list[Tensor]:
+    with _reader(gradients) if aside else contextlib.nullcontext():
+        return [gradient.clone() for gradient in gradients]
+
+
+@contextlib.contextmanager
+def _reader(gradients: list[Tensor]) -> Iterator[None]:
+    """A stream that waits for the current one, which then waits for it."""
+    if gradients[0].device.type == "cpu":
+        yield
+        return
+    here = torch.accelerator.current_stream()
+    side = torch.Stream(device=gradients[0].device)
+    side.wait_stream(here)
+    with side:
+        yield
+    here.wait_stream(side)
