@@ -6,6 +6,7 @@ With --leave-out PLACE, one record or wait of the product does nothing, and some
 """
 
 import argparse
+import itertools
 import json
 from collections import Counter
 from typing import Any
@@ -16,6 +17,7 @@ from tests.simgpu.device import NAME, simulated  # first: it takes the place of 
 import torch
 
 from tests.harness import run_ranks
+from tests.simgpu.fuzzed import compare, programs
 from tests.simgpu.program import draw, run
 from torchddp.transport import nccl
 from torchddp.transport.select import TransportKind, register
@@ -23,29 +25,40 @@ from torchddp.transport.select import TransportKind, register
 register(TransportKind("simulated", NAME, "moves tensors of the simulated GPU", lambda _devices: "", nccl.connect))
 
 
-def problems_of(seed: int, rank: int) -> list[str]:
-    """What is wrong on this rank (collective)."""
+def plain(seed: int, rank: int) -> list[str]:
+    """How a program of tests/simgpu/program.py differs from the CPU (collective)."""
     program = draw(seed)
     # Shared memory also sums in the order of the ranks.
     alone = torch.distributed.get_world_size() == 1
     expected = run(program, rank, torch.device("cpu"), "c10d" if alone else "shm")
     simulated.start_over(seed, program.late)
     seen = run(program, rank, torch.device(NAME, 0), "simulated")
-    simulated.synchronize()
-    problems = [*simulated.races(), *simulated.broken_rules()]
     if len(seen) != len(expected):
-        return [*problems, f"{len(seen)} values instead of {len(expected)}"]
+        return [f"{len(seen)} values instead of {len(expected)}"]
     wrong = sum(not torch.equal(a, b) for a, b in zip(seen, expected, strict=True))
-    return [*problems, *([f"{wrong} of {len(seen)} values differ from the CPU's"] if wrong else [])]
+    return [f"{wrong} of {len(seen)} values differ from the CPU's"] if wrong else []
 
 
-def body(rank: int, seeds: range, place: str, until_found: bool) -> dict[str, Any]:
+def fuzzed(seed: int, rank: int) -> list[str]:
+    """How a program of tests/fuzz differs from the CPU (collective)."""
+    world_size = torch.distributed.get_world_size()
+    trial, program = next(itertools.islice(programs(world_size), seed, None))
+    simulated.start_over(seed, (0, 50, 100)[seed % 3])
+    return [f"trial {trial}: {text}" for text in compare(program, rank, f"{NAME}:0", (0, 1, 1000)[seed // 3 % 3])]
+
+
+KINDS = {"plain": plain, "fuzzed": fuzzed}
+
+
+def body(rank: int, kind: str, seeds: range, place: str, until_found: bool) -> dict[str, Any]:
     simulated.leave_out(place)
     found: dict[int, list[str]] = {}
     places: Counter[str] = Counter()
     operations = 0
     for seed in seeds:
-        problems = problems_of(seed, rank)
+        problems = KINDS[kind](seed, rank)
+        simulated.synchronize()
+        problems += [*simulated.races(), *simulated.broken_rules()]
         places.update(simulated.places())
         operations += simulated.operations()
         if problems:
@@ -60,11 +73,12 @@ def body(rank: int, seeds: range, place: str, until_found: bool) -> dict[str, An
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.simgpu")
     parser.add_argument("--world-size", type=int, default=2)
+    parser.add_argument("--kind", choices=KINDS, default="plain")
     parser.add_argument("--seeds", type=int, nargs=2, default=(0, 100), metavar=("FIRST", "END"))
     parser.add_argument("--leave-out", default="", metavar="PLACE")
     parser.add_argument("--until-found", action="store_true", help="stop at the first program with a problem")
     args = parser.parse_args()
-    ranks = run_ranks(body, args.world_size, range(*args.seeds), args.leave_out, args.until_found, timeout=3000)
+    ranks = run_ranks(body, args.world_size, args.kind, range(*args.seeds), args.leave_out, args.until_found, timeout=3000)
     print(json.dumps(ranks))
 
 

@@ -289,6 +289,11 @@ const at::Tensor& resize(const at::Tensor& tensor, c10::IntArrayRef size, std::o
   return tensor;
 }
 
+// As on CUDA: products are rounded once. torch's own loop for other devices rounds the factor to the tensors' type first.
+void foreach_mul(at::TensorList tensors, const at::Scalar& factor) {
+  for (auto tensor : tensors) tensor.mul_(factor);
+}
+
 void record_stream(at::Tensor& tensor, c10::Stream) { machine().defer_release(tensor.storage().data()); }
 
 at::Tensor& set_storage(at::Tensor& tensor, at::Storage source, int64_t offset, c10::IntArrayRef size,
@@ -307,6 +312,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_copy_from", &copy_from);
   m.impl("_local_scalar_dense", &local_scalar_dense);
   m.impl("resize_", &resize);
+  m.impl("_foreach_mul_.Scalar", &foreach_mul);
   m.impl("record_stream", &record_stream);
   m.impl("set_.source_Storage_storage_offset", &set_storage);
   m.impl("set_.source_Tensor", &at::native::set_tensor_);
