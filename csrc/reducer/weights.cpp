@@ -8,6 +8,7 @@
 #include "common/check.h"
 #include "reducer/report/messages.h"
 #include "transport/c10d/group_work.h"
+#include "transport/scaling.h"
 
 namespace torchddp::reducer {
 
@@ -171,7 +172,7 @@ void Weights::look_for_changes(int64_t param, Part& part, const at::Tensor& grad
 void Weights::convert(Part& part, at::Tensor& grad) const {
   const bool reduces = step_.armed();
   if (!part.begun) part.unit = part.counted = reduces ? own_ : unit_;
-  if (part.unit != unit_) grad.mul_(part.unit / unit_);
+  if (part.unit != unit_) transport::scale_by(grad, part.unit / unit_);
   if (reduces && part.start.defined() && part.counted != own_) {
     grad.add_(part.start, (own_ - part.counted) / unit_);
     part.counted = own_;
@@ -232,11 +233,11 @@ void Weights::correct(bucket::Bucket& bucket) {
   }
   if (!factor_.defined() || bucket.is_given_away()) return;
   if (bucket.is_sparse()) {
-    bucket.buffer()._values().mul_(factor_);
+    transport::scale_by(bucket.buffer()._values(), factor_);
     return;
   }
-  bucket.wire().mul_(factor_);
-  for (auto gradient : bucket.in_place()) gradient.mul_(factor_);
+  transport::scale_by(bucket.wire(), factor_);
+  for (auto gradient : bucket.in_place()) transport::scale_by(gradient, factor_);
 }
 
 void Weights::finish() {

@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "machine.h"
+#include "transport/scaling.h"
 
 namespace torchddp::sim {
 namespace {
@@ -291,7 +292,7 @@ const at::Tensor& resize(const at::Tensor& tensor, c10::IntArrayRef size, std::o
 
 // As on CUDA: products are rounded once. torch's own loop for other devices rounds the factor to the tensors' type first.
 void foreach_mul(at::TensorList tensors, const at::Scalar& factor) {
-  for (auto tensor : tensors) tensor.mul_(factor);
+  for (const auto& tensor : tensors) transport::scale_by(tensor, factor.toDouble());
 }
 
 void record_stream(at::Tensor& tensor, c10::Stream) { machine().defer_release(tensor.storage().data()); }
