@@ -10,9 +10,19 @@ import torch
 from torch import Tensor, nn
 
 import torchddp
+from torchddp.optim import OSS
+from torchddp.sharded import ShardedDataParallel
 from tests.whole_buckets import large_from, packed_whole
 
 WIDTH = 12
+PRECISIONS = tuple(
+    {"precision": precision}
+    for precision in (
+        torchddp.Precision(reduce=torch.float32),
+        torchddp.Precision(main_grads=torch.float32),
+        torchddp.Precision(main_grads=torch.float32, main_grads_as="grad"),
+    )
+)
 
 
 @dataclass(frozen=True)
@@ -34,6 +44,7 @@ class Program:
     dtypes: tuple[torch.dtype, ...]
     homes: tuple[int, ...]  # on which of a few streams the gradients of each layer are accumulated
     options: dict[str, Any]
+    sharded: bool
     in_place_bytes: int  # gradients from this size on are reduced in place; 0: none
     late: int
     optimizer: str
@@ -60,19 +71,28 @@ def draw(seed: int) -> Program:
             keeps=rng.random() < 0.3,
         )
 
+    sharded = rng.random() < 0.2
+    options: dict[str, Any] = {"find_unused_parameters": unused, "static_graph": static}
+    options["weighted"] = not static and rng.random() < 0.2
+    if sharded:
+        options["reduce_buffer_size"] = rng.choice((0, 100, 2**23))
+    else:
+        nonfinite, stats = rng.choice((False, False, True, "raise")), rng.random() < 0.3
+        options["checks"] = torchddp.Checks(nonfinite=nonfinite, gradient_stats=stats)
+        options["bucket_cap_mb"] = rng.choice((0.0005, 0.005, 0.02, 25))
+        choices = *({} for _ in range(3)), *({"gradient_as_bucket_view": views} for views in (True, True, False))
+        options.update(rng.choice(choices if options["weighted"] else (*choices, *PRECISIONS)))
+
     return Program(
         seed=seed,
         widths=tuple(rng.choice((1, 5, 64, 300)) for _ in range(layers)),
         dtypes=tuple(
-            rng.choice((torch.float32, torch.float64)) if mixed else torch.float32 for _ in range(layers)
+            rng.choice((torch.float32, torch.float64, torch.bfloat16)) if mixed else torch.float32
+            for _ in range(layers)
         ),
         homes=tuple(rng.randrange(3) if spread else 0 for _ in range(layers)),
-        options={
-            "bucket_cap_mb": rng.choice((0.0005, 0.005, 0.02, 25)),
-            "find_unused_parameters": unused,
-            "static_graph": static,
-            "gradient_as_bucket_view": rng.random() < 0.4,
-        },
+        options=options,
+        sharded=sharded,
         in_place_bytes=rng.choice((0, 1, 1000)),
         late=rng.choice((0, 50, 100)),
         optimizer=rng.choice(("SGD", "SGD", "Adam")),
@@ -124,11 +144,18 @@ def run(program: Program, rank: int, device: torch.device, transport: str) -> li
     torch.manual_seed(program.seed)
     model = Model(program).to(device)
     nodes = _accumulate_at_home(model, program.homes, device)
+    parameters = list(model.parameters())
+    options = program.options
+    optimizer_class = getattr(torch.optim, program.optimizer)
+    settings = {"lr": 0.01, "foreach": False}
     # On the CPU, too, buckets are packed once they are complete: then kept views are overwritten in the same steps.
     with packed_whole() if device.type == "cpu" else large_from(program.in_place_bytes):
-        ddp = torchddp.DistributedDataParallel(model, transport=transport, **program.options)
-    parameters = list(model.parameters())
-    optimizer = getattr(torch.optim, program.optimizer)(parameters, lr=0.01)
+        if program.sharded:
+            optimizer = OSS(parameters, optimizer_class, **settings)
+            ddp = ShardedDataParallel(model, optimizer, transport=transport, **options)
+        else:
+            ddp = torchddp.DistributedDataParallel(model, transport=transport, **options)
+            optimizer = optimizer_class(parameters, **settings)
     torch.manual_seed(1000 * program.seed + rank)
     seen: list[Tensor] = []
     for step in program.steps:
@@ -137,10 +164,13 @@ def run(program: Program, rank: int, device: torch.device, transport: str) -> li
             values = torch.randn(3, WIDTH).to(device)
             last = batch == step.batches - 1
             with contextlib.nullcontext() if last or step.syncs_all else ddp.no_sync():
+                if options["weighted"]:
+                    ddp.weigh(1 + (rank + batch) % 3)
                 ddp(values, step).square().mean().backward()
         if step.clips:
             seen.append(nn.utils.clip_grad_norm_(parameters, 0.1))
-        gradients = [p.grad for p in parameters if p.grad is not None]
+        found = [p.grad if p.grad is not None else getattr(p, "main_grad", None) for p in parameters]
+        gradients = [gradient for gradient in found if gradient is not None]
         seen += gradients if step.keeps and step.to_none else _copies(gradients, step.reads_aside)
         optimizer.step()
     seen += parameters
@@ -163,7 +193,7 @@ def _accumulate_at_home(model: Model, homes: tuple[int, ...], device: torch.devi
 
 
 def _copies(gradients: list[Tensor], aside: bool) -> list[Tensor]:
-    with _reader(gradients) if aside else contextlib.nullcontext():
+    with _reader(gradients) if aside and gradients else contextlib.nullcontext():
         return [gradient.clone() for gradient in gradients]
 
 

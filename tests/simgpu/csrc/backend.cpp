@@ -181,7 +181,10 @@ class Arguments {
         value = tensors;
       }
     }
-    for (const auto& tensor : written_) maybe_late(name() + "'s late result", tensor);
+    for (const auto& [tensor, alias] : written_) {
+      if (alias.sizes() != tensor.sizes()) write(tensor.resize_(alias.sizes()), alias);  // an empty output was given
+      maybe_late(name() + "'s late result", tensor);
+    }
   }
   std::string name() const { return op_.schema().name(); }
 
@@ -189,8 +192,8 @@ class Arguments {
   at::Tensor translated(const at::Tensor& tensor, bool writes) {
     if (!is_ours(tensor)) return tensor;
     ranges_.push_back(range_of(tensor, writes));
-    if (writes) written_.push_back(tensor);
     auto alias = on_cpu(tensor);
+    if (writes) written_.emplace_back(tensor, alias);
     originals_.emplace(alias.unsafeGetTensorImpl(), tensor);
     return alias;
   }
@@ -215,16 +218,19 @@ class Arguments {
     if (!tensor.defined()) return tensor;
     if (const auto found = originals_.find(tensor.unsafeGetTensorImpl()); found != originals_.end()) return found->second;
     auto made = at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(kDevice));
-    machine().run_now(machine().current_stream(), name() + "'s result", {range_of(made, true)},
-                      [&] { on_cpu(made).copy_(tensor); });
-    written_.push_back(made);
+    write(made, tensor);
+    written_.emplace_back(made, made);
     return made;
+  }
+  void write(const at::Tensor& to, const at::Tensor& from) const {
+    machine().run_now(machine().current_stream(), name() + "'s result", {range_of(to, true)},
+                      [&] { on_cpu(to).copy_(from); });
   }
 
   const c10::OperatorHandle& op_;
   torch::jit::Stack& stack_;
   std::vector<Range> ranges_;
-  std::vector<at::Tensor> written_;
+  std::vector<std::pair<at::Tensor, at::Tensor>> written_;  // and what the CPU wrote
   std::unordered_map<const at::TensorImpl*, at::Tensor> originals_;
 };
 
