@@ -245,7 +245,6 @@ cuda-build: $(CUDA_VENV)/.requirements ## the CUDA variant, without a GPU (4 min
 	  "import torchddp, torchddp._C as c; print('imported', c.__file__, 'torchddp', torchddp.__version__)"
 	$(CUDA_PY) -m scripts.check_symbols $(CUDA_OUT)/torchddp/_C*.so
 	$(CUDA_PY) -m scripts.check_cuda_binary $(CUDA_OUT)/torchddp/_C*.so --build-dir build/cuda
-	$(CUDA_PY) -m scripts.check_cuda_spills --build-dir build/cuda
 
 # Tests CPU models with the CUDA build, in its own tree because the checkout holds the CPU build. The default tests cover code that
 # the CUDA build compiles differently; others work too: make cuda-test CUDA_TESTS=tests/distributed.

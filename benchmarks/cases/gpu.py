@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor, nn
 
+from benchmarks.cases.gpu_variants import Halving, field_of, known_options, registers, torch_lacks
 from benchmarks.options import one_of, whole_number
 from benchmarks.trace import Counts, count, record
 from torchddp.bench.cases import BenchCase, Job, Option, Result, Settings
@@ -38,7 +38,7 @@ from torchddp.harness.launch import LaunchError, Report
 from torchddp.harness.networks import GPT2_VOCABULARY, SMALL_NUMEL, Classifier, Gpt, ManySmallTensors, convolution
 from torchddp.harness.stats import summarize
 from torchddp.harness.tables import MB, number, ratio_text
-from torchddp.harness.variants import TORCH_DDP, TORCHDDP, TUNED_OPTIONS, ArgumentError, Role, Variant, load_class
+from torchddp.harness.variants import ArgumentError, Variant
 
 # Upper bounds on our cost over the cost of torch's best.
 GOALS = {"small": 0.3, "resnet50": 0.5, "gpt2": 0.5}
@@ -219,24 +219,7 @@ def make_batch(job: Job, name: str, index: int) -> Tensor:
     return MODELS[name].make_batch(job, torch.Generator().manual_seed(job.seed + 1000 * dist.get_rank() + index))
 
 
-# --- the variants ----------------------------------------------------------------------------------------------------
-
-
-def known_options(variant: Variant) -> Variant:
-    """Without the options that the class of this torch lacks."""
-    if variant.class_path is None:
-        return variant
-    parameters = inspect.signature(load_class(variant.class_path)).parameters
-    return replace(variant, options=tuple((name, value) for name, value in variant.options if name in parameters))
-
-
-def field_of(variants: Sequence[Variant]) -> tuple[Variant, ...]:
-    """Also ours with static_graph, which torch's tuned rows use, and without reducing large gradients in place."""
-    ours = [
-        Variant("torchddp static_graph", Role.OURS, TORCHDDP, (("static_graph", True),)),
-        Variant("torchddp all packed", Role.OURS, TORCHDDP, (("gradient_as_bucket_view", True),)),
-    ]
-    return (*(known_options(variant) if variant.role is Role.TORCH else variant for variant in variants), *ours)
+# --- the runners -----------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -262,7 +245,10 @@ class GpuRunner:
         loss.backward()
 
     def gradients(self) -> list[tuple[str, Tensor]]:
-        return gradients_of(self.variant, self.module)
+        found = gradients_of(self.variant, self.module)
+        if isinstance(self.module, Halving):
+            return [(name, self.module.divisor * gradient) for name, gradient in found]
+        return found
 
     def count(self, batch: Tensor) -> Counts:
         """The work that a step gives to the device."""
@@ -316,6 +302,7 @@ def measure(job: Job, name: str, report: Report) -> dict[str, Any]:
         "step_ms": step_ms,
         "host_ms": host_ms,
         "work": [asdict(runner.count(batch)) for runner in runners],
+        "registers": registers(device),
         "transports": [getattr(getattr(one.module, "reducer", None), "transport_name", None) for one in runners],
     }
 
@@ -325,7 +312,7 @@ def run(case: BenchCase, settings: Settings, display: Display) -> Iterator[Resul
     job = gpu_job(case, settings)
     if unknown := set(job.models) - set(MODELS):
         raise ArgumentError(f"The case {case.name} has the models {', '.join(MODELS)}, not {', '.join(unknown)}.")
-    job = replace(job, variants=field_of(job.variants))
+    job = replace(job, variants=field_of(job))
     failures = []
     for model in job.models:
         display.start(f"{case.name}, {model}")
@@ -344,8 +331,8 @@ def gpu_result(case: BenchCase, job: Job, raw: dict[str, Any]) -> Result:
     result = timed_result(case, job.variants, raw, job.world_size)
     # Goals apply to one rank per GPU, not to ranks that share one.
     of_goal = job.world_size == 1 and job.options["device"] == "cuda"
-    lacks = [name for name in TUNED_OPTIONS if name not in inspect.signature(load_class(TORCH_DDP)).parameters]
-    result |= {"goal_ratio": GOALS[raw["model"]] if of_goal else None, "gpu": raw["gpu"], "torch_lacks": lacks}
+    result |= {"goal_ratio": GOALS[raw["model"]] if of_goal else None, "torch_lacks": torch_lacks()}
+    result |= {"gpu": raw["gpu"], "registers": raw["registers"]}
     for row, host_ms, work, transport in zip(
         result["variants"], raw["host_ms"], raw["work"], raw["transports"], strict=True
     ):
@@ -384,6 +371,8 @@ def table(result: Result) -> Table:
         notes.append(f"the goal of {goal_text(result)}")
     if result["torch_lacks"]:
         notes.append(f"This torch has no {', '.join(result['torch_lacks'])}; a newer torch's best may be faster.")
+    if result["gpu"] is not None and not result["registers"]:
+        notes.append("torch has no registered memory here, so its registered buckets are ordinary memory.")
     found.caption = Text("\n".join(notes), style="dim")
     return found
 
@@ -402,9 +391,10 @@ CASE = BenchCase(
     draw=draw_bars,
     note=(
         "gpu: medians, each step from an idle device. step: CUDA events; host: until backward() returned; cost: the "
-        "step minus a nearby step without DDP. Kernels are counted by torch's profiler. With one rank NCCL moves "
-        "nothing: the cost is that of packing and launching. Ranks that share a GPU show correctness and counts, not "
-        "scaling."
+        "step minus a nearby step without DDP. Kernels are counted by torch's profiler. registered: tuned, buckets in "
+        "memory registered with NCCL (DDP_DISABLE_COMM_MEM=0). With one rank NCCL moves nothing: the cost is that of "
+        "packing and launching; with 'NCCL halves', also of NCCL's kernel for each large gradient. Ranks that share a "
+        "GPU show correctness and counts, not scaling."
     ),
 )
 

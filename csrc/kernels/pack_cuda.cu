@@ -47,7 +47,10 @@ int move_on_device(Direction direction, void* flat, DType flat_type, const Devic
 }
 
 int find_kernels() {
-  constexpr auto kernel = device::pack_kernel<device::Pack<DType::kU8, DType::kU8>, device::kFewPieces>;
+  // Parameters of more than 4 KB need the driver of CUDA 12.1. To an older one of CUDA 12 our kernels are what too new PTX is.
+  int driver = 0;
+  if (cudaDriverGetVersion(&driver) == cudaSuccess && driver < 12010) return cudaErrorUnsupportedPtxVersion;
+  constexpr auto kernel = device::pack_kernel<device::Pack<DType::kU8, DType::kU8>, device::kMaxPieces>;
   cudaFuncAttributes attributes;
   const cudaError_t error = cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel));
   static_cast<void>(cudaGetLastError());  // so that torch does not report it again elsewhere

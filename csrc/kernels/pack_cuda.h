@@ -33,8 +33,8 @@ enum class Direction : uint8_t { kPack, kUnpack };
 int move_on_device(Direction direction, void* flat, DType flat_type, const DevicePiece* pieces, int64_t count,
                    DType outside_type, double scale, void* stream);
 
-// 0 if the current device can run these kernels, otherwise CUDA's error: they are built for some compute capabilities only.
-// Loads one of them, so the first call must not happen while a graph is being captured.
+// 0 if the current device and driver can run these kernels, otherwise CUDA's error: they are built for some compute
+// capabilities only. Loads one with the most parameters, so the first call must not happen while a graph is being captured.
 int find_kernels();
 
 }  // namespace torchddp::kernels

@@ -81,9 +81,14 @@ template <int kWords>
 TDDP_ALWAYS_INLINE void load_vector(uint32_t (&words)[kWords], const unsigned char* src) {
   TDDP_UNROLL
   for (int i = 0; i < kWords / 4; ++i) {
+#if defined(__CUDA_ARCH__)  // or else nvcc 13.0 splits it for sm_100 where its words are joined to doubles
+    asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(words[4 * i]), "=r"(words[4 * i + 1]), "=r"(words[4 * i + 2]), "=r"(words[4 * i + 3])
+                 : "l"(src + i * kAccessBytes));
+#else
     const Access access = reinterpret_cast<const Access*>(src)[i];
-    TDDP_UNROLL
     for (int j = 0; j < 4; ++j) words[4 * i + j] = access.words[j];
+#endif
   }
 }
 
@@ -91,10 +96,7 @@ template <int kWords>
 TDDP_ALWAYS_INLINE void store_vector(unsigned char* dst, const uint32_t (&words)[kWords]) {
   TDDP_UNROLL
   for (int i = 0; i < kWords / 4; ++i) {
-    Access access;
-    TDDP_UNROLL
-    for (int j = 0; j < 4; ++j) access.words[j] = words[4 * i + j];
-    reinterpret_cast<Access*>(dst)[i] = access;
+    reinterpret_cast<Access*>(dst)[i] = {{words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3]}};
   }
 }
 

@@ -4,6 +4,7 @@ import os
 import warnings
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -121,6 +122,23 @@ def test_sharded_needs_a_scaler_that_all_ranks_share(alone: None) -> None:
     plugin = MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu"))
     with pytest.raises(ValueError, match="ShardedGradScaler"):
         _fit(Plain(), "torchddp_sharded", plugins=plugin)
+
+
+def test_models_are_wrapped_on_the_current_stream(group: None) -> None:
+    """Elsewhere torch would move every gradient to the stream of the wrapping."""
+    cuda = torch.device("cuda", 0)
+    for kind, wrap, target in (
+        (ours.TorchDDPStrategy, "_setup_model", "strategy.DistributedDataParallel"),
+        (ours.TorchDDPFabricStrategy, "setup_module", "strategy.DistributedDataParallel"),
+        (ours.TorchDDPShardedStrategy, "_setup_model", "sharded.ShardedDataParallel"),
+    ):
+        strategy = kind()
+        strategy.optimizers = []
+        on_gpu = mock.patch.object(kind, "root_device", mock.PropertyMock(return_value=cuda))
+        with on_gpu, mock.patch(f"{ours.__name__}.{target}") as wrapped, mock.patch("torch.cuda.Stream") as stream:
+            getattr(strategy, wrap)(torch.nn.Linear(1, 1))
+        wrapped.assert_called_once()
+        stream.assert_not_called()
 
 
 def test_unused_parameters_are_explained(alone: None) -> None:

@@ -1,5 +1,6 @@
 """Marks and skips the tests of this folder; one process group of one rank for those that share it."""
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +18,9 @@ ASKS_FOR_A_DEVICE = {"alone", "either", "gpu", "outcomes", "two_ranks_a_gpu"}
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     own = [item for item in items if FOLDER in item.path.parents]
+    if own and len(own) == len(items):  # no other tests run in this process
+        # SIGTERM, by which run.sh ends a step, ends pytest as Ctrl-C does: with a report of the tests so far.
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
     reason = why_not() if own else ""
     on_cpu = chosen_device().type == "cpu"
     for item in own:

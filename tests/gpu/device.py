@@ -33,5 +33,7 @@ def make_deterministic(device: torch.device) -> None:
     # Only warn about operators without a deterministic form: their cases would fail the comparison.
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.backends.cudnn.benchmark = False
+    # For the sanitizers new memory stays as it is, so that they see reads of what nobody wrote.
+    torch.utils.deterministic.fill_uninitialized_memory = "PYTORCH_NO_CUDA_MEMORY_CACHING" not in os.environ
     if device.type == "cuda":
         torch.cuda.set_device(device)

@@ -1,10 +1,16 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, in one call of less than ten minutes: build, GPU tests, benchmarks, memory checks.
+# Everything that needs a GPU: build, GPU tests, two ranks on one GPU, memory checks, benchmarks.
 #
-#   tests/gpu/run.sh [--dry-run] [--skip-build]
+#   tests/gpu/run.sh [--dry-run] [--skip-build] [--only STAGE[,STAGE]...]
 #
 # --dry-run runs everything possible on the CPU, to check this script and the tests. --skip-build uses the existing extension.
-# Installs nothing. Environment variables, with defaults: PYTHON (python3), OUT (build/gpu-results: a few files with all
+# --only takes stages or the groups tests, two_ranks and benchmarks. On one machine, three calls give each group the whole time:
+#
+#   tests/gpu/run.sh --only tests
+#   tests/gpu/run.sh --only two_ranks --skip-build
+#   tests/gpu/run.sh --only benchmarks --skip-build
+#
+# Installs nothing. Environment variables, with defaults: PYTHON (python3), OUT (build/gpu-results: at most eight files with all
 # results), RUN_LIMIT_S (570), TORCHDDP_TEST_NCCL (NCCL 2.30 or newer, for two ranks on one GPU: the library, or a folder with
 # its parts), TORCHDDP_COMMIT (for a tree without git history). A failed step does not stop the next; the table comes last; the
 # exit status is 0 if nothing failed. If the script is stopped, OUT holds the results so far.
@@ -12,18 +18,53 @@ set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.." || exit 2
 exec </dev/null
 
+# The stages in the order in which they run, the most valuable first, with their shares of the time.
+stages=(
+  test_pack_gpu 4 test_parity 12 test_streams 5 test_graph 4 test_profile 4
+  bench 12
+  test_two_ranks_nccl 24
+  memcheck 4 initcheck 4
+  bench_rows 5 test_two_ranks_gloo 3 test_sharded 4 bench_two_ranks 2
+)
+declare -A groups=(
+  [tests]="test_pack_gpu test_parity test_streams test_graph test_profile test_sharded memcheck initcheck"
+  [two_ranks]="test_two_ranks_nccl test_two_ranks_gloo"
+  [benchmarks]="bench bench_rows bench_two_ranks"
+)
+
+usage() {
+  sed -n '2,/^set/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" | sed '$d'
+  exit 2
+}
+
 dry_run=false
 build=true
-for argument in "$@"; do
-  case "$argument" in
+only=
+while [ $# -gt 0 ]; do
+  case "$1" in
     --dry-run) dry_run=true ;;
     --skip-build) build=false ;;
-    *)
-      sed -n '2,/^set/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
-      exit 2
+    --only)
+      only=${2:-}
+      [ -n "$only" ] || usage
+      shift
       ;;
+    *) usage ;;
   esac
+  shift
 done
+
+all_stages=" "
+for ((i = 0; i < ${#stages[@]}; i += 2)); do all_stages+="${stages[i]} "; done
+chosen=" "
+for name in ${only//,/ }; do
+  if [[ -z "${groups[$name]:-}" && $all_stages != *" $name "* ]]; then
+    echo "run.sh: there is no stage '$name'. Groups: ${!groups[*]}. Stages:$all_stages"
+    exit 2
+  fi
+  chosen+="${groups[$name]:-$name} "
+done
+[ -n "$only" ] || chosen=$all_stages
 
 python=$(command -v "${PYTHON:-python3}") || { echo "run.sh: '${PYTHON:-python3}' was not found; set PYTHON."; exit 2; }
 out=${OUT:-build/gpu-results}
@@ -37,28 +78,33 @@ mkdir "$work/xml" "$work/plots"
 cores=$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc) # nproc would obey these variables
 export PYTHONUNBUFFERED=1
 export OMP_NUM_THREADS=1
-PATH=$("$python" tests/gpu/environment.py --tool-path):$PATH
+# Some of the answers need torch, which may take long to import, or forever on a broken driver.
+ask() { timeout --kill-after=5 "$environment_s" "$python" tests/gpu/environment.py "$@"; }
+environment_s=120
+PATH=$(ask --tool-path):$PATH
 export PATH
 if $dry_run; then export TORCHDDP_TEST_DEVICE=cpu; fi
 
-# Each step's share of the time limit, in percent; later steps may use the time that earlier ones left.
-shares=(
-  environment 3 configure 3 build 8
-  test_pack_gpu 4 test_parity 12 test_streams 5 test_graph 3 test_profile 4
-  benchmarks 12
-  join_nccl 1 test_two_ranks_nccl 23
-  memcheck 5 racecheck 3
-  benchmarks_rows 5 test_two_ranks_gloo 3 test_sharded 4 benchmarks_two_ranks 2
-)
-declare -A ends_at
-ends=0
-for ((i = 0; i < ${#shares[@]}; i += 2)); do
-  ends=$((ends + shares[i + 1]))
-  ends_at[${shares[i]}]=$((limit_s * ends / 100))
-done
+# plan: shares out the time that is left among the steps that will run. A step may use what earlier ones left.
+declare -A ends_at share_of
+plan() {
+  local steps=() i total=0 sum=0
+  if $build; then steps+=(configure 3 build 10); fi
+  for ((i = 0; i < ${#stages[@]}; i += 2)); do
+    if [[ $chosen == *" ${stages[i]} "* ]]; then steps+=("${stages[i]}" "${stages[i + 1]}"); fi
+  done
+  for ((i = 1; i < ${#steps[@]}; i += 2)); do total=$((total + steps[i])); done
+  for ((i = 0; i < ${#steps[@]}; i += 2)); do
+    sum=$((sum + steps[i + 1]))
+    ends_at[${steps[i]}]=$((SECONDS + (limit_s - SECONDS) * sum / total))
+    share_of[${steps[i]}]=$((100 * steps[i + 1] / total))
+  done
+}
+
 table=()
 any_failed=0
-running=
+running= # the process of the current step
+step=
 
 row() {
   table+=("$(printf '%-26s %-8s %5s s  %s' "$1" "$2" "$3" "$4")")
@@ -75,7 +121,7 @@ write_results() {
     cat "$log"
   done >"$out/logs.txt"
   {
-    for name in benchmarks_two_ranks benchmarks_rows benchmarks; do
+    for name in bench_two_ranks bench_rows bench; do
       # The tables, without the profiler's own messages.
       if [ -e "$(log_of "$name")" ]; then grep -v '^USDT:' "$(log_of "$name")"; fi
     done
@@ -88,9 +134,11 @@ write_results() {
   } >"$out/summary.txt"
 }
 
-# A step's seconds: its share plus the unused time of earlier steps, but at most 35 percent of the run.
+# A step's seconds: its share plus the unused time of earlier steps, but no more than 35 percent of the run or its own share.
 seconds_of() {
-  local seconds=$((ends_at[$1] - SECONDS)) most=$((limit_s * 35 / 100))
+  local seconds most=${share_of[$1]:-0}
+  seconds=$((${ends_at[$1]:-$environment_s} - SECONDS))
+  most=$((limit_s * (most > 35 ? most : 35) / 100))
   echo $((seconds < most ? seconds : most))
 }
 
@@ -105,6 +153,7 @@ step() {
     return 1
   fi
   echo "--- $name (at most $limit s): $*"
+  step=$name
   timeout --kill-after=10 "$limit" "$@" >"$out/running.txt" 2>&1 &
   running=$!
   wait "$running" || status=$? # not in the foreground, where bash would delay signal handlers
@@ -124,13 +173,19 @@ step() {
 
 stop() {
   echo "run.sh: interrupted after $SECONDS s; the results so far are in $out"
-  if [ -n "$running" ]; then kill "$running"; fi
+  if [ -n "$running" ]; then
+    kill "$running" # the step has ten seconds to write what it knows
+    wait "$running"
+    mv "$out/running.txt" "$work/stopped.log"
+    row "$step" FAILED 0 "interrupted"
+  fi
   exit 143
 }
 trap stop TERM INT HUP
 
-pytest=("$python" -m pytest -q -p no:cacheprovider)
-if [ -z "$("$python" tests/gpu/environment.py --lacks pytest_timeout)" ]; then
+# -v: if the process is killed, the log still tells what passed. tests/gpu/conftest.py makes SIGTERM end it with a report.
+pytest=("$python" -m pytest -v -p no:cacheprovider)
+if [ -z "$(ask --lacks pytest_timeout)" ]; then
   # The thread method, because a test may hang outside of Python code.
   pytest+=(-o timeout_method=thread --timeout=100)
 else
@@ -141,11 +196,11 @@ build_extension() {
   local options=()
   if command -v ninja >/dev/null; then options+=(-G Ninja); else options+=(-G "Unix Makefiles"); fi
   options+=(-DTORCHDDP_WERROR="${TORCHDDP_WERROR:-0}")
-  if $dry_run && ! "$python" tests/gpu/environment.py --builds-cuda; then
+  if $dry_run && ! ask --builds-cuda; then
     options+=(-DTORCHDDP_CUDA=OFF)
   else
     # Only for the GPU of this machine.
-    options+=(-DTORCHDDP_CUDA=ON -DCMAKE_CUDA_ARCHITECTURES="$("$python" tests/gpu/environment.py --architecture)")
+    options+=(-DTORCHDDP_CUDA=ON -DCMAKE_CUDA_ARCHITECTURES="$(ask --architecture)")
   fi
   # CMake refuses a folder configured elsewhere, such as that of a copied checkout.
   grep -qsx "CMAKE_HOME_DIRECTORY:INTERNAL=$(pwd -P)" build/gpu/CMakeCache.txt || rm -rf build/gpu
@@ -153,16 +208,12 @@ build_extension() {
     step build cmake --build build/gpu --parallel "$cores"
 }
 
-# run_tests NAME...: one process per file, so that a broken device context does not affect the others.
-run_tests() {
-  local name
-  for name in "$@"; do
-    step "$name" "${pytest[@]}" --junitxml="$work/xml/$name.xml" "tests/gpu/$name.py"
-  done
-}
+# run_tests NAME: one process per file, so that a broken device context does not affect the others.
+run_tests() { step "$1" "${pytest[@]}" --junitxml="$work/xml/$1.xml" "tests/gpu/$1.py"; }
 
 # Joins the library's parts; if that fails, the tests that need it are skipped.
 join_nccl() {
+  ends_at[join_nccl]=${ends_at[test_two_ranks_nccl]}
   if [ -d "${TORCHDDP_TEST_NCCL:-}" ]; then
     # $1: the folder, $2: where the library is to be.
     if step join_nccl bash -euc '
@@ -178,7 +229,12 @@ join_nccl() {
   fi
 }
 
-# Without torch's caching allocator each tensor is its own allocation, so that out-of-bounds writes are detected.
+# What can reach outside of a tensor or leave a part of one unwritten: every alignment with every element size, two sizes at once,
+# and the three sizes of the kernels' table. The other tests repeat these accesses with other numbers, at a hundredth of the speed.
+checked_tests="alignment or wider or (number_of_gradients and (144 or 416 or 1168))"
+
+# memcheck and initcheck; racecheck would have nothing to check, because the kernels use no shared memory. Without torch's caching
+# allocator each tensor is its own allocation, so that accesses outside of it, and reads of what nobody wrote, are seen.
 check_memory() {
   local tool=$1
   if $dry_run; then
@@ -189,9 +245,8 @@ check_memory() {
     local options=(--tool "$tool" --error-exitcode 9)
     # The CUDA runtime and NCCL ask the driver for functions that it may not have; memcheck counts each refusal as an error.
     if [ "$tool" = memcheck ]; then options+=(--report-api-errors no); fi
-    # torch's profiler and the sanitizer exclude each other.
     step "$tool" env PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
-      compute-sanitizer "${options[@]}" "${pytest[@]}" -m "not profiler" tests/gpu/test_pack_gpu.py
+      compute-sanitizer "${options[@]}" "${pytest[@]}" -k "$checked_tests" tests/gpu/test_pack_gpu.py
   fi
 }
 
@@ -199,7 +254,7 @@ check_memory() {
 run_benchmarks() {
   local name=$1 launches=$2 seconds=1 lacking where=()
   shift 2
-  lacking=$("$python" tests/gpu/environment.py --lacks typer rich)
+  lacking=$(ask --lacks typer rich)
   if [ -n "$lacking" ]; then
     skip "$name" "no Python package ${lacking// /, }: put it on PYTHONPATH"
     return
@@ -211,32 +266,43 @@ run_benchmarks() {
     seconds=$((($(seconds_of "$name") - 35) / launches / 2))
     seconds=$((seconds < 2 ? 2 : seconds > 20 ? 20 : seconds))
   fi
-  step "$name" "$python" -m benchmarks "$@" "${where[@]}" --seconds "$seconds" --json "$out/${name/benchmarks/bench}.json"
+  step "$name" "$python" -m benchmarks "$@" "${where[@]}" --seconds "$seconds" --json "$out/$name.json"
+}
+
+bench() {
+  local plots=()
+  if [ -z "$(ask --lacks matplotlib)" ]; then plots=(--out "$work/plots"); fi
+  run_benchmarks bench 3 --case gpu "${plots[@]}"
+  cp "$work"/plots/*.png "$out" 2>/dev/null
+}
+
+run_stage() {
+  case "$1" in
+    test_two_ranks_nccl)
+      join_nccl
+      run_tests "$1"
+      ;;
+    test_*) run_tests "$1" ;;
+    memcheck | initcheck) check_memory "$1" ;;
+    bench) bench ;;
+    bench_rows) run_benchmarks "$1" 8 --case gpu_pack --case gpu_scale --case gpu_host --case gpu_memory ;;
+    bench_two_ranks) run_benchmarks "$1" 1 --case gpu --world-size 2 --set backend=gloo --model resnet50 ;;
+  esac
 }
 
 checks=()
 if $dry_run; then checks+=(--cpu); fi
 if ! $build; then checks+=(--no-build); fi
 if ! step environment "$python" tests/gpu/environment.py "${checks[@]}"; then
-  cp "$(log_of environment)" "$out/environment.txt"
+  printf '%s\n' "${table[@]}"
   exit 2
 fi
-cp "$(log_of environment)" "$out/environment.txt"
 
-# The most valuable steps come first.
+plan
 if ! $build || build_extension; then
-  run_tests test_pack_gpu test_parity test_streams test_graph test_profile
-  plots=()
-  if [ -z "$("$python" tests/gpu/environment.py --lacks matplotlib)" ]; then plots=(--out "$work/plots"); fi
-  run_benchmarks benchmarks 3 --case gpu "${plots[@]}"
-  cp "$work"/plots/*.png "$out" 2>/dev/null
-  join_nccl
-  run_tests test_two_ranks_nccl
-  check_memory memcheck
-  check_memory racecheck
-  run_benchmarks benchmarks_rows 8 --case gpu_pack --case gpu_scale --case gpu_host --case gpu_memory
-  run_tests test_two_ranks_gloo test_sharded
-  run_benchmarks benchmarks_two_ranks 1 --case gpu --world-size 2 --set backend=gloo --model resnet50
+  for ((i = 0; i < ${#stages[@]}; i += 2)); do
+    if [[ $chosen == *" ${stages[i]} "* ]]; then run_stage "${stages[i]}"; fi
+  done
 fi
 
 cat "$out/summary.txt"

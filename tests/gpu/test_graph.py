@@ -1,4 +1,7 @@
-"""A training step as one CUDA graph, captured after one eager step, is bitwise equal to eager training."""
+"""A training step as one CUDA graph, captured after one eager step, is bitwise equal to eager training.
+
+With a divisor of two NCCL launches a kernel for each large gradient, also for one rank.
+"""
 
 import contextlib
 import copy
@@ -19,12 +22,21 @@ def inputs(device):
     return [batch(0, step, 16, WIDTH, dtype=torch.float32).to(device) for step in range(1 + REPLAYS)]
 
 
+def halving(model, **options):
+    """The wrapped model. It divides by two, as with two ranks."""
+    ddp = DistributedDataParallel(model, **options)
+    ddp.reducer.set_divisor(lambda: 2)
+    return ddp
+
+
 def train_eagerly(model, device):
     plain = copy.deepcopy(model)
     optimizer = sgd(plain.parameters())
     for x in inputs(device):
         optimizer.zero_grad(set_to_none=True)
         loss_of(plain(x)).backward()
+        for parameter in plain.parameters():
+            parameter.grad.mul_(0.5)
         optimizer.step()
     torch.cuda.synchronize()
     return plain
@@ -59,14 +71,25 @@ def make_model(device):
 @pytest.mark.parametrize("limit_bytes", [0, LARGE_BYTES])
 @pytest.mark.filterwarnings("ignore:find_unused_parameters=True was specified")
 def test_captured_step_equals_eager_steps(gpu, options, optimizer_inside, limit_bytes):
+    check_captured_step(gpu, options, optimizer_inside, limit_bytes)
+
+
+@pytest.mark.parametrize("options", [{}, {"static_graph": True}], ids=str)
+@pytest.mark.parametrize("limit_bytes", [0, LARGE_BYTES])
+def test_a_model_wrapped_on_another_stream_than_it_is_captured_on(gpu, options, limit_bytes):
+    """Gradients arrive on the stream of the wrapping, which joins the capture: any can but the default stream."""
+    check_captured_step(gpu, options, True, limit_bytes, wrap_on=side_stream)
+
+
+def check_captured_step(gpu, options, optimizer_inside, limit_bytes, wrap_on=contextlib.nullcontext):
     model = make_model(gpu)
     want = train_eagerly(model, gpu)
     batches = inputs(gpu)
     static = batches[0].clone()
     graph = torch.cuda.CUDAGraph()
     with side_stream() as side:
-        with large_from(limit_bytes):
-            ddp = DistributedDataParallel(model, **options)
+        with wrap_on(), large_from(limit_bytes):
+            ddp = halving(model, **options)
         optimizer = sgd(ddp.parameters())
 
         def forward_backward():

@@ -29,6 +29,16 @@ def test_without_device_ids(alone):
     run_case("fp32", alone, DistributedDataParallel, device_ids=False)
 
 
+def test_another_current_device_than_the_models(gpu):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    second = torch.device("cuda", 1)
+    for transport, limit_bytes in ways(second):
+        with large_from(limit_bytes):
+            run_case("fp32", second, partial(DistributedDataParallel, transport=transport))
+        assert torch.cuda.current_device() == gpu.index
+
+
 def test_auto_takes_nccl_for_a_model_on_a_gpu(gpu):
     model = torch.nn.Linear(4, 4).to(gpu)
     assert DistributedDataParallel(model).reducer.transport_name == "nccl"

@@ -1,4 +1,9 @@
-"""Streams: gradients are complete before packing, averages before they are read, and the host never waits."""
+"""Streams: gradients are complete before packing, averages before they are read, and the host never waits.
+
+A sum over one rank moves nothing, and NCCL launches no kernel for it. With a divisor of two NCCL scales the large
+gradients, by a kernel on the communication stream: there is something to wait for, and values that differ if nobody
+does.
+"""
 
 import contextlib
 import copy
@@ -7,13 +12,14 @@ import pytest
 import torch
 from torch import nn
 
-from tests.gpu.test_graph import side_stream
+from tests.gpu.test_graph import halving, side_stream
+from tests.gpu.test_parity import WeightedSum
 from tests.models import assert_grads, batch, grads_of, loss_of, seeded
-from torchddp import DistributedDataParallel
 
 WIDTH = 512  # weights of 1 MiB, which NCCL reduces where autograd allocated them
 SLEEP_CYCLES = 20_000_000  # about ten milliseconds: far longer than a step of these models
 LONG_SLEEP_CYCLES = 2_000_000_000  # about a second
+LONG_NUMEL = 2**27  # NCCL's kernel for one rank, of at most 32 blocks, takes several times as long as a copy
 STEPS = 5
 
 
@@ -79,13 +85,15 @@ def inputs(device, step):
 
 
 def reference(model, device, optimizer_of=None):
-    """Gradients of each step of the bare model, synchronizing the device after each."""
+    """Halves of each step's gradients of the bare model, synchronizing the device after each."""
     plain = copy.deepcopy(model)
     optimizer = optimizer_of(plain.parameters()) if optimizer_of else None
     seen = []
     for step in range(STEPS):
         plain.zero_grad(set_to_none=True)
         loss_of(plain(inputs(device, step))).backward()
+        for parameter in plain.parameters():
+            parameter.grad.mul_(0.5)
         torch.cuda.synchronize()
         seen.append(grads_of(plain))
         if optimizer:
@@ -115,7 +123,7 @@ def test_late_gradients_are_waited_for(gpu, views, aside):
     """Also where the whole step is on a side stream."""
     model = seeded(Late).to(gpu)
     want, _ = reference(model, gpu)
-    ddp = DistributedDataParallel(model, bucket_cap_mb=0.5, gradient_as_bucket_view=views)
+    ddp = halving(model, bucket_cap_mb=0.5, gradient_as_bucket_view=views)
     with side_stream() if aside else contextlib.nullcontext():
         got = steps_of(ddp, gpu)
     assert_steps(got, want)
@@ -125,8 +133,45 @@ def test_late_gradients_are_waited_for(gpu, views, aside):
 def test_gradients_from_two_backward_streams(gpu, options):
     model = seeded(lambda: OnTwoStreams((torch.cuda.Stream(), torch.cuda.Stream()))).to(gpu)
     want, _ = reference(model, gpu)
-    ddp = DistributedDataParallel(model, bucket_cap_mb=25, **options)  # one bucket gets gradients from three streams
+    ddp = halving(model, bucket_cap_mb=25, **options)  # one bucket gets gradients from three streams
     assert_steps(steps_of(ddp, gpu), want)
+
+
+@pytest.mark.parametrize("aside", [False, True])
+def test_averages_are_complete_when_read(gpu, aside):
+    """On the stream that was current when backward() returned, or on one that waits for it."""
+    ddp = halving(WeightedSum(LONG_NUMEL, torch.float32).to(gpu))
+    gradient = torch.randn(LONG_NUMEL, device=gpu)
+    current = torch.cuda.current_stream()
+    reader = torch.cuda.Stream() if aside else current
+    for _ in range(3):
+        ddp.zero_grad(set_to_none=True)
+        ddp(gradient).backward()
+        reader.wait_stream(current)
+        with torch.cuda.stream(reader):
+            got = ddp.module.weight.grad.clone()
+        current.wait_stream(reader)  # before the gradient is freed
+    torch.cuda.synchronize()
+    assert torch.equal(got, gradient * 0.5)
+
+
+def test_record_stream_protects_gradients_outside_of_buckets(gpu):
+    """With gradient_as_bucket_view=False a reader on another stream may fall behind, as in torch."""
+    model = seeded(Late).to(gpu)
+    want, _ = reference(model, gpu)
+    ddp = halving(model, bucket_cap_mb=0.5, gradient_as_bucket_view=False)
+    reader = torch.cuda.Stream()
+    got = []
+    for step in range(STEPS):
+        ddp.zero_grad(set_to_none=True)
+        loss_of(ddp(inputs(gpu, step))).backward()
+        reader.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(reader):
+            torch.cuda._sleep(10 * SLEEP_CYCLES)  # longer than the next step's four delays
+            got.append(grads_of(ddp))
+        for parameter in ddp.parameters():
+            parameter.grad.record_stream(reader)
+    assert_steps(got, want)
 
 
 def sgd(params):
@@ -138,7 +183,7 @@ def test_steps_run_ahead_of_the_device(gpu, options):
     """The optimizer follows backward without synchronization, and freed memory is overwritten at once."""
     model = seeded(Late).to(gpu)
     _, trained = reference(model, gpu, sgd)
-    ddp = DistributedDataParallel(model, bucket_cap_mb=0.5, **options)
+    ddp = halving(model, bucket_cap_mb=0.5, **options)
     optimizer = sgd(ddp.parameters())
     for step in range(STEPS):
         optimizer.zero_grad(set_to_none=True)
@@ -155,7 +200,7 @@ def test_steps_run_ahead_of_the_device(gpu, options):
 def step_behind_a_busy_device(gpu, **options):
     """The model after a step that the device starts only after backward() has returned."""
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4))).to(gpu)
-    ddp = DistributedDataParallel(model, bucket_cap_mb=0.5, **options)
+    ddp = halving(model, bucket_cap_mb=0.5, **options)
     x = inputs(gpu, 0)
     for _ in range(3):  # loads and allocations at first use may wait
         ddp.zero_grad(set_to_none=True)

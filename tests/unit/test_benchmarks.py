@@ -4,6 +4,8 @@ import json
 import math
 import os
 import re
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,9 +14,10 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from benchmarks.cases import collective
+from benchmarks.cases import collective, gpu_variants
 from tests.harness import each, on_ranks
 from tests.unit import benchmark_models
 from tests.unit.helpers import assert_refused, printed
@@ -91,6 +94,47 @@ def test_the_field_has_torch_default_torch_tuned_torchddp_and_peers() -> None:
     variants = make_variants(TORCH_DDP, ["a.b.C"], (25,), extra={"find_unused_parameters": True})
     assert all(v.keywords["find_unused_parameters"] is True for v in variants if v.role is not Role.LOCAL)
     assert variants[0].keywords == {} and variants[2].keywords["bucket_cap_mb"] == 25
+
+
+def test_the_case_gpu_adds_registered_buckets_and_a_kernel_of_nccls() -> None:
+    variants = make_variants("torchddp.DistributedDataParallel", [], (1, 25))
+    job = Job("gpu", (), variants, world_size=1, seconds=1, backend="nccl")
+    names = [variant.name for variant in gpu_variants.field_of(job)]
+    assert names[5:] == [
+        "torch registered, cap 1", "torch registered, cap 25",
+        "torchddp static_graph", "torchddp all packed", "torchddp, NCCL halves",
+    ]  # fmt: skip
+    assert [variant.name for variant in gpu_variants.field_of(replace(job, backend="gloo"))] == names[:5] + names[7:9]
+    registered = gpu_variants.field_of(job)[5]
+    assert registered.role is Role.TORCH and registered.keywords == variants[2].keywords
+    assert gpu_variants.known_options(registered) == registered
+
+
+@on_ranks(1)
+def test_torch_registers_buckets_whenever_it_allocates_them(rank: int) -> None:
+    seen = []
+
+    def seeing(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        seen.append(os.environ.get(gpu_variants.REGISTERED_ENV))
+        return call(*args, **kwargs)
+
+    plain = dist.Reducer
+    rebuild = plain._rebuild_buckets
+    registers = mock.patch.object(gpu_variants, "registers", lambda device: True)
+    with registers, mock.patch.object(plain, "_rebuild_buckets", lambda reducer: seeing(rebuild, reducer)):
+        with mock.patch.object(dist, "Reducer", partial(seeing, plain)):
+            ddp = gpu_variants.RegisteredBuckets(nn.Linear(3, 3))
+        for _ in range(3):
+            ddp(torch.ones(3)).sum().backward()
+    assert ddp._has_rebuilt_buckets and seen == ["0", "0", "0", None]
+    assert not gpu_variants.registers(torch.device("cpu"))
+
+
+@on_ranks(1)
+def test_the_halving_row_halves(rank: int) -> None:
+    halving = gpu_variants.Halving(nn.Linear(3, 1, bias=False))
+    halving(torch.ones(3)).sum().backward()
+    assert torch.equal(halving.module.weight.grad, torch.full((1, 3), 0.5))
 
 
 def fake_result(case: str = "exposed", ours_ms: float = 2.0) -> dict[str, Any]:

@@ -1,9 +1,11 @@
-"""tests/gpu/run.sh without a GPU: failed and skipped steps, missing requirements."""
+"""tests/gpu/run.sh without a GPU: failed, skipped, chosen and stopped steps, missing requirements."""
 
 import os
 import re
 import subprocess
 import sys
+import time
+import xml.etree.ElementTree as ET
 from pathlib import Path
 from typing import Any
 
@@ -65,27 +67,54 @@ def test_a_missing_package_or_library_skips_only_what_needs_it(tmp_path: Path, p
     write_program(tmp_path / "cmake", "exit 0")
     variables = {LIBRARY_ENV: str(parts), "RUN_LIMIT_S": "100000"}
     done = run_script(tmp_path / "results", "--dry-run", python=python, **variables)
-    # Each step may use its share and what all before it left, but never more than 35 hundredths.
+    # Each step may use its share of 96 and what all before it left, but never more than 35 hundredths.
     limits = {name: int(s) for name, s in re.findall(r"^--- (\w+) \(at most (\d+) s\)", done.stdout, re.MULTILINE)}
-    for name, most_s in {"environment": 3000, "configure": 6000, "build": 14000, "test_sharded": 35000}.items():
-        assert most_s - 2000 <= limits[name] <= most_s, name
+    for name, most_s in {"environment": 120, "configure": 3000, "build": 13000, "test_sharded": 35000}.items():
+        assert 0.9 * most_s <= limits[name] <= most_s, name
     table = rows(done.stdout)
-    for name in ("benchmarks", "benchmarks_rows", "benchmarks_two_ranks"):
+    for name in ("bench", "bench_rows", "bench_two_ranks"):
         assert table[name] == ("skipped", "no Python package typer, rich: put it on PYTHONPATH"), name
     assert table["test_parity"] == ("FAILED", "exit status 3") and "a broken pipe" in done.stdout
     assert table["test_pack_gpu"][0] == table["join_nccl"][0] == "ok" and "--timeout" not in done.stdout
     assert done.returncode == 1 and "something FAILED" in done.stdout.splitlines()[-1]
     assert "ELF" in done.stdout and "no library" not in done.stdout
     (parts / f"{library}.part01").unlink()
-    done = run_script(tmp_path / "results", "--dry-run", "--skip-build", python=python, **{LIBRARY_ENV: str(parts)})
-    assert rows(done.stdout)["join_nccl"][0] == "FAILED"
+    only = ("--dry-run", "--skip-build", "--only", "two_ranks,test_graph")
+    done = run_script(tmp_path / "results", *only, python=python, **{LIBRARY_ENV: str(parts)})
+    table = rows(done.stdout)
+    assert list(table) == ["environment", "test_graph", "join_nccl", "test_two_ranks_nccl", "test_two_ranks_gloo"]
+    assert table["join_nccl"][0] == "FAILED"
     assert "did NOT match" in done.stdout and "no library" in done.stdout
 
 
 @pytest.mark.parametrize(
-    ("argument", "said"), [("--skip-build", "This machine lacks: CUDA device."), ("--fast", "run.sh [--dry-run]")]
+    ("arguments", "said"),
+    [
+        ("--skip-build", "This machine lacks: CUDA device."),
+        ("--fast", "run.sh [--dry-run]"),
+        ("--only", "--only STAGE[,STAGE]"),
+        ("--dry-run --only test_graph,graphs", "there is no stage 'graphs'. Groups: "),
+    ],
 )
-def test_missing_requirements_and_unknown_arguments_fail_at_once(argument: str, said: str, tmp_path: Path) -> None:
-    done = run_script(tmp_path / "results", argument, CUDA_VISIBLE_DEVICES="")
+def test_missing_requirements_and_unknown_arguments_fail_at_once(arguments: str, said: str, tmp_path: Path) -> None:
+    done = run_script(tmp_path / "results", *arguments.split(), CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 2 and said in done.stdout
-    assert "test_parity" not in done.stdout and "set -uo" not in done.stdout
+    assert "--- test" not in done.stdout and "set -uo" not in done.stdout
+    assert ("test_two_ranks_gloo" in done.stdout) == ("graphs" in arguments)
+
+
+def test_a_stopped_run_reports_the_tests_so_far(tmp_path: Path) -> None:
+    out = tmp_path / "results"
+    command = command_of(out, "--dry-run", "--skip-build", "--only", "test_pack_gpu")
+    with subprocess.Popen(**command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as run:
+        deadline_s = time.monotonic() + 300
+        output = out / "running.txt"
+        while not (output.is_file() and output.read_text().count(" PASSED") >= 2):
+            assert run.poll() is None and time.monotonic() < deadline_s, "no test has passed"
+            time.sleep(0.01)
+        run.terminate()
+        said, _ = run.communicate(timeout=60)
+    assert run.returncode == 143 and "interrupted after" in said
+    assert len(list(ET.parse(out / "tests.xml").getroot().iter("testcase"))) >= 2
+    assert rows((out / "summary.txt").read_text())["test_pack_gpu"] == ("FAILED", "interrupted")
+    assert {file.name for file in out.iterdir()} == {"summary.txt", "tests.xml", "logs.txt"}

@@ -231,6 +231,8 @@ def group_of(monkeypatch):
 def test_auto_uses_nccl_only_for_one_gpu_of_an_nccl_group(group_of):
     for backend, with_cuda, devices, collective, expected in (
         ("nccl", True, [CUDA, CUDA], True, "auto"),
+        ("nccl2", True, [CUDA], True, "auto"),  # torch 2.15's backend "nccl"
+        ("nccl-lazy", True, [CUDA], True, "c10d"),
         ("nccl", False, [CUDA], True, "c10d"),
         ("gloo", True, [CUDA], True, "c10d"),
         ("nccl", True, [CUDA, torch.device("cuda", 1)], True, "c10d"),
@@ -240,6 +242,30 @@ def test_auto_uses_nccl_only_for_one_gpu_of_an_nccl_group(group_of):
         group = group_of(backend, with_cuda)
         found = [select.intended_transport(name, group, devices, collective=collective) for name in ("auto", "c10d")]
         assert found == [expected, "c10d"], (backend, with_cuda, devices, collective)
+
+
+def test_the_options_of_nccl2_are_read():
+    """torch binds its groups to a device by itself; the options have more fields than those of older versions."""
+    made, group = factory(), Group(size=1, options=options(True, min_ctas=2, host_cft_mode=-(2**31)))
+    group.bound_device_id = CUDA
+    with replaced(NcclTransport=made):
+        connect(group)
+    assert made.call_args.kwargs["settings"] == {"min_ctas": 2} and made.call_args.kwargs["high_priority"] is True
+
+
+def test_on_a_torch_that_no_gpu_has_tested_auto_says_once_what_it_chose(group_of, monkeypatch, caplog):
+    monkeypatch.setattr("torchddp.transport.store._logged", set())
+    caplog.set_level("INFO", "torchddp")
+    for version, backend in (("2.11.0+cu130", "nccl"), ("2.15.0", "nccl2"), ("2.15.0", "nccl2"), ("2.16.1", "other")):
+        monkeypatch.setattr(torch, "__version__", version)
+        group = group_of(backend, with_cuda=True)
+        for choice, devices in (("auto", [CUDA]), ("c10d", [CUDA]), ("auto", [torch.device("cpu")])):
+            select.intended_transport(choice, group, devices, collective=True)
+    assert [record.message for record in caplog.records] == [
+        "torch 2.15.0 is newer than 2.11, the newest tested on GPUs: torchddp chooses its own NCCL communicator",
+        "torch 2.16.1 is newer than 2.11, the newest tested on GPUs: torchddp reduces through the process group: the "
+        "process group's backend is SimpleNamespace",
+    ]
 
 
 def test_a_gpu_model_in_a_build_without_cuda_is_warned_about_once(group_of, monkeypatch, caplog):

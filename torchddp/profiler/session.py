@@ -157,7 +157,7 @@ class Profile:
         identities = [record.clock_identity for record in records]
         readings: list[Any] = [()] * group.size()
         if len(set(identities)) > 1:
-            device = self._model.device if dist.get_backend(group) == "nccl" else "cpu"
+            device = self._model.device if dist.get_backend(group).startswith("nccl") else "cpu"
             readings = exchange.gather(ranks.take_readings(group, device))
         return merge(records, ranks.align(identities, readings))
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from torchddp import _C, _torch
-from torchddp._import_check import running_versions, wheel_advice
+from torchddp._import_check import minor, running_versions, wheel_advice
 from torchddp.transport import nccl, shm
 from torchddp.transport.agreement import GroupExchange, backend_of
 from torchddp.transport.store import is_first_in_job
@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 C10D = "c10d"  # the process group itself, which needs no agreement
 CHOICE_ENV = "TORCHDDP_TRANSPORT"
+NEWEST_TORCH_ON_GPU = (2, 11)  # that docs/gpu.md has results of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +73,7 @@ register(
         "moves tensors of one CUDA device",
         lambda devices: _not_on_one_gpu(devices),
         nccl.connect,
-        stands_in_for=("nccl",),
+        stands_in_for=("nccl", "nccl2"),  # from torch 2.15 on, the backend "nccl" calls itself nccl2
         reason_against=lambda group: "" if _C.with_cuda else _no_cuda(group),
     )
 )
@@ -103,10 +104,23 @@ def intended_transport(
         raise ValueError(f"transport={choice!r} {_kinds[choice].does}, but {problem}")
     if choice != "auto":
         return choice
-    reason = _reason_for_c10d(process_group, devices or (torch.device("cpu"),), collective)
+    devices = devices or (torch.device("cpu"),)
+    reason = _reason_for_c10d(process_group, devices, collective)
     if reason:
         logger.debug("reducing through the process group: %s", reason)
+    untested = devices[0].type == "cuda" and minor(torch.__version__) > NEWEST_TORCH_ON_GPU
+    if untested and logger.isEnabledFor(logging.INFO):
+        _tell_choice(process_group, reason)
     return C10D if reason else "auto"
+
+
+def _tell_choice(process_group: dist.ProcessGroup, reason: str) -> None:
+    chosen = f"reduces through the process group: {reason}" if reason else "chooses its own NCCL communicator"
+    if is_first_in_job(f"on an untested torch: {chosen}", process_group):
+        tested = ".".join(map(str, NEWEST_TORCH_ON_GPU))
+        logger.info(
+            "torch %s is newer than %s, the newest tested on GPUs: torchddp %s", torch.__version__, tested, chosen
+        )
 
 
 def _stand_in_for(device: torch.device) -> TransportKind | None:

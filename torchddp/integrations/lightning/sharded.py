@@ -16,7 +16,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from torch.optim import Optimizer
 
-from torchddp.integrations.lightning.strategy import TorchDDPStrategy, side_stream
+from torchddp.integrations.lightning.strategy import TorchDDPStrategy
 from torchddp.sharded import ShardedDataParallel
 from torchddp.sharded.gradients import ShardedGradScaler
 from torchddp.sharded.oss import OSS
@@ -83,9 +83,8 @@ class TorchDDPShardedStrategy(TorchDDPStrategy):
     def _setup_model(self, model: torch.nn.Module) -> ShardedDataParallel:
         self._pl_static_graph_delay_done = False
         optimizers: list[OSS] = self.optimizers
-        with side_stream(self.root_device):
-            device_ids = self.determine_ddp_device_ids()
-            return ShardedDataParallel(model, optimizers, device_ids=device_ids, **self._ddp_kwargs)
+        device_ids = self.determine_ddp_device_ids()
+        return ShardedDataParallel(model, optimizers, device_ids=device_ids, **self._ddp_kwargs)
 
     def _check_scaler(self) -> None:
         scaler = getattr(self.precision_plugin, "scaler", None)

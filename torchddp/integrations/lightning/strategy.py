@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -100,8 +99,9 @@ class TorchDDPStrategy(FailsTogether, DDPStrategy):
     def _setup_model(self, model: torch.nn.Module) -> TorchDDP:
         # Left by the previous wrapper: in Lightning a second fit would never end its static graph's first step.
         self._pl_static_graph_delay_done = False
-        with side_stream(self.root_device):
-            return DistributedDataParallel(model, device_ids=self.determine_ddp_device_ids(), **self._ddp_kwargs)
+        # On the current stream, not on a new one as in Lightning's strategy: torch moves each gradient to the stream of
+        # the wrapping, with an event, a wait and a record_stream.
+        return DistributedDataParallel(model, device_ids=self.determine_ddp_device_ids(), **self._ddp_kwargs)
 
     def _register_ddp_hooks(self) -> None:
         _register_ddp_comm_hook(
@@ -182,13 +182,7 @@ class TorchDDPFabricStrategy(FailsTogether, FabricDDPStrategy):
         self._choose_failing(fail_together, fail_together_grace_s)
 
     def setup_module(self, module: torch.nn.Module) -> TorchDDP:
-        with side_stream(self.root_device):
-            return DistributedDataParallel(module, device_ids=self._determine_ddp_device_ids(), **self._ddp_kwargs)
-
-
-def side_stream(device: torch.device) -> AbstractContextManager[object]:
-    """A context on the stream on which torch requires wrapping if a step may be captured in a CUDA graph."""
-    return torch.cuda.stream(torch.cuda.Stream()) if device.type == "cuda" else nullcontext()
+        return DistributedDataParallel(module, device_ids=self._determine_ddp_device_ids(), **self._ddp_kwargs)
 
 
 def _options_of(strategy: object, wrapper: type, given: Mapping[str, Any]) -> dict[str, Any]:
