@@ -12,7 +12,7 @@ if(TORCHDDP_CUDA)
   include(cmake/cuda.cmake) # before the targets, which inherit its language settings
 endif()
 
-# Three units, the bindings, what else includes torch, and the rest, because the compiler mostly reads torch's headers: about 15 s
+# Three large units, the bindings, what else includes torch, and the rest (csrc/transport/cuda is small without CUDA), because the compiler mostly reads torch's headers: about 15 s
 # of CPU time in each unit. TORCHDDP_UNITY=0 compiles each source by itself, which is faster after a change in one.
 set(binding_sources ${torch_sources})
 list(FILTER binding_sources INCLUDE REGEX "/csrc/bindings/")
@@ -82,6 +82,9 @@ set_target_properties(_C PROPERTIES
 
 # The same module for the tests of tests/simgpu: a simulated GPU in the place of csrc/transport/cuda. Built on demand.
 file(GLOB simulated_sources CONFIGURE_DEPENDS tests/simgpu/csrc/*.cpp)
+if(NOT simulated_sources OR TORCHDDP_CUDA)
+  return() # an archive without tests
+endif()
 add_library(simulated_gpu MODULE EXCLUDE_FROM_ALL ${simulated_sources})
 target_link_libraries(simulated_gpu PRIVATE torchddp_options torchddp_torch torchddp_bindings torchddp_engine torchddp_pure)
 target_compile_options(simulated_gpu PRIVATE -O1)

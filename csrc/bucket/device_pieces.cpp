@@ -81,7 +81,8 @@ void move_by_operators(kernels::Direction direction, const GradSlot& slot, std::
 
 void move_pieces(kernels::Direction direction, const GradSlot& slot, std::span<const kernels::DevicePiece> pieces,
                  kernels::DType dtype, double scale) {
-  if (!transport::move_by_kernels(direction, slot.flat_data(), slot.kernel_dtype(), pieces, dtype, scale, slot.device())) {
+  if (!transport::move_by_kernels(direction, slot.flat_data(), slot.kernel_dtype(), pieces, dtype, scale,
+                                  slot.device())) {
     move_by_operators(direction, slot, pieces, dtype, scale);
   }
 }

@@ -47,27 +47,30 @@ def fuzzed(seed: int, rank: int) -> list[str]:
     return [f"trial {trial}: {text}" for text in compare(program, rank, f"{NAME}:0", (0, 1, 1000)[seed // 3 % 3])]
 
 
+LIMIT_S = 3000.0
 KINDS = {"plain": plain, "fuzzed": fuzzed}
 
 
-def body(rank: int, kind: str, seeds: range, place: str, until_found: bool) -> dict[str, Any]:
+def body(rank: int, kind: str, seeds: range, place: str, defect: str, until_found: bool) -> dict[str, Any]:
     simulated.leave_out(place)
+    simulated.set_defect(defect)
     found: dict[int, list[str]] = {}
     places: Counter[str] = Counter()
-    operations = 0
+    operations, orders = 0, []
     for seed in seeds:
         problems = KINDS[kind](seed, rank)
         simulated.synchronize()
         problems += [*simulated.races(), *simulated.broken_rules()]
         places.update(simulated.places())
         operations += simulated.operations()
+        orders.append(simulated.order())
         if problems:
             found[seed] = problems
         done = torch.tensor(float(bool(problems)))
         torch.distributed.all_reduce(done)
         if until_found and done:
             break
-    return {"found": found, "places": places, "operations": operations, "programs": seed - seeds.start + 1}
+    return {"found": found, "places": places, "operations": operations, "order": orders}
 
 
 def main() -> None:
@@ -76,9 +79,19 @@ def main() -> None:
     parser.add_argument("--kind", choices=KINDS, default="plain")
     parser.add_argument("--seeds", type=int, nargs=2, default=(0, 100), metavar=("FIRST", "END"))
     parser.add_argument("--leave-out", default="", metavar="PLACE")
+    parser.add_argument("--defect", default="", help="see set_defect's uses in csrc/")
     parser.add_argument("--until-found", action="store_true", help="stop at the first program with a problem")
     args = parser.parse_args()
-    ranks = run_ranks(body, args.world_size, args.kind, range(*args.seeds), args.leave_out, args.until_found, timeout=3000)
+    ranks = run_ranks(
+        body,
+        args.world_size,
+        args.kind,
+        range(*args.seeds),
+        args.leave_out,
+        args.defect,
+        args.until_found,
+        timeout=LIMIT_S,
+    )
     print(json.dumps(ranks))
 
 

@@ -1,4 +1,4 @@
-"""Loads the simulated GPU in the place of torchddp's compiled module. Import this before torchddp, in a process of its own."""
+"""Loads the simulated GPU in the place of torchddp's compiled module. Import it before torchddp, in a new process."""
 
 import importlib.util
 import sys

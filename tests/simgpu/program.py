@@ -1,4 +1,4 @@
-"""Random training programs for the simulated GPU, run there and on the CPU: the same gradients and weights, bit for bit."""
+"""Random training programs, run on the simulated GPU and on the CPU: the same gradients and weights, bit for bit."""
 
 import contextlib
 import random
@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import torchddp
+from tests.whole_buckets import large_from, packed_whole
 from torchddp.optim import OSS
 from torchddp.sharded import ShardedDataParallel
-from tests.whole_buckets import large_from, packed_whole
 
 WIDTH = 12
 PRECISIONS = tuple(

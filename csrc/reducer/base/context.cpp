@@ -83,6 +83,8 @@ std::vector<int64_t> Context::places_in(const Context& other) const {
   return places;
 }
 
-std::shared_ptr<gpu::Device> Context::device_of(int64_t param) const { return transport::device_of(params[param].device()); }
+std::shared_ptr<gpu::Device> Context::device_of(int64_t param) const {
+  return transport::device_of(params[param].device());
+}
 
 }  // namespace torchddp::reducer

@@ -216,7 +216,8 @@ class Arguments {
   }
   at::Tensor result(const at::Tensor& tensor) {
     if (!tensor.defined()) return tensor;
-    if (const auto found = originals_.find(tensor.unsafeGetTensorImpl()); found != originals_.end()) return found->second;
+    if (const auto found = originals_.find(tensor.unsafeGetTensorImpl()); found != originals_.end())
+      return found->second;
     auto made = at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(kDevice));
     write(made, tensor);
     written_.emplace_back(made, made);
@@ -249,9 +250,8 @@ at::Tensor empty(c10::IntArrayRef size, std::optional<at::ScalarType> dtype, std
 
 at::Tensor empty_strided(c10::IntArrayRef size, c10::IntArrayRef stride, std::optional<at::ScalarType> dtype,
                          std::optional<at::Layout>, std::optional<at::Device>, std::optional<bool>) {
-  return at::detail::empty_strided_generic(size, stride, &device_memory,
-                                           c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
-                                           c10::dtype_or_default(dtype));
+  return at::detail::empty_strided_generic(
+      size, stride, &device_memory, c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), c10::dtype_or_default(dtype));
 }
 
 at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {

@@ -68,10 +68,13 @@ bool move_by_kernels(kernels::Direction direction, void* flat, kernels::DType fl
     ranges.push_back({piece.outside, piece.numel * kernels::item_size(outside_type), !packs});
   }
   auto& machine = sim::Machine::here();
-  machine.queue(machine.current_stream(), packs ? "packing" : "unpacking", ranges,
-                [=, pieces = std::vector(pieces.begin(), pieces.end())] {
-                  kernels::device::run({direction, flat, flat_type, pieces.data(), std::ssize(pieces), outside_type, scale});
-                });
+  if (machine.has_defect("packs one less") && packs) pieces = pieces.first(pieces.size() - 1);
+  const auto stream = machine.has_defect("packs elsewhere") ? machine.make_stream() : machine.current_stream();
+  if (machine.has_defect("packs without the factor") && packs) scale = 1.0;
+  machine.queue(
+      stream, packs ? "packing" : "unpacking", ranges, [=, pieces = std::vector(pieces.begin(), pieces.end())] {
+        kernels::device::run({direction, flat, flat_type, pieces.data(), std::ssize(pieces), outside_type, scale});
+      });
   return true;
 }
 

@@ -74,11 +74,27 @@ void Machine::start_over(uint64_t seed, int late) {
   races_.clear();
   places_.clear();
   operations_ = 0;
+  order_ = 0;
 }
 
 void Machine::leave_out(std::string place) {
   const auto lock = enter();
   left_out_ = std::move(place);
+}
+
+void Machine::set_defect(std::string name) {
+  const auto lock = enter();
+  defect_ = std::move(name);
+}
+
+bool Machine::has_defect(const char* name) {
+  const auto lock = enter();
+  return defect_ == name;
+}
+
+uint64_t Machine::order() {
+  const auto lock = enter();
+  return order_;
 }
 
 std::map<std::string, int64_t> Machine::places() {
@@ -127,7 +143,7 @@ bool Machine::is_left_out(const char* kind, const std::source_location& where) {
 void Machine::record(EventId event, StreamId at, const std::source_location& where) {
   const auto lock = enter();
   if (is_left_out("record", where)) return;
-  auto& to = stream(at);
+  auto& to = stream(defect_ == "records elsewhere" ? 1 : at);
   to.clock.join(host_);
   auto mark = std::make_shared<Mark>(to.clock);
   events_.at(event) = mark;
@@ -150,7 +166,7 @@ bool Machine::finished(EventId event) {
   const auto lock = enter();
   some_steps();
   const auto& mark = events_.at(event);
-  if (mark == nullptr) return true;
+  if (mark == nullptr || defect_ == "done too early") return true;
   if (!mark->reached) return false;
   host_.join(mark->clock);
   return true;
@@ -215,6 +231,7 @@ bool Machine::can_run(const Stream& stream) const {
 void Machine::run_first(Stream& stream) {
   const auto item = std::move(stream.items.front());
   stream.items.pop_front();
+  order_ = order_ * 1000003 + static_cast<uint64_t>(&stream - streams_.data());
   if (item.mark != nullptr) {
     item.mark->reached = true;
     return;

@@ -44,6 +44,11 @@ class Machine {
   void start_over(uint64_t seed, int late);
   // From now on what is recorded or waited for at this place (FILE:LINE) does nothing; empty: everything works.
   void leave_out(std::string place);
+  // A fault that the simulated device or its NCCL stands in for; empty: none.
+  void set_defect(std::string name);
+  bool has_defect(const char* name);
+  // Of the order in which everything ran.
+  uint64_t order();
   // Where something was recorded or waited for, by kind and place, with how often.
   std::map<std::string, int64_t> places();
   // What nothing ordered, each pair once.
@@ -107,7 +112,7 @@ class Machine {
   void keep_going();
 
   mutable std::recursive_mutex mutex_;
-  std::vector<Stream> streams_;  // by id; the first is unused
+  std::vector<Stream> streams_;                      // by id; the first is unused
   std::map<EventId, std::shared_ptr<Mark>> events_;  // null: never recorded
   EventId last_event_ = 0;
   Clock host_;
@@ -115,6 +120,8 @@ class Machine {
   std::mt19937_64 random_;
   int late_ = 0;
   std::string left_out_;
+  std::string defect_;
+  uint64_t order_ = 0;
   std::map<std::string, int64_t> places_;
   std::set<std::string> races_;
   int64_t operations_ = 0;

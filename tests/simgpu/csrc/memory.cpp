@@ -1,7 +1,7 @@
 #include "memory.h"
 
 #include <cstdlib>
-#include <stdexcept>
+#include <new>
 #include <utility>
 
 namespace torchddp::sim {
@@ -52,7 +52,10 @@ void Memory::defer(const void* data) {
 
 void Memory::release(void* data) {
   const auto found = find(data);
-  if (found == blocks_.end() || !found->second.live) throw std::logic_error("released twice, or never allocated");
+  if (found == blocks_.end() || !found->second.live) {
+    report_("the release of its memory", "another release");
+    return;
+  }
   auto& block = found->second;
   if (block.deferred) {
     deferred_.push_back(found->first);

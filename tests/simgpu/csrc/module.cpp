@@ -17,7 +17,12 @@ PYBIND11_MODULE(_simulated, m) {
   m.def(
       "leave_out", [](std::string place) { Machine::here().leave_out(std::move(place)); }, py::arg("place"), NoGil(),
       "Records or waits at this place do nothing from now on.");
-  m.def("places", [] { return Machine::here().places(); }, "Where events were recorded and waited for, with how often.");
+  m.def(
+      "set_defect", [](std::string name) { Machine::here().set_defect(std::move(name)); }, py::arg("name"), NoGil(),
+      "The device or NCCL behaves as a faulty program would make it.");
+  m.def("order", [] { return Machine::here().order(); }, "A hash of the order in which everything ran.");
+  m.def(
+      "places", [] { return Machine::here().places(); }, "Where events were recorded and waited for, with how often.");
   m.def("races", [] { return Machine::here().races(); }, "Accesses to the same memory that nothing orders.");
   m.def("broken_rules", [] { return SimulatedNccl::here()->broken_rules(); }, "NCCL's rules that were broken.");
   m.def("operations", [] { return Machine::here().operations(); }, "How many were queued.");

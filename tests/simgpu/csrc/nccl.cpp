@@ -4,8 +4,8 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-#include <chrono>
 #include <algorithm>
+#include <chrono>
 #include <cstring>
 #include <stdexcept>
 #include <thread>
@@ -19,7 +19,7 @@ namespace {
 
 constexpr int kMaxRanks = 8;
 constexpr int64_t kPart = int64_t{1} << 20;  // bytes that a rank passes at once
-constexpr std::chrono::seconds kPatience{60};
+constexpr std::chrono::seconds kPatience{20};
 constexpr int kAborted = 6;
 constexpr int kInvalidUsage = 5;
 
@@ -100,8 +100,8 @@ struct SimulatedNccl::Link {
     for (int other = 0; other < size; ++other) {
       const auto& theirs = room->seats[other];
       if (!(theirs.terms == terms)) {
-        differs = "rank " + std::to_string(rank) + " calls " + text_of(terms) + ", rank " + std::to_string(other) + " " +
-                  text_of(theirs.terms);
+        differs = "rank " + std::to_string(rank) + " calls " + text_of(terms) + ", rank " + std::to_string(other) +
+                  " " + text_of(theirs.terms);
       }
       read(other, theirs.data);
     }
@@ -286,6 +286,7 @@ int SimulatedNccl::make_pre_mul_sum(gpu::SumOp* op, double scale, kernels::DType
 }
 
 int SimulatedNccl::destroy_op(gpu::SumOp op, gpu::Comm comm) {
+  if (Machine::here().has_defect("operator never destroyed")) return gpu::kNcclSuccess;
   if (Group::of_thread().depth > 0) broken("a reduction operator is destroyed before the group that uses it has ended");
   if (use(comm)->scales.erase(op) == 0) broken("a reduction operator is destroyed twice");
   return gpu::kNcclSuccess;
@@ -304,15 +305,29 @@ int SimulatedNccl::submit(Call call) {
 // A group is one operation of the device.
 int SimulatedNccl::launch(std::vector<Call> calls) {
   if (calls.empty()) return gpu::kNcclSuccess;
-  const auto stream = calls.front().stream;
+  auto stream = calls.front().stream;
+  auto& machine = Machine::here();
+  if (machine.has_defect("reduces elsewhere")) stream = machine.make_stream();
+  const bool sums = calls.front().terms.kind == Kind::kAllReduce;
+  if (sums && machine.has_defect("reduces one less")) --calls.front().terms.numel;
+  if (sums && machine.has_defect("rank 1 has another order") && calls.front().comm->link->rank == 1) {
+    if (held_back_.empty()) {
+      held_back_ = std::move(calls);
+      return gpu::kNcclSuccess;
+    }
+    for (auto& call : std::exchange(held_back_, {})) calls.push_back(std::move(call));
+  }
+  if (sums && machine.has_defect("memory given back in flight") && machine.owns(calls.front().output)) {
+    machine.release(calls.front().output);
+  }
   std::string what = "NCCL's";
   std::vector<Range> ranges;
   for (const auto& call : calls) {
-    if (call.stream != stream) broken("a group on several streams");
+    if (call.stream != calls.front().stream) broken("a group on several streams");
     what += std::string(" ") + kNames[static_cast<int>(call.terms.kind)];
     for (const auto& range : call.ranges()) ranges.push_back(range);
   }
-  Machine::here().queue(stream, what, ranges, [this, calls = std::move(calls)] {
+  machine.queue(stream, what, ranges, [this, calls = std::move(calls)] {
     for (const auto& call : calls) {
       call.run();
       if (!call.comm->link->differs.empty()) broken(call.comm->link->differs);
@@ -331,31 +346,54 @@ int SimulatedNccl::all_reduce(const void* input, void* output, int64_t numel, ke
       broken("a reduction operator that does not exist");
       return kInvalidUsage;
     }
-    scale = found->second;
+    scale = Machine::here().has_defect("NCCL's factor is lost") ? 1.0 : found->second;
   }
-  return submit({{Kind::kAllReduce, static_cast<int>(type), 0, 0, numel}, input, output, scale, used, reinterpret_cast<StreamId>(stream)});
+  return submit({{Kind::kAllReduce, static_cast<int>(type), 0, 0, numel},
+                 input,
+                 output,
+                 scale,
+                 used,
+                 reinterpret_cast<StreamId>(stream)});
 }
 
 int SimulatedNccl::reduce(void* data, int64_t numel, kernels::DType type, int root, gpu::Comm comm,
                           gpu::Stream stream) {
-  return submit({{Kind::kReduce, static_cast<int>(type), root, 0, numel}, data, data, 1.0, use(comm), reinterpret_cast<StreamId>(stream)});
+  return submit({{Kind::kReduce, static_cast<int>(type), root, 0, numel},
+                 data,
+                 data,
+                 1.0,
+                 use(comm),
+                 reinterpret_cast<StreamId>(stream)});
 }
 
 int SimulatedNccl::reduce_scatter(const void* input, void* output, int64_t numel, kernels::DType type, gpu::Comm comm,
                                   gpu::Stream stream) {
-  return submit(
-      {{Kind::kReduceScatter, static_cast<int>(type), 0, 0, numel}, input, output, 1.0, use(comm), reinterpret_cast<StreamId>(stream)});
+  return submit({{Kind::kReduceScatter, static_cast<int>(type), 0, 0, numel},
+                 input,
+                 output,
+                 1.0,
+                 use(comm),
+                 reinterpret_cast<StreamId>(stream)});
 }
 
 int SimulatedNccl::all_gather(const void* input, void* output, int64_t numel, kernels::DType type, gpu::Comm comm,
                               gpu::Stream stream) {
-  return submit({{Kind::kAllGather, static_cast<int>(type), 0, 0, numel}, input, output, 1.0, use(comm), reinterpret_cast<StreamId>(stream)});
+  return submit({{Kind::kAllGather, static_cast<int>(type), 0, 0, numel},
+                 input,
+                 output,
+                 1.0,
+                 use(comm),
+                 reinterpret_cast<StreamId>(stream)});
 }
 
 int SimulatedNccl::broadcast(void* data, int64_t numel, kernels::DType type, int root, gpu::Comm comm,
                              gpu::Stream stream) {
-  return submit(
-      {{Kind::kBroadcast, static_cast<int>(type), root, 0, numel}, data, data, 1.0, use(comm), reinterpret_cast<StreamId>(stream)});
+  return submit({{Kind::kBroadcast, static_cast<int>(type), root, 0, numel},
+                 data,
+                 data,
+                 1.0,
+                 use(comm),
+                 reinterpret_cast<StreamId>(stream)});
 }
 
 }  // namespace torchddp::sim

@@ -61,6 +61,7 @@ class SimulatedNccl final : public gpu::Nccl {
   std::mutex mutex_;
   std::vector<std::unique_ptr<Communicator>> communicators_;
   std::set<std::string> broken_;
+  std::vector<Call> held_back_;
 };
 
 }  // namespace torchddp::sim
