@@ -58,6 +58,11 @@ def draw(seed: int) -> Program:
     mixed = rng.random() < 0.3
     spread = rng.random() < 0.5
 
+    sharded = rng.random() < 0.2
+    # A sharded optimizer updates several parameters at once. At the end of a tensor torch rounds 16 bits another way.
+    others = (torch.float64,) if sharded else (torch.float64, torch.bfloat16)
+    dtypes = tuple(rng.choice((torch.float32, *others)) if mixed else torch.float32 for _ in range(layers))
+
     def step() -> Step:
         return Step(
             batches=rng.choice((1, 1, 1, 2, 3)),
@@ -65,12 +70,11 @@ def draw(seed: int) -> Program:
             to_none=rng.random() < 0.7,
             left_out=rng.randrange(layers) if unused and rng.random() < 0.7 else -1,
             aside=rng.randrange(layers) if rng.random() < 0.5 else -1,
-            clips=rng.random() < 0.3,
+            clips=rng.random() < 0.3 and torch.float64 not in dtypes,  # norms differ in the last of many bits
             reads_aside=rng.random() < 0.3,
             keeps=rng.random() < 0.3,
         )
 
-    sharded = rng.random() < 0.2
     options: dict[str, Any] = {"find_unused_parameters": unused, "static_graph": static}
     options["weighted"] = not static and rng.random() < 0.2
     if sharded:
@@ -85,10 +89,7 @@ def draw(seed: int) -> Program:
     return Program(
         seed=seed,
         widths=tuple(rng.choice((1, 5, 64, 300)) for _ in range(layers)),
-        dtypes=tuple(
-            rng.choice((torch.float32, torch.float64, torch.bfloat16)) if mixed else torch.float32
-            for _ in range(layers)
-        ),
+        dtypes=dtypes,
         homes=tuple(rng.randrange(3) if spread else 0 for _ in range(layers)),
         options=options,
         sharded=sharded,

@@ -42,6 +42,8 @@ class Machine {
   // Starts over: the order of a run follows from the seed and from what the host calls. `late` of 100 of the values that torch's
   // operators compute are written by an operation queued for it; their memory holds NaNs before.
   void start_over(uint64_t seed, int late);
+  // From now on the device goes on by itself while the host waits for other ranks.
+  void expect_peers();
   // From now on what is recorded or waited for at this place (FILE:LINE) does nothing; empty: everything works.
   void leave_out(std::string place);
   // A fault that the simulated device or its NCCL stands in for; empty: none.

@@ -121,6 +121,7 @@ struct SimulatedNccl::Communicator {
   gpu::SumOp last_op = gpu::kPlainSum;
   std::atomic<bool> aborted{false};
   std::atomic<bool> destroyed{false};
+  std::atomic<int> pending{0};  // operations
 };
 
 struct SimulatedNccl::Call {
@@ -225,6 +226,7 @@ int SimulatedNccl::make_id(gpu::UniqueId* id) {
 }
 
 int SimulatedNccl::init_rank(gpu::Comm* comm, int size, const gpu::UniqueId& id, int rank, const gpu::CommSettings&) {
+  if (size > 1) Machine::here().expect_peers();
   auto made = std::make_unique<Communicator>();
   made->link = std::make_unique<Link>(id.bytes.data(), rank, size);
   *comm = made.get();
@@ -251,8 +253,11 @@ int SimulatedNccl::finalize(gpu::Comm comm) {
 }
 
 int SimulatedNccl::destroy(gpu::Comm comm) {
-  Machine::here().synchronize();
-  use(comm)->destroyed = true;
+  auto* const used = use(comm);
+  // Not by waiting for the device with its lock held, which the host may need for what the peers wait for.
+  if (used->link->size == 1) Machine::here().synchronize();
+  while (used->pending > 0 && !used->aborted) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  used->destroyed = true;
   return gpu::kNcclSuccess;
 }
 
@@ -323,6 +328,7 @@ int SimulatedNccl::launch(std::vector<Call> calls) {
   std::string what = "NCCL's";
   std::vector<Range> ranges;
   for (const auto& call : calls) {
+    ++call.comm->pending;
     if (call.stream != calls.front().stream) broken("a group on several streams");
     what += std::string(" ") + kNames[static_cast<int>(call.terms.kind)];
     for (const auto& range : call.ranges()) ranges.push_back(range);
@@ -330,6 +336,7 @@ int SimulatedNccl::launch(std::vector<Call> calls) {
   machine.queue(stream, what, ranges, [this, calls = std::move(calls)] {
     for (const auto& call : calls) {
       call.run();
+      --call.comm->pending;
       if (!call.comm->link->differs.empty()) broken(call.comm->link->differs);
     }
   });
