@@ -99,7 +99,7 @@ test: build simulated-gpu ## C++ and Python tests (10 min)
 
 # One more job, because most of these tests wait.
 test-slow: TEST_JOBS = 3
-test-slow: build ## tests that take longer, C++ tests under sanitizers (10 min)
+test-slow: build simulated-gpu ## tests that take longer, C++ tests under sanitizers (10 min)
 	$(call run-tests,address$(comma)undefined thread,slow and not thorough)
 
 test-thorough: build simulated-gpu ## whole commands, further parameters, mutants (longer than an hour)

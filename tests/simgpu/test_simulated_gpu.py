@@ -13,7 +13,8 @@ ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(
     not list((ROOT / "build" / "cpu").glob("simulated_gpu.*.so")), reason="not built: make simulated-gpu"
 )
-# By kind and world size: how many programs `make test` runs, and how many `make test-thorough` does, 10,000 in all.
+# By kind and world size: how many programs `make test` and `make test-slow` run, and how many `make test-thorough` does,
+# 10,000 in all.
 PROGRAMS = {
     ("plain", 1): (100, 4000),
     ("plain", 2): (60, 3000),
@@ -58,7 +59,13 @@ def check(kind: str, world_size: int, seeds: range) -> None:
     assert all(len(report["order"]) == len(seeds) for report in reports)
 
 
-@pytest.mark.parametrize(("kind", "world_size"), PROGRAMS)
+QUICK = (("plain", 1), ("plain", 2), ("fuzzed", 1))
+
+
+@pytest.mark.parametrize(
+    ("kind", "world_size"),
+    [case if case in QUICK else pytest.param(*case, marks=pytest.mark.slow) for case in PROGRAMS],
+)
 def test_programs_see_the_values_of_the_cpu(kind, world_size):
     check(kind, world_size, range(PROGRAMS[kind, world_size][0]))
 
@@ -70,12 +77,14 @@ def test_ten_thousand_programs_see_the_values_of_the_cpu(kind, world_size):
     check(kind, world_size, range(PROGRAMS[kind, world_size][1]))
 
 
+@pytest.mark.slow
 def test_a_seed_repeats_exactly():
     once, again = (run("plain", 1, range(20, 30))[0][0] for _ in range(2))
     assert once["order"] == again["order"] and once["places"] == again["places"]
     assert len(set(once["order"])) == 10
 
 
+@pytest.mark.slow
 def test_a_wait_that_is_left_out_is_noticed():
     """One of each end of the communication stream."""
     places = run("plain", 1, range(1))[0][0]["places"]
