@@ -13,8 +13,7 @@ ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(
     not list((ROOT / "build" / "cpu").glob("simulated_gpu.*.so")), reason="not built: make simulated-gpu"
 )
-# By kind and world size: how many programs `make test` and `make test-slow` run, and how many `make test-thorough` does,
-# 10,000 in all.
+# By kind and world size: how many programs `make test` and `make test-slow` run, and how many `make test-thorough`.
 PROGRAMS = {
     ("plain", 1): (100, 4000),
     ("plain", 2): (60, 3000),
